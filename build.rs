@@ -1,0 +1,12 @@
+//! Compiles `proto/` without protoc: protox makes the descriptor set, tonic-prost-build the services.
+
+use prost::Message as _;
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    println!("cargo:rerun-if-changed=proto");
+    let out = std::path::PathBuf::from(std::env::var("OUT_DIR")?);
+    let descriptors = protox::compile(["rollout/v1/rollout.proto", "rollout/v1/control.proto"], ["proto"])?;
+    std::fs::write(out.join("rollout_descriptor.bin"), descriptors.encode_to_vec())?;
+    tonic_prost_build::configure().compile_fds(descriptors)?;
+    Ok(())
+}

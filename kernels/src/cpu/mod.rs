@@ -1,0 +1,3 @@
+//! CPU operators over slices. Activations are float32; weights and KV are bfloat16 or float32.
+
+pub mod math;

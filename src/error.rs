@@ -1,0 +1,48 @@
+//! Errors, typed by what the caller can do about them. `server::convert` maps each variant to a gRPC status; nothing
+//! else does.
+
+/// What went wrong, with the offending value and what to do in the text.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum Error {
+    /// A field of a request is wrong. gRPC INVALID_ARGUMENT.
+    #[error("{field}: {message}")]
+    InvalidArgument { field: String, message: String },
+    /// A queue is full or the memory ceiling says no; trying later can help. gRPC RESOURCE_EXHAUSTED.
+    #[error("{0}")]
+    ResourceExhausted(String),
+    /// The lifecycle forbids this order. gRPC FAILED_PRECONDITION.
+    #[error("{0}")]
+    FailedPrecondition(String),
+    /// The policy's version is not the one insisted on. gRPC ABORTED.
+    #[error("{0}")]
+    VersionConflict(String),
+    /// No such thing. gRPC NOT_FOUND.
+    #[error("{0}")]
+    NotFound(String),
+    /// The name is taken. gRPC ALREADY_EXISTS.
+    #[error("{0}")]
+    AlreadyExists(String),
+    /// The server is ending. gRPC UNAVAILABLE.
+    #[error("{0}")]
+    Unavailable(String),
+    /// A checkpoint, flag or file is wrong; ends the start.
+    #[error("{0}")]
+    Config(String),
+    /// A bug or the machine. gRPC INTERNAL.
+    #[error("internal error: {0}")]
+    Internal(String),
+}
+
+pub type Result<T> = std::result::Result<T, Error>;
+
+impl Error {
+    pub fn invalid(field: impl Into<String>, message: impl Into<String>) -> Self {
+        Self::InvalidArgument { field: field.into(), message: message.into() }
+    }
+}
+
+impl From<candle_core::Error> for Error {
+    fn from(e: candle_core::Error) -> Self {
+        Self::Internal(e.to_string())
+    }
+}

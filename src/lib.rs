@@ -1,0 +1,3 @@
+pub mod engine;
+pub mod error;
+pub mod types;

@@ -1,0 +1,83 @@
+//! The plan of one engine step: made by the scheduler, run by the executor, answered by a [`StepOutput`].
+
+use std::sync::Arc;
+
+use super::{SampleKey, SamplingParams, TokenId, TokenLogprobs};
+
+/// A physical block of the paged KV cache.
+pub type BlockId = u32;
+
+/// Copy of the first `tokens` slots of a block (all layers, K and V), for a fork that writes into a shared block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockCopy {
+    pub src: BlockId,
+    pub dst: BlockId,
+    pub tokens: usize,
+}
+
+/// Everything one step does, in the order it does it: copies, then all sequences as one flat batch.
+#[derive(Clone, Debug, Default)]
+pub struct StepPlan {
+    pub copies: Vec<BlockCopy>,
+    pub sequences: Vec<PlanSequence>,
+}
+
+/// A run of consecutive tokens of one sequence: a prefill chunk, a decode (one token) or anything between.
+#[derive(Clone, Debug)]
+pub struct PlanSequence {
+    /// Position of `tokens[0]`; KV of `[0, start)` is readable, `[start, start + tokens.len())` is written.
+    pub start: usize,
+    pub tokens: Vec<TokenId>,
+    /// Blocks of `[0, start + tokens.len())`, in order.
+    pub block_table: Vec<BlockId>,
+    /// Rows of which logits are wanted, ascending by `offset`.
+    pub logits: Vec<LogitsRow>,
+}
+
+/// One row of logits and what is asked of it.
+#[derive(Clone, Debug)]
+pub struct LogitsRow {
+    /// Index into the sequence's `tokens`.
+    pub offset: usize,
+    /// Several for the last row of a group's prompt: one logits row, n samples.
+    pub tasks: Vec<LogitsTask>,
+}
+
+/// One question to a row of logits.
+#[derive(Clone, Debug)]
+pub struct LogitsTask {
+    /// Whose token this is. For prompt log-probabilities, sample 0 of the group.
+    pub sample: SampleKey,
+    pub params: Arc<SamplingParams>,
+    /// The sample's own seed (see [`super::sample_seed`]).
+    pub seed: u64,
+    /// Number of output tokens before this one: the counter of the random generator, and what `min_tokens` counts.
+    pub output_index: u32,
+    /// `Some(token)`: give its log-probabilities instead of sampling (scoring, prompt log-probabilities).
+    pub target: Option<TokenId>,
+    /// Prompt and output so far, and the prompt's length; empty unless `params.needs_history()`.
+    pub history: Vec<TokenId>,
+    pub prompt_len: usize,
+}
+
+/// Answers to all tasks of a plan, flat, in the plan's order (sequences, their rows, their tasks).
+#[derive(Clone, Debug, Default)]
+pub struct StepOutput {
+    pub tokens: Vec<TokenLogprobs>,
+}
+
+impl StepPlan {
+    /// Number of token rows the model runs.
+    pub fn num_tokens(&self) -> usize {
+        self.sequences.iter().map(|s| s.tokens.len()).sum()
+    }
+
+    /// All tasks in the order in which a [`StepOutput`] answers them.
+    pub fn tasks(&self) -> impl Iterator<Item = &LogitsTask> {
+        self.sequences.iter().flat_map(|s| &s.logits).flat_map(|r| &r.tasks)
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.sequences.is_empty()
+    }
+}
