@@ -1,3 +1,57 @@
+//! rollout-server: a rollout inference server for RL fine-tuning.
+//!
+//! This page is the architecture: how a request travels, which layer knows what, and what always holds.
+//!
+//! # How a request travels
+//!
+//! ```text
+//!  client ──gRPC──> server ──Command──> engine ──StepPlan──> executor ── rank 0: device, weights, KV, model
+//!                   (tokio)  bounded    (one               (one thread ─ rank 1
+//!                      ^     channel     thread)             a rank)    ─ rank tp-1
+//!                      └──────Event───────┘ <──StepOutput──────┘
+//! ```
+//!
+//! 1. [`server`] parses the request into valid types at the door (`server::convert`) and sends a [`engine::Command`].
+//! 2. [`engine`] adds each prompt with its samples as a group to the [`scheduler`].
+//! 3. Each `step()`: `schedule → launch → collect → update → emit`. The scheduler decides, as plain data (a
+//!    [`types::StepPlan`]), which tokens of which sequences run; the [`executor`]'s ranks run them and sample; the
+//!    scheduler takes note; the engine emits events.
+//! 4. A sample ends by a stop rule, by a stop string, by abort or because its client is gone. Its blocks go back at
+//!    once. When all samples of a request have ended it gets its one terminal event.
+//!
+//! # Layers
+//!
+//! A module uses only modules to the right of it (`tests/structure.rs` fails on any other edge):
+//!
+//! ```text
+//! main → server → engine → scheduler, executor → cache | model → weights, text → comm, memory → types, error, config
+//! ```
+//!
+//! The crate `rollout-kernels` below all of them holds the operators.
+//!
+//! # Invariants
+//!
+//! 1. [`scheduler`] and [`cache`] know no device, clock, channel or runtime. Only [`server`] (and `main`) knows tonic,
+//!    prost and tokio.
+//! 2. [`model`] never mentions a rank number, a device, LoRA or a file format. Tensor parallelism is in the layers'
+//!    [`weights::ShardRule`]s and the [`comm::Communicator`].
+//! 3. One text for every decoder family: Llama, Qwen2, Qwen3 and Mistral differ by configuration, not by files.
+//! 4. A parameter is named and carries its own shard rule; every way to set it goes through `ShardRule::slice`.
+//! 5. No lock, static or global holds serving state: the engine thread owns all of it. Only [`config`] reads the
+//!    environment.
+//! 6. A request gets exactly one terminal event; its blocks go back even if its client vanishes.
+//! 7. KV computed under one weight version can be found only by that version: the hash chain of the prefix cache
+//!    starts from it.
+//! 8. A sequence's tokens and log-probabilities are the same bits alone or in any batch, with whole or chunked prefill,
+//!    cache hit or miss, preempted or not, sampled or scored, and for every `--tp` that is a power of two: every
+//!    kernel's reduction order depends on nothing but the row's own inputs.
+//! 9. A sample depends only on (seed, prompt, sampling parameters, weights), never on what else runs.
+//! 10. Every large allocation is a reservation in the [`memory::MemoryBudget`] before it is made.
+//! 11. Each queue has a limit, with its reason beside it.
+
+pub mod comm;
+pub mod config;
 pub mod engine;
 pub mod error;
+pub mod memory;
 pub mod types;

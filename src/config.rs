@@ -1,0 +1,194 @@
+//! The one configuration: the command line and its environment variables, checked once, passed as structs.
+
+use std::path::PathBuf;
+
+use clap::{Parser, ValueEnum};
+
+use crate::error::{Error, Result};
+
+/// A rollout inference server for RL fine-tuning: groups of samples with log-probabilities you can trust, over gRPC.
+#[derive(Clone, Debug, Parser)]
+#[command(name = "rollout-server", version)]
+pub struct Config {
+    /// A Hugging Face directory, a GGUF file, or org/name[@revision] on the hub.
+    #[arg(long, env = "ROLLOUT_MODEL", value_name = "DIR|FILE.gguf|ORG/NAME[@REV]")]
+    pub model: String,
+
+    /// Tensor-parallel ranks.
+    #[arg(long, env = "ROLLOUT_TP", default_value_t = 1, value_name = "N")]
+    pub tp: usize,
+
+    /// Ceiling on all that the process takes, as a fraction of the device's memory (for the CPU: of the smaller of
+    /// the machine's and its cgroup's).
+    #[arg(long, env = "ROLLOUT_MEM_UTIL", default_value_t = 0.5, value_name = "F")]
+    pub mem_util: f64,
+
+    /// Where the model runs.
+    #[arg(long, env = "ROLLOUT_DEVICE", value_enum, default_value_t = DeviceKind::Cpu)]
+    pub device: DeviceKind,
+
+    /// Precision of weights and KV cache; auto is the checkpoint's (bfloat16 for float16 and quantised ones).
+    #[arg(long, env = "ROLLOUT_DTYPE", value_enum, default_value_t = DTypeChoice::Auto)]
+    pub dtype: DTypeChoice,
+
+    /// Most tokens of prompt and completion together [default: the model's].
+    #[arg(long, env = "ROLLOUT_MAX_MODEL_LEN", value_name = "TOKENS")]
+    pub max_model_len: Option<usize>,
+
+    /// Most samples that run in one step.
+    #[arg(long, env = "ROLLOUT_MAX_NUM_SEQS", default_value_t = 256, value_name = "N")]
+    pub max_num_seqs: usize,
+
+    /// Most tokens that one step computes.
+    #[arg(long, env = "ROLLOUT_MAX_BATCH_TOKENS", default_value_t = 1024, value_name = "TOKENS")]
+    pub max_batch_tokens: usize,
+
+    /// Most samples that may wait; more are refused with RESOURCE_EXHAUSTED.
+    #[arg(long, env = "ROLLOUT_MAX_QUEUED_SAMPLES", default_value_t = 65_536, value_name = "N")]
+    pub max_queued_samples: usize,
+
+    /// Tokens per block of the KV cache.
+    #[arg(long, env = "ROLLOUT_BLOCK_SIZE", default_value_t = 16, value_name = "TOKENS")]
+    pub block_size: usize,
+
+    /// Size of the KV cache, e.g. 2GiB [default: what remains below the ceiling].
+    #[arg(long, env = "ROLLOUT_KV_CACHE_BYTES", value_parser = parse_bytes, value_name = "BYTES")]
+    pub kv_cache_bytes: Option<u64>,
+
+    /// Compute threads of all ranks together [default: one per core].
+    #[arg(long, env = "ROLLOUT_THREADS", value_name = "N")]
+    pub threads: Option<usize>,
+
+    /// Address to listen on.
+    #[arg(long, env = "ROLLOUT_HOST", default_value = "127.0.0.1")]
+    pub host: String,
+
+    /// Port of gRPC; 0 takes a free one and prints it.
+    #[arg(long, env = "ROLLOUT_PORT", default_value_t = 50051)]
+    pub port: u16,
+
+    /// Seconds that running requests get to finish after SIGTERM.
+    #[arg(long, env = "ROLLOUT_SHUTDOWN_GRACE_SECONDS", default_value_t = 30, value_name = "SECONDS")]
+    pub shutdown_grace_seconds: u64,
+
+    /// How logs are written.
+    #[arg(long, env = "ROLLOUT_LOG_FORMAT", value_enum, default_value_t = LogFormat::Text)]
+    pub log_format: LogFormat,
+
+    /// Which logs: error, warn, info, debug, trace, or a tracing filter.
+    #[arg(long, env = "ROLLOUT_LOG", default_value = "info")]
+    pub log: String,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum DeviceKind {
+    Cpu,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum DTypeChoice {
+    Auto,
+    Bfloat16,
+    Float32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum LogFormat {
+    Text,
+    Json,
+}
+
+impl Config {
+    /// Compute threads of all ranks together.
+    pub fn threads(&self) -> usize {
+        self.threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
+    }
+
+    /// Checks every bound that one flag alone decides.
+    ///
+    /// # Errors
+    /// `Config` naming the flag, the value and what is allowed.
+    pub fn check(&self) -> Result<()> {
+        let fail = |flag: &str, value: &dyn std::fmt::Display, want: &str| {
+            Err(Error::Config(format!("--{flag} {value}: must be {want}")))
+        };
+        if !(self.mem_util > 0.0 && self.mem_util <= 1.0) {
+            return fail("mem-util", &self.mem_util, "above 0 and at most 1");
+        }
+        // 64 ranks: more than any machine has devices; a typing error otherwise starts that many threads.
+        if !(1..=64).contains(&self.tp) {
+            return fail("tp", &self.tp, "from 1 to 64");
+        }
+        if !(1..=1024).contains(&self.threads()) {
+            return fail("threads", &self.threads(), "from 1 to 1024");
+        }
+        if !(1..=1024).contains(&self.block_size) {
+            return fail("block-size", &self.block_size, "from 1 to 1024 tokens");
+        }
+        if !(1..=65_536).contains(&self.max_num_seqs) {
+            return fail("max-num-seqs", &self.max_num_seqs, "from 1 to 65536");
+        }
+        if self.max_batch_tokens == 0 || self.max_batch_tokens > 1 << 20 {
+            return fail("max-batch-tokens", &self.max_batch_tokens, "from 1 to 1048576");
+        }
+        if self.max_queued_samples == 0 {
+            return fail("max-queued-samples", &self.max_queued_samples, "at least 1");
+        }
+        if self.max_model_len.is_some_and(|n| n < 2) {
+            return fail("max-model-len", &self.max_model_len.unwrap_or(0), "at least 2");
+        }
+        Ok(())
+    }
+
+    /// Directory or file the model is read from, where `--model` is a local path.
+    pub fn model_path(&self) -> PathBuf {
+        PathBuf::from(&self.model)
+    }
+}
+
+/// "2GiB", "500MB", "1048576".
+fn parse_bytes(text: &str) -> std::result::Result<u64, String> {
+    let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let factor: u64 = match unit.trim().to_ascii_lowercase().as_str() {
+        "" | "b" => 1,
+        "kib" | "k" => 1 << 10,
+        "mib" | "m" => 1 << 20,
+        "gib" | "g" => 1 << 30,
+        "kb" => 1_000,
+        "mb" => 1_000_000,
+        "gb" => 1_000_000_000,
+        _ => return Err(format!("{unit:?} is not a unit; use KiB, MiB, GiB, KB, MB, GB or plain bytes")),
+    };
+    let value: f64 = number.parse().map_err(|_| format!("{number:?} is not a number"))?;
+    Ok((value * factor as f64) as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_take_units() {
+        for (text, bytes) in [("2GiB", 2 << 30), ("1.5g", 3 << 29), ("500MB", 500_000_000), ("17", 17)] {
+            assert_eq!(parse_bytes(text), Ok(bytes), "{text}");
+        }
+        assert!(parse_bytes("3 parsecs").unwrap_err().contains("parsecs"));
+        assert!(parse_bytes("GiB").is_err());
+    }
+
+    #[test]
+    fn a_bad_value_is_named_with_what_is_allowed() {
+        for (args, part) in [
+            (&["--mem-util", "0"][..], "--mem-util 0: must be above 0"),
+            (&["--mem-util", "NaN"], "--mem-util NaN"),
+            (&["--tp", "0"], "--tp 0: must be from 1 to 64"),
+            (&["--block-size", "0"], "--block-size 0"),
+            (&["--max-model-len", "1"], "--max-model-len 1"),
+        ] {
+            let line = ["rollout-server", "--model", "m"].iter().chain(args);
+            let error = Config::try_parse_from(line).unwrap().check().unwrap_err().to_string();
+            assert!(error.contains(part), "{part:?} is missing in {error:?}");
+        }
+    }
+}

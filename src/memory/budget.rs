@@ -1,0 +1,111 @@
+//! The one arithmetic of memory: a ceiling, and reservations below it.
+
+use crate::error::{Error, Result};
+
+/// Divides `--mem-util` of the device's memory among named uses. Every large allocation is a reservation here before
+/// it is made.
+#[derive(Clone, Debug)]
+pub struct MemoryBudget {
+    total: u64,
+    ceiling: u64,
+    entries: Vec<(&'static str, u64)>,
+}
+
+/// A look at the ledger, in bytes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MemoryReport {
+    pub total: u64,
+    pub ceiling: u64,
+    pub entries: Vec<(&'static str, u64)>,
+}
+
+impl MemoryBudget {
+    /// A budget of `total * utilization` bytes, with `utilization` in `(0, 1]`.
+    pub fn new(total: u64, utilization: f64) -> Self {
+        assert!(utilization > 0.0 && utilization <= 1.0, "--mem-util {utilization} was not checked");
+        Self { total, ceiling: (total as f64 * utilization) as u64, entries: Vec::new() }
+    }
+
+    /// Sets `bytes` aside for `name`.
+    ///
+    /// # Errors
+    /// `ResourceExhausted` with the whole ledger if they do not fit; nothing is reserved then.
+    pub fn reserve(&mut self, name: &'static str, bytes: u64) -> Result<()> {
+        if bytes > self.remaining() {
+            return Err(Error::ResourceExhausted(format!(
+                "{name} needs {} but only {} of the ceiling of {} is left ({})",
+                human_bytes(bytes),
+                human_bytes(self.remaining()),
+                human_bytes(self.ceiling),
+                self.describe_entries(),
+            )));
+        }
+        self.entries.push((name, bytes));
+        Ok(())
+    }
+
+    /// Bytes not yet reserved.
+    pub fn remaining(&self) -> u64 {
+        self.ceiling - self.entries.iter().map(|e| e.1).sum::<u64>()
+    }
+
+    /// The `--mem-util` at which `extra` bytes more would fit.
+    pub fn utilization_for(&self, extra: u64) -> f64 {
+        let used = self.ceiling - self.remaining();
+        (used + extra) as f64 / self.total as f64
+    }
+
+    pub fn report(&self) -> MemoryReport {
+        MemoryReport { total: self.total, ceiling: self.ceiling, entries: self.entries.clone() }
+    }
+
+    fn describe_entries(&self) -> String {
+        if self.entries.is_empty() {
+            return "nothing is reserved yet".into();
+        }
+        let parts: Vec<_> =
+            self.entries.iter().map(|(name, bytes)| format!("{name} {}", human_bytes(*bytes))).collect();
+        format!("reserved: {}", parts.join(", "))
+    }
+}
+
+/// Bytes as people write them: "1.5 GiB", "300 MiB".
+pub fn human_bytes(bytes: u64) -> String {
+    const UNITS: [&str; 4] = ["KiB", "MiB", "GiB", "TiB"];
+    if bytes < 1024 {
+        return format!("{bytes} B");
+    }
+    let mut value = bytes as f64 / 1024.0;
+    let mut unit = 0;
+    while value >= 1024.0 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    if value < 10.0 { format!("{value:.2} {}", UNITS[unit]) } else { format!("{value:.1} {}", UNITS[unit]) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reservation_that_does_not_fit_changes_nothing_and_names_the_numbers() {
+        let mut budget = MemoryBudget::new(1 << 30, 0.5);
+        budget.reserve("weights", 500 << 20).unwrap();
+        let before = budget.report();
+        let error = budget.reserve("kv_cache", 13 << 20).unwrap_err().to_string();
+        for part in ["kv_cache needs 13.0 MiB", "12.0 MiB of the ceiling of 512.0 MiB", "weights 500.0 MiB"] {
+            assert!(error.contains(part), "{part:?} is missing in {error:?}");
+        }
+        assert_eq!(budget.report(), before);
+        budget.reserve("kv_cache", 12 << 20).unwrap();
+        assert_eq!(budget.remaining(), 0);
+    }
+
+    #[test]
+    fn bytes_are_readable() {
+        for (bytes, text) in [(5, "5 B"), (1024, "1.00 KiB"), (300 << 20, "300.0 MiB"), (3 << 29, "1.50 GiB")] {
+            assert_eq!(human_bytes(bytes), text);
+        }
+    }
+}

@@ -1,0 +1,7 @@
+//! Memory: what there is, what the process may take of it, and what it is used for.
+
+mod budget;
+mod probe;
+
+pub use budget::{MemoryBudget, MemoryReport, human_bytes};
+pub use probe::{resident_bytes, total_bytes};

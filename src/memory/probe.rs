@@ -1,0 +1,82 @@
+//! Reads the machine's and the process's memory from the operating system (Linux; elsewhere what is known is less).
+
+use std::path::Path;
+
+/// Memory this process can count on, in bytes: the smaller of the machine's and that of any cgroup above it.
+pub fn total_bytes() -> u64 {
+    cgroup_limit(Path::new("/sys/fs/cgroup"), &read("/proc/self/cgroup"))
+        .map_or_else(machine_bytes, |limit| limit.min(machine_bytes()))
+}
+
+/// Resident memory of the process now, in bytes; 0 where the system does not say.
+pub fn resident_bytes() -> u64 {
+    let pages = read("/proc/self/statm").split_whitespace().nth(1).and_then(|v| v.parse::<u64>().ok()).unwrap_or(0);
+    pages * page_bytes()
+}
+
+fn read(path: impl AsRef<Path>) -> String {
+    std::fs::read_to_string(path).unwrap_or_default()
+}
+
+fn page_bytes() -> u64 {
+    sysconf(libc::_SC_PAGESIZE)
+}
+
+fn machine_bytes() -> u64 {
+    sysconf(libc::_SC_PHYS_PAGES) * page_bytes()
+}
+
+fn sysconf(name: libc::c_int) -> u64 {
+    // SAFETY: sysconf takes no pointers and has no preconditions; an unknown name gives -1.
+    u64::try_from(unsafe { libc::sysconf(name) }).unwrap_or(0)
+}
+
+/// The tightest limit from the process's cgroup up to the root: `memory.max` (v2) or `memory.limit_in_bytes` (v1).
+/// `membership` is the text of `/proc/self/cgroup`.
+fn cgroup_limit(root: &Path, membership: &str) -> Option<u64> {
+    let mut smallest: Option<u64> = None;
+    for line in membership.lines() {
+        let mut parts = line.splitn(3, ':');
+        let (Some(_), Some(controllers), Some(path)) = (parts.next(), parts.next(), parts.next()) else { continue };
+        let (base, file) = match controllers {
+            "" => (root.to_path_buf(), "memory.max"),
+            c if c.split(',').any(|c| c == "memory") => (root.join("memory"), "memory.limit_in_bytes"),
+            _ => continue,
+        };
+        for dir in Path::new(path.trim_start_matches('/')).ancestors() {
+            // "max" (no limit) does not parse; v1's "no limit" is a number near 2^63 that the machine's size undercuts.
+            if let Ok(limit) = read(base.join(dir).join(file)).trim().parse::<u64>() {
+                smallest = Some(smallest.map_or(limit, |s| s.min(limit)));
+            }
+        }
+    }
+    smallest
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_process_and_the_machine_have_memory() {
+        let (resident, total) = (resident_bytes(), total_bytes());
+        assert!(resident > 1 << 20 && resident < total, "resident {resident}, total {total}");
+    }
+
+    #[test]
+    fn the_tightest_cgroup_on_the_way_up_counts() {
+        let root = std::env::temp_dir().join(format!("rollout-cgroup-{}", std::process::id()));
+        let leaf = root.join("a/b");
+        std::fs::create_dir_all(&leaf).unwrap();
+        std::fs::write(root.join("a/memory.max"), "1000000\n").unwrap();
+        std::fs::write(leaf.join("memory.max"), "max\n").unwrap();
+        assert_eq!(cgroup_limit(&root, "0::/a/b\n"), Some(1_000_000));
+        std::fs::write(leaf.join("memory.max"), "4096\n").unwrap();
+        assert_eq!(cgroup_limit(&root, "0::/a/b\n"), Some(4096));
+        assert_eq!(cgroup_limit(&root, "0::/elsewhere\n"), None);
+        std::fs::create_dir_all(root.join("memory/x")).unwrap();
+        std::fs::write(root.join("memory/x/memory.limit_in_bytes"), "77\n").unwrap();
+        assert_eq!(cgroup_limit(&root, "5:cpu,memory:/x\n3:pids:/x\n"), Some(77));
+        std::fs::remove_dir_all(root).unwrap();
+    }
+}
