@@ -1,0 +1,183 @@
+//! Parallel layers: each parameter carries its name, its whole shape and its shard rule; the layer holds this rank's
+//! part of it.
+
+use candle_core::{DType, Device, Tensor};
+use rollout_kernels::{Ops, PackedMatrix, WeightDtype};
+
+use crate::error::Result;
+use crate::weights::{ParamSpec, Partition, ShardRule};
+
+/// Where the local part of a parameter is stored.
+pub enum Slot<'a> {
+    /// Rows `[first_row, ..)` of a packed matrix; several parameters can share one (q, k, v).
+    Matrix { matrix: &'a mut PackedMatrix, first_row: usize },
+    /// Elements of a float32 vector from `offset` on.
+    Vector { vector: &'a Tensor, offset: usize },
+}
+
+/// Called for each parameter of a model, in the model's order.
+pub type Visitor<'v> = dyn FnMut(&ParamSpec, Slot<'_>) -> Result<()> + 'v;
+
+/// What a layer is made with.
+#[derive(Clone, Copy)]
+pub struct Build {
+    pub partition: Partition,
+    pub weights: WeightDtype,
+}
+
+/// One or more projections of the same input, fused by rows: `y = x Wᵀ + b`.
+pub struct Linear {
+    weight: PackedMatrix,
+    bias: Option<Tensor>,
+    /// Weight and bias specs of each projection, with its first local row.
+    parts: Vec<(ParamSpec, Option<ParamSpec>, usize)>,
+}
+
+/// A projection as the checkpoint knows it.
+pub struct Projection {
+    /// Name without ".weight" and ".bias".
+    pub name: String,
+    pub rows: usize,
+    pub rule: ShardRule,
+    pub bias: bool,
+}
+
+impl Linear {
+    /// Projections whose outputs are split over ranks (or whole on each): no communication needed.
+    pub fn by_rows(build: Build, projections: Vec<Projection>, columns: usize) -> Result<Self> {
+        let mut parts = Vec::new();
+        let mut rows = 0;
+        for p in projections {
+            let weight = ParamSpec::new(format!("{}.weight", p.name), vec![p.rows, columns], p.rule);
+            let bias = p.bias.then(|| ParamSpec::new(format!("{}.bias", p.name), vec![p.rows], p.rule));
+            let local = build.partition.slice(&weight)?.rows.len();
+            parts.push((weight, bias, rows));
+            rows += local;
+        }
+        let has_bias = parts.iter().any(|p| p.1.is_some());
+        let bias = if has_bias { Some(vector(rows)?) } else { None };
+        // One leaf: nothing of this sum is ever split over ranks.
+        Ok(Self { weight: PackedMatrix::zeros(build.weights, rows, columns, 1), bias, parts })
+    }
+
+    /// A projection whose input is split over ranks: outputs are partial sums, to be reduced. The bias comes after.
+    pub fn by_columns(build: Build, name: &str, rows: usize, columns: usize, bias: bool) -> Result<Self> {
+        let weight = ParamSpec::new(format!("{name}.weight"), vec![rows, columns], ShardRule::Columns);
+        let bias_spec = bias.then(|| ParamSpec::new(format!("{name}.bias"), vec![rows], ShardRule::Replicated));
+        let local = build.partition.slice(&weight)?.cols.len();
+        let leaves = build.partition.leaves(rollout_kernels::reduction_leaves(columns));
+        let bias = if bias { Some(vector(rows)?) } else { None };
+        let weight_matrix = PackedMatrix::zeros(build.weights, rows, local, leaves);
+        Ok(Self { weight: weight_matrix, bias, parts: vec![(weight, bias_spec, 0)] })
+    }
+
+    /// `out = x Wᵀ + b`; `x` is `[rows, k]`, `out` `[rows, n]`.
+    pub fn forward(&self, ops: &Ops, x: &Tensor, out: &Tensor) -> Result<()> {
+        Ok(ops.linear(x, &self.weight, self.bias.as_ref(), out)?)
+    }
+
+    /// `out = x Wᵀ`, the bias left to the caller (see [`Linear::bias`]).
+    pub fn forward_partial(&self, ops: &Ops, x: &Tensor, out: &Tensor) -> Result<()> {
+        Ok(ops.linear(x, &self.weight, None, out)?)
+    }
+
+    pub fn bias(&self) -> Option<&Tensor> {
+        self.bias.as_ref()
+    }
+
+    pub fn visit(&mut self, visitor: &mut Visitor<'_>) -> Result<()> {
+        for (weight, bias, first_row) in &self.parts {
+            visitor(weight, Slot::Matrix { matrix: &mut self.weight, first_row: *first_row })?;
+            if let (Some(spec), Some(vector)) = (bias, &self.bias) {
+                visitor(spec, Slot::Vector { vector, offset: *first_row })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Bytes of the local part.
+    pub fn bytes(&self) -> u64 {
+        self.weight.bytes() as u64 + self.bias.as_ref().map_or(0, |b| 4 * b.elem_count() as u64)
+    }
+}
+
+/// Rows of the vocabulary, split evenly over ranks: token embeddings, and the head where it is tied.
+pub struct VocabularyMatrix {
+    matrix: PackedMatrix,
+    spec: ParamSpec,
+    first_token: usize,
+}
+
+impl VocabularyMatrix {
+    pub fn new(build: Build, name: &str, vocab: usize, hidden: usize) -> Result<Self> {
+        let spec = ParamSpec::new(name, vec![vocab, hidden], ShardRule::Rows);
+        let rows = build.partition.slice(&spec)?.rows;
+        let matrix = PackedMatrix::zeros(build.weights, rows.len(), hidden, 1);
+        Ok(Self { matrix, spec, first_token: rows.start })
+    }
+
+    /// `out[i]` = the row of `tokens[i]`, or zeros where another rank has it: reduce after.
+    pub fn embed(&self, ops: &Ops, tokens: &[u32], out: &Tensor) -> Result<()> {
+        Ok(ops.gather_rows(&self.matrix, tokens, self.first_token, out)?)
+    }
+
+    /// Logits of this rank's part of the vocabulary: gather after.
+    pub fn logits(&self, ops: &Ops, x: &Tensor, out: &Tensor) -> Result<()> {
+        Ok(ops.linear(x, &self.matrix, None, out)?)
+    }
+
+    pub fn visit(&mut self, visitor: &mut Visitor<'_>) -> Result<()> {
+        visitor(&self.spec, Slot::Matrix { matrix: &mut self.matrix, first_row: 0 })
+    }
+
+    pub fn bytes(&self) -> u64 {
+        self.matrix.bytes() as u64
+    }
+}
+
+/// Root-mean-square normalisation weights, whole on every rank.
+pub struct Norm {
+    weight: Tensor,
+    spec: ParamSpec,
+    eps: f32,
+}
+
+impl Norm {
+    pub fn new(name: String, len: usize, eps: f32) -> Result<Self> {
+        Ok(Self { weight: vector(len)?, spec: ParamSpec::new(name, vec![len], ShardRule::Replicated), eps })
+    }
+
+    /// `out = norm(x)`.
+    pub fn forward(&self, ops: &Ops, x: &Tensor, out: &Tensor) -> Result<()> {
+        Ok(ops.rms_norm(x, &self.weight, self.eps, out)?)
+    }
+
+    /// `residual += delta (+ bias)`, then `out = norm(residual)`.
+    pub fn add_forward(
+        &self,
+        ops: &Ops,
+        residual: &Tensor,
+        delta: &Tensor,
+        bias: Option<&Tensor>,
+        out: &Tensor,
+    ) -> Result<()> {
+        Ok(ops.add_rms_norm(residual, delta, bias, &self.weight, self.eps, out)?)
+    }
+
+    /// Normalises each head of `x` (`[rows, heads * head_dim]`) in place.
+    pub fn forward_heads(&self, ops: &Ops, x: &Tensor) -> Result<()> {
+        Ok(ops.rms_norm_heads(x, &self.weight, self.eps)?)
+    }
+
+    pub fn visit(&mut self, visitor: &mut Visitor<'_>) -> Result<()> {
+        visitor(&self.spec, Slot::Vector { vector: &self.weight, offset: 0 })
+    }
+
+    pub fn bytes(&self) -> u64 {
+        4 * self.weight.elem_count() as u64
+    }
+}
+
+fn vector(len: usize) -> Result<Tensor> {
+    Ok(Tensor::zeros(len, DType::F32, &Device::Cpu)?)
+}

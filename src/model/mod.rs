@@ -1,0 +1,10 @@
+//! The model: one decoder with configuration flags, made of parallel layers.
+
+pub mod config;
+mod decoder;
+mod layers;
+mod workspace;
+
+pub use decoder::{Decoder, Input};
+pub use layers::{Build, Slot};
+pub use workspace::{KvCache, LOGITS_ROWS, Workspace};

@@ -1,0 +1,143 @@
+//! Buffers of a rank, made once: activations of one step, and the paged KV cache.
+
+use candle_core::{DType, Device, Result, Tensor};
+
+use super::config::ModelConfig;
+use super::decoder::HeadDims;
+use super::layers::Build;
+
+/// Rows of which logits are computed at once. More rows read the head fewer times; at a vocabulary of 152k each row
+/// costs 0.6 MB, so this many stay below 40 MB.
+pub const LOGITS_ROWS: usize = 64;
+
+/// Activations, float32, `[max_batch_tokens, width]` each. [`Workspace::rows`] gives the part of one step.
+#[derive(Clone)]
+pub struct Workspace {
+    /// The residual stream.
+    pub hidden: Tensor,
+    pub normed: Tensor,
+    pub qkv: Tensor,
+    pub attention: Tensor,
+    /// What a block adds to the residual stream.
+    pub delta: Tensor,
+    pub gate_up: Tensor,
+    pub activation: Tensor,
+    head: LogitsRows,
+}
+
+/// Buffers of the head, `[LOGITS_ROWS, width]` each.
+#[derive(Clone)]
+pub struct LogitsRows {
+    pub selected: Tensor,
+    pub local_logits: Tensor,
+    pub logits: Tensor,
+}
+
+impl Workspace {
+    pub fn new(config: &ModelConfig, build: Build, max_batch_tokens: usize) -> Result<Self> {
+        let make = |rows: usize, width: usize| Tensor::zeros((rows, width), DType::F32, &Device::Cpu);
+        let widths = Widths::new(config, build);
+        let local_logits = make(LOGITS_ROWS, widths.local_vocab)?;
+        // A part that is the whole needs no second buffer to be gathered in.
+        let is_whole = widths.local_vocab == config.vocab_size;
+        let logits = if is_whole { local_logits.clone() } else { make(LOGITS_ROWS, config.vocab_size)? };
+        Ok(Self {
+            hidden: make(max_batch_tokens, widths.hidden)?,
+            normed: make(max_batch_tokens, widths.hidden)?,
+            qkv: make(max_batch_tokens, widths.qkv)?,
+            attention: make(max_batch_tokens, widths.attention)?,
+            delta: make(max_batch_tokens, widths.hidden)?,
+            gate_up: make(max_batch_tokens, 2 * widths.intermediate)?,
+            activation: make(max_batch_tokens, widths.intermediate)?,
+            head: LogitsRows { selected: make(LOGITS_ROWS, widths.hidden)?, local_logits, logits },
+        })
+    }
+
+    /// Bytes that one rank's workspace and the kernels' packed copy of a linear's input take.
+    pub fn bytes(config: &ModelConfig, build: Build, max_batch_tokens: usize) -> u64 {
+        let widths = Widths::new(config, build);
+        let row = 3 * widths.hidden + widths.qkv + widths.attention + 3 * widths.intermediate;
+        let packed_input = widths.hidden.max(widths.attention).max(widths.intermediate);
+        let head = config.vocab_size + widths.local_vocab + widths.hidden;
+        4 * (max_batch_tokens * (row + packed_input) + LOGITS_ROWS * head) as u64
+    }
+
+    /// The first `rows` rows of each activation.
+    pub fn rows(&self, rows: usize) -> Result<Self> {
+        let part = |t: &Tensor| t.narrow(0, 0, rows);
+        Ok(Self {
+            hidden: part(&self.hidden)?,
+            normed: part(&self.normed)?,
+            qkv: part(&self.qkv)?,
+            attention: part(&self.attention)?,
+            delta: part(&self.delta)?,
+            gate_up: part(&self.gate_up)?,
+            activation: part(&self.activation)?,
+            head: self.head.clone(),
+        })
+    }
+
+    /// The first `rows` rows of the head's buffers.
+    pub fn logits_rows(&self, rows: usize) -> Result<LogitsRows> {
+        let LogitsRows { selected, local_logits, logits } = &self.head;
+        Ok(LogitsRows {
+            selected: selected.narrow(0, 0, rows)?,
+            local_logits: local_logits.narrow(0, 0, rows)?,
+            logits: logits.narrow(0, 0, rows)?,
+        })
+    }
+}
+
+struct Widths {
+    hidden: usize,
+    qkv: usize,
+    attention: usize,
+    intermediate: usize,
+    local_vocab: usize,
+}
+
+impl Widths {
+    fn new(config: &ModelConfig, build: Build) -> Self {
+        let dims = HeadDims::local(config, build);
+        Self {
+            hidden: config.hidden_size,
+            qkv: (dims.heads + 2 * dims.kv_heads) * dims.head_dim,
+            attention: dims.heads * dims.head_dim,
+            intermediate: build.partition.share(config.intermediate_size),
+            local_vocab: build.partition.share(config.vocab_size),
+        }
+    }
+}
+
+/// Keys and values of all layers, paged: per layer keys `[blocks, kv_heads, head_dim, block_size]` and values
+/// `[blocks, kv_heads, block_size, head_dim]`, so that scores and weighted sums both read along their lanes.
+pub struct KvCache {
+    pub keys: Vec<Tensor>,
+    pub values: Vec<Tensor>,
+}
+
+impl KvCache {
+    /// Zeroed pages are given by the operating system as they are first written.
+    pub fn new(
+        config: &ModelConfig,
+        build: Build,
+        dtype: DType,
+        blocks: usize,
+        block_size: usize,
+    ) -> Result<Self> {
+        let HeadDims { kv_heads, head_dim, .. } = HeadDims::local(config, build);
+        let make = |shape: [usize; 4]| Tensor::zeros(&shape, dtype, &Device::Cpu);
+        let (mut keys, mut values) = (Vec::new(), Vec::new());
+        for _ in 0..config.num_layers {
+            keys.push(make([blocks, kv_heads, head_dim, block_size])?);
+            values.push(make([blocks, kv_heads, block_size, head_dim])?);
+        }
+        Ok(Self { keys, values })
+    }
+
+    /// Bytes of one block over all layers of one rank.
+    pub fn bytes_per_block(config: &ModelConfig, build: Build, dtype: DType, block_size: usize) -> u64 {
+        let HeadDims { kv_heads, head_dim, .. } = HeadDims::local(config, build);
+        (2 * config.num_layers * kv_heads * head_dim * block_size * dtype.size_in_bytes()) as u64
+    }
+}

@@ -1,0 +1,45 @@
+//! One rank's share of a tensor-parallel model, as layers see it.
+
+use super::{ParamSpec, Slice};
+use crate::error::Result;
+
+/// Which rank of how many. Layers hand it to the shard rules and never look inside.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Partition {
+    rank: usize,
+    world: usize,
+}
+
+impl Partition {
+    /// # Panics
+    /// If `rank >= world`.
+    pub fn new(rank: usize, world: usize) -> Self {
+        assert!(rank < world, "rank {rank} of {world}");
+        Self { rank, world }
+    }
+
+    /// The part of a parameter that this rank holds.
+    ///
+    /// # Errors
+    /// `Config` if the parameter cannot be divided like this.
+    pub fn slice(self, spec: &ParamSpec) -> Result<Slice> {
+        spec.slice(self.rank, self.world)
+    }
+
+    /// An even part of `len`, which the world divides (the configuration was checked).
+    pub fn share(self, len: usize) -> usize {
+        assert!(len.is_multiple_of(self.world), "{len} is not divided by {}", self.world);
+        len / self.world
+    }
+
+    /// How many of `heads` this rank holds: an even part, or one that it shares where there are fewer heads than ranks.
+    pub fn heads(self, heads: usize) -> usize {
+        (heads / self.world).max(1)
+    }
+
+    /// Leaves of the reduction tree below this rank, of `leaves` in all: where the world is no power of two the tree
+    /// cannot be the same as on a single rank, and each rank has a whole one.
+    pub fn leaves(self, leaves: usize) -> usize {
+        if leaves.is_multiple_of(self.world) { leaves / self.world } else { leaves }
+    }
+}
