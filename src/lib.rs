@@ -1,3 +1,5 @@
+pub mod cache;
 pub mod engine;
 pub mod error;
+pub mod scheduler;
 pub mod types;
