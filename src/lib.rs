@@ -54,4 +54,8 @@ pub mod config;
 pub mod engine;
 pub mod error;
 pub mod memory;
+pub mod cache;
+pub mod engine;
+pub mod error;
+pub mod scheduler;
 pub mod types;

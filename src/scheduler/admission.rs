@@ -1,0 +1,89 @@
+//! Giving free places to waiting sequences, then to groups of the queue.
+
+use super::schedule::Step;
+use super::{GroupState, Scheduler, SeqId, Sequence};
+use crate::cache::PrefixMatch;
+
+impl Scheduler {
+    /// Admits in order until the budget, the places or the blocks are used up. Nobody overtakes: a long sequence that
+    /// waits for blocks would otherwise starve behind short ones.
+    pub(super) fn admit(&mut self, step: &mut Step) {
+        while step.budget > 0 && self.running.len() < self.config.max_num_seqs {
+            let next = self.waiting.first_key_value().map(|(&id, _)| id);
+            let Some(id) = next.or_else(|| self.dequeue()) else { return };
+            if !self.try_admit(id, step) {
+                return;
+            }
+        }
+    }
+
+    /// Moves the queue's next group to the waiting sequences.
+    fn dequeue(&mut self) -> Option<SeqId> {
+        let group = self.queue.pop()?;
+        let id = SeqId { admission: self.next_admission, sample_index: 0 };
+        self.next_admission += 1;
+        let state = GroupState { admission: id.admission, live_samples: group.num_samples() };
+        let before = self.groups.insert(group.key, state);
+        assert!(before.is_none(), "{:?} is in use", group.key);
+        self.waiting.insert(id, Sequence::new(group, self.cache.block_size()));
+        Some(id)
+    }
+
+    /// Lets a waiting sequence run if all blocks it needs are free. Only if nothing runs are they taken from others.
+    fn try_admit(&mut self, id: SeqId, step: &mut Step) -> bool {
+        let prefix = loop {
+            let sequence = &self.waiting[&id];
+            let prefix = self.find_prefix(sequence);
+            if self.fits(sequence, &prefix) {
+                break prefix;
+            }
+            if !self.running.is_empty() {
+                return false;
+            }
+            assert!(self.preempt_for(id), "{id:?} does not fit into an empty cache");
+        };
+        let mut sequence = self.waiting.remove(&id).expect("an admitted sequence waits");
+        if sequence.table.is_empty() {
+            sequence.num_registered = prefix.num_blocks();
+            sequence.num_computed = prefix.num_blocks() * self.cache.block_size();
+            sequence.table = self.cache.acquire(prefix);
+            self.count_admission(&mut sequence);
+        }
+        let start = sequence.num_computed;
+        let end = sequence.num_tokens().min(start + step.budget);
+        let extended = self.cache.extend(&mut sequence.table, start, end, &mut step.plan.copies);
+        assert!(extended, "{:?} was found to fit", sequence.key);
+        self.running.insert(id, sequence);
+        self.plan_sequence(id, end, step);
+        true
+    }
+
+    /// What of a sequence without blocks the cache still has.
+    fn find_prefix(&self, sequence: &Sequence) -> PrefixMatch {
+        if sequence.table.is_empty() {
+            self.cache.find_prefix(&sequence.hashes, sequence.max_cached_tokens())
+        } else {
+            PrefixMatch::default()
+        }
+    }
+
+    /// Whether all tokens that the sequence has now fit into free blocks, with one more block for each that runs:
+    /// else these would soon preempt it, and its work would be lost.
+    fn fits(&self, sequence: &Sequence, prefix: &PrefixMatch) -> bool {
+        let end = sequence.num_tokens();
+        let needed = if sequence.table.is_empty() {
+            self.cache.blocks_for(end) - prefix.num_blocks()
+        } else {
+            self.cache.blocks_to_extend(&sequence.table, sequence.num_computed, end)
+        };
+        needed + self.running.len() <= self.cache.num_free() - prefix.num_free()
+    }
+
+    fn count_admission(&mut self, sequence: &mut Sequence) {
+        if sequence.cached_tokens.is_none() {
+            sequence.cached_tokens = Some(sequence.num_computed as u32);
+            self.counters.prompt_tokens += sequence.prompt.len() as u64;
+            self.counters.cached_tokens += sequence.num_computed as u64;
+        }
+    }
+}

@@ -1,0 +1,277 @@
+//! Which tokens run next. Pure: state in, [`StepPlan`] out; no device, clock, channel or randomness.
+//!
+//! # How a sequence travels
+//!
+//! 1. [`Scheduler::add`] puts the groups of a request (one prompt each, with `n` samples) into the admission queue,
+//!    or refuses all of them. The queue takes one group of each request in turn.
+//! 2. When there is a free place (`max_num_seqs`) and its prompt fits into free blocks, [`Scheduler::schedule`] makes
+//!    a group one sequence, that of sample 0, with the other samples as `unforked`. Cached blocks give it a start.
+//! 3. A sequence has one progress number: `num_computed` catches up with the tokens it has. A step takes as many of
+//!    the missing ones as the token budget (`max_batch_tokens`) allows: a chunk of the prompt, the last sampled
+//!    token, or prompt and output again after a preemption. There are no phases.
+//! 4. [`Scheduler::update`] takes the answers. When the last token of a prompt has been computed, its one row of
+//!    logits gives a token to each of the `n` samples, and the sequence forks: every sample gets its own block table
+//!    over the same blocks, and waits for a place while holding them. The partial last block is copied by those who
+//!    write while others still hold it.
+//! 5. When blocks run out, the youngest sequence gives all of its own back and waits; it computes prompt and output
+//!    again later (and finds most of them in the prefix cache).
+//! 6. A sample ends by a rule ([`stop_reason`]), by [`Scheduler::finish`] (a stop string) or by [`Scheduler::abort`].
+//!
+//! # Order and progress
+//!
+//! Sequences are ordered by admission of their group, then by sample index; the order never changes. Running ones are
+//! served oldest first, and a sequence that needs a block may take those of younger running sequences and of waiting
+//! ones, never of an older running one. If that is not enough it stays where it is for a step. So the oldest running
+//! sequence advances in every step (its own blocks fit, as `add` has checked), and if none runs, the oldest waiting
+//! one may take every block. Preempted and forked sequences are admitted before new groups, oldest first, none
+//! overtaking, and without taking blocks from anyone: work that runs is not thrown away for work that does not.
+
+mod admission;
+mod group;
+mod queue;
+mod schedule;
+mod sequence;
+mod stop;
+mod update;
+
+use std::collections::{BTreeMap, HashMap};
+
+pub use group::{Group, GroupKind, Outcome};
+pub use stop::stop_reason;
+
+use crate::cache::KvCacheManager;
+use crate::error::{Error, Result};
+use crate::types::{GroupKey, RequestKey, SampleKey};
+use queue::AdmissionQueue;
+use sequence::{SeqId, Sequence};
+
+/// Limits of one scheduler.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SchedulerConfig {
+    /// Most sequences in one step: bounds per-sequence work and the sampler's rows.
+    pub max_num_seqs: usize,
+    /// Most tokens in one step: bounds the workspace of the model. Best no smaller than `max_num_seqs`.
+    pub max_batch_tokens: usize,
+    /// Most tokens of prompt and output together.
+    pub max_model_len: usize,
+    /// Most samples that wait: bounds the memory that requests take before they run.
+    pub max_queued_samples: usize,
+}
+
+/// A look at the scheduler between two steps. The last four count from the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SchedulerStats {
+    pub running_samples: usize,
+    /// Queued, preempted, or forked and without a place.
+    pub waiting_samples: usize,
+    pub total_blocks: usize,
+    /// Blocks that no sequence holds (cached ones among them).
+    pub free_blocks: usize,
+    /// Free blocks that still hold a cached prefix.
+    pub cached_blocks: usize,
+    /// Tokens of admitted prompts, once per group.
+    pub prompt_tokens: u64,
+    /// Of these, found in the prefix cache.
+    pub cached_tokens: u64,
+    pub generated_tokens: u64,
+    pub preemptions: u64,
+}
+
+/// Continuous batching over one KV cache. See the module's page for how it works.
+#[derive(Debug)]
+pub struct Scheduler {
+    config: SchedulerConfig,
+    cache: KvCacheManager,
+    queue: AdmissionQueue,
+    /// Sequences with a place in the batch.
+    running: BTreeMap<SeqId, Sequence>,
+    /// Sequences without: preempted (no blocks), forked (shared blocks), and at most one group next in line.
+    waiting: BTreeMap<SeqId, Sequence>,
+    /// Groups taken from the queue of which samples still live.
+    groups: HashMap<GroupKey, GroupState>,
+    /// The sequences of the last plan in its order, until `update`.
+    in_flight: Vec<SeqId>,
+    /// Samples that have not ended, wherever they are; a scored prompt counts as one.
+    live_samples: usize,
+    next_admission: u64,
+    counters: Counters,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct GroupState {
+    admission: u64,
+    live_samples: usize,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Counters {
+    prompt_tokens: u64,
+    cached_tokens: u64,
+    generated_tokens: u64,
+    preemptions: u64,
+}
+
+impl Scheduler {
+    /// # Panics
+    /// If a limit of `config` is 0.
+    pub fn new(config: SchedulerConfig, cache: KvCacheManager) -> Self {
+        assert!(config.max_num_seqs > 0, "max_num_seqs must be at least 1");
+        assert!(config.max_batch_tokens > 0, "max_batch_tokens must be at least 1");
+        assert!(config.max_model_len > 0, "max_model_len must be at least 1");
+        assert!(config.max_queued_samples > 0, "max_queued_samples must be at least 1");
+        Self {
+            config,
+            cache,
+            queue: AdmissionQueue::default(),
+            running: BTreeMap::new(),
+            waiting: BTreeMap::new(),
+            groups: HashMap::new(),
+            in_flight: Vec::new(),
+            live_samples: 0,
+            next_admission: 0,
+            counters: Counters::default(),
+        }
+    }
+
+    /// Queues groups (usually all of one request): all of them, or none if there is an error.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if a prompt is empty or longer than the context allows; `ResourceExhausted` if too many
+    /// samples wait already, or if one sample of a group could not fit into the whole cache.
+    pub fn add(&mut self, groups: Vec<Group>) -> Result<()> {
+        groups.iter().try_for_each(|group| self.check_fits(group))?;
+        let (asked, waiting) = (groups.iter().map(Group::num_samples).sum::<usize>(), self.num_waiting());
+        if waiting + asked > self.config.max_queued_samples {
+            return Err(Error::ResourceExhausted(format!(
+                "the queue is full: {waiting} samples wait, {asked} more were asked for and {} may wait; try again \
+                 later, or ask for fewer at once",
+                self.config.max_queued_samples
+            )));
+        }
+        self.live_samples += asked;
+        groups.into_iter().for_each(|group| self.queue.push(group));
+        Ok(())
+    }
+
+    fn check_fits(&self, group: &Group) -> Result<()> {
+        let (key, len, max_len) = (group.key, group.prompt.len(), self.config.max_model_len);
+        let field = || format!("prompts[{}]", key.prompt_index);
+        if len == 0 {
+            return Err(Error::invalid(field(), "is empty; give at least one token"));
+        }
+        let room = usize::from(!matches!(group.kind, GroupKind::Score));
+        if len + room > max_len {
+            let most = max_len - room;
+            return Err(Error::invalid(field(), format!("has {len} tokens; at most {most} fit into the context")));
+        }
+        let most_tokens = match group.kind {
+            GroupKind::Score => len,
+            GroupKind::Sample { .. } => (len + group.params.max_tokens as usize).min(max_len),
+        };
+        let (needed, total) = (self.cache.blocks_for(most_tokens), self.cache.counts().total);
+        if needed > total {
+            return Err(Error::ResourceExhausted(format!(
+                "{}: {most_tokens} tokens (a prompt of {len} and its completion) need {needed} KV blocks of {} \
+                 tokens, and the cache has {total}; lower max_tokens, or give the server more memory",
+                field(),
+                self.cache.block_size()
+            )));
+        }
+        Ok(())
+    }
+
+    /// Ends a sample which has just been given a token, without another one (a stop string was found). Returns
+    /// [`Outcome::GroupDone`] if it was the last of its group. Nothing happens if the sample has ended already.
+    pub fn finish(&mut self, sample: SampleKey) -> Option<Outcome> {
+        let id = SeqId { admission: self.groups.get(&sample.group)?.admission, sample_index: sample.sample_index };
+        let mut sequence = self.running.remove(&id).or_else(|| self.waiting.remove(&id))?;
+        assert!(sequence.is_forked(), "{sample:?} is finished before its first token");
+        self.cache.release(std::mem::take(&mut sequence.table));
+        self.end_sample(sample.group)
+    }
+
+    /// Drops everything of a request and returns its samples that had not ended, ascending; there will be no further
+    /// outcome for them or their groups. A scored prompt has no samples.
+    pub fn abort(&mut self, request: RequestKey) -> Vec<SampleKey> {
+        let mut aborted = Vec::new();
+        for group in self.queue.remove(request) {
+            self.live_samples -= group.num_samples();
+            aborted.extend(group.samples());
+        }
+        for map in [&mut self.running, &mut self.waiting] {
+            for (_, mut sequence) in map.extract_if(.., |_, sequence| sequence.key.group.request == request) {
+                self.live_samples -= sequence.num_samples();
+                aborted.extend(sequence.samples());
+                self.cache.release(std::mem::take(&mut sequence.table));
+            }
+        }
+        self.groups.retain(|key, _| key.request != request);
+        aborted.sort_unstable();
+        aborted
+    }
+
+    /// Whether anything is left to run: then, and only then, the next plan is not empty.
+    pub fn has_work(&self) -> bool {
+        !(self.running.is_empty() && self.waiting.is_empty() && self.queue.is_empty())
+    }
+
+    /// Forgets every cached prefix that no sequence holds; returns the number of blocks.
+    pub fn reset_prefix_cache(&mut self) -> usize {
+        self.cache.reset_prefix_cache()
+    }
+
+    pub fn stats(&self) -> SchedulerStats {
+        let blocks = self.cache.counts();
+        SchedulerStats {
+            running_samples: self.running.len(),
+            waiting_samples: self.num_waiting(),
+            total_blocks: blocks.total,
+            free_blocks: blocks.free,
+            cached_blocks: blocks.cached,
+            prompt_tokens: self.counters.prompt_tokens,
+            cached_tokens: self.counters.cached_tokens,
+            generated_tokens: self.counters.generated_tokens,
+            preemptions: self.counters.preemptions,
+        }
+    }
+
+    /// Asserts every invariant of the scheduler and its cache. Walks everything: for tests, and for when idle.
+    pub fn check_integrity(&self) {
+        let sequences = || self.running.iter().chain(&self.waiting);
+        self.cache.check_integrity(sequences().map(|(_, sequence)| &sequence.table));
+        assert!(self.running.len() <= self.config.max_num_seqs, "{} sequences are running", self.running.len());
+        let mut live: HashMap<GroupKey, usize> = HashMap::new();
+        for (id, sequence) in sequences() {
+            sequence.check_integrity(&self.cache, self.in_flight.contains(id));
+            assert_eq!(self.groups[&sequence.key.group].admission, id.admission, "{:?}", sequence.key);
+            assert_eq!(sequence.key.sample_index, id.sample_index, "{:?}", sequence.key);
+            *live.entry(sequence.key.group).or_default() += sequence.num_samples();
+        }
+        for (key, group) in &self.groups {
+            assert_eq!(live.get(key), Some(&group.live_samples), "live samples of {key:?}");
+        }
+        let live = live.values().sum::<usize>() + self.queue.num_samples();
+        assert_eq!(self.live_samples, live, "live samples");
+        for id in self.waiting.keys() {
+            assert!(!self.running.contains_key(id), "{id:?} waits and runs");
+        }
+    }
+
+    fn num_waiting(&self) -> usize {
+        self.live_samples - self.running.len()
+    }
+
+    fn end_sample(&mut self, key: GroupKey) -> Option<Outcome> {
+        self.live_samples -= 1;
+        let group = self.groups.get_mut(&key).expect("a live sample has a group");
+        group.live_samples -= 1;
+        if group.live_samples > 0 {
+            return None;
+        }
+        self.groups.remove(&key);
+        Some(Outcome::GroupDone { group: key })
+    }
+}
+
+#[cfg(test)]
+mod tests;

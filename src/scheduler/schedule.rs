@@ -1,0 +1,73 @@
+//! Making a plan: running sequences first, oldest first.
+
+use super::{Scheduler, SeqId};
+use crate::types::StepPlan;
+
+/// A plan being made.
+#[derive(Default)]
+pub(super) struct Step {
+    pub plan: StepPlan,
+    /// Tokens that still fit.
+    pub budget: usize,
+}
+
+impl Scheduler {
+    /// The next step. Each plan that is not empty must be answered by [`Scheduler::update`] before the next.
+    ///
+    /// # Panics
+    /// If the last plan has not been answered.
+    pub fn schedule(&mut self) -> StepPlan {
+        assert!(self.in_flight.is_empty(), "the last plan has not been answered");
+        let mut step = Step { plan: StepPlan::default(), budget: self.config.max_batch_tokens };
+        let oldest_first: Vec<SeqId> = self.running.keys().copied().collect();
+        for id in oldest_first {
+            if step.budget == 0 {
+                break;
+            }
+            self.continue_running(id, &mut step);
+        }
+        self.admit(&mut step);
+        assert_eq!(self.has_work(), !step.plan.is_empty(), "no sequence can advance");
+        step.plan
+    }
+
+    /// Gives a running sequence its share of the budget, at the cost of younger ones if blocks are short. Leaves it
+    /// out of this step if only older ones could give way, or if it has itself been preempted in this step.
+    fn continue_running(&mut self, id: SeqId, step: &mut Step) {
+        loop {
+            let Some(sequence) = self.running.get_mut(&id) else { return };
+            let start = sequence.num_computed;
+            let end = sequence.num_tokens().min(start + step.budget);
+            if self.cache.extend(&mut sequence.table, start, end, &mut step.plan.copies) {
+                return self.plan_sequence(id, end, step);
+            }
+            if !self.preempt_for(id) {
+                return;
+            }
+        }
+    }
+
+    /// Writes `[num_computed, end)` of a running sequence into the plan.
+    pub(super) fn plan_sequence(&mut self, id: SeqId, end: usize, step: &mut Step) {
+        let sequence = self.running[&id].plan(end);
+        step.budget -= sequence.tokens.len();
+        step.plan.sequences.push(sequence);
+        self.in_flight.push(id);
+    }
+
+    /// Takes the blocks of the youngest sequence that holds some and is not `id`, older and running. Returns false if
+    /// there is none. Since running sequences are planned oldest first, none that is in the plan is taken from.
+    pub(super) fn preempt_for(&mut self, id: SeqId) -> bool {
+        let running = self.running.last_key_value().map(|(&last, _)| last).filter(|&last| last > id);
+        let holders = self.waiting.iter().rev().filter(|(_, sequence)| !sequence.table.is_empty());
+        let waiting = holders.map(|(&holder, _)| holder).find(|&holder| holder != id);
+        let Some(victim) = running.max(waiting) else { return false };
+        self.counters.preemptions += 1;
+        if let Some(sequence) = self.running.remove(&victim) {
+            self.waiting.insert(victim, sequence);
+        }
+        let sequence = self.waiting.get_mut(&victim).expect("a victim runs or waits");
+        sequence.release(&mut self.cache);
+        true
+    }
+}

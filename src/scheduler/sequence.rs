@@ -1,0 +1,195 @@
+//! One sequence of tokens and how far it has been computed.
+
+use std::sync::Arc;
+
+use super::{Group, GroupKind};
+use crate::cache::{BlockTable, HashChain, KvCacheManager};
+use crate::types::{LogitsRow, LogitsTask, PlanSequence, SampleKey, SamplingParams, TokenId, TokenLogprobs};
+
+/// A sequence's place in the order of age, which is also its name inside the scheduler.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(super) struct SeqId {
+    /// Counts groups as they leave the queue.
+    pub admission: u64,
+    pub sample_index: u32,
+}
+
+/// One sample; sample 0 also computes the prompt for the samples that are still `unforked`.
+///
+/// KV of `[0, num_computed)` is present, `[num_computed, num_tokens)` is to be computed.
+#[derive(Debug)]
+pub(super) struct Sequence {
+    pub key: SampleKey,
+    pub prompt: Arc<[TokenId]>,
+    pub params: Arc<SamplingParams>,
+    pub seed: u64,
+    /// Seeds of samples 1.., until the prompt is computed.
+    pub unforked: Vec<u64>,
+    pub score_only: bool,
+    pub outputs: Vec<TokenId>,
+    pub num_computed: usize,
+    /// Blocks of `[0, num_computed)`, and while a step is under way also of what it computes.
+    pub table: BlockTable,
+    /// Of full blocks of known tokens; may be ahead of the table.
+    pub hashes: HashChain,
+    /// Blocks of the table that have been offered to the prefix cache, or came from there.
+    pub num_registered: usize,
+    /// If asked for and not reported yet: of prompt tokens `[1, 1 + len)`. Survives preemption, since computing again
+    /// gives the same bits.
+    pub prompt_logprobs: Option<Vec<TokenLogprobs>>,
+    /// Tokens found in the prefix cache when first admitted.
+    pub cached_tokens: Option<u32>,
+}
+
+impl Sequence {
+    /// The sequence of a group's sample 0.
+    pub fn new(group: Group, block_size: usize) -> Self {
+        let (mut seeds, score_only, wants_logprobs) = match group.kind {
+            GroupKind::Sample { seeds, prompt_logprobs } => (seeds, false, prompt_logprobs),
+            GroupKind::Score => (vec![0], true, true),
+        };
+        assert!(!seeds.is_empty(), "{:?} has no samples", group.key);
+        let unforked = seeds.split_off(1);
+        let mut hashes = HashChain::new(group.salt);
+        group.prompt.chunks_exact(block_size).for_each(|tokens| hashes.push(tokens));
+        Self {
+            key: SampleKey { group: group.key, sample_index: 0 },
+            prompt: group.prompt,
+            params: group.params,
+            seed: seeds[0],
+            unforked,
+            score_only,
+            outputs: Vec::new(),
+            num_computed: 0,
+            table: BlockTable::default(),
+            hashes,
+            num_registered: 0,
+            prompt_logprobs: wants_logprobs.then(Vec::new),
+            cached_tokens: None,
+        }
+    }
+
+    /// Another sample of the same prompt, over `table`.
+    pub fn fork(&self, sample_index: u32, seed: u64, table: BlockTable) -> Self {
+        Self {
+            key: SampleKey { sample_index, ..self.key },
+            prompt: Arc::clone(&self.prompt),
+            params: Arc::clone(&self.params),
+            seed,
+            unforked: Vec::new(),
+            score_only: false,
+            outputs: self.outputs.clone(),
+            num_computed: self.num_computed,
+            table,
+            hashes: self.hashes.clone(),
+            num_registered: self.num_registered,
+            prompt_logprobs: None,
+            cached_tokens: self.cached_tokens,
+        }
+    }
+
+    /// Tokens of which KV is wanted. Nothing is asked of the last token of a scored prompt, so it is left out; that of
+    /// a prompt of one token runs nevertheless, so that every group takes part in a step.
+    pub fn num_tokens(&self) -> usize {
+        if self.score_only { (self.prompt.len() - 1).max(1) } else { self.prompt.len() + self.outputs.len() }
+    }
+
+    /// Most tokens that may come from the prefix cache: the last one must run for its logits, and so must every one
+    /// of which the logits are still wanted.
+    pub fn max_cached_tokens(&self) -> usize {
+        let last = self.num_tokens() - 1;
+        self.prompt_logprobs.as_ref().map_or(last, |collected| collected.len().min(last))
+    }
+
+    /// Whether every sample has a sequence of its own.
+    pub fn is_forked(&self) -> bool {
+        !self.outputs.is_empty()
+    }
+
+    /// Samples that this sequence stands for; 1 if it is only scored.
+    pub fn num_samples(&self) -> usize {
+        1 + self.unforked.len()
+    }
+
+    /// Keys of the samples it stands for; none if it is only scored.
+    pub fn samples(&self) -> impl Iterator<Item = SampleKey> {
+        let SampleKey { group, sample_index: first } = self.key;
+        let n = if self.score_only { 0 } else { self.num_samples() as u32 };
+        (first..first + n).map(move |sample_index| SampleKey { group, sample_index })
+    }
+
+    fn copy_tokens(&self, start: usize, end: usize) -> Vec<TokenId> {
+        let split = self.prompt.len();
+        let mut tokens = Vec::with_capacity(end - start);
+        tokens.extend_from_slice(&self.prompt[start.min(split)..end.min(split)]);
+        tokens.extend_from_slice(&self.outputs[start.max(split) - split..end.max(split) - split]);
+        tokens
+    }
+
+    /// The plan's entry for computing `[num_computed, end)`; the table must have the blocks.
+    pub fn plan(&self, end: usize) -> PlanSequence {
+        let start = self.num_computed;
+        let mut logits = Vec::new();
+        if let Some(collected) = &self.prompt_logprobs {
+            let wanted = start.max(collected.len())..end.min(self.prompt.len() - 1);
+            logits.extend(wanted.map(|position| LogitsRow {
+                offset: position - start,
+                tasks: vec![self.task(self.seed, 0, Some(self.prompt[position + 1]))],
+            }));
+        }
+        if end == self.num_tokens() && !self.score_only {
+            let seeds = std::iter::once(&self.seed).chain(&self.unforked);
+            let tasks = seeds.zip(0..).map(|(&seed, i)| self.task(seed, i, None)).collect();
+            logits.push(LogitsRow { offset: end - 1 - start, tasks });
+        }
+        let tokens = self.copy_tokens(start, end);
+        PlanSequence { start, tokens, block_table: self.table.as_slice().to_vec(), logits }
+    }
+
+    /// Penalties are of what has been sampled after the whole prompt, so a `target` carries no history.
+    fn task(&self, seed: u64, offset: u32, target: Option<TokenId>) -> LogitsTask {
+        let with_history = target.is_none() && self.params.needs_history();
+        LogitsTask {
+            sample: SampleKey { sample_index: self.key.sample_index + offset, ..self.key },
+            params: Arc::clone(&self.params),
+            seed,
+            output_index: self.outputs.len() as u32,
+            target,
+            history: if with_history { self.copy_tokens(0, self.num_tokens()) } else { Vec::new() },
+            prompt_len: self.prompt.len(),
+        }
+    }
+
+    /// KV of `[num_computed, end)` has been computed: makes the blocks that are full now findable.
+    pub fn advance(&mut self, end: usize, cache: &mut KvCacheManager) {
+        let block_size = cache.block_size();
+        self.num_computed = end;
+        for index in self.num_registered..end / block_size {
+            if index == self.hashes.len() {
+                let tokens = self.copy_tokens(index * block_size, (index + 1) * block_size);
+                self.hashes.push(&tokens);
+            }
+            cache.register(&self.table, index, self.hashes.as_slice()[index]);
+        }
+        self.num_registered = end / block_size;
+    }
+
+    /// Gives all blocks back; everything is to be computed again.
+    pub fn release(&mut self, cache: &mut KvCacheManager) {
+        cache.release(std::mem::take(&mut self.table));
+        self.num_computed = 0;
+        self.num_registered = 0;
+    }
+
+    pub fn check_integrity(&self, cache: &KvCacheManager, in_flight: bool) {
+        let (key, computed) = (self.key, self.num_computed);
+        assert!(computed < self.num_tokens(), "{key:?} has nothing to compute");
+        let covered = cache.blocks_for(computed);
+        assert!(self.table.len() == covered || in_flight && self.table.len() > covered, "{key:?}: its table");
+        assert_eq!(self.num_registered, computed / cache.block_size(), "{key:?}: registered blocks");
+        assert!(self.unforked.is_empty() || !self.is_forked(), "{key:?} has tokens and unforked samples");
+        if let Some(collected) = &self.prompt_logprobs {
+            assert!(collected.len() >= computed.min(self.prompt.len() - 1), "{key:?}: prompt log-probabilities");
+        }
+    }
+}
