@@ -1,3 +1,4 @@
 pub mod engine;
 pub mod error;
+pub mod executor;
 pub mod types;
