@@ -49,13 +49,14 @@
 //! 10. Every large allocation is a reservation in the [`memory::MemoryBudget`] before it is made.
 //! 11. Each queue has a limit, with its reason beside it.
 
+pub mod cache;
 pub mod comm;
 pub mod config;
 pub mod engine;
 pub mod error;
+pub mod executor;
 pub mod memory;
-pub mod cache;
-pub mod engine;
-pub mod error;
+pub mod model;
 pub mod scheduler;
 pub mod types;
+pub mod weights;
