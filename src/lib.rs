@@ -1,3 +1,5 @@
 pub mod engine;
 pub mod error;
+pub mod model;
 pub mod types;
+pub mod weights;

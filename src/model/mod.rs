@@ -1,0 +1,3 @@
+//! The model: one decoder, whose families differ by configuration.
+
+pub mod config;
