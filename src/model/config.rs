@@ -1,0 +1,329 @@
+//! A model's configuration, parsed once from `config.json` and valid from then on.
+
+mod rope;
+
+use serde::Deserialize;
+
+use crate::error::{Error, Result};
+use crate::types::TokenId;
+use crate::weights::{Dtype, ModelFiles, head_range};
+
+pub use rope::{RopeConfig, RopeScaling};
+
+/// One decoder with flags: Llama 3.x, Qwen2/2.5, Qwen3 and Mistral differ in nothing else.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ModelConfig {
+    pub architecture: Architecture,
+    pub vocab_size: usize,
+    pub hidden_size: usize,
+    pub intermediate_size: usize,
+    pub num_layers: usize,
+    pub num_heads: usize,
+    /// Divides `num_heads`.
+    pub num_kv_heads: usize,
+    /// Even. `num_heads * head_dim` may differ from `hidden_size`.
+    pub head_dim: usize,
+    pub rms_norm_eps: f64,
+    pub rope: RopeConfig,
+    pub max_position_embeddings: usize,
+    /// The output head is the embedding.
+    pub tie_word_embeddings: bool,
+    /// Biases of the query, key and value projections.
+    pub qkv_bias: bool,
+    /// Bias of the attention's output projection.
+    pub o_bias: bool,
+    /// Biases of the gate, up and down projections.
+    pub mlp_bias: bool,
+    /// RMS norms of each query and key head, before rotary embedding.
+    pub qk_norm: bool,
+    /// Per layer: position `p` attends to `(p - window, p]`, itself included; `None` to all before it.
+    pub sliding_window: Vec<Option<usize>>,
+    /// Ascending; may be empty.
+    pub eos_token_ids: Vec<TokenId>,
+    pub bos_token_id: Option<TokenId>,
+    /// Element type the configuration names; `None` if it names none (GGUF).
+    pub dtype: Option<Dtype>,
+}
+
+/// Supported decoders.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Architecture {
+    Llama,
+    Qwen2,
+    Qwen3,
+    Mistral,
+}
+
+const ARCHITECTURES: [(&str, Architecture); 4] = [
+    ("LlamaForCausalLM", Architecture::Llama),
+    ("Qwen2ForCausalLM", Architecture::Qwen2),
+    ("Qwen3ForCausalLM", Architecture::Qwen3),
+    ("MistralForCausalLM", Architecture::Mistral),
+];
+
+/// Settings of related architectures that change the result. Where one is set, serving without it would be wrong.
+const UNSUPPORTED: [&str; 10] = [
+    "quantization_config",
+    "num_experts",
+    "num_local_experts",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "logits_scaling",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "attention_multiplier",
+    "use_mrope",
+];
+
+impl ModelConfig {
+    /// # Errors
+    /// See [`ModelConfig::parse`].
+    pub fn from_files(files: &ModelFiles) -> Result<Self> {
+        Self::parse(&files.config, files.generation_config.as_ref())
+    }
+
+    /// From `config.json` (as transformers 4 or 5 writes it) and `generation_config.json`, whose end-of-sequence tokens
+    /// take precedence, as in transformers' `generate`.
+    ///
+    /// # Errors
+    /// `Config`: an unsupported architecture or setting by name, a field that is missing or out of range.
+    pub fn parse(config: &serde_json::Value, generation_config: Option<&serde_json::Value>) -> Result<Self> {
+        let (name, architecture) = architecture(config)?;
+        let raw: RawConfig = serde_json::from_value(config.clone()).map_err(|e| bad(format!("config.json: {e}")))?;
+        refuse_unsupported(config, &raw, name)?;
+        let generation: TokenIds = match generation_config {
+            Some(g) => serde_json::from_value(g.clone()).map_err(|e| bad(format!("generation_config.json: {e}")))?,
+            None => TokenIds::default(),
+        };
+        let num_heads = raw.num_attention_heads;
+        let head_dim = match (raw.head_dim, architecture) {
+            (Some(d), _) => d,
+            (None, Architecture::Qwen3) => 128,
+            (None, _) => raw.hidden_size.checked_div(num_heads).unwrap_or(0),
+        };
+        let attention_bias = raw.attention_bias.unwrap_or(false);
+        let this = Self {
+            architecture,
+            vocab_size: raw.vocab_size,
+            hidden_size: raw.hidden_size,
+            intermediate_size: raw.intermediate_size,
+            num_layers: raw.num_hidden_layers,
+            num_heads,
+            num_kv_heads: raw.num_key_value_heads.unwrap_or(num_heads),
+            head_dim,
+            rms_norm_eps: raw.rms_norm_eps,
+            rope: RopeConfig::parse(config)?,
+            max_position_embeddings: raw.max_position_embeddings,
+            tie_word_embeddings: raw.tie_word_embeddings.unwrap_or(false),
+            qkv_bias: match architecture {
+                Architecture::Qwen2 => true,
+                Architecture::Llama | Architecture::Qwen3 => attention_bias,
+                Architecture::Mistral => false,
+            },
+            o_bias: matches!(architecture, Architecture::Llama | Architecture::Qwen3) && attention_bias,
+            mlp_bias: architecture == Architecture::Llama && raw.mlp_bias.unwrap_or(false),
+            qk_norm: architecture == Architecture::Qwen3,
+            sliding_window: sliding_windows(config, &raw, architecture)?,
+            eos_token_ids: generation.eos_token_id.or(raw.tokens.eos_token_id).map_or_else(Vec::new, OneOrMany::sorted),
+            bos_token_id: generation.bos_token_id.or(raw.tokens.bos_token_id),
+            dtype: dtype(raw.dtype.or(raw.torch_dtype).as_deref())?,
+        };
+        this.check_shapes()?;
+        Ok(this)
+    }
+
+    /// Hugging Face's name of the architecture.
+    pub fn architecture_name(&self) -> &'static str {
+        let found = ARCHITECTURES.iter().find(|(_, architecture)| *architecture == self.architecture);
+        found.expect("every architecture is in the list").0
+    }
+
+    /// Numbers of tensor-parallel ranks that divide this model, ascending.
+    pub fn tensor_parallel_sizes(&self) -> Vec<usize> {
+        (1..=self.num_heads).filter(|&world| self.tensor_parallel_obstacle(world).is_none()).collect()
+    }
+
+    /// # Errors
+    /// `Config` if `world` ranks do not divide the model, naming what stands in the way and the numbers that work.
+    pub fn check_tensor_parallel(&self, world: usize) -> Result<()> {
+        let Some(obstacle) = self.tensor_parallel_obstacle(world) else { return Ok(()) };
+        let sizes: Vec<String> = self.tensor_parallel_sizes().iter().map(usize::to_string).collect();
+        Err(bad(format!("--tp {world} does not divide {obstacle}; these work: {}", sizes.join(", "))))
+    }
+
+    /// Shards are even, the vocabulary's too: padding it would give logits of tokens that do not exist.
+    fn tensor_parallel_obstacle(&self, world: usize) -> Option<String> {
+        let even = [
+            ("attention heads", self.num_heads),
+            ("intermediate features", self.intermediate_size),
+            ("tokens of the vocabulary", self.vocab_size),
+        ];
+        if let Some((what, n)) = even.into_iter().find(|(_, n)| world == 0 || !n.is_multiple_of(world)) {
+            return Some(format!("the model's {n} {what}"));
+        }
+        let kv_heads = self.num_kv_heads;
+        head_range(kv_heads, 0, world).err().map(|_| format!("the model's {kv_heads} key-value heads, nor they it"))
+    }
+
+    fn check_shapes(&self) -> Result<()> {
+        let positive = [
+            ("vocab_size", self.vocab_size),
+            ("hidden_size", self.hidden_size),
+            ("intermediate_size", self.intermediate_size),
+            ("num_hidden_layers", self.num_layers),
+            ("num_attention_heads", self.num_heads),
+            ("num_key_value_heads", self.num_kv_heads),
+            ("max_position_embeddings", self.max_position_embeddings),
+        ];
+        if let Some((name, _)) = positive.into_iter().find(|&(_, n)| n == 0) {
+            return Err(bad(format!("config.json: {name} is 0")));
+        }
+        if self.head_dim == 0 || self.head_dim % 2 != 0 {
+            return Err(bad(format!("config.json: head_dim is {}; rotary embedding needs an even one", self.head_dim)));
+        }
+        if matches!(&self.rope.scaling, RopeScaling::Divisors(d) if d.len() != self.head_dim / 2) {
+            return Err(bad(format!("rope_freqs has not one divisor per pair of head_dim {}", self.head_dim)));
+        }
+        if !self.num_heads.is_multiple_of(self.num_kv_heads) {
+            let (q, kv) = (self.num_heads, self.num_kv_heads);
+            return Err(bad(format!("config.json: {kv} key-value heads do not divide {q} attention heads")));
+        }
+        if !(self.rms_norm_eps > 0.0 && self.rms_norm_eps < 1.0) {
+            return Err(bad(format!("config.json: rms_norm_eps is {}; it must be in (0, 1)", self.rms_norm_eps)));
+        }
+        let vocab = self.vocab_size;
+        match self.eos_token_ids.iter().chain(&self.bos_token_id).find(|&&id| id as usize >= vocab) {
+            Some(id) => Err(bad(format!("config.json: special token {id} is not below vocab_size {vocab}"))),
+            None => Ok(()),
+        }
+    }
+}
+
+/// `config.json`. Fields without a default are those that transformers' own configurations always have.
+#[derive(Deserialize)]
+struct RawConfig {
+    vocab_size: usize,
+    hidden_size: usize,
+    intermediate_size: usize,
+    num_hidden_layers: usize,
+    num_attention_heads: usize,
+    num_key_value_heads: Option<usize>,
+    head_dim: Option<usize>,
+    hidden_act: Option<String>,
+    rms_norm_eps: f64,
+    max_position_embeddings: usize,
+    tie_word_embeddings: Option<bool>,
+    attention_bias: Option<bool>,
+    mlp_bias: Option<bool>,
+    sliding_window: Option<usize>,
+    use_sliding_window: Option<bool>,
+    max_window_layers: Option<usize>,
+    layer_types: Option<Vec<String>>,
+    dtype: Option<String>,
+    torch_dtype: Option<String>,
+    #[serde(flatten)]
+    tokens: TokenIds,
+}
+
+#[derive(Default, Deserialize)]
+struct TokenIds {
+    eos_token_id: Option<OneOrMany>,
+    bos_token_id: Option<TokenId>,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum OneOrMany {
+    One(TokenId),
+    Many(Vec<TokenId>),
+}
+
+impl OneOrMany {
+    fn sorted(self) -> Vec<TokenId> {
+        let mut ids = match self {
+            Self::One(id) => vec![id],
+            Self::Many(ids) => ids,
+        };
+        ids.sort_unstable();
+        ids.dedup();
+        ids
+    }
+}
+
+fn bad(message: String) -> Error {
+    Error::Config(message)
+}
+
+fn architecture(config: &serde_json::Value) -> Result<(&str, Architecture)> {
+    let supported = || ARCHITECTURES.map(|(name, _)| name).join(", ");
+    let Some(name) = config["architectures"][0].as_str() else {
+        return Err(bad(format!("config.json names no architecture; supported are {}", supported())));
+    };
+    match ARCHITECTURES.iter().find(|(known, _)| *known == name) {
+        Some((_, architecture)) => Ok((name, *architecture)),
+        None => Err(bad(format!("the architecture {name} is not supported; supported are {}", supported()))),
+    }
+}
+
+fn refuse_unsupported(config: &serde_json::Value, raw: &RawConfig, name: &str) -> Result<()> {
+    if let Some(act) = raw.hidden_act.as_deref().filter(|act| *act != "silu") {
+        return Err(bad(format!("config.json: hidden_act is {act}; {name} is supported with silu only")));
+    }
+    for key in UNSUPPORTED {
+        let value = &config[key];
+        if !(value.is_null() || value == false) {
+            return Err(bad(format!("config.json: {key} is set; it is not supported for {name}")));
+        }
+    }
+    Ok(())
+}
+
+/// As transformers' configurations do: Mistral in all layers (4096 where the field is missing), Qwen in those that
+/// `layer_types` names, else in those from `max_window_layers`, if `use_sliding_window`; Llama nowhere.
+fn sliding_windows(
+    config: &serde_json::Value,
+    raw: &RawConfig,
+    architecture: Architecture,
+) -> Result<Vec<Option<usize>>> {
+    let layers = raw.num_hidden_layers;
+    if raw.sliding_window == Some(0) {
+        return Err(bad("config.json: sliding_window is 0; a token must at least see itself".into()));
+    }
+    let window = match architecture {
+        Architecture::Mistral if config.get("sliding_window").is_none() => Some(4096),
+        Architecture::Mistral => raw.sliding_window,
+        Architecture::Qwen2 | Architecture::Qwen3 if raw.use_sliding_window == Some(true) => raw.sliding_window,
+        Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Llama => None,
+    };
+    if architecture == Architecture::Mistral || window.is_none() {
+        return Ok(vec![window; layers]);
+    }
+    let Some(types) = &raw.layer_types else {
+        let first = raw.max_window_layers.unwrap_or(28);
+        return Ok((0..layers).map(|layer| window.filter(|_| layer >= first)).collect());
+    };
+    if types.len() != layers {
+        return Err(bad(format!("config.json: layer_types has {} entries for {layers} layers", types.len())));
+    }
+    let window_of = |kind: &String| match kind.as_str() {
+        "full_attention" => Ok(None),
+        "sliding_attention" => Ok(window),
+        other => Err(bad(format!("config.json: layer type {other} is not supported"))),
+    };
+    types.iter().map(window_of).collect()
+}
+
+fn dtype(name: Option<&str>) -> Result<Option<Dtype>> {
+    match name {
+        None => Ok(None),
+        Some("float32") => Ok(Some(Dtype::F32)),
+        Some("float16") => Ok(Some(Dtype::F16)),
+        Some("bfloat16") => Ok(Some(Dtype::Bf16)),
+        Some(other) => {
+            Err(bad(format!("config.json: dtype {other} is not supported; supported are float32, float16, bfloat16")))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

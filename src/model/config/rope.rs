@@ -1,0 +1,141 @@
+//! Rotary position embedding: its parameters, and its frequencies as transformers computes them.
+
+use serde_json::Value;
+
+use crate::error::{Error, Result};
+
+/// Rotary embedding of pairs `(i, i + head_dim / 2)`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RopeConfig {
+    pub theta: f64,
+    pub scaling: RopeScaling,
+}
+
+/// How the frequencies are changed for long contexts.
+#[derive(Clone, Debug, PartialEq)]
+pub enum RopeScaling {
+    None,
+    /// All divided by `factor`.
+    Linear {
+        factor: f64,
+    },
+    /// Llama 3.1: long wavelengths divided by `factor`, short ones kept, a smooth passage between.
+    Llama3 {
+        factor: f64,
+        low_freq_factor: f64,
+        high_freq_factor: f64,
+        original_max_position: usize,
+    },
+    /// Each divided by its own; one per pair.
+    Divisors(Vec<f32>),
+}
+
+impl RopeConfig {
+    /// From `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4).
+    ///
+    /// # Errors
+    /// `Config`: an unsupported kind of scaling by name, a parameter that is missing or out of range.
+    pub fn parse(config: &Value) -> Result<Self> {
+        let parameters = [&config["rope_scaling"], &config["rope_parameters"]].into_iter().find(|v| !v.is_null());
+        let parameters = parameters.unwrap_or(&Value::Null);
+        let theta =
+            first_number(&[&parameters["rope_theta"], &config["rope_theta"]], "rope_theta")?.unwrap_or(10_000.0);
+        if !(theta.is_finite() && theta > 0.0) {
+            return Err(Error::Config(format!("config.json: rope_theta is {theta}; it must be positive")));
+        }
+        let rotated = [&parameters["partial_rotary_factor"], &config["partial_rotary_factor"]];
+        if let Some(part) = first_number(&rotated, "partial_rotary_factor")?.filter(|part| *part != 1.0) {
+            return Err(Error::Config(format!("config.json: partial_rotary_factor {part} is not supported, only 1")));
+        }
+        Ok(Self { theta, scaling: scaling(parameters)? })
+    }
+
+    /// Angle per position of each pair, `[head_dim / 2]`, in the float32 steps of transformers'
+    /// `modeling_rope_utils`. The angle at position `p` is `p as f32 * inv_freq` in float32; its cosine and sine are
+    /// taken in float32 too.
+    ///
+    /// # Panics
+    /// If `Divisors` are not `head_dim / 2`.
+    pub fn inv_freq(&self, head_dim: usize) -> Vec<f32> {
+        let base = (0..head_dim).step_by(2).map(|i| {
+            let exponent = i as f32 / head_dim as f32;
+            // The power is rounded once, from float64.
+            1.0 / (self.theta.powf(f64::from(exponent)) as f32)
+        });
+        match &self.scaling {
+            RopeScaling::None => base.collect(),
+            RopeScaling::Linear { factor } => base.map(|f| f / *factor as f32).collect(),
+            RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position } => {
+                let context = *original_max_position as f64;
+                base.map(|f| llama3(f, *factor, *low_freq_factor, *high_freq_factor, context)).collect()
+            }
+            RopeScaling::Divisors(divisors) => {
+                assert_eq!(divisors.len(), head_dim / 2, "one rope divisor per pair");
+                base.zip(divisors).map(|(f, divisor)| f / divisor).collect()
+            }
+        }
+    }
+}
+
+/// One frequency of `_compute_llama3_parameters`; float64 scalars meet float32 tensors as they do in PyTorch.
+fn llama3(inv_freq: f32, factor: f64, low: f64, high: f64, context: f64) -> f32 {
+    let wavelength = (2.0 * std::f64::consts::PI) as f32 / inv_freq;
+    if wavelength > (context / low) as f32 {
+        return inv_freq / factor as f32;
+    }
+    if wavelength < (context / high) as f32 {
+        return inv_freq;
+    }
+    let smooth = (context as f32 / wavelength - low as f32) / (high - low) as f32;
+    (1.0 - smooth) * inv_freq / factor as f32 + smooth * inv_freq
+}
+
+fn scaling(parameters: &Value) -> Result<RopeScaling> {
+    let kind = [&parameters["rope_type"], &parameters["type"]].into_iter().find_map(Value::as_str);
+    let number = |name: &str| {
+        let value = first_number(&[&parameters[name]], name)?;
+        let value = value.ok_or_else(|| Error::Config(format!("config.json: the rope scaling has no {name}")))?;
+        if value.is_finite() && value > 0.0 {
+            return Ok(value);
+        }
+        Err(Error::Config(format!("config.json: {name} of the rope scaling is {value}; it must be positive")))
+    };
+    match kind {
+        None if parameters.get("factor").is_some() => {
+            Err(Error::Config("config.json: rope_scaling has a factor but no rope_type".into()))
+        }
+        None | Some("default") => Ok(RopeScaling::None),
+        Some("linear") => Ok(RopeScaling::Linear { factor: number("factor")? }),
+        Some("llama3") => {
+            let (low_freq_factor, high_freq_factor) = (number("low_freq_factor")?, number("high_freq_factor")?);
+            if low_freq_factor >= high_freq_factor {
+                return Err(Error::Config(format!(
+                    "config.json: low_freq_factor {low_freq_factor} is not below high_freq_factor {high_freq_factor}"
+                )));
+            }
+            let original_max_position = number("original_max_position_embeddings")? as usize;
+            Ok(RopeScaling::Llama3 {
+                factor: number("factor")?,
+                low_freq_factor,
+                high_freq_factor,
+                original_max_position,
+            })
+        }
+        Some("divisors") => {
+            let list = parameters["divisors"].as_array().map_or(&[][..], Vec::as_slice);
+            let divisors = list.iter().map(|v| v.as_f64().map(|d| d as f32).filter(|d| d.is_finite() && *d > 0.0));
+            let divisors: Option<Vec<f32>> = divisors.collect();
+            divisors.map(RopeScaling::Divisors).ok_or_else(|| Error::Config("a rope divisor is not positive".into()))
+        }
+        Some(other) => Err(Error::Config(format!(
+            "config.json: rope scaling {other} is not supported; supported are default, linear and llama3"
+        ))),
+    }
+}
+
+/// The first that is not null.
+fn first_number(values: &[&Value], name: &str) -> Result<Option<f64>> {
+    let Some(value) = values.iter().find(|v| !v.is_null()) else { return Ok(None) };
+    let number = value.as_f64();
+    number.map(Some).ok_or_else(|| Error::Config(format!("config.json: {name} is {value}, not a number")))
+}

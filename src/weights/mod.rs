@@ -1,0 +1,18 @@
+//! Parameters: their names, shapes and shard rules, and the checkpoints they are read from.
+
+mod checkpoint;
+mod gguf;
+mod gguf_config;
+mod hub;
+mod mapped;
+mod safetensors;
+mod shard;
+mod source;
+mod tensor;
+
+pub use checkpoint::{Checkpoint, LoadProgress};
+pub use gguf::{GgufCheckpoint, GgufMetadata};
+pub use safetensors::SafetensorsCheckpoint;
+pub use shard::{ParamSpec, ShardRule, Slice, head_range, matrix_shape};
+pub use source::{ModelFiles, ModelSource, TokenizerFiles};
+pub use tensor::{Dtype, TensorData};

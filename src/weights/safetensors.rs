@@ -1,0 +1,153 @@
+//! A Hugging Face directory's `model.safetensors`, or its shards with their index, mapped.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::path::Path;
+
+use half::{bf16, f16};
+use safetensors::SafeTensors;
+
+use super::mapped::MappedFile;
+use super::shard::{Slice, matrix_shape};
+use super::tensor::{Dtype, Element, TensorData, slice_of_bytes};
+use crate::error::{Error, Result};
+
+pub(super) const SINGLE: &str = "model.safetensors";
+pub(super) const INDEX: &str = "model.safetensors.index.json";
+
+#[derive(Debug)]
+struct Entry {
+    file: usize,
+    dtype: Dtype,
+    shape: Vec<usize>,
+    /// In the file.
+    bytes: Range<usize>,
+}
+
+/// Mapped safetensors files and where each tensor lies in them.
+#[derive(Debug)]
+pub struct SafetensorsCheckpoint {
+    files: Vec<MappedFile>,
+    entries: BTreeMap<String, Entry>,
+}
+
+/// `model.safetensors.index.json`.
+#[derive(serde::Deserialize)]
+struct Index {
+    weight_map: BTreeMap<String, String>,
+}
+
+impl SafetensorsCheckpoint {
+    /// Opens `model.safetensors`, or all shards that `model.safetensors.index.json` names.
+    ///
+    /// # Errors
+    /// `Config`, naming the file: none of the two, a bad index, a missing or truncated shard, an element type that is
+    /// not a float of 16 or 32 bits.
+    pub fn open(dir: &Path) -> Result<Self> {
+        let mut checkpoint = Self { files: Vec::new(), entries: BTreeMap::new() };
+        if dir.join(SINGLE).exists() {
+            checkpoint.add_file(&dir.join(SINGLE))?;
+            return Ok(checkpoint);
+        }
+        let path = dir.join(INDEX);
+        if !path.exists() {
+            return Err(Error::Config(format!(
+                "{} has neither {SINGLE} nor {INDEX}; give a directory with safetensors weights or a .gguf file",
+                dir.display()
+            )));
+        }
+        let index = read_index(&path)?;
+        for shard in index.weight_map.values().collect::<BTreeSet<_>>() {
+            let shard = dir.join(shard);
+            if !shard.exists() {
+                let (shard, index) = (shard.display(), path.display());
+                return Err(Error::Config(format!(
+                    "shard {shard} is missing, but {index} names it; download it again"
+                )));
+            }
+            checkpoint.add_file(&shard)?;
+        }
+        for (name, shard) in &index.weight_map {
+            if !checkpoint.entries.contains_key(name) {
+                return Err(Error::Config(format!("{} says that {shard} has {name}; it has not", path.display())));
+            }
+        }
+        Ok(checkpoint)
+    }
+
+    fn add_file(&mut self, path: &Path) -> Result<()> {
+        let fail = |what: String| Error::Config(format!("{}: {what}", path.display()));
+        let file = MappedFile::open(path)?;
+        let (header, metadata) = SafeTensors::read_metadata(file.bytes())
+            .map_err(|e| fail(format!("not a whole safetensors file ({e}); download it again")))?;
+        let data_start = size_of::<u64>() + header;
+        for (name, info) in metadata.tensors() {
+            let dtype = match info.dtype {
+                safetensors::Dtype::F32 => Dtype::F32,
+                safetensors::Dtype::F16 => Dtype::F16,
+                safetensors::Dtype::BF16 => Dtype::Bf16,
+                other => {
+                    return Err(fail(format!(
+                        "{name} is stored as {other:?}; supported are F32, F16 and BF16 (quantised models: use GGUF)"
+                    )));
+                }
+            };
+            let (start, end) = info.data_offsets;
+            let bytes = data_start + start..data_start + end;
+            let entry = Entry { file: self.files.len(), dtype, shape: info.shape.clone(), bytes };
+            if self.entries.insert(name.clone(), entry).is_some() {
+                return Err(fail(format!("{name} is in another shard too")));
+            }
+        }
+        self.files.push(file);
+        Ok(())
+    }
+
+    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
+        self.entries.keys().map(String::as_str)
+    }
+
+    pub(super) fn shape(&self, name: &str) -> Option<&[usize]> {
+        self.entries.get(name).map(|e| e.shape.as_slice())
+    }
+
+    pub(super) fn stored_bytes(&self, name: &str) -> Option<usize> {
+        self.entries.get(name).map(|e| e.bytes.len())
+    }
+
+    /// File and offset: reading in this order is sequential.
+    pub(super) fn position(&self, name: &str) -> Option<(usize, usize)> {
+        self.entries.get(name).map(|e| (e.file, e.bytes.start))
+    }
+
+    /// `slice` must be inside the tensor.
+    pub(super) fn read(&self, name: &str, slice: &Slice) -> Option<TensorData<'_>> {
+        let entry = self.entries.get(name)?;
+        let bytes = &self.files[entry.file].bytes()[entry.bytes.clone()];
+        let (_, cols) = matrix_shape(&entry.shape);
+        Some(match entry.dtype {
+            Dtype::F32 => f32::data(slice_of_bytes(bytes, cols, slice)),
+            Dtype::F16 => f16::data(slice_of_bytes(bytes, cols, slice)),
+            Dtype::Bf16 => bf16::data(slice_of_bytes(bytes, cols, slice)),
+        })
+    }
+
+    pub(super) fn release(&self, name: &str) {
+        if let Some(entry) = self.entries.get(name) {
+            self.files[entry.file].release(entry.bytes.clone());
+        }
+    }
+}
+
+fn read_index(path: &Path) -> Result<Index> {
+    let fail = |e: String| Error::Config(format!("{}: {e}", path.display()));
+    let text = std::fs::read_to_string(path).map_err(|e| fail(e.to_string()))?;
+    let index: Index = serde_json::from_str(&text).map_err(|e| fail(format!("not a safetensors index: {e}")))?;
+    for shard in index.weight_map.values() {
+        // A name with a path in it could point out of the model's directory.
+        if Path::new(shard).file_name() != Some(shard.as_ref()) {
+            return Err(fail(format!("shard {shard:?} is not a plain file name")));
+        }
+    }
+    Ok(index)
+}

@@ -1,0 +1,134 @@
+//! Which part of a parameter a tensor-parallel rank holds.
+//!
+//! A rule travels with the parameter ([`ParamSpec`]); checkpoint load and every kind of push go through
+//! [`ShardRule::slice`], so that no transport can shard differently from another.
+
+use std::ops::Range;
+
+use crate::error::{Error, Result};
+
+/// How a parameter is divided among tensor-parallel ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ShardRule {
+    /// Every rank holds the whole.
+    Replicated,
+    /// Dimension 0 split evenly (vocabulary, gate and up projections and their biases).
+    Rows,
+    /// Dimension 0 split by whole heads of `head_dim` rows. With fewer heads than ranks (keys and values), rank `r` of
+    /// `w` holds the one head `r * heads / w`, so each head is on `w / heads` neighbouring ranks.
+    Heads { heads: usize, head_dim: usize },
+    /// Dimension 1 split evenly (output and down projections).
+    Columns,
+}
+
+/// A rectangle of a parameter seen as a matrix: dimension 0 by all the others (a vector is one column).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Slice {
+    pub rows: Range<usize>,
+    pub cols: Range<usize>,
+}
+
+/// A parameter's identity: its Hugging Face name, its full shape, and how it is sharded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ParamSpec {
+    /// For example `model.layers.0.self_attn.q_proj.weight`.
+    pub name: String,
+    /// Of the whole parameter; a linear weight is `[out_features, in_features]`.
+    pub shape: Vec<usize>,
+    pub shard: ShardRule,
+}
+
+/// Dimension 0, and the product of the others.
+pub fn matrix_shape(shape: &[usize]) -> (usize, usize) {
+    match shape {
+        [] => (1, 1),
+        [rows, rest @ ..] => (*rows, rest.iter().product()),
+    }
+}
+
+impl Slice {
+    /// All of a parameter of this shape.
+    pub fn whole(shape: &[usize]) -> Self {
+        let (rows, cols) = matrix_shape(shape);
+        Self { rows: 0..rows, cols: 0..cols }
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.rows.len() * self.cols.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+impl ShardRule {
+    /// The part of a parameter of `shape` that rank `rank` of `world` holds.
+    ///
+    /// # Errors
+    /// `Config` if the shape cannot be divided in `world` parts by this rule.
+    ///
+    /// # Panics
+    /// If `rank >= world`.
+    pub fn slice(self, shape: &[usize], rank: usize, world: usize) -> Result<Slice> {
+        assert!(rank < world, "rank {rank} of {world}");
+        let whole = Slice::whole(shape);
+        match self {
+            Self::Replicated => Ok(whole),
+            Self::Rows => Ok(Slice { rows: even_part(whole.rows.end, rank, world, "rows", shape)?, ..whole }),
+            Self::Columns if shape.len() == 2 => {
+                Ok(Slice { cols: even_part(whole.cols.end, rank, world, "columns", shape)?, ..whole })
+            }
+            Self::Columns => {
+                Err(Error::Config(format!("shape {shape:?} has no columns to split; it must be a matrix")))
+            }
+            Self::Heads { heads, head_dim } => {
+                if heads * head_dim != whole.rows.end {
+                    return Err(Error::Config(format!(
+                        "shape {shape:?} is not {heads} heads of {head_dim} rows; the checkpoint and config.json disagree"
+                    )));
+                }
+                let heads = head_range(heads, rank, world)?;
+                Ok(Slice { rows: heads.start * head_dim..heads.end * head_dim, ..whole })
+            }
+        }
+    }
+}
+
+impl ParamSpec {
+    pub fn new(name: impl Into<String>, shape: impl Into<Vec<usize>>, shard: ShardRule) -> Self {
+        Self { name: name.into(), shape: shape.into(), shard }
+    }
+
+    /// [`ShardRule::slice`] of this parameter; the error names it.
+    pub fn slice(&self, rank: usize, world: usize) -> Result<Slice> {
+        self.shard.slice(&self.shape, rank, world).map_err(|e| Error::Config(format!("{}: {e}", self.name)))
+    }
+}
+
+/// Heads of rank `rank` of `world`: an even part, or the one shared head if there are fewer heads than ranks.
+///
+/// # Errors
+/// `Config` unless `heads` is a multiple of `world` or `world` of `heads`.
+pub fn head_range(heads: usize, rank: usize, world: usize) -> Result<Range<usize>> {
+    if heads != 0 && world.is_multiple_of(heads) {
+        let head = rank * heads / world;
+        return Ok(head..head + 1);
+    }
+    if !heads.is_multiple_of(world) {
+        return Err(Error::Config(format!("{heads} heads cannot be divided among {world} ranks")));
+    }
+    let part = heads / world;
+    Ok(rank * part..(rank + 1) * part)
+}
+
+fn even_part(len: usize, rank: usize, world: usize, what: &str, shape: &[usize]) -> Result<Range<usize>> {
+    if !len.is_multiple_of(world) {
+        return Err(Error::Config(format!(
+            "the {len} {what} of shape {shape:?} cannot be divided evenly among {world} ranks"
+        )));
+    }
+    let part = len / world;
+    Ok(rank * part..(rank + 1) * part)
+}

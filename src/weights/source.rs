@@ -1,0 +1,139 @@
+//! Where a model comes from: a directory, a GGUF file, or the hub.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde_json::Value;
+
+use super::checkpoint::Checkpoint;
+use super::gguf::{GgufCheckpoint, GgufMetadata};
+use super::hub;
+use super::safetensors::SafetensorsCheckpoint;
+use crate::error::{Error, Result};
+
+/// What `--model` names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ModelSource {
+    /// A Hugging Face directory: config.json, tokenizer.json, safetensors.
+    Directory(PathBuf),
+    GgufFile(PathBuf),
+    /// `org/name`, or `org/name@revision` (a branch, tag or commit).
+    Hub {
+        repo: String,
+        revision: String,
+    },
+}
+
+/// The opened files of a model.
+#[derive(Debug)]
+pub struct ModelFiles {
+    /// The last part of the path, without `.gguf`; or `org/name`.
+    pub name: String,
+    /// `config.json`, or what it would say for a GGUF file.
+    pub config: Value,
+    /// `generation_config.json`, if there is one.
+    pub generation_config: Option<Value>,
+    pub tokenizer: TokenizerFiles,
+    pub checkpoint: Checkpoint,
+}
+
+/// What a tokenizer is made from.
+#[derive(Clone, Debug)]
+pub enum TokenizerFiles {
+    HuggingFace {
+        tokenizer_json: PathBuf,
+        tokenizer_config_json: Option<PathBuf>,
+        /// `chat_template.jinja`; it takes precedence over the one in tokenizer_config.json.
+        chat_template: Option<PathBuf>,
+    },
+    Gguf(Arc<GgufMetadata>),
+}
+
+impl ModelSource {
+    /// Tells the three kinds apart. What exists, or starts with `.`, `/` or `~`, or ends in `.gguf`, is a path.
+    ///
+    /// # Errors
+    /// `Config` if it looks like a path but there is no such file, or like nothing at all.
+    pub fn parse(model: &str) -> Result<Self> {
+        let path = Path::new(model);
+        let is_gguf = path.extension().is_some_and(|e| e.eq_ignore_ascii_case("gguf"));
+        if path.is_dir() {
+            return Ok(Self::Directory(path.to_path_buf()));
+        }
+        if path.is_file() {
+            return if is_gguf {
+                Ok(Self::GgufFile(path.to_path_buf()))
+            } else {
+                Err(Error::Config(format!(
+                    "--model {model}: a file must be a .gguf; for safetensors give its directory"
+                )))
+            };
+        }
+        if is_gguf || model.starts_with(['.', '/', '~']) {
+            return Err(Error::Config(format!("--model {model}: no such file or directory")));
+        }
+        let (repo, revision) = model.split_once('@').unwrap_or((model, "main"));
+        let is_word = |part: &str| !part.is_empty() && part.chars().all(|c| c.is_alphanumeric() || "-_.".contains(c));
+        match repo.split_once('/') {
+            Some((org, name)) if is_word(org) && is_word(name) && !revision.is_empty() => {
+                Ok(Self::Hub { repo: repo.to_string(), revision: revision.to_string() })
+            }
+            _ => Err(Error::Config(format!(
+                "--model {model}: no such file or directory, and not org/name or org/name@revision of the hub"
+            ))),
+        }
+    }
+
+    /// Opens the files, downloading them first if the source is the hub.
+    ///
+    /// # Errors
+    /// `Config`, naming the file or the repository.
+    pub fn open(&self) -> Result<ModelFiles> {
+        match self {
+            Self::Directory(dir) => open_directory(dir, file_name(dir)),
+            Self::GgufFile(path) => {
+                let checkpoint = GgufCheckpoint::open(path)?;
+                Ok(ModelFiles {
+                    name: file_name(&path.with_extension("")),
+                    config: checkpoint.config().clone(),
+                    generation_config: None,
+                    tokenizer: TokenizerFiles::Gguf(checkpoint.metadata().clone()),
+                    checkpoint: Checkpoint::Gguf(checkpoint),
+                })
+            }
+            Self::Hub { repo, revision } => open_directory(&hub::snapshot(repo, revision)?, repo.clone()),
+        }
+    }
+}
+
+fn open_directory(dir: &Path, name: String) -> Result<ModelFiles> {
+    let existing = |file: &str| Some(dir.join(file)).filter(|path| path.exists());
+    let required = |file: &str| {
+        existing(file).ok_or_else(|| {
+            Error::Config(format!("{} has no {file}; it is not a whole Hugging Face model directory", dir.display()))
+        })
+    };
+    Ok(ModelFiles {
+        name,
+        config: read_json(&required("config.json")?)?,
+        generation_config: existing("generation_config.json").map(|path| read_json(&path)).transpose()?,
+        tokenizer: TokenizerFiles::HuggingFace {
+            tokenizer_json: required("tokenizer.json")?,
+            tokenizer_config_json: existing("tokenizer_config.json"),
+            chat_template: existing("chat_template.jinja"),
+        },
+        checkpoint: Checkpoint::Safetensors(SafetensorsCheckpoint::open(dir)?),
+    })
+}
+
+fn read_json(path: &Path) -> Result<Value> {
+    let fail = |e: String| Error::Config(format!("{}: {e}", path.display()));
+    let text = std::fs::read_to_string(path).map_err(|e| fail(e.to_string()))?;
+    serde_json::from_str(&text).map_err(|e| fail(format!("not JSON: {e}")))
+}
+
+/// The last part of the path; of `.` and the like, of what they stand for.
+fn file_name(path: &Path) -> String {
+    let full = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
+    full.file_name().map_or_else(|| full.display().to_string(), |name| name.to_string_lossy().into_owned())
+}

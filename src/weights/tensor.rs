@@ -1,0 +1,138 @@
+//! Values of a tensor as read from a checkpoint: borrowed from the mapped file where possible.
+
+use std::borrow::Cow;
+
+use half::{bf16, f16};
+
+use super::shard::Slice;
+
+/// Element types of stored weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Dtype {
+    F32,
+    F16,
+    Bf16,
+}
+
+impl Dtype {
+    /// Bytes of one element.
+    pub fn size(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+        }
+    }
+}
+
+/// Row-major elements of a [`Slice`] of a tensor.
+#[derive(Clone, Debug, PartialEq)]
+pub enum TensorData<'a> {
+    F32(Cow<'a, [f32]>),
+    F16(Cow<'a, [f16]>),
+    Bf16(Cow<'a, [bf16]>),
+}
+
+impl<'a> TensorData<'a> {
+    pub fn dtype(&self) -> Dtype {
+        match self {
+            Self::F32(_) => Dtype::F32,
+            Self::F16(_) => Dtype::F16,
+            Self::Bf16(_) => Dtype::Bf16,
+        }
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::F32(v) => v.len(),
+            Self::F16(v) => v.len(),
+            Self::Bf16(v) => v.len(),
+        }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// As float32; exact for every stored type, and free for float32.
+    pub fn into_f32(self) -> Cow<'a, [f32]> {
+        match self {
+            Self::F32(v) => v,
+            Self::F16(v) => v.iter().map(|x| x.to_f32()).collect(),
+            Self::Bf16(v) => v.iter().map(|x| x.to_f32()).collect(),
+        }
+    }
+
+    /// As bfloat16, rounded to nearest even as PyTorch does; free for bfloat16.
+    pub fn into_bf16(self) -> Cow<'a, [bf16]> {
+        match self {
+            Self::F32(v) => v.iter().map(|&x| bf16::from_f32(x)).collect(),
+            Self::F16(v) => v.iter().map(|x| bf16::from_f32(x.to_f32())).collect(),
+            Self::Bf16(v) => v,
+        }
+    }
+}
+
+/// A stored element type.
+pub(super) trait Element: Copy + 'static {
+    fn from_le(bytes: &[u8]) -> Self;
+    fn data(values: Cow<'_, [Self]>) -> TensorData<'_>;
+}
+
+impl Element for f32 {
+    fn from_le(bytes: &[u8]) -> Self {
+        Self::from_le_bytes(bytes.try_into().expect("four bytes"))
+    }
+    fn data(values: Cow<'_, [Self]>) -> TensorData<'_> {
+        TensorData::F32(values)
+    }
+}
+
+impl Element for f16 {
+    fn from_le(bytes: &[u8]) -> Self {
+        Self::from_le_bytes(bytes.try_into().expect("two bytes"))
+    }
+    fn data(values: Cow<'_, [Self]>) -> TensorData<'_> {
+        TensorData::F16(values)
+    }
+}
+
+impl Element for bf16 {
+    fn from_le(bytes: &[u8]) -> Self {
+        Self::from_le_bytes(bytes.try_into().expect("two bytes"))
+    }
+    fn data(values: Cow<'_, [Self]>) -> TensorData<'_> {
+        TensorData::Bf16(values)
+    }
+}
+
+/// The slice of a row-major matrix with `cols` columns stored as little-endian bytes. Whole rows are borrowed.
+///
+/// # Panics
+/// If the slice is not inside the matrix.
+pub(super) fn slice_of_bytes<'a, T: Element>(bytes: &'a [u8], cols: usize, slice: &Slice) -> Cow<'a, [T]> {
+    let row_bytes = cols * size_of::<T>();
+    let rows = &bytes[slice.rows.start * row_bytes..slice.rows.end * row_bytes];
+    let rows = elements::<T>(rows);
+    if slice.cols == (0..cols) { rows } else { Cow::Owned(select(&rows, cols, 0..slice.rows.len(), slice)) }
+}
+
+/// Row-major copy of the given rows, in the given order, cut to `slice.cols`; `matrix` has `cols` columns.
+pub(super) fn select<T: Copy>(matrix: &[T], cols: usize, rows: impl Iterator<Item = usize>, slice: &Slice) -> Vec<T> {
+    let mut out = Vec::with_capacity(slice.len());
+    for row in rows {
+        out.extend_from_slice(&matrix[row * cols..(row + 1) * cols][slice.cols.clone()]);
+    }
+    out
+}
+
+/// Little-endian bytes as elements: borrowed where alignment and byte order allow.
+fn elements<T: Element>(bytes: &[u8]) -> Cow<'_, [T]> {
+    // SAFETY: `Element` is implemented for f32, f16 and bf16 only, of which every bit pattern is a valid value.
+    let (before, aligned, after) = unsafe { bytes.align_to::<T>() };
+    if before.is_empty() && after.is_empty() && cfg!(target_endian = "little") {
+        Cow::Borrowed(aligned)
+    } else {
+        bytes.chunks_exact(size_of::<T>()).map(T::from_le).collect()
+    }
+}
