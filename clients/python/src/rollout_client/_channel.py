@@ -1,0 +1,35 @@
+"""Channel options and call metadata that both clients share."""
+
+from __future__ import annotations
+
+import math
+
+CHANNEL_OPTIONS = [
+    # A reply grows with prompts x samples x tokens, which the caller chose: no limit of our own.
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    # A server that vanished without closing the connection is noticed in under a minute, also in the middle of a call.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    # While a server starts, look again soon.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+
+READY_POLL_SECONDS = 0.05
+"""Between two looks at a server that starts."""
+
+READY_CALL_SECONDS = 5.0
+"""For one such look: a server that accepts but does not answer is not ready."""
+
+
+def call_metadata(token: str | None) -> tuple[tuple[str, str], ...]:
+    """The metadata of every call."""
+    return () if token is None else (("authorization", f"Bearer {token}"),)
+
+
+def call_timeout(timeout: float | None, default: float | None) -> float | None:
+    """The timeout of one call in seconds as gRPC takes it; infinity overrides a default."""
+    chosen = default if timeout is None else timeout
+    return None if chosen is None or math.isinf(chosen) else chosen

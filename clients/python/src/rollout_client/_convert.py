@@ -1,0 +1,349 @@
+"""Between the dataclasses of `types` and the messages of `rollout.v1`, both ways; the only place that knows both."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from . import _proto
+from .errors import Internal, InvalidArgument
+from .types import (
+    AbortResult,
+    FinishReason,
+    Lifecycle,
+    MemoryLedger,
+    PromptInput,
+    PromptLogprobs,
+    PromptOutput,
+    Sample,
+    SamplingParams,
+    Score,
+    ServerInfo,
+    ServerStatus,
+    StreamEvent,
+    Summary,
+    TokenDelta,
+    TokenIds,
+    TopLogprobs,
+    VersionSpan,
+)
+
+_FINISH_REASONS = {
+    1: FinishReason.EOS,
+    2: FinishReason.STOP_TOKEN,
+    3: FinishReason.STOP_STRING,
+    4: FinishReason.LENGTH,
+    5: FinishReason.ABORTED,
+}
+_LIFECYCLES = {1: Lifecycle.RUNNING, 2: Lifecycle.SHUTTING_DOWN}
+
+
+# Requests
+
+
+def generate_request(
+    prompts: Sequence[PromptInput],
+    *,
+    n: int,
+    sampling: SamplingParams | None,
+    top_logprobs: int,
+    prompt_logprobs: bool,
+    return_text: bool,
+    request_id: str | None,
+    adapter: str | None,
+    if_weight_version: int | None,
+    min_weight_version: int | None,
+    stream_tokens: bool,
+) -> Any:
+    """A `GenerateRequest`.
+
+    Raises:
+        InvalidArgument: a value does not fit its field at all. What the model must know is checked by the server.
+    """
+    if isinstance(prompts, (str, Mapping)) or (_is_sequence(prompts) and len(prompts) and _is_int(prompts[0])):
+        raise InvalidArgument("prompts: expected a list of prompts, got a single prompt; put it in a list")
+    request = _proto.GENERATE.request(
+        request_id=request_id if request_id is not None else new_request_id(),
+        prompts=[_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)],
+        sampling=_sampling(sampling or SamplingParams()),
+        prompt_logprobs=prompt_logprobs,
+        return_text=return_text,
+        stream_tokens=stream_tokens,
+        adapter=adapter or "",
+    )
+    _set(request, "n", n, "n")
+    _set(request, "top_logprobs", top_logprobs, "top_logprobs")
+    _set_versions(request, if_weight_version, min_weight_version)
+    return request
+
+
+def score_request(
+    sequences: Sequence[TokenIds],
+    *,
+    top_logprobs: int,
+    sampling: SamplingParams | None,
+    adapter: str | None,
+    if_weight_version: int | None,
+    min_weight_version: int | None,
+) -> Any:
+    """A `ScoreRequest`; raises as `generate_request`."""
+    request = _proto.SCORE.request(adapter=adapter or "")
+    for i, sequence in enumerate(sequences):
+        if isinstance(sequence, str) or _is_int(sequence):
+            raise InvalidArgument(f"sequences[{i}]: expected token ids, got {type(sequence).__name__}")
+        _extend(request.sequences.add().ids, sequence, f"sequences[{i}]")
+    if sampling is not None:
+        request.sampling.CopyFrom(_sampling(sampling))
+    _set(request, "top_logprobs", top_logprobs, "top_logprobs")
+    _set_versions(request, if_weight_version, min_weight_version)
+    return request
+
+
+def abort_request(request_ids: str | Iterable[str], *, all: bool) -> Any:
+    """An `AbortRequest` of either the named requests or all."""
+    ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+    if bool(ids) == all:
+        raise InvalidArgument("request_ids: name the requests to abort, or pass all=True, but not both")
+    return _proto.ABORT.request(request_ids=ids, all=all)
+
+
+def new_request_id() -> str:
+    """A request id that nobody else uses, made here so that the caller can abort before any answer."""
+    return f"py-{os.urandom(8).hex()}"
+
+
+def _set_versions(request: Any, if_weight_version: int | None, min_weight_version: int | None) -> None:
+    if if_weight_version is not None:
+        _set(request, "if_weight_version", if_weight_version, "if_weight_version")
+    if min_weight_version is not None:
+        _set(request, "min_weight_version", min_weight_version, "min_weight_version")
+
+
+def _prompt(prompt: PromptInput, path: str) -> Any:
+    message = _proto.Prompt()
+    if isinstance(prompt, str):
+        message.text = prompt
+    elif isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping):
+        for i, chat_message in enumerate(prompt):
+            _add_chat_message(message.chat, chat_message, f"{path}[{i}]")
+    elif isinstance(prompt, Mapping) or not (_is_sequence(prompt) or hasattr(prompt, "tolist")):
+        raise InvalidArgument(
+            f"{path}: expected text, token ids or a list of chat messages, got {type(prompt).__name__}"
+        )
+    else:
+        message.tokens.SetInParent()
+        _extend(message.tokens.ids, prompt, path)
+    return message
+
+
+def _add_chat_message(chat: Any, message: Any, path: str) -> None:
+    if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+        raise InvalidArgument(f'{path}: expected {{"role": ..., "content": ...}}, got {message!r}')
+    if not all(isinstance(value, str) for value in message.values()):
+        raise InvalidArgument(f"{path}: role and content must be text, got {message!r}")
+    chat.messages.add(role=message["role"], content=message["content"])
+
+
+def _sampling(params: SamplingParams) -> Any:
+    """Every field is sent, so that what the dataclass shows is what the server does."""
+    message = _proto.SamplingParamsMessage()
+    for name in (
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "min_tokens",
+        "max_tokens",
+        "ignore_eos",
+    ):
+        _set(message, name, getattr(params, name), f"sampling.{name}")
+    if params.seed is not None:
+        _set(message, "seed", params.seed, "sampling.seed")
+    if params.allowed_token_ids is not None:
+        # On the wire an empty list is the same as none, that is, all allowed: not what an empty list says here.
+        if len(params.allowed_token_ids) == 0:
+            raise InvalidArgument("sampling.allowed_token_ids: empty; name at least one token, or pass None for all")
+        _extend(message.allowed_token_ids, params.allowed_token_ids, "sampling.allowed_token_ids")
+    _extend(message.stop_token_ids, params.stop_token_ids, "sampling.stop_token_ids")
+    if isinstance(params.stop, str):
+        raise InvalidArgument("sampling.stop: expected a list of strings, got a single string; put it in a list")
+    _extend(message.stop, params.stop, "sampling.stop")
+    for token, bias in params.logit_bias.items():
+        try:
+            message.logit_bias[token] = bias
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(f"sampling.logit_bias[{token!r}]: {error}") from None
+    return message
+
+
+def _set(message: Any, name: str, value: Any, path: str) -> None:
+    try:
+        setattr(message, name, value)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"{path}: {error}") from None
+
+
+def _extend(field: Any, values: Any, path: str) -> None:
+    """Appends to a repeated field; arrays go through `tolist`, which is faster and gives plain numbers."""
+    try:
+        field.extend(values.tolist() if hasattr(values, "tolist") else values)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"{path}: {error}") from None
+
+
+def _is_sequence(value: object) -> bool:
+    return isinstance(value, Sequence) or (isinstance(value, np.ndarray) and value.ndim > 0)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, (int, np.integer))
+
+
+# Responses
+
+
+def stream_event(response: Any) -> StreamEvent:
+    """The event of one `GenerateResponse`."""
+    kind = response.WhichOneof("event")
+    if kind == "completion":
+        return _sample(response.completion)
+    if kind == "delta":
+        return _token_delta(response.delta)
+    if kind == "prompt_logprobs":
+        return _prompt_logprobs(response.prompt_logprobs)
+    if kind == "summary":
+        summary = response.summary
+        return Summary(
+            request_id=summary.request_id,
+            prompt_tokens=summary.prompt_tokens,
+            cached_tokens=summary.cached_tokens,
+            completion_tokens=summary.completion_tokens,
+            seconds=summary.seconds,
+        )
+    raise Internal("the server sent an event that this client does not know; update rollout-client")
+
+
+class Collector:
+    """Gathers the events of one generate stream into groups."""
+
+    def __init__(self, num_prompts: int, n: int) -> None:
+        """`n` samples of each of `num_prompts` prompts are expected."""
+        self._num_prompts, self._n = num_prompts, n
+        self._samples: dict[tuple[int, int], Sample] = {}
+        self._prompt_logprobs: dict[int, PromptLogprobs] = {}
+
+    def add(self, event: StreamEvent) -> None:
+        """Takes one event; token deltas and the summary add nothing to the result."""
+        if isinstance(event, Sample):
+            self._samples[event.prompt_index, event.sample_index] = event
+        elif isinstance(event, PromptLogprobs):
+            self._prompt_logprobs[event.prompt_index] = event
+
+    def outputs(self) -> list[PromptOutput]:
+        """The groups, by prompt; raises `Internal` if a sample never came."""
+        expected = {(p, s) for p in range(self._num_prompts) for s in range(self._n)}
+        if self._samples.keys() != expected:
+            raise Internal(
+                f"the stream ended with {len(self._samples)} of {len(expected)} samples; "
+                f"first mismatch (prompt, sample): {min(expected ^ self._samples.keys())}"
+            )
+        return [
+            PromptOutput(p, [self._samples[p, s] for s in range(self._n)], self._prompt_logprobs.get(p))
+            for p in range(self._num_prompts)
+        ]
+
+
+def scores(response: Any) -> list[Score]:
+    """The scores of a `ScoreResponse`, one per sequence."""
+    return [
+        Score(
+            raw_logprobs=_after_first(score.raw_logprobs),
+            logprobs=_after_first(score.logprobs),
+            top_logprobs=_top_logprobs(score.top_logprobs),
+            weight_version=score.weight_version,
+        )
+        for score in response.scores
+    ]
+
+
+def abort_result(response: Any) -> AbortResult:
+    """The result of an abort."""
+    return AbortResult(aborted=list(response.aborted), unknown=list(response.unknown))
+
+
+def server_info(response: Any) -> ServerInfo:
+    """The facts of a `GetInfoResponse`."""
+    values = {name: getattr(response, name) for name in ServerInfo.__dataclass_fields__}
+    return ServerInfo(**{**values, "eos_token_ids": list(response.eos_token_ids)})
+
+
+def server_status(response: Any) -> ServerStatus:
+    """The state of a `GetStatusResponse`."""
+    values = {name: getattr(response, name) for name in ServerStatus.__dataclass_fields__}
+    memory = MemoryLedger(
+        total_bytes=response.memory.total_bytes,
+        ceiling_bytes=response.memory.ceiling_bytes,
+        entries={entry.name: entry.bytes for entry in response.memory.entries},
+        resident_bytes=response.memory.resident_bytes,
+    )
+    return ServerStatus(**{**values, "memory": memory, "lifecycle": _known(_LIFECYCLES, response.lifecycle)})
+
+
+def _sample(completion: Any) -> Sample:
+    return Sample(
+        prompt_index=completion.prompt_index,
+        sample_index=completion.sample_index,
+        token_ids=list(completion.token_ids),
+        logprobs=np.array(completion.logprobs, dtype=np.float32),
+        raw_logprobs=np.array(completion.raw_logprobs, dtype=np.float32),
+        text=completion.text if completion.HasField("text") else None,
+        finish_reason=_known(_FINISH_REASONS, completion.finish_reason),
+        weight_versions=[VersionSpan(s.weight_version, s.start, s.end) for s in completion.weight_versions],
+        seed=completion.seed,
+        cached_tokens=completion.cached_tokens,
+        top_logprobs=_top_logprobs(completion.top_logprobs),
+    )
+
+
+def _token_delta(delta: Any) -> TokenDelta:
+    return TokenDelta(
+        prompt_index=delta.prompt_index,
+        sample_index=delta.sample_index,
+        token_ids=list(delta.token_ids),
+        logprobs=np.array(delta.logprobs, dtype=np.float32),
+        raw_logprobs=np.array(delta.raw_logprobs, dtype=np.float32),
+        text=delta.text if delta.HasField("text") else None,
+    )
+
+
+def _prompt_logprobs(message: Any) -> PromptLogprobs:
+    return PromptLogprobs(
+        prompt_index=message.prompt_index,
+        token_ids=list(message.token_ids),
+        raw_logprobs=_after_first(message.raw_logprobs),
+        top_logprobs=_top_logprobs(message.top_logprobs),
+    )
+
+
+def _top_logprobs(positions: Any) -> list[TopLogprobs]:
+    return [dict(zip(position.token_ids, position.logprobs, strict=True)) for position in positions]
+
+
+def _after_first(logprobs: Iterable[float]) -> list[float | None]:
+    """On the wire the first token, which has nothing before it, is NaN."""
+    values: list[float | None] = list(logprobs)
+    if values:
+        values[0] = None
+    return values
+
+
+def _known(table: Mapping[int, Any], value: int) -> Any:
+    if value not in table:
+        raise Internal(f"the server sent an enum value that this client does not know ({value}); update rollout-client")
+    return table[value]

@@ -1,0 +1,237 @@
+"""The asyncio client: the methods of `client.py`, awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from . import _convert, _proto
+from ._channel import CHANNEL_OPTIONS, READY_CALL_SECONDS, READY_POLL_SECONDS, call_metadata, call_timeout
+from .errors import Cancelled, DeadlineExceeded, Unavailable, translated
+from .types import (
+    AbortResult,
+    Lifecycle,
+    PromptInput,
+    PromptOutput,
+    SamplingParams,
+    Score,
+    ServerInfo,
+    ServerStatus,
+    StreamEvent,
+    TokenIds,
+)
+
+
+class AsyncRolloutClient:
+    """A connection to one rollout-server, for one event loop. As `RolloutClient`, with methods to await.
+
+    Make it inside the running loop. Cancelling a task that waits for a call drops the work on the server.
+    """
+
+    def __init__(self, address: str, timeout: float | None = None, token: str | None = None) -> None:
+        """As `RolloutClient`."""
+        self.address = address
+        self._timeout = timeout
+        self._metadata = call_metadata(token)
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+    async def generate(
+        self,
+        prompts: Sequence[PromptInput],
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+        *,
+        top_logprobs: int = 0,
+        prompt_logprobs: bool = False,
+        return_text: bool = True,
+        request_id: str | None = None,
+        adapter: str | None = None,
+        if_weight_version: int | None = None,
+        min_weight_version: int | None = None,
+        timeout: float | None = None,
+    ) -> list[PromptOutput]:
+        """As `RolloutClient.generate`."""
+        stream = self.generate_stream(
+            prompts,
+            n,
+            sampling,
+            top_logprobs=top_logprobs,
+            prompt_logprobs=prompt_logprobs,
+            return_text=return_text,
+            stream_tokens=False,
+            request_id=request_id,
+            adapter=adapter,
+            if_weight_version=if_weight_version,
+            min_weight_version=min_weight_version,
+            timeout=timeout,
+        )
+        collector = _convert.Collector(len(prompts), n)
+        async with stream:
+            async for event in stream:
+                collector.add(event)
+        return collector.outputs()
+
+    def generate_stream(
+        self,
+        prompts: Sequence[PromptInput],
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+        *,
+        top_logprobs: int = 0,
+        prompt_logprobs: bool = False,
+        return_text: bool = True,
+        stream_tokens: bool = False,
+        request_id: str | None = None,
+        adapter: str | None = None,
+        if_weight_version: int | None = None,
+        min_weight_version: int | None = None,
+        timeout: float | None = None,
+    ) -> AsyncGenerateStream:
+        """As `RolloutClient.generate_stream`."""
+        request = _convert.generate_request(
+            prompts,
+            n=n,
+            sampling=sampling,
+            top_logprobs=top_logprobs,
+            prompt_logprobs=prompt_logprobs,
+            return_text=return_text,
+            request_id=request_id,
+            adapter=adapter,
+            if_weight_version=if_weight_version,
+            min_weight_version=min_weight_version,
+            stream_tokens=stream_tokens,
+        )
+        return AsyncGenerateStream(self._callable(_proto.GENERATE, stream=True), request, self._call_options(timeout))
+
+    async def score(
+        self,
+        sequences: Sequence[TokenIds],
+        *,
+        top_logprobs: int = 0,
+        sampling: SamplingParams | None = None,
+        adapter: str | None = None,
+        if_weight_version: int | None = None,
+        min_weight_version: int | None = None,
+        timeout: float | None = None,
+    ) -> list[Score]:
+        """As `RolloutClient.score`."""
+        request = _convert.score_request(
+            sequences,
+            top_logprobs=top_logprobs,
+            sampling=sampling,
+            adapter=adapter,
+            if_weight_version=if_weight_version,
+            min_weight_version=min_weight_version,
+        )
+        return _convert.scores(await self._call(_proto.SCORE, request, timeout))
+
+    async def abort(self, request_ids: str | Iterable[str] = (), *, all: bool = False) -> AbortResult:
+        """As `RolloutClient.abort`."""
+        return _convert.abort_result(await self._call(_proto.ABORT, _convert.abort_request(request_ids, all=all)))
+
+    async def info(self) -> ServerInfo:
+        """As `RolloutClient.info`."""
+        return _convert.server_info(await self._call(_proto.GET_INFO, _proto.GET_INFO.request()))
+
+    async def status(self) -> ServerStatus:
+        """As `RolloutClient.status`."""
+        return _convert.server_status(await self._call(_proto.GET_STATUS, _proto.GET_STATUS.request()))
+
+    async def reset_prefix_cache(self) -> int:
+        """As `RolloutClient.reset_prefix_cache`."""
+        return (await self._call(_proto.RESET_PREFIX_CACHE, _proto.RESET_PREFIX_CACHE.request())).blocks
+
+    async def wait_until_ready(self, timeout: float = 60.0) -> None:
+        """As `RolloutClient.wait_until_ready`."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                left = max(deadline - time.monotonic(), READY_POLL_SECONDS)
+                response = await self._call(
+                    _proto.GET_STATUS, _proto.GET_STATUS.request(), timeout=min(left, READY_CALL_SECONDS)
+                )
+                state = _convert.server_status(response).lifecycle
+                if state is Lifecycle.RUNNING:
+                    return
+                last = f"the server is {state}"
+            except (Unavailable, DeadlineExceeded) as error:
+                last = str(error)
+            if time.monotonic() >= deadline:
+                raise Unavailable(f"{self.address} is not ready after {timeout:g} s: {last}")
+            await asyncio.sleep(READY_POLL_SECONDS)
+
+    async def close(self) -> None:
+        """As `RolloutClient.close`."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> AsyncRolloutClient:
+        """The client itself."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes the client."""
+        await self.close()
+
+    async def _call(self, method: _proto.Method, request: Any, timeout: float | None = None) -> Any:
+        with translated():
+            return await self._callable(method)(request, **self._call_options(timeout))
+
+    def _call_options(self, timeout: float | None) -> dict[str, Any]:
+        return {"timeout": call_timeout(timeout, self._timeout), "metadata": self._metadata}
+
+    def _callable(self, method: _proto.Method, stream: bool = False) -> Callable[..., Any]:
+        make = self._channel.unary_stream if stream else self._channel.unary_unary
+        return make(
+            method.path,
+            request_serializer=method.request.SerializeToString,
+            response_deserializer=method.response.FromString,
+        )
+
+
+class AsyncGenerateStream(AsyncIterator[StreamEvent]):
+    """The events of one request as they come. An asynchronous iterator and a context manager."""
+
+    def __init__(self, start: Callable[..., Any], request: Any, options: dict[str, Any]) -> None:
+        """Starts the call."""
+        self.request_id: str = request.request_id
+        """For `AsyncRolloutClient.abort`."""
+        self._cancelled = False
+        with translated():
+            self._call = start(request, **options)
+        self._messages = self._call.__aiter__()
+
+    async def __anext__(self) -> StreamEvent:
+        """The next event; waits until there is one."""
+        with translated():
+            try:
+                return _convert.stream_event(await self._messages.__anext__())
+            except (StopAsyncIteration, grpc.RpcError):
+                raise
+            except BaseException as error:  # the task is cancelled, or an answer makes no sense
+                if self._cancelled:  # by `cancel`: not the task's own cancellation, though gRPC raises it alike
+                    raise Cancelled("the stream was cancelled on this side") from error
+                self.cancel()
+                raise
+
+    def cancel(self) -> None:
+        """Drops the request on the server, if it still runs."""
+        self._cancelled = True
+        self._call.cancel()
+
+    async def __aenter__(self) -> AsyncGenerateStream:
+        """The stream itself."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Cancels what still runs."""
+        self.cancel()

@@ -1,0 +1,279 @@
+"""The blocking client."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import grpc
+
+from . import _convert, _proto
+from ._channel import CHANNEL_OPTIONS, READY_CALL_SECONDS, READY_POLL_SECONDS, call_metadata, call_timeout
+from .errors import DeadlineExceeded, Unavailable, translated
+from .types import (
+    AbortResult,
+    Lifecycle,
+    PromptInput,
+    PromptOutput,
+    SamplingParams,
+    Score,
+    ServerInfo,
+    ServerStatus,
+    StreamEvent,
+    TokenIds,
+)
+
+
+class RolloutClient:
+    """A connection to one rollout-server. Safe to share between threads; not across `fork`.
+
+    Every method raises a subclass of `RolloutError`.
+    """
+
+    def __init__(self, address: str, timeout: float | None = None, token: str | None = None) -> None:
+        """Connects lazily: nothing is sent before the first call.
+
+        Args:
+            address: `host:port`.
+            timeout: seconds for each call that does not give its own; None is no limit. When it passes, the server
+                drops the work.
+            token: sent as a bearer token with every call.
+        """
+        self.address = address
+        self._timeout = timeout
+        self._metadata = call_metadata(token)
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+    def generate(
+        self,
+        prompts: Sequence[PromptInput],
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+        *,
+        top_logprobs: int = 0,
+        prompt_logprobs: bool = False,
+        return_text: bool = True,
+        request_id: str | None = None,
+        adapter: str | None = None,
+        if_weight_version: int | None = None,
+        min_weight_version: int | None = None,
+        timeout: float | None = None,
+    ) -> list[PromptOutput]:
+        """Samples `n` completions of each prompt and waits for all of them.
+
+        Args:
+            prompts: texts, lists (or arrays) of token ids, or lists of chat messages; they may be mixed.
+            n: samples per prompt.
+            sampling: how tokens are chosen; None is `SamplingParams()`.
+            top_logprobs: also the log-probabilities of this many most likely tokens per position, at most 100.
+            prompt_logprobs: also the log-probabilities of the prompts' tokens.
+            return_text: also the texts; a model without a tokenizer needs False.
+            request_id: for `abort`; unique among running requests. None makes one.
+            adapter: name of a resident adapter; None is the policy itself.
+            if_weight_version: raise `Aborted` unless the policy has this version when the request starts.
+            min_weight_version: wait (until the timeout) for a policy of at least this version.
+            timeout: seconds, instead of the client's; `math.inf` is no limit.
+
+        Returns:
+            One output per prompt, in their order, with `n` samples each.
+        """
+        stream = self.generate_stream(
+            prompts,
+            n,
+            sampling,
+            top_logprobs=top_logprobs,
+            prompt_logprobs=prompt_logprobs,
+            return_text=return_text,
+            stream_tokens=False,
+            request_id=request_id,
+            adapter=adapter,
+            if_weight_version=if_weight_version,
+            min_weight_version=min_weight_version,
+            timeout=timeout,
+        )
+        collector = _convert.Collector(len(prompts), n)
+        with stream:
+            for event in stream:
+                collector.add(event)
+        return collector.outputs()
+
+    def generate_stream(
+        self,
+        prompts: Sequence[PromptInput],
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+        *,
+        top_logprobs: int = 0,
+        prompt_logprobs: bool = False,
+        return_text: bool = True,
+        stream_tokens: bool = False,
+        request_id: str | None = None,
+        adapter: str | None = None,
+        if_weight_version: int | None = None,
+        min_weight_version: int | None = None,
+        timeout: float | None = None,
+    ) -> GenerateStream:
+        """As `generate`, but gives each `Sample` as it finishes, and a `Summary` last.
+
+        The request starts at once. Leaving the stream early (`cancel`, or the end of its `with` block) drops the
+        work on the server.
+
+        Args:
+            stream_tokens: also a `TokenDelta` for every token as it is made.
+        """
+        request = _convert.generate_request(
+            prompts,
+            n=n,
+            sampling=sampling,
+            top_logprobs=top_logprobs,
+            prompt_logprobs=prompt_logprobs,
+            return_text=return_text,
+            request_id=request_id,
+            adapter=adapter,
+            if_weight_version=if_weight_version,
+            min_weight_version=min_weight_version,
+            stream_tokens=stream_tokens,
+        )
+        return GenerateStream(self._callable(_proto.GENERATE, stream=True), request, self._call_options(timeout))
+
+    def score(
+        self,
+        sequences: Sequence[TokenIds],
+        *,
+        top_logprobs: int = 0,
+        sampling: SamplingParams | None = None,
+        adapter: str | None = None,
+        if_weight_version: int | None = None,
+        min_weight_version: int | None = None,
+        timeout: float | None = None,
+    ) -> list[Score]:
+        """Log-probabilities of given tokens, without sampling; the same bits as when they were sampled.
+
+        Args:
+            sequences: token ids, each of at least one token.
+            sampling: the distribution of the processed `logprobs`; None is temperature 1.
+            (the others as for `generate`)
+
+        Returns:
+            One score per sequence, in their order.
+        """
+        request = _convert.score_request(
+            sequences,
+            top_logprobs=top_logprobs,
+            sampling=sampling,
+            adapter=adapter,
+            if_weight_version=if_weight_version,
+            min_weight_version=min_weight_version,
+        )
+        return _convert.scores(self._call(_proto.SCORE, request, timeout))
+
+    def abort(self, request_ids: str | Iterable[str] = (), *, all: bool = False) -> AbortResult:
+        """Ends running requests; whoever waits for them gets the tokens so far, marked `FinishReason.ABORTED`.
+
+        Args:
+            request_ids: the requests to end.
+            all: instead of `request_ids`: every running request, of other clients too.
+        """
+        return _convert.abort_result(self._call(_proto.ABORT, _convert.abort_request(request_ids, all=all)))
+
+    def info(self) -> ServerInfo:
+        """Facts that do not change while the server lives."""
+        return _convert.server_info(self._call(_proto.GET_INFO, _proto.GET_INFO.request()))
+
+    def status(self) -> ServerStatus:
+        """Lifecycle, versions, memory, queue and throughput now."""
+        return _convert.server_status(self._call(_proto.GET_STATUS, _proto.GET_STATUS.request()))
+
+    def reset_prefix_cache(self) -> int:
+        """Forgets every cached prefix that no running request uses; returns the number of blocks."""
+        return self._call(_proto.RESET_PREFIX_CACHE, _proto.RESET_PREFIX_CACHE.request()).blocks
+
+    def wait_until_ready(self, timeout: float = 60.0) -> None:
+        """Waits until the server runs.
+
+        Raises:
+            Unavailable: it does not within `timeout` seconds, with the last answer in the message.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                left = max(deadline - time.monotonic(), READY_POLL_SECONDS)
+                response = self._call(
+                    _proto.GET_STATUS, _proto.GET_STATUS.request(), timeout=min(left, READY_CALL_SECONDS)
+                )
+                state = _convert.server_status(response).lifecycle
+                if state is Lifecycle.RUNNING:
+                    return
+                last = f"the server is {state}"
+            except (Unavailable, DeadlineExceeded) as error:
+                last = str(error)
+            if time.monotonic() >= deadline:
+                raise Unavailable(f"{self.address} is not ready after {timeout:g} s: {last}")
+            time.sleep(READY_POLL_SECONDS)
+
+    def close(self) -> None:
+        """Ends the connection, and the calls that run on it."""
+        self._channel.close()
+
+    def __enter__(self) -> RolloutClient:
+        """The client itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes the client."""
+        self.close()
+
+    def _call(self, method: _proto.Method, request: Any, timeout: float | None = None) -> Any:
+        with translated():
+            return self._callable(method)(request, **self._call_options(timeout))
+
+    def _call_options(self, timeout: float | None) -> dict[str, Any]:
+        return {"timeout": call_timeout(timeout, self._timeout), "metadata": self._metadata}
+
+    def _callable(self, method: _proto.Method, stream: bool = False) -> Callable[..., Any]:
+        make = self._channel.unary_stream if stream else self._channel.unary_unary
+        return make(
+            method.path,
+            request_serializer=method.request.SerializeToString,
+            response_deserializer=method.response.FromString,
+        )
+
+
+class GenerateStream(Iterator[StreamEvent]):
+    """The events of one request as they come. An iterator and a context manager."""
+
+    def __init__(self, start: Callable[..., Any], request: Any, options: dict[str, Any]) -> None:
+        """Starts the call."""
+        self.request_id: str = request.request_id
+        """For `RolloutClient.abort`."""
+        with translated():
+            self._call = start(request, **options)
+
+    def __next__(self) -> StreamEvent:
+        """The next event; blocks until there is one."""
+        with translated():
+            try:
+                return _convert.stream_event(next(self._call))
+            except (StopIteration, grpc.RpcError):
+                raise
+            except BaseException:  # KeyboardInterrupt in the wait, or an answer that makes no sense
+                self.cancel()
+                raise
+
+    def cancel(self) -> None:
+        """Drops the request on the server, if it still runs."""
+        self._call.cancel()
+
+    def __enter__(self) -> GenerateStream:
+        """The stream itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Cancels what still runs."""
+        self.cancel()

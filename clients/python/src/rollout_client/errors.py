@@ -1,0 +1,117 @@
+"""What can go wrong, one class per gRPC status that the server uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+
+
+class RolloutError(Exception):
+    """Base of all errors of this package. `str(error)` is the server's message, `code` its gRPC status."""
+
+    code: grpc.StatusCode = grpc.StatusCode.UNKNOWN
+
+
+class InvalidArgument(RolloutError, ValueError):
+    """A field of the request is wrong; the message starts with its path, e.g. `sampling.temperature: ...`."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class ResourceExhausted(RolloutError):
+    """A queue or the memory ceiling says no; trying later, or asking for less, can help."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class FailedPrecondition(RolloutError):
+    """The server's lifecycle forbids this now."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class Aborted(RolloutError):
+    """The policy does not have the version that the request insists on."""
+
+    code = grpc.StatusCode.ABORTED
+
+
+class NotFound(RolloutError, LookupError):
+    """No such thing."""
+
+    code = grpc.StatusCode.NOT_FOUND
+
+
+class AlreadyExists(RolloutError):
+    """The name is taken, e.g. a `request_id` that is still running."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+
+
+class Unavailable(RolloutError, ConnectionError):
+    """The server cannot be reached, or is shutting down."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+
+
+class DeadlineExceeded(RolloutError, TimeoutError):
+    """The timeout passed; the server has dropped the work."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class Cancelled(RolloutError):
+    """This side cancelled the call."""
+
+    code = grpc.StatusCode.CANCELLED
+
+
+class Unauthenticated(RolloutError, PermissionError):
+    """The token is missing or wrong."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class Internal(RolloutError):
+    """A bug, on either side, or the machine; the server's log says more."""
+
+    code = grpc.StatusCode.INTERNAL
+
+
+_BY_CODE: dict[grpc.StatusCode, type[RolloutError]] = {
+    cls.code: cls
+    for cls in (
+        InvalidArgument,
+        ResourceExhausted,
+        FailedPrecondition,
+        Aborted,
+        NotFound,
+        AlreadyExists,
+        Unavailable,
+        DeadlineExceeded,
+        Cancelled,
+        Unauthenticated,
+        Internal,
+    )
+}
+
+
+def from_rpc_error(error: grpc.RpcError) -> RolloutError:
+    """The typed error of a failed call. A status without a class of its own keeps its code on a `RolloutError`."""
+    code, details = error.code(), error.details() or ""
+    if code in _BY_CODE:
+        return _BY_CODE[code](details)
+    result = RolloutError(f"{code.name}: {details}")
+    result.code = code
+    return result
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Raises the `RolloutError` of any `grpc.RpcError` raised inside."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error

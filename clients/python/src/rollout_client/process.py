@@ -1,0 +1,108 @@
+"""A rollout-server of one's own, as a child process."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from .client import RolloutClient
+from .errors import RolloutError, Unavailable
+
+STOP_SECONDS = 40.0
+"""For a stop: the server's own grace period for running requests (30 s) and some more."""
+
+STOPPED_STARTING_POLL_SECONDS = 0.5
+"""How often a start looks whether the process has already given up."""
+
+
+class ServerProcess:
+    """Starts a rollout-server on a free port of this machine and stops it with SIGTERM. A context manager.
+
+    ```python
+    with ServerProcess("target/release/rollout-server", model="dir", flags=["--tp", "2"]) as server:
+        server.client.generate(["Hello"])
+    ```
+    """
+
+    def __init__(
+        self,
+        binary: str | Path,
+        model: str | Path,
+        flags: list[str] | None = None,
+        *,
+        host: str = "127.0.0.1",
+        output: IO[Any] | int | None = None,
+    ) -> None:
+        """Starts the process; `wait_until_ready` waits for it.
+
+        Args:
+            binary: path of the server.
+            model: as `--model` takes it.
+            flags: further command line flags; the port is chosen here.
+            host: address to listen on.
+            output: where its log goes (a file, `subprocess.DEVNULL`); None is this process's own standard error.
+        """
+        self.address = f"{host}:{free_port(host)}"
+        port = self.address.rpartition(":")[2]
+        command = [str(binary), "--model", str(model), "--host", host, "--port", port, *(flags or [])]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT if output is not None else None
+        )
+        self.client = RolloutClient(self.address)
+        """A client of this server; closed by `stop`."""
+
+    def wait_until_ready(self, timeout: float = 120.0) -> None:
+        """Waits until the server runs.
+
+        Raises:
+            RolloutError: the process has ended, or is not ready within `timeout` seconds.
+        """
+        left = timeout
+        while True:
+            step = min(left, STOPPED_STARTING_POLL_SECONDS)
+            try:
+                self.client.wait_until_ready(step)
+                return
+            except Unavailable as error:
+                if self.process.poll() is not None:
+                    raise RolloutError(f"the server ended with status {self.process.returncode}; see its log") from None
+                left -= step
+                if left <= 0:
+                    raise Unavailable(f"{self.address} is not ready after {timeout:g} s: {error}") from None
+
+    def stop(self, timeout: float = STOP_SECONDS) -> int:
+        """Asks the server to end (SIGTERM), waits for it and returns its exit status; kills it after `timeout`."""
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+    def __enter__(self) -> ServerProcess:
+        """The server, ready."""
+        try:
+            self.wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stops the server."""
+        self.stop()
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,278 @@
+"""What the client takes and gives: plain dataclasses, nothing of protobuf.
+
+Log-probabilities are natural logarithms. `T` is the number of tokens of a sample, `P` of a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+
+class ChatMessage(TypedDict):
+    """One message of a chat prompt."""
+
+    role: str
+    content: str
+
+
+TokenIds = Sequence[int] | npt.NDArray[np.integer]
+"""Token ids: a list, a tuple or a one-dimensional integer array (anything with `tolist`, so tensors too)."""
+
+PromptInput = str | TokenIds | Sequence[ChatMessage]
+"""A prompt: text, token ids, or chat messages."""
+
+
+class FinishReason(str, Enum):
+    """Why a sample ended."""
+
+    EOS = "eos"
+    """The model's end-of-sequence token, the last of `token_ids`."""
+    STOP_TOKEN = "stop_token"
+    """A requested stop token, the last of `token_ids`."""
+    STOP_STRING = "stop_string"
+    """A requested stop string; `text` ends before it, `token_ids` hold what was sampled."""
+    LENGTH = "length"
+    """`max_tokens` or the context length."""
+    ABORTED = "aborted"
+    """By `abort`, a deadline or the server's shutdown; the tokens so far are valid."""
+
+    def __str__(self) -> str:
+        """The plain value, e.g. `length`."""
+        return self.value
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen and when a sample ends."""
+
+    temperature: float = 1.0
+    """`>= 0`; 0 is greedy."""
+    top_k: int = 0
+    """Keep the `k` most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of most likely tokens whose mass reaches this, in (0, 1]."""
+    min_p: float = 0.0
+    """Keep tokens with at least this fraction of the best token's probability, in [0, 1]."""
+    repetition_penalty: float = 1.0
+    """`> 0`; of tokens seen in the prompt or the output."""
+    presence_penalty: float = 0.0
+    """In [-2, 2]; once for tokens seen in the output."""
+    frequency_penalty: float = 0.0
+    """In [-2, 2]; per occurrence in the output."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these tokens; finite."""
+    allowed_token_ids: Sequence[int] | None = None
+    """Only these tokens may be sampled; None allows all."""
+    min_tokens: int = 0
+    """No end before this many tokens; at most `max_tokens`."""
+    max_tokens: int = 16
+    """`>= 1`."""
+    stop_token_ids: Sequence[int] = ()
+    """Tokens that end a sample besides the model's own."""
+    stop: Sequence[str] = ()
+    """Strings that end a sample."""
+    ignore_eos: bool = False
+    """Do not end at the model's end-of-sequence tokens."""
+    seed: int | None = None
+    """Sample `i` of a group uses one derived from (seed, i), sample 0 the seed itself. None: the server draws one."""
+
+
+@dataclass(frozen=True)
+class VersionSpan:
+    """Tokens `[start, end)` of a sample were made by this version of the policy."""
+
+    weight_version: int
+    start: int
+    end: int
+
+
+TopLogprobs = dict[int, float]
+"""The most likely tokens at one position with their raw log-probabilities, descending."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion of one prompt."""
+
+    prompt_index: int
+    """Index of the prompt in the request."""
+    sample_index: int
+    """Index of the sample in its group, `[0, n)`."""
+    token_ids: list[int]
+    """`[T]`."""
+    logprobs: npt.NDArray[np.float32]
+    """`[T]`, of the distribution sampled from: temperature, penalties and filters applied and renormalised."""
+    raw_logprobs: npt.NDArray[np.float32]
+    """`[T]`, of the model's own distribution."""
+    text: str | None
+    """The decoded tokens, if `return_text` was asked."""
+    finish_reason: FinishReason
+    weight_versions: list[VersionSpan]
+    """Which version of the policy made which tokens; the spans cover `[0, T)`."""
+    seed: int
+    """This sample's own seed: sending it with `n=1` replays the sample."""
+    cached_tokens: int
+    """Prompt tokens whose KV came from the cache."""
+    top_logprobs: list[TopLogprobs]
+    """`[T]` if `top_logprobs` was asked, else empty."""
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Log-probabilities of a prompt's tokens, each given the tokens before it."""
+
+    prompt_index: int
+    token_ids: list[int]
+    """`[P]`."""
+    raw_logprobs: list[float | None]
+    """`[P]`; None for the first token."""
+    top_logprobs: list[TopLogprobs]
+    """`[P]` (the first one empty) if `top_logprobs` was asked, else empty."""
+
+
+@dataclass(frozen=True)
+class PromptOutput:
+    """All samples of one prompt."""
+
+    prompt_index: int
+    samples: list[Sample]
+    """`[n]`, by `sample_index`."""
+    prompt_logprobs: PromptLogprobs | None
+    """If asked."""
+
+
+@dataclass(frozen=True)
+class TokenDelta:
+    """New tokens of a sample that still runs."""
+
+    prompt_index: int
+    sample_index: int
+    token_ids: list[int]
+    logprobs: npt.NDArray[np.float32]
+    raw_logprobs: npt.NDArray[np.float32]
+    text: str | None
+    """Text that these tokens complete, if asked; may be empty in the middle of a character or of a stop string."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Totals of a request, the last event of its stream."""
+
+    request_id: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    seconds: float
+    """From admission to the summary."""
+
+
+StreamEvent = TokenDelta | PromptLogprobs | Sample | Summary
+"""What a generate stream carries: any number of the first three, then one `Summary`."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """Log-probabilities of a given sequence of `T` tokens."""
+
+    raw_logprobs: list[float | None]
+    """`[T]`, each token given the tokens before it, of the model's own distribution; None for the first."""
+    logprobs: list[float | None]
+    """`[T]`, of the distribution that `sampling` describes; None for the first."""
+    top_logprobs: list[TopLogprobs]
+    """`[T]` (the first one empty) if asked, else empty."""
+    weight_version: int
+    """The version of the policy that scored."""
+
+
+@dataclass(frozen=True)
+class AbortResult:
+    """What an abort found."""
+
+    aborted: list[str]
+    """Requests that were running."""
+    unknown: list[str]
+    """Named requests that were not (unknown or finished)."""
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """Facts that do not change while the server lives. See `Control.GetInfo` in `proto/`."""
+
+    server_version: str
+    model: str
+    architecture: str
+    dtype: str
+    device: str
+    tensor_parallel_size: int
+    vocab_size: int
+    max_model_len: int
+    """Most tokens of prompt and completion together."""
+    max_num_seqs: int
+    max_batch_tokens: int
+    block_size: int
+    """Tokens per KV block."""
+    eos_token_ids: list[int]
+    parameters: int
+    kernel: str
+    """The instruction set of the linear kernel."""
+    has_tokenizer: bool
+    has_chat_template: bool
+
+
+class Lifecycle(str, Enum):
+    """What the server is doing."""
+
+    RUNNING = "running"
+    SHUTTING_DOWN = "shutting_down"
+    """Running requests finish, new ones are refused."""
+
+    def __str__(self) -> str:
+        """The plain value, e.g. `running`."""
+        return self.value
+
+
+@dataclass(frozen=True)
+class MemoryLedger:
+    """Where the server's memory goes, in bytes."""
+
+    total_bytes: int
+    """Of the device, or of the machine and its cgroup, whichever is smaller."""
+    ceiling_bytes: int
+    """What `--mem-util` allows."""
+    entries: dict[str, int]
+    """Reservations by name ("weights", "kv_cache", ...); their sum is at most the ceiling."""
+    resident_bytes: int
+    """Resident memory of the process now, as the operating system counts it."""
+
+
+@dataclass(frozen=True)
+class ServerStatus:
+    """How the server is doing now."""
+
+    lifecycle: Lifecycle
+    weight_version: int
+    memory: MemoryLedger
+    total_blocks: int
+    free_blocks: int
+    """Blocks that no sequence holds (cached prefixes among them)."""
+    cached_blocks: int
+    """Free blocks that still hold a cached prefix."""
+    running_requests: int
+    running_samples: int
+    waiting_samples: int
+    steps: int
+    prompt_tokens: int
+    generated_tokens: int
+    cached_tokens: int
+    preemptions: int
+    finished_requests: int
+    aborted_requests: int
+    tokens_per_second: float
+    """Generated tokens per second over the last ten seconds of stepping."""
+    uptime_seconds: float

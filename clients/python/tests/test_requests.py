@@ -1,0 +1,243 @@
+"""From arguments to messages: what a call puts on the wire, and what it refuses to put there."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+from fake_server import completion, summary
+
+from rollout_client import InvalidArgument, RolloutClient, SamplingParams, _proto
+
+
+@pytest.fixture
+def echo(fake):
+    """Answers whatever is asked with as many one-token samples."""
+
+    def generate(request, context):
+        for prompt in range(len(request.prompts)):
+            for sample in range(request.n):
+                yield completion(prompt, sample)
+        yield summary()
+
+    fake.answers["Generate"] = generate
+    fake.answers["Score"] = lambda request, context: _proto.SCORE.response()
+    fake.answers["Abort"] = lambda request, context: _proto.ABORT.response()
+    return fake
+
+
+def test_generate_sends_every_argument(call, echo):
+    sampling = SamplingParams(
+        temperature=0.5,
+        top_k=40,
+        top_p=0.75,
+        min_p=0.125,
+        repetition_penalty=1.25,
+        presence_penalty=-0.5,
+        frequency_penalty=0.25,
+        logit_bias={3: -1.5, 9: 2.0},
+        allowed_token_ids=[1, 2, 3],
+        min_tokens=2,
+        max_tokens=8,
+        stop_token_ids=[7],
+        stop=["\n\n", "stop"],
+        ignore_eos=True,
+        seed=2**64 - 1,
+    )
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    out = call(
+        lambda client: client.generate(
+            ["text", [1, 2], (3,), np.array([4, 5], dtype=np.int64), chat],
+            n=2,
+            sampling=sampling,
+            top_logprobs=5,
+            prompt_logprobs=True,
+            return_text=False,
+            request_id="mine",
+            adapter="a",
+            if_weight_version=0,
+            min_weight_version=3,
+        )
+    )
+    assert [len(output.samples) for output in out] == [2] * 5
+    assert echo.requests == [
+        _proto.GENERATE.request(
+            request_id="mine",
+            prompts=[
+                {"text": "text"},
+                {"tokens": {"ids": [1, 2]}},
+                {"tokens": {"ids": [3]}},
+                {"tokens": {"ids": [4, 5]}},
+                {"chat": {"messages": chat}},
+            ],
+            n=2,
+            sampling={
+                "temperature": 0.5,
+                "top_k": 40,
+                "top_p": 0.75,
+                "min_p": 0.125,
+                "repetition_penalty": 1.25,
+                "presence_penalty": -0.5,
+                "frequency_penalty": 0.25,
+                "logit_bias": {3: -1.5, 9: 2.0},
+                "allowed_token_ids": [1, 2, 3],
+                "min_tokens": 2,
+                "max_tokens": 8,
+                "stop_token_ids": [7],
+                "stop": ["\n\n", "stop"],
+                "ignore_eos": True,
+                "seed": 2**64 - 1,
+            },
+            top_logprobs=5,
+            prompt_logprobs=True,
+            adapter="a",
+            if_weight_version=0,
+            min_weight_version=3,
+        )
+    ]
+
+
+def test_defaults_are_sent_as_the_dataclass_shows_them(call, echo):
+    call(lambda client: client.generate(["a"]))
+    (request,) = echo.requests
+    assert request.n == 1 and request.return_text and not request.prompt_logprobs and not request.stream_tokens
+    assert not request.HasField("if_weight_version") and not request.HasField("min_weight_version")
+    assert request.adapter == "" and request.request_id
+    shown = SamplingParams()
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"):
+        assert request.sampling.HasField(name) and getattr(request.sampling, name) == getattr(shown, name)
+    for name in ("frequency_penalty", "min_tokens", "max_tokens"):
+        assert request.sampling.HasField(name) and getattr(request.sampling, name) == getattr(shown, name)
+    assert not request.sampling.HasField("seed") and not request.sampling.allowed_token_ids
+
+
+def test_random_prompts_arrive_as_they_are(call, echo):
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(2**32) for _ in range(rng.randint(1, 50))] for _ in range(20)]
+    as_given = [rng.choice([list, tuple, lambda ids: np.array(ids, dtype=np.uint32)])(ids) for ids in prompts]
+    call(lambda client: client.generate(as_given))
+    call(lambda client: client.score(as_given))
+    assert [list(prompt.tokens.ids) for prompt in echo.requests[0].prompts] == prompts
+    assert [list(sequence.ids) for sequence in echo.requests[1].sequences] == prompts
+
+
+def test_request_ids_are_made_and_differ(call, echo):
+    for _ in range(2):
+        call(lambda client: client.generate(["a"]))
+    first, second = (request.request_id for request in echo.requests)
+    assert first and second and first != second
+
+
+def test_score_sends_every_argument(call, echo):
+    call(
+        lambda client: client.score(
+            [[1, 2], [3]],
+            top_logprobs=2,
+            sampling=SamplingParams(temperature=0.5),
+            adapter="a",
+            if_weight_version=1,
+            min_weight_version=1,
+        )
+    )
+    (request,) = echo.requests
+    assert [list(sequence.ids) for sequence in request.sequences] == [[1, 2], [3]]
+    assert (request.top_logprobs, request.adapter, request.sampling.temperature) == (2, "a", 0.5)
+    assert (request.if_weight_version, request.min_weight_version) == (1, 1)
+
+
+def test_abort_takes_one_some_or_all(call, echo):
+    call(lambda client: client.abort("one"))
+    call(lambda client: client.abort(["one", "two"]))
+    call(lambda client: client.abort(all=True))
+    assert [(list(request.request_ids), request.all) for request in echo.requests] == [
+        (["one"], False),
+        (["one", "two"], False),
+        ([], True),
+    ]
+
+
+def test_empty_token_list_reaches_the_server_as_tokens(call, echo):
+    """The server answers it, so that the message is the same for every client."""
+    call(lambda client: client.generate([[]]))
+    assert echo.requests[0].prompts[0].WhichOneof("kind") == "tokens"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"prompts": "text"}, "prompts: "),
+        ({"prompts": [1, 2]}, "prompts: "),
+        ({"prompts": np.array([1, 2])}, "prompts: "),
+        ({"prompts": {"role": "user", "content": "a"}}, "prompts: "),
+        ({"prompts": ["a", 3.5]}, "prompts[1]: "),
+        ({"prompts": [None]}, "prompts[0]: "),
+        ({"prompts": [[1, -1]]}, "prompts[0]: "),
+        ({"prompts": [[1, 2**32]]}, "prompts[0]: "),
+        ({"prompts": [["a"]]}, "prompts[0]: "),
+        ({"prompts": [np.array([1.5])]}, "prompts[0]: "),
+        ({"prompts": [[{"role": "user"}]]}, "prompts[0][0]: "),
+        ({"prompts": [[{"role": "user", "content": 3}]]}, "prompts[0][0]: "),
+        ({"prompts": [[{"role": "user", "content": "a", "name": "b"}]]}, "prompts[0][0]: "),
+        ({"n": -1}, "n: "),
+        ({"n": 1.5}, "n: "),
+        ({"top_logprobs": -1}, "top_logprobs: "),
+        ({"if_weight_version": -1}, "if_weight_version: "),
+        ({"min_weight_version": 2**64}, "min_weight_version: "),
+        ({"sampling": SamplingParams(temperature="hot")}, "sampling.temperature: "),
+        ({"sampling": SamplingParams(top_k=-1)}, "sampling.top_k: "),
+        ({"sampling": SamplingParams(max_tokens=None)}, "sampling.max_tokens: "),
+        ({"sampling": SamplingParams(seed=-1)}, "sampling.seed: "),
+        ({"sampling": SamplingParams(seed=2**64)}, "sampling.seed: "),
+        ({"sampling": SamplingParams(allowed_token_ids=[])}, "sampling.allowed_token_ids: "),
+        ({"sampling": SamplingParams(allowed_token_ids=[-1])}, "sampling.allowed_token_ids: "),
+        ({"sampling": SamplingParams(stop_token_ids=[2**32])}, "sampling.stop_token_ids: "),
+        ({"sampling": SamplingParams(stop="a")}, "sampling.stop: "),
+        ({"sampling": SamplingParams(stop=[1])}, "sampling.stop: "),
+        ({"sampling": SamplingParams(logit_bias={-1: 1.0})}, "sampling.logit_bias[-1]: "),
+        ({"sampling": SamplingParams(logit_bias={1: "a"})}, "sampling.logit_bias[1]: "),
+    ],
+)
+def test_what_does_not_fit_its_field_is_refused_by_name(call, echo, arguments, field):
+    with pytest.raises(InvalidArgument) as error:
+        call(lambda client: client.generate(**{"prompts": ["a"], **arguments}))
+    assert str(error.value).startswith(field)
+    assert isinstance(error.value, ValueError)
+    assert echo.requests == []
+
+
+@pytest.mark.parametrize("sequences", [["text"], [1, 2], [[1, -2]]])
+def test_score_refuses_what_are_not_token_ids(call, echo, sequences):
+    with pytest.raises(InvalidArgument, match=r"^sequences\[0\]: "):
+        call(lambda client: client.score(sequences))
+
+
+def test_abort_refuses_nothing_and_both(call, echo):
+    for use in (lambda client: client.abort(), lambda client: client.abort("a", all=True)):
+        with pytest.raises(InvalidArgument, match="request_ids"):
+            call(use)
+
+
+def test_numbers_that_only_the_server_can_judge_are_sent(call, echo):
+    call(lambda client: client.generate(["a"], sampling=SamplingParams(temperature=math.nan, top_p=7.0)))
+    assert math.isnan(echo.requests[0].sampling.temperature) and echo.requests[0].sampling.top_p == 7.0
+
+
+def test_token_goes_with_every_call(call, echo):
+    call(lambda client: client.generate(["a"]), token="secret")
+    call(lambda client: client.score([[1]]), token="secret")
+    call(lambda client: client.score([[1]]))
+    assert [metadata.get("authorization") for metadata in echo.metadata] == ["Bearer secret", "Bearer secret", None]
+
+
+def test_large_requests_and_replies_pass(fake):
+    """More than gRPC's default limit of 4 MiB each way."""
+    ids = list(range(2**21 - 10**6, 2**21)) * 2
+    fake.answers["Generate"] = lambda request, context: iter(
+        [completion(token_ids=request.prompts[0].tokens.ids), summary()]
+    )
+    with RolloutClient(fake.address) as client:
+        assert client.generate([ids])[0].samples[0].token_ids == ids

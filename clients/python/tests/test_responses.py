@@ -1,0 +1,343 @@
+"""From messages to results, errors, timeouts and cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import math
+import random
+import signal
+import threading
+import time
+
+import grpc
+import numpy as np
+import pytest
+from fake_server import GenerateResponse, completion, summary
+
+import rollout_client
+from rollout_client import (
+    AsyncRolloutClient,
+    DeadlineExceeded,
+    FinishReason,
+    Internal,
+    Lifecycle,
+    PromptLogprobs,
+    RolloutClient,
+    RolloutError,
+    Sample,
+    Summary,
+    TokenDelta,
+    Unavailable,
+    VersionSpan,
+    _proto,
+)
+
+
+def test_completion_becomes_a_sample(call, fake):
+    logprobs = [-0.1, -2.5e-8, -1e30]
+    message = completion(
+        token_ids=[3, 1, 2],
+        logprobs=logprobs,
+        raw_logprobs=[-1.0, -2.0, -3.0],
+        top_logprobs=[{"token_ids": [3, 9], "logprobs": [-1.0, -1.5]}] * 3,
+        finish_reason=3,
+        weight_versions=[{"weight_version": 4, "start": 0, "end": 2}, {"weight_version": 5, "start": 2, "end": 3}],
+        seed=2**64 - 1,
+        cached_tokens=16,
+        text="",
+    )
+    fake.answers["Generate"] = lambda request, context: iter([message, summary()])
+    (output,) = call(lambda client: client.generate(["a"]))
+    (sample,) = output.samples
+    assert output.prompt_index == 0 and output.prompt_logprobs is None
+    assert sample.token_ids == [3, 1, 2]
+    assert sample.logprobs.dtype == sample.raw_logprobs.dtype == np.float32
+    assert sample.logprobs.tobytes() == np.array(logprobs, dtype=np.float32).tobytes()
+    assert sample.raw_logprobs.tolist() == [-1.0, -2.0, -3.0]
+    assert [list(top.items()) for top in sample.top_logprobs] == [[(3, -1.0), (9, -1.5)]] * 3
+    assert sample.finish_reason is FinishReason.STOP_STRING and str(sample.finish_reason) == "stop_string"
+    assert sample.weight_versions == [VersionSpan(4, 0, 2), VersionSpan(5, 2, 3)]
+    assert (sample.seed, sample.cached_tokens, sample.text) == (2**64 - 1, 16, "")
+
+
+def test_text_that_was_not_asked_is_none(call, fake):
+    fake.answers["Generate"] = lambda request, context: iter([completion(), summary()])
+    assert call(lambda client: client.generate([[1]], return_text=False))[0].samples[0].text is None
+
+
+def test_samples_are_grouped_in_order_whatever_the_arrival(call, fake):
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+
+    def generate(request, context):
+        pairs = [(p, s) for p in range(len(request.prompts)) for s in range(request.n)]
+        rng.shuffle(pairs)
+        for p, s in pairs:
+            yield GenerateResponse(delta={"prompt_index": p, "sample_index": s})
+            yield completion(p, s, [100 * p + s])
+        yield summary()
+
+    fake.answers["Generate"] = generate
+    out = call(lambda client: client.generate(["a", "b", "c"], n=4))
+    assert [[s.token_ids for s in o.samples] for o in out] == [[[100 * p + s] for s in range(4)] for p in range(3)]
+
+
+def test_prompt_logprobs_start_with_none(call, fake):
+    message = {"prompt_index": 1, "token_ids": [7, 8], "raw_logprobs": [math.nan, -0.5]}
+    answers = [completion(0), completion(1), GenerateResponse(prompt_logprobs=message), summary()]
+    fake.answers["Generate"] = lambda request, context: iter(answers)
+    out = call(lambda client: client.generate(["a", "b"], prompt_logprobs=True))
+    assert out[0].prompt_logprobs is None
+    assert out[1].prompt_logprobs == PromptLogprobs(1, [7, 8], [None, -0.5], [])
+
+
+def test_stream_gives_events_as_they_come(fake):
+    answers = [
+        GenerateResponse(delta={"token_ids": [5], "logprobs": [-0.5], "raw_logprobs": [-0.25], "text": "a"}),
+        completion(),
+        summary(request_id="r", prompt_tokens=3, cached_tokens=1, completion_tokens=1, seconds=0.5),
+    ]
+    fake.answers["Generate"] = lambda request, context: iter(answers)
+    with RolloutClient(fake.address) as client:
+        stream = client.generate_stream(["a"], stream_tokens=True, request_id="r")
+        delta, sample, last = list(stream)
+    assert fake.requests[0].stream_tokens and stream.request_id == "r"
+    assert isinstance(delta, TokenDelta) and (delta.token_ids, delta.text) == ([5], "a")
+    assert isinstance(sample, Sample)
+    assert last == Summary("r", 3, 1, 1, 0.5)
+
+
+def test_scores_start_with_none(call, fake):
+    scores = [
+        {
+            "raw_logprobs": [math.nan, -1.0],
+            "logprobs": [math.nan, -2.0],
+            "top_logprobs": [{}, {"token_ids": [4], "logprobs": [-0.5]}],
+            "weight_version": 6,
+        },
+        {"raw_logprobs": [math.nan], "logprobs": [math.nan]},
+    ]
+    fake.answers["Score"] = lambda request, context: _proto.SCORE.response(scores=scores)
+    first, second = call(lambda client: client.score([[1, 2], [3]]))
+    assert (first.raw_logprobs, first.logprobs) == ([None, -1.0], [None, -2.0])
+    assert (first.top_logprobs, first.weight_version) == ([{}, {4: -0.5}], 6)
+    assert (second.raw_logprobs, second.logprobs, second.top_logprobs) == ([None], [None], [])
+
+
+def test_abort_info_status_reset(call, fake):
+    fake.answers["Abort"] = lambda request, context: _proto.ABORT.response(aborted=["a"], unknown=["b"])
+    fake.answers["GetInfo"] = lambda request, context: _proto.GET_INFO.response(
+        model="m", vocab_size=512, eos_token_ids=[0, 2], has_tokenizer=True
+    )
+    memory = {"total_bytes": 10, "ceiling_bytes": 5, "entries": [{"name": "weights", "bytes": 3}], "resident_bytes": 4}
+    fake.answers["GetStatus"] = lambda request, context: _proto.GET_STATUS.response(
+        lifecycle=1, memory=memory, total_blocks=8, free_blocks=7, tokens_per_second=1.5
+    )
+    fake.answers["ResetPrefixCache"] = lambda request, context: _proto.RESET_PREFIX_CACHE.response(blocks=9)
+    assert call(lambda client: client.abort("a")) == rollout_client.AbortResult(["a"], ["b"])
+    info = call(lambda client: client.info())
+    assert (info.model, info.vocab_size, info.eos_token_ids, info.has_tokenizer) == ("m", 512, [0, 2], True)
+    status = call(lambda client: client.status())
+    assert status.lifecycle is Lifecycle.RUNNING
+    assert status.memory == rollout_client.MemoryLedger(10, 5, {"weights": 3}, 4)
+    assert (status.total_blocks, status.free_blocks, status.tokens_per_second) == (8, 7, 1.5)
+    assert call(lambda client: client.reset_prefix_cache()) == 9
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [summary()],
+        [completion(0), summary()],
+        [completion(0), completion(1), completion(2), summary()],
+        [completion(0), completion(1, finish_reason=0), summary()],
+        [GenerateResponse()],
+    ],
+    ids=["no sample", "one missing", "one too many", "unknown enum value", "unknown event"],
+)
+def test_a_server_that_breaks_the_contract_is_an_error(call, fake, answers):
+    fake.answers["Generate"] = lambda request, context: iter(answers)
+    with pytest.raises(Internal):
+        call(lambda client: client.generate(["a", "b"]))
+
+
+@pytest.mark.parametrize(
+    ("code", "cls"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, rollout_client.InvalidArgument),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, rollout_client.ResourceExhausted),
+        (grpc.StatusCode.FAILED_PRECONDITION, rollout_client.FailedPrecondition),
+        (grpc.StatusCode.ABORTED, rollout_client.Aborted),
+        (grpc.StatusCode.NOT_FOUND, rollout_client.NotFound),
+        (grpc.StatusCode.ALREADY_EXISTS, rollout_client.AlreadyExists),
+        (grpc.StatusCode.UNAVAILABLE, rollout_client.Unavailable),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, rollout_client.DeadlineExceeded),
+        (grpc.StatusCode.CANCELLED, rollout_client.Cancelled),
+        (grpc.StatusCode.UNAUTHENTICATED, rollout_client.Unauthenticated),
+        (grpc.StatusCode.INTERNAL, rollout_client.Internal),
+        (grpc.StatusCode.UNIMPLEMENTED, RolloutError),
+    ],
+)
+def test_each_status_has_its_exception(call, fake, code, cls):
+    fake.answers["Generate"] = fake.answers["Score"] = lambda request, context: context.abort(code, "sampling.n: why")
+    for use in (lambda client: client.generate(["a"]), lambda client: client.score([[1]])):
+        with pytest.raises(RolloutError) as error:
+            call(use)
+        assert type(error.value) is cls and error.value.code is code and "sampling.n: why" in str(error.value)
+
+
+def test_no_server_is_unavailable(fake):
+    with RolloutClient(f"127.0.0.1:{rollout_client.process.free_port()}") as client, pytest.raises(Unavailable):
+        client.status()
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["of the call", "of the client"])
+def test_timeout_is_deadline_exceeded_and_tells_the_server(call, fake, own):
+    fake.stall(completion())
+    timeouts = ({"timeout": 0.3}, {}) if own else ({}, {"timeout": 0.3})
+    with pytest.raises(DeadlineExceeded) as error:
+        call(lambda client: client.generate(["a"], n=2, **timeouts[0]), **timeouts[1])
+    assert isinstance(error.value, TimeoutError)
+    assert fake.cancelled.wait(10)
+
+
+def test_an_infinite_timeout_overrides_the_clients(call, fake):
+    seen = []
+
+    def generate(request, context):
+        seen.append(context.time_remaining())
+        yield completion()
+        yield summary()
+
+    fake.answers["Generate"] = generate
+    call(lambda client: client.generate(["a"], timeout=math.inf), timeout=5.0)
+    call(lambda client: client.generate(["a"]), timeout=5.0)
+    # A call without a deadline has "about 292 years" left in some versions of gRPC.
+    assert seen[0] is None or seen[0] > 1e6
+    assert seen[1] < 5.1
+
+
+def test_leaving_a_stream_tells_the_server(fake):
+    fake.stall(completion())
+    with RolloutClient(fake.address) as client:
+        with client.generate_stream(["a"], n=2) as stream:
+            next(stream)
+        assert fake.cancelled.wait(10)
+        with pytest.raises(rollout_client.Cancelled):
+            next(stream)
+
+
+def test_a_forgotten_stream_tells_the_server(fake):
+    fake.stall(completion())
+    with RolloutClient(fake.address) as client:
+        next(client.generate_stream(["a"], n=2))
+        gc.collect()
+        assert fake.cancelled.wait(10)
+
+
+@pytest.mark.parametrize("use", ["generate", "generate_stream", "score"])
+def test_keyboard_interrupt_tells_the_server(fake, use):
+    fake.stall(completion())
+
+    def stalled_score(request, context):
+        context.add_callback(fake.cancelled.set)
+        fake.cancelled.wait(20)
+        return _proto.SCORE.response()
+
+    fake.answers["Score"] = stalled_score
+
+    def interrupt():
+        while not fake.requests:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    with RolloutClient(fake.address) as client:
+        thread.start()
+        with pytest.raises(KeyboardInterrupt) as held:
+            if use == "generate":
+                client.generate(["a"], n=2)
+            elif use == "generate_stream":
+                held_stream = client.generate_stream(["a"], n=2)
+                list(held_stream)
+            else:
+                client.score([[1, 2]])
+        assert fake.cancelled.wait(10)
+        del held
+    thread.join()
+
+
+def test_cancelling_a_task_tells_the_server(fake):
+    fake.stall(completion())
+
+    async def main():
+        async with AsyncRolloutClient(fake.address) as client:
+            task = asyncio.create_task(client.generate(["a"], n=2))
+            while not fake.requests:
+                await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert await asyncio.to_thread(fake.cancelled.wait, 10)
+
+    asyncio.run(main())
+
+
+def test_leaving_an_async_stream_tells_the_server(fake):
+    fake.stall(completion())
+
+    async def main():
+        async with AsyncRolloutClient(fake.address) as client:
+            async with client.generate_stream(["a"], n=2) as stream:
+                async for event in stream:
+                    assert isinstance(event, Sample)
+                    break
+            assert await asyncio.to_thread(fake.cancelled.wait, 10)
+            with pytest.raises(rollout_client.Cancelled):
+                await anext(stream)
+
+    asyncio.run(main())
+
+
+def test_async_calls_run_together(fake):
+    """Two calls that each wait for the other on the server both end."""
+    barrier = threading.Barrier(2)
+
+    def generate(request, context):
+        barrier.wait(10)
+        yield completion()
+        yield summary()
+
+    fake.answers["Generate"] = generate
+
+    async def main():
+        async with AsyncRolloutClient(fake.address) as client:
+            return await asyncio.gather(client.generate(["a"]), client.generate(["b"]))
+
+    assert [len(out) for out in asyncio.run(main())] == [1, 1]
+
+
+def test_wait_until_ready_waits_for_running(call, fake):
+    states = iter([2, 2, 1])
+    fake.answers["GetStatus"] = lambda request, context: _proto.GET_STATUS.response(lifecycle=next(states))
+    call(lambda client: client.wait_until_ready(20))
+    assert len(fake.requests) == 3
+
+
+def test_wait_until_ready_gives_up_with_the_reason(call, fake):
+    fake.answers["GetStatus"] = lambda request, context: _proto.GET_STATUS.response(lifecycle=2)
+    with pytest.raises(Unavailable, match=r"not ready after 0\.2 s: the server is shutting_down"):
+        call(lambda client: client.wait_until_ready(0.2))
+
+
+@pytest.mark.parametrize("name", [name for name in vars(RolloutClient) if not name.startswith("_")])
+def test_both_clients_have_the_same_methods(name):
+    def parameters(cls):
+        return inspect.signature(getattr(cls, name)).parameters
+
+    assert parameters(RolloutClient) == parameters(AsyncRolloutClient)
+    assert parameters(RolloutClient).keys() >= {"self"}
