@@ -22,6 +22,9 @@ pub enum Error {
     /// The name is taken. gRPC ALREADY_EXISTS.
     #[error("{0}")]
     AlreadyExists(String),
+    /// Ended by an Abort before it had anything to give. gRPC ABORTED.
+    #[error("{0}")]
+    Aborted(String),
     /// The server is ending. gRPC UNAVAILABLE.
     #[error("{0}")]
     Unavailable(String),

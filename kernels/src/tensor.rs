@@ -5,10 +5,11 @@
 use std::cell::Cell;
 
 use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Storage, Tensor, bail};
-use half::bf16;
 
-/// Runs `f` over the elements of a float32 CPU tensor from its first element on. The tensor's rows may be strided:
-/// see [`row_stride`].
+use crate::cpu::{Rows, RowsMut};
+
+/// Runs `f` over the elements of a float32 CPU tensor from its first element to its last; rows may be
+/// strided.
 ///
 /// # Errors
 /// If the tensor is not float32 on the CPU.
@@ -24,27 +25,24 @@ pub fn with_f32<R>(t: &Tensor, f: impl FnOnce(&[f32]) -> R) -> Result<R> {
 pub fn with_f32_mut<R>(t: &Tensor, f: impl FnOnce(&mut [f32]) -> R) -> Result<R> {
     with_storage_mut(t, |storage, layout| match storage {
         CpuStorage::F32(v) => Ok(f(&mut v[span(layout)])),
-        _ => bail!("a float32 CPU tensor is needed"),
+        _ => bail!("a float32 CPU tensor is needed, not {:?}", t.dtype()),
     })
 }
 
-/// Elements of a KV cache tensor.
-pub enum KvMut<'a> {
-    F32(&'a mut [f32]),
-    Bf16(&'a mut [bf16]),
+/// Runs `f` over the rows of a 2-dimensional float32 CPU tensor with contiguous rows.
+pub(crate) fn rows<R>(t: &Tensor, f: impl FnOnce(Rows<'_>) -> R) -> Result<R> {
+    let ((rows, width), stride) = (t.dims2()?, row_stride(t)?);
+    with_f32(t, |data| f(Rows::new(data, rows, width, stride)))
 }
 
-/// Runs `f` over the elements of a float32 or bfloat16 CPU tensor, to be written.
-pub fn with_kv_mut<R>(t: &Tensor, f: impl FnOnce(KvMut<'_>) -> R) -> Result<R> {
-    with_storage_mut(t, |storage, layout| match storage {
-        CpuStorage::F32(v) => Ok(f(KvMut::F32(&mut v[span(layout)]))),
-        CpuStorage::BF16(v) => Ok(f(KvMut::Bf16(&mut v[span(layout)]))),
-        _ => bail!("a float32 or bfloat16 CPU tensor is needed"),
-    })
+/// Like [`rows`], to be written; see [`with_f32_mut`].
+pub(crate) fn rows_mut<R>(t: &Tensor, f: impl FnOnce(RowsMut<'_>) -> R) -> Result<R> {
+    let ((rows, width), stride) = (t.dims2()?, row_stride(t)?);
+    with_f32_mut(t, |data| f(RowsMut::new(data, rows, width, stride)))
 }
 
 /// Elements between the starts of two rows of a 2-dimensional tensor with contiguous rows.
-pub fn row_stride(t: &Tensor) -> Result<usize> {
+fn row_stride(t: &Tensor) -> Result<usize> {
     match t.stride() {
         [rows, 1] => Ok(*rows),
         stride => bail!("rows must be contiguous, the strides are {stride:?}"),

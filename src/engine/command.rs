@@ -153,6 +153,12 @@ impl EngineHandle {
         Self { sender }
     }
 
+    /// Ends the request behind `flag`. Nothing is lost if the queue is full: then the engine is awake and will look.
+    pub fn cancel(&self, flag: &CancelFlag) {
+        flag.cancel();
+        let _ = self.sender.try_send(Command::Cancelled);
+    }
+
     /// Hands the command over without blocking.
     ///
     /// # Errors

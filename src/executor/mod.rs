@@ -1,6 +1,7 @@
 //! The executor: runs step plans on the ranks.
 
 mod input;
+mod load;
 mod ranks;
 mod runner;
 pub mod sampler;
@@ -10,6 +11,7 @@ use std::sync::Arc;
 use crate::error::Result;
 use crate::types::{StepOutput, StepPlan};
 
+pub use load::load;
 pub use ranks::Ranks;
 pub use runner::ModelRunner;
 

@@ -20,22 +20,24 @@ pub struct Ranks {
 }
 
 impl Ranks {
-    /// Starts `world` threads; `make(rank)` builds each rank on its own thread, all at the same time. Returns once
-    /// all are built.
+    /// Starts a thread for each of `makers`, which builds its rank there, all at the same time. Returns once all are
+    /// built.
     ///
     /// # Errors
-    /// The first error of `make`.
-    pub fn start(world: usize, make: impl Fn(usize) -> Result<ModelRunner> + Send + Sync + 'static) -> Result<Self> {
-        let make = Arc::new(make);
+    /// The first error of a maker.
+    pub fn start<F>(makers: impl Iterator<Item = F>) -> Result<Self>
+    where
+        F: FnOnce() -> Result<ModelRunner> + Send + 'static,
+    {
         // Unbounded, but the engine launches one step at a time.
         let (answer, answers) = channel();
         let (ready, built) = channel();
         let (mut plans, mut threads) = (Vec::new(), Vec::new());
-        for rank in 0..world {
+        for (rank, make) in makers.enumerate() {
             let (sender, receiver) = channel();
-            let (make, ready, answer) = (make.clone(), ready.clone(), answer.clone());
+            let (ready, answer) = (ready.clone(), answer.clone());
             let body = move || {
-                end_process_on_panic(rank, || match make(rank) {
+                end_process_on_panic(rank, || match make() {
                     Ok(runner) => {
                         let _ = ready.send(Ok(()));
                         serve(rank, runner, &receiver, &answer);
@@ -49,7 +51,7 @@ impl Ranks {
             threads.push(thread.map_err(|e| Error::Internal(format!("rank {rank}'s thread did not start: {e}")))?);
             plans.push(sender);
         }
-        for _ in 0..world {
+        for _ in 0..threads.len() {
             built.recv().map_err(|_| Error::Internal("a rank ended while it was built".into()))??;
         }
         Ok(Self { plans, answers, threads })

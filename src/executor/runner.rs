@@ -12,20 +12,34 @@ use crate::types::{LogitsTask, StepOutput, StepPlan, TokenLogprobs};
 
 /// A rank: its operators, weights, KV cache, buffers and its end of the communication.
 pub struct ModelRunner {
-    pub ops: Ops,
-    pub comm: Box<dyn Communicator>,
-    pub model: Decoder,
-    pub kv: KvCache,
-    pub workspace: Workspace,
-    pub block_size: usize,
-    pub batch: FlatBatch,
-    pub scratch: Vec<sampler::Scratch>,
+    ops: Ops,
+    comm: Box<dyn Communicator>,
+    model: Decoder,
+    kv: KvCache,
+    workspace: Workspace,
+    block_size: usize,
+    batch: FlatBatch,
+    scratch: Vec<sampler::Scratch>,
 }
 
 impl ModelRunner {
+    pub fn new(
+        ops: Ops,
+        comm: Box<dyn Communicator>,
+        model: Decoder,
+        kv: KvCache,
+        workspace: Workspace,
+        block_size: usize,
+    ) -> Self {
+        Self { ops, comm, model, kv, workspace, block_size, batch: FlatBatch::default(), scratch: Vec::new() }
+    }
+
     /// Runs `plan`. Every rank computes; the first one's output answers the tasks, the others' is empty.
     pub fn run(&mut self, plan: &StepPlan) -> Result<StepOutput> {
-        self.ops.copy_blocks(&plan.copies.iter().map(|c| (c.src, c.dst, c.tokens)).collect::<Vec<_>>(), &self.kv.keys, &self.kv.values)?;
+        let copies: Vec<_> = plan.copies.iter().map(|c| (c.src, c.dst, c.tokens)).collect();
+        for (keys, values) in self.kv.keys.iter().zip(&self.kv.values) {
+            self.ops.copy_blocks(&copies, keys, values)?;
+        }
         self.batch.fill(plan, self.block_size);
         let sequences = FlatBatch::attention(plan);
         let input = self.batch.input(&sequences);

@@ -63,12 +63,12 @@ impl Decoder {
         } else {
             Some(VocabularyMatrix::new(build, "lm_head.weight", config.vocab_size, hidden)?)
         };
-        let (rope_cos, rope_sin) = config.rope_tables(max_model_len)?;
+        let (rope_cos, rope_sin) = rope_tables(&config.rope.inv_freq(config.head_dim), max_model_len)?;
         Ok(Self {
             dims: HeadDims::local(config, build),
             embedding: VocabularyMatrix::new(build, "model.embed_tokens.weight", config.vocab_size, hidden)?,
             layers,
-            norm: Norm::new("model.norm.weight".into(), hidden, config.rms_norm_eps)?,
+            norm: Norm::new("model.norm.weight".into(), hidden, config.rms_norm_eps as f32)?,
             head,
             rope_cos,
             rope_sin,
@@ -156,6 +156,14 @@ impl Decoder {
     }
 }
 
+/// Cosine and sine of each position's angles, `[positions, head_dim / 2]`: position times frequency in float32, as
+/// transformers has it.
+fn rope_tables(inv_freq: &[f32], positions: usize) -> Result<(Tensor, Tensor)> {
+    let angles: Vec<f32> = (0..positions).flat_map(|p| inv_freq.iter().map(move |f| p as f32 * f)).collect();
+    let angles = Tensor::from_vec(angles, (positions, inv_freq.len()), &candle_core::Device::Cpu)?;
+    Ok((angles.cos()?, angles.sin()?))
+}
+
 impl HeadDims {
     pub fn local(config: &ModelConfig, build: Build) -> Self {
         Self {
@@ -169,7 +177,7 @@ impl HeadDims {
 impl Layer {
     fn new(config: &ModelConfig, build: Build, index: usize) -> Result<Self> {
         let prefix = format!("model.layers.{index}");
-        let (hidden, head_dim, eps) = (config.hidden_size, config.head_dim, config.rms_norm_eps);
+        let (hidden, head_dim, eps) = (config.hidden_size, config.head_dim, config.rms_norm_eps as f32);
         let attention = |name: &str, heads: usize| Projection {
             name: format!("{prefix}.self_attn.{name}"),
             rows: heads * head_dim,

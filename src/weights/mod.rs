@@ -5,12 +5,14 @@ mod gguf;
 mod gguf_config;
 mod hub;
 mod mapped;
+mod partition;
 mod safetensors;
 mod shard;
 mod source;
 mod tensor;
 
 pub use checkpoint::{Checkpoint, LoadProgress};
+pub use partition::Partition;
 pub use gguf::{GgufCheckpoint, GgufMetadata};
 pub use safetensors::SafetensorsCheckpoint;
 pub use shard::{ParamSpec, ShardRule, Slice, head_range, matrix_shape};

@@ -1,0 +1,131 @@
+//! The operators over candle tensors: what the model is written in. Activations are float32 tensors made once and
+//! written in place, so that a step allocates nothing and addresses stay stable.
+
+use candle_core::{Result, Tensor};
+
+use crate::cpu::{self, AttentionSequence, BlockCopy, Cpu, KvCache, PackedMatrix, WeightRows};
+use crate::tensor::{rows, rows_mut, with_f32};
+
+/// Where the operators of one rank run.
+pub struct Ops {
+    cpu: Cpu,
+}
+
+impl Ops {
+    /// On `threads >= 1` threads of the CPU, with its fastest instruction set.
+    pub fn cpu(threads: usize) -> Self {
+        Self { cpu: Cpu::new(threads) }
+    }
+
+    /// The instruction set of the linear kernel.
+    pub fn kernel_name(&self) -> &'static str {
+        self.cpu.isa().name()
+    }
+
+    pub fn threads(&self) -> usize {
+        self.cpu.pool().threads()
+    }
+
+    /// Calls `f` with each item, on all threads.
+    pub fn for_each<T: Send>(&self, items: &mut [T], f: impl Fn(&mut T) + Sync) {
+        self.cpu.pool().run_chunks(items, 1, |_, item| f(&mut item[0]));
+    }
+
+    /// `out[i]` = row `tokens[i] - first_token` of `table`, or zeros if the table has no such row.
+    pub fn gather_rows(&self, table: &PackedMatrix, tokens: &[u32], first_token: usize, out: &Tensor) -> Result<()> {
+        rows_mut(out, |out| cpu::gather_rows(&self.cpu, table, tokens, first_token, out))
+    }
+
+    /// `out[i] = x[indices[i]]`.
+    pub fn select_rows(&self, x: &Tensor, indices: &[u32], out: &Tensor) -> Result<()> {
+        rows(x, |x| {
+            rows_mut(out, |mut out| {
+                for (i, &index) in indices.iter().enumerate() {
+                    out.row_mut(i).copy_from_slice(x.row(index as usize));
+                }
+            })
+        })?
+    }
+
+    /// `out = x wᵀ + bias`.
+    pub fn linear(&self, x: &Tensor, w: &PackedMatrix, bias: Option<&Tensor>, out: &Tensor) -> Result<()> {
+        rows(x, |x| with_optional(bias, |bias| rows_mut(out, |out| cpu::linear(&self.cpu, x, w, bias, out))))??
+    }
+
+    /// `out = x / rms(x) * weight` by row.
+    pub fn rms_norm(&self, x: &Tensor, weight: &Tensor, eps: f32, out: &Tensor) -> Result<()> {
+        rows(x, |x| with_f32(weight, |w| rows_mut(out, |out| cpu::rms_norm(&self.cpu, x, w, eps, out))))??
+    }
+
+    /// `residual += x (+ bias)`, then `out = rms_norm(residual)`.
+    pub fn add_rms_norm(
+        &self,
+        residual: &Tensor,
+        x: &Tensor,
+        bias: Option<&Tensor>,
+        weight: &Tensor,
+        eps: f32,
+        out: &Tensor,
+    ) -> Result<()> {
+        let norm = |bias: Option<&[f32]>| {
+            rows(x, |x| {
+                with_f32(weight, |w| {
+                    rows_mut(residual, |residual| {
+                        rows_mut(out, |out| cpu::add_rms_norm(&self.cpu, residual, x, bias, w, eps, out))
+                    })
+                })
+            })
+        };
+        with_optional(bias, norm)????
+    }
+
+    /// Normalises each head of `x` (`[rows, heads * weight.len()]`) in place.
+    pub fn rms_norm_heads(&self, x: &Tensor, weight: &Tensor, eps: f32) -> Result<()> {
+        with_f32(weight, |w| rows_mut(x, |x| cpu::head_rms_norm(&self.cpu, x, w, eps)))?
+    }
+
+    /// Rotates each head of `x` (`[rows, heads * head_dim]`) in place; `cos` and `sin` are `[positions, head_dim / 2]`.
+    pub fn rope(&self, x: &Tensor, head_dim: usize, positions: &[u32], cos: &Tensor, sin: &Tensor) -> Result<()> {
+        with_f32(cos, |cos| {
+            with_f32(sin, |sin| rows_mut(x, |x| cpu::rope(&self.cpu, x, head_dim, positions, cos, sin)))
+        })??
+    }
+
+    /// `out = silu(left half of gate_up) * right half`.
+    pub fn silu_mul(&self, gate_up: &Tensor, out: &Tensor) -> Result<()> {
+        rows(gate_up, |gate_up| rows_mut(out, |out| cpu::silu_mul(&self.cpu, gate_up, out)))?
+    }
+
+    /// Puts one key and value row per slot (`block * block_size + offset`) into the cache.
+    pub fn write_kv(&self, k: &Tensor, v: &Tensor, slots: &[u32], cache: &mut KvCache) -> Result<()> {
+        rows(k, |k| rows(v, |v| cache.write(&self.cpu, k, v, slots)))?
+    }
+
+    pub fn copy_blocks(&self, cache: &mut KvCache, copies: &[BlockCopy]) {
+        cache.copy_blocks(copies);
+    }
+
+    /// Causal attention of each query row over its sequence's cached positions, scaled by `1 / sqrt(head_dim)`.
+    pub fn paged_attention(
+        &self,
+        q: &Tensor,
+        cache: &KvCache,
+        sequences: &[AttentionSequence<'_>],
+        sliding_window: Option<usize>,
+        out: &Tensor,
+    ) -> Result<()> {
+        rows(q, |q| rows_mut(out, |out| cpu::paged_attention(&self.cpu, q, cache, sequences, sliding_window, out)))?
+    }
+
+    /// Stores rows of weights, rounding where the matrix is less precise.
+    pub fn write_rows(&self, w: &mut PackedMatrix, first_row: usize, values: WeightRows<'_>) {
+        w.write_rows_parallel(self.cpu.pool(), first_row, values);
+    }
+}
+
+fn with_optional<R>(t: Option<&Tensor>, f: impl FnOnce(Option<&[f32]>) -> R) -> Result<R> {
+    match t {
+        Some(t) => with_f32(t, |v| f(Some(v))),
+        None => Ok(f(None)),
+    }
+}

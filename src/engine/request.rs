@@ -1,0 +1,162 @@
+//! One running request: what its samples have so far, and who is told.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::command::{CancelFlag, Completion, Event, GenerateCommand, Kind, Responder, Summary};
+use crate::cache::CacheSalt;
+use crate::error::Error;
+use crate::scheduler::{Group, GroupKind};
+use crate::text::{StopChecker, Tokenizer};
+use crate::types::{
+    FinishReason, GroupKey, RequestKey, SampleKey, TokenLogprobs, WeightVersion, sample_seed,
+};
+
+/// State of a request between admission and its terminal event.
+pub struct Request {
+    id: String,
+    cancel: CancelFlag,
+    responder: Responder,
+    stream_tokens: bool,
+    weight_version: WeightVersion,
+    /// Samples that have not ended.
+    samples: BTreeMap<SampleKey, Sample>,
+    groups_left: usize,
+    summary: Summary,
+    started: Instant,
+}
+
+struct Sample {
+    seed: u64,
+    cached_tokens: u32,
+    tokens: Vec<TokenLogprobs>,
+    /// Where the request has stop strings.
+    stop: Option<StopChecker>,
+}
+
+impl Request {
+    /// The request and the groups to schedule for it.
+    ///
+    /// # Panics
+    /// If it has stop strings and there is no tokenizer: the door refuses that.
+    pub fn new(
+        key: RequestKey,
+        command: GenerateCommand,
+        salt: CacheSalt,
+        tokenizer: Option<&Arc<Tokenizer>>,
+    ) -> (Self, Vec<Group>) {
+        let GenerateCommand { request_id, prompts, kind, params, cancel, responder, .. } = command;
+        let stop = (!params.stop_strings.is_empty()).then(|| {
+            let tokenizer = tokenizer.expect("stop strings were let in without a tokenizer");
+            StopChecker::new(tokenizer.clone(), &params.stop_strings)
+        });
+        let (n, seed) = match kind {
+            Kind::Generate { n, seed, .. } => (n, seed),
+            Kind::Score => (0, 0),
+        };
+        let (mut samples, mut groups) = (BTreeMap::new(), Vec::new());
+        let summary = Summary { prompt_tokens: prompts.iter().map(|p| p.len() as u64).sum(), ..Default::default() };
+        for (prompt_index, prompt) in (0..).zip(prompts) {
+            let group = GroupKey { request: key, prompt_index };
+            let seeds: Vec<u64> = (0..n).map(|i| sample_seed(seed, i)).collect();
+            for (sample_index, &seed) in (0..).zip(&seeds) {
+                let sample = Sample { seed, cached_tokens: 0, tokens: Vec::new(), stop: stop.clone() };
+                samples.insert(SampleKey { group, sample_index }, sample);
+            }
+            let kind = match kind {
+                Kind::Generate { prompt_logprobs, .. } => GroupKind::Sample { seeds, prompt_logprobs },
+                Kind::Score => GroupKind::Score,
+            };
+            groups.push(Group { key: group, prompt, params: params.clone(), salt, kind });
+        }
+        let request = Self {
+            id: request_id,
+            cancel,
+            responder,
+            stream_tokens: matches!(kind, Kind::Generate { stream_tokens: true, .. }),
+            weight_version: salt.weight_version,
+            samples,
+            groups_left: groups.len(),
+            summary,
+            started: Instant::now(),
+        };
+        (request, groups)
+    }
+
+    pub fn id(&self) -> &str {
+        &self.id
+    }
+
+    pub fn is_cancelled(&self) -> bool {
+        self.cancel.is_cancelled()
+    }
+
+    pub fn prompt_done(&mut self, group: GroupKey, cached_tokens: u32, logprobs: Option<Vec<TokenLogprobs>>) {
+        self.summary.cached_tokens += u64::from(cached_tokens);
+        for (_, sample) in self.samples.iter_mut().filter(|(key, _)| key.group == group) {
+            sample.cached_tokens = cached_tokens;
+        }
+        if let Some(logprobs) = logprobs {
+            let (prompt_index, weight_version) = (group.prompt_index, self.weight_version);
+            (self.responder)(Event::PromptLogprobs { prompt_index, logprobs, weight_version });
+        }
+    }
+
+    /// Takes a sample's next token. Returns whether the sample has ended, by `finish` or by a stop string.
+    pub fn token(&mut self, key: SampleKey, logprobs: TokenLogprobs, finish: Option<FinishReason>) -> bool {
+        let sample = self.samples.get_mut(&key).expect("a token is of a sample that runs");
+        let text_len = sample.stop.as_mut().and_then(|stop| stop.push(logprobs.token));
+        // A token that ends the sample by itself is no text.
+        let by_token = matches!(finish, Some(FinishReason::Eos | FinishReason::StopToken));
+        let (finish, text_len) = match text_len {
+            Some(len) if !by_token => (Some(FinishReason::StopString), Some(len)),
+            _ => (finish, None),
+        };
+        if self.stream_tokens {
+            let (prompt_index, sample_index) = (key.group.prompt_index, key.sample_index);
+            (self.responder)(Event::Token { prompt_index, sample_index, logprobs: logprobs.clone() });
+        }
+        sample.tokens.push(logprobs);
+        if let Some(reason) = finish {
+            let sample = self.samples.remove(&key).expect("it was there");
+            self.complete(key, sample, reason, text_len);
+        }
+        finish.is_some()
+    }
+
+    /// A prompt has no samples left. Returns whether it was the last prompt.
+    pub fn group_done(&mut self) -> bool {
+        self.groups_left -= 1;
+        self.groups_left == 0
+    }
+
+    /// Ends samples that still run with `reason`, and sends the terminal event. Nothing may follow.
+    pub fn end(&mut self, reason: FinishReason) {
+        for (key, sample) in std::mem::take(&mut self.samples) {
+            self.complete(key, sample, reason, None);
+        }
+        self.summary.seconds = self.started.elapsed().as_secs_f64();
+        (self.responder)(Event::Done(self.summary.clone()));
+    }
+
+    /// Refuses the request; nothing may follow.
+    pub fn fail(&mut self, error: Error) {
+        (self.responder)(Event::Failed(error));
+    }
+
+    fn complete(&mut self, key: SampleKey, sample: Sample, finish_reason: FinishReason, text_len: Option<usize>) {
+        let len = sample.tokens.len() as u32;
+        self.summary.completion_tokens += u64::from(len);
+        (self.responder)(Event::Completion(Completion {
+            prompt_index: key.group.prompt_index,
+            sample_index: key.sample_index,
+            tokens: sample.tokens,
+            finish_reason,
+            text_len,
+            weight_versions: vec![(self.weight_version, 0, len)],
+            seed: sample.seed,
+            cached_tokens: sample.cached_tokens,
+        }));
+    }
+}

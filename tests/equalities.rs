@@ -1,0 +1,189 @@
+//! The same bits alone or in a batch, whole or in chunks, cached or not, preempted or not, sampled or scored, in a
+//! group or replayed, on one rank or several.
+
+mod common;
+
+use common::{Engine, Reply, Request, bits, random_prompts};
+use rollout_server::types::{SamplingParams, TokenId, sample_seed};
+
+const VOCAB: u32 = 512;
+const SEED: u64 = 42;
+const NEW_TOKENS: u32 = 24;
+
+/// Bits of each prompt's tokens.
+type Bits = Vec<Vec<(TokenId, u32, u32)>>;
+
+/// 32 prompts; some share a prefix of several blocks, and lengths lie on both sides of block ends.
+fn prompts() -> Vec<Vec<TokenId>> {
+    let mut prompts = random_prompts(11, 20, 1..90, VOCAB);
+    let stem = random_prompts(12, 1, 48..49, VOCAB).remove(0);
+    for tail in random_prompts(13, 12, 1..20, VOCAB) {
+        prompts.push(stem.iter().copied().chain(tail).collect());
+    }
+    prompts
+}
+
+/// Plain sampling, and everything that makes a distribution depend on more than its logits.
+fn all_params() -> [SamplingParams; 2] {
+    let plain = SamplingParams { max_tokens: NEW_TOKENS, ..Default::default() };
+    let rich = SamplingParams {
+        temperature: 0.8,
+        top_k: 40,
+        top_p: 0.9,
+        repetition_penalty: 1.2,
+        frequency_penalty: 0.3,
+        ..plain.clone()
+    };
+    [plain, rich]
+}
+
+fn generate(engine: &Engine, prompts: Vec<Vec<TokenId>>, n: u32, params: &SamplingParams) -> Reply {
+    let reply = engine.generate(Request::generate(prompts, n, SEED, 0).params(params.clone()));
+    assert!(reply.error.is_none(), "{:?}", reply.error);
+    reply
+}
+
+/// Each prompt alone: one request after the other, with nothing cached.
+fn alone(engine: &Engine, params: &SamplingParams) -> Bits {
+    let one = |prompt| {
+        engine.reset_prefix_cache();
+        let reply = generate(engine, vec![prompt], 1, params);
+        assert_eq!(reply.completions[0].cached_tokens, 0);
+        reply.bits().remove(0)
+    };
+    prompts().into_iter().map(one).collect()
+}
+
+/// Runs `check` with an engine, its parameters and what each prompt gives alone, for both precisions.
+fn on_engines(model: &str, flags: &[&str], check: impl Fn(&Engine, &SamplingParams, &Bits)) {
+    for dtype in ["float32", "bfloat16"] {
+        let reference = Engine::start(model, &["--dtype", dtype]);
+        let engine = Engine::start(model, &[&["--dtype", dtype], flags].concat());
+        for params in all_params() {
+            println!("{model} {dtype} {flags:?} {params:?}");
+            check(&engine, &params, &alone(&reference, &params));
+        }
+    }
+}
+
+#[test]
+fn alone_is_in_a_batch_in_any_order() {
+    on_engines("qwen2", &[], |engine, params, alone| {
+        assert_eq!(&generate(engine, prompts(), 1, params).bits(), alone, "one batch");
+        let mut reversed = generate(engine, prompts().into_iter().rev().collect(), 1, params).bits();
+        reversed.reverse();
+        assert_eq!(&reversed, alone, "the other way round");
+        // As 32 requests that arrive while others run.
+        let running: Vec<_> = prompts()
+            .into_iter()
+            .enumerate()
+            .map(|(i, p)| {
+                let request = Request::generate(vec![p], 1, SEED, 0).params(params.clone()).named(i.to_string());
+                engine.send(request)
+            })
+            .collect();
+        let bits: Bits = running.into_iter().map(|r| r.wait().bits().remove(0)).collect();
+        assert_eq!(&bits, alone, "requests of their own");
+        engine.assert_all_free();
+    });
+}
+
+#[test]
+fn whole_is_chunked_prefill() {
+    for model in ["mistral", "qwen3"] {
+        on_engines(model, &["--max-batch-tokens", "7"], |engine, params, alone| {
+            assert_eq!(&generate(engine, prompts(), 1, params).bits(), alone);
+        });
+    }
+}
+
+#[test]
+fn a_cache_hit_is_a_miss() {
+    on_engines("llama", &[], |engine, params, alone| {
+        engine.reset_prefix_cache();
+        assert_eq!(&generate(engine, prompts(), 1, params).bits(), alone, "cold");
+        let warm = generate(engine, prompts(), 1, params);
+        let cached: u32 = warm.completions.iter().map(|c| c.cached_tokens).sum();
+        assert!(cached > 500, "only {cached} tokens came from the cache");
+        assert_eq!(&warm.bits(), alone, "warm");
+    });
+}
+
+#[test]
+fn preempted_is_not_preempted() {
+    // 32 KiB: a few sequences of this model at a time, while all 32 are let in.
+    on_engines("llama-tied", &["--kv-cache-bytes", PREEMPTING_CACHE, "--max-model-len", "128"], |engine, params, alone| {
+        let before = engine.status().preemptions;
+        assert_eq!(&generate(engine, prompts(), 1, params).bits(), alone);
+        let preemptions = engine.status().preemptions - before;
+        assert!(preemptions > 0, "nothing was preempted: {:?}", engine.status());
+        engine.assert_all_free();
+    });
+}
+
+/// A few sequences of the fixture at a time.
+const PREEMPTING_CACHE: &str = "600KiB";
+
+#[test]
+fn sampled_is_scored() {
+    on_engines("qwen3", &[], |engine, params, _| {
+        let sampled = generate(engine, prompts(), 1, params);
+        let whole: Vec<Vec<TokenId>> = prompts()
+            .into_iter()
+            .zip(&sampled.completions)
+            .map(|(prompt, c)| prompt.into_iter().chain(c.tokens.iter().map(|t| t.token)).collect())
+            .collect();
+        let scored = engine.generate(Request::score(whole));
+        for (completion, (_, scored)) in sampled.completions.iter().zip(&scored.prompt_logprobs) {
+            let tail = &scored[scored.len() - completion.tokens.len()..];
+            let raw = |tokens: &[rollout_server::types::TokenLogprobs]| -> Vec<(TokenId, u32)> {
+                tokens.iter().map(|t| (t.token, t.raw.to_bits())).collect()
+            };
+            assert_eq!(raw(&completion.tokens), raw(tail));
+        }
+        engine.assert_all_free();
+    });
+}
+
+#[test]
+fn a_prompts_logprobs_are_its_score() {
+    let engine = Engine::start("qwen2", &[]);
+    let scored = engine.generate(Request::score(prompts()));
+    let mut request = Request::generate(prompts(), 2, SEED, 4);
+    request.kind = rollout_server::engine::Kind::Generate { n: 2, seed: SEED, prompt_logprobs: true, stream_tokens: true };
+    let generated = engine.generate(request);
+    assert_eq!(generated.streamed, 32 * 2 * 4);
+    for ((_, a), (_, b)) in scored.prompt_logprobs.iter().zip(&generated.prompt_logprobs) {
+        assert_eq!(bits(a), bits(b));
+    }
+    assert_eq!(scored.prompt_logprobs.len(), 32);
+}
+
+#[test]
+fn a_group_is_its_samples_replayed_by_their_seeds() {
+    on_engines("mistral", &[], |engine, params, alone| {
+        let group = generate(engine, prompts(), 4, params);
+        for (i, completion) in group.completions.iter().enumerate() {
+            let (prompt, sample) = (i / 4, i % 4);
+            assert_eq!(completion.seed, sample_seed(SEED, sample as u32));
+            if sample == 0 {
+                assert_eq!(bits(&completion.tokens), alone[prompt], "sample 0 has the request's own seed");
+                continue;
+            }
+            let mut replay = Request::generate(vec![prompts()[prompt].clone()], 1, completion.seed, 0);
+            replay.params = params.clone();
+            assert_eq!(engine.generate(replay).bits()[0], bits(&completion.tokens), "prompt {prompt}, sample {sample}");
+        }
+        engine.assert_all_free();
+    });
+}
+
+#[test]
+fn tensor_parallel_is_one_rank() {
+    // qwen3 has 2 KV heads: on 4 ranks each KV head is on two of them.
+    for (model, tp) in [("qwen2", "2"), ("llama", "2"), ("llama", "4"), ("mistral", "4"), ("qwen3", "4")] {
+        on_engines(model, &["--tp", tp], |engine, params, alone| {
+            assert_eq!(&generate(engine, prompts(), 1, params).bits(), alone, "tp {tp}");
+        });
+    }
+}
