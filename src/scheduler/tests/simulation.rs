@@ -11,24 +11,24 @@ use crate::cache::CacheSalt;
 use crate::scheduler::*;
 use crate::types::*;
 
-const SEEDS: u64 = 200;
+const SEEDS: u64 = 600;
 const MAX_MODEL_LEN: usize = 40;
-const REQUESTS: u64 = 14;
+const REQUESTS: u64 = 16;
 
 fn stop_string(logprobs: &TokenLogprobs) -> bool {
-    logprobs.raw.to_bits().is_multiple_of(31)
+    logprobs.raw.to_bits().is_multiple_of(61)
 }
 
 fn random_config(rng: &mut ChaCha8Rng) -> (SchedulerConfig, usize, usize) {
     let config = SchedulerConfig {
-        max_num_seqs: rng.random_range(1..=8),
+        max_num_seqs: rng.random_range(1..=12),
         max_batch_tokens: *[1, 3, 8, 20, 64].choose(rng).expect("not empty"),
         max_model_len: MAX_MODEL_LEN,
-        max_queued_samples: rng.random_range(8..=60),
+        max_queued_samples: rng.random_range(8..=100),
     };
     let block_size = rng.random_range(1..=7);
     let smallest = MAX_MODEL_LEN.div_ceil(block_size);
-    (config, smallest + rng.random_range(0..=2 * smallest), block_size)
+    (config, smallest + rng.random_range(0..=smallest), block_size)
 }
 
 fn random_prompt(rng: &mut ChaCha8Rng, max_len: usize) -> Arc<[TokenId]> {
@@ -39,20 +39,20 @@ fn random_prompt(rng: &mut ChaCha8Rng, max_len: usize) -> Arc<[TokenId]> {
 }
 
 fn random_params(rng: &mut ChaCha8Rng) -> SamplingParams {
-    let max_tokens = rng.random_range(1..=24);
+    let max_tokens = rng.random_range(1..=36);
     SamplingParams {
         max_tokens,
         min_tokens: rng.random_range(0..=max_tokens.min(6)),
         repetition_penalty: if rng.random_bool(0.3) { 1.5 } else { 1.0 },
         eos_token_ids: if rng.random_bool(0.3) { vec![4] } else { Vec::new() },
-        stop_token_ids: if rng.random_bool(0.2) { vec![0, 4] } else { Vec::new() },
+        stop_token_ids: if rng.random_bool(0.1) { vec![0, 4] } else { Vec::new() },
         ..SamplingParams::default()
     }
 }
 
 fn random_request(rng: &mut ChaCha8Rng, request: u64) -> Vec<Group> {
     let params = Arc::new(random_params(rng));
-    let salt = CacheSalt { weight_version: rng.random_range(0..2), adapter: rng.random_bool(0.2).then_some(1) };
+    let salt = CacheSalt { weight_version: rng.random_range(0..2), adapter: rng.random_bool(0.1).then_some(1) };
     let score = rng.random_bool(0.2);
     (0..rng.random_range(1..=4))
         .map(|prompt_index| Group {
@@ -86,7 +86,7 @@ fn simulate(seed: u64) -> Harness {
     let (config, num_blocks, block_size) = random_config(&mut rng);
     let mut harness = Harness::new(config, num_blocks, block_size);
     harness.stop_string = stop_string;
-    let arrival = rng.random_range(0.02..0.8);
+    let arrival = rng.random_range(0.05..1.0);
     let mut num_requests = 0;
     for step in 0.. {
         assert!(step < 100_000, "no end in sight");
@@ -158,12 +158,13 @@ fn samples_are_the_same_alone_and_in_any_turmoil() {
         for (key, result) in &harness.results {
             compare_with_alone(&harness.groups[key], result);
         }
+        total.prompt_tokens += stats.prompt_tokens;
         total.preemptions += stats.preemptions;
         total.cached_tokens += stats.cached_tokens;
         total.generated_tokens += stats.generated_tokens;
     }
     println!("{total:?}");
-    assert!(total.preemptions > 10 * SEEDS && total.cached_tokens > 50 * SEEDS, "too little turmoil: {total:?}");
+    assert!(total.preemptions > 5 * SEEDS && total.cached_tokens > 15 * SEEDS, "too little turmoil: {total:?}");
 }
 
 #[test]
