@@ -44,8 +44,12 @@ impl Group {
     }
 }
 
-/// What a step has brought about. For each group, in this order: one `PromptDone`; the `Token`s of its samples, each
-/// sample's last one with its reason; one `GroupDone`. An abort ends this at any point.
+/// What a step has brought about. For each group: one `PromptDone`, then the `Token`s of its samples. A sample ends
+/// with the token that has a reason, by [`Scheduler::finish`] or by [`Scheduler::abort`]; a scored prompt ends with its
+/// `PromptDone`.
+///
+/// [`Scheduler::finish`]: super::Scheduler::finish
+/// [`Scheduler::abort`]: super::Scheduler::abort
 #[derive(Clone, Debug, PartialEq)]
 pub enum Outcome {
     /// The prompt has been computed.
@@ -58,6 +62,4 @@ pub enum Outcome {
     },
     /// A sample has got its next token; if that was the last, why.
     Token { sample: SampleKey, logprobs: TokenLogprobs, finish: Option<FinishReason> },
-    /// All samples have ended.
-    GroupDone { group: GroupKey },
 }

@@ -180,18 +180,19 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Ends a sample which has just been given a token, without another one (a stop string was found). Returns
-    /// [`Outcome::GroupDone`] if it was the last of its group. Nothing happens if the sample has ended already.
-    pub fn finish(&mut self, sample: SampleKey) -> Option<Outcome> {
-        let id = SeqId { admission: self.groups.get(&sample.group)?.admission, sample_index: sample.sample_index };
-        let mut sequence = self.running.remove(&id).or_else(|| self.waiting.remove(&id))?;
+    /// Ends a sample which has been given a token, without another one (a stop string was found). Nothing happens if
+    /// the sample has ended already.
+    pub fn finish(&mut self, sample: SampleKey) {
+        let Some(group) = self.groups.get(&sample.group) else { return };
+        let id = SeqId { admission: group.admission, sample_index: sample.sample_index };
+        let Some(mut sequence) = self.running.remove(&id).or_else(|| self.waiting.remove(&id)) else { return };
         assert!(sequence.is_forked(), "{sample:?} is finished before its first token");
         self.cache.release(std::mem::take(&mut sequence.table));
-        self.end_sample(sample.group)
+        self.end_sample(sample.group);
     }
 
     /// Drops everything of a request and returns its samples that had not ended, ascending; there will be no further
-    /// outcome for them or their groups. A scored prompt has no samples.
+    /// outcome for them. A scored prompt has no samples.
     pub fn abort(&mut self, request: RequestKey) -> Vec<SampleKey> {
         let mut aborted = Vec::new();
         for group in self.queue.remove(request) {
@@ -261,15 +262,13 @@ impl Scheduler {
         self.live_samples - self.running.len()
     }
 
-    fn end_sample(&mut self, key: GroupKey) -> Option<Outcome> {
+    fn end_sample(&mut self, key: GroupKey) {
         self.live_samples -= 1;
         let group = self.groups.get_mut(&key).expect("a live sample has a group");
         group.live_samples -= 1;
-        if group.live_samples > 0 {
-            return None;
+        if group.live_samples == 0 {
+            self.groups.remove(&key);
         }
-        self.groups.remove(&key);
-        Some(Outcome::GroupDone { group: key })
     }
 }
 

@@ -46,7 +46,7 @@ impl Scheduler {
         } else if sequence.score_only {
             outcomes.push(prompt_done(&mut sequence));
             sequence.release(&mut self.cache);
-            outcomes.extend(self.end_sample(sequence.key.group));
+            self.end_sample(sequence.key.group);
         } else {
             if !sequence.is_forked() {
                 outcomes.push(prompt_done(&mut sequence));
@@ -99,7 +99,7 @@ impl Scheduler {
             return Some(sequence);
         }
         sequence.release(&mut self.cache);
-        outcomes.extend(self.end_sample(sequence.key.group));
+        self.end_sample(sequence.key.group);
         None
     }
 }

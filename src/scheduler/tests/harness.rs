@@ -1,0 +1,266 @@
+//! A scheduler with an executor that has no model but knows what every KV slot must hold.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use crate::cache::{CacheSalt, KvCacheManager};
+use crate::scheduler::*;
+use crate::types::*;
+
+pub const VOCAB: u64 = 5;
+
+/// SplitMix64's finaliser over a running state.
+pub fn mix(state: u64, value: u64) -> u64 {
+    let mut z = (state ^ value.wrapping_mul(0xD6E8_FEB8_6659_FD93)).wrapping_add(0x9E37_79B9_7F4A_7C15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}
+
+fn root(salt: CacheSalt) -> u64 {
+    mix(mix(11, salt.weight_version), salt.adapter.map_or(0, |generation| generation + 1))
+}
+
+/// What a slot holds after position `position` was computed: like real KV, a function of all tokens up to it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Slot {
+    salt: CacheSalt,
+    position: usize,
+    token: TokenId,
+    state: u64,
+}
+
+/// Its "model" is a hash of salt and tokens so far. It reads the state it continues from out of the slots, and after
+/// all writes of a step verifies every readable position of every sequence.
+pub struct FakeExecutor {
+    block_size: usize,
+    slots: Vec<Option<Slot>>,
+}
+
+impl FakeExecutor {
+    fn run(&mut self, scheduler: &Scheduler, groups: &HashMap<GroupKey, Group>, plan: &StepPlan) -> StepOutput {
+        for copy in &plan.copies {
+            assert!(0 < copy.tokens && copy.tokens < self.block_size, "{copy:?}");
+            let [src, dst] = [copy.src, copy.dst].map(|id| id as usize * self.block_size);
+            self.slots.copy_within(src..src + copy.tokens, dst);
+        }
+        let mut written = Vec::new();
+        let mut tokens = Vec::new();
+        for (id, planned) in scheduler.in_flight.iter().zip(&plan.sequences) {
+            let salt = groups[&scheduler.running[id].key.group].salt;
+            let states = self.write(salt, planned, &mut written);
+            for row in &planned.logits {
+                tokens.extend(row.tasks.iter().map(|task| answer(states[row.offset], task)));
+            }
+        }
+        let num_written = written.len();
+        written.sort_unstable();
+        written.dedup();
+        assert_eq!(written.len(), num_written, "two sequences write one slot");
+        for (id, planned) in scheduler.in_flight.iter().zip(&plan.sequences) {
+            let sequence = &scheduler.running[id];
+            let all: Vec<TokenId> = sequence.prompt.iter().chain(&sequence.outputs).copied().collect();
+            self.verify(groups[&sequence.key.group].salt, planned, &all);
+        }
+        StepOutput { tokens }
+    }
+
+    fn slot(&self, planned: &PlanSequence, position: usize) -> usize {
+        planned.block_table[position / self.block_size] as usize * self.block_size + position % self.block_size
+    }
+
+    fn write(&mut self, salt: CacheSalt, planned: &PlanSequence, written: &mut Vec<usize>) -> Vec<u64> {
+        let mut state = match planned.start {
+            0 => root(salt),
+            start => self.slots[self.slot(planned, start - 1)].expect("a readable slot was written").state,
+        };
+        let mut states = Vec::new();
+        for (position, &token) in (planned.start..).zip(&planned.tokens) {
+            state = mix(state, u64::from(token));
+            states.push(state);
+            let slot = self.slot(planned, position);
+            self.slots[slot] = Some(Slot { salt, position, token, state });
+            written.push(slot);
+        }
+        states
+    }
+
+    fn verify(&self, salt: CacheSalt, planned: &PlanSequence, all: &[TokenId]) {
+        let end = planned.start + planned.tokens.len();
+        assert_eq!(planned.tokens, all[planned.start..end]);
+        assert_eq!(planned.block_table.len(), end.div_ceil(self.block_size));
+        let mut state = root(salt);
+        for (position, &token) in all[..end].iter().enumerate() {
+            state = mix(state, u64::from(token));
+            let held = self.slots[self.slot(planned, position)];
+            assert_eq!(held, Some(Slot { salt, position, token, state }), "KV of position {position}");
+        }
+    }
+}
+
+fn answer(state: u64, task: &LogitsTask) -> TokenLogprobs {
+    let raw = |token: TokenId| -((mix(state, u64::from(token) + 99) >> 40) as f32) / 65536.0;
+    if let Some(token) = task.target {
+        return TokenLogprobs { token, raw: raw(token), processed: raw(token) / task.params.temperature, top: vec![] };
+    }
+    let mut draw = mix(mix(state, task.seed), u64::from(task.output_index));
+    if task.params.needs_history() {
+        assert_eq!(task.history.len(), task.prompt_len + task.output_index as usize);
+        draw = task.history.iter().fold(draw, |draw, &token| mix(draw, u64::from(token)));
+    } else {
+        assert!(task.history.is_empty());
+    }
+    let stops =
+        |token: &TokenId| task.params.eos_token_ids.contains(token) || task.params.stop_token_ids.contains(token);
+    let masked = task.output_index < task.params.min_tokens;
+    let allowed: Vec<TokenId> = (0..VOCAB as TokenId).filter(|token| !(masked && stops(token))).collect();
+    let token = allowed[(draw % allowed.len() as u64) as usize];
+    TokenLogprobs { token, raw: raw(token), processed: (draw >> 40) as f32, top: vec![] }
+}
+
+/// What has been told of one sample.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct SampleResult {
+    pub tokens: Vec<TokenLogprobs>,
+    pub finish: Option<FinishReason>,
+}
+
+/// What has been told of one group.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct GroupResult {
+    pub cached_tokens: Option<u32>,
+    pub prompt_logprobs: Option<Vec<TokenLogprobs>>,
+    pub samples: Vec<SampleResult>,
+    pub done: bool,
+    pub aborted: bool,
+}
+
+/// Scheduler, executor, and an engine's book-keeping that allows each thing to be told once.
+pub struct Harness {
+    pub scheduler: Scheduler,
+    pub executor: FakeExecutor,
+    pub groups: HashMap<GroupKey, Group>,
+    pub results: HashMap<GroupKey, GroupResult>,
+    /// Stands for stop strings: a sample ends with a token of which this is true.
+    pub stop_string: fn(&TokenLogprobs) -> bool,
+}
+
+impl Harness {
+    pub fn new(config: SchedulerConfig, num_blocks: usize, block_size: usize) -> Self {
+        Self {
+            scheduler: Scheduler::new(config, KvCacheManager::new(num_blocks, block_size)),
+            executor: FakeExecutor { block_size, slots: vec![None; num_blocks * block_size] },
+            groups: HashMap::new(),
+            results: HashMap::new(),
+            stop_string: |_| false,
+        }
+    }
+
+    pub fn add(&mut self, groups: Vec<Group>) -> crate::error::Result<()> {
+        self.scheduler.add(groups.clone())?;
+        for group in groups {
+            let samples = vec![SampleResult::default(); group.samples().count()];
+            self.results.insert(group.key, GroupResult { samples, ..GroupResult::default() });
+            self.groups.insert(group.key, group);
+        }
+        self.scheduler.check_integrity();
+        Ok(())
+    }
+
+    /// One step; returns its plan. `meanwhile` happens while the step is under way.
+    pub fn step_with(&mut self, meanwhile: impl FnOnce(&mut Self)) -> StepPlan {
+        let plan = self.scheduler.schedule();
+        self.scheduler.check_integrity();
+        self.check_plan(&plan);
+        let output = self.executor.run(&self.scheduler, &self.groups, &plan);
+        meanwhile(self);
+        self.scheduler.check_integrity();
+        if !plan.is_empty() {
+            let outcomes = self.scheduler.update(&plan, output);
+            outcomes.into_iter().for_each(|outcome| self.apply(outcome));
+        }
+        self.scheduler.check_integrity();
+        plan
+    }
+
+    pub fn step(&mut self) -> StepPlan {
+        self.step_with(|_| ())
+    }
+
+    /// Steps until nothing is left to do; returns the plans.
+    pub fn run(&mut self) -> Vec<StepPlan> {
+        let mut plans = Vec::new();
+        while self.scheduler.has_work() {
+            plans.push(self.step());
+            assert!(plans.len() < 100_000, "no end in sight");
+        }
+        plans
+    }
+
+    pub fn abort(&mut self, request: RequestKey) -> Vec<SampleKey> {
+        let aborted = self.scheduler.abort(request);
+        let mut expected = Vec::new();
+        let live = |key: &GroupKey, result: &GroupResult| key.request == request && !result.done && !result.aborted;
+        for (&group, result) in self.results.iter_mut().filter(|(key, result)| live(key, result)) {
+            result.aborted = true;
+            let live = result.samples.iter().enumerate().filter(|(_, sample)| sample.finish.is_none());
+            expected.extend(live.map(|(i, _)| SampleKey { group, sample_index: i as u32 }));
+        }
+        expected.sort_unstable();
+        assert_eq!(aborted, expected, "samples that the abort of {request:?} ends");
+        self.scheduler.check_integrity();
+        aborted
+    }
+
+    fn check_plan(&self, plan: &StepPlan) {
+        assert!(plan.num_tokens() <= self.scheduler.config.max_batch_tokens);
+        assert!(plan.sequences.len() <= self.scheduler.config.max_num_seqs);
+        for planned in &plan.sequences {
+            assert!(!planned.tokens.is_empty());
+            assert!(planned.logits.windows(2).all(|rows| rows[0].offset < rows[1].offset));
+            assert!(planned.logits.iter().all(|row| row.offset < planned.tokens.len() && !row.tasks.is_empty()));
+        }
+    }
+
+    fn apply(&mut self, outcome: Outcome) {
+        match outcome {
+            Outcome::PromptDone { group, cached_tokens, logprobs } => {
+                let is_score = self.groups[&group].kind == GroupKind::Score;
+                let result = self.results.get_mut(&group).expect("a known group");
+                assert!(result.cached_tokens.is_none() && !result.aborted, "{group:?}: its prompt is done once");
+                assert!(result.samples.iter().all(|sample| sample.tokens.is_empty()));
+                result.cached_tokens = Some(cached_tokens);
+                result.prompt_logprobs = logprobs;
+                result.done = is_score;
+            }
+            Outcome::Token { sample, logprobs, finish } => {
+                let result = self.results.get_mut(&sample.group).expect("a known group");
+                assert!(result.cached_tokens.is_some() && !result.done && !result.aborted, "{sample:?}");
+                let state = &mut result.samples[sample.sample_index as usize];
+                assert!(state.finish.is_none(), "{sample:?} has ended");
+                let stop = (self.stop_string)(&logprobs);
+                state.tokens.push(logprobs);
+                state.finish = if stop { Some(FinishReason::StopString) } else { finish };
+                result.done = result.samples.iter().all(|sample| sample.finish.is_some());
+                if stop {
+                    self.scheduler.finish(sample);
+                }
+            }
+        }
+    }
+}
+
+pub fn key(request: u64, prompt_index: u32) -> GroupKey {
+    GroupKey { request: RequestKey(request), prompt_index }
+}
+
+/// A group of `n` samples with `max_tokens` each and otherwise default parameters.
+pub fn group(key: GroupKey, prompt: &[TokenId], n: u32, max_tokens: u32) -> Group {
+    Group {
+        key,
+        prompt: prompt.into(),
+        params: Arc::new(SamplingParams { max_tokens, ..SamplingParams::default() }),
+        salt: CacheSalt::default(),
+        kind: GroupKind::Sample { seeds: (0..n).map(|i| sample_seed(7, i)).collect(), prompt_logprobs: false },
+    }
+}

@@ -1,0 +1,177 @@
+//! Random arrivals, aborts and exhausted caches, against the same samples run alone.
+
+use std::sync::Arc;
+
+use rand::seq::IndexedRandom;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use super::harness::*;
+use crate::cache::CacheSalt;
+use crate::scheduler::*;
+use crate::types::*;
+
+const SEEDS: u64 = 600;
+const MAX_MODEL_LEN: usize = 40;
+const REQUESTS: u64 = 16;
+
+fn stop_string(logprobs: &TokenLogprobs) -> bool {
+    logprobs.raw.to_bits().is_multiple_of(61)
+}
+
+fn random_config(rng: &mut ChaCha8Rng) -> (SchedulerConfig, usize, usize) {
+    let config = SchedulerConfig {
+        max_num_seqs: rng.random_range(1..=12),
+        max_batch_tokens: *[1, 3, 8, 20, 64].choose(rng).expect("not empty"),
+        max_model_len: MAX_MODEL_LEN,
+        max_queued_samples: rng.random_range(8..=100),
+    };
+    let block_size = rng.random_range(1..=7);
+    let smallest = MAX_MODEL_LEN.div_ceil(block_size);
+    (config, smallest + rng.random_range(0..=smallest), block_size)
+}
+
+fn random_prompt(rng: &mut ChaCha8Rng, max_len: usize) -> Arc<[TokenId]> {
+    let len = rng.random_range(1..=max_len);
+    // Prompts are 2-periodic but for one token, so that they share prefixes of every length.
+    let odd = if rng.random_bool(0.5) { rng.random_range(0..len) } else { len };
+    (0..len).map(|i| if i == odd { 3 } else { i as TokenId % 2 }).collect()
+}
+
+fn random_params(rng: &mut ChaCha8Rng) -> SamplingParams {
+    let max_tokens = rng.random_range(1..=36);
+    SamplingParams {
+        max_tokens,
+        min_tokens: rng.random_range(0..=max_tokens.min(6)),
+        repetition_penalty: if rng.random_bool(0.3) { 1.5 } else { 1.0 },
+        eos_token_ids: if rng.random_bool(0.3) { vec![4] } else { Vec::new() },
+        stop_token_ids: if rng.random_bool(0.1) { vec![0, 4] } else { Vec::new() },
+        ..SamplingParams::default()
+    }
+}
+
+fn random_request(rng: &mut ChaCha8Rng, request: u64) -> Vec<Group> {
+    let params = Arc::new(random_params(rng));
+    let salt = CacheSalt { weight_version: rng.random_range(0..2), adapter: rng.random_bool(0.1).then_some(1) };
+    let score = rng.random_bool(0.2);
+    (0..rng.random_range(1..=4))
+        .map(|prompt_index| Group {
+            key: key(request, prompt_index),
+            prompt: random_prompt(rng, if score { MAX_MODEL_LEN } else { MAX_MODEL_LEN - 1 }),
+            params: Arc::clone(&params),
+            salt,
+            kind: if score {
+                GroupKind::Score
+            } else {
+                let (n, seed) = (rng.random_range(1..=8), rng.random());
+                let seeds = (0..n).map(|i| sample_seed(seed, i)).collect();
+                GroupKind::Sample { seeds, prompt_logprobs: rng.random_bool(0.25) }
+            },
+        })
+        .collect()
+}
+
+/// What happens besides the steps, and whether while one is under way.
+fn disturb(harness: &mut Harness, rng: &mut ChaCha8Rng, num_requests: u64) {
+    if num_requests > 0 && rng.random_bool(0.02) {
+        harness.abort(RequestKey(rng.random_range(0..num_requests)));
+    }
+    if rng.random_bool(0.01) {
+        harness.scheduler.reset_prefix_cache();
+    }
+}
+
+fn simulate(seed: u64) -> Harness {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let (config, num_blocks, block_size) = random_config(&mut rng);
+    let mut harness = Harness::new(config, num_blocks, block_size);
+    harness.stop_string = stop_string;
+    let arrival = rng.random_range(0.05..1.0);
+    let mut num_requests = 0;
+    for step in 0.. {
+        assert!(step < 100_000, "no end in sight");
+        while num_requests < REQUESTS && rng.random_bool(arrival) {
+            // A full queue refuses; the request is then not heard of again.
+            let _ = harness.add(random_request(&mut rng, num_requests));
+            num_requests += 1;
+        }
+        if num_requests == REQUESTS && !harness.scheduler.has_work() {
+            break;
+        }
+        disturb(&mut harness, &mut rng, num_requests);
+        harness.step_with(|harness| disturb(harness, &mut rng, num_requests));
+    }
+    harness
+}
+
+/// The same sample in a cache that has room for everything, with nothing beside it.
+fn alone(group: &Group, sample_index: usize) -> GroupResult {
+    let config = SchedulerConfig {
+        max_num_seqs: 1,
+        max_batch_tokens: MAX_MODEL_LEN,
+        max_model_len: MAX_MODEL_LEN,
+        max_queued_samples: 1,
+    };
+    let mut harness = Harness::new(config, 10, 16);
+    harness.stop_string = stop_string;
+    let mut group = group.clone();
+    if let GroupKind::Sample { seeds, .. } = &mut group.kind {
+        *seeds = vec![seeds[sample_index]];
+    }
+    let key = group.key;
+    harness.add(vec![group]).expect("it fits");
+    harness.run();
+    harness.results.remove(&key).expect("it was added")
+}
+
+fn compare_with_alone(group: &Group, result: &GroupResult) {
+    assert!(result.done != result.aborted, "{:?} has ended once", group.key);
+    if group.kind == GroupKind::Score && result.done {
+        assert_eq!(result.prompt_logprobs, alone(group, 0).prompt_logprobs);
+    }
+    for (i, sample) in result.samples.iter().enumerate() {
+        let expected = alone(group, i);
+        if result.cached_tokens.is_some() {
+            assert_eq!(result.prompt_logprobs, expected.prompt_logprobs, "{:?}", group.key);
+        }
+        let expected = &expected.samples[0];
+        if sample.finish.is_some() {
+            assert_eq!(sample, expected, "sample {i} of {:?}", group.key);
+        } else {
+            let n = sample.tokens.len();
+            assert!(result.aborted && n < expected.tokens.len(), "sample {i} of {:?}", group.key);
+            assert_eq!(sample.tokens, expected.tokens[..n], "sample {i} of {:?}", group.key);
+        }
+    }
+}
+
+#[test]
+fn samples_are_the_same_alone_and_in_any_turmoil() {
+    let base = rand::random::<u32>();
+    let mut total = SchedulerStats::default();
+    for seed in (u64::from(base)..).take(SEEDS as usize) {
+        println!("seed {seed}");
+        let harness = simulate(seed);
+        let stats = harness.scheduler.stats();
+        assert_eq!((stats.running_samples, stats.waiting_samples), (0, 0));
+        assert_eq!(stats.free_blocks, stats.total_blocks);
+        for (key, result) in &harness.results {
+            compare_with_alone(&harness.groups[key], result);
+        }
+        total.prompt_tokens += stats.prompt_tokens;
+        total.preemptions += stats.preemptions;
+        total.cached_tokens += stats.cached_tokens;
+        total.generated_tokens += stats.generated_tokens;
+    }
+    println!("{total:?}");
+    assert!(total.preemptions > 5 * SEEDS && total.cached_tokens > 15 * SEEDS, "too little turmoil: {total:?}");
+}
+
+#[test]
+fn a_seed_gives_the_same_run_twice() {
+    let seed = rand::random();
+    println!("seed {seed}");
+    let [first, second] = [seed, seed].map(simulate);
+    assert_eq!(first.results, second.results);
+    assert_eq!(first.scheduler.stats(), second.scheduler.stats());
+}
