@@ -20,5 +20,6 @@ pub(in crate::server) fn to_status(error: Error) -> Status {
             Code::Internal
         }
     };
+    tracing::debug!(?code, %error, "call refused");
     Status::new(code, error.to_string())
 }

@@ -5,6 +5,8 @@ mod deadline;
 mod message_limit;
 mod rollout;
 mod stream;
+#[cfg(test)]
+mod tests;
 
 use tokio::sync::oneshot;
 use tonic::service::Routes;
