@@ -58,5 +58,7 @@ pub mod executor;
 pub mod memory;
 pub mod model;
 pub mod scheduler;
+pub mod server;
+pub mod startup;
 pub mod types;
 pub mod weights;

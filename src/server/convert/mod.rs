@@ -1,0 +1,182 @@
+//! proto ↔ valid types, and [`Error`] → status: the only place. What leaves here needs no more checking.
+
+mod prompt;
+mod reply;
+mod sampling;
+mod status;
+#[cfg(test)]
+mod tests;
+
+use std::sync::Arc;
+
+pub(super) use reply::{Progress, ReplyWriter, ScoreCollector};
+pub(super) use status::to_status;
+
+use super::parts::ModelFacts;
+use super::pb;
+use crate::engine::{AbortTarget, CancelFlag, Command, GenerateCommand, Kind, Responder};
+use crate::error::{Error, Result};
+use crate::types::{SamplingParams, TokenId, WeightVersion};
+
+/// Largest request message, in bytes. A GRPO batch of 1,024 prompts of 8,192 token ids is 24 MiB; more than this is
+/// better split over several requests, and a decoder must not be made to hold an unbounded message.
+pub(super) const MAX_MESSAGE_BYTES: usize = 64 << 20;
+/// Most samples of one prompt: GRPO groups are 4 to 64, best-of-n and pass@k go up to 1,000.
+const MAX_SAMPLES_PER_PROMPT: u32 = 1024;
+/// Most samples (or scored sequences) of one request: each costs the scheduler a record for as long as the request
+/// runs. Large trainers sample 1,024 prompts x 16; this is four times that.
+const MAX_SAMPLES_PER_REQUEST: usize = 65_536;
+/// Most log-probabilities per position: a reply carries 8 bytes for each of them and each token.
+const MAX_TOP_LOGPROBS: u32 = 100;
+/// Longest request id, in bytes: it is kept, compared and logged.
+const MAX_REQUEST_ID_BYTES: usize = 256;
+
+/// A valid `GenerateRequest` or `ScoreRequest`.
+pub(super) struct ValidRequest {
+    pub(super) request_id: String,
+    pub(super) prompts: Vec<Arc<[TokenId]>>,
+    pub(super) kind: Kind,
+    pub(super) params: Arc<SamplingParams>,
+    if_weight_version: Option<WeightVersion>,
+    min_weight_version: Option<WeightVersion>,
+    pub(super) return_text: bool,
+}
+
+impl ValidRequest {
+    pub(super) fn into_command(self, cancel: CancelFlag, responder: Responder) -> Command {
+        Command::Generate(Box::new(GenerateCommand {
+            request_id: self.request_id,
+            prompts: self.prompts,
+            kind: self.kind,
+            params: self.params,
+            if_weight_version: self.if_weight_version,
+            min_weight_version: self.min_weight_version,
+            cancel,
+            responder,
+        }))
+    }
+
+    /// Completions to expect.
+    pub(super) fn samples(&self) -> usize {
+        match self.kind {
+            Kind::Generate { n, .. } => self.prompts.len() * n as usize,
+            Kind::Score => 0,
+        }
+    }
+}
+
+/// # Errors
+/// `InvalidArgument` with the path of the field.
+pub(super) fn generate(request: pb::GenerateRequest, model: &ModelFacts) -> Result<ValidRequest> {
+    check_adapter(&request.adapter)?;
+    check_versions(request.if_weight_version, request.min_weight_version)?;
+    check_top_logprobs(request.top_logprobs, model)?;
+    let n = check_n(request.n, request.prompts.len())?;
+    if request.return_text && model.text.is_none() {
+        return Err(Error::invalid("return_text", "this model has no tokenizer; ask for token ids only"));
+    }
+    let params = sampling::for_generate(request.sampling.as_ref(), request.top_logprobs, model)?;
+    let seed = request.sampling.as_ref().and_then(|s| s.seed).unwrap_or_else(rand::random);
+    Ok(ValidRequest {
+        request_id: request_id(request.request_id)?,
+        prompts: prompt::prompts(request.prompts, model)?,
+        kind: Kind::Generate {
+            n,
+            seed,
+            prompt_logprobs: request.prompt_logprobs,
+            stream_tokens: request.stream_tokens,
+        },
+        params: Arc::new(params),
+        if_weight_version: request.if_weight_version,
+        min_weight_version: request.min_weight_version,
+        return_text: request.return_text,
+    })
+}
+
+/// # Errors
+/// `InvalidArgument` with the path of the field.
+pub(super) fn score(request: pb::ScoreRequest, model: &ModelFacts) -> Result<ValidRequest> {
+    check_adapter(&request.adapter)?;
+    check_versions(request.if_weight_version, request.min_weight_version)?;
+    check_top_logprobs(request.top_logprobs, model)?;
+    let params = sampling::for_score(request.sampling.as_ref(), request.top_logprobs, model)?;
+    Ok(ValidRequest {
+        request_id: request_id(String::new())?,
+        prompts: prompt::sequences(request.sequences, model)?,
+        kind: Kind::Score,
+        params: Arc::new(params),
+        if_weight_version: request.if_weight_version,
+        min_weight_version: request.min_weight_version,
+        return_text: false,
+    })
+}
+
+/// # Errors
+/// `InvalidArgument` unless exactly one of `all` and `request_ids` is given.
+pub(super) fn abort(request: pb::AbortRequest) -> Result<AbortTarget> {
+    match (request.all, request.request_ids.is_empty()) {
+        (true, true) => Ok(AbortTarget::All),
+        (false, false) => Ok(AbortTarget::Requests(request.request_ids)),
+        (true, false) => Err(Error::invalid("all", "cannot be combined with request_ids; give one of them")),
+        (false, true) => Err(Error::invalid("request_ids", "is empty; name requests or set all")),
+    }
+}
+
+fn request_id(given: String) -> Result<String> {
+    if given.is_empty() {
+        return Ok(format!("req-{:016x}", rand::random::<u64>()));
+    }
+    if given.len() > MAX_REQUEST_ID_BYTES {
+        let message = format!("{} bytes are more than {MAX_REQUEST_ID_BYTES}; choose a shorter one", given.len());
+        return Err(Error::invalid("request_id", message));
+    }
+    Ok(given)
+}
+
+fn check_adapter(name: &str) -> Result<()> {
+    if name.is_empty() {
+        return Ok(());
+    }
+    let message = format!("{name:?} is unknown, no adapter is resident; leave it empty for the policy itself");
+    Err(Error::invalid("adapter", message))
+}
+
+fn check_versions(exact: Option<WeightVersion>, least: Option<WeightVersion>) -> Result<()> {
+    match (exact, least) {
+        (Some(exact), Some(least)) if exact < least => Err(Error::invalid(
+            "if_weight_version",
+            format!("{exact} is below min_weight_version {least}, so both can never hold; give one of them"),
+        )),
+        _ => Ok(()),
+    }
+}
+
+fn check_top_logprobs(k: u32, model: &ModelFacts) -> Result<()> {
+    if k > MAX_TOP_LOGPROBS {
+        return Err(Error::invalid("top_logprobs", format!("{k} is more than {MAX_TOP_LOGPROBS}")));
+    }
+    if k as usize > model.vocab_size {
+        let message = format!("{k} is more than the vocabulary size {}", model.vocab_size);
+        return Err(Error::invalid("top_logprobs", message));
+    }
+    Ok(())
+}
+
+fn check_n(n: Option<u32>, prompts: usize) -> Result<u32> {
+    let n = n.unwrap_or(1);
+    if n == 0 {
+        return Err(Error::invalid("n", "0 samples; ask for at least 1"));
+    }
+    if n > MAX_SAMPLES_PER_PROMPT {
+        let message = format!("{n} is more than {MAX_SAMPLES_PER_PROMPT} samples of one prompt; repeat the prompt");
+        return Err(Error::invalid("n", message));
+    }
+    let total = prompts.saturating_mul(n as usize);
+    if total > MAX_SAMPLES_PER_REQUEST {
+        let message = format!(
+            "{prompts} prompts x {n} samples = {total}, more than {MAX_SAMPLES_PER_REQUEST}; split the request"
+        );
+        return Err(Error::invalid("n", message));
+    }
+    Ok(n)
+}

@@ -1,0 +1,96 @@
+//! Prompts: token ids checked, text and chats encoded.
+
+use std::sync::Arc;
+
+use super::{MAX_SAMPLES_PER_REQUEST, ModelFacts, pb};
+use crate::error::{Error, Result};
+use crate::server::text::TextCodec;
+use crate::types::TokenId;
+
+/// Prompts to sample from, each leaving room for at least one token.
+pub(super) fn prompts(prompts: Vec<pb::Prompt>, model: &ModelFacts) -> Result<Vec<Arc<[TokenId]>>> {
+    if prompts.is_empty() {
+        return Err(Error::invalid("prompts", "is empty; give at least one prompt"));
+    }
+    prompts.into_iter().enumerate().map(|(i, p)| prompt(&format!("prompts[{i}]"), p, model)).collect()
+}
+
+/// Sequences to score, each at most the context.
+pub(super) fn sequences(sequences: Vec<pb::TokenIds>, model: &ModelFacts) -> Result<Vec<Arc<[TokenId]>>> {
+    if sequences.is_empty() {
+        return Err(Error::invalid("sequences", "is empty; give at least one sequence"));
+    }
+    if sequences.len() > MAX_SAMPLES_PER_REQUEST {
+        let message = format!("{} are more than {MAX_SAMPLES_PER_REQUEST}; split the request", sequences.len());
+        return Err(Error::invalid("sequences", message));
+    }
+    let check = |(i, s): (usize, pb::TokenIds)| {
+        let path = format!("sequences[{i}]");
+        check_ids(&path, &s.ids, model)?;
+        if s.ids.len() > model.max_model_len {
+            let message = format!("{} tokens are more than the context of {}", s.ids.len(), model.max_model_len);
+            return Err(Error::invalid(path, message));
+        }
+        Ok(s.ids.into())
+    };
+    sequences.into_iter().enumerate().map(check).collect()
+}
+
+fn prompt(path: &str, prompt: pb::Prompt, model: &ModelFacts) -> Result<Arc<[TokenId]>> {
+    use pb::prompt::Kind;
+    let (path, ids) = match prompt.kind {
+        None => return Err(Error::invalid(path, "none of tokens, text and chat is set")),
+        Some(Kind::Tokens(tokens)) => (format!("{path}.tokens"), tokens.ids),
+        Some(Kind::Text(text)) => {
+            let path = format!("{path}.text");
+            let ids = codec(&path, model)?.encode_text(&path, &text)?;
+            (path, ids)
+        }
+        Some(Kind::Chat(chat)) => {
+            let path = format!("{path}.chat");
+            let ids = encode_chat(&path, &chat, codec(&path, model)?)?;
+            (path, ids)
+        }
+    };
+    check_ids(&path, &ids, model)?;
+    if ids.len() >= model.max_model_len {
+        let message = format!(
+            "{} tokens leave no room for one more in the context of {}; shorten the prompt",
+            ids.len(),
+            model.max_model_len
+        );
+        return Err(Error::invalid(path, message));
+    }
+    Ok(ids.into())
+}
+
+fn codec<'a>(path: &str, model: &'a ModelFacts) -> Result<&'a TextCodec> {
+    model.text.as_ref().ok_or_else(|| Error::invalid(path, "this model has no tokenizer; give token ids"))
+}
+
+fn encode_chat(path: &str, chat: &pb::Chat, codec: &TextCodec) -> Result<Vec<TokenId>> {
+    if chat.messages.is_empty() {
+        return Err(Error::invalid(format!("{path}.messages"), "is empty; give at least one message"));
+    }
+    for (i, message) in chat.messages.iter().enumerate() {
+        if message.role.is_empty() {
+            return Err(Error::invalid(format!("{path}.messages[{i}].role"), "is empty; user or system, for example"));
+        }
+    }
+    let messages: Vec<_> = chat.messages.iter().map(|m| (m.role.as_str(), m.content.as_str())).collect();
+    codec.encode_chat(path, &messages)
+}
+
+/// Not empty, and every id in the vocabulary. `path` is of the list of ids or of what was encoded.
+fn check_ids(path: &str, ids: &[TokenId], model: &ModelFacts) -> Result<()> {
+    if ids.is_empty() {
+        return Err(Error::invalid(path, "is empty; give at least one token"));
+    }
+    match ids.iter().position(|&id| id as usize >= model.vocab_size) {
+        None => Ok(()),
+        Some(i) => {
+            let message = format!("{} is not below the vocabulary size {}", ids[i], model.vocab_size);
+            Err(Error::invalid(format!("{path}.ids[{i}]"), message))
+        }
+    }
+}

@@ -1,0 +1,251 @@
+//! Engine events as the messages of a reply.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+
+use super::{ValidRequest, pb};
+use crate::engine::{Completion, Event, Kind, Summary};
+use crate::error::{Error, Result};
+use crate::server::parts::ModelFacts;
+use crate::server::text::TextStream;
+use crate::types::{FinishReason, TokenId, TokenLogprobs, WeightVersion};
+use pb::generate_response::Event as Message;
+
+/// What an event meant for its request.
+#[derive(Debug)]
+pub(in crate::server) enum Progress {
+    More,
+    /// All is said.
+    Done,
+    /// Nothing more will come; the client gets this instead.
+    Failed(Error),
+}
+
+/// Turns the events of one `Generate` into its messages.
+pub(in crate::server) struct ReplyWriter {
+    request_id: String,
+    prompts: Vec<Arc<[TokenId]>>,
+    /// Whether messages have `top_logprobs`.
+    top: bool,
+    /// Whether messages have text.
+    text: bool,
+    stop_strings: Vec<String>,
+    model: Arc<ModelFacts>,
+    /// Text of the samples whose tokens are being streamed, by (prompt, sample).
+    streams: HashMap<(u32, u32), TextStream>,
+}
+
+impl ReplyWriter {
+    pub(in crate::server) fn new(request: &ValidRequest, model: Arc<ModelFacts>) -> Self {
+        let echo_prompts = matches!(request.kind, Kind::Generate { prompt_logprobs: true, .. });
+        Self {
+            request_id: request.request_id.clone(),
+            prompts: if echo_prompts { request.prompts.clone() } else { Vec::new() },
+            top: request.params.top_logprobs > 0,
+            text: request.return_text,
+            stop_strings: request.params.stop_strings.clone(),
+            model,
+            streams: HashMap::new(),
+        }
+    }
+
+    pub(in crate::server) fn request_id(&self) -> &str {
+        &self.request_id
+    }
+
+    /// Appends the messages that `event` makes to `out`.
+    pub(in crate::server) fn write(&mut self, event: Event, out: &mut VecDeque<pb::GenerateResponse>) -> Progress {
+        match self.messages(event, out) {
+            Ok(progress) => progress,
+            Err(error) => Progress::Failed(error),
+        }
+    }
+
+    fn messages(&mut self, event: Event, out: &mut VecDeque<pb::GenerateResponse>) -> Result<Progress> {
+        let mut push = |event| out.push_back(pb::GenerateResponse { event: Some(event) });
+        match event {
+            Event::Token { prompt_index, sample_index, logprobs } => {
+                push(Message::Delta(self.delta(prompt_index, sample_index, &logprobs)?));
+            }
+            Event::PromptLogprobs { prompt_index, logprobs, .. } => {
+                push(Message::PromptLogprobs(self.prompt_logprobs(prompt_index, &logprobs)?));
+            }
+            Event::Completion(completion) => {
+                let (rest, completion) = self.completion(completion)?;
+                if let Some(delta) = rest {
+                    push(Message::Delta(delta));
+                }
+                push(Message::Completion(completion));
+            }
+            Event::Done(summary) => {
+                push(Message::Summary(self.summary(&summary)));
+                return Ok(Progress::Done);
+            }
+            Event::Failed(error) => return Ok(Progress::Failed(error)),
+        }
+        Ok(Progress::More)
+    }
+
+    fn delta(&mut self, prompt_index: u32, sample_index: u32, token: &TokenLogprobs) -> Result<pb::TokenDelta> {
+        let text = if self.text {
+            let codec = self.model.text.as_ref().expect("text is promised only where there is a tokenizer");
+            let new = || codec.stream(&self.stop_strings);
+            Some(self.streams.entry((prompt_index, sample_index)).or_insert_with(new).push(token.token)?)
+        } else {
+            None
+        };
+        Ok(pb::TokenDelta {
+            prompt_index,
+            sample_index,
+            token_ids: vec![token.token],
+            logprobs: vec![token.processed],
+            raw_logprobs: vec![token.raw],
+            text,
+        })
+    }
+
+    /// The completion, and before it what was held back of a streamed text, so that deltas add up to the text.
+    fn completion(&mut self, c: Completion) -> Result<(Option<pb::TokenDelta>, pb::Completion)> {
+        let text = if self.text { Some(self.text_of(&c)?) } else { None };
+        let stream = self.streams.remove(&(c.prompt_index, c.sample_index));
+        let held_back = stream.zip(text.as_ref()).map(|(s, text)| text.get(s.emitted()..).unwrap_or_default());
+        let rest = held_back.filter(|held_back| !held_back.is_empty()).map(|held_back| pb::TokenDelta {
+            prompt_index: c.prompt_index,
+            sample_index: c.sample_index,
+            text: Some(held_back.to_owned()),
+            ..Default::default()
+        });
+        let span =
+            |&(weight_version, start, end): &(WeightVersion, u32, u32)| pb::VersionSpan { weight_version, start, end };
+        let completion = pb::Completion {
+            prompt_index: c.prompt_index,
+            sample_index: c.sample_index,
+            token_ids: c.tokens.iter().map(|t| t.token).collect(),
+            logprobs: c.tokens.iter().map(|t| t.processed).collect(),
+            raw_logprobs: c.tokens.iter().map(|t| t.raw).collect(),
+            top_logprobs: if self.top { c.tokens.iter().map(top_logprobs).collect() } else { Vec::new() },
+            finish_reason: finish_reason(c.finish_reason).into(),
+            weight_versions: c.weight_versions.iter().map(span).collect(),
+            seed: c.seed,
+            cached_tokens: c.cached_tokens,
+            text,
+        };
+        Ok((rest, completion))
+    }
+
+    fn text_of(&self, c: &Completion) -> Result<String> {
+        let codec = self.model.text.as_ref().expect("text is promised only where there is a tokenizer");
+        let ids: Vec<TokenId> = c.tokens.iter().map(|t| t.token).collect();
+        let mut text = codec.decode(&ids)?;
+        if let Some(len) = c.text_len {
+            text.truncate(text.floor_char_boundary(len));
+        }
+        Ok(text)
+    }
+
+    fn prompt_logprobs(&self, prompt_index: u32, logprobs: &[TokenLogprobs]) -> Result<pb::PromptLogprobs> {
+        let prompt = self.prompts.get(prompt_index as usize).ok_or_else(|| unasked(prompt_index))?;
+        Ok(pb::PromptLogprobs {
+            prompt_index,
+            token_ids: prompt.to_vec(),
+            raw_logprobs: after_first(prompt.len(), logprobs, |t| t.raw)?,
+            top_logprobs: if self.top { tops_after_first(logprobs) } else { Vec::new() },
+        })
+    }
+
+    fn summary(&self, s: &Summary) -> pb::GenerateSummary {
+        pb::GenerateSummary {
+            request_id: self.request_id.clone(),
+            prompt_tokens: s.prompt_tokens,
+            cached_tokens: s.cached_tokens,
+            completion_tokens: s.completion_tokens,
+            seconds: s.seconds,
+        }
+    }
+}
+
+/// Gathers the events of one `Score` into its only message.
+pub(in crate::server) struct ScoreCollector {
+    lengths: Vec<usize>,
+    scores: Vec<Option<pb::SequenceScore>>,
+    top: bool,
+}
+
+impl ScoreCollector {
+    pub(in crate::server) fn new(request: &ValidRequest) -> Self {
+        Self {
+            lengths: request.prompts.iter().map(|p| p.len()).collect(),
+            scores: vec![None; request.prompts.len()],
+            top: request.params.top_logprobs > 0,
+        }
+    }
+
+    /// Takes one event.
+    pub(in crate::server) fn take(&mut self, event: Event) -> Progress {
+        match event {
+            Event::PromptLogprobs { prompt_index, logprobs, weight_version } => {
+                match self.score(prompt_index, &logprobs, weight_version) {
+                    Ok(()) => Progress::More,
+                    Err(error) => Progress::Failed(error),
+                }
+            }
+            Event::Done(_) => Progress::Done,
+            Event::Failed(error) => Progress::Failed(error),
+            // Abort ends a scored sequence by an aborted completion without tokens; the missing score tells it all.
+            Event::Completion(_) | Event::Token { .. } => Progress::More,
+        }
+    }
+
+    fn score(&mut self, index: u32, logprobs: &[TokenLogprobs], weight_version: WeightVersion) -> Result<()> {
+        let len = *self.lengths.get(index as usize).ok_or_else(|| unasked(index))?;
+        let score = pb::SequenceScore {
+            raw_logprobs: after_first(len, logprobs, |t| t.raw)?,
+            logprobs: after_first(len, logprobs, |t| t.processed)?,
+            top_logprobs: if self.top { tops_after_first(logprobs) } else { Vec::new() },
+            weight_version,
+        };
+        match self.scores[index as usize].replace(score) {
+            None => Ok(()),
+            Some(_) => Err(Error::Internal(format!("two scores for sequence {index}"))),
+        }
+    }
+
+    /// # Errors
+    /// `Unavailable` if the request was aborted before every sequence had its score.
+    pub(in crate::server) fn finish(self) -> Result<pb::ScoreResponse> {
+        let aborted = || Error::Unavailable("the request was aborted before all sequences were scored".into());
+        let scores: Option<Vec<_>> = self.scores.into_iter().collect();
+        Ok(pb::ScoreResponse { scores: scores.ok_or_else(aborted)? })
+    }
+}
+
+/// One value per token of a sequence: NaN for the first, which has nothing before it.
+fn after_first(len: usize, rest: &[TokenLogprobs], value: impl Fn(&TokenLogprobs) -> f32) -> Result<Vec<f32>> {
+    if rest.len() + 1 != len {
+        return Err(Error::Internal(format!("{} log-probabilities for a sequence of {len} tokens", rest.len())));
+    }
+    Ok(std::iter::once(f32::NAN).chain(rest.iter().map(value)).collect())
+}
+
+fn tops_after_first(rest: &[TokenLogprobs]) -> Vec<pb::TopLogprobs> {
+    std::iter::once(pb::TopLogprobs::default()).chain(rest.iter().map(top_logprobs)).collect()
+}
+
+fn top_logprobs(token: &TokenLogprobs) -> pb::TopLogprobs {
+    let (token_ids, logprobs) = token.top.iter().copied().unzip();
+    pb::TopLogprobs { token_ids, logprobs }
+}
+
+fn finish_reason(reason: FinishReason) -> pb::FinishReason {
+    match reason {
+        FinishReason::Eos => pb::FinishReason::Eos,
+        FinishReason::StopToken => pb::FinishReason::StopToken,
+        FinishReason::StopString => pb::FinishReason::StopString,
+        FinishReason::Length => pb::FinishReason::Length,
+        FinishReason::Aborted => pb::FinishReason::Aborted,
+    }
+}
+
+fn unasked(prompt_index: u32) -> Error {
+    Error::Internal(format!("log-probabilities of prompt {prompt_index} were not asked for"))
+}

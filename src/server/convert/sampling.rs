@@ -1,0 +1,185 @@
+//! Sampling parameters: every range checked, every default filled in.
+
+use super::{ModelFacts, pb};
+use crate::error::{Error, Result};
+use crate::types::{SamplingParams, TokenId};
+
+/// Smallest temperature that is not greedy, and smallest repetition penalty. Below it a float32 logit divided by it
+/// comes close to overflowing, and the distribution is greedy's anyway.
+const MIN_DIVISOR: f32 = 1e-6;
+/// Largest logit bias, either way: more than enough to force or to ban a token, and still finite after a division by
+/// [`MIN_DIVISOR`] twice.
+const MAX_LOGIT_BIAS: f32 = 1e9;
+/// Most stop strings, as each is looked for at every token.
+const MAX_STOP_STRINGS: usize = 64;
+/// Longest stop string, in bytes, as a stream holds back this much text.
+const MAX_STOP_STRING_BYTES: usize = 1024;
+
+/// `SamplingParams` of a `GenerateRequest`.
+pub(super) fn for_generate(
+    given: Option<&pb::SamplingParams>,
+    top_logprobs: u32,
+    model: &ModelFacts,
+) -> Result<SamplingParams> {
+    let unset = pb::SamplingParams::default();
+    let p = given.unwrap_or(&unset);
+    let default = SamplingParams::default();
+    let max_tokens = p.max_tokens.unwrap_or(default.max_tokens);
+    if max_tokens == 0 {
+        return Err(Error::invalid("sampling.max_tokens", "0 tokens; ask for at least 1, or use Score"));
+    }
+    let min_tokens = p.min_tokens.unwrap_or(default.min_tokens);
+    if min_tokens > max_tokens {
+        let message = format!("{min_tokens} is more than max_tokens {max_tokens}");
+        return Err(Error::invalid("sampling.min_tokens", message));
+    }
+    let penalty = "a number in [-2, 2]";
+    let params = SamplingParams {
+        repetition_penalty: float(
+            "repetition_penalty",
+            p.repetition_penalty,
+            default.repetition_penalty,
+            |v| (MIN_DIVISOR..=1.0 / MIN_DIVISOR).contains(&v),
+            "a number in [1e-6, 1e6]",
+        )?,
+        presence_penalty: float("presence_penalty", p.presence_penalty, 0.0, |v| v.abs() <= 2.0, penalty)?,
+        frequency_penalty: float("frequency_penalty", p.frequency_penalty, 0.0, |v| v.abs() <= 2.0, penalty)?,
+        min_tokens,
+        max_tokens,
+        eos_token_ids: if p.ignore_eos { Vec::new() } else { model.eos_token_ids.clone() },
+        stop_token_ids: token_set("stop_token_ids", &p.stop_token_ids, model)?,
+        stop_strings: stop_strings(&p.stop, model)?,
+        ..distribution(p, top_logprobs, model)?
+    };
+    check_satisfiable(&params, model)?;
+    Ok(params)
+}
+
+/// `SamplingParams` of a `ScoreRequest`: the distribution only, as nothing is sampled.
+pub(super) fn for_score(
+    given: Option<&pb::SamplingParams>,
+    top_logprobs: u32,
+    model: &ModelFacts,
+) -> Result<SamplingParams> {
+    let unset = pb::SamplingParams::default();
+    let p = given.unwrap_or(&unset);
+    let meaningless = [
+        ("repetition_penalty", p.repetition_penalty.is_some()),
+        ("presence_penalty", p.presence_penalty.is_some()),
+        ("frequency_penalty", p.frequency_penalty.is_some()),
+        ("min_tokens", p.min_tokens.is_some()),
+        ("max_tokens", p.max_tokens.is_some()),
+        ("stop_token_ids", !p.stop_token_ids.is_empty()),
+        ("stop", !p.stop.is_empty()),
+        ("ignore_eos", p.ignore_eos),
+        ("seed", p.seed.is_some()),
+    ];
+    match meaningless.iter().find(|(_, set)| *set) {
+        Some((name, _)) => Err(Error::invalid(format!("sampling.{name}"), "has no meaning in Score; leave it unset")),
+        None => distribution(p, top_logprobs, model),
+    }
+}
+
+/// What Generate and Score have in common; the rest is the default.
+fn distribution(p: &pb::SamplingParams, top_logprobs: u32, model: &ModelFacts) -> Result<SamplingParams> {
+    let default = SamplingParams::default();
+    let temperature = float(
+        "temperature",
+        p.temperature,
+        default.temperature,
+        |v| v == 0.0 || (v >= MIN_DIVISOR && v.is_finite()),
+        "a number >= 0 (0 for greedy, else at least 1e-6)",
+    )?;
+    let top_p = |v: f32| v > 0.0 && v <= 1.0;
+    let min_p = |v: f32| (0.0..=1.0).contains(&v);
+    let allowed = token_set("allowed_token_ids", &p.allowed_token_ids, model)?;
+    Ok(SamplingParams {
+        // -0 is 0, and code further in may look at the bits.
+        temperature: temperature.abs(),
+        top_k: p.top_k.unwrap_or(default.top_k),
+        top_p: float("top_p", p.top_p, default.top_p, top_p, "a number in (0, 1]")?,
+        min_p: float("min_p", p.min_p, default.min_p, min_p, "a number in [0, 1]")?,
+        logit_bias: logit_bias(p, model)?,
+        allowed_tokens: (!allowed.is_empty()).then_some(allowed),
+        top_logprobs,
+        ..default
+    })
+}
+
+fn float(name: &str, given: Option<f32>, default: f32, valid: impl Fn(f32) -> bool, must_be: &str) -> Result<f32> {
+    let value = given.unwrap_or(default);
+    if valid(value) {
+        return Ok(value);
+    }
+    Err(Error::invalid(format!("sampling.{name}"), format!("{value} is not {must_be}")))
+}
+
+fn logit_bias(p: &pb::SamplingParams, model: &ModelFacts) -> Result<Vec<(TokenId, f32)>> {
+    let mut bias: Vec<_> = p.logit_bias.iter().map(|(&token, &value)| (token, value)).collect();
+    bias.sort_unstable_by_key(|&(token, _)| token);
+    for &(token, value) in &bias {
+        let path = || format!("sampling.logit_bias[{token}]");
+        if token as usize >= model.vocab_size {
+            let message = format!("{token} is not below the vocabulary size {}", model.vocab_size);
+            return Err(Error::invalid(path(), message));
+        }
+        if value.is_nan() || value.abs() > MAX_LOGIT_BIAS {
+            return Err(Error::invalid(path(), format!("{value} is not a number in [-1e9, 1e9]")));
+        }
+    }
+    Ok(bias)
+}
+
+/// A set of tokens: ascending, each once.
+fn token_set(name: &str, ids: &[TokenId], model: &ModelFacts) -> Result<Vec<TokenId>> {
+    if let Some(i) = ids.iter().position(|&id| id as usize >= model.vocab_size) {
+        let message = format!("{} is not below the vocabulary size {}", ids[i], model.vocab_size);
+        return Err(Error::invalid(format!("sampling.{name}[{i}]"), message));
+    }
+    let mut set = ids.to_vec();
+    set.sort_unstable();
+    set.dedup();
+    Ok(set)
+}
+
+fn stop_strings(stop: &[String], model: &ModelFacts) -> Result<Vec<String>> {
+    if stop.is_empty() {
+        return Ok(Vec::new());
+    }
+    if model.text.is_none() {
+        return Err(Error::invalid("sampling.stop", "this model has no tokenizer; use stop_token_ids"));
+    }
+    if stop.len() > MAX_STOP_STRINGS {
+        let message = format!("{} strings are more than {MAX_STOP_STRINGS}", stop.len());
+        return Err(Error::invalid("sampling.stop", message));
+    }
+    for (i, s) in stop.iter().enumerate() {
+        let path = || format!("sampling.stop[{i}]");
+        if s.is_empty() {
+            return Err(Error::invalid(path(), "is empty, and would end every sample at once"));
+        }
+        if s.len() > MAX_STOP_STRING_BYTES {
+            let message = format!("{} bytes are more than {MAX_STOP_STRING_BYTES}", s.len());
+            return Err(Error::invalid(path(), message));
+        }
+    }
+    Ok(stop.to_vec())
+}
+
+/// Before `min_tokens` the tokens that end a sample are banned: something must be left.
+fn check_satisfiable(params: &SamplingParams, model: &ModelFacts) -> Result<()> {
+    if params.min_tokens == 0 {
+        return Ok(());
+    }
+    let ends =
+        |t: &TokenId| params.eos_token_ids.binary_search(t).is_ok() || params.stop_token_ids.binary_search(t).is_ok();
+    let (field, possible) = match &params.allowed_tokens {
+        Some(allowed) => ("sampling.allowed_token_ids", !allowed.iter().all(ends)),
+        None => ("sampling.stop_token_ids", !(0..model.vocab_size as TokenId).all(|t| ends(&t))),
+    };
+    if possible {
+        return Ok(());
+    }
+    let message = format!("every token ends the sample, but min_tokens is {}; no token is possible", params.min_tokens);
+    Err(Error::invalid(field, message))
+}

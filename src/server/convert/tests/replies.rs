@@ -1,0 +1,190 @@
+//! Events as messages, errors as statuses.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use tonic::Code;
+
+use super::super::{Progress, ReplyWriter, ScoreCollector, ValidRequest, generate, score, to_status};
+use super::model;
+use crate::engine::{Completion, Event, Summary};
+use crate::error::Error;
+use crate::server::pb;
+use crate::types::{FinishReason, TokenLogprobs};
+use pb::generate_response::Event as Message;
+
+fn token(token: u32) -> TokenLogprobs {
+    let t = token as f32;
+    TokenLogprobs { token, raw: -t, processed: -t / 2.0, top: vec![(token, -t), (token + 1, -t - 1.0)] }
+}
+
+fn request(top_logprobs: u32, prompt_logprobs: bool) -> ValidRequest {
+    let tokens = pb::prompt::Kind::Tokens(pb::TokenIds { ids: vec![10, 11, 12] });
+    let request = pb::GenerateRequest {
+        request_id: "r".into(),
+        prompts: vec![pb::Prompt { kind: Some(tokens) }],
+        top_logprobs,
+        prompt_logprobs,
+        ..Default::default()
+    };
+    generate(request, &model()).expect("valid")
+}
+
+fn messages(request: &ValidRequest, event: Event) -> Vec<Message> {
+    let mut out = VecDeque::new();
+    let mut writer = ReplyWriter::new(request, Arc::new(model()));
+    if let Progress::Failed(error) = writer.write(event, &mut out) {
+        panic!("{error}");
+    }
+    out.into_iter().map(|m| m.event.expect("a message has an event")).collect()
+}
+
+fn completion() -> Completion {
+    Completion {
+        prompt_index: 0,
+        sample_index: 3,
+        tokens: vec![token(1), token(2)],
+        finish_reason: FinishReason::StopToken,
+        text_len: None,
+        weight_versions: vec![(4, 0, 1), (5, 1, 2)],
+        seed: 77,
+        cached_tokens: 2,
+    }
+}
+
+fn expected_completion() -> pb::Completion {
+    pb::Completion {
+        prompt_index: 0,
+        sample_index: 3,
+        token_ids: vec![1, 2],
+        logprobs: vec![-0.5, -1.0],
+        raw_logprobs: vec![-1.0, -2.0],
+        top_logprobs: Vec::new(),
+        finish_reason: pb::FinishReason::StopToken.into(),
+        weight_versions: vec![
+            pb::VersionSpan { weight_version: 4, start: 0, end: 1 },
+            pb::VersionSpan { weight_version: 5, start: 1, end: 2 },
+        ],
+        seed: 77,
+        cached_tokens: 2,
+        text: None,
+    }
+}
+
+#[test]
+fn a_completion_arrives_whole() {
+    let got = messages(&request(0, false), Event::Completion(completion()));
+    assert_eq!(got, [Message::Completion(expected_completion())]);
+}
+
+#[test]
+fn top_logprobs_come_only_if_asked() {
+    let top = |t: f32| pb::TopLogprobs { token_ids: vec![t as u32, t as u32 + 1], logprobs: vec![-t, -t - 1.0] };
+    let got = messages(&request(2, false), Event::Completion(completion()));
+    let expected = pb::Completion { top_logprobs: vec![top(1.0), top(2.0)], ..expected_completion() };
+    assert_eq!(got, [Message::Completion(expected)]);
+}
+
+#[test]
+fn a_token_is_a_delta() {
+    let event = Event::Token { prompt_index: 0, sample_index: 3, logprobs: token(7) };
+    let expected = pb::TokenDelta {
+        prompt_index: 0,
+        sample_index: 3,
+        token_ids: vec![7],
+        logprobs: vec![-3.5],
+        raw_logprobs: vec![-7.0],
+        text: None,
+    };
+    assert_eq!(messages(&request(0, false), event), [Message::Delta(expected)]);
+}
+
+#[test]
+fn prompt_logprobs_start_with_nan() {
+    let event = Event::PromptLogprobs { prompt_index: 0, logprobs: vec![token(11), token(12)], weight_version: 0 };
+    let got = messages(&request(2, true), event);
+    let [Message::PromptLogprobs(p)] = got.as_slice() else { panic!("{got:?}") };
+    assert_eq!((p.prompt_index, p.token_ids.as_slice()), (0, [10, 11, 12].as_slice()));
+    assert!(p.raw_logprobs[0].is_nan());
+    assert_eq!(p.raw_logprobs[1..], [-11.0, -12.0]);
+    assert_eq!(p.top_logprobs[0], pb::TopLogprobs::default());
+    assert_eq!(p.top_logprobs[2].token_ids, [12, 13]);
+}
+
+#[test]
+fn the_summary_ends_the_reply() {
+    let summary = Summary { prompt_tokens: 3, cached_tokens: 2, completion_tokens: 8, seconds: 0.5 };
+    let mut out = VecDeque::new();
+    let progress = ReplyWriter::new(&request(0, false), Arc::new(model())).write(Event::Done(summary), &mut out);
+    assert!(matches!(progress, Progress::Done));
+    let expected = pb::GenerateSummary {
+        request_id: "r".into(),
+        prompt_tokens: 3,
+        cached_tokens: 2,
+        completion_tokens: 8,
+        seconds: 0.5,
+    };
+    assert_eq!(out, [pb::GenerateResponse { event: Some(Message::Summary(expected)) }]);
+}
+
+fn collector() -> ScoreCollector {
+    let sequences = vec![pb::TokenIds { ids: vec![10, 11] }, pb::TokenIds { ids: vec![20] }];
+    let request = pb::ScoreRequest { sequences, top_logprobs: 2, ..Default::default() };
+    ScoreCollector::new(&score(request, &model()).expect("valid"))
+}
+
+fn scored(prompt_index: u32, logprobs: Vec<TokenLogprobs>) -> Event {
+    Event::PromptLogprobs { prompt_index, logprobs, weight_version: 9 }
+}
+
+#[test]
+fn scores_are_gathered_in_the_order_of_the_request() {
+    let mut collector = collector();
+    // A sequence of one token has nothing to score and is answered all the same.
+    assert!(matches!(collector.take(scored(1, Vec::new())), Progress::More));
+    assert!(matches!(collector.take(scored(0, vec![token(11)])), Progress::More));
+    assert!(matches!(collector.take(Event::Done(Summary::default())), Progress::Done));
+    let scores = collector.finish().expect("complete").scores;
+    assert_eq!(scores.len(), 2);
+    assert!(scores.iter().all(|s| s.raw_logprobs[0].is_nan() && s.logprobs[0].is_nan() && s.weight_version == 9));
+    assert_eq!((&scores[0].raw_logprobs[1..], &scores[0].logprobs[1..]), ([-11.0].as_slice(), [-5.5].as_slice()));
+    assert_eq!(scores[0].top_logprobs[1].token_ids, [11, 12]);
+    assert_eq!((scores[1].raw_logprobs.len(), scores[1].top_logprobs.len()), (1, 1));
+}
+
+#[test]
+fn an_incomplete_score_is_no_score() {
+    let mut collector = collector();
+    assert!(matches!(collector.take(scored(0, vec![token(11)])), Progress::More));
+    assert!(matches!(collector.take(Event::Done(Summary::default())), Progress::Done));
+    assert!(matches!(collector.finish(), Err(Error::Unavailable(_))));
+}
+
+#[test]
+fn what_the_engine_should_not_send_is_an_internal_error() {
+    let check = |events: Vec<Event>| {
+        let mut collector = collector();
+        let last = events.into_iter().map(|e| collector.take(e)).last();
+        assert!(matches!(last, Some(Progress::Failed(Error::Internal(_)))), "{last:?}");
+    };
+    check(vec![scored(2, Vec::new())]);
+    check(vec![scored(0, Vec::new())]);
+    check(vec![scored(1, Vec::new()), scored(1, Vec::new())]);
+}
+
+#[test]
+fn every_error_has_its_status_and_keeps_its_text() {
+    let check = |error: Error, code: Code| {
+        let text = error.to_string();
+        let status = to_status(error);
+        assert_eq!((status.code(), status.message()), (code, text.as_str()));
+    };
+    check(Error::invalid("sampling.top_p", "2 is not a number in (0, 1]"), Code::InvalidArgument);
+    check(Error::ResourceExhausted("full".into()), Code::ResourceExhausted);
+    check(Error::FailedPrecondition("asleep".into()), Code::FailedPrecondition);
+    check(Error::VersionConflict("version 3".into()), Code::Aborted);
+    check(Error::NotFound("none".into()), Code::NotFound);
+    check(Error::AlreadyExists("taken".into()), Code::AlreadyExists);
+    check(Error::Unavailable("ending".into()), Code::Unavailable);
+    check(Error::Internal("bug".into()), Code::Internal);
+}

@@ -1,0 +1,93 @@
+//! Who may come in: nobody while the model loads, everybody while serving, only questions while ending.
+
+use std::sync::Arc;
+
+use tokio::sync::watch;
+
+use super::parts::Parts;
+use crate::error::{Error, Result};
+
+/// Where the process is in its life. Moves forward only.
+#[derive(Clone)]
+enum Stage {
+    Starting,
+    Serving(Arc<Parts>),
+    Ending(Arc<Parts>),
+}
+
+/// Held by `serve`, the only one to change the stage.
+pub(super) struct GateKeeper {
+    stage: watch::Sender<Stage>,
+    running: watch::Sender<usize>,
+}
+
+/// Held by the services.
+#[derive(Clone)]
+pub(super) struct Gate {
+    stage: watch::Receiver<Stage>,
+    running: watch::Sender<usize>,
+}
+
+/// Counts a request as running until dropped: shutdown waits for all of them.
+pub(super) struct Running(watch::Sender<usize>);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.0.send_modify(|n| *n = n.checked_sub(1).expect("as many ends as starts"));
+    }
+}
+
+pub(super) fn gate() -> (GateKeeper, Gate) {
+    let (stage, watched) = watch::channel(Stage::Starting);
+    let running = watch::Sender::new(0);
+    (GateKeeper { stage, running: running.clone() }, Gate { stage: watched, running })
+}
+
+impl GateKeeper {
+    pub(super) fn serving(&self, parts: Arc<Parts>) {
+        self.stage.send_replace(Stage::Serving(parts));
+    }
+
+    pub(super) fn ending(&self, parts: Arc<Parts>) {
+        self.stage.send_replace(Stage::Ending(parts));
+    }
+
+    /// Returns when no request is running.
+    pub(super) async fn drained(&self) {
+        let mut running = self.running.subscribe();
+        // The sender is our own, so the channel cannot be closed.
+        let _ = running.wait_for(|n| *n == 0).await;
+    }
+}
+
+impl Gate {
+    /// For work that takes a while.
+    ///
+    /// # Errors
+    /// `Unavailable` while the server starts or ends.
+    pub(super) fn admit(&self) -> Result<(Arc<Parts>, Running)> {
+        // Counted first and looked at second: a request that passes is always waited for.
+        self.running.send_modify(|n| *n += 1);
+        let running = Running(self.running.clone());
+        match &*self.stage.borrow() {
+            Stage::Starting => Err(starting()),
+            Stage::Serving(parts) => Ok((Arc::clone(parts), running)),
+            Stage::Ending(_) => Err(Error::Unavailable("the server is shutting down".into())),
+        }
+    }
+
+    /// For questions, which are answered until the end.
+    ///
+    /// # Errors
+    /// `Unavailable` while the server starts.
+    pub(super) fn look(&self) -> Result<Arc<Parts>> {
+        match &*self.stage.borrow() {
+            Stage::Starting => Err(starting()),
+            Stage::Serving(parts) | Stage::Ending(parts) => Ok(Arc::clone(parts)),
+        }
+    }
+}
+
+fn starting() -> Error {
+    Error::Unavailable("the server is starting: the model is not loaded yet".into())
+}

@@ -1,0 +1,117 @@
+//! Control: GetInfo, GetStatus, ResetPrefixCache.
+
+use std::time::Instant;
+
+use tonic::{Request, Response};
+
+use super::ask;
+use super::deadline::Deadline;
+use crate::engine::{self, Command};
+use crate::error::Result;
+use crate::server::convert::to_status;
+use crate::server::gate::Gate;
+use crate::server::parts::{MemoryReport, Parts};
+use crate::server::pb;
+
+pub(super) struct ControlService {
+    gate: Gate,
+    started: Instant,
+}
+
+impl ControlService {
+    pub(super) fn new(gate: Gate) -> Self {
+        Self { gate, started: Instant::now() }
+    }
+
+    async fn status(&self) -> Result<pb::GetStatusResponse> {
+        let parts = self.gate.look()?;
+        let engine = ask(&parts.engine, |reply| Command::Status { reply }).await?;
+        let status = status_response(&engine, (parts.memory)());
+        Ok(pb::GetStatusResponse { uptime_seconds: self.started.elapsed().as_secs_f64(), ..status })
+    }
+
+    async fn reset_prefix_cache(&self) -> Result<pb::ResetPrefixCacheResponse> {
+        let parts = self.gate.look()?;
+        let blocks = ask(&parts.engine, |reply| Command::ResetPrefixCache { reply }).await?;
+        Ok(pb::ResetPrefixCacheResponse { blocks: count(blocks) })
+    }
+}
+
+#[tonic::async_trait]
+impl pb::control_server::Control for ControlService {
+    async fn get_info(&self, _: Request<pb::GetInfoRequest>) -> tonic::Result<Response<pb::GetInfoResponse>> {
+        self.gate.look().map(|parts| Response::new(info_response(&parts))).map_err(to_status)
+    }
+
+    async fn get_status(
+        &self,
+        request: Request<pb::GetStatusRequest>,
+    ) -> tonic::Result<Response<pb::GetStatusResponse>> {
+        Deadline::of(&request).limit(self.status()).await.map(Response::new)
+    }
+
+    async fn reset_prefix_cache(
+        &self,
+        request: Request<pb::ResetPrefixCacheRequest>,
+    ) -> tonic::Result<Response<pb::ResetPrefixCacheResponse>> {
+        Deadline::of(&request).limit(self.reset_prefix_cache()).await.map(Response::new)
+    }
+}
+
+fn info_response(parts: &Parts) -> pb::GetInfoResponse {
+    let (info, model) = (&parts.info, &parts.model);
+    pb::GetInfoResponse {
+        server_version: env!("CARGO_PKG_VERSION").into(),
+        model: info.model.clone(),
+        architecture: info.architecture.clone(),
+        dtype: info.dtype.clone(),
+        device: info.device.clone(),
+        tensor_parallel_size: count(info.tensor_parallel_size),
+        vocab_size: count(model.vocab_size),
+        max_model_len: count(model.max_model_len),
+        max_num_seqs: count(info.max_num_seqs),
+        max_batch_tokens: count(info.max_batch_tokens),
+        block_size: count(info.block_size),
+        eos_token_ids: model.eos_token_ids.clone(),
+        parameters: info.parameters,
+        kernel: info.kernel.clone(),
+        has_tokenizer: model.text.is_some(),
+        has_chat_template: model.text.as_ref().is_some_and(|t| t.has_chat_template()),
+    }
+}
+
+/// Everything but the uptime.
+fn status_response(s: &engine::Status, memory: MemoryReport) -> pb::GetStatusResponse {
+    let lifecycle = if s.shutting_down { pb::Lifecycle::ShuttingDown } else { pb::Lifecycle::Running };
+    let entry = |(name, bytes)| pb::MemoryEntry { name, bytes };
+    pb::GetStatusResponse {
+        lifecycle: lifecycle.into(),
+        weight_version: s.weight_version,
+        memory: Some(pb::MemoryLedger {
+            total_bytes: memory.total_bytes,
+            ceiling_bytes: memory.ceiling_bytes,
+            entries: memory.entries.into_iter().map(entry).collect(),
+            resident_bytes: memory.resident_bytes,
+        }),
+        total_blocks: count(s.total_blocks),
+        free_blocks: count(s.free_blocks),
+        cached_blocks: count(s.cached_blocks),
+        running_requests: count(s.running_requests),
+        running_samples: count(s.running_samples),
+        waiting_samples: count(s.waiting_samples),
+        steps: s.steps,
+        prompt_tokens: s.prompt_tokens,
+        generated_tokens: s.generated_tokens,
+        cached_tokens: s.cached_tokens,
+        preemptions: s.preemptions,
+        finished_requests: s.finished_requests,
+        aborted_requests: s.aborted_requests,
+        tokens_per_second: s.tokens_per_second,
+        uptime_seconds: 0.0,
+    }
+}
+
+/// Counts here are of things that are numbered with 32 bits.
+fn count(n: usize) -> u32 {
+    u32::try_from(n).expect("blocks, samples and tokens are counted with 32 bits")
+}

@@ -1,0 +1,52 @@
+//! The gRPC services: each call is parsed, handed to the engine as a command, and answered from its events.
+
+mod control;
+mod deadline;
+mod message_limit;
+mod rollout;
+mod stream;
+#[cfg(test)]
+mod tests;
+
+use tokio::sync::oneshot;
+use tonic::service::Routes;
+
+pub(super) use deadline::note_deadline;
+
+use self::message_limit::NameMessageLimit;
+use super::convert::MAX_MESSAGE_BYTES;
+use super::gate::Gate;
+use super::pb::control_server::ControlServer;
+use super::pb::rollout_server::RolloutServer;
+use crate::engine::{Command, EngineHandle, Reply};
+use crate::error::{Error, Result};
+
+/// The names under which health is reported: the server as a whole and each service.
+pub(super) const HEALTH_NAMES: [&str; 3] =
+    ["", super::pb::rollout_server::SERVICE_NAME, super::pb::control_server::SERVICE_NAME];
+
+/// Rollout and Control.
+pub(super) fn routes(gate: &Gate) -> Routes {
+    let rollout = RolloutServer::new(rollout::RolloutService::new(gate.clone()));
+    let control = ControlServer::new(control::ControlService::new(gate.clone()));
+    // Control's requests are small, and tonic's default of 4 MiB is enough for them.
+    Routes::new(NameMessageLimit(rollout.max_decoding_message_size(MAX_MESSAGE_BYTES))).add_service(control)
+}
+
+/// Asks the engine a question and waits for the answer.
+///
+/// # Errors
+/// `ResourceExhausted` if its queue is full, `Unavailable` if it has ended.
+async fn ask<T: Send + 'static>(engine: &EngineHandle, command: impl FnOnce(Reply<T>) -> Command) -> Result<T> {
+    let (reply, answer) = oneshot::channel();
+    let reply = move |value| {
+        // The caller may have given up.
+        let _ = reply.send(value);
+    };
+    engine.send(command(Box::new(reply)))?;
+    answer.await.map_err(|_| engine_gone())
+}
+
+fn engine_gone() -> Error {
+    Error::Unavailable("the engine has ended".into())
+}

@@ -1,0 +1,93 @@
+//! Rollout: Generate, Score, Abort.
+
+use tonic::{Request, Response};
+
+use super::deadline::Deadline;
+use super::stream::{CancelOnDrop, GenerateStream, StreamGuards, event_channel};
+use super::{ask, engine_gone};
+use crate::engine::Command;
+use crate::error::{Error, Result};
+use crate::server::convert::{self, Progress, ReplyWriter, ScoreCollector, to_status};
+use crate::server::gate::Gate;
+use crate::server::pb;
+
+/// Requests larger than this many bytes are parsed and tokenised on the blocking pool: a few milliseconds of
+/// tokenising is what an async thread may be kept busy.
+const INLINE_PARSE_BYTES: usize = 8 << 10;
+
+pub(super) struct RolloutService {
+    gate: Gate,
+}
+
+impl RolloutService {
+    pub(super) fn new(gate: Gate) -> Self {
+        Self { gate }
+    }
+
+    async fn score_all(&self, request: pb::ScoreRequest) -> Result<pb::ScoreResponse> {
+        let (parts, _running) = self.gate.admit()?;
+        let model = parts.model.clone();
+        let request = parse(request, move |r| convert::score(r, &model)).await?;
+        let (responder, mut events) = event_channel();
+        let cancel = CancelOnDrop::default();
+        let mut collector = ScoreCollector::new(&request);
+        parts.engine.send(request.into_command(cancel.0.clone(), responder))?;
+        loop {
+            match collector.take(events.recv().await.ok_or_else(engine_gone)?) {
+                Progress::More => {}
+                Progress::Done => return collector.finish(),
+                Progress::Failed(error) => return Err(error),
+            }
+        }
+    }
+}
+
+#[tonic::async_trait]
+impl pb::rollout_server::Rollout for RolloutService {
+    type GenerateStream = GenerateStream;
+
+    async fn generate(&self, request: Request<pb::GenerateRequest>) -> tonic::Result<Response<GenerateStream>> {
+        let deadline = Deadline::of(&request);
+        let (parts, running) = self.gate.admit().map_err(to_status)?;
+        let model = parts.model.clone();
+        let parsed = parse(request.into_inner(), move |r| convert::generate(r, &model));
+        let request = deadline.limit(parsed).await?;
+        tracing::debug!(request_id = request.request_id, prompts = request.prompts.len(), "request accepted");
+        let size = (request.prompts.len(), request.samples());
+        let writer = ReplyWriter::new(&request, parts.model.clone());
+        let (responder, events) = event_channel();
+        let cancel = CancelOnDrop::default();
+        parts.engine.send(request.into_command(cancel.0.clone(), responder)).map_err(to_status)?;
+        let guards = StreamGuards { cancel, running, deadline };
+        Ok(Response::new(GenerateStream::new(events, writer, size, guards)))
+    }
+
+    async fn score(&self, request: Request<pb::ScoreRequest>) -> tonic::Result<Response<pb::ScoreResponse>> {
+        let deadline = Deadline::of(&request);
+        deadline.limit(self.score_all(request.into_inner())).await.map(Response::new)
+    }
+
+    async fn abort(&self, request: Request<pb::AbortRequest>) -> tonic::Result<Response<pb::AbortResponse>> {
+        let deadline = Deadline::of(&request);
+        let abort = async {
+            let parts = self.gate.look()?;
+            let target = convert::abort(request.into_inner())?;
+            let reply = ask(&parts.engine, |reply| Command::Abort { target, reply }).await?;
+            Ok(pb::AbortResponse { aborted: reply.aborted, unknown: reply.unknown })
+        };
+        deadline.limit(abort).await.map(Response::new)
+    }
+}
+
+/// Parses a request, here or, if it is large, on the blocking pool.
+async fn parse<M, T>(message: M, convert: impl FnOnce(M) -> Result<T> + Send + 'static) -> Result<T>
+where
+    M: prost::Message + 'static,
+    T: Send + 'static,
+{
+    if message.encoded_len() <= INLINE_PARSE_BYTES {
+        return convert(message);
+    }
+    let parsed = tokio::task::spawn_blocking(move || convert(message)).await;
+    parsed.unwrap_or_else(|e| Err(Error::Internal(format!("parsing the request failed: {e}"))))
+}

@@ -1,0 +1,80 @@
+//! Deadlines of calls with a single answer. Over a real channel the client's own timer would race with ours.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, sync_channel};
+
+use tonic::{Code, Request};
+
+use super::control::ControlService;
+use super::note_deadline;
+use super::rollout::RolloutService;
+use crate::engine::{Command, EngineHandle};
+use crate::server::gate::{Gate, GateKeeper, gate};
+use crate::server::pb::{self, control_server::Control as _, rollout_server::Rollout as _};
+use crate::server::{MemoryReport, ModelFacts, Parts, ServerInfo};
+
+/// A gate that is open and the queue behind it, which nobody reads.
+fn open() -> (GateKeeper, Gate, Receiver<Command>) {
+    let (sender, commands) = sync_channel(16);
+    let model = ModelFacts { vocab_size: 100, max_model_len: 8, eos_token_ids: vec![99], text: None };
+    let (keeper, gate) = gate();
+    keeper.serving(Arc::new(Parts {
+        model: Arc::new(model),
+        info: ServerInfo::default(),
+        engine: EngineHandle::new(sender),
+        memory: Arc::new(MemoryReport::default),
+    }));
+    (keeper, gate, commands)
+}
+
+/// `message` as it arrives with a deadline 50 ms away.
+fn limited<M>(message: M) -> Request<M> {
+    let mut request = Request::new(());
+    request.metadata_mut().insert("grpc-timeout", "50m".parse().expect("a header value"));
+    let (metadata, extensions, ()) = note_deadline(request).expect("readable").into_parts();
+    Request::from_parts(metadata, extensions, message)
+}
+
+async fn assert_drained(keeper: &GateKeeper) {
+    let patience = std::time::Duration::from_secs(10);
+    tokio::time::timeout(patience, keeper.drained()).await.expect("no request counts as running");
+}
+
+#[tokio::test]
+async fn a_score_past_its_deadline_is_cancelled() {
+    let (keeper, gate, commands) = open();
+    let sequences = vec![pb::TokenIds { ids: vec![1, 2] }];
+    let request = limited(pb::ScoreRequest { sequences, ..Default::default() });
+    let status = RolloutService::new(gate).score(request).await.expect_err("nobody answers");
+    assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
+    let Ok(Command::Generate(command)) = commands.try_recv() else { panic!("not a request") };
+    assert!(command.cancel.is_cancelled());
+    assert_drained(&keeper).await;
+}
+
+#[tokio::test]
+async fn questions_do_not_outlive_their_deadline() {
+    let (_keeper, gate, _commands) = open();
+    let control = ControlService::new(gate.clone());
+    let status = control.get_status(limited(pb::GetStatusRequest {})).await.expect_err("nobody answers");
+    assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
+    let reset = limited(pb::ResetPrefixCacheRequest {});
+    let status = control.reset_prefix_cache(reset).await.expect_err("nobody answers");
+    assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
+    let abort = limited(pb::AbortRequest { all: true, ..Default::default() });
+    let status = RolloutService::new(gate).abort(abort).await.expect_err("nobody answers");
+    assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
+}
+
+#[tokio::test]
+async fn a_refused_request_is_not_running() {
+    let (keeper, gate, commands) = open();
+    let wrong = Request::new(pb::GenerateRequest::default());
+    assert!(RolloutService::new(gate.clone()).generate(wrong).await.is_err());
+    assert_drained(&keeper).await;
+    drop(commands);
+    let prompts = vec![pb::Prompt { kind: Some(pb::prompt::Kind::Tokens(pb::TokenIds { ids: vec![1] })) }];
+    let request = Request::new(pb::GenerateRequest { prompts, ..Default::default() });
+    assert!(RolloutService::new(gate).generate(request).await.is_err());
+    assert_drained(&keeper).await;
+}

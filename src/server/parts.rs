@@ -1,0 +1,57 @@
+//! What the server must be given: facts of the model, facts of the process, the way into the engine.
+
+use std::sync::Arc;
+
+use super::text::TextCodec;
+use crate::engine::EngineHandle;
+use crate::types::TokenId;
+
+/// Everything the services need once the model is loaded.
+pub struct Parts {
+    pub model: Arc<ModelFacts>,
+    pub info: ServerInfo,
+    pub engine: EngineHandle,
+    /// Looks at the memory ledger; called once per `GetStatus`, so it must not wait.
+    pub memory: Arc<dyn Fn() -> MemoryReport + Send + Sync>,
+}
+
+/// What a request is checked against.
+pub struct ModelFacts {
+    pub vocab_size: usize,
+    /// Most tokens of prompt and completion together.
+    pub max_model_len: usize,
+    /// Ascending.
+    pub eos_token_ids: Vec<TokenId>,
+    /// None: token ids only.
+    pub text: Option<TextCodec>,
+}
+
+/// Facts that `GetInfo` reports and that are not in [`ModelFacts`].
+#[derive(Clone, Debug, Default)]
+pub struct ServerInfo {
+    pub model: String,
+    pub architecture: String,
+    /// `bfloat16` or `float32`.
+    pub dtype: String,
+    /// `cpu` or `cuda`.
+    pub device: String,
+    pub tensor_parallel_size: usize,
+    pub max_num_seqs: usize,
+    pub max_batch_tokens: usize,
+    pub block_size: usize,
+    /// Number of weights, tied ones counted once.
+    pub parameters: u64,
+    /// Instruction set of the linear kernel.
+    pub kernel: String,
+}
+
+/// The memory ledger, in bytes.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct MemoryReport {
+    pub total_bytes: u64,
+    pub ceiling_bytes: u64,
+    /// `(purpose, bytes)`.
+    pub entries: Vec<(String, u64)>,
+    /// As the operating system counts it now.
+    pub resident_bytes: u64,
+}

@@ -1,0 +1,58 @@
+//! Orders to end, from signals or from the process itself.
+
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::mpsc;
+
+use crate::error::{Error, Result};
+
+/// Orders the server to end; any thread may (a dying engine too). Cheap to clone.
+#[derive(Clone)]
+pub struct ShutdownHandle(mpsc::UnboundedSender<()>);
+
+/// The other end, for [`super::serve`].
+pub struct ShutdownOrders(mpsc::UnboundedReceiver<()>);
+
+/// The first order starts a graceful shutdown; another one ends at once.
+pub fn shutdown_channel() -> (ShutdownHandle, ShutdownOrders) {
+    // Unbounded because an order must not wait; bounded by the patience of whoever sends signals.
+    let (sender, receiver) = mpsc::unbounded_channel();
+    (ShutdownHandle(sender), ShutdownOrders(receiver))
+}
+
+impl ShutdownHandle {
+    pub fn order(&self) {
+        // Nobody listens after the end, and then there is nothing left to order.
+        let _ = self.0.send(());
+    }
+}
+
+impl ShutdownOrders {
+    /// Waits for the next order; for ever if nobody is left who could give one.
+    pub(super) async fn next(&mut self) {
+        if self.0.recv().await.is_none() {
+            std::future::pending::<()>().await;
+        }
+    }
+}
+
+/// Turns SIGTERM and SIGINT into orders for as long as the runtime lives. Must be called inside a tokio runtime.
+///
+/// # Errors
+/// `Internal` if the handlers cannot be installed.
+pub fn watch_signals(handle: ShutdownHandle) -> Result<()> {
+    let install = |kind| signal(kind).map_err(|e| Error::Internal(format!("cannot handle signals: {e}")));
+    let mut term = install(SignalKind::terminate())?;
+    let mut interrupt = install(SignalKind::interrupt())?;
+    tokio::spawn(async move {
+        loop {
+            let name = tokio::select! {
+                Some(()) = term.recv() => "SIGTERM",
+                Some(()) = interrupt.recv() => "SIGINT",
+                else => return,
+            };
+            tracing::info!(signal = name, "ordered to end; another signal ends at once");
+            handle.order();
+        }
+    });
+    Ok(())
+}

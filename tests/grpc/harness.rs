@@ -1,0 +1,147 @@
+//! A server on a loopback port whose engine is the test itself: it takes the commands and plays the events.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, sync_channel};
+use std::time::{Duration, Instant};
+
+use rollout_server::engine::{Command, Completion, EngineHandle, Event, GenerateCommand, Summary};
+use rollout_server::error::Result;
+use rollout_server::server::pb::control_client::ControlClient;
+use rollout_server::server::pb::rollout_client::RolloutClient;
+use rollout_server::server::pb::{self, generate_response::Event as Message};
+use rollout_server::server::{
+    Bound, Ended, MemoryReport, ModelFacts, Parts, ServerConfig, ServerInfo, ShutdownHandle, serve, shutdown_channel,
+};
+use rollout_server::types::{FinishReason, TokenLogprobs};
+use tonic::transport::Channel;
+
+/// Nothing here takes this long; a test that waits longer has failed.
+pub const PATIENCE: Duration = Duration::from_secs(20);
+
+pub struct Harness {
+    pub url: String,
+    pub commands: Receiver<Command>,
+    pub shutdown: ShutdownHandle,
+    pub server: tokio::task::JoinHandle<Result<Ended>>,
+}
+
+pub fn config(port: u16) -> ServerConfig {
+    ServerConfig { host: "127.0.0.1".into(), port, shutdown_grace: Duration::from_secs(60) }
+}
+
+/// Vocabulary 100, context 32, token 99 ends a sequence, no tokenizer.
+pub fn parts(engine: EngineHandle) -> Parts {
+    let model = ModelFacts { vocab_size: 100, max_model_len: 32, eos_token_ids: vec![99], text: None };
+    let info = ServerInfo { model: "fake".into(), dtype: "float32".into(), block_size: 16, ..Default::default() };
+    let memory = || MemoryReport {
+        total_bytes: 1000,
+        ceiling_bytes: 500,
+        entries: vec![("weights".into(), 300), ("kv_cache".into(), 100)],
+        resident_bytes: 450,
+    };
+    Parts { model: Arc::new(model), info, engine, memory: Arc::new(memory) }
+}
+
+/// A serving server whose command queue holds `queue` commands.
+pub async fn start_with_queue(queue: usize) -> Harness {
+    let (sender, commands) = sync_channel(queue);
+    let (shutdown, orders) = shutdown_channel();
+    let bound = Bound::new(&config(0)).expect("a free port");
+    let url = format!("http://{}", bound.address());
+    let server = tokio::spawn(serve(bound, std::future::ready(Ok(parts(EngineHandle::new(sender)))), orders));
+    Harness { url, commands, shutdown, server }
+}
+
+pub async fn start() -> Harness {
+    start_with_queue(16).await
+}
+
+impl Harness {
+    pub async fn channel(&self) -> Channel {
+        Channel::from_shared(self.url.clone()).expect("a URL").connect().await.expect("the server listens")
+    }
+
+    pub async fn rollout(&self) -> RolloutClient<Channel> {
+        RolloutClient::new(self.channel().await)
+    }
+
+    pub async fn control(&self) -> ControlClient<Channel> {
+        ControlClient::new(self.channel().await)
+    }
+
+    /// The next command. Blocks the test's own thread; the server runs on the runtime's workers.
+    pub fn command(&self) -> Command {
+        self.commands.recv_timeout(PATIENCE).expect("a command for the engine")
+    }
+
+    pub fn generate_command(&self) -> GenerateCommand {
+        match self.command() {
+            Command::Generate(command) => *command,
+            _ => panic!("not a Generate"),
+        }
+    }
+
+    /// A running request: the stream the client reads and the command the engine got.
+    pub async fn running(
+        &self,
+        request: pb::GenerateRequest,
+    ) -> (tonic::Streaming<pb::GenerateResponse>, GenerateCommand) {
+        let mut client = self.rollout().await;
+        let stream = client.generate(request).await.expect("accepted").into_inner();
+        (stream, self.generate_command())
+    }
+}
+
+pub fn prompt(ids: &[u32]) -> pb::Prompt {
+    pb::Prompt { kind: Some(pb::prompt::Kind::Tokens(pb::TokenIds { ids: ids.to_vec() })) }
+}
+
+pub fn request() -> pb::GenerateRequest {
+    pb::GenerateRequest { request_id: "r".into(), prompts: vec![prompt(&[1, 2, 3])], ..Default::default() }
+}
+
+pub fn token(id: u32) -> TokenLogprobs {
+    TokenLogprobs { token: id, raw: -(id as f32), processed: -0.5, top: Vec::new() }
+}
+
+pub fn token_event(sample_index: u32, id: u32) -> Event {
+    Event::Token { prompt_index: 0, sample_index, logprobs: token(id) }
+}
+
+pub fn completion_event(sample_index: u32, ids: &[u32], finish_reason: FinishReason) -> Event {
+    Event::Completion(Completion {
+        prompt_index: 0,
+        sample_index,
+        tokens: ids.iter().map(|&id| token(id)).collect(),
+        finish_reason,
+        text_len: None,
+        weight_versions: vec![(0, 0, ids.len() as u32)],
+        seed: 5,
+        cached_tokens: 0,
+    })
+}
+
+pub fn done() -> Event {
+    Event::Done(Summary { prompt_tokens: 3, cached_tokens: 0, completion_tokens: 2, seconds: 0.1 })
+}
+
+/// The next message of a stream; None at its end.
+pub async fn next(stream: &mut tonic::Streaming<pb::GenerateResponse>) -> Option<Message> {
+    let message = tokio::time::timeout(PATIENCE, stream.message()).await.expect("a message or the end in time");
+    message.expect("no error").map(|m| m.event.expect("a message has an event"))
+}
+
+/// The error in which a stream ends.
+pub async fn failure(stream: &mut tonic::Streaming<pb::GenerateResponse>) -> tonic::Status {
+    let message = tokio::time::timeout(PATIENCE, stream.message()).await.expect("an error in time");
+    message.expect_err("an error")
+}
+
+/// Waits for what has no other signal.
+pub async fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !holds() {
+        assert!(start.elapsed() < PATIENCE, "{what} did not come to hold");
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+}

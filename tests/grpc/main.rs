@@ -1,0 +1,5 @@
+//! The gRPC surface over a loopback port, with the test as the engine.
+
+mod harness;
+mod lifecycle;
+mod requests;

@@ -1,0 +1,225 @@
+//! Calls: what the engine is told and what the client gets.
+
+use std::time::Duration;
+
+use rollout_server::engine::{AbortReply, AbortTarget, Command, Event, Kind, Status, Summary};
+use rollout_server::error::Error;
+use rollout_server::server::pb::{self, generate_response::Event as Message};
+use rollout_server::types::FinishReason;
+use tonic::{Code, Request};
+
+use crate::harness::*;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn messages_come_in_the_order_of_the_events_and_end_with_one_summary() {
+    let server = start().await;
+    let (mut stream, mut engine) =
+        server.running(pb::GenerateRequest { n: Some(2), stream_tokens: true, ..request() }).await;
+    assert_eq!(engine.prompts, [[1, 2, 3].into()]);
+    assert!(matches!(engine.kind, Kind::Generate { n: 2, stream_tokens: true, .. }));
+
+    // Each message arrives while the request still runs.
+    (engine.responder)(token_event(1, 7));
+    let Some(Message::Delta(delta)) = next(&mut stream).await else { panic!("not a delta") };
+    assert_eq!((delta.sample_index, delta.token_ids, delta.raw_logprobs), (1, vec![7], vec![-7.0]));
+    (engine.responder)(completion_event(1, &[7, 99], FinishReason::Eos));
+    let Some(Message::Completion(first)) = next(&mut stream).await else { panic!("not a completion") };
+    assert_eq!((first.sample_index, first.finish_reason()), (1, pb::FinishReason::Eos));
+
+    (engine.responder)(token_event(0, 8));
+    (engine.responder)(completion_event(0, &[8], FinishReason::Length));
+    (engine.responder)(done());
+    assert!(matches!(next(&mut stream).await, Some(Message::Delta(_))));
+    let Some(Message::Completion(second)) = next(&mut stream).await else { panic!("not a completion") };
+    assert_eq!((second.sample_index, second.finish_reason()), (0, pb::FinishReason::Length));
+    let Some(Message::Summary(summary)) = next(&mut stream).await else { panic!("not a summary") };
+    assert_eq!((summary.request_id.as_str(), summary.completion_tokens), ("r", 2));
+    assert_eq!(next(&mut stream).await, None);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nothing_follows_the_terminal_event() {
+    let server = start().await;
+    let (mut stream, mut engine) = server.running(request()).await;
+    (engine.responder)(done());
+    (engine.responder)(completion_event(0, &[1], FinishReason::Length));
+    (engine.responder)(done());
+    assert!(matches!(next(&mut stream).await, Some(Message::Summary(_))));
+    assert_eq!(next(&mut stream).await, None);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_dropped_stream_cancels_the_work() {
+    let server = start().await;
+    let (mut stream, mut engine) = server.running(request()).await;
+    (engine.responder)(token_event(0, 7));
+    assert!(next(&mut stream).await.is_some());
+    assert!(!engine.cancel.is_cancelled());
+    drop(stream);
+    eventually("the cancel flag", || engine.cancel.is_cancelled()).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_cancelled_score_cancels_the_work() {
+    let server = start().await;
+    let mut client = server.rollout().await;
+    let sequences = vec![pb::TokenIds { ids: vec![1, 2] }];
+    let call = tokio::spawn(async move { client.score(pb::ScoreRequest { sequences, ..Default::default() }).await });
+    let engine = server.generate_command();
+    assert!(!engine.cancel.is_cancelled());
+    call.abort();
+    eventually("the cancel flag", || engine.cancel.is_cancelled()).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_deadline_ends_the_stream_and_the_work() {
+    let server = start().await;
+    let mut limited = Request::new(request());
+    limited.set_timeout(Duration::from_millis(300));
+    let mut stream = server.rollout().await.generate(limited).await.expect("accepted").into_inner();
+    let mut engine = server.generate_command();
+    (engine.responder)(completion_event(0, &[7], FinishReason::Length));
+    assert!(matches!(next(&mut stream).await, Some(Message::Completion(_))));
+    let status = failure(&mut stream).await;
+    assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
+    eventually("the cancel flag", || engine.cancel.is_cancelled()).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_unreadable_deadline_is_refused() {
+    let server = start().await;
+    let mut wrong = Request::new(request());
+    wrong.metadata_mut().insert("grpc-timeout", "soon".parse().expect("a header value"));
+    let status = server.rollout().await.generate(wrong).await.expect_err("refused");
+    assert_eq!(status.code(), Code::InvalidArgument);
+    assert!(status.message().contains("grpc-timeout"), "{status}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_wrong_request_names_its_field_and_never_reaches_the_engine() {
+    let server = start().await;
+    let wrong = pb::GenerateRequest { prompts: vec![prompt(&[1]), prompt(&[5, 100])], ..request() };
+    let status = server.rollout().await.generate(wrong).await.expect_err("refused");
+    assert_eq!(status.code(), Code::InvalidArgument);
+    assert_eq!(status.message(), "prompts[1].tokens.ids[1]: 100 is not below the vocabulary size 100");
+    assert!(server.commands.try_recv().is_err());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_large_request_is_parsed_and_an_oversized_one_refused() {
+    let server = start().await;
+    let large = |prompts| pb::GenerateRequest { prompts: vec![prompt(&[1; 31]); prompts], ..request() };
+    let (_stream, engine) = server.running(large(60_000)).await;
+    assert_eq!(engine.prompts.len(), 60_000);
+
+    let status = server.rollout().await.generate(large(2_000_000)).await.expect_err("refused");
+    assert_eq!(status.code(), Code::InvalidArgument, "{status}");
+    assert!(status.message().starts_with("request: ") && status.message().contains("67108864"), "{status}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_the_engine_refuses_is_the_status() {
+    let server = start().await;
+    let (mut stream, mut engine) = server.running(request()).await;
+    (engine.responder)(Event::Failed(Error::AlreadyExists("request \"r\" is running".into())));
+    let status = failure(&mut stream).await;
+    assert_eq!((status.code(), status.message()), (Code::AlreadyExists, "request \"r\" is running"));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_full_queue_is_resource_exhausted() {
+    let server = start_with_queue(1).await;
+    let mut client = server.rollout().await;
+    let _first = client.generate(request()).await.expect("fits in the queue");
+    let status = client.generate(request()).await.expect_err("does not fit");
+    assert_eq!(status.code(), Code::ResourceExhausted, "{status}");
+    // The engine catches up, and the next one fits.
+    server.generate_command();
+    client.generate(request()).await.expect("fits again");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_dead_engine_is_unavailable() {
+    let mut server = start().await;
+    let (mut stream, engine) = server.running(request()).await;
+    drop(engine);
+    assert_eq!(failure(&mut stream).await.code(), Code::Unavailable);
+
+    server.commands = std::sync::mpsc::sync_channel(1).1;
+    let status = server.rollout().await.generate(request()).await.expect_err("nobody there");
+    assert_eq!(status.code(), Code::Unavailable, "{status}");
+    let status = server.control().await.get_status(pb::GetStatusRequest {}).await.expect_err("nobody there");
+    assert_eq!(status.code(), Code::Unavailable, "{status}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn scores_come_back_in_the_order_of_the_sequences() {
+    let server = start().await;
+    let mut client = server.rollout().await;
+    let sequences = vec![pb::TokenIds { ids: vec![1, 2, 3] }, pb::TokenIds { ids: vec![4] }];
+    let sent = pb::ScoreRequest { sequences, min_weight_version: Some(2), ..Default::default() };
+    let call = tokio::spawn(async move { client.score(sent).await });
+    let mut engine = server.generate_command();
+    assert_eq!((engine.kind, engine.min_weight_version), (Kind::Score, Some(2)));
+    let scored = |prompt_index, ids: &[u32]| Event::PromptLogprobs {
+        prompt_index,
+        logprobs: ids.iter().map(|&id| token(id)).collect(),
+        weight_version: 2,
+    };
+    (engine.responder)(scored(1, &[]));
+    (engine.responder)(scored(0, &[2, 3]));
+    (engine.responder)(Event::Done(Summary::default()));
+    let scores = call.await.expect("no panic").expect("scored").into_inner().scores;
+    assert_eq!(scores.len(), 2);
+    assert!(scores[0].raw_logprobs[0].is_nan() && scores[1].raw_logprobs[0].is_nan());
+    assert_eq!((&scores[0].raw_logprobs[1..], scores[1].raw_logprobs.len()), ([-2.0, -3.0].as_slice(), 1));
+    assert_eq!(scores[0].weight_version, 2);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn abort_is_passed_on_and_partial_completions_are_delivered() {
+    let server = start().await;
+    let (mut stream, mut engine) = server.running(request()).await;
+    let mut client = server.rollout().await;
+    let ids = vec!["r".to_owned(), "other".to_owned()];
+    let sent = pb::AbortRequest { request_ids: ids.clone(), all: false };
+    let call = tokio::spawn(async move { client.abort(sent).await });
+    let Command::Abort { target, reply } = server.command() else { panic!("not an Abort") };
+    assert_eq!(target, AbortTarget::Requests(ids));
+    (engine.responder)(completion_event(0, &[7], FinishReason::Aborted));
+    (engine.responder)(done());
+    reply(AbortReply { aborted: vec!["r".into()], unknown: vec!["other".into()] });
+    let answer = call.await.expect("no panic").expect("aborted").into_inner();
+    assert_eq!((answer.aborted, answer.unknown), (vec!["r".to_owned()], vec!["other".to_owned()]));
+    let Some(Message::Completion(partial)) = next(&mut stream).await else { panic!("not a completion") };
+    assert_eq!((partial.token_ids.as_slice(), partial.finish_reason()), ([7].as_slice(), pb::FinishReason::Aborted));
+    assert!(matches!(next(&mut stream).await, Some(Message::Summary(_))));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn control_tells_what_it_was_given() {
+    let server = start().await;
+    let mut client = server.control().await;
+    let info = client.get_info(pb::GetInfoRequest {}).await.expect("info").into_inner();
+    assert_eq!((info.model.as_str(), info.dtype.as_str(), info.block_size), ("fake", "float32", 16));
+    assert_eq!((info.vocab_size, info.max_model_len, info.eos_token_ids), (100, 32, vec![99]));
+    assert!(!info.has_tokenizer && !info.has_chat_template && !info.server_version.is_empty());
+
+    let mut asking = client.clone();
+    let call = tokio::spawn(async move { asking.get_status(pb::GetStatusRequest {}).await });
+    let Command::Status { reply } = server.command() else { panic!("not a Status") };
+    reply(Status { weight_version: 7, total_blocks: 9, free_blocks: 8, preemptions: 3, ..Default::default() });
+    let status = call.await.expect("no panic").expect("status").into_inner();
+    assert_eq!((status.lifecycle(), status.weight_version), (pb::Lifecycle::Running, 7));
+    assert_eq!((status.total_blocks, status.free_blocks, status.preemptions), (9, 8, 3));
+    let memory = status.memory.expect("always there");
+    assert_eq!((memory.total_bytes, memory.ceiling_bytes, memory.resident_bytes), (1000, 500, 450));
+    let entries: Vec<_> = memory.entries.iter().map(|e| (e.name.as_str(), e.bytes)).collect();
+    assert_eq!(entries, [("weights", 300), ("kv_cache", 100)]);
+    assert!(status.uptime_seconds > 0.0);
+
+    let call = tokio::spawn(async move { client.reset_prefix_cache(pb::ResetPrefixCacheRequest {}).await });
+    let Command::ResetPrefixCache { reply } = server.command() else { panic!("not a reset") };
+    reply(6);
+    assert_eq!(call.await.expect("no panic").expect("reset").into_inner().blocks, 6);
+}
