@@ -220,16 +220,35 @@ fn inverse_cdf_body(row: &[f32], max: f32, scale: f32, sums: &[f32], target: f64
 
 #[inline(always)]
 fn candidates_body(row: &[f32], maxima: &[f32], floor: f32, max: f32, scale: f32, out: &mut Vec<Candidate>) {
-    for (b, tokens) in row.chunks(BLOCK).enumerate() {
-        if maxima[b] < floor {
-            continue;
-        }
-        for (i, &logit) in tokens.iter().enumerate() {
-            if logit >= floor {
-                out.push(Candidate { logit, weight: math::exp((logit - max) * scale), id: (b * BLOCK + i) as u32 });
-            }
+    let (blocks, rest) = row.as_chunks::<BLOCK>();
+    for (b, block) in blocks.iter().enumerate() {
+        if maxima[b] >= floor {
+            push_candidates(block, b * BLOCK, floor, max, scale, out);
         }
     }
+    if !rest.is_empty() && maxima[blocks.len()] >= floor {
+        push_candidates(&padded(rest), blocks.len() * BLOCK, floor, max, scale, out);
+        // With a floor of `-inf` the padding has passed too.
+        while out.last().is_some_and(|c| c.id as usize >= row.len()) {
+            out.pop();
+        }
+    }
+}
+
+#[inline(always)]
+fn push_candidates(block: &[f32; BLOCK], start: usize, floor: f32, max: f32, scale: f32, out: &mut Vec<Candidate>) {
+    let mut weights = [0f32; BLOCK];
+    for i in 0..BLOCK {
+        weights[i] = math::exp((block[i] - max) * scale);
+    }
+    // Written always, kept only if it passes: no branch to mispredict.
+    let mut len = out.len();
+    out.resize(len + BLOCK, Candidate { logit: 0.0, weight: 0.0, id: 0 });
+    for i in 0..BLOCK {
+        out[len] = Candidate { logit: block[i], weight: weights[i], id: (start + i) as u32 };
+        len += usize::from(block[i] >= floor);
+    }
+    out.truncate(len);
 }
 
 #[cfg(test)]

@@ -40,25 +40,17 @@ pub fn keep(
         f32::NEG_INFINITY
     };
     let top_k = top_k_applies(params, row.logits.len()).then_some(params.top_k as usize);
-    // The mass that top-p is a fraction of, where the candidates below do not hold all of it.
-    let mut total = None;
-    let floor = match top_k {
-        Some(k) => min_p_floor.max(kth_block_maximum(row.maxima, k, floors)),
-        None if min_p_floor > f32::NEG_INFINITY => min_p_floor,
-        None => {
-            let sum = logits::block_sum_exp(row.logits, row.max, scale, sums);
-            total = Some(sum);
-            nucleus_floor(row, params.top_p, scale, sum)
+    if top_k.is_none() && params.min_p == 0.0 {
+        let total = logits::block_sum_exp(row.logits, row.max, scale, sums);
+        top_p_candidates(row, params.top_p, scale, total, out);
+    } else {
+        let top_k_floor = top_k.map_or(f32::NEG_INFINITY, |k| kth_block_maximum(row.maxima, k, floors));
+        logits::candidates(row.logits, row.maxima, min_p_floor.max(top_k_floor), row.max, scale, out);
+        select(out, top_k.unwrap_or(out.len()));
+        if params.top_p < 1.0 {
+            let total = mass(out);
+            nucleus(out, f64::from(params.top_p) * total);
         }
-    };
-    logits::candidates(row.logits, row.maxima, floor, row.max, scale, out);
-    if let Some(k) = top_k {
-        select(out, k);
-    }
-    if params.top_p < 1.0 {
-        let total = total.unwrap_or_else(|| mass(out));
-        let kept = nucleus(out, f64::from(params.top_p) * total);
-        out.truncate(kept);
     }
     // Selection has shuffled them. Gathering again up to the last kept token costs less than sorting by id.
     let last = *out.iter().max_by(|a, b| descending(a, b)).expect("the highest logit passes every filter");
@@ -90,21 +82,30 @@ fn kth_block_maximum(maxima: &[f32], k: usize, floors: &mut Vec<f32>) -> f32 {
     *floors.select_nth_unstable_by(k - 1, |a, b| b.total_cmp(a)).1
 }
 
-/// A bound above which lies at least `top_p` of the mass: tokens with weight below `(1 - top_p) * total / vocab` cannot
-/// add up to more than the rest.
-fn nucleus_floor(row: Row, top_p: f32, scale: f32, total: f64) -> f32 {
-    let weight = (1.0 - f64::from(top_p)) * total / row.logits.len() as f64;
-    let floor = (f64::from(row.max) + weight.ln() / f64::from(scale)) as f32;
-    floor.next_down().min(row.max)
+/// Fills `out` with the nucleus of the whole vocabulary, whose mass is `total`, in no particular order.
+fn top_p_candidates(row: Row, top_p: f32, scale: f32, total: f64, out: &mut Vec<Candidate>) {
+    let target = f64::from(top_p) * total;
+    let vocab = row.logits.len();
+    // Tokens below a floor of (mass that may be left out) / vocab cannot outweigh that mass, so the last try succeeds. A
+    // real model's tail is short: the first tries mostly do, with far fewer candidates.
+    for count in [256, 4096, vocab] {
+        let weight = (total - target) / count as f64;
+        let floor = (f64::from(row.max) + weight.ln() / f64::from(scale)) as f32;
+        logits::candidates(row.logits, row.maxima, floor.next_down().min(row.max), row.max, scale, out);
+        if mass(out) >= target {
+            break;
+        }
+    }
+    nucleus(out, target);
 }
 
 fn mass(candidates: &[Candidate]) -> f64 {
     candidates.iter().map(|c| f64::from(c.weight)).sum()
 }
 
-/// Moves the smallest set of most likely candidates with at least `target` mass to the front; returns its size, at
-/// least 1. Bisection by selection: linear in the number of candidates.
-fn nucleus(candidates: &mut [Candidate], target: f64) -> usize {
+/// Keeps the smallest set of most likely candidates with at least `target` mass (all, if they have less), at least one.
+/// Bisection by selection: linear in the number of candidates.
+fn nucleus(candidates: &mut Vec<Candidate>, target: f64) {
     const SORTED: usize = 64; // from here down a sort is cheaper than more selections
     let (mut low, mut high, mut reached) = (0, candidates.len(), 0.0);
     while high - low > SORTED {
@@ -125,5 +126,5 @@ fn nucleus(candidates: &mut [Candidate], target: f64) -> usize {
             break;
         }
     }
-    low
+    candidates.truncate(low);
 }
