@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
-from fake_server import FakeServer
 
+from fake_server import FakeServer
 from rollout_client import AsyncRolloutClient, RolloutClient
 
 REPOSITORY = Path(__file__).resolve().parents[3]

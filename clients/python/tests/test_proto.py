@@ -7,10 +7,10 @@ from pathlib import Path
 
 import grpc_tools.protoc
 import pytest
-from conftest import REPOSITORY
 from google.protobuf import descriptor_pb2
 
 import rollout_client
+from conftest import REPOSITORY
 from rollout_client import _convert, _proto, types
 
 

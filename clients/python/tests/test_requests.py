@@ -7,8 +7,8 @@ import random
 
 import numpy as np
 import pytest
-from fake_server import completion, summary
 
+from fake_server import completion, summary
 from rollout_client import InvalidArgument, RolloutClient, SamplingParams, _proto
 
 

@@ -14,9 +14,9 @@ import time
 import grpc
 import numpy as np
 import pytest
-from fake_server import GenerateResponse, completion, summary
 
 import rollout_client
+from fake_server import GenerateResponse, completion, summary
 from rollout_client import (
     AsyncRolloutClient,
     DeadlineExceeded,

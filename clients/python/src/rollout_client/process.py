@@ -15,6 +15,9 @@ from .errors import RolloutError, Unavailable
 STOP_SECONDS = 40.0
 """For a stop: the server's own grace period for running requests (30 s) and some more."""
 
+STANDARD_ERROR = 2
+"""By its number, because `sys.stderr` may be replaced by something that is no file."""
+
 STOPPED_STARTING_POLL_SECONDS = 0.5
 """How often a start looks whether the process has already given up."""
 
@@ -50,7 +53,10 @@ class ServerProcess:
         port = self.address.rpartition(":")[2]
         command = [str(binary), "--model", str(model), "--host", host, "--port", port, *(flags or [])]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT if output is not None else None
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=STANDARD_ERROR if output is None else output,
+            stderr=subprocess.STDOUT,
         )
         self.client = RolloutClient(self.address)
         """A client of this server; closed by `stop`."""

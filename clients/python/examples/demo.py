@@ -1,0 +1,186 @@
+#!/usr/bin/env python3
+"""Starts a rollout-server, asks it four questions with four samples each, shows what came back, and stops it.
+
+python clients/python/examples/demo.py --server target/release/rollout-server --model .models/….gguf
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import textwrap
+import time
+from typing import IO
+
+from rollout_client import (
+    PromptOutput,
+    RolloutError,
+    Sample,
+    SamplingParams,
+    ServerProcess,
+    ServerStatus,
+    Summary,
+    Unavailable,
+)
+
+QUESTIONS = [
+    "What is the capital of France, and what is it known for?",
+    "Why is the sky blue? Answer in two sentences.",
+    "Write a short rhyme about a cat and the moon.",
+    "Name three things that a good friend does.",
+]
+SAMPLES = 4
+SAMPLING = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=80, seed=1)
+START_SECONDS = 300
+
+IS_TERMINAL = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+WIDTH = min(shutil.get_terminal_size((100, 24)).columns, 110)
+
+
+def styled(code: str, text: str) -> str:
+    """`text` in an ANSI style; plain where the output is not a terminal."""
+    return f"\x1b[{code}m{text}\x1b[0m" if IS_TERMINAL else text
+
+
+def step(text: str) -> None:
+    print(f"\n{styled('1;36', '==>')} {styled('1', text)}", flush=True)
+
+
+def progress(text: str, milestone: bool = False) -> None:
+    """Replaces the line on a terminal; elsewhere prints milestones only, so that a log stays short."""
+    if IS_TERMINAL:
+        print(f"\r\x1b[2K    {text}\r", end="", flush=True)
+    elif milestone:
+        print(f"    {text}", flush=True)
+
+
+def clear_progress() -> None:
+    if IS_TERMINAL:
+        print("\r\x1b[2K", end="", flush=True)
+
+
+def follow(log: IO[str]) -> None:
+    """Prints what the server has logged since the last look."""
+    for line in log.read().splitlines():
+        clear_progress()
+        print(styled("2", f"    | {line[: WIDTH - 6] if IS_TERMINAL else line}"), flush=True)
+
+
+def wait(server: ServerProcess, log: IO[str]) -> None:
+    """Waits for the server, showing its log and the time."""
+    start = time.monotonic()
+    while True:
+        try:
+            server.wait_until_ready(0.25)
+            break
+        except Unavailable as error:
+            if time.monotonic() - start > START_SECONDS:
+                raise RolloutError(f"the server is not ready after {START_SECONDS} s: {error}") from None
+        finally:
+            follow(log)
+        progress(f"loading … {time.monotonic() - start:.0f} s")
+    clear_progress()
+    print(f"    ready after {time.monotonic() - start:.1f} s at {server.address}")
+
+
+def sample_groups(server: ServerProcess) -> tuple[list[PromptOutput], Summary, float]:
+    """All samples of all questions, the server's summary and the seconds it took."""
+    groups: list[list[Sample]] = [[] for _ in QUESTIONS]
+    total = len(QUESTIONS) * SAMPLES
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    tokens = finished = 0
+    start = time.monotonic()
+    with server.client.generate_stream(chats, n=SAMPLES, sampling=SAMPLING, stream_tokens=True) as stream:
+        for event in stream:
+            seconds = time.monotonic() - start
+            if isinstance(event, Sample):
+                groups[event.prompt_index].append(event)
+                finished += 1
+            elif isinstance(event, Summary):
+                summary = event
+            else:
+                tokens += len(event.token_ids)
+            line = f"{finished}/{total} samples, {tokens} tokens, {tokens / max(seconds, 1e-9):.0f} tokens/s"
+            progress(line, milestone=isinstance(event, Sample) and finished % SAMPLES == 0)
+    clear_progress()
+    outputs = [
+        PromptOutput(i, sorted(group, key=lambda sample: sample.sample_index), None) for i, group in enumerate(groups)
+    ]
+    return outputs, summary, time.monotonic() - start
+
+
+def show_groups(outputs: list[PromptOutput]) -> None:
+    for question, output in zip(QUESTIONS, outputs, strict=True):
+        print(f"\n{styled('1;33', question)}")
+        for sample in output.samples:
+            facts = (
+                f"#{sample.sample_index}  {sample.finish_reason}, {len(sample.token_ids)} tokens, "
+                f"mean log-probability {sample.logprobs.mean():.3f} (raw {sample.raw_logprobs.mean():.3f}), "
+                f"seed {sample.seed}"
+            )
+            print(styled("2;32", f"  {facts}"))
+            for paragraph in (sample.text or "").strip().splitlines():
+                print(textwrap.fill(paragraph, WIDTH, initial_indent="    ", subsequent_indent="    "))
+
+
+def show_totals(summary: Summary, seconds: float, status: ServerStatus, block_size: int) -> None:
+    step("What it took")
+    print(
+        f"    {summary.completion_tokens} tokens in {seconds:.2f} s: "
+        f"{styled('1', f'{summary.completion_tokens / seconds:.0f} tokens/s')} "
+        f"({summary.prompt_tokens} prompt tokens, {SAMPLES} samples share each prompt's cache)"
+    )
+    memory = status.memory
+    print(f"    memory: ceiling {mib(memory.ceiling_bytes)} of {mib(memory.total_bytes)}")
+    for name, size in memory.entries.items():
+        note = f"  ({status.total_blocks * block_size} tokens)" if name == "kv_cache" else ""
+        print(f"      {name:<24}{mib(size):>12}{note}")
+    print(f"      {'resident now':<24}{mib(memory.resident_bytes):>12}")
+    print(f"    blocks: {status.free_blocks} of {status.total_blocks} free")
+
+
+def mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"
+
+
+def run(server: ServerProcess, log: IO[str]) -> None:
+    wait(server, log)
+    info = server.client.info()
+    step(
+        f"Asking {len(QUESTIONS)} questions, {SAMPLES} samples each ({info.architecture}, {info.dtype}, {info.kernel})"
+    )
+    outputs, summary, seconds = sample_groups(server)
+    show_groups(outputs)
+    show_totals(summary, seconds, server.client.status(), info.block_size)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--server", default="target/release/rollout-server", help="the server's binary")
+    parser.add_argument("--model", required=True, help="an instruction-tuned model, as the server's --model takes it")
+    parser.add_argument("flags", nargs="*", help="further flags of the server, after --")
+    args = parser.parse_args()
+    flags = args.flags or ["--mem-util", "0.5"]
+    step(f"Starting {args.server} --model {args.model} {' '.join(flags)}")
+    with tempfile.NamedTemporaryFile("w+", prefix="rollout-server-", suffix=".log") as written:
+        try:
+            server = ServerProcess(args.server, args.model, flags, output=written)
+        except OSError as error:
+            sys.exit(f"demo failed: cannot run {args.server}: {error.strerror}; `make server` builds it")
+        try:
+            with open(written.name) as log:
+                run(server, log)
+            step("Stopping the server")
+        except RolloutError as error:
+            sys.exit(f"demo failed: {error}")
+        finally:
+            status = server.stop()
+    print(f"    ended with status {status}")
+    return 0 if status == 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

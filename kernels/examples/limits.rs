@@ -1,0 +1,172 @@
+//! Measures what this machine can do at most, on all its cores, and prints it as one line of JSON:
+//! `{"threads", "instructions", "f32_fma_gflops", "bf16_dot_gflops" (null without the instruction), "read_gb_per_s"}`.
+//!
+//! The benches put their figures beside these. Each is the best of a few runs, since other work only ever takes away.
+
+use std::hint::black_box;
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
+
+/// Independent accumulators: covers latency times throughput (4 or 5 cycles, 2 a cycle) on every core in question.
+const ACCUMULATORS: usize = 12;
+/// Rounds over the accumulators in one timed run, some tens of milliseconds.
+const ROUNDS: usize = 8 << 20;
+const COMPUTE_RUNS: usize = 15;
+/// Far larger than any last-level cache, so that reads come from memory.
+const READ_BYTES_PER_THREAD: usize = 256 << 20;
+const READ_RUNS: usize = 12;
+
+/// One way to burn FLOPs: runs `ROUNDS` rounds and returns something that depends on all of them.
+struct Burner {
+    instructions: &'static str,
+    /// FLOPs of one round: accumulators x lanes x 2.
+    flops_per_round: usize,
+    run: fn() -> f32,
+}
+
+fn main() {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let fma = f32_fma();
+    let gflops = |burner: &Burner| {
+        let flops = (burner.flops_per_round * ROUNDS * threads) as f64;
+        flops / best(COMPUTE_RUNS, threads, |_| _ = black_box((burner.run)())).as_secs_f64() / 1e9
+    };
+    let f32_fma_gflops = gflops(&fma);
+    let bf16_dot_gflops = bf16_dot().map_or("null".to_string(), |burner| format!("{:.1}", gflops(&burner)));
+    println!(
+        "{{\"threads\": {threads}, \"instructions\": \"{}\", \"f32_fma_gflops\": {f32_fma_gflops:.1}, \
+         \"bf16_dot_gflops\": {bf16_dot_gflops}, \"read_gb_per_s\": {:.1}}}",
+        fma.instructions,
+        read_gb_per_s(threads)
+    );
+}
+
+/// Shortest time in which `threads` threads, started together, all end `work(thread)`.
+fn best(runs: usize, threads: usize, work: impl Fn(usize) + Sync) -> Duration {
+    let barrier = Barrier::new(threads);
+    let timed = |thread| {
+        barrier.wait();
+        let start = Instant::now();
+        work(thread);
+        (start, Instant::now())
+    };
+    let timed = &timed;
+    let run = || {
+        let times: Vec<_> = std::thread::scope(|scope| {
+            let handles: Vec<_> = (0..threads).map(|thread| scope.spawn(move || timed(thread))).collect();
+            handles.into_iter().map(|h| h.join().expect("a measuring thread panicked")).collect()
+        });
+        let start = times.iter().map(|t| t.0).min().expect("at least one thread");
+        times.iter().map(|t| t.1).max().expect("at least one thread") - start
+    };
+    (0..runs).map(|_| run()).min().expect("at least one run")
+}
+
+fn read_gb_per_s(threads: usize) -> f64 {
+    let words = READ_BYTES_PER_THREAD / 8;
+    // Filled by the thread that reads it, so that the pages are near it.
+    let buffers: Vec<Vec<u64>> = std::thread::scope(|scope| {
+        let handles: Vec<_> = (0..threads).map(|_| scope.spawn(|| vec![1_u64; words])).collect();
+        handles.into_iter().map(|h| h.join().expect("a filling thread panicked")).collect()
+    });
+    let time = best(READ_RUNS, threads, |thread| _ = black_box(sum(&buffers[thread])));
+    (READ_BYTES_PER_THREAD * threads) as f64 / time.as_secs_f64() / 1e9
+}
+
+/// Sum by 8 interleaved accumulators, which every compiler turns into vector loads.
+fn sum(words: &[u64]) -> u64 {
+    let mut lanes = [0_u64; 8];
+    for chunk in words.chunks_exact(8) {
+        for (lane, &word) in lanes.iter_mut().zip(chunk) {
+            *lane = lane.wrapping_add(word);
+        }
+    }
+    lanes.iter().fold(0, |a, &b| a.wrapping_add(b))
+}
+
+/// The widest FMA of this machine.
+fn f32_fma() -> Burner {
+    #[cfg(target_arch = "x86_64")]
+    {
+        if is_x86_feature_detected!("avx512f") {
+            // SAFETY: the feature has just been detected.
+            return x86::burner("avx512f", 16 * 2, || unsafe { x86::fma_avx512f() });
+        }
+        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+            // SAFETY: the features have just been detected.
+            return x86::burner("avx2", 8 * 2, || unsafe { x86::fma_avx2() });
+        }
+    }
+    Burner { instructions: "portable", flops_per_round: ACCUMULATORS * 8 * 2, run: multiply_add_portable }
+}
+
+/// Dot products of bf16 pairs, if this machine has the instruction.
+fn bf16_dot() -> Option<Burner> {
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx512bf16") && is_x86_feature_detected!("avx512f") {
+        // SAFETY: the features have just been detected.
+        return Some(x86::burner("avx512_bf16", 32 * 2, || unsafe { x86::dot_avx512_bf16() }));
+    }
+    None
+}
+
+/// Separate multiply and add: without a guaranteed FMA, `mul_add` would call a library function.
+fn multiply_add_portable() -> f32 {
+    let (x, y) = (black_box(0.999_f32), black_box(0.001_f32));
+    let mut accumulators = [[1.0_f32; 8]; ACCUMULATORS];
+    for _ in 0..ROUNDS {
+        for lane in accumulators.as_flattened_mut() {
+            *lane = *lane * x + y;
+        }
+    }
+    accumulators.as_flattened().iter().sum()
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::*;
+    use std::hint::black_box;
+
+    use super::{ACCUMULATORS, Burner, ROUNDS};
+
+    pub fn burner(instructions: &'static str, flops_per_instruction: usize, run: fn() -> f32) -> Burner {
+        Burner { instructions, flops_per_round: ACCUMULATORS * flops_per_instruction, run }
+    }
+
+    #[target_feature(enable = "avx512f")]
+    pub fn fma_avx512f() -> f32 {
+        let (x, y) = (_mm512_set1_ps(black_box(0.999)), _mm512_set1_ps(black_box(0.001)));
+        let mut accumulators = [_mm512_set1_ps(1.0); ACCUMULATORS];
+        for _ in 0..ROUNDS {
+            for a in &mut accumulators {
+                *a = _mm512_fmadd_ps(*a, x, y);
+            }
+        }
+        accumulators.iter().map(|&a| _mm512_reduce_add_ps(a)).sum()
+    }
+
+    #[target_feature(enable = "avx2,fma")]
+    pub fn fma_avx2() -> f32 {
+        let (x, y) = (_mm256_set1_ps(black_box(0.999)), _mm256_set1_ps(black_box(0.001)));
+        let mut accumulators = [_mm256_set1_ps(1.0); ACCUMULATORS];
+        for _ in 0..ROUNDS {
+            for a in &mut accumulators {
+                *a = _mm256_fmadd_ps(*a, x, y);
+            }
+        }
+        accumulators.iter().map(|&a| _mm256_cvtss_f32(a)).sum()
+    }
+
+    #[target_feature(enable = "avx512f,avx512bf16")]
+    pub fn dot_avx512_bf16() -> f32 {
+        let one = _mm512_set1_ps(black_box(1e-3));
+        let (x, y) = (_mm512_cvtne2ps_pbh(one, one), _mm512_cvtne2ps_pbh(one, one));
+        let mut accumulators = [_mm512_set1_ps(1.0); ACCUMULATORS];
+        for _ in 0..ROUNDS {
+            for a in &mut accumulators {
+                *a = _mm512_dpbf16_ps(*a, x, y);
+            }
+        }
+        accumulators.iter().map(|&a| _mm512_reduce_add_ps(a)).sum()
+    }
+}
