@@ -1,1 +1,102 @@
-fn main() {}
+//! The server process: reads the configuration, starts the engine, serves until it is told to end.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use clap::Parser;
+use rollout_server::config::{Config, LogFormat};
+use rollout_server::error::{Error, Result};
+use rollout_server::memory::resident_bytes;
+use rollout_server::server::{
+    Bound, Ended, MemoryReport, ModelFacts, Parts, ServerConfig, ServerInfo, TextCodec, serve, shutdown_channel,
+    watch_signals,
+};
+use rollout_server::startup::{self, Started};
+use tracing_subscriber::EnvFilter;
+
+fn main() {
+    let config = Config::parse();
+    let result = init_logs(&config).and_then(|()| run(config));
+    if let Err(error) = result {
+        eprintln!("rollout-server: {error}");
+        std::process::exit(1);
+    }
+}
+
+fn run(config: Config) -> Result<()> {
+    config.check()?;
+    let runtime = tokio::runtime::Runtime::new().map_err(|e| Error::Internal(format!("no runtime: {e}")))?;
+    let bound = Bound::new(&ServerConfig {
+        host: config.host.clone(),
+        port: config.port,
+        shutdown_grace: Duration::from_secs(config.shutdown_grace_seconds),
+    })?;
+    let (handle, orders) = shutdown_channel();
+    let (thread_sender, engine_thread) = std::sync::mpsc::channel();
+    let ended = runtime.block_on(async move {
+        watch_signals(handle.clone())?;
+        let parts = async move {
+            let load = move || startup::start(&config).map(|started| (config, started));
+            let loaded = tokio::task::spawn_blocking(load).await;
+            let (config, started) = loaded.map_err(|e| Error::Internal(format!("the start failed: {e}")))??;
+            let (parts, thread) = parts(&config, started);
+            // An engine that dies takes the server with it: a supervisor restarts a process, not half of one.
+            let watcher = std::thread::spawn(move || {
+                let result = thread.join().unwrap_or_else(|_| Err(Error::Internal("the engine panicked".into())));
+                handle.order();
+                result
+            });
+            let _ = thread_sender.send(watcher);
+            Ok(parts)
+        };
+        serve(bound, parts, orders).await
+    });
+    // A load that was cut short is not waited for.
+    runtime.shutdown_background();
+    let ended = ended?;
+    match engine_thread.try_recv() {
+        Ok(thread) if ended == Ended::Drained => thread.join().expect("the watcher does not panic"),
+        _ => Ok(()),
+    }
+}
+
+/// What the server needs of a started engine, and the engine's thread.
+fn parts(config: &Config, started: Started) -> (Parts, std::thread::JoinHandle<Result<()>>) {
+    let Started { engine, thread, model, memory, text, .. } = started;
+    let info = ServerInfo {
+        model: started.model_name,
+        architecture: model.architecture_name().into(),
+        dtype: started.dtype.into(),
+        device: "cpu".into(),
+        tensor_parallel_size: config.tp,
+        max_num_seqs: config.max_num_seqs,
+        max_batch_tokens: config.max_batch_tokens,
+        block_size: config.block_size,
+        parameters: started.parameters,
+        kernel: started.kernel.into(),
+    };
+    let facts = ModelFacts {
+        vocab_size: model.vocab_size,
+        max_model_len: started.max_model_len,
+        eos_token_ids: model.eos_token_ids,
+        text: text.tokenizer.map(|tokenizer| TextCodec::new(tokenizer, text.chat_template)),
+    };
+    let memory = Arc::new(move || MemoryReport {
+        total_bytes: memory.total,
+        ceiling_bytes: memory.ceiling,
+        entries: memory.entries.iter().map(|(name, bytes)| ((*name).into(), *bytes)).collect(),
+        resident_bytes: resident_bytes(),
+    });
+    (Parts { model: Arc::new(facts), info, engine, memory }, thread)
+}
+
+fn init_logs(config: &Config) -> Result<()> {
+    let filter = EnvFilter::try_new(&config.log)
+        .map_err(|e| Error::Config(format!("--log {:?} is not a log filter: {e}; try info or debug", config.log)))?;
+    let logs = tracing_subscriber::fmt().with_env_filter(filter).with_target(false).with_writer(std::io::stderr);
+    match config.log_format {
+        LogFormat::Text => logs.init(),
+        LogFormat::Json => logs.json().init(),
+    }
+    Ok(())
+}

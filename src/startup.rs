@@ -5,8 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::sync_channel;
 use std::time::Instant;
 
-use candle_core::DType;
-use rollout_kernels::{Ops, WeightDtype};
+use rollout_kernels::{KvDtype, Ops, WeightDtype};
 
 use crate::cache::KvCacheManager;
 use crate::comm::{Communicator, LocalGroup, Solo};
@@ -16,9 +15,9 @@ use crate::error::{Error, Result};
 use crate::executor::{ModelRunner, Ranks, load};
 use crate::memory::{self, MemoryBudget, MemoryReport, human_bytes};
 use crate::model::config::ModelConfig;
-use crate::model::{Build, Decoder, KvCache, Workspace};
+use crate::model::{Build, Decoder, Workspace, kv_bytes_per_block, kv_caches};
 use crate::scheduler::{Scheduler, SchedulerConfig};
-use crate::text::TextParts;
+use crate::text::{ChatTemplate, Tokenizer};
 use crate::weights::{Checkpoint, Dtype, ModelFiles, ModelSource, Partition, TokenizerFiles};
 
 /// What the process takes beside its reservations: code, threads, tokenizer, requests and replies under way, and the
@@ -37,7 +36,26 @@ pub struct Started {
     pub parameters: u64,
     pub kernel: &'static str,
     pub memory: MemoryReport,
-    pub text: TextParts,
+    pub text: Text,
+}
+
+/// What turns text into tokens and back; a model without a tokenizer serves token ids only.
+pub struct Text {
+    pub tokenizer: Option<Arc<Tokenizer>>,
+    pub chat_template: Option<Arc<ChatTemplate>>,
+}
+
+impl Text {
+    fn open(files: &TokenizerFiles) -> Result<Self> {
+        let (tokenizer, chat_template) = match files {
+            TokenizerFiles::Gguf(metadata) => (Some(Tokenizer::from_gguf(metadata)?), ChatTemplate::from_gguf(metadata)?),
+            TokenizerFiles::HuggingFace { tokenizer_json, tokenizer_config_json, chat_template } => (
+                tokenizer_json.exists().then(|| Tokenizer::from_file(tokenizer_json)).transpose()?,
+                ChatTemplate::from_files(tokenizer_config_json.as_deref(), chat_template.as_deref())?,
+            ),
+        };
+        Ok(Self { tokenizer: tokenizer.map(Arc::new), chat_template: chat_template.map(Arc::new) })
+    }
 }
 
 /// How the model is laid out; one for all ranks.
@@ -45,7 +63,7 @@ pub struct Started {
 struct Layout {
     world: usize,
     weights: WeightDtype,
-    kv_dtype: DType,
+    kv: KvDtype,
     max_model_len: usize,
     max_batch_tokens: usize,
     block_size: usize,
@@ -62,7 +80,7 @@ pub fn start(config: &Config) -> Result<Started> {
     let model = ModelConfig::from_files(&files)?;
     model.check_tensor_parallel(config.tp)?;
     let layout = Layout::new(config, &model)?;
-    let text = TextParts::open(&files.tokenizer)?;
+    let text = Text::open(&files.tokenizer)?;
 
     let mut budget = MemoryBudget::new(memory::total_bytes(), config.mem_util);
     let decoders = reserve_fixed(&mut budget, config, &model, &layout)?;
@@ -94,7 +112,7 @@ pub fn start(config: &Config) -> Result<Started> {
         model,
         model_name,
         parameters,
-        kernel: Ops::new(1).kernel_name(),
+        kernel: Ops::cpu(1).kernel_name(),
         memory: budget.report(),
         text,
     })
@@ -117,7 +135,7 @@ impl Layout {
         Ok(Self {
             world: config.tp,
             weights: if is_float32 { WeightDtype::F32 } else { WeightDtype::Bf16 },
-            kv_dtype: if is_float32 { DType::F32 } else { DType::BF16 },
+            kv: if is_float32 { KvDtype::F32 } else { KvDtype::Bf16 },
             max_model_len,
             max_batch_tokens: config.max_batch_tokens,
             block_size: config.block_size,
@@ -131,7 +149,10 @@ impl Layout {
     }
 
     fn dtype_name(&self) -> &'static str {
-        if self.kv_dtype == DType::F32 { "float32" } else { "bfloat16" }
+        match self.weights {
+            WeightDtype::F32 => "float32",
+            WeightDtype::Bf16 => "bfloat16",
+        }
     }
 }
 
@@ -193,7 +214,7 @@ fn reserve_kv(budget: &mut MemoryBudget, config: &Config, model: &ModelConfig, l
 
 /// Bytes of a block on all ranks together.
 fn block_bytes(model: &ModelConfig, layout: &Layout) -> u64 {
-    let one = KvCache::bytes_per_block(model, layout.build(0), layout.kv_dtype, layout.block_size);
+    let one = kv_bytes_per_block(model, layout.build(0), layout.kv, layout.block_size);
     one * layout.world as u64
 }
 
@@ -224,9 +245,9 @@ impl Ingredients {
     /// Builds one rank and loads its weights; runs on the rank's own thread.
     fn make(&self, rank: usize, mut decoder: Decoder, comm: Box<dyn Communicator>) -> Result<ModelRunner> {
         let Self { model, layout, checkpoint, blocks, progress } = self;
-        let (ops, build) = (Ops::new(layout.threads), layout.build(rank));
-        load(&ops, &mut decoder, build, layout.kv_dtype, checkpoint, &|bytes| progress.add(bytes))?;
-        let kv = KvCache::new(model, build, layout.kv_dtype, *blocks, layout.block_size)?;
+        let (ops, build) = (Ops::cpu(layout.threads), layout.build(rank));
+        load(&ops, &mut decoder, build, checkpoint, &|bytes| progress.add(bytes))?;
+        let kv = kv_caches(model, build, layout.kv, *blocks, layout.block_size);
         let workspace = Workspace::new(model, build, layout.max_batch_tokens)?;
         Ok(ModelRunner::new(ops, comm, decoder, kv, workspace, layout.block_size))
     }

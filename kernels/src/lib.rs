@@ -9,6 +9,9 @@ pub mod cpu;
 mod ops;
 mod tensor;
 
-pub use cpu::{AttentionSequence, BlockCopy, KvCache, KvDtype, PackedMatrix, WeightDtype, WeightRows, reduction_leaves};
+pub use cpu::{
+    AttentionSequence, AttentionShape, BlockCopy, KvCache, KvDtype, KvLayout, PackedMatrix, WeightDtype, WeightRows,
+    reduction_leaves,
+};
 pub use ops::Ops;
 pub use tensor::{with_f32, with_f32_mut};

@@ -3,7 +3,7 @@
 
 use candle_core::{Result, Tensor};
 
-use crate::cpu::{self, AttentionSequence, BlockCopy, Cpu, KvCache, PackedMatrix, WeightRows};
+use crate::cpu::{self, AttentionSequence, AttentionShape, BlockCopy, Cpu, KvCache, PackedMatrix, WeightRows};
 use crate::tensor::{rows, rows_mut, with_f32};
 
 /// Where the operators of one rank run.
@@ -105,16 +105,16 @@ impl Ops {
         cache.copy_blocks(copies);
     }
 
-    /// Causal attention of each query row over its sequence's cached positions, scaled by `1 / sqrt(head_dim)`.
+    /// Causal attention of each query row over its sequence's cached positions.
     pub fn paged_attention(
         &self,
         q: &Tensor,
-        cache: &KvCache,
+        shape: &AttentionShape,
         sequences: &[AttentionSequence<'_>],
-        sliding_window: Option<usize>,
+        cache: &KvCache,
         out: &Tensor,
     ) -> Result<()> {
-        rows(q, |q| rows_mut(out, |out| cpu::paged_attention(&self.cpu, q, cache, sequences, sliding_window, out)))?
+        rows(q, |q| rows_mut(out, |out| cpu::paged_attention(&self.cpu, q, shape, sequences, cache, out)))?
     }
 
     /// Stores rows of weights, rounding where the matrix is less precise.

@@ -8,9 +8,9 @@ use super::command::{CancelFlag, Completion, Event, GenerateCommand, Kind, Respo
 use crate::cache::CacheSalt;
 use crate::error::Error;
 use crate::scheduler::{Group, GroupKind};
-use crate::text::{StopChecker, Tokenizer};
+use crate::text::{IncrementalDetokenizer, StopMatcher, StopStrings, Tokenizer};
 use crate::types::{
-    FinishReason, GroupKey, RequestKey, SampleKey, TokenLogprobs, WeightVersion, sample_seed,
+    FinishReason, GroupKey, RequestKey, SampleKey, TokenId, TokenLogprobs, WeightVersion, sample_seed,
 };
 
 /// State of a request between admission and its terminal event.
@@ -32,7 +32,24 @@ struct Sample {
     cached_tokens: u32,
     tokens: Vec<TokenLogprobs>,
     /// Where the request has stop strings.
-    stop: Option<StopChecker>,
+    stop: Option<TextWatch>,
+}
+
+/// A sample's text, watched for stop strings.
+#[derive(Clone)]
+struct TextWatch {
+    detokenizer: IncrementalDetokenizer,
+    matcher: StopMatcher,
+    delta: String,
+}
+
+impl TextWatch {
+    /// Takes the next token. Returns the length in bytes of the text before a stop string that this token completes.
+    fn push(&mut self, token: TokenId) -> Option<usize> {
+        self.delta.clear();
+        self.detokenizer.push(token, &mut self.delta);
+        self.matcher.push(&self.delta)
+    }
 }
 
 impl Request {
@@ -49,7 +66,12 @@ impl Request {
         let GenerateCommand { request_id, prompts, kind, params, cancel, responder, .. } = command;
         let stop = (!params.stop_strings.is_empty()).then(|| {
             let tokenizer = tokenizer.expect("stop strings were let in without a tokenizer");
-            StopChecker::new(tokenizer.clone(), &params.stop_strings)
+            TextWatch {
+                // As the text of a completion is made: special tokens are no part of it.
+                detokenizer: IncrementalDetokenizer::new(tokenizer.clone(), true),
+                matcher: StopMatcher::new(Arc::new(StopStrings::new(&params.stop_strings))),
+                delta: String::new(),
+            }
         });
         let (n, seed) = match kind {
             Kind::Generate { n, seed, .. } => (n, seed),

@@ -45,7 +45,7 @@ impl FlatBatch {
             AttentionSequence {
                 first_row: first_row - rows,
                 rows,
-                start: sequence.start,
+                start_position: sequence.start,
                 block_table: &sequence.block_table,
             }
         };
@@ -82,6 +82,6 @@ mod tests {
         assert_eq!(input.positions, [3, 4, 5, 8]);
         assert_eq!(input.slots, [23, 8, 9, 24]);
         assert_eq!(batch.logits_rows, [2, 3]);
-        assert_eq!((sequences[1].first_row, sequences[1].rows, sequences[1].start), (3, 1, 8));
+        assert_eq!((sequences[1].first_row, sequences[1].rows, sequences[1].start_position), (3, 1, 8));
     }
 }

@@ -1,8 +1,7 @@
 //! Fills a rank's weights from a checkpoint.
 
-use candle_core::DType;
 use half::bf16;
-use rollout_kernels::{Ops, Rows, with_f32_mut};
+use rollout_kernels::{Ops, WeightDtype, WeightRows, with_f32_mut};
 
 use crate::error::{Error, Result};
 use crate::model::{Build, Decoder, Slot};
@@ -20,7 +19,6 @@ pub fn load(
     ops: &Ops,
     model: &mut Decoder,
     build: Build,
-    dtype: DType,
     checkpoint: &Checkpoint,
     progress: &dyn Fn(u64),
 ) -> Result<()> {
@@ -40,16 +38,16 @@ pub fn load(
                     let rows = start..(start + rows_at_once).min(slice.rows.end);
                     let to = first_row + start - slice.rows.start;
                     match &checkpoint.read(&spec.name, &Slice { rows, cols: slice.cols.clone() })? {
-                        TensorData::Bf16(v) => ops.write_rows(matrix, to, Rows::Bf16(v)),
-                        TensorData::F16(v) => ops.write_rows(matrix, to, Rows::F16(v)),
-                        TensorData::F32(v) => ops.write_rows(matrix, to, Rows::F32(v)),
+                        TensorData::Bf16(v) => ops.write_rows(matrix, to, WeightRows::Bf16(v)),
+                        TensorData::F16(v) => ops.write_rows(matrix, to, WeightRows::F16(v)),
+                        TensorData::F32(v) => ops.write_rows(matrix, to, WeightRows::F32(v)),
                     }
                 }
             }
             Slot::Vector { vector, offset } => {
                 let values = checkpoint.read(&spec.name, &slice)?.into_f32();
                 // In bfloat16 every weight has bfloat16's precision, vectors too, as in the trainer.
-                let round = |x: f32| if dtype == DType::BF16 { bf16::from_f32(x).to_f32() } else { x };
+                let round = |x: f32| if build.weights == WeightDtype::Bf16 { bf16::from_f32(x).to_f32() } else { x };
                 with_f32_mut(vector, |v| {
                     for (to, from) in v[offset..offset + values.len()].iter_mut().zip(values.iter()) {
                         *to = round(*from);

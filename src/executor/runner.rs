@@ -1,13 +1,13 @@
 //! One rank's work: the forward pass of a step, and on the first rank the answers to its questions.
 
 use candle_core::Tensor;
-use rollout_kernels::{Ops, with_f32};
+use rollout_kernels::{BlockCopy, KvCache, Ops, with_f32};
 
 use super::input::FlatBatch;
 use super::sampler;
 use crate::comm::Communicator;
 use crate::error::Result;
-use crate::model::{Decoder, KvCache, LOGITS_ROWS, Workspace};
+use crate::model::{Decoder, LOGITS_ROWS, Workspace};
 use crate::types::{LogitsTask, StepOutput, StepPlan, TokenLogprobs};
 
 /// A rank: its operators, weights, KV cache, buffers and its end of the communication.
@@ -15,7 +15,7 @@ pub struct ModelRunner {
     ops: Ops,
     comm: Box<dyn Communicator>,
     model: Decoder,
-    kv: KvCache,
+    kv: Vec<KvCache>,
     workspace: Workspace,
     block_size: usize,
     batch: FlatBatch,
@@ -27,7 +27,7 @@ impl ModelRunner {
         ops: Ops,
         comm: Box<dyn Communicator>,
         model: Decoder,
-        kv: KvCache,
+        kv: Vec<KvCache>,
         workspace: Workspace,
         block_size: usize,
     ) -> Self {
@@ -36,14 +36,15 @@ impl ModelRunner {
 
     /// Runs `plan`. Every rank computes; the first one's output answers the tasks, the others' is empty.
     pub fn run(&mut self, plan: &StepPlan) -> Result<StepOutput> {
-        let copies: Vec<_> = plan.copies.iter().map(|c| (c.src, c.dst, c.tokens)).collect();
-        for (keys, values) in self.kv.keys.iter().zip(&self.kv.values) {
-            self.ops.copy_blocks(&copies, keys, values)?;
+        let copies: Vec<_> =
+            plan.copies.iter().map(|c| BlockCopy { src: c.src, dst: c.dst, tokens: c.tokens }).collect();
+        for cache in &mut self.kv {
+            self.ops.copy_blocks(cache, &copies);
         }
         self.batch.fill(plan, self.block_size);
         let sequences = FlatBatch::attention(plan);
         let input = self.batch.input(&sequences);
-        self.model.forward(&self.ops, &*self.comm, &input, &self.kv, &self.workspace)?;
+        self.model.forward(&self.ops, &*self.comm, &input, &mut self.kv, &self.workspace)?;
         let rows: Vec<&[LogitsTask]> =
             plan.sequences.iter().flat_map(|s| &s.logits).map(|row| row.tasks.as_slice()).collect();
         let mut output = StepOutput::default();

@@ -1,11 +1,11 @@
 //! The decoder: one text for Llama, Qwen2, Qwen3 and Mistral, which differ by configuration.
 
 use candle_core::Tensor;
-use rollout_kernels::{AttentionSequence, Ops};
+use rollout_kernels::{AttentionSequence, AttentionShape, KvCache, Ops};
 
 use super::config::ModelConfig;
 use super::layers::{Build, Linear, Norm, Projection, VocabularyMatrix, Visitor};
-use super::workspace::{KvCache, Workspace};
+use super::workspace::Workspace;
 use crate::comm::Communicator;
 use crate::error::Result;
 use crate::weights::ShardRule;
@@ -82,15 +82,15 @@ impl Decoder {
         ops: &Ops,
         comm: &dyn Communicator,
         input: &Input<'_>,
-        kv: &KvCache,
+        kv: &mut [KvCache],
         workspace: &Workspace,
     ) -> Result<()> {
         let w = workspace.rows(input.tokens.len())?;
         self.embedding.embed(ops, input.tokens, &w.hidden)?;
         comm.all_reduce_sum(&w.hidden)?;
         self.layers[0].attention_norm.forward(ops, &w.hidden, &w.normed)?;
-        for (i, layer) in self.layers.iter().enumerate() {
-            self.attention(ops, layer, input, (&kv.keys[i], &kv.values[i]), &w)?;
+        for (i, (layer, kv)) in self.layers.iter().zip(kv).enumerate() {
+            self.attention(ops, layer, input, kv, &w)?;
             layer.output.forward_partial(ops, &w.attention, &w.delta)?;
             comm.all_reduce_sum(&w.delta)?;
             layer.mlp_norm.add_forward(ops, &w.hidden, &w.delta, layer.output.bias(), &w.normed)?;
@@ -135,7 +135,7 @@ impl Decoder {
         ops: &Ops,
         layer: &Layer,
         input: &Input<'_>,
-        (keys, values): (&Tensor, &Tensor),
+        kv: &mut KvCache,
         w: &Workspace,
     ) -> Result<()> {
         let HeadDims { heads, kv_heads, head_dim } = self.dims;
@@ -150,8 +150,13 @@ impl Decoder {
         for x in [&q, &k] {
             ops.rope(x, head_dim, input.positions, &self.rope_cos, &self.rope_sin)?;
         }
-        ops.write_kv(&k, &v, input.slots, keys, values)?;
-        ops.paged_attention(&q, keys, values, input.sequences, layer.sliding_window, &w.attention)?;
+        ops.write_kv(&k, &v, input.slots, kv)?;
+        let shape = AttentionShape {
+            heads,
+            scale: (head_dim as f32).sqrt().recip(),
+            sliding_window: layer.sliding_window,
+        };
+        ops.paged_attention(&q, &shape, input.sequences, kv, &w.attention)?;
         Ok(())
     }
 }

@@ -1,6 +1,7 @@
-//! Buffers of a rank, made once: activations of one step, and the paged KV cache.
+//! Buffers of a rank, made once: activations of one step, and the KV caches.
 
 use candle_core::{DType, Device, Result, Tensor};
+use rollout_kernels::{KvCache, KvDtype, KvLayout};
 
 use super::config::ModelConfig;
 use super::decoder::HeadDims;
@@ -109,35 +110,23 @@ impl Widths {
     }
 }
 
-/// Keys and values of all layers, paged: per layer keys `[blocks, kv_heads, head_dim, block_size]` and values
-/// `[blocks, kv_heads, block_size, head_dim]`, so that scores and weighted sums both read along their lanes.
-pub struct KvCache {
-    pub keys: Vec<Tensor>,
-    pub values: Vec<Tensor>,
+/// The paged KV cache of each layer.
+pub fn kv_caches(
+    config: &ModelConfig,
+    build: Build,
+    dtype: KvDtype,
+    blocks: usize,
+    block_size: usize,
+) -> Vec<KvCache> {
+    (0..config.num_layers).map(|_| KvCache::new(kv_layout(config, build, dtype, blocks, block_size))).collect()
 }
 
-impl KvCache {
-    /// Zeroed pages are given by the operating system as they are first written.
-    pub fn new(
-        config: &ModelConfig,
-        build: Build,
-        dtype: DType,
-        blocks: usize,
-        block_size: usize,
-    ) -> Result<Self> {
-        let HeadDims { kv_heads, head_dim, .. } = HeadDims::local(config, build);
-        let make = |shape: [usize; 4]| Tensor::zeros(&shape, dtype, &Device::Cpu);
-        let (mut keys, mut values) = (Vec::new(), Vec::new());
-        for _ in 0..config.num_layers {
-            keys.push(make([blocks, kv_heads, head_dim, block_size])?);
-            values.push(make([blocks, kv_heads, block_size, head_dim])?);
-        }
-        Ok(Self { keys, values })
-    }
+/// Bytes of one block over all layers of one rank.
+pub fn kv_bytes_per_block(config: &ModelConfig, build: Build, dtype: KvDtype, block_size: usize) -> u64 {
+    (config.num_layers * kv_layout(config, build, dtype, 1, block_size).bytes_per_block()) as u64
+}
 
-    /// Bytes of one block over all layers of one rank.
-    pub fn bytes_per_block(config: &ModelConfig, build: Build, dtype: DType, block_size: usize) -> u64 {
-        let HeadDims { kv_heads, head_dim, .. } = HeadDims::local(config, build);
-        (2 * config.num_layers * kv_heads * head_dim * block_size * dtype.size_in_bytes()) as u64
-    }
+fn kv_layout(config: &ModelConfig, build: Build, dtype: KvDtype, blocks: usize, block_size: usize) -> KvLayout {
+    let HeadDims { kv_heads, head_dim, .. } = HeadDims::local(config, build);
+    KvLayout { blocks, block_size, kv_heads, head_dim, dtype }
 }

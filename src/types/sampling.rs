@@ -68,7 +68,7 @@ impl SamplingParams {
 }
 
 /// Why a sample ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum FinishReason {
     /// The model's end-of-sequence token (the last of the token ids).
     Eos,

@@ -1,0 +1,282 @@
+//! The engine with an executor that needs no model: token `t` is followed by `t + 1`.
+
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel, sync_channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use super::*;
+use crate::cache::KvCacheManager;
+use crate::scheduler::SchedulerConfig;
+use crate::types::{SamplingParams, StepOutput, TokenId};
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Counts up, each step only when the test lets it.
+struct Counting {
+    permits: Receiver<()>,
+    plan: Option<Arc<StepPlan>>,
+}
+
+impl Executor for Counting {
+    fn launch(&mut self, plan: Arc<StepPlan>) -> Result<()> {
+        self.plan = Some(plan);
+        Ok(())
+    }
+
+    fn collect(&mut self) -> Result<StepOutput> {
+        self.permits.recv().map_err(|_| Error::Internal("the device is gone".into()))?;
+        let plan = self.plan.take().expect("collect follows launch");
+        let mut output = StepOutput::default();
+        for sequence in &plan.sequences {
+            for row in &sequence.logits {
+                let next = sequence.tokens[row.offset] + 1;
+                output.tokens.extend(row.tasks.iter().map(|task| TokenLogprobs {
+                    token: task.target.unwrap_or(next),
+                    raw: -1.0,
+                    processed: -0.5,
+                    top: Vec::new(),
+                }));
+            }
+        }
+        Ok(output)
+    }
+}
+
+struct Fixture {
+    handle: EngineHandle,
+    permits: Sender<()>,
+    thread: JoinHandle<Result<()>>,
+}
+
+impl Fixture {
+    fn new() -> Self {
+        let (permits, receiver) = channel();
+        let (sender, commands) = sync_channel(COMMAND_QUEUE);
+        let config =
+            SchedulerConfig { max_num_seqs: 8, max_batch_tokens: 64, max_model_len: 100, max_queued_samples: 16 };
+        let scheduler = Scheduler::new(config, KvCacheManager::new(64, 4));
+        let executor = Counting { permits: receiver, plan: None };
+        let engine = Engine::new(executor, scheduler, None, commands);
+        Self { handle: EngineHandle::new(sender), permits, thread: std::thread::spawn(move || engine.run()) }
+    }
+
+    fn steps(&self, count: usize) {
+        (0..count).for_each(|_| self.permits.send(()).unwrap());
+    }
+
+    fn start(&self, id: &str, prompts: &[&[TokenId]], n: u32, params: SamplingParams) -> (Receiver<Event>, CancelFlag) {
+        let kind = Kind::Generate { n, seed: 1, prompt_logprobs: false, stream_tokens: false };
+        self.start_with(id, prompts, kind, params, (None, None))
+    }
+
+    fn start_with(
+        &self,
+        id: &str,
+        prompts: &[&[TokenId]],
+        kind: Kind,
+        params: SamplingParams,
+        versions: (Option<WeightVersion>, Option<WeightVersion>),
+    ) -> (Receiver<Event>, CancelFlag) {
+        let (sender, events) = channel();
+        let cancel = CancelFlag::default();
+        let command = GenerateCommand {
+            request_id: id.into(),
+            prompts: prompts.iter().map(|p| Arc::from(*p)).collect(),
+            kind,
+            params: Arc::new(params),
+            if_weight_version: versions.0,
+            min_weight_version: versions.1,
+            cancel: cancel.clone(),
+            responder: Box::new(move |event| drop(sender.send(event))),
+        };
+        self.handle.send(Command::Generate(Box::new(command))).unwrap();
+        (events, cancel)
+    }
+
+    fn abort(&self, target: AbortTarget) -> AbortReply {
+        let (sender, reply) = channel();
+        let reply_to = Box::new(move |r| sender.send(r).unwrap());
+        self.handle.send(Command::Abort { target, reply: reply_to }).unwrap();
+        reply.recv_timeout(PATIENCE).unwrap()
+    }
+
+    fn status(&self) -> Status {
+        let (sender, reply) = channel();
+        self.handle.send(Command::Status { reply: Box::new(move |s| sender.send(s).unwrap()) }).unwrap();
+        reply.recv_timeout(PATIENCE).unwrap()
+    }
+
+    fn end(self) -> Result<()> {
+        self.handle.send(Command::Shutdown { grace: Duration::ZERO }).unwrap();
+        self.thread.join().unwrap()
+    }
+}
+
+/// All events up to the terminal one; the channel must close behind it.
+fn drain(events: &Receiver<Event>) -> Vec<Event> {
+    let mut all = Vec::new();
+    loop {
+        let event = events.recv_timeout(PATIENCE).expect("a terminal event");
+        let terminal = matches!(event, Event::Done(_) | Event::Failed(_));
+        all.push(event);
+        if terminal {
+            assert_eq!(events.recv_timeout(PATIENCE).unwrap_err(), RecvTimeoutError::Disconnected);
+            return all;
+        }
+    }
+}
+
+fn completions(events: &[Event]) -> Vec<(u32, u32, Vec<TokenId>, FinishReason)> {
+    let tokens = |c: &Completion| c.tokens.iter().map(|t| t.token).collect();
+    events
+        .iter()
+        .filter_map(|e| match e {
+            Event::Completion(c) => Some((c.prompt_index, c.sample_index, tokens(c), c.finish_reason)),
+            _ => None,
+        })
+        .collect()
+}
+
+fn tokens(max_tokens: u32) -> SamplingParams {
+    SamplingParams { max_tokens, ..Default::default() }
+}
+
+#[test]
+fn a_request_gets_its_completions_and_one_summary() {
+    let engine = Fixture::new();
+    engine.steps(3);
+    let (events, _) = engine.start("a", &[&[10, 11], &[20]], 2, tokens(3));
+    let events = drain(&events);
+    let mut done = completions(&events);
+    done.sort();
+    let expected = [(0, 0, 12), (0, 1, 12), (1, 0, 21), (1, 1, 21)];
+    assert_eq!(done, expected.map(|(p, s, t)| (p, s, vec![t, t + 1, t + 2], FinishReason::Length)));
+    let Some(Event::Done(summary)) = events.last() else { panic!("{events:?}") };
+    assert_eq!((summary.prompt_tokens, summary.completion_tokens), (3, 12));
+    let status = engine.status();
+    assert_eq!((status.finished_requests, status.running_requests, status.generated_tokens), (1, 0, 12));
+    assert_eq!(status.free_blocks, status.total_blocks);
+    engine.end().unwrap();
+}
+
+#[test]
+fn an_abort_delivers_what_there_is_and_frees_every_block() {
+    let engine = Fixture::new();
+    let (a, _) = engine.start("a", &[&[10]], 1, tokens(50));
+    let (b, _) = engine.start("b", &[&[30]], 1, tokens(4));
+    engine.steps(2);
+    let abort = {
+        // The engine takes commands between steps: the third is needed for it to look again.
+        let (sender, reply) = channel();
+        let target = AbortTarget::Requests(vec!["a".into(), "ghost".into()]);
+        engine.handle.send(Command::Abort { target, reply: Box::new(move |r| sender.send(r).unwrap()) }).unwrap();
+        engine.steps(3);
+        reply.recv_timeout(PATIENCE).unwrap()
+    };
+    assert_eq!(abort, AbortReply { aborted: vec!["a".into()], unknown: vec!["ghost".into()] });
+    let aborted = completions(&drain(&a));
+    let (_, _, tokens, reason) = &aborted[0];
+    assert_eq!(*reason, FinishReason::Aborted);
+    assert_eq!(tokens[..], (11..11 + tokens.len() as u32).collect::<Vec<_>>()[..]);
+    engine.steps(4);
+    assert_eq!(completions(&drain(&b))[0].2, [31, 32, 33, 34]);
+    let status = engine.status();
+    assert_eq!((status.aborted_requests, status.finished_requests), (1, 1));
+    assert_eq!(status.free_blocks, status.total_blocks);
+    engine.end().unwrap();
+}
+
+#[test]
+fn a_client_that_vanishes_costs_nothing() {
+    let engine = Fixture::new();
+    let (events, cancel) = engine.start("a", &[&[1], &[2]], 4, tokens(90));
+    engine.steps(1);
+    drop(events);
+    engine.handle.cancel(&cancel);
+    engine.steps(1);
+    let status = engine.status();
+    assert_eq!((status.running_requests, status.running_samples, status.waiting_samples), (0, 0, 0));
+    assert_eq!(status.free_blocks, status.total_blocks);
+    assert_eq!(status.aborted_requests, 1);
+    engine.end().unwrap();
+}
+
+#[test]
+fn requests_that_cannot_run_are_refused_with_the_reason() {
+    let engine = Fixture::new();
+    let check = |events: Receiver<Event>, part: &str| match &drain(&events)[..] {
+        [Event::Failed(error)] => assert!(error.to_string().contains(part), "{part:?} is missing in {error}"),
+        other => panic!("{other:?}"),
+    };
+    let kind = || Kind::Generate { n: 1, seed: 1, prompt_logprobs: false, stream_tokens: false };
+    check(engine.start_with("v", &[&[1]], kind(), tokens(1), (Some(3), None)).0, "if_weight_version: 3");
+    check(engine.start("full", &[&[1]], 17, tokens(1)).0, "16 may wait");
+    let (first, _) = engine.start("twice", &[&[1]], 1, tokens(2));
+    check(engine.start("twice", &[&[1]], 1, tokens(2)).0, "\"twice\" is running already");
+    engine.steps(2);
+    drain(&first);
+    engine.end().unwrap();
+}
+
+#[test]
+fn a_request_for_a_newer_policy_waits_and_can_be_ended() {
+    let engine = Fixture::new();
+    let kind = || Kind::Generate { n: 1, seed: 1, prompt_logprobs: false, stream_tokens: false };
+    let (first, cancel) = engine.start_with("first", &[&[1]], kind(), tokens(1), (None, Some(1)));
+    let (second, _) = engine.start_with("second", &[&[1]], kind(), tokens(1), (None, Some(1)));
+    let (third, _) = engine.start_with("third", &[&[1]], kind(), tokens(1), (None, Some(1)));
+    assert_eq!(first.recv_timeout(Duration::from_millis(50)).unwrap_err(), RecvTimeoutError::Timeout);
+    engine.handle.cancel(&cancel);
+    assert!(matches!(&drain(&first)[..], [Event::Failed(Error::Unavailable(_))]));
+    assert_eq!(engine.abort(AbortTarget::Requests(vec!["second".into()])).aborted, ["second"]);
+    assert!(matches!(&drain(&second)[..], [Event::Failed(Error::Aborted(_))]));
+    engine.end().unwrap();
+    assert!(matches!(&drain(&third)[..], [Event::Failed(Error::Unavailable(_))]));
+}
+
+#[test]
+fn shutdown_finishes_what_runs_and_refuses_what_comes() {
+    let engine = Fixture::new();
+    let (running, _) = engine.start("running", &[&[1]], 1, tokens(5));
+    engine.steps(1);
+    engine.handle.send(Command::Shutdown { grace: PATIENCE }).unwrap();
+    let (late, _) = engine.start("late", &[&[1]], 1, tokens(5));
+    engine.steps(4);
+    assert_eq!(completions(&drain(&running))[0].2, [2, 3, 4, 5, 6]);
+    assert!(matches!(&drain(&late)[..], [Event::Failed(Error::Unavailable(_))]));
+    engine.thread.join().unwrap().unwrap();
+    let error = engine.handle.send(Command::Cancelled).unwrap_err();
+    assert!(matches!(error, Error::Unavailable(_)));
+}
+
+#[test]
+fn the_end_of_grace_aborts_what_still_runs() {
+    let engine = Fixture::new();
+    let (running, _) = engine.start("running", &[&[1]], 1, tokens(90));
+    engine.steps(1);
+    engine.handle.send(Command::Shutdown { grace: Duration::ZERO }).unwrap();
+    engine.steps(2);
+    let done = completions(&drain(&running));
+    assert_eq!(done[0].3, FinishReason::Aborted);
+    engine.thread.join().unwrap().unwrap();
+}
+
+#[test]
+fn a_device_that_fails_ends_every_request() {
+    let Fixture { handle, permits, thread } = Fixture::new();
+    drop(permits);
+    let (sender, events) = channel();
+    let command = GenerateCommand {
+        request_id: "a".into(),
+        prompts: vec![Arc::from([1])],
+        kind: Kind::Score,
+        params: Arc::new(tokens(1)),
+        if_weight_version: None,
+        min_weight_version: None,
+        cancel: CancelFlag::default(),
+        responder: Box::new(move |event| drop(sender.send(event))),
+    };
+    handle.send(Command::Generate(Box::new(command))).unwrap();
+    assert!(matches!(drain(&events)[..], [Event::Done(_)]));
+    assert!(thread.join().unwrap().unwrap_err().to_string().contains("the device is gone"));
+}
