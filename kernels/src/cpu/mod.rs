@@ -1,4 +1,34 @@
 //! CPU operators over slices. Activations are float32; weights and KV are bfloat16 or float32.
+//!
+//! Each operator takes a [`Cpu`] (where it runs) first. Its kernel is written once over [`lanes::Lanes`], 16 float32
+//! lanes with the same operations on every instruction set, so all of them give the same bits. The one exception is
+//! [`linear`] with bfloat16 weights on `avx512_bf16`, whose instruction takes bfloat16 activations.
 
 pub mod logits;
+mod activation;
+mod attention;
+mod isa;
+mod kv;
+mod lanes;
+mod linear;
 pub mod math;
+mod norm;
+mod packed;
+mod pool;
+mod rope;
+mod rows;
+mod storage;
+#[cfg(test)]
+mod testing;
+mod tile;
+
+pub use activation::silu_mul;
+pub use attention::{AttentionSequence, AttentionShape, paged_attention};
+pub use isa::Isa;
+pub use kv::{BlockCopy, KvCache, KvDtype, KvLayout};
+pub use linear::linear;
+pub use norm::{add_rms_norm, head_rms_norm, rms_norm};
+pub use packed::{MAX_LEAVES, PackedMatrix, RowBits, WeightDtype, WeightRows, gather_rows, reduction_leaves};
+pub use pool::{Cpu, ThreadPool};
+pub use rope::rope;
+pub use rows::{Rows, RowsMut};

@@ -1,0 +1,85 @@
+//! The gated activation of the feed-forward block.
+
+use super::isa::Kernel;
+use super::lanes::{LANES, Lanes};
+use super::pool::Cpu;
+use super::rows::{Rows, RowsMut};
+
+/// `out[rows, i] = silu(gate) * up`, where `gate_up[rows, 2 i]` has the gate in its first half.
+///
+/// # Panics
+/// If shapes do not agree.
+pub fn silu_mul(cpu: &Cpu, gate_up: Rows<'_>, out: RowsMut<'_>) {
+    let (rows, width) = (out.rows(), out.width());
+    assert_eq!((gate_up.rows(), gate_up.width()), (rows, 2 * width), "rows and twice the width of the output");
+    const SEGMENT: usize = 1024; // columns of one item: a single wide row is still shared out
+    let segments = width.div_ceil(SEGMENT);
+    let out = out.share();
+    cpu.for_ranges(rows * segments, 4 * width.min(SEGMENT), |from, to| {
+        for item in from..to {
+            let (row, column) = (item / segments, item % segments * SEGMENT);
+            let len = SEGMENT.min(width - column);
+            let (gate, up) = gate_up.row(row).split_at(width);
+            // SAFETY: each segment of a row is in one range.
+            let out = unsafe { out.part(row, column, len) };
+            cpu.isa().dispatch(SiluMul { gate: &gate[column..][..len], up: &up[column..][..len], out });
+        }
+    });
+}
+
+struct SiluMul<'a> {
+    gate: &'a [f32],
+    up: &'a [f32],
+    out: &'a mut [f32],
+}
+
+impl Kernel for SiluMul<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self) {
+        let silu_mul = |gate: &[f32; LANES], up: &[f32; LANES]| {
+            let gate = L::from_array(gate);
+            let one = L::splat(1.0);
+            gate.div(one.add(L::zero().sub(gate).exp())).mul(L::from_array(up)).to_array()
+        };
+        let (gates, gate_tail) = self.gate.as_chunks::<LANES>();
+        let (ups, up_tail) = self.up.as_chunks::<LANES>();
+        let (outs, out_tail) = self.out.as_chunks_mut::<LANES>();
+        for ((gate, up), out) in gates.iter().zip(ups).zip(outs) {
+            *out = silu_mul(gate, up);
+        }
+        if !gate_tail.is_empty() {
+            let padded = |tail: &[f32]| std::array::from_fn(|i| tail.get(i).copied().unwrap_or(0.0));
+            let last = silu_mul(&padded(gate_tail), &padded(up_tail));
+            out_tail.copy_from_slice(&last[..gate_tail.len()]);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Isa;
+    use super::super::testing::{Random, close};
+    use super::*;
+
+    #[test]
+    fn silu_mul_is_that_of_f64_and_the_same_bits_on_every_isa() {
+        let mut random = Random::new(1);
+        for (rows, width) in [(1, 1), (3, 16), (2, 37), (5, 1536), (1, 4864), (40, 1000)] {
+            let x = random.normals(rows * 2 * width, 3.0);
+            let mut first: Option<Vec<f32>> = None;
+            for (isa, threads) in Isa::available().into_iter().zip([3, 1, 2, 1]) {
+                let mut out = vec![f32::NAN; rows * width];
+                let cpu = Cpu::with_isa(threads, isa);
+                silu_mul(&cpu, Rows::dense(&x, 2 * width), RowsMut::dense(&mut out, width));
+                for (i, y) in out.iter().enumerate() {
+                    let row = &x[i / width * 2 * width..][..2 * width];
+                    let (gate, up) = (f64::from(row[i % width]), f64::from(row[width + i % width]));
+                    close(*y, gate / (1.0 + (-gate).exp()) * up, 1e-6, "silu_mul");
+                }
+                assert_eq!(first.get_or_insert(out.clone()), &out, "{}", isa.name());
+            }
+        }
+    }
+}

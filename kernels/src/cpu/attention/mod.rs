@@ -1,0 +1,141 @@
+//! Attention of query rows over a paged cache, for any mix of prefill chunks and decodes.
+//!
+//! A query row takes its keys in units of 64 absolute positions, in order, with an online softmax from unit to unit;
+//! inside a unit, positions in order. Which rows and heads share a register tile, which sequences share a call and where
+//! blocks lie in memory has no part in it: chunked is whole, and alone is in a batch, bit for bit.
+
+use super::kv::{KvCache, KvDtype};
+use super::pool::Cpu;
+use super::rows::{Rows, RowsMut, SharedRows};
+use super::tile::Element;
+use half::bf16;
+
+mod tile;
+
+/// Rows of a call that belong to one sequence.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionSequence<'a> {
+    /// Where its rows begin in the query and the output.
+    pub first_row: usize,
+    pub rows: usize,
+    /// Position of the first row; row `i` is at `start_position + i` and sees positions up to its own.
+    pub start_position: usize,
+    /// The blocks of positions `0..`; those wholly below every row's window may hold anything in range.
+    pub block_table: &'a [u32],
+}
+
+/// What is the same for all sequences; the number of KV heads and `head_dim` are the cache's.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionShape {
+    /// Query heads, a multiple of the KV heads.
+    pub heads: usize,
+    /// Factor of `q · k`.
+    pub scale: f32,
+    /// How many positions a row sees, its own included; all if `None`.
+    pub sliding_window: Option<usize>,
+}
+
+/// A run of (row, head of a group) pairs of one sequence and KV head; small enough for a register tile.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Task {
+    cost: u64,
+    sequence: u32,
+    kv_head: u32,
+    first_pair: u32,
+    pairs: u32,
+}
+
+/// `out[row] = softmax(scale * q[row] · K) V` per head, over positions `[max(0, p + 1 - window), p]` for a row at `p`.
+/// `q` and `out` are `[rows, heads * head_dim]`; rows of no sequence are not touched.
+///
+/// # Panics
+/// If shapes do not agree, a block table is too short or names a block outside the cache, or sequences share rows.
+pub fn paged_attention(
+    cpu: &Cpu,
+    q: Rows<'_>,
+    shape: &AttentionShape,
+    sequences: &[AttentionSequence<'_>],
+    cache: &KvCache,
+    out: RowsMut<'_>,
+) {
+    let layout = *cache.layout();
+    let width = shape.heads * layout.head_dim;
+    assert!(shape.heads.is_multiple_of(layout.kv_heads), "{} heads over {} KV heads", shape.heads, layout.kv_heads);
+    assert_eq!((q.width(), out.rows(), out.width()), (width, q.rows(), width), "rows and width of query and output");
+    assert!(shape.sliding_window != Some(0), "a window of 0 positions sees nothing");
+    check_sequences(sequences, q.rows(), cache);
+
+    let mut shared = cpu.shared();
+    let pairs = tile::most_pairs(cpu.isa());
+    plan(shape, sequences, layout.kv_heads, pairs, &mut shared.tasks);
+    let tasks = &shared.tasks;
+    let call = Call { q, shape, sequences, cache, out: out.share() };
+    cpu.pool().run_with_scratch(tasks.len(), tile::scratch_len(pairs, &layout), |i, scratch| match layout.dtype {
+        KvDtype::Bf16 => call.tile::<bf16>(cpu.isa(), &tasks[i], scratch),
+        KvDtype::F32 => call.tile::<f32>(cpu.isa(), &tasks[i], scratch),
+    });
+}
+
+/// What the tasks of a call share.
+struct Call<'a> {
+    q: Rows<'a>,
+    shape: &'a AttentionShape,
+    sequences: &'a [AttentionSequence<'a>],
+    cache: &'a KvCache,
+    out: SharedRows<'a>,
+}
+
+impl Call<'_> {
+    fn tile<E: Element>(&self, isa: super::Isa, task: &Task, scratch: &mut [f32]) {
+        tile::run::<E>(
+            isa,
+            &tile::TileTask { call: self, task, keys: self.cache.keys(), values: self.cache.values() },
+            scratch,
+        );
+    }
+}
+
+fn check_sequences(sequences: &[AttentionSequence<'_>], rows: usize, cache: &KvCache) {
+    let layout = cache.layout();
+    let mut end = 0;
+    for s in sequences {
+        assert!(s.first_row >= end, "sequences must come in the order of their rows and share none: {s:?}");
+        end = s.first_row + s.rows;
+        assert!(end <= rows, "{s:?} passes the end of {rows} rows");
+        let blocks = (s.start_position + s.rows).div_ceil(layout.block_size);
+        assert!(s.block_table.len() >= blocks, "{s:?} needs {blocks} blocks");
+        let inside = s.block_table[..blocks].iter().all(|b| (*b as usize) < layout.blocks);
+        assert!(inside, "{s:?} names a block outside a cache of {}", layout.blocks);
+    }
+}
+
+/// Cuts the work into tasks, costliest first, so that threads end together.
+fn plan(
+    shape: &AttentionShape,
+    sequences: &[AttentionSequence<'_>],
+    kv_heads: usize,
+    most_pairs: usize,
+    tasks: &mut Vec<Task>,
+) {
+    tasks.clear();
+    let group = shape.heads / kv_heads;
+    for (sequence, s) in sequences.iter().enumerate() {
+        let pairs = s.rows * group;
+        let tiles = pairs.div_ceil(most_pairs);
+        for i in 0..tiles {
+            let (from, to) = (pairs * i / tiles, pairs * (i + 1) / tiles);
+            let seen = s.start_position + (to - 1) / group + 1;
+            let seen = shape.sliding_window.map_or(seen, |w| seen.min(w));
+            // The cost of a tile has a part for reading keys and values besides that of its pairs.
+            let cost = ((to - from + 2) * seen) as u64;
+            for kv_head in 0..kv_heads as u32 {
+                let (first_pair, pairs) = (from as u32, (to - from) as u32);
+                tasks.push(Task { cost, sequence: sequence as u32, kv_head, first_pair, pairs });
+            }
+        }
+    }
+    tasks.sort_unstable_by_key(|t| std::cmp::Reverse(t.cost));
+}
+
+#[cfg(test)]
+mod tests;

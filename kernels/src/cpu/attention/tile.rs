@@ -1,0 +1,303 @@
+//! One register tile of attention: up to 12 pairs of (query row, head) that share a KV head, over all they see.
+
+use super::super::isa::{Isa, Kernel};
+use super::super::kv::KvLayout;
+use super::super::lanes::{LANES, Lanes};
+use super::super::math;
+use super::super::storage::Mapping;
+use super::super::tile::{Element, Operands, Single, accumulate};
+use super::{AttentionSequence, Call, Task};
+
+/// Positions from one step of the online softmax to the next; absolute, so the same for every query.
+const UNIT: usize = 64;
+/// Vectors of positions in a unit.
+const VECTORS: usize = UNIT / LANES;
+
+/// The most pairs in a tile on this instruction set.
+pub(super) fn most_pairs(isa: Isa) -> usize {
+    (isa.accumulators() / 2).clamp(6, 12)
+}
+
+/// Float32 values that [`run`] needs: query, results and weights of the pairs, and a unit's keys and values for block
+/// sizes that are not whole vectors.
+pub(super) fn scratch_len(most_pairs: usize, layout: &KvLayout) -> usize {
+    let gathered = if layout.block_size.is_multiple_of(LANES) { 0 } else { 2 * UNIT * layout.head_dim };
+    most_pairs * (2 * layout.head_dim + UNIT) + gathered
+}
+
+pub(super) struct TileTask<'a> {
+    pub call: &'a Call<'a>,
+    pub task: &'a Task,
+    pub keys: &'a Mapping,
+    pub values: &'a Mapping,
+}
+
+/// Computes the outputs of the task's pairs.
+pub(super) fn run<E: Element>(isa: Isa, task: &TileTask<'_>, scratch: &mut [f32]) {
+    macro_rules! pairs {
+        ($($pairs:literal)*) => {
+            match task.task.pairs {
+                $($pairs => isa.dispatch(Tile::<E, $pairs>::new(task, scratch)),)*
+                n => unreachable!("no attention tile of {n} pairs"),
+            }
+        };
+    }
+    pairs!(1 2 3 4 5 6 7 8 9 10 11 12);
+}
+
+struct Tile<'a, E, const MR: usize> {
+    task: &'a TileTask<'a>,
+    sequence: &'a AttentionSequence<'a>,
+    layout: &'a KvLayout,
+    keys: &'a [E],
+    values: &'a [E],
+    /// `[head_dim][MR]`.
+    q: &'a mut [f32],
+    /// `[MR][UNIT]`: scores, then their exponentials.
+    weights: &'a mut [f32],
+    /// `[MR][head_dim]`.
+    sums: &'a mut [f32],
+    /// A unit's keys `[vector][head_dim][16]` and values `[position][head_dim]`, if blocks are not whole vectors.
+    gathered: (&'a mut [E], &'a mut [E]),
+    /// The first position that a pair sees, and the one after its last.
+    seen: [(usize, usize); MR],
+}
+
+/// The keys and values of the vectors `first..` of a unit that any pair sees.
+struct Unit<E> {
+    keys: [*const E; VECTORS],
+    key_step: usize,
+    values: [*const E; VECTORS],
+    /// Positions inside the unit.
+    from: usize,
+    to: usize,
+}
+
+/// Softmax of the units so far: the largest score and the sum of exponentials relative to it.
+#[derive(Clone, Copy)]
+struct Running {
+    largest: f32,
+    sum: f32,
+}
+
+impl<'a, E: Element, const MR: usize> Tile<'a, E, MR> {
+    fn new(task: &'a TileTask<'a>, scratch: &'a mut [f32]) -> Self {
+        let TileTask { call, task: part, keys, values } = *task;
+        let layout = call.cache.layout();
+        let sequence = &call.sequences[part.sequence as usize];
+        let (q, rest) = scratch.split_at_mut(MR * layout.head_dim);
+        let (sums, rest) = rest.split_at_mut(MR * layout.head_dim);
+        let (weights, gathered) = rest.split_at_mut(MR * UNIT);
+        // SAFETY: E is no larger than float32, as aligned, and any bits are a value of it.
+        let gathered = unsafe { gathered.align_to_mut::<E>().1 };
+        let half = gathered.len() / 2;
+        let group = call.shape.heads / layout.kv_heads;
+        let seen = std::array::from_fn(|m| {
+            let end = sequence.start_position + (part.first_pair as usize + m) / group + 1;
+            (call.shape.sliding_window.map_or(0, |w| end.saturating_sub(w)), end)
+        });
+        Tile {
+            task,
+            sequence,
+            layout,
+            keys: keys.as_slice(),
+            values: values.as_slice(),
+            q,
+            weights,
+            sums,
+            gathered: gathered.split_at_mut(half),
+            seen,
+        }
+    }
+
+    /// Row and first column of a pair.
+    fn place(&self, m: usize) -> (usize, usize) {
+        let group = self.task.call.shape.heads / self.layout.kv_heads;
+        let pair = self.task.task.first_pair as usize + m;
+        let head = self.task.task.kv_head as usize * group + pair % group;
+        (self.sequence.first_row + pair / group, head * self.layout.head_dim)
+    }
+
+    /// Finds the keys and values of unit `unit` that any pair sees.
+    fn unit(&mut self, unit: usize) -> Unit<E> {
+        let (head_dim, block_size) = (self.layout.head_dim, self.layout.block_size);
+        let base = unit * UNIT;
+        let from = self.seen[0].0.saturating_sub(base); // pairs are in the order of their positions
+        let to = (self.seen[MR - 1].1 - base).min(UNIT);
+        let whole = block_size.is_multiple_of(LANES);
+        let mut found = Unit {
+            keys: [std::ptr::null(); VECTORS],
+            key_step: if whole { block_size } else { LANES },
+            values: [std::ptr::null(); VECTORS],
+            from,
+            to,
+        };
+        for vector in from / LANES..to.div_ceil(LANES) {
+            if !whole {
+                self.gather(base, vector, from, to);
+                found.keys[vector] = self.gathered.0[vector * LANES * head_dim..].as_ptr();
+                found.values[vector] = self.gathered.1[vector * LANES * head_dim..].as_ptr();
+                continue;
+            }
+            let (start, offset) = self.slot(base + vector * LANES);
+            found.keys[vector] = self.keys[start..][..self.layout.head_len()][offset..].as_ptr();
+            found.values[vector] = self.values[start..][..self.layout.head_len()][offset * head_dim..].as_ptr();
+        }
+        found
+    }
+
+    /// Where this KV head's part of a position's block starts, and the position's offset in the block.
+    fn slot(&self, position: usize) -> (usize, usize) {
+        let block = self.sequence.block_table[position / self.layout.block_size] as usize;
+        let start = (block * self.layout.kv_heads + self.task.task.kv_head as usize) * self.layout.head_len();
+        (start, position % self.layout.block_size)
+    }
+
+    /// Copies the seen positions of a vector to where whole vectors of them lie together.
+    fn gather(&mut self, base: usize, vector: usize, from: usize, to: usize) {
+        let (head_dim, block_size) = (self.layout.head_dim, self.layout.block_size);
+        for t in from.max(vector * LANES)..to.min((vector + 1) * LANES) {
+            let (start, offset) = self.slot(base + t);
+            let keys = &mut self.gathered.0[vector * LANES * head_dim..][..LANES * head_dim];
+            let source = self.keys[start..][..head_dim * block_size][offset..].iter().step_by(block_size);
+            keys[t % LANES..].iter_mut().step_by(LANES).zip(source).for_each(|(to, from)| *to = *from);
+            let source = &self.values[start + offset * head_dim..][..head_dim];
+            self.gathered.1[t * head_dim..][..head_dim].copy_from_slice(source);
+        }
+    }
+
+    /// `weights[m][t] = scale * q[m] · k[t]` for the unit's vectors, `NV` of them side by side.
+    #[inline(always)]
+    fn score<L: Lanes, const NV: usize>(&mut self, unit: &Unit<E>) {
+        let (first, end) = (unit.from / LANES, unit.to.div_ceil(LANES));
+        let scale = L::splat(self.task.call.shape.scale);
+        for vector in (first..end).step_by(NV) {
+            let w = std::array::from_fn(|v| unit.keys[(vector + v).min(end - 1)]);
+            let operands: Operands<Single<E>, NV> =
+                Operands { x: self.q.as_ptr(), x_row: 1, x_step: MR, w, w_step: unit.key_step };
+            let mut acc = [[L::zero(); NV]; MR];
+            // SAFETY: the query holds head_dim steps of MR; a vector's keys are head_dim lines of 16, a block size apart.
+            unsafe { accumulate::<L, _, MR, NV>(&mut acc, self.layout.head_dim, &operands) };
+            for (scores, acc) in self.weights.as_chunks_mut::<UNIT>().0.iter_mut().zip(acc) {
+                for (score, acc) in scores.as_chunks_mut::<LANES>().0[vector..end].iter_mut().zip(acc) {
+                    *score = acc.mul(scale).to_array();
+                }
+            }
+        }
+    }
+
+    /// Turns a pair's scores into weights relative to the largest score so far, and rescales its sums to that.
+    #[inline(always)]
+    fn softmax<L: Lanes>(&mut self, m: usize, base: usize, running: &mut Running) {
+        let (from, to) = (self.seen[m].0.saturating_sub(base), self.seen[m].1.saturating_sub(base).min(UNIT));
+        let weights = &mut self.weights.as_chunks_mut::<UNIT>().0[m];
+        if from >= to {
+            *weights = [0.0; UNIT];
+            return;
+        }
+        let unseen = L::splat(f32::NEG_INFINITY);
+        let vectors = weights.as_chunks_mut::<LANES>().0;
+        let scores: [L; VECTORS] = std::array::from_fn(|v| {
+            let (start, end) = (v * LANES, (v + 1) * LANES);
+            if end <= from || to <= start {
+                return unseen;
+            }
+            if start < from || to < end {
+                let hide = |i: usize| if (from..to).contains(&(start + i)) { vectors[v][i] } else { f32::NEG_INFINITY };
+                return L::from_array(&std::array::from_fn(hide));
+            }
+            L::from_array(&vectors[v])
+        });
+        let largest = scores[0].max(scores[1]).max(scores[2].max(scores[3])).largest();
+        let largest = if largest > running.largest { largest } else { running.largest };
+        let weights = scores.map(|s| s.sub(L::splat(largest)).exp());
+        for (vector, weights) in vectors.iter_mut().zip(weights) {
+            *vector = weights.to_array();
+        }
+        let rescale = math::exp(running.largest - largest);
+        let sum = weights[0].add(weights[1]).add(weights[2].add(weights[3])).sum();
+        *running = Running { largest, sum: running.sum * rescale + sum };
+        if rescale != 1.0 {
+            let sums = &mut self.sums[m * self.layout.head_dim..][..self.layout.head_dim];
+            for sum in sums.as_chunks_mut::<LANES>().0 {
+                *sum = L::from_array(sum).mul(L::splat(rescale)).to_array();
+            }
+        }
+    }
+
+    /// `sums[m][columns] += weights[m][t] * v[t][columns]` for the unit's positions in order, `NV` vectors of columns.
+    #[inline(always)]
+    fn weigh<L: Lanes, const NV: usize>(&mut self, unit: &Unit<E>, column: usize) {
+        let head_dim = self.layout.head_dim;
+        let at = |m: usize, v: usize| m * head_dim + column + v * LANES;
+        let mut acc: [[L; NV]; MR] =
+            // SAFETY: the slice is of 16.
+            std::array::from_fn(|m| std::array::from_fn(|v| unsafe { L::load(self.sums[at(m, v)..][..LANES].as_ptr()) }));
+        for vector in unit.from / LANES..unit.to.div_ceil(LANES) {
+            let (from, to) = (unit.from.max(vector * LANES), unit.to.min((vector + 1) * LANES));
+            let x = self.weights[from..].as_ptr();
+            let first = (from - vector * LANES) * head_dim + column;
+            let w = std::array::from_fn(|v| unit.values[vector].wrapping_add(first + v * LANES));
+            let operands: Operands<Single<E>, NV> = Operands { x, x_row: UNIT, x_step: 1, w, w_step: head_dim };
+            // SAFETY: weights are MR rows of UNIT; a vector's values are 16 lines of head_dim.
+            unsafe { accumulate::<L, _, MR, NV>(&mut acc, to - from, &operands) };
+        }
+        for (m, acc) in acc.into_iter().enumerate() {
+            for (v, acc) in acc.into_iter().enumerate() {
+                // SAFETY: the slice is of 16.
+                unsafe { acc.store(self.sums[at(m, v)..][..LANES].as_mut_ptr()) };
+            }
+        }
+    }
+}
+
+impl<E: Element, const MR: usize> Kernel for Tile<'_, E, MR> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(mut self) {
+        let head_dim = self.layout.head_dim;
+        for m in 0..MR {
+            let (row, column) = self.place(m);
+            let q = &self.task.call.q.row(row)[column..][..head_dim];
+            self.q[m..].iter_mut().step_by(MR).zip(q).for_each(|(to, from)| *to = *from);
+        }
+        self.sums.fill(0.0);
+        let mut running = [Running { largest: f32::NEG_INFINITY, sum: 0.0 }; MR];
+        for u in self.seen[0].0 / UNIT..self.seen[MR - 1].1.div_ceil(UNIT) {
+            let unit = self.unit(u);
+            if MR * 4 <= L::ACCUMULATORS {
+                self.score::<L, 4>(&unit);
+            } else if MR * 2 <= L::ACCUMULATORS {
+                self.score::<L, 2>(&unit);
+            } else {
+                self.score::<L, 1>(&unit);
+            }
+            for (m, running) in running.iter_mut().enumerate() {
+                self.softmax::<L>(m, u * UNIT, running);
+            }
+            let mut column = 0;
+            while MR * 4 <= L::ACCUMULATORS && column + 4 * LANES <= head_dim {
+                self.weigh::<L, 4>(&unit, column);
+                column += 4 * LANES;
+            }
+            while MR * 2 <= L::ACCUMULATORS && column + 2 * LANES <= head_dim {
+                self.weigh::<L, 2>(&unit, column);
+                column += 2 * LANES;
+            }
+            while column < head_dim {
+                self.weigh::<L, 1>(&unit, column);
+                column += LANES;
+            }
+        }
+        for (m, running) in running.iter().enumerate() {
+            let (row, column) = self.place(m);
+            // SAFETY: no other task has this row and head.
+            let out = unsafe { self.task.call.out.part(row, column, head_dim) };
+            let sums = &self.sums[m * head_dim..][..head_dim];
+            // Positions that only other pairs of the tile see added products with 0, which can only turn -0 into 0: + 0
+            // makes that so in any tile.
+            out.iter_mut().zip(sums).for_each(|(out, sum)| *out = sum / running.sum + 0.0);
+        }
+    }
+}

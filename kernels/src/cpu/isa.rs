@@ -1,0 +1,129 @@
+//! Instruction sets, found at run time.
+
+#[cfg(target_arch = "x86_64")]
+use super::lanes::{Avx2, Avx512};
+use super::lanes::{Lanes, Scalar};
+
+/// An instruction set that this processor has. There is no way to make one that it lacks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Isa(Level);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Level {
+    Scalar,
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+    #[cfg(target_arch = "x86_64")]
+    Avx512Bf16,
+}
+
+/// A computation written once over [`Lanes`]. `run` must be `#[inline(always)]`, so that it is compiled with the
+/// features of the instruction set that [`Isa::dispatch`] picks.
+pub(crate) trait Kernel {
+    type Output;
+    fn run<L: Lanes>(self) -> Self::Output;
+}
+
+impl Isa {
+    /// The fastest instruction set of this processor.
+    pub fn detect() -> Isa {
+        Isa::available()[0]
+    }
+
+    /// All that this processor has, fastest first; the last is the portable one.
+    pub fn available() -> Vec<Isa> {
+        let mut found = vec![];
+        #[cfg(target_arch = "x86_64")]
+        {
+            let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
+            let avx512 = avx2
+                && is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512dq")
+                && is_x86_feature_detected!("avx512vl");
+            if avx512 && is_x86_feature_detected!("avx512bf16") {
+                found.push(Isa(Level::Avx512Bf16));
+            }
+            if avx512 {
+                found.push(Isa(Level::Avx512));
+            }
+            if avx2 {
+                found.push(Isa(Level::Avx2));
+            }
+        }
+        found.push(Isa(Level::Scalar));
+        found
+    }
+
+    /// The available instruction set of this [`name`](Isa::name).
+    pub fn from_name(name: &str) -> Option<Isa> {
+        Isa::available().into_iter().find(|isa| isa.name() == name)
+    }
+
+    pub fn name(self) -> &'static str {
+        match self.0 {
+            Level::Scalar => "scalar",
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx2 => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512 => "avx512f",
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512Bf16 => "avx512_bf16",
+        }
+    }
+
+    /// Whether [`linear`](super::linear) rounds activations to bfloat16 before it multiplies bfloat16 weights.
+    pub fn rounds_activations(self) -> bool {
+        self.name() == "avx512_bf16"
+    }
+
+    /// How many accumulators of 16 lanes a kernel may hold in registers.
+    pub(crate) fn accumulators(self) -> usize {
+        struct Accumulators;
+        impl Kernel for Accumulators {
+            type Output = usize;
+            #[inline(always)]
+            fn run<L: Lanes>(self) -> usize {
+                L::ACCUMULATORS
+            }
+        }
+        self.dispatch(Accumulators)
+    }
+
+    /// Runs `kernel`, compiled for this instruction set.
+    #[inline]
+    pub(crate) fn dispatch<K: Kernel>(self, kernel: K) -> K::Output {
+        match self.0 {
+            Level::Scalar => kernel.run::<Scalar>(),
+            // SAFETY: a Level other than Scalar is only made by `available`, which found its features.
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx2 => unsafe { avx2(kernel) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512 => unsafe { avx512(kernel) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512Bf16 => unsafe { avx512bf16(kernel) },
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+fn avx2<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run::<Avx2>()
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+fn avx512<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run::<Avx512<false>>()
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+fn avx512bf16<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run::<Avx512<true>>()
+}

@@ -1,0 +1,228 @@
+//! The paged key-value cache of one layer.
+
+use super::pool::Cpu;
+use super::rows::{Rows, SharedSlice};
+use super::storage::Mapping;
+use super::tile::Element;
+use half::bf16;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KvDtype {
+    Bf16,
+    F32,
+}
+
+impl KvDtype {
+    pub fn bytes(self) -> usize {
+        match self {
+            KvDtype::Bf16 => 2,
+            KvDtype::F32 => 4,
+        }
+    }
+}
+
+/// The shape of a layer's cache. Keys lie as `[block][kv_head][head_dim][block_size]`, so that 16 tokens are one vector;
+/// values as `[block][kv_head][block_size][head_dim]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvLayout {
+    pub blocks: usize,
+    /// Tokens in a block; a multiple of 16 is fastest.
+    pub block_size: usize,
+    pub kv_heads: usize,
+    /// A multiple of 16.
+    pub head_dim: usize,
+    pub dtype: KvDtype,
+}
+
+impl KvLayout {
+    /// Memory of one block of one layer: keys and values.
+    pub fn bytes_per_block(&self) -> usize {
+        2 * self.block_len() * self.dtype.bytes()
+    }
+
+    /// Elements of a block's keys, or of its values.
+    fn block_len(&self) -> usize {
+        self.kv_heads * self.head_len()
+    }
+
+    /// Elements of one head of a block.
+    pub(crate) fn head_len(&self) -> usize {
+        self.head_dim * self.block_size
+    }
+}
+
+/// Copies the first `tokens` slots of block `src` to block `dst`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockCopy {
+    pub src: u32,
+    pub dst: u32,
+    pub tokens: usize,
+}
+
+/// Keys and values of one layer, in blocks of tokens. Memory is taken as blocks are first written.
+pub struct KvCache {
+    layout: KvLayout,
+    keys: Mapping,
+    values: Mapping,
+}
+
+impl KvCache {
+    /// # Panics
+    /// If a dimension is 0, or `head_dim` is no multiple of 16.
+    pub fn new(layout: KvLayout) -> KvCache {
+        let KvLayout { blocks, block_size, kv_heads, head_dim, .. } = layout;
+        assert!(blocks * block_size * kv_heads * head_dim > 0, "{layout:?} has an empty dimension");
+        assert!(head_dim.is_multiple_of(16), "head_dim {head_dim} is not a multiple of 16");
+        let bytes = blocks * layout.bytes_per_block() / 2;
+        KvCache { layout, keys: Mapping::zeroed(bytes), values: Mapping::zeroed(bytes) }
+    }
+
+    pub fn layout(&self) -> &KvLayout {
+        &self.layout
+    }
+
+    /// Memory taken once every block has been written.
+    pub fn bytes(&self) -> usize {
+        self.keys.bytes() + self.values.bytes()
+    }
+
+    pub(crate) fn keys(&self) -> &Mapping {
+        &self.keys
+    }
+
+    pub(crate) fn values(&self) -> &Mapping {
+        &self.values
+    }
+
+    /// Stores row `i` of `k` and `v`, each `[rows, kv_heads * head_dim]`, in slot `slots[i]`, which is
+    /// `block * block_size + offset`; rounds to nearest even for bfloat16.
+    ///
+    /// # Panics
+    /// If shapes do not agree, or a slot is outside the cache.
+    pub fn write(&mut self, cpu: &Cpu, k: Rows<'_>, v: Rows<'_>, slots: &[u32]) {
+        let KvLayout { blocks, block_size, kv_heads, head_dim, dtype } = self.layout;
+        let shape = (slots.len(), kv_heads * head_dim);
+        assert_eq!((k.rows(), k.width()), shape, "rows and width of the keys");
+        assert_eq!((v.rows(), v.width()), shape, "rows and width of the values");
+        let end = blocks * block_size;
+        assert!(slots.iter().all(|s| (*s as usize) < end), "a slot of {slots:?} is outside a cache of {end}");
+        match dtype {
+            KvDtype::Bf16 => self.write_as::<bf16>(cpu, k, v, slots),
+            KvDtype::F32 => self.write_as::<f32>(cpu, k, v, slots),
+        }
+    }
+
+    fn write_as<E: Element>(&mut self, cpu: &Cpu, k: Rows<'_>, v: Rows<'_>, slots: &[u32]) {
+        let layout = self.layout;
+        let (keys, values) = (self.keys.as_mut_slice::<E>(), self.values.as_mut_slice::<E>());
+        let (keys, values) = (SharedSlice::new(keys), SharedSlice::new(values));
+        let write_head = |head: usize| {
+            for (row, slot) in slots.iter().enumerate() {
+                let (block, offset) = (*slot as usize / layout.block_size, *slot as usize % layout.block_size);
+                let start = (block * layout.kv_heads + head) * layout.head_len();
+                let columns = head * layout.head_dim..(head + 1) * layout.head_dim;
+                // SAFETY: this head's cells of every block are this task's alone.
+                let (keys, values) =
+                    unsafe { (keys.part(start, layout.head_len()), values.part(start, layout.head_len())) };
+                let column = keys[offset..].iter_mut().step_by(layout.block_size);
+                column.zip(&k.row(row)[columns.clone()]).for_each(|(cell, x)| *cell = E::round(*x));
+                let line = values[offset * layout.head_dim..].iter_mut();
+                line.zip(&v.row(row)[columns]).for_each(|(cell, x)| *cell = E::round(*x));
+            }
+        };
+        // By head, not by row: slots that repeat are then written in order, by one thread.
+        if slots.len() * layout.head_dim < 4096 {
+            (0..layout.kv_heads).for_each(write_head);
+        } else {
+            cpu.pool().run(layout.kv_heads, write_head);
+        }
+    }
+
+    /// Does the copies in order.
+    ///
+    /// # Panics
+    /// If a block is outside the cache, or `tokens` exceeds the block size.
+    pub fn copy_blocks(&mut self, copies: &[BlockCopy]) {
+        match self.layout.dtype {
+            KvDtype::Bf16 => self.copy_as::<bf16>(copies),
+            KvDtype::F32 => self.copy_as::<f32>(copies),
+        }
+    }
+
+    fn copy_as<E: Element>(&mut self, copies: &[BlockCopy]) {
+        let layout = self.layout;
+        let (block_len, head_len) = (layout.block_len(), layout.head_len());
+        let (keys, values) = (self.keys.as_mut_slice::<E>(), self.values.as_mut_slice::<E>());
+        for copy in copies {
+            let BlockCopy { src, dst, tokens } = *copy;
+            assert!((src.max(dst) as usize) < layout.blocks && tokens <= layout.block_size, "{copy:?} of {layout:?}");
+            for head in 0..layout.kv_heads {
+                let at = |block: u32| block as usize * block_len + head * head_len;
+                for d in 0..layout.head_dim {
+                    let from = at(src) + d * layout.block_size;
+                    keys.copy_within(from..from + tokens, at(dst) + d * layout.block_size);
+                }
+                values.copy_within(at(src)..at(src) + tokens * layout.head_dim, at(dst));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::Random;
+    use super::*;
+
+    fn cache(random: &mut Random, dtype: KvDtype) -> KvCache {
+        let (kv_heads, block_size) = (random.between(1, 3), random.between(1, 20));
+        KvCache::new(KvLayout { blocks: random.between(2, 6), block_size, kv_heads, head_dim: 32, dtype })
+    }
+
+    /// Key and value of a slot, element by element.
+    fn read(cache: &KvCache, slot: usize) -> Vec<(f32, f32)> {
+        let l = cache.layout;
+        let (block, offset) = (slot / l.block_size, slot % l.block_size);
+        let at = |i: usize, of: &Mapping| match l.dtype {
+            KvDtype::Bf16 => of.as_slice::<bf16>()[i].to_f32(),
+            KvDtype::F32 => of.as_slice::<f32>()[i],
+        };
+        let cell = |head: usize, d: usize| {
+            let start = (block * l.kv_heads + head) * l.head_len();
+            let (key, value) = (start + d * l.block_size + offset, start + offset * l.head_dim + d);
+            (at(key, &cache.keys), at(value, &cache.values))
+        };
+        (0..l.kv_heads).flat_map(|h| (0..l.head_dim).map(move |d| (h, d))).map(|(h, d)| cell(h, d)).collect()
+    }
+
+    #[test]
+    fn slots_hold_what_was_written_last_and_copies_move_whole_tokens() {
+        for seed in 0..40 {
+            let mut random = Random::new(seed);
+            let dtype = [KvDtype::Bf16, KvDtype::F32][seed as usize % 2];
+            let mut cache = cache(&mut random, dtype);
+            let l = cache.layout;
+            let width = l.kv_heads * l.head_dim;
+            let mut expected = vec![vec![(0.0, 0.0); width]; l.blocks * l.block_size];
+            for _ in 0..10 {
+                let rows = random.between(1, 150);
+                let (k, v) = (random.normals(rows * width, 1.0), random.normals(rows * width, 1.0));
+                let slots: Vec<u32> = (0..rows).map(|_| random.below(expected.len()) as u32).collect();
+                cache.write(&Cpu::new(2), Rows::dense(&k, width), Rows::dense(&v, width), &slots);
+                let rounded = |x: f32| if dtype == KvDtype::Bf16 { bf16::from_f32(x).to_f32() } else { x };
+                for (row, slot) in slots.iter().enumerate() {
+                    let cell = |i| (rounded(k[row * width + i]), rounded(v[row * width + i]));
+                    expected[*slot as usize] = (0..width).map(cell).collect();
+                }
+                let (src, dst) = (random.below(l.blocks), random.below(l.blocks));
+                let tokens = random.between(0, l.block_size);
+                cache.copy_blocks(&[BlockCopy { src: src as u32, dst: dst as u32, tokens }]);
+                for t in 0..tokens {
+                    expected[dst * l.block_size + t] = expected[src * l.block_size + t].clone();
+                }
+            }
+            for (slot, expected) in expected.iter().enumerate() {
+                assert_eq!(&read(&cache, slot), expected, "slot {slot}, seed {seed}");
+            }
+        }
+    }
+}

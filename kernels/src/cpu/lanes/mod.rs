@@ -1,0 +1,136 @@
+//! Sixteen float32 lanes: the unit in which every kernel is written.
+//!
+//! Each operation is one correctly rounded IEEE operation per lane, so kernels give the same bits on every
+//! implementation. Constructors of the x86 types are reached only through [`Isa::dispatch`](super::isa::Isa::dispatch).
+
+use half::bf16;
+
+mod scalar;
+pub(crate) use scalar::Scalar;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+#[cfg(target_arch = "x86_64")]
+pub(crate) use x86::{Avx2, Avx512};
+
+/// Lanes in a vector.
+pub(crate) const LANES: usize = 16;
+
+/// `[f32; 16]` on which arithmetic is lane by lane.
+///
+/// # Safety
+/// Values of an implementation may exist only on a processor that has its instruction set.
+pub(crate) trait Lanes: Copy + 'static {
+    /// How many of these, as accumulators, leave enough registers for the operands of a product.
+    const ACCUMULATORS: usize;
+
+    fn splat(x: f32) -> Self;
+
+    /// # Safety
+    /// `p` is readable for 16 float32; no alignment is needed.
+    unsafe fn load(p: *const f32) -> Self;
+
+    /// # Safety
+    /// `p` is readable for 16 bfloat16; no alignment is needed.
+    unsafe fn load_bf16(p: *const bf16) -> Self;
+
+    /// The even and the odd elements of 32 bfloat16.
+    ///
+    /// # Safety
+    /// `p` is readable for 32 bfloat16; no alignment is needed.
+    unsafe fn load_pairs(p: *const bf16) -> (Self, Self);
+
+    /// # Safety
+    /// `p` is writable for 16 float32; no alignment is needed.
+    unsafe fn store(self, p: *mut f32);
+
+    fn add(self, other: Self) -> Self;
+    fn sub(self, other: Self) -> Self;
+    fn mul(self, other: Self) -> Self;
+    fn div(self, other: Self) -> Self;
+
+    /// `self * b + c`, rounded once.
+    fn mul_add(self, b: Self, c: Self) -> Self;
+
+    /// `self > other ? self : other`; `other` if either is NaN.
+    fn max(self, other: Self) -> Self;
+
+    /// `self < other ? self : other`; `other` if either is NaN.
+    fn min(self, other: Self) -> Self;
+
+    /// `x < limit ? 0 : self`.
+    fn zero_where_below(self, x: Self, limit: f32) -> Self;
+
+    /// `2^n` as [`exp`](super::math::exp) makes it, from `n` plus the constant that rounded it to an integer.
+    fn power_of_two(self) -> Self;
+
+    /// `self` plus, lane by lane, the product of the bfloat16 pair `x` (first element in the low half) with 16 pairs.
+    ///
+    /// # Safety
+    /// `w` is readable for 32 bfloat16; no alignment is needed.
+    #[inline(always)]
+    unsafe fn dot_pairs(self, x: u32, w: *const bf16) -> Self {
+        // SAFETY: the caller's promise is that of load_pairs.
+        let (even, odd) = unsafe { Self::load_pairs(w) };
+        let (first, second) = (f32::from_bits(x << 16), f32::from_bits(x & 0xffff_0000));
+        Self::splat(second).mul_add(odd, Self::splat(first).mul_add(even, self))
+    }
+
+    #[inline(always)]
+    fn zero() -> Self {
+        Self::splat(0.0)
+    }
+
+    #[inline(always)]
+    fn from_array(a: &[f32; LANES]) -> Self {
+        // SAFETY: the array has 16 elements.
+        unsafe { Self::load(a.as_ptr()) }
+    }
+
+    #[inline(always)]
+    fn to_array(self) -> [f32; LANES] {
+        let mut a = [0.0; LANES];
+        // SAFETY: the array has 16 elements.
+        unsafe { self.store(a.as_mut_ptr()) };
+        a
+    }
+
+    /// The sum of the lanes as a balanced tree.
+    #[inline(always)]
+    fn sum(self) -> f32 {
+        let a = self.to_array();
+        let b: [f32; 8] = std::array::from_fn(|i| a[i] + a[i + 8]);
+        let c: [f32; 4] = std::array::from_fn(|i| b[i] + b[i + 4]);
+        (c[0] + c[2]) + (c[1] + c[3])
+    }
+
+    #[inline(always)]
+    fn largest(self) -> f32 {
+        let greater = |a: f32, b: f32| if a > b { a } else { b };
+        let a = self.to_array();
+        let b: [f32; 8] = std::array::from_fn(|i| greater(a[i], a[i + 8]));
+        let c: [f32; 4] = std::array::from_fn(|i| greater(b[i], b[i + 4]));
+        greater(greater(c[0], c[2]), greater(c[1], c[3]))
+    }
+
+    /// [`exp`](super::math::exp) of every lane, the same bits.
+    #[inline(always)]
+    fn exp(self) -> Self {
+        let round = Self::splat(12_582_912.0);
+        let x = Self::splat(88.7).min(Self::splat(-87.3).max(self));
+        let rounded = x.mul_add(Self::splat(std::f32::consts::LOG2_E), round);
+        let n = rounded.sub(round);
+        let r = n.mul_add(Self::splat(-0.693_359_4), x);
+        let r = n.mul_add(Self::splat(2.121_944_4e-4), r);
+        let p = Self::splat(1.987_569_2e-4);
+        let p = p.mul_add(r, Self::splat(1.398_2e-3));
+        let p = p.mul_add(r, Self::splat(8.333_452e-3));
+        let p = p.mul_add(r, Self::splat(4.166_579_6e-2));
+        let p = p.mul_add(r, Self::splat(1.666_666_5e-1));
+        let p = p.mul_add(r, Self::splat(0.5));
+        let y = p.mul_add(r.mul(r), r).add(Self::splat(1.0));
+        y.mul(rounded.power_of_two()).zero_where_below(self, -87.3)
+    }
+}
+
+#[cfg(test)]
+mod tests;

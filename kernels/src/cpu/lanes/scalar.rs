@@ -1,0 +1,95 @@
+//! The portable implementation.
+
+use super::{LANES, Lanes};
+use half::bf16;
+
+#[derive(Clone, Copy)]
+pub(crate) struct Scalar([f32; LANES]);
+
+impl Scalar {
+    #[inline(always)]
+    fn zip(self, other: Self, f: impl Fn(f32, f32) -> f32) -> Self {
+        Scalar(std::array::from_fn(|i| f(self.0[i], other.0[i])))
+    }
+}
+
+impl Lanes for Scalar {
+    const ACCUMULATORS: usize = 6;
+
+    #[inline(always)]
+    fn splat(x: f32) -> Self {
+        Scalar([x; LANES])
+    }
+
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> Self {
+        // SAFETY: the caller's promise; the read needs no alignment.
+        Scalar(unsafe { p.cast::<[f32; LANES]>().read_unaligned() })
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const bf16) -> Self {
+        // SAFETY: the caller's promise; the read needs no alignment.
+        let bits = unsafe { p.cast::<[u16; LANES]>().read_unaligned() };
+        Scalar(bits.map(|b| f32::from_bits(u32::from(b) << 16)))
+    }
+
+    #[inline(always)]
+    unsafe fn load_pairs(p: *const bf16) -> (Self, Self) {
+        // SAFETY: the caller's promise; the read needs no alignment.
+        let bits = unsafe { p.cast::<[u16; 2 * LANES]>().read_unaligned() };
+        let widen = |b: u16| f32::from_bits(u32::from(b) << 16);
+        (Scalar(std::array::from_fn(|i| widen(bits[2 * i]))), Scalar(std::array::from_fn(|i| widen(bits[2 * i + 1]))))
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, p: *mut f32) {
+        // SAFETY: the caller's promise; the write needs no alignment.
+        unsafe { p.cast::<[f32; LANES]>().write_unaligned(self.0) };
+    }
+
+    #[inline(always)]
+    fn add(self, other: Self) -> Self {
+        self.zip(other, |a, b| a + b)
+    }
+
+    #[inline(always)]
+    fn sub(self, other: Self) -> Self {
+        self.zip(other, |a, b| a - b)
+    }
+
+    #[inline(always)]
+    fn mul(self, other: Self) -> Self {
+        self.zip(other, |a, b| a * b)
+    }
+
+    #[inline(always)]
+    fn div(self, other: Self) -> Self {
+        self.zip(other, |a, b| a / b)
+    }
+
+    #[inline(always)]
+    fn mul_add(self, b: Self, c: Self) -> Self {
+        Scalar(std::array::from_fn(|i| self.0[i].mul_add(b.0[i], c.0[i])))
+    }
+
+    #[inline(always)]
+    fn max(self, other: Self) -> Self {
+        self.zip(other, |a, b| if a > b { a } else { b })
+    }
+
+    #[inline(always)]
+    fn min(self, other: Self) -> Self {
+        self.zip(other, |a, b| if a < b { a } else { b })
+    }
+
+    #[inline(always)]
+    fn zero_where_below(self, x: Self, limit: f32) -> Self {
+        self.zip(x, |a, b| if b < limit { 0.0 } else { a })
+    }
+
+    #[inline(always)]
+    fn power_of_two(self) -> Self {
+        Scalar(self.0.map(|x| f32::from_bits((x.to_bits() << 23).wrapping_add(127 << 23))))
+    }
+}

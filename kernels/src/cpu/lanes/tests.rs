@@ -1,0 +1,61 @@
+use super::super::isa::{Isa, Kernel};
+use super::super::math;
+use super::*;
+
+struct Exp<'a>(&'a mut [f32; LANES]);
+impl Kernel for Exp<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<L: Lanes>(self) {
+        *self.0 = L::from_array(self.0).exp().to_array();
+    }
+}
+
+#[test]
+fn exp_has_the_bits_of_the_scalar_function_on_every_isa() {
+    for isa in Isa::available() {
+        let special = [f32::NEG_INFINITY, f32::INFINITY, -87.3, -87.300_01, 88.7, 89.0, 0.0, -0.0];
+        for start in -10_000..10_000_i32 {
+            let x: [f32; LANES] = std::array::from_fn(|i| match start {
+                0 => special[i % special.len()],
+                _ => (start as f32 + i as f32 / 16.0) * 9.1e-3,
+            });
+            let mut y = x;
+            isa.dispatch(Exp(&mut y));
+            for i in 0..LANES {
+                assert_eq!(y[i].to_bits(), math::exp(x[i]).to_bits(), "exp({}) on {}", x[i], isa.name());
+            }
+        }
+    }
+}
+
+/// Every operation of the trait on one pair of vectors.
+struct Everything<'a>(&'a [f32; LANES], &'a [f32; LANES], &'a [bf16; 2 * LANES]);
+impl Kernel for Everything<'_> {
+    type Output = Vec<[f32; LANES]>;
+    #[inline(always)]
+    fn run<L: Lanes>(self) -> Self::Output {
+        let (a, b) = (L::from_array(self.0), L::from_array(self.1));
+        // SAFETY: the array has 32 elements.
+        let (half, (even, odd)) = unsafe { (L::load_bf16(self.2.as_ptr()), L::load_pairs(self.2.as_ptr())) };
+        let folds = L::splat(a.sum()).add(L::splat(b.largest()));
+        let results = [a.add(b), a.sub(b), a.mul(b), a.div(b), a.mul_add(b, half), a.max(b), a.min(b)];
+        let others = [even, odd, half, folds, a.zero_where_below(b, 0.1), L::zero(), a.exp()];
+        results.iter().chain(&others).map(|v| v.to_array()).collect()
+    }
+}
+
+#[test]
+fn every_isa_has_the_bits_of_the_scalar_lanes() {
+    let a = std::array::from_fn(|i| (i as f32 * 0.37 - 2.5).sin() * 3.0);
+    let b = std::array::from_fn(|i| if i == 3 { f32::NAN } else { (i as f32 * 1.37).cos() });
+    let pairs = std::array::from_fn(|i| bf16::from_f32((i as f32 * 0.7).sin()));
+    let bits = |isa: Isa| -> Vec<Vec<u32>> {
+        let all = isa.dispatch(Everything(&a, &b, &pairs));
+        all.iter().map(|v| v.iter().map(|x| if x.is_nan() { 1 } else { x.to_bits() }).collect()).collect()
+    };
+    let scalar = Isa::from_name("scalar").expect("always there");
+    for isa in Isa::available() {
+        assert_eq!(bits(isa), bits(scalar), "{}", isa.name());
+    }
+}

@@ -1,0 +1,220 @@
+//! AVX2 (two registers of 8 lanes) and AVX-512 (one of 16).
+
+use super::Lanes;
+use half::bf16;
+use std::arch::x86_64::*;
+
+/// Runs intrinsics.
+// SAFETY of every use: values of the two types exist only below `Isa::dispatch`, which checked the features; pointers
+// are covered by the contract of the method.
+macro_rules! x86 {
+    ($($body:tt)*) => {
+        // SAFETY: see above the macro.
+        unsafe { $($body)* }
+    };
+}
+
+#[derive(Clone, Copy)]
+pub(crate) struct Avx2(__m256, __m256);
+
+/// AVX-512; with `BF16` also its bfloat16 dot product.
+#[derive(Clone, Copy)]
+pub(crate) struct Avx512<const BF16: bool>(__m512);
+
+impl Lanes for Avx2 {
+    const ACCUMULATORS: usize = 6; // 12 of the 16 registers
+
+    #[inline(always)]
+    fn splat(x: f32) -> Self {
+        x86!(Avx2(_mm256_set1_ps(x), _mm256_set1_ps(x)))
+    }
+
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> Self {
+        x86!(Avx2(_mm256_loadu_ps(p), _mm256_loadu_ps(p.add(8))))
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const bf16) -> Self {
+        x86! {
+            let widen = |v| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(v)));
+            Avx2(widen(_mm_loadu_si128(p.cast())), widen(_mm_loadu_si128(p.add(8).cast())))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_pairs(p: *const bf16) -> (Self, Self) {
+        x86! {
+            let (a, b) = (_mm256_loadu_si256(p.cast()), _mm256_loadu_si256(p.add(16).cast()));
+            let even = |v| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(v));
+            let odd = |v| _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32(0xffff_0000_u32 as i32)));
+            (Avx2(even(a), even(b)), Avx2(odd(a), odd(b)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, p: *mut f32) {
+        x86! {
+            _mm256_storeu_ps(p, self.0);
+            _mm256_storeu_ps(p.add(8), self.1);
+        }
+    }
+
+    #[inline(always)]
+    fn add(self, other: Self) -> Self {
+        x86!(Avx2(_mm256_add_ps(self.0, other.0), _mm256_add_ps(self.1, other.1)))
+    }
+
+    #[inline(always)]
+    fn sub(self, other: Self) -> Self {
+        x86!(Avx2(_mm256_sub_ps(self.0, other.0), _mm256_sub_ps(self.1, other.1)))
+    }
+
+    #[inline(always)]
+    fn mul(self, other: Self) -> Self {
+        x86!(Avx2(_mm256_mul_ps(self.0, other.0), _mm256_mul_ps(self.1, other.1)))
+    }
+
+    #[inline(always)]
+    fn div(self, other: Self) -> Self {
+        x86!(Avx2(_mm256_div_ps(self.0, other.0), _mm256_div_ps(self.1, other.1)))
+    }
+
+    #[inline(always)]
+    fn mul_add(self, b: Self, c: Self) -> Self {
+        x86!(Avx2(_mm256_fmadd_ps(self.0, b.0, c.0), _mm256_fmadd_ps(self.1, b.1, c.1)))
+    }
+
+    #[inline(always)]
+    fn max(self, other: Self) -> Self {
+        x86!(Avx2(_mm256_max_ps(self.0, other.0), _mm256_max_ps(self.1, other.1)))
+    }
+
+    #[inline(always)]
+    fn min(self, other: Self) -> Self {
+        x86!(Avx2(_mm256_min_ps(self.0, other.0), _mm256_min_ps(self.1, other.1)))
+    }
+
+    #[inline(always)]
+    fn zero_where_below(self, x: Self, limit: f32) -> Self {
+        x86! {
+            let below = |x| _mm256_cmp_ps::<_CMP_LT_OQ>(x, _mm256_set1_ps(limit));
+            Avx2(_mm256_andnot_ps(below(x.0), self.0), _mm256_andnot_ps(below(x.1), self.1))
+        }
+    }
+
+    #[inline(always)]
+    fn power_of_two(self) -> Self {
+        x86! {
+            let power = |x| {
+                let shifted = _mm256_slli_epi32::<23>(_mm256_castps_si256(x));
+                _mm256_castsi256_ps(_mm256_add_epi32(shifted, _mm256_set1_epi32(127 << 23)))
+            };
+            Avx2(power(self.0), power(self.1))
+        }
+    }
+}
+
+impl<const BF16: bool> Lanes for Avx512<BF16> {
+    const ACCUMULATORS: usize = 24; // of 32 registers
+
+    #[inline(always)]
+    fn splat(x: f32) -> Self {
+        x86!(Self(_mm512_set1_ps(x)))
+    }
+
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> Self {
+        x86!(Self(_mm512_loadu_ps(p)))
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const bf16) -> Self {
+        x86! {
+            let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
+            Self(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_pairs(p: *const bf16) -> (Self, Self) {
+        x86! {
+            let pairs = _mm512_loadu_si512(p.cast());
+            let even = _mm512_slli_epi32::<16>(pairs);
+            let odd = _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff_0000_u32 as i32));
+            (Self(_mm512_castsi512_ps(even)), Self(_mm512_castsi512_ps(odd)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, p: *mut f32) {
+        x86!(_mm512_storeu_ps(p, self.0));
+    }
+
+    #[inline(always)]
+    fn add(self, other: Self) -> Self {
+        x86!(Self(_mm512_add_ps(self.0, other.0)))
+    }
+
+    #[inline(always)]
+    fn sub(self, other: Self) -> Self {
+        x86!(Self(_mm512_sub_ps(self.0, other.0)))
+    }
+
+    #[inline(always)]
+    fn mul(self, other: Self) -> Self {
+        x86!(Self(_mm512_mul_ps(self.0, other.0)))
+    }
+
+    #[inline(always)]
+    fn div(self, other: Self) -> Self {
+        x86!(Self(_mm512_div_ps(self.0, other.0)))
+    }
+
+    #[inline(always)]
+    fn mul_add(self, b: Self, c: Self) -> Self {
+        x86!(Self(_mm512_fmadd_ps(self.0, b.0, c.0)))
+    }
+
+    #[inline(always)]
+    fn max(self, other: Self) -> Self {
+        x86!(Self(_mm512_max_ps(self.0, other.0)))
+    }
+
+    #[inline(always)]
+    fn min(self, other: Self) -> Self {
+        x86!(Self(_mm512_min_ps(self.0, other.0)))
+    }
+
+    #[inline(always)]
+    fn zero_where_below(self, x: Self, limit: f32) -> Self {
+        x86! {
+            let below = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(x.0, _mm512_set1_ps(limit));
+            Self(_mm512_mask_mov_ps(self.0, below, _mm512_setzero_ps()))
+        }
+    }
+
+    #[inline(always)]
+    fn power_of_two(self) -> Self {
+        x86! {
+            let shifted = _mm512_slli_epi32::<23>(_mm512_castps_si512(self.0));
+            Self(_mm512_castsi512_ps(_mm512_add_epi32(shifted, _mm512_set1_epi32(127 << 23))))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn dot_pairs(self, x: u32, w: *const bf16) -> Self {
+        if BF16 {
+            x86! {
+                let x = std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi32(x as i32));
+                let w = std::mem::transmute::<__m512i, __m512bh>(_mm512_loadu_si512(w.cast()));
+                Self(_mm512_dpbf16_ps(self.0, x, w))
+            }
+        } else {
+            // SAFETY: the caller's promise is that of load_pairs.
+            let (even, odd) = unsafe { Self::load_pairs(w) };
+            let (first, second) = (f32::from_bits(x << 16), f32::from_bits(x & 0xffff_0000));
+            Self::splat(second).mul_add(odd, Self::splat(first).mul_add(even, self))
+        }
+    }
+}

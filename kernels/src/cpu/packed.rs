@@ -1,0 +1,241 @@
+//! Weight matrices in the order in which the linear kernel reads them.
+
+use super::pool::{Cpu, ThreadPool};
+use super::rows::RowsMut;
+use super::storage::Mapping;
+use half::{bf16, f16};
+
+/// Rows of the matrix (columns of the product) in a panel.
+pub(crate) const PANEL: usize = super::lanes::LANES;
+
+/// The most runs a reduction is cut into, so the most tensor-parallel ranks that give the bits of one.
+pub const MAX_LEAVES: usize = 8;
+
+/// Into how many equal runs of whole pairs a row-parallel linear cuts a reduction of length `k`: the largest power of
+/// two up to [`MAX_LEAVES`] that divides `k / 2`; 1 if `k` is odd.
+pub fn reduction_leaves(k: usize) -> usize {
+    let fits = |leaves: &usize| k.is_multiple_of(2 * leaves);
+    [8, 4, 2].into_iter().find(fits).unwrap_or(1)
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WeightDtype {
+    Bf16,
+    F32,
+}
+
+impl WeightDtype {
+    pub fn bytes(self) -> usize {
+        match self {
+            WeightDtype::Bf16 => 2,
+            WeightDtype::F32 => 4,
+        }
+    }
+
+    fn padded_k(self, k: usize) -> usize {
+        match self {
+            WeightDtype::Bf16 => k.next_multiple_of(2),
+            WeightDtype::F32 => k,
+        }
+    }
+}
+
+/// Whole rows of a matrix, one after the other.
+#[derive(Clone, Copy)]
+pub enum WeightRows<'a> {
+    Bf16(&'a [bf16]),
+    F16(&'a [f16]),
+    F32(&'a [f32]),
+}
+
+/// Where rows of a matrix are copied to as they are stored.
+pub enum RowBits<'a> {
+    Bf16(&'a mut [bf16]),
+    F32(&'a mut [f32]),
+}
+
+/// Weights `[n, k]` (output × input features) of a linear layer, in panels of 16 rows: `[n/16][k/2][16][2]` for
+/// bfloat16, `[n/16][k][16]` for float32, padded with zeros to whole panels (and pairs).
+pub struct PackedMatrix {
+    dtype: WeightDtype,
+    n: usize,
+    k: usize,
+    leaves: usize,
+    storage: Mapping,
+}
+
+impl PackedMatrix {
+    /// All zeros; memory is taken as rows are written.
+    ///
+    /// `leaves` is into how many runs the reduction over `k` is cut: 1 for a matrix that is never sharded over `k`,
+    /// [`reduction_leaves`] for a whole matrix that may be, and that divided by the number of ranks for a shard.
+    ///
+    /// # Panics
+    /// If a dimension is 0, or `leaves` is not a power of two up to [`MAX_LEAVES`] that cuts `k` into runs of whole
+    /// pairs.
+    pub fn zeros(dtype: WeightDtype, n: usize, k: usize, leaves: usize) -> PackedMatrix {
+        assert!(n >= 1 && k >= 1, "a weight matrix of {n} x {k} is empty");
+        let fits = leaves == 1 || k.is_multiple_of(2 * leaves);
+        assert!(leaves.is_power_of_two() && leaves <= MAX_LEAVES && fits, "k = {k} does not make {leaves} leaves");
+        let storage = Mapping::zeroed(PackedMatrix::bytes_for(dtype, n, k));
+        PackedMatrix { dtype, n, k, leaves, storage }
+    }
+
+    /// What [`bytes`](Self::bytes) will be.
+    pub fn bytes_for(dtype: WeightDtype, n: usize, k: usize) -> usize {
+        n.next_multiple_of(PANEL) * dtype.padded_k(k) * dtype.bytes()
+    }
+
+    pub fn dtype(&self) -> WeightDtype {
+        self.dtype
+    }
+
+    /// Output features.
+    pub fn n(&self) -> usize {
+        self.n
+    }
+
+    /// Input features.
+    pub fn k(&self) -> usize {
+        self.k
+    }
+
+    pub fn leaves(&self) -> usize {
+        self.leaves
+    }
+
+    /// Memory taken once all rows are written, padding included.
+    pub fn bytes(&self) -> usize {
+        self.storage.bytes()
+    }
+
+    pub(crate) fn padded_k(&self) -> usize {
+        self.dtype.padded_k(self.k)
+    }
+
+    pub(crate) fn panels(&self) -> usize {
+        self.n.div_ceil(PANEL)
+    }
+
+    pub(crate) fn storage(&self) -> &Mapping {
+        &self.storage
+    }
+
+    /// Writes rows `row0..`, rounding to nearest even where the matrix is bfloat16.
+    ///
+    /// # Panics
+    /// If these are not whole rows, or they pass the end.
+    pub fn write_rows(&mut self, row0: usize, rows: WeightRows<'_>) {
+        self.write(None, row0, rows);
+    }
+
+    /// As [`write_rows`](Self::write_rows), on all threads of the pool.
+    pub fn write_rows_parallel(&mut self, pool: &ThreadPool, row0: usize, rows: WeightRows<'_>) {
+        self.write(Some(pool), row0, rows);
+    }
+
+    fn write(&mut self, pool: Option<&ThreadPool>, row0: usize, rows: WeightRows<'_>) {
+        use WeightDtype::{Bf16, F32};
+        use WeightRows as From;
+        match (self.dtype, rows) {
+            (Bf16, From::Bf16(rows)) => self.write_as::<2, _, _>(pool, row0, rows, |w| w),
+            (Bf16, From::F16(rows)) => self.write_as::<2, _, _>(pool, row0, rows, |w| bf16::from_f32(w.to_f32())),
+            (Bf16, From::F32(rows)) => self.write_as::<2, _, _>(pool, row0, rows, bf16::from_f32),
+            (F32, From::Bf16(rows)) => self.write_as::<1, _, _>(pool, row0, rows, bf16::to_f32),
+            (F32, From::F16(rows)) => self.write_as::<1, _, _>(pool, row0, rows, f16::to_f32),
+            (F32, From::F32(rows)) => self.write_as::<1, _, _>(pool, row0, rows, |w| w),
+        }
+    }
+
+    /// `GROUP` neighbours of a row lie together: 2 for bfloat16, 1 for float32.
+    fn write_as<const GROUP: usize, S: Copy + Sync, D: super::storage::Plain>(
+        &mut self,
+        pool: Option<&ThreadPool>,
+        row0: usize,
+        rows: &[S],
+        convert: impl Fn(S) -> D + Sync,
+    ) {
+        let k = self.k;
+        assert!(rows.len().is_multiple_of(k), "{} values are no whole rows of {k}", rows.len());
+        let end = row0 + rows.len() / k;
+        assert!(end <= self.n, "rows {row0}..{end} pass the end of a matrix of {} rows", self.n);
+        let panel_len = PANEL * self.padded_k();
+        let (first, last) = (row0 / PANEL, end.div_ceil(PANEL));
+        let write_panel = |p: usize, panel: &mut [D]| {
+            for row in row0.max(p * PANEL)..end.min((p + 1) * PANEL) {
+                let source = &rows[(row - row0) * k..][..k];
+                let cells = panel[row % PANEL * GROUP..].chunks_mut(PANEL * GROUP);
+                for (cell, source) in cells.zip(source.chunks(GROUP)) {
+                    for (cell, value) in cell.iter_mut().zip(source) {
+                        *cell = convert(*value);
+                    }
+                }
+            }
+        };
+        let panels = &mut self.storage.as_mut_slice::<D>()[first * panel_len..last * panel_len];
+        match pool {
+            None => panels.chunks_mut(panel_len).enumerate().for_each(|(i, panel)| write_panel(first + i, panel)),
+            Some(pool) => pool.run_chunks(panels, panel_len, |i, panel| write_panel(first + i, panel)),
+        }
+    }
+
+    /// Copies row `row`, exact, to `out` of length `k`.
+    pub fn read_row(&self, row: usize, out: &mut [f32]) {
+        self.read_rows(row, RowBits::F32(out));
+    }
+
+    /// Copies whole rows `row0..` as they are stored; bfloat16 may also be read as float32, which is exact.
+    ///
+    /// # Panics
+    /// If `out` is not of whole rows, passes the end, or is bfloat16 for a float32 matrix.
+    pub fn read_rows(&self, row0: usize, out: RowBits<'_>) {
+        match (self.dtype, out) {
+            (WeightDtype::Bf16, RowBits::Bf16(out)) => self.read_as::<2, bf16, _>(row0, out, |w| w),
+            (WeightDtype::Bf16, RowBits::F32(out)) => self.read_as::<2, bf16, _>(row0, out, bf16::to_f32),
+            (WeightDtype::F32, RowBits::F32(out)) => self.read_as::<1, f32, _>(row0, out, |w| w),
+            (WeightDtype::F32, RowBits::Bf16(_)) => panic!("a float32 matrix cannot be read as bfloat16"),
+        }
+    }
+
+    fn read_as<const GROUP: usize, S: super::storage::Plain, D>(
+        &self,
+        row0: usize,
+        out: &mut [D],
+        convert: impl Fn(S) -> D,
+    ) {
+        let k = self.k;
+        assert!(out.len().is_multiple_of(k), "{} values are no whole rows of {k}", out.len());
+        let end = row0 + out.len() / k;
+        assert!(end <= self.n, "rows {row0}..{end} pass the end of a matrix of {} rows", self.n);
+        let panel_len = PANEL * self.padded_k();
+        for (row, out) in (row0..).zip(out.chunks_mut(k)) {
+            let panel = &self.storage.as_slice::<S>()[row / PANEL * panel_len..][..panel_len];
+            let cells = panel[row % PANEL * GROUP..].chunks(PANEL * GROUP);
+            for (cell, out) in cells.zip(out.chunks_mut(GROUP)) {
+                for (out, value) in out.iter_mut().zip(cell) {
+                    *out = convert(*value);
+                }
+            }
+        }
+    }
+}
+
+/// Embedding lookup: `out[i]` is row `tokens[i] - row_offset` of `weights`, or zeros if this shard of the vocabulary
+/// does not have it.
+pub fn gather_rows(cpu: &Cpu, weights: &PackedMatrix, tokens: &[u32], row_offset: usize, out: RowsMut<'_>) {
+    assert_eq!((out.rows(), out.width()), (tokens.len(), weights.k()), "rows and width of the output");
+    let out = out.share();
+    cpu.for_ranges(tokens.len(), 4 * weights.k(), |from, to| {
+        for (i, token) in (from..to).zip(&tokens[from..to]) {
+            // SAFETY: each row is in one range.
+            let out = unsafe { out.row(i) };
+            match (*token as usize).checked_sub(row_offset) {
+                Some(row) if row < weights.n() => weights.read_row(row, out),
+                _ => out.fill(0.0),
+            }
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,88 @@
+//! Rotary position embedding, the half-split form of Hugging Face's `rotate_half`.
+
+use super::isa::Kernel;
+use super::lanes::Lanes;
+use super::pool::Cpu;
+use super::rows::RowsMut;
+
+/// Rotates in place: each row of `x` is heads of `head_dim`, and element `i` of a head's first half turns with element
+/// `i` of its second half by the angle of `(positions[row], i)`. `cos` and `sin` are `[max_positions, head_dim / 2]`.
+///
+/// # Panics
+/// If shapes do not agree, or a position is not in the tables.
+pub fn rope(cpu: &Cpu, x: RowsMut<'_>, head_dim: usize, positions: &[u32], cos: &[f32], sin: &[f32]) {
+    assert!(head_dim >= 2 && head_dim.is_multiple_of(2), "head_dim {head_dim} is not even");
+    assert!(x.width().is_multiple_of(head_dim), "{} columns are no heads of {head_dim}", x.width());
+    assert_eq!(positions.len(), x.rows(), "a position for every row");
+    assert_eq!(cos.len(), sin.len(), "length of the tables");
+    let (half, rows, width) = (head_dim / 2, x.rows(), x.width());
+    let x = x.share();
+    cpu.for_ranges(rows, 2 * width, |from, to| {
+        for (i, position) in (from..to).zip(&positions[from..to]) {
+            let angle = *position as usize * half..(*position as usize + 1) * half;
+            let (cos, sin) = (&cos[angle.clone()], &sin[angle]);
+            // SAFETY: each row is in one range.
+            let row = unsafe { x.row(i) };
+            cpu.isa().dispatch(Rotate { row, cos, sin });
+        }
+    });
+}
+
+struct Rotate<'a> {
+    row: &'a mut [f32],
+    cos: &'a [f32],
+    sin: &'a [f32],
+}
+
+impl Kernel for Rotate<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self) {
+        let half = self.cos.len();
+        for head in self.row.chunks_exact_mut(2 * half) {
+            let (first, second) = head.split_at_mut(half);
+            for (((a, b), cos), sin) in first.iter_mut().zip(second).zip(self.cos).zip(self.sin) {
+                (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Isa;
+    use super::super::testing::{Random, close};
+    use super::*;
+
+    #[test]
+    fn rope_is_that_of_f64_inside_wider_rows_and_the_same_bits_on_every_isa() {
+        let mut random = Random::new(5);
+        for (rows, heads, head_dim) in [(1, 1, 16), (9, 3, 64), (40, 2, 80), (5, 14, 128), (3, 1, 2)] {
+            let (stride, max) = (heads * head_dim + 7, 50);
+            let old = random.normals(rows * stride, 1.0);
+            let (cos, sin) = (random.normals(max * head_dim / 2, 1.0), random.normals(max * head_dim / 2, 1.0));
+            let positions: Vec<u32> = (0..rows).map(|_| random.below(max) as u32).collect();
+            let mut first: Option<Vec<f32>> = None;
+            for (isa, threads) in Isa::available().into_iter().zip([3, 1, 2, 1]) {
+                let mut x = old.clone();
+                let cpu = Cpu::with_isa(threads, isa);
+                let view = RowsMut::new(&mut x, rows, heads * head_dim, stride);
+                rope(&cpu, view, head_dim, &positions, &cos, &sin);
+                for (i, y) in x.iter().enumerate() {
+                    let (row, column) = (i / stride, i % stride);
+                    if column >= heads * head_dim {
+                        assert_eq!(*y, old[i]);
+                        continue;
+                    }
+                    let (half, d) = (head_dim / 2, column % head_dim);
+                    let angle = positions[row] as usize * half + d % half;
+                    let other = if d < half { -old[i + half] } else { old[i - half] };
+                    let expected = f64::from(old[i]) * f64::from(cos[angle]) + f64::from(other) * f64::from(sin[angle]);
+                    close(*y, expected, 1e-6, isa.name());
+                }
+                assert_eq!(first.get_or_insert(x.clone()), &x, "{}", isa.name());
+            }
+        }
+    }
+}

@@ -1,0 +1,147 @@
+//! Views of rows of float32, with a stride, so that an operator works on some columns of a wider buffer.
+
+use std::marker::PhantomData;
+
+/// `rows × width` float32; row `i` starts at `i * stride` of the slice.
+#[derive(Clone, Copy)]
+pub struct Rows<'a> {
+    data: &'a [f32],
+    rows: usize,
+    width: usize,
+    stride: usize,
+}
+
+/// As [`Rows`], to write.
+pub struct RowsMut<'a> {
+    data: &'a mut [f32],
+    rows: usize,
+    width: usize,
+    stride: usize,
+}
+
+fn check(len: usize, rows: usize, width: usize, stride: usize) {
+    assert!(width <= stride || rows <= 1, "rows of width {width} overlap at stride {stride}");
+    let needed = if rows == 0 { 0 } else { (rows - 1) * stride + width };
+    assert!(len >= needed, "{rows} rows of width {width} at stride {stride} need {needed} values, not {len}");
+}
+
+impl<'a> Rows<'a> {
+    /// # Panics
+    /// If the slice is too short, or rows overlap (`width > stride`).
+    pub fn new(data: &'a [f32], rows: usize, width: usize, stride: usize) -> Rows<'a> {
+        check(data.len(), rows, width, stride);
+        Rows { data, rows, width, stride }
+    }
+
+    /// Rows one after the other.
+    pub fn dense(data: &'a [f32], width: usize) -> Rows<'a> {
+        assert!(width > 0 && data.len().is_multiple_of(width), "{} values are no rows of width {width}", data.len());
+        Rows { data, rows: data.len() / width, width, stride: width }
+    }
+
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    pub fn width(&self) -> usize {
+        self.width
+    }
+
+    #[inline]
+    pub fn row(&self, i: usize) -> &'a [f32] {
+        &self.data[i * self.stride..][..self.width]
+    }
+}
+
+impl<'a> RowsMut<'a> {
+    /// # Panics
+    /// If the slice is too short, or rows overlap (`width > stride`).
+    pub fn new(data: &'a mut [f32], rows: usize, width: usize, stride: usize) -> RowsMut<'a> {
+        check(data.len(), rows, width, stride);
+        RowsMut { data, rows, width, stride }
+    }
+
+    /// Rows one after the other.
+    pub fn dense(data: &'a mut [f32], width: usize) -> RowsMut<'a> {
+        let Rows { rows, .. } = Rows::dense(data, width);
+        RowsMut { data, rows, width, stride: width }
+    }
+
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    pub fn width(&self) -> usize {
+        self.width
+    }
+
+    /// The same rows for the threads of a job.
+    pub(crate) fn share(self) -> SharedRows<'a> {
+        let RowsMut { data, width, stride, .. } = self;
+        SharedRows { data: SharedSlice::new(data), width, stride }
+    }
+}
+
+/// A slice that several threads write, each its own part.
+pub(crate) struct SharedSlice<'a, T> {
+    start: *mut T,
+    len: usize,
+    data: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: `part` is the only access, and its callers keep the parts disjoint.
+unsafe impl<T: Send> Sync for SharedSlice<'_, T> {}
+
+impl<'a, T> SharedSlice<'a, T> {
+    pub fn new(data: &'a mut [T]) -> SharedSlice<'a, T> {
+        SharedSlice { start: data.as_mut_ptr(), len: data.len(), data: PhantomData }
+    }
+
+    /// Elements `from..from + len`.
+    ///
+    /// # Safety
+    /// No two parts that are alive at once may overlap.
+    #[inline]
+    #[allow(clippy::mut_from_ref)] // parts are disjoint by contract
+    pub unsafe fn part(&self, from: usize, len: usize) -> &mut [T] {
+        assert!(from <= self.len && len <= self.len - from, "part {from}+{len} of a slice of {}", self.len);
+        // SAFETY: inside the slice by the assertion, disjoint by contract.
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(from), len) }
+    }
+}
+
+/// Rows that several threads write, each its own part.
+pub(crate) struct SharedRows<'a> {
+    data: SharedSlice<'a, f32>,
+    width: usize,
+    stride: usize,
+}
+
+impl SharedRows<'_> {
+    pub fn width(&self) -> usize {
+        self.width
+    }
+
+    /// Columns `from..from + len` of row `i`.
+    ///
+    /// # Safety
+    /// No two parts that are alive at once may overlap.
+    #[inline]
+    #[allow(clippy::mut_from_ref)] // parts are disjoint by contract
+    pub unsafe fn part(&self, i: usize, from: usize, len: usize) -> &mut [f32] {
+        assert!(from + len <= self.width, "columns {from}+{len} of a row of {}", self.width);
+        // SAFETY: the caller's promise.
+        unsafe { self.data.part(i * self.stride + from, len) }
+    }
+
+    /// All of row `i`.
+    ///
+    /// # Safety
+    /// As for [`part`](Self::part).
+    #[inline]
+    #[allow(clippy::mut_from_ref)] // rows are disjoint by contract
+    pub unsafe fn row(&self, i: usize) -> &mut [f32] {
+        // SAFETY: the caller's promise.
+        unsafe { self.part(i, 0, self.width) }
+    }
+}

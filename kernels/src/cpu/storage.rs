@@ -1,0 +1,67 @@
+//! Memory: mappings for what is large and lives long, vectors of cache lines for scratch.
+
+use half::bf16;
+use memmap2::MmapMut;
+
+/// Zeroed memory in its own mapping, aligned to a page. Pages take memory when they are first written, and all of it
+/// goes back to the operating system when this is dropped.
+pub(crate) struct Mapping(MmapMut);
+
+/// Types of which every bit pattern is a value.
+pub(crate) trait Plain: Copy + Send + Sync + 'static {}
+impl Plain for f32 {}
+impl Plain for bf16 {}
+impl Plain for u16 {}
+impl Plain for u32 {}
+impl Plain for [f32; 2] {}
+
+impl Mapping {
+    pub fn zeroed(bytes: usize) -> Mapping {
+        let map = MmapMut::map_anon(bytes).unwrap_or_else(|e| panic!("cannot map {bytes} bytes of memory: {e}"));
+        #[cfg(target_os = "linux")]
+        if bytes >= 4 << 20 {
+            // Advice only: without huge pages the kernels are correct, with more TLB misses.
+            let _ = map.advise(memmap2::Advice::HugePage);
+        }
+        Mapping(map)
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.0.len()
+    }
+
+    pub fn as_slice<T: Plain>(&self) -> &[T] {
+        // SAFETY: a mapping is aligned to a page, T has no invalid bits, and the length is rounded down.
+        unsafe { std::slice::from_raw_parts(self.0.as_ptr().cast(), self.0.len() / size_of::<T>()) }
+    }
+
+    pub fn as_mut_slice<T: Plain>(&mut self) -> &mut [T] {
+        // SAFETY: as in `as_slice`, and the borrow is unique.
+        unsafe { std::slice::from_raw_parts_mut(self.0.as_mut_ptr().cast(), self.0.len() / size_of::<T>()) }
+    }
+}
+
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct CacheLine([f32; 16]);
+
+/// A buffer that grows to the largest size asked for and keeps it; aligned to 64 bytes.
+#[derive(Default)]
+pub(crate) struct Scratch(Vec<CacheLine>);
+
+impl Scratch {
+    /// `len` float32 of unspecified content.
+    pub fn floats(&mut self, len: usize) -> &mut [f32] {
+        self.values(len)
+    }
+
+    /// `len` values of unspecified content.
+    pub fn values<T: Plain>(&mut self, len: usize) -> &mut [T] {
+        let lines = (len * size_of::<T>()).div_ceil(size_of::<CacheLine>());
+        if self.0.len() < lines {
+            self.0.resize(lines, CacheLine([0.0; 16]));
+        }
+        // SAFETY: the lines are initialised, aligned to 64 and at least as long; T has no invalid bits.
+        unsafe { std::slice::from_raw_parts_mut(self.0.as_mut_ptr().cast(), len) }
+    }
+}

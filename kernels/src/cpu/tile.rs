@@ -1,0 +1,179 @@
+//! The register tile that products are made of: `MR` rows of activations times `NV` vectors of 16 columns.
+
+use super::lanes::Lanes;
+use half::bf16;
+use std::marker::PhantomData;
+
+/// How one step of a reduction reads activations and weights.
+pub(crate) trait Format: Send + Sync + 'static {
+    /// One row's activations of one step.
+    type X: super::storage::Plain;
+    /// An element of the weights.
+    type W: super::storage::Plain;
+
+    /// `acc[m][v] += x[m] · w[v]`, elements of the reduction in ascending order.
+    ///
+    /// # Safety
+    /// `x + m * x_row` for every `m < MR`, and every `w[v]` for the weights of one step, are readable.
+    unsafe fn step<L: Lanes, const MR: usize, const NV: usize>(
+        acc: &mut [[L; NV]; MR],
+        x: *const Self::X,
+        x_row: usize,
+        w: [*const Self::W; NV],
+    );
+}
+
+/// An element type of which 16 neighbours are widened to float32 lanes.
+pub(crate) trait Element: super::storage::Plain {
+    /// # Safety
+    /// `p` is readable for 16 elements.
+    unsafe fn load<L: Lanes>(p: *const Self) -> L;
+    /// Rounded to nearest even.
+    fn round(x: f32) -> Self;
+    fn widen(self) -> f32;
+}
+
+impl Element for f32 {
+    #[inline(always)]
+    unsafe fn load<L: Lanes>(p: *const f32) -> L {
+        // SAFETY: the caller's promise.
+        unsafe { L::load(p) }
+    }
+
+    #[inline(always)]
+    fn round(x: f32) -> f32 {
+        x
+    }
+
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        self
+    }
+}
+
+impl Element for bf16 {
+    #[inline(always)]
+    unsafe fn load<L: Lanes>(p: *const bf16) -> L {
+        // SAFETY: the caller's promise.
+        unsafe { L::load_bf16(p) }
+    }
+
+    #[inline(always)]
+    fn round(x: f32) -> bf16 {
+        bf16::from_f32(x)
+    }
+
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        self.to_f32()
+    }
+}
+
+/// One element of the reduction a step: 16 neighbouring elements of `E` against one float32.
+pub(crate) struct Single<E>(PhantomData<E>);
+
+/// Two elements a step: 16 pairs of bfloat16, widened, against two float32.
+pub(crate) struct Pairs;
+
+/// Two elements a step: 16 pairs of bfloat16 against a pair of bfloat16, one instruction where there is one.
+pub(crate) struct RoundedPairs;
+
+impl<E: Element> Format for Single<E> {
+    type X = f32;
+    type W = E;
+
+    #[inline(always)]
+    unsafe fn step<L: Lanes, const MR: usize, const NV: usize>(
+        acc: &mut [[L; NV]; MR],
+        x: *const f32,
+        x_row: usize,
+        w: [*const E; NV],
+    ) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let w = w.map(|p| E::load::<L>(p));
+            for (m, acc) in acc.iter_mut().enumerate() {
+                let x = L::splat(*x.add(m * x_row));
+                for (acc, w) in acc.iter_mut().zip(w) {
+                    *acc = x.mul_add(w, *acc);
+                }
+            }
+        }
+    }
+}
+
+impl Format for Pairs {
+    type X = [f32; 2];
+    type W = bf16;
+
+    #[inline(always)]
+    unsafe fn step<L: Lanes, const MR: usize, const NV: usize>(
+        acc: &mut [[L; NV]; MR],
+        x: *const [f32; 2],
+        x_row: usize,
+        w: [*const bf16; NV],
+    ) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let w = w.map(|p| L::load_pairs(p));
+            for (m, acc) in acc.iter_mut().enumerate() {
+                let [x0, x1] = *x.add(m * x_row);
+                for (acc, w) in acc.iter_mut().zip(w) {
+                    *acc = L::splat(x0).mul_add(w.0, *acc);
+                }
+                for (acc, w) in acc.iter_mut().zip(w) {
+                    *acc = L::splat(x1).mul_add(w.1, *acc);
+                }
+            }
+        }
+    }
+}
+
+impl Format for RoundedPairs {
+    type X = u32;
+    type W = bf16;
+
+    #[inline(always)]
+    unsafe fn step<L: Lanes, const MR: usize, const NV: usize>(
+        acc: &mut [[L; NV]; MR],
+        x: *const u32,
+        x_row: usize,
+        w: [*const bf16; NV],
+    ) {
+        for (m, acc) in acc.iter_mut().enumerate() {
+            for (acc, w) in acc.iter_mut().zip(w) {
+                // SAFETY: the caller's promise.
+                *acc = unsafe { acc.dot_pairs(*x.add(m * x_row), w) };
+            }
+        }
+    }
+}
+
+/// Where a tile reads from: step `s` takes row `m` from `x + s * x_step + m * x_row` and its weights from
+/// `w[v] + s * w_step`.
+pub(crate) struct Operands<F: Format, const NV: usize> {
+    pub x: *const F::X,
+    pub x_row: usize,
+    pub x_step: usize,
+    pub w: [*const F::W; NV],
+    pub w_step: usize,
+}
+
+/// Adds `steps` steps to the accumulators, in order.
+///
+/// # Safety
+/// Everything that `operands` describe for `steps` steps and `MR` rows is readable.
+#[inline(always)]
+pub(crate) unsafe fn accumulate<L: Lanes, F: Format, const MR: usize, const NV: usize>(
+    acc: &mut [[L; NV]; MR],
+    steps: usize,
+    operands: &Operands<F, NV>,
+) {
+    for s in 0..steps {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let w = std::array::from_fn(|v| operands.w[v].add(s * operands.w_step));
+            F::step(acc, operands.x.add(s * operands.x_step), operands.x_row, w);
+        }
+    }
+}
