@@ -163,7 +163,8 @@ fn read_layout(
     };
     let config = gguf_config::config(content, divisors.as_deref())?;
     let mut entries = BTreeMap::new();
-    for (name, info) in &content.tensor_infos {
+    // In order of name, so that a broken file gives the same error each time.
+    for (name, info) in content.tensor_infos.iter().collect::<BTreeMap<_, _>>() {
         let bytes = stored_range(name, info, content.tensor_data_offset, file.len())?;
         let Some(parameter) = gguf_config::parameter(name) else { continue };
         let shape = info.shape.dims().to_vec();

@@ -24,12 +24,16 @@ const SMALL_FILES: [&str; 5] =
 /// # Errors
 /// `Config`: the hub cannot be reached, has no such model, or a download broke off.
 pub(super) fn snapshot(repo: &str, revision: &str) -> Result<PathBuf> {
-    let cache = Cache::from_env();
-    let api = ApiBuilder::from_env().with_retries(0).build().map_err(|e| unreachable(repo, &e.to_string()))?;
+    snapshot_by(ApiBuilder::from_env(), &Cache::from_env(), repo, revision)
+}
+
+/// [`snapshot`] with a client and the cache it downloads into.
+fn snapshot_by(api: ApiBuilder, cache: &Cache, repo: &str, revision: &str) -> Result<PathBuf> {
+    let api = api.with_retries(0).build().map_err(|e| unreachable(repo, &e.to_string()))?;
     let named = Repo::with_revision(repo.to_string(), RepoType::Model, revision.to_string());
     let info = match repo_info(&api, &named) {
         Ok(info) => info,
-        Err(e) => return cached_snapshot(&cache, named).ok_or_else(|| unreachable(repo, &e)),
+        Err(e) => return cached_snapshot(cache, named).ok_or_else(|| unreachable(repo, &e)),
     };
     // All files by commit, so that a push to the branch between two downloads cannot mix two models.
     let commit = Repo::with_revision(repo.to_string(), RepoType::Model, info.sha.clone());
@@ -82,3 +86,6 @@ fn unreachable(repo: &str, why: &str) -> Error {
          and pass its directory"
     ))
 }
+
+#[cfg(test)]
+mod tests;

@@ -18,3 +18,6 @@ pub use safetensors::SafetensorsCheckpoint;
 pub use shard::{ParamSpec, ShardRule, Slice, head_range, matrix_shape};
 pub use source::{ModelFiles, ModelSource, TokenizerFiles};
 pub use tensor::{Dtype, TensorData};
+
+#[cfg(test)]
+mod tests;

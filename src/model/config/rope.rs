@@ -38,6 +38,11 @@ impl RopeConfig {
     pub fn parse(config: &Value) -> Result<Self> {
         let parameters = [&config["rope_scaling"], &config["rope_parameters"]].into_iter().find(|v| !v.is_null());
         let parameters = parameters.unwrap_or(&Value::Null);
+        if parameters.as_object().is_some_and(|p| p.values().any(Value::is_object)) {
+            return Err(Error::Config(
+                "config.json: rope parameters that differ between layers are not supported".into(),
+            ));
+        }
         let theta =
             first_number(&[&parameters["rope_theta"], &config["rope_theta"]], "rope_theta")?.unwrap_or(10_000.0);
         if !(theta.is_finite() && theta > 0.0) {
@@ -51,8 +56,9 @@ impl RopeConfig {
     }
 
     /// Angle per position of each pair, `[head_dim / 2]`, in the float32 steps of transformers'
-    /// `modeling_rope_utils`. The angle at position `p` is `p as f32 * inv_freq` in float32; its cosine and sine are
-    /// taken in float32 too.
+    /// `modeling_rope_utils`: the same bits, but where PyTorch's float32 power is one unit off the nearest float.
+    ///
+    /// The angle at position `p` is `p as f32 * inv_freq` in float32; its cosine and sine are taken in float32 too.
     ///
     /// # Panics
     /// If `Divisors` are not `head_dim / 2`.
@@ -77,16 +83,17 @@ impl RopeConfig {
     }
 }
 
-/// One frequency of `_compute_llama3_parameters`; float64 scalars meet float32 tensors as they do in PyTorch.
+/// One frequency of `_compute_llama3_parameters`, rounded where PyTorch rounds: a Python number meets a float32 tensor
+/// as a float32, and divided by a tensor is multiplied by its reciprocal.
 fn llama3(inv_freq: f32, factor: f64, low: f64, high: f64, context: f64) -> f32 {
-    let wavelength = (2.0 * std::f64::consts::PI) as f32 / inv_freq;
+    let wavelength = inv_freq.recip() * std::f32::consts::TAU;
     if wavelength > (context / low) as f32 {
         return inv_freq / factor as f32;
     }
     if wavelength < (context / high) as f32 {
         return inv_freq;
     }
-    let smooth = (context as f32 / wavelength - low as f32) / (high - low) as f32;
+    let smooth = (wavelength.recip() * context as f32 - low as f32) / (high - low) as f32;
     (1.0 - smooth) * inv_freq / factor as f32 + smooth * inv_freq
 }
 

@@ -1,1 +1,205 @@
-#![allow(unused)]
+use serde_json::{Value, json};
+
+use super::*;
+use crate::weights::ModelSource;
+
+fn fixture(name: &str) -> ModelConfig {
+    let path = format!("{}/tests/fixtures/{name}", env!("CARGO_MANIFEST_DIR"));
+    ModelConfig::from_files(&ModelSource::parse(&path).unwrap().open().unwrap()).unwrap()
+}
+
+fn llama() -> Value {
+    json!({
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 1024, "eos_token_id": 7, "bos_token_id": 1
+    })
+}
+
+/// `llama()` with these fields changed.
+fn with(changes: &Value) -> Value {
+    let mut config = llama();
+    for (key, value) in changes.as_object().unwrap() {
+        config[key] = value.clone();
+    }
+    config
+}
+
+fn parse(changes: &Value) -> ModelConfig {
+    ModelConfig::parse(&with(changes), None).unwrap()
+}
+
+fn refusal(changes: &Value) -> String {
+    match ModelConfig::parse(&with(changes), None) {
+        Err(Error::Config(message)) => message,
+        other => panic!("{changes} gave {other:?}"),
+    }
+}
+
+#[test]
+fn fixtures_have_their_flags() {
+    let llama = fixture("llama");
+    assert_eq!(llama.architecture_name(), "LlamaForCausalLM");
+    assert!(llama.qkv_bias && llama.o_bias && llama.mlp_bias && !llama.qk_norm && !llama.tie_word_embeddings);
+    assert_eq!((llama.num_heads, llama.num_kv_heads, llama.head_dim, llama.num_layers), (8, 4, 8, 2));
+    assert_eq!(llama.eos_token_ids, [0, 2], "generation_config.json before config.json");
+    assert_eq!((llama.bos_token_id, llama.dtype, llama.rms_norm_eps), (Some(0), Some(Dtype::Bf16), 1e-5));
+    assert!(matches!(llama.rope.scaling, RopeScaling::Llama3 { original_max_position: 128, .. }));
+    assert_eq!((llama.rope.theta, llama.max_position_embeddings), (500_000.0, 1024));
+
+    let tied = fixture("llama-tied");
+    assert!(tied.tie_word_embeddings && !tied.qkv_bias && !tied.o_bias && !tied.mlp_bias);
+    assert_eq!((tied.rope.theta, tied.dtype), (100_000.0, Some(Dtype::F32)));
+    assert!(matches!(tied.rope.scaling, RopeScaling::Llama3 { original_max_position: 256, .. }));
+
+    let qwen2 = fixture("qwen2");
+    assert!(qwen2.qkv_bias && !qwen2.o_bias && qwen2.tie_word_embeddings && !qwen2.qk_norm);
+    assert_eq!(qwen2.sliding_window, [None, None, Some(100)]);
+
+    let qwen3 = fixture("qwen3");
+    assert!(qwen3.qk_norm && !qwen3.qkv_bias && !qwen3.tie_word_embeddings);
+    assert_eq!((qwen3.num_heads, qwen3.num_kv_heads, qwen3.head_dim), (4, 2, 32));
+    assert_eq!(qwen3.sliding_window, [None, None]);
+
+    let mistral = fixture("mistral");
+    assert!(!mistral.qkv_bias && !mistral.o_bias && !mistral.tie_word_embeddings);
+    assert_eq!((mistral.head_dim, mistral.sliding_window), (16, vec![Some(64), Some(64)]));
+}
+
+#[test]
+fn a_gguf_file_gives_the_configuration_of_its_original() {
+    let (gguf, original) = (fixture("llama-tied.gguf"), fixture("llama-tied"));
+    let (ours, exact) = (gguf.rope.inv_freq(gguf.head_dim), original.rope.inv_freq(original.head_dim));
+    // llama.cpp's converter stores the scaling as divisors, which round once more.
+    for (a, b) in ours.iter().zip(&exact) {
+        assert!((a - b).abs() <= b * 2e-7, "{ours:?} for {exact:?}");
+    }
+    let RopeScaling::Divisors(divisors) = gguf.rope.scaling.clone() else { panic!("{:?}", gguf.rope) };
+    assert_eq!(divisors.len(), 4);
+    let same =
+        ModelConfig { rope: original.rope.clone(), eos_token_ids: vec![0, 2], dtype: original.dtype, ..gguf.clone() };
+    assert_eq!(same, original);
+    assert_eq!((gguf.eos_token_ids, gguf.dtype), (vec![2], None));
+}
+
+#[test]
+fn rotary_frequencies_are_those_of_transformers() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/rope.json");
+    let cases: Vec<Value> = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+    assert!(cases.len() > 30);
+    for case in cases {
+        let head_dim = case["head_dim"].as_u64().unwrap() as usize;
+        let new = json!({"rope_parameters": case["rope_parameters"]});
+        let mut scaling = case["rope_parameters"].clone();
+        let theta = scaling.as_object_mut().unwrap().remove("rope_theta").unwrap();
+        let old = json!({"rope_theta": theta, "rope_scaling": scaling});
+        let expected: Vec<f32> =
+            case["inv_freq"].as_array().unwrap().iter().map(|v| v.as_f64().unwrap() as f32).collect();
+        for style in [new, old] {
+            let ours = RopeConfig::parse(&style).unwrap().inv_freq(head_dim);
+            assert_eq!(ours.len(), expected.len());
+            for (i, (a, b)) in ours.iter().zip(&expected).enumerate() {
+                // Equal but where PyTorch's float32 power is not the nearest float (2 of these 1260 pairs).
+                let ulps = a.to_bits().abs_diff(b.to_bits());
+                let rope = &case["rope_parameters"];
+                assert!(ulps <= 1, "pair {i} is {a}, transformers has {b}: {rope} with head_dim {head_dim}");
+            }
+        }
+    }
+}
+
+#[test]
+fn defaults_are_those_of_transformers() {
+    let config = parse(&json!({"num_key_value_heads": null}));
+    assert_eq!((config.num_kv_heads, config.head_dim, config.rope.theta), (8, 8, 10_000.0));
+    assert_eq!((config.tie_word_embeddings, config.dtype, config.eos_token_ids), (false, None, vec![7]));
+    assert_eq!(config.sliding_window, [None, None]);
+    let qwen3 = json!({"architectures": ["Qwen3ForCausalLM"]});
+    assert_eq!(parse(&qwen3).head_dim, 128);
+    let mistral = json!({"architectures": ["MistralForCausalLM"]});
+    assert_eq!(parse(&mistral).sliding_window, [Some(4096), Some(4096)]);
+    let mistral = json!({"architectures": ["MistralForCausalLM"], "sliding_window": null});
+    assert_eq!(parse(&mistral).sliding_window, [None, None]);
+    let unused = json!({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 64, "max_window_layers": 0});
+    assert_eq!(parse(&unused).sliding_window, [None, None]);
+    let named = json!({
+        "architectures": ["Qwen2ForCausalLM"], "sliding_window": 64, "use_sliding_window": true,
+        "layer_types": ["sliding_attention", "full_attention"]
+    });
+    assert_eq!(parse(&named).sliding_window, [Some(64), None]);
+}
+
+#[test]
+fn end_of_sequence_tokens_are_merged() {
+    let eos = |config: Value, generation: Option<Value>| {
+        ModelConfig::parse(&with(&config), generation.as_ref()).unwrap().eos_token_ids
+    };
+    assert_eq!(eos(json!({"eos_token_id": [9, 3, 9]}), None), [3, 9]);
+    assert_eq!(eos(json!({}), Some(json!({"eos_token_id": [5, 4]}))), [4, 5]);
+    assert_eq!(eos(json!({}), Some(json!({"temperature": 0.7}))), [7]);
+    assert_eq!(eos(json!({"eos_token_id": null}), Some(json!({}))), Vec::<u32>::new());
+}
+
+#[test]
+fn what_would_be_served_wrongly_is_refused_by_name() {
+    let supported = "supported are LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MistralForCausalLM";
+    let cases = [
+        (json!({"architectures": ["GPT2LMHeadModel"]}), "the architecture GPT2LMHeadModel is not supported"),
+        (json!({"architectures": ["GPT2LMHeadModel"]}), supported),
+        (json!({"architectures": null}), supported),
+        (json!({"hidden_act": "gelu"}), "hidden_act is gelu"),
+        (json!({"quantization_config": {"quant_method": "gptq"}}), "quantization_config is set"),
+        (json!({"final_logit_softcapping": 30.0}), "final_logit_softcapping is set"),
+        (json!({"rope_scaling": {"type": "yarn", "factor": 4.0}}), "rope scaling yarn is not supported"),
+        (json!({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}), "rope scaling longrope"),
+        (json!({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}), "differ between layers"),
+        (json!({"rope_scaling": {"factor": 4.0}}), "no rope_type"),
+        (json!({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}), "no low_freq_factor"),
+        (json!({"rope_scaling": {"rope_type": "linear", "factor": 0.0}}), "factor of the rope scaling is 0"),
+        (json!({"rope_theta": "much"}), "rope_theta is \"much\""),
+        (json!({"rope_theta": -1}), "rope_theta is -1"),
+        (json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor 0.5"),
+        (json!({"dtype": "float8_e4m3fn"}), "dtype float8_e4m3fn"),
+        (json!({"vocab_size": null}), "config.json: "),
+        (json!({"num_hidden_layers": 0}), "num_hidden_layers is 0"),
+        (json!({"num_attention_heads": 0}), "num_attention_heads is 0"),
+        (json!({"num_key_value_heads": 3}), "3 key-value heads do not divide 8"),
+        (json!({"head_dim": 7}), "head_dim is 7"),
+        (json!({"rms_norm_eps": -1e-5}), "rms_norm_eps"),
+        (json!({"eos_token_id": 512}), "special token 512 is not below vocab_size 512"),
+        (json!({"architectures": ["MistralForCausalLM"], "sliding_window": 0}), "sliding_window is 0"),
+    ];
+    for (changes, expected) in cases {
+        let message = refusal(&changes);
+        assert!(message.contains(expected), "{changes}: {message}");
+    }
+    let windows = json!({
+        "architectures": ["Qwen3ForCausalLM"], "use_sliding_window": true, "sliding_window": 8,
+        "layer_types": ["full_attention", "linear_attention"]
+    });
+    assert!(refusal(&windows).contains("layer type linear_attention"));
+}
+
+#[test]
+fn tensor_parallel_sizes_are_those_that_divide_everything() {
+    let config = parse(&json!({}));
+    assert_eq!(config.tensor_parallel_sizes(), [1, 2, 4, 8]);
+    // SmolLM2-135M, but for its layers.
+    let smol = json!({
+        "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9,
+        "num_key_value_heads": 3
+    });
+    let smol = parse(&smol);
+    assert_eq!(smol.tensor_parallel_sizes(), [1, 3]);
+    let Err(Error::Config(message)) = smol.check_tensor_parallel(2) else { panic!("9 heads in 2") };
+    assert_eq!(message, "--tp 2 does not divide the model's 9 attention heads; these work: 1, 3");
+    let Err(Error::Config(message)) = smol.check_tensor_parallel(9) else { panic!("1536 features in 9") };
+    assert!(message.contains("1536 intermediate features; these work: 1, 3"), "{message}");
+    assert!(smol.check_tensor_parallel(0).is_err() && smol.check_tensor_parallel(3).is_ok());
+    let few = json!({"num_attention_heads": 12, "hidden_size": 96, "num_key_value_heads": 4, "vocab_size": 510,
+        "intermediate_size": 96});
+    assert_eq!(parse(&few).tensor_parallel_sizes(), [1, 2], "the vocabulary is divided evenly, never padded");
+    let few = json!({"num_attention_heads": 12, "hidden_size": 96, "num_key_value_heads": 4, "vocab_size": 516,
+        "intermediate_size": 96});
+    assert_eq!(parse(&few).tensor_parallel_sizes(), [1, 2, 4, 12]);
+}

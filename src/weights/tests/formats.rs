@@ -1,0 +1,207 @@
+use super::*;
+
+#[test]
+fn random_slices_of_random_tensors_are_the_stored_values() {
+    for seed in 0..50 {
+        let mut rng = rng(seed);
+        let (rows, cols) = (rng.random_range(1..20), rng.random_range(1..20));
+        let shapes: [&[usize]; 3] = [&[rows, cols], &[rows], &[rows, cols, 3]];
+        let mut tensors: Vec<_> =
+            shapes.iter().enumerate().map(|(i, s)| Stored::random(&mut rng, &format!("t{i}"), s)).collect();
+        let temp = tempfile::tempdir().unwrap();
+        write_safetensors(&temp.path().join("model.safetensors"), &tensors);
+        let checkpoint = open_directory(temp.path());
+        assert_eq!(checkpoint.names(), ["t0", "t1", "t2"]);
+        tensors.rotate_left(rng.random_range(0..3));
+        for t in &tensors {
+            assert_eq!(checkpoint.shape(&t.name).unwrap(), t.shape);
+            assert_eq!(checkpoint.stored_bytes(&t.name).unwrap(), t.values.len() * t.dtype.size());
+            let (rows, cols) = matrix_shape(&t.shape);
+            for _ in 0..10 {
+                let slice = random_slice(&mut rng, rows, cols);
+                let data = checkpoint.read(&t.name, &slice).unwrap();
+                assert_eq!((data.dtype(), data.len()), (t.dtype, slice.len()), "seed {seed}, {slice:?}");
+                let expected = slice_of(&t.values, cols, &slice);
+                assert_eq!(data.clone().into_f32(), expected, "seed {seed}, {slice:?} of {:?}", t.shape);
+                let halves: Vec<f32> = data.into_bf16().iter().map(|v| v.to_f32()).collect();
+                assert_eq!(halves, expected, "seed {seed}, as bfloat16");
+                // What has been given back to the system must come again.
+                checkpoint.release(&t.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn whole_rows_are_borrowed_from_the_map() {
+    let checkpoint = open_directory(&fixture("llama"));
+    let name = "model.layers.1.mlp.up_proj.weight";
+    let borrowed = |slice: Slice| match checkpoint.read(name, &slice).unwrap() {
+        TensorData::Bf16(values) => matches!(values, std::borrow::Cow::Borrowed(_)),
+        other => panic!("{:?}", other.dtype()),
+    };
+    assert!(borrowed(Slice { rows: 3..9, cols: 0..64 }));
+    assert!(!borrowed(Slice { rows: 3..9, cols: 0..32 }));
+}
+
+#[test]
+fn rounding_to_bfloat16_is_to_nearest_even() {
+    let halfway = f32::from_bits(0x3f80_8000);
+    let above = f32::from_bits(0x3f81_8000);
+    let data = TensorData::F32(vec![halfway, above, -halfway].into());
+    let bits: Vec<u16> = data.into_bf16().iter().map(|v| v.to_bits()).collect();
+    assert_eq!(bits, [0x3f80, 0x3f82, 0xbf80]);
+}
+
+#[test]
+fn shards_are_found_through_the_index_and_load_covers_every_rank() {
+    for seed in 0..20 {
+        let mut rng = rng(seed);
+        let world = rng.random_range(1..=4);
+        let (rows, cols) = (world * rng.random_range(1..5), world * rng.random_range(1..5));
+        let rules = [ShardRule::Replicated, ShardRule::Rows, ShardRule::Columns];
+        let tensors: Vec<_> = (0..6).map(|i| Stored::random(&mut rng, &format!("t{i}"), &[rows, cols])).collect();
+        let temp = tempfile::tempdir().unwrap();
+        write_sharded(temp.path(), &tensors);
+        let checkpoint = open_directory(temp.path());
+        let specs: Vec<_> =
+            tensors.iter().map(|t| ParamSpec::new(&t.name, [rows, cols], rules[rng.random_range(0..3)])).collect();
+        let total_bytes = tensors.iter().map(|t| (t.values.len() * t.dtype.size()) as u64).sum();
+        for rank in 0..world {
+            let mut seen = Vec::new();
+            let mut progress = Vec::new();
+            let sink = |spec: &ParamSpec, data: TensorData<'_>| {
+                let stored = tensors.iter().find(|t| t.name == spec.name).unwrap();
+                let slice = spec.slice(rank, world).unwrap();
+                assert_eq!(data.into_f32(), slice_of(&stored.values, cols, &slice), "seed {seed}, {}", spec.name);
+                seen.push(spec.name.clone());
+                Ok(())
+            };
+            checkpoint.load(&specs, (rank, world), |p| progress.push(p), sink).unwrap();
+            seen.sort();
+            assert_eq!(seen, checkpoint.names(), "seed {seed}");
+            assert!(progress.is_sorted_by(|a, b| a.done_bytes < b.done_bytes), "seed {seed}: {progress:?}");
+            assert_eq!(progress.last(), Some(&LoadProgress { done_bytes: total_bytes, total_bytes }));
+        }
+    }
+}
+
+/// The first half of the tensors in one shard, the rest in another.
+fn write_sharded(dir: &Path, tensors: &[Stored]) {
+    let mut map = serde_json::Map::new();
+    for (i, part) in tensors.chunks(tensors.len().div_ceil(2)).enumerate() {
+        let file = format!("model-0000{}-of-00002.safetensors", i + 1);
+        write_safetensors(&dir.join(&file), part);
+        part.iter().for_each(|t| drop(map.insert(t.name.clone(), file.clone().into())));
+    }
+    std::fs::write(dir.join("model.safetensors.index.json"), serde_json::json!({"weight_map": map}).to_string())
+        .unwrap();
+}
+
+#[test]
+fn load_refuses_what_does_not_fit_the_specs() {
+    let checkpoint = open_directory(&fixture("mistral"));
+    let load = |name: &str, shape: [usize; 2], world: usize| {
+        let specs = [ParamSpec::new(name, shape, ShardRule::Rows)];
+        config_error(checkpoint.load(&specs, (0, world), |_| (), |_, _| panic!("nothing to load")))
+    };
+    assert!(load("model.layers.9.mlp.up_proj.weight", [128, 64], 1).contains("no tensor model.layers.9.mlp.up_proj"));
+    let shape = load("model.layers.1.mlp.up_proj.weight", [256, 64], 1);
+    assert!(shape.contains("up_proj.weight has shape [128, 64]") && shape.contains("makes it [256, 64]"), "{shape}");
+    assert!(load("model.layers.1.mlp.up_proj.weight", [128, 64], 3).contains("cannot be divided"));
+    let outside = checkpoint.read("model.layers.1.mlp.up_proj.weight", &Slice { rows: 100..129, cols: 0..64 });
+    assert!(config_error(outside).contains("128 by 64"));
+}
+
+#[test]
+fn broken_directories_are_named() {
+    let temp = tempfile::tempdir().unwrap();
+    let dir = temp.path();
+    let open = || config_error(SafetensorsCheckpoint::open(dir));
+    assert!(open().contains("has neither model.safetensors nor model.safetensors.index.json"));
+
+    let index = dir.join("model.safetensors.index.json");
+    std::fs::write(&index, "{").unwrap();
+    assert!(open().contains("model.safetensors.index.json: not a safetensors index"));
+    std::fs::write(&index, r#"{"weight_map": {"a": "../x.safetensors"}}"#).unwrap();
+    assert!(open().contains("is not a plain file name"));
+
+    let mut rng = rng(0);
+    let tensors = ["a", "b"].map(|name| Stored::random(&mut rng, name, &[8, 8]));
+    write_sharded(dir, &tensors);
+    let text = std::fs::read_to_string(&index).unwrap();
+    std::fs::write(&index, text.replace("\"b\"", "\"c\"")).unwrap();
+    assert!(open().contains("says that model-00002-of-00002.safetensors has c; it has not"), "{}", open());
+    let shard = dir.join("model-00002-of-00002.safetensors");
+    let bytes = std::fs::read(&shard).unwrap();
+    std::fs::write(&shard, &bytes[..bytes.len() - 5]).unwrap();
+    assert!(open().contains("model-00002-of-00002.safetensors: not a whole safetensors file"), "{}", open());
+    std::fs::write(&shard, b"").unwrap();
+    assert!(open().contains("not a whole safetensors file"), "{}", open());
+    std::fs::remove_file(&shard).unwrap();
+    assert!(open().contains("model-00002-of-00002.safetensors is missing"), "{}", open());
+}
+
+#[test]
+fn unsupported_element_types_are_named() {
+    let temp = tempfile::tempdir().unwrap();
+    let view = ::safetensors::tensor::TensorView::new(::safetensors::Dtype::I8, vec![2], &[1, 2]).unwrap();
+    ::safetensors::serialize_to_file([("q", view)], None, &temp.path().join("model.safetensors")).unwrap();
+    let message = config_error(SafetensorsCheckpoint::open(temp.path()));
+    assert!(message.contains("q is stored as I8; supported are F32, F16 and BF16"), "{message}");
+}
+
+#[test]
+fn misaligned_tensors_are_read_too() {
+    // The data begins at an odd offset: a header padded by hand.
+    let header = r#"{"x":{"dtype":"F32","shape":[3],"data_offsets":[0,12]}} "#;
+    let header = format!("{header}{}", " ".repeat((8 - header.len() % 8) % 8 + 1));
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend(header.bytes());
+    [1.5f32, -2.0, 3.25].iter().for_each(|v| file.extend(v.to_le_bytes()));
+    let temp = tempfile::tempdir().unwrap();
+    std::fs::write(temp.path().join("model.safetensors"), file).unwrap();
+    let checkpoint = open_directory(temp.path());
+    let read = |rows| checkpoint.read("x", &Slice { rows, cols: 0..1 }).unwrap().into_f32().into_owned();
+    assert_eq!(read(0..3), [1.5, -2.0, 3.25]);
+    assert_eq!(read(1..2), [-2.0]);
+}
+
+/// Resident bytes of this process' mapping of the file at `path`.
+#[cfg(target_os = "linux")]
+fn resident_bytes(path: &Path) -> usize {
+    let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    let mapping = maps.split_once(path.to_str().unwrap()).expect("the file is mapped").1;
+    let line = mapping.lines().find(|line| line.starts_with("Rss:")).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap() * 1024
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn loading_keeps_at_most_one_parameter_resident() {
+    const BYTES: usize = 4 << 20;
+    let tensors: Vec<_> = (0..16)
+        .map(|i| Stored {
+            name: format!("t{i:02}"),
+            dtype: Dtype::F32,
+            shape: vec![BYTES / 4],
+            values: vec![1.0; BYTES / 4],
+        })
+        .collect();
+    let temp = tempfile::tempdir().unwrap();
+    let path = temp.path().join("model.safetensors");
+    write_safetensors(&path, &tensors);
+    let specs: Vec<_> =
+        tensors.iter().map(|t| ParamSpec::new(&t.name, t.shape.clone(), ShardRule::Replicated)).collect();
+    drop(tensors);
+    let checkpoint = open_directory(temp.path());
+    let mut peak = 0;
+    let sink = |_: &ParamSpec, data: TensorData<'_>| {
+        assert_eq!(data.into_f32().iter().sum::<f32>(), (BYTES / 4) as f32);
+        peak = peak.max(resident_bytes(&path));
+        Ok(())
+    };
+    checkpoint.load(&specs, (0, 1), |_| (), sink).unwrap();
+    // One parameter, and pages around it that the system maps along.
+    assert!(peak >= BYTES && peak < 2 * BYTES, "{peak} bytes resident while loading {} parameters", specs.len());
+}

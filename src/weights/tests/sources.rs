@@ -1,0 +1,52 @@
+use super::*;
+
+#[test]
+fn every_fixture_opens_with_all_its_files() {
+    for name in ["llama", "llama-tied", "qwen2", "qwen3", "mistral"] {
+        let files = ModelSource::parse(fixture(name).to_str().unwrap()).unwrap().open().unwrap();
+        assert_eq!(files.name, name);
+        assert_eq!(files.config["vocab_size"], 512, "{name}");
+        assert!(files.generation_config.is_some(), "{name}");
+        assert!(files.checkpoint.has("model.embed_tokens.weight"), "{name}");
+        let TokenizerFiles::HuggingFace { tokenizer_json, tokenizer_config_json, chat_template } = files.tokenizer
+        else {
+            panic!("{name} is no GGUF file");
+        };
+        assert!(tokenizer_json.exists() && tokenizer_config_json.unwrap().exists(), "{name}");
+        assert_eq!(chat_template.is_some(), fixture(name).join("chat_template.jinja").exists(), "{name}");
+    }
+    let files = ModelSource::parse(fixture("llama-tied.gguf").to_str().unwrap()).unwrap().open().unwrap();
+    assert_eq!(files.name, "llama-tied");
+    let TokenizerFiles::Gguf(metadata) = files.tokenizer else { panic!("a GGUF file has its tokenizer inside") };
+    assert_eq!(metadata["tokenizer.ggml.tokens"].to_vec().unwrap().len(), 512);
+}
+
+#[test]
+fn names_are_told_from_paths() {
+    let hub = |repo: &str, revision: &str| ModelSource::Hub { repo: repo.into(), revision: revision.into() };
+    assert_eq!(ModelSource::parse("Qwen/Qwen2.5-0.5B").unwrap(), hub("Qwen/Qwen2.5-0.5B", "main"));
+    assert_eq!(ModelSource::parse("org/name@refs/pr/1").unwrap(), hub("org/name", "refs/pr/1"));
+    for path in ["./none", "/no/such/model", "~/model", "none.gguf", "org/none.GGUF", "../none"] {
+        let message = config_error(ModelSource::parse(path));
+        assert_eq!(message, format!("--model {path}: no such file or directory"));
+    }
+    for nothing in ["", "model", "a/b/c", "org/", "/@main", "org/name@", "org/na me"] {
+        let message = config_error(ModelSource::parse(nothing));
+        assert!(message.contains("no such file or directory"), "{message}");
+    }
+    let file = fixture("llama/model.safetensors");
+    assert!(config_error(ModelSource::parse(file.to_str().unwrap())).contains("give its directory"));
+}
+
+#[test]
+fn incomplete_directories_are_named() {
+    let temp = tempfile::tempdir().unwrap();
+    let source = ModelSource::Directory(temp.path().to_path_buf());
+    assert!(config_error(source.open()).contains("has no config.json"));
+    std::fs::write(temp.path().join("config.json"), "{").unwrap();
+    assert!(config_error(source.open()).contains("config.json: not JSON"));
+    std::fs::write(temp.path().join("config.json"), "{}").unwrap();
+    assert!(config_error(source.open()).contains("has no tokenizer.json"));
+    std::fs::write(temp.path().join("tokenizer.json"), "{}").unwrap();
+    assert!(config_error(source.open()).contains("has neither model.safetensors"));
+}
