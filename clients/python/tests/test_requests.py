@@ -149,6 +149,17 @@ def test_score_sends_every_argument(call, echo):
     assert (request.if_weight_version, request.min_weight_version) == (1, 1)
 
 
+def test_score_sends_what_describes_the_distribution_and_what_the_caller_changed(call, echo):
+    call(lambda client: client.score([[1]], sampling=SamplingParams(temperature=0.5, allowed_token_ids=[1])))
+    call(lambda client: client.score([[1]], sampling=SamplingParams(presence_penalty=0.5, max_tokens=5, seed=1)))
+    distribution = {"temperature", "top_k", "top_p", "min_p"}
+    sent = [{field.name for field, _ in request.sampling.ListFields()} for request in echo.requests]
+    assert sent == [
+        distribution | {"allowed_token_ids"},
+        distribution | {"presence_penalty", "max_tokens", "seed"},
+    ]
+
+
 def test_abort_takes_one_some_or_all(call, echo):
     call(lambda client: client.abort("one"))
     call(lambda client: client.abort(["one", "two"]))

@@ -96,7 +96,7 @@ def score_request(
             raise InvalidArgument(f"sequences[{i}]: expected token ids, got {type(sequence).__name__}")
         _extend(request.sequences.add().ids, sequence, f"sequences[{i}]")
     if sampling is not None:
-        request.sampling.CopyFrom(_sampling(sampling))
+        request.sampling.CopyFrom(_sampling(sampling, scoring=True))
     _set(request, "top_logprobs", top_logprobs, "top_logprobs")
     _set_versions(request, if_weight_version, min_weight_version)
     return request
@@ -147,22 +147,29 @@ def _add_chat_message(chat: Any, message: Any, path: str) -> None:
     chat.messages.add(role=message["role"], content=message["content"])
 
 
-def _sampling(params: SamplingParams) -> Any:
-    """Every field is sent, so that what the dataclass shows is what the server does."""
+_DISTRIBUTION_FIELDS = ("temperature", "top_k", "top_p", "min_p")
+_GENERATION_FIELDS = (
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "max_tokens",
+    "ignore_eos",
+)
+
+
+def _sampling(params: SamplingParams, scoring: bool = False) -> Any:
+    """Every field is sent, so that what the dataclass shows is what the server does.
+
+    Scoring has no use for some of them and the server refuses them, so there they are sent only if the caller has
+    changed them.
+    """
     message = _proto.SamplingParamsMessage()
-    for name in (
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "min_tokens",
-        "max_tokens",
-        "ignore_eos",
-    ):
-        _set(message, name, getattr(params, name), f"sampling.{name}")
+    for name in _DISTRIBUTION_FIELDS + _GENERATION_FIELDS:
+        value = getattr(params, name)
+        if scoring and name in _GENERATION_FIELDS and value == getattr(SamplingParams, name):
+            continue
+        _set(message, name, value, f"sampling.{name}")
     if params.seed is not None:
         _set(message, "seed", params.seed, "sampling.seed")
     if params.allowed_token_ids is not None:

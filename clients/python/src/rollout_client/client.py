@@ -153,7 +153,8 @@ class RolloutClient:
 
         Args:
             sequences: token ids, each of at least one token.
-            sampling: the distribution of the processed `logprobs`; None is temperature 1.
+            sampling: the distribution of the processed `logprobs`; None is temperature 1. Only `temperature`, `top_k`,
+                `top_p`, `min_p`, `logit_bias` and `allowed_token_ids` have a meaning here; the server refuses others.
             (the others as for `generate`)
 
         Returns:

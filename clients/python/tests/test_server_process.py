@@ -1,0 +1,162 @@
+"""Servers of their own: parity with transformers, killed clients, the end by SIGTERM, starts that must fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from conftest import FIXTURES, SMALL_CACHE, assert_idle, wait_for
+from rollout_client import RolloutClient, SamplingParams, ServerProcess, Unavailable
+from rollout_client.process import free_port
+
+MODELS = ["llama", "llama-tied", "mistral", "qwen2", "qwen3"]
+TOLERANCE = 1e-4
+LONG_CLIENT = """
+import sys
+from rollout_client import RolloutClient, SamplingParams
+client = RolloutClient(sys.argv[1])
+client.generate([[i + 3] for i in range(16)], n=64, sampling=SamplingParams(max_tokens=900, ignore_eos=True))
+"""
+
+
+def read_safetensors(path):
+    """The tensors of a small safetensors file, as arrays."""
+    data = path.read_bytes()
+    (header_len,) = struct.unpack("<Q", data[:8])
+    header, body = json.loads(data[8 : 8 + header_len]), data[8 + header_len :]
+    dtypes = {"F32": np.float32, "I32": np.int32}
+    return {
+        name: np.frombuffer(body[slice(*entry["data_offsets"])], dtypes[entry["dtype"]]).reshape(entry["shape"])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+@pytest.mark.parametrize("model", [*MODELS, "llama-tied.gguf"])
+def test_float32_on_two_ranks_has_transformers_logprobs(binary, model):
+    """The command line of the contract: `--model <dir> --tp 2 --mem-util 0.5 --dtype float32`."""
+    path = FIXTURES / model
+    reference = read_safetensors(
+        path / "reference.safetensors" if path.is_dir() else path.with_name(f"{model}.reference.safetensors")
+    )
+    flags = ["--tp", "2", "--mem-util", "0.5", "--dtype", "float32"]
+    with ServerProcess(binary, path, flags) as server:
+        assert server.client.info().tensor_parallel_size == 2
+        scores = server.client.score(list(reference["tokens"]))
+        logprobs = np.array([score.raw_logprobs[1:] for score in scores])
+        np.testing.assert_allclose(logprobs, reference["logprobs_f32"], rtol=0, atol=TOLERANCE)
+        greedy = SamplingParams(temperature=0, max_tokens=len(reference["greedy_tokens"]), ignore_eos=True)
+        (sample,) = server.client.generate([reference["greedy_prompt"]], sampling=greedy)[0].samples
+        assert sample.token_ids == reference["greedy_tokens"].tolist()
+        np.testing.assert_allclose(sample.raw_logprobs, reference["greedy_logprobs"], rtol=0, atol=TOLERANCE)
+        assert_idle(server.client)
+
+
+def test_a_killed_client_leaves_every_block_free(running):
+    """SIGKILL in the middle of a stream: nothing says goodbye but the connection."""
+    with RolloutClient(running.address) as client:
+        doomed = subprocess.Popen([sys.executable, "-c", LONG_CLIENT, running.address])
+        try:
+            busy = wait_for(
+                client, lambda s: s.running_samples > 0 and s.free_blocks < s.total_blocks, "running", seconds=30
+            )
+        finally:
+            doomed.kill()
+            doomed.wait()
+        assert busy.running_requests == 1
+        assert_idle(client)
+        assert client.generate([[1]])[0].samples
+
+
+def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(binary):
+    with ServerProcess(binary, FIXTURES / "llama-tied", SMALL_CACHE) as server:
+        sampling = SamplingParams(max_tokens=600, ignore_eos=True)
+        outputs = []
+        asking = threading.Thread(
+            target=lambda: outputs.extend(server.client.generate([[1], [2]], n=8, sampling=sampling))
+        )
+        asking.start()
+        wait_for(server.client, lambda status: status.running_samples > 0, "running")
+        server.process.send_signal(signal.SIGTERM)
+        with RolloutClient(server.address, timeout=10) as late, pytest.raises(Unavailable):
+            while True:  # the signal may need a moment
+                late.generate([[1]], sampling=SamplingParams(max_tokens=1))
+        asking.join()
+        assert [[len(sample.token_ids) for sample in output.samples] for output in outputs] == [[600] * 8] * 2
+        assert server.process.wait(30) == 0
+
+
+def test_an_idle_server_ends_at_once(binary):
+    with ServerProcess(binary, FIXTURES / "llama-tied", SMALL_CACHE) as server:
+        server.client.status()
+        start = time.monotonic()
+        assert server.stop() == 0
+        # The grace period is 30 s; nothing is there to wait for, the idle connection of a client least of all.
+        assert time.monotonic() - start < 15
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--model", "does/not/exist"], ["does/not/exist"]),
+        (["--model", "does-not-exist.gguf"], ["does-not-exist.gguf"]),
+        (["--tp", "3"], ["3", "1, 2, 4"]),
+        (["--tp", "0"], ["tp"]),
+        (["--mem-util", "0.000001"], ["mem-util"]),
+        (["--mem-util", "1.5"], ["mem-util"]),
+        (["--mem-util", "nan"], ["mem-util"]),
+        (["--dtype", "float8"], ["dtype"]),
+        (["--kv-cache-bytes", "100000TiB"], ["kv-cache-bytes"]),
+        (["--max-model-len", "999999"], ["max-model-len"]),
+        (["--block-size", "0"], ["block-size"]),
+        (["--port", "70000"], ["port"]),
+    ],
+)
+def test_a_bad_start_ends_with_one_message_that_names_the_flag(binary, flags, says):
+    default = [] if flags[0] == "--model" else ["--model", str(FIXTURES / "llama-tied")]
+    port = [] if flags[0] == "--port" else ["--port", str(free_port())]
+    ended = subprocess.run([binary, *default, *port, *flags], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode not in (0, None) and ended.returncode > 0, f"status {ended.returncode}"
+    for word in says:
+        assert word in ended.stderr
+    assert "panicked" not in ended.stderr and "backtrace" not in ended.stderr.lower()
+
+
+def test_a_port_in_use_is_said(binary):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        command = [binary, "--model", FIXTURES / "llama-tied", "--port", port, *SMALL_CACHE]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode > 0 and port in ended.stderr and "panicked" not in ended.stderr
+
+
+def test_flags_are_environment_variables_too(binary):
+    port = free_port()
+    environment = {
+        **os.environ,
+        "ROLLOUT_MODEL": str(FIXTURES / "qwen3"),
+        "ROLLOUT_PORT": str(port),
+        "ROLLOUT_BLOCK_SIZE": "8",
+        "ROLLOUT_KV_CACHE_BYTES": "16MiB",
+    }
+    process = subprocess.Popen([binary], env=environment)
+    try:
+        with RolloutClient(f"127.0.0.1:{port}") as client:
+            client.wait_until_ready(30)
+            info = client.info()
+        assert (info.architecture, info.block_size) == ("Qwen3ForCausalLM", 8)
+    finally:
+        process.terminate()
+        assert process.wait(30) == 0
