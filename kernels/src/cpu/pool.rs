@@ -152,7 +152,7 @@ impl ThreadPool {
     }
 
     /// Calls `f` with every chunk of `data` (the last may be shorter than `len`) and its index.
-    pub(crate) fn run_chunks<T: Send>(&self, data: &mut [T], len: usize, f: impl Fn(usize, &mut [T]) + Sync) {
+    pub fn run_chunks<T: Send>(&self, data: &mut [T], len: usize, f: impl Fn(usize, &mut [T]) + Sync) {
         let total = data.len();
         self.run_parts(data, total.div_ceil(len), |i| (i * len).min(total), f);
     }

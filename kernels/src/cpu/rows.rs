@@ -71,6 +71,12 @@ impl<'a> RowsMut<'a> {
         self.rows
     }
 
+    /// Row `i`, `width` elements.
+    pub fn row_mut(&mut self, i: usize) -> &mut [f32] {
+        assert!(i < self.rows, "row {i} of {}", self.rows);
+        &mut self.data[i * self.stride..][..self.width]
+    }
+
     pub fn width(&self) -> usize {
         self.width
     }
