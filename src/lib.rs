@@ -1,4 +1,5 @@
 pub mod engine;
 pub mod error;
 pub mod executor;
+pub mod text;
 pub mod types;
