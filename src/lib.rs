@@ -60,5 +60,6 @@ pub mod model;
 pub mod scheduler;
 pub mod server;
 pub mod startup;
+pub mod text;
 pub mod types;
 pub mod weights;
