@@ -40,6 +40,8 @@ pub enum Command {
     ResetPrefixCache {
         reply: Reply<usize>,
     },
+    /// Some [`CancelFlag`] was set; wakes an idle engine to look.
+    Cancelled,
     /// Refuse new requests, finish the running ones until the deadline passes, then abort the rest and end.
     Shutdown {
         grace: std::time::Duration,

@@ -22,7 +22,7 @@ use crate::error::{Error, Result};
 use crate::executor::Executor;
 use crate::scheduler::{Outcome, Scheduler};
 use crate::text::Tokenizer;
-use crate::types::{FinishReason, RequestKey, SampleKey, StepPlan, TokenLogprobs, WeightVersion};
+use crate::types::{RequestKey, StepPlan, WeightVersion};
 use request::Request;
 use stats::Throughput;
 
@@ -129,30 +129,25 @@ impl<X: Executor> Engine<X> {
     }
 
     fn emit(&mut self, outcome: Outcome) {
+        let key = match &outcome {
+            Outcome::PromptDone { group, .. } => group.request,
+            Outcome::Token { sample, .. } => sample.group.request,
+        };
+        let Some(request) = self.requests.get_mut(&key) else { return };
         match outcome {
             Outcome::PromptDone { group, cached_tokens, logprobs } => {
-                if let Some(request) = self.requests.get_mut(&group.request) {
-                    request.prompt_done(group, cached_tokens, logprobs);
-                }
+                request.prompt_done(group, cached_tokens, logprobs);
             }
-            Outcome::Token { sample, logprobs, finish } => self.emit_token(sample, logprobs, finish),
-            Outcome::GroupDone { group } => {
-                let Some(request) = self.requests.get_mut(&group.request) else { return };
-                if request.group_done() {
-                    self.end(group.request, FinishReason::Eos);
+            Outcome::Token { sample, logprobs, finish } => {
+                let stopped = request.token(sample, logprobs, finish);
+                if stopped && finish.is_none() {
+                    // The scheduler knows nothing of text: a stop string is news to it.
+                    self.scheduler.finish(sample);
                 }
             }
         }
-    }
-
-    fn emit_token(&mut self, sample: SampleKey, logprobs: TokenLogprobs, finish: Option<FinishReason>) {
-        let Some(request) = self.requests.get_mut(&sample.group.request) else { return };
-        let stopped = request.token(sample, logprobs, finish);
-        if stopped && finish.is_none() {
-            // The scheduler does not know about text: tell it, and take what it says of the group.
-            if let Some(outcome) = self.scheduler.finish(sample) {
-                self.emit(outcome);
-            }
+        if request.is_done() {
+            self.end(key, Ending::Finished);
         }
     }
 
@@ -213,7 +208,7 @@ impl<X: Executor> Engine<X> {
     fn drop_cancelled(&mut self) {
         let gone: Vec<_> = self.requests.iter().filter(|(_, r)| r.is_cancelled()).map(|(key, _)| *key).collect();
         for key in gone {
-            self.end(key, FinishReason::Aborted);
+            self.end(key, Ending::Aborted);
         }
         for held in self.held.extract_if(.., |h| h.cancel.is_cancelled()) {
             refuse(*held, Error::Unavailable("the client is gone".into()));
@@ -233,7 +228,7 @@ impl<X: Executor> Engine<X> {
             let running = self.requests.iter().find(|(_, r)| r.id() == id).map(|(key, _)| *key);
             let held = self.held.iter().position(|h| h.request_id == id);
             if let Some(key) = running {
-                self.end(key, FinishReason::Aborted);
+                self.end(key, Ending::Aborted);
             } else if let Some(index) = held {
                 let held = self.held.remove(index);
                 refuse(*held, Error::Aborted("aborted while it waited for min_weight_version".into()));
@@ -250,15 +245,15 @@ impl<X: Executor> Engine<X> {
         self.abort(AbortTarget::All);
     }
 
-    /// Takes a request out; samples that still run end with `reason`. Its blocks are free when this returns.
-    fn end(&mut self, key: RequestKey, reason: FinishReason) {
-        let Some(mut request) = self.requests.remove(&key) else { return };
+    /// Takes a request out; samples that still run are cut short. Its blocks are free when this returns.
+    fn end(&mut self, key: RequestKey, ending: Ending) {
+        let Some(request) = self.requests.remove(&key) else { return };
         self.scheduler.abort(key);
-        match reason {
-            FinishReason::Aborted => self.aborted_requests += 1,
-            _ => self.finished_requests += 1,
+        match ending {
+            Ending::Aborted => self.aborted_requests += 1,
+            Ending::Finished => self.finished_requests += 1,
         }
-        request.end(reason);
+        request.end();
     }
 
     fn status(&self) -> Status {
@@ -282,6 +277,12 @@ impl<X: Executor> Engine<X> {
             tokens_per_second: self.throughput.tokens_per_second(),
         }
     }
+}
+
+/// How a request ends.
+enum Ending {
+    Finished,
+    Aborted,
 }
 
 fn refuse(mut command: GenerateCommand, error: Error) {

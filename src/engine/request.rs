@@ -22,7 +22,8 @@ pub struct Request {
     weight_version: WeightVersion,
     /// Samples that have not ended.
     samples: BTreeMap<SampleKey, Sample>,
-    groups_left: usize,
+    /// Prompts to be scored that have not been.
+    scores_left: usize,
     summary: Summary,
     started: Instant,
 }
@@ -86,8 +87,8 @@ impl Request {
                 let sample = Sample { seed, cached_tokens: 0, tokens: Vec::new(), stop: stop.clone() };
                 samples.insert(SampleKey { group, sample_index }, sample);
             }
-            let kind = match kind {
-                Kind::Generate { prompt_logprobs, .. } => GroupKind::Sample { seeds, prompt_logprobs },
+            let kind = match &kind {
+                &Kind::Generate { prompt_logprobs, .. } => GroupKind::Sample { seeds, prompt_logprobs },
                 Kind::Score => GroupKind::Score,
             };
             groups.push(Group { key: group, prompt, params: params.clone(), salt, kind });
@@ -99,7 +100,7 @@ impl Request {
             stream_tokens: matches!(kind, Kind::Generate { stream_tokens: true, .. }),
             weight_version: salt.weight_version,
             samples,
-            groups_left: groups.len(),
+            scores_left: if kind == Kind::Score { groups.len() } else { 0 },
             summary,
             started: Instant::now(),
         };
@@ -116,6 +117,7 @@ impl Request {
 
     pub fn prompt_done(&mut self, group: GroupKey, cached_tokens: u32, logprobs: Option<Vec<TokenLogprobs>>) {
         self.summary.cached_tokens += u64::from(cached_tokens);
+        self.scores_left = self.scores_left.saturating_sub(1);
         for (_, sample) in self.samples.iter_mut().filter(|(key, _)| key.group == group) {
             sample.cached_tokens = cached_tokens;
         }
@@ -147,23 +149,22 @@ impl Request {
         finish.is_some()
     }
 
-    /// A prompt has no samples left. Returns whether it was the last prompt.
-    pub fn group_done(&mut self) -> bool {
-        self.groups_left -= 1;
-        self.groups_left == 0
+    /// Whether nothing is left to come but the terminal event.
+    pub fn is_done(&self) -> bool {
+        self.samples.is_empty() && self.scores_left == 0
     }
 
-    /// Ends samples that still run with `reason`, and sends the terminal event. Nothing may follow.
-    pub fn end(&mut self, reason: FinishReason) {
+    /// Ends samples that still run as aborted, and sends the terminal event.
+    pub fn end(mut self) {
         for (key, sample) in std::mem::take(&mut self.samples) {
-            self.complete(key, sample, reason, None);
+            self.complete(key, sample, FinishReason::Aborted, None);
         }
         self.summary.seconds = self.started.elapsed().as_secs_f64();
         (self.responder)(Event::Done(self.summary.clone()));
     }
 
-    /// Refuses the request; nothing may follow.
-    pub fn fail(&mut self, error: Error) {
+    /// Refuses the request.
+    pub fn fail(mut self, error: Error) {
         (self.responder)(Event::Failed(error));
     }
 

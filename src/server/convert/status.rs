@@ -10,7 +10,7 @@ pub(in crate::server) fn to_status(error: Error) -> Status {
         Error::InvalidArgument { .. } => Code::InvalidArgument,
         Error::ResourceExhausted(_) => Code::ResourceExhausted,
         Error::FailedPrecondition(_) => Code::FailedPrecondition,
-        Error::VersionConflict(_) => Code::Aborted,
+        Error::VersionConflict(_) | Error::Aborted(_) => Code::Aborted,
         Error::NotFound(_) => Code::NotFound,
         Error::AlreadyExists(_) => Code::AlreadyExists,
         Error::Unavailable(_) => Code::Unavailable,
