@@ -191,7 +191,7 @@ impl<X: Executor> Engine<X> {
         let key = RequestKey(self.next_key);
         self.next_key += 1;
         let salt = CacheSalt { weight_version: self.weight_version, adapter: None };
-        let (mut request, groups) = Request::new(key, *command, salt, self.tokenizer.as_ref());
+        let (request, groups) = Request::new(key, *command, salt, self.tokenizer.as_ref());
         match self.scheduler.add(groups) {
             Ok(()) => {
                 self.requests.insert(key, request);
