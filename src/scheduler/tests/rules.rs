@@ -187,8 +187,6 @@ fn a_group_is_admitted_only_if_the_running_keep_a_block_each() {
         let mut harness = Harness::new(config(4, 100), blocks, BLOCK_SIZE);
         harness.add(vec![group(key(0, 0), &[0; 10], 1, 4), group(key(1, 0), &[1; 16], 1, 4)]).expect("room");
         assert_eq!(harness.step().sequences.len() == 2, admitted, "{blocks} blocks");
-        harness.run();
-        assert_eq!(harness.scheduler.stats().preemptions, 0);
     }
 }
 
