@@ -220,6 +220,8 @@ fn a_preempted_sample_computes_prompt_and_output_again() {
     let plan = harness.step();
     assert_eq!(shape(&plan), [(0, 6 + made)]);
     assert_eq!(plan.tasks().map(|task| task.output_index as usize).collect::<Vec<_>>(), [made]);
+    let stats = harness.scheduler.stats();
+    assert_eq!((stats.prompt_tokens, stats.cached_tokens), (12, 0), "a prompt is counted once");
 }
 
 #[test]
