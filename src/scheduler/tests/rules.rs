@@ -165,14 +165,29 @@ fn prompt_logprobs_equal_the_score() {
 
 #[test]
 fn preempted_prompt_logprobs_continue_where_they_were() {
-    let mut harness = Harness::new(config(2, 6), 12, BLOCK_SIZE);
-    harness.add(vec![group(key(0, 0), &prompt(3), 1, 40)]).expect("room");
-    harness.add(vec![with_prompt_logprobs(group(key(1, 0), &[1; 28], 1, 4))]).expect("room");
-    let (before, rest) = (2, harness.run());
-    let targets = rest.iter().flat_map(StepPlan::tasks).filter(|task| task.target.is_some()).count();
-    assert_eq!(targets, 27, "no position is asked twice");
-    assert!(rest.len() > before);
-    assert_eq!(harness.results[&key(1, 0)].prompt_logprobs.as_ref().map(Vec::len), Some(27));
+    let mut harness = Harness::new(config(10, 10), 22, BLOCK_SIZE);
+    harness.add(vec![group(key(0, 0), &prompt(3), 8, 16)]).expect("room");
+    harness.step();
+    harness.add(vec![with_prompt_logprobs(group(key(1, 0), &[1; 20], 1, 4))]).expect("room");
+    let (mut targets, mut preempted_at) = (0, 0);
+    while harness.scheduler.has_work() {
+        targets += harness.step().tasks().filter(|task| task.target.is_some()).count();
+        let sequences = harness.scheduler.waiting.values().filter(|sequence| sequence.table.is_empty());
+        let collected = sequences.filter_map(|sequence| sequence.prompt_logprobs.as_ref());
+        preempted_at = collected.map(Vec::len).max().unwrap_or(0).max(preempted_at);
+    }
+    assert!((1..19).contains(&preempted_at), "preempted in the middle of its prompt, after {preempted_at}");
+    assert_eq!(targets, 19, "no position is asked twice");
+    assert_eq!(harness.results[&key(1, 0)].prompt_logprobs.as_ref().map(Vec::len), Some(19));
+}
+
+#[test]
+fn a_group_is_admitted_only_if_the_running_keep_a_block_each() {
+    for (blocks, admitted) in [(3 + 4 + 1, true), (3 + 4, false)] {
+        let mut harness = Harness::new(config(4, 100), blocks, BLOCK_SIZE);
+        harness.add(vec![group(key(0, 0), &[0; 10], 1, 4), group(key(1, 0), &[1; 16], 1, 4)]).expect("room");
+        assert_eq!(harness.step().sequences.len() == 2, admitted, "{blocks} blocks");
+    }
 }
 
 #[test]
@@ -205,6 +220,8 @@ fn a_preempted_sample_computes_prompt_and_output_again() {
     let plan = harness.step();
     assert_eq!(shape(&plan), [(0, 6 + made)]);
     assert_eq!(plan.tasks().map(|task| task.output_index as usize).collect::<Vec<_>>(), [made]);
+    let stats = harness.scheduler.stats();
+    assert_eq!((stats.prompt_tokens, stats.cached_tokens), (12, 0), "a prompt is counted once");
 }
 
 #[test]

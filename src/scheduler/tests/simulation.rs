@@ -11,7 +11,7 @@ use crate::cache::CacheSalt;
 use crate::scheduler::*;
 use crate::types::*;
 
-const SEEDS: u64 = 600;
+const SEEDS: u64 = 400;
 const MAX_MODEL_LEN: usize = 40;
 const REQUESTS: u64 = 16;
 
