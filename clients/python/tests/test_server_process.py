@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import struct
@@ -15,7 +16,7 @@ import time
 import numpy as np
 import pytest
 
-from conftest import FIXTURES, SMALL_CACHE, assert_idle, wait_for
+from conftest import FIXTURES, REPOSITORY, SMALL_CACHE, assert_idle, wait_for
 from rollout_client import RolloutClient, SamplingParams, ServerProcess, Unavailable
 from rollout_client.process import free_port
 
@@ -116,7 +117,8 @@ def test_an_idle_server_ends_at_once(binary):
         (["--mem-util", "1.5"], ["mem-util"]),
         (["--mem-util", "nan"], ["mem-util"]),
         (["--dtype", "float8"], ["dtype"]),
-        (["--kv-cache-bytes", "100000TiB"], ["kv-cache-bytes"]),
+        (["--kv-cache-bytes", "1000000GiB"], ["kv-cache-bytes"]),
+        (["--kv-cache-bytes", "3parsecs"], ["kv-cache-bytes"]),
         (["--max-model-len", "999999"], ["max-model-len"]),
         (["--block-size", "0"], ["block-size"]),
         (["--port", "70000"], ["port"]),
@@ -160,3 +162,10 @@ def test_flags_are_environment_variables_too(binary):
     finally:
         process.terminate()
         assert process.wait(30) == 0
+
+
+def test_readme_lists_every_flag(binary):
+    described = subprocess.run([binary, "--help"], capture_output=True, text=True, timeout=60, check=True).stdout
+    flags = set(re.findall(r"^ +(?:-\w, )?(--[a-z-]+)", described, re.MULTILINE)) - {"--help", "--version"}
+    rows = [line for line in (REPOSITORY / "README.md").read_text().splitlines() if line.startswith("| `--")]
+    assert {flag for row in rows for flag in re.findall(r"`(--[a-z-]+)`", row.split("|")[1])} == flags

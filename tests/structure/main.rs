@@ -1,0 +1,341 @@
+//! The rules that hold the code in shape, each with its reason: layers, lengths, unsafe code, globals, the environment,
+//! who may know the network, why a dependency is there.
+
+mod source;
+
+use std::fmt::Write as _;
+
+use source::{Source, root, rust_files, words};
+
+/// From the top down. A module may use only modules further down; never its own row.
+const LAYERS: &[&[&str]] = &[
+    &["main", "startup", "lib"],
+    &["server"],
+    &["engine"],
+    &["scheduler", "executor"],
+    &["cache", "model"],
+    &["weights", "text"],
+    &["comm", "memory"],
+    &["types", "config"],
+    &["error"],
+];
+/// A function fits a screen, a file fits a head.
+const MAX_FUNCTION_LINES: usize = 70;
+const MAX_FILE_LINES: usize = 500;
+const OWN_CODE: &[&str] = &["src", "kernels/src"];
+const ALL_CODE: &[&str] = &["src", "kernels/src", "tests"];
+
+/// Fails with every offender and what to do about them.
+fn assert_none(offenders: &[String], rule: &str) {
+    let mut list = String::new();
+    for offender in offenders {
+        write!(list, "\n  {offender}").expect("writing to a string");
+    }
+    assert!(offenders.is_empty(), "{rule}{list}");
+}
+
+/// Lines of `sources` whose code has one of `names` as a whole word (or as the start of a path, if it ends in `::`).
+fn lines_with(sources: &[Source], names: &[&str], allowed: impl Fn(&str) -> bool) -> Vec<String> {
+    let has = |line: &str, name: &str| match name.strip_suffix("::") {
+        Some(root) => words(line).any(|(at, word)| word == root && line[at + word.len()..].starts_with("::")),
+        None => words(line).any(|(_, word)| word == name),
+    };
+    let mut found = Vec::new();
+    for source in sources.iter().filter(|source| !allowed(&source.path)) {
+        for (number, line) in source.code_lines() {
+            found.extend(names.iter().filter(|n| has(line, n)).map(|n| format!("{}:{number}: {n}", source.path)));
+        }
+    }
+    found
+}
+
+/// The module of the first level that a file of `src/` belongs to.
+fn module_of(path: &str) -> &str {
+    let inside = path.strip_prefix("src/").expect("a file of src/");
+    inside.split('/').next().expect("split gives at least one").trim_end_matches(".rs")
+}
+
+/// The modules of the first level that `code` names through `crate::`, with line numbers.
+fn crate_uses(code: &str) -> Vec<(usize, String)> {
+    let mut uses = Vec::new();
+    for (at, _) in code.match_indices("crate::") {
+        let preceded = code[..at].ends_with(|c: char| c.is_alphanumeric() || c == '_' || c == '$');
+        if preceded {
+            continue;
+        }
+        let line = code[..at].matches('\n').count() + 1;
+        let rest = &code[at + "crate::".len()..];
+        let names: Vec<&str> = match rest.strip_prefix('{') {
+            Some(group) => first_names(group),
+            None => words(rest).next().map(|(_, word)| word).into_iter().collect(),
+        };
+        uses.extend(names.into_iter().map(|name| (line, name.to_string())));
+    }
+    uses
+}
+
+/// First name of each path in the group that starts after `{`.
+fn first_names(group: &str) -> Vec<&str> {
+    let (mut depth, mut wanted, mut names) = (0, true, Vec::new());
+    for (at, c) in group.char_indices() {
+        match c {
+            '{' => depth += 1,
+            '}' if depth == 0 => break,
+            '}' => depth -= 1,
+            ',' if depth == 0 => wanted = true,
+            c if wanted && (c.is_alphanumeric() || c == '_') => {
+                names.extend(words(&group[at..]).next().map(|(_, word)| word));
+                wanted = false;
+            }
+            _ => {}
+        }
+    }
+    names
+}
+
+#[test]
+fn modules_use_only_layers_below_them() {
+    let layer = |module: &str| LAYERS.iter().position(|row| row.contains(&module));
+    let mut offenders = Vec::new();
+    for source in rust_files(&["src"]) {
+        let module = module_of(&source.path);
+        let Some(own) = layer(module) else {
+            offenders.push(format!("{}: `{module}` has no place in LAYERS; give it one", source.path));
+            continue;
+        };
+        for (line, used) in crate_uses(&source.code).into_iter().filter(|(_, used)| used != module) {
+            // What is no module is an item of the crate's root, such as a macro.
+            if layer(&used).is_some_and(|theirs| theirs <= own) {
+                offenders.push(format!("{}:{line}: `{module}` uses `crate::{used}`", source.path));
+            }
+        }
+    }
+    assert_none(
+        &offenders,
+        "a module uses only modules below it (see LAYERS), so that each can be read and tested without those above:",
+    );
+}
+
+#[test]
+fn functions_and_files_are_short() {
+    let mut offenders = Vec::new();
+    for source in rust_files(ALL_CODE) {
+        let lines = source.text.lines().count();
+        if lines > MAX_FILE_LINES {
+            offenders.push(format!("{}: {lines} lines (at most {MAX_FILE_LINES})", source.path));
+        }
+        for f in source.functions().iter().filter(|f| f.lines > MAX_FUNCTION_LINES) {
+            let (path, line, name, lines) = (&source.path, f.line, &f.name, f.lines);
+            offenders.push(format!("{path}:{line}: fn {name} has {lines} lines (at most {MAX_FUNCTION_LINES})"));
+        }
+    }
+    assert_none(&offenders, "functions fit a screen and files fit a head; split these:");
+}
+
+/// Whether the comment above the statement of line `index` says why it is sound.
+fn is_justified(lines: &[&str], index: usize) -> bool {
+    let says_why = |line: &str| line.contains("// SAFETY:");
+    let is_comment = |line: &str| line.trim_start().starts_with("//") || line.trim_start().starts_with("#[");
+    if says_why(lines[index]) {
+        return true;
+    }
+    for line in lines[..index].iter().rev() {
+        if is_comment(line) {
+            if says_why(line) {
+                return true;
+            }
+        } else if line.trim().is_empty() || line.trim_end().ends_with([';', '{', '}']) {
+            return false;
+        }
+    }
+    false
+}
+
+#[test]
+fn unsafe_code_is_rare_and_says_why_it_holds() {
+    /// Files of `src/` with unsafe code: mapped files, calls of libc, a sum over the ranks' own buffers.
+    const ALLOWED: &[&str] =
+        &["src/weights/mapped.rs", "src/weights/tensor.rs", "src/memory/probe.rs", "src/comm/local.rs"];
+    let mut offenders = Vec::new();
+    for source in rust_files(OWN_CODE) {
+        let lines: Vec<&str> = source.text.lines().collect();
+        for (number, line) in source.code_lines().filter(|(_, line)| words(line).any(|(_, word)| word == "unsafe")) {
+            if source.path.starts_with("src/") && !ALLOWED.contains(&source.path.as_str()) {
+                offenders.push(format!("{}:{number}: unsafe code belongs in kernels/", source.path));
+            }
+            // An `unsafe fn` says what it asks of its callers, who say why they keep it; clippy sees to the former.
+            let needs_reason = line.contains("unsafe {") || line.contains("unsafe impl") || line.ends_with("unsafe");
+            if needs_reason && !is_justified(&lines, number - 1) {
+                offenders.push(format!("{}:{number}: no `// SAFETY:` above", source.path));
+            }
+        }
+    }
+    assert_none(
+        &offenders,
+        "unsafe code lives in kernels/ and the few files in ALLOWED, and each block says why it holds:",
+    );
+}
+
+#[test]
+fn only_config_reads_the_environment() {
+    let reads = |source: &Source| {
+        let found = source.code_lines().filter(|(_, line)| line.contains("env::var"));
+        found.map(|(number, _)| format!("{}:{number}", source.path)).collect::<Vec<_>>()
+    };
+    let sources = rust_files(OWN_CODE);
+    let offenders: Vec<String> = sources.iter().filter(|s| s.path != "src/config.rs").flat_map(reads).collect();
+    assert_none(&offenders, "the environment is read once, by src/config.rs, so that a configuration is a value:");
+}
+
+#[test]
+fn only_the_server_knows_the_network_and_the_runtime() {
+    const NAMES: &[&str] = &[
+        "tonic::",
+        "tonic_health::",
+        "tonic_prost::",
+        "tonic_reflection::",
+        "prost::",
+        "tokio::",
+        "tokio_stream::",
+        "axum::",
+        "hyper::",
+        "http::",
+    ];
+    let allowed = |path: &str| path == "src/main.rs" || path.starts_with("src/server/");
+    let offenders = lines_with(&rust_files(OWN_CODE), NAMES, allowed);
+    assert_none(&offenders, "transport and runtime end in src/server; the engine below is plain threads and data:");
+}
+
+#[test]
+fn scheduler_and_cache_are_pure() {
+    const NAMES: &[&str] =
+        &["candle_core::", "rollout_kernels::", "mpsc", "thread", "Instant", "SystemTime", "Duration", "File", "fs::"];
+    let elsewhere = |path: &str| !(path.starts_with("src/scheduler") || path.starts_with("src/cache"));
+    let offenders = lines_with(&rust_files(&["src"]), NAMES, elsewhere);
+    assert_none(
+        &offenders,
+        "scheduler and cache know no device, clock, channel or file, so that they can be simulated:",
+    );
+}
+
+#[test]
+fn no_lock_or_global_holds_serving_state() {
+    const NAMES: &[&str] = &["Mutex", "RwLock", "OnceLock", "LazyLock", "OnceCell", "thread_local"];
+    /// What it holds there is not serving state.
+    const ALLOWED: &[(&str, &str)] = &[];
+    let allowed = |path: &str| ALLOWED.iter().any(|(file, _reason)| *file == path);
+    let sources = rust_files(&["src"]);
+    let mut offenders = lines_with(&sources, NAMES, allowed);
+    for source in &sources {
+        // `&'static` is a lifetime, `static NAME` an item.
+        let is_item = |line: &str| line.trim_start().trim_start_matches("pub ").starts_with("static ");
+        let items = source.code_lines().filter(|(_, line)| is_item(line));
+        offenders.extend(items.map(|(number, _)| format!("{}:{number}: static", source.path)));
+    }
+    assert_none(&offenders, "serving state has one owner, the engine's thread; others send it a command:");
+}
+
+#[test]
+fn nothing_is_left_to_do() {
+    let left = ["todo", "unimplemented", "dbg"];
+    let is_call =
+        |line: &str, name: &str| words(line).any(|(at, word)| word == name && line[at + word.len()..].starts_with('!'));
+    let mut offenders = Vec::new();
+    for source in rust_files(ALL_CODE) {
+        for (number, line) in source.code_lines() {
+            let found = left.iter().filter(|name| is_call(line, name));
+            offenders.extend(found.map(|name| format!("{}:{number}: {name}!", source.path)));
+        }
+        if source.path.starts_with("tests/structure/") {
+            continue; // it names the marks
+        }
+        for (i, line) in source.text.lines().enumerate() {
+            let found = ["TODO", "FIXME", "XXX"].into_iter().filter(|mark| words(line).any(|(_, word)| word == *mark));
+            offenders.extend(found.map(|mark| format!("{}:{}: {mark}", source.path, i + 1)));
+        }
+    }
+    assert_none(&offenders, "what is not done is an issue, not a comment:");
+}
+
+/// Lines of a Cargo.toml that bring in a dependency without a word of why.
+fn dependencies_without_reason(manifest: &str) -> Vec<&str> {
+    let mut in_dependencies = false;
+    let mut found = Vec::new();
+    for line in manifest.lines().map(str::trim) {
+        if line.starts_with('[') {
+            in_dependencies = line.trim_end_matches(']').ends_with("dependencies");
+        } else if in_dependencies && !line.is_empty() && !line.starts_with('#') {
+            // What comes from the workspace has its reason there.
+            let reason = line.split_once(" # ").map_or("", |(_, reason)| reason.trim());
+            if !line.contains("workspace = true") && reason.is_empty() {
+                found.push(line);
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn every_dependency_has_its_reason() {
+    let mut offenders = Vec::new();
+    for path in ["Cargo.toml", "kernels/Cargo.toml"] {
+        let manifest = std::fs::read_to_string(root().join(path)).unwrap_or_else(|e| panic!("{path}: {e}"));
+        offenders.extend(dependencies_without_reason(&manifest).iter().map(|line| format!("{path}: {line}")));
+    }
+    assert_none(&offenders, "a dependency says in a comment on its line why it is there:");
+}
+
+mod scan {
+    //! The scans themselves, on text made for them.
+
+    use super::*;
+
+    const SAMPLE: &str = r##"
+        // crate::in_a_comment { unsafe
+        /* /* nested */ crate::in_a_block { */
+        use crate::{error::{Error, Result}, types as t, config};
+        fn one<'a>(x: &'a str, f: fn(u8) -> u8) -> char where [u8; 3]: Sized {
+            let quotes = ['"', '\'', '{', 'a']; let raw = r#"crate::raw " {"#; let bytes = b"{\"";
+            'label: for c in "crate::string } {".chars() { break 'label; }
+            my_crate::other(); x.len(); crate::memory::probe();
+            '}'
+        }
+        trait T { fn declared(&self) -> [u8; 2]; fn given(&self) {} }
+    "##;
+
+    #[test]
+    fn comments_and_literals_are_not_code() {
+        let source = Source::new("sample.rs", SAMPLE);
+        assert_eq!(source.code.len(), SAMPLE.len());
+        assert_eq!(source.code.matches('{').count(), source.code.matches('}').count());
+        let uses: Vec<String> = crate_uses(&source.code).into_iter().map(|(_, name)| name).collect();
+        assert_eq!(uses, ["error", "types", "config", "memory"]);
+    }
+
+    #[test]
+    fn functions_are_found_with_their_lengths() {
+        let found: Vec<_> =
+            Source::new("sample.rs", SAMPLE).functions().into_iter().map(|f| (f.name, f.line, f.lines)).collect();
+        assert_eq!(found, [("one".to_string(), 5, 6), ("given".to_string(), 11, 1)]);
+    }
+
+    #[test]
+    fn unsafe_code_is_justified_by_the_comment_above_its_statement() {
+        let text =
+            "// SAFETY: a\n// b\n#[inline]\nlet x =\n    unsafe { f() };\nunsafe { g() };\n\nunsafe impl Send for T {}";
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!([4, 5, 7].map(|index| is_justified(&lines, index)), [true, false, false]);
+    }
+
+    #[test]
+    fn dependencies_without_a_comment_are_found() {
+        let manifest = "[package]\nname = \"a\"\n[dependencies]\nb = \"1\" # why\nc = \"2\"\nd.workspace = true\n";
+        assert_eq!(dependencies_without_reason(manifest), ["c = \"2\""]);
+    }
+
+    #[test]
+    fn words_of_a_path_are_found() {
+        let source = Source::new("src/a.rs", "use tokio::sync; // tokio::x\nlet tokio = 1; my_tokio::f();");
+        assert_eq!(lines_with(&[source], &["tokio::"], |_| false), ["src/a.rs:1: tokio::"]);
+    }
+}
