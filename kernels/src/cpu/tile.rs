@@ -10,6 +10,8 @@ pub(crate) trait Format: Send + Sync + 'static {
     type X: super::storage::Plain;
     /// An element of the weights.
     type W: super::storage::Plain;
+    /// See [`Kernel::DOT_PAIRS`](super::isa::Kernel::DOT_PAIRS).
+    const DOT_PAIRS: bool = false;
 
     /// `acc[m][v] += x[m] · w[v]`, elements of the reduction in ascending order.
     ///
@@ -30,7 +32,6 @@ pub(crate) trait Element: super::storage::Plain {
     unsafe fn load<L: Lanes>(p: *const Self) -> L;
     /// Rounded to nearest even.
     fn round(x: f32) -> Self;
-    fn widen(self) -> f32;
 }
 
 impl Element for f32 {
@@ -44,11 +45,6 @@ impl Element for f32 {
     fn round(x: f32) -> f32 {
         x
     }
-
-    #[inline(always)]
-    fn widen(self) -> f32 {
-        self
-    }
 }
 
 impl Element for bf16 {
@@ -61,11 +57,6 @@ impl Element for bf16 {
     #[inline(always)]
     fn round(x: f32) -> bf16 {
         bf16::from_f32(x)
-    }
-
-    #[inline(always)]
-    fn widen(self) -> f32 {
-        self.to_f32()
     }
 }
 
@@ -132,6 +123,7 @@ impl Format for Pairs {
 impl Format for RoundedPairs {
     type X = u32;
     type W = bf16;
+    const DOT_PAIRS: bool = true;
 
     #[inline(always)]
     unsafe fn step<L: Lanes, const MR: usize, const NV: usize>(
@@ -146,6 +138,21 @@ impl Format for RoundedPairs {
                 *acc = unsafe { acc.dot_pairs(*x.add(m * x_row), w) };
             }
         }
+    }
+}
+
+/// The most rows of a register tile on an instruction set with this many accumulators: two vectors of columns a row are
+/// enough for wide ones to hide what loading and widening weights costs.
+pub(crate) const fn most_rows(accumulators: usize) -> usize {
+    if accumulators >= 24 { 12 } else { accumulators }
+}
+
+/// How many vectors of columns, side by side, the tile of so many rows has.
+pub(crate) const fn tile_width(rows: usize, accumulators: usize) -> usize {
+    match accumulators / rows {
+        4.. => 4,
+        2.. => 2,
+        _ => 1,
     }
 }
 

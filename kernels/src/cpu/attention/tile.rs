@@ -5,18 +5,13 @@ use super::super::kv::KvLayout;
 use super::super::lanes::{LANES, Lanes};
 use super::super::math;
 use super::super::storage::Mapping;
-use super::super::tile::{Element, Operands, Single, accumulate};
+use super::super::tile::{Element, Operands, Single, accumulate, most_rows};
 use super::{AttentionSequence, Call, Task};
 
 /// Positions from one step of the online softmax to the next; absolute, so the same for every query.
 const UNIT: usize = 64;
 /// Vectors of positions in a unit.
 const VECTORS: usize = UNIT / LANES;
-
-/// The most pairs in a tile on this instruction set.
-pub(super) fn most_pairs(isa: Isa) -> usize {
-    (isa.accumulators() / 2).clamp(6, 12)
-}
 
 /// Float32 values that [`run`] needs: query, results and weights of the pairs, and a unit's keys and values for block
 /// sizes that are not whole vectors.
@@ -256,6 +251,9 @@ impl<E: Element, const MR: usize> Kernel for Tile<'_, E, MR> {
 
     #[inline(always)]
     fn run<L: Lanes>(mut self) {
+        if const { MR > most_rows(L::ACCUMULATORS) } {
+            unreachable!("the plan has no tile of more pairs");
+        }
         let head_dim = self.layout.head_dim;
         for m in 0..MR {
             let (row, column) = self.place(m);

@@ -116,7 +116,7 @@ pub(crate) trait Lanes: Copy + 'static {
     #[inline(always)]
     fn exp(self) -> Self {
         let round = Self::splat(12_582_912.0);
-        let x = Self::splat(88.7).min(Self::splat(-87.3).max(self));
+        let x = Self::splat(88.376).min(Self::splat(-87.3).max(self));
         let rounded = x.mul_add(Self::splat(std::f32::consts::LOG2_E), round);
         let n = rounded.sub(round);
         let r = n.mul_add(Self::splat(-0.693_359_4), x);

@@ -10,8 +10,7 @@ use super::lanes::{LANES, Lanes};
 use super::packed::{PackedMatrix, WeightDtype};
 use super::pool::Cpu;
 use super::rows::{Rows, RowsMut, SharedRows};
-use super::storage::Plain;
-use super::tile::{Format, Operands, Pairs, RoundedPairs, Single, accumulate};
+use super::tile::{Format, Operands, Pairs, RoundedPairs, Single, accumulate, most_rows, tile_width};
 use half::bf16;
 
 /// How a linear layer stores activations for its format.
@@ -103,9 +102,9 @@ const BLOCK_STEPS: usize = 256;
 impl Plan {
     fn new<F: LinearFormat>(cpu: &Cpu, rows: usize, w: &PackedMatrix) -> Plan {
         let accumulators = cpu.isa().accumulators();
-        let tiles = rows.div_ceil((accumulators / 2).clamp(6, 12));
+        let tiles = rows.div_ceil(most_rows(accumulators));
         let tile_rows = rows.div_ceil(tiles);
-        let width = [4, 2, 1].into_iter().find(|v| v * tile_rows <= accumulators).expect("a tile fits the registers");
+        let width = tile_width(tile_rows, accumulators);
         let steps = w.padded_k() / F::PER_STEP;
         let tile_bytes = tile_rows * steps * size_of::<F::X>();
         let chunks = tiles.div_ceil((CHUNK_BYTES / tile_bytes).clamp(2, 8));
@@ -276,9 +275,13 @@ struct Tile<'a, F: Format, const MR: usize, const NV: usize> {
 
 impl<F: Format, const MR: usize, const NV: usize> Kernel for Tile<'_, F, MR, NV> {
     type Output = ();
+    const DOT_PAIRS: bool = F::DOT_PAIRS;
 
     #[inline(always)]
     fn run<L: Lanes>(self) {
+        if const { MR * NV > L::ACCUMULATORS || NV < tile_width(MR + 1, L::ACCUMULATORS) } {
+            unreachable!("the plan has no such tile");
+        }
         let steps = self.x.len() / MR;
         let w_step = self.weights[0].len() / steps;
         assert!(w_step >= LANES && self.weights.iter().all(|w| w.len() == steps * w_step));
