@@ -23,6 +23,10 @@ enum Level {
 /// features of the instruction set that [`Isa::dispatch`] picks.
 pub(crate) trait Kernel {
     type Output;
+
+    /// Whether it uses [`Lanes::dot_pairs`], the one operation for which avx512_bf16 differs from avx512f.
+    const DOT_PAIRS: bool = false;
+
     fn run<L: Lanes>(self) -> Self::Output;
 }
 
@@ -96,18 +100,23 @@ impl Isa {
     #[inline]
     pub(crate) fn dispatch<K: Kernel>(self, kernel: K) -> K::Output {
         match self.0 {
-            Level::Scalar => kernel.run::<Scalar>(),
+            Level::Scalar => scalar(kernel),
             // SAFETY: a Level other than Scalar is only made by `available`, which found its features.
             #[cfg(target_arch = "x86_64")]
             Level::Avx2 => unsafe { avx2(kernel) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
-            Level::Avx512 => unsafe { avx512(kernel) },
-            // SAFETY: as above.
+            Level::Avx512Bf16 if K::DOT_PAIRS => unsafe { avx512bf16(kernel) },
+            // SAFETY: as above; avx512_bf16 is only found beside these.
             #[cfg(target_arch = "x86_64")]
-            Level::Avx512Bf16 => unsafe { avx512bf16(kernel) },
+            Level::Avx512 | Level::Avx512Bf16 => unsafe { avx512(kernel) },
         }
     }
+}
+
+#[inline(never)]
+fn scalar<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run::<Scalar>()
 }
 
 #[cfg(target_arch = "x86_64")]

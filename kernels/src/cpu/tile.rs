@@ -1,4 +1,9 @@
 //! The register tile that products are made of: `MR` rows of activations times `NV` vectors of 16 columns.
+//!
+//! No closures here: a closure has not the target features of the kernel it is part of, and one that the compiler does
+//! not inline calls every intrinsic as a function.
+
+#![allow(clippy::needless_range_loop)] // indices, for the reason above
 
 use super::lanes::Lanes;
 use half::bf16;
@@ -10,6 +15,8 @@ pub(crate) trait Format: Send + Sync + 'static {
     type X: super::storage::Plain;
     /// An element of the weights.
     type W: super::storage::Plain;
+    /// See [`Kernel::DOT_PAIRS`](super::isa::Kernel::DOT_PAIRS).
+    const DOT_PAIRS: bool = false;
 
     /// `acc[m][v] += x[m] · w[v]`, elements of the reduction in ascending order.
     ///
@@ -30,7 +37,6 @@ pub(crate) trait Element: super::storage::Plain {
     unsafe fn load<L: Lanes>(p: *const Self) -> L;
     /// Rounded to nearest even.
     fn round(x: f32) -> Self;
-    fn widen(self) -> f32;
 }
 
 impl Element for f32 {
@@ -44,11 +50,6 @@ impl Element for f32 {
     fn round(x: f32) -> f32 {
         x
     }
-
-    #[inline(always)]
-    fn widen(self) -> f32 {
-        self
-    }
 }
 
 impl Element for bf16 {
@@ -61,11 +62,6 @@ impl Element for bf16 {
     #[inline(always)]
     fn round(x: f32) -> bf16 {
         bf16::from_f32(x)
-    }
-
-    #[inline(always)]
-    fn widen(self) -> f32 {
-        self.to_f32()
     }
 }
 
@@ -91,11 +87,14 @@ impl<E: Element> Format for Single<E> {
     ) {
         // SAFETY: the caller's promise.
         unsafe {
-            let w = w.map(|p| E::load::<L>(p));
-            for (m, acc) in acc.iter_mut().enumerate() {
+            let mut lanes = [L::zero(); NV];
+            for v in 0..NV {
+                lanes[v] = E::load::<L>(w[v]);
+            }
+            for m in 0..MR {
                 let x = L::splat(*x.add(m * x_row));
-                for (acc, w) in acc.iter_mut().zip(w) {
-                    *acc = x.mul_add(w, *acc);
+                for v in 0..NV {
+                    acc[m][v] = x.mul_add(lanes[v], acc[m][v]);
                 }
             }
         }
@@ -115,14 +114,18 @@ impl Format for Pairs {
     ) {
         // SAFETY: the caller's promise.
         unsafe {
-            let w = w.map(|p| L::load_pairs(p));
-            for (m, acc) in acc.iter_mut().enumerate() {
+            let mut lanes = [(L::zero(), L::zero()); NV];
+            for v in 0..NV {
+                lanes[v] = L::load_pairs(w[v]);
+            }
+            for m in 0..MR {
                 let [x0, x1] = *x.add(m * x_row);
-                for (acc, w) in acc.iter_mut().zip(w) {
-                    *acc = L::splat(x0).mul_add(w.0, *acc);
+                let (x0, x1) = (L::splat(x0), L::splat(x1));
+                for v in 0..NV {
+                    acc[m][v] = x0.mul_add(lanes[v].0, acc[m][v]);
                 }
-                for (acc, w) in acc.iter_mut().zip(w) {
-                    *acc = L::splat(x1).mul_add(w.1, *acc);
+                for v in 0..NV {
+                    acc[m][v] = x1.mul_add(lanes[v].1, acc[m][v]);
                 }
             }
         }
@@ -132,6 +135,7 @@ impl Format for Pairs {
 impl Format for RoundedPairs {
     type X = u32;
     type W = bf16;
+    const DOT_PAIRS: bool = true;
 
     #[inline(always)]
     unsafe fn step<L: Lanes, const MR: usize, const NV: usize>(
@@ -140,12 +144,27 @@ impl Format for RoundedPairs {
         x_row: usize,
         w: [*const bf16; NV],
     ) {
-        for (m, acc) in acc.iter_mut().enumerate() {
-            for (acc, w) in acc.iter_mut().zip(w) {
+        for m in 0..MR {
+            for v in 0..NV {
                 // SAFETY: the caller's promise.
-                *acc = unsafe { acc.dot_pairs(*x.add(m * x_row), w) };
+                acc[m][v] = unsafe { acc[m][v].dot_pairs(*x.add(m * x_row), w[v]) };
             }
         }
+    }
+}
+
+/// The most rows of a register tile on an instruction set with this many accumulators: two vectors of columns a row are
+/// enough for wide ones to hide what loading and widening weights costs.
+pub(crate) const fn most_rows(accumulators: usize) -> usize {
+    if accumulators >= 24 { 12 } else { accumulators }
+}
+
+/// How many vectors of columns, side by side, the tile of so many rows has.
+pub(crate) const fn tile_width(rows: usize, accumulators: usize) -> usize {
+    match accumulators / rows {
+        4.. => 4,
+        2.. => 2,
+        _ => 1,
     }
 }
 
@@ -172,7 +191,10 @@ pub(crate) unsafe fn accumulate<L: Lanes, F: Format, const MR: usize, const NV: 
     for s in 0..steps {
         // SAFETY: the caller's promise.
         unsafe {
-            let w = std::array::from_fn(|v| operands.w[v].add(s * operands.w_step));
+            let mut w = operands.w;
+            for w in &mut w {
+                *w = w.add(s * operands.w_step);
+            }
             F::step(acc, operands.x.add(s * operands.x_step), operands.x_row, w);
         }
     }

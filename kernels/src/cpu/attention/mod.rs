@@ -7,7 +7,7 @@
 use super::kv::{KvCache, KvDtype};
 use super::pool::Cpu;
 use super::rows::{Rows, RowsMut, SharedRows};
-use super::tile::Element;
+use super::tile::{Element, most_rows};
 use half::bf16;
 
 mod tile;
@@ -66,7 +66,7 @@ pub fn paged_attention(
     check_sequences(sequences, q.rows(), cache);
 
     let mut shared = cpu.shared();
-    let pairs = tile::most_pairs(cpu.isa());
+    let pairs = most_rows(cpu.isa().accumulators());
     plan(shape, sequences, layout.kv_heads, pairs, &mut shared.tasks);
     let tasks = &shared.tasks;
     let call = Call { q, shape, sequences, cache, out: out.share() };

@@ -1,1 +1,177 @@
+use super::super::kv::KvLayout;
+use super::super::testing::{Random, bits, close};
+use super::super::{Isa, Rows, RowsMut};
+use super::*;
 
+/// Sequences with all their queries, keys and values, in position order.
+struct Case {
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    dtype: KvDtype,
+    window: Option<usize>,
+    lengths: Vec<usize>,
+    /// By sequence, `[length, heads * head_dim]`, then keys and values `[length, kv_heads * head_dim]`.
+    q: Vec<Vec<f32>>,
+    k: Vec<Vec<f32>>,
+    v: Vec<Vec<f32>>,
+}
+
+fn case(random: &mut Random, lengths: Vec<usize>) -> Case {
+    let head_dim = [16, 32, 64, 80, 96, 128, 256][random.below(7)];
+    let (kv_heads, group) = (random.between(1, 3), random.between(1, 8));
+    let dtype = [KvDtype::Bf16, KvDtype::F32][random.below(2)];
+    let window = (random.below(2) == 0).then(|| random.between(1, 150));
+    let heads = kv_heads * group;
+    let mut values = |width: usize| lengths.iter().map(|len| random.normals(len * width, 1.0)).collect();
+    let (q, k, v) = (values(heads * head_dim), values(kv_heads * head_dim), values(kv_heads * head_dim));
+    Case { heads, kv_heads, head_dim, dtype, window, lengths, q, k, v }
+}
+
+/// A cache that holds the sequences in blocks dealt out at random, with NaN in every slot they do not use.
+fn cache(case: &Case, random: &mut Random, block_size: usize) -> (KvCache, Vec<Vec<u32>>) {
+    let needed: usize = case.lengths.iter().map(|len| len.div_ceil(block_size)).sum();
+    let blocks = needed + random.between(1, 5);
+    let Case { kv_heads, head_dim, dtype, .. } = *case;
+    let mut cache = KvCache::new(KvLayout { blocks, block_size, kv_heads, head_dim, dtype });
+    let (cpu, width) = (Cpu::new(1), kv_heads * head_dim);
+    let every: Vec<u32> = (0..(blocks * block_size) as u32).collect();
+    let junk = vec![f32::NAN; every.len() * width];
+    cache.write(&cpu, Rows::dense(&junk, width), Rows::dense(&junk, width), &every);
+    let mut free: Vec<u32> = (0..blocks as u32).collect();
+    random.shuffle(&mut free);
+    let mut tables = vec![];
+    for (s, len) in case.lengths.iter().enumerate() {
+        let table = free.split_off(free.len() - len.div_ceil(block_size));
+        let slot = |t: usize| table[t / block_size] * block_size as u32 + (t % block_size) as u32;
+        let slots: Vec<u32> = (0..*len).map(slot).collect();
+        cache.write(&cpu, Rows::dense(&case.k[s], width), Rows::dense(&case.v[s], width), &slots);
+        tables.push(table);
+    }
+    (cache, tables)
+}
+
+impl Case {
+    /// Runs the rows `start..start + rows` of sequences `(s, start, rows)` in one call.
+    fn run(&self, cpu: &Cpu, cache: &KvCache, tables: &[Vec<u32>], parts: &[(usize, usize, usize)]) -> Vec<Vec<f32>> {
+        let width = self.heads * self.head_dim;
+        let (mut q, mut sequences, mut first_row) = (vec![], vec![], 0);
+        for (s, start_position, rows) in parts.iter().copied() {
+            q.extend_from_slice(&self.q[s][start_position * width..][..rows * width]);
+            sequences.push(AttentionSequence { first_row, rows, start_position, block_table: &tables[s] });
+            first_row += rows;
+        }
+        let shape = AttentionShape { heads: self.heads, scale: self.scale(), sliding_window: self.window };
+        let mut out = vec![f32::NAN; q.len()];
+        paged_attention(cpu, Rows::dense(&q, width), &shape, &sequences, cache, RowsMut::dense(&mut out, width));
+        let rows = |s: &AttentionSequence<'_>| out[s.first_row * width..][..s.rows * width].to_vec();
+        sequences.iter().map(rows).collect()
+    }
+
+    fn scale(&self) -> f32 {
+        1.0 / (self.head_dim as f32).sqrt()
+    }
+
+    fn whole(&self) -> Vec<(usize, usize, usize)> {
+        self.lengths.iter().enumerate().map(|(s, len)| (s, 0, *len)).collect()
+    }
+
+    /// One output row and head in float64.
+    fn reference(&self, s: usize, row: usize, head: usize) -> Vec<f64> {
+        let stored = |x: f32| f64::from(if self.dtype == KvDtype::Bf16 { bf16::from_f32(x).to_f32() } else { x });
+        let (width, d) = (self.kv_heads * self.head_dim, self.head_dim);
+        let kv_head = head / (self.heads / self.kv_heads);
+        let q = &self.q[s][(row * self.heads + head) * d..][..d];
+        let first = self.window.map_or(0, |w| (row + 1).saturating_sub(w));
+        let line = |of: &[Vec<f32>], t: usize| -> Vec<f64> {
+            of[s][t * width + kv_head * d..][..d].iter().map(|x| stored(*x)).collect()
+        };
+        let dot = |k: Vec<f64>| q.iter().zip(k).map(|(q, k)| f64::from(*q) * k).sum::<f64>() * f64::from(self.scale());
+        let scores: Vec<f64> = (first..=row).map(|t| dot(line(&self.k, t))).collect();
+        let largest = scores.iter().copied().fold(f64::MIN, f64::max);
+        let weights: Vec<f64> = scores.iter().map(|s| (s - largest).exp()).collect();
+        let total: f64 = weights.iter().sum();
+        let mut out = vec![0.0; d];
+        for (t, weight) in (first..=row).zip(weights) {
+            out.iter_mut().zip(line(&self.v, t)).for_each(|(out, v)| *out += weight / total * v);
+        }
+        out
+    }
+}
+
+fn lengths(random: &mut Random, sequences: usize, longest: usize) -> Vec<usize> {
+    (0..sequences).map(|_| random.between(1, longest)).collect()
+}
+
+#[test]
+fn attention_is_that_of_f64() {
+    for seed in 0..12 {
+        let mut random = Random::new(seed);
+        let lengths = lengths(&mut random, 2, 140);
+        let case = case(&mut random, lengths);
+        let (cache, tables) = cache(&case, &mut random, 16);
+        for isa in Isa::available() {
+            let out = case.run(&Cpu::with_isa(2, isa), &cache, &tables, &case.whole());
+            for (s, len) in case.lengths.iter().enumerate() {
+                for row in [0, len / 3, len - 1] {
+                    let head = random.below(case.heads);
+                    let found = &out[s][(row * case.heads + head) * case.head_dim..][..case.head_dim];
+                    for (y, expected) in found.iter().zip(case.reference(s, row, head)) {
+                        close(*y, expected, 3e-6, &format!("{} seed {seed} sequence {s} row {row}", isa.name()));
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn every_way_to_cut_batch_and_store_gives_the_same_bits() {
+    for seed in 100..120 {
+        let mut random = Random::new(seed);
+        let lengths = lengths(&mut random, 3, 150);
+        let case = case(&mut random, lengths);
+        let (whole_cache, whole_tables) = cache(&case, &mut random, 16);
+        let expected = case.run(&Cpu::new(1), &whole_cache, &whole_tables, &case.whole());
+        let width = case.heads * case.head_dim;
+        for (i, isa) in Isa::available().into_iter().enumerate() {
+            let block_size = [16, 1, 5, 32, 24, 64][(seed as usize + i) % 6];
+            let (cache, tables) = cache(&case, &mut random, block_size);
+            let cpu = Cpu::with_isa(random.between(1, 3), isa);
+            let mut done = vec![0; case.lengths.len()];
+            // Calls of random chunks (some of one row, as in decode) of a random set of sequences.
+            while done != case.lengths {
+                let mut parts = vec![];
+                for (s, done) in done.iter_mut().enumerate().rev() {
+                    let left = case.lengths[s] - *done;
+                    if left > 0 && random.below(3) > 0 {
+                        let rows = if random.below(3) == 0 { 1 } else { random.between(1, left) };
+                        parts.push((s, *done, rows));
+                        *done += rows;
+                    }
+                }
+                for (out, (s, start, rows)) in case.run(&cpu, &cache, &tables, &parts).iter().zip(&parts) {
+                    let expected = &expected[*s][start * width..][..rows * width];
+                    assert_eq!(bits(out), bits(expected), "{} block {block_size} {s} {start}", isa.name());
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_long_context_decodes_as_it_prefills() {
+    let mut random = Random::new(5);
+    let mut case = case(&mut random, vec![700]);
+    for window in [None, Some(65), Some(300)] {
+        case.window = window;
+        let (cache, tables) = cache(&case, &mut random, 16);
+        let cpu = Cpu::new(2);
+        let whole = &case.run(&cpu, &cache, &tables, &case.whole())[0];
+        let width = case.heads * case.head_dim;
+        for position in [0, 63, 64, 255, 256, 511, 640, 699] {
+            let out = &case.run(&cpu, &cache, &tables, &[(0, position, 1)])[0];
+            assert_eq!(bits(out), bits(&whole[position * width..][..width]), "window {window:?} at {position}");
+        }
+    }
+}

@@ -1,22 +1,19 @@
 //! One register tile of attention: up to 12 pairs of (query row, head) that share a KV head, over all they see.
 
+#![allow(clippy::needless_range_loop)] // no closures, as in `cpu::tile`
+
 use super::super::isa::{Isa, Kernel};
 use super::super::kv::KvLayout;
 use super::super::lanes::{LANES, Lanes};
 use super::super::math;
 use super::super::storage::Mapping;
-use super::super::tile::{Element, Operands, Single, accumulate};
+use super::super::tile::{Element, Operands, Single, accumulate, most_rows};
 use super::{AttentionSequence, Call, Task};
 
 /// Positions from one step of the online softmax to the next; absolute, so the same for every query.
 const UNIT: usize = 64;
 /// Vectors of positions in a unit.
 const VECTORS: usize = UNIT / LANES;
-
-/// The most pairs in a tile on this instruction set.
-pub(super) fn most_pairs(isa: Isa) -> usize {
-    (isa.accumulators() / 2).clamp(6, 12)
-}
 
 /// Float32 values that [`run`] needs: query, results and weights of the pairs, and a unit's keys and values for block
 /// sizes that are not whole vectors.
@@ -172,15 +169,19 @@ impl<'a, E: Element, const MR: usize> Tile<'a, E, MR> {
         let (first, end) = (unit.from / LANES, unit.to.div_ceil(LANES));
         let scale = L::splat(self.task.call.shape.scale);
         for vector in (first..end).step_by(NV) {
-            let w = std::array::from_fn(|v| unit.keys[(vector + v).min(end - 1)]);
+            let mut w = [unit.keys[vector]; NV];
+            for v in 0..NV {
+                w[v] = unit.keys[(vector + v).min(end - 1)];
+            }
             let operands: Operands<Single<E>, NV> =
                 Operands { x: self.q.as_ptr(), x_row: 1, x_step: MR, w, w_step: unit.key_step };
             let mut acc = [[L::zero(); NV]; MR];
             // SAFETY: the query holds head_dim steps of MR; a vector's keys are head_dim lines of 16, a block size apart.
             unsafe { accumulate::<L, _, MR, NV>(&mut acc, self.layout.head_dim, &operands) };
-            for (scores, acc) in self.weights.as_chunks_mut::<UNIT>().0.iter_mut().zip(acc) {
-                for (score, acc) in scores.as_chunks_mut::<LANES>().0[vector..end].iter_mut().zip(acc) {
-                    *score = acc.mul(scale).to_array();
+            for m in 0..MR {
+                for v in 0..NV.min(end - vector) {
+                    let at = m * UNIT + (vector + v) * LANES;
+                    self.weights[at..at + LANES].copy_from_slice(&acc[m][v].mul(scale).to_array());
                 }
             }
         }
@@ -195,27 +196,25 @@ impl<'a, E: Element, const MR: usize> Tile<'a, E, MR> {
             *weights = [0.0; UNIT];
             return;
         }
-        let unseen = L::splat(f32::NEG_INFINITY);
-        let vectors = weights.as_chunks_mut::<LANES>().0;
-        let scores: [L; VECTORS] = std::array::from_fn(|v| {
-            let (start, end) = (v * LANES, (v + 1) * LANES);
-            if end <= from || to <= start {
-                return unseen;
+        let mut lanes = [L::splat(f32::NEG_INFINITY); VECTORS];
+        let (vectors, _) = weights.as_chunks_mut::<LANES>();
+        for v in from / LANES..to.div_ceil(LANES) {
+            let mut scores = vectors[v];
+            for (i, score) in scores.iter_mut().enumerate() {
+                if v * LANES + i < from || v * LANES + i >= to {
+                    *score = f32::NEG_INFINITY;
+                }
             }
-            if start < from || to < end {
-                let hide = |i: usize| if (from..to).contains(&(start + i)) { vectors[v][i] } else { f32::NEG_INFINITY };
-                return L::from_array(&std::array::from_fn(hide));
-            }
-            L::from_array(&vectors[v])
-        });
-        let largest = scores[0].max(scores[1]).max(scores[2].max(scores[3])).largest();
+            lanes[v] = L::from_array(&scores);
+        }
+        let largest = lanes[0].max(lanes[1]).max(lanes[2].max(lanes[3])).largest();
         let largest = if largest > running.largest { largest } else { running.largest };
-        let weights = scores.map(|s| s.sub(L::splat(largest)).exp());
-        for (vector, weights) in vectors.iter_mut().zip(weights) {
-            *vector = weights.to_array();
+        for v in 0..VECTORS {
+            lanes[v] = lanes[v].sub(L::splat(largest)).exp();
+            vectors[v] = lanes[v].to_array();
         }
         let rescale = math::exp(running.largest - largest);
-        let sum = weights[0].add(weights[1]).add(weights[2].add(weights[3])).sum();
+        let sum = lanes[0].add(lanes[1]).add(lanes[2].add(lanes[3])).sum();
         *running = Running { largest, sum: running.sum * rescale + sum };
         if rescale != 1.0 {
             let sums = &mut self.sums[m * self.layout.head_dim..][..self.layout.head_dim];
@@ -229,23 +228,28 @@ impl<'a, E: Element, const MR: usize> Tile<'a, E, MR> {
     #[inline(always)]
     fn weigh<L: Lanes, const NV: usize>(&mut self, unit: &Unit<E>, column: usize) {
         let head_dim = self.layout.head_dim;
-        let at = |m: usize, v: usize| m * head_dim + column + v * LANES;
-        let mut acc: [[L; NV]; MR] =
-            // SAFETY: the slice is of 16.
-            std::array::from_fn(|m| std::array::from_fn(|v| unsafe { L::load(self.sums[at(m, v)..][..LANES].as_ptr()) }));
+        let mut acc = [[L::zero(); NV]; MR];
+        for m in 0..MR {
+            let (sums, _) = self.sums[m * head_dim + column..].as_chunks::<LANES>();
+            for v in 0..NV {
+                acc[m][v] = L::from_array(&sums[v]);
+            }
+        }
         for vector in unit.from / LANES..unit.to.div_ceil(LANES) {
             let (from, to) = (unit.from.max(vector * LANES), unit.to.min((vector + 1) * LANES));
             let x = self.weights[from..].as_ptr();
-            let first = (from - vector * LANES) * head_dim + column;
-            let w = std::array::from_fn(|v| unit.values[vector].wrapping_add(first + v * LANES));
+            let mut w = [unit.values[vector].wrapping_add((from - vector * LANES) * head_dim + column); NV];
+            for v in 1..NV {
+                w[v] = w[0].wrapping_add(v * LANES);
+            }
             let operands: Operands<Single<E>, NV> = Operands { x, x_row: UNIT, x_step: 1, w, w_step: head_dim };
             // SAFETY: weights are MR rows of UNIT; a vector's values are 16 lines of head_dim.
             unsafe { accumulate::<L, _, MR, NV>(&mut acc, to - from, &operands) };
         }
-        for (m, acc) in acc.into_iter().enumerate() {
-            for (v, acc) in acc.into_iter().enumerate() {
-                // SAFETY: the slice is of 16.
-                unsafe { acc.store(self.sums[at(m, v)..][..LANES].as_mut_ptr()) };
+        for m in 0..MR {
+            let (sums, _) = self.sums[m * head_dim + column..].as_chunks_mut::<LANES>();
+            for v in 0..NV {
+                sums[v] = acc[m][v].to_array();
             }
         }
     }
@@ -256,6 +260,9 @@ impl<E: Element, const MR: usize> Kernel for Tile<'_, E, MR> {
 
     #[inline(always)]
     fn run<L: Lanes>(mut self) {
+        if const { MR > most_rows(L::ACCUMULATORS) } {
+            unreachable!("the plan has no tile of more pairs");
+        }
         let head_dim = self.layout.head_dim;
         for m in 0..MR {
             let (row, column) = self.place(m);

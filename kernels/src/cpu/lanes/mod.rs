@@ -97,26 +97,31 @@ pub(crate) trait Lanes: Copy + 'static {
     /// The sum of the lanes as a balanced tree.
     #[inline(always)]
     fn sum(self) -> f32 {
-        let a = self.to_array();
-        let b: [f32; 8] = std::array::from_fn(|i| a[i] + a[i + 8]);
-        let c: [f32; 4] = std::array::from_fn(|i| b[i] + b[i + 4]);
-        (c[0] + c[2]) + (c[1] + c[3])
+        let mut a = self.to_array();
+        for half in [8, 4, 2, 1] {
+            for i in 0..half {
+                a[i] += a[i + half];
+            }
+        }
+        a[0]
     }
 
     #[inline(always)]
     fn largest(self) -> f32 {
-        let greater = |a: f32, b: f32| if a > b { a } else { b };
-        let a = self.to_array();
-        let b: [f32; 8] = std::array::from_fn(|i| greater(a[i], a[i + 8]));
-        let c: [f32; 4] = std::array::from_fn(|i| greater(b[i], b[i + 4]));
-        greater(greater(c[0], c[2]), greater(c[1], c[3]))
+        let mut a = self.to_array();
+        for half in [8, 4, 2, 1] {
+            for i in 0..half {
+                a[i] = if a[i] > a[i + half] { a[i] } else { a[i + half] };
+            }
+        }
+        a[0]
     }
 
     /// [`exp`](super::math::exp) of every lane, the same bits.
     #[inline(always)]
     fn exp(self) -> Self {
         let round = Self::splat(12_582_912.0);
-        let x = Self::splat(88.7).min(Self::splat(-87.3).max(self));
+        let x = Self::splat(88.376).min(Self::splat(-87.3).max(self));
         let rounded = x.mul_add(Self::splat(std::f32::consts::LOG2_E), round);
         let n = rounded.sub(round);
         let r = n.mul_add(Self::splat(-0.693_359_4), x);

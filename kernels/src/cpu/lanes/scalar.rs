@@ -14,7 +14,7 @@ impl Scalar {
 }
 
 impl Lanes for Scalar {
-    const ACCUMULATORS: usize = 6;
+    const ACCUMULATORS: usize = 2; // without vector registers more would only be more code
 
     #[inline(always)]
     fn splat(x: f32) -> Self {

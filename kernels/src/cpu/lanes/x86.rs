@@ -1,4 +1,4 @@
-//! AVX2 (two registers of 8 lanes) and AVX-512 (one of 16).
+//! AVX2 (two registers of 8 lanes) and AVX-512 (one of 16). No closures, as in [`tile`](super::super::tile).
 
 use super::Lanes;
 use half::bf16;
@@ -37,8 +37,10 @@ impl Lanes for Avx2 {
     #[inline(always)]
     unsafe fn load_bf16(p: *const bf16) -> Self {
         x86! {
-            let widen = |v| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(v)));
-            Avx2(widen(_mm_loadu_si128(p.cast())), widen(_mm_loadu_si128(p.add(8).cast())))
+            let (a, b) = (_mm_loadu_si128(p.cast()), _mm_loadu_si128(p.add(8).cast()));
+            let (a, b) = (_mm256_cvtepu16_epi32(a), _mm256_cvtepu16_epi32(b));
+            let (a, b) = (_mm256_slli_epi32::<16>(a), _mm256_slli_epi32::<16>(b));
+            Avx2(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b))
         }
     }
 
@@ -46,9 +48,13 @@ impl Lanes for Avx2 {
     unsafe fn load_pairs(p: *const bf16) -> (Self, Self) {
         x86! {
             let (a, b) = (_mm256_loadu_si256(p.cast()), _mm256_loadu_si256(p.add(16).cast()));
-            let even = |v| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(v));
-            let odd = |v| _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32(0xffff_0000_u32 as i32)));
-            (Avx2(even(a), even(b)), Avx2(odd(a), odd(b)))
+            let high = _mm256_set1_epi32(0xffff_0000_u32 as i32);
+            let even = (_mm256_slli_epi32::<16>(a), _mm256_slli_epi32::<16>(b));
+            let odd = (_mm256_and_si256(a, high), _mm256_and_si256(b, high));
+            (
+                Avx2(_mm256_castsi256_ps(even.0), _mm256_castsi256_ps(even.1)),
+                Avx2(_mm256_castsi256_ps(odd.0), _mm256_castsi256_ps(odd.1)),
+            )
         }
     }
 
@@ -98,19 +104,20 @@ impl Lanes for Avx2 {
     #[inline(always)]
     fn zero_where_below(self, x: Self, limit: f32) -> Self {
         x86! {
-            let below = |x| _mm256_cmp_ps::<_CMP_LT_OQ>(x, _mm256_set1_ps(limit));
-            Avx2(_mm256_andnot_ps(below(x.0), self.0), _mm256_andnot_ps(below(x.1), self.1))
+            let limit = _mm256_set1_ps(limit);
+            let below = (_mm256_cmp_ps::<_CMP_LT_OQ>(x.0, limit), _mm256_cmp_ps::<_CMP_LT_OQ>(x.1, limit));
+            Avx2(_mm256_andnot_ps(below.0, self.0), _mm256_andnot_ps(below.1, self.1))
         }
     }
 
     #[inline(always)]
     fn power_of_two(self) -> Self {
         x86! {
-            let power = |x| {
-                let shifted = _mm256_slli_epi32::<23>(_mm256_castps_si256(x));
-                _mm256_castsi256_ps(_mm256_add_epi32(shifted, _mm256_set1_epi32(127 << 23)))
-            };
-            Avx2(power(self.0), power(self.1))
+            let (a, b) = (_mm256_castps_si256(self.0), _mm256_castps_si256(self.1));
+            let (a, b) = (_mm256_slli_epi32::<23>(a), _mm256_slli_epi32::<23>(b));
+            let bias = _mm256_set1_epi32(127 << 23);
+            let (a, b) = (_mm256_add_epi32(a, bias), _mm256_add_epi32(b, bias));
+            Avx2(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b))
         }
     }
 }

@@ -10,8 +10,7 @@ use super::lanes::{LANES, Lanes};
 use super::packed::{PackedMatrix, WeightDtype};
 use super::pool::Cpu;
 use super::rows::{Rows, RowsMut, SharedRows};
-use super::storage::Plain;
-use super::tile::{Format, Operands, Pairs, RoundedPairs, Single, accumulate};
+use super::tile::{Format, Operands, Pairs, RoundedPairs, Single, accumulate, most_rows, tile_width};
 use half::bf16;
 
 /// How a linear layer stores activations for its format.
@@ -103,9 +102,9 @@ const BLOCK_STEPS: usize = 256;
 impl Plan {
     fn new<F: LinearFormat>(cpu: &Cpu, rows: usize, w: &PackedMatrix) -> Plan {
         let accumulators = cpu.isa().accumulators();
-        let tiles = rows.div_ceil((accumulators / 2).clamp(6, 12));
+        let tiles = rows.div_ceil(most_rows(accumulators));
         let tile_rows = rows.div_ceil(tiles);
-        let width = [4, 2, 1].into_iter().find(|v| v * tile_rows <= accumulators).expect("a tile fits the registers");
+        let width = tile_width(tile_rows, accumulators);
         let steps = w.padded_k() / F::PER_STEP;
         let tile_bytes = tile_rows * steps * size_of::<F::X>();
         let chunks = tiles.div_ceil((CHUNK_BYTES / tile_bytes).clamp(2, 8));
@@ -276,27 +275,36 @@ struct Tile<'a, F: Format, const MR: usize, const NV: usize> {
 
 impl<F: Format, const MR: usize, const NV: usize> Kernel for Tile<'_, F, MR, NV> {
     type Output = ();
+    const DOT_PAIRS: bool = F::DOT_PAIRS;
 
     #[inline(always)]
+    #[allow(clippy::needless_range_loop)] // as in `tile`
     fn run<L: Lanes>(self) {
+        if const { MR * NV > L::ACCUMULATORS || NV < tile_width(MR + 1, L::ACCUMULATORS) } {
+            unreachable!("the plan has no such tile");
+        }
         let steps = self.x.len() / MR;
         let w_step = self.weights[0].len() / steps;
         assert!(w_step >= LANES && self.weights.iter().all(|w| w.len() == steps * w_step));
-        let sums: &mut [f32] = &mut self.sum[..MR * NV * LANES];
-        let at = |m: usize, v: usize| (m * NV + v) * LANES;
+        let (sums, _) = self.sum[..MR * NV * LANES].as_chunks_mut::<LANES>();
         let mut acc = [[L::zero(); NV]; MR];
         if self.carry {
-            // SAFETY: `at(m, v) + 16 <= sums.len()`.
-            acc = std::array::from_fn(|m| std::array::from_fn(|v| unsafe { L::load(sums[at(m, v)..].as_ptr()) }));
+            for m in 0..MR {
+                for v in 0..NV {
+                    acc[m][v] = L::from_array(&sums[m * NV + v]);
+                }
+            }
         }
-        let w = self.weights.map(<[F::W]>::as_ptr);
+        let mut w = [self.weights[0].as_ptr(); NV];
+        for v in 0..NV {
+            w[v] = self.weights[v].as_ptr();
+        }
         let operands = Operands { x: self.x.as_ptr(), x_row: 1, x_step: MR, w, w_step };
         // SAFETY: `x` holds `steps` steps of MR rows, each panel as many steps of 16 columns.
         unsafe { accumulate::<L, F, MR, NV>(&mut acc, steps, &operands) };
-        for (m, acc) in acc.into_iter().enumerate() {
-            for (v, acc) in acc.into_iter().enumerate() {
-                // SAFETY: `at(m, v) + 16 <= sums.len()`.
-                unsafe { acc.store(sums[at(m, v)..].as_mut_ptr()) };
+        for m in 0..MR {
+            for v in 0..NV {
+                sums[m * NV + v] = acc[m][v].to_array();
             }
         }
     }

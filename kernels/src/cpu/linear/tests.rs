@@ -1,1 +1,201 @@
+use super::super::packed::{WeightRows, reduction_leaves};
+use super::super::testing::{Random, bits, close};
+use super::*;
 
+const DTYPES: [WeightDtype; 2] = [WeightDtype::Bf16, WeightDtype::F32];
+
+struct Case {
+    x: Vec<f32>,
+    /// As stored, `[n, k]`.
+    weights: Vec<f32>,
+    bias: Option<Vec<f32>>,
+    matrix: PackedMatrix,
+}
+
+fn pack(dtype: WeightDtype, n: usize, k: usize, leaves: usize, weights: &[f32]) -> PackedMatrix {
+    let mut matrix = PackedMatrix::zeros(dtype, n, k, leaves);
+    matrix.write_rows(0, WeightRows::F32(weights));
+    matrix
+}
+
+fn case(random: &mut Random, dtype: WeightDtype, m: usize, n: usize, k: usize) -> Case {
+    let leaves = [1, reduction_leaves(k)][random.below(2)];
+    let mut weights = random.normals(n * k, 1.0);
+    if dtype == WeightDtype::Bf16 {
+        weights.iter_mut().for_each(|w| *w = bf16::from_f32(*w).to_f32());
+    }
+    let bias = (random.below(2) == 1).then(|| random.normals(n, 1.0));
+    Case { x: random.normals(m * k, 1.0), matrix: pack(dtype, n, k, leaves, &weights), weights, bias }
+}
+
+fn product(cpu: &Cpu, x: &[f32], matrix: &PackedMatrix, bias: Option<&[f32]>) -> Vec<f32> {
+    let rows = Rows::dense(x, matrix.k());
+    let mut out = vec![f32::NAN; rows.rows() * matrix.n()];
+    linear(cpu, rows, matrix, bias, RowsMut::dense(&mut out, matrix.n()));
+    out
+}
+
+/// The order of the contract, spelled out: leaves in ascending order, then a balanced tree, then the bias.
+fn in_order(x: &[f32], w: &[f32], leaves: usize, bias: Option<f32>) -> f32 {
+    let leaf = x.len() / leaves;
+    let dot = |(x, w): (&[f32], &[f32])| x.iter().zip(w).fold(0.0_f32, |sum, (x, w)| x.mul_add(*w, sum));
+    let mut sums: Vec<f32> = x.chunks(leaf).zip(w.chunks(leaf)).map(dot).collect();
+    while sums.len() > 1 {
+        sums = sums.chunks(2).map(|pair| pair[0] + pair[1]).collect();
+    }
+    bias.map_or(sums[0], |b| sums[0] + b)
+}
+
+#[test]
+fn linear_has_the_order_of_the_contract_on_every_isa_with_any_threads() {
+    for seed in 0..60 {
+        let mut random = Random::new(seed);
+        let (m, n, k) = (random.between(1, 40), random.between(1, 100), random.between(1, 150));
+        let k = if random.below(2) == 0 { k } else { k.next_multiple_of(16) };
+        let case = case(&mut random, DTYPES[seed as usize % 2], m, n, k);
+        let bias = case.bias.as_deref();
+        let expected: Vec<f32> = (0..m * n)
+            .map(|i| {
+                let (x, w) = (&case.x[i / n * k..][..k], &case.weights[i % n * k..][..k]);
+                in_order(x, w, case.matrix.leaves(), bias.map(|b| b[i % n]))
+            })
+            .collect();
+        for isa in Isa::available() {
+            if isa.rounds_activations() && case.matrix.dtype() == WeightDtype::Bf16 {
+                continue; // its instruction has an order of its own; the tests below hold for it too
+            }
+            for threads in [1, 2, 3] {
+                let out = product(&Cpu::with_isa(threads, isa), &case.x, &case.matrix, bias);
+                assert_eq!(bits(&out), bits(&expected), "{} {m} x {n} x {k}", isa.name());
+            }
+        }
+    }
+}
+
+#[test]
+fn linear_is_that_of_f64() {
+    for (seed, (m, n, k)) in [(3, 100, 700), (1, 40, 2100), (70, 33, 576)].into_iter().enumerate() {
+        let mut random = Random::new(seed as u64);
+        for dtype in DTYPES {
+            let case = case(&mut random, dtype, m, n, k);
+            for isa in Isa::available() {
+                let rounds = isa.rounds_activations() && dtype == WeightDtype::Bf16;
+                let seen = |x: f32| f64::from(if rounds { bf16::from_f32(x).to_f32() } else { x });
+                let out = product(&Cpu::with_isa(2, isa), &case.x, &case.matrix, case.bias.as_deref());
+                for (i, y) in out.iter().enumerate() {
+                    let products = case.x[i / n * k..][..k].iter().zip(&case.weights[i % n * k..][..k]);
+                    let products: Vec<f64> = products.map(|(x, w)| seen(*x) * f64::from(*w)).collect();
+                    let size: f64 = products.iter().map(|p| p.abs()).sum::<f64>() + 1.0;
+                    let bias = case.bias.as_ref().map_or(0.0, |b| f64::from(b[i % n]));
+                    close(
+                        (f64::from(*y) / size) as f32,
+                        (products.iter().sum::<f64>() + bias) / size,
+                        1e-6,
+                        isa.name(),
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn rows_alone_are_rows_in_a_batch() {
+    let mut random = Random::new(7);
+    for isa in Isa::available() {
+        for (dtype, (n, k)) in DTYPES.into_iter().zip([(50, 144), (81, 130)]) {
+            let case = case(&mut random, dtype, 70, n, k);
+            let bias = case.bias.as_deref();
+            let whole = product(&Cpu::with_isa(2, isa), &case.x, &case.matrix, bias);
+            let cpus = [1, 2, 3].map(|threads| Cpu::with_isa(threads, isa));
+            for m in 1..=70 {
+                let from = random.below(71 - m);
+                let out = product(&cpus[m % 3], &case.x[from * k..][..m * k], &case.matrix, bias);
+                assert_eq!(bits(&out), bits(&whole[from * n..][..m * n]), "{} {dtype:?} {m} rows", isa.name());
+            }
+        }
+    }
+}
+
+#[test]
+fn many_rows_and_a_long_reduction_pass_through_several_chunks_and_blocks() {
+    let mut random = Random::new(8);
+    for isa in Isa::available().into_iter().filter(|isa| isa.name() != "scalar") {
+        for dtype in DTYPES {
+            let (m, n, k) = (150, 40, 2064);
+            let case = case(&mut random, dtype, m, n, k);
+            let whole = product(&Cpu::with_isa(3, isa), &case.x, &case.matrix, None);
+            for row in [0, 1, 77, 149] {
+                let out = product(&Cpu::with_isa(1, isa), &case.x[row * k..][..k], &case.matrix, None);
+                assert_eq!(bits(&out), bits(&whole[row * n..][..n]), "{} {dtype:?} row {row}", isa.name());
+            }
+        }
+    }
+}
+
+#[test]
+fn the_tree_of_shards_over_k_is_the_whole_matrix() {
+    for seed in 0..30 {
+        let mut random = Random::new(seed);
+        let (m, n, k) = (random.between(1, 20), random.between(1, 60), 16 * random.between(1, 30));
+        let dtype = DTYPES[seed as usize % 2];
+        let weights = random.normals(n * k, 1.0);
+        let x = random.normals(m * k, 1.0);
+        for isa in Isa::available() {
+            let cpu = Cpu::with_isa(2, isa);
+            let whole = product(&cpu, &x, &pack(dtype, n, k, 8, &weights), None);
+            for ranks in [2, 4, 8] {
+                let shard = |rank: usize| -> Vec<f32> {
+                    let part = |row: &[f32]| row[rank * k / ranks..(rank + 1) * k / ranks].to_vec();
+                    let x: Vec<f32> = x.chunks(k).flat_map(part).collect();
+                    let weights: Vec<f32> = weights.chunks(k).flat_map(part).collect();
+                    product(&cpu, &x, &pack(dtype, n, k / ranks, 8 / ranks, &weights), None)
+                };
+                let mut sums: Vec<Vec<f32>> = (0..ranks).map(shard).collect();
+                while sums.len() > 1 {
+                    let add = |pair: &[Vec<f32>]| pair[0].iter().zip(&pair[1]).map(|(a, b)| a + b).collect();
+                    sums = sums.chunks(2).map(add).collect();
+                }
+                assert_eq!(bits(&sums[0]), bits(&whole), "{} ranks {ranks} of k = {k}", isa.name());
+            }
+        }
+    }
+}
+
+#[test]
+fn strides_leave_the_other_columns_alone() {
+    let mut random = Random::new(9);
+    let case = case(&mut random, WeightDtype::Bf16, 21, 40, 60);
+    let cpu = Cpu::new(2);
+    let expected = product(&cpu, &case.x, &case.matrix, None);
+    let wide: Vec<f32> = case.x.chunks(60).flat_map(|row| [row, &[f32::NAN; 9]].concat()).collect();
+    let mut out = vec![7.0; 21 * 50];
+    linear(&cpu, Rows::new(&wide, 21, 60, 69), &case.matrix, None, RowsMut::new(&mut out, 21, 40, 50));
+    for (out, expected) in out.chunks(50).zip(expected.chunks(40)) {
+        assert_eq!((bits(&out[..40]), &out[40..]), (bits(expected), &[7.0; 10][..]));
+    }
+}
+
+/// What only avx512_bf16 runs, with its instruction replaced by two rounded products on other processors.
+#[test]
+fn rounded_activations_are_packed_as_pairs() {
+    for seed in 0..30 {
+        let mut random = Random::new(seed);
+        let (m, n, k) = (random.between(1, 30), random.between(1, 90), random.between(1, 90));
+        let case = case(&mut random, WeightDtype::Bf16, m, n, k);
+        let rounded: Vec<f32> = case.x.iter().map(|x| bf16::from_f32(*x).to_f32()).collect();
+        for isa in Isa::available() {
+            let mut out = vec![f32::NAN; m * n];
+            let (x, bias) = (Rows::dense(&case.x, k), case.bias.as_deref());
+            run::<RoundedPairs>(&Cpu::with_isa(2, isa), x, &case.matrix, bias, RowsMut::dense(&mut out, n));
+            for (i, y) in out.iter().enumerate() {
+                let (x, w) = (&rounded[i / n * k..][..k], &case.weights[i % n * k..][..k]);
+                let expected = in_order(x, w, case.matrix.leaves(), bias.map(|b| b[i % n]));
+                match isa.rounds_activations() {
+                    false => assert_eq!(y.to_bits(), expected.to_bits(), "{} {m} x {n} x {k}", isa.name()),
+                    true => close(*y, f64::from(expected), 1e-4, isa.name()),
+                }
+            }
+        }
+    }
+}
