@@ -1,4 +1,6 @@
 pub mod engine;
 pub mod error;
+pub mod executor;
 pub mod server;
+pub mod text;
 pub mod types;

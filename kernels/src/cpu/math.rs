@@ -7,7 +7,8 @@
 pub fn exp(x: f32) -> f32 {
     const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23: adding it rounds to the nearest integer
     let xc = x.clamp(-87.3, 88.7);
-    let n = xc.mul_add(std::f32::consts::LOG2_E, ROUND) - ROUND;
+    let shifted = xc.mul_add(std::f32::consts::LOG2_E, ROUND);
+    let n = shifted - ROUND;
     let r = n.mul_add(-0.693_359_4, xc);
     let r = n.mul_add(2.121_944_4e-4, r);
     let p = 1.987_569_2e-4_f32;
@@ -17,8 +18,16 @@ pub fn exp(x: f32) -> f32 {
     let p = p.mul_add(r, 1.666_666_5e-1);
     let p = p.mul_add(r, 0.5);
     let y = p.mul_add(r * r, r) + 1.0;
-    let scale = f32::from_bits(((n as i32 + 127) as u32) << 23);
-    if x < -87.3 { 0.0 } else { y * scale }
+    // The low bits of `shifted` are n: a shift takes them to the exponent (`n as i32` saturates, which does not vectorise).
+    // Added to y's own exponent, not multiplied as 2^n, they cannot overflow: for n = 128, y is below 1.
+    let scaled = f32::from_bits(y.to_bits().wrapping_add(shifted.to_bits() << 23));
+    if x.is_nan() {
+        x
+    } else if x < -87.3 {
+        0.0
+    } else {
+        scaled
+    }
 }
 
 #[cfg(test)]
@@ -32,5 +41,7 @@ mod tests {
         }
         assert_eq!(super::exp(f32::NEG_INFINITY), 0.0);
         assert_eq!(super::exp(0.0), 1.0);
+        assert_eq!(super::exp(f32::INFINITY), super::exp(88.7));
+        assert!(super::exp(f32::from_bits(0x7fc0_1234)).is_nan());
     }
 }

@@ -1,0 +1,390 @@
+//! The sampler against a reference that is naive on purpose: float64, full sorts, one step after the other.
+
+use std::sync::Arc;
+
+use super::*;
+use crate::types::{GroupKey, RequestKey, SampleKey};
+
+fn task(params: &SamplingParams, seed: u64, output_index: u32) -> LogitsTask {
+    let group = GroupKey { request: RequestKey(0), prompt_index: 0 };
+    LogitsTask {
+        sample: SampleKey { group, sample_index: 0 },
+        params: Arc::new(params.clone()),
+        seed,
+        output_index,
+        target: None,
+        history: Vec::new(),
+        prompt_len: 0,
+    }
+}
+
+fn rng(seed: u64) -> ChaCha8Rng {
+    println!("seed {seed}");
+    ChaCha8Rng::seed_from_u64(seed)
+}
+
+/// Roughly normal logits with standard deviation `spread`.
+fn random_row(rng: &mut ChaCha8Rng, vocab: usize, spread: f32) -> Vec<f32> {
+    let mut unit = || (rng.next_u32() >> 8) as f32 / (1u64 << 24) as f32;
+    (0..vocab).map(|_| ((0..12).map(|_| unit()).sum::<f32>() - 6.0) * spread).collect()
+}
+
+fn softmax(logits: &[f64]) -> Vec<f64> {
+    let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let weights: Vec<f64> = logits.iter().map(|x| (x - max).exp()).collect();
+    let total: f64 = weights.iter().sum();
+    weights.iter().map(|w| w / total).collect()
+}
+
+fn edited(logits: &[f32], task: &LogitsTask) -> Vec<f64> {
+    let p = &*task.params;
+    let mut z: Vec<f64> = logits.iter().map(|&x| f64::from(x)).collect();
+    for (id, x) in z.iter_mut().enumerate() {
+        let id = id as TokenId;
+        let stops =
+            task.output_index < p.min_tokens && (p.eos_token_ids.contains(&id) || p.stop_token_ids.contains(&id));
+        if stops || p.allowed_tokens.as_ref().is_some_and(|a| !a.contains(&id)) {
+            *x = f64::NEG_INFINITY;
+        }
+        *x += p.logit_bias.iter().find(|b| b.0 == id).map_or(0.0, |b| f64::from(b.1));
+        let in_output = task.history[task.prompt_len..].iter().filter(|&&t| t == id).count();
+        if task.history.contains(&id) {
+            let r = f64::from(p.repetition_penalty);
+            *x = if *x > 0.0 { *x / r } else { *x * r };
+        }
+        *x -= f64::from(p.frequency_penalty) * in_output as f64;
+        *x -= if in_output > 0 { f64::from(p.presence_penalty) } else { 0.0 };
+    }
+    z
+}
+
+/// The distribution that is sampled from.
+fn reference(logits: &[f32], task: &LogitsTask) -> Vec<f64> {
+    let p = &*task.params;
+    let mut z = edited(logits, task);
+    for x in &mut z {
+        *x /= f64::from(p.temperature);
+    }
+    let mut probs = softmax(&z);
+    let best = probs.iter().copied().fold(0.0, f64::max);
+    let drop = |probs: &mut Vec<f64>, dropped: &dyn Fn(usize, f64) -> bool| {
+        let kept: Vec<f64> = probs.iter().enumerate().map(|(i, &q)| if dropped(i, q) { 0.0 } else { q }).collect();
+        let total: f64 = kept.iter().sum();
+        *probs = kept.iter().map(|q| q / total).collect();
+    };
+    drop(&mut probs, &|_, q| q < f64::from(p.min_p) * best);
+    let mut order: Vec<usize> = (0..z.len()).collect();
+    order.sort_by(|&a, &b| z[b].partial_cmp(&z[a]).unwrap().then(a.cmp(&b)));
+    let mut rank = vec![0; z.len()];
+    order.iter().enumerate().for_each(|(r, &i)| rank[i] = r);
+    if p.top_k > 0 {
+        drop(&mut probs, &|i, _| rank[i] >= p.top_k as usize);
+    }
+    let (mut kept, mut mass) = (0, 0.0);
+    while kept < order.len() && (kept == 0 || mass < f64::from(p.top_p)) {
+        mass += probs[order[kept]];
+        kept += 1;
+    }
+    if p.top_p < 1.0 {
+        drop(&mut probs, &|i, _| rank[i] >= kept);
+    }
+    probs
+}
+
+/// Draws `draws` tokens and compares their counts with the reference; also the processed log-probability of each.
+fn check_distribution(name: &str, logits: &[f32], task: &LogitsTask, draws: u32) {
+    let probs = reference(logits, task);
+    let mut scratch = Scratch::default();
+    let mut counts = vec![0u32; logits.len()];
+    let mut task = task.clone();
+    for draw in 0..draws {
+        (task.seed, task.output_index) = (u64::from(draw % 7), task.output_index + u32::from(draw % 7 == 0));
+        let answer = answer(logits, &task, &mut scratch);
+        counts[answer.token as usize] += 1;
+        let exact = probs[answer.token as usize].ln();
+        assert!((f64::from(answer.processed) - exact).abs() < 1e-5, "{name}: {answer:?}, exact {exact}");
+    }
+    // Rare tokens share one cell, as the chi-square statistic wants at least five of each expected.
+    let (mut chi2, mut cells, mut rare) = (0.0, 0, (0.0, 0.0));
+    for (&count, &q) in counts.iter().zip(&probs) {
+        let (count, expected) = (f64::from(count), q * f64::from(draws));
+        assert!(q > 0.0 || count == 0.0, "{name}: drew an excluded token");
+        if expected < 5.0 {
+            rare = (rare.0 + count, rare.1 + expected);
+        } else {
+            chi2 += (count - expected).powi(2) / expected;
+            cells += 1;
+        }
+    }
+    if rare.1 > 0.5 {
+        chi2 += (rare.0 - rare.1).powi(2) / rare.1;
+        cells += 1;
+    }
+    let freedom = f64::from(cells - 1);
+    let limit = freedom + 4.0 * (2.0 * freedom).sqrt() + 8.0; // beyond one in 10,000 for any number of cells
+    assert!(chi2 <= limit, "{name}: chi-square {chi2:.1} of {freedom} degrees of freedom, limit {limit:.1}");
+}
+
+/// Each option alone and several together, over `vocab` tokens of which 0..8 are likely ones.
+fn options() -> Vec<(&'static str, SamplingParams)> {
+    let d = SamplingParams::default;
+    let stops = SamplingParams { min_tokens: 1_000_000, max_tokens: 2_000_000, eos_token_ids: vec![2], ..d() };
+    let penalties = SamplingParams { repetition_penalty: 1.7, presence_penalty: 0.4, frequency_penalty: 0.3, ..d() };
+    vec![
+        ("plain", d()),
+        ("cool", SamplingParams { temperature: 0.6, ..d() }),
+        ("hot", SamplingParams { temperature: 2.5, ..d() }),
+        ("top-k", SamplingParams { top_k: 3, ..d() }),
+        ("top-p", SamplingParams { top_p: 0.8, ..d() }),
+        ("min-p", SamplingParams { min_p: 0.15, ..d() }),
+        ("repetition", SamplingParams { repetition_penalty: 1.7, ..d() }),
+        ("presence", SamplingParams { presence_penalty: 0.9, ..d() }),
+        ("frequency", SamplingParams { frequency_penalty: -0.5, ..d() }),
+        ("bias", SamplingParams { logit_bias: vec![(1, 2.0), (5, -3.0)], ..d() }),
+        ("allowed", SamplingParams { allowed_tokens: Some(vec![0, 3, 4, 9]), ..d() }),
+        ("min_tokens", SamplingParams { stop_token_ids: vec![0, 7, 4_000_000], ..stops.clone() }),
+        ("all penalties", SamplingParams { temperature: 1.3, ..penalties.clone() }),
+        ("all filters", SamplingParams { temperature: 0.8, top_k: 6, top_p: 0.9, min_p: 0.05, ..d() }),
+        ("top-p in top-k", SamplingParams { temperature: 1.5, top_k: 5, top_p: 0.7, ..d() }),
+        ("top-p in min-p", SamplingParams { temperature: 1.5, top_p: 0.7, min_p: 0.1, ..d() }),
+        (
+            "everything",
+            SamplingParams {
+                temperature: 0.9,
+                top_k: 7,
+                top_p: 0.95,
+                min_p: 0.01,
+                logit_bias: vec![(3, 1.5)],
+                allowed_tokens: Some((0..11).collect()),
+                min_tokens: stops.min_tokens,
+                max_tokens: stops.max_tokens,
+                eos_token_ids: vec![2],
+                ..penalties
+            },
+        ),
+    ]
+}
+
+fn with_history(params: &SamplingParams) -> LogitsTask {
+    LogitsTask { history: vec![0, 1, 1, 5, 6, 1, 1, 3, 0], prompt_len: 4, ..task(params, 0, 0) }
+}
+
+#[test]
+fn samples_follow_the_exact_distribution() {
+    let mut rng = rng(1);
+    let small = random_row(&mut rng, 12, 1.5);
+    let mut large = random_row(&mut rng, 3 * BLOCK + 17, 1.5);
+    for (i, &x) in small.iter().enumerate() {
+        large[i * 33] = x + 6.0; // likely tokens in every block
+    }
+    for (name, params) in options() {
+        check_distribution(name, &small, &with_history(&params), 20_000);
+        check_distribution(name, &large, &with_history(&params), 20_000);
+    }
+}
+
+#[test]
+fn scores_are_the_exact_log_probabilities_and_sum_to_one() {
+    let mut rng = rng(2);
+    let mut scratch = Scratch::default();
+    for vocab in [12, BLOCK, 1000] {
+        let logits = random_row(&mut rng, vocab, 2.0);
+        let raw = softmax(&edited(&logits, &task(&SamplingParams::default(), 0, 0)));
+        for (name, params) in options() {
+            let mut task = with_history(&params);
+            let probs = reference(&logits, &task);
+            let mut total = 0.0;
+            for token in 0..logits.len() {
+                task.target = Some(token as TokenId);
+                let scored = answer(&logits, &task, &mut scratch);
+                assert_eq!(scored.token, token as TokenId);
+                assert!((f64::from(scored.raw) - raw[token].ln()).abs() < 1e-5);
+                total += f64::from(scored.processed).exp();
+                let exact = probs[token].ln();
+                let close = (f64::from(scored.processed) - exact).abs() < 1e-5;
+                assert!(close || f64::from(scored.processed) == exact, "{name}: {scored:?}, exact {exact}");
+            }
+            assert!((total - 1.0).abs() < 1e-5, "{name}: sums to {total}");
+        }
+    }
+}
+
+#[test]
+fn sampling_and_scoring_give_the_same_bits_and_plain_processed_is_raw() {
+    let mut rng = rng(3);
+    let mut scratch = Scratch::default();
+    for index in 0..200 {
+        let logits = random_row(&mut rng, 777, 3.0);
+        for (name, params) in options() {
+            let mut task = LogitsTask { seed: 5, output_index: index, ..with_history(&params) };
+            let sampled = answer(&logits, &task, &mut scratch);
+            assert_eq!(sampled, answer(&logits, &task, &mut Scratch::default()), "{name}: depends on the scratch");
+            task.target = Some(sampled.token);
+            assert_eq!(sampled, answer(&logits, &task, &mut scratch), "{name}");
+            if name == "plain" {
+                assert_eq!(sampled.raw.to_bits(), sampled.processed.to_bits());
+            }
+        }
+    }
+}
+
+#[test]
+fn many_tasks_of_one_row_are_answered_as_each_alone() {
+    let logits = random_row(&mut rng(4), 500, 2.0);
+    let tasks: Vec<LogitsTask> = options().iter().map(|(_, p)| with_history(p)).collect();
+    let (mut scratch, mut together) = (Scratch::default(), Vec::new());
+    answer_row(&logits, &tasks, &mut scratch, &mut together);
+    let alone: Vec<_> = tasks.iter().map(|t| answer(&logits, t, &mut scratch)).collect();
+    assert_eq!(together, alone);
+}
+
+#[test]
+fn large_vocabularies_agree_with_the_reference() {
+    let mut rng = rng(5);
+    let mut scratch = Scratch::default();
+    for (vocab, spread) in [(49_152, 2.5), (151_936, 1.0), (151_936, 4.0)] {
+        let logits = random_row(&mut rng, vocab, spread);
+        let d = SamplingParams::default();
+        for params in [
+            d.clone(),
+            SamplingParams { temperature: 0.7, ..d.clone() },
+            SamplingParams { top_k: 50, ..d.clone() },
+            SamplingParams { top_k: 5000, top_p: 0.9, ..d.clone() },
+            SamplingParams { top_p: 0.95, temperature: 0.6, ..d.clone() },
+            SamplingParams { top_p: 0.3, temperature: 3.0, ..d.clone() },
+            SamplingParams { min_p: 0.02, ..d.clone() },
+        ] {
+            let probs = reference(&logits, &task(&params, 0, 0));
+            for index in 0..3 {
+                let answer = answer(&logits, &task(&params, 11, index), &mut scratch);
+                let u = uniform(11, index);
+                let before: f64 = probs[..answer.token as usize].iter().sum();
+                let q = probs[answer.token as usize];
+                assert!(before <= u + 1e-6 && u < before + q + 1e-6, "{params:?}: {answer:?} is not the token at {u}");
+                assert!(
+                    (f64::from(answer.processed) - q.ln()).abs() < 1e-5,
+                    "{params:?}: {answer:?}, exact {}",
+                    q.ln()
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn top_logprobs_are_the_most_likely_tokens_of_the_raw_distribution() {
+    let mut rng = rng(6);
+    let mut scratch = Scratch::default();
+    for (vocab, k) in [(12, 1), (12, 5), (12, 12), (12, 100), (5000, 20), (5000, 100)] {
+        let mut logits = random_row(&mut rng, vocab, 2.0);
+        logits.iter_mut().for_each(|x| *x = (*x * 4.0).round() / 4.0); // many ties
+        let params = SamplingParams { top_logprobs: k, temperature: 0.5, top_k: 2, ..Default::default() };
+        let answer = answer(&logits, &task(&params, 1, 1), &mut scratch);
+        let mut order: Vec<usize> = (0..vocab).collect();
+        order.sort_by(|&a, &b| logits[b].partial_cmp(&logits[a]).unwrap().then(a.cmp(&b)));
+        order.truncate(k as usize);
+        assert_eq!(answer.top.iter().map(|t| t.0 as usize).collect::<Vec<_>>(), order);
+        for &(token, raw) in &answer.top {
+            let scored = LogitsTask { target: Some(token), ..task(&params, 1, 1) };
+            assert_eq!(super::answer(&logits, &scored, &mut scratch).raw, raw);
+        }
+    }
+}
+
+#[test]
+fn ties_go_to_the_lowest_id() {
+    let logits = vec![1.0; 300];
+    let kept = |params: SamplingParams| {
+        let mut scratch = Scratch::default();
+        let score = |token| {
+            let task = LogitsTask { target: Some(token), ..task(&params, 0, 0) };
+            answer(&logits, &task, &mut scratch).processed
+        };
+        (0..300).map(score).filter(|lp| *lp > f32::NEG_INFINITY).collect::<Vec<_>>()
+    };
+    let d = SamplingParams::default;
+    for (n, params) in [
+        (1, SamplingParams { temperature: 0.0, ..d() }),
+        (3, SamplingParams { top_k: 3, ..d() }),
+        (150, SamplingParams { top_p: 0.5, ..d() }),
+        (300, SamplingParams { min_p: 1.0, ..d() }),
+    ] {
+        assert_eq!(kept(params), vec![-(n as f32).ln() + 0.0; n]);
+    }
+}
+
+#[test]
+fn extremes_of_every_option() {
+    let logits = [0.5f32, 3.0, f32::NEG_INFINITY, 2.999, -4.0];
+    let mut scratch = Scratch::default();
+    let mut run = |params: SamplingParams| answer(&logits, &task(&params, 9, 4), &mut scratch);
+    let d = SamplingParams::default;
+    let sure = [
+        SamplingParams { temperature: 0.0, top_k: 3, top_p: 0.2, ..d() },
+        SamplingParams { temperature: 1e-6, ..d() },
+        SamplingParams { temperature: f32::MIN_POSITIVE / 8.0, ..d() },
+        SamplingParams { top_k: 1, ..d() },
+        SamplingParams { top_p: 1e-9, ..d() },
+        SamplingParams { top_p: f32::MIN_POSITIVE, temperature: 1e-4, ..d() },
+        SamplingParams { min_p: 1.0, ..d() },
+        SamplingParams { allowed_tokens: Some(vec![1]), ..d() },
+        SamplingParams { allowed_tokens: Some(vec![1]), temperature: 1e30, top_k: 4, min_p: 0.5, ..d() },
+    ];
+    for params in sure {
+        let answer = run(params.clone());
+        assert_eq!((answer.token, answer.processed), (1, 0.0), "{params:?}");
+    }
+    for temperature in [1e6, f32::MAX] {
+        let answer = run(SamplingParams { temperature, ..d() });
+        assert!((answer.processed + 4f32.ln()).abs() < 1e-5 && answer.token != 2, "{temperature}: {answer:?}");
+    }
+    let one_part_in_a_million = run(SamplingParams { top_p: 1.0 - f32::EPSILON, ..d() });
+    assert!((one_part_in_a_million.processed - one_part_in_a_million.raw).abs() < 1e-6);
+}
+
+#[test]
+fn rows_without_a_distribution_have_defined_answers() {
+    let mut scratch = Scratch::default();
+    let d = SamplingParams::default;
+    let mut run = |logits: &[f32], params: SamplingParams| answer(logits, &task(&params, 9, 4), &mut scratch);
+    // Every allowed token is masked: the lowest allowed one.
+    let masked = SamplingParams { allowed_tokens: Some(vec![1, 2]), min_tokens: 9, eos_token_ids: vec![1, 2], ..d() };
+    let answer = run(&[0.0, 0.0, 0.0, 0.0], masked);
+    assert_eq!((answer.token, answer.processed), (1, 0.0));
+    assert_eq!(answer.raw, -(4f32.ln()));
+    let answer = run(&[f32::NEG_INFINITY; 5], SamplingParams { top_logprobs: 2, ..d() });
+    assert_eq!((answer.token, answer.processed, answer.raw), (0, 0.0, f32::NEG_INFINITY));
+    // Edits that overflow.
+    let overflow = SamplingParams { logit_bias: vec![(2, f32::MAX)], ..d() };
+    let answer = run(&[0.0, f32::MAX, f32::MAX], overflow);
+    assert_eq!((answer.token, answer.processed), (2, 0.0));
+    // Broken rows.
+    for logits in [[0.0, f32::NAN, 2.0], [f32::NAN; 3], [0.0, f32::INFINITY, 1.0]] {
+        for (_, params) in options() {
+            let params = SamplingParams { allowed_tokens: None, logit_bias: vec![], top_logprobs: 3, ..params };
+            if params.needs_history() {
+                continue; // its tokens are beyond this vocabulary
+            }
+            let answer = run(&logits, params.clone());
+            assert!(answer.raw.is_nan() && answer.processed.is_nan() && answer.token < 3, "{params:?}: {answer:?}");
+        }
+    }
+    assert_eq!(run(&[0.0, f32::NAN, 2.0, f32::NAN], d()).token, 2);
+}
+
+#[test]
+fn draws_depend_on_seed_and_output_index_only_and_look_uniform() {
+    let mut cells = [0u32; 64];
+    for seed in 0..40u64 {
+        for index in 0..400 {
+            let u = uniform(seed << 32 | seed, index);
+            assert!((0.0..1.0).contains(&u));
+            cells[(u * 64.0) as usize] += 1;
+        }
+    }
+    let chi2: f64 = cells.iter().map(|&c| (f64::from(c) - 250.0).powi(2) / 250.0).sum();
+    assert!(chi2 < 110.0, "chi-square {chi2} of 63 degrees of freedom");
+    // What a client may have recorded must come back from any later version.
+    let recorded = [uniform(0, 0), uniform(7, 0), uniform(7, 1), uniform(u64::MAX, u32::MAX)];
+    assert_eq!(recorded, [0.8369197568826472, 0.764109042047738, 0.4659376151199609, 0.24953541245859245]);
+}

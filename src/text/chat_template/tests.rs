@@ -1,0 +1,106 @@
+use serde_json::json;
+
+use super::*;
+
+const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/chat_template");
+
+fn none() -> serde_json::Map<String, Json> {
+    serde_json::Map::new()
+}
+
+fn template(source: &str) -> ChatTemplate {
+    let tokens = [("bos_token", "<s>"), ("eos_token", "</s>")];
+    let tokens = tokens.into_iter().map(|(name, token)| (name.to_string(), token.to_string())).collect();
+    ChatTemplate::new(source.to_string(), tokens).unwrap()
+}
+
+/// `cases.json` is what transformers renders; see `make.py` beside it.
+#[test]
+fn renders_as_transformers_does() {
+    let cases: Vec<Json> = serde_json::from_str(&read(Path::new(&format!("{FIXTURES}/cases.json"))).unwrap()).unwrap();
+    assert!(cases.len() > 70);
+    for case in &cases {
+        let source = read(Path::new(&format!("{FIXTURES}/{}", case["template"].as_str().unwrap()))).unwrap();
+        let (messages, variables) = (case["messages"].as_array().unwrap(), case["variables"].as_object().unwrap());
+        let prompt = case["add_generation_prompt"].as_bool().unwrap();
+        match (template(&source).render(messages, prompt, variables), case["error"].as_str()) {
+            (Ok(text), None) => assert_eq!(text, case["text"], "{case}"),
+            (Err(Error::InvalidArgument { field, message }), Some(error)) => {
+                assert_eq!(field, "messages");
+                assert!(message.contains(error), "{message} does not say {error}");
+            }
+            (result, error) => panic!("{result:?} instead of {error:?}: {case}"),
+        }
+    }
+}
+
+#[test]
+fn date_of_today_and_json_arguments() {
+    let text = template("{{ strftime_now('%Y') }}").render(&[], false, &none()).unwrap();
+    assert!((2025..3000).contains(&text.parse::<i32>().unwrap()), "{text}");
+    let variables = json!({ "x": { "a": "<é>'\"", "b": [1, 0.5, true, null], "c": {} } });
+    let render = |source| template(source).render(&[], false, variables.as_object().unwrap()).unwrap();
+    assert_eq!(render("{{ x | tojson }}"), r#"{"a": "<é>'\"", "b": [1, 0.5, true, null], "c": {}}"#);
+    assert_eq!(render("{{ x.b | tojson(indent=1, ensure_ascii=false) }}"), "[\n 1,\n 0.5,\n true,\n null\n]");
+}
+
+#[test]
+fn failures_say_what_the_template_says() {
+    let error = ChatTemplate::new("{% if %}".into(), BTreeMap::new()).unwrap_err();
+    assert!(matches!(&error, Error::Config(e) if e.contains("line 1") || e.contains("chat_template:1")), "{error}");
+    for source in
+        ["{{ raise_exception('no ' ~ 1) }}", "{% macro f() %}{{ raise_exception('no 1') }}{% endmacro %}{{ f() }}"]
+    {
+        let error = template(source).render(&[], true, &none()).unwrap_err();
+        assert_eq!(error.to_string(), "messages: the model's chat template refuses them: no 1");
+    }
+    for source in ["{{ messages[3].content }}", "{{ nothing() }}", "{{ x.y }}", "{{ strftime_now('%Q') }}"] {
+        assert!(matches!(template(source).render(&[], true, &none()), Err(Error::InvalidArgument { .. })), "{source}");
+    }
+}
+
+#[test]
+fn sources_and_their_precedence() {
+    let dir = std::env::temp_dir().join(format!("chat-template-{}", std::process::id()));
+    std::fs::create_dir_all(&dir).unwrap();
+    let write = |name: &str, text: &str| {
+        std::fs::write(dir.join(name), text).unwrap();
+        dir.join(name)
+    };
+    let load = |config: Json, jinja: Option<&Path>| {
+        let config = write("tokenizer_config.json", &config.to_string());
+        ChatTemplate::from_files(Some(&config), jinja)
+    };
+    let text = |template: Result<Option<ChatTemplate>>| template.unwrap().unwrap().render(&[], false, &none()).unwrap();
+    let plain = json!({ "chat_template": "{{ bos_token }} config {{ eos_token }}{{ pad_token }}", "bos_token": "<b>",
+        "eos_token": { "content": "<e>", "lstrip": false }, "pad_token": null, "add_bos_token": true });
+    assert_eq!(text(load(plain.clone(), None)), "<b> config <e>");
+    let jinja = write("chat_template.jinja", "{{ bos_token }} file\n");
+    assert_eq!(text(load(plain, Some(&jinja))), "<b> file");
+    assert_eq!(text(ChatTemplate::from_files(None, Some(&jinja))), " file");
+    let named =
+        json!({ "chat_template": [{ "name": "tool_use", "template": "t" }, { "name": "default", "template": "d" }] });
+    assert_eq!(text(load(named, None)), "d");
+    assert!(load(json!({}), None).unwrap().is_none());
+    assert!(ChatTemplate::from_files(None, None).unwrap().is_none());
+    for unusable in [json!({ "chat_template": [{ "name": "rag", "template": "r" }] }), json!({ "chat_template": 3 })] {
+        assert!(matches!(load(unusable, None), Err(Error::Config(_))));
+    }
+    assert!(matches!(ChatTemplate::from_files(Some(&dir), None), Err(Error::Config(_))));
+    std::fs::remove_dir_all(&dir).unwrap();
+}
+
+#[test]
+fn gguf_metadata_names_the_template_and_its_tokens() {
+    let string = |s: &str| GgufValue::String(s.to_string());
+    let mut metadata = HashMap::from([
+        ("tokenizer.ggml.tokens".to_string(), GgufValue::Array(vec![string("<b>"), string("<e>")])),
+        ("tokenizer.ggml.bos_token_id".to_string(), GgufValue::U32(0)),
+        ("tokenizer.ggml.eos_token_id".to_string(), GgufValue::U32(1)),
+        ("tokenizer.ggml.padding_token_id".to_string(), GgufValue::U32(7)),
+    ]);
+    assert!(ChatTemplate::from_gguf(&metadata).unwrap().is_none());
+    metadata.insert("tokenizer.chat_template".to_string(), string("{{ bos_token }}{{ pad_token }}{{ eos_token }}"));
+    let template = ChatTemplate::from_gguf(&metadata).unwrap().unwrap();
+    assert_eq!(template.render(&[], false, &none()).unwrap(), "<b><e>");
+}

@@ -1,0 +1,94 @@
+//! Tokens to text, one at a time.
+
+use std::sync::Arc;
+
+use super::Tokenizer;
+use crate::types::TokenId;
+
+/// Gives text as tokens come, and never half a character: bytes wait until their character is complete. All pieces
+/// together are the text that [`Tokenizer::decode`] gives for all tokens. Constant work per token.
+#[derive(Clone)]
+pub struct IncrementalDetokenizer {
+    tokenizer: Arc<Tokenizer>,
+    skip_special: bool,
+    stream: TextStream,
+}
+
+impl IncrementalDetokenizer {
+    pub fn new(tokenizer: Arc<Tokenizer>, skip_special: bool) -> Self {
+        let stream = TextStream::new(&tokenizer);
+        Self { tokenizer, skip_special, stream }
+    }
+
+    /// Appends to `text` what this token completes, maybe nothing.
+    pub fn push(&mut self, token: TokenId, text: &mut String) {
+        self.stream.push(&self.tokenizer, token, self.skip_special, text);
+    }
+
+    /// Appends what is left when no token will follow: U+FFFD for a character that was never completed.
+    pub fn finish(&mut self, text: &mut String) {
+        self.stream.finish(text);
+    }
+}
+
+/// Tokens' bytes on their way to becoming text.
+#[derive(Clone)]
+pub(super) struct TextStream {
+    /// Bytes not yet given: between calls at most three, the beginning of a character.
+    pending: Vec<u8>,
+    /// Whether a leading space is still to be dropped.
+    strips_space: bool,
+}
+
+impl TextStream {
+    pub fn new(tokenizer: &Tokenizer) -> Self {
+        Self { pending: Vec::new(), strips_space: tokenizer.strips_space() }
+    }
+
+    pub fn push(&mut self, tokenizer: &Tokenizer, token: TokenId, skip_special: bool, text: &mut String) {
+        tokenizer.append_bytes(token, skip_special, &mut self.pending);
+        if self.strips_space && !self.pending.is_empty() {
+            self.strips_space = false;
+            if self.pending[0] == b' ' {
+                self.pending.remove(0);
+            }
+        }
+        let done = append_valid(&self.pending, text);
+        self.pending.drain(..done);
+    }
+
+    pub fn finish(&mut self, text: &mut String) {
+        if !self.pending.is_empty() {
+            self.pending.clear();
+            text.push(char::REPLACEMENT_CHARACTER);
+        }
+    }
+}
+
+/// Appends the characters in `bytes`, U+FFFD for each invalid sequence (as [`String::from_utf8_lossy`] does), and
+/// returns how many bytes that took: all but the beginning of a character at the end.
+fn append_valid(bytes: &[u8], text: &mut String) -> usize {
+    let mut start = 0;
+    loop {
+        let e = match std::str::from_utf8(&bytes[start..]) {
+            Ok(valid) => {
+                text.push_str(valid);
+                return bytes.len();
+            }
+            Err(e) => e,
+        };
+        let valid = &bytes[start..start + e.valid_up_to()];
+        text.push_str(std::str::from_utf8(valid).expect("valid up to here"));
+        start += valid.len();
+        match e.error_len() {
+            Some(invalid) => {
+                text.push(char::REPLACEMENT_CHARACTER);
+                start += invalid;
+            }
+            None => return start,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

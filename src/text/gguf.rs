@@ -1,0 +1,199 @@
+//! A tokenizer from GGUF metadata. candle has one of its own, which takes the pre-tokenizer of SmolLM2 (`smollm`) and
+//! every other that it does not know for GPT-2's with a space put before the text; so it is made here, and what is not
+//! known is refused.
+
+use std::collections::HashMap;
+
+use candle_core::quantized::gguf_file::Value;
+use tokenizers::decoders::byte_level::ByteLevel;
+use tokenizers::models::bpe::{BPE, Vocab};
+use tokenizers::normalizers::unicode::NFC;
+use tokenizers::pre_tokenizers::PreTokenizerWrapper;
+use tokenizers::pre_tokenizers::digits::Digits;
+use tokenizers::pre_tokenizers::sequence::Sequence;
+use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
+use tokenizers::processors::template::TemplateProcessing;
+use tokenizers::{AddedToken, SplitDelimiterBehavior, Tokenizer};
+
+use crate::error::{Error, Result};
+
+/// What `tokenizer.ggml.pre` names.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum PreTokenizer {
+    Gpt2,
+    /// GPT-2's after each digit by itself.
+    SmolLm,
+    Qwen2,
+    Llama3,
+}
+
+/// `tokenizer.ggml.token_type`: a special token.
+const CONTROL: i64 = 3;
+/// A token that is found in the text as it stands but is ordinary otherwise, such as `<tool_call>`.
+const USER_DEFINED: i64 = 4;
+
+pub fn tokenizer(metadata: &HashMap<String, Value>) -> Result<Tokenizer> {
+    let model = string(metadata, "tokenizer.ggml.model")?;
+    if model != "gpt2" {
+        let message = "only byte-level BPE (\"gpt2\") is supported; use the model's Hugging Face directory";
+        return Err(Error::Config(format!("tokenizer.ggml.model is {model:?}; {message}")));
+    }
+    let pre = match metadata.get("tokenizer.ggml.pre") {
+        None => PreTokenizer::Gpt2,
+        Some(_) => PreTokenizer::of(string(metadata, "tokenizer.ggml.pre")?)?,
+    };
+    let tokens = strings(metadata, "tokenizer.ggml.tokens")?;
+    let vocab: Vocab = tokens.iter().zip(0..).map(|(token, id)| (token.to_string(), id)).collect();
+    let merges = strings(metadata, "tokenizer.ggml.merges")?
+        .into_iter()
+        .map(|merge| match merge.split_once(' ') {
+            Some((left, right)) => Ok((left.to_string(), right.to_string())),
+            None => Err(Error::Config(format!("tokenizer.ggml.merges has {merge:?}, which is not two tokens"))),
+        })
+        .collect::<Result<Vec<_>>>()?;
+    let bpe = BPE::builder()
+        .vocab_and_merges(vocab, merges)
+        .ignore_merges(pre == PreTokenizer::Llama3)
+        .build()
+        .map_err(config)?;
+    let mut tokenizer = Tokenizer::new(bpe);
+    pre.install(&mut tokenizer)?;
+    add_tokens(&mut tokenizer, metadata, &tokens)?;
+    add_template(&mut tokenizer, metadata, &tokens, pre)?;
+    Ok(tokenizer)
+}
+
+impl PreTokenizer {
+    fn of(name: &str) -> Result<Self> {
+        match name {
+            "default" | "gpt-2" => Ok(Self::Gpt2),
+            "smollm" => Ok(Self::SmolLm),
+            "qwen2" => Ok(Self::Qwen2),
+            "llama-bpe" | "llama3" | "llama-v3" => Ok(Self::Llama3),
+            other => Err(Error::Config(format!(
+                "tokenizer.ggml.pre is {other:?}; supported are default, gpt-2, smollm, qwen2, llama-bpe. Use the \
+                 model's Hugging Face directory, whose tokenizer.json says what this name stands for"
+            ))),
+        }
+    }
+
+    /// Normalizer, pre-tokenizer and decoder as in the tokenizer.json of each family.
+    fn install(self, tokenizer: &mut Tokenizer) -> Result<()> {
+        let byte_level = |use_regex| ByteLevel::new(false, true, use_regex);
+        let steps: Vec<PreTokenizerWrapper> = match self {
+            Self::Gpt2 => vec![byte_level(true).into()],
+            Self::SmolLm => vec![Digits::new(true).into(), byte_level(true).into()],
+            Self::Qwen2 => vec![split(r"\p{N}")?, byte_level(false).into()],
+            Self::Llama3 => vec![split(r"\p{N}{1,3}")?, byte_level(false).into()],
+        };
+        if self == Self::Qwen2 {
+            tokenizer.with_normalizer(Some(NFC)).map_err(config)?;
+        }
+        tokenizer.with_pre_tokenizer(Some(Sequence::new(steps)));
+        tokenizer.with_decoder(Some(byte_level(true)));
+        Ok(())
+    }
+}
+
+/// The split of Llama 3 and Qwen2, which differ in how many digits stay together.
+fn split(digits: &str) -> Result<PreTokenizerWrapper> {
+    let regex = [
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|",
+        digits,
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ];
+    let split = Split::new(SplitPattern::Regex(regex.concat()), SplitDelimiterBehavior::Isolated, false);
+    Ok(split.map_err(config)?.into())
+}
+
+fn add_tokens(tokenizer: &mut Tokenizer, metadata: &HashMap<String, Value>, tokens: &[&str]) -> Result<()> {
+    let Some(types) = metadata.get("tokenizer.ggml.token_type") else { return Ok(()) };
+    let types = types.to_vec().map_err(|e| Error::Config(format!("tokenizer.ggml.token_type: {e}")))?;
+    let added = tokens.iter().zip(types.iter().map(integer)).filter_map(|(token, kind)| match kind {
+        Some(CONTROL) => Some(AddedToken::from(*token, true)),
+        Some(USER_DEFINED) => Some(AddedToken::from(*token, false).normalized(false)),
+        _ => None,
+    });
+    tokenizer.add_tokens(added).map_err(config)?;
+    Ok(())
+}
+
+/// Beginning and end of sequence around a text, where the file says so.
+fn add_template(
+    tokenizer: &mut Tokenizer,
+    metadata: &HashMap<String, Value>,
+    tokens: &[&str],
+    pre: PreTokenizer,
+) -> Result<()> {
+    let wants = |key: &str, default: bool| match metadata.get(key) {
+        None => Ok(default),
+        Some(value) => value.to_bool().map_err(|e| Error::Config(format!("{key}: {e}"))),
+    };
+    let special = |key: &str| {
+        let id = metadata.get(key).and_then(integer).and_then(|id| usize::try_from(id).ok());
+        let token = id.and_then(|id| tokens.get(id)).map(|token| (token.to_string(), id.unwrap_or_default() as u32));
+        token.ok_or_else(|| Error::Config(format!("{key} is missing or not in the vocabulary")))
+    };
+    let mut pieces = vec!["$A".to_string()];
+    let mut specials = Vec::new();
+    // llama.cpp adds it for Llama 3 unless the file forbids it.
+    if wants("tokenizer.ggml.add_bos_token", pre == PreTokenizer::Llama3)? {
+        let bos = special("tokenizer.ggml.bos_token_id")?;
+        pieces.insert(0, bos.0.clone());
+        specials.push(bos);
+    }
+    if wants("tokenizer.ggml.add_eos_token", false)? {
+        let eos = special("tokenizer.ggml.eos_token_id")?;
+        pieces.push(eos.0.clone());
+        specials.push(eos);
+    }
+    if !specials.is_empty() {
+        let template = TemplateProcessing::builder()
+            .try_single(pieces)
+            .map_err(Error::Config)?
+            .special_tokens(specials)
+            .build()
+            .map_err(|e| Error::Config(e.to_string()))?;
+        tokenizer.with_post_processor(Some(template));
+    }
+    Ok(())
+}
+
+/// A token that the metadata names by id, such as `tokenizer.ggml.bos_token_id`.
+pub fn named_token<'m>(metadata: &'m HashMap<String, Value>, key: &str) -> Option<&'m str> {
+    let id = usize::try_from(integer(metadata.get(key)?)?).ok()?;
+    let Value::Array(tokens) = metadata.get("tokenizer.ggml.tokens")? else { return None };
+    tokens.get(id)?.to_string().ok().map(String::as_str)
+}
+
+fn value<'m>(metadata: &'m HashMap<String, Value>, key: &str) -> Result<&'m Value> {
+    metadata.get(key).ok_or_else(|| Error::Config(format!("the GGUF file has no {key}")))
+}
+
+fn string<'m>(metadata: &'m HashMap<String, Value>, key: &str) -> Result<&'m str> {
+    value(metadata, key)?.to_string().map(String::as_str).map_err(|e| Error::Config(format!("{key}: {e}")))
+}
+
+fn strings<'m>(metadata: &'m HashMap<String, Value>, key: &str) -> Result<Vec<&'m str>> {
+    let fail = |e: candle_core::Error| Error::Config(format!("{key}: {e}"));
+    let values = value(metadata, key)?.to_vec().map_err(fail)?;
+    values.iter().map(|v| v.to_string().map(String::as_str).map_err(fail)).collect()
+}
+
+fn integer(value: &Value) -> Option<i64> {
+    match *value {
+        Value::U8(v) => Some(v.into()),
+        Value::I8(v) => Some(v.into()),
+        Value::U16(v) => Some(v.into()),
+        Value::I16(v) => Some(v.into()),
+        Value::U32(v) => Some(v.into()),
+        Value::I32(v) => Some(v.into()),
+        Value::U64(v) => v.try_into().ok(),
+        Value::I64(v) => Some(v),
+        _ => None,
+    }
+}
+
+fn config(e: impl std::fmt::Display) -> Error {
+    Error::Config(format!("the GGUF file's tokenizer: {e}"))
+}

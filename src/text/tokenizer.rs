@@ -1,0 +1,174 @@
+//! The model's tokenizer: text to ids by the `tokenizers` crate, ids to bytes here.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use candle_core::quantized::gguf_file::Value as GgufValue;
+use serde_json::Value;
+
+use super::detokenizer::TextStream;
+use super::gguf;
+use crate::error::{Error, Result};
+use crate::types::TokenId;
+
+/// Immutable; share it in an [`std::sync::Arc`].
+pub struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+    vocab_size: usize,
+    spelling: Spelling,
+    /// The byte that each character below U+0144 stands for in a ByteLevel token.
+    byte_of_char: Vec<Option<u8>>,
+}
+
+/// How a token's string stands for bytes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Spelling {
+    /// GPT-2's: one character per byte.
+    ByteLevel,
+    /// SentencePiece's: `▁` for a space, `<0xE6>` for a byte; one leading space of the whole text is dropped, or not.
+    ByteFallback { strips_space: bool },
+}
+
+impl Tokenizer {
+    /// From a `tokenizer.json`.
+    ///
+    /// # Errors
+    /// `Config` if the file cannot be read, or if its decoder is neither ByteLevel nor SentencePiece's.
+    pub fn from_file(tokenizer_json: &Path) -> Result<Self> {
+        let mut inner = tokenizers::Tokenizer::from_file(tokenizer_json)
+            .map_err(|e| Error::Config(format!("{}: {e}", tokenizer_json.display())))?;
+        // Left behind by whoever saved the tokenizer; here a prompt is never shortened or filled up.
+        inner.with_truncation(None).map_err(|e| Error::Internal(e.to_string()))?;
+        inner.with_padding(None);
+        Self::new(inner)
+    }
+
+    /// From the metadata of a GGUF file (`tokenizer.ggml.*`).
+    ///
+    /// # Errors
+    /// `Config` if a key is missing, or names a tokenizer that is not supported.
+    pub fn from_gguf(metadata: &HashMap<String, GgufValue>) -> Result<Self> {
+        Self::new(gguf::tokenizer(metadata)?)
+    }
+
+    fn new(inner: tokenizers::Tokenizer) -> Result<Self> {
+        let decoder = serde_json::to_value(inner.get_decoder()).map_err(|e| Error::Internal(e.to_string()))?;
+        let spelling = Spelling::of(&decoder)
+            .ok_or_else(|| Error::Config(format!("unsupported decoder in the tokenizer: {decoder}")))?;
+        let vocab_size = inner.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1);
+        Ok(Self { inner, vocab_size, spelling, byte_of_char: byte_of_char() })
+    }
+
+    /// Special tokens that occur in the text (`<|im_start|>`) become their ids. `add_special` adds what the model wants
+    /// around a text (a beginning-of-sequence token, say); a rendered chat template already has it.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the text cannot be tokenized.
+    pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<TokenId>> {
+        let encoding = self
+            .inner
+            .encode_fast(text, add_special)
+            .map_err(|e| Error::invalid("text", format!("cannot be tokenized: {e}")))?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// The text of the tokens; bytes that are not UTF-8 become U+FFFD, ids without a token nothing.
+    pub fn decode(&self, tokens: &[TokenId], skip_special: bool) -> String {
+        let mut text = String::new();
+        let mut stream = TextStream::new(self);
+        for &token in tokens {
+            stream.push(self, token, skip_special, &mut text);
+        }
+        stream.finish(&mut text);
+        text
+    }
+
+    /// One more than the highest id. A model may have more rows of logits than this.
+    pub fn vocab_size(&self) -> usize {
+        self.vocab_size
+    }
+
+    pub fn token_to_id(&self, token: &str) -> Option<TokenId> {
+        self.inner.token_to_id(token)
+    }
+
+    /// Adds the token's bytes to `out`.
+    pub(super) fn append_bytes(&self, token: TokenId, skip_special: bool, out: &mut Vec<u8>) {
+        let Some(piece) = self.inner.id_to_token(token) else { return };
+        if skip_special && self.inner.get_added_vocabulary().is_special_token(&piece) {
+            return;
+        }
+        match self.spelling {
+            Spelling::ByteLevel => {
+                let start = out.len();
+                for c in piece.chars() {
+                    match self.byte_of_char.get(c as usize).copied().flatten() {
+                        Some(byte) => out.push(byte),
+                        None => {
+                            // Not in that alphabet: an added token, which stands for itself.
+                            out.truncate(start);
+                            return out.extend_from_slice(piece.as_bytes());
+                        }
+                    }
+                }
+            }
+            Spelling::ByteFallback { .. } => match fallback_byte(&piece) {
+                Some(byte) => out.push(byte),
+                None => out.extend_from_slice(piece.replace('▁', " ").as_bytes()),
+            },
+        }
+    }
+
+    /// Whether the first space of a text is not part of it.
+    pub(super) fn strips_space(&self) -> bool {
+        self.spelling == Spelling::ByteFallback { strips_space: true }
+    }
+}
+
+impl Spelling {
+    /// From the decoder in a `tokenizer.json`.
+    fn of(decoder: &Value) -> Option<Self> {
+        let steps = match decoder["type"].as_str()? {
+            "Sequence" => decoder["decoders"].as_array()?.as_slice(),
+            _ => std::slice::from_ref(decoder),
+        };
+        let kinds: Vec<&str> = steps.iter().map(|step| step["type"].as_str()).collect::<Option<_>>()?;
+        match kinds[..] {
+            ["ByteLevel"] => Some(Self::ByteLevel),
+            ["Replace", "ByteFallback", "Fuse"] if replaces_underline(&steps[0]) => {
+                Some(Self::ByteFallback { strips_space: false })
+            }
+            ["Replace", "ByteFallback", "Fuse", "Strip"] if replaces_underline(&steps[0]) => {
+                let is_one_space = steps[3]["content"] == " " && steps[3]["start"] == 1 && steps[3]["stop"] == 0;
+                is_one_space.then_some(Self::ByteFallback { strips_space: true })
+            }
+            _ => None,
+        }
+    }
+}
+
+fn replaces_underline(step: &Value) -> bool {
+    step["pattern"]["String"] == "▁" && step["content"] == " "
+}
+
+/// The byte of a token like `<0x0A>`.
+fn fallback_byte(piece: &str) -> Option<u8> {
+    let digits = piece.strip_prefix("<0x")?.strip_suffix('>')?;
+    if digits.len() == 2 { u8::from_str_radix(digits, 16).ok() } else { None }
+}
+
+/// GPT-2's alphabet: the printable bytes of Latin-1 stand for themselves, the others for U+0100 and up, in order.
+fn byte_of_char() -> Vec<Option<u8>> {
+    let mut table = vec![None; 0x144];
+    let mut next = 0x100;
+    for byte in 0..=255u8 {
+        let is_itself = matches!(byte, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
+        let c = if is_itself { usize::from(byte) } else { next };
+        next += usize::from(!is_itself);
+        table[c] = Some(byte);
+    }
+    table
+}
+
+#[cfg(test)]
+mod tests;
