@@ -23,7 +23,7 @@ pub struct ModelFacts {
     /// Ascending.
     pub eos_token_ids: Vec<TokenId>,
     /// None: token ids only.
-    pub text: Option<TextCodec>,
+    pub text: Option<Arc<TextCodec>>,
 }
 
 /// Facts that `GetInfo` reports and that are not in [`ModelFacts`].

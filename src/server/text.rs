@@ -1,30 +1,114 @@
-//! Stub until src/text is merged.
-use crate::error::Result;
+//! Text at the edge: prompts are encoded here and completions decoded; inside there are only token ids.
+
+use std::sync::Arc;
+
+use serde_json::json;
+
+use crate::error::{Error, Result};
+use crate::text::{ChatTemplate, IncrementalDetokenizer, StopMatcher, StopStrings, Tokenizer};
 use crate::types::TokenId;
-pub struct TextCodec;
-pub struct TextStream;
+
+/// A model's tokenizer and, if it has one, its chat template.
+pub struct TextCodec {
+    tokenizer: Arc<Tokenizer>,
+    chat_template: Option<ChatTemplate>,
+}
+
 impl TextCodec {
-    pub fn encode_text(&self, _path: &str, text: &str) -> Result<Vec<TokenId>> {
-        Ok(text.bytes().map(u32::from).collect())
+    pub fn new(tokenizer: Arc<Tokenizer>, chat_template: Option<ChatTemplate>) -> Self {
+        Self { tokenizer, chat_template }
     }
-    pub fn encode_chat(&self, path: &str, messages: &[(&str, &str)]) -> Result<Vec<TokenId>> {
-        self.encode_text(path, messages[0].1)
+
+    pub(super) fn has_chat_template(&self) -> bool {
+        self.chat_template.is_some()
     }
-    pub fn decode(&self, ids: &[TokenId]) -> Result<String> {
-        Ok(ids.iter().map(|&i| i as u8 as char).collect())
+
+    /// With the special tokens that the model wants around a text.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for the field `path`.
+    pub(super) fn encode_text(&self, path: &str, text: &str) -> Result<Vec<TokenId>> {
+        self.tokenizer.encode(text, true).map_err(|e| at(path, e))
     }
-    pub fn stream(&self, _stop: &[String]) -> TextStream {
-        TextStream
+
+    /// `(role, content)` pairs, rendered up to where the assistant's answer begins.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for the field `path`.
+    pub(super) fn encode_chat(&self, path: &str, messages: &[(&str, &str)]) -> Result<Vec<TokenId>> {
+        let template = self
+            .chat_template
+            .as_ref()
+            .ok_or_else(|| Error::invalid(path, "this model has no chat template; give text or token ids"))?;
+        let messages: Vec<_> =
+            messages.iter().map(|(role, content)| json!({ "role": role, "content": content })).collect();
+        let text = template.render(&messages, true, &serde_json::Map::new()).map_err(|e| at(path, e))?;
+        self.tokenizer.encode(&text, false).map_err(|e| at(path, e))
     }
-    pub fn has_chat_template(&self) -> bool {
-        false
+
+    /// Without special tokens.
+    pub(super) fn decode(&self, tokens: &[TokenId]) -> String {
+        self.tokenizer.decode(tokens, true)
+    }
+
+    /// For the tokens of one sample as they come.
+    pub(super) fn stream(&self, stop: &Arc<StopStrings>) -> TextStream {
+        TextStream {
+            detokenizer: IncrementalDetokenizer::new(self.tokenizer.clone(), true),
+            stop: StopMatcher::new(stop.clone()),
+            pending: String::new(),
+            emitted: 0,
+            stopped: false,
+        }
     }
 }
+
+/// The text layer does not know where in the request its input was.
+fn at(path: &str, error: Error) -> Error {
+    match error {
+        Error::InvalidArgument { message, .. } => Error::invalid(path, message),
+        other => other,
+    }
+}
+
+/// Gives the text of a sample piece by piece: never half a character, and never what is or may become the beginning of
+/// a stop string.
+pub(super) struct TextStream {
+    detokenizer: IncrementalDetokenizer,
+    stop: StopMatcher,
+    /// Complete characters not yet given.
+    pending: String,
+    /// Bytes given.
+    emitted: usize,
+    /// A stop string has ended; what follows is no part of the text.
+    stopped: bool,
+}
+
 impl TextStream {
-    pub fn push(&mut self, id: TokenId) -> Result<String> {
-        Ok((id as u8 as char).to_string())
+    /// What this token completes; may be empty.
+    pub(super) fn push(&mut self, token: TokenId) -> String {
+        if self.stopped {
+            return String::new();
+        }
+        let start = self.pending.len();
+        self.detokenizer.push(token, &mut self.pending);
+        let sure = match self.stop.push(&self.pending[start..]) {
+            Some(text_len) => {
+                self.stopped = true;
+                text_len.checked_sub(self.emitted).expect("nothing of a stop string is given")
+            }
+            None => self.pending.len() - self.stop.held_back(),
+        };
+        let given: String = self.pending.drain(..sure).collect();
+        self.emitted += given.len();
+        given
     }
-    pub fn emitted(&self) -> usize {
-        0
+
+    /// Bytes given so far.
+    pub(super) fn emitted(&self) -> usize {
+        self.emitted
     }
 }
+
+#[cfg(test)]
+mod tests;

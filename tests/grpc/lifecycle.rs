@@ -7,7 +7,7 @@ use rollout_server::engine::{Command, EngineHandle};
 use rollout_server::error::Error;
 use rollout_server::server::pb::rollout_client::RolloutClient;
 use rollout_server::server::pb::{self, generate_response::Event as Message};
-use rollout_server::server::{Bound, Ended, serve, shutdown_channel};
+use rollout_server::server::{Bound, Ended, serve, shutdown_channel, watch_signals};
 use rollout_server::types::FinishReason;
 use tokio_stream::StreamExt as _;
 use tonic::Code;
@@ -37,8 +37,8 @@ async fn health_follows_the_life_of_the_server() {
     let url = format!("http://{}", bound.address());
     let (loaded, loading) = tokio::sync::oneshot::channel();
     let (shutdown, orders) = shutdown_channel();
-    let parts = async { Ok(loading.await.expect("the test loads")) };
-    let server = tokio::spawn(serve(bound, parts, orders));
+    let load = async { Ok(loading.await.expect("the test loads")) };
+    let server = tokio::spawn(serve(bound, load, orders));
 
     let channel = tonic::transport::Channel::from_shared(url).expect("a URL").connect().await.expect("listens");
     let service = "rollout.v1.Rollout".to_owned();
@@ -49,7 +49,7 @@ async fn health_follows_the_life_of_the_server() {
     assert_eq!(status.code(), Code::Unavailable, "{status}");
 
     let (sender, commands) = sync_channel(1);
-    assert!(loaded.send(super::harness::parts(EngineHandle::new(sender))).is_ok());
+    assert!(loaded.send(parts(EngineHandle::new(sender))).is_ok());
     assert_eq!(health(&mut watch).await, Some(ServingStatus::Serving));
     let all = HealthClient::new(channel).check(HealthCheckRequest::default()).await.expect("checked");
     assert_eq!(all.into_inner().status(), ServingStatus::Serving);
@@ -69,6 +69,16 @@ async fn an_order_while_loading_ends_at_once() {
     let server = tokio::spawn(serve(bound, std::future::pending(), orders));
     shutdown.order();
     assert_eq!(ended(server).await, Ended::Cut);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn sigterm_is_an_order_to_end() {
+    let server = start().await;
+    watch_signals(server.shutdown.clone()).expect("handlers can be installed");
+    let kill = std::process::Command::new("sh").args(["-c", "kill -TERM $PPID"]).status();
+    assert!(kill.expect("there is a shell").success());
+    assert!(matches!(server.command(), Command::Shutdown { .. }));
+    assert_eq!(ended(server.server).await, Ended::Drained);
 }
 
 #[tokio::test]

@@ -65,7 +65,7 @@ fn prompt(path: &str, prompt: pb::Prompt, model: &ModelFacts) -> Result<Arc<[Tok
 }
 
 fn codec<'a>(path: &str, model: &'a ModelFacts) -> Result<&'a TextCodec> {
-    model.text.as_ref().ok_or_else(|| Error::invalid(path, "this model has no tokenizer; give token ids"))
+    model.text.as_deref().ok_or_else(|| Error::invalid(path, "this model has no tokenizer; give token ids"))
 }
 
 fn encode_chat(path: &str, chat: &pb::Chat, codec: &TextCodec) -> Result<Vec<TokenId>> {

@@ -7,7 +7,8 @@ use super::{ValidRequest, pb};
 use crate::engine::{Completion, Event, Kind, Summary};
 use crate::error::{Error, Result};
 use crate::server::parts::ModelFacts;
-use crate::server::text::TextStream;
+use crate::server::text::{TextCodec, TextStream};
+use crate::text::StopStrings;
 use crate::types::{FinishReason, TokenId, TokenLogprobs, WeightVersion};
 use pb::generate_response::Event as Message;
 
@@ -27,25 +28,52 @@ pub(in crate::server) struct ReplyWriter {
     prompts: Vec<Arc<[TokenId]>>,
     /// Whether messages have `top_logprobs`.
     top: bool,
-    /// Whether messages have text.
-    text: bool,
-    stop_strings: Vec<String>,
-    model: Arc<ModelFacts>,
-    /// Text of the samples whose tokens are being streamed, by (prompt, sample).
+    /// If messages have text.
+    text: Option<TextWriter>,
+}
+
+/// Makes the text of completions and deltas.
+struct TextWriter {
+    codec: Arc<TextCodec>,
+    stop_strings: Arc<StopStrings>,
+    /// Of the samples whose tokens are being streamed, by (prompt, sample).
     streams: HashMap<(u32, u32), TextStream>,
 }
 
+impl TextWriter {
+    fn new(codec: Arc<TextCodec>, stop_strings: &[String]) -> Self {
+        Self { codec, stop_strings: Arc::new(StopStrings::new(stop_strings)), streams: HashMap::new() }
+    }
+
+    /// What a streamed token adds to its sample's text.
+    fn push(&mut self, sample: (u32, u32), token: TokenId) -> String {
+        self.streams.entry(sample).or_insert_with(|| self.codec.stream(&self.stop_strings)).push(token)
+    }
+
+    /// The text of a completion up to the stop string that ended it, and which part of it was held back from the
+    /// stream of its tokens.
+    fn finish(&mut self, c: &Completion) -> (String, Option<String>) {
+        let ids: Vec<TokenId> = c.tokens.iter().map(|t| t.token).collect();
+        let mut text = self.codec.decode(&ids);
+        if let Some(len) = c.text_len {
+            text.truncate(text.floor_char_boundary(len));
+        }
+        let stream = self.streams.remove(&(c.prompt_index, c.sample_index));
+        let held_back = stream.and_then(|s| text.get(s.emitted()..)).filter(|held_back| !held_back.is_empty());
+        let held_back = held_back.map(str::to_owned);
+        (text, held_back)
+    }
+}
+
 impl ReplyWriter {
-    pub(in crate::server) fn new(request: &ValidRequest, model: Arc<ModelFacts>) -> Self {
+    pub(in crate::server) fn new(request: &ValidRequest, model: &ModelFacts) -> Self {
         let echo_prompts = matches!(request.kind, Kind::Generate { prompt_logprobs: true, .. });
+        let codec = model.text.clone().filter(|_| request.return_text);
         Self {
             request_id: request.request_id.clone(),
             prompts: if echo_prompts { request.prompts.clone() } else { Vec::new() },
             top: request.params.top_logprobs > 0,
-            text: request.return_text,
-            stop_strings: request.params.stop_strings.clone(),
-            model,
-            streams: HashMap::new(),
+            text: codec.map(|codec| TextWriter::new(codec, &request.params.stop_strings)),
         }
     }
 
@@ -65,13 +93,13 @@ impl ReplyWriter {
         let mut push = |event| out.push_back(pb::GenerateResponse { event: Some(event) });
         match event {
             Event::Token { prompt_index, sample_index, logprobs } => {
-                push(Message::Delta(self.delta(prompt_index, sample_index, &logprobs)?));
+                push(Message::Delta(self.delta(prompt_index, sample_index, &logprobs)));
             }
             Event::PromptLogprobs { prompt_index, logprobs, .. } => {
                 push(Message::PromptLogprobs(self.prompt_logprobs(prompt_index, &logprobs)?));
             }
             Event::Completion(completion) => {
-                let (rest, completion) = self.completion(completion)?;
+                let (rest, completion) = self.completion(completion);
                 if let Some(delta) = rest {
                     push(Message::Delta(delta));
                 }
@@ -86,33 +114,24 @@ impl ReplyWriter {
         Ok(Progress::More)
     }
 
-    fn delta(&mut self, prompt_index: u32, sample_index: u32, token: &TokenLogprobs) -> Result<pb::TokenDelta> {
-        let text = if self.text {
-            let codec = self.model.text.as_ref().expect("text is promised only where there is a tokenizer");
-            let new = || codec.stream(&self.stop_strings);
-            Some(self.streams.entry((prompt_index, sample_index)).or_insert_with(new).push(token.token)?)
-        } else {
-            None
-        };
-        Ok(pb::TokenDelta {
+    fn delta(&mut self, prompt_index: u32, sample_index: u32, token: &TokenLogprobs) -> pb::TokenDelta {
+        pb::TokenDelta {
             prompt_index,
             sample_index,
             token_ids: vec![token.token],
             logprobs: vec![token.processed],
             raw_logprobs: vec![token.raw],
-            text,
-        })
+            text: self.text.as_mut().map(|t| t.push((prompt_index, sample_index), token.token)),
+        }
     }
 
     /// The completion, and before it what was held back of a streamed text, so that deltas add up to the text.
-    fn completion(&mut self, c: Completion) -> Result<(Option<pb::TokenDelta>, pb::Completion)> {
-        let text = if self.text { Some(self.text_of(&c)?) } else { None };
-        let stream = self.streams.remove(&(c.prompt_index, c.sample_index));
-        let held_back = stream.zip(text.as_ref()).map(|(s, text)| text.get(s.emitted()..).unwrap_or_default());
-        let rest = held_back.filter(|held_back| !held_back.is_empty()).map(|held_back| pb::TokenDelta {
+    fn completion(&mut self, c: Completion) -> (Option<pb::TokenDelta>, pb::Completion) {
+        let (text, held_back) = self.text.as_mut().map(|t| t.finish(&c)).unzip();
+        let rest = held_back.flatten().map(|held_back| pb::TokenDelta {
             prompt_index: c.prompt_index,
             sample_index: c.sample_index,
-            text: Some(held_back.to_owned()),
+            text: Some(held_back),
             ..Default::default()
         });
         let span =
@@ -130,17 +149,7 @@ impl ReplyWriter {
             cached_tokens: c.cached_tokens,
             text,
         };
-        Ok((rest, completion))
-    }
-
-    fn text_of(&self, c: &Completion) -> Result<String> {
-        let codec = self.model.text.as_ref().expect("text is promised only where there is a tokenizer");
-        let ids: Vec<TokenId> = c.tokens.iter().map(|t| t.token).collect();
-        let mut text = codec.decode(&ids)?;
-        if let Some(len) = c.text_len {
-            text.truncate(text.floor_char_boundary(len));
-        }
-        Ok(text)
+        (rest, completion)
     }
 
     fn prompt_logprobs(&self, prompt_index: u32, logprobs: &[TokenLogprobs]) -> Result<pb::PromptLogprobs> {

@@ -54,7 +54,7 @@ impl pb::rollout_server::Rollout for RolloutService {
         let request = deadline.limit(parsed).await?;
         tracing::debug!(request_id = request.request_id, prompts = request.prompts.len(), "request accepted");
         let size = (request.prompts.len(), request.samples());
-        let writer = ReplyWriter::new(&request, parts.model.clone());
+        let writer = ReplyWriter::new(&request, &parts.model);
         let (responder, events) = event_channel();
         let cancel = CancelOnDrop::default();
         parts.engine.send(request.into_command(cancel.0.clone(), responder)).map_err(to_status)?;

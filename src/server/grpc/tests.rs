@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
+use std::time::Duration;
 
 use tonic::{Code, Request};
 
@@ -35,9 +36,9 @@ fn limited<M>(message: M) -> Request<M> {
     Request::from_parts(metadata, extensions, message)
 }
 
-async fn assert_drained(keeper: &GateKeeper) {
-    let patience = std::time::Duration::from_secs(10);
-    tokio::time::timeout(patience, keeper.drained()).await.expect("no request counts as running");
+/// What hangs has failed.
+async fn in_time<T>(work: impl Future<Output = T>) -> T {
+    tokio::time::timeout(Duration::from_secs(10), work).await.expect("does not hang")
 }
 
 #[tokio::test]
@@ -45,24 +46,24 @@ async fn a_score_past_its_deadline_is_cancelled() {
     let (keeper, gate, commands) = open();
     let sequences = vec![pb::TokenIds { ids: vec![1, 2] }];
     let request = limited(pb::ScoreRequest { sequences, ..Default::default() });
-    let status = RolloutService::new(gate).score(request).await.expect_err("nobody answers");
+    let status = in_time(RolloutService::new(gate).score(request)).await.expect_err("nobody answers");
     assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
     let Ok(Command::Generate(command)) = commands.try_recv() else { panic!("not a request") };
     assert!(command.cancel.is_cancelled());
-    assert_drained(&keeper).await;
+    in_time(keeper.drained()).await;
 }
 
 #[tokio::test]
 async fn questions_do_not_outlive_their_deadline() {
     let (_keeper, gate, _commands) = open();
     let control = ControlService::new(gate.clone());
-    let status = control.get_status(limited(pb::GetStatusRequest {})).await.expect_err("nobody answers");
+    let status = in_time(control.get_status(limited(pb::GetStatusRequest {}))).await.expect_err("nobody answers");
     assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
     let reset = limited(pb::ResetPrefixCacheRequest {});
-    let status = control.reset_prefix_cache(reset).await.expect_err("nobody answers");
+    let status = in_time(control.reset_prefix_cache(reset)).await.expect_err("nobody answers");
     assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
     let abort = limited(pb::AbortRequest { all: true, ..Default::default() });
-    let status = RolloutService::new(gate).abort(abort).await.expect_err("nobody answers");
+    let status = in_time(RolloutService::new(gate).abort(abort)).await.expect_err("nobody answers");
     assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
 }
 
@@ -71,10 +72,10 @@ async fn a_refused_request_is_not_running() {
     let (keeper, gate, commands) = open();
     let wrong = Request::new(pb::GenerateRequest::default());
     assert!(RolloutService::new(gate.clone()).generate(wrong).await.is_err());
-    assert_drained(&keeper).await;
+    in_time(keeper.drained()).await;
     drop(commands);
     let prompts = vec![pb::Prompt { kind: Some(pb::prompt::Kind::Tokens(pb::TokenIds { ids: vec![1] })) }];
     let request = Request::new(pb::GenerateRequest { prompts, ..Default::default() });
     assert!(RolloutService::new(gate).generate(request).await.is_err());
-    assert_drained(&keeper).await;
+    in_time(keeper.drained()).await;
 }

@@ -1,5 +1,6 @@
 mod replies;
 mod requests;
+mod texts;
 
 use crate::server::parts::ModelFacts;
 

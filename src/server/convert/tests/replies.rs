@@ -1,7 +1,6 @@
 //! Events as messages, errors as statuses.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 
 use tonic::Code;
 
@@ -32,7 +31,7 @@ fn request(top_logprobs: u32, prompt_logprobs: bool) -> ValidRequest {
 
 fn messages(request: &ValidRequest, event: Event) -> Vec<Message> {
     let mut out = VecDeque::new();
-    let mut writer = ReplyWriter::new(request, Arc::new(model()));
+    let mut writer = ReplyWriter::new(request, &model());
     if let Progress::Failed(error) = writer.write(event, &mut out) {
         panic!("{error}");
     }
@@ -115,7 +114,7 @@ fn prompt_logprobs_start_with_nan() {
 fn the_summary_ends_the_reply() {
     let summary = Summary { prompt_tokens: 3, cached_tokens: 2, completion_tokens: 8, seconds: 0.5 };
     let mut out = VecDeque::new();
-    let progress = ReplyWriter::new(&request(0, false), Arc::new(model())).write(Event::Done(summary), &mut out);
+    let progress = ReplyWriter::new(&request(0, false), &model()).write(Event::Done(summary), &mut out);
     assert!(matches!(progress, Progress::Done));
     let expected = pb::GenerateSummary {
         request_id: "r".into(),
