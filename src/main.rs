@@ -79,7 +79,7 @@ fn parts(config: &Config, started: Started) -> (Parts, std::thread::JoinHandle<R
         vocab_size: model.vocab_size,
         max_model_len: started.max_model_len,
         eos_token_ids: model.eos_token_ids,
-        text: text.tokenizer.map(|_| TextCodec),
+        text: text.tokenizer.map(|tokenizer| Arc::new(TextCodec::new(tokenizer, text.chat_template))),
     };
     let memory = Arc::new(move || MemoryReport {
         total_bytes: memory.total,

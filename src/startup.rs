@@ -42,7 +42,7 @@ pub struct Started {
 /// What turns text into tokens and back; a model without a tokenizer serves token ids only.
 pub struct Text {
     pub tokenizer: Option<Arc<Tokenizer>>,
-    pub chat_template: Option<Arc<ChatTemplate>>,
+    pub chat_template: Option<ChatTemplate>,
 }
 
 impl Text {
@@ -54,7 +54,7 @@ impl Text {
                 ChatTemplate::from_files(tokenizer_config_json.as_deref(), chat_template.as_deref())?,
             ),
         };
-        Ok(Self { tokenizer: tokenizer.map(Arc::new), chat_template: chat_template.map(Arc::new) })
+        Ok(Self { tokenizer: tokenizer.map(Arc::new), chat_template })
     }
 }
 

@@ -29,9 +29,9 @@ impl RolloutService {
         let model = parts.model.clone();
         let request = parse(request, move |r| convert::score(r, &model)).await?;
         let (responder, mut events) = event_channel();
-        let cancel = CancelOnDrop::default();
+        let cancel = CancelOnDrop::new(&parts.engine);
         let mut collector = ScoreCollector::new(&request);
-        parts.engine.send(request.into_command(cancel.0.clone(), responder))?;
+        parts.engine.send(request.into_command(cancel.flag.clone(), responder))?;
         loop {
             match collector.take(events.recv().await.ok_or_else(engine_gone)?) {
                 Progress::More => {}
@@ -56,8 +56,8 @@ impl pb::rollout_server::Rollout for RolloutService {
         let size = (request.prompts.len(), request.samples());
         let writer = ReplyWriter::new(&request, &parts.model);
         let (responder, events) = event_channel();
-        let cancel = CancelOnDrop::default();
-        parts.engine.send(request.into_command(cancel.0.clone(), responder)).map_err(to_status)?;
+        let cancel = CancelOnDrop::new(&parts.engine);
+        parts.engine.send(request.into_command(cancel.flag.clone(), responder)).map_err(to_status)?;
         let guards = StreamGuards { cancel, running, deadline };
         Ok(Response::new(GenerateStream::new(events, writer, size, guards)))
     }

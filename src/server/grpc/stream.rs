@@ -11,19 +11,27 @@ use tonic::Status;
 
 use super::deadline::{Deadline, exceeded};
 use super::engine_gone;
-use crate::engine::{CancelFlag, Event, Responder};
+use crate::engine::{CancelFlag, EngineHandle, Event, Responder};
 use crate::server::convert::{Progress, ReplyWriter, to_status};
 use crate::server::gate::Running;
 use crate::server::pb::{GenerateResponse, generate_response};
 
 /// Cancels the work when dropped, which is how a vanished client, a passed deadline and a handler that tonic drops all
 /// reach the engine. After the terminal event it has no effect.
-#[derive(Default)]
-pub(super) struct CancelOnDrop(pub(super) CancelFlag);
+pub(super) struct CancelOnDrop {
+    pub(super) flag: CancelFlag,
+    engine: EngineHandle,
+}
+
+impl CancelOnDrop {
+    pub(super) fn new(engine: &EngineHandle) -> Self {
+        Self { flag: CancelFlag::default(), engine: engine.clone() }
+    }
+}
 
 impl Drop for CancelOnDrop {
     fn drop(&mut self) {
-        self.0.cancel();
+        self.engine.cancel(&self.flag);
     }
 }
 
