@@ -178,7 +178,7 @@ impl ModelConfig {
         if let Some((name, _)) = positive.into_iter().find(|&(_, n)| n == 0) {
             return Err(bad(format!("config.json: {name} is 0")));
         }
-        if self.head_dim == 0 || self.head_dim % 2 != 0 {
+        if self.head_dim == 0 || !self.head_dim.is_multiple_of(2) {
             return Err(bad(format!("config.json: head_dim is {}; rotary embedding needs an even one", self.head_dim)));
         }
         if matches!(&self.rope.scaling, RopeScaling::Divisors(d) if d.len() != self.head_dim / 2) {

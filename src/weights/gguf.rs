@@ -6,10 +6,10 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-use candle_core::Device;
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::ggml_file::qtensor_from_ggml;
 use candle_core::quantized::gguf_file::{Content, TensorInfo, Value};
+use candle_core::{Device, Tensor};
 use half::{bf16, f16};
 
 use super::gguf_config;
@@ -20,6 +20,9 @@ use crate::error::{Error, Result};
 
 /// Divisors of the rotary frequencies: how GGUF files carry Llama 3's rope scaling.
 const ROPE_DIVISORS: &str = "rope_freqs.weight";
+
+/// De-quantised at a time: fits the second-level cache.
+const CHUNK_ELEMENTS: usize = 64 * 1024;
 
 /// Metadata of a GGUF file by key, for example `tokenizer.ggml.tokens`.
 pub type GgufMetadata = HashMap<String, Value>;
@@ -112,27 +115,38 @@ impl Entry {
         T::data(select(&matrix, cols, rows, slice).into())
     }
 
-    /// De-quantises the rows of the slice (of whole heads, if interleaved) and no others.
+    /// De-quantises the rows of the slice (of whole heads, if interleaved) and no others, few at a time: beside the
+    /// result there is never more than [`CHUNK_ELEMENTS`], or one row or head.
     fn dequantized(&self, bytes: &[u8], slice: &Slice) -> candle_core::Result<TensorData<'static>> {
         let (_, cols) = matrix_shape(&self.shape);
-        let stored = self.interleaved_head_dim.map_or(slice.rows.clone(), |d| whole_heads(&slice.rows, d));
+        let head_dim = self.interleaved_head_dim.unwrap_or(1);
+        let chunk_rows = (CHUNK_ELEMENTS / cols.max(1) / head_dim).max(1) * head_dim;
+        let mut values = Vec::with_capacity(slice.len());
+        let mut rows = slice.rows.clone();
+        while !rows.is_empty() {
+            let wanted = rows.start..rows.end.min(rows.start / head_dim * head_dim + chunk_rows);
+            let stored = whole_heads(&wanted, head_dim);
+            let tensor = self.dequantized_rows(bytes, &stored, cols)?;
+            let (storage, _) = tensor.storage_and_layout();
+            let candle_core::Storage::Cpu(storage) = &*storage else { unreachable!("made on the CPU") };
+            for row in wanted.clone() {
+                let row = self.interleaved_head_dim.map_or(row, |d| interleaved_row(row, d)) - stored.start;
+                values.extend_from_slice(&storage.as_slice::<f32>()?[row * cols..(row + 1) * cols][slice.cols.clone()]);
+            }
+            rows.start = wanted.end;
+        }
+        Ok(TensorData::F32(values.into()))
+    }
+
+    /// `[rows, cols]`, contiguous.
+    fn dequantized_rows(&self, bytes: &[u8], rows: &Range<usize>, cols: usize) -> candle_core::Result<Tensor> {
         let row_bytes = cols / self.dtype.block_size() * self.dtype.type_size();
-        let bytes = &bytes[stored.start * row_bytes..stored.end * row_bytes];
+        let bytes = &bytes[rows.start * row_bytes..rows.end * row_bytes];
         // candle casts the bytes to blocks of half-precision scales and bytes.
         if bytes.as_ptr().align_offset(align_of::<f16>()) != 0 {
             candle_core::bail!("the tensor starts at an odd address");
         }
-        let tensor = qtensor_from_ggml(self.dtype, bytes, vec![stored.len(), cols], &Device::Cpu)?;
-        let matrix = tensor.dequantize(&Device::Cpu)?.flatten_all()?.to_vec1::<f32>()?;
-        let values = match self.interleaved_head_dim {
-            None if slice.cols == (0..cols) => matrix,
-            None => select(&matrix, cols, 0..slice.rows.len(), slice),
-            Some(d) => {
-                let rows = slice.rows.clone().map(|row| interleaved_row(row, d) - stored.start);
-                select(&matrix, cols, rows, slice)
-            }
-        };
-        Ok(TensorData::F32(values.into()))
+        qtensor_from_ggml(self.dtype, bytes, vec![rows.len(), cols], &Device::Cpu)?.dequantize(&Device::Cpu)
     }
 }
 

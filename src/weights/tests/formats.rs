@@ -203,5 +203,5 @@ fn loading_keeps_at_most_one_parameter_resident() {
     };
     checkpoint.load(&specs, (0, 1), |_| (), sink).unwrap();
     // One parameter, and pages around it that the system maps along.
-    assert!(peak >= BYTES && peak < 2 * BYTES, "{peak} bytes resident while loading {} parameters", specs.len());
+    assert!((BYTES..2 * BYTES).contains(&peak), "{peak} bytes resident while loading {} parameters", specs.len());
 }

@@ -126,6 +126,30 @@ fn quantised_tensors_are_dequantised_slice_by_slice() {
 }
 
 #[test]
+fn tensors_of_several_chunks_are_dequantised_whole() {
+    const HEADS: usize = 8;
+    const SHAPE: [usize; 2] = [HEADS * 48, 256]; // one and a half chunks
+    let mut rng = rng(2);
+    let values = random_values(&mut rng, SHAPE[0] * SHAPE[1]);
+    let stored = quantize(&values, &SHAPE, GgmlDType::Q8_0);
+    let temp = tempfile::tempdir().unwrap();
+    let path = temp.path().join("x.gguf");
+    let tensors = [("token_embd.weight", &stored), ("blk.0.attn_q.weight", &stored)];
+    write(&path, &metadata("llama", HEADS as u32, 4, 48), &tensors);
+    let checkpoint = Checkpoint::Gguf(GgufCheckpoint::open(&path).unwrap());
+    let whole = |name| checkpoint.read(name, &Slice::whole(&SHAPE)).unwrap().into_f32().into_owned();
+    let expected = dequantize_q8_0(&stored.data().unwrap());
+    assert_eq!(whole("model.embed_tokens.weight"), expected);
+    let query = whole("model.layers.0.self_attn.q_proj.weight");
+    assert_eq!(permute(&query, HEADS, SHAPE[1]), expected);
+    for _ in 0..20 {
+        let slice = random_slice(&mut rng, SHAPE[0], SHAPE[1]);
+        let read = checkpoint.read("model.layers.0.self_attn.q_proj.weight", &slice).unwrap().into_f32();
+        assert_eq!(read, slice_of(&query, SHAPE[1], &slice), "{slice:?}");
+    }
+}
+
+#[test]
 fn the_fixture_is_its_safetensors_original_up_to_quantisation() {
     let gguf = Checkpoint::Gguf(GgufCheckpoint::open(&fixture("llama-tied.gguf")).unwrap());
     let original = open_directory(&fixture("llama-tied"));
