@@ -176,6 +176,8 @@ pub(crate) struct Operands<F: Format, const NV: usize> {
     pub x_step: usize,
     pub w: [*const F::W; NV],
     pub w_step: usize,
+    /// A cache line from here is fetched with each step.
+    pub next: *const u8,
 }
 
 /// Adds `steps` steps to the accumulators, in order.
@@ -188,14 +190,14 @@ pub(crate) unsafe fn accumulate<L: Lanes, F: Format, const MR: usize, const NV: 
     steps: usize,
     operands: &Operands<F, NV>,
 ) {
+    let (mut x, mut w) = (operands.x, operands.w);
     for s in 0..steps {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let mut w = operands.w;
-            for w in &mut w {
-                *w = w.add(s * operands.w_step);
-            }
-            F::step(acc, operands.x.add(s * operands.x_step), operands.x_row, w);
+        L::prefetch(operands.next.wrapping_add(64 * s));
+        // SAFETY: the caller's promise; the pointers end where their data does, and are not read there.
+        unsafe { F::step(acc, x, operands.x_row, w) };
+        x = x.wrapping_add(operands.x_step);
+        for v in 0..NV {
+            w[v] = w[v].wrapping_add(operands.w_step);
         }
     }
 }

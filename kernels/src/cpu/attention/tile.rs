@@ -174,7 +174,7 @@ impl<'a, E: Element, const MR: usize> Tile<'a, E, MR> {
                 w[v] = unit.keys[(vector + v).min(end - 1)];
             }
             let operands: Operands<Single<E>, NV> =
-                Operands { x: self.q.as_ptr(), x_row: 1, x_step: MR, w, w_step: unit.key_step };
+                Operands { x: self.q.as_ptr(), x_row: 1, x_step: MR, w, w_step: unit.key_step, next: self.q.as_ptr().cast() };
             let mut acc = [[L::zero(); NV]; MR];
             // SAFETY: the query holds head_dim steps of MR; a vector's keys are head_dim lines of 16, a block size apart.
             unsafe { accumulate::<L, _, MR, NV>(&mut acc, self.layout.head_dim, &operands) };
@@ -242,7 +242,8 @@ impl<'a, E: Element, const MR: usize> Tile<'a, E, MR> {
             for v in 1..NV {
                 w[v] = w[0].wrapping_add(v * LANES);
             }
-            let operands: Operands<Single<E>, NV> = Operands { x, x_row: UNIT, x_step: 1, w, w_step: head_dim };
+            let operands: Operands<Single<E>, NV> =
+                Operands { x, x_row: UNIT, x_step: 1, w, w_step: head_dim, next: self.q.as_ptr().cast() };
             // SAFETY: weights are MR rows of UNIT; a vector's values are 16 lines of head_dim.
             unsafe { accumulate::<L, _, MR, NV>(&mut acc, to - from, &operands) };
         }

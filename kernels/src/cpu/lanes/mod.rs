@@ -63,6 +63,10 @@ pub(crate) trait Lanes: Copy + 'static {
     /// `2^n` as [`exp`](super::math::exp) makes it, from `n` plus the constant that rounded it to an integer.
     fn power_of_two(self) -> Self;
 
+    /// Asks for the cache line at `p`, which need not be readable.
+    #[inline(always)]
+    fn prefetch(_p: *const u8) {}
+
     /// `self` plus, lane by lane, the product of the bfloat16 pair `x` (first element in the low half) with 16 pairs.
     ///
     /// # Safety

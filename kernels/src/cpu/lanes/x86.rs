@@ -111,6 +111,11 @@ impl Lanes for Avx2 {
     }
 
     #[inline(always)]
+    fn prefetch(p: *const u8) {
+        x86!(_mm_prefetch::<_MM_HINT_T1>(p.cast()));
+    }
+
+    #[inline(always)]
     fn power_of_two(self) -> Self {
         x86! {
             let (a, b) = (_mm256_castps_si256(self.0), _mm256_castps_si256(self.1));
@@ -199,6 +204,11 @@ impl<const BF16: bool> Lanes for Avx512<BF16> {
             let below = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(x.0, _mm512_set1_ps(limit));
             Self(_mm512_mask_mov_ps(self.0, below, _mm512_setzero_ps()))
         }
+    }
+
+    #[inline(always)]
+    fn prefetch(p: *const u8) {
+        x86!(_mm_prefetch::<_MM_HINT_T1>(p.cast()));
     }
 
     #[inline(always)]

@@ -10,8 +10,11 @@ use super::lanes::{LANES, Lanes};
 use super::packed::{PackedMatrix, WeightDtype};
 use super::pool::Cpu;
 use super::rows::{Rows, RowsMut, SharedRows};
-use super::tile::{Format, Operands, Pairs, RoundedPairs, Single, accumulate, most_rows, tile_width};
+use super::tile::{Format, Operands, Pairs, RoundedPairs, Single, accumulate, tile_width};
 use half::bf16;
+use plan::Plan;
+
+mod plan;
 
 /// How a linear layer stores activations for its format.
 trait LinearFormat: Format {
@@ -68,76 +71,13 @@ pub fn linear(cpu: &Cpu, x: Rows<'_>, w: &PackedMatrix, bias: Option<&[f32]>, ou
 }
 
 fn run<F: LinearFormat>(cpu: &Cpu, x: Rows<'_>, w: &PackedMatrix, bias: Option<&[f32]>, out: RowsMut<'_>) {
-    let plan = Plan::new::<F>(cpu, x.rows(), w);
+    let plan = Plan::new(cpu, x.rows(), w, F::PER_STEP, size_of::<F::X>());
     let mut shared = cpu.shared();
     let packed = shared.packed.values::<F::X>(x.rows() * plan.steps);
     pack_activations::<F>(cpu, x, &plan, packed);
     let job = Job::<F> { isa: cpu.isa(), plan, packed, weights: w.storage().as_slice(), bias, out: out.share() };
     let scratch = job.plan.slots() * job.plan.slot_len();
     cpu.pool().run_with_scratch(job.plan.chunks * job.plan.groups, scratch, |task, scratch| job.task(task, scratch));
-}
-
-/// How one call is cut into register tiles and tasks.
-struct Plan {
-    rows: usize,
-    /// Tiles of at most the register tile's rows, of equal height but for one row.
-    tiles: usize,
-    /// Runs of tiles whose activations fit the cache of a core; a task has one.
-    chunks: usize,
-    panels: usize,
-    /// Runs of at most `width` panels, equal but for one panel; a task has one.
-    groups: usize,
-    /// Panels side by side in a register tile.
-    width: usize,
-    steps: usize,
-    leaves: usize,
-}
-
-/// Activations of a chunk: half of a 1 MiB second-level cache, the rest is for weights and results.
-const CHUNK_BYTES: usize = 512 << 10;
-
-/// Reduction steps between which weights stay in the first-level cache while all tiles of a chunk pass.
-const BLOCK_STEPS: usize = 256;
-
-impl Plan {
-    fn new<F: LinearFormat>(cpu: &Cpu, rows: usize, w: &PackedMatrix) -> Plan {
-        let accumulators = cpu.isa().accumulators();
-        let tiles = rows.div_ceil(most_rows(accumulators));
-        let tile_rows = rows.div_ceil(tiles);
-        let width = tile_width(tile_rows, accumulators);
-        let steps = w.padded_k() / F::PER_STEP;
-        let tile_bytes = tile_rows * steps * size_of::<F::X>();
-        let chunks = tiles.div_ceil((CHUNK_BYTES / tile_bytes).clamp(2, 8));
-        let panels = w.panels();
-        let groups = panels.div_ceil(width).next_multiple_of(cpu.pool().threads()).min(panels);
-        Plan { rows, tiles, chunks, panels, groups, width, steps, leaves: w.leaves() }
-    }
-
-    /// First row of a tile.
-    fn row(&self, tile: usize) -> usize {
-        self.rows * tile / self.tiles
-    }
-
-    /// First tile of a chunk.
-    fn tile(&self, chunk: usize) -> usize {
-        self.tiles * chunk / self.chunks
-    }
-
-    /// First panel of a group.
-    fn panel(&self, group: usize) -> usize {
-        self.panels * group / self.groups
-    }
-
-    /// Partial sums that wait for their sibling in the tree of leaves, and the one being added up.
-    fn slots(&self) -> usize {
-        self.leaves.ilog2() as usize + 1
-    }
-
-    /// Values of one partial sum: those of a chunk times a group of panels.
-    fn slot_len(&self) -> usize {
-        let tiles = self.tiles.div_ceil(self.chunks);
-        tiles * self.rows.div_ceil(self.tiles) * self.width * LANES
-    }
 }
 
 /// Activations by tile: `[step][row of the tile]`.
@@ -171,89 +111,111 @@ impl<F: LinearFormat> Job<'_, F> {
     /// One chunk of rows times one group of panels.
     fn task(&self, task: usize, scratch: &mut [f32]) {
         let (chunk, group) = (task / self.plan.groups, task % self.plan.groups);
-        let tiles = (self.plan.tile(chunk), self.plan.tile(chunk + 1));
-        let panels = (self.plan.panel(group), self.plan.panel(group + 1));
+        let tiles = self.plan.tile(chunk)..self.plan.tile(chunk + 1);
+        let panels = self.plan.panel(group)..self.plan.panel(group + 1);
         let leaf_steps = self.plan.steps / self.plan.leaves;
         let len = self.plan.slot_len();
         for leaf in 0..self.plan.leaves {
             // The partial sums on the stack are one for each bit set in the number of leaves done.
-            let depth = leaf.count_ones() as usize;
-            let (waiting, rest) = scratch.split_at_mut(depth * len);
-            let sum = &mut rest[..len];
-            let (mut from, end) = (leaf * leaf_steps, (leaf + 1) * leaf_steps);
-            while from < end {
-                let steps = (from, end.min(from + BLOCK_STEPS));
-                self.block(tiles, panels, steps, from > leaf * leaf_steps, sum);
-                from = steps.1;
+            let (waiting, rest) = scratch.split_at_mut(leaf.count_ones() as usize * len);
+            let mut sum = &mut rest[..len];
+            let (first, end) = (leaf * leaf_steps, (leaf + 1) * leaf_steps);
+            for from in (first..end).step_by(self.plan.block_steps) {
+                let steps = from..end.min(from + self.plan.block_steps);
+                self.block(&tiles, &panels, &steps, from > first, sum);
             }
-            let mut sum = sum;
             for left in waiting.chunks_exact_mut(len).rev().take(leaf.trailing_ones() as usize) {
                 left.iter_mut().zip(&*sum).for_each(|(left, right)| *left += right);
                 sum = left;
             }
         }
-        self.finish(tiles, panels, &scratch[..len]);
+        self.finish(&tiles, &panels, &scratch[..len]);
     }
 
-    /// Steps `steps` of every tile of a chunk into `sum`, `[row of the chunk][column of the group]`.
-    fn block(
-        &self,
-        tiles: (usize, usize),
-        panels: (usize, usize),
-        steps: (usize, usize),
-        carry: bool,
-        sum: &mut [f32],
-    ) {
-        let columns = self.plan.width * LANES;
-        let panel_len = self.weights.len() / self.plan.panels;
-        let step_len = panel_len / self.plan.steps;
-        // A group may be a panel short: its last panel is computed twice and dropped.
-        let panel = |v: usize| &self.weights[(panels.0 + v).min(panels.1 - 1) * panel_len..][..panel_len];
-        let first_row = self.plan.row(tiles.0);
-        for tile in tiles.0..tiles.1 {
-            let (from, to) = (self.plan.row(tile), self.plan.row(tile + 1));
-            let x = &self.packed[from * self.plan.steps + steps.0 * (to - from)..][..(steps.1 - steps.0) * (to - from)];
-            let sum = &mut sum[(from - first_row) * columns..(to - first_row) * columns];
-            let weights = |v: usize| &panel(v)[steps.0 * step_len..steps.1 * step_len];
-            tile_of::<F>(self.isa, to - from, self.plan.width, x, weights, carry, sum);
+    /// Steps `steps` of every tile of a chunk into `sum`, `[column of tiles][row of the chunk][16 * width]`.
+    fn block(&self, tiles: &Run, panels: &Run, steps: &Run, carry: bool, sum: &mut [f32]) {
+        let first_row = self.plan.row(tiles.start);
+        let row_len = self.plan.width * LANES;
+        let columns = panels.clone().step_by(self.plan.width).zip(sum.chunks_mut(self.plan.column_len()));
+        for (panel, sum) in columns {
+            let weights = self.weights(panel, panels.end, steps);
+            for tile in tiles.clone() {
+                let (from, to) = (self.plan.row(tile), self.plan.row(tile + 1));
+                let x = &self.packed[from * self.plan.steps + steps.start * (to - from)..][..steps.len() * (to - from)];
+                let next = self.next_weights(panel, panels, steps, tile - tiles.start);
+                let sum = &mut sum[(from - first_row) * row_len..(to - first_row) * row_len];
+                tile_of::<F>(self.isa, to - from, self.plan.width, Parts { x, weights: &weights, next, carry, sum });
+            }
         }
     }
 
+    /// Steps `steps` of the panels from `panel`: as many as a register tile is wide. A group may have fewer left: its
+    /// last one is then computed again and dropped.
+    fn weights(&self, panel: usize, end: usize, steps: &Run) -> [&[F::W]; WIDEST] {
+        let panel_len = self.weights.len() / self.plan.panels;
+        let step_len = panel_len / self.plan.steps;
+        std::array::from_fn(|v| {
+            let start = (panel + v).min(end - 1) * panel_len;
+            &self.weights[start + steps.start * step_len..start + steps.end * step_len]
+        })
+    }
+
+    /// What a tile fetches for the next one of another column or block: each of the first tiles, one panel.
+    fn next_weights(&self, panel: usize, panels: &Run, steps: &Run, tile: usize) -> *const F::W {
+        let panel_len = self.weights.len() / self.plan.panels;
+        let step_len = panel_len / self.plan.steps;
+        if self.plan.tiles == 1 {
+            return self.weights.as_ptr().wrapping_add(panel * panel_len); // in the cache: a single pass is left to itself
+        }
+        let (panel, step) = match panel + self.plan.width {
+            next if next < panels.end => (next, steps.start),
+            _ => (panels.start, steps.end),
+        };
+        self.weights.as_ptr().wrapping_add((panel + tile.min(self.plan.width - 1)) * panel_len + step * step_len)
+    }
+
     /// Adds the bias and writes the columns that are not padding.
-    fn finish(&self, tiles: (usize, usize), panels: (usize, usize), sum: &[f32]) {
-        let (first_row, last_row) = (self.plan.row(tiles.0), self.plan.row(tiles.1));
-        let first_column = panels.0 * LANES;
-        let columns = (panels.1 * LANES).min(self.out.width()) - first_column;
-        for (row, sum) in (first_row..last_row).zip(sum.chunks(self.plan.width * LANES)) {
-            // SAFETY: no other task has these rows and columns.
-            let out = unsafe { self.out.part(row, first_column, columns) };
-            match self.bias {
-                None => out.copy_from_slice(&sum[..columns]),
-                Some(bias) => {
-                    let bias = &bias[first_column..];
-                    out.iter_mut().zip(sum).zip(bias).for_each(|((out, sum), bias)| *out = sum + bias);
+    fn finish(&self, tiles: &Run, panels: &Run, sum: &[f32]) {
+        let width = self.plan.width;
+        for (panel, sum) in panels.clone().step_by(width).zip(sum.chunks(self.plan.column_len())) {
+            let first = panel * LANES;
+            let len = ((panel + width).min(panels.end) * LANES).min(self.out.width()) - first;
+            for (row, sum) in (self.plan.row(tiles.start)..self.plan.row(tiles.end)).zip(sum.chunks(width * LANES)) {
+                // SAFETY: no other task has these rows and columns.
+                let out = unsafe { self.out.part(row, first, len) };
+                match self.bias {
+                    None => out.copy_from_slice(&sum[..len]),
+                    Some(bias) => {
+                        let bias = &bias[first..];
+                        out.iter_mut().zip(sum).zip(bias).for_each(|((out, sum), bias)| *out = sum + bias);
+                    }
                 }
             }
         }
     }
 }
 
-/// Runs the register tile of this shape.
-fn tile_of<'a, F: Format>(
-    isa: Isa,
-    rows: usize,
-    width: usize,
+type Run = std::ops::Range<usize>;
+
+/// Panels of the widest register tile.
+const WIDEST: usize = 4;
+
+/// `sum[rows][width * 16] (+)= x[steps][rows] · weights[width][steps][16]`.
+struct Parts<'a, F: Format> {
     x: &'a [F::X],
-    weights: impl Fn(usize) -> &'a [F::W],
+    weights: &'a [&'a [F::W]; WIDEST],
+    /// A cache line from here is fetched with each step.
+    next: *const F::W,
     carry: bool,
     sum: &'a mut [f32],
-) {
+}
+
+/// Runs the register tile of this shape.
+fn tile_of<F: Format>(isa: Isa, rows: usize, width: usize, parts: Parts<'_, F>) {
     macro_rules! shapes {
         ($(($rows:literal $width:literal))*) => {
             match (rows, width) {
-                $(($rows, $width) => {
-                    isa.dispatch(Tile::<F, $rows, $width> { x, weights: std::array::from_fn(weights), carry, sum })
-                })*
+                $(($rows, $width) => isa.dispatch(Tile::<F, $rows, $width>(parts)),)*
                 _ => unreachable!("no register tile of {rows} rows and {width} panels"),
             }
         };
@@ -265,13 +227,7 @@ fn tile_of<'a, F: Format>(
     );
 }
 
-/// `sum[MR][NV * 16] (+)= x[steps][MR] · weights[NV][steps][16]`.
-struct Tile<'a, F: Format, const MR: usize, const NV: usize> {
-    x: &'a [F::X],
-    weights: [&'a [F::W]; NV],
-    carry: bool,
-    sum: &'a mut [f32],
-}
+struct Tile<'a, F: Format, const MR: usize, const NV: usize>(Parts<'a, F>);
 
 impl<F: Format, const MR: usize, const NV: usize> Kernel for Tile<'_, F, MR, NV> {
     type Output = ();
@@ -283,23 +239,24 @@ impl<F: Format, const MR: usize, const NV: usize> Kernel for Tile<'_, F, MR, NV>
         if const { MR * NV > L::ACCUMULATORS || NV < tile_width(MR + 1, L::ACCUMULATORS) } {
             unreachable!("the plan has no such tile");
         }
-        let steps = self.x.len() / MR;
-        let w_step = self.weights[0].len() / steps;
-        assert!(w_step >= LANES && self.weights.iter().all(|w| w.len() == steps * w_step));
-        let (sums, _) = self.sum[..MR * NV * LANES].as_chunks_mut::<LANES>();
+        let Parts { x, weights, next, carry, sum } = self.0;
+        let steps = x.len() / MR;
+        let w_step = weights[0].len() / steps;
+        assert!(w_step >= LANES && weights.iter().all(|w| w.len() == steps * w_step));
+        let (sums, _) = sum[..MR * NV * LANES].as_chunks_mut::<LANES>();
         let mut acc = [[L::zero(); NV]; MR];
-        if self.carry {
+        if carry {
             for m in 0..MR {
                 for v in 0..NV {
                     acc[m][v] = L::from_array(&sums[m * NV + v]);
                 }
             }
         }
-        let mut w = [self.weights[0].as_ptr(); NV];
+        let mut w = [weights[0].as_ptr(); NV];
         for v in 0..NV {
-            w[v] = self.weights[v].as_ptr();
+            w[v] = weights[v].as_ptr();
         }
-        let operands = Operands { x: self.x.as_ptr(), x_row: 1, x_step: MR, w, w_step };
+        let operands = Operands { x: x.as_ptr(), x_row: 1, x_step: MR, w, w_step, next: next.cast() };
         // SAFETY: `x` holds `steps` steps of MR rows, each panel as many steps of 16 columns.
         unsafe { accumulate::<L, F, MR, NV>(&mut acc, steps, &operands) };
         for m in 0..MR {
