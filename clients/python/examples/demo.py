@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -57,6 +58,11 @@ def progress(text: str, milestone: bool = False) -> None:
         print(f"    {text}", flush=True)
 
 
+def printable(text: str) -> str:
+    """What a model says may hold control characters, which a terminal would obey."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
 def clear_progress() -> None:
     if IS_TERMINAL:
         print("\r\x1b[2K", end="", flush=True)
@@ -64,7 +70,8 @@ def clear_progress() -> None:
 
 def follow(log: IO[str]) -> None:
     """Prints what the server has logged since the last look."""
-    for line in log.read().splitlines():
+    without_colours = re.sub(r"\x1b\[[0-9;]*m", "", log.read())
+    for line in without_colours.splitlines():
         clear_progress()
         print(styled("2", f"    | {line[: WIDTH - 6] if IS_TERMINAL else line}"), flush=True)
 
@@ -122,7 +129,7 @@ def show_groups(outputs: list[PromptOutput]) -> None:
                 f"seed {sample.seed}"
             )
             print(styled("2;32", f"  {facts}"))
-            for paragraph in (sample.text or "").strip().splitlines():
+            for paragraph in printable(sample.text or "").strip().splitlines():
                 print(textwrap.fill(paragraph, WIDTH, initial_indent="    ", subsequent_indent="    "))
 
 
