@@ -39,7 +39,7 @@ test-rust: check-cargo
 	$(CARGO) test --workspace --release
 
 test-python: setup server
-	$(call say,Python tests: the client alone, then against the server)
+	$(call say,Python tests: the client alone and against the server)
 	$(BIN)/python -m pytest clients/python --server $(SERVER)
 
 lint: setup check-cargo ## formatting, clippy and ruff
@@ -62,7 +62,7 @@ proto: setup ## after a change in proto/: the descriptors of the Python client
 fixtures: ## make tests/fixtures again (installs torch and transformers, several GB, into .venv-fixtures)
 	$(call say,Installing torch and transformers into .venv-fixtures)
 	$(PYTHON) -m venv .venv-fixtures
-	.venv-fixtures/bin/pip install --quiet torch transformers safetensors gguf
+	.venv-fixtures/bin/pip install --quiet torch==2.15.0 transformers==5.23.0 safetensors gguf==0.19.0
 	.venv-fixtures/bin/python tests/fixtures/make_fixtures.py
 
 $(MODEL): | $(VENV)/.installed
