@@ -1,5 +1,6 @@
 //! The server process: reads the configuration, starts the engine, serves until it is told to end.
 
+use std::io::IsTerminal;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -93,7 +94,11 @@ fn parts(config: &Config, started: Started) -> (Parts, std::thread::JoinHandle<R
 fn init_logs(config: &Config) -> Result<()> {
     let filter = EnvFilter::try_new(&config.log)
         .map_err(|e| Error::Config(format!("--log {:?} is not a log filter: {e}; try info or debug", config.log)))?;
-    let logs = tracing_subscriber::fmt().with_env_filter(filter).with_target(false).with_writer(std::io::stderr);
+    let logs = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_target(false)
+        .with_ansi(std::io::stderr().is_terminal())
+        .with_writer(std::io::stderr);
     match config.log_format {
         LogFormat::Text => logs.init(),
         LogFormat::Json => logs.json().init(),

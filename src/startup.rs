@@ -206,7 +206,9 @@ fn reserve_kv(budget: &mut MemoryBudget, config: &Config, model: &ModelConfig, l
             budget.utilization_for(needed * per_block),
         )));
     }
-    budget.reserve("kv_cache", blocks * per_block)?;
+    budget.reserve("kv_cache", blocks * per_block).map_err(|e| {
+        Error::ResourceExhausted(format!("--kv-cache-bytes {bytes}: {e}; lower it, or raise --mem-util"))
+    })?;
     usize::try_from(blocks).ok().filter(|&b| b <= u32::MAX as usize / layout.block_size).ok_or_else(|| {
         Error::Config(format!("a KV cache of {blocks} blocks is more than slots can number; give --kv-cache-bytes"))
     })
