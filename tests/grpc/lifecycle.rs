@@ -161,8 +161,12 @@ async fn a_second_order_aborts_what_runs() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_order_to_end_waits_for_room_in_the_queue() {
     let server = start_with_queue(1).await;
-    let stream = server.rollout().await.generate(request()).await.expect("fits in the queue");
+    let mut client = server.rollout().await;
+    let stream = client.generate(request()).await.expect("fits in the queue");
     server.shutdown.order();
+    // Full until the server has begun to end, and a moment more, so that its order has met the full queue.
+    while client.generate(request()).await.expect_err("full, then ending").code() != Code::Unavailable {}
+    tokio::time::sleep(Duration::from_millis(50)).await;
     let engine = server.generate_command();
     assert!(matches!(server.command(), Command::Shutdown { .. }));
     drop((stream, engine));
