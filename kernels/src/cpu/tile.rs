@@ -153,10 +153,13 @@ impl Format for RoundedPairs {
     }
 }
 
+/// The most rows of a register tile on any instruction set.
+pub(crate) const MOST_ROWS: usize = 12;
+
 /// The most rows of a register tile on an instruction set with this many accumulators: two vectors of columns a row are
 /// enough for wide ones to hide what loading and widening weights costs.
 pub(crate) const fn most_rows(accumulators: usize) -> usize {
-    if accumulators >= 24 { 12 } else { accumulators }
+    if accumulators >= 2 * MOST_ROWS { MOST_ROWS } else { accumulators }
 }
 
 /// How many vectors of columns, side by side, the tile of so many rows has.

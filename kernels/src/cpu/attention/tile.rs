@@ -173,8 +173,14 @@ impl<'a, E: Element, const MR: usize> Tile<'a, E, MR> {
             for v in 0..NV {
                 w[v] = unit.keys[(vector + v).min(end - 1)];
             }
-            let operands: Operands<Single<E>, NV> =
-                Operands { x: self.q.as_ptr(), x_row: 1, x_step: MR, w, w_step: unit.key_step, next: self.q.as_ptr().cast() };
+            let operands: Operands<Single<E>, NV> = Operands {
+                x: self.q.as_ptr(),
+                x_row: 1,
+                x_step: MR,
+                w,
+                w_step: unit.key_step,
+                next: self.q.as_ptr().cast(),
+            };
             let mut acc = [[L::zero(); NV]; MR];
             // SAFETY: the query holds head_dim steps of MR; a vector's keys are head_dim lines of 16, a block size apart.
             unsafe { accumulate::<L, _, MR, NV>(&mut acc, self.layout.head_dim, &operands) };

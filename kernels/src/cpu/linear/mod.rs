@@ -10,7 +10,7 @@ use super::lanes::{LANES, Lanes};
 use super::packed::{PackedMatrix, WeightDtype};
 use super::pool::Cpu;
 use super::rows::{Rows, RowsMut, SharedRows};
-use super::tile::{Format, Operands, Pairs, RoundedPairs, Single, accumulate, tile_width};
+use super::tile::{Format, MOST_ROWS, Operands, Pairs, RoundedPairs, Single, accumulate, tile_width};
 use half::bf16;
 use plan::Plan;
 
@@ -18,37 +18,71 @@ mod plan;
 
 /// How a linear layer stores activations for its format.
 trait LinearFormat: Format {
-    /// Elements of the reduction per step.
+    /// The elements of the reduction in one step.
+    type Step: Copy + Sync;
     const PER_STEP: usize;
 
-    fn pack(values: &[f32]) -> Self::X;
+    /// A row's whole steps, and what is left.
+    fn steps(row: &[f32]) -> (&[Self::Step], &[f32]);
+
+    fn pack(step: Self::Step) -> Self::X;
+
+    /// The step of an element that has no second.
+    fn pack_last(x: f32) -> Self::X;
 }
 
 impl LinearFormat for Single<f32> {
+    type Step = f32;
     const PER_STEP: usize = 1;
 
+    fn steps(row: &[f32]) -> (&[f32], &[f32]) {
+        (row, &[])
+    }
+
     #[inline(always)]
-    fn pack(values: &[f32]) -> f32 {
-        values[0]
+    fn pack(x: f32) -> f32 {
+        x
+    }
+
+    fn pack_last(x: f32) -> f32 {
+        x
     }
 }
 
 impl LinearFormat for Pairs {
+    type Step = [f32; 2];
     const PER_STEP: usize = 2;
 
+    fn steps(row: &[f32]) -> (&[[f32; 2]], &[f32]) {
+        row.as_chunks()
+    }
+
     #[inline(always)]
-    fn pack(values: &[f32]) -> [f32; 2] {
-        [values[0], *values.get(1).unwrap_or(&0.0)]
+    fn pack(pair: [f32; 2]) -> [f32; 2] {
+        pair
+    }
+
+    fn pack_last(x: f32) -> [f32; 2] {
+        [x, 0.0]
     }
 }
 
 impl LinearFormat for RoundedPairs {
+    type Step = [f32; 2];
     const PER_STEP: usize = 2;
 
+    fn steps(row: &[f32]) -> (&[[f32; 2]], &[f32]) {
+        row.as_chunks()
+    }
+
     #[inline(always)]
-    fn pack(values: &[f32]) -> u32 {
-        let bits = |x: f32| u32::from(bf16::from_f32(x).to_bits());
-        bits(values[0]) | bits(*values.get(1).unwrap_or(&0.0)) << 16
+    fn pack(pair: [f32; 2]) -> u32 {
+        let [first, second] = pair.map(|x| u32::from(bf16::from_f32(x).to_bits()));
+        first | second << 16
+    }
+
+    fn pack_last(x: f32) -> u32 {
+        Self::pack([x, 0.0])
     }
 }
 
@@ -84,17 +118,32 @@ fn run<F: LinearFormat>(cpu: &Cpu, x: Rows<'_>, w: &PackedMatrix, bias: Option<&
 fn pack_activations<F: LinearFormat>(cpu: &Cpu, x: Rows<'_>, plan: &Plan, packed: &mut [F::X]) {
     let tile = |tile: usize, packed: &mut [F::X]| {
         let (from, to) = (plan.row(tile), plan.row(tile + 1));
-        for row in from..to {
-            let cells = packed[row - from..].iter_mut().step_by(to - from);
-            for (cell, values) in cells.zip(x.row(row).chunks(F::PER_STEP)) {
-                *cell = F::pack(values);
-            }
+        let mut rows: [&[F::Step]; MOST_ROWS] = [&[]; MOST_ROWS];
+        (from..to).zip(&mut rows).for_each(|(i, row)| *row = F::steps(x.row(i)).0);
+        let mut cells = packed.chunks_exact_mut(to - from);
+        for (step, cells) in cells.by_ref().take(rows[0].len()).enumerate() {
+            cells.iter_mut().zip(&rows).for_each(|(cell, row)| *cell = F::pack(row[step]));
+        }
+        if let Some(cells) = cells.next() {
+            // Half a step is left, of rows of odd length.
+            cells.iter_mut().zip(from..to).for_each(|(cell, i)| *cell = F::pack_last(F::steps(x.row(i)).1[0]));
         }
     };
-    if plan.tiles == 1 {
-        return tile(0, packed);
-    }
-    cpu.pool().run_parts(packed, plan.tiles, |i| plan.row(i) * plan.steps, tile);
+    // Waking threads takes as long as packing some thousand values.
+    let parts = if packed.len() < 4096 { 1 } else { plan.tiles.min(4 * cpu.pool().threads()) };
+    let first = |part: usize| plan.tiles * part / parts;
+    cpu.pool().run_parts(
+        packed,
+        parts,
+        |part| plan.row(first(part)) * plan.steps,
+        |part, mut packed| {
+            for i in first(part)..first(part + 1) {
+                let (cells, rest) = packed.split_at_mut((plan.row(i + 1) - plan.row(i)) * plan.steps);
+                tile(i, cells);
+                packed = rest;
+            }
+        },
+    );
 }
 
 /// What the tasks of a call share.
