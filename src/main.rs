@@ -1,18 +1,13 @@
 //! The server process: reads the configuration, starts the engine, serves until it is told to end.
 
 use std::io::IsTerminal;
-use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Parser;
 use rollout_server::config::{Config, LogFormat};
 use rollout_server::error::{Error, Result};
-use rollout_server::memory::resident_bytes;
-use rollout_server::server::{
-    Bound, Ended, MemoryReport, ModelFacts, Parts, ServerConfig, ServerInfo, TextCodec, serve, shutdown_channel,
-    watch_signals,
-};
-use rollout_server::startup::{self, Started};
+use rollout_server::server::{Bound, Ended, ServerConfig, serve, shutdown_channel, watch_signals};
+use rollout_server::startup;
 use tracing_subscriber::EnvFilter;
 
 fn main() {
@@ -40,7 +35,7 @@ fn run(config: Config) -> Result<()> {
             let load = move || startup::start(&config).map(|started| (config, started));
             let loaded = tokio::task::spawn_blocking(load).await;
             let (config, started) = loaded.map_err(|e| Error::Internal(format!("the start failed: {e}")))??;
-            let (parts, thread) = parts(&config, started);
+            let (parts, thread) = started.into_parts(&config);
             // An engine that dies takes the server with it: a supervisor restarts a process, not half of one.
             let watcher = std::thread::spawn(move || {
                 let result = thread.join().unwrap_or_else(|_| Err(Error::Internal("the engine panicked".into())));
@@ -59,36 +54,6 @@ fn run(config: Config) -> Result<()> {
         Ok(thread) if ended == Ended::Drained => thread.join().expect("the watcher does not panic"),
         _ => Ok(()),
     }
-}
-
-/// What the server needs of a started engine, and the engine's thread.
-fn parts(config: &Config, started: Started) -> (Parts, std::thread::JoinHandle<Result<()>>) {
-    let Started { engine, thread, model, memory, text, .. } = started;
-    let info = ServerInfo {
-        model: started.model_name,
-        architecture: model.architecture_name().into(),
-        dtype: started.dtype.into(),
-        device: "cpu".into(),
-        tensor_parallel_size: config.tp,
-        max_num_seqs: config.max_num_seqs,
-        max_batch_tokens: config.max_batch_tokens,
-        block_size: config.block_size,
-        parameters: started.parameters,
-        kernel: started.kernel.into(),
-    };
-    let facts = ModelFacts {
-        vocab_size: model.vocab_size,
-        max_model_len: started.max_model_len,
-        eos_token_ids: model.eos_token_ids,
-        text: text.tokenizer.map(|tokenizer| Arc::new(TextCodec::new(tokenizer, text.chat_template))),
-    };
-    let memory = Arc::new(move || MemoryReport {
-        total_bytes: memory.total,
-        ceiling_bytes: memory.ceiling,
-        entries: memory.entries.iter().map(|(name, bytes)| ((*name).into(), *bytes)).collect(),
-        resident_bytes: resident_bytes(),
-    });
-    (Parts { model: Arc::new(facts), info, engine, memory }, thread)
 }
 
 fn init_logs(config: &Config) -> Result<()> {

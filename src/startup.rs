@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::sync_channel;
+use std::thread::JoinHandle;
 use std::time::Instant;
 
 use rollout_kernels::{KvDtype, Ops, WeightDtype};
@@ -17,6 +18,7 @@ use crate::memory::{self, MemoryBudget, MemoryReport, human_bytes};
 use crate::model::config::ModelConfig;
 use crate::model::{Build, Decoder, Workspace, kv_bytes_per_block, kv_caches};
 use crate::scheduler::{Scheduler, SchedulerConfig};
+use crate::server::{self, ModelFacts, Parts, ServerInfo, TextCodec};
 use crate::text::{ChatTemplate, Tokenizer};
 use crate::weights::{Checkpoint, Dtype, ModelFiles, ModelSource, Partition, TokenizerFiles};
 
@@ -28,7 +30,7 @@ const PROCESS_BYTES: u64 = 128 << 20;
 pub struct Started {
     pub engine: EngineHandle,
     /// Ends after `Command::Shutdown`, or when all handles are gone.
-    pub thread: std::thread::JoinHandle<Result<()>>,
+    pub thread: JoinHandle<Result<()>>,
     pub model: ModelConfig,
     pub model_name: String,
     pub dtype: &'static str,
@@ -37,6 +39,38 @@ pub struct Started {
     pub kernel: &'static str,
     pub memory: MemoryReport,
     pub text: Text,
+}
+
+impl Started {
+    /// What the server needs, and the engine's thread.
+    pub fn into_parts(self, config: &Config) -> (Parts, JoinHandle<Result<()>>) {
+        let Self { engine, thread, model, memory, text, .. } = self;
+        let info = ServerInfo {
+            model: self.model_name,
+            architecture: model.architecture_name().into(),
+            dtype: self.dtype.into(),
+            device: "cpu".into(),
+            tensor_parallel_size: config.tp,
+            max_num_seqs: config.max_num_seqs,
+            max_batch_tokens: config.max_batch_tokens,
+            block_size: config.block_size,
+            parameters: self.parameters,
+            kernel: self.kernel.into(),
+        };
+        let facts = ModelFacts {
+            vocab_size: model.vocab_size,
+            max_model_len: self.max_model_len,
+            eos_token_ids: model.eos_token_ids,
+            text: text.tokenizer.map(|tokenizer| Arc::new(TextCodec::new(tokenizer, text.chat_template))),
+        };
+        let memory = Arc::new(move || server::MemoryReport {
+            total_bytes: memory.total,
+            ceiling_bytes: memory.ceiling,
+            entries: memory.entries.iter().map(|(name, bytes)| ((*name).into(), *bytes)).collect(),
+            resident_bytes: memory::resident_bytes(),
+        });
+        (Parts { model: Arc::new(facts), info, engine, memory }, thread)
+    }
 }
 
 /// What turns text into tokens and back; a model without a tokenizer serves token ids only.
@@ -48,7 +82,9 @@ pub struct Text {
 impl Text {
     fn open(files: &TokenizerFiles) -> Result<Self> {
         let (tokenizer, chat_template) = match files {
-            TokenizerFiles::Gguf(metadata) => (Some(Tokenizer::from_gguf(metadata)?), ChatTemplate::from_gguf(metadata)?),
+            TokenizerFiles::Gguf(metadata) => {
+                (Some(Tokenizer::from_gguf(metadata)?), ChatTemplate::from_gguf(metadata)?)
+            }
             TokenizerFiles::HuggingFace { tokenizer_json, tokenizer_config_json, chat_template } => (
                 tokenizer_json.exists().then(|| Tokenizer::from_file(tokenizer_json)).transpose()?,
                 ChatTemplate::from_files(tokenizer_config_json.as_deref(), chat_template.as_deref())?,
@@ -168,11 +204,8 @@ fn reserve_fixed(
         .map(|rank| Decoder::new(model, layout.build(rank), layout.max_model_len))
         .collect::<Result<_>>()?;
     let workspace = Workspace::bytes(model, layout.build(0), layout.max_batch_tokens) * layout.world as u64;
-    let entries = [
-        ("process", PROCESS_BYTES),
-        ("weights", decoders.iter().map(Decoder::bytes).sum()),
-        ("workspace", workspace),
-    ];
+    let entries =
+        [("process", PROCESS_BYTES), ("weights", decoders.iter().map(Decoder::bytes).sum()), ("workspace", workspace)];
     let needed: u64 = entries.iter().map(|e| e.1).sum();
     let least = needed + block_bytes(model, layout) * blocks_for(layout.max_model_len, layout);
     for (name, bytes) in entries {
@@ -280,7 +313,8 @@ struct Progress {
 
 impl Progress {
     fn new(checkpoint: &Checkpoint, world: usize) -> Self {
-        let total: u64 = checkpoint.names().iter().filter_map(|n| checkpoint.stored_bytes(n).ok()).map(|b| b as u64).sum();
+        let total: u64 =
+            checkpoint.names().iter().filter_map(|n| checkpoint.stored_bytes(n).ok()).map(|b| b as u64).sum();
         Self { total: total * world as u64, loaded: AtomicU64::new(0), started: Instant::now() }
     }
 

@@ -112,13 +112,17 @@ fn a_cache_hit_is_a_miss() {
 #[test]
 fn preempted_is_not_preempted() {
     // 32 KiB: a few sequences of this model at a time, while all 32 are let in.
-    on_engines("llama-tied", &["--kv-cache-bytes", PREEMPTING_CACHE, "--max-model-len", "128"], |engine, params, alone| {
-        let before = engine.status().preemptions;
-        assert_eq!(&generate(engine, prompts(), 1, params).bits(), alone);
-        let preemptions = engine.status().preemptions - before;
-        assert!(preemptions > 0, "nothing was preempted: {:?}", engine.status());
-        engine.assert_all_free();
-    });
+    on_engines(
+        "llama-tied",
+        &["--kv-cache-bytes", PREEMPTING_CACHE, "--max-model-len", "128"],
+        |engine, params, alone| {
+            let before = engine.status().preemptions;
+            assert_eq!(&generate(engine, prompts(), 1, params).bits(), alone);
+            let preemptions = engine.status().preemptions - before;
+            assert!(preemptions > 0, "nothing was preempted: {:?}", engine.status());
+            engine.assert_all_free();
+        },
+    );
 }
 
 /// A few sequences of the fixture at a time.
@@ -150,7 +154,8 @@ fn a_prompts_logprobs_are_its_score() {
     let engine = Engine::start("qwen2", &[]);
     let scored = engine.generate(Request::score(prompts()));
     let mut request = Request::generate(prompts(), 2, SEED, 4);
-    request.kind = rollout_server::engine::Kind::Generate { n: 2, seed: SEED, prompt_logprobs: true, stream_tokens: true };
+    request.kind =
+        rollout_server::engine::Kind::Generate { n: 2, seed: SEED, prompt_logprobs: true, stream_tokens: true };
     let generated = engine.generate(request);
     assert_eq!(generated.streamed, 32 * 2 * 4);
     for ((_, a), (_, b)) in scored.prompt_logprobs.iter().zip(&generated.prompt_logprobs) {

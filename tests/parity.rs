@@ -90,8 +90,7 @@ fn bfloat16_is_no_farther_from_float32_than_transformers_bfloat16() {
         let reference = Reference::read(&format!("{model}/reference.safetensors"));
         let engine = Engine::start(model, &["--dtype", "bfloat16"]);
         let ours = score(&engine, &reference.sequences);
-        let (mean_ours, mean_theirs) =
-            (mean(&ours, &reference.float32), mean(&reference.bfloat16, &reference.float32));
+        let (mean_ours, mean_theirs) = (mean(&ours, &reference.float32), mean(&reference.bfloat16, &reference.float32));
         println!("{model} bfloat16: mean difference {mean_ours:e}, transformers' {mean_theirs:e}");
         assert!(mean_ours > 0.0, "{model}: bfloat16 was not used");
         assert!(mean_ours <= mean_theirs, "{model}: {mean_ours:e} > {mean_theirs:e}");

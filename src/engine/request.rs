@@ -9,9 +9,7 @@ use crate::cache::CacheSalt;
 use crate::error::Error;
 use crate::scheduler::{Group, GroupKind};
 use crate::text::{IncrementalDetokenizer, StopMatcher, StopStrings, Tokenizer};
-use crate::types::{
-    FinishReason, GroupKey, RequestKey, SampleKey, TokenId, TokenLogprobs, WeightVersion, sample_seed,
-};
+use crate::types::{FinishReason, GroupKey, RequestKey, SampleKey, TokenId, TokenLogprobs, WeightVersion, sample_seed};
 
 /// State of a request between admission and its terminal event.
 pub struct Request {

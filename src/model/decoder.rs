@@ -4,7 +4,7 @@ use candle_core::Tensor;
 use rollout_kernels::{AttentionSequence, AttentionShape, KvCache, Ops};
 
 use super::config::ModelConfig;
-use super::layers::{Build, Linear, Norm, Projection, VocabularyMatrix, Visitor};
+use super::layers::{Build, Linear, Norm, Projection, Visitor, VocabularyMatrix};
 use super::workspace::Workspace;
 use crate::comm::Communicator;
 use crate::error::Result;
@@ -130,14 +130,7 @@ impl Decoder {
         self.embedding.bytes() + layers + self.norm.bytes() + self.head.as_ref().map_or(0, VocabularyMatrix::bytes)
     }
 
-    fn attention(
-        &self,
-        ops: &Ops,
-        layer: &Layer,
-        input: &Input<'_>,
-        kv: &mut KvCache,
-        w: &Workspace,
-    ) -> Result<()> {
+    fn attention(&self, ops: &Ops, layer: &Layer, input: &Input<'_>, kv: &mut KvCache, w: &Workspace) -> Result<()> {
         let HeadDims { heads, kv_heads, head_dim } = self.dims;
         layer.qkv.forward(ops, &w.normed, &w.qkv)?;
         let q = w.qkv.narrow(1, 0, heads * head_dim)?;
@@ -151,11 +144,8 @@ impl Decoder {
             ops.rope(x, head_dim, input.positions, &self.rope_cos, &self.rope_sin)?;
         }
         ops.write_kv(&k, &v, input.slots, kv)?;
-        let shape = AttentionShape {
-            heads,
-            scale: (head_dim as f32).sqrt().recip(),
-            sliding_window: layer.sliding_window,
-        };
+        let shape =
+            AttentionShape { heads, scale: (head_dim as f32).sqrt().recip(), sliding_window: layer.sliding_window };
         ops.paged_attention(&q, &shape, input.sequences, kv, &w.attention)?;
         Ok(())
     }

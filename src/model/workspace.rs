@@ -111,13 +111,7 @@ impl Widths {
 }
 
 /// The paged KV cache of each layer.
-pub fn kv_caches(
-    config: &ModelConfig,
-    build: Build,
-    dtype: KvDtype,
-    blocks: usize,
-    block_size: usize,
-) -> Vec<KvCache> {
+pub fn kv_caches(config: &ModelConfig, build: Build, dtype: KvDtype, blocks: usize, block_size: usize) -> Vec<KvCache> {
     (0..config.num_layers).map(|_| KvCache::new(kv_layout(config, build, dtype, blocks, block_size))).collect()
 }
 

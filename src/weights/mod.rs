@@ -12,8 +12,8 @@ mod source;
 mod tensor;
 
 pub use checkpoint::{Checkpoint, LoadProgress};
-pub use partition::Partition;
 pub use gguf::{GgufCheckpoint, GgufMetadata};
+pub use partition::Partition;
 pub use safetensors::SafetensorsCheckpoint;
 pub use shard::{ParamSpec, ShardRule, Slice, head_range, matrix_shape};
 pub use source::{ModelFiles, ModelSource, TokenizerFiles};

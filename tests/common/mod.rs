@@ -156,7 +156,9 @@ impl Running {
         loop {
             match self.events.recv_timeout(PATIENCE).expect("the engine answers") {
                 Event::Token { .. } => reply.streamed += 1,
-                Event::PromptLogprobs { prompt_index, logprobs, .. } => reply.prompt_logprobs.push((prompt_index, logprobs)),
+                Event::PromptLogprobs { prompt_index, logprobs, .. } => {
+                    reply.prompt_logprobs.push((prompt_index, logprobs))
+                }
                 Event::Completion(completion) => reply.completions.push(completion),
                 Event::Done(summary) => reply.summary = Some(summary),
                 Event::Failed(error) => reply.error = Some(error),
@@ -198,7 +200,5 @@ pub fn random_prompts(seed: u64, count: usize, lengths: std::ops::Range<usize>, 
     use rand::{Rng, SeedableRng};
     println!("prompts from seed {seed}");
     let mut rng = rand_chacha::ChaCha8Rng::seed_from_u64(seed);
-    (0..count)
-        .map(|_| (0..rng.random_range(lengths.clone())).map(|_| rng.random_range(0..vocab)).collect())
-        .collect()
+    (0..count).map(|_| (0..rng.random_range(lengths.clone())).map(|_| rng.random_range(0..vocab)).collect()).collect()
 }

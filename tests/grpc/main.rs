@@ -2,4 +2,5 @@
 
 mod harness;
 mod lifecycle;
+mod real;
 mod requests;

@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+from pathlib import Path
 import threading
 import time
 
@@ -77,6 +78,28 @@ def test_a_killed_client_leaves_every_block_free(running):
         assert busy.running_requests == 1
         assert_idle(client)
         assert client.generate([[1]])[0].samples
+
+
+def test_resident_memory_stays_below_the_ceiling_while_the_whole_cache_is_used(binary):
+    """The system's own high-water mark, of a server whose every block has been written."""
+    total = ServerProcess(binary, FIXTURES / "llama-tied", SMALL_CACHE)
+    with total:
+        machine = total.client.status().memory.total_bytes
+    ceiling = 256 << 20
+    with ServerProcess(binary, FIXTURES / "llama-tied", ["--mem-util", f"{ceiling / machine:.6f}"]) as server:
+        before = server.client.status()
+        tokens = before.total_blocks * server.client.info().block_size
+        prompts = [[(i * 7 + j) % 500 for j in range(960)] for i in range(tokens // 960)]
+        sampling = SamplingParams(max_tokens=48, ignore_eos=True)
+        server.client.generate(prompts, n=8, sampling=sampling)
+        status = Path(f"/proc/{server.process.pid}/status").read_text()
+        peak = int(re.search(r"VmHWM:\s+(\d+) kB", status).group(1)) << 10
+        after = server.client.status()
+        assert sum(after.memory.entries.values()) <= after.memory.ceiling_bytes
+        # Prompts and samples need more than the cache has: all of it was used.
+        assert after.cached_blocks > 0.9 * after.total_blocks
+        used = sum(after.memory.entries.values()) - after.memory.entries["process"]
+        assert 0.5 * used < peak <= after.memory.ceiling_bytes, (peak, after.memory)
 
 
 def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(binary):

@@ -4,13 +4,13 @@
 //! lanes with the same operations on every instruction set, so all of them give the same bits. The one exception is
 //! [`linear`] with bfloat16 weights on `avx512_bf16`, whose instruction takes bfloat16 activations.
 
-pub mod logits;
 mod activation;
 mod attention;
 mod isa;
 mod kv;
 mod lanes;
 mod linear;
+pub mod logits;
 pub mod math;
 mod norm;
 mod packed;
