@@ -196,6 +196,12 @@ pub(crate) unsafe fn accumulate<L: Lanes, F: Format, const MR: usize, const NV: 
     let (mut x, mut w) = (operands.x, operands.w);
     for s in 0..steps {
         L::prefetch(operands.next.wrapping_add(64 * s));
+        if MR > 6 {
+            // Activations of so many rows come from the second-level cache, a line and a half each step.
+            let ahead = x.wrapping_add(8 * operands.x_step).cast::<u8>();
+            L::prefetch_near(ahead);
+            L::prefetch_near(ahead.wrapping_add(64));
+        }
         // SAFETY: the caller's promise; the pointers end where their data does, and are not read there.
         unsafe { F::step(acc, x, operands.x_row, w) };
         x = x.wrapping_add(operands.x_step);

@@ -193,25 +193,27 @@ impl<'a, E: Element, const MR: usize> Tile<'a, E, MR> {
         }
     }
 
-    /// Turns a pair's scores into weights relative to the largest score so far, and rescales its sums to that.
+    /// Turns a pair's scores into weights relative to the largest score so far, and returns by what its sums must be
+    /// multiplied to be relative to that too.
     #[inline(always)]
-    fn softmax<L: Lanes>(&mut self, m: usize, base: usize, running: &mut Running) {
+    fn softmax<L: Lanes>(&mut self, m: usize, base: usize, running: &mut Running) -> f32 {
         let (from, to) = (self.seen[m].0.saturating_sub(base), self.seen[m].1.saturating_sub(base).min(UNIT));
         let weights = &mut self.weights.as_chunks_mut::<UNIT>().0[m];
         if from >= to {
             *weights = [0.0; UNIT];
-            return;
+            return 1.0;
         }
         let mut lanes = [L::splat(f32::NEG_INFINITY); VECTORS];
         let (vectors, _) = weights.as_chunks_mut::<LANES>();
         for v in from / LANES..to.div_ceil(LANES) {
-            let mut scores = vectors[v];
-            for (i, score) in scores.iter_mut().enumerate() {
-                if v * LANES + i < from || v * LANES + i >= to {
-                    *score = f32::NEG_INFINITY;
+            if v * LANES < from || (v + 1) * LANES > to {
+                for (i, score) in vectors[v].iter_mut().enumerate() {
+                    if v * LANES + i < from || v * LANES + i >= to {
+                        *score = f32::NEG_INFINITY;
+                    }
                 }
             }
-            lanes[v] = L::from_array(&scores);
+            lanes[v] = L::from_array(&vectors[v]);
         }
         let largest = lanes[0].max(lanes[1]).max(lanes[2].max(lanes[3])).largest();
         let largest = if largest > running.largest { largest } else { running.largest };
@@ -222,23 +224,18 @@ impl<'a, E: Element, const MR: usize> Tile<'a, E, MR> {
         let rescale = math::exp(running.largest - largest);
         let sum = lanes[0].add(lanes[1]).add(lanes[2].add(lanes[3])).sum();
         *running = Running { largest, sum: running.sum * rescale + sum };
-        if rescale != 1.0 {
-            let sums = &mut self.sums[m * self.layout.head_dim..][..self.layout.head_dim];
-            for sum in sums.as_chunks_mut::<LANES>().0 {
-                *sum = L::from_array(sum).mul(L::splat(rescale)).to_array();
-            }
-        }
+        rescale
     }
 
-    /// `sums[m][columns] += weights[m][t] * v[t][columns]` for the unit's positions in order, `NV` vectors of columns.
+    /// `sums[m][columns] = rescale[m] * sums[m][columns] + weights[m][t] * v[t][columns]` for the unit's positions in order, `NV` vectors of columns.
     #[inline(always)]
-    fn weigh<L: Lanes, const NV: usize>(&mut self, unit: &Unit<E>, column: usize) {
+    fn weigh<L: Lanes, const NV: usize>(&mut self, unit: &Unit<E>, rescale: &[f32; MR], column: usize) {
         let head_dim = self.layout.head_dim;
         let mut acc = [[L::zero(); NV]; MR];
         for m in 0..MR {
             let (sums, _) = self.sums[m * head_dim + column..].as_chunks::<LANES>();
             for v in 0..NV {
-                acc[m][v] = L::from_array(&sums[v]);
+                acc[m][v] = L::from_array(&sums[v]).mul(L::splat(rescale[m]));
             }
         }
         for vector in unit.from / LANES..unit.to.div_ceil(LANES) {
@@ -287,20 +284,21 @@ impl<E: Element, const MR: usize> Kernel for Tile<'_, E, MR> {
             } else {
                 self.score::<L, 1>(&unit);
             }
-            for (m, running) in running.iter_mut().enumerate() {
-                self.softmax::<L>(m, u * UNIT, running);
+            let mut rescale = [1.0; MR];
+            for m in 0..MR {
+                rescale[m] = self.softmax::<L>(m, u * UNIT, &mut running[m]);
             }
             let mut column = 0;
             while MR * 4 <= L::ACCUMULATORS && column + 4 * LANES <= head_dim {
-                self.weigh::<L, 4>(&unit, column);
+                self.weigh::<L, 4>(&unit, &rescale, column);
                 column += 4 * LANES;
             }
             while MR * 2 <= L::ACCUMULATORS && column + 2 * LANES <= head_dim {
-                self.weigh::<L, 2>(&unit, column);
+                self.weigh::<L, 2>(&unit, &rescale, column);
                 column += 2 * LANES;
             }
             while column < head_dim {
-                self.weigh::<L, 1>(&unit, column);
+                self.weigh::<L, 1>(&unit, &rescale, column);
                 column += LANES;
             }
         }

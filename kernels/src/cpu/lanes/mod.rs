@@ -67,6 +67,10 @@ pub(crate) trait Lanes: Copy + 'static {
     #[inline(always)]
     fn prefetch(_p: *const u8) {}
 
+    /// As [`prefetch`](Self::prefetch), into the first-level cache and not only the second.
+    #[inline(always)]
+    fn prefetch_near(_p: *const u8) {}
+
     /// `self` plus, lane by lane, the product of the bfloat16 pair `x` (first element in the low half) with 16 pairs.
     ///
     /// # Safety
@@ -98,28 +102,10 @@ pub(crate) trait Lanes: Copy + 'static {
         a
     }
 
-    /// The sum of the lanes as a balanced tree.
-    #[inline(always)]
-    fn sum(self) -> f32 {
-        let mut a = self.to_array();
-        for half in [8, 4, 2, 1] {
-            for i in 0..half {
-                a[i] += a[i + half];
-            }
-        }
-        a[0]
-    }
+    /// The sum of the lanes as a balanced tree: lane `i` with `i + 8`, then `i + 4`, `i + 2` and `i + 1`.
+    fn sum(self) -> f32;
 
-    #[inline(always)]
-    fn largest(self) -> f32 {
-        let mut a = self.to_array();
-        for half in [8, 4, 2, 1] {
-            for i in 0..half {
-                a[i] = if a[i] > a[i + half] { a[i] } else { a[i + half] };
-            }
-        }
-        a[0]
-    }
+    fn largest(self) -> f32;
 
     /// [`exp`](super::math::exp) of every lane, the same bits.
     #[inline(always)]

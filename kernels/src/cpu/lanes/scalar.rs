@@ -92,4 +92,20 @@ impl Lanes for Scalar {
     fn power_of_two(self) -> Self {
         Scalar(self.0.map(|x| f32::from_bits((x.to_bits() << 23).wrapping_add(127 << 23))))
     }
+
+    #[inline(always)]
+    fn sum(self) -> f32 {
+        let mut a = self.0;
+        for half in [8, 4, 2, 1] {
+            for i in 0..half {
+                a[i] += a[i + half];
+            }
+        }
+        a[0]
+    }
+
+    #[inline(always)]
+    fn largest(self) -> f32 {
+        self.0.into_iter().fold(f32::NEG_INFINITY, |a, b| if a > b { a } else { b })
+    }
 }

@@ -14,6 +14,37 @@ macro_rules! x86 {
     };
 }
 
+#[inline(always)]
+fn prefetch_near(p: *const u8) {
+    x86!(_mm_prefetch::<_MM_HINT_T0>(p.cast()));
+}
+
+#[inline(always)]
+fn prefetch_far(p: *const u8) {
+    x86!(_mm_prefetch::<_MM_HINT_T1>(p.cast()));
+}
+
+/// Lanes 0..8 and 8..16 become one sum, as [`Lanes::sum`] wants it.
+#[inline(always)]
+fn sum(low: __m256, high: __m256) -> f32 {
+    x86! {
+        let eight = _mm256_add_ps(low, high);
+        let four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
+        let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+        _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
+    }
+}
+
+#[inline(always)]
+fn largest(low: __m256, high: __m256) -> f32 {
+    x86! {
+        let eight = _mm256_max_ps(low, high);
+        let four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
+        let two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+        _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps::<1>(two, two)))
+    }
+}
+
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2(__m256, __m256);
 
@@ -111,11 +142,6 @@ impl Lanes for Avx2 {
     }
 
     #[inline(always)]
-    fn prefetch(p: *const u8) {
-        x86!(_mm_prefetch::<_MM_HINT_T1>(p.cast()));
-    }
-
-    #[inline(always)]
     fn power_of_two(self) -> Self {
         x86! {
             let (a, b) = (_mm256_castps_si256(self.0), _mm256_castps_si256(self.1));
@@ -124,6 +150,26 @@ impl Lanes for Avx2 {
             let (a, b) = (_mm256_add_epi32(a, bias), _mm256_add_epi32(b, bias));
             Avx2(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b))
         }
+    }
+
+    #[inline(always)]
+    fn sum(self) -> f32 {
+        sum(self.0, self.1)
+    }
+
+    #[inline(always)]
+    fn largest(self) -> f32 {
+        largest(self.0, self.1)
+    }
+
+    #[inline(always)]
+    fn prefetch(p: *const u8) {
+        prefetch_far(p);
+    }
+
+    #[inline(always)]
+    fn prefetch_near(p: *const u8) {
+        prefetch_near(p);
     }
 }
 
@@ -207,16 +253,31 @@ impl<const BF16: bool> Lanes for Avx512<BF16> {
     }
 
     #[inline(always)]
-    fn prefetch(p: *const u8) {
-        x86!(_mm_prefetch::<_MM_HINT_T1>(p.cast()));
-    }
-
-    #[inline(always)]
     fn power_of_two(self) -> Self {
         x86! {
             let shifted = _mm512_slli_epi32::<23>(_mm512_castps_si512(self.0));
             Self(_mm512_castsi512_ps(_mm512_add_epi32(shifted, _mm512_set1_epi32(127 << 23))))
         }
+    }
+
+    #[inline(always)]
+    fn sum(self) -> f32 {
+        x86!(sum(_mm512_castps512_ps256(self.0), _mm512_extractf32x8_ps::<1>(self.0)))
+    }
+
+    #[inline(always)]
+    fn largest(self) -> f32 {
+        x86!(largest(_mm512_castps512_ps256(self.0), _mm512_extractf32x8_ps::<1>(self.0)))
+    }
+
+    #[inline(always)]
+    fn prefetch(p: *const u8) {
+        prefetch_far(p);
+    }
+
+    #[inline(always)]
+    fn prefetch_near(p: *const u8) {
+        prefetch_near(p);
     }
 
     #[inline(always)]
