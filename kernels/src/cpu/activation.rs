@@ -38,23 +38,24 @@ impl Kernel for SiluMul<'_> {
 
     #[inline(always)]
     fn run<L: Lanes>(self) {
-        let silu_mul = |gate: &[f32; LANES], up: &[f32; LANES]| {
-            let gate = L::from_array(gate);
-            let one = L::splat(1.0);
-            gate.div(one.add(L::zero().sub(gate).exp())).mul(L::from_array(up)).to_array()
-        };
         let (gates, gate_tail) = self.gate.as_chunks::<LANES>();
         let (ups, up_tail) = self.up.as_chunks::<LANES>();
         let (outs, out_tail) = self.out.as_chunks_mut::<LANES>();
         for ((gate, up), out) in gates.iter().zip(ups).zip(outs) {
-            *out = silu_mul(gate, up);
+            *out = silu_times(L::from_array(gate), L::from_array(up)).to_array();
         }
-        if !gate_tail.is_empty() {
-            let padded = |tail: &[f32]| std::array::from_fn(|i| tail.get(i).copied().unwrap_or(0.0));
-            let last = silu_mul(&padded(gate_tail), &padded(up_tail));
-            out_tail.copy_from_slice(&last[..gate_tail.len()]);
-        }
+        let (mut gate, mut up) = ([0.0; LANES], [0.0; LANES]);
+        gate[..gate_tail.len()].copy_from_slice(gate_tail);
+        up[..up_tail.len()].copy_from_slice(up_tail);
+        let last = silu_times(L::from_array(&gate), L::from_array(&up)).to_array();
+        out_tail.copy_from_slice(&last[..gate_tail.len()]);
     }
+}
+
+/// Not a closure, which would lack the target features of the kernel.
+#[inline(always)]
+fn silu_times<L: Lanes>(gate: L, up: L) -> L {
+    gate.div(L::splat(1.0).add(L::zero().sub(gate).exp())).mul(up)
 }
 
 #[cfg(test)]

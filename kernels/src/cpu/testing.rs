@@ -18,7 +18,7 @@ impl Random {
 
     /// Uniform in `0..end`.
     pub fn below(&mut self, end: usize) -> usize {
-        ((self.next() >> 32) * end as u64 >> 32) as usize
+        (((self.next() >> 32) * end as u64) >> 32) as usize
     }
 
     /// Uniform in `from..=to`.
@@ -29,7 +29,7 @@ impl Random {
     /// About normal with this standard deviation: the sum of four uniforms.
     pub fn normals(&mut self, len: usize, deviation: f32) -> Vec<f32> {
         let scale = deviation * 3.0_f32.sqrt() / 65536.0;
-        let four = |bits: u64| (0..4).map(|i| (bits >> (16 * i) & 0xffff) as f32 - 32767.5).sum::<f32>();
+        let four = |bits: u64| (0..4).map(|i| ((bits >> (16 * i)) & 0xffff) as f32 - 32767.5).sum::<f32>();
         (0..len).map(|_| four(self.next()) * scale).collect()
     }
 

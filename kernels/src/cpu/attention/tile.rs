@@ -5,7 +5,6 @@
 use super::super::isa::{Isa, Kernel};
 use super::super::kv::KvLayout;
 use super::super::lanes::{LANES, Lanes};
-use super::super::math;
 use super::super::storage::Mapping;
 use super::super::tile::{Element, Operands, Single, accumulate, most_rows};
 use super::{AttentionSequence, Call, Task};
@@ -70,11 +69,10 @@ struct Unit<E> {
     to: usize,
 }
 
-/// Softmax of the units so far: the largest score and the sum of exponentials relative to it.
-#[derive(Clone, Copy)]
+/// Softmax of each pair over the units so far: the largest score and the sum of exponentials relative to it.
 struct Running {
-    largest: f32,
-    sum: f32,
+    largest: [f32; LANES],
+    sum: [f32; LANES],
 }
 
 impl<'a, E: Element, const MR: usize> Tile<'a, E, MR> {
@@ -193,43 +191,55 @@ impl<'a, E: Element, const MR: usize> Tile<'a, E, MR> {
         }
     }
 
-    /// Turns a pair's scores into weights relative to the largest score so far, and returns by what its sums must be
+    /// Hides what pair `m` does not see of the unit at `base`, and returns its largest score.
+    #[inline(always)]
+    fn largest<L: Lanes>(&mut self, m: usize, base: usize) -> f32 {
+        let (from, to) = (self.seen[m].0.saturating_sub(base), self.seen[m].1.saturating_sub(base).min(UNIT));
+        let scores = &mut self.weights.as_chunks_mut::<UNIT>().0[m];
+        if from > 0 || to < UNIT {
+            for (i, score) in scores.iter_mut().enumerate() {
+                *score = if i < from || i >= to { f32::NEG_INFINITY } else { *score };
+            }
+        }
+        let (scores, _) = scores.as_chunks::<LANES>();
+        let low = L::from_array(&scores[0]).max(L::from_array(&scores[1]));
+        let high = L::from_array(&scores[2]).max(L::from_array(&scores[3]));
+        low.max(high).largest()
+    }
+
+    /// Turns scores into weights relative to the largest score so far, and returns by what the sums of each pair must be
     /// multiplied to be relative to that too.
     #[inline(always)]
-    fn softmax<L: Lanes>(&mut self, m: usize, base: usize, running: &mut Running) -> f32 {
-        let (from, to) = (self.seen[m].0.saturating_sub(base), self.seen[m].1.saturating_sub(base).min(UNIT));
-        let weights = &mut self.weights.as_chunks_mut::<UNIT>().0[m];
-        if from >= to {
-            *weights = [0.0; UNIT];
-            return 1.0;
+    fn softmax<L: Lanes>(&mut self, base: usize, running: &mut Running) -> [f32; LANES] {
+        let mut largest = running.largest;
+        for m in 0..MR {
+            let of_unit = self.largest::<L>(m, base);
+            largest[m] = if of_unit > largest[m] { of_unit } else { largest[m] };
         }
-        let mut lanes = [L::splat(f32::NEG_INFINITY); VECTORS];
-        let (vectors, _) = weights.as_chunks_mut::<LANES>();
-        for v in from / LANES..to.div_ceil(LANES) {
-            if v * LANES < from || (v + 1) * LANES > to {
-                for (i, score) in vectors[v].iter_mut().enumerate() {
-                    if v * LANES + i < from || v * LANES + i >= to {
-                        *score = f32::NEG_INFINITY;
-                    }
-                }
+        let mut rescale = L::from_array(&running.largest).sub(L::from_array(&largest)).exp().to_array();
+        for m in 0..MR {
+            let (vectors, _) = self.weights[m * UNIT..(m + 1) * UNIT].as_chunks_mut::<LANES>();
+            if largest[m] == f32::NEG_INFINITY {
+                // It has seen nothing yet, and -inf less -inf is no number.
+                rescale[m] = 1.0;
+                vectors.fill([0.0; LANES]);
+                continue;
             }
-            lanes[v] = L::from_array(&vectors[v]);
+            let mut lanes = [L::zero(); VECTORS];
+            for v in 0..VECTORS {
+                lanes[v] = L::from_array(&vectors[v]).sub(L::splat(largest[m])).exp();
+                vectors[v] = lanes[v].to_array();
+            }
+            let sum = lanes[0].add(lanes[1]).add(lanes[2].add(lanes[3])).sum();
+            running.sum[m] = running.sum[m] * rescale[m] + sum;
         }
-        let largest = lanes[0].max(lanes[1]).max(lanes[2].max(lanes[3])).largest();
-        let largest = if largest > running.largest { largest } else { running.largest };
-        for v in 0..VECTORS {
-            lanes[v] = lanes[v].sub(L::splat(largest)).exp();
-            vectors[v] = lanes[v].to_array();
-        }
-        let rescale = math::exp(running.largest - largest);
-        let sum = lanes[0].add(lanes[1]).add(lanes[2].add(lanes[3])).sum();
-        *running = Running { largest, sum: running.sum * rescale + sum };
+        running.largest = largest;
         rescale
     }
 
     /// `sums[m][columns] = rescale[m] * sums[m][columns] + weights[m][t] * v[t][columns]` for the unit's positions in order, `NV` vectors of columns.
     #[inline(always)]
-    fn weigh<L: Lanes, const NV: usize>(&mut self, unit: &Unit<E>, rescale: &[f32; MR], column: usize) {
+    fn weigh<L: Lanes, const NV: usize>(&mut self, unit: &Unit<E>, rescale: &[f32; LANES], column: usize) {
         let head_dim = self.layout.head_dim;
         let mut acc = [[L::zero(); NV]; MR];
         for m in 0..MR {
@@ -268,13 +278,18 @@ impl<E: Element, const MR: usize> Kernel for Tile<'_, E, MR> {
             unreachable!("the plan has no tile of more pairs");
         }
         let head_dim = self.layout.head_dim;
+        let mut q: [&[f32]; MR] = [&[]; MR];
         for m in 0..MR {
             let (row, column) = self.place(m);
-            let q = &self.task.call.q.row(row)[column..][..head_dim];
-            self.q[m..].iter_mut().step_by(MR).zip(q).for_each(|(to, from)| *to = *from);
+            q[m] = &self.task.call.q.row(row)[column..][..head_dim];
+        }
+        for (d, line) in self.q.as_chunks_mut::<MR>().0.iter_mut().enumerate() {
+            for m in 0..MR {
+                line[m] = q[m][d];
+            }
         }
         self.sums.fill(0.0);
-        let mut running = [Running { largest: f32::NEG_INFINITY, sum: 0.0 }; MR];
+        let mut running = Running { largest: [f32::NEG_INFINITY; LANES], sum: [0.0; LANES] };
         for u in self.seen[0].0 / UNIT..self.seen[MR - 1].1.div_ceil(UNIT) {
             let unit = self.unit(u);
             if MR * 4 <= L::ACCUMULATORS {
@@ -284,10 +299,7 @@ impl<E: Element, const MR: usize> Kernel for Tile<'_, E, MR> {
             } else {
                 self.score::<L, 1>(&unit);
             }
-            let mut rescale = [1.0; MR];
-            for m in 0..MR {
-                rescale[m] = self.softmax::<L>(m, u * UNIT, &mut running[m]);
-            }
+            let rescale = self.softmax::<L>(u * UNIT, &mut running);
             let mut column = 0;
             while MR * 4 <= L::ACCUMULATORS && column + 4 * LANES <= head_dim {
                 self.weigh::<L, 4>(&unit, &rescale, column);
@@ -302,14 +314,14 @@ impl<E: Element, const MR: usize> Kernel for Tile<'_, E, MR> {
                 column += LANES;
             }
         }
-        for (m, running) in running.iter().enumerate() {
+        for m in 0..MR {
             let (row, column) = self.place(m);
             // SAFETY: no other task has this row and head.
             let out = unsafe { self.task.call.out.part(row, column, head_dim) };
             let sums = &self.sums[m * head_dim..][..head_dim];
             // Positions that only other pairs of the tile see added products with 0, which can only turn -0 into 0: + 0
             // makes that so in any tile.
-            out.iter_mut().zip(sums).for_each(|(out, sum)| *out = sum / running.sum + 0.0);
+            out.iter_mut().zip(sums).for_each(|(out, sum)| *out = sum / running.sum[m] + 0.0);
         }
     }
 }

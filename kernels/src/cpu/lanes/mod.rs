@@ -105,6 +105,7 @@ pub(crate) trait Lanes: Copy + 'static {
     /// The sum of the lanes as a balanced tree: lane `i` with `i + 8`, then `i + 4`, `i + 2` and `i + 1`.
     fn sum(self) -> f32;
 
+    /// The largest lane; unspecified if one is NaN.
     fn largest(self) -> f32;
 
     /// [`exp`](super::math::exp) of every lane, the same bits.

@@ -38,7 +38,7 @@ impl Kernel for Everything<'_> {
         let (a, b) = (L::from_array(self.0), L::from_array(self.1));
         // SAFETY: the array has 32 elements.
         let (half, (even, odd)) = unsafe { (L::load_bf16(self.2.as_ptr()), L::load_pairs(self.2.as_ptr())) };
-        let folds = L::splat(a.sum()).add(L::splat(b.largest()));
+        let folds = L::splat(a.sum()).add(L::splat(a.largest()));
         let results = [a.add(b), a.sub(b), a.mul(b), a.div(b), a.mul_add(b, half), a.max(b), a.min(b)];
         let others = [even, odd, half, folds, a.zero_where_below(b, 0.1), L::zero(), a.exp()];
         results.iter().chain(&others).map(|v| v.to_array()).collect()

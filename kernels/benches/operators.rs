@@ -1,0 +1,233 @@
+//! Operators at the shapes of SmolLM2-135M and Qwen2.5-0.5B beside the machine's limits, measured in the same run.
+//!
+//! `Gelem/s` are GFLOP/s; linear layers of one row, whose limit is memory, are given in GB/s of weights. `THREADS` sets
+//! the threads (all processors by default), a filter picks benchmarks: `cargo bench --bench operators -- linear`.
+
+use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use rollout_kernels::cpu::{
+    AttentionSequence, AttentionShape, Cpu, KvCache, KvDtype, KvLayout, PackedMatrix, Rows, RowsMut, WeightDtype,
+    WeightRows, add_rms_norm, linear, paged_attention, reduction_leaves, rope, silu_mul,
+};
+use std::hint::black_box;
+use std::time::Duration;
+
+struct Model {
+    name: &'static str,
+    hidden: usize,
+    intermediate: usize,
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    vocab: usize,
+}
+
+const MODELS: [Model; 2] = [
+    Model { name: "smollm2-135m", hidden: 576, intermediate: 1536, heads: 9, kv_heads: 3, head_dim: 64, vocab: 49152 },
+    Model {
+        name: "qwen2.5-0.5b",
+        hidden: 896,
+        intermediate: 4864,
+        heads: 14,
+        kv_heads: 2,
+        head_dim: 64,
+        vocab: 151936,
+    },
+];
+
+fn cpu() -> Cpu {
+    let given = std::env::var("THREADS").ok().and_then(|t| t.parse().ok());
+    let all = std::thread::available_parallelism().map_or(1, usize::from);
+    Cpu::new(given.unwrap_or(all))
+}
+
+/// Values in `-0.1..0.1`.
+fn values(len: usize) -> Vec<f32> {
+    (0..len as u32).map(|i| (i.wrapping_mul(2_654_435_769) as f32 / u32::MAX as f32 - 0.5) * 0.2).collect()
+}
+
+/// The float32 multiply-adds that registers allow, and what reading costs from cache and from memory.
+fn peak(c: &mut Criterion) {
+    const STEPS: usize = 200_000;
+    let cpu = cpu();
+    let threads = cpu.pool().threads();
+    let mut group = c.benchmark_group(format!("peak/{}/{threads} threads", cpu.isa().name()));
+    group.throughput(Throughput::Elements((threads * STEPS * PEAK_FLOP_PER_STEP) as u64));
+    group.bench_function("f32 multiply-add", |b| {
+        b.iter(|| cpu.pool().run(threads, |_| _ = black_box(multiply_adds(black_box(STEPS)))))
+    });
+    for mebibytes in [1, 8, 512] {
+        let data = vec![1_u64; mebibytes << 17];
+        group.throughput(Throughput::BytesDecimal((mebibytes << 20) as u64));
+        group.bench_function(BenchmarkId::new("read MiB", mebibytes), |b| {
+            let sum = |t: usize| data[data.len() * t / threads..data.len() * (t + 1) / threads].iter().sum::<u64>();
+            b.iter(|| cpu.pool().run(threads, |t| _ = black_box(sum(t))))
+        });
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+const PEAK_FLOP_PER_STEP: usize = 12 * 16 * 2;
+
+#[cfg(target_arch = "x86_64")]
+fn multiply_adds(steps: usize) -> f32 {
+    use std::arch::x86_64::*;
+    #[target_feature(enable = "avx512f")]
+    fn avx512(steps: usize, x: f32, y: f32) -> f32 {
+        let (mut acc, x, y) = ([_mm512_set1_ps(1.0); 12], _mm512_set1_ps(x), _mm512_set1_ps(y));
+        for _ in 0..steps {
+            acc.iter_mut().for_each(|a| *a = _mm512_fmadd_ps(*a, x, y));
+        }
+        _mm512_reduce_add_ps(acc.into_iter().fold(x, |a, b| _mm512_add_ps(a, b)))
+    }
+    #[target_feature(enable = "avx2,fma")]
+    fn avx2(steps: usize, x: f32, y: f32) -> f32 {
+        let (mut acc, x, y) = ([_mm256_set1_ps(1.0); 12], _mm256_set1_ps(x), _mm256_set1_ps(y));
+        for _ in 0..2 * steps {
+            acc.iter_mut().for_each(|a| *a = _mm256_fmadd_ps(*a, x, y));
+        }
+        _mm256_cvtss_f32(acc.into_iter().fold(x, |a, b| _mm256_add_ps(a, b)))
+    }
+    let (x, y) = (black_box(0.999), black_box(0.001));
+    if is_x86_feature_detected!("avx512f") {
+        // SAFETY: the feature is there.
+        unsafe { avx512(steps, x, y) }
+    } else {
+        assert!(is_x86_feature_detected!("fma"), "the peak is measured with fused multiply-adds");
+        // SAFETY: avx2 comes with fma.
+        unsafe { avx2(steps, x, y) }
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+const PEAK_FLOP_PER_STEP: usize = 64 * 2;
+
+#[cfg(not(target_arch = "x86_64"))]
+fn multiply_adds(steps: usize) -> f32 {
+    let mut acc = [1.0_f32; 64];
+    let (x, y) = (black_box(0.999), black_box(0.001));
+    for _ in 0..steps {
+        acc.iter_mut().for_each(|a| *a = a.mul_add(x, y));
+    }
+    acc.iter().sum()
+}
+
+fn linears(c: &mut Criterion) {
+    let cpu = cpu();
+    for model in &MODELS {
+        let head = model.head_dim * (model.heads + 2 * model.kv_heads);
+        let layers = [
+            ("qkv", head, model.hidden, 1),
+            ("gate_up", 2 * model.intermediate, model.hidden, 1),
+            ("down", model.hidden, model.intermediate, reduction_leaves(model.intermediate)),
+            ("lm_head", model.vocab, model.hidden, 1),
+        ];
+        for dtype in [WeightDtype::Bf16, WeightDtype::F32] {
+            for (layer, n, k, leaves) in layers {
+                if dtype == WeightDtype::F32 && layer != "gate_up" {
+                    continue; // one layer shows the float32 path
+                }
+                let mut w = PackedMatrix::zeros(dtype, n, k, leaves);
+                let row = values(k);
+                (0..n).for_each(|i| w.write_rows(i, WeightRows::F32(&row)));
+                let mut group = c.benchmark_group(format!("linear/{}/{layer}/{dtype:?}", model.name));
+                for m in [1, 8, 64, 512] {
+                    if m * n > 64 * 49152 {
+                        continue; // logits are asked for the last rows only
+                    }
+                    let (x, mut out) = (values(m * k), vec![0.0; m * n]);
+                    group.throughput(match m {
+                        1 => Throughput::BytesDecimal(w.bytes() as u64),
+                        _ => Throughput::Elements(2 * (m * n * k) as u64),
+                    });
+                    group.bench_function(BenchmarkId::new("rows", m), |b| {
+                        b.iter(|| linear(&cpu, Rows::dense(&x, k), &w, None, RowsMut::dense(&mut out, n)))
+                    });
+                }
+            }
+        }
+    }
+}
+
+fn attention(c: &mut Criterion) {
+    let cpu = cpu();
+    for model in &MODELS {
+        let mut group = c.benchmark_group(format!("attention/{}", model.name));
+        for (name, sequences, length, rows) in [
+            ("decode 1x256", 1, 256, 1),
+            ("decode 32x256", 32, 256, 1),
+            ("decode 8x4096", 8, 4096, 1),
+            ("prefill 512", 1, 512, 512),
+        ] {
+            for dtype in [KvDtype::Bf16, KvDtype::F32] {
+                let Model { heads, kv_heads, head_dim, .. } = *model;
+                let per_sequence = length / 16;
+                let blocks = per_sequence * sequences;
+                let mut cache = KvCache::new(KvLayout { blocks, block_size: 16, kv_heads, head_dim, dtype });
+                let slots: Vec<u32> = (0..blocks as u32 * 16).collect();
+                let kv = values(slots.len() * kv_heads * head_dim);
+                let kv = Rows::dense(&kv, kv_heads * head_dim);
+                cache.write(&cpu, kv, kv, &slots);
+                // Neighbours in a sequence are no neighbours in memory.
+                let table = |s: usize| (0..per_sequence).map(|b| (b * sequences + s) as u32).collect::<Vec<u32>>();
+                let tables: Vec<Vec<u32>> = (0..sequences).map(table).collect();
+                let sequence = |s: usize| AttentionSequence {
+                    first_row: s * rows,
+                    rows,
+                    start_position: length - rows,
+                    block_table: &tables[s],
+                };
+                let batch: Vec<AttentionSequence> = (0..sequences).map(sequence).collect();
+                let width = heads * head_dim;
+                let (q, mut out) = (values(sequences * rows * width), vec![0.0; sequences * rows * width]);
+                let shape = AttentionShape { heads, scale: 0.125, sliding_window: None };
+                let seen: usize = (length - rows + 1..=length).sum::<usize>() * sequences;
+                group.throughput(Throughput::Elements(4 * (seen * width) as u64));
+                group.bench_function(BenchmarkId::new(name, format!("{dtype:?}")), |b| {
+                    b.iter(|| {
+                        let (q, out) = (Rows::dense(&q, width), RowsMut::dense(&mut out, width));
+                        paged_attention(&cpu, q, &shape, &batch, &cache, out)
+                    })
+                });
+            }
+        }
+    }
+}
+
+/// Operators whose limit is memory or what it costs to start threads, in GB/s read and written.
+fn elementwise(c: &mut Criterion) {
+    let cpu = cpu();
+    for model in &MODELS {
+        let mut group = c.benchmark_group(format!("elementwise/{}", model.name));
+        for m in [1, 64, 512] {
+            let (hidden, inner) = (model.hidden, model.intermediate);
+            let (x, mut residual, mut out) = (values(m * hidden), values(m * hidden), vec![0.0; m * hidden]);
+            let weight = values(hidden);
+            group.throughput(Throughput::BytesDecimal(16 * (m * hidden) as u64));
+            group.bench_function(BenchmarkId::new("add_rms_norm", m), |b| {
+                b.iter(|| {
+                    let (residual, out) = (RowsMut::dense(&mut residual, hidden), RowsMut::dense(&mut out, hidden));
+                    add_rms_norm(&cpu, residual, Rows::dense(&x, hidden), None, &weight, 1e-5, out)
+                })
+            });
+            let (gate_up, mut out) = (values(2 * m * inner), vec![0.0; m * inner]);
+            group.throughput(Throughput::BytesDecimal(12 * (m * inner) as u64));
+            group.bench_function(BenchmarkId::new("silu_mul", m), |b| {
+                b.iter(|| silu_mul(&cpu, Rows::dense(&gate_up, 2 * inner), RowsMut::dense(&mut out, inner)))
+            });
+            let width = model.heads * model.head_dim;
+            let (mut q, table) = (values(m * width), values(m * model.head_dim / 2));
+            let positions: Vec<u32> = (0..m as u32).collect();
+            group.throughput(Throughput::BytesDecimal(8 * (m * width) as u64));
+            group.bench_function(BenchmarkId::new("rope", m), |b| {
+                b.iter(|| rope(&cpu, RowsMut::dense(&mut q, width), model.head_dim, &positions, &table, &table))
+            });
+        }
+    }
+}
+
+criterion_group! {
+    name = operators;
+    config = Criterion::default().sample_size(10).warm_up_time(Duration::from_millis(100)).measurement_time(Duration::from_millis(300));
+    targets = peak, linears, attention, elementwise
+}
+criterion_main!(operators);
