@@ -157,7 +157,7 @@ impl<X: Executor> Engine<X> {
             Command::Abort { target, reply } => reply(self.abort(target)),
             Command::Status { reply } => reply(self.status()),
             Command::ResetPrefixCache { reply } => reply(self.scheduler.reset_prefix_cache()),
-            Command::Cancelled => {}
+            Command::Cancelled => self.drop_cancelled(),
             Command::Shutdown { grace } => {
                 self.deadline = Some(Instant::now() + grace);
                 for held in std::mem::take(&mut self.held) {

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::*;
 use crate::cache::KvCacheManager;
 use crate::scheduler::SchedulerConfig;
-use crate::types::{SamplingParams, StepOutput, TokenId};
+use crate::types::{FinishReason, SamplingParams, StepOutput, TokenId, TokenLogprobs};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 

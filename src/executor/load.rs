@@ -3,7 +3,7 @@
 use half::bf16;
 use rollout_kernels::{Ops, WeightDtype, WeightRows, with_f32_mut};
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::model::{Build, Decoder, Slot};
 use crate::weights::{Checkpoint, Slice, TensorData};
 
@@ -23,14 +23,7 @@ pub fn load(
     progress: &dyn Fn(u64),
 ) -> Result<()> {
     model.visit(&mut |spec, slot| {
-        let shape = checkpoint.shape(&spec.name)?;
-        if shape != spec.shape {
-            return Err(Error::Config(format!(
-                "parameter {} has shape {shape:?} in the checkpoint, but the configuration wants {:?}",
-                spec.name, spec.shape
-            )));
-        }
-        let slice = build.partition.slice(spec)?;
+        let slice = checkpoint.slice(spec, build.partition)?;
         match slot {
             Slot::Matrix { matrix, first_row } => {
                 let rows_at_once = (ELEMENTS_AT_ONCE / slice.cols.len()).max(1);

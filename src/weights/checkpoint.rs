@@ -1,6 +1,7 @@
 //! One face for both checkpoint formats: parameters by Hugging Face name, read as slices.
 
 use super::gguf::GgufCheckpoint;
+use super::partition::Partition;
 use super::safetensors::SafetensorsCheckpoint;
 use super::shard::{ParamSpec, Slice, matrix_shape};
 use super::tensor::TensorData;
@@ -11,13 +12,6 @@ use crate::error::{Error, Result};
 pub enum Checkpoint {
     Safetensors(SafetensorsCheckpoint),
     Gguf(GgufCheckpoint),
-}
-
-/// How far a load has come, in bytes as stored.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LoadProgress {
-    pub done_bytes: u64,
-    pub total_bytes: u64,
 }
 
 impl Checkpoint {
@@ -84,51 +78,19 @@ impl Checkpoint {
         }
     }
 
-    /// Hands every parameter's slice for `rank` of `world` to `sink`, in the order of the file, and gives its pages back
-    /// afterwards: beside what `sink` keeps, at most one parameter is in memory at a time.
+    /// The part of a parameter that a rank reads, its shape checked.
     ///
     /// # Errors
-    /// `Config` if a parameter is missing, has another shape than its spec, or cannot be divided; and `sink`'s own.
-    pub fn load(
-        &self,
-        specs: &[ParamSpec],
-        (rank, world): (usize, usize),
-        mut progress: impl FnMut(LoadProgress),
-        mut sink: impl FnMut(&ParamSpec, TensorData<'_>) -> Result<()>,
-    ) -> Result<()> {
-        let mut plan = Vec::with_capacity(specs.len());
-        for spec in specs {
-            let shape = self.shape(&spec.name)?;
-            if shape != spec.shape {
-                return Err(Error::Config(format!(
-                    "{} has shape {shape:?} in the checkpoint, but the configuration makes it {:?}",
-                    spec.name, spec.shape
-                )));
-            }
-            plan.push((
-                self.position(&spec.name),
-                spec,
-                spec.slice(rank, world)?,
-                self.stored_bytes(&spec.name)? as u64,
-            ));
+    /// `Config` if the parameter is missing, has another shape than its spec, or cannot be divided.
+    pub fn slice(&self, spec: &ParamSpec, partition: Partition) -> Result<Slice> {
+        let shape = self.shape(&spec.name)?;
+        if shape != spec.shape {
+            return Err(Error::Config(format!(
+                "{} has shape {shape:?} in the checkpoint, but the configuration makes it {:?}",
+                spec.name, spec.shape
+            )));
         }
-        plan.sort_by_key(|(position, ..)| *position);
-        let total_bytes = plan.iter().map(|(.., bytes)| bytes).sum();
-        let mut done_bytes = 0;
-        for (_, spec, slice, bytes) in plan {
-            sink(spec, self.read(&spec.name, &slice)?)?;
-            self.release(&spec.name);
-            done_bytes += bytes;
-            progress(LoadProgress { done_bytes, total_bytes });
-        }
-        Ok(())
-    }
-
-    fn position(&self, name: &str) -> Option<(usize, usize)> {
-        match self {
-            Self::Safetensors(c) => c.position(name),
-            Self::Gguf(c) => c.offset(name).map(|offset| (0, offset)),
-        }
+        partition.slice(spec)
     }
 }
 

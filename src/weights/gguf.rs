@@ -80,10 +80,6 @@ impl GgufCheckpoint {
         self.entries.get(name).map(|e| e.bytes.len())
     }
 
-    pub(super) fn offset(&self, name: &str) -> Option<usize> {
-        self.entries.get(name).map(|e| e.bytes.start)
-    }
-
     /// `slice` must be inside the tensor.
     pub(super) fn read(&self, name: &str, slice: &Slice) -> Option<Result<TensorData<'_>>> {
         let entry = self.entries.get(name)?;

@@ -11,7 +11,7 @@ mod shard;
 mod source;
 mod tensor;
 
-pub use checkpoint::{Checkpoint, LoadProgress};
+pub use checkpoint::Checkpoint;
 pub use gguf::{GgufCheckpoint, GgufMetadata};
 pub use partition::Partition;
 pub use safetensors::SafetensorsCheckpoint;

@@ -115,11 +115,6 @@ impl SafetensorsCheckpoint {
         self.entries.get(name).map(|e| e.bytes.len())
     }
 
-    /// File and offset: reading in this order is sequential.
-    pub(super) fn position(&self, name: &str) -> Option<(usize, usize)> {
-        self.entries.get(name).map(|e| (e.file, e.bytes.start))
-    }
-
     /// `slice` must be inside the tensor.
     pub(super) fn read(&self, name: &str, slice: &Slice) -> Option<TensorData<'_>> {
         let entry = self.entries.get(name)?;

@@ -54,7 +54,7 @@ fn rounding_to_bfloat16_is_to_nearest_even() {
 }
 
 #[test]
-fn shards_are_found_through_the_index_and_load_covers_every_rank() {
+fn shards_are_found_through_the_index_and_read_for_every_rank() {
     for seed in 0..20 {
         let mut rng = rng(seed);
         let world = rng.random_range(1..=4);
@@ -66,22 +66,13 @@ fn shards_are_found_through_the_index_and_load_covers_every_rank() {
         let checkpoint = open_directory(temp.path());
         let specs: Vec<_> =
             tensors.iter().map(|t| ParamSpec::new(&t.name, [rows, cols], rules[rng.random_range(0..3)])).collect();
-        let total_bytes = tensors.iter().map(|t| (t.values.len() * t.dtype.size()) as u64).sum();
         for rank in 0..world {
-            let mut seen = Vec::new();
-            let mut progress = Vec::new();
-            let sink = |spec: &ParamSpec, data: TensorData<'_>| {
-                let stored = tensors.iter().find(|t| t.name == spec.name).unwrap();
-                let slice = spec.slice(rank, world).unwrap();
+            for (spec, stored) in specs.iter().zip(&tensors) {
+                let slice = checkpoint.slice(spec, Partition::new(rank, world)).unwrap();
+                let data = checkpoint.read(&spec.name, &slice).unwrap();
                 assert_eq!(data.into_f32(), slice_of(&stored.values, cols, &slice), "seed {seed}, {}", spec.name);
-                seen.push(spec.name.clone());
-                Ok(())
-            };
-            checkpoint.load(&specs, (rank, world), |p| progress.push(p), sink).unwrap();
-            seen.sort();
-            assert_eq!(seen, checkpoint.names(), "seed {seed}");
-            assert!(progress.is_sorted_by(|a, b| a.done_bytes < b.done_bytes), "seed {seed}: {progress:?}");
-            assert_eq!(progress.last(), Some(&LoadProgress { done_bytes: total_bytes, total_bytes }));
+                checkpoint.release(&spec.name);
+            }
         }
     }
 }
@@ -99,11 +90,11 @@ fn write_sharded(dir: &Path, tensors: &[Stored]) {
 }
 
 #[test]
-fn load_refuses_what_does_not_fit_the_specs() {
+fn what_does_not_fit_the_specs_is_refused() {
     let checkpoint = open_directory(&fixture("mistral"));
     let load = |name: &str, shape: [usize; 2], world: usize| {
-        let specs = [ParamSpec::new(name, shape, ShardRule::Rows)];
-        config_error(checkpoint.load(&specs, (0, world), |_| (), |_, _| panic!("nothing to load")))
+        let spec = ParamSpec::new(name, shape, ShardRule::Rows);
+        config_error(checkpoint.slice(&spec, Partition::new(0, world)))
     };
     assert!(load("model.layers.9.mlp.up_proj.weight", [128, 64], 1).contains("no tensor model.layers.9.mlp.up_proj"));
     let shape = load("model.layers.1.mlp.up_proj.weight", [256, 64], 1);
@@ -196,12 +187,12 @@ fn loading_keeps_at_most_one_parameter_resident() {
     drop(tensors);
     let checkpoint = open_directory(temp.path());
     let mut peak = 0;
-    let sink = |_: &ParamSpec, data: TensorData<'_>| {
+    for spec in &specs {
+        let data = checkpoint.read(&spec.name, &Slice::whole(&spec.shape)).unwrap();
         assert_eq!(data.into_f32().iter().sum::<f32>(), (BYTES / 4) as f32);
         peak = peak.max(resident_bytes(&path));
-        Ok(())
-    };
-    checkpoint.load(&specs, (0, 1), |_| (), sink).unwrap();
+        checkpoint.release(&spec.name);
+    }
     // One parameter, and pages around it that the system maps along.
     assert!((BYTES..2 * BYTES).contains(&peak), "{peak} bytes resident while loading {} parameters", specs.len());
 }
