@@ -1,12 +1,14 @@
 //! Operators at the shapes of SmolLM2-135M and Qwen2.5-0.5B beside the machine's limits, measured in the same run.
 //!
-//! `Gelem/s` are GFLOP/s; linear layers of one row, whose limit is memory, are given in GB/s of weights. `THREADS` sets
-//! the threads (all processors by default), a filter picks benchmarks: `cargo bench --bench operators -- linear`.
+//! `Gelem/s` are GFLOP/s; linear layers of one row, whose limit is memory, are given in GB/s of weights. All processors
+//! that the process may use are used (`taskset -c 0 cargo bench ...` for one); a filter picks benchmarks:
+//! `cargo bench -p rollout-kernels --bench operators -- linear`.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use half::bf16;
 use rollout_kernels::cpu::{
-    AttentionSequence, AttentionShape, Cpu, KvCache, KvDtype, KvLayout, PackedMatrix, Rows, RowsMut, WeightDtype,
-    WeightRows, add_rms_norm, linear, paged_attention, reduction_leaves, rope, silu_mul,
+    AttentionSequence, AttentionShape, Cpu, KvCache, KvDtype, KvLayout, PackedMatrix, RowBits, Rows, RowsMut,
+    WeightDtype, WeightRows, add_rms_norm, linear, paged_attention, reduction_leaves, rope, silu_mul,
 };
 use std::hint::black_box;
 use std::time::Duration;
@@ -35,9 +37,7 @@ const MODELS: [Model; 2] = [
 ];
 
 fn cpu() -> Cpu {
-    let given = std::env::var("THREADS").ok().and_then(|t| t.parse().ok());
-    let all = std::thread::available_parallelism().map_or(1, usize::from);
-    Cpu::new(given.unwrap_or(all))
+    Cpu::new(std::thread::available_parallelism().map_or(1, usize::from))
 }
 
 /// Values in `-0.1..0.1`.
@@ -225,9 +225,25 @@ fn elementwise(c: &mut Criterion) {
     }
 }
 
+/// What a checkpoint or a weight push costs, in GB/s of packed weights.
+fn weights(c: &mut Criterion) {
+    let cpu = cpu();
+    let (n, k) = (4864, 896);
+    let source = values(n * k);
+    let rounded: Vec<bf16> = source.iter().map(|x| bf16::from_f32(*x)).collect();
+    let mut w = PackedMatrix::zeros(WeightDtype::Bf16, n, k, 1);
+    let mut group = c.benchmark_group("weights/4864x896");
+    group.throughput(Throughput::BytesDecimal(w.bytes() as u64));
+    for (name, rows) in [("write float32", WeightRows::F32(&source)), ("write bfloat16", WeightRows::Bf16(&rounded))] {
+        group.bench_function(name, |b| b.iter(|| w.write_rows_parallel(cpu.pool(), 0, rows)));
+    }
+    let mut out = vec![bf16::ZERO; n * k];
+    group.bench_function("read bfloat16 on one thread", |b| b.iter(|| w.read_rows(0, RowBits::Bf16(&mut out))));
+}
+
 criterion_group! {
     name = operators;
     config = Criterion::default().sample_size(10).warm_up_time(Duration::from_millis(100)).measurement_time(Duration::from_millis(300));
-    targets = peak, linears, attention, elementwise
+    targets = peak, linears, attention, elementwise, weights
 }
 criterion_main!(operators);

@@ -80,7 +80,11 @@ impl Isa {
 
     /// Whether [`linear`](super::linear) rounds activations to bfloat16 before it multiplies bfloat16 weights.
     pub fn rounds_activations(self) -> bool {
-        self.name() == "avx512_bf16"
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512Bf16 => true,
+            _ => false,
+        }
     }
 
     /// How many accumulators of 16 lanes a kernel may hold in registers.

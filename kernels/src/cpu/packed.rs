@@ -1,5 +1,6 @@
 //! Weight matrices in the order in which the linear kernel reads them.
 
+use super::math::round_bf16;
 use super::pool::{Cpu, ThreadPool};
 use super::rows::RowsMut;
 use super::storage::Mapping;
@@ -143,8 +144,8 @@ impl PackedMatrix {
         use WeightRows as From;
         match (self.dtype, rows) {
             (Bf16, From::Bf16(rows)) => self.write_as::<2, _, _>(pool, row0, rows, |w| w),
-            (Bf16, From::F16(rows)) => self.write_as::<2, _, _>(pool, row0, rows, |w| bf16::from_f32(w.to_f32())),
-            (Bf16, From::F32(rows)) => self.write_as::<2, _, _>(pool, row0, rows, bf16::from_f32),
+            (Bf16, From::F16(rows)) => self.write_as::<2, _, _>(pool, row0, rows, |w| round_bf16(w.to_f32())),
+            (Bf16, From::F32(rows)) => self.write_as::<2, _, _>(pool, row0, rows, round_bf16),
             (F32, From::Bf16(rows)) => self.write_as::<1, _, _>(pool, row0, rows, bf16::to_f32),
             (F32, From::F16(rows)) => self.write_as::<1, _, _>(pool, row0, rows, f16::to_f32),
             (F32, From::F32(rows)) => self.write_as::<1, _, _>(pool, row0, rows, |w| w),
@@ -152,26 +153,29 @@ impl PackedMatrix {
     }
 
     /// `GROUP` neighbours of a row lie together: 2 for bfloat16, 1 for float32.
-    fn write_as<const GROUP: usize, S: Copy + Sync, D: super::storage::Plain>(
+    fn write_as<const GROUP: usize, S: Copy + Sync, D: super::storage::Plain + Default>(
         &mut self,
         pool: Option<&ThreadPool>,
         row0: usize,
         rows: &[S],
         convert: impl Fn(S) -> D + Sync,
     ) {
+        const BLOCK: usize = 64; // elements of a row converted at once, as vectors
         let k = self.k;
-        assert!(rows.len().is_multiple_of(k), "{} values are no whole rows of {k}", rows.len());
-        let end = row0 + rows.len() / k;
-        assert!(end <= self.n, "rows {row0}..{end} pass the end of a matrix of {} rows", self.n);
+        let end = self.end(row0, rows.len());
         let panel_len = PANEL * self.padded_k();
         let (first, last) = (row0 / PANEL, end.div_ceil(PANEL));
         let write_panel = |p: usize, panel: &mut [D]| {
-            for row in row0.max(p * PANEL)..end.min((p + 1) * PANEL) {
-                let source = &rows[(row - row0) * k..][..k];
-                let cells = panel[row % PANEL * GROUP..].chunks_mut(PANEL * GROUP);
-                for (cell, source) in cells.zip(source.chunks(GROUP)) {
-                    for (cell, value) in cell.iter_mut().zip(source) {
-                        *cell = convert(*value);
+            let (groups, _) = panel.as_chunks_mut::<GROUP>();
+            for (block, groups) in groups.chunks_mut(PANEL * BLOCK / GROUP).enumerate() {
+                for row in row0.max(p * PANEL)..end.min((p + 1) * PANEL) {
+                    let source = &rows[(row - row0) * k..][..k][block * BLOCK..];
+                    let mut values = [D::default(); BLOCK];
+                    values.iter_mut().zip(source).for_each(|(value, source)| *value = convert(*source));
+                    let lane = &mut groups[row % PANEL..];
+                    for (i, group) in values.as_chunks().0[..source.len().min(BLOCK).div_ceil(GROUP)].iter().enumerate()
+                    {
+                        lane[i * PANEL] = *group;
                     }
                 }
             }
@@ -181,6 +185,14 @@ impl PackedMatrix {
             None => panels.chunks_mut(panel_len).enumerate().for_each(|(i, panel)| write_panel(first + i, panel)),
             Some(pool) => pool.run_chunks(panels, panel_len, |i, panel| write_panel(first + i, panel)),
         }
+    }
+
+    /// The row after `values` values of whole rows from `row0`.
+    fn end(&self, row0: usize, values: usize) -> usize {
+        assert!(values.is_multiple_of(self.k), "{values} values are no whole rows of {}", self.k);
+        let end = row0 + values / self.k;
+        assert!(end <= self.n, "rows {row0}..{end} pass the end of a matrix of {} rows", self.n);
+        end
     }
 
     /// Copies row `row`, exact, to `out` of length `k`.
@@ -207,19 +219,19 @@ impl PackedMatrix {
         out: &mut [D],
         convert: impl Fn(S) -> D,
     ) {
-        let k = self.k;
-        assert!(out.len().is_multiple_of(k), "{} values are no whole rows of {k}", out.len());
-        let end = row0 + out.len() / k;
-        assert!(end <= self.n, "rows {row0}..{end} pass the end of a matrix of {} rows", self.n);
+        let (k, end) = (self.k, self.end(row0, out.len()));
         let panel_len = PANEL * self.padded_k();
-        for (row, out) in (row0..).zip(out.chunks_mut(k)) {
+        for (row, out) in (row0..end).zip(out.chunks_mut(k)) {
             let panel = &self.storage.as_slice::<S>()[row / PANEL * panel_len..][..panel_len];
-            let cells = panel[row % PANEL * GROUP..].chunks(PANEL * GROUP);
-            for (cell, out) in cells.zip(out.chunks_mut(GROUP)) {
-                for (out, value) in out.iter_mut().zip(cell) {
-                    *out = convert(*value);
+            let lane = &panel.as_chunks::<GROUP>().0[row % PANEL..];
+            let (whole, rest) = out.as_chunks_mut::<GROUP>();
+            for (i, out) in whole.iter_mut().enumerate() {
+                for (out, value) in out.iter_mut().zip(lane[i * PANEL]) {
+                    *out = convert(value);
                 }
             }
+            let groups = whole.len();
+            rest.iter_mut().zip(0..).for_each(|(out, i): (&mut D, usize)| *out = convert(lane[groups * PANEL][i]));
         }
     }
 }

@@ -61,7 +61,7 @@ impl Element for bf16 {
 
     #[inline(always)]
     fn round(x: f32) -> bf16 {
-        bf16::from_f32(x)
+        super::math::round_bf16(x)
     }
 }
 

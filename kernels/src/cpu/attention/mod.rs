@@ -15,7 +15,7 @@ mod tile;
 /// Rows of a call that belong to one sequence.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionSequence<'a> {
-    /// Where its rows begin in the query and the output.
+    /// Where its rows begin in the query and the output, after those of the sequence before it.
     pub first_row: usize,
     pub rows: usize,
     /// Position of the first row; row `i` is at `start_position + i` and sees positions up to its own.
@@ -109,7 +109,8 @@ fn check_sequences(sequences: &[AttentionSequence<'_>], rows: usize, cache: &KvC
     }
 }
 
-/// Cuts the work into tasks, costliest first, so that threads end together.
+/// Cuts the work into tasks, costliest first, so that threads end together. Among tasks of about the same cost those of
+/// one KV head are neighbours: sequences that share blocks (a prompt) then find them in the cache.
 fn plan(
     shape: &AttentionShape,
     sequences: &[AttentionSequence<'_>],
@@ -134,7 +135,7 @@ fn plan(
             }
         }
     }
-    tasks.sort_unstable_by_key(|t| std::cmp::Reverse(t.cost));
+    tasks.sort_unstable_by_key(|t| (std::cmp::Reverse(t.cost.ilog2()), t.kv_head, t.sequence, t.first_pair));
 }
 
 #[cfg(test)]

@@ -7,11 +7,11 @@
 
 use super::isa::{Isa, Kernel};
 use super::lanes::{LANES, Lanes};
+use super::math::round_bf16;
 use super::packed::{PackedMatrix, WeightDtype};
 use super::pool::Cpu;
 use super::rows::{Rows, RowsMut, SharedRows};
 use super::tile::{Format, MOST_ROWS, Operands, Pairs, RoundedPairs, Single, accumulate, tile_width};
-use half::bf16;
 use plan::Plan;
 
 mod plan;
@@ -77,7 +77,7 @@ impl LinearFormat for RoundedPairs {
 
     #[inline(always)]
     fn pack(pair: [f32; 2]) -> u32 {
-        let [first, second] = pair.map(|x| u32::from(bf16::from_f32(x).to_bits()));
+        let [first, second] = pair.map(|x| u32::from(round_bf16(x).to_bits()));
         first | second << 16
     }
 

@@ -1,6 +1,7 @@
 use super::super::packed::{WeightRows, reduction_leaves};
 use super::super::testing::{Random, bits, close};
 use super::*;
+use half::bf16;
 
 const DTYPES: [WeightDtype; 2] = [WeightDtype::Bf16, WeightDtype::F32];
 
