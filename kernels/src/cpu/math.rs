@@ -1,6 +1,8 @@
 //! Scalar functions written so that loops over them vectorise, with the same bits on every instruction set.
 
-/// `e^x` to about 1 ulp for `x` in `[-87.3, 88.376]`; below it is 0 (so is `-inf`), above it is the largest finite power.
+use half::bf16;
+
+/// `e^x` to about 1 ulp for `x` in `[-87.3, 88.376]`; below it is 0 (so is `-inf`), above it is `e^88.376`.
 ///
 /// Range reduction by `x = n ln 2 + r` with `ln 2` in two parts, then the degree-6 polynomial of Cephes' `expf`.
 #[inline(always)]
@@ -29,6 +31,15 @@ pub fn exp(x: f32) -> f32 {
     }
 }
 
+/// `x` rounded to nearest even, without branches: the bits of [`bf16::from_f32`].
+#[inline(always)]
+pub fn round_bf16(x: f32) -> bf16 {
+    let bits = x.to_bits();
+    let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+    let quiet = bits >> 16 | 0x40;
+    bf16::from_bits(if x.is_nan() { quiet } else { rounded } as u16)
+}
+
 #[cfg(test)]
 mod tests {
     #[test]
@@ -42,5 +53,15 @@ mod tests {
         assert_eq!(super::exp(0.0), 1.0);
         assert_eq!(super::exp(f32::INFINITY), super::exp(88.376));
         assert!(super::exp(f32::from_bits(0x7fc0_1234)).is_nan());
+    }
+
+    #[test]
+    fn rounding_to_bf16_has_the_bits_of_half() {
+        let specials = [0.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, f32::MAX, f32::MIN_POSITIVE, 1e-40];
+        let some = (0..u32::MAX - 40_000).step_by(20_011).map(f32::from_bits);
+        let ties = (0..=0xffff_u32).map(|high| f32::from_bits(high << 16 | 0x8000));
+        for x in some.chain(ties).chain(specials) {
+            assert_eq!(super::round_bf16(x).to_bits(), super::bf16::from_f32(x).to_bits(), "{:#x}", x.to_bits());
+        }
     }
 }

@@ -41,7 +41,7 @@ fn fixtures_have_their_flags() {
     let llama = fixture("llama");
     assert_eq!(llama.architecture_name(), "LlamaForCausalLM");
     assert!(llama.qkv_bias && llama.o_bias && llama.mlp_bias && !llama.qk_norm && !llama.tie_word_embeddings);
-    assert_eq!((llama.num_heads, llama.num_kv_heads, llama.head_dim, llama.num_layers), (8, 4, 8, 2));
+    assert_eq!((llama.num_heads, llama.num_kv_heads, llama.head_dim, llama.num_layers), (8, 4, 16, 2));
     assert_eq!(llama.eos_token_ids, [0, 2], "generation_config.json before config.json");
     assert_eq!((llama.bos_token_id, llama.dtype, llama.rms_norm_eps), (Some(0), Some(Dtype::Bf16), 1e-5));
     assert!(matches!(llama.rope.scaling, RopeScaling::Llama3 { original_max_position: 128, .. }));
@@ -75,7 +75,7 @@ fn a_gguf_file_gives_the_configuration_of_its_original() {
         assert!((a - b).abs() <= b * 2e-7, "{ours:?} for {exact:?}");
     }
     let RopeScaling::Divisors(divisors) = gguf.rope.scaling.clone() else { panic!("{:?}", gguf.rope) };
-    assert_eq!(divisors.len(), 4);
+    assert_eq!(divisors.len(), 8);
     let same =
         ModelConfig { rope: original.rope.clone(), eos_token_ids: vec![0, 2], dtype: original.dtype, ..gguf.clone() };
     assert_eq!(same, original);

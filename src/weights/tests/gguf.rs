@@ -110,8 +110,8 @@ fn quantised_tensors_are_dequantised_slice_by_slice() {
         checkpoint.read(name, &slice).unwrap().into_f32().into_owned()
     };
     assert_eq!(whole("model.embed_tokens.weight"), raw("token_embd.weight"));
-    assert_eq!(permute(&whole("model.layers.1.self_attn.q_proj.weight"), 8, 64), raw("blk.1.attn_q.weight"));
-    assert_eq!(permute(&whole("model.layers.1.self_attn.k_proj.weight"), 4, 64), raw("blk.1.attn_k.weight"));
+    assert_eq!(permute(&whole("model.layers.1.self_attn.q_proj.weight"), 8, 128), raw("blk.1.attn_q.weight"));
+    assert_eq!(permute(&whole("model.layers.1.self_attn.k_proj.weight"), 4, 128), raw("blk.1.attn_k.weight"));
     let mut rng = rng(1);
     for name in checkpoint.names() {
         let (rows, cols) = matrix_shape(checkpoint.shape(name).unwrap());
