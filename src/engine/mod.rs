@@ -39,7 +39,7 @@ pub struct Engine<X: Executor> {
     commands: Receiver<Command>,
     requests: HashMap<RequestKey, Request>,
     /// Requests that wait for a newer policy, in the order of their arrival.
-    held: Vec<Box<GenerateCommand>>,
+    held: Vec<GenerateCommand>,
     next_key: u64,
     weight_version: WeightVersion,
     /// Set by `Shutdown`: when the running requests are aborted.
@@ -153,7 +153,7 @@ impl<X: Executor> Engine<X> {
 
     fn handle(&mut self, command: Command) {
         match command {
-            Command::Generate(generate) => self.admit(generate),
+            Command::Generate(generate) => self.admit(*generate),
             Command::Abort { target, reply } => reply(self.abort(target)),
             Command::Status { reply } => reply(self.status()),
             Command::ResetPrefixCache { reply } => reply(self.scheduler.reset_prefix_cache()),
@@ -161,21 +161,21 @@ impl<X: Executor> Engine<X> {
             Command::Shutdown { grace } => {
                 self.deadline = Some(Instant::now() + grace);
                 for held in std::mem::take(&mut self.held) {
-                    refuse(*held, shutting_down());
+                    refuse(held, shutting_down());
                 }
             }
         }
     }
 
     /// Starts a request, holds it until its policy is there, or refuses it.
-    fn admit(&mut self, command: Box<GenerateCommand>) {
+    fn admit(&mut self, command: GenerateCommand) {
         if self.deadline.is_some() {
-            return refuse(*command, shutting_down());
+            return refuse(command, shutting_down());
         }
         if let Some(wanted) = command.if_weight_version.filter(|&v| v != self.weight_version) {
             let have = self.weight_version;
             return refuse(
-                *command,
+                command,
                 Error::VersionConflict(format!(
                     "if_weight_version: {wanted} is not the policy that serves; that is version {have}"
                 )),
@@ -183,7 +183,7 @@ impl<X: Executor> Engine<X> {
         }
         if self.is_known(&command.request_id) {
             let error = Error::AlreadyExists(format!("request_id: {:?} is running already", command.request_id));
-            return refuse(*command, error);
+            return refuse(command, error);
         }
         if command.min_weight_version.is_some_and(|v| v > self.weight_version) {
             return self.held.push(command);
@@ -191,7 +191,7 @@ impl<X: Executor> Engine<X> {
         let key = RequestKey(self.next_key);
         self.next_key += 1;
         let salt = CacheSalt { weight_version: self.weight_version, adapter: None };
-        let (request, groups) = Request::new(key, *command, salt, self.tokenizer.as_ref());
+        let (request, groups) = Request::new(key, command, salt, self.tokenizer.as_ref());
         match self.scheduler.add(groups) {
             Ok(()) => {
                 self.requests.insert(key, request);
@@ -211,7 +211,7 @@ impl<X: Executor> Engine<X> {
             self.end(key, Ending::Aborted);
         }
         for held in self.held.extract_if(.., |h| h.cancel.is_cancelled()) {
-            refuse(*held, Error::Unavailable("the client is gone".into()));
+            refuse(held, Error::Unavailable("the client is gone".into()));
         }
     }
 
@@ -231,7 +231,7 @@ impl<X: Executor> Engine<X> {
                 self.end(key, Ending::Aborted);
             } else if let Some(index) = held {
                 let held = self.held.remove(index);
-                refuse(*held, Error::Aborted("aborted while it waited for min_weight_version".into()));
+                refuse(held, Error::Aborted("aborted while it waited for min_weight_version".into()));
             } else {
                 reply.unknown.push(id);
                 continue;
