@@ -1,7 +1,5 @@
 //! The one configuration: the command line and its environment variables, checked once, passed as structs.
 
-use std::path::PathBuf;
-
 use clap::{Parser, ValueEnum};
 
 use crate::error::{Error, Result};
@@ -138,11 +136,6 @@ impl Config {
             return fail("max-model-len", &self.max_model_len.unwrap_or(0), "at least 2");
         }
         Ok(())
-    }
-
-    /// Directory or file the model is read from, where `--model` is a local path.
-    pub fn model_path(&self) -> PathBuf {
-        PathBuf::from(&self.model)
     }
 }
 

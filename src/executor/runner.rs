@@ -1,7 +1,7 @@
 //! One rank's work: the forward pass of a step, and on the first rank the answers to its questions.
 
 use candle_core::Tensor;
-use rollout_kernels::{BlockCopy, KvCache, Ops, with_f32};
+use rollout_kernels::{KvCache, Ops, with_f32};
 
 use super::input::FlatBatch;
 use super::sampler;
@@ -36,10 +36,8 @@ impl ModelRunner {
 
     /// Runs `plan`. Every rank computes; the first one's output answers the tasks, the others' is empty.
     pub fn run(&mut self, plan: &StepPlan) -> Result<StepOutput> {
-        let copies: Vec<_> =
-            plan.copies.iter().map(|c| BlockCopy { src: c.src, dst: c.dst, tokens: c.tokens }).collect();
         for cache in &mut self.kv {
-            self.ops.copy_blocks(cache, &copies);
+            self.ops.copy_blocks(cache, &plan.copies);
         }
         self.batch.fill(plan, self.block_size);
         let sequences = FlatBatch::attention(plan);

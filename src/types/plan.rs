@@ -2,18 +2,13 @@
 
 use std::sync::Arc;
 
+/// Copy of the first `tokens` slots of a block (all layers, K and V), for a fork that writes into a shared block.
+pub use rollout_kernels::BlockCopy;
+
 use super::{SampleKey, SamplingParams, TokenId, TokenLogprobs};
 
 /// A physical block of the paged KV cache.
 pub type BlockId = u32;
-
-/// Copy of the first `tokens` slots of a block (all layers, K and V), for a fork that writes into a shared block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BlockCopy {
-    pub src: BlockId,
-    pub dst: BlockId,
-    pub tokens: usize,
-}
 
 /// Everything one step does, in the order it does it: copies, then all sequences as one flat batch.
 #[derive(Clone, Debug, Default)]

@@ -10,9 +10,9 @@ import socket
 import struct
 import subprocess
 import sys
-from pathlib import Path
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
