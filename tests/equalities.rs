@@ -192,3 +192,26 @@ fn tensor_parallel_is_one_rank() {
         });
     }
 }
+
+#[test]
+fn long_sequences_are_the_same_whole_in_chunks_and_scored() {
+    for model in ["llama", "mistral", "qwen2"] {
+        let long = random_prompts(14, 4, 400..700, VOCAB);
+        let whole = Engine::start(model, &[]);
+        let chunked = Engine::start(model, &["--max-batch-tokens", "37"]);
+        let sampled = generate(&whole, long.clone(), 1, &all_params()[0]);
+        assert_eq!(generate(&chunked, long.clone(), 1, &all_params()[0]).bits(), sampled.bits(), "{model}");
+        let sequences = long.into_iter().zip(&sampled.completions);
+        let sequences = sequences.map(|(p, c)| p.into_iter().chain(c.tokens.iter().map(|t| t.token)).collect());
+        let sequences: Vec<Vec<TokenId>> = sequences.collect();
+        let scored = whole.generate(Request::score(sequences.clone()));
+        let scored_in_chunks = chunked.generate(Request::score(sequences));
+        for (i, completion) in sampled.completions.iter().enumerate() {
+            let tokens = &scored.prompt_logprobs[i].1;
+            assert_eq!(bits(tokens), bits(&scored_in_chunks.prompt_logprobs[i].1), "{model}, sequence {i}");
+            let tail = &tokens[tokens.len() - completion.tokens.len()..];
+            let raw = |t: &rollout_server::types::TokenLogprobs| (t.token, t.raw.to_bits());
+            assert!(completion.tokens.iter().map(raw).eq(tail.iter().map(raw)), "{model}, sequence {i}");
+        }
+    }
+}
