@@ -43,8 +43,9 @@
 //! 7. KV computed under one weight version can be found only by that version: the hash chain of the prefix cache
 //!    starts from it.
 //! 8. A sequence's tokens and log-probabilities are the same bits alone or in any batch, with whole or chunked prefill,
-//!    cache hit or miss, preempted or not, sampled or scored, and for every `--tp` that is a power of two: every
-//!    kernel's reduction order depends on nothing but the row's own inputs.
+//!    cache hit or miss, preempted or not, sampled or scored, and for `--tp` 1, 2 and 4 where the split reductions
+//!    (attention width, intermediate size) are multiples of 8: every kernel's reduction order depends on nothing but
+//!    the row's own inputs.
 //! 9. A sample depends only on (seed, prompt, sampling parameters, weights), never on what else runs.
 //! 10. Every large allocation is a reservation in the [`memory::MemoryBudget`] before it is made.
 //! 11. Each queue has a limit, with its reason beside it.

@@ -99,3 +99,17 @@ fn bfloat16_is_no_farther_from_float32_than_transformers_bfloat16() {
         assert!(max_ours <= max_theirs, "{model}: largest {max_ours:e} > {max_theirs:e}");
     }
 }
+
+#[test]
+fn heads_that_the_kernels_cannot_take_are_refused_at_the_start() {
+    let model = tempfile::tempdir().unwrap();
+    for entry in std::fs::read_dir(fixture("llama")).unwrap().map(Result::unwrap) {
+        std::fs::copy(entry.path(), model.path().join(entry.file_name())).unwrap();
+    }
+    let config = model.path().join("config.json");
+    let text = std::fs::read_to_string(&config).unwrap();
+    assert!(text.contains("\"head_dim\": 16"));
+    std::fs::write(&config, text.replace("\"head_dim\": 16", "\"head_dim\": 8")).unwrap();
+    let error = Engine::try_start(model.path().to_str().unwrap(), &[]).err().expect("it is refused").to_string();
+    assert!(error.contains("head_dim is 8") && error.contains("multiples of 16"), "{error}");
+}
