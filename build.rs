@@ -5,7 +5,8 @@ use prost::Message as _;
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo:rerun-if-changed=proto");
     let out = std::path::PathBuf::from(std::env::var("OUT_DIR")?);
-    let descriptors = protox::compile(["rollout/v1/rollout.proto", "rollout/v1/control.proto"], ["proto"])?;
+    let files = ["rollout/v1/rollout.proto", "rollout/v1/weights.proto", "rollout/v1/control.proto"];
+    let descriptors = protox::compile(files, ["proto"])?;
     std::fs::write(out.join("rollout_descriptor.bin"), descriptors.encode_to_vec())?;
     tonic_prost_build::configure().compile_fds(descriptors)?;
     Ok(())

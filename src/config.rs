@@ -1,5 +1,7 @@
 //! The one configuration: the command line and its environment variables, checked once, passed as structs.
 
+use std::path::PathBuf;
+
 use clap::{Parser, ValueEnum};
 
 use crate::error::{Error, Result};
@@ -52,6 +54,23 @@ pub struct Config {
     /// Size of the KV cache, e.g. 2GiB [default: what remains below the ceiling].
     #[arg(long, env = "ROLLOUT_KV_CACHE_BYTES", value_parser = parse_bytes, value_name = "BYTES")]
     pub kv_cache_bytes: Option<u64>,
+
+    /// Most bytes that a push may take while it is received, e.g. 1GiB [default: the weights' size, at most a quarter of
+    /// what remains beside them]. What the KV cache has given back in a sleep counts besides.
+    #[arg(long, env = "ROLLOUT_STAGING_BYTES", value_parser = parse_bytes, value_name = "BYTES")]
+    pub staging_bytes: Option<u64>,
+
+    /// Adapters that can be resident unmerged at once.
+    #[arg(long, env = "ROLLOUT_MAX_ADAPTERS", default_value_t = 0, value_name = "N")]
+    pub max_adapters: usize,
+
+    /// Largest rank of a resident adapter.
+    #[arg(long, env = "ROLLOUT_MAX_LORA_RANK", default_value_t = 16, value_name = "R")]
+    pub max_lora_rank: usize,
+
+    /// Directory of which pushes may name files and folders; without it they may name none.
+    #[arg(long, env = "ROLLOUT_WEIGHTS_DIR", value_name = "DIR")]
+    pub weights_dir: Option<PathBuf>,
 
     /// Compute threads of all ranks together [default: one per core].
     #[arg(long, env = "ROLLOUT_THREADS", value_name = "N")]
@@ -128,6 +147,12 @@ impl Config {
         }
         if self.max_batch_tokens == 0 || self.max_batch_tokens > 1 << 20 {
             return fail("max-batch-tokens", &self.max_batch_tokens, "from 1 to 1048576");
+        }
+        if self.max_adapters > 1024 {
+            return fail("max-adapters", &self.max_adapters, "at most 1024");
+        }
+        if !(1..=1024).contains(&self.max_lora_rank) {
+            return fail("max-lora-rank", &self.max_lora_rank, "from 1 to 1024");
         }
         if self.max_queued_samples == 0 {
             return fail("max-queued-samples", &self.max_queued_samples, "at least 1");

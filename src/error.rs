@@ -25,6 +25,9 @@ pub enum Error {
     /// Ended by an Abort before it had anything to give. gRPC ABORTED.
     #[error("{0}")]
     Aborted(String),
+    /// Bytes are not those that were announced. gRPC DATA_LOSS.
+    #[error("{0}")]
+    DataLoss(String),
     /// The server is ending. gRPC UNAVAILABLE.
     #[error("{0}")]
     Unavailable(String),

@@ -2,9 +2,12 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use crate::error::{Error, Result};
+use crate::memory::MemoryReport;
 use crate::types::{FinishReason, SamplingParams, TokenId, TokenLogprobs, WeightVersion};
+use crate::weights::{Tensors, UpdateKind, WeightUpdate};
 
 /// Set when the client is gone; the engine looks before each step and ends the request.
 #[derive(Clone, Debug, Default)]
@@ -38,13 +41,66 @@ pub enum Command {
         reply: Reply<Status>,
     },
     ResetPrefixCache {
-        reply: Reply<usize>,
+        reply: Reply<Result<usize>>,
+    },
+    /// Opens a transaction: checks what can be checked now and sets memory aside.
+    BeginUpdate {
+        begin: UpdateBegin,
+        reply: Reply<Result<UpdateTicket>>,
+    },
+    /// Writes tensors of a FULL push in place; the weights are missing until its commit.
+    WritePart {
+        update: u64,
+        tensors: Arc<Tensors>,
+        reply: Reply<Result<()>>,
+    },
+    /// Ends a transaction: applied at a step boundary, at once or as its [`RunningPolicy`] says. In place, `update` is
+    /// the rest.
+    CommitUpdate {
+        update: u64,
+        content: WeightUpdate,
+        reply: Reply<Result<UpdateReply>>,
+    },
+    Sleep {
+        level: SleepLevel,
+        mode: DrainMode,
+        cancel: CancelFlag,
+        reply: Reply<Result<SleepReply>>,
+    },
+    Wake {
+        tags: WakeTags,
+        /// After level 2: read the checkpoint again.
+        reload: bool,
+        reply: Reply<Result<LifecycleStatus>>,
+    },
+    Pause {
+        mode: DrainMode,
+        cancel: CancelFlag,
+        reply: Reply<Result<()>>,
+    },
+    Resume {
+        reply: Reply<Result<()>>,
+    },
+    /// SHA-256 of parameters as they serve; all if `names` is empty.
+    Checksum {
+        names: Vec<String>,
+        reply: Reply<Result<ChecksumReply>>,
+    },
+    ListAdapters {
+        reply: Reply<Vec<AdapterStatus>>,
+    },
+    /// Answered with the generation when the last lease has ended and the memory is free.
+    RemoveAdapter {
+        name: String,
+        expected_generation: Option<u64>,
+        cancel: CancelFlag,
+        reply: Reply<Result<u64>>,
     },
     /// Some [`CancelFlag`] was set; wakes an idle engine to look.
     Cancelled,
     /// Refuse new requests, finish the running ones until the deadline passes, then abort the rest and end.
     Shutdown {
-        grace: std::time::Duration,
+        grace: Duration,
     },
 }
 
@@ -56,10 +112,141 @@ pub struct GenerateCommand {
     pub prompts: Vec<Arc<[TokenId]>>,
     pub kind: Kind,
     pub params: Arc<SamplingParams>,
+    /// Name of a resident adapter.
+    pub adapter: Option<String>,
     pub if_weight_version: Option<WeightVersion>,
     pub min_weight_version: Option<WeightVersion>,
     pub cancel: CancelFlag,
     pub responder: Responder,
+}
+
+/// The header of a push.
+pub struct UpdateBegin {
+    pub kind: UpdateKind,
+    /// LORA: keep it resident under this name.
+    pub adapter: Option<AdapterTarget>,
+    /// Always given for DELTA.
+    pub expected_version: Option<WeightVersion>,
+    /// None: one more than now.
+    pub new_version: Option<WeightVersion>,
+    pub running: RunningPolicy,
+    /// Most memory that the push takes while it is received, and in place.
+    pub staging_bytes: u64,
+    pub in_place_bytes: u64,
+    /// FULL: may be written in place if it does not fit.
+    pub in_place: bool,
+    /// Set when the stream breaks: the transaction never happened.
+    pub cancel: CancelFlag,
+}
+
+/// Under which name an adapter stays resident.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AdapterTarget {
+    pub name: String,
+    /// `Some(0)`: the name must be free.
+    pub expected_generation: Option<u64>,
+}
+
+/// An open transaction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UpdateTicket {
+    pub id: u64,
+    /// Send complete tensors with `WritePart`.
+    pub in_place: bool,
+}
+
+/// What becomes of requests that run when an update is applied. See `weights.proto`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum RunningPolicy {
+    #[default]
+    Keep,
+    Recompute,
+    Wait,
+    Abort,
+}
+
+/// What a commit has done.
+#[derive(Clone, Debug, PartialEq)]
+pub struct UpdateReply {
+    pub weight_version: WeightVersion,
+    /// For how long nothing stepped.
+    pub pause: Duration,
+    /// Applied when the weights wake.
+    pub pending: bool,
+    /// Of a resident adapter.
+    pub adapter_generation: Option<u64>,
+}
+
+/// What becomes of running requests at a sleep or pause. See `control.proto`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DrainMode {
+    #[default]
+    Wait,
+    Abort,
+    Keep,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SleepLevel {
+    /// The policy is kept, outside the device's memory.
+    #[default]
+    One,
+    /// The policy is dropped.
+    Two,
+}
+
+/// What is to wake.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WakeTags {
+    pub weights: bool,
+    pub kv_cache: bool,
+}
+
+/// What a sleep has given back, measured as the fall of the process's resident memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SleepReply {
+    pub weights_bytes: u64,
+    /// With the workspace.
+    pub kv_cache_bytes: u64,
+    pub resident_bytes: u64,
+    pub took: Duration,
+}
+
+/// The lifecycle as clients see it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LifecycleStatus {
+    #[default]
+    Running,
+    Paused,
+    Asleep {
+        level: SleepLevel,
+        /// What is awake again.
+        resident: WakeTags,
+        /// A push waits for the weights to wake.
+        pending_update: bool,
+    },
+    WeightsMissing,
+    ShuttingDown,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ChecksumReply {
+    pub weight_version: WeightVersion,
+    /// In the model's order.
+    pub parameters: Vec<(String, [u8; 32])>,
+}
+
+/// A resident adapter.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct AdapterStatus {
+    pub name: String,
+    pub generation: u64,
+    pub rank: usize,
+    pub bytes: u64,
+    /// Running requests that use it.
+    pub leases: usize,
+    /// Replaced or removed; goes with its last lease.
+    pub retired: bool,
 }
 
 /// What is asked of the prompts.
@@ -125,7 +312,14 @@ pub struct AbortReply {
 /// A look at the engine between two steps.
 #[derive(Clone, Debug, Default)]
 pub struct Status {
-    pub shutting_down: bool,
+    pub lifecycle: LifecycleStatus,
+    pub memory: MemoryReport,
+    /// Requests that wait for a newer policy, for `Resume`, or for a drain to end.
+    pub held_requests: usize,
+    /// Whether a transaction is open.
+    pub updating: bool,
+    /// Updates applied since the start.
+    pub updates: u64,
     pub weight_version: WeightVersion,
     pub total_blocks: usize,
     pub free_blocks: usize,

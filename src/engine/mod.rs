@@ -156,8 +156,9 @@ impl<X: Executor> Engine<X> {
             Command::Generate(generate) => self.admit(*generate),
             Command::Abort { target, reply } => reply(self.abort(target)),
             Command::Status { reply } => reply(self.status()),
-            Command::ResetPrefixCache { reply } => reply(self.scheduler.reset_prefix_cache()),
+            Command::ResetPrefixCache { reply } => reply(Ok(self.scheduler.reset_prefix_cache())),
             Command::Cancelled => self.drop_cancelled(),
+            _ => todo!(),
             Command::Shutdown { grace } => {
                 self.deadline = Some(Instant::now() + grace);
                 for held in std::mem::take(&mut self.held) {
@@ -259,7 +260,7 @@ impl<X: Executor> Engine<X> {
     fn status(&self) -> Status {
         let s = self.scheduler.stats();
         Status {
-            shutting_down: self.deadline.is_some(),
+            lifecycle: if self.deadline.is_some() { LifecycleStatus::ShuttingDown } else { LifecycleStatus::Running },
             weight_version: self.weight_version,
             total_blocks: s.total_blocks,
             free_blocks: s.free_blocks,
@@ -275,6 +276,7 @@ impl<X: Executor> Engine<X> {
             finished_requests: self.finished_requests,
             aborted_requests: self.aborted_requests,
             tokens_per_second: self.throughput.tokens_per_second(),
+            ..Status::default()
         }
     }
 }

@@ -6,19 +6,62 @@ mod ranks;
 mod runner;
 pub mod sampler;
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::error::Result;
 use crate::types::{StepOutput, StepPlan};
+use crate::weights::{Adapter, Delta, ParamSpec, Tensors};
 
 pub use load::load;
 pub use ranks::Ranks;
 pub use runner::ModelRunner;
 
-/// Runs steps, at most one at a time. Launch and collect are apart so that the engine can work while the ranks do.
+/// Runs steps, at most one at a time. Launch and collect are apart so that the engine can work while the ranks do. The
+/// other orders are given between a `collect` and the next `launch`; each is carried out by all ranks before it returns.
 pub trait Executor {
     /// Starts a step.
     fn launch(&mut self, plan: Arc<StepPlan>) -> Result<()>;
     /// Waits for the step that was launched and gives its answers, in the plan's order of tasks.
     fn collect(&mut self) -> Result<StepOutput>;
+    /// Changes the weights.
+    fn write(&mut self, order: WeightOrder) -> Result<()>;
+    /// Bytes of whole rows of a parameter in the dtype in which it serves (row-major, little-endian), gathered from the
+    /// ranks.
+    fn read(&mut self, spec: &ParamSpec, rows: Range<usize>) -> Result<Vec<u8>>;
+    /// Gives memory back to the operating system.
+    fn release(&mut self, memory: Memory) -> Result<()>;
+    /// Takes released memory again; its content is unspecified.
+    fn restore(&mut self, memory: Memory) -> Result<()>;
+}
+
+/// What a rank's memory is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Memory {
+    KvCache,
+    Workspace,
+    /// Weights that can be read from the checkpoint again: what FULL and DELTA pushes have brought stays.
+    Weights,
+    /// All weights and copies of the base; the checkpoint is the base again.
+    WeightsAndBase,
+}
+
+/// A change of the weights. The base of a parameter is the checkpoint's value, or what a FULL or DELTA push has put in
+/// its place; an adapter is always merged into the base.
+#[derive(Clone, Debug)]
+pub enum WeightOrder {
+    /// Every parameter: the base with `adapter` merged. For weights that were released.
+    Load { adapter: Arc<Adapter> },
+    /// The parameters that either touches: the base with `after` merged instead of `before`. Where the base is no longer
+    /// the checkpoint's, the ranks keep a copy of it as long as an adapter is merged into it.
+    Merge { before: Arc<Adapter>, after: Arc<Adapter> },
+    /// These parameters take these values, which are their base from now on.
+    Replace { tensors: Arc<Tensors> },
+    /// Single elements take new values. What serves then is the base from now on: of the changed parameters, and of those
+    /// that `merged`, the adapter merged now, touches.
+    Patch { delta: Arc<Delta>, merged: Arc<Adapter> },
+    /// Keeps an adapter resident under this number, which a [`PlanSequence`](crate::types::PlanSequence) can name.
+    AddAdapter { generation: u64, adapter: Arc<Adapter> },
+    /// Drops a resident adapter.
+    RemoveAdapter { generation: u64 },
 }

@@ -1,13 +1,15 @@
 //! One thread for each tensor-parallel rank. All get the same plans in the same order.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
-use super::{Executor, ModelRunner};
+use super::{Executor, Memory, ModelRunner, WeightOrder};
 use crate::error::{Error, Result};
 use crate::types::{StepOutput, StepPlan};
+use crate::weights::ParamSpec;
 
 /// Exit status after a rank has failed: EX_SOFTWARE of sysexits.h, an internal error.
 const RANK_FAILED: i32 = 70;
@@ -68,6 +70,22 @@ impl Executor for Ranks {
 
     fn collect(&mut self) -> Result<StepOutput> {
         self.answers.recv().map_err(|_| Error::Internal("the ranks have ended".into()))?
+    }
+
+    fn write(&mut self, _order: WeightOrder) -> Result<()> {
+        todo!()
+    }
+
+    fn read(&mut self, _spec: &ParamSpec, _rows: Range<usize>) -> Result<Vec<u8>> {
+        todo!()
+    }
+
+    fn release(&mut self, _memory: Memory) -> Result<()> {
+        todo!()
+    }
+
+    fn restore(&mut self, _memory: Memory) -> Result<()> {
+        todo!()
     }
 }
 

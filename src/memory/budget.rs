@@ -12,7 +12,7 @@ pub struct MemoryBudget {
 }
 
 /// A look at the ledger, in bytes.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct MemoryReport {
     pub total: u64,
     pub ceiling: u64,
@@ -42,6 +42,33 @@ impl MemoryBudget {
         }
         self.entries.push((name, bytes));
         Ok(())
+    }
+
+    /// Changes what is set aside for `name`, which may be new; 0 takes it out of the ledger.
+    ///
+    /// # Errors
+    /// As for [`MemoryBudget::reserve`]; nothing changes then.
+    pub fn set(&mut self, name: &'static str, bytes: u64) -> Result<()> {
+        let before = self.entries.clone();
+        let place = self.entries.iter().position(|e| e.0 == name);
+        if let Some(place) = place {
+            self.entries.remove(place);
+        }
+        if bytes == 0 {
+            return Ok(());
+        }
+        if let Err(error) = self.reserve(name, bytes) {
+            self.entries = before;
+            return Err(error);
+        }
+        let entry = self.entries.pop().expect("it was reserved");
+        self.entries.insert(place.unwrap_or(self.entries.len()), entry);
+        Ok(())
+    }
+
+    /// Bytes set aside for `name`.
+    pub fn reserved(&self, name: &str) -> u64 {
+        self.entries.iter().find(|e| e.0 == name).map_or(0, |e| e.1)
     }
 
     /// Bytes not yet reserved.
@@ -100,6 +127,22 @@ mod tests {
         assert_eq!(budget.report(), before);
         budget.reserve("kv_cache", 12 << 20).unwrap();
         assert_eq!(budget.remaining(), 0);
+    }
+
+    #[test]
+    fn an_entry_changes_in_its_place_or_not_at_all() {
+        let mut budget = MemoryBudget::new(1000, 1.0);
+        budget.reserve("weights", 500).unwrap();
+        budget.reserve("kv_cache", 300).unwrap();
+        let before = budget.report();
+        assert!(budget.set("weights", 701).is_err());
+        assert_eq!(budget.report(), before);
+        budget.set("weights", 700).unwrap();
+        assert_eq!(budget.report().entries, [("weights", 700), ("kv_cache", 300)]);
+        budget.set("weights", 0).unwrap();
+        budget.set("staging", 700).unwrap();
+        assert_eq!(budget.report().entries, [("kv_cache", 300), ("staging", 700)]);
+        assert_eq!((budget.reserved("staging"), budget.reserved("weights")), (700, 0));
     }
 
     #[test]

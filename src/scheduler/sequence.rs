@@ -143,7 +143,7 @@ impl Sequence {
             logits.push(LogitsRow { offset: end - 1 - start, tasks });
         }
         let tokens = self.copy_tokens(start, end);
-        PlanSequence { start, tokens, block_table: self.table.as_slice().to_vec(), logits }
+        PlanSequence { start, tokens, block_table: self.table.as_slice().to_vec(), adapter: None, logits }
     }
 
     /// Penalties are of what has been sampled after the whole prompt, so a `target` carries no history.

@@ -25,6 +25,8 @@ pub struct PlanSequence {
     pub tokens: Vec<TokenId>,
     /// Blocks of `[0, start + tokens.len())`, in order.
     pub block_table: Vec<BlockId>,
+    /// Generation of the resident adapter that these rows go through, if any.
+    pub adapter: Option<u64>,
     /// Rows of which logits are wanted, ascending by `offset`.
     pub logits: Vec<LogitsRow>,
 }

@@ -4,20 +4,28 @@ mod checkpoint;
 mod gguf;
 mod gguf_config;
 mod hub;
+mod lora;
 mod mapped;
+mod parameters;
 mod partition;
 mod safetensors;
 mod shard;
 mod source;
 mod tensor;
+mod update;
 
 pub use checkpoint::Checkpoint;
 pub use gguf::{GgufCheckpoint, GgufMetadata};
+pub use lora::{Adapter, AdapterPlan, Factors};
+pub use parameters::Parameters;
 pub use partition::Partition;
 pub use safetensors::SafetensorsCheckpoint;
 pub use shard::{ParamSpec, ShardRule, Slice, head_range, matrix_shape};
 pub use source::{ModelFiles, ModelSource, TokenizerFiles};
 pub use tensor::{Dtype, TensorData};
+pub use update::{
+    Changes, Delta, Received, Receiver, Source, TensorEntry, Tensors, UpdateKind, UpdateSpec, WeightUpdate,
+};
 
 #[cfg(test)]
 mod tests;

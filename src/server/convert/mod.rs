@@ -49,6 +49,7 @@ impl ValidRequest {
             prompts: self.prompts,
             kind: self.kind,
             params: self.params,
+            adapter: None,
             if_weight_version: self.if_weight_version,
             min_weight_version: self.min_weight_version,
             cancel,

@@ -32,7 +32,7 @@ impl ControlService {
 
     async fn reset_prefix_cache(&self) -> Result<pb::ResetPrefixCacheResponse> {
         let parts = self.gate.look()?;
-        let blocks = ask(&parts.engine, |reply| Command::ResetPrefixCache { reply }).await?;
+        let blocks = ask(&parts.engine, |reply| Command::ResetPrefixCache { reply }).await??;
         Ok(pb::ResetPrefixCacheResponse { blocks: count(blocks) })
     }
 }
@@ -56,6 +56,22 @@ impl pb::control_server::Control for ControlService {
     ) -> tonic::Result<Response<pb::ResetPrefixCacheResponse>> {
         Deadline::of(&request).limit(self.reset_prefix_cache()).await.map(Response::new)
     }
+
+    async fn sleep(&self, _request: Request<pb::SleepRequest>) -> tonic::Result<Response<pb::SleepResponse>> {
+        todo!()
+    }
+
+    async fn wake(&self, _request: Request<pb::WakeRequest>) -> tonic::Result<Response<pb::WakeResponse>> {
+        todo!()
+    }
+
+    async fn pause(&self, _request: Request<pb::PauseRequest>) -> tonic::Result<Response<pb::PauseResponse>> {
+        todo!()
+    }
+
+    async fn resume(&self, _request: Request<pb::ResumeRequest>) -> tonic::Result<Response<pb::ResumeResponse>> {
+        todo!()
+    }
 }
 
 fn info_response(parts: &Parts) -> pb::GetInfoResponse {
@@ -77,12 +93,16 @@ fn info_response(parts: &Parts) -> pb::GetInfoResponse {
         kernel: info.kernel.clone(),
         has_tokenizer: model.text.is_some(),
         has_chat_template: model.text.as_ref().is_some_and(|t| t.has_chat_template()),
+        ..Default::default()
     }
 }
 
 /// Everything but the uptime.
 fn status_response(s: &engine::Status, memory: MemoryReport) -> pb::GetStatusResponse {
-    let lifecycle = if s.shutting_down { pb::Lifecycle::ShuttingDown } else { pb::Lifecycle::Running };
+    let lifecycle = match s.lifecycle {
+        engine::LifecycleStatus::ShuttingDown => pb::Lifecycle::ShuttingDown,
+        _ => pb::Lifecycle::Running,
+    };
     let entry = |(name, bytes)| pb::MemoryEntry { name, bytes };
     pb::GetStatusResponse {
         lifecycle: lifecycle.into(),
@@ -108,6 +128,7 @@ fn status_response(s: &engine::Status, memory: MemoryReport) -> pb::GetStatusRes
         aborted_requests: s.aborted_requests,
         tokens_per_second: s.tokens_per_second,
         uptime_seconds: 0.0,
+        ..Default::default()
     }
 }
 
