@@ -8,6 +8,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let files = ["rollout/v1/rollout.proto", "rollout/v1/weights.proto", "rollout/v1/control.proto"];
     let descriptors = protox::compile(files, ["proto"])?;
     std::fs::write(out.join("rollout_descriptor.bin"), descriptors.encode_to_vec())?;
-    tonic_prost_build::configure().compile_fds(descriptors)?;
+    // Chunks of weights are not copied out of their messages.
+    tonic_prost_build::configure().bytes(".rollout.v1.Chunk.data").compile_fds(descriptors)?;
     Ok(())
 }

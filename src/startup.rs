@@ -18,9 +18,9 @@ use crate::memory::{self, MemoryBudget, MemoryReport, human_bytes};
 use crate::model::config::ModelConfig;
 use crate::model::{Build, Decoder, Workspace, kv_bytes_per_block, kv_caches};
 use crate::scheduler::{Scheduler, SchedulerConfig};
-use crate::server::{self, ModelFacts, Parts, ServerInfo, TextCodec};
+use crate::server::{ModelFacts, Parts, ServerInfo, TextCodec};
 use crate::text::{ChatTemplate, Tokenizer};
-use crate::weights::{Checkpoint, Dtype, ModelFiles, ModelSource, Partition, TokenizerFiles};
+use crate::weights::{Checkpoint, Dtype, ModelFiles, ModelSource, Parameters, Partition, TokenizerFiles};
 
 /// What the process takes beside its reservations: code, threads, tokenizer, requests and replies under way, and the
 /// allocator's slack. With SmolLM2-135M, resident memory less the reservations touched: 45 MiB when idle, an estimated
@@ -39,16 +39,17 @@ pub struct Started {
     pub model_name: String,
     pub dtype: &'static str,
     pub max_model_len: usize,
-    pub parameters: u64,
+    pub parameters: Arc<Parameters>,
+    /// Number of weights, tied ones once.
+    pub num_weights: u64,
     pub kernel: &'static str,
-    pub memory: MemoryReport,
     pub text: Text,
 }
 
 impl Started {
     /// What the server needs, and the engine's thread.
     pub fn into_parts(self, config: &Config) -> (Parts, JoinHandle<Result<()>>) {
-        let Self { engine, thread, model, memory, text, .. } = self;
+        let Self { engine, thread, model, text, .. } = self;
         let info = ServerInfo {
             model: self.model_name,
             architecture: model.architecture_name().into(),
@@ -58,8 +59,10 @@ impl Started {
             max_num_seqs: config.max_num_seqs,
             max_batch_tokens: config.max_batch_tokens,
             block_size: config.block_size,
-            parameters: self.parameters,
+            parameters: self.num_weights,
             kernel: self.kernel.into(),
+            max_adapters: config.max_adapters,
+            max_lora_rank: config.max_lora_rank,
         };
         let facts = ModelFacts {
             vocab_size: model.vocab_size,
@@ -67,13 +70,8 @@ impl Started {
             eos_token_ids: model.eos_token_ids,
             text: text.tokenizer.map(|tokenizer| Arc::new(TextCodec::new(tokenizer, text.chat_template))),
         };
-        let memory = Arc::new(move || server::MemoryReport {
-            total_bytes: memory.total,
-            ceiling_bytes: memory.ceiling,
-            entries: memory.entries.iter().map(|(name, bytes)| ((*name).into(), *bytes)).collect(),
-            resident_bytes: memory::resident_bytes(),
-        });
-        (Parts { model: Arc::new(facts), info, engine, memory }, thread)
+        let weights_dir = config.weights_dir.clone();
+        (Parts { model: Arc::new(facts), info, engine, parameters: self.parameters, weights_dir }, thread)
     }
 }
 
@@ -123,12 +121,13 @@ pub fn start(config: &Config) -> Result<Started> {
     let text = Text::open(&files.tokenizer)?;
 
     let mut budget = MemoryBudget::new(memory::total_bytes(), config.mem_util);
-    let decoders = reserve_fixed(&mut budget, config, &model, &layout)?;
+    let mut decoders = reserve_fixed(&mut budget, config, &model, &layout)?;
     let blocks = reserve_kv(&mut budget, config, &model, &layout)?;
+    let parameters = Arc::new(parameters(&mut decoders[0], &model, &layout)?);
     print_ledger(&budget.report(), blocks, &layout);
 
     let ModelFiles { name: model_name, checkpoint, .. } = files;
-    let parameters = count_parameters(&checkpoint, &model);
+    let num_weights = count_weights(&checkpoint, &model);
     let progress = Progress::new(&checkpoint, layout.world);
     let ingredients = Ingredients { model: model.clone(), layout: layout.clone(), checkpoint, blocks, progress };
     let executor = start_ranks(decoders, ingredients)?;
@@ -152,8 +151,8 @@ pub fn start(config: &Config) -> Result<Started> {
         model,
         model_name,
         parameters,
+        num_weights,
         kernel: Ops::cpu(1).kernel_name(),
-        memory: budget.report(),
         text,
     })
 }
@@ -235,9 +234,13 @@ fn reserve_fixed(
 /// Reserves the KV cache: what was asked for, or all that is left. Returns its blocks.
 fn reserve_kv(budget: &mut MemoryBudget, config: &Config, model: &ModelConfig, layout: &Layout) -> Result<usize> {
     let per_block = block_bytes(model, layout);
-    let bytes = config.kv_cache_bytes.unwrap_or(budget.remaining());
-    let blocks = bytes / per_block;
     let needed = blocks_for(layout.max_model_len, layout);
+    let bytes = config.kv_cache_bytes.unwrap_or_else(|| {
+        let left = budget.remaining() - staging_room(budget, config);
+        // One sequence must fit; the room for pushes is what is left of the rest, unless it was asked for.
+        if config.staging_bytes.is_some() { left } else { left.max(needed * per_block).min(budget.remaining()) }
+    });
+    let blocks = bytes / per_block;
     if blocks < needed {
         let tokens = blocks * layout.block_size as u64;
         return Err(Error::ResourceExhausted(format!(
@@ -255,6 +258,26 @@ fn reserve_kv(budget: &mut MemoryBudget, config: &Config, model: &ModelConfig, l
     usize::try_from(blocks).ok().filter(|&b| b <= u32::MAX as usize / layout.block_size).ok_or_else(|| {
         Error::Config(format!("a KV cache of {blocks} blocks is more than slots can number; give --kv-cache-bytes"))
     })
+}
+
+/// What the KV cache leaves free for pushes that arrive while it is full.
+fn staging_room(budget: &MemoryBudget, config: &Config) -> u64 {
+    let remaining = budget.remaining();
+    config.staging_bytes.unwrap_or_else(|| budget.reserved("weights").min(remaining / 4)).min(remaining)
+}
+
+/// All parameters, as they serve.
+fn parameters(decoder: &mut Decoder, model: &ModelConfig, layout: &Layout) -> Result<Parameters> {
+    let mut specs = Vec::new();
+    decoder.visit(&mut |spec, _| {
+        specs.push(spec.clone());
+        Ok(())
+    })?;
+    let dtype = match layout.weights {
+        WeightDtype::F32 => Dtype::F32,
+        WeightDtype::Bf16 => Dtype::Bf16,
+    };
+    Ok(Parameters::new(specs, dtype, layout.world, model.tie_word_embeddings))
 }
 
 /// Bytes of a block on all ranks together.
@@ -343,7 +366,7 @@ impl Progress {
 }
 
 /// Number of weights, tied ones once.
-fn count_parameters(checkpoint: &Checkpoint, model: &ModelConfig) -> u64 {
+fn count_weights(checkpoint: &Checkpoint, model: &ModelConfig) -> u64 {
     let is_copy = |name: &str| model.tie_word_embeddings && name == "lm_head.weight";
     let elements = |name: &&str| checkpoint.shape(name).map_or(0, |s| s.iter().product::<usize>() as u64);
     checkpoint.names().iter().filter(|name| !is_copy(name)).map(elements).sum()

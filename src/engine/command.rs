@@ -355,6 +355,14 @@ impl EngineHandle {
         let _ = self.sender.try_send(Command::Cancelled);
     }
 
+    /// Hands the command over, waiting while the queue is full; not for threads of a runtime.
+    ///
+    /// # Errors
+    /// `Unavailable` if the engine has ended.
+    pub fn send_blocking(&self, command: Command) -> Result<()> {
+        self.sender.send(command).map_err(|_| Error::Unavailable("the engine has ended".into()))
+    }
+
     /// Hands the command over without blocking.
     ///
     /// # Errors

@@ -22,7 +22,7 @@ use tonic_health::ServingStatus;
 use tonic_health::pb::health_server::{Health, HealthServer};
 use tonic_health::server::HealthReporter;
 
-pub use parts::{MemoryReport, ModelFacts, Parts, ServerInfo};
+pub use parts::{ModelFacts, Parts, ServerInfo};
 pub use shutdown::{ShutdownHandle, ShutdownOrders, shutdown_channel, watch_signals};
 pub use text::TextCodec;
 
@@ -45,6 +45,10 @@ const KEEPALIVE: Duration = Duration::from_secs(10);
 /// Concurrent calls per connection. Agents open one call per conversation; who may wait is for the engine to say
 /// (RESOURCE_EXHAUSTED), so the transport must not queue silently at hyper's default of 200.
 const MAX_CONCURRENT_STREAMS: u32 = 4096;
+/// What a stream may send ahead of being read: two chunks of a push, so that it never waits for a window.
+const STREAM_WINDOW: u32 = 8 << 20;
+/// Of all streams of a connection.
+const CONNECTION_WINDOW: u32 = 16 << 20;
 /// After the work is over, how long slow readers may take to fetch what is left for them.
 const FLUSH: Duration = Duration::from_secs(5);
 
@@ -193,6 +197,8 @@ fn transport(
         .http2_keepalive_interval(Some(KEEPALIVE))
         .http2_keepalive_timeout(Some(KEEPALIVE))
         .max_concurrent_streams(Some(MAX_CONCURRENT_STREAMS))
+        .initial_stream_window_size(Some(STREAM_WINDOW))
+        .initial_connection_window_size(Some(CONNECTION_WINDOW))
         .layer(InterceptorLayer::new(grpc::note_deadline))
         .add_routes(grpc::routes(gate))
         .add_service(reflection)

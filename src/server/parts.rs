@@ -1,18 +1,22 @@
 //! What the server must be given: facts of the model, facts of the process, the way into the engine.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::text::TextCodec;
 use crate::engine::EngineHandle;
 use crate::types::TokenId;
+use crate::weights::Parameters;
 
 /// Everything the services need once the model is loaded.
 pub struct Parts {
     pub model: Arc<ModelFacts>,
     pub info: ServerInfo,
     pub engine: EngineHandle,
-    /// Looks at the memory ledger; called once per `GetStatus`, so it must not wait.
-    pub memory: Arc<dyn Fn() -> MemoryReport + Send + Sync>,
+    /// What pushes are checked against.
+    pub parameters: Arc<Parameters>,
+    /// The one directory of which pushes may name parts.
+    pub weights_dir: Option<PathBuf>,
 }
 
 /// What a request is checked against.
@@ -43,15 +47,6 @@ pub struct ServerInfo {
     pub parameters: u64,
     /// Instruction set of the linear kernel.
     pub kernel: String,
-}
-
-/// The memory ledger, in bytes.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct MemoryReport {
-    pub total_bytes: u64,
-    pub ceiling_bytes: u64,
-    /// `(purpose, bytes)`.
-    pub entries: Vec<(String, u64)>,
-    /// As the operating system counts it now.
-    pub resident_bytes: u64,
+    pub max_adapters: usize,
+    pub max_lora_rank: usize,
 }

@@ -8,11 +8,13 @@ use rollout_server::engine::{Command, Completion, EngineHandle, Event, GenerateC
 use rollout_server::error::Result;
 use rollout_server::server::pb::control_client::ControlClient;
 use rollout_server::server::pb::rollout_client::RolloutClient;
+use rollout_server::server::pb::weights_client::WeightsClient;
 use rollout_server::server::pb::{self, generate_response::Event as Message};
 use rollout_server::server::{
-    Bound, Ended, MemoryReport, ModelFacts, Parts, ServerConfig, ServerInfo, ShutdownHandle, serve, shutdown_channel,
+    Bound, Ended, ModelFacts, Parts, ServerConfig, ServerInfo, ShutdownHandle, serve, shutdown_channel,
 };
 use rollout_server::types::{FinishReason, TokenLogprobs};
+use rollout_server::weights::{Dtype, ParamSpec, Parameters, ShardRule};
 use tonic::transport::Channel;
 
 /// Nothing here takes this long; a test that waits longer has failed.
@@ -29,17 +31,16 @@ pub fn config(port: u16) -> ServerConfig {
     ServerConfig { host: "127.0.0.1".into(), port, shutdown_grace: Duration::from_secs(60) }
 }
 
-/// Vocabulary 100, context 32, token 99 ends a sequence, no tokenizer.
+/// Vocabulary 100, context 32, token 99 ends a sequence, no tokenizer; two parameters.
 pub fn parts(engine: EngineHandle) -> Parts {
     let model = ModelFacts { vocab_size: 100, max_model_len: 32, eos_token_ids: vec![99], text: None };
     let info = ServerInfo { model: "fake".into(), dtype: "float32".into(), block_size: 16, ..Default::default() };
-    let memory = || MemoryReport {
-        total_bytes: 1000,
-        ceiling_bytes: 500,
-        entries: vec![("weights".into(), 300), ("kv_cache".into(), 100)],
-        resident_bytes: 450,
-    };
-    Parts { model: Arc::new(model), info, engine, memory: Arc::new(memory) }
+    let specs = vec![
+        ParamSpec::new("model.norm.weight", vec![4], ShardRule::Replicated),
+        ParamSpec::new("lm_head.weight", vec![6, 4], ShardRule::Rows),
+    ];
+    let parameters = Arc::new(Parameters::new(specs, Dtype::F32, 1, false));
+    Parts { model: Arc::new(model), info, engine, parameters, weights_dir: None }
 }
 
 /// A serving server whose command queue holds `queue` commands.
@@ -63,6 +64,10 @@ impl Harness {
 
     pub async fn rollout(&self) -> RolloutClient<Channel> {
         RolloutClient::new(self.channel().await)
+    }
+
+    pub async fn weights(&self) -> WeightsClient<Channel> {
+        WeightsClient::new(self.channel().await)
     }
 
     pub async fn control(&self) -> ControlClient<Channel> {

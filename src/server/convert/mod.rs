@@ -1,16 +1,20 @@
 //! proto ↔ valid types, and [`Error`] → status: the only place. What leaves here needs no more checking.
 
+mod lifecycle;
 mod prompt;
 mod reply;
 mod sampling;
 mod status;
 #[cfg(test)]
 mod tests;
+mod update;
 
 use std::sync::Arc;
 
+pub(super) use lifecycle::{asleep, drain_mode, lifecycle, sleep_level, sleep_reply, wake_tags};
 pub(super) use reply::{Progress, ReplyWriter, ScoreCollector};
 pub(super) use status::to_status;
+pub(super) use update::{ReceivedFacts, Terms, ValidHeader, adapters, dtype, header, tensors, update_reply};
 
 use super::parts::ModelFacts;
 use super::pb;
@@ -37,6 +41,7 @@ pub(super) struct ValidRequest {
     pub(super) prompts: Vec<Arc<[TokenId]>>,
     pub(super) kind: Kind,
     pub(super) params: Arc<SamplingParams>,
+    adapter: Option<String>,
     if_weight_version: Option<WeightVersion>,
     min_weight_version: Option<WeightVersion>,
     pub(super) return_text: bool,
@@ -49,7 +54,7 @@ impl ValidRequest {
             prompts: self.prompts,
             kind: self.kind,
             params: self.params,
-            adapter: None,
+            adapter: self.adapter,
             if_weight_version: self.if_weight_version,
             min_weight_version: self.min_weight_version,
             cancel,
@@ -69,7 +74,6 @@ impl ValidRequest {
 /// # Errors
 /// `InvalidArgument` with the path of the field.
 pub(super) fn generate(request: pb::GenerateRequest, model: &ModelFacts) -> Result<ValidRequest> {
-    check_adapter(&request.adapter)?;
     check_versions(request.if_weight_version, request.min_weight_version)?;
     check_top_logprobs(request.top_logprobs, model)?;
     let n = check_n(request.n, request.prompts.len())?;
@@ -88,6 +92,7 @@ pub(super) fn generate(request: pb::GenerateRequest, model: &ModelFacts) -> Resu
             stream_tokens: request.stream_tokens,
         },
         params: Arc::new(params),
+        adapter: named(request.adapter),
         if_weight_version: request.if_weight_version,
         min_weight_version: request.min_weight_version,
         return_text: request.return_text,
@@ -97,7 +102,6 @@ pub(super) fn generate(request: pb::GenerateRequest, model: &ModelFacts) -> Resu
 /// # Errors
 /// `InvalidArgument` with the path of the field.
 pub(super) fn score(request: pb::ScoreRequest, model: &ModelFacts) -> Result<ValidRequest> {
-    check_adapter(&request.adapter)?;
     check_versions(request.if_weight_version, request.min_weight_version)?;
     check_top_logprobs(request.top_logprobs, model)?;
     let params = sampling::for_score(request.sampling.as_ref(), request.top_logprobs, model)?;
@@ -106,6 +110,7 @@ pub(super) fn score(request: pb::ScoreRequest, model: &ModelFacts) -> Result<Val
         prompts: prompt::sequences(request.sequences, model)?,
         kind: Kind::Score,
         params: Arc::new(params),
+        adapter: named(request.adapter),
         if_weight_version: request.if_weight_version,
         min_weight_version: request.min_weight_version,
         return_text: false,
@@ -134,12 +139,9 @@ fn request_id(given: String) -> Result<String> {
     Ok(given)
 }
 
-fn check_adapter(name: &str) -> Result<()> {
-    if name.is_empty() {
-        return Ok(());
-    }
-    let message = format!("{name:?} is unknown, no adapter is resident; leave it empty for the policy itself");
-    Err(Error::invalid("adapter", message))
+/// An empty name is the policy itself; the engine knows which others are resident.
+fn named(adapter: String) -> Option<String> {
+    (!adapter.is_empty()).then_some(adapter)
 }
 
 fn check_versions(exact: Option<WeightVersion>, least: Option<WeightVersion>) -> Result<()> {

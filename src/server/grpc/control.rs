@@ -1,4 +1,4 @@
-//! Control: GetInfo, GetStatus, ResetPrefixCache.
+//! Control: GetInfo, GetStatus, ResetPrefixCache, Sleep, Wake, Pause, Resume.
 
 use std::time::Instant;
 
@@ -6,11 +6,13 @@ use tonic::{Request, Response};
 
 use super::ask;
 use super::deadline::Deadline;
+use super::stream::CancelOnDrop;
 use crate::engine::{self, Command};
 use crate::error::Result;
-use crate::server::convert::to_status;
+use crate::memory::resident_bytes;
+use crate::server::convert::{self, to_status};
 use crate::server::gate::Gate;
-use crate::server::parts::{MemoryReport, Parts};
+use crate::server::parts::Parts;
 use crate::server::pb;
 
 pub(super) struct ControlService {
@@ -26,7 +28,7 @@ impl ControlService {
     async fn status(&self) -> Result<pb::GetStatusResponse> {
         let parts = self.gate.look()?;
         let engine = ask(&parts.engine, |reply| Command::Status { reply }).await?;
-        let status = status_response(&engine, (parts.memory)());
+        let status = status_response(&engine);
         Ok(pb::GetStatusResponse { uptime_seconds: self.started.elapsed().as_secs_f64(), ..status })
     }
 
@@ -34,6 +36,41 @@ impl ControlService {
         let parts = self.gate.look()?;
         let blocks = ask(&parts.engine, |reply| Command::ResetPrefixCache { reply }).await??;
         Ok(pb::ResetPrefixCacheResponse { blocks: count(blocks) })
+    }
+
+    /// A caller that gives up while requests finish takes its order back.
+    async fn put_to_sleep(&self, request: pb::SleepRequest) -> Result<pb::SleepResponse> {
+        let (parts, _running) = self.gate.admit()?;
+        let (level, mode) = (convert::sleep_level(request.level)?, convert::drain_mode(request.mode)?);
+        let guard = CancelOnDrop::new(&parts.engine);
+        let cancel = guard.flag.clone();
+        let reply = ask(&parts.engine, |reply| Command::Sleep { level, mode, cancel, reply }).await??;
+        Ok(convert::sleep_reply(&reply))
+    }
+
+    async fn wake_up(&self, request: pb::WakeRequest) -> Result<pb::WakeResponse> {
+        let started = Instant::now();
+        let (parts, _running) = self.gate.admit()?;
+        let (tags, reload) = (convert::wake_tags(&request.tags, request.reload)?, request.reload);
+        let status = ask(&parts.engine, |reply| Command::Wake { tags, reload, reply }).await??;
+        let lifecycle = convert::lifecycle(status).into();
+        Ok(pb::WakeResponse { lifecycle, seconds: started.elapsed().as_secs_f64() })
+    }
+
+    /// As for [`Self::put_to_sleep`].
+    async fn hold(&self, request: pb::PauseRequest) -> Result<pb::PauseResponse> {
+        let (parts, _running) = self.gate.admit()?;
+        let mode = convert::drain_mode(request.mode)?;
+        let guard = CancelOnDrop::new(&parts.engine);
+        let cancel = guard.flag.clone();
+        ask(&parts.engine, |reply| Command::Pause { mode, cancel, reply }).await??;
+        Ok(pb::PauseResponse {})
+    }
+
+    async fn go_on(&self) -> Result<pb::ResumeResponse> {
+        let (parts, _running) = self.gate.admit()?;
+        ask(&parts.engine, |reply| Command::Resume { reply }).await??;
+        Ok(pb::ResumeResponse {})
     }
 }
 
@@ -57,20 +94,20 @@ impl pb::control_server::Control for ControlService {
         Deadline::of(&request).limit(self.reset_prefix_cache()).await.map(Response::new)
     }
 
-    async fn sleep(&self, _request: Request<pb::SleepRequest>) -> tonic::Result<Response<pb::SleepResponse>> {
-        todo!()
+    async fn sleep(&self, request: Request<pb::SleepRequest>) -> tonic::Result<Response<pb::SleepResponse>> {
+        Deadline::of(&request).limit(self.put_to_sleep(request.into_inner())).await.map(Response::new)
     }
 
-    async fn wake(&self, _request: Request<pb::WakeRequest>) -> tonic::Result<Response<pb::WakeResponse>> {
-        todo!()
+    async fn wake(&self, request: Request<pb::WakeRequest>) -> tonic::Result<Response<pb::WakeResponse>> {
+        Deadline::of(&request).limit(self.wake_up(request.into_inner())).await.map(Response::new)
     }
 
-    async fn pause(&self, _request: Request<pb::PauseRequest>) -> tonic::Result<Response<pb::PauseResponse>> {
-        todo!()
+    async fn pause(&self, request: Request<pb::PauseRequest>) -> tonic::Result<Response<pb::PauseResponse>> {
+        Deadline::of(&request).limit(self.hold(request.into_inner())).await.map(Response::new)
     }
 
-    async fn resume(&self, _request: Request<pb::ResumeRequest>) -> tonic::Result<Response<pb::ResumeResponse>> {
-        todo!()
+    async fn resume(&self, request: Request<pb::ResumeRequest>) -> tonic::Result<Response<pb::ResumeResponse>> {
+        Deadline::of(&request).limit(self.go_on()).await.map(Response::new)
     }
 }
 
@@ -93,25 +130,22 @@ fn info_response(parts: &Parts) -> pb::GetInfoResponse {
         kernel: info.kernel.clone(),
         has_tokenizer: model.text.is_some(),
         has_chat_template: model.text.as_ref().is_some_and(|t| t.has_chat_template()),
-        ..Default::default()
+        max_adapters: count(info.max_adapters),
+        max_lora_rank: count(info.max_lora_rank),
     }
 }
 
 /// Everything but the uptime.
-fn status_response(s: &engine::Status, memory: MemoryReport) -> pb::GetStatusResponse {
-    let lifecycle = match s.lifecycle {
-        engine::LifecycleStatus::ShuttingDown => pb::Lifecycle::ShuttingDown,
-        _ => pb::Lifecycle::Running,
-    };
-    let entry = |(name, bytes)| pb::MemoryEntry { name, bytes };
+fn status_response(s: &engine::Status) -> pb::GetStatusResponse {
+    let entry = |&(name, bytes): &(&str, u64)| pb::MemoryEntry { name: name.into(), bytes };
     pb::GetStatusResponse {
-        lifecycle: lifecycle.into(),
+        lifecycle: convert::lifecycle(s.lifecycle).into(),
         weight_version: s.weight_version,
         memory: Some(pb::MemoryLedger {
-            total_bytes: memory.total_bytes,
-            ceiling_bytes: memory.ceiling_bytes,
-            entries: memory.entries.into_iter().map(entry).collect(),
-            resident_bytes: memory.resident_bytes,
+            total_bytes: s.memory.total,
+            ceiling_bytes: s.memory.ceiling,
+            entries: s.memory.entries.iter().map(entry).collect(),
+            resident_bytes: resident_bytes(),
         }),
         total_blocks: count(s.total_blocks),
         free_blocks: count(s.free_blocks),
@@ -128,7 +162,10 @@ fn status_response(s: &engine::Status, memory: MemoryReport) -> pb::GetStatusRes
         aborted_requests: s.aborted_requests,
         tokens_per_second: s.tokens_per_second,
         uptime_seconds: 0.0,
-        ..Default::default()
+        asleep: convert::asleep(s.lifecycle),
+        held_requests: count(s.held_requests),
+        updating: s.updating,
+        updates: s.updates,
     }
 }
 

@@ -4,9 +4,11 @@ mod control;
 mod deadline;
 mod message_limit;
 mod rollout;
+mod staging;
 mod stream;
 #[cfg(test)]
 mod tests;
+mod weights;
 
 use tokio::sync::oneshot;
 use tonic::service::Routes;
@@ -18,19 +20,28 @@ use super::convert::MAX_MESSAGE_BYTES;
 use super::gate::Gate;
 use super::pb::control_server::ControlServer;
 use super::pb::rollout_server::RolloutServer;
+use super::pb::weights_server::WeightsServer;
+use weights::MAX_UPDATE_MESSAGE_BYTES;
 use crate::engine::{Command, EngineHandle, Reply};
 use crate::error::{Error, Result};
 
 /// The names under which health is reported: the server as a whole and each service.
-pub(super) const HEALTH_NAMES: [&str; 3] =
-    ["", super::pb::rollout_server::SERVICE_NAME, super::pb::control_server::SERVICE_NAME];
+pub(super) const HEALTH_NAMES: [&str; 4] = [
+    "",
+    super::pb::rollout_server::SERVICE_NAME,
+    super::pb::weights_server::SERVICE_NAME,
+    super::pb::control_server::SERVICE_NAME,
+];
 
-/// Rollout and Control.
+/// Rollout, Weights and Control.
 pub(super) fn routes(gate: &Gate) -> Routes {
     let rollout = RolloutServer::new(rollout::RolloutService::new(gate.clone()));
     let control = ControlServer::new(control::ControlService::new(gate.clone()));
+    let weights = WeightsServer::new(weights::WeightsService::new(gate.clone()));
     // Control's requests are small, and tonic's default of 4 MiB is enough for them.
-    Routes::new(NameMessageLimit(rollout.max_decoding_message_size(MAX_MESSAGE_BYTES))).add_service(control)
+    Routes::new(NameMessageLimit(rollout.max_decoding_message_size(MAX_MESSAGE_BYTES)))
+        .add_service(weights.max_decoding_message_size(MAX_UPDATE_MESSAGE_BYTES))
+        .add_service(control)
 }
 
 /// Asks the engine a question and waits for the answer.
@@ -44,6 +55,25 @@ async fn ask<T: Send + 'static>(engine: &EngineHandle, command: impl FnOnce(Repl
         let _ = reply.send(value);
     };
     engine.send(command(Box::new(reply)))?;
+    answer.await.map_err(|_| engine_gone())
+}
+
+/// As [`ask`], but waits while the queue is full: for what would be lost by a refusal.
+///
+/// # Errors
+/// `Unavailable` if the engine has ended.
+async fn ask_patiently<T>(engine: &EngineHandle, command: impl FnOnce(Reply<T>) -> Command) -> Result<T>
+where
+    T: Send + 'static,
+{
+    let (reply, answer) = oneshot::channel();
+    let reply = move |value| {
+        // The caller may have given up.
+        let _ = reply.send(value);
+    };
+    let (engine, command) = (engine.clone(), command(Box::new(reply)));
+    let sent = tokio::task::spawn_blocking(move || engine.send_blocking(command)).await;
+    sent.map_err(|e| Error::Internal(format!("sending to the engine failed: {e}")))??;
     answer.await.map_err(|_| engine_gone())
 }
 

@@ -12,7 +12,8 @@ use super::rollout::RolloutService;
 use crate::engine::{Command, EngineHandle};
 use crate::server::gate::{Gate, GateKeeper, gate};
 use crate::server::pb::{self, control_server::Control as _, rollout_server::Rollout as _};
-use crate::server::{MemoryReport, ModelFacts, Parts, ServerInfo};
+use crate::server::{ModelFacts, Parts, ServerInfo};
+use crate::weights::{Dtype, Parameters};
 
 /// A gate that is open and the queue behind it, which nobody reads.
 fn open() -> (GateKeeper, Gate, Receiver<Command>) {
@@ -23,7 +24,8 @@ fn open() -> (GateKeeper, Gate, Receiver<Command>) {
         model: Arc::new(model),
         info: ServerInfo::default(),
         engine: EngineHandle::new(sender),
-        memory: Arc::new(MemoryReport::default),
+        parameters: Arc::new(Parameters::new(Vec::new(), Dtype::F32, 1, false)),
+        weights_dir: None,
     }));
     (keeper, gate, commands)
 }

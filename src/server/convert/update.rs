@@ -1,0 +1,202 @@
+//! Pushes: the header's checks, and what a commit answers.
+
+use std::time::Duration;
+
+use crate::engine::{AdapterStatus, AdapterTarget, RunningPolicy, UpdateReply};
+use crate::error::{Error, Result};
+use crate::server::parts::ServerInfo;
+use crate::server::pb;
+use crate::types::WeightVersion;
+use crate::weights::{Dtype, Received, Source, TensorEntry, UpdateKind, UpdateSpec};
+
+/// Longest name of a resident adapter, in bytes: it is kept, compared and logged.
+const MAX_ADAPTER_NAME_BYTES: usize = 256;
+
+/// A valid `Header`: what is pushed, and on which terms.
+#[derive(Debug)]
+pub(in crate::server) struct ValidHeader {
+    pub(in crate::server) spec: UpdateSpec,
+    pub(in crate::server) terms: Terms,
+}
+
+/// What the engine decides by.
+#[derive(Clone, Debug, PartialEq)]
+pub(in crate::server) struct Terms {
+    pub(in crate::server) kind: UpdateKind,
+    pub(in crate::server) adapter: Option<AdapterTarget>,
+    pub(in crate::server) expected_version: Option<WeightVersion>,
+    pub(in crate::server) new_version: Option<WeightVersion>,
+    pub(in crate::server) running: RunningPolicy,
+    pub(in crate::server) in_place: bool,
+}
+
+/// # Errors
+/// `InvalidArgument` with the path of the field.
+pub(in crate::server) fn header(header: pb::Header) -> Result<ValidHeader> {
+    let running = running_policy(header.running)?;
+    let kind = match header.kind() {
+        pb::UpdateKind::Lora => UpdateKind::Lora,
+        pb::UpdateKind::Full => UpdateKind::Full,
+        pb::UpdateKind::Delta => UpdateKind::Delta,
+        pb::UpdateKind::Unspecified => {
+            return Err(Error::invalid("header.kind", format!("{} is not LORA, FULL or DELTA", header.kind)));
+        }
+    };
+    let only = |field: &str, is_set: bool, wanted: UpdateKind, name: &str| {
+        let wrong = is_set && kind != wanted;
+        if wrong { Err(Error::invalid(field, format!("is for {name} pushes only; leave it out"))) } else { Ok(()) }
+    };
+    only("header.adapter", !header.adapter.is_empty(), UpdateKind::Lora, "LORA")?;
+    only("header.adapter_config", !header.adapter_config.is_empty(), UpdateKind::Lora, "LORA")?;
+    only("header.in_place", header.in_place, UpdateKind::Full, "FULL")?;
+    if kind == UpdateKind::Delta && header.expected_version.is_none() {
+        return Err(Error::invalid("header.expected_version", "is missing; a DELTA is against a version, name it"));
+    }
+    let source = source(header.source)?;
+    if header.in_place && source != Source::Inline {
+        return Err(Error::invalid("header.in_place", "goes with chunks of the stream only; leave the source out"));
+    }
+    let adapter = adapter_target(header.adapter, header.expected_generation)?;
+    Ok(ValidHeader {
+        terms: Terms {
+            kind,
+            expected_version: header.expected_version,
+            new_version: header.new_version,
+            running,
+            in_place: header.in_place,
+            adapter: adapter.clone(),
+        },
+        spec: UpdateSpec {
+            kind,
+            adapter_config: header.adapter_config,
+            unmerged: adapter.is_some(),
+            tensors: tensors(header.tensors, 0)?,
+            total_bytes: header.total_bytes,
+            source,
+        },
+    })
+}
+
+/// Tensors of a header or manifest; the first is number `first` of the stream.
+///
+/// # Errors
+/// `InvalidArgument` naming the tensor.
+pub(in crate::server) fn tensors(tensors: Vec<pb::Tensor>, first: usize) -> Result<Vec<TensorEntry>> {
+    (first..).zip(tensors).map(|(i, t)| tensor(i, t)).collect()
+}
+
+fn tensor(index: usize, tensor: pb::Tensor) -> Result<TensorEntry> {
+    let field = |part: &str| format!("tensors[{index}].{part}");
+    let dtype = match tensor.dtype() {
+        pb::TensorDtype::Float32 => Dtype::F32,
+        pb::TensorDtype::Bfloat16 => Dtype::Bf16,
+        pb::TensorDtype::Float16 => Dtype::F16,
+        pb::TensorDtype::Unspecified => {
+            let message = format!("{} of {} is not FLOAT32, BFLOAT16 or FLOAT16", tensor.dtype, tensor.name);
+            return Err(Error::invalid(field("dtype"), message));
+        }
+    };
+    let digest = <[u8; 16]>::try_from(tensor.digest.as_slice()).map_err(|_| {
+        let message = format!("{} bytes of {}; an XXH3-128 has 16", tensor.digest.len(), tensor.name);
+        Error::invalid(field("digest"), message)
+    })?;
+    let shape = tensor.shape.iter().map(|&d| usize::try_from(d)).collect::<std::result::Result<_, _>>();
+    let shape = shape.map_err(|_| Error::invalid(field("shape"), format!("{:?} is too large", tensor.shape)))?;
+    let payload = match (tensor.changed, tensor.payload_bytes) {
+        (0, 0) => None,
+        both => Some(both),
+    };
+    Ok(TensorEntry { name: tensor.name, dtype, shape, digest, payload, offset: tensor.offset })
+}
+
+fn running_policy(value: i32) -> Result<RunningPolicy> {
+    use pb::RunningPolicy as Policy;
+    match Policy::try_from(value) {
+        Ok(Policy::Unspecified | Policy::Keep) => Ok(RunningPolicy::Keep),
+        Ok(Policy::Recompute) => Ok(RunningPolicy::Recompute),
+        Ok(Policy::Wait) => Ok(RunningPolicy::Wait),
+        Ok(Policy::Abort) => Ok(RunningPolicy::Abort),
+        Err(_) => {
+            Err(Error::invalid("header.running", format!("{value} is not a policy: KEEP, RECOMPUTE, WAIT or ABORT")))
+        }
+    }
+}
+
+fn source(source: Option<pb::Source>) -> Result<Source> {
+    match source.map(|s| s.kind) {
+        None => Ok(Source::Inline),
+        Some(Some(pb::source::Kind::SharedMemory(s))) => Ok(Source::SharedMemory(s.name)),
+        Some(Some(pb::source::Kind::Directory(d))) => Ok(Source::Directory(d.path)),
+        Some(None) => {
+            Err(Error::invalid("header.source", "is empty; name shared_memory or a directory, or leave it out"))
+        }
+    }
+}
+
+fn adapter_target(name: String, expected_generation: Option<u64>) -> Result<Option<AdapterTarget>> {
+    if name.len() > MAX_ADAPTER_NAME_BYTES {
+        let message = format!("{} bytes are more than {MAX_ADAPTER_NAME_BYTES}; choose a shorter name", name.len());
+        return Err(Error::invalid("header.adapter", message));
+    }
+    if name.is_empty() && expected_generation.is_some() {
+        return Err(Error::invalid("header.expected_generation", "is of a resident adapter; name it in adapter"));
+    }
+    Ok((!name.is_empty()).then_some(AdapterTarget { name, expected_generation }))
+}
+
+/// What the client is told of a commit. `staging`: from the header's arrival to the end of the check.
+pub(in crate::server) fn update_reply(reply: UpdateReply, facts: &ReceivedFacts, staging: Duration) -> pb::UpdateResponse {
+    pb::UpdateResponse {
+        weight_version: reply.weight_version,
+        digest: facts.digest.to_vec(),
+        parameters: facts.parameters,
+        bytes: facts.bytes,
+        pause_milliseconds: reply.pause.as_secs_f64() * 1e3,
+        staging_milliseconds: staging.as_secs_f64() * 1e3,
+        pending: reply.pending,
+        adapter_generation: reply.adapter_generation,
+    }
+}
+
+/// What remains to be told of a push once the engine has its content.
+#[derive(Clone, Copy, Debug, Default)]
+pub(in crate::server) struct ReceivedFacts {
+    digest: [u8; 16],
+    bytes: u64,
+    parameters: u32,
+}
+
+impl From<&Received> for ReceivedFacts {
+    fn from(received: &Received) -> Self {
+        Self { digest: received.digest, bytes: received.bytes, parameters: saturated(received.parameters) }
+    }
+}
+
+pub(in crate::server) fn adapters(adapters: Vec<AdapterStatus>, info: &ServerInfo) -> pb::ListAdaptersResponse {
+    let adapter = |a: AdapterStatus| pb::Adapter {
+        name: a.name,
+        generation: a.generation,
+        rank: saturated(a.rank),
+        bytes: a.bytes,
+        leases: saturated(a.leases),
+        retired: a.retired,
+    };
+    pb::ListAdaptersResponse {
+        adapters: adapters.into_iter().map(adapter).collect(),
+        max_adapters: saturated(info.max_adapters),
+        max_lora_rank: saturated(info.max_lora_rank),
+    }
+}
+
+fn saturated(n: usize) -> u32 {
+    u32::try_from(n).unwrap_or(u32::MAX)
+}
+
+/// The protocol's name of a dtype.
+pub(in crate::server) fn dtype(dtype: Dtype) -> pb::TensorDtype {
+    match dtype {
+        Dtype::F32 => pb::TensorDtype::Float32,
+        Dtype::Bf16 => pb::TensorDtype::Bfloat16,
+        Dtype::F16 => pb::TensorDtype::Float16,
+    }
+}

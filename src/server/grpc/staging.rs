@@ -1,0 +1,139 @@
+//! Where a push is received: on a thread of the blocking pool, because copying, hashing and reading files would keep
+//! the async ones from their streams.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::{JoinHandle, spawn_blocking};
+
+use super::ask;
+use crate::engine::{CancelFlag, Command, EngineHandle, UpdateBegin, UpdateTicket};
+use crate::error::{Error, Result};
+use crate::server::convert::{ReceivedFacts, Terms, ValidHeader};
+use crate::server::parts::Parts;
+use crate::server::pb;
+use crate::weights::{Received, Receiver, TensorEntry, Tensors, WeightUpdate};
+
+/// Messages between the stream and the thread: the next chunks arrive while one is hashed.
+const QUEUE: usize = 4;
+
+/// An open transaction.
+pub(super) struct Staging {
+    work: mpsc::Sender<Work>,
+    thread: JoinHandle<Result<Received>>,
+    ticket: UpdateTicket,
+    declared: usize,
+}
+
+/// A verified push, to be committed.
+pub(super) struct Staged {
+    pub(super) update: u64,
+    pub(super) content: WeightUpdate,
+    pub(super) facts: ReceivedFacts,
+}
+
+enum Work {
+    Declare(Vec<TensorEntry>),
+    Write { tensor: u32, offset: u64, data: Bytes },
+    Finish,
+}
+
+impl Staging {
+    /// Checks the manifest, asks the engine for the transaction and starts the thread.
+    pub(super) async fn open(parts: &Arc<Parts>, header: ValidHeader, cancel: CancelFlag) -> Result<Self> {
+        let ValidHeader { spec, terms } = header;
+        let declared = spec.tensors.len();
+        let (parameters, dir) = (parts.parameters.clone(), parts.weights_dir.clone());
+        let opened = spawn_blocking(move || Receiver::open(spec, parameters, dir.as_deref())).await;
+        let receiver = opened.map_err(failed)??;
+        let begin = begin(terms, &receiver, cancel);
+        let ticket = ask(&parts.engine, |reply| Command::BeginUpdate { begin, reply }).await??;
+        let (work, queue) = mpsc::channel(QUEUE);
+        let engine = parts.engine.clone();
+        let thread = spawn_blocking(move || receive(receiver, queue, ticket, &engine));
+        Ok(Self { work, thread, ticket, declared })
+    }
+
+    /// Tensors that the header has declared.
+    pub(super) fn declared(&self) -> usize {
+        self.declared
+    }
+
+    pub(super) async fn declare(&mut self, tensors: Vec<TensorEntry>) -> Result<()> {
+        self.send(Work::Declare(tensors)).await
+    }
+
+    pub(super) async fn chunk(&mut self, chunk: pb::Chunk) -> Result<()> {
+        self.send(Work::Write { tensor: chunk.tensor, offset: chunk.offset, data: chunk.data }).await
+    }
+
+    /// Verifies what has come.
+    pub(super) async fn finish(mut self) -> Result<Staged> {
+        self.send(Work::Finish).await?;
+        let received = self.thread.await.map_err(failed)??;
+        let facts = ReceivedFacts::from(&received);
+        Ok(Staged { update: self.ticket.id, content: received.update, facts })
+    }
+
+    /// Hands work to the thread; if that has ended, the error it ended with.
+    async fn send(&mut self, work: Work) -> Result<()> {
+        if self.work.send(work).await.is_ok() {
+            return Ok(());
+        }
+        match (&mut self.thread).await.map_err(failed)? {
+            Err(error) => Err(error),
+            Ok(_) => Err(Error::Internal("the push was taken before its end".into())),
+        }
+    }
+}
+
+fn begin(terms: Terms, receiver: &Receiver, cancel: CancelFlag) -> UpdateBegin {
+    UpdateBegin {
+        kind: terms.kind,
+        adapter: terms.adapter,
+        expected_version: terms.expected_version,
+        new_version: terms.new_version,
+        running: terms.running,
+        staging_bytes: receiver.staging_bytes(false),
+        in_place_bytes: receiver.staging_bytes(true),
+        in_place: terms.in_place,
+        cancel,
+    }
+}
+
+/// The thread's work. Ends early, dropping what was received, when the stream is dropped.
+fn receive(
+    mut receiver: Receiver,
+    mut queue: mpsc::Receiver<Work>,
+    ticket: UpdateTicket,
+    engine: &EngineHandle,
+) -> Result<Received> {
+    while let Some(work) = queue.blocking_recv() {
+        match work {
+            Work::Declare(tensors) => receiver.declare(tensors)?,
+            Work::Write { tensor, offset, data } => receiver.write(tensor, offset, &data)?,
+            Work::Finish => return receiver.finish(),
+        }
+        if ticket.in_place
+            && let Some(tensors) = receiver.take_complete()
+        {
+            write_part(engine, ticket.id, tensors)?;
+        }
+    }
+    Err(Error::Unavailable("the stream broke before its commit".into()))
+}
+
+/// Has the engine write tensors in place, and waits, so that no more than one part is on its way.
+fn write_part(engine: &EngineHandle, update: u64, tensors: Tensors) -> Result<()> {
+    let (sender, answer) = oneshot::channel();
+    let reply = Box::new(move |result| {
+        let _ = sender.send(result);
+    });
+    engine.send_blocking(Command::WritePart { update, tensors: Arc::new(tensors), reply })?;
+    answer.blocking_recv().map_err(|_| super::engine_gone())?
+}
+
+fn failed(error: tokio::task::JoinError) -> Error {
+    Error::Internal(format!("receiving the push failed: {error}"))
+}
