@@ -4,3 +4,4 @@ mod harness;
 mod lifecycle;
 mod real;
 mod requests;
+mod updates;

@@ -2,8 +2,11 @@
 
 use std::time::Duration;
 
-use rollout_server::engine::{AbortReply, AbortTarget, Command, Event, Kind, Status, Summary};
+use rollout_server::engine::{
+    AbortReply, AbortTarget, Command, Event, Kind, LifecycleStatus, SleepLevel, Status, Summary, WakeTags,
+};
 use rollout_server::error::Error;
+use rollout_server::memory::MemoryReport;
 use rollout_server::server::pb::{self, generate_response::Event as Message};
 use rollout_server::types::FinishReason;
 use tonic::{Code, Request};
@@ -209,18 +212,38 @@ async fn control_tells_what_it_was_given() {
     let mut asking = client.clone();
     let call = tokio::spawn(async move { asking.get_status(pb::GetStatusRequest {}).await });
     let Command::Status { reply } = server.command() else { panic!("not a Status") };
-    reply(Status { weight_version: 7, total_blocks: 9, free_blocks: 8, preemptions: 3, ..Default::default() });
+    let entries = vec![("weights", 300), ("kv_cache", 100)];
+    reply(Status {
+        lifecycle: LifecycleStatus::Asleep {
+            level: SleepLevel::Two,
+            resident: WakeTags { weights: true, kv_cache: false },
+            pending_update: true,
+        },
+        memory: MemoryReport { total: 1000, ceiling: 500, entries },
+        weight_version: 7,
+        total_blocks: 9,
+        free_blocks: 8,
+        preemptions: 3,
+        held_requests: 2,
+        updates: 4,
+        ..Default::default()
+    });
     let status = call.await.expect("no panic").expect("status").into_inner();
-    assert_eq!((status.lifecycle(), status.weight_version), (pb::Lifecycle::Running, 7));
+    assert_eq!((status.lifecycle(), status.weight_version), (pb::Lifecycle::Asleep, 7));
+    let asleep = status.asleep.clone().expect("it sleeps");
+    assert_eq!((asleep.level(), asleep.pending_update), (pb::SleepLevel::SleepLevel2, true));
+    assert_eq!(asleep.resident().collect::<Vec<_>>(), [pb::MemoryTag::Weights]);
+    assert_eq!((status.held_requests, status.updating, status.updates), (2, false, 4));
     assert_eq!((status.total_blocks, status.free_blocks, status.preemptions), (9, 8, 3));
     let memory = status.memory.expect("always there");
-    assert_eq!((memory.total_bytes, memory.ceiling_bytes, memory.resident_bytes), (1000, 500, 450));
+    assert_eq!((memory.total_bytes, memory.ceiling_bytes), (1000, 500));
+    assert!(memory.resident_bytes > 1 << 20, "{}", memory.resident_bytes);
     let entries: Vec<_> = memory.entries.iter().map(|e| (e.name.as_str(), e.bytes)).collect();
     assert_eq!(entries, [("weights", 300), ("kv_cache", 100)]);
     assert!(status.uptime_seconds > 0.0);
 
     let call = tokio::spawn(async move { client.reset_prefix_cache(pb::ResetPrefixCacheRequest {}).await });
     let Command::ResetPrefixCache { reply } = server.command() else { panic!("not a reset") };
-    reply(6);
+    reply(Ok(6));
     assert_eq!(call.await.expect("no panic").expect("reset").into_inner().blocks, 6);
 }

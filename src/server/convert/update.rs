@@ -145,7 +145,11 @@ fn adapter_target(name: String, expected_generation: Option<u64>) -> Result<Opti
 }
 
 /// What the client is told of a commit. `staging`: from the header's arrival to the end of the check.
-pub(in crate::server) fn update_reply(reply: UpdateReply, facts: &ReceivedFacts, staging: Duration) -> pb::UpdateResponse {
+pub(in crate::server) fn update_reply(
+    reply: UpdateReply,
+    facts: &ReceivedFacts,
+    staging: Duration,
+) -> pb::UpdateResponse {
     pb::UpdateResponse {
         weight_version: reply.weight_version,
         digest: facts.digest.to_vec(),

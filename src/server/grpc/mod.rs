@@ -21,9 +21,9 @@ use super::gate::Gate;
 use super::pb::control_server::ControlServer;
 use super::pb::rollout_server::RolloutServer;
 use super::pb::weights_server::WeightsServer;
-use weights::MAX_UPDATE_MESSAGE_BYTES;
 use crate::engine::{Command, EngineHandle, Reply};
 use crate::error::{Error, Result};
+use weights::MAX_UPDATE_MESSAGE_BYTES;
 
 /// The names under which health is reported: the server as a whole and each service.
 pub(super) const HEALTH_NAMES: [&str; 4] = [

@@ -4,10 +4,10 @@ use std::time::Instant;
 
 use tonic::{Request, Response, Streaming};
 
+use super::ask;
 use super::deadline::Deadline;
 use super::staging::Staging;
 use super::stream::CancelOnDrop;
-use super::ask;
 use crate::engine::Command;
 use crate::error::{Error, Result};
 use crate::server::convert::{self, to_status};
@@ -54,7 +54,9 @@ impl WeightsService {
                 }
                 Some(Kind::Commit(pb::Commit {})) => break,
                 Some(Kind::Header(_)) => return Err(Error::invalid("header", "comes once, at the start")),
-                None => return Err(Error::invalid("commit", "is missing: the stream ended without; nothing is changed")),
+                None => {
+                    return Err(Error::invalid("commit", "is missing: the stream ended without; nothing is changed"));
+                }
             }
         }
         let staged = staging.finish().await?;

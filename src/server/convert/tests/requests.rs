@@ -72,7 +72,6 @@ fn wrong_request_fields_are_refused() {
     });
     check("top_logprobs", "101 is more than 100", |r| r.top_logprobs = 101);
     check("return_text", "no tokenizer", |r| r.return_text = true);
-    check("adapter", "\"math\" is unknown", |r| r.adapter = "math".into());
     check("if_weight_version", "1 is below min_weight_version 2", |r| {
         r.if_weight_version = Some(1);
         r.min_weight_version = Some(2);
@@ -245,7 +244,6 @@ fn wrong_scores_are_refused() {
     check_score("sequences", "65537 are more than 65536", |r| {
         r.sequences = vec![pb::TokenIds { ids: vec![1] }; 65_537];
     });
-    check_score("adapter", "unknown", |r| r.adapter = "math".into());
     check_score("top_logprobs", "101", |r| r.top_logprobs = 101);
     check_score("if_weight_version", "both can never hold", |r| {
         r.if_weight_version = Some(0);
