@@ -1,7 +1,7 @@
 //! A running engine on a fixture checkpoint, and requests to it, without the server.
 #![allow(dead_code)] // each test binary uses its part
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
@@ -9,10 +9,16 @@ use std::time::Duration;
 use clap::Parser;
 use rollout_server::config::Config;
 use rollout_server::engine::{
-    CancelFlag, Command, Completion, EngineHandle, Event, GenerateCommand, Kind, Status, Summary,
+    AdapterTarget, CancelFlag, Command, Completion, DrainMode, EngineHandle, Event, GenerateCommand, Kind,
+    LifecycleStatus, RunningPolicy, SleepLevel, SleepReply, Status, Summary, UpdateBegin, UpdateReply, WakeTags,
 };
+use rollout_server::error::Result;
 use rollout_server::startup::{self, Started};
 use rollout_server::types::{SamplingParams, TokenId, TokenLogprobs};
+use rollout_server::weights::{
+    Dtype, ParamSpec, Parameters, Receiver as WeightReceiver, Source, TensorEntry, UpdateKind, UpdateSpec,
+};
+use safetensors::tensor::TensorView;
 
 /// No answer for this long is a hang.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -32,8 +38,12 @@ impl Engine {
         Self::try_start(model, flags).unwrap_or_else(|e| panic!("{model} with {flags:?} did not start: {e}"))
     }
 
-    pub fn try_start(model: &str, flags: &[&str]) -> rollout_server::error::Result<Self> {
-        let model = fixture(model);
+    pub fn try_start(model: &str, flags: &[&str]) -> Result<Self> {
+        Self::try_start_at(&fixture(model), flags)
+    }
+
+    /// Starts on any checkpoint.
+    pub fn try_start_at(model: &Path, flags: &[&str]) -> Result<Self> {
         // A small cache: the tests of one binary run at the same time.
         let base = ["rollout-server", "--model", model.to_str().unwrap(), "--mem-util", "0.2", "--threads", "2"];
         let has_cache = flags.contains(&"--kv-cache-bytes");
@@ -55,6 +65,7 @@ impl Engine {
             prompts: request.prompts.into_iter().map(Arc::from).collect(),
             kind: request.kind,
             params: Arc::new(request.params),
+            adapter: request.adapter,
             if_weight_version: request.if_weight_version,
             min_weight_version: request.min_weight_version,
             cancel: cancel.clone(),
@@ -71,17 +82,11 @@ impl Engine {
     }
 
     pub fn status(&self) -> Status {
-        let (sender, reply) = channel();
-        let reply_to = Box::new(move |status| sender.send(status).unwrap());
-        self.handle().send(Command::Status { reply: reply_to }).unwrap();
-        reply.recv_timeout(PATIENCE).expect("the engine answers")
+        self.ask(|reply| Command::Status { reply })
     }
 
     pub fn reset_prefix_cache(&self) -> usize {
-        let (sender, reply) = channel();
-        let reply_to = Box::new(move |blocks| sender.send(blocks).unwrap());
-        self.handle().send(Command::ResetPrefixCache { reply: reply_to }).unwrap();
-        reply.recv_timeout(PATIENCE).expect("the engine answers")
+        self.ask(|reply| Command::ResetPrefixCache { reply }).expect("it is awake")
     }
 
     /// Waits until nothing runs, and checks that every block is free.
@@ -111,6 +116,7 @@ pub struct Request {
     pub prompts: Vec<Vec<TokenId>>,
     pub kind: Kind,
     pub params: SamplingParams,
+    pub adapter: Option<String>,
     pub if_weight_version: Option<u64>,
     pub min_weight_version: Option<u64>,
 }
@@ -128,7 +134,7 @@ impl Request {
 
     fn new(prompts: Vec<Vec<TokenId>>, kind: Kind, params: SamplingParams) -> Self {
         let id = String::new();
-        Self { id, prompts, kind, params, if_weight_version: None, min_weight_version: None }
+        Self { id, prompts, kind, params, adapter: None, if_weight_version: None, min_weight_version: None }
     }
 
     /// With an id of its own; without one, requests must run one after the other.
@@ -201,4 +207,194 @@ pub fn random_prompts(seed: u64, count: usize, lengths: std::ops::Range<usize>, 
     println!("prompts from seed {seed}");
     let mut rng = rand_chacha::ChaCha8Rng::seed_from_u64(seed);
     (0..count).map(|_| (0..rng.random_range(lengths.clone())).map(|_| rng.random_range(0..vocab)).collect()).collect()
+}
+
+/// Values of whole parameters by name, with the shape of each.
+pub type StateDict = std::collections::BTreeMap<String, (Vec<usize>, Vec<f32>)>;
+
+/// Random values for every parameter, of the size that weights have, representable in bfloat16.
+pub fn random_weights(parameters: &Parameters, seed: u64) -> StateDict {
+    use rand::{Rng, SeedableRng};
+    println!("weights from seed {seed}");
+    let mut rng = rand_chacha::ChaCha8Rng::seed_from_u64(seed);
+    let mut value = |is_norm: bool| {
+        let x: f32 = rng.random_range(-0.2..0.2);
+        half::bf16::from_f32(if is_norm { 1.0 + x } else { x }).to_f32()
+    };
+    let mut tensor = |spec: &ParamSpec| {
+        let is_norm = spec.name.ends_with("norm.weight");
+        let values = (0..spec.shape.iter().product()).map(|_| value(is_norm)).collect();
+        (spec.name.clone(), (spec.shape.clone(), values))
+    };
+    parameters.iter().map(&mut tensor).collect()
+}
+
+/// A checkpoint with these weights and everything else of a fixture.
+pub fn write_checkpoint(like: &str, weights: &StateDict) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"] {
+        std::fs::copy(fixture(like).join(name), dir.path().join(name)).unwrap();
+    }
+    let stored: Vec<_> = weights.iter().map(|(name, (shape, v))| (name, shape.clone(), to_bytes(v))).collect();
+    let view = |shape: &Vec<usize>, bytes| TensorView::new(safetensors::Dtype::F32, shape.clone(), bytes).unwrap();
+    let views = stored.iter().map(|(name, shape, bytes)| (name, view(shape, bytes)));
+    safetensors::serialize_to_file(views, None, &dir.path().join("model.safetensors")).unwrap();
+    dir
+}
+
+pub fn to_bytes(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|v| v.to_le_bytes()).collect()
+}
+
+/// A push in the making.
+#[derive(Clone)]
+pub struct Push {
+    pub kind: UpdateKind,
+    pub adapter_config: String,
+    pub adapter: Option<AdapterTarget>,
+    pub tensors: Vec<(TensorEntry, Vec<u8>)>,
+    pub expected_version: Option<u64>,
+    pub new_version: Option<u64>,
+    pub running: RunningPolicy,
+    pub in_place: bool,
+}
+
+impl Push {
+    fn new(kind: UpdateKind, tensors: Vec<(TensorEntry, Vec<u8>)>) -> Self {
+        let (expected_version, new_version) = (None, None);
+        let (adapter_config, adapter, running) = (String::new(), None, RunningPolicy::Keep);
+        Self { kind, adapter_config, adapter, tensors, expected_version, new_version, running, in_place: false }
+    }
+
+    pub fn full(weights: &StateDict) -> Self {
+        let tensor = |(name, (shape, values)): (&String, &(Vec<usize>, Vec<f32>))| {
+            entry(name, shape, Dtype::F32, None, to_bytes(values))
+        };
+        Self::new(UpdateKind::Full, weights.iter().map(tensor).collect())
+    }
+
+    /// The elements that differ between two sets of weights.
+    pub fn delta(before: &StateDict, after: &StateDict, base_version: u64) -> Self {
+        let mut tensors = Vec::new();
+        for (name, (shape, values)) in after {
+            let old = &before[name].1;
+            let changed: Vec<usize> = (0..values.len()).filter(|&i| old[i].to_bits() != values[i].to_bits()).collect();
+            let gap = |(i, &index): (usize, &usize)| (index - if i == 0 { 0 } else { changed[i - 1] }) as u32;
+            let mut payload: Vec<u8> = changed.iter().enumerate().flat_map(|c| gap(c).to_le_bytes()).collect();
+            payload.extend(changed.iter().flat_map(|&i| values[i].to_le_bytes()));
+            let payload = zstd::encode_all(payload.as_slice(), 1).unwrap();
+            if !changed.is_empty() {
+                tensors.push(entry(name, shape, Dtype::F32, Some(changed.len() as u64), payload));
+            }
+        }
+        Self { expected_version: Some(base_version), ..Self::new(UpdateKind::Delta, tensors) }
+    }
+
+    /// A PEFT directory of the fixtures.
+    pub fn lora(directory: &str) -> Self {
+        let dir = fixture(directory);
+        let file = std::fs::read(dir.join("adapter_model.safetensors")).unwrap();
+        let stored = safetensors::SafeTensors::deserialize(&file).unwrap();
+        let tensor = |(name, view): (String, TensorView<'_>)| {
+            let dtype = match view.dtype() {
+                safetensors::Dtype::BF16 => Dtype::Bf16,
+                safetensors::Dtype::F16 => Dtype::F16,
+                _ => Dtype::F32,
+            };
+            entry(&name, view.shape(), dtype, None, view.data().to_vec())
+        };
+        let tensors = stored.tensors().into_iter().map(tensor).collect();
+        let adapter_config = std::fs::read_to_string(dir.join("adapter_config.json")).unwrap();
+        Self { adapter_config, ..Self::new(UpdateKind::Lora, tensors) }
+    }
+
+    /// The base itself.
+    pub fn base() -> Self {
+        Self::new(UpdateKind::Lora, Vec::new())
+    }
+}
+
+fn entry(name: &str, shape: &[usize], dtype: Dtype, changed: Option<u64>, bytes: Vec<u8>) -> (TensorEntry, Vec<u8>) {
+    let digest = xxhash_rust::xxh3::xxh3_128(&bytes).to_be_bytes();
+    let payload = changed.map(|changed| (changed, bytes.len() as u64));
+    (TensorEntry { name: name.into(), dtype, shape: shape.to_vec(), digest, payload, offset: 0 }, bytes)
+}
+
+impl Engine {
+    pub fn parameters(&self) -> &Arc<Parameters> {
+        &self.started.as_ref().unwrap().parameters
+    }
+
+    /// Asks the engine and waits for its answer.
+    pub fn ask<T: Send + 'static>(&self, command: impl FnOnce(rollout_server::engine::Reply<T>) -> Command) -> T {
+        self.ask_later(command).recv_timeout(PATIENCE).expect("the engine answers")
+    }
+
+    /// Asks the engine; the answer is for later.
+    pub fn ask_later<T: Send + 'static>(
+        &self,
+        command: impl FnOnce(rollout_server::engine::Reply<T>) -> Command,
+    ) -> Receiver<T> {
+        let (sender, answer) = channel();
+        let reply = Box::new(move |value| {
+            let _ = sender.send(value);
+        });
+        self.handle().send(command(reply)).unwrap();
+        answer
+    }
+
+    /// Pushes as the server does; the answer to the commit is for later.
+    pub fn push_later(&self, push: Push) -> Result<Receiver<Result<UpdateReply>>> {
+        let spec = UpdateSpec {
+            kind: push.kind,
+            adapter_config: push.adapter_config,
+            unmerged: push.adapter.is_some(),
+            tensors: push.tensors.iter().map(|t| t.0.clone()).collect(),
+            total_bytes: None,
+            source: Source::Inline,
+        };
+        let mut receiver = WeightReceiver::open(spec, self.parameters().clone(), None)?;
+        let begin = UpdateBegin {
+            kind: push.kind,
+            adapter: push.adapter,
+            expected_version: push.expected_version,
+            new_version: push.new_version,
+            running: push.running,
+            staging_bytes: receiver.staging_bytes(false),
+            in_place_bytes: receiver.staging_bytes(true),
+            in_place: push.in_place,
+            cancel: CancelFlag::default(),
+        };
+        let ticket = self.ask(|reply| Command::BeginUpdate { begin, reply })?;
+        for (index, (_, bytes)) in push.tensors.iter().enumerate() {
+            for (chunk, offset) in bytes.chunks(4000).zip((0..).step_by(4000)) {
+                receiver.write(index as u32, offset, chunk)?;
+            }
+            if ticket.in_place
+                && let Some(tensors) = receiver.take_complete()
+            {
+                let (update, tensors) = (ticket.id, Arc::new(tensors));
+                self.ask(|reply| Command::WritePart { update, tensors, reply })?;
+            }
+        }
+        let (update, content) = (ticket.id, receiver.finish()?.update);
+        Ok(self.ask_later(|reply| Command::CommitUpdate { update, content, reply }))
+    }
+
+    pub fn push(&self, push: Push) -> Result<UpdateReply> {
+        self.push_later(push)?.recv_timeout(PATIENCE).expect("the engine answers")
+    }
+
+    /// SHA-256 of every parameter.
+    pub fn checksums(&self) -> Vec<(String, [u8; 32])> {
+        self.ask(|reply| Command::Checksum { names: Vec::new(), reply }).expect("there are weights").parameters
+    }
+
+    pub fn sleep(&self, level: SleepLevel, mode: DrainMode) -> Result<SleepReply> {
+        self.ask(|reply| Command::Sleep { level, mode, cancel: CancelFlag::default(), reply })
+    }
+
+    pub fn wake(&self, weights: bool, kv_cache: bool) -> Result<LifecycleStatus> {
+        self.ask(|reply| Command::Wake { tags: WakeTags { weights, kv_cache }, reload: false, reply })
+    }
 }
