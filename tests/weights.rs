@@ -2,6 +2,7 @@
 
 mod common;
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use common::{Engine, Push, Reply, Request, StateDict, random_prompts, random_weights, write_checkpoint};
@@ -70,7 +71,7 @@ fn a_delta_push_changes_its_elements_and_no_others() {
         assert_eq!(engine.push(Push::delta(&old, &new, 1)).expect("pushed").weight_version, 2);
         assert_same_policy(&engine, &fresh("qwen2", &new, flags), 2, "delta");
         // What a delta has made is the base of adapters from now on.
-        engine.push(Push::lora("peft/qwen2-plain")).expect("merged");
+        engine.push(Push::lora("peft/bfloat16")).expect("merged");
         assert!(engine.checksums() != fresh("qwen2", &new, flags).checksums());
         engine.push(Push::base()).expect("back to the base");
         assert_same_policy(&engine, &fresh("qwen2", &new, flags), 3, "base after an adapter");
@@ -82,13 +83,13 @@ fn adapters_are_merged_into_the_untouched_base_again_and_again() {
     for flags in MODES {
         let engine = Engine::start("qwen2", flags);
         let (base, base_bits) = (engine.checksums(), sample(&engine, 3).bits());
-        engine.push(Push::lora("peft/qwen2-plain")).expect("merged");
+        engine.push(Push::lora("peft/bfloat16")).expect("merged");
         let (merged, merged_bits) = (engine.checksums(), sample(&engine, 3).bits());
         assert!(merged != base && merged_bits != base_bits);
         for _ in 0..5 {
-            engine.push(Push::lora("peft/qwen2-patterns")).expect("merged");
+            engine.push(Push::lora("peft/rslora_patterns")).expect("merged");
             assert!(engine.checksums() != merged);
-            engine.push(Push::lora("peft/qwen2-plain")).expect("merged");
+            engine.push(Push::lora("peft/bfloat16")).expect("merged");
             assert!(engine.checksums() == merged, "a merge depends on what was merged before");
         }
         assert_eq!(sample(&engine, 3).bits(), merged_bits);
@@ -96,6 +97,36 @@ fn adapters_are_merged_into_the_untouched_base_again_and_again() {
         assert!(engine.checksums() == base, "the base has changed");
         assert_eq!(sample(&engine, 3).bits(), base_bits);
     }
+}
+
+/// What PEFT's own merge has made: `merged.json` has the SHA-256 of every parameter.
+#[derive(serde::Deserialize)]
+struct MergedByPeft {
+    base: String,
+    merged: BTreeMap<String, BTreeMap<String, String>>,
+}
+
+#[test]
+fn every_adapter_is_merged_to_the_bits_of_peft() {
+    let adapters = std::fs::read_dir(common::fixture("peft")).unwrap().map(|entry| entry.unwrap().path());
+    let mut checked = 0;
+    for adapter in adapters.filter(|path| path.join("merged.json").exists()) {
+        let text = std::fs::read_to_string(adapter.join("merged.json")).unwrap();
+        let by_peft: MergedByPeft = serde_json::from_str(&text).unwrap();
+        if !common::fixture(&by_peft.base).join("config.json").exists() {
+            continue; // of layers alone, which no engine can be started on; the merge's own tests have it
+        }
+        for (dtype, tp) in [("float32", "1"), ("bfloat16", "2")] {
+            let engine = Engine::start(&by_peft.base, &["--dtype", dtype, "--tp", tp]);
+            engine.push(Push::lora(adapter.to_str().unwrap())).expect("merged");
+            for (name, sha256) in engine.checksums() {
+                let hex: String = sha256.iter().map(|byte| format!("{byte:02x}")).collect();
+                assert_eq!(hex, by_peft.merged[dtype][&name], "{name} of {} in {dtype}", adapter.display());
+                checked += 1;
+            }
+        }
+    }
+    assert!(checked > 500, "{checked} parameters");
 }
 
 #[test]
@@ -175,7 +206,7 @@ fn running_requests_follow_the_policy() {
 fn sleep_gives_back_and_wake_brings_back_the_same_policy() {
     for flags in MODES {
         let engine = Engine::start("qwen2", flags);
-        engine.push(Push::lora("peft/qwen2-plain")).expect("merged");
+        engine.push(Push::lora("peft/bfloat16")).expect("merged");
         let (sums, bits) = (engine.checksums(), sample(&engine, 5).bits());
         for _ in 0..3 {
             let slept = engine.sleep(SleepLevel::One, DrainMode::Wait).expect("sleeps");
@@ -196,11 +227,11 @@ fn sleep_gives_back_and_wake_brings_back_the_same_policy() {
 fn a_push_to_sleeping_weights_is_merged_as_they_wake() {
     for level in [SleepLevel::One, SleepLevel::Two] {
         let engine = Engine::start("qwen2", &["--tp", "2"]);
-        engine.push(Push::lora("peft/qwen2-patterns")).expect("merged");
+        engine.push(Push::lora("peft/rslora_patterns")).expect("merged");
         let (sums, bits) = (engine.checksums(), sample(&engine, 6).bits());
-        engine.push(Push::lora("peft/qwen2-plain")).expect("merged");
+        engine.push(Push::lora("peft/bfloat16")).expect("merged");
         engine.sleep(level, DrainMode::Wait).expect("sleeps");
-        let reply = engine.push(Push { new_version: Some(9), ..Push::lora("peft/qwen2-patterns") }).expect("pending");
+        let reply = engine.push(Push { new_version: Some(9), ..Push::lora("peft/rslora_patterns") }).expect("pending");
         assert!(reply.pending);
         assert_eq!(engine.wake(true, true).expect("wakes"), LifecycleStatus::Running);
         assert!(engine.checksums() == sums);
@@ -231,12 +262,13 @@ fn resident_adapters_serve_side_by_side_and_alone_the_same() {
     for flags in [&["--dtype", "float32"][..], &["--dtype", "bfloat16", "--tp", "2"]] {
         let flags = [flags, &["--max-adapters", "2"]].concat();
         let engine = Engine::start("qwen2", &flags);
-        for name in ["plain", "patterns"] {
+        let names = ["bfloat16", "rslora_patterns"];
+        for name in names {
             let target = AdapterTarget { name: name.into(), expected_generation: Some(0) };
-            let push = Push { adapter: Some(target), ..Push::lora(&format!("peft/qwen2-{name}")) };
+            let push = Push { adapter: Some(target), ..Push::lora(&format!("peft/{name}")) };
             assert!(engine.push(push).expect("resident").adapter_generation.is_some());
         }
-        let names = [None, Some("plain"), Some("patterns")];
+        let names = [None, Some(names[0]), Some(names[1])];
         let request = |adapter: Option<&str>, id: &str| {
             let request = Request::generate(prompts(9), 2, 3, 16).named(id);
             Request { adapter: adapter.map(Into::into), ..request }
