@@ -1,0 +1,1 @@
+//! What a manifest can have wrong, and what each is told.
