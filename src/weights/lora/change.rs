@@ -122,7 +122,8 @@ impl LowRank {
     fn merge(&self, isa: Isa, slice: &Slice, values: &mut [f32]) {
         let width = slice.cols.len();
         let a = Rows::new(&self.a[slice.cols.start..], self.rank, width, self.cols);
-        let b = |first: usize, rows: usize| Rows::dense(&self.b[first * self.rank..(first + rows) * self.rank], self.rank);
+        let b =
+            |first: usize, rows: usize| Rows::dense(&self.b[first * self.rank..(first + rows) * self.rank], self.rank);
         if self.roundings.is_empty() && self.magnitude.is_none() {
             let b = b(slice.rows.start, slice.rows.len());
             return add_low_rank(isa, b, a, self.scaling, RowsMut::dense(values, width));

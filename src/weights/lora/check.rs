@@ -28,7 +28,10 @@ pub(super) fn plan(
 ) -> Result<BTreeMap<String, PlannedChange>> {
     let config = AdapterConfig::parse(config)?;
     if tensors.is_empty() {
-        return Err(Error::invalid("tensors", "adapter_config is given, but no tensors; give neither for the base itself"));
+        return Err(Error::invalid(
+            "tensors",
+            "adapter_config is given, but no tensors; give neither for the base itself",
+        ));
     }
     let modules = group(tensors)?;
     let mut checker = Checker { config, tensors, parameters, changes: BTreeMap::new() };
@@ -44,7 +47,9 @@ fn group(tensors: &[TensorEntry]) -> Result<BTreeMap<String, Module>> {
     let mut first_adapter = None;
     for (index, entry) in tensors.iter().enumerate() {
         let Some(TensorName { module, adapter, part }) = TensorName::parse(&entry.name) else {
-            let message = format!("not a name that PEFT gives to a tensor of a LoRA adapter ({PREFIX}<module>.lora_A.weight ...)");
+            let message = format!(
+                "not a name that PEFT gives to a tensor of a LoRA adapter ({PREFIX}<module>.lora_A.weight ...)"
+            );
             return Err(Error::invalid(&entry.name, message));
         };
         if let Some(adapter) = adapter {
@@ -96,7 +101,10 @@ impl Checker<'_> {
         (second, second_name): (Part, &str),
     ) -> Result<Option<(usize, usize)>> {
         let missing = |missing: &str, there: usize| {
-            Err(Error::invalid(format!("{PREFIX}{name}.{missing}"), format!("is missing; {} is there", self.name(there))))
+            Err(Error::invalid(
+                format!("{PREFIX}{name}.{missing}"),
+                format!("is missing; {} is there", self.name(there)),
+            ))
         };
         match (module.get(&first), module.get(&second)) {
             (Some(&a), Some(&b)) => Ok(Some((a, b))),

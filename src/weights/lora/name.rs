@@ -48,9 +48,8 @@ impl<'a> TensorName<'a> {
             [module @ .., "lora_magnitude_vector"] | [module @ .., "lora_magnitude_vector", "weight"] => {
                 (module, None, Part::Magnitude)
             }
-            [module @ .., "lora_magnitude_vector", adapter] | [module @ .., "lora_magnitude_vector", adapter, "weight"] => {
-                (module, Some(*adapter), Part::Magnitude)
-            }
+            [module @ .., "lora_magnitude_vector", adapter]
+            | [module @ .., "lora_magnitude_vector", adapter, "weight"] => (module, Some(*adapter), Part::Magnitude),
             [module @ .., "base_layer", "weight"] => (module, None, Part::BaseWeight),
             [module @ .., "base_layer", "bias"] => (module, None, Part::BaseBias),
             [module @ .., "weight"] => return Self::saved(module, Part::Weight),
