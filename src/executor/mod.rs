@@ -4,6 +4,8 @@ mod input;
 mod ranks;
 mod runner;
 pub mod sampler;
+#[cfg(test)]
+mod tests;
 mod weights;
 
 use std::ops::Range;

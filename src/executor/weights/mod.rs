@@ -5,8 +5,6 @@
 
 mod base;
 mod patch;
-#[cfg(test)]
-mod tests;
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
