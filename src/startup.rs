@@ -13,10 +13,10 @@ use crate::comm::{Communicator, LocalGroup, Solo};
 use crate::config::{Config, DTypeChoice};
 use crate::engine::{COMMAND_QUEUE, Engine, EngineHandle};
 use crate::error::{Error, Result};
-use crate::executor::{ModelRunner, Ranks, load};
+use crate::executor::{ModelRunner, RankWeights, Ranks};
 use crate::memory::{self, MemoryBudget, MemoryReport, human_bytes};
 use crate::model::config::ModelConfig;
-use crate::model::{Build, Decoder, Workspace, kv_bytes_per_block, kv_caches};
+use crate::model::{Build, Decoder, Workspace, WorkspaceShape, kv_bytes_per_block, kv_caches};
 use crate::scheduler::{Scheduler, SchedulerConfig};
 use crate::server::{ModelFacts, Parts, ServerInfo, TextCodec};
 use crate::text::{ChatTemplate, Tokenizer};
@@ -129,7 +129,13 @@ pub fn start(config: &Config) -> Result<Started> {
     let ModelFiles { name: model_name, checkpoint, .. } = files;
     let num_weights = count_weights(&checkpoint, &model);
     let progress = Progress::new(&checkpoint, layout.world);
-    let ingredients = Ingredients { model: model.clone(), layout: layout.clone(), checkpoint, blocks, progress };
+    let ingredients = Ingredients {
+        model: model.clone(),
+        layout: layout.clone(),
+        checkpoint: Arc::new(checkpoint),
+        blocks,
+        progress,
+    };
     let executor = start_ranks(decoders, ingredients)?;
     let scheduler = Scheduler::new(
         SchedulerConfig {
@@ -304,20 +310,20 @@ fn print_ledger(report: &MemoryReport, blocks: usize, layout: &Layout) {
 struct Ingredients {
     model: ModelConfig,
     layout: Layout,
-    checkpoint: Checkpoint,
+    checkpoint: Arc<Checkpoint>,
     blocks: usize,
     progress: Progress,
 }
 
 impl Ingredients {
     /// Builds one rank and loads its weights; runs on the rank's own thread.
-    fn make(&self, rank: usize, mut decoder: Decoder, comm: Box<dyn Communicator>) -> Result<ModelRunner> {
+    fn make(&self, rank: usize, decoder: Decoder, comm: Box<dyn Communicator>) -> Result<ModelRunner> {
         let Self { model, layout, checkpoint, blocks, progress } = self;
         let (ops, build) = (Ops::cpu(layout.threads), layout.build(rank));
-        load(&ops, &mut decoder, build, checkpoint, &|bytes| progress.add(bytes))?;
+        let weights = RankWeights::load(&ops, decoder, build, checkpoint.clone(), &|bytes| progress.add(bytes))?;
         let kv = kv_caches(model, build, layout.kv, *blocks, layout.block_size);
-        let workspace = Workspace::new(model, build, layout.max_batch_tokens)?;
-        Ok(ModelRunner::new(ops, comm, decoder, kv, workspace, layout.block_size))
+        let workspace = WorkspaceShape { config: model.clone(), build, max_batch_tokens: layout.max_batch_tokens };
+        ModelRunner::new(ops, comm, weights, kv, workspace, layout.block_size)
     }
 }
 

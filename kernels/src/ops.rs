@@ -1,9 +1,11 @@
 //! The operators over candle tensors: what the model is written in. Activations are float32 tensors made once and
 //! written in place, so that a step allocates nothing and addresses stay stable.
 
+use std::ops::Range;
+
 use candle_core::{Result, Tensor};
 
-use crate::cpu::{self, AttentionSequence, AttentionShape, BlockCopy, Cpu, KvCache, PackedMatrix, WeightRows};
+use crate::cpu::{self, AttentionSequence, AttentionShape, BlockCopy, Cpu, Isa, KvCache, PackedMatrix, WeightRows};
 use crate::tensor::{rows, rows_mut, with_f32};
 
 /// Where the operators of one rank run.
@@ -20,6 +22,10 @@ impl Ops {
     /// The instruction set of the linear kernel.
     pub fn kernel_name(&self) -> &'static str {
         self.cpu.isa().name()
+    }
+
+    pub fn isa(&self) -> Isa {
+        self.cpu.isa()
     }
 
     pub fn threads(&self) -> usize {
@@ -120,6 +126,26 @@ impl Ops {
     /// Stores rows of weights, rounding where the matrix is less precise.
     pub fn write_rows(&self, w: &mut PackedMatrix, first_row: usize, values: WeightRows<'_>) {
         w.write_rows_parallel(self.cpu.pool(), first_row, values);
+    }
+
+    /// Stores rows that `fill` makes; see [`PackedMatrix::fill_rows`].
+    pub fn fill_rows(&self, w: &mut PackedMatrix, rows: Range<usize>, fill: impl Fn(Range<usize>, &mut [f32]) + Sync) {
+        w.fill_rows(self.cpu.pool(), rows, fill);
+    }
+
+    /// Stores single elements of rows; see [`PackedMatrix::write_elements`].
+    pub fn write_elements(
+        &self,
+        w: &mut PackedMatrix,
+        rows: Range<usize>,
+        write: impl Fn(Range<usize>, &mut dyn FnMut(usize, usize, f32)) + Sync,
+    ) {
+        w.write_elements(self.cpu.pool(), rows, write);
+    }
+
+    /// Drops the memory that the operators reuse; the next ones take it again.
+    pub fn release(&self) {
+        self.cpu.release();
     }
 }
 

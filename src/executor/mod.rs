@@ -1,10 +1,12 @@
 //! The executor: runs step plans on the ranks.
 
 mod input;
-mod load;
 mod ranks;
 mod runner;
 pub mod sampler;
+#[cfg(test)]
+mod tests;
+mod weights;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,9 +15,9 @@ use crate::error::Result;
 use crate::types::{StepOutput, StepPlan};
 use crate::weights::{Adapter, Delta, ParamSpec, Tensors};
 
-pub use load::load;
 pub use ranks::Ranks;
 pub use runner::ModelRunner;
+pub use weights::RankWeights;
 
 /// Runs steps, at most one at a time. Launch and collect are apart so that the engine can work while the ranks do. The
 /// other orders are given between a `collect` and the next `launch`; each is carried out by all ranks before it returns.

@@ -1,4 +1,4 @@
-//! One thread for each tensor-parallel rank. All get the same plans in the same order.
+//! One thread for each tensor-parallel rank. All get the same orders in the same order.
 
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -9,15 +9,33 @@ use std::thread::JoinHandle;
 use super::{Executor, Memory, ModelRunner, WeightOrder};
 use crate::error::{Error, Result};
 use crate::types::{StepOutput, StepPlan};
-use crate::weights::ParamSpec;
+use crate::weights::{ParamSpec, Slice};
 
 /// Exit status after a rank has failed: EX_SOFTWARE of sysexits.h, an internal error.
 const RANK_FAILED: i32 = 70;
 
+/// What every rank is told.
+#[derive(Clone)]
+enum Order {
+    /// Answered by the first rank, where steps are answered.
+    Step(Arc<StepPlan>),
+    /// Answered by every rank with its number and what it has read.
+    Task { task: Task, answer: Sender<(usize, Vec<u8>)> },
+}
+
+/// What is done between steps.
+#[derive(Clone)]
+enum Task {
+    Write(WeightOrder),
+    Read { spec: Arc<ParamSpec>, rows: Range<usize> },
+    Release(Memory),
+    Restore(Memory),
+}
+
 /// The rank threads. Dropping ends them.
 pub struct Ranks {
-    plans: Vec<Sender<Arc<StepPlan>>>,
-    answers: Receiver<Result<StepOutput>>,
+    orders: Vec<Sender<Order>>,
+    steps: Receiver<StepOutput>,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -32,9 +50,9 @@ impl Ranks {
         F: FnOnce() -> Result<ModelRunner> + Send + 'static,
     {
         // Unbounded, but the engine launches one step at a time.
-        let (answer, answers) = channel();
+        let (answer, steps) = channel();
         let (ready, built) = channel();
-        let (mut plans, mut threads) = (Vec::new(), Vec::new());
+        let (mut orders, mut threads) = (Vec::new(), Vec::new());
         for (rank, make) in makers.enumerate() {
             let (sender, receiver) = channel();
             let (ready, answer) = (ready.clone(), answer.clone());
@@ -51,64 +69,115 @@ impl Ranks {
             };
             let thread = std::thread::Builder::new().name(format!("rank-{rank}")).spawn(body);
             threads.push(thread.map_err(|e| Error::Internal(format!("rank {rank}'s thread did not start: {e}")))?);
-            plans.push(sender);
+            orders.push(sender);
         }
         for _ in 0..threads.len() {
             built.recv().map_err(|_| Error::Internal("a rank ended while it was built".into()))??;
         }
-        Ok(Self { plans, answers, threads })
+        Ok(Self { orders, steps, threads })
+    }
+
+    fn give(&self, order: &Order) -> Result<()> {
+        for (rank, orders) in self.orders.iter().enumerate() {
+            orders.send(order.clone()).map_err(|_| Error::Internal(format!("rank {rank} has ended")))?;
+        }
+        Ok(())
+    }
+
+    /// Has every rank carry out `task`; what each has read, by rank.
+    fn perform(&self, task: Task) -> Result<Vec<Vec<u8>>> {
+        let (answer, answers) = channel();
+        self.give(&Order::Task { task, answer })?;
+        let mut read = vec![Vec::new(); self.orders.len()];
+        for _ in 0..read.len() {
+            let (rank, bytes) = answers.recv().map_err(|_| Error::Internal("a rank has ended".into()))?;
+            read[rank] = bytes;
+        }
+        Ok(read)
     }
 }
 
 impl Executor for Ranks {
     fn launch(&mut self, plan: Arc<StepPlan>) -> Result<()> {
-        for (rank, plans) in self.plans.iter().enumerate() {
-            plans.send(plan.clone()).map_err(|_| Error::Internal(format!("rank {rank} has ended")))?;
-        }
-        Ok(())
+        self.give(&Order::Step(plan))
     }
 
     fn collect(&mut self) -> Result<StepOutput> {
-        self.answers.recv().map_err(|_| Error::Internal("the ranks have ended".into()))?
+        self.steps.recv().map_err(|_| Error::Internal("the ranks have ended".into()))
     }
 
-    fn write(&mut self, _order: WeightOrder) -> Result<()> {
-        todo!()
+    fn write(&mut self, order: WeightOrder) -> Result<()> {
+        self.perform(Task::Write(order)).map(|_| ())
     }
 
-    fn read(&mut self, _spec: &ParamSpec, _rows: Range<usize>) -> Result<Vec<u8>> {
-        todo!()
+    fn read(&mut self, spec: &ParamSpec, rows: Range<usize>) -> Result<Vec<u8>> {
+        let parts = self.perform(Task::Read { spec: Arc::new(spec.clone()), rows: rows.clone() })?;
+        gather(spec, &rows, &parts)
     }
 
-    fn release(&mut self, _memory: Memory) -> Result<()> {
-        todo!()
+    fn release(&mut self, memory: Memory) -> Result<()> {
+        self.perform(Task::Release(memory)).map(|_| ())
     }
 
-    fn restore(&mut self, _memory: Memory) -> Result<()> {
-        todo!()
+    fn restore(&mut self, memory: Memory) -> Result<()> {
+        self.perform(Task::Restore(memory)).map(|_| ())
     }
 }
 
 impl Drop for Ranks {
     fn drop(&mut self) {
-        self.plans.clear();
+        self.orders.clear();
         for thread in self.threads.drain(..) {
             let _ = thread.join();
         }
     }
 }
 
-fn serve(rank: usize, mut runner: ModelRunner, plans: &Receiver<Arc<StepPlan>>, answers: &Sender<Result<StepOutput>>) {
-    while let Ok(plan) = plans.recv() {
-        let output = runner.run(&plan);
+fn serve(rank: usize, mut runner: ModelRunner, orders: &Receiver<Order>, steps: &Sender<StepOutput>) {
+    while let Ok(order) = orders.recv() {
         // A rank that stops half way would leave the others waiting in a collective for ever.
-        if let Err(e) = &output {
-            panic!("rank {rank} failed in a step: {e}");
-        }
-        if rank == 0 && answers.send(output).is_err() {
+        let heard = match order {
+            Order::Step(plan) => {
+                let output = runner.run(&plan).unwrap_or_else(|e| panic!("rank {rank} failed in a step: {e}"));
+                rank != 0 || steps.send(output).is_ok()
+            }
+            Order::Task { task, answer } => {
+                let read = perform(&mut runner, task).unwrap_or_else(|e| panic!("rank {rank} failed: {e}"));
+                answer.send((rank, read)).is_ok()
+            }
+        };
+        if !heard {
             return;
         }
     }
+}
+
+/// Carries out `task` and drops it: what it holds is free before anyone hears that it is done.
+fn perform(runner: &mut ModelRunner, task: Task) -> Result<Vec<u8>> {
+    match task {
+        Task::Write(order) => runner.write(&order)?,
+        Task::Read { spec, rows } => return runner.read(&spec, rows),
+        Task::Release(memory) => runner.release(memory)?,
+        Task::Restore(memory) => runner.restore(memory)?,
+    }
+    Ok(Vec::new())
+}
+
+/// Puts whole rows of a parameter together from the parts of the ranks, some of which may be empty.
+fn gather(spec: &ParamSpec, rows: &Range<usize>, parts: &[Vec<u8>]) -> Result<Vec<u8>> {
+    let whole = Slice::whole(&spec.shape);
+    let mut gathered = vec![0; parts.iter().map(Vec::len).sum()];
+    let row_bytes = gathered.len() / rows.len().max(1);
+    for (rank, part) in parts.iter().enumerate().filter(|(_, part)| !part.is_empty()) {
+        let slice = spec.slice(rank, parts.len())?;
+        let first_row = slice.rows.start.max(rows.start) - rows.start;
+        let column_bytes = |column: usize| column * row_bytes / whole.cols.len();
+        let columns = column_bytes(slice.cols.start)..column_bytes(slice.cols.end);
+        for (row, part) in gathered.chunks_exact_mut(row_bytes).skip(first_row).zip(part.chunks_exact(columns.len())) {
+            row[columns.clone()].copy_from_slice(part);
+        }
+    }
+    Ok(gathered)
 }
 
 /// The other ranks would wait for a dead one: better to end with a message than to hang.

@@ -1,22 +1,29 @@
 //! One rank's work: the forward pass of a step, and on the first rank the answers to its questions.
 
+use std::ops::Range;
+
 use candle_core::Tensor;
 use rollout_kernels::{KvCache, Ops, with_f32};
 
 use super::input::FlatBatch;
-use super::sampler;
+use super::weights::RankWeights;
+use super::{Memory, WeightOrder, sampler};
 use crate::comm::Communicator;
 use crate::error::Result;
-use crate::model::{Decoder, LOGITS_ROWS, Workspace};
+use crate::model::{LOGITS_ROWS, Workspace, WorkspaceShape};
 use crate::types::{LogitsTask, StepOutput, StepPlan, TokenLogprobs};
+use crate::weights::ParamSpec;
 
 /// A rank: its operators, weights, KV cache, buffers and its end of the communication.
 pub struct ModelRunner {
     ops: Ops,
     comm: Box<dyn Communicator>,
-    model: Decoder,
+    weights: RankWeights,
     kv: Vec<KvCache>,
-    workspace: Workspace,
+    kv_is_released: bool,
+    workspace_shape: WorkspaceShape,
+    /// None while it is released.
+    workspace: Option<Workspace>,
     block_size: usize,
     batch: FlatBatch,
     scratch: Vec<sampler::Scratch>,
@@ -26,33 +33,89 @@ impl ModelRunner {
     pub fn new(
         ops: Ops,
         comm: Box<dyn Communicator>,
-        model: Decoder,
+        weights: RankWeights,
         kv: Vec<KvCache>,
-        workspace: Workspace,
+        workspace_shape: WorkspaceShape,
         block_size: usize,
-    ) -> Self {
-        Self { ops, comm, model, kv, workspace, block_size, batch: FlatBatch::default(), scratch: Vec::new() }
+    ) -> Result<Self> {
+        Ok(Self {
+            ops,
+            comm,
+            weights,
+            kv,
+            kv_is_released: false,
+            workspace: Some(Workspace::new(&workspace_shape)?),
+            workspace_shape,
+            block_size,
+            batch: FlatBatch::default(),
+            scratch: Vec::new(),
+        })
     }
 
     /// Runs `plan`. Every rank computes; the first one's output answers the tasks, the others' is empty.
+    ///
+    /// # Panics
+    /// If memory that it needs is released.
     pub fn run(&mut self, plan: &StepPlan) -> Result<StepOutput> {
+        assert!(!self.kv_is_released, "a step without a KV cache");
+        let workspace = self.workspace.as_ref().expect("a step has its workspace");
+        let model = self.weights.decoder();
         for cache in &mut self.kv {
             self.ops.copy_blocks(cache, &plan.copies);
         }
         self.batch.fill(plan, self.block_size);
         let sequences = FlatBatch::attention(plan);
         let input = self.batch.input(&sequences);
-        self.model.forward(&self.ops, &*self.comm, &input, &mut self.kv, &self.workspace)?;
+        model.forward(&self.ops, &*self.comm, &input, &mut self.kv, workspace)?;
         let rows: Vec<&[LogitsTask]> =
             plan.sequences.iter().flat_map(|s| &s.logits).map(|row| row.tasks.as_slice()).collect();
         let mut output = StepOutput::default();
         for (rows_at_once, tasks) in self.batch.logits_rows.chunks(LOGITS_ROWS).zip(rows.chunks(LOGITS_ROWS)) {
-            let logits = self.model.logits(&self.ops, &*self.comm, rows_at_once, &self.workspace)?;
+            let logits = model.logits(&self.ops, &*self.comm, rows_at_once, workspace)?;
             if self.comm.rank() == 0 {
                 answer(&self.ops, &mut self.scratch, &logits, tasks, &mut output.tokens)?;
             }
         }
         Ok(output)
+    }
+
+    /// Changes the weights.
+    pub fn write(&mut self, order: &WeightOrder) -> Result<()> {
+        self.weights.write(&self.ops, &*self.comm, order)
+    }
+
+    /// This rank's part of rows of a parameter; see [`RankWeights::read`].
+    pub fn read(&mut self, spec: &ParamSpec, rows: Range<usize>) -> Result<Vec<u8>> {
+        self.weights.read(spec, rows)
+    }
+
+    /// Gives memory back to the system.
+    pub fn release(&mut self, memory: Memory) -> Result<()> {
+        match memory {
+            Memory::KvCache => {
+                self.kv.iter_mut().for_each(KvCache::release);
+                self.kv_is_released = true;
+            }
+            Memory::Workspace => {
+                self.workspace = None;
+                self.batch = FlatBatch::default();
+                self.scratch = Vec::new();
+                self.ops.release();
+            }
+            Memory::Weights => self.weights.release(true)?,
+            Memory::WeightsAndBase => self.weights.release(false)?,
+        }
+        Ok(())
+    }
+
+    /// Takes released memory again. Pages of the KV cache and of weights come from the system as they are written.
+    pub fn restore(&mut self, memory: Memory) -> Result<()> {
+        match memory {
+            Memory::KvCache => self.kv_is_released = false,
+            Memory::Workspace => self.workspace = Some(Workspace::new(&self.workspace_shape)?),
+            Memory::Weights | Memory::WeightsAndBase => {}
+        }
+        Ok(())
     }
 }
 

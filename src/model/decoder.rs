@@ -4,7 +4,7 @@ use candle_core::Tensor;
 use rollout_kernels::{AttentionSequence, AttentionShape, KvCache, Ops};
 
 use super::config::ModelConfig;
-use super::layers::{Build, Linear, Norm, Projection, Visitor, VocabularyMatrix};
+use super::layers::{Build, Linear, MatrixVisitor, Norm, Projection, Visitor, VocabularyMatrix};
 use super::workspace::Workspace;
 use crate::comm::Communicator;
 use crate::error::Result;
@@ -122,6 +122,19 @@ impl Decoder {
         }
         self.norm.visit(visitor)?;
         self.head.as_mut().map_or(Ok(()), |head| head.visit(visitor))
+    }
+
+    /// Shows every matrix to `visitor`.
+    pub fn visit_matrices(&mut self, visitor: &mut MatrixVisitor<'_>) {
+        self.embedding.visit_matrix(visitor);
+        for layer in &mut self.layers {
+            for linear in [&mut layer.qkv, &mut layer.output, &mut layer.gate_up, &mut layer.down] {
+                linear.visit_matrix(visitor);
+            }
+        }
+        if let Some(head) = &mut self.head {
+            head.visit_matrix(visitor);
+        }
     }
 
     /// Bytes of this rank's weights.

@@ -18,6 +18,9 @@ pub enum Slot<'a> {
 /// Called for each parameter of a model, in the model's order.
 pub type Visitor<'v> = dyn FnMut(&ParamSpec, Slot<'_>) -> Result<()> + 'v;
 
+/// Called for each matrix of a model with the parameters that share it.
+pub type MatrixVisitor<'v> = dyn FnMut(&[&ParamSpec], &mut PackedMatrix) + 'v;
+
 /// What a layer is made with.
 #[derive(Clone, Copy)]
 pub struct Build {
@@ -95,6 +98,11 @@ impl Linear {
         Ok(())
     }
 
+    pub fn visit_matrix(&mut self, visitor: &mut MatrixVisitor<'_>) {
+        let specs: Vec<&ParamSpec> = self.parts.iter().map(|(weight, _, _)| weight).collect();
+        visitor(&specs, &mut self.weight);
+    }
+
     /// Bytes of the local part.
     pub fn bytes(&self) -> u64 {
         self.weight.bytes() as u64 + self.bias.as_ref().map_or(0, |b| 4 * b.elem_count() as u64)
@@ -128,6 +136,10 @@ impl VocabularyMatrix {
 
     pub fn visit(&mut self, visitor: &mut Visitor<'_>) -> Result<()> {
         visitor(&self.spec, Slot::Matrix { matrix: &mut self.matrix, first_row: 0 })
+    }
+
+    pub fn visit_matrix(&mut self, visitor: &mut MatrixVisitor<'_>) {
+        visitor(&[&self.spec], &mut self.matrix);
     }
 
     pub fn bytes(&self) -> u64 {

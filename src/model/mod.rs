@@ -7,4 +7,4 @@ mod workspace;
 
 pub use decoder::{Decoder, Input};
 pub use layers::{Build, Slot};
-pub use workspace::{LOGITS_ROWS, Workspace, kv_bytes_per_block, kv_caches};
+pub use workspace::{LOGITS_ROWS, Workspace, WorkspaceShape, kv_bytes_per_block, kv_caches};

@@ -11,6 +11,14 @@ use super::layers::Build;
 /// costs 0.6 MB, so this many stay below 40 MB.
 pub const LOGITS_ROWS: usize = 64;
 
+/// What a rank's workspace is made for.
+#[derive(Clone)]
+pub struct WorkspaceShape {
+    pub config: ModelConfig,
+    pub build: Build,
+    pub max_batch_tokens: usize,
+}
+
 /// Activations, float32, `[max_batch_tokens, width]` each. [`Workspace::rows`] gives the part of one step.
 #[derive(Clone)]
 pub struct Workspace {
@@ -35,7 +43,8 @@ pub struct LogitsRows {
 }
 
 impl Workspace {
-    pub fn new(config: &ModelConfig, build: Build, max_batch_tokens: usize) -> Result<Self> {
+    pub fn new(shape: &WorkspaceShape) -> Result<Self> {
+        let &WorkspaceShape { ref config, build, max_batch_tokens } = shape;
         let make = |rows: usize, width: usize| Tensor::zeros((rows, width), DType::F32, &Device::Cpu);
         let widths = Widths::new(config, build);
         let local_logits = make(LOGITS_ROWS, widths.local_vocab)?;

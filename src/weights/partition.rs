@@ -26,6 +26,15 @@ impl Partition {
         spec.slice(self.rank, self.world)
     }
 
+    /// Whether no rank before this one holds the same part of a parameter.
+    ///
+    /// # Errors
+    /// As for [`Partition::slice`].
+    pub fn is_first_with(self, spec: &ParamSpec) -> Result<bool> {
+        let part = self.slice(spec)?;
+        Ok(self.rank == 0 || spec.slice(self.rank - 1, self.world)? != part)
+    }
+
     /// An even part of `len`, which the world divides (the configuration was checked).
     pub fn share(self, len: usize) -> usize {
         assert!(len.is_multiple_of(self.world), "{len} is not divided by {}", self.world);

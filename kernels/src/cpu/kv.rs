@@ -86,6 +86,12 @@ impl KvCache {
         self.keys.bytes() + self.values.bytes()
     }
 
+    /// Gives its memory back to the system at once; nothing that was written is there any more.
+    pub fn release(&mut self) {
+        self.keys.release();
+        self.values.release();
+    }
+
     pub(crate) fn keys(&self) -> &Mapping {
         &self.keys
     }

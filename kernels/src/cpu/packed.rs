@@ -1,9 +1,11 @@
 //! Weight matrices in the order in which the linear kernel reads them.
 
+use super::isa::{Isa, Kernel};
+use super::lanes::Lanes;
 use super::math::round_bf16;
 use super::pool::{Cpu, ThreadPool};
 use super::rows::RowsMut;
-use super::storage::Mapping;
+use super::storage::{Mapping, Plain};
 use half::{bf16, f16};
 
 /// Rows of the matrix (columns of the product) in a panel.
@@ -47,6 +49,44 @@ pub enum WeightRows<'a> {
     Bf16(&'a [bf16]),
     F16(&'a [f16]),
     F32(&'a [f32]),
+}
+
+impl WeightRows<'_> {
+    pub fn len(&self) -> usize {
+        match self {
+            WeightRows::Bf16(rows) => rows.len(),
+            WeightRows::F16(rows) => rows.len(),
+            WeightRows::F32(rows) => rows.len(),
+        }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The values as a matrix of `dtype` would hold them, in float32.
+    ///
+    /// # Panics
+    /// If `out` has another length.
+    pub fn to_f32(self, dtype: WeightDtype, out: &mut [f32]) {
+        assert_eq!(self.len(), out.len(), "values of the rows");
+        match (self, dtype) {
+            (WeightRows::Bf16(rows), WeightDtype::Bf16) => widen::<bf16, _>(rows, out),
+            (WeightRows::F16(rows), WeightDtype::Bf16) => widen::<bf16, _>(rows, out),
+            (WeightRows::F32(rows), WeightDtype::Bf16) => widen::<bf16, _>(rows, out),
+            (WeightRows::Bf16(rows), WeightDtype::F32) => widen::<f32, _>(rows, out),
+            (WeightRows::F16(rows), WeightDtype::F32) => widen::<f32, _>(rows, out),
+            (WeightRows::F32(rows), WeightDtype::F32) => widen::<f32, _>(rows, out),
+        }
+    }
+}
+
+/// As float32, rounded to `P` between.
+fn widen<P: Stored<S>, S: Copy>(from: &[S], to: &mut [f32])
+where
+    f32: Stored<P>,
+{
+    Isa::detect().dispatch(Widen { from, to, precision: std::marker::PhantomData::<P> });
 }
 
 /// Where rows of a matrix are copied to as they are stored.
@@ -110,6 +150,11 @@ impl PackedMatrix {
         self.storage.bytes()
     }
 
+    /// Gives its memory back to the system at once; all values are zero then.
+    pub fn release(&mut self) {
+        self.storage.release();
+    }
+
     pub(crate) fn padded_k(&self) -> usize {
         self.dtype.padded_k(self.k)
     }
@@ -143,42 +188,30 @@ impl PackedMatrix {
         use WeightDtype::{Bf16, F32};
         use WeightRows as From;
         match (self.dtype, rows) {
-            (Bf16, From::Bf16(rows)) => self.write_as::<2, _, _>(pool, row0, rows, |w| w),
-            (Bf16, From::F16(rows)) => self.write_as::<2, _, _>(pool, row0, rows, |w| round_bf16(w.to_f32())),
-            (Bf16, From::F32(rows)) => self.write_as::<2, _, _>(pool, row0, rows, round_bf16),
-            (F32, From::Bf16(rows)) => self.write_as::<1, _, _>(pool, row0, rows, bf16::to_f32),
-            (F32, From::F16(rows)) => self.write_as::<1, _, _>(pool, row0, rows, f16::to_f32),
-            (F32, From::F32(rows)) => self.write_as::<1, _, _>(pool, row0, rows, |w| w),
+            (Bf16, From::Bf16(rows)) => self.write_as::<2, bf16, _>(pool, row0, rows),
+            (Bf16, From::F16(rows)) => self.write_as::<2, bf16, _>(pool, row0, rows),
+            (Bf16, From::F32(rows)) => self.write_as::<2, bf16, _>(pool, row0, rows),
+            (F32, From::Bf16(rows)) => self.write_as::<1, f32, _>(pool, row0, rows),
+            (F32, From::F16(rows)) => self.write_as::<1, f32, _>(pool, row0, rows),
+            (F32, From::F32(rows)) => self.write_as::<1, f32, _>(pool, row0, rows),
         }
     }
 
     /// `GROUP` neighbours of a row lie together: 2 for bfloat16, 1 for float32.
-    fn write_as<const GROUP: usize, S: Copy + Sync, D: super::storage::Plain + Default>(
+    fn write_as<const GROUP: usize, D: Stored<S>, S: Copy + Sync>(
         &mut self,
         pool: Option<&ThreadPool>,
         row0: usize,
         rows: &[S],
-        convert: impl Fn(S) -> D + Sync,
     ) {
-        const BLOCK: usize = 64; // elements of a row converted at once, as vectors
-        let k = self.k;
+        let (k, isa) = (self.k, Isa::detect());
         let end = self.end(row0, rows.len());
         let panel_len = PANEL * self.padded_k();
         let (first, last) = (row0 / PANEL, end.div_ceil(PANEL));
         let write_panel = |p: usize, panel: &mut [D]| {
-            let (groups, _) = panel.as_chunks_mut::<GROUP>();
-            for (block, groups) in groups.chunks_mut(PANEL * BLOCK / GROUP).enumerate() {
-                for row in row0.max(p * PANEL)..end.min((p + 1) * PANEL) {
-                    let source = &rows[(row - row0) * k..][..k][block * BLOCK..];
-                    let mut values = [D::default(); BLOCK];
-                    values.iter_mut().zip(source).for_each(|(value, source)| *value = convert(*source));
-                    let lane = &mut groups[row % PANEL..];
-                    for (i, group) in values.as_chunks().0[..source.len().min(BLOCK).div_ceil(GROUP)].iter().enumerate()
-                    {
-                        lane[i * PANEL] = *group;
-                    }
-                }
-            }
+            let lanes = row0.max(p * PANEL)..end.min((p + 1) * PANEL);
+            let rows = &rows[(lanes.start - row0) * k..(lanes.end - row0) * k];
+            isa.dispatch(Pack::<GROUP, D, S> { panel, first_lane: lanes.start % PANEL, k, rows });
         };
         let panels = &mut self.storage.as_mut_slice::<D>()[first * panel_len..last * panel_len];
         match pool {
@@ -213,12 +246,7 @@ impl PackedMatrix {
         }
     }
 
-    fn read_as<const GROUP: usize, S: super::storage::Plain, D>(
-        &self,
-        row0: usize,
-        out: &mut [D],
-        convert: impl Fn(S) -> D,
-    ) {
+    fn read_as<const GROUP: usize, S: Plain, D>(&self, row0: usize, out: &mut [D], convert: impl Fn(S) -> D) {
         let (k, end) = (self.k, self.end(row0, out.len()));
         let panel_len = PANEL * self.padded_k();
         for (row, out) in (row0..end).zip(out.chunks_mut(k)) {
@@ -232,6 +260,105 @@ impl PackedMatrix {
             }
             let groups = whole.len();
             rest.iter_mut().zip(0..).for_each(|(out, i): (&mut D, usize)| *out = convert(lane[groups * PANEL][i]));
+        }
+    }
+}
+
+/// An element of a matrix, made from `S` by rounding to nearest even.
+trait Stored<S>: Plain + Default {
+    fn rounded(x: S) -> Self;
+}
+
+impl Stored<bf16> for bf16 {
+    #[inline(always)]
+    fn rounded(x: bf16) -> bf16 {
+        x
+    }
+}
+
+impl Stored<f16> for bf16 {
+    #[inline(always)]
+    fn rounded(x: f16) -> bf16 {
+        round_bf16(x.to_f32())
+    }
+}
+
+impl Stored<f32> for bf16 {
+    #[inline(always)]
+    fn rounded(x: f32) -> bf16 {
+        round_bf16(x)
+    }
+}
+
+impl Stored<bf16> for f32 {
+    #[inline(always)]
+    fn rounded(x: bf16) -> f32 {
+        f32::from_bits(u32::from(x.to_bits()) << 16)
+    }
+}
+
+impl Stored<f16> for f32 {
+    #[inline(always)]
+    fn rounded(x: f16) -> f32 {
+        x.to_f32()
+    }
+}
+
+impl Stored<f32> for f32 {
+    #[inline(always)]
+    fn rounded(x: f32) -> f32 {
+        x
+    }
+}
+
+/// Writes rows of length `k` to the lanes of a panel from `first_lane` on.
+struct Pack<'a, const GROUP: usize, D, S> {
+    panel: &'a mut [D],
+    first_lane: usize,
+    k: usize,
+    rows: &'a [S],
+}
+
+impl<const GROUP: usize, D: Stored<S>, S: Copy> Kernel for Pack<'_, GROUP, D, S> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self) {
+        const BLOCK: usize = 64; // elements of a row converted at once, as vectors
+        let (groups, _) = self.panel.as_chunks_mut::<GROUP>();
+        for (block, groups) in groups.chunks_mut(PANEL * BLOCK / GROUP).enumerate() {
+            for (lane, row) in self.rows.chunks_exact(self.k).enumerate() {
+                let source = &row[block * BLOCK..];
+                let mut values = [D::default(); BLOCK];
+                for (value, source) in values.iter_mut().zip(source) {
+                    *value = D::rounded(*source);
+                }
+                let lane = &mut groups[self.first_lane + lane..];
+                for (i, group) in values.as_chunks().0[..source.len().min(BLOCK).div_ceil(GROUP)].iter().enumerate() {
+                    lane[i * PANEL] = *group;
+                }
+            }
+        }
+    }
+}
+
+/// Converts values one by one.
+struct Widen<'a, P, S> {
+    from: &'a [S],
+    to: &'a mut [f32],
+    precision: std::marker::PhantomData<P>,
+}
+
+impl<P: Stored<S>, S: Copy> Kernel for Widen<'_, P, S>
+where
+    f32: Stored<P>,
+{
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self) {
+        for (to, from) in self.to.iter_mut().zip(self.from) {
+            *to = f32::rounded(P::rounded(*from));
         }
     }
 }
@@ -253,5 +380,6 @@ pub fn gather_rows(cpu: &Cpu, weights: &PackedMatrix, tokens: &[u32], row_offset
     });
 }
 
+mod fill;
 #[cfg(test)]
 mod tests;

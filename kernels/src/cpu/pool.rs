@@ -51,6 +51,12 @@ impl Cpu {
         self.isa
     }
 
+    /// Drops the memory that operators reuse; the next ones take it again.
+    pub fn release(&self) {
+        *self.shared() = SharedScratch::default();
+        self.pool.release();
+    }
+
     pub(crate) fn shared(&self) -> MutexGuard<'_, SharedScratch> {
         exclusive(&self.shared)
     }
@@ -131,6 +137,15 @@ impl ThreadPool {
 
     pub fn threads(&self) -> usize {
         self.workers.len() + 1
+    }
+
+    /// Drops the scratch of every thread.
+    fn release(&self) {
+        let _one_at_a_time = exclusive(&self.running);
+        for scratch in &self.scratch {
+            // SAFETY: see ThreadScratch: no job is running.
+            unsafe { *scratch.0.get() = Scratch::default() };
+        }
     }
 
     /// Calls `f` with every task index in `0..tasks`, on the caller and the workers, and returns when all are done.

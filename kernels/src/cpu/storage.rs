@@ -30,6 +30,11 @@ impl Mapping {
         self.0.len()
     }
 
+    /// Gives the memory back to the operating system; it is zero again.
+    pub fn release(&mut self) {
+        *self = Mapping::zeroed(self.bytes());
+    }
+
     pub fn as_slice<T: Plain>(&self) -> &[T] {
         // SAFETY: a mapping is aligned to a page, T has no invalid bits, and the length is rounded down.
         unsafe { std::slice::from_raw_parts(self.0.as_ptr().cast(), self.0.len() / size_of::<T>()) }

@@ -79,3 +79,85 @@ fn padding_is_counted_as_memory() {
     assert_eq!(PackedMatrix::zeros(WeightDtype::Bf16, 17, 3, 1).bytes(), 32 * 4 * 2);
     assert_eq!(PackedMatrix::zeros(WeightDtype::F32, 17, 3, 1).bytes(), 32 * 3 * 4);
 }
+
+#[test]
+fn filled_rows_are_written_rows() {
+    for seed in 0..200 {
+        let mut random = Random::new(seed);
+        let dtype = [WeightDtype::Bf16, WeightDtype::F32][seed as usize % 2];
+        let (n, pool) = (random.between(1, 200), ThreadPool::new(2));
+        let k = [random.between(1, 40), random.between(1, 1200)][random.below(2)];
+        let [mut filled, mut written] = [(); 2].map(|()| PackedMatrix::zeros(dtype, n, k, 1));
+        for _ in 0..4 {
+            let start = random.below(n);
+            let rows = start..random.between(start, n);
+            let values = random.normals(rows.len() * k, 1.0);
+            filled.fill_rows(&pool, rows.clone(), |some, out| {
+                assert!(!some.is_empty() && rows.start <= some.start && some.end <= rows.end);
+                out.copy_from_slice(&values[(some.start - rows.start) * k..(some.end - rows.start) * k]);
+            });
+            written.write_rows(rows.start, WeightRows::F32(&values));
+            // The panels' bytes, so that padding is compared too.
+            assert!(
+                filled.storage.as_slice::<u16>() == written.storage.as_slice::<u16>(),
+                "{dtype:?} {n} x {k}, {rows:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn written_elements_change_nothing_else() {
+    for seed in 0..100 {
+        let mut random = Random::new(seed);
+        let dtype = [WeightDtype::Bf16, WeightDtype::F32][seed as usize % 2];
+        let (n, k, pool) = (random.between(1, 200), random.between(1, 50), ThreadPool::new(2));
+        let mut expected = random.normals(n * k, 1.0);
+        let mut matrix = PackedMatrix::zeros(dtype, n, k, 1);
+        matrix.write_rows(0, WeightRows::F32(&expected));
+        let start = random.below(n);
+        let rows = start..random.between(start, n);
+        let values = random.normals(n * k, 1.0);
+        let chosen: Vec<bool> = (0..n * k).map(|_| random.below(5) == 0).collect();
+        matrix.write_elements(&pool, rows.clone(), |some, set| {
+            for i in (some.start * k..some.end * k).filter(|i| chosen[*i]) {
+                set(i / k, i % k, values[i]);
+            }
+        });
+        for i in (rows.start * k..rows.end * k).filter(|i| chosen[*i]) {
+            expected[i] = values[i];
+        }
+        let mut direct = PackedMatrix::zeros(dtype, n, k, 1);
+        direct.write_rows(0, WeightRows::F32(&expected));
+        assert!(matrix.storage.as_slice::<u16>() == direct.storage.as_slice::<u16>(), "{dtype:?} {n} x {k}, {rows:?}");
+    }
+}
+
+#[test]
+fn widened_rows_are_those_of_a_matrix() {
+    let mut random = Random::new(3);
+    let values = random.normals(35, 1.0);
+    let (half, bfloat): (Vec<f16>, Vec<bf16>) = values.iter().map(|x| (f16::from_f32(*x), bf16::from_f32(*x))).unzip();
+    for dtype in [WeightDtype::Bf16, WeightDtype::F32] {
+        for rows in [WeightRows::Bf16(&bfloat), WeightRows::F16(&half), WeightRows::F32(&values)] {
+            let mut matrix = PackedMatrix::zeros(dtype, 5, 7, 1);
+            matrix.write_rows(0, rows);
+            let (mut stored, mut widened) = ([f32::NAN; 35], [f32::NAN; 35]);
+            matrix.read_rows(0, RowBits::F32(&mut stored));
+            rows.to_f32(dtype, &mut widened);
+            assert_eq!(widened, stored, "{dtype:?}");
+        }
+    }
+}
+
+#[test]
+fn a_released_matrix_is_zero_and_can_be_written_again() {
+    let mut matrix = PackedMatrix::zeros(WeightDtype::F32, 20, 9, 1);
+    matrix.write_rows(0, WeightRows::F32(&[1.5; 180]));
+    matrix.release();
+    assert!(matrix.storage.as_slice::<f32>().iter().all(|x| *x == 0.0));
+    matrix.write_rows(19, WeightRows::F32(&[2.5; 9]));
+    let mut row = [0.0; 9];
+    matrix.read_row(19, &mut row);
+    assert_eq!(row, [2.5; 9]);
+}

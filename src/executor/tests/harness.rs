@@ -1,0 +1,299 @@
+//! Ranks on fixture checkpoints, pushes to them, and what they hold and say.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use half::bf16;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use rollout_kernels::{KvDtype, Ops, WeightDtype};
+use xxhash_rust::xxh3::xxh3_128;
+
+use crate::comm::{Communicator, LocalGroup, Solo};
+use crate::executor::{Executor, ModelRunner, RankWeights, Ranks};
+use crate::model::config::ModelConfig;
+use crate::model::{Build, Decoder, WorkspaceShape, kv_caches};
+use crate::types::{GroupKey, LogitsRow, LogitsTask, PlanSequence, RequestKey, SampleKey, SamplingParams, StepPlan};
+use crate::weights::{
+    Adapter, Checkpoint, Delta, Dtype, ModelSource, ParamSpec, Parameters, Partition, Receiver, Slice, Source,
+    TensorEntry, Tensors, UpdateKind, UpdateSpec, WeightUpdate,
+};
+
+pub const DTYPES: [WeightDtype; 2] = [WeightDtype::F32, WeightDtype::Bf16];
+pub const MODELS: [&str; 6] = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "llama-tied.gguf"];
+const BLOCK_SIZE: usize = 16;
+const BLOCKS: usize = 32;
+const MAX_TOKENS: usize = 128;
+
+pub fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+}
+
+pub fn random(seed: u64) -> ChaCha8Rng {
+    println!("seed {seed}");
+    ChaCha8Rng::seed_from_u64(seed)
+}
+
+/// Numbers of ranks that divide the model, up to 4.
+pub fn worlds(model: &str) -> Vec<usize> {
+    let setup = Setup::open(&fixture(model), WeightDtype::F32, 1);
+    [1, 2, 4].into_iter().filter(|&world| setup.config.check_tensor_parallel(world).is_ok()).collect()
+}
+
+/// A model, and how many ranks serve it in which precision.
+pub struct Setup {
+    pub config: ModelConfig,
+    pub checkpoint: Arc<Checkpoint>,
+    pub parameters: Arc<Parameters>,
+    weights: WeightDtype,
+    world: usize,
+}
+
+impl Setup {
+    pub fn open(model: &Path, weights: WeightDtype, world: usize) -> Self {
+        let files = ModelSource::parse(model.to_str().unwrap()).unwrap().open().unwrap();
+        let config = ModelConfig::from_files(&files).unwrap();
+        let build = Build { partition: Partition::new(0, 1), weights };
+        let mut specs = Vec::new();
+        let visitor = &mut |spec: &ParamSpec, _: crate::model::Slot<'_>| {
+            specs.push(spec.clone());
+            Ok(())
+        };
+        Decoder::new(&config, build, MAX_TOKENS).unwrap().visit(visitor).unwrap();
+        let dtype = if weights == WeightDtype::Bf16 { Dtype::Bf16 } else { Dtype::F32 };
+        let parameters = Arc::new(Parameters::new(specs, dtype, world, config.tie_word_embeddings));
+        println!("{} {weights:?} on {world} ranks", model.display());
+        Self { config, checkpoint: Arc::new(files.checkpoint), parameters, weights, world }
+    }
+
+    pub fn ranks(&self) -> Ranks {
+        let comms: Vec<Box<dyn Communicator>> = match self.world {
+            1 => vec![Box::new(Solo)],
+            world => LocalGroup::create(world).into_iter().map(|g| Box::new(g) as _).collect(),
+        };
+        let makers = comms.into_iter().enumerate().map(|(rank, comm)| {
+            let (config, checkpoint) = (self.config.clone(), self.checkpoint.clone());
+            let build = Build { partition: Partition::new(rank, self.world), weights: self.weights };
+            move || {
+                let (ops, decoder) = (Ops::cpu(2), Decoder::new(&config, build, MAX_TOKENS)?);
+                let weights = RankWeights::load(&ops, decoder, build, checkpoint, &|_| ())?;
+                let dtype = if build.weights == WeightDtype::Bf16 { KvDtype::Bf16 } else { KvDtype::F32 };
+                let kv = kv_caches(&config, build, dtype, BLOCKS, BLOCK_SIZE);
+                let workspace = WorkspaceShape { config, build, max_batch_tokens: MAX_TOKENS };
+                ModelRunner::new(ops, comm, weights, kv, workspace, BLOCK_SIZE)
+            }
+        });
+        Ranks::start(makers).unwrap()
+    }
+
+    /// Every parameter as it serves.
+    pub fn snapshot(&self, ranks: &mut Ranks) -> Vec<Vec<u8>> {
+        self.parameters.iter().map(|spec| ranks.read(spec, 0..spec.shape[0]).unwrap()).collect()
+    }
+
+    /// Names the parameters that serve other bytes.
+    #[track_caller]
+    pub fn assert_serves(&self, ranks: &mut Ranks, expected: &[Vec<u8>], what: &str) {
+        let serving = self.snapshot(ranks);
+        let differing = self.parameters.iter().zip(serving.iter().zip(expected)).filter(|(_, (a, b))| a != b);
+        let names: Vec<&str> = differing.map(|(spec, _)| spec.name.as_str()).collect();
+        assert!(names.is_empty(), "{what}: {} parameters differ: {names:?}", names.len());
+    }
+
+    /// Bytes of values in serving precision.
+    pub fn bytes(&self, values: &[f32]) -> Vec<u8> {
+        match self.weights {
+            WeightDtype::Bf16 => values.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes()).collect(),
+            WeightDtype::F32 => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
+        }
+    }
+
+    pub fn rounded(&self, values: &[f32]) -> Vec<f32> {
+        match self.weights {
+            WeightDtype::Bf16 => values.iter().map(|x| bf16::from_f32(*x).to_f32()).collect(),
+            WeightDtype::F32 => values.to_vec(),
+        }
+    }
+
+    /// Every parameter of the checkpoint, in serving precision.
+    pub fn base(&self) -> Vec<Vec<f32>> {
+        let read = |spec: &ParamSpec| self.checkpoint.read(&spec.name, &Slice::whole(&spec.shape)).unwrap();
+        self.parameters.iter().map(|spec| self.rounded(&read(spec).into_f32())).collect()
+    }
+
+    /// What serves when `adapter` is merged into `base`.
+    pub fn merged(&self, base: &[Vec<f32>], adapter: &Adapter) -> Vec<Vec<u8>> {
+        let merge = |(spec, values): (&ParamSpec, &Vec<f32>)| {
+            let mut values = values.clone();
+            adapter.merge(Ops::cpu(1).isa(), &spec.name, &Slice::whole(&spec.shape), &mut values);
+            self.bytes(&values)
+        };
+        self.parameters.iter().zip(base).map(merge).collect()
+    }
+
+    /// Values of every parameter, of the size that weights have.
+    pub fn random_values(&self, seed: u64) -> Vec<Vec<f32>> {
+        let mut random = random(seed);
+        let mut values = |spec: &ParamSpec| {
+            let (offset, scale) = if spec.name.contains("norm") { (1.0, 0.2) } else { (0.0, 0.1) };
+            let len = spec.shape.iter().product();
+            (0..len).map(|_| offset + scale * (random.random::<f32>() - 0.5)).collect()
+        };
+        self.parameters.iter().map(&mut values).collect()
+    }
+
+    /// A LoRA adapter of the linear layers whose names end with one of `layers`.
+    pub fn adapter(&self, seed: u64, layers: &[&str], rank: usize, scale: f32, use_dora: bool) -> Arc<Adapter> {
+        let mut random = random(seed);
+        let mut values = |len: usize| (0..len).map(|_| scale * (random.random::<f32>() - 0.5)).collect::<Vec<f32>>();
+        let mut tensors = Vec::new();
+        for spec in self.parameters.iter() {
+            let Some(module) = spec.name.strip_suffix(".weight") else { continue };
+            if layers.iter().any(|layer| module.ends_with(layer)) {
+                let name = |what: &str| format!("base_model.model.{module}.{what}");
+                let (rows, columns) = (spec.shape[0], spec.shape[1]);
+                tensors.push((name("lora_A.weight"), vec![rank, columns], values(rank * columns)));
+                tensors.push((name("lora_B.weight"), vec![rows, rank], values(rows * rank)));
+                if use_dora {
+                    let magnitudes = values(rows).iter().map(|x| 1.0 + x).collect();
+                    tensors.push((name("lora_magnitude_vector"), vec![rows], magnitudes));
+                }
+            }
+        }
+        let config = serde_json::json!({
+            "peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "use_dora": use_dora, "target_modules": layers,
+        });
+        match self.push(UpdateKind::Lora, config.to_string(), &float_tensors(tensors)).finish().unwrap().update {
+            WeightUpdate::Lora(adapter) => adapter,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// A FULL push of all parameters.
+    pub fn full(&self, values: &[Vec<f32>]) -> Arc<Tensors> {
+        match self.full_push(values, |_| true).finish().unwrap().update {
+            WeightUpdate::Full(tensors) => tensors,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// The part of a FULL push that has arrived when the chosen parameters have.
+    pub fn part(&self, values: &[Vec<f32>], chosen: impl Fn(&str) -> bool) -> Arc<Tensors> {
+        Arc::new(self.full_push(values, chosen).take_complete().unwrap())
+    }
+
+    fn full_push(&self, values: &[Vec<f32>], chosen: impl Fn(&str) -> bool) -> Receiver {
+        let tensors = self.parameters.iter().zip(values);
+        let tensors: Vec<_> = tensors.map(|(s, v)| (s.name.clone(), s.shape.clone(), v.clone())).collect();
+        let mut push = float_tensors(tensors);
+        for (entry, bytes) in &mut push {
+            if !chosen(&entry.name) {
+                bytes.clear();
+            }
+        }
+        self.push(UpdateKind::Full, String::new(), &push)
+    }
+
+    /// A DELTA push: ascending (index, value) of some parameters.
+    pub fn delta(&self, changes: &[(String, Vec<(u64, f32)>)]) -> Arc<Delta> {
+        let tensor = |(name, changes): &(String, Vec<(u64, f32)>)| {
+            let mut before = 0;
+            let mut payload = Vec::new();
+            for (index, _) in changes {
+                payload.extend(((index - before) as u32).to_le_bytes());
+                before = *index;
+            }
+            payload.extend(changes.iter().flat_map(|(_, value)| value.to_le_bytes()));
+            let bytes = zstd::encode_all(&payload[..], 1).unwrap();
+            let shape = self.parameters.get(name).unwrap().shape.clone();
+            let payload = Some((changes.len() as u64, bytes.len() as u64));
+            (TensorEntry { payload, ..entry(name, shape, &bytes) }, bytes)
+        };
+        let tensors: Vec<_> = changes.iter().map(tensor).collect();
+        match self.push(UpdateKind::Delta, String::new(), &tensors).finish().unwrap().update {
+            WeightUpdate::Delta(delta) => delta,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn push(&self, kind: UpdateKind, adapter_config: String, tensors: &[(TensorEntry, Vec<u8>)]) -> Receiver {
+        let spec = UpdateSpec {
+            kind,
+            adapter_config,
+            unmerged: false,
+            tensors: tensors.iter().map(|(entry, _)| entry.clone()).collect(),
+            total_bytes: None,
+            source: Source::Inline,
+        };
+        let mut receiver = Receiver::open(spec, self.parameters.clone(), None).unwrap();
+        for (i, (_, bytes)) in tensors.iter().enumerate().filter(|(_, (_, bytes))| !bytes.is_empty()) {
+            receiver.write(i as u32, 0, bytes).unwrap();
+        }
+        receiver
+    }
+
+    /// A directory with this model's files and other values.
+    pub fn checkpoint_of(&self, model: &Path, values: &[Vec<f32>]) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        for file in ["config.json", "tokenizer.json"] {
+            std::fs::copy(model.join(file), dir.path().join(file)).unwrap();
+        }
+        let bytes: Vec<Vec<u8>> =
+            values.iter().map(|v| v.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>()).collect();
+        let views = self.parameters.iter().zip(&bytes).map(|(spec, bytes)| {
+            let view = safetensors::tensor::TensorView::new(safetensors::Dtype::F32, spec.shape.clone(), bytes);
+            (spec.name.clone(), view.unwrap())
+        });
+        safetensors::serialize_to_file(views, None, &dir.path().join("model.safetensors")).unwrap();
+        dir
+    }
+}
+
+fn float_tensors(tensors: Vec<(String, Vec<usize>, Vec<f32>)>) -> Vec<(TensorEntry, Vec<u8>)> {
+    let tensor = |(name, shape, values): (String, Vec<usize>, Vec<f32>)| {
+        let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+        (entry(&name, shape, &bytes), bytes)
+    };
+    tensors.into_iter().map(tensor).collect()
+}
+
+fn entry(name: &str, shape: Vec<usize>, bytes: &[u8]) -> TensorEntry {
+    let digest = xxh3_128(bytes).to_be_bytes();
+    TensorEntry { name: name.into(), dtype: Dtype::F32, shape, digest, payload: None, offset: 0 }
+}
+
+/// A prompt of one sequence in its own blocks, every row of which is scored against the next token.
+pub fn sequence(number: usize, tokens: &[u32], adapter: Option<u64>) -> PlanSequence {
+    let blocks = MAX_TOKENS.min(tokens.len().next_multiple_of(BLOCK_SIZE)) / BLOCK_SIZE;
+    let task = |offset: usize| LogitsTask {
+        sample: SampleKey { group: GroupKey { request: RequestKey(0), prompt_index: 0 }, sample_index: 0 },
+        params: Arc::new(SamplingParams { top_logprobs: 4, ..Default::default() }),
+        seed: 1,
+        output_index: 0,
+        target: Some(tokens[(offset + 1) % tokens.len()]),
+        history: Vec::new(),
+        prompt_len: tokens.len(),
+    };
+    PlanSequence {
+        start: 0,
+        tokens: tokens.to_vec(),
+        block_table: (0..blocks).map(|b| (number * 4 + b) as u32).collect(),
+        adapter,
+        logits: (0..tokens.len()).map(|offset| LogitsRow { offset, tasks: vec![task(offset)] }).collect(),
+    }
+}
+
+/// Log-probabilities of every row of the sequences.
+pub fn logprobs(ranks: &mut Ranks, sequences: Vec<PlanSequence>) -> Vec<f32> {
+    ranks.launch(Arc::new(StepPlan { copies: Vec::new(), sequences })).unwrap();
+    let tokens = ranks.collect().unwrap().tokens;
+    tokens.iter().flat_map(|t| t.top.iter().map(|top| top.1).chain([t.raw])).collect()
+}
+
+/// The bits of what a few sequences give.
+pub fn outputs(ranks: &mut Ranks) -> Vec<u32> {
+    let mut random = random(77);
+    let mut tokens = |len: usize| (0..len).map(|_| random.random_range(0..512)).collect::<Vec<u32>>();
+    let sequences = vec![sequence(0, &tokens(37), None), sequence(1, &tokens(1), None), sequence(2, &tokens(20), None)];
+    logprobs(ranks, sequences).iter().map(|x| x.to_bits()).collect()
+}

@@ -1,0 +1,165 @@
+//! Weights after loads and pushes, as they are read back from the ranks, against the same made directly.
+
+use std::sync::Arc;
+
+use rand::Rng;
+
+use super::harness::{DTYPES, MODELS, Setup, fixture, outputs, random, worlds};
+use crate::executor::{Executor, Ranks, WeightOrder};
+use crate::weights::{Adapter, ParamSpec};
+
+const ALL: [&str; 7] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
+
+/// Calls `check` for every model, precision and number of ranks.
+fn everywhere(models: &[&str], check: impl Fn(&Setup, &mut Ranks)) {
+    for model in models {
+        for world in worlds(model) {
+            for dtype in DTYPES {
+                let setup = Setup::open(&fixture(model), dtype, world);
+                check(&setup, &mut setup.ranks());
+            }
+        }
+    }
+}
+
+fn bytes_of(setup: &Setup, values: &[Vec<f32>]) -> Vec<Vec<u8>> {
+    values.iter().map(|values| setup.bytes(values)).collect()
+}
+
+fn merge(ranks: &mut Ranks, before: &Arc<Adapter>, after: &Arc<Adapter>) {
+    ranks.write(WeightOrder::Merge { before: before.clone(), after: after.clone() }).unwrap();
+}
+
+#[test]
+fn what_is_loaded_and_read_is_the_checkpoint() {
+    everywhere(&MODELS, |setup, ranks| setup.assert_serves(ranks, &bytes_of(setup, &setup.base()), "loaded"));
+    everywhere(&["qwen2", "qwen3"], |setup, ranks| {
+        let mut random = random(1);
+        for (spec, values) in setup.parameters.iter().zip(setup.base()) {
+            let start = random.random_range(0..spec.shape[0]);
+            let rows = start..random.random_range(start..=spec.shape[0]);
+            let columns = values.len() / spec.shape[0];
+            let expected = setup.bytes(&values[rows.start * columns..rows.end * columns]);
+            assert_eq!(ranks.read(spec, rows.clone()).unwrap(), expected, "{} {rows:?}", spec.name);
+        }
+    });
+}
+
+#[test]
+fn merged_weights_are_the_base_with_the_adapter_and_none_gives_the_base_back() {
+    everywhere(&["llama", "qwen2", "llama-tied.gguf"], |setup, ranks| {
+        let (none, base) = (Arc::new(Adapter::none()), setup.base());
+        let first = setup.adapter(5, &ALL, 3, 0.5, false);
+        let second = setup.adapter(6, &["q_proj", "v_proj", "down_proj"], 2, 0.5, false);
+        let before = outputs(ranks);
+        merge(ranks, &none, &first);
+        setup.assert_serves(ranks, &setup.merged(&base, &first), "first");
+        assert_ne!(outputs(ranks), before, "an adapter changes what comes out");
+        merge(ranks, &first, &second);
+        setup.assert_serves(ranks, &setup.merged(&base, &second), "second");
+        merge(ranks, &second, &none);
+        setup.assert_serves(ranks, &bytes_of(setup, &base), "none");
+        assert_eq!(outputs(ranks), before);
+    });
+}
+
+#[test]
+fn dora_sees_whole_rows_of_layers_that_are_split_by_columns() {
+    everywhere(&["qwen2"], |setup, ranks| {
+        let (none, pushed) = (Arc::new(Adapter::none()), setup.random_values(8));
+        let adapter = setup.adapter(9, &["o_proj", "down_proj", "up_proj"], 2, 0.5, true);
+        merge(ranks, &none, &adapter);
+        setup.assert_serves(ranks, &setup.merged(&setup.base(), &adapter), "from the checkpoint");
+        ranks.write(WeightOrder::Replace { tensors: setup.full(&pushed) }).unwrap();
+        merge(ranks, &none, &adapter);
+        let base: Vec<_> = pushed.iter().map(|values| setup.rounded(values)).collect();
+        setup.assert_serves(ranks, &setup.merged(&base, &adapter), "from a push");
+    });
+}
+
+#[test]
+fn pushed_tensors_are_those_of_a_fresh_start() {
+    for model in ["llama", "qwen2"] {
+        for world in worlds(model) {
+            for dtype in DTYPES {
+                let setup = Setup::open(&fixture(model), dtype, world);
+                let pushed = setup.random_values(3);
+                let mut ranks = setup.ranks();
+                let adapter = setup.adapter(4, &ALL, 2, 0.5, false);
+                merge(&mut ranks, &Arc::new(Adapter::none()), &adapter);
+                ranks.write(WeightOrder::Replace { tensors: setup.full(&pushed) }).unwrap();
+                setup.assert_serves(&mut ranks, &bytes_of(&setup, &pushed), "pushed");
+                let dir = setup.checkpoint_of(&fixture(model), &pushed);
+                let fresh = Setup::open(dir.path(), dtype, world);
+                assert_eq!(outputs(&mut ranks), outputs(&mut fresh.ranks()));
+            }
+        }
+    }
+}
+
+#[test]
+fn adapters_are_merged_into_what_was_pushed() {
+    everywhere(&["llama", "qwen3"], |setup, ranks| {
+        let none = Arc::new(Adapter::none());
+        let (first, second) = (setup.adapter(5, &ALL, 3, 0.5, false), setup.adapter(6, &["v_proj"], 2, 0.5, false));
+        // Part of a push, so that bases are mixed: some of the checkpoint's, some pushed.
+        let is_pushed = |name: &str| name.contains("layers.1") || name.contains("q_proj") || name.contains("norm");
+        let pushed = setup.random_values(11);
+        ranks.write(WeightOrder::Replace { tensors: setup.part(&pushed, is_pushed) }).unwrap();
+        let choose = |((spec, pushed), base): ((&ParamSpec, &Vec<f32>), Vec<f32>)| {
+            if is_pushed(&spec.name) { setup.rounded(pushed) } else { base }
+        };
+        let base: Vec<_> = setup.parameters.iter().zip(&pushed).zip(setup.base()).map(choose).collect();
+        setup.assert_serves(ranks, &bytes_of(setup, &base), "pushed");
+        merge(ranks, &none, &first);
+        setup.assert_serves(ranks, &setup.merged(&base, &first), "first");
+        merge(ranks, &first, &second);
+        setup.assert_serves(ranks, &setup.merged(&base, &second), "second");
+        merge(ranks, &second, &none);
+        setup.assert_serves(ranks, &bytes_of(setup, &base), "none");
+        // What was pushed stays when the rest is loaded again.
+        merge(ranks, &none, &first);
+        ranks.write(WeightOrder::Load { adapter: second.clone() }).unwrap();
+        setup.assert_serves(ranks, &setup.merged(&base, &second), "loaded with the second");
+    });
+}
+
+#[test]
+fn changed_elements_are_changed_and_what_serves_is_the_base_from_then_on() {
+    everywhere(&["llama", "qwen2"], |setup, ranks| {
+        let (none, mut random) = (Arc::new(Adapter::none()), random(21));
+        let adapter = setup.adapter(5, &["o_proj", "k_proj"], 3, 0.5, false);
+        merge(ranks, &none, &adapter);
+        let mut expected: Vec<Vec<f32>> =
+            setup.merged(&setup.base(), &adapter).iter().map(|bytes| values(setup, bytes)).collect();
+        let mut changes = Vec::new();
+        for (spec, expected) in setup.parameters.iter().zip(&mut expected).filter(|(s, _)| !s.name.contains("up_proj"))
+        {
+            let mut changed: Vec<(u64, f32)> = Vec::new();
+            for (i, value) in expected.iter_mut().enumerate() {
+                if random.random_range(0..7) == 0 {
+                    *value = random.random::<f32>();
+                    changed.push((i as u64, *value));
+                }
+            }
+            if !changed.is_empty() {
+                changes.push((spec.name.clone(), changed));
+            }
+        }
+        ranks.write(WeightOrder::Patch { delta: setup.delta(&changes), merged: adapter }).unwrap();
+        setup.assert_serves(ranks, &bytes_of(setup, &expected), "patched");
+        let next = setup.adapter(6, &ALL, 2, 0.5, false);
+        merge(ranks, &none, &next);
+        let base: Vec<_> = expected.iter().map(|values| setup.rounded(values)).collect();
+        setup.assert_serves(ranks, &setup.merged(&base, &next), "merged");
+        merge(ranks, &next, &none);
+        setup.assert_serves(ranks, &bytes_of(setup, &base), "none");
+    });
+}
+
+fn values(setup: &Setup, bytes: &[u8]) -> Vec<f32> {
+    match setup.parameters.dtype() {
+        crate::weights::Dtype::F32 => bytes.as_chunks().0.iter().map(|chunk| f32::from_le_bytes(*chunk)).collect(),
+        _ => bytes.as_chunks().0.iter().map(|chunk| half::bf16::from_le_bytes(*chunk).to_f32()).collect(),
+    }
+}

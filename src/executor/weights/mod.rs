@@ -1,0 +1,250 @@
+//! One rank's weights: loaded, changed by pushes, read back, given back to the system.
+//!
+//! The base of a parameter is the checkpoint's value, or what a FULL or DELTA push has put in its place. What serves is
+//! made from the base each time, never from what served before, so that a thousand adapters leave no trace.
+
+mod base;
+mod patch;
+
+use std::collections::{HashMap, HashSet};
+use std::ops::Range;
+use std::sync::Arc;
+
+use half::bf16;
+use rollout_kernels::{Ops, PackedMatrix, RowBits, WeightDtype, with_f32};
+
+use base::{Target, checkpoint_values, copy_of, tensor_values};
+
+use super::WeightOrder;
+use crate::comm::Communicator;
+use crate::error::{Error, Result};
+use crate::model::{Build, Decoder, Slot};
+use crate::weights::{Adapter, Checkpoint, Delta, ParamSpec, Slice, Tensors};
+
+/// This rank's decoder, and where the base of each of its parameters is.
+pub struct RankWeights {
+    decoder: Decoder,
+    bases: Bases,
+    /// Parameters that were released and have no value since.
+    missing: HashSet<String>,
+}
+
+/// Where the bases are.
+struct Bases {
+    build: Build,
+    checkpoint: Arc<Checkpoint>,
+    /// Parameters whose base is no longer the checkpoint's.
+    replaced: HashSet<String>,
+    /// The base of replaced parameters into which an adapter is merged; of other replaced ones what serves is the base.
+    /// A vector is one column.
+    copies: HashMap<String, PackedMatrix>,
+}
+
+impl RankWeights {
+    /// Fills `decoder` from `checkpoint`, this rank's part only. `progress` gets the bytes of each parameter as it is
+    /// done.
+    ///
+    /// # Errors
+    /// `Config` naming the parameter that is missing or has another shape.
+    pub fn load(
+        ops: &Ops,
+        decoder: Decoder,
+        build: Build,
+        checkpoint: Arc<Checkpoint>,
+        progress: &dyn Fn(u64),
+    ) -> Result<Self> {
+        let bases = Bases { build, checkpoint, replaced: HashSet::new(), copies: HashMap::new() };
+        let mut this = Self { decoder, bases, missing: HashSet::new() };
+        let base = Adapter::none();
+        let Self { decoder, bases, .. } = &mut this;
+        decoder.visit(&mut |spec, slot| {
+            bases.fill_from_checkpoint(ops, spec, slot, &base)?;
+            progress(bases.checkpoint.stored_bytes(&spec.name)? as u64);
+            Ok(())
+        })?;
+        Ok(this)
+    }
+
+    /// The decoder, every parameter of which has a value.
+    ///
+    /// # Panics
+    /// If a parameter has none.
+    pub fn decoder(&self) -> &Decoder {
+        let missing = self.missing.iter().next();
+        assert!(missing.is_none(), "a step without weights: {} were released, {missing:?} is one", self.missing.len());
+        &self.decoder
+    }
+
+    /// Carries out a change of the weights; those of resident adapters are not for it.
+    pub fn write(&mut self, ops: &Ops, comm: &dyn Communicator, order: &WeightOrder) -> Result<()> {
+        match order {
+            WeightOrder::Load { adapter } => self.merge(ops, comm, adapter, &|_| true),
+            WeightOrder::Merge { before, after } => {
+                self.merge(ops, comm, after, &|name| before.touches(name) || after.touches(name))
+            }
+            WeightOrder::Replace { tensors } => self.replace(ops, tensors),
+            WeightOrder::Patch { delta, merged } => self.patch(ops, delta, merged),
+            WeightOrder::AddAdapter { .. } | WeightOrder::RemoveAdapter { .. } => {
+                unreachable!("resident adapters are not merged")
+            }
+        }
+    }
+
+    /// Makes the chosen parameters the base with `adapter` merged.
+    fn merge(
+        &mut self,
+        ops: &Ops,
+        comm: &dyn Communicator,
+        adapter: &Adapter,
+        chosen: &dyn Fn(&str) -> bool,
+    ) -> Result<()> {
+        let Self { decoder, bases, missing } = self;
+        decoder.visit(&mut |spec, slot| {
+            if chosen(&spec.name) {
+                bases.fill(ops, comm, spec, slot, adapter)?;
+                missing.remove(&spec.name);
+            }
+            Ok(())
+        })
+    }
+
+    fn replace(&mut self, ops: &Ops, tensors: &Tensors) -> Result<()> {
+        let names: HashSet<&str> = tensors.names().collect();
+        let base = Adapter::none();
+        let Self { decoder, bases, missing } = self;
+        decoder.visit(&mut |spec, slot| {
+            if names.contains(spec.name.as_str()) {
+                let target = bases.target(spec, slot)?;
+                target.fill(ops, &base, &tensor_values(tensors, &spec.name, bases.build.weights))?;
+                bases.copies.remove(&spec.name);
+                bases.replaced.insert(spec.name.clone());
+                missing.remove(&spec.name);
+            }
+            Ok(())
+        })
+    }
+
+    fn patch(&mut self, ops: &Ops, delta: &Delta, merged: &Adapter) -> Result<()> {
+        let bases = &mut self.bases;
+        self.decoder.visit(&mut |spec, slot| {
+            let changes = delta.changes(&spec.name);
+            if changes.is_some() || merged.touches(&spec.name) {
+                bases.copies.remove(&spec.name);
+                bases.replaced.insert(spec.name.clone());
+            }
+            changes.map_or(Ok(()), |changes| bases.target(spec, slot)?.patch(ops, changes))
+        })
+    }
+
+    /// This rank's part of whole rows of a parameter as they serve: row-major, little-endian. Empty if it has none of
+    /// them, or another rank before it has the same part.
+    pub fn read(&mut self, spec: &ParamSpec, rows: Range<usize>) -> Result<Vec<u8>> {
+        let (partition, dtype) = (self.bases.build.partition, self.bases.build.weights);
+        let part = partition.slice(spec)?;
+        let rows = rows.start.max(part.rows.start)..rows.end.min(part.rows.end);
+        if rows.is_empty() || !partition.is_first_with(spec)? {
+            return Ok(Vec::new());
+        }
+        let mut bytes = None;
+        self.decoder.visit(&mut |found, slot| {
+            if found.name == spec.name {
+                let local = rows.start - part.rows.start..rows.end - part.rows.start;
+                bytes = Some(read_rows(&slot, local, part.cols.len(), dtype)?);
+            }
+            Ok(())
+        })?;
+        bytes.ok_or_else(|| Error::Internal(format!("the model has no parameter {}", spec.name)))
+    }
+
+    /// Gives the memory of matrices back to the system: of those that can be made again from the checkpoint or a copy
+    /// of the base, or of all, with the copies.
+    pub fn release(&mut self, keep_replaced: bool) -> Result<()> {
+        let Self { decoder, bases, missing } = self;
+        if !keep_replaced {
+            bases.replaced.clear();
+            bases.copies.clear();
+            decoder.visit(&mut |spec, _| {
+                missing.insert(spec.name.clone());
+                Ok(())
+            })?;
+        }
+        decoder.visit_matrices(&mut |specs, matrix| {
+            let is_only_base = |s: &&ParamSpec| bases.replaced.contains(&s.name) && !bases.copies.contains_key(&s.name);
+            if !specs.iter().any(is_only_base) {
+                missing.extend(specs.iter().map(|spec| spec.name.clone()));
+                matrix.release();
+            }
+        });
+        Ok(())
+    }
+}
+
+impl Bases {
+    /// The part of a parameter that is to get values, and where it is stored.
+    fn target<'a>(&self, spec: &'a ParamSpec, slot: Slot<'a>) -> Result<Target<'a>> {
+        let slice = self.build.partition.slice(spec)?;
+        Ok(Target { spec, slice, slot, dtype: self.build.weights })
+    }
+
+    /// Makes a parameter its base with `adapter` merged.
+    fn fill(
+        &mut self,
+        ops: &Ops,
+        comm: &dyn Communicator,
+        spec: &ParamSpec,
+        slot: Slot<'_>,
+        adapter: &Adapter,
+    ) -> Result<()> {
+        if !self.replaced.contains(&spec.name) {
+            return self.fill_from_checkpoint(ops, spec, slot, adapter);
+        }
+        let target = self.target(spec, slot)?;
+        if adapter.touches(&spec.name) && !self.copies.contains_key(&spec.name) {
+            self.copies.insert(spec.name.clone(), copy_of(ops, &target)?);
+        }
+        let Some(copy) = self.copies.get(&spec.name) else { return Ok(()) };
+        target.fill_from_copy(ops, comm, adapter, copy)?;
+        if !adapter.touches(&spec.name) {
+            self.copies.remove(&spec.name);
+        }
+        Ok(())
+    }
+
+    fn fill_from_checkpoint(&self, ops: &Ops, spec: &ParamSpec, slot: Slot<'_>, adapter: &Adapter) -> Result<()> {
+        let slice = self.checkpoint.slice(spec, self.build.partition)?;
+        // The one error that is left after the shape: a quantisation that nobody knows. It must not end a task.
+        self.checkpoint.read(&spec.name, &Slice { rows: slice.rows.start..slice.rows.start + 1, cols: slice.cols })?;
+        let values = checkpoint_values(&self.checkpoint, &spec.name, self.build.weights);
+        self.target(spec, slot)?.fill(ops, adapter, &values)?;
+        self.checkpoint.release(&spec.name);
+        Ok(())
+    }
+}
+
+/// Rows of a slot, counted from the parameter's first one here.
+fn read_rows(slot: &Slot<'_>, rows: Range<usize>, columns: usize, dtype: WeightDtype) -> Result<Vec<u8>> {
+    let len = rows.len() * columns;
+    let as_bf16 = |values: &[bf16]| values.iter().flat_map(|x| x.to_le_bytes()).collect();
+    let as_f32 = |values: &[f32]| values.iter().flat_map(|x| x.to_le_bytes()).collect();
+    match slot {
+        Slot::Matrix { matrix, first_row } => match dtype {
+            WeightDtype::Bf16 => {
+                let mut values = vec![bf16::ZERO; len];
+                matrix.read_rows(first_row + rows.start, RowBits::Bf16(&mut values));
+                Ok(as_bf16(&values))
+            }
+            WeightDtype::F32 => {
+                let mut values = vec![0.0; len];
+                matrix.read_rows(first_row + rows.start, RowBits::F32(&mut values));
+                Ok(as_f32(&values))
+            }
+        },
+        Slot::Vector { vector, offset } => Ok(with_f32(vector, |values| {
+            let values = &values[offset + rows.start..][..len];
+            match dtype {
+                WeightDtype::Bf16 => as_bf16(&values.iter().map(|x| bf16::from_f32(*x)).collect::<Vec<_>>()),
+                WeightDtype::F32 => as_f32(values),
+            }
+        })?),
+    }
+}

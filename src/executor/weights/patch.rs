@@ -1,0 +1,45 @@
+//! Single elements that change.
+
+use std::ops::Range;
+
+use rollout_kernels::{Ops, WeightRows, with_f32_mut};
+
+use super::base::Target;
+use crate::error::Result;
+use crate::model::Slot;
+use crate::weights::{Changes, matrix_shape};
+
+impl Target<'_> {
+    /// Stores those of `changes` that are in this rank's part.
+    pub fn patch(self, ops: &Ops, changes: Changes<'_>) -> Result<()> {
+        let Self { spec, slice, slot, dtype } = self;
+        let (_, columns) = matrix_shape(&spec.shape);
+        let new = changes.values.into_f32();
+        let elements = |rows: Range<usize>| {
+            let index = |row: usize| changes.indices.partition_point(|&i| i < (row * columns) as u64);
+            let range = index(rows.start)..index(rows.end);
+            let places = changes.indices[range.clone()].iter().map(|&i| (i as usize / columns, i as usize % columns));
+            places.zip(&new[range])
+        };
+        match slot {
+            Slot::Matrix { matrix, first_row } => {
+                let rows = first_row..first_row + slice.rows.len();
+                ops.write_elements(matrix, rows, |rows, write| {
+                    let start = slice.rows.start + rows.start - first_row;
+                    for ((row, column), value) in elements(start..start + rows.len()) {
+                        if slice.cols.contains(&column) {
+                            write(rows.start + row - start, column - slice.cols.start, *value);
+                        }
+                    }
+                });
+            }
+            Slot::Vector { vector, offset } => with_f32_mut(vector, |stored| {
+                for ((row, _), value) in elements(slice.rows.clone()) {
+                    let place = offset + row - slice.rows.start;
+                    WeightRows::F32(&[*value]).to_f32(dtype, &mut stored[place..=place]);
+                }
+            })?,
+        }
+        Ok(())
+    }
+}
