@@ -11,7 +11,7 @@ use rollout_kernels::{KvDtype, Ops, WeightDtype};
 use crate::cache::KvCacheManager;
 use crate::comm::{Communicator, LocalGroup, Solo};
 use crate::config::{Config, DTypeChoice};
-use crate::engine::{COMMAND_QUEUE, Engine, EngineHandle};
+use crate::engine::{COMMAND_QUEUE, Engine, EngineHandle, Setup};
 use crate::error::{Error, Result};
 use crate::executor::{ModelRunner, Ranks, load};
 use crate::memory::{self, MemoryBudget, MemoryReport, human_bytes};
@@ -20,7 +20,7 @@ use crate::model::{Build, Decoder, Workspace, kv_bytes_per_block, kv_caches};
 use crate::scheduler::{Scheduler, SchedulerConfig};
 use crate::server::{self, ModelFacts, Parts, ServerInfo, TextCodec};
 use crate::text::{ChatTemplate, Tokenizer};
-use crate::weights::{Checkpoint, Dtype, ModelFiles, ModelSource, Partition, TokenizerFiles};
+use crate::weights::{Checkpoint, Dtype, ModelFiles, ModelSource, Parameters, Partition, TokenizerFiles};
 
 /// What the process takes beside its reservations: code, threads, tokenizer, requests and replies under way, and the
 /// allocator's slack. With SmolLM2-135M, resident memory less the reservations touched: 45 MiB when idle, an estimated
@@ -123,7 +123,8 @@ pub fn start(config: &Config) -> Result<Started> {
     let text = Text::open(&files.tokenizer)?;
 
     let mut budget = MemoryBudget::new(memory::total_bytes(), config.mem_util);
-    let decoders = reserve_fixed(&mut budget, config, &model, &layout)?;
+    let mut decoders = reserve_fixed(&mut budget, config, &model, &layout)?;
+    let specs = parameters_of(&mut decoders[0], &model, &layout)?;
     let blocks = reserve_kv(&mut budget, config, &model, &layout)?;
     print_ledger(&budget.report(), blocks, &layout);
 
@@ -142,7 +143,14 @@ pub fn start(config: &Config) -> Result<Started> {
         KvCacheManager::new(blocks, layout.block_size),
     );
     let (sender, commands) = sync_channel(COMMAND_QUEUE);
-    let engine = Engine::new(executor, scheduler, text.tokenizer.clone(), commands);
+    let memory = budget.report();
+    let setup = Setup {
+        parameters: Arc::new(specs),
+        budget,
+        max_adapters: config.max_adapters,
+        max_lora_rank: config.max_lora_rank,
+    };
+    let engine = Engine::new(executor, scheduler, text.tokenizer.clone(), commands, setup);
     let thread = std::thread::Builder::new().name("engine".into()).spawn(move || engine.run());
     Ok(Started {
         engine: EngineHandle::new(sender),
@@ -153,7 +161,7 @@ pub fn start(config: &Config) -> Result<Started> {
         model_name,
         parameters,
         kernel: Ops::cpu(1).kernel_name(),
-        memory: budget.report(),
+        memory,
         text,
     })
 }
@@ -200,6 +208,19 @@ impl Layout {
             WeightDtype::Bf16 => "bfloat16",
         }
     }
+}
+
+fn parameters_of(decoder: &mut Decoder, model: &ModelConfig, layout: &Layout) -> Result<Parameters> {
+    let mut specs = Vec::new();
+    decoder.visit(&mut |spec, _| {
+        specs.push(spec.clone());
+        Ok(())
+    })?;
+    let dtype = match layout.weights {
+        WeightDtype::F32 => Dtype::F32,
+        WeightDtype::Bf16 => Dtype::Bf16,
+    };
+    Ok(Parameters::new(specs, dtype, layout.world, model.tie_word_embeddings))
 }
 
 /// Reserves what does not depend on the size of the KV cache. The decoders' memory is not touched yet: their pages

@@ -68,8 +68,20 @@ mod tests {
         let plan = StepPlan {
             copies: Vec::new(),
             sequences: vec![
-                PlanSequence { start: 3, tokens: vec![7, 8, 9], block_table: vec![5, 2], adapter: None, logits: logits(2) },
-                PlanSequence { start: 8, tokens: vec![4], block_table: vec![1, 0, 6], adapter: None, logits: logits(0) },
+                PlanSequence {
+                    start: 3,
+                    tokens: vec![7, 8, 9],
+                    block_table: vec![5, 2],
+                    adapter: None,
+                    logits: logits(2),
+                },
+                PlanSequence {
+                    start: 8,
+                    tokens: vec![4],
+                    block_table: vec![1, 0, 6],
+                    adapter: None,
+                    logits: logits(0),
+                },
             ],
         };
         let mut batch = FlatBatch::default();

@@ -1,7 +1,7 @@
 //! One thread for each tensor-parallel rank. All get the same plans in the same order.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
