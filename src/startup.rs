@@ -11,7 +11,7 @@ use rollout_kernels::{KvDtype, Ops, WeightDtype};
 use crate::cache::KvCacheManager;
 use crate::comm::{Communicator, LocalGroup, Solo};
 use crate::config::{Config, DTypeChoice};
-use crate::engine::{COMMAND_QUEUE, Engine, EngineHandle};
+use crate::engine::{COMMAND_QUEUE, Engine, EngineHandle, Setup};
 use crate::error::{Error, Result};
 use crate::executor::{ModelRunner, RankWeights, Ranks};
 use crate::memory::{self, MemoryBudget, MemoryReport, human_bytes};
@@ -147,7 +147,13 @@ pub fn start(config: &Config) -> Result<Started> {
         KvCacheManager::new(blocks, layout.block_size),
     );
     let (sender, commands) = sync_channel(COMMAND_QUEUE);
-    let engine = Engine::new(executor, scheduler, text.tokenizer.clone(), commands);
+    let setup = Setup {
+        parameters: parameters.clone(),
+        budget,
+        max_adapters: config.max_adapters,
+        max_lora_rank: config.max_lora_rank,
+    };
+    let engine = Engine::new(executor, scheduler, text.tokenizer.clone(), commands, setup);
     let thread = std::thread::Builder::new().name("engine".into()).spawn(move || engine.run());
     Ok(Started {
         engine: EngineHandle::new(sender),

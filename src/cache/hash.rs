@@ -2,13 +2,14 @@
 
 use sha2::{Digest, Sha256};
 
-use crate::types::{TokenId, WeightVersion};
+use crate::types::TokenId;
 
 /// What besides the tokens decides the bits of KV. Every chain starts from it, so KV of one policy can be found only
-/// by that policy.
+/// by that policy. Its version does not name a policy: a trainer that starts again may use a number twice.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct CacheSalt {
-    pub weight_version: WeightVersion,
+    /// Counts the policies of this process: an epoch is never used twice.
+    pub epoch: u64,
     /// Generation of the resident adapter (a number never used twice), if the request chose one.
     pub adapter: Option<u64>,
 }
@@ -21,7 +22,7 @@ impl BlockHash {
     /// Where a chain starts.
     pub fn root(salt: CacheSalt) -> Self {
         let mut sha = Sha256::new();
-        sha.update(salt.weight_version.to_le_bytes());
+        sha.update(salt.epoch.to_le_bytes());
         if let Some(generation) = salt.adapter {
             sha.update(generation.to_le_bytes());
         }
@@ -51,6 +52,13 @@ impl HashChain {
         Self { root: BlockHash::root(salt), blocks: Vec::new() }
     }
 
+    /// The chain of all full blocks of `tokens`.
+    pub fn of(salt: CacheSalt, tokens: &[TokenId], block_size: usize) -> Self {
+        let mut chain = Self::new(salt);
+        tokens.chunks_exact(block_size).for_each(|block| chain.push(block));
+        chain
+    }
+
     /// Appends the next full block. `tokens`: the block's own, `block_size` of them.
     pub fn push(&mut self, tokens: &[TokenId]) {
         let parent = self.blocks.last().unwrap_or(&self.root);
@@ -77,8 +85,8 @@ mod tests {
 
     #[test]
     fn a_hash_depends_on_salt_parent_tokens_and_their_order() {
-        let chain = |version, adapter, blocks: &[[TokenId; 2]]| {
-            let mut chain = HashChain::new(CacheSalt { weight_version: version, adapter });
+        let chain = |epoch, adapter, blocks: &[[TokenId; 2]]| {
+            let mut chain = HashChain::new(CacheSalt { epoch, adapter });
             blocks.iter().for_each(|b| chain.push(b));
             *chain.as_slice().last().expect("blocks were pushed")
         };

@@ -2,33 +2,69 @@
 //!
 //! It takes [`Command`]s from a bounded queue and sends [`Event`]s through each request's responder. While there is
 //! work it steps, `schedule → launch → collect → update → emit`, and takes waiting commands between two steps; when
-//! idle it blocks on the queue.
+//! nothing may step it blocks on the queue.
+//!
+//! # Requests
+//!
+//! A request is *accepted* when the scheduler has it. It is *held*, in the order of arrival, while the server is paused,
+//! while something waits for the accepted ones to end (a *drain*: a pause, a sleep or an update that says so), and until
+//! the policy is as new as it asks. Held requests count against the queue's limit; versions and adapters are looked at
+//! when they are accepted. While the server is asleep or its weights are missing new ones are refused.
+//!
+//! # What changes the weights
+//!
+//! [`lifecycle`] says in which state which command is taken; `sleep`, `update` and `adapters` carry them out, always
+//! between two steps. What can be refused is checked before anything is touched; an order that the executor then fails
+//! to carry out leaves weights that nobody knows, and ends the engine.
+//!
+//! [`lifecycle`]: self::lifecycle
 
+mod adapters;
+mod admission;
+mod checksum;
 mod command;
+mod lifecycle;
 mod request;
+mod sleep;
 mod stats;
 #[cfg(test)]
 mod tests;
+mod update;
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::Instant;
 
 pub use command::*;
 
-use crate::cache::CacheSalt;
 use crate::error::{Error, Result};
-use crate::executor::Executor;
+use crate::executor::{Executor, WeightOrder};
+use crate::memory::MemoryBudget;
 use crate::scheduler::{Outcome, Scheduler};
 use crate::text::Tokenizer;
 use crate::types::{RequestKey, StepPlan, WeightVersion};
+use crate::weights::{Adapter, Parameters};
+use adapters::Adapters;
+use lifecycle::State;
 use request::Request;
+use sleep::{AwakeBytes, Drain};
 use stats::Throughput;
+use update::Transaction;
 
 /// Commands that may wait for the engine: it takes them between two steps, so this many arrive within one step at
 /// most; beyond that clients are told to come back.
 pub const COMMAND_QUEUE: usize = 1024;
+
+/// What an engine is given besides its parts.
+pub struct Setup {
+    pub parameters: Arc<Parameters>,
+    /// With what is reserved at the start: "process", "weights", "workspace", "kv_cache", "adapters".
+    pub budget: MemoryBudget,
+    /// Most adapters that stay resident, those that still have leases included.
+    pub max_adapters: usize,
+    pub max_lora_rank: usize,
+}
 
 /// All serving state.
 pub struct Engine<X: Executor> {
@@ -37,11 +73,21 @@ pub struct Engine<X: Executor> {
     /// For stop strings.
     tokenizer: Option<Arc<Tokenizer>>,
     commands: Receiver<Command>,
+    parameters: Arc<Parameters>,
+    budget: MemoryBudget,
+    awake_bytes: AwakeBytes,
+    state: State,
+    policy: Policy,
+    adapters: Adapters,
+    /// At most one update is under way.
+    transaction: Option<Transaction>,
+    next_update: u64,
     requests: HashMap<RequestKey, Request>,
-    /// Requests that wait for a newer policy, in the order of their arrival.
+    /// Requests that have not been accepted yet, in the order of their arrival.
     held: Vec<GenerateCommand>,
+    /// What waits for the accepted requests to end, in the order of arrival.
+    drains: Vec<Drain>,
     next_key: u64,
-    weight_version: WeightVersion,
     /// Set by `Shutdown`: when the running requests are aborted.
     deadline: Option<Instant>,
     throughput: Throughput,
@@ -50,22 +96,75 @@ pub struct Engine<X: Executor> {
     aborted_requests: u64,
 }
 
+/// The policy that serves, or will when the weights wake.
+struct Policy {
+    version: WeightVersion,
+    /// Counts policies; never used twice, so that KV of one is never taken for another's of the same version.
+    epoch: u64,
+    /// What is merged into the base.
+    merged: Arc<Adapter>,
+    /// Parameters of which the base is no longer the checkpoint's.
+    replaced: BTreeSet<String>,
+    /// Updates applied.
+    updates: u64,
+}
+
+/// Why something was not done.
+enum Failure {
+    /// Nothing has been touched.
+    Refused(Error),
+    /// The executor failed; the engine ends.
+    Fatal(Error),
+}
+
+type Attempt<T> = std::result::Result<T, Failure>;
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self::Refused(error)
+    }
+}
+
+/// Replies, and hands on what ends the engine.
+fn answer<T>(reply: Reply<Result<T>>, attempt: Attempt<T>) -> Result<()> {
+    match attempt {
+        Ok(value) => reply(Ok(value)),
+        Err(Failure::Refused(error)) => reply(Err(error)),
+        Err(Failure::Fatal(error)) => {
+            reply(Err(error.clone()));
+            return Err(error);
+        }
+    }
+    Ok(())
+}
+
 impl<X: Executor> Engine<X> {
     pub fn new(
         executor: X,
         scheduler: Scheduler,
         tokenizer: Option<Arc<Tokenizer>>,
         commands: Receiver<Command>,
+        setup: Setup,
     ) -> Self {
+        let Setup { parameters, budget, max_adapters, max_lora_rank } = setup;
+        let merged = Arc::new(Adapter::none());
         Self {
             executor,
             scheduler,
             tokenizer,
             commands,
+            parameters,
+            awake_bytes: AwakeBytes::of(&budget),
+            budget,
+            state: State::default(),
+            policy: Policy { version: 0, epoch: 0, merged, replaced: BTreeSet::new(), updates: 0 },
+            adapters: Adapters::new(max_adapters, max_lora_rank),
+            transaction: None,
+            next_update: 1,
             requests: HashMap::new(),
             held: Vec::new(),
+            drains: Vec::new(),
             next_key: 0,
-            weight_version: 0,
             deadline: None,
             throughput: Throughput::default(),
             steps: 0,
@@ -83,31 +182,47 @@ impl<X: Executor> Engine<X> {
         if let Err(error) = &result {
             tracing::error!("the engine ends: {error}");
         }
+        self.refuse_waiting();
         self.abort_all();
         result
     }
 
     fn serve(&mut self) -> Result<()> {
         loop {
-            if !self.scheduler.has_work() {
-                if self.deadline.is_some() {
-                    return Ok(());
-                }
+            self.settle()?;
+            if self.deadline.is_some() && self.requests.is_empty() {
+                return Ok(());
+            }
+            if !self.can_step() {
                 self.scheduler.check_integrity();
                 match self.commands.recv() {
-                    Ok(command) => self.handle(command),
+                    Ok(command) => self.handle(command)?,
                     Err(_) => return Ok(()),
                 }
             }
             while let Ok(command) = self.commands.try_recv() {
-                self.handle(command);
+                self.handle(command)?;
             }
-            self.drop_cancelled();
-            if self.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-                self.abort_all();
+            self.settle()?;
+            if self.can_step() {
+                self.step()?;
             }
-            self.step()?;
         }
+    }
+
+    fn can_step(&self) -> bool {
+        self.state == State::Running && self.scheduler.has_work()
+    }
+
+    /// Does what has become due by commands, by a step or by time.
+    fn settle(&mut self) -> Result<()> {
+        self.drop_cancelled();
+        if self.deadline.is_some_and(|deadline| self.state != State::Running || Instant::now() >= deadline) {
+            self.abort_all();
+        }
+        self.settle_drains()?;
+        self.admit_held();
+        self.drop_unused_adapters()
     }
 
     /// `schedule → launch → collect → update → emit`.
@@ -134,12 +249,13 @@ impl<X: Executor> Engine<X> {
             Outcome::Token { sample, .. } => sample.group.request,
         };
         let Some(request) = self.requests.get_mut(&key) else { return };
+        let version = self.policy.version;
         match outcome {
             Outcome::PromptDone { group, cached_tokens, logprobs } => {
-                request.prompt_done(group, cached_tokens, logprobs);
+                request.prompt_done(group, cached_tokens, logprobs, version);
             }
             Outcome::Token { sample, logprobs, finish } => {
-                let stopped = request.token(sample, logprobs, finish);
+                let stopped = request.token(sample, logprobs, finish, version);
                 if stopped && finish.is_none() {
                     // The scheduler knows nothing of text: a stop string is news to it.
                     self.scheduler.finish(sample);
@@ -151,117 +267,63 @@ impl<X: Executor> Engine<X> {
         }
     }
 
-    fn handle(&mut self, command: Command) {
+    /// # Errors
+    /// If the executor fails.
+    fn handle(&mut self, command: Command) -> Result<()> {
         match command {
-            Command::Generate(generate) => self.admit(*generate),
+            Command::Generate(generate) => self.receive(*generate),
             Command::Abort { target, reply } => reply(self.abort(target)),
             Command::Status { reply } => reply(self.status()),
             Command::ResetPrefixCache { reply } => reply(Ok(self.scheduler.reset_prefix_cache())),
+            Command::BeginUpdate { begin, reply } => reply(self.begin_update(begin)),
+            Command::WritePart { update, tensors, reply } => {
+                let attempt = self.write_part(update, tensors);
+                return answer(reply, attempt);
+            }
+            Command::CommitUpdate { update, content, reply } => return self.commit_update(update, content, reply),
+            Command::Sleep { level, mode, cancel, reply } => return self.sleep(level, mode, cancel, reply),
+            Command::Wake { tags, reload, reply } => {
+                let attempt = self.wake(tags, reload);
+                return answer(reply, attempt);
+            }
+            Command::Pause { mode, cancel, reply } => self.pause(mode, cancel, reply),
+            Command::Resume { reply } => reply(self.resume()),
+            Command::Checksum { names, reply } => {
+                let attempt = self.checksum(&names);
+                return answer(reply, attempt);
+            }
+            Command::ListAdapters { reply } => reply(self.adapters.list()),
+            Command::RemoveAdapter { name, expected_generation, cancel, reply } => {
+                self.remove_adapter(&name, expected_generation, cancel, reply);
+            }
             Command::Cancelled => self.drop_cancelled(),
-            _ => todo!(),
             Command::Shutdown { grace } => {
                 self.deadline = Some(Instant::now() + grace);
-                for held in std::mem::take(&mut self.held) {
-                    refuse(held, shutting_down());
-                }
+                self.refuse_waiting();
             }
         }
+        Ok(())
     }
 
-    /// Starts a request, holds it until its policy is there, or refuses it.
-    fn admit(&mut self, command: GenerateCommand) {
-        if self.deadline.is_some() {
-            return refuse(command, shutting_down());
-        }
-        if let Some(wanted) = command.if_weight_version.filter(|&v| v != self.weight_version) {
-            let have = self.weight_version;
-            return refuse(
-                command,
-                Error::VersionConflict(format!(
-                    "if_weight_version: {wanted} is not the policy that serves; that is version {have}"
-                )),
-            );
-        }
-        if self.is_known(&command.request_id) {
-            let error = Error::AlreadyExists(format!("request_id: {:?} is running already", command.request_id));
-            return refuse(command, error);
-        }
-        if command.min_weight_version.is_some_and(|v| v > self.weight_version) {
-            return self.held.push(command);
-        }
-        let key = RequestKey(self.next_key);
-        self.next_key += 1;
-        let salt = CacheSalt { weight_version: self.weight_version, adapter: None };
-        let (request, groups) = Request::new(key, command, salt, self.tokenizer.as_ref());
-        match self.scheduler.add(groups) {
-            Ok(()) => {
-                self.requests.insert(key, request);
-            }
-            Err(error) => request.fail(error),
-        }
+    fn order(&mut self, order: WeightOrder) -> Attempt<()> {
+        self.executor.write(order).map_err(Failure::Fatal)
     }
 
-    fn is_known(&self, id: &str) -> bool {
-        self.requests.values().any(|r| r.id() == id) || self.held.iter().any(|h| h.request_id == id)
-    }
-
-    /// Ends requests whose clients are gone.
-    fn drop_cancelled(&mut self) {
-        let gone: Vec<_> = self.requests.iter().filter(|(_, r)| r.is_cancelled()).map(|(key, _)| *key).collect();
-        for key in gone {
-            self.end(key, Ending::Aborted);
-        }
-        for held in self.held.extract_if(.., |h| h.cancel.is_cancelled()) {
-            refuse(held, Error::Unavailable("the client is gone".into()));
-        }
-    }
-
-    fn abort(&mut self, target: AbortTarget) -> AbortReply {
-        let ids = match target {
-            AbortTarget::Requests(ids) => ids,
-            AbortTarget::All => {
-                let running = self.requests.values().map(|r| r.id().to_string());
-                running.chain(self.held.iter().map(|h| h.request_id.clone())).collect()
-            }
-        };
-        let mut reply = AbortReply::default();
-        for id in ids {
-            let running = self.requests.iter().find(|(_, r)| r.id() == id).map(|(key, _)| *key);
-            let held = self.held.iter().position(|h| h.request_id == id);
-            if let Some(key) = running {
-                self.end(key, Ending::Aborted);
-            } else if let Some(index) = held {
-                let held = self.held.remove(index);
-                refuse(held, Error::Aborted("aborted while it waited for min_weight_version".into()));
-            } else {
-                reply.unknown.push(id);
-                continue;
-            }
-            reply.aborted.push(id);
-        }
-        reply
-    }
-
-    fn abort_all(&mut self) {
-        self.abort(AbortTarget::All);
-    }
-
-    /// Takes a request out; samples that still run are cut short. Its blocks are free when this returns.
-    fn end(&mut self, key: RequestKey, ending: Ending) {
-        let Some(request) = self.requests.remove(&key) else { return };
-        self.scheduler.abort(key);
-        match ending {
-            Ending::Aborted => self.aborted_requests += 1,
-            Ending::Finished => self.finished_requests += 1,
-        }
-        request.end();
+    /// # Errors
+    /// `Unavailable` after `Shutdown`.
+    fn check_serving(&self) -> Result<()> {
+        if self.deadline.is_some() { Err(shutting_down()) } else { Ok(()) }
     }
 
     fn status(&self) -> Status {
         let s = self.scheduler.stats();
         Status {
-            lifecycle: if self.deadline.is_some() { LifecycleStatus::ShuttingDown } else { LifecycleStatus::Running },
-            weight_version: self.weight_version,
+            lifecycle: if self.deadline.is_some() { LifecycleStatus::ShuttingDown } else { self.state.status() },
+            memory: self.budget.report(),
+            held_requests: self.held.len(),
+            updating: self.transaction.is_some(),
+            updates: self.policy.updates,
+            weight_version: self.policy.version,
             total_blocks: s.total_blocks,
             free_blocks: s.free_blocks,
             cached_blocks: s.cached_blocks,
@@ -276,7 +338,6 @@ impl<X: Executor> Engine<X> {
             finished_requests: self.finished_requests,
             aborted_requests: self.aborted_requests,
             tokens_per_second: self.throughput.tokens_per_second(),
-            ..Status::default()
         }
     }
 }
@@ -285,10 +346,6 @@ impl<X: Executor> Engine<X> {
 enum Ending {
     Finished,
     Aborted,
-}
-
-fn refuse(mut command: GenerateCommand, error: Error) {
-    (command.responder)(Event::Failed(error));
 }
 
 fn shutting_down() -> Error {

@@ -17,7 +17,12 @@ pub struct Request {
     cancel: CancelFlag,
     responder: Responder,
     stream_tokens: bool,
-    weight_version: WeightVersion,
+    /// The policy it insists on.
+    if_weight_version: Option<WeightVersion>,
+    /// Generation of the resident adapter that it holds a lease of.
+    adapter: Option<u64>,
+    /// Whether some prompt of it has been computed.
+    begun: bool,
     /// Samples that have not ended.
     samples: BTreeMap<SampleKey, Sample>,
     /// Prompts to be scored that have not been.
@@ -30,8 +35,26 @@ struct Sample {
     seed: u64,
     cached_tokens: u32,
     tokens: Vec<TokenLogprobs>,
+    /// `(version, start, end)` over `tokens`.
+    weight_versions: Vec<(WeightVersion, u32, u32)>,
     /// Where the request has stop strings.
     stop: Option<TextWatch>,
+}
+
+impl Sample {
+    fn new(seed: u64, stop: Option<TextWatch>) -> Self {
+        Self { seed, cached_tokens: 0, tokens: Vec::new(), weight_versions: Vec::new(), stop }
+    }
+
+    /// Takes a token of the policy `version`.
+    fn push(&mut self, logprobs: TokenLogprobs, version: WeightVersion) {
+        let start = self.tokens.len() as u32;
+        match self.weight_versions.last_mut() {
+            Some((last, _, end)) if *last == version => *end = start + 1,
+            _ => self.weight_versions.push((version, start, start + 1)),
+        }
+        self.tokens.push(logprobs);
+    }
 }
 
 /// A sample's text, watched for stop strings.
@@ -40,6 +63,17 @@ struct TextWatch {
     detokenizer: IncrementalDetokenizer,
     matcher: StopMatcher,
     delta: String,
+}
+
+impl GenerateCommand {
+    /// What it counts for in queues: its samples; prompts that are scored count as one each.
+    pub(super) fn num_samples(&self) -> usize {
+        let each = match self.kind {
+            Kind::Generate { n, .. } => n as usize,
+            Kind::Score => 1,
+        };
+        self.prompts.len().saturating_mul(each)
+    }
 }
 
 impl TextWatch {
@@ -62,7 +96,7 @@ impl Request {
         salt: CacheSalt,
         tokenizer: Option<&Arc<Tokenizer>>,
     ) -> (Self, Vec<Group>) {
-        let GenerateCommand { request_id, prompts, kind, params, cancel, responder, .. } = command;
+        let GenerateCommand { request_id, prompts, kind, params, if_weight_version, cancel, responder, .. } = command;
         let stop = (!params.stop_strings.is_empty()).then(|| {
             let tokenizer = tokenizer.expect("stop strings were let in without a tokenizer");
             TextWatch {
@@ -82,8 +116,7 @@ impl Request {
             let group = GroupKey { request: key, prompt_index };
             let seeds: Vec<u64> = (0..n).map(|i| sample_seed(seed, i)).collect();
             for (sample_index, &seed) in (0..).zip(&seeds) {
-                let sample = Sample { seed, cached_tokens: 0, tokens: Vec::new(), stop: stop.clone() };
-                samples.insert(SampleKey { group, sample_index }, sample);
+                samples.insert(SampleKey { group, sample_index }, Sample::new(seed, stop.clone()));
             }
             let kind = match &kind {
                 &Kind::Generate { prompt_logprobs, .. } => GroupKind::Sample { seeds, prompt_logprobs },
@@ -96,7 +129,9 @@ impl Request {
             cancel,
             responder,
             stream_tokens: matches!(kind, Kind::Generate { stream_tokens: true, .. }),
-            weight_version: salt.weight_version,
+            if_weight_version,
+            adapter: salt.adapter,
+            begun: false,
             samples,
             scores_left: if kind == Kind::Score { groups.len() } else { 0 },
             summary,
@@ -113,20 +148,48 @@ impl Request {
         self.cancel.is_cancelled()
     }
 
-    pub fn prompt_done(&mut self, group: GroupKey, cached_tokens: u32, logprobs: Option<Vec<TokenLogprobs>>) {
+    /// Whether it must not run under the policy `version`.
+    pub fn insists_on_other_than(&self, version: WeightVersion) -> bool {
+        self.if_weight_version.is_some_and(|wanted| wanted != version)
+    }
+
+    pub fn adapter(&self) -> Option<u64> {
+        self.adapter
+    }
+
+    pub fn has_begun(&self) -> bool {
+        self.begun
+    }
+
+    /// A prompt has been computed, all of it by the policy `weight_version`.
+    pub fn prompt_done(
+        &mut self,
+        group: GroupKey,
+        cached_tokens: u32,
+        logprobs: Option<Vec<TokenLogprobs>>,
+        weight_version: WeightVersion,
+    ) {
+        self.begun = true;
         self.summary.cached_tokens += u64::from(cached_tokens);
         self.scores_left = self.scores_left.saturating_sub(1);
         for (_, sample) in self.samples.iter_mut().filter(|(key, _)| key.group == group) {
             sample.cached_tokens = cached_tokens;
         }
         if let Some(logprobs) = logprobs {
-            let (prompt_index, weight_version) = (group.prompt_index, self.weight_version);
+            let prompt_index = group.prompt_index;
             (self.responder)(Event::PromptLogprobs { prompt_index, logprobs, weight_version });
         }
     }
 
-    /// Takes a sample's next token. Returns whether the sample has ended, by `finish` or by a stop string.
-    pub fn token(&mut self, key: SampleKey, logprobs: TokenLogprobs, finish: Option<FinishReason>) -> bool {
+    /// Takes a sample's next token, one of the policy `version`. Returns whether the sample has ended, by `finish` or
+    /// by a stop string.
+    pub fn token(
+        &mut self,
+        key: SampleKey,
+        logprobs: TokenLogprobs,
+        finish: Option<FinishReason>,
+        version: WeightVersion,
+    ) -> bool {
         let sample = self.samples.get_mut(&key).expect("a token is of a sample that runs");
         let text_len = sample.stop.as_mut().and_then(|stop| stop.push(logprobs.token));
         // A token that ends the sample by itself is no text.
@@ -139,7 +202,7 @@ impl Request {
             let (prompt_index, sample_index) = (key.group.prompt_index, key.sample_index);
             (self.responder)(Event::Token { prompt_index, sample_index, logprobs: logprobs.clone() });
         }
-        sample.tokens.push(logprobs);
+        sample.push(logprobs, version);
         if let Some(reason) = finish {
             let sample = self.samples.remove(&key).expect("it was there");
             self.complete(key, sample, reason, text_len);
@@ -175,7 +238,7 @@ impl Request {
             tokens: sample.tokens,
             finish_reason,
             text_len,
-            weight_versions: vec![(self.weight_version, 0, len)],
+            weight_versions: sample.weight_versions,
             seed: sample.seed,
             cached_tokens: sample.cached_tokens,
         }));

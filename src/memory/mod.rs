@@ -4,4 +4,4 @@ mod budget;
 mod probe;
 
 pub use budget::{MemoryBudget, MemoryReport, human_bytes};
-pub use probe::{resident_bytes, total_bytes};
+pub use probe::{resident_bytes, total_bytes, trim};

@@ -14,6 +14,15 @@ pub fn resident_bytes() -> u64 {
     pages * page_bytes()
 }
 
+/// Gives what the allocator keeps of freed memory back to the operating system (glibc; elsewhere nothing happens).
+pub fn trim() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    // SAFETY: malloc_trim takes no pointers and may be called at any time from any thread.
+    unsafe {
+        libc::malloc_trim(0);
+    }
+}
+
 fn read(path: impl AsRef<Path>) -> String {
     std::fs::read_to_string(path).unwrap_or_default()
 }
@@ -61,6 +70,17 @@ mod tests {
     fn the_process_and_the_machine_have_memory() {
         let (resident, total) = (resident_bytes(), total_bytes());
         assert!(resident > 1 << 20 && resident < total, "resident {resident}, total {total}");
+    }
+
+    #[test]
+    fn freed_memory_goes_back_to_the_system() {
+        // Small allocations, so that the allocator does not map and unmap each by itself.
+        let small: Vec<Box<[u8; 1024]>> = (0..64 << 10).map(|i| Box::new([i as u8; 1024])).collect();
+        let held = resident_bytes();
+        drop(small);
+        trim();
+        let freed = held.saturating_sub(resident_bytes());
+        assert!(!cfg!(target_env = "gnu") || freed > 32 << 20, "{freed} bytes went back");
     }
 
     #[test]

@@ -12,7 +12,9 @@ pub struct Group {
     pub key: GroupKey,
     pub prompt: Arc<[TokenId]>,
     pub params: Arc<SamplingParams>,
-    /// The policy that serves it.
+    /// The policy that serves it; [`Scheduler::change_policy`] gives it another epoch.
+    ///
+    /// [`Scheduler::change_policy`]: super::Scheduler::change_policy
     pub salt: CacheSalt,
     pub kind: GroupKind,
 }

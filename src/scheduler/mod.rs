@@ -16,6 +16,8 @@
 //! 5. When blocks run out, the youngest sequence gives all of its own back and waits; it computes prompt and output
 //!    again later (and finds most of them in the prefix cache).
 //! 6. A sample ends by a rule ([`stop_reason`]), by [`Scheduler::finish`] (a stop string) or by [`Scheduler::abort`].
+//! 7. Between two steps the policy may change ([`Scheduler::change_policy`]), or all blocks be given up
+//!    ([`Scheduler::release_all`]); sequences go on from where they are told to.
 //!
 //! # Order and progress
 //!
@@ -28,6 +30,7 @@
 
 mod admission;
 mod group;
+mod policy;
 mod queue;
 mod schedule;
 mod sequence;
@@ -37,6 +40,7 @@ mod update;
 use std::collections::{BTreeMap, HashMap};
 
 pub use group::{Group, GroupKind, Outcome};
+pub use policy::RunningKv;
 pub use stop::stop_reason;
 
 use crate::cache::KvCacheManager;
@@ -140,16 +144,25 @@ impl Scheduler {
     /// samples wait already, or if one sample of a group could not fit into the whole cache.
     pub fn add(&mut self, groups: Vec<Group>) -> Result<()> {
         groups.iter().try_for_each(|group| self.check_fits(group))?;
-        let (asked, waiting) = (groups.iter().map(Group::num_samples).sum::<usize>(), self.num_waiting());
-        if waiting + asked > self.config.max_queued_samples {
-            return Err(Error::ResourceExhausted(format!(
-                "the queue is full: {waiting} samples wait, {asked} more were asked for and {} may wait; try again \
-                 later, or ask for fewer at once",
-                self.config.max_queued_samples
-            )));
-        }
+        let asked = groups.iter().map(Group::num_samples).sum::<usize>();
+        self.check_room(asked, 0)?;
         self.live_samples += asked;
         groups.into_iter().for_each(|group| self.queue.push(group));
+        Ok(())
+    }
+
+    /// Whether `asked` samples more may wait, beside `held` that wait elsewhere.
+    ///
+    /// # Errors
+    /// `ResourceExhausted` if not.
+    pub fn check_room(&self, asked: usize, held: usize) -> Result<()> {
+        let (waiting, most) = (self.num_waiting() + held, self.config.max_queued_samples);
+        if asked > most.saturating_sub(waiting) {
+            return Err(Error::ResourceExhausted(format!(
+                "the queue is full: {waiting} samples wait, {asked} more were asked for and {most} may wait; try again \
+                 later, or ask for fewer at once"
+            )));
+        }
         Ok(())
     }
 

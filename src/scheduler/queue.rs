@@ -49,6 +49,10 @@ impl AdmissionQueue {
         groups
     }
 
+    pub fn groups_mut(&mut self) -> impl Iterator<Item = &mut Group> {
+        self.requests.values_mut().flatten()
+    }
+
     pub fn is_empty(&self) -> bool {
         self.turns.is_empty()
     }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{Group, GroupKind};
-use crate::cache::{BlockTable, HashChain, KvCacheManager};
+use crate::cache::{BlockTable, CacheSalt, HashChain, KvCacheManager};
 use crate::types::{LogitsRow, LogitsTask, PlanSequence, SampleKey, SamplingParams, TokenId, TokenLogprobs};
 
 /// A sequence's place in the order of age, which is also its name inside the scheduler.
@@ -26,6 +26,8 @@ pub(super) struct Sequence {
     /// Seeds of samples 1.., until the prompt is computed.
     pub unforked: Vec<u64>,
     pub score_only: bool,
+    /// The policy of all that it computes from now on.
+    pub salt: CacheSalt,
     pub outputs: Vec<TokenId>,
     pub num_computed: usize,
     /// Blocks of `[0, num_computed)`, and while a step is under way also of what it computes.
@@ -34,8 +36,10 @@ pub(super) struct Sequence {
     pub hashes: HashChain,
     /// Blocks of the table that have been offered to the prefix cache, or came from there.
     pub num_registered: usize,
+    /// Its table began under an earlier policy, so that none of its blocks may be found by this one.
+    pub mixed: bool,
     /// If asked for and not reported yet: of prompt tokens `[1, 1 + len)`. Survives preemption, since computing again
-    /// gives the same bits.
+    /// gives the same bits; not a change of the policy.
     pub prompt_logprobs: Option<Vec<TokenLogprobs>>,
     /// Tokens found in the prefix cache when first admitted.
     pub cached_tokens: Option<u32>,
@@ -50,8 +54,7 @@ impl Sequence {
         };
         assert!(!seeds.is_empty(), "{:?} has no samples", group.key);
         let unforked = seeds.split_off(1);
-        let mut hashes = HashChain::new(group.salt);
-        group.prompt.chunks_exact(block_size).for_each(|tokens| hashes.push(tokens));
+        let hashes = HashChain::of(group.salt, &group.prompt, block_size);
         Self {
             key: SampleKey { group: group.key, sample_index: 0 },
             prompt: group.prompt,
@@ -59,11 +62,13 @@ impl Sequence {
             seed: seeds[0],
             unforked,
             score_only,
+            salt: group.salt,
             outputs: Vec::new(),
             num_computed: 0,
             table: BlockTable::default(),
             hashes,
             num_registered: 0,
+            mixed: false,
             prompt_logprobs: wants_logprobs.then(Vec::new),
             cached_tokens: None,
         }
@@ -78,11 +83,13 @@ impl Sequence {
             seed,
             unforked: Vec::new(),
             score_only: false,
+            salt: self.salt,
             outputs: self.outputs.clone(),
             num_computed: self.num_computed,
             table,
             hashes: self.hashes.clone(),
             num_registered: self.num_registered,
+            mixed: false,
             prompt_logprobs: None,
             cached_tokens: self.cached_tokens,
         }
@@ -143,7 +150,8 @@ impl Sequence {
             logits.push(LogitsRow { offset: end - 1 - start, tasks });
         }
         let tokens = self.copy_tokens(start, end);
-        PlanSequence { start, tokens, block_table: self.table.as_slice().to_vec(), adapter: None, logits }
+        let block_table = self.table.as_slice().to_vec();
+        PlanSequence { start, tokens, block_table, adapter: self.salt.adapter, logits }
     }
 
     /// Penalties are of what has been sampled after the whole prompt, so a `target` carries no history.
@@ -164,6 +172,9 @@ impl Sequence {
     pub fn advance(&mut self, end: usize, cache: &mut KvCacheManager) {
         let block_size = cache.block_size();
         self.num_computed = end;
+        if self.mixed {
+            return;
+        }
         for index in self.num_registered..end / block_size {
             if index == self.hashes.len() {
                 let tokens = self.copy_tokens(index * block_size, (index + 1) * block_size);
@@ -179,6 +190,23 @@ impl Sequence {
         cache.release(std::mem::take(&mut self.table));
         self.num_computed = 0;
         self.num_registered = 0;
+        self.mixed = false;
+    }
+
+    /// From now on the policy of `epoch` computes it. KV and prompt log-probabilities must be of one policy until the
+    /// prompt is done; after that, KV stays if `keep`.
+    pub fn change_policy(&mut self, epoch: u64, keep: bool, cache: &mut KvCacheManager) {
+        self.salt.epoch = epoch;
+        let known = self.copy_tokens(0, self.prompt.len() + self.outputs.len());
+        self.hashes = HashChain::of(self.salt, &known, cache.block_size());
+        if keep && self.is_forked() {
+            self.mixed = !self.table.is_empty();
+            return;
+        }
+        self.release(cache);
+        if let Some(collected) = &mut self.prompt_logprobs {
+            collected.clear();
+        }
     }
 
     pub fn check_integrity(&self, cache: &KvCacheManager, in_flight: bool) {
@@ -186,7 +214,9 @@ impl Sequence {
         assert!(computed < self.num_tokens(), "{key:?} has nothing to compute");
         let covered = cache.blocks_for(computed);
         assert!(self.table.len() == covered || in_flight && self.table.len() > covered, "{key:?}: its table");
-        assert_eq!(self.num_registered, computed / cache.block_size(), "{key:?}: registered blocks");
+        let full = computed / cache.block_size();
+        assert!(self.num_registered == full || self.mixed && self.num_registered < full, "{key:?}: registered blocks");
+        assert!(!self.mixed || self.is_forked() && !self.table.is_empty(), "{key:?}: KV of several policies");
         assert!(self.unforked.is_empty() || !self.is_forked(), "{key:?} has tokens and unforked samples");
         if let Some(collected) = &self.prompt_logprobs {
             assert!(collected.len() >= computed.min(self.prompt.len() - 1), "{key:?}: prompt log-probabilities");

@@ -62,7 +62,7 @@ struct Live {
 }
 
 fn chain_of(salt: u64, tokens: &[TokenId]) -> HashChain {
-    let mut chain = HashChain::new(CacheSalt { weight_version: salt, adapter: None });
+    let mut chain = HashChain::new(CacheSalt { epoch: salt, adapter: None });
     tokens.chunks_exact(BLOCK_SIZE).for_each(|block| chain.push(block));
     chain
 }

@@ -18,7 +18,7 @@ pub fn mix(state: u64, value: u64) -> u64 {
 }
 
 fn root(salt: CacheSalt) -> u64 {
-    mix(mix(11, salt.weight_version), salt.adapter.map_or(0, |generation| generation + 1))
+    mix(mix(11, salt.epoch), salt.adapter.map_or(0, |generation| generation + 1))
 }
 
 /// What a slot holds after position `position` was computed: like real KV, a function of all tokens up to it.

@@ -106,11 +106,11 @@ fn cached_tokens_are_whole_blocks_and_never_the_last_token() {
         assert_eq!(harness.results[&key(request, 0)].cached_tokens, Some(first as u32));
         first
     };
-    let salt = CacheSalt { weight_version: 3, adapter: None };
+    let salt = CacheSalt { epoch: 3, adapter: None };
     assert_eq!(cached(0, 8, salt), 0);
     assert_eq!(cached(1, 8, salt), 4, "the last token must run for its logits");
     assert_eq!(cached(2, 9, salt), 8);
-    assert_eq!(cached(3, 9, CacheSalt { weight_version: 4, ..salt }), 0, "KV of another version");
+    assert_eq!(cached(3, 9, CacheSalt { epoch: 4, ..salt }), 0, "KV of another version");
     assert_eq!(cached(4, 9, CacheSalt { adapter: Some(0), ..salt }), 0, "KV of an adapter");
     let stats = harness.scheduler.stats();
     assert_eq!((stats.prompt_tokens, stats.cached_tokens), (8 + 8 + 9 * 3, 12));

@@ -52,7 +52,7 @@ fn random_params(rng: &mut ChaCha8Rng) -> SamplingParams {
 
 fn random_request(rng: &mut ChaCha8Rng, request: u64) -> Vec<Group> {
     let params = Arc::new(random_params(rng));
-    let salt = CacheSalt { weight_version: rng.random_range(0..2), adapter: rng.random_bool(0.1).then_some(1) };
+    let salt = CacheSalt { epoch: rng.random_range(0..2), adapter: rng.random_bool(0.1).then_some(1) };
     let score = rng.random_bool(0.2);
     (0..rng.random_range(1..=4))
         .map(|prompt_index| Group {

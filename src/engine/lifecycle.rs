@@ -1,0 +1,202 @@
+//! The typed state machine: in which state which command is taken, and what comes after. Pure: every pair of state and
+//! command has its line here; the engine carries them out.
+
+use super::command::{LifecycleStatus, SleepLevel, WakeTags};
+use crate::error::{Error, Result};
+
+/// What the engine may do now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum State {
+    #[default]
+    Running,
+    /// Nothing steps; what comes waits.
+    Paused,
+    /// Some memory is given back.
+    Asleep(Asleep),
+    /// All memory is there, but the weights are of no policy. `paused`: a complete push leads back to [`State::Paused`].
+    WeightsMissing { paused: bool },
+}
+
+/// What a sleep has left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Asleep {
+    pub level: SleepLevel,
+    /// What is awake again; never everything.
+    pub resident: WakeTags,
+    /// Whether there is a policy: in the weights if they are awake, else to be loaded when they wake.
+    pub whole: bool,
+    /// That policy came while the weights were asleep.
+    pub pending: bool,
+}
+
+/// What a push brings, as far as the lifecycle cares.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Push {
+    /// Loads or merges on the base; needs no policy.
+    Lora,
+    /// Needs the weights' memory.
+    Full,
+    /// Needs the policy that it changes.
+    Delta,
+    /// Stays beside the policy.
+    Resident,
+}
+
+impl State {
+    pub fn status(self) -> LifecycleStatus {
+        match self {
+            Self::Running => LifecycleStatus::Running,
+            Self::Paused => LifecycleStatus::Paused,
+            Self::Asleep(Asleep { level, resident, pending, .. }) => {
+                LifecycleStatus::Asleep { level, resident, pending_update: pending }
+            }
+            Self::WeightsMissing { .. } => LifecycleStatus::WeightsMissing,
+        }
+    }
+
+    /// Whether a new request may be taken.
+    ///
+    /// # Errors
+    /// `FailedPrecondition` if requests would wait for nobody knows what.
+    pub fn check_request(self) -> Result<()> {
+        match self {
+            Self::Running | Self::Paused => Ok(()),
+            Self::Asleep(_) => refuse("the server is asleep; call Wake and send the request again"),
+            Self::WeightsMissing { .. } => refuse(
+                "the weights are missing: push a complete policy (FULL or LORA), or call Wake with reload, and send \
+                 the request again",
+            ),
+        }
+    }
+
+    pub fn pause(self) -> Result<Self> {
+        match self {
+            Self::Running | Self::Paused => Ok(Self::Paused),
+            Self::Asleep(_) => refuse("the server is asleep: nothing steps; call Wake first"),
+            Self::WeightsMissing { .. } => refuse("the weights are missing: nothing steps; push a policy first"),
+        }
+    }
+
+    pub fn resume(self) -> Result<Self> {
+        match self {
+            Self::Running | Self::Paused => Ok(Self::Running),
+            Self::Asleep(_) => refuse("the server is asleep; call Wake instead of Resume"),
+            Self::WeightsMissing { .. } => refuse("the weights are missing; push a complete policy instead of Resume"),
+        }
+    }
+
+    /// Level 2 is always possible; level 1 where there is a policy to keep.
+    pub fn sleep(self, level: SleepLevel) -> Result<Self> {
+        let (whole, pending) = match self {
+            Self::Running | Self::Paused => (true, false),
+            Self::Asleep(asleep) => (asleep.whole, asleep.pending),
+            Self::WeightsMissing { .. } => (false, false),
+        };
+        let resident = WakeTags { weights: false, kv_cache: false };
+        match level {
+            SleepLevel::One if !whole => {
+                refuse("level 1 keeps the policy, and there is none: push a complete one first, or sleep at level 2")
+            }
+            SleepLevel::One => Ok(Self::Asleep(Asleep { level, resident, whole, pending })),
+            SleepLevel::Two => Ok(Self::Asleep(Asleep { level, resident, whole: false, pending: false })),
+        }
+    }
+
+    /// The weights, the KV cache or both are awake. `reload`: a missing policy is read from the checkpoint with the
+    /// weights.
+    pub fn wake(self, tags: WakeTags, reload: bool) -> Self {
+        let reloaded = reload && tags.weights;
+        match self {
+            Self::Running | Self::Paused => self,
+            Self::WeightsMissing { .. } if reloaded => self.complete(),
+            Self::WeightsMissing { .. } => self,
+            Self::Asleep(asleep) => {
+                let resident = WakeTags {
+                    weights: asleep.resident.weights || tags.weights,
+                    kv_cache: asleep.resident.kv_cache || tags.kv_cache,
+                };
+                let whole = asleep.whole || reloaded;
+                match (resident.weights && resident.kv_cache, whole) {
+                    (true, true) => Self::Running,
+                    (true, false) => Self::WeightsMissing { paused: false },
+                    (false, _) => {
+                        let pending = asleep.pending && !resident.weights;
+                        Self::Asleep(Asleep { resident, whole, pending, ..asleep })
+                    }
+                }
+            }
+        }
+    }
+
+    /// Whether a push may begin, and be applied.
+    pub fn check_push(self, push: Push) -> Result<()> {
+        let asleep = match self {
+            Self::Asleep(asleep) => Some(asleep),
+            _ => None,
+        };
+        match push {
+            Push::Lora => Ok(()),
+            Push::Resident if matches!(self, Self::Running | Self::Paused) => Ok(()),
+            Push::Resident => {
+                refuse("an adapter can become resident while the server runs or is paused; wake it first")
+            }
+            Push::Full | Push::Delta if asleep.is_some_and(|a| !a.resident.weights) => {
+                refuse("the weights are asleep; wake the weights first")
+            }
+            Push::Delta if !self.has_policy() => {
+                refuse("a DELTA changes a policy, and there is none: push a complete one (FULL or LORA) first")
+            }
+            Push::Full | Push::Delta => Ok(()),
+        }
+    }
+
+    /// A part of a FULL push has been written in place.
+    pub fn written_in_part(self) -> Result<Self> {
+        match self {
+            Self::Running => refuse("weights are written in place only while paused or asleep; the server runs again"),
+            Self::Paused => Ok(Self::WeightsMissing { paused: true }),
+            Self::WeightsMissing { .. } => Ok(self),
+            Self::Asleep(asleep) if asleep.resident.weights => Ok(Self::Asleep(Asleep { whole: false, ..asleep })),
+            Self::Asleep(_) => refuse("the weights are asleep; wake the weights first"),
+        }
+    }
+
+    /// A push has brought a policy.
+    pub fn complete(self) -> Self {
+        match self {
+            Self::Running | Self::Paused => self,
+            Self::WeightsMissing { paused: true } => Self::Paused,
+            Self::WeightsMissing { paused: false } => Self::Running,
+            Self::Asleep(asleep) => Self::Asleep(Asleep { whole: true, pending: !asleep.resident.weights, ..asleep }),
+        }
+    }
+
+    /// Whether the weights can be read.
+    pub fn check_checksum(self) -> Result<()> {
+        match self {
+            Self::Asleep(asleep) if !asleep.resident.weights => refuse("the weights are asleep; call Wake first"),
+            _ if !self.has_policy() => refuse("the weights are missing; push a complete policy first"),
+            _ => Ok(()),
+        }
+    }
+
+    pub fn has_policy(self) -> bool {
+        match self {
+            Self::Running | Self::Paused => true,
+            Self::Asleep(asleep) => asleep.whole,
+            Self::WeightsMissing { .. } => false,
+        }
+    }
+
+    pub fn weights_awake(self) -> bool {
+        !matches!(self, Self::Asleep(asleep) if !asleep.resident.weights)
+    }
+
+    pub fn kv_awake(self) -> bool {
+        !matches!(self, Self::Asleep(asleep) if !asleep.resident.kv_cache)
+    }
+}
+
+fn refuse<T>(why: &str) -> Result<T> {
+    Err(Error::FailedPrecondition(why.into()))
+}

@@ -1,0 +1,251 @@
+//! Pause, sleep, wake and resume, and what waits for the accepted requests to end.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::command::{CancelFlag, DrainMode, LifecycleStatus, Reply, SleepLevel, SleepReply, WakeTags};
+use super::lifecycle::State;
+use super::update::Commit;
+use super::{Attempt, Engine, Failure, RunningPolicy, answer};
+use crate::error::{Error, Result};
+use crate::executor::{Executor, Memory, WeightOrder};
+use crate::memory::{self, MemoryBudget};
+use crate::weights::Adapter;
+
+/// What takes effect when all accepted requests have ended.
+pub(super) struct Drain {
+    pub cancel: CancelFlag,
+    pub then: Then,
+}
+
+pub(super) enum Then {
+    Pause(Reply<Result<()>>),
+    Sleep(SleepLevel, Reply<Result<SleepReply>>),
+    Commit(Commit),
+}
+
+impl Drain {
+    pub fn refuse(self, error: Error) {
+        match self.then {
+            Then::Pause(reply) => reply(Err(error)),
+            Then::Sleep(_, reply) => reply(Err(error)),
+            Then::Commit(commit) => (commit.reply)(Err(error)),
+        }
+    }
+}
+
+/// Ledger entries of what sleeps, as they were at the start.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct AwakeBytes {
+    weights: u64,
+    workspace: u64,
+    kv_cache: u64,
+}
+
+impl AwakeBytes {
+    pub fn of(budget: &MemoryBudget) -> Self {
+        let [weights, workspace, kv_cache] = ["weights", "workspace", "kv_cache"].map(|name| budget.reserved(name));
+        Self { weights, workspace, kv_cache }
+    }
+}
+
+impl<X: Executor> Engine<X> {
+    /// Stops stepping, at once or (`Wait`) when the accepted requests have ended.
+    pub(super) fn pause(&mut self, mode: DrainMode, cancel: CancelFlag, reply: Reply<Result<()>>) {
+        match self.check_serving().and_then(|()| self.state.pause()) {
+            Err(error) => reply(Err(error)),
+            Ok(_) if mode == DrainMode::Wait && self.must_drain() => {
+                self.drains.push(Drain { cancel, then: Then::Pause(reply) });
+            }
+            Ok(next) => {
+                if mode == DrainMode::Abort {
+                    self.abort_accepted(|_, _| true);
+                }
+                self.state = next;
+                reply(Ok(()));
+            }
+        }
+    }
+
+    /// Steps again; a pause that still waits is called off.
+    pub(super) fn resume(&mut self) -> Result<()> {
+        self.check_serving()?;
+        self.state = self.state.resume()?;
+        for drain in self.drains.extract_if(.., |drain| matches!(drain.then, Then::Pause(_))) {
+            drain.refuse(Error::Aborted("Resume came before the running requests had ended".into()));
+        }
+        Ok(())
+    }
+
+    /// Gives memory back, at once or (`Wait`) when the accepted requests have ended. Requests that are kept compute
+    /// their tokens again after `Wake`; at level 2 those that use a resident adapter end, for it goes.
+    pub(super) fn sleep(
+        &mut self,
+        level: SleepLevel,
+        mode: DrainMode,
+        cancel: CancelFlag,
+        reply: Reply<Result<SleepReply>>,
+    ) -> Result<()> {
+        if let Err(error) = self.check_sleep(level, mode) {
+            reply(Err(error));
+            return Ok(());
+        }
+        if mode == DrainMode::Wait && self.must_drain() {
+            self.drains.push(Drain { cancel, then: Then::Sleep(level, reply) });
+            return Ok(());
+        }
+        if mode == DrainMode::Abort {
+            self.abort_accepted(|_, _| true);
+        }
+        let attempt = self.release(level);
+        answer(reply, attempt)
+    }
+
+    fn check_sleep(&self, level: SleepLevel, mode: DrainMode) -> Result<()> {
+        self.check_serving()?;
+        self.state.sleep(level)?;
+        if self.transaction.is_some() {
+            return Err(Error::FailedPrecondition("an update is under way; sleep when it has ended".into()));
+        }
+        if mode == DrainMode::Wait && self.is_frozen() {
+            return Err(Error::FailedPrecondition(format!(
+                "{} requests stand still and cannot end: call Resume first, or sleep with mode ABORT or KEEP",
+                self.requests.len()
+            )));
+        }
+        Ok(())
+    }
+
+    /// Whether requests are accepted that go on.
+    pub(super) fn must_drain(&self) -> bool {
+        self.state == State::Running && !self.requests.is_empty()
+    }
+
+    /// Whether requests are accepted that stand still.
+    pub(super) fn is_frozen(&self) -> bool {
+        self.state != State::Running && !self.requests.is_empty()
+    }
+
+    /// Carries out, in order, what has waited for the accepted requests to end. If they stand still instead (a pause or
+    /// sleep that keeps them came later), what waits for them would wait for ever, and is called off.
+    pub(super) fn settle_drains(&mut self) -> Result<()> {
+        while !self.drains.is_empty() && !self.must_drain() {
+            let drain = self.drains.remove(0);
+            if self.is_frozen() {
+                let why = "the requests it waited for were made to stand still meanwhile; call again";
+                if matches!(drain.then, Then::Commit(_)) {
+                    self.roll_back();
+                }
+                drain.refuse(Error::Aborted(why.into()));
+                continue;
+            }
+            match drain.then {
+                Then::Pause(reply) => self.pause(DrainMode::Wait, drain.cancel, reply),
+                Then::Sleep(level, reply) => self.sleep(level, DrainMode::Wait, drain.cancel, reply)?,
+                Then::Commit(commit) => self.finish_commit(commit)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives back what is awake, and measures it. Nothing may be waiting to be drained.
+    fn release(&mut self, level: SleepLevel) -> Attempt<SleepReply> {
+        let next = self.state.sleep(level)?;
+        let kept = self.bytes_of(|name| level == SleepLevel::One && self.policy.replaced.contains(name))?;
+        let started = Instant::now();
+        if level == SleepLevel::Two {
+            self.abort_accepted(|_, request| request.adapter().is_some());
+            self.drop_all_adapters()?;
+        }
+        self.scheduler.release_all();
+        memory::trim();
+        let before = memory::resident_bytes();
+        if self.state.kv_awake() {
+            self.release_memory(Memory::KvCache)?;
+            self.release_memory(Memory::Workspace)?;
+            self.budget.set("kv_cache", 0)?;
+            self.budget.set("workspace", 0)?;
+        }
+        let between = memory::resident_bytes();
+        match level {
+            SleepLevel::One if self.state.weights_awake() => self.release_memory(Memory::Weights)?,
+            SleepLevel::Two if self.state.weights_awake() || !self.policy.replaced.is_empty() => {
+                self.release_memory(Memory::WeightsAndBase)?;
+            }
+            _ => {}
+        }
+        if level == SleepLevel::Two {
+            self.forget_policy()?;
+            memory::trim();
+        }
+        self.budget.set("weights", kept)?;
+        self.state = next;
+        let resident_bytes = memory::resident_bytes();
+        Ok(SleepReply {
+            weights_bytes: between.saturating_sub(resident_bytes),
+            kv_cache_bytes: before.saturating_sub(between),
+            resident_bytes,
+            took: started.elapsed(),
+        })
+    }
+
+    fn release_memory(&mut self, memory: Memory) -> Attempt<()> {
+        self.executor.release(memory).map_err(Failure::Fatal)?;
+        memory::trim();
+        Ok(())
+    }
+
+    /// The base is the checkpoint again, with nothing merged.
+    fn forget_policy(&mut self) -> Result<()> {
+        self.policy.merged = Arc::new(Adapter::none());
+        self.policy.replaced.clear();
+        self.budget.set("merged_adapter", 0)?;
+        self.budget.set("base_copies", 0)
+    }
+
+    /// Drops whatever the weights hold, and makes the checkpoint the base again.
+    pub(super) fn reset_base(&mut self) -> Attempt<()> {
+        self.executor.release(Memory::WeightsAndBase).map_err(Failure::Fatal)?;
+        self.executor.restore(Memory::Weights).map_err(Failure::Fatal)?;
+        Ok(self.forget_policy()?)
+    }
+
+    /// Takes memory again. Weights come back with the policy that was kept, or that was pushed while they were asleep, in
+    /// one pass; `reload` reads the checkpoint where there is none. When everything is awake serving goes on.
+    pub(super) fn wake(&mut self, tags: WakeTags, reload: bool) -> Attempt<LifecycleStatus> {
+        self.check_serving()?;
+        let reload = reload && tags.weights && !self.state.has_policy();
+        if reload && self.transaction.is_some() {
+            let why = "an update is under way, and will bring the policy; wake without reload";
+            return Err(Error::FailedPrecondition(why.into()).into());
+        }
+        let wake_weights = tags.weights && !self.state.weights_awake();
+        let wake_kv = tags.kv_cache && !self.state.kv_awake();
+        let mut ledger = self.budget.clone();
+        if wake_weights {
+            ledger.set("weights", self.awake_bytes.weights)?;
+        }
+        if wake_kv {
+            ledger.set("workspace", self.awake_bytes.workspace)?;
+            ledger.set("kv_cache", self.awake_bytes.kv_cache)?;
+        }
+        self.budget = ledger;
+        if wake_weights {
+            self.executor.restore(Memory::Weights).map_err(Failure::Fatal)?;
+        } else if reload {
+            self.reset_base()?;
+        }
+        if reload || wake_weights && self.state.has_policy() {
+            self.order(WeightOrder::Load { adapter: self.policy.merged.clone() })?;
+        }
+        if wake_kv {
+            self.executor.restore(Memory::Workspace).map_err(Failure::Fatal)?;
+            self.executor.restore(Memory::KvCache).map_err(Failure::Fatal)?;
+        }
+        if reload {
+            self.change_policy(0, RunningPolicy::Keep);
+        }
+        self.state = self.state.wake(tags, reload);
+        Ok(self.state.status())
+    }
+}

@@ -1,0 +1,305 @@
+//! Updates as transactions: begun, perhaps written in place, committed or rolled back.
+//!
+//! Until its commit an update has touched nothing but the ledger; one that is cancelled never happened. The exception is
+//! a FULL push that is written in place: from its first part on the weights are missing, until it or another complete
+//! push is committed.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::command::{Reply, RunningPolicy, UpdateBegin, UpdateReply, UpdateTicket};
+use super::lifecycle::{Push, State};
+use super::sleep::{Drain, Then};
+use super::{Attempt, Engine, Request, answer};
+use crate::error::{Error, Result};
+use crate::executor::{Executor, WeightOrder};
+use crate::memory::MemoryBudget;
+use crate::scheduler::RunningKv;
+use crate::types::WeightVersion;
+use crate::weights::{Adapter, Delta, Tensors, UpdateKind, WeightUpdate};
+
+/// An open update.
+pub(super) struct Transaction {
+    id: u64,
+    begin: UpdateBegin,
+    in_place: bool,
+    /// Its commit waits for requests to end.
+    committed: bool,
+    opened: Instant,
+}
+
+/// What a commit brings.
+pub(super) struct Commit {
+    pub content: WeightUpdate,
+    pub reply: Reply<Result<UpdateReply>>,
+}
+
+impl Transaction {
+    pub fn is_cancelled(&self) -> bool {
+        self.begin.cancel.is_cancelled()
+    }
+}
+
+impl UpdateBegin {
+    fn push(&self) -> Push {
+        match self.kind {
+            UpdateKind::Lora if self.adapter.is_some() => Push::Resident,
+            UpdateKind::Lora => Push::Lora,
+            UpdateKind::Full => Push::Full,
+            UpdateKind::Delta => Push::Delta,
+        }
+    }
+}
+
+impl<X: Executor> Engine<X> {
+    /// Opens an update if it can be applied as things are now, and reserves the memory it takes while it is received.
+    pub(super) fn begin_update(&mut self, begin: UpdateBegin) -> Result<UpdateTicket> {
+        self.check_serving()?;
+        self.drop_cancelled();
+        if let Some(open) = &self.transaction {
+            let seconds = open.opened.elapsed().as_secs_f64();
+            return Err(Error::VersionConflict(format!(
+                "another update is under way (since {seconds:.1} s); try again when it has ended"
+            )));
+        }
+        if self.drains.iter().any(|drain| matches!(drain.then, Then::Sleep(..))) {
+            let why = "the server is about to sleep; push when it is asleep or awake again";
+            return Err(Error::FailedPrecondition(why.into()));
+        }
+        self.check_begin(&begin)?;
+        let in_place = self.reserve_staging(&begin)?;
+        let id = self.next_update;
+        self.next_update += 1;
+        self.transaction = Some(Transaction { id, begin, in_place, committed: false, opened: Instant::now() });
+        Ok(UpdateTicket { id, in_place })
+    }
+
+    /// What must hold when an update begins, and again when it is applied.
+    fn check_begin(&self, begin: &UpdateBegin) -> Result<()> {
+        let have = self.policy.version;
+        match begin.expected_version {
+            None if begin.kind == UpdateKind::Delta => {
+                return Err(Error::invalid("expected_version", "a DELTA must name the version that it changes"));
+            }
+            Some(expected) if expected != have => {
+                return Err(Error::VersionConflict(format!(
+                    "expected_version: {expected} is not the policy that serves; that is version {have}"
+                )));
+            }
+            _ => {}
+        }
+        self.state.check_push(begin.push())?;
+        if let Some(target) = &begin.adapter {
+            return self.adapters.check_target(target);
+        }
+        self.new_version(begin)?;
+        if begin.running == RunningPolicy::Wait && self.is_frozen() {
+            return Err(Error::FailedPrecondition(format!(
+                "running: {} requests stand still and cannot end before the update; call Resume first, or push with \
+                 KEEP, RECOMPUTE or ABORT",
+                self.requests.len()
+            )));
+        }
+        Ok(())
+    }
+
+    fn new_version(&self, begin: &UpdateBegin) -> Result<WeightVersion> {
+        let next = || self.policy.version.checked_add(1);
+        begin.new_version.or_else(next).ok_or_else(|| {
+            Error::invalid("new_version", format!("must be given: there is none after {}", self.policy.version))
+        })
+    }
+
+    /// Returns whether the update is to be written in place.
+    fn reserve_staging(&mut self, begin: &UpdateBegin) -> Result<bool> {
+        let Err(error) = self.budget.set("update_staging", begin.staging_bytes) else { return Ok(false) };
+        let at_rest = self.state != State::Running && self.state.weights_awake();
+        let result = match (begin.in_place && begin.kind == UpdateKind::Full, at_rest) {
+            (true, true) => self.budget.set("update_staging", begin.in_place_bytes).map(|()| true),
+            _ => Err(error),
+        };
+        result.map_err(|error| match error {
+            Error::ResourceExhausted(ledger) => Error::ResourceExhausted(format!(
+                "{ledger}; sleep with the KV cache first, or (FULL) pause or sleep and set in_place, or start \
+                 the server with a larger --staging-bytes"
+            )),
+            other => other,
+        })
+    }
+
+    /// The open update `id`, unless its client is gone or it has been committed.
+    fn open_update(&mut self, id: u64) -> Result<&Transaction> {
+        self.check_serving()?;
+        self.drop_cancelled();
+        self.transaction.as_ref().filter(|open| open.id == id && !open.committed).ok_or_else(|| {
+            Error::FailedPrecondition(format!("update {id} is not open: it has ended, or its client is gone"))
+        })
+    }
+
+    /// Writes tensors in place. With the first the policy is gone, and requests that stood still end.
+    pub(super) fn write_part(&mut self, update: u64, tensors: Arc<Tensors>) -> Attempt<()> {
+        if !self.open_update(update)?.in_place {
+            let why = "this update is staged, not written in place; send everything with the commit";
+            return Err(Error::FailedPrecondition(why.into()).into());
+        }
+        let next = self.state.written_in_part()?;
+        self.policy.replaced.extend(tensors.names().map(String::from));
+        self.order(WeightOrder::Replace { tensors })?;
+        if self.state.has_policy() {
+            self.abort_accepted(|_, _| true);
+        }
+        self.state = next;
+        Ok(())
+    }
+
+    /// Applies an update, at once or when the accepted requests have ended.
+    pub(super) fn commit_update(
+        &mut self,
+        update: u64,
+        content: WeightUpdate,
+        reply: Reply<Result<UpdateReply>>,
+    ) -> Result<()> {
+        let begin = match self.open_update(update) {
+            Ok(open) => &open.begin,
+            Err(error) => {
+                reply(Err(error));
+                return Ok(());
+            }
+        };
+        let waits = begin.adapter.is_none() && begin.running == RunningPolicy::Wait;
+        let cancel = begin.cancel.clone();
+        let commit = Commit { content, reply };
+        if waits && self.must_drain() {
+            self.transaction.as_mut().expect("it is open").committed = true;
+            self.drains.push(Drain { cancel, then: Then::Commit(commit) });
+            return Ok(());
+        }
+        self.finish_commit(commit)
+    }
+
+    /// Ends the open update by applying it, or by refusing it.
+    pub(super) fn finish_commit(&mut self, Commit { content, reply }: Commit) -> Result<()> {
+        let open = self.transaction.take().expect("a commit is of an open update");
+        let attempt = self.apply(open.begin, content);
+        self.budget.set("update_staging", 0)?;
+        answer(reply, attempt)
+    }
+
+    /// Forgets the open update, if there is one. What was written in place stays missing.
+    pub(super) fn roll_back(&mut self) {
+        if self.transaction.take().is_some() {
+            self.budget.set("update_staging", 0).expect("less always fits");
+        }
+    }
+
+    fn apply(&mut self, begin: UpdateBegin, content: WeightUpdate) -> Attempt<UpdateReply> {
+        let started = Instant::now();
+        self.check_begin(&begin)?;
+        let adapter_generation = match (content, &begin.adapter) {
+            (WeightUpdate::Lora(adapter), Some(target)) => Some(self.add_adapter(target, adapter)?),
+            (_, Some(_)) => return Err(Error::invalid("adapter", "only a LORA can stay resident").into()),
+            (content, None) => {
+                let version = self.new_version(&begin)?;
+                match content {
+                    WeightUpdate::Lora(adapter) => self.apply_lora(adapter)?,
+                    WeightUpdate::Full(tensors) => self.apply_full(tensors)?,
+                    WeightUpdate::Delta(delta) => self.apply_delta(delta)?,
+                }
+                self.state = self.state.complete();
+                self.change_policy(version, begin.running);
+                None
+            }
+        };
+        self.policy.updates += 1;
+        Ok(UpdateReply {
+            weight_version: self.policy.version,
+            pause: started.elapsed(),
+            pending: begin.adapter.is_none() && !self.state.weights_awake(),
+            adapter_generation,
+        })
+    }
+
+    /// Merges into the base: now, or with the load when the weights wake. Where there is no policy the checkpoint is the
+    /// base, whatever has been written over a part of it.
+    fn apply_lora(&mut self, after: Arc<Adapter>) -> Attempt<()> {
+        let before = self.policy.merged.clone();
+        if self.state.weights_awake() && !self.state.has_policy() {
+            let ledger = self.ledger_with(&after, 0)?;
+            if !self.policy.replaced.is_empty() {
+                self.reset_base()?;
+            }
+            self.order(WeightOrder::Load { adapter: after.clone() })?;
+            self.budget = ledger;
+        } else {
+            let replaced = |name: &str| self.policy.replaced.contains(name);
+            // While one is exchanged for the other there are copies for both.
+            let most = self.bytes_of(|name| replaced(name) && (before.touches(name) || after.touches(name)))?;
+            let copies = self.bytes_of(|name| replaced(name) && after.touches(name))?;
+            self.budget.clone().set("base_copies", most)?;
+            let ledger = self.ledger_with(&after, copies)?;
+            if self.state.weights_awake() {
+                self.order(WeightOrder::Merge { before, after: after.clone() })?;
+            }
+            self.budget = ledger;
+        }
+        self.policy.merged = after;
+        Ok(())
+    }
+
+    /// The ledger when the update is over: its staging gone, the adapter kept with copies of the base below it.
+    fn ledger_with(&self, merged: &Adapter, base_copies: u64) -> Result<MemoryBudget> {
+        let mut ledger = self.budget.clone();
+        ledger.set("update_staging", 0)?;
+        ledger.set("merged_adapter", merged.bytes())?;
+        ledger.set("base_copies", base_copies)?;
+        Ok(ledger)
+    }
+
+    fn apply_full(&mut self, tensors: Arc<Tensors>) -> Attempt<()> {
+        self.order(WeightOrder::Replace { tensors })?;
+        let all = self.parameters.iter().map(|spec| spec.name.clone());
+        self.policy.replaced.extend(all);
+        Ok(self.forget_merged()?)
+    }
+
+    fn apply_delta(&mut self, delta: Arc<Delta>) -> Attempt<()> {
+        let merged = self.policy.merged.clone();
+        self.order(WeightOrder::Patch { delta: delta.clone(), merged: merged.clone() })?;
+        let changed = delta.names().chain(merged.parameters()).map(String::from);
+        self.policy.replaced.extend(changed);
+        Ok(self.forget_merged()?)
+    }
+
+    /// What serves is the base itself.
+    fn forget_merged(&mut self) -> Result<()> {
+        self.policy.merged = Arc::new(Adapter::none());
+        self.budget.set("merged_adapter", 0)?;
+        self.budget.set("base_copies", 0)
+    }
+
+    /// Another policy serves from the next step on, or when the weights wake.
+    pub(super) fn change_policy(&mut self, version: WeightVersion, running: RunningPolicy) {
+        self.policy.version = version;
+        self.policy.epoch += 1;
+        let computing = self.scheduler.started_requests();
+        let is_queued = |key, request: &Request| !request.has_begun() && !computing.contains(&key);
+        let insists = |key, request: &Request| is_queued(key, request) && request.insists_on_other_than(version);
+        let insisting: Vec<_> =
+            self.requests.iter().filter(|(key, r)| insists(**key, r)).map(|(key, _)| *key).collect();
+        for key in insisting {
+            let why = format!("if_weight_version: the policy became version {version} before the request could start");
+            self.reject(key, Error::VersionConflict(why));
+        }
+        if running == RunningPolicy::Abort {
+            self.abort_accepted(|key, request| !is_queued(key, request));
+        }
+        let kv = if running == RunningPolicy::Recompute { RunningKv::Recompute } else { RunningKv::Keep };
+        self.scheduler.change_policy(self.policy.epoch, kv);
+    }
+
+    /// Bytes on all ranks of the parameters that `which` says.
+    pub(super) fn bytes_of(&self, which: impl Fn(&str) -> bool) -> Result<u64> {
+        let chosen = self.parameters.iter().filter(|spec| which(&spec.name));
+        chosen.map(|spec| self.parameters.bytes_on_ranks(spec)).sum()
+    }
+}
