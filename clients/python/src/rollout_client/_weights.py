@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -241,13 +240,20 @@ class WeightSync:
             return 0, pairs
         item_size = ITEM_SIZES[layout_of(*first).dtype]
         total = sum(Layout(parameter.dtype, parameter.shape).elements for parameter in self.parameters()) * item_size
-        return total, itertools.chain([first], pairs)
+        return total, _rejoined(first, pairs)
 
     def _serving_dtype(self) -> DtypeName:
         parameters = self.parameters()
         if not parameters:
             raise FailedPrecondition("the server has no parameters")
         return parameters[0].dtype
+
+
+def _rejoined(first: tuple[str, Any], rest: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """As `itertools.chain`, which would keep the first until the end."""
+    yield first
+    del first
+    yield from rest
 
 
 def _total(tensors: Mapping[str, Any]) -> int:
