@@ -36,8 +36,8 @@ class WeightSync:
       after a push of more than two seconds; False nothing.
 
     A push that fails raises and leaves the policy as it was: `DataLoss` for bytes that changed on the way,
-    `InvalidArgument` naming a tensor that does not fit, `ResourceExhausted` where it finds no memory,
-    `FailedPrecondition` while another is under way.
+    `InvalidArgument` naming a tensor that does not fit, `ResourceExhausted` where it finds no memory, `Aborted` while
+    another is under way or if the version is not the expected one.
     """
 
     address: str
@@ -61,13 +61,14 @@ class WeightSync:
         timeout: float | None = None,
         progress: ProgressArgument = None,
     ) -> UpdateResult:
-        """Makes the checkpoint with this adapter merged the policy, or keeps the adapter beside the policy.
+        """Makes the base with this adapter merged the policy, or keeps the adapter beside the policy.
 
-        The merge starts from the checkpoint each time, with the bits of PEFT's `merge_adapter()`.
+        The base is the checkpoint, or what was pushed in full since. Each merge starts from it, with the bits of PEFT's
+        `merge_adapter()`, so that a thousand pushes leave no drift.
 
         Args:
             adapter: a PEFT model, whose active adapter is meant; or tensors by PEFT's names; None or an empty mapping
-                is the checkpoint itself.
+                is the base itself.
             config: with tensors: a `LoraConfig`, a dict or JSON text.
             name: keep the adapter resident, unmerged, under this name, for `generate(adapter=name)`.
             expected_generation: with `name`: raise `Aborted` unless the name has this generation; 0 is a free name.
