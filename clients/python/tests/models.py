@@ -66,12 +66,16 @@ def checksums(state, dtype):
 
 def perturbed(rng, state, scale=0.02):
     """Other values of the same kind for all parameters."""
-    return {
-        name: (array.astype(np.float32) + scale * rng.standard_normal(array.shape, dtype=np.float32)).astype(
-            array.dtype
-        )
-        for name, array in state.items()
-    }
+
+    def other(array):
+        return array.astype(np.float32) + scale * rng.standard_normal(array.shape, dtype=np.float32)
+
+    return {name: other(array).astype(array.dtype) for name, array in state.items()}
+
+
+def partly(rng, old, new, share):
+    """`old` with this share of the elements of `new`."""
+    return {name: np.where(rng.random(a.shape) < share, new[name], a) for name, a in old.items()}
 
 
 def random_adapter(rng, state, *, rank=4, scale=0.2, layers=None):

@@ -7,7 +7,6 @@ import gc
 import inspect
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -44,13 +43,6 @@ from rollout_client import (
 SHM = Path("/dev/shm")
 DTYPE_NUMBERS = {np.dtype(np.float32): 1, np.dtype(ml_dtypes.bfloat16): 2, np.dtype(np.float16): 3}
 TRANSPORTS = ["inline", "shared_memory", "auto"]
-
-
-@pytest.fixture
-def rng():
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    return np.random.default_rng(seed)
 
 
 @pytest.fixture

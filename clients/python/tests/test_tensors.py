@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import random
 import struct
 import sys
 import types
@@ -21,13 +20,6 @@ from rollout_client._segment import digest_of
 from rollout_client._tensors import bits_of, bytes_of, layout_of
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-
-
-@pytest.fixture
-def rng():
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    return np.random.default_rng(seed)
 
 
 def random_bits(rng, size):

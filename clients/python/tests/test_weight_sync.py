@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-import random
 import threading
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 import rollout_client
-from conftest import FIXTURES, SMALL_CACHE, assert_idle, wait_for
+from conftest import FIXTURES, PUSH_MODEL
 from models import (
     checksums,
     merged,
@@ -31,15 +28,24 @@ from rollout_client import (
     FinishReason,
     InvalidArgument,
     NotFound,
-    SamplingParams,
     ServerProcess,
 )
+from serving import (
+    LONG,
+    PROMPTS,
+    SAMPLING,
+    SMALL_CACHE,
+    assert_idle,
+    bits,
+    outputs,
+    resident_bytes,
+    seen,
+    server,
+    start_group,
+    wait_for,
+)
 
-MODEL = FIXTURES / "qwen2"
 TRANSPORTS = ["inline", "shared_memory"]
-PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6] * 5, [2, 7, 1, 8, 2, 8]]
-SAMPLING = SamplingParams(max_tokens=12, seed=11, ignore_eos=True)
-LONG = SamplingParams(max_tokens=400, seed=3, ignore_eos=True)
 PEFT_CASES = sorted(
     path.parent.name
     for path in FIXTURES.glob("peft/*/merged.json")
@@ -47,58 +53,8 @@ PEFT_CASES = sorted(
 )
 
 
-@pytest.fixture
-def rng():
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    return np.random.default_rng(seed)
-
-
-def bits(sample):
-    return sample.token_ids, sample.logprobs.tobytes(), sample.raw_logprobs.tobytes(), sample.finish_reason
-
-
-def outputs(client, **options):
-    """Everything about some groups and scores that depends on nothing but the weights."""
-    groups = client.generate(PROMPTS, n=2, sampling=SAMPLING, return_text=False, **options)
-    scores = client.score(PROMPTS, **options)
-    return [bits(s) for g in groups for s in g.samples] + [np.float64(s.raw_logprobs[1:]).tobytes() for s in scores]
-
-
-@contextlib.contextmanager
-def server(binary, model, *flags):
-    with ServerProcess(binary, model, [*SMALL_CACHE, "--mem-util", "0.2", *map(str, flags)]) as process:
-        yield process.client
-        assert_idle(process.client)
-
-
-@pytest.fixture(scope="module")
-def shared(binary):
-    """A bfloat16 server that tests share, with its parameters as arrays; each test leaves it at the base."""
-    with server(binary, MODEL, "--max-adapters", 2, "--weights-dir", FIXTURES) as client:
-        yield client, read_model(MODEL)
-
-
-@pytest.fixture
-def at_base(shared):
-    """The shared server and its base; afterwards no push is open and the base serves as before."""
-    client, base = shared
-    client.push_full(base)
-    expected = outputs(client)
-    yield client, base
-    client.push_lora(None)
-    assert client.checksum() == checksums(base, "bfloat16")
-    assert outputs(client) == expected
-    status = client.status()
-    assert not status.updating and "update_staging" not in held(status), status
-
-
-def held(status):
-    return {name for name, size in status.memory.entries.items() if size}
-
-
-def test_parameters_are_those_of_the_checkpoint(shared):
-    client, base = shared
+def test_parameters_are_those_of_the_checkpoint(push_target):
+    client, base = push_target
     assert {p.name: (p.shape, p.dtype) for p in client.parameters()} == {
         name: (array.shape, "bfloat16") for name, array in base.items()
     }
@@ -123,10 +79,6 @@ def pair(request, binary, tmp_path):
     with server(binary, FIXTURES / model, *flags, "--weights-dir", tmp_path) as client:
         assert client.checksum() == checksums(base, dtype)
         yield client, base, fresh
-
-
-def seen(client):
-    return client.checksum(), outputs(client)
 
 
 def test_full_pushes_are_a_server_started_on_them(pair, rng):
@@ -215,8 +167,8 @@ WARM_UP = 200
 
 
 def test_a_thousand_adapters_leave_no_drift_and_no_memory(binary, tmp_path, rng):
-    base = read_model(MODEL)
-    with ServerProcess(binary, MODEL, [*SMALL_CACHE, "--mem-util", "0.2"]) as process:
+    base = read_model(PUSH_MODEL)
+    with ServerProcess(binary, PUSH_MODEL, [*SMALL_CACHE, "--mem-util", "0.2"]) as process:
         client = process.client
         before = client.checksum()
         assert before == checksums(base, "bfloat16")
@@ -233,7 +185,7 @@ def test_a_thousand_adapters_leave_no_drift_and_no_memory(binary, tmp_path, rng)
             assert client.checksum(names) == checksums({n: state[n] for n in names or base}, "bfloat16"), step
             touched = set(expected)
             if step % 250 == 0:
-                with server(binary, write_model(tmp_path / str(step), MODEL, state)) as fresh:
+                with server(binary, write_model(tmp_path / str(step), PUSH_MODEL, state)) as fresh:
                     assert outputs(client) == outputs(fresh)
             if step > WARM_UP and step % 10 == 0:
                 resident.append(resident_bytes(process.process.pid))
@@ -246,28 +198,7 @@ def test_a_thousand_adapters_leave_no_drift_and_no_memory(binary, tmp_path, rng)
         assert_idle(client)
 
 
-def resident_bytes(pid):
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
-
-
 # Running requests
-
-
-def start_group(client, prompt=(5, 6, 7), n=4):
-    """A group that is generating, in a thread; `join` gives its samples."""
-    result = []
-    thread = threading.Thread(
-        target=lambda: result.extend(client.generate([list(prompt)], n=n, sampling=LONG, return_text=False)[0].samples)
-    )
-    thread.start()
-    start = client.status().generated_tokens
-    wait_for(client, lambda status: status.generated_tokens > start + 20 and status.running_samples == n, "generating")
-
-    def join():
-        thread.join(120)
-        return result
-
-    return join
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute", "wait", "abort"])
@@ -314,7 +245,7 @@ def test_recomputed_requests_go_on_as_the_new_policy_scores_them(at_base, rng):
 def test_a_cached_prefix_of_the_old_policy_is_never_used(at_base, binary, tmp_path, rng):
     client, base = at_base
     full = perturbed(rng, base)
-    with server(binary, write_model(tmp_path / "full", MODEL, full)) as fresh:
+    with server(binary, write_model(tmp_path / "full", PUSH_MODEL, full)) as fresh:
         expected = outputs(fresh)
     old = outputs(client)
     for _ in range(5):
