@@ -102,3 +102,16 @@ def at_base(push_target):
     assert outputs(client) == expected
     status = client.status()
     assert not status.updating and "update_staging" not in held(status), status
+
+
+@pytest.fixture
+def pusher(fake):
+    """A client of the fake server, which leaves no shared memory behind."""
+    with RolloutClient(fake.address, timeout=60) as client:
+        yield client
+    assert own_segments() == []
+
+
+def own_segments():
+    """Names of the shared memory of this process."""
+    return [path.name for path in Path("/dev/shm").glob(f"rollout-{os.getpid()}-*")]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
+import ml_dtypes
 import numpy as np
 import xxhash
 import zstandard
@@ -197,3 +198,28 @@ def changed(parameter, entry, payload):
     values = np.frombuffer(data, width).copy()
     values[indices] = np.frombuffer(plain, width, offset=4 * entry.changed)
     return dtype, shape, values.tobytes()
+
+
+DTYPE_NUMBERS = {np.dtype(np.float32): 1, np.dtype(ml_dtypes.bfloat16): 2, np.dtype(np.float16): 3}
+
+
+def random_state(rng, count=6, dtype=ml_dtypes.bfloat16, largest=300):
+    return {
+        f"model.t{i}.weight": rng.standard_normal(rng.integers(1, largest, rng.integers(1, 3))).astype(dtype)
+        for i in range(count)
+    }
+
+
+def hold(fake, state):
+    """Makes `state` the fake server's parameters."""
+    fake.weights.parameters = {
+        name: (DTYPE_NUMBERS[array.dtype], array.shape, array.tobytes()) for name, array in state.items()
+    }
+
+
+def held(fake):
+    return {name: data for name, (_, _, data) in fake.weights.parameters.items()}
+
+
+def in_bytes(state):
+    return {name: array.tobytes() for name, array in state.items()}
