@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fake_server import FakeServer
-from rollout_client import AsyncRolloutClient, RolloutClient, ServerProcess, ServerStatus
+from models import checksums, read_model
+from rollout_client import AsyncRolloutClient, RolloutClient, ServerProcess
+from serving import SMALL_CACHE, assert_idle, held, outputs, server
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 FIXTURES = REPOSITORY / "tests" / "fixtures"
-# The fixtures need a few hundred bytes of cache per token: this holds some 100,000 tokens.
-SMALL_CACHE = ["--kv-cache-bytes", str(64 << 20)]
+PUSH_MODEL = FIXTURES / "qwen2"
 
 
 def pytest_addoption(parser):
@@ -73,21 +75,43 @@ def client(running):
         assert_idle(client)
 
 
-def wait_for(client: RolloutClient, condition, what: str, seconds: float = 60.0) -> ServerStatus:
-    """The first status for which `condition` holds."""
-    deadline = time.monotonic() + seconds
-    while True:
-        status = client.status()
-        if condition(status):
-            return status
-        assert time.monotonic() < deadline, f"not {what} after {seconds:g} s: {status}"
-        time.sleep(0.01)
+@pytest.fixture
+def rng():
+    """Random numbers; the seed is in the output of a test that fails."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    return np.random.default_rng(seed)
 
 
-def assert_idle(client: RolloutClient) -> None:
-    """Soon nothing runs or waits, and no block is held."""
-    wait_for(
-        client,
-        lambda s: s.running_requests == s.running_samples == s.waiting_samples == 0 and s.free_blocks == s.total_blocks,
-        "idle with every block free",
-    )
+@pytest.fixture(scope="session")
+def push_target(binary):
+    """A bfloat16 server that tests share, with its parameters as arrays; each test leaves it at the base."""
+    with server(binary, PUSH_MODEL, "--max-adapters", 2, "--weights-dir", FIXTURES) as client:
+        yield client, read_model(PUSH_MODEL)
+
+
+@pytest.fixture
+def at_base(push_target):
+    """The shared server and its base; afterwards no push is open and the base serves as before."""
+    client, base = push_target
+    client.push_full(base)
+    expected = outputs(client)
+    yield client, base
+    client.push_lora(None)
+    assert client.checksum() == checksums(base, "bfloat16")
+    assert outputs(client) == expected
+    status = client.status()
+    assert not status.updating and "update_staging" not in held(status), status
+
+
+@pytest.fixture
+def pusher(fake):
+    """A client of the fake server, which leaves no shared memory behind."""
+    with RolloutClient(fake.address, timeout=60) as client:
+        yield client
+    assert own_segments() == []
+
+
+def own_segments():
+    """Names of the shared memory of this process."""
+    return [path.name for path in Path("/dev/shm").glob(f"rollout-{os.getpid()}-*")]

@@ -7,6 +7,7 @@ from concurrent import futures
 
 import grpc
 
+from fake_weights import FakeWeights
 from rollout_client import _proto
 
 GenerateResponse = _proto.GENERATE.response
@@ -27,7 +28,9 @@ class FakeServer:
             futures.ThreadPoolExecutor(max_workers=8),
             options=[("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)],
         )
-        for service in ("Rollout", "Control"):
+        self.weights = FakeWeights()
+        self.answers.update(self.weights.answers())
+        for service in ("Rollout", "Control", "Weights"):
             methods = [m for m in vars(_proto).values() if isinstance(m, _proto.Method) and f".{service}/" in m.path]
             handlers = {m.path.rpartition("/")[2]: self._handler(m) for m in methods}
             self._server.add_generic_rpc_handlers(
@@ -37,7 +40,10 @@ class FakeServer:
 
     def _handler(self, method):
         name = method.path.rpartition("/")[2]
-        make = grpc.unary_stream_rpc_method_handler if name == "Generate" else grpc.unary_unary_rpc_method_handler
+        make = {
+            "Generate": grpc.unary_stream_rpc_method_handler,
+            "Update": grpc.stream_unary_rpc_method_handler,
+        }.get(name, grpc.unary_unary_rpc_method_handler)
 
         def behaviour(request, context):
             self.requests.append(request)

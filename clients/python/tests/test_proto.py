@@ -11,7 +11,7 @@ from google.protobuf import descriptor_pb2
 
 import rollout_client
 from conftest import REPOSITORY
-from rollout_client import _convert, _proto, types
+from rollout_client import _convert, _convert_weights, _proto, types
 
 
 def test_descriptors_are_those_of_the_proto_files(tmp_path):
@@ -53,7 +53,7 @@ def test_dataclass_has_the_fields_of_its_message(cls, message):
     ("table", "message", "field"),
     [
         (_convert._FINISH_REASONS, "Completion", "finish_reason"),
-        (_convert._LIFECYCLES, "GetStatusResponse", "lifecycle"),
+        (_convert_weights.LIFECYCLES, "GetStatusResponse", "lifecycle"),
     ],
 )
 def test_enums_have_the_values_of_the_proto(table, message, field):

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import rollout_client
-from conftest import wait_for
 from rollout_client import (
     AsyncRolloutClient,
     DeadlineExceeded,
@@ -24,6 +23,7 @@ from rollout_client import (
     TokenDelta,
     VersionSpan,
 )
+from serving import wait_for
 
 VOCAB = 512
 CHAT = [{"role": "user", "content": "Hello there"}]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -17,9 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import FIXTURES, REPOSITORY, SMALL_CACHE, assert_idle, wait_for
+from conftest import FIXTURES, REPOSITORY
+from models import read_safetensors
 from rollout_client import RolloutClient, SamplingParams, ServerProcess, Unavailable
 from rollout_client.process import free_port
+from serving import SMALL_CACHE, assert_idle, wait_for
 
 MODELS = ["llama", "llama-tied", "mistral", "qwen2", "qwen3"]
 TOLERANCE = 1e-4
@@ -29,19 +29,6 @@ from rollout_client import RolloutClient, SamplingParams
 client = RolloutClient(sys.argv[1])
 client.generate([[i + 3] for i in range(16)], n=64, sampling=SamplingParams(max_tokens=900, ignore_eos=True))
 """
-
-
-def read_safetensors(path):
-    """The tensors of a small safetensors file, as arrays."""
-    data = path.read_bytes()
-    (header_len,) = struct.unpack("<Q", data[:8])
-    header, body = json.loads(data[8 : 8 + header_len]), data[8 + header_len :]
-    dtypes = {"F32": np.float32, "I32": np.int32}
-    return {
-        name: np.frombuffer(body[slice(*entry["data_offsets"])], dtypes[entry["dtype"]]).reshape(entry["shape"])
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
 
 
 @pytest.mark.parametrize("model", [*MODELS, "llama-tied.gguf"])

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from . import _proto
+from ._convert_weights import LIFECYCLES, asleep
+from ._fields import extend, known, set_field
 from .errors import Internal, InvalidArgument
 from .types import (
     AbortResult,
     FinishReason,
-    Lifecycle,
     MemoryLedger,
     PromptInput,
     PromptLogprobs,
@@ -38,7 +39,6 @@ _FINISH_REASONS = {
     4: FinishReason.LENGTH,
     5: FinishReason.ABORTED,
 }
-_LIFECYCLES = {1: Lifecycle.RUNNING, 2: Lifecycle.SHUTTING_DOWN}
 
 
 # Requests
@@ -74,8 +74,8 @@ def generate_request(
         stream_tokens=stream_tokens,
         adapter=adapter or "",
     )
-    _set(request, "n", n, "n")
-    _set(request, "top_logprobs", top_logprobs, "top_logprobs")
+    set_field(request, "n", n, "n")
+    set_field(request, "top_logprobs", top_logprobs, "top_logprobs")
     _set_versions(request, if_weight_version, min_weight_version)
     return request
 
@@ -94,10 +94,10 @@ def score_request(
     for i, sequence in enumerate(sequences):
         if isinstance(sequence, str) or _is_int(sequence):
             raise InvalidArgument(f"sequences[{i}]: expected token ids, got {type(sequence).__name__}")
-        _extend(request.sequences.add().ids, sequence, f"sequences[{i}]")
+        extend(request.sequences.add().ids, sequence, f"sequences[{i}]")
     if sampling is not None:
         request.sampling.CopyFrom(_sampling(sampling, scoring=True))
-    _set(request, "top_logprobs", top_logprobs, "top_logprobs")
+    set_field(request, "top_logprobs", top_logprobs, "top_logprobs")
     _set_versions(request, if_weight_version, min_weight_version)
     return request
 
@@ -117,9 +117,9 @@ def new_request_id() -> str:
 
 def _set_versions(request: Any, if_weight_version: int | None, min_weight_version: int | None) -> None:
     if if_weight_version is not None:
-        _set(request, "if_weight_version", if_weight_version, "if_weight_version")
+        set_field(request, "if_weight_version", if_weight_version, "if_weight_version")
     if min_weight_version is not None:
-        _set(request, "min_weight_version", min_weight_version, "min_weight_version")
+        set_field(request, "min_weight_version", min_weight_version, "min_weight_version")
 
 
 def _prompt(prompt: PromptInput, path: str) -> Any:
@@ -135,7 +135,7 @@ def _prompt(prompt: PromptInput, path: str) -> Any:
         )
     else:
         message.tokens.SetInParent()
-        _extend(message.tokens.ids, prompt, path)
+        extend(message.tokens.ids, prompt, path)
     return message
 
 
@@ -169,39 +169,24 @@ def _sampling(params: SamplingParams, scoring: bool = False) -> Any:
         value = getattr(params, name)
         if scoring and name in _GENERATION_FIELDS and value == getattr(SamplingParams, name):
             continue
-        _set(message, name, value, f"sampling.{name}")
+        set_field(message, name, value, f"sampling.{name}")
     if params.seed is not None:
-        _set(message, "seed", params.seed, "sampling.seed")
+        set_field(message, "seed", params.seed, "sampling.seed")
     if params.allowed_token_ids is not None:
         # On the wire an empty list is the same as none, that is, all allowed: not what an empty list says here.
         if len(params.allowed_token_ids) == 0:
             raise InvalidArgument("sampling.allowed_token_ids: empty; name at least one token, or pass None for all")
-        _extend(message.allowed_token_ids, params.allowed_token_ids, "sampling.allowed_token_ids")
-    _extend(message.stop_token_ids, params.stop_token_ids, "sampling.stop_token_ids")
+        extend(message.allowed_token_ids, params.allowed_token_ids, "sampling.allowed_token_ids")
+    extend(message.stop_token_ids, params.stop_token_ids, "sampling.stop_token_ids")
     if isinstance(params.stop, str):
         raise InvalidArgument("sampling.stop: expected a list of strings, got a single string; put it in a list")
-    _extend(message.stop, params.stop, "sampling.stop")
+    extend(message.stop, params.stop, "sampling.stop")
     for token, bias in params.logit_bias.items():
         try:
             message.logit_bias[token] = bias
         except (TypeError, ValueError) as error:
             raise InvalidArgument(f"sampling.logit_bias[{token!r}]: {error}") from None
     return message
-
-
-def _set(message: Any, name: str, value: Any, path: str) -> None:
-    try:
-        setattr(message, name, value)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"{path}: {error}") from None
-
-
-def _extend(field: Any, values: Any, path: str) -> None:
-    """Appends to a repeated field; arrays go through `tolist`, which is faster and gives plain numbers."""
-    try:
-        field.extend(values.tolist() if hasattr(values, "tolist") else values)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"{path}: {error}") from None
 
 
 def _is_sequence(value: object) -> bool:
@@ -293,13 +278,15 @@ def server_info(response: Any) -> ServerInfo:
 def server_status(response: Any) -> ServerStatus:
     """The state of a `GetStatusResponse`."""
     values = {name: getattr(response, name) for name in ServerStatus.__dataclass_fields__}
-    memory = MemoryLedger(
+    values["memory"] = MemoryLedger(
         total_bytes=response.memory.total_bytes,
         ceiling_bytes=response.memory.ceiling_bytes,
         entries={entry.name: entry.bytes for entry in response.memory.entries},
         resident_bytes=response.memory.resident_bytes,
     )
-    return ServerStatus(**{**values, "memory": memory, "lifecycle": _known(_LIFECYCLES, response.lifecycle)})
+    values["lifecycle"] = known(LIFECYCLES, response.lifecycle)
+    values["asleep"] = asleep(response.asleep) if response.HasField("asleep") else None
+    return ServerStatus(**values)
 
 
 def _sample(completion: Any) -> Sample:
@@ -310,7 +297,7 @@ def _sample(completion: Any) -> Sample:
         logprobs=np.array(completion.logprobs, dtype=np.float32),
         raw_logprobs=np.array(completion.raw_logprobs, dtype=np.float32),
         text=completion.text if completion.HasField("text") else None,
-        finish_reason=_known(_FINISH_REASONS, completion.finish_reason),
+        finish_reason=known(_FINISH_REASONS, completion.finish_reason),
         weight_versions=[VersionSpan(s.weight_version, s.start, s.end) for s in completion.weight_versions],
         seed=completion.seed,
         cached_tokens=completion.cached_tokens,
@@ -348,9 +335,3 @@ def _after_first(logprobs: Iterable[float]) -> list[float | None]:
     if values:
         values[0] = None
     return values
-
-
-def _known(table: Mapping[int, Any], value: int) -> Any:
-    if value not in table:
-        raise Internal(f"the server sent an enum value that this client does not know ({value}); update rollout-client")
-    return table[value]

@@ -5,30 +5,37 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
 from types import TracebackType
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from . import _convert, _proto
+from . import _convert, _convert_weights, _proto
+from ._aio_weights import AsyncWeightSync
 from ._channel import CHANNEL_OPTIONS, READY_CALL_SECONDS, READY_POLL_SECONDS, call_metadata, call_timeout
-from .errors import Cancelled, DeadlineExceeded, Unavailable, translated
+from ._segment import SegmentPool
+from .errors import Cancelled, DeadlineExceeded, RolloutError, Unavailable, translated
 from .types import (
     AbortResult,
+    DrainMode,
     Lifecycle,
+    MemoryTag,
     PromptInput,
     PromptOutput,
     SamplingParams,
     Score,
     ServerInfo,
     ServerStatus,
+    SleepResult,
     StreamEvent,
     TokenIds,
+    WakeResult,
 )
 
 
-class AsyncRolloutClient:
+class AsyncRolloutClient(AsyncWeightSync):
     """A connection to one rollout-server, for one event loop. As `RolloutClient`, with methods to await.
 
     Make it inside the running loop. Cancelling a task that waits for a call drops the work on the server.
@@ -38,7 +45,9 @@ class AsyncRolloutClient:
         """As `RolloutClient`."""
         self.address = address
         self._timeout = timeout
+        self._token = token
         self._metadata = call_metadata(token)
+        self._segments = SegmentPool()
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
     async def generate(
@@ -147,6 +156,36 @@ class AsyncRolloutClient:
         """As `RolloutClient.reset_prefix_cache`."""
         return (await self._call(_proto.RESET_PREFIX_CACHE, _proto.RESET_PREFIX_CACHE.request())).blocks
 
+    async def sleep(self, level: int = 1, mode: DrainMode = "wait") -> SleepResult:
+        """As `RolloutClient.sleep`."""
+        return _convert_weights.sleep_result(
+            await self._call(_proto.SLEEP, _convert_weights.sleep_request(level, mode))
+        )
+
+    async def wake(self, tags: Iterable[MemoryTag] | None = None, *, reload: bool = False) -> WakeResult:
+        """As `RolloutClient.wake`."""
+        return _convert_weights.wake_result(await self._call(_proto.WAKE, _convert_weights.wake_request(tags, reload)))
+
+    @asynccontextmanager
+    async def awake(self, tags: Iterable[MemoryTag] | None = None, level: int = 1) -> AsyncIterator[AsyncRolloutClient]:
+        """As `RolloutClient.awake`."""
+        await self.wake(tags)
+        try:
+            yield self
+        except BaseException:
+            with suppress(RolloutError):
+                await self.sleep(level, "abort")
+            raise
+        await self.sleep(level)
+
+    async def pause(self, mode: DrainMode = "wait") -> None:
+        """As `RolloutClient.pause`."""
+        await self._call(_proto.PAUSE, _convert_weights.pause_request(mode))
+
+    async def resume(self) -> None:
+        """As `RolloutClient.resume`."""
+        await self._call(_proto.RESUME, _proto.RESUME.request())
+
     async def wait_until_ready(self, timeout: float = 60.0) -> None:
         """As `RolloutClient.wait_until_ready`."""
         deadline = time.monotonic() + timeout
@@ -169,6 +208,7 @@ class AsyncRolloutClient:
     async def close(self) -> None:
         """As `RolloutClient.close`."""
         await self._channel.close()
+        await asyncio.to_thread(self._segments.close)
 
     async def __aenter__(self) -> AsyncRolloutClient:
         """The client itself."""

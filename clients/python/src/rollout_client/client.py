@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
 import grpc
 
-from . import _convert, _proto
+from . import _convert, _convert_weights, _proto
 from ._channel import CHANNEL_OPTIONS, READY_CALL_SECONDS, READY_POLL_SECONDS, call_metadata, call_timeout
-from .errors import DeadlineExceeded, Unavailable, translated
+from ._segment import SegmentPool
+from ._weights import WeightSync
+from .errors import DeadlineExceeded, RolloutError, Unavailable, translated
 from .types import (
     AbortResult,
+    DrainMode,
     Lifecycle,
+    MemoryTag,
     PromptInput,
     PromptOutput,
     SamplingParams,
     Score,
     ServerInfo,
     ServerStatus,
+    SleepResult,
     StreamEvent,
     TokenIds,
+    WakeResult,
 )
 
 
-class RolloutClient:
+class RolloutClient(WeightSync):
     """A connection to one rollout-server. Safe to share between threads; not across `fork`.
 
     Every method raises a subclass of `RolloutError`.
@@ -45,6 +52,7 @@ class RolloutClient:
         self._timeout = timeout
         self._metadata = call_metadata(token)
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._segments = SegmentPool()
 
     def generate(
         self,
@@ -191,6 +199,57 @@ class RolloutClient:
         """Forgets every cached prefix that no running request uses; returns the number of blocks."""
         return self._call(_proto.RESET_PREFIX_CACHE, _proto.RESET_PREFIX_CACHE.request()).blocks
 
+    def sleep(self, level: int = 1, mode: DrainMode = "wait") -> SleepResult:
+        """Gives memory back; returns when the operating system has it. Until `wake`, requests raise.
+
+        Args:
+            level: 1 keeps the policy outside the device and drops KV cache and workspace; 2 drops the policy too, and
+                a push, or `wake(reload=True)`, must come before serving.
+            mode: what happens to requests that run; see `DrainMode`.
+        """
+        return _convert_weights.sleep_result(self._call(_proto.SLEEP, _convert_weights.sleep_request(level, mode)))
+
+    def wake(self, tags: Iterable[MemoryTag] | None = None, *, reload: bool = False) -> WakeResult:
+        """Takes memory again.
+
+        Args:
+            tags: what is to wake, so that a push can come between `["weights"]` and `["kv_cache"]`; None is all.
+            reload: after level 2: read the checkpoint again instead of waiting for a push.
+        """
+        return _convert_weights.wake_result(self._call(_proto.WAKE, _convert_weights.wake_request(tags, reload)))
+
+    @contextmanager
+    def awake(self, tags: Iterable[MemoryTag] | None = None, level: int = 1) -> Iterator[RolloutClient]:
+        """Wakes the server for the time of a `with` block, and lets it sleep afterwards.
+
+        After an exception what runs is aborted, so that the memory is free at once; the exception is raised on, also
+        if the sleep fails.
+
+        Args:
+            tags: as for `wake`.
+            level: as for `sleep`.
+        """
+        self.wake(tags)
+        try:
+            yield self
+        except BaseException:
+            with suppress(RolloutError):
+                self.sleep(level, "abort")
+            raise
+        self.sleep(level)
+
+    def pause(self, mode: DrainMode = "wait") -> None:
+        """Stops stepping; requests that come meanwhile wait.
+
+        Args:
+            mode: what happens to requests that run; see `DrainMode`.
+        """
+        self._call(_proto.PAUSE, _convert_weights.pause_request(mode))
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        self._call(_proto.RESUME, _proto.RESUME.request())
+
     def wait_until_ready(self, timeout: float = 60.0) -> None:
         """Waits until the server runs.
 
@@ -215,8 +274,9 @@ class RolloutClient:
             time.sleep(READY_POLL_SECONDS)
 
     def close(self) -> None:
-        """Ends the connection, and the calls that run on it."""
+        """Ends the connection, and the calls that run on it; removes the shared memory of pushes."""
         self._channel.close()
+        self._segments.close()
 
     def __enter__(self) -> RolloutClient:
         """The client itself."""

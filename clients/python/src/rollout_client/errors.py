@@ -50,6 +50,12 @@ class AlreadyExists(RolloutError):
     code = grpc.StatusCode.ALREADY_EXISTS
 
 
+class DataLoss(RolloutError):
+    """The bytes of a push are not those that its digest says; the policy is as it was."""
+
+    code = grpc.StatusCode.DATA_LOSS
+
+
 class Unavailable(RolloutError, ConnectionError):
     """The server cannot be reached, or is shutting down."""
 
@@ -89,6 +95,7 @@ _BY_CODE: dict[grpc.StatusCode, type[RolloutError]] = {
         Aborted,
         NotFound,
         AlreadyExists,
+        DataLoss,
         Unavailable,
         DeadlineExceeded,
         Cancelled,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -223,6 +223,9 @@ class ServerInfo:
     """The instruction set of the linear kernel."""
     has_tokenizer: bool
     has_chat_template: bool
+    max_adapters: int
+    """Most resident adapters; 0 if there is no room for any."""
+    max_lora_rank: int
 
 
 class Lifecycle(str, Enum):
@@ -231,10 +234,113 @@ class Lifecycle(str, Enum):
     RUNNING = "running"
     SHUTTING_DOWN = "shutting_down"
     """Running requests finish, new ones are refused."""
+    PAUSED = "paused"
+    """Nothing steps; requests wait."""
+    ASLEEP = "asleep"
+    """Memory is given back; `ServerStatus.asleep` says what."""
+    WEIGHTS_MISSING = "weights_missing"
+    """The weights are those of no policy: a complete push must come."""
 
     def __str__(self) -> str:
         """The plain value, e.g. `running`."""
         return self.value
+
+
+MemoryTag = Literal["weights", "kv_cache"]
+"""What can sleep and wake; the workspace of a step goes with the KV cache."""
+
+RunningPolicy = Literal["keep", "recompute", "wait", "abort"]
+"""What happens to requests that run when an update is applied.
+
+`keep`: they go on with the KV they have. `recompute`: they go on with their tokens, their KV is computed again.
+`wait`: they finish first. `abort`: they end with the tokens so far.
+"""
+
+DrainMode = Literal["wait", "abort", "keep"]
+"""What happens to requests that run at a sleep or a pause.
+
+`wait`: they finish first. `abort`: they end with the tokens so far. `keep`: they stand still and go on later.
+"""
+
+DtypeName = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class Asleep:
+    """How a server sleeps."""
+
+    level: int
+    """1: the policy is kept outside the device; 2: it is gone."""
+    resident: list[MemoryTag]
+    """What is awake again."""
+    pending_update: bool
+    """Whether a push waits for the weights to wake."""
+
+
+@dataclass(frozen=True)
+class SleepResult:
+    """What a sleep has given back."""
+
+    released: dict[MemoryTag, int]
+    """Bytes by which the process's resident memory fell."""
+    resident_bytes: int
+    """Of the process, after."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class WakeResult:
+    """What a wake has come to."""
+
+    lifecycle: Lifecycle
+    seconds: float
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What a push has done."""
+
+    weight_version: int
+    """The policy's version now; while the weights are asleep, of the policy that waits for them to wake."""
+    digest: str
+    """XXH3-128 over the digests of all tensors in the order of their names, in hexadecimal."""
+    parameters: int
+    """Parameters written."""
+    bytes: int
+    """Bytes of the tensors as transported."""
+    pause_ms: float
+    """How long generation stood still for it."""
+    staging_ms: float
+    """From the header's arrival to the end of the check."""
+    pending: bool
+    """Whether it waits for `wake` to be applied."""
+    adapter_generation: int | None
+    """Of a resident adapter."""
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """One parameter of the model."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DtypeName
+    """In which it serves."""
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """A resident adapter."""
+
+    name: str
+    generation: int
+    """Never used twice."""
+    rank: int
+    bytes: int
+    leases: int
+    """Running requests that use it."""
+    retired: bool
+    """Replaced or removed; goes when its last request ends."""
 
 
 @dataclass(frozen=True)
@@ -276,3 +382,11 @@ class ServerStatus:
     tokens_per_second: float
     """Generated tokens per second over the last ten seconds of stepping."""
     uptime_seconds: float
+    asleep: Asleep | None
+    """Set while asleep."""
+    held_requests: int
+    """Requests that wait for a newer policy, for `resume`, or for a drain to end."""
+    updating: bool
+    """Whether a push is under way."""
+    updates: int
+    """Pushes applied since the start."""

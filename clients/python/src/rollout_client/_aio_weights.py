@@ -1,0 +1,168 @@
+"""The asyncio client's way to new weights: the blocking client's, in a thread, as tensors are read there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from . import _convert_weights, _proto
+from ._progress import ProgressArgument
+from ._segment import SegmentPool
+from ._weights import NamedTensors
+from .client import RolloutClient
+from .types import AdapterInfo, ParameterInfo, RunningPolicy, UpdateResult
+
+
+class AsyncWeightSync:
+    """The pushes of `WeightSync`, awaited. Iterators and `progress` are called in a thread of their own.
+
+    Cancelling a task that waits for a push drops the push.
+    """
+
+    address: str
+    _segments: SegmentPool
+    _timeout: float | None
+    _token: str | None
+    _call: Callable[..., Any]
+
+    async def push_lora(
+        self,
+        adapter: Any,
+        config: Any = None,
+        *,
+        version: int | None = None,
+        expected_version: int | None = None,
+        running: RunningPolicy = "keep",
+        name: str | None = None,
+        expected_generation: int | None = None,
+        transport: str = "auto",
+        timeout: float | None = None,
+        progress: ProgressArgument = None,
+    ) -> UpdateResult:
+        """As `RolloutClient.push_lora`."""
+        return await self._in_thread(
+            lambda client: client.push_lora(
+                adapter,
+                config,
+                version=version,
+                expected_version=expected_version,
+                running=running,
+                name=name,
+                expected_generation=expected_generation,
+                transport=transport,
+                timeout=timeout,
+                progress=progress,
+            )
+        )
+
+    async def push_full(
+        self,
+        named_tensors: NamedTensors,
+        *,
+        version: int | None = None,
+        expected_version: int | None = None,
+        running: RunningPolicy = "keep",
+        in_place: bool = False,
+        total_bytes: int | None = None,
+        transport: str = "auto",
+        timeout: float | None = None,
+        progress: ProgressArgument = None,
+    ) -> UpdateResult:
+        """As `RolloutClient.push_full`."""
+        return await self._in_thread(
+            lambda client: client.push_full(
+                named_tensors,
+                version=version,
+                expected_version=expected_version,
+                running=running,
+                in_place=in_place,
+                total_bytes=total_bytes,
+                transport=transport,
+                timeout=timeout,
+                progress=progress,
+            )
+        )
+
+    async def push_delta(
+        self,
+        old: Mapping[str, Any],
+        new: Mapping[str, Any],
+        *,
+        base_version: int,
+        version: int | None = None,
+        running: RunningPolicy = "keep",
+        transport: str = "auto",
+        timeout: float | None = None,
+        progress: ProgressArgument = None,
+    ) -> UpdateResult:
+        """As `RolloutClient.push_delta`."""
+        return await self._in_thread(
+            lambda client: client.push_delta(
+                old,
+                new,
+                base_version=base_version,
+                version=version,
+                running=running,
+                transport=transport,
+                timeout=timeout,
+                progress=progress,
+            )
+        )
+
+    async def push_directory(
+        self,
+        path: str | os.PathLike[str],
+        kind: str = "lora",
+        *,
+        version: int | None = None,
+        expected_version: int | None = None,
+        running: RunningPolicy = "keep",
+        in_place: bool = False,
+        name: str | None = None,
+        expected_generation: int | None = None,
+        timeout: float | None = None,
+    ) -> UpdateResult:
+        """As `RolloutClient.push_directory`."""
+        return await self._in_thread(
+            lambda client: client.push_directory(
+                path,
+                kind,
+                version=version,
+                expected_version=expected_version,
+                running=running,
+                in_place=in_place,
+                name=name,
+                expected_generation=expected_generation,
+                timeout=timeout,
+            )
+        )
+
+    async def parameters(self) -> list[ParameterInfo]:
+        """As `RolloutClient.parameters`."""
+        return _convert_weights.parameter_infos(
+            await self._call(_proto.LIST_PARAMETERS, _proto.LIST_PARAMETERS.request())
+        )
+
+    async def checksum(self, names: Iterable[str] | None = None) -> dict[str, str]:
+        """As `RolloutClient.checksum`."""
+        return _convert_weights.checksums(await self._call(_proto.CHECKSUM, _convert_weights.checksum_request(names)))
+
+    async def adapters(self) -> list[AdapterInfo]:
+        """As `RolloutClient.adapters`."""
+        return _convert_weights.adapter_infos(await self._call(_proto.LIST_ADAPTERS, _proto.LIST_ADAPTERS.request()))
+
+    async def remove_adapter(self, name: str, expected_generation: int | None = None) -> int:
+        """As `RolloutClient.remove_adapter`."""
+        request = _convert_weights.remove_adapter_request(name, expected_generation)
+        return (await self._call(_proto.REMOVE_ADAPTER, request)).generation
+
+    async def _in_thread(self, use: Callable[[RolloutClient], UpdateResult]) -> UpdateResult:
+        """Uses a blocking client whose calls end with this task, and which shares this one's segment."""
+        client = RolloutClient(self.address, self._timeout, self._token)
+        client._segments = self._segments
+        try:
+            return await asyncio.to_thread(use, client)
+        finally:
+            client._channel.close()

@@ -1,0 +1,166 @@
+"""Between dataclasses and messages, as `_convert`: pushes, adapters, sleep and wake."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from . import _proto
+from ._fields import extend, known, number, set_field
+from .errors import InvalidArgument
+from .types import AdapterInfo, Asleep, Lifecycle, ParameterInfo, SleepResult, UpdateResult, WakeResult
+
+LIFECYCLES = {
+    1: Lifecycle.RUNNING,
+    2: Lifecycle.SHUTTING_DOWN,
+    3: Lifecycle.PAUSED,
+    4: Lifecycle.ASLEEP,
+    5: Lifecycle.WEIGHTS_MISSING,
+}
+DTYPES = {1: "float32", 2: "bfloat16", 3: "float16"}
+MEMORY_TAGS = {1: "weights", 2: "kv_cache"}
+RUNNING_POLICIES = {1: "keep", 2: "recompute", 3: "wait", 4: "abort"}
+DRAIN_MODES = {1: "wait", 2: "abort", 3: "keep"}
+SLEEP_LEVELS = {1: 1, 2: 2}
+UPDATE_KINDS = {1: "lora", 2: "full", 3: "delta"}
+
+
+def sleep_request(level: int, mode: str) -> Any:
+    """A `SleepRequest`."""
+    return _proto.SLEEP.request(level=number(SLEEP_LEVELS, level, "level"), mode=number(DRAIN_MODES, mode, "mode"))
+
+
+def wake_request(tags: Iterable[str] | None, reload: bool) -> Any:
+    """A `WakeRequest`; no tags are all of them."""
+    if isinstance(tags, str):
+        raise InvalidArgument("tags: expected a list of tags, got a single string; put it in a list")
+    numbers = [number(MEMORY_TAGS, tag, f"tags[{i}]") for i, tag in enumerate(tags or ())]
+    if tags is not None and not numbers:
+        raise InvalidArgument("tags: empty; name what is to wake, or pass None for everything")
+    return _proto.WAKE.request(tags=numbers, reload=reload)
+
+
+def pause_request(mode: str) -> Any:
+    """A `PauseRequest`."""
+    return _proto.PAUSE.request(mode=number(DRAIN_MODES, mode, "mode"))
+
+
+def checksum_request(names: Iterable[str] | None) -> Any:
+    """A `ChecksumRequest`; no names are all parameters."""
+    if isinstance(names, str):
+        raise InvalidArgument("names: expected a list of names, got a single string; put it in a list")
+    request = _proto.CHECKSUM.request()
+    extend(request.names, names or (), "names")
+    return request
+
+
+def remove_adapter_request(name: str, expected_generation: int | None) -> Any:
+    """A `RemoveAdapterRequest`."""
+    request = _proto.REMOVE_ADAPTER.request()
+    set_field(request, "name", name, "name")
+    if expected_generation is not None:
+        set_field(request, "expected_generation", expected_generation, "expected_generation")
+    return request
+
+
+def update_header(
+    kind: str,
+    *,
+    version: int | None,
+    expected_version: int | None,
+    running: str,
+    in_place: bool = False,
+    adapter_config: str = "",
+    name: str | None = None,
+    expected_generation: int | None = None,
+    directory: str | None = None,
+) -> Any:
+    """A `Header` without tensors."""
+    header = _proto.UpdateHeader(
+        kind=number(UPDATE_KINDS, kind, "kind"),
+        running=number(RUNNING_POLICIES, running, "running"),
+        in_place=in_place,
+        adapter_config=adapter_config,
+    )
+    optional = {
+        "new_version": version,
+        "expected_version": expected_version,
+        "expected_generation": expected_generation,
+    }
+    for field, value in optional.items():
+        if value is not None:
+            set_field(header, field, value, "version" if field == "new_version" else field)
+    if name is not None:
+        if not name:
+            raise InvalidArgument("name: empty; name the adapter, or pass None to merge it")
+        set_field(header, "adapter", name, "name")
+    if directory is not None:
+        header.source.directory.path = directory
+    return header
+
+
+def tensor_entry(
+    name: str, dtype: str, shape: tuple[int, ...], digest: bytes, *, changed: int = 0, payload_bytes: int = 0
+) -> Any:
+    """A `Tensor`."""
+    return _proto.Tensor(
+        name=name,
+        dtype=number(DTYPES, dtype, name),
+        shape=shape,
+        digest=digest,
+        changed=changed,
+        payload_bytes=payload_bytes,
+    )
+
+
+def sleep_result(response: Any) -> SleepResult:
+    """What a `SleepResponse` says."""
+    return SleepResult(
+        released={known(MEMORY_TAGS, entry.tag): entry.bytes for entry in response.released},
+        resident_bytes=response.resident_bytes,
+        seconds=response.seconds,
+    )
+
+
+def wake_result(response: Any) -> WakeResult:
+    """What a `WakeResponse` says."""
+    return WakeResult(lifecycle=known(LIFECYCLES, response.lifecycle), seconds=response.seconds)
+
+
+def update_result(response: Any) -> UpdateResult:
+    """What an `UpdateResponse` says."""
+    return UpdateResult(
+        weight_version=response.weight_version,
+        digest=response.digest.hex(),
+        parameters=response.parameters,
+        bytes=response.bytes,
+        pause_ms=response.pause_milliseconds,
+        staging_ms=response.staging_milliseconds,
+        pending=response.pending,
+        adapter_generation=response.adapter_generation if response.HasField("adapter_generation") else None,
+    )
+
+
+def parameter_infos(response: Any) -> list[ParameterInfo]:
+    """The parameters of a `ListParametersResponse`, in the model's order."""
+    return [ParameterInfo(p.name, tuple(p.shape), known(DTYPES, p.dtype)) for p in response.parameters]
+
+
+def checksums(response: Any) -> dict[str, str]:
+    """The checksums of a `ChecksumResponse`, in hexadecimal."""
+    return {parameter.name: parameter.sha256.hex() for parameter in response.parameters}
+
+
+def adapter_infos(response: Any) -> list[AdapterInfo]:
+    """The adapters of a `ListAdaptersResponse`."""
+    fields = AdapterInfo.__dataclass_fields__
+    return [AdapterInfo(**{name: getattr(adapter, name) for name in fields}) for adapter in response.adapters]
+
+
+def asleep(message: Any) -> Asleep:
+    """How the server sleeps."""
+    return Asleep(
+        level=known(SLEEP_LEVELS, message.level),
+        resident=[known(MEMORY_TAGS, tag) for tag in message.resident],
+        pending_update=message.pending_update,
+    )

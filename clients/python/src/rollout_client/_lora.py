@@ -1,0 +1,74 @@
+"""Adapters as PEFT has them, in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from .errors import InvalidArgument
+
+
+def adapter_parts(adapter: Any, config: Any) -> tuple[Mapping[str, Any], str]:
+    """The tensors of an adapter by PEFT's names, and its `adapter_config.json`.
+
+    Args:
+        adapter: a PEFT model (its active adapter is meant), a mapping from names to tensors, or None for no adapter.
+        config: with a mapping: JSON text, a dict, or a `LoraConfig`.
+
+    Raises:
+        InvalidArgument: what was given is none of these.
+    """
+    if hasattr(adapter, "peft_config") and hasattr(adapter, "state_dict"):
+        if config is not None:
+            raise InvalidArgument("config: a PEFT model brings its own; pass None")
+        return _of_peft_model(adapter)
+    if adapter is None:
+        adapter = {}
+    if not isinstance(adapter, Mapping):
+        raise InvalidArgument(f"adapter: expected a PEFT model or a mapping, got {type(adapter).__name__}")
+    if adapter and config is None:
+        raise InvalidArgument("config: needed with the tensors of an adapter; pass the LoraConfig or its JSON")
+    return adapter, "" if config is None else config_json(config)
+
+
+def config_json(config: Any) -> str:
+    """`adapter_config.json` of a `LoraConfig`, a dict, or the text itself."""
+    if isinstance(config, str):
+        return config
+    if hasattr(config, "to_dict"):
+        config = config.to_dict()
+    if not isinstance(config, Mapping):
+        raise InvalidArgument(f"config: expected JSON, a dict or a LoraConfig, got {type(config).__name__}")
+    try:
+        return json.dumps(dict(config), default=_plain)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"config: {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    """What `LoraConfig` holds and JSON does not."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if isinstance(value, Enum):
+        return value.value
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    raise TypeError(f"{type(value).__name__} has no place in JSON")
+
+
+def _of_peft_model(model: Any) -> tuple[Mapping[str, Any], str]:
+    name = model.active_adapter
+    if not isinstance(name, str) or name not in model.peft_config:
+        raise InvalidArgument(f"adapter: expected one active adapter, the model has {name!r}")
+    try:
+        from peft import get_peft_model_state_dict  # noqa: PLC0415 only whoever has such a model has PEFT
+    except ImportError:
+        raise InvalidArgument(
+            "adapter: PEFT cannot be imported here; pass a mapping of its tensors and the config"
+        ) from None
+    # Embeddings that are not trained are the base's, which the server has.
+    return get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False), config_json(
+        model.peft_config[name]
+    )

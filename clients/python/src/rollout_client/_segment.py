@@ -1,0 +1,161 @@
+"""Memory that this process and a server on the same host share: a file below `/dev/shm`."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import re
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from .errors import ResourceExhausted
+
+DIRECTORY = Path("/dev/shm")
+ALIGNMENT = 64
+_NAME = re.compile(r"rollout-(\d+)-[0-9a-f]{16}")
+_PIECE = 8 << 20
+# More threads than this do not copy faster, and the trainer has other work for them.
+_THREADS = min(4, os.cpu_count() or 1)
+
+
+class Segment:
+    """A file of `size` bytes that belongs to this process; it goes with `close`, or when the interpreter ends."""
+
+    def __init__(self, size: int) -> None:
+        """Creates it, after the removal of what crashed processes have left.
+
+        Raises:
+            ResourceExhausted: `/dev/shm` has no room for it, or is not there.
+        """
+        clean_stale_segments()
+        self.size = size
+        self.name = f"rollout-{os.getpid()}-{os.urandom(8).hex()}"
+        path = DIRECTORY / self.name
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ResourceExhausted(f"no shared memory: {path}: {error.strerror}") from None
+        # Held while this process lives, whatever its id is in another namespace.
+        fcntl.flock(file, fcntl.LOCK_EX)
+        self._remove = weakref.finalize(self, _remove, path, file, os.getpid())
+        try:
+            # Takes the pages now: a write into a file system that is full would kill the process.
+            os.posix_fallocate(file, 0, size)
+            self._memory = np.frombuffer(mmap.mmap(file, size), np.uint8)
+        except OSError as error:
+            self._remove()
+            raise ResourceExhausted(f"no shared memory of {size} bytes below {DIRECTORY}: {error.strerror}") from None
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="rollout-segment")
+
+    def write(self, offset: int, data: memoryview) -> bytes:
+        """Copies `data` to `offset` with several threads; returns its XXH3-128."""
+        source, target = np.frombuffer(data, np.uint8), self._memory[offset : offset + len(data)]
+
+        def copy(start: int) -> None:
+            target[start : start + _PIECE] = source[start : start + _PIECE]
+
+        if len(data) <= _PIECE:
+            copy(0)
+            return digest_of(data)
+        digest = self._threads.submit(digest_of, data)
+        for _ in self._threads.map(copy, range(0, len(data), _PIECE)):
+            pass
+        return digest.result()
+
+    def read(self, offset: int, size: int) -> memoryview:
+        """What was written there."""
+        return memoryview(self._memory[offset : offset + size])
+
+    def close(self) -> None:
+        """Removes the file; its memory goes when nobody maps it any more."""
+        self._threads.shutdown()
+        self._remove()
+        self._memory = np.empty(0, np.uint8)
+
+
+def digest_of(data: memoryview | bytes) -> bytes:
+    """XXH3-128, big-endian, as the protocol has it."""
+    return xxhash.xxh3_128(data).digest()
+
+
+def clean_stale_segments() -> list[str]:
+    """Removes segments of this user whose process has died without doing it; returns their names."""
+    removed = []
+    for path in _segments():
+        pid = int(_NAME.fullmatch(path.name)[1])  # type: ignore[index]
+        with contextlib.suppress(OSError):
+            if path.lstat().st_uid == os.getuid() and not _lives(pid) and _is_unlocked(path):
+                path.unlink()
+                removed.append(path.name)
+    return removed
+
+
+def _segments() -> Iterator[Path]:
+    with contextlib.suppress(OSError):
+        yield from (path for path in DIRECTORY.iterdir() if _NAME.fullmatch(path.name))
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # somebody else's, or no process id
+        return True
+    return True
+
+
+def _is_unlocked(path: Path) -> bool:
+    """Whether no process holds it: one in another namespace looks dead from here."""
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(file)
+    return True
+
+
+def _remove(path: Path, file: int, owner: int) -> None:
+    if os.getpid() != owner:  # a fork: the segment is the parent's
+        return
+    with contextlib.suppress(OSError):
+        path.unlink()
+    os.close(file)
+
+
+class SegmentPool:
+    """The one segment of a client, kept for its next push: fresh pages cost more than the copy."""
+
+    def __init__(self) -> None:
+        """Nothing is made before the first push."""
+        self._lock = threading.Lock()
+        self._segment: Segment | None = None
+
+    @contextlib.contextmanager
+    def segment(self, size: int) -> Iterator[Segment]:
+        """A segment of at least `size` bytes, to be used by one push; others wait for it."""
+        with self._lock:
+            if self._segment is None or self._segment.size < size:
+                self._close()
+                self._segment = Segment(size)
+            yield self._segment
+
+    def close(self) -> None:
+        """Removes the segment."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None

@@ -1,0 +1,168 @@
+"""Arrays and tensors of any library as bytes, without a copy where they already lie in memory in one piece.
+
+No library but numpy is imported: a tensor of torch brings torch along.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import InvalidArgument
+from .types import DtypeName
+
+ITEM_SIZES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+_BITS = {4: np.dtype("<u4"), 2: np.dtype("<u2")}
+_RAW_PARTS = 3
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is known of a tensor without looking at its values."""
+
+    dtype: DtypeName
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """Their number."""
+        return math.prod(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.elements * ITEM_SIZES[self.dtype]
+
+
+@dataclass(frozen=True)
+class TensorBytes:
+    """A tensor's values, row-major and little-endian."""
+
+    layout: Layout
+    data: memoryview
+    """Flat, of bytes; a view of the tensor's own memory where that is possible."""
+
+
+def layout_of(name: str, tensor: Any) -> Layout:
+    """Type and shape.
+
+    Raises:
+        InvalidArgument: no array, tensor or `(bytes, dtype, shape)`, or not of a type that can be pushed.
+    """
+    if _is_raw(tensor):
+        _, dtype, shape = tensor
+        return Layout(_known_dtype(name, str(dtype)), tuple(int(size) for size in shape))
+    if not (hasattr(tensor, "dtype") and hasattr(tensor, "shape")):
+        raise InvalidArgument(f"{name}: expected an array, a tensor or (bytes, dtype, shape), got {_type_name(tensor)}")
+    dtype = tensor.dtype.name if isinstance(tensor, np.ndarray) else str(tensor.dtype).removeprefix("torch.")
+    return Layout(_known_dtype(name, dtype), tuple(int(size) for size in tensor.shape))
+
+
+def bytes_of(name: str, tensor: Any) -> TensorBytes:
+    """The tensor's values; tensors elsewhere than in this machine's memory are copied here.
+
+    Raises:
+        InvalidArgument: as `layout_of`; also raw bytes that are not as many as type and shape say.
+    """
+    layout = layout_of(name, tensor)
+    if _is_raw(tensor):
+        data = memoryview(tensor[0]).cast("B")
+    else:
+        array = _numpy_of(name, tensor)
+        if array.dtype.byteorder == ">":
+            array = array.astype(array.dtype.newbyteorder("<"))
+        data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    if len(data) != layout.size:
+        raise InvalidArgument(
+            f"{name}: {layout.dtype} of shape {list(layout.shape)} takes {layout.size} bytes, got {len(data)}"
+        )
+    return TensorBytes(layout, data)
+
+
+def bits_of(name: str, tensor: Any, dtype: DtypeName) -> npt.NDArray[np.unsignedinteger]:
+    """The values in `dtype` as flat unsigned integers of its width; rounds to nearest, ties to even."""
+    _known_dtype(name, dtype)
+    given = bytes_of(name, tensor)
+    return _cast(np.frombuffer(given.data, _BITS[ITEM_SIZES[given.layout.dtype]]), given.layout.dtype, dtype)
+
+
+def checksum_of(tensor: Any, dtype: DtypeName) -> str:
+    """What `RolloutClient.checksum` says of a parameter with these values.
+
+    Args:
+        tensor: an array, a tensor or `(bytes, dtype, shape)`.
+        dtype: in which the server serves (`ServerInfo.dtype`); the values are rounded to it as the server does.
+
+    Returns:
+        SHA-256 of the row-major little-endian bytes, in hexadecimal.
+    """
+    return hashlib.sha256(bits_of("tensor", tensor, dtype)).hexdigest()
+
+
+def _cast(bits: npt.NDArray[Any], source: str, target: str) -> npt.NDArray[Any]:
+    if source == target:
+        return bits
+    wide = _to_float32(bits, source)
+    if target == "float32":
+        return wide.view(_BITS[4])
+    if target == "float16":
+        with np.errstate(over="ignore"):  # infinity, as everywhere
+            return wide.astype("<f2").view(_BITS[2])
+    return _round_to_bfloat16(wide.view(_BITS[4]))
+
+
+def _to_float32(bits: npt.NDArray[Any], source: str) -> npt.NDArray[Any]:
+    if source == "float32":
+        return bits.view("<f4")
+    if source == "float16":
+        return bits.view("<f2").astype("<f4")
+    return (bits.astype(_BITS[4]) << np.uint32(16)).view("<f4")
+
+
+def _round_to_bfloat16(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The upper half, rounded by adding just under half of its last bit, or half where that bit is odd."""
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    rounded = ((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)).astype(_BITS[2])
+    # A NaN must not be rounded up to infinity.
+    is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    if is_nan.any():
+        rounded[is_nan] = (bits[is_nan] >> np.uint32(16)).astype(_BITS[2]) | np.uint16(0x40)
+    return rounded
+
+
+def _numpy_of(name: str, tensor: Any) -> npt.NDArray[Any]:
+    if isinstance(tensor, np.ndarray):
+        return tensor
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(tensor, torch.Tensor):
+        tensor = tensor.detach().cpu().contiguous()
+        # numpy has no bfloat16; its bits are all that is needed.
+        return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    try:
+        return np.asarray(tensor)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"{name}: {_type_name(tensor)} does not become an array: {error}") from None
+
+
+def _is_raw(tensor: Any) -> bool:
+    return (
+        isinstance(tensor, tuple)
+        and len(tensor) == _RAW_PARTS
+        and isinstance(tensor[0], (bytes, bytearray, memoryview))
+    )
+
+
+def _known_dtype(name: str, dtype: str) -> DtypeName:
+    if dtype not in ITEM_SIZES:
+        raise InvalidArgument(f"{name}: {dtype} cannot be pushed; convert it to one of {list(ITEM_SIZES)}")
+    return dtype  # type: ignore[return-value]
+
+
+def _type_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__name__}"

@@ -1,0 +1,272 @@
+"""The blocking client's way to new weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from . import _convert_weights, _proto
+from ._delta import make_delta
+from ._lora import adapter_parts
+from ._progress import Progress, ProgressArgument
+from ._push import Outgoing, Plan, choose_shared_memory, push_header, push_inline, push_shared
+from ._segment import SegmentPool
+from ._tensors import ITEM_SIZES, Layout, bytes_of, layout_of
+from .errors import FailedPrecondition, InvalidArgument
+from .types import AdapterInfo, DtypeName, ParameterInfo, RunningPolicy, UpdateResult
+
+NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
+"""Arrays or tensors by name. Taken are arrays of numpy (float32, float16, and bfloat16 of ml_dtypes), tensors of torch,
+and `(bytes, dtype, shape)`; what does not lie in this machine's memory in one piece is copied, the rest is not."""
+
+
+class WeightSync:
+    """Pushes of new weights: each is a transaction, applied whole between two steps or not at all.
+
+    Their common arguments:
+
+    - `version`: the policy's version afterwards, usually the trainer's step; None is one more than now.
+    - `expected_version`: raise `Aborted` unless the policy has this version when the push is applied.
+    - `running`: what happens to requests that run; see `RunningPolicy`.
+    - `transport`: `"inline"` through the connection; `"shared_memory"` for a server on this host; `"auto"` is shared
+      memory for large pushes to a local server that can see it, else inline.
+    - `timeout`: seconds, instead of the client's; when it passes, the policy is as it was.
+    - `progress`: called with bytes done and bytes in total; True is a bar on a terminal; None a line on standard error
+      after a push of more than two seconds; False nothing.
+
+    A push that fails raises and leaves the policy as it was: `DataLoss` for bytes that changed on the way,
+    `InvalidArgument` naming a tensor that does not fit, `ResourceExhausted` where it finds no memory, `Aborted` while
+    another is under way or if the version is not the expected one.
+    """
+
+    address: str
+    _segments: SegmentPool
+    _timeout: float | None
+    _call: Callable[..., Any]
+    _call_options: Callable[[float | None], dict[str, Any]]
+    _channel: Any
+
+    def push_lora(
+        self,
+        adapter: Any,
+        config: Any = None,
+        *,
+        version: int | None = None,
+        expected_version: int | None = None,
+        running: RunningPolicy = "keep",
+        name: str | None = None,
+        expected_generation: int | None = None,
+        transport: str = "auto",
+        timeout: float | None = None,
+        progress: ProgressArgument = None,
+    ) -> UpdateResult:
+        """Makes the base with this adapter merged the policy, or keeps the adapter beside the policy.
+
+        The base is the checkpoint, or what was pushed in full since. Each merge starts from it, with the bits of PEFT's
+        `merge_adapter()`, so that a thousand pushes leave no drift.
+
+        Args:
+            adapter: a PEFT model, whose active adapter is meant; or tensors by PEFT's names; None or an empty mapping
+                is the base itself.
+            config: with tensors: a `LoraConfig`, a dict or JSON text.
+            name: keep the adapter resident, unmerged, under this name, for `generate(adapter=name)`.
+            expected_generation: with `name`: raise `Aborted` unless the name has this generation; 0 is a free name.
+            (the others: see `WeightSync`)
+        """
+        tensors, adapter_config = adapter_parts(adapter, config)
+        header = _convert_weights.update_header(
+            "lora",
+            version=version,
+            expected_version=expected_version,
+            running=running,
+            adapter_config=adapter_config,
+            name=name,
+            expected_generation=expected_generation,
+        )
+        # Names and shapes are checked against the configuration, all at once.
+        plan = Plan(header, _outgoing(tensors.items()), _total(tensors), upfront=True)
+        return self._push("adapter", plan, transport, timeout, progress)
+
+    def push_full(
+        self,
+        named_tensors: NamedTensors,
+        *,
+        version: int | None = None,
+        expected_version: int | None = None,
+        running: RunningPolicy = "keep",
+        in_place: bool = False,
+        total_bytes: int | None = None,
+        transport: str = "auto",
+        timeout: float | None = None,
+        progress: ProgressArgument = None,
+    ) -> UpdateResult:
+        """Makes these tensors the policy; all parameters must be there.
+
+        Args:
+            named_tensors: a state dict, or pairs gathered one by one: each is sent before the next is taken, so that
+                an iterator need hold no more than one. Names as in the checkpoint, PEFT's prefixes, `qkv_proj` and
+                `gate_up_proj` are understood.
+            in_place: where both policies do not fit, write over the serving one; only while paused or asleep. A push
+                that breaks then leaves `Lifecycle.WEIGHTS_MISSING`.
+            total_bytes: of all tensors, to set memory aside; None is their sum, or, for an iterator, what the model
+                takes if all tensors have the first one's type.
+            (the others: see `WeightSync`)
+        """
+        header = _convert_weights.update_header(
+            "full", version=version, expected_version=expected_version, running=running, in_place=in_place
+        )
+        if isinstance(named_tensors, Mapping):
+            pairs: Iterator[tuple[str, Any]] = iter(named_tensors.items())
+            total = _total(named_tensors) if total_bytes is None else total_bytes
+        else:
+            pairs = iter(named_tensors)
+            total, pairs = (total_bytes, pairs) if total_bytes is not None else self._estimated(pairs)
+        plan = Plan(header, _outgoing(pairs), total, upfront=False)
+        return self._push("weights", plan, transport, timeout, progress)
+
+    def push_delta(
+        self,
+        old: Mapping[str, Any],
+        new: Mapping[str, Any],
+        *,
+        base_version: int,
+        version: int | None = None,
+        running: RunningPolicy = "keep",
+        transport: str = "auto",
+        timeout: float | None = None,
+        progress: ProgressArgument = None,
+    ) -> UpdateResult:
+        """Sends what differs between two states, in the precision that serves, compressed.
+
+        Args:
+            old: tensors by name, as they were pushed: the server's now.
+            new: as they shall be; the same names and shapes. Parameters that do not change may be left out of both.
+            base_version: the policy's version that `old` is; the server raises `Aborted` if it has another.
+            (the others: see `WeightSync`)
+        """
+        header = _convert_weights.update_header(
+            "delta", version=version, expected_version=base_version, running=running
+        )
+        tensors = [
+            Outgoing(delta.name, Layout(delta.dtype, delta.shape), memoryview(delta.payload), delta.changed)
+            for delta in make_delta(old, new, self._serving_dtype())
+        ]
+        plan = Plan(header, tensors, sum(len(tensor.data) for tensor in tensors), upfront=True)
+        return self._push("changes", plan, transport, timeout, progress)
+
+    def push_directory(
+        self,
+        path: str | os.PathLike[str],
+        kind: str = "lora",
+        *,
+        version: int | None = None,
+        expected_version: int | None = None,
+        running: RunningPolicy = "keep",
+        in_place: bool = False,
+        name: str | None = None,
+        expected_generation: int | None = None,
+        timeout: float | None = None,
+    ) -> UpdateResult:
+        """Has the server read files below its `--weights-dir`.
+
+        Args:
+            path: a directory of the server's host, relative to `--weights-dir` or inside it.
+            kind: `"lora"`: `adapter_config.json` and `adapter_model.safetensors`; `"full"`: `*.safetensors`.
+            (the others as for `push_lora` and `push_full`)
+        """
+        if kind not in ("lora", "full"):
+            raise InvalidArgument(f"kind: expected 'lora' or 'full', got {kind!r}")
+        header = _convert_weights.update_header(
+            kind,
+            version=version,
+            expected_version=expected_version,
+            running=running,
+            in_place=in_place,
+            name=name,
+            expected_generation=expected_generation,
+            directory=os.fspath(path),
+        )
+        return _convert_weights.update_result(push_header(self._starter(timeout), header))
+
+    def parameters(self) -> list[ParameterInfo]:
+        """Every parameter that the server holds, in the model's order: what `push_full` must bring."""
+        return _convert_weights.parameter_infos(self._call(_proto.LIST_PARAMETERS, _proto.LIST_PARAMETERS.request()))
+
+    def checksum(self, names: Iterable[str] | None = None) -> dict[str, str]:
+        """SHA-256 of parameters as they serve now, in hexadecimal by name; `checksum_of` gives the trainer's.
+
+        Args:
+            names: of the parameters; None is all.
+        """
+        return _convert_weights.checksums(self._call(_proto.CHECKSUM, _convert_weights.checksum_request(names)))
+
+    def adapters(self) -> list[AdapterInfo]:
+        """The resident adapters."""
+        return _convert_weights.adapter_infos(self._call(_proto.LIST_ADAPTERS, _proto.LIST_ADAPTERS.request()))
+
+    def remove_adapter(self, name: str, expected_generation: int | None = None) -> int:
+        """Takes a resident adapter out, waits for the requests that use it, and returns its generation.
+
+        Args:
+            name: of the adapter; new requests cannot use it at once.
+            expected_generation: raise `Aborted` unless the name has this generation.
+        """
+        request = _convert_weights.remove_adapter_request(name, expected_generation)
+        return self._call(_proto.REMOVE_ADAPTER, request).generation
+
+    def _push(
+        self, what: str, plan: Plan, transport: str, timeout: float | None, shown: ProgressArgument
+    ) -> UpdateResult:
+        shared = choose_shared_memory(transport, self.address, plan.total)
+        progress, start = Progress(what, plan.total, shown), self._starter(timeout)
+        if shared:
+            response = push_shared(start, plan, self._segments, progress, fall_back=transport == "auto")
+        else:
+            response = push_inline(start, plan, progress)
+        progress.finish()
+        return _convert_weights.update_result(response)
+
+    def _starter(self, timeout: float | None) -> Callable[[Iterator[bytes]], Any]:
+        """Starts an update with requests that are serialised already."""
+        method = _proto.UPDATE
+        call = self._channel.stream_unary(method.path, None, method.response.FromString)
+        options = self._call_options(timeout)
+        return lambda requests: call.future(requests, **options)
+
+    def _estimated(self, pairs: Iterator[tuple[str, Any]]) -> tuple[int, Iterator[tuple[str, Any]]]:
+        """Bytes of the whole model in the first tensor's type, and the pairs again."""
+        first = next(pairs, None)
+        if first is None:
+            return 0, pairs
+        item_size = ITEM_SIZES[layout_of(*first).dtype]
+        total = sum(Layout(parameter.dtype, parameter.shape).elements for parameter in self.parameters()) * item_size
+        return total, _rejoined(first, pairs)
+
+    def _serving_dtype(self) -> DtypeName:
+        parameters = self.parameters()
+        if not parameters:
+            raise FailedPrecondition("the server has no parameters")
+        return parameters[0].dtype
+
+
+def _rejoined(first: tuple[str, Any], rest: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """As `itertools.chain`, which would keep the first until the end."""
+    yield first
+    del first
+    yield from rest
+
+
+def _total(tensors: Mapping[str, Any]) -> int:
+    return sum(layout_of(name, tensor).size for name, tensor in tensors.items())
+
+
+def _outgoing(pairs: Iterable[tuple[str, Any]]) -> Iterator[Outgoing]:
+    for name, tensor in pairs:
+        yield _one(name, tensor)
+        del tensor  # before the next is gathered, so that never two are held
+
+
+def _one(name: str, tensor: Any) -> Outgoing:
+    given = bytes_of(name, tensor)
+    return Outgoing(name, given.layout, given.data)

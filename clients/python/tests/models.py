@@ -1,0 +1,123 @@
+"""Models as arrays: read, written, changed and merged with plain numpy, as a second opinion on the server."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import struct
+
+import ml_dtypes
+import numpy as np
+
+from rollout_client import checksum_of
+
+DTYPES = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16, "I32": np.int32}
+NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def read_safetensors(path):
+    """Arrays by name."""
+    data = path.read_bytes()
+    (header_len,) = struct.unpack("<Q", data[:8])
+    header, body = json.loads(data[8 : 8 + header_len]), data[8 + header_len :]
+    return {
+        name: np.frombuffer(body[slice(*entry["data_offsets"])], DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+def write_safetensors(path, tensors):
+    header, end = {}, 0
+    for name, array in tensors.items():
+        header[name] = {
+            "dtype": NAMES[array.dtype],
+            "shape": array.shape,
+            "data_offsets": [end, end := end + array.nbytes],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for array in tensors.values():
+            file.write(array.tobytes())
+
+
+def read_model(directory, dtype=None):
+    """The parameters of a checkpoint, rounded to `dtype`."""
+    state = {}
+    for path in sorted(directory.glob("model*.safetensors")):
+        state |= read_safetensors(path)
+    return state if dtype is None else {name: array.astype(dtype) for name, array in state.items()}
+
+
+def write_model(directory, like, state):
+    """A checkpoint of these parameters with everything else of the one at `like`."""
+    shutil.copytree(like, directory, ignore=shutil.ignore_patterns("*.safetensors*"))
+    write_safetensors(directory / "model.safetensors", state)
+    return directory
+
+
+def checksums(state, dtype):
+    return {name: checksum_of(array, dtype) for name, array in state.items()}
+
+
+def perturbed(rng, state, scale=0.02):
+    """Other values of the same kind for all parameters."""
+
+    def other(array):
+        return array.astype(np.float32) + scale * rng.standard_normal(array.shape, dtype=np.float32)
+
+    return {name: other(array).astype(array.dtype) for name, array in state.items()}
+
+
+def partly(rng, old, new, share):
+    """`old` with this share of the elements of `new`."""
+    return {name: np.where(rng.random(a.shape) < share, new[name], a) for name, a in old.items()}
+
+
+def random_adapter(rng, state, *, rank=4, scale=0.2, layers=None):
+    """Tensors and configuration of an adapter on the linear layers, of all layers of the model or some."""
+    tensors = {}
+    for name, array in state.items():
+        module = name.removesuffix(".weight")
+        if module.rpartition(".")[2] in LINEAR and array.ndim == 2 and (layers is None or layer_of(name) in layers):
+            rows, columns = array.shape
+            prefix = f"base_model.model.{module}"
+            tensors[f"{prefix}.lora_A.weight"] = scale * rng.standard_normal((rank, columns), dtype=np.float32)
+            tensors[f"{prefix}.lora_B.weight"] = scale * rng.standard_normal((rows, rank), dtype=np.float32)
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": int(rng.integers(1, 4 * rank)),
+        "use_rslora": bool(rng.integers(2)),
+        "target_modules": LINEAR,
+    }
+    return tensors, config
+
+
+def layer_of(name):
+    return int(name.split(".")[2])
+
+
+def merged(base, tensors, config):
+    """What PEFT's `merge_adapter()` makes of those parameters that the adapter changes.
+
+    Its product on the CPU is a chain of fused multiply-adds over the rank. The sum of an exact product and a float32 is
+    rounded to float64 and then to float32 here, which could differ from one rounding only where the first one ends on a
+    tie: too rare to be seen through the last rounding, to bfloat16.
+    """
+    scaling = np.float32(config["lora_alpha"] / (math.sqrt(config["r"]) if config["use_rslora"] else config["r"]))
+    changed = {}
+    for key, a in tensors.items():
+        if not key.endswith(".lora_A.weight"):
+            continue
+        module = key.removesuffix(".lora_A.weight")
+        name = f"{module.removeprefix('base_model.model.')}.weight"
+        b, product = tensors[f"{module}.lora_B.weight"].astype(np.float64), np.zeros(base[name].shape, np.float32)
+        for k in range(config["r"]):
+            product = (b[:, k : k + 1] * a[k : k + 1].astype(np.float64) + product).astype(np.float32)
+        changed[name] = (base[name].astype(np.float32) + product * scaling).astype(base[name].dtype)
+    return changed

@@ -1,0 +1,343 @@
+"""Pushes against a fake server that checks every message: what arrives, and what happens when something goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import grpc
+import ml_dtypes
+import numpy as np
+import pytest
+
+import rollout_client
+from conftest import own_segments
+from fake_weights import MAX_CHUNK, Refused, held, hold, in_bytes, random_state
+from rollout_client import (
+    Aborted,
+    AsyncRolloutClient,
+    DataLoss,
+    DeadlineExceeded,
+    InvalidArgument,
+    ResourceExhausted,
+    RolloutClient,
+    Unavailable,
+    _push,
+)
+
+TRANSPORTS = ["inline", "shared_memory", "auto"]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_full_pushes_arrive_bit_for_bit(call, fake, rng, transport):
+    state = random_state(rng)
+    state["large"] = rng.standard_normal((3, MAX_CHUNK // 2 + 17)).astype(np.float32)
+    state["empty"] = np.empty((0, 4), np.float16)
+    hold(fake, state)
+    new = {name: rng.standard_normal(array.shape).astype(array.dtype) for name, array in state.items()}
+    result = call(lambda client: client.push_full(new, version=7, running="recompute", transport=transport))
+    assert held(fake) == in_bytes(new)
+    (commit,) = fake.weights.commits
+    assert (commit.header.new_version, commit.header.running, commit.header.in_place) == (7, 2, False)
+    assert not commit.header.HasField("expected_version")
+    assert (result.weight_version, result.parameters, result.adapter_generation) == (7, len(new), None)
+    assert result.bytes == sum(array.nbytes for array in new.values())
+    assert (result.pause_ms, result.staging_ms, result.pending, len(result.digest)) == (1.5, 2.5, False, 32)
+    assert fake.weights.largest_message <= MAX_CHUNK
+    assert own_segments() == []
+
+
+def test_inline_declares_the_total_first_and_each_tensor_just_before_its_chunks(pusher, fake, rng):
+    state = random_state(rng)
+    hold(fake, state)
+    kinds = []
+    fake.weights.on_message = lambda number, request: kinds.append(request)
+    pusher.push_full(state, transport="inline")
+    assert kinds[0].header.total_bytes == sum(array.nbytes for array in state.values())
+    assert not kinds[0].header.tensors
+    names = [request.WhichOneof("kind") for request in kinds[1:]]
+    assert names == ["manifest", "chunk"] * len(state) + ["commit"]
+    assert [request.chunk.tensor for request in kinds[2:-1:2]] == list(range(len(state)))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_iterator_is_never_more_than_one_tensor_ahead(pusher, fake, rng, transport):
+    """The last one is released before the next is gathered: a weak reference to each sees it go."""
+    shapes = [(1 << 20, 3)] * 6
+    hold(fake, {f"t{i}": np.zeros(shape, np.float32) for i, shape in enumerate(shapes)})
+    alive, most, sums = [], [], []
+
+    class Memory(bytearray):
+        """What a tensor's values lie in; unlike arrays it does not hand its place over to a base."""
+
+    def gathered():
+        for i, shape in enumerate(shapes):
+            gc.collect()
+            most.append(sum(memory() is not None for memory in alive))
+            memory = Memory(rng.bytes(4 * shape[0] * shape[1]))
+            alive.append(weakref.ref(memory))
+            sums.append(bytes(memory))
+            pair = f"t{i}", np.frombuffer(memory, np.float32).reshape(shape)
+            del memory
+            yield pair
+            del pair
+
+    pusher.push_full(gathered(), transport=transport)
+    assert held(fake) == {f"t{i}": data for i, data in enumerate(sums)}
+    assert most == [0] * len(shapes)
+
+
+def test_an_iterators_total_comes_from_the_model_and_its_first_tensor(pusher, fake, rng):
+    state = random_state(rng, dtype=ml_dtypes.bfloat16)
+    hold(fake, state)
+    wide = {name: array.astype(np.float32) for name, array in state.items()}
+    fake.weights.on_message = lambda number, request: totals.append(request.header.total_bytes) if number == 0 else None
+    totals = []
+    pusher.push_full(iter(wide.items()), transport="inline")
+    hold(fake, state)
+    pusher.push_full(iter(wide.items()), transport="inline", total_bytes=10**9)
+    assert totals == [sum(array.nbytes for array in wide.values()), 10**9]
+
+
+def test_tensors_are_read_in_the_callers_thread(pusher, fake, rng):
+    """Modes of torch such as no_grad, and its collectives, belong to a thread."""
+    state = random_state(rng)
+    hold(fake, state)
+    threads = set()
+
+    def gathered():
+        for pair in state.items():
+            threads.add(threading.get_ident())
+            yield pair
+
+    for transport in TRANSPORTS:
+        pusher.push_full(gathered(), transport=transport)
+    assert threads == {threading.get_ident()}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_error_while_gathering_is_raised_and_drops_the_push(pusher, fake, rng, transport):
+    state = random_state(rng)
+    hold(fake, state)
+    before = held(fake)
+
+    def gathered():
+        yield from list(state.items())[:3]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pusher.push_full(gathered(), transport=transport)
+    assert held(fake) == before and fake.weights.commits == []
+    pusher.push_full(state, transport=transport)
+    assert len(fake.weights.commits) == 1
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_lora_pushes_bring_tensors_and_config_at_once(call, fake, rng, transport):
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    adapter = {
+        f"{name}.lora_A.weight": rng.standard_normal((4, 32), dtype=np.float32),
+        f"{name}.lora_B.weight": rng.standard_normal((16, 4), dtype=np.float32),
+    }
+    config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    call(lambda client: client.push_lora(adapter, config, expected_version=0, running="abort", transport=transport))
+    result = call(lambda client: client.push_lora(adapter, config, name="probe", expected_generation=0))
+    assert result.adapter_generation == 2 and result.weight_version == 1
+    first, second = fake.weights.commits
+    assert {n: data for n, (_, data) in first.tensors.items()} == in_bytes(adapter)
+    assert [tuple(entry.shape) for entry in first.header.tensors] == [(4, 32), (16, 4)]
+    assert (first.header.kind, first.header.running, first.header.expected_version) == (1, 4, 0)
+    assert first.header.adapter_config == second.header.adapter_config
+    assert json.loads(first.header.adapter_config) == config
+    assert (second.header.adapter, second.header.expected_generation) == ("probe", 0)
+    assert first.header.adapter == "" and not first.header.HasField("expected_generation")
+
+
+def test_no_adapter_is_the_base(call, fake):
+    call(lambda client: client.push_lora(None))
+    (commit,) = fake.weights.commits
+    assert commit.header.adapter_config == "" and commit.tensors == {} and commit.header.kind == 1
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_delta_pushes_turn_old_into_new(call, fake, rng, transport, dtype):
+    old = random_state(rng, dtype=dtype)
+    hold(fake, old)
+    new = {name: np.where(rng.random(a.shape) < 0.1, a * dtype(1.5), a) for name, a in old.items()}
+    result = call(lambda client: client.push_delta(old, new, base_version=0, version=3, transport=transport))
+    assert held(fake) == in_bytes(new) and result.weight_version == 3
+    assert fake.weights.commits[0].header.expected_version == 0
+    with pytest.raises(Aborted, match="version 3"):
+        call(lambda client: client.push_delta(new, old, base_version=2, transport=transport))
+    assert held(fake) == in_bytes(new)
+
+
+def test_directories_are_only_named(call, fake):
+    headers = []
+    fake.weights.on_message = lambda number, request: headers.append(request)
+    call(lambda client: client.push_directory("step-3", name="probe"))
+    call(lambda client: client.push_directory(Path("full"), "full", version=4))
+    assert [request.WhichOneof("kind") for request in headers] == ["header", "commit"] * 2
+    lora, full = headers[0].header, headers[2].header
+    assert (lora.kind, lora.source.directory.path, lora.adapter) == (1, "step-3", "probe")
+    assert (full.kind, full.source.directory.path, full.new_version) == (2, "full", 4)
+
+
+@pytest.mark.parametrize(
+    ("use", "says"),
+    [
+        (lambda client: client.push_full({"a": np.zeros(1, np.float64)}), "a: float64"),
+        (lambda client: client.push_full({"a": np.zeros(1, np.float32)}, running="slowly"), "running: "),
+        (lambda client: client.push_full({"a": np.zeros(1, np.float32)}, transport="pigeon"), "transport: "),
+        (lambda client: client.push_full({"a": np.zeros(1, np.float32)}, version=-1), "version: "),
+        (lambda client: client.push_lora({}, name=""), "name: "),
+        (lambda client: client.push_directory("a", "delta"), "kind: "),
+        (lambda client: client.sleep(3), "level: "),
+        (lambda client: client.sleep(True), "level: "),
+        (lambda client: client.sleep(mode="soon"), "mode: "),
+        (lambda client: client.pause("soon"), "mode: "),
+        (lambda client: client.wake("weights"), "tags: "),
+        (lambda client: client.wake(["cache"]), r"tags\[0\]: "),
+        (lambda client: client.wake([]), "tags: "),
+        (lambda client: client.checksum("a"), "names: "),
+        (lambda client: client.checksum([3]), "names: "),
+    ],
+)
+def test_what_cannot_be_said_is_refused_by_name(call, fake, use, says):
+    with pytest.raises(InvalidArgument, match=f"^{says}"):
+        call(use)
+    assert fake.weights.commits == []
+
+
+# What can go wrong on the way
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (grpc.StatusCode.DATA_LOSS, DataLoss),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, ResourceExhausted),
+        (grpc.StatusCode.ABORTED, Aborted),
+    ],
+)
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_refusal_at_any_message_is_raised_at_once(pusher, fake, transport, code, expected, at):  # noqa: PLR0917
+    rng = np.random.default_rng(0)
+    state = {f"t{i}": rng.standard_normal((512, 1024), dtype=np.float32) for i in range(12)}
+    hold(fake, state)
+
+    def refuse(number, request):
+        if number == at:
+            raise Refused(code, "the reason")
+
+    fake.weights.on_message = refuse
+    with pytest.raises(expected, match="the reason"):
+        pusher.push_full(state, transport=transport)
+    assert fake.weights.messages == at + 1 and fake.weights.commits == []
+
+
+def test_bytes_that_change_on_the_way_are_data_loss(pusher, fake, monkeypatch, rng):
+    state = random_state(rng)
+    hold(fake, state)
+    real = _push.chunk_request
+    monkeypatch.setattr(_push, "chunk_request", lambda t, o, data: real(t, o, bytes([data[0] ^ 1]) + bytes(data[1:])))
+    with pytest.raises(DataLoss):
+        pusher.push_full(state, transport="inline")
+    assert held(fake) == in_bytes(state)
+
+
+def test_the_deadline_ends_a_push_that_is_not_taken(call, fake, rng):
+    state = {f"t{i}": rng.standard_normal((512, 1024), dtype=np.float32) for i in range(12)}
+    hold(fake, state)
+    fake.weights.on_message = lambda number, request: time.sleep(0.5)
+    start = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        call(lambda client: client.push_full(state, transport="inline", timeout=0.3))
+    assert time.monotonic() - start < 5
+    assert fake.weights.commits == []
+
+
+def test_a_server_that_is_not_there_is_unavailable(rng):
+    with RolloutClient("127.0.0.1:1", timeout=5) as client, pytest.raises(Unavailable):
+        client.push_lora(None)
+
+
+def test_pushes_leave_no_thread_behind(pusher, fake, rng):
+    state = random_state(rng)
+    hold(fake, state)
+    pusher.push_full(state, transport="inline")
+
+    def refuse(number, request):
+        raise Refused(grpc.StatusCode.ABORTED, "no")
+
+    fake.weights.on_message = refuse
+    before = threading.active_count()
+    for _ in range(20):
+        with pytest.raises(Aborted):
+            pusher.push_full(state, transport="inline")
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before + 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= before + 2, threading.enumerate()
+
+
+def test_cancelling_an_async_push_drops_it(fake, rng):
+    state = {f"t{i}": rng.standard_normal((512, 1024), dtype=np.float32) for i in range(12)}
+    hold(fake, state)
+    started = threading.Event()
+
+    def slowly(number, request):
+        started.set()
+        time.sleep(0.05)
+
+    fake.weights.on_message = slowly
+
+    async def main():
+        async with AsyncRolloutClient(fake.address) as client:
+            task = asyncio.create_task(client.push_full(state, transport="inline"))
+            await asyncio.to_thread(started.wait, 10)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(main())
+    deadline = time.monotonic() + 10
+    while not fake.weights.broken and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert fake.weights.broken == 1 and fake.weights.commits == []
+
+
+# Progress
+
+
+def test_progress_is_told_in_bytes(pusher, fake, rng):
+    state = {f"t{i}": rng.standard_normal((1024, 1500), dtype=np.float32) for i in range(3)}
+    hold(fake, state)
+    total = sum(array.nbytes for array in state.values())
+    told = []
+    for transport in TRANSPORTS:
+        told.clear()
+        pusher.push_full(state, transport=transport, progress=lambda done, total: told.append((done, total)))
+        assert told == sorted(told) and told[-1] == (total, total) and len(told) >= 3
+
+
+def test_progress_is_quiet_unless_long_or_asked(pusher, fake, rng, capsys, monkeypatch):
+    state = random_state(rng)
+    hold(fake, state)
+    pusher.push_full(state)
+    pusher.push_full(state, progress=False)
+    assert capsys.readouterr() == ("", "")
+    pusher.push_full(state, progress=True)
+    assert "weights: " in capsys.readouterr().err
+    monkeypatch.setattr(rollout_client._progress, "_LONG_SECONDS", 0.0)
+    pusher.push_full(state, progress=False)
+    assert capsys.readouterr() == ("", "")
+    pusher.push_full(state)
+    assert "GB/s" in capsys.readouterr().err

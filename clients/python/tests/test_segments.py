@@ -1,0 +1,169 @@
+"""Pushes through shared memory: when it is used, what is used instead, and that none is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import own_segments
+from fake_weights import held, hold, in_bytes
+from rollout_client import (
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    _push,
+    _segment,
+    clean_stale_segments,
+)
+
+SHM = Path("/dev/shm")
+
+
+def test_the_segment_is_kept_for_the_next_push_and_grows(pusher, fake, rng):
+    small = {"a": rng.standard_normal(1000, dtype=np.float32)}
+    large = {"a": rng.standard_normal(1 << 20, dtype=np.float32)}
+    for state in (small, large):
+        hold(fake, state)
+    names = []
+    for state in (small, small, large, small):
+        hold(fake, state)
+        pusher.push_full(state, transport="shared_memory")
+        assert held(fake) == in_bytes(state)
+        names.append(own_segments())
+    assert all(len(n) == 1 for n in names)
+    assert names[0] == names[1] != names[2] == names[3]
+
+
+def test_auto_uses_shared_memory_for_large_pushes_to_this_host(pusher, fake, rng):
+    for elements, shared in [(_push.SHARED_MEMORY_FROM // 4 - 1, False), (_push.SHARED_MEMORY_FROM // 4, True)]:
+        state = {"a": rng.standard_normal(elements, dtype=np.float32)}
+        hold(fake, state)
+        pusher.push_full(state)
+        assert fake.weights.commits[-1].header.source.HasField("shared_memory") is shared
+
+
+@pytest.mark.parametrize(
+    ("address", "local"),
+    [
+        ("127.0.0.1:1", True),
+        ("localhost:1", True),
+        ("[::1]:1", True),
+        ("unix:/tmp/socket", True),
+        ("10.0.0.1:1", False),
+        ("localhost.example:1", False),
+        ("server:50051", False),
+    ],
+)
+def test_only_a_local_server_is_offered_shared_memory(address, local):
+    assert _push.choose_shared_memory("auto", address, 1 << 30) is local
+    assert _push.choose_shared_memory("shared_memory", address, 1)
+    assert not _push.choose_shared_memory("inline", address, 1 << 30)
+
+
+@pytest.mark.parametrize("as_iterator", [False, True])
+def test_a_server_with_another_shm_gets_it_inline(pusher, fake, rng, as_iterator):
+    state = {f"t{i}": rng.standard_normal((1000, 1500), dtype=np.float32) for i in range(4)}
+    hold(fake, {name: np.zeros_like(array) for name, array in state.items()})
+    fake.weights.hide_shared_memory = True
+    pusher.push_full(iter(state.items()) if as_iterator else state)
+    assert held(fake) == in_bytes(state)
+    with pytest.raises(NotFound):
+        pusher.push_full(state, transport="shared_memory")
+
+
+def test_no_room_for_a_segment_is_inline_or_an_error(pusher, fake, rng, monkeypatch):
+    state = {f"t{i}": rng.standard_normal((1000, 1500), dtype=np.float32) for i in range(4)}
+    hold(fake, {name: np.zeros_like(array) for name, array in state.items()})
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(_segment.os, "posix_fallocate", full)
+    with pytest.raises(ResourceExhausted, match="No space left"):
+        pusher.push_full(state, transport="shared_memory")
+    pusher.push_full(state)
+    assert held(fake) == in_bytes(state) and own_segments() == []
+
+
+def test_an_iterator_that_goes_past_its_total_is_refused_by_name(pusher, fake, rng):
+    state = {f"t{i}": rng.standard_normal((1000, 1000), dtype=np.float32) for i in range(4)}
+    hold(fake, state)
+    for transport in ("inline", "shared_memory"):
+        with pytest.raises(InvalidArgument, match="total_bytes"):
+            pusher.push_full(iter(state.items()), total_bytes=5_000_000, transport=transport)
+    assert fake.weights.commits == []
+
+
+SEGMENT_CHILD = """
+import sys, time
+from rollout_client._segment import Segment
+segment = Segment(1 << 20)
+print(segment.name, flush=True)
+if sys.argv[1] == "wait":
+    time.sleep(60)
+"""
+FORKING_CHILD = """
+import os, sys
+from rollout_client._segment import DIRECTORY, Segment
+segment = Segment(1 << 20)
+if os.fork() == 0:
+    sys.exit()
+os.wait()
+print(segment.name, (DIRECTORY / segment.name).exists())
+"""
+
+
+def test_a_killed_clients_segment_goes_when_the_next_one_comes():
+    child = subprocess.Popen([sys.executable, "-c", SEGMENT_CHILD, "wait"], stdout=subprocess.PIPE, text=True)
+    try:
+        name = child.stdout.readline().strip()
+        assert name.startswith(f"rollout-{child.pid}-")
+        assert name not in clean_stale_segments() and (SHM / name).exists()
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+    assert (SHM / name).exists()
+    segment = _segment.Segment(1)
+    try:
+        assert not (SHM / name).exists()
+        assert (SHM / segment.name).exists()
+    finally:
+        segment.close()
+    assert not (SHM / segment.name).exists()
+
+
+def test_segments_of_others_and_other_files_are_left_alone(monkeypatch):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    stale, other = SHM / f"rollout-{dead.pid}-{'0' * 16}", SHM / f"rollout-{dead.pid}-file"
+    stale.touch()
+    other.touch()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(_segment.os, "getuid", lambda: os.geteuid() + 1)
+            assert stale.name not in clean_stale_segments()
+        with stale.open() as file:
+            _segment.fcntl.flock(file, _segment.fcntl.LOCK_EX)
+            assert stale.name not in clean_stale_segments()  # alive, in another namespace of processes
+        assert stale.name in clean_stale_segments()
+        assert other.exists()
+    finally:
+        stale.unlink(missing_ok=True)
+        other.unlink()
+
+
+def test_a_segment_goes_with_the_interpreter_but_not_with_its_forks():
+    ended = subprocess.run(
+        [sys.executable, "-c", SEGMENT_CHILD, "end"], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert not (SHM / ended.stdout.strip()).exists()
+    command = [sys.executable, "-W", "ignore", "-c", FORKING_CHILD]
+    name, existed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split()
+    assert existed == "True" and not (SHM / name).exists()

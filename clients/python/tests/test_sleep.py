@@ -1,0 +1,264 @@
+"""Sleep, wake and pause of real servers: memory really given back, and the same outputs afterwards."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from conftest import FIXTURES, PUSH_MODEL
+from models import checksums, perturbed, random_adapter, read_model
+from rollout_client import (
+    Aborted,
+    FailedPrecondition,
+    FinishReason,
+    InvalidArgument,
+    Lifecycle,
+    ResourceExhausted,
+    RolloutError,
+    SamplingParams,
+    ServerProcess,
+)
+from serving import LONG, assert_idle, outputs, resident_bytes, seen, server, start_group, wait_for
+
+CYCLES = 100
+# Much against what an idle process varies by, little against what is given back.
+CACHE_BYTES = 64 << 20
+NOISE_BYTES = 4 << 20
+
+
+@pytest.fixture
+def process(binary):
+    flags = ["--kv-cache-bytes", str(CACHE_BYTES), "--mem-util", "0.2"]
+    with ServerProcess(binary, PUSH_MODEL, flags) as process:
+        yield process
+        assert_idle(process.client)
+
+
+def fill_cache(client):
+    """Touches every page of the KV cache."""
+    status, info = client.status(), client.info()
+    prompts = [[(i * 31 + j) % 500 for j in range(900)] for i in range(status.total_blocks * info.block_size // 900)]
+    client.generate(prompts, sampling=SamplingParams(max_tokens=1), return_text=False)
+
+
+def test_sleep_and_wake_a_hundred_times(process):
+    client = process.client
+    fill_cache(client)
+    client.reset_prefix_cache()
+    expected, full = outputs(client), resident_bytes(process.process.pid)
+    asleep, awake = [], []
+    for _ in range(CYCLES):
+        result = client.sleep()
+        asleep.append(resident_bytes(process.process.pid))
+        assert abs(result.resident_bytes - asleep[-1]) < NOISE_BYTES
+        status = client.status()
+        assert status.lifecycle is Lifecycle.ASLEEP and status.asleep.level == 1 and status.asleep.resident == []
+        assert status.memory.entries.get("kv_cache", 0) == 0
+        assert client.wake().lifecycle is Lifecycle.RUNNING
+        assert outputs(client) == expected
+        awake.append(resident_bytes(process.process.pid))
+    print(f"awake {full}, asleep {asleep[0]} … {asleep[-1]}")
+    # The cache goes at least, and each sleep goes down to the same floor.
+    assert asleep[0] < full - 0.8 * CACHE_BYTES
+    assert max(asleep) - min(asleep) < NOISE_BYTES
+    slope = np.polyfit(np.arange(CYCLES), asleep, 1)[0]
+    assert slope * CYCLES < NOISE_BYTES / 2, slope
+
+
+def test_what_is_released_is_measured(process):
+    client = process.client
+    fill_cache(client)
+    before = resident_bytes(process.process.pid)
+    result = client.sleep()
+    after = resident_bytes(process.process.pid)
+    assert result.released.keys() == {"weights", "kv_cache"}
+    assert result.released["kv_cache"] > 0.8 * CACHE_BYTES
+    assert abs(sum(result.released.values()) - (before - after)) < NOISE_BYTES
+    client.wake()
+
+
+def test_asleep_only_what_is_allowed_is_done(process):
+    client = process.client
+    client.sleep()
+    for refused in (
+        lambda: client.generate([[1]]),
+        lambda: client.score([[1, 2]]),
+        client.checksum,
+        client.pause,
+        client.resume,
+        lambda: client.push_full(read_model(PUSH_MODEL)),
+    ):
+        with pytest.raises(FailedPrecondition):
+            refused()
+    assert len(client.parameters()) == len(read_model(PUSH_MODEL))
+    client.sleep()
+    assert client.wake(["weights"]).lifecycle is Lifecycle.ASLEEP
+    assert client.status().asleep.resident == ["weights"]
+    assert client.checksum() == checksums(read_model(PUSH_MODEL), "bfloat16")
+    with pytest.raises(FailedPrecondition):
+        client.generate([[1]])
+    assert client.wake(["kv_cache"]).lifecycle is Lifecycle.RUNNING
+    assert client.wake().lifecycle is Lifecycle.RUNNING
+    assert client.generate([[1]])
+
+
+@pytest.mark.parametrize("when", ["asleep", "weights awake"])
+def test_adapters_pushed_in_a_sleep_serve_after_it(binary, rng, when):
+    with server(binary, PUSH_MODEL) as client:
+        base = read_model(PUSH_MODEL)
+        adapter, config = random_adapter(rng, base)
+        client.push_lora(adapter, config)
+        expected, version = seen(client), client.status().weight_version
+        client.push_lora(None)
+        client.sleep()
+        if when == "weights awake":
+            client.wake(["weights"])
+        result = client.push_lora(adapter, config, version=version + 9)
+        assert result.pending is (when == "asleep") and result.weight_version == version + 9
+        assert client.status().asleep.pending_update is (when == "asleep")
+        client.wake()
+        assert seen(client) == expected and client.status().weight_version == version + 9
+
+
+def test_a_full_push_comes_between_weights_and_cache(binary, rng):
+    base = read_model(PUSH_MODEL)
+    with server(binary, PUSH_MODEL) as client:
+        full = perturbed(rng, base)
+        client.push_full(full)
+        expected = seen(client)
+        client.push_full(base)
+        for transport in ("inline", "shared_memory"):
+            client.sleep()
+            with client.awake(["weights"]):
+                client.push_full(full, transport=transport)
+                client.wake(["kv_cache"])
+                assert seen(client) == expected
+            # What differs from the checkpoint is kept.
+            client.wake()
+            assert seen(client) == expected
+            client.push_full(base)
+
+
+def test_level_2_needs_a_push_or_a_reload(binary, rng):
+    base = read_model(PUSH_MODEL)
+    with server(binary, PUSH_MODEL) as client:
+        at_start = seen(client)
+        full = perturbed(rng, base)
+        client.push_full(full)
+        expected = seen(client)
+        for push in (
+            lambda: client.push_full(full),
+            lambda: client.push_full(iter(full.items()), transport="shared_memory"),
+        ):
+            client.sleep(2)
+            assert client.status().asleep.level == 2
+            assert client.wake().lifecycle is Lifecycle.WEIGHTS_MISSING
+            for refused in (lambda: client.generate([[1]]), client.checksum):
+                with pytest.raises(FailedPrecondition):
+                    refused()
+            with pytest.raises((FailedPrecondition, Aborted)):
+                client.push_delta(base, full, base_version=client.status().weight_version)
+            push()
+            assert client.status().lifecycle is Lifecycle.RUNNING and seen(client) == expected
+        client.sleep(2)
+        assert client.wake(reload=True).lifecycle is Lifecycle.RUNNING
+        assert seen(client) == at_start
+        # An adapter alone is a complete push too: on the checkpoint.
+        adapter, config = random_adapter(rng, base)
+        client.push_lora(adapter, config)
+        with_adapter = seen(client)
+        client.sleep(2)
+        client.push_lora(adapter, config)
+        assert client.wake().lifecycle is Lifecycle.RUNNING and seen(client) == with_adapter
+
+
+def test_level_2_gives_the_weights_back(binary, rng):
+    """Of weights that are not the checkpoint's, level 1 must keep what level 2 need not."""
+    with ServerProcess(binary, FIXTURES / "llama-tied", ["--dtype", "float32", "--kv-cache-bytes", "8MiB"]) as process:
+        client = process.client
+        client.push_full(perturbed(rng, read_model(FIXTURES / "llama-tied")))
+        client.sleep(1)
+        kept = client.status().memory.entries["weights"]
+        client.sleep(2)
+        assert client.status().memory.entries.get("weights", 0) < kept
+        client.wake(reload=True)
+
+
+@pytest.mark.parametrize("rest", ["pause", "sleep"])
+def test_running_requests_stand_still_and_go_on(binary, rest):
+    with server(binary, PUSH_MODEL) as client:
+        expected = [(s.token_ids, s.logprobs.tobytes()) for s in start_group(client)()]
+        join = start_group(client)
+        (client.pause if rest == "pause" else lambda mode: client.sleep(1, mode))("keep")
+        made = client.status().generated_tokens
+        if rest == "pause":
+            late = threading.Thread(target=lambda: client.generate([[1]]))
+            late.start()
+            wait_for(client, lambda status: status.held_requests == 1, "held")
+            assert client.status().lifecycle is Lifecycle.PAUSED and client.status().generated_tokens == made
+            client.resume()
+            late.join(60)
+        else:
+            client.wake()
+        assert [(s.token_ids, s.logprobs.tobytes()) for s in join()] == expected
+
+
+@pytest.mark.parametrize("rest", ["pause", "sleep"])
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_running_requests_finish_or_end(binary, rest, mode):
+    with server(binary, PUSH_MODEL) as client:
+        join = start_group(client)
+        (client.pause if rest == "pause" else lambda mode: client.sleep(1, mode))(mode)
+        samples = join()
+        if mode == "wait":
+            assert {len(sample.token_ids) for sample in samples} == {LONG.max_tokens}
+        else:
+            assert {sample.finish_reason for sample in samples} == {FinishReason.ABORTED}
+        client.resume() if rest == "pause" else client.wake()
+        assert client.generate([[1]])
+
+
+def test_an_exception_in_a_colocated_loop_leaves_the_server_asleep(binary):
+    with server(binary, PUSH_MODEL) as client:
+        client.sleep()
+        with pytest.raises(InvalidArgument), client.awake():
+            client.generate([[]])
+        assert client.status().lifecycle is Lifecycle.ASLEEP
+        with client.awake():
+            assert client.generate([[1]])
+        assert client.status().lifecycle is Lifecycle.ASLEEP
+        client.wake()
+
+
+def test_in_place_pushes_need_no_room_beside_the_weights(binary, rng):
+    base = read_model(PUSH_MODEL)
+    with server(binary, PUSH_MODEL, "--staging-bytes", 200_000) as client:
+        before, full = seen(client), perturbed(rng, base)
+        with pytest.raises(RolloutError):  # not while it serves
+            client.push_full(full, in_place=True, transport="inline")
+        assert seen(client) == before
+        client.pause("abort")
+        with pytest.raises(ResourceExhausted):
+            client.push_full(full, transport="inline")
+        client.push_full(full, in_place=True, transport="inline")
+        assert client.status().lifecycle is Lifecycle.PAUSED
+        client.resume()
+        assert client.checksum() == checksums(full, "bfloat16")
+        # A push that breaks in the middle leaves no policy; the next one makes it whole.
+        client.pause("abort")
+
+        def broken():
+            yield from list(full.items())[:10]
+            raise KeyError("broken")
+
+        with pytest.raises(KeyError):
+            client.push_full(broken(), in_place=True, transport="inline")
+        wait_for(client, lambda status: not status.updating, "without a push")
+        assert client.status().lifecycle is Lifecycle.WEIGHTS_MISSING
+        with pytest.raises(FailedPrecondition):
+            client.generate([[1]])
+        client.push_full(base, in_place=True, transport="inline")
+        client.resume()
+        assert seen(client) == before

@@ -1,0 +1,314 @@
+"""Pushes that go wrong at a real server: wherever one breaks, the policy is as it was, bit for bit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import PUSH_MODEL
+from models import checksums, perturbed, random_adapter
+from rollout_client import (
+    Aborted,
+    DataLoss,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    RolloutError,
+    _proto,
+)
+from rollout_client._convert_weights import update_header
+from rollout_client._push import Outgoing, UpdateStream, chunk_request
+from rollout_client._segment import digest_of
+from rollout_client._tensors import bytes_of
+from serving import held, seen, server, start_group, wait_for
+
+
+@pytest.fixture
+def unchanged(at_base):
+    """The shared server; afterwards policy, version and count of updates are as before."""
+    client, base = at_base
+    before, status = seen(client), client.status()
+    yield client, base
+    after = wait_for(client, lambda now: not now.updating, "without a push")
+    assert (after.weight_version, after.updates) == (status.weight_version, status.updates)
+    assert held(after) == held(status)
+    assert seen(client) == before
+
+
+def messages(kind, tensors, *, config="", **header):
+    """The requests of a push, serialised, with its tensors declared one by one."""
+    outgoing = [Outgoing(name, given.layout, given.data) for name, given in tensors]
+    message = update_header(kind, version=None, expected_version=None, running="keep", adapter_config=config, **header)
+    message.total_bytes = sum(len(each.data) for each in outgoing)
+    made = [_proto.UPDATE.request(header=message).SerializeToString()]
+    for index, each in enumerate(outgoing):
+        entry = each.entry(digest_of(each.data))
+        made.append(_proto.UPDATE.request(manifest={"tensors": [entry]}).SerializeToString())
+        half = len(each.data) // 2
+        made += [
+            chunk_request(index, at, each.data[at:to]) for at, to in ((half, len(each.data)), (0, half)) if to > at
+        ]
+    return [*made, _proto.UPDATE.request(commit={}).SerializeToString()]
+
+
+def full_messages(state, **header):
+    return messages("full", [(name, bytes_of(name, array)) for name, array in state.items()], **header)
+
+
+def send(client, requests, *, then="commit"):
+    """Sends requests as they are; then waits for the answer, breaks off, or ends the stream without a commit."""
+    with UpdateStream(client._starter(60)) as stream:
+        for request in requests:
+            stream.send(request)
+        if then == "break":
+            wait_for(client, lambda status: status.updating, "updating")
+            return None
+        stream.send(None)
+        return stream._response()
+
+
+def test_hand_made_pushes_are_taken(at_base, rng):
+    """Chunks in any order, tensors in any order: what the other tests change is then all that is wrong."""
+    client, base = at_base
+    full = dict(reversed(perturbed(rng, base).items()))
+    version = client.status().weight_version
+    assert send(client, full_messages(full)).weight_version == version + 1
+    assert client.checksum() == checksums(full, "bfloat16")
+
+
+@pytest.mark.parametrize("then", ["break", "end"])
+def test_a_stream_cut_after_every_message_never_happened(unchanged, rng, then):
+    client, base = unchanged
+    before = client.checksum()
+    requests = full_messages(perturbed(rng, base))
+    for count in range(1, len(requests)):
+        if then == "break":
+            send(client, requests[:count], then="break")
+        else:
+            with pytest.raises(RolloutError):
+                send(client, requests[:count])
+        wait_for(client, lambda status: not status.updating, "without a push")
+        assert client.checksum() == before, count
+
+
+def test_a_push_broken_while_requests_run_changes_none_of_them(unchanged, rng):
+    client, base = unchanged
+    alone = start_group(client)()
+    requests = full_messages(perturbed(rng, base))
+    join = start_group(client)
+    for count in (1, 5, len(requests) - 1):
+        send(client, requests[:count], then="break")
+        wait_for(client, lambda status: not status.updating, "without a push")
+    for sample, expected in zip(join(), alone, strict=True):
+        assert (sample.token_ids, sample.logprobs.tobytes()) == (expected.token_ids, expected.logprobs.tobytes())
+
+
+def changed_tensor(entry_change, data_change=lambda data: data):
+    """A push whose fourth tensor is declared or sent otherwise than it should be."""
+
+    def make(state):
+        requests, index = [], 0
+        for request in full_messages(state):
+            message = _proto.UPDATE.request.FromString(request)
+            kind = message.WhichOneof("kind")
+            index += kind == "manifest"
+            if index == 4 and kind == "manifest":
+                entry_change(message.manifest.tensors[0])
+            if index == 4 and kind == "chunk":
+                message.chunk.data = data_change(message.chunk.data)
+            requests.append(message.SerializeToString())
+        return requests
+
+    return make
+
+
+def put(field, value):
+    return lambda entry: setattr(entry, field, value)
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (changed_tensor(put("digest", bytes(16))), DataLoss),
+        (changed_tensor(put("digest", b"")), InvalidArgument),
+        (changed_tensor(lambda _: None, lambda data: bytes([data[0] ^ 1]) + data[1:]), DataLoss),
+        (changed_tensor(lambda _: None, lambda data: data + b"\0"), InvalidArgument),
+        (changed_tensor(put("name", "model.nonsense")), InvalidArgument),
+        (changed_tensor(put("name", "")), InvalidArgument),
+        (changed_tensor(put("dtype", 0)), InvalidArgument),
+        (changed_tensor(put("dtype", 9)), InvalidArgument),
+        (changed_tensor(lambda entry: entry.shape.append(2)), InvalidArgument),
+        (changed_tensor(lambda entry: entry.shape.append(2**63)), InvalidArgument),
+        (changed_tensor(lambda entry: entry.ClearField("shape")), InvalidArgument),
+        (lambda state: full_messages(dict(list(state.items())[1:])), InvalidArgument),
+        (lambda state: [*full_messages(state)[:3], *full_messages(state)[2:]], InvalidArgument),
+        (lambda state: full_messages(state)[1:], InvalidArgument),
+        (lambda state: full_messages(state)[:1] * 2, InvalidArgument),
+        (lambda state: [full_messages(state)[0], full_messages(state)[2], full_messages(state)[-1]], InvalidArgument),
+        (lambda state: [full_messages(state)[0], chunk_request(0, 2**64 - 1, b"a")], InvalidArgument),
+        (lambda state: [*full_messages(state)[:2], chunk_request(0, 2**64 - 1, b"ab")], InvalidArgument),
+        (lambda state: [*full_messages(state)[:2], chunk_request(2**32 - 1, 0, b"ab")], InvalidArgument),
+        (lambda state: [b""], InvalidArgument),
+        (lambda state: [_proto.UPDATE.request(header={}).SerializeToString()], InvalidArgument),
+        (lambda state: [], InvalidArgument),
+        (lambda state: full_messages({n: a + np.nan for n, a in state.items()}), InvalidArgument),
+        (lambda state: full_messages({n: a * np.inf for n, a in state.items()}), InvalidArgument),
+        (lambda state: full_messages(state, directory="../.."), InvalidArgument),
+        (lambda state: full_messages(state, directory="/etc"), InvalidArgument),
+        (lambda state: full_messages(state, directory="nothing"), (NotFound, InvalidArgument)),
+        (lambda state: full_messages(state, name="resident"), InvalidArgument),
+        (lambda state: full_messages(state, config="{}"), InvalidArgument),
+    ],
+)
+def test_what_is_wrong_is_refused_and_named(unchanged, rng, make, error):
+    client, base = unchanged
+    requests = make(perturbed(rng, base))
+    with pytest.raises(error) as raised:
+        send(client, requests)
+    assert len(str(raised.value)) > 10
+
+
+@pytest.mark.parametrize("total", [1, 2**62, 2**64 - 1])
+def test_a_wrong_total_is_refused(unchanged, total):
+    client, base = unchanged
+    with pytest.raises((InvalidArgument, ResourceExhausted)):
+        client.push_full(iter(base.items()), total_bytes=total, transport="inline")
+
+
+def first_of(tensors, suffix):
+    return next(name for name in tensors if name.endswith(suffix))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t, c: t.pop(first_of(t, "lora_A.weight")), "lora_"),
+        (
+            lambda t, c: t.update({"base_model.model.nonsense.lora_A.weight": t[first_of(t, "lora_A.weight")]}),
+            "nonsense",
+        ),
+        (lambda t, c: t.update({first_of(t, "lora_A.weight"): np.zeros((3, 3), np.float32)}), "lora_A"),
+        (lambda t, c: t.update({first_of(t, "lora_B.weight"): t[first_of(t, "lora_B.weight")] * np.nan}), "lora_B"),
+        (lambda t, c: c.update(r=3), ""),
+        (lambda t, c: c.update(peft_type="LOHA"), "LOHA"),
+        (lambda t, c: c.pop("r"), ""),
+    ],
+)
+def test_adapters_that_do_not_fit_are_refused_by_name(unchanged, rng, change, says):
+    client, base = unchanged
+    tensors, config = random_adapter(rng, base)
+    change(tensors, config)
+    for transport in ("inline", "shared_memory"):
+        with pytest.raises(InvalidArgument, match=says):
+            client.push_lora(tensors, config, transport=transport)
+
+
+def test_configurations_that_are_no_json_are_refused(unchanged, rng):
+    client, base = unchanged
+    tensors, _ = random_adapter(rng, base)
+    for config in ("", "[]", "{", "null", '{"r": 1e400}', "[" * 100_000):
+        with pytest.raises(InvalidArgument):
+            client.push_lora(tensors, config)
+
+
+SLOW_CHILD = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[3])
+from models import read_model
+from rollout_client import RolloutClient
+def slowly():
+    for i, pair in enumerate(read_model(Path(sys.argv[2])).items()):
+        if i == 5:
+            print("under way", flush=True)
+            time.sleep(60)
+        yield pair
+RolloutClient(sys.argv[1]).push_full(slowly(), transport="inline")
+"""
+
+
+def test_a_killed_trainer_never_pushed(unchanged):
+    client, _ = unchanged
+    here = str(Path(__file__).parent)
+    command = [sys.executable, "-c", SLOW_CHILD, client.address, str(PUSH_MODEL), here]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout.readline() == "under way\n"
+        wait_for(client, lambda status: status.updating, "updating")
+        child.kill()
+    wait_for(client, lambda status: not status.updating, "without a push")
+
+
+def test_a_deadline_drops_the_push(unchanged):
+    client, base = unchanged
+
+    def slowly():
+        for pair in base.items():
+            yield pair
+            time.sleep(0.1)
+
+    with pytest.raises(DeadlineExceeded):
+        client.push_full(slowly(), timeout=0.5)
+
+
+def test_a_second_trainer_is_told_and_the_first_goes_on(at_base, rng):
+    client, base = at_base
+    full = perturbed(rng, base)
+    meanwhile = []
+
+    def interrupted():
+        for i, pair in enumerate(full.items()):
+            if i == 3:
+                for second in (
+                    lambda: client.push_full(base),
+                    lambda: client.push_lora(None),
+                    lambda: client.push_delta(base, base, base_version=client.status().weight_version),
+                ):
+                    with pytest.raises(Aborted) as raised:
+                        second()
+                    meanwhile.append(str(raised.value))
+                with pytest.raises(FailedPrecondition):
+                    client.sleep()
+            yield pair
+
+    version = client.status().weight_version
+    assert client.push_full(interrupted(), transport="inline").weight_version == version + 1
+    assert len(meanwhile) == 3 and client.checksum() == checksums(full, "bfloat16")
+
+
+def test_many_trainers_at_once_leave_one_whole_policy(at_base, rng):
+    client, base = at_base
+    states = [perturbed(rng, base) for _ in range(4)]
+    done = []
+
+    def push(i):
+        for _ in range(5):
+            try:
+                done.append((client.push_full(states[i], transport=["inline", "auto"][i % 2]).weight_version, i))
+            except Aborted:
+                time.sleep(0.005)
+
+    threads = [threading.Thread(target=push, args=(i,)) for i in range(len(states))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    last = states[max(done)[1]]
+    assert len({version for version, _ in done}) == len(done)
+    assert client.checksum() == checksums(last, "bfloat16")
+
+
+def test_pushes_that_do_not_fit_are_refused_before_anything_is_touched(binary, rng):
+    with server(binary, PUSH_MODEL, "--staging-bytes", 200_000) as client:
+        before = seen(client)
+        state = perturbed(rng, {p.name: np.zeros(p.shape, np.float32) for p in client.parameters()})
+        with pytest.raises(ResourceExhausted):
+            client.push_full(state)
+        assert seen(client) == before and "update_staging" not in held(client.status())
