@@ -163,6 +163,7 @@ async fn refused(messages: Vec<Kind>) -> Status {
                     reply(Ok(UpdateTicket { id: 1, in_place: false }));
                 }
                 Command::Cancelled => {}
+                Command::CommitUpdate { .. } => panic!("a commit reached the engine"),
                 _ => panic!("the engine was told more"),
             }
         }
@@ -185,7 +186,7 @@ async fn what_is_wrong_is_named_and_changes_nothing() {
     let mut wrong_digest = all();
     wrong_digest[0] = header(&|h| h.tensors[1].digest[3] ^= 1);
     let mut corrupted = all();
-    corrupted[2] = chunk(1, 0, &[&head()[..95], &[0x41]].concat());
+    corrupted[2] = chunk(1, 0, &[&head()[..95], &[0x42]].concat());
     for (code, part, mut messages, commits) in [
         (Code::InvalidArgument, "header: is missing", vec![chunk(0, 0, &norm())], true),
         (Code::InvalidArgument, "header: comes once", vec![good(), good()], true),
@@ -213,6 +214,7 @@ async fn what_is_wrong_is_named_and_changes_nothing() {
         if commits {
             messages.push(Kind::Commit(pb::Commit {}));
         }
+        println!("expecting {code:?} with {part}");
         let status = refused(messages).await;
         assert_eq!(status.code(), code, "{part}: {status}");
         assert!(status.message().contains(part), "{part:?} is missing in {status}");
