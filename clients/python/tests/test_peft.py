@@ -12,6 +12,9 @@ torch = pytest.importorskip("torch", reason="torch and PEFT are installed by `ma
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
+# Of warnings of these libraries nothing can be learned here.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
 ATTENTION = ["q_proj", "v_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 # name: (base, dtype of the adapter, LoraConfig)

@@ -138,16 +138,18 @@ def test_an_error_while_gathering_is_raised_and_drops_the_push(pusher, fake, rng
 
 
 def test_a_dropped_push_is_cancelled_and_not_left_to_the_server(pusher, fake, rng):
+    started = threading.Event()
+
     def stall(requests, context):
         context.add_callback(fake.cancelled.set)
-        next(requests)
+        started.set()
         fake.cancelled.wait(20)
-        assert context.code() is None and not context.is_active()
 
     fake.answers["Update"] = stall
 
     def gathered():
         yield "a", rng.standard_normal(10, dtype=np.float32)
+        assert started.wait(20)
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
