@@ -209,10 +209,7 @@ def test_running_requests_meet_a_push_as_told(at_base, rng, policy, kind):
     expected_alone = [bits(s) for s in start_group(client)()]
     full, adapter = perturbed(rng, base, 0.05), random_adapter(rng, base)
     join = start_group(client)
-    if kind == "full":
-        result = client.push_full(full, running=policy)
-    else:
-        result = client.push_lora(*adapter, running=policy)
+    result = client.push_full(full, running=policy) if kind == "full" else client.push_lora(*adapter, running=policy)
     assert result.weight_version == old + 1
     samples = join()
     for sample in samples:
