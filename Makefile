@@ -18,10 +18,10 @@ say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup server demo test test-rust test-python lint bench proto fixtures check-cargo
+.PHONY: help setup server demo test test-rust test-python test-peft lint bench bench-weight-sync proto fixtures check-cargo
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 setup: $(VENV)/.installed ## the Python environment .venv: client, tests, linters
 
@@ -29,7 +29,7 @@ server: check-cargo ## build the server
 	$(call say,Building the server (the first time about ten minutes on two cores))
 	$(CARGO) build --release --bin rollout-server
 
-demo: setup server $(MODEL) ## four questions, four samples each, from a real model
+demo: setup server $(MODEL) ## samples from a real model, a pushed adapter, sleep and wake
 	@$(BIN)/python clients/python/examples/demo.py --server $(SERVER) --model $(MODEL)
 
 test: test-rust test-python ## all tests
@@ -41,6 +41,13 @@ test-rust: check-cargo
 test-python: setup server
 	$(call say,Python tests: the client alone and against the server)
 	$(BIN)/python -m pytest clients/python --server $(SERVER)
+
+test-peft: server ## pushes of models of the real PEFT (installs torch and PEFT, several GB, into .venv-fixtures)
+	$(call say,Installing torch and PEFT into .venv-fixtures)
+	$(PYTHON) -m venv .venv-fixtures
+	.venv-fixtures/bin/pip install --quiet torch==2.15.0 transformers==5.23.0 peft==0.21.2
+	.venv-fixtures/bin/pip install --quiet --editable 'clients/python[dev]'
+	.venv-fixtures/bin/python -m pytest clients/python/tests/test_peft.py --server $(SERVER)
 
 lint: setup check-cargo ## formatting, clippy and ruff
 	$(call say,Formatting)
@@ -54,6 +61,11 @@ bench: setup server $(MODEL) ## four workloads through gRPC beside this machine'
 	$(CARGO) build --release -p rollout-kernels --example limits
 	$(call say,Benches: keep the machine quiet for a few minutes)
 	@$(BIN)/python benches/end_to_end.py --server $(SERVER) --limits $(LIMITS) --model $(MODEL)
+
+bench-weight-sync: setup server $(MODEL) ## pushes, sleep and wake beside a copy of the same bytes
+	$(CARGO) build --release -p rollout-kernels --example limits
+	$(call say,Benches: keep the machine quiet for a few minutes)
+	@$(BIN)/python benches/weight_sync.py --server $(SERVER) --limits $(LIMITS) --model $(MODEL)
 
 proto: setup ## after a change in proto/: the descriptors of the Python client
 	$(BIN)/python -m grpc_tools.protoc -Iproto --descriptor_set_out=$(DESCRIPTORS) \

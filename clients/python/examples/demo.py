@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Starts a rollout-server, asks it four questions with four samples each, shows what came back, and stops it.
+"""A rollout-server from start to stop: groups of samples, a new policy pushed into it, its sleep, and the old policy.
 
 python clients/python/examples/demo.py --server target/release/rollout-server --model .models/….gguf
 """
@@ -16,8 +16,11 @@ import textwrap
 import time
 from typing import IO
 
+import numpy as np
+
 from rollout_client import (
     PromptOutput,
+    RolloutClient,
     RolloutError,
     Sample,
     SamplingParams,
@@ -36,6 +39,10 @@ QUESTIONS = [
 SAMPLES = 4
 SAMPLING = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=80, seed=1)
 START_SECONDS = 300
+# Of an adapter that a trainer could have made, if it had trained on noise.
+ADAPTED = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+RANK = 16
+ADAPTER_SCALE = 0.05
 
 IS_TERMINAL = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 WIDTH = min(shutil.get_terminal_size((100, 24)).columns, 110)
@@ -149,6 +156,69 @@ def show_totals(summary: Summary, seconds: float, status: ServerStatus, block_si
     print(f"    blocks: {status.free_blocks} of {status.total_blocks} free")
 
 
+def random_adapter(client: RolloutClient) -> tuple[dict[str, np.ndarray], dict]:
+    """Tensors and configuration of a LoRA adapter as PEFT names them, with the shapes that the server's model has."""
+    rng = np.random.default_rng(0)
+    tensors = {}
+    for parameter in client.parameters():
+        module = parameter.name.removesuffix(".weight")
+        if module.rpartition(".")[2] in ADAPTED:
+            rows, columns = parameter.shape
+            a = rng.standard_normal((RANK, columns), dtype=np.float32) / np.sqrt(columns)
+            b = ADAPTER_SCALE * rng.standard_normal((rows, RANK), dtype=np.float32)
+            tensors[f"base_model.model.{module}.lora_A.weight"] = a.astype(np.float32)
+            tensors[f"base_model.model.{module}.lora_B.weight"] = b
+    return tensors, {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ADAPTED}
+
+
+def ask_again(client: RolloutClient) -> Sample:
+    """The first sample of the first question, whatever the policy is now."""
+    chat = [{"role": "user", "content": QUESTIONS[0]}]
+    return client.generate([chat], sampling=SAMPLING)[0].samples[0]
+
+
+def show_answer(sample: Sample) -> None:
+    versions = ", ".join(str(span.weight_version) for span in sample.weight_versions)
+    print(styled("2;32", f"    version {versions}, seed {sample.seed}:"))
+    text = " ".join(printable(sample.text or "").split())
+    print(textwrap.fill(text, WIDTH, initial_indent="    ", subsequent_indent="    "))
+
+
+def push_policy(client: RolloutClient) -> Sample:
+    """A new policy while the server runs; returns what it answers."""
+    tensors, config = random_adapter(client)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    step(f"Pushing a LoRA adapter: rank {RANK} on {len(tensors) // 2} layers, {mib(size)}, random")
+    result = client.push_lora(tensors, config)
+    print(
+        f"    version {result.weight_version}, {result.parameters} parameters changed; "
+        f"checked in {result.staging_ms:.0f} ms beside the old policy, which stood still for {result.pause_ms:.0f} ms"
+    )
+    sample = ask_again(client)
+    print(f"    The same question, with the same seed, has another answer: {QUESTIONS[0]}")
+    show_answer(sample)
+    return sample
+
+
+def sleep_and_wake(client: RolloutClient) -> None:
+    """What a trainer on the same machine gets meanwhile."""
+    step("Sleeping, so that a trainer has the memory")
+    before = client.status().memory.resident_bytes
+    asleep = client.sleep(level=1)
+    print(f"    resident memory {mib(before)} → {styled('1', mib(asleep.resident_bytes))} in {asleep.seconds:.2f} s")
+    for tag, size in asleep.released.items():
+        print(f"      {tag:<24}{mib(size):>12}")
+    woken = client.wake()
+    print(f"    awake again after {woken.seconds:.2f} s: {woken.lifecycle}")
+
+
+def show_same(what: str, now: Sample, before: Sample) -> None:
+    same = now.token_ids == before.token_ids and (now.logprobs == before.logprobs).all()
+    if not same:
+        raise RolloutError(f"{what}: the answer is another than before")
+    print(f"    {what}: the same {len(now.token_ids)} tokens and log-probabilities, bit for bit")
+
+
 def mib(size: int) -> str:
     return f"{size / 2**20:,.0f} MiB"
 
@@ -162,6 +232,13 @@ def run(server: ServerProcess, log: IO[str]) -> None:
     outputs, summary, seconds = sample_groups(server)
     show_groups(outputs)
     show_totals(summary, seconds, server.client.status(), info.block_size)
+    adapted = push_policy(server.client)
+    sleep_and_wake(server.client)
+    show_same("The adapted policy after its sleep", ask_again(server.client), adapted)
+    step("Going back to the base")
+    result = server.client.push_lora(None)
+    print(f"    version {result.weight_version}, pause {result.pause_ms:.0f} ms")
+    show_same("The base after all that", ask_again(server.client), outputs[0].samples[0])
 
 
 def main() -> int:

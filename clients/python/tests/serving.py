@@ -16,7 +16,8 @@ from rollout_client import RolloutClient, SamplingParams, ServerProcess, ServerS
 SMALL_CACHE = ["--kv-cache-bytes", str(64 << 20)]
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6] * 5, [2, 7, 1, 8, 2, 8]]
 SAMPLING = SamplingParams(max_tokens=12, seed=11, ignore_eos=True)
-LONG = SamplingParams(max_tokens=400, seed=3, ignore_eos=True)
+# Long enough for a push to come in the middle.
+LONG = SamplingParams(max_tokens=900, seed=3, ignore_eos=True)
 
 
 def bits(sample):
@@ -51,7 +52,7 @@ def resident_bytes(pid):
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def start_group(client, prompt=(5, 6, 7), n=4):
+def start_group(client, prompt=(5, 6, 7), n=8):
     """A group that is generating, in a thread; `join` gives its samples."""
     result = []
     thread = threading.Thread(

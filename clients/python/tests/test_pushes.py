@@ -137,6 +137,26 @@ def test_an_error_while_gathering_is_raised_and_drops_the_push(pusher, fake, rng
     assert len(fake.weights.commits) == 1
 
 
+def test_a_dropped_push_is_cancelled_and_not_left_to_the_server(pusher, fake, rng):
+    started = threading.Event()
+
+    def stall(requests, context):
+        context.add_callback(fake.cancelled.set)
+        started.set()
+        fake.cancelled.wait(20)
+
+    fake.answers["Update"] = stall
+
+    def gathered():
+        yield "a", rng.standard_normal(10, dtype=np.float32)
+        assert started.wait(20)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        pusher.push_full(gathered(), total_bytes=40, transport="inline")
+    assert fake.cancelled.wait(5)
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_lora_pushes_bring_tensors_and_config_at_once(call, fake, rng, transport):
     name = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -269,23 +289,25 @@ def test_a_server_that_is_not_there_is_unavailable(rng):
         client.push_lora(None)
 
 
-def test_pushes_leave_no_thread_behind(pusher, fake, rng):
-    state = random_state(rng)
-    hold(fake, state)
-    pusher.push_full(state, transport="inline")
+def test_pushes_that_break_leave_no_thread_behind(pusher, fake, rng):
+    """gRPC's thread waits for the next message when the push ends without one."""
+    tensor = rng.standard_normal(10, dtype=np.float32)
 
-    def refuse(number, request):
-        raise Refused(grpc.StatusCode.ABORTED, "no")
+    def gathered():
+        yield "a", tensor
+        raise KeyError("mine")
 
-    fake.weights.on_message = refuse
+    hold(fake, {"a": tensor})
+    pusher.push_full({"a": tensor}, transport="inline")
     before = threading.active_count()
     for _ in range(20):
-        with pytest.raises(Aborted):
-            pusher.push_full(state, transport="inline")
+        with pytest.raises(KeyError, match="mine"):
+            pusher.push_full(gathered(), total_bytes=80, transport="inline")
     deadline = time.monotonic() + 10
-    while threading.active_count() > before + 2 and time.monotonic() < deadline:
+    # The fake server's own threads, at most eight, come and go.
+    while threading.active_count() > before + 8 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert threading.active_count() <= before + 2, threading.enumerate()
+    assert threading.active_count() <= before + 8, threading.enumerate()
 
 
 def test_cancelling_an_async_push_drops_it(fake, rng):

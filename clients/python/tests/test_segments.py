@@ -143,8 +143,9 @@ def test_segments_of_others_and_other_files_are_left_alone(monkeypatch):
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     stale, other = SHM / f"rollout-{dead.pid}-{'0' * 16}", SHM / f"rollout-{dead.pid}-file"
-    stale.touch()
-    other.touch()
+    young = SHM / f"rollout-{os.getpid()}-{'0' * 16}"  # made a moment ago, not yet locked
+    for path in (stale, other, young):
+        path.touch()
     try:
         with monkeypatch.context() as patch:
             patch.setattr(_segment.os, "getuid", lambda: os.geteuid() + 1)
@@ -153,10 +154,10 @@ def test_segments_of_others_and_other_files_are_left_alone(monkeypatch):
             _segment.fcntl.flock(file, _segment.fcntl.LOCK_EX)
             assert stale.name not in clean_stale_segments()  # alive, in another namespace of processes
         assert stale.name in clean_stale_segments()
-        assert other.exists()
+        assert other.exists() and young.exists()
     finally:
-        stale.unlink(missing_ok=True)
-        other.unlink()
+        for path in (stale, other, young):
+            path.unlink(missing_ok=True)
 
 
 def test_a_segment_goes_with_the_interpreter_but_not_with_its_forks():

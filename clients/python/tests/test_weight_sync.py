@@ -206,12 +206,10 @@ def test_a_thousand_adapters_leave_no_drift_and_no_memory(binary, tmp_path, rng)
 def test_running_requests_meet_a_push_as_told(at_base, rng, policy, kind):
     client, base = at_base
     old = client.status().weight_version
-    expected_alone = [bits(s) for s in client.generate([[5, 6, 7]], n=4, sampling=LONG)[0].samples]
+    expected_alone = [bits(s) for s in start_group(client)()]
+    full, adapter = perturbed(rng, base, 0.05), random_adapter(rng, base)
     join = start_group(client)
-    if kind == "full":
-        result = client.push_full(perturbed(rng, base, 0.05), running=policy)
-    else:
-        result = client.push_lora(*random_adapter(rng, base), running=policy)
+    result = client.push_full(full, running=policy) if kind == "full" else client.push_lora(*adapter, running=policy)
     assert result.weight_version == old + 1
     samples = join()
     for sample in samples:
@@ -234,8 +232,9 @@ def test_running_requests_meet_a_push_as_told(at_base, rng, policy, kind):
 def test_recomputed_requests_go_on_as_the_new_policy_scores_them(at_base, rng):
     """With their KV computed again, log-probabilities after the change are those that the new policy gives."""
     client, base = at_base
+    full = perturbed(rng, base, 0.05)
     join = start_group(client)
-    client.push_full(perturbed(rng, base, 0.05), running="recompute")
+    client.push_full(full, running="recompute")
     for sample in join():
         changed = sample.weight_versions[1].start
         score = client.score([[5, 6, 7, *sample.token_ids]])[0]

@@ -1,0 +1,309 @@
+#!/usr/bin/env python3
+"""Pushes, sleep and wake beside a plain copy of the same bytes; prints a Markdown section for RESULTS.md.
+
+    make bench-weight-sync           # builds, gets the model, runs this
+    .venv/bin/python benches/weight_sync.py --model .models/….gguf --runs 5 --json results.json -- --threads 4
+
+Two models: the given one, and a random one in the shape of Qwen2.5-0.5B, written to a temporary directory first. Each
+is pushed whole in bfloat16 through the connection and through shared memory, then as a LoRA adapter of rank 16 on all
+linear layers, both while nothing runs; then it sleeps. The first push of each kind is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from end_to_end import Limits, commit, machine, measure_limits
+
+from rollout_client import (
+    ParameterInfo,
+    RolloutClient,
+    SamplingParams,
+    ServerProcess,
+    UpdateResult,
+    clean_stale_segments,
+)
+
+RANK = 16
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+QWEN = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "intermediate_size": 4864,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32_768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 151_643,
+    "eos_token_id": 151_645,
+}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median, least and most of several runs."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> Timing:
+        """Of these runs."""
+        return cls(statistics.median(values), min(values), max(values))
+
+    def __str__(self) -> str:
+        """Rounded to what can be trusted."""
+        digits = 0 if self.median >= 100 else 1 if self.median >= 10 else 2
+        return f"{self.median:.{digits}f} ({self.low:.{digits}f}–{self.high:.{digits}f})"
+
+
+def qwen_shapes() -> dict[str, tuple[int, ...]]:
+    """The parameters of the random model."""
+    hidden, inner = QWEN["hidden_size"], QWEN["intermediate_size"]
+    kv = QWEN["num_key_value_heads"] * hidden // QWEN["num_attention_heads"]
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (QWEN["vocab_size"], hidden)}
+    for layer in range(QWEN["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        for name, rows in (("q", hidden), ("k", kv), ("v", kv)):
+            shapes[f"{prefix}.self_attn.{name}_proj.weight"] = (rows, hidden)
+            shapes[f"{prefix}.self_attn.{name}_proj.bias"] = (rows,)
+        shapes[f"{prefix}.self_attn.o_proj.weight"] = (hidden, hidden)
+        shapes[f"{prefix}.mlp.gate_proj.weight"] = shapes[f"{prefix}.mlp.up_proj.weight"] = (inner, hidden)
+        shapes[f"{prefix}.mlp.down_proj.weight"] = (hidden, inner)
+        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
+        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+    return {**shapes, "model.norm.weight": (hidden,)}
+
+
+def write_qwen(directory: Path) -> Path:
+    """A checkpoint of random values without a tokenizer."""
+    header, end = {}, 0
+    for name, shape in qwen_shapes().items():
+        start, end = end, end + 2 * int(np.prod(shape))
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    rng = np.random.default_rng(0)
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name, shape in qwen_shapes().items():
+            file.write(random_bfloat16(rng, shape, 1.0 if "norm" in name else 0.0)[0])
+    (directory / "config.json").write_text(json.dumps(QWEN))
+    return directory
+
+
+def random_bfloat16(
+    rng: np.random.Generator, shape: tuple[int, ...], mean: float = 0.0
+) -> tuple[bytes, str, tuple[int, ...]]:
+    """A tensor as the client takes it from those who have no library with bfloat16."""
+    values = mean + 0.02 * rng.standard_normal(shape, dtype=np.float32)
+    return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes(), "bfloat16", shape
+
+
+def random_adapter(parameters: list[ParameterInfo]) -> tuple[dict[str, np.ndarray], dict]:
+    rng = np.random.default_rng(1)
+    tensors = {}
+    for parameter in parameters:
+        module = parameter.name.removesuffix(".weight")
+        if module.rpartition(".")[2] in LINEAR:
+            rows, columns = parameter.shape
+            prefix = f"base_model.model.{module}"
+            tensors[f"{prefix}.lora_A.weight"] = 0.01 * rng.standard_normal((RANK, columns), dtype=np.float32)
+            tensors[f"{prefix}.lora_B.weight"] = 0.01 * rng.standard_normal((rows, RANK), dtype=np.float32)
+    return tensors, {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": LINEAR}
+
+
+def copy_rate(size: int, runs: int) -> Timing:
+    """GB/s of one thread's copy of so many bytes to memory that has been used before."""
+    source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
+    return Timing.of([size / 1e9 / timed(lambda: np.copyto(target, source))[0] for _ in range(runs)])
+
+
+def timed(use: Callable[[], object]) -> tuple[float, object]:
+    start = time.perf_counter()
+    result = use()
+    return time.perf_counter() - start, result
+
+
+def pushes(push: Callable[[], UpdateResult], runs: int) -> tuple[list[float], list[UpdateResult]]:
+    """Seconds and results; the first, which takes fresh pages, is left out."""
+    push()
+    found = [timed(push) for _ in range(runs)]
+    return [seconds for seconds, _ in found], [result for _, result in found]  # type: ignore[misc]
+
+
+def measure_pushes(client: RolloutClient, runs: int) -> dict:
+    """Full pushes by both transports, and adapters."""
+    parameters = client.parameters()
+    rng = np.random.default_rng(2)
+    state = {p.name: random_bfloat16(rng, p.shape, 1.0 if "norm" in p.name else 0.0) for p in parameters}
+    size = sum(len(data) for data, _, _ in state.values())
+    report: dict = {"bytes": size, "copy": copy_rate(size, runs)}
+    for transport in ("inline", "shared_memory"):
+        seconds, results = pushes(
+            lambda transport=transport: client.push_full(state, transport=transport, progress=False), runs
+        )
+        report[transport] = {
+            "rate": Timing.of([size / 1e9 / s for s in seconds]),
+            "seconds": Timing.of(seconds),
+            "staging_ms": Timing.of([result.staging_ms for result in results]),
+            "pause_ms": Timing.of([result.pause_ms for result in results]),
+        }
+    report["shared_memory"]["client_rate"] = Timing.of(staging_rates(state, size, runs))
+    client.push_full(state, progress=False)
+    adapter, config = random_adapter(parameters)
+    seconds, results = pushes(lambda: client.push_lora(adapter, config, progress=False), runs)
+    report["lora"] = {
+        "bytes": sum(tensor.nbytes for tensor in adapter.values()),
+        "seconds": Timing.of(seconds),
+        "pause_ms": Timing.of([result.pause_ms for result in results]),
+    }
+    return report
+
+
+def staging_rates(state: dict, size: int, runs: int) -> list[float]:
+    """GB/s at which the client fills a segment that it has used before, digests included."""
+    from rollout_client._segment import Segment  # noqa: PLC0415 no part of the client's interface
+
+    segment, rates = Segment(size), []
+    for _ in range(runs + 1):
+        start, offset = time.perf_counter(), 0
+        for data, _, _ in state.values():
+            segment.write(offset, memoryview(data))
+            offset += len(data)
+        rates.append(size / 1e9 / (time.perf_counter() - start))
+    segment.close()
+    return rates[1:]
+
+
+def measure_sleep(server: ServerProcess, runs: int) -> dict:
+    """Both levels, of a server that has just generated."""
+    client, sampling = server.client, SamplingParams(max_tokens=8, ignore_eos=True)
+    awake, sleeps, wakes, asleep = [], [], [], []
+    for _ in range(runs):
+        client.generate([[1, 2, 3]], n=8, sampling=sampling, return_text=False)
+        awake.append(resident_mib(server))
+        sleeps.append(1e3 * timed(client.sleep)[0])
+        asleep.append(resident_mib(server))
+        wakes.append(1e3 * timed(client.wake)[0])
+    client.sleep(2)
+    report = {
+        "awake_mib": Timing.of(awake),
+        "level_1_mib": Timing.of(asleep),
+        "level_2_mib": resident_mib(server),
+        "sleep_ms": Timing.of(sleeps),
+        "wake_ms": Timing.of(wakes),
+        "reload_ms": 1e3 * timed(lambda: client.wake(reload=True))[0],
+    }
+    return report
+
+
+def resident_mib(server: ServerProcess) -> float:
+    return server.client.status().memory.resident_bytes / 2**20
+
+
+def measure(args: argparse.Namespace, name: str, model: str | Path) -> dict:
+    print(f"measuring {name} …", file=sys.stderr)
+    flags = ["--dtype", "bfloat16", "--mem-util", str(args.mem_util), "--max-model-len", "2048", *args.flags]
+    with ServerProcess(args.server, model, flags) as server:
+        report = {"model": name, **measure_pushes(server.client, args.runs), "sleep": measure_sleep(server, args.runs)}
+    return report
+
+
+def markdown(report: dict) -> str:
+    """A section for RESULTS.md."""
+    limits, results = Limits(**report["limits"]), report["results"]
+    names = " | ".join(result["model"] for result in results)
+
+    def row(title: str, value: Callable[[dict], object]) -> str:
+        return f"| {title} | {' | '.join(str(value(result)) for result in results)} |"
+
+    return "\n".join(
+        [
+            f"## {report['date']}: weight sync",
+            "",
+            f"- machine: {report['machine']}; memory read {limits.read_gb_per_s:.1f} GB/s, {limits.threads} threads",
+            f"- commit: {report['commit']}",
+            f"- command: `{report['command']}`",
+            f"- median (least–most) of {report['runs']} runs after one that is not counted; nothing else runs",
+            "",
+            f"| | {names} |",
+            f"|---|{'---|' * len(results)}",
+            row("all weights, bfloat16, MB", lambda r: f"{r['bytes'] / 1e6:,.0f}"),
+            row("copy of the same bytes, one thread, GB/s", lambda r: r["copy"]),
+            row("FULL inline, GB/s", lambda r: r["inline"]["rate"]),
+            row("FULL inline, pause ms", lambda r: r["inline"]["pause_ms"]),
+            row("FULL shared memory, end to end, GB/s", lambda r: r["shared_memory"]["rate"]),
+            row("… client's part (copy and digests), GB/s", lambda r: r["shared_memory"]["client_rate"]),
+            row("… server's check, ms", lambda r: r["shared_memory"]["staging_ms"]),
+            row("… pause, ms", lambda r: r["shared_memory"]["pause_ms"]),
+            row("LoRA r=16, all linear layers, MB", lambda r: f"{r['lora']['bytes'] / 1e6:,.1f}"),
+            row("… end to end, s", lambda r: r["lora"]["seconds"]),
+            row("… pause, ms", lambda r: r["lora"]["pause_ms"]),
+            row("sleep level 1, ms", lambda r: r["sleep"]["sleep_ms"]),
+            row("wake, ms", lambda r: r["sleep"]["wake_ms"]),
+            row("wake with reload after level 2, ms", lambda r: f"{r['sleep']['reload_ms']:,.0f}"),
+            row("resident awake, MiB", lambda r: r["sleep"]["awake_mib"]),
+            row("resident asleep, level 1, MiB", lambda r: r["sleep"]["level_1_mib"]),
+            row("resident asleep, level 2, MiB", lambda r: f"{r['sleep']['level_2_mib']:.0f}"),
+        ]
+    )
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--server", default="target/release/rollout-server", help="the server's binary")
+    parser.add_argument("--limits", default="target/release/examples/limits", help="the probe's binary")
+    parser.add_argument("--model", required=True, help="a local model, as the server's --model takes it")
+    parser.add_argument("--mem-util", type=float, default=0.4)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--only-given", action="store_true", help="without the random model (1 GB on disk)")
+    parser.add_argument("--json", metavar="FILE", help="also write everything there")
+    parser.add_argument("flags", nargs="*", help="further flags of the server, after --")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse_args()
+    clean_stale_segments()
+    print("measuring this machine's limits …", file=sys.stderr)
+    limits = measure_limits(args.limits)
+    results = [measure(args, Path(args.model).stem, args.model)]
+    if not args.only_given:
+        with tempfile.TemporaryDirectory(prefix="rollout-bench-") as directory:
+            results.append(measure(args, "Qwen2.5-0.5B, random", write_qwen(Path(directory))))
+    report = {
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(),
+        "commit": commit(),
+        "command": f"benches/weight_sync.py {' '.join(sys.argv[1:])}",
+        "runs": args.runs,
+        "limits": asdict(limits),
+        "results": results,
+    }
+    if args.json:
+        Path(args.json).write_text(json.dumps(report, indent=1, default=asdict) + "\n")
+    print(markdown(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Models of the real PEFT, pushed: bits of its own `merge_adapter()`. Needs torch and PEFT: `make test-peft`."""
+
+from __future__ import annotations
+
+import pytest
+
+from conftest import FIXTURES
+from rollout_client import checksum_of
+from serving import server
+
+torch = pytest.importorskip("torch", reason="torch and PEFT are installed by `make test-peft`")
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+# Of warnings of these libraries nothing can be learned here.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+ATTENTION = ["q_proj", "v_proj"]
+MLP = ["gate_proj", "up_proj", "down_proj"]
+# name: (base, dtype of the adapter, LoraConfig)
+CASES = {
+    "default targets": ("llama-tied", torch.float32, {"r": 4}),
+    "all linear": ("qwen2", torch.float32, {"r": 8, "target_modules": "all-linear"}),
+    "rslora and patterns": (
+        "qwen2",
+        torch.float32,
+        {
+            "r": 4,
+            "use_rslora": True,
+            "target_modules": ATTENTION + MLP,
+            "rank_pattern": {"q_proj": 2, "layers.1.mlp.*": 6},
+            "alpha_pattern": {"v_proj": 32},
+        },
+    ),
+    "DoRA": ("llama-tied", torch.float32, {"r": 4, "use_dora": True, "target_modules": ATTENTION + MLP}),
+    "bfloat16": ("qwen2", torch.bfloat16, {"r": 4, "target_modules": ATTENTION}),
+    "modules to save": (
+        "llama",
+        torch.float32,
+        {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]},
+    ),
+    "embeddings": ("llama", torch.float32, {"r": 4, "target_modules": ["embed_tokens", "q_proj"]}),
+    "biases": ("qwen2", torch.float32, {"r": 4, "target_modules": ATTENTION, "bias": "lora_only"}),
+}
+
+
+def adapted(base, adapter_dtype, config, dtype, seed):
+    """A model with adapters of random values; PEFT's own start is the base itself."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(FIXTURES / base, dtype=dtype)
+    model = peft.get_peft_model(model, peft.LoraConfig(lora_alpha=12, task_type="CAUSAL_LM", **config))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            noise = torch.randn(parameter.shape, generator=generator)
+            around = parameter.float() if "lora_A" not in name and "lora_B" not in name else 0.0
+            parameter.copy_(around + 0.1 * noise)
+            if "lora_" in name and "magnitude" not in name:
+                parameter.data = parameter.data.to(adapter_dtype)
+    return model
+
+
+def merged_state(model):
+    """What `merge_adapter()` makes of the model, by the checkpoint's names."""
+    model.merge_adapter()
+    state = {}
+    for key, value in model.base_model.model.state_dict().items():
+        if "lora_" not in key and ".original_module." not in key:
+            state[key.replace(".base_layer", "").replace(".modules_to_save.default", "")] = value
+    return state
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_pushed_model_serves_what_peft_merges(binary, name, dtype):
+    base, adapter_dtype, config = CASES[name]
+    torch.set_num_threads(1)
+    model = adapted(base, adapter_dtype, config, getattr(torch, dtype), seed=len(name))
+    with server(binary, FIXTURES / base, "--dtype", dtype) as client:
+        before = client.checksum()
+        result = client.push_lora(model)
+        found, state = client.checksum(), merged_state(model)
+        assert found == {parameter: checksum_of(state[parameter], dtype) for parameter in before}
+        changed = sum(found[parameter] != before[parameter] for parameter in before)
+        assert 0 < changed <= result.parameters
+        client.push_full(state)
+        assert client.checksum() == found
+        client.push_lora(None)
+        assert client.checksum() == found, "a full push is the base of what follows"
