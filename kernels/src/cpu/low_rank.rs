@@ -1,5 +1,7 @@
 //! The product of two thin matrices, added to a tile: what merges a LoRA adapter into a weight.
 
+#![allow(clippy::needless_range_loop)] // indices, so that accumulators stay in registers
+
 use super::isa::{Isa, Kernel};
 use super::lanes::{LANES, Lanes};
 use super::rows::{Rows, RowsMut};
@@ -84,14 +86,20 @@ impl LowRank<'_> {
             unsafe { accumulate::<L, Single<f32>, ROWS, NV>(&mut acc, rank, &operands) };
         }
         let scaling = L::splat(self.scaling);
-        for (m, acc) in acc.iter().enumerate() {
+        for m in 0..ROWS {
             let out = &mut self.out.row_mut(first + m)[columns.clone()];
-            for (acc, out) in acc.iter().zip(out.chunks_mut(LANES)) {
-                let delta = acc.mul(scaling);
-                match out.as_chunks_mut::<LANES>() {
-                    ([out], _) => *out = L::from_array(out).add(delta).to_array(),
-                    (_, rest) => rest.iter_mut().zip(delta.to_array()).for_each(|(out, delta)| *out += delta),
+            if out.len() == NV * LANES {
+                for v in 0..NV {
+                    let out = out[v * LANES..][..LANES].as_mut_ptr();
+                    // SAFETY: the slice has 16 elements.
+                    unsafe { L::load(out).add(acc[m][v].mul(scaling)).store(out) };
                 }
+            } else {
+                let mut delta = [[0.0; LANES]; NV];
+                for v in 0..NV {
+                    delta[v] = acc[m][v].mul(scaling).to_array();
+                }
+                out.iter_mut().zip(delta.as_flattened()).for_each(|(out, delta)| *out += delta);
             }
         }
     }

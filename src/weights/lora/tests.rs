@@ -183,3 +183,17 @@ fn no_adapter_and_an_empty_push_are_the_base() {
         adapter.check_unmerged().unwrap();
     }
 }
+
+#[test]
+fn a_delta_that_underflows_keeps_the_sign_of_a_zero() {
+    let weight = format!("{OUT}.weight");
+    let parameters = parameters(&[(&weight, &[1, 1])], Dtype::Bf16, false);
+    let mut push = Push::new(r#"{"peft_type": "LORA", "r": 1}"#);
+    for (part, value) in [("lora_A", 1e-30), ("lora_B", -1e-30)] {
+        let name = format!("base_model.model.{OUT}.{part}.weight");
+        push.add(&name, &[1, 1], TensorData::Bf16(vec![bf16::from_f32(value)].into()));
+    }
+    let mut values = [-0.0];
+    push.build(&parameters).merge(Isa::detect(), &weight, &Slice::whole(&[1, 1]), &mut values);
+    assert_eq!(bits(&values), bits(&[-0.0]));
+}
