@@ -140,6 +140,32 @@ fn values_of_a_segment_that_are_not_finite_are_named() {
     refused(receiver.finish(), "tensors", &[&push[bad].entry.name, "element 5;"]);
 }
 
+#[test]
+fn large_tensors_of_a_segment_are_read_whole() {
+    use super::super::shared_memory;
+    use super::super::staging::Slot;
+    for seed in 0..4 {
+        let mut rng = rng(seed);
+        let dtype = random_dtype(&mut rng);
+        let n = rng.random_range(300_000..1_000_000);
+        let mut data = random_bytes(&mut rng, dtype, n);
+        let segment = Segment::new("large", &[&[7; 3], &data[..]].concat());
+        let digest = xxh3_128(&data).to_be_bytes();
+        let mut slot = Slot::new(data.len(), Some(dtype), Some(digest));
+        slot.fill("w", &shared_memory::open(&segment.name()).unwrap(), 3).unwrap();
+        assert_eq!(slot.digest(), Some(digest), "seed {seed}");
+        assert!(**slot.buffer().unwrap() == data[..], "seed {seed}");
+        let bad = rng.random_range(0..n);
+        data[bad * dtype.size()..][..dtype.size()].fill(0xff);
+        std::fs::write(&segment.0, &data).unwrap();
+        let file = shared_memory::open(&segment.name()).unwrap();
+        let read = Slot::new(data.len(), Some(dtype), None).fill("w", &file, 0);
+        refused(read, "tensors", &["\"w\"", &format!("element {bad};")]);
+        // That the bytes are others is said first: the values are then not the trainer's.
+        lost(Slot::new(data.len(), Some(dtype), Some(digest)).fill("w", &file, 0), "\"w\"");
+    }
+}
+
 fn write_safetensors(path: &Path, push: &[Sent]) {
     let views = push.iter().map(|sent| {
         let dtype = match sent.entry.dtype {
@@ -178,6 +204,24 @@ fn a_directory_is_the_stream() {
             assert_eq!(receiver.staging_bytes(false), total(&push));
             let stream = receive(UpdateKind::Full, &push, &parameters).unwrap();
             assert_same(receiver.finish().unwrap(), stream, &parameters, &format!("seed {seed}: {path}"));
+        }
+    }
+}
+
+#[test]
+fn embedding_and_head_of_a_directory_must_agree() {
+    let parameters = model(true);
+    let mut rng = rng(34);
+    let push = random_push(&mut rng, &parameters);
+    let place = push.iter().position(|sent| sent.entry.name == EMBEDDING).unwrap();
+    for flip in [0, 1] {
+        let mut bytes = push[place].bytes.clone();
+        bytes[0] ^= flip;
+        let dir = checkpoint(&[&push[..], &[push[place].with(bytes).renamed(HEAD)]].concat());
+        let result = from_directory(UpdateKind::Full, "step-7", &parameters, dir.path()).unwrap().finish();
+        match flip {
+            0 => assert_eq!(result.unwrap().parameters, parameters.len()),
+            _ => refused(result, "tensors", &[HEAD, "is the embedding"]),
         }
     }
 }

@@ -1,4 +1,6 @@
-use super::super::staging::{Slot, first_not_finite};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use super::super::staging::{Slot, first_not_finite, in_parallel};
 use super::*;
 
 /// Every byte of the push once, as `(tensor, offset, data)` in any order.
@@ -263,4 +265,21 @@ fn an_adapter_of_nothing_is_the_base() {
     assert_eq!((received.bytes, received.parameters), (0, 0));
     let with_config = UpdateSpec { adapter_config: "{}".into(), ..spec(UpdateKind::Full, &[]) };
     refused(Receiver::open(with_config, model(true), None), "adapter_config", &["LORA"]);
+}
+
+#[test]
+fn all_is_done_in_parallel_and_every_error_is_seen() {
+    for items in 0..20 {
+        let done: Vec<AtomicUsize> = (0..items).map(|_| AtomicUsize::new(0)).collect();
+        let work = |i: usize| {
+            done[i].fetch_add(1, Ordering::Relaxed);
+            Ok(())
+        };
+        in_parallel((0..items).map(|i| (i * 7 % 5, i)).collect(), work).unwrap();
+        assert!(done.iter().all(|done| done.load(Ordering::Relaxed) == 1), "{items} items");
+        for bad in 0..items {
+            let work = |i: usize| if i == bad { Err(Error::DataLoss(format!("item {i}"))) } else { Ok(()) };
+            lost(in_parallel((0..items).map(|i| (i * 7 % 5, i)).collect(), work), &format!("item {bad}"));
+        }
+    }
 }
