@@ -13,8 +13,6 @@ use crate::weights::Dtype;
 /// From here on a tensor has its own mapping. A smaller one comes from the heap: rounding it up to pages would cost more
 /// than the heap can keep.
 const MAPPED_BYTES: usize = 32 << 10;
-/// From here on huge pages are asked for: fewer faults while the tensor is filled.
-const HUGE_BYTES: usize = 4 << 20;
 /// Read, hashed and checked at a time, so that the second and third look find it in the core's cache.
 const PIECE_BYTES: usize = 256 << 10;
 /// Pieces of one tensor that may be there with gaps between them. A sender that goes through a tensor in order has one;
@@ -34,13 +32,10 @@ impl Buffer {
         if bytes < MAPPED_BYTES {
             return Ok(Self::Heap(vec![0; bytes]));
         }
+        // No huge pages: for memory that is written once and read once, finding and clearing them takes longer than the
+        // faults that they save.
         let map = MmapMut::map_anon(bytes)
             .map_err(|e| Error::ResourceExhausted(format!("cannot map {bytes} bytes to stage a tensor: {e}")))?;
-        #[cfg(target_os = "linux")]
-        if bytes >= HUGE_BYTES {
-            // Advice only: without huge pages it takes a little longer.
-            let _ = map.advise(memmap2::Advice::HugePage);
-        }
         Ok(Self::Mapped(map))
     }
 }
