@@ -28,7 +28,9 @@ pub use isa::Isa;
 pub use kv::{BlockCopy, KvCache, KvDtype, KvLayout};
 pub use linear::linear;
 pub use norm::{add_rms_norm, head_rms_norm, rms_norm};
-pub use packed::{MAX_LEAVES, PackedMatrix, RowBits, WeightDtype, WeightRows, gather_rows, reduction_leaves};
+pub use packed::{
+    Fill, MAX_LEAVES, PackedMatrix, RowBits, WeightDtype, WeightRows, WriteElements, gather_rows, reduction_leaves,
+};
 pub use pool::{Cpu, ThreadPool};
 pub use rope::rope;
 pub use rows::{Rows, RowsMut};
