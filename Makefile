@@ -59,11 +59,12 @@ proto: setup ## after a change in proto/: the descriptors of the Python client
 	$(BIN)/python -m grpc_tools.protoc -Iproto --descriptor_set_out=$(DESCRIPTORS) \
 		$$(cd proto && find . -name '*.proto' | sed 's|^\./||' | sort)
 
-fixtures: ## make tests/fixtures again (installs torch and transformers, several GB, into .venv-fixtures)
-	$(call say,Installing torch and transformers into .venv-fixtures)
+fixtures: ## make tests/fixtures again (installs torch, transformers and peft, several GB, into .venv-fixtures)
+	$(call say,Installing torch, transformers and peft into .venv-fixtures)
 	$(PYTHON) -m venv .venv-fixtures
-	.venv-fixtures/bin/pip install --quiet torch==2.15.0 transformers==5.23.0 safetensors gguf==0.19.0
+	.venv-fixtures/bin/pip install --quiet torch==2.15.0 transformers==5.23.0 safetensors gguf==0.19.0 peft==0.21.2
 	.venv-fixtures/bin/python tests/fixtures/make_fixtures.py
+	.venv-fixtures/bin/python tests/fixtures/make_peft_fixtures.py
 
 $(MODEL): | $(VENV)/.installed
 	$(call say,Getting SmolLM2-135M-Instruct (93 MB) into $(MODELS))

@@ -4,12 +4,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::Path;
 
-use half::{bf16, f16};
 use safetensors::SafeTensors;
 
 use super::mapped::MappedFile;
 use super::shard::{Slice, matrix_shape};
-use super::tensor::{Dtype, Element, TensorData, slice_of_bytes};
+use super::tensor::{Dtype, TensorData};
 use crate::error::{Error, Result};
 
 pub(super) const SINGLE: &str = "model.safetensors";
@@ -120,11 +119,7 @@ impl SafetensorsCheckpoint {
         let entry = self.entries.get(name)?;
         let bytes = &self.files[entry.file].bytes()[entry.bytes.clone()];
         let (_, cols) = matrix_shape(&entry.shape);
-        Some(match entry.dtype {
-            Dtype::F32 => f32::data(slice_of_bytes(bytes, cols, slice)),
-            Dtype::F16 => f16::data(slice_of_bytes(bytes, cols, slice)),
-            Dtype::Bf16 => bf16::data(slice_of_bytes(bytes, cols, slice)),
-        })
+        Some(TensorData::of_bytes(entry.dtype, bytes, cols, slice))
     }
 
     pub(super) fn release(&self, name: &str) {

@@ -33,6 +33,18 @@ pub enum TensorData<'a> {
 }
 
 impl<'a> TensorData<'a> {
+    /// The slice of a row-major matrix with `cols` columns stored as little-endian bytes. Whole rows are borrowed.
+    ///
+    /// # Panics
+    /// If the slice is not inside the matrix.
+    pub(super) fn of_bytes(dtype: Dtype, bytes: &'a [u8], cols: usize, slice: &Slice) -> Self {
+        match dtype {
+            Dtype::F32 => f32::data(slice_of_bytes(bytes, cols, slice)),
+            Dtype::F16 => f16::data(slice_of_bytes(bytes, cols, slice)),
+            Dtype::Bf16 => bf16::data(slice_of_bytes(bytes, cols, slice)),
+        }
+    }
+
     pub fn dtype(&self) -> Dtype {
         match self {
             Self::F32(_) => Dtype::F32,
@@ -106,10 +118,7 @@ impl Element for bf16 {
     }
 }
 
-/// The slice of a row-major matrix with `cols` columns stored as little-endian bytes. Whole rows are borrowed.
-///
-/// # Panics
-/// If the slice is not inside the matrix.
+/// [`TensorData::of_bytes`] of a known type.
 pub(super) fn slice_of_bytes<'a, T: Element>(bytes: &'a [u8], cols: usize, slice: &Slice) -> Cow<'a, [T]> {
     let row_bytes = cols * size_of::<T>();
     let rows = &bytes[slice.rows.start * row_bytes..slice.rows.end * row_bytes];

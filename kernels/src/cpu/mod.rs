@@ -11,6 +11,7 @@ mod kv;
 mod lanes;
 mod linear;
 pub mod logits;
+mod low_rank;
 pub mod math;
 mod norm;
 mod packed;
@@ -27,6 +28,7 @@ pub use attention::{AttentionSequence, AttentionShape, paged_attention};
 pub use isa::Isa;
 pub use kv::{BlockCopy, KvCache, KvDtype, KvLayout};
 pub use linear::linear;
+pub use low_rank::add_low_rank;
 pub use norm::{add_rms_norm, head_rms_norm, rms_norm};
 pub use packed::{
     Fill, MAX_LEAVES, PackedMatrix, RowBits, WeightDtype, WeightRows, WriteElements, gather_rows, reduction_leaves,

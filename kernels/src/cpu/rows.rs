@@ -47,6 +47,10 @@ impl<'a> Rows<'a> {
         self.width
     }
 
+    pub(crate) fn stride(&self) -> usize {
+        self.stride
+    }
+
     #[inline]
     pub fn row(&self, i: usize) -> &'a [f32] {
         &self.data[i * self.stride..][..self.width]

@@ -1,19 +1,26 @@
 //! PEFT adapters: read, checked, and merged as PEFT's `merge_adapter()` does it, bit for bit.
 
-use super::parameters::Parameters;
-use super::shard::Slice;
-use super::tensor::TensorData;
-use super::update::TensorEntry;
-use crate::error::Result;
+mod change;
+mod check;
+mod config;
+mod name;
+mod plan;
+
+use std::collections::BTreeMap;
+
 use rollout_kernels::cpu::Isa;
+
+use self::change::{Change, LowRank};
+use super::shard::Slice;
+use crate::error::{Error, Result};
+
+pub use plan::AdapterPlan;
 
 /// A checked adapter, ready to be merged; what it takes beside the staged bytes is [`Adapter::bytes`].
 #[derive(Debug, Default)]
-pub struct Adapter {}
-
-/// An adapter whose names and shapes fit the model, before its values are there.
-#[derive(Debug)]
-pub struct AdapterPlan {}
+pub struct Adapter {
+    changes: BTreeMap<String, Change>,
+}
 
 /// `delta = scaling * b a` of one linear layer.
 #[derive(Clone, Copy, Debug)]
@@ -26,25 +33,6 @@ pub struct Factors<'a> {
     pub scaling: f32,
 }
 
-impl AdapterPlan {
-    /// # Errors
-    /// `InvalidArgument` naming the tensor or the configuration's field that is unknown, missing, twice, of another
-    /// shape, or not supported.
-    pub fn new(_config: &str, _tensors: &[TensorEntry], _parameters: &Parameters) -> Result<Self> {
-        todo!()
-    }
-
-    /// What [`Adapter::bytes`] will be.
-    pub fn bytes(&self) -> u64 {
-        todo!()
-    }
-
-    /// `values(i)` are those of `tensors[i]`, finite.
-    pub fn build<'t>(self, _values: &dyn Fn(usize) -> TensorData<'t>) -> Adapter {
-        todo!()
-    }
-}
-
 impl Adapter {
     /// The base itself: changes nothing.
     pub fn none() -> Self {
@@ -53,43 +41,67 @@ impl Adapter {
 
     /// Memory it holds.
     pub fn bytes(&self) -> u64 {
-        todo!()
+        self.changes.values().map(Change::bytes).sum()
     }
 
     /// Names of the parameters that it changes, ascending.
     pub fn parameters(&self) -> impl Iterator<Item = &str> {
-        std::iter::empty()
+        self.changes.keys().map(String::as_str)
     }
 
-    pub fn touches(&self, _parameter: &str) -> bool {
-        todo!()
+    pub fn touches(&self, parameter: &str) -> bool {
+        self.changes.contains_key(parameter)
     }
 
     /// Whether `merge` must be given whole rows of this parameter (DoRA: the norm is of the row).
-    pub fn needs_whole_rows(&self, _parameter: &str) -> bool {
-        todo!()
+    pub fn needs_whole_rows(&self, parameter: &str) -> bool {
+        self.low_rank(parameter).is_some_and(|low_rank| low_rank.magnitude.is_some())
     }
 
     /// Turns the base's values of `slice` (row-major float32, of serving precision) into the merged ones, float32 and
     /// not yet rounded. Single-threaded; each element's bits depend on nothing but the base's and the adapter's values
     /// of its row and column. Does nothing for a parameter that the adapter does not touch.
-    pub fn merge(&self, _isa: Isa, _parameter: &str, _slice: &Slice, _values: &mut [f32]) {
-        todo!()
+    ///
+    /// # Panics
+    /// If the slice is not inside the parameter, or has not as many elements as `values`.
+    pub fn merge(&self, isa: Isa, parameter: &str, slice: &Slice, values: &mut [f32]) {
+        assert_eq!(values.len(), slice.len(), "values of a slice of {parameter}");
+        if let Some(change) = self.changes.get(parameter) {
+            change.merge(isa, slice, values);
+        }
     }
 
     /// Largest rank of its factors; 0 if it has none.
     pub fn rank(&self) -> usize {
-        todo!()
+        self.changes.values().filter_map(Change::low_rank).map(|low_rank| low_rank.rank).max().unwrap_or(0)
     }
 
-    /// The factors of a linear layer's weight, if it has some.
-    pub fn factors(&self, _parameter: &str) -> Option<Factors<'_>> {
-        todo!()
+    /// The factors of a linear layer's weight, if it has some that can be applied unmerged.
+    pub fn factors(&self, parameter: &str) -> Option<Factors<'_>> {
+        let LowRank { rank, a, b, scaling, .. } = self.low_rank(parameter).filter(|low_rank| low_rank.is_plain())?;
+        Some(Factors { rank: *rank, a, b, scaling: *scaling })
     }
 
     /// # Errors
     /// `InvalidArgument` naming what cannot be applied unmerged: DoRA, embeddings, `modules_to_save`, biases.
     pub fn check_unmerged(&self) -> Result<()> {
-        todo!()
+        let other = self.changes.iter().find(|(_, change)| !change.low_rank().is_some_and(LowRank::is_plain));
+        let Some((parameter, change)) = other else {
+            return Ok(());
+        };
+        let what = match change.low_rank() {
+            Some(low_rank) if low_rank.magnitude.is_some() => "DoRA",
+            Some(_) => "an adapter of the embedding",
+            None if change.whole.is_some() => "a parameter of modules_to_save or a trained bias",
+            None => "a bias of lora_B",
+        };
+        Err(Error::invalid(parameter, format!("{what} cannot be applied unmerged; push this adapter to be merged")))
+    }
+
+    fn low_rank(&self, parameter: &str) -> Option<&LowRank> {
+        self.changes.get(parameter)?.low_rank()
     }
 }
+
+#[cfg(test)]
+mod tests;

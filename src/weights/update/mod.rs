@@ -1,13 +1,23 @@
 //! A push on its way in: declared, received, verified; nothing here touches the weights that serve.
 
-use std::path::Path;
+mod delta;
+mod directory;
+mod files;
+mod full;
+mod manifest;
+mod names;
+mod receiver;
+mod shared_memory;
+mod staging;
+
 use std::sync::Arc;
 
 use super::lora::Adapter;
-use super::parameters::Parameters;
-use super::shard::Slice;
-use super::tensor::{Dtype, TensorData};
-use crate::error::Result;
+use super::tensor::Dtype;
+
+pub use delta::{Changes, Delta};
+pub use full::Tensors;
+pub use receiver::Receiver;
 
 /// What a push brings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,45 +78,6 @@ pub enum WeightUpdate {
     Delta(Arc<Delta>),
 }
 
-/// New values of whole parameters, by the model's names (unfused, unprefixed).
-#[derive(Debug, Default)]
-pub struct Tensors {}
-
-impl Tensors {
-    /// Names of the parameters, ascending.
-    pub fn names(&self) -> impl Iterator<Item = &str> {
-        std::iter::empty()
-    }
-
-    /// Values of a slice; None if it has not this parameter.
-    pub fn read(&self, _parameter: &str, _slice: &Slice) -> Option<TensorData<'_>> {
-        todo!()
-    }
-}
-
-/// New values of single elements.
-#[derive(Debug, Default)]
-pub struct Delta {}
-
-/// Of one parameter.
-#[derive(Debug)]
-pub struct Changes<'a> {
-    /// Flat row-major indices into the whole parameter, ascending, no duplicates.
-    pub indices: &'a [u64],
-    pub values: TensorData<'a>,
-}
-
-impl Delta {
-    /// Names of the parameters with changes, ascending.
-    pub fn names(&self) -> impl Iterator<Item = &str> {
-        std::iter::empty()
-    }
-
-    pub fn changes(&self, _parameter: &str) -> Option<Changes<'_>> {
-        todo!()
-    }
-}
-
 /// What has come of a push.
 #[derive(Clone, Debug)]
 pub struct Received {
@@ -119,55 +90,5 @@ pub struct Received {
     pub parameters: usize,
 }
 
-/// Receives one push.
-pub struct Receiver {}
-
-impl Receiver {
-    /// Checks what is declared and opens the source; takes no memory for tensors yet.
-    ///
-    /// # Errors
-    /// `InvalidArgument` naming the tensor or field; `NotFound` for a segment or directory that is not there.
-    pub fn open(_spec: UpdateSpec, _parameters: Arc<Parameters>, _weights_dir: Option<&Path>) -> Result<Self> {
-        todo!()
-    }
-
-    /// Most memory that it and its [`Received`] will hold at any time. `in_place`: with [`Receiver::take_complete`]
-    /// after each write.
-    pub fn staging_bytes(&self, _in_place: bool) -> u64 {
-        todo!()
-    }
-
-    /// Declares further tensors.
-    ///
-    /// # Errors
-    /// As for [`Receiver::open`]; also if they pass the announced total.
-    pub fn declare(&mut self, _tensors: Vec<TensorEntry>) -> Result<()> {
-        todo!()
-    }
-
-    /// Takes bytes of a declared tensor. They may come in any order; each byte once.
-    ///
-    /// # Errors
-    /// `InvalidArgument` if there is no such tensor, or the bytes are outside it or were sent before; `DataLoss` if
-    /// they complete a tensor whose digest is another.
-    pub fn write(&mut self, _tensor: u32, _offset: u64, _data: &[u8]) -> Result<()> {
-        todo!()
-    }
-
-    /// FULL in place: the verified tensors that have become complete since the last call, if any; their memory goes
-    /// when they are dropped.
-    pub fn take_complete(&mut self) -> Option<Tensors> {
-        todo!()
-    }
-
-    /// Verifies all that has not been: that every tensor is there whole, its digest and that its values are finite.
-    /// Reads the tensors first where the source is no stream. After [`Receiver::take_complete`] what was taken is not in
-    /// the result.
-    ///
-    /// # Errors
-    /// `DataLoss` naming the tensor of another digest; `InvalidArgument` naming one that is missing, incomplete or not
-    /// finite.
-    pub fn finish(self) -> Result<Received> {
-        todo!()
-    }
-}
+#[cfg(test)]
+mod tests;

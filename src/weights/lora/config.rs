@@ -1,0 +1,306 @@
+//! `adapter_config.json`: what of it decides the merge, and what is refused.
+
+use std::fmt;
+
+use regex::{Regex, RegexBuilder};
+use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
+
+use crate::error::{Error, Result};
+
+/// Fields that change what the adapter computes; each must be unset.
+const UNSUPPORTED: [&str; 11] = [
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "layer_replication",
+    "megatron_config",
+    "monteclora_config",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_qalora",
+    "velora_config",
+];
+/// Beginnings of the `init_lora_weights` that change the base the trainer adapts, or how PEFT rounds the merge.
+const OTHER_BASES: [&str; 6] = ["pissa", "corda", "olora", "loftq", "lora_ga", "mica"];
+/// One for every layer of a large model; more would be there to cost memory.
+const MAX_PATTERNS: usize = 4096;
+/// Bytes of a compiled pattern: a module's name takes a few KiB.
+const PATTERN_BYTES: usize = 1 << 16;
+
+/// The part of PEFT's `LoraConfig` that decides a merge; fields that are missing have PEFT's defaults.
+pub(super) struct AdapterConfig {
+    rank: u32,
+    alpha: f64,
+    rank_pattern: Vec<(Regex, u32)>,
+    alpha_pattern: Vec<(Regex, f64)>,
+    rank_stabilised: bool,
+    pub dora: bool,
+    /// `lora_B` has a bias.
+    pub lora_bias: bool,
+    pub bias: TrainedBias,
+    pub modules_to_save: Vec<String>,
+    /// A tied head stays the embedding where `modules_to_save` names it.
+    pub ensure_weight_tying: bool,
+}
+
+/// Which of the base's biases the adapter replaces.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum TrainedBias {
+    None,
+    Adapted,
+    All,
+}
+
+impl AdapterConfig {
+    /// # Errors
+    /// `InvalidArgument` naming the field that is wrong or not supported.
+    pub fn parse(json: &str) -> Result<Self> {
+        let fields: Field = serde_json::from_str(json)
+            .map_err(|e| Error::invalid("adapter_config", format!("not the JSON of adapter_config.json: {e}")))?;
+        let fields = Fields::of(&fields)?;
+        fields.refuse_unsupported()?;
+        Ok(Self {
+            rank: fields.get("r").map_or(Ok(8), |r| rank("r", r))?,
+            alpha: fields.get("lora_alpha").map_or(Ok(8.0), |alpha| number("lora_alpha", alpha))?,
+            rank_pattern: fields.pattern("rank_pattern", rank)?,
+            alpha_pattern: fields.pattern("alpha_pattern", number)?,
+            rank_stabilised: fields.flag("use_rslora")?,
+            dora: fields.flag("use_dora")?,
+            lora_bias: fields.flag("lora_bias")?,
+            bias: fields.bias()?,
+            modules_to_save: fields.texts("modules_to_save")?,
+            ensure_weight_tying: fields.flag("ensure_weight_tying")?,
+        })
+    }
+
+    /// Of the module with this name in the base model. Of the patterns the first that matches wins.
+    pub fn rank(&self, module: &str) -> u32 {
+        first_match(&self.rank_pattern, module).unwrap_or(self.rank)
+    }
+
+    /// Computed in float64 as Python does, then rounded as PyTorch rounds a scalar for a float32 tensor.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if it is not finite in float32.
+    pub fn scaling(&self, module: &str) -> Result<f32> {
+        let rank = f64::from(self.rank(module));
+        let alpha = first_match(&self.alpha_pattern, module).unwrap_or(self.alpha);
+        let scaling = (alpha / if self.rank_stabilised { rank.sqrt() } else { rank }) as f32;
+        if !scaling.is_finite() {
+            return Err(bad("lora_alpha", format!("{alpha} of {module} is beyond float32; give a smaller one")));
+        }
+        Ok(scaling)
+    }
+}
+
+fn first_match<T: Copy>(pattern: &[(Regex, T)], module: &str) -> Option<T> {
+    pattern.iter().find(|(regex, _)| regex.is_match(module)).map(|(_, value)| *value)
+}
+
+fn bad(field: &str, message: String) -> Error {
+    Error::invalid(format!("adapter_config.{field}"), message)
+}
+
+/// The fields of the configuration that are not null.
+struct Fields<'a>(&'a [(String, Field)]);
+
+impl<'a> Fields<'a> {
+    fn of(field: &'a Field) -> Result<Self> {
+        match field {
+            Field::Table(entries) => Ok(Self(entries)),
+            other => Err(Error::invalid("adapter_config", format!("{other} is no adapter_config.json"))),
+        }
+    }
+
+    /// As in Python the last of a name counts.
+    fn get(&self, name: &str) -> Option<&'a Field> {
+        let field = self.0.iter().rev().find(|(key, _)| key == name).map(|(_, field)| field);
+        field.filter(|field| !matches!(field, Field::Null))
+    }
+
+    fn refuse_unsupported(&self) -> Result<()> {
+        match self.get("peft_type") {
+            Some(Field::Text(kind)) if kind == "LORA" => {}
+            other => {
+                let other = other.map_or("missing".to_string(), Field::to_string);
+                return Err(bad("peft_type", format!("{other}; only \"LORA\" is supported")));
+            }
+        }
+        for name in UNSUPPORTED {
+            if let Some(field) = self.get(name).filter(|field| !field.is_empty()) {
+                return Err(bad(name, format!("{field} is not supported; train without it, or push FULL weights")));
+            }
+        }
+        match self.get("init_lora_weights") {
+            Some(Field::Text(init)) if OTHER_BASES.iter().any(|start| init.to_lowercase().starts_with(start)) => {
+                let message = format!(
+                    "\"{init}\" adapts another base than the checkpoint; convert the adapter \
+                     (path_initial_model_for_weight_conversion), or push FULL weights"
+                );
+                Err(bad("init_lora_weights", message))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn flag(&self, name: &str) -> Result<bool> {
+        match self.get(name) {
+            None => Ok(false),
+            Some(Field::Bool(flag)) => Ok(*flag),
+            Some(other) => Err(bad(name, format!("{other} is not true or false"))),
+        }
+    }
+
+    fn bias(&self) -> Result<TrainedBias> {
+        match self.get("bias") {
+            None => Ok(TrainedBias::None),
+            Some(Field::Text(bias)) if bias == "none" => Ok(TrainedBias::None),
+            Some(Field::Text(bias)) if bias == "lora_only" => Ok(TrainedBias::Adapted),
+            Some(Field::Text(bias)) if bias == "all" => Ok(TrainedBias::All),
+            Some(other) => Err(bad("bias", format!("{other} is not \"none\", \"lora_only\" or \"all\""))),
+        }
+    }
+
+    fn texts(&self, name: &str) -> Result<Vec<String>> {
+        let wrong = |field: &Field| bad(name, format!("{field} is no list of names"));
+        match self.get(name) {
+            None => Ok(Vec::new()),
+            Some(Field::List(items)) => items
+                .iter()
+                .map(|item| match item {
+                    Field::Text(text) if !text.is_empty() => Ok(text.clone()),
+                    _ => Err(wrong(item)),
+                })
+                .collect(),
+            Some(other) => Err(wrong(other)),
+        }
+    }
+
+    /// Module patterns and their values, compiled: PEFT's `re.match(rf"(.*\.)?({key})$", module)`.
+    fn pattern<T>(&self, name: &str, value: impl Fn(&str, &Field) -> Result<T>) -> Result<Vec<(Regex, T)>> {
+        let entries = match self.get(name) {
+            None => return Ok(Vec::new()),
+            Some(Field::Table(entries)) => entries,
+            Some(other) => return Err(bad(name, format!("{other} is no table of module names"))),
+        };
+        if entries.len() > MAX_PATTERNS {
+            return Err(bad(name, format!("{} entries are more than the {MAX_PATTERNS} allowed", entries.len())));
+        }
+        let compiled = entries.iter().map(|(key, field)| {
+            let regex = RegexBuilder::new(&format!(r"^(?:(.*\.)?({key})$)"))
+                .size_limit(PATTERN_BYTES)
+                .build()
+                .map_err(|e| bad(name, format!("{key:?} is no regular expression that is understood here: {e}")))?;
+            Ok((regex, value(&format!("{name}.{key}"), field)?))
+        });
+        compiled.collect()
+    }
+}
+
+fn rank(name: &str, field: &Field) -> Result<u32> {
+    match field {
+        Field::Number(x) if x.fract() == 0.0 && (1.0..=f64::from(u32::MAX)).contains(x) => Ok(*x as u32),
+        other => Err(bad(name, format!("{other} is no rank; it is a whole number from 1"))),
+    }
+}
+
+fn number(name: &str, field: &Field) -> Result<f64> {
+    match field {
+        Field::Number(x) => Ok(*x),
+        other => Err(bad(name, format!("{other} is no number"))),
+    }
+}
+
+/// A JSON value whose tables keep their order, which decides between patterns.
+enum Field {
+    Null,
+    Bool(bool),
+    Number(f64),
+    Text(String),
+    List(Vec<Field>),
+    Table(Vec<(String, Field)>),
+}
+
+impl Field {
+    /// What Python takes for false.
+    fn is_empty(&self) -> bool {
+        match self {
+            Self::Null => true,
+            Self::Bool(flag) => !flag,
+            Self::Number(x) => *x == 0.0,
+            Self::Text(text) => text.is_empty(),
+            Self::List(items) => items.is_empty(),
+            Self::Table(entries) => entries.is_empty(),
+        }
+    }
+}
+
+impl fmt::Display for Field {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Null => write!(f, "null"),
+            Self::Bool(flag) => write!(f, "{flag}"),
+            Self::Number(x) => write!(f, "{x}"),
+            Self::Text(text) => write!(f, "{text:?}"),
+            Self::List(_) => write!(f, "a list"),
+            Self::Table(_) => write!(f, "a table"),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Field {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        struct AnyField;
+
+        impl<'de> Visitor<'de> for AnyField {
+            type Value = Field;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "JSON")
+            }
+
+            fn visit_unit<E>(self) -> std::result::Result<Field, E> {
+                Ok(Field::Null)
+            }
+
+            fn visit_bool<E>(self, flag: bool) -> std::result::Result<Field, E> {
+                Ok(Field::Bool(flag))
+            }
+
+            fn visit_i64<E>(self, x: i64) -> std::result::Result<Field, E> {
+                Ok(Field::Number(x as f64))
+            }
+
+            fn visit_u64<E>(self, x: u64) -> std::result::Result<Field, E> {
+                Ok(Field::Number(x as f64))
+            }
+
+            fn visit_f64<E>(self, x: f64) -> std::result::Result<Field, E> {
+                Ok(Field::Number(x))
+            }
+
+            fn visit_str<E>(self, text: &str) -> std::result::Result<Field, E> {
+                Ok(Field::Text(text.to_string()))
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> std::result::Result<Field, A::Error> {
+                let mut items = Vec::new();
+                while let Some(item) = seq.next_element()? {
+                    items.push(item);
+                }
+                Ok(Field::List(items))
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<Field, A::Error> {
+                let mut entries = Vec::new();
+                while let Some(entry) = map.next_entry()? {
+                    entries.push(entry);
+                }
+                Ok(Field::Table(entries))
+            }
+        }
+
+        deserializer.deserialize_any(AnyField)
+    }
+}

@@ -1,0 +1,170 @@
+//! Directories below `--weights-dir`: adapters and checkpoints that a trainer has saved.
+
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use cap_std::ambient_authority;
+use cap_std::fs::{Dir, OpenOptions, OpenOptionsExt};
+use safetensors::tensor::Metadata;
+
+use super::files::SourceFile;
+use super::{TensorEntry, UpdateKind};
+use crate::error::{Error, Result};
+use crate::weights::Dtype;
+
+const FIELD: &str = "source.directory";
+const ADAPTER_CONFIG: &str = "adapter_config.json";
+const ADAPTER: &str = "adapter_model.safetensors";
+/// Each stays open until it is read; a process has about a thousand in all.
+const MAX_FILES: usize = 512;
+/// Some hundred bytes a tensor.
+const MAX_HEADER_BYTES: u64 = 16 << 20;
+const MAX_CONFIG_BYTES: u64 = 1 << 20;
+
+/// What a directory brings.
+pub(super) struct Directory {
+    pub files: Vec<SourceFile>,
+    pub tensors: Vec<TensorEntry>,
+    /// Index of each tensor's file.
+    pub places: Vec<usize>,
+    /// Of LORA.
+    pub adapter_config: String,
+}
+
+/// Opens a directory's files and reads what they declare.
+///
+/// # Errors
+/// `InvalidArgument` on `source.directory` if the server has no such directory to read from, the path leads out of it or
+/// a file in it is not what it should be; `NotFound`.
+pub(super) fn open(kind: UpdateKind, path: &str, weights_dir: Option<&Path>) -> Result<Directory> {
+    let weights_dir = weights_dir.ok_or_else(|| {
+        refuse("this server reads weights from no directory; start it with --weights-dir".to_string())
+    })?;
+    let path = relative(path, weights_dir)?;
+    let root = Dir::open_ambient_dir(weights_dir, ambient_authority())
+        .map_err(|e| Error::Internal(format!("cannot open --weights-dir {}: {e}", weights_dir.display())))?;
+    let (names, adapter_config) = match kind {
+        UpdateKind::Lora => (vec![path.join(ADAPTER)], read_text(&root, &path.join(ADAPTER_CONFIG))?),
+        UpdateKind::Full => (safetensors_of(&root, &path)?, String::new()),
+        UpdateKind::Delta => return Err(refuse("a DELTA comes in the stream or in shared memory".to_string())),
+    };
+    let mut directory = Directory { files: Vec::new(), tensors: Vec::new(), places: Vec::new(), adapter_config };
+    for name in names {
+        let file = open_file(&root, &name)?;
+        let tensors = read_header(&file)?;
+        directory.places.resize(directory.places.len() + tensors.len(), directory.files.len());
+        directory.tensors.extend(tensors);
+        directory.files.push(file);
+    }
+    Ok(directory)
+}
+
+fn refuse(message: impl Into<String>) -> Error {
+    Error::invalid(FIELD, message)
+}
+
+/// Why `path` cannot be opened.
+fn cannot_open(path: &Path, error: &std::io::Error) -> Error {
+    let path = path.display();
+    match error.kind() {
+        ErrorKind::NotFound => Error::NotFound(format!("{path} does not exist below --weights-dir")),
+        // The refusal of cap-std; one of the system has a number.
+        ErrorKind::PermissionDenied if error.raw_os_error().is_none() => {
+            refuse(format!("{path} leads out of --weights-dir"))
+        }
+        _ => refuse(format!("cannot read {path}: {error}")),
+    }
+}
+
+/// The path as seen from `weights_dir`.
+fn relative(path: &str, weights_dir: &Path) -> Result<PathBuf> {
+    let given = Path::new(path);
+    if path.is_empty() {
+        return Err(refuse("path is empty; `.` is --weights-dir itself".to_string()));
+    }
+    if given.is_relative() {
+        return Ok(given.to_path_buf());
+    }
+    let canonical = weights_dir
+        .canonicalize()
+        .map_err(|e| Error::Internal(format!("cannot open --weights-dir {}: {e}", weights_dir.display())))?;
+    let inside = given.strip_prefix(&canonical).or_else(|_| given.strip_prefix(weights_dir));
+    inside.map(|inside| Path::new(".").join(inside)).map_err(|_| refuse(format!("{path} is outside --weights-dir")))
+}
+
+/// All `*.safetensors` of a directory, by name.
+fn safetensors_of(root: &Dir, path: &Path) -> Result<Vec<PathBuf>> {
+    let mut names = Vec::new();
+    for entry in root.read_dir(path).map_err(|e| cannot_open(path, &e))? {
+        let name = entry.map_err(|e| cannot_open(path, &e))?.file_name();
+        if Path::new(&name).extension().is_some_and(|extension| extension == "safetensors") {
+            names.push(path.join(name));
+        }
+        if names.len() > MAX_FILES {
+            return Err(refuse(format!("{} has more than {MAX_FILES} safetensors files", path.display())));
+        }
+    }
+    if names.is_empty() {
+        return Err(Error::NotFound(format!("{} has no *.safetensors", path.display())));
+    }
+    names.sort();
+    Ok(names)
+}
+
+fn open_file(root: &Dir, path: &Path) -> Result<SourceFile> {
+    let mut options = OpenOptions::new();
+    // Not to wait for the other end of a pipe.
+    options.read(true).custom_flags(libc::O_NONBLOCK);
+    let file = root.open_with(path, &options).map_err(|e| cannot_open(path, &e))?;
+    SourceFile::new(FIELD, &path.display().to_string(), file.into_std())
+}
+
+fn read_text(root: &Dir, path: &Path) -> Result<String> {
+    let file = open_file(root, path)?;
+    if file.bytes() > MAX_CONFIG_BYTES {
+        return Err(refuse(format!("{} has more than {MAX_CONFIG_BYTES} bytes", path.display())));
+    }
+    let mut text = vec![0; file.bytes() as usize];
+    file.read(file.name(), 0, &mut text)?;
+    String::from_utf8(text).map_err(|e| refuse(format!("{}: {e}", path.display())))
+}
+
+/// The tensors of a safetensors file, in the order of their bytes.
+fn read_header(file: &SourceFile) -> Result<Vec<TensorEntry>> {
+    const PREFIX: u64 = size_of::<u64>() as u64;
+    let fail = |what: String| refuse(format!("{}: {what}", file.name()));
+    let mut prefix = [0; PREFIX as usize];
+    if file.bytes() < PREFIX {
+        return Err(fail("not a safetensors file; it has no header".into()));
+    }
+    file.read(file.name(), 0, &mut prefix)?;
+    let header_bytes = u64::from_le_bytes(prefix);
+    if header_bytes > MAX_HEADER_BYTES || header_bytes > file.bytes() - PREFIX {
+        return Err(fail(format!("not a whole safetensors file; its header would have {header_bytes} bytes")));
+    }
+    let mut header = vec![0; header_bytes as usize];
+    file.read(file.name(), PREFIX, &mut header)?;
+    let metadata: Metadata =
+        serde_json::from_slice(&header).map_err(|e| fail(format!("not a safetensors header: {e}")))?;
+    let data = PREFIX + header_bytes;
+    if file.bytes() - data != metadata.data_len() as u64 {
+        return Err(fail(format!(
+            "not a whole safetensors file; it has {} bytes of tensors and its header declares {}",
+            file.bytes() - data,
+            metadata.data_len()
+        )));
+    }
+    let mut tensors = Vec::new();
+    for name in metadata.offset_keys() {
+        let info = metadata.info(&name).expect("it is one of its names");
+        let dtype = match info.dtype {
+            safetensors::Dtype::F32 => Dtype::F32,
+            safetensors::Dtype::F16 => Dtype::F16,
+            safetensors::Dtype::BF16 => Dtype::Bf16,
+            other => return Err(fail(format!("{name} is stored as {other:?}; supported are F32, F16 and BF16"))),
+        };
+        let offset = data + info.data_offsets.0 as u64;
+        tensors.push(TensorEntry { name, dtype, shape: info.shape.clone(), digest: [0; 16], payload: None, offset });
+    }
+    Ok(tensors)
+}

@@ -1,0 +1,298 @@
+//! Memory for tensors on their way in, and what of them has come.
+
+use std::fmt;
+use std::ops::{Deref, DerefMut, Range};
+
+use memmap2::MmapMut;
+use xxhash_rust::xxh3::Xxh3;
+
+use super::files::SourceFile;
+use crate::error::{Error, Result};
+use crate::weights::Dtype;
+
+/// From here on a tensor has its own mapping. A smaller one comes from the heap: rounding it up to pages would cost more
+/// than the heap can keep.
+const MAPPED_BYTES: usize = 32 << 10;
+/// From here on huge pages are asked for: fewer faults while the tensor is filled.
+const HUGE_BYTES: usize = 4 << 20;
+/// Read, hashed and checked at a time, so that the second and third look find it in the core's cache.
+const PIECE_BYTES: usize = 256 << 10;
+/// Pieces of one tensor that may be there with gaps between them. A sender that goes through a tensor in order has one;
+/// this is for those with several hands, and bounds what a hostile one can make the server keep.
+const MAX_PIECES: usize = 4096;
+
+/// Zeroed bytes that go back to the operating system when they are dropped, all but the small ones.
+pub(super) enum Buffer {
+    Heap(Vec<u8>),
+    Mapped(MmapMut),
+}
+
+impl Buffer {
+    /// # Errors
+    /// `ResourceExhausted` if the system has not as much.
+    pub fn zeroed(bytes: usize) -> Result<Self> {
+        if bytes < MAPPED_BYTES {
+            return Ok(Self::Heap(vec![0; bytes]));
+        }
+        let map = MmapMut::map_anon(bytes)
+            .map_err(|e| Error::ResourceExhausted(format!("cannot map {bytes} bytes to stage a tensor: {e}")))?;
+        #[cfg(target_os = "linux")]
+        if bytes >= HUGE_BYTES {
+            // Advice only: without huge pages it takes a little longer.
+            let _ = map.advise(memmap2::Advice::HugePage);
+        }
+        Ok(Self::Mapped(map))
+    }
+}
+
+impl Deref for Buffer {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Heap(bytes) => bytes,
+            Self::Mapped(map) => map,
+        }
+    }
+}
+
+impl DerefMut for Buffer {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        match self {
+            Self::Heap(bytes) => bytes,
+            Self::Mapped(map) => map,
+        }
+    }
+}
+
+impl fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Buffer({} bytes)", self.len())
+    }
+}
+
+/// One tensor on its way in. Its memory is taken with the first byte.
+pub(super) struct Slot {
+    bytes: usize,
+    /// Of its values; None for a payload that is not values.
+    values: Option<Dtype>,
+    /// None where the sender has not said it.
+    expected: Option<[u8; 16]>,
+    /// While it comes in pieces.
+    partial: Option<Box<Partial>>,
+    /// Once it is whole and verified.
+    digest: Option<[u8; 16]>,
+    /// From then on until it is taken.
+    buffer: Option<Buffer>,
+}
+
+struct Partial {
+    buffer: Buffer,
+    /// What has come: ascending, with gaps between.
+    pieces: Vec<Range<usize>>,
+    hasher: Xxh3,
+    /// Bytes from the tensor's start that the hasher has seen.
+    hashed: usize,
+}
+
+impl Slot {
+    pub fn new(bytes: usize, values: Option<Dtype>, expected: Option<[u8; 16]>) -> Self {
+        Self { bytes, values, expected, partial: None, digest: None, buffer: None }
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Whether it has taken no memory yet.
+    pub fn is_untouched(&self) -> bool {
+        self.partial.is_none() && self.digest.is_none()
+    }
+
+    /// How many bytes have come.
+    pub fn received(&self) -> usize {
+        match &self.partial {
+            Some(partial) => partial.pieces.iter().map(Range::len).sum(),
+            None if self.digest.is_some() => self.bytes,
+            None => 0,
+        }
+    }
+
+    /// Once it is whole and verified.
+    pub fn digest(&self) -> Option<[u8; 16]> {
+        self.digest
+    }
+
+    /// The verified bytes, unless they were taken.
+    pub fn buffer(&self) -> Option<&Buffer> {
+        self.buffer.as_ref()
+    }
+
+    /// The verified bytes, once.
+    pub fn take(&mut self) -> Option<Buffer> {
+        self.buffer.take()
+    }
+
+    /// Takes bytes; true if the tensor `name` is whole and verified with them.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if they are outside or overlap what has come, or leave too many gaps; as for
+    /// [`Slot::verify`].
+    pub fn write(&mut self, name: &str, offset: u64, data: &[u8]) -> Result<bool> {
+        let refuse = |what: String| Error::invalid("chunk", format!("tensor {name:?}: {what}"));
+        let end = offset.saturating_add(data.len() as u64);
+        if end > self.bytes as u64 {
+            return Err(refuse(format!("bytes {offset}..{end} are outside its {} bytes", self.bytes)));
+        }
+        if data.is_empty() {
+            return Ok(false);
+        }
+        // Both are at most the tensor's bytes.
+        let piece = offset as usize..end as usize;
+        if self.partial.is_none() && self.digest.is_none() {
+            self.partial = Some(Box::new(Partial::new(self.bytes)?));
+        }
+        let Some(partial) = self.partial.as_mut().filter(|partial| !partial.overlaps(&piece)) else {
+            return Err(refuse(format!("bytes {offset}..{end} overlap bytes that were sent before")));
+        };
+        partial.take(piece, data);
+        if partial.pieces.len() > MAX_PIECES {
+            return Err(refuse(format!("its chunks leave {MAX_PIECES} gaps; send them nearer to their order")));
+        }
+        let Some(partial) = self.partial.take_if(|partial| partial.pieces[0].len() == self.bytes) else {
+            return Ok(false);
+        };
+        let Partial { buffer, mut hasher, hashed, .. } = *partial;
+        hasher.update(&buffer[hashed..]);
+        let bad = self.values.and_then(|dtype| first_not_finite(&buffer, dtype));
+        self.verify(name, buffer, &hasher, bad)?;
+        Ok(true)
+    }
+
+    /// Reads the whole tensor `name` from a file.
+    ///
+    /// # Errors
+    /// `DataLoss` if the file has become too short; as for [`Slot::verify`].
+    pub fn fill(&mut self, name: &str, file: &SourceFile, offset: u64) -> Result<()> {
+        let mut buffer = Buffer::zeroed(self.bytes)?;
+        let mut hasher = Xxh3::new();
+        let mut bad = None;
+        let mut done = 0;
+        for piece in buffer.chunks_mut(PIECE_BYTES) {
+            file.read(name, offset + done as u64, piece)?;
+            hasher.update(piece);
+            if let (None, Some(dtype)) = (bad, self.values) {
+                bad = first_not_finite(piece, dtype).map(|index| done / dtype.size() + index);
+            }
+            done += piece.len();
+        }
+        self.verify(name, buffer, &hasher, bad)
+    }
+
+    /// # Errors
+    /// `DataLoss` if the digest is not the announced one, else `InvalidArgument` if the value at index `bad` is not
+    /// finite.
+    fn verify(&mut self, name: &str, buffer: Buffer, hasher: &Xxh3, bad: Option<usize>) -> Result<()> {
+        let digest = hasher.digest128().to_be_bytes();
+        if let Some(expected) = self.expected.filter(|expected| *expected != digest) {
+            return Err(Error::DataLoss(format!(
+                "tensor {name:?}: XXH3-128 of the bytes that came is {}, announced was {}; send it again",
+                hex(&digest),
+                hex(&expected)
+            )));
+        }
+        if let Some(index) = bad {
+            return Err(Error::invalid(
+                "tensors",
+                format!("tensor {name:?} is not finite at element {index}; the trainer has diverged or sent garbage"),
+            ));
+        }
+        (self.digest, self.buffer) = (Some(digest), Some(buffer));
+        Ok(())
+    }
+}
+
+impl Partial {
+    fn new(bytes: usize) -> Result<Self> {
+        Ok(Self { buffer: Buffer::zeroed(bytes)?, pieces: Vec::new(), hasher: Xxh3::new(), hashed: 0 })
+    }
+
+    fn overlaps(&self, piece: &Range<usize>) -> bool {
+        let next = self.pieces.partition_point(|p| p.end <= piece.start);
+        self.pieces.get(next).is_some_and(|p| p.start < piece.end)
+    }
+
+    /// Takes the bytes of a piece that does not overlap, and joins it with its neighbours.
+    fn take(&mut self, piece: Range<usize>, data: &[u8]) {
+        self.buffer[piece.clone()].copy_from_slice(data);
+        if self.hashed == piece.start {
+            self.hasher.update(data);
+            self.hashed = piece.end;
+        }
+        let pieces = &mut self.pieces;
+        let next = pieces.partition_point(|p| p.end <= piece.start);
+        let follows = next > 0 && pieces[next - 1].end == piece.start;
+        let precedes = pieces.get(next).is_some_and(|p| p.start == piece.end);
+        match (follows, precedes) {
+            (true, true) => pieces[next - 1].end = pieces.remove(next).end,
+            (true, false) => pieces[next - 1].end = piece.end,
+            (false, true) => pieces[next].start = piece.start,
+            (false, false) => pieces.insert(next, piece),
+        }
+    }
+}
+
+/// Index of the first infinity or NaN among little-endian values.
+pub(super) fn first_not_finite(bytes: &[u8], dtype: Dtype) -> Option<usize> {
+    match dtype {
+        Dtype::F32 => first_saturated(bytes, |b: [u8; 4]| u32::from_le_bytes(b) & 0x7f80_0000 == 0x7f80_0000),
+        Dtype::F16 => first_saturated(bytes, |b: [u8; 2]| u16::from_le_bytes(b) & 0x7c00 == 0x7c00),
+        Dtype::Bf16 => first_saturated(bytes, |b: [u8; 2]| u16::from_le_bytes(b) & 0x7f80 == 0x7f80),
+    }
+}
+
+/// Blocks are searched without a branch per value, which the compiler turns into SIMD; only one with a hit is searched
+/// for its place.
+fn first_saturated<const N: usize>(bytes: &[u8], exponent_is_full: impl Fn([u8; N]) -> bool) -> Option<usize> {
+    const BLOCK: usize = 4096;
+    let (values, _) = bytes.as_chunks::<N>();
+    for (block, values) in values.chunks(BLOCK).enumerate() {
+        if values.iter().fold(false, |any, &value| any | exponent_is_full(value)) {
+            let place = values.iter().position(|&value| exponent_is_full(value))?;
+            return Some(block * BLOCK + place);
+        }
+    }
+    None
+}
+
+pub(super) fn hex(digest: &[u8; 16]) -> String {
+    format!("{:032x}", u128::from_be_bytes(*digest))
+}
+
+/// Does `work` for every item on up to four threads, more than which memory does not feed. Items are `(cost, item)`: the
+/// largest go first, each to the thread that has least to do.
+pub(super) fn in_parallel<T: Send>(mut items: Vec<(usize, T)>, work: impl Fn(T) -> Result<()> + Sync) -> Result<()> {
+    let threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(4));
+    items.sort_by_key(|(cost, _)| std::cmp::Reverse(*cost));
+    let mut shares: Vec<(usize, Vec<T>)> = (0..threads).map(|_| (0, Vec::new())).collect();
+    for (cost, item) in items {
+        let share = shares.iter_mut().min_by_key(|(load, _)| *load).expect("there is a thread");
+        share.0 += cost;
+        share.1.push(item);
+    }
+    let own = shares.pop().expect("there is a thread").1;
+    let do_all = |items: Vec<T>| items.into_iter().try_for_each(&work);
+    std::thread::scope(|scope| {
+        let others: Vec<_> = shares
+            .into_iter()
+            .filter(|(_, items)| !items.is_empty())
+            .map(|(_, items)| scope.spawn(|| do_all(items)))
+            .collect();
+        let own = do_all(own);
+        let join = |thread: std::thread::ScopedJoinHandle<'_, Result<()>>| {
+            thread.join().unwrap_or_else(|_| Err(Error::Internal("a thread that read tensors panicked".into())))
+        };
+        // All are joined, whatever the first of them says.
+        others.into_iter().map(join).fold(own, |all, result| all.and(result))
+    })
+}

@@ -1,0 +1,191 @@
+//! Random pushes against what a direct copy gives, and everything that must be refused.
+
+mod names;
+mod payloads;
+mod sources;
+mod streams;
+
+use half::{bf16, f16};
+use rand::rngs::StdRng;
+use rand::seq::SliceRandom;
+use rand::{Rng, SeedableRng};
+use xxhash_rust::xxh3::xxh3_128;
+
+use super::*;
+use crate::error::{Error, Result};
+use crate::weights::{ParamSpec, Parameters, Partition, ShardRule, Slice, TensorData, matrix_shape};
+
+const HIDDEN: usize = 8;
+const EMBEDDING: &str = "model.embed_tokens.weight";
+const HEAD: &str = "lm_head.weight";
+
+fn rng(seed: u64) -> StdRng {
+    StdRng::seed_from_u64(seed)
+}
+
+/// Two layers with biases on queries, keys and values.
+fn model(tied_head: bool) -> Arc<Parameters> {
+    let mut specs = vec![ParamSpec::new(EMBEDDING, [12, HIDDEN], ShardRule::Rows)];
+    for layer in 0..2 {
+        let mut add = |name: &str, shape: &[usize], rule| {
+            specs.push(ParamSpec::new(format!("model.layers.{layer}.{name}"), shape, rule));
+        };
+        for (name, heads) in [("q", 4), ("k", 2), ("v", 2)] {
+            let rule = ShardRule::Heads { heads, head_dim: 2 };
+            add(&format!("self_attn.{name}_proj.weight"), &[heads * 2, HIDDEN], rule);
+            add(&format!("self_attn.{name}_proj.bias"), &[heads * 2], rule);
+        }
+        add("self_attn.o_proj.weight", &[HIDDEN, 8], ShardRule::Columns);
+        add("mlp.gate_proj.weight", &[10, HIDDEN], ShardRule::Rows);
+        add("mlp.up_proj.weight", &[10, HIDDEN], ShardRule::Rows);
+        add("mlp.down_proj.weight", &[HIDDEN, 10], ShardRule::Columns);
+        add("input_layernorm.weight", &[HIDDEN], ShardRule::Replicated);
+    }
+    if !tied_head {
+        specs.push(ParamSpec::new(HEAD, [12, HIDDEN], ShardRule::Rows));
+    }
+    Arc::new(Parameters::new(specs, Dtype::Bf16, 2, tied_head))
+}
+
+/// A tensor and the bytes that go over the wire for it.
+#[derive(Clone)]
+struct Sent {
+    entry: TensorEntry,
+    bytes: Vec<u8>,
+}
+
+impl Sent {
+    fn new(name: &str, dtype: Dtype, shape: &[usize], bytes: Vec<u8>) -> Self {
+        let digest = xxh3_128(&bytes).to_be_bytes();
+        let entry = TensorEntry { name: name.into(), dtype, shape: shape.to_vec(), digest, payload: None, offset: 0 };
+        Self { entry, bytes }
+    }
+
+    /// Random finite bits.
+    fn random(rng: &mut StdRng, name: &str, shape: &[usize]) -> Self {
+        let dtype = random_dtype(rng);
+        let values = random_bytes(rng, dtype, shape.iter().product());
+        Self::new(name, dtype, shape, values)
+    }
+
+    /// With other bytes, and the digest of those.
+    fn with(&self, bytes: Vec<u8>) -> Self {
+        let digest = xxh3_128(&bytes).to_be_bytes();
+        Self { entry: TensorEntry { digest, ..self.entry.clone() }, bytes }
+    }
+
+    fn renamed(&self, name: &str) -> Self {
+        Self { entry: TensorEntry { name: name.into(), ..self.entry.clone() }, bytes: self.bytes.clone() }
+    }
+
+    fn values(&self) -> Vec<f32> {
+        floats(&self.bytes, self.entry.dtype)
+    }
+}
+
+fn floats(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
+    let value = |b: &[u8]| match dtype {
+        Dtype::F32 => f32::from_le_bytes(b.try_into().unwrap()),
+        Dtype::F16 => f16::from_le_bytes(b.try_into().unwrap()).to_f32(),
+        Dtype::Bf16 => bf16::from_le_bytes(b.try_into().unwrap()).to_f32(),
+    };
+    bytes.chunks_exact(dtype.size()).map(value).collect()
+}
+
+fn random_dtype(rng: &mut StdRng) -> Dtype {
+    [Dtype::F32, Dtype::F16, Dtype::Bf16][rng.random_range(0..3)]
+}
+
+/// So many values of any finite bits.
+fn random_bytes(rng: &mut StdRng, dtype: Dtype, n: usize) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    while bytes.len() < n * dtype.size() {
+        let value: Vec<u8> = (0..dtype.size()).map(|_| rng.random()).collect();
+        if floats(&value, dtype)[0].is_finite() {
+            bytes.extend(value);
+        }
+    }
+    bytes
+}
+
+/// Every parameter once, in any order.
+fn random_push(rng: &mut StdRng, parameters: &Parameters) -> Vec<Sent> {
+    let mut push: Vec<Sent> = parameters.iter().map(|spec| Sent::random(rng, &spec.name, &spec.shape)).collect();
+    push.shuffle(rng);
+    push
+}
+
+fn entries(push: &[Sent]) -> Vec<TensorEntry> {
+    push.iter().map(|sent| sent.entry.clone()).collect()
+}
+
+fn total(push: &[Sent]) -> u64 {
+    push.iter().map(|sent| sent.bytes.len() as u64).sum()
+}
+
+fn spec(kind: UpdateKind, push: &[Sent]) -> UpdateSpec {
+    UpdateSpec {
+        kind,
+        adapter_config: String::new(),
+        unmerged: false,
+        tensors: entries(push),
+        total_bytes: None,
+        source: Source::Inline,
+    }
+}
+
+fn open(kind: UpdateKind, push: &[Sent], parameters: &Arc<Parameters>) -> Result<Receiver> {
+    Receiver::open(spec(kind, push), parameters.clone(), None)
+}
+
+/// Opens, sends each tensor whole and finishes.
+fn receive(kind: UpdateKind, push: &[Sent], parameters: &Arc<Parameters>) -> Result<Received> {
+    let mut receiver = open(kind, push, parameters)?;
+    for (i, sent) in push.iter().enumerate() {
+        receiver.write(i as u32, 0, &sent.bytes)?;
+    }
+    receiver.finish()
+}
+
+fn full(received: Received) -> Arc<Tensors> {
+    match received.update {
+        WeightUpdate::Full(tensors) => tensors,
+        other => panic!("not a FULL push: {other:?}"),
+    }
+}
+
+/// All of a parameter, as float32.
+fn whole(tensors: &Tensors, spec: &ParamSpec) -> Vec<f32> {
+    let values = tensors.read(&spec.name, &Slice::whole(&spec.shape)).unwrap_or_else(|| panic!("no {}", spec.name));
+    values.into_f32().into_owned()
+}
+
+/// Field and text of the `InvalidArgument` that `result` must be.
+#[track_caller]
+fn invalid<T>(result: Result<T>) -> (String, String) {
+    match result {
+        Err(Error::InvalidArgument { field, message }) => (field, message),
+        Err(other) => panic!("not InvalidArgument: {other:?}"),
+        Ok(_) => panic!("no error"),
+    }
+}
+
+/// That `result` is `InvalidArgument` on this field with all these parts in its text.
+#[track_caller]
+fn refused<T>(result: Result<T>, on: &str, parts: &[&str]) {
+    let (field, message) = invalid(result);
+    assert_eq!(field, on, "{message}");
+    for part in parts {
+        assert!(message.contains(part), "{part:?} is missing in {message:?}");
+    }
+}
+
+/// That `result` is `DataLoss` naming `what`.
+#[track_caller]
+fn lost<T>(result: Result<T>, what: &str) {
+    match result {
+        Err(Error::DataLoss(message)) => assert!(message.contains(what), "{what:?} is missing in {message:?}"),
+        Err(other) => panic!("not DataLoss: {other:?}"),
+        Ok(_) => panic!("no error"),
+    }
+}

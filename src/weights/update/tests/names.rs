@@ -1,0 +1,207 @@
+use super::super::names::{nearest, resolve};
+use super::*;
+
+#[test]
+fn wrappers_change_nothing() {
+    let parameters = model(false);
+    for seed in 0..40 {
+        let mut rng = rng(seed);
+        let push = random_push(&mut rng, &parameters);
+        let mut wrap = |name: &str| -> String {
+            let mut segments = Vec::new();
+            let prefixes = ["module", "base_model.model", "_fsdp_wrapped_module", "_orig_mod"];
+            segments.extend((0..rng.random_range(0..3)).map(|_| prefixes[rng.random_range(0..4)]));
+            for segment in name.split('.') {
+                let wrappers = ["_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "base_layer"];
+                segments.extend((0..rng.random_range(0..2)).map(|_| wrappers[rng.random_range(0..4)]));
+                segments.push(segment);
+            }
+            segments.join(".")
+        };
+        let wrapped: Vec<Sent> = push.iter().map(|sent| sent.renamed(&wrap(&sent.entry.name))).collect();
+        let (plain, wrapped) = (
+            full(receive(UpdateKind::Full, &push, &parameters).unwrap()),
+            full(receive(UpdateKind::Full, &wrapped, &parameters).unwrap_or_else(|e| panic!("seed {seed}: {e}"))),
+        );
+        for spec in parameters.iter() {
+            assert_eq!(whole(&plain, spec), whole(&wrapped, spec), "seed {seed}: {}", spec.name);
+        }
+    }
+}
+
+#[test]
+fn names_that_only_look_wrapped_are_unknown() {
+    let parameters = model(false);
+    for name in [
+        "",
+        ".",
+        "model",
+        "modulemodel.embed_tokens.weight",
+        "base_model.model.embed_tokens.weight",
+        "model.module.embed_tokens.weight",
+        "model.embed_tokens.weight.",
+        "model.layers.2.mlp.gate_proj.weight",
+        "model.layers.0.self_attn.qkv_proj",
+        "qkv_proj.weight",
+        "model.layers.0.mlp.gate_up_proj.bias",
+        "model.layers.0.mlp.qkv_proj.weight",
+    ] {
+        assert_eq!(resolve(name, &parameters), None, "{name:?}");
+    }
+}
+
+/// The push with queries, keys and values, and gate and up, one below the other.
+fn fuse(push: &[Sent]) -> Vec<Sent> {
+    let find = |name: String| push.iter().find(|sent| sent.entry.name == name);
+    let mut fused = Vec::new();
+    for sent in push {
+        let name = &sent.entry.name;
+        let (first, others, new) = match name {
+            n if n.contains("q_proj") => ("q_proj", vec!["q_proj", "k_proj", "v_proj"], "qkv_proj"),
+            n if n.contains("gate_proj") => ("gate_proj", vec!["gate_proj", "up_proj"], "gate_up_proj"),
+            n if ["k_proj", "v_proj", "up_proj"].iter().any(|p| n.contains(p)) => continue,
+            _ => {
+                fused.push(sent.clone());
+                continue;
+            }
+        };
+        let parts: Vec<&Sent> = others.iter().map(|other| find(name.replace(first, other)).unwrap()).collect();
+        let mut shape = sent.entry.shape.clone();
+        shape[0] = parts.iter().map(|part| part.entry.shape[0]).sum();
+        let bytes = parts.iter().flat_map(|part| part.bytes.clone()).collect();
+        fused.push(Sent::new(&name.replace(first, new), sent.entry.dtype, &shape, bytes));
+    }
+    fused
+}
+
+#[test]
+fn fused_is_unfused() {
+    let parameters = model(true);
+    for seed in 0..30 {
+        let mut rng = rng(seed);
+        let dtype = random_dtype(&mut rng);
+        let mut random = |spec: &ParamSpec| {
+            let bytes = random_bytes(&mut rng, dtype, spec.shape.iter().product());
+            Sent::new(&spec.name, dtype, &spec.shape, bytes)
+        };
+        let push: Vec<Sent> = parameters.iter().map(&mut random).collect();
+        let fused = fuse(&push);
+        assert_eq!(fused.len() + 2 * 5, push.len());
+        let (single, together) = (
+            receive(UpdateKind::Full, &push, &parameters).unwrap(),
+            receive(UpdateKind::Full, &fused, &parameters).unwrap(),
+        );
+        assert_eq!((single.parameters, single.bytes), (together.parameters, together.bytes));
+        let (single, together) = (full(single), full(together));
+        assert!(single.names().eq(together.names()));
+        for spec in parameters.iter() {
+            for (rank, world) in [(0, 1), (0, 2), (1, 2)] {
+                let slice = Partition::new(rank, world).slice(spec).unwrap();
+                let read = |tensors: &Tensors| tensors.read(&spec.name, &slice).unwrap().into_f32().into_owned();
+                assert_eq!(read(&single), read(&together), "seed {seed}: {} of rank {rank} of {world}", spec.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn the_head_of_a_tied_model_is_its_embedding() {
+    let parameters = model(true);
+    let mut rng = rng(11);
+    let push = random_push(&mut rng, &parameters);
+    let place = push.iter().position(|sent| sent.entry.name == EMBEDDING).unwrap();
+    let check = |sent: &[Sent]| {
+        let received = receive(UpdateKind::Full, sent, &parameters).unwrap();
+        assert_eq!((received.parameters, received.bytes), (parameters.len(), total(sent)));
+        let tensors = full(received);
+        assert!(tensors.names().all(|name| name != HEAD));
+        assert_eq!(whole(&tensors, parameters.get(EMBEDDING).unwrap()), push[place].values());
+    };
+    let mut alone = push.clone();
+    alone[place] = push[place].renamed(HEAD);
+    check(&alone);
+    let mut both = push.clone();
+    both.push(push[place].renamed(HEAD));
+    check(&both);
+    both.swap(0, push.len());
+    check(&both);
+    let mut other = push[place].bytes.clone();
+    other[0] ^= 1;
+    let differs = [&push[..], &[push[place].with(other).renamed(HEAD)]].concat();
+    refused(open(UpdateKind::Full, &differs, &parameters), "tensors", &[HEAD, "is the embedding", EMBEDDING]);
+    let twice = [&alone[..], &[push[place].renamed("module.lm_head.weight")]].concat();
+    refused(open(UpdateKind::Full, &twice, &parameters), "tensors", &[HEAD, "the same parameter"]);
+    // In place the embedding has been written when its second name comes.
+    let mut receiver = open(UpdateKind::Full, &both, &parameters).unwrap();
+    let mut written = Vec::new();
+    for (i, sent) in both.iter().enumerate() {
+        receiver.write(i as u32, 0, &sent.bytes).unwrap();
+        written.extend(receiver.take_complete());
+    }
+    assert_eq!(written.iter().map(|tensors| tensors.names().count()).sum::<usize>(), parameters.len());
+    // A model with a head of its own needs it.
+    let untied = model(false);
+    refused(open(UpdateKind::Full, &push, &untied), "tensors", &["1 of 24 are missing", HEAD]);
+}
+
+#[test]
+fn tensors_that_do_not_fit_are_named() {
+    let parameters = model(false);
+    let push = random_push(&mut rng(12), &parameters);
+    let refuse = |push: &[Sent], parts: &[&str]| refused(open(UpdateKind::Full, push, &parameters), "tensors", parts);
+    let place = |name: &str| push.iter().position(|sent| sent.entry.name == name).unwrap();
+    let o_proj = place("model.layers.1.self_attn.o_proj.weight");
+
+    let mut unknown = push.clone();
+    unknown[o_proj].entry.name = "model.layers.1.self_attn.out_proj.weight".into();
+    refuse(&unknown, &["\"model.layers.1.self_attn.out_proj.weight\"", "\"model.layers.1.self_attn.o_proj.weight\""]);
+    unknown[o_proj].entry.name = "transformer.wte".into();
+    refuse(&unknown, &["\"transformer.wte\"", "ListParameters"]);
+    assert_eq!(nearest("model.layers.1.mlp.down_proj", &parameters), Some("model.layers.1.mlp.down_proj.weight"));
+
+    let mut shape = push.clone();
+    shape[o_proj].entry.shape = vec![HIDDEN, 7];
+    refuse(&shape, &["\"model.layers.1.self_attn.o_proj.weight\" has shape [8, 7], expected was [8, 8]"]);
+    shape[o_proj].entry.shape = vec![64];
+    refuse(&shape, &["has shape [64], expected was [8, 8]"]);
+    for (huge, text) in [(vec![usize::MAX, 2], "no machine"), (vec![0], "has 0 bytes"), (vec![1; 9], "9 dimensions")] {
+        shape[o_proj].entry.shape = huge;
+        refuse(&shape, &["\"model.layers.1.self_attn.o_proj.weight\"", text]);
+    }
+    let mut long = push.clone();
+    long[0].entry.name = "é".repeat(300);
+    refuse(&long, &["more than 512 bytes"]);
+    let mut payload = push.clone();
+    payload[o_proj].entry.payload = Some((1, 1));
+    refuse(&payload, &["\"model.layers.1.self_attn.o_proj.weight\"", "only a DELTA"]);
+}
+
+#[test]
+fn every_parameter_comes_once() {
+    let parameters = model(false);
+    let push = random_push(&mut rng(13), &parameters);
+    let refuse = |push: &[Sent], parts: &[&str]| refused(open(UpdateKind::Full, push, &parameters), "tensors", parts);
+    refuse(&push[1..], &["1 of 24 are missing", &push[0].entry.name]);
+    let all: Vec<&str> = parameters.iter().take(3).map(|spec| spec.name.as_str()).collect();
+    refuse(&[], &[&format!("24 of 24 are missing: {:?}, {:?}, {:?}, ...", all[0], all[1], all[2])]);
+    let again = |name: &str| [&push[..], &[push[2].renamed(name)]].concat();
+    refuse(&again(&push[2].entry.name), &[&push[2].entry.name, "declared twice"]);
+    let wrapped = format!("module.{}", push[2].entry.name);
+    refuse(&again(&wrapped), &[&format!("{:?} and {wrapped:?} bring the same parameter", push[2].entry.name)]);
+    let gate_up = Sent::random(&mut rng(14), "model.layers.0.mlp.gate_up_proj.weight", &[20, HIDDEN]);
+    refuse(&[&push[..], &[gate_up]].concat(), &["gate_up_proj", "bring the same parameter"]);
+}
+
+#[test]
+fn buffers_are_ignored() {
+    let parameters = model(false);
+    let mut rng = rng(15);
+    let mut push = random_push(&mut rng, &parameters);
+    push.push(Sent::random(&mut rng, "model.rotary_emb.inv_freq", &[4]));
+    push.insert(3, Sent::random(&mut rng, "model.layers.0.self_attn.rotary_emb.inv_freq", &[2, 2]));
+    let received = receive(UpdateKind::Full, &push, &parameters).unwrap();
+    assert_eq!((received.parameters, received.bytes), (parameters.len(), total(&push)));
+    assert_eq!(full(received).names().count(), parameters.len());
+    push[3].entry.shape = vec![1 << 20];
+    refused(open(UpdateKind::Full, &push, &parameters), "tensors", &["rotary_emb.inv_freq", "leave it out"]);
+}

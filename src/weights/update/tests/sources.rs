@@ -1,0 +1,272 @@
+use std::path::{Path, PathBuf};
+
+use super::*;
+
+/// A segment that goes with the test.
+struct Segment(PathBuf);
+
+impl Segment {
+    fn new(test: &str, bytes: &[u8]) -> Self {
+        let path = Path::new("/dev/shm").join(format!("rollout-test-{}-{test}", std::process::id()));
+        std::fs::write(&path, bytes).unwrap();
+        Self(path)
+    }
+
+    fn name(&self) -> String {
+        self.0.file_name().unwrap().to_str().unwrap().into()
+    }
+}
+
+impl Drop for Segment {
+    fn drop(&mut self) {
+        std::fs::remove_file(&self.0).unwrap();
+    }
+}
+
+/// The tensors at any places of a segment, and what else is in it.
+fn lay_out(rng: &mut StdRng, push: &mut [Sent]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for sent in push {
+        bytes.extend((0..rng.random_range(0..20)).map(|_| rng.random::<u8>()));
+        sent.entry.offset = bytes.len() as u64;
+        bytes.extend_from_slice(&sent.bytes);
+    }
+    bytes
+}
+
+fn from_segment(kind: UpdateKind, push: &[Sent], name: &str, parameters: &Arc<Parameters>) -> Result<Receiver> {
+    let spec = UpdateSpec { source: Source::SharedMemory(name.into()), ..spec(kind, push) };
+    Receiver::open(spec, parameters.clone(), None)
+}
+
+fn from_directory(kind: UpdateKind, path: &str, parameters: &Arc<Parameters>, below: &Path) -> Result<Receiver> {
+    let spec = UpdateSpec { source: Source::Directory(path.into()), ..spec(kind, &[]) };
+    Receiver::open(spec, parameters.clone(), Some(below))
+}
+
+fn assert_same(one: Received, other: Received, parameters: &Parameters, context: &str) {
+    assert_eq!((one.digest, one.bytes, one.parameters), (other.digest, other.bytes, other.parameters), "{context}");
+    let (one, other) = (full(one), full(other));
+    for spec in parameters.iter() {
+        assert_eq!(whole(&one, spec), whole(&other, spec), "{context}: {}", spec.name);
+    }
+}
+
+#[test]
+fn shared_memory_is_the_stream() {
+    let parameters = model(true);
+    for seed in 0..20 {
+        let mut rng = rng(seed);
+        let mut push = random_push(&mut rng, &parameters);
+        let segment = Segment::new("stream", &lay_out(&mut rng, &mut push));
+        let mut receiver = from_segment(UpdateKind::Full, &push, &segment.name(), &parameters).unwrap();
+        assert_eq!(receiver.staging_bytes(false), total(&push));
+        refused(receiver.write(0, 0, &[1]), "chunk", &["come from its source"]);
+        let stream = receive(UpdateKind::Full, &push, &parameters).unwrap();
+        assert_same(receiver.finish().unwrap(), stream, &parameters, &format!("seed {seed}"));
+    }
+}
+
+#[test]
+fn shared_memory_in_place_gives_one_tensor_after_another() {
+    let parameters = model(true);
+    let mut rng = rng(21);
+    let mut push = random_push(&mut rng, &parameters);
+    let segment = Segment::new("in-place", &lay_out(&mut rng, &mut push));
+    let mut receiver = from_segment(UpdateKind::Full, &push, &segment.name(), &parameters).unwrap();
+    for sent in &push[..5] {
+        assert!(receiver.read_next().unwrap());
+        let tensors = receiver.take_complete().unwrap();
+        assert_eq!(whole(&tensors, parameters.get(&sent.entry.name).unwrap()), sent.values());
+    }
+    let received = receiver.finish().unwrap();
+    let expected = receive(UpdateKind::Full, &push, &parameters).unwrap();
+    assert_eq!((received.digest, received.parameters), (expected.digest, parameters.len()));
+    assert_eq!(full(received).names().count(), parameters.len() - 5);
+    let mut receiver = from_segment(UpdateKind::Full, &push, &segment.name(), &parameters).unwrap();
+    let reads = (0..).take_while(|_| receiver.read_next().unwrap()).count();
+    assert_eq!(reads, push.len());
+    assert_eq!(receiver.take_complete().unwrap().names().count(), push.len());
+    let mut stream = open(UpdateKind::Full, &push, &parameters).unwrap();
+    assert!(!stream.read_next().unwrap());
+}
+
+#[test]
+fn segments_that_are_not_right_are_refused() {
+    let parameters = model(true);
+    let mut rng = rng(22);
+    let mut push = random_push(&mut rng, &parameters);
+    let bytes = lay_out(&mut rng, &mut push);
+    let open = |push: &[Sent], name: &str| from_segment(UpdateKind::Full, push, name, &parameters);
+    for name in ["", ".", "..", "../etc/passwd", "/dev/shm/x", "a\0b"] {
+        refused(open(&push, name), "source.shared_memory", &["is not the name of a segment"]);
+    }
+    match open(&push, "rollout-test-that-nobody-made") {
+        Err(Error::NotFound(message)) => assert!(message.contains("rollout-test-that-nobody-made"), "{message}"),
+        other => panic!("{:?}", other.err()),
+    }
+    let segment = Segment::new("right", &bytes);
+    let link = Segment(segment.0.with_extension("link"));
+    std::os::unix::fs::symlink(&segment.0, &link.0).unwrap();
+    refused(open(&push, &link.name()), "source.shared_memory", &[&link.name()]);
+    // A tensor that ends behind the segment, at once or because the segment was cut short later.
+    let (last, name) = (push.len() - 1, push[push.len() - 1].entry.name.clone());
+    for offset in [push[last].entry.offset + 1, u64::MAX] {
+        let mut outside = push.clone();
+        outside[last].entry.offset = offset;
+        refused(open(&outside, &segment.name()), "tensors", &[&name, "outside"]);
+    }
+    let receiver = open(&push, &segment.name()).unwrap();
+    std::fs::OpenOptions::new().write(true).open(&segment.0).unwrap().set_len(bytes.len() as u64 - 1).unwrap();
+    lost(receiver.finish(), &name);
+    refused(open(&push, &segment.name()), "tensors", &[&name, "outside"]);
+    let mut corrupt = bytes.clone();
+    corrupt[push[3].entry.offset as usize] ^= 1;
+    std::fs::write(&segment.0, corrupt).unwrap();
+    lost(open(&push, &segment.name()).unwrap().finish(), &push[3].entry.name);
+}
+
+#[test]
+fn values_of_a_segment_that_are_not_finite_are_named() {
+    let parameters = model(true);
+    let mut rng = rng(23);
+    let mut push = random_push(&mut rng, &parameters);
+    let (bad, size) = (7, push[7].entry.dtype.size());
+    let mut bytes = push[bad].bytes.clone();
+    bytes[5 * size..6 * size].fill(0xff);
+    push[bad] = push[bad].with(bytes);
+    let segment = Segment::new("finite", &lay_out(&mut rng, &mut push));
+    let receiver = from_segment(UpdateKind::Full, &push, &segment.name(), &parameters).unwrap();
+    refused(receiver.finish(), "tensors", &[&push[bad].entry.name, "element 5;"]);
+}
+
+fn write_safetensors(path: &Path, push: &[Sent]) {
+    let views = push.iter().map(|sent| {
+        let dtype = match sent.entry.dtype {
+            Dtype::F32 => safetensors::Dtype::F32,
+            Dtype::F16 => safetensors::Dtype::F16,
+            Dtype::Bf16 => safetensors::Dtype::BF16,
+        };
+        let view = safetensors::tensor::TensorView::new(dtype, sent.entry.shape.clone(), &sent.bytes).unwrap();
+        (sent.entry.name.clone(), view)
+    });
+    safetensors::serialize_to_file(views, None, path).unwrap();
+}
+
+/// A directory `step-7` with the push in two files.
+fn checkpoint(push: &[Sent]) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let step = dir.path().join("step-7");
+    std::fs::create_dir(&step).unwrap();
+    let (one, two) = push.split_at(push.len() / 2);
+    write_safetensors(&step.join("model-00001-of-00002.safetensors"), one);
+    write_safetensors(&step.join("model-00002-of-00002.safetensors"), two);
+    std::fs::write(step.join("model.safetensors.index.json"), "{}").unwrap();
+    dir
+}
+
+#[test]
+fn a_directory_is_the_stream() {
+    let parameters = model(false);
+    for seed in 0..10 {
+        let mut rng = rng(seed);
+        let push = random_push(&mut rng, &parameters);
+        let dir = checkpoint(&push);
+        let absolute = dir.path().canonicalize().unwrap().join("step-7");
+        for path in ["step-7", "./step-7/", "step-7/../step-7", absolute.to_str().unwrap()] {
+            let receiver = from_directory(UpdateKind::Full, path, &parameters, dir.path()).unwrap();
+            assert_eq!(receiver.staging_bytes(false), total(&push));
+            let stream = receive(UpdateKind::Full, &push, &parameters).unwrap();
+            assert_same(receiver.finish().unwrap(), stream, &parameters, &format!("seed {seed}: {path}"));
+        }
+    }
+}
+
+#[test]
+fn nothing_outside_the_weights_directory_is_opened() {
+    let parameters = model(false);
+    let push = random_push(&mut rng(31), &parameters);
+    let (dir, outside) = (checkpoint(&push), checkpoint(&push));
+    let open = |path: &str| from_directory(UpdateKind::Full, path, &parameters, dir.path());
+    let link = |to: &Path, name: &str| std::os::unix::fs::symlink(to, dir.path().join(name)).unwrap();
+    let away = outside.path().join("step-7");
+    refused(open(away.to_str().unwrap()), "source.directory", &["is outside --weights-dir"]);
+    refused(open("/etc"), "source.directory", &["/etc is outside --weights-dir"]);
+    let up = format!("../{}/step-7", outside.path().file_name().unwrap().to_str().unwrap());
+    refused(open(&up), "source.directory", &["leads out of --weights-dir"]);
+    let up = format!("{}/../..{}", dir.path().canonicalize().unwrap().display(), away.display());
+    refused(open(&up), "source.directory", &["leads out of --weights-dir"]);
+    link(&away, "absolute-link");
+    refused(open("absolute-link"), "source.directory", &["leads out of --weights-dir"]);
+    std::fs::create_dir(dir.path().join("files")).unwrap();
+    link(&away.join("model-00001-of-00002.safetensors"), "files/model.safetensors");
+    refused(open("files"), "source.directory", &["leads out of --weights-dir"]);
+    // A link that stays inside is as good as its target.
+    link(Path::new("step-7"), "latest");
+    open("latest").unwrap().finish().unwrap();
+}
+
+#[test]
+fn directories_that_are_not_right_are_refused() {
+    let parameters = model(false);
+    let push = random_push(&mut rng(32), &parameters);
+    let dir = checkpoint(&push);
+    let open = |kind, path: &str| from_directory(kind, path, &parameters, dir.path());
+    let not_found = |path: &str, what: &str| match open(UpdateKind::Full, path) {
+        Err(Error::NotFound(message)) => assert!(message.contains(what), "{message}"),
+        other => panic!("{:?}", other.err()),
+    };
+    not_found("step-8", "step-8 does not exist");
+    not_found(".", "no *.safetensors");
+    refused(open(UpdateKind::Full, ""), "source.directory", &["path is empty"]);
+    refused(open(UpdateKind::Delta, "step-7"), "source.directory", &["DELTA"]);
+    assert!(matches!(open(UpdateKind::Lora, "step-7"), Err(Error::NotFound(m)) if m.contains("adapter_config.json")));
+    let spec = UpdateSpec { source: Source::Directory("step-7".into()), ..spec(UpdateKind::Full, &[]) };
+    refused(Receiver::open(spec.clone(), parameters.clone(), None), "source.directory", &["--weights-dir"]);
+    let declared = UpdateSpec { tensors: entries(&push), ..spec };
+    refused(Receiver::open(declared, parameters.clone(), Some(dir.path())), "source.directory", &["leave both out"]);
+    let mut receiver = open(UpdateKind::Full, "step-7").unwrap();
+    refused(receiver.declare(Vec::new()), "tensors", &["the directory declares"]);
+
+    let extra = dir.path().join("step-7/extra.safetensors");
+    write_safetensors(&extra, &push[..1]);
+    refused(open(UpdateKind::Full, "step-7"), "tensors", &[&push[0].entry.name, "declared twice"]);
+    std::fs::write(&extra, [1, 2, 3]).unwrap();
+    refused(open(UpdateKind::Full, "step-7"), "source.directory", &["extra.safetensors", "no header"]);
+    std::fs::write(&extra, u64::MAX.to_le_bytes()).unwrap();
+    refused(open(UpdateKind::Full, "step-7"), "source.directory", &["extra.safetensors", "its header would have"]);
+    std::fs::remove_file(&extra).unwrap();
+    std::fs::create_dir(&extra).unwrap();
+    refused(open(UpdateKind::Full, "step-7"), "source.directory", &["extra.safetensors", "not a regular file"]);
+    std::fs::remove_dir(&extra).unwrap();
+
+    let second = dir.path().join("step-7/model-00002-of-00002.safetensors");
+    let bytes = std::fs::metadata(&second).unwrap().len();
+    let receiver = open(UpdateKind::Full, "step-7").unwrap();
+    std::fs::OpenOptions::new().write(true).open(&second).unwrap().set_len(bytes - 1).unwrap();
+    lost(receiver.finish(), "model-00002-of-00002.safetensors");
+    refused(open(UpdateKind::Full, "step-7"), "source.directory", &["model-00002", "not a whole safetensors file"]);
+}
+
+#[test]
+fn damaged_headers_never_panic() {
+    let parameters = model(false);
+    let mut rng = rng(33);
+    let push = random_push(&mut rng, &parameters);
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.safetensors");
+    write_safetensors(&path, &push);
+    let good = std::fs::read(&path).unwrap();
+    let header = 8 + u64::from_le_bytes(good[..8].try_into().unwrap()) as usize;
+    let mut refused = 0;
+    for _ in 0..500 {
+        let mut bytes = good.clone();
+        for _ in 0..rng.random_range(1..4) {
+            bytes[rng.random_range(0..header)] = rng.random();
+        }
+        std::fs::write(&path, &bytes).unwrap();
+        let result = from_directory(UpdateKind::Full, ".", &parameters, dir.path()).and_then(Receiver::finish);
+        refused += usize::from(result.is_err());
+    }
+    assert!(refused > 250, "{refused} of 500 refused: the test is blind");
+}

@@ -1,0 +1,266 @@
+use super::super::staging::{Slot, first_not_finite};
+use super::*;
+
+/// Every byte of the push once, as `(tensor, offset, data)` in any order.
+fn random_chunks<'a>(rng: &mut StdRng, push: &'a [Sent]) -> Vec<(u32, u64, &'a [u8])> {
+    let mut chunks = Vec::new();
+    for (i, sent) in push.iter().enumerate() {
+        let mut start = 0;
+        while start < sent.bytes.len() {
+            let end = rng.random_range(start + 1..=sent.bytes.len());
+            chunks.push((i as u32, start as u64, &sent.bytes[start..end]));
+            start = end;
+        }
+    }
+    chunks.shuffle(rng);
+    chunks
+}
+
+/// XXH3-128 over the digests in the order of the names.
+fn digest_of(push: &[Sent]) -> [u8; 16] {
+    let mut sorted: Vec<_> = push.iter().map(|sent| (&sent.entry.name, xxh3_128(&sent.bytes).to_be_bytes())).collect();
+    sorted.sort();
+    let digests: Vec<u8> = sorted.into_iter().flat_map(|(_, digest)| digest).collect();
+    xxh3_128(&digests).to_be_bytes()
+}
+
+fn slice_of(values: &[f32], cols: usize, slice: &Slice) -> Vec<f32> {
+    slice.rows.clone().flat_map(|row| slice.cols.clone().map(move |col| values[row * cols + col])).collect()
+}
+
+#[test]
+fn chunks_in_any_order_give_what_was_sent() {
+    let parameters = model(false);
+    for seed in 0..60 {
+        let mut rng = rng(seed);
+        let push = random_push(&mut rng, &parameters);
+        // Some are declared only later.
+        let first = rng.random_range(0..=push.len());
+        let mut spec = spec(UpdateKind::Full, &push[..first]);
+        spec.total_bytes = Some(total(&push));
+        let mut receiver = Receiver::open(spec, parameters.clone(), None).unwrap();
+        assert_eq!(receiver.staging_bytes(false), total(&push), "seed {seed}");
+        let (early, late) = push.split_at(first);
+        for (tensor, offset, data) in random_chunks(&mut rng, early) {
+            receiver.write(tensor, offset, data).unwrap();
+        }
+        receiver.declare(entries(late)).unwrap();
+        for (tensor, offset, data) in random_chunks(&mut rng, late) {
+            receiver.write(tensor + first as u32, offset, data).unwrap();
+        }
+        let received = receiver.finish().unwrap();
+        assert_eq!(received.digest, digest_of(&push), "seed {seed}");
+        assert_eq!((received.bytes, received.parameters), (total(&push), parameters.len()), "seed {seed}");
+        let tensors = full(received);
+        for sent in &push {
+            let spec = parameters.get(&sent.entry.name).unwrap();
+            let (_, cols) = matrix_shape(&spec.shape);
+            for (rank, world) in [(0, 1), (0, 2), (1, 2)] {
+                let slice = Partition::new(rank, world).slice(spec).unwrap();
+                let read = tensors.read(&spec.name, &slice).unwrap();
+                assert_eq!(read.dtype(), sent.entry.dtype, "seed {seed}: {}", spec.name);
+                let is_borrowed = matches!(
+                    read,
+                    TensorData::F32(std::borrow::Cow::Borrowed(_))
+                        | TensorData::F16(std::borrow::Cow::Borrowed(_))
+                        | TensorData::Bf16(std::borrow::Cow::Borrowed(_))
+                );
+                assert_eq!(is_borrowed, slice.cols == (0..cols), "seed {seed}: {}", spec.name);
+                let expected = slice_of(&sent.values(), cols, &slice);
+                assert_eq!(*read.into_f32(), expected, "seed {seed}: {} of rank {rank} of {world}", spec.name);
+            }
+        }
+        let mut names: Vec<&str> = push.iter().map(|sent| sent.entry.name.as_str()).collect();
+        names.sort();
+        assert!(tensors.names().eq(names), "seed {seed}");
+        assert!(tensors.read("model.norm.weight", &Slice::whole(&[HIDDEN])).is_none());
+    }
+}
+
+#[test]
+fn large_tensors_in_chunks_are_the_bytes_that_were_sent() {
+    for seed in 0..6 {
+        let mut rng = rng(seed);
+        let bytes = rng.random_range(1..3 << 20) * 4;
+        let data: Vec<u8> = (0..bytes).map(|i| (i as u64).wrapping_mul(seed + 77).to_le_bytes()[1] & 0x3f).collect();
+        let digest = xxh3_128(&data).to_be_bytes();
+        let mut slot = Slot::new(bytes, Some(random_dtype(&mut rng)), Some(digest));
+        let size = rng.random_range(1 << 16..1 << 19);
+        let mut chunks: Vec<(usize, &[u8])> = data.chunks(size).enumerate().collect();
+        let disorder = rng.random_range(0..4);
+        for _ in 0..disorder {
+            let (a, b) = (rng.random_range(0..chunks.len()), rng.random_range(0..chunks.len()));
+            chunks.swap(a, b);
+        }
+        let mut received = 0;
+        for (i, chunk) in chunks {
+            received += chunk.len();
+            let whole = slot.write("w", (i * size) as u64, chunk).unwrap();
+            assert_eq!((slot.received(), whole), (received, received == bytes), "seed {seed}");
+        }
+        assert_eq!(slot.digest(), Some(digest), "seed {seed}");
+        assert!(**slot.buffer().unwrap() == data[..], "seed {seed}");
+    }
+}
+
+#[test]
+fn another_byte_is_data_loss_and_names_the_tensor() {
+    let parameters = model(true);
+    for seed in 0..30 {
+        let mut rng = rng(seed);
+        let mut push = random_push(&mut rng, &parameters);
+        let mut receiver = open(UpdateKind::Full, &push, &parameters).unwrap();
+        let bad = rng.random_range(0..push.len());
+        let byte = rng.random_range(0..push[bad].bytes.len());
+        push[bad].bytes[byte] ^= 1 << rng.random_range(0..8);
+        let mut send = |receiver: &mut Receiver| -> Result<()> {
+            for (tensor, offset, data) in random_chunks(&mut rng, &push) {
+                receiver.write(tensor, offset, data)?;
+            }
+            Ok(())
+        };
+        lost(send(&mut receiver), &push[bad].entry.name);
+    }
+}
+
+#[test]
+fn chunks_that_do_not_fit_are_refused() {
+    let parameters = model(true);
+    let mut rng = rng(1);
+    let push = random_push(&mut rng, &parameters);
+    let tensors = push.len() as u32;
+    let (name, bytes) = (push[0].entry.name.as_str(), push[0].bytes.as_slice());
+    let all = bytes.len() as u64;
+    let mut receiver = open(UpdateKind::Full, &push, &parameters).unwrap();
+    refused(receiver.write(tensors, 0, bytes), "chunk", &["no tensor 23; 23 are declared"]);
+    refused(receiver.write(0, 1, bytes), "chunk", &[name, &format!("bytes 1..{} are outside its {all}", all + 1)]);
+    refused(receiver.write(0, u64::MAX, &bytes[..2]), "chunk", &[name, "outside"]);
+    receiver.write(0, all, &[]).unwrap();
+    refused(receiver.write(0, all + 1, &[]), "chunk", &[name, "outside"]);
+    receiver.write(0, 4, &bytes[4..8]).unwrap();
+    for (start, end) in [(4, 8), (3, 5), (7, 9), (0, 10), (5, 6)] {
+        refused(receiver.write(0, start as u64, &bytes[start..end]), "chunk", &[name, "overlap"]);
+    }
+    receiver.write(0, 0, &bytes[..4]).unwrap();
+    receiver.write(0, 8, &bytes[8..]).unwrap();
+    refused(receiver.write(0, 0, &bytes[..1]), "chunk", &[name, "overlap"]);
+    let (second, size) = (push[1].entry.name.as_str(), push[1].bytes.len());
+    receiver.write(1, 1, &push[1].bytes[1..]).unwrap();
+    refused(receiver.finish(), "tensors", &[second, &format!("{} of its {size} bytes came", size - 1)]);
+}
+
+#[test]
+fn gaps_are_bounded() {
+    let mut slot = Slot::new(1 << 20, None, None);
+    let sent = (0..1 << 19).take_while(|i| slot.write("w", i * 2, &[0]).is_ok()).count();
+    assert_eq!(sent, 4096);
+}
+
+#[test]
+fn values_that_are_not_finite_are_named() {
+    for seed in 0..60 {
+        let mut rng = rng(seed);
+        let dtype = random_dtype(&mut rng);
+        let n = rng.random_range(1..10_000);
+        let mut bytes = random_bytes(&mut rng, dtype, n);
+        assert_eq!(first_not_finite(&bytes, dtype), None, "seed {seed}");
+        let bad = rng.random_range(0..n);
+        for at in [bad, rng.random_range(bad..n)] {
+            let value = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY][rng.random_range(0..3)];
+            let value = match dtype {
+                Dtype::F32 => value.to_le_bytes().to_vec(),
+                Dtype::F16 => f16::from_f32(value).to_le_bytes().to_vec(),
+                Dtype::Bf16 => bf16::from_f32(value).to_le_bytes().to_vec(),
+            };
+            bytes[at * dtype.size()..][..dtype.size()].copy_from_slice(&value);
+        }
+        assert_eq!(first_not_finite(&bytes, dtype), Some(bad), "seed {seed}: {dtype:?}");
+        let expected = floats(&bytes, dtype).iter().position(|v| !v.is_finite());
+        assert_eq!(expected, Some(bad), "seed {seed}");
+        let mut slot = Slot::new(bytes.len(), Some(dtype), None);
+        refused(slot.write("w", 0, &bytes), "tensors", &["\"w\" is not finite", &format!("element {bad};")]);
+    }
+}
+
+#[test]
+fn in_place_each_tensor_comes_out_once_and_little_is_held() {
+    let parameters = model(false);
+    for seed in 0..30 {
+        let mut rng = rng(seed);
+        let push = random_push(&mut rng, &parameters);
+        let mut spec = spec(UpdateKind::Full, &[]);
+        spec.total_bytes = Some(total(&push));
+        let mut receiver = Receiver::open(spec, parameters.clone(), None).unwrap();
+        // gate_up_proj in float32, twice.
+        assert_eq!(receiver.staging_bytes(true), (20 * HIDDEN * 4 * 2) as u64);
+        let mut taken = Vec::new();
+        for (i, sent) in push.iter().enumerate() {
+            receiver.declare(entries(std::slice::from_ref(sent))).unwrap();
+            let half = sent.bytes.len() / 2;
+            receiver.write(i as u32, 0, &sent.bytes[..half]).unwrap();
+            assert!(receiver.take_complete().is_none(), "seed {seed}");
+            receiver.write(i as u32, half as u64, &sent.bytes[half..]).unwrap();
+            let tensors = receiver.take_complete().unwrap();
+            assert!(tensors.names().eq([sent.entry.name.as_str()]), "seed {seed}");
+            assert_eq!(whole(&tensors, parameters.get(&sent.entry.name).unwrap()), sent.values(), "seed {seed}");
+            assert!(receiver.take_complete().is_none(), "seed {seed}");
+            taken.push(tensors);
+        }
+        let received = receiver.finish().unwrap();
+        assert_eq!((received.digest, received.parameters), (digest_of(&push), parameters.len()), "seed {seed}");
+        assert_eq!(full(received).names().count(), 0, "seed {seed}");
+    }
+}
+
+#[test]
+fn in_place_more_than_is_set_aside_is_refused() {
+    let parameters = model(true);
+    let push = random_push(&mut rng(3), &parameters);
+    let mut receiver = open(UpdateKind::Full, &push, &parameters).unwrap();
+    let (most, largest) = (receiver.staging_bytes(true), push.iter().map(|sent| sent.bytes.len()).max().unwrap());
+    assert_eq!(most, 2 * largest as u64);
+    assert!(receiver.take_complete().is_none());
+    let mut begun = 0;
+    for (i, sent) in push.iter().enumerate() {
+        begun += sent.bytes.len() as u64;
+        match receiver.write(i as u32, 0, &sent.bytes[..1]) {
+            Ok(()) => assert!(begun <= most),
+            Err(Error::ResourceExhausted(message)) => {
+                assert!(message.contains(&sent.entry.name), "{message}");
+                assert!(begun > most);
+                return;
+            }
+            Err(other) => panic!("{other:?}"),
+        }
+    }
+    panic!("all of {begun} bytes were held");
+}
+
+#[test]
+fn what_is_announced_must_be_declared_and_no_more() {
+    let parameters = model(true);
+    let push = random_push(&mut rng(4), &parameters);
+    let open_with = |announced: u64| {
+        let spec = UpdateSpec { total_bytes: Some(announced), ..spec(UpdateKind::Full, &push) };
+        Receiver::open(spec, parameters.clone(), None)
+    };
+    refused(open_with(total(&push) - 1), "total_bytes", &["announced"]);
+    let mut receiver = open_with(total(&push) + 1).unwrap();
+    for (i, sent) in push.iter().enumerate() {
+        receiver.write(i as u32, 0, &sent.bytes).unwrap();
+    }
+    refused(receiver.finish(), "total_bytes", &["declared"]);
+    let mut receiver = open_with(total(&push)).unwrap();
+    receiver.declare(Vec::new()).unwrap();
+    let buffer = Sent::random(&mut rng(5), "model.rotary_emb.inv_freq", &[4]);
+    refused(receiver.declare(entries(&[buffer])), "total_bytes", &["announced"]);
+}
+
+#[test]
+fn an_adapter_of_nothing_is_the_base() {
+    let received = receive(UpdateKind::Lora, &[], &model(true)).unwrap();
+    assert!(matches!(received.update, WeightUpdate::Lora(_)));
+    assert_eq!((received.bytes, received.parameters), (0, 0));
+    let with_config = UpdateSpec { adapter_config: "{}".into(), ..spec(UpdateKind::Full, &[]) };
+    refused(Receiver::open(with_config, model(true), None), "adapter_config", &["LORA"]);
+}
