@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use candle_core::{Result, Tensor};
 
-use crate::cpu::{self, AttentionSequence, AttentionShape, BlockCopy, Cpu, Isa, KvCache, PackedMatrix, WeightRows};
+use crate::cpu::{self, AttentionSequence, AttentionShape, BlockCopy, Cpu, Fill, Isa, KvCache, PackedMatrix, WriteElements};
 use crate::tensor::{rows, rows_mut, with_f32};
 
 /// Where the operators of one rank run.
@@ -123,23 +123,13 @@ impl Ops {
         rows(q, |q| rows_mut(out, |out| cpu::paged_attention(&self.cpu, q, shape, sequences, cache, out)))?
     }
 
-    /// Stores rows of weights, rounding where the matrix is less precise.
-    pub fn write_rows(&self, w: &mut PackedMatrix, first_row: usize, values: WeightRows<'_>) {
-        w.write_rows_parallel(self.cpu.pool(), first_row, values);
-    }
-
     /// Stores rows that `fill` makes; see [`PackedMatrix::fill_rows`].
-    pub fn fill_rows(&self, w: &mut PackedMatrix, rows: Range<usize>, fill: impl Fn(Range<usize>, &mut [f32]) + Sync) {
+    pub fn fill_rows(&self, w: &mut PackedMatrix, rows: Range<usize>, fill: &Fill<'_>) {
         w.fill_rows(self.cpu.pool(), rows, fill);
     }
 
     /// Stores single elements of rows; see [`PackedMatrix::write_elements`].
-    pub fn write_elements(
-        &self,
-        w: &mut PackedMatrix,
-        rows: Range<usize>,
-        write: impl Fn(Range<usize>, &mut dyn FnMut(usize, usize, f32)) + Sync,
-    ) {
+    pub fn write_elements(&self, w: &mut PackedMatrix, rows: Range<usize>, write: &WriteElements<'_>) {
         w.write_elements(self.cpu.pool(), rows, write);
     }
 

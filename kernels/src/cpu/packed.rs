@@ -8,6 +8,10 @@ use super::rows::RowsMut;
 use super::storage::{Mapping, Plain};
 use half::{bf16, f16};
 
+mod fill;
+
+pub use fill::{Fill, WriteElements};
+
 /// Rows of the matrix (columns of the product) in a panel.
 pub(crate) const PANEL: usize = super::lanes::LANES;
 
@@ -380,6 +384,5 @@ pub fn gather_rows(cpu: &Cpu, weights: &PackedMatrix, tokens: &[u32], row_offset
     });
 }
 
-mod fill;
 #[cfg(test)]
 mod tests;

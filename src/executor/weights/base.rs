@@ -57,7 +57,7 @@ pub(super) fn copy_of(ops: &Ops, target: &Target<'_>) -> Result<PackedMatrix> {
     let (rows, columns) = (target.slice.rows.len(), target.slice.cols.len());
     let mut copy = PackedMatrix::zeros(target.dtype, rows, columns, 1);
     match &target.slot {
-        Slot::Matrix { matrix, first_row } => ops.fill_rows(&mut copy, 0..rows, |rows, values| {
+        Slot::Matrix { matrix, first_row } => ops.fill_rows(&mut copy, 0..rows, &|rows, values| {
             matrix.read_rows(first_row + rows.start, RowBits::F32(values));
         }),
         Slot::Vector { vector, offset } => {
@@ -90,7 +90,7 @@ impl Target<'_> {
         match slot {
             Slot::Matrix { matrix, first_row } => {
                 let rows = first_row..first_row + slice.rows.len();
-                ops.fill_rows(matrix, rows, |rows, values| {
+                ops.fill_rows(matrix, rows, &|rows, values| {
                     let start = slice.rows.start + rows.start - first_row;
                     make(&Slice { rows: start..start + rows.len(), cols: slice.cols.clone() }, values);
                 });

@@ -24,7 +24,7 @@ impl Target<'_> {
         match slot {
             Slot::Matrix { matrix, first_row } => {
                 let rows = first_row..first_row + slice.rows.len();
-                ops.write_elements(matrix, rows, |rows, write| {
+                ops.write_elements(matrix, rows, &|rows, write| {
                     let start = slice.rows.start + rows.start - first_row;
                     for ((row, column), value) in elements(start..start + rows.len()) {
                         if slice.cols.contains(&column) {

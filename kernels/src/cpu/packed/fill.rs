@@ -14,14 +14,20 @@ const TILE_BYTES: usize = 256 << 10;
 /// Panels made at once where rows are short: more gain nothing and would leave threads without work.
 const MOST_PANELS: usize = 4;
 
+/// Makes the values of some whole rows, row-major; finds their content unspecified. Called from several threads.
+pub type Fill<'a> = dyn Fn(Range<usize>, &mut [f32]) + Sync + 'a;
+
+/// Calls the function it is given with (row, column, value) of each element of some whole rows. Called from several
+/// threads.
+pub type WriteElements<'a> = dyn Fn(Range<usize>, &mut dyn FnMut(usize, usize, f32)) + Sync + 'a;
+
 impl PackedMatrix {
     /// Stores `rows`, rounded to nearest even where the matrix is bfloat16. `fill` makes them on all threads of the
-    /// pool, some whole rows at a time: it gets their range and overwrites their values, row-major, of which it finds
-    /// the content unspecified.
+    /// pool, some at a time.
     ///
     /// # Panics
     /// If `rows` pass the end.
-    pub fn fill_rows(&mut self, pool: &ThreadPool, rows: Range<usize>, fill: impl Fn(Range<usize>, &mut [f32]) + Sync) {
+    pub fn fill_rows(&mut self, pool: &ThreadPool, rows: Range<usize>, fill: &Fill<'_>) {
         match self.dtype {
             WeightDtype::Bf16 => self.fill_as::<2, bf16>(pool, rows, fill),
             WeightDtype::F32 => self.fill_as::<1, f32>(pool, rows, fill),
@@ -32,7 +38,7 @@ impl PackedMatrix {
         &mut self,
         pool: &ThreadPool,
         rows: Range<usize>,
-        fill: impl Fn(Range<usize>, &mut [f32]) + Sync,
+        fill: &Fill<'_>,
     ) {
         let (k, isa) = (self.k, Isa::detect());
         let at_once = (TILE_BYTES / (4 * PANEL * k)).clamp(1, MOST_PANELS);
@@ -51,8 +57,8 @@ impl PackedMatrix {
         self.for_panels(pool, &rows, at_once, at_once * PANEL * k, tile);
     }
 
-    /// Stores single elements of `rows`. `write` is called on all threads of the pool, each time with some whole rows
-    /// and a function that stores (row, column, value) in one of them, rounding as [`PackedMatrix::fill_rows`] does.
+    /// Stores single elements of `rows`, which `write` names on all threads of the pool, some rows at a time; rounds as
+    /// [`PackedMatrix::fill_rows`] does.
     ///
     /// # Panics
     /// If `rows` pass the end, or an element is outside the rows it was asked for.
@@ -60,7 +66,7 @@ impl PackedMatrix {
         &mut self,
         pool: &ThreadPool,
         rows: Range<usize>,
-        write: impl Fn(Range<usize>, &mut dyn FnMut(usize, usize, f32)) + Sync,
+        write: &WriteElements<'_>,
     ) {
         match self.dtype {
             WeightDtype::Bf16 => self.write_elements_as::<2, bf16>(pool, rows, write),
@@ -72,7 +78,7 @@ impl PackedMatrix {
         &mut self,
         pool: &ThreadPool,
         rows: Range<usize>,
-        write: impl Fn(Range<usize>, &mut dyn FnMut(usize, usize, f32)) + Sync,
+        write: &WriteElements<'_>,
     ) {
         let k = self.k;
         self.for_panels(pool, &rows, MOST_PANELS, 0, |panels, stored: &mut [D], _| {

@@ -92,7 +92,7 @@ fn filled_rows_are_written_rows() {
             let start = random.below(n);
             let rows = start..random.between(start, n);
             let values = random.normals(rows.len() * k, 1.0);
-            filled.fill_rows(&pool, rows.clone(), |some, out| {
+            filled.fill_rows(&pool, rows.clone(), &|some, out| {
                 assert!(!some.is_empty() && rows.start <= some.start && some.end <= rows.end);
                 out.copy_from_slice(&values[(some.start - rows.start) * k..(some.end - rows.start) * k]);
             });
@@ -119,7 +119,7 @@ fn written_elements_change_nothing_else() {
         let rows = start..random.between(start, n);
         let values = random.normals(n * k, 1.0);
         let chosen: Vec<bool> = (0..n * k).map(|_| random.below(5) == 0).collect();
-        matrix.write_elements(&pool, rows.clone(), |some, set| {
+        matrix.write_elements(&pool, rows.clone(), &|some, set| {
             for i in (some.start * k..some.end * k).filter(|i| chosen[*i]) {
                 set(i / k, i % k, values[i]);
             }
