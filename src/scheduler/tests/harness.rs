@@ -21,7 +21,12 @@ fn root(salt: CacheSalt) -> u64 {
     mix(mix(11, salt.epoch), salt.adapter.map_or(0, |generation| generation + 1))
 }
 
-/// What a slot holds after position `position` was computed: like real KV, a function of all tokens up to it.
+fn next_state(state: u64, salt: CacheSalt, token: TokenId) -> u64 {
+    mix(mix(state, root(salt)), u64::from(token))
+}
+
+/// What a slot holds after position `position` was computed: like real KV, a function of all tokens up to it, and of
+/// the policies that computed them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Slot {
     salt: CacheSalt,
@@ -35,6 +40,10 @@ struct Slot {
 pub struct FakeExecutor {
     block_size: usize,
     slots: Vec<Option<Slot>>,
+    /// The policy under which each sequence's block table was begun.
+    begun: HashMap<SeqId, u64>,
+    /// Contexts that were of several policies.
+    pub mixed: u64,
 }
 
 impl FakeExecutor {
@@ -48,6 +57,7 @@ impl FakeExecutor {
         let mut tokens = Vec::new();
         for (id, planned) in scheduler.in_flight.iter().zip(&plan.sequences) {
             let salt = groups[&scheduler.running[id].key.group].salt;
+            assert_eq!(planned.adapter, salt.adapter);
             let states = self.write(salt, planned, &mut written);
             for row in &planned.logits {
                 tokens.extend(row.tasks.iter().map(|task| answer(states[row.offset], task)));
@@ -60,7 +70,8 @@ impl FakeExecutor {
         for (id, planned) in scheduler.in_flight.iter().zip(&plan.sequences) {
             let sequence = &scheduler.running[id];
             let all: Vec<TokenId> = sequence.prompt.iter().chain(&sequence.outputs).copied().collect();
-            self.verify(groups[&sequence.key.group].salt, planned, &all);
+            let oldest = if sequence.is_forked() { self.begun[id] } else { groups[&sequence.key.group].salt.epoch };
+            self.verify(oldest, groups[&sequence.key.group].salt, planned, &all);
         }
         StepOutput { tokens }
     }
@@ -71,12 +82,12 @@ impl FakeExecutor {
 
     fn write(&mut self, salt: CacheSalt, planned: &PlanSequence, written: &mut Vec<usize>) -> Vec<u64> {
         let mut state = match planned.start {
-            0 => root(salt),
+            0 => 0,
             start => self.slots[self.slot(planned, start - 1)].expect("a readable slot was written").state,
         };
         let mut states = Vec::new();
         for (position, &token) in (planned.start..).zip(&planned.tokens) {
-            state = mix(state, u64::from(token));
+            state = next_state(state, salt, token);
             states.push(state);
             let slot = self.slot(planned, position);
             self.slots[slot] = Some(Slot { salt, position, token, state });
@@ -85,21 +96,44 @@ impl FakeExecutor {
         states
     }
 
-    fn verify(&self, salt: CacheSalt, planned: &PlanSequence, all: &[TokenId]) {
+    /// Every position was computed from those before it, under policies from `oldest` to that of `salt`, in their order.
+    fn verify(&mut self, oldest: u64, salt: CacheSalt, planned: &PlanSequence, all: &[TokenId]) {
         let end = planned.start + planned.tokens.len();
         assert_eq!(planned.tokens, all[planned.start..end]);
         assert_eq!(planned.block_table.len(), end.div_ceil(self.block_size));
-        let mut state = root(salt);
+        let (mut state, mut epoch) = (0, oldest);
+        let first = self.slots[self.slot(planned, 0)].map(|slot| slot.salt.epoch);
+        self.mixed += u64::from(first != Some(salt.epoch));
         for (position, &token) in all[..end].iter().enumerate() {
-            state = mix(state, u64::from(token));
-            let held = self.slots[self.slot(planned, position)];
-            assert_eq!(held, Some(Slot { salt, position, token, state }), "KV of position {position}");
+            let held = self.slots[self.slot(planned, position)].expect("a readable slot was written");
+            assert!((epoch..=salt.epoch).contains(&held.salt.epoch), "KV of position {position} is of {:?}", held.salt);
+            epoch = held.salt.epoch;
+            let salt = CacheSalt { epoch, ..salt };
+            state = next_state(state, salt, token);
+            assert_eq!(held, Slot { salt, position, token, state }, "KV of position {position}");
         }
     }
 }
 
+fn raw_logprobs(logprobs: &[TokenLogprobs]) -> Vec<f32> {
+    logprobs.iter().map(|l| l.raw).collect()
+}
+
+/// What a prompt scores if one policy, that of the group's salt, computes all of it.
+fn prompt_logprobs(group: &Group) -> Vec<f32> {
+    let states = group.prompt.iter().scan(0, |state, &token| {
+        *state = next_state(*state, group.salt, token);
+        Some(*state)
+    });
+    states.zip(&group.prompt[1..]).map(|(state, &token)| raw_logprob(state, token)).collect()
+}
+
+fn raw_logprob(state: u64, token: TokenId) -> f32 {
+    -((mix(state, u64::from(token) + 99) >> 40) as f32) / 65536.0
+}
+
 fn answer(state: u64, task: &LogitsTask) -> TokenLogprobs {
-    let raw = |token: TokenId| -((mix(state, u64::from(token) + 99) >> 40) as f32) / 65536.0;
+    let raw = |token| raw_logprob(state, token);
     if let Some(token) = task.target {
         return TokenLogprobs { token, raw: raw(token), processed: raw(token) / task.params.temperature, top: vec![] };
     }
@@ -149,7 +183,12 @@ impl Harness {
     pub fn new(config: SchedulerConfig, num_blocks: usize, block_size: usize) -> Self {
         Self {
             scheduler: Scheduler::new(config, KvCacheManager::new(num_blocks, block_size)),
-            executor: FakeExecutor { block_size, slots: vec![None; num_blocks * block_size] },
+            executor: FakeExecutor {
+                block_size,
+                slots: vec![None; num_blocks * block_size],
+                begun: HashMap::new(),
+                mixed: 0,
+            },
             groups: HashMap::new(),
             results: HashMap::new(),
             stop_string: |_| false,
@@ -170,6 +209,7 @@ impl Harness {
     /// One step; returns its plan. `meanwhile` happens while the step is under way.
     pub fn step_with(&mut self, meanwhile: impl FnOnce(&mut Self)) -> StepPlan {
         let plan = self.scheduler.schedule();
+        self.note_tables();
         self.scheduler.check_integrity();
         self.check_plan(&plan);
         let output = self.executor.run(&self.scheduler, &self.groups, &plan);
@@ -179,8 +219,37 @@ impl Harness {
             let outcomes = self.scheduler.update(&plan, output);
             outcomes.into_iter().for_each(|outcome| self.apply(outcome));
         }
+        self.note_tables();
         self.scheduler.check_integrity();
         plan
+    }
+
+    /// Another policy from now on, for all groups.
+    pub fn change_policy(&mut self, epoch: u64, running: RunningKv) {
+        self.scheduler.change_policy(epoch, running);
+        self.groups.values_mut().for_each(|group| group.salt.epoch = epoch);
+        self.note_tables();
+        self.scheduler.check_integrity();
+    }
+
+    pub fn release_all(&mut self) {
+        self.scheduler.release_all();
+        self.note_tables();
+        self.scheduler.check_integrity();
+        let blocks = self.scheduler.cache.counts();
+        assert_eq!((blocks.free, blocks.cached), (blocks.total, 0));
+        // The memory goes and comes back with anything in it.
+        self.executor.slots.fill(None);
+    }
+
+    fn note_tables(&mut self) {
+        for (id, sequence) in self.scheduler.running.iter().chain(&self.scheduler.waiting) {
+            if sequence.table.is_empty() {
+                self.executor.begun.remove(id);
+            } else {
+                self.executor.begun.entry(*id).or_insert(sequence.salt.epoch);
+            }
+        }
     }
 
     pub fn step(&mut self) -> StepPlan {
@@ -230,6 +299,9 @@ impl Harness {
                 assert!(result.cached_tokens.is_none() && !result.aborted, "{group:?}: its prompt is done once");
                 assert!(result.samples.iter().all(|sample| sample.tokens.is_empty()));
                 result.cached_tokens = Some(cached_tokens);
+                if let Some(logprobs) = &logprobs {
+                    assert_eq!(raw_logprobs(logprobs), prompt_logprobs(&self.groups[&group]), "{group:?}");
+                }
                 result.prompt_logprobs = logprobs;
                 result.done = is_score;
             }

@@ -364,3 +364,65 @@ fn a_plan_is_answered_before_the_next() {
     harness.scheduler.schedule();
     harness.scheduler.schedule();
 }
+
+#[test]
+fn a_kept_sequence_goes_on_and_shares_nothing() {
+    let mut harness = Harness::new(config(8, 100), 50, BLOCK_SIZE);
+    harness.add(vec![group(key(0, 0), &prompt(9), 2, 20)]).expect("room");
+    (0..3).for_each(|_| drop(harness.step()));
+    harness.change_policy(1, RunningKv::Keep);
+    assert_eq!(shape(&harness.step()), [(11, 1), (11, 1)], "nothing is computed again");
+    // The same prompt under the new policy finds nothing, neither of before the change nor of after it.
+    let salt = CacheSalt { epoch: 1, adapter: None };
+    harness.add(vec![Group { salt, ..group(key(1, 0), &prompt(9), 1, 20) }]).expect("room");
+    assert_eq!(shape(&harness.step())[2], (0, 9));
+    harness.run();
+    assert_eq!(harness.results[&key(1, 0)].cached_tokens, Some(0));
+    assert_eq!(harness.scheduler.stats().preemptions, 0);
+}
+
+#[test]
+fn a_recomputed_sequence_starts_again_and_is_shared() {
+    let mut harness = Harness::new(config(8, 100), 50, BLOCK_SIZE);
+    harness.add(vec![group(key(0, 0), &prompt(9), 1, 20)]).expect("room");
+    (0..3).for_each(|_| drop(harness.step()));
+    harness.change_policy(1, RunningKv::Recompute);
+    assert_eq!(shape(&harness.step()), [(0, 12)]);
+    let salt = CacheSalt { epoch: 1, adapter: None };
+    harness.add(vec![Group { salt, ..group(key(1, 0), &prompt(9), 1, 20) }]).expect("room");
+    assert_eq!(shape(&harness.step())[1], (8, 1), "two blocks of the new policy are found");
+    assert_eq!(harness.scheduler.stats().preemptions, 0, "a change of the policy is no preemption");
+    harness.run();
+}
+
+#[test]
+fn a_prompt_is_of_one_policy_even_if_its_sequence_is_kept() {
+    let mut harness = Harness::new(config(8, 8), 50, BLOCK_SIZE);
+    harness.add(vec![scored(key(0, 0), 20), with_prompt_logprobs(group(key(1, 0), &prompt(20), 1, 3))]).expect("room");
+    assert_eq!(shape(&harness.step()), [(0, 8)]);
+    harness.change_policy(1, RunningKv::Keep);
+    assert_eq!(shape(&harness.step()), [(0, 8)], "the prompt starts again");
+    assert_eq!(harness.scheduler.started_requests(), [RequestKey(0)].into(), "the other waits in the queue");
+    // The log-probabilities are checked as they are told.
+    harness.run();
+    assert_eq!(harness.results[&key(0, 0)].prompt_logprobs.as_ref().map(Vec::len), Some(19));
+}
+
+#[test]
+fn giving_up_all_blocks_loses_no_token() {
+    let requests = || vec![group(key(0, 0), &prompt(9), 3, 12), scored(key(0, 1), 30)];
+    let [expected, found] = [false, true].map(|release| {
+        let mut harness = Harness::new(config(8, 16), 50, BLOCK_SIZE);
+        harness.add(requests()).expect("room");
+        for _ in 0..3 {
+            harness.step();
+            if release {
+                harness.release_all();
+            }
+        }
+        harness.run();
+        assert_eq!(harness.scheduler.stats().preemptions, 0);
+        harness.results
+    });
+    assert_eq!(found, expected);
+}

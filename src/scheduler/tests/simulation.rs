@@ -81,8 +81,23 @@ fn disturb(harness: &mut Harness, rng: &mut ChaCha8Rng, num_requests: u64) {
     }
 }
 
-fn simulate(seed: u64) -> Harness {
+/// Another policy, or all blocks given up, between two steps.
+fn change(harness: &mut Harness, rng: &mut ChaCha8Rng, epoch: &mut u64) {
+    if rng.random_bool(0.03) {
+        *epoch += 1;
+        let running = *[RunningKv::Keep, RunningKv::Recompute].choose(rng).expect("not empty");
+        harness.change_policy(*epoch, running);
+        assert_eq!(harness.scheduler.stats().cached_blocks, 0, "a prefix of another policy is cached");
+    }
+    if rng.random_bool(0.01) {
+        harness.release_all();
+    }
+}
+
+/// With `changes`, every request is of the policy that serves when it arrives.
+fn simulate(seed: u64, changes: bool) -> Harness {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let mut epoch = 2;
     let (config, num_blocks, block_size) = random_config(&mut rng);
     let mut harness = Harness::new(config, num_blocks, block_size);
     harness.stop_string = stop_string;
@@ -92,13 +107,20 @@ fn simulate(seed: u64) -> Harness {
         assert!(step < 100_000, "no end in sight");
         while num_requests < REQUESTS && rng.random_bool(arrival) {
             // A full queue refuses; the request is then not heard of again.
-            let _ = harness.add(random_request(&mut rng, num_requests));
+            let mut groups = random_request(&mut rng, num_requests);
+            if changes {
+                groups.iter_mut().for_each(|group| group.salt.epoch = epoch);
+            }
+            let _ = harness.add(groups);
             num_requests += 1;
         }
         if num_requests == REQUESTS && !harness.scheduler.has_work() {
             break;
         }
         disturb(&mut harness, &mut rng, num_requests);
+        if changes {
+            change(&mut harness, &mut rng, &mut epoch);
+        }
         harness.step_with(|harness| disturb(harness, &mut rng, num_requests));
     }
     harness
@@ -151,7 +173,7 @@ fn samples_are_the_same_alone_and_in_any_turmoil() {
     let mut total = SchedulerStats::default();
     for seed in (u64::from(base)..).take(SEEDS as usize) {
         println!("seed {seed}");
-        let harness = simulate(seed);
+        let harness = simulate(seed, false);
         let stats = harness.scheduler.stats();
         assert_eq!((stats.running_samples, stats.waiting_samples), (0, 0));
         assert_eq!(stats.free_blocks, stats.total_blocks);
@@ -167,11 +189,34 @@ fn samples_are_the_same_alone_and_in_any_turmoil() {
     assert!(total.preemptions > 5 * SEEDS && total.cached_tokens > 15 * SEEDS, "too little turmoil: {total:?}");
 }
 
+/// What is asserted is in the harness: no sequence reads KV of a policy older than its own block table, prompts and
+/// their log-probabilities are of one policy.
+#[test]
+fn policies_change_under_running_sequences() {
+    let base = rand::random::<u32>();
+    let (mut mixed, mut total) = (0, SchedulerStats::default());
+    for seed in (u64::from(base)..).take(SEEDS as usize) {
+        println!("seed {seed}");
+        let harness = simulate(seed, true);
+        let stats = harness.scheduler.stats();
+        assert_eq!((stats.running_samples, stats.waiting_samples), (0, 0));
+        assert_eq!(stats.free_blocks, stats.total_blocks);
+        for (key, result) in &harness.results {
+            assert!(result.done != result.aborted, "{key:?} has ended once");
+        }
+        mixed += harness.executor.mixed;
+        total.cached_tokens += stats.cached_tokens;
+        total.preemptions += stats.preemptions;
+    }
+    println!("{mixed} sequences with KV of several policies, {total:?}");
+    assert!(mixed > SEEDS && total.cached_tokens > 5 * SEEDS && total.preemptions > SEEDS, "too little turmoil");
+}
+
 #[test]
 fn a_seed_gives_the_same_run_twice() {
     let seed = rand::random();
     println!("seed {seed}");
-    let [first, second] = [seed, seed].map(simulate);
+    let [first, second] = [seed, seed].map(|seed| simulate(seed, true));
     assert_eq!(first.results, second.results);
     assert_eq!(first.scheduler.stats(), second.scheduler.stats());
 }

@@ -4,10 +4,12 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel, sync_channel}
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use super::*;
 use crate::cache::KvCacheManager;
+use crate::engine::*;
+use crate::executor::Memory;
 use crate::scheduler::SchedulerConfig;
 use crate::types::{FinishReason, SamplingParams, StepOutput, TokenId, TokenLogprobs};
+use crate::weights::{Dtype, ParamSpec};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -40,6 +42,22 @@ impl Executor for Counting {
         }
         Ok(output)
     }
+
+    fn write(&mut self, order: WeightOrder) -> Result<()> {
+        Err(Error::Internal(format!("{order:?} went wrong")))
+    }
+
+    fn read(&mut self, _: &ParamSpec, _: std::ops::Range<usize>) -> Result<Vec<u8>> {
+        Err(Error::Internal("the read went wrong".into()))
+    }
+
+    fn release(&mut self, memory: Memory) -> Result<()> {
+        Err(Error::Internal(format!("{memory:?} went wrong")))
+    }
+
+    fn restore(&mut self, memory: Memory) -> Result<()> {
+        Err(Error::Internal(format!("{memory:?} went wrong")))
+    }
 }
 
 struct Fixture {
@@ -56,7 +74,13 @@ impl Fixture {
             SchedulerConfig { max_num_seqs: 8, max_batch_tokens: 64, max_model_len: 100, max_queued_samples: 16 };
         let scheduler = Scheduler::new(config, KvCacheManager::new(64, 4));
         let executor = Counting { permits: receiver, plan: None };
-        let engine = Engine::new(executor, scheduler, None, commands);
+        let setup = Setup {
+            parameters: Arc::new(Parameters::new(Vec::new(), Dtype::F32, 1, false)),
+            budget: MemoryBudget::new(1 << 30, 1.0),
+            max_adapters: 0,
+            max_lora_rank: 1,
+        };
+        let engine = Engine::new(executor, scheduler, None, commands, setup);
         Self { handle: EngineHandle::new(sender), permits, thread: std::thread::spawn(move || engine.run()) }
     }
 
@@ -84,6 +108,7 @@ impl Fixture {
             prompts: prompts.iter().map(|p| Arc::from(*p)).collect(),
             kind,
             params: Arc::new(params),
+            adapter: None,
             if_weight_version: versions.0,
             min_weight_version: versions.1,
             cancel: cancel.clone(),
@@ -271,6 +296,7 @@ fn a_device_that_fails_ends_every_request() {
         prompts: vec![Arc::from([1])],
         kind: Kind::Score,
         params: Arc::new(tokens(1)),
+        adapter: None,
         if_weight_version: None,
         min_weight_version: None,
         cancel: CancelFlag::default(),
@@ -279,4 +305,16 @@ fn a_device_that_fails_ends_every_request() {
     handle.send(Command::Generate(Box::new(command))).unwrap();
     assert!(matches!(drain(&events)[..], [Event::Done(_)]));
     assert!(thread.join().unwrap().unwrap_err().to_string().contains("the device is gone"));
+}
+
+#[test]
+fn an_order_that_fails_ends_the_engine_and_tells_all() {
+    let Fixture { handle, permits: _permits, thread } = Fixture::new();
+    let (sender, reply) = channel();
+    let reply_to: Reply<Result<SleepReply>> = Box::new(move |r| sender.send(r).unwrap());
+    let cancel = CancelFlag::default();
+    handle.send(Command::Sleep { level: SleepLevel::One, mode: DrainMode::Keep, cancel, reply: reply_to }).unwrap();
+    let told = reply.recv_timeout(PATIENCE).unwrap().unwrap_err();
+    assert!(matches!(&told, Error::Internal(why) if why.contains("KvCache went wrong")), "{told}");
+    assert_eq!(thread.join().unwrap().unwrap_err().to_string(), told.to_string());
 }

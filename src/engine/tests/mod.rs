@@ -1,0 +1,9 @@
+//! `serving` runs the engine on its thread; the others go step by step with a [`rig::Rig`].
+
+mod adapters;
+mod crashes;
+mod requests;
+mod rig;
+mod serving;
+mod states;
+mod updates;

@@ -1,0 +1,184 @@
+//! Requests that wait: for Resume, for a drain, for a newer policy.
+
+use super::rig::*;
+use crate::engine::*;
+use crate::types::FinishReason;
+use crate::weights::UpdateKind;
+
+#[test]
+fn held_requests_start_in_the_order_in_which_they_came() {
+    let mut rig = Rig::new();
+    told(&rig.pause(DrainMode::Wait)).reply().unwrap();
+    let asked: Vec<_> = (0..4).map(|i| rig.submit(ask(&i.to_string(), 8, 1))).collect();
+    assert_eq!(rig.status().held_requests, 4);
+    assert!(!rig.engine.can_step());
+    rig.resume().unwrap();
+    for (i, first) in asked.iter().enumerate() {
+        rig.step();
+        first.completion();
+        assert!(asked[i + 1..].iter().all(|later| later.events().is_empty()), "{i}");
+    }
+    rig.assert_clean();
+}
+
+#[test]
+fn held_requests_count_against_the_queue() {
+    let mut rig = Rig::new();
+    told(&rig.pause(DrainMode::Wait)).reply().unwrap();
+    let samples = |id: &str, n| {
+        let (mut command, asked) = ask(id, 2, 1);
+        command.kind = Kind::Generate { n, seed: 1, prompt_logprobs: false, stream_tokens: false };
+        (command, asked)
+    };
+    let first = rig.submit(samples("first", MAX_QUEUED as u32 - 1));
+    assert!(
+        matches!(rig.submit(samples("two", 2)).error(), Error::ResourceExhausted(why) if why.contains("15 samples"))
+    );
+    let last = rig.submit(samples("one", 1));
+    assert!(matches!(rig.submit(samples("one", 1)).error(), Error::AlreadyExists(_)));
+    rig.resume().unwrap();
+    rig.finish();
+    assert_eq!((first.events().len(), last.events().len()), (MAX_QUEUED, 2));
+    rig.assert_clean();
+}
+
+#[test]
+fn held_requests_are_cancelled_aborted_and_checked_when_they_start() {
+    let mut rig = Rig::new();
+    told(&rig.pause(DrainMode::Wait)).reply().unwrap();
+    let cancelled = rig.submit(ask("cancelled", 3, 1));
+    let aborted = rig.submit(ask("aborted", 3, 1));
+    let at_version = |id: &str, exact, least| {
+        let (command, asked) = ask(id, 3, 1);
+        (GenerateCommand { if_weight_version: exact, min_weight_version: least, ..command }, asked)
+    };
+    let old = rig.submit(at_version("old", Some(0), None));
+    let new = rig.submit(at_version("new", Some(1), None));
+    let newer = rig.submit(at_version("newer", None, Some(2)));
+    cancelled.cancel.cancel();
+    rig.command(Command::Cancelled);
+    assert!(matches!(cancelled.error(), Error::Unavailable(_)));
+    let target = AbortTarget::Requests(vec!["aborted".into()]);
+    told(&rig.call(|reply| Command::Abort { target, reply })).reply();
+    assert!(matches!(aborted.error(), Error::Aborted(_)));
+    rig.push_lora(RunningPolicy::Keep);
+    assert!(old.events().is_empty(), "nobody looks before Resume");
+    rig.resume().unwrap();
+    assert!(matches!(old.error(), Error::VersionConflict(_)));
+    rig.finish();
+    assert_eq!(sampled(&new.completion()), [1]);
+    assert_eq!(rig.status().held_requests, 1);
+    rig.push_lora(RunningPolicy::Keep);
+    rig.finish();
+    assert_eq!(sampled(&newer.completion()), [2]);
+    rig.assert_clean();
+}
+
+#[test]
+fn a_pause_waits_aborts_or_keeps() {
+    for (mode, tokens) in [(DrainMode::Wait, 4), (DrainMode::Abort, 2), (DrainMode::Keep, 4)] {
+        let mut rig = Rig::new();
+        let asked = rig.submit(ask("a", 3, 4));
+        rig.steps(2);
+        let reply = rig.pause(mode);
+        if mode == DrainMode::Wait {
+            assert!(told(&reply).is_waiting());
+            let late = rig.submit(ask("late", 3, 1));
+            rig.finish();
+            assert!(late.events().is_empty() && rig.status().lifecycle == LifecycleStatus::Paused);
+            rig.abort_held();
+        }
+        told(&reply).reply().unwrap();
+        assert!(!rig.engine.can_step());
+        rig.resume().unwrap();
+        rig.finish();
+        assert_eq!(asked.completion().tokens.len(), tokens, "{mode:?}");
+        rig.assert_clean();
+    }
+}
+
+#[test]
+fn resume_calls_a_waiting_pause_off() {
+    let mut rig = Rig::new();
+    let asked = rig.submit(ask("a", 3, 4));
+    let reply = rig.pause(DrainMode::Wait);
+    let late = rig.submit(ask("late", 3, 1));
+    rig.resume().unwrap();
+    assert!(matches!(told(&reply).reply(), Err(Error::Aborted(_))));
+    rig.finish();
+    (asked.completion(), late.completion());
+    assert_eq!(rig.status().lifecycle, LifecycleStatus::Running);
+    rig.assert_clean();
+}
+
+#[test]
+fn what_waits_for_requests_that_are_made_to_stand_still_is_called_off() {
+    let mut rig = Rig::new();
+    let asked = rig.submit(ask("a", 3, 4));
+    rig.step();
+    let pause = rig.pause(DrainMode::Wait);
+    let update = rig.push(UpdateBegin { running: RunningPolicy::Wait, ..begin(UpdateKind::Lora) }).unwrap();
+    told(&rig.pause(DrainMode::Keep)).reply().unwrap();
+    assert!(matches!(told(&pause).reply(), Err(Error::Aborted(_))));
+    assert!(matches!(told(&update).reply(), Err(Error::Aborted(_))));
+    assert_eq!((rig.status().updating, rig.status().weight_version), (false, 0));
+    rig.resume().unwrap();
+    rig.finish();
+    assert_eq!(asked.completion().tokens.len(), 4);
+    rig.assert_clean();
+}
+
+#[test]
+fn drains_take_effect_in_the_order_in_which_they_came() {
+    let mut rig = Rig::new();
+    let asked = rig.submit(ask("a", 3, 4));
+    let update = rig.push(UpdateBegin { running: RunningPolicy::Wait, ..begin(UpdateKind::Lora) }).unwrap();
+    let pause = rig.pause(DrainMode::Wait);
+    let early = told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply();
+    assert!(matches!(early, Err(Error::FailedPrecondition(why)) if why.contains("update is under way")));
+    rig.finish();
+    assert_eq!(told(&update).reply().unwrap().weight_version, 1);
+    told(&pause).reply().unwrap();
+    assert_eq!(asked.completion().weight_versions, [(0, 0, 4)]);
+    rig.resume().unwrap();
+    let asked = rig.submit(ask("b", 3, 4));
+    let sleep = rig.sleep(SleepLevel::One, DrainMode::Wait);
+    let late = rig.submit(ask("late", 3, 1));
+    let refused = rig.begin(begin(UpdateKind::Lora)).unwrap_err();
+    assert!(matches!(refused, Error::FailedPrecondition(why) if why.contains("about to sleep")));
+    rig.finish();
+    told(&sleep).reply().unwrap();
+    asked.completion();
+    rig.wake(true, true, false).unwrap();
+    rig.finish();
+    assert_eq!(sampled(&late.completion()), [2], "held through the sleep, served by the policy as loaded");
+    rig.assert_clean();
+}
+
+#[test]
+fn a_sleep_keeps_requests_or_ends_them() {
+    for mode in [DrainMode::Keep, DrainMode::Abort] {
+        let mut rig = Rig::new();
+        let asked = rig.submit(ask("a", 6, 4));
+        rig.steps(2);
+        let slept = told(&rig.sleep(SleepLevel::One, mode)).reply().unwrap();
+        assert!(slept.resident_bytes > 0);
+        let (free, total) = (rig.status().free_blocks, rig.status().total_blocks);
+        assert_eq!(free, total, "kept requests hold no blocks");
+        rig.wake(true, true, false).unwrap();
+        rig.finish();
+        let completion = asked.completion();
+        match mode {
+            DrainMode::Keep => assert_eq!(sampled(&completion), [0, 0, 1, 1]),
+            _ => assert_eq!((completion.tokens.len(), completion.finish_reason), (2, FinishReason::Aborted)),
+        }
+        rig.assert_clean();
+    }
+}
+
+impl Rig {
+    fn abort_held(&mut self) {
+        let target = AbortTarget::All;
+        told(&self.call(|reply| Command::Abort { target, reply })).reply();
+    }
+}

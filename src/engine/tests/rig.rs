@@ -1,0 +1,417 @@
+//! An engine that a test drives step by step, over ranks that have no model but know in which order they may be used.
+
+use std::ops::Range;
+use std::sync::mpsc::{Receiver, TryRecvError, channel, sync_channel};
+
+use crate::cache::KvCacheManager;
+use crate::engine::*;
+use crate::executor::Memory;
+use crate::scheduler::SchedulerConfig;
+use crate::types::{SamplingParams, StepOutput, TokenId, TokenLogprobs};
+use crate::weights::{Delta, Dtype, ParamSpec, ShardRule, Tensors, UpdateKind, WeightUpdate};
+
+pub const BLOCK_SIZE: usize = 4;
+pub const BLOCKS: usize = 64;
+pub const MAX_QUEUED: usize = 16;
+/// Ledger of the rig: a ceiling of 1,000 bytes, of which 300 are not reserved at the start.
+pub const STAGING: u64 = 300;
+
+/// What the ranks were told.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Did {
+    Load,
+    Merge,
+    Replace,
+    Patch,
+    Add(u64),
+    Remove(u64),
+    Release(Memory),
+    Restore(Memory),
+}
+
+/// Ranks whose policy is a number: how often their weights were written. It is every token that they sample, and the
+/// negative log-probability of every token that they score.
+pub struct Fake {
+    plan: Option<Arc<StepPlan>>,
+    pub policy: TokenId,
+    /// The policy that wrote each slot of the KV cache; None: nobody since it was restored.
+    slots: Vec<Option<TokenId>>,
+    merged: Option<Arc<Adapter>>,
+    whole: bool,
+    awake: Vec<Memory>,
+    adapters: Vec<u64>,
+    pub did: Vec<Did>,
+    /// The oldest policy in the context of each sequence of the last step.
+    pub oldest_kv: Vec<TokenId>,
+}
+
+impl Fake {
+    fn new() -> Self {
+        Self {
+            plan: None,
+            policy: 0,
+            slots: vec![None; BLOCKS * BLOCK_SIZE],
+            merged: None,
+            whole: true,
+            awake: vec![Memory::KvCache, Memory::Workspace, Memory::Weights],
+            adapters: Vec::new(),
+            did: Vec::new(),
+            oldest_kv: Vec::new(),
+        }
+    }
+
+    fn is_awake(&self, memory: Memory) -> bool {
+        self.awake.contains(&memory)
+    }
+
+    fn fall_asleep(&mut self, memory: Memory) {
+        assert!(self.is_awake(memory), "{memory:?} is released twice");
+        self.awake.retain(|&m| m != memory);
+    }
+
+    /// What is merged must be what is said to be.
+    fn check_merged(&self, said: &Arc<Adapter>) {
+        assert!(self.merged.as_ref().is_none_or(|merged| Arc::ptr_eq(merged, said)), "another adapter is merged");
+    }
+}
+
+impl Executor for Fake {
+    fn launch(&mut self, plan: Arc<StepPlan>) -> Result<()> {
+        assert!(self.plan.is_none() && self.awake.len() == 3 && self.whole, "a step without all memory or a policy");
+        for copy in &plan.copies {
+            let [src, dst] = [copy.src, copy.dst].map(|id| id as usize * BLOCK_SIZE);
+            self.slots.copy_within(src..src + copy.tokens, dst);
+        }
+        self.oldest_kv.clear();
+        for sequence in &plan.sequences {
+            assert!(sequence.adapter.is_none_or(|generation| self.adapters.contains(&generation)), "no such adapter");
+            let slot = |p: usize| sequence.block_table[p / BLOCK_SIZE] as usize * BLOCK_SIZE + p % BLOCK_SIZE;
+            let end = sequence.start + sequence.tokens.len();
+            (sequence.start..end).for_each(|p| self.slots[slot(p)] = Some(self.policy));
+            let context = (0..end).map(|p| self.slots[slot(p)].expect("the context was computed since the cache woke"));
+            self.oldest_kv.extend(context.min());
+        }
+        self.plan = Some(plan);
+        Ok(())
+    }
+
+    fn collect(&mut self) -> Result<StepOutput> {
+        let plan = self.plan.take().expect("collect follows launch");
+        let answer = |target: Option<TokenId>| TokenLogprobs {
+            token: target.unwrap_or(self.policy),
+            raw: -(self.policy as f32),
+            processed: 0.0,
+            top: Vec::new(),
+        };
+        Ok(StepOutput { tokens: plan.tasks().map(|task| answer(task.target)).collect() })
+    }
+
+    fn write(&mut self, order: WeightOrder) -> Result<()> {
+        assert!(self.plan.is_none(), "{order:?} while a step is under way");
+        let is_policy = !matches!(order, WeightOrder::AddAdapter { .. } | WeightOrder::RemoveAdapter { .. });
+        assert!(!is_policy || self.is_awake(Memory::Weights), "{order:?} while the weights are asleep");
+        self.policy += TokenId::from(is_policy);
+        self.did.push(match order {
+            WeightOrder::Load { adapter } => {
+                (self.merged, self.whole) = (Some(adapter), true);
+                Did::Load
+            }
+            WeightOrder::Merge { before, after } => {
+                assert!(self.whole, "a merge into weights that are missing");
+                self.check_merged(&before);
+                self.merged = Some(after);
+                Did::Merge
+            }
+            WeightOrder::Replace { .. } => {
+                (self.merged, self.whole) = (None, true);
+                Did::Replace
+            }
+            WeightOrder::Patch { merged, .. } => {
+                assert!(self.whole, "a patch of weights that are missing");
+                self.check_merged(&merged);
+                self.merged = None;
+                Did::Patch
+            }
+            WeightOrder::AddAdapter { generation, .. } => {
+                self.adapters.push(generation);
+                Did::Add(generation)
+            }
+            WeightOrder::RemoveAdapter { generation } => {
+                assert!(self.adapters.contains(&generation), "adapter {generation} is removed twice");
+                self.adapters.retain(|&g| g != generation);
+                Did::Remove(generation)
+            }
+        });
+        Ok(())
+    }
+
+    /// The bytes of a row are its number and the policy's.
+    fn read(&mut self, spec: &ParamSpec, rows: Range<usize>) -> Result<Vec<u8>> {
+        assert!(self.is_awake(Memory::Weights) && self.whole, "weights that are not there are read");
+        let row_bytes = spec.shape[1] * 4;
+        Ok(rows.flat_map(|row| vec![row as u8 ^ self.policy as u8; row_bytes]).collect())
+    }
+
+    fn release(&mut self, memory: Memory) -> Result<()> {
+        match memory {
+            Memory::WeightsAndBase => {
+                self.awake.retain(|&m| m != Memory::Weights);
+                (self.merged, self.whole) = (None, false);
+            }
+            Memory::Weights => {
+                self.fall_asleep(memory);
+                self.whole = false;
+            }
+            Memory::KvCache => {
+                self.fall_asleep(memory);
+                self.slots.fill(None);
+            }
+            Memory::Workspace => self.fall_asleep(memory),
+        }
+        self.did.push(Did::Release(memory));
+        Ok(())
+    }
+
+    fn restore(&mut self, memory: Memory) -> Result<()> {
+        assert!(!self.is_awake(memory) && memory != Memory::WeightsAndBase, "{memory:?} is restored twice");
+        self.awake.push(memory);
+        self.did.push(Did::Restore(memory));
+        Ok(())
+    }
+}
+
+/// What a reply channel has.
+#[derive(Debug)]
+pub enum Told<T> {
+    Reply(T),
+    Waits,
+    /// The reply was dropped.
+    Dropped,
+}
+
+pub fn told<T>(receiver: &Receiver<T>) -> Told<T> {
+    match receiver.try_recv() {
+        Ok(value) => Told::Reply(value),
+        Err(TryRecvError::Empty) => Told::Waits,
+        Err(TryRecvError::Disconnected) => Told::Dropped,
+    }
+}
+
+impl<T> Told<T> {
+    pub fn reply(self) -> T {
+        match self {
+            Told::Reply(value) => value,
+            Told::Waits => panic!("no reply yet"),
+            Told::Dropped => panic!("the reply was dropped"),
+        }
+    }
+
+    pub fn is_waiting(&self) -> bool {
+        matches!(self, Told::Waits)
+    }
+}
+
+/// One request of a rig.
+pub struct Asked {
+    pub events: Receiver<Event>,
+    pub cancel: CancelFlag,
+}
+
+impl Asked {
+    /// All events so far.
+    pub fn events(&self) -> Vec<Event> {
+        self.events.try_iter().collect()
+    }
+
+    /// The one completion, which must have ended the request.
+    pub fn completion(&self) -> Completion {
+        match &self.events()[..] {
+            [Event::Completion(completion), Event::Done(_)] => completion.clone(),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    pub fn error(&self) -> Error {
+        match &self.events()[..] {
+            [Event::Failed(error)] => error.clone(),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+pub fn sampled(completion: &Completion) -> Vec<TokenId> {
+    completion.tokens.iter().map(|t| t.token).collect()
+}
+
+/// A request for `max_tokens` tokens after a prompt of `prompt` tokens.
+pub fn ask(id: &str, prompt: usize, max_tokens: u32) -> (GenerateCommand, Asked) {
+    let (sender, events) = channel();
+    let cancel = CancelFlag::default();
+    let command = GenerateCommand {
+        request_id: id.into(),
+        prompts: vec![(900..900 + prompt as TokenId).collect()],
+        kind: Kind::Generate { n: 1, seed: 1, prompt_logprobs: false, stream_tokens: false },
+        params: Arc::new(SamplingParams { max_tokens, ..SamplingParams::default() }),
+        adapter: None,
+        if_weight_version: None,
+        min_weight_version: None,
+        cancel: cancel.clone(),
+        responder: Box::new(move |event| drop(sender.send(event))),
+    };
+    (command, Asked { events, cancel })
+}
+
+pub fn begin(kind: UpdateKind) -> UpdateBegin {
+    UpdateBegin {
+        kind,
+        adapter: None,
+        expected_version: None,
+        new_version: None,
+        running: RunningPolicy::Keep,
+        staging_bytes: 10,
+        in_place_bytes: 1,
+        in_place: false,
+        cancel: CancelFlag::default(),
+    }
+}
+
+pub fn lora() -> WeightUpdate {
+    WeightUpdate::Lora(Arc::new(Adapter::none()))
+}
+
+pub fn content(kind: UpdateKind) -> WeightUpdate {
+    match kind {
+        UpdateKind::Lora => lora(),
+        UpdateKind::Full => WeightUpdate::Full(Arc::new(Tensors::default())),
+        UpdateKind::Delta => WeightUpdate::Delta(Arc::new(Delta::default())),
+    }
+}
+
+pub struct Rig {
+    pub engine: Engine<Fake>,
+}
+
+impl Rig {
+    pub fn new() -> Self {
+        let config = SchedulerConfig {
+            max_num_seqs: 4,
+            max_batch_tokens: 8,
+            max_model_len: 100,
+            max_queued_samples: MAX_QUEUED,
+        };
+        let scheduler = Scheduler::new(config, KvCacheManager::new(BLOCKS, BLOCK_SIZE));
+        let specs = ["a", "b"].map(|name| ParamSpec::new(name, vec![5, 3], ShardRule::Replicated));
+        let mut budget = MemoryBudget::new(1000, 1.0);
+        for (name, bytes) in [("process", 100), ("weights", 120), ("workspace", 30), ("kv_cache", 450)] {
+            budget.reserve(name, bytes).unwrap();
+        }
+        let parameters = Arc::new(Parameters::new(specs.into(), Dtype::F32, 1, false));
+        let setup = Setup { parameters, budget, max_adapters: 2, max_lora_rank: 8 };
+        Self { engine: Engine::new(Fake::new(), scheduler, None, sync_channel(1).1, setup) }
+    }
+
+    /// Gives a command, as the serving loop does.
+    pub fn command(&mut self, command: Command) {
+        self.engine.handle(command).unwrap();
+        self.engine.settle().unwrap();
+        self.engine.scheduler.check_integrity();
+    }
+
+    /// Gives a command that is answered.
+    pub fn call<T: Send + 'static>(&mut self, command: impl FnOnce(Reply<T>) -> Command) -> Receiver<T> {
+        let (sender, receiver) = channel();
+        self.command(command(Box::new(move |value| drop(sender.send(value)))));
+        receiver
+    }
+
+    pub fn step(&mut self) {
+        assert!(self.engine.can_step(), "nothing can step");
+        self.engine.step().unwrap();
+        self.engine.settle().unwrap();
+        self.engine.scheduler.check_integrity();
+    }
+
+    pub fn steps(&mut self, count: usize) {
+        (0..count).for_each(|_| self.step());
+    }
+
+    /// Steps until nothing is left to do.
+    pub fn finish(&mut self) {
+        while self.engine.can_step() {
+            self.step();
+        }
+    }
+
+    pub fn submit(&mut self, (command, asked): (GenerateCommand, Asked)) -> Asked {
+        self.command(Command::Generate(Box::new(command)));
+        asked
+    }
+
+    pub fn status(&mut self) -> Status {
+        told(&self.call(|reply| Command::Status { reply })).reply()
+    }
+
+    /// The executor's orders since the last look.
+    pub fn did(&mut self) -> Vec<Did> {
+        std::mem::take(&mut self.engine.executor.did)
+    }
+
+    pub fn reserved(&self, name: &str) -> u64 {
+        self.engine.budget.reserved(name)
+    }
+
+    pub fn pause(&mut self, mode: DrainMode) -> Receiver<Result<()>> {
+        self.call(|reply| Command::Pause { mode, cancel: CancelFlag::default(), reply })
+    }
+
+    pub fn resume(&mut self) -> Result<()> {
+        told(&self.call(|reply| Command::Resume { reply })).reply()
+    }
+
+    pub fn sleep(&mut self, level: SleepLevel, mode: DrainMode) -> Receiver<Result<SleepReply>> {
+        self.call(|reply| Command::Sleep { level, mode, cancel: CancelFlag::default(), reply })
+    }
+
+    pub fn wake(&mut self, weights: bool, kv_cache: bool, reload: bool) -> Result<LifecycleStatus> {
+        let tags = WakeTags { weights, kv_cache };
+        told(&self.call(|reply| Command::Wake { tags, reload, reply })).reply()
+    }
+
+    pub fn begin(&mut self, begin: UpdateBegin) -> Result<UpdateTicket> {
+        told(&self.call(|reply| Command::BeginUpdate { begin, reply })).reply()
+    }
+
+    pub fn commit(&mut self, update: u64, content: WeightUpdate) -> Receiver<Result<UpdateReply>> {
+        self.call(|reply| Command::CommitUpdate { update, content, reply })
+    }
+
+    pub fn write_part(&mut self, update: u64) -> Result<()> {
+        let tensors = Arc::new(Tensors::default());
+        told(&self.call(|reply| Command::WritePart { update, tensors, reply })).reply()
+    }
+
+    /// A whole update; the reply comes now or after a drain.
+    pub fn push(&mut self, begin: UpdateBegin) -> Result<Receiver<Result<UpdateReply>>> {
+        let kind = begin.kind;
+        let ticket = self.begin(begin)?;
+        Ok(self.commit(ticket.id, content(kind)))
+    }
+
+    /// A whole update that must be applied at once.
+    pub fn push_now(&mut self, begin: UpdateBegin) -> Result<UpdateReply> {
+        self.push(begin).and_then(|reply| told(&reply).reply())
+    }
+
+    pub fn push_lora(&mut self, running: RunningPolicy) -> UpdateReply {
+        self.push_now(UpdateBegin { running, ..begin(UpdateKind::Lora) }).unwrap()
+    }
+
+    /// Nothing is left behind: every request told, every block free, no reservation of an update.
+    pub fn assert_clean(&mut self) {
+        let status = self.status();
+        assert_eq!((status.running_requests, status.held_requests, status.updating), (0, 0, false));
+        assert_eq!(status.free_blocks, status.total_blocks);
+        assert_eq!(self.reserved("update_staging"), 0);
+        assert!(self.engine.drains.is_empty());
+    }
+}

@@ -1,0 +1,294 @@
+//! Every command in every state, through an engine.
+
+use super::rig::*;
+use crate::engine::*;
+use crate::executor::Memory;
+use crate::weights::UpdateKind;
+
+/// How a state is reached.
+const STATES: [(&str, fn(&mut Rig)); 12] = [
+    ("run", |_| ()),
+    ("pause", |rig| told(&rig.pause(DrainMode::Wait)).reply().unwrap()),
+    ("1", |rig| sleep(rig, SleepLevel::One)),
+    ("1w", |rig| sleep_and_wake(rig, SleepLevel::One, true)),
+    ("1k", |rig| sleep_and_wake(rig, SleepLevel::One, false)),
+    ("1+", |rig| {
+        sleep(rig, SleepLevel::One);
+        rig.push_lora(RunningPolicy::Keep);
+    }),
+    ("2", |rig| sleep(rig, SleepLevel::Two)),
+    ("2w", |rig| sleep_and_wake(rig, SleepLevel::Two, true)),
+    ("2w pushed", |rig| {
+        sleep_and_wake(rig, SleepLevel::Two, true);
+        rig.push_now(begin(UpdateKind::Full)).unwrap();
+    }),
+    ("2+", |rig| {
+        sleep(rig, SleepLevel::Two);
+        rig.push_lora(RunningPolicy::Keep);
+    }),
+    ("miss", |rig| {
+        sleep(rig, SleepLevel::Two);
+        rig.wake(true, true, false).unwrap();
+    }),
+    ("miss paused", |rig| {
+        told(&rig.pause(DrainMode::Wait)).reply().unwrap();
+        break_in_place(rig);
+    }),
+];
+
+fn sleep(rig: &mut Rig, level: SleepLevel) {
+    told(&rig.sleep(level, DrainMode::Wait)).reply().unwrap();
+}
+
+fn sleep_and_wake(rig: &mut Rig, level: SleepLevel, weights: bool) {
+    sleep(rig, level);
+    rig.wake(weights, !weights, false).unwrap();
+}
+
+/// A FULL push in place of which the client vanishes.
+fn break_in_place(rig: &mut Rig) {
+    let cancel = CancelFlag::default();
+    let begin = UpdateBegin { in_place: true, staging_bytes: 2000, cancel: cancel.clone(), ..begin(UpdateKind::Full) };
+    let ticket = rig.begin(begin).unwrap();
+    assert!(ticket.in_place);
+    rig.write_part(ticket.id).unwrap();
+    cancel.cancel();
+    rig.command(Command::Cancelled);
+}
+
+fn done<T>(result: Result<T>) -> Result<()> {
+    result.map(drop)
+}
+
+fn resident(name: &str) -> UpdateBegin {
+    let adapter = AdapterTarget { name: name.into(), expected_generation: None };
+    UpdateBegin { adapter: Some(adapter), ..begin(UpdateKind::Lora) }
+}
+
+type Order = fn(&mut Rig) -> Result<()>;
+
+const ORDERS: [(&str, Order); 16] = [
+    ("generate", |rig| {
+        let asked = rig.submit(ask("new", 3, 2));
+        asked.events.try_recv().map_or(Ok(()), |_| Err(Error::FailedPrecondition(String::new())))
+    }),
+    ("pause", |rig| told(&rig.pause(DrainMode::Abort)).reply()),
+    ("resume", Rig::resume),
+    ("sleep 1", |rig| done(told(&rig.sleep(SleepLevel::One, DrainMode::Abort)).reply())),
+    ("sleep 2", |rig| done(told(&rig.sleep(SleepLevel::Two, DrainMode::Abort)).reply())),
+    ("wake", |rig| done(rig.wake(true, true, false))),
+    ("wake w", |rig| done(rig.wake(true, false, false))),
+    ("wake k", |rig| done(rig.wake(false, true, false))),
+    ("reload", |rig| done(rig.wake(true, false, true))),
+    ("reset", |rig| done(told(&rig.call(|reply| Command::ResetPrefixCache { reply })).reply())),
+    ("lora", |rig| done(rig.push_now(begin(UpdateKind::Lora)))),
+    ("full", |rig| done(rig.push_now(begin(UpdateKind::Full)))),
+    ("delta", |rig| {
+        let begin = UpdateBegin { expected_version: Some(rig.engine.policy.version), ..begin(UpdateKind::Delta) };
+        done(rig.push_now(begin))
+    }),
+    ("resident", |rig| done(rig.push_now(resident("x")))),
+    ("checksum", |rig| done(told(&rig.call(|reply| Command::Checksum { names: Vec::new(), reply })).reply())),
+    ("abort", |rig| {
+        let target = AbortTarget::All;
+        told(&rig.call(|reply| Command::Abort { target, reply }));
+        Ok(())
+    }),
+];
+
+/// For each state, what each order leads to; "!" is FAILED_PRECONDITION, after which nothing has changed.
+const TABLE: [(&str, [&str; 16]); 12] = [
+    //               gen      pause    resume s1    s2   wake   wake w  wake k reload  reset    lora     full     delta    res      checksum abort
+    (
+        "run",
+        ["run", "pause", "run", "1", "2", "run", "run", "run", "run", "run", "run", "run", "run", "run", "run", "run"],
+    ),
+    (
+        "pause",
+        [
+            "pause", "pause", "run", "1", "2", "pause", "pause", "pause", "pause", "pause", "pause", "pause", "pause",
+            "pause", "pause", "pause",
+        ],
+    ),
+    ("1", ["!", "!", "!", "1", "2", "run", "1w", "1k", "1w", "1", "1+", "!", "!", "!", "!", "1"]),
+    ("1w", ["!", "!", "!", "1", "2", "run", "1w", "run", "1w", "1w", "1w", "1w", "1w", "!", "1w", "1w"]),
+    ("1k", ["!", "!", "!", "1", "2", "run", "run", "1k", "run", "1k", "1k+", "!", "!", "!", "!", "1k"]),
+    ("1+", ["!", "!", "!", "1+", "2", "run", "1w", "1k+", "1w", "1+", "1+", "!", "!", "!", "!", "1+"]),
+    ("2", ["!", "!", "!", "!", "2", "miss", "2w", "2k", "2w", "2", "2+", "!", "!", "!", "!", "2"]),
+    ("2w", ["!", "!", "!", "!", "2", "miss", "2w", "miss", "2w", "2w", "2w", "2w", "!", "!", "!", "2w"]),
+    ("2w pushed", ["!", "!", "!", "1", "2", "run", "2w", "run", "2w", "2w", "2w", "2w", "2w", "!", "2w", "2w"]),
+    ("2+", ["!", "!", "!", "1+", "2", "run", "2w", "2k+", "2w", "2+", "2+", "!", "!", "!", "!", "2+"]),
+    ("miss", ["!", "!", "!", "!", "2", "miss", "miss", "miss", "run", "miss", "run", "run", "!", "!", "!", "miss"]),
+    (
+        "miss paused",
+        ["!", "!", "!", "!", "2", "miss", "miss", "miss", "pause", "miss", "pause", "pause", "!", "!", "!", "miss"],
+    ),
+];
+
+fn label(status: LifecycleStatus) -> String {
+    match status {
+        LifecycleStatus::Running => "run".into(),
+        LifecycleStatus::Paused => "pause".into(),
+        LifecycleStatus::WeightsMissing => "miss".into(),
+        LifecycleStatus::ShuttingDown => "end".into(),
+        LifecycleStatus::Asleep { level, resident, pending_update } => {
+            let level = if level == SleepLevel::One { "1" } else { "2" };
+            let flags = [(resident.weights, "w"), (resident.kv_cache, "k"), (pending_update, "+")];
+            flags.iter().filter(|flag| flag.0).fold(level.into(), |label, flag| label + flag.1)
+        }
+    }
+}
+
+#[test]
+fn every_order_in_every_state_leads_where_the_table_says() {
+    for ((name, reach), (row, expected)) in STATES.iter().zip(TABLE) {
+        assert_eq!(*name, row);
+        for ((order, give), expected) in ORDERS.iter().zip(expected) {
+            let mut rig = Rig::new();
+            reach(&mut rig);
+            let before = rig.status();
+            assert_eq!(label(before.lifecycle), name.split(' ').next().unwrap());
+            let result = give(&mut rig);
+            let after = rig.status();
+            if expected == "!" {
+                assert!(matches!(result, Err(Error::FailedPrecondition(_))), "{order} in {name}: {result:?}");
+                let what = |s: &Status| (s.lifecycle, s.memory.clone(), s.weight_version, s.updates);
+                assert_eq!(what(&after), what(&before), "{order} in {name}");
+            } else {
+                assert!(result.is_ok(), "{order} in {name}: {result:?}");
+                assert_eq!(label(after.lifecycle), expected, "{order} in {name}");
+            }
+            back_to_running(&mut rig);
+        }
+    }
+}
+
+/// From wherever it is: then it serves, with all memory in the ledger, and everything ends well.
+fn back_to_running(rig: &mut Rig) {
+    rig.wake(true, true, false).unwrap();
+    if rig.status().lifecycle == LifecycleStatus::WeightsMissing {
+        rig.push_lora(RunningPolicy::Keep);
+    }
+    if rig.status().lifecycle == LifecycleStatus::Paused {
+        rig.resume().unwrap();
+    }
+    assert_eq!(rig.status().lifecycle, LifecycleStatus::Running);
+    for (name, bytes) in [("process", 100), ("weights", 120), ("workspace", 30), ("kv_cache", 450)] {
+        assert_eq!(rig.reserved(name), bytes, "{name}");
+    }
+    let asked = rig.submit(ask("last", 5, 3));
+    rig.finish();
+    assert_eq!(sampled(&asked.completion()), [rig.engine.executor.policy; 3]);
+    rig.assert_clean();
+}
+
+#[test]
+fn a_server_that_ends_refuses_every_order_of_a_new_thing() {
+    for (order, give) in ORDERS {
+        let mut rig = Rig::new();
+        rig.submit(ask("running", 3, 9));
+        rig.command(Command::Shutdown { grace: std::time::Duration::from_secs(60) });
+        if order == "generate" {
+            assert!(matches!(rig.submit(ask("new", 3, 2)).error(), Error::Unavailable(_)));
+        } else if !["reset", "checksum", "abort"].contains(&order) {
+            let result = give(&mut rig);
+            assert!(matches!(result, Err(Error::Unavailable(_))), "{order}: {result:?}");
+        } else {
+            give(&mut rig).unwrap();
+        }
+        assert_eq!(rig.status().lifecycle, LifecycleStatus::ShuttingDown);
+    }
+}
+
+#[test]
+fn sleep_gives_back_in_order_and_wake_loads_once() {
+    let mut rig = Rig::new();
+    use Did::{Load, Release, Restore};
+    use Memory::{KvCache, Weights, WeightsAndBase, Workspace};
+    sleep(&mut rig, SleepLevel::One);
+    assert_eq!(rig.did(), [Release(KvCache), Release(Workspace), Release(Weights)]);
+    assert_eq!(["weights", "workspace", "kv_cache"].map(|name| rig.reserved(name)), [0; 3]);
+    rig.push_lora(RunningPolicy::Keep);
+    rig.push_lora(RunningPolicy::Keep);
+    assert_eq!((rig.did(), rig.status().weight_version), (vec![], 2));
+    rig.wake(true, false, false).unwrap();
+    assert_eq!(rig.did(), [Restore(Weights), Load]);
+    assert_eq!(["weights", "workspace", "kv_cache"].map(|name| rig.reserved(name)), [120, 0, 0]);
+    rig.push_lora(RunningPolicy::Keep);
+    rig.wake(false, true, false).unwrap();
+    assert_eq!(rig.did(), [Did::Merge, Restore(Workspace), Restore(KvCache)]);
+    sleep(&mut rig, SleepLevel::One);
+    sleep(&mut rig, SleepLevel::Two);
+    let released = [KvCache, Workspace, Weights].map(Release);
+    // Nothing had taken the checkpoint's place, so nothing was left to give back.
+    assert_eq!(rig.did(), released);
+    rig.wake(true, true, true).unwrap();
+    assert_eq!(rig.did(), [Restore(Weights), Load, Restore(Workspace), Restore(KvCache)]);
+    assert_eq!((rig.status().weight_version, rig.status().updates), (0, 3));
+    sleep(&mut rig, SleepLevel::Two);
+    assert_eq!(rig.did(), [Release(KvCache), Release(Workspace), Release(WeightsAndBase)]);
+}
+
+#[test]
+fn what_full_pushes_brought_stays_in_the_ledger_at_level_1_only() {
+    let mut rig = Rig::new();
+    rig.push_now(begin(UpdateKind::Full)).unwrap();
+    sleep(&mut rig, SleepLevel::One);
+    assert_eq!(rig.reserved("weights"), 120, "two parameters of 5 x 3 float32 each");
+    rig.did();
+    sleep(&mut rig, SleepLevel::Two);
+    assert_eq!(rig.did(), [Did::Release(Memory::WeightsAndBase)]);
+    assert_eq!(rig.reserved("weights"), 0);
+    rig.wake(true, true, false).unwrap();
+    assert_eq!(rig.did().len(), 3, "there was nothing to load");
+    back_to_running(&mut rig);
+}
+
+#[test]
+fn a_wake_that_does_not_fit_changes_nothing() {
+    let mut rig = Rig::new();
+    sleep(&mut rig, SleepLevel::One);
+    let ticket = rig.begin(UpdateBegin { staging_bytes: 500, ..begin(UpdateKind::Lora) }).unwrap();
+    rig.did();
+    let before = rig.status();
+    let error = rig.wake(true, true, false).unwrap_err();
+    assert!(matches!(&error, Error::ResourceExhausted(why) if why.contains("update_staging 500 B")), "{error}");
+    let after = rig.status();
+    assert_eq!((after.lifecycle, after.memory), (before.lifecycle, before.memory));
+    assert_eq!(rig.did(), []);
+    told(&rig.commit(ticket.id, lora())).reply().unwrap();
+    rig.wake(true, true, false).unwrap();
+    back_to_running(&mut rig);
+}
+
+#[test]
+fn a_lora_after_a_broken_push_starts_from_the_checkpoint() {
+    let mut rig = Rig::new();
+    told(&rig.pause(DrainMode::Wait)).reply().unwrap();
+    rig.push_now(begin(UpdateKind::Full)).unwrap();
+    break_in_place(&mut rig);
+    rig.did();
+    rig.push_lora(RunningPolicy::Keep);
+    let base = [Did::Release(Memory::WeightsAndBase), Did::Restore(Memory::Weights), Did::Load];
+    assert_eq!(rig.did(), base);
+    assert!(rig.engine.policy.replaced.is_empty());
+    back_to_running(&mut rig);
+}
+
+#[test]
+fn a_checksum_is_of_the_bytes_that_serve() {
+    use sha2::{Digest, Sha256};
+    let mut rig = Rig::new();
+    rig.push_lora(RunningPolicy::Keep);
+    let mut checksum = |names: &[&str]| {
+        let names = names.iter().map(|name| name.to_string()).collect();
+        told(&rig.call(|reply| Command::Checksum { names, reply })).reply()
+    };
+    let bytes: Vec<u8> = (0..5).flat_map(|row| [row ^ 1; 12]).collect();
+    let sha: [u8; 32] = Sha256::digest(&bytes).into();
+    let all = checksum(&[]).unwrap();
+    assert_eq!((all.weight_version, all.parameters), (1, vec![("a".into(), sha), ("b".into(), sha)]));
+    assert_eq!(checksum(&["b"]).unwrap().parameters, [("b".into(), sha)]);
+    let error = checksum(&["b", "x"]).unwrap_err();
+    assert!(matches!(&error, Error::InvalidArgument { message, .. } if message.contains("\"x\"")), "{error}");
+}

@@ -1,0 +1,257 @@
+//! What requests see of an update, under each policy for those that run.
+
+use super::rig::*;
+use crate::engine::*;
+use crate::types::FinishReason;
+use crate::weights::UpdateKind;
+
+/// A request in its prompt (20 tokens, of which a step takes 8), one that samples, and one in the queue.
+fn three_stages(rig: &mut Rig) -> [Asked; 3] {
+    let samples = rig.submit(ask("samples", 3, 6));
+    rig.steps(2);
+    let prompt = rig.submit(ask("prompt", 20, 2));
+    rig.step();
+    // No token of the budget is left for a third.
+    let queued = rig.submit(ask("queued", 3, 2));
+    [samples, prompt, queued]
+}
+
+#[test]
+fn kept_requests_go_on_and_each_token_has_its_version() {
+    let mut rig = Rig::new();
+    let [samples, prompt, queued] = three_stages(&mut rig);
+    let reply = rig.push_lora(RunningPolicy::Keep);
+    assert_eq!((reply.weight_version, reply.pending, reply.adapter_generation), (1, false, None));
+    rig.step();
+    assert_eq!(rig.engine.executor.oldest_kv[0], 0, "its KV is of both");
+    rig.finish();
+    let samples = samples.completion();
+    assert_eq!(sampled(&samples), [0, 0, 0, 1, 1, 1]);
+    assert_eq!(samples.weight_versions, [(0, 0, 3), (1, 3, 6)]);
+    for asked in [prompt, queued] {
+        let completion = asked.completion();
+        assert_eq!((sampled(&completion), completion.weight_versions), (vec![1, 1], vec![(1, 0, 2)]));
+    }
+    assert!(rig.engine.executor.oldest_kv.iter().all(|&policy| policy == 1), "prompts started again");
+    rig.assert_clean();
+}
+
+#[test]
+fn recomputed_requests_read_no_kv_of_the_old_policy() {
+    let mut rig = Rig::new();
+    let asked = three_stages(&mut rig);
+    rig.push_lora(RunningPolicy::Recompute);
+    while rig.engine.can_step() {
+        rig.step();
+        assert!(rig.engine.executor.oldest_kv.iter().all(|&policy| policy == 1));
+    }
+    let [samples, prompt, queued] = asked.map(|asked| asked.completion().weight_versions);
+    assert_eq!(samples, [(0, 0, 3), (1, 3, 6)]);
+    assert_eq!([prompt, queued], [[(1, 0, 2)], [(1, 0, 2)]]);
+    rig.assert_clean();
+}
+
+#[test]
+fn an_abort_ends_what_has_started_and_nothing_else() {
+    let mut rig = Rig::new();
+    let [samples, prompt, queued] = three_stages(&mut rig);
+    rig.push_lora(RunningPolicy::Abort);
+    let samples = samples.completion();
+    assert_eq!((sampled(&samples), samples.finish_reason), (vec![0, 0, 0], FinishReason::Aborted));
+    assert_eq!(samples.weight_versions, [(0, 0, 3)]);
+    let prompt = prompt.completion();
+    assert_eq!((prompt.tokens.len(), prompt.finish_reason, prompt.weight_versions), (0, FinishReason::Aborted, vec![]));
+    rig.finish();
+    assert_eq!(queued.completion().weight_versions, [(1, 0, 2)]);
+    rig.assert_clean();
+}
+
+#[test]
+fn a_request_of_which_one_prompt_is_done_has_started() {
+    let mut rig = Rig::new();
+    let (mut command, asked) = ask("two", 8, 1);
+    command.prompts.push(command.prompts[0].clone());
+    command.if_weight_version = Some(0);
+    rig.command(Command::Generate(Box::new(command)));
+    rig.step();
+    assert!(rig.engine.scheduler.started_requests().is_empty(), "one is done, one is queued");
+    rig.push_lora(RunningPolicy::Abort);
+    let events = asked.events();
+    let reasons: Vec<_> = events
+        .iter()
+        .filter_map(|event| match event {
+            Event::Completion(completion) => Some((completion.prompt_index, completion.finish_reason)),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(reasons, [(0, FinishReason::Length), (1, FinishReason::Aborted)]);
+    rig.assert_clean();
+}
+
+#[test]
+fn a_waiting_update_lets_the_accepted_finish_and_holds_the_new() {
+    let mut rig = Rig::new();
+    let asked = three_stages(&mut rig);
+    let reply = rig.push(UpdateBegin { running: RunningPolicy::Wait, ..begin(UpdateKind::Full) }).unwrap();
+    let late = ["late", "later"].map(|id| rig.submit(ask(id, 2, 1)));
+    let status = rig.status();
+    assert_eq!((status.held_requests, status.running_requests, status.updating), (2, 3, true));
+    let second = rig.begin(begin(UpdateKind::Lora)).unwrap_err();
+    assert!(matches!(&second, Error::VersionConflict(why) if why.contains("another update is under way")), "{second}");
+    while told(&reply).is_waiting() {
+        assert_eq!(rig.did(), []);
+        rig.step();
+    }
+    for asked in asked {
+        let completion = asked.completion();
+        let len = completion.tokens.len() as u32;
+        assert_eq!((completion.finish_reason, completion.weight_versions), (FinishReason::Length, vec![(0, 0, len)]));
+    }
+    rig.finish();
+    assert_eq!(late.map(|asked| sampled(&asked.completion())), [[1], [1]]);
+    rig.assert_clean();
+}
+
+#[test]
+fn prompt_logprobs_are_of_one_policy_under_every_policy_for_running_requests() {
+    for running in [RunningPolicy::Keep, RunningPolicy::Recompute] {
+        for score in [false, true] {
+            let mut rig = Rig::new();
+            let (mut command, asked) = ask("a", 20, 2);
+            command.kind = match score {
+                true => Kind::Score,
+                false => Kind::Generate { n: 2, seed: 1, prompt_logprobs: true, stream_tokens: false },
+            };
+            rig.command(Command::Generate(Box::new(command)));
+            rig.steps(2);
+            rig.push_now(UpdateBegin { running, new_version: Some(7), ..begin(UpdateKind::Lora) }).unwrap();
+            rig.finish();
+            let events = asked.events();
+            let Event::PromptLogprobs { logprobs, weight_version: 7, .. } = &events[0] else { panic!("{events:?}") };
+            let raw: Vec<f32> = logprobs.iter().map(|l| l.raw).collect();
+            assert_eq!(raw, [-1.0; 19]);
+            rig.assert_clean();
+        }
+    }
+}
+
+#[test]
+fn versions_are_the_trainers_and_epochs_our_own() {
+    let mut rig = Rig::new();
+    let push = |rig: &mut Rig, new_version, expected_version| {
+        rig.push_now(UpdateBegin { new_version, expected_version, ..begin(UpdateKind::Lora) })
+    };
+    assert_eq!(push(&mut rig, Some(100), Some(0)).unwrap().weight_version, 100);
+    let prompt_of = |rig: &mut Rig| {
+        let asked = rig.submit(ask("p", 9, 1));
+        rig.finish();
+        asked.completion().cached_tokens
+    };
+    assert_eq!((prompt_of(&mut rig), prompt_of(&mut rig)), (0, 8));
+    assert_eq!(push(&mut rig, None, None).unwrap().weight_version, 101);
+    assert_eq!(push(&mut rig, Some(100), None).unwrap().weight_version, 100, "a trainer starts again");
+    assert_eq!(prompt_of(&mut rig), 0, "the same number, another policy");
+    let conflict = push(&mut rig, None, Some(101)).unwrap_err();
+    let text = conflict.to_string();
+    assert!(matches!(conflict, Error::VersionConflict(_)) && text.contains("101") && text.contains("version 100"));
+    push(&mut rig, Some(u64::MAX), None).unwrap();
+    assert!(matches!(push(&mut rig, None, None), Err(Error::InvalidArgument { field, .. }) if field == "new_version"));
+    let unnamed = rig.push_now(begin(UpdateKind::Delta)).unwrap_err();
+    assert!(matches!(unnamed, Error::InvalidArgument { field, .. } if field == "expected_version"));
+    rig.assert_clean();
+}
+
+#[test]
+fn a_queued_request_that_insists_on_the_old_policy_is_told() {
+    let mut rig = Rig::new();
+    let insist = |id: &str, prompt| {
+        let (command, asked) = ask(id, prompt, 4);
+        (GenerateCommand { if_weight_version: Some(0), ..command }, asked)
+    };
+    let running = rig.submit(insist("running", 8));
+    rig.step();
+    let filler = rig.submit(ask("filler", 40, 1));
+    rig.step();
+    let queued = rig.submit(insist("queued", 3));
+    rig.push_now(UpdateBegin { new_version: Some(5), ..begin(UpdateKind::Lora) }).unwrap();
+    assert!(matches!(queued.error(), Error::VersionConflict(why) if why.contains("version 5")));
+    assert!(matches!(rig.submit(insist("new", 3)).error(), Error::VersionConflict(_)));
+    rig.finish();
+    assert_eq!(running.completion().weight_versions, [(0, 0, 2), (5, 2, 4)]);
+    filler.completion();
+    rig.assert_clean();
+}
+
+#[test]
+fn memory_is_set_aside_or_the_update_is_refused_before_it_starts() {
+    let mut rig = Rig::new();
+    let full = |staging_bytes, in_place| UpdateBegin { staging_bytes, in_place, ..begin(UpdateKind::Full) };
+    let error = rig.begin(full(STAGING + 1, false)).unwrap_err();
+    let text = error.to_string();
+    for part in ["update_staging needs 301 B", "300 B of the ceiling", "kv_cache 450 B", "in_place", "--staging-bytes"]
+    {
+        assert!(text.contains(part), "{part:?} is missing in {text}");
+    }
+    assert!(matches!(rig.begin(full(STAGING + 1, true)), Err(Error::ResourceExhausted(_))), "it runs");
+    assert!(!rig.status().updating);
+    let ticket = rig.begin(full(STAGING, true)).unwrap();
+    assert!(!ticket.in_place, "it fits");
+    assert_eq!(rig.reserved("update_staging"), STAGING);
+    assert!(matches!(rig.write_part(ticket.id), Err(Error::FailedPrecondition(why)) if why.contains("staged")));
+    told(&rig.commit(ticket.id, content(UpdateKind::Full))).reply().unwrap();
+    told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply().unwrap();
+    rig.wake(true, false, false).unwrap();
+    assert!(!rig.begin(full(780, true)).unwrap().in_place, "the KV cache made room");
+    rig.engine.roll_back();
+    rig.assert_clean();
+}
+
+#[test]
+fn a_push_in_place_passes_through_missing_weights() {
+    let mut rig = Rig::new();
+    let frozen = rig.submit(ask("frozen", 3, 9));
+    rig.steps(2);
+    told(&rig.pause(DrainMode::Keep)).reply().unwrap();
+    let held = rig.submit(ask("held", 3, 1));
+    let ticket = rig.begin(UpdateBegin { staging_bytes: 2000, in_place: true, ..begin(UpdateKind::Full) }).unwrap();
+    assert_eq!(rig.reserved("update_staging"), 1);
+    rig.resume().unwrap();
+    assert!(matches!(rig.write_part(ticket.id), Err(Error::FailedPrecondition(_))), "it runs again");
+    assert_eq!(rig.did(), []);
+    told(&rig.pause(DrainMode::Keep)).reply().unwrap();
+    assert!(frozen.events().is_empty());
+    rig.write_part(ticket.id).unwrap();
+    assert_eq!(rig.status().lifecycle, LifecycleStatus::WeightsMissing);
+    let frozen = frozen.completion();
+    assert_eq!((sampled(&frozen), frozen.finish_reason), (vec![0, 0], FinishReason::Aborted));
+    assert!(matches!(rig.wake(true, true, true), Err(Error::FailedPrecondition(_))), "the push will bring them");
+    rig.write_part(ticket.id).unwrap();
+    told(&rig.commit(ticket.id, content(UpdateKind::Full))).reply().unwrap();
+    assert_eq!(rig.status().lifecycle, LifecycleStatus::Paused);
+    rig.resume().unwrap();
+    rig.finish();
+    assert_eq!(sampled(&held.completion()), [3]);
+    rig.assert_clean();
+}
+
+#[test]
+fn frozen_requests_cannot_be_waited_for() {
+    let mut rig = Rig::new();
+    let asked = rig.submit(ask("a", 3, 4));
+    rig.step();
+    told(&rig.pause(DrainMode::Keep)).reply().unwrap();
+    let wait = UpdateBegin { running: RunningPolicy::Wait, ..begin(UpdateKind::Lora) };
+    assert!(matches!(rig.push(wait), Err(Error::FailedPrecondition(why)) if why.contains("RECOMPUTE")));
+    let sleep = told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply();
+    assert!(matches!(sleep, Err(Error::FailedPrecondition(why)) if why.contains("Resume")));
+    // Kept through a pause, a push, a sleep at level 2 and the push after it.
+    rig.push_lora(RunningPolicy::Keep);
+    told(&rig.sleep(SleepLevel::Two, DrainMode::Keep)).reply().unwrap();
+    rig.wake(true, true, false).unwrap();
+    rig.push_now(begin(UpdateKind::Full)).unwrap();
+    rig.finish();
+    let completion = asked.completion();
+    assert_eq!(sampled(&completion), [0, 2, 2, 2]);
+    assert_eq!(completion.weight_versions, [(0, 0, 1), (2, 1, 4)]);
+    rig.assert_clean();
+}
