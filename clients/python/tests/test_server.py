@@ -16,6 +16,7 @@ from rollout_client import (
     DeadlineExceeded,
     FinishReason,
     InvalidArgument,
+    NotFound,
     RolloutClient,
     Sample,
     SamplingParams,
@@ -333,7 +334,6 @@ def test_weight_versions_are_insisted_on_or_waited_for(client):
         ("n", {"n": 0}),
         ("n", {"n": 2**32 - 1}),
         ("top_logprobs", {"top_logprobs": 101}),
-        ("adapter", {"adapter": "unheard-of"}),
         ("request_id", {"request_id": "x" * 10_000}),
         ("if_weight_version", {"if_weight_version": 1, "min_weight_version": 2}),
         ("sampling.temperature", {"sampling": SamplingParams(temperature=math.nan)}),
@@ -356,6 +356,11 @@ def test_bad_input_is_refused_by_name(client, field, arguments):
     with pytest.raises(InvalidArgument) as error:
         client.generate(**{"prompts": [[1, 2]], **arguments})
     assert error.value.code.name == "INVALID_ARGUMENT" and str(error.value).startswith(field)
+
+
+def test_an_adapter_that_is_not_resident_is_not_found(client):
+    with pytest.raises(NotFound, match="unheard-of"):
+        client.generate([[1, 2]], adapter="unheard-of")
 
 
 @pytest.mark.parametrize(
