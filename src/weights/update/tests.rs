@@ -1,5 +1,6 @@
 //! Random pushes against what a direct copy gives, and everything that must be refused.
 
+mod adapters;
 mod names;
 mod payloads;
 mod sources;
@@ -158,6 +159,19 @@ fn full(received: Received) -> Arc<Tensors> {
 fn whole(tensors: &Tensors, spec: &ParamSpec) -> Vec<f32> {
     let values = tensors.read(&spec.name, &Slice::whole(&spec.shape)).unwrap_or_else(|| panic!("no {}", spec.name));
     values.into_f32().into_owned()
+}
+
+fn write_safetensors(path: &std::path::Path, push: &[Sent]) {
+    let views = push.iter().map(|sent| {
+        let dtype = match sent.entry.dtype {
+            Dtype::F32 => safetensors::Dtype::F32,
+            Dtype::F16 => safetensors::Dtype::F16,
+            Dtype::Bf16 => safetensors::Dtype::BF16,
+        };
+        let view = safetensors::tensor::TensorView::new(dtype, sent.entry.shape.clone(), &sent.bytes).unwrap();
+        (sent.entry.name.clone(), view)
+    });
+    safetensors::serialize_to_file(views, None, path).unwrap();
 }
 
 /// Field and text of the `InvalidArgument` that `result` must be.

@@ -166,19 +166,6 @@ fn large_tensors_of_a_segment_are_read_whole() {
     }
 }
 
-fn write_safetensors(path: &Path, push: &[Sent]) {
-    let views = push.iter().map(|sent| {
-        let dtype = match sent.entry.dtype {
-            Dtype::F32 => safetensors::Dtype::F32,
-            Dtype::F16 => safetensors::Dtype::F16,
-            Dtype::Bf16 => safetensors::Dtype::BF16,
-        };
-        let view = safetensors::tensor::TensorView::new(dtype, sent.entry.shape.clone(), &sent.bytes).unwrap();
-        (sent.entry.name.clone(), view)
-    });
-    safetensors::serialize_to_file(views, None, path).unwrap();
-}
-
 /// A directory `step-7` with the push in two files.
 fn checkpoint(push: &[Sent]) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
