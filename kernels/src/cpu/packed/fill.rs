@@ -34,12 +34,7 @@ impl PackedMatrix {
         }
     }
 
-    fn fill_as<const GROUP: usize, D: Stored<f32>>(
-        &mut self,
-        pool: &ThreadPool,
-        rows: Range<usize>,
-        fill: &Fill<'_>,
-    ) {
+    fn fill_as<const GROUP: usize, D: Stored<f32>>(&mut self, pool: &ThreadPool, rows: Range<usize>, fill: &Fill<'_>) {
         let (k, isa) = (self.k, Isa::detect());
         let at_once = (TILE_BYTES / (4 * PANEL * k)).clamp(1, MOST_PANELS);
         let tile = |panels: Range<usize>, stored: &mut [D], scratch: &mut [f32]| {
@@ -62,12 +57,7 @@ impl PackedMatrix {
     ///
     /// # Panics
     /// If `rows` pass the end, or an element is outside the rows it was asked for.
-    pub fn write_elements(
-        &mut self,
-        pool: &ThreadPool,
-        rows: Range<usize>,
-        write: &WriteElements<'_>,
-    ) {
+    pub fn write_elements(&mut self, pool: &ThreadPool, rows: Range<usize>, write: &WriteElements<'_>) {
         match self.dtype {
             WeightDtype::Bf16 => self.write_elements_as::<2, bf16>(pool, rows, write),
             WeightDtype::F32 => self.write_elements_as::<1, f32>(pool, rows, write),
