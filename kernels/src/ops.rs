@@ -5,7 +5,9 @@ use std::ops::Range;
 
 use candle_core::{Result, Tensor};
 
-use crate::cpu::{self, AttentionSequence, AttentionShape, BlockCopy, Cpu, Fill, Isa, KvCache, PackedMatrix, WriteElements};
+use crate::cpu::{
+    self, AttentionSequence, AttentionShape, BlockCopy, Cpu, Fill, Isa, KvCache, PackedMatrix, WriteElements,
+};
 use crate::tensor::{rows, rows_mut, with_f32};
 
 /// Where the operators of one rank run.
@@ -48,6 +50,17 @@ impl Ops {
             rows_mut(out, |mut out| {
                 for (i, &index) in indices.iter().enumerate() {
                     out.row_mut(i).copy_from_slice(x.row(index as usize));
+                }
+            })
+        })?
+    }
+
+    /// `out[indices[i]] += x[i]`.
+    pub fn add_rows(&self, x: &Tensor, indices: &[u32], out: &Tensor) -> Result<()> {
+        rows(x, |x| {
+            rows_mut(out, |mut out| {
+                for (i, &index) in indices.iter().enumerate() {
+                    out.row_mut(index as usize).iter_mut().zip(x.row(i)).for_each(|(out, x)| *out += x);
                 }
             })
         })?

@@ -2,7 +2,7 @@
 
 use rollout_kernels::AttentionSequence;
 
-use crate::model::Input;
+use crate::model::{Additions, Input};
 use crate::types::StepPlan;
 
 /// The rows of one step, kept between steps so that their memory is reused.
@@ -11,6 +11,8 @@ pub struct FlatBatch {
     tokens: Vec<u32>,
     positions: Vec<u32>,
     slots: Vec<u32>,
+    /// Generation of the resident adapter of each row, if it has one.
+    pub adapters: Vec<Option<u64>>,
     /// Row of each [`crate::types::LogitsRow`], in the plan's order.
     pub logits_rows: Vec<u32>,
 }
@@ -21,12 +23,14 @@ impl FlatBatch {
         self.tokens.clear();
         self.positions.clear();
         self.slots.clear();
+        self.adapters.clear();
         self.logits_rows.clear();
         for sequence in &plan.sequences {
             let first_row = self.tokens.len();
             let end = sequence.start + sequence.tokens.len();
             assert!(sequence.block_table.len() * block_size >= end, "the block table ends before position {end}");
             self.tokens.extend_from_slice(&sequence.tokens);
+            self.adapters.resize(self.tokens.len(), sequence.adapter);
             for position in sequence.start..end {
                 let block = sequence.block_table[position / block_size] as usize;
                 self.positions.push(position as u32);
@@ -52,8 +56,12 @@ impl FlatBatch {
         plan.sequences.iter().map(view).collect()
     }
 
-    pub fn input<'a>(&'a self, sequences: &'a [AttentionSequence<'a>]) -> Input<'a> {
-        Input { tokens: &self.tokens, positions: &self.positions, slots: &self.slots, sequences }
+    pub fn input<'a>(
+        &'a self,
+        sequences: &'a [AttentionSequence<'a>],
+        additions: Option<&'a dyn Additions>,
+    ) -> Input<'a> {
+        Input { tokens: &self.tokens, positions: &self.positions, slots: &self.slots, sequences, additions }
     }
 }
 
@@ -79,7 +87,7 @@ mod tests {
                     start: 8,
                     tokens: vec![4],
                     block_table: vec![1, 0, 6],
-                    adapter: None,
+                    adapter: Some(6),
                     logits: logits(0),
                 },
             ],
@@ -89,10 +97,11 @@ mod tests {
             batch.fill(&plan, 4);
         }
         let sequences = FlatBatch::attention(&plan);
-        let input = batch.input(&sequences);
+        let input = batch.input(&sequences, None);
         assert_eq!(input.tokens, [7, 8, 9, 4]);
         assert_eq!(input.positions, [3, 4, 5, 8]);
         assert_eq!(input.slots, [23, 8, 9, 24]);
+        assert_eq!(batch.adapters, [None, None, None, Some(6)]);
         assert_eq!(batch.logits_rows, [2, 3]);
         assert_eq!((sequences[1].first_row, sequences[1].rows, sequences[1].start_position), (3, 1, 8));
     }

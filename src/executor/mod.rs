@@ -1,5 +1,6 @@
 //! The executor: runs step plans on the ranks.
 
+mod adapters;
 mod input;
 mod ranks;
 mod runner;
@@ -15,6 +16,7 @@ use crate::error::Result;
 use crate::types::{StepOutput, StepPlan};
 use crate::weights::{Adapter, Delta, ParamSpec, Tensors};
 
+pub use adapters::resident_adapter_bytes;
 pub use ranks::Ranks;
 pub use runner::ModelRunner;
 pub use weights::RankWeights;

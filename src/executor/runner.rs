@@ -5,12 +5,13 @@ use std::ops::Range;
 use candle_core::Tensor;
 use rollout_kernels::{KvCache, Ops, with_f32};
 
+use super::adapters::ResidentAdapters;
 use super::input::FlatBatch;
 use super::weights::RankWeights;
 use super::{Memory, WeightOrder, sampler};
 use crate::comm::Communicator;
 use crate::error::Result;
-use crate::model::{LOGITS_ROWS, Workspace, WorkspaceShape};
+use crate::model::{Additions, LOGITS_ROWS, Workspace, WorkspaceShape};
 use crate::types::{LogitsTask, StepOutput, StepPlan, TokenLogprobs};
 use crate::weights::ParamSpec;
 
@@ -19,6 +20,7 @@ pub struct ModelRunner {
     ops: Ops,
     comm: Box<dyn Communicator>,
     weights: RankWeights,
+    adapters: ResidentAdapters,
     kv: Vec<KvCache>,
     kv_is_released: bool,
     workspace_shape: WorkspaceShape,
@@ -42,6 +44,7 @@ impl ModelRunner {
             ops,
             comm,
             weights,
+            adapters: ResidentAdapters::new(workspace_shape.build),
             kv,
             kv_is_released: false,
             workspace: Some(Workspace::new(&workspace_shape)?),
@@ -65,13 +68,16 @@ impl ModelRunner {
         }
         self.batch.fill(plan, self.block_size);
         let sequences = FlatBatch::attention(plan);
-        let input = self.batch.input(&sequences);
+        let adapters = self.adapters.of_rows(self.batch.adapters.iter().copied());
+        let input = self.batch.input(&sequences, adapters.as_ref().map(|a| a as &dyn Additions));
         model.forward(&self.ops, &*self.comm, &input, &mut self.kv, workspace)?;
         let rows: Vec<&[LogitsTask]> =
             plan.sequences.iter().flat_map(|s| &s.logits).map(|row| row.tasks.as_slice()).collect();
         let mut output = StepOutput::default();
         for (rows_at_once, tasks) in self.batch.logits_rows.chunks(LOGITS_ROWS).zip(rows.chunks(LOGITS_ROWS)) {
-            let logits = model.logits(&self.ops, &*self.comm, rows_at_once, workspace)?;
+            let adapters = self.adapters.of_rows(rows_at_once.iter().map(|&row| self.batch.adapters[row as usize]));
+            let additions = adapters.as_ref().map(|a| a as &dyn Additions);
+            let logits = model.logits(&self.ops, &*self.comm, rows_at_once, workspace, additions)?;
             if self.comm.rank() == 0 {
                 answer(&self.ops, &mut self.scratch, &logits, tasks, &mut output.tokens)?;
             }
@@ -79,9 +85,18 @@ impl ModelRunner {
         Ok(output)
     }
 
-    /// Changes the weights.
+    /// Changes the weights or the resident adapters.
     pub fn write(&mut self, order: &WeightOrder) -> Result<()> {
-        self.weights.write(&self.ops, &*self.comm, order)
+        match order {
+            WeightOrder::AddAdapter { generation, adapter } => {
+                self.adapters.add(self.weights.shapes(), *generation, adapter)
+            }
+            WeightOrder::RemoveAdapter { generation } => {
+                self.adapters.remove(*generation);
+                Ok(())
+            }
+            _ => self.weights.write(&self.ops, &*self.comm, order),
+        }
     }
 
     /// This rank's part of rows of a parameter; see [`RankWeights::read`].
@@ -100,6 +115,7 @@ impl ModelRunner {
                 self.workspace = None;
                 self.batch = FlatBatch::default();
                 self.scratch = Vec::new();
+                self.adapters.release_buffers();
                 self.ops.release();
             }
             Memory::Weights => self.weights.release(true)?,
@@ -112,7 +128,10 @@ impl ModelRunner {
     pub fn restore(&mut self, memory: Memory) -> Result<()> {
         match memory {
             Memory::KvCache => self.kv_is_released = false,
-            Memory::Workspace => self.workspace = Some(Workspace::new(&self.workspace_shape)?),
+            Memory::Workspace => {
+                self.workspace = Some(Workspace::new(&self.workspace_shape)?);
+                self.adapters.take_buffers(self.weights.shapes())?;
+            }
             Memory::Weights | Memory::WeightsAndBase => {}
         }
         Ok(())

@@ -8,7 +8,7 @@ use super::layers::{Build, Linear, MatrixVisitor, Norm, Projection, Visitor, Voc
 use super::workspace::Workspace;
 use crate::comm::Communicator;
 use crate::error::Result;
-use crate::weights::ShardRule;
+use crate::weights::{ParamSpec, ShardRule};
 
 /// One flat batch: rows of all sequences behind each other.
 pub struct Input<'a> {
@@ -19,6 +19,28 @@ pub struct Input<'a> {
     /// Where each row's KV goes: `block * block_size + offset`.
     pub slots: &'a [u32],
     pub sequences: &'a [AttentionSequence<'a>],
+    /// What is added to the outputs of some rows.
+    pub additions: Option<&'a dyn Additions>,
+}
+
+/// A linear layer, or several of the same input that are one here: what they give can be added to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Site {
+    /// Query, key and value of a layer.
+    Qkv(usize),
+    /// The attention's output projection.
+    Output(usize),
+    GateUp(usize),
+    Down(usize),
+    Head,
+}
+
+/// Terms that are added to what linear layers give.
+pub trait Additions {
+    /// Adds to `out`, what the layers at `site` give for `x`: both have the batch's rows, or those of which logits are
+    /// wanted at the head, and this rank's columns. Where the input is split over ranks `out` is their sum already, and
+    /// all must add the same.
+    fn add(&self, ops: &Ops, comm: &dyn Communicator, site: Site, x: &Tensor, out: &Tensor) -> Result<()>;
 }
 
 struct Layer {
@@ -86,18 +108,24 @@ impl Decoder {
         workspace: &Workspace,
     ) -> Result<()> {
         let w = workspace.rows(input.tokens.len())?;
+        let add = |site, x, out| input.additions.map_or(Ok(()), |additions| additions.add(ops, comm, site, x, out));
         self.embedding.embed(ops, input.tokens, &w.hidden)?;
         comm.all_reduce_sum(&w.hidden)?;
         self.layers[0].attention_norm.forward(ops, &w.hidden, &w.normed)?;
         for (i, (layer, kv)) in self.layers.iter().zip(kv).enumerate() {
+            layer.qkv.forward(ops, &w.normed, &w.qkv)?;
+            add(Site::Qkv(i), &w.normed, &w.qkv)?;
             self.attention(ops, layer, input, kv, &w)?;
             layer.output.forward_partial(ops, &w.attention, &w.delta)?;
             comm.all_reduce_sum(&w.delta)?;
+            add(Site::Output(i), &w.attention, &w.delta)?;
             layer.mlp_norm.add_forward(ops, &w.hidden, &w.delta, layer.output.bias(), &w.normed)?;
             layer.gate_up.forward(ops, &w.normed, &w.gate_up)?;
+            add(Site::GateUp(i), &w.normed, &w.gate_up)?;
             ops.silu_mul(&w.gate_up, &w.activation)?;
             layer.down.forward_partial(ops, &w.activation, &w.delta)?;
             comm.all_reduce_sum(&w.delta)?;
+            add(Site::Down(i), &w.activation, &w.delta)?;
             let next_norm = self.layers.get(i + 1).map_or(&self.norm, |next| &next.attention_norm);
             next_norm.add_forward(ops, &w.hidden, &w.delta, layer.down.bias(), &w.normed)?;
         }
@@ -106,10 +134,20 @@ impl Decoder {
 
     /// Logits (`workspace.logits`, `[rows.len(), vocabulary]`) of rows of the last forward pass; at most
     /// [`super::LOGITS_ROWS`] at once.
-    pub fn logits(&self, ops: &Ops, comm: &dyn Communicator, rows: &[u32], workspace: &Workspace) -> Result<Tensor> {
+    pub fn logits(
+        &self,
+        ops: &Ops,
+        comm: &dyn Communicator,
+        rows: &[u32],
+        workspace: &Workspace,
+        additions: Option<&dyn Additions>,
+    ) -> Result<Tensor> {
         let w = workspace.logits_rows(rows.len())?;
         ops.select_rows(&workspace.normed, rows, &w.selected)?;
         self.head.as_ref().unwrap_or(&self.embedding).logits(ops, &w.selected, &w.local_logits)?;
+        if let Some(additions) = additions {
+            additions.add(ops, comm, Site::Head, &w.selected, &w.local_logits)?;
+        }
         comm.all_gather_columns(&w.local_logits, &w.logits)?;
         Ok(w.logits)
     }
@@ -137,6 +175,19 @@ impl Decoder {
         }
     }
 
+    /// The parameters at each site with their first local column of what it gives.
+    pub fn sites(&self) -> Vec<(Site, Vec<(&ParamSpec, usize)>)> {
+        let mut sites = Vec::new();
+        for (i, layer) in self.layers.iter().enumerate() {
+            sites.push((Site::Qkv(i), layer.qkv.weights()));
+            sites.push((Site::Output(i), layer.output.weights()));
+            sites.push((Site::GateUp(i), layer.gate_up.weights()));
+            sites.push((Site::Down(i), layer.down.weights()));
+        }
+        sites.extend(self.head.as_ref().map(|head| (Site::Head, vec![(head.spec(), 0)])));
+        sites
+    }
+
     /// Bytes of this rank's weights.
     pub fn bytes(&self) -> u64 {
         let layers: u64 = self.layers.iter().map(Layer::bytes).sum();
@@ -145,7 +196,6 @@ impl Decoder {
 
     fn attention(&self, ops: &Ops, layer: &Layer, input: &Input<'_>, kv: &mut KvCache, w: &Workspace) -> Result<()> {
         let HeadDims { heads, kv_heads, head_dim } = self.dims;
-        layer.qkv.forward(ops, &w.normed, &w.qkv)?;
         let q = w.qkv.narrow(1, 0, heads * head_dim)?;
         let k = w.qkv.narrow(1, heads * head_dim, kv_heads * head_dim)?;
         let v = w.qkv.narrow(1, (heads + kv_heads) * head_dim, kv_heads * head_dim)?;

@@ -103,6 +103,11 @@ impl Linear {
         visitor(&specs, &mut self.weight);
     }
 
+    /// The weights and their first local rows.
+    pub fn weights(&self) -> Vec<(&ParamSpec, usize)> {
+        self.parts.iter().map(|(weight, _, first_row)| (weight, *first_row)).collect()
+    }
+
     /// Bytes of the local part.
     pub fn bytes(&self) -> u64 {
         self.weight.bytes() as u64 + self.bias.as_ref().map_or(0, |b| 4 * b.elem_count() as u64)
@@ -140,6 +145,10 @@ impl VocabularyMatrix {
 
     pub fn visit_matrix(&mut self, visitor: &mut MatrixVisitor<'_>) {
         visitor(&[&self.spec], &mut self.matrix);
+    }
+
+    pub fn spec(&self) -> &ParamSpec {
+        &self.spec
     }
 
     pub fn bytes(&self) -> u64 {

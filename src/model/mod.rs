@@ -5,6 +5,6 @@ mod decoder;
 mod layers;
 mod workspace;
 
-pub use decoder::{Decoder, Input};
+pub use decoder::{Additions, Decoder, Input, Site};
 pub use layers::{Build, Slot};
 pub use workspace::{LOGITS_ROWS, Workspace, WorkspaceShape, kv_bytes_per_block, kv_caches};

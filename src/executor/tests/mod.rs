@@ -1,3 +1,4 @@
-mod harness;
+mod adapters;
+pub mod harness;
 mod pushes;
 mod sleep;

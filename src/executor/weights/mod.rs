@@ -75,6 +75,11 @@ impl RankWeights {
         &self.decoder
     }
 
+    /// The decoder, whose parameters may have no values now.
+    pub fn shapes(&self) -> &Decoder {
+        &self.decoder
+    }
+
     /// Carries out a change of the weights; those of resident adapters are not for it.
     pub fn write(&mut self, ops: &Ops, comm: &dyn Communicator, order: &WeightOrder) -> Result<()> {
         match order {

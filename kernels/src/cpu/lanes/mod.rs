@@ -3,6 +3,9 @@
 //! Each operation is one correctly rounded IEEE operation per lane, so kernels give the same bits on every
 //! implementation. Constructors of the x86 types are reached only through [`Isa::dispatch`](super::isa::Isa::dispatch).
 
+#![allow(clippy::needless_range_loop)] // indices, so that vectors stay in registers
+
+use super::math::round_bf16;
 use half::bf16;
 
 mod scalar;
@@ -42,6 +45,41 @@ pub(crate) trait Lanes: Copy + 'static {
     /// # Safety
     /// `p` is writable for 16 float32; no alignment is needed.
     unsafe fn store(self, p: *mut f32);
+
+    /// 32 float32 rounded as [`round_bf16`] does, two to a lane, the first in the low half.
+    ///
+    /// # Safety
+    /// `p` is readable for 32 float32; no alignment is needed.
+    #[inline(always)]
+    unsafe fn load_rounded_pairs(p: *const f32) -> Self {
+        let mut pairs = [0.0; LANES];
+        for i in 0..LANES {
+            // SAFETY: the caller's promise.
+            let [first, second] = unsafe { [*p.add(2 * i), *p.add(2 * i + 1)] };
+            let (low, high) = (u32::from(round_bf16(first).to_bits()), u32::from(round_bf16(second).to_bits()));
+            pairs[i] = f32::from_bits(low | high << 16);
+        }
+        Self::from_array(&pairs)
+    }
+
+    /// Writes lane `i` of `rows[j]` to `p[16 * i + j]`, past the caches: memory of which only much is read again. Other
+    /// threads see it after [`fence`](Self::fence).
+    ///
+    /// # Safety
+    /// `p` is writable for 256 float32 and aligned to 64 bytes.
+    #[inline(always)]
+    unsafe fn stream_transposed(rows: &[Self; LANES], p: *mut f32) {
+        for j in 0..LANES {
+            let row = rows[j].to_array();
+            for i in 0..LANES {
+                // SAFETY: the caller's promise.
+                unsafe { *p.add(LANES * i + j) = row[i] };
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn fence() {}
 
     fn add(self, other: Self) -> Self;
     fn sub(self, other: Self) -> Self;

@@ -1,5 +1,6 @@
 use super::super::isa::{Isa, Kernel};
 use super::super::math;
+use super::super::testing::Random;
 use super::*;
 
 struct Exp<'a>(&'a mut [f32; LANES]);
@@ -57,5 +58,47 @@ fn every_isa_has_the_bits_of_the_scalar_lanes() {
     let scalar = Isa::from_name("scalar").expect("always there");
     for isa in Isa::available() {
         assert_eq!(bits(isa), bits(scalar), "{}", isa.name());
+    }
+}
+
+/// 16 rows of pairs and of float32, transposed.
+struct Transposed<'a>(&'a [f32]);
+impl Kernel for Transposed<'_> {
+    type Output = [Vec<u32>; 2];
+    #[inline(always)]
+    fn run<L: Lanes>(self) -> Self::Output {
+        #[repr(C, align(64))]
+        struct Lines([f32; LANES * LANES]);
+        let (mut pairs, mut singles) = (Lines([0.0; LANES * LANES]), Lines([0.0; LANES * LANES]));
+        let (mut rows, mut rounded) = ([L::zero(); LANES], [L::zero(); LANES]);
+        for i in 0..LANES {
+            let row = &self.0[i * 2 * LANES..][..2 * LANES];
+            // SAFETY: the row has 32 elements.
+            (rows[i], rounded[i]) = unsafe { (L::load(row.as_ptr()), L::load_rounded_pairs(row.as_ptr())) };
+        }
+        // SAFETY: 256 aligned elements each.
+        unsafe {
+            L::stream_transposed(&rounded, pairs.0.as_mut_ptr());
+            L::stream_transposed(&rows, singles.0.as_mut_ptr());
+        }
+        L::fence();
+        [pairs.0, singles.0].map(|lines| lines.iter().map(|x| x.to_bits()).collect())
+    }
+}
+
+#[test]
+fn lines_are_transposed_and_rounded_alike_on_every_isa() {
+    let mut random = Random::new(9);
+    for _ in 0..2000 {
+        let values: Vec<f32> = (0..2 * LANES * LANES).map(|_| f32::from_bits(random.next() as u32)).collect();
+        let cell = |line: usize, row: usize| &values[row * 2 * LANES + 2 * line..][..2];
+        for isa in Isa::available() {
+            let [pairs, singles] = isa.dispatch(Transposed(&values));
+            for (line, row) in (0..LANES).flat_map(|line| (0..LANES).map(move |row| (line, row))) {
+                let [low, high] = [0, 1].map(|i| u32::from(math::round_bf16(cell(line, row)[i]).to_bits()));
+                assert_eq!(pairs[line * LANES + row], low | high << 16, "{}", isa.name());
+                assert_eq!(singles[line * LANES + row], values[row * 2 * LANES + line].to_bits(), "{}", isa.name());
+            }
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! AVX2 (two registers of 8 lanes) and AVX-512 (one of 16). No closures, as in [`tile`](super::super::tile).
 
-use super::Lanes;
+use super::{LANES, Lanes};
 use half::bf16;
 use std::arch::x86_64::*;
 
@@ -173,6 +173,20 @@ impl Lanes for Avx2 {
     }
 }
 
+/// As [`round_bf16`](super::super::math::round_bf16).
+#[inline(always)]
+fn round_bf16(x: __m512) -> __m256i {
+    x86! {
+        let bits = _mm512_castps_si512(x);
+        let high = _mm512_srli_epi32::<16>(bits);
+        let half = _mm512_add_epi32(_mm512_set1_epi32(0x7fff), _mm512_and_si512(high, _mm512_set1_epi32(1)));
+        let rounded = _mm512_srli_epi32::<16>(_mm512_add_epi32(bits, half));
+        let quiet = _mm512_or_si512(high, _mm512_set1_epi32(0x40));
+        let is_nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
+        _mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(is_nan, rounded, quiet))
+    }
+}
+
 impl<const BF16: bool> Lanes for Avx512<BF16> {
     const ACCUMULATORS: usize = 24; // of 32 registers
 
@@ -207,6 +221,46 @@ impl<const BF16: bool> Lanes for Avx512<BF16> {
     #[inline(always)]
     unsafe fn store(self, p: *mut f32) {
         x86!(_mm512_storeu_ps(p, self.0));
+    }
+
+    #[inline(always)]
+    unsafe fn load_rounded_pairs(p: *const f32) -> Self {
+        x86! {
+            let (low, high) = (round_bf16(_mm512_loadu_ps(p)), round_bf16(_mm512_loadu_ps(p.add(16))));
+            Self(_mm512_castsi512_ps(_mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high)))
+        }
+    }
+
+    /// Rows are woven by two, then by four; then quarters of 128 bits change places.
+    #[inline(always)]
+    unsafe fn stream_transposed(rows: &[Self; LANES], p: *mut f32) {
+        x86! {
+            let mut fours = [_mm512_setzero_ps(); LANES];
+            for g in 0..4 {
+                let [a, b, c, d] = [rows[4 * g].0, rows[4 * g + 1].0, rows[4 * g + 2].0, rows[4 * g + 3].0];
+                let (ab, cd) = (_mm512_unpacklo_ps(a, b), _mm512_unpacklo_ps(c, d));
+                let (ab2, cd2) = (_mm512_unpackhi_ps(a, b), _mm512_unpackhi_ps(c, d));
+                fours[4 * g] = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd)));
+                fours[4 * g + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd)));
+                fours[4 * g + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(ab2), _mm512_castps_pd(cd2)));
+                fours[4 * g + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(ab2), _mm512_castps_pd(cd2)));
+            }
+            for c in 0..4 {
+                let even = _mm512_shuffle_f32x4::<0x88>(fours[c], fours[4 + c]);
+                let odd = _mm512_shuffle_f32x4::<0xdd>(fours[c], fours[4 + c]);
+                let even2 = _mm512_shuffle_f32x4::<0x88>(fours[8 + c], fours[12 + c]);
+                let odd2 = _mm512_shuffle_f32x4::<0xdd>(fours[8 + c], fours[12 + c]);
+                _mm512_stream_ps(p.add(LANES * c), _mm512_shuffle_f32x4::<0x88>(even, even2));
+                _mm512_stream_ps(p.add(LANES * (4 + c)), _mm512_shuffle_f32x4::<0x88>(odd, odd2));
+                _mm512_stream_ps(p.add(LANES * (8 + c)), _mm512_shuffle_f32x4::<0xdd>(even, even2));
+                _mm512_stream_ps(p.add(LANES * (12 + c)), _mm512_shuffle_f32x4::<0xdd>(odd, odd2));
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn fence() {
+        x86!(_mm_sfence());
     }
 
     #[inline(always)]

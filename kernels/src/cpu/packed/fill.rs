@@ -1,6 +1,9 @@
 //! Weights made where they are stored: a base with an adapter merged, single elements that change.
 
-use super::super::isa::Isa;
+#![allow(clippy::needless_range_loop)] // indices, so that vectors stay in registers
+
+use super::super::isa::{Isa, Kernel};
+use super::super::lanes::{LANES, Lanes};
 use super::super::pool::ThreadPool;
 use super::super::rows::SharedSlice;
 use super::super::storage::Plain;
@@ -21,6 +24,64 @@ pub type Fill<'a> = dyn Fn(Range<usize>, &mut [f32]) + Sync + 'a;
 /// threads.
 pub type WriteElements<'a> = dyn Fn(Range<usize>, &mut dyn FnMut(usize, usize, f32)) + Sync + 'a;
 
+/// An element of a panel, of which a line of 64 bytes holds some neighbours of each of 16 rows.
+trait Packed: Stored<f32> {
+    /// Neighbours of a row in 16 lines.
+    const PER_LINE: usize;
+
+    /// # Safety
+    /// `p` is readable for [`PER_LINE`](Self::PER_LINE) float32.
+    unsafe fn load<L: Lanes>(p: *const f32) -> L;
+}
+
+impl Packed for bf16 {
+    const PER_LINE: usize = 2 * LANES;
+
+    #[inline(always)]
+    unsafe fn load<L: Lanes>(p: *const f32) -> L {
+        // SAFETY: the caller's promise.
+        unsafe { L::load_rounded_pairs(p) }
+    }
+}
+
+impl Packed for f32 {
+    const PER_LINE: usize = LANES;
+
+    #[inline(always)]
+    unsafe fn load<L: Lanes>(p: *const f32) -> L {
+        // SAFETY: the caller's promise.
+        unsafe { L::load(p) }
+    }
+}
+
+/// Writes a panel of 16 rows whose length `k` is whole lines, past the caches: it is not read before the next step.
+struct PackWhole<'a, D> {
+    panel: &'a mut [D],
+    k: usize,
+    rows: &'a [f32],
+}
+
+impl<D: Packed> Kernel for PackWhole<'_, D> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self) {
+        let Self { panel, k, rows } = self;
+        assert!(k.is_multiple_of(D::PER_LINE) && rows.len() == PANEL * k && panel.len() == PANEL * k);
+        assert!(panel.as_ptr().addr().is_multiple_of(64), "panels start with a cache line");
+        for first in (0..k).step_by(D::PER_LINE) {
+            let mut lines = [L::zero(); LANES];
+            for row in 0..PANEL {
+                // SAFETY: the row has a whole line from here on.
+                lines[row] = unsafe { D::load(rows.as_ptr().add(row * k + first)) };
+            }
+            // SAFETY: 16 lines of 64 bytes of the panel, which starts with a line.
+            unsafe { L::stream_transposed(&lines, panel.as_mut_ptr().add(PANEL * first).cast()) };
+        }
+        L::fence();
+    }
+}
+
 impl PackedMatrix {
     /// Stores `rows`, rounded to nearest even where the matrix is bfloat16. `fill` makes them on all threads of the
     /// pool, some at a time.
@@ -34,12 +95,7 @@ impl PackedMatrix {
         }
     }
 
-    fn fill_as<const GROUP: usize, D: Stored<f32>>(
-        &mut self,
-        pool: &ThreadPool,
-        rows: Range<usize>,
-        fill: &Fill<'_>,
-    ) {
+    fn fill_as<const GROUP: usize, D: Packed>(&mut self, pool: &ThreadPool, rows: Range<usize>, fill: &Fill<'_>) {
         let (k, isa) = (self.k, Isa::detect());
         let at_once = (TILE_BYTES / (4 * PANEL * k)).clamp(1, MOST_PANELS);
         let tile = |panels: Range<usize>, stored: &mut [D], scratch: &mut [f32]| {
@@ -50,7 +106,11 @@ impl PackedMatrix {
             for (p, panel) in panels.clone().zip(stored.chunks_exact_mut(stored.len() / panels.len())) {
                 let end = mine.end.min((p + 1) * PANEL);
                 let values = &values[(row - mine.start) * k..(end - mine.start) * k];
-                isa.dispatch(Pack::<GROUP, D, f32> { panel, first_lane: row % PANEL, k, rows: values });
+                if end - row == PANEL && k.is_multiple_of(D::PER_LINE) {
+                    isa.dispatch(PackWhole { panel, k, rows: values });
+                } else {
+                    isa.dispatch(Pack::<GROUP, D, f32> { panel, first_lane: row % PANEL, k, rows: values });
+                }
                 row = end;
             }
         };
@@ -62,12 +122,7 @@ impl PackedMatrix {
     ///
     /// # Panics
     /// If `rows` pass the end, or an element is outside the rows it was asked for.
-    pub fn write_elements(
-        &mut self,
-        pool: &ThreadPool,
-        rows: Range<usize>,
-        write: &WriteElements<'_>,
-    ) {
+    pub fn write_elements(&mut self, pool: &ThreadPool, rows: Range<usize>, write: &WriteElements<'_>) {
         match self.dtype {
             WeightDtype::Bf16 => self.write_elements_as::<2, bf16>(pool, rows, write),
             WeightDtype::F32 => self.write_elements_as::<1, f32>(pool, rows, write),

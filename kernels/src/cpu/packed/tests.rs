@@ -86,7 +86,7 @@ fn filled_rows_are_written_rows() {
         let mut random = Random::new(seed);
         let dtype = [WeightDtype::Bf16, WeightDtype::F32][seed as usize % 2];
         let (n, pool) = (random.between(1, 200), ThreadPool::new(2));
-        let k = [random.between(1, 40), random.between(1, 1200)][random.below(2)];
+        let k = [random.between(1, 40), random.between(1, 1200), 32 * random.between(1, 40)][random.below(3)];
         let [mut filled, mut written] = [(); 2].map(|()| PackedMatrix::zeros(dtype, n, k, 1));
         for _ in 0..4 {
             let start = random.below(n);

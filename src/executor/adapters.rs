@@ -1,0 +1,280 @@
+//! Adapters that stay beside the weights: `out += b (a x)` for the rows that name one.
+//!
+//! The bits of a row depend on nothing but its own inputs and its adapter, as those of the layers do: `a` has the
+//! layer's reduction order where the input is split over ranks (and then its results are summed over them), and all
+//! reductions over the rank of the factors are whole on every rank.
+
+use std::collections::{BTreeMap, HashMap};
+
+use candle_core::{DType, Device, Tensor};
+use rollout_kernels::{Ops, PackedMatrix, WeightDtype, WeightRows, reduction_leaves};
+
+use crate::comm::Communicator;
+use crate::error::Result;
+use crate::model::{Additions, Build, Decoder, Site};
+use crate::weights::{Adapter, Factors, ParamSpec, ShardRule};
+
+/// Rows that go through an adapter at once: enough to read its factors from cache only.
+const ROWS_AT_ONCE: usize = 128;
+
+/// Values of each buffer, if no single row is longer: 4 MiB.
+const BUFFER_VALUES: usize = 1 << 20;
+
+/// Memory is mapped in these.
+const PAGE: usize = 4096;
+
+/// What `adapters` resident adapters of all linear layers take on a rank: float32 factors of rank `rank`, and buffers.
+///
+/// # Errors
+/// `Config` if a parameter cannot be divided among the ranks.
+pub fn resident_adapter_bytes(decoder: &Decoder, build: Build, rank: usize, adapters: usize) -> Result<u64> {
+    if adapters == 0 {
+        return Ok(0);
+    }
+    let bytes = |n: usize, k: usize| PackedMatrix::bytes_for(WeightDtype::F32, n, k).next_multiple_of(PAGE);
+    let mut one = 0;
+    for (_, parts) in decoder.sites() {
+        let mut columns = 0;
+        for (spec, _) in &parts {
+            let slice = build.partition.slice(spec)?;
+            columns = slice.cols.len();
+            one += bytes(slice.rows.len(), rank);
+        }
+        one += bytes(parts.len() * rank, columns);
+    }
+    Ok((adapters * one + 3 * 4 * buffer_values(decoder, build)?) as u64)
+}
+
+/// The adapters of a rank, by generation.
+pub struct ResidentAdapters {
+    build: Build,
+    generations: BTreeMap<u64, HashMap<Site, Term>>,
+    /// None while there is no adapter, and while the workspace is released.
+    buffers: Option<Buffers>,
+}
+
+/// What one adapter adds at one site.
+struct Term {
+    /// The first factors of all adapted projections, one below the other, `[ranks, k]`.
+    a: PackedMatrix,
+    parts: Vec<Part>,
+    /// Whether `a x` is a sum over ranks.
+    is_split: bool,
+}
+
+/// The second factor of one projection.
+struct Part {
+    /// `[n, rank]`, multiplied by the scaling and rounded to float32.
+    b: PackedMatrix,
+    /// Where its ranks are in `a x`.
+    first_rank: usize,
+    /// Where its features are in what the site gives.
+    first_column: usize,
+}
+
+/// Values of some rows, flat: the input, the first factor's product and the second's.
+struct Buffers {
+    x: Tensor,
+    ranks: Tensor,
+    y: Tensor,
+    values: usize,
+}
+
+/// The adapters of one batch with the rows that go through each.
+pub struct BatchAdapters<'a> {
+    groups: Vec<(&'a HashMap<Site, Term>, Vec<u32>)>,
+    buffers: &'a Buffers,
+}
+
+impl ResidentAdapters {
+    pub fn new(build: Build) -> Self {
+        Self { build, generations: BTreeMap::new(), buffers: None }
+    }
+
+    /// Keeps `adapter`, which can be applied unmerged, under a number that was never used.
+    pub fn add(&mut self, decoder: &Decoder, generation: u64, adapter: &Adapter) -> Result<()> {
+        let mut terms = HashMap::new();
+        for (site, parts) in decoder.sites() {
+            let adapted: Vec<_> = parts
+                .into_iter()
+                .filter_map(|(spec, column)| Some((spec, column, adapter.factors(&spec.name)?)))
+                .collect();
+            if !adapted.is_empty() {
+                terms.insert(site, Term::new(self.build, &adapted)?);
+            }
+        }
+        self.generations.insert(generation, terms);
+        self.take_buffers(decoder)
+    }
+
+    pub fn remove(&mut self, generation: u64) {
+        self.generations.remove(&generation);
+        if self.generations.is_empty() {
+            self.buffers = None;
+        }
+    }
+
+    /// Makes the buffers if there are adapters that need them.
+    pub fn take_buffers(&mut self, decoder: &Decoder) -> Result<()> {
+        if self.buffers.is_none() && !self.generations.is_empty() {
+            self.buffers = Some(Buffers::new(buffer_values(decoder, self.build)?)?);
+        }
+        Ok(())
+    }
+
+    /// Gives the buffers back.
+    pub fn release_buffers(&mut self) {
+        self.buffers = None;
+    }
+
+    /// The adapters of a batch, of which `rows` names that of each row; None if it names none.
+    ///
+    /// # Panics
+    /// If one is not resident, or the buffers are released.
+    pub fn of_rows(&self, rows: impl Iterator<Item = Option<u64>>) -> Option<BatchAdapters<'_>> {
+        let mut groups: BTreeMap<u64, Vec<u32>> = BTreeMap::new();
+        for (row, generation) in rows.enumerate() {
+            if let Some(generation) = generation {
+                groups.entry(generation).or_default().push(row as u32);
+            }
+        }
+        let terms = |generation| {
+            self.generations.get(&generation).unwrap_or_else(|| panic!("adapter {generation} is not resident"))
+        };
+        let groups: Vec<_> = groups.into_iter().map(|(generation, rows)| (terms(generation), rows)).collect();
+        if groups.is_empty() {
+            return None;
+        }
+        Some(BatchAdapters { groups, buffers: self.buffers.as_ref().expect("a step has its buffers") })
+    }
+}
+
+impl Term {
+    /// Of projections that share a site, with the first column of each in what the site gives.
+    fn new(build: Build, adapted: &[(&ParamSpec, usize, Factors<'_>)]) -> Result<Self> {
+        let is_split = adapted.iter().any(|(spec, ..)| spec.shard == ShardRule::Columns);
+        let ranks = adapted.iter().map(|(_, _, factors)| factors.rank).sum();
+        let columns = build.partition.slice(adapted[0].0)?.cols;
+        let whole = adapted[0].0.shape[1];
+        let leaves = if is_split { build.partition.leaves(reduction_leaves(whole)) } else { 1 };
+        let mut a = PackedMatrix::zeros(WeightDtype::F32, ranks, columns.len(), leaves);
+        let (mut parts, mut first_rank) = (Vec::new(), 0);
+        for (spec, first_column, factors) in adapted {
+            for (i, row) in factors.a.chunks_exact(whole).enumerate() {
+                a.write_rows(first_rank + i, WeightRows::F32(&row[columns.clone()]));
+            }
+            let rows = build.partition.slice(spec)?.rows;
+            let scaled: Vec<f32> = factors.b[rows.start * factors.rank..rows.end * factors.rank]
+                .iter()
+                .map(|x| x * factors.scaling)
+                .collect();
+            let mut b = PackedMatrix::zeros(WeightDtype::F32, rows.len(), factors.rank, 1);
+            b.write_rows(0, WeightRows::F32(&scaled));
+            parts.push(Part { b, first_rank, first_column: *first_column });
+            first_rank += factors.rank;
+        }
+        Ok(Self { a, parts, is_split })
+    }
+
+    /// `out[rows] += b (a x[rows])`.
+    fn add(
+        &self,
+        ops: &Ops,
+        comm: &dyn Communicator,
+        buffers: &Buffers,
+        rows: &[u32],
+        x: &Tensor,
+        out: &Tensor,
+    ) -> Result<()> {
+        let widest = x.dim(1)?.max(out.dim(1)?).max(self.a.n());
+        for rows in rows.chunks((buffers.values / widest).clamp(1, ROWS_AT_ONCE)) {
+            let (first, end) = (rows[0] as usize, rows[rows.len() - 1] as usize + 1);
+            let selected = if end - first == rows.len() {
+                x.narrow(0, first, rows.len())?
+            } else {
+                let selected = Buffers::rows(&buffers.x, rows.len(), x.dim(1)?)?;
+                ops.select_rows(x, rows, &selected)?;
+                selected
+            };
+            let ranks = Buffers::rows(&buffers.ranks, rows.len(), self.a.n())?;
+            ops.linear(&selected, &self.a, None, &ranks)?;
+            if self.is_split {
+                comm.all_reduce_sum(&ranks)?;
+            }
+            for Part { b, first_rank, first_column } in &self.parts {
+                let y = Buffers::rows(&buffers.y, rows.len(), b.n())?;
+                ops.linear(&ranks.narrow(1, *first_rank, b.k())?, b, None, &y)?;
+                ops.add_rows(&y, rows, &out.narrow(1, *first_column, b.n())?)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Additions for BatchAdapters<'_> {
+    fn add(&self, ops: &Ops, comm: &dyn Communicator, site: Site, x: &Tensor, out: &Tensor) -> Result<()> {
+        let terms = self.groups.iter().filter_map(|(terms, rows)| Some((terms.get(&site)?, rows)));
+        terms.map(|(term, rows)| term.add(ops, comm, self.buffers, rows, x, out)).collect()
+    }
+}
+
+impl Buffers {
+    fn new(values: usize) -> Result<Self> {
+        let make = || Tensor::zeros(values, DType::F32, &Device::Cpu);
+        Ok(Self { x: make()?, ranks: make()?, y: make()?, values })
+    }
+
+    /// The start of a buffer as dense rows.
+    fn rows(buffer: &Tensor, rows: usize, width: usize) -> Result<Tensor> {
+        Ok(buffer.narrow(0, 0, rows * width)?.reshape((rows, width))?)
+    }
+}
+
+/// Of each buffer: one row of what is widest, or [`BUFFER_VALUES`].
+fn buffer_values(decoder: &Decoder, build: Build) -> Result<usize> {
+    let mut values = BUFFER_VALUES;
+    for (_, parts) in decoder.sites() {
+        let mut rows = 0;
+        for (spec, _) in parts {
+            let slice = build.partition.slice(spec)?;
+            rows += slice.rows.len();
+            values = values.max(rows).max(slice.cols.len());
+        }
+    }
+    Ok(values)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::executor::tests::harness::{DTYPES, Setup, fixture};
+    use crate::weights::Partition;
+
+    #[test]
+    fn an_adapter_of_all_layers_takes_what_is_reserved() {
+        for (model, layers) in [("llama", ["_proj", "lm_head"]), ("llama-tied", ["_proj", "_proj"])] {
+            for (world, rank) in [(1, 1), (2, 5), (4, 16)] {
+                let setup = Setup::open(&fixture(model), DTYPES[1], world);
+                let adapter = setup.adapter(1, &layers, rank, 0.1, false);
+                let build = Build { partition: Partition::new(world - 1, world), weights: DTYPES[1] };
+                let decoder = Decoder::new(&setup.config, build, 8).unwrap();
+                let mut resident = ResidentAdapters::new(build);
+                let matrices = |resident: &ResidentAdapters| {
+                    let terms = resident.generations.values().flat_map(HashMap::values);
+                    let pages = |matrix: &PackedMatrix| matrix.bytes().next_multiple_of(PAGE);
+                    terms
+                        .map(|term| pages(&term.a) + term.parts.iter().map(|p| pages(&p.b)).sum::<usize>())
+                        .sum::<usize>()
+                };
+                for count in 1..=2 {
+                    resident.add(&decoder, count, &adapter).unwrap();
+                    let buffers = 3 * 4 * resident.buffers.as_ref().unwrap().values;
+                    let reserved = resident_adapter_bytes(&decoder, build, rank, count as usize).unwrap();
+                    assert_eq!(reserved, (matrices(&resident) + buffers) as u64, "{count} of rank {rank}");
+                }
+                (1..=2).for_each(|generation| resident.remove(generation));
+                assert_eq!((matrices(&resident), resident.buffers.is_none()), (0, true));
+            }
+        }
+    }
+}
