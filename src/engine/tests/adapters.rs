@@ -68,7 +68,7 @@ fn a_replaced_adapter_stays_until_its_last_request_ends() {
     );
     assert_eq!(rig.did(), [Did::Add(1), Did::Add(2)]);
     rig.finish();
-    (old.completion(), new.completion());
+    [old, new].iter().for_each(|asked| drop(asked.completion()));
     assert_eq!(rig.did(), [Did::Remove(1)]);
     assert_eq!(add(&mut rig, "z"), 3);
     assert_eq!(add(&mut rig, "x"), 4, "a full house, but the old one makes room");
@@ -142,7 +142,7 @@ fn a_held_request_takes_the_adapter_that_is_there_when_it_starts() {
     rig.resume().unwrap();
     assert_eq!(list(&mut rig), [("x".into(), 2, 1, false), ("y".into(), 3, 1, false)]);
     rig.finish();
-    (x.completion(), y.completion());
+    [x, y].iter().for_each(|asked| drop(asked.completion()));
     rig.assert_clean();
 }
 

@@ -108,7 +108,7 @@ fn resume_calls_a_waiting_pause_off() {
     rig.resume().unwrap();
     assert!(matches!(told(&reply).reply(), Err(Error::Aborted(_))));
     rig.finish();
-    (asked.completion(), late.completion());
+    [asked, late].iter().for_each(|asked| drop(asked.completion()));
     assert_eq!(rig.status().lifecycle, LifecycleStatus::Running);
     rig.assert_clean();
 }

@@ -5,8 +5,10 @@ use crate::engine::*;
 use crate::executor::Memory;
 use crate::weights::UpdateKind;
 
+type Reach = fn(&mut Rig);
+
 /// How a state is reached.
-const STATES: [(&str, fn(&mut Rig)); 16] = [
+const STATES: [(&str, Reach); 16] = [
     ("run", |_| ()),
     ("pause", |rig| told(&rig.pause(DrainMode::Wait)).reply().unwrap()),
     ("1", |rig| sleep(rig, SleepLevel::One)),
