@@ -6,9 +6,9 @@
 //!
 //! # Requests
 //!
-//! A request is *accepted* when the scheduler has it. It is *held*, in the order of arrival, while the server is paused,
-//! while something waits for the accepted ones to end (a *drain*: a pause, a sleep or an update that says so), and until
-//! the policy is as new as it asks. Held requests count against the queue's limit; versions and adapters are looked at
+//! A request is *accepted* when the scheduler has it. It is *held*, in the order of arrival, while the server is
+//! paused, while something waits for the accepted ones to end (a *drain*: a pause, a sleep or an update that says so),
+//! and until the policy is as new as it asks. Held requests count against the queue's limit; versions and adapters are looked at
 //! when they are accepted. While the server is asleep or its weights are missing new ones are refused.
 //!
 //! # What changes the weights
