@@ -19,6 +19,14 @@
 //! 4. A sample ends by a stop rule, by a stop string, by abort or because its client is gone. Its blocks go back at
 //!    once. When all samples of a request have ended it gets its one terminal event.
 //!
+//! # How a policy changes
+//!
+//! A push is a transaction: the [`engine`] reserves its memory, [`weights`]' `Receiver` takes and verifies it beside the
+//! weights that serve while generation goes on, and at its commit the engine gives the [`executor`] one order between
+//! two steps. The request's `RunningPolicy` says what becomes of requests that run. What is merged is merged into the
+//! base, never on top of the last adapter. Pause, sleep and wake are states of the engine; [`engine`] says which command
+//! is taken in which.
+//!
 //! # Layers
 //!
 //! A module uses only modules to the right of it (`tests/structure.rs` fails on any other edge):
@@ -40,8 +48,8 @@
 //! 5. No lock, static or global holds serving state: the engine thread owns all of it. Only [`config`] reads the
 //!    environment.
 //! 6. A request gets exactly one terminal event; its blocks go back even if its client vanishes.
-//! 7. KV computed under one weight version can be found only by that version: the hash chain of the prefix cache
-//!    starts from it.
+//! 7. KV computed under one policy can be found only by that policy: the hash chain of the prefix cache starts from the
+//!    policy's epoch, a number that is never used twice (its version may be), and the resident adapter's generation.
 //! 8. A sequence's tokens and log-probabilities are the same bits alone or in any batch, with whole or chunked prefill,
 //!    cache hit or miss, preempted or not, sampled or scored, and for `--tp` 1, 2 and 4 where the split reductions
 //!    (attention width, intermediate size) are multiples of 8: every kernel's reduction order depends on nothing but
@@ -49,6 +57,8 @@
 //! 9. A sample depends only on (seed, prompt, sampling parameters, weights), never on what else runs.
 //! 10. Every large allocation is a reservation in the [`memory::MemoryBudget`] before it is made.
 //! 11. Each queue has a limit, with its reason beside it.
+//! 12. The weights change only between two steps, and only by an order that was checked before: until then a push has
+//!     touched nothing but the ledger (in place: from its first write on the weights are missing, and nothing steps).
 
 pub mod cache;
 pub mod comm;

@@ -13,7 +13,7 @@ pub enum State {
     Paused,
     /// Some memory is given back.
     Asleep(Asleep),
-    /// All memory is there, but the weights are of no policy. `paused`: a complete push leads back to [`State::Paused`].
+    /// All memory is there, but the weights are of no policy. `paused`: a complete push leads to [`State::Paused`].
     WeightsMissing { paused: bool },
 }
 

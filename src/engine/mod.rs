@@ -6,18 +6,16 @@
 //!
 //! # Requests
 //!
-//! A request is *accepted* when the scheduler has it. It is *held*, in the order of arrival, while the server is paused,
-//! while something waits for the accepted ones to end (a *drain*: a pause, a sleep or an update that says so), and until
-//! the policy is as new as it asks. Held requests count against the queue's limit; versions and adapters are looked at
-//! when they are accepted. While the server is asleep or its weights are missing new ones are refused.
+//! A request is *accepted* when the scheduler has it. It is *held*, in the order of arrival, while the server is
+//! paused, while something waits for the accepted ones to end (a *drain*: a pause, a sleep or an update that says so),
+//! and until the policy is as new as it asks. Held requests count against the queue's limit; versions and adapters are
+//! looked at when they are accepted. While the server is asleep or its weights are missing new ones are refused.
 //!
 //! # What changes the weights
 //!
-//! [`lifecycle`] says in which state which command is taken; `sleep`, `update` and `adapters` carry them out, always
+//! `lifecycle` says in which state which command is taken; `sleep`, `update` and `adapters` carry them out, always
 //! between two steps. What can be refused is checked before anything is touched; an order that the executor then fails
 //! to carry out leaves weights that nobody knows, and ends the engine.
-//!
-//! [`lifecycle`]: self::lifecycle
 
 mod adapters;
 mod admission;

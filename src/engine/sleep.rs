@@ -210,8 +210,8 @@ impl<X: Executor> Engine<X> {
         Ok(self.forget_policy()?)
     }
 
-    /// Takes memory again. Weights come back with the policy that was kept, or that was pushed while they were asleep, in
-    /// one pass; `reload` reads the checkpoint where there is none. When everything is awake serving goes on.
+    /// Takes memory again. Weights come back with the policy that was kept, or that was pushed while they were asleep,
+    /// in one pass; `reload` reads the checkpoint where there is none. When everything is awake serving goes on.
     pub(super) fn wake(&mut self, tags: WakeTags, reload: bool) -> Attempt<LifecycleStatus> {
         self.check_serving()?;
         let reload = reload && tags.weights && !self.state.has_policy();

@@ -1,7 +1,7 @@
 //! Updates as transactions: begun, perhaps written in place, committed or rolled back.
 //!
-//! Until its commit an update has touched nothing but the ledger; one that is cancelled never happened. The exception is
-//! a FULL push that is written in place: from its first part on the weights are missing, until it or another complete
+//! Until its commit an update has touched nothing but the ledger; one that is cancelled never happened. The exception
+//! is a FULL push that is written in place: from its first part on the weights are missing, until it or another complete
 //! push is committed.
 
 use std::sync::Arc;
@@ -219,8 +219,8 @@ impl<X: Executor> Engine<X> {
         })
     }
 
-    /// Merges into the base: now, or with the load when the weights wake. Where there is no policy the checkpoint is the
-    /// base, whatever has been written over a part of it.
+    /// Merges into the base: now, or with the load when the weights wake. Where there is no policy the checkpoint is
+    /// the base, whatever has been written over a part of it.
     fn apply_lora(&mut self, after: Arc<Adapter>) -> Attempt<()> {
         let before = self.policy.merged.clone();
         if self.state.weights_awake() && !self.state.has_policy() {

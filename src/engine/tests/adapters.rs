@@ -3,7 +3,7 @@
 use super::rig::*;
 use crate::engine::*;
 use crate::types::FinishReason;
-use crate::weights::UpdateKind;
+use crate::weights::{UpdateKind, WeightUpdate};
 
 fn resident(name: &str, expected_generation: Option<u64>) -> UpdateBegin {
     let adapter = AdapterTarget { name: name.into(), expected_generation };
@@ -68,7 +68,7 @@ fn a_replaced_adapter_stays_until_its_last_request_ends() {
     );
     assert_eq!(rig.did(), [Did::Add(1), Did::Add(2)]);
     rig.finish();
-    (old.completion(), new.completion());
+    [old, new].iter().for_each(|asked| drop(asked.completion()));
     assert_eq!(rig.did(), [Did::Remove(1)]);
     assert_eq!(add(&mut rig, "z"), 3);
     assert_eq!(add(&mut rig, "x"), 4, "a full house, but the old one makes room");
@@ -142,7 +142,7 @@ fn a_held_request_takes_the_adapter_that_is_there_when_it_starts() {
     rig.resume().unwrap();
     assert_eq!(list(&mut rig), [("x".into(), 2, 1, false), ("y".into(), 3, 1, false)]);
     rig.finish();
-    (x.completion(), y.completion());
+    [x, y].iter().for_each(|asked| drop(asked.completion()));
     rig.assert_clean();
 }
 
@@ -172,4 +172,17 @@ fn shutdown_tells_who_waits_for_a_removal() {
     assert!(matches!(told(&reply).reply(), Err(Error::Unavailable(_))));
     rig.finish();
     assert_eq!(list(&mut rig), []);
+}
+
+#[test]
+fn an_adapter_above_the_rank_is_refused() {
+    let mut rig = Rig::new();
+    let parameters = rig.engine.parameters.clone();
+    for (rank, fits) in [(8, true), (9, false)] {
+        let ticket = rig.begin(resident("x", None)).unwrap();
+        let reply = told(&rig.commit(ticket.id, WeightUpdate::Lora(adapter(&parameters, 1, rank)))).reply();
+        assert_eq!(reply.is_ok(), fits, "{reply:?}");
+    }
+    assert_eq!(list(&mut rig), [("x".into(), 1, 0, false)]);
+    rig.assert_clean();
 }

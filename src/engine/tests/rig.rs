@@ -8,13 +8,18 @@ use crate::engine::*;
 use crate::executor::Memory;
 use crate::scheduler::SchedulerConfig;
 use crate::types::{SamplingParams, StepOutput, TokenId, TokenLogprobs};
-use crate::weights::{Delta, Dtype, ParamSpec, ShardRule, Tensors, UpdateKind, WeightUpdate};
+use crate::weights::{
+    AdapterPlan, Delta, Dtype, ParamSpec, ShardRule, TensorData, TensorEntry, Tensors, UpdateKind, WeightUpdate,
+};
 
 pub const BLOCK_SIZE: usize = 4;
 pub const BLOCKS: usize = 64;
 pub const MAX_QUEUED: usize = 16;
 /// Ledger of the rig: a ceiling of 1,000 bytes, of which 300 are not reserved at the start.
 pub const STAGING: u64 = 300;
+
+/// Parameters of the rig's model, 5 x 3 float32 each.
+pub const PARAMETERS: [&str; 2] = ["model.layers.0.self_attn.o_proj.weight", "model.layers.1.self_attn.o_proj.weight"];
 
 /// What the ranks were told.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -275,6 +280,25 @@ pub fn begin(kind: UpdateKind) -> UpdateBegin {
     }
 }
 
+/// An adapter of the first layers of the rig's model.
+pub fn adapter(parameters: &Parameters, layers: usize, rank: usize) -> Arc<Adapter> {
+    let config = format!(r#"{{"peft_type": "LORA", "r": {rank}, "lora_alpha": 1, "target_modules": ["o_proj"]}}"#);
+    let entry = |name: &str, part: &str, shape| TensorEntry {
+        name: format!("base_model.model.{}", name.replace("weight", part)),
+        dtype: Dtype::F32,
+        shape,
+        digest: [0; 16],
+        payload: None,
+        offset: 0,
+    };
+    let entries: Vec<_> = PARAMETERS[..layers]
+        .iter()
+        .flat_map(|name| [entry(name, "lora_A.weight", vec![rank, 3]), entry(name, "lora_B.weight", vec![5, rank])])
+        .collect();
+    let plan = AdapterPlan::new(&config, &entries, parameters).unwrap();
+    Arc::new(plan.build(&|i| TensorData::F32(vec![1.0; entries[i].shape.iter().product()].into())))
+}
+
 pub fn lora() -> WeightUpdate {
     WeightUpdate::Lora(Arc::new(Adapter::none()))
 }
@@ -300,7 +324,7 @@ impl Rig {
             max_queued_samples: MAX_QUEUED,
         };
         let scheduler = Scheduler::new(config, KvCacheManager::new(BLOCKS, BLOCK_SIZE));
-        let specs = ["a", "b"].map(|name| ParamSpec::new(name, vec![5, 3], ShardRule::Replicated));
+        let specs = PARAMETERS.map(|name| ParamSpec::new(name, vec![5, 3], ShardRule::Replicated));
         let mut budget = MemoryBudget::new(1000, 1.0);
         for (name, bytes) in [("process", 100), ("weights", 120), ("workspace", 30), ("kv_cache", 450)] {
             budget.reserve(name, bytes).unwrap();

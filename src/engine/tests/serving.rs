@@ -236,8 +236,10 @@ fn requests_that_cannot_run_are_refused_with_the_reason() {
     let kind = || Kind::Generate { n: 1, seed: 1, prompt_logprobs: false, stream_tokens: false };
     check(engine.start_with("v", &[&[1]], kind(), tokens(1), (Some(3), None)).0, "if_weight_version: 3");
     check(engine.start("full", &[&[1]], 17, tokens(1)).0, "16 may wait");
-    let (first, _) = engine.start("twice", &[&[1]], 1, tokens(2));
-    check(engine.start("twice", &[&[1]], 1, tokens(2)).0, "\"twice\" is running already");
+    let (first, _) = engine.start("twice", &[&[1]], 1, tokens(3));
+    let (second, _) = engine.start("twice", &[&[1]], 1, tokens(3));
+    engine.steps(1);
+    check(second, "\"twice\" is running already");
     engine.steps(2);
     drain(&first);
     engine.end().unwrap();

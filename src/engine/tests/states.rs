@@ -5,15 +5,25 @@ use crate::engine::*;
 use crate::executor::Memory;
 use crate::weights::UpdateKind;
 
+type Reach = fn(&mut Rig);
+
 /// How a state is reached.
-const STATES: [(&str, fn(&mut Rig)); 12] = [
+const STATES: [(&str, Reach); 16] = [
     ("run", |_| ()),
     ("pause", |rig| told(&rig.pause(DrainMode::Wait)).reply().unwrap()),
     ("1", |rig| sleep(rig, SleepLevel::One)),
     ("1w", |rig| sleep_and_wake(rig, SleepLevel::One, true)),
+    ("1w broken", |rig| {
+        sleep_and_wake(rig, SleepLevel::One, true);
+        break_in_place(rig);
+    }),
     ("1k", |rig| sleep_and_wake(rig, SleepLevel::One, false)),
     ("1+", |rig| {
         sleep(rig, SleepLevel::One);
+        rig.push_lora(RunningPolicy::Keep);
+    }),
+    ("1k+", |rig| {
+        sleep_and_wake(rig, SleepLevel::One, false);
         rig.push_lora(RunningPolicy::Keep);
     }),
     ("2", |rig| sleep(rig, SleepLevel::Two)),
@@ -22,8 +32,13 @@ const STATES: [(&str, fn(&mut Rig)); 12] = [
         sleep_and_wake(rig, SleepLevel::Two, true);
         rig.push_now(begin(UpdateKind::Full)).unwrap();
     }),
+    ("2k", |rig| sleep_and_wake(rig, SleepLevel::Two, false)),
     ("2+", |rig| {
         sleep(rig, SleepLevel::Two);
+        rig.push_lora(RunningPolicy::Keep);
+    }),
+    ("2k+", |rig| {
+        sleep_and_wake(rig, SleepLevel::Two, false);
         rig.push_lora(RunningPolicy::Keep);
     }),
     ("miss", |rig| {
@@ -96,33 +111,25 @@ const ORDERS: [(&str, Order); 16] = [
     }),
 ];
 
-/// For each state, what each order leads to; "!" is FAILED_PRECONDITION, after which nothing has changed.
-const TABLE: [(&str, [&str; 16]); 12] = [
-    //               gen      pause    resume s1    s2   wake   wake w  wake k reload  reset    lora     full     delta    res      checksum abort
-    (
-        "run",
-        ["run", "pause", "run", "1", "2", "run", "run", "run", "run", "run", "run", "run", "run", "run", "run", "run"],
-    ),
-    (
-        "pause",
-        [
-            "pause", "pause", "run", "1", "2", "pause", "pause", "pause", "pause", "pause", "pause", "pause", "pause",
-            "pause", "pause", "pause",
-        ],
-    ),
-    ("1", ["!", "!", "!", "1", "2", "run", "1w", "1k", "1w", "1", "1+", "!", "!", "!", "!", "1"]),
-    ("1w", ["!", "!", "!", "1", "2", "run", "1w", "run", "1w", "1w", "1w", "1w", "1w", "!", "1w", "1w"]),
-    ("1k", ["!", "!", "!", "1", "2", "run", "run", "1k", "run", "1k", "1k+", "!", "!", "!", "!", "1k"]),
-    ("1+", ["!", "!", "!", "1+", "2", "run", "1w", "1k+", "1w", "1+", "1+", "!", "!", "!", "!", "1+"]),
-    ("2", ["!", "!", "!", "!", "2", "miss", "2w", "2k", "2w", "2", "2+", "!", "!", "!", "!", "2"]),
-    ("2w", ["!", "!", "!", "!", "2", "miss", "2w", "miss", "2w", "2w", "2w", "2w", "!", "!", "!", "2w"]),
-    ("2w pushed", ["!", "!", "!", "1", "2", "run", "2w", "run", "2w", "2w", "2w", "2w", "2w", "!", "2w", "2w"]),
-    ("2+", ["!", "!", "!", "1+", "2", "run", "2w", "2k+", "2w", "2+", "2+", "!", "!", "!", "!", "2+"]),
-    ("miss", ["!", "!", "!", "!", "2", "miss", "miss", "miss", "run", "miss", "run", "run", "!", "!", "!", "miss"]),
-    (
-        "miss paused",
-        ["!", "!", "!", "!", "2", "miss", "miss", "miss", "pause", "miss", "pause", "pause", "!", "!", "!", "miss"],
-    ),
+/// For each state, what each order of [`ORDERS`] leads to; "!" is FAILED_PRECONDITION, after which nothing has changed.
+const TABLE: [(&str, &str); 16] = [
+    // gen pause resume | sleep 1, 2 | wake, w, k, reload | reset | lora full delta resident | checksum abort
+    ("run", "run pause run | 1 2 | run run run run | run | run run run run | run run"),
+    ("pause", "pause pause run | 1 2 | pause pause pause pause | pause | pause pause pause pause | pause pause"),
+    ("1", "! ! ! | 1 2 | run 1w 1k 1w | 1 | 1+ ! ! ! | ! 1"),
+    ("1w", "! ! ! | 1 2 | run 1w run 1w | 1w | 1w 1w 1w ! | 1w 1w"),
+    ("1w broken", "! ! ! | ! 2 | miss 1w miss 1w | 1w | 1w 1w ! ! | ! 1w"),
+    ("1k", "! ! ! | 1 2 | run run 1k run | 1k | 1k+ ! ! ! | ! 1k"),
+    ("1+", "! ! ! | 1+ 2 | run 1w 1k+ 1w | 1+ | 1+ ! ! ! | ! 1+"),
+    ("1k+", "! ! ! | 1+ 2 | run run 1k+ run | 1k+ | 1k+ ! ! ! | ! 1k+"),
+    ("2", "! ! ! | ! 2 | miss 2w 2k 2w | 2 | 2+ ! ! ! | ! 2"),
+    ("2w", "! ! ! | ! 2 | miss 2w miss 2w | 2w | 2w 2w ! ! | ! 2w"),
+    ("2w pushed", "! ! ! | 1 2 | run 2w run 2w | 2w | 2w 2w 2w ! | 2w 2w"),
+    ("2k", "! ! ! | ! 2 | miss miss 2k run | 2k | 2k+ ! ! ! | ! 2k"),
+    ("2+", "! ! ! | 1+ 2 | run 2w 2k+ 2w | 2+ | 2+ ! ! ! | ! 2+"),
+    ("2k+", "! ! ! | 1+ 2 | run run 2k+ run | 2k+ | 2k+ ! ! ! | ! 2k+"),
+    ("miss", "! ! ! | ! 2 | miss miss miss run | miss | run run ! ! | ! miss"),
+    ("miss paused", "! ! ! | ! 2 | miss miss miss pause | miss | pause pause ! ! | ! miss"),
 ];
 
 fn label(status: LifecycleStatus) -> String {
@@ -143,6 +150,8 @@ fn label(status: LifecycleStatus) -> String {
 fn every_order_in_every_state_leads_where_the_table_says() {
     for ((name, reach), (row, expected)) in STATES.iter().zip(TABLE) {
         assert_eq!(*name, row);
+        let expected: Vec<&str> = expected.split_whitespace().filter(|&cell| cell != "|").collect();
+        assert_eq!(expected.len(), ORDERS.len());
         for ((order, give), expected) in ORDERS.iter().zip(expected) {
             let mut rig = Rig::new();
             reach(&mut rig);
@@ -287,8 +296,8 @@ fn a_checksum_is_of_the_bytes_that_serve() {
     let bytes: Vec<u8> = (0..5).flat_map(|row| [row ^ 1; 12]).collect();
     let sha: [u8; 32] = Sha256::digest(&bytes).into();
     let all = checksum(&[]).unwrap();
-    assert_eq!((all.weight_version, all.parameters), (1, vec![("a".into(), sha), ("b".into(), sha)]));
-    assert_eq!(checksum(&["b"]).unwrap().parameters, [("b".into(), sha)]);
-    let error = checksum(&["b", "x"]).unwrap_err();
+    assert_eq!((all.weight_version, all.parameters), (1, PARAMETERS.map(|name| (name.into(), sha)).to_vec()));
+    assert_eq!(checksum(&PARAMETERS[1..]).unwrap().parameters, [(PARAMETERS[1].into(), sha)]);
+    let error = checksum(&[PARAMETERS[1], "x"]).unwrap_err();
     assert!(matches!(&error, Error::InvalidArgument { message, .. } if message.contains("\"x\"")), "{error}");
 }

@@ -3,7 +3,7 @@
 use super::rig::*;
 use crate::engine::*;
 use crate::types::FinishReason;
-use crate::weights::UpdateKind;
+use crate::weights::{UpdateKind, WeightUpdate};
 
 /// A request in its prompt (20 tokens, of which a step takes 8), one that samples, and one in the queue.
 fn three_stages(rig: &mut Rig) -> [Asked; 3] {
@@ -212,14 +212,13 @@ fn a_push_in_place_passes_through_missing_weights() {
     let frozen = rig.submit(ask("frozen", 3, 9));
     rig.steps(2);
     told(&rig.pause(DrainMode::Keep)).reply().unwrap();
-    let held = rig.submit(ask("held", 3, 1));
     let ticket = rig.begin(UpdateBegin { staging_bytes: 2000, in_place: true, ..begin(UpdateKind::Full) }).unwrap();
     assert_eq!(rig.reserved("update_staging"), 1);
     rig.resume().unwrap();
     assert!(matches!(rig.write_part(ticket.id), Err(Error::FailedPrecondition(_))), "it runs again");
     assert_eq!(rig.did(), []);
     told(&rig.pause(DrainMode::Keep)).reply().unwrap();
-    assert!(frozen.events().is_empty());
+    let held = rig.submit(ask("held", 3, 1));
     rig.write_part(ticket.id).unwrap();
     assert_eq!(rig.status().lifecycle, LifecycleStatus::WeightsMissing);
     let frozen = frozen.completion();
@@ -254,4 +253,47 @@ fn frozen_requests_cannot_be_waited_for() {
     assert_eq!(sampled(&completion), [0, 2, 2, 2]);
     assert_eq!(completion.weight_versions, [(0, 0, 1), (2, 1, 4)]);
     rig.assert_clean();
+}
+
+#[test]
+fn the_ledger_shows_what_a_merged_adapter_costs() {
+    let mut rig = Rig::new();
+    let parameters = rig.engine.parameters.clone();
+    let push = |rig: &mut Rig, layers, staging_bytes| {
+        let ticket = rig.begin(UpdateBegin { staging_bytes, ..begin(UpdateKind::Lora) }).unwrap();
+        told(&rig.commit(ticket.id, WeightUpdate::Lora(adapter(&parameters, layers, 1)))).reply()
+    };
+    let costs = |rig: &Rig| ["merged_adapter", "base_copies", "update_staging"].map(|name| rig.reserved(name));
+    push(&mut rig, 2, 10).unwrap();
+    // Factors of rank 1 for a matrix of 5 x 3, in float32; the checkpoint needs no copy.
+    assert_eq!(costs(&rig), [2 * 32, 0, 0]);
+    rig.push_now(begin(UpdateKind::Full)).unwrap();
+    assert_eq!(costs(&rig), [0; 3]);
+    push(&mut rig, 1, 10).unwrap();
+    assert_eq!(costs(&rig), [32, 60, 0]);
+    rig.did();
+    let error = push(&mut rig, 2, 180).unwrap_err();
+    assert!(matches!(&error, Error::ResourceExhausted(why) if why.contains("base_copies")), "{error}");
+    assert_eq!((costs(&rig), rig.did(), rig.status().weight_version), ([32, 60, 0], vec![], 3));
+    push(&mut rig, 2, 100).unwrap();
+    assert_eq!(costs(&rig), [64, 120, 0]);
+    rig.push_lora(RunningPolicy::Keep);
+    assert_eq!(costs(&rig), [0; 3]);
+    push(&mut rig, 2, 10).unwrap();
+    told(&rig.sleep(SleepLevel::Two, DrainMode::Wait)).reply().unwrap();
+    assert_eq!(costs(&rig), [0; 3]);
+}
+
+#[test]
+fn a_delta_makes_what_serves_the_base() {
+    let mut rig = Rig::new();
+    let parameters = rig.engine.parameters.clone();
+    let ticket = rig.begin(begin(UpdateKind::Lora)).unwrap();
+    told(&rig.commit(ticket.id, WeightUpdate::Lora(adapter(&parameters, 1, 1)))).reply().unwrap();
+    rig.push_now(UpdateBegin { expected_version: Some(1), ..begin(UpdateKind::Delta) }).unwrap();
+    assert_eq!(rig.reserved("merged_adapter"), 0);
+    let replaced: Vec<_> = rig.engine.policy.replaced.iter().cloned().collect();
+    assert_eq!(replaced, PARAMETERS[..1], "the adapter is part of it now");
+    told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply().unwrap();
+    assert_eq!(rig.reserved("weights"), 60);
 }

@@ -96,7 +96,7 @@ impl FakeExecutor {
         states
     }
 
-    /// Every position was computed from those before it, under policies from `oldest` to that of `salt`, in their order.
+    /// Every position was computed from those before it, under policies from `oldest` to that of `salt`, in order.
     fn verify(&mut self, oldest: u64, salt: CacheSalt, planned: &PlanSequence, all: &[TokenId]) {
         let end = planned.start + planned.tokens.len();
         assert_eq!(planned.tokens, all[planned.start..end]);
