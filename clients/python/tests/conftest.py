@@ -13,11 +13,7 @@ import pytest
 from fake_server import FakeServer
 from models import checksums, read_model
 from rollout_client import AsyncRolloutClient, RolloutClient, ServerProcess
-from serving import SMALL_CACHE, assert_idle, held, outputs, server
-
-REPOSITORY = Path(__file__).resolve().parents[3]
-FIXTURES = REPOSITORY / "tests" / "fixtures"
-PUSH_MODEL = FIXTURES / "qwen2"
+from serving import FIXTURES, PUSH_MODEL, REPOSITORY, SMALL_CACHE, assert_idle, held, outputs, server
 
 
 def pytest_addoption(parser):
@@ -92,12 +88,12 @@ def push_target(binary):
 
 @pytest.fixture
 def at_base(push_target):
-    """The shared server and its base; afterwards no push is open and the base serves as before."""
+    """The shared server and its base; afterwards no push is open, and the base, pushed again, serves as before."""
     client, base = push_target
     client.push_full(base)
     expected = outputs(client)
     yield client, base
-    client.push_lora(None)
+    client.push_full(base)
     assert client.checksum() == checksums(base, "bfloat16")
     assert outputs(client) == expected
     status = client.status()

@@ -12,6 +12,9 @@ import numpy as np
 
 from rollout_client import RolloutClient, SamplingParams, ServerProcess, ServerStatus
 
+REPOSITORY = Path(__file__).resolve().parents[3]
+FIXTURES = REPOSITORY / "tests" / "fixtures"
+PUSH_MODEL = FIXTURES / "qwen2"
 # The fixtures need a few hundred bytes of cache per token: this holds some 100,000 tokens.
 SMALL_CACHE = ["--kv-cache-bytes", str(64 << 20)]
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6] * 5, [2, 7, 1, 8, 2, 8]]
@@ -33,9 +36,18 @@ def outputs(client, **options):
 
 @contextlib.contextmanager
 def server(binary, model, *flags):
-    with ServerProcess(binary, model, [*SMALL_CACHE, "--mem-util", "0.2", *map(str, flags)]) as process:
+    if "--mem-util" not in flags:
+        flags = (*SMALL_CACHE, "--mem-util", "0.2", *flags)
+    with ServerProcess(binary, model, [str(flag) for flag in flags]) as process:
         yield process.client
         assert_idle(process.client)
+
+
+def no_room(binary):
+    """Flags of a server whose cache leaves a push hardly any memory."""
+    with server(binary, PUSH_MODEL) as client:
+        machine = client.status().memory.total_bytes
+    return ["--mem-util", f"{(256 << 20) / machine:.6f}", "--staging-bytes", "100KB"]
 
 
 def seen(client):
@@ -50,6 +62,15 @@ def held(status):
 def resident_bytes(pid):
     """As the operating system counts it."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def fill_cache(client):
+    """Touches every page of the KV cache."""
+    status, info = client.status(), client.info()
+    prompts = [
+        [(i * 31 + j) % 500 for j in range(900)] for i in range(status.total_blocks * info.block_size // 900 + 1)
+    ]
+    client.generate(prompts, sampling=SamplingParams(max_tokens=1), return_text=False)
 
 
 def start_group(client, prompt=(5, 6, 7), n=8):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from conftest import FIXTURES
 from rollout_client import checksum_of
-from serving import server
+from serving import FIXTURES, server
 
 torch = pytest.importorskip("torch", reason="torch and PEFT are installed by `make test-peft`")
 peft = pytest.importorskip("peft")

@@ -10,8 +10,8 @@ import pytest
 from google.protobuf import descriptor_pb2
 
 import rollout_client
-from conftest import REPOSITORY
 from rollout_client import _convert, _convert_weights, _proto, types
+from serving import REPOSITORY
 
 
 def test_descriptors_are_those_of_the_proto_files(tmp_path):

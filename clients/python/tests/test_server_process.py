@@ -15,11 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import FIXTURES, REPOSITORY
 from models import read_safetensors
 from rollout_client import RolloutClient, SamplingParams, ServerProcess, Unavailable
 from rollout_client.process import free_port
-from serving import SMALL_CACHE, assert_idle, wait_for
+from serving import FIXTURES, REPOSITORY, SMALL_CACHE, assert_idle, wait_for
 
 MODELS = ["llama", "llama-tied", "mistral", "qwen2", "qwen3"]
 TOLERANCE = 1e-4

@@ -7,7 +7,6 @@ import threading
 import numpy as np
 import pytest
 
-from conftest import FIXTURES, PUSH_MODEL
 from models import checksums, perturbed, random_adapter, read_model
 from rollout_client import (
     Aborted,
@@ -16,11 +15,22 @@ from rollout_client import (
     InvalidArgument,
     Lifecycle,
     ResourceExhausted,
-    RolloutError,
-    SamplingParams,
     ServerProcess,
 )
-from serving import LONG, assert_idle, outputs, resident_bytes, seen, server, start_group, wait_for
+from serving import (
+    FIXTURES,
+    LONG,
+    PUSH_MODEL,
+    assert_idle,
+    fill_cache,
+    no_room,
+    outputs,
+    resident_bytes,
+    seen,
+    server,
+    start_group,
+    wait_for,
+)
 
 CYCLES = 100
 # Much against what an idle process varies by, little against what is given back.
@@ -34,13 +44,6 @@ def process(binary):
     with ServerProcess(binary, PUSH_MODEL, flags) as process:
         yield process
         assert_idle(process.client)
-
-
-def fill_cache(client):
-    """Touches every page of the KV cache."""
-    status, info = client.status(), client.info()
-    prompts = [[(i * 31 + j) % 500 for j in range(900)] for i in range(status.total_blocks * info.block_size // 900)]
-    client.generate(prompts, sampling=SamplingParams(max_tokens=1), return_text=False)
 
 
 def test_sleep_and_wake_a_hundred_times(process):
@@ -234,9 +237,9 @@ def test_an_exception_in_a_colocated_loop_leaves_the_server_asleep(binary):
 
 def test_in_place_pushes_need_no_room_beside_the_weights(binary, rng):
     base = read_model(PUSH_MODEL)
-    with server(binary, PUSH_MODEL, "--staging-bytes", 200_000) as client:
+    with server(binary, PUSH_MODEL, *no_room(binary)) as client:
         before, full = seen(client), perturbed(rng, base)
-        with pytest.raises(RolloutError):  # not while it serves
+        with pytest.raises(ResourceExhausted):  # not while it serves
             client.push_full(full, in_place=True, transport="inline")
         assert seen(client) == before
         client.pause("abort")

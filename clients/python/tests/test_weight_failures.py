@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import PUSH_MODEL
-from models import checksums, perturbed, random_adapter
+from models import checksums, perturbed, random_adapter, read_model
 from rollout_client import (
     Aborted,
     DataLoss,
@@ -28,7 +27,7 @@ from rollout_client._convert_weights import update_header
 from rollout_client._push import Outgoing, UpdateStream, chunk_request
 from rollout_client._segment import digest_of
 from rollout_client._tensors import bytes_of
-from serving import held, seen, server, start_group, wait_for
+from serving import PUSH_MODEL, held, no_room, seen, server, start_group, wait_for
 
 
 @pytest.fixture
@@ -197,9 +196,9 @@ def first_of(tensors, suffix):
         ),
         (lambda t, c: t.update({first_of(t, "lora_A.weight"): np.zeros((3, 3), np.float32)}), "lora_A"),
         (lambda t, c: t.update({first_of(t, "lora_B.weight"): t[first_of(t, "lora_B.weight")] * np.nan}), "lora_B"),
-        (lambda t, c: c.update(r=3), ""),
+        (lambda t, c: c.update(r=3), "rank"),
         (lambda t, c: c.update(peft_type="LOHA"), "LOHA"),
-        (lambda t, c: c.pop("r"), ""),
+        (lambda t, c: c.pop("r"), "r"),
     ],
 )
 def test_adapters_that_do_not_fit_are_refused_by_name(unchanged, rng, change, says):
@@ -306,9 +305,8 @@ def test_many_trainers_at_once_leave_one_whole_policy(at_base, rng):
 
 
 def test_pushes_that_do_not_fit_are_refused_before_anything_is_touched(binary, rng):
-    with server(binary, PUSH_MODEL, "--staging-bytes", 200_000) as client:
+    with server(binary, PUSH_MODEL, *no_room(binary)) as client:
         before = seen(client)
-        state = perturbed(rng, {p.name: np.zeros(p.shape, np.float32) for p in client.parameters()})
-        with pytest.raises(ResourceExhausted):
-            client.push_full(state)
+        with pytest.raises(ResourceExhausted, match="update_staging"):
+            client.push_full(perturbed(rng, read_model(PUSH_MODEL)))
         assert seen(client) == before and "update_staging" not in held(client.status())
