@@ -13,7 +13,7 @@ use crate::comm::{Communicator, LocalGroup, Solo};
 use crate::config::{Config, DTypeChoice};
 use crate::engine::{COMMAND_QUEUE, Engine, EngineHandle, Setup};
 use crate::error::{Error, Result};
-use crate::executor::{ModelRunner, RankWeights, Ranks};
+use crate::executor::{ModelRunner, RankWeights, Ranks, resident_adapter_bytes};
 use crate::memory::{self, MemoryBudget, MemoryReport, human_bytes};
 use crate::model::config::ModelConfig;
 use crate::model::{Build, Decoder, Workspace, WorkspaceShape, kv_bytes_per_block, kv_caches};
@@ -225,8 +225,15 @@ fn reserve_fixed(
         .map(|rank| Decoder::new(model, layout.build(rank), layout.max_model_len))
         .collect::<Result<_>>()?;
     let workspace = Workspace::bytes(model, layout.build(0), layout.max_batch_tokens) * layout.world as u64;
-    let entries =
-        [("process", PROCESS_BYTES), ("weights", decoders.iter().map(Decoder::bytes).sum()), ("workspace", workspace)];
+    let adapters = decoders.iter().enumerate().map(|(rank, decoder)| {
+        resident_adapter_bytes(decoder, layout.build(rank), config.max_lora_rank, config.max_adapters)
+    });
+    let adapters = adapters.sum::<Result<u64>>()?;
+    let weights = decoders.iter().map(Decoder::bytes).sum();
+    let mut entries = vec![("process", PROCESS_BYTES), ("weights", weights), ("workspace", workspace)];
+    if adapters > 0 {
+        entries.push(("adapters", adapters));
+    }
     let needed: u64 = entries.iter().map(|e| e.1).sum();
     let least = needed + block_bytes(model, layout) * blocks_for(layout.max_model_len, layout);
     for (name, bytes) in entries {
