@@ -42,7 +42,7 @@ START_SECONDS = 300
 # Of an adapter that a trainer could have made, if it had trained on noise.
 ADAPTED = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 RANK = 16
-ADAPTER_SCALE = 0.05
+ADAPTER_SCALE = 0.08
 
 IS_TERMINAL = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 WIDTH = min(shutil.get_terminal_size((100, 24)).columns, 110)
@@ -184,8 +184,8 @@ def show_answer(sample: Sample) -> None:
     print(textwrap.fill(text, WIDTH, initial_indent="    ", subsequent_indent="    "))
 
 
-def push_policy(client: RolloutClient) -> Sample:
-    """A new policy while the server runs; returns what it answers."""
+def push_policy(client: RolloutClient, before: Sample) -> Sample:
+    """A new policy while the server runs; returns what it answers where the old one answered `before`."""
     tensors, config = random_adapter(client)
     size = sum(tensor.nbytes for tensor in tensors.values())
     step(f"Pushing a LoRA adapter: rank {RANK} on {len(tensors) // 2} layers, {mib(size)}, random")
@@ -195,7 +195,8 @@ def push_policy(client: RolloutClient) -> Sample:
         f"checked in {result.staging_ms:.0f} ms beside the old policy, which stood still for {result.pause_ms:.0f} ms"
     )
     sample = ask_again(client)
-    print(f"    The same question, with the same seed, has another answer: {QUESTIONS[0]}")
+    print(f"    The same question with the same seed, answered before and after: {QUESTIONS[0]}")
+    show_answer(before)
     show_answer(sample)
     return sample
 
@@ -232,7 +233,7 @@ def run(server: ServerProcess, log: IO[str]) -> None:
     outputs, summary, seconds = sample_groups(server)
     show_groups(outputs)
     show_totals(summary, seconds, server.client.status(), info.block_size)
-    adapted = push_policy(server.client)
+    adapted = push_policy(server.client, outputs[0].samples[0])
     sleep_and_wake(server.client)
     show_same("The adapted policy after its sleep", ask_again(server.client), adapted)
     step("Going back to the base")

@@ -82,7 +82,7 @@ def rng():
 @pytest.fixture(scope="session")
 def push_target(binary):
     """A bfloat16 server that tests share, with its parameters as arrays; each test leaves it at the base."""
-    with server(binary, PUSH_MODEL, "--max-adapters", 2, "--weights-dir", FIXTURES) as client:
+    with server(binary, PUSH_MODEL, "--weights-dir", FIXTURES) as client:
         yield client, read_model(PUSH_MODEL)
 
 

@@ -47,7 +47,7 @@ def no_room(binary):
     """Flags of a server whose cache leaves a push hardly any memory."""
     with server(binary, PUSH_MODEL) as client:
         machine = client.status().memory.total_bytes
-    return ["--mem-util", f"{(256 << 20) / machine:.6f}", "--staging-bytes", "100KB"]
+    return ["--mem-util", f"{(256 << 20) / machine:.6f}", "--staging-bytes", "600KiB"]
 
 
 def seen(client):

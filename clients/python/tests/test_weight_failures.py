@@ -196,7 +196,7 @@ def first_of(tensors, suffix):
         ),
         (lambda t, c: t.update({first_of(t, "lora_A.weight"): np.zeros((3, 3), np.float32)}), "lora_A"),
         (lambda t, c: t.update({first_of(t, "lora_B.weight"): t[first_of(t, "lora_B.weight")] * np.nan}), "lora_B"),
-        (lambda t, c: c.update(r=3), "rank"),
+        (lambda t, c: c.update(r=3), "lora_A"),
         (lambda t, c: c.update(peft_type="LOHA"), "LOHA"),
         (lambda t, c: c.pop("r"), "r"),
     ],

@@ -294,8 +294,14 @@ def test_requests_can_wait_for_the_policy_or_insist_on_it(at_base, rng):
 # Resident adapters
 
 
-def test_adapters_stay_beside_the_policy(at_base, rng):
-    client, base = at_base
+@pytest.fixture
+def with_adapters(binary):
+    with server(binary, PUSH_MODEL, "--max-adapters", 2) as client:
+        yield client, read_model(PUSH_MODEL)
+
+
+def test_adapters_stay_beside_the_policy(with_adapters, rng):
+    client, base = with_adapters
     version, alone = client.status().weight_version, outputs(client)
     adapter, config = random_adapter(rng, base, scale=0.1)
     first = client.push_lora(adapter, config, name="one", expected_generation=0)
