@@ -53,9 +53,6 @@ pub(in crate::server) fn header(header: pb::Header) -> Result<ValidHeader> {
         return Err(Error::invalid("header.expected_version", "is missing; a DELTA is against a version, name it"));
     }
     let source = source(header.source)?;
-    if header.in_place && source != Source::Inline {
-        return Err(Error::invalid("header.in_place", "goes with chunks of the stream only; leave the source out"));
-    }
     let adapter = adapter_target(header.adapter, header.expected_generation)?;
     Ok(ValidHeader {
         terms: Terms {

@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::server::convert::{ReceivedFacts, Terms, ValidHeader};
 use crate::server::parts::Parts;
 use crate::server::pb;
-use crate::weights::{Received, Receiver, TensorEntry, Tensors, WeightUpdate};
+use crate::weights::{Received, Receiver, TensorEntry, WeightUpdate};
 
 /// Messages between the stream and the thread: the next chunks arrive while one is hashed.
 const QUEUE: usize = 4;
@@ -113,21 +113,27 @@ fn receive(
         match work {
             Work::Declare(tensors) => receiver.declare(tensors)?,
             Work::Write { tensor, offset, data } => receiver.write(tensor, offset, &data)?,
-            Work::Finish => return receiver.finish(),
+            Work::Finish => {
+                // A source that is no stream is read now.
+                while ticket.in_place && receiver.read_next()? {
+                    write_complete(&mut receiver, ticket.id, engine)?;
+                }
+                return receiver.finish();
+            }
         }
-        if ticket.in_place
-            && let Some(tensors) = receiver.take_complete()
-        {
-            write_part(engine, ticket.id, tensors)?;
+        if ticket.in_place {
+            write_complete(&mut receiver, ticket.id, engine)?;
         }
     }
     Err(Error::Unavailable("the stream broke before its commit".into()))
 }
 
-/// Has the engine write tensors in place, and waits, so that no more than one part is on its way.
-fn write_part(engine: &EngineHandle, update: u64, tensors: Tensors) -> Result<()> {
+/// Has the engine write the tensors in place that are whole, and waits, so that no more than one part is on its way.
+fn write_complete(receiver: &mut Receiver, update: u64, engine: &EngineHandle) -> Result<()> {
+    let Some(tensors) = receiver.take_complete() else { return Ok(()) };
     let (sender, answer) = oneshot::channel();
     let reply = Box::new(move |result| {
+        // The push may have been given up.
         let _ = sender.send(result);
     });
     engine.send_blocking(Command::WritePart { update, tensors: Arc::new(tensors), reply })?;
