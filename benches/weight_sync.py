@@ -6,7 +6,8 @@
 
 Two models: the given one, and a random one in the shape of Qwen2.5-0.5B, written to a temporary directory first. Each
 is pushed whole in bfloat16 through the connection and through shared memory, then as a LoRA adapter of rank 16 on all
-linear layers, both while nothing runs; then it sleeps. The first push of each kind is not counted.
+linear layers, both while nothing runs; then it sleeps. The first push of each kind is not counted. The KV cache is
+1 GiB, of which next to nothing is touched, so that there is room for everything else.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import shutil
 import statistics
 import struct
 import sys
@@ -37,6 +39,7 @@ from rollout_client import (
 
 RANK = 16
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TOKENIZER = Path(__file__).resolve().parents[1] / "tests/fixtures/qwen2/tokenizer.json"
 QWEN = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -95,7 +98,7 @@ def qwen_shapes() -> dict[str, tuple[int, ...]]:
 
 
 def write_qwen(directory: Path) -> Path:
-    """A checkpoint of random values without a tokenizer."""
+    """A checkpoint of random values, with the tokenizer of a fixture, as the server wants one."""
     header, end = {}, 0
     for name, shape in qwen_shapes().items():
         start, end = end, end + 2 * int(np.prod(shape))
@@ -107,6 +110,7 @@ def write_qwen(directory: Path) -> Path:
         for name, shape in qwen_shapes().items():
             file.write(random_bfloat16(rng, shape, 1.0 if "norm" in name else 0.0)[0])
     (directory / "config.json").write_text(json.dumps(QWEN))
+    shutil.copy(TOKENIZER, directory)
     return directory
 
 
@@ -157,6 +161,14 @@ def measure_pushes(client: RolloutClient, runs: int) -> dict:
     state = {p.name: random_bfloat16(rng, p.shape, 1.0 if "norm" in p.name else 0.0) for p in parameters}
     size = sum(len(data) for data, _, _ in state.values())
     report: dict = {"bytes": size, "copy": copy_rate(size, runs)}
+    # First, as the base is the checkpoint still.
+    adapter, config = random_adapter(parameters)
+    seconds, results = pushes(lambda: client.push_lora(adapter, config, progress=False), runs)
+    report["lora"] = {
+        "bytes": sum(tensor.nbytes for tensor in adapter.values()),
+        "seconds": Timing.of(seconds),
+        "pause_ms": Timing.of([result.pause_ms for result in results]),
+    }
     for transport in ("inline", "shared_memory"):
         seconds, results = pushes(
             lambda transport=transport: client.push_full(state, transport=transport, progress=False), runs
@@ -168,14 +180,6 @@ def measure_pushes(client: RolloutClient, runs: int) -> dict:
             "pause_ms": Timing.of([result.pause_ms for result in results]),
         }
     report["shared_memory"]["client_rate"] = Timing.of(staging_rates(state, size, runs))
-    client.push_full(state, progress=False)
-    adapter, config = random_adapter(parameters)
-    seconds, results = pushes(lambda: client.push_lora(adapter, config, progress=False), runs)
-    report["lora"] = {
-        "bytes": sum(tensor.nbytes for tensor in adapter.values()),
-        "seconds": Timing.of(seconds),
-        "pause_ms": Timing.of([result.pause_ms for result in results]),
-    }
     return report
 
 
@@ -222,7 +226,7 @@ def resident_mib(server: ServerProcess) -> float:
 
 def measure(args: argparse.Namespace, name: str, model: str | Path) -> dict:
     print(f"measuring {name} …", file=sys.stderr)
-    flags = ["--dtype", "bfloat16", "--mem-util", str(args.mem_util), "--max-model-len", "2048", *args.flags]
+    flags = ["--dtype", "bfloat16", "--mem-util", str(args.mem_util), "--kv-cache-bytes", "1GiB", *args.flags]
     with ServerProcess(args.server, model, flags) as server:
         report = {"model": name, **measure_pushes(server.client, args.runs), "sleep": measure_sleep(server, args.runs)}
     return report
