@@ -37,6 +37,24 @@ fn kept_requests_go_on_and_each_token_has_its_version() {
 }
 
 #[test]
+fn a_prompt_that_a_kept_request_still_holds_is_computed_anew() {
+    let mut rig = Rig::new();
+    let kept = rig.submit(ask("kept", 8, 9));
+    rig.steps(2);
+    rig.push_now(UpdateBegin { new_version: Some(0), ..begin(UpdateKind::Lora) }).unwrap();
+    let new = rig.submit(ask("new", 8, 1));
+    rig.finish();
+    let new = new.completion();
+    assert_eq!((sampled(&new), new.cached_tokens), (vec![1], 0));
+    assert_eq!(kept.completion().weight_versions, [(0, 0, 9)], "another policy of the same version");
+    let again = rig.submit(ask("again", 8, 1));
+    rig.step();
+    assert_eq!(rig.engine.executor.oldest_kv, [1]);
+    assert_eq!(again.completion().cached_tokens, 4, "what the new one computed is found");
+    rig.assert_clean();
+}
+
+#[test]
 fn recomputed_requests_read_no_kv_of_the_old_policy() {
     let mut rig = Rig::new();
     let asked = three_stages(&mut rig);
