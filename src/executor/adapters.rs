@@ -213,8 +213,8 @@ impl Term {
 
 impl Additions for BatchAdapters<'_> {
     fn add(&self, ops: &Ops, comm: &dyn Communicator, site: Site, x: &Tensor, out: &Tensor) -> Result<()> {
-        let terms = self.groups.iter().filter_map(|(terms, rows)| Some((terms.get(&site)?, rows)));
-        terms.map(|(term, rows)| term.add(ops, comm, self.buffers, rows, x, out)).collect()
+        let mut terms = self.groups.iter().filter_map(|(terms, rows)| Some((terms.get(&site)?, rows)));
+        terms.try_for_each(|(term, rows)| term.add(ops, comm, self.buffers, rows, x, out))
     }
 }
 
