@@ -3,7 +3,7 @@
 use super::isa::{Isa, Kernel};
 use super::lanes::Lanes;
 use super::math::round_bf16;
-use super::pool::{Cpu, ThreadPool};
+use super::pool::Cpu;
 use super::rows::RowsMut;
 use super::storage::{Mapping, Plain};
 use half::{bf16, f16};
@@ -180,47 +180,29 @@ impl PackedMatrix {
     /// # Panics
     /// If these are not whole rows, or they pass the end.
     pub fn write_rows(&mut self, row0: usize, rows: WeightRows<'_>) {
-        self.write(None, row0, rows);
-    }
-
-    /// As [`write_rows`](Self::write_rows), on all threads of the pool.
-    pub fn write_rows_parallel(&mut self, pool: &ThreadPool, row0: usize, rows: WeightRows<'_>) {
-        self.write(Some(pool), row0, rows);
-    }
-
-    fn write(&mut self, pool: Option<&ThreadPool>, row0: usize, rows: WeightRows<'_>) {
         use WeightDtype::{Bf16, F32};
         use WeightRows as From;
         match (self.dtype, rows) {
-            (Bf16, From::Bf16(rows)) => self.write_as::<2, bf16, _>(pool, row0, rows),
-            (Bf16, From::F16(rows)) => self.write_as::<2, bf16, _>(pool, row0, rows),
-            (Bf16, From::F32(rows)) => self.write_as::<2, bf16, _>(pool, row0, rows),
-            (F32, From::Bf16(rows)) => self.write_as::<1, f32, _>(pool, row0, rows),
-            (F32, From::F16(rows)) => self.write_as::<1, f32, _>(pool, row0, rows),
-            (F32, From::F32(rows)) => self.write_as::<1, f32, _>(pool, row0, rows),
+            (Bf16, From::Bf16(rows)) => self.write_as::<2, bf16, _>(row0, rows),
+            (Bf16, From::F16(rows)) => self.write_as::<2, bf16, _>(row0, rows),
+            (Bf16, From::F32(rows)) => self.write_as::<2, bf16, _>(row0, rows),
+            (F32, From::Bf16(rows)) => self.write_as::<1, f32, _>(row0, rows),
+            (F32, From::F16(rows)) => self.write_as::<1, f32, _>(row0, rows),
+            (F32, From::F32(rows)) => self.write_as::<1, f32, _>(row0, rows),
         }
     }
 
     /// `GROUP` neighbours of a row lie together: 2 for bfloat16, 1 for float32.
-    fn write_as<const GROUP: usize, D: Stored<S>, S: Copy + Sync>(
-        &mut self,
-        pool: Option<&ThreadPool>,
-        row0: usize,
-        rows: &[S],
-    ) {
+    fn write_as<const GROUP: usize, D: Stored<S>, S: Copy>(&mut self, row0: usize, rows: &[S]) {
         let (k, isa) = (self.k, Isa::detect());
         let end = self.end(row0, rows.len());
         let panel_len = PANEL * self.padded_k();
         let (first, last) = (row0 / PANEL, end.div_ceil(PANEL));
-        let write_panel = |p: usize, panel: &mut [D]| {
+        let panels = &mut self.storage.as_mut_slice::<D>()[first * panel_len..last * panel_len];
+        for (p, panel) in (first..last).zip(panels.chunks_mut(panel_len)) {
             let lanes = row0.max(p * PANEL)..end.min((p + 1) * PANEL);
             let rows = &rows[(lanes.start - row0) * k..(lanes.end - row0) * k];
             isa.dispatch(Pack::<GROUP, D, S> { panel, first_lane: lanes.start % PANEL, k, rows });
-        };
-        let panels = &mut self.storage.as_mut_slice::<D>()[first * panel_len..last * panel_len];
-        match pool {
-            None => panels.chunks_mut(panel_len).enumerate().for_each(|(i, panel)| write_panel(first + i, panel)),
-            Some(pool) => pool.run_chunks(panels, panel_len, |i, panel| write_panel(first + i, panel)),
         }
     }
 

@@ -21,7 +21,7 @@ use crate::weights::{
 
 pub const DTYPES: [WeightDtype; 2] = [WeightDtype::F32, WeightDtype::Bf16];
 pub const MODELS: [&str; 6] = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "llama-tied.gguf"];
-const BLOCK_SIZE: usize = 16;
+pub const BLOCK_SIZE: usize = 16;
 const BLOCKS: usize = 32;
 const MAX_TOKENS: usize = 128;
 
@@ -67,6 +67,11 @@ impl Setup {
     }
 
     pub fn ranks(&self) -> Ranks {
+        self.ranks_with(BLOCKS)
+    }
+
+    /// With a KV cache of so many blocks.
+    pub fn ranks_with(&self, blocks: usize) -> Ranks {
         let comms: Vec<Box<dyn Communicator>> = match self.world {
             1 => vec![Box::new(Solo)],
             world => LocalGroup::create(world).into_iter().map(|g| Box::new(g) as _).collect(),
@@ -78,12 +83,19 @@ impl Setup {
                 let (ops, decoder) = (Ops::cpu(2), Decoder::new(&config, build, MAX_TOKENS)?);
                 let weights = RankWeights::load(&ops, decoder, build, checkpoint, &|_| ())?;
                 let dtype = if build.weights == WeightDtype::Bf16 { KvDtype::Bf16 } else { KvDtype::F32 };
-                let kv = kv_caches(&config, build, dtype, BLOCKS, BLOCK_SIZE);
+                let kv = kv_caches(&config, build, dtype, blocks, BLOCK_SIZE);
                 let workspace = WorkspaceShape { config, build, max_batch_tokens: MAX_TOKENS };
                 ModelRunner::new(ops, comm, weights, kv, workspace, BLOCK_SIZE)
             }
         });
         Ranks::start(makers).unwrap()
+    }
+
+    /// The weights of the only rank.
+    pub fn weights(&self) -> RankWeights {
+        let build = Build { partition: Partition::new(0, 1), weights: self.weights };
+        let decoder = Decoder::new(&self.config, build, MAX_TOKENS).unwrap();
+        RankWeights::load(&Ops::cpu(2), decoder, build, self.checkpoint.clone(), &|_| ()).unwrap()
     }
 
     /// Every parameter as it serves.

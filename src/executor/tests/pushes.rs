@@ -128,7 +128,8 @@ fn adapters_are_merged_into_what_was_pushed() {
 fn changed_elements_are_changed_and_what_serves_is_the_base_from_then_on() {
     everywhere(&["llama", "qwen2"], |setup, ranks| {
         let (none, mut random) = (Arc::new(Adapter::none()), random(21));
-        let adapter = setup.adapter(5, &["o_proj", "k_proj"], 3, 0.5, false);
+        // `up_proj` is merged and not changed.
+        let adapter = setup.adapter(5, &["o_proj", "k_proj", "up_proj"], 3, 0.5, false);
         merge(ranks, &none, &adapter);
         let mut expected: Vec<Vec<f32>> =
             setup.merged(&setup.base(), &adapter).iter().map(|bytes| values(setup, bytes)).collect();

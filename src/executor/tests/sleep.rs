@@ -2,8 +2,10 @@
 
 use std::sync::Arc;
 
-use super::harness::{DTYPES, Setup, fixture, outputs, worlds};
+use super::harness::{BLOCK_SIZE, DTYPES, Setup, fixture, outputs, sequence, worlds};
 use crate::executor::{Executor, Memory, WeightOrder};
+use crate::memory::resident_bytes;
+use crate::types::{BlockCopy, StepPlan};
 use crate::weights::Adapter;
 
 #[test]
@@ -45,4 +47,31 @@ fn what_wakes_is_what_slept() {
             setup.assert_serves(&mut ranks, &fresh, "after the deep sleep");
         }
     }
+}
+
+#[test]
+fn a_released_cache_is_back_with_the_system() {
+    const BLOCKS: u32 = 6000;
+    let setup = Setup::open(&fixture("llama"), DTYPES[0], 2);
+    let mut ranks = setup.ranks_with(BLOCKS as usize);
+    let copies = (1..BLOCKS).map(|dst| BlockCopy { src: 0, dst, tokens: BLOCK_SIZE }).collect();
+    ranks.launch(Arc::new(StepPlan { copies, sequences: vec![sequence(0, &[1], None)] })).unwrap();
+    ranks.collect().unwrap();
+    let filled = resident_bytes();
+    ranks.release(Memory::KvCache).unwrap();
+    let fallen = filled.saturating_sub(resident_bytes());
+    // Two layers of keys and values of four heads of 16 float32 each: 1 KiB a token. Other tests come and go meanwhile.
+    let bytes = u64::from(BLOCKS) * BLOCK_SIZE as u64 * 1024;
+    assert!(fallen > bytes * 8 / 10, "{fallen} of {bytes} bytes came back");
+    ranks.restore(Memory::KvCache).unwrap();
+    assert_eq!(outputs(&mut ranks), outputs(&mut setup.ranks()));
+}
+
+#[test]
+#[should_panic(expected = "a step without weights")]
+fn nothing_is_computed_with_weights_that_are_gone() {
+    let mut weights = Setup::open(&fixture("llama"), DTYPES[0], 1).weights();
+    weights.decoder();
+    weights.release(true).unwrap();
+    weights.decoder();
 }
