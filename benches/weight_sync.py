@@ -137,7 +137,7 @@ def random_adapter(parameters: list[ParameterInfo]) -> tuple[dict[str, np.ndarra
 
 def copy_rate(size: int, runs: int) -> Timing:
     """GB/s of one thread's copy of so many bytes to memory that has been used before."""
-    source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
+    source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
     return Timing.of([size / 1e9 / timed(lambda: np.copyto(target, source))[0] for _ in range(runs)])
 
 
