@@ -55,8 +55,8 @@ pub struct Config {
     #[arg(long, env = "ROLLOUT_KV_CACHE_BYTES", value_parser = parse_bytes, value_name = "BYTES")]
     pub kv_cache_bytes: Option<u64>,
 
-    /// What the KV cache leaves free for pushes, e.g. 1GiB [default: the weights' size, at most a quarter of what
-    /// remains beside them].
+    /// What the KV cache leaves free for pushes, e.g. 1GiB [default: one and a half times the weights' size, at most a
+    /// quarter of what remains beside them].
     #[arg(long, env = "ROLLOUT_STAGING_BYTES", value_parser = parse_bytes, value_name = "BYTES")]
     pub staging_bytes: Option<u64>,
 

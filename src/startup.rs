@@ -279,10 +279,11 @@ fn reserve_kv(budget: &mut MemoryBudget, config: &Config, model: &ModelConfig, l
     })
 }
 
-/// What the KV cache leaves free for pushes that arrive while it is full.
+/// What the KV cache leaves free for pushes that arrive while it is full: a FULL push, or copies of the base below an
+/// adapter that comes after one, with room for the adapters.
 fn staging_room(budget: &MemoryBudget, config: &Config) -> u64 {
-    let remaining = budget.remaining();
-    config.staging_bytes.unwrap_or_else(|| budget.reserved("weights").min(remaining / 4)).min(remaining)
+    let (weights, remaining) = (budget.reserved("weights"), budget.remaining());
+    config.staging_bytes.unwrap_or_else(|| (weights + weights / 2).min(remaining / 4)).min(remaining)
 }
 
 /// All parameters, as they serve.

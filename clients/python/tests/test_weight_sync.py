@@ -164,6 +164,15 @@ def test_adapters_are_merged_as_real_peft_does(binary, name, dtype):
             assert client.checksum() == before
 
 
+@pytest.mark.parametrize("transport", ["inline", "shared_memory"])
+def test_the_state_dict_of_a_tied_model_may_be_gathered_lazily(binary, rng, transport):
+    with server(binary, FIXTURES / "llama-tied") as client:
+        full = perturbed(rng, read_model(FIXTURES / "llama-tied"))
+        named = {**full, "lm_head.weight": full["model.embed_tokens.weight"]}
+        client.push_full(iter(named.items()), transport=transport)
+        assert client.checksum() == checksums(full, client.info().dtype)
+
+
 PUSHES = 1000
 WARM_UP = 400
 

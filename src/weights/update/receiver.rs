@@ -153,7 +153,12 @@ impl Receiver {
             return Ok(());
         }
         self.add(tensors)?;
-        let (set_aside, total) = (self.manifest.total().saturating_mul(ADAPTER_GROWTH), self.manifest.total());
+        self.check_set_aside(self.manifest.total())
+    }
+
+    /// LORA: whether the adapter fits into what was set aside when `total` bytes were announced and it was not known.
+    fn check_set_aside(&self, total: u64) -> Result<()> {
+        let set_aside = total.saturating_mul(ADAPTER_GROWTH);
         match &self.plan {
             Some(plan) if plan.bytes() > set_aside => Err(Error::ResourceExhausted(format!(
                 "the adapter takes {} beside its {} of tensors, and only {} were set aside; declare all its tensors in \
@@ -296,6 +301,7 @@ impl Receiver {
     /// `DataLoss` naming the tensor of another digest; `InvalidArgument` naming one that is missing, incomplete or not
     /// finite.
     pub fn finish(mut self) -> Result<Received> {
+        self.close()?;
         self.manifest.check_complete()?;
         self.read_rest()?;
         let digests = self.digests()?;
@@ -316,6 +322,17 @@ impl Receiver {
             UpdateKind::Delta => (WeightUpdate::Delta(Arc::new(self.delta()?)), self.manifest.covered()),
         };
         Ok(Received { update, digest: hasher.digest128().to_be_bytes(), bytes, parameters })
+    }
+
+    /// What was announced is the most that may come; what has been declared is all that has.
+    fn close(&mut self) -> Result<()> {
+        if self.manifest.is_final() {
+            return Ok(());
+        }
+        let announced = self.manifest.total();
+        self.manifest.close();
+        self.plan_adapter()?;
+        self.check_set_aside(announced)
     }
 
     /// Reads what has not been read where the source is no stream.

@@ -235,13 +235,17 @@ class WeightSync:
         return lambda requests: call.future(requests, **options)
 
     def _estimated(self, pairs: Iterator[tuple[str, Any]]) -> tuple[int, Iterator[tuple[str, Any]]]:
-        """Bytes of the whole model in the first tensor's type, and the pairs again."""
+        """Most bytes of the whole model in the first tensor's type, and the pairs again."""
         first = next(pairs, None)
         if first is None:
             return 0, pairs
         item_size = ITEM_SIZES[layout_of(*first).dtype]
-        total = sum(Layout(parameter.dtype, parameter.shape).elements for parameter in self.parameters()) * item_size
-        return total, _rejoined(first, pairs)
+        elements = {
+            parameter.name: Layout(parameter.dtype, parameter.shape).elements for parameter in self.parameters()
+        }
+        # A state dict has the head of a tied model too, as a second name of the embedding.
+        head = elements.get("model.embed_tokens.weight", 0) if "lm_head.weight" not in elements else 0
+        return (sum(elements.values()) + head) * item_size, _rejoined(first, pairs)
 
     def _serving_dtype(self) -> DtypeName:
         parameters = self.parameters()
