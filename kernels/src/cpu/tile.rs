@@ -17,6 +17,8 @@ pub(crate) trait Format: Send + Sync + 'static {
     type W: super::storage::Plain;
     /// See [`Kernel::DOT_PAIRS`](super::isa::Kernel::DOT_PAIRS).
     const DOT_PAIRS: bool = false;
+    /// Bytes by which [`Operands::next`] moves on with each step.
+    const FETCH: usize = 64;
 
     /// `acc[m][v] += x[m] · w[v]`, elements of the reduction in ascending order.
     ///
@@ -122,6 +124,8 @@ impl<E: Element> Format for Single<E> {
 impl<E: Element> Format for Pairs<E> {
     type X = [f32; 2];
     type W = E;
+    // Many tiles that read widened weights share what is to be fetched: lines that are under way hold up others.
+    const FETCH: usize = if size_of::<E>() == 4 { 32 } else { 64 };
 
     #[inline(always)]
     unsafe fn step<L: Lanes, const MR: usize, const NV: usize>(
@@ -199,7 +203,7 @@ pub(crate) struct Operands<F: Format, const NV: usize> {
     pub x_step: usize,
     pub w: [*const F::W; NV],
     pub w_step: usize,
-    /// A cache line from here is fetched with each step.
+    /// The cache line here is fetched, further on by [`Format::FETCH`] with each step.
     pub next: *const u8,
 }
 
@@ -215,7 +219,7 @@ pub(crate) unsafe fn accumulate<L: Lanes, F: Format, const MR: usize, const NV: 
 ) {
     let (mut x, mut w) = (operands.x, operands.w);
     for s in 0..steps {
-        L::prefetch(operands.next.wrapping_add(64 * s));
+        L::prefetch(operands.next.wrapping_add(F::FETCH * s));
         if MR > 6 {
             // Activations of so many rows come from the second-level cache, a line and a half each step.
             let ahead = x.wrapping_add(8 * operands.x_step).cast::<u8>();

@@ -26,11 +26,7 @@ pub(super) trait LinearFormat: Format {
     fn pack_last(x: f32) -> Self::X;
 
     /// `weights` as [`Wide`](Self::Wide), of as many panels as fit into `copy` if it [copies](Self::COPIES).
-    fn wide<'a>(
-        isa: Isa,
-        weights: Panels<'a, Self::W>,
-        copy: &'a mut [f32],
-    ) -> Panels<'a, <Self::Wide as Format>::W>;
+    fn wide<'a>(isa: Isa, weights: Panels<'a, Self::W>, copy: &'a mut [f32]) -> Panels<'a, <Self::Wide as Format>::W>;
 }
 
 impl LinearFormat for Single<f32> {

@@ -120,9 +120,9 @@ impl<F: LinearFormat> Job<'_, F> {
                 let (carry, more) = (from > first, steps.end < end);
                 let block = Block { tiles, group, steps, leaf, carry, more };
                 let weights = self.weights(&block);
-                match self.plan.tiles {
-                    1 => self.block::<F>(&block, &weights, sums),
-                    _ => self.block::<F::Wide>(&block, &F::wide(self.isa, weights, copy), sums),
+                match self.plan.widened {
+                    false => self.block::<F>(&block, &weights, sums),
+                    true => self.block::<F::Wide>(&block, &F::wide(self.isa, weights, copy), sums),
                 }
             }
         }
@@ -148,7 +148,8 @@ impl<F: LinearFormat> Job<'_, F> {
         let siblings = if block.more { 0 } else { block.leaf.trailing_ones() as usize };
         for tile in block.tiles.clone() {
             let (from, to) = (plan.row(tile), plan.row(tile + 1));
-            let x = &self.packed[from * plan.steps + block.steps.start * (to - from)..][..block.steps.len() * (to - from)];
+            let x =
+                &self.packed[from * plan.steps + block.steps.start * (to - from)..][..block.steps.len() * (to - from)];
             let out = (done && self.whole(block.group)).then(|| Out {
                 rows: &self.out,
                 row: from,
@@ -157,14 +158,14 @@ impl<F: LinearFormat> Job<'_, F> {
             });
             let values = &mut sums[(from - first_row) * plan.width * LANES..];
             let sums = Sums { values, stride: plan.slot_len(), waiting, carry: block.carry, siblings };
-            let next = self.next_weights(block, tile - block.tiles.start);
+            let next = self.next_weights::<T>(block, tile - block.tiles.start);
             Tile::<T> { x, weights, next, sums, out }.run(self.isa, to - from, plan.width);
         }
     }
 
-    /// What a tile fetches: the first ones each a panel of the next block, which is of this task or, as threads take
-    /// tasks in turn, that of the group as many further on as there are threads.
-    fn next_weights(&self, block: &Block<'_>, tile: usize) -> *const u8 {
+    /// What a tile fetches: its part of the panels of the next block, which is of this task or, as threads take tasks in
+    /// turn, that of the group as many further on as there are threads.
+    fn next_weights<T: Format>(&self, block: &Block<'_>, tile: usize) -> *const u8 {
         let plan = &self.plan;
         let (group, step) = match block.steps.end {
             end if end < plan.steps => (block.group, end),
@@ -173,11 +174,16 @@ impl<F: LinearFormat> Job<'_, F> {
                 _ => (block.group % plan.threads, 0),
             },
         };
-        let (panel, step) = match plan.tiles {
-            1 => (plan.panel(block.group), block.steps.start), // in the cache: a single pass is left to itself
-            _ => (plan.panel(group) + tile.min(plan.width - 1), step),
+        let (panel, bytes) = match plan.tiles {
+            1 => (plan.weight(plan.panel(block.group), block.steps.start), 0), // in the cache: a single pass is left to itself
+            _ => {
+                let per_panel = plan.step_bytes::<F>() / T::FETCH;
+                let part = tile.min(plan.width * per_panel - 1);
+                let panel = plan.panel(group) + part / per_panel;
+                (plan.weight(panel, step), part % per_panel * block.steps.len() * T::FETCH)
+            }
         };
-        self.weights.as_ptr().wrapping_add(plan.weight(panel, step)).cast()
+        self.weights.as_ptr().wrapping_add(panel).cast::<u8>().wrapping_add(bytes)
     }
 
     /// Whether every column of a group's register tile is one of the output.

@@ -12,10 +12,17 @@ const CHUNK_BYTES: usize = 512 << 10;
 
 /// Weights of a register tile that stay in the first-level cache (32 KiB, with the activations of the tile) while all
 /// tiles of a chunk pass.
-const BLOCK_BYTES: usize = 80 << 10;
+const BLOCK_BYTES: usize = 16 << 10;
 
-/// Register tiles of a chunk: enough to be worth widening the weights for them.
-const MOST_TILES: usize = 16;
+/// As [`BLOCK_BYTES`] of widened weights, which many tiles read from the second-level cache: that costs less than
+/// putting sums away after every block.
+const WIDENED_BYTES: usize = 80 << 10;
+
+/// The fewest tiles that are worth widening the weights for all of them first.
+const WIDENED_FROM: usize = 4;
+
+/// Register tiles of a chunk: more save little time in which weights are widened.
+const MOST_TILES: usize = 12;
 
 /// A task computes the rows of one chunk times one group of panels.
 pub(super) struct Plan {
@@ -35,7 +42,8 @@ pub(super) struct Plan {
     step_len: usize,
     /// Steps after which the next tile of the chunk takes its turn.
     pub block_steps: usize,
-    /// Values of a block's widened weights.
+    /// Whether the weights of a block are widened before its tiles pass, and the values that this makes.
+    pub widened: bool,
     pub copy_len: usize,
     pub leaves: usize,
     pub threads: usize,
@@ -51,12 +59,14 @@ impl Plan {
         let steps = w.padded_k().div_ceil(F::PER_STEP);
         let step_len = w.panel_bytes() / size_of::<F::W>() / steps;
         let leaf_steps = steps / w.leaves();
+        let widened = F::COPIES && tiles >= WIDENED_FROM;
+        let panel_step = step_len * if widened { size_of::<<F::Wide as Format>::W>() } else { size_of::<F::W>() };
         let blocks = match tiles {
             1 => 1, // nothing comes back to the weights
-            _ => leaf_steps.div_ceil(BLOCK_BYTES / (width * step_len * size_of::<<F::Wide as Format>::W>())),
+            _ => leaf_steps.div_ceil(if widened { WIDENED_BYTES } else { BLOCK_BYTES } / (width * panel_step)),
         };
         let block_steps = leaf_steps.div_ceil(blocks);
-        let copy_len = if F::COPIES && tiles > 1 { width * block_steps * step_len } else { 0 };
+        let copy_len = if widened { width * block_steps * step_len } else { 0 };
         let most_tiles = CHUNK_BYTES / (tile_rows * block_steps * size_of::<F::X>());
         let chunks = tiles.div_ceil(most_tiles.clamp(1, MOST_TILES));
         let (panels, threads) = (w.panels(), cpu.pool().threads());
@@ -72,6 +82,7 @@ impl Plan {
             steps,
             step_len,
             block_steps,
+            widened,
             copy_len,
             leaves: w.leaves(),
             threads,
@@ -81,6 +92,11 @@ impl Plan {
     /// Where a panel's weights of a step are.
     pub fn weight(&self, panel: usize, step: usize) -> usize {
         (panel * self.steps + step) * self.step_len
+    }
+
+    /// Bytes of a panel's weights of a step.
+    pub fn step_bytes<F: Format>(&self) -> usize {
+        self.step_len * size_of::<F::W>()
     }
 
     /// First row of a tile.

@@ -15,7 +15,7 @@ pub(super) type Panels<'a, W> = [&'a [W]; WIDEST];
 pub(super) struct Tile<'a, F: Format> {
     pub x: &'a [F::X],
     pub weights: &'a Panels<'a, F::W>,
-    /// A cache line from here is fetched with each step.
+    /// See [`Operands::next`].
     pub next: *const u8,
     pub sums: Sums<'a>,
     /// Where the sums go in the end, if these are the last steps and all columns are the output's.
@@ -103,7 +103,7 @@ impl<F: Format, const MR: usize, const NV: usize> Kernel for Shaped<'_, F, MR, N
             for v in 0..NV {
                 at[v] = w[v].wrapping_add(first * w_step);
             }
-            let (x, next) = (x.as_ptr().wrapping_add(first * MR), next.wrapping_add(64 * first));
+            let (x, next) = (x.as_ptr().wrapping_add(first * MR), next.wrapping_add(F::FETCH * first));
             let operands = Operands { x, x_row: 1, x_step: MR, w: at, w_step, next };
             // SAFETY: `x` holds `steps` steps of MR rows, each panel as many steps of 16 columns.
             unsafe { accumulate::<L, F, MR, NV>(&mut acc, end - first, &operands) };
