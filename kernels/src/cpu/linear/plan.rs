@@ -19,7 +19,7 @@ const BLOCK_BYTES: usize = 16 << 10;
 const WIDENED_BYTES: usize = 80 << 10;
 
 /// The fewest tiles that are worth widening the weights for all of them first.
-const WIDENED_FROM: usize = 4;
+const WIDENED_FROM: usize = 8;
 
 /// Register tiles of a chunk: more save little time in which weights are widened.
 const MOST_TILES: usize = 12;
