@@ -132,6 +132,12 @@ impl SharedRows<'_> {
         self.width
     }
 
+    /// Where column `from` of row `i` is.
+    #[inline]
+    pub fn as_ptr(&self, i: usize, from: usize) -> *const f32 {
+        self.data.start.wrapping_add(i * self.stride + from)
+    }
+
     /// Columns `from..from + len` of row `i`.
     ///
     /// # Safety

@@ -5,7 +5,7 @@
 
 #![allow(clippy::needless_range_loop)] // indices, for the reason above
 
-use super::lanes::Lanes;
+use super::lanes::{LANES, Lanes};
 use half::bf16;
 use std::marker::PhantomData;
 
@@ -17,6 +17,8 @@ pub(crate) trait Format: Send + Sync + 'static {
     type W: super::storage::Plain;
     /// See [`Kernel::DOT_PAIRS`](super::isa::Kernel::DOT_PAIRS).
     const DOT_PAIRS: bool = false;
+    /// Bytes by which [`Operands::next`] moves on with each step.
+    const FETCH: usize = 64;
 
     /// `acc[m][v] += x[m] · w[v]`, elements of the reduction in ascending order.
     ///
@@ -35,6 +37,11 @@ pub(crate) trait Element: super::storage::Plain {
     /// # Safety
     /// `p` is readable for 16 elements.
     unsafe fn load<L: Lanes>(p: *const Self) -> L;
+    /// Two vectors of the reduction's neighbours.
+    ///
+    /// # Safety
+    /// `p` is readable for 32 elements.
+    unsafe fn load_pairs<L: Lanes>(p: *const Self) -> (L, L);
     /// Rounded to nearest even.
     fn round(x: f32) -> Self;
 }
@@ -44,6 +51,12 @@ impl Element for f32 {
     unsafe fn load<L: Lanes>(p: *const f32) -> L {
         // SAFETY: the caller's promise.
         unsafe { L::load(p) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_pairs<L: Lanes>(p: *const f32) -> (L, L) {
+        // SAFETY: the caller's promise.
+        unsafe { (L::load(p), L::load(p.add(LANES))) }
     }
 
     #[inline(always)]
@@ -60,6 +73,12 @@ impl Element for bf16 {
     }
 
     #[inline(always)]
+    unsafe fn load_pairs<L: Lanes>(p: *const bf16) -> (L, L) {
+        // SAFETY: the caller's promise.
+        unsafe { L::load_pairs(p) }
+    }
+
+    #[inline(always)]
     fn round(x: f32) -> bf16 {
         super::math::round_bf16(x)
     }
@@ -68,8 +87,9 @@ impl Element for bf16 {
 /// One element of the reduction a step: 16 neighbouring elements of `E` against one float32.
 pub(crate) struct Single<E>(PhantomData<E>);
 
-/// Two elements a step: 16 pairs of bfloat16, widened, against two float32.
-pub(crate) struct Pairs;
+/// Two elements a step against two float32: 16 pairs of bfloat16, widened as they are read, or of float32 that were
+/// widened before, first all even and then all odd ones.
+pub(crate) struct Pairs<E>(PhantomData<E>);
 
 /// Two elements a step: 16 pairs of bfloat16 against a pair of bfloat16, one instruction where there is one.
 pub(crate) struct RoundedPairs;
@@ -101,31 +121,35 @@ impl<E: Element> Format for Single<E> {
     }
 }
 
-impl Format for Pairs {
+impl<E: Element> Format for Pairs<E> {
     type X = [f32; 2];
-    type W = bf16;
+    type W = E;
+    // Many tiles that read widened weights share what is to be fetched: lines that are under way hold up others.
+    const FETCH: usize = if size_of::<E>() == 4 { 32 } else { 64 };
 
     #[inline(always)]
     unsafe fn step<L: Lanes, const MR: usize, const NV: usize>(
         acc: &mut [[L; NV]; MR],
         x: *const [f32; 2],
         x_row: usize,
-        w: [*const bf16; NV],
+        w: [*const E; NV],
     ) {
         // SAFETY: the caller's promise.
         unsafe {
             let mut lanes = [(L::zero(), L::zero()); NV];
             for v in 0..NV {
-                lanes[v] = L::load_pairs(w[v]);
+                lanes[v] = E::load_pairs::<L>(w[v]);
             }
             for m in 0..MR {
-                let [x0, x1] = *x.add(m * x_row);
-                let (x0, x1) = (L::splat(x0), L::splat(x1));
+                let x = L::splat((*x.add(m * x_row))[0]);
                 for v in 0..NV {
-                    acc[m][v] = x0.mul_add(lanes[v].0, acc[m][v]);
+                    acc[m][v] = x.mul_add(lanes[v].0, acc[m][v]);
                 }
+            }
+            for m in 0..MR {
+                let x = L::splat((*x.add(m * x_row))[1]);
                 for v in 0..NV {
-                    acc[m][v] = x1.mul_add(lanes[v].1, acc[m][v]);
+                    acc[m][v] = x.mul_add(lanes[v].1, acc[m][v]);
                 }
             }
         }
@@ -179,7 +203,7 @@ pub(crate) struct Operands<F: Format, const NV: usize> {
     pub x_step: usize,
     pub w: [*const F::W; NV],
     pub w_step: usize,
-    /// A cache line from here is fetched with each step.
+    /// The cache line here is fetched, further on by [`Format::FETCH`] with each step.
     pub next: *const u8,
 }
 
@@ -195,7 +219,7 @@ pub(crate) unsafe fn accumulate<L: Lanes, F: Format, const MR: usize, const NV: 
 ) {
     let (mut x, mut w) = (operands.x, operands.w);
     for s in 0..steps {
-        L::prefetch(operands.next.wrapping_add(64 * s));
+        L::prefetch(operands.next.wrapping_add(F::FETCH * s));
         if MR > 6 {
             // Activations of so many rows come from the second-level cache, a line and a half each step.
             let ahead = x.wrapping_add(8 * operands.x_step).cast::<u8>();

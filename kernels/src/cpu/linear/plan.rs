@@ -3,7 +3,8 @@
 use super::super::lanes::LANES;
 use super::super::packed::PackedMatrix;
 use super::super::pool::Cpu;
-use super::super::tile::{most_rows, tile_width};
+use super::super::tile::{Format, most_rows, tile_width};
+use super::format::LinearFormat;
 
 /// Activations of a chunk that stay in the second-level cache (1 MiB or more) while a task's panels pass, with the
 /// partial sums and the weights.
@@ -13,68 +14,104 @@ const CHUNK_BYTES: usize = 512 << 10;
 /// tiles of a chunk pass.
 const BLOCK_BYTES: usize = 16 << 10;
 
-/// Register tiles of a task side by side: they share a pass over the activations of the chunk.
-const MOST_COLUMNS: usize = 4;
+/// As [`BLOCK_BYTES`] of widened weights, which many tiles read from the second-level cache: that costs less than
+/// putting sums away after every block.
+const WIDENED_BYTES: usize = 80 << 10;
 
-/// Tasks per thread, if there are columns enough: so many that a thread that is held up hands over most of its share.
-const TASKS_PER_THREAD: usize = 8;
+/// The fewest tiles that are worth widening the weights for all of them first.
+const WIDENED_FROM: usize = 8;
+
+/// Register tiles of a chunk: more save little time in which weights are widened.
+const MOST_TILES: usize = 12;
 
 /// A task computes the rows of one chunk times one group of panels.
 pub(super) struct Plan {
-    pub rows: usize,
-    /// Tiles of at most the register tile's rows, of equal height but for one row.
+    /// Tiles of at most the register tile's rows.
+    rows: Cut,
     pub tiles: usize,
-    /// Runs of tiles.
+    /// Chunks are runs of tiles.
+    tiles_by_chunk: Cut,
     pub chunks: usize,
-    pub panels: usize,
+    /// Groups are runs of panels.
+    panels: Cut,
+    pub groups: usize,
     /// Panels side by side in a register tile.
     pub width: usize,
-    /// Runs of panels, equal but for one panel.
-    pub groups: usize,
     pub steps: usize,
+    /// Stored weights of a panel in a step.
+    step_len: usize,
     /// Steps after which the next tile of the chunk takes its turn.
     pub block_steps: usize,
+    /// Whether the weights of a block are widened before its tiles pass, and the values that this makes.
+    pub widened: bool,
+    pub copy_len: usize,
     pub leaves: usize,
+    pub threads: usize,
 }
 
 impl Plan {
-    /// For `rows >= 1` rows of activations, of `x_bytes` for each step of `per_step` elements of the reduction.
-    pub fn new(cpu: &Cpu, rows: usize, w: &PackedMatrix, per_step: usize, x_bytes: usize) -> Plan {
+    /// For `rows >= 1` rows of activations.
+    pub fn new<F: LinearFormat>(cpu: &Cpu, rows: usize, w: &PackedMatrix) -> Plan {
         let accumulators = cpu.isa().accumulators();
         let tiles = rows.div_ceil(most_rows(accumulators));
         let tile_rows = rows.div_ceil(tiles);
         let width = tile_width(tile_rows, accumulators);
-        let steps = w.padded_k().div_ceil(per_step);
+        let steps = w.padded_k().div_ceil(F::PER_STEP);
+        let step_len = w.panel_bytes() / size_of::<F::W>() / steps;
         let leaf_steps = steps / w.leaves();
+        let widened = F::COPIES && tiles >= WIDENED_FROM;
+        let panel_step = step_len * if widened { size_of::<<F::Wide as Format>::W>() } else { size_of::<F::W>() };
         let blocks = match tiles {
             1 => 1, // nothing comes back to the weights
-            _ => leaf_steps.div_ceil(BLOCK_BYTES / (width * w.panel_bytes() / steps)),
+            _ => leaf_steps.div_ceil(if widened { WIDENED_BYTES } else { BLOCK_BYTES } / (width * panel_step)),
         };
         let block_steps = leaf_steps.div_ceil(blocks);
-        let chunks = tiles.div_ceil((CHUNK_BYTES / (tile_rows * block_steps * x_bytes)).clamp(1, 8));
-        let panels = w.panels();
-        let threads = cpu.pool().threads();
-        let columns = match tiles {
-            1 => 1,
-            _ => (panels * chunks / (TASKS_PER_THREAD * threads * width)).clamp(1, MOST_COLUMNS),
-        };
-        let groups = panels.div_ceil(width * columns).next_multiple_of(threads).min(panels);
-        Plan { rows, tiles, chunks, panels, width, groups, steps, block_steps, leaves: w.leaves() }
+        let copy_len = if widened { width * block_steps * step_len } else { 0 };
+        let most_tiles = CHUNK_BYTES / (tile_rows * block_steps * size_of::<F::X>());
+        let chunks = tiles.div_ceil(most_tiles.clamp(1, MOST_TILES));
+        let (panels, threads) = (w.panels(), cpu.pool().threads());
+        let groups = panels.div_ceil(width).next_multiple_of(threads).min(panels);
+        Plan {
+            rows: Cut::new(rows, tiles),
+            tiles,
+            tiles_by_chunk: Cut::new(tiles, chunks),
+            chunks,
+            panels: Cut::new(panels, groups),
+            groups,
+            width,
+            steps,
+            step_len,
+            block_steps,
+            widened,
+            copy_len,
+            leaves: w.leaves(),
+            threads,
+        }
+    }
+
+    /// Where a panel's weights of a step are.
+    pub fn weight(&self, panel: usize, step: usize) -> usize {
+        (panel * self.steps + step) * self.step_len
+    }
+
+    /// Bytes of a panel's weights of a step.
+    pub fn step_bytes<F: Format>(&self) -> usize {
+        self.step_len * size_of::<F::W>()
     }
 
     /// First row of a tile.
     pub fn row(&self, tile: usize) -> usize {
-        self.rows * tile / self.tiles
+        self.rows.start(tile)
     }
 
     /// First tile of a chunk.
     pub fn tile(&self, chunk: usize) -> usize {
-        self.tiles * chunk / self.chunks
+        self.tiles_by_chunk.start(chunk)
     }
 
     /// First panel of a group.
     pub fn panel(&self, group: usize) -> usize {
-        self.panels * group / self.groups
+        self.panels.start(group)
     }
 
     /// Partial sums that wait for their sibling in the tree of leaves, and the one being added up.
@@ -82,19 +119,29 @@ impl Plan {
         self.leaves.ilog2() as usize + 1
     }
 
-    /// Values of one partial sum: those of a chunk times a group of panels.
+    /// Values of one partial sum: those of a chunk times a register tile's columns.
     pub fn slot_len(&self) -> usize {
-        self.columns() * self.column_len()
+        self.tiles_by_chunk.longest() * self.rows.longest() * self.width * LANES
+    }
+}
+
+/// So many items in runs that are equal but for one item. Where a run starts takes no division: tiles ask for it.
+struct Cut {
+    each: usize,
+    /// The first so many runs have one more.
+    longer: usize,
+}
+
+impl Cut {
+    fn new(items: usize, runs: usize) -> Cut {
+        Cut { each: items / runs, longer: items % runs }
     }
 
-    /// Register tiles side by side in a task.
-    fn columns(&self) -> usize {
-        self.panels.div_ceil(self.groups).div_ceil(self.width)
+    fn start(&self, run: usize) -> usize {
+        run * self.each + run.min(self.longer)
     }
 
-    /// Values of one register tile's columns for a chunk.
-    pub fn column_len(&self) -> usize {
-        let tiles = self.tiles.div_ceil(self.chunks);
-        tiles * self.rows.div_ceil(self.tiles) * self.width * LANES
+    fn longest(&self) -> usize {
+        self.each + usize::from(self.longer > 0)
     }
 }

@@ -74,6 +74,34 @@ fn linear_has_the_order_of_the_contract_on_every_isa_with_any_threads() {
 }
 
 #[test]
+fn many_tiles_have_the_order_of_the_contract() {
+    for seed in 100..116 {
+        let mut random = Random::new(seed);
+        let (m, n, k) = (random.between(40, 200), random.between(1, 80), 2 * random.between(1, 400));
+        let case = case(&mut random, DTYPES[usize::from(seed % 4 == 0)], m, n, k);
+        let (stride, bias) = (n + random.below(20), case.bias.as_deref());
+        for isa in Isa::available() {
+            if isa.rounds_activations() && case.matrix.dtype() == WeightDtype::Bf16 {
+                continue; // as above
+            }
+            let mut out = vec![7.0; m * stride];
+            let cpu = Cpu::with_isa(random.between(1, 4), isa);
+            linear(&cpu, Rows::dense(&case.x, k), &case.matrix, bias, RowsMut::new(&mut out, m, n, stride));
+            for i in [0, m - 1].into_iter().chain((0..20).map(|_| random.below(m))) {
+                let (row, beyond) = out[i * stride..][..stride].split_at(n);
+                let dot = |j: usize| {
+                    let (x, w) = (&case.x[i * k..][..k], &case.weights[j * k..][..k]);
+                    in_order(x, w, case.matrix.leaves(), bias.map(|b| b[j]))
+                };
+                let expected: Vec<f32> = (0..n).map(dot).collect();
+                assert_eq!(bits(row), bits(&expected), "seed {seed}, {}, row {i} of {m} x {n} x {k}", isa.name());
+                assert!(beyond.iter().all(|x| *x == 7.0), "seed {seed}, {}: row {i} writes on", isa.name());
+            }
+        }
+    }
+}
+
+#[test]
 fn linear_is_that_of_f64() {
     for (seed, (m, n, k)) in [(3, 100, 700), (1, 40, 2100), (70, 33, 576)].into_iter().enumerate() {
         let mut random = Random::new(seed as u64);
