@@ -2,12 +2,12 @@
 
 use super::tile::{MOST_TILES, UNIT};
 use super::{AttentionSequence, AttentionShape};
-use crate::cpu::KvLayout;
+use crate::cpu::kv::KvLayout;
 
 /// Pairs of (row, head of a group) of one KV head. Either some of one sequence's, in up to [`MOST_TILES`] register tiles
 /// that take each unit of keys and values one after the other, or all of several sequences', in one tile as far as they
 /// share blocks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Task {
     cost: u64,
     pub kv_head: u32,

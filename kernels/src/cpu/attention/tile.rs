@@ -1,7 +1,7 @@
 //! A task of attention: pairs of (query row, head) that share a KV head, over all they see.
 
 use super::plan::{Task, seen};
-use super::unit::{Ahead, Part, Softmax, Unit, inside, score, weigh, widen};
+use super::unit::{Ahead, Part, Softmax, Unit, divide, score, weigh, widen};
 use super::{AttentionSequence, Call};
 use crate::cpu::kv::KvLayout;
 use crate::cpu::lanes::LANES;
@@ -54,14 +54,12 @@ pub(super) fn run<E: Element>(call: &Call<'_>, task: &Task, most_pairs: usize, s
         wide: wide.as_chunks_mut().0,
         gathered: gathered.split_at_mut(half),
     };
-    let shared = task.shared_units as usize;
-    if let [one] = members {
-        work.units(one, 0..most_pairs, 0);
-    } else {
-        work.shared_units(&members[0], shared);
+    let shared = task.shared_units as usize * UNIT;
+    work.units(&members[0], 0..most_pairs, if members.len() > 1 { 0..shared } else { 0..usize::MAX });
+    if members.len() > 1 {
         let mut first = 0;
         for s in members {
-            work.units(s, first..first + s.rows * group, shared);
+            work.units(s, first..first + s.rows * group, shared..usize::MAX);
             first += s.rows * group;
         }
     }
@@ -117,11 +115,12 @@ impl<'a> Tile<'a> {
         tile
     }
 
-    /// The pairs of `range` for a kernel.
-    fn part(&mut self, range: &Range<usize>, call: &Call<'_>) -> Part<'_> {
+    /// The pairs of `range` for a kernel that takes these positions of a unit.
+    fn part(&mut self, range: &Range<usize>, positions: Range<usize>, call: &Call<'_>) -> Part<'_> {
         let head_dim = call.cache.layout().head_dim;
         let range = range.start..range.end.min(self.pairs);
         Part {
+            positions,
             q: &self.q[range.start..],
             q_step: self.pairs,
             head_dim,
@@ -139,12 +138,18 @@ impl<'a> Tile<'a> {
             let (row, column) = self.places[m];
             // SAFETY: no other task has this row and head.
             let out = unsafe { call.out.part(row, column, head_dim) };
-            let (sums, total) = (&self.sums[m * head_dim..][..head_dim], self.softmax[m].sum);
-            // Positions that only other pairs of the tile see added products with 0, which can only turn -0 into 0: + 0
-            // makes that so in any tile.
-            out.iter_mut().zip(sums).for_each(|(out, sum)| *out = sum / total + 0.0);
+            divide(call.isa, &self.sums[m * head_dim..][..head_dim], self.softmax[m].sum, out);
         }
     }
+}
+
+/// Pairs of every tile that take units of the same blocks together.
+struct Together<'a> {
+    sequence: &'a AttentionSequence<'a>,
+    range: Range<usize>,
+    /// Of each tile: the first position that any of its pairs sees and the one after the last.
+    seen: [(usize, usize); MOST_TILES],
+    end: usize,
 }
 
 struct Work<'a, 'm, E> {
@@ -161,78 +166,66 @@ struct Work<'a, 'm, E> {
 }
 
 impl<E: Element> Work<'_, '_, E> {
-    /// Takes the pairs of `range` of every tile over all units from `first` that they see, in the blocks of `sequence`.
-    fn units(&mut self, sequence: &AttentionSequence<'_>, range: Range<usize>, first: usize) {
-        let (from, to) = self.seen(&range);
-        for unit in first.max(from / UNIT)..to.div_ceil(UNIT) {
-            self.unit(sequence, &range, unit, to);
+    /// Takes the pairs of `range` of every tile over those of the positions that they see, in the blocks of `sequence`.
+    fn units(&mut self, sequence: &AttentionSequence<'_>, range: Range<usize>, positions: Range<usize>) {
+        let mut seen = [(usize::MAX, 0); MOST_TILES];
+        for (tile, all) in self.tiles.iter().zip(&mut seen) {
+            for (from, end) in &tile.seen[range.start..range.end.min(tile.pairs)] {
+                *all = (all.0.min(*from), all.1.max(*end));
+            }
+            *all = (all.0.max(positions.start), all.1.min(positions.end));
+        }
+        let from = seen.iter().map(|s| s.0).min().expect("a task has a tile");
+        let end = seen.iter().map(|s| s.1).max().expect("a task has a tile");
+        let together = Together { sequence, range, seen, end };
+        for unit in from / UNIT..end.div_ceil(UNIT) {
+            self.unit(&together, unit * UNIT, from.saturating_sub(unit * UNIT));
         }
     }
 
-    /// Takes all pairs over the units below `end`, in the blocks of `sequence`, which are those of all members.
-    fn shared_units(&mut self, sequence: &AttentionSequence<'_>, end: usize) {
-        let range = 0..MOST_ROWS;
-        let (from, _) = self.seen(&range);
-        for unit in from / UNIT..end {
-            self.unit(sequence, &range, unit, end * UNIT);
-        }
-    }
-
-    /// The first position that a pair of the range sees and the one after the last.
-    fn seen(&self, range: &Range<usize>) -> (usize, usize) {
-        let of_tile = |tile: &Tile<'_>| inside(&tile.seen[range.start..range.end.min(tile.pairs)], 0, usize::MAX);
-        let join = |a: (usize, usize), b: (usize, usize)| (a.0.min(b.0), a.1.max(b.1));
-        self.tiles.iter().map(of_tile).fold((usize::MAX, 0), join)
-    }
-
-    /// One unit; `end` is where the next ones that will be asked for end.
-    fn unit(&mut self, sequence: &AttentionSequence<'_>, range: &Range<usize>, unit: usize, end: usize) {
-        let base = unit * UNIT;
-        let (from, to) = self.seen(range);
-        let (from, to) = (from.saturating_sub(base), (to - base).min(UNIT));
-        let (isa, call) = (self.call.isa, self.call);
-        let found = self.find(sequence, base, from, to);
+    /// The unit at `base`, of which positions from `from` on are seen.
+    fn unit(&mut self, together: &Together<'_>, base: usize, from: usize) {
+        let found = self.find(together, base, from);
         // What is needed next is on its way while the processor multiplies: values during scores, the next unit's keys
         // during sums.
         let step = LANES * size_of::<E>();
         let values = Ahead { at: found.values.map(<*const E>::cast), step };
-        let next = base + UNIT;
-        let next = if gathered_len(self.layout) > 0 || next >= end { found } else { self.find(sequence, next, 0, (end - next).min(UNIT)) };
-        let keys = Ahead { at: next.keys.map(<*const E>::cast), step };
-        let vectors = from / LANES..to.div_ceil(LANES);
-        let widened = self.tiles.len() > 1 && size_of::<E>() < size_of::<f32>();
-        let wide = if widened { self.widen(found.keys, found.key_step, vectors.clone()) } else { [std::ptr::null(); VECTORS] };
-        for tile in self.tiles.iter_mut() {
-            let part = tile.part(range, call);
-            let (from, to) = inside(part.seen, base, UNIT);
-            if from >= to {
-                continue;
-            }
-            // SAFETY: keys of all vectors that any pair sees were found, and `widen` made their copies.
-            unsafe {
-                if widened {
-                    let found = Unit { base, keys: wide, key_step: LANES, values: wide };
-                    score(isa, part, &found, &values);
-                } else {
-                    score(isa, part, &found, &values);
-                }
+        let last = base + UNIT >= together.end || gathered_len(self.layout) > 0;
+        let next = if last { found.keys } else { self.find(together, base + UNIT, 0).keys };
+        let keys = Ahead { at: next.map(<*const E>::cast), step };
+        // SAFETY of both: `find` found what any pair sees, and `widen` copies all of it.
+        if self.tiles.len() > 1 && size_of::<E>() < size_of::<f32>() {
+            let vectors = from / LANES..(together.end - base).min(UNIT).div_ceil(LANES);
+            let wide = self.widen(found.keys, found.key_step, vectors.clone());
+            unsafe { self.score(together, &Unit { base, keys: wide, key_step: LANES, values: wide }, &values) };
+            let wide = self.widen(found.values, LANES, vectors);
+            unsafe { self.weigh(together, &Unit { base, keys: wide, key_step: LANES, values: wide }, &keys) };
+        } else {
+            unsafe { self.score(together, &found, &values) };
+            unsafe { self.weigh(together, &found, &keys) };
+        }
+    }
+
+    /// # Safety
+    /// As for [`score`].
+    unsafe fn score<X: Element>(&mut self, together: &Together<'_>, unit: &Unit<X>, ahead: &Ahead) {
+        for (tile, seen) in self.tiles.iter_mut().zip(&together.seen) {
+            let positions = seen.0.saturating_sub(unit.base)..seen.1.saturating_sub(unit.base).min(UNIT);
+            if !positions.is_empty() {
+                // SAFETY: the caller's promise.
+                unsafe { score(self.call.isa, tile.part(&together.range, positions, self.call), unit, ahead) };
             }
         }
-        let wide = if widened { self.widen(found.values, LANES, vectors) } else { wide };
-        for tile in self.tiles.iter_mut() {
-            let part = tile.part(range, call);
-            let (from, to) = inside(part.seen, base, UNIT);
-            if from >= to {
-                continue;
-            }
-            // SAFETY: as for the keys.
-            unsafe {
-                if widened {
-                    let found = Unit { base, keys: wide, key_step: LANES, values: wide };
-                    weigh(isa, part, &found, &keys);
-                } else {
-                    weigh(isa, part, &found, &keys);
-                }
+    }
+
+    /// # Safety
+    /// As for [`weigh`].
+    unsafe fn weigh<X: Element>(&mut self, together: &Together<'_>, unit: &Unit<X>, ahead: &Ahead) {
+        for (tile, seen) in self.tiles.iter_mut().zip(&together.seen) {
+            let positions = seen.0.saturating_sub(unit.base)..seen.1.saturating_sub(unit.base).min(UNIT);
+            if !positions.is_empty() {
+                // SAFETY: the caller's promise.
+                unsafe { weigh(self.call.isa, tile.part(&together.range, positions, self.call), unit, ahead) };
             }
         }
     }
@@ -248,8 +241,10 @@ impl<E: Element> Work<'_, '_, E> {
         std::array::from_fn(|vector| self.wide[vector * lines..].as_ptr().cast())
     }
 
-    /// Keys and values of the positions `from..to` of the unit at `base`; pointers of vectors without any lead nowhere.
-    fn find(&mut self, sequence: &AttentionSequence<'_>, base: usize, from: usize, to: usize) -> Unit<E> {
+    /// Keys and values of the unit at `base` from its position `from` to the last that is seen; vectors without any of
+    /// these lead nowhere.
+    fn find(&mut self, together: &Together<'_>, base: usize, from: usize) -> Unit<E> {
+        let (sequence, to) = (together.sequence, (together.end - base).min(UNIT));
         let KvLayout { head_dim, block_size, .. } = *self.layout;
         let whole = gathered_len(self.layout) == 0;
         let key_step = if whole { block_size } else { LANES };

@@ -7,6 +7,7 @@ use crate::cpu::Isa;
 use crate::cpu::isa::Kernel;
 use crate::cpu::lanes::{LANES, Lanes};
 use crate::cpu::tile::{Element, most_rows};
+use std::ops::Range;
 
 /// Keys and values of a unit: by vector of 16 positions, `head_dim` lines of 16 keys, and 16 lines of `head_dim` values.
 #[derive(Clone, Copy)]
@@ -47,6 +48,8 @@ pub(super) struct Part<'a> {
     /// `[head_dim]` lines of this part's pairs, `q_step` apart.
     pub q: &'a [f32],
     pub q_step: usize,
+    /// Those inside the unit that any of the pairs sees, and that the kernel may read.
+    pub positions: Range<usize>,
     pub head_dim: usize,
     pub scale: f32,
     /// The first position that each pair sees and the one after its last.
@@ -61,7 +64,7 @@ pub(super) struct Part<'a> {
 /// Fills the weights of a unit.
 ///
 /// # Safety
-/// The keys of every vector of the unit of which a pair sees a position are readable.
+/// The keys of every vector of the unit that has one of the part's positions are readable.
 pub(super) unsafe fn score<E: Element>(isa: Isa, part: Part<'_>, unit: &Unit<E>, ahead: &Ahead) {
     macro_rules! pairs {
         ($($pairs:literal)*) => {
@@ -77,7 +80,7 @@ pub(super) unsafe fn score<E: Element>(isa: Isa, part: Part<'_>, unit: &Unit<E>,
 /// Adds the weighted values of a unit to the sums.
 ///
 /// # Safety
-/// The values of every position of the unit between those that pairs see are readable.
+/// The values of the part's positions in the unit are readable.
 pub(super) unsafe fn weigh<E: Element>(isa: Isa, part: Part<'_>, unit: &Unit<E>, ahead: &Ahead) {
     macro_rules! pairs {
         ($($pairs:literal)*) => {
@@ -88,17 +91,6 @@ pub(super) unsafe fn weigh<E: Element>(isa: Isa, part: Part<'_>, unit: &Unit<E>,
         };
     }
     pairs!(1 2 3 4 5 6 7 8 9 10 11 12)
-}
-
-/// The positions of the `len` from `base` on, relative to it, that any of some pairs sees: from the first to the last.
-#[inline(always)]
-pub(super) fn inside(seen: &[(usize, usize)], base: usize, len: usize) -> (usize, usize) {
-    let (mut from, mut to) = (len, 0);
-    for (first, end) in seen {
-        from = from.min(first.saturating_sub(base));
-        to = to.max(end.saturating_sub(base).min(len));
-    }
-    (from, to)
 }
 
 struct Score<'a, E, const MR: usize> {
@@ -200,8 +192,7 @@ impl<E: Element, const MR: usize> Kernel for Score<'_, E, MR> {
         if const { MR > most_rows(L::ACCUMULATORS) } {
             unreachable!("the plan has no tile of more pairs");
         }
-        let (from, to) = inside(self.part.seen, self.unit.base, UNIT);
-        let (mut vector, end) = (from / LANES, to.div_ceil(LANES));
+        let (mut vector, end) = (self.part.positions.start / LANES, self.part.positions.end.div_ceil(LANES));
         while vector < end {
             if MR * 4 <= L::ACCUMULATORS && end - vector > 2 {
                 self.products::<L, 4>(vector, end);
@@ -225,10 +216,11 @@ struct Weigh<'a, E, const MR: usize> {
 }
 
 impl<E: Element, const MR: usize> Weigh<'_, E, MR> {
-    /// `sums[m][columns] = rescale[m] * sums[m][columns] + weights[m][t] * v[t][columns]` for positions `from..to` in
+    /// `sums[m][columns] = rescale[m] * sums[m][columns] + weights[m][t] * v[t][columns]` for the part's positions in
     /// order, `NV` vectors of columns.
     #[inline(always)]
-    fn columns<L: Lanes, const NV: usize>(&mut self, from: usize, to: usize, column: usize) {
+    fn columns<L: Lanes, const NV: usize>(&mut self, column: usize) {
+        let Range { start: from, end: to } = self.part.positions;
         let head_dim = self.part.head_dim;
         let mut acc = [[L::zero(); NV]; MR];
         for m in 0..MR {
@@ -246,7 +238,7 @@ impl<E: Element, const MR: usize> Weigh<'_, E, MR> {
                 let mut lanes = [L::zero(); NV];
                 for v in 0..NV {
                     L::prefetch(ahead.wrapping_add(v * self.ahead.step));
-                    // SAFETY: position `t` lies between those that pairs see, and its values are head_dim long.
+                    // SAFETY: `t` is one of the part's positions, and its values are head_dim long.
                     lanes[v] = unsafe { E::load::<L>(values.wrapping_add(v * LANES)) };
                 }
                 for m in 0..MR {
@@ -278,18 +270,17 @@ impl<E: Element, const MR: usize> Kernel for Weigh<'_, E, MR> {
             unreachable!("the plan has no tile of more pairs");
         }
         let head_dim = self.part.head_dim;
-        let (from, to) = inside(self.part.seen, self.unit.base, UNIT);
         let mut column = 0;
         while MR * 4 <= L::ACCUMULATORS && column + 4 * LANES <= head_dim {
-            self.columns::<L, 4>(from, to, column);
+            self.columns::<L, 4>(column);
             column += 4 * LANES;
         }
         while MR * 2 <= L::ACCUMULATORS && column + 2 * LANES <= head_dim {
-            self.columns::<L, 2>(from, to, column);
+            self.columns::<L, 2>(column);
             column += 2 * LANES;
         }
         while column < head_dim {
-            self.columns::<L, 1>(from, to, column);
+            self.columns::<L, 1>(column);
             column += LANES;
         }
     }
@@ -319,6 +310,30 @@ impl<E: Element> Kernel for Widen<'_, E> {
             // SAFETY: the promise to `widen`.
             *line = unsafe { E::load::<L>(from) }.to_array();
             from = from.wrapping_add(self.step);
+        }
+    }
+}
+
+/// `out = sums / total`. Positions that only other pairs of a tile see added products with 0, which can only turn -0 into
+/// 0: + 0 makes that so in any tile.
+pub(super) fn divide(isa: Isa, sums: &[f32], total: f32, out: &mut [f32]) {
+    isa.dispatch(Divide { sums, total, out });
+}
+
+struct Divide<'a> {
+    sums: &'a [f32],
+    total: f32,
+    out: &'a mut [f32],
+}
+
+impl Kernel for Divide<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self) {
+        let (sums, out) = (self.sums.as_chunks::<LANES>().0, self.out.as_chunks_mut::<LANES>().0);
+        for i in 0..sums.len() {
+            out[i] = L::from_array(&sums[i]).div(L::splat(self.total)).add(L::zero()).to_array();
         }
     }
 }
