@@ -81,7 +81,7 @@ fn companions(
     let mut together = 1;
     for s in &sequences[1..] {
         pairs += s.rows * group;
-        if s.rows == 0 || pairs > most_pairs {
+        if first.rows == 0 || s.rows == 0 || pairs > most_pairs {
             break;
         }
         // Blocks below both windows are never read.
