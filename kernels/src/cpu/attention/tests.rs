@@ -186,6 +186,11 @@ fn sequences_that_share_blocks_have_the_bits_they_have_alone() {
         lengths[0] = shared + random.between(1, 100);
         let mut case = case(&mut random, lengths);
         let width = case.kv_heads * case.head_dim;
+        // Values that are no numbers spoil the sequences that see them and no others.
+        let spoilt = seed % 2 == 0;
+        if spoilt {
+            case.v[0][(shared - 1) * width..][..width].fill(f32::NAN);
+        }
         for of in [&mut case.k, &mut case.v] {
             let (first, others) = of.split_at_mut(1);
             for other in others {
@@ -204,7 +209,7 @@ fn sequences_that_share_blocks_have_the_bits_they_have_alone() {
         let tables: Vec<Vec<u32>> = separate.iter().map(share).collect();
         // Mostly one row, as in decode, sometimes two, in a random order.
         let last = |(s, len): (usize, &usize)| {
-            let rows = random.between(1, 4).saturating_sub(2).clamp(1, *len);
+            let rows = if spoilt { 1 } else { random.between(1, 4).saturating_sub(2).clamp(1, *len) };
             (s, len - rows, rows)
         };
         let mut parts: Vec<(usize, usize, usize)> = case.lengths.iter().enumerate().map(last).collect();
@@ -215,7 +220,9 @@ fn sequences_that_share_blocks_have_the_bits_they_have_alone() {
             let cpu = Cpu::with_isa(random.between(1, 3), isa);
             let found = case.run(&cpu, &cache, &tables, &parts);
             for ((found, expected), part) in found.iter().zip(&expected).zip(&parts) {
-                assert_eq!(bits(found), bits(expected), "{} block {block_size} shared {shared} {part:?}", isa.name());
+                let what = format!("{} block {block_size} shared {shared} {part:?}", isa.name());
+                let one_nan = |y: &[f32]| y.iter().map(|y| if y.is_nan() { f32::NAN } else { *y }).collect::<Vec<_>>();
+                assert_eq!(bits(&one_nan(found)), bits(&one_nan(expected)), "{what}");
             }
         }
     }

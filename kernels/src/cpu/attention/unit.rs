@@ -105,9 +105,9 @@ impl<E: Element, const MR: usize> Score<'_, E, MR> {
     fn products<L: Lanes, const NV: usize>(&mut self, vector: usize, end: usize) {
         let mut keys = [self.unit.keys[vector]; NV];
         let mut ahead = [self.ahead.at[vector]; NV];
-        for v in 0..NV.min(end - vector) {
-            keys[v] = self.unit.keys[vector + v];
-            ahead[v] = self.ahead.at[vector + v];
+        for v in 1..NV {
+            let vector = (vector + v).min(end - 1);
+            (keys[v], ahead[v]) = (self.unit.keys[vector], self.ahead.at[vector]);
         }
         let mut acc = [[L::zero(); NV]; MR];
         let mut q = self.part.q.as_ptr();
