@@ -4,13 +4,19 @@
 //! inside a unit, positions in order. Which rows and heads share a register tile, which sequences share a call and where
 //! blocks lie in memory has no part in it: chunked is whole, and alone is in a batch, bit for bit.
 
+use super::isa::Isa;
 use super::kv::{KvCache, KvDtype};
 use super::pool::Cpu;
 use super::rows::{Rows, RowsMut, SharedRows};
-use super::tile::{Element, most_rows};
+use super::tile::most_rows;
 use half::bf16;
 
+mod plan;
 mod tile;
+mod unit;
+
+pub(crate) use plan::Task;
+use plan::plan;
 
 /// Rows of a call that belong to one sequence.
 #[derive(Clone, Copy, Debug)]
@@ -35,16 +41,6 @@ pub struct AttentionShape {
     pub sliding_window: Option<usize>,
 }
 
-/// A run of (row, head of a group) pairs of one sequence and KV head; small enough for a register tile.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Task {
-    cost: u64,
-    sequence: u32,
-    kv_head: u32,
-    first_pair: u32,
-    pairs: u32,
-}
-
 /// `out[row] = softmax(scale * q[row] · K) V` per head, over positions `[max(0, p + 1 - window), p]` for a row at `p`.
 /// `q` and `out` are `[rows, heads * head_dim]`; rows of no sequence are not touched.
 ///
@@ -67,32 +63,23 @@ pub fn paged_attention(
 
     let mut shared = cpu.shared();
     let pairs = most_rows(cpu.isa().accumulators());
-    plan(shape, sequences, layout.kv_heads, pairs, &mut shared.tasks);
+    plan(shape, sequences, &layout, pairs, cpu.pool().threads(), &mut shared.tasks);
     let tasks = &shared.tasks;
-    let call = Call { q, shape, sequences, cache, out: out.share() };
+    let call = Call { isa: cpu.isa(), q, shape, sequences, cache, out: out.share() };
     cpu.pool().run_with_scratch(tasks.len(), tile::scratch_len(pairs, &layout), |i, scratch| match layout.dtype {
-        KvDtype::Bf16 => call.tile::<bf16>(cpu.isa(), &tasks[i], scratch),
-        KvDtype::F32 => call.tile::<f32>(cpu.isa(), &tasks[i], scratch),
+        KvDtype::Bf16 => tile::run::<bf16>(&call, &tasks[i], pairs, scratch),
+        KvDtype::F32 => tile::run::<f32>(&call, &tasks[i], pairs, scratch),
     });
 }
 
 /// What the tasks of a call share.
 struct Call<'a> {
+    isa: Isa,
     q: Rows<'a>,
     shape: &'a AttentionShape,
     sequences: &'a [AttentionSequence<'a>],
     cache: &'a KvCache,
     out: SharedRows<'a>,
-}
-
-impl Call<'_> {
-    fn tile<E: Element>(&self, isa: super::Isa, task: &Task, scratch: &mut [f32]) {
-        tile::run::<E>(
-            isa,
-            &tile::TileTask { call: self, task, keys: self.cache.keys(), values: self.cache.values() },
-            scratch,
-        );
-    }
 }
 
 fn check_sequences(sequences: &[AttentionSequence<'_>], rows: usize, cache: &KvCache) {
@@ -107,35 +94,6 @@ fn check_sequences(sequences: &[AttentionSequence<'_>], rows: usize, cache: &KvC
         let inside = s.block_table[..blocks].iter().all(|b| (*b as usize) < layout.blocks);
         assert!(inside, "{s:?} names a block outside a cache of {}", layout.blocks);
     }
-}
-
-/// Cuts the work into tasks, costliest first, so that threads end together. Among tasks of about the same cost those of
-/// one KV head are neighbours: sequences that share blocks (a prompt) then find them in the cache.
-fn plan(
-    shape: &AttentionShape,
-    sequences: &[AttentionSequence<'_>],
-    kv_heads: usize,
-    most_pairs: usize,
-    tasks: &mut Vec<Task>,
-) {
-    tasks.clear();
-    let group = shape.heads / kv_heads;
-    for (sequence, s) in sequences.iter().enumerate() {
-        let pairs = s.rows * group;
-        let tiles = pairs.div_ceil(most_pairs);
-        for i in 0..tiles {
-            let (from, to) = (pairs * i / tiles, pairs * (i + 1) / tiles);
-            let seen = s.start_position + (to - 1) / group + 1;
-            let seen = shape.sliding_window.map_or(seen, |w| seen.min(w));
-            // The cost of a tile has a part for reading keys and values besides that of its pairs.
-            let cost = ((to - from + 2) * seen) as u64;
-            for kv_head in 0..kv_heads as u32 {
-                let (first_pair, pairs) = (from as u32, (to - from) as u32);
-                tasks.push(Task { cost, sequence: sequence as u32, kv_head, first_pair, pairs });
-            }
-        }
-    }
-    tasks.sort_unstable_by_key(|t| (std::cmp::Reverse(t.cost.ilog2()), t.kv_head, t.sequence, t.first_pair));
 }
 
 #[cfg(test)]

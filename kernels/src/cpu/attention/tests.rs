@@ -175,3 +175,76 @@ fn a_long_context_decodes_as_it_prefills() {
         }
     }
 }
+
+#[test]
+fn sequences_that_share_blocks_have_the_bits_they_have_alone() {
+    for seed in 200..240 {
+        let mut random = Random::new(seed);
+        let shared = random.between(1, 400);
+        // The first sequence has all the shared blocks; some of the others end inside them.
+        let mut lengths = lengths(&mut random, 9, 450);
+        lengths[0] = shared + random.between(1, 100);
+        let mut case = case(&mut random, lengths);
+        let width = case.kv_heads * case.head_dim;
+        // Values that are no numbers spoil the sequences that see them and no others.
+        let spoilt = seed % 2 == 0;
+        if spoilt {
+            let unseen_by_second = case.lengths[1].min(shared - 1);
+            case.v[0][unseen_by_second * width..][..width].fill(f32::NAN);
+        }
+        for of in [&mut case.k, &mut case.v] {
+            let (first, others) = of.split_at_mut(1);
+            for other in others {
+                let same = other.len().min(shared * width);
+                other[..same].copy_from_slice(&first[0][..same]);
+            }
+        }
+        let block_size = [16, 16, 32, 24, 64, 5][seed as usize % 6];
+        let (cache, separate) = cache(&case, &mut random, block_size);
+        let share = |table: &Vec<u32>| {
+            let mut table = table.clone();
+            let same = table.len().min(shared / block_size);
+            table[..same].copy_from_slice(&separate[0][..same]);
+            table
+        };
+        let tables: Vec<Vec<u32>> = separate.iter().map(share).collect();
+        // Mostly one row, as in decode, sometimes two, in a random order.
+        let last = |(s, len): (usize, &usize)| {
+            let rows = if spoilt { 1 } else { random.between(1, 4).saturating_sub(2).clamp(1, *len) };
+            (s, len - rows, rows)
+        };
+        let mut parts: Vec<(usize, usize, usize)> = case.lengths.iter().enumerate().map(last).collect();
+        random.shuffle(&mut parts);
+        let alone = |part: &(usize, usize, usize)| case.run(&Cpu::new(1), &cache, &separate, &[*part]).remove(0);
+        let expected: Vec<Vec<f32>> = parts.iter().map(alone).collect();
+        for isa in Isa::available() {
+            let cpu = Cpu::with_isa(random.between(1, 3), isa);
+            let found = case.run(&cpu, &cache, &tables, &parts);
+            for ((found, expected), part) in found.iter().zip(&expected).zip(&parts) {
+                let what = format!("{} block {block_size} shared {shared} {part:?}", isa.name());
+                let one_nan = |y: &[f32]| y.iter().map(|y| if y.is_nan() { f32::NAN } else { *y }).collect::<Vec<_>>();
+                assert_eq!(bits(&one_nan(found)), bits(&one_nan(expected)), "{what}");
+            }
+        }
+    }
+}
+
+#[test]
+fn samples_of_a_prompt_take_it_together_and_a_prompt_has_tasks_of_several_tiles() {
+    let layout = KvLayout { blocks: 1000, block_size: 16, kv_heads: 3, head_dim: 64, dtype: KvDtype::Bf16 };
+    let shape = AttentionShape { heads: 9, scale: 1.0, sliding_window: None };
+    let table = |sample: u32| (0..64).chain([100 + sample]).collect::<Vec<u32>>();
+    let tables: Vec<Vec<u32>> = (0..16).map(table).collect();
+    let samples: Vec<AttentionSequence<'_>> = (0..16)
+        .map(|s| AttentionSequence { first_row: s, rows: 1, start_position: 1030 + s % 5, block_table: &tables[s] })
+        .collect();
+    let mut tasks = vec![];
+    plan(&shape, &samples, &layout, 12, 2, &mut tasks);
+    assert_eq!(tasks.len(), 4 * 3);
+    assert!(tasks.iter().all(|t| (t.sequences, t.pairs, t.shared_units) == (4, 12, 16)), "{tasks:?}");
+
+    let prompt = AttentionSequence { first_row: 0, rows: 1024, start_position: 0, block_table: &tables[0] };
+    plan(&shape, &[prompt], &layout, 12, 2, &mut tasks);
+    assert_eq!(tasks.len(), 64 * 3);
+    assert!(tasks.iter().all(|t| (t.sequences, t.pairs, t.shared_units) == (1, 48, 0)), "{tasks:?}");
+}
