@@ -47,6 +47,8 @@ const KEEPALIVE: Duration = Duration::from_secs(10);
 const MAX_CONCURRENT_STREAMS: u32 = 4096;
 /// What a stream may send ahead of being read: two chunks of a push, so that it never waits for a window.
 const STREAM_WINDOW: u32 = 8 << 20;
+/// Bytes of a frame that clients may send: a chunk of a push in four, not in 256.
+const FRAME: u32 = 1 << 20;
 /// Of all streams of a connection.
 const CONNECTION_WINDOW: u32 = 16 << 20;
 /// After the work is over, how long slow readers may take to fetch what is left for them.
@@ -199,6 +201,7 @@ fn transport(
         .max_concurrent_streams(Some(MAX_CONCURRENT_STREAMS))
         .initial_stream_window_size(Some(STREAM_WINDOW))
         .initial_connection_window_size(Some(CONNECTION_WINDOW))
+        .max_frame_size(Some(FRAME))
         .layer(InterceptorLayer::new(grpc::note_deadline))
         .add_routes(grpc::routes(gate))
         .add_service(reflection)
