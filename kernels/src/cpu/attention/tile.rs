@@ -193,15 +193,18 @@ impl<E: Element> Work<'_, '_, E> {
         let last = base + UNIT >= together.end || gathered_len(self.layout) > 0;
         let next = if last { found.keys } else { self.find(together, base + UNIT, 0).keys };
         let keys = Ahead { at: next.map(<*const E>::cast), step };
-        // SAFETY of both: `find` found what any pair sees, and `widen` copies all of it.
         if self.tiles.len() > 1 && size_of::<E>() < size_of::<f32>() {
             let vectors = from / LANES..(together.end - base).min(UNIT).div_ceil(LANES);
             let wide = self.widen(found.keys, found.key_step, vectors.clone());
+            // SAFETY: `widen` has copied all that any pair sees.
             unsafe { self.score(together, &Unit { base, keys: wide, key_step: LANES, values: wide }, &values) };
             let wide = self.widen(found.values, LANES, vectors);
+            // SAFETY: as above.
             unsafe { self.weigh(together, &Unit { base, keys: wide, key_step: LANES, values: wide }, &keys) };
         } else {
+            // SAFETY: `find` has found what any pair sees.
             unsafe { self.score(together, &found, &values) };
+            // SAFETY: as above.
             unsafe { self.weigh(together, &found, &keys) };
         }
     }
