@@ -44,17 +44,23 @@ pub(super) fn routes(gate: &Gate) -> Routes {
         .add_service(control)
 }
 
+/// A reply for the engine, and where it arrives.
+fn reply_channel<T: Send + 'static>() -> (Reply<T>, oneshot::Receiver<T>) {
+    let (sender, answer) = oneshot::channel();
+    let reply = move |value| {
+        // The caller may have given up.
+        let _ = sender.send(value);
+    };
+    (Box::new(reply), answer)
+}
+
 /// Asks the engine a question and waits for the answer.
 ///
 /// # Errors
 /// `ResourceExhausted` if its queue is full, `Unavailable` if it has ended.
 async fn ask<T: Send + 'static>(engine: &EngineHandle, command: impl FnOnce(Reply<T>) -> Command) -> Result<T> {
-    let (reply, answer) = oneshot::channel();
-    let reply = move |value| {
-        // The caller may have given up.
-        let _ = reply.send(value);
-    };
-    engine.send(command(Box::new(reply)))?;
+    let (reply, answer) = reply_channel();
+    engine.send(command(reply))?;
     answer.await.map_err(|_| engine_gone())
 }
 
@@ -66,12 +72,8 @@ async fn ask_patiently<T>(engine: &EngineHandle, command: impl FnOnce(Reply<T>) 
 where
     T: Send + 'static,
 {
-    let (reply, answer) = oneshot::channel();
-    let reply = move |value| {
-        // The caller may have given up.
-        let _ = reply.send(value);
-    };
-    let (engine, command) = (engine.clone(), command(Box::new(reply)));
+    let (reply, answer) = reply_channel();
+    let (engine, command) = (engine.clone(), command(reply));
     let sent = tokio::task::spawn_blocking(move || engine.send_blocking(command)).await;
     sent.map_err(|e| Error::Internal(format!("sending to the engine failed: {e}")))??;
     answer.await.map_err(|_| engine_gone())

@@ -4,10 +4,10 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::mpsc;
 use tokio::task::{JoinHandle, spawn_blocking};
 
-use super::ask;
+use super::{ask, engine_gone, reply_channel};
 use crate::engine::{CancelFlag, Command, EngineHandle, UpdateBegin, UpdateTicket};
 use crate::error::{Error, Result};
 use crate::server::convert::{ReceivedFacts, Terms, ValidHeader};
@@ -131,13 +131,9 @@ fn receive(
 /// Has the engine write the tensors in place that are whole, and waits, so that no more than one part is on its way.
 fn write_complete(receiver: &mut Receiver, update: u64, engine: &EngineHandle) -> Result<()> {
     let Some(tensors) = receiver.take_complete() else { return Ok(()) };
-    let (sender, answer) = oneshot::channel();
-    let reply = Box::new(move |result| {
-        // The push may have been given up.
-        let _ = sender.send(result);
-    });
+    let (reply, answer) = reply_channel();
     engine.send_blocking(Command::WritePart { update, tensors: Arc::new(tensors), reply })?;
-    answer.blocking_recv().map_err(|_| super::engine_gone())?
+    answer.blocking_recv().map_err(|_| engine_gone())?
 }
 
 fn failed(error: tokio::task::JoinError) -> Error {
