@@ -1,5 +1,9 @@
 //! One face for both checkpoint formats: parameters by Hugging Face name, read as slices.
 
+use std::ops::Range;
+
+use rollout_kernels::WeightDtype;
+
 use super::gguf::GgufCheckpoint;
 use super::partition::Partition;
 use super::safetensors::SafetensorsCheckpoint;
@@ -48,25 +52,46 @@ impl Checkpoint {
         bytes.ok_or_else(|| missing(name))
     }
 
-    /// Values of a slice, row-major. Borrowed from the mapped file if whole rows of a float tensor are asked for;
-    /// otherwise a copy of the slice (GGUF: de-quantised to float32, and of no more than the rows asked for, so that a
-    /// large parameter can be read in pieces).
+    /// Values of a slice, row-major. Borrowed from the mapped file if whole rows of a safetensors file are asked for;
+    /// otherwise a copy of the slice (GGUF: in float32).
     ///
     /// # Errors
-    /// `Config` if there is no such parameter, the slice is not inside it, or its quantisation is unknown.
+    /// `Config` if there is no such parameter, or the slice is not inside it.
     pub fn read(&self, name: &str, slice: &Slice) -> Result<TensorData<'_>> {
-        let (rows, cols) = matrix_shape(self.shape(name)?);
-        if slice.rows.end > rows
-            || slice.cols.end > cols
-            || slice.rows.start > slice.rows.end
-            || slice.cols.start > slice.cols.end
-        {
-            return Err(Error::Config(format!("{name} is {rows} by {cols}; it has no slice {slice:?}")));
-        }
+        self.check_slice(name, slice)?;
         match self {
             Self::Safetensors(c) => c.read(name, slice).ok_or_else(|| missing(name)),
-            Self::Gguf(c) => c.read(name, slice).ok_or_else(|| missing(name))?,
+            Self::Gguf(_) => {
+                let mut values = vec![0.0; slice.len()];
+                self.read_f32(name, slice, WeightDtype::F32, &mut values)?;
+                Ok(TensorData::F32(values.into()))
+            }
         }
+    }
+
+    /// Writes the values of a slice, row-major, to `out`: in float32 as a matrix of `dtype` would hold them.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::read`].
+    ///
+    /// # Panics
+    /// If `out` has another length.
+    pub fn read_f32(&self, name: &str, slice: &Slice, dtype: WeightDtype, out: &mut [f32]) -> Result<()> {
+        self.check_slice(name, slice)?;
+        match self {
+            Self::Safetensors(c) => c.read(name, slice).map(|stored| stored.as_rows().to_f32(dtype, out)),
+            Self::Gguf(c) => c.read_f32(name, slice, dtype, out),
+        }
+        .ok_or_else(|| missing(name))
+    }
+
+    fn check_slice(&self, name: &str, slice: &Slice) -> Result<()> {
+        let (rows, cols) = matrix_shape(self.shape(name)?);
+        let inside = |part: &Range<usize>, len: usize| part.start <= part.end && part.end <= len;
+        if inside(&slice.rows, rows) && inside(&slice.cols, cols) {
+            return Ok(());
+        }
+        Err(Error::Config(format!("{name} is {rows} by {cols}; it has no slice {slice:?}")))
     }
 
     /// Gives the pages of a parameter that has been read back to the system, so that resident memory does not grow with

@@ -1,4 +1,4 @@
-//! GGUF files: mapped, de-quantised tensor by tensor, seen under Hugging Face names and in Hugging Face row order.
+//! GGUF files: mapped, de-quantised row by row, seen under Hugging Face names and in Hugging Face row order.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::Cursor;
@@ -7,22 +7,18 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::quantized::GgmlDType;
-use candle_core::quantized::ggml_file::qtensor_from_ggml;
 use candle_core::quantized::gguf_file::{Content, TensorInfo, Value};
-use candle_core::{Device, Tensor};
-use half::{bf16, f16};
+use rollout_kernels::WeightDtype;
+use rollout_kernels::cpu::{Isa, dequantise};
 
 use super::gguf_config;
 use super::mapped::MappedFile;
 use super::shard::{Slice, matrix_shape};
-use super::tensor::{Element, TensorData, select, slice_of_bytes};
+use super::tensor::slice_of_bytes;
 use crate::error::{Error, Result};
 
 /// Divisors of the rotary frequencies: how GGUF files carry Llama 3's rope scaling.
 const ROPE_DIVISORS: &str = "rope_freqs.weight";
-
-/// De-quantised at a time: fits the second-level cache.
-const CHUNK_ELEMENTS: usize = 64 * 1024;
 
 /// Metadata of a GGUF file by key, for example `tokenizer.ggml.tokens`.
 pub type GgufMetadata = HashMap<String, Value>;
@@ -80,18 +76,11 @@ impl GgufCheckpoint {
         self.entries.get(name).map(|e| e.bytes.len())
     }
 
-    /// `slice` must be inside the tensor.
-    pub(super) fn read(&self, name: &str, slice: &Slice) -> Option<Result<TensorData<'_>>> {
+    /// Writes a slice, which must be inside the tensor, to as many values of `out`, in the precision of a matrix of `dtype`.
+    pub(super) fn read_f32(&self, name: &str, slice: &Slice, dtype: WeightDtype, out: &mut [f32]) -> Option<()> {
         let entry = self.entries.get(name)?;
-        let bytes = &self.file.bytes()[entry.bytes.clone()];
-        Some(match entry.dtype {
-            GgmlDType::F32 => Ok(entry.floats::<f32>(bytes, slice)),
-            GgmlDType::F16 => Ok(entry.floats::<f16>(bytes, slice)),
-            GgmlDType::BF16 => Ok(entry.floats::<bf16>(bytes, slice)),
-            _ => entry
-                .dequantized(bytes, slice)
-                .map_err(|e| Error::Config(format!("{}: cannot de-quantise {name}: {e}", self.file.path().display()))),
-        })
+        entry.read_f32(&self.file.bytes()[entry.bytes.clone()], slice, dtype, out);
+        Some(())
     }
 
     pub(super) fn release(&self, name: &str) {
@@ -102,53 +91,32 @@ impl GgufCheckpoint {
 }
 
 impl Entry {
-    fn floats<'a, T: Element>(&self, bytes: &'a [u8], slice: &Slice) -> TensorData<'a> {
+    /// De-quantises the slice row by row, from its blocks to where it is wanted; cut out of whole blocks if it starts or
+    /// ends inside one.
+    fn read_f32(&self, bytes: &[u8], slice: &Slice, dtype: WeightDtype, out: &mut [f32]) {
+        assert_eq!(out.len(), slice.len(), "values of the slice");
+        if slice.is_empty() {
+            return;
+        }
+        let isa = Isa::detect();
         let (_, cols) = matrix_shape(&self.shape);
-        let Some(head_dim) = self.interleaved_head_dim else { return T::data(slice_of_bytes(bytes, cols, slice)) };
-        let heads = whole_heads(&slice.rows, head_dim);
-        let matrix = slice_of_bytes::<T>(bytes, cols, &Slice { rows: heads.clone(), cols: 0..cols });
-        let rows = slice.rows.clone().map(|row| interleaved_row(row, head_dim) - heads.start);
-        T::data(select(&matrix, cols, rows, slice).into())
-    }
-
-    /// De-quantises the rows of the slice (of whole heads, if interleaved) and no others, few at a time: beside the
-    /// result there is never more than [`CHUNK_ELEMENTS`], or one row or head.
-    fn dequantized(&self, bytes: &[u8], slice: &Slice) -> candle_core::Result<TensorData<'static>> {
-        let (_, cols) = matrix_shape(&self.shape);
-        let head_dim = self.interleaved_head_dim.unwrap_or(1);
-        let chunk_rows = (CHUNK_ELEMENTS / cols.max(1) / head_dim).max(1) * head_dim;
-        let mut values = Vec::with_capacity(slice.len());
-        let mut rows = slice.rows.clone();
-        while !rows.is_empty() {
-            let wanted = rows.start..rows.end.min(rows.start / head_dim * head_dim + chunk_rows);
-            let stored = whole_heads(&wanted, head_dim);
-            let tensor = self.dequantized_rows(bytes, &stored, cols)?;
-            let (storage, _) = tensor.storage_and_layout();
-            let candle_core::Storage::Cpu(storage) = &*storage else { unreachable!("made on the CPU") };
-            for row in wanted.clone() {
-                let row = self.interleaved_head_dim.map_or(row, |d| interleaved_row(row, d)) - stored.start;
-                values.extend_from_slice(&storage.as_slice::<f32>()?[row * cols..(row + 1) * cols][slice.cols.clone()]);
+        let (block, block_bytes) = (self.dtype.block_size(), self.dtype.type_size());
+        let blocks = slice.cols.start / block..slice.cols.end.div_ceil(block);
+        let first = slice.cols.start - blocks.start * block;
+        let is_cut = blocks.len() * block != slice.cols.len();
+        let mut whole = vec![0.0; if is_cut { blocks.len() * block } else { 0 }];
+        for (row, out) in slice.rows.clone().zip(out.chunks_exact_mut(slice.cols.len())) {
+            let row = self.interleaved_head_dim.map_or(row, |d| interleaved_row(row, d));
+            let row = &bytes[row * (cols / block) * block_bytes..];
+            let stored = &row[blocks.start * block_bytes..blocks.end * block_bytes];
+            if is_cut {
+                dequantise(isa, self.dtype, stored, dtype, &mut whole);
+                out.copy_from_slice(&whole[first..first + out.len()]);
+            } else {
+                dequantise(isa, self.dtype, stored, dtype, out);
             }
-            rows.start = wanted.end;
         }
-        Ok(TensorData::F32(values.into()))
     }
-
-    /// `[rows, cols]`, contiguous.
-    fn dequantized_rows(&self, bytes: &[u8], rows: &Range<usize>, cols: usize) -> candle_core::Result<Tensor> {
-        let row_bytes = cols / self.dtype.block_size() * self.dtype.type_size();
-        let bytes = &bytes[rows.start * row_bytes..rows.end * row_bytes];
-        // candle casts the bytes to blocks of half-precision scales and bytes.
-        if bytes.as_ptr().align_offset(align_of::<f16>()) != 0 {
-            candle_core::bail!("the tensor starts at an odd address");
-        }
-        qtensor_from_ggml(self.dtype, bytes, vec![rows.len(), cols], &Device::Cpu)?.dequantize(&Device::Cpu)
-    }
-}
-
-/// Rows of all heads that `rows` touches.
-fn whole_heads(rows: &Range<usize>, head_dim: usize) -> Range<usize> {
-    rows.start / head_dim * head_dim..rows.end.div_ceil(head_dim) * head_dim
 }
 
 /// Where llama.cpp's converter has put row `row` of a query or key projection: within each head, the two halves that
@@ -196,11 +164,13 @@ fn stored_range(
 ) -> std::result::Result<Range<usize>, String> {
     let block = info.ggml_dtype.block_size();
     let dims = info.shape.dims();
-    if !dims.last().copied().unwrap_or(1).is_multiple_of(block) {
+    // A vector is a column, so a quantised one, which no converter writes, is refused too.
+    let cols = dims.iter().skip(1).try_fold(1usize, |n, &d| n.checked_mul(d));
+    let Some(cols) = cols.filter(|cols| cols.is_multiple_of(block)) else {
         return Err(format!("rows of {name} {dims:?} are no whole number of {:?} blocks", info.ggml_dtype));
-    }
-    let elements = dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d));
-    let len = elements.and_then(|n| (n / block).checked_mul(info.ggml_dtype.type_size()));
+    };
+    let blocks = dims.first().copied().unwrap_or(1).checked_mul(cols / block);
+    let len = blocks.and_then(|n| n.checked_mul(info.ggml_dtype.type_size()));
     let start = data.checked_add(info.offset).and_then(|s| usize::try_from(s).ok());
     match start.zip(len).and_then(|(start, len)| Some(start..start.checked_add(len)?)) {
         Some(range) if range.end <= file_len => Ok(range),

@@ -1,7 +1,7 @@
 //! Read-only mapped files, whose pages can be given back.
 
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use memmap2::Mmap;
 
@@ -10,7 +10,6 @@ use crate::error::{Error, Result};
 /// A whole file mapped for reading.
 #[derive(Debug)]
 pub(super) struct MappedFile {
-    path: PathBuf,
     map: Mmap,
 }
 
@@ -21,11 +20,7 @@ impl MappedFile {
         // SAFETY: the mapping is private and read-only. That nobody truncates or rewrites a checkpoint while it is
         // served is a condition of running the server, as of every program that maps its model.
         let map = unsafe { Mmap::map(&file) }.map_err(fail)?;
-        Ok(Self { path: path.to_path_buf(), map })
-    }
-
-    pub fn path(&self) -> &Path {
-        &self.path
+        Ok(Self { map })
     }
 
     pub fn bytes(&self) -> &[u8] {

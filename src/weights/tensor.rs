@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 
 use half::{bf16, f16};
+use rollout_kernels::WeightRows;
 
 use super::shard::Slice;
 
@@ -50,6 +51,15 @@ impl<'a> TensorData<'a> {
             Self::F32(_) => Dtype::F32,
             Self::F16(_) => Dtype::F16,
             Self::Bf16(_) => Dtype::Bf16,
+        }
+    }
+
+    /// As rows that a matrix takes.
+    pub fn as_rows(&self) -> WeightRows<'_> {
+        match self {
+            Self::F32(values) => WeightRows::F32(values),
+            Self::F16(values) => WeightRows::F16(values),
+            Self::Bf16(values) => WeightRows::Bf16(values),
         }
     }
 
@@ -123,16 +133,14 @@ pub(super) fn slice_of_bytes<'a, T: Element>(bytes: &'a [u8], cols: usize, slice
     let row_bytes = cols * size_of::<T>();
     let rows = &bytes[slice.rows.start * row_bytes..slice.rows.end * row_bytes];
     let rows = elements::<T>(rows);
-    if slice.cols == (0..cols) { rows } else { Cow::Owned(select(&rows, cols, 0..slice.rows.len(), slice)) }
-}
-
-/// Row-major copy of the given rows, in the given order, cut to `slice.cols`; `matrix` has `cols` columns.
-pub(super) fn select<T: Copy>(matrix: &[T], cols: usize, rows: impl Iterator<Item = usize>, slice: &Slice) -> Vec<T> {
-    let mut out = Vec::with_capacity(slice.len());
-    for row in rows {
-        out.extend_from_slice(&matrix[row * cols..(row + 1) * cols][slice.cols.clone()]);
+    if slice.cols == (0..cols) {
+        return rows;
     }
-    out
+    let mut out = Vec::with_capacity(slice.len());
+    for row in rows.chunks_exact(cols) {
+        out.extend_from_slice(&row[slice.cols.clone()]);
+    }
+    Cow::Owned(out)
 }
 
 /// Little-endian bytes as elements: borrowed where alignment and byte order allow.

@@ -1,6 +1,6 @@
 //! Scalar functions written so that loops over them vectorise, with the same bits on every instruction set.
 
-use half::bf16;
+use half::{bf16, f16};
 
 /// `e^x` to about 1 ulp for `x` in `[-87.3, 88.376]`; below it is 0 (so is `-inf`), above it is `e^88.376`.
 ///
@@ -40,6 +40,24 @@ pub fn round_bf16(x: f32) -> bf16 {
     bf16::from_bits(if x.is_nan() { quiet } else { rounded } as u16)
 }
 
+/// `x` in float32, without branches: the bits of [`f16::to_f32`].
+#[inline(always)]
+pub fn widen_f16(x: f16) -> f32 {
+    const BIAS: u32 = (127 - 15) << 23; // exponents count from 127 in float32, from 15 in float16
+    let sign = u32::from(x.to_bits() & 0x8000) << 16;
+    let magnitude = u32::from(x.to_bits() & 0x7fff) << 13;
+    let normal = magnitude + BIAS;
+    // With the least normal exponent put before it, and its value taken away again.
+    let subnormal = f32::from_bits(normal + (1 << 23)) - f32::from_bits(BIAS + (1 << 23));
+    let quiet = if magnitude > 0x7c00 << 13 { 1 << 22 } else { 0 };
+    let bits = match magnitude >> 23 {
+        0 => subnormal.to_bits(),
+        31 => magnitude | 0xff << 23 | quiet,
+        _ => normal,
+    };
+    f32::from_bits(sign | bits)
+}
+
 #[cfg(test)]
 mod tests {
     #[test]
@@ -62,6 +80,13 @@ mod tests {
         let ties = (0..=0xffff_u32).map(|high| f32::from_bits(high << 16 | 0x8000));
         for x in some.chain(ties).chain(specials) {
             assert_eq!(super::round_bf16(x).to_bits(), super::bf16::from_f32(x).to_bits(), "{:#x}", x.to_bits());
+        }
+    }
+
+    #[test]
+    fn widening_float16_has_the_bits_of_half() {
+        for x in (0..=u16::MAX).map(super::f16::from_bits) {
+            assert_eq!(super::widen_f16(x).to_bits(), x.to_f32().to_bits(), "{:#x}", x.to_bits());
         }
     }
 }

@@ -6,6 +6,7 @@
 
 mod activation;
 mod attention;
+mod dequantise;
 mod isa;
 mod kv;
 mod lanes;
@@ -25,6 +26,7 @@ mod tile;
 
 pub use activation::silu_mul;
 pub use attention::{AttentionSequence, AttentionShape, paged_attention};
+pub use dequantise::dequantise;
 pub use isa::Isa;
 pub use kv::{BlockCopy, KvCache, KvDtype, KvLayout};
 pub use linear::linear;

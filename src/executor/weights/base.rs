@@ -6,7 +6,7 @@ use rollout_kernels::{Ops, PackedMatrix, RowBits, WeightDtype, WeightRows, with_
 use crate::comm::Communicator;
 use crate::error::Result;
 use crate::model::Slot;
-use crate::weights::{Adapter, Checkpoint, ParamSpec, Slice, TensorData, Tensors};
+use crate::weights::{Adapter, Checkpoint, ParamSpec, Slice, Tensors};
 
 /// Writes the base's values of a part of a parameter to a row-major buffer, in float32 of serving precision. Called
 /// from several threads at once, each time for some whole rows of what is filled.
@@ -27,8 +27,8 @@ pub(super) fn checkpoint_values<'a>(
     dtype: WeightDtype,
 ) -> impl Fn(&Slice, &mut [f32]) + Sync + 'a {
     move |slice, values| {
-        let stored = checkpoint.read(name, slice).unwrap_or_else(|e| panic!("a read that was checked: {e}"));
-        weight_rows(&stored).to_f32(dtype, values);
+        let read = checkpoint.read_f32(name, slice, dtype, values);
+        read.unwrap_or_else(|e| panic!("a read that was checked: {e}"));
     }
 }
 
@@ -40,15 +40,7 @@ pub(super) fn tensor_values<'a>(
 ) -> impl Fn(&Slice, &mut [f32]) + Sync + 'a {
     move |slice, values| {
         let pushed = tensors.read(name, slice).expect("the push has this parameter");
-        weight_rows(&pushed).to_f32(dtype, values);
-    }
-}
-
-fn weight_rows<'a>(data: &'a TensorData<'_>) -> WeightRows<'a> {
-    match data {
-        TensorData::F32(values) => WeightRows::F32(values),
-        TensorData::F16(values) => WeightRows::F16(values),
-        TensorData::Bf16(values) => WeightRows::Bf16(values),
+        pushed.as_rows().to_f32(dtype, values);
     }
 }
 

@@ -1,6 +1,7 @@
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Device, Tensor};
+use rollout_kernels::WeightDtype;
 
 use super::*;
 
@@ -15,6 +16,17 @@ fn permute(values: &[f32], heads: usize, cols: usize) -> Vec<f32> {
                 out.extend_from_slice(&values[row * cols..(row + 1) * cols]);
             }
         }
+    }
+    out
+}
+
+/// The inverse of [`permute`].
+fn permute_back(values: &[f32], heads: usize, cols: usize) -> Vec<f32> {
+    let rows = values.len() / cols;
+    let order = permute(&(0..rows).map(|row| row as f32).collect::<Vec<_>>(), heads, 1);
+    let mut out = vec![0.0; values.len()];
+    for (from, to) in order.into_iter().enumerate() {
+        out[to as usize * cols..][..cols].copy_from_slice(&values[from * cols..(from + 1) * cols]);
     }
     out
 }
@@ -198,4 +210,47 @@ fn unsupported_models_are_named() {
     let layers = Value::Array(vec![Value::U32(4)]);
     assert!(open("llama", Some(("llama.rope.dimension_count", layers))).contains("differs from layer to layer"));
     assert!(open("llama", Some(("split.count", Value::U16(2)))).contains("llama-gguf-split --merge"));
+}
+
+#[test]
+fn slices_of_blocks_come_in_the_precision_of_the_matrix() {
+    let mut rng = rng(3);
+    for dtype in [GgmlDType::Q4_1, GgmlDType::Q8_0, GgmlDType::Q6K, GgmlDType::F16] {
+        // 512 columns are 16 blocks, or 2; slices mostly start and end inside one.
+        let (shape, values) = ([16, 512], random_values(&mut rng, 16 * 512));
+        let values: Vec<f32> = values.iter().map(|x| x * 0.37).collect();
+        let stored = quantize(&values, &shape, dtype);
+        let temp = tempfile::tempdir().unwrap();
+        let path = temp.path().join("x.gguf");
+        write(&path, &metadata("llama", 4, 4, 4), &[("token_embd.weight", &stored), ("blk.0.attn_q.weight", &stored)]);
+        let checkpoint = Checkpoint::Gguf(GgufCheckpoint::open(&path).unwrap());
+        let exact = stored.dequantize(&Device::Cpu).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        for _ in 0..100 {
+            let slice = random_slice(&mut rng, 16, 512);
+            let mut read = |name: &str, dtype| {
+                let mut out = vec![f32::NAN; slice.len()];
+                checkpoint.read_f32(name, &slice, dtype, &mut out).unwrap();
+                out
+            };
+            let expected = slice_of(&exact, 512, &slice);
+            let context = format!("{dtype:?} {slice:?}");
+            assert_eq!(read("model.embed_tokens.weight", WeightDtype::F32), expected, "{context}");
+            let rounded: Vec<f32> = expected.iter().map(|x| bf16::from_f32(*x).to_f32()).collect();
+            assert_eq!(read("model.embed_tokens.weight", WeightDtype::Bf16), rounded, "{context}");
+            let query = read("model.layers.0.self_attn.q_proj.weight", WeightDtype::F32);
+            let in_order = permute_back(&exact, 4, 512);
+            assert_eq!(query, slice_of(&in_order, 512, &slice), "{context}");
+        }
+    }
+}
+
+#[test]
+fn quantised_vectors_are_refused() {
+    let temp = tempfile::tempdir().unwrap();
+    let path = temp.path().join("model.gguf");
+    let (embedding, bias) =
+        (quantize(&[0.0; 64], &[2, 32], GgmlDType::F32), quantize(&[0.0; 64], &[64], GgmlDType::Q8_0));
+    write(&path, &metadata("llama", 4, 2, 16), &[("token_embd.weight", &embedding), ("blk.0.attn_q.bias", &bias)]);
+    let error = config_error(GgufCheckpoint::open(&path));
+    assert!(error.contains("rows of blk.0.attn_q.bias [64] are no whole number of Q8_0 blocks"), "{error}");
 }
