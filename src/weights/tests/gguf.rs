@@ -227,7 +227,7 @@ fn slices_of_blocks_come_in_the_precision_of_the_matrix() {
         let exact = stored.dequantize(&Device::Cpu).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
         for _ in 0..100 {
             let slice = random_slice(&mut rng, 16, 512);
-            let mut read = |name: &str, dtype| {
+            let read = |name: &str, dtype| {
                 let mut out = vec![f32::NAN; slice.len()];
                 checkpoint.read_f32(name, &slice, dtype, &mut out).unwrap();
                 out
