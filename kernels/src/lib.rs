@@ -10,8 +10,8 @@ mod ops;
 mod tensor;
 
 pub use cpu::{
-    AttentionSequence, AttentionShape, BlockCopy, KvCache, KvDtype, KvLayout, PackedMatrix, RowBits, WeightDtype,
-    WeightRows, reduction_leaves,
+    AttentionSequence, AttentionShape, BlockCopy, KvCache, KvDtype, KvLayout, PANEL, PackedMatrix, RowBits,
+    WeightDtype, WeightRows, reduction_leaves,
 };
 pub use ops::Ops;
 pub use tensor::{with_f32, with_f32_mut};

@@ -6,7 +6,7 @@ use std::ops::Range;
 use candle_core::{Result, Tensor};
 
 use crate::cpu::{
-    self, AttentionSequence, AttentionShape, BlockCopy, Cpu, Fill, Isa, KvCache, PackedMatrix, WriteElements,
+    self, AttentionSequence, AttentionShape, BlockCopy, Cpu, Fill, Isa, KvCache, PackedMatrix, ReadRows, WriteElements,
 };
 use crate::tensor::{rows, rows_mut, with_f32};
 
@@ -139,6 +139,11 @@ impl Ops {
     /// Stores rows that `fill` makes; see [`PackedMatrix::fill_rows`].
     pub fn fill_rows(&self, w: &mut PackedMatrix, rows: Range<usize>, fill: &Fill<'_>) {
         w.fill_rows(self.cpu.pool(), rows, fill);
+    }
+
+    /// Stores rows as `read` gives them; see [`PackedMatrix::store_rows`].
+    pub fn store_rows(&self, w: &mut PackedMatrix, rows: Range<usize>, read: &ReadRows<'_>) {
+        w.store_rows(self.cpu.pool(), rows, read);
     }
 
     /// Stores single elements of rows; see [`PackedMatrix::write_elements`].

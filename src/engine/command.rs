@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::error::{Error, Result};
 use crate::memory::MemoryReport;
 use crate::types::{FinishReason, SamplingParams, TokenId, TokenLogprobs, WeightVersion};
-use crate::weights::{Tensors, UpdateKind, WeightUpdate};
+use crate::weights::{Stage, Tensors, UpdateKind, WeightUpdate};
 
 /// Set when the client is gone; the engine looks before each step and ends the request.
 #[derive(Clone, Debug, Default)]
@@ -148,11 +148,13 @@ pub struct AdapterTarget {
 }
 
 /// An open transaction.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub struct UpdateTicket {
     pub id: u64,
     /// Send complete tensors with `WritePart`.
     pub in_place: bool,
+    /// FULL that is not written in place: what to pack it into.
+    pub stage: Option<Stage>,
 }
 
 /// What becomes of requests that run when an update is applied. See `weights.proto`.
@@ -166,7 +168,7 @@ pub enum RunningPolicy {
 }
 
 /// What a commit has done.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Debug)]
 pub struct UpdateReply {
     pub weight_version: WeightVersion,
     /// For how long nothing stepped.
@@ -175,6 +177,9 @@ pub struct UpdateReply {
     pub pending: bool,
     /// Of a resident adapter.
     pub adapter_generation: Option<u64>,
+    /// What served before, where it was exchanged. Giving its memory back takes a while, in which the engine can step
+    /// already: whoever gets the reply drops it.
+    pub replaced: Option<Stage>,
 }
 
 /// What becomes of running requests at a sleep or pause. See `control.proto`.

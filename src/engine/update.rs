@@ -10,13 +10,13 @@ use std::time::Instant;
 use super::command::{Reply, RunningPolicy, UpdateBegin, UpdateReply, UpdateTicket};
 use super::lifecycle::{Push, State};
 use super::sleep::{Drain, Then};
-use super::{Attempt, Engine, Request, answer};
+use super::{Attempt, Engine, Failure, Request, answer};
 use crate::error::{Error, Result};
 use crate::executor::{Executor, WeightOrder};
 use crate::memory::MemoryBudget;
 use crate::scheduler::RunningKv;
 use crate::types::WeightVersion;
-use crate::weights::{Adapter, Delta, Tensors, UpdateKind, WeightUpdate};
+use crate::weights::{Adapter, Delta, Stage, Tensors, UpdateKind, WeightUpdate};
 
 /// An open update.
 pub(super) struct Transaction {
@@ -68,10 +68,18 @@ impl<X: Executor> Engine<X> {
         }
         self.check_begin(&begin)?;
         let in_place = self.reserve_staging(&begin)?;
+        let stage = if begin.kind == UpdateKind::Full && !in_place { Some(self.stage()?) } else { None };
         let id = self.next_update;
         self.next_update += 1;
         self.transaction = Some(Transaction { id, begin, in_place, committed: false, opened: Instant::now() });
-        Ok(UpdateTicket { id, in_place })
+        Ok(UpdateTicket { id, in_place, stage })
+    }
+
+    /// What a FULL push is packed into. Nothing stays reserved if there is none.
+    fn stage(&mut self) -> Result<Stage> {
+        self.executor.stage().inspect_err(|_| {
+            self.budget.set("update_staging", 0).expect("less always fits");
+        })
     }
 
     /// What must hold when an update begins, and again when it is applied.
@@ -195,6 +203,7 @@ impl<X: Executor> Engine<X> {
     fn apply(&mut self, begin: UpdateBegin, content: WeightUpdate) -> Attempt<UpdateReply> {
         let started = Instant::now();
         self.check_begin(&begin)?;
+        let mut replaced = None;
         let adapter_generation = match (content, &begin.adapter) {
             (WeightUpdate::Lora(adapter), Some(target)) => Some(self.add_adapter(target, adapter)?),
             (_, Some(_)) => return Err(Error::invalid("adapter", "only a LORA can stay resident").into()),
@@ -203,6 +212,7 @@ impl<X: Executor> Engine<X> {
                 match content {
                     WeightUpdate::Lora(adapter) => self.apply_lora(adapter)?,
                     WeightUpdate::Full(tensors) => self.apply_full(tensors)?,
+                    WeightUpdate::Staged(stage) => replaced = Some(self.apply_staged(stage)?),
                     WeightUpdate::Delta(delta) => self.apply_delta(delta)?,
                 }
                 self.state = self.state.complete();
@@ -216,6 +226,7 @@ impl<X: Executor> Engine<X> {
             pause: started.elapsed(),
             pending: begin.adapter.is_none() && !self.state.weights_awake(),
             adapter_generation,
+            replaced,
         })
     }
 
@@ -257,9 +268,20 @@ impl<X: Executor> Engine<X> {
 
     fn apply_full(&mut self, tensors: Arc<Tensors>) -> Attempt<()> {
         self.order(WeightOrder::Replace { tensors })?;
+        Ok(self.replace_all()?)
+    }
+
+    fn apply_staged(&mut self, stage: Stage) -> Attempt<Stage> {
+        let replaced = self.executor.exchange(stage).map_err(Failure::Fatal)?;
+        self.replace_all()?;
+        Ok(replaced)
+    }
+
+    /// Every parameter has a value of its own, and nothing is merged.
+    fn replace_all(&mut self) -> Result<()> {
         let all = self.parameters.iter().map(|spec| spec.name.clone());
         self.policy.replaced.extend(all);
-        Ok(self.forget_merged()?)
+        self.forget_merged()
     }
 
     fn apply_delta(&mut self, delta: Arc<Delta>) -> Attempt<()> {

@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use crate::error::Result;
 use crate::types::{StepOutput, StepPlan};
-use crate::weights::{Adapter, Delta, ParamSpec, Tensors};
+use crate::weights::{Adapter, Delta, ParamSpec, Stage, Tensors};
 
 pub use adapters::resident_adapter_bytes;
 pub use ranks::Ranks;
@@ -30,6 +30,14 @@ pub trait Executor {
     fn collect(&mut self) -> Result<StepOutput>;
     /// Changes the weights.
     fn write(&mut self, order: WeightOrder) -> Result<()>;
+    /// Maps storage of the weights' shapes beside them. Its pages take memory as they are written.
+    ///
+    /// # Errors
+    /// `ResourceExhausted` if the system cannot map as much.
+    fn stage(&mut self) -> Result<Stage>;
+    /// Exchanges what serves for `stage`, in which every parameter has its value, and gives it back. That is the base
+    /// from now on.
+    fn exchange(&mut self, stage: Stage) -> Result<Stage>;
     /// Bytes of whole rows of a parameter in the dtype in which it serves (row-major, little-endian), gathered from the
     /// ranks.
     fn read(&mut self, spec: &ParamSpec, rows: Range<usize>) -> Result<Vec<u8>>;

@@ -9,27 +9,34 @@ use std::thread::JoinHandle;
 use super::{Executor, Memory, ModelRunner, WeightOrder};
 use crate::error::{Error, Result};
 use crate::types::{StepOutput, StepPlan};
-use crate::weights::{ParamSpec, Slice};
+use crate::weights::{ParamSpec, Shard, Slice, Stage};
 
 /// Exit status after a rank has failed: EX_SOFTWARE of sysexits.h, an internal error.
 const RANK_FAILED: i32 = 70;
 
-/// What every rank is told.
-#[derive(Clone)]
+/// What a rank is told.
 enum Order {
     /// Answered by the first rank, where steps are answered.
     Step(Arc<StepPlan>),
-    /// Answered by every rank with its number and what it has read.
-    Task { task: Task, answer: Sender<(usize, Vec<u8>)> },
+    /// Answered with the rank's number.
+    Task { task: Task, answer: Sender<(usize, Result<Answer>)> },
 }
 
 /// What is done between steps.
-#[derive(Clone)]
 enum Task {
     Write(WeightOrder),
+    Stage,
+    Exchange(Vec<Shard>),
     Read { spec: Arc<ParamSpec>, rows: Range<usize> },
     Release(Memory),
     Restore(Memory),
+}
+
+/// What comes of it.
+enum Answer {
+    Done,
+    Read(Vec<u8>),
+    Storage(Vec<Shard>),
 }
 
 /// The rank threads. Dropping ends them.
@@ -77,29 +84,40 @@ impl Ranks {
         Ok(Self { orders, steps, threads })
     }
 
-    fn give(&self, order: &Order) -> Result<()> {
+    /// Gives every rank its order.
+    fn give(&self, mut order: impl FnMut() -> Order) -> Result<()> {
         for (rank, orders) in self.orders.iter().enumerate() {
-            orders.send(order.clone()).map_err(|_| Error::Internal(format!("rank {rank} has ended")))?;
+            orders.send(order()).map_err(|_| Error::Internal(format!("rank {rank} has ended")))?;
         }
         Ok(())
     }
 
-    /// Has every rank carry out `task`; what each has read, by rank.
-    fn perform(&self, task: Task) -> Result<Vec<Vec<u8>>> {
+    /// Has every rank carry out its task; the answers by rank.
+    fn perform(&self, mut task: impl FnMut() -> Task) -> Result<Vec<Answer>> {
         let (answer, answers) = channel();
-        self.give(&Order::Task { task, answer })?;
-        let mut read = vec![Vec::new(); self.orders.len()];
-        for _ in 0..read.len() {
-            let (rank, bytes) = answers.recv().map_err(|_| Error::Internal("a rank has ended".into()))?;
-            read[rank] = bytes;
+        self.give(|| Order::Task { task: task(), answer: answer.clone() })?;
+        drop(answer);
+        let mut all: Vec<(usize, Result<Answer>)> = answers.iter().collect();
+        if all.len() < self.orders.len() {
+            return Err(Error::Internal("a rank has ended".into()));
         }
-        Ok(read)
+        all.sort_by_key(|(rank, _)| *rank);
+        all.into_iter().map(|(_, answer)| answer).collect()
     }
+}
+
+/// The storage among the answers.
+fn storage(answers: Vec<Answer>) -> Stage {
+    let shards = |answer| match answer {
+        Answer::Storage(shards) => Some(shards),
+        Answer::Done | Answer::Read(_) => None,
+    };
+    Stage::new(answers.into_iter().filter_map(shards).collect())
 }
 
 impl Executor for Ranks {
     fn launch(&mut self, plan: Arc<StepPlan>) -> Result<()> {
-        self.give(&Order::Step(plan))
+        self.give(|| Order::Step(plan.clone()))
     }
 
     fn collect(&mut self) -> Result<StepOutput> {
@@ -107,20 +125,34 @@ impl Executor for Ranks {
     }
 
     fn write(&mut self, order: WeightOrder) -> Result<()> {
-        self.perform(Task::Write(order)).map(|_| ())
+        self.perform(|| Task::Write(order.clone())).map(|_| ())
+    }
+
+    fn stage(&mut self) -> Result<Stage> {
+        self.perform(|| Task::Stage).map(storage)
+    }
+
+    fn exchange(&mut self, stage: Stage) -> Result<Stage> {
+        let mut shards = stage.into_ranks().into_iter();
+        self.perform(|| Task::Exchange(shards.next().unwrap_or_default())).map(storage)
     }
 
     fn read(&mut self, spec: &ParamSpec, rows: Range<usize>) -> Result<Vec<u8>> {
-        let parts = self.perform(Task::Read { spec: Arc::new(spec.clone()), rows: rows.clone() })?;
-        gather(spec, &rows, &parts)
+        let shared = Arc::new(spec.clone());
+        let answers = self.perform(|| Task::Read { spec: shared.clone(), rows: rows.clone() })?;
+        let part = |answer| match answer {
+            Answer::Read(bytes) => bytes,
+            Answer::Done | Answer::Storage(_) => Vec::new(),
+        };
+        gather(spec, &rows, &answers.into_iter().map(part).collect::<Vec<_>>())
     }
 
     fn release(&mut self, memory: Memory) -> Result<()> {
-        self.perform(Task::Release(memory)).map(|_| ())
+        self.perform(|| Task::Release(memory)).map(|_| ())
     }
 
     fn restore(&mut self, memory: Memory) -> Result<()> {
-        self.perform(Task::Restore(memory)).map(|_| ())
+        self.perform(|| Task::Restore(memory)).map(|_| ())
     }
 }
 
@@ -142,8 +174,11 @@ fn serve(rank: usize, mut runner: ModelRunner, orders: &Receiver<Order>, steps: 
                 rank != 0 || steps.send(output).is_ok()
             }
             Order::Task { task, answer } => {
-                let read = perform(&mut runner, task).unwrap_or_else(|e| panic!("rank {rank} failed: {e}"));
-                answer.send((rank, read)).is_ok()
+                let done = match perform(&mut runner, task) {
+                    Err(e) if !matches!(e, Error::ResourceExhausted(_)) => panic!("rank {rank} failed: {e}"),
+                    done => done,
+                };
+                answer.send((rank, done)).is_ok()
             }
         };
         if !heard {
@@ -153,14 +188,16 @@ fn serve(rank: usize, mut runner: ModelRunner, orders: &Receiver<Order>, steps: 
 }
 
 /// Carries out `task` and drops it: what it holds is free before anyone hears that it is done.
-fn perform(runner: &mut ModelRunner, task: Task) -> Result<Vec<u8>> {
+fn perform(runner: &mut ModelRunner, task: Task) -> Result<Answer> {
     match task {
         Task::Write(order) => runner.write(&order)?,
-        Task::Read { spec, rows } => return runner.read(&spec, rows),
+        Task::Stage => return runner.stage().map(Answer::Storage),
+        Task::Exchange(shards) => return runner.exchange(shards).map(Answer::Storage),
+        Task::Read { spec, rows } => return runner.read(&spec, rows).map(Answer::Read),
         Task::Release(memory) => runner.release(memory)?,
         Task::Restore(memory) => runner.restore(memory)?,
     }
-    Ok(Vec::new())
+    Ok(Answer::Done)
 }
 
 /// Puts whole rows of a parameter together from the parts of the ranks, some of which may be empty.

@@ -13,7 +13,7 @@ use crate::comm::Communicator;
 use crate::error::Result;
 use crate::model::{Additions, LOGITS_ROWS, Workspace, WorkspaceShape};
 use crate::types::{LogitsTask, StepOutput, StepPlan, TokenLogprobs};
-use crate::weights::ParamSpec;
+use crate::weights::{ParamSpec, Shard};
 
 /// A rank: its operators, weights, KV cache, buffers and its end of the communication.
 pub struct ModelRunner {
@@ -97,6 +97,16 @@ impl ModelRunner {
             }
             _ => self.weights.write(&self.ops, &*self.comm, order),
         }
+    }
+
+    /// See [`RankWeights::stage`].
+    pub fn stage(&mut self) -> Result<Vec<Shard>> {
+        self.weights.stage()
+    }
+
+    /// See [`RankWeights::exchange`].
+    pub fn exchange(&mut self, shards: Vec<Shard>) -> Result<Vec<Shard>> {
+        self.weights.exchange(shards)
     }
 
     /// This rank's part of rows of a parameter; see [`RankWeights::read`].

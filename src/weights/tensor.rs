@@ -54,15 +54,6 @@ impl<'a> TensorData<'a> {
         }
     }
 
-    /// As rows that a matrix takes.
-    pub fn as_rows(&self) -> WeightRows<'_> {
-        match self {
-            Self::F32(values) => WeightRows::F32(values),
-            Self::F16(values) => WeightRows::F16(values),
-            Self::Bf16(values) => WeightRows::Bf16(values),
-        }
-    }
-
     /// Number of elements.
     pub fn len(&self) -> usize {
         match self {
@@ -74,6 +65,15 @@ impl<'a> TensorData<'a> {
 
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// As the kernels take them.
+    pub fn as_rows(&self) -> WeightRows<'_> {
+        match self {
+            Self::F32(values) => WeightRows::F32(values),
+            Self::F16(values) => WeightRows::F16(values),
+            Self::Bf16(values) => WeightRows::Bf16(values),
+        }
     }
 
     /// As float32; exact for every stored type, and free for float32.

@@ -366,6 +366,9 @@ impl Engine {
             cancel: CancelFlag::default(),
         };
         let ticket = self.ask(|reply| Command::BeginUpdate { begin, reply })?;
+        if let Some(stage) = ticket.stage {
+            receiver.pack_into(stage);
+        }
         for (index, (_, bytes)) in push.tensors.iter().enumerate() {
             for (chunk, offset) in bytes.chunks(4000).zip((0..).step_by(4000)) {
                 receiver.write(index as u32, offset, chunk)?;

@@ -79,13 +79,13 @@ impl Update {
 /// The engine lets the update begin.
 fn begin(server: &Harness, in_place: bool) -> UpdateBegin {
     let Command::BeginUpdate { begin, reply } = server.command() else { panic!("not a BeginUpdate") };
-    reply(Ok(UpdateTicket { id: 7, in_place }));
+    reply(Ok(UpdateTicket { id: 7, in_place, stage: None }));
     begin
 }
 
 fn update_reply() -> UpdateReply {
     let pause = Duration::from_millis(12);
-    UpdateReply { weight_version: 5, pause, pending: false, adapter_generation: None }
+    UpdateReply { weight_version: 5, pause, pending: false, adapter_generation: None, replaced: None }
 }
 
 fn values(data: Option<TensorData<'_>>) -> Vec<f32> {
@@ -160,7 +160,7 @@ async fn refused(messages: Vec<Kind>) -> Status {
             match command {
                 Command::BeginUpdate { begin, reply } => {
                     begun = Some(begin.cancel.clone());
-                    reply(Ok(UpdateTicket { id: 1, in_place: false }));
+                    reply(Ok(UpdateTicket { id: 1, in_place: false, stage: None }));
                 }
                 Command::Cancelled => {}
                 Command::CommitUpdate { .. } => panic!("a commit reached the engine"),

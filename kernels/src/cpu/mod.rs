@@ -33,7 +33,8 @@ pub use linear::linear;
 pub use low_rank::add_low_rank;
 pub use norm::{add_rms_norm, head_rms_norm, rms_norm};
 pub use packed::{
-    Fill, MAX_LEAVES, PackedMatrix, RowBits, WeightDtype, WeightRows, WriteElements, gather_rows, reduction_leaves,
+    Fill, MAX_LEAVES, PANEL, PackedMatrix, ReadRows, RowBits, WeightDtype, WeightRows, WriteElements, gather_rows,
+    reduction_leaves,
 };
 pub use pool::{Cpu, ThreadPool};
 pub use rope::rope;

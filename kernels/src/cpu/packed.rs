@@ -10,10 +10,10 @@ use half::{bf16, f16};
 
 mod fill;
 
-pub use fill::{Fill, WriteElements};
+pub use fill::{Fill, ReadRows, WriteElements};
 
 /// Rows of the matrix (columns of the product) in a panel.
-pub(crate) const PANEL: usize = super::lanes::LANES;
+pub const PANEL: usize = super::lanes::LANES;
 
 /// The most runs a reduction is cut into, so the most tensor-parallel ranks that give the bits of one.
 pub const MAX_LEAVES: usize = 8;
@@ -154,6 +154,15 @@ impl PackedMatrix {
         self.storage.bytes()
     }
 
+    /// A matrix of the same shape, all zeros; its memory is taken as rows are written.
+    ///
+    /// # Errors
+    /// If the system cannot map as much.
+    pub fn spare(&self) -> std::io::Result<PackedMatrix> {
+        let Self { dtype, n, k, leaves, .. } = *self;
+        Ok(PackedMatrix { dtype, n, k, leaves, storage: Mapping::try_zeroed(self.bytes())? })
+    }
+
     /// Gives its memory back to the system at once; all values are zero then.
     pub fn release(&mut self) {
         self.storage.release();
@@ -180,36 +189,35 @@ impl PackedMatrix {
     /// # Panics
     /// If these are not whole rows, or they pass the end.
     pub fn write_rows(&mut self, row0: usize, rows: WeightRows<'_>) {
-        use WeightDtype::{Bf16, F32};
-        use WeightRows as From;
-        match (self.dtype, rows) {
-            (Bf16, From::Bf16(rows)) => self.write_as::<2, bf16, _>(row0, rows),
-            (Bf16, From::F16(rows)) => self.write_as::<2, bf16, _>(row0, rows),
-            (Bf16, From::F32(rows)) => self.write_as::<2, bf16, _>(row0, rows),
-            (F32, From::Bf16(rows)) => self.write_as::<1, f32, _>(row0, rows),
-            (F32, From::F16(rows)) => self.write_as::<1, f32, _>(row0, rows),
-            (F32, From::F32(rows)) => self.write_as::<1, f32, _>(row0, rows),
+        self.write_columns(row0, rows, self.k, 0);
+    }
+
+    /// As [`PackedMatrix::write_rows`], from rows of `width` values of which the matrix has those from `first_column` on.
+    ///
+    /// # Panics
+    /// If these are not whole rows, they pass the end, or they have not as many columns.
+    pub fn write_columns(&mut self, row0: usize, rows: WeightRows<'_>, width: usize, first_column: usize) {
+        let end = row0 + whole_rows(rows.len(), width);
+        assert!(end <= self.n, "rows {row0}..{end} pass the end of a matrix of {} rows", self.n);
+        if row0 == end {
+            return;
+        }
+        let (k, from) = (self.k, Source { rows, width, first_column });
+        let panels = row0 / PANEL..end.div_ceil(PANEL);
+        match self.dtype {
+            WeightDtype::Bf16 => fill::pack::<2, bf16>(self.panels_mut(&panels), &(row0..end), k, from),
+            WeightDtype::F32 => fill::pack::<1, f32>(self.panels_mut(&panels), &(row0..end), k, from),
         }
     }
 
-    /// `GROUP` neighbours of a row lie together: 2 for bfloat16, 1 for float32.
-    fn write_as<const GROUP: usize, D: Stored<S>, S: Copy>(&mut self, row0: usize, rows: &[S]) {
-        let (k, isa) = (self.k, Isa::detect());
-        let end = self.end(row0, rows.len());
+    fn panels_mut<D: Plain>(&mut self, panels: &std::ops::Range<usize>) -> &mut [D] {
         let panel_len = PANEL * self.padded_k();
-        let (first, last) = (row0 / PANEL, end.div_ceil(PANEL));
-        let panels = &mut self.storage.as_mut_slice::<D>()[first * panel_len..last * panel_len];
-        for (p, panel) in (first..last).zip(panels.chunks_mut(panel_len)) {
-            let lanes = row0.max(p * PANEL)..end.min((p + 1) * PANEL);
-            let rows = &rows[(lanes.start - row0) * k..(lanes.end - row0) * k];
-            isa.dispatch(Pack::<GROUP, D, S> { panel, first_lane: lanes.start % PANEL, k, rows });
-        }
+        &mut self.storage.as_mut_slice()[panels.start * panel_len..panels.end * panel_len]
     }
 
     /// The row after `values` values of whole rows from `row0`.
     fn end(&self, row0: usize, values: usize) -> usize {
-        assert!(values.is_multiple_of(self.k), "{values} values are no whole rows of {}", self.k);
-        let end = row0 + values / self.k;
+        let end = row0 + whole_rows(values, self.k);
         assert!(end <= self.n, "rows {row0}..{end} pass the end of a matrix of {} rows", self.n);
         end
     }
@@ -248,6 +256,20 @@ impl PackedMatrix {
             rest.iter_mut().zip(0..).for_each(|(out, i): (&mut D, usize)| *out = convert(lane[groups * PANEL][i]));
         }
     }
+}
+
+/// How many rows of `width` so many values are.
+fn whole_rows(values: usize, width: usize) -> usize {
+    assert!(values.is_multiple_of(width), "{values} values are no whole rows of {width}");
+    values / width
+}
+
+/// Rows of `width` values, of which a matrix takes those from `first_column` on.
+#[derive(Clone, Copy)]
+struct Source<'a> {
+    rows: WeightRows<'a>,
+    width: usize,
+    first_column: usize,
 }
 
 /// An element of a matrix, made from `S` by rounding to nearest even.
@@ -297,12 +319,14 @@ impl Stored<f32> for f32 {
     }
 }
 
-/// Writes rows of length `k` to the lanes of a panel from `first_lane` on.
+/// Writes rows of length `k`, which start `stride` values apart, to the lanes of a panel from `first_lane` on. `GROUP`
+/// neighbours of a row lie together: 2 for bfloat16, 1 for float32.
 struct Pack<'a, const GROUP: usize, D, S> {
     panel: &'a mut [D],
     first_lane: usize,
     k: usize,
     rows: &'a [S],
+    stride: usize,
 }
 
 impl<const GROUP: usize, D: Stored<S>, S: Copy> Kernel for Pack<'_, GROUP, D, S> {
@@ -313,8 +337,8 @@ impl<const GROUP: usize, D: Stored<S>, S: Copy> Kernel for Pack<'_, GROUP, D, S>
         const BLOCK: usize = 64; // elements of a row converted at once, as vectors
         let (groups, _) = self.panel.as_chunks_mut::<GROUP>();
         for (block, groups) in groups.chunks_mut(PANEL * BLOCK / GROUP).enumerate() {
-            for (lane, row) in self.rows.chunks_exact(self.k).enumerate() {
-                let source = &row[block * BLOCK..];
+            for (lane, row) in self.rows.chunks(self.stride).enumerate() {
+                let source = &row[block * BLOCK..self.k];
                 let mut values = [D::default(); BLOCK];
                 for (value, source) in values.iter_mut().zip(source) {
                     *value = D::rounded(*source);

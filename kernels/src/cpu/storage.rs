@@ -17,13 +17,17 @@ impl Plain for [f32; 2] {}
 
 impl Mapping {
     pub fn zeroed(bytes: usize) -> Mapping {
-        let map = MmapMut::map_anon(bytes).unwrap_or_else(|e| panic!("cannot map {bytes} bytes of memory: {e}"));
+        Mapping::try_zeroed(bytes).unwrap_or_else(|e| panic!("cannot map {bytes} bytes of memory: {e}"))
+    }
+
+    pub fn try_zeroed(bytes: usize) -> std::io::Result<Mapping> {
+        let map = MmapMut::map_anon(bytes)?;
         #[cfg(target_os = "linux")]
         if bytes >= 4 << 20 {
             // Advice only: without huge pages the kernels are correct, with more TLB misses.
             let _ = map.advise(memmap2::Advice::HugePage);
         }
-        Mapping(map)
+        Ok(Mapping(map))
     }
 
     pub fn bytes(&self) -> usize {

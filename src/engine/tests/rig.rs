@@ -9,7 +9,7 @@ use crate::executor::Memory;
 use crate::scheduler::SchedulerConfig;
 use crate::types::{SamplingParams, StepOutput, TokenId, TokenLogprobs};
 use crate::weights::{
-    AdapterPlan, Delta, Dtype, ParamSpec, ShardRule, TensorData, TensorEntry, Tensors, UpdateKind, WeightUpdate,
+    AdapterPlan, Delta, Dtype, ParamSpec, ShardRule, Stage, TensorData, TensorEntry, Tensors, UpdateKind, WeightUpdate,
 };
 
 pub const BLOCK_SIZE: usize = 4;
@@ -27,6 +27,7 @@ pub enum Did {
     Load,
     Merge,
     Replace,
+    Exchange,
     Patch,
     Add(u64),
     Remove(u64),
@@ -148,6 +149,21 @@ impl Executor for Fake {
             }
         });
         Ok(())
+    }
+
+    fn stage(&mut self) -> Result<Stage> {
+        Ok(Stage::default())
+    }
+
+    fn exchange(&mut self, stage: Stage) -> Result<Stage> {
+        assert!(
+            self.plan.is_none() && self.is_awake(Memory::Weights),
+            "an exchange of weights that are in use or asleep"
+        );
+        self.policy += 1;
+        (self.merged, self.whole) = (None, true);
+        self.did.push(Did::Exchange);
+        Ok(stage)
     }
 
     /// The bytes of a row are its number and the policy's.

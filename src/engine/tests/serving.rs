@@ -9,7 +9,7 @@ use crate::engine::*;
 use crate::executor::Memory;
 use crate::scheduler::SchedulerConfig;
 use crate::types::{FinishReason, SamplingParams, StepOutput, TokenId, TokenLogprobs};
-use crate::weights::{Dtype, ParamSpec};
+use crate::weights::{Dtype, ParamSpec, Stage};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -45,6 +45,14 @@ impl Executor for Counting {
 
     fn write(&mut self, order: WeightOrder) -> Result<()> {
         Err(Error::Internal(format!("{order:?} went wrong")))
+    }
+
+    fn stage(&mut self) -> Result<Stage> {
+        Err(Error::Internal("the stage went wrong".into()))
+    }
+
+    fn exchange(&mut self, _: Stage) -> Result<Stage> {
+        Err(Error::Internal("the exchange went wrong".into()))
     }
 
     fn read(&mut self, _: &ParamSpec, _: std::ops::Range<usize>) -> Result<Vec<u8>> {

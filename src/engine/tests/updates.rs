@@ -225,6 +225,27 @@ fn memory_is_set_aside_or_the_update_is_refused_before_it_starts() {
 }
 
 #[test]
+fn a_packed_push_is_exchanged_at_its_commit() {
+    let mut rig = Rig::new();
+    rig.push_lora(RunningPolicy::Keep);
+    let ticket = rig.begin(begin(UpdateKind::Full)).unwrap();
+    let stage = ticket.stage.expect("FULL is packed");
+    rig.did();
+    let reply = told(&rig.commit(ticket.id, WeightUpdate::Staged(stage))).reply().unwrap();
+    assert!(reply.replaced.is_some(), "what served before goes with the reply");
+    assert_eq!(rig.did(), [Did::Exchange]);
+    assert_eq!((reply.weight_version, rig.reserved("merged_adapter")), (2, 0));
+    // It is the base now, which is copied below what is merged next.
+    let ticket = rig.begin(begin(UpdateKind::Lora)).unwrap();
+    let merged = WeightUpdate::Lora(adapter(&rig.engine.parameters, 1, 1));
+    told(&rig.commit(ticket.id, merged)).reply().unwrap();
+    assert_eq!(rig.reserved("base_copies"), 60);
+    assert!(rig.begin(begin(UpdateKind::Lora)).unwrap().stage.is_none());
+    rig.engine.roll_back();
+    rig.assert_clean();
+}
+
+#[test]
 fn a_push_in_place_passes_through_missing_weights() {
     let mut rig = Rig::new();
     let frozen = rig.submit(ask("frozen", 3, 9));

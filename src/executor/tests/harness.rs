@@ -15,7 +15,7 @@ use crate::model::config::ModelConfig;
 use crate::model::{Build, Decoder, WorkspaceShape, kv_caches};
 use crate::types::{GroupKey, LogitsRow, LogitsTask, PlanSequence, RequestKey, SampleKey, SamplingParams, StepPlan};
 use crate::weights::{
-    Adapter, Checkpoint, Delta, Dtype, ModelSource, ParamSpec, Parameters, Partition, Receiver, Slice, Source,
+    Adapter, Checkpoint, Delta, Dtype, ModelSource, ParamSpec, Parameters, Partition, Receiver, Slice, Source, Stage,
     TensorEntry, Tensors, UpdateKind, UpdateSpec, WeightUpdate,
 };
 
@@ -189,21 +189,34 @@ impl Setup {
         }
     }
 
+    /// A FULL push of all parameters, packed into what the ranks give for it.
+    pub fn staged(&self, ranks: &mut Ranks, values: &[Vec<f32>]) -> Stage {
+        let mut receiver = self.receiver(UpdateKind::Full, String::new(), &self.tensors(values));
+        receiver.pack_into(ranks.stage().unwrap());
+        match write_all(receiver, &self.tensors(values)).finish().unwrap().update {
+            WeightUpdate::Staged(stage) => stage,
+            other => panic!("{other:?}"),
+        }
+    }
+
     /// The part of a FULL push that has arrived when the chosen parameters have.
     pub fn part(&self, values: &[Vec<f32>], chosen: impl Fn(&str) -> bool) -> Arc<Tensors> {
         Arc::new(self.full_push(values, chosen).take_complete().unwrap())
     }
 
     fn full_push(&self, values: &[Vec<f32>], chosen: impl Fn(&str) -> bool) -> Receiver {
-        let tensors = self.parameters.iter().zip(values);
-        let tensors: Vec<_> = tensors.map(|(s, v)| (s.name.clone(), s.shape.clone(), v.clone())).collect();
-        let mut push = float_tensors(tensors);
+        let mut push = self.tensors(values);
         for (entry, bytes) in &mut push {
             if !chosen(&entry.name) {
                 bytes.clear();
             }
         }
         self.push(UpdateKind::Full, String::new(), &push)
+    }
+
+    fn tensors(&self, values: &[Vec<f32>]) -> Vec<(TensorEntry, Vec<u8>)> {
+        let tensors = self.parameters.iter().zip(values);
+        float_tensors(tensors.map(|(s, v)| (s.name.clone(), s.shape.clone(), v.clone())).collect())
     }
 
     /// A DELTA push: ascending (index, value) of some parameters.
@@ -229,6 +242,10 @@ impl Setup {
     }
 
     fn push(&self, kind: UpdateKind, adapter_config: String, tensors: &[(TensorEntry, Vec<u8>)]) -> Receiver {
+        write_all(self.receiver(kind, adapter_config, tensors), tensors)
+    }
+
+    fn receiver(&self, kind: UpdateKind, adapter_config: String, tensors: &[(TensorEntry, Vec<u8>)]) -> Receiver {
         let spec = UpdateSpec {
             kind,
             adapter_config,
@@ -237,11 +254,7 @@ impl Setup {
             total_bytes: None,
             source: Source::Inline,
         };
-        let mut receiver = Receiver::open(spec, self.parameters.clone(), None).unwrap();
-        for (i, (_, bytes)) in tensors.iter().enumerate().filter(|(_, (_, bytes))| !bytes.is_empty()) {
-            receiver.write(i as u32, 0, bytes).unwrap();
-        }
-        receiver
+        Receiver::open(spec, self.parameters.clone(), None).unwrap()
     }
 
     /// A directory with this model's files and other values.
@@ -259,6 +272,13 @@ impl Setup {
         safetensors::serialize_to_file(views, None, &dir.path().join("model.safetensors")).unwrap();
         dir
     }
+}
+
+fn write_all(mut receiver: Receiver, tensors: &[(TensorEntry, Vec<u8>)]) -> Receiver {
+    for (i, (_, bytes)) in tensors.iter().enumerate().filter(|(_, (_, bytes))| !bytes.is_empty()) {
+        receiver.write(i as u32, 0, bytes).unwrap();
+    }
+    receiver
 }
 
 fn float_tensors(tensors: Vec<(String, Vec<usize>, Vec<f32>)>) -> Vec<(TensorEntry, Vec<u8>)> {

@@ -98,6 +98,39 @@ fn pushed_tensors_are_those_of_a_fresh_start() {
 }
 
 #[test]
+fn what_is_exchanged_for_a_packed_push_is_a_fresh_start_and_the_base_from_then_on() {
+    for model in ["llama", "qwen2", "qwen3", "llama-tied.gguf"] {
+        for world in worlds(model) {
+            for dtype in DTYPES {
+                let setup = Setup::open(&fixture(model), dtype, world);
+                let (none, pushed) = (Arc::new(Adapter::none()), setup.random_values(3));
+                let mut ranks = setup.ranks();
+                let before = outputs(&mut ranks);
+                // Packed and never committed: nothing has changed.
+                drop(setup.staged(&mut ranks, &pushed));
+                assert_eq!(outputs(&mut ranks), before);
+                let adapter = setup.adapter(4, &ALL, 2, 0.5, false);
+                merge(&mut ranks, &none, &adapter);
+                let stage = setup.staged(&mut ranks, &pushed);
+                setup.assert_serves(&mut ranks, &setup.merged(&setup.base(), &adapter), "before the exchange");
+                drop(ranks.exchange(stage).unwrap());
+                setup.assert_serves(&mut ranks, &bytes_of(&setup, &pushed), "exchanged");
+                let mut direct = setup.ranks();
+                direct.write(WeightOrder::Replace { tensors: setup.full(&pushed) }).unwrap();
+                assert_eq!(outputs(&mut ranks), outputs(&mut direct));
+                merge(&mut ranks, &none, &adapter);
+                let base: Vec<_> = pushed.iter().map(|values| setup.rounded(values)).collect();
+                setup.assert_serves(&mut ranks, &setup.merged(&base, &adapter), "merged");
+                let again = setup.random_values(13);
+                let stage = setup.staged(&mut ranks, &again);
+                drop(ranks.exchange(stage).unwrap());
+                setup.assert_serves(&mut ranks, &bytes_of(&setup, &again), "exchanged again");
+            }
+        }
+    }
+}
+
+#[test]
 fn adapters_are_merged_into_what_was_pushed() {
     everywhere(&["llama", "qwen3"], |setup, ranks| {
         let none = Arc::new(Adapter::none());

@@ -12,6 +12,10 @@ use crate::weights::{Adapter, Checkpoint, ParamSpec, Slice, Tensors};
 /// from several threads at once, each time for some whole rows of what is filled.
 pub(super) type Values<'a> = dyn Fn(&Slice, &mut [f32]) + Sync + 'a;
 
+/// Gives the base's values of a part of a parameter, as they are stored, to the function it is called with. Called from
+/// several threads at once, as [`Values`].
+pub(super) type Rows<'a> = dyn Fn(&Slice, &mut dyn FnMut(WeightRows<'_>)) + Sync + 'a;
+
 /// A parameter's part on this rank.
 pub(super) struct Target<'a> {
     pub spec: &'a ParamSpec,
@@ -20,7 +24,18 @@ pub(super) struct Target<'a> {
     pub dtype: WeightDtype,
 }
 
-/// The checkpoint's values of a parameter; it was read from before.
+/// The checkpoint's values of a parameter, as they are stored; it was read from before.
+pub(super) fn checkpoint_rows<'a>(
+    checkpoint: &'a Checkpoint,
+    name: &'a str,
+) -> impl Fn(&Slice, &mut dyn FnMut(WeightRows<'_>)) + Sync + 'a {
+    move |slice, store| {
+        let stored = checkpoint.read(name, slice).unwrap_or_else(|e| panic!("a read that was checked: {e}"));
+        store(stored.as_rows());
+    }
+}
+
+/// As [`checkpoint_rows`], in float32 of serving precision.
 pub(super) fn checkpoint_values<'a>(
     checkpoint: &'a Checkpoint,
     name: &'a str,
@@ -33,15 +48,11 @@ pub(super) fn checkpoint_values<'a>(
 }
 
 /// A push's values of a parameter, which it has.
-pub(super) fn tensor_values<'a>(
+pub(super) fn tensor_rows<'a>(
     tensors: &'a Tensors,
     name: &'a str,
-    dtype: WeightDtype,
-) -> impl Fn(&Slice, &mut [f32]) + Sync + 'a {
-    move |slice, values| {
-        let pushed = tensors.read(name, slice).expect("the push has this parameter");
-        pushed.as_rows().to_f32(dtype, values);
-    }
+) -> impl Fn(&Slice, &mut dyn FnMut(WeightRows<'_>)) + Sync + 'a {
+    move |slice, store| store(tensors.read(name, slice).expect("the push has this parameter").as_rows())
 }
 
 /// What is stored, as a matrix of its own.
@@ -60,6 +71,24 @@ pub(super) fn copy_of(ops: &Ops, target: &Target<'_>) -> Result<PackedMatrix> {
 }
 
 impl Target<'_> {
+    /// Stores the base.
+    pub fn store(self, ops: &Ops, base: &Rows<'_>) -> Result<()> {
+        let Self { slice, slot, dtype, .. } = self;
+        match slot {
+            Slot::Matrix { matrix, first_row } => {
+                let rows = first_row..first_row + slice.rows.len();
+                ops.store_rows(matrix, rows, &|rows, store| {
+                    let start = slice.rows.start + rows.start - first_row;
+                    base(&Slice { rows: start..start + rows.len(), cols: slice.cols.clone() }, store);
+                });
+            }
+            Slot::Vector { vector, offset } => with_f32_mut(vector, |stored| {
+                base(&slice, &mut |rows| rows.to_f32(dtype, &mut stored[offset..offset + slice.len()]));
+            })?,
+        }
+        Ok(())
+    }
+
     /// Stores the base with `adapter` merged.
     pub fn fill(self, ops: &Ops, adapter: &Adapter, base: &Values<'_>) -> Result<()> {
         let Self { spec, slice, slot, dtype } = self;

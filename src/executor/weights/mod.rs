@@ -4,6 +4,7 @@
 //! made from the base each time, never from what served before, so that a thousand adapters leave no trace.
 
 mod base;
+mod exchange;
 mod patch;
 
 use std::collections::{HashMap, HashSet};
@@ -13,7 +14,7 @@ use std::sync::Arc;
 use half::bf16;
 use rollout_kernels::{Ops, PackedMatrix, RowBits, WeightDtype, with_f32};
 
-use base::{Target, checkpoint_values, copy_of, tensor_values};
+use base::{Target, checkpoint_rows, checkpoint_values, copy_of, tensor_rows};
 
 use super::WeightOrder;
 use crate::comm::Communicator;
@@ -115,12 +116,10 @@ impl RankWeights {
 
     fn replace(&mut self, ops: &Ops, tensors: &Tensors) -> Result<()> {
         let names: HashSet<&str> = tensors.names().collect();
-        let base = Adapter::none();
         let Self { decoder, bases, missing } = self;
         decoder.visit(&mut |spec, slot| {
             if names.contains(spec.name.as_str()) {
-                let target = bases.target(spec, slot)?;
-                target.fill(ops, &base, &tensor_values(tensors, &spec.name, bases.build.weights))?;
+                bases.target(spec, slot)?.store(ops, &tensor_rows(tensors, &spec.name))?;
                 bases.copies.remove(&spec.name);
                 bases.replaced.insert(spec.name.clone());
                 missing.remove(&spec.name);
@@ -219,8 +218,12 @@ impl Bases {
         let slice = self.checkpoint.slice(spec, self.build.partition)?;
         // The one error that is left after the shape: a quantisation that nobody knows. It must not end a task.
         self.checkpoint.read(&spec.name, &Slice { rows: slice.rows.start..slice.rows.start + 1, cols: slice.cols })?;
-        let values = checkpoint_values(&self.checkpoint, &spec.name, self.build.weights);
-        self.target(spec, slot)?.fill(ops, adapter, &values)?;
+        let (target, dtype) = (self.target(spec, slot)?, self.build.weights);
+        if adapter.touches(&spec.name) {
+            target.fill(ops, adapter, &checkpoint_values(&self.checkpoint, &spec.name, dtype))?;
+        } else {
+            target.store(ops, &checkpoint_rows(&self.checkpoint, &spec.name))?;
+        }
         self.checkpoint.release(&spec.name);
         Ok(())
     }

@@ -22,7 +22,7 @@ const QUEUE: usize = 4;
 pub(super) struct Staging {
     work: mpsc::Sender<Work>,
     thread: JoinHandle<Result<Received>>,
-    ticket: UpdateTicket,
+    update: u64,
     declared: usize,
 }
 
@@ -50,9 +50,9 @@ impl Staging {
         let begin = begin(terms, &receiver, cancel);
         let ticket = ask(&parts.engine, |reply| Command::BeginUpdate { begin, reply }).await??;
         let (work, queue) = mpsc::channel(QUEUE);
-        let engine = parts.engine.clone();
+        let (engine, update) = (parts.engine.clone(), ticket.id);
         let thread = spawn_blocking(move || receive(receiver, queue, ticket, &engine));
-        Ok(Self { work, thread, ticket, declared })
+        Ok(Self { work, thread, update, declared })
     }
 
     /// Tensors that the header has declared.
@@ -73,7 +73,7 @@ impl Staging {
         self.send(Work::Finish).await?;
         let received = self.thread.await.map_err(failed)??;
         let facts = ReceivedFacts::from(&received);
-        Ok(Staged { update: self.ticket.id, content: received.update, facts })
+        Ok(Staged { update: self.update, content: received.update, facts })
     }
 
     /// Hands work to the thread; if that has ended, the error it ended with.
@@ -109,9 +109,16 @@ fn receive(
     ticket: UpdateTicket,
     engine: &EngineHandle,
 ) -> Result<Received> {
+    if let Some(stage) = ticket.stage {
+        receiver.pack_into(stage);
+        receiver.read_declared()?;
+    }
     while let Some(work) = queue.blocking_recv() {
         match work {
-            Work::Declare(tensors) => receiver.declare(tensors)?,
+            Work::Declare(tensors) => {
+                receiver.declare(tensors)?;
+                receiver.read_declared()?;
+            }
             Work::Write { tensor, offset, data } => receiver.write(tensor, offset, &data)?,
             Work::Finish => {
                 // A source that is no stream is read now.

@@ -243,7 +243,8 @@ impl Manifest {
         let (Some(head), Some(&embedding)) = (self.head, self.covered.get(EMBEDDING)) else {
             return Ok(());
         };
-        if digest(head) == digest(embedding) {
+        let dtype = |tensor: usize| self.tensors[tensor].entry.dtype;
+        if digest(head) == digest(embedding) && dtype(head) == dtype(embedding) {
             return Ok(());
         }
         Err(refuse(format!(

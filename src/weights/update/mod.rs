@@ -6,8 +6,10 @@ mod files;
 mod full;
 mod manifest;
 mod names;
+mod ordered;
 mod receiver;
 mod shared_memory;
+mod stage;
 mod staging;
 
 use std::sync::Arc;
@@ -18,6 +20,7 @@ use super::tensor::Dtype;
 pub use delta::{Changes, Delta};
 pub use full::Tensors;
 pub use receiver::Receiver;
+pub use stage::{Shard, Stage};
 
 /// What a push brings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,18 +71,20 @@ pub struct UpdateSpec {
 }
 
 /// A verified push.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub enum WeightUpdate {
     /// The base with this adapter merged.
     Lora(Arc<Adapter>),
-    /// Every parameter.
+    /// Every parameter; in place the rest of them.
     Full(Arc<Tensors>),
+    /// Every parameter, packed.
+    Staged(Stage),
     /// Changed elements.
     Delta(Arc<Delta>),
 }
 
 /// What has come of a push.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct Received {
     pub update: WeightUpdate,
     /// XXH3-128 over all digests in the order of the tensors' names.

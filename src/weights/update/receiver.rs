@@ -1,5 +1,7 @@
 //! Receives one push.
 
+mod packing;
+
 use std::path::Path;
 use std::sync::Arc;
 
@@ -9,9 +11,10 @@ use super::delta::{self, Decoded, Delta};
 use super::directory;
 use super::files::SourceFile;
 use super::full::{Staged, Tensors};
-use super::manifest::Manifest;
+use super::manifest::{Declared, Manifest};
 use super::names;
 use super::shared_memory;
+use super::stage::Stage;
 use super::staging::{Slot, in_parallel};
 use super::{Received, Source, TensorEntry, UpdateKind, UpdateSpec, WeightUpdate};
 use crate::error::{Error, Result};
@@ -21,6 +24,9 @@ use crate::weights::{Parameters, Slice, TensorData, matrix_shape};
 
 /// An adapter is float32 once it is read, so no more than this many times its tensors as transported.
 const ADAPTER_GROWTH: u64 = 2;
+/// Most bytes of a FULL push in the stream that wait for those before them. A sender that goes through each tensor in
+/// order needs none.
+const EARLY_BYTES: u64 = 64 << 20;
 
 /// Receives one push. After an error the push is over: it can only be dropped.
 pub struct Receiver {
@@ -32,11 +38,17 @@ pub struct Receiver {
     unmerged: bool,
     /// LORA, once all tensors are declared.
     plan: Option<AdapterPlan>,
+    /// FULL: what the tensors are packed into; else they are kept.
+    stage: Option<Stage>,
+    /// Bytes of the parameters as they serve, on all ranks.
+    serving_bytes: u64,
+    /// Most bytes that wait for those before them, with a stage.
+    early_bytes: u64,
     /// Most bytes that it holds at a time in place.
     in_place_bytes: u64,
     /// Once [`Receiver::take_complete`] was called.
     in_place: bool,
-    /// Bytes of the slots that hold memory.
+    /// Bytes of the slots that hold memory; with a stage, bytes that wait for those before them.
     held: u64,
     /// Tensors that have become whole and were not taken.
     complete: Vec<usize>,
@@ -86,6 +98,7 @@ impl Receiver {
                 (tensors, adapter_config) = (directory.tensors, directory.adapter_config);
             }
         }
+        let serving_bytes = parameters.iter().map(|spec| parameters.bytes_on_ranks(spec)).sum::<Result<u64>>()?;
         let mut receiver = Self {
             manifest: Manifest::new(kind, parameters, total_bytes),
             slots: Vec::new(),
@@ -93,6 +106,9 @@ impl Receiver {
             adapter_config,
             unmerged,
             plan: None,
+            stage: None,
+            serving_bytes,
+            early_bytes: 0,
             in_place_bytes: 0,
             in_place: false,
             held: 0,
@@ -104,17 +120,22 @@ impl Receiver {
             // What the rest decompresses to could not be set aside.
             return Err(Error::invalid("total_bytes", "a DELTA declares all its tensors in the header"));
         }
-        receiver.in_place_bytes = receiver.most_in_place();
+        let (largest, total) = (receiver.largest(), receiver.manifest.total());
+        // The largest tensor, and as much again so that senders may begin the next before one is whole.
+        receiver.in_place_bytes = largest.saturating_mul(2).min(total);
+        if receiver.origin.files.is_empty() {
+            receiver.early_bytes = EARLY_BYTES.min(largest).min(total);
+        }
         Ok(receiver)
     }
 
-    /// Most memory that it and its [`Received`] will hold at any time. `in_place`: with [`Receiver::take_complete`]
-    /// after each write, if what it gives is dropped before the next.
+    /// Most memory that it and its [`Received`] will hold at any time, of FULL with its stage. `in_place`: with
+    /// [`Receiver::take_complete`] after each write, if what it gives is dropped before the next.
     pub fn staging_bytes(&self, in_place: bool) -> u64 {
         let total = self.manifest.total();
         let beside = match self.manifest.kind() {
             UpdateKind::Full if in_place => return self.in_place_bytes,
-            UpdateKind::Full => 0,
+            UpdateKind::Full => return self.serving_bytes.saturating_add(self.early_bytes),
             UpdateKind::Lora => match &self.plan {
                 Some(plan) => plan.bytes(),
                 None => total.saturating_mul(ADAPTER_GROWTH),
@@ -132,13 +153,12 @@ impl Receiver {
         })
     }
 
-    /// In place: the largest tensor, and as much again so that senders may begin the next before one is whole.
-    fn most_in_place(&self) -> u64 {
+    /// Bytes of the largest tensor that is or may be declared.
+    fn largest(&self) -> u64 {
         let declared = self.slots.iter().map(|slot| slot.bytes() as u64).max().unwrap_or(0);
         // What is declared later can be any tensor of the model, in float32.
         let later = (names::largest(self.manifest.parameters()) as u64).saturating_mul(size_of::<f32>() as u64);
-        let largest = if self.manifest.is_final() { declared } else { declared.max(later) };
-        largest.saturating_mul(2).min(self.manifest.total())
+        if self.manifest.is_final() { declared } else { declared.max(later) }
     }
 
     /// Declares further tensors.
@@ -218,6 +238,9 @@ impl Receiver {
         if index >= self.slots.len() {
             let declared = self.slots.len();
             return Err(Error::invalid("chunk", format!("there is no tensor {tensor}; {declared} are declared")));
+        }
+        if self.stage.is_some() {
+            return self.pack(index, offset, data);
         }
         self.hold(index)?;
         if self.slots[index].write(&self.manifest.tensors()[index].entry.name, offset, data)? {
@@ -315,6 +338,9 @@ impl Receiver {
                 let parameters = adapter.parameters().count();
                 (WeightUpdate::Lora(Arc::new(adapter)), parameters)
             }
+            UpdateKind::Full if let Some(stage) = self.stage.take() => {
+                (WeightUpdate::Staged(stage), self.manifest.covered())
+            }
             UpdateKind::Full => {
                 let tensors = self.tensors(0..self.slots.len());
                 (WeightUpdate::Full(Arc::new(tensors)), self.manifest.covered())
@@ -337,6 +363,9 @@ impl Receiver {
 
     /// Reads what has not been read where the source is no stream.
     fn read_rest(&mut self) -> Result<()> {
+        if self.stage.is_some() {
+            return self.read_declared();
+        }
         let Self { manifest, slots, origin, .. } = self;
         let mut rest = Vec::new();
         for ((index, slot), tensor) in slots.iter_mut().enumerate().zip(manifest.tensors()) {
@@ -349,7 +378,7 @@ impl Receiver {
 
     /// The verified digest of every tensor.
     fn digests(&self) -> Result<Vec<[u8; 16]>> {
-        let digest = |(slot, tensor): (&Slot, &super::manifest::Declared)| {
+        let digest = |(slot, tensor): (&Slot, &Declared)| {
             slot.digest().ok_or_else(|| {
                 let (name, received, bytes) = (&tensor.entry.name, slot.received(), slot.bytes());
                 Error::invalid("tensors", format!("tensor {name:?} is not whole: {received} of its {bytes} bytes came"))

@@ -7,6 +7,7 @@ use memmap2::MmapMut;
 use xxhash_rust::xxh3::Xxh3;
 
 use super::files::SourceFile;
+use super::ordered::{Layout, Ordered, Sink};
 use crate::error::{Error, Result};
 use crate::weights::Dtype;
 
@@ -73,8 +74,10 @@ pub(super) struct Slot {
     values: Option<Dtype>,
     /// None where the sender has not said it.
     expected: Option<[u8; 16]>,
-    /// While it comes in pieces.
+    /// While it comes in pieces, and is kept.
     partial: Option<Box<Partial>>,
+    /// While it comes in pieces, and is passed on.
+    ordered: Option<Box<Ordered>>,
     /// Once it is whole and verified.
     digest: Option<[u8; 16]>,
     /// From then on until it is taken.
@@ -92,7 +95,7 @@ struct Partial {
 
 impl Slot {
     pub fn new(bytes: usize, values: Option<Dtype>, expected: Option<[u8; 16]>) -> Self {
-        Self { bytes, values, expected, partial: None, digest: None, buffer: None }
+        Self { bytes, values, expected, partial: None, ordered: None, digest: None, buffer: None }
     }
 
     pub fn bytes(&self) -> usize {
@@ -101,15 +104,16 @@ impl Slot {
 
     /// Whether it has taken no memory yet.
     pub fn is_untouched(&self) -> bool {
-        self.partial.is_none() && self.digest.is_none()
+        self.partial.is_none() && self.ordered.is_none() && self.digest.is_none()
     }
 
     /// How many bytes have come.
     pub fn received(&self) -> usize {
-        match &self.partial {
-            Some(partial) => partial.pieces.iter().map(Range::len).sum(),
-            None if self.digest.is_some() => self.bytes,
-            None => 0,
+        match (&self.partial, &self.ordered) {
+            (Some(partial), _) => partial.pieces.iter().map(Range::len).sum(),
+            (_, Some(ordered)) => ordered.done() + ordered.early_bytes(),
+            _ if self.digest.is_some() => self.bytes,
+            _ => 0,
         }
     }
 
@@ -134,25 +138,19 @@ impl Slot {
     /// `InvalidArgument` if they are outside or overlap what has come, or leave too many gaps; as for
     /// [`Slot::verify`].
     pub fn write(&mut self, name: &str, offset: u64, data: &[u8]) -> Result<bool> {
-        let refuse = |what: String| Error::invalid("chunk", format!("tensor {name:?}: {what}"));
-        let end = offset.saturating_add(data.len() as u64);
-        if end > self.bytes as u64 {
-            return Err(refuse(format!("bytes {offset}..{end} are outside its {} bytes", self.bytes)));
-        }
+        let piece = self.check_inside(name, offset, data)?;
         if data.is_empty() {
             return Ok(false);
         }
-        // Both are at most the tensor's bytes.
-        let piece = offset as usize..end as usize;
         if self.partial.is_none() && self.digest.is_none() {
             self.partial = Some(Box::new(Partial::new(self.bytes)?));
         }
         let Some(partial) = self.partial.as_mut().filter(|partial| !partial.overlaps(&piece)) else {
-            return Err(refuse(format!("bytes {offset}..{end} overlap bytes that were sent before")));
+            return Err(overlaps(name, &piece));
         };
         partial.take(piece, data);
         if partial.pieces.len() > MAX_PIECES {
-            return Err(refuse(format!("its chunks leave {MAX_PIECES} gaps; send them nearer to their order")));
+            return Err(too_many_gaps(name));
         }
         let Some(partial) = self.partial.take_if(|partial| partial.pieces[0].len() == self.bytes) else {
             return Ok(false);
@@ -160,8 +158,91 @@ impl Slot {
         let Partial { buffer, mut hasher, hashed, .. } = *partial;
         hasher.update(&buffer[hashed..]);
         let bad = self.values.and_then(|dtype| first_not_finite(&buffer, dtype));
-        self.verify(name, buffer, &hasher, bad)?;
+        self.verify(name, &hasher, bad)?;
+        self.buffer = Some(buffer);
         Ok(true)
+    }
+
+    /// As [`Slot::write`], but passes its rows on to `sink` instead of keeping them. At most `room` bytes wait for those
+    /// before them.
+    ///
+    /// # Errors
+    /// As for [`Slot::write`]; `ResourceExhausted` if more would wait.
+    pub fn pass(
+        &mut self,
+        name: &str,
+        offset: u64,
+        data: &[u8],
+        layout: Layout,
+        room: u64,
+        sink: &mut Sink<'_>,
+    ) -> Result<bool> {
+        let piece = self.check_inside(name, offset, data)?;
+        if data.is_empty() {
+            return Ok(false);
+        }
+        if self.is_untouched() {
+            self.ordered = Some(Box::new(Ordered::new(layout)));
+        }
+        let Some(ordered) = self.ordered.as_mut().filter(|ordered| !ordered.overlaps(piece.start, piece.end)) else {
+            return Err(overlaps(name, &piece));
+        };
+        if piece.start != ordered.done() && piece.len() as u64 > room {
+            return Err(Error::ResourceExhausted(format!(
+                "tensor {name:?}: bytes {}.. come before those from {} on, and there is no room to keep them; send each \
+                 tensor from its beginning to its end",
+                piece.start,
+                ordered.done()
+            )));
+        }
+        ordered.take(piece.start, data, sink);
+        if ordered.early_pieces() > MAX_PIECES {
+            return Err(too_many_gaps(name));
+        }
+        let Some(ordered) = self.ordered.take_if(|ordered| ordered.done() == self.bytes) else { return Ok(false) };
+        self.verify(name, ordered.hasher(), ordered.bad())?;
+        Ok(true)
+    }
+
+    /// Bytes that wait for those before them.
+    pub fn early_bytes(&self) -> u64 {
+        self.ordered.as_ref().map_or(0, |ordered| ordered.early_bytes() as u64)
+    }
+
+    /// Reads the whole tensor `name` from a file and passes its rows on to `sink`. `piece` is memory to use.
+    ///
+    /// # Errors
+    /// As for [`Slot::fill`].
+    pub fn pass_file(
+        &mut self,
+        name: &str,
+        (file, offset): (&SourceFile, u64),
+        layout: Layout,
+        piece: &mut Vec<u8>,
+        sink: &mut Sink<'_>,
+    ) -> Result<()> {
+        let mut ordered = Ordered::new(layout);
+        let most = layout.piece_rows() * layout.row_bytes();
+        if piece.len() < most {
+            piece.resize(most, 0);
+        }
+        while ordered.done() < self.bytes {
+            let next = &mut piece[..most.min(self.bytes - ordered.done())];
+            file.read(name, offset + ordered.done() as u64, next)?;
+            ordered.take(ordered.done(), next, sink);
+        }
+        self.verify(name, ordered.hasher(), ordered.bad())
+    }
+
+    /// Where in the tensor the bytes are.
+    fn check_inside(&self, name: &str, offset: u64, data: &[u8]) -> Result<Range<usize>> {
+        let end = offset.saturating_add(data.len() as u64);
+        if end > self.bytes as u64 {
+            let what = format!("tensor {name:?}: bytes {offset}..{end} are outside its {} bytes", self.bytes);
+            return Err(Error::invalid("chunk", what));
+        }
+        // Both are at most the tensor's bytes.
+        Ok(offset as usize..end as usize)
     }
 
     /// Reads the whole tensor `name` from a file.
@@ -181,13 +262,15 @@ impl Slot {
             }
             done += piece.len();
         }
-        self.verify(name, buffer, &hasher, bad)
+        self.verify(name, &hasher, bad)?;
+        self.buffer = Some(buffer);
+        Ok(())
     }
 
     /// # Errors
     /// `DataLoss` if the digest is not the announced one, else `InvalidArgument` if the value at index `bad` is not
     /// finite.
-    fn verify(&mut self, name: &str, buffer: Buffer, hasher: &Xxh3, bad: Option<usize>) -> Result<()> {
+    fn verify(&mut self, name: &str, hasher: &Xxh3, bad: Option<usize>) -> Result<()> {
         let digest = hasher.digest128().to_be_bytes();
         if let Some(expected) = self.expected.filter(|expected| *expected != digest) {
             return Err(Error::DataLoss(format!(
@@ -202,9 +285,19 @@ impl Slot {
                 format!("tensor {name:?} is not finite at element {index}; the trainer has diverged or sent garbage"),
             ));
         }
-        (self.digest, self.buffer) = (Some(digest), Some(buffer));
+        self.digest = Some(digest);
         Ok(())
     }
+}
+
+fn overlaps(name: &str, piece: &Range<usize>) -> Error {
+    let Range { start, end } = piece;
+    Error::invalid("chunk", format!("tensor {name:?}: bytes {start}..{end} overlap bytes that were sent before"))
+}
+
+fn too_many_gaps(name: &str) -> Error {
+    let what = format!("tensor {name:?}: its chunks leave {MAX_PIECES} gaps; send them nearer to their order");
+    Error::invalid("chunk", what)
 }
 
 impl Partial {
@@ -266,7 +359,16 @@ pub(super) fn hex(digest: &[u8; 16]) -> String {
 
 /// Does `work` for every item on up to four threads, more than which memory does not feed. Items are `(cost, item)`: the
 /// largest go first, each to the thread that has least to do.
-pub(super) fn in_parallel<T: Send>(mut items: Vec<(usize, T)>, work: impl Fn(T) -> Result<()> + Sync) -> Result<()> {
+pub(super) fn in_parallel<T: Send>(items: Vec<(usize, T)>, work: impl Fn(T) -> Result<()> + Sync) -> Result<()> {
+    in_parallel_with(items, || (), |(), item| work(item))
+}
+
+/// As [`in_parallel`]; `make` makes what each thread works with.
+pub(super) fn in_parallel_with<T: Send, S>(
+    mut items: Vec<(usize, T)>,
+    make: impl Fn() -> S + Sync,
+    work: impl Fn(&mut S, T) -> Result<()> + Sync,
+) -> Result<()> {
     let threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(4));
     items.sort_by_key(|(cost, _)| std::cmp::Reverse(*cost));
     let mut shares: Vec<(usize, Vec<T>)> = (0..threads).map(|_| (0, Vec::new())).collect();
@@ -276,7 +378,10 @@ pub(super) fn in_parallel<T: Send>(mut items: Vec<(usize, T)>, work: impl Fn(T) 
         share.1.push(item);
     }
     let own = shares.pop().expect("there is a thread").1;
-    let do_all = |items: Vec<T>| items.into_iter().try_for_each(&work);
+    let do_all = |items: Vec<T>| {
+        let mut with = make();
+        items.into_iter().try_for_each(|item| work(&mut with, item))
+    };
     std::thread::scope(|scope| {
         let others: Vec<_> = shares
             .into_iter()

@@ -2,6 +2,7 @@
 
 mod adapters;
 mod names;
+mod packing;
 mod payloads;
 mod sources;
 mod streams;

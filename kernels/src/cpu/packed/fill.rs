@@ -1,4 +1,4 @@
-//! Weights made where they are stored: a base with an adapter merged, single elements that change.
+//! Weights made where they are stored: rows as they come, a base with an adapter merged, single elements that change.
 
 #![allow(clippy::needless_range_loop)] // indices, so that vectors stay in registers
 
@@ -7,8 +7,8 @@ use super::super::lanes::{LANES, Lanes};
 use super::super::pool::ThreadPool;
 use super::super::rows::SharedSlice;
 use super::super::storage::Plain;
-use super::{PANEL, Pack, PackedMatrix, Stored, WeightDtype};
-use half::bf16;
+use super::{PANEL, Pack, PackedMatrix, Source, Stored, WeightDtype, WeightRows, round_bf16};
+use half::{bf16, f16};
 use std::ops::Range;
 
 /// Rows made at once, as float32: they stay in the second-level cache (1 MiB or more) beside what they are made from.
@@ -24,61 +24,118 @@ pub type Fill<'a> = dyn Fn(Range<usize>, &mut [f32]) + Sync + 'a;
 /// threads.
 pub type WriteElements<'a> = dyn Fn(Range<usize>, &mut dyn FnMut(usize, usize, f32)) + Sync + 'a;
 
-/// An element of a panel, of which a line of 64 bytes holds some neighbours of each of 16 rows.
-trait Packed: Stored<f32> {
+/// Calls the function it is given with some whole rows. Called from several threads.
+pub type ReadRows<'a> = dyn Fn(Range<usize>, &mut dyn FnMut(WeightRows<'_>)) + Sync + 'a;
+
+/// An element of a panel, of which a line of 64 bytes holds some neighbours of each of 16 rows; made from `S`.
+pub(super) trait Packed<S>: Stored<S> {
     /// Neighbours of a row in 16 lines.
     const PER_LINE: usize;
 
     /// # Safety
-    /// `p` is readable for [`PER_LINE`](Self::PER_LINE) float32.
-    unsafe fn load<L: Lanes>(p: *const f32) -> L;
+    /// `p` is readable for [`PER_LINE`](Self::PER_LINE) values.
+    unsafe fn load<L: Lanes>(p: *const S) -> L;
 }
 
-impl Packed for bf16 {
-    const PER_LINE: usize = 2 * LANES;
+/// `Packed` of one pair of types: neighbours in a line, and how they are read.
+macro_rules! packed {
+    ($stored:ty, $from:ty, $per_line:expr, $load:expr) => {
+        impl Packed<$from> for $stored {
+            const PER_LINE: usize = $per_line;
 
-    #[inline(always)]
-    unsafe fn load<L: Lanes>(p: *const f32) -> L {
-        // SAFETY: the caller's promise.
-        unsafe { L::load_rounded_pairs(p) }
-    }
+            #[inline(always)]
+            unsafe fn load<L: Lanes>(p: *const $from) -> L {
+                // SAFETY: the caller's promise.
+                unsafe { $load(p) }
+            }
+        }
+    };
 }
 
-impl Packed for f32 {
-    const PER_LINE: usize = LANES;
+// A line of bfloat16 is copied as it is.
+packed!(bf16, bf16, 2 * LANES, |p: *const bf16| L::load(p.cast()));
+packed!(bf16, f32, 2 * LANES, |p| L::load_rounded_pairs(p));
+packed!(f32, f32, LANES, |p| L::load(p));
+packed!(f32, bf16, LANES, |p| L::load_bf16(p));
+packed!(bf16, f16, 2 * LANES, |p| pairs_of_f16(p));
+packed!(f32, f16, LANES, |p: *const f16| L::from_array(&std::array::from_fn(|i| (*p.add(i)).to_f32())));
 
-    #[inline(always)]
-    unsafe fn load<L: Lanes>(p: *const f32) -> L {
-        // SAFETY: the caller's promise.
-        unsafe { L::load(p) }
-    }
+/// 32 float16 as bfloat16 pairs.
+///
+/// # Safety
+/// `p` is readable for 32 values.
+#[inline(always)]
+unsafe fn pairs_of_f16<L: Lanes>(p: *const f16) -> L {
+    // SAFETY: the caller's promise.
+    let bits = |i: usize| u32::from(round_bf16(unsafe { *p.add(i) }.to_f32()).to_bits());
+    L::from_array(&std::array::from_fn(|i| f32::from_bits(bits(2 * i) | bits(2 * i + 1) << 16)))
 }
 
-/// Writes a panel of 16 rows whose length `k` is whole lines, past the caches: it is not read before the next step.
-struct PackWhole<'a, D> {
-    panel: &'a mut [D],
-    k: usize,
-    rows: &'a [f32],
+/// Writes a panel of 16 rows, which start `stride` values apart and whose length `k` is whole lines, past the caches: it
+/// is not read before the next step.
+pub(super) struct PackWhole<'a, D, S> {
+    pub panel: &'a mut [D],
+    pub k: usize,
+    pub rows: &'a [S],
+    pub stride: usize,
 }
 
-impl<D: Packed> Kernel for PackWhole<'_, D> {
+impl<D: Packed<S>, S> Kernel for PackWhole<'_, D, S> {
     type Output = ();
 
     #[inline(always)]
     fn run<L: Lanes>(self) {
-        let Self { panel, k, rows } = self;
-        assert!(k.is_multiple_of(D::PER_LINE) && rows.len() == PANEL * k && panel.len() == PANEL * k);
+        let Self { panel, k, rows, stride } = self;
+        assert!(k.is_multiple_of(D::PER_LINE) && panel.len() == PANEL * k);
+        assert!(k <= stride && rows.len() >= (PANEL - 1) * stride + k, "16 rows");
         assert!(panel.as_ptr().addr().is_multiple_of(64), "panels start with a cache line");
         for first in (0..k).step_by(D::PER_LINE) {
             let mut lines = [L::zero(); LANES];
             for row in 0..PANEL {
                 // SAFETY: the row has a whole line from here on.
-                lines[row] = unsafe { D::load(rows.as_ptr().add(row * k + first)) };
+                lines[row] = unsafe { D::load(rows.as_ptr().add(row * stride + first)) };
             }
             // SAFETY: 16 lines of 64 bytes of the panel, which starts with a line.
             unsafe { L::stream_transposed(&lines, panel.as_mut_ptr().add(PANEL * first).cast()) };
         }
         L::fence();
+    }
+}
+
+/// Writes `rows` of a matrix to `panels`, which are all that hold them.
+pub(super) fn pack<const GROUP: usize, D>(panels: &mut [D], rows: &Range<usize>, k: usize, from: Source<'_>)
+where
+    D: Packed<bf16> + Packed<f16> + Packed<f32>,
+{
+    let Source { width, first_column, .. } = from;
+    assert!(first_column + k <= width, "{k} columns from {first_column} on of {width}");
+    match from.rows {
+        WeightRows::Bf16(values) => pack_as::<GROUP, D, _>(panels, rows, k, &values[first_column..], width),
+        WeightRows::F16(values) => pack_as::<GROUP, D, _>(panels, rows, k, &values[first_column..], width),
+        WeightRows::F32(values) => pack_as::<GROUP, D, _>(panels, rows, k, &values[first_column..], width),
+    }
+}
+
+/// As [`pack`], from rows that start `stride` values apart.
+fn pack_as<const GROUP: usize, D: Packed<S>, S: Copy>(
+    panels: &mut [D],
+    rows: &Range<usize>,
+    k: usize,
+    values: &[S],
+    stride: usize,
+) {
+    let isa = Isa::detect();
+    let first = rows.start / PANEL;
+    let panel_len = panels.len() / (rows.end.div_ceil(PANEL) - first);
+    for (p, panel) in panels.chunks_exact_mut(panel_len).enumerate() {
+        let lanes = rows.start.max((first + p) * PANEL)..rows.end.min((first + p + 1) * PANEL);
+        let start = (lanes.start - rows.start) * stride;
+        let rows = &values[start..start + (lanes.len() - 1) * stride + k];
+        if lanes.len() == PANEL && k.is_multiple_of(D::PER_LINE) {
+            isa.dispatch(PackWhole { panel, k, rows, stride });
+        } else {
+            isa.dispatch(Pack::<GROUP, D, S> { panel, first_lane: lanes.start % PANEL, k, rows, stride });
+        }
     }
 }
 
@@ -95,26 +152,39 @@ impl PackedMatrix {
         }
     }
 
-    fn fill_as<const GROUP: usize, D: Packed>(&mut self, pool: &ThreadPool, rows: Range<usize>, fill: &Fill<'_>) {
-        let (k, isa) = (self.k, Isa::detect());
+    fn fill_as<const GROUP: usize, D: Packed<f32>>(&mut self, pool: &ThreadPool, rows: Range<usize>, fill: &Fill<'_>) {
+        let k = self.k;
         let at_once = (TILE_BYTES / (4 * PANEL * k)).clamp(1, MOST_PANELS);
-        let tile = |panels: Range<usize>, stored: &mut [D], scratch: &mut [f32]| {
-            let mine = rows.start.max(panels.start * PANEL)..rows.end.min(panels.end * PANEL);
+        self.for_panels(pool, &rows, at_once, at_once * PANEL * k, |mine, stored: &mut [D], scratch| {
             let values = &mut scratch[..mine.len() * k];
             fill(mine.clone(), values);
-            let mut row = mine.start;
-            for (p, panel) in panels.clone().zip(stored.chunks_exact_mut(stored.len() / panels.len())) {
-                let end = mine.end.min((p + 1) * PANEL);
-                let values = &values[(row - mine.start) * k..(end - mine.start) * k];
-                if end - row == PANEL && k.is_multiple_of(D::PER_LINE) {
-                    isa.dispatch(PackWhole { panel, k, rows: values });
-                } else {
-                    isa.dispatch(Pack::<GROUP, D, f32> { panel, first_lane: row % PANEL, k, rows: values });
-                }
-                row = end;
-            }
-        };
-        self.for_panels(pool, &rows, at_once, at_once * PANEL * k, tile);
+            pack_as::<GROUP, D, f32>(stored, &mine, k, values, k);
+        });
+    }
+
+    /// Stores `rows` as `read` gives them on all threads of the pool, some at a time; rounds as
+    /// [`PackedMatrix::fill_rows`] does.
+    ///
+    /// # Panics
+    /// If `rows` pass the end, or others are given than were asked for.
+    pub fn store_rows(&mut self, pool: &ThreadPool, rows: Range<usize>, read: &ReadRows<'_>) {
+        match self.dtype {
+            WeightDtype::Bf16 => self.store_as::<2, bf16>(pool, rows, read),
+            WeightDtype::F32 => self.store_as::<1, f32>(pool, rows, read),
+        }
+    }
+
+    fn store_as<const GROUP: usize, D>(&mut self, pool: &ThreadPool, rows: Range<usize>, read: &ReadRows<'_>)
+    where
+        D: Packed<bf16> + Packed<f16> + Packed<f32>,
+    {
+        let k = self.k;
+        self.for_panels(pool, &rows, MOST_PANELS, 0, |mine, stored: &mut [D], _| {
+            read(mine.clone(), &mut |rows| {
+                assert_eq!(rows.len(), mine.len() * k, "values of rows {mine:?}");
+                pack::<GROUP, D>(stored, &mine, k, Source { rows, width: k, first_column: 0 });
+            });
+        });
     }
 
     /// Stores single elements of `rows`, which `write` names on all threads of the pool, some rows at a time; rounds as
@@ -136,18 +206,17 @@ impl PackedMatrix {
         write: &WriteElements<'_>,
     ) {
         let k = self.k;
-        self.for_panels(pool, &rows, MOST_PANELS, 0, |panels, stored: &mut [D], _| {
-            let mine = rows.start.max(panels.start * PANEL)..rows.end.min(panels.end * PANEL);
-            let panel_len = stored.len() / panels.len();
+        let panel_len = PANEL * self.padded_k();
+        self.for_panels(pool, &rows, MOST_PANELS, 0, |mine, stored: &mut [D], _| {
             write(mine.clone(), &mut |row, column, value| {
                 assert!(mine.contains(&row) && column < k, "row {row}, column {column} of rows {mine:?} of {k}");
-                let panel = (row / PANEL - panels.start) * panel_len;
+                let panel = (row / PANEL - mine.start / PANEL) * panel_len;
                 stored[panel + (column / GROUP * PANEL + row % PANEL) * GROUP + column % GROUP] = D::rounded(value);
             });
         });
     }
 
-    /// Calls `f(panels, their storage, scratch)` for all panels that hold `rows`, `at_once` in one task.
+    /// Calls `f(some of rows, the panels that hold them, scratch)` for all of `rows`, those of `at_once` panels in one task.
     fn for_panels<D: Plain>(
         &mut self,
         pool: &ThreadPool,
@@ -168,7 +237,7 @@ impl PackedMatrix {
             let panels = start..last.min(start + at_once);
             // SAFETY: each panel is in one task.
             let stored = unsafe { stored.part(panels.start * panel_len, panels.len() * panel_len) };
-            f(panels, stored, scratch);
+            f(rows.start.max(panels.start * PANEL)..rows.end.min(panels.end * PANEL), stored, scratch);
         });
     }
 }

@@ -104,6 +104,93 @@ fn filled_rows_are_written_rows() {
     }
 }
 
+/// Values of one of the types that rows come in.
+enum Stored {
+    Bf16(Vec<bf16>),
+    F16(Vec<f16>),
+    F32(Vec<f32>),
+}
+
+impl Stored {
+    fn random(random: &mut Random, len: usize) -> Stored {
+        let values = random.normals(len, 1.0);
+        match random.below(3) {
+            0 => Stored::Bf16(values.iter().map(|x| bf16::from_f32(*x)).collect()),
+            1 => Stored::F16(values.iter().map(|x| f16::from_f32(*x)).collect()),
+            _ => Stored::F32(values),
+        }
+    }
+
+    fn part(&self, range: std::ops::Range<usize>) -> WeightRows<'_> {
+        match self {
+            Stored::Bf16(values) => WeightRows::Bf16(&values[range]),
+            Stored::F16(values) => WeightRows::F16(&values[range]),
+            Stored::F32(values) => WeightRows::F32(&values[range]),
+        }
+    }
+
+    fn floats(&self) -> Vec<f32> {
+        match self {
+            Stored::Bf16(values) => values.iter().map(|x| x.to_f32()).collect(),
+            Stored::F16(values) => values.iter().map(|x| x.to_f32()).collect(),
+            Stored::F32(values) => values.clone(),
+        }
+    }
+}
+
+#[test]
+fn stored_rows_and_columns_are_those_filled_from_float32() {
+    for seed in 0..400 {
+        let mut random = Random::new(seed);
+        let dtype = [WeightDtype::Bf16, WeightDtype::F32][seed as usize % 2];
+        let (n, pool) = (random.between(1, 200), ThreadPool::new(2));
+        let k = [random.between(1, 40), random.between(1, 300), 32 * random.between(1, 12)][random.below(3)];
+        let [mut filled, mut stored, mut written] = [(); 3].map(|()| PackedMatrix::zeros(dtype, n, k, 1));
+        for _ in 0..3 {
+            let start = random.below(n);
+            let rows = start..random.between(start, n);
+            let first_column = random.below(9);
+            let width = first_column + k + random.below(9);
+            let wide = Stored::random(&mut random, rows.len() * width);
+            let floats = wide.floats();
+            let narrow: Vec<f32> = floats.chunks(width).flat_map(|row| row[first_column..][..k].to_vec()).collect();
+            let part = |some: &std::ops::Range<usize>| (some.start - rows.start) * k..(some.end - rows.start) * k;
+            filled.fill_rows(&pool, rows.clone(), &|some, out| out.copy_from_slice(&narrow[part(&some)]));
+            stored.store_rows(&pool, rows.clone(), &|some, store| store(WeightRows::F32(&narrow[part(&some)])));
+            // Whole, or in two at any row.
+            let middle = random.between(0, rows.len());
+            written.write_columns(start, wide.part(0..middle * width), width, first_column);
+            written.write_columns(start + middle, wide.part(middle * width..rows.len() * width), width, first_column);
+            let expected = filled.storage.as_slice::<u16>();
+            assert!(stored.storage.as_slice::<u16>() == expected, "stored: {dtype:?} {n} x {k}, {rows:?}");
+            assert!(written.storage.as_slice::<u16>() == expected, "written: {dtype:?} {n} x {k}, {rows:?} of {width}");
+        }
+    }
+}
+
+#[test]
+fn every_instruction_set_packs_the_same_bits() {
+    use crate::cpu::isa::Isa;
+    use crate::cpu::lanes::LANES;
+    let mut random = Random::new(5);
+    for _ in 0..20 {
+        let (k, stride) = (32 * random.between(1, 4), 128 + random.below(5));
+        let values: Vec<bf16> = random.normals(LANES * stride, 1.0).iter().map(|x| bf16::from_f32(*x)).collect();
+        let packed = |isa: Isa| {
+            let mut matrix = PackedMatrix::zeros(WeightDtype::Bf16, LANES, k, 1);
+            let panel = matrix.storage.as_mut_slice::<bf16>();
+            isa.dispatch(fill::PackWhole { panel, k, rows: &values, stride });
+            let mut out = vec![bf16::ZERO; LANES * k];
+            matrix.read_rows(0, RowBits::Bf16(&mut out));
+            out
+        };
+        let expected: Vec<bf16> = values.chunks(stride).flat_map(|row| row[..k].to_vec()).collect();
+        for isa in Isa::available() {
+            assert_eq!(packed(isa), expected, "{}", isa.name());
+        }
+    }
+}
+
 #[test]
 fn written_elements_change_nothing_else() {
     for seed in 0..100 {
@@ -158,4 +245,7 @@ fn a_released_matrix_is_zero_and_can_be_written_again() {
     let mut row = [0.0; 9];
     matrix.read_row(19, &mut row);
     assert_eq!(row, [2.5; 9]);
+    let spare = matrix.spare().unwrap();
+    assert!(spare.storage.as_slice::<f32>().iter().all(|x| *x == 0.0));
+    assert_eq!((spare.dtype(), spare.n(), spare.k(), spare.leaves()), (WeightDtype::F32, 20, 9, 1));
 }

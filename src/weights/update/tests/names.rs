@@ -51,7 +51,7 @@ fn names_that_only_look_wrapped_are_unknown() {
 }
 
 /// The push with queries, keys and values, and gate and up, one below the other.
-fn fuse(push: &[Sent]) -> Vec<Sent> {
+pub(super) fn fuse(push: &[Sent]) -> Vec<Sent> {
     let find = |name: String| push.iter().find(|sent| sent.entry.name == name);
     let mut fused = Vec::new();
     for sent in push {

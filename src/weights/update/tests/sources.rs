@@ -3,16 +3,21 @@ use std::path::{Path, PathBuf};
 use super::*;
 
 /// A segment that goes with the test.
-struct Segment(PathBuf);
+pub(super) struct Segment(PathBuf);
 
 impl Segment {
-    fn new(test: &str, bytes: &[u8]) -> Self {
+    pub(super) fn new(test: &str, bytes: &[u8]) -> Self {
         let path = Path::new("/dev/shm").join(format!("rollout-test-{}-{test}", std::process::id()));
         std::fs::write(&path, bytes).unwrap();
         Self(path)
     }
 
-    fn name(&self) -> String {
+    /// Leaves its first bytes.
+    pub(super) fn cut(&self, bytes: u64) {
+        std::fs::OpenOptions::new().write(true).open(&self.0).unwrap().set_len(bytes).unwrap();
+    }
+
+    pub(super) fn name(&self) -> String {
         self.0.file_name().unwrap().to_str().unwrap().into()
     }
 }
@@ -24,7 +29,7 @@ impl Drop for Segment {
 }
 
 /// The tensors at any places of a segment, and what else is in it.
-fn lay_out(rng: &mut StdRng, push: &mut [Sent]) -> Vec<u8> {
+pub(super) fn lay_out(rng: &mut StdRng, push: &mut [Sent]) -> Vec<u8> {
     let mut bytes = Vec::new();
     for sent in push {
         bytes.extend((0..rng.random_range(0..20)).map(|_| rng.random::<u8>()));
@@ -34,14 +39,29 @@ fn lay_out(rng: &mut StdRng, push: &mut [Sent]) -> Vec<u8> {
     bytes
 }
 
-fn from_segment(kind: UpdateKind, push: &[Sent], name: &str, parameters: &Arc<Parameters>) -> Result<Receiver> {
+pub(super) fn from_segment(
+    kind: UpdateKind,
+    push: &[Sent],
+    name: &str,
+    parameters: &Arc<Parameters>,
+) -> Result<Receiver> {
     let spec = UpdateSpec { source: Source::SharedMemory(name.into()), ..spec(kind, push) };
     Receiver::open(spec, parameters.clone(), None)
 }
 
-fn from_directory(kind: UpdateKind, path: &str, parameters: &Arc<Parameters>, below: &Path) -> Result<Receiver> {
+pub(super) fn from_directory(
+    kind: UpdateKind,
+    path: &str,
+    parameters: &Arc<Parameters>,
+    below: &Path,
+) -> Result<Receiver> {
     let spec = UpdateSpec { source: Source::Directory(path.into()), ..spec(kind, &[]) };
     Receiver::open(spec, parameters.clone(), Some(below))
+}
+
+/// Bytes of the parameters as they serve.
+fn serving(parameters: &Parameters) -> u64 {
+    parameters.iter().map(|spec| parameters.bytes_on_ranks(spec).unwrap()).sum()
 }
 
 fn assert_same(one: Received, other: Received, parameters: &Parameters, context: &str) {
@@ -60,7 +80,7 @@ fn shared_memory_is_the_stream() {
         let mut push = random_push(&mut rng, &parameters);
         let segment = Segment::new("stream", &lay_out(&mut rng, &mut push));
         let mut receiver = from_segment(UpdateKind::Full, &push, &segment.name(), &parameters).unwrap();
-        assert_eq!(receiver.staging_bytes(false), total(&push));
+        assert_eq!(receiver.staging_bytes(false), serving(&parameters), "nothing waits");
         refused(receiver.write(0, 0, &[1]), "chunk", &["come from its source"]);
         let stream = receive(UpdateKind::Full, &push, &parameters).unwrap();
         assert_same(receiver.finish().unwrap(), stream, &parameters, &format!("seed {seed}"));
@@ -167,7 +187,7 @@ fn large_tensors_of_a_segment_are_read_whole() {
 }
 
 /// A directory `step-7` with the push in two files.
-fn checkpoint(push: &[Sent]) -> tempfile::TempDir {
+pub(super) fn checkpoint(push: &[Sent]) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     let step = dir.path().join("step-7");
     std::fs::create_dir(&step).unwrap();
@@ -188,7 +208,7 @@ fn a_directory_is_the_stream() {
         let absolute = dir.path().canonicalize().unwrap().join("step-7");
         for path in ["step-7", "./step-7/", "step-7/../step-7", absolute.to_str().unwrap()] {
             let receiver = from_directory(UpdateKind::Full, path, &parameters, dir.path()).unwrap();
-            assert_eq!(receiver.staging_bytes(false), total(&push));
+            assert_eq!(receiver.staging_bytes(false), serving(&parameters));
             let stream = receive(UpdateKind::Full, &push, &parameters).unwrap();
             assert_same(receiver.finish().unwrap(), stream, &parameters, &format!("seed {seed}: {path}"));
         }
