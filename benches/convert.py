@@ -18,18 +18,19 @@ from transformers import AutoModelForCausalLM
 
 def main() -> None:
     source, target = Path(sys.argv[1]), Path(sys.argv[2])
-    read = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
+    # In float32, in which it is de-quantised; rounded to bfloat16 once, at the end.
+    read = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     config = read.config
     # transformers does not say so, and would save a head of its own.
     config.tie_word_embeddings = "output.weight" not in {tensor.name for tensor in GGUFReader(source).tensors}
-    config.dtype = torch.bfloat16
     # What comes from a GGUF file counts as quantised and is not saved: its values go into a fresh model.
     for name in ("quantization_config", "_pre_quantization_dtype"):
         if hasattr(config, name):
             delattr(config, name)
-    fresh = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    fresh = type(read)(config)
     fresh.load_state_dict(read.state_dict())
-    fresh.save_pretrained(target)
+    fresh.tie_weights()
+    fresh.to(torch.bfloat16).save_pretrained(target)
 
 
 if __name__ == "__main__":
