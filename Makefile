@@ -80,6 +80,7 @@ bench-profile: setup server $(MODEL) ## where the time of the four workloads goe
 
 bench-operators: setup check-cargo ## each operator at the shapes of both models beside the peak
 	$(call say,Benches of the operators: keep the machine quiet for some minutes)
+	@rm -rf target/criterion
 	@$(CARGO) bench -p rollout-kernels --bench operators -- --noplot
 	@$(BIN)/python benches/operators.py target/criterion
 
