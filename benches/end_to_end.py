@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Four workloads through gRPC beside this machine's measured limits; prints a Markdown section for RESULTS.md.
+"""Our server and its peers on four workloads beside this machine's limits; prints a Markdown section for RESULTS.md.
 
     make bench                       # builds, gets the model, runs this
-    .venv/bin/python benches/end_to_end.py --model .models/….gguf --workloads W1,W2 --json results.json -- --threads 4
+    .venv/bin/python benches/end_to_end.py --model .models/….gguf --workloads W1,W2 --peers '' -- --threads 4
 
-Lengths are fixed (`ignore_eos`), log-probabilities are returned, prompts are seeded random token ids with no common
-prefix, and the prefix cache is emptied before every run. Times are whole-workload walls, prefill and decode together.
+Lengths are fixed (`ignore_eos`), log-probabilities of the sampled tokens are returned, prompts are seeded random token
+ids with no common prefix, and prefix caches are emptied before every run. Times are whole-workload walls, prefill and
+decode together. A workload's runs go round: one of ours, one of each peer, and again. Peers are those that
+`make bench-peers` has installed; the others are named with what is missing.
 """
 
 from __future__ import annotations
@@ -14,165 +16,109 @@ import argparse
 import datetime
 import json
 import os
-import platform
-import random
+import signal
 import statistics
-import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
-from rollout_client import RolloutClient, SamplingParams, ServerInfo, ServerProcess
+from checkpoints import add_model_arguments, named_models
+from engines import OURS, Ours, Peer, started
+from workloads import (
+    SHAPES,
+    TITLES,
+    WORKLOADS,
+    Limits,
+    commit,
+    floor_seconds,
+    machine,
+    measure_limits,
+)
 
-PROMPT_SEED = 20260101
-
-
-@dataclass(frozen=True)
-class Workload:
-    """`prompts` x `n` samples, `prompt_len` + `new_tokens` tokens each."""
-
-    prompts: int
-    n: int
-    prompt_len: int
-    new_tokens: int
-    temperature: float
-
-    @property
-    def counted_tokens(self) -> int:
-        """What tokens/s counts: generated tokens, or prompt tokens where next to nothing is generated."""
-        return self.prompts * (self.prompt_len if self.new_tokens == 1 else self.n * self.new_tokens)
+PEERS = "vllm,llama.cpp,transformers"
 
 
-WORKLOADS = {
-    "W1": Workload(prompts=8, n=8, prompt_len=128, new_tokens=128, temperature=1.0),
-    "W2": Workload(prompts=1, n=1, prompt_len=128, new_tokens=128, temperature=0.0),
-    "W3": Workload(prompts=16, n=1, prompt_len=1024, new_tokens=1, temperature=0.0),
-    "W4": Workload(prompts=1, n=16, prompt_len=1024, new_tokens=128, temperature=1.0),
-}
-TITLES = {"W1": "groups", "W2": "single stream, greedy", "W3": "prefill, prompt tokens", "W4": "long shared prompt"}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What the floor needs to know of a model."""
-
-    parameters: float
-    embedding_parameters: float
-    kv_elements_per_token: float
-
-
-# By parameter count, which the server reports; for another model the floor is left out.
-SHAPES = {
-    134_515_008: Shape(134_515_008, 49_152 * 576, 30 * 2 * 3 * 64),  # SmolLM2-135M, tied
-}
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the machine can do, by `kernels/examples/limits.rs`."""
-
-    threads: int
-    instructions: str
-    f32_fma_gflops: float
-    bf16_dot_gflops: float | None
-    read_gb_per_s: float
-
-    def peak_gflops(self, dtype: str) -> float:
-        """The fastest way to multiply weights of this type."""
-        bf16 = self.bf16_dot_gflops if dtype == "bfloat16" else None
-        return max(self.f32_fma_gflops, bf16 or 0.0)
-
-
-def floor_seconds(workload: Workload, shape: Shape, dtype: str, limits: Limits) -> float:
-    """No implementation is faster: every unique prompt token's FLOPs at the peak, then for each decode step the larger
-    of reading all weights and computing all samples, plus reading each KV entry once."""
-    bytes_per_element = 4 if dtype == "float32" else 2
-    peak, bandwidth = limits.peak_gflops(dtype) * 1e9, limits.read_gb_per_s * 1e9
-    w, sequences = workload, workload.prompts * workload.n
-    seconds = 2 * (shape.parameters - shape.embedding_parameters) * w.prompts * w.prompt_len / peak
-    seconds += 2 * shape.embedding_parameters * w.prompts / peak
-    step = max(shape.parameters * bytes_per_element / bandwidth, 2 * shape.parameters * sequences / peak)
-    for made in range(1, w.new_tokens):
-        kv_tokens = w.prompts * w.prompt_len + sequences * made
-        seconds += step + kv_tokens * shape.kv_elements_per_token * bytes_per_element / bandwidth
-    return seconds
-
-
-def run_once(client: RolloutClient, workload: Workload, prompts: list[list[int]]) -> float:
-    """Seconds of one run, from a cold prefix cache."""
-    client.reset_prefix_cache()
-    sampling = SamplingParams(max_tokens=workload.new_tokens, temperature=workload.temperature, ignore_eos=True, seed=1)
-    start = time.perf_counter()
-    outputs = client.generate(prompts, n=workload.n, sampling=sampling, return_text=False)
-    seconds = time.perf_counter() - start
-    for sample in (sample for output in outputs for sample in output.samples):
-        lengths = {len(sample.token_ids), len(sample.logprobs), len(sample.raw_logprobs)}
-        if lengths != {workload.new_tokens}:
-            raise RuntimeError(f"a sample has {lengths} tokens and log-probabilities, not {workload.new_tokens}")
-    return seconds
-
-
-def measure(server: ServerProcess, name: str, info: ServerInfo, limits: Limits, runs: int) -> dict:
-    """One workload: a warm-up, then `runs` timed runs."""
+def measure(engines: list[Ours | Peer], name: str, vocab_size: int, floor: float | None, runs: int) -> list[dict]:
+    """One workload: a warm-up of each engine, then `runs` timed rounds."""
     workload = WORKLOADS[name]
-    rng = random.Random(PROMPT_SEED)
-    prompts = [[rng.randrange(info.vocab_size) for _ in range(workload.prompt_len)] for _ in range(workload.prompts)]
-    run_once(server.client, workload, prompts)
-    noise, walls = [], []
+    prompts = workload.make_prompts(vocab_size)
+    walls: dict[str, list[float]] = {engine.name: [] for engine in engines}
+    noise = dict.fromkeys(walls, 0.0)
+    for engine in engines:
+        engine.run(workload, prompts)
     for i in range(runs):
-        before, start = other_cpu_seconds(server.process.pid), time.monotonic()
-        walls.append(run_once(server.client, workload, prompts))
-        noise.append((other_cpu_seconds(server.process.pid) - before) / (time.monotonic() - start))
-        print(f"  {name} run {i + 1}/{runs}: {workload.counted_tokens / walls[-1]:.0f} tokens/s", file=sys.stderr)
-    wall = statistics.median(walls)
-    shape = SHAPES.get(info.parameters)
-    floor = floor_seconds(workload, shape, info.dtype, limits) if shape else None
+        for engine in engines:
+            before, start = other_cpu_seconds(engine.group), time.monotonic()
+            walls[engine.name].append(engine.run(workload, prompts))
+            others = (other_cpu_seconds(engine.group) - before) / (time.monotonic() - start)
+            noise[engine.name] = max(noise[engine.name], others)
+            rate = workload.counted_tokens / walls[engine.name][-1]
+            print(f"  {name} {engine.name} run {i + 1}/{runs}: {rate:.0f} tokens/s", file=sys.stderr)
+    return [result(name, engine, walls[engine.name], noise[engine.name], floor) for engine in engines]
+
+
+def result(name: str, engine: Ours | Peer, walls: list[float], noise: float, floor: float | None) -> dict:
+    workload, wall = WORKLOADS[name], statistics.median(walls)
     return {
         "workload": name,
         **asdict(workload),
+        "engine": engine.name,
         "tokens_per_second": workload.counted_tokens / wall,
         "tokens_per_second_min": workload.counted_tokens / max(walls),
         "tokens_per_second_max": workload.counted_tokens / min(walls),
         "wall_seconds": wall,
         "floor_seconds": floor,
         "floor_fraction": floor / wall if floor else None,
-        "others_cores": max(0.0, *noise),
+        "others_cores": noise,
     }
 
 
-def measure_start(args: argparse.Namespace) -> tuple[ServerProcess, float]:
-    """The server, and the seconds from its start to its first token with the model's files in the page cache."""
-    model = Path(args.model)
-    for path in [model] if model.is_file() else sorted(model.glob("*")):
-        with path.open("rb") as file:
-            while file.read(1 << 24):
-                pass
+def measure_model(args: argparse.Namespace, limits: Limits, name: str, path: Path) -> dict:
+    """All workloads of one model, on our server and on the peers that are there."""
+    print(f"measuring {name} …", file=sys.stderr)
     flags = ["--dtype", args.dtype, "--mem-util", str(args.mem_util), *args.flags]
-    start = time.perf_counter()
-    server = ServerProcess(args.server, args.model, flags)
-    try:
-        server.wait_until_ready()
-        server.client.generate([[1, 2, 3]], sampling=SamplingParams(max_tokens=1, ignore_eos=True), return_text=False)
-    except BaseException:
-        server.stop()
-        raise
-    return server, time.perf_counter() - start
+    with started(args.server, path, flags, Path(args.peers_dir), args.peers) as (ours, peers, absent):
+        shape, floors = SHAPES.get(ours.info.parameters), {}
+        for workload in args.workloads:
+            floors[workload] = floor_seconds(WORKLOADS[workload], shape, ours.info.dtype, limits) if shape else None
+        results = [
+            entry
+            for workload in args.workloads
+            for entry in measure([ours, *peers], workload, ours.info.vocab_size, floors[workload], args.runs)
+        ]
+        return {
+            "model": name,
+            "dtype": ours.info.dtype,
+            "kernel": ours.info.kernel,
+            "versions": {engine.name: engine.version for engine in [ours, *peers]},
+            "start_seconds": {engine.name: engine.start_seconds for engine in [ours, *peers]},
+            "absent": absent,
+            "memory": {
+                **asdict(ours.server.client.status().memory),
+                "peak_resident_bytes": peak_resident_bytes(ours.group),
+            },
+            "results": results,
+        }
 
 
-def measure_limits(binary: str) -> Limits:
-    return Limits(**json.loads(subprocess.run([binary], check=True, capture_output=True, text=True).stdout))
-
-
-def other_cpu_seconds(pid: int) -> float:
-    """CPU seconds that other processes than the server and this one have used, where the system tells."""
+def other_cpu_seconds(group: int) -> float:
+    """CPU seconds that processes outside a process group and this one's own have used, where the system tells."""
     try:
         ticks = [int(value) for value in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
-        own = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0.0
+    own = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended
+        # Our server is a process of this one's group; a peer leads one.
+        if int(fields[2]) == group or int(stat.parent.name) == group:
+            own += int(fields[11]) + int(fields[12])
     busy = sum(ticks[:8]) - ticks[3] - ticks[4]  # all but idle and iowait; guest time is in user time
-    return (busy - int(own[11]) - int(own[12])) / os.sysconf("SC_CLK_TCK") - sum(os.times()[:2])
+    return (busy - own) / os.sysconf("SC_CLK_TCK") - sum(os.times()[:2])
 
 
 def peak_resident_bytes(pid: int) -> int | None:
@@ -184,99 +130,91 @@ def peak_resident_bytes(pid: int) -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
 
 
-def machine() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = platform.processor() or platform.machine()
-    return f"{os.cpu_count()} cores {name}, {platform.system()}"
-
-
-def commit() -> str:
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
-
-    return (git("rev-parse", "--short", "HEAD") or "unknown") + (
-        " with changes" if git("status", "--porcelain") else ""
-    )
-
-
 def markdown(report: dict) -> str:
-    """A section for RESULTS.md."""
-    limits, memory = report["limits"], report["memory"]
-    bf16 = limits["bf16_dot_gflops"]
-    peak_mib = "?" if memory["peak_resident_bytes"] is None else f"{memory['peak_resident_bytes'] / 2**20:,.0f}"
+    """Sections for RESULTS.md."""
+    return "\n\n".join(section(report, model) for model in report["models"])
+
+
+def section(report: dict, model: dict) -> str:
+    limits, memory = report["limits"], model["memory"]
+    bf16, peak = limits["bf16_dot_gflops"], memory["peak_resident_bytes"]
+    peak_mib = "?" if peak is None else f"{peak / 2**20:,.0f}"
+    peers = [name for name in model["versions"] if name != OURS]
+    found = ", ".join(
+        f"{name} {model['versions'][name]} (start {model['start_seconds'][name]:.1f} s)" for name in peers
+    )
+    absent = "; ".join(f"{name} is absent: {reason}" for name, reason in model["absent"].items())
     lines = [
-        f"## {report['date']}: {report['model']}, {report['dtype']}",
+        f"## {report['date']}: {model['model']}, {model['dtype']}",
         "",
         f"- machine: {report['machine']}",
         f"- commit: {report['commit']}",
         f"- command: `{report['command']}`",
         f"- limits: f32 FMA {limits['f32_fma_gflops']:.0f} GFLOP/s ({limits['instructions']}), bf16 dot "
         f"{'none' if bf16 is None else f'{bf16:.0f} GFLOP/s'}, memory read {limits['read_gb_per_s']:.1f} GB/s, "
-        f"{limits['threads']} threads; the server's kernel is {report['kernel']}",
-        f"- start: {report['start_seconds']:.2f} s from process start to first token, model in the page cache",
+        f"{limits['threads']} threads; the server's kernel is {model['kernel']}",
+        f"- start: {model['start_seconds'][OURS]:.2f} s from process start to first token, model in the page cache",
         f"- memory: peak resident {peak_mib} MiB, ceiling {memory['ceiling_bytes'] / 2**20:,.0f} MiB",
+        f"- peers, in turn with our server in the same session: {'; '.join(filter(None, [found, absent])) or 'none'}",
         "",
-        "| workload | prompts × samples, tokens | tokens/s median (min–max) | wall s | of floor | others' cores |",
-        "|---|---|---|---|---|---|",
+        "| workload | engine | tokens/s median (min–max) | wall s | of floor | ours is ahead by | others' cores |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for r in report["results"]:
-        of_floor = "" if r["floor_fraction"] is None else f"{100 * r['floor_fraction']:.0f} %"
-        lines.append(
-            f"| {r['workload']} {TITLES[r['workload']]} | {r['prompts']} × {r['n']}, "
-            f"{r['prompt_len']} + {r['new_tokens']} | {r['tokens_per_second']:.0f} "
-            f"({r['tokens_per_second_min']:.0f}–{r['tokens_per_second_max']:.0f}) | "
-            f"{r['wall_seconds']:.2f} | {of_floor} | {r['others_cores']:.2f} |"
-        )
-    return "\n".join(lines)
+    ours = {r["workload"]: r["tokens_per_second"] for r in model["results"] if r["engine"] == OURS}
+    return "\n".join([*lines, *(row(r, ours[r["workload"]]) for r in model["results"])])
+
+
+def row(r: dict, ours: float) -> str:
+    rate, is_ours = r["tokens_per_second"], r["engine"] == OURS
+    title = f"{r['workload']} {TITLES[r['workload']]}" if is_ours else ""
+    rates = f"{number(rate)} ({number(r['tokens_per_second_min'])}–{number(r['tokens_per_second_max'])})"
+    of_floor = "" if r["floor_fraction"] is None else f"{100 * r['floor_fraction']:.0f} %"
+    ahead = "" if is_ours else f"{ours / rate:.1f} ×"
+    cells = [title, r["engine"], rates, f"{r['wall_seconds']:.2f}", of_floor, ahead, f"{r['others_cores']:.2f}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", default="target/release/rollout-server", help="the server's binary")
     parser.add_argument("--limits", default="target/release/examples/limits", help="the probe's binary")
-    parser.add_argument("--model", required=True, help="a local model, as the server's --model takes it")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--mem-util", type=float, default=0.4)
+    add_model_arguments(parser)
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="comma-separated")
+    parser.add_argument("--peers", default=PEERS, help="comma-separated; those that are installed are measured")
+    parser.add_argument("--peers-dir", default=".peers", help="where `make bench-peers` has put them")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--json", metavar="FILE", help="also write everything there")
+    parser.add_argument("--json", metavar="FILE", help="also write everything there, for chart.py")
     parser.add_argument("flags", nargs="*", help="further flags of the server, after --")
     args = parser.parse_args()
     args.workloads = args.workloads.split(",")
-    if unknown := set(args.workloads) - WORKLOADS.keys():
-        parser.error(f"--workloads: {sorted(unknown)} are not among {sorted(WORKLOADS)}")
+    args.peers = list(filter(None, args.peers.split(",")))
+    for option, known in (("workloads", list(WORKLOADS)), ("peers", PEERS.split(","))):
+        if unknown := set(getattr(args, option)) - set(known):
+            parser.error(f"--{option}: {sorted(unknown)} are not among {known}")
     return args
 
 
 def main() -> int:
     args = parse_args()
+    # Ends as an exception does, so that no peer is left standing still.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     print("measuring this machine's limits …", file=sys.stderr)
     limits = measure_limits(args.limits)
-    server, start_seconds = measure_start(args)
-    try:
-        info = server.client.info()
-        results = [measure(server, name, info, limits, args.runs) for name in args.workloads]
-        report = {
-            "date": datetime.date.today().isoformat(),
-            "machine": machine(),
-            "commit": commit(),
-            "command": f"benches/end_to_end.py {' '.join(sys.argv[1:])}",
-            "model": Path(args.model).name,
-            "dtype": info.dtype,
-            "kernel": info.kernel,
-            "limits": asdict(limits),
-            "start_seconds": start_seconds,
-            "memory": {
-                **asdict(server.client.status().memory),
-                "peak_resident_bytes": peak_resident_bytes(server.process.pid),
-            },
-            "results": results,
-        }
-    finally:
-        server.stop()
+    with named_models(args) as models:
+        measured = [measure_model(args, limits, name, path) for name, path in models]
+    report = {
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(),
+        "commit": commit(),
+        "command": f"benches/end_to_end.py {' '.join(sys.argv[1:])}",
+        "runs": args.runs,
+        "limits": asdict(limits),
+        "models": measured,
+    }
     if args.json:
         Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
     print(markdown(report))

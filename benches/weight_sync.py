@@ -15,9 +15,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import shutil
 import statistics
-import struct
 import sys
 import tempfile
 import time
@@ -26,7 +24,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from end_to_end import Limits, commit, machine, measure_limits
+from checkpoints import RANDOM, random_bfloat16, write_qwen
+from workloads import Limits, commit, machine, measure_limits
 
 from rollout_client import (
     ParameterInfo,
@@ -39,25 +38,6 @@ from rollout_client import (
 
 RANK = 16
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-TOKENIZER = Path(__file__).resolve().parents[1] / "tests/fixtures/qwen2/tokenizer.json"
-QWEN = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 896,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "intermediate_size": 4864,
-    "vocab_size": 151_936,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-    "max_position_embeddings": 32_768,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1_000_000.0,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 151_643,
-    "eos_token_id": 151_645,
-}
 
 
 @dataclass(frozen=True)
@@ -77,49 +57,6 @@ class Timing:
         """Rounded to what can be trusted."""
         digits = 0 if self.median >= 100 else 1 if self.median >= 10 else 2
         return f"{self.median:.{digits}f} ({self.low:.{digits}f}–{self.high:.{digits}f})"
-
-
-def qwen_shapes() -> dict[str, tuple[int, ...]]:
-    """The parameters of the random model."""
-    hidden, inner = QWEN["hidden_size"], QWEN["intermediate_size"]
-    kv = QWEN["num_key_value_heads"] * hidden // QWEN["num_attention_heads"]
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (QWEN["vocab_size"], hidden)}
-    for layer in range(QWEN["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}"
-        for name, rows in (("q", hidden), ("k", kv), ("v", kv)):
-            shapes[f"{prefix}.self_attn.{name}_proj.weight"] = (rows, hidden)
-            shapes[f"{prefix}.self_attn.{name}_proj.bias"] = (rows,)
-        shapes[f"{prefix}.self_attn.o_proj.weight"] = (hidden, hidden)
-        shapes[f"{prefix}.mlp.gate_proj.weight"] = shapes[f"{prefix}.mlp.up_proj.weight"] = (inner, hidden)
-        shapes[f"{prefix}.mlp.down_proj.weight"] = (hidden, inner)
-        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
-        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
-    return {**shapes, "model.norm.weight": (hidden,)}
-
-
-def write_qwen(directory: Path) -> Path:
-    """A checkpoint of random values, with the tokenizer of a fixture, as the server wants one."""
-    header, end = {}, 0
-    for name, shape in qwen_shapes().items():
-        start, end = end, end + 2 * int(np.prod(shape))
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    rng = np.random.default_rng(0)
-    with (directory / "model.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for name, shape in qwen_shapes().items():
-            file.write(random_bfloat16(rng, shape, 1.0 if "norm" in name else 0.0)[0])
-    (directory / "config.json").write_text(json.dumps(QWEN))
-    shutil.copy(TOKENIZER, directory)
-    return directory
-
-
-def random_bfloat16(
-    rng: np.random.Generator, shape: tuple[int, ...], mean: float = 0.0
-) -> tuple[bytes, str, tuple[int, ...]]:
-    """A tensor as the client takes it from those who have no library with bfloat16."""
-    values = mean + 0.02 * rng.standard_normal(shape, dtype=np.float32)
-    return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes(), "bfloat16", shape
 
 
 def random_adapter(parameters: list[ParameterInfo]) -> tuple[dict[str, np.ndarray], dict]:
@@ -296,7 +233,7 @@ def main() -> int:
     results = [measure(args, Path(args.model).stem, args.model)]
     if not args.only_given:
         with tempfile.TemporaryDirectory(prefix="rollout-bench-") as directory:
-            results.append(measure(args, "Qwen2.5-0.5B, random", write_qwen(Path(directory))))
+            results.append(measure(args, RANDOM, write_qwen(Path(directory))))
     report = {
         "date": datetime.date.today().isoformat(),
         "machine": machine(),

@@ -88,6 +88,10 @@ pub struct Config {
     #[arg(long, env = "ROLLOUT_SHUTDOWN_GRACE_SECONDS", default_value_t = 30, value_name = "SECONDS")]
     pub shutdown_grace_seconds: u64,
 
+    /// Print where the time of the steps went, at the end and at each SIGUSR1 since the one before.
+    #[arg(long, env = "ROLLOUT_PROFILE")]
+    pub profile: bool,
+
     /// How logs are written.
     #[arg(long, env = "ROLLOUT_LOG_FORMAT", value_enum, default_value_t = LogFormat::Text)]
     pub log_format: LogFormat,

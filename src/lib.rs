@@ -35,7 +35,8 @@
 //! main → server → engine → scheduler, executor → cache | model → weights, text → comm, memory → types, error, config
 //! ```
 //!
-//! The crate `rollout-kernels` below all of them holds the operators.
+//! The crate `rollout-kernels` below all of them holds the operators. [`profile`], beside [`config`], sums the
+//! trace-level spans of both.
 //!
 //! # Invariants
 //!
@@ -68,6 +69,7 @@ pub mod error;
 pub mod executor;
 pub mod memory;
 pub mod model;
+pub mod profile;
 pub mod scheduler;
 pub mod server;
 pub mod startup;

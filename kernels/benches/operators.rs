@@ -2,7 +2,7 @@
 //!
 //! `Gelem/s` are GFLOP/s; linear layers of one row, whose limit is memory, are given in GB/s of weights. All processors
 //! that the process may use are used (`taskset -c 0 cargo bench ...` for one); a filter picks benchmarks:
-//! `cargo bench -p rollout-kernels --bench operators -- linear`.
+//! `cargo bench -p rollout-kernels --bench operators -- linear`. `make bench-operators` makes a table of it all.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use half::bf16;
@@ -46,7 +46,7 @@ fn values(len: usize) -> Vec<f32> {
     (0..len as u32).map(|i| (i.wrapping_mul(2_654_435_769) as f32 / u32::MAX as f32 - 0.5) * 0.2).collect()
 }
 
-/// The float32 multiply-adds that registers allow, and what reading costs from cache and from memory.
+/// The multiply-adds that registers allow, and what reading costs from cache and from memory.
 fn peak(c: &mut Criterion) {
     const STEPS: usize = 200_000;
     let cpu = cpu();
@@ -56,6 +56,14 @@ fn peak(c: &mut Criterion) {
     group.bench_function("f32 multiply-add", |b| {
         b.iter(|| cpu.pool().run(threads, |_| _ = black_box(multiply_adds(black_box(STEPS)))))
     });
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx512bf16") && is_x86_feature_detected!("avx512f") {
+        group.throughput(Throughput::Elements((threads * STEPS * 2 * PEAK_FLOP_PER_STEP) as u64));
+        group.bench_function("bf16 dot", |b| {
+            // SAFETY: the features are there.
+            b.iter(|| cpu.pool().run(threads, |_| _ = black_box(unsafe { bf16_dots(black_box(STEPS)) })))
+        });
+    }
     for mebibytes in [1, 8, 512] {
         let data = vec![1_u64; mebibytes << 17];
         group.throughput(Throughput::BytesDecimal((mebibytes << 20) as u64));
@@ -99,6 +107,20 @@ fn multiply_adds(steps: usize) -> f32 {
     }
 }
 
+/// Twice the FLOPs of the float32 multiply-adds in as many steps.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bf16")]
+fn bf16_dots(steps: usize) -> f32 {
+    use std::arch::x86_64::*;
+    let mut acc = [_mm512_set1_ps(1.0); 12];
+    let small = _mm512_set1_ps(black_box(0.001));
+    let x = _mm512_cvtne2ps_pbh(small, small);
+    for _ in 0..steps {
+        acc.iter_mut().for_each(|a| *a = _mm512_dpbf16_ps(*a, x, x));
+    }
+    _mm512_reduce_add_ps(acc.into_iter().fold(small, |a, b| _mm512_add_ps(a, b)))
+}
+
 #[cfg(not(target_arch = "x86_64"))]
 const PEAK_FLOP_PER_STEP: usize = 64 * 2;
 
@@ -118,6 +140,7 @@ fn linears(c: &mut Criterion) {
         let head = model.head_dim * (model.heads + 2 * model.kv_heads);
         let layers = [
             ("qkv", head, model.hidden, 1),
+            ("o", model.hidden, model.head_dim * model.heads, reduction_leaves(model.head_dim * model.heads)),
             ("gate_up", 2 * model.intermediate, model.hidden, 1),
             ("down", model.hidden, model.intermediate, reduction_leaves(model.intermediate)),
             ("lm_head", model.vocab, model.hidden, 1),
@@ -132,7 +155,7 @@ fn linears(c: &mut Criterion) {
                 (0..n).for_each(|i| w.write_rows(i, WeightRows::F32(&row)));
                 let mut group = c.benchmark_group(format!("linear/{}/{layer}/{dtype:?}", model.name));
                 for m in [1, 8, 64, 512] {
-                    if m * n > 64 * 49152 {
+                    if layer == "lm_head" && m > 64 {
                         continue; // logits are asked for the last rows only
                     }
                     let (x, mut out) = (values(m * k), vec![0.0; m * n]);
@@ -249,9 +272,15 @@ fn weights(c: &mut Criterion) {
     group.bench_function("read bfloat16 on one thread", |b| b.iter(|| w.read_rows(0, RowBits::Bf16(&mut out))));
 }
 
+/// What each operator pays for its span while nobody listens.
+fn span(c: &mut Criterion) {
+    let open = |n: usize| tracing::trace_span!("linear", n, flop = 2 * n).entered();
+    c.bench_function("span that nobody listens to", |b| b.iter(|| open(black_box(576))));
+}
+
 criterion_group! {
     name = operators;
     config = Criterion::default().sample_size(10).warm_up_time(Duration::from_millis(100)).measurement_time(Duration::from_millis(300));
-    targets = peak, linears, attention, elementwise, weights
+    targets = span, peak, linears, attention, elementwise, weights
 }
 criterion_main!(operators);

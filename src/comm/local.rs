@@ -5,6 +5,7 @@ use std::sync::{Arc, Barrier};
 
 use candle_core::Tensor;
 use rollout_kernels::{with_f32, with_f32_mut};
+use tracing::trace_span;
 
 use super::Communicator;
 use crate::error::Result;
@@ -34,6 +35,7 @@ impl LocalGroup {
 
     /// Shows `buffer` to all ranks, runs `body` once every rank has shown its own, and returns when all are through.
     fn exchange(&self, buffer: *mut f32, body: impl FnOnce(&[*mut f32])) {
+        let _span = trace_span!("exchange").entered();
         self.shared.buffers[self.rank].store(buffer, Ordering::Release);
         self.shared.barrier.wait();
         let buffers: Vec<_> = self.shared.buffers.iter().map(|b| b.load(Ordering::Acquire)).collect();

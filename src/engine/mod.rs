@@ -36,6 +36,8 @@ use std::time::Instant;
 
 pub use command::*;
 
+use tracing::trace_span;
+
 use crate::error::{Error, Result};
 use crate::executor::{Executor, WeightOrder};
 use crate::memory::MemoryBudget;
@@ -225,16 +227,18 @@ impl<X: Executor> Engine<X> {
 
     /// `schedule → launch → collect → update → emit`.
     fn step(&mut self) -> Result<()> {
-        let plan = Arc::new(self.scheduler.schedule());
+        let _step = trace_span!("step").entered();
+        let plan = Arc::new(trace_span!("schedule").in_scope(|| self.scheduler.schedule()));
         if plan.is_empty() {
             return Ok(());
         }
         let started = Instant::now();
-        self.executor.launch(plan.clone())?;
-        let output = self.executor.collect()?;
-        let outcomes = self.scheduler.update(&plan, output);
+        trace_span!("launch").in_scope(|| self.executor.launch(plan.clone()))?;
+        let output = trace_span!("wait for the ranks").in_scope(|| self.executor.collect())?;
+        let outcomes = trace_span!("update").in_scope(|| self.scheduler.update(&plan, output));
         self.steps += 1;
         self.throughput.record(started, sampled_tokens(&plan));
+        let _emit = trace_span!("emit").entered();
         for outcome in outcomes {
             self.emit(outcome);
         }

@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use candle_core::Tensor;
 use rollout_kernels::{KvCache, Ops, with_f32};
+use tracing::trace_span;
 
 use super::adapters::ResidentAdapters;
 use super::input::FlatBatch;
@@ -61,15 +62,21 @@ impl ModelRunner {
     /// If memory that it needs is released.
     pub fn run(&mut self, plan: &StepPlan) -> Result<StepOutput> {
         assert!(!self.kv_is_released, "a step without a KV cache");
+        let _rank = match plan.is_decode() {
+            true => trace_span!("decode on rank", rank = self.comm.rank()).entered(),
+            false => trace_span!("prefill on rank", rank = self.comm.rank()).entered(),
+        };
         let workspace = self.workspace.as_ref().expect("a step has its workspace");
         let model = self.weights.decoder();
         for cache in &mut self.kv {
             self.ops.copy_blocks(cache, &plan.copies);
         }
+        let prepare = trace_span!("prepare").entered();
         self.batch.fill(plan, self.block_size);
         let sequences = FlatBatch::attention(plan);
         let adapters = self.adapters.of_rows(self.batch.adapters.iter().copied());
         let input = self.batch.input(&sequences, adapters.as_ref().map(|a| a as &dyn Additions));
+        drop(prepare);
         model.forward(&self.ops, &*self.comm, &input, &mut self.kv, workspace)?;
         let rows: Vec<&[LogitsTask]> =
             plan.sequences.iter().flat_map(|s| &s.logits).map(|row| row.tasks.as_slice()).collect();
@@ -166,6 +173,7 @@ fn answer(
     out: &mut Vec<TokenLogprobs>,
 ) -> Result<()> {
     let vocab = logits.dim(1)?;
+    let _sampling = trace_span!("sampling").entered();
     let per_share = tasks.len().div_ceil(ops.threads());
     scratch.resize_with(ops.threads(), Default::default);
     let mut shares: Vec<_> = tasks

@@ -74,6 +74,11 @@ impl StepPlan {
         self.sequences.iter().flat_map(|s| &s.logits).flat_map(|r| &r.tasks)
     }
 
+    /// Whether logits are wanted of every row, as when all sequences generate: no prompt is computed for its KV alone.
+    pub fn is_decode(&self) -> bool {
+        self.sequences.iter().all(|s| s.logits.len() == s.tokens.len())
+    }
+
     pub fn is_empty(&self) -> bool {
         self.sequences.is_empty()
     }

@@ -16,7 +16,7 @@ const LAYERS: &[&[&str]] = &[
     &["cache", "model"],
     &["weights", "text"],
     &["comm", "memory"],
-    &["types", "config"],
+    &["types", "config", "profile"],
     &["error"],
 ];
 /// A function fits a screen, a file fits a head.

@@ -178,3 +178,31 @@ def test_readme_lists_every_flag(binary):
     flags = set(re.findall(r"^ +(?:-\w, )?(--[a-z-]+)", described, re.MULTILINE)) - {"--help", "--version"}
     rows = [line for line in (REPOSITORY / "README.md").read_text().splitlines() if line.startswith("| `--")]
     assert {flag for row in rows for flag in re.findall(r"`(--[a-z-]+)`", row.split("|")[1])} == flags
+
+
+def test_the_profile_is_printed_when_asked_for_and_at_the_end(binary, tmp_path):
+    """Every part of a step is there, on both ranks, and nothing of what was printed before is printed again."""
+    path = tmp_path / "log"
+    sampling = SamplingParams(max_tokens=5, ignore_eos=True)
+    with (
+        path.open("w") as log,
+        ServerProcess(binary, FIXTURES / "qwen3", [*SMALL_CACHE, "--tp", "2", "--profile"], output=log) as server,
+    ):
+        server.client.generate([[1, 2, 3], [4, 5]], n=2, sampling=sampling, return_text=False)
+        server.process.send_signal(signal.SIGUSR1)
+        wait_for(server.client, lambda _: "profile: " in path.read_text(), "printed")
+        server.client.generate([[1, 2, 3]], sampling=sampling, return_text=False)
+    _, first, last = path.read_text().split("profile: ")
+    parts = "step|schedule|launch|wait for the ranks|update|emit|decode on rank 0|decode on rank 1|sampling|exchange"
+    operators = "gather_rows|linear \\d+ x \\d+|rms_norm_heads|add_rms_norm|rope|write_kv|paged_attention|silu_mul"
+    for part in [*parts.split("|"), *operators.split("|")]:
+        for table in (first, last):
+            assert re.search(rf"^ *{part} +[1-9]", table, re.MULTILINE), f"no {part} in:\n{table}"
+    assert int(first.split()[0]) == int(last.split()[0]) == 5, "prefill and the first token, four more"
+
+
+def test_without_the_profile_nothing_of_it_is_printed(binary, tmp_path):
+    path = tmp_path / "log"
+    with path.open("w") as log, ServerProcess(binary, FIXTURES / "llama", SMALL_CACHE, output=log) as server:
+        server.client.generate([[1, 2, 3]], sampling=SamplingParams(max_tokens=3), return_text=False)
+    assert "profile: " not in path.read_text()

@@ -1,0 +1,137 @@
+#!/usr/bin/env python3
+"""Draws the results of `end_to_end.py --json` as one SVG that reads on light and on dark pages.
+
+    .venv/bin/python benches/chart.py benches/results.json benches/results.svg
+
+One panel for each workload, its own scale: a bar for our server and for each peer with its tokens per second, the least
+and the most of the runs as a line through the bar's end, and the machine's limit as a dashed line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from html import escape
+from pathlib import Path
+
+from engines import OURS
+from workloads import TITLES, WORKLOADS
+
+WIDTH, MARGIN, GAP = 920, 24, 40
+NAMES = 112
+"""Left of a panel, for the names of its bars."""
+RIGHT = 20
+"""Right of a panel, beyond the limit."""
+CHARACTER = 7.4
+"""Width of a character, about: our figure stands in its bar if there is room."""
+BAR, PITCH = 18, 25
+HEAD, FOOT, TITLE = 58, 30, 44
+COLUMNS = 2
+
+STYLE = """
+text { font-family: ui-sans-serif, system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2328; font-size: 13px }
+.title { font-size: 17px; font-weight: 600 } .panel { font-size: 14px; font-weight: 600 }
+.note, .peer { fill: #59636e } .note { font-size: 12px } .ours { font-weight: 600 } .end { text-anchor: end }
+.inside { fill: #ffffff; font-weight: 600 }
+.bar-ours { fill: #0969da } .bar-peer { fill: #afb8c1 } .spread { stroke: #1f2328; stroke-width: 1.2 }
+.limit { stroke: #bc4c00; stroke-width: 1.5; stroke-dasharray: 4 3 } .limit-text { fill: #bc4c00; font-size: 12px }
+.axis { stroke: #d1d9e0 }
+@media (prefers-color-scheme: dark) {
+text { fill: #f0f6fc } .note, .peer { fill: #9198a1 } .bar-ours { fill: #1f6feb } .bar-peer { fill: #656c76 }
+.spread { stroke: #f0f6fc } .limit { stroke: #f0883e } .limit-text { fill: #f0883e } .axis { stroke: #3d444d }
+}
+"""
+
+
+def text(x: float, y: float, content: str, kind: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}">{escape(content)}</text>'
+
+
+def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"/>'
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def panel(x: float, y: float, width: float, name: str, results: list[dict]) -> list[str]:
+    """One workload, with its upper left corner at (x, y)."""
+    w = WORKLOADS[name]
+    counted = "prompt tokens" if w.new_tokens == 1 else "generated tokens"
+    floor = results[0]["floor_seconds"]
+    limit = w.counted_tokens / floor if floor else None
+    longest = max([r["tokens_per_second_max"] for r in results] + ([limit] if limit else []))
+    left, scale = x + NAMES, (width - NAMES - RIGHT) / longest
+    bottom = y + HEAD + PITCH * len(results)
+    what = f"{w.prompts} × {w.n} samples, {w.prompt_len:,} + {w.new_tokens} tokens; {counted} a second"
+    parts = [text(x, y + 14, f"{name} {TITLES[name].partition(',')[0]}", "panel"), text(x, y + 31, what, "note")]
+    parts.append(line(left, y + HEAD - 5, left, bottom, "axis"))
+    labels = []
+    for i, r in enumerate(results):
+        top, rate, is_ours = y + HEAD + i * PITCH, r["tokens_per_second"], r["engine"] == OURS
+        middle, kind = top + BAR / 2, "ours" if is_ours else "peer"
+        low, high = left + scale * r["tokens_per_second_min"], left + scale * r["tokens_per_second_max"]
+        fill = (
+            f'<rect x="{left:.1f}" y="{top:.1f}" width="{scale * rate:.1f}" height="{BAR}" rx="2" class="bar-{kind}"/>'
+        )
+        parts += [text(left - 8, middle + 4.5, r["engine"], f"end {kind}"), fill]
+        if high - low >= 2:
+            parts.append(line(low, middle, high, middle, "spread"))
+        share = f" · {100 * rate / limit:.0f} %" if limit and is_ours else ""
+        label = f"{number(rate)} tok/s{share}"
+        if is_ours and low - left > CHARACTER * len(label) + 12:
+            labels.append(text(low - 6, middle + 4.5, label, "inside end"))
+        else:
+            labels.append(text(high + 6, middle + 4.5, label, kind))
+    if limit:
+        at = left + scale * limit
+        parts += [
+            line(at, y + HEAD - 8, at, bottom, "limit"),
+            text(at, y + HEAD - 12, f"limit {number(limit)}", "limit-text end"),
+        ]
+    return parts + labels
+
+
+def chart(report: dict) -> str:
+    """The whole picture: a row of panels for each two workloads of each model."""
+    width = (WIDTH - 2 * MARGIN - GAP * (COLUMNS - 1)) / COLUMNS
+    y, parts = MARGIN, []
+    for model in report["models"]:
+        parts.append(text(MARGIN, y + 16, f"{model['model']}, {model['dtype']}", "title"))
+        y += TITLE
+        names = list(dict.fromkeys(r["workload"] for r in model["results"]))
+        for start in range(0, len(names), COLUMNS):
+            panels = [[r for r in model["results"] if r["workload"] == n] for n in names[start : start + COLUMNS]]
+            for column, results in enumerate(panels):
+                parts += panel(MARGIN + column * (width + GAP), y, width, results[0]["workload"], results)
+            y += HEAD + PITCH * max(map(len, panels)) + FOOT
+    limits = report["limits"]
+    peak = limits["bf16_dot_gflops"] or limits["f32_fma_gflops"]
+    notes = [
+        f"{report['machine']}; {report['date']}, commit {report['commit']}; medians of {report['runs']} runs, whole "
+        "workloads.",
+        f"The limit, and the share of it: no implementation is faster on this machine, which computes {peak:.0f} "
+        f"GFLOP/s and reads {limits['read_gb_per_s']:.0f} GB/s.",
+    ]
+    notes += [f"{m['model']}: without {', '.join(m['absent'])}." for m in report["models"] if m["absent"]]
+    for note in notes:
+        parts.append(text(MARGIN, y + 8, note, "note"))
+        y += 18
+    height = y + MARGIN - 10
+    size = f'viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" height="{height:.0f}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
+    described = "Tokens per second of rollout-server and its peers beside the machine's limit"
+    return "\n".join([head, f"<title>{described}</title>", f"<style>{STYLE}</style>", *parts, "</svg>", ""])
+
+
+def main() -> int:
+    if len(sys.argv) != 3:
+        print("usage: chart.py results.json results.svg", file=sys.stderr)
+        return 2
+    Path(sys.argv[2]).write_text(chart(json.loads(Path(sys.argv[1]).read_text())))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""What is measured: our server, and the peers that are installed, each a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from workloads import Workload, run_once
+
+from rollout_client import SamplingParams, ServerInfo, ServerProcess
+
+OURS = "rollout-server"
+PEER = Path(__file__).with_name("peer.py")
+
+
+class Ours:
+    """Our server through its own client."""
+
+    name = OURS
+
+    def __init__(self, binary: str, model: Path, flags: list[str]) -> None:
+        """Starts it, with the model's files in the page cache, and takes a first token."""
+        for path in [model] if model.is_file() else sorted(model.glob("*")):
+            with path.open("rb") as file:
+                while file.read(1 << 24):
+                    pass
+        start = time.perf_counter()
+        self.server = ServerProcess(binary, model, flags)
+        try:
+            self.server.wait_until_ready()
+            sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+            self.server.client.generate([[1, 2, 3]], sampling=sampling, return_text=False)
+            self.start_seconds = time.perf_counter() - start
+            self.info: ServerInfo = self.server.client.info()
+        except BaseException:
+            self.close()
+            raise
+        self.version = self.info.server_version
+        self.group = self.server.process.pid
+
+    def run(self, workload: Workload, prompts: list[list[int]]) -> float:
+        """Seconds of a whole workload."""
+        return run_once(self.server.client, workload, prompts)
+
+    def close(self) -> None:
+        """Ends it."""
+        self.server.stop()
+
+
+class Peer:
+    """A peer behind `peer.py`. It stands still (SIGSTOP) but for its own runs, so that it takes nothing from others."""
+
+    def __init__(self, name: str, command: list[str], environment: dict[str, str]) -> None:
+        """Starts it and waits until it is ready."""
+        self.name = name
+        start = time.perf_counter()
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | environment,
+            start_new_session=True,
+        )
+        self.group = self.process.pid
+        try:
+            self.version = self.answer()["version"]
+        except BaseException:
+            self.close()
+            raise
+        self.start_seconds = time.perf_counter() - start
+        os.killpg(self.group, signal.SIGSTOP)
+
+    def run(self, workload: Workload, prompts: list[list[int]]) -> float:
+        """Seconds of a whole workload, as the peer's own process has them."""
+        os.killpg(self.group, signal.SIGCONT)
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(asdict(workload) | {"prompts": prompts}) + "\n")
+        self.process.stdin.flush()
+        seconds = self.answer()["seconds"]
+        os.killpg(self.group, signal.SIGSTOP)
+        return seconds
+
+    def answer(self) -> dict:
+        """What the peer says next."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.name} has ended with status {self.process.wait()}; its message is above")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """Ends it and all its processes."""
+        for order in (signal.SIGKILL, signal.SIGCONT):
+            try:
+                os.killpg(self.group, order)
+            except ProcessLookupError:
+                break
+        self.process.wait()
+
+
+def commands(peers: Path, model: Path) -> dict[str, tuple[list[str], dict[str, str]] | str]:
+    """By peer how it is started, or why it cannot be: `make bench-peers` puts them and their forms of a model there."""
+    threads = str(os.cpu_count() or 1)
+    python = peers / "vllm/bin/python"
+    llama_server = peers / "llama.cpp/bin/llama-server"
+    converted = peers / "models" / model.stem
+    checkpoint = model if model.is_dir() else converted
+    gguf = peers / "models" / f"{model.stem}.bf16.gguf"
+
+    def command(name: str, binary: Path, file: Path, *start: object) -> tuple[list[str], dict[str, str]] | str:
+        missing = [str(path) for path in (binary, file) if not path.exists()]
+        if missing:
+            return f"no {' and no '.join(missing)}"
+        return [str(part) for part in (start[0], PEER, name, *start[1:])], environment(name, peers, threads)
+
+    return {
+        "vllm": command("vllm", python, checkpoint, python, checkpoint),
+        "llama.cpp": command("llama.cpp", llama_server, gguf, sys.executable, llama_server, gguf),
+        "transformers": command("transformers", python, checkpoint, python, checkpoint),
+    }
+
+
+def environment(name: str, peers: Path, threads: str) -> dict[str, str]:
+    """What a peer's own guide advises on the CPU."""
+    offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": threads}
+    if name != "vllm":
+        return offline
+    # Intel's OpenMP comes with vLLM; tcmalloc is the system's, if it has it.
+    libraries = [peers / "vllm/lib/libiomp5.so", *Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4")]
+    return offline | {
+        "LD_PRELOAD": ":".join(str(library.resolve()) for library in libraries if library.exists()),
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{int(threads) - 1}",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+@contextmanager
+def started(
+    binary: str, model: Path, flags: list[str], peers: Path, wanted: list[str]
+) -> Iterator[tuple[Ours, list[Peer], dict[str, str]]]:
+    """Our server, the wanted peers that are there, and of the others why they are not."""
+    with ExitStack() as stack:
+        found, absent = [], {}
+        for name, command in commands(peers, model).items():
+            if name not in wanted:
+                continue
+            if isinstance(command, str):
+                absent[name] = command
+                continue
+            print(f"starting {name} …", file=sys.stderr)
+            try:
+                found.append(Peer(name, *command))
+            except RuntimeError as error:
+                absent[name] = str(error)
+            else:
+                stack.callback(found[-1].close)
+        ours = Ours(binary, model, flags)
+        stack.callback(ours.close)
+        yield ours, found, absent

@@ -1,0 +1,187 @@
+#!/usr/bin/env python3
+"""One peer, run by its own Python: takes workloads as lines of JSON on standard input, answers each with a line.
+
+    .peers/vllm/bin/python benches/peer.py vllm CHECKPOINT
+
+The first line it prints has its version. What a line in asks is `Order`; the answer is {"seconds"}, the wall time of
+the whole workload from a cold prefix cache, with every sampled token's log-probability taken out of the results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+MAX_MODEL_LEN = 2048
+MAX_SEQUENCES = 64
+SLOT_TOKENS = 1280
+"""Of a sequence in llama.cpp, which divides its context evenly: 1,024 + 128 tokens and some more."""
+
+Order = dict[str, Any]
+"""prompts (token ids), n, new_tokens, temperature."""
+Runner = Callable[[Order], int]
+"""Runs a workload and returns how many tokens with log-probabilities it made."""
+
+
+def vllm(checkpoint: str) -> tuple[str, Runner, Callable[[], object]]:
+    """In process, compiled, as `LLM` has it."""
+    import vllm as library  # noqa: PLC0415 only this peer's Python has it
+
+    llm = library.LLM(
+        model=checkpoint,
+        dtype="bfloat16",
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=MAX_SEQUENCES,
+        skip_tokenizer_init=True,
+        disable_log_stats=True,
+        seed=0,
+    )
+
+    def run(order: Order) -> int:
+        sampling = library.SamplingParams(
+            n=order["n"],
+            temperature=order["temperature"],
+            max_tokens=order["new_tokens"],
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+        )
+        prompts = [{"prompt_token_ids": prompt} for prompt in order["prompts"]]
+        samples = [s for output in llm.generate(prompts, sampling, use_tqdm=False) for s in output.outputs]
+        return sum(len([row[token].logprob for token, row in zip(s.token_ids, s.logprobs)]) for s in samples)  # noqa: B905
+
+    return library.__version__, run, llm.reset_prefix_cache
+
+
+def transformers(checkpoint: str) -> tuple[str, Runner, Callable[[], object]]:
+    """`generate` with all sequences in one batch; prompts are as long as each other, so nothing is padded."""
+    import torch  # noqa: PLC0415 only this peer's Python has it
+    import transformers as library  # noqa: PLC0415
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    model = library.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
+
+    class KeepLogprobs(library.LogitsProcessor):
+        """Takes the log-probability of what was sampled, with one step's logits alive at a time."""
+
+        def __init__(self) -> None:
+            self.of_step, self.taken = None, []
+
+        def take(self, sampled: torch.Tensor) -> None:
+            if self.of_step is not None:
+                self.taken.append(self.of_step.gather(1, sampled[:, None])[:, 0])
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            self.take(input_ids[:, -1])
+            self.of_step = scores.float().log_softmax(-1)
+            return scores
+
+    def run(order: Order) -> int:
+        rows = torch.tensor([prompt for prompt in order["prompts"] for _ in range(order["n"])])
+        is_greedy = order["temperature"] == 0
+        sampling = {} if is_greedy else {"temperature": order["temperature"], "top_k": 0, "top_p": 1.0}
+        keep = KeepLogprobs()
+        with torch.inference_mode():
+            output = model.generate(
+                rows,
+                attention_mask=torch.ones_like(rows),
+                max_new_tokens=order["new_tokens"],
+                min_new_tokens=order["new_tokens"],
+                do_sample=not is_greedy,
+                eos_token_id=None,
+                pad_token_id=0,
+                logits_processor=library.LogitsProcessorList([keep]),
+                **sampling,
+            )
+        keep.take(output[:, -1])
+        return sum(len(step.tolist()) for step in keep.taken)
+
+    return library.__version__, run, lambda: None
+
+
+def llama_cpp(binary: str, model: str) -> tuple[str, Runner, Callable[[], object]]:
+    """llama-server, a request for each prompt, all at once."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    threads = str(os.cpu_count() or 1)
+    numbers = ["-t", threads, "-tb", threads, "-np", str(MAX_SEQUENCES), "-c", str(MAX_SEQUENCES * SLOT_TOKENS)]
+    modes = ["--no-kv-unified", "--cache-ram", "0", "--no-webui", "--no-warmup"]
+    server = subprocess.Popen([binary, "-m", model, "--port", str(port), *numbers, *modes], stdout=sys.stderr)
+
+    def post(path: str, body: dict | None) -> Any:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=1800)
+        connection.request("POST" if body else "GET", path, json.dumps(body) if body else None)
+        response = connection.getresponse()
+        text = response.read()
+        if response.status != 200:
+            raise OSError(f"{path} gave {response.status}: {text[:300]!r}")
+        return json.loads(text)
+
+    def is_ready() -> bool:
+        if server.poll() is not None:
+            raise RuntimeError(f"llama-server ended with {server.returncode}")
+        with contextlib.suppress(OSError):
+            return post("/health", None) is not None
+        return False
+
+    while not is_ready():
+        time.sleep(0.05)
+
+    def run(order: Order) -> int:
+        def one(prompt: list[int]) -> int:
+            body = {
+                "prompt": prompt,
+                "n_cmpl": order["n"],
+                "n_predict": order["new_tokens"],
+                "temperature": order["temperature"],
+                "samplers": ["temperature"],
+                "n_probs": 1,
+                "ignore_eos": True,
+                "cache_prompt": False,
+                "return_tokens": True,
+            }
+            answers = post("/completion", body)
+            answers = answers if isinstance(answers, list) else [answers]
+            # Bytes that are no whole character at the end are held back, and their probabilities with them.
+            if any(len(a["completion_probabilities"]) < order["new_tokens"] - 4 for a in answers):
+                raise RuntimeError("llama-server has left out log-probabilities")
+            return sum(a["tokens_predicted"] for a in answers)
+
+        with ThreadPoolExecutor(len(order["prompts"])) as pool:
+            return sum(pool.map(one, order["prompts"]))
+
+    version = subprocess.run([binary, "--version"], capture_output=True, text=True, check=False)
+    return (version.stderr or version.stdout).splitlines()[0].removeprefix("version: "), run, lambda: None
+
+
+def main() -> None:
+    # What libraries print is no answer.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    peers: dict[str, Callable[..., tuple[str, Runner, Callable[[], object]]]]
+    peers = {"vllm": vllm, "transformers": transformers, "llama.cpp": llama_cpp}
+    version, run, clear = peers[sys.argv[1]](*sys.argv[2:])
+    print(json.dumps({"version": version}), file=answers, flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        clear()
+        start = time.perf_counter()
+        tokens = run(order)
+        seconds = time.perf_counter() - start
+        if tokens != len(order["prompts"]) * order["n"] * order["new_tokens"]:
+            raise RuntimeError(f"{tokens} tokens are not those of {len(order['prompts'])} prompts x {order['n']}")
+        print(json.dumps({"seconds": seconds}), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""The four workloads, this machine's limits, and the time that no implementation beats."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollout_client import RolloutClient, SamplingParams
+
+PROMPT_SEED = 20260101
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`prompts` x `n` samples, `prompt_len` + `new_tokens` tokens each."""
+
+    prompts: int
+    n: int
+    prompt_len: int
+    new_tokens: int
+    temperature: float
+
+    @property
+    def counted_tokens(self) -> int:
+        """What tokens/s counts: generated tokens, or prompt tokens where next to nothing is generated."""
+        return self.prompts * (self.prompt_len if self.new_tokens == 1 else self.n * self.new_tokens)
+
+    def make_prompts(self, vocab_size: int) -> list[list[int]]:
+        """Random token ids without a common prefix, the same for everyone."""
+        rng = random.Random(PROMPT_SEED)
+        return [[rng.randrange(vocab_size) for _ in range(self.prompt_len)] for _ in range(self.prompts)]
+
+
+WORKLOADS = {
+    "W1": Workload(prompts=8, n=8, prompt_len=128, new_tokens=128, temperature=1.0),
+    "W2": Workload(prompts=1, n=1, prompt_len=128, new_tokens=128, temperature=0.0),
+    "W3": Workload(prompts=16, n=1, prompt_len=1024, new_tokens=1, temperature=0.0),
+    "W4": Workload(prompts=1, n=16, prompt_len=1024, new_tokens=128, temperature=1.0),
+}
+TITLES = {"W1": "groups", "W2": "single stream, greedy", "W3": "prefill, prompt tokens", "W4": "long shared prompt"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the floor needs to know of a model."""
+
+    parameters: float
+    embedding_parameters: float
+    kv_elements_per_token: float
+
+
+# By parameter count, which the server reports; for another model the floor is left out.
+SHAPES = {
+    134_515_008: Shape(134_515_008, 49_152 * 576, 30 * 2 * 3 * 64),  # SmolLM2-135M, tied
+    494_032_768: Shape(494_032_768, 151_936 * 896, 24 * 2 * 2 * 64),  # Qwen2.5-0.5B, tied
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the machine can do, by `kernels/examples/limits.rs`."""
+
+    threads: int
+    instructions: str
+    f32_fma_gflops: float
+    bf16_dot_gflops: float | None
+    read_gb_per_s: float
+
+    def peak_gflops(self, dtype: str) -> float:
+        """The fastest way to multiply weights of this type."""
+        bf16 = self.bf16_dot_gflops if dtype == "bfloat16" else None
+        return max(self.f32_fma_gflops, bf16 or 0.0)
+
+
+def measure_limits(binary: str) -> Limits:
+    return Limits(**json.loads(subprocess.run([binary], check=True, capture_output=True, text=True).stdout))
+
+
+def floor_seconds(workload: Workload, shape: Shape, dtype: str, limits: Limits) -> float:
+    """No implementation is faster: every unique prompt token's FLOPs at the peak, then for each decode step the larger
+    of reading all weights and computing all samples, plus reading each KV entry once."""
+    bytes_per_element = 4 if dtype == "float32" else 2
+    peak, bandwidth = limits.peak_gflops(dtype) * 1e9, limits.read_gb_per_s * 1e9
+    w, sequences = workload, workload.prompts * workload.n
+    seconds = 2 * (shape.parameters - shape.embedding_parameters) * w.prompts * w.prompt_len / peak
+    seconds += 2 * shape.embedding_parameters * w.prompts / peak
+    step = max(shape.parameters * bytes_per_element / bandwidth, 2 * shape.parameters * sequences / peak)
+    for made in range(1, w.new_tokens):
+        kv_tokens = w.prompts * w.prompt_len + sequences * made
+        seconds += step + kv_tokens * shape.kv_elements_per_token * bytes_per_element / bandwidth
+    return seconds
+
+
+def run_once(client: RolloutClient, workload: Workload, prompts: list[list[int]]) -> float:
+    """Seconds of one run on our server, from a cold prefix cache."""
+    client.reset_prefix_cache()
+    sampling = SamplingParams(max_tokens=workload.new_tokens, temperature=workload.temperature, ignore_eos=True, seed=1)
+    start = time.perf_counter()
+    outputs = client.generate(prompts, n=workload.n, sampling=sampling, return_text=False)
+    seconds = time.perf_counter() - start
+    for sample in (sample for output in outputs for sample in output.samples):
+        lengths = {len(sample.token_ids), len(sample.logprobs), len(sample.raw_logprobs)}
+        if lengths != {workload.new_tokens}:
+            raise RuntimeError(f"a sample has {lengths} tokens and log-probabilities, not {workload.new_tokens}")
+    return seconds
+
+
+def machine() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor() or platform.machine()
+    return f"{os.cpu_count()} cores {name}, {platform.system()}"
+
+
+def commit() -> str:
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
+
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + (
+        " with changes" if git("status", "--porcelain") else ""
+    )
