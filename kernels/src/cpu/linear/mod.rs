@@ -55,14 +55,7 @@ fn by_format(cpu: &Cpu, x: Rows<'_>, w: &PackedMatrix, bias: Option<&[f32]>, out
     }
 }
 
-fn run<F: LinearFormat>(
-    cpu: &Cpu,
-    x: Rows<'_>,
-    w: &PackedMatrix,
-    bias: Option<&[f32]>,
-    out: RowsMut<'_>,
-    gated: bool,
-) {
+fn run<F: LinearFormat>(cpu: &Cpu, x: Rows<'_>, w: &PackedMatrix, bias: Option<&[f32]>, out: RowsMut<'_>, gated: bool) {
     let plan = Plan::new::<F>(cpu, x.rows(), w, gated);
     let mut shared = cpu.shared();
     let packed = shared.packed.values::<F::X>(x.rows() * plan.steps);

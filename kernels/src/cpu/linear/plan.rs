@@ -4,8 +4,8 @@ use super::super::lanes::LANES;
 use super::super::packed::PackedMatrix;
 use super::super::pool::Cpu;
 use super::super::tile::tile_width;
-use super::register::TALLEST;
 use super::format::LinearFormat;
+use super::register::TALLEST;
 
 /// Activations of a chunk that stay in the second-level cache (1 MiB or more) while a task's panels pass, with the
 /// partial sums and the weights.
