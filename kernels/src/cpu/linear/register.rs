@@ -104,12 +104,7 @@ impl<F: Format, const MR: usize, const NV: usize> Kernel for Shaped<'_, F, MR, N
             let last = i + 1 == sums.leaves.len();
             let mut acc = [[L::zero(); NV]; MR];
             if sums.carry {
-                let carried = vectors(sums.values, waiting * sums.stride, MR * NV);
-                for m in 0..MR {
-                    for v in 0..NV {
-                        acc[m][v] = L::from_array(&carried[m * NV + v]);
-                    }
-                }
+                acc = kept(vectors(sums.values, waiting * sums.stride, MR * NV));
             }
             let (runs, run_steps) = match ahead {
                 Ahead::Near(_) if last => (2, leaf_steps.saturating_sub(LEAD / LINE).max(LEAD / LINE)),
@@ -130,13 +125,7 @@ impl<F: Format, const MR: usize, const NV: usize> Kernel for Shaped<'_, F, MR, N
                         }
                         Ahead::Far(stream.wrapping_add(first * stride), stride)
                     }
-                    Ahead::Near(next) => {
-                        let mut streams = [next[0]; NV];
-                        for v in 0..NV {
-                            streams[v] = if run == 0 { at[v].cast::<u8>().wrapping_add(LEAD) } else { next[v] };
-                        }
-                        Ahead::Near(streams)
-                    }
+                    Ahead::Near(next) => Ahead::Near(if run == 0 { lead(&at) } else { next_of(&next) }),
                 };
                 let x = x.as_ptr().wrapping_add(first * MR);
                 let copy = copy.as_mut_ptr().wrapping_add(first * NV * step_len);
@@ -162,6 +151,38 @@ impl<F: Format, const MR: usize, const NV: usize> Kernel for Shaped<'_, F, MR, N
             }
         }
     }
+}
+
+/// What is needed [`LEAD`] later.
+#[inline(always)]
+#[allow(clippy::needless_range_loop)] // as in `tile`
+fn lead<W, const NV: usize>(at: &[*const W; NV]) -> [*const u8; NV] {
+    let mut streams = [std::ptr::null(); NV];
+    for v in 0..NV {
+        streams[v] = at[v].cast::<u8>().wrapping_add(LEAD);
+    }
+    streams
+}
+
+/// Where the panels of this width go on.
+#[inline(always)]
+fn next_of<const NV: usize>(next: &[*const u8; WIDEST]) -> [*const u8; NV] {
+    let mut streams = [std::ptr::null(); NV];
+    streams.copy_from_slice(&next[..NV]);
+    streams
+}
+
+/// Sums that were put away.
+#[inline(always)]
+#[allow(clippy::needless_range_loop)] // as in `tile`
+fn kept<L: Lanes, const MR: usize, const NV: usize>(sums: &[[f32; LANES]]) -> [[L; NV]; MR] {
+    let mut acc = [[L::zero(); NV]; MR];
+    for m in 0..MR {
+        for v in 0..NV {
+            acc[m][v] = L::from_array(&sums[m * NV + v]);
+        }
+    }
+    acc
 }
 
 /// Puts sums away.
