@@ -126,6 +126,23 @@ impl Ops {
         rows(gate_up, |gate_up| rows_mut(out, |out| cpu::silu_mul(&self.cpu, gate_up, out)))?
     }
 
+    /// `out = silu(left half) * right half` of `x wᵀ + bias`. That is written to `gate_up` first where the halves are not
+    /// whole panels of 16 rows of `w`, and not at all elsewhere.
+    pub fn linear_silu_mul(
+        &self,
+        x: &Tensor,
+        w: &PackedMatrix,
+        bias: Option<&Tensor>,
+        gate_up: &Tensor,
+        out: &Tensor,
+    ) -> Result<()> {
+        if !w.n().is_multiple_of(32) {
+            self.linear(x, w, bias, gate_up)?;
+            return self.silu_mul(gate_up, out);
+        }
+        rows(x, |x| with_optional(bias, |bias| rows_mut(out, |out| cpu::linear_silu_mul(&self.cpu, x, w, bias, out))))??
+    }
+
     /// Puts one key and value row per slot (`block * block_size + offset`) into the cache.
     pub fn write_kv(&self, k: &Tensor, v: &Tensor, slots: &[u32], cache: &mut KvCache) -> Result<()> {
         let _span = trace_span!("write_kv").entered();

@@ -120,9 +120,14 @@ impl Decoder {
             comm.all_reduce_sum(&w.delta)?;
             add(Site::Output(i), &w.attention, &w.delta)?;
             layer.mlp_norm.add_forward(ops, &w.hidden, &w.delta, layer.output.bias(), &w.normed)?;
-            layer.gate_up.forward(ops, &w.normed, &w.gate_up)?;
-            add(Site::GateUp(i), &w.normed, &w.gate_up)?;
-            ops.silu_mul(&w.gate_up, &w.activation)?;
+            match input.additions {
+                None => layer.gate_up.forward_silu_mul(ops, &w.normed, &w.gate_up, &w.activation)?,
+                Some(_) => {
+                    layer.gate_up.forward(ops, &w.normed, &w.gate_up)?;
+                    add(Site::GateUp(i), &w.normed, &w.gate_up)?;
+                    ops.silu_mul(&w.gate_up, &w.activation)?;
+                }
+            }
             layer.down.forward_partial(ops, &w.activation, &w.delta)?;
             comm.all_reduce_sum(&w.delta)?;
             add(Site::Down(i), &w.activation, &w.delta)?;

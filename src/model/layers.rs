@@ -79,6 +79,11 @@ impl Linear {
         Ok(ops.linear(x, &self.weight, self.bias.as_ref(), out)?)
     }
 
+    /// `out = silu(gate) * up` of a gate and what it gates, side by side in `x Wᵀ + b`, for which there is `gate_up`.
+    pub fn forward_silu_mul(&self, ops: &Ops, x: &Tensor, gate_up: &Tensor, out: &Tensor) -> Result<()> {
+        Ok(ops.linear_silu_mul(x, &self.weight, self.bias.as_ref(), gate_up, out)?)
+    }
+
     /// `out = x Wᵀ`, the bias left to the caller (see [`Linear::bias`]).
     pub fn forward_partial(&self, ops: &Ops, x: &Tensor, out: &Tensor) -> Result<()> {
         Ok(ops.linear(x, &self.weight, None, out)?)

@@ -27,10 +27,11 @@ pub fn silu_mul(cpu: &Cpu, gate_up: Rows<'_>, out: RowsMut<'_>) {
     });
 }
 
-struct SiluMul<'a> {
-    gate: &'a [f32],
-    up: &'a [f32],
-    out: &'a mut [f32],
+/// `out = silu(gate) * up`, all of one length.
+pub(super) struct SiluMul<'a> {
+    pub gate: &'a [f32],
+    pub up: &'a [f32],
+    pub out: &'a mut [f32],
 }
 
 impl Kernel for SiluMul<'_> {
@@ -52,9 +53,9 @@ impl Kernel for SiluMul<'_> {
     }
 }
 
-/// Not a closure, which would lack the target features of the kernel.
+/// `silu(gate) * up`. Not a closure, which would lack the target features of the kernel.
 #[inline(always)]
-fn silu_times<L: Lanes>(gate: L, up: L) -> L {
+pub(super) fn silu_times<L: Lanes>(gate: L, up: L) -> L {
     gate.div(L::splat(1.0).add(L::zero().sub(gate).exp())).mul(up)
 }
 

@@ -5,7 +5,7 @@
 use super::isa::{Isa, Kernel};
 use super::lanes::{LANES, Lanes};
 use super::rows::{Rows, RowsMut};
-use super::tile::{Operands, Single, accumulate};
+use super::tile::{Ahead, Operands, Single, accumulate};
 
 /// Rows of a register tile. Four divide the tiles that weights are merged in.
 const MR: usize = 4;
@@ -80,7 +80,8 @@ impl LowRank<'_> {
             assert!(first + ROWS <= self.b.rows());
             let x_row = self.b.stride();
             let w = std::array::from_fn(|v| block.as_ptr().wrapping_add(v * LANES));
-            let operands = Operands { x, x_row, x_step: 1, w, w_step: NV * LANES, next: x.cast() };
+            let (copy, ahead) = (std::ptr::null_mut(), Ahead::Far(x.cast(), 64));
+            let operands = Operands { x, x_row, x_step: 1, w, w_step: NV * LANES, copy, ahead };
             // SAFETY: rows `first..first + ROWS` of `b` have `rank` elements each, `stride` apart, and the block has
             // `rank` rows of `NV` vectors.
             unsafe { accumulate::<L, Single<f32>, ROWS, NV>(&mut acc, rank, &operands) };

@@ -29,7 +29,7 @@ pub use attention::{AttentionSequence, AttentionShape, paged_attention};
 pub use dequantise::dequantise;
 pub use isa::Isa;
 pub use kv::{BlockCopy, KvCache, KvDtype, KvLayout};
-pub use linear::linear;
+pub use linear::{linear, linear_silu_mul};
 pub use low_rank::add_low_rank;
 pub use norm::{add_rms_norm, head_rms_norm, rms_norm};
 pub use packed::{

@@ -176,10 +176,6 @@ impl PackedMatrix {
         self.n.div_ceil(PANEL)
     }
 
-    pub(crate) fn panel_bytes(&self) -> usize {
-        self.bytes() / self.panels()
-    }
-
     pub(crate) fn storage(&self) -> &Mapping {
         &self.storage
     }

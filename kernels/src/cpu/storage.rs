@@ -7,6 +7,9 @@ use memmap2::MmapMut;
 /// goes back to the operating system when this is dropped.
 pub(crate) struct Mapping(MmapMut);
 
+/// Smaller mappings, of tests, are left alone.
+const SMALLEST_ADVISED: usize = 256 << 10;
+
 /// Types of which every bit pattern is a value.
 pub(crate) trait Plain: Copy + Send + Sync + 'static {}
 impl Plain for f32 {}
@@ -23,8 +26,9 @@ impl Mapping {
     pub fn try_zeroed(bytes: usize) -> std::io::Result<Mapping> {
         let map = MmapMut::map_anon(bytes)?;
         #[cfg(target_os = "linux")]
-        if bytes >= 4 << 20 {
-            // Advice only: without huge pages the kernels are correct, with more TLB misses.
+        if bytes >= SMALLEST_ADVISED {
+            // Advice only: without huge pages the kernels are correct, with more TLB misses. Mappings that are made one
+            // after the other are neighbours, which share huge pages: so those of a small model have them too.
             let _ = map.advise(memmap2::Advice::HugePage);
         }
         Ok(Mapping(map))

@@ -17,18 +17,23 @@ pub(crate) trait Format: Send + Sync + 'static {
     type W: super::storage::Plain;
     /// See [`Kernel::DOT_PAIRS`](super::isa::Kernel::DOT_PAIRS).
     const DOT_PAIRS: bool = false;
-    /// Bytes by which [`Operands::next`] moves on with each step.
-    const FETCH: usize = 64;
+    /// Elements of the reduction in one step.
+    const PER_STEP: usize;
+    /// Whether a step leaves its weights widened to float32.
+    const WIDENS: bool = false;
 
-    /// `acc[m][v] += x[m] · w[v]`, elements of the reduction in ascending order.
+    /// `acc[m][v] += x[m] · w[v]`, elements of the reduction in ascending order. A format that
+    /// [widens](Self::WIDENS) leaves them at `copy`.
     ///
     /// # Safety
-    /// `x + m * x_row` for every `m < MR`, and every `w[v]` for the weights of one step, are readable.
+    /// `x + m * x_row` for every `m < MR`, and every `w[v]` for the weights of one step, are readable; `copy` is
+    /// writable for as many float32 if the format widens.
     unsafe fn step<L: Lanes, const MR: usize, const NV: usize>(
         acc: &mut [[L; NV]; MR],
         x: *const Self::X,
         x_row: usize,
         w: [*const Self::W; NV],
+        copy: *mut f32,
     );
 }
 
@@ -91,12 +96,16 @@ pub(crate) struct Single<E>(PhantomData<E>);
 /// widened before, first all even and then all odd ones.
 pub(crate) struct Pairs<E>(PhantomData<E>);
 
+/// As [`Pairs`] of bfloat16, which it also leaves widened, panel by panel: other tiles read that as `Pairs<f32>`.
+pub(crate) struct Widening;
+
 /// Two elements a step: 16 pairs of bfloat16 against a pair of bfloat16, one instruction where there is one.
 pub(crate) struct RoundedPairs;
 
 impl<E: Element> Format for Single<E> {
     type X = f32;
     type W = E;
+    const PER_STEP: usize = 1;
 
     #[inline(always)]
     unsafe fn step<L: Lanes, const MR: usize, const NV: usize>(
@@ -104,6 +113,7 @@ impl<E: Element> Format for Single<E> {
         x: *const f32,
         x_row: usize,
         w: [*const E; NV],
+        _: *mut f32,
     ) {
         // SAFETY: the caller's promise.
         unsafe {
@@ -124,8 +134,7 @@ impl<E: Element> Format for Single<E> {
 impl<E: Element> Format for Pairs<E> {
     type X = [f32; 2];
     type W = E;
-    // Many tiles that read widened weights share what is to be fetched: lines that are under way hold up others.
-    const FETCH: usize = if size_of::<E>() == 4 { 32 } else { 64 };
+    const PER_STEP: usize = 2;
 
     #[inline(always)]
     unsafe fn step<L: Lanes, const MR: usize, const NV: usize>(
@@ -133,6 +142,7 @@ impl<E: Element> Format for Pairs<E> {
         x: *const [f32; 2],
         x_row: usize,
         w: [*const E; NV],
+        _: *mut f32,
     ) {
         // SAFETY: the caller's promise.
         unsafe {
@@ -156,9 +166,39 @@ impl<E: Element> Format for Pairs<E> {
     }
 }
 
+impl Format for Widening {
+    type X = [f32; 2];
+    type W = bf16;
+    const PER_STEP: usize = 2;
+    const WIDENS: bool = true;
+
+    #[inline(always)]
+    unsafe fn step<L: Lanes, const MR: usize, const NV: usize>(
+        acc: &mut [[L; NV]; MR],
+        x: *const [f32; 2],
+        x_row: usize,
+        w: [*const bf16; NV],
+        copy: *mut f32,
+    ) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let mut wide = [copy.cast_const(); NV];
+            for v in 0..NV {
+                let to = copy.add(2 * LANES * v);
+                let (even, odd) = L::load_pairs(w[v]);
+                even.store(to);
+                odd.store(to.add(LANES));
+                wide[v] = to;
+            }
+            Pairs::<f32>::step(acc, x, x_row, wide, copy);
+        }
+    }
+}
+
 impl Format for RoundedPairs {
     type X = u32;
     type W = bf16;
+    const PER_STEP: usize = 2;
     const DOT_PAIRS: bool = true;
 
     #[inline(always)]
@@ -167,6 +207,7 @@ impl Format for RoundedPairs {
         x: *const u32,
         x_row: usize,
         w: [*const bf16; NV],
+        _: *mut f32,
     ) {
         for m in 0..MR {
             for v in 0..NV {
@@ -176,6 +217,9 @@ impl Format for RoundedPairs {
         }
     }
 }
+
+/// Bytes of a cache line.
+pub(crate) const LINE: usize = 64;
 
 /// The most rows of a register tile on any instruction set.
 pub(crate) const MOST_ROWS: usize = 12;
@@ -203,32 +247,71 @@ pub(crate) struct Operands<F: Format, const NV: usize> {
     pub x_step: usize,
     pub w: [*const F::W; NV],
     pub w_step: usize,
-    /// The cache line here is fetched, further on by [`Format::FETCH`] with each step.
-    pub next: *const u8,
+    /// Where a format that widens leaves the weights of all steps.
+    pub copy: *mut f32,
+    pub ahead: Ahead<NV>,
+}
+
+/// What the steps fetch for later; none of it need be readable.
+#[derive(Clone, Copy)]
+pub(crate) enum Ahead<const NV: usize> {
+    /// Of each of these streams a cache line with each step, into the first-level cache.
+    Near([*const u8; NV]),
+    /// A stream into the second-level cache, further on by so many bytes with each step.
+    Far(*const u8, usize),
 }
 
 /// Adds `steps` steps to the accumulators, in order.
 ///
 /// # Safety
-/// Everything that `operands` describe for `steps` steps and `MR` rows is readable.
+/// Everything that `operands` describe for `steps` steps and `MR` rows is readable, or writable where it is a copy.
 #[inline(always)]
 pub(crate) unsafe fn accumulate<L: Lanes, F: Format, const MR: usize, const NV: usize>(
     acc: &mut [[L; NV]; MR],
     steps: usize,
     operands: &Operands<F, NV>,
 ) {
-    let (mut x, mut w) = (operands.x, operands.w);
-    for s in 0..steps {
-        L::prefetch(operands.next.wrapping_add(F::FETCH * s));
+    // SAFETY: the caller's promise. Two loops, as one that asks in each step what to fetch takes longer.
+    unsafe {
+        match operands.ahead {
+            Ahead::Near(streams) => steps_of::<L, F, MR, NV, NV>(acc, steps, operands, streams, LINE),
+            Ahead::Far(stream, stride) => steps_of::<L, F, MR, NV, 0>(acc, steps, operands, [stream; NV], stride),
+        }
+    }
+}
+
+/// Fetches `NEAR` streams into the first-level cache, or one into the second.
+///
+/// # Safety
+/// As [`accumulate`].
+#[inline(always)]
+unsafe fn steps_of<L: Lanes, F: Format, const MR: usize, const NV: usize, const NEAR: usize>(
+    acc: &mut [[L; NV]; MR],
+    steps: usize,
+    operands: &Operands<F, NV>,
+    mut streams: [*const u8; NV],
+    stride: usize,
+) {
+    let (mut x, mut w, mut copy) = (operands.x, operands.w, operands.copy);
+    for _ in 0..steps {
+        if NEAR == 0 {
+            L::prefetch(streams[0]);
+            streams[0] = streams[0].wrapping_add(stride);
+        }
+        for v in 0..NEAR {
+            L::prefetch_near(streams[v]);
+            streams[v] = streams[v].wrapping_add(stride);
+        }
         if MR > 6 {
             // Activations of so many rows come from the second-level cache, a line and a half each step.
             let ahead = x.wrapping_add(8 * operands.x_step).cast::<u8>();
             L::prefetch_near(ahead);
-            L::prefetch_near(ahead.wrapping_add(64));
+            L::prefetch_near(ahead.wrapping_add(LINE));
         }
-        // SAFETY: the caller's promise; the pointers end where their data does, and are not read there.
-        unsafe { F::step(acc, x, operands.x_row, w) };
+        // SAFETY: the caller's promise; the pointers end where their data does, and are not used there.
+        unsafe { F::step(acc, x, operands.x_row, w, copy) };
         x = x.wrapping_add(operands.x_step);
+        copy = copy.wrapping_add(NV * F::PER_STEP * LANES);
         for v in 0..NV {
             w[v] = w[v].wrapping_add(operands.w_step);
         }

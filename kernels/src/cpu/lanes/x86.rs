@@ -188,7 +188,7 @@ fn round_bf16(x: __m512) -> __m256i {
 }
 
 impl<const BF16: bool> Lanes for Avx512<BF16> {
-    const ACCUMULATORS: usize = 24; // of 32 registers
+    const ACCUMULATORS: usize = 26; // of 32 registers
 
     #[inline(always)]
     fn splat(x: f32) -> Self {

@@ -5,16 +5,17 @@
 //! so a row has the same bits in any batch, and the tree-added results of ranks that hold runs of leaves are those of
 //! the whole matrix.
 
+use super::activation::SiluMul;
 use super::isa::Isa;
 use super::lanes::LANES;
 use super::packed::{PackedMatrix, WeightDtype};
 use super::pool::Cpu;
 use super::rows::{Rows, RowsMut, SharedRows};
-use super::tile::{Format, Pairs, RoundedPairs, Single};
+use super::tile::{Ahead, Format, LINE, Pairs, RoundedPairs, Single};
 use format::LinearFormat;
 use half::bf16;
 use plan::Plan;
-use register::{Out, Panels, Sums, Tile};
+use register::{Out, Sums, Tile, WIDEST, Weights};
 
 mod format;
 mod plan;
@@ -25,21 +26,37 @@ mod register;
 /// # Panics
 /// If shapes do not agree.
 pub fn linear(cpu: &Cpu, x: Rows<'_>, w: &PackedMatrix, bias: Option<&[f32]>, out: RowsMut<'_>) {
+    assert_eq!(out.width(), w.n(), "output features");
+    by_format(cpu, x, w, bias, out, false);
+}
+
+/// [`silu_mul`](super::silu_mul) of what [`linear`] gives, bit by bit, of which nothing is written: `w` has `n` gates
+/// before `n` rows of what they gate, `out` is `[rows, n]`.
+///
+/// # Panics
+/// If shapes do not agree, or `n` is no multiple of 16.
+pub fn linear_silu_mul(cpu: &Cpu, x: Rows<'_>, w: &PackedMatrix, bias: Option<&[f32]>, out: RowsMut<'_>) {
+    assert_eq!(2 * out.width(), w.n(), "output features");
+    assert!(out.width().is_multiple_of(LANES), "{} gates are no whole panels", out.width());
+    by_format(cpu, x, w, bias, out, true);
+}
+
+fn by_format(cpu: &Cpu, x: Rows<'_>, w: &PackedMatrix, bias: Option<&[f32]>, out: RowsMut<'_>, gated: bool) {
     assert_eq!(x.width(), w.k(), "input features");
-    assert_eq!((out.rows(), out.width()), (x.rows(), w.n()), "rows and output features");
+    assert_eq!(out.rows(), x.rows(), "rows of the output");
     assert!(bias.is_none_or(|b| b.len() == w.n()), "length of the bias");
     if x.rows() == 0 {
         return;
     }
     match (w.dtype(), cpu.isa().rounds_activations()) {
-        (WeightDtype::F32, _) => run::<Single<f32>>(cpu, x, w, bias, out),
-        (WeightDtype::Bf16, false) => run::<Pairs<bf16>>(cpu, x, w, bias, out),
-        (WeightDtype::Bf16, true) => run::<RoundedPairs>(cpu, x, w, bias, out),
+        (WeightDtype::F32, _) => run::<Single<f32>>(cpu, x, w, bias, out, gated),
+        (WeightDtype::Bf16, false) => run::<Pairs<bf16>>(cpu, x, w, bias, out, gated),
+        (WeightDtype::Bf16, true) => run::<RoundedPairs>(cpu, x, w, bias, out, gated),
     }
 }
 
-fn run<F: LinearFormat>(cpu: &Cpu, x: Rows<'_>, w: &PackedMatrix, bias: Option<&[f32]>, out: RowsMut<'_>) {
-    let plan = Plan::new::<F>(cpu, x.rows(), w);
+fn run<F: LinearFormat>(cpu: &Cpu, x: Rows<'_>, w: &PackedMatrix, bias: Option<&[f32]>, out: RowsMut<'_>, gated: bool) {
+    let plan = Plan::new::<F>(cpu, x.rows(), w, gated);
     let mut shared = cpu.shared();
     let packed = shared.packed.values::<F::X>(x.rows() * plan.steps);
     pack_activations::<F>(cpu, x, &plan, packed);
@@ -100,8 +117,8 @@ struct Block<'a> {
     tiles: &'a Run,
     group: usize,
     steps: Run,
-    leaf: usize,
-    /// Whether steps of the leaf went before, and come after.
+    leaves: Run,
+    /// Whether steps of its one leaf went before, and come after.
     carry: bool,
     more: bool,
 }
@@ -112,18 +129,15 @@ impl<F: LinearFormat> Job<'_, F> {
         let (chunk, group) = (task / self.plan.groups, task % self.plan.groups);
         let tiles = &(self.plan.tile(chunk)..self.plan.tile(chunk + 1));
         let (copy, sums) = scratch.split_at_mut(self.plan.copy_len);
-        let leaf_steps = self.plan.steps / self.plan.leaves;
-        for leaf in 0..self.plan.leaves {
+        let (plan, leaf_steps) = (&self.plan, self.plan.steps / self.plan.leaves);
+        for leaf in (0..plan.leaves).step_by(plan.block_leaves) {
+            let leaves = leaf..plan.leaves.min(leaf + plan.block_leaves);
             let (first, end) = (leaf * leaf_steps, (leaf + 1) * leaf_steps);
-            for from in (first..end).step_by(self.plan.block_steps) {
-                let steps = from..end.min(from + self.plan.block_steps);
-                let (carry, more) = (from > first, steps.end < end);
-                let block = Block { tiles, group, steps, leaf, carry, more };
-                let weights = self.weights(&block);
-                match self.plan.widened {
-                    false => self.block::<F>(&block, &weights, sums),
-                    true => self.block::<F::Wide>(&block, &F::wide(self.isa, weights, copy), sums),
-                }
+            for from in (first..end).step_by(plan.block_steps) {
+                let to = if leaves.len() > 1 { leaves.end * leaf_steps } else { end.min(from + plan.block_steps) };
+                let (carry, more) = (from > first, to < end);
+                let leaves = leaves.clone();
+                self.block(&Block { tiles, group, steps: from..to, leaves, carry, more }, copy, sums);
             }
         }
         if !self.whole(group) {
@@ -131,41 +145,65 @@ impl<F: LinearFormat> Job<'_, F> {
         }
     }
 
-    /// The weights of a block. A group may have a panel less than a register tile: its last one is then computed again
-    /// and dropped.
-    fn weights(&self, block: &Block<'_>) -> Panels<'_, F::W> {
-        let (first, end) = (self.plan.panel(block.group), self.plan.panel(block.group + 1));
-        std::array::from_fn(|v| {
-            let panel = (first + v).min(end - 1);
-            &self.weights[self.plan.weight(panel, block.steps.start)..self.plan.weight(panel, block.steps.end)]
-        })
-    }
-
-    fn block<T: Format<X = F::X>>(&self, block: &Block<'_>, weights: &Panels<'_, T::W>, sums: &mut [f32]) {
+    fn block(&self, block: &Block<'_>, copy: &mut [f32], sums: &mut [f32]) {
         let plan = &self.plan;
-        let first_row = plan.row(block.tiles.start);
-        let (waiting, done) = (block.leaf.count_ones() as usize, block.steps.end == plan.steps);
-        let siblings = if block.more { 0 } else { block.leaf.trailing_ones() as usize };
-        for tile in block.tiles.clone() {
-            let (from, to) = (plan.row(tile), plan.row(tile + 1));
-            let x =
-                &self.packed[from * plan.steps + block.steps.start * (to - from)..][..block.steps.len() * (to - from)];
-            let out = (done && self.whole(block.group)).then(|| Out {
-                rows: &self.out,
-                row: from,
-                column: plan.panel(block.group) * LANES,
-                bias: self.bias,
-            });
-            let values = &mut sums[(from - first_row) * plan.width * LANES..];
-            let sums = Sums { values, stride: plan.slot_len(), waiting, carry: block.carry, siblings };
-            let next = self.next_weights::<T>(block, tile - block.tiles.start);
-            Tile::<T> { x, weights, next, sums, out }.run(self.isa, to - from, plan.width);
+        let narrow = || Weights {
+            panels: std::array::from_fn(|v| {
+                let panel = plan.tile_panel(block.group, v);
+                &self.weights[plan.weight(panel, block.steps.start)..plan.weight(panel, block.steps.end)]
+            }),
+            step: plan.step_len,
+        };
+        let rest = match plan.widened {
+            false => block.tiles.start,
+            true => {
+                self.tile::<F::First>(block, block.tiles.start, narrow(), copy, sums);
+                block.tiles.start + 1
+            }
+        };
+        for tile in rest..block.tiles.end {
+            match plan.widened {
+                false => self.tile::<F>(block, tile, narrow(), &mut [], sums),
+                true => {
+                    let copy = F::copied(copy);
+                    let panels = std::array::from_fn(|v| &copy[(v * plan.step_len).min(copy.len())..]);
+                    let weights = Weights { panels, step: plan.width * plan.step_len };
+                    self.tile::<F::Wide>(block, tile, weights, &mut [], sums);
+                }
+            }
         }
     }
 
-    /// What a tile fetches: its part of the panels of the next block, which is of this task or, as threads take tasks in
-    /// turn, that of the group as many further on as there are threads.
-    fn next_weights<T: Format>(&self, block: &Block<'_>, tile: usize) -> *const u8 {
+    fn tile<T: Format<X = F::X>>(
+        &self,
+        block: &Block<'_>,
+        tile: usize,
+        weights: Weights<'_, T::W>,
+        copy: &mut [f32],
+        sums: &mut [f32],
+    ) {
+        let plan = &self.plan;
+        let (from, to) = (plan.row(tile), plan.row(tile + 1));
+        let done = block.steps.end == plan.steps;
+        let x = &self.packed[from * plan.steps + block.steps.start * (to - from)..][..block.steps.len() * (to - from)];
+        let out = (done && self.whole(block.group)).then(|| Out {
+            rows: &self.out,
+            row: from,
+            column: plan.panel(block.group) * LANES,
+            bias: self.bias,
+            gated: plan.gated.map(|panels| panels * LANES),
+        });
+        let values = &mut sums[(from - plan.row(block.tiles.start)) * plan.width * LANES..];
+        let (carry, more) = (block.carry, block.more);
+        let sums = Sums { values, stride: plan.slot_len(), leaves: block.leaves.clone(), carry, more };
+        let ahead = self.ahead(block, tile - block.tiles.start);
+        Tile::<T> { x, weights, copy, ahead, sums, out }.run(self.isa, to - from, plan.width);
+    }
+
+    /// What a tile asks for: of the panels of the next block, which is of this task or, as threads take tasks in turn,
+    /// that of the group as many further on as there are threads. One tile alone fetches all of them, as it fetches its
+    /// own shortly before they are needed; several fetch a part each.
+    fn ahead(&self, block: &Block<'_>, tile: usize) -> Ahead<WIDEST> {
         let plan = &self.plan;
         let (group, step) = match block.steps.end {
             end if end < plan.steps => (block.group, end),
@@ -174,37 +212,45 @@ impl<F: LinearFormat> Job<'_, F> {
                 _ => (block.group % plan.threads, 0),
             },
         };
-        let (panel, bytes) = match plan.tiles {
-            1 => (plan.weight(plan.panel(block.group), block.steps.start), 0), // in the cache: a single pass is left to itself
-            _ => {
-                let per_panel = plan.step_bytes::<F>() / T::FETCH;
-                let part = tile.min(plan.width * per_panel - 1);
-                let panel = plan.panel(group) + part / per_panel;
-                (plan.weight(panel, step), part % per_panel * block.steps.len() * T::FETCH)
-            }
+        let line = |v: usize| {
+            let from = plan.weight(plan.tile_panel(group, v), step);
+            self.weights.as_ptr().wrapping_add(from).cast::<u8>()
         };
-        self.weights.as_ptr().wrapping_add(panel).cast::<u8>().wrapping_add(bytes)
+        if plan.tiles == 1 {
+            return Ahead::Near(std::array::from_fn(line));
+        }
+        let part = tile.min(plan.width * plan.parts - 1);
+        let stride = LINE.div_ceil(plan.parts);
+        Ahead::Far(line(part / plan.parts).wrapping_add(part % plan.parts * block.steps.len() * stride), stride)
     }
 
     /// Whether every column of a group's register tile is one of the output.
     fn whole(&self, group: usize) -> bool {
         let (first, end) = (self.plan.panel(group), self.plan.panel(group + 1));
-        end - first == self.plan.width && end * LANES <= self.out.width()
+        end - first == self.plan.outputs() && end * LANES <= self.out.width()
     }
 
-    /// Adds the bias and writes the columns that are not padding.
-    fn finish(&self, tiles: &Run, group: usize, sums: &[f32]) {
-        let first = self.plan.panel(group) * LANES;
-        let len = (self.plan.panel(group + 1) * LANES).min(self.out.width()) - first;
-        let rows = self.plan.row(tiles.start)..self.plan.row(tiles.end);
-        for (row, sum) in rows.zip(sums.chunks(self.plan.width * LANES)) {
+    /// Adds the bias, gates, and writes the columns that are not padding.
+    fn finish(&self, tiles: &Run, group: usize, sums: &mut [f32]) {
+        let plan = &self.plan;
+        let first = plan.panel(group) * LANES;
+        let len = (plan.panel(group + 1) * LANES).min(self.out.width()) - first;
+        let add_bias = |sums: &mut [f32], from: usize| {
+            if let Some(bias) = self.bias {
+                sums.iter_mut().zip(&bias[from..]).for_each(|(sum, bias)| *sum += bias);
+            }
+        };
+        let rows = plan.row(tiles.start)..plan.row(tiles.end);
+        for (row, sums) in rows.zip(sums.chunks_mut(plan.width * LANES)) {
             // SAFETY: no other task has these rows and columns.
             let out = unsafe { self.out.part(row, first, len) };
-            match self.bias {
-                None => out.copy_from_slice(&sum[..len]),
-                Some(bias) => {
-                    let bias = &bias[first..];
-                    out.iter_mut().zip(sum).zip(bias).for_each(|((out, sum), bias)| *out = sum + bias);
+            let (sums, gated) = sums.split_at_mut(plan.outputs() * LANES);
+            add_bias(&mut sums[..len], first);
+            match plan.gated {
+                None => out.copy_from_slice(&sums[..len]),
+                Some(panels) => {
+                    add_bias(&mut gated[..len], panels * LANES + first);
+                    self.isa.dispatch(SiluMul { gate: &sums[..len], up: &gated[..len], out });
                 }
             }
         }

@@ -3,8 +3,9 @@
 use super::super::lanes::LANES;
 use super::super::packed::PackedMatrix;
 use super::super::pool::Cpu;
-use super::super::tile::{Format, most_rows, tile_width};
+use super::super::tile::tile_width;
 use super::format::LinearFormat;
+use super::register::TALLEST;
 
 /// Activations of a chunk that stay in the second-level cache (1 MiB or more) while a task's panels pass, with the
 /// partial sums and the weights.
@@ -16,10 +17,10 @@ const BLOCK_BYTES: usize = 16 << 10;
 
 /// As [`BLOCK_BYTES`] of widened weights, which many tiles read from the second-level cache: that costs less than
 /// putting sums away after every block.
-const WIDENED_BYTES: usize = 80 << 10;
+const WIDENED_BYTES: usize = 128 << 10;
 
-/// The fewest tiles that are worth widening the weights for all of them first.
-const WIDENED_FROM: usize = 8;
+/// The fewest tiles that are worth it that the first leaves widened weights for the others.
+const WIDENED_FROM: usize = 3;
 
 /// Register tiles of a chunk: more save little time in which weights are widened.
 const MOST_TILES: usize = 12;
@@ -32,45 +33,52 @@ pub(super) struct Plan {
     /// Chunks are runs of tiles.
     tiles_by_chunk: Cut,
     pub chunks: usize,
-    /// Groups are runs of panels.
+    /// Groups are runs of panels, of gated layers of the gates' with as many of what they gate.
     panels: Cut,
     pub groups: usize,
     /// Panels side by side in a register tile.
     pub width: usize,
+    /// The first panel of what is gated.
+    pub gated: Option<usize>,
     pub steps: usize,
     /// Stored weights of a panel in a step.
-    step_len: usize,
-    /// Steps after which the next tile of the chunk takes its turn.
+    pub step_len: usize,
+    /// After so many steps of so many leaves the next tile of the chunk takes its turn: of parts of one leaf, or of whole
+    /// ones.
     pub block_steps: usize,
-    /// Whether the weights of a block are widened before its tiles pass, and the values that this makes.
+    pub block_leaves: usize,
+    /// Whether the first tile leaves the weights of a block widened, and the values that this makes.
     pub widened: bool,
     pub copy_len: usize,
+    /// Where there are several tiles: each asks for one of so many parts of every panel of the next block.
+    pub parts: usize,
     pub leaves: usize,
     pub threads: usize,
 }
 
 impl Plan {
     /// For `rows >= 1` rows of activations.
-    pub fn new<F: LinearFormat>(cpu: &Cpu, rows: usize, w: &PackedMatrix) -> Plan {
+    pub fn new<F: LinearFormat>(cpu: &Cpu, rows: usize, w: &PackedMatrix, gated: bool) -> Plan {
+        let halves = if gated { 2 } else { 1 };
         let accumulators = cpu.isa().accumulators();
-        let tiles = rows.div_ceil(most_rows(accumulators));
+        let tiles = rows.div_ceil(if accumulators >= 2 * TALLEST { TALLEST } else { accumulators / halves });
         let tile_rows = rows.div_ceil(tiles);
         let width = tile_width(tile_rows, accumulators);
         let steps = w.padded_k().div_ceil(F::PER_STEP);
-        let step_len = w.panel_bytes() / size_of::<F::W>() / steps;
+        let step_len = F::PER_STEP * LANES;
         let leaf_steps = steps / w.leaves();
         let widened = F::COPIES && tiles >= WIDENED_FROM;
-        let panel_step = step_len * if widened { size_of::<<F::Wide as Format>::W>() } else { size_of::<F::W>() };
-        let blocks = match tiles {
-            1 => 1, // nothing comes back to the weights
-            _ => leaf_steps.div_ceil(if widened { WIDENED_BYTES } else { BLOCK_BYTES } / (width * panel_step)),
+        let (block_bytes, size) = if widened { (WIDENED_BYTES, 4) } else { (BLOCK_BYTES, size_of::<F::W>()) };
+        let (leaves, fitting) = (w.leaves(), (block_bytes / (width * step_len * size)).max(1));
+        let (block_steps, block_leaves) = match tiles {
+            1 => (leaf_steps, leaves), // nothing comes back to the weights
+            _ => (leaf_steps.div_ceil(leaf_steps.div_ceil(fitting)), (fitting / leaf_steps).clamp(1, leaves)),
         };
-        let block_steps = leaf_steps.div_ceil(blocks);
-        let copy_len = if widened { width * block_steps * step_len } else { 0 };
-        let most_tiles = CHUNK_BYTES / (tile_rows * block_steps * size_of::<F::X>());
+        let copy_len = if widened { width * block_leaves * block_steps * step_len } else { 0 };
+        let most_tiles = CHUNK_BYTES / (tile_rows * block_leaves * block_steps * size_of::<F::X>());
         let chunks = tiles.div_ceil(most_tiles.clamp(1, MOST_TILES));
-        let (panels, threads) = (w.panels(), cpu.pool().threads());
-        let groups = panels.div_ceil(width).next_multiple_of(threads).min(panels);
+        let (panels, threads) = (w.panels() / halves, cpu.pool().threads());
+        let groups = panels.div_ceil(width / halves).next_multiple_of(threads).min(panels);
         Plan {
             rows: Cut::new(rows, tiles),
             tiles,
@@ -79,12 +87,15 @@ impl Plan {
             panels: Cut::new(panels, groups),
             groups,
             width,
+            gated: gated.then_some(panels),
             steps,
             step_len,
             block_steps,
+            block_leaves,
             widened,
             copy_len,
-            leaves: w.leaves(),
+            parts: (tiles / chunks / width).max(1),
+            leaves,
             threads,
         }
     }
@@ -92,11 +103,6 @@ impl Plan {
     /// Where a panel's weights of a step are.
     pub fn weight(&self, panel: usize, step: usize) -> usize {
         (panel * self.steps + step) * self.step_len
-    }
-
-    /// Bytes of a panel's weights of a step.
-    pub fn step_bytes<F: Format>(&self) -> usize {
-        self.step_len * size_of::<F::W>()
     }
 
     /// First row of a tile.
@@ -112,6 +118,22 @@ impl Plan {
     /// First panel of a group.
     pub fn panel(&self, group: usize) -> usize {
         self.panels.start(group)
+    }
+
+    /// The panel that is number `v` of a group's register tile. A group may have one less: its last one is then computed
+    /// again and dropped.
+    pub fn tile_panel(&self, group: usize, v: usize) -> usize {
+        let last = self.panel(group + 1) - 1;
+        match self.gated {
+            None => last.min(self.panel(group) + v),
+            Some(first) if v >= self.width / 2 => first + last.min(self.panel(group) + v - self.width / 2),
+            Some(_) => last.min(self.panel(group) + v),
+        }
+    }
+
+    /// Vectors of columns that a register tile gives.
+    pub fn outputs(&self) -> usize {
+        if self.gated.is_some() { self.width / 2 } else { self.width }
     }
 
     /// Partial sums that wait for their sibling in the tree of leaves, and the one being added up.

@@ -1,3 +1,4 @@
+use super::super::activation::silu_mul;
 use super::super::packed::{WeightRows, reduction_leaves};
 use super::super::testing::{Random, bits, close};
 use super::*;
@@ -216,7 +217,7 @@ fn rounded_activations_are_packed_as_pairs() {
         for isa in Isa::available() {
             let mut out = vec![f32::NAN; m * n];
             let (x, bias) = (Rows::dense(&case.x, k), case.bias.as_deref());
-            run::<RoundedPairs>(&Cpu::with_isa(2, isa), x, &case.matrix, bias, RowsMut::dense(&mut out, n));
+            run::<RoundedPairs>(&Cpu::with_isa(2, isa), x, &case.matrix, bias, RowsMut::dense(&mut out, n), false);
             for (i, y) in out.iter().enumerate() {
                 let (x, w) = (&rounded[i / n * k..][..k], &case.weights[i % n * k..][..k]);
                 let expected = in_order(x, w, case.matrix.leaves(), bias.map(|b| b[i % n]));
@@ -224,6 +225,29 @@ fn rounded_activations_are_packed_as_pairs() {
                     false => assert_eq!(y.to_bits(), expected.to_bits(), "{} {m} x {n} x {k}", isa.name()),
                     true => close(*y, f64::from(expected), 1e-4, isa.name()),
                 }
+            }
+        }
+    }
+}
+
+#[test]
+fn gated_outputs_are_silu_mul_of_those_of_linear() {
+    for seed in 0..80 {
+        let mut random = Random::new(seed);
+        let (m, gates, k) = (random.between(1, 60), 16 * random.between(1, 12), random.between(1, 90));
+        let case = case(&mut random, DTYPES[seed as usize % 2], m, 2 * gates, k);
+        let (bias, stride) = (case.bias.as_deref(), gates + random.below(20));
+        for isa in Isa::available() {
+            let cpu = Cpu::with_isa(random.between(1, 3), isa);
+            let both = product(&cpu, &case.x, &case.matrix, bias);
+            let mut expected = vec![f32::NAN; m * gates];
+            silu_mul(&cpu, Rows::dense(&both, 2 * gates), RowsMut::dense(&mut expected, gates));
+            let mut out = vec![7.0; m * stride];
+            let views = (Rows::dense(&case.x, k), RowsMut::new(&mut out, m, gates, stride));
+            linear_silu_mul(&cpu, views.0, &case.matrix, bias, views.1);
+            for (out, expected) in out.chunks(stride).zip(expected.chunks(gates)) {
+                assert_eq!(bits(&out[..gates]), bits(expected), "seed {seed}, {}, {m} x {gates} x {k}", isa.name());
+                assert!(out[gates..].iter().all(|x| *x == 7.0), "seed {seed}, {}: writes on", isa.name());
             }
         }
     }
