@@ -29,8 +29,9 @@ pub struct Cpu {
 pub(crate) struct SharedScratch {
     /// Activations packed by `linear`.
     pub packed: Scratch,
-    /// Work items of `paged_attention`, costliest first.
-    pub tasks: Vec<super::attention::Task>,
+    /// Work items of `paged_attention`, and what those that share rows leave to be folded.
+    pub plan: super::attention::Plan,
+    pub records: Scratch,
 }
 
 impl Cpu {

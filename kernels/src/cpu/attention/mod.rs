@@ -1,22 +1,25 @@
 //! Attention of query rows over a paged cache, for any mix of prefill chunks and decodes.
 //!
 //! A query row takes its keys in units of 64 absolute positions, in order, with an online softmax from unit to unit;
-//! inside a unit, positions in order. Which rows and heads share a register tile, which sequences share a call and where
+//! inside a unit, positions in order. Each span of 512 positions begins a softmax of its own, and spans are folded in
+//! order. Which rows and heads share a register tile, which sequences share a call, which thread takes a span and where
 //! blocks lie in memory has no part in it: chunked is whole, and alone is in a batch, bit for bit.
 
 use super::isa::Isa;
 use super::kv::{KvCache, KvDtype};
-use super::pool::Cpu;
-use super::rows::{Rows, RowsMut, SharedRows};
-use super::tile::most_rows;
+use super::pool::{Cpu, SharedScratch};
+use super::rows::{Rows, RowsMut, SharedRows, SharedSlice};
 use half::bf16;
 
 mod plan;
+mod span;
 mod tile;
 mod unit;
 
-pub(crate) use plan::Task;
-use plan::plan;
+pub(crate) use plan::Plan;
+use plan::Planner;
+use span::{record_len, state_len};
+use tile::TilePairs;
 
 /// Rows of a call that belong to one sequence.
 #[derive(Clone, Copy, Debug)]
@@ -61,15 +64,19 @@ pub fn paged_attention(
     assert!(shape.sliding_window != Some(0), "a window of 0 positions sees nothing");
     check_sequences(sequences, q.rows(), cache);
 
+    let tile = TilePairs::new(cpu.isa().accumulators());
     let mut shared = cpu.shared();
-    let pairs = most_rows(cpu.isa().accumulators());
-    plan(shape, sequences, &layout, pairs, cpu.pool().threads(), &mut shared.tasks);
-    let tasks = &shared.tasks;
+    let SharedScratch { plan, records, .. } = &mut *shared;
+    Planner { shape, sequences, layout: &layout, tile, threads: cpu.pool().threads() }.plan(plan);
+    let records = records.floats(plan.records * record_len(layout.head_dim));
     let call = Call { isa: cpu.isa(), q, shape, sequences, cache, out: out.share() };
-    cpu.pool().run_with_scratch(tasks.len(), tile::scratch_len(pairs, &layout), |i, scratch| match layout.dtype {
-        KvDtype::Bf16 => tile::run::<bf16>(&call, &tasks[i], pairs, scratch),
-        KvDtype::F32 => tile::run::<f32>(&call, &tasks[i], pairs, scratch),
+    let shared = SharedSlice::new(records);
+    cpu.pool().run_with_scratch(plan.tasks.len(), tile::scratch_len(tile, &layout), |i, scratch| match layout.dtype {
+        KvDtype::Bf16 => tile::run::<bf16>(&call, &plan.tasks[i], tile, &shared, scratch),
+        KvDtype::F32 => tile::run::<f32>(&call, &plan.tasks[i], tile, &shared, scratch),
     });
+    let finish = |i: usize, state: &mut [f32]| span::finish(&call, &plan.splits[i], records, state);
+    cpu.pool().run_with_scratch(plan.splits.len(), state_len(layout.head_dim), finish);
 }
 
 /// What the tasks of a call share.

@@ -160,18 +160,26 @@ fn every_way_to_cut_batch_and_store_gives_the_same_bits() {
 }
 
 #[test]
-fn a_long_context_decodes_as_it_prefills() {
+fn a_long_context_decodes_as_it_prefills_on_any_number_of_threads() {
     let mut random = Random::new(5);
-    let mut case = case(&mut random, vec![700]);
-    for window in [None, Some(65), Some(300)] {
+    for window in [None, Some(65), Some(600)] {
+        let mut case = case(&mut random, vec![1100]);
         case.window = window;
         let (cache, tables) = cache(&case, &mut random, 16);
-        let cpu = Cpu::new(2);
-        let whole = &case.run(&cpu, &cache, &tables, &case.whole())[0];
+        let whole = &case.run(&Cpu::new(1), &cache, &tables, &case.whole())[0];
         let width = case.heads * case.head_dim;
-        for position in [0, 63, 64, 255, 256, 511, 640, 699] {
-            let out = &case.run(&cpu, &cache, &tables, &[(0, position, 1)])[0];
-            assert_eq!(bits(out), bits(&whole[position * width..][..width]), "window {window:?} at {position}");
+        for (isa, threads) in Isa::available().into_iter().zip([3, 2, 4, 5]) {
+            let cpu = Cpu::with_isa(threads, isa);
+            for position in [0, 63, 64, 511, 512, 700, 1023, 1024, 1099] {
+                // One row is one task, a few are some tiles: both have their spans shared among threads.
+                for rows in [1, 6] {
+                    let (start, rows) = (position + 1 - rows.min(position + 1), rows.min(position + 1));
+                    let out = &case.run(&cpu, &cache, &tables, &[(0, start, rows)])[0];
+                    let expected = &whole[start * width..][..rows * width];
+                    let what = format!("window {window:?}, {rows} rows to {position}, {threads} threads");
+                    assert_eq!(bits(out), bits(expected), "{what}, {}", isa.name());
+                }
+            }
         }
     }
 }
@@ -180,9 +188,10 @@ fn a_long_context_decodes_as_it_prefills() {
 fn sequences_that_share_blocks_have_the_bits_they_have_alone() {
     for seed in 200..240 {
         let mut random = Random::new(seed);
-        let shared = random.between(1, 400);
+        let longest = if seed % 4 == 0 { 1200 } else { 400 };
+        let shared = random.between(1, longest);
         // The first sequence has all the shared blocks; some of the others end inside them.
-        let mut lengths = lengths(&mut random, 9, 450);
+        let mut lengths = lengths(&mut random, 9, longest + 50);
         lengths[0] = shared + random.between(1, 100);
         let mut case = case(&mut random, lengths);
         let width = case.kv_heads * case.head_dim;
@@ -230,21 +239,37 @@ fn sequences_that_share_blocks_have_the_bits_they_have_alone() {
 }
 
 #[test]
-fn samples_of_a_prompt_take_it_together_and_a_prompt_has_tasks_of_several_tiles() {
+fn samples_take_their_prompt_together_and_long_contexts_are_shared_among_threads() {
+    let tile = TilePairs { alone: 12, beside: 6 };
     let layout = KvLayout { blocks: 1000, block_size: 16, kv_heads: 3, head_dim: 64, dtype: KvDtype::Bf16 };
-    let shape = AttentionShape { heads: 9, scale: 1.0, sliding_window: None };
+    let plan = |shape: &AttentionShape, sequences: &[AttentionSequence<'_>], threads: usize| {
+        let mut plan = Plan::default();
+        Planner { shape, sequences, layout: &layout, tile, threads }.plan(&mut plan);
+        plan
+    };
     let table = |sample: u32| (0..64).chain([100 + sample]).collect::<Vec<u32>>();
     let tables: Vec<Vec<u32>> = (0..16).map(table).collect();
     let samples: Vec<AttentionSequence<'_>> = (0..16)
         .map(|s| AttentionSequence { first_row: s, rows: 1, start_position: 1030 + s % 5, block_table: &tables[s] })
         .collect();
-    let mut tasks = vec![];
-    plan(&shape, &samples, &layout, 12, 2, &mut tasks);
-    assert_eq!(tasks.len(), 4 * 3);
-    assert!(tasks.iter().all(|t| (t.sequences, t.pairs, t.shared_units) == (4, 12, 16)), "{tasks:?}");
+    for (group, threads, together) in [(3, 1, 16), (3, 4, 8), (3, 64, 4), (8, 1, 15), (8, 16, 2), (8, 64, 1)] {
+        let shape = AttentionShape { heads: 3 * group, scale: 1.0, sliding_window: None };
+        let found = plan(&shape, &samples, threads);
+        let largest = found.tasks.iter().map(|t| (t.sequences, t.pairs, t.shared_units)).max();
+        let expected = (together as u32, (together * group) as u32, if together > 1 { 16 } else { 0 });
+        assert_eq!(largest, Some(expected), "groups of {group}, {threads} threads: {:?}", found.tasks);
+    }
+
+    let shape = AttentionShape { heads: 9, scale: 1.0, sliding_window: None };
+    let long: Vec<u32> = (0..300).collect();
+    let one = [AttentionSequence { first_row: 0, rows: 1, start_position: 4500, block_table: &long }];
+    assert_eq!(plan(&shape, &one, 1).tasks.len(), 3);
+    let found = plan(&shape, &one, 2);
+    let (tasks, spans) = (found.tasks.len(), found.splits.iter().map(|s| s.spans).collect::<Vec<_>>());
+    assert_eq!((tasks, spans, found.records), (3 * 9, vec![9; 3], 3 * 3 * 9));
 
     let prompt = AttentionSequence { first_row: 0, rows: 1024, start_position: 0, block_table: &tables[0] };
-    plan(&shape, &[prompt], &layout, 12, 2, &mut tasks);
-    assert_eq!(tasks.len(), 64 * 3);
-    assert!(tasks.iter().all(|t| (t.sequences, t.pairs, t.shared_units) == (1, 48, 0)), "{tasks:?}");
+    let found = plan(&shape, &[prompt], 2);
+    assert_eq!((found.tasks.len(), found.splits.len()), (26 * 3, 0));
+    assert!(found.tasks.iter().all(|t| (t.sequences, t.pairs.min(72), t.shared_units) == (1, 72, 0)));
 }

@@ -1,48 +1,84 @@
-//! A task of attention: pairs of (query row, head) that share a KV head, over all they see.
+//! A task of attention: pairs of (query row, head) that share a KV head, over all they see or a span of it.
 
 use super::plan::{Task, seen};
-use super::unit::{Ahead, Part, Softmax, Unit, divide, score, weigh, widen};
+use super::span::{SPAN, divide, fold, record_len, state_len};
+use super::unit::{Ahead, Part, Softmax, Unit, scale_lines, score, weigh, widen};
 use super::{AttentionSequence, Call};
 use crate::cpu::kv::KvLayout;
 use crate::cpu::lanes::LANES;
-use crate::cpu::tile::{Element, MOST_ROWS};
+use crate::cpu::rows::SharedSlice;
+use crate::cpu::tile::{Element, MOST_ROWS, most_rows};
 use std::ops::Range;
 
 /// Positions from one step of the online softmax to the next; absolute, so the same for every query.
 pub(super) const UNIT: usize = 64;
 /// Vectors of positions in a unit.
 pub(super) const VECTORS: usize = UNIT / LANES;
-/// The most register tiles of a task: enough for what widening a unit costs to be little beside the products, few enough
-/// for queries and weights to stay in the first-level cache beside a unit's keys or values.
-pub(super) const MOST_TILES: usize = 4;
+/// The most register tiles of a task.
+pub(super) const MOST_TILES: usize = 20;
 
-/// Float32 values that [`run`] needs: a unit's keys or values, widened; its keys and values in whole vectors, for block
-/// sizes that are not; query, results and weights of the pairs.
-pub(super) fn scratch_len(most_pairs: usize, layout: &KvLayout) -> usize {
-    UNIT * layout.head_dim + gathered_len(layout) + MOST_TILES * most_pairs * (2 * layout.head_dim + UNIT)
+/// The most pairs of a register tile.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct TilePairs {
+    /// Of a task's one tile: many, as it widens keys and values for itself.
+    pub alone: usize,
+    /// Of one among several, for which keys and values are widened once: as many as leave registers for a whole unit's
+    /// vectors side by side, which takes the fewest loads for a product.
+    pub beside: usize,
+}
+
+impl TilePairs {
+    pub fn new(accumulators: usize) -> TilePairs {
+        let alone = most_rows(accumulators);
+        let beside = accumulators / VECTORS;
+        TilePairs { alone, beside: if beside >= VECTORS { beside } else { alone } }
+    }
+
+    /// The most pairs of a task: enough for what widening a unit costs to be little beside the products, few enough for
+    /// queries and weights to stay in the second-level cache.
+    pub fn most_of_task(self) -> usize {
+        20 * self.beside
+    }
+}
+
+/// Float32 values of scratch that [`run`] needs: a unit's keys or values, widened; its keys and values in whole vectors,
+/// for block sizes that are not; query, weights and two states of each pair.
+pub(super) fn scratch_len(tile: TilePairs, layout: &KvLayout) -> usize {
+    let pairs = tile.most_of_task().max(tile.alone);
+    UNIT * layout.head_dim + gathered_len(layout) + pairs * pair_len(layout)
+}
+
+fn pair_len(layout: &KvLayout) -> usize {
+    layout.head_dim + UNIT + 2 * state_len(layout.head_dim)
 }
 
 fn gathered_len(layout: &KvLayout) -> usize {
     if layout.block_size.is_multiple_of(LANES) { 0 } else { 2 * UNIT * layout.head_dim }
 }
 
-/// Computes the outputs of the task's pairs.
-pub(super) fn run<E: Element>(call: &Call<'_>, task: &Task, most_pairs: usize, scratch: &mut [f32]) {
+/// Computes the outputs of the task's pairs, or their records.
+pub(super) fn run<E: Element>(
+    call: &Call<'_>,
+    task: &Task,
+    tile: TilePairs,
+    records: &SharedSlice<'_, f32>,
+    scratch: &mut [f32],
+) {
     let layout = call.cache.layout();
-    let group = call.shape.heads / layout.kv_heads;
     let members = &call.sequences[task.first_sequence as usize..][..task.sequences as usize];
     let (wide, rest) = scratch.split_at_mut(UNIT * layout.head_dim);
     let (gathered, mut rest) = rest.split_at_mut(gathered_len(layout));
     // SAFETY: E is no larger than float32, as aligned, and any bits are a value of it.
     let gathered = unsafe { gathered.align_to_mut::<E>().1 };
     let half = gathered.len() / 2;
-    let (pairs, count) = (task.pairs as usize, (task.pairs as usize).div_ceil(most_pairs));
-    let mut tiles: [Tile<'_>; MOST_TILES] = Default::default();
-    for (i, tile) in tiles[..count].iter_mut().enumerate() {
-        let (from, to) = (pairs * i / count, pairs * (i + 1) / count);
-        let (own, others) = rest.split_at_mut((to - from) * (2 * layout.head_dim + UNIT));
+    let mut tiles = [const { None }; MOST_TILES];
+    let (mut count, mut first, mut places) = (0, 0, places_of(call, task));
+    while first < task.pairs as usize {
+        let pairs = next_tile(call, task, tile, first);
+        let (own, others) = rest.split_at_mut(pairs * pair_len(layout));
         rest = others;
-        *tile = Tile::new(call, members, task.kv_head as usize, task.first_pair as usize + from, to - from, own);
+        tiles[count] = Some(Tile::new(call, &mut places, first..first + pairs, own));
+        (count, first) = (count + 1, first + pairs);
     }
     let mut work = Work::<E> {
         call,
@@ -54,92 +90,170 @@ pub(super) fn run<E: Element>(call: &Call<'_>, task: &Task, most_pairs: usize, s
         wide: wide.as_chunks_mut().0,
         gathered: gathered.split_at_mut(half),
     };
-    let shared = task.shared_units as usize * UNIT;
-    work.units(&members[0], 0..most_pairs, if members.len() > 1 { 0..shared } else { 0..usize::MAX });
+    let all = task.only.map_or(0..usize::MAX, |only| only.span as usize * SPAN..(only.span as usize + 1) * SPAN);
+    let shared = if members.len() > 1 { task.shared_units as usize * UNIT } else { usize::MAX };
+    work.units(&members[0], 0..first, all.start..all.end.min(shared));
     if members.len() > 1 {
         let mut first = 0;
         for s in members {
-            work.units(s, first..first + s.rows * group, shared..usize::MAX);
-            first += s.rows * group;
+            let pairs = s.rows * (call.shape.heads / layout.kv_heads);
+            work.units(s, first..first + pairs, all.start.max(shared)..all.end);
+            first += pairs;
         }
     }
-    tiles[..count].iter().for_each(|tile| tile.write(call));
+    work.fold(0..first);
+    let states = tiles.iter().flatten().flat_map(Tile::states);
+    match task.only {
+        Some(only) => {
+            let len = record_len(layout.head_dim);
+            for (m, (largest, state)) in states.enumerate() {
+                // SAFETY: no other task has this record.
+                let record = unsafe { records.part((only.first_record as usize + m) * len, len) };
+                record[0] = largest;
+                record[LANES..].copy_from_slice(state);
+            }
+        }
+        None => places_of(call, task).zip(states).for_each(|(place, (_, state))| write(call, &place, state)),
+    }
+}
+
+/// A pair's row and first column in the query and the output, and the positions that it sees.
+pub(super) struct Place {
+    row: usize,
+    column: usize,
+    seen: (usize, usize),
+}
+
+/// Where the pairs of a task are, in order.
+pub(super) fn places_of<'a>(call: &'a Call<'_>, task: &Task) -> impl Iterator<Item = Place> + use<'a> {
+    let layout = call.cache.layout();
+    let group = call.shape.heads / layout.kv_heads;
+    let (first_head, first_pair) = (task.kv_head as usize * group, task.first_pair as usize);
+    let members = &call.sequences[task.first_sequence as usize..][..task.sequences as usize];
+    let place = move |s: &AttentionSequence<'_>, pair: usize| Place {
+        row: s.first_row + pair / group,
+        column: (first_head + pair % group) * layout.head_dim,
+        seen: seen(call.shape, s, pair / group),
+    };
+    let pairs = members.iter().enumerate().flat_map(move |(i, s)| {
+        let from = if i == 0 { first_pair } else { 0 };
+        (from..s.rows * group).map(move |pair| place(s, pair))
+    });
+    pairs.take(task.pairs as usize)
+}
+
+/// Writes the result of a pair.
+pub(super) fn write(call: &Call<'_>, place: &Place, state: &[f32]) {
+    // SAFETY: no other task has this row and head.
+    let out = unsafe { call.out.part(place.row, place.column, call.cache.layout().head_dim) };
+    divide(call.isa, state, out);
+}
+
+/// How many pairs the tile has that begins at pair `first` of the task: as many as fit of one sequence's, or those of whole
+/// sequences, which have positions of their own.
+fn next_tile(call: &Call<'_>, task: &Task, tile: TilePairs, first: usize) -> usize {
+    let pairs = task.pairs as usize;
+    let most = if pairs <= tile.alone { tile.alone } else { tile.beside };
+    if task.sequences == 1 {
+        return most.min(pairs - first);
+    }
+    let group = call.shape.heads / call.cache.layout().kv_heads;
+    let members = &call.sequences[task.first_sequence as usize..][..task.sequences as usize];
+    let ends = members.iter().scan(0, |end, s| {
+        *end += s.rows * group;
+        Some(*end)
+    });
+    let mut own = ends.skip_while(|end| *end <= first).map(|end| end - first);
+    let one = own.next().expect("a pair is some member's");
+    own.take_while(|pairs| *pairs <= most).last().unwrap_or(one)
 }
 
 /// Pairs of one register tile.
-#[derive(Default)]
 struct Tile<'a> {
+    /// Among the task's pairs.
+    first: usize,
     pairs: usize,
-    /// Row and first column of each pair.
-    places: [(usize, usize); MOST_ROWS],
     /// The first position that each sees and the one after its last.
     seen: [(usize, usize); MOST_ROWS],
+    /// Of the span that is being computed.
     softmax: [Softmax; MOST_ROWS],
-    /// `[head_dim][pairs]`.
+    /// The largest scores of the spans before it.
+    largest: [f32; MOST_ROWS],
+    /// `[head_dim / 16][pairs][16]`.
     q: &'a mut [f32],
     /// `[pairs][UNIT]`.
     weights: &'a mut [f32],
-    /// `[pairs][head_dim]`.
-    sums: &'a mut [f32],
+    /// `[pairs][state_len]`, of the span that is being computed.
+    states: &'a mut [f32],
+    /// The same of the spans before it.
+    totals: &'a mut [f32],
 }
 
 impl<'a> Tile<'a> {
-    /// The pairs `first..first + pairs` of those of all members.
     fn new(
         call: &Call<'_>,
-        members: &[AttentionSequence<'_>],
-        kv_head: usize,
-        mut first: usize,
-        pairs: usize,
+        places: &mut impl Iterator<Item = Place>,
+        pairs: Range<usize>,
         memory: &'a mut [f32],
     ) -> Tile<'a> {
         let head_dim = call.cache.layout().head_dim;
-        let group = call.shape.heads / call.cache.layout().kv_heads;
-        let (q, rest) = memory.split_at_mut(pairs * head_dim);
-        let (sums, weights) = rest.split_at_mut(pairs * head_dim);
-        sums.fill(0.0);
-        let mut tile = Tile { pairs, q, weights, sums, ..Tile::default() };
-        let mut members = members.iter();
-        let mut s = members.next().expect("a task has a sequence");
-        for m in 0..pairs {
-            while first == s.rows * group {
-                (s, first) = (members.next().expect("the members have the task's pairs"), 0);
-            }
-            let (row, column) = (s.first_row + first / group, (kv_head * group + first % group) * head_dim);
-            tile.places[m] = (row, column);
-            tile.seen[m] = seen(call.shape, s, first / group);
-            let query = &call.q.row(row)[column..][..head_dim];
-            tile.q[m..].iter_mut().step_by(pairs).zip(query).for_each(|(cell, x)| *cell = *x);
-            first += 1;
+        let (q, rest) = memory.split_at_mut(pairs.len() * head_dim);
+        let (weights, rest) = rest.split_at_mut(pairs.len() * UNIT);
+        let (states, totals) = rest.split_at_mut(pairs.len() * state_len(head_dim));
+        states.fill(0.0);
+        let largest = [f32::NEG_INFINITY; MOST_ROWS];
+        let (seen, softmax) = ([(0, 0); MOST_ROWS], [Softmax::default(); MOST_ROWS]);
+        let (first, pairs) = (pairs.start, pairs.len());
+        let mut tile = Tile { first, pairs, seen, softmax, largest, q, weights, states, totals };
+        // Exponentials are powers of two: that is one factor more, and one product less for each of them.
+        let scale = call.shape.scale * std::f32::consts::LOG2_E;
+        for (m, place) in places.take(pairs).enumerate() {
+            tile.seen[m] = place.seen;
+            let query = call.q.row(place.row)[place.column..][..head_dim].as_chunks().0;
+            // Queries of rows to come are on their way meanwhile.
+            let query = (query, 4 * call.q.stride());
+            scale_lines(call.isa, query, scale, &mut tile.q.as_chunks_mut().0[m..], pairs);
         }
         tile
     }
 
-    /// The pairs of `range` for a kernel that takes these positions of a unit.
-    fn part(&mut self, range: &Range<usize>, positions: Range<usize>, call: &Call<'_>) -> Part<'_> {
-        let head_dim = call.cache.layout().head_dim;
-        let range = range.start..range.end.min(self.pairs);
+    /// Which of its own pairs are among `range` of the task's.
+    fn own(&self, range: &Range<usize>) -> Range<usize> {
+        let own = |pair: usize| pair.saturating_sub(self.first).min(self.pairs);
+        own(range.start)..own(range.end)
+    }
+
+    /// Its pairs `range` for a kernel that takes these positions of a unit.
+    fn part(&mut self, range: Range<usize>, positions: Range<usize>, head_dim: usize) -> Part<'_> {
+        let state_len = state_len(head_dim);
         Part {
             positions,
-            q: &self.q[range.start..],
-            q_step: self.pairs,
+            q: &self.q[range.start * LANES..],
+            q_step: self.pairs * LANES,
             head_dim,
-            scale: call.shape.scale,
             seen: &self.seen[range.clone()],
             weights: &mut self.weights[range.start * UNIT..range.end * UNIT],
-            sums: &mut self.sums[range.start * head_dim..range.end * head_dim],
+            states: &mut self.states[range.start * state_len..range.end * state_len],
             softmax: &mut self.softmax[range],
         }
     }
 
-    fn write(&self, call: &Call<'_>) {
-        let head_dim = call.cache.layout().head_dim;
-        for m in 0..self.pairs {
-            let (row, column) = self.places[m];
-            // SAFETY: no other task has this row and head.
-            let out = unsafe { call.out.part(row, column, head_dim) };
-            divide(call.isa, &self.sums[m * head_dim..][..head_dim], self.softmax[m].sum, out);
+    /// Ends a span of its pairs `range`.
+    fn fold(&mut self, range: Range<usize>, call: &Call<'_>) {
+        let state_len = state_len(call.cache.layout().head_dim);
+        for m in range {
+            let at = m * state_len..(m + 1) * state_len;
+            let later = &mut self.states[at.clone()];
+            fold(call.isa, &mut self.largest[m], &mut self.totals[at], self.softmax[m].largest, later);
+            later.fill(0.0);
+            self.softmax[m] = Softmax::default();
         }
+    }
+
+    /// Largest score and state of each pair.
+    fn states(&self) -> impl Iterator<Item = (f32, &[f32])> {
+        let states = self.totals.chunks_exact(self.totals.len() / self.pairs);
+        self.largest.iter().copied().zip(states)
     }
 }
 
@@ -147,9 +261,11 @@ impl<'a> Tile<'a> {
 struct Together<'a> {
     sequence: &'a AttentionSequence<'a>,
     range: Range<usize>,
-    /// Of each tile: the first position that any of its pairs sees and the one after the last.
-    seen: [(usize, usize); MOST_TILES],
+    /// Of each tile: the positions that any of these pairs sees.
+    seen: [Range<usize>; MOST_TILES],
     end: usize,
+    /// Whether more than one tile has such pairs.
+    several: bool,
 }
 
 struct Work<'a, 'm, E> {
@@ -158,7 +274,7 @@ struct Work<'a, 'm, E> {
     kv_head: usize,
     keys: &'a [E],
     values: &'a [E],
-    tiles: &'a mut [Tile<'m>],
+    tiles: &'a mut [Option<Tile<'m>>],
     /// A unit's keys or values as float32: by vector, `head_dim` lines of 16.
     wide: &'a mut [[f32; LANES]],
     /// A unit's keys `[vector][head_dim][16]` and values `[position][head_dim]`, if blocks are not whole vectors.
@@ -166,21 +282,31 @@ struct Work<'a, 'm, E> {
 }
 
 impl<E: Element> Work<'_, '_, E> {
-    /// Takes the pairs of `range` of every tile over those of the positions that they see, in the blocks of `sequence`.
+    /// Takes pairs of the task over those of the positions that they see, in the blocks of `sequence`.
     fn units(&mut self, sequence: &AttentionSequence<'_>, range: Range<usize>, positions: Range<usize>) {
-        let mut seen = [(usize::MAX, 0); MOST_TILES];
-        for (tile, all) in self.tiles.iter().zip(&mut seen) {
-            for (from, end) in &tile.seen[range.start..range.end.min(tile.pairs)] {
-                *all = (all.0.min(*from), all.1.max(*end));
+        let mut seen = [const { 0..0 }; MOST_TILES];
+        for (tile, all) in self.tiles.iter().flatten().zip(&mut seen) {
+            let own = tile.seen[tile.own(&range)].iter();
+            let each = own.map(|(from, end)| *from.max(&positions.start)..*end.min(&positions.end));
+            *all = each.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0);
+        }
+        let some = seen.iter().filter(|seen| !seen.is_empty());
+        let Some(all) = some.cloned().reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)) else {
+            return;
+        };
+        let several = seen.iter().filter(|seen| !seen.is_empty()).count() > 1;
+        let together = Together { sequence, range, seen, end: all.end, several };
+        for unit in all.start / UNIT..all.end.div_ceil(UNIT) {
+            self.unit(&together, unit * UNIT, all.start.saturating_sub(unit * UNIT));
+            if ((unit + 1) * UNIT).is_multiple_of(SPAN) {
+                self.fold(together.range.clone());
             }
-            *all = (all.0.max(positions.start), all.1.min(positions.end));
         }
-        let from = seen.iter().map(|s| s.0).min().expect("a task has a tile");
-        let end = seen.iter().map(|s| s.1).max().expect("a task has a tile");
-        let together = Together { sequence, range, seen, end };
-        for unit in from / UNIT..end.div_ceil(UNIT) {
-            self.unit(&together, unit * UNIT, from.saturating_sub(unit * UNIT));
-        }
+    }
+
+    /// Ends a span of pairs of the task.
+    fn fold(&mut self, range: Range<usize>) {
+        self.tiles.iter_mut().flatten().for_each(|tile| tile.fold(tile.own(&range), self.call));
     }
 
     /// The unit at `base`, of which positions from `from` on are seen.
@@ -193,53 +319,70 @@ impl<E: Element> Work<'_, '_, E> {
         let last = base + UNIT >= together.end || gathered_len(self.layout) > 0;
         let next = if last { found.keys } else { self.find(together, base + UNIT, 0).keys };
         let keys = Ahead { at: next.map(<*const E>::cast), step };
-        if self.tiles.len() > 1 && size_of::<E>() < size_of::<f32>() {
-            let vectors = from / LANES..(together.end - base).min(UNIT).div_ceil(LANES);
-            let wide = self.widen(found.keys, found.key_step, vectors.clone());
-            // SAFETY: `widen` has copied all that any pair sees.
-            unsafe { self.score(together, &Unit { base, keys: wide, key_step: LANES, values: wide }, &values) };
-            let wide = self.widen(found.values, LANES, vectors);
-            // SAFETY: as above.
-            unsafe { self.weigh(together, &Unit { base, keys: wide, key_step: LANES, values: wide }, &keys) };
-        } else {
+        if !together.several {
             // SAFETY: `find` has found what any pair sees.
-            unsafe { self.score(together, &found, &values) };
+            unsafe { self.score::<E, true>(together, &found, &values) };
             // SAFETY: as above.
-            unsafe { self.weigh(together, &found, &keys) };
+            unsafe { self.weigh::<E, true>(together, &found, &keys) };
+        } else if size_of::<E>() == size_of::<f32>() {
+            // SAFETY: as above.
+            unsafe { self.score::<E, false>(together, &found, &values) };
+            // SAFETY: as above.
+            unsafe { self.weigh::<E, false>(together, &found, &keys) };
+        } else {
+            let vectors = from / LANES..(together.end - base).min(UNIT).div_ceil(LANES);
+            let wide = self.widen(found.keys, found.key_step, vectors.clone(), &values);
+            // SAFETY: `widen` has copied all that any pair sees.
+            unsafe {
+                self.score::<f32, false>(together, &Unit { base, keys: wide, key_step: LANES, values: wide }, &values)
+            };
+            let wide = self.widen(found.values, LANES, vectors, &keys);
+            // SAFETY: as above.
+            unsafe {
+                self.weigh::<f32, false>(together, &Unit { base, keys: wide, key_step: LANES, values: wide }, &keys)
+            };
         }
     }
 
     /// # Safety
     /// As for [`score`].
-    unsafe fn score<X: Element>(&mut self, together: &Together<'_>, unit: &Unit<X>, ahead: &Ahead) {
-        for (tile, seen) in self.tiles.iter_mut().zip(&together.seen) {
-            let positions = seen.0.saturating_sub(unit.base)..seen.1.saturating_sub(unit.base).min(UNIT);
+    unsafe fn score<X: Element, const AHEAD: bool>(&mut self, together: &Together<'_>, unit: &Unit<X>, ahead: &Ahead) {
+        for (tile, seen) in self.tiles.iter_mut().flatten().zip(&together.seen) {
+            let positions = seen.start.saturating_sub(unit.base)..seen.end.saturating_sub(unit.base).min(UNIT);
             if !positions.is_empty() {
+                let part = tile.part(tile.own(&together.range), positions, self.layout.head_dim);
                 // SAFETY: the caller's promise.
-                unsafe { score(self.call.isa, tile.part(&together.range, positions, self.call), unit, ahead) };
+                unsafe { score::<X, AHEAD>(self.call.isa, part, unit, ahead) };
             }
         }
     }
 
     /// # Safety
     /// As for [`weigh`].
-    unsafe fn weigh<X: Element>(&mut self, together: &Together<'_>, unit: &Unit<X>, ahead: &Ahead) {
-        for (tile, seen) in self.tiles.iter_mut().zip(&together.seen) {
-            let positions = seen.0.saturating_sub(unit.base)..seen.1.saturating_sub(unit.base).min(UNIT);
+    unsafe fn weigh<X: Element, const AHEAD: bool>(&mut self, together: &Together<'_>, unit: &Unit<X>, ahead: &Ahead) {
+        for (tile, seen) in self.tiles.iter_mut().flatten().zip(&together.seen) {
+            let positions = seen.start.saturating_sub(unit.base)..seen.end.saturating_sub(unit.base).min(UNIT);
             if !positions.is_empty() {
+                let part = tile.part(tile.own(&together.range), positions, self.layout.head_dim);
                 // SAFETY: the caller's promise.
-                unsafe { weigh(self.call.isa, tile.part(&together.range, positions, self.call), unit, ahead) };
+                unsafe { weigh::<X, AHEAD>(self.call.isa, part, unit, ahead) };
             }
         }
     }
 
     /// Copies vectors of a unit, each `head_dim` lines of 16, to where they are float32.
-    fn widen(&mut self, from: [*const E; VECTORS], step: usize, vectors: Range<usize>) -> [*const f32; VECTORS] {
+    fn widen(
+        &mut self,
+        from: [*const E; VECTORS],
+        step: usize,
+        vectors: Range<usize>,
+        ahead: &Ahead,
+    ) -> [*const f32; VECTORS] {
         let lines = self.layout.head_dim;
         for vector in vectors {
             let to = &mut self.wide[vector * lines..][..lines];
             // SAFETY: a vector that was found has that many lines.
-            unsafe { widen(self.call.isa, from[vector], step, to) };
+            unsafe { widen(self.call.isa, from[vector], step, to, (ahead.at[vector], ahead.step)) };
         }
         std::array::from_fn(|vector| self.wide[vector * lines..].as_ptr().cast())
     }

@@ -2,6 +2,7 @@
 
 #![allow(clippy::needless_range_loop)] // no closures, as in `cpu::tile`
 
+use super::span::state_len;
 use super::tile::{UNIT, VECTORS};
 use crate::cpu::Isa;
 use crate::cpu::isa::Kernel;
@@ -20,44 +21,43 @@ pub(super) struct Unit<E> {
     pub values: [*const E; VECTORS],
 }
 
-/// Cache lines to ask for while a unit is computed: `head_dim` pieces of `step` bytes from each of these addresses.
+/// Cache lines to ask for while a unit is computed, by kernels that read the cache itself (`AHEAD`): `head_dim` pieces of `step` bytes from each of these addresses.
 #[derive(Clone, Copy)]
 pub(super) struct Ahead {
     pub at: [*const u8; VECTORS],
     pub step: usize,
 }
 
-/// Softmax of each pair over the units so far.
+/// Softmax of a pair over the units of a span so far.
 #[derive(Clone, Copy)]
 pub(super) struct Softmax {
+    /// The largest score, a power of two as all scores are.
     pub largest: f32,
-    /// The sum of exponentials relative to the largest score.
-    pub sum: f32,
     /// By what the last unit multiplied the sums that were relative to the largest score before it.
     pub rescale: f32,
 }
 
 impl Default for Softmax {
     fn default() -> Self {
-        Softmax { largest: f32::NEG_INFINITY, sum: 0.0, rescale: 1.0 }
+        Softmax { largest: f32::NEG_INFINITY, rescale: 1.0 }
     }
 }
 
 /// Pairs of a tile that take a unit together.
 pub(super) struct Part<'a> {
-    /// `[head_dim]` lines of this part's pairs, `q_step` apart.
+    /// `[head_dim / 16]` blocks, `q_step` apart, of 16 elements of each of this part's pairs, times the factor that makes
+    /// scores powers of two.
     pub q: &'a [f32],
     pub q_step: usize,
     /// Those inside the unit that any of the pairs sees, and that the kernel may read.
     pub positions: Range<usize>,
     pub head_dim: usize,
-    pub scale: f32,
     /// The first position that each pair sees and the one after its last.
     pub seen: &'a [(usize, usize)],
-    /// `[pairs][UNIT]`: scores, then their exponentials.
+    /// `[pairs][UNIT]`: scores, then `2^(score - largest)`.
     pub weights: &'a mut [f32],
-    /// `[pairs][head_dim]`.
-    pub sums: &'a mut [f32],
+    /// `[pairs][state_len]`, see [`state_len`](super::span::state_len).
+    pub states: &'a mut [f32],
     pub softmax: &'a mut [Softmax],
 }
 
@@ -65,11 +65,11 @@ pub(super) struct Part<'a> {
 ///
 /// # Safety
 /// The keys of every vector of the unit that has one of the part's positions are readable.
-pub(super) unsafe fn score<E: Element>(isa: Isa, part: Part<'_>, unit: &Unit<E>, ahead: &Ahead) {
+pub(super) unsafe fn score<E: Element, const AHEAD: bool>(isa: Isa, part: Part<'_>, unit: &Unit<E>, ahead: &Ahead) {
     macro_rules! pairs {
         ($($pairs:literal)*) => {
             match part.seen.len() {
-                $($pairs => isa.dispatch(Score::<E, $pairs> { part, unit, ahead }),)*
+                $($pairs => isa.dispatch(Score::<E, $pairs, AHEAD> { part, unit, ahead }),)*
                 n => unreachable!("no attention tile of {n} pairs"),
             }
         };
@@ -81,11 +81,11 @@ pub(super) unsafe fn score<E: Element>(isa: Isa, part: Part<'_>, unit: &Unit<E>,
 ///
 /// # Safety
 /// The values of the part's positions in the unit are readable.
-pub(super) unsafe fn weigh<E: Element>(isa: Isa, part: Part<'_>, unit: &Unit<E>, ahead: &Ahead) {
+pub(super) unsafe fn weigh<E: Element, const AHEAD: bool>(isa: Isa, part: Part<'_>, unit: &Unit<E>, ahead: &Ahead) {
     macro_rules! pairs {
         ($($pairs:literal)*) => {
             match part.seen.len() {
-                $($pairs => isa.dispatch(Weigh::<E, $pairs> { part, unit, ahead }),)*
+                $($pairs => isa.dispatch(Weigh::<E, $pairs, AHEAD> { part, unit, ahead }),)*
                 n => unreachable!("no attention tile of {n} pairs"),
             }
         };
@@ -93,14 +93,15 @@ pub(super) unsafe fn weigh<E: Element>(isa: Isa, part: Part<'_>, unit: &Unit<E>,
     pairs!(1 2 3 4 5 6 7 8 9 10 11 12)
 }
 
-struct Score<'a, E, const MR: usize> {
+struct Score<'a, E, const MR: usize, const AHEAD: bool> {
     part: Part<'a>,
     unit: &'a Unit<E>,
     ahead: &'a Ahead,
 }
 
-impl<E: Element, const MR: usize> Score<'_, E, MR> {
-    /// `weights[m][t] = scale * q[m] · k[t]` for the vectors `vector..end`, at most `NV` of them, side by side.
+impl<E: Element, const MR: usize, const AHEAD: bool> Score<'_, E, MR, AHEAD> {
+    /// `weights[m][t] = q[m] · k[t]` for `NV` vectors from `vector` on, side by side. Those from `end` on are not read:
+    /// they get the scores of the last before it.
     #[inline(always)]
     fn products<L: Lanes, const NV: usize>(&mut self, vector: usize, end: usize) {
         let mut keys = [self.unit.keys[vector]; NV];
@@ -111,80 +112,86 @@ impl<E: Element, const MR: usize> Score<'_, E, MR> {
         }
         let mut acc = [[L::zero(); NV]; MR];
         let mut q = self.part.q.as_ptr();
-        for d in 0..self.part.head_dim {
-            let mut lanes = [L::zero(); NV];
-            for v in 0..NV {
-                L::prefetch(ahead[v].wrapping_add(d * self.ahead.step));
-                // SAFETY: a vector's keys are head_dim lines of 16.
-                lanes[v] = unsafe { E::load::<L>(keys[v]) };
-                keys[v] = keys[v].wrapping_add(self.unit.key_step);
-            }
-            for m in 0..MR {
-                // SAFETY: the query holds head_dim lines, of MR pairs or more.
-                let x = L::splat(unsafe { *q.add(m) });
+        for _ in 0..self.part.head_dim / LANES {
+            for d in 0..LANES {
+                let mut lanes = [L::zero(); NV];
                 for v in 0..NV {
-                    acc[m][v] = x.mul_add(lanes[v], acc[m][v]);
+                    if AHEAD {
+                        L::prefetch(ahead[v]);
+                        ahead[v] = ahead[v].wrapping_add(self.ahead.step);
+                    }
+                    // SAFETY: a vector's keys are head_dim lines of 16.
+                    lanes[v] = unsafe { E::load::<L>(keys[v]) };
+                    keys[v] = keys[v].wrapping_add(self.unit.key_step);
+                }
+                for m in 0..MR {
+                    // SAFETY: the query holds head_dim / 16 blocks, of MR lines or more.
+                    let x = L::splat(unsafe { *q.add(m * LANES + d) });
+                    for v in 0..NV {
+                        acc[m][v] = x.mul_add(lanes[v], acc[m][v]);
+                    }
                 }
             }
             q = q.wrapping_add(self.part.q_step);
         }
-        let scale = L::splat(self.part.scale);
-        for m in 0..MR {
-            for v in 0..NV.min(end - vector) {
-                let at = m * UNIT + (vector + v) * LANES;
-                self.part.weights[at..at + LANES].copy_from_slice(&acc[m][v].mul(scale).to_array());
+        for (weights, acc) in self.part.weights.as_chunks_mut::<UNIT>().0.iter_mut().zip(&acc) {
+            let (vectors, _) = weights.as_chunks_mut::<LANES>();
+            for v in 0..NV {
+                vectors[vector + v] = acc[v].to_array();
             }
         }
     }
 
-    /// Hides what pair `m` does not see of the unit, and returns its largest score.
+    /// Hides what pairs do not see of the unit.
     #[inline(always)]
-    fn largest<L: Lanes>(&mut self, m: usize) -> f32 {
-        let (first, end) = self.part.seen[m];
-        let (from, to) = (first.saturating_sub(self.unit.base), end.saturating_sub(self.unit.base).min(UNIT));
-        let scores = &mut self.part.weights.as_chunks_mut::<UNIT>().0[m];
-        if from > 0 || to < UNIT {
-            for (i, score) in scores.iter_mut().enumerate() {
-                *score = if i < from || i >= to { f32::NEG_INFINITY } else { *score };
+    fn hide(&mut self) {
+        let (base, rows) = (self.unit.base, self.part.weights.as_chunks_mut::<UNIT>().0.iter_mut());
+        for (scores, (first, end)) in rows.zip(self.part.seen) {
+            if *first > base || *end < base + UNIT {
+                for (i, score) in scores.iter_mut().enumerate() {
+                    *score = if base + i < *first || base + i >= *end { f32::NEG_INFINITY } else { *score };
+                }
             }
         }
-        let (scores, _) = scores.as_chunks::<LANES>();
-        let low = L::from_array(&scores[0]).max(L::from_array(&scores[1]));
-        let high = L::from_array(&scores[2]).max(L::from_array(&scores[3]));
-        low.max(high).largest()
     }
 
     /// Turns scores into weights relative to the largest score so far.
     #[inline(always)]
     fn exponentials<L: Lanes>(&mut self) {
+        let state_len = state_len(self.part.head_dim);
+        let (rows, softmax) = (&mut self.part.weights.as_chunks_mut::<UNIT>().0[..MR], &mut self.part.softmax[..MR]);
         let (mut before, mut largest) = ([0.0; LANES], [0.0; LANES]);
         for m in 0..MR {
-            before[m] = self.part.softmax[m].largest;
-            let of_unit = self.largest::<L>(m);
+            before[m] = softmax[m].largest;
+            let (scores, _) = rows[m].as_chunks::<LANES>();
+            let low = L::from_array(&scores[0]).max(L::from_array(&scores[1]));
+            let high = L::from_array(&scores[2]).max(L::from_array(&scores[3]));
+            let of_unit = low.max(high).largest();
             largest[m] = if of_unit > before[m] { of_unit } else { before[m] };
         }
-        let rescale = L::from_array(&before).sub(L::from_array(&largest)).exp().to_array();
+        let rescale = L::from_array(&before).sub(L::from_array(&largest)).exp2().to_array();
         for m in 0..MR {
-            let (vectors, _) = self.part.weights[m * UNIT..(m + 1) * UNIT].as_chunks_mut::<LANES>();
-            let softmax = &mut self.part.softmax[m];
+            let (vectors, _) = rows[m].as_chunks_mut::<LANES>();
             if largest[m] == f32::NEG_INFINITY {
                 // It has seen nothing yet, and -inf less -inf is no number.
-                softmax.rescale = 1.0;
+                softmax[m].rescale = 1.0;
                 vectors.fill([0.0; LANES]);
                 continue;
             }
             let mut lanes = [L::zero(); VECTORS];
             for v in 0..VECTORS {
-                lanes[v] = L::from_array(&vectors[v]).sub(L::splat(largest[m])).exp();
+                lanes[v] = L::from_array(&vectors[v]).sub(L::splat(largest[m])).exp2();
                 vectors[v] = lanes[v].to_array();
             }
-            let sum = lanes[0].add(lanes[1]).add(lanes[2].add(lanes[3])).sum();
-            *softmax = Softmax { largest: largest[m], sum: softmax.sum * rescale[m] + sum, rescale: rescale[m] };
+            let sum = lanes[0].add(lanes[1]).add(lanes[2].add(lanes[3]));
+            let total = &mut self.part.states[m * state_len..].as_chunks_mut::<LANES>().0[0];
+            *total = L::from_array(total).mul_add(L::splat(rescale[m]), sum).to_array();
+            softmax[m] = Softmax { largest: largest[m], rescale: rescale[m] };
         }
     }
 }
 
-impl<E: Element, const MR: usize> Kernel for Score<'_, E, MR> {
+impl<E: Element, const MR: usize, const AHEAD: bool> Kernel for Score<'_, E, MR, AHEAD> {
     type Output = ();
 
     #[inline(always)]
@@ -194,9 +201,9 @@ impl<E: Element, const MR: usize> Kernel for Score<'_, E, MR> {
         }
         let (mut vector, end) = (self.part.positions.start / LANES, self.part.positions.end.div_ceil(LANES));
         while vector < end {
-            if MR * 4 <= L::ACCUMULATORS && end - vector > 2 {
-                self.products::<L, 4>(vector, end);
-                vector += 4;
+            if MR * VECTORS <= L::ACCUMULATORS && vector == 0 && end > 2 {
+                self.products::<L, VECTORS>(vector, end);
+                vector += VECTORS;
             } else if MR * 2 <= L::ACCUMULATORS && end - vector > 1 {
                 self.products::<L, 2>(vector, end);
                 vector += 2;
@@ -205,17 +212,18 @@ impl<E: Element, const MR: usize> Kernel for Score<'_, E, MR> {
                 vector += 1;
             }
         }
+        self.hide();
         self.exponentials::<L>();
     }
 }
 
-struct Weigh<'a, E, const MR: usize> {
+struct Weigh<'a, E, const MR: usize, const AHEAD: bool> {
     part: Part<'a>,
     unit: &'a Unit<E>,
     ahead: &'a Ahead,
 }
 
-impl<E: Element, const MR: usize> Weigh<'_, E, MR> {
+impl<E: Element, const MR: usize, const AHEAD: bool> Weigh<'_, E, MR, AHEAD> {
     /// `sums[m][columns] = rescale[m] * sums[m][columns] + weights[m][t] * v[t][columns]` for the part's positions in
     /// order, `NV` vectors of columns.
     #[inline(always)]
@@ -224,7 +232,7 @@ impl<E: Element, const MR: usize> Weigh<'_, E, MR> {
         let head_dim = self.part.head_dim;
         let mut acc = [[L::zero(); NV]; MR];
         for m in 0..MR {
-            let (sums, _) = self.part.sums[m * head_dim + column..].as_chunks::<LANES>();
+            let (sums, _) = self.part.states[m * state_len(head_dim) + LANES + column..].as_chunks::<LANES>();
             for v in 0..NV {
                 acc[m][v] = L::from_array(&sums[v]).mul(L::splat(self.part.softmax[m].rescale));
             }
@@ -237,7 +245,9 @@ impl<E: Element, const MR: usize> Weigh<'_, E, MR> {
             for t in from..to {
                 let mut lanes = [L::zero(); NV];
                 for v in 0..NV {
-                    L::prefetch(ahead.wrapping_add(v * self.ahead.step));
+                    if AHEAD {
+                        L::prefetch(ahead.wrapping_add(v * self.ahead.step));
+                    }
                     // SAFETY: `t` is one of the part's positions, and its values are head_dim long.
                     lanes[v] = unsafe { E::load::<L>(values.wrapping_add(v * LANES)) };
                 }
@@ -253,7 +263,7 @@ impl<E: Element, const MR: usize> Weigh<'_, E, MR> {
             }
         }
         for m in 0..MR {
-            let (sums, _) = self.part.sums[m * head_dim + column..].as_chunks_mut::<LANES>();
+            let (sums, _) = self.part.states[m * state_len(head_dim) + LANES + column..].as_chunks_mut::<LANES>();
             for v in 0..NV {
                 sums[v] = acc[m][v].to_array();
             }
@@ -261,7 +271,7 @@ impl<E: Element, const MR: usize> Weigh<'_, E, MR> {
     }
 }
 
-impl<E: Element, const MR: usize> Kernel for Weigh<'_, E, MR> {
+impl<E: Element, const MR: usize, const AHEAD: bool> Kernel for Weigh<'_, E, MR, AHEAD> {
     type Output = ();
 
     #[inline(always)]
@@ -286,18 +296,27 @@ impl<E: Element, const MR: usize> Kernel for Weigh<'_, E, MR> {
     }
 }
 
-/// Widens `lines` lines of 16 to float32, `step` apart in the source and one after the other in `to`.
+/// Widens lines of 16 to float32, `step` apart in the source and one after the other in `to`, and asks for as many cache
+/// lines from `ahead` on, `ahead_step` bytes apart.
 ///
 /// # Safety
 /// The lines are readable.
-pub(super) unsafe fn widen<E: Element>(isa: Isa, from: *const E, step: usize, to: &mut [[f32; LANES]]) {
-    isa.dispatch(Widen { from, step, to });
+pub(super) unsafe fn widen<E: Element>(
+    isa: Isa,
+    from: *const E,
+    step: usize,
+    to: &mut [[f32; LANES]],
+    (ahead, ahead_step): (*const u8, usize),
+) {
+    isa.dispatch(Widen { from, step, to, ahead, ahead_step });
 }
 
 struct Widen<'a, E> {
     from: *const E,
     step: usize,
     to: &'a mut [[f32; LANES]],
+    ahead: *const u8,
+    ahead_step: usize,
 }
 
 impl<E: Element> Kernel for Widen<'_, E> {
@@ -305,35 +324,45 @@ impl<E: Element> Kernel for Widen<'_, E> {
 
     #[inline(always)]
     fn run<L: Lanes>(self) {
-        let mut from = self.from;
+        let (mut from, mut ahead) = (self.from, self.ahead);
         for line in self.to {
+            L::prefetch(ahead);
             // SAFETY: the promise to `widen`.
             *line = unsafe { E::load::<L>(from) }.to_array();
             from = from.wrapping_add(self.step);
+            ahead = ahead.wrapping_add(self.ahead_step);
         }
     }
 }
 
-/// `out = sums / total`. Positions that only other pairs of a tile see added products with 0, which can only turn -0 into
-/// 0: + 0 makes that so in any tile.
-pub(super) fn divide(isa: Isa, sums: &[f32], total: f32, out: &mut [f32]) {
-    isa.dispatch(Divide { sums, total, out });
+/// Multiplies lines of 16 by a factor; `step` lines from one to the next where they go. Asks for the lines `ahead`
+/// float32 further on.
+pub(super) fn scale_lines(
+    isa: Isa,
+    (from, ahead): (&[[f32; LANES]], usize),
+    factor: f32,
+    to: &mut [[f32; LANES]],
+    step: usize,
+) {
+    isa.dispatch(ScaleLines { from, ahead, factor, to, step });
 }
 
-struct Divide<'a> {
-    sums: &'a [f32],
-    total: f32,
-    out: &'a mut [f32],
+struct ScaleLines<'a> {
+    from: &'a [[f32; LANES]],
+    ahead: usize,
+    factor: f32,
+    to: &'a mut [[f32; LANES]],
+    step: usize,
 }
 
-impl Kernel for Divide<'_> {
+impl Kernel for ScaleLines<'_> {
     type Output = ();
 
     #[inline(always)]
     fn run<L: Lanes>(self) {
-        let (sums, out) = (self.sums.as_chunks::<LANES>().0, self.out.as_chunks_mut::<LANES>().0);
-        for i in 0..sums.len() {
-            out[i] = L::from_array(&sums[i]).div(L::splat(self.total)).add(L::zero()).to_array();
+        for i in 0..self.from.len() {
+            L::prefetch_near(self.from[i].as_ptr().wrapping_add(self.ahead).cast());
+            self.to[i * self.step] = L::from_array(&self.from[i]).mul(L::splat(self.factor)).to_array();
         }
     }
 }

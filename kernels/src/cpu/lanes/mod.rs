@@ -164,6 +164,23 @@ pub(crate) trait Lanes: Copy + 'static {
         let y = p.mul_add(r.mul(r), r).add(Self::splat(1.0));
         y.mul(rounded.power_of_two()).zero_where_below(self, -87.3)
     }
+
+    /// `2^x` of every lane to about 1.3 ulp, exactly 1 for 0; 0 below -126.5. For lanes up to 127, or NaN, which stays NaN.
+    #[inline(always)]
+    #[allow(clippy::approx_constant)] // the polynomial of least error has nearly the logarithm of 2, not it
+    fn exp2(self) -> Self {
+        let round = Self::splat(12_582_912.0); // as in `exp`
+        let x = Self::splat(-127.0).max(self); // the second if it is NaN; the power of two made of -127 is 0
+        let rounded = x.add(round);
+        let r = x.sub(rounded.sub(round));
+        let p = Self::splat(1.326_472_6e-3);
+        let p = p.mul_add(r, Self::splat(9.671_515e-3));
+        let p = p.mul_add(r, Self::splat(5.550_733_6e-2));
+        let p = p.mul_add(r, Self::splat(0.240_222_42));
+        let p = p.mul_add(r, Self::splat(0.693_147));
+        let p = p.mul_add(r, Self::splat(1.0));
+        p.mul(rounded.power_of_two())
+    }
 }
 
 #[cfg(test)]

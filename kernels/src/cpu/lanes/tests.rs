@@ -30,6 +30,44 @@ fn exp_has_the_bits_of_the_scalar_function_on_every_isa() {
     }
 }
 
+struct Exp2<'a>(&'a mut [f32; LANES]);
+impl Kernel for Exp2<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<L: Lanes>(self) {
+        *self.0 = L::from_array(self.0).exp2().to_array();
+    }
+}
+
+#[test]
+fn exp2_is_within_two_ulp_of_libm_and_the_same_bits_on_every_isa() {
+    let exp2 = |isa: Isa, mut x: [f32; LANES]| {
+        isa.dispatch(Exp2(&mut x));
+        x
+    };
+    let scalar = Isa::from_name("scalar").expect("always there");
+    for start in -160_000..160_000_i32 {
+        let x: [f32; LANES] = std::array::from_fn(|i| (start as f32 + i as f32 / 16.0) * 7.93e-4);
+        let expected = exp2(scalar, x);
+        for i in 0..LANES {
+            let exact = f64::from(x[i]).exp2();
+            let good = if x[i] < -126.5 { 0.0 } else { exact };
+            let error = (f64::from(expected[i]) - good).abs();
+            // The second part is the last place of subnormal numbers, below 2^-126.
+            assert!(error < 2.0e-7 * exact + 1e-45, "2^{} = {}, exact {exact}", x[i], expected[i]);
+        }
+        for isa in Isa::available() {
+            assert_eq!(exp2(isa, x).map(f32::to_bits), expected.map(f32::to_bits), "{x:?} on {}", isa.name());
+        }
+    }
+    for isa in Isa::available() {
+        let one = |x: f32| exp2(isa, [x; LANES])[LANES - 1];
+        assert_eq!([0.0, -0.0, 1.0, -3.0].map(one), [1.0, 1.0, 2.0, 0.125], "{}", isa.name());
+        assert_eq!([f32::NEG_INFINITY, -1e30, -126.6].map(|x| one(x).to_bits()), [0; 3], "{}", isa.name());
+        assert!(one(f32::NAN).is_nan(), "{}", isa.name());
+    }
+}
+
 /// Every operation of the trait on one pair of vectors.
 struct Everything<'a>(&'a [f32; LANES], &'a [f32; LANES], &'a [bf16; 2 * LANES]);
 impl Kernel for Everything<'_> {
@@ -41,7 +79,7 @@ impl Kernel for Everything<'_> {
         let (half, (even, odd)) = unsafe { (L::load_bf16(self.2.as_ptr()), L::load_pairs(self.2.as_ptr())) };
         let folds = L::splat(a.sum()).add(L::splat(a.largest()));
         let results = [a.add(b), a.sub(b), a.mul(b), a.div(b), a.mul_add(b, half), a.max(b), a.min(b)];
-        let others = [even, odd, half, folds, a.zero_where_below(b, 0.1), L::zero(), a.exp()];
+        let others = [even, odd, half, folds, a.zero_where_below(b, 0.1), L::zero(), a.exp(), a.exp2()];
         results.iter().chain(&others).map(|v| v.to_array()).collect()
     }
 }

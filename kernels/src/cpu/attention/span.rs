@@ -1,0 +1,95 @@
+//! Spans of 512 absolute positions. A query row's softmax begins anew with each, and what the spans give is folded in
+//! their order: that order is part of the result, so one thread may take all spans of a row or many threads one each.
+
+use super::Call;
+use super::plan::Split;
+use super::tile::{UNIT, places_of, write};
+use crate::cpu::isa::{Isa, Kernel};
+use crate::cpu::kv::KvLayout;
+use crate::cpu::lanes::{LANES, Lanes};
+
+/// Positions of a span: few enough that a long context is work for many threads, enough for folding to be little beside
+/// eight units.
+pub(super) const SPAN: usize = 8 * UNIT;
+
+/// Float32 values of one pair's state: 16 partial sums of the exponentials, then the weighted sums of the values, all
+/// relative to the largest score.
+pub(super) const fn state_len(head_dim: usize) -> usize {
+    LANES + head_dim
+}
+
+/// Float32 values of one pair's state in one span, kept for [`finish`]: the largest score on a line of its own first.
+pub(super) const fn record_len(head_dim: usize) -> usize {
+    LANES + state_len(head_dim)
+}
+
+/// Adds what later positions gave to a state, whatever that holds while nothing was seen (a largest score of `-inf`).
+pub(super) fn fold(isa: Isa, largest: &mut f32, state: &mut [f32], later_largest: f32, later: &[f32]) {
+    isa.dispatch(Fold { largest, state, later_largest, later });
+}
+
+struct Fold<'a> {
+    largest: &'a mut f32,
+    state: &'a mut [f32],
+    later_largest: f32,
+    later: &'a [f32],
+}
+
+impl Kernel for Fold<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self) {
+        let before = *self.largest;
+        if before == f32::NEG_INFINITY {
+            *self.largest = self.later_largest;
+            return self.state.copy_from_slice(self.later);
+        }
+        *self.largest = if self.later_largest > before { self.later_largest } else { before };
+        let [old, new] = [before, self.later_largest].map(|x| L::splat(x).sub(L::splat(*self.largest)).exp2());
+        let (state, later) = (self.state.as_chunks_mut::<LANES>().0, self.later.as_chunks::<LANES>().0);
+        for i in 0..state.len() {
+            let added = L::from_array(&later[i]).mul(new);
+            state[i] = L::from_array(&state[i]).mul_add(old, added).to_array();
+        }
+    }
+}
+
+/// Folds what the tasks of a split left in `records` and writes the results of its pairs.
+pub(super) fn finish(call: &Call<'_>, split: &Split, records: &[f32], state: &mut [f32]) {
+    let KvLayout { head_dim, .. } = *call.cache.layout();
+    let pairs = split.whole.pairs as usize;
+    for (m, place) in places_of(call, &split.whole).enumerate() {
+        let mut largest = f32::NEG_INFINITY;
+        for span in 0..split.spans as usize {
+            let record = &records[(split.first_record as usize + span * pairs + m) * record_len(head_dim)..];
+            let (head, later) = record[..record_len(head_dim)].split_at(LANES);
+            fold(call.isa, &mut largest, state, head[0], later);
+        }
+        write(call, &place, state);
+    }
+}
+
+/// `out` = weighted sums of values / sum of exponentials. Positions that only other pairs of a tile see added products
+/// with 0, and spans without any of a pair's positions nothing, which can only turn -0 into 0: + 0 makes that so always.
+pub(super) fn divide(isa: Isa, state: &[f32], out: &mut [f32]) {
+    isa.dispatch(Divide { state, out });
+}
+
+struct Divide<'a> {
+    state: &'a [f32],
+    out: &'a mut [f32],
+}
+
+impl Kernel for Divide<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self) {
+        let (state, out) = (self.state.as_chunks::<LANES>().0, self.out.as_chunks_mut::<LANES>().0);
+        let total = L::splat(L::from_array(&state[0]).sum());
+        for i in 0..out.len() {
+            out[i] = L::from_array(&state[i + 1]).div(total).add(L::zero()).to_array();
+        }
+    }
+}
