@@ -6,8 +6,9 @@
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use half::bf16;
+use rollout_kernels::cpu::logits::{BINS, Bins, Bound, Measure, Row, candidates_of_bin, histogram, sum_exp, summarise};
 use rollout_kernels::cpu::{
-    AttentionSequence, AttentionShape, Cpu, KvCache, KvDtype, KvLayout, PackedMatrix, RowBits, Rows, RowsMut,
+    AttentionSequence, AttentionShape, Cpu, Isa, KvCache, KvDtype, KvLayout, PackedMatrix, RowBits, Rows, RowsMut,
     WeightDtype, WeightRows, add_rms_norm, linear, paged_attention, reduction_leaves, rope, silu_mul,
 };
 use std::hint::black_box;
@@ -249,6 +250,36 @@ fn elementwise(c: &mut Criterion) {
     }
 }
 
+/// The sampler's passes over 64 rows of logits on one thread, in tokens of the vocabulary: flat rows, the costliest.
+fn logits(c: &mut Criterion) {
+    const ROWS: usize = 64;
+    let isa = Isa::detect();
+    for model in &MODELS {
+        let data = values(ROWS * model.vocab);
+        let (mut maxima, mut sums, mut out) = (Vec::new(), Vec::new(), Vec::new());
+        let mut group = c.benchmark_group(format!("logits/{}", model.name));
+        group.throughput(Throughput::Elements((ROWS * model.vocab) as u64));
+        let mut pass = |name: &str, f: &mut dyn FnMut(&Row<'_>, &mut Vec<f32>)| {
+            group.bench_function(name, |b| {
+                b.iter(|| {
+                    for logits in data.chunks(model.vocab) {
+                        let (max, _) = summarise(isa, logits, 1.0, &mut maxima, &mut sums);
+                        f(&Row { logits, maxima: &maxima, max }, &mut sums);
+                    }
+                })
+            });
+        };
+        pass("maxima and sums", &mut |_, _| ());
+        pass("… and sums at another scale", &mut |row, sums| _ = sum_exp(isa, row, 1.5, Bound::NONE, sums));
+        pass("… and a histogram", &mut |row, _| {
+            black_box(histogram(isa, row, Bins::new(row.max, 0.25), Measure::Mass(1.0)));
+        });
+        pass("… and the tokens of a cell", &mut |row, _| {
+            candidates_of_bin(isa, row, Bins::new(row.max, 0.25), BINS / 2, 1.0, &mut out);
+        });
+    }
+}
+
 /// What a checkpoint or a weight push costs, in GB/s of packed weights.
 fn weights(c: &mut Criterion) {
     let cpu = cpu();
@@ -281,6 +312,6 @@ fn span(c: &mut Criterion) {
 criterion_group! {
     name = operators;
     config = Criterion::default().sample_size(10).warm_up_time(Duration::from_millis(100)).measurement_time(Duration::from_millis(300));
-    targets = span, peak, linears, attention, elementwise, weights
+    targets = span, peak, linears, attention, elementwise, logits, weights
 }
 criterion_main!(operators);

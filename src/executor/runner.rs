@@ -13,7 +13,7 @@ use super::{Memory, WeightOrder, sampler};
 use crate::comm::Communicator;
 use crate::error::Result;
 use crate::model::{Additions, LOGITS_ROWS, Workspace, WorkspaceShape};
-use crate::types::{LogitsTask, StepOutput, StepPlan, TokenLogprobs};
+use crate::types::{LogitsRow, StepOutput, StepPlan, TokenLogprobs};
 use crate::weights::{ParamSpec, Shard};
 
 /// A rank: its operators, weights, KV cache, buffers and its end of the communication.
@@ -29,7 +29,8 @@ pub struct ModelRunner {
     workspace: Option<Workspace>,
     block_size: usize,
     batch: FlatBatch,
-    scratch: Vec<sampler::Scratch>,
+    /// One for each thread.
+    answerers: Vec<Answerer>,
 }
 
 impl ModelRunner {
@@ -52,7 +53,7 @@ impl ModelRunner {
             workspace_shape,
             block_size,
             batch: FlatBatch::default(),
-            scratch: Vec::new(),
+            answerers: Vec::new(),
         })
     }
 
@@ -78,15 +79,14 @@ impl ModelRunner {
         let input = self.batch.input(&sequences, adapters.as_ref().map(|a| a as &dyn Additions));
         drop(prepare);
         model.forward(&self.ops, &*self.comm, &input, &mut self.kv, workspace)?;
-        let rows: Vec<&[LogitsTask]> =
-            plan.sequences.iter().flat_map(|s| &s.logits).map(|row| row.tasks.as_slice()).collect();
-        let mut output = StepOutput::default();
-        for (rows_at_once, tasks) in self.batch.logits_rows.chunks(LOGITS_ROWS).zip(rows.chunks(LOGITS_ROWS)) {
+        let rows: Vec<&LogitsRow> = plan.sequences.iter().flat_map(|s| &s.logits).collect();
+        let mut output = StepOutput { tokens: Vec::with_capacity(plan.tasks().count()) };
+        for (rows_at_once, rows) in self.batch.logits_rows.chunks(LOGITS_ROWS).zip(rows.chunks(LOGITS_ROWS)) {
             let adapters = self.adapters.of_rows(rows_at_once.iter().map(|&row| self.batch.adapters[row as usize]));
             let additions = adapters.as_ref().map(|a| a as &dyn Additions);
             let logits = model.logits(&self.ops, &*self.comm, rows_at_once, workspace, additions)?;
             if self.comm.rank() == 0 {
-                answer(&self.ops, &mut self.scratch, &logits, tasks, &mut output.tokens)?;
+                answer(&self.ops, &mut self.answerers, &logits, rows, &mut output.tokens)?;
             }
         }
         Ok(output)
@@ -131,7 +131,7 @@ impl ModelRunner {
             Memory::Workspace => {
                 self.workspace = None;
                 self.batch = FlatBatch::default();
-                self.scratch = Vec::new();
+                self.answerers = Vec::new();
                 self.adapters.release_buffers();
                 self.ops.release();
             }
@@ -155,11 +155,10 @@ impl ModelRunner {
     }
 }
 
-/// What one thread answers, and with what.
-struct Share<'a> {
-    first_row: usize,
-    tasks: &'a [&'a [LogitsTask]],
-    scratch: &'a mut sampler::Scratch,
+/// One thread's part of the answers to rows of logits.
+struct Answerer {
+    rows: Range<usize>,
+    scratch: sampler::Scratch,
     answers: Vec<TokenLogprobs>,
 }
 
@@ -167,29 +166,26 @@ struct Share<'a> {
 /// among the threads.
 fn answer(
     ops: &Ops,
-    scratch: &mut Vec<sampler::Scratch>,
+    answerers: &mut Vec<Answerer>,
     logits: &Tensor,
-    tasks: &[&[LogitsTask]],
+    rows: &[&LogitsRow],
     out: &mut Vec<TokenLogprobs>,
 ) -> Result<()> {
-    let vocab = logits.dim(1)?;
+    let (vocab, threads) = (logits.dim(1)?, ops.threads());
     let _sampling = trace_span!("sampling").entered();
-    let per_share = tasks.len().div_ceil(ops.threads());
-    scratch.resize_with(ops.threads(), Default::default);
-    let mut shares: Vec<_> = tasks
-        .chunks(per_share)
-        .zip(scratch)
-        .enumerate()
-        .map(|(i, (tasks, scratch))| Share { first_row: i * per_share, tasks, scratch, answers: Vec::new() })
-        .collect();
+    let new = || Answerer { rows: 0..0, scratch: sampler::Scratch::new(ops.isa()), answers: Vec::new() };
+    answerers.resize_with(threads, new);
+    for (i, answerer) in answerers.iter_mut().enumerate() {
+        answerer.rows = rows.len() * i / threads..rows.len() * (i + 1) / threads;
+    }
     with_f32(logits, |logits| {
-        ops.for_each(&mut shares, |share| {
-            let rows = logits[share.first_row * vocab..].chunks_exact(vocab);
-            for (row, tasks) in rows.zip(share.tasks) {
-                sampler::answer_row(row, tasks, share.scratch, &mut share.answers);
+        ops.for_each(answerers, |Answerer { rows: own, scratch, answers }| {
+            let logits = logits[own.start * vocab..].chunks_exact(vocab);
+            for (logits, row) in logits.zip(&rows[own.clone()]) {
+                sampler::answer_row(logits, &row.tasks, scratch, answers);
             }
         });
     })?;
-    out.extend(shares.into_iter().flat_map(|share| share.answers));
+    answerers.iter_mut().for_each(|answerer| out.append(&mut answerer.answers));
     Ok(())
 }

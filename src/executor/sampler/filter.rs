@@ -1,15 +1,27 @@
 //! Min-p, top-k and top-p without sorting the vocabulary.
 //!
 //! Each filter keeps a prefix of one order: descending logit, ties by ascending id. So together they keep the tokens up
-//! to one last token, and it is enough to find that. The block maxima give a floor below which no kept token lies;
-//! what is above it (a few hundred of 150,000 tokens, for usual parameters) is selected exactly.
+//! to one last token, and it is enough to find that. Mostly it is among the tokens above the largest block maxima, a few
+//! hundred of 150,000. If not, a histogram of the row tells in which cell it is, and the cell's tokens are selected from.
 
 use std::cmp::Ordering;
 
-use rollout_kernels::cpu::logits::{self, Candidate};
+use rollout_kernels::cpu::Isa;
+use rollout_kernels::cpu::logits::{self, BINS, Bins, Bound, Candidate, Measure, Row};
 
-use super::Row;
 use crate::types::SamplingParams;
+
+/// How many block maxima give the floor of the tokens that are looked at first.
+const HEAD: usize = 256;
+/// Depth below the maximum to which cells reach when tokens are counted: logits lie closer together in all models.
+const COUNTED_DEPTH: f32 = 32.0;
+
+/// Buffers that grow once.
+#[derive(Default)]
+pub struct Selection {
+    floors: Vec<f32>,
+    pub candidates: Vec<Candidate>,
+}
 
 /// The order of which every filter keeps a prefix.
 pub fn descending(a: &Candidate, b: &Candidate) -> Ordering {
@@ -25,93 +37,108 @@ fn top_k_applies(params: &SamplingParams, vocab: usize) -> bool {
     params.top_k > 0 && (params.top_k as usize) < vocab
 }
 
-/// Fills `out` with the tokens that pass all filters, ascending by id. The row's maximum is finite; it always passes.
-pub fn keep(
-    row: Row,
+/// The last token that passes all filters. The row's maximum is finite; it always passes. `total` is the row's
+/// `Σ e^((x - max) * scale)` if it is known; `sums` is overwritten.
+pub fn bound(
+    isa: Isa,
+    row: &Row,
     params: &SamplingParams,
     scale: f32,
+    total: Option<f64>,
     sums: &mut Vec<f32>,
-    floors: &mut Vec<f32>,
-    out: &mut Vec<Candidate>,
-) {
-    let min_p_floor = if params.min_p > 0.0 {
-        (f64::from(row.max) + f64::from(params.min_p).ln() / f64::from(scale)) as f32
-    } else {
-        f32::NEG_INFINITY
-    };
-    let top_k = top_k_applies(params, row.logits.len()).then_some(params.top_k as usize);
-    if top_k.is_none() && params.min_p == 0.0 {
-        let total = logits::block_sum_exp(row.logits, row.max, scale, sums);
-        top_p_candidates(row, params.top_p, scale, total, out);
-    } else {
-        let top_k_floor = top_k.map_or(f32::NEG_INFINITY, |k| kth_block_maximum(row.maxima, k, floors));
-        logits::candidates(row.logits, row.maxima, min_p_floor.max(top_k_floor), row.max, scale, out);
-        select(out, top_k.unwrap_or(out.len()));
-        if params.top_p < 1.0 {
-            let total = mass(out);
-            nucleus(out, f64::from(params.top_p) * total);
-        }
+    selection: &mut Selection,
+) -> Bound {
+    let mut bound = Bound::NONE;
+    if params.min_p > 0.0 {
+        bound.logit = (f64::from(row.max) + f64::from(params.min_p).ln() / f64::from(scale)) as f32;
     }
-    // Selection has shuffled them. Gathering again up to the last kept token costs less than sorting by id.
-    let last = *out.iter().max_by(|a, b| descending(a, b)).expect("the highest logit passes every filter");
-    logits::candidates(row.logits, row.maxima, last.logit, row.max, scale, out);
-    out.retain(|c| c.logit > last.logit || c.id <= last.id);
+    if top_k_applies(params, row.logits.len()) {
+        let k = params.top_k as usize;
+        let head = if k <= row.maxima.len() { k } else { HEAD };
+        let floor = nth_block_maximum(row.maxima, head, &mut selection.floors).max(bound.logit);
+        let bins = Bins::new(row.max, COUNTED_DEPTH);
+        bound = bound.tighter(prefix(isa, row, Measure::Count, k as f64, floor, bins, &mut selection.candidates));
+    }
+    if params.top_p < 1.0 {
+        let total = match total {
+            Some(total) if bound == Bound::NONE => total,
+            _ => logits::sum_exp(isa, row, scale, bound, sums),
+        };
+        let target = f64::from(params.top_p) * total;
+        // Tokens of less weight than this cannot outweigh the mass that may be left out.
+        let least_weight = (total - target) / row.logits.len() as f64;
+        let bins = Bins::new(row.max, (-least_weight.ln() / f64::from(scale)) as f32);
+        let floor = nth_block_maximum(row.maxima, HEAD, &mut selection.floors).max(bound.logit);
+        let measure = Measure::Mass(scale);
+        bound = bound.tighter(prefix(isa, row, measure, target, floor, bins, &mut selection.candidates));
+    }
+    bound
 }
 
-/// Fills `out` with the `k` highest logits, in no particular order.
-pub fn top_k(row: Row, scale: f32, k: usize, floors: &mut Vec<f32>, out: &mut Vec<Candidate>) {
-    let floor = kth_block_maximum(row.maxima, k, floors);
-    logits::candidates(row.logits, row.maxima, floor, row.max, scale, out);
-    select(out, k);
-}
-
-fn select(candidates: &mut Vec<Candidate>, k: usize) {
+/// Fills the candidates with the `k` highest logits, in no particular order.
+pub fn top_k(isa: Isa, row: &Row, k: usize, selection: &mut Selection) {
+    let Selection { floors, candidates } = selection;
+    let floor = if k <= row.maxima.len() { nth_block_maximum(row.maxima, k, floors) } else { f32::NEG_INFINITY };
+    logits::candidates(isa, row, floor, 1.0, candidates);
     if k < candidates.len() {
         candidates.select_nth_unstable_by(k - 1, descending);
         candidates.truncate(k);
     }
 }
 
-/// A bound that at least `k` logits reach: the k-th largest of the block maxima, each of which is a logit.
-fn kth_block_maximum(maxima: &[f32], k: usize, floors: &mut Vec<f32>) -> f32 {
-    if k > maxima.len() {
-        return f32::NEG_INFINITY;
-    }
+/// A bound that at least `n` logits reach (or as many as there are blocks): the n-th largest of the block maxima, each of
+/// which is a logit.
+fn nth_block_maximum(maxima: &[f32], n: usize, floors: &mut Vec<f32>) -> f32 {
     floors.clear();
     floors.extend_from_slice(maxima);
-    *floors.select_nth_unstable_by(k - 1, |a, b| b.total_cmp(a)).1
+    *floors.select_nth_unstable_by(n.min(maxima.len()) - 1, |a, b| b.total_cmp(a)).1
 }
 
-/// Fills `out` with the nucleus of the whole vocabulary, whose mass is `total`, in no particular order.
-fn top_p_candidates(row: Row, top_p: f32, scale: f32, total: f64, out: &mut Vec<Candidate>) {
-    let target = f64::from(top_p) * total;
-    let vocab = row.logits.len();
-    // Tokens below a floor of (mass that may be left out) / vocab cannot outweigh that mass, so the last try succeeds. A
-    // real model's tail is short: the first tries mostly do, with far fewer candidates.
-    for count in [256, 4096, vocab] {
-        let weight = (total - target) / count as f64;
-        let floor = (f64::from(row.max) + weight.ln() / f64::from(scale)) as f32;
-        logits::candidates(row.logits, row.maxima, floor.next_down().min(row.max), row.max, scale, out);
-        if mass(out) >= target {
-            break;
-        }
+/// The last token of the shortest prefix of the order that reaches `target`. Tokens from `floor` up are tried first, then
+/// those of one of `bins`.
+fn prefix(
+    isa: Isa,
+    row: &Row,
+    measure: Measure,
+    target: f64,
+    floor: f32,
+    bins: Bins,
+    candidates: &mut Vec<Candidate>,
+) -> Bound {
+    let scale = match measure {
+        Measure::Count => 1.0,
+        Measure::Mass(scale) => scale,
+    };
+    logits::candidates(isa, row, floor, scale, candidates);
+    if sum(measure, candidates) >= target {
+        return shortest_prefix(candidates, measure, target);
     }
-    nucleus(out, target);
+    let cells = logits::histogram(isa, row, bins, measure);
+    let (mut above, mut bin) = (0.0, BINS - 1);
+    while bin > 0 && above + cells[bin] < target {
+        above += cells[bin];
+        bin -= 1;
+    }
+    logits::candidates_of_bin(isa, row, bins, bin, scale, candidates);
+    shortest_prefix(candidates, measure, target - above)
 }
 
-fn mass(candidates: &[Candidate]) -> f64 {
-    candidates.iter().map(|c| f64::from(c.weight)).sum()
+fn sum(measure: Measure, candidates: &[Candidate]) -> f64 {
+    match measure {
+        Measure::Count => candidates.len() as f64,
+        Measure::Mass(_) => candidates.iter().map(|c| f64::from(c.weight)).sum(),
+    }
 }
 
-/// Keeps the smallest set of most likely candidates with at least `target` mass (all, if they have less), at least one.
-/// Bisection by selection: linear in the number of candidates.
-fn nucleus(candidates: &mut Vec<Candidate>, target: f64) {
+/// The last of the fewest candidates, in the order, that reach `target` (of all, if they do not). Bisection by selection:
+/// linear in the number of candidates, which are at least one.
+fn shortest_prefix(candidates: &mut [Candidate], measure: Measure, target: f64) -> Bound {
     const SORTED: usize = 64; // from here down a sort is cheaper than more selections
     let (mut low, mut high, mut reached) = (0, candidates.len(), 0.0);
     while high - low > SORTED {
         let middle = low + (high - low) / 2;
         candidates[low..high].select_nth_unstable_by(middle - low, descending);
-        let upper = mass(&candidates[low..middle]);
+        let upper = sum(measure, &candidates[low..middle]);
         if reached + upper >= target {
             high = middle;
         } else {
@@ -119,12 +146,10 @@ fn nucleus(candidates: &mut Vec<Candidate>, target: f64) {
         }
     }
     candidates[low..high].sort_unstable_by(descending);
-    while low < high {
-        reached += f64::from(candidates[low].weight);
-        low += 1;
-        if reached >= target {
-            break;
-        }
-    }
-    candidates.truncate(low);
+    let reaches = |c: &&Candidate| {
+        reached += sum(measure, std::slice::from_ref(c));
+        reached >= target
+    };
+    let last = candidates[low..high].iter().find(reaches).unwrap_or(&candidates[high - 1]);
+    Bound { logit: last.logit, id: last.id }
 }

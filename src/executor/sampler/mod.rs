@@ -29,13 +29,14 @@ mod tests;
 
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
-use rollout_kernels::cpu::logits::{self, BLOCK, Candidate};
+use rollout_kernels::cpu::Isa;
+use rollout_kernels::cpu::logits::{self, BLOCK, Bound, Row};
 
 use crate::types::{LogitsTask, SamplingParams, TokenId, TokenLogprobs};
 
 /// Buffers that grow to the vocabulary's size once and are used again for every row; one per thread.
-#[derive(Default)]
 pub struct Scratch {
+    isa: Isa,
     raw_maxima: Vec<f32>,
     raw_sums: Vec<f32>,
     work: Work,
@@ -48,20 +49,19 @@ struct Work {
     maxima: Vec<f32>,
     sums: Vec<f32>,
     counts: Vec<u32>,
-    floors: Vec<f32>,
-    candidates: Vec<Candidate>,
+    selection: filter::Selection,
 }
 
-/// A row with its block maxima.
-#[derive(Clone, Copy)]
-struct Row<'a> {
-    logits: &'a [f32],
-    maxima: &'a [f32],
-    max: f32,
+impl Scratch {
+    /// To compute with `isa`; all of them give the same answers.
+    pub fn new(isa: Isa) -> Self {
+        Self { isa, raw_maxima: Vec::new(), raw_sums: Vec::new(), work: Work::default() }
+    }
 }
 
 /// The model's own distribution.
 struct Raw<'a> {
+    isa: Isa,
     row: Row<'a>,
     sums: &'a [f32],
     /// `Σ e^(x - max)`; NaN if the row is broken.
@@ -71,27 +71,14 @@ struct Raw<'a> {
 /// Answers all tasks of one row, in order, at the end of `out`. `logits` is `[vocab]`; every token id in the tasks is
 /// below its length.
 pub fn answer_row(logits: &[f32], tasks: &[LogitsTask], scratch: &mut Scratch, out: &mut Vec<TokenLogprobs>) {
-    let Scratch { raw_maxima, raw_sums, work } = scratch;
-    let max = logits::block_max(logits, raw_maxima);
-    let total = match max {
-        f32::INFINITY => f64::NAN,
-        f32::NEG_INFINITY if logits.iter().any(|x| x.is_nan()) => f64::NAN,
-        f32::NEG_INFINITY => 0.0,
-        _ => logits::block_sum_exp(logits, max, 1.0, raw_sums),
-    };
-    let raw = Raw { row: Row { logits, maxima: raw_maxima, max }, sums: raw_sums, total };
+    let Scratch { isa, raw_maxima, raw_sums, work } = scratch;
+    let (max, total) = logits::summarise(*isa, logits, 1.0, raw_maxima, raw_sums);
+    let raw = Raw { isa: *isa, row: Row { logits, maxima: raw_maxima, max }, sums: raw_sums, total };
     out.extend(tasks.iter().map(|task| answer_task(&raw, task, work)));
 }
 
-/// Answers one task; see [`answer_row`].
-pub fn answer(logits: &[f32], task: &LogitsTask, scratch: &mut Scratch) -> TokenLogprobs {
-    let mut out = Vec::with_capacity(1);
-    answer_row(logits, std::slice::from_ref(task), scratch, &mut out);
-    out.pop().expect("one answer per task")
-}
-
 fn answer_task(raw: &Raw, task: &LogitsTask, work: &mut Work) -> TokenLogprobs {
-    let top = top_logprobs(raw, task.params.top_logprobs as usize, work);
+    let top = top_logprobs(raw, task.params.top_logprobs as usize, &mut work.selection);
     let (token, processed) = choose(raw, task, work);
     TokenLogprobs { token, raw: raw.logprob(token), processed, top }
 }
@@ -112,24 +99,27 @@ fn logprob(x: f32, max: f32, temperature: f32, total: f64) -> f32 {
 }
 
 /// The `k` most likely tokens of the raw distribution, descending, ties by ascending id.
-fn top_logprobs(raw: &Raw, k: usize, work: &mut Work) -> Vec<(TokenId, f32)> {
+fn top_logprobs(raw: &Raw, k: usize, selection: &mut filter::Selection) -> Vec<(TokenId, f32)> {
     if k == 0 {
         return Vec::new();
     }
-    filter::top_k(raw.row, 1.0, k, &mut work.floors, &mut work.candidates);
-    work.candidates.sort_unstable_by(filter::descending);
-    work.candidates.iter().map(|c| (c.id, raw.logprob(c.id))).collect()
+    filter::top_k(raw.isa, &raw.row, k, selection);
+    selection.candidates.sort_unstable_by(filter::descending);
+    selection.candidates.iter().map(|c| (c.id, raw.logprob(c.id))).collect()
 }
 
 /// The task's token and its processed log-probability.
 fn choose(raw: &Raw, task: &LogitsTask, work: &mut Work) -> (TokenId, f32) {
-    let params = &*task.params;
-    let edited = edit::apply(raw.row.logits, task, &mut work.edited, &mut work.counts);
-    let row = if edited {
-        let max = logits::block_max(&work.edited, &mut work.maxima);
-        Row { logits: &work.edited, maxima: &work.maxima, max }
+    let (isa, params) = (raw.isa, &*task.params);
+    let Work { edited, maxima, sums, counts, selection } = work;
+    // Bounds that keep 0 * scale and -inf * scale what they should be.
+    let scale = params.temperature.recip().clamp(f32::MIN_POSITIVE, f32::MAX);
+    let is_edited = edit::apply(raw.row.logits, task, edited, counts);
+    let (row, total) = if is_edited {
+        let (max, total) = logits::summarise(isa, edited, scale, maxima, sums);
+        (Row { logits: edited, maxima, max }, Some(total))
     } else {
-        raw.row
+        (raw.row, (params.temperature == 1.0).then_some(raw.total))
     };
     let broken = raw.total.is_nan();
     if broken || !row.max.is_finite() || params.temperature == 0.0 {
@@ -138,46 +128,25 @@ fn choose(raw: &Raw, task: &LogitsTask, work: &mut Work) -> (TokenId, f32) {
         let processed = if token == choice { 0.0 } else { f32::NEG_INFINITY };
         return (token, if broken { f32::NAN } else { processed });
     }
-    // Bounds that keep 0 * scale and -inf * scale what they should be.
-    let scale = params.temperature.recip().clamp(f32::MIN_POSITIVE, f32::MAX);
-    if filter::applies(params, row.logits.len()) {
-        filter::keep(row, params, scale, &mut work.sums, &mut work.floors, &mut work.candidates);
-        return choose_among(row, task, &work.candidates);
-    }
-    let (sums, total) = if !edited && params.temperature == 1.0 {
-        (raw.sums, raw.total)
-    } else {
-        let total = logits::block_sum_exp(row.logits, row.max, scale, &mut work.sums);
-        (&work.sums[..], total)
+    let filtered = filter::applies(params, row.logits.len());
+    let bound = if filtered { filter::bound(isa, &row, params, scale, total, sums, selection) } else { Bound::NONE };
+    let (sums, total) = match total {
+        Some(total) if !filtered => (if is_edited { sums } else { raw.sums }, total),
+        _ => {
+            let total = logits::sum_exp(isa, &row, scale, bound, sums);
+            (&sums[..], total)
+        }
     };
     let token = task.target.unwrap_or_else(|| {
         let target = uniform(task.seed, task.output_index) * total;
-        logits::inverse_cdf(row.logits, row.max, scale, sums, target) as TokenId
+        logits::inverse_cdf(isa, &row, scale, bound, sums, target) as TokenId
     });
-    (token, logprob(row.logits[token as usize], row.max, params.temperature, total))
-}
-
-/// As [`choose`], when only `kept` (ascending by id, the highest logit among them) may be chosen.
-fn choose_among(row: Row, task: &LogitsTask, kept: &[Candidate]) -> (TokenId, f32) {
-    let total: f64 = kept.iter().map(|c| f64::from(c.weight)).sum();
-    let chosen = match task.target {
-        Some(token) => kept.binary_search_by_key(&token, |c| c.id).ok().map(|i| &kept[i]),
-        None => {
-            let target = uniform(task.seed, task.output_index) * total;
-            let mut running = 0.0;
-            // Rounding may leave `target` at the total: then it is the last token that can be drawn.
-            let passed = kept.iter().find(|c| {
-                running += f64::from(c.weight);
-                running > target
-            });
-            passed.or(kept.iter().rfind(|c| c.weight > 0.0))
-        }
+    let logit = row.logits[token as usize];
+    let processed = match bound.keeps(logit, token) {
+        true => logprob(logit, row.max, params.temperature, total),
+        false => f32::NEG_INFINITY,
     };
-    match (chosen, task.target) {
-        (Some(c), _) => (c.id, logprob(c.logit, row.max, task.params.temperature, total)),
-        (None, Some(token)) => (token, f32::NEG_INFINITY),
-        (None, None) => unreachable!("the highest logit is kept and has weight 1"),
-    }
+    (token, processed)
 }
 
 /// The highest logit, ties to the lowest id; the lowest allowed id if there is none.

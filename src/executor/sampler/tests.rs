@@ -18,6 +18,16 @@ fn task(params: &SamplingParams, seed: u64, output_index: u32) -> LogitsTask {
     }
 }
 
+fn new_scratch() -> Scratch {
+    Scratch::new(Isa::detect())
+}
+
+fn answer(logits: &[f32], task: &LogitsTask, scratch: &mut Scratch) -> TokenLogprobs {
+    let mut out = Vec::new();
+    answer_row(logits, std::slice::from_ref(task), scratch, &mut out);
+    out.pop().expect("one answer per task")
+}
+
 fn rng(seed: u64) -> ChaCha8Rng {
     println!("seed {seed}");
     ChaCha8Rng::seed_from_u64(seed)
@@ -94,7 +104,7 @@ fn reference(logits: &[f32], task: &LogitsTask) -> Vec<f64> {
 /// Draws `draws` tokens and compares their counts with the reference; also the processed log-probability of each.
 fn check_distribution(name: &str, logits: &[f32], task: &LogitsTask, draws: u32) {
     let probs = reference(logits, task);
-    let mut scratch = Scratch::default();
+    let mut scratch = new_scratch();
     let mut counts = vec![0u32; logits.len()];
     let mut task = task.clone();
     for draw in 0..draws {
@@ -186,7 +196,7 @@ fn samples_follow_the_exact_distribution() {
 #[test]
 fn scores_are_the_exact_log_probabilities_and_sum_to_one() {
     let mut rng = rng(2);
-    let mut scratch = Scratch::default();
+    let mut scratch = new_scratch();
     for vocab in [12, BLOCK, 1000] {
         let logits = random_row(&mut rng, vocab, 2.0);
         let raw = softmax(&edited(&logits, &task(&SamplingParams::default(), 0, 0)));
@@ -212,13 +222,13 @@ fn scores_are_the_exact_log_probabilities_and_sum_to_one() {
 #[test]
 fn sampling_and_scoring_give_the_same_bits_and_plain_processed_is_raw() {
     let mut rng = rng(3);
-    let mut scratch = Scratch::default();
+    let mut scratch = new_scratch();
     for index in 0..200 {
         let logits = random_row(&mut rng, 777, 3.0);
         for (name, params) in options() {
             let mut task = LogitsTask { seed: 5, output_index: index, ..with_history(&params) };
             let sampled = answer(&logits, &task, &mut scratch);
-            assert_eq!(sampled, answer(&logits, &task, &mut Scratch::default()), "{name}: depends on the scratch");
+            assert_eq!(sampled, answer(&logits, &task, &mut new_scratch()), "{name}: depends on the scratch");
             task.target = Some(sampled.token);
             assert_eq!(sampled, answer(&logits, &task, &mut scratch), "{name}");
             if name == "plain" {
@@ -232,7 +242,7 @@ fn sampling_and_scoring_give_the_same_bits_and_plain_processed_is_raw() {
 fn many_tasks_of_one_row_are_answered_as_each_alone() {
     let logits = random_row(&mut rng(4), 500, 2.0);
     let tasks: Vec<LogitsTask> = options().iter().map(|(_, p)| with_history(p)).collect();
-    let (mut scratch, mut together) = (Scratch::default(), Vec::new());
+    let (mut scratch, mut together) = (new_scratch(), Vec::new());
     answer_row(&logits, &tasks, &mut scratch, &mut together);
     let alone: Vec<_> = tasks.iter().map(|t| answer(&logits, t, &mut scratch)).collect();
     assert_eq!(together, alone);
@@ -241,7 +251,7 @@ fn many_tasks_of_one_row_are_answered_as_each_alone() {
 #[test]
 fn large_vocabularies_agree_with_the_reference() {
     let mut rng = rng(5);
-    let mut scratch = Scratch::default();
+    let mut scratch = new_scratch();
     for (vocab, spread) in [(49_152, 2.5), (151_936, 1.0), (151_936, 4.0)] {
         let logits = random_row(&mut rng, vocab, spread);
         let d = SamplingParams::default();
@@ -271,10 +281,60 @@ fn large_vocabularies_agree_with_the_reference() {
     }
 }
 
+/// Rows on which the last token is found in every way: among the highest, in a cell, in the cell of all that is left.
+fn rows_to_filter(rng: &mut ChaCha8Rng) -> Vec<Vec<f32>> {
+    let mut rows = Vec::new();
+    for vocab in [12, 777, 5000, 40_000] {
+        for spread in [0.3, 2.0] {
+            let row = random_row(rng, vocab, spread);
+            rows.push(row.iter().map(|x| (x * 4.0).round() / 4.0).collect()); // many ties
+            let few_likely = |(i, x): (usize, &f32)| if i % 97 == 5 { x + 7.0 } else { *x };
+            rows.push(row.iter().enumerate().map(few_likely).collect());
+            rows.push(row.iter().enumerate().map(|(i, x)| if i % 3 == 1 { f32::NEG_INFINITY } else { *x }).collect());
+            rows.push(row);
+        }
+    }
+    rows
+}
+
+#[test]
+fn filters_end_at_the_token_at_which_a_sort_ends() {
+    let mut rng = rng(8);
+    let (isa, mut sums, mut selection) = (Isa::detect(), Vec::new(), filter::Selection::default());
+    let (mut maxima, mut sorted) = (Vec::new(), Vec::new());
+    for logits in rows_to_filter(&mut rng) {
+        for scale in [1.0, 1.7, 0.01, 40.0] {
+            let (max, total) = logits::summarise(isa, &logits, scale, &mut maxima, &mut sums);
+            let row = Row { logits: &logits, maxima: &maxima, max };
+            logits::candidates(isa, &row, f32::NEG_INFINITY, scale, &mut sorted);
+            sorted.sort_by(filter::descending);
+            for (top_k, top_p) in [(1, 1.0), (50, 1.0), (300, 1.0), (3000, 1.0), (0, 0.05), (0, 0.5), (0, 0.95)]
+                .into_iter()
+                .chain([(0, 0.999), (0, 1.0 - f32::EPSILON), (50, 0.8), (3000, 0.3), (3000, 0.99)])
+            {
+                let params = SamplingParams { top_k, top_p, ..SamplingParams::default() };
+                let name = format!("{params:?} at {scale} of {}", logits.len());
+                let found = filter::bound(isa, &row, &params, scale, Some(total), &mut sums, &mut selection);
+                let kept = if top_k == 0 { sorted.len() } else { sorted.len().min(top_k as usize) };
+                let mass = |n: usize| sorted[..n].iter().map(|c| f64::from(c.weight)).sum::<f64>();
+                let count = sorted.partition_point(|c| found.keeps(c.logit, c.id));
+                if top_p == 1.0 {
+                    assert!(count == kept || found == Bound::NONE, "{name}: {count} kept");
+                    continue;
+                }
+                let (target, rounding) = (f64::from(top_p) * mass(kept), 1e-6 * mass(kept));
+                assert!((1..=kept).contains(&count), "{name}: {count} kept");
+                assert!(mass(count) >= target - rounding, "{name}: {count} kept are too few");
+                assert!(count == 1 || mass(count - 1) < target + rounding, "{name}: {count} kept are too many");
+            }
+        }
+    }
+}
+
 #[test]
 fn top_logprobs_are_the_most_likely_tokens_of_the_raw_distribution() {
     let mut rng = rng(6);
-    let mut scratch = Scratch::default();
+    let mut scratch = new_scratch();
     for (vocab, k) in [(12, 1), (12, 5), (12, 12), (12, 100), (5000, 20), (5000, 100)] {
         let mut logits = random_row(&mut rng, vocab, 2.0);
         logits.iter_mut().for_each(|x| *x = (*x * 4.0).round() / 4.0); // many ties
@@ -286,7 +346,7 @@ fn top_logprobs_are_the_most_likely_tokens_of_the_raw_distribution() {
         assert_eq!(answer.top.iter().map(|t| t.0 as usize).collect::<Vec<_>>(), order);
         for &(token, raw) in &answer.top {
             let scored = LogitsTask { target: Some(token), ..task(&params, 1, 1) };
-            assert_eq!(super::answer(&logits, &scored, &mut scratch).raw, raw);
+            assert_eq!(self::answer(&logits, &scored, &mut scratch).raw, raw);
         }
     }
 }
@@ -295,7 +355,7 @@ fn top_logprobs_are_the_most_likely_tokens_of_the_raw_distribution() {
 fn ties_go_to_the_lowest_id() {
     let logits = vec![1.0; 300];
     let kept = |params: SamplingParams| {
-        let mut scratch = Scratch::default();
+        let mut scratch = new_scratch();
         let score = |token| {
             let task = LogitsTask { target: Some(token), ..task(&params, 0, 0) };
             answer(&logits, &task, &mut scratch).processed
@@ -316,7 +376,7 @@ fn ties_go_to_the_lowest_id() {
 #[test]
 fn extremes_of_every_option() {
     let logits = [0.5f32, 3.0, f32::NEG_INFINITY, 2.999, -4.0];
-    let mut scratch = Scratch::default();
+    let mut scratch = new_scratch();
     let mut run = |params: SamplingParams| answer(&logits, &task(&params, 9, 4), &mut scratch);
     let d = SamplingParams::default;
     let sure = [
@@ -344,7 +404,7 @@ fn extremes_of_every_option() {
 
 #[test]
 fn rows_without_a_distribution_have_defined_answers() {
-    let mut scratch = Scratch::default();
+    let mut scratch = new_scratch();
     let d = SamplingParams::default;
     let mut run = |logits: &[f32], params: SamplingParams| answer(logits, &task(&params, 9, 4), &mut scratch);
     // Every allowed token is masked: the lowest allowed one.

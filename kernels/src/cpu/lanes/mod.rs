@@ -98,6 +98,9 @@ pub(crate) trait Lanes: Copy + 'static {
     /// `x < limit ? 0 : self`.
     fn zero_where_below(self, x: Self, limit: f32) -> Self;
 
+    /// Bit `i` tells whether lane `i` is in `from..=to`.
+    fn within(self, from: f32, to: f32) -> u32;
+
     /// `2^n` as [`exp`](super::math::exp) makes it, from `n` plus the constant that rounded it to an integer.
     fn power_of_two(self) -> Self;
 
@@ -149,20 +152,42 @@ pub(crate) trait Lanes: Copy + 'static {
     /// [`exp`](super::math::exp) of every lane, the same bits.
     #[inline(always)]
     fn exp(self) -> Self {
+        Self::exp_each([self])[0]
+    }
+
+    /// [`exp`](Self::exp) of several vectors, step by step of all: one alone is a chain of which each step waits for the
+    /// one before.
+    #[inline(always)]
+    fn exp_each<const N: usize>(x: [Self; N]) -> [Self; N] {
+        const POLYNOMIAL: [f32; 5] = [1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5];
         let round = Self::splat(12_582_912.0);
-        let x = Self::splat(88.376).min(Self::splat(-87.3).max(self));
-        let rounded = x.mul_add(Self::splat(std::f32::consts::LOG2_E), round);
-        let n = rounded.sub(round);
-        let r = n.mul_add(Self::splat(-0.693_359_4), x);
-        let r = n.mul_add(Self::splat(2.121_944_4e-4), r);
-        let p = Self::splat(1.987_569_2e-4);
-        let p = p.mul_add(r, Self::splat(1.398_2e-3));
-        let p = p.mul_add(r, Self::splat(8.333_452e-3));
-        let p = p.mul_add(r, Self::splat(4.166_579_6e-2));
-        let p = p.mul_add(r, Self::splat(1.666_666_5e-1));
-        let p = p.mul_add(r, Self::splat(0.5));
-        let y = p.mul_add(r.mul(r), r).add(Self::splat(1.0));
-        y.mul(rounded.power_of_two()).zero_where_below(self, -87.3)
+        let (mut n, mut r, mut y) = (x, x, x);
+        for i in 0..N {
+            r[i] = Self::splat(88.376).min(Self::splat(-87.3).max(x[i]));
+        }
+        for i in 0..N {
+            n[i] = r[i].mul_add(Self::splat(std::f32::consts::LOG2_E), round);
+        }
+        for i in 0..N {
+            let n = n[i].sub(round);
+            r[i] = n.mul_add(Self::splat(-0.693_359_4), r[i]);
+            r[i] = n.mul_add(Self::splat(2.121_944_4e-4), r[i]);
+        }
+        for i in 0..N {
+            y[i] = Self::splat(1.987_569_2e-4);
+        }
+        for c in POLYNOMIAL {
+            for i in 0..N {
+                y[i] = y[i].mul_add(r[i], Self::splat(c));
+            }
+        }
+        for i in 0..N {
+            y[i] = y[i].mul_add(r[i].mul(r[i]), r[i]).add(Self::splat(1.0));
+        }
+        for i in 0..N {
+            y[i] = y[i].mul(n[i].power_of_two()).zero_where_below(x[i], -87.3);
+        }
+        y
     }
 
     /// `2^x` of every lane to about 1.3 ulp, exactly 1 for 0; 0 below -126.5. For lanes up to 127, or NaN, which stays NaN.

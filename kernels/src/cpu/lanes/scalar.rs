@@ -89,6 +89,15 @@ impl Lanes for Scalar {
     }
 
     #[inline(always)]
+    fn within(self, from: f32, to: f32) -> u32 {
+        let mut bits = 0;
+        for i in 0..LANES {
+            bits |= u32::from(from <= self.0[i] && self.0[i] <= to) << i;
+        }
+        bits
+    }
+
+    #[inline(always)]
     fn power_of_two(self) -> Self {
         Scalar(self.0.map(|x| f32::from_bits((x.to_bits() << 23).wrapping_add(127 << 23))))
     }

@@ -79,7 +79,8 @@ impl Kernel for Everything<'_> {
         let (half, (even, odd)) = unsafe { (L::load_bf16(self.2.as_ptr()), L::load_pairs(self.2.as_ptr())) };
         let folds = L::splat(a.sum()).add(L::splat(a.largest()));
         let results = [a.add(b), a.sub(b), a.mul(b), a.div(b), a.mul_add(b, half), a.max(b), a.min(b)];
-        let others = [even, odd, half, folds, a.zero_where_below(b, 0.1), L::zero(), a.exp(), a.exp2()];
+        let within = L::splat(a.within(-1.0, 0.7) as f32).add(L::splat(b.within(-0.5, f32::INFINITY) as f32));
+        let others = [within, even, odd, half, folds, a.zero_where_below(b, 0.1), L::zero(), a.exp(), a.exp2()];
         results.iter().chain(&others).map(|v| v.to_array()).collect()
     }
 }

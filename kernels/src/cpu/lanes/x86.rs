@@ -142,6 +142,16 @@ impl Lanes for Avx2 {
     }
 
     #[inline(always)]
+    fn within(self, from: f32, to: f32) -> u32 {
+        x86! {
+            let (from, to) = (_mm256_set1_ps(from), _mm256_set1_ps(to));
+            let low = _mm256_and_ps(_mm256_cmp_ps::<_CMP_GE_OQ>(self.0, from), _mm256_cmp_ps::<_CMP_LE_OQ>(self.0, to));
+            let high = _mm256_and_ps(_mm256_cmp_ps::<_CMP_GE_OQ>(self.1, from), _mm256_cmp_ps::<_CMP_LE_OQ>(self.1, to));
+            (_mm256_movemask_ps(low) | _mm256_movemask_ps(high) << 8) as u32
+        }
+    }
+
+    #[inline(always)]
     fn power_of_two(self) -> Self {
         x86! {
             let (a, b) = (_mm256_castps_si256(self.0), _mm256_castps_si256(self.1));
@@ -303,6 +313,14 @@ impl<const BF16: bool> Lanes for Avx512<BF16> {
         x86! {
             let below = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(x.0, _mm512_set1_ps(limit));
             Self(_mm512_mask_mov_ps(self.0, below, _mm512_setzero_ps()))
+        }
+    }
+
+    #[inline(always)]
+    fn within(self, from: f32, to: f32) -> u32 {
+        x86! {
+            let reached = _mm512_cmp_ps_mask::<_CMP_GE_OQ>(self.0, _mm512_set1_ps(from));
+            u32::from(_mm512_mask_cmp_ps_mask::<_CMP_LE_OQ>(reached, self.0, _mm512_set1_ps(to)))
         }
     }
 
