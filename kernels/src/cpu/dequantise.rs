@@ -264,7 +264,7 @@ impl Block<110, LONG> for Q3K {
                 let at = 2 * run + half;
                 let (low, high) = (scales[at % 8] >> (at / 8 * 4) & 0xf, scales[8 + at % 4] >> (at / 4 * 2) & 3);
                 let scale = scale * (f32::from(low | high << 4) - 32.0);
-                out.iter_mut().for_each(|x| *x = scale * *x);
+                out.iter_mut().for_each(|x| *x *= scale);
             }
         }
     }
@@ -336,7 +336,7 @@ impl Block<210, LONG> for Q6K {
             }
             for (half, out) in out.as_chunks_mut::<16>().0.iter_mut().enumerate() {
                 let scale = scale * f32::from(block[192 + 2 * run + half] as i8);
-                out.iter_mut().for_each(|x| *x = scale * *x);
+                out.iter_mut().for_each(|x| *x *= scale);
             }
         }
     }
@@ -370,9 +370,10 @@ mod tests {
         GgmlDType::Q8K,
     ];
 
-    fn by_candle(dtype: GgmlDType, blocks: &[u8]) -> Vec<f32> {
+    /// `blocks` have an allocation of their own, since candle needs them aligned.
+    fn by_candle(dtype: GgmlDType, blocks: Vec<u8>) -> Vec<f32> {
         let values = blocks.len() / dtype.type_size() * dtype.block_size();
-        let storage = QStorage::from_data(Cow::Borrowed(blocks), &Device::Cpu, dtype).unwrap();
+        let storage = QStorage::from_data(Cow::Borrowed(&blocks), &Device::Cpu, dtype).unwrap();
         let tensor = QTensor::new(storage, values).unwrap().dequantize(&Device::Cpu).unwrap();
         tensor.to_vec1().unwrap()
     }
@@ -390,7 +391,7 @@ mod tests {
             let offset = random.below(8);
             let len = random.between(1, 40) * dtype.type_size();
             let file: Vec<u8> = (0..offset + len).map(|_| random.next() as u8).collect();
-            let expected = by_candle(dtype, &file[offset..].to_vec());
+            let expected = by_candle(dtype, file[offset..].to_vec());
             let rounded = bits(expected.iter().map(|x| bf16::from_f32(*x).to_f32()));
             let expected = bits(expected);
             for isa in Isa::available() {
