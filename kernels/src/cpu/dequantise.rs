@@ -370,9 +370,10 @@ mod tests {
         GgmlDType::Q8K,
     ];
 
-    fn by_candle(dtype: GgmlDType, blocks: &[u8]) -> Vec<f32> {
+    /// `blocks` have an allocation of their own, since candle needs them aligned.
+    fn by_candle(dtype: GgmlDType, blocks: Vec<u8>) -> Vec<f32> {
         let values = blocks.len() / dtype.type_size() * dtype.block_size();
-        let storage = QStorage::from_data(Cow::Borrowed(blocks), &Device::Cpu, dtype).unwrap();
+        let storage = QStorage::from_data(Cow::Borrowed(&blocks), &Device::Cpu, dtype).unwrap();
         let tensor = QTensor::new(storage, values).unwrap().dequantize(&Device::Cpu).unwrap();
         tensor.to_vec1().unwrap()
     }
@@ -390,7 +391,7 @@ mod tests {
             let offset = random.below(8);
             let len = random.between(1, 40) * dtype.type_size();
             let file: Vec<u8> = (0..offset + len).map(|_| random.next() as u8).collect();
-            let expected = by_candle(dtype, &file[offset..]);
+            let expected = by_candle(dtype, file[offset..].to_vec());
             let rounded = bits(expected.iter().map(|x| bf16::from_f32(*x).to_f32()));
             let expected = bits(expected);
             for isa in Isa::available() {
