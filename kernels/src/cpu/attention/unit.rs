@@ -145,11 +145,13 @@ impl<E: Element, const MR: usize, const AHEAD: bool> Score<'_, E, MR, AHEAD> {
     /// Hides what pairs do not see of the unit.
     #[inline(always)]
     fn hide(&mut self) {
-        let (base, rows) = (self.unit.base, self.part.weights.as_chunks_mut::<UNIT>().0.iter_mut());
+        let base = self.unit.base;
+        let rows = self.part.weights.as_chunks_mut::<UNIT>().0.iter_mut();
         for (scores, (first, end)) in rows.zip(self.part.seen) {
-            if *first > base || *end < base + UNIT {
-                for (i, score) in scores.iter_mut().enumerate() {
-                    *score = if base + i < *first || base + i >= *end { f32::NEG_INFINITY } else { *score };
+            let [from, to] = [*first, *end].map(|position| position.saturating_sub(base).min(UNIT) as u32);
+            if from > 0 || to < UNIT as u32 {
+                for (i, score) in (0_u32..).zip(scores) {
+                    *score = if i < from || i >= to { f32::NEG_INFINITY } else { *score };
                 }
             }
         }
