@@ -151,7 +151,6 @@ impl<X: Executor> Engine<X> {
     /// Gives back what is awake, and measures it. Nothing may be waiting to be drained.
     fn release(&mut self, level: SleepLevel) -> Attempt<SleepReply> {
         let next = self.state.sleep(level)?;
-        let kept = self.bytes_of(|name| level == SleepLevel::One && self.policy.replaced.contains(name))?;
         let started = Instant::now();
         if level == SleepLevel::Two {
             self.abort_accepted(|_, request| request.adapter().is_some());
@@ -167,13 +166,14 @@ impl<X: Executor> Engine<X> {
             self.budget.set("workspace", 0)?;
         }
         let between = memory::resident_bytes();
-        match level {
+        let kept = match level {
             SleepLevel::One if self.state.weights_awake() => self.release_memory(Memory::Weights)?,
+            SleepLevel::One => self.budget.reserved("weights"),
             SleepLevel::Two if self.state.weights_awake() || !self.policy.replaced.is_empty() => {
-                self.release_memory(Memory::WeightsAndBase)?;
+                self.release_memory(Memory::WeightsAndBase)?
             }
-            _ => {}
-        }
+            SleepLevel::Two => 0,
+        };
         if level == SleepLevel::Two {
             self.forget_policy()?;
             memory::trim();
@@ -189,10 +189,11 @@ impl<X: Executor> Engine<X> {
         })
     }
 
-    fn release_memory(&mut self, memory: Memory) -> Attempt<()> {
-        self.executor.release(memory).map_err(Failure::Fatal)?;
+    /// The bytes of weights that stay.
+    fn release_memory(&mut self, memory: Memory) -> Attempt<u64> {
+        let kept = self.executor.release(memory).map_err(Failure::Fatal)?;
         memory::trim();
-        Ok(())
+        Ok(kept)
     }
 
     /// The base is the checkpoint again, with nothing merged.

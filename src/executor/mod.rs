@@ -41,8 +41,8 @@ pub trait Executor {
     /// Bytes of whole rows of a parameter in the dtype in which it serves (row-major, little-endian), gathered from the
     /// ranks.
     fn read(&mut self, spec: &ParamSpec, rows: Range<usize>) -> Result<Vec<u8>>;
-    /// Gives memory back to the operating system.
-    fn release(&mut self, memory: Memory) -> Result<()>;
+    /// Gives memory back to the operating system. The bytes of matrices that stay, where `memory` is weights.
+    fn release(&mut self, memory: Memory) -> Result<u64>;
     /// Takes released memory again; its content is unspecified.
     fn restore(&mut self, memory: Memory) -> Result<()>;
 }

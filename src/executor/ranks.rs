@@ -36,6 +36,8 @@ enum Task {
 enum Answer {
     Done,
     Read(Vec<u8>),
+    /// Bytes that were not released.
+    Kept(u64),
     Storage(Vec<Shard>),
 }
 
@@ -110,7 +112,7 @@ impl Ranks {
 fn storage(answers: Vec<Answer>) -> Stage {
     let shards = |answer| match answer {
         Answer::Storage(shards) => Some(shards),
-        Answer::Done | Answer::Read(_) => None,
+        _ => None,
     };
     Stage::new(answers.into_iter().filter_map(shards).collect())
 }
@@ -142,13 +144,14 @@ impl Executor for Ranks {
         let answers = self.perform(|| Task::Read { spec: shared.clone(), rows: rows.clone() })?;
         let part = |answer| match answer {
             Answer::Read(bytes) => bytes,
-            Answer::Done | Answer::Storage(_) => Vec::new(),
+            _ => Vec::new(),
         };
         gather(spec, &rows, &answers.into_iter().map(part).collect::<Vec<_>>())
     }
 
-    fn release(&mut self, memory: Memory) -> Result<()> {
-        self.perform(|| Task::Release(memory)).map(|_| ())
+    fn release(&mut self, memory: Memory) -> Result<u64> {
+        let kept = |answer: &Answer| if let Answer::Kept(bytes) = answer { *bytes } else { 0 };
+        Ok(self.perform(|| Task::Release(memory))?.iter().map(kept).sum())
     }
 
     fn restore(&mut self, memory: Memory) -> Result<()> {
@@ -194,7 +197,7 @@ fn perform(runner: &mut ModelRunner, task: Task) -> Result<Answer> {
         Task::Stage => return runner.stage().map(Answer::Storage),
         Task::Exchange(shards) => return runner.exchange(shards).map(Answer::Storage),
         Task::Read { spec, rows } => return runner.read(&spec, rows).map(Answer::Read),
-        Task::Release(memory) => runner.release(memory)?,
+        Task::Release(memory) => return runner.release(memory).map(Answer::Kept),
         Task::Restore(memory) => runner.restore(memory)?,
     }
     Ok(Answer::Done)

@@ -121,8 +121,8 @@ impl ModelRunner {
         self.weights.read(spec, rows)
     }
 
-    /// Gives memory back to the system.
-    pub fn release(&mut self, memory: Memory) -> Result<()> {
+    /// Gives memory back to the system; the bytes of weights that stay, as [`RankWeights::release`] says.
+    pub fn release(&mut self, memory: Memory) -> Result<u64> {
         match memory {
             Memory::KvCache => {
                 self.kv.iter_mut().for_each(KvCache::release);
@@ -135,10 +135,10 @@ impl ModelRunner {
                 self.adapters.release_buffers();
                 self.ops.release();
             }
-            Memory::Weights => self.weights.release(true)?,
-            Memory::WeightsAndBase => self.weights.release(false)?,
+            Memory::Weights => return self.weights.release(true),
+            Memory::WeightsAndBase => return self.weights.release(false),
         }
-        Ok(())
+        Ok(0)
     }
 
     /// Takes released memory again. Pages of the KV cache and of weights come from the system as they are written.

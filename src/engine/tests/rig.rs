@@ -47,6 +47,8 @@ pub struct Fake {
     awake: Vec<Memory>,
     adapters: Vec<u64>,
     pub did: Vec<Did>,
+    /// Bytes of weights that stay at level 1.
+    pub kept: u64,
     /// The oldest policy in the context of each sequence of the last step.
     pub oldest_kv: Vec<TokenId>,
 }
@@ -62,6 +64,7 @@ impl Fake {
             awake: vec![Memory::KvCache, Memory::Workspace, Memory::Weights],
             adapters: Vec::new(),
             did: Vec::new(),
+            kept: 0,
             oldest_kv: Vec::new(),
         }
     }
@@ -173,7 +176,7 @@ impl Executor for Fake {
         Ok(rows.flat_map(|row| vec![row as u8 ^ self.policy as u8; row_bytes]).collect())
     }
 
-    fn release(&mut self, memory: Memory) -> Result<()> {
+    fn release(&mut self, memory: Memory) -> Result<u64> {
         match memory {
             Memory::WeightsAndBase => {
                 self.awake.retain(|&m| m != Memory::Weights);
@@ -190,7 +193,7 @@ impl Executor for Fake {
             Memory::Workspace => self.fall_asleep(memory),
         }
         self.did.push(Did::Release(memory));
-        Ok(())
+        Ok(if memory == Memory::Weights { self.kept } else { 0 })
     }
 
     fn restore(&mut self, memory: Memory) -> Result<()> {

@@ -59,7 +59,7 @@ impl Executor for Counting {
         Err(Error::Internal("the read went wrong".into()))
     }
 
-    fn release(&mut self, memory: Memory) -> Result<()> {
+    fn release(&mut self, memory: Memory) -> Result<u64> {
         Err(Error::Internal(format!("{memory:?} went wrong")))
     }
 

@@ -333,6 +333,7 @@ fn a_delta_makes_what_serves_the_base() {
     assert_eq!(rig.reserved("merged_adapter"), 0);
     let replaced: Vec<_> = rig.engine.policy.replaced.iter().cloned().collect();
     assert_eq!(replaced, PARAMETERS[..1], "the adapter is part of it now");
+    rig.engine.executor.kept = 77;
     told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply().unwrap();
-    assert_eq!(rig.reserved("weights"), 60);
+    assert_eq!(rig.reserved("weights"), 77, "what the executor could not give back");
 }

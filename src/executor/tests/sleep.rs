@@ -2,11 +2,13 @@
 
 use std::sync::Arc;
 
+use rollout_kernels::PackedMatrix;
+
 use super::harness::{BLOCK_SIZE, DTYPES, Setup, fixture, outputs, sequence, worlds};
 use crate::executor::{Executor, Memory, WeightOrder};
 use crate::memory::resident_bytes;
 use crate::types::{BlockCopy, StepPlan};
-use crate::weights::Adapter;
+use crate::weights::{Adapter, Partition};
 
 #[test]
 fn what_wakes_is_what_slept() {
@@ -33,7 +35,9 @@ fn what_wakes_is_what_slept() {
                 ranks.write(order).unwrap();
                 let (serving, before) = (setup.snapshot(&mut ranks), outputs(&mut ranks));
                 let all = [Memory::KvCache, Memory::Workspace, Memory::Weights];
-                all.iter().for_each(|memory| ranks.release(*memory).unwrap());
+                for memory in &all {
+                    ranks.release(*memory).unwrap();
+                }
                 all.iter().for_each(|memory| ranks.restore(*memory).unwrap());
                 ranks.write(WeightOrder::Load { adapter: merged.clone() }).unwrap();
                 setup.assert_serves(&mut ranks, &serving, &format!("after step {i}"));
@@ -65,6 +69,28 @@ fn a_released_cache_is_back_with_the_system() {
     assert!(fallen > bytes * 8 / 10, "{fallen} of {bytes} bytes came back");
     ranks.restore(Memory::KvCache).unwrap();
     assert_eq!(outputs(&mut ranks), outputs(&mut setup.ranks()));
+}
+
+#[test]
+fn a_matrix_of_which_a_part_was_changed_stays_whole_and_is_counted() {
+    for world in [1, 2] {
+        let setup = Setup::open(&fixture("llama"), DTYPES[1], world);
+        let mut ranks = setup.ranks();
+        let name = "model.layers.0.self_attn.k_proj.weight".to_string();
+        let delta = setup.delta(&[(name.clone(), vec![(3, 0.5)])]);
+        ranks.write(WeightOrder::Patch { delta, merged: Arc::new(Adapter::none()) }).unwrap();
+        let expected = setup.snapshot(&mut ranks);
+        let local = |of: &str| {
+            let spec = setup.parameters.get(&name.replace("k_proj", of)).unwrap();
+            (Partition::new(0, world).slice(spec).unwrap().rows.len(), spec.shape[1])
+        };
+        let rows: usize = ["q_proj", "k_proj", "v_proj"].iter().map(|of| local(of).0).sum();
+        let matrix = PackedMatrix::bytes_for(DTYPES[1], rows, local("q_proj").1);
+        assert_eq!(ranks.release(Memory::Weights).unwrap(), (world * matrix) as u64, "{world} ranks");
+        ranks.restore(Memory::Weights).unwrap();
+        ranks.write(WeightOrder::Load { adapter: Arc::new(Adapter::none()) }).unwrap();
+        setup.assert_serves(&mut ranks, &expected, "awake");
+    }
 }
 
 #[test]

@@ -161,8 +161,9 @@ impl RankWeights {
     }
 
     /// Gives the memory of matrices back to the system: of those that can be made again from the checkpoint or a copy
-    /// of the base, or of all, with the copies.
-    pub fn release(&mut self, keep_replaced: bool) -> Result<()> {
+    /// of the base, or of all, with the copies. The bytes of those that stay: a matrix stays whole if one parameter in it
+    /// must.
+    pub fn release(&mut self, keep_replaced: bool) -> Result<u64> {
         let Self { decoder, bases, missing } = self;
         if !keep_replaced {
             bases.replaced.clear();
@@ -172,14 +173,17 @@ impl RankWeights {
                 Ok(())
             })?;
         }
+        let mut kept = 0;
         decoder.visit_matrices(&mut |specs, matrix| {
             let is_only_base = |s: &&ParamSpec| bases.replaced.contains(&s.name) && !bases.copies.contains_key(&s.name);
-            if !specs.iter().any(is_only_base) {
+            if specs.iter().any(is_only_base) {
+                kept += matrix.bytes() as u64;
+            } else {
                 missing.extend(specs.iter().map(|spec| spec.name.clone()));
                 matrix.release();
             }
         });
-        Ok(())
+        Ok(kept)
     }
 }
 

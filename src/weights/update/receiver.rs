@@ -15,7 +15,7 @@ use super::manifest::{Declared, Manifest};
 use super::names;
 use super::shared_memory;
 use super::stage::Stage;
-use super::staging::{Slot, in_parallel};
+use super::staging::{MOST_THREADS, Slot, in_parallel};
 use super::{Received, Source, TensorEntry, UpdateKind, UpdateSpec, WeightUpdate};
 use crate::error::{Error, Result};
 use crate::memory::human_bytes;
@@ -52,8 +52,10 @@ pub struct Receiver {
     held: u64,
     /// Tensors that have become whole and were not taken.
     complete: Vec<usize>,
-    /// First tensor that [`Receiver::read_next`] has not read.
+    /// First tensor that has not been read from the source in place, or packed from it.
     next: usize,
+    /// What each thread that packs files reads into.
+    pieces: [Vec<u8>; MOST_THREADS],
 }
 
 /// Where the bytes are read from.
@@ -114,6 +116,7 @@ impl Receiver {
             held: 0,
             complete: Vec::new(),
             next: 0,
+            pieces: Default::default(),
         };
         receiver.add(tensors)?;
         if kind == UpdateKind::Delta && !receiver.manifest.is_final() {

@@ -357,19 +357,22 @@ pub(super) fn hex(digest: &[u8; 16]) -> String {
     format!("{:032x}", u128::from_be_bytes(*digest))
 }
 
-/// Does `work` for every item on up to four threads, more than which memory does not feed. Items are `(cost, item)`: the
+/// More than these memory does not feed.
+pub(super) const MOST_THREADS: usize = 4;
+
+/// Does `work` for every item on some threads. Items are `(cost, item)`: the
 /// largest go first, each to the thread that has least to do.
 pub(super) fn in_parallel<T: Send>(items: Vec<(usize, T)>, work: impl Fn(T) -> Result<()> + Sync) -> Result<()> {
-    in_parallel_with(items, || (), |(), item| work(item))
+    in_parallel_with(items, &mut [(); MOST_THREADS], |(), item| work(item))
 }
 
-/// As [`in_parallel`]; `make` makes what each thread works with.
-pub(super) fn in_parallel_with<T: Send, S>(
+/// As [`in_parallel`]; each thread has one of `with`.
+pub(super) fn in_parallel_with<T: Send, S: Send>(
     mut items: Vec<(usize, T)>,
-    make: impl Fn() -> S + Sync,
+    with: &mut [S; MOST_THREADS],
     work: impl Fn(&mut S, T) -> Result<()> + Sync,
 ) -> Result<()> {
-    let threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(4));
+    let threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(MOST_THREADS));
     items.sort_by_key(|(cost, _)| std::cmp::Reverse(*cost));
     let mut shares: Vec<(usize, Vec<T>)> = (0..threads).map(|_| (0, Vec::new())).collect();
     for (cost, item) in items {
@@ -377,18 +380,18 @@ pub(super) fn in_parallel_with<T: Send, S>(
         share.0 += cost;
         share.1.push(item);
     }
-    let own = shares.pop().expect("there is a thread").1;
-    let do_all = |items: Vec<T>| {
-        let mut with = make();
-        items.into_iter().try_for_each(|item| work(&mut with, item))
-    };
+    // The first item is done here: one alone needs no other thread.
+    let own = shares.swap_remove(0).1;
+    let (own_with, with) = with.split_last_mut().expect("there is a thread");
+    let do_all = &|with: &mut S, items: Vec<T>| items.into_iter().try_for_each(|item| work(with, item));
     std::thread::scope(|scope| {
         let others: Vec<_> = shares
             .into_iter()
-            .filter(|(_, items)| !items.is_empty())
-            .map(|(_, items)| scope.spawn(|| do_all(items)))
+            .zip(with)
+            .filter(|((_, items), _)| !items.is_empty())
+            .map(|((_, items), with)| scope.spawn(move || do_all(with, items)))
             .collect();
-        let own = do_all(own);
+        let own = do_all(own_with, own);
         let join = |thread: std::thread::ScopedJoinHandle<'_, Result<()>>| {
             thread.join().unwrap_or_else(|_| Err(Error::Internal("a thread that read tensors panicked".into())))
         };

@@ -1,5 +1,7 @@
 //! FULL pushes packed as they come, into the stage that the commit exchanges for what serves.
 
+use std::collections::BTreeMap;
+
 use super::Receiver;
 use crate::error::Result;
 use crate::weights::matrix_shape;
@@ -43,20 +45,24 @@ impl Receiver {
 
     /// Tensors of one cell are packed by one thread.
     fn pack_files(&mut self) -> Result<()> {
-        let Self { manifest, slots, origin, stage: Some(stage), .. } = self else { return Ok(()) };
-        let nowhere = stage.cells().len();
-        let mut shares: Vec<(usize, Vec<_>)> = (0..=nowhere).map(|_| (0, Vec::new())).collect();
-        for ((index, slot), tensor) in slots.iter_mut().enumerate().zip(manifest.tensors()) {
-            let Some(file) = origin.file(index).filter(|_| slot.is_untouched()) else { continue };
+        let Self { manifest, slots, origin, stage: Some(stage), next, pieces, .. } = self else { return Ok(()) };
+        let mut shares: BTreeMap<Option<usize>, (usize, Vec<_>)> = BTreeMap::new();
+        for ((index, slot), tensor) in slots.iter_mut().enumerate().zip(manifest.tensors()).skip(*next) {
+            let Some(file) = origin.file(index) else { continue };
             let place = if manifest.is_second_name(index) { None } else { stage.place(&tensor.target)? };
-            let (bytes, share) = &mut shares[place.unwrap_or(nowhere)];
+            let (bytes, share) = shares.entry(place).or_default();
             *bytes += tensor.bytes;
             share.push((slot, file, tensor));
         }
-        let cells = stage.cells().iter_mut().map(Some).chain([None]);
-        let work = shares.into_iter().zip(cells).filter(|((bytes, _), _)| *bytes > 0);
-        let work = work.map(|((bytes, share), cell)| (bytes, (share, cell))).collect();
-        in_parallel_with(work, Vec::new, |piece, (share, mut cell)| {
+        *next = manifest.tensors().len();
+        let (mut cells, mut passed) = (stage.cells().iter_mut(), 0);
+        let mut work = Vec::new();
+        for (place, (bytes, share)) in shares {
+            let cell = place.and_then(|place| cells.nth(place - passed));
+            passed = place.map_or(0, |place| place + 1);
+            work.push((bytes, (share, cell)));
+        }
+        in_parallel_with(work, pieces, |piece, (share, mut cell)| {
             share.into_iter().try_for_each(|(slot, file, tensor)| {
                 let layout = layout(tensor);
                 let mut write = |row: usize, bytes: &[u8]| write_rows(cell.as_deref_mut(), tensor, layout, row, bytes);
