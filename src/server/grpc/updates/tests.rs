@@ -214,6 +214,13 @@ async fn the_data_of_a_chunk_is_not_copied() {
         assert_eq!(piece.data.as_ptr_range().end, frame.as_ptr_range().end);
     }
     assert!(matches!(messages.next().await, Ok(None)));
+    // Of a frame that begins in the middle of the head, only the head is.
+    let frames = [stream.slice(..PREFIX_BYTES + 3), stream.slice(PREFIX_BYTES + 3..)];
+    let mut messages = Messages::new(tokio_stream::iter(frames.clone().map(Ok)));
+    let Ok(Some(Kind::Chunk(joined))) = messages.next().await else { panic!("no piece") };
+    let Ok(Some(Kind::Chunk(piece))) = messages.next().await else { panic!("no second piece") };
+    assert_eq!(piece.data.as_ptr_range().end, frames[1].as_ptr_range().end);
+    assert!(joined.data.len() < HEAD_BYTES && joined.data.len() + piece.data.len() == 5000);
 }
 
 /// Nothing follows them: what is too long is refused before it comes.
