@@ -52,17 +52,46 @@ def test_full_pushes_arrive_bit_for_bit(call, fake, rng, transport):
     assert own_segments() == []
 
 
-def test_inline_declares_the_total_first_and_each_tensor_just_before_its_chunks(pusher, fake, rng):
+def test_inline_declares_the_total_first_and_small_tensors_together_before_their_chunks(pusher, fake, rng):
     state = random_state(rng)
+    state["large"] = rng.standard_normal((2, _push.CHUNK_BYTES // 4 + 5), dtype=np.float32)
+    state |= {f"last{i}": array for i, array in enumerate(random_state(rng).values())}
     hold(fake, state)
-    kinds = []
-    fake.weights.on_message = lambda number, request: kinds.append(request)
+    requests = []
+    fake.weights.on_message = lambda number, request: requests.append(request)
     pusher.push_full(state, transport="inline")
-    assert kinds[0].header.total_bytes == sum(array.nbytes for array in state.values())
-    assert not kinds[0].header.tensors
-    names = [request.WhichOneof("kind") for request in kinds[1:]]
-    assert names == ["manifest", "chunk"] * len(state) + ["commit"]
-    assert [request.chunk.tensor for request in kinds[2:-1:2]] == list(range(len(state)))
+    assert requests[0].header.total_bytes == sum(array.nbytes for array in state.values())
+    assert not requests[0].header.tensors
+    kinds = [request.WhichOneof("kind") for request in requests[1:]]
+    assert kinds == ["manifest"] + ["chunk"] * 8 + ["manifest"] + ["chunk"] * 7 + ["commit"]
+    manifests = [[entry.name for entry in r.manifest.tensors] for r in requests if r.HasField("manifest")]
+    assert manifests == [list(state)[:7], list(state)[7:]]
+    chunks = [request.chunk for request in requests if request.HasField("chunk")]
+    assert [chunk.tensor for chunk in chunks] == [0, 1, 2, 3, 4, 5, 6, 6, 6, 7, 8, 9, 10, 11, 12]
+
+
+def test_shared_memory_declares_tensors_as_they_are_written(pusher, fake, rng):
+    """So that the server reads the first while the last are written. In place, and for a DELTA, all at once."""
+    state = {f"t{i}": rng.standard_normal((1 << 20, 3), dtype=np.float32) for i in range(5)}
+    hold(fake, state)
+    requests, declared = [], []
+    fake.weights.on_message = lambda number, request: requests.append(request)
+
+    def gathered():
+        for pair in state.items():
+            yield pair
+            # The first of them is declared before the last is gathered.
+            declared.append(sum(len(request.manifest.tensors) for request in list(requests)))
+            time.sleep(0.1)
+
+    pusher.push_full(gathered(), transport="shared_memory")
+    kinds = [request.WhichOneof("kind") for request in requests]
+    assert kinds == ["header"] + ["manifest"] * 5 + ["commit"] and declared[-1] > 0
+    assert requests[0].header.total_bytes == sum(array.nbytes for array in state.values())
+    requests.clear()
+    pusher.push_full(state, transport="shared_memory", in_place=True)
+    assert [request.WhichOneof("kind") for request in requests] == ["header", "commit"]
+    assert [entry.name for entry in requests[0].header.tensors] == list(state)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -348,6 +377,11 @@ def test_progress_is_told_in_bytes(pusher, fake, rng):
         told.clear()
         pusher.push_full(state, transport=transport, progress=lambda done, total: told.append((done, total)))
         assert told == sorted(told) and told[-1] == (total, total) and len(told) >= 3
+    fake.weights.hide_shared_memory = True
+    for tensors in (state, iter(state.items())):
+        told.clear()
+        pusher.push_full(tensors, total_bytes=total, progress=lambda done, total: told.append((done, total)))
+        assert told == sorted(told) and told[-1] == (total, total)
 
 
 def test_progress_is_quiet_unless_long_or_asked(pusher, fake, rng, capsys, monkeypatch):

@@ -8,6 +8,7 @@ mod staging;
 mod stream;
 #[cfg(test)]
 mod tests;
+mod updates;
 mod weights;
 
 use tokio::sync::oneshot;
@@ -16,14 +17,13 @@ use tonic::service::Routes;
 pub(super) use deadline::note_deadline;
 
 use self::message_limit::NameMessageLimit;
+use self::updates::DirectUpdates;
 use super::convert::MAX_MESSAGE_BYTES;
 use super::gate::Gate;
 use super::pb::control_server::ControlServer;
 use super::pb::rollout_server::RolloutServer;
-use super::pb::weights_server::WeightsServer;
 use crate::engine::{Command, EngineHandle, Reply};
 use crate::error::{Error, Result};
-use weights::MAX_UPDATE_MESSAGE_BYTES;
 
 /// The names under which health is reported: the server as a whole and each service.
 pub(super) const HEALTH_NAMES: [&str; 4] = [
@@ -37,10 +37,10 @@ pub(super) const HEALTH_NAMES: [&str; 4] = [
 pub(super) fn routes(gate: &Gate) -> Routes {
     let rollout = RolloutServer::new(rollout::RolloutService::new(gate.clone()));
     let control = ControlServer::new(control::ControlService::new(gate.clone()));
-    let weights = WeightsServer::new(weights::WeightsService::new(gate.clone()));
-    // Control's requests are small, and tonic's default of 4 MiB is enough for them.
+    let weights = DirectUpdates::new(weights::WeightsService::new(gate.clone()));
+    // The other requests are small, and tonic's default of 4 MiB is enough for them.
     Routes::new(NameMessageLimit(rollout.max_decoding_message_size(MAX_MESSAGE_BYTES)))
-        .add_service(weights.max_decoding_message_size(MAX_UPDATE_MESSAGE_BYTES))
+        .add_service(weights)
         .add_service(control)
 }
 

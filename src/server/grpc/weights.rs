@@ -2,12 +2,15 @@
 
 use std::time::Instant;
 
-use tonic::{Request, Response, Streaming};
+use bytes::Bytes;
+use tokio_stream::Stream;
+use tonic::{Request, Response, Status, Streaming};
 
 use super::ask;
 use super::deadline::Deadline;
 use super::staging::Staging;
 use super::stream::CancelOnDrop;
+use super::updates::Messages;
 use crate::engine::Command;
 use crate::error::{Error, Result};
 use crate::server::convert::{self, to_status};
@@ -15,11 +18,7 @@ use crate::server::gate::Gate;
 use crate::server::parts::Parts;
 use crate::server::pb::{self, update_request::Kind};
 
-/// Largest chunk of a tensor, in bytes: one message of it and its copy in the transport stay small.
-const MAX_CHUNK_BYTES: usize = 4 << 20;
-/// Largest message of an update's stream: a chunk, or a header with the manifest of a model of 50,000 tensors.
-pub(super) const MAX_UPDATE_MESSAGE_BYTES: usize = 8 << 20;
-
+#[derive(Clone)]
 pub(super) struct WeightsService {
     gate: Gate,
 }
@@ -29,11 +28,26 @@ impl WeightsService {
         Self { gate }
     }
 
+    /// Update, within its deadline.
+    pub(super) async fn update_from<S>(
+        &self,
+        request: Request<Messages<S>>,
+    ) -> tonic::Result<Response<pb::UpdateResponse>>
+    where
+        S: Stream<Item = tonic::Result<Bytes>> + Unpin,
+    {
+        let deadline = Deadline::of(&request);
+        deadline.limit(self.receive(request.into_inner())).await.map(Response::new)
+    }
+
     /// One transaction, from the header to the engine's answer to the commit. Dropping this future cancels it.
-    async fn receive(&self, mut stream: Streaming<pb::UpdateRequest>) -> Result<pb::UpdateResponse> {
+    async fn receive<S>(&self, mut messages: Messages<S>) -> Result<pb::UpdateResponse>
+    where
+        S: Stream<Item = tonic::Result<Bytes>> + Unpin,
+    {
         let started = Instant::now();
         let (parts, _running) = self.gate.admit()?;
-        let Some(Kind::Header(header)) = next(&mut stream).await? else {
+        let Some(Kind::Header(header)) = messages.next().await? else {
             return Err(Error::invalid("header", "is missing; it is the first message of an update"));
         };
         let header = convert::header(header)?;
@@ -41,11 +55,7 @@ impl WeightsService {
         let mut staging = Staging::open(&parts, header, cancel.flag.clone()).await?;
         let mut declared = staging.declared();
         loop {
-            match next(&mut stream).await? {
-                Some(Kind::Chunk(chunk)) if chunk.data.len() > MAX_CHUNK_BYTES => {
-                    let message = format!("{} bytes; a chunk has at most {MAX_CHUNK_BYTES}", chunk.data.len());
-                    return Err(Error::invalid("chunk.data", message));
-                }
+            match messages.next().await? {
                 Some(Kind::Chunk(chunk)) => staging.chunk(chunk).await?,
                 Some(Kind::Manifest(manifest)) => {
                     let tensors = convert::tensors(manifest.tensors, declared)?;
@@ -104,12 +114,9 @@ impl WeightsService {
 
 #[tonic::async_trait]
 impl pb::weights_server::Weights for WeightsService {
-    async fn update(
-        &self,
-        request: Request<Streaming<pb::UpdateRequest>>,
-    ) -> tonic::Result<Response<pb::UpdateResponse>> {
-        let deadline = Deadline::of(&request);
-        deadline.limit(self.receive(request.into_inner())).await.map(Response::new)
+    /// Never called: [`super::updates`] takes these calls.
+    async fn update(&self, _: Request<Streaming<pb::UpdateRequest>>) -> tonic::Result<Response<pb::UpdateResponse>> {
+        Err(Status::internal("an update has come past the reader of its frames"))
     }
 
     async fn list_parameters(
@@ -138,18 +145,6 @@ impl pb::weights_server::Weights for WeightsService {
         let deadline = Deadline::of(&request);
         deadline.limit(self.remove(request.into_inner())).await.map(Response::new)
     }
-}
-
-/// The next message of an update; None at the end of the stream.
-async fn next(stream: &mut Streaming<pb::UpdateRequest>) -> Result<Option<Kind>> {
-    let message = stream.message().await.map_err(|status| match status.code() {
-        // The decoder's word for a message that is too long.
-        tonic::Code::OutOfRange => Error::invalid("message", status.message()),
-        _ => Error::Unavailable(format!("the stream broke: {}", status.message())),
-    })?;
-    let Some(message) = message else { return Ok(None) };
-    let empty = || Error::invalid("kind", "is empty; send a header, manifests and chunks, and a commit");
-    message.kind.ok_or_else(empty).map(Some)
 }
 
 fn parameters(parts: &Parts) -> pb::ListParametersResponse {

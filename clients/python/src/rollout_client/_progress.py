@@ -20,12 +20,14 @@ class Progress:
     def __init__(self, what: str, total: int, shown: ProgressArgument) -> None:
         """`total` bytes of `what` are to go."""
         self._what, self._total, self._shown = what, total, shown
-        self._done = 0
+        self._done = self._again = 0
         self._start = self._last = time.monotonic()
 
     def add(self, size: int) -> None:
         """So many bytes more are on their way."""
-        self._done += size
+        again = min(size, self._again)
+        self._again -= again
+        self._done += size - again
         now = time.monotonic()
         if callable(self._shown):
             self._shown(self._done, self._total)
@@ -34,6 +36,10 @@ class Progress:
             filled = _BAR_WIDTH * self._done // max(self._total, 1)
             bar = "█" * filled + "░" * (_BAR_WIDTH - filled)
             print(f"\r\x1b[2K{self._what} {bar} {self._rate()}", end="", file=sys.stderr, flush=True)
+
+    def repeat(self, size: int) -> None:
+        """So many bytes go once more, and next; they are not counted twice."""
+        self._again += size
 
     def finish(self) -> None:
         """The push is over."""

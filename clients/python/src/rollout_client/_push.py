@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -18,8 +19,9 @@ from ._segment import ALIGNMENT, DIRECTORY, Segment, SegmentPool, digest_of
 from ._tensors import Layout
 from .errors import Cancelled, InvalidArgument, NotFound, ResourceExhausted, RolloutError, translated
 
-CHUNK_BYTES = 4 << 20
-"""Most bytes of a tensor in one message."""
+CHUNK_BYTES = 2 << 20
+"""Most bytes of a tensor in one message. Each costs gRPC the same work however long it is, but what is longer than a
+core's cache is copied more slowly."""
 
 SHARED_MEMORY_FROM = 16 << 20
 """Below this many bytes a segment is not worth its making."""
@@ -27,6 +29,8 @@ SHARED_MEMORY_FROM = 16 << 20
 _LOCAL = ("localhost:", "127.", "[::1]:", "unix:", "unix-abstract:")
 # What may lie between the tensors in a segment: alignment of this many tensors.
 _MANY_TENSORS = 16_384
+# Bytes in a segment that are declared in one message: the server reads them while the next are written.
+_DECLARED_BYTES = 8 << 20
 # Messages that wait for the connection: one is sent while the next is made.
 _QUEUED_MESSAGES = 2
 _POLL_SECONDS = 0.1
@@ -92,18 +96,48 @@ def push_inline(start: StartCall, plan: Plan, progress: Progress) -> Any:
         plan.header.total_bytes = plan.total
     with UpdateStream(start) as stream:
         stream.send(_request(header=plan.header))
+        batch = _Batch(stream)
         index = 0  # counted by hand: `enumerate` keeps the last tensor while the next is gathered
         for tensor in tensors:
             if not plan.upfront:
-                stream.send(_request(manifest={"tensors": [tensor.entry(digest_of(tensor.data))]}))
+                batch.declare(tensor.entry(digest_of(tensor.data)))
             for offset in range(0, len(tensor.data), CHUNK_BYTES):
                 data = tensor.data[offset : offset + CHUNK_BYTES]
-                stream.send(chunk_request(index, offset, data))
+                batch.add(chunk_request(index, offset, data))
                 progress.add(len(data))
                 del data
             index += 1  # noqa: SIM113
             del tensor  # before the next is gathered, so that never two are held
+        batch.send()
         return stream.commit()
+
+
+class _Batch:
+    """Chunks of small tensors that wait to be declared in one message; a large one's do not wait."""
+
+    def __init__(self, stream: UpdateStream) -> None:
+        self._stream = stream
+        self._declared: list[Any] = []
+        self._chunks: list[bytes] = []
+        self._size = 0
+
+    def declare(self, entry: Any) -> None:
+        self._declared.append(entry)
+
+    def add(self, chunk: bytes) -> None:
+        """Takes a chunk of a tensor that was declared."""
+        self._chunks.append(chunk)
+        self._size += len(chunk)
+        if self._size >= CHUNK_BYTES:
+            self.send()
+
+    def send(self) -> None:
+        """Hands over what waits."""
+        if self._declared:
+            self._stream.send(_request(manifest={"tensors": self._declared}))
+        for chunk in self._chunks:
+            self._stream.send(chunk)
+        self._declared, self._chunks, self._size = [], [], 0
 
 
 def push_shared(start: StartCall, plan: Plan, pool: SegmentPool, progress: Progress, *, fall_back: bool) -> Any:
@@ -124,29 +158,46 @@ def push_shared(start: StartCall, plan: Plan, pool: SegmentPool, progress: Progr
 
 
 def _push_segment(start: StartCall, plan: Plan, segment: Segment, progress: Progress, fall_back: bool) -> Any:
-    staged: list[tuple[str, Layout, int, int, int]] = []
+    written: list[tuple[str, Layout, int, int, int]] = []
     end = 0
-    for tensor in plan.tensors:
-        size = len(tensor.data)
-        if end + size > segment.size:
-            raise InvalidArgument(f"{tensor.name}: goes past the {plan.total} bytes of total_bytes")
-        plan.header.tensors.append(tensor.entry(segment.write(end, tensor.data), end))
-        staged.append((tensor.name, tensor.layout, end, size, tensor.changed))
-        progress.add(size)
-        end += -(-size // ALIGNMENT) * ALIGNMENT
-        del tensor  # before the next is gathered, so that never two are held
+    tensors = iter(plan.tensors)
+    # In place, the server sets less aside for tensors that it knows at once.
+    upfront = plan.upfront or plan.header.in_place
     plan.header.source.shared_memory.name = segment.name
     try:
-        return push_header(start, plan.header)
+        with UpdateStream(start) as stream:
+            if not upfront:
+                plan.header.total_bytes = plan.total
+                stream.send(_request(header=plan.header))
+            entries, declared = [], 0
+            for tensor in tensors:
+                size = len(tensor.data)
+                if end + size > segment.size:
+                    raise InvalidArgument(f"{tensor.name}: goes past the {plan.total} bytes of total_bytes")
+                entries.append(tensor.entry(segment.write(end, tensor.data), end))
+                written.append((tensor.name, tensor.layout, end, size, tensor.changed))
+                progress.add(size)
+                end += -(-size // ALIGNMENT) * ALIGNMENT
+                del tensor  # before the next is gathered, so that never two are held
+                if not upfront and end - declared >= _DECLARED_BYTES:
+                    stream.send(_request(manifest={"tensors": entries}))
+                    entries, declared = [], end
+            if upfront:
+                plan.header.tensors.extend(entries)
+                stream.send(_request(header=plan.header))
+            elif entries:
+                stream.send(_request(manifest={"tensors": entries}))
+            return stream.commit()
     except NotFound:
         if not fall_back:
             raise
     plan.header.ClearField("source")
     plan.header.ClearField("tensors")
     again = (
-        Outgoing(name, layout, segment.read(offset, size), changed) for name, layout, offset, size, changed in staged
+        Outgoing(name, layout, segment.read(offset, size), changed) for name, layout, offset, size, changed in written
     )
-    return push_inline(start, replace(plan, tensors=again), Progress("", 0, False))
+    progress.repeat(sum(size for _, _, _, size, _ in written))
+    return push_inline(start, replace(plan, tensors=itertools.chain(again, tensors)), progress)
 
 
 def push_header(start: StartCall, header: Any) -> Any:
@@ -183,18 +234,28 @@ class UpdateStream:
 
     def __init__(self, start: StartCall) -> None:
         """Starts the call."""
-        self._queue: queue.Queue[bytes | None] = queue.Queue(_QUEUED_MESSAGES)
+        self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(_QUEUED_MESSAGES):
+            self._room.put(None)
         with translated():
-            self._call = start(iter(self._queue.get, None))
+            self._call = start(iter(self._next, None))
+
+    def _next(self) -> bytes | None:
+        """In gRPC's thread: the message to be sent next."""
+        message = self._messages.get()
+        self._room.put(None)
+        return message
 
     def send(self, message: bytes | None) -> None:
         """Hands a message over, waiting for room; raises the server's error if it has ended the call."""
         while not self._call.done():
             try:
-                self._queue.put(message, timeout=_POLL_SECONDS)
-                return
-            except queue.Full:
+                self._room.get(timeout=_POLL_SECONDS)
+            except queue.Empty:
                 continue
+            self._messages.put(message)
+            return
         self._response()
         raise RolloutError("the server has ended the update before its commit")
 
@@ -220,7 +281,4 @@ class UpdateStream:
     ) -> None:
         """Cancels what has not been committed."""
         self._call.cancel()
-        with suppress(queue.Empty):
-            while True:
-                self._queue.get_nowait()
-        self._queue.put(None)  # for gRPC's thread, which may wait for a message
+        self._messages.put(None)  # for gRPC's thread, which may wait for a message

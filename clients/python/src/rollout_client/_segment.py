@@ -10,7 +10,6 @@ import re
 import threading
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +20,7 @@ from .errors import ResourceExhausted
 DIRECTORY = Path("/dev/shm")
 ALIGNMENT = 64
 _NAME = re.compile(r"rollout-(\d+)-[0-9a-f]{16}")
-_PIECE = 8 << 20
-# More threads than this do not copy faster, and the trainer has other work for them.
-_THREADS = min(4, os.cpu_count() or 1)
+_PIECE = 256 << 10
 
 
 class Segment:
@@ -53,22 +50,20 @@ class Segment:
         except OSError as error:
             self._remove()
             raise ResourceExhausted(f"no shared memory of {size} bytes below {DIRECTORY}: {error.strerror}") from None
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="rollout-segment")
 
     def write(self, offset: int, data: memoryview) -> bytes:
-        """Copies `data` to `offset` with several threads; returns its XXH3-128."""
+        """Copies `data` to `offset`; returns its XXH3-128.
+
+        The two go over each piece while the core's cache has it: on two cores, one of which the server reads with, that
+        costs a fifth less than a thread for each.
+        """
         source, target = np.frombuffer(data, np.uint8), self._memory[offset : offset + len(data)]
-
-        def copy(start: int) -> None:
-            target[start : start + _PIECE] = source[start : start + _PIECE]
-
-        if len(data) <= _PIECE:
-            copy(0)
-            return digest_of(data)
-        digest = self._threads.submit(digest_of, data)
-        for _ in self._threads.map(copy, range(0, len(data), _PIECE)):
-            pass
-        return digest.result()
+        digest = xxhash.xxh3_128()
+        for start in range(0, len(data), _PIECE):
+            piece = source[start : start + _PIECE]
+            target[start : start + _PIECE] = piece
+            digest.update(piece)
+        return digest.digest()
 
     def read(self, offset: int, size: int) -> memoryview:
         """What was written there."""
@@ -76,7 +71,6 @@ class Segment:
 
     def close(self) -> None:
         """Removes the file; its memory goes when nobody maps it any more."""
-        self._threads.shutdown()
         self._remove()
         self._memory = np.empty(0, np.uint8)
 
