@@ -95,6 +95,37 @@ fn with_drafts_is_without() {
     }
 }
 
+/// A step gives a lone sample one token and every draft that was right; what is more than it was given is behind a stop
+/// string.
+#[test]
+fn tokens_behind_a_stop_string_are_dropped() {
+    let [without, with] = [&["--speculation", "off"][..], &[]].map(|flags| Engine::start("llama-tied", flags));
+    let tokenizer = with.started.as_ref().unwrap().text.tokenizer.clone().expect("the fixture has one");
+    let greedy = SamplingParams { max_tokens: 60, temperature: 0.0, ..Default::default() };
+    let mut dropped = 0;
+    for mut prompt in prompts() {
+        // What it says first is the prompt then, so that it says the same again, in few steps.
+        let said = without.generate(Request::generate(vec![prompt.clone()], 1, SEED, 0).params(greedy.clone()));
+        let said: Vec<TokenId> = said.completions[0].tokens.iter().map(|t| t.token).collect();
+        prompt.extend(&said);
+        for len in 1..20 {
+            let text = tokenizer.decode(&said[said.len() - len..], true);
+            let params = SamplingParams { stop_strings: vec![text.clone()], ..greedy.clone() };
+            let request = Request::generate(vec![prompt.clone()], 1, SEED, 0).params(params);
+            let before = with.status();
+            let reply = with.generate(request.clone());
+            assert_same(&reply, &without.generate(request), &format!("until {text:?}"));
+            let after = with.status();
+            let sampled = after.steps - before.steps + after.accepted_tokens - before.accepted_tokens;
+            let given = after.generated_tokens - before.generated_tokens;
+            assert_eq!(given, reply.completions[0].tokens.len() as u64);
+            dropped += sampled - given;
+        }
+    }
+    println!("{dropped} tokens were dropped");
+    assert!(dropped > 0, "no stop string came amid a run of drafts");
+}
+
 /// A push of the weights that serve already, while samples run: whatever step it comes after, nothing changes.
 #[test]
 fn a_push_under_running_samples_changes_nothing_but_the_version() {
