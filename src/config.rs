@@ -47,6 +47,10 @@ pub struct Config {
     #[arg(long, env = "ROLLOUT_MAX_QUEUED_SAMPLES", default_value_t = 65_536, value_name = "N")]
     pub max_queued_samples: usize,
 
+    /// Whether steps with few rows try tokens that the group has said before: same results, fewer steps.
+    #[arg(long, env = "ROLLOUT_SPECULATION", value_enum, default_value_t = SpeculationChoice::Auto)]
+    pub speculation: SpeculationChoice,
+
     /// Tokens per block of the KV cache.
     #[arg(long, env = "ROLLOUT_BLOCK_SIZE", default_value_t = 16, value_name = "TOKENS")]
     pub block_size: usize,
@@ -111,6 +115,13 @@ pub enum DTypeChoice {
     Auto,
     Bfloat16,
     Float32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum SpeculationChoice {
+    /// Where it pays.
+    Auto,
+    Off,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

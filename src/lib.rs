@@ -53,7 +53,7 @@
 //! 7. KV computed under one policy can be found only by that policy: the hash chain of the prefix cache starts from the
 //!    policy's epoch, a number that is never used twice (its version may be), and the resident adapter's generation.
 //! 8. A sequence's tokens and log-probabilities are the same bits alone or in any batch, with whole or chunked prefill,
-//!    cache hit or miss, preempted or not, sampled or scored, and for `--tp` 1, 2 and 4 where the split reductions
+//!    cache hit or miss, preempted or not, with drafts or without, sampled or scored, and for `--tp` 1, 2 and 4 where the split reductions
 //!    (attention width, intermediate size) are multiples of 8: every kernel's reduction order depends on nothing but
 //!    the row's own inputs.
 //! 9. A sample depends only on (seed, prompt, sampling parameters, weights), never on what else runs.

@@ -10,14 +10,14 @@ use rollout_kernels::{KvDtype, Ops, WeightDtype};
 
 use crate::cache::KvCacheManager;
 use crate::comm::{Communicator, LocalGroup, Solo};
-use crate::config::{Config, DTypeChoice};
+use crate::config::{Config, DTypeChoice, SpeculationChoice};
 use crate::engine::{COMMAND_QUEUE, Engine, EngineHandle, Setup};
 use crate::error::{Error, Result};
 use crate::executor::{ModelRunner, RankWeights, Ranks, resident_adapter_bytes};
 use crate::memory::{self, MemoryBudget, MemoryReport, human_bytes};
 use crate::model::config::ModelConfig;
 use crate::model::{Build, Decoder, Workspace, WorkspaceShape, kv_bytes_per_block, kv_caches};
-use crate::scheduler::{Scheduler, SchedulerConfig};
+use crate::scheduler::{Scheduler, SchedulerConfig, Speculation};
 use crate::server::{ModelFacts, Parts, ServerInfo, TextCodec};
 use crate::text::{ChatTemplate, Tokenizer};
 use crate::weights::{Checkpoint, Dtype, ModelFiles, ModelSource, Parameters, Partition, TokenizerFiles};
@@ -143,6 +143,10 @@ pub fn start(config: &Config) -> Result<Started> {
             max_batch_tokens: config.max_batch_tokens,
             max_model_len: layout.max_model_len,
             max_queued_samples: config.max_queued_samples,
+            speculation: match config.speculation {
+                SpeculationChoice::Auto => Speculation::AUTO,
+                SpeculationChoice::Off => Speculation::OFF,
+            },
         },
         KvCacheManager::new(blocks, layout.block_size),
     );

@@ -5,7 +5,7 @@ use crate::types::{BlockCopy, BlockId};
 
 /// The blocks of one sequence in order: position `p` lives in block `p / block_size`, slot `p % block_size`.
 ///
-/// Append-only, but for copy on write of its last block. Each entry is one reference in the pool, so a table cannot
+/// Append-only, but for copy on write of its last block and for blocks behind its tokens. Each entry is one reference in the pool, so a table cannot
 /// be cloned (see [`KvCacheManager::fork`]) and must go back through [`KvCacheManager::release`].
 #[derive(Debug, Default)]
 pub struct BlockTable(Vec<BlockId>);
@@ -122,10 +122,31 @@ impl KvCacheManager {
             let id = *table.0.last().expect("a partial block is in the table");
             assert!(self.pool.refs(id) == 1 && !self.pool.is_registered(id), "block {id} must not be written");
         }
-        for _ in table.len()..self.blocks_for(end) {
-            table.0.push(self.pool.allocate().expect("free blocks were counted"));
-        }
+        self.grow(table, end);
         true
+    }
+
+    /// Tokens that a table can hold with all free blocks.
+    pub fn room(&self, table: &BlockTable) -> usize {
+        (table.len() + self.num_free()) * self.block_size
+    }
+
+    /// Appends blocks until the table has those of `[0, end)`. What follows the sequence's tokens is written there; see
+    /// [`Self::truncate`].
+    ///
+    /// # Panics
+    /// If there are too few free blocks.
+    pub fn grow(&mut self, table: &mut BlockTable, end: usize) {
+        for _ in table.len()..self.blocks_for(end) {
+            table.0.push(self.pool.allocate().expect("there is room for what a table is grown by"));
+        }
+    }
+
+    /// Gives back the blocks behind those of `[0, end)`.
+    pub fn truncate(&mut self, table: &mut BlockTable, end: usize) {
+        for id in table.0.drain(self.blocks_for(end)..).rev() {
+            self.pool.release(id);
+        }
     }
 
     /// A second table over the same blocks.

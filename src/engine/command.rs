@@ -337,6 +337,10 @@ pub struct Status {
     pub generated_tokens: u64,
     pub cached_tokens: u64,
     pub preemptions: u64,
+    /// Rows that drafts of further tokens took.
+    pub drafted_tokens: u64,
+    /// Of these, drafts that turned out right.
+    pub accepted_tokens: u64,
     pub finished_requests: u64,
     pub aborted_requests: u64,
     /// Over the last ten seconds in which the engine was stepping.

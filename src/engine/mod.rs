@@ -43,7 +43,7 @@ use crate::executor::{Executor, WeightOrder};
 use crate::memory::MemoryBudget;
 use crate::scheduler::{Outcome, Scheduler};
 use crate::text::Tokenizer;
-use crate::types::{RequestKey, StepPlan, WeightVersion};
+use crate::types::{RequestKey, WeightVersion};
 use crate::weights::{Adapter, Parameters};
 use adapters::Adapters;
 use lifecycle::State;
@@ -92,6 +92,8 @@ pub struct Engine<X: Executor> {
     deadline: Option<Instant>,
     throughput: Throughput,
     steps: u64,
+    /// Of the scheduler's generated tokens, those that no request was given.
+    dropped_tokens: u64,
     finished_requests: u64,
     aborted_requests: u64,
 }
@@ -168,6 +170,7 @@ impl<X: Executor> Engine<X> {
             deadline: None,
             throughput: Throughput::default(),
             steps: 0,
+            dropped_tokens: 0,
             finished_requests: 0,
             aborted_requests: 0,
         }
@@ -237,7 +240,7 @@ impl<X: Executor> Engine<X> {
         let output = trace_span!("wait for the ranks").in_scope(|| self.executor.collect())?;
         let outcomes = trace_span!("update").in_scope(|| self.scheduler.update(&plan, output));
         self.steps += 1;
-        self.throughput.record(started, sampled_tokens(&plan));
+        self.throughput.record(started, sampled_tokens(&outcomes));
         let _emit = trace_span!("emit").entered();
         for outcome in outcomes {
             self.emit(outcome);
@@ -250,12 +253,17 @@ impl<X: Executor> Engine<X> {
             Outcome::PromptDone { group, .. } => group.request,
             Outcome::Token { sample, .. } => sample.group.request,
         };
-        let Some(request) = self.requests.get_mut(&key) else { return };
+        let Some(request) = self.requests.get_mut(&key) else {
+            self.dropped_tokens += u64::from(matches!(outcome, Outcome::Token { .. }));
+            return;
+        };
         let version = self.policy.version;
         match outcome {
             Outcome::PromptDone { group, cached_tokens, logprobs } => {
                 request.prompt_done(group, cached_tokens, logprobs, version);
             }
+            // A step may give a sample several tokens: those behind a stop string are not wanted.
+            Outcome::Token { sample, .. } if !request.is_running(sample) => self.dropped_tokens += 1,
             Outcome::Token { sample, logprobs, finish } => {
                 let stopped = request.token(sample, logprobs, finish, version);
                 if stopped && finish.is_none() {
@@ -334,9 +342,11 @@ impl<X: Executor> Engine<X> {
             waiting_samples: s.waiting_samples,
             steps: self.steps,
             prompt_tokens: s.prompt_tokens,
-            generated_tokens: s.generated_tokens,
+            generated_tokens: s.generated_tokens - self.dropped_tokens,
             cached_tokens: s.cached_tokens,
             preemptions: s.preemptions,
+            drafted_tokens: s.drafted_tokens,
+            accepted_tokens: s.accepted_tokens,
             finished_requests: self.finished_requests,
             aborted_requests: self.aborted_requests,
             tokens_per_second: self.throughput.tokens_per_second(),
@@ -354,6 +364,6 @@ fn shutting_down() -> Error {
     Error::Unavailable("the server is shutting down".into())
 }
 
-fn sampled_tokens(plan: &StepPlan) -> usize {
-    plan.tasks().filter(|task| task.target.is_none()).count()
+fn sampled_tokens(outcomes: &[Outcome]) -> usize {
+    outcomes.iter().filter(|outcome| matches!(outcome, Outcome::Token { .. })).count()
 }

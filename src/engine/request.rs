@@ -181,6 +181,11 @@ impl Request {
         }
     }
 
+    /// Whether a sample has not ended.
+    pub fn is_running(&self, key: SampleKey) -> bool {
+        self.samples.contains_key(&key)
+    }
+
     /// Takes a sample's next token, one of the policy `version`. Returns whether the sample has ended, by `finish` or
     /// by a stop string.
     pub fn token(

@@ -22,7 +22,7 @@ impl Scheduler {
         let group = self.queue.pop()?;
         let id = SeqId { admission: self.next_admission, sample_index: 0 };
         self.next_admission += 1;
-        let state = GroupState { admission: id.admission, live_samples: group.num_samples() };
+        let state = GroupState::new(id.admission, group.num_samples());
         let before = self.groups.insert(group.key, state);
         assert!(before.is_none(), "{:?} is in use", group.key);
         self.waiting.insert(id, Sequence::new(group, self.cache.block_size()));

@@ -15,8 +15,10 @@
 //!    write while others still hold it.
 //! 5. When blocks run out, the youngest sequence gives all of its own back and waits; it computes prompt and output
 //!    again later (and finds most of them in the prefix cache).
-//! 6. A sample ends by a rule ([`stop_reason`]), by [`Scheduler::finish`] (a stop string) or by [`Scheduler::abort`].
-//! 7. Between two steps the policy may change ([`Scheduler::change_policy`]), or all blocks be given up
+//! 6. Where a step has few rows, a sample that decodes may get drafts of further tokens (`speculation`), which save it
+//!    steps if they turn out right and change nothing else.
+//! 7. A sample ends by a rule ([`stop_reason`]), by [`Scheduler::finish`] (a stop string) or by [`Scheduler::abort`].
+//! 8. Between two steps the policy may change ([`Scheduler::change_policy`]), or all blocks be given up
 //!    ([`Scheduler::release_all`]); sequences go on from where they are told to.
 //!
 //! # Order and progress
@@ -34,6 +36,7 @@ mod policy;
 mod queue;
 mod schedule;
 mod sequence;
+mod speculation;
 mod stop;
 mod update;
 
@@ -41,16 +44,18 @@ use std::collections::{BTreeMap, HashMap};
 
 pub use group::{Group, GroupKind, Outcome};
 pub use policy::RunningKv;
+pub use speculation::Speculation;
 pub use stop::stop_reason;
 
 use crate::cache::KvCacheManager;
 use crate::error::{Error, Result};
-use crate::types::{GroupKey, RequestKey, SampleKey};
+use crate::types::{GroupKey, RequestKey, SampleKey, TokenId};
 use queue::AdmissionQueue;
 use sequence::{SeqId, Sequence};
+use speculation::{Acceptance, NgramIndex};
 
 /// Limits of one scheduler.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SchedulerConfig {
     /// Most sequences in one step: bounds per-sequence work and the sampler's rows.
     pub max_num_seqs: usize,
@@ -60,9 +65,10 @@ pub struct SchedulerConfig {
     pub max_model_len: usize,
     /// Most samples that wait: bounds the memory that requests take before they run.
     pub max_queued_samples: usize,
+    pub speculation: Speculation,
 }
 
-/// A look at the scheduler between two steps. The last four count from the start.
+/// A look at the scheduler between two steps. The last six count from the start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SchedulerStats {
     pub running_samples: usize,
@@ -79,6 +85,10 @@ pub struct SchedulerStats {
     pub cached_tokens: u64,
     pub generated_tokens: u64,
     pub preemptions: u64,
+    /// Rows that drafts took.
+    pub drafted_tokens: u64,
+    /// Drafts that turned out right, each a generated token.
+    pub accepted_tokens: u64,
 }
 
 /// Continuous batching over one KV cache. See the module's page for how it works.
@@ -101,10 +111,15 @@ pub struct Scheduler {
     counters: Counters,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 struct GroupState {
     admission: u64,
     live_samples: usize,
+    /// Outputs of samples that have ended, by sample index, as far as they are kept for drafts.
+    ended: Vec<(u32, Vec<TokenId>)>,
+    /// Where drafts are looked for; None while there are none.
+    index: Option<NgramIndex>,
+    acceptance: Acceptance,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -113,6 +128,8 @@ struct Counters {
     cached_tokens: u64,
     generated_tokens: u64,
     preemptions: u64,
+    drafted_tokens: u64,
+    accepted_tokens: u64,
 }
 
 impl Scheduler {
@@ -198,10 +215,9 @@ impl Scheduler {
     pub fn finish(&mut self, sample: SampleKey) {
         let Some(group) = self.groups.get(&sample.group) else { return };
         let id = SeqId { admission: group.admission, sample_index: sample.sample_index };
-        let Some(mut sequence) = self.running.remove(&id).or_else(|| self.waiting.remove(&id)) else { return };
+        let Some(sequence) = self.running.remove(&id).or_else(|| self.waiting.remove(&id)) else { return };
         assert!(sequence.is_forked(), "{sample:?} is finished before its first token");
-        self.cache.release(std::mem::take(&mut sequence.table));
-        self.end_sample(sample.group);
+        self.end_sample(sequence);
     }
 
     /// Drops everything of a request and returns its samples that had not ended, ascending; there will be no further
@@ -246,6 +262,8 @@ impl Scheduler {
             cached_tokens: self.counters.cached_tokens,
             generated_tokens: self.counters.generated_tokens,
             preemptions: self.counters.preemptions,
+            drafted_tokens: self.counters.drafted_tokens,
+            accepted_tokens: self.counters.accepted_tokens,
         }
     }
 
@@ -275,12 +293,17 @@ impl Scheduler {
         self.live_samples - self.running.len()
     }
 
-    fn end_sample(&mut self, key: GroupKey) {
+    /// Gives the blocks of a sample back. The last of its group ends that too.
+    fn end_sample(&mut self, mut sequence: Sequence) {
+        self.cache.release(std::mem::take(&mut sequence.table));
         self.live_samples -= 1;
-        let group = self.groups.get_mut(&key).expect("a live sample has a group");
+        let key = sequence.key;
+        let group = self.groups.get_mut(&key.group).expect("a live sample has a group");
         group.live_samples -= 1;
         if group.live_samples == 0 {
-            self.groups.remove(&key);
+            self.groups.remove(&key.group);
+        } else if self.config.speculation != Speculation::OFF {
+            group.keep(key.sample_index, sequence.outputs);
         }
     }
 }

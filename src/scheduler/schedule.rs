@@ -27,6 +27,7 @@ impl Scheduler {
             self.continue_running(id, &mut step);
         }
         self.admit(&mut step);
+        self.speculate(&mut step);
         assert_eq!(self.has_work(), !step.plan.is_empty(), "no sequence can advance");
         step.plan
     }

@@ -43,6 +43,8 @@ pub(super) struct Sequence {
     pub prompt_logprobs: Option<Vec<TokenLogprobs>>,
     /// Tokens found in the prefix cache when first admitted.
     pub cached_tokens: Option<u32>,
+    /// Tokens of context that the draft under way was found by.
+    pub matched: usize,
 }
 
 impl Sequence {
@@ -71,6 +73,7 @@ impl Sequence {
             mixed: false,
             prompt_logprobs: wants_logprobs.then(Vec::new),
             cached_tokens: None,
+            matched: 0,
         }
     }
 
@@ -92,6 +95,7 @@ impl Sequence {
             mixed: false,
             prompt_logprobs: None,
             cached_tokens: self.cached_tokens,
+            matched: 0,
         }
     }
 
@@ -123,6 +127,23 @@ impl Sequence {
         let SampleKey { group, sample_index: first } = self.key;
         let n = if self.score_only { 0 } else { self.num_samples() as u32 };
         (first..first + n).map(move |sample_index| SampleKey { group, sample_index })
+    }
+
+    /// Whether the next step computes the last sampled token, and nothing else is missing.
+    pub fn is_decoding(&self) -> bool {
+        self.is_forked() && self.num_computed + 1 == self.num_tokens()
+    }
+
+    /// Most tokens that it may still be given.
+    pub fn num_tokens_left(&self, max_model_len: usize) -> usize {
+        let of_output = self.params.max_tokens as usize - self.outputs.len();
+        of_output.min(max_model_len - self.prompt.len() - self.outputs.len())
+    }
+
+    /// Its last tokens, at most `len`.
+    pub fn context(&self, len: usize) -> Vec<TokenId> {
+        let end = self.prompt.len() + self.outputs.len();
+        self.copy_tokens(end.saturating_sub(len), end)
     }
 
     fn copy_tokens(&self, start: usize, end: usize) -> Vec<TokenId> {
@@ -166,6 +187,22 @@ impl Sequence {
             history: if with_history { self.copy_tokens(0, self.num_tokens()) } else { Vec::new() },
             prompt_len: self.prompt.len(),
         }
+    }
+
+    /// Adds a draft to the plan's entry: a row for each token, of which is asked what comes after it.
+    pub fn add_draft(&self, draft: &[TokenId], planned: &mut PlanSequence) {
+        for &token in draft {
+            let last = planned.logits.last().expect("a sequence that decodes asks for its next token");
+            let [task] = &last.tasks[..] else { unreachable!("a sequence that decodes is one sample") };
+            let mut task = task.clone();
+            task.output_index += 1;
+            if self.params.needs_history() {
+                task.history.push(token);
+            }
+            planned.logits.push(LogitsRow { offset: planned.tokens.len(), tasks: vec![task] });
+            planned.tokens.push(token);
+        }
+        planned.block_table = self.table.as_slice().to_vec();
     }
 
     /// KV of `[num_computed, end)` has been computed: makes the blocks that are full now findable.

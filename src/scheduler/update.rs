@@ -2,7 +2,7 @@
 
 use super::stop::stop_reason;
 use super::{Outcome, Scheduler, SeqId, Sequence};
-use crate::types::{LogitsRow, PlanSequence, StepOutput, StepPlan, TokenLogprobs};
+use crate::types::{FinishReason, LogitsRow, PlanSequence, StepOutput, StepPlan, TokenId, TokenLogprobs};
 
 impl Scheduler {
     /// Advances every sequence of the plan and says what has come of it, in the plan's order. Answers for samples that
@@ -18,11 +18,11 @@ impl Scheduler {
         let mut outcomes = Vec::with_capacity(ids.len());
         for (id, planned) in ids.into_iter().zip(&plan.sequences) {
             let num_tasks = planned.logits.iter().map(|row| row.tasks.len()).sum();
-            let answers = answers.by_ref().take(num_tasks);
-            match self.running.remove(&id) {
-                Some(sequence) => self.update_sequence(id, sequence, planned, answers, &mut outcomes),
-                None => answers.for_each(drop),
+            let mut answers = answers.by_ref().take(num_tasks);
+            if let Some(sequence) = self.running.remove(&id) {
+                self.update_sequence(id, sequence, planned, &mut answers, &mut outcomes);
             }
+            answers.for_each(drop);
         }
         outcomes
     }
@@ -32,10 +32,12 @@ impl Scheduler {
         id: SeqId,
         mut sequence: Sequence,
         planned: &PlanSequence,
-        mut answers: impl Iterator<Item = TokenLogprobs>,
+        answers: &mut impl Iterator<Item = TokenLogprobs>,
         outcomes: &mut Vec<Outcome>,
     ) {
-        sequence.advance(planned.start + planned.tokens.len(), &mut self.cache);
+        let known = sequence.num_tokens().min(planned.start + planned.tokens.len());
+        let draft = &planned.tokens[known - planned.start..];
+        sequence.advance(known, &mut self.cache);
         let is_target = |row: &&LogitsRow| row.tasks.iter().any(|task| task.target.is_some());
         let num_targets = planned.logits.iter().filter(is_target).count();
         if let Some(collected) = &mut sequence.prompt_logprobs {
@@ -45,23 +47,24 @@ impl Scheduler {
             self.running.insert(id, sequence);
         } else if sequence.score_only {
             outcomes.push(prompt_done(&mut sequence));
-            sequence.release(&mut self.cache);
-            self.end_sample(sequence.key.group);
-        } else {
-            if !sequence.is_forked() {
-                outcomes.push(prompt_done(&mut sequence));
+            self.end_sample(sequence);
+        } else if sequence.is_forked() {
+            if let Some(sequence) = self.append_tokens(sequence, draft, answers, outcomes) {
+                self.running.insert(id, sequence);
             }
-            self.sampled(id, sequence, answers, outcomes);
+        } else {
+            outcomes.push(prompt_done(&mut sequence));
+            self.fork(id, sequence, answers, outcomes);
         }
     }
 
     /// Forks the samples that have waited for the prompt, and gives each its token. The first keeps its place, the
     /// others wait for one.
-    fn sampled(
+    fn fork(
         &mut self,
         id: SeqId,
         mut sequence: Sequence,
-        mut answers: impl Iterator<Item = TokenLogprobs>,
+        answers: &mut impl Iterator<Item = TokenLogprobs>,
         outcomes: &mut Vec<Outcome>,
     ) {
         let seeds = std::mem::take(&mut sequence.unforked);
@@ -70,37 +73,66 @@ impl Scheduler {
             .zip(1..)
             .map(|(seed, index)| sequence.fork(index, seed, self.cache.fork(&sequence.table)))
             .collect();
-        let mut next = || answers.next().expect("one answer for each sample");
-        if let Some(sequence) = self.append_token(sequence, next(), outcomes) {
+        if let Some(sequence) = self.append_tokens(sequence, &[], answers, outcomes) {
             self.running.insert(id, sequence);
         }
         for fork in forks {
             let id = SeqId { sample_index: fork.key.sample_index, ..id };
-            if let Some(fork) = self.append_token(fork, next(), outcomes) {
+            if let Some(fork) = self.append_tokens(fork, &[], answers, outcomes) {
                 self.waiting.insert(id, fork);
             }
         }
     }
 
-    /// Returns the sequence unless this token was its last.
-    fn append_token(
+    /// Takes the answer to a sequence's last token and, as long as the draft is what was sampled, those to the draft.
+    /// Returns the sequence unless it has ended.
+    fn append_tokens(
         &mut self,
         mut sequence: Sequence,
-        logprobs: TokenLogprobs,
+        draft: &[TokenId],
+        answers: &mut impl Iterator<Item = TokenLogprobs>,
         outcomes: &mut Vec<Outcome>,
     ) -> Option<Sequence> {
+        let mut accepted = 0;
+        let finish = loop {
+            let logprobs = answers.next().expect("one answer for each sample and each draft");
+            let token = logprobs.token;
+            let finish = self.append_token(&mut sequence, logprobs, outcomes);
+            let is_right = match draft.get(accepted) {
+                Some(&drafted) if finish.is_none() => drafted == token,
+                _ => break finish,
+            };
+            let group = self.groups.get_mut(&sequence.key.group).expect("a live sample has a group");
+            group.acceptance.record(sequence.matched + accepted, is_right);
+            if !is_right {
+                break None;
+            }
+            accepted += 1;
+        };
+        self.counters.accepted_tokens += accepted as u64;
+        sequence.advance(sequence.num_tokens() - 1, &mut self.cache);
+        self.cache.truncate(&mut sequence.table, sequence.num_computed);
+        if finish.is_none() {
+            return Some(sequence);
+        }
+        self.end_sample(sequence);
+        None
+    }
+
+    /// Returns why the sequence ends with this token, if it does.
+    fn append_token(
+        &mut self,
+        sequence: &mut Sequence,
+        logprobs: TokenLogprobs,
+        outcomes: &mut Vec<Outcome>,
+    ) -> Option<FinishReason> {
         let token = logprobs.token;
         sequence.outputs.push(token);
         self.counters.generated_tokens += 1;
         let (num_outputs, prompt_len) = (sequence.outputs.len(), sequence.prompt.len());
         let finish = stop_reason(&sequence.params, token, num_outputs, prompt_len, self.config.max_model_len);
         outcomes.push(Outcome::Token { sample: sequence.key, logprobs, finish });
-        if finish.is_none() {
-            return Some(sequence);
-        }
-        sequence.release(&mut self.cache);
-        self.end_sample(sequence.key.group);
-        None
+        finish
     }
 }
 

@@ -17,7 +17,8 @@ pub struct StepPlan {
     pub sequences: Vec<PlanSequence>,
 }
 
-/// A run of consecutive tokens of one sequence: a prefill chunk, a decode (one token) or anything between.
+/// A run of consecutive tokens of one sequence: a prefill chunk, a decode (one token) or anything between. A decode may
+/// have drafts behind its token, guesses at what comes next.
 #[derive(Clone, Debug)]
 pub struct PlanSequence {
     /// Position of `tokens[0]`; KV of `[0, start)` is readable, `[start, start + tokens.len())` is written.
@@ -52,7 +53,8 @@ pub struct LogitsTask {
     pub output_index: u32,
     /// `Some(token)`: give its log-probabilities instead of sampling (scoring, prompt log-probabilities).
     pub target: Option<TokenId>,
-    /// Prompt and output so far, and the prompt's length; empty unless `params.needs_history()`.
+    /// Prompt and output so far (drafts before this place included), and the prompt's length; empty unless
+    /// `params.needs_history()`.
     pub history: Vec<TokenId>,
     pub prompt_len: usize,
 }

@@ -224,6 +224,8 @@ async fn control_tells_what_it_was_given() {
         total_blocks: 9,
         free_blocks: 8,
         preemptions: 3,
+        drafted_tokens: 6,
+        accepted_tokens: 5,
         held_requests: 2,
         updates: 4,
         ..Default::default()
@@ -235,6 +237,7 @@ async fn control_tells_what_it_was_given() {
     assert_eq!(asleep.resident().collect::<Vec<_>>(), [pb::MemoryTag::Weights]);
     assert_eq!((status.held_requests, status.updating, status.updates), (2, false, 4));
     assert_eq!((status.total_blocks, status.free_blocks, status.preemptions), (9, 8, 3));
+    assert_eq!((status.drafted_tokens, status.accepted_tokens), (6, 5));
     let memory = status.memory.expect("always there");
     assert_eq!((memory.total_bytes, memory.ceiling_bytes), (1000, 500));
     assert!(memory.resident_bytes > 1 << 20, "{}", memory.resident_bytes);

@@ -6,8 +6,8 @@ use std::sync::mpsc::{Receiver, TryRecvError, channel, sync_channel};
 use crate::cache::KvCacheManager;
 use crate::engine::*;
 use crate::executor::Memory;
-use crate::scheduler::SchedulerConfig;
-use crate::types::{SamplingParams, StepOutput, TokenId, TokenLogprobs};
+use crate::scheduler::{SchedulerConfig, Speculation};
+use crate::types::{SamplingParams, StepOutput, StepPlan, TokenId, TokenLogprobs};
 use crate::weights::{
     AdapterPlan, Delta, Dtype, ParamSpec, ShardRule, Stage, TensorData, TensorEntry, Tensors, UpdateKind, WeightUpdate,
 };
@@ -341,6 +341,7 @@ impl Rig {
             max_batch_tokens: 8,
             max_model_len: 100,
             max_queued_samples: MAX_QUEUED,
+            speculation: Speculation::OFF,
         };
         let scheduler = Scheduler::new(config, KvCacheManager::new(BLOCKS, BLOCK_SIZE));
         let specs = PARAMETERS.map(|name| ParamSpec::new(name, vec![5, 3], ShardRule::Replicated));

@@ -7,8 +7,8 @@ use std::time::Duration;
 use crate::cache::KvCacheManager;
 use crate::engine::*;
 use crate::executor::Memory;
-use crate::scheduler::SchedulerConfig;
-use crate::types::{FinishReason, SamplingParams, StepOutput, TokenId, TokenLogprobs};
+use crate::scheduler::{SchedulerConfig, Speculation};
+use crate::types::{FinishReason, SamplingParams, StepOutput, StepPlan, TokenId, TokenLogprobs};
 use crate::weights::{Dtype, ParamSpec, Stage};
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -78,8 +78,13 @@ impl Fixture {
     fn new() -> Self {
         let (permits, receiver) = channel();
         let (sender, commands) = sync_channel(COMMAND_QUEUE);
-        let config =
-            SchedulerConfig { max_num_seqs: 8, max_batch_tokens: 64, max_model_len: 100, max_queued_samples: 16 };
+        let config = SchedulerConfig {
+            max_num_seqs: 8,
+            max_batch_tokens: 64,
+            max_model_len: 100,
+            max_queued_samples: 16,
+            speculation: Speculation::OFF,
+        };
         let scheduler = Scheduler::new(config, KvCacheManager::new(64, 4));
         let executor = Counting { permits: receiver, plan: None };
         let setup = Setup {

@@ -1,3 +1,4 @@
 mod harness;
 mod rules;
 mod simulation;
+mod speculation;

@@ -9,7 +9,13 @@ use crate::types::*;
 const BLOCK_SIZE: usize = 4;
 
 fn config(max_num_seqs: usize, max_batch_tokens: usize) -> SchedulerConfig {
-    SchedulerConfig { max_num_seqs, max_batch_tokens, max_model_len: 100, max_queued_samples: 50 }
+    SchedulerConfig {
+        max_num_seqs,
+        max_batch_tokens,
+        max_model_len: 100,
+        max_queued_samples: 50,
+        speculation: Speculation::OFF,
+    }
 }
 
 fn prompt(len: usize) -> Vec<TokenId> {

@@ -19,12 +19,22 @@ fn stop_string(logprobs: &TokenLogprobs) -> bool {
     logprobs.raw.to_bits().is_multiple_of(61)
 }
 
+/// Often one that tries every draft, however unlikely, so that most are wrong.
+fn random_speculation(rng: &mut ChaCha8Rng) -> Speculation {
+    match rng.random_range(0..4) {
+        0 => Speculation::OFF,
+        1 => Speculation::AUTO,
+        _ => Speculation { max_rows: rng.random_range(1..=40), row_cost: 0.0 },
+    }
+}
+
 fn random_config(rng: &mut ChaCha8Rng) -> (SchedulerConfig, usize, usize) {
     let config = SchedulerConfig {
         max_num_seqs: rng.random_range(1..=12),
         max_batch_tokens: *[1, 3, 8, 20, 64].choose(rng).expect("not empty"),
         max_model_len: MAX_MODEL_LEN,
         max_queued_samples: rng.random_range(8..=100),
+        speculation: random_speculation(rng),
     };
     let block_size = rng.random_range(1..=7);
     let smallest = MAX_MODEL_LEN.div_ceil(block_size);
@@ -101,6 +111,7 @@ fn simulate(seed: u64, changes: bool) -> Harness {
     let (config, num_blocks, block_size) = random_config(&mut rng);
     let mut harness = Harness::new(config, num_blocks, block_size);
     harness.stop_string = stop_string;
+    harness.executor.repeats = seed.is_multiple_of(2);
     let arrival = rng.random_range(0.05..1.0);
     let mut num_requests = 0;
     for step in 0.. {
@@ -127,15 +138,17 @@ fn simulate(seed: u64, changes: bool) -> Harness {
 }
 
 /// The same sample in a cache that has room for everything, with nothing beside it.
-fn alone(group: &Group, sample_index: usize) -> GroupResult {
+fn alone(group: &Group, sample_index: usize, repeats: bool) -> GroupResult {
     let config = SchedulerConfig {
         max_num_seqs: 1,
         max_batch_tokens: MAX_MODEL_LEN,
         max_model_len: MAX_MODEL_LEN,
         max_queued_samples: 1,
+        speculation: Speculation::OFF,
     };
     let mut harness = Harness::new(config, 10, 16);
     harness.stop_string = stop_string;
+    harness.executor.repeats = repeats;
     let mut group = group.clone();
     if let GroupKind::Sample { seeds, .. } = &mut group.kind {
         *seeds = vec![seeds[sample_index]];
@@ -146,13 +159,13 @@ fn alone(group: &Group, sample_index: usize) -> GroupResult {
     harness.results.remove(&key).expect("it was added")
 }
 
-fn compare_with_alone(group: &Group, result: &GroupResult) {
+fn compare_with_alone(group: &Group, result: &GroupResult, repeats: bool) {
     assert!(result.done != result.aborted, "{:?} has ended once", group.key);
     if group.kind == GroupKind::Score && result.done {
-        assert_eq!(result.prompt_logprobs, alone(group, 0).prompt_logprobs);
+        assert_eq!(result.prompt_logprobs, alone(group, 0, repeats).prompt_logprobs);
     }
     for (i, sample) in result.samples.iter().enumerate() {
-        let expected = alone(group, i);
+        let expected = alone(group, i, repeats);
         if result.cached_tokens.is_some() {
             assert_eq!(result.prompt_logprobs, expected.prompt_logprobs, "{:?}", group.key);
         }
@@ -178,15 +191,19 @@ fn samples_are_the_same_alone_and_in_any_turmoil() {
         assert_eq!((stats.running_samples, stats.waiting_samples), (0, 0));
         assert_eq!(stats.free_blocks, stats.total_blocks);
         for (key, result) in &harness.results {
-            compare_with_alone(&harness.groups[key], result);
+            compare_with_alone(&harness.groups[key], result, harness.executor.repeats);
         }
         total.prompt_tokens += stats.prompt_tokens;
         total.preemptions += stats.preemptions;
         total.cached_tokens += stats.cached_tokens;
         total.generated_tokens += stats.generated_tokens;
+        total.drafted_tokens += stats.drafted_tokens;
+        total.accepted_tokens += stats.accepted_tokens;
     }
     println!("{total:?}");
     assert!(total.preemptions > 5 * SEEDS && total.cached_tokens > 15 * SEEDS, "too little turmoil: {total:?}");
+    let wrong = total.drafted_tokens - total.accepted_tokens;
+    assert!(total.accepted_tokens > 10 * SEEDS && wrong > 10 * SEEDS, "too few drafts: {total:?}");
 }
 
 /// What is asserted is in the harness: no sequence reads KV of a policy older than its own block table, prompts and

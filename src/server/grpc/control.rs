@@ -158,6 +158,8 @@ fn status_response(s: &engine::Status) -> pb::GetStatusResponse {
         generated_tokens: s.generated_tokens,
         cached_tokens: s.cached_tokens,
         preemptions: s.preemptions,
+        drafted_tokens: s.drafted_tokens,
+        accepted_tokens: s.accepted_tokens,
         finished_requests: s.finished_requests,
         aborted_requests: s.aborted_requests,
         tokens_per_second: s.tokens_per_second,

@@ -390,3 +390,7 @@ class ServerStatus:
     """Whether a push is under way."""
     updates: int
     """Pushes applied since the start."""
+    drafted_tokens: int
+    """Tokens that speculation has tried behind a sample's next one."""
+    accepted_tokens: int
+    """Of these, those that turned out right (`generated_tokens` has them too)."""
