@@ -151,7 +151,7 @@ fn answer(state: u64, repeated: Option<TokenId>, task: &LogitsTask) -> TokenLogp
         assert!(task.history.is_empty());
     }
     let choice = match repeated {
-        Some(last) if draw % 8 > 0 => u64::from(last) + 1,
+        Some(last) if !draw.is_multiple_of(8) => u64::from(last) + 1,
         _ => draw,
     };
     let stops =
