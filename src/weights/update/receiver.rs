@@ -24,6 +24,8 @@ use crate::weights::{Parameters, Slice, TensorData, matrix_shape};
 
 /// An adapter is float32 once it is read, so no more than this many times its tensors as transported.
 const ADAPTER_GROWTH: u64 = 2;
+/// Most bytes that a FULL push may announce for buffers that the model does not need.
+const BUFFER_BYTES: u64 = 64 << 20;
 /// Most bytes of a FULL push in the stream that wait for those before them. A sender that goes through each tensor in
 /// order needs none.
 const EARLY_BYTES: u64 = 64 << 20;
@@ -124,12 +126,26 @@ impl Receiver {
             return Err(Error::invalid("total_bytes", "a DELTA declares all its tensors in the header"));
         }
         let (largest, total) = (receiver.largest(), receiver.manifest.total());
+        receiver.check_total(total)?;
         // The largest tensor, and as much again so that senders may begin the next before one is whole.
         receiver.in_place_bytes = largest.saturating_mul(2).min(total);
         if receiver.origin.files.is_empty() {
             receiver.early_bytes = EARLY_BYTES.min(largest).min(total);
         }
         Ok(receiver)
+    }
+
+    /// FULL: whether there can be as much. The stage does not grow with what is announced, so that nothing else would
+    /// refuse nonsense.
+    fn check_total(&self, total: u64) -> Result<()> {
+        let elements = self.manifest.parameters().iter().map(|spec| spec.shape.iter().product::<usize>() as u64);
+        let float32 = elements.sum::<u64>().saturating_mul(size_of::<f32>() as u64);
+        // Twice, for a head that is the embedding can come beside it.
+        if self.manifest.kind() != UpdateKind::Full || total <= float32.saturating_mul(2).saturating_add(BUFFER_BYTES) {
+            return Ok(());
+        }
+        let what = format!("{total} bytes are announced, but all parameters have {float32} in float32");
+        Err(Error::invalid("total_bytes", what))
     }
 
     /// Most memory that it and its [`Received`] will hold at any time, of FULL with its stage. `in_place`: with

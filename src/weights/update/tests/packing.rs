@@ -261,6 +261,20 @@ fn a_tensor_that_is_refused_when_it_is_kept_is_refused_when_it_is_packed() {
 }
 
 #[test]
+fn more_than_a_model_can_have_is_not_announced() {
+    let parameters = model(false);
+    let push = random_push(&mut rng(5), &parameters);
+    let elements: usize = parameters.iter().map(|spec| spec.shape.iter().product::<usize>()).sum();
+    let most = 8 * elements as u64 + (64 << 20);
+    let announce = |bytes| UpdateSpec { total_bytes: Some(bytes), ..spec(UpdateKind::Full, &push) };
+    Receiver::open(announce(most), parameters.clone(), None).unwrap();
+    for bytes in [most + 1, 1 << 62, u64::MAX] {
+        let opened = Receiver::open(announce(bytes), parameters.clone(), None);
+        refused(opened, "total_bytes", &[&format!("{bytes} bytes are announced"), &format!("{}", 4 * elements)]);
+    }
+}
+
+#[test]
 fn no_more_waits_than_is_set_aside() {
     let parameters = model_of(Dtype::Bf16, 2, false);
     let push = random_push(&mut rng(4), &parameters);
