@@ -140,6 +140,7 @@ impl Ops {
             self.linear(x, w, bias, gate_up)?;
             return self.silu_mul(gate_up, out);
         }
+        let _span = linear_span(x, w).entered();
         rows(x, |x| with_optional(bias, |bias| rows_mut(out, |out| cpu::linear_silu_mul(&self.cpu, x, w, bias, out))))??
     }
 

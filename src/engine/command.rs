@@ -177,9 +177,6 @@ pub struct UpdateReply {
     pub pending: bool,
     /// Of a resident adapter.
     pub adapter_generation: Option<u64>,
-    /// What served before, where it was exchanged. Giving its memory back takes a while, in which the engine can step
-    /// already: whoever gets the reply drops it.
-    pub replaced: Option<Stage>,
 }
 
 /// What becomes of running requests at a sleep or pause. See `control.proto`.

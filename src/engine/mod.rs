@@ -44,7 +44,7 @@ use crate::memory::MemoryBudget;
 use crate::scheduler::{Outcome, Scheduler};
 use crate::text::Tokenizer;
 use crate::types::{RequestKey, WeightVersion};
-use crate::weights::{Adapter, Parameters};
+use crate::weights::{Adapter, Parameters, Stage};
 use adapters::Adapters;
 use lifecycle::State;
 use request::Request;
@@ -81,6 +81,8 @@ pub struct Engine<X: Executor> {
     adapters: Adapters,
     /// At most one update is under way.
     transaction: Option<Transaction>,
+    /// What served before the last FULL push, for the next one, until a sleep or a push of another kind.
+    spare: Option<Stage>,
     next_update: u64,
     requests: HashMap<RequestKey, Request>,
     /// Requests that have not been accepted yet, in the order of their arrival.
@@ -162,6 +164,7 @@ impl<X: Executor> Engine<X> {
             policy: Policy { version: 0, epoch: 0, merged, replaced: BTreeSet::new(), updates: 0 },
             adapters: Adapters::new(max_adapters, max_lora_rank),
             transaction: None,
+            spare: None,
             next_update: 1,
             requests: HashMap::new(),
             held: Vec::new(),

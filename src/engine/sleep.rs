@@ -157,6 +157,7 @@ impl<X: Executor> Engine<X> {
             self.drop_all_adapters()?;
         }
         self.scheduler.release_all();
+        let spare = self.take_spare();
         memory::trim();
         let before = memory::resident_bytes();
         if self.state.kv_awake() {
@@ -166,6 +167,7 @@ impl<X: Executor> Engine<X> {
             self.budget.set("workspace", 0)?;
         }
         let between = memory::resident_bytes();
+        drop(spare);
         let kept = match level {
             SleepLevel::One if self.state.weights_awake() => self.release_memory(Memory::Weights)?,
             SleepLevel::One => self.budget.reserved("weights"),

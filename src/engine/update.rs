@@ -67,12 +67,23 @@ impl<X: Executor> Engine<X> {
             return Err(Error::FailedPrecondition(why.into()));
         }
         self.check_begin(&begin)?;
+        let spare = self.take_spare();
         let in_place = self.reserve_staging(&begin)?;
-        let stage = if begin.kind == UpdateKind::Full && !in_place { Some(self.stage()?) } else { None };
+        let stage = match spare {
+            _ if begin.kind != UpdateKind::Full || in_place => None,
+            None => Some(self.stage()?),
+            spare => spare,
+        };
         let id = self.next_update;
         self.next_update += 1;
         self.transaction = Some(Transaction { id, begin, in_place, committed: false, opened: Instant::now() });
         Ok(UpdateTicket { id, in_place, stage })
+    }
+
+    /// The storage that a FULL push has replaced, out of the ledger.
+    pub(super) fn take_spare(&mut self) -> Option<Stage> {
+        self.budget.set("spare_weights", 0).expect("less always fits");
+        self.spare.take()
     }
 
     /// What a FULL push is packed into. Nothing stays reserved if there is none.
@@ -190,6 +201,9 @@ impl<X: Executor> Engine<X> {
         let open = self.transaction.take().expect("a commit is of an open update");
         let attempt = self.apply(open.begin, content);
         self.budget.set("update_staging", 0)?;
+        if self.spare.is_some() && self.budget.set("spare_weights", self.budget.reserved("weights")).is_err() {
+            self.spare = None;
+        }
         answer(reply, attempt)
     }
 
@@ -203,7 +217,6 @@ impl<X: Executor> Engine<X> {
     fn apply(&mut self, begin: UpdateBegin, content: WeightUpdate) -> Attempt<UpdateReply> {
         let started = Instant::now();
         self.check_begin(&begin)?;
-        let mut replaced = None;
         let adapter_generation = match (content, &begin.adapter) {
             (WeightUpdate::Lora(adapter), Some(target)) => Some(self.add_adapter(target, adapter)?),
             (_, Some(_)) => return Err(Error::invalid("adapter", "only a LORA can stay resident").into()),
@@ -212,7 +225,7 @@ impl<X: Executor> Engine<X> {
                 match content {
                     WeightUpdate::Lora(adapter) => self.apply_lora(adapter)?,
                     WeightUpdate::Full(tensors) => self.apply_full(tensors)?,
-                    WeightUpdate::Staged(stage) => replaced = Some(self.apply_staged(stage)?),
+                    WeightUpdate::Staged(stage) => self.apply_staged(stage)?,
                     WeightUpdate::Delta(delta) => self.apply_delta(delta)?,
                 }
                 self.state = self.state.complete();
@@ -226,7 +239,6 @@ impl<X: Executor> Engine<X> {
             pause: started.elapsed(),
             pending: begin.adapter.is_none() && !self.state.weights_awake(),
             adapter_generation,
-            replaced,
         })
     }
 
@@ -271,10 +283,13 @@ impl<X: Executor> Engine<X> {
         Ok(self.replace_all()?)
     }
 
-    fn apply_staged(&mut self, stage: Stage) -> Attempt<Stage> {
+    /// What served is kept for the next FULL push, unless its memory had been released: fresh pages cost more than what
+    /// is written to them.
+    fn apply_staged(&mut self, stage: Stage) -> Attempt<()> {
+        let had_memory = self.state.has_policy();
         let replaced = self.executor.exchange(stage).map_err(Failure::Fatal)?;
-        self.replace_all()?;
-        Ok(replaced)
+        self.spare = had_memory.then_some(replaced);
+        Ok(self.replace_all()?)
     }
 
     /// Every parameter has a value of its own, and nothing is merged.

@@ -27,6 +27,8 @@ pub enum Did {
     Load,
     Merge,
     Replace,
+    /// Storage beside the weights was made.
+    Stage,
     Exchange,
     Patch,
     Add(u64),
@@ -155,6 +157,7 @@ impl Executor for Fake {
     }
 
     fn stage(&mut self) -> Result<Stage> {
+        self.did.push(Did::Stage);
         Ok(Stage::default())
     }
 

@@ -116,6 +116,7 @@ fn a_waiting_update_lets_the_accepted_finish_and_holds_the_new() {
     assert_eq!((status.held_requests, status.running_requests, status.updating), (2, 3, true));
     let second = rig.begin(begin(UpdateKind::Lora)).unwrap_err();
     assert!(matches!(&second, Error::VersionConflict(why) if why.contains("another update is under way")), "{second}");
+    assert_eq!(rig.did(), [Did::Stage]);
     while told(&reply).is_waiting() {
         assert_eq!(rig.did(), []);
         rig.step();
@@ -232,9 +233,13 @@ fn a_packed_push_is_exchanged_at_its_commit() {
     let stage = ticket.stage.expect("FULL is packed");
     rig.did();
     let reply = told(&rig.commit(ticket.id, WeightUpdate::Staged(stage))).reply().unwrap();
-    assert!(reply.replaced.is_some(), "what served before goes with the reply");
     assert_eq!(rig.did(), [Did::Exchange]);
     assert_eq!((reply.weight_version, rig.reserved("merged_adapter")), (2, 0));
+    // What served before is kept for the next one, and goes for a push of another kind.
+    assert_eq!(rig.reserved("spare_weights"), rig.reserved("weights"));
+    assert!(rig.begin(begin(UpdateKind::Full)).unwrap().stage.is_some());
+    assert_eq!((rig.reserved("spare_weights"), rig.did()), (0, vec![]));
+    rig.engine.roll_back();
     // It is the base now, which is copied below what is merged next.
     let ticket = rig.begin(begin(UpdateKind::Lora)).unwrap();
     let merged = WeightUpdate::Lora(adapter(&rig.engine.parameters, 1, 1));

@@ -73,11 +73,7 @@ impl WeightsService {
         let took = started.elapsed();
         let (update, content, facts) = (staged.update, staged.content, staged.facts);
         let commit = |reply| Command::CommitUpdate { update, content, reply };
-        let mut reply = super::ask_patiently(&parts.engine, commit).await??;
-        if let Some(replaced) = reply.replaced.take() {
-            // Gives the memory of what served back before the client hears that the push is over.
-            let _ = tokio::task::spawn_blocking(move || drop(replaced)).await;
-        }
+        let reply = super::ask_patiently(&parts.engine, commit).await??;
         tracing::info!(
             version = reply.weight_version,
             staging_ms = took.as_millis() as u64,

@@ -19,7 +19,7 @@ from ._segment import ALIGNMENT, DIRECTORY, Segment, SegmentPool, digest_of
 from ._tensors import Layout
 from .errors import Cancelled, InvalidArgument, NotFound, ResourceExhausted, RolloutError, translated
 
-CHUNK_BYTES = 2 << 20
+CHUNK_BYTES = 1 << 20
 """Most bytes of a tensor in one message. Each costs gRPC the same work however long it is, but what is longer than a
 core's cache is copied more slowly."""
 
