@@ -85,7 +85,7 @@ fn begin(server: &Harness, in_place: bool) -> UpdateBegin {
 
 fn update_reply() -> UpdateReply {
     let pause = Duration::from_millis(12);
-    UpdateReply { weight_version: 5, pause, pending: false, adapter_generation: None, replaced: None }
+    UpdateReply { weight_version: 5, pause, pending: false, adapter_generation: None }
 }
 
 fn values(data: Option<TensorData<'_>>) -> Vec<f32> {
