@@ -111,8 +111,8 @@ def chart(report: dict) -> str:
     notes = [
         f"{report['machine']}; {report['date']}, commit {report['commit']}; medians of {report['runs']} runs, whole "
         "workloads.",
-        f"The limit, and the share of it: no implementation is faster on this machine, which computes {peak:.0f} "
-        f"GFLOP/s and reads {limits['read_gb_per_s']:.0f} GB/s.",
+        "The limit, and the share of it: of one token of a sample in a step (speculation makes more), at "
+        f"{peak:.0f} GFLOP/s and {limits['read_gb_per_s']:.0f} GB/s.",
     ]
     notes += [f"{m['model']}: without {', '.join(m['absent'])}." for m in report["models"] if m["absent"]]
     for note in notes:

@@ -32,6 +32,7 @@ from rollout_client import (
     RolloutClient,
     SamplingParams,
     ServerProcess,
+    SharedBuffer,
     UpdateResult,
     clean_stale_segments,
 )
@@ -103,23 +104,35 @@ def measure_adapters(client: RolloutClient, runs: int) -> dict:
 
 
 def measure_full(client: RolloutClient, runs: int) -> dict:
-    """Full pushes by both transports."""
+    """Full pushes by each way."""
     rng = np.random.default_rng(2)
     state = {p.name: random_bfloat16(rng, p.shape, 1.0 if "norm" in p.name else 0.0) for p in client.parameters()}
     size = sum(len(data) for data, _, _ in state.values())
     report: dict = {"bytes": size, "copy": copy_rate(size, runs)}
-    for transport in ("inline", "shared_memory"):
-        seconds, results = pushes(
-            lambda transport=transport: client.push_full(state, transport=transport, progress=False), runs
-        )
-        report[transport] = {
-            "rate": Timing.of([size / 1e9 / s for s in seconds]),
-            "seconds": Timing.of(seconds),
-            "staging_ms": Timing.of([result.staging_ms for result in results]),
-            "pause_ms": Timing.of([result.pause_ms for result in results]),
+    with SharedBuffer(size) as buffer:
+        ways = {
+            "inline": lambda: client.push_full(state, transport="inline", progress=False),
+            "shared_memory": lambda: client.push_full(state, transport="shared_memory", progress=False),
+            "shared_buffer": lambda: client.push_full(gathered, buffer=buffer, progress=False),
         }
+        gathered = {name: (gather(buffer, data), dtype, shape) for name, (data, dtype, shape) in state.items()}
+        for name, push in ways.items():
+            seconds, results = pushes(push, runs)
+            report[name] = {
+                "rate": Timing.of([size / 1e9 / s for s in seconds]),
+                "seconds": Timing.of(seconds),
+                "staging_ms": Timing.of([result.staging_ms for result in results]),
+                "pause_ms": Timing.of([result.pause_ms for result in results]),
+            }
     report["shared_memory"]["client_rate"] = Timing.of(staging_rates(state, size, runs))
     return report
+
+
+def gather(buffer: SharedBuffer, data: bytes) -> memoryview:
+    """The bytes in the buffer, as a trainer that gathers a tensor puts them there."""
+    part = buffer.take(len(data))
+    part[:] = data
+    return part
 
 
 def staging_rates(state: dict, size: int, runs: int) -> list[float]:
@@ -199,6 +212,7 @@ def markdown(report: dict) -> str:
             row("… client's part (copy and digests), GB/s", lambda r: r["shared_memory"]["client_rate"]),
             row("… server's check, ms", lambda r: r["shared_memory"]["staging_ms"]),
             row("… pause, ms", lambda r: r["shared_memory"]["pause_ms"]),
+            row("FULL gathered into shared memory, end to end, GB/s", lambda r: r["shared_buffer"]["rate"]),
             row("LoRA r=16, all linear layers, MB", lambda r: f"{r['lora']['bytes'] / 1e6:,.1f}"),
             row("… end to end, s", lambda r: r["lora"]["seconds"]),
             row("… pause, ms", lambda r: r["lora"]["pause_ms"]),

@@ -17,6 +17,7 @@ from rollout_client import (
     InvalidArgument,
     NotFound,
     ResourceExhausted,
+    SharedBuffer,
     _push,
     _segment,
     clean_stale_segments,
@@ -75,6 +76,62 @@ def test_a_server_with_another_shm_gets_it_inline(pusher, fake, rng, as_iterator
     assert held(fake) == in_bytes(state)
     with pytest.raises(NotFound):
         pusher.push_full(state, transport="shared_memory")
+
+
+def gathered(buffer, state):
+    """The tensors of `state`, in the buffer, the last name first."""
+    views = {
+        name: np.frombuffer(buffer.take(array.nbytes), array.dtype).reshape(array.shape)
+        for name, array in state.items()
+    }
+    for name, view in views.items():
+        view[...] = state[name]
+    return dict(reversed(views.items()))
+
+
+def some_tensors(rng):
+    return {f"t{i}": rng.standard_normal((1000, 1501 + i), dtype=np.float32) for i in range(4)}
+
+
+def test_what_lies_in_a_shared_buffer_is_pushed_without_a_copy(pusher, fake, rng, monkeypatch):
+    def copied(*_):
+        raise AssertionError("a tensor was copied")
+
+    monkeypatch.setattr(_segment.Segment, "write", copied)
+    state = some_tensors(rng)
+    with SharedBuffer(sum(array.nbytes for array in state.values())) as buffer:
+        tensors = gathered(buffer, state)
+        for factor in (1, 2):
+            for name in state:
+                tensors[name][...] = factor * state[name]
+            hold(fake, {name: np.zeros_like(array) for name, array in state.items()})
+            pusher.push_full(tensors, buffer=buffer)
+            assert held(fake) == in_bytes({name: factor * array for name, array in state.items()})
+            assert fake.weights.commits[-1].header.source.shared_memory.name == buffer.segment.name
+        assert own_segments() == [buffer.segment.name]
+    assert own_segments() == []
+
+
+def test_what_lies_elsewhere_is_refused_by_name_and_another_shm_gets_it_inline(pusher, fake, rng):
+    state = some_tensors(rng)
+    with SharedBuffer(sum(array.nbytes for array in state.values())) as buffer:
+        tensors = gathered(buffer, state)
+        hold(fake, {name: np.zeros_like(array) for name, array in state.items()})
+        with pytest.raises(InvalidArgument, match=r"t2.*shared buffer"):
+            pusher.push_full({**tensors, "t2": state["t2"]}, buffer=buffer)
+        fake.weights.hide_shared_memory = True
+        pusher.push_full(tensors, buffer=buffer)
+        assert held(fake) == in_bytes(state)
+
+
+def test_a_shared_buffer_gives_aligned_parts_until_it_is_full():
+    with SharedBuffer(1000) as buffer:
+        parts = [buffer.take(size) for size in (1, 63, 65, 128)]
+        places = [buffer.segment.offset_of(part) for part in parts]
+        assert places == [0, 64, 128, 256]
+        for size in (-1, 1 << 40):
+            with pytest.raises((InvalidArgument, ResourceExhausted), match=str(size)):
+                buffer.take(size)
 
 
 def test_no_room_for_a_segment_is_inline_or_an_error(pusher, fake, rng, monkeypatch):

@@ -16,6 +16,7 @@ from rollout_client import (
     Lifecycle,
     ResourceExhausted,
     ServerProcess,
+    _push,
 )
 from serving import (
     FIXTURES,
@@ -236,7 +237,8 @@ def test_an_exception_in_a_colocated_loop_leaves_the_server_asleep(binary):
         client.wake()
 
 
-def test_in_place_pushes_need_no_room_beside_the_weights(binary, rng):
+def test_in_place_pushes_need_no_room_beside_the_weights(binary, rng, monkeypatch):
+    monkeypatch.setattr(_push, "CHUNK_BYTES", 1 << 10)  # small tensors are sent together: here some at a time
     base = read_model(PUSH_MODEL)
     with server(binary, PUSH_MODEL, *no_room(binary)) as client:
         before, full = seen(client), perturbed(rng, base)

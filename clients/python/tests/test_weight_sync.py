@@ -28,6 +28,7 @@ from rollout_client import (
     InvalidArgument,
     NotFound,
     ServerProcess,
+    SharedBuffer,
 )
 from serving import (
     FIXTURES,
@@ -94,6 +95,14 @@ def test_full_pushes_are_a_server_started_on_them(pair, rng):
         assert seen(client) == expected != before
         client.push_full(base, version=1)
         assert seen(client) == before
+    with SharedBuffer(sum(array.nbytes for array in full.values())) as buffer:
+        gathered = {}
+        for name, array in full.items():
+            gathered[name] = np.frombuffer(buffer.take(array.nbytes), array.dtype).reshape(array.shape)
+            gathered[name][...] = array
+        client.push_full(gathered, buffer=buffer)
+        assert seen(client) == expected
+    client.push_full(base, version=1)
     client.push_directory("full", "full", expected_version=1, version=12)
     assert seen(client) == expected
 

@@ -1,7 +1,7 @@
 """Client of rollout-server: groups of samples with log-probabilities, for RL fine-tuning."""
 
 from ._delta import DeltaTensor, make_delta
-from ._segment import clean_stale_segments
+from ._segment import SharedBuffer, clean_stale_segments
 from ._tensors import checksum_of
 from .aio import AsyncGenerateStream, AsyncRolloutClient
 from .client import GenerateStream, RolloutClient
@@ -91,6 +91,7 @@ __all__ = [
     "ServerInfo",
     "ServerProcess",
     "ServerStatus",
+    "SharedBuffer",
     "SleepResult",
     "StreamEvent",
     "Summary",

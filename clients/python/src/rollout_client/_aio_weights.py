@@ -9,7 +9,7 @@ from typing import Any
 
 from . import _convert_weights, _proto
 from ._progress import ProgressArgument
-from ._segment import SegmentPool
+from ._segment import SegmentPool, SharedBuffer
 from ._weights import NamedTensors
 from .client import RolloutClient
 from .types import AdapterInfo, ParameterInfo, RunningPolicy, UpdateResult
@@ -66,6 +66,7 @@ class AsyncWeightSync:
         running: RunningPolicy = "keep",
         in_place: bool = False,
         total_bytes: int | None = None,
+        buffer: SharedBuffer | None = None,
         transport: str = "auto",
         timeout: float | None = None,
         progress: ProgressArgument = None,
@@ -79,6 +80,7 @@ class AsyncWeightSync:
                 running=running,
                 in_place=in_place,
                 total_bytes=total_bytes,
+                buffer=buffer,
                 transport=transport,
                 timeout=timeout,
                 progress=progress,

@@ -15,7 +15,7 @@ import grpc
 from . import _proto
 from ._convert_weights import tensor_entry
 from ._progress import Progress
-from ._segment import ALIGNMENT, DIRECTORY, Segment, SegmentPool, digest_of
+from ._segment import ALIGNMENT, DIRECTORY, MANY_TENSORS, Segment, SegmentPool, SharedBuffer, aligned, digest_of
 from ._tensors import Layout
 from .errors import Cancelled, InvalidArgument, NotFound, ResourceExhausted, RolloutError, translated
 
@@ -27,8 +27,6 @@ SHARED_MEMORY_FROM = 16 << 20
 """Below this many bytes a segment is not worth its making."""
 
 _LOCAL = ("localhost:", "127.", "[::1]:", "unix:", "unix-abstract:")
-# What may lie between the tensors in a segment: alignment of this many tensors.
-_MANY_TENSORS = 16_384
 # Bytes in a segment that are declared in one message: the server reads them while the next are written.
 _DECLARED_BYTES = 8 << 20
 # Messages that wait for the connection: one is sent while the next is made.
@@ -148,18 +146,54 @@ def push_shared(start: StartCall, plan: Plan, pool: SegmentPool, progress: Progr
     """
     with ExitStack() as held:
         try:
-            segment = held.enter_context(pool.segment(plan.total + ALIGNMENT * _MANY_TENSORS))
+            segment = held.enter_context(pool.segment(plan.total + ALIGNMENT * MANY_TENSORS))
         except ResourceExhausted:
             if not fall_back:
                 raise
         else:
-            return _push_segment(start, plan, segment, progress, fall_back)
+            return _push_segment(start, plan, segment, _copied(plan, segment), progress, fall_back=fall_back)
     return push_inline(start, plan, progress)
 
 
-def _push_segment(start: StartCall, plan: Plan, segment: Segment, progress: Progress, fall_back: bool) -> Any:
-    written: list[tuple[str, Layout, int, int, int]] = []
+def push_buffer(start: StartCall, plan: Plan, buffer: SharedBuffer, progress: Progress, *, fall_back: bool) -> Any:
+    """Names a segment to the server in which all tensors lie already; returns the `UpdateResponse`.
+
+    Args:
+        fall_back: where the server has another `/dev/shm`, send it inline.
+    """
+
+    def place(tensor: Outgoing) -> tuple[int, bytes]:
+        offset = buffer.segment.offset_of(tensor.data)
+        if offset is None:
+            raise InvalidArgument(f"{tensor.name}: does not lie in the shared buffer; gather it into what `take` gives")
+        return offset, digest_of(tensor.data)
+
+    return _push_segment(start, plan, buffer.segment, place, progress, fall_back=fall_back)
+
+
+Place = Callable[[Outgoing], tuple[int, bytes]]
+"""Sees to it that a tensor lies in the segment: where, and its digest."""
+
+
+def _copied(plan: Plan, segment: Segment) -> Place:
+    """Copies the tensors into the segment, one behind the other."""
     end = 0
+
+    def place(tensor: Outgoing) -> tuple[int, bytes]:
+        nonlocal end
+        start, size = end, len(tensor.data)
+        if start + size > segment.size:
+            raise InvalidArgument(f"{tensor.name}: goes past the {plan.total} bytes of total_bytes")
+        end += aligned(size)
+        return start, segment.write(start, tensor.data)
+
+    return place
+
+
+def _push_segment(
+    start: StartCall, plan: Plan, segment: Segment, place: Place, progress: Progress, *, fall_back: bool
+) -> Any:
+    written: list[tuple[str, Layout, int, int, int]] = []
     tensors = iter(plan.tensors)
     # In place, the server sets less aside for tensors that it knows at once.
     upfront = plan.upfront or plan.header.in_place
@@ -169,19 +203,18 @@ def _push_segment(start: StartCall, plan: Plan, segment: Segment, progress: Prog
             if not upfront:
                 plan.header.total_bytes = plan.total
                 stream.send(_request(header=plan.header))
-            entries, declared = [], 0
+            entries, undeclared = [], 0
             for tensor in tensors:
                 size = len(tensor.data)
-                if end + size > segment.size:
-                    raise InvalidArgument(f"{tensor.name}: goes past the {plan.total} bytes of total_bytes")
-                entries.append(tensor.entry(segment.write(end, tensor.data), end))
-                written.append((tensor.name, tensor.layout, end, size, tensor.changed))
+                offset, digest = place(tensor)
+                entries.append(tensor.entry(digest, offset))
+                written.append((tensor.name, tensor.layout, offset, size, tensor.changed))
                 progress.add(size)
-                end += -(-size // ALIGNMENT) * ALIGNMENT
                 del tensor  # before the next is gathered, so that never two are held
-                if not upfront and end - declared >= _DECLARED_BYTES:
+                undeclared += size
+                if not upfront and undeclared >= _DECLARED_BYTES:
                     stream.send(_request(manifest={"tensors": entries}))
-                    entries, declared = [], end
+                    entries, undeclared = [], 0
             if upfront:
                 plan.header.tensors.extend(entries)
                 stream.send(_request(header=plan.header))

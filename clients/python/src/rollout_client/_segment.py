@@ -15,10 +15,12 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from .errors import ResourceExhausted
+from .errors import InvalidArgument, ResourceExhausted
 
 DIRECTORY = Path("/dev/shm")
 ALIGNMENT = 64
+# What may lie between the tensors in a segment: alignment of this many tensors.
+MANY_TENSORS = 16_384
 _NAME = re.compile(r"rollout-(\d+)-[0-9a-f]{16}")
 _PIECE = 256 << 10
 
@@ -69,10 +71,72 @@ class Segment:
         """What was written there."""
         return memoryview(self._memory[offset : offset + size])
 
+    def offset_of(self, data: memoryview) -> int | None:
+        """Where `data` lies in it; None if it lies elsewhere."""
+        offset = np.frombuffer(data, np.uint8).ctypes.data - self._memory.ctypes.data
+        return offset if 0 <= offset <= len(self._memory) - len(data) else None
+
     def close(self) -> None:
         """Removes the file; its memory goes when nobody maps it any more."""
         self._remove()
         self._memory = np.empty(0, np.uint8)
+
+
+class SharedBuffer:
+    """Memory that a server on this host can read: tensors that are gathered into it are pushed without a copy.
+
+        with SharedBuffer(total_bytes) as buffer:
+            for name, shard in shards:
+                tensor = torch.frombuffer(buffer.take(size_of(name)), dtype=torch.bfloat16).view(shape_of(name))
+                gather(shard, out=tensor)
+                tensors[name] = tensor
+            client.push_full(tensors, buffer=buffer)
+
+    Keep it for all pushes: fresh pages cost more than what is written to them. What lies in it must not change while a
+    push is under way. `close`, or the end of the process, gives it back when no tensor lies in it any more.
+    """
+
+    def __init__(self, size: int) -> None:
+        """Of `size` bytes for tensors, beside what aligning them takes.
+
+        Raises:
+            ResourceExhausted: `/dev/shm` has no room for it, or is not there.
+        """
+        self.segment = Segment(size + ALIGNMENT * MANY_TENSORS)
+        self._taken = 0
+
+    def take(self, size: int) -> memoryview:
+        """The next `size` bytes, aligned for every type, writable.
+
+        Raises:
+            InvalidArgument: `size` is negative.
+            ResourceExhausted: so many are not left.
+        """
+        if size < 0:
+            raise InvalidArgument(f"size: expected bytes, got {size}")
+        start = self._taken
+        if start + size > self.segment.size:
+            left = self.segment.size - start
+            raise ResourceExhausted(f"{size} bytes of a shared buffer that has {left} left; make it larger")
+        self._taken = start + aligned(size)
+        return self.segment.read(start, size)
+
+    def close(self) -> None:
+        """Ends it."""
+        self.segment.close()
+
+    def __enter__(self) -> SharedBuffer:
+        """The buffer itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """As `close`."""
+        self.close()
+
+
+def aligned(size: int) -> int:
+    """Bytes from the start of a tensor of this size to that of the next."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def digest_of(data: memoryview | bytes) -> bytes:

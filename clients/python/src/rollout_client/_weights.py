@@ -10,8 +10,8 @@ from . import _convert_weights, _proto
 from ._delta import make_delta
 from ._lora import adapter_parts
 from ._progress import Progress, ProgressArgument
-from ._push import Outgoing, Plan, choose_shared_memory, push_header, push_inline, push_shared
-from ._segment import SegmentPool
+from ._push import Outgoing, Plan, choose_shared_memory, push_buffer, push_header, push_inline, push_shared
+from ._segment import SegmentPool, SharedBuffer
 from ._tensors import ITEM_SIZES, Layout, bytes_of, layout_of
 from .errors import FailedPrecondition, InvalidArgument
 from .types import AdapterInfo, DtypeName, ParameterInfo, RunningPolicy, UpdateResult
@@ -97,6 +97,7 @@ class WeightSync:
         running: RunningPolicy = "keep",
         in_place: bool = False,
         total_bytes: int | None = None,
+        buffer: SharedBuffer | None = None,
         transport: str = "auto",
         timeout: float | None = None,
         progress: ProgressArgument = None,
@@ -111,6 +112,7 @@ class WeightSync:
                 that breaks then leaves `Lifecycle.WEIGHTS_MISSING`.
             total_bytes: of all tensors, to set memory aside; None is their sum, or, for an iterator, what the model
                 takes if all tensors have the first one's type.
+            buffer: in which all the tensors lie: they are not copied. Instead of `transport="shared_memory"`.
             (the others: see `WeightSync`)
         """
         header = _convert_weights.update_header(
@@ -123,7 +125,7 @@ class WeightSync:
             pairs = iter(named_tensors)
             total, pairs = (total_bytes, pairs) if total_bytes is not None else self._estimated(pairs)
         plan = Plan(header, _outgoing(pairs), total, upfront=False)
-        return self._push("weights", plan, transport, timeout, progress)
+        return self._push("weights", plan, transport, timeout, progress, buffer=buffer)
 
     def push_delta(
         self,
@@ -216,11 +218,20 @@ class WeightSync:
         return self._call(_proto.REMOVE_ADAPTER, request).generation
 
     def _push(
-        self, what: str, plan: Plan, transport: str, timeout: float | None, shown: ProgressArgument
+        self,
+        what: str,
+        plan: Plan,
+        transport: str,
+        timeout: float | None,
+        shown: ProgressArgument,
+        *,
+        buffer: SharedBuffer | None = None,
     ) -> UpdateResult:
         shared = choose_shared_memory(transport, self.address, plan.total)
         progress, start = Progress(what, plan.total, shown), self._starter(timeout)
-        if shared:
+        if buffer is not None and transport != "inline":
+            response = push_buffer(start, plan, buffer, progress, fall_back=transport == "auto")
+        elif shared:
             response = push_shared(start, plan, self._segments, progress, fall_back=transport == "auto")
         else:
             response = push_inline(start, plan, progress)
