@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import queue
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -31,6 +33,8 @@ _LOCAL = ("localhost:", "127.", "[::1]:", "unix:", "unix-abstract:")
 _DECLARED_BYTES = 8 << 20
 # Messages that wait for the connection: one is sent while the next is made.
 _QUEUED_MESSAGES = 2
+# Memory does not feed more, and the trainer has other work for them.
+_DIGEST_THREADS = min(4, os.cpu_count() or 1)
 _POLL_SECONDS = 0.1
 
 
@@ -151,49 +155,13 @@ def push_shared(start: StartCall, plan: Plan, pool: SegmentPool, progress: Progr
             if not fall_back:
                 raise
         else:
-            return _push_segment(start, plan, segment, _copied(plan, segment), progress, fall_back=fall_back)
+            return _push_segment(start, plan, segment, progress, fall_back)
     return push_inline(start, plan, progress)
 
 
-def push_buffer(start: StartCall, plan: Plan, buffer: SharedBuffer, progress: Progress, *, fall_back: bool) -> Any:
-    """Names a segment to the server in which all tensors lie already; returns the `UpdateResponse`.
-
-    Args:
-        fall_back: where the server has another `/dev/shm`, send it inline.
-    """
-
-    def place(tensor: Outgoing) -> tuple[int, bytes]:
-        offset = buffer.segment.offset_of(tensor.data)
-        if offset is None:
-            raise InvalidArgument(f"{tensor.name}: does not lie in the shared buffer; gather it into what `take` gives")
-        return offset, digest_of(tensor.data)
-
-    return _push_segment(start, plan, buffer.segment, place, progress, fall_back=fall_back)
-
-
-Place = Callable[[Outgoing], tuple[int, bytes]]
-"""Sees to it that a tensor lies in the segment: where, and its digest."""
-
-
-def _copied(plan: Plan, segment: Segment) -> Place:
-    """Copies the tensors into the segment, one behind the other."""
-    end = 0
-
-    def place(tensor: Outgoing) -> tuple[int, bytes]:
-        nonlocal end
-        start, size = end, len(tensor.data)
-        if start + size > segment.size:
-            raise InvalidArgument(f"{tensor.name}: goes past the {plan.total} bytes of total_bytes")
-        end += aligned(size)
-        return start, segment.write(start, tensor.data)
-
-    return place
-
-
-def _push_segment(
-    start: StartCall, plan: Plan, segment: Segment, place: Place, progress: Progress, *, fall_back: bool
-) -> Any:
+def _push_segment(start: StartCall, plan: Plan, segment: Segment, progress: Progress, fall_back: bool) -> Any:
     written: list[tuple[str, Layout, int, int, int]] = []
+    end = 0
     tensors = iter(plan.tensors)
     # In place, the server sets less aside for tensors that it knows at once.
     upfront = plan.upfront or plan.header.in_place
@@ -203,18 +171,19 @@ def _push_segment(
             if not upfront:
                 plan.header.total_bytes = plan.total
                 stream.send(_request(header=plan.header))
-            entries, undeclared = [], 0
+            entries, declared = [], 0
             for tensor in tensors:
                 size = len(tensor.data)
-                offset, digest = place(tensor)
-                entries.append(tensor.entry(digest, offset))
-                written.append((tensor.name, tensor.layout, offset, size, tensor.changed))
+                if end + size > segment.size:
+                    raise InvalidArgument(f"{tensor.name}: goes past the {plan.total} bytes of total_bytes")
+                entries.append(tensor.entry(segment.write(end, tensor.data), end))
+                written.append((tensor.name, tensor.layout, end, size, tensor.changed))
                 progress.add(size)
+                end += aligned(size)
                 del tensor  # before the next is gathered, so that never two are held
-                undeclared += size
-                if not upfront and undeclared >= _DECLARED_BYTES:
+                if not upfront and end - declared >= _DECLARED_BYTES:
                     stream.send(_request(manifest={"tensors": entries}))
-                    entries, undeclared = [], 0
+                    entries, declared = [], end
             if upfront:
                 plan.header.tensors.extend(entries)
                 stream.send(_request(header=plan.header))
@@ -231,6 +200,35 @@ def _push_segment(
     )
     progress.repeat(sum(size for _, _, _, size, _ in written))
     return push_inline(start, replace(plan, tensors=itertools.chain(again, tensors)), progress)
+
+
+def push_buffer(start: StartCall, plan: Plan, buffer: SharedBuffer, progress: Progress, *, fall_back: bool) -> Any:
+    """Names a segment to the server in which all tensors lie already; returns the `UpdateResponse`.
+
+    Args:
+        fall_back: where the server has another `/dev/shm`, send it inline.
+    """
+    tensors = list(plan.tensors)
+    # There is nothing to copy that the server could overlap with: both sides take all tensors with all threads.
+    with ThreadPoolExecutor(_DIGEST_THREADS, thread_name_prefix="rollout-digest") as threads:
+        digests = threads.map(digest_of, [tensor.data for tensor in tensors])
+        for tensor, digest in zip(tensors, digests, strict=True):
+            offset = buffer.segment.offset_of(tensor.data)
+            if offset is None:
+                where = "does not lie in the shared buffer; gather it into what `take` gives"
+                raise InvalidArgument(f"{tensor.name}: {where}")
+            plan.header.tensors.append(tensor.entry(digest, offset))
+    plan.header.source.shared_memory.name = buffer.segment.name
+    try:
+        response = push_header(start, plan.header)
+    except NotFound:
+        if not fall_back:
+            raise
+        plan.header.ClearField("source")
+        plan.header.ClearField("tensors")
+        return push_inline(start, replace(plan, tensors=tensors), progress)
+    progress.add(plan.total)
+    return response
 
 
 def push_header(start: StartCall, header: Any) -> Any:
