@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use rollout_kernels::PANEL;
-use xxhash_rust::xxh3::Xxh3;
+use twox_hash::xxhash3_128::Hasher;
 
 use super::staging::first_not_finite;
 use crate::weights::Dtype;
@@ -35,7 +35,7 @@ impl Layout {
 /// What of a tensor has come.
 pub(super) struct Ordered {
     layout: Layout,
-    hasher: Xxh3,
+    hasher: Hasher,
     /// Bytes from its start that were hashed, and passed on with their rows.
     done: usize,
     /// Of those, the beginning of a row.
@@ -50,7 +50,7 @@ pub(super) struct Ordered {
 impl Ordered {
     pub fn new(layout: Layout) -> Self {
         let early = BTreeMap::new();
-        Self { layout, hasher: Xxh3::new(), done: 0, row: Vec::new(), bad: None, early, early_bytes: 0 }
+        Self { layout, hasher: Hasher::new(), done: 0, row: Vec::new(), bad: None, early, early_bytes: 0 }
     }
 
     /// Bytes from its start that have come.
@@ -68,7 +68,7 @@ impl Ordered {
         self.early.len()
     }
 
-    pub fn hasher(&self) -> &Xxh3 {
+    pub fn hasher(&self) -> &Hasher {
         &self.hasher
     }
 
@@ -102,7 +102,7 @@ impl Ordered {
         while !data.is_empty() {
             if !self.row.is_empty() || data.len() < row_bytes {
                 let (part, rest) = data.split_at(data.len().min(row_bytes - self.row.len()));
-                self.hasher.update(part);
+                self.hasher.write(part);
                 self.row.extend_from_slice(part);
                 self.done += part.len();
                 data = rest;
@@ -116,7 +116,7 @@ impl Ordered {
             let first = self.done / row_bytes;
             let rows = (data.len() / row_bytes).min(piece_rows - first % piece_rows);
             let (piece, rest) = data.split_at(rows * row_bytes);
-            self.hasher.update(piece);
+            self.hasher.write(piece);
             self.done += piece.len();
             data = rest;
             self.emit(first, piece, sink);

@@ -5,7 +5,7 @@ mod packing;
 use std::path::Path;
 use std::sync::Arc;
 
-use xxhash_rust::xxh3::Xxh3;
+use twox_hash::xxhash3_128::Hasher;
 
 use super::delta::{self, Decoded, Delta};
 use super::directory;
@@ -348,8 +348,8 @@ impl Receiver {
         self.read_rest()?;
         let digests = self.digests()?;
         self.manifest.check_head(|i| digests[i])?;
-        let mut hasher = Xxh3::new();
-        self.manifest.by_name().into_iter().for_each(|i| hasher.update(&digests[i]));
+        let mut hasher = Hasher::new();
+        self.manifest.by_name().into_iter().for_each(|i| hasher.write(&digests[i]));
         let (bytes, kind) = (self.manifest.declared(), self.manifest.kind());
         let (update, parameters) = match kind {
             UpdateKind::Lora => {
@@ -366,7 +366,7 @@ impl Receiver {
             }
             UpdateKind::Delta => (WeightUpdate::Delta(Arc::new(self.delta()?)), self.manifest.covered()),
         };
-        Ok(Received { update, digest: hasher.digest128().to_be_bytes(), bytes, parameters })
+        Ok(Received { update, digest: hasher.finish_128().to_be_bytes(), bytes, parameters })
     }
 
     /// What was announced is the most that may come; what has been declared is all that has.

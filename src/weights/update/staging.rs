@@ -4,7 +4,7 @@ use std::fmt;
 use std::ops::{Deref, DerefMut, Range};
 
 use memmap2::MmapMut;
-use xxhash_rust::xxh3::Xxh3;
+use twox_hash::xxhash3_128::Hasher;
 
 use super::files::SourceFile;
 use super::ordered::{Layout, Ordered, Sink};
@@ -88,7 +88,7 @@ struct Partial {
     buffer: Buffer,
     /// What has come: ascending, with gaps between.
     pieces: Vec<Range<usize>>,
-    hasher: Xxh3,
+    hasher: Hasher,
     /// Bytes from the tensor's start that the hasher has seen.
     hashed: usize,
 }
@@ -156,7 +156,7 @@ impl Slot {
             return Ok(false);
         };
         let Partial { buffer, mut hasher, hashed, .. } = *partial;
-        hasher.update(&buffer[hashed..]);
+        hasher.write(&buffer[hashed..]);
         let bad = self.values.and_then(|dtype| first_not_finite(&buffer, dtype));
         self.verify(name, &hasher, bad)?;
         self.buffer = Some(buffer);
@@ -251,12 +251,12 @@ impl Slot {
     /// `DataLoss` if the file has become too short; as for [`Slot::verify`].
     pub fn fill(&mut self, name: &str, file: &SourceFile, offset: u64) -> Result<()> {
         let mut buffer = Buffer::zeroed(self.bytes)?;
-        let mut hasher = Xxh3::new();
+        let mut hasher = Hasher::new();
         let mut bad = None;
         let mut done = 0;
         for piece in buffer.chunks_mut(PIECE_BYTES) {
             file.read(name, offset + done as u64, piece)?;
-            hasher.update(piece);
+            hasher.write(piece);
             if let (None, Some(dtype)) = (bad, self.values) {
                 bad = first_not_finite(piece, dtype).map(|index| done / dtype.size() + index);
             }
@@ -270,8 +270,8 @@ impl Slot {
     /// # Errors
     /// `DataLoss` if the digest is not the announced one, else `InvalidArgument` if the value at index `bad` is not
     /// finite.
-    fn verify(&mut self, name: &str, hasher: &Xxh3, bad: Option<usize>) -> Result<()> {
-        let digest = hasher.digest128().to_be_bytes();
+    fn verify(&mut self, name: &str, hasher: &Hasher, bad: Option<usize>) -> Result<()> {
+        let digest = hasher.finish_128().to_be_bytes();
         if let Some(expected) = self.expected.filter(|expected| *expected != digest) {
             return Err(Error::DataLoss(format!(
                 "tensor {name:?}: XXH3-128 of the bytes that came is {}, announced was {}; send it again",
@@ -302,7 +302,7 @@ fn too_many_gaps(name: &str) -> Error {
 
 impl Partial {
     fn new(bytes: usize) -> Result<Self> {
-        Ok(Self { buffer: Buffer::zeroed(bytes)?, pieces: Vec::new(), hasher: Xxh3::new(), hashed: 0 })
+        Ok(Self { buffer: Buffer::zeroed(bytes)?, pieces: Vec::new(), hasher: Hasher::new(), hashed: 0 })
     }
 
     fn overlaps(&self, piece: &Range<usize>) -> bool {
@@ -314,7 +314,7 @@ impl Partial {
     fn take(&mut self, piece: Range<usize>, data: &[u8]) {
         self.buffer[piece.clone()].copy_from_slice(data);
         if self.hashed == piece.start {
-            self.hasher.update(data);
+            self.hasher.write(data);
             self.hashed = piece.end;
         }
         let pieces = &mut self.pieces;
