@@ -55,8 +55,8 @@ def seen(client):
 
 
 def held(status):
-    """Names of the reservations, but for the spare weights: a push that begins takes them, whatever becomes of it."""
-    return {name for name, size in status.memory.entries.items() if size} - {"spare_weights"}
+    """Names of the reservations."""
+    return {name for name, size in status.memory.entries.items() if size}
 
 
 def resident_bytes(pid):

@@ -38,7 +38,8 @@ def unchanged(at_base):
     yield client, base
     after = wait_for(client, lambda now: not now.updating, "without a push")
     assert (after.weight_version, after.updates) == (status.weight_version, status.updates)
-    assert held(after) == held(status)
+    # A push that begins takes the spare weights, whatever becomes of it; one that fails leaves none.
+    assert held(after) in (held(status), held(status) - {"spare_weights"})
     assert seen(client) == before
 
 

@@ -1,7 +1,6 @@
 //! The reader of frames against prost, on streams that are cut anywhere and damaged anyhow.
 
-use std::sync::Arc;
-use std::sync::mpsc::sync_channel;
+use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
 use prost::Message as _;
@@ -14,11 +13,10 @@ use tonic::Code;
 use tonic::codegen::Service as _;
 
 use super::*;
-use crate::engine::EngineHandle;
-use crate::server::gate::gate;
+use crate::engine::Command;
+use crate::server::gate::GateKeeper;
 use crate::server::grpc::note_deadline;
-use crate::server::{ModelFacts, Parts, ServerInfo};
-use crate::weights::{Dtype, Parameters};
+use crate::server::grpc::tests::open;
 
 /// What a stream brings, chunks whole: the messages before its end, and the code of the error that ends it.
 #[derive(Debug, Default, PartialEq)]
@@ -259,17 +257,8 @@ async fn a_stream_that_breaks_is_unavailable() {
 }
 
 /// A service whose engine answers nothing.
-fn service() -> (crate::server::gate::GateKeeper, WeightsService, std::sync::mpsc::Receiver<crate::engine::Command>) {
-    let (sender, commands) = sync_channel(16);
-    let model = ModelFacts { vocab_size: 100, max_model_len: 8, eos_token_ids: vec![99], text: None };
-    let (keeper, gate) = gate();
-    keeper.serving(Arc::new(Parts {
-        model: Arc::new(model),
-        info: ServerInfo::default(),
-        engine: EngineHandle::new(sender),
-        parameters: Arc::new(Parameters::new(Vec::new(), Dtype::F32, 1, false)),
-        weights_dir: None,
-    }));
+fn service() -> (GateKeeper, WeightsService, Receiver<Command>) {
+    let (keeper, gate, commands) = open();
     (keeper, WeightsService::new(gate), commands)
 }
 
