@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models import checksums, perturbed, random_adapter, read_model
+from models import checksums, perturbed, random_adapter, read_model, write_model
 from rollout_client import (
     Aborted,
     DataLoss,
@@ -21,13 +22,14 @@ from rollout_client import (
     NotFound,
     ResourceExhausted,
     RolloutError,
+    ServerProcess,
     _proto,
 )
 from rollout_client._convert_weights import update_header
 from rollout_client._push import Outgoing, UpdateStream, chunk_request
 from rollout_client._segment import digest_of
 from rollout_client._tensors import bytes_of
-from serving import PUSH_MODEL, held, no_room, seen, server, start_group, wait_for
+from serving import PUSH_MODEL, SMALL_CACHE, held, no_room, resident_bytes, seen, server, start_group, wait_for
 
 
 @pytest.fixture
@@ -311,3 +313,30 @@ def test_pushes_that_do_not_fit_are_refused_before_anything_is_touched(binary, r
         with pytest.raises(ResourceExhausted, match="update_staging"):
             client.push_full(perturbed(rng, read_model(PUSH_MODEL)))
         assert seen(client) == before and "update_staging" not in held(client.status())
+
+
+def test_failed_pushes_leave_no_memory(binary, rng, tmp_path):
+    """Of a model large enough that what one of them kept would show."""
+    state = read_model(PUSH_MODEL)
+    name, embedding = "model.embed_tokens.weight", state["model.embed_tokens.weight"]
+    state[name] = rng.standard_normal((1 << 15, embedding.shape[1]), np.float32).astype(embedding.dtype)
+    directory = write_model(tmp_path / "model", PUSH_MODEL, state)
+    config = json.loads((directory / "config.json").read_text()) | {"vocab_size": 1 << 15}
+    (directory / "config.json").write_text(json.dumps(config))
+    requests = full_messages(perturbed(rng, state))
+    wrong = changed_tensor(put("digest", bytes(16)))(state)
+    with ServerProcess(binary, directory, [*SMALL_CACHE, "--mem-util", "0.3"]) as process:
+        client, after = process.client, []
+        for _ in range(8):
+            for count in (2, len(requests) // 2, len(requests) - 1):
+                send(client, requests[:count], then="break")
+                wait_for(client, lambda status: not status.updating, "without a push")
+            with pytest.raises(DataLoss):
+                send(client, wrong)
+            with pytest.raises(InvalidArgument):
+                client.push_full({**state, name: state[name] * np.nan}, transport="shared_memory")
+            after.append(resident_bytes(process.process.pid))
+        print("resident MiB after each round:", [round(size / 2**20, 1) for size in after])
+        assert "spare_weights" not in held(client.status())
+        # Buffers of connections and threads come and go; each round that kept one of its embeddings would add 8 MiB.
+        assert max(after[2:]) < after[1] + state[name].nbytes

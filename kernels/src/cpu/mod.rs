@@ -7,6 +7,7 @@
 mod activation;
 mod attention;
 mod dequantise;
+mod finite;
 mod isa;
 mod kv;
 mod lanes;
@@ -27,6 +28,7 @@ mod tile;
 pub use activation::silu_mul;
 pub use attention::{AttentionSequence, AttentionShape, paged_attention};
 pub use dequantise::dequantise;
+pub use finite::first_saturated;
 pub use isa::Isa;
 pub use kv::{BlockCopy, KvCache, KvDtype, KvLayout};
 pub use linear::{linear, linear_silu_mul};

@@ -4,6 +4,7 @@ use std::fmt;
 use std::ops::{Deref, DerefMut, Range};
 
 use memmap2::MmapMut;
+use rollout_kernels::cpu::first_saturated;
 use twox_hash::xxhash3_128::Hasher;
 
 use super::files::SourceFile;
@@ -333,24 +334,10 @@ impl Partial {
 /// Index of the first infinity or NaN among little-endian values.
 pub(super) fn first_not_finite(bytes: &[u8], dtype: Dtype) -> Option<usize> {
     match dtype {
-        Dtype::F32 => first_saturated(bytes, |b: [u8; 4]| u32::from_le_bytes(b) & 0x7f80_0000 == 0x7f80_0000),
-        Dtype::F16 => first_saturated(bytes, |b: [u8; 2]| u16::from_le_bytes(b) & 0x7c00 == 0x7c00),
-        Dtype::Bf16 => first_saturated(bytes, |b: [u8; 2]| u16::from_le_bytes(b) & 0x7f80 == 0x7f80),
+        Dtype::F32 => first_saturated(bytes.as_chunks::<4>().0, 0x7f80_0000),
+        Dtype::F16 => first_saturated(bytes.as_chunks::<2>().0, 0x7c00),
+        Dtype::Bf16 => first_saturated(bytes.as_chunks::<2>().0, 0x7f80),
     }
-}
-
-/// Blocks are searched without a branch per value, which the compiler turns into SIMD; only one with a hit is searched
-/// for its place.
-fn first_saturated<const N: usize>(bytes: &[u8], exponent_is_full: impl Fn([u8; N]) -> bool) -> Option<usize> {
-    const BLOCK: usize = 4096;
-    let (values, _) = bytes.as_chunks::<N>();
-    for (block, values) in values.chunks(BLOCK).enumerate() {
-        if values.iter().fold(false, |any, &value| any | exponent_is_full(value)) {
-            let place = values.iter().position(|&value| exponent_is_full(value))?;
-            return Some(block * BLOCK + place);
-        }
-    }
-    None
 }
 
 pub(super) fn hex(digest: &[u8; 16]) -> String {
