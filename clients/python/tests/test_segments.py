@@ -105,8 +105,11 @@ def test_what_lies_in_a_shared_buffer_is_pushed_without_a_copy(pusher, fake, rng
             for name in state:
                 tensors[name][...] = factor * state[name]
             hold(fake, {name: np.zeros_like(array) for name, array in state.items()})
-            pusher.push_full(tensors, buffer=buffer)
+            told = []
+            pusher.push_full(tensors, buffer=buffer, progress=lambda done, total, told=told: told.append((done, total)))
             assert held(fake) == in_bytes({name: factor * array for name, array in state.items()})
+            total = sum(array.nbytes for array in state.values())
+            assert told[-1] == (total, total)
             assert fake.weights.commits[-1].header.source.shared_memory.name == buffer.segment.name
         assert own_segments() == [buffer.segment.name]
     assert own_segments() == []
@@ -119,6 +122,11 @@ def test_what_lies_elsewhere_is_refused_by_name_and_another_shm_gets_it_inline(p
         hold(fake, {name: np.zeros_like(array) for name, array in state.items()})
         with pytest.raises(InvalidArgument, match=r"t2.*shared buffer"):
             pusher.push_full({**tensors, "t2": state["t2"]}, buffer=buffer)
+        with SharedBuffer(state["t2"].nbytes) as second:  # one lies above the other, whichever it is
+            other = gathered(second, {"t2": state["t2"]})
+            for wrong, of in (({**tensors, **other}, buffer), (tensors, second)):
+                with pytest.raises(InvalidArgument, match="shared buffer"):
+                    pusher.push_full(wrong, buffer=of)
         fake.weights.hide_shared_memory = True
         pusher.push_full(tensors, buffer=buffer)
         assert held(fake) == in_bytes(state)

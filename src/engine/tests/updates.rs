@@ -251,6 +251,18 @@ fn a_packed_push_is_exchanged_at_its_commit() {
 }
 
 #[test]
+fn a_packed_push_after_the_deep_sleep_leaves_no_spare() {
+    let mut rig = Rig::new();
+    told(&rig.sleep(SleepLevel::Two, DrainMode::Wait)).reply().unwrap();
+    rig.wake(true, true, false).unwrap();
+    let ticket = rig.begin(begin(UpdateKind::Full)).unwrap();
+    told(&rig.commit(ticket.id, WeightUpdate::Staged(ticket.stage.unwrap()))).reply().unwrap();
+    // What it replaced had no memory any more.
+    assert_eq!((rig.reserved("weights"), rig.reserved("spare_weights")), (120, 0));
+    rig.assert_clean();
+}
+
+#[test]
 fn a_push_in_place_passes_through_missing_weights() {
     let mut rig = Rig::new();
     let frozen = rig.submit(ask("frozen", 3, 9));

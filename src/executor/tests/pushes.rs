@@ -118,13 +118,17 @@ fn what_is_exchanged_for_a_packed_push_is_a_fresh_start_and_the_base_from_then_o
                 let mut direct = setup.ranks();
                 direct.write(WeightOrder::Replace { tensors: setup.full(&pushed) }).unwrap();
                 assert_eq!(outputs(&mut ranks), outputs(&mut direct));
+                let rounded =
+                    |pushed: &[Vec<f32>]| pushed.iter().map(|values| setup.rounded(values)).collect::<Vec<_>>();
                 merge(&mut ranks, &none, &adapter);
-                let base: Vec<_> = pushed.iter().map(|values| setup.rounded(values)).collect();
-                setup.assert_serves(&mut ranks, &setup.merged(&base, &adapter), "merged");
+                setup.assert_serves(&mut ranks, &setup.merged(&rounded(&pushed), &adapter), "merged");
                 let again = setup.random_values(13);
                 let stage = setup.staged(&mut ranks, &again);
                 drop(ranks.exchange(stage).unwrap());
                 setup.assert_serves(&mut ranks, &bytes_of(&setup, &again), "exchanged again");
+                // Not into the base that the adapter before was merged into.
+                merge(&mut ranks, &none, &adapter);
+                setup.assert_serves(&mut ranks, &setup.merged(&rounded(&again), &adapter), "merged again");
             }
         }
     }

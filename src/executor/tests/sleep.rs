@@ -49,6 +49,14 @@ fn what_wakes_is_what_slept() {
             ranks.write(WeightOrder::Load { adapter: none }).unwrap();
             let fresh = setup.snapshot(&mut setup.ranks());
             setup.assert_serves(&mut ranks, &fresh, "after the deep sleep");
+            // Or it is brought by a packed push.
+            ranks.release(Memory::WeightsAndBase).unwrap();
+            ranks.restore(Memory::WeightsAndBase).unwrap();
+            let stage = setup.staged(&mut ranks, &pushed);
+            drop(ranks.exchange(stage).unwrap());
+            let mut direct = setup.ranks();
+            direct.write(WeightOrder::Replace { tensors: setup.full(&pushed) }).unwrap();
+            assert_eq!(outputs(&mut ranks), outputs(&mut direct), "after the deep sleep and a packed push");
         }
     }
 }
