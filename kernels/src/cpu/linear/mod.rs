@@ -104,17 +104,12 @@ fn pack_activations<F: LinearFormat>(cpu: &Cpu, x: Rows<'_>, plan: &Plan, packed
 }
 
 /// Packs `N` rows of a tile of `rows`, from its row `m` on: of each its steps, and what is left of one of odd length.
-fn pack_rows<F: LinearFormat, const N: usize>(
-    x: [(&[F::Step], &[f32]); N],
-    m: usize,
-    rows: usize,
-    cells: &mut [F::X],
-) {
+fn pack_rows<F: LinearFormat, const N: usize>(x: [(&[F::Step], &[f32]); N], m: usize, rows: usize, cells: &mut [F::X]) {
     let steps = x.map(|(steps, _)| &steps[..x[0].0.len()]); // as many, so that no step asks
     let mut cells = cells.chunks_exact_mut(rows).map(|cells| &mut cells[m..m + N]);
     for (step, cells) in (0..steps[0].len()).zip(cells.by_ref()) {
-        for i in 0..N {
-            cells[i] = F::pack(steps[i][step]);
+        for (cell, steps) in cells.iter_mut().zip(&steps) {
+            *cell = F::pack(steps[step]);
         }
     }
     for cells in cells {
