@@ -68,18 +68,21 @@ fn run<F: LinearFormat>(cpu: &Cpu, x: Rows<'_>, w: &PackedMatrix, bias: Option<&
 /// Activations by tile: `[step][row of the tile]`.
 fn pack_activations<F: LinearFormat>(cpu: &Cpu, x: Rows<'_>, plan: &Plan, packed: &mut [F::X]) {
     const BLOCK: usize = 256; // steps of all rows of a tile that the first-level cache holds
+    const ABREAST: usize = 4; // rows that are written together, as one row alone waits for each of its stores
     let tile = |tile: usize, packed: &mut [F::X]| {
         let first = plan.row(tile);
         let rows = plan.row(tile + 1) - first;
         for (block, cells) in packed.chunks_mut(BLOCK * rows).enumerate() {
-            for m in 0..rows {
+            let steps = |m: usize| {
                 let (steps, rest) = F::steps(x.row(first + m));
-                let mut cells = cells.chunks_exact_mut(rows);
-                for (step, cells) in steps[(block * BLOCK).min(steps.len())..].iter().zip(cells.by_ref()) {
-                    cells[m] = F::pack(*step);
-                }
-                // Half a step is left, of rows of odd length.
-                cells.zip(rest).for_each(|(cells, x)| cells[m] = F::pack_last(*x));
+                let from = (block * BLOCK).min(steps.len());
+                (&steps[from..steps.len().min(from + BLOCK)], rest)
+            };
+            for m in (0..rows - rows % ABREAST).step_by(ABREAST) {
+                pack_rows::<F, ABREAST>(std::array::from_fn(|i| steps(m + i)), m, rows, cells);
+            }
+            for m in rows - rows % ABREAST..rows {
+                pack_rows::<F, 1>([steps(m)], m, rows, cells);
             }
         }
     };
@@ -98,6 +101,22 @@ fn pack_activations<F: LinearFormat>(cpu: &Cpu, x: Rows<'_>, plan: &Plan, packed
             }
         },
     );
+}
+
+/// Packs `N` rows of a tile of `rows`, from its row `m` on: of each its steps, and what is left of one of odd length.
+fn pack_rows<F: LinearFormat, const N: usize>(x: [(&[F::Step], &[f32]); N], m: usize, rows: usize, cells: &mut [F::X]) {
+    let steps = x.map(|(steps, _)| &steps[..x[0].0.len()]); // as many, so that no step asks
+    let mut cells = cells.chunks_exact_mut(rows).map(|cells| &mut cells[m..m + N]);
+    for (step, cells) in (0..steps[0].len()).zip(cells.by_ref()) {
+        for (cell, steps) in cells.iter_mut().zip(&steps) {
+            *cell = F::pack(steps[step]);
+        }
+    }
+    for cells in cells {
+        for (cell, (_, rest)) in cells.iter_mut().zip(x) {
+            rest.iter().for_each(|x| *cell = F::pack_last(*x));
+        }
+    }
 }
 
 /// What the tasks of a call share.

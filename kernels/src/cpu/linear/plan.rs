@@ -11,12 +11,11 @@ use super::register::TALLEST;
 /// partial sums and the weights.
 const CHUNK_BYTES: usize = 512 << 10;
 
-/// Weights of a register tile that stay in the first-level cache (32 KiB, with the activations of the tile) while all
-/// tiles of a chunk pass.
-const BLOCK_BYTES: usize = 16 << 10;
+/// Weights of a register tile that all tiles of a chunk pass before the next block. The first tile leaves them in the
+/// second-level cache: reading them from there costs less than putting sums away after every block.
+const BLOCK_BYTES: usize = 48 << 10;
 
-/// As [`BLOCK_BYTES`] of widened weights, which many tiles read from the second-level cache: that costs less than
-/// putting sums away after every block.
+/// As [`BLOCK_BYTES`], of widened weights.
 const WIDENED_BYTES: usize = 128 << 10;
 
 /// The fewest tiles that are worth it that the first leaves widened weights for the others.

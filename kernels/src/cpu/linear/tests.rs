@@ -103,6 +103,31 @@ fn many_tiles_have_the_order_of_the_contract() {
 }
 
 #[test]
+fn long_and_odd_reductions_have_the_order_of_the_contract() {
+    for seed in 200..232 {
+        let mut random = Random::new(seed);
+        let (m, n) = (random.between(1, 30), random.between(1, 40));
+        // Whole blocks of packed steps, one element more, and others.
+        let k = [512, 513, 1024, 1025, random.between(700, 2100)][random.below(5)];
+        let case = case(&mut random, DTYPES[usize::from(seed % 4 == 0)], m, n, k);
+        let bias = case.bias.as_deref();
+        let expected: Vec<f32> = (0..m * n)
+            .map(|i| {
+                let (x, w) = (&case.x[i / n * k..][..k], &case.weights[i % n * k..][..k]);
+                in_order(x, w, case.matrix.leaves(), bias.map(|b| b[i % n]))
+            })
+            .collect();
+        for isa in Isa::available() {
+            if isa.rounds_activations() && case.matrix.dtype() == WeightDtype::Bf16 {
+                continue; // as above
+            }
+            let out = product(&Cpu::with_isa(random.between(1, 3), isa), &case.x, &case.matrix, bias);
+            assert_eq!(bits(&out), bits(&expected), "seed {seed}, {}, {m} x {n} x {k}", isa.name());
+        }
+    }
+}
+
+#[test]
 fn linear_is_that_of_f64() {
     for (seed, (m, n, k)) in [(3, 100, 700), (1, 40, 2100), (70, 33, 576)].into_iter().enumerate() {
         let mut random = Random::new(seed as u64);
