@@ -1,7 +1,7 @@
 //! Buffers of a rank, made once: activations of one step, and the KV caches.
 
 use candle_core::{DType, Device, Result, Tensor};
-use rollout_kernels::{KvCache, KvDtype, KvLayout};
+use rollout_kernels::{KvCache, KvDtype, KvLayout, with_f32};
 
 use super::config::ModelConfig;
 use super::decoder::HeadDims;
@@ -42,10 +42,17 @@ pub struct LogitsRows {
     pub logits: Tensor,
 }
 
+/// Zeros that start with a cache line, as rows of whole lines then do too: a vector is stored into one line, not two.
+fn make(rows: usize, width: usize) -> Result<Tensor> {
+    const LINE: usize = 64;
+    let memory = Tensor::zeros(rows * width + LINE / size_of::<f32>(), DType::F32, &Device::Cpu)?;
+    let start = with_f32(&memory, |values| values.as_ptr().align_offset(LINE))?;
+    memory.narrow(0, start, rows * width)?.reshape((rows, width))
+}
+
 impl Workspace {
     pub fn new(shape: &WorkspaceShape) -> Result<Self> {
         let &WorkspaceShape { ref config, build, max_batch_tokens } = shape;
-        let make = |rows: usize, width: usize| Tensor::zeros((rows, width), DType::F32, &Device::Cpu);
         let widths = Widths::new(config, build);
         let local_logits = make(LOGITS_ROWS, widths.local_vocab)?;
         // A part that is the whole needs no second buffer to be gathered in.
