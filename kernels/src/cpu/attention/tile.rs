@@ -92,12 +92,13 @@ pub(super) fn run<E: Element>(
     };
     let all = task.only.map_or(0..usize::MAX, |only| only.span as usize * SPAN..(only.span as usize + 1) * SPAN);
     let shared = if members.len() > 1 { task.shared_units as usize * UNIT } else { usize::MAX };
-    work.units(&members[0], 0..first, all.start..all.end.min(shared));
+    work.units(&members[0], 0..first, all.start..all.end.min(shared), &members[0]);
     if members.len() > 1 {
         let mut first = 0;
-        for s in members {
+        for (i, s) in members.iter().enumerate() {
             let pairs = s.rows * (call.shape.heads / layout.kv_heads);
-            work.units(s, first..first + pairs, all.start.max(shared)..all.end);
+            let next = members.get(i + 1).unwrap_or(s);
+            work.units(s, first..first + pairs, all.start.max(shared)..all.end, next);
             first += pairs;
         }
     }
@@ -260,6 +261,9 @@ impl<'a> Tile<'a> {
 /// Pairs of every tile that take units of the same blocks together.
 struct Together<'a> {
     sequence: &'a AttentionSequence<'a>,
+    /// Whose blocks are read after these, and from which position on if they are a sample's own.
+    next: &'a AttentionSequence<'a>,
+    start: usize,
     range: Range<usize>,
     /// Of each tile: the positions that any of these pairs sees.
     seen: [Range<usize>; MOST_TILES],
@@ -282,8 +286,15 @@ struct Work<'a, 'm, E> {
 }
 
 impl<E: Element> Work<'_, '_, E> {
-    /// Takes pairs of the task over those of the positions that they see, in the blocks of `sequence`.
-    fn units(&mut self, sequence: &AttentionSequence<'_>, range: Range<usize>, positions: Range<usize>) {
+    /// Takes pairs of the task over those of the positions that they see, in the blocks of `sequence`; `next` is whose
+    /// blocks will be read then.
+    fn units(
+        &mut self,
+        sequence: &AttentionSequence<'_>,
+        range: Range<usize>,
+        positions: Range<usize>,
+        next: &AttentionSequence<'_>,
+    ) {
         let mut seen = [const { 0..0 }; MOST_TILES];
         for (tile, all) in self.tiles.iter().flatten().zip(&mut seen) {
             let own = tile.seen[tile.own(&range)].iter();
@@ -295,7 +306,7 @@ impl<E: Element> Work<'_, '_, E> {
             return;
         };
         let several = seen.iter().filter(|seen| !seen.is_empty()).count() > 1;
-        let together = Together { sequence, range, seen, end: all.end, several };
+        let together = Together { sequence, next, start: positions.start, range, seen, end: all.end, several };
         for unit in all.start / UNIT..all.end.div_ceil(UNIT) {
             self.unit(&together, unit * UNIT, all.start.saturating_sub(unit * UNIT));
             if ((unit + 1) * UNIT).is_multiple_of(SPAN) {
@@ -316,8 +327,15 @@ impl<E: Element> Work<'_, '_, E> {
         // during sums.
         let step = LANES * size_of::<E>();
         let values = Ahead { at: found.values.map(<*const E>::cast), step };
-        let last = base + UNIT >= together.end || gathered_len(self.layout) > 0;
-        let next = if last { found.keys } else { self.find(together, base + UNIT, 0).keys };
+        let next = if gathered_len(self.layout) > 0 {
+            found.keys
+        } else if base + UNIT < together.end {
+            self.keys_of(together.sequence, base + UNIT)
+        } else if together.several {
+            self.keys_of(together.next, together.end)
+        } else {
+            self.keys_of(together.next, together.start)
+        };
         let keys = Ahead { at: next.map(<*const E>::cast), step };
         if !together.several {
             // SAFETY: `find` has found what any pair sees.
@@ -408,6 +426,16 @@ impl<E: Element> Work<'_, '_, E> {
             found.values[vector] = self.values[start..][..self.layout.head_len()][offset * head_dim..].as_ptr();
         }
         found
+    }
+
+    /// Keys of the vectors of a unit that the sequence has; others lead nowhere.
+    fn keys_of(&self, sequence: &AttentionSequence<'_>, base: usize) -> [*const E; VECTORS] {
+        std::array::from_fn(|vector| {
+            let position = base + vector * LANES;
+            let has = position < sequence.start_position + sequence.rows;
+            let at = |(start, offset): (usize, usize)| self.keys[start..][offset..].as_ptr();
+            if has { at(self.slot(sequence, position)) } else { self.keys.as_ptr() }
+        })
     }
 
     /// Where this KV head's part of a position's block starts, and the position's offset in the block.

@@ -117,7 +117,7 @@ impl<E: Element, const MR: usize, const AHEAD: bool> Score<'_, E, MR, AHEAD> {
                 let mut lanes = [L::zero(); NV];
                 for v in 0..NV {
                     if AHEAD {
-                        L::prefetch(ahead[v]);
+                        L::prefetch_near(ahead[v]);
                         ahead[v] = ahead[v].wrapping_add(self.ahead.step);
                     }
                     // SAFETY: a vector's keys are head_dim lines of 16.
@@ -248,7 +248,7 @@ impl<E: Element, const MR: usize, const AHEAD: bool> Weigh<'_, E, MR, AHEAD> {
                 let mut lanes = [L::zero(); NV];
                 for v in 0..NV {
                     if AHEAD {
-                        L::prefetch(ahead.wrapping_add(v * self.ahead.step));
+                        L::prefetch_near(ahead.wrapping_add(v * self.ahead.step));
                     }
                     // SAFETY: `t` is one of the part's positions, and its values are head_dim long.
                     lanes[v] = unsafe { E::load::<L>(values.wrapping_add(v * LANES)) };
