@@ -102,8 +102,7 @@ pub(super) fn run<E: Element>(
             first += pairs;
         }
     }
-    work.fold(0..first);
-    let states = tiles.iter().flatten().flat_map(Tile::states);
+    let states = tiles.iter_mut().flatten().flat_map(|tile| tile.results(call));
     match task.only {
         Some(only) => {
             let len = record_len(layout.head_dim);
@@ -176,6 +175,8 @@ struct Tile<'a> {
     pairs: usize,
     /// The first position that each sees and the one after its last.
     seen: [(usize, usize); MOST_ROWS],
+    /// Those of its pairs whose turn it is, and the positions that any of these sees meanwhile.
+    turn: (Range<usize>, Range<usize>),
     /// Of the span that is being computed.
     softmax: [Softmax; MOST_ROWS],
     /// The largest scores of the spans before it.
@@ -205,7 +206,8 @@ impl<'a> Tile<'a> {
         let largest = [f32::NEG_INFINITY; MOST_ROWS];
         let (seen, softmax) = ([(0, 0); MOST_ROWS], [Softmax::default(); MOST_ROWS]);
         let (first, pairs) = (pairs.start, pairs.len());
-        let mut tile = Tile { first, pairs, seen, softmax, largest, q, weights, states, totals };
+        let turn = (0..0, 0..0);
+        let mut tile = Tile { first, pairs, seen, turn, softmax, largest, q, weights, states, totals };
         // Exponentials are powers of two: that is one factor more, and one product less for each of them.
         let scale = call.shape.scale * std::f32::consts::LOG2_E;
         for (m, place) in places.take(pairs).enumerate() {
@@ -218,16 +220,27 @@ impl<'a> Tile<'a> {
         tile
     }
 
-    /// Which of its own pairs are among `range` of the task's.
-    fn own(&self, range: &Range<usize>) -> Range<usize> {
+    /// From now on it is the turn of its pairs among `range` of the task's, which take `positions` as far as they see
+    /// them. Gives what any of them sees.
+    fn take_turn(&mut self, range: &Range<usize>, positions: &Range<usize>) -> Range<usize> {
         let own = |pair: usize| pair.saturating_sub(self.first).min(self.pairs);
-        own(range.start)..own(range.end)
+        let own = own(range.start)..own(range.end);
+        let each = self.seen[own.clone()].iter();
+        let each = each.map(|(from, end)| *from.max(&positions.start)..*end.min(&positions.end));
+        let all = each.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0);
+        self.turn = (own, all.clone());
+        all
     }
 
-    /// Its pairs `range` for a kernel that takes these positions of a unit.
-    fn part(&mut self, range: Range<usize>, positions: Range<usize>, head_dim: usize) -> Part<'_> {
+    /// The pairs whose turn it is, for a kernel that takes the unit at `base`, if any of them sees some of it.
+    fn part(&mut self, base: usize, head_dim: usize) -> Option<Part<'_>> {
+        let (range, seen) = self.turn.clone();
+        let positions = seen.start.saturating_sub(base)..seen.end.saturating_sub(base).min(UNIT);
+        if positions.is_empty() {
+            return None;
+        }
         let state_len = state_len(head_dim);
-        Part {
+        Some(Part {
             positions,
             q: &self.q[range.start * LANES..],
             q_step: self.pairs * LANES,
@@ -236,13 +249,13 @@ impl<'a> Tile<'a> {
             weights: &mut self.weights[range.start * UNIT..range.end * UNIT],
             states: &mut self.states[range.start * state_len..range.end * state_len],
             softmax: &mut self.softmax[range],
-        }
+        })
     }
 
-    /// Ends a span of its pairs `range`.
-    fn fold(&mut self, range: Range<usize>, call: &Call<'_>) {
+    /// Ends a span of the pairs whose turn it is.
+    fn fold(&mut self, call: &Call<'_>) {
         let state_len = state_len(call.cache.layout().head_dim);
-        for m in range {
+        for m in self.turn.0.clone() {
             let at = m * state_len..(m + 1) * state_len;
             let later = &mut self.states[at.clone()];
             fold(call.isa, &mut self.largest[m], &mut self.totals[at], self.softmax[m].largest, later);
@@ -251,10 +264,19 @@ impl<'a> Tile<'a> {
         }
     }
 
-    /// Largest score and state of each pair.
-    fn states(&self) -> impl Iterator<Item = (f32, &[f32])> {
-        let states = self.totals.chunks_exact(self.totals.len() / self.pairs);
-        self.largest.iter().copied().zip(states)
+    /// Ends the last span of all pairs: largest score and state of each. Those that saw no span before it have nothing to
+    /// fold.
+    fn results(&mut self, call: &Call<'_>) -> impl Iterator<Item = (f32, &[f32])> {
+        let state_len = state_len(call.cache.layout().head_dim);
+        let Tile { largest, softmax, states, totals, .. } = self;
+        let each = largest.iter_mut().zip(softmax).zip(states.chunks_exact(state_len));
+        each.zip(totals.chunks_exact_mut(state_len)).map(|(((largest, softmax), state), total)| {
+            if *largest == f32::NEG_INFINITY {
+                return (softmax.largest, state);
+            }
+            fold(call.isa, largest, total, softmax.largest, state);
+            (*largest, &*total)
+        })
     }
 }
 
@@ -264,9 +286,8 @@ struct Together<'a> {
     /// Whose blocks are read after these, and from which position on if they are a sample's own.
     next: &'a AttentionSequence<'a>,
     start: usize,
-    range: Range<usize>,
-    /// Of each tile: the positions that any of these pairs sees.
-    seen: [Range<usize>; MOST_TILES],
+    /// Which tiles.
+    tiles: Range<usize>,
     end: usize,
     /// Whether more than one tile has such pairs.
     several: bool,
@@ -295,29 +316,25 @@ impl<E: Element> Work<'_, '_, E> {
         positions: Range<usize>,
         next: &AttentionSequence<'_>,
     ) {
-        let mut seen = [const { 0..0 }; MOST_TILES];
-        for (tile, all) in self.tiles.iter().flatten().zip(&mut seen) {
-            let own = tile.seen[tile.own(&range)].iter();
-            let each = own.map(|(from, end)| *from.max(&positions.start)..*end.min(&positions.end));
-            *all = each.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0);
-        }
-        let some = seen.iter().filter(|seen| !seen.is_empty());
-        let Some(all) = some.cloned().reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)) else {
-            return;
+        let whole = |of: fn(&Tile<'_>) -> usize, pair: usize| {
+            self.tiles.partition_point(|tile| tile.as_ref().is_some_and(|tile| of(tile) <= pair))
         };
-        let several = seen.iter().filter(|seen| !seen.is_empty()).count() > 1;
-        let together = Together { sequence, next, start: positions.start, range, seen, end: all.end, several };
+        let tiles = whole(|tile| tile.first + tile.pairs, range.start)..whole(|tile| tile.first, range.end - 1);
+        let (mut all, mut taking) = (usize::MAX..0, 0);
+        for tile in self.tiles[tiles.clone()].iter_mut().flatten() {
+            let seen = tile.take_turn(&range, &positions);
+            if !seen.is_empty() {
+                (all, taking) = (all.start.min(seen.start)..all.end.max(seen.end), taking + 1);
+            }
+        }
+        let together =
+            Together { sequence, next, start: positions.start, tiles: tiles.clone(), end: all.end, several: taking > 1 };
         for unit in all.start / UNIT..all.end.div_ceil(UNIT) {
             self.unit(&together, unit * UNIT, all.start.saturating_sub(unit * UNIT));
             if ((unit + 1) * UNIT).is_multiple_of(SPAN) {
-                self.fold(together.range.clone());
+                self.tiles[tiles.clone()].iter_mut().flatten().for_each(|tile| tile.fold(self.call));
             }
         }
-    }
-
-    /// Ends a span of pairs of the task.
-    fn fold(&mut self, range: Range<usize>) {
-        self.tiles.iter_mut().flatten().for_each(|tile| tile.fold(tile.own(&range), self.call));
     }
 
     /// The unit at `base`, of which positions from `from` on are seen.
@@ -365,10 +382,8 @@ impl<E: Element> Work<'_, '_, E> {
     /// # Safety
     /// As for [`score`].
     unsafe fn score<X: Element, const AHEAD: bool>(&mut self, together: &Together<'_>, unit: &Unit<X>, ahead: &Ahead) {
-        for (tile, seen) in self.tiles.iter_mut().flatten().zip(&together.seen) {
-            let positions = seen.start.saturating_sub(unit.base)..seen.end.saturating_sub(unit.base).min(UNIT);
-            if !positions.is_empty() {
-                let part = tile.part(tile.own(&together.range), positions, self.layout.head_dim);
+        for tile in self.tiles[together.tiles.clone()].iter_mut().flatten() {
+            if let Some(part) = tile.part(unit.base, self.layout.head_dim) {
                 // SAFETY: the caller's promise.
                 unsafe { score::<X, AHEAD>(self.call.isa, part, unit, ahead) };
             }
@@ -378,10 +393,8 @@ impl<E: Element> Work<'_, '_, E> {
     /// # Safety
     /// As for [`weigh`].
     unsafe fn weigh<X: Element, const AHEAD: bool>(&mut self, together: &Together<'_>, unit: &Unit<X>, ahead: &Ahead) {
-        for (tile, seen) in self.tiles.iter_mut().flatten().zip(&together.seen) {
-            let positions = seen.start.saturating_sub(unit.base)..seen.end.saturating_sub(unit.base).min(UNIT);
-            if !positions.is_empty() {
-                let part = tile.part(tile.own(&together.range), positions, self.layout.head_dim);
+        for tile in self.tiles[together.tiles.clone()].iter_mut().flatten() {
+            if let Some(part) = tile.part(unit.base, self.layout.head_dim) {
                 // SAFETY: the caller's promise.
                 unsafe { weigh::<X, AHEAD>(self.call.isa, part, unit, ahead) };
             }
