@@ -366,15 +366,15 @@ impl<E: Element> Work<'_, '_, E> {
             unsafe { self.weigh::<E, false>(together, &found, &keys) };
         } else {
             let vectors = from / LANES..(together.end - base).min(UNIT).div_ceil(LANES);
-            let wide = self.widen(found.keys, found.key_step, vectors.clone(), &values);
+            let wide = self.widen(found.keys, found.key_step, vectors.clone());
             // SAFETY: `widen` has copied all that any pair sees.
             unsafe {
-                self.score::<f32, false>(together, &Unit { base, keys: wide, key_step: LANES, values: wide }, &values)
+                self.score::<f32, true>(together, &Unit { base, keys: wide, key_step: LANES, values: wide }, &values)
             };
-            let wide = self.widen(found.values, LANES, vectors, &keys);
+            let wide = self.widen(found.values, LANES, vectors);
             // SAFETY: as above.
             unsafe {
-                self.weigh::<f32, false>(together, &Unit { base, keys: wide, key_step: LANES, values: wide }, &keys)
+                self.weigh::<f32, true>(together, &Unit { base, keys: wide, key_step: LANES, values: wide }, &keys)
             };
         }
     }
@@ -382,10 +382,17 @@ impl<E: Element> Work<'_, '_, E> {
     /// # Safety
     /// As for [`score`].
     unsafe fn score<X: Element, const AHEAD: bool>(&mut self, together: &Together<'_>, unit: &Unit<X>, ahead: &Ahead) {
+        let mut first = AHEAD;
         for tile in self.tiles[together.tiles.clone()].iter_mut().flatten() {
             if let Some(part) = tile.part(unit.base, self.layout.head_dim) {
-                // SAFETY: the caller's promise.
-                unsafe { score::<X, AHEAD>(self.call.isa, part, unit, ahead) };
+                if first {
+                    // SAFETY: the caller's promise.
+                    unsafe { score::<X, true>(self.call.isa, part, unit, ahead) };
+                } else {
+                    // SAFETY: the caller's promise.
+                    unsafe { score::<X, false>(self.call.isa, part, unit, ahead) };
+                }
+                first = false;
             }
         }
     }
@@ -393,10 +400,17 @@ impl<E: Element> Work<'_, '_, E> {
     /// # Safety
     /// As for [`weigh`].
     unsafe fn weigh<X: Element, const AHEAD: bool>(&mut self, together: &Together<'_>, unit: &Unit<X>, ahead: &Ahead) {
+        let mut first = AHEAD;
         for tile in self.tiles[together.tiles.clone()].iter_mut().flatten() {
             if let Some(part) = tile.part(unit.base, self.layout.head_dim) {
-                // SAFETY: the caller's promise.
-                unsafe { weigh::<X, AHEAD>(self.call.isa, part, unit, ahead) };
+                if first {
+                    // SAFETY: the caller's promise.
+                    unsafe { weigh::<X, true>(self.call.isa, part, unit, ahead) };
+                } else {
+                    // SAFETY: the caller's promise.
+                    unsafe { weigh::<X, false>(self.call.isa, part, unit, ahead) };
+                }
+                first = false;
             }
         }
     }
@@ -407,13 +421,12 @@ impl<E: Element> Work<'_, '_, E> {
         from: [*const E; VECTORS],
         step: usize,
         vectors: Range<usize>,
-        ahead: &Ahead,
     ) -> [*const f32; VECTORS] {
         let lines = self.layout.head_dim;
         for vector in vectors {
             let to = &mut self.wide[vector * lines..][..lines];
             // SAFETY: a vector that was found has that many lines.
-            unsafe { widen(self.call.isa, from[vector], step, to, (ahead.at[vector], ahead.step)) };
+            unsafe { widen(self.call.isa, from[vector], step, to) };
         }
         std::array::from_fn(|vector| self.wide[vector * lines..].as_ptr().cast())
     }

@@ -298,27 +298,18 @@ impl<E: Element, const MR: usize, const AHEAD: bool> Kernel for Weigh<'_, E, MR,
     }
 }
 
-/// Widens lines of 16 to float32, `step` apart in the source and one after the other in `to`, and asks for as many cache
-/// lines from `ahead` on, `ahead_step` bytes apart.
+/// Widens lines of 16 to float32, `step` apart in the source and one after the other in `to`.
 ///
 /// # Safety
 /// The lines are readable.
-pub(super) unsafe fn widen<E: Element>(
-    isa: Isa,
-    from: *const E,
-    step: usize,
-    to: &mut [[f32; LANES]],
-    (ahead, ahead_step): (*const u8, usize),
-) {
-    isa.dispatch(Widen { from, step, to, ahead, ahead_step });
+pub(super) unsafe fn widen<E: Element>(isa: Isa, from: *const E, step: usize, to: &mut [[f32; LANES]]) {
+    isa.dispatch(Widen { from, step, to });
 }
 
 struct Widen<'a, E> {
     from: *const E,
     step: usize,
     to: &'a mut [[f32; LANES]],
-    ahead: *const u8,
-    ahead_step: usize,
 }
 
 impl<E: Element> Kernel for Widen<'_, E> {
@@ -326,13 +317,11 @@ impl<E: Element> Kernel for Widen<'_, E> {
 
     #[inline(always)]
     fn run<L: Lanes>(self) {
-        let (mut from, mut ahead) = (self.from, self.ahead);
+        let mut from = self.from;
         for line in self.to {
-            L::prefetch(ahead);
             // SAFETY: the promise to `widen`.
             *line = unsafe { E::load::<L>(from) }.to_array();
             from = from.wrapping_add(self.step);
-            ahead = ahead.wrapping_add(self.ahead_step);
         }
     }
 }
