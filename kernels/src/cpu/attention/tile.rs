@@ -92,13 +92,14 @@ pub(super) fn run<E: Element>(
     };
     let all = task.only.map_or(0..usize::MAX, |only| only.span as usize * SPAN..(only.span as usize + 1) * SPAN);
     let shared = if members.len() > 1 { task.shared_units as usize * UNIT } else { usize::MAX };
-    work.units(&members[0], 0..first, all.start..all.end.min(shared), &members[0]);
+    let own = all.start.max(shared);
+    work.units(&members[0], 0..first, all.start..all.end.min(shared), (&members[0], own.min(all.end)));
     if members.len() > 1 {
         let mut first = 0;
         for (i, s) in members.iter().enumerate() {
             let pairs = s.rows * (call.shape.heads / layout.kv_heads);
             let next = members.get(i + 1).unwrap_or(s);
-            work.units(s, first..first + pairs, all.start.max(shared)..all.end, next);
+            work.units(s, first..first + pairs, own..all.end, (next, own));
             first += pairs;
         }
     }
@@ -283,9 +284,8 @@ impl<'a> Tile<'a> {
 /// Pairs of every tile that take units of the same blocks together.
 struct Together<'a> {
     sequence: &'a AttentionSequence<'a>,
-    /// Whose blocks are read after these, and from which position on if they are a sample's own.
-    next: &'a AttentionSequence<'a>,
-    start: usize,
+    /// Whose blocks are read after these, and from which position on.
+    next: (&'a AttentionSequence<'a>, usize),
     /// Which tiles.
     tiles: Range<usize>,
     end: usize,
@@ -308,18 +308,18 @@ struct Work<'a, 'm, E> {
 
 impl<E: Element> Work<'_, '_, E> {
     /// Takes pairs of the task over those of the positions that they see, in the blocks of `sequence`; `next` is whose
-    /// blocks will be read then.
+    /// blocks will be read then, from which position on.
     fn units(
         &mut self,
         sequence: &AttentionSequence<'_>,
         range: Range<usize>,
         positions: Range<usize>,
-        next: &AttentionSequence<'_>,
+        next: (&AttentionSequence<'_>, usize),
     ) {
-        let whole = |of: fn(&Tile<'_>) -> usize, pair: usize| {
-            self.tiles.partition_point(|tile| tile.as_ref().is_some_and(|tile| of(tile) <= pair))
+        let before = |pair: usize| {
+            self.tiles.partition_point(|tile| tile.as_ref().is_some_and(|tile| tile.first + tile.pairs <= pair))
         };
-        let tiles = whole(|tile| tile.first + tile.pairs, range.start)..whole(|tile| tile.first, range.end - 1);
+        let tiles = before(range.start)..before(range.end - 1) + 1;
         let (mut all, mut taking) = (usize::MAX..0, 0);
         for tile in self.tiles[tiles.clone()].iter_mut().flatten() {
             let seen = tile.take_turn(&range, &positions);
@@ -327,8 +327,7 @@ impl<E: Element> Work<'_, '_, E> {
                 (all, taking) = (all.start.min(seen.start)..all.end.max(seen.end), taking + 1);
             }
         }
-        let together =
-            Together { sequence, next, start: positions.start, tiles: tiles.clone(), end: all.end, several: taking > 1 };
+        let together = Together { sequence, next, tiles: tiles.clone(), end: all.end, several: taking > 1 };
         for unit in all.start / UNIT..all.end.div_ceil(UNIT) {
             self.unit(&together, unit * UNIT, all.start.saturating_sub(unit * UNIT));
             if ((unit + 1) * UNIT).is_multiple_of(SPAN) {
@@ -340,88 +339,60 @@ impl<E: Element> Work<'_, '_, E> {
     /// The unit at `base`, of which positions from `from` on are seen.
     fn unit(&mut self, together: &Together<'_>, base: usize, from: usize) {
         let found = self.find(together, base, from);
-        // What is needed next is on its way while the processor multiplies: values during scores, the next unit's keys
-        // during sums.
+        // What is needed next is on its way while the first tile multiplies: values during scores; during sums the keys of
+        // the next unit, or of the sample whose turn is next.
         let step = LANES * size_of::<E>();
         let values = Ahead { at: found.values.map(<*const E>::cast), step };
         let next = if gathered_len(self.layout) > 0 {
             found.keys
         } else if base + UNIT < together.end {
             self.keys_of(together.sequence, base + UNIT)
-        } else if together.several {
-            self.keys_of(together.next, together.end)
         } else {
-            self.keys_of(together.next, together.start)
+            self.keys_of(together.next.0, together.next.1)
         };
         let keys = Ahead { at: next.map(<*const E>::cast), step };
-        if !together.several {
+        if !together.several || size_of::<E>() == size_of::<f32>() {
             // SAFETY: `find` has found what any pair sees.
-            unsafe { self.score::<E, true>(together, &found, &values) };
+            unsafe { self.score(together, &found, &values) };
             // SAFETY: as above.
-            unsafe { self.weigh::<E, true>(together, &found, &keys) };
-        } else if size_of::<E>() == size_of::<f32>() {
-            // SAFETY: as above.
-            unsafe { self.score::<E, false>(together, &found, &values) };
-            // SAFETY: as above.
-            unsafe { self.weigh::<E, false>(together, &found, &keys) };
+            unsafe { self.weigh(together, &found, &keys) };
         } else {
             let vectors = from / LANES..(together.end - base).min(UNIT).div_ceil(LANES);
             let wide = self.widen(found.keys, found.key_step, vectors.clone());
             // SAFETY: `widen` has copied all that any pair sees.
-            unsafe {
-                self.score::<f32, true>(together, &Unit { base, keys: wide, key_step: LANES, values: wide }, &values)
-            };
+            unsafe { self.score(together, &Unit { base, keys: wide, key_step: LANES, values: wide }, &values) };
             let wide = self.widen(found.values, LANES, vectors);
             // SAFETY: as above.
-            unsafe {
-                self.weigh::<f32, true>(together, &Unit { base, keys: wide, key_step: LANES, values: wide }, &keys)
-            };
+            unsafe { self.weigh(together, &Unit { base, keys: wide, key_step: LANES, values: wide }, &keys) };
         }
     }
 
     /// # Safety
     /// As for [`score`].
-    unsafe fn score<X: Element, const AHEAD: bool>(&mut self, together: &Together<'_>, unit: &Unit<X>, ahead: &Ahead) {
-        let mut first = AHEAD;
+    unsafe fn score<X: Element>(&mut self, together: &Together<'_>, unit: &Unit<X>, ahead: &Ahead) {
+        let mut ahead = Some(ahead);
         for tile in self.tiles[together.tiles.clone()].iter_mut().flatten() {
             if let Some(part) = tile.part(unit.base, self.layout.head_dim) {
-                if first {
-                    // SAFETY: the caller's promise.
-                    unsafe { score::<X, true>(self.call.isa, part, unit, ahead) };
-                } else {
-                    // SAFETY: the caller's promise.
-                    unsafe { score::<X, false>(self.call.isa, part, unit, ahead) };
-                }
-                first = false;
+                // SAFETY: the caller's promise.
+                unsafe { score(self.call.isa, part, unit, ahead.take()) };
             }
         }
     }
 
     /// # Safety
     /// As for [`weigh`].
-    unsafe fn weigh<X: Element, const AHEAD: bool>(&mut self, together: &Together<'_>, unit: &Unit<X>, ahead: &Ahead) {
-        let mut first = AHEAD;
+    unsafe fn weigh<X: Element>(&mut self, together: &Together<'_>, unit: &Unit<X>, ahead: &Ahead) {
+        let mut ahead = Some(ahead);
         for tile in self.tiles[together.tiles.clone()].iter_mut().flatten() {
             if let Some(part) = tile.part(unit.base, self.layout.head_dim) {
-                if first {
-                    // SAFETY: the caller's promise.
-                    unsafe { weigh::<X, true>(self.call.isa, part, unit, ahead) };
-                } else {
-                    // SAFETY: the caller's promise.
-                    unsafe { weigh::<X, false>(self.call.isa, part, unit, ahead) };
-                }
-                first = false;
+                // SAFETY: the caller's promise.
+                unsafe { weigh(self.call.isa, part, unit, ahead.take()) };
             }
         }
     }
 
     /// Copies vectors of a unit, each `head_dim` lines of 16, to where they are float32.
-    fn widen(
-        &mut self,
-        from: [*const E; VECTORS],
-        step: usize,
-        vectors: Range<usize>,
-    ) -> [*const f32; VECTORS] {
+    fn widen(&mut self, from: [*const E; VECTORS], step: usize, vectors: Range<usize>) -> [*const f32; VECTORS] {
         let lines = self.layout.head_dim;
         for vector in vectors {
             let to = &mut self.wide[vector * lines..][..lines];
@@ -456,11 +427,13 @@ impl<E: Element> Work<'_, '_, E> {
 
     /// Keys of the vectors of a unit that the sequence has; others lead nowhere.
     fn keys_of(&self, sequence: &AttentionSequence<'_>, base: usize) -> [*const E; VECTORS] {
+        let has = (sequence.start_position + sequence.rows).saturating_sub(base);
         std::array::from_fn(|vector| {
-            let position = base + vector * LANES;
-            let has = position < sequence.start_position + sequence.rows;
-            let at = |(start, offset): (usize, usize)| self.keys[start..][offset..].as_ptr();
-            if has { at(self.slot(sequence, position)) } else { self.keys.as_ptr() }
+            if vector * LANES >= has {
+                return self.keys.as_ptr();
+            }
+            let (start, offset) = self.slot(sequence, base + vector * LANES);
+            self.keys[start..][offset..].as_ptr()
         })
     }
 

@@ -21,12 +21,15 @@ pub(super) struct Unit<E> {
     pub values: [*const E; VECTORS],
 }
 
-/// Cache lines to ask for while a unit is computed, by kernels that read the cache itself (`AHEAD`): `head_dim` pieces of `step` bytes from each of these addresses.
+/// Cache lines that a tile asks for while it takes a unit: `head_dim` pieces of `step` bytes from each of these addresses.
 #[derive(Clone, Copy)]
 pub(super) struct Ahead {
     pub at: [*const u8; VECTORS],
     pub step: usize,
 }
+
+/// What kernels without `AHEAD` have in its place.
+const NOWHERE: Ahead = Ahead { at: [std::ptr::null(); VECTORS], step: 0 };
 
 /// Softmax of a pair over the units of a span so far.
 #[derive(Clone, Copy)]
@@ -65,12 +68,15 @@ pub(super) struct Part<'a> {
 ///
 /// # Safety
 /// The keys of every vector of the unit that has one of the part's positions are readable.
-pub(super) unsafe fn score<E: Element, const AHEAD: bool>(isa: Isa, part: Part<'_>, unit: &Unit<E>, ahead: &Ahead) {
+pub(super) unsafe fn score<E: Element>(isa: Isa, part: Part<'_>, unit: &Unit<E>, ahead: Option<&Ahead>) {
     macro_rules! pairs {
         ($($pairs:literal)*) => {
-            match part.seen.len() {
-                $($pairs => isa.dispatch(Score::<E, $pairs, AHEAD> { part, unit, ahead }),)*
-                n => unreachable!("no attention tile of {n} pairs"),
+            match (part.seen.len(), ahead) {
+                $(
+                    ($pairs, Some(ahead)) => isa.dispatch(Score::<E, $pairs, true> { part, unit, ahead }),
+                    ($pairs, None) => isa.dispatch(Score::<E, $pairs, false> { part, unit, ahead: &NOWHERE }),
+                )*
+                (n, _) => unreachable!("no attention tile of {n} pairs"),
             }
         };
     }
@@ -81,12 +87,15 @@ pub(super) unsafe fn score<E: Element, const AHEAD: bool>(isa: Isa, part: Part<'
 ///
 /// # Safety
 /// The values of the part's positions in the unit are readable.
-pub(super) unsafe fn weigh<E: Element, const AHEAD: bool>(isa: Isa, part: Part<'_>, unit: &Unit<E>, ahead: &Ahead) {
+pub(super) unsafe fn weigh<E: Element>(isa: Isa, part: Part<'_>, unit: &Unit<E>, ahead: Option<&Ahead>) {
     macro_rules! pairs {
         ($($pairs:literal)*) => {
-            match part.seen.len() {
-                $($pairs => isa.dispatch(Weigh::<E, $pairs, AHEAD> { part, unit, ahead }),)*
-                n => unreachable!("no attention tile of {n} pairs"),
+            match (part.seen.len(), ahead) {
+                $(
+                    ($pairs, Some(ahead)) => isa.dispatch(Weigh::<E, $pairs, true> { part, unit, ahead }),
+                    ($pairs, None) => isa.dispatch(Weigh::<E, $pairs, false> { part, unit, ahead: &NOWHERE }),
+                )*
+                (n, _) => unreachable!("no attention tile of {n} pairs"),
             }
         };
     }
