@@ -320,16 +320,16 @@ impl<E: Element> Work<'_, '_, E> {
             self.tiles.partition_point(|tile| tile.as_ref().is_some_and(|tile| tile.first + tile.pairs <= pair))
         };
         let tiles = before(range.start)..before(range.end - 1) + 1;
-        let (mut all, mut taking) = (usize::MAX..0, 0);
+        let (mut start, mut end, mut taking) = (usize::MAX, 0, 0);
         for tile in self.tiles[tiles.clone()].iter_mut().flatten() {
             let seen = tile.take_turn(&range, &positions);
             if !seen.is_empty() {
-                (all, taking) = (all.start.min(seen.start)..all.end.max(seen.end), taking + 1);
+                (start, end, taking) = (start.min(seen.start), end.max(seen.end), taking + 1);
             }
         }
-        let together = Together { sequence, next, tiles: tiles.clone(), end: all.end, several: taking > 1 };
-        for unit in all.start / UNIT..all.end.div_ceil(UNIT) {
-            self.unit(&together, unit * UNIT, all.start.saturating_sub(unit * UNIT));
+        let together = Together { sequence, next, tiles: tiles.clone(), end, several: taking > 1 };
+        for unit in start / UNIT..end.div_ceil(UNIT) {
+            self.unit(&together, unit * UNIT, start.saturating_sub(unit * UNIT));
             if ((unit + 1) * UNIT).is_multiple_of(SPAN) {
                 self.tiles[tiles.clone()].iter_mut().flatten().for_each(|tile| tile.fold(self.call));
             }
