@@ -92,17 +92,18 @@ pub(super) fn run<E: Element>(
     };
     let all = task.only.map_or(0..usize::MAX, |only| only.span as usize * SPAN..(only.span as usize + 1) * SPAN);
     let shared = if members.len() > 1 { task.shared_units as usize * UNIT } else { usize::MAX };
-    work.units(&members[0], 0..first, all.start..all.end.min(shared));
+    let own = all.start.max(shared);
+    work.units(&members[0], 0..first, all.start..all.end.min(shared), (&members[0], own.min(all.end)));
     if members.len() > 1 {
         let mut first = 0;
-        for s in members {
+        for (i, s) in members.iter().enumerate() {
             let pairs = s.rows * (call.shape.heads / layout.kv_heads);
-            work.units(s, first..first + pairs, all.start.max(shared)..all.end);
+            let next = members.get(i + 1).unwrap_or(s);
+            work.units(s, first..first + pairs, own..all.end, (next, own));
             first += pairs;
         }
     }
-    work.fold(0..first);
-    let states = tiles.iter().flatten().flat_map(Tile::states);
+    let states = tiles.iter_mut().flatten().flat_map(|tile| tile.results(call));
     match task.only {
         Some(only) => {
             let len = record_len(layout.head_dim);
@@ -175,6 +176,8 @@ struct Tile<'a> {
     pairs: usize,
     /// The first position that each sees and the one after its last.
     seen: [(usize, usize); MOST_ROWS],
+    /// Those of its pairs whose turn it is, and the positions that any of these sees meanwhile.
+    turn: (Range<usize>, Range<usize>),
     /// Of the span that is being computed.
     softmax: [Softmax; MOST_ROWS],
     /// The largest scores of the spans before it.
@@ -204,7 +207,8 @@ impl<'a> Tile<'a> {
         let largest = [f32::NEG_INFINITY; MOST_ROWS];
         let (seen, softmax) = ([(0, 0); MOST_ROWS], [Softmax::default(); MOST_ROWS]);
         let (first, pairs) = (pairs.start, pairs.len());
-        let mut tile = Tile { first, pairs, seen, softmax, largest, q, weights, states, totals };
+        let turn = (0..0, 0..0);
+        let mut tile = Tile { first, pairs, seen, turn, softmax, largest, q, weights, states, totals };
         // Exponentials are powers of two: that is one factor more, and one product less for each of them.
         let scale = call.shape.scale * std::f32::consts::LOG2_E;
         for (m, place) in places.take(pairs).enumerate() {
@@ -217,16 +221,27 @@ impl<'a> Tile<'a> {
         tile
     }
 
-    /// Which of its own pairs are among `range` of the task's.
-    fn own(&self, range: &Range<usize>) -> Range<usize> {
+    /// From now on it is the turn of its pairs among `range` of the task's, which take `positions` as far as they see
+    /// them. Gives what any of them sees.
+    fn take_turn(&mut self, range: &Range<usize>, positions: &Range<usize>) -> Range<usize> {
         let own = |pair: usize| pair.saturating_sub(self.first).min(self.pairs);
-        own(range.start)..own(range.end)
+        let own = own(range.start)..own(range.end);
+        let each = self.seen[own.clone()].iter();
+        let each = each.map(|(from, end)| *from.max(&positions.start)..*end.min(&positions.end));
+        let all = each.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0);
+        self.turn = (own, all.clone());
+        all
     }
 
-    /// Its pairs `range` for a kernel that takes these positions of a unit.
-    fn part(&mut self, range: Range<usize>, positions: Range<usize>, head_dim: usize) -> Part<'_> {
+    /// The pairs whose turn it is, for a kernel that takes the unit at `base`, if any of them sees some of it.
+    fn part(&mut self, base: usize, head_dim: usize) -> Option<Part<'_>> {
+        let (range, seen) = self.turn.clone();
+        let positions = seen.start.saturating_sub(base)..seen.end.saturating_sub(base).min(UNIT);
+        if positions.is_empty() {
+            return None;
+        }
         let state_len = state_len(head_dim);
-        Part {
+        Some(Part {
             positions,
             q: &self.q[range.start * LANES..],
             q_step: self.pairs * LANES,
@@ -235,13 +250,13 @@ impl<'a> Tile<'a> {
             weights: &mut self.weights[range.start * UNIT..range.end * UNIT],
             states: &mut self.states[range.start * state_len..range.end * state_len],
             softmax: &mut self.softmax[range],
-        }
+        })
     }
 
-    /// Ends a span of its pairs `range`.
-    fn fold(&mut self, range: Range<usize>, call: &Call<'_>) {
+    /// Ends a span of the pairs whose turn it is.
+    fn fold(&mut self, call: &Call<'_>) {
         let state_len = state_len(call.cache.layout().head_dim);
-        for m in range {
+        for m in self.turn.0.clone() {
             let at = m * state_len..(m + 1) * state_len;
             let later = &mut self.states[at.clone()];
             fold(call.isa, &mut self.largest[m], &mut self.totals[at], self.softmax[m].largest, later);
@@ -250,19 +265,29 @@ impl<'a> Tile<'a> {
         }
     }
 
-    /// Largest score and state of each pair.
-    fn states(&self) -> impl Iterator<Item = (f32, &[f32])> {
-        let states = self.totals.chunks_exact(self.totals.len() / self.pairs);
-        self.largest.iter().copied().zip(states)
+    /// Ends the last span of all pairs: largest score and state of each. Those that saw no span before it have nothing to
+    /// fold.
+    fn results(&mut self, call: &Call<'_>) -> impl Iterator<Item = (f32, &[f32])> {
+        let state_len = state_len(call.cache.layout().head_dim);
+        let Tile { largest, softmax, states, totals, .. } = self;
+        let each = largest.iter_mut().zip(softmax).zip(states.chunks_exact(state_len));
+        each.zip(totals.chunks_exact_mut(state_len)).map(|(((largest, softmax), state), total)| {
+            if *largest == f32::NEG_INFINITY {
+                return (softmax.largest, state);
+            }
+            fold(call.isa, largest, total, softmax.largest, state);
+            (*largest, &*total)
+        })
     }
 }
 
 /// Pairs of every tile that take units of the same blocks together.
 struct Together<'a> {
     sequence: &'a AttentionSequence<'a>,
-    range: Range<usize>,
-    /// Of each tile: the positions that any of these pairs sees.
-    seen: [Range<usize>; MOST_TILES],
+    /// Whose blocks are read after these, and from which position on.
+    next: (&'a AttentionSequence<'a>, usize),
+    /// Which tiles.
+    tiles: Range<usize>,
     end: usize,
     /// Whether more than one tile has such pairs.
     several: bool,
@@ -282,107 +307,97 @@ struct Work<'a, 'm, E> {
 }
 
 impl<E: Element> Work<'_, '_, E> {
-    /// Takes pairs of the task over those of the positions that they see, in the blocks of `sequence`.
-    fn units(&mut self, sequence: &AttentionSequence<'_>, range: Range<usize>, positions: Range<usize>) {
-        let mut seen = [const { 0..0 }; MOST_TILES];
-        for (tile, all) in self.tiles.iter().flatten().zip(&mut seen) {
-            let own = tile.seen[tile.own(&range)].iter();
-            let each = own.map(|(from, end)| *from.max(&positions.start)..*end.min(&positions.end));
-            *all = each.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0);
-        }
-        let some = seen.iter().filter(|seen| !seen.is_empty());
-        let Some(all) = some.cloned().reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)) else {
-            return;
+    /// Takes pairs of the task over those of the positions that they see, in the blocks of `sequence`; `next` is whose
+    /// blocks will be read then, from which position on.
+    fn units(
+        &mut self,
+        sequence: &AttentionSequence<'_>,
+        range: Range<usize>,
+        positions: Range<usize>,
+        next: (&AttentionSequence<'_>, usize),
+    ) {
+        let before = |pair: usize| {
+            self.tiles.partition_point(|tile| tile.as_ref().is_some_and(|tile| tile.first + tile.pairs <= pair))
         };
-        let several = seen.iter().filter(|seen| !seen.is_empty()).count() > 1;
-        let together = Together { sequence, range, seen, end: all.end, several };
-        for unit in all.start / UNIT..all.end.div_ceil(UNIT) {
-            self.unit(&together, unit * UNIT, all.start.saturating_sub(unit * UNIT));
-            if ((unit + 1) * UNIT).is_multiple_of(SPAN) {
-                self.fold(together.range.clone());
+        let tiles = before(range.start)..before(range.end - 1) + 1;
+        let (mut start, mut end, mut taking) = (usize::MAX, 0, 0);
+        for tile in self.tiles[tiles.clone()].iter_mut().flatten() {
+            let seen = tile.take_turn(&range, &positions);
+            if !seen.is_empty() {
+                (start, end, taking) = (start.min(seen.start), end.max(seen.end), taking + 1);
             }
         }
-    }
-
-    /// Ends a span of pairs of the task.
-    fn fold(&mut self, range: Range<usize>) {
-        self.tiles.iter_mut().flatten().for_each(|tile| tile.fold(tile.own(&range), self.call));
+        let together = Together { sequence, next, tiles: tiles.clone(), end, several: taking > 1 };
+        for unit in start / UNIT..end.div_ceil(UNIT) {
+            self.unit(&together, unit * UNIT, start.saturating_sub(unit * UNIT));
+            if ((unit + 1) * UNIT).is_multiple_of(SPAN) {
+                self.tiles[tiles.clone()].iter_mut().flatten().for_each(|tile| tile.fold(self.call));
+            }
+        }
     }
 
     /// The unit at `base`, of which positions from `from` on are seen.
     fn unit(&mut self, together: &Together<'_>, base: usize, from: usize) {
         let found = self.find(together, base, from);
-        // What is needed next is on its way while the processor multiplies: values during scores, the next unit's keys
-        // during sums.
+        // What is needed next is on its way while the first tile multiplies: values during scores; during sums the keys of
+        // the next unit, or of the sample whose turn is next.
         let step = LANES * size_of::<E>();
         let values = Ahead { at: found.values.map(<*const E>::cast), step };
-        let last = base + UNIT >= together.end || gathered_len(self.layout) > 0;
-        let next = if last { found.keys } else { self.find(together, base + UNIT, 0).keys };
+        let next = if gathered_len(self.layout) > 0 {
+            found.keys
+        } else if base + UNIT < together.end {
+            self.keys_of(together.sequence, base + UNIT)
+        } else {
+            self.keys_of(together.next.0, together.next.1)
+        };
         let keys = Ahead { at: next.map(<*const E>::cast), step };
-        if !together.several {
+        if !together.several || size_of::<E>() == size_of::<f32>() {
             // SAFETY: `find` has found what any pair sees.
-            unsafe { self.score::<E, true>(together, &found, &values) };
+            unsafe { self.score(together, &found, &values) };
             // SAFETY: as above.
-            unsafe { self.weigh::<E, true>(together, &found, &keys) };
-        } else if size_of::<E>() == size_of::<f32>() {
-            // SAFETY: as above.
-            unsafe { self.score::<E, false>(together, &found, &values) };
-            // SAFETY: as above.
-            unsafe { self.weigh::<E, false>(together, &found, &keys) };
+            unsafe { self.weigh(together, &found, &keys) };
         } else {
             let vectors = from / LANES..(together.end - base).min(UNIT).div_ceil(LANES);
-            let wide = self.widen(found.keys, found.key_step, vectors.clone(), &values);
+            let wide = self.widen(found.keys, found.key_step, vectors.clone());
             // SAFETY: `widen` has copied all that any pair sees.
-            unsafe {
-                self.score::<f32, false>(together, &Unit { base, keys: wide, key_step: LANES, values: wide }, &values)
-            };
-            let wide = self.widen(found.values, LANES, vectors, &keys);
+            unsafe { self.score(together, &Unit { base, keys: wide, key_step: LANES, values: wide }, &values) };
+            let wide = self.widen(found.values, LANES, vectors);
             // SAFETY: as above.
-            unsafe {
-                self.weigh::<f32, false>(together, &Unit { base, keys: wide, key_step: LANES, values: wide }, &keys)
-            };
+            unsafe { self.weigh(together, &Unit { base, keys: wide, key_step: LANES, values: wide }, &keys) };
         }
     }
 
     /// # Safety
     /// As for [`score`].
-    unsafe fn score<X: Element, const AHEAD: bool>(&mut self, together: &Together<'_>, unit: &Unit<X>, ahead: &Ahead) {
-        for (tile, seen) in self.tiles.iter_mut().flatten().zip(&together.seen) {
-            let positions = seen.start.saturating_sub(unit.base)..seen.end.saturating_sub(unit.base).min(UNIT);
-            if !positions.is_empty() {
-                let part = tile.part(tile.own(&together.range), positions, self.layout.head_dim);
+    unsafe fn score<X: Element>(&mut self, together: &Together<'_>, unit: &Unit<X>, ahead: &Ahead) {
+        let mut ahead = Some(ahead);
+        for tile in self.tiles[together.tiles.clone()].iter_mut().flatten() {
+            if let Some(part) = tile.part(unit.base, self.layout.head_dim) {
                 // SAFETY: the caller's promise.
-                unsafe { score::<X, AHEAD>(self.call.isa, part, unit, ahead) };
+                unsafe { score(self.call.isa, part, unit, ahead.take()) };
             }
         }
     }
 
     /// # Safety
     /// As for [`weigh`].
-    unsafe fn weigh<X: Element, const AHEAD: bool>(&mut self, together: &Together<'_>, unit: &Unit<X>, ahead: &Ahead) {
-        for (tile, seen) in self.tiles.iter_mut().flatten().zip(&together.seen) {
-            let positions = seen.start.saturating_sub(unit.base)..seen.end.saturating_sub(unit.base).min(UNIT);
-            if !positions.is_empty() {
-                let part = tile.part(tile.own(&together.range), positions, self.layout.head_dim);
+    unsafe fn weigh<X: Element>(&mut self, together: &Together<'_>, unit: &Unit<X>, ahead: &Ahead) {
+        let mut ahead = Some(ahead);
+        for tile in self.tiles[together.tiles.clone()].iter_mut().flatten() {
+            if let Some(part) = tile.part(unit.base, self.layout.head_dim) {
                 // SAFETY: the caller's promise.
-                unsafe { weigh::<X, AHEAD>(self.call.isa, part, unit, ahead) };
+                unsafe { weigh(self.call.isa, part, unit, ahead.take()) };
             }
         }
     }
 
     /// Copies vectors of a unit, each `head_dim` lines of 16, to where they are float32.
-    fn widen(
-        &mut self,
-        from: [*const E; VECTORS],
-        step: usize,
-        vectors: Range<usize>,
-        ahead: &Ahead,
-    ) -> [*const f32; VECTORS] {
+    fn widen(&mut self, from: [*const E; VECTORS], step: usize, vectors: Range<usize>) -> [*const f32; VECTORS] {
         let lines = self.layout.head_dim;
         for vector in vectors {
             let to = &mut self.wide[vector * lines..][..lines];
             // SAFETY: a vector that was found has that many lines.
-            unsafe { widen(self.call.isa, from[vector], step, to, (ahead.at[vector], ahead.step)) };
+            unsafe { widen(self.call.isa, from[vector], step, to) };
         }
         std::array::from_fn(|vector| self.wide[vector * lines..].as_ptr().cast())
     }
@@ -408,6 +423,18 @@ impl<E: Element> Work<'_, '_, E> {
             found.values[vector] = self.values[start..][..self.layout.head_len()][offset * head_dim..].as_ptr();
         }
         found
+    }
+
+    /// Keys of the vectors of a unit that the sequence has; others lead nowhere.
+    fn keys_of(&self, sequence: &AttentionSequence<'_>, base: usize) -> [*const E; VECTORS] {
+        let has = (sequence.start_position + sequence.rows).saturating_sub(base);
+        std::array::from_fn(|vector| {
+            if vector * LANES >= has {
+                return self.keys.as_ptr();
+            }
+            let (start, offset) = self.slot(sequence, base + vector * LANES);
+            self.keys[start..][offset..].as_ptr()
+        })
     }
 
     /// Where this KV head's part of a position's block starts, and the position's offset in the block.

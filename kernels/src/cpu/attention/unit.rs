@@ -21,12 +21,15 @@ pub(super) struct Unit<E> {
     pub values: [*const E; VECTORS],
 }
 
-/// Cache lines to ask for while a unit is computed, by kernels that read the cache itself (`AHEAD`): `head_dim` pieces of `step` bytes from each of these addresses.
+/// Cache lines that a tile asks for while it takes a unit: `head_dim` pieces of `step` bytes from each of these addresses.
 #[derive(Clone, Copy)]
 pub(super) struct Ahead {
     pub at: [*const u8; VECTORS],
     pub step: usize,
 }
+
+/// What kernels without `AHEAD` have in its place.
+const NOWHERE: Ahead = Ahead { at: [std::ptr::null(); VECTORS], step: 0 };
 
 /// Softmax of a pair over the units of a span so far.
 #[derive(Clone, Copy)]
@@ -65,12 +68,15 @@ pub(super) struct Part<'a> {
 ///
 /// # Safety
 /// The keys of every vector of the unit that has one of the part's positions are readable.
-pub(super) unsafe fn score<E: Element, const AHEAD: bool>(isa: Isa, part: Part<'_>, unit: &Unit<E>, ahead: &Ahead) {
+pub(super) unsafe fn score<E: Element>(isa: Isa, part: Part<'_>, unit: &Unit<E>, ahead: Option<&Ahead>) {
     macro_rules! pairs {
         ($($pairs:literal)*) => {
-            match part.seen.len() {
-                $($pairs => isa.dispatch(Score::<E, $pairs, AHEAD> { part, unit, ahead }),)*
-                n => unreachable!("no attention tile of {n} pairs"),
+            match (part.seen.len(), ahead) {
+                $(
+                    ($pairs, Some(ahead)) => isa.dispatch(Score::<E, $pairs, true> { part, unit, ahead }),
+                    ($pairs, None) => isa.dispatch(Score::<E, $pairs, false> { part, unit, ahead: &NOWHERE }),
+                )*
+                (n, _) => unreachable!("no attention tile of {n} pairs"),
             }
         };
     }
@@ -81,12 +87,15 @@ pub(super) unsafe fn score<E: Element, const AHEAD: bool>(isa: Isa, part: Part<'
 ///
 /// # Safety
 /// The values of the part's positions in the unit are readable.
-pub(super) unsafe fn weigh<E: Element, const AHEAD: bool>(isa: Isa, part: Part<'_>, unit: &Unit<E>, ahead: &Ahead) {
+pub(super) unsafe fn weigh<E: Element>(isa: Isa, part: Part<'_>, unit: &Unit<E>, ahead: Option<&Ahead>) {
     macro_rules! pairs {
         ($($pairs:literal)*) => {
-            match part.seen.len() {
-                $($pairs => isa.dispatch(Weigh::<E, $pairs, AHEAD> { part, unit, ahead }),)*
-                n => unreachable!("no attention tile of {n} pairs"),
+            match (part.seen.len(), ahead) {
+                $(
+                    ($pairs, Some(ahead)) => isa.dispatch(Weigh::<E, $pairs, true> { part, unit, ahead }),
+                    ($pairs, None) => isa.dispatch(Weigh::<E, $pairs, false> { part, unit, ahead: &NOWHERE }),
+                )*
+                (n, _) => unreachable!("no attention tile of {n} pairs"),
             }
         };
     }
@@ -117,7 +126,7 @@ impl<E: Element, const MR: usize, const AHEAD: bool> Score<'_, E, MR, AHEAD> {
                 let mut lanes = [L::zero(); NV];
                 for v in 0..NV {
                     if AHEAD {
-                        L::prefetch(ahead[v]);
+                        L::prefetch_near(ahead[v]);
                         ahead[v] = ahead[v].wrapping_add(self.ahead.step);
                     }
                     // SAFETY: a vector's keys are head_dim lines of 16.
@@ -248,7 +257,7 @@ impl<E: Element, const MR: usize, const AHEAD: bool> Weigh<'_, E, MR, AHEAD> {
                 let mut lanes = [L::zero(); NV];
                 for v in 0..NV {
                     if AHEAD {
-                        L::prefetch(ahead.wrapping_add(v * self.ahead.step));
+                        L::prefetch_near(ahead.wrapping_add(v * self.ahead.step));
                     }
                     // SAFETY: `t` is one of the part's positions, and its values are head_dim long.
                     lanes[v] = unsafe { E::load::<L>(values.wrapping_add(v * LANES)) };
@@ -298,27 +307,18 @@ impl<E: Element, const MR: usize, const AHEAD: bool> Kernel for Weigh<'_, E, MR,
     }
 }
 
-/// Widens lines of 16 to float32, `step` apart in the source and one after the other in `to`, and asks for as many cache
-/// lines from `ahead` on, `ahead_step` bytes apart.
+/// Widens lines of 16 to float32, `step` apart in the source and one after the other in `to`.
 ///
 /// # Safety
 /// The lines are readable.
-pub(super) unsafe fn widen<E: Element>(
-    isa: Isa,
-    from: *const E,
-    step: usize,
-    to: &mut [[f32; LANES]],
-    (ahead, ahead_step): (*const u8, usize),
-) {
-    isa.dispatch(Widen { from, step, to, ahead, ahead_step });
+pub(super) unsafe fn widen<E: Element>(isa: Isa, from: *const E, step: usize, to: &mut [[f32; LANES]]) {
+    isa.dispatch(Widen { from, step, to });
 }
 
 struct Widen<'a, E> {
     from: *const E,
     step: usize,
     to: &'a mut [[f32; LANES]],
-    ahead: *const u8,
-    ahead_step: usize,
 }
 
 impl<E: Element> Kernel for Widen<'_, E> {
@@ -326,13 +326,11 @@ impl<E: Element> Kernel for Widen<'_, E> {
 
     #[inline(always)]
     fn run<L: Lanes>(self) {
-        let (mut from, mut ahead) = (self.from, self.ahead);
+        let mut from = self.from;
         for line in self.to {
-            L::prefetch(ahead);
             // SAFETY: the promise to `widen`.
             *line = unsafe { E::load::<L>(from) }.to_array();
             from = from.wrapping_add(self.step);
-            ahead = ahead.wrapping_add(self.ahead_step);
         }
     }
 }
