@@ -68,7 +68,7 @@ lint: setup check-cargo ## formatting, clippy and ruff
 
 bench: setup server $(MODEL) ## our server and the peers that are there, four workloads, two models: table and picture
 	$(CARGO) build --release -p rollout-kernels --example limits
-	$(call say,Benches: keep the machine quiet for some minutes (with peers an hour))
+	$(call say,Benches: keep the machine quiet for some minutes (with peers some hours))
 	@$(BIN)/python benches/end_to_end.py --server $(SERVER) --limits $(LIMITS) --model $(MODEL) --random \
 		--peers-dir $(PEERS) --json $(RESULTS).json
 	@$(BIN)/python benches/chart.py $(RESULTS).json $(RESULTS).svg
