@@ -30,6 +30,7 @@ from workloads import (
     TITLES,
     WORKLOADS,
     Limits,
+    Workload,
     commit,
     floor_seconds,
     machine,
@@ -39,24 +40,44 @@ from workloads import (
 PEERS = "vllm,llama.cpp,transformers"
 
 
-def measure(engines: list[Ours | Peer], name: str, vocab_size: int, floor: float | None, runs: int) -> list[dict]:
-    """One workload: a warm-up of each engine with a small part of it, then `runs` timed rounds."""
+def measure(
+    engines: list[Ours | Peer], absent: dict[str, str], name: str, *, vocab_size: int, floor: float | None, runs: int
+) -> list[dict]:
+    """One workload: a warm-up of each engine with a small part of it, then `runs` timed rounds.
+
+    A peer that fails leaves `engines` for `absent`.
+    """
     workload = WORKLOADS[name]
     prompts = workload.make_prompts(vocab_size)
     walls: dict[str, list[float]] = {engine.name: [] for engine in engines}
     noise = dict.fromkeys(walls, 0.0)
     part = replace(workload, prompts=-(-workload.prompts // 4), new_tokens=-(-workload.new_tokens // 8))
-    for engine in engines:
-        engine.run(part, prompts[: part.prompts])
+    for engine in list(engines):
+        run(engine, part, prompts[: part.prompts], engines, absent)
     for i in range(runs):
-        for engine in engines:
+        for engine in list(engines):
             before, start = other_cpu_seconds(engine.group), time.monotonic()
-            walls[engine.name].append(engine.run(workload, prompts))
+            if (wall := run(engine, workload, prompts, engines, absent)) is None:
+                continue
+            walls[engine.name].append(wall)
             others = (other_cpu_seconds(engine.group) - before) / (time.monotonic() - start)
             noise[engine.name] = max(noise[engine.name], others)
-            rate = workload.counted_tokens / walls[engine.name][-1]
+            rate = workload.counted_tokens / wall
             print(f"  {name} {engine.name} run {i + 1}/{runs}: {rate:.0f} tokens/s", file=sys.stderr)
     return [result(name, engine, walls[engine.name], noise[engine.name], floor) for engine in engines]
+
+
+def run(
+    engine: Ours | Peer, workload: Workload, prompts: list, engines: list[Ours | Peer], absent: dict[str, str]
+) -> float | None:
+    """Seconds of a workload; None of a peer that fails at it."""
+    try:
+        return engine.run(workload, prompts)
+    except RuntimeError as error:
+        print(f"  {error}", file=sys.stderr)
+        engines.remove(engine)
+        absent[engine.name] = str(error)
+        return None
 
 
 def result(name: str, engine: Ours | Peer, walls: list[float], noise: float, floor: float | None) -> dict:
@@ -83,10 +104,13 @@ def measure_model(args: argparse.Namespace, limits: Limits, name: str, path: Pat
         shape, floors = SHAPES.get(ours.info.parameters), {}
         for workload in args.workloads:
             floors[workload] = floor_seconds(WORKLOADS[workload], shape, ours.info.dtype, limits) if shape else None
+        engines = [ours, *peers]
         results = [
             entry
             for workload in args.workloads
-            for entry in measure([ours, *peers], workload, ours.info.vocab_size, floors[workload], args.runs)
+            for entry in measure(
+                engines, absent, workload, vocab_size=ours.info.vocab_size, floor=floors[workload], runs=args.runs
+            )
         ]
         return {
             "model": name,
