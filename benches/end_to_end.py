@@ -40,9 +40,7 @@ from workloads import (
 PEERS = "vllm,llama.cpp,transformers"
 
 
-def measure(
-    engines: list[Ours | Peer], absent: dict[str, str], name: str, *, vocab_size: int, floor: float | None, runs: int
-) -> list[dict]:
+def measure(engines: list[Ours | Peer], absent: dict[str, str], name: str, *, vocab_size: int, runs: int) -> list[dict]:
     """One workload: a warm-up of each engine with a small part of it, then `runs` timed rounds.
 
     A peer that fails leaves `engines` for `absent`.
@@ -64,7 +62,7 @@ def measure(
             noise[engine.name] = max(noise[engine.name], others)
             rate = workload.counted_tokens / wall
             print(f"  {name} {engine.name} run {i + 1}/{runs}: {rate:.0f} tokens/s", file=sys.stderr)
-    return [result(name, engine, walls[engine.name], noise[engine.name], floor) for engine in engines]
+    return [result(name, engine, walls[engine.name], noise[engine.name]) for engine in engines]
 
 
 def run(
@@ -80,7 +78,7 @@ def run(
         return None
 
 
-def result(name: str, engine: Ours | Peer, walls: list[float], noise: float, floor: float | None) -> dict:
+def result(name: str, engine: Ours | Peer, walls: list[float], noise: float) -> dict:
     workload, wall = WORKLOADS[name], statistics.median(walls)
     return {
         "workload": name,
@@ -90,30 +88,26 @@ def result(name: str, engine: Ours | Peer, walls: list[float], noise: float, flo
         "tokens_per_second_min": workload.counted_tokens / max(walls),
         "tokens_per_second_max": workload.counted_tokens / min(walls),
         "wall_seconds": wall,
-        "floor_seconds": floor,
-        "floor_fraction": floor / wall if floor else None,
+        "floor_seconds": None,
+        "floor_fraction": None,
         "others_cores": noise,
     }
 
 
-def measure_model(args: argparse.Namespace, limits: Limits, name: str, path: Path) -> dict:
+def measure_model(args: argparse.Namespace, name: str, path: Path) -> dict:
     """All workloads of one model, on our server and on the peers that are there."""
     print(f"measuring {name} …", file=sys.stderr)
     flags = ["--dtype", args.dtype, "--mem-util", str(args.mem_util), *args.flags]
     with started(args.server, path, flags, Path(args.peers_dir), args.peers) as (ours, peers, absent):
-        shape, floors = SHAPES.get(ours.info.parameters), {}
-        for workload in args.workloads:
-            floors[workload] = floor_seconds(WORKLOADS[workload], shape, ours.info.dtype, limits) if shape else None
         engines = [ours, *peers]
         results = [
             entry
             for workload in args.workloads
-            for entry in measure(
-                engines, absent, workload, vocab_size=ours.info.vocab_size, floor=floors[workload], runs=args.runs
-            )
+            for entry in measure(engines, absent, workload, vocab_size=ours.info.vocab_size, runs=args.runs)
         ]
         return {
             "model": name,
+            "parameters": ours.info.parameters,
             "dtype": ours.info.dtype,
             "kernel": ours.info.kernel,
             "versions": {engine.name: engine.version for engine in [ours, *peers]},
@@ -125,6 +119,25 @@ def measure_model(args: argparse.Namespace, limits: Limits, name: str, path: Pat
             },
             "results": results,
         }
+
+
+def add_floors(model: dict, limits: Limits) -> None:
+    """What none beats, for a model that the floor knows."""
+    if shape := SHAPES.get(model["parameters"]):
+        for r in model["results"]:
+            r["floor_seconds"] = floor_seconds(WORKLOADS[r["workload"]], shape, model["dtype"], limits)
+            r["floor_fraction"] = r["floor_seconds"] / r["wall_seconds"]
+
+
+def best_of(a: Limits, b: Limits) -> Limits:
+    """The larger of each: a neighbour of this machine can make it slow for minutes."""
+    bf16 = [dot for dot in (a.bf16_dot_gflops, b.bf16_dot_gflops) if dot is not None]
+    return replace(
+        a,
+        f32_fma_gflops=max(a.f32_fma_gflops, b.f32_fma_gflops),
+        bf16_dot_gflops=max(bf16, default=None),
+        read_gb_per_s=max(a.read_gb_per_s, b.read_gb_per_s),
+    )
 
 
 def other_cpu_seconds(group: int) -> float:
@@ -175,9 +188,9 @@ def section(report: dict, model: dict) -> str:
         f"- machine: {report['machine']}",
         f"- commit: {report['commit']}",
         f"- command: `{report['command']}`",
-        f"- limits: f32 FMA {limits['f32_fma_gflops']:.0f} GFLOP/s ({limits['instructions']}), bf16 dot "
-        f"{'none' if bf16 is None else f'{bf16:.0f} GFLOP/s'}, memory read {limits['read_gb_per_s']:.1f} GB/s, "
-        f"{limits['threads']} threads; the server's kernel is {model['kernel']}",
+        f"- limits, the better of before and after: f32 FMA {limits['f32_fma_gflops']:.0f} GFLOP/s "
+        f"({limits['instructions']}), bf16 dot {'none' if bf16 is None else f'{bf16:.0f} GFLOP/s'}, memory read "
+        f"{limits['read_gb_per_s']:.1f} GB/s, {limits['threads']} threads; the server's kernel is {model['kernel']}",
         f"- start: {model['start_seconds'][OURS]:.2f} s from process start to first token, model in the page cache",
         f"- memory: peak resident {peak_mib} MiB, ceiling {memory['ceiling_bytes'] / 2**20:,.0f} MiB",
         f"- peers, in turn with our server in the same session: {'; '.join(filter(None, [found, absent])) or 'none'}",
@@ -228,9 +241,12 @@ def main() -> int:
     # Ends as an exception does, so that no peer is left standing still.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     print("measuring this machine's limits …", file=sys.stderr)
-    limits = measure_limits(args.limits)
+    before = measure_limits(args.limits)
     with named_models(args) as models:
-        measured = [measure_model(args, limits, name, path) for name, path in models]
+        measured = [measure_model(args, name, path) for name, path in models]
+    limits = best_of(before, measure_limits(args.limits))
+    for model in measured:
+        add_floors(model, limits)
     report = {
         "date": datetime.date.today().isoformat(),
         "machine": machine(),
