@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import queue
@@ -209,15 +210,15 @@ def push_buffer(start: StartCall, plan: Plan, buffer: SharedBuffer, progress: Pr
         fall_back: where the server has another `/dev/shm`, send it inline.
     """
     tensors = list(plan.tensors)
+    offsets = [buffer.segment.offset_of(tensor.data) for tensor in tensors]
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        if offset is None:
+            where = "does not lie in the shared buffer; gather it into what `take` gives"
+            raise InvalidArgument(f"{tensor.name}: {where}")
     # There is nothing to copy that the server could overlap with: both sides take all tensors with all threads.
-    with ThreadPoolExecutor(_DIGEST_THREADS, thread_name_prefix="rollout-digest") as threads:
-        digests = threads.map(digest_of, [tensor.data for tensor in tensors])
-        for tensor, digest in zip(tensors, digests, strict=True):
-            offset = buffer.segment.offset_of(tensor.data)
-            if offset is None:
-                where = "does not lie in the shared buffer; gather it into what `take` gives"
-                raise InvalidArgument(f"{tensor.name}: {where}")
-            plan.header.tensors.append(tensor.entry(digest, offset))
+    digests = _digests([tensor.data for tensor in tensors])
+    for tensor, digest, offset in zip(tensors, digests, offsets, strict=True):
+        plan.header.tensors.append(tensor.entry(digest, offset))
     plan.header.source.shared_memory.name = buffer.segment.name
     try:
         response = push_header(start, plan.header)
@@ -229,6 +230,28 @@ def push_buffer(start: StartCall, plan: Plan, buffer: SharedBuffer, progress: Pr
         return push_inline(start, replace(plan, tensors=tensors), progress)
     progress.add(plan.total)
     return response
+
+
+def _digests(parts: list[memoryview]) -> list[bytes]:
+    """The digest of each, made by several threads."""
+    digests = [b""] * len(parts)
+    # The largest first, so that the threads end together.
+    order = sorted(range(len(parts)), key=lambda index: -len(parts[index]))
+    todo: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for index in order:
+        todo.put(index)
+
+    def make() -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                index = todo.get_nowait()
+                digests[index] = digest_of(parts[index])
+
+    # A task for each thread, not for each part: handing over a small one takes longer than its digest.
+    with ThreadPoolExecutor(_DIGEST_THREADS, thread_name_prefix="rollout-digest") as threads:
+        for made in [threads.submit(make) for _ in range(_DIGEST_THREADS)]:
+            made.result()
+    return digests
 
 
 def push_header(start: StartCall, header: Any) -> Any:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from .errors import InvalidArgument, ResourceExhausted
@@ -73,7 +74,7 @@ class Segment:
 
     def offset_of(self, data: memoryview) -> int | None:
         """Where `data` lies in it; None if it lies elsewhere."""
-        offset = np.frombuffer(data, np.uint8).ctypes.data - self._memory.ctypes.data
+        offset = _address(np.frombuffer(data, np.uint8)) - _address(self._memory)
         return offset if 0 <= offset <= len(self._memory) - len(data) else None
 
     def close(self) -> None:
@@ -137,6 +138,11 @@ class SharedBuffer:
 def aligned(size: int) -> int:
     """Bytes from the start of a tensor of this size to that of the next."""
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _address(array: npt.NDArray[np.uint8]) -> int:
+    # `array.ctypes` takes ten times as long.
+    return array.__array_interface__["data"][0]
 
 
 def digest_of(data: memoryview | bytes) -> bytes:

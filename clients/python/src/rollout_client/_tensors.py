@@ -5,6 +5,7 @@ No library but numpy is imported: a tensor of torch brings torch along.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import sys
@@ -60,8 +61,8 @@ def layout_of(name: str, tensor: Any) -> Layout:
         return Layout(_known_dtype(name, str(dtype)), tuple(int(size) for size in shape))
     if not (hasattr(tensor, "dtype") and hasattr(tensor, "shape")):
         raise InvalidArgument(f"{name}: expected an array, a tensor or (bytes, dtype, shape), got {_type_name(tensor)}")
-    dtype = tensor.dtype.name if isinstance(tensor, np.ndarray) else str(tensor.dtype).removeprefix("torch.")
-    return Layout(_known_dtype(name, dtype), tuple(int(size) for size in tensor.shape))
+    shape = tensor.shape if isinstance(tensor, np.ndarray) else tuple(int(size) for size in tensor.shape)
+    return Layout(_known_dtype(name, _dtype_name(tensor.dtype)), shape)
 
 
 def bytes_of(name: str, tensor: Any) -> TensorBytes:
@@ -156,6 +157,11 @@ def _is_raw(tensor: Any) -> bool:
         and len(tensor) == _RAW_PARTS
         and isinstance(tensor[0], (bytes, bytearray, memoryview))
     )
+
+
+@functools.cache  # numpy makes it anew each time, which takes longer than all else here
+def _dtype_name(dtype: Any) -> str:
+    return dtype.name if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
 
 
 def _known_dtype(name: str, dtype: str) -> DtypeName:
