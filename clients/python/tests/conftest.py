@@ -101,13 +101,19 @@ def at_base(push_target):
 
 
 @pytest.fixture
-def pusher(fake):
+def pusher(fake, new_segments):
     """A client of the fake server, which leaves no shared memory behind."""
     with RolloutClient(fake.address, timeout=60) as client:
         yield client
-    assert own_segments() == []
+    assert new_segments() == []
 
 
-def own_segments():
-    """Names of the shared memory of this process."""
-    return [path.name for path in Path("/dev/shm").glob(f"rollout-{os.getpid()}-*")]
+@pytest.fixture
+def new_segments():
+    """Names of the shared memory that this process has taken since the test began; other clients keep theirs."""
+
+    def own_segments():
+        return {path.name for path in Path("/dev/shm").glob(f"rollout-{os.getpid()}-*")}
+
+    before = own_segments()
+    return lambda: sorted(own_segments() - before)

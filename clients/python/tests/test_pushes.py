@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 import rollout_client
-from conftest import own_segments
 from fake_weights import MAX_CHUNK, Refused, held, hold, in_bytes, random_state
 from rollout_client import (
     Aborted,
@@ -34,7 +33,7 @@ TRANSPORTS = ["inline", "shared_memory", "auto"]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_full_pushes_arrive_bit_for_bit(call, fake, rng, transport):
+def test_full_pushes_arrive_bit_for_bit(call, fake, rng, transport, new_segments):
     state = random_state(rng)
     state["large"] = rng.standard_normal((3, MAX_CHUNK // 2 + 17)).astype(np.float32)
     state["empty"] = np.empty((0, 4), np.float16)
@@ -49,7 +48,7 @@ def test_full_pushes_arrive_bit_for_bit(call, fake, rng, transport):
     assert result.bytes == sum(array.nbytes for array in new.values())
     assert (result.pause_ms, result.staging_ms, result.pending, len(result.digest)) == (1.5, 2.5, False, 32)
     assert fake.weights.largest_message <= MAX_CHUNK
-    assert own_segments() == []
+    assert new_segments() == []
 
 
 def test_inline_declares_the_total_first_and_small_tensors_together_before_their_chunks(pusher, fake, rng):

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import own_segments
 from fake_weights import held, hold, in_bytes
 from rollout_client import (
     InvalidArgument,
@@ -26,7 +25,7 @@ from rollout_client import (
 SHM = Path("/dev/shm")
 
 
-def test_the_segment_is_kept_for_the_next_push_and_grows(pusher, fake, rng):
+def test_the_segment_is_kept_for_the_next_push_and_grows(pusher, fake, rng, new_segments):
     small = {"a": rng.standard_normal(1000, dtype=np.float32)}
     large = {"a": rng.standard_normal(1 << 20, dtype=np.float32)}
     for state in (small, large):
@@ -36,7 +35,7 @@ def test_the_segment_is_kept_for_the_next_push_and_grows(pusher, fake, rng):
         hold(fake, state)
         pusher.push_full(state, transport="shared_memory")
         assert held(fake) == in_bytes(state)
-        names.append(own_segments())
+        names.append(new_segments())
     assert all(len(n) == 1 for n in names)
     assert names[0] == names[1] != names[2] == names[3]
 
@@ -93,7 +92,7 @@ def some_tensors(rng):
     return {f"t{i}": rng.standard_normal((1000, 1501 + i), dtype=np.float32) for i in range(4)}
 
 
-def test_what_lies_in_a_shared_buffer_is_pushed_without_a_copy(pusher, fake, rng, monkeypatch):
+def test_what_lies_in_a_shared_buffer_is_pushed_without_a_copy(pusher, fake, rng, monkeypatch, new_segments):
     def copied(*_):
         raise AssertionError("a tensor was copied")
 
@@ -111,8 +110,8 @@ def test_what_lies_in_a_shared_buffer_is_pushed_without_a_copy(pusher, fake, rng
             total = sum(array.nbytes for array in state.values())
             assert told[-1] == (total, total)
             assert fake.weights.commits[-1].header.source.shared_memory.name == buffer.segment.name
-        assert own_segments() == [buffer.segment.name]
-    assert own_segments() == []
+        assert new_segments() == [buffer.segment.name]
+    assert new_segments() == []
 
 
 def test_what_lies_elsewhere_is_refused_by_name_and_another_shm_gets_it_inline(pusher, fake, rng):
@@ -142,7 +141,7 @@ def test_a_shared_buffer_gives_aligned_parts_until_it_is_full():
                 buffer.take(size)
 
 
-def test_no_room_for_a_segment_is_inline_or_an_error(pusher, fake, rng, monkeypatch):
+def test_no_room_for_a_segment_is_inline_or_an_error(pusher, fake, rng, monkeypatch, new_segments):
     state = {f"t{i}": rng.standard_normal((1000, 1500), dtype=np.float32) for i in range(4)}
     hold(fake, {name: np.zeros_like(array) for name, array in state.items()})
 
@@ -153,7 +152,7 @@ def test_no_room_for_a_segment_is_inline_or_an_error(pusher, fake, rng, monkeypa
     with pytest.raises(ResourceExhausted, match="No space left"):
         pusher.push_full(state, transport="shared_memory")
     pusher.push_full(state)
-    assert held(fake) == in_bytes(state) and own_segments() == []
+    assert held(fake) == in_bytes(state) and new_segments() == []
 
 
 def test_an_iterator_that_goes_past_its_total_is_refused_by_name(pusher, fake, rng):

@@ -48,6 +48,15 @@ fn in_order(x: &[f32], w: &[f32], leaves: usize, bias: Option<f32>) -> f32 {
     bias.map_or(sums[0], |b| sums[0] + b)
 }
 
+impl Case {
+    /// What the contract says of row `i` and column `j` of the product.
+    fn expected(&self, i: usize, j: usize) -> f32 {
+        let k = self.matrix.k();
+        let (x, w) = (&self.x[i * k..][..k], &self.weights[j * k..][..k]);
+        in_order(x, w, self.matrix.leaves(), self.bias.as_ref().map(|b| b[j]))
+    }
+}
+
 #[test]
 fn linear_has_the_order_of_the_contract_on_every_isa_with_any_threads() {
     for seed in 0..60 {
@@ -56,12 +65,7 @@ fn linear_has_the_order_of_the_contract_on_every_isa_with_any_threads() {
         let k = if random.below(2) == 0 { k } else { k.next_multiple_of(16) };
         let case = case(&mut random, DTYPES[seed as usize % 2], m, n, k);
         let bias = case.bias.as_deref();
-        let expected: Vec<f32> = (0..m * n)
-            .map(|i| {
-                let (x, w) = (&case.x[i / n * k..][..k], &case.weights[i % n * k..][..k]);
-                in_order(x, w, case.matrix.leaves(), bias.map(|b| b[i % n]))
-            })
-            .collect();
+        let expected: Vec<f32> = (0..m * n).map(|i| case.expected(i / n, i % n)).collect();
         for isa in Isa::available() {
             if isa.rounds_activations() && case.matrix.dtype() == WeightDtype::Bf16 {
                 continue; // its instruction has an order of its own; the tests below hold for it too
@@ -90,11 +94,7 @@ fn many_tiles_have_the_order_of_the_contract() {
             linear(&cpu, Rows::dense(&case.x, k), &case.matrix, bias, RowsMut::new(&mut out, m, n, stride));
             for i in [0, m - 1].into_iter().chain((0..20).map(|_| random.below(m))) {
                 let (row, beyond) = out[i * stride..][..stride].split_at(n);
-                let dot = |j: usize| {
-                    let (x, w) = (&case.x[i * k..][..k], &case.weights[j * k..][..k]);
-                    in_order(x, w, case.matrix.leaves(), bias.map(|b| b[j]))
-                };
-                let expected: Vec<f32> = (0..n).map(dot).collect();
+                let expected: Vec<f32> = (0..n).map(|j| case.expected(i, j)).collect();
                 assert_eq!(bits(row), bits(&expected), "seed {seed}, {}, row {i} of {m} x {n} x {k}", isa.name());
                 assert!(beyond.iter().all(|x| *x == 7.0), "seed {seed}, {}: row {i} writes on", isa.name());
             }
@@ -111,12 +111,7 @@ fn long_and_odd_reductions_have_the_order_of_the_contract() {
         let k = [512, 513, 1024, 1025, random.between(700, 2100)][random.below(5)];
         let case = case(&mut random, DTYPES[usize::from(seed % 4 == 0)], m, n, k);
         let bias = case.bias.as_deref();
-        let expected: Vec<f32> = (0..m * n)
-            .map(|i| {
-                let (x, w) = (&case.x[i / n * k..][..k], &case.weights[i % n * k..][..k]);
-                in_order(x, w, case.matrix.leaves(), bias.map(|b| b[i % n]))
-            })
-            .collect();
+        let expected: Vec<f32> = (0..m * n).map(|i| case.expected(i / n, i % n)).collect();
         for isa in Isa::available() {
             if isa.rounds_activations() && case.matrix.dtype() == WeightDtype::Bf16 {
                 continue; // as above
