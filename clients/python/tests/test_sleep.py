@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -21,7 +24,9 @@ from rollout_client import (
 from serving import (
     FIXTURES,
     LONG,
+    PROMPTS,
     PUSH_MODEL,
+    REPOSITORY,
     assert_idle,
     fill_cache,
     no_room,
@@ -235,6 +240,46 @@ def test_an_exception_in_a_colocated_loop_leaves_the_server_asleep(binary):
             assert client.generate([[1]])
         assert client.status().lifecycle is Lifecycle.ASLEEP
         client.wake()
+
+
+def test_the_loop_of_the_readme_runs(binary, rng, monkeypatch):
+    [loop] = [code for code in python_of_the_readme() if ".awake(" in code]
+    assert len(loop.splitlines()) <= 30
+    base = read_model(PUSH_MODEL)
+    peft = types.SimpleNamespace(get_peft_model_state_dict=lambda model, **_: model.tensors)
+    monkeypatch.setitem(sys.modules, "peft", peft)
+    model = types.SimpleNamespace(active_adapter="default", state_dict=dict)
+    trained = []
+
+    def change(model):
+        model.tensors, config = random_adapter(rng, base)
+        model.peft_config = {"default": config}
+
+    def train(model, groups, rewards):
+        samples = [sample for group in groups for sample in group.samples]
+        assert rewards == [[len(sample.text) for sample in group.samples] for group in groups]
+        assert all(len(sample.logprobs) == len(sample.token_ids) > 0 for sample in samples)
+        trained.append([(len(group.samples), step_of(group.samples)) for group in groups])
+        change(model)
+
+    def step_of(samples):
+        [step] = {span.weight_version for sample in samples for span in sample.weight_versions}
+        return step
+
+    change(model)
+    batches = [PROMPTS, PROMPTS, PROMPTS[:1]]
+    names = {"batches": batches, "peft_model": model, "reward": len, "train": train}
+    with server(binary, PUSH_MODEL) as client:
+        exec(loop.replace("127.0.0.1:50051", client.address), names)
+        names["client"].close()
+        assert client.status().lifecycle is Lifecycle.ASLEEP
+        assert client.status().weight_version == len(batches)
+        client.wake()
+    assert trained == [[(8, step)] * len(prompts) for step, prompts in enumerate(batches, start=1)]
+
+
+def python_of_the_readme():
+    return re.findall(r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
 
 
 def test_in_place_pushes_need_no_room_beside_the_weights(binary, rng, monkeypatch):
