@@ -51,12 +51,18 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 @contextmanager
 def named_models(args: argparse.Namespace) -> Iterator[list[tuple[str, Path]]]:
     """The models asked for, with their names; the random one is on disk as long as this context."""
-    models = [(Path(args.model).stem, Path(args.model))]
+    model = Path(args.model)
+    models = [(stem_of(model), model)]
     if not args.random:
         yield models
         return
     with tempfile.TemporaryDirectory(prefix="rollout-bench-") as directory:
         yield [*models, (RANDOM, write_qwen(Path(directory) / RANDOM_STEM))]
+
+
+def stem_of(model: Path) -> str:
+    """The name of a model's files: a directory's may have dots in it."""
+    return model.name if model.is_dir() else model.stem
 
 
 def qwen_shapes() -> dict[str, tuple[int, ...]]:

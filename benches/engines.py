@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from checkpoints import stem_of
 from workloads import Workload, run_once
 
 from rollout_client import SamplingParams, ServerInfo, ServerProcess
@@ -112,7 +113,7 @@ def commands(peers: Path, model: Path) -> dict[str, tuple[list[str], dict[str, s
     threads = str(os.cpu_count() or 1)
     python = peers / "vllm/bin/python"
     llama_server = peers / "llama.cpp/bin/llama-server"
-    name = model.name if model.is_dir() else model.stem
+    name = stem_of(model)
     checkpoint = model if model.is_dir() else peers / "models" / name
     gguf = peers / "models" / f"{name}.bf16.gguf"
 
