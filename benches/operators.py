@@ -59,8 +59,8 @@ class Peaks:
         if m.is_flop:
             dot = self.flops.get("bf16 dot") if m.group.endswith("Bf16") and m.group.startswith("linear") else None
             return dot or self.flops["f32 multiply-add"]
-        # As much as it reads fits where it lies: caches are faster than memory.
-        return self.reads[min((size for size in self.reads if size >= m.amount), default=max(self.reads))]
+        # Of no more than it reads, as less may lie in a faster cache.
+        return self.reads[max((size for size in self.reads if size <= m.amount), default=min(self.reads))]
 
 
 def table(measured: list[Measured]) -> str:

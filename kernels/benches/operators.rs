@@ -65,14 +65,38 @@ fn peak(c: &mut Criterion) {
             b.iter(|| cpu.pool().run(threads, |_| _ = black_box(unsafe { bf16_dots(black_box(STEPS)) })))
         });
     }
-    for mebibytes in [1, 8, 512] {
+    for mebibytes in [1, 2, 4, 8, 16, 32, 64, 512] {
         let data = vec![1_u64; mebibytes << 17];
         group.throughput(Throughput::BytesDecimal((mebibytes << 20) as u64));
         group.bench_function(BenchmarkId::new("read MiB", mebibytes), |b| {
-            let sum = |t: usize| data[data.len() * t / threads..data.len() * (t + 1) / threads].iter().sum::<u64>();
-            b.iter(|| cpu.pool().run(threads, |t| _ = black_box(sum(t))))
+            let part = |t: usize| &data[data.len() * t / threads..data.len() * (t + 1) / threads];
+            b.iter(|| cpu.pool().run(threads, |t| _ = black_box(sum(part(t)))))
         });
     }
+}
+
+/// Of all words, by as wide vectors as the kernels read with.
+fn sum(words: &[u64]) -> u64 {
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx512f") {
+        // SAFETY: the feature is there.
+        return unsafe { sum_avx512(words) };
+    }
+    words.iter().fold(0, |sum, word| sum.wrapping_add(*word))
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+fn sum_avx512(words: &[u64]) -> u64 {
+    use std::arch::x86_64::*;
+    let mut sums = [_mm512_setzero_si512(); 4];
+    for lines in words.as_chunks::<32>().0 {
+        for (sum, line) in sums.iter_mut().zip(lines.as_chunks::<8>().0) {
+            // SAFETY: a line has 64 bytes.
+            *sum = _mm512_add_epi64(*sum, unsafe { _mm512_loadu_si512(line.as_ptr().cast()) });
+        }
+    }
+    sums.into_iter().fold(0, |total, sum| total.wrapping_add(_mm512_reduce_add_epi64(sum) as u64))
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -250,7 +274,7 @@ fn elementwise(c: &mut Criterion) {
     }
 }
 
-/// The sampler's passes over 64 rows of logits on one thread, in tokens of the vocabulary: flat rows, the costliest.
+/// The sampler's passes over 64 rows of logits on one thread, in GB/s of logits: flat rows, the costliest.
 fn logits(c: &mut Criterion) {
     const ROWS: usize = 64;
     let isa = Isa::detect();
@@ -258,7 +282,7 @@ fn logits(c: &mut Criterion) {
         let data = values(ROWS * model.vocab);
         let (mut maxima, mut sums, mut out) = (Vec::new(), Vec::new(), Vec::new());
         let mut group = c.benchmark_group(format!("logits/{}", model.name));
-        group.throughput(Throughput::Elements((ROWS * model.vocab) as u64));
+        group.throughput(Throughput::BytesDecimal((4 * ROWS * model.vocab) as u64));
         let mut pass = |name: &str, f: &mut dyn FnMut(&Row<'_>, &mut Vec<f32>)| {
             group.bench_function(name, |b| {
                 b.iter(|| {
