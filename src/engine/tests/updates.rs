@@ -251,6 +251,20 @@ fn a_packed_push_is_exchanged_at_its_commit() {
 }
 
 #[test]
+fn what_a_packed_push_replaced_goes_with_a_sleep() {
+    for level in [SleepLevel::One, SleepLevel::Two] {
+        let mut rig = Rig::new();
+        let ticket = rig.begin(begin(UpdateKind::Full)).unwrap();
+        told(&rig.commit(ticket.id, WeightUpdate::Staged(ticket.stage.unwrap()))).reply().unwrap();
+        assert_eq!((rig.reserved("spare_weights"), rig.engine.spare.is_some()), (rig.reserved("weights"), true));
+        told(&rig.sleep(level, DrainMode::Wait)).reply().unwrap();
+        assert_eq!((rig.reserved("spare_weights"), rig.engine.spare.is_some()), (0, false), "{level:?}");
+        rig.wake(true, true, level == SleepLevel::Two).unwrap();
+        rig.assert_clean();
+    }
+}
+
+#[test]
 fn a_packed_push_after_the_deep_sleep_leaves_no_spare() {
     let mut rig = Rig::new();
     told(&rig.sleep(SleepLevel::Two, DrainMode::Wait)).reply().unwrap();

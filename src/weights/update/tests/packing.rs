@@ -296,3 +296,23 @@ fn no_more_waits_than_is_set_aside() {
     }
     panic!("{waits} of {room} wait");
 }
+
+#[test]
+fn what_was_passed_on_waits_no_more() {
+    let parameters = model_of(Dtype::Bf16, 1, false);
+    let push = random_push(&mut rng(6), &parameters);
+    let room = push.iter().map(|sent| sent.bytes.len()).max().unwrap();
+    let mut receiver = packing(open(UpdateKind::Full, &push, &parameters).unwrap(), &parameters);
+    let largest = push.iter().position(|sent| sent.bytes.len() == room).unwrap();
+    // Others leave room for one part of the largest tensor, which has four.
+    let (part, mut left) = (room / 4, room - room / 4);
+    for (i, sent) in push.iter().enumerate().filter(|(i, _)| *i != largest) {
+        let waits = left.min(sent.bytes.len() - 1);
+        receiver.write(i as u32, 1, &sent.bytes[1..=waits]).unwrap();
+        left -= waits;
+    }
+    assert_eq!(left, 0, "the others are too small");
+    for part in [1, 0, 3, 2].map(|i| i * part..if i == 3 { room } else { (i + 1) * part }) {
+        receiver.write(largest as u32, part.start as u64, &push[largest].bytes[part.clone()]).unwrap();
+    }
+}
