@@ -45,7 +45,7 @@ fn all_params() -> Vec<(&'static str, SamplingParams)> {
 
 fn generate(engine: &Engine, params: &SamplingParams) -> Reply {
     let before = engine.status();
-    let reply = engine.generate(Request::generate(prompts(), 4, SEED, 0).params(params.clone()));
+    let reply = engine.generate(Request::generate(prompts(), 3, SEED, 0).params(params.clone()));
     assert!(reply.error.is_none(), "{:?}", reply.error);
     let tokens: usize = reply.completions.iter().map(|c| c.tokens.len()).sum();
     assert_eq!(engine.status().generated_tokens - before.generated_tokens, tokens as u64, "tokens that are counted");
