@@ -235,10 +235,9 @@ def push_buffer(start: StartCall, plan: Plan, buffer: SharedBuffer, progress: Pr
 def _digests(parts: list[memoryview]) -> list[bytes]:
     """The digest of each, made by several threads."""
     digests = [b""] * len(parts)
-    # The largest first, so that the threads end together.
-    order = sorted(range(len(parts)), key=lambda index: -len(parts[index]))
     todo: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for index in order:
+    # The largest first, so that the threads end together.
+    for index in sorted(range(len(parts)), key=lambda index: -len(parts[index])):
         todo.put(index)
 
     def make() -> None:
