@@ -152,8 +152,8 @@ def llama_cpp(binary: str, model: str) -> tuple[str, Runner, Callable[[], object
             }
             answers = post("/completion", body)
             answers = answers if isinstance(answers, list) else [answers]
-            # The probabilities of bytes that are no whole character are left out: where the samples are of other scripts
-            # up to 48 of 128 of a reply, all of whose tokens were made.
+            # The probabilities of bytes that are no whole character are left out: in other scripts than Latin up to 48
+            # of the 128 of a reply, all of whose tokens were made.
             if any(2 * len(a["completion_probabilities"]) < order["new_tokens"] for a in answers):
                 raise RuntimeError("llama-server has left out log-probabilities")
             return sum(a["tokens_predicted"] for a in answers)
