@@ -52,9 +52,9 @@ def test_full_pushes_arrive_bit_for_bit(call, fake, rng, transport, new_segments
 
 
 def test_inline_declares_the_total_first_and_small_tensors_together_before_their_chunks(pusher, fake, rng):
-    state = random_state(rng)
+    state = random_state(rng, largest=150)
     state["large"] = rng.standard_normal((2, _push.CHUNK_BYTES // 4 + 5), dtype=np.float32)
-    state |= {f"last{i}": array for i, array in enumerate(random_state(rng).values())}
+    state |= {f"last{i}": array for i, array in enumerate(random_state(rng, largest=150).values())}
     hold(fake, state)
     requests = []
     fake.weights.on_message = lambda number, request: requests.append(request)
@@ -318,7 +318,7 @@ def test_a_server_that_is_not_there_is_unavailable(rng):
 
 
 def test_pushes_that_break_leave_no_thread_behind(pusher, fake, rng):
-    """gRPC's thread waits for the next message when the push ends without one."""
+    """One reads what the server says until the push ends."""
     tensor = rng.standard_normal(10, dtype=np.float32)
 
     def gathered():

@@ -130,7 +130,7 @@ def test_digest_is_the_canonical_one():
 @pytest.mark.parametrize(("tensor", "offset"), [(0, 0), (127, 128), (70_000, 2**40 + 1), (2**32 - 1, 2**64 - 1)])
 def test_chunks_by_hand_are_the_librarys(rng, size, tensor, offset):
     data = rng.bytes(size)
-    request = _proto.UPDATE.request.FromString(chunk_request(tensor, offset, memoryview(data)))
+    request = _proto.UPDATE.request.FromString(b"".join(chunk_request(tensor, offset, memoryview(data))))
     assert request == _proto.UPDATE.request(chunk={"tensor": tensor, "offset": offset, "data": data})
 
 

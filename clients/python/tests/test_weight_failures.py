@@ -26,7 +26,7 @@ from rollout_client import (
     _proto,
 )
 from rollout_client._convert_weights import update_header
-from rollout_client._push import Outgoing, UpdateStream, chunk_request
+from rollout_client._push import Outgoing, chunk_request
 from rollout_client._segment import digest_of
 from rollout_client._tensors import bytes_of
 from serving import PUSH_MODEL, SMALL_CACHE, held, no_room, resident_bytes, seen, server, start_group, wait_for
@@ -56,7 +56,9 @@ def messages(kind, tensors, *, config="", **header):
         made.append(_proto.UPDATE.request(manifest={"tensors": [entry]}).SerializeToString())
         half = len(each.data) // 2
         made += [
-            chunk_request(index, at, each.data[at:to]) for at, to in ((half, len(each.data)), (0, half)) if to > at
+            b"".join(chunk_request(index, at, each.data[at:to]))
+            for at, to in ((half, len(each.data)), (0, half))
+            if to > at
         ]
     return [*made, _proto.UPDATE.request(commit={}).SerializeToString()]
 
@@ -67,14 +69,13 @@ def full_messages(state, **header):
 
 def send(client, requests, *, then="commit"):
     """Sends requests as they are; then waits for the answer, breaks off, or ends the stream without a commit."""
-    with UpdateStream(client._starter(60)) as stream:
+    with client._start_update(60) as stream:
         for request in requests:
             stream.send(request)
         if then == "break":
             wait_for(client, lambda status: status.updating, "updating")
             return None
-        stream.send(None)
-        return stream._response()
+        return _proto.UPDATE.response.FromString(stream.finish())
 
 
 def test_hand_made_pushes_are_taken(at_base, rng):
@@ -155,9 +156,9 @@ def put(field, value):
         (lambda state: full_messages(state)[1:], InvalidArgument),
         (lambda state: full_messages(state)[:1] * 2, InvalidArgument),
         (lambda state: [full_messages(state)[0], full_messages(state)[2], full_messages(state)[-1]], InvalidArgument),
-        (lambda state: [full_messages(state)[0], chunk_request(0, 2**64 - 1, b"a")], InvalidArgument),
-        (lambda state: [*full_messages(state)[:2], chunk_request(0, 2**64 - 1, b"ab")], InvalidArgument),
-        (lambda state: [*full_messages(state)[:2], chunk_request(2**32 - 1, 0, b"ab")], InvalidArgument),
+        (lambda state: [full_messages(state)[0], b"".join(chunk_request(0, 2**64 - 1, b"a"))], InvalidArgument),
+        (lambda state: [*full_messages(state)[:2], b"".join(chunk_request(0, 2**64 - 1, b"ab"))], InvalidArgument),
+        (lambda state: [*full_messages(state)[:2], b"".join(chunk_request(2**32 - 1, 0, b"ab"))], InvalidArgument),
         (lambda state: [b""], InvalidArgument),
         (lambda state: [_proto.UPDATE.request(header={}).SerializeToString()], InvalidArgument),
         (lambda state: [], InvalidArgument),
@@ -327,7 +328,7 @@ def test_failed_pushes_leave_no_memory(binary, rng, tmp_path):
     wrong = changed_tensor(put("digest", bytes(16)))(state)
     with ServerProcess(binary, directory, [*SMALL_CACHE, "--mem-util", "0.3"]) as process:
         client, after = process.client, []
-        for _ in range(8):
+        for _ in range(10):
             for count in (2, len(requests) // 2, len(requests) - 1):
                 send(client, requests[:count], then="break")
                 wait_for(client, lambda status: not status.updating, "without a push")
@@ -339,4 +340,4 @@ def test_failed_pushes_leave_no_memory(binary, rng, tmp_path):
         print("resident MiB after each round:", [round(size / 2**20, 1) for size in after])
         assert "spare_weights" not in held(client.status())
         # Buffers of connections and threads come and go; each round that kept one of its embeddings would add 8 MiB.
-        assert max(after[2:]) < after[1] + state[name].nbytes
+        assert max(after[5:]) < max(after[:5]) + state[name].nbytes

@@ -167,4 +167,4 @@ class AsyncWeightSync:
         try:
             return await asyncio.to_thread(use, client)
         finally:
-            client._channel.close()
+            client._end_calls()

@@ -6,37 +6,33 @@ import contextlib
 import itertools
 import os
 import queue
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any
-
-import grpc
 
 from . import _proto
 from ._convert_weights import tensor_entry
+from ._http2 import ClientStream
 from ._progress import Progress
 from ._segment import ALIGNMENT, DIRECTORY, MANY_TENSORS, Segment, SegmentPool, SharedBuffer, aligned, digest_of
 from ._tensors import Layout
-from .errors import Cancelled, InvalidArgument, NotFound, ResourceExhausted, RolloutError, translated
+from .errors import InvalidArgument, NotFound, ResourceExhausted
 
 CHUNK_BYTES = 1 << 20
-"""Most bytes of a tensor in one message. Each costs gRPC the same work however long it is, but what is longer than a
-core's cache is copied more slowly."""
+"""Most bytes of a tensor in one message: as many as a frame may have."""
 
 SHARED_MEMORY_FROM = 16 << 20
 """Below this many bytes a segment is not worth its making."""
 
-_LOCAL = ("localhost:", "127.", "[::1]:", "unix:", "unix-abstract:")
+# A chunk below it costs more as a message of its own than as a copy.
+_SMALL_BYTES = 64 << 10
+_LOCAL = ("localhost:", "127.", "[::1]:")
 # Bytes in a segment that are declared in one message: the server reads them while the next are written.
 _DECLARED_BYTES = 8 << 20
-# Messages that wait for the connection: one is sent while the next is made.
-_QUEUED_MESSAGES = 2
 # Memory does not feed more, and the trainer has other work for them.
 _DIGEST_THREADS = min(4, os.cpu_count() or 1)
-_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -73,8 +69,8 @@ class Plan:
     """Declare all tensors in the header, which needs them all at once."""
 
 
-StartCall = Callable[[Iterator[bytes]], Any]
-"""Starts the RPC with its requests, serialised; returns the future of its response."""
+StartCall = Callable[[], ClientStream]
+"""Starts the RPC."""
 
 
 def choose_shared_memory(transport: str, address: str, total: int) -> bool:
@@ -97,7 +93,7 @@ def push_inline(start: StartCall, plan: Plan, progress: Progress) -> Any:
         plan.header.tensors.extend(tensor.entry(digest_of(tensor.data)) for tensor in tensors)
     else:
         plan.header.total_bytes = plan.total
-    with UpdateStream(start) as stream:
+    with start() as stream:
         stream.send(_request(header=plan.header))
         batch = _Batch(stream)
         index = 0  # counted by hand: `enumerate` keeps the last tensor while the next is gathered
@@ -106,19 +102,19 @@ def push_inline(start: StartCall, plan: Plan, progress: Progress) -> Any:
                 batch.declare(tensor.entry(digest_of(tensor.data)))
             for offset in range(0, len(tensor.data), CHUNK_BYTES):
                 data = tensor.data[offset : offset + CHUNK_BYTES]
-                batch.add(chunk_request(index, offset, data))
+                batch.add(index, offset, data)
                 progress.add(len(data))
                 del data
             index += 1  # noqa: SIM113
             del tensor  # before the next is gathered, so that never two are held
         batch.send()
-        return stream.commit()
+        return _commit(stream)
 
 
 class _Batch:
-    """Chunks of small tensors that wait to be declared in one message; a large one's do not wait."""
+    """Chunks of small tensors that wait to be declared in one message; a large one is sent from where it lies."""
 
-    def __init__(self, stream: UpdateStream) -> None:
+    def __init__(self, stream: ClientStream) -> None:
         self._stream = stream
         self._declared: list[Any] = []
         self._chunks: list[bytes] = []
@@ -127,10 +123,15 @@ class _Batch:
     def declare(self, entry: Any) -> None:
         self._declared.append(entry)
 
-    def add(self, chunk: bytes) -> None:
-        """Takes a chunk of a tensor that was declared."""
-        self._chunks.append(chunk)
-        self._size += len(chunk)
+    def add(self, tensor: int, offset: int, data: memoryview) -> None:
+        """Takes a chunk of a tensor that was declared; nothing reads `data` any more when this returns."""
+        request = chunk_request(tensor, offset, data)
+        if len(data) >= _SMALL_BYTES:
+            self.send()
+            self._stream.send(*request)
+            return
+        self._chunks.append(b"".join(request))
+        self._size += len(data)
         if self._size >= CHUNK_BYTES:
             self.send()
 
@@ -168,7 +169,7 @@ def _push_segment(start: StartCall, plan: Plan, segment: Segment, progress: Prog
     upfront = plan.upfront or plan.header.in_place
     plan.header.source.shared_memory.name = segment.name
     try:
-        with UpdateStream(start) as stream:
+        with start() as stream:
             if not upfront:
                 plan.header.total_bytes = plan.total
                 stream.send(_request(header=plan.header))
@@ -190,7 +191,7 @@ def _push_segment(start: StartCall, plan: Plan, segment: Segment, progress: Prog
                 stream.send(_request(header=plan.header))
             elif entries:
                 stream.send(_request(manifest={"tensors": entries}))
-            return stream.commit()
+            return _commit(stream)
     except NotFound:
         if not fall_back:
             raise
@@ -255,15 +256,20 @@ def _digests(parts: list[memoryview]) -> list[bytes]:
 
 def push_header(start: StartCall, header: Any) -> Any:
     """A push whose tensors the server finds by itself; returns the `UpdateResponse`."""
-    with UpdateStream(start) as stream:
+    with start() as stream:
         stream.send(_request(header=header))
-        return stream.commit()
+        return _commit(stream)
 
 
-def chunk_request(tensor: int, offset: int, data: memoryview | bytes) -> bytes:
-    """An `UpdateRequest` with a `Chunk`, serialised by hand: one copy of the data, where the library makes three."""
+def chunk_request(tensor: int, offset: int, data: memoryview | bytes) -> tuple[bytes, memoryview | bytes]:
+    """The two parts of an `UpdateRequest` with a `Chunk`, by hand: the library would copy the data three times."""
     fields = b"\x08" + _varint(tensor) + b"\x10" + _varint(offset) + b"\x1a" + _varint(len(data))
-    return b"".join((b"\x1a", _varint(len(fields) + len(data)), fields, data))
+    return b"\x1a" + _varint(len(fields) + len(data)) + fields, data
+
+
+def _commit(stream: ClientStream) -> Any:
+    stream.send(_request(commit={}))
+    return _proto.UPDATE.response.FromString(stream.finish())
 
 
 def _request(**kind: Any) -> bytes:
@@ -277,61 +283,3 @@ def _varint(value: int) -> bytes:
         value >>= 7
     encoded.append(value)
     return bytes(encoded)
-
-
-class UpdateStream:
-    """The requests of an update on their way. A context manager: leaving it before `commit` drops the update.
-
-    Messages are made in the caller's thread, as tensors often can be read there only, and sent by gRPC's.
-    """
-
-    def __init__(self, start: StartCall) -> None:
-        """Starts the call."""
-        self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for _ in range(_QUEUED_MESSAGES):
-            self._room.put(None)
-        with translated():
-            self._call = start(iter(self._next, None))
-
-    def _next(self) -> bytes | None:
-        """In gRPC's thread: the message to be sent next."""
-        message = self._messages.get()
-        self._room.put(None)
-        return message
-
-    def send(self, message: bytes | None) -> None:
-        """Hands a message over, waiting for room; raises the server's error if it has ended the call."""
-        while not self._call.done():
-            try:
-                self._room.get(timeout=_POLL_SECONDS)
-            except queue.Empty:
-                continue
-            self._messages.put(message)
-            return
-        self._response()
-        raise RolloutError("the server has ended the update before its commit")
-
-    def commit(self) -> Any:
-        """Commits and waits for the response."""
-        self.send(_request(commit={}))
-        self.send(None)
-        return self._response()
-
-    def _response(self) -> Any:
-        with translated():
-            try:
-                return self._call.result()
-            except grpc.FutureCancelledError:
-                raise Cancelled("the update was cancelled on this side") from None
-
-    def __enter__(self) -> UpdateStream:
-        """The stream itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Cancels what has not been committed."""
-        self._call.cancel()
-        self._messages.put(None)  # for gRPC's thread, which may wait for a message

@@ -8,6 +8,7 @@ from typing import Any
 
 from . import _convert_weights, _proto
 from ._delta import make_delta
+from ._http2 import ClientStream
 from ._lora import adapter_parts
 from ._progress import Progress, ProgressArgument
 from ._push import Outgoing, Plan, choose_shared_memory, push_buffer, push_header, push_inline, push_shared
@@ -44,8 +45,7 @@ class WeightSync:
     _segments: SegmentPool
     _timeout: float | None
     _call: Callable[..., Any]
-    _call_options: Callable[[float | None], dict[str, Any]]
-    _channel: Any
+    _start_update: Callable[[float | None], ClientStream]
 
     def push_lora(
         self,
@@ -189,7 +189,7 @@ class WeightSync:
             expected_generation=expected_generation,
             directory=os.fspath(path),
         )
-        return _convert_weights.update_result(push_header(self._starter(timeout), header))
+        return _convert_weights.update_result(push_header(lambda: self._start_update(timeout), header))
 
     def parameters(self) -> list[ParameterInfo]:
         """Every parameter that the server holds, in the model's order: what `push_full` must bring."""
@@ -228,7 +228,7 @@ class WeightSync:
         buffer: SharedBuffer | None = None,
     ) -> UpdateResult:
         shared = choose_shared_memory(transport, self.address, plan.total)
-        progress, start = Progress(what, plan.total, shown), self._starter(timeout)
+        progress, start = Progress(what, plan.total, shown), lambda: self._start_update(timeout)
         if buffer is not None and transport != "inline":
             response = push_buffer(start, plan, buffer, progress, fall_back=transport == "auto")
         elif shared:
@@ -237,13 +237,6 @@ class WeightSync:
             response = push_inline(start, plan, progress)
         progress.finish()
         return _convert_weights.update_result(response)
-
-    def _starter(self, timeout: float | None) -> Callable[[Iterator[bytes]], Any]:
-        """Starts an update with requests that are serialised already."""
-        method = _proto.UPDATE
-        call = self._channel.stream_unary(method.path, None, method.response.FromString)
-        options = self._call_options(timeout)
-        return lambda requests: call.future(requests, **options)
 
     def _estimated(self, pairs: Iterator[tuple[str, Any]]) -> tuple[int, Iterator[tuple[str, Any]]]:
         """Most bytes of the whole model in the first tensor's type, and the pairs again."""

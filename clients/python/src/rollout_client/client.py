@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
@@ -12,6 +14,7 @@ import grpc
 
 from . import _convert, _convert_weights, _proto
 from ._channel import CHANNEL_OPTIONS, READY_CALL_SECONDS, READY_POLL_SECONDS, call_metadata, call_timeout
+from ._http2 import ClientStream
 from ._segment import SegmentPool
 from ._weights import WeightSync
 from .errors import DeadlineExceeded, RolloutError, Unavailable, translated
@@ -53,6 +56,9 @@ class RolloutClient(WeightSync):
         self._metadata = call_metadata(token)
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._segments = SegmentPool()
+        self._updates_lock = threading.Lock()
+        self._updates: weakref.WeakSet[ClientStream] = weakref.WeakSet()
+        self._closed = False
 
     def generate(
         self,
@@ -275,7 +281,7 @@ class RolloutClient(WeightSync):
 
     def close(self) -> None:
         """Ends the connection, and the calls that run on it; removes the shared memory of pushes."""
-        self._channel.close()
+        self._end_calls()
         self._segments.close()
 
     def __enter__(self) -> RolloutClient:
@@ -294,6 +300,23 @@ class RolloutClient(WeightSync):
 
     def _call_options(self, timeout: float | None) -> dict[str, Any]:
         return {"timeout": call_timeout(timeout, self._timeout), "metadata": self._metadata}
+
+    def _start_update(self, timeout: float | None) -> ClientStream:
+        stream = ClientStream(self.address, _proto.UPDATE.path, self._metadata, call_timeout(timeout, self._timeout))
+        with self._updates_lock:
+            self._updates.add(stream)
+            closed = self._closed
+        if closed:
+            stream.cancel()
+        return stream
+
+    def _end_calls(self) -> None:
+        with self._updates_lock:
+            self._closed = True
+            running = list(self._updates)
+        for stream in running:
+            stream.cancel()
+        self._channel.close()
 
     def _callable(self, method: _proto.Method, stream: bool = False) -> Callable[..., Any]:
         make = self._channel.unary_stream if stream else self._channel.unary_unary

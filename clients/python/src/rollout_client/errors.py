@@ -105,14 +105,22 @@ _BY_CODE: dict[grpc.StatusCode, type[RolloutError]] = {
 }
 
 
-def from_rpc_error(error: grpc.RpcError) -> RolloutError:
-    """The typed error of a failed call. A status without a class of its own keeps its code on a `RolloutError`."""
-    code, details = error.code(), error.details() or ""
+_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def from_status(number: int, details: str) -> RolloutError:
+    """The typed error of this gRPC status. One without a class of its own keeps its code on a `RolloutError`."""
+    code = _CODES.get(number, grpc.StatusCode.UNKNOWN)
     if code in _BY_CODE:
         return _BY_CODE[code](details)
     result = RolloutError(f"{code.name}: {details}")
     result.code = code
     return result
+
+
+def from_rpc_error(error: grpc.RpcError) -> RolloutError:
+    """The typed error of a failed call."""
+    return from_status(error.code().value[0], error.details() or "")
 
 
 @contextmanager
