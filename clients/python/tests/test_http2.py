@@ -343,6 +343,7 @@ def test_what_is_no_address_is_refused(address):
 def test_addresses_may_be_those_of_grpc(form):
     with peer() as server, ClientStream(form.format(server.address), "/service/Method", (), 10) as stream:
         assert stream.finish() == b"hi"
+        assert server.headers[":authority"] == server.address
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "no-such-host.invalid:1", "127.0.0.1:99999", "[::1]:1"])

@@ -20,7 +20,6 @@ from urllib.parse import unquote
 
 import hpack
 from hyperframe import frame as frames
-from hyperframe.exceptions import HyperframeError
 
 from .errors import Cancelled, DeadlineExceeded, Internal, InvalidArgument, RolloutError, Unavailable, from_status
 
@@ -37,7 +36,9 @@ _READ_BYTES = 1 << 16
 _CONNECT_SECONDS = 20.0
 # A server whose machine has vanished is noticed in under a minute, as by the other calls.
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 50_000}
-_ADDRESS = re.compile(r"(?:dns:(?://[^/]*/)?|ipv[46]:)?(?:\[(?P<v6>[^]]+)]|(?P<host>[^:/]+)):(?P<port>\d{1,5})")
+_ADDRESS = re.compile(
+    r"(?:dns:(?://[^/]*/)?|ipv[46]:)?(?P<authority>(?:\[(?P<v6>[^]]+)]|(?P<host>[^:/]+)):(?P<port>\d{1,5}))"
+)
 
 
 class ClientStream:
@@ -78,12 +79,15 @@ class ClientStream:
         self._response = b""
         # Held for each frame, and taken before the other lock.
         self._writing = threading.RLock()
-        self._socket = self._connect()
+        found = _ADDRESS.fullmatch(address)
+        if found is None:
+            raise InvalidArgument(f"address: expected host:port, got {address!r}")
+        self._socket = self._connect(found["v6"] or found["host"], int(found["port"]))
         headers = [
             (":method", "POST"),
             (":scheme", "http"),
             (":path", path),
-            (":authority", address),
+            (":authority", found["authority"]),
             ("te", "trailers"),
             ("content-type", "application/grpc"),
             *([] if timeout is None else [("grpc-timeout", _timeout_header(timeout))]),
@@ -141,16 +145,11 @@ class ClientStream:
         self._reader.join()
         self._socket.close()
 
-    def _connect(self) -> socket.socket:
-        found = _ADDRESS.fullmatch(self._address)
-        if found is None:
-            raise InvalidArgument(f"address: expected host:port, got {self._address!r}")
-        place = found["v6"] or found["host"], int(found["port"])
+    def _connect(self, host: str, port: int) -> socket.socket:
         left = self._left()
         try:
-            connected = socket.create_connection(
-                place, _CONNECT_SECONDS if left is None else min(left, _CONNECT_SECONDS)
-            )
+            patience = _CONNECT_SECONDS if left is None else min(left, _CONNECT_SECONDS)
+            connected = socket.create_connection((host, port), patience)
         except (OSError, OverflowError) as error:
             raise self._broken(error) from None
         connected.settimeout(left)
@@ -196,7 +195,7 @@ class ClientStream:
         try:
             while not self._ended:
                 self._take(self._next_frame())
-        except (OSError, HyperframeError, hpack.HPACKError, ValueError) as error:
+        except Exception as error:  # whatever it is, nobody may wait for this thread any longer
             self._end(self._broken(error))
 
     def _next_frame(self) -> frames.Frame:
