@@ -87,21 +87,24 @@ impl LowRank<'_> {
             unsafe { accumulate::<L, Single<f32>, ROWS, NV>(&mut acc, rank, &operands) };
         }
         let scaling = L::splat(self.scaling);
-        for m in 0..ROWS {
-            let out = &mut self.out.row_mut(first + m)[columns.clone()];
-            if out.len() == NV * LANES {
+        if columns.len() == NV * LANES {
+            // Apart from the rest, so that the compiler unrolls the loops and the sums stay in registers.
+            for m in 0..ROWS {
+                let out = self.out.row_mut(first + m)[columns.clone()].as_mut_ptr();
                 for v in 0..NV {
-                    let out = out[v * LANES..][..LANES].as_mut_ptr();
-                    // SAFETY: the slice has 16 elements.
-                    unsafe { L::load(out).add(acc[m][v].mul(scaling)).store(out) };
+                    // SAFETY: the slice has `NV` vectors.
+                    unsafe {
+                        let out = out.add(v * LANES);
+                        L::load(out).add(acc[m][v].mul(scaling)).store(out);
+                    }
                 }
-            } else {
-                let mut delta = [[0.0; LANES]; NV];
-                for v in 0..NV {
-                    delta[v] = acc[m][v].mul(scaling).to_array();
-                }
-                out.iter_mut().zip(delta.as_flattened()).for_each(|(out, delta)| *out += delta);
             }
+            return;
+        }
+        for m in 0..ROWS {
+            let delta = acc[m].map(|sum| sum.mul(scaling).to_array());
+            let out = &mut self.out.row_mut(first + m)[columns.clone()];
+            out.iter_mut().zip(delta.as_flattened()).for_each(|(out, delta)| *out += delta);
         }
     }
 }
