@@ -328,7 +328,7 @@ def test_failed_pushes_leave_no_memory(binary, rng, tmp_path):
     wrong = changed_tensor(put("digest", bytes(16)))(state)
     with ServerProcess(binary, directory, [*SMALL_CACHE, "--mem-util", "0.3"]) as process:
         client, after = process.client, []
-        for _ in range(10):
+        for _ in range(16):
             for count in (2, len(requests) // 2, len(requests) - 1):
                 send(client, requests[:count], then="break")
                 wait_for(client, lambda status: not status.updating, "without a push")
@@ -340,4 +340,4 @@ def test_failed_pushes_leave_no_memory(binary, rng, tmp_path):
         print("resident MiB after each round:", [round(size / 2**20, 1) for size in after])
         assert "spare_weights" not in held(client.status())
         # Buffers of connections and threads come and go; each round that kept one of its embeddings would add 8 MiB.
-        assert max(after[5:]) < max(after[:5]) + state[name].nbytes
+        assert max(after[8:]) < max(after[:8]) + state[name].nbytes

@@ -1,8 +1,8 @@
 """One gRPC call with many requests, on a connection of its own, sent from where they lie.
 
-grpcio copies a request twice and hands it on through three threads, which costs a push more than half of its client's
-time. Here the kernel copies it right out of the tensor. A thread reads what the server says meanwhile: it pings, and a
-trainer may gather for minutes before its next request.
+grpcio copies a request twice and hands it on through three threads, which costs a push half of its client's time. Here
+the kernel copies it right out of the tensor. A thread reads what the server says meanwhile: it pings, and a trainer may
+gather for minutes before its next request.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ CHUNK_BYTES = 1 << 20
 SHARED_MEMORY_FROM = 16 << 20
 """Below this many bytes a segment is not worth its making."""
 
-# A chunk below it costs more as a message of its own than as a copy.
+# Smaller chunks are copied, to be declared together. From here to 4 KiB it makes no difference, above copies cost more.
 _SMALL_BYTES = 64 << 10
 _LOCAL = ("localhost:", "127.", "[::1]:")
 # Bytes in a segment that are declared in one message: the server reads them while the next are written.
