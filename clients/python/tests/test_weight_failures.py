@@ -269,6 +269,8 @@ def test_a_second_trainer_is_told_and_the_first_goes_on(at_base, rng):
     def interrupted():
         for i, pair in enumerate(full.items()):
             if i == 3:
+                # Each push has a connection of its own, so that what was sent first need not arrive first.
+                wait_for(client, lambda status: status.updating, "updating")
                 for second in (
                     lambda: client.push_full(base),
                     lambda: client.push_lora(None),
