@@ -20,7 +20,7 @@ use crate::model::{Build, Decoder, Workspace, WorkspaceShape, kv_bytes_per_block
 use crate::scheduler::{Scheduler, SchedulerConfig, Speculation};
 use crate::server::{ModelFacts, Parts, ServerInfo, TextCodec};
 use crate::text::{ChatTemplate, Tokenizer};
-use crate::weights::{Checkpoint, Dtype, ModelFiles, ModelSource, Parameters, Partition, TokenizerFiles};
+use crate::weights::{Checkpoint, Dtype, ModelFiles, ModelSource, Parameters, Partition, Sources, TokenizerFiles};
 
 /// What the process takes beside its reservations: code, threads, tokenizer, requests and replies under way, and the
 /// allocator's slack. With SmolLM2-135M, resident memory less the reservations touched: 45 MiB when idle, an estimated
@@ -70,8 +70,8 @@ impl Started {
             eos_token_ids: model.eos_token_ids,
             text: text.tokenizer.map(|tokenizer| Arc::new(TextCodec::new(tokenizer, text.chat_template))),
         };
-        let weights_dir = config.weights_dir.clone();
-        (Parts { model: Arc::new(facts), info, engine, parameters: self.parameters, weights_dir }, thread)
+        let sources = Arc::new(Sources::new(config.weights_dir.clone()));
+        (Parts { model: Arc::new(facts), info, engine, parameters: self.parameters, sources }, thread)
     }
 }
 

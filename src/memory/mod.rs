@@ -1,7 +1,9 @@
 //! Memory: what there is, what the process may take of it, and what it is used for.
 
+mod borrowed;
 mod budget;
 mod probe;
 
+pub use borrowed::BorrowedMap;
 pub use budget::{MemoryBudget, MemoryReport, human_bytes};
 pub use probe::{resident_bytes, total_bytes, trim};

@@ -27,7 +27,7 @@ fn read(path: impl AsRef<Path>) -> String {
     std::fs::read_to_string(path).unwrap_or_default()
 }
 
-fn page_bytes() -> u64 {
+pub(super) fn page_bytes() -> u64 {
     sysconf(libc::_SC_PAGESIZE)
 }
 

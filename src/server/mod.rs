@@ -8,6 +8,7 @@ mod parts;
 mod shutdown;
 mod text;
 
+use std::convert::Infallible;
 use std::future::Future;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
@@ -28,6 +29,7 @@ pub use text::TextCodec;
 
 use crate::engine::{Command, EngineHandle};
 use crate::error::{Error, Result};
+use crate::weights::Segments;
 use gate::{Gate, GateKeeper};
 
 /// Messages and services generated from `proto/`.
@@ -51,6 +53,8 @@ const STREAM_WINDOW: u32 = 8 << 20;
 const FRAME: u32 = 1 << 20;
 /// Of all streams of a connection.
 const CONNECTION_WINDOW: u32 = 16 << 20;
+/// How long the segment of a push may stay mapped when its owner has removed it.
+const SEGMENT_WATCH: Duration = Duration::from_secs(1);
 /// After the work is over, how long slow readers may take to fetch what is left for them.
 const FLUSH: Duration = Duration::from_secs(5);
 
@@ -140,6 +144,7 @@ pub async fn serve(
     tokio::select! {
         () = orders.next() => {}
         ended = &mut transport.0 => return Err(Error::Internal(format!("the transport ended by itself: {ended:?}"))),
+        never = release_removed(parts.sources.segments()) => match never {},
     }
 
     tracing::info!(grace_seconds = grace.as_secs_f64(), "ending: running requests may finish");
@@ -154,6 +159,15 @@ pub async fn serve(
     }
     tracing::info!(?ended, "ended");
     Ok(ended)
+}
+
+/// Lets go of segments that their owners have removed: their memory would not come back while they are mapped here.
+async fn release_removed(segments: &Segments) -> Infallible {
+    let mut ticks = tokio::time::interval(SEGMENT_WATCH);
+    loop {
+        ticks.tick().await;
+        segments.release_removed();
+    }
 }
 
 /// Waits until no request runs, aborting what the grace period or a second order leaves.

@@ -1,12 +1,11 @@
 //! What the server must be given: facts of the model, facts of the process, the way into the engine.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::text::TextCodec;
 use crate::engine::EngineHandle;
 use crate::types::TokenId;
-use crate::weights::Parameters;
+use crate::weights::{Parameters, Sources};
 
 /// Everything the services need once the model is loaded.
 pub struct Parts {
@@ -15,8 +14,7 @@ pub struct Parts {
     pub engine: EngineHandle,
     /// What pushes are checked against.
     pub parameters: Arc<Parameters>,
-    /// The one directory of which pushes may name parts.
-    pub weights_dir: Option<PathBuf>,
+    pub sources: Arc<Sources>,
 }
 
 /// What a request is checked against.

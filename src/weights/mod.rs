@@ -24,8 +24,8 @@ pub use shard::{ParamSpec, ShardRule, Slice, head_range, matrix_shape};
 pub use source::{ModelFiles, ModelSource, TokenizerFiles};
 pub use tensor::{Dtype, TensorData};
 pub use update::{
-    Changes, Delta, Received, Receiver, Shard, Source, Stage, TensorEntry, Tensors, UpdateKind, UpdateSpec,
-    WeightUpdate,
+    Changes, Delta, Received, Receiver, Segments, Shard, Source, Sources, Stage, TensorEntry, Tensors, UpdateKind,
+    UpdateSpec, WeightUpdate,
 };
 
 #[cfg(test)]

@@ -16,7 +16,7 @@ use rollout_server::error::Result;
 use rollout_server::startup::{self, Started};
 use rollout_server::types::{SamplingParams, TokenId, TokenLogprobs};
 use rollout_server::weights::{
-    Dtype, ParamSpec, Parameters, Receiver as WeightReceiver, Source, TensorEntry, UpdateKind, UpdateSpec,
+    Dtype, ParamSpec, Parameters, Receiver as WeightReceiver, Source, Sources, TensorEntry, UpdateKind, UpdateSpec,
 };
 use safetensors::tensor::TensorView;
 
@@ -353,7 +353,7 @@ impl Engine {
             total_bytes: None,
             source: Source::Inline,
         };
-        let mut receiver = WeightReceiver::open(spec, self.parameters().clone(), None)?;
+        let mut receiver = WeightReceiver::open(spec, self.parameters().clone(), &Sources::default())?;
         let begin = UpdateBegin {
             kind: push.kind,
             adapter: push.adapter,

@@ -40,7 +40,7 @@ pub fn parts(engine: EngineHandle) -> Parts {
         ParamSpec::new("lm_head.weight", vec![6, 4], ShardRule::Rows),
     ];
     let parameters = Arc::new(Parameters::new(specs, Dtype::F32, 1, false));
-    Parts { model: Arc::new(model), info, engine, parameters, weights_dir: None }
+    Parts { model: Arc::new(model), info, engine, parameters, sources: Arc::default() }
 }
 
 /// A serving server whose command queue holds `queue` commands.

@@ -15,8 +15,8 @@ use crate::model::config::ModelConfig;
 use crate::model::{Build, Decoder, WorkspaceShape, kv_caches};
 use crate::types::{GroupKey, LogitsRow, LogitsTask, PlanSequence, RequestKey, SampleKey, SamplingParams, StepPlan};
 use crate::weights::{
-    Adapter, Checkpoint, Delta, Dtype, ModelSource, ParamSpec, Parameters, Partition, Receiver, Slice, Source, Stage,
-    TensorEntry, Tensors, UpdateKind, UpdateSpec, WeightUpdate,
+    Adapter, Checkpoint, Delta, Dtype, ModelSource, ParamSpec, Parameters, Partition, Receiver, Slice, Source, Sources,
+    Stage, TensorEntry, Tensors, UpdateKind, UpdateSpec, WeightUpdate,
 };
 
 pub const DTYPES: [WeightDtype; 2] = [WeightDtype::F32, WeightDtype::Bf16];
@@ -254,7 +254,7 @@ impl Setup {
             total_bytes: None,
             source: Source::Inline,
         };
-        Receiver::open(spec, self.parameters.clone(), None).unwrap()
+        Receiver::open(spec, self.parameters.clone(), &Sources::default()).unwrap()
     }
 
     /// A directory with this model's files and other values.

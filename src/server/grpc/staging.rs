@@ -44,8 +44,8 @@ impl Staging {
     pub(super) async fn open(parts: &Arc<Parts>, header: ValidHeader, cancel: CancelFlag) -> Result<Self> {
         let ValidHeader { spec, terms } = header;
         let declared = spec.tensors.len();
-        let (parameters, dir) = (parts.parameters.clone(), parts.weights_dir.clone());
-        let opened = spawn_blocking(move || Receiver::open(spec, parameters, dir.as_deref())).await;
+        let (parameters, sources) = (parts.parameters.clone(), parts.sources.clone());
+        let opened = spawn_blocking(move || Receiver::open(spec, parameters, &sources)).await;
         let receiver = opened.map_err(failed)??;
         let begin = begin(terms, &receiver, cancel);
         let ticket = ask(&parts.engine, |reply| Command::BeginUpdate { begin, reply }).await??;

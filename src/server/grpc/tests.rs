@@ -25,7 +25,7 @@ pub(super) fn open() -> (GateKeeper, Gate, Receiver<Command>) {
         info: ServerInfo::default(),
         engine: EngineHandle::new(sender),
         parameters: Arc::new(Parameters::new(Vec::new(), Dtype::F32, 1, false)),
-        weights_dir: None,
+        sources: Arc::default(),
     }));
     (keeper, gate, commands)
 }

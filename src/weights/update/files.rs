@@ -1,30 +1,41 @@
 //! Files that tensors are read from.
 
-use std::fs::File;
+use std::fmt::Display;
+use std::fs::{File, Metadata};
 use std::os::unix::fs::FileExt;
+use std::sync::Arc;
 
+use super::shared_memory::Segment;
 use crate::error::{Error, Result};
 
-/// An open file of tensors. It is read, never mapped: whoever owns it may cut it short at any time, and a mapped page
-/// that is no longer there would end the server with SIGBUS.
+/// An open file of tensors, which its owner may cut short at any time.
 #[derive(Debug)]
 pub(super) struct SourceFile {
     /// As the sender names it.
     name: String,
-    file: File,
     bytes: u64,
+    access: Access,
+}
+
+#[derive(Debug)]
+enum Access {
+    Read(File),
+    Mapped(Arc<Segment>),
 }
 
 impl SourceFile {
+    /// A file that is read.
+    ///
     /// # Errors
     /// `InvalidArgument` on `field` unless it is a regular file.
     pub fn new(field: &str, name: &str, file: File) -> Result<Self> {
-        let refuse = |what: String| Error::invalid(field, format!("{name:?} {what}"));
-        let metadata = file.metadata().map_err(|e| refuse(format!("cannot be read: {e}")))?;
-        if !metadata.is_file() {
-            return Err(refuse("is not a regular file".into()));
-        }
-        Ok(Self { name: name.into(), file, bytes: metadata.len() })
+        let bytes = check_regular(field, name, &file)?.len();
+        Ok(Self { name: name.into(), bytes, access: Access::Read(file) })
+    }
+
+    /// A file whose bytes are used where they are mapped.
+    pub fn mapped(name: &str, segment: Arc<Segment>) -> Self {
+        Self { name: name.into(), bytes: segment.map().len() as u64, access: Access::Mapped(segment) }
     }
 
     pub fn name(&self) -> &str {
@@ -55,12 +66,62 @@ impl SourceFile {
     /// # Errors
     /// `DataLoss` naming `what` if the file cannot give it any more.
     pub fn read(&self, what: &str, offset: u64, out: &mut [u8]) -> Result<()> {
-        self.file.read_exact_at(out, offset).map_err(|e| {
-            Error::DataLoss(format!(
-                "{what:?}: cannot read {} bytes at {offset} of {:?}: {e}; was it changed during the push?",
-                out.len(),
-                self.name
-            ))
-        })
+        match &self.access {
+            Access::Read(file) => file.read_exact_at(out, offset).map_err(|e| self.lost(what, offset, out.len(), &e)),
+            Access::Mapped(segment) => {
+                self.look(segment, what, (offset, out.len()), |bytes| out.copy_from_slice(bytes))
+            }
+        }
     }
+
+    /// Hands `bytes` at `offset` on to `use_bytes`: where they are mapped, else read into `room`.
+    ///
+    /// # Errors
+    /// As for [`SourceFile::read`].
+    pub fn with<T>(
+        &self,
+        what: &str,
+        (offset, bytes): (u64, usize),
+        room: &mut Vec<u8>,
+        use_bytes: impl FnOnce(&[u8]) -> T,
+    ) -> Result<T> {
+        match &self.access {
+            Access::Read(_) => {
+                if room.len() < bytes {
+                    room.resize(bytes, 0);
+                }
+                self.read(what, offset, &mut room[..bytes])?;
+                Ok(use_bytes(&room[..bytes]))
+            }
+            Access::Mapped(segment) => self.look(segment, what, (offset, bytes), use_bytes),
+        }
+    }
+
+    /// At what [`SourceFile::check`] has let pass.
+    fn look<T>(
+        &self,
+        segment: &Segment,
+        what: &str,
+        (offset, bytes): (u64, usize),
+        use_bytes: impl FnOnce(&[u8]) -> T,
+    ) -> Result<T> {
+        let start = offset as usize;
+        let used = segment.map().read(start..start + bytes, use_bytes);
+        used.ok_or_else(|| self.lost(what, offset, bytes, &"it was cut short"))
+    }
+
+    fn lost(&self, what: &str, offset: u64, bytes: usize, why: &dyn Display) -> Error {
+        Error::DataLoss(format!(
+            "{what:?}: cannot read {bytes} bytes at {offset} of {:?}: {why}; was it changed during the push?",
+            self.name
+        ))
+    }
+}
+
+/// # Errors
+/// `InvalidArgument` on `field` unless it is a regular file.
+pub(super) fn check_regular(field: &str, name: &str, file: &File) -> Result<Metadata> {
+    let refuse = |what: String| Error::invalid(field, format!("{name:?} {what}"));
+    let metadata = file.metadata().map_err(|e| refuse(format!("cannot be read: {e}")))?;
+    if metadata.is_file() { Ok(metadata) } else { Err(refuse("is not a regular file".into())) }
 }

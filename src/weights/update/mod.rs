@@ -12,6 +12,7 @@ mod shared_memory;
 mod stage;
 mod staging;
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::lora::Adapter;
@@ -20,6 +21,7 @@ use super::tensor::Dtype;
 pub use delta::{Changes, Delta};
 pub use full::Tensors;
 pub use receiver::Receiver;
+pub use shared_memory::Segments;
 pub use stage::{Shard, Stage};
 
 /// What a push brings.
@@ -43,6 +45,24 @@ pub struct TensorEntry {
     pub payload: Option<(u64, u64)>,
     /// Shared memory: where its bytes start.
     pub offset: u64,
+}
+
+/// What pushes may be read from, beside the stream.
+#[derive(Debug, Default)]
+pub struct Sources {
+    /// The one directory of which pushes may name parts.
+    weights_dir: Option<PathBuf>,
+    segments: Segments,
+}
+
+impl Sources {
+    pub fn new(weights_dir: Option<PathBuf>) -> Self {
+        Self { weights_dir, segments: Segments::default() }
+    }
+
+    pub fn segments(&self) -> &Segments {
+        &self.segments
+    }
 }
 
 /// Where the tensors come from.

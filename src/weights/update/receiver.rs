@@ -2,7 +2,6 @@
 
 mod packing;
 
-use std::path::Path;
 use std::sync::Arc;
 
 use twox_hash::xxhash3_128::Hasher;
@@ -13,10 +12,9 @@ use super::files::SourceFile;
 use super::full::{Staged, Tensors};
 use super::manifest::{Declared, Manifest};
 use super::names;
-use super::shared_memory;
 use super::stage::Stage;
 use super::staging::{MOST_THREADS, Slot, in_parallel};
-use super::{Received, Source, TensorEntry, UpdateKind, UpdateSpec, WeightUpdate};
+use super::{Received, Source, Sources, TensorEntry, UpdateKind, UpdateSpec, WeightUpdate};
 use crate::error::{Error, Result};
 use crate::memory::human_bytes;
 use crate::weights::lora::{Adapter, AdapterPlan};
@@ -81,7 +79,7 @@ impl Receiver {
     ///
     /// # Errors
     /// `InvalidArgument` naming the tensor or field; `NotFound` for a segment or directory that is not there.
-    pub fn open(spec: UpdateSpec, parameters: Arc<Parameters>, weights_dir: Option<&Path>) -> Result<Self> {
+    pub fn open(spec: UpdateSpec, parameters: Arc<Parameters>, sources: &Sources) -> Result<Self> {
         let UpdateSpec { kind, mut adapter_config, unmerged, mut tensors, total_bytes, source } = spec;
         if kind != UpdateKind::Lora && !adapter_config.is_empty() {
             return Err(Error::invalid("adapter_config", "only a LORA push has an adapter"));
@@ -89,7 +87,7 @@ impl Receiver {
         let mut origin = Origin { files: Vec::new(), places: Vec::new(), has_digests: true };
         match source {
             Source::Inline => {}
-            Source::SharedMemory(name) => origin.files.push(shared_memory::open(&name)?),
+            Source::SharedMemory(name) => origin.files.push(sources.segments.open(&name)?),
             Source::Directory(path) => {
                 if !tensors.is_empty() || !adapter_config.is_empty() {
                     return Err(Error::invalid(
@@ -97,7 +95,7 @@ impl Receiver {
                         "the directory declares the tensors and the adapter's configuration; leave both out",
                     ));
                 }
-                let directory = directory::open(kind, &path, weights_dir)?;
+                let directory = directory::open(kind, &path, sources.weights_dir.as_deref())?;
                 origin = Origin { files: directory.files, places: directory.places, has_digests: false };
                 (tensors, adapter_config) = (directory.tensors, directory.adapter_config);
             }

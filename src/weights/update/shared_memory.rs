@@ -1,32 +1,103 @@
 //! Segments below `/dev/shm`, which a client on the same machine writes and removes.
 
-use std::fs::OpenOptions;
+use std::fs::{File, Metadata, OpenOptions};
 use std::io::ErrorKind;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard};
 
-use super::files::SourceFile;
+use super::files::{SourceFile, check_regular};
 use crate::error::{Error, Result};
+use crate::memory::BorrowedMap;
 
 const FIELD: &str = "source.shared_memory";
 
-/// Opens a segment for reading.
-///
-/// # Errors
-/// `InvalidArgument` for a name with a path in it, a link or what is no regular file; `NotFound`.
-pub(super) fn open(name: &str) -> Result<SourceFile> {
+/// A segment, mapped.
+#[derive(Debug)]
+pub(super) struct Segment {
+    file: File,
+    metadata: Metadata,
+    map: BorrowedMap,
+}
+
+impl Segment {
+    pub fn map(&self) -> &BorrowedMap {
+        &self.map
+    }
+
+    fn new(name: &str, file: File, metadata: Metadata) -> Result<Self> {
+        let map = BorrowedMap::new(&file).map_err(|e| Error::invalid(FIELD, format!("cannot map {name:?}: {e}")))?;
+        Ok(Self { file, metadata, map })
+    }
+
+    /// Whether it is the whole of the file that has `metadata`.
+    fn is(&self, metadata: &Metadata) -> bool {
+        let identity = |metadata: &Metadata| (metadata.dev(), metadata.ino(), metadata.len());
+        !self.map.is_lost() && identity(&self.metadata) == identity(metadata)
+    }
+
+    /// Whether its owner has removed it, so that its memory waits for this process alone.
+    fn is_removed(&self) -> bool {
+        self.file.metadata().map_or(true, |metadata| metadata.nlink() == 0)
+    }
+}
+
+/// The segment of the last push, which stays mapped for the next: faults on all its pages would cost what reading them
+/// does.
+#[derive(Debug, Default)]
+pub struct Segments {
+    kept: Mutex<Option<Arc<Segment>>>,
+}
+
+impl Segments {
+    /// Lets go of what is kept.
+    pub fn release(&self) {
+        self.kept().take();
+    }
+
+    /// Lets go of what is kept if its owner has removed it.
+    pub fn release_removed(&self) {
+        self.kept().take_if(|segment| segment.is_removed());
+    }
+
+    /// Opens a segment for reading, and keeps it instead of the one before.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a name with a path in it, a link or what is no regular file; `NotFound`.
+    pub(super) fn open(&self, name: &str) -> Result<SourceFile> {
+        let file = open(name)?;
+        let metadata = check_regular(FIELD, name, &file)?;
+        let mut kept = self.kept();
+        let segment = match &*kept {
+            Some(segment) if segment.is(&metadata) => segment.clone(),
+            _ => Arc::new(Segment::new(name, file, metadata)?),
+        };
+        *kept = Some(segment.clone());
+        Ok(SourceFile::mapped(name, segment))
+    }
+
+    #[cfg(test)]
+    pub(super) fn last(&self) -> Option<Arc<Segment>> {
+        self.kept().clone()
+    }
+
+    fn kept(&self) -> MutexGuard<'_, Option<Arc<Segment>>> {
+        self.kept.lock().expect("nobody panics with the segment")
+    }
+}
+
+fn open(name: &str) -> Result<File> {
     if name.is_empty() || name == "." || name == ".." || name.contains(['/', '\0']) {
         return Err(Error::invalid(FIELD, format!("{name:?} is not the name of a segment below /dev/shm")));
     }
     // Not to be led elsewhere by a link, nor to wait for the other end of a pipe.
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let path = Path::new("/dev/shm").join(name);
-    let file = OpenOptions::new().read(true).custom_flags(flags).open(&path).map_err(|e| match e.kind() {
+    OpenOptions::new().read(true).custom_flags(flags).open(&path).map_err(|e| match e.kind() {
         ErrorKind::NotFound => Error::NotFound(format!(
             "{} does not exist; is the server on the client's machine, and in the same container?",
             path.display()
         )),
         _ => Error::invalid(FIELD, format!("cannot open {}: {e}", path.display())),
-    })?;
-    SourceFile::new(FIELD, name, file)
+    })
 }

@@ -210,7 +210,7 @@ impl Slot {
         self.ordered.as_ref().map_or(0, |ordered| ordered.early_bytes() as u64)
     }
 
-    /// Reads the whole tensor `name` from a file and passes its rows on to `sink`. `piece` is memory to use.
+    /// Passes the rows of the whole tensor `name` on from a file to `sink`. `room` is memory to use.
     ///
     /// # Errors
     /// As for [`Slot::fill`].
@@ -219,18 +219,15 @@ impl Slot {
         name: &str,
         (file, offset): (&SourceFile, u64),
         layout: Layout,
-        piece: &mut Vec<u8>,
+        room: &mut Vec<u8>,
         sink: &mut Sink<'_>,
     ) -> Result<()> {
         let mut ordered = Ordered::new(layout);
         let most = layout.piece_rows() * layout.row_bytes();
-        if piece.len() < most {
-            piece.resize(most, 0);
-        }
         while ordered.done() < self.bytes {
-            let next = &mut piece[..most.min(self.bytes - ordered.done())];
-            file.read(name, offset + ordered.done() as u64, next)?;
-            ordered.take(ordered.done(), next, sink);
+            let done = ordered.done();
+            let piece = (offset + done as u64, most.min(self.bytes - done));
+            file.with(name, piece, room, |bytes| ordered.take(done, bytes, sink))?;
         }
         self.verify(name, ordered.hasher(), ordered.bad())
     }

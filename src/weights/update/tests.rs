@@ -137,7 +137,7 @@ fn spec(kind: UpdateKind, push: &[Sent]) -> UpdateSpec {
 }
 
 fn open(kind: UpdateKind, push: &[Sent], parameters: &Arc<Parameters>) -> Result<Receiver> {
-    Receiver::open(spec(kind, push), parameters.clone(), None)
+    Receiver::open(spec(kind, push), parameters.clone(), &Sources::default())
 }
 
 /// Opens, sends each tensor whole and finishes.

@@ -40,7 +40,7 @@ fn an_adapter_is_what_was_sent_whenever_it_was_declared() {
         let push = adapter(&mut rng(seed));
         for first in 0..=push.len() {
             let spec = UpdateSpec { total_bytes: Some(total(&push)), ..with_config(&push[..first]) };
-            let mut receiver = Receiver::open(spec, parameters.clone(), None).unwrap();
+            let mut receiver = Receiver::open(spec, parameters.clone(), &Sources::default()).unwrap();
             let most = receiver.staging_bytes(false);
             receiver.declare(entries(&push[first..])).unwrap();
             assert!(receiver.staging_bytes(false) <= most, "seed {seed}: {first} declared at once");
@@ -58,9 +58,9 @@ fn an_adapter_that_does_not_fit_is_refused_before_its_bytes() {
     let mut push = adapter(&mut rng(1));
     // As many bytes, so that the manifest is complete.
     push[2].entry.shape = vec![4, 4];
-    assert!(Receiver::open(with_config(&push), parameters.clone(), None).is_err());
+    assert!(Receiver::open(with_config(&push), parameters.clone(), &Sources::default()).is_err());
     let spec = UpdateSpec { total_bytes: Some(total(&push)), ..with_config(&push[..2]) };
-    let mut receiver = Receiver::open(spec, parameters.clone(), None).unwrap();
+    let mut receiver = Receiver::open(spec, parameters.clone(), &Sources::default()).unwrap();
     assert!(receiver.declare(entries(&push[2..])).is_err());
     let whole = adapter(&mut rng(1));
     assert!(open(UpdateKind::Lora, &whole, &parameters).is_err(), "no configuration");
@@ -74,12 +74,15 @@ fn an_adapter_of_a_directory_is_the_stream() {
     std::fs::write(dir.path().join("adapter_config.json"), CONFIG).unwrap();
     write_safetensors(&dir.path().join("adapter_model.safetensors"), &push);
     let spec = UpdateSpec { source: Source::Directory(".".into()), ..spec(UpdateKind::Lora, &[]) };
-    let received = Receiver::open(spec.clone(), parameters.clone(), Some(dir.path())).unwrap().finish().unwrap();
-    let mut receiver = Receiver::open(with_config(&push), parameters.clone(), None).unwrap();
+    let received = Receiver::open(spec.clone(), parameters.clone(), &Sources::new(Some(dir.path().into())))
+        .unwrap()
+        .finish()
+        .unwrap();
+    let mut receiver = Receiver::open(with_config(&push), parameters.clone(), &Sources::default()).unwrap();
     push.iter().enumerate().for_each(|(i, sent)| receiver.write(i as u32, 0, &sent.bytes).unwrap());
     assert_eq!(received.digest, receiver.finish().unwrap().digest);
     check(received, &push, "directory");
     std::fs::write(dir.path().join("adapter_config.json"), " ".repeat((1 << 20) + 1)).unwrap();
-    let large = Receiver::open(spec, parameters, Some(dir.path()));
+    let large = Receiver::open(spec, parameters, &Sources::new(Some(dir.path().into())));
     refused(large, "source.directory", &["adapter_config.json has more than"]);
 }

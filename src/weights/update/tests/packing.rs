@@ -110,7 +110,7 @@ fn models() -> impl Iterator<Item = Arc<Parameters>> {
     worlds.flat_map(|world| [Dtype::Bf16, Dtype::F32].map(|dtype| model_of(dtype, world, false)))
 }
 
-fn packing(mut receiver: Receiver, parameters: &Parameters) -> Receiver {
+pub(super) fn packing(mut receiver: Receiver, parameters: &Parameters) -> Receiver {
     receiver.pack_into(stage(parameters));
     receiver
 }
@@ -133,7 +133,8 @@ fn chunks_in_any_order_are_packed_as_they_were_sent() {
             let push = random_push(&mut rng, &parameters);
             let first = rng.random_range(0..=push.len());
             let spec = UpdateSpec { total_bytes: Some(total(&push)), ..spec(UpdateKind::Full, &push[..first]) };
-            let mut receiver = packing(Receiver::open(spec, parameters.clone(), None).unwrap(), &parameters);
+            let mut receiver =
+                packing(Receiver::open(spec, parameters.clone(), &Sources::default()).unwrap(), &parameters);
             let (early, late) = push.split_at(first);
             let mut send = |receiver: &mut Receiver, part: &[Sent], start: usize| {
                 let is_in_order = rng.random_bool(0.3);
@@ -173,7 +174,8 @@ fn fused_tensors_and_second_names_are_packed() {
             // The head may be declared, and come, before the embedding.
             let first = rng.random_range(0..fused.len());
             let spec = UpdateSpec { total_bytes: Some(total(&fused)), ..spec(UpdateKind::Full, &fused[..first]) };
-            let mut receiver = packing(Receiver::open(spec, parameters.clone(), None).unwrap(), &parameters);
+            let mut receiver =
+                packing(Receiver::open(spec, parameters.clone(), &Sources::default()).unwrap(), &parameters);
             for (i, sent) in fused.iter().enumerate() {
                 if i >= first {
                     receiver.declare(entries(&fused[i..=i])).unwrap();
@@ -206,7 +208,8 @@ fn files_are_packed_as_they_are_declared_or_at_the_end() {
 
             let source = Source::SharedMemory(segment.name());
             let spec = UpdateSpec { source, total_bytes: Some(total(&push)), ..spec(UpdateKind::Full, &push[..2]) };
-            let mut receiver = packing(Receiver::open(spec, parameters.clone(), None).unwrap(), &parameters);
+            let mut receiver =
+                packing(Receiver::open(spec, parameters.clone(), &Sources::default()).unwrap(), &parameters);
             receiver.read_declared().unwrap();
             for sent in &push[2..] {
                 receiver.declare(vec![sent.entry.clone()]).unwrap();
@@ -267,9 +270,9 @@ fn more_than_a_model_can_have_is_not_announced() {
     let elements: usize = parameters.iter().map(|spec| spec.shape.iter().product::<usize>()).sum();
     let most = 8 * elements as u64 + (64 << 20);
     let announce = |bytes| UpdateSpec { total_bytes: Some(bytes), ..spec(UpdateKind::Full, &push) };
-    Receiver::open(announce(most), parameters.clone(), None).unwrap();
+    Receiver::open(announce(most), parameters.clone(), &Sources::default()).unwrap();
     for bytes in [most + 1, 1 << 62, u64::MAX] {
-        let opened = Receiver::open(announce(bytes), parameters.clone(), None);
+        let opened = Receiver::open(announce(bytes), parameters.clone(), &Sources::default());
         refused(opened, "total_bytes", &[&format!("{bytes} bytes are announced"), &format!("{}", 4 * elements)]);
     }
 }

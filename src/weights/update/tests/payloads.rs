@@ -176,7 +176,7 @@ fn what_a_delta_declares_is_checked() {
     let fused = payload("model.layers.0.mlp.gate_up_proj.weight", Dtype::F32, &[20, HIDDEN], 1, bytes.clone());
     refused(open(UpdateKind::Delta, &[fused], &parameters), "tensors", &["gate_up_proj", "single parameters"]);
     let later = UpdateSpec { total_bytes: Some(1 << 20), ..spec(UpdateKind::Delta, std::slice::from_ref(&good)) };
-    refused(Receiver::open(later, parameters.clone(), None), "total_bytes", &["in the header"]);
+    refused(Receiver::open(later, parameters.clone(), &Sources::default()), "total_bytes", &["in the header"]);
     // The digest is of the payload.
     let mut corrupt = good.clone();
     corrupt.bytes[6] ^= 4;

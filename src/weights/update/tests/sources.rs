@@ -1,3 +1,4 @@
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use super::*;
@@ -30,9 +31,14 @@ impl Drop for Segment {
 
 /// The tensors at any places of a segment, and what else is in it.
 pub(super) fn lay_out(rng: &mut StdRng, push: &mut [Sent]) -> Vec<u8> {
+    lay_out_apart(rng, push, 20)
+}
+
+/// With fewer than `gap` bytes between them.
+fn lay_out_apart(rng: &mut StdRng, push: &mut [Sent], gap: usize) -> Vec<u8> {
     let mut bytes = Vec::new();
     for sent in push {
-        bytes.extend((0..rng.random_range(0..20)).map(|_| rng.random::<u8>()));
+        bytes.extend((0..rng.random_range(0..gap)).map(|_| rng.random::<u8>()));
         sent.entry.offset = bytes.len() as u64;
         bytes.extend_from_slice(&sent.bytes);
     }
@@ -46,7 +52,7 @@ pub(super) fn from_segment(
     parameters: &Arc<Parameters>,
 ) -> Result<Receiver> {
     let spec = UpdateSpec { source: Source::SharedMemory(name.into()), ..spec(kind, push) };
-    Receiver::open(spec, parameters.clone(), None)
+    Receiver::open(spec, parameters.clone(), &Sources::default())
 }
 
 pub(super) fn from_directory(
@@ -56,7 +62,7 @@ pub(super) fn from_directory(
     below: &Path,
 ) -> Result<Receiver> {
     let spec = UpdateSpec { source: Source::Directory(path.into()), ..spec(kind, &[]) };
-    Receiver::open(spec, parameters.clone(), Some(below))
+    Receiver::open(spec, parameters.clone(), &Sources::new(Some(below.into())))
 }
 
 /// Bytes of the parameters as they serve.
@@ -146,6 +152,103 @@ fn segments_that_are_not_right_are_refused() {
     lost(open(&push, &segment.name()).unwrap().finish(), &push[3].entry.name);
 }
 
+/// Pages of removed files that this process still maps under this name.
+fn is_mapped(segment: &str) -> bool {
+    std::fs::read_to_string("/proc/self/maps").unwrap().lines().any(|line| line.contains(segment))
+}
+
+#[test]
+fn a_segment_stays_mapped_for_the_next_push_until_it_is_let_go() {
+    let parameters = model(true);
+    let sources = Sources::default();
+    let finish = |push: &[Sent], segment: &Segment| {
+        let spec = UpdateSpec { source: Source::SharedMemory(segment.name()), ..spec(UpdateKind::Full, push) };
+        let received = Receiver::open(spec, parameters.clone(), &sources).unwrap().finish().unwrap();
+        assert_same(received, receive(UpdateKind::Full, push, &parameters).unwrap(), &parameters, &segment.name());
+        let kept = sources.segments().last().expect("the segment is kept");
+        assert_eq!(kept.map().len() as u64, std::fs::metadata(&segment.0).unwrap().len());
+        kept
+    };
+    let mut rng = rng(24);
+    let mut push = random_push(&mut rng, &parameters);
+    let layout = lay_out(&mut rng, &mut push);
+    let segment = Segment::new("first", &layout);
+    let first = finish(&push, &segment);
+    // Other bytes at the same places are read through the same mapping.
+    let mut other = push.clone();
+    let mut bytes = layout.clone();
+    for sent in &mut other {
+        let start = sent.entry.offset as usize;
+        *sent = sent.with(random_bytes(&mut rng, sent.entry.dtype, sent.bytes.len() / sent.entry.dtype.size()));
+        sent.entry.offset = start as u64;
+        bytes[start..start + sent.bytes.len()].copy_from_slice(&sent.bytes);
+    }
+    std::fs::write(&segment.0, &bytes).unwrap();
+    assert!(Arc::ptr_eq(&first, &finish(&other, &segment)));
+    // A file that has grown, another one of the same name, and another name are others.
+    std::fs::OpenOptions::new().append(true).open(&segment.0).unwrap().write_all(&[0; 5000]).unwrap();
+    let grown = finish(&other, &segment);
+    assert!(!Arc::ptr_eq(&first, &grown));
+    std::fs::remove_file(&segment.0).unwrap();
+    std::fs::write(&segment.0, [&layout[..], &[0; 5000]].concat()).unwrap();
+    let renewed = finish(&push, &segment);
+    assert!(!Arc::ptr_eq(&grown, &renewed));
+    let second = Segment::new("second", &layout);
+    drop((first, grown, renewed));
+    finish(&push, &second);
+    assert!(!is_mapped(&segment.name()) && is_mapped(&second.name()), "one is kept");
+    sources.segments().release_removed();
+    assert!(is_mapped(&second.name()), "it is still there");
+    std::fs::remove_file(&second.0).unwrap();
+    sources.segments().release_removed();
+    assert!(!is_mapped(&second.name()));
+    std::fs::write(&second.0, &layout).unwrap();
+    finish(&push, &second);
+    sources.segments().release();
+    assert!(!is_mapped(&second.name()));
+}
+
+#[test]
+fn segments_that_are_cut_short_during_a_push_are_lost_and_nothing_else() {
+    let parameters = model(true);
+    let sources = Sources::default();
+    let mut lost = 0;
+    for seed in 0..60 {
+        let mut rng = rng(seed);
+        let mut push = random_push(&mut rng, &parameters);
+        let bytes = lay_out_apart(&mut rng, &mut push, 9000);
+        let segment = Segment::new("cut", &bytes);
+        let open = |segment: &Segment| {
+            let spec = UpdateSpec { source: Source::SharedMemory(segment.name()), ..spec(UpdateKind::Full, &push) };
+            Receiver::open(spec, parameters.clone(), &sources).unwrap()
+        };
+        let mut receiver = open(&segment);
+        if seed % 2 == 0 {
+            receiver = packing::packing(receiver, &parameters);
+        }
+        let left = rng.random_range(0..bytes.len() as u64);
+        if seed % 3 == 0 {
+            segment.cut(left);
+        }
+        let result = std::thread::scope(|scope| {
+            let cut = scope.spawn(|| segment.cut(left));
+            let result = receiver.finish();
+            cut.join().unwrap();
+            result
+        });
+        match result {
+            Ok(_) => assert_ne!(seed % 3, 0, "seed {seed}: {left} of {} bytes were left", bytes.len()),
+            Err(Error::DataLoss(_)) => lost += 1,
+            Err(other) => panic!("seed {seed}: {other}"),
+        }
+        // Whole again, it serves the next push.
+        std::fs::write(&segment.0, &bytes).unwrap();
+        let received = open(&segment).finish().unwrap();
+        assert_same(received, receive(UpdateKind::Full, &push, &parameters).unwrap(), &parameters, &format!("{seed}"));
+    }
+    assert!(lost >= 20, "{lost} of 60 were lost");
+}
+
 #[test]
 fn values_of_a_segment_that_are_not_finite_are_named() {
     let parameters = model(true);
@@ -162,7 +265,7 @@ fn values_of_a_segment_that_are_not_finite_are_named() {
 
 #[test]
 fn large_tensors_of_a_segment_are_read_whole() {
-    use super::super::shared_memory;
+    use super::super::shared_memory::Segments;
     use super::super::staging::Slot;
     for seed in 0..4 {
         let mut rng = rng(seed);
@@ -172,13 +275,13 @@ fn large_tensors_of_a_segment_are_read_whole() {
         let segment = Segment::new("large", &[&[7; 3], &data[..]].concat());
         let digest = xxh3_128(&data).to_be_bytes();
         let mut slot = Slot::new(data.len(), Some(dtype), Some(digest));
-        slot.fill("w", &shared_memory::open(&segment.name()).unwrap(), 3).unwrap();
+        slot.fill("w", &Segments::default().open(&segment.name()).unwrap(), 3).unwrap();
         assert_eq!(slot.digest(), Some(digest), "seed {seed}");
         assert!(**slot.buffer().unwrap() == data[..], "seed {seed}");
         let bad = rng.random_range(0..n);
         data[bad * dtype.size()..][..dtype.size()].fill(0xff);
         std::fs::write(&segment.0, &data).unwrap();
-        let file = shared_memory::open(&segment.name()).unwrap();
+        let file = Segments::default().open(&segment.name()).unwrap();
         let read = Slot::new(data.len(), Some(dtype), None).fill("w", &file, 0);
         refused(read, "tensors", &["\"w\"", &format!("element {bad};")]);
         // That the bytes are others is said first: the values are then not the trainer's.
@@ -273,9 +376,17 @@ fn directories_that_are_not_right_are_refused() {
     refused(open(UpdateKind::Delta, "step-7"), "source.directory", &["DELTA"]);
     assert!(matches!(open(UpdateKind::Lora, "step-7"), Err(Error::NotFound(m)) if m.contains("adapter_config.json")));
     let spec = UpdateSpec { source: Source::Directory("step-7".into()), ..spec(UpdateKind::Full, &[]) };
-    refused(Receiver::open(spec.clone(), parameters.clone(), None), "source.directory", &["--weights-dir"]);
+    refused(
+        Receiver::open(spec.clone(), parameters.clone(), &Sources::default()),
+        "source.directory",
+        &["--weights-dir"],
+    );
     let declared = UpdateSpec { tensors: entries(&push), ..spec };
-    refused(Receiver::open(declared, parameters.clone(), Some(dir.path())), "source.directory", &["leave both out"]);
+    refused(
+        Receiver::open(declared, parameters.clone(), &Sources::new(Some(dir.path().into()))),
+        "source.directory",
+        &["leave both out"],
+    );
     let mut receiver = open(UpdateKind::Full, "step-7").unwrap();
     refused(receiver.declare(Vec::new()), "tensors", &["the directory declares"]);
 

@@ -40,7 +40,7 @@ fn chunks_in_any_order_give_what_was_sent() {
         let first = rng.random_range(0..=push.len());
         let mut spec = spec(UpdateKind::Full, &push[..first]);
         spec.total_bytes = Some(total(&push));
-        let mut receiver = Receiver::open(spec, parameters.clone(), None).unwrap();
+        let mut receiver = Receiver::open(spec, parameters.clone(), &Sources::default()).unwrap();
         let (early, late) = push.split_at(first);
         for (tensor, offset, data) in random_chunks(&mut rng, early) {
             receiver.write(tensor, offset, data).unwrap();
@@ -191,7 +191,7 @@ fn in_place_each_tensor_comes_out_once_and_little_is_held() {
         let push = random_push(&mut rng, &parameters);
         let mut spec = spec(UpdateKind::Full, &[]);
         spec.total_bytes = Some(total(&push));
-        let mut receiver = Receiver::open(spec, parameters.clone(), None).unwrap();
+        let mut receiver = Receiver::open(spec, parameters.clone(), &Sources::default()).unwrap();
         // gate_up_proj in float32, twice.
         assert_eq!(receiver.staging_bytes(true), (20 * HIDDEN * 4 * 2) as u64);
         let mut taken = Vec::new();
@@ -243,7 +243,7 @@ fn no_more_may_be_declared_than_was_announced() {
     let push = random_push(&mut rng(4), &parameters);
     let open_with = |announced: u64| {
         let spec = UpdateSpec { total_bytes: Some(announced), ..spec(UpdateKind::Full, &push) };
-        Receiver::open(spec, parameters.clone(), None)
+        Receiver::open(spec, parameters.clone(), &Sources::default())
     };
     refused(open_with(total(&push) - 1), "total_bytes", &["announced"]);
     let mut receiver = open_with(total(&push) + 1).unwrap();
@@ -263,7 +263,7 @@ fn an_adapter_of_nothing_is_the_base() {
     assert!(matches!(received.update, WeightUpdate::Lora(_)));
     assert_eq!((received.bytes, received.parameters), (0, 0));
     let with_config = UpdateSpec { adapter_config: "{}".into(), ..spec(UpdateKind::Full, &[]) };
-    refused(Receiver::open(with_config, model(true), None), "adapter_config", &["LORA"]);
+    refused(Receiver::open(with_config, model(true), &Sources::default()), "adapter_config", &["LORA"]);
 }
 
 #[test]
