@@ -45,7 +45,7 @@ impl BorrowedMap {
 
     /// Whether a read has found a part of it gone.
     pub fn is_lost(&self) -> bool {
-        self.lost.load(Ordering::Relaxed)
+        self.lost.load(Ordering::SeqCst)
     }
 
     /// Hands a part of it on to `use_bytes`; None if any of it is gone, and what was read may have been zeros.
@@ -122,11 +122,12 @@ extern "C" fn on_bus_error(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut l
     unsafe {
         let address = (*info).si_addr() as usize;
         if let Some(map) = READING.get().as_ref().filter(|map| map.pages.contains(&address)) {
+            // First: other threads may read the zeros as soon as they are there.
+            map.lost.store(true, Ordering::SeqCst);
             let start = address / map.page * map.page;
             let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
             let zeros = libc::mmap(start as *mut _, map.pages.end - start, libc::PROT_READ, flags, -1, 0);
             if zeros != libc::MAP_FAILED {
-                map.lost.store(true, Ordering::Relaxed);
                 return;
             }
         }
@@ -185,7 +186,18 @@ mod tests {
         let read = std::panic::AssertUnwindSafe(|| map.read(0..1, |_| panic!("as a test")));
         assert!(std::panic::catch_unwind(read).is_err());
         assert!(READING.get().is_null());
-        assert_eq!(map.read(0..2, |outer| map.read(0..1, sum).map(|inner| sum(outer) + inner)), Some(Some(3)));
+    }
+
+    #[test]
+    fn a_map_that_is_read_while_another_is_leaves_that_guarded() {
+        let files = [file(&[1; PAGE]), file(&[1; PAGE])];
+        let [outer, inner] = [&files[0], &files[1]].map(|file| BorrowedMap::new(file.as_file()).unwrap());
+        let read = |bytes: &[u8]| {
+            assert_eq!(inner.read(0..1, sum), Some(1));
+            files[0].as_file().set_len(0).unwrap();
+            sum(bytes)
+        };
+        assert_eq!(outer.read(0..PAGE, read), None);
         assert!(READING.get().is_null());
     }
 
@@ -215,11 +227,12 @@ mod tests {
     fn any_other_bus_error_ends_the_process_as_before() {
         const DIES: &str = "ROLLOUT_TEST_BUS_ERROR";
         if std::env::var_os(DIES).is_some() {
-            let file = file(&[1; PAGE]);
-            let map = BorrowedMap::new(file.as_file()).unwrap();
-            file.as_file().set_len(0).unwrap();
-            // Past `read`.
-            std::hint::black_box(map.map[0]);
+            let files = [file(&[1; PAGE]), file(&[1; PAGE])];
+            let maps = [&files[0], &files[1]].map(|file| BorrowedMap::new(file.as_file()).unwrap());
+            // While the higher one is read, the lower one, past its own `read`.
+            let lower = usize::from(maps[1].pages.start < maps[0].pages.start);
+            files[lower].as_file().set_len(0).unwrap();
+            maps[1 - lower].read(0..1, |_| std::hint::black_box(maps[lower].map[0]));
             return;
         }
         let test = "memory::borrowed::tests::any_other_bus_error_ends_the_process_as_before";

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -62,6 +63,11 @@ def held(status):
 def resident_bytes(pid):
     """As the operating system counts it."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def mapped_segments(pid):
+    """Segments that a process maps, whether their files are there or not."""
+    return set(re.findall(r"/dev/shm/(rollout-\d+-[0-9a-f]+)", Path(f"/proc/{pid}/maps").read_text()))
 
 
 def fill_cache(client):

@@ -19,6 +19,7 @@ from rollout_client import (
     Lifecycle,
     ResourceExhausted,
     ServerProcess,
+    SharedBuffer,
     _push,
 )
 from serving import (
@@ -29,6 +30,7 @@ from serving import (
     REPOSITORY,
     assert_idle,
     fill_cache,
+    mapped_segments,
     no_room,
     outputs,
     resident_bytes,
@@ -87,6 +89,26 @@ def test_what_is_released_is_measured(process):
     assert result.released["kv_cache"] > 0.8 * CACHE_BYTES
     assert abs(sum(result.released.values()) - (before - after)) < NOISE_BYTES
     client.wake()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_the_trainers_segment_is_not_held_asleep(process, rng, level):
+    """Nor counted as given back: it is the trainer's."""
+    client, pid = process.client, process.process.pid
+    state = perturbed(rng, read_model(PUSH_MODEL))
+    with SharedBuffer(sum(array.nbytes for array in state.values())) as buffer:
+        gathered = {}
+        for name, array in state.items():
+            gathered[name] = np.frombuffer(buffer.take(array.nbytes), array.dtype).reshape(array.shape)
+            gathered[name][...] = array
+        for _ in range(2):
+            client.push_full(gathered, buffer=buffer)
+            assert mapped_segments(pid) == {buffer.segment.name}
+            client.sleep(level)
+            assert not mapped_segments(pid)
+            client.wake(reload=level == 2)
+        client.push_full(gathered, buffer=buffer)
+        assert client.checksum() == checksums(state, "bfloat16")
 
 
 def test_asleep_only_what_is_allowed_is_done(process):

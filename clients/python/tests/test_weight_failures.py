@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -21,15 +22,27 @@ from rollout_client import (
     InvalidArgument,
     NotFound,
     ResourceExhausted,
+    RolloutClient,
     RolloutError,
     ServerProcess,
     _proto,
 )
 from rollout_client._convert_weights import update_header
 from rollout_client._push import Outgoing, chunk_request
-from rollout_client._segment import digest_of
+from rollout_client._segment import Segment, aligned, digest_of
 from rollout_client._tensors import bytes_of
-from serving import PUSH_MODEL, SMALL_CACHE, held, no_room, resident_bytes, seen, server, start_group, wait_for
+from serving import (
+    PUSH_MODEL,
+    SMALL_CACHE,
+    held,
+    mapped_segments,
+    no_room,
+    resident_bytes,
+    seen,
+    server,
+    start_group,
+    wait_for,
+)
 
 
 @pytest.fixture
@@ -234,19 +247,61 @@ def slowly():
             print("under way", flush=True)
             time.sleep(60)
         yield pair
-RolloutClient(sys.argv[1]).push_full(slowly(), transport="inline")
+RolloutClient(sys.argv[1]).push_full(slowly(), transport=sys.argv[4])
 """
 
 
-def test_a_killed_trainer_never_pushed(unchanged):
+@pytest.mark.parametrize("transport", ["inline", "shared_memory"])
+def test_a_killed_trainer_never_pushed(unchanged, transport):
     client, _ = unchanged
     here = str(Path(__file__).parent)
-    command = [sys.executable, "-c", SLOW_CHILD, client.address, str(PUSH_MODEL), here]
+    command = [sys.executable, "-c", SLOW_CHILD, client.address, str(PUSH_MODEL), here, transport]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout.readline() == "under way\n"
         wait_for(client, lambda status: status.updating, "updating")
         child.kill()
     wait_for(client, lambda status: not status.updating, "without a push")
+
+
+@pytest.mark.parametrize("left", [0.0, 0.3, 0.9])
+def test_a_segment_cut_short_during_a_push_is_lost_and_the_server_lives(unchanged, rng, left):
+    """The server maps it: what is gone must not end the process that reads it."""
+    client, base = unchanged
+    full = perturbed(rng, base)
+    segment = Segment(sum(aligned(array.nbytes) for array in full.values()))
+    requests, end = full_messages(full), 0
+    header = _proto.UPDATE.request.FromString(requests[0])
+    header.header.source.shared_memory.name = segment.name
+    manifest = _proto.UPDATE.request()
+    for name, array in full.items():
+        given = bytes_of(name, array)
+        entry = Outgoing(name, given.layout, given.data).entry(segment.write(end, given.data), end)
+        manifest.manifest.tensors.append(entry)
+        end += aligned(array.nbytes)
+    with client._start_update(60) as stream:
+        stream.send(header.SerializeToString())
+        wait_for(client, lambda status: status.updating, "updating")
+        os.truncate(f"/dev/shm/{segment.name}", int(left * end))
+        stream.send(manifest.SerializeToString())
+        stream.send(requests[-1])
+        with pytest.raises(DataLoss, match="cut short|XXH3"):
+            stream.finish()
+    segment.close()
+
+
+def test_the_segment_of_a_trainer_that_is_gone_is_let_go(binary, rng):
+    """It stays mapped from one push to the next; its memory comes back when its owner removes it."""
+    base = read_model(PUSH_MODEL)
+    with ServerProcess(binary, PUSH_MODEL, [*SMALL_CACHE, "--mem-util", "0.2"]) as process:
+        here, seen_mapped = RolloutClient(process.address), set()
+        for _ in range(3):
+            here.push_full(perturbed(rng, base), transport="shared_memory")
+            seen_mapped |= mapped_segments(process.process.pid)
+        assert len(seen_mapped) == 1
+        here.close()
+        wait_for(process.client, lambda _: not mapped_segments(process.process.pid), "without a segment", 10)
+        process.client.push_full(base, transport="shared_memory")
+        assert process.client.checksum() == checksums(base, "bfloat16")
 
 
 def test_a_deadline_drops_the_push(unchanged):

@@ -1,4 +1,4 @@
-//! A tensor that is passed on as it comes, in order; only what comes too early is kept.
+//! A tensor that is passed on as it comes, in order, before it is known to be right; only what comes too early is kept.
 
 use std::collections::BTreeMap;
 
@@ -102,8 +102,8 @@ impl Ordered {
         while !data.is_empty() {
             if !self.row.is_empty() || data.len() < row_bytes {
                 let (part, rest) = data.split_at(data.len().min(row_bytes - self.row.len()));
-                self.hasher.write(part);
                 self.row.extend_from_slice(part);
+                self.hasher.write(part);
                 self.done += part.len();
                 data = rest;
                 if self.row.len() == row_bytes {
@@ -116,10 +116,11 @@ impl Ordered {
             let first = self.done / row_bytes;
             let rows = (data.len() / row_bytes).min(piece_rows - first % piece_rows);
             let (piece, rest) = data.split_at(rows * row_bytes);
+            self.emit(first, piece, sink);
+            // Last: what a sender changes too early in memory that it shares is then either not passed on or noticed.
             self.hasher.write(piece);
             self.done += piece.len();
             data = rest;
-            self.emit(first, piece, sink);
         }
     }
 

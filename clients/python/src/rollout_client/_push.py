@@ -30,7 +30,7 @@ SHARED_MEMORY_FROM = 16 << 20
 _SMALL_BYTES = 64 << 10
 _LOCAL = ("localhost:", "127.", "[::1]:")
 # Bytes in a segment that are declared in one message: the server reads them while the next are written.
-_DECLARED_BYTES = 8 << 20
+_DECLARED_BYTES = 16 << 20
 # Memory does not feed more, and the trainer has other work for them.
 _DIGEST_THREADS = min(4, os.cpu_count() or 1)
 

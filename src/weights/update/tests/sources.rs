@@ -1,6 +1,10 @@
 use std::io::Write;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use super::super::ordered::Layout;
+use super::super::shared_memory::Segments;
+use super::super::staging::Slot;
 use super::*;
 
 /// A segment that goes with the test.
@@ -249,6 +253,44 @@ fn segments_that_are_cut_short_during_a_push_are_lost_and_nothing_else() {
     assert!(lost >= 20, "{lost} of 60 were lost");
 }
 
+/// Whatever a trainer writes into a segment while it is read: a push either fails, or brings what was announced.
+#[test]
+fn what_a_sender_changes_too_early_is_noticed_or_not_passed_on() {
+    let mut failed = 0;
+    for seed in 0..100 {
+        let mut rng = rng(seed);
+        let layout = Layout { dtype: Dtype::Bf16, columns: rng.random_range(1..600) };
+        let mut bytes = vec![0; rng.random_range(1..2000) * layout.row_bytes()];
+        rng.fill(&mut bytes[..]);
+        bytes.iter_mut().skip(1).step_by(2).for_each(|byte| *byte &= 0x3f); // finite
+        let segment = Segment::new("early", &bytes);
+        let file = std::fs::OpenOptions::new().write(true).open(&segment.0).unwrap();
+        let source = Segments::default().open(&segment.name()).unwrap();
+        let mut slot = Slot::new(bytes.len(), Some(layout.dtype), Some(xxh3_128(&bytes).to_be_bytes()));
+        let mut passed = Vec::new();
+        // Before or after the rows are taken, during any of the calls.
+        let (before, mut left) = (rng.random(), rng.random_range(0..4));
+        let place = rng.random_range(0..bytes.len());
+        let mut sink = |_: usize, rows: &[u8]| {
+            let mut change = |now: bool| {
+                if now && left == 0 {
+                    file.write_all_at(&[!bytes[place] & 0x3f], place as u64).unwrap();
+                }
+            };
+            change(before);
+            passed.extend_from_slice(rows);
+            change(!before);
+            left -= 1;
+        };
+        match slot.pass_file("w", (&source, 0), layout, &mut Vec::new(), &mut sink) {
+            Ok(()) => assert!(passed == bytes, "seed {seed}: byte {place}"),
+            Err(Error::DataLoss(_)) => failed += 1,
+            Err(other) => panic!("seed {seed}: {other}"),
+        }
+    }
+    assert!((10..90).contains(&failed), "{failed} of 100 failed: the test is blind");
+}
+
 #[test]
 fn values_of_a_segment_that_are_not_finite_are_named() {
     let parameters = model(true);
@@ -265,8 +307,6 @@ fn values_of_a_segment_that_are_not_finite_are_named() {
 
 #[test]
 fn large_tensors_of_a_segment_are_read_whole() {
-    use super::super::shared_memory::Segments;
-    use super::super::staging::Slot;
     for seed in 0..4 {
         let mut rng = rng(seed);
         let dtype = random_dtype(&mut rng);
