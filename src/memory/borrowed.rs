@@ -39,7 +39,7 @@ impl BorrowedMap {
     }
 
     /// Bytes that it had when it was mapped.
-    pub fn len(&self) -> usize {
+    pub fn bytes(&self) -> usize {
         self.map.len()
     }
 
@@ -162,7 +162,7 @@ mod tests {
         let size = 64 * PAGE + 17;
         let file = file(&vec![1; size]);
         let map = BorrowedMap::new(file.as_file()).unwrap();
-        assert_eq!((map.len(), map.read(0..size, sum)), (size, Some(size as u64)));
+        assert_eq!((map.bytes(), map.read(0..size, sum)), (size, Some(size as u64)));
         std::fs::write(file.path(), vec![2; size]).unwrap();
         assert_eq!(map.read(3..5, <[u8]>::to_vec), Some(vec![2, 2]));
         let mut again = BorrowedMap::new(file.as_file()).unwrap();

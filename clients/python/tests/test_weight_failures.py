@@ -284,7 +284,7 @@ def test_a_segment_cut_short_during_a_push_is_lost_and_the_server_lives(unchange
         os.truncate(f"/dev/shm/{segment.name}", int(left * end))
         stream.send(manifest.SerializeToString())
         stream.send(requests[-1])
-        with pytest.raises(DataLoss, match="cut short|XXH3"):
+        with pytest.raises(DataLoss, match=r"cut short|XXH3"):
             stream.finish()
     segment.close()
 

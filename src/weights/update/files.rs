@@ -35,7 +35,7 @@ impl SourceFile {
 
     /// A file whose bytes are used where they are mapped.
     pub fn mapped(name: &str, segment: Arc<Segment>) -> Self {
-        Self { name: name.into(), bytes: segment.map().len() as u64, access: Access::Mapped(segment) }
+        Self { name: name.into(), bytes: segment.map().bytes() as u64, access: Access::Mapped(segment) }
     }
 
     pub fn name(&self) -> &str {

@@ -170,7 +170,7 @@ fn a_segment_stays_mapped_for_the_next_push_until_it_is_let_go() {
         let received = Receiver::open(spec, parameters.clone(), &sources).unwrap().finish().unwrap();
         assert_same(received, receive(UpdateKind::Full, push, &parameters).unwrap(), &parameters, &segment.name());
         let kept = sources.segments().last().expect("the segment is kept");
-        assert_eq!(kept.map().len() as u64, std::fs::metadata(&segment.0).unwrap().len());
+        assert_eq!(kept.map().bytes() as u64, std::fs::metadata(&segment.0).unwrap().len());
         kept
     };
     let mut rng = rng(24);
@@ -272,7 +272,7 @@ fn what_a_sender_changes_too_early_is_noticed_or_not_passed_on() {
         let (before, mut left) = (rng.random(), rng.random_range(0..4));
         let place = rng.random_range(0..bytes.len());
         let mut sink = |_: usize, rows: &[u8]| {
-            let mut change = |now: bool| {
+            let change = |now: bool| {
                 if now && left == 0 {
                     file.write_all_at(&[!bytes[place] & 0x3f], place as u64).unwrap();
                 }
