@@ -153,9 +153,15 @@ fn is_justified(lines: &[&str], index: usize) -> bool {
 
 #[test]
 fn unsafe_code_is_rare_and_says_why_it_holds() {
-    /// Files of `src/` with unsafe code: mapped files, calls of libc, a sum over the ranks' own buffers.
-    const ALLOWED: &[&str] =
-        &["src/weights/mapped.rs", "src/weights/tensor.rs", "src/memory/probe.rs", "src/comm/local.rs"];
+    /// Files of `src/` with unsafe code: mapped files, calls of libc, a signal's handler, a sum over the ranks' own
+    /// buffers.
+    const ALLOWED: &[&str] = &[
+        "src/weights/mapped.rs",
+        "src/weights/tensor.rs",
+        "src/memory/borrowed.rs",
+        "src/memory/probe.rs",
+        "src/comm/local.rs",
+    ];
     let mut offenders = Vec::new();
     for source in rust_files(OWN_CODE) {
         let lines: Vec<&str> = source.text.lines().collect();
@@ -222,11 +228,14 @@ fn scheduler_and_cache_are_pure() {
 fn no_lock_or_global_holds_serving_state() {
     const NAMES: &[&str] = &["Mutex", "RwLock", "OnceLock", "LazyLock", "OnceCell", "thread_local"];
     /// What it holds there is not serving state.
-    const ALLOWED: &[(&str, &str)] = &[];
+    const ALLOWED: &[(&str, &str)] = &[
+        ("src/memory/borrowed.rs", "a signal has one handler in a process, which looks up what its thread reads"),
+        ("src/weights/update/shared_memory.rs", "a client's memory, mapped for its next push: nothing that serves"),
+    ];
     let allowed = |path: &str| ALLOWED.iter().any(|(file, _reason)| *file == path);
     let sources = rust_files(&["src"]);
     let mut offenders = lines_with(&sources, NAMES, allowed);
-    for source in &sources {
+    for source in sources.iter().filter(|source| !allowed(&source.path)) {
         // `&'static` is a lifetime, `static NAME` an item.
         let is_item = |line: &str| line.trim_start().trim_start_matches("pub ").starts_with("static ");
         let items = source.code_lines().filter(|(_, line)| is_item(line));
