@@ -16,7 +16,7 @@ mod index;
 use std::collections::BTreeSet;
 
 pub use acceptance::Acceptance;
-pub use index::{Continuation, NgramIndex};
+pub use index::{Continuation, LONGEST, NgramIndex};
 
 use super::schedule::Step;
 use super::{GroupState, Scheduler, SeqId};
@@ -103,7 +103,7 @@ impl Scheduler {
         for (id, sibling) in self.running.range(siblings.clone()).chain(self.waiting.range(siblings)) {
             index.extend(stream(id.sample_index), &sibling.outputs);
         }
-        index.find(&sequence.context(index::LONGEST), limit).unwrap_or_default()
+        index.find(&sequence.context(LONGEST), limit).unwrap_or_default()
     }
 
     /// Puts as much of a draft into the plan as fits into free blocks.

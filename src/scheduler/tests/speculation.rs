@@ -1,6 +1,7 @@
 //! Which drafts are added, and to what. That they change no token is in `simulation`.
 
 use super::harness::*;
+use crate::scheduler::speculation::LONGEST;
 use crate::scheduler::*;
 use crate::types::*;
 
@@ -174,6 +175,25 @@ fn samples_learn_from_those_that_have_ended() {
     harness.scheduler.config.speculation = EAGER;
     let first_steps: usize = harness.run().iter().take(2).map(drafts).sum();
     assert!(first_steps > 4, "{first_steps} drafts of a sample that has said nothing yet");
+}
+
+#[test]
+fn samples_learn_from_those_that_wait() {
+    // 12 blocks are too few for two samples of 41 tokens: the younger gives its own back and waits.
+    let too_few_rows = Speculation { max_rows: 1, ..EAGER };
+    let mut harness = Harness::new(config(too_few_rows), 12, BLOCK_SIZE);
+    harness.add(vec![group(key(0, 0), &[3], 2, 40)]).expect("room");
+    while harness.scheduler.stats().preemptions == 0 {
+        assert_eq!(drafts(&harness.step()), 0);
+    }
+    let said: Vec<TokenId> = harness.results[&key(0, 0)].samples[1].tokens.iter().map(|t| t.token).collect();
+    harness.scheduler.config.speculation = EAGER;
+    harness.step();
+    assert_eq!(harness.scheduler.waiting.len(), 1);
+    let index = harness.scheduler.groups[&key(0, 0)].index.as_ref().expect("the other one has looked for drafts");
+    let (context, next) = said.split_at(said.len() - 3);
+    let found = index.find(context, next.len()).expect("it has been said");
+    assert_eq!((found.matched, &found.tokens[..]), (LONGEST, next), "{said:?}");
 }
 
 #[test]
