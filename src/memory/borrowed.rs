@@ -115,7 +115,7 @@ fn catch_lost_pages() -> std::io::Result<()> {
 }
 
 /// Puts zeros where a page is gone that this thread reads from a [`BorrowedMap`]; any other error goes where it would
-/// have gone. Calls only what a handler may call.
+/// have gone. Takes no lock and no memory: all it does is two system calls.
 extern "C" fn on_bus_error(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
     // SAFETY: the system gives a valid `info`. The map that is being read lives, for its reader is in this thread, below
     // this frame. The new pages replace none but the map's own from the lost one on: what follows the cut is lost, too.

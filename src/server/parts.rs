@@ -14,6 +14,7 @@ pub struct Parts {
     pub engine: EngineHandle,
     /// What pushes are checked against.
     pub parameters: Arc<Parameters>,
+    /// What pushes may be read from.
     pub sources: Arc<Sources>,
 }
 

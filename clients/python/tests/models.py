@@ -60,6 +60,17 @@ def write_model(directory, like, state):
     return directory
 
 
+def write_large_model(directory, like, rng):
+    """As `write_model`, of the same weights but an embedding of 8 MiB; returns the weights."""
+    state = read_model(like)
+    name, vocab = "model.embed_tokens.weight", 1 << 15
+    columns, dtype = state[name].shape[1], state[name].dtype
+    state[name] = rng.standard_normal((vocab, columns), np.float32).astype(dtype)
+    config = write_model(directory, like, state) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": vocab}))
+    return state
+
+
 def checksums(state, dtype):
     return {name: checksum_of(array, dtype) for name, array in state.items()}
 

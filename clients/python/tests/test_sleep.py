@@ -10,7 +10,7 @@ import types
 import numpy as np
 import pytest
 
-from models import checksums, perturbed, random_adapter, read_model
+from models import checksums, perturbed, random_adapter, read_model, write_large_model
 from rollout_client import (
     Aborted,
     FailedPrecondition,
@@ -28,6 +28,7 @@ from serving import (
     PROMPTS,
     PUSH_MODEL,
     REPOSITORY,
+    SMALL_CACHE,
     assert_idle,
     fill_cache,
     mapped_segments,
@@ -92,11 +93,13 @@ def test_what_is_released_is_measured(process):
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_the_trainers_segment_is_not_held_asleep(process, rng, level):
+def test_the_trainers_segment_is_not_held_asleep(binary, rng, tmp_path, level):
     """Nor counted as given back: it is the trainer's."""
-    client, pid = process.client, process.process.pid
-    state = perturbed(rng, read_model(PUSH_MODEL))
-    with SharedBuffer(sum(array.nbytes for array in state.values())) as buffer:
+    state = write_large_model(tmp_path / "model", PUSH_MODEL, rng)
+    size = sum(array.nbytes for array in state.values())
+    assert size > 2 * NOISE_BYTES
+    with ServerProcess(binary, tmp_path / "model", SMALL_CACHE) as process, SharedBuffer(size) as buffer:
+        client, pid = process.client, process.process.pid
         gathered = {}
         for name, array in state.items():
             gathered[name] = np.frombuffer(buffer.take(array.nbytes), array.dtype).reshape(array.shape)
@@ -104,11 +107,23 @@ def test_the_trainers_segment_is_not_held_asleep(process, rng, level):
         for _ in range(2):
             client.push_full(gathered, buffer=buffer)
             assert mapped_segments(pid) == {buffer.segment.name}
-            client.sleep(level)
+            awake, released = resident_bytes(pid), sum(client.sleep(level).released.values())
             assert not mapped_segments(pid)
+            assert abs(awake - size - released - resident_bytes(pid)) < NOISE_BYTES
             client.wake(reload=level == 2)
         client.push_full(gathered, buffer=buffer)
         assert client.checksum() == checksums(state, "bfloat16")
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_the_segment_of_a_push_asleep_is_let_go_with_it(process, rng, level):
+    client, adapter = process.client, random_adapter(rng, read_model(PUSH_MODEL))
+    client.sleep(level)
+    assert client.push_lora(*adapter, transport="shared_memory").pending
+    assert not mapped_segments(process.process.pid)
+    client.wake()
+    client.push_lora(*adapter, transport="shared_memory")
+    assert mapped_segments(process.process.pid)
 
 
 def test_asleep_only_what_is_allowed_is_done(process):

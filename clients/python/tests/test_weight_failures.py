@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models import checksums, perturbed, random_adapter, read_model, write_model
+from models import checksums, perturbed, random_adapter, read_model, write_large_model
 from rollout_client import (
     Aborted,
     DataLoss,
@@ -375,12 +374,8 @@ def test_pushes_that_do_not_fit_are_refused_before_anything_is_touched(binary, r
 
 def test_failed_pushes_leave_no_memory(binary, rng, tmp_path):
     """Of a model large enough that what one of them kept would show."""
-    state = read_model(PUSH_MODEL)
-    name, embedding = "model.embed_tokens.weight", state["model.embed_tokens.weight"]
-    state[name] = rng.standard_normal((1 << 15, embedding.shape[1]), np.float32).astype(embedding.dtype)
-    directory = write_model(tmp_path / "model", PUSH_MODEL, state)
-    config = json.loads((directory / "config.json").read_text()) | {"vocab_size": 1 << 15}
-    (directory / "config.json").write_text(json.dumps(config))
+    name, directory = "model.embed_tokens.weight", tmp_path / "model"
+    state = write_large_model(directory, PUSH_MODEL, rng)
     requests = full_messages(perturbed(rng, state))
     wrong = changed_tensor(put("digest", bytes(16)))(state)
     with ServerProcess(binary, directory, [*SMALL_CACHE, "--mem-util", "0.3"]) as process:

@@ -74,6 +74,10 @@ impl WeightsService {
         let (update, content, facts) = (staged.update, staged.content, staged.facts);
         let commit = |reply| Command::CommitUpdate { update, content, reply };
         let reply = super::ask_patiently(&parts.engine, commit).await??;
+        if reply.pending {
+            // Asleep nothing is held, not the trainer's memory either.
+            parts.sources.segments().release();
+        }
         tracing::info!(
             version = reply.weight_version,
             staging_ms = took.as_millis() as u64,

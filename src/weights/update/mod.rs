@@ -56,10 +56,12 @@ pub struct Sources {
 }
 
 impl Sources {
+    /// Without `weights_dir` pushes can name no directory.
     pub fn new(weights_dir: Option<PathBuf>) -> Self {
         Self { weights_dir, segments: Segments::default() }
     }
 
+    /// Those that clients share.
     pub fn segments(&self) -> &Segments {
         &self.segments
     }

@@ -156,7 +156,7 @@ fn segments_that_are_not_right_are_refused() {
     lost(open(&push, &segment.name()).unwrap().finish(), &push[3].entry.name);
 }
 
-/// Pages of removed files that this process still maps under this name.
+/// Whether this process maps a file of this name, be it removed or not.
 fn is_mapped(segment: &str) -> bool {
     std::fs::read_to_string("/proc/self/maps").unwrap().lines().any(|line| line.contains(segment))
 }
