@@ -42,7 +42,7 @@ impl ControlService {
     async fn put_to_sleep(&self, request: pb::SleepRequest) -> Result<pb::SleepResponse> {
         let (parts, _running) = self.gate.admit()?;
         let (level, mode) = (convert::sleep_level(request.level)?, convert::drain_mode(request.mode)?);
-        // Before, so that the measured fall of resident memory is the server's own.
+        // Before, so that it is in none of the bytes that are measured.
         parts.sources.segments().release();
         let guard = CancelOnDrop::new(&parts.engine);
         let cancel = guard.flag.clone();
