@@ -14,7 +14,7 @@ use crate::config::{Config, DTypeChoice, SpeculationChoice};
 use crate::engine::{COMMAND_QUEUE, Engine, EngineHandle, Setup};
 use crate::error::{Error, Result};
 use crate::executor::{ModelRunner, RankWeights, Ranks, resident_adapter_bytes};
-use crate::memory::{self, MemoryBudget, MemoryReport, human_bytes};
+use crate::memory::{self, MemoryBudget, MemoryReport, Traffic, human_bytes};
 use crate::model::config::ModelConfig;
 use crate::model::{Build, Decoder, Workspace, WorkspaceShape, kv_bytes_per_block, kv_caches};
 use crate::scheduler::{Scheduler, SchedulerConfig, Speculation};
@@ -27,12 +27,16 @@ use crate::weights::{Checkpoint, Dtype, ModelFiles, ModelSource, Parameters, Par
 /// 115 MiB after 64 samples (the touched part of the cache is counted from its blocks).
 const PROCESS_BYTES: u64 = 192 << 20;
 
+/// What requests and replies under way may take.
+const REQUEST_BYTES: u64 = 256 << 20;
+
 /// Head dimensions that the attention kernel takes are multiples of this: its vectors have so many lanes.
 const HEAD_DIM_UNIT: usize = 16;
 
 /// A running engine and what is known about it.
 pub struct Started {
     pub engine: EngineHandle,
+    pub traffic: Traffic,
     /// Ends after `Command::Shutdown`, or when all handles are gone.
     pub thread: JoinHandle<Result<()>>,
     pub model: ModelConfig,
@@ -71,7 +75,8 @@ impl Started {
             text: text.tokenizer.map(|tokenizer| Arc::new(TextCodec::new(tokenizer, text.chat_template))),
         };
         let sources = Arc::new(Sources::new(config.weights_dir.clone()));
-        (Parts { model: Arc::new(facts), info, engine, parameters: self.parameters, sources }, thread)
+        let (traffic, parameters) = (self.traffic, self.parameters);
+        (Parts { model: Arc::new(facts), info, engine, traffic, parameters, sources }, thread)
     }
 }
 
@@ -151,9 +156,11 @@ pub fn start(config: &Config) -> Result<Started> {
         KvCacheManager::new(blocks, layout.block_size),
     );
     let (sender, commands) = sync_channel(COMMAND_QUEUE);
+    let traffic = Traffic::new(REQUEST_BYTES);
     let setup = Setup {
         parameters: parameters.clone(),
         budget,
+        traffic: traffic.clone(),
         max_adapters: config.max_adapters,
         max_lora_rank: config.max_lora_rank,
     };
@@ -161,6 +168,7 @@ pub fn start(config: &Config) -> Result<Started> {
     let thread = std::thread::Builder::new().name("engine".into()).spawn(move || engine.run());
     Ok(Started {
         engine: EngineHandle::new(sender),
+        traffic,
         thread: thread.map_err(|e| Error::Internal(format!("the engine's thread did not start: {e}")))?,
         dtype: layout.dtype_name(),
         max_model_len: layout.max_model_len,

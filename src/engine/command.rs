@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::error::{Error, Result};
-use crate::memory::MemoryReport;
+use crate::memory::{Backlog, Charge, MemoryReport};
 use crate::types::{FinishReason, SamplingParams, TokenId, TokenLogprobs, WeightVersion};
 use crate::weights::{Stage, Tensors, UpdateKind, WeightUpdate};
 
@@ -96,8 +96,8 @@ pub enum Command {
         cancel: CancelFlag,
         reply: Reply<Result<u64>>,
     },
-    /// Some [`CancelFlag`] was set; wakes an idle engine to look.
-    Cancelled,
+    /// Some [`CancelFlag`] was set, or a reader has drained its [`Backlog`]; wakes an idle engine to look.
+    Look,
     /// Refuse new requests, finish the running ones until the deadline passes, then abort the rest and end.
     Shutdown {
         grace: Duration,
@@ -118,6 +118,10 @@ pub struct GenerateCommand {
     pub min_weight_version: Option<WeightVersion>,
     pub cancel: CancelFlag,
     pub responder: Responder,
+    /// What the responder was given and its reader has not taken.
+    pub backlog: Backlog,
+    /// For what the request keeps until its terminal event: prompts, records of its samples, their tokens.
+    pub charge: Charge,
 }
 
 /// The header of a push.
@@ -275,6 +279,23 @@ pub enum Event {
     Failed(Error),
 }
 
+impl Event {
+    /// About what it takes while it waits for its reader.
+    pub fn bytes(&self) -> u64 {
+        let heap = match self {
+            Self::Token { logprobs, .. } => logprobs.heap_bytes(),
+            Self::PromptLogprobs { logprobs, .. } => tokens_bytes(logprobs),
+            Self::Completion(c) => tokens_bytes(&c.tokens) + size_of_val(&c.weight_versions[..]),
+            Self::Done(_) | Self::Failed(_) => 0,
+        };
+        (size_of::<Self>() + heap) as u64
+    }
+}
+
+fn tokens_bytes(tokens: &[TokenLogprobs]) -> usize {
+    size_of_val(tokens) + tokens.iter().map(TokenLogprobs::heap_bytes).sum::<usize>()
+}
+
 /// One finished sample.
 #[derive(Clone, Debug)]
 pub struct Completion {
@@ -316,6 +337,8 @@ pub struct AbortReply {
 pub struct Status {
     pub lifecycle: LifecycleStatus,
     pub memory: MemoryReport,
+    /// What requests and replies under way take now.
+    pub traffic_bytes: u64,
     /// Requests that wait for a newer policy, for `Resume`, or for a drain to end.
     pub held_requests: usize,
     /// Whether a transaction is open.
@@ -355,10 +378,15 @@ impl EngineHandle {
         Self { sender }
     }
 
-    /// Ends the request behind `flag`. Nothing is lost if the queue is full: then the engine is awake and will look.
+    /// Ends the request behind `flag`.
     pub fn cancel(&self, flag: &CancelFlag) {
         flag.cancel();
-        let _ = self.sender.try_send(Command::Cancelled);
+        self.look();
+    }
+
+    /// Wakes an idle engine. Nothing is lost if the queue is full: then it is awake and will look.
+    pub fn look(&self) {
+        let _ = self.sender.try_send(Command::Look);
     }
 
     /// Hands the command over, waiting while the queue is full; not for threads of a runtime.

@@ -40,7 +40,7 @@ use tracing::trace_span;
 
 use crate::error::{Error, Result};
 use crate::executor::{Executor, WeightOrder};
-use crate::memory::MemoryBudget;
+use crate::memory::{MemoryBudget, Traffic};
 use crate::scheduler::{Outcome, Scheduler};
 use crate::text::Tokenizer;
 use crate::types::{RequestKey, WeightVersion};
@@ -61,6 +61,8 @@ pub struct Setup {
     pub parameters: Arc<Parameters>,
     /// With what is reserved at the start: "process", "weights", "workspace", "kv_cache", "adapters".
     pub budget: MemoryBudget,
+    /// What requests and replies under way take, which the budget has an entry for.
+    pub traffic: Traffic,
     /// Most adapters that stay resident, those that still have leases included.
     pub max_adapters: usize,
     pub max_lora_rank: usize,
@@ -75,6 +77,7 @@ pub struct Engine<X: Executor> {
     commands: Receiver<Command>,
     parameters: Arc<Parameters>,
     budget: MemoryBudget,
+    traffic: Traffic,
     awake_bytes: AwakeBytes,
     state: State,
     policy: Policy,
@@ -150,7 +153,7 @@ impl<X: Executor> Engine<X> {
         commands: Receiver<Command>,
         setup: Setup,
     ) -> Self {
-        let Setup { parameters, budget, max_adapters, max_lora_rank } = setup;
+        let Setup { parameters, budget, traffic, max_adapters, max_lora_rank } = setup;
         let merged = Arc::new(Adapter::none());
         Self {
             executor,
@@ -160,6 +163,7 @@ impl<X: Executor> Engine<X> {
             parameters,
             awake_bytes: AwakeBytes::of(&budget),
             budget,
+            traffic,
             state: State::default(),
             policy: Policy { version: 0, epoch: 0, merged, replaced: BTreeSet::new(), updates: 0 },
             adapters: Adapters::new(max_adapters, max_lora_rank),
@@ -309,7 +313,7 @@ impl<X: Executor> Engine<X> {
             Command::RemoveAdapter { name, expected_generation, cancel, reply } => {
                 self.remove_adapter(&name, expected_generation, cancel, reply);
             }
-            Command::Cancelled => self.drop_cancelled(),
+            Command::Look => self.drop_cancelled(),
             Command::Shutdown { grace } => {
                 self.deadline = Some(Instant::now() + grace);
                 self.refuse_waiting();
@@ -333,6 +337,7 @@ impl<X: Executor> Engine<X> {
         Status {
             lifecycle: if self.deadline.is_some() { LifecycleStatus::ShuttingDown } else { self.state.status() },
             memory: self.budget.report(),
+            traffic_bytes: self.traffic.used(),
             held_requests: self.held.len(),
             updating: self.transaction.is_some(),
             updates: self.policy.updates,

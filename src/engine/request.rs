@@ -7,6 +7,7 @@ use std::time::Instant;
 use super::command::{CancelFlag, Completion, Event, GenerateCommand, Kind, Responder, Summary};
 use crate::cache::CacheSalt;
 use crate::error::Error;
+use crate::memory::Charge;
 use crate::scheduler::{Group, GroupKind};
 use crate::text::{IncrementalDetokenizer, StopMatcher, StopStrings, Tokenizer};
 use crate::types::{FinishReason, GroupKey, RequestKey, SampleKey, TokenId, TokenLogprobs, WeightVersion, sample_seed};
@@ -29,6 +30,8 @@ pub struct Request {
     scores_left: usize,
     summary: Summary,
     started: Instant,
+    /// For as long as the request runs.
+    _charge: Charge,
 }
 
 struct Sample {
@@ -96,7 +99,8 @@ impl Request {
         salt: CacheSalt,
         tokenizer: Option<&Arc<Tokenizer>>,
     ) -> (Self, Vec<Group>) {
-        let GenerateCommand { request_id, prompts, kind, params, if_weight_version, cancel, responder, .. } = command;
+        let GenerateCommand { request_id, prompts, kind, params, if_weight_version, cancel, responder, charge, .. } =
+            command;
         let stop = (!params.stop_strings.is_empty()).then(|| {
             let tokenizer = tokenizer.expect("stop strings were let in without a tokenizer");
             TextWatch {
@@ -136,6 +140,7 @@ impl Request {
             scores_left: if kind == Kind::Score { groups.len() } else { 0 },
             summary,
             started: Instant::now(),
+            _charge: charge,
         };
         (request, groups)
     }

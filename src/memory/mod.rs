@@ -1,9 +1,13 @@
 //! Memory: what there is, what the process may take of it, and what it is used for.
 
+mod backlog;
 mod borrowed;
 mod budget;
 mod probe;
+mod traffic;
 
+pub use backlog::Backlog;
 pub use borrowed::BorrowedMap;
 pub use budget::{MemoryBudget, MemoryReport, human_bytes};
 pub use probe::{resident_bytes, total_bytes, trim};
+pub use traffic::{Charge, Level, Traffic};

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::text::TextCodec;
 use crate::engine::EngineHandle;
+use crate::memory::Traffic;
 use crate::types::TokenId;
 use crate::weights::{Parameters, Sources};
 
@@ -12,6 +13,8 @@ pub struct Parts {
     pub model: Arc<ModelFacts>,
     pub info: ServerInfo,
     pub engine: EngineHandle,
+    /// What requests and replies under way take.
+    pub traffic: Traffic,
     /// What pushes are checked against.
     pub parameters: Arc<Parameters>,
     /// What pushes may be read from.

@@ -61,6 +61,14 @@ impl Default for SamplingParams {
 }
 
 impl SamplingParams {
+    /// Bytes of its lists.
+    pub fn heap_bytes(&self) -> usize {
+        let tokens =
+            self.allowed_tokens.as_ref().map_or(0, Vec::len) + self.eos_token_ids.len() + self.stop_token_ids.len();
+        let text: usize = self.stop_strings.iter().map(|s| s.len() + size_of::<String>()).sum();
+        size_of_val(&self.logit_bias[..]) + tokens * size_of::<TokenId>() + text
+    }
+
     /// Whether the distribution depends on the tokens before it (so that a step must carry them).
     pub fn needs_history(&self) -> bool {
         self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
@@ -93,6 +101,15 @@ pub struct TokenLogprobs {
     pub processed: f32,
     /// The most likely tokens of the raw distribution, descending; ties by ascending id.
     pub top: Vec<(TokenId, f32)>,
+}
+
+impl TokenLogprobs {
+    /// Bytes that it takes beside its own.
+    pub fn heap_bytes(&self) -> usize {
+        /// What the allocator keeps of each block for itself.
+        const HEADER: usize = 16;
+        if self.top.is_empty() { 0 } else { size_of_val(&self.top[..]) + HEADER }
+    }
 }
 
 /// Seed of sample `index` in a group drawn with `seed`: sample 0 uses the seed itself, so any completion can be

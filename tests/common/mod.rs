@@ -13,6 +13,7 @@ use rollout_server::engine::{
     LifecycleStatus, RunningPolicy, SleepLevel, SleepReply, Status, Summary, UpdateBegin, UpdateReply, WakeTags,
 };
 use rollout_server::error::Result;
+use rollout_server::memory::Backlog;
 use rollout_server::startup::{self, Started};
 use rollout_server::types::{SamplingParams, TokenId, TokenLogprobs};
 use rollout_server::weights::{
@@ -60,6 +61,7 @@ impl Engine {
     pub fn send(&self, request: Request) -> Running {
         let (sender, events) = channel();
         let cancel = CancelFlag::default();
+        let traffic = &self.started.as_ref().unwrap().traffic;
         let command = GenerateCommand {
             request_id: request.id,
             prompts: request.prompts.into_iter().map(Arc::from).collect(),
@@ -72,6 +74,8 @@ impl Engine {
             responder: Box::new(move |event| {
                 let _ = sender.send(event);
             }),
+            backlog: Backlog::new(traffic),
+            charge: traffic.charge_always(0),
         };
         self.handle().send(Command::Generate(Box::new(command))).unwrap();
         Running { events, cancel }

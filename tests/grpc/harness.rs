@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use rollout_server::engine::{Command, Completion, EngineHandle, Event, GenerateCommand, Summary};
 use rollout_server::error::Result;
+use rollout_server::memory::Traffic;
 use rollout_server::server::pb::control_client::ControlClient;
 use rollout_server::server::pb::rollout_client::RolloutClient;
 use rollout_server::server::pb::weights_client::WeightsClient;
@@ -40,7 +41,8 @@ pub fn parts(engine: EngineHandle) -> Parts {
         ParamSpec::new("lm_head.weight", vec![6, 4], ShardRule::Rows),
     ];
     let parameters = Arc::new(Parameters::new(specs, Dtype::F32, 1, false));
-    Parts { model: Arc::new(model), info, engine, parameters, sources: Arc::default() }
+    let traffic = Traffic::new(1 << 30);
+    Parts { model: Arc::new(model), info, engine, traffic, parameters, sources: Arc::default() }
 }
 
 /// A serving server whose command queue holds `queue` commands.

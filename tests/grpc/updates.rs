@@ -162,7 +162,7 @@ async fn refused(messages: Vec<Kind>) -> Status {
                     begun = Some(begin.cancel.clone());
                     reply(Ok(UpdateTicket { id: 1, in_place: false, stage: None }));
                 }
-                Command::Cancelled => {}
+                Command::Look => {}
                 Command::CommitUpdate { .. } => panic!("a commit reached the engine"),
                 _ => panic!("the engine was told more"),
             }
@@ -230,7 +230,7 @@ async fn a_client_that_vanishes_cancels_its_transaction() {
     update.send(chunk(0, 0, &norm())).await;
     update.reply.abort();
     eventually("the cancel flag", || begin.cancel.is_cancelled()).await;
-    assert!(matches!(server.command(), Command::Cancelled));
+    assert!(matches!(server.command(), Command::Look));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -271,7 +271,7 @@ async fn sleep_wake_pause_and_resume_carry_their_words() {
     // The guard of the finished call may or may not have its word first.
     let next = || loop {
         match server.command() {
-            Command::Cancelled => {}
+            Command::Look => {}
             command => return command,
         }
     };

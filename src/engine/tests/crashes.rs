@@ -33,7 +33,7 @@ fn a_client_that_vanishes_after_begin_has_changed_nothing() {
         assert!(rig.status().updating && rig.reserved("update_staging") == 10);
         cancel.cancel();
         if noticed {
-            rig.command(Command::Cancelled);
+            rig.command(Command::Look);
             assert_eq!(rig.reserved("update_staging"), 0);
         }
         let late = told(&rig.commit(ticket.id, content(UpdateKind::Full))).reply();
@@ -65,7 +65,7 @@ fn a_client_that_vanishes_while_its_commit_waits_has_changed_nothing() {
     let twice = told(&rig.commit(ticket.id, lora())).reply();
     assert!(matches!(twice, Err(Error::FailedPrecondition(_))), "it is committed once");
     cancel.cancel();
-    rig.command(Command::Cancelled);
+    rig.command(Command::Look);
     assert!(matches!(told(&reply), Told::Dropped));
     rig.finish();
     assert_eq!([asked, late].map(|a| a.completion().weight_versions), [[(0, 0, 4)], [(0, 0, 1)]]);
@@ -79,7 +79,7 @@ fn a_client_that_vanishes_after_its_commit_has_changed_the_policy() {
     let ticket = rig.begin(begin).unwrap();
     told(&rig.commit(ticket.id, lora())).reply().unwrap();
     cancel.cancel();
-    rig.command(Command::Cancelled);
+    rig.command(Command::Look);
     assert_eq!(rig.status().weight_version, 1);
     rig.assert_clean();
 }
@@ -109,7 +109,7 @@ fn in_place_after_the_first_write_only_a_complete_push_helps() {
     let ticket = rig.begin(UpdateBegin { staging_bytes: 2000, in_place: true, ..begin }).unwrap();
     rig.write_part(ticket.id).unwrap();
     cancel.cancel();
-    rig.command(Command::Cancelled);
+    rig.command(Command::Look);
     assert_eq!(rig.reserved("update_staging"), 0);
     assert!(matches!(told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply(), Err(Error::FailedPrecondition(_))));
     assert_eq!(rig.wake(false, true, false).unwrap(), LifecycleStatus::WeightsMissing);
@@ -136,7 +136,7 @@ fn a_caller_of_a_pause_or_sleep_that_vanishes_calls_it_off() {
         let late = rig.submit(ask("late", 3, 1));
         assert_eq!(rig.status().held_requests, 1);
         flag.cancel();
-        rig.command(Command::Cancelled);
+        rig.command(Command::Look);
         assert_eq!((rig.status().held_requests, rig.status().lifecycle), (0, LifecycleStatus::Running));
         rig.finish();
         [asked, late].iter().for_each(|asked| drop(asked.completion()));

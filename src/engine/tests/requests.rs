@@ -58,7 +58,7 @@ fn held_requests_are_cancelled_aborted_and_checked_when_they_start() {
     let new = rig.submit(at_version("new", Some(1), None));
     let newer = rig.submit(at_version("newer", None, Some(2)));
     cancelled.cancel.cancel();
-    rig.command(Command::Cancelled);
+    rig.command(Command::Look);
     assert!(matches!(cancelled.error(), Error::Unavailable(_)));
     let target = AbortTarget::Requests(vec!["aborted".into()]);
     told(&rig.call(|reply| Command::Abort { target, reply })).reply();

@@ -6,6 +6,7 @@ use std::sync::mpsc::{Receiver, TryRecvError, channel, sync_channel};
 use crate::cache::KvCacheManager;
 use crate::engine::*;
 use crate::executor::Memory;
+use crate::memory::Backlog;
 use crate::scheduler::{SchedulerConfig, Speculation};
 use crate::types::{SamplingParams, StepOutput, StepPlan, TokenId, TokenLogprobs};
 use crate::weights::{
@@ -17,6 +18,8 @@ pub const BLOCKS: usize = 64;
 pub const MAX_QUEUED: usize = 16;
 /// Ledger of the rig: a ceiling of 1,000 bytes, of which 300 are not reserved at the start.
 pub const STAGING: u64 = 300;
+/// What requests and replies under way may take.
+pub const TRAFFIC_BYTES: u64 = 1 << 30;
 
 /// Parameters of the rig's model, 5 x 3 float32 each.
 pub const PARAMETERS: [&str; 2] = ["model.layers.0.self_attn.o_proj.weight", "model.layers.1.self_attn.o_proj.weight"];
@@ -274,6 +277,7 @@ pub fn sampled(completion: &Completion) -> Vec<TokenId> {
 pub fn ask(id: &str, prompt: usize, max_tokens: u32) -> (GenerateCommand, Asked) {
     let (sender, events) = channel();
     let cancel = CancelFlag::default();
+    let traffic = Traffic::new(TRAFFIC_BYTES);
     let command = GenerateCommand {
         request_id: id.into(),
         prompts: vec![(900..900 + prompt as TokenId).collect()],
@@ -284,6 +288,8 @@ pub fn ask(id: &str, prompt: usize, max_tokens: u32) -> (GenerateCommand, Asked)
         min_weight_version: None,
         cancel: cancel.clone(),
         responder: Box::new(move |event| drop(sender.send(event))),
+        backlog: Backlog::new(&traffic),
+        charge: traffic.charge_always(0),
     };
     (command, Asked { events, cancel })
 }
@@ -353,7 +359,8 @@ impl Rig {
             budget.reserve(name, bytes).unwrap();
         }
         let parameters = Arc::new(Parameters::new(specs.into(), Dtype::F32, 1, false));
-        let setup = Setup { parameters, budget, max_adapters: 2, max_lora_rank: 8 };
+        let traffic = Traffic::new(TRAFFIC_BYTES);
+        let setup = Setup { parameters, budget, traffic, max_adapters: 2, max_lora_rank: 8 };
         Self { engine: Engine::new(Fake::new(), scheduler, None, sync_channel(1).1, setup) }
     }
 

@@ -4,9 +4,11 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel, sync_channel}
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use super::rig::TRAFFIC_BYTES;
 use crate::cache::KvCacheManager;
 use crate::engine::*;
 use crate::executor::Memory;
+use crate::memory::Backlog;
 use crate::scheduler::{SchedulerConfig, Speculation};
 use crate::types::{FinishReason, SamplingParams, StepOutput, StepPlan, TokenId, TokenLogprobs};
 use crate::weights::{Dtype, ParamSpec, Stage};
@@ -90,6 +92,7 @@ impl Fixture {
         let setup = Setup {
             parameters: Arc::new(Parameters::new(Vec::new(), Dtype::F32, 1, false)),
             budget: MemoryBudget::new(1 << 30, 1.0),
+            traffic: Traffic::new(TRAFFIC_BYTES),
             max_adapters: 0,
             max_lora_rank: 1,
         };
@@ -116,6 +119,7 @@ impl Fixture {
     ) -> (Receiver<Event>, CancelFlag) {
         let (sender, events) = channel();
         let cancel = CancelFlag::default();
+        let traffic = Traffic::new(TRAFFIC_BYTES);
         let command = GenerateCommand {
             request_id: id.into(),
             prompts: prompts.iter().map(|p| Arc::from(*p)).collect(),
@@ -126,6 +130,8 @@ impl Fixture {
             min_weight_version: versions.1,
             cancel: cancel.clone(),
             responder: Box::new(move |event| drop(sender.send(event))),
+            backlog: Backlog::new(&traffic),
+            charge: traffic.charge_always(0),
         };
         self.handle.send(Command::Generate(Box::new(command))).unwrap();
         (events, cancel)
@@ -285,7 +291,7 @@ fn shutdown_finishes_what_runs_and_refuses_what_comes() {
     assert_eq!(completions(&drain(&running))[0].2, [2, 3, 4, 5, 6]);
     assert!(matches!(&drain(&late)[..], [Event::Failed(Error::Unavailable(_))]));
     engine.thread.join().unwrap().unwrap();
-    let error = engine.handle.send(Command::Cancelled).unwrap_err();
+    let error = engine.handle.send(Command::Look).unwrap_err();
     assert!(matches!(error, Error::Unavailable(_)));
 }
 
@@ -306,6 +312,7 @@ fn a_device_that_fails_ends_every_request() {
     let Fixture { handle, permits, thread } = Fixture::new();
     drop(permits);
     let (sender, events) = channel();
+    let traffic = Traffic::new(TRAFFIC_BYTES);
     let command = GenerateCommand {
         request_id: "a".into(),
         prompts: vec![Arc::from([1])],
@@ -316,6 +323,8 @@ fn a_device_that_fails_ends_every_request() {
         min_weight_version: None,
         cancel: CancelFlag::default(),
         responder: Box::new(move |event| drop(sender.send(event))),
+        backlog: Backlog::new(&traffic),
+        charge: traffic.charge_always(0),
     };
     handle.send(Command::Generate(Box::new(command))).unwrap();
     assert!(matches!(drain(&events)[..], [Event::Done(_)]));

@@ -68,7 +68,7 @@ fn break_in_place(rig: &mut Rig) {
     assert!(ticket.in_place);
     rig.write_part(ticket.id).unwrap();
     cancel.cancel();
-    rig.command(Command::Cancelled);
+    rig.command(Command::Look);
 }
 
 fn done<T>(result: Result<T>) -> Result<()> {

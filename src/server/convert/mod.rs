@@ -20,6 +20,7 @@ use super::parts::ModelFacts;
 use super::pb;
 use crate::engine::{AbortTarget, CancelFlag, Command, GenerateCommand, Kind, Responder};
 use crate::error::{Error, Result};
+use crate::memory::{Backlog, Charge};
 use crate::types::{SamplingParams, TokenId, WeightVersion};
 
 /// Largest request message, in bytes. A GRPO batch of 1,024 prompts of 8,192 token ids is 24 MiB; more than this is
@@ -47,8 +48,15 @@ pub(super) struct ValidRequest {
     pub(super) return_text: bool,
 }
 
+/// The engine's end of a request's events.
+pub(super) struct ReplyEnd {
+    pub(super) responder: Responder,
+    pub(super) backlog: Backlog,
+}
+
 impl ValidRequest {
-    pub(super) fn into_command(self, cancel: CancelFlag, responder: Responder) -> Command {
+    pub(super) fn into_command(self, cancel: CancelFlag, reply: ReplyEnd, charge: Charge) -> Command {
+        let ReplyEnd { responder, backlog } = reply;
         Command::Generate(Box::new(GenerateCommand {
             request_id: self.request_id,
             prompts: self.prompts,
@@ -59,7 +67,18 @@ impl ValidRequest {
             min_weight_version: self.min_weight_version,
             cancel,
             responder,
+            backlog,
+            charge,
         }))
+    }
+
+    /// About what it takes for as long as it runs: its prompts, and the engine's and the scheduler's records of its
+    /// samples. What the samples make is counted as they make it.
+    pub(super) fn bytes(&self) -> u64 {
+        /// Of a prompt or a sample, with its entries in maps and queues.
+        const RECORD: usize = 512;
+        let prompts: usize = self.prompts.iter().map(|p| size_of_val(&p[..]) + RECORD).sum();
+        (prompts + self.samples() * RECORD + self.params.heap_bytes()) as u64
     }
 
     /// Completions to expect.

@@ -28,12 +28,13 @@ impl RolloutService {
         let (parts, _running) = self.gate.admit()?;
         let model = parts.model.clone();
         let request = parse(request, move |r| convert::score(r, &model)).await?;
-        let (responder, mut events) = event_channel();
+        let (reply, mut events) = event_channel(&parts);
         let cancel = CancelOnDrop::new(&parts.engine);
+        let charge = parts.traffic.charge(request.bytes())?;
         let mut collector = ScoreCollector::new(&request);
-        parts.engine.send(request.into_command(cancel.flag.clone(), responder))?;
+        parts.engine.send(request.into_command(cancel.flag.clone(), reply, charge))?;
         loop {
-            match collector.take(events.recv().await.ok_or_else(engine_gone)?) {
+            match collector.take(events.next().await.ok_or_else(engine_gone)?) {
                 Progress::More => {}
                 Progress::Done => return collector.finish(),
                 Progress::Failed(error) => return Err(error),
@@ -53,11 +54,12 @@ impl pb::rollout_server::Rollout for RolloutService {
         let parsed = parse(request.into_inner(), move |r| convert::generate(r, &model));
         let request = deadline.limit(parsed).await?;
         tracing::debug!(request_id = request.request_id, prompts = request.prompts.len(), "request accepted");
+        let charge = parts.traffic.charge(request.bytes()).map_err(to_status)?;
         let size = (request.prompts.len(), request.samples());
         let writer = ReplyWriter::new(&request, &parts.model);
-        let (responder, events) = event_channel();
+        let (reply, events) = event_channel(&parts);
         let cancel = CancelOnDrop::new(&parts.engine);
-        parts.engine.send(request.into_command(cancel.flag.clone(), responder)).map_err(to_status)?;
+        parts.engine.send(request.into_command(cancel.flag.clone(), reply, charge)).map_err(to_status)?;
         let guards = StreamGuards { cancel, running, deadline };
         Ok(Response::new(GenerateStream::new(events, writer, size, guards)))
     }

@@ -11,9 +11,11 @@ use tonic::Status;
 
 use super::deadline::{Deadline, exceeded};
 use super::engine_gone;
-use crate::engine::{CancelFlag, EngineHandle, Event, Responder};
-use crate::server::convert::{Progress, ReplyWriter, to_status};
+use crate::engine::{CancelFlag, EngineHandle, Event};
+use crate::memory::Backlog;
+use crate::server::convert::{Progress, ReplyEnd, ReplyWriter, to_status};
 use crate::server::gate::Running;
+use crate::server::parts::Parts;
 use crate::server::pb::{GenerateResponse, generate_response};
 
 /// Cancels the work when dropped, which is how a vanished client, a passed deadline and a handler that tonic drops all
@@ -35,20 +37,50 @@ impl Drop for CancelOnDrop {
     }
 }
 
-/// The engine's end and the reply's end of one request. The channel is unbounded because the engine must never wait
-/// for a client; what it can hold is bounded by the request itself, `samples x max_tokens` token events at most.
-pub(super) fn event_channel() -> (Responder, mpsc::UnboundedReceiver<Event>) {
+/// The engine's end and the reply's end of one request. The channel has no limit of its own because the engine never
+/// waits for a client; what lies in it is in the request's [`Backlog`], and the engine holds back a request whose
+/// backlog is full.
+pub(super) fn event_channel(parts: &Parts) -> (ReplyEnd, Events) {
     let (sender, receiver) = mpsc::unbounded_channel();
-    let responder = move |event| {
+    let backlog = Backlog::new(&parts.traffic);
+    let waiting = backlog.clone();
+    let responder = move |event: Event| {
+        waiting.add(event.bytes());
         // The client may be gone; the cancel flag has told the engine.
         let _ = sender.send(event);
     };
-    (Box::new(responder), receiver)
+    let events = Events { receiver, backlog: backlog.clone(), in_hand: 0, engine: parts.engine.clone() };
+    (ReplyEnd { responder: Box::new(responder), backlog }, events)
+}
+
+/// Where a request's events arrive.
+pub(super) struct Events {
+    receiver: mpsc::UnboundedReceiver<Event>,
+    backlog: Backlog,
+    /// Of the backlog, the event that was taken last.
+    in_hand: u64,
+    engine: EngineHandle,
+}
+
+impl Events {
+    /// The next event; asking for it says that what was made of the one before has been sent.
+    pub(super) fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Event>> {
+        if self.backlog.take(std::mem::take(&mut self.in_hand)) {
+            self.engine.look();
+        }
+        let event = ready!(self.receiver.poll_recv(cx));
+        self.in_hand = event.as_ref().map_or(0, Event::bytes);
+        Poll::Ready(event)
+    }
+
+    pub(super) async fn next(&mut self) -> Option<Event> {
+        std::future::poll_fn(|cx| self.poll_next(cx)).await
+    }
 }
 
 /// Ends with exactly one summary or one error status.
 pub(in crate::server) struct GenerateStream {
-    events: mpsc::UnboundedReceiver<Event>,
+    events: Events,
     writer: ReplyWriter,
     /// Made from events and not yet sent.
     messages: VecDeque<GenerateResponse>,
@@ -69,7 +101,7 @@ pub(super) struct StreamGuards {
 
 impl GenerateStream {
     pub(super) fn new(
-        events: mpsc::UnboundedReceiver<Event>,
+        events: Events,
         writer: ReplyWriter,
         (prompts, samples): (usize, usize),
         guards: StreamGuards,
@@ -135,7 +167,7 @@ impl Stream for GenerateStream {
             if this.deadline.as_mut().poll(cx).is_ready() {
                 return this.fail(exceeded());
             }
-            let Some(event) = ready!(this.events.poll_recv(cx)) else {
+            let Some(event) = ready!(this.events.poll_next(cx)) else {
                 return this.fail(to_status(engine_gone()));
             };
             match this.writer.write(event, &mut this.messages) {

@@ -10,6 +10,7 @@ use super::control::ControlService;
 use super::note_deadline;
 use super::rollout::RolloutService;
 use crate::engine::{Command, EngineHandle};
+use crate::memory::Traffic;
 use crate::server::gate::{Gate, GateKeeper, gate};
 use crate::server::pb::{self, control_server::Control as _, rollout_server::Rollout as _};
 use crate::server::{ModelFacts, Parts, ServerInfo};
@@ -24,6 +25,7 @@ pub(super) fn open() -> (GateKeeper, Gate, Receiver<Command>) {
         model: Arc::new(model),
         info: ServerInfo::default(),
         engine: EngineHandle::new(sender),
+        traffic: Traffic::new(1 << 30),
         parameters: Arc::new(Parameters::new(Vec::new(), Dtype::F32, 1, false)),
         sources: Arc::default(),
     }));

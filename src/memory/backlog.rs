@@ -1,0 +1,137 @@
+//! How far the reader of a request's events lags behind the engine.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use super::Traffic;
+
+/// Of the bytes that requests may still take, the part that may wait for one reader. A part of what is left, not of the
+/// whole: many slow readers then share what there is, and none of them can fill it (Choudhury and Hahne 1998, dynamic
+/// thresholds of shared buffers).
+const SHARE: u64 = 8;
+/// What may always wait for a reader, so that each goes on as soon as it reads.
+const LEAST: u64 = 64 << 10;
+/// What need not wait for one: a reader that lags by this much is no faster for more.
+const MOST: u64 = 16 << 20;
+
+/// Bytes of a request's events that its reader has not taken, counted in [`Traffic`] too. Clones count together; what
+/// is left when the last is dropped goes back.
+#[derive(Clone, Debug)]
+pub struct Backlog(Arc<Waiting>);
+
+#[derive(Debug)]
+struct Waiting {
+    traffic: Traffic,
+    bytes: AtomicU64,
+    /// Whether the engine has been told that it is full, and not yet that it has drained.
+    lags: AtomicBool,
+}
+
+impl Backlog {
+    pub fn new(traffic: &Traffic) -> Self {
+        let (bytes, lags) = (AtomicU64::new(0), AtomicBool::new(false));
+        Self(Arc::new(Waiting { traffic: traffic.clone(), bytes, lags }))
+    }
+
+    /// An event of so many bytes waits from now on.
+    pub fn add(&self, bytes: u64) {
+        self.0.traffic.add(bytes);
+        self.0.bytes.fetch_add(bytes, Ordering::SeqCst);
+    }
+
+    /// The reader has taken so many bytes. Returns whether the engine must be told to look: it holds the request back
+    /// and may let it go on.
+    #[must_use]
+    pub fn take(&self, bytes: u64) -> bool {
+        let left = self.0.bytes.fetch_sub(bytes, Ordering::SeqCst) - bytes;
+        self.0.traffic.give_back(bytes);
+        left <= self.mark() / 2 && self.0.lags.swap(false, Ordering::SeqCst)
+    }
+
+    /// Whether so much waits that the request must make no more. Once it is, it stays so until the reader has drained
+    /// it below half the mark.
+    pub fn is_full(&self) -> bool {
+        // Set before the bytes are read: a reader that drains them now either sees it or is seen.
+        let lagged = self.0.lags.swap(true, Ordering::SeqCst);
+        let mark = if lagged { self.mark() / 2 } else { self.mark() };
+        let is_full = self.bytes() > mark;
+        if !is_full {
+            self.0.lags.store(false, Ordering::SeqCst);
+        }
+        is_full
+    }
+
+    pub fn bytes(&self) -> u64 {
+        self.0.bytes.load(Ordering::SeqCst)
+    }
+
+    fn mark(&self) -> u64 {
+        let traffic = &self.0.traffic;
+        (traffic.admission_limit().saturating_sub(traffic.used()) / SHARE).clamp(LEAST, MOST)
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        self.traffic.give_back(self.bytes.load(Ordering::SeqCst));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_is_full_above_its_mark_and_until_it_is_drained_below_half() {
+        let traffic = Traffic::new(4 << 20);
+        let backlog = Backlog::new(&traffic);
+        backlog.add(100 << 10);
+        assert!(!backlog.is_full() && !backlog.take(0), "a reader that keeps up is not reported");
+        // An eighth of what is left of 3 MiB is about 337 KiB now.
+        backlog.add(300 << 10);
+        assert!(backlog.is_full());
+        assert!(!backlog.take(100 << 10) && backlog.is_full(), "300 KiB are above half the mark");
+        assert!(backlog.take(150 << 10), "150 KiB are below half the mark");
+        assert!(!backlog.take(10 << 10), "the engine is told once");
+        assert!(!backlog.is_full());
+        assert_eq!((traffic.used(), backlog.bytes()), (140 << 10, 140 << 10));
+    }
+
+    #[test]
+    fn many_slow_readers_share_what_there_is() {
+        let traffic = Traffic::new(64 << 20);
+        let backlogs: Vec<_> = (0..64).map(|_| Backlog::new(&traffic)).collect();
+        while let Some(next) = backlogs.iter().filter(|b| !b.is_full()).min_by_key(|b| b.bytes()) {
+            next.add(10_000);
+        }
+        assert!(traffic.used() < traffic.admission_limit(), "{} are used", traffic.used());
+        assert!(traffic.charge(1 << 20).is_ok(), "others can still come in");
+    }
+
+    #[test]
+    fn what_nobody_took_goes_back_with_the_last_clone() {
+        let traffic = Traffic::new(1 << 20);
+        let backlog = Backlog::new(&traffic);
+        let other = backlog.clone();
+        backlog.add(1000);
+        drop(backlog);
+        assert_eq!(traffic.used(), 1000);
+        drop(other);
+        assert_eq!(traffic.used(), 0);
+    }
+
+    #[test]
+    fn a_reader_that_drains_while_the_engine_looks_is_never_forgotten() {
+        let traffic = Traffic::new(8 << 20);
+        for _ in 0..2000 {
+            let backlog = Backlog::new(&traffic);
+            backlog.add(2 << 20);
+            let reader = backlog.clone();
+            let told = std::thread::spawn(move || reader.take(2 << 20));
+            let is_full = backlog.is_full();
+            let told = told.join().unwrap();
+            assert!(!is_full || told || !backlog.is_full(), "held and never told");
+            assert!(!is_full || told, "the engine was told that it is full, and nobody tells it to look again");
+        }
+    }
+}

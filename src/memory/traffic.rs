@@ -1,0 +1,251 @@
+//! Bytes of requests and replies under way: counted before they are held, refused beyond the ledger's share.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::human_bytes;
+use crate::error::{Error, Result};
+
+/// Of the limit, what only work that is already accepted may take: requests are refused beyond the rest. Without it a
+/// burst of uploads would leave no room for the tokens of samples that run.
+const KEPT_FOR_ACCEPTED: u64 = 4;
+/// Of the limit, what is left when the count is [`Level::Tight`].
+const TIGHT: u64 = 8;
+
+/// A count of bytes below a limit, shared by everything that holds a part of a request or a reply. It is no serving
+/// state, only a number; clones count together.
+#[derive(Clone, Debug)]
+pub struct Traffic(Arc<Counts>);
+
+#[derive(Debug)]
+struct Counts {
+    limit: u64,
+    used: AtomicU64,
+    high_water: AtomicU64,
+}
+
+/// How full the count is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Level {
+    Free,
+    /// Less than an eighth is left: what runs should finish one by one.
+    Tight,
+    /// Nothing is left: something that runs must end.
+    Full,
+}
+
+impl Traffic {
+    pub fn new(limit: u64) -> Self {
+        Self(Arc::new(Counts { limit, used: AtomicU64::new(0), high_water: AtomicU64::new(0) }))
+    }
+
+    /// All that requests and replies may take together.
+    pub fn limit(&self) -> u64 {
+        self.0.limit
+    }
+
+    /// What requests that are not yet accepted may fill.
+    pub fn admission_limit(&self) -> u64 {
+        self.0.limit - self.0.limit / KEPT_FOR_ACCEPTED
+    }
+
+    pub fn used(&self) -> u64 {
+        self.0.used.load(Ordering::SeqCst)
+    }
+
+    /// The most that was used since the last call; counts anew from what is used now.
+    pub fn take_high_water(&self) -> u64 {
+        self.0.high_water.swap(self.used(), Ordering::SeqCst)
+    }
+
+    pub fn level(&self) -> Level {
+        let (used, limit) = (self.used(), self.0.limit);
+        if used >= limit {
+            Level::Full
+        } else if used >= limit - limit / TIGHT {
+            Level::Tight
+        } else {
+            Level::Free
+        }
+    }
+
+    /// Counts `bytes` of a request that can still be refused, until the charge is dropped.
+    ///
+    /// # Errors
+    /// `ResourceExhausted` if they do not fit; nothing is counted then.
+    pub fn charge(&self, bytes: u64) -> Result<Charge> {
+        let mut charge = self.charge_always(0);
+        charge.grow(bytes)?;
+        Ok(charge)
+    }
+
+    /// Counts `bytes` that cannot be refused any more, such as tokens of samples that run: whoever adds them looks at
+    /// [`Traffic::level`].
+    pub fn charge_always(&self, bytes: u64) -> Charge {
+        self.add(bytes);
+        Charge { traffic: self.clone(), bytes }
+    }
+
+    fn try_add(&self, bytes: u64) -> Result<()> {
+        let fits = |used: u64| used.checked_add(bytes).filter(|&sum| sum <= self.admission_limit());
+        match self.0.used.fetch_update(Ordering::SeqCst, Ordering::SeqCst, fits) {
+            Ok(before) => {
+                self.0.high_water.fetch_max(before + bytes, Ordering::SeqCst);
+                Ok(())
+            }
+            Err(used) => Err(self.refusal(bytes, used)),
+        }
+    }
+
+    pub(super) fn add(&self, bytes: u64) {
+        let before = self.0.used.fetch_add(bytes, Ordering::SeqCst);
+        self.0.high_water.fetch_max(before + bytes, Ordering::SeqCst);
+    }
+
+    pub(super) fn give_back(&self, bytes: u64) {
+        let before = self.0.used.fetch_sub(bytes, Ordering::SeqCst);
+        debug_assert!(before >= bytes, "{bytes} bytes go back of {before}");
+    }
+
+    fn refusal(&self, bytes: u64, used: u64) -> Error {
+        let (needed, limit, total) =
+            (human_bytes(bytes), human_bytes(self.admission_limit()), human_bytes(self.0.limit));
+        if bytes > self.admission_limit() {
+            return Error::ResourceExhausted(format!(
+                "this needs {needed} for requests under way, and they may take {limit} of --request-bytes {total} in \
+                 all; split the request, or raise --request-bytes"
+            ));
+        }
+        Error::ResourceExhausted(format!(
+            "requests and replies under way hold {} of the {limit} that requests may take of --request-bytes {total}, \
+             and this needs {needed} more; send fewer at once, split the request, or raise --request-bytes",
+            human_bytes(used),
+        ))
+    }
+}
+
+/// Bytes that are counted until this is dropped.
+#[derive(Debug)]
+pub struct Charge {
+    traffic: Traffic,
+    bytes: u64,
+}
+
+impl Charge {
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// # Errors
+    /// As for [`Traffic::charge`]; the charge stays as it was then.
+    pub fn grow(&mut self, bytes: u64) -> Result<()> {
+        self.traffic.try_add(bytes)?;
+        self.bytes += bytes;
+        Ok(())
+    }
+
+    /// For bytes that cannot be refused any more.
+    pub fn grow_always(&mut self, bytes: u64) {
+        self.traffic.add(bytes);
+        self.bytes += bytes;
+    }
+
+    /// Gives `bytes` back, or all there are if those are fewer.
+    pub fn shrink(&mut self, bytes: u64) {
+        let bytes = bytes.min(self.bytes);
+        self.traffic.give_back(bytes);
+        self.bytes -= bytes;
+    }
+
+    /// Grows or shrinks to `bytes`.
+    ///
+    /// # Errors
+    /// As for [`Charge::grow`].
+    pub fn set(&mut self, bytes: u64) -> Result<()> {
+        match bytes.checked_sub(self.bytes) {
+            Some(more) => self.grow(more),
+            None => {
+                self.shrink(self.bytes - bytes);
+                Ok(())
+            }
+        }
+    }
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        self.traffic.give_back(self.bytes);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_charge_counts_until_it_is_dropped() {
+        let traffic = Traffic::new(1000);
+        let mut one = traffic.charge(300).unwrap();
+        let two = traffic.charge(400).unwrap();
+        one.shrink(100);
+        one.grow(50).unwrap();
+        assert_eq!((traffic.used(), one.bytes()), (650, 250));
+        one.set(100).unwrap();
+        assert_eq!(traffic.used(), 500);
+        one.set(300).unwrap();
+        one.shrink(1000);
+        assert_eq!((traffic.used(), one.bytes()), (400, 0));
+        drop(two);
+        assert_eq!((traffic.used(), traffic.take_high_water(), traffic.take_high_water()), (0, 700, 0));
+    }
+
+    #[test]
+    fn a_refused_charge_counts_nothing_and_says_what_is_full() {
+        let traffic = Traffic::new(1 << 30);
+        let mut held = traffic.charge(700 << 20).unwrap();
+        let error = traffic.charge(100 << 20).unwrap_err();
+        assert!(matches!(error, Error::ResourceExhausted(_)));
+        for part in
+            ["hold 700.0 MiB of the 768.0 MiB", "needs 100.0 MiB more", "fewer", "split", "--request-bytes 1.00 GiB"]
+        {
+            assert!(error.to_string().contains(part), "{part:?} is missing in {error}");
+        }
+        assert!(held.grow(100 << 20).is_err());
+        assert!(held.set(u64::MAX).is_err());
+        assert_eq!((held.bytes(), traffic.used()), (700 << 20, 700 << 20));
+        let error = traffic.charge(800 << 20).unwrap_err().to_string();
+        assert!(error.contains("needs 800.0 MiB") && error.contains("768.0 MiB of --request-bytes"), "{error}");
+    }
+
+    #[test]
+    fn what_is_accepted_may_take_what_requests_may_not() {
+        let traffic = Traffic::new(800);
+        let request = traffic.charge(600).unwrap();
+        assert!(traffic.charge(1).is_err());
+        let mut tokens = traffic.charge_always(99);
+        assert_eq!(traffic.level(), Level::Free);
+        tokens.grow_always(1);
+        assert_eq!(traffic.level(), Level::Tight);
+        tokens.grow_always(100);
+        assert_eq!(traffic.level(), Level::Full);
+        drop(request);
+        assert_eq!((traffic.level(), traffic.used()), (Level::Free, 200));
+    }
+
+    #[test]
+    fn threads_never_pass_the_limit_together() {
+        let traffic = Traffic::new(4000);
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..10_000 {
+                        let charges: Vec<_> = (0..8).map_while(|_| traffic.charge(250).ok()).collect();
+                        assert!(traffic.used() <= traffic.admission_limit());
+                        drop(charges);
+                    }
+                });
+            }
+        });
+        assert_eq!((traffic.used(), traffic.take_high_water() <= 3000), (0, true));
+    }
+}
