@@ -172,6 +172,10 @@ impl Config {
         if self.max_queued_samples == 0 {
             return fail("max-queued-samples", &self.max_queued_samples, "at least 1");
         }
+        if let Some(dir) = self.weights_dir.as_ref().filter(|dir| !dir.is_dir()) {
+            let want = "a directory that exists; pushes name files below it";
+            return fail("weights-dir", &dir.display(), want);
+        }
         if self.max_model_len.is_some_and(|n| n < 2) {
             return fail("max-model-len", &self.max_model_len.unwrap_or(0), "at least 2");
         }
@@ -218,6 +222,8 @@ mod tests {
             (&["--tp", "0"], "--tp 0: must be from 1 to 64"),
             (&["--block-size", "0"], "--block-size 0"),
             (&["--max-model-len", "1"], "--max-model-len 1"),
+            (&["--weights-dir", "/does/not/exist"], "--weights-dir /does/not/exist: must be a directory"),
+            (&["--weights-dir", "/dev/null"], "--weights-dir /dev/null: must be a directory"),
         ] {
             let line = ["rollout-server", "--model", "m"].iter().chain(args);
             let error = Config::try_parse_from(line).unwrap().check().unwrap_err().to_string();

@@ -227,17 +227,22 @@ mod tests {
     fn any_other_bus_error_ends_the_process_as_before() {
         // In a process of its own, which knows what to do by a filter that chooses no test.
         const DIES: &str = "dies_of_a_bus_error";
-        if std::env::args().any(|argument| argument == DIES) {
-            let files = [file(&[1; PAGE]), file(&[1; PAGE])];
-            let maps = [&files[0], &files[1]].map(|file| BorrowedMap::new(file.as_file()).unwrap());
+        if let Some(directory) = std::env::args().skip_while(|argument| argument != DIES).nth(1) {
+            // Without names, which nobody would be left to remove.
+            let files = [(); 2].map(|()| tempfile::tempfile_in(&directory).unwrap());
+            files.iter().for_each(|file| file.set_len(PAGE as u64).unwrap());
+            let maps = [&files[0], &files[1]].map(|file| BorrowedMap::new(file).unwrap());
             // While the higher one is read, the lower one, past its own `read`.
             let lower = usize::from(maps[1].pages.start < maps[0].pages.start);
-            files[lower].as_file().set_len(0).unwrap();
+            files[lower].set_len(0).unwrap();
             maps[1 - lower].read(0..1, |_| std::hint::black_box(maps[lower].map[0]));
             return;
         }
         let test = "memory::borrowed::tests::any_other_bus_error_ends_the_process_as_before";
-        let again = Command::new(std::env::current_exe().unwrap()).args([test, DIES, "--exact"]).output().unwrap();
+        let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+        let arguments = [test, "--exact", DIES, directory.path().to_str().unwrap()];
+        let again = Command::new(std::env::current_exe().unwrap()).args(arguments).output().unwrap();
         assert_eq!(again.status.signal(), Some(libc::SIGBUS), "{again:?}");
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "it has left files behind");
     }
 }

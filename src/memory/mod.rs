@@ -3,11 +3,13 @@
 mod backlog;
 mod borrowed;
 mod budget;
+mod identity;
 mod probe;
 mod traffic;
 
 pub use backlog::Backlog;
 pub use borrowed::BorrowedMap;
 pub use budget::{MemoryBudget, MemoryReport, human_bytes};
+pub use identity::Identity;
 pub use probe::{resident_bytes, total_bytes, trim};
 pub use traffic::{Charge, Level, Traffic};

@@ -130,6 +130,21 @@ def test_what_lies_elsewhere_is_refused_by_name_and_another_shm_gets_it_inline(p
         assert held(fake) == in_bytes(state)
 
 
+@pytest.mark.parametrize("options", [{}, {"segment_mode": 0o644}])
+def test_others_may_read_a_segment_only_if_the_trainer_says_so(call, fake, rng, options):
+    state = {"t": rng.standard_normal(1000, dtype=np.float32)}
+    hold(fake, state)
+    fake.weights.segment_mode = options.get("segment_mode", 0o600)
+    before = os.umask(0o077)  # which is for files that are made without a thought
+    try:
+        call(lambda client: client.push_full(state, transport="shared_memory", timeout=60), **options)
+        with SharedBuffer(1000, **options) as buffer:
+            assert (SHM / buffer.segment.name).stat().st_mode & 0o7777 == fake.weights.segment_mode
+    finally:
+        os.umask(before)
+    assert held(fake) == in_bytes(state)
+
+
 def test_a_shared_buffer_gives_aligned_parts_until_it_is_full():
     with SharedBuffer(1000) as buffer:
         parts = [buffer.take(size) for size in (1, 63, 65, 128)]

@@ -131,6 +131,8 @@ def test_an_idle_server_ends_at_once(binary):
         (["--max-model-len", "999999"], ["max-model-len"]),
         (["--block-size", "0"], ["block-size"]),
         (["--port", "70000"], ["port"]),
+        (["--weights-dir", "does/not/exist"], ["weights-dir", "does/not/exist"]),
+        (["--weights-dir", __file__], ["weights-dir", __file__]),
     ],
 )
 def test_a_bad_start_ends_with_one_message_that_names_the_flag(binary, flags, says):

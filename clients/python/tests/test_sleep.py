@@ -340,6 +340,8 @@ def test_in_place_pushes_need_no_room_beside_the_weights(binary, rng, monkeypatc
 
         def broken():
             yield from list(full.items())[:10]
+            # Until the server has written something, a push that breaks never happened.
+            wait_for(client, lambda status: status.lifecycle is Lifecycle.WEIGHTS_MISSING, "written in part")
             raise KeyError("broken")
 
         with pytest.raises(KeyError):

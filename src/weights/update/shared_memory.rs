@@ -8,9 +8,11 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::files::{SourceFile, check_regular};
 use crate::error::{Error, Result};
-use crate::memory::BorrowedMap;
+use crate::memory::{BorrowedMap, Identity};
 
 const FIELD: &str = "source.shared_memory";
+/// Of the names that clients give their segments. What else lies below `/dev/shm` is other programs'.
+const PREFIX: &str = "rollout-";
 
 /// A segment, mapped.
 #[derive(Debug)]
@@ -63,10 +65,14 @@ impl Segments {
     /// Opens a segment for reading, and keeps it instead of the one before.
     ///
     /// # Errors
-    /// `InvalidArgument` for a name with a path in it, a link or what is no regular file; `NotFound`.
+    /// `InvalidArgument` for a name that clients do not give, a link or what is no regular file; `NotFound`, also for a
+    /// segment of another user who has not let this process's user read it: root is not to read it for a client.
     pub(super) fn open(&self, name: &str) -> Result<SourceFile> {
         let file = open(name)?;
         let metadata = check_regular(FIELD, name, &file)?;
+        if !Identity::of_process().is_let_read(&metadata) {
+            return Err(not_found(name));
+        }
         let mut kept = self.kept();
         let segment = match &*kept {
             Some(segment) if segment.is(&metadata) => segment.clone(),
@@ -87,17 +93,24 @@ impl Segments {
 }
 
 fn open(name: &str) -> Result<File> {
-    if name.is_empty() || name == "." || name == ".." || name.contains(['/', '\0']) {
-        return Err(Error::invalid(FIELD, format!("{name:?} is not the name of a segment below /dev/shm")));
+    if !name.starts_with(PREFIX) || name.contains(['/', '\0']) {
+        let what = format!("{name:?} is not the name of a segment below /dev/shm; those start with {PREFIX:?}");
+        return Err(Error::invalid(FIELD, what));
     }
     // Not to be led elsewhere by a link, nor to wait for the other end of a pipe.
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let path = Path::new("/dev/shm").join(name);
     OpenOptions::new().read(true).custom_flags(flags).open(&path).map_err(|e| match e.kind() {
-        ErrorKind::NotFound => Error::NotFound(format!(
-            "{} does not exist; is the server on the client's machine, and in the same container?",
-            path.display()
-        )),
+        ErrorKind::NotFound | ErrorKind::PermissionDenied => not_found(name),
         _ => Error::invalid(FIELD, format!("cannot open {}: {e}", path.display())),
     })
+}
+
+/// The same for what is not there and for what is not meant for the server, so that nobody learns which.
+fn not_found(name: &str) -> Error {
+    Error::NotFound(format!(
+        "/dev/shm/{name} is not there, or not for this server to read; is it on the client's machine, and in the same \
+         container? A trainer that is not user {} lets it read: segment_mode=0o644",
+        Identity::of_process().user()
+    ))
 }

@@ -2,6 +2,7 @@
 
 mod adapters;
 mod names;
+mod owners;
 mod packing;
 mod payloads;
 mod sources;
@@ -199,7 +200,11 @@ fn refused<T>(result: Result<T>, on: &str, parts: &[&str]) {
 #[track_caller]
 fn lost<T>(result: Result<T>, what: &str) {
     match result {
-        Err(Error::DataLoss(message)) => assert!(message.contains(what), "{what:?} is missing in {message:?}"),
+        Err(Error::DataLoss(message)) => {
+            assert!(message.contains(what), "{what:?} is missing in {message:?}");
+            let word = |word: &str| word.len() > 15 && word.chars().all(|c| c.is_ascii_hexdigit());
+            assert!(!message.split_whitespace().any(word), "a digest of what was read is in {message:?}");
+        }
         Err(other) => panic!("not DataLoss: {other:?}"),
         Ok(_) => panic!("no error"),
     }

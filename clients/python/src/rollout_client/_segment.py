@@ -20,6 +20,7 @@ from .errors import InvalidArgument, ResourceExhausted
 
 DIRECTORY = Path("/dev/shm")
 ALIGNMENT = 64
+OWNER_ONLY = 0o600
 # What may lie between the tensors in a segment: alignment of this many tensors.
 MANY_TENSORS = 16_384
 _NAME = re.compile(r"rollout-(\d+)-[0-9a-f]{16}")
@@ -29,8 +30,12 @@ _PIECE = 256 << 10
 class Segment:
     """A file of `size` bytes that belongs to this process; it goes with `close`, or when the interpreter ends."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, mode: int = OWNER_ONLY) -> None:
         """Creates it, after the removal of what crashed processes have left.
+
+        Args:
+            size: in bytes.
+            mode: who may read it, as for `chmod`; whatever the process's umask is.
 
         Raises:
             ResourceExhausted: `/dev/shm` has no room for it, or is not there.
@@ -40,13 +45,14 @@ class Segment:
         self.name = f"rollout-{os.getpid()}-{os.urandom(8).hex()}"
         path = DIRECTORY / self.name
         try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, OWNER_ONLY)
         except OSError as error:
             raise ResourceExhausted(f"no shared memory: {path}: {error.strerror}") from None
         # Held while this process lives, whatever its id is in another namespace.
         fcntl.flock(file, fcntl.LOCK_EX)
         self._remove = weakref.finalize(self, _remove, path, file, os.getpid())
         try:
+            os.fchmod(file, mode)
             # Takes the pages now: a write into a file system that is full would kill the process.
             os.posix_fallocate(file, 0, size)
             self._memory = np.frombuffer(mmap.mmap(file, size), np.uint8)
@@ -97,13 +103,17 @@ class SharedBuffer:
     push is under way. `close`, or the end of the process, gives it back when no tensor lies in it any more.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, segment_mode: int = OWNER_ONLY) -> None:
         """Of `size` bytes for tensors, beside what aligning them takes.
+
+        Args:
+            size: in bytes.
+            segment_mode: as for `RolloutClient`.
 
         Raises:
             ResourceExhausted: `/dev/shm` has no room for it, or is not there.
         """
-        self.segment = Segment(size + ALIGNMENT * MANY_TENSORS)
+        self.segment = Segment(size + ALIGNMENT * MANY_TENSORS, segment_mode)
         self._taken = 0
 
     def take(self, size: int) -> memoryview:
@@ -200,8 +210,9 @@ def _remove(path: Path, file: int, owner: int) -> None:
 class SegmentPool:
     """The one segment of a client, kept for its next push: fresh pages cost more than the copy."""
 
-    def __init__(self) -> None:
+    def __init__(self, mode: int = OWNER_ONLY) -> None:
         """Nothing is made before the first push."""
+        self._mode = mode
         self._lock = threading.Lock()
         self._segment: Segment | None = None
 
@@ -211,7 +222,7 @@ class SegmentPool:
         with self._lock:
             if self._segment is None or self._segment.size < size:
                 self._close()
-                self._segment = Segment(size)
+                self._segment = Segment(size, self._mode)
             yield self._segment
 
     def close(self) -> None:

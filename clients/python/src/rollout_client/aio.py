@@ -15,7 +15,7 @@ import grpc.aio
 from . import _convert, _convert_weights, _proto
 from ._aio_weights import AsyncWeightSync
 from ._channel import CHANNEL_OPTIONS, READY_CALL_SECONDS, READY_POLL_SECONDS, call_metadata, call_timeout
-from ._segment import SegmentPool
+from ._segment import OWNER_ONLY, SegmentPool
 from .errors import Cancelled, DeadlineExceeded, RolloutError, Unavailable, translated
 from .types import (
     AbortResult,
@@ -41,13 +41,20 @@ class AsyncRolloutClient(AsyncWeightSync):
     Make it inside the running loop. Cancelling a task that waits for a call drops the work on the server.
     """
 
-    def __init__(self, address: str, timeout: float | None = None, token: str | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        timeout: float | None = None,
+        token: str | None = None,
+        *,
+        segment_mode: int = OWNER_ONLY,
+    ) -> None:
         """As `RolloutClient`."""
         self.address = address
         self._timeout = timeout
         self._token = token
         self._metadata = call_metadata(token)
-        self._segments = SegmentPool()
+        self._segments = SegmentPool(segment_mode)
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
     async def generate(

@@ -15,7 +15,7 @@ import grpc
 from . import _convert, _convert_weights, _proto
 from ._channel import CHANNEL_OPTIONS, READY_CALL_SECONDS, READY_POLL_SECONDS, call_metadata, call_timeout
 from ._http2 import ClientStream
-from ._segment import SegmentPool
+from ._segment import OWNER_ONLY, SegmentPool
 from ._weights import WeightSync
 from .errors import DeadlineExceeded, RolloutError, Unavailable, translated
 from .types import (
@@ -42,7 +42,14 @@ class RolloutClient(WeightSync):
     Every method raises a subclass of `RolloutError`.
     """
 
-    def __init__(self, address: str, timeout: float | None = None, token: str | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        timeout: float | None = None,
+        token: str | None = None,
+        *,
+        segment_mode: int = OWNER_ONLY,
+    ) -> None:
         """Connects lazily: nothing is sent before the first call.
 
         Args:
@@ -50,12 +57,14 @@ class RolloutClient(WeightSync):
             timeout: seconds for each call that does not give its own; None is no limit. When it passes, the server
                 drops the work.
             token: sent as a bearer token with every call.
+            segment_mode: who may read the shared memory of pushes, as for `chmod`. A server of another user reads only
+                what it is let read: 0o640 lets a server of the same group, 0o644 every user of the machine.
         """
         self.address = address
         self._timeout = timeout
         self._metadata = call_metadata(token)
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._segments = SegmentPool()
+        self._segments = SegmentPool(segment_mode)
         self._updates_lock = threading.Lock()
         self._updates: weakref.WeakSet[ClientStream] = weakref.WeakSet()
         self._closed = False

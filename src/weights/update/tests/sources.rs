@@ -8,7 +8,7 @@ use super::super::staging::Slot;
 use super::*;
 
 /// A segment that goes with the test.
-pub(super) struct Segment(PathBuf);
+pub(super) struct Segment(pub(super) PathBuf);
 
 impl Segment {
     pub(super) fn new(test: &str, bytes: &[u8]) -> Self {
@@ -128,7 +128,7 @@ fn segments_that_are_not_right_are_refused() {
     let mut push = random_push(&mut rng, &parameters);
     let bytes = lay_out(&mut rng, &mut push);
     let open = |push: &[Sent], name: &str| from_segment(UpdateKind::Full, push, name, &parameters);
-    for name in ["", ".", "..", "../etc/passwd", "/dev/shm/x", "a\0b"] {
+    for name in ["", ".", "..", "../etc/passwd", "/dev/shm/x", "a\0b", "rollout-/../x", "rollout-\0", "torch_1_2"] {
         refused(open(&push, name), "source.shared_memory", &["is not the name of a segment"]);
     }
     match open(&push, "rollout-test-that-nobody-made") {
