@@ -21,12 +21,14 @@ DESCRIPTORS := clients/python/src/rollout_client/rollout.binpb
 PYTHON_SOURCES := clients benches tests
 # They need torch, several GB: `make test-peft` runs them. `make test` has what PEFT made of the same kinds of adapters.
 PEFT_TESTS := clients/python/tests/test_peft.py
+# How long `make fuzz` tries each method; FUZZ_SEED and FUZZ_CASE replay a case (a failure prints them).
+SECONDS_PER_TARGET ?= 60
 
 say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup server demo test test-rust test-python test-peft lint bench bench-peers bench-profile bench-operators \
+.PHONY: help setup server demo test test-rust test-python test-peft fuzz lint bench bench-peers bench-profile bench-operators \
 	bench-weight-sync proto fixtures check-cargo
 
 help: ## this list
@@ -57,6 +59,10 @@ test-peft: server ## pushes of models of the real PEFT (installs torch and PEFT,
 	.venv-fixtures/bin/pip install --quiet torch==2.15.0 transformers==5.23.0 peft==0.21.2
 	.venv-fixtures/bin/pip install --quiet --editable 'clients/python[dev]'
 	.venv-fixtures/bin/python -m pytest $(PEFT_TESTS) --server $(SERVER)
+
+fuzz: check-cargo ## random calls of every method, with other seeds each time: make fuzz SECONDS_PER_TARGET=60
+	$(call say,Fuzzing each method for $(SECONDS_PER_TARGET) s (stop it when it is enough; a failure says how to replay it))
+	FUZZ_SECONDS=$(SECONDS_PER_TARGET) $(CARGO) test --release --test fuzz -- --nocapture
 
 lint: setup check-cargo ## formatting, clippy and ruff
 	$(call say,Formatting)

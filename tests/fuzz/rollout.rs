@@ -1,0 +1,246 @@
+//! Cases of Generate, Score and Abort.
+
+use bytes::Bytes;
+use prost::Message as _;
+use rollout_server::server::pb::{self, generate_response::Event, prompt::Kind};
+use tonic::Code;
+
+use super::control::{call, target};
+use super::dice::Dice;
+use super::run::Case;
+use super::sampling::{self, CONTEXT, VOCABULARY, tokens};
+use super::wire::{Call, Leave};
+
+const GENERATE: &str = "rollout.v1.Rollout/Generate";
+const SCORE: &str = "rollout.v1.Rollout/Score";
+const IDS: &[&str] = &["", "", "", "a", "b", "c", "d"];
+pub const ADAPTERS: &[&str] = &["", "", "", "", "", "student", "nobody"];
+/// Tokens that a case may make: one of more is ended early by its client.
+const MOST_TOKENS: u64 = 1_500;
+
+fn chat(dice: &mut Dice) -> pb::Chat {
+    let message =
+        |dice: &mut Dice| pb::ChatMessage { role: dice.name(&["user", "system", "assistant"]), content: dice.text() };
+    pb::Chat { messages: dice.list(3, message) }
+}
+
+fn prompt(dice: &mut Dice) -> pb::Prompt {
+    let kind = match dice.below(8) {
+        0 if dice.is_hostile() => None,
+        1 => Some(Kind::Text(dice.text())),
+        2 => Some(Kind::Chat(chat(dice))),
+        3 => Some(Kind::Tokens(tokens(dice, CONTEXT - 1))),
+        _ => Some(Kind::Tokens(tokens(dice, 40))),
+    };
+    pb::Prompt { kind }
+}
+
+fn prompts(dice: &mut Dice) -> Vec<pb::Prompt> {
+    match dice.below(10) {
+        0 if dice.is_hostile() => Vec::new(),
+        1 => vec![prompt(dice); 1 + dice.below(40)],
+        _ => (0..1 + dice.below(3)).map(|_| prompt(dice)).collect(),
+    }
+}
+
+fn generate_request(dice: &mut Dice) -> pb::GenerateRequest {
+    let most = dice.pick(&[2, 4, 4, 4, 1024]);
+    pb::GenerateRequest {
+        request_id: dice.name(IDS),
+        prompts: prompts(dice),
+        n: dice.maybe(|dice| dice.between(1, most)),
+        sampling: dice.maybe(sampling::params),
+        top_logprobs: if dice.coin() { 0 } else { dice.between(0, 100) },
+        prompt_logprobs: dice.coin(),
+        return_text: dice.coin(),
+        stream_tokens: dice.coin(),
+        adapter: dice.name(ADAPTERS),
+        if_weight_version: if dice.one_in(8) { dice.maybe(Dice::u64) } else { None },
+        min_weight_version: if dice.one_in(8) { dice.maybe(Dice::u64) } else { None },
+    }
+}
+
+/// A rank panics on both together.
+fn without_known(mut request: pb::GenerateRequest) -> pb::GenerateRequest {
+    let penalties = |s: &pb::SamplingParams| {
+        s.repetition_penalty.is_some() || s.presence_penalty.is_some() || s.frequency_penalty.is_some()
+    };
+    request.prompt_logprobs &= !request.sampling.as_ref().is_some_and(penalties);
+    request
+}
+
+fn most_tokens(request: &pb::GenerateRequest) -> u64 {
+    let each = request.sampling.as_ref().and_then(|s| s.max_tokens).unwrap_or(16).min(CONTEXT);
+    request.prompts.len() as u64 * u64::from(request.n.unwrap_or(1)) * u64::from(each)
+}
+
+pub fn generate(dice: &mut Dice) -> Call {
+    let request = without_known(generate_request(dice));
+    let mut call = call(dice, GENERATE, &request);
+    if most_tokens(&request) > MOST_TOKENS && call.leave == Leave::Never {
+        call.leave = Leave::AfterMessages(1 + dice.below(8));
+        call.timeout = Some(dice.pick(&["1m", "30m", "120m"]).into());
+    }
+    if request.min_weight_version.is_some() {
+        call.timeout.get_or_insert_with(|| "60m".into());
+    }
+    call.checked(move |messages| check_generate(&request, messages))
+}
+
+/// A request that runs for a moment, for other calls to meet.
+pub fn small_generate(dice: &mut Dice) -> Call {
+    let request = pb::GenerateRequest {
+        request_id: dice.name(IDS),
+        prompts: (0..1 + dice.below(2)).map(|_| pb::Prompt { kind: Some(Kind::Tokens(tokens(dice, 60))) }).collect(),
+        n: Some(1 + dice.below(4) as u32),
+        sampling: Some(pb::SamplingParams { max_tokens: Some(dice.pick(&[1, 20, 150])), ..sampling::params(dice) }),
+        stream_tokens: dice.coin(),
+        prompt_logprobs: dice.coin(),
+        ..Default::default()
+    };
+    let request = without_known(request);
+    let mut call = Call::of(GENERATE, &request);
+    call.timeout = Some(dice.pick(&["2m", "30m", "120m"]).into());
+    if dice.one_in(3) {
+        call.leave = Leave::AfterMessages(1);
+    }
+    call.checked(move |messages| check_generate(&request, messages))
+}
+
+/// What holds of every answer that ends with OK: one completion for each sample, then one summary; every number is one.
+fn check_generate(request: &pb::GenerateRequest, messages: &[Bytes]) -> Result<(), String> {
+    let mut expected = request.prompts.len() * request.n.unwrap_or(1) as usize;
+    let mut summaries = 0;
+    for (at, message) in messages.iter().enumerate() {
+        let message = pb::GenerateResponse::decode(message.clone()).map_err(|e| format!("message {at}: {e}"))?;
+        match message.event.ok_or("an empty message")? {
+            Event::Completion(completion) => {
+                expected = expected.checked_sub(1).ok_or("more completions than samples")?;
+                check_completion(request, &completion).map_err(|why| format!("{why}: {completion:?}"))?;
+            }
+            Event::PromptLogprobs(prompt) => {
+                let known = prompt.raw_logprobs.get(1..).unwrap_or_default();
+                check_logprobs(known).map_err(|why| format!("{why}: {prompt:?}"))?;
+            }
+            Event::Delta(delta) => check_logprobs(&delta.raw_logprobs).map_err(|why| format!("{why}: {delta:?}"))?,
+            Event::Summary(_) => summaries += 1,
+        }
+    }
+    if expected > 0 || summaries != 1 {
+        return Err(format!("{expected} completions are missing, and there are {summaries} summaries"));
+    }
+    Ok(())
+}
+
+fn check_completion(request: &pb::GenerateRequest, completion: &pb::Completion) -> Result<(), String> {
+    let length = completion.token_ids.len();
+    if completion.logprobs.len() != length || completion.raw_logprobs.len() != length {
+        return Err("not as many log-probabilities as tokens".into());
+    }
+    if completion.finish_reason() == pb::FinishReason::Unspecified {
+        return Err("it has no reason to end".into());
+    }
+    check_logprobs(&completion.raw_logprobs)?;
+    check_logprobs(&completion.logprobs)?;
+    let allowed = request.sampling.as_ref().map(|s| &s.allowed_token_ids).filter(|allowed| !allowed.is_empty());
+    let is_allowed = |token: &u32| *token < VOCABULARY && allowed.is_none_or(|allowed| allowed.contains(token));
+    if !completion.token_ids.iter().all(is_allowed) {
+        return Err("a token that is not allowed".into());
+    }
+    let spans = &completion.weight_versions;
+    let follows = |pair: &[pb::VersionSpan]| pair[0].end == pair[1].start;
+    let ends = (spans.first().map_or(0, |s| s.start), spans.last().map_or(0, |s| s.end));
+    if ends != (0, length as u32) || !spans.windows(2).all(follows) {
+        return Err("the versions are not of all tokens".into());
+    }
+    Ok(())
+}
+
+/// Logarithms of probabilities: finite, and above 0 by rounding at most.
+fn check_logprobs(values: &[f32]) -> Result<(), String> {
+    match values.iter().find(|value| !(value.is_finite() && **value <= 1e-3)) {
+        Some(value) => Err(format!("{value} is no log-probability")),
+        None => Ok(()),
+    }
+}
+
+pub fn score(dice: &mut Dice) -> Call {
+    let most = dice.pick(&[1, 3, 30]);
+    let sampling = if dice.is_hostile() { sampling::params(dice) } else { sampling::distribution(dice) };
+    let request = pb::ScoreRequest {
+        sequences: (0..dice.between(1, most).min(100)).map(|_| tokens(dice, CONTEXT)).collect(),
+        top_logprobs: if dice.coin() { 0 } else { dice.between(0, 100) },
+        adapter: dice.name(ADAPTERS),
+        if_weight_version: if dice.one_in(8) { dice.maybe(Dice::u64) } else { None },
+        min_weight_version: if dice.one_in(8) { dice.maybe(Dice::u64) } else { None },
+        sampling: dice.coin().then_some(sampling),
+    };
+    let mut call = call(dice, SCORE, &request);
+    if request.min_weight_version.is_some() {
+        call.timeout.get_or_insert_with(|| "60m".into());
+    }
+    call.checked(move |messages| check_score(&request, messages))
+}
+
+fn check_score(request: &pb::ScoreRequest, messages: &[Bytes]) -> Result<(), String> {
+    let [message] = messages else { return Err(format!("{} messages", messages.len())) };
+    let reply = pb::ScoreResponse::decode(message.clone()).map_err(|e| e.to_string())?;
+    if reply.scores.len() != request.sequences.len() {
+        return Err(format!("{} scores", reply.scores.len()));
+    }
+    for (score, sequence) in reply.scores.iter().zip(&request.sequences) {
+        if score.raw_logprobs.len() != sequence.ids.len() || score.logprobs.len() != sequence.ids.len() {
+            return Err("not as many log-probabilities as tokens".into());
+        }
+        check_logprobs(&score.raw_logprobs[1..])?;
+        // A token that the parameters rule out has minus infinity.
+        if let Some(value) = score.logprobs[1..].iter().find(|v| v.is_nan() || **v > 1e-3) {
+            return Err(format!("{value} is no log-probability"));
+        }
+    }
+    Ok(())
+}
+
+pub fn abort(dice: &mut Dice) -> Call {
+    let request = pb::AbortRequest {
+        request_ids: match dice.below(6) {
+            0 => Vec::new(),
+            1 if dice.is_hostile() => vec!["a".into(); 100_000],
+            _ => dice.list(4, |dice| dice.name(IDS)),
+        },
+        all: dice.one_in(3),
+    };
+    call(dice, "rollout.v1.Rollout/Abort", &request)
+}
+
+const GENERATE_CODES: &[Code] = &[
+    Code::InvalidArgument,
+    Code::DeadlineExceeded,
+    Code::ResourceExhausted,
+    Code::NotFound,
+    Code::Aborted,
+    Code::AlreadyExists,
+];
+
+#[tokio::test]
+async fn generate_anything() {
+    let make = |dice: &mut Dice, _: &_| generate(dice).into();
+    target("generate_anything", GENERATE_CODES, 4000, make).run().await;
+}
+
+#[tokio::test]
+async fn score_anything() {
+    let make = |dice: &mut Dice, _: &_| score(dice).into();
+    target("score_anything", GENERATE_CODES, 500, make).run().await;
+}
+
+/// Beside requests, some of which have the ids that it names.
+#[tokio::test]
+async fn abort_anything() {
+    let make = |dice: &mut Dice, _: &_| {
+        let mut calls: Vec<Call> = (0..dice.below(4)).map(|_| small_generate(dice)).collect();
+        calls.extend((0..1 + dice.below(2)).map(|_| abort(dice)));
+        Case::at_once(Vec::new(), calls)
+    };
+    target("abort_anything", GENERATE_CODES, 400, make).run().await;
+}

@@ -1,0 +1,191 @@
+//! Runs the cases of a target in batches, and looks after each whether the server is as it was.
+
+use std::time::{Duration, Instant};
+
+use rollout_server::server::pb;
+use tonic::Code;
+
+use super::dice::Dice;
+use super::push::Segment;
+use super::rest::{self, Rest};
+use super::server::Server;
+use super::wire::{Call, Connection, Outcome};
+
+/// Longest message of a status, in bytes: HTTP/2 clients refuse headers of more.
+const MAX_STATUS_BYTES: usize = 8 << 10;
+/// Of `make test`, so that two runs are the same.
+const SEED: u64 = 12;
+
+/// Answers that should be others. A line goes when its defect does.
+const KNOWN: &[(Code, &str)] = &[
+    // What tonic says of bytes that are no message.
+    (Code::Internal, "protocol error: received message with"),
+    (Code::Internal, "failed to decode Protobuf message"),
+    (Code::Internal, "Unexpected EOF decoding stream."),
+    (Code::Internal, "Missing request message."),
+    (Code::OutOfRange, "Error, decoded message length too large"),
+    // tonic's timer for a deadline of microseconds.
+    (Code::Cancelled, "Timeout expired"),
+    // Names of any length come back whole.
+    (Code::NotFound, "adapter: "),
+    (Code::InvalidArgument, "names: "),
+    (Code::InvalidArgument, "source.shared_memory: "),
+    (Code::InvalidArgument, "source.directory: "),
+    (Code::NotFound, "source.shared_memory: "),
+    (Code::NotFound, "source.directory: "),
+    // UNAVAILABLE from a server that serves.
+    (Code::Unavailable, "the stream broke"),
+    (Code::Unavailable, "the request was aborted before all sequences were scored"),
+];
+
+fn is_known(code: Code, message: &str) -> bool {
+    KNOWN.iter().any(|&(known, start)| known == code && message.starts_with(start))
+}
+
+/// One method under test.
+pub struct Target {
+    pub name: &'static str,
+    /// Codes that its calls, and those beside them, may end with. INTERNAL, UNKNOWN and, while the server serves,
+    /// UNAVAILABLE are never among them.
+    pub codes: &'static [Code],
+    /// Cases of a bounded run.
+    pub cases: u64,
+    /// Cases between two looks at what they have left.
+    pub batch: u64,
+    pub make: fn(&mut Dice, &Facts) -> Case,
+    pub flags: &'static [&'static str],
+}
+
+/// What the cases are made with.
+pub struct Facts {
+    pub parameters: Vec<pb::Parameter>,
+    pub segment: Segment,
+}
+
+/// Clients that make their calls at the same time, each one after the other, when those of the prelude have ended.
+#[derive(Default)]
+pub struct Case {
+    pub prelude: Vec<Call>,
+    pub clients: Vec<Vec<Call>>,
+}
+
+impl Case {
+    /// Calls at the same time.
+    pub fn at_once(prelude: Vec<Call>, calls: Vec<Call>) -> Self {
+        Self { prelude, clients: calls.into_iter().map(|call| vec![call]).collect() }
+    }
+}
+
+impl From<Call> for Case {
+    fn from(call: Call) -> Self {
+        Self::at_once(Vec::new(), vec![call])
+    }
+}
+
+/// What a run does, from the environment: `FUZZ_SEED`; `FUZZ_CASE`, a case or a range of them such as 100..150;
+/// `FUZZ_SECONDS` for each target, with a random seed.
+struct Options {
+    seed: u64,
+    cases: std::ops::Range<u64>,
+    seconds: Option<Duration>,
+}
+
+impl Options {
+    fn read(target: &Target) -> Self {
+        let number = |text: &str| text.trim().parse::<u64>().unwrap_or_else(|e| panic!("{text:?}: {e}"));
+        let given = |name: &str| std::env::var(name).ok().filter(|text| !text.is_empty());
+        let seconds = given("FUZZ_SECONDS").map(|text| Duration::from_secs(number(&text)));
+        let unset = if seconds.is_some() { u64::from(rand::random::<u32>()) } else { SEED };
+        let seed = given("FUZZ_SEED").map_or(unset, |text| number(&text));
+        let cases = given("FUZZ_CASE").map(|text| match text.split_once("..") {
+            Some((from, to)) => number(from)..number(to),
+            None => number(&text)..number(&text) + 1,
+        });
+        let end = if seconds.is_some() { u64::MAX } else { target.cases };
+        Self { seed, cases: cases.unwrap_or(0..end), seconds }
+    }
+}
+
+impl Target {
+    pub async fn run(self) {
+        run(self).await;
+    }
+}
+
+async fn run(target: Target) {
+    let options = Options::read(&target);
+    let mut server = Server::start(target.flags).await;
+    let connection = server.connect().await;
+    let segment = Segment::new(target.name);
+    let facts = Facts { parameters: rest::parameters(&connection).await, segment };
+    let rest = Rest::before(&connection).await;
+    let started = Instant::now();
+    let mut from = options.cases.start;
+    while from < options.cases.end && options.seconds.is_none_or(|seconds| started.elapsed() < seconds) {
+        let to = options.cases.end.min(from + target.batch);
+        println!("fuzz {}: seed {}, cases {from}..{to}", target.name, options.seed);
+        for case in from..to {
+            let mut dice = Dice::of(options.seed, target.name, case);
+            let made = (target.make)(&mut dice, &facts);
+            if let Err(why) = perform(&target, &connection, made).await {
+                fail(&mut server, &target, &options, &case.to_string(), &why);
+            }
+        }
+        if let Err(why) = rest.check(&connection).await.and_then(|()| server.check_log()) {
+            fail(&mut server, &target, &options, &format!("{from}..{to}"), &why);
+        }
+        from = to;
+    }
+}
+
+/// One case: every call ends as it may, and the server answers after it.
+async fn perform(target: &Target, connection: &Connection, case: Case) -> Result<(), String> {
+    let mut clients = tokio::task::JoinSet::new();
+    follow(connection, target.codes, case.prelude).await?;
+    for calls in case.clients {
+        let (connection, codes) = (connection.clone(), target.codes);
+        clients.spawn(async move { follow(&connection, codes, calls).await });
+    }
+    while let Some(followed) = clients.join_next().await {
+        followed.expect("no panic")?;
+    }
+    rest::status(connection).await.map(|_| ())
+}
+
+/// Makes calls, one after the other.
+async fn follow(connection: &Connection, codes: &[Code], calls: Vec<Call>) -> Result<(), String> {
+    for call in calls {
+        let judged = connection.call(&call).await.and_then(|outcome| judge(codes, &call, outcome));
+        judged.map_err(|why| format!("{why}\n  call: {}", call.describe()))?;
+    }
+    Ok(())
+}
+
+fn judge(codes: &[Code], call: &Call, outcome: Outcome) -> Result<(), String> {
+    let Outcome::Answered { code, message, messages } = outcome else { return Ok(()) };
+    if is_known(code, &message) {
+        return Ok(());
+    }
+    let start: String = message.chars().take(300).collect();
+    if message.len() >= MAX_STATUS_BYTES {
+        return Err(format!("{}: {code:?} with a message of {} bytes: {start}...", call.method, message.len()));
+    }
+    if code != Code::Ok && !codes.contains(&code) {
+        return Err(format!("{}: {code:?}, which is none of {:?}: {start}", call.method, codes));
+    }
+    match (&call.check, code) {
+        (Some(check), Code::Ok) => check(&messages).map_err(|why| format!("{}: {why}", call.method)),
+        _ => Ok(()),
+    }
+}
+
+fn fail(server: &mut Server, target: &Target, options: &Options, cases: &str, why: &str) -> ! {
+    let ended = server.has_ended().map(|how| format!("\n  the server ended: {how}")).unwrap_or_default();
+    panic!(
+        "{name}, seed {seed}, case {cases}: {why}{ended}\n  log: {log}\n  again: FUZZ_SEED={seed} \
+         FUZZ_CASE={cases} cargo test --release --test fuzz {name}",
+        name = target.name,
+        seed = options.seed,
+        log = server.last_lines(),
+    );
+}

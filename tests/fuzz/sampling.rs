@@ -1,0 +1,92 @@
+//! Sampling parameters, all combined.
+
+use std::collections::HashMap;
+
+use rollout_server::server::pb;
+
+use super::dice::Dice;
+
+/// Of the fixture.
+pub const VOCABULARY: u32 = 512;
+pub const CONTEXT: u32 = 256;
+
+pub fn token(dice: &mut Dice) -> u32 {
+    dice.between(0, VOCABULARY - 1)
+}
+
+pub fn tokens(dice: &mut Dice, longest: u32) -> pb::TokenIds {
+    let length = dice.between(1, longest);
+    // Few tokens make prompts that share their beginnings.
+    let few = dice.coin();
+    let one = |dice: &mut Dice| if few { dice.below(2) as u32 } else { token(dice) };
+    pb::TokenIds { ids: (0..length.min(2 * CONTEXT)).map(|_| one(dice)).collect() }
+}
+
+const TEMPERATURES: &[f32] = &[0.0, -0.0, 1e-6, 0.3, 1.0, 1.0, 2.0, 1e3, 1e30, f32::MAX];
+// Closer to 1 a rank panics.
+const TOP_PS: &[f32] = &[f32::MIN_POSITIVE, 1e-45, 1e-6, 0.1, 0.5, 0.999, 1.0];
+const MIN_PS: &[f32] = &[0.0, -0.0, 1e-45, 1e-6, 0.1, 0.999_999_9, 1.0];
+const REPETITIONS: &[f32] = &[1e-6, 0.5, 1.0, 1.2, 1e6];
+const PENALTIES: &[f32] = &[-2.0, -0.0, 0.0, 1e-45, 0.7, 2.0];
+const BIASES: &[f32] = &[-1e9, -100.0, -1e-45, -0.0, 0.0, 5.0, 1e9];
+
+fn logit_bias(dice: &mut Dice) -> HashMap<u32, f32> {
+    match dice.below(8) {
+        // Every token.
+        0 => {
+            let bias = dice.float(BIASES);
+            (0..VOCABULARY).map(|token| (token, bias)).collect()
+        }
+        1 | 2 => dice.list(9, |dice| (token(dice), dice.float(BIASES))).into_iter().collect(),
+        _ => HashMap::new(),
+    }
+}
+
+fn token_set(dice: &mut Dice) -> Vec<u32> {
+    match dice.below(10) {
+        0 => (0..VOCABULARY).collect(),
+        1 => vec![token(dice); 3],
+        2 | 3 => dice.list(9, token),
+        _ => Vec::new(),
+    }
+}
+
+fn stop_strings(dice: &mut Dice) -> Vec<String> {
+    match dice.below(6) {
+        0 => vec!["e".into(), "th".into(), "\u{fffd}".into()],
+        1 => dice.list(3, Dice::text),
+        2 if dice.is_hostile() => vec!["x".into(); 65],
+        3 => (0..64).map(|i| "ab".repeat(512 - i)).collect(),
+        _ => Vec::new(),
+    }
+}
+
+/// What changes the distribution: all that Score takes.
+pub fn distribution(dice: &mut Dice) -> pb::SamplingParams {
+    pb::SamplingParams {
+        temperature: dice.maybe(|dice| dice.float(TEMPERATURES)),
+        top_k: dice.maybe(|dice| if dice.coin() { dice.u32() } else { dice.between(0, VOCABULARY) }),
+        top_p: dice.maybe(|dice| dice.float(TOP_PS)),
+        min_p: dice.maybe(|dice| dice.float(MIN_PS)),
+        logit_bias: logit_bias(dice),
+        allowed_token_ids: token_set(dice),
+        ..Default::default()
+    }
+}
+
+pub fn params(dice: &mut Dice) -> pb::SamplingParams {
+    let most = dice.pick(&[1, 8, 8, 30, CONTEXT]);
+    let max_tokens = dice.maybe(|dice| dice.between(1, most));
+    pb::SamplingParams {
+        repetition_penalty: dice.maybe(|dice| dice.float(REPETITIONS)),
+        presence_penalty: dice.maybe(|dice| dice.float(PENALTIES)),
+        frequency_penalty: dice.maybe(|dice| dice.float(PENALTIES)),
+        min_tokens: dice.maybe(|dice| dice.between(0, max_tokens.unwrap_or(16).max(1))),
+        max_tokens,
+        stop_token_ids: token_set(dice),
+        stop: stop_strings(dice),
+        ignore_eos: dice.coin(),
+        seed: dice.maybe(Dice::u64),
+        ..distribution(dice)
+    }
+}

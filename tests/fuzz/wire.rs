@@ -1,0 +1,225 @@
+//! Calls below gRPC's own client: a request is any bytes, cut and ended in any way, and the answer is read as it comes.
+
+use std::pin::Pin;
+use std::time::Duration;
+
+use bytes::{Buf as _, Bytes};
+use http_body_util::{BodyExt as _, StreamBody};
+use hyper::body::{Frame, Incoming};
+use hyper::client::conn::http2::SendRequest;
+use hyper::{HeaderMap, Request, Response};
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use prost::Message;
+use tokio_stream::{Stream, StreamExt as _};
+use tonic::{Code, Status};
+
+/// Longer than any call takes on any machine: what has not ended by then hangs.
+pub const PATIENCE: Duration = Duration::from_secs(120);
+
+/// What is sent is an error where the client breaks off.
+type Sent = StreamBody<Pin<Box<dyn Stream<Item = std::io::Result<Frame<Bytes>>> + Send>>>;
+
+/// How the client ends its side.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum End {
+    /// In good order.
+    Closed,
+    /// The stream is reset.
+    Broken,
+    /// Not at all, until the answer has come or the client goes.
+    Open,
+}
+
+/// When the client goes though the answer is not whole.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Leave {
+    Never,
+    AfterMessages(usize),
+    After(Duration),
+}
+
+type Check = Box<dyn Fn(&[Bytes]) -> Result<(), String> + Send + Sync>;
+
+/// One call, ready to be sent.
+pub struct Call {
+    /// With its service, as in the path: "rollout.v1.Rollout/Generate".
+    pub method: &'static str,
+    /// The header grpc-timeout.
+    pub timeout: Option<String>,
+    /// The body, in the pieces in which it is sent.
+    pub body: Vec<Bytes>,
+    pub end: End,
+    pub leave: Leave,
+    /// What must hold of the messages that come with OK.
+    pub check: Option<Check>,
+    /// The bytes are not those of the message it was made from.
+    pub is_mutated: bool,
+    /// The request, for the reader of a failure.
+    pub what: String,
+}
+
+#[derive(Debug)]
+pub enum Outcome {
+    Answered {
+        code: Code,
+        message: String,
+        messages: Vec<Bytes>,
+    },
+    /// The client went before the end.
+    Left,
+}
+
+impl Call {
+    /// A call of one good message.
+    pub fn of<M: Message + std::fmt::Debug>(method: &'static str, message: &M) -> Self {
+        let mut what = format!("{message:?}");
+        what.truncate(what.floor_char_boundary(4_000));
+        Self { what, ..Self::raw(method, vec![envelope(&message.encode_to_vec())]) }
+    }
+
+    pub fn raw(method: &'static str, body: Vec<Bytes>) -> Self {
+        let (end, leave) = (End::Closed, Leave::Never);
+        Self { method, timeout: None, body, end, leave, check: None, is_mutated: false, what: String::new() }
+    }
+
+    /// With a check of what comes with OK, which bytes that are another message do not keep to.
+    pub fn checked(mut self, check: impl Fn(&[Bytes]) -> Result<(), String> + Send + Sync + 'static) -> Self {
+        if !self.is_mutated {
+            self.check = Some(Box::new(check));
+        }
+        self
+    }
+
+    /// For the reader of a failure.
+    pub fn describe(&self) -> String {
+        let bytes: usize = self.body.iter().map(Bytes::len).sum();
+        let hex = |bytes: &Bytes| bytes.iter().take(200).map(|b| format!("{b:02x}")).collect::<String>();
+        let first = self.body.first().map(hex).unwrap_or_default();
+        let Self { method, timeout, body, end, leave, what, .. } = self;
+        format!(
+            "{method} timeout {timeout:?}, {bytes} bytes in {} pieces, {end:?}, {leave:?}\n    {what}\n    {first}...",
+            body.len()
+        )
+    }
+}
+
+/// A message with gRPC's flag and length before it.
+pub fn envelope(message: &[u8]) -> Bytes {
+    let mut bytes = vec![0];
+    bytes.extend((message.len() as u32).to_be_bytes());
+    bytes.extend(message);
+    bytes.into()
+}
+
+/// A connection to the server.
+#[derive(Clone)]
+pub struct Connection {
+    sender: SendRequest<Sent>,
+    authority: String,
+    /// How it ended, once it has.
+    end: tokio::sync::watch::Receiver<String>,
+}
+
+impl Connection {
+    pub async fn open(authority: &str) -> Result<Self, String> {
+        let stream = tokio::net::TcpStream::connect(authority).await.map_err(|e| format!("cannot connect: {e}"))?;
+        stream.set_nodelay(true).map_err(|e| format!("no TCP_NODELAY: {e}"))?;
+        let mut builder = hyper::client::conn::http2::Builder::new(TokioExecutor::new());
+        // Messages of statuses longer than allowed are to be seen as such.
+        builder.max_header_list_size(16 << 20);
+        let (sender, driver) = builder.handshake(TokioIo::new(stream)).await.map_err(|e| format!("no HTTP/2: {e}"))?;
+        let (ended, end) = tokio::sync::watch::channel(String::new());
+        tokio::spawn(async move {
+            let how = driver.await;
+            // Nobody may want to know.
+            let _ = ended.send(format!("; the connection ended: {how:?}"));
+        });
+        Ok(Self { sender, authority: authority.into(), end })
+    }
+
+    /// # Errors
+    /// What no client should see: a call that does not end, an answer that is no gRPC, a connection that breaks.
+    pub async fn call(&self, call: &Call) -> Result<Outcome, String> {
+        let ending = tokio::time::timeout(PATIENCE, self.answer(call));
+        let ended = match call.leave {
+            Leave::After(time) => match tokio::time::timeout(time, ending).await {
+                Ok(ended) => ended,
+                Err(_) => return Ok(Outcome::Left),
+            },
+            _ => ending.await,
+        };
+        ended.unwrap_or_else(|_| Err(format!("the call hangs: no end after {PATIENCE:?}")))
+    }
+
+    async fn answer(&self, call: &Call) -> Result<Outcome, String> {
+        let mut sender = self.sender.clone();
+        sender.ready().await.map_err(|e| format!("the connection is closed: {e:?}{}", *self.end.borrow()))?;
+        let broke = |e: hyper::Error| match call.end {
+            End::Broken => Ok(Outcome::Left),
+            _ => Err(format!("the call broke: {e:?}{}", *self.end.borrow())),
+        };
+        let mut request = Request::post(format!("http://{}/{}", self.authority, call.method))
+            .header("content-type", "application/grpc")
+            .header("te", "trailers");
+        if let Some(timeout) = &call.timeout {
+            request = request.header("grpc-timeout", timeout);
+        }
+        let request = request.body(sent(call)).map_err(|e| format!("not a request: {e}"))?;
+        match sender.send_request(request).await {
+            Ok(response) => read(response, call.leave).await.or_else(broke),
+            Err(error) => broke(error),
+        }
+        .and_then(|outcome| match &outcome {
+            Outcome::Answered { code: Code::Unknown, message, .. } if message.is_empty() => {
+                Err("the answer ended without a status".into())
+            }
+            _ => Ok(outcome),
+        })
+    }
+}
+
+fn sent(call: &Call) -> Sent {
+    let pieces = tokio_stream::iter(call.body.clone()).map(|piece| Ok(Frame::data(piece)));
+    let stream: Pin<Box<dyn Stream<Item = _> + Send>> = match call.end {
+        End::Closed => Box::pin(pieces),
+        End::Broken => Box::pin(pieces.chain(tokio_stream::once(Err(std::io::Error::other("broken off"))))),
+        End::Open => Box::pin(pieces.chain(tokio_stream::pending())),
+    };
+    StreamBody::new(stream)
+}
+
+/// Reads the messages and the status of an answer.
+async fn read(response: Response<Incoming>, leave: Leave) -> Result<Outcome, hyper::Error> {
+    let (head, mut body) = response.into_parts();
+    let mut status = status_of(&head.headers);
+    let (mut messages, mut rest) = (Vec::new(), Vec::new());
+    while let Some(frame) = body.frame().await {
+        match frame?.into_data() {
+            Ok(data) => {
+                rest.extend(data);
+                take_messages(&mut rest, &mut messages);
+                if matches!(leave, Leave::AfterMessages(count) if messages.len() >= count) {
+                    return Ok(Outcome::Left);
+                }
+            }
+            Err(frame) => status = frame.trailers_ref().and_then(status_of).or(status),
+        }
+    }
+    let status = status.unwrap_or_else(|| Status::new(Code::Unknown, ""));
+    Ok(Outcome::Answered { code: status.code(), message: status.message().into(), messages })
+}
+
+fn status_of(headers: &HeaderMap) -> Option<Status> {
+    Status::from_header_map(headers)
+}
+
+fn take_messages(rest: &mut Vec<u8>, messages: &mut Vec<Bytes>) {
+    while let Some(mut prefix) = rest.get(1..5) {
+        let end = 5 + prefix.get_u32() as usize;
+        if rest.len() < end {
+            return;
+        }
+        messages.push(Bytes::copy_from_slice(&rest[5..end]));
+        rest.drain(..end);
+    }
+}
