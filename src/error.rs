@@ -47,6 +47,12 @@ impl Error {
     }
 }
 
+/// The message that a panic was given.
+pub fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());
+    text.unwrap_or("no message").into()
+}
+
 impl From<candle_core::Error> for Error {
     fn from(e: candle_core::Error) -> Self {
         Self::Internal(e.to_string())

@@ -43,15 +43,20 @@ fn generate(engine: &Engine, prompts: Vec<Vec<TokenId>>, n: u32, params: &Sampli
     reply
 }
 
+/// A request for one sample of one prompt, with the seed that the prompt has at `index` of a request drawn with `SEED`.
+fn request_alone(index: usize, prompt: Vec<TokenId>, params: &SamplingParams) -> Request {
+    Request::generate(vec![prompt], 1, sample_seed(SEED, index as u32, 0), 0).params(params.clone())
+}
+
 /// Each prompt alone: one request after the other, with nothing cached.
 fn alone(engine: &Engine, params: &SamplingParams) -> Bits {
-    let one = |prompt| {
+    let one = |(index, prompt)| {
         engine.reset_prefix_cache();
-        let reply = generate(engine, vec![prompt], 1, params);
+        let reply = engine.generate(request_alone(index, prompt, params));
         assert_eq!(reply.completions[0].cached_tokens, 0);
         reply.bits().remove(0)
     };
-    prompts().into_iter().map(one).collect()
+    prompts().into_iter().enumerate().map(one).collect()
 }
 
 /// Runs `check` with an engine, its parameters and what each prompt gives alone, for both precisions.
@@ -70,20 +75,18 @@ fn on_engines(model: &str, flags: &[&str], check: impl Fn(&Engine, &SamplingPara
 fn alone_is_in_a_batch_in_any_order() {
     on_engines("qwen2", &[], |engine, params, alone| {
         assert_eq!(&generate(engine, prompts(), 1, params).bits(), alone, "one batch");
-        let mut reversed = generate(engine, prompts().into_iter().rev().collect(), 1, params).bits();
-        reversed.reverse();
-        assert_eq!(&reversed, alone, "the other way round");
-        // As 32 requests that arrive while others run.
-        let running: Vec<_> = prompts()
-            .into_iter()
-            .enumerate()
-            .map(|(i, p)| {
-                let request = Request::generate(vec![p], 1, SEED, 0).params(params.clone()).named(i.to_string());
-                engine.send(request)
-            })
-            .collect();
-        let bits: Bits = running.into_iter().map(|r| r.wait().bits().remove(0)).collect();
-        assert_eq!(&bits, alone, "requests of their own");
+        // As 32 requests that arrive while others run, and the other way round.
+        for reverse in [false, true] {
+            let mut order: Vec<_> = prompts().into_iter().enumerate().collect();
+            if reverse {
+                order.reverse();
+            }
+            let send = |(i, p): (usize, _)| (i, engine.send(request_alone(i, p, params).named(i.to_string())));
+            let running: Vec<_> = order.into_iter().map(send).collect();
+            for (i, request) in running {
+                assert_eq!(request.wait().bits()[0], alone[i], "request {i} of its own, reverse: {reverse}");
+            }
+        }
         engine.assert_all_free();
     });
 }
@@ -170,7 +173,7 @@ fn a_group_is_its_samples_replayed_by_their_seeds() {
         let group = generate(engine, prompts(), 4, params);
         for (i, completion) in group.completions.iter().enumerate() {
             let (prompt, sample) = (i / 4, i % 4);
-            assert_eq!(completion.seed, sample_seed(SEED, sample as u32));
+            assert_eq!(completion.seed, sample_seed(SEED, prompt as u32, sample as u32));
             if sample == 0 {
                 assert_eq!(bits(&completion.tokens), alone[prompt], "sample 0 has the request's own seed");
                 continue;

@@ -1,6 +1,8 @@
 //! Requests from their arrival to their end: held, accepted, refused, aborted.
 
 use super::lifecycle::State;
+use super::sleep::Then;
+use super::update::Transaction;
 use super::{AbortReply, AbortTarget, Ending, Engine, Event, GenerateCommand, Request, shutting_down};
 use crate::cache::CacheSalt;
 use crate::error::{Error, Result};
@@ -13,21 +15,21 @@ impl<X: Executor> Engine<X> {
         if let Err(error) = self.check_new(&command) {
             return refuse(command, error);
         }
+        let key = self.requests.next_key();
         if self.must_wait(&command) {
-            return self.held.push(command);
+            return self.requests.hold(key, command);
         }
-        self.admit(command);
+        self.admit(key, command);
     }
 
     fn check_new(&self, command: &GenerateCommand) -> Result<()> {
         self.check_serving()?;
         self.state.check_request()?;
-        if self.is_known(&command.request_id) {
+        if self.requests.find(&command.request_id).is_some() {
             let id = &command.request_id;
             return Err(Error::AlreadyExists(format!("request_id: {id:?} is running already")));
         }
-        let held = self.held.iter().map(GenerateCommand::num_samples).sum();
-        self.scheduler.check_room(command.num_samples(), held)
+        self.scheduler.check_room(command.num_samples(), self.requests.num_held_samples())
     }
 
     /// Whether no request is accepted now: nothing steps, or something waits for the accepted ones to end.
@@ -46,30 +48,25 @@ impl<X: Executor> Engine<X> {
 
     /// Accepts those held requests that need not wait any more, in order.
     pub(super) fn admit_held(&mut self) {
-        if self.held.is_empty() || self.is_holding() {
+        if self.is_holding() {
             return;
         }
-        for command in std::mem::take(&mut self.held) {
-            if self.wants_newer(&command) {
-                self.held.push(command);
-            } else {
-                self.admit(command);
-            }
+        for key in self.requests.held_keys(|command| !self.wants_newer(command)) {
+            let command = self.requests.remove_held(key).expect("its key was just found");
+            self.admit(key, command);
         }
     }
 
-    fn admit(&mut self, command: GenerateCommand) {
+    fn admit(&mut self, key: RequestKey, command: GenerateCommand) {
         let adapter = match self.check_policy(&command) {
             Ok(adapter) => adapter,
             Err(error) => return refuse(command, error),
         };
-        let key = RequestKey(self.next_key);
-        self.next_key += 1;
         let salt = CacheSalt { epoch: self.policy.epoch, adapter };
         let (request, groups) = Request::new(key, command, salt, self.tokenizer.as_ref());
         match self.scheduler.add(groups) {
             Ok(()) => {
-                self.requests.insert(key, request);
+                self.requests.accept(key, request);
                 adapter.into_iter().for_each(|generation| self.adapters.lease(generation));
             }
             Err(error) => request.fail(error),
@@ -87,50 +84,43 @@ impl<X: Executor> Engine<X> {
         command.adapter.as_deref().map(|name| self.adapters.find(name)).transpose()
     }
 
-    fn is_known(&self, id: &str) -> bool {
-        self.requests.values().any(|r| r.id() == id) || self.held.iter().any(|h| h.request_id == id)
-    }
-
     /// Ends what belongs to clients that are gone.
     pub(super) fn drop_cancelled(&mut self) {
-        let gone: Vec<_> = self.requests.iter().filter(|(_, r)| r.is_cancelled()).map(|(key, _)| *key).collect();
-        for key in gone {
+        for key in self.requests.accepted_keys(|_, request| request.is_cancelled()) {
             self.end(key, Ending::Aborted);
         }
-        for held in self.held.extract_if(.., |h| h.cancel.is_cancelled()) {
-            refuse(held, Error::Unavailable("the client is gone".into()));
+        for key in self.requests.held_keys(|command| command.cancel.is_cancelled()) {
+            self.refuse_held(key, Error::Aborted("the client is gone".into()));
         }
-        self.drains.retain(|drain| !drain.cancel.is_cancelled());
-        self.adapters.drop_cancelled();
-        if self.transaction.as_ref().is_some_and(|transaction| transaction.is_cancelled()) {
+        // A flag may be set at any time: that of the update is read once, so that the update and its commit, which may
+        // be among the drains, go together.
+        let update_is_gone = self.transaction.as_ref().is_some_and(Transaction::is_cancelled);
+        self.drains.retain(|drain| match drain.then {
+            Then::Commit(_) => !update_is_gone,
+            Then::Pause(_) | Then::Sleep(..) => !drain.cancel.is_cancelled(),
+        });
+        if update_is_gone {
             self.roll_back();
         }
+        self.adapters.drop_cancelled();
+        self.checksums.retain(|checksum| !checksum.is_cancelled());
     }
 
     pub(super) fn abort(&mut self, target: AbortTarget) -> AbortReply {
         let ids = match target {
             AbortTarget::Requests(ids) => ids,
-            AbortTarget::All => {
-                let running = self.requests.values().map(|r| r.id().to_string());
-                running.chain(self.held.iter().map(|h| h.request_id.clone())).collect()
-            }
+            AbortTarget::All => self.requests.ids(),
         };
-        let mut reply = AbortReply::default();
-        for id in ids {
-            let running = self.requests.iter().find(|(_, r)| r.id() == id).map(|(key, _)| *key);
-            let held = self.held.iter().position(|h| h.request_id == id);
-            if let Some(key) = running {
+        let (aborted, unknown) = ids.into_iter().partition(|id| match self.requests.find(id) {
+            Some(key) => {
                 self.end(key, Ending::Aborted);
-            } else if let Some(index) = held {
-                let held = self.held.remove(index);
-                refuse(held, Error::Aborted("aborted while it waited, before anything was computed".into()));
-            } else {
-                reply.unknown.push(id);
-                continue;
+                let why = "aborted while it waited, before anything was computed";
+                self.refuse_held(key, Error::Aborted(why.into()));
+                true
             }
-            reply.aborted.push(id);
-        }
-        reply
+            None => false,
+        });
+        AbortReply { aborted, unknown }
     }
 
     pub(super) fn abort_all(&mut self) {
@@ -139,16 +129,15 @@ impl<X: Executor> Engine<X> {
 
     /// Aborts all accepted requests, or those of `which`; held ones stay.
     pub(super) fn abort_accepted(&mut self, which: impl Fn(RequestKey, &Request) -> bool) {
-        let keys: Vec<_> = self.requests.iter().filter(|(key, r)| which(**key, r)).map(|(key, _)| *key).collect();
-        for key in keys {
+        for key in self.requests.accepted_keys(which) {
             self.end(key, Ending::Aborted);
         }
     }
 
     /// The server ends: all that waits is told so. Requests that run are not waiting.
     pub(super) fn refuse_waiting(&mut self) {
-        for held in std::mem::take(&mut self.held) {
-            refuse(held, shutting_down());
+        for key in self.requests.held_keys(|_| true) {
+            self.refuse_held(key, shutting_down());
         }
         for drain in std::mem::take(&mut self.drains) {
             drain.refuse(shutting_down());
@@ -175,8 +164,14 @@ impl<X: Executor> Engine<X> {
         }
     }
 
+    fn refuse_held(&mut self, key: RequestKey, error: Error) {
+        if let Some(command) = self.requests.remove_held(key) {
+            refuse(command, error);
+        }
+    }
+
     fn take(&mut self, key: RequestKey) -> Option<Request> {
-        let request = self.requests.remove(&key)?;
+        let request = self.requests.remove_accepted(key)?;
         self.scheduler.abort(key);
         request.adapter().into_iter().for_each(|generation| self.adapters.give_back(generation));
         Some(request)

@@ -1,48 +1,123 @@
-//! Checksums of what serves.
+//! Checksums of what serves, computed in pieces between the steps, so that generation goes on beside them.
 
 use std::collections::HashSet;
 
 use sha2::{Digest, Sha256};
 
-use super::{Attempt, ChecksumReply, Engine, Failure};
+use super::{CancelFlag, ChecksumReply, Engine, Reply};
 use crate::error::{Error, Result};
 use crate::executor::Executor;
-use crate::weights::{ParamSpec, matrix_shape};
+use crate::weights::matrix_shape;
 
-/// Most bytes that are read at once, so that a checksum takes no memory to speak of (a longer row is read whole).
-const CHUNK_BYTES: usize = 8 << 20;
+/// Most bytes that are read between two steps (a longer row is read whole): about a millisecond, less than a step.
+/// The models of unit tests are tiny, and have pieces nevertheless.
+const PIECE_BYTES: usize = if cfg!(test) { 24 } else { 1 << 20 };
+/// Most checksums that wait for each other. Each reads all weights, and a caller that needs one asks again later.
+const MOST_WAITING: usize = 64;
+
+/// A checksum under way.
+pub(super) struct Checksum {
+    /// Indices of the parameters that were asked for, in the model's order.
+    parameters: Vec<usize>,
+    /// Of the policy that is read. Under another one all begins again.
+    epoch: u64,
+    /// Of the parameter that is read now, and how many of its rows are in it.
+    sha: Sha256,
+    rows: usize,
+    /// Of the parameters before it.
+    done: Vec<(String, [u8; 32])>,
+    cancel: CancelFlag,
+    reply: Reply<Result<ChecksumReply>>,
+}
+
+impl Checksum {
+    pub fn is_cancelled(&self) -> bool {
+        self.cancel.is_cancelled()
+    }
+
+    pub fn refuse(self, error: Error) {
+        (self.reply)(Err(error));
+    }
+
+    fn begin_again(&mut self, epoch: u64) {
+        self.epoch = epoch;
+        self.sha = Sha256::new();
+        self.rows = 0;
+        self.done.clear();
+    }
+}
 
 impl<X: Executor> Engine<X> {
-    /// SHA-256 of the parameters `names`, or of all, as they serve; in the model's order.
-    pub(super) fn checksum(&mut self, names: &[String]) -> Attempt<ChecksumReply> {
-        self.state.check_checksum()?;
-        self.check_names(names)?;
-        let (parameters, wanted) = (self.parameters.clone(), names.iter().collect::<HashSet<_>>());
-        let mut reply = ChecksumReply { weight_version: self.policy.version, parameters: Vec::new() };
-        for spec in parameters.iter().filter(|spec| wanted.is_empty() || wanted.contains(&spec.name)) {
-            let sha = self.hash(spec).map_err(Failure::Fatal)?;
-            reply.parameters.push((spec.name.clone(), sha));
+    /// Begins the SHA-256 of the parameters `names`, or of all, as they serve; in the model's order.
+    pub(super) fn begin_checksum(&mut self, names: &[String], cancel: CancelFlag, reply: Reply<Result<ChecksumReply>>) {
+        self.drop_cancelled();
+        match self.check_checksum(names) {
+            Err(error) => reply(Err(error)),
+            Ok(parameters) => self.checksums.push_back(Checksum {
+                parameters,
+                epoch: self.policy.epoch,
+                sha: Sha256::new(),
+                rows: 0,
+                done: Vec::new(),
+                cancel,
+                reply,
+            }),
         }
-        Ok(reply)
     }
 
-    fn check_names(&self, names: &[String]) -> Result<()> {
+    fn check_checksum(&self, names: &[String]) -> Result<Vec<usize>> {
+        self.state.check_checksum()?;
+        if self.checksums.len() >= MOST_WAITING {
+            return Err(Error::ResourceExhausted(format!("{MOST_WAITING} checksums wait already; try again later")));
+        }
         let unknown: Vec<_> = names.iter().filter(|name| self.parameters.get(name).is_none()).collect();
-        if unknown.is_empty() {
+        if !unknown.is_empty() {
+            let (shown, count) = (&unknown[..unknown.len().min(8)], unknown.len());
+            let message = format!("{count} are no parameters of the model: {shown:?}; see ListParameters");
+            return Err(Error::invalid("names", message));
+        }
+        let wanted: HashSet<_> = names.iter().collect();
+        let all = self.parameters.iter().enumerate();
+        Ok(all.filter(|(_, spec)| wanted.is_empty() || wanted.contains(&spec.name)).map(|(i, _)| i).collect())
+    }
+
+    /// Computes a piece of the oldest checksum, and answers it if that was the last.
+    ///
+    /// # Errors
+    /// If the executor fails.
+    pub(super) fn continue_checksum(&mut self) -> Result<()> {
+        let Some(mut checksum) = self.checksums.pop_front() else { return Ok(()) };
+        if let Err(error) = self.state.check_checksum() {
+            checksum.refuse(error);
             return Ok(());
         }
-        let (shown, count) = (&unknown[..unknown.len().min(8)], unknown.len());
-        Err(Error::invalid("names", format!("{count} are no parameters of the model: {shown:?}; see ListParameters")))
-    }
-
-    fn hash(&mut self, spec: &ParamSpec) -> Result<[u8; 32]> {
-        let (rows, columns) = matrix_shape(&spec.shape);
-        let row_bytes = columns * self.parameters.dtype().size();
-        let step = (CHUNK_BYTES / row_bytes.max(1)).max(1);
-        let mut sha = Sha256::new();
-        for start in (0..rows).step_by(step) {
-            sha.update(self.executor.read(spec, start..rows.min(start + step))?);
+        if checksum.epoch != self.policy.epoch {
+            checksum.begin_again(self.policy.epoch);
         }
-        Ok(sha.finalize().into())
+        let Some(&index) = checksum.parameters.get(checksum.done.len()) else {
+            let Checksum { done: parameters, reply, .. } = checksum;
+            reply(Ok(ChecksumReply { weight_version: self.policy.version, parameters }));
+            return Ok(());
+        };
+        let parameters = self.parameters.clone();
+        let spec = parameters.iter().nth(index).expect("its index was found among them");
+        let (rows, columns) = matrix_shape(&spec.shape);
+        let row_bytes = columns * parameters.dtype().size();
+        let end = rows.min(checksum.rows + (PIECE_BYTES / row_bytes.max(1)).max(1));
+        let piece = self.executor.read(spec, checksum.rows..end);
+        match piece {
+            Ok(bytes) => checksum.sha.update(bytes),
+            Err(error) => {
+                checksum.refuse(error.clone());
+                return Err(error);
+            }
+        }
+        checksum.rows = end;
+        if end == rows {
+            checksum.done.push((spec.name.clone(), std::mem::take(&mut checksum.sha).finalize().into()));
+            checksum.rows = 0;
+        }
+        self.checksums.push_front(checksum);
+        Ok(())
     }
 }

@@ -81,9 +81,10 @@ pub enum Command {
     Resume {
         reply: Reply<Result<()>>,
     },
-    /// SHA-256 of parameters as they serve; all if `names` is empty.
+    /// SHA-256 of parameters as they serve; all if `names` is empty. Computed in pieces between steps.
     Checksum {
         names: Vec<String>,
+        cancel: CancelFlag,
         reply: Reply<Result<ChecksumReply>>,
     },
     ListAdapters {
@@ -363,6 +364,8 @@ pub struct Status {
     pub accepted_tokens: u64,
     pub finished_requests: u64,
     pub aborted_requests: u64,
+    /// Requests that ended because their answer panicked.
+    pub internal_errors: u64,
     /// Over the last ten seconds in which the engine was stepping.
     pub tokens_per_second: f64,
 }

@@ -16,6 +16,12 @@
 //! `lifecycle` says in which state which command is taken; `sleep`, `update` and `adapters` carry them out, always
 //! between two steps. What can be refused is checked before anything is touched; an order that the executor then fails
 //! to carry out leaves weights that nobody knows, and ends the engine.
+//!
+//! # Panics
+//!
+//! A panic while one request is answered (its row of logits, its text, its events) ends that request: the code there
+//! changes nothing that others use. A panic in the model, in an order or in the scheduler leaves a step half done, in
+//! collectives, caches or weights that every request uses, and ends the process.
 
 mod adapters;
 mod admission;
@@ -23,13 +29,15 @@ mod checksum;
 mod command;
 mod lifecycle;
 mod request;
+mod requests;
 mod sleep;
 mod stats;
 #[cfg(test)]
 mod tests;
 mod update;
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, VecDeque};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::Instant;
@@ -38,7 +46,7 @@ pub use command::*;
 
 use tracing::trace_span;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, panic_message};
 use crate::executor::{Executor, WeightOrder};
 use crate::memory::{MemoryBudget, Traffic};
 use crate::scheduler::{Outcome, Scheduler};
@@ -46,8 +54,10 @@ use crate::text::Tokenizer;
 use crate::types::{RequestKey, WeightVersion};
 use crate::weights::{Adapter, Parameters, Stage};
 use adapters::Adapters;
+use checksum::Checksum;
 use lifecycle::State;
 use request::Request;
+use requests::Requests;
 use sleep::{AwakeBytes, Drain};
 use stats::Throughput;
 use update::Transaction;
@@ -87,12 +97,11 @@ pub struct Engine<X: Executor> {
     /// What served before the last FULL push, for the next one, until a sleep or a push of another kind.
     spare: Option<Stage>,
     next_update: u64,
-    requests: HashMap<RequestKey, Request>,
-    /// Requests that have not been accepted yet, in the order of their arrival.
-    held: Vec<GenerateCommand>,
+    requests: Requests,
     /// What waits for the accepted requests to end, in the order of arrival.
     drains: Vec<Drain>,
-    next_key: u64,
+    /// Checksums under way, the oldest first: a piece of that one is computed between two steps.
+    checksums: VecDeque<Checksum>,
     /// Set by `Shutdown`: when the running requests are aborted.
     deadline: Option<Instant>,
     throughput: Throughput,
@@ -101,6 +110,8 @@ pub struct Engine<X: Executor> {
     dropped_tokens: u64,
     finished_requests: u64,
     aborted_requests: u64,
+    /// Requests that ended because their answer panicked.
+    internal_errors: u64,
 }
 
 /// The policy that serves, or will when the weights wake.
@@ -170,16 +181,16 @@ impl<X: Executor> Engine<X> {
             transaction: None,
             spare: None,
             next_update: 1,
-            requests: HashMap::new(),
-            held: Vec::new(),
+            requests: Requests::default(),
             drains: Vec::new(),
-            next_key: 0,
+            checksums: VecDeque::new(),
             deadline: None,
             throughput: Throughput::default(),
             steps: 0,
             dropped_tokens: 0,
             finished_requests: 0,
             aborted_requests: 0,
+            internal_errors: 0,
         }
     }
 
@@ -193,6 +204,7 @@ impl<X: Executor> Engine<X> {
             tracing::error!("the engine ends: {error}");
         }
         self.refuse_waiting();
+        self.checksums.drain(..).for_each(|checksum| checksum.refuse(shutting_down()));
         self.abort_all();
         result
     }
@@ -200,23 +212,25 @@ impl<X: Executor> Engine<X> {
     fn serve(&mut self) -> Result<()> {
         loop {
             self.settle()?;
-            if self.deadline.is_some() && self.requests.is_empty() {
+            if self.deadline.is_some() && self.requests.num_accepted() == 0 {
                 return Ok(());
             }
-            if !self.can_step() {
+            if !self.can_step() && self.checksums.is_empty() {
                 self.scheduler.check_integrity();
                 match self.commands.recv() {
                     Ok(command) => self.handle(command)?,
                     Err(_) => return Ok(()),
                 }
             }
-            while let Ok(command) = self.commands.try_recv() {
+            // Not until the queue is empty: clients that ask faster than they are answered would keep it full for ever.
+            for command in self.commands.try_iter().take(COMMAND_QUEUE).collect::<Vec<_>>() {
                 self.handle(command)?;
             }
             self.settle()?;
             if self.can_step() {
                 self.step()?;
             }
+            self.continue_checksum()?;
         }
     }
 
@@ -245,6 +259,9 @@ impl<X: Executor> Engine<X> {
         let started = Instant::now();
         trace_span!("launch").in_scope(|| self.executor.launch(plan.clone()))?;
         let output = trace_span!("wait for the ranks").in_scope(|| self.executor.collect())?;
+        for (request, panic) in &output.failed {
+            self.fail(*request, panic);
+        }
         let outcomes = trace_span!("update").in_scope(|| self.scheduler.update(&plan, output));
         self.steps += 1;
         self.throughput.record(started, sampled_tokens(&outcomes));
@@ -260,12 +277,13 @@ impl<X: Executor> Engine<X> {
             Outcome::PromptDone { group, .. } => group.request,
             Outcome::Token { sample, .. } => sample.group.request,
         };
-        let Some(request) = self.requests.get_mut(&key) else {
+        let Some(request) = self.requests.get_mut(key) else {
             self.dropped_tokens += u64::from(matches!(outcome, Outcome::Token { .. }));
             return;
         };
         let version = self.policy.version;
-        match outcome {
+        let scheduler = &mut self.scheduler;
+        let taken = catch_unwind(AssertUnwindSafe(|| match outcome {
             Outcome::PromptDone { group, cached_tokens, logprobs } => {
                 request.prompt_done(group, cached_tokens, logprobs, version);
             }
@@ -275,12 +293,26 @@ impl<X: Executor> Engine<X> {
                 let stopped = request.token(sample, logprobs, finish, version);
                 if stopped && finish.is_none() {
                     // The scheduler knows nothing of text: a stop string is news to it.
-                    self.scheduler.finish(sample);
+                    scheduler.finish(sample);
                 }
             }
+        }));
+        if let Err(panic) = taken {
+            return self.fail(key, &panic_message(&*panic));
         }
         if request.is_done() {
             self.end(key, Ending::Finished);
+        }
+    }
+
+    /// Ends a request whose answer panicked. Its events may be lost half way, but nothing else of the engine was being
+    /// changed, so that all others go on.
+    fn fail(&mut self, key: RequestKey, panic: &str) {
+        tracing::error!(request = key.0, "a request ends because its answer panicked: {panic}");
+        self.internal_errors += 1;
+        let error = Error::Internal(format!("the answer to this request panicked: {panic}; other requests go on"));
+        if catch_unwind(AssertUnwindSafe(|| self.reject(key, error))).is_err() {
+            tracing::error!(request = key.0, "its client could not be told");
         }
     }
 
@@ -305,10 +337,7 @@ impl<X: Executor> Engine<X> {
             }
             Command::Pause { mode, cancel, reply } => self.pause(mode, cancel, reply),
             Command::Resume { reply } => reply(self.resume()),
-            Command::Checksum { names, reply } => {
-                let attempt = self.checksum(&names);
-                return answer(reply, attempt);
-            }
+            Command::Checksum { names, cancel, reply } => self.begin_checksum(&names, cancel, reply),
             Command::ListAdapters { reply } => reply(self.adapters.list()),
             Command::RemoveAdapter { name, expected_generation, cancel, reply } => {
                 self.remove_adapter(&name, expected_generation, cancel, reply);
@@ -338,14 +367,14 @@ impl<X: Executor> Engine<X> {
             lifecycle: if self.deadline.is_some() { LifecycleStatus::ShuttingDown } else { self.state.status() },
             memory: self.budget.report(),
             traffic_bytes: self.traffic.used(),
-            held_requests: self.held.len(),
+            held_requests: self.requests.num_held(),
             updating: self.transaction.is_some(),
             updates: self.policy.updates,
             weight_version: self.policy.version,
             total_blocks: s.total_blocks,
             free_blocks: s.free_blocks,
             cached_blocks: s.cached_blocks,
-            running_requests: self.requests.len(),
+            running_requests: self.requests.num_accepted(),
             running_samples: s.running_samples,
             waiting_samples: s.waiting_samples,
             steps: self.steps,
@@ -357,6 +386,7 @@ impl<X: Executor> Engine<X> {
             accepted_tokens: s.accepted_tokens,
             finished_requests: self.finished_requests,
             aborted_requests: self.aborted_requests,
+            internal_errors: self.internal_errors,
             tokens_per_second: self.throughput.tokens_per_second(),
         }
     }

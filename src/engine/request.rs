@@ -118,7 +118,7 @@ impl Request {
         let summary = Summary { prompt_tokens: prompts.iter().map(|p| p.len() as u64).sum(), ..Default::default() };
         for (prompt_index, prompt) in (0..).zip(prompts) {
             let group = GroupKey { request: key, prompt_index };
-            let seeds: Vec<u64> = (0..n).map(|i| sample_seed(seed, i)).collect();
+            let seeds: Vec<u64> = (0..n).map(|i| sample_seed(seed, prompt_index, i)).collect();
             for (sample_index, &seed) in (0..).zip(&seeds) {
                 samples.insert(SampleKey { group, sample_index }, Sample::new(seed, stop.clone()));
             }
@@ -177,7 +177,8 @@ impl Request {
         self.begun = true;
         self.summary.cached_tokens += u64::from(cached_tokens);
         self.scores_left = self.scores_left.saturating_sub(1);
-        for (_, sample) in self.samples.iter_mut().filter(|(key, _)| key.group == group) {
+        let sample = |sample_index| SampleKey { group, sample_index };
+        for (_, sample) in self.samples.range_mut(sample(0)..=sample(u32::MAX)) {
             sample.cached_tokens = cached_tokens;
         }
         if let Some(logprobs) = logprobs {

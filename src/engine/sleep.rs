@@ -110,7 +110,7 @@ impl<X: Executor> Engine<X> {
         if mode == DrainMode::Wait && self.is_frozen() {
             return Err(Error::FailedPrecondition(format!(
                 "{} requests stand still and cannot end: call Resume first, or sleep with mode ABORT or KEEP",
-                self.requests.len()
+                self.requests.num_accepted()
             )));
         }
         Ok(())
@@ -118,12 +118,12 @@ impl<X: Executor> Engine<X> {
 
     /// Whether requests are accepted that go on.
     pub(super) fn must_drain(&self) -> bool {
-        self.state == State::Running && !self.requests.is_empty()
+        self.state == State::Running && self.requests.num_accepted() > 0
     }
 
     /// Whether requests are accepted that stand still.
     pub(super) fn is_frozen(&self) -> bool {
-        self.state != State::Running && !self.requests.is_empty()
+        self.state != State::Running && self.requests.num_accepted() > 0
     }
 
     /// Carries out, in order, what has waited for the accepted requests to end. If they stand still instead (a pause or

@@ -116,7 +116,7 @@ impl<X: Executor> Engine<X> {
             return Err(Error::FailedPrecondition(format!(
                 "running: {} requests stand still and cannot end before the update; call Resume first, or push with \
                  KEEP, RECOMPUTE or ABORT",
-                self.requests.len()
+                self.requests.num_accepted()
             )));
         }
         Ok(())
@@ -321,9 +321,7 @@ impl<X: Executor> Engine<X> {
         let computing = self.scheduler.started_requests();
         let is_queued = |key, request: &Request| !request.has_begun() && !computing.contains(&key);
         let insists = |key, request: &Request| is_queued(key, request) && request.insists_on_other_than(version);
-        let insisting: Vec<_> =
-            self.requests.iter().filter(|(key, r)| insists(**key, r)).map(|(key, _)| *key).collect();
-        for key in insisting {
+        for key in self.requests.accepted_keys(insists) {
             let why = format!("if_weight_version: the policy became version {version} before the request could start");
             self.reject(key, Error::VersionConflict(why));
         }

@@ -1,8 +1,10 @@
 //! One rank's work: the forward pass of a step, and on the first rank the answers to its questions.
 
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use candle_core::Tensor;
+use rollout_kernels::cpu::Isa;
 use rollout_kernels::{KvCache, Ops, with_f32};
 use tracing::trace_span;
 
@@ -11,7 +13,7 @@ use super::input::FlatBatch;
 use super::weights::RankWeights;
 use super::{Memory, WeightOrder, sampler};
 use crate::comm::Communicator;
-use crate::error::Result;
+use crate::error::{Result, panic_message};
 use crate::model::{Additions, LOGITS_ROWS, Workspace, WorkspaceShape};
 use crate::types::{LogitsRow, StepOutput, StepPlan, TokenLogprobs};
 use crate::weights::{ParamSpec, Shard};
@@ -80,13 +82,13 @@ impl ModelRunner {
         drop(prepare);
         model.forward(&self.ops, &*self.comm, &input, &mut self.kv, workspace)?;
         let rows: Vec<&LogitsRow> = plan.sequences.iter().flat_map(|s| &s.logits).collect();
-        let mut output = StepOutput { tokens: Vec::with_capacity(plan.tasks().count()) };
+        let mut output = StepOutput { tokens: Vec::with_capacity(plan.tasks().count()), failed: Vec::new() };
         for (rows_at_once, rows) in self.batch.logits_rows.chunks(LOGITS_ROWS).zip(rows.chunks(LOGITS_ROWS)) {
             let adapters = self.adapters.of_rows(rows_at_once.iter().map(|&row| self.batch.adapters[row as usize]));
             let additions = adapters.as_ref().map(|a| a as &dyn Additions);
             let logits = model.logits(&self.ops, &*self.comm, rows_at_once, workspace, additions)?;
             if self.comm.rank() == 0 {
-                answer(&self.ops, &mut self.answerers, &logits, rows, &mut output.tokens)?;
+                answer(&self.ops, &mut self.answerers, &logits, rows, &mut output)?;
             }
         }
         Ok(output)
@@ -159,7 +161,29 @@ impl ModelRunner {
 struct Answerer {
     rows: Range<usize>,
     scratch: sampler::Scratch,
-    answers: Vec<TokenLogprobs>,
+    output: StepOutput,
+}
+
+impl Answerer {
+    fn new(isa: Isa) -> Self {
+        Self { rows: 0..0, scratch: sampler::Scratch::new(isa), output: StepOutput::default() }
+    }
+
+    /// Answers the tasks of a row. A panic costs the row's request and nothing else: the answers only read the logits,
+    /// and the scratch, which may be half written, is made anew.
+    fn answer(&mut self, logits: &[f32], row: &LogitsRow) {
+        let Self { scratch, output, .. } = self;
+        let answered = output.tokens.len();
+        let result = catch_unwind(AssertUnwindSafe(|| {
+            sampler::answer_row(logits, &row.tasks, scratch, &mut output.tokens);
+        }));
+        if let Err(panic) = result {
+            output.tokens.resize(answered + row.tasks.len(), TokenLogprobs::NONE);
+            let request = row.tasks[0].sample.group.request;
+            output.failed.push((request, panic_message(&*panic)));
+            scratch.reset();
+        }
+    }
 }
 
 /// Answers the tasks of each row of `logits` (`[rows, vocabulary]`) in order at the end of `out`, rows shared evenly
@@ -169,23 +193,24 @@ fn answer(
     answerers: &mut Vec<Answerer>,
     logits: &Tensor,
     rows: &[&LogitsRow],
-    out: &mut Vec<TokenLogprobs>,
+    out: &mut StepOutput,
 ) -> Result<()> {
     let (vocab, threads) = (logits.dim(1)?, ops.threads());
     let _sampling = trace_span!("sampling").entered();
-    let new = || Answerer { rows: 0..0, scratch: sampler::Scratch::new(ops.isa()), answers: Vec::new() };
-    answerers.resize_with(threads, new);
+    answerers.resize_with(threads, || Answerer::new(ops.isa()));
     for (i, answerer) in answerers.iter_mut().enumerate() {
         answerer.rows = rows.len() * i / threads..rows.len() * (i + 1) / threads;
     }
     with_f32(logits, |logits| {
-        ops.for_each(answerers, |Answerer { rows: own, scratch, answers }| {
+        ops.for_each(answerers, |answerer| {
+            let own = answerer.rows.clone();
             let logits = logits[own.start * vocab..].chunks_exact(vocab);
-            for (logits, row) in logits.zip(&rows[own.clone()]) {
-                sampler::answer_row(logits, &row.tasks, scratch, answers);
-            }
+            logits.zip(&rows[own]).for_each(|(logits, row)| answerer.answer(logits, row));
         });
     })?;
-    answerers.iter_mut().for_each(|answerer| out.append(&mut answerer.answers));
+    for answerer in answerers {
+        out.tokens.append(&mut answerer.output.tokens);
+        out.failed.append(&mut answerer.output.failed);
+    }
     Ok(())
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::{Group, GroupKind};
 use crate::cache::{BlockTable, CacheSalt, HashChain, KvCacheManager};
-use crate::types::{LogitsRow, LogitsTask, PlanSequence, SampleKey, SamplingParams, TokenId, TokenLogprobs};
+use crate::types::{History, LogitsRow, LogitsTask, PlanSequence, SampleKey, SamplingParams, TokenId, TokenLogprobs};
 
 /// A sequence's place in the order of age, which is also its name inside the scheduler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -175,17 +175,16 @@ impl Sequence {
         PlanSequence { start, tokens, block_table, adapter: self.salt.adapter, logits }
     }
 
-    /// Penalties are of what has been sampled after the whole prompt, so a `target` carries no history.
     fn task(&self, seed: u64, offset: u32, target: Option<TokenId>) -> LogitsTask {
         let with_history = target.is_none() && self.params.needs_history();
+        let history = || History { prompt: Arc::clone(&self.prompt), output: self.outputs.clone() };
         LogitsTask {
             sample: SampleKey { sample_index: self.key.sample_index + offset, ..self.key },
             params: Arc::clone(&self.params),
             seed,
             output_index: self.outputs.len() as u32,
             target,
-            history: if with_history { self.copy_tokens(0, self.num_tokens()) } else { Vec::new() },
-            prompt_len: self.prompt.len(),
+            history: with_history.then(history),
         }
     }
 
@@ -196,8 +195,8 @@ impl Sequence {
             let [task] = &last.tasks[..] else { unreachable!("a sequence that decodes is one sample") };
             let mut task = task.clone();
             task.output_index += 1;
-            if self.params.needs_history() {
-                task.history.push(token);
+            if let Some(history) = &mut task.history {
+                history.output.push(token);
             }
             planned.logits.push(LogitsRow { offset: planned.tokens.len(), tasks: vec![task] });
             planned.tokens.push(token);

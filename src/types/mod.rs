@@ -5,7 +5,7 @@
 mod plan;
 mod sampling;
 
-pub use plan::{BlockCopy, BlockId, LogitsRow, LogitsTask, PlanSequence, StepOutput, StepPlan};
+pub use plan::{BlockCopy, BlockId, History, LogitsRow, LogitsTask, PlanSequence, StepOutput, StepPlan};
 pub use sampling::{FinishReason, SamplingParams, TokenLogprobs, sample_seed};
 
 /// A token of the vocabulary.

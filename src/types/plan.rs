@@ -5,7 +5,7 @@ use std::sync::Arc;
 /// Copy of the first `tokens` slots of a block (all layers, K and V), for a fork that writes into a shared block.
 pub use rollout_kernels::BlockCopy;
 
-use super::{SampleKey, SamplingParams, TokenId, TokenLogprobs};
+use super::{RequestKey, SampleKey, SamplingParams, TokenId, TokenLogprobs};
 
 /// A physical block of the paged KV cache.
 pub type BlockId = u32;
@@ -53,16 +53,26 @@ pub struct LogitsTask {
     pub output_index: u32,
     /// `Some(token)`: give its log-probabilities instead of sampling (scoring, prompt log-probabilities).
     pub target: Option<TokenId>,
-    /// Prompt and output so far (drafts before this place included), and the prompt's length; empty unless
-    /// `params.needs_history()`.
-    pub history: Vec<TokenId>,
-    pub prompt_len: usize,
+    /// What the penalties count, if there are any. The scheduler gives none to tokens of the prompt (`target`), since
+    /// penalties are of what is sampled after the whole prompt.
+    pub history: Option<History>,
 }
 
-/// Answers to all tasks of a plan, flat, in the plan's order (sequences, their rows, their tasks).
+/// The tokens before the one that is sampled.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct History {
+    pub prompt: Arc<[TokenId]>,
+    /// Sampled so far, drafts before this place included.
+    pub output: Vec<TokenId>,
+}
+
+/// What a step has computed.
 #[derive(Clone, Debug, Default)]
 pub struct StepOutput {
+    /// Answers to all tasks of the plan, flat, in the plan's order (sequences, their rows, their tasks).
     pub tokens: Vec<TokenLogprobs>,
+    /// Requests of which an answer panicked, with the panic's message. Their answers in `tokens` mean nothing.
+    pub failed: Vec<(RequestKey, String)>,
 }
 
 impl StepPlan {

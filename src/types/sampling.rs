@@ -110,11 +110,30 @@ impl TokenLogprobs {
         const HEADER: usize = 16;
         if self.top.is_empty() { 0 } else { size_of_val(&self.top[..]) + HEADER }
     }
+
+    /// Stands where there is no answer.
+    pub const NONE: Self = Self { token: 0, raw: f32::NAN, processed: f32::NAN, top: Vec::new() };
 }
 
-/// Seed of sample `index` in a group drawn with `seed`: sample 0 uses the seed itself, so any completion can be
-/// replayed alone (`n = 1`) with the seed it reports. SplitMix64 (Steele et al. 2014) over both.
-pub fn sample_seed(seed: u64, index: u32) -> u64 {
+/// Seed of sample `sample_index` of prompt `prompt_index` in a request drawn with `seed`. The first sample of the first
+/// prompt has the seed itself, so any completion can be replayed alone (one prompt, `n = 1`) with the seed it reports;
+/// equal prompts of one request get different samples. Prompts are told apart by Murmur3's finaliser (Appleby 2011),
+/// samples of a prompt by SplitMix64 (Steele et al. 2014), so that the two never count the same sequence of seeds.
+pub fn sample_seed(seed: u64, prompt_index: u32, sample_index: u32) -> u64 {
+    split_mix(prompt_seed(seed, prompt_index), sample_index)
+}
+
+fn prompt_seed(seed: u64, index: u32) -> u64 {
+    if index == 0 {
+        return seed;
+    }
+    let mut z = seed.wrapping_add(u64::from(index).wrapping_mul(0xD1B5_4A32_D192_ED03));
+    z = (z ^ (z >> 33)).wrapping_mul(0xFF51_AFD7_ED55_8CCD);
+    z = (z ^ (z >> 33)).wrapping_mul(0xC4CE_B9FE_1A85_EC53);
+    z ^ (z >> 33)
+}
+
+fn split_mix(seed: u64, index: u32) -> u64 {
     if index == 0 {
         return seed;
     }

@@ -394,7 +394,9 @@ impl Engine {
 
     /// SHA-256 of every parameter.
     pub fn checksums(&self) -> Vec<(String, [u8; 32])> {
-        self.ask(|reply| Command::Checksum { names: Vec::new(), reply }).expect("there are weights").parameters
+        self.ask(|reply| Command::Checksum { names: Vec::new(), cancel: CancelFlag::default(), reply })
+            .expect("there are weights")
+            .parameters
     }
 
     pub fn sleep(&self, level: SleepLevel, mode: DrainMode) -> Result<SleepReply> {

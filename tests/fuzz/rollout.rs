@@ -60,22 +60,13 @@ fn generate_request(dice: &mut Dice) -> pb::GenerateRequest {
     }
 }
 
-/// A rank panics on both together.
-fn without_known(mut request: pb::GenerateRequest) -> pb::GenerateRequest {
-    let penalties = |s: &pb::SamplingParams| {
-        s.repetition_penalty.is_some() || s.presence_penalty.is_some() || s.frequency_penalty.is_some()
-    };
-    request.prompt_logprobs &= !request.sampling.as_ref().is_some_and(penalties);
-    request
-}
-
 fn most_tokens(request: &pb::GenerateRequest) -> u64 {
     let each = request.sampling.as_ref().and_then(|s| s.max_tokens).unwrap_or(16).min(CONTEXT);
     request.prompts.len() as u64 * u64::from(request.n.unwrap_or(1)) * u64::from(each)
 }
 
 pub fn generate(dice: &mut Dice) -> Call {
-    let request = without_known(generate_request(dice));
+    let request = generate_request(dice);
     let mut call = call(dice, GENERATE, &request);
     if most_tokens(&request) > MOST_TOKENS && call.leave == Leave::Never {
         call.leave = Leave::AfterMessages(1 + dice.below(8));
@@ -98,7 +89,6 @@ pub fn small_generate(dice: &mut Dice) -> Call {
         prompt_logprobs: dice.coin(),
         ..Default::default()
     };
-    let request = without_known(request);
     let mut call = Call::of(GENERATE, &request);
     call.timeout = Some(dice.pick(&["2m", "30m", "120m"]).into());
     if dice.one_in(3) {

@@ -24,7 +24,7 @@ pub fn tokens(dice: &mut Dice, longest: u32) -> pb::TokenIds {
 
 const TEMPERATURES: &[f32] = &[0.0, -0.0, 1e-6, 0.3, 1.0, 1.0, 2.0, 1e3, 1e30, f32::MAX];
 // Closer to 1 a rank panics.
-const TOP_PS: &[f32] = &[f32::MIN_POSITIVE, 1e-45, 1e-6, 0.1, 0.5, 0.999, 1.0];
+const TOP_PS: &[f32] = &[f32::MIN_POSITIVE, 1e-45, 1e-6, 0.1, 0.5, 0.999, 1.0 - f32::EPSILON / 2.0, 1.0];
 const MIN_PS: &[f32] = &[0.0, -0.0, 1e-45, 1e-6, 0.1, 0.999_999_9, 1.0];
 const REPETITIONS: &[f32] = &[1e-6, 0.5, 1.0, 1.2, 1e6];
 const PENALTIES: &[f32] = &[-2.0, -0.0, 0.0, 1e-45, 0.7, 2.0];

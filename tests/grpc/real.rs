@@ -1,12 +1,14 @@
 //! A real engine behind the server: text in, groups out, nothing left behind.
 
+use std::collections::HashSet;
 use std::time::Duration;
 
 use clap::Parser;
 use rollout_server::config::Config;
+use rollout_server::error::Result;
 use rollout_server::server::pb::rollout_client::RolloutClient;
 use rollout_server::server::pb::{self, generate_response::Event, prompt::Kind};
-use rollout_server::server::{Bound, Ended, serve, shutdown_channel};
+use rollout_server::server::{Bound, Ended, ShutdownHandle, serve, shutdown_channel};
 use rollout_server::startup;
 use tonic::transport::Channel;
 
@@ -38,18 +40,101 @@ async fn generate(client: &mut RolloutClient<Channel>, request: pb::GenerateRequ
     completions
 }
 
+/// A server on a fixture, and a connection to it.
+struct Real {
+    channel: Channel,
+    shutdown: ShutdownHandle,
+    server: tokio::task::JoinHandle<Result<Ended>>,
+    engine: std::thread::JoinHandle<Result<()>>,
+}
+
+impl Real {
+    async fn start(flags: &[&str]) -> Self {
+        let model = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/qwen2");
+        let base = ["rollout-server", "--model", model, "--kv-cache-bytes", "16MiB"];
+        let config = Config::try_parse_from(base.iter().chain(flags)).expect("good flags");
+        let (parts, engine) = startup::start(&config).expect("the fixture loads").into_parts(&config);
+        let bound = Bound::new(&harness::config(0)).expect("a free port");
+        let url = format!("http://{}", bound.address());
+        let (shutdown, orders) = shutdown_channel();
+        let server = tokio::spawn(serve(bound, std::future::ready(Ok(parts)), orders));
+        let channel = Channel::from_shared(url).expect("a URL").connect().await.expect("the server listens");
+        Self { channel, shutdown, server, engine }
+    }
+
+    async fn end(self) {
+        drop(self.channel);
+        self.shutdown.order();
+        assert_eq!(self.server.await.expect("no panic").expect("a good end"), Ended::Drained);
+        self.engine.join().expect("no panic").expect("the engine ends well");
+    }
+}
+
+/// What a completion is made of.
+fn sample(completion: &pb::Completion) -> (&[u32], &[f32]) {
+    (&completion.token_ids, &completion.logprobs)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn equal_prompts_of_one_request_are_no_clones() {
+    let real = Real::start(&[]).await;
+    let mut client = RolloutClient::new(real.channel.clone());
+    let prompt = || Kind::Tokens(pb::TokenIds { ids: (40..60).collect() });
+    for seed in [None, Some(9)] {
+        let mut together = request(vec![prompt(); 64], 1, 0);
+        together.sampling.as_mut().expect("it has").seed = seed;
+        let together = generate(&mut client, together).await;
+        assert_eq!(together.len(), 64);
+        let different: HashSet<_> = together.iter().map(|c| &c.token_ids).collect();
+        assert_eq!(different.len(), 64, "seed {seed:?}: 12 tokens at temperature 1 are never the same twice");
+        for (i, completion) in together.iter().enumerate() {
+            let alone = generate(&mut client, request(vec![prompt()], 1, completion.seed)).await;
+            assert_eq!(sample(&alone[0]), sample(completion), "seed {seed:?}, prompt {i}");
+        }
+        if let Some(seed) = seed {
+            assert_eq!(together[0].seed, seed, "the first sample of the first prompt has the request's own seed");
+        }
+    }
+    real.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn prompt_logprobs_come_beside_every_penalty() {
+    let real = Real::start(&[]).await;
+    let mut client = RolloutClient::new(real.channel.clone());
+    let ids: Vec<u32> = (40..60).collect();
+    let scores =
+        client.score(pb::ScoreRequest { sequences: vec![pb::TokenIds { ids: ids.clone() }], ..Default::default() });
+    let scores = scores.await.expect("it can be scored").into_inner().scores.remove(0);
+    type Penalise = fn(&mut pb::SamplingParams);
+    let penalties: [Penalise; 3] =
+        [|s| s.repetition_penalty = Some(1.3), |s| s.presence_penalty = Some(0.5), |s| s.frequency_penalty = Some(0.5)];
+    for penalise in penalties {
+        let mut request = request(vec![Kind::Tokens(pb::TokenIds { ids: ids.clone() })], 2, 5);
+        penalise(request.sampling.as_mut().expect("it has"));
+        let without = generate(&mut client, request.clone()).await;
+        request.prompt_logprobs = true;
+        let mut stream = client.generate(request).await.expect("the request is good").into_inner();
+        let (mut prompts, mut with) = (Vec::new(), Vec::new());
+        while let Some(message) = stream.message().await.expect("the stream goes on") {
+            match message.event.expect("an event") {
+                Event::PromptLogprobs(prompt) => prompts.push(prompt),
+                Event::Completion(completion) => with.push(completion),
+                _ => {}
+            }
+        }
+        with.sort_by_key(|c| c.sample_index);
+        assert_eq!(prompts.len(), 1);
+        assert_eq!(prompts[0].raw_logprobs[1..], scores.raw_logprobs[1..], "penalties are no part of the prompt");
+        assert!(with.iter().map(sample).eq(without.iter().map(sample)));
+    }
+    real.end().await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn groups_are_sampled_scored_and_replayed_through_the_whole_server() {
-    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/qwen2");
-    let flags = ["rollout-server", "--model", model, "--tp", "2", "--kv-cache-bytes", "16MiB"];
-    let config = Config::try_parse_from(flags).expect("good flags");
-    let (parts, engine) = startup::start(&config).expect("the fixture loads").into_parts(&config);
-    let bound = Bound::new(&harness::config(0)).expect("a free port");
-    let url = format!("http://{}", bound.address());
-    let (shutdown, orders) = shutdown_channel();
-    let server = tokio::spawn(serve(bound, std::future::ready(Ok(parts)), orders));
-    let channel = Channel::from_shared(url).expect("a URL").connect().await.expect("the server listens");
-    let mut client = RolloutClient::new(channel.clone());
+    let real = Real::start(&["--tp", "2"]).await;
+    let mut client = RolloutClient::new(real.channel.clone());
 
     let chat = pb::Chat { messages: vec![pb::ChatMessage { role: "user".into(), content: "Hello".into() }] };
     let ids: Vec<u32> = (40..80).collect();
@@ -74,7 +159,7 @@ async fn groups_are_sampled_scored_and_replayed_through_the_whole_server() {
     let mut stream = client.generate(long).await.expect("the request is good").into_inner();
     stream.message().await.expect("a message").expect("an event");
     drop(stream);
-    let mut control = pb::control_client::ControlClient::new(channel);
+    let mut control = pb::control_client::ControlClient::new(real.channel.clone());
     let everything_is_free = async {
         loop {
             let status = control.get_status(pb::GetStatusRequest {}).await.expect("a status").into_inner();
@@ -87,7 +172,6 @@ async fn groups_are_sampled_scored_and_replayed_through_the_whole_server() {
     let status = tokio::time::timeout(harness::PATIENCE, everything_is_free).await.expect("the blocks come back");
     assert_eq!((status.aborted_requests, status.finished_requests), (1, 3));
 
-    shutdown.order();
-    assert_eq!(server.await.expect("no panic").expect("a good end"), Ended::Drained);
-    engine.join().expect("no panic").expect("the engine ends well");
+    drop((client, control));
+    real.end().await;
 }

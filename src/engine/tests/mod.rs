@@ -2,6 +2,7 @@
 
 mod adapters;
 mod crashes;
+mod isolation;
 mod requests;
 mod rig;
 mod serving;

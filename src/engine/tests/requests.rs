@@ -59,7 +59,7 @@ fn held_requests_are_cancelled_aborted_and_checked_when_they_start() {
     let newer = rig.submit(at_version("newer", None, Some(2)));
     cancelled.cancel.cancel();
     rig.command(Command::Look);
-    assert!(matches!(cancelled.error(), Error::Unavailable(_)));
+    assert!(matches!(cancelled.error(), Error::Aborted(_)));
     let target = AbortTarget::Requests(vec!["aborted".into()]);
     told(&rig.call(|reply| Command::Abort { target, reply })).reply();
     assert!(matches!(aborted.error(), Error::Aborted(_)));

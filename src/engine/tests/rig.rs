@@ -8,7 +8,7 @@ use crate::engine::*;
 use crate::executor::Memory;
 use crate::memory::Backlog;
 use crate::scheduler::{SchedulerConfig, Speculation};
-use crate::types::{SamplingParams, StepOutput, StepPlan, TokenId, TokenLogprobs};
+use crate::types::{RequestKey, SamplingParams, StepOutput, StepPlan, TokenId, TokenLogprobs};
 use crate::weights::{
     AdapterPlan, Delta, Dtype, ParamSpec, ShardRule, Stage, TensorData, TensorEntry, Tensors, UpdateKind, WeightUpdate,
 };
@@ -56,6 +56,8 @@ pub struct Fake {
     pub kept: u64,
     /// The oldest policy in the context of each sequence of the last step.
     pub oldest_kv: Vec<TokenId>,
+    /// What the next step says of requests whose answers panicked.
+    pub failing: Vec<(RequestKey, String)>,
 }
 
 impl Fake {
@@ -71,6 +73,7 @@ impl Fake {
             did: Vec::new(),
             kept: 0,
             oldest_kv: Vec::new(),
+            failing: Vec::new(),
         }
     }
 
@@ -117,7 +120,10 @@ impl Executor for Fake {
             processed: 0.0,
             top: Vec::new(),
         };
-        Ok(StepOutput { tokens: plan.tasks().map(|task| answer(task.target)).collect() })
+        Ok(StepOutput {
+            tokens: plan.tasks().map(|task| answer(task.target)).collect(),
+            failed: std::mem::take(&mut self.failing),
+        })
     }
 
     fn write(&mut self, order: WeightOrder) -> Result<()> {
@@ -345,6 +351,11 @@ pub struct Rig {
 
 impl Rig {
     pub fn new() -> Self {
+        Self::with_commands(sync_channel(1).1)
+    }
+
+    /// An engine that can be run on a thread of its own.
+    pub fn with_commands(commands: Receiver<Command>) -> Self {
         let config = SchedulerConfig {
             max_num_seqs: 4,
             max_batch_tokens: 8,
@@ -361,7 +372,7 @@ impl Rig {
         let parameters = Arc::new(Parameters::new(specs.into(), Dtype::F32, 1, false));
         let traffic = Traffic::new(TRAFFIC_BYTES);
         let setup = Setup { parameters, budget, traffic, max_adapters: 2, max_lora_rank: 8 };
-        Self { engine: Engine::new(Fake::new(), scheduler, None, sync_channel(1).1, setup) }
+        Self { engine: Engine::new(Fake::new(), scheduler, None, commands, setup) }
     }
 
     /// Gives a command, as the serving loop does.
@@ -437,6 +448,25 @@ impl Rig {
 
     pub fn commit(&mut self, update: u64, content: WeightUpdate) -> Receiver<Result<UpdateReply>> {
         self.call(|reply| Command::CommitUpdate { update, content, reply })
+    }
+
+    /// A checksum that waits for its pieces to be computed.
+    pub fn begin_checksum(&mut self, names: &[&str], cancel: &CancelFlag) -> Receiver<Result<ChecksumReply>> {
+        let (names, cancel) = (names.iter().map(|name| name.to_string()).collect(), cancel.clone());
+        self.call(|reply| Command::Checksum { names, cancel, reply })
+    }
+
+    /// Computes all checksums to their end, without a step between their pieces.
+    pub fn finish_checksums(&mut self) {
+        while !self.engine.checksums.is_empty() {
+            self.engine.continue_checksum().unwrap();
+        }
+    }
+
+    pub fn checksum(&mut self, names: &[&str]) -> Result<ChecksumReply> {
+        let reply = self.begin_checksum(names, &CancelFlag::default());
+        self.finish_checksums();
+        told(&reply).reply()
     }
 
     pub fn write_part(&mut self, update: u64) -> Result<()> {

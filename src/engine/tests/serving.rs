@@ -273,7 +273,7 @@ fn a_request_for_a_newer_policy_waits_and_can_be_ended() {
     let (third, _) = engine.start_with("third", &[&[1]], kind(), tokens(1), (None, Some(1)));
     assert_eq!(first.recv_timeout(Duration::from_millis(50)).unwrap_err(), RecvTimeoutError::Timeout);
     engine.handle.cancel(&cancel);
-    assert!(matches!(&drain(&first)[..], [Event::Failed(Error::Unavailable(_))]));
+    assert!(matches!(&drain(&first)[..], [Event::Failed(Error::Aborted(_))]));
     assert_eq!(engine.abort(AbortTarget::Requests(vec!["second".into()])).aborted, ["second"]);
     assert!(matches!(&drain(&second)[..], [Event::Failed(Error::Aborted(_))]));
     engine.end().unwrap();

@@ -103,7 +103,7 @@ const ORDERS: [(&str, Order); 16] = [
         done(rig.push_now(begin))
     }),
     ("resident", |rig| done(rig.push_now(resident("x")))),
-    ("checksum", |rig| done(told(&rig.call(|reply| Command::Checksum { names: Vec::new(), reply })).reply())),
+    ("checksum", |rig| done(rig.checksum(&[]))),
     ("abort", |rig| {
         let target = AbortTarget::All;
         told(&rig.call(|reply| Command::Abort { target, reply }));
@@ -290,15 +290,11 @@ fn a_checksum_is_of_the_bytes_that_serve() {
     use sha2::{Digest, Sha256};
     let mut rig = Rig::new();
     rig.push_lora(RunningPolicy::Keep);
-    let mut checksum = |names: &[&str]| {
-        let names = names.iter().map(|name| name.to_string()).collect();
-        told(&rig.call(|reply| Command::Checksum { names, reply })).reply()
-    };
     let bytes: Vec<u8> = (0..5).flat_map(|row| [row ^ 1; 12]).collect();
     let sha: [u8; 32] = Sha256::digest(&bytes).into();
-    let all = checksum(&[]).unwrap();
+    let all = rig.checksum(&[]).unwrap();
     assert_eq!((all.weight_version, all.parameters), (1, PARAMETERS.map(|name| (name.into(), sha)).to_vec()));
-    assert_eq!(checksum(&PARAMETERS[1..]).unwrap().parameters, [(PARAMETERS[1].into(), sha)]);
-    let error = checksum(&[PARAMETERS[1], "x"]).unwrap_err();
+    assert_eq!(rig.checksum(&PARAMETERS[1..]).unwrap().parameters, [(PARAMETERS[1].into(), sha)]);
+    let error = rig.checksum(&[PARAMETERS[1], "x"]).unwrap_err();
     assert!(matches!(&error, Error::InvalidArgument { message, .. } if message.contains("\"x\"")), "{error}");
 }

@@ -1,6 +1,6 @@
 //! Edits of the logits before the temperature: masks, bias and penalties.
 
-use crate::types::{LogitsTask, SamplingParams, TokenId};
+use crate::types::{History, LogitsTask, SamplingParams};
 
 /// Marks a token of the prompt in `counts`; the bits below it count its occurrences in the output.
 const IN_PROMPT: u32 = 1 << 31;
@@ -10,7 +10,7 @@ const IN_PROMPT: u32 = 1 << 31;
 pub fn apply(logits: &[f32], task: &LogitsTask, edited: &mut Vec<f32>, counts: &mut Vec<u32>) -> bool {
     let params = &*task.params;
     let masks_stops = task.output_index < params.min_tokens;
-    if params.allowed_tokens.is_none() && !masks_stops && params.logit_bias.is_empty() && !params.needs_history() {
+    if params.allowed_tokens.is_none() && !masks_stops && params.logit_bias.is_empty() && task.history.is_none() {
         return false;
     }
     edited.clear();
@@ -34,29 +34,23 @@ pub fn apply(logits: &[f32], task: &LogitsTask, edited: &mut Vec<f32>, counts: &
     for &(token, bias) in &params.logit_bias {
         edited[token as usize] += bias;
     }
-    if params.needs_history() {
-        penalise(edited, params, &task.history, task.prompt_len, counts);
+    if let Some(history) = &task.history {
+        penalise(edited, params, history, counts);
     }
     true
 }
 
-/// Repetition penalty on every token of `history`, frequency and presence penalty on those of `history[prompt_len..]`.
-fn penalise(
-    logits: &mut [f32],
-    params: &SamplingParams,
-    history: &[TokenId],
-    prompt_len: usize,
-    counts: &mut Vec<u32>,
-) {
+/// Repetition penalty on every token of `history`, frequency and presence penalty on those of its output.
+fn penalise(logits: &mut [f32], params: &SamplingParams, history: &History, counts: &mut Vec<u32>) {
     counts.resize(counts.len().max(logits.len()), 0);
-    let (prompt, output) = history.split_at(prompt_len);
-    for &token in prompt {
+    let History { prompt, output } = history;
+    for &token in prompt.iter() {
         counts[token as usize] |= IN_PROMPT;
     }
     for &token in output {
         counts[token as usize] += 1;
     }
-    for &token in history {
+    for &token in prompt.iter().chain(output) {
         let seen = std::mem::take(&mut counts[token as usize]);
         if seen == 0 {
             continue; // done at its first occurrence

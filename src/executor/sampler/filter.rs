@@ -120,6 +120,10 @@ fn prefix(
         bin -= 1;
     }
     logits::candidates_of_bin(isa, row, bins, bin, scale, candidates);
+    if candidates.is_empty() {
+        // Every cell was added and the target not reached: it is within rounding of all there is, so nothing is left out.
+        return Bound::NONE;
+    }
     shortest_prefix(candidates, measure, target - above)
 }
 

@@ -57,6 +57,11 @@ impl Scratch {
     pub fn new(isa: Isa) -> Self {
         Self { isa, raw_maxima: Vec::new(), raw_sums: Vec::new(), work: Work::default() }
     }
+
+    /// Forgets all it holds: after a panic some of it may break the next answer.
+    pub fn reset(&mut self) {
+        *self = Self::new(self.isa);
+    }
 }
 
 /// The model's own distribution.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::*;
-use crate::types::{GroupKey, RequestKey, SampleKey};
+use crate::types::{GroupKey, History, RequestKey, SampleKey};
 
 fn task(params: &SamplingParams, seed: u64, output_index: u32) -> LogitsTask {
     let group = GroupKey { request: RequestKey(0), prompt_index: 0 };
@@ -13,8 +13,7 @@ fn task(params: &SamplingParams, seed: u64, output_index: u32) -> LogitsTask {
         seed,
         output_index,
         target: None,
-        history: Vec::new(),
-        prompt_len: 0,
+        history: None,
     }
 }
 
@@ -57,8 +56,9 @@ fn edited(logits: &[f32], task: &LogitsTask) -> Vec<f64> {
             *x = f64::NEG_INFINITY;
         }
         *x += p.logit_bias.iter().find(|b| b.0 == id).map_or(0.0, |b| f64::from(b.1));
-        let in_output = task.history[task.prompt_len..].iter().filter(|&&t| t == id).count();
-        if task.history.contains(&id) {
+        let (prompt, output) = task.history.as_ref().map_or((&[][..], &[][..]), |h| (&h.prompt, &h.output));
+        let in_output = output.iter().filter(|&&t| t == id).count();
+        if in_output > 0 || prompt.contains(&id) {
             let r = f64::from(p.repetition_penalty);
             *x = if *x > 0.0 { *x / r } else { *x * r };
         }
@@ -176,7 +176,8 @@ fn options() -> Vec<(&'static str, SamplingParams)> {
 }
 
 fn with_history(params: &SamplingParams) -> LogitsTask {
-    LogitsTask { history: vec![0, 1, 1, 5, 6, 1, 1, 3, 0], prompt_len: 4, ..task(params, 0, 0) }
+    let history = History { prompt: [0, 1, 1, 5].into(), output: vec![6, 1, 1, 3, 0] };
+    LogitsTask { history: Some(history), ..task(params, 0, 0) }
 }
 
 #[test]
@@ -234,6 +235,21 @@ fn sampling_and_scoring_give_the_same_bits_and_plain_processed_is_raw() {
             if name == "plain" {
                 assert_eq!(sampled.raw.to_bits(), sampled.processed.to_bits());
             }
+        }
+    }
+}
+
+#[test]
+fn a_top_p_within_rounding_of_one_leaves_out_next_to_nothing() {
+    let mut rng = rng(9);
+    let mut scratch = new_scratch();
+    for (vocab, spread) in [(12, 0.1), (512, 0.01), (512, 1.0), (700, 6.0), (3 * BLOCK, 0.3)] {
+        for seed in 0..400 {
+            let logits = random_row(&mut rng, vocab, spread);
+            let params = SamplingParams { top_p: 1.0f32.next_down(), ..Default::default() };
+            let sampled = answer(&logits, &task(&params, seed, 0), &mut scratch);
+            let difference = (sampled.processed - sampled.raw).abs();
+            assert!(difference < 1e-5, "vocabulary {vocab}, spread {spread}, seed {seed}: {sampled:?}");
         }
     }
 }

@@ -76,7 +76,7 @@ impl FakeExecutor {
             let oldest = if sequence.is_forked() { self.begun[id] } else { groups[&sequence.key.group].salt.epoch };
             self.verify(oldest, groups[&sequence.key.group].salt, planned, &all);
         }
-        StepOutput { tokens }
+        StepOutput { tokens, failed: Vec::new() }
     }
 
     fn slot(&self, planned: &PlanSequence, position: usize) -> usize {
@@ -141,14 +141,14 @@ fn raw_logprob(state: u64, token: TokenId) -> f32 {
 fn answer(state: u64, repeated: Option<TokenId>, task: &LogitsTask) -> TokenLogprobs {
     let raw = |token| raw_logprob(state, token);
     if let Some(token) = task.target {
+        assert_eq!(task.history, None, "penalties are of what is sampled");
         return TokenLogprobs { token, raw: raw(token), processed: raw(token) / task.params.temperature, top: vec![] };
     }
     let mut draw = mix(mix(state, task.seed), u64::from(task.output_index));
-    if task.params.needs_history() {
-        assert_eq!(task.history.len(), task.prompt_len + task.output_index as usize);
-        draw = task.history.iter().fold(draw, |draw, &token| mix(draw, u64::from(token)));
-    } else {
-        assert!(task.history.is_empty());
+    assert_eq!(task.history.is_some(), task.params.needs_history());
+    if let Some(History { prompt, output }) = &task.history {
+        assert_eq!(output.len(), task.output_index as usize);
+        draw = prompt.iter().chain(output).fold(draw, |draw, &token| mix(draw, u64::from(token)));
     }
     let choice = match repeated {
         Some(last) if !draw.is_multiple_of(8) => u64::from(last) + 1,
@@ -347,6 +347,6 @@ pub fn group(key: GroupKey, prompt: &[TokenId], n: u32, max_tokens: u32) -> Grou
         prompt: prompt.into(),
         params: Arc::new(SamplingParams { max_tokens, ..SamplingParams::default() }),
         salt: CacheSalt::default(),
-        kind: GroupKind::Sample { seeds: (0..n).map(|i| sample_seed(7, i)).collect(), prompt_logprobs: false },
+        kind: GroupKind::Sample { seeds: (0..n).map(|i| sample_seed(7, 0, i)).collect(), prompt_logprobs: false },
     }
 }

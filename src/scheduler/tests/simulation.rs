@@ -74,7 +74,7 @@ fn random_request(rng: &mut ChaCha8Rng, request: u64) -> Vec<Group> {
                 GroupKind::Score
             } else {
                 let (n, seed) = (rng.random_range(1..=8), rng.random());
-                let seeds = (0..n).map(|i| sample_seed(seed, i)).collect();
+                let seeds = (0..n).map(|i| sample_seed(seed, prompt_index, i)).collect();
                 GroupKind::Sample { seeds, prompt_logprobs: rng.random_bool(0.25) }
             },
         })

@@ -65,8 +65,9 @@ fn each_draft_has_a_row_with_the_counter_and_history_of_its_place() {
     for (i, row) in planned.logits.iter().enumerate() {
         let [task] = &row.tasks[..] else { panic!("{row:?}") };
         assert_eq!((row.offset, task.output_index, task.target), (i, 1 + i as u32, None));
-        assert_eq!((task.history.len(), task.prompt_len), (11 + 1 + i, 11));
-        assert!(task.history.ends_with(&planned.tokens[..=i]));
+        let history = task.history.as_ref().expect("a penalty counts");
+        assert_eq!((history.prompt.len(), history.output.len()), (11, 1 + i));
+        assert!(history.output.ends_with(&planned.tokens[..=i]));
     }
 }
 

@@ -164,6 +164,7 @@ fn status_response(s: &engine::Status) -> pb::GetStatusResponse {
         accepted_tokens: s.accepted_tokens,
         finished_requests: s.finished_requests,
         aborted_requests: s.aborted_requests,
+        internal_errors: s.internal_errors,
         tokens_per_second: s.tokens_per_second,
         uptime_seconds: 0.0,
         asleep: convert::asleep(s.lifecycle),

@@ -90,7 +90,9 @@ impl WeightsService {
 
     async fn checksums(&self, names: Vec<String>) -> Result<pb::ChecksumResponse> {
         let parts = self.gate.look()?;
-        let reply = ask(&parts.engine, |reply| Command::Checksum { names, reply }).await??;
+        let guard = CancelOnDrop::new(&parts.engine);
+        let cancel = guard.flag.clone();
+        let reply = ask(&parts.engine, |reply| Command::Checksum { names, cancel, reply }).await??;
         let checksum = |(name, sha256): (String, [u8; 32])| pb::ParameterChecksum { name, sha256: sha256.to_vec() };
         let parameters = reply.parameters.into_iter().map(checksum).collect();
         Ok(pb::ChecksumResponse { weight_version: reply.weight_version, parameters })

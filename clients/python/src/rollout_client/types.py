@@ -80,7 +80,8 @@ class SamplingParams:
     ignore_eos: bool = False
     """Do not end at the model's end-of-sequence tokens."""
     seed: int | None = None
-    """Sample `i` of a group uses one derived from (seed, i), sample 0 the seed itself. None: the server draws one."""
+    """Each sample uses one derived from (seed, index of its prompt, index of the sample); the first sample of the first
+    prompt the seed itself. So equal prompts of one request get different samples. None: the server draws one."""
 
 
 @dataclass(frozen=True)
@@ -394,3 +395,5 @@ class ServerStatus:
     """Tokens that speculation has tried behind a sample's next one."""
     accepted_tokens: int
     """Of these, those that turned out right (`generated_tokens` has them too)."""
+    internal_errors: int
+    """Requests that ended with INTERNAL because answering them panicked: a bug, of which the log has more."""

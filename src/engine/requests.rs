@@ -1,0 +1,85 @@
+//! All requests that have arrived and not ended: by their key, and by the id that their clients gave them.
+
+use std::collections::{BTreeMap, HashMap};
+
+use super::{GenerateCommand, Request};
+use crate::types::RequestKey;
+
+/// Each request is either accepted or held, and `keys` has its id. Keys count arrivals.
+#[derive(Default)]
+pub(super) struct Requests {
+    /// The scheduler has their groups.
+    accepted: HashMap<RequestKey, Request>,
+    /// Not accepted yet, in the order of their arrival.
+    held: BTreeMap<RequestKey, GenerateCommand>,
+    keys: HashMap<String, RequestKey>,
+    next_key: u64,
+}
+
+impl Requests {
+    pub fn next_key(&mut self) -> RequestKey {
+        self.next_key += 1;
+        RequestKey(self.next_key)
+    }
+
+    pub fn accept(&mut self, key: RequestKey, request: Request) {
+        self.keys.insert(request.id().into(), key);
+        self.accepted.insert(key, request);
+    }
+
+    pub fn hold(&mut self, key: RequestKey, command: GenerateCommand) {
+        self.keys.insert(command.request_id.clone(), key);
+        self.held.insert(key, command);
+    }
+
+    pub fn find(&self, id: &str) -> Option<RequestKey> {
+        self.keys.get(id).copied()
+    }
+
+    /// Ids of all requests.
+    pub fn ids(&self) -> Vec<String> {
+        self.keys.keys().cloned().collect()
+    }
+
+    pub fn get_mut(&mut self, key: RequestKey) -> Option<&mut Request> {
+        self.accepted.get_mut(&key)
+    }
+
+    pub fn remove_accepted(&mut self, key: RequestKey) -> Option<Request> {
+        let request = self.accepted.remove(&key)?;
+        self.keys.remove(request.id());
+        Some(request)
+    }
+
+    pub fn remove_held(&mut self, key: RequestKey) -> Option<GenerateCommand> {
+        let command = self.held.remove(&key)?;
+        self.keys.remove(&command.request_id);
+        Some(command)
+    }
+
+    /// Keys of the accepted requests that `which` says, the oldest first.
+    pub fn accepted_keys(&self, which: impl Fn(RequestKey, &Request) -> bool) -> Vec<RequestKey> {
+        let chosen = self.accepted.iter().filter(|(key, request)| which(**key, request));
+        let mut keys: Vec<_> = chosen.map(|(key, _)| *key).collect();
+        keys.sort_unstable();
+        keys
+    }
+
+    /// Keys of the held requests that `which` says, in the order of arrival.
+    pub fn held_keys(&self, which: impl Fn(&GenerateCommand) -> bool) -> Vec<RequestKey> {
+        self.held.iter().filter(|(_, command)| which(command)).map(|(key, _)| *key).collect()
+    }
+
+    pub fn num_accepted(&self) -> usize {
+        self.accepted.len()
+    }
+
+    pub fn num_held(&self) -> usize {
+        self.held.len()
+    }
+
+    /// What the held requests count for in the queue.
+    pub fn num_held_samples(&self) -> usize {
+        self.held.values().map(GenerateCommand::num_samples).sum()
+    }
+}

@@ -1,0 +1,215 @@
+//! What one caller does must not cost the others: panics of an answer, floods of commands, long checksums, many ids.
+
+use std::sync::mpsc::{Receiver, channel, sync_channel};
+
+use super::rig::*;
+use crate::engine::*;
+use crate::types::RequestKey;
+use crate::weights::UpdateKind;
+
+fn internal(asked: &Asked) -> String {
+    match asked.error() {
+        Error::Internal(why) => why,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_panic_in_an_answer_ends_its_request_alone() {
+    let mut rig = Rig::new();
+    let [bad, good] = ["bad", "good"].map(|id| rig.submit(ask(id, 3, 4)));
+    rig.step();
+    let key = rig.engine.requests.find("bad").unwrap();
+    rig.engine.executor.failing = vec![(key, "index out of bounds".into())];
+    rig.step();
+    assert!(internal(&bad).contains("index out of bounds"));
+    rig.finish();
+    assert_eq!(sampled(&good.completion()), [0; 4]);
+    let status = rig.status();
+    assert_eq!((status.internal_errors, status.finished_requests, status.aborted_requests), (1, 1, 1));
+    rig.assert_clean();
+}
+
+/// A request whose responder panics at the event of this number, counted from 0, and at all after it if `always`.
+fn panicking(id: &str, at: usize, always: bool) -> (GenerateCommand, Receiver<Event>) {
+    let (mut command, _) = ask(id, 3, 4);
+    command.kind = Kind::Generate { n: 2, seed: 1, prompt_logprobs: true, stream_tokens: true };
+    let (sender, events) = channel();
+    let mut seen = 0;
+    command.responder = Box::new(move |event| {
+        seen += 1;
+        assert!(seen != at + 1 && !(always && seen > at), "a responder that panics");
+        drop(sender.send(event));
+    });
+    (command, events)
+}
+
+#[test]
+fn a_panic_while_events_are_made_ends_their_request_alone() {
+    for (at, always) in [(0, false), (1, false), (3, false), (0, true)] {
+        let mut rig = Rig::new();
+        let (command, events) = panicking("bad", at, always);
+        rig.command(Command::Generate(Box::new(command)));
+        let good = rig.submit(ask("good", 3, 4));
+        rig.finish();
+        let last = events.try_iter().last();
+        match always {
+            false => assert!(matches!(last, Some(Event::Failed(Error::Internal(_)))), "{at}: {last:?}"),
+            true => assert!(last.is_none()),
+        }
+        assert_eq!(sampled(&good.completion()), [0; 4]);
+        assert_eq!(rig.status().internal_errors, 1);
+        rig.assert_clean();
+    }
+}
+
+/// Sets a flag when it is dropped.
+struct CancelAtDrop(CancelFlag);
+
+impl Drop for CancelAtDrop {
+    fn drop(&mut self) {
+        self.0.cancel();
+    }
+}
+
+#[test]
+fn an_update_that_is_cancelled_while_its_commit_falls_due_keeps_its_transaction() {
+    let mut rig = Rig::new();
+    let asked = rig.submit(ask("a", 3, 4));
+    rig.step();
+    let begin = UpdateBegin { running: RunningPolicy::Wait, ..begin(UpdateKind::Lora) };
+    let update = begin.cancel.clone();
+    let ticket = rig.begin(begin).unwrap();
+    let commit = rig.commit(ticket.id, lora());
+    // A pause that waits behind the commit, whose caller goes; as its reply is dropped the updater goes, too.
+    let pause = CancelFlag::default();
+    let guard = CancelAtDrop(update);
+    let reply: Reply<Result<()>> = Box::new(move |_| drop(guard));
+    rig.command(Command::Pause { mode: DrainMode::Wait, cancel: pause.clone(), reply });
+    rig.steps(2);
+    pause.cancel();
+    rig.step();
+    assert_eq!(asked.completion().weight_versions, [(0, 0, 4)]);
+    // It was still wanted when the flags were read, and due.
+    assert_eq!(told(&commit).reply().unwrap().weight_version, 1);
+    rig.assert_clean();
+}
+
+#[test]
+fn generation_goes_on_beside_checksums() {
+    let mut rig = Rig::new();
+    let reference = rig.checksum(&[]).unwrap();
+    let asked = rig.submit(ask("a", 3, 4));
+    let replies = [0; 4].map(|_| rig.begin_checksum(&[], &CancelFlag::default()));
+    let mut pieces = 0;
+    while rig.engine.can_step() {
+        rig.step();
+        rig.engine.continue_checksum().unwrap();
+        pieces += 1;
+    }
+    assert_eq!((sampled(&asked.completion()).len(), pieces), (4, 4), "one piece for each step");
+    assert!(replies.iter().all(|reply| told(reply).is_waiting()), "a parameter alone has three pieces");
+    rig.finish_checksums();
+    assert!(replies.iter().all(|reply| told(reply).reply().unwrap() == reference));
+}
+
+#[test]
+fn a_checksum_is_of_one_policy() {
+    let mut rig = Rig::new();
+    let reply = rig.begin_checksum(&[], &CancelFlag::default());
+    (0..5).for_each(|_| rig.engine.continue_checksum().unwrap());
+    rig.push_lora(RunningPolicy::Keep);
+    rig.finish_checksums();
+    let checksum = told(&reply).reply().unwrap();
+    assert_eq!(checksum, rig.checksum(&[]).unwrap());
+    assert_eq!(checksum.weight_version, 1);
+
+    let reply = rig.begin_checksum(&[], &CancelFlag::default());
+    rig.engine.continue_checksum().unwrap();
+    told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply().unwrap();
+    rig.finish_checksums();
+    assert!(matches!(told(&reply).reply(), Err(Error::FailedPrecondition(_))), "the weights went to sleep");
+}
+
+#[test]
+fn checksums_of_callers_that_are_gone_are_dropped_and_few_may_wait() {
+    let mut rig = Rig::new();
+    let gone = CancelFlag::default();
+    let mut replies: Vec<_> = (0..64).map(|_| rig.begin_checksum(&[], &gone)).collect();
+    let refused = rig.begin_checksum(&[], &gone);
+    assert!(matches!(told(&refused).reply(), Err(Error::ResourceExhausted(_))));
+    gone.cancel();
+    replies.push(rig.begin_checksum(&[], &CancelFlag::default()));
+    assert_eq!(rig.engine.checksums.len(), 1);
+    rig.finish_checksums();
+    let last = replies.pop().unwrap();
+    assert!(told(&last).reply().is_ok() && replies.iter().all(|reply| matches!(told(reply), Told::Dropped)));
+}
+
+#[test]
+fn an_end_refuses_the_checksums_that_wait() {
+    let (sender, commands) = sync_channel(2);
+    let (reply, told_to) = channel();
+    let reply: Reply<Result<ChecksumReply>> = Box::new(move |value| reply.send(value).unwrap());
+    sender.send(Command::Checksum { names: vec![], cancel: CancelFlag::default(), reply }).unwrap();
+    sender.send(Command::Shutdown { grace: std::time::Duration::ZERO }).unwrap();
+    Rig::with_commands(commands).engine.run().unwrap();
+    assert!(matches!(told(&told_to).reply(), Err(Error::Unavailable(_))));
+}
+
+/// Callers that ask again as soon as they are answered keep the queue full; the engine steps all the same.
+#[test]
+fn a_flood_of_commands_does_not_keep_the_engine_from_stepping() {
+    let (sender, commands) = sync_channel(COMMAND_QUEUE);
+    let rig = Rig::with_commands(commands);
+    let (command, asked) = ask("a", 3, 20);
+    sender.send(Command::Generate(Box::new(command))).unwrap();
+    /// Asks again from the reply itself, on the engine's own thread, so that no moment passes without a command.
+    fn ask_for_ever(sender: std::sync::mpsc::SyncSender<Command>) {
+        let again = sender.clone();
+        let reply = Box::new(move |status: Status| {
+            if status.finished_requests == 0 {
+                ask_for_ever(again);
+            }
+        });
+        let _ = sender.try_send(Command::Status { reply });
+    }
+    ask_for_ever(sender.clone());
+    let engine = std::thread::spawn(move || rig.engine.run());
+    let last = asked.events.iter().last();
+    assert!(matches!(last, Some(Event::Done(_))), "{last:?}");
+    sender.send(Command::Shutdown { grace: std::time::Duration::ZERO }).unwrap();
+    engine.join().unwrap().unwrap();
+}
+
+#[test]
+fn an_abort_of_many_ids_looks_each_up_once() {
+    let mut rig = Rig::new();
+    told(&rig.pause(DrainMode::Keep)).reply().unwrap();
+    let held: Vec<_> = (0..MAX_QUEUED).map(|i| rig.submit(ask(&format!("r{i}"), 3, 1))).collect();
+    let ids: Vec<String> = (0..200_000).map(|i| format!("r{i}")).collect();
+    let target = AbortTarget::Requests(ids);
+    let reply = told(&rig.call(|reply| Command::Abort { target, reply })).reply();
+    assert_eq!((reply.aborted.len(), reply.unknown.len()), (MAX_QUEUED, 200_000 - MAX_QUEUED));
+    assert!(held.iter().all(|asked| matches!(asked.error(), Error::Aborted(_))));
+    assert_eq!(rig.engine.requests.find("r0"), None::<RequestKey>);
+    rig.resume().unwrap();
+    rig.assert_clean();
+}
+
+#[test]
+fn an_id_is_free_again_when_its_request_has_ended() {
+    let mut rig = Rig::new();
+    for round in 0..2 {
+        let asked = rig.submit(ask("a", 3, 2));
+        assert!(matches!(rig.submit(ask("a", 3, 2)).error(), Error::AlreadyExists(_)), "round {round}");
+        rig.finish();
+        asked.completion();
+        let held = ask("held", 3, 1);
+        let held = rig.submit((GenerateCommand { min_weight_version: Some(9), ..held.0 }, held.1));
+        assert!(matches!(rig.submit(ask("held", 3, 1)).error(), Error::AlreadyExists(_)), "round {round}");
+        held.cancel.cancel();
+        rig.command(Command::Look);
+        rig.assert_clean();
+    }
+}
