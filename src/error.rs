@@ -28,6 +28,9 @@ pub enum Error {
     /// Bytes are not those that were announced. gRPC DATA_LOSS.
     #[error("{0}")]
     DataLoss(String),
+    /// The client took longer than it may. gRPC DEADLINE_EXCEEDED.
+    #[error("{0}")]
+    DeadlineExceeded(String),
     /// The server is ending. gRPC UNAVAILABLE.
     #[error("{0}")]
     Unavailable(String),

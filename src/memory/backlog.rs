@@ -67,7 +67,7 @@ impl Backlog {
 
     fn mark(&self) -> u64 {
         let traffic = &self.0.traffic;
-        (traffic.admission_limit().saturating_sub(traffic.used()) / SHARE).clamp(LEAST, MOST)
+        (traffic.bulk_limit().saturating_sub(traffic.used()) / SHARE).clamp(LEAST, MOST)
     }
 }
 
@@ -87,14 +87,14 @@ mod tests {
         let backlog = Backlog::new(&traffic);
         backlog.add(100 << 10);
         assert!(!backlog.is_full() && !backlog.take(0), "a reader that keeps up is not reported");
-        // An eighth of what is left of 3 MiB is about 337 KiB now.
+        // An eighth of what is left of 2.25 MiB is 238 KiB now.
         backlog.add(300 << 10);
         assert!(backlog.is_full());
         assert!(!backlog.take(100 << 10) && backlog.is_full(), "300 KiB are above half the mark");
-        assert!(backlog.take(150 << 10), "150 KiB are below half the mark");
+        assert!(backlog.take(200 << 10), "100 KiB are below half the mark");
         assert!(!backlog.take(10 << 10), "the engine is told once");
         assert!(!backlog.is_full());
-        assert_eq!((traffic.used(), backlog.bytes()), (140 << 10, 140 << 10));
+        assert_eq!((traffic.used(), backlog.bytes()), (90 << 10, 90 << 10));
     }
 
     #[test]
@@ -104,7 +104,7 @@ mod tests {
         while let Some(next) = backlogs.iter().filter(|b| !b.is_full()).min_by_key(|b| b.bytes()) {
             next.add(10_000);
         }
-        assert!(traffic.used() < traffic.admission_limit(), "{} are used", traffic.used());
+        assert!(traffic.used() < traffic.bulk_limit(), "{} are used", traffic.used());
         assert!(traffic.charge(1 << 20).is_ok(), "others can still come in");
     }
 

@@ -9,6 +9,11 @@ use crate::error::{Error, Result};
 /// Of the limit, what only work that is already accepted may take: requests are refused beyond the rest. Without it a
 /// burst of uploads would leave no room for the tokens of samples that run.
 const KEPT_FOR_ACCEPTED: u64 = 4;
+/// A charge of at most so much is small, and may fill all that requests may: so that small requests still come in where
+/// large ones have filled their part.
+const SMALL: u64 = 64 << 10;
+/// Of what requests may fill, what only small ones may.
+const KEPT_FOR_SMALL: u64 = 4;
 /// Of the limit, what is left when the count is [`Level::Tight`].
 const TIGHT: u64 = 8;
 
@@ -49,6 +54,15 @@ impl Traffic {
         self.0.limit - self.0.limit / KEPT_FOR_ACCEPTED
     }
 
+    /// What large ones of these may fill.
+    pub(super) fn bulk_limit(&self) -> u64 {
+        self.admission_limit() - self.admission_limit() / KEPT_FOR_SMALL
+    }
+
+    fn limit_of(&self, charge: u64) -> u64 {
+        if charge <= SMALL { self.admission_limit() } else { self.bulk_limit() }
+    }
+
     pub fn used(&self) -> u64 {
         self.0.used.load(Ordering::SeqCst)
     }
@@ -86,14 +100,16 @@ impl Traffic {
         Charge { traffic: self.clone(), bytes }
     }
 
-    fn try_add(&self, bytes: u64) -> Result<()> {
-        let fits = |used: u64| used.checked_add(bytes).filter(|&sum| sum <= self.admission_limit());
+    /// Counts `bytes` more of a charge that has `held`.
+    fn try_add(&self, bytes: u64, held: u64) -> Result<()> {
+        let limit = self.limit_of(held.saturating_add(bytes));
+        let fits = |used: u64| used.checked_add(bytes).filter(|&sum| sum <= limit);
         match self.0.used.fetch_update(Ordering::SeqCst, Ordering::SeqCst, fits) {
             Ok(before) => {
                 self.0.high_water.fetch_max(before + bytes, Ordering::SeqCst);
                 Ok(())
             }
-            Err(used) => Err(self.refusal(bytes, used)),
+            Err(used) => Err(self.refusal(bytes, used, limit)),
         }
     }
 
@@ -107,17 +123,17 @@ impl Traffic {
         debug_assert!(before >= bytes, "{bytes} bytes go back of {before}");
     }
 
-    fn refusal(&self, bytes: u64, used: u64) -> Error {
-        let (needed, limit, total) =
-            (human_bytes(bytes), human_bytes(self.admission_limit()), human_bytes(self.0.limit));
-        if bytes > self.admission_limit() {
+    fn refusal(&self, bytes: u64, used: u64, limit: u64) -> Error {
+        let is_too_large = bytes > limit;
+        let (needed, limit, total) = (human_bytes(bytes), human_bytes(limit), human_bytes(self.0.limit));
+        if is_too_large {
             return Error::ResourceExhausted(format!(
-                "this needs {needed} for requests under way, and they may take {limit} of --request-bytes {total} in \
+                "this needs {needed} for requests under way, and they may fill {limit} of --request-bytes {total} in \
                  all; split the request, or raise --request-bytes"
             ));
         }
         Error::ResourceExhausted(format!(
-            "requests and replies under way hold {} of the {limit} that requests may take of --request-bytes {total}, \
+            "requests and replies under way hold {} of the {limit} that such requests may fill of --request-bytes {total}, \
              and this needs {needed} more; send fewer at once, split the request, or raise --request-bytes",
             human_bytes(used),
         ))
@@ -139,7 +155,7 @@ impl Charge {
     /// # Errors
     /// As for [`Traffic::charge`]; the charge stays as it was then.
     pub fn grow(&mut self, bytes: u64) -> Result<()> {
-        self.traffic.try_add(bytes)?;
+        self.traffic.try_add(bytes, self.bytes)?;
         self.bytes += bytes;
         Ok(())
     }
@@ -155,6 +171,18 @@ impl Charge {
         let bytes = bytes.min(self.bytes);
         self.traffic.give_back(bytes);
         self.bytes -= bytes;
+    }
+
+    /// Counts `bytes` more for as long as `work` lasts.
+    ///
+    /// # Errors
+    /// As for [`Charge::grow`]; the work is not begun then.
+    pub fn hold<T>(&mut self, bytes: u64, work: impl FnOnce() -> T) -> Result<T> {
+        let before = self.bytes;
+        self.grow(bytes)?;
+        let done = work();
+        self.shrink(self.bytes - before);
+        Ok(done)
     }
 
     /// Grows or shrinks to `bytes`.
@@ -202,19 +230,19 @@ mod tests {
     #[test]
     fn a_refused_charge_counts_nothing_and_says_what_is_full() {
         let traffic = Traffic::new(1 << 30);
-        let mut held = traffic.charge(700 << 20).unwrap();
+        let mut held = traffic.charge(500 << 20).unwrap();
         let error = traffic.charge(100 << 20).unwrap_err();
         assert!(matches!(error, Error::ResourceExhausted(_)));
         for part in
-            ["hold 700.0 MiB of the 768.0 MiB", "needs 100.0 MiB more", "fewer", "split", "--request-bytes 1.00 GiB"]
+            ["hold 500.0 MiB of the 576.0 MiB", "needs 100.0 MiB more", "fewer", "split", "--request-bytes 1.00 GiB"]
         {
             assert!(error.to_string().contains(part), "{part:?} is missing in {error}");
         }
         assert!(held.grow(100 << 20).is_err());
         assert!(held.set(u64::MAX).is_err());
-        assert_eq!((held.bytes(), traffic.used()), (700 << 20, 700 << 20));
+        assert_eq!((held.bytes(), traffic.used()), (500 << 20, 500 << 20));
         let error = traffic.charge(800 << 20).unwrap_err().to_string();
-        assert!(error.contains("needs 800.0 MiB") && error.contains("768.0 MiB of --request-bytes"), "{error}");
+        assert!(error.contains("needs 800.0 MiB") && error.contains("576.0 MiB of --request-bytes"), "{error}");
     }
 
     #[test]
@@ -230,6 +258,18 @@ mod tests {
         assert_eq!(traffic.level(), Level::Full);
         drop(request);
         assert_eq!((traffic.level(), traffic.used()), (Level::Free, 200));
+    }
+
+    #[test]
+    fn small_requests_come_in_where_large_ones_have_filled_their_part() {
+        let traffic = Traffic::new(64 << 20);
+        let mut large = traffic.charge(36 << 20).unwrap();
+        assert!(large.grow(1).is_err());
+        assert!(traffic.charge(SMALL + 1).is_err());
+        let mut small = traffic.charge(SMALL).unwrap();
+        assert!(small.grow(1).is_err(), "it is large from here on");
+        let more: Vec<_> = (0..1000).map_while(|_| traffic.charge(SMALL).ok()).collect();
+        assert_eq!((more.len(), traffic.used()), (191, 48 << 20));
     }
 
     #[test]

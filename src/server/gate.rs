@@ -6,6 +6,7 @@ use tokio::sync::watch;
 
 use super::parts::Parts;
 use crate::error::{Error, Result};
+use crate::memory::Traffic;
 
 /// Where the process is in its life. Moves forward only.
 #[derive(Clone)]
@@ -74,6 +75,14 @@ impl Gate {
             Stage::Serving(parts) => Ok((Arc::clone(parts), running)),
             Stage::Ending(_) => Err(Error::Unavailable("the server is shutting down".into())),
         }
+    }
+
+    /// The count of what requests take.
+    ///
+    /// # Errors
+    /// `Unavailable` while the server starts.
+    pub(super) fn traffic(&self) -> Result<Traffic> {
+        self.look().map(|parts| parts.traffic.clone())
     }
 
     /// For questions, which are answered until the end.

@@ -53,6 +53,8 @@ const STREAM_WINDOW: u32 = 8 << 20;
 const FRAME: u32 = 1 << 20;
 /// Of all streams of a connection.
 const CONNECTION_WINDOW: u32 = 16 << 20;
+/// Largest question about the protocol itself, which is a name: each stream of them may keep one.
+const MAX_NAME_BYTES: usize = 4 << 10;
 /// How long the segment of a push may stay mapped when its owner has removed it.
 const SEGMENT_WATCH: Duration = Duration::from_secs(1);
 /// After the work is over, how long slow readers may take to fetch what is left for them.
@@ -209,6 +211,7 @@ fn transport(
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
         .build_v1()
         .map_err(|e| Error::Internal(format!("reflection: {e}")))?;
+    let door = grpc::Door::new(gate)?;
     let router = Server::builder()
         .http2_keepalive_interval(Some(KEEPALIVE))
         .http2_keepalive_timeout(Some(KEEPALIVE))
@@ -217,9 +220,9 @@ fn transport(
         .initial_connection_window_size(Some(CONNECTION_WINDOW))
         .max_frame_size(Some(FRAME))
         .layer(InterceptorLayer::new(grpc::note_deadline))
-        .add_routes(grpc::routes(gate))
-        .add_service(reflection)
-        .add_service(health);
+        .add_routes(grpc::routes(gate, &door))
+        .add_service(reflection.max_decoding_message_size(MAX_NAME_BYTES))
+        .add_service(door.before(health));
     Ok(router.serve_with_incoming_shutdown(incoming(bound)?, stopped))
 }
 

@@ -5,8 +5,17 @@ use std::sync::Arc;
 use serde_json::json;
 
 use crate::error::{Error, Result};
+use crate::memory::Charge;
 use crate::text::{ChatTemplate, IncrementalDetokenizer, StopMatcher, StopStrings, Tokenizer};
 use crate::types::TokenId;
+
+/// Most that encoding takes for a byte of text: random letters, each a token of its own, took 250.
+const ENCODING: u64 = 256;
+/// Most that rendering a chat takes for a byte of its messages: copies as values of JSON and of the template, and the
+/// text.
+const RENDERING: u64 = 8;
+/// Of a message, what its values take beside its text.
+const MESSAGE: u64 = 1 << 10;
 
 /// A model's tokenizer and, if it has one, its chat template.
 pub struct TextCodec {
@@ -23,27 +32,69 @@ impl TextCodec {
         self.chat_template.is_some()
     }
 
+    /// A text has at least as many tokens as it has times this many bytes.
+    pub(super) fn max_bytes_per_token(&self) -> Option<usize> {
+        self.tokenizer.max_bytes_per_token()
+    }
+
     /// With the special tokens that the model wants around a text.
     ///
     /// # Errors
     /// `InvalidArgument` for the field `path`.
-    pub(super) fn encode_text(&self, path: &str, text: &str) -> Result<Vec<TokenId>> {
-        self.tokenizer.encode(text, true).map_err(|e| at(path, e))
+    pub(super) fn encode_text(
+        &self,
+        path: &str,
+        text: &str,
+        max_tokens: usize,
+        charge: &mut Charge,
+    ) -> Result<Vec<TokenId>> {
+        self.encode(path, text, true, max_tokens, charge)
+    }
+
+    /// A text that cannot fit, and one that there is no room to encode, is not even begun.
+    fn encode(
+        &self,
+        path: &str,
+        text: &str,
+        add_special: bool,
+        max_tokens: usize,
+        charge: &mut Charge,
+    ) -> Result<Vec<TokenId>> {
+        if let Some(longest) = self.max_bytes_per_token().filter(|&b| text.len() / b > max_tokens) {
+            let message = format!(
+                "{} bytes of text cannot fit in the context of {max_tokens} tokens, of which none stands for more than \
+                 {longest} bytes; shorten it",
+                text.len(),
+            );
+            return Err(Error::invalid(path, message));
+        }
+        charge
+            .hold(text.len() as u64 * ENCODING, || self.tokenizer.encode(text, add_special).map_err(|e| at(path, e)))?
     }
 
     /// `(role, content)` pairs, rendered up to where the assistant's answer begins.
     ///
     /// # Errors
     /// `InvalidArgument` for the field `path`.
-    pub(super) fn encode_chat(&self, path: &str, messages: &[(&str, &str)]) -> Result<Vec<TokenId>> {
+    pub(super) fn encode_chat(
+        &self,
+        path: &str,
+        messages: &[(&str, &str)],
+        max_tokens: usize,
+        charge: &mut Charge,
+    ) -> Result<Vec<TokenId>> {
         let template = self
             .chat_template
             .as_ref()
             .ok_or_else(|| Error::invalid(path, "this model has no chat template; give text or token ids"))?;
-        let messages: Vec<_> =
-            messages.iter().map(|(role, content)| json!({ "role": role, "content": content })).collect();
-        let text = template.render(&messages, true, &serde_json::Map::new()).map_err(|e| at(path, e))?;
-        self.tokenizer.encode(&text, false).map_err(|e| at(path, e))
+        let bytes: usize = messages.iter().map(|(role, content)| role.len() + content.len()).sum();
+        let render = || {
+            let messages: Vec<_> =
+                messages.iter().map(|(role, content)| json!({ "role": role, "content": content })).collect();
+            template.render(&messages, true, &serde_json::Map::new()).map_err(|e| at(path, e))
+        };
+        let text = charge.hold(messages.len() as u64 * MESSAGE + bytes as u64 * RENDERING, render)??;
+        self.encode(path, &text, false, max_tokens, charge)
     }
 
     /// Without special tokens.

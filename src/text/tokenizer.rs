@@ -18,6 +18,7 @@ pub struct Tokenizer {
     spelling: Spelling,
     /// The byte that each character below U+0144 stands for in a ByteLevel token.
     byte_of_char: Vec<Option<u8>>,
+    max_bytes_per_token: Option<usize>,
 }
 
 /// How a token's string stands for bytes.
@@ -56,7 +57,15 @@ impl Tokenizer {
         let spelling = Spelling::of(&decoder)
             .ok_or_else(|| Error::Config(format!("unsupported decoder in the tokenizer: {decoder}")))?;
         let vocab_size = inner.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1);
-        Ok(Self { inner, vocab_size, spelling, byte_of_char: byte_of_char() })
+        let byte_of_char = byte_of_char();
+        let mut tokenizer = Self { inner, vocab_size, spelling, byte_of_char, max_bytes_per_token: None };
+        tokenizer.max_bytes_per_token = reach::max_bytes_per_token(&tokenizer)?;
+        Ok(tokenizer)
+    }
+
+    /// A text has at least as many tokens as it has times this many bytes; None where no such number is known.
+    pub fn max_bytes_per_token(&self) -> Option<usize> {
+        self.max_bytes_per_token
     }
 
     /// Special tokens that occur in the text (`<|im_start|>`) become their ids. `add_special` adds what the model wants
@@ -170,5 +179,6 @@ fn byte_of_char() -> Vec<Option<u8>> {
     table
 }
 
+mod reach;
 #[cfg(test)]
 mod tests;

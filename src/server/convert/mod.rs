@@ -23,9 +23,6 @@ use crate::error::{Error, Result};
 use crate::memory::{Backlog, Charge};
 use crate::types::{SamplingParams, TokenId, WeightVersion};
 
-/// Largest request message, in bytes. A GRPO batch of 1,024 prompts of 8,192 token ids is 24 MiB; more than this is
-/// better split over several requests, and a decoder must not be made to hold an unbounded message.
-pub(super) const MAX_MESSAGE_BYTES: usize = 64 << 20;
 /// Most samples of one prompt: GRPO groups are 4 to 64, best-of-n and pass@k go up to 1,000.
 const MAX_SAMPLES_PER_PROMPT: u32 = 1024;
 /// Most samples (or scored sequences) of one request: each costs the scheduler a record for as long as the request
@@ -90,9 +87,11 @@ impl ValidRequest {
     }
 }
 
+/// `charge` is that of the request's message; what encoding it takes is charged for as long as it lasts.
+///
 /// # Errors
-/// `InvalidArgument` with the path of the field.
-pub(super) fn generate(request: pb::GenerateRequest, model: &ModelFacts) -> Result<ValidRequest> {
+/// `InvalidArgument` with the path of the field; `ResourceExhausted` if its texts are too much to encode now.
+pub(super) fn generate(request: pb::GenerateRequest, model: &ModelFacts, charge: &mut Charge) -> Result<ValidRequest> {
     check_versions(request.if_weight_version, request.min_weight_version)?;
     check_top_logprobs(request.top_logprobs, model)?;
     let n = check_n(request.n, request.prompts.len())?;
@@ -103,7 +102,7 @@ pub(super) fn generate(request: pb::GenerateRequest, model: &ModelFacts) -> Resu
     let seed = request.sampling.as_ref().and_then(|s| s.seed).unwrap_or_else(rand::random);
     Ok(ValidRequest {
         request_id: request_id(request.request_id)?,
-        prompts: prompt::prompts(request.prompts, model)?,
+        prompts: prompt::prompts(request.prompts, model, charge)?,
         kind: Kind::Generate {
             n,
             seed,

@@ -4,15 +4,20 @@ use std::sync::Arc;
 
 use super::{MAX_SAMPLES_PER_REQUEST, ModelFacts, pb};
 use crate::error::{Error, Result};
+use crate::memory::Charge;
 use crate::server::text::TextCodec;
 use crate::types::TokenId;
 
 /// Prompts to sample from, each leaving room for at least one token.
-pub(super) fn prompts(prompts: Vec<pb::Prompt>, model: &ModelFacts) -> Result<Vec<Arc<[TokenId]>>> {
+pub(super) fn prompts(
+    prompts: Vec<pb::Prompt>,
+    model: &ModelFacts,
+    charge: &mut Charge,
+) -> Result<Vec<Arc<[TokenId]>>> {
     if prompts.is_empty() {
         return Err(Error::invalid("prompts", "is empty; give at least one prompt"));
     }
-    prompts.into_iter().enumerate().map(|(i, p)| prompt(&format!("prompts[{i}]"), p, model)).collect()
+    prompts.into_iter().enumerate().map(|(i, p)| prompt(&format!("prompts[{i}]"), p, model, charge)).collect()
 }
 
 /// Sequences to score, each at most the context.
@@ -36,19 +41,21 @@ pub(super) fn sequences(sequences: Vec<pb::TokenIds>, model: &ModelFacts) -> Res
     sequences.into_iter().enumerate().map(check).collect()
 }
 
-fn prompt(path: &str, prompt: pb::Prompt, model: &ModelFacts) -> Result<Arc<[TokenId]>> {
+fn prompt(path: &str, prompt: pb::Prompt, model: &ModelFacts, charge: &mut Charge) -> Result<Arc<[TokenId]>> {
     use pb::prompt::Kind;
     let (path, ids) = match prompt.kind {
         None => return Err(Error::invalid(path, "none of tokens, text and chat is set")),
         Some(Kind::Tokens(tokens)) => (format!("{path}.tokens"), tokens.ids),
         Some(Kind::Text(text)) => {
             let path = format!("{path}.text");
-            let ids = codec(&path, model)?.encode_text(&path, &text)?;
+            let ids = codec(&path, model)?.encode_text(&path, &text, model.max_model_len, charge)?;
+            charge.grow(size_of_val(&ids[..]) as u64)?;
             (path, ids)
         }
         Some(Kind::Chat(chat)) => {
             let path = format!("{path}.chat");
-            let ids = encode_chat(&path, &chat, codec(&path, model)?)?;
+            let ids = encode_chat(&path, &chat, model, charge)?;
+            charge.grow(size_of_val(&ids[..]) as u64)?;
             (path, ids)
         }
     };
@@ -68,7 +75,8 @@ fn codec<'a>(path: &str, model: &'a ModelFacts) -> Result<&'a TextCodec> {
     model.text.as_deref().ok_or_else(|| Error::invalid(path, "this model has no tokenizer; give token ids"))
 }
 
-fn encode_chat(path: &str, chat: &pb::Chat, codec: &TextCodec) -> Result<Vec<TokenId>> {
+fn encode_chat(path: &str, chat: &pb::Chat, model: &ModelFacts, charge: &mut Charge) -> Result<Vec<TokenId>> {
+    let codec = codec(path, model)?;
     if chat.messages.is_empty() {
         return Err(Error::invalid(format!("{path}.messages"), "is empty; give at least one message"));
     }
@@ -78,7 +86,7 @@ fn encode_chat(path: &str, chat: &pb::Chat, codec: &TextCodec) -> Result<Vec<Tok
         }
     }
     let messages: Vec<_> = chat.messages.iter().map(|m| (m.role.as_str(), m.content.as_str())).collect();
-    codec.encode_chat(path, &messages)
+    codec.encode_chat(path, &messages, model.max_model_len, charge)
 }
 
 /// Not empty, and every id in the vocabulary. `path` is of the list of ids or of what was encoded.

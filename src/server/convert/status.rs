@@ -14,6 +14,7 @@ pub(in crate::server) fn to_status(error: Error) -> Status {
         Error::NotFound(_) => Code::NotFound,
         Error::AlreadyExists(_) => Code::AlreadyExists,
         Error::DataLoss(_) => Code::DataLoss,
+        Error::DeadlineExceeded(_) => Code::DeadlineExceeded,
         Error::Unavailable(_) => Code::Unavailable,
         // A Config error ends the start, so a running server has none; if one comes it is a bug.
         Error::Config(_) | Error::Internal(_) => {

@@ -1,8 +1,8 @@
 //! The gRPC services: each call is parsed, handed to the engine as a command, and answered from its events.
 
+mod arrival;
 mod control;
 mod deadline;
-mod message_limit;
 mod rollout;
 mod staging;
 mod stream;
@@ -14,11 +14,11 @@ mod weights;
 use tokio::sync::oneshot;
 use tonic::service::Routes;
 
+pub(super) use arrival::Door;
 pub(super) use deadline::note_deadline;
 
-use self::message_limit::NameMessageLimit;
+use self::arrival::MAX_LARGE_BYTES;
 use self::updates::DirectUpdates;
-use super::convert::MAX_MESSAGE_BYTES;
 use super::gate::Gate;
 use super::pb::control_server::ControlServer;
 use super::pb::rollout_server::RolloutServer;
@@ -34,14 +34,14 @@ pub(super) const HEALTH_NAMES: [&str; 4] = [
 ];
 
 /// Rollout, Weights and Control.
-pub(super) fn routes(gate: &Gate) -> Routes {
+pub(super) fn routes(gate: &Gate, door: &Door) -> Routes {
     let rollout = RolloutServer::new(rollout::RolloutService::new(gate.clone()));
     let control = ControlServer::new(control::ControlService::new(gate.clone()));
     let weights = DirectUpdates::new(weights::WeightsService::new(gate.clone()));
-    // The other requests are small, and tonic's default of 4 MiB is enough for them.
-    Routes::new(NameMessageLimit(rollout.max_decoding_message_size(MAX_MESSAGE_BYTES)))
-        .add_service(weights)
-        .add_service(control)
+    // tonic's default of 4 MiB is enough for the other services.
+    Routes::new(door.before(rollout.max_decoding_message_size(MAX_LARGE_BYTES)))
+        .add_service(door.before(weights))
+        .add_service(door.before(control))
 }
 
 /// A reply for the engine, and where it arrives.

@@ -2,12 +2,14 @@
 
 use tonic::{Request, Response};
 
+use super::arrival::charge_of;
 use super::deadline::Deadline;
 use super::stream::{CancelOnDrop, GenerateStream, StreamGuards, event_channel};
 use super::{ask, engine_gone};
 use crate::engine::Command;
 use crate::error::{Error, Result};
-use crate::server::convert::{self, Progress, ReplyWriter, ScoreCollector, to_status};
+use crate::memory::Charge;
+use crate::server::convert::{self, Progress, ReplyWriter, ScoreCollector, ValidRequest, to_status};
 use crate::server::gate::Gate;
 use crate::server::pb;
 
@@ -24,13 +26,14 @@ impl RolloutService {
         Self { gate }
     }
 
-    async fn score_all(&self, request: pb::ScoreRequest) -> Result<pb::ScoreResponse> {
+    async fn score_all(&self, mut request: Request<pb::ScoreRequest>) -> Result<pb::ScoreResponse> {
         let (parts, _running) = self.gate.admit()?;
         let model = parts.model.clone();
-        let request = parse(request, move |r| convert::score(r, &model)).await?;
+        let charge = charge_of(&mut request, &parts.traffic);
+        let parsed = parse(request.into_inner(), charge, move |r, _| convert::score(r, &model));
+        let (request, charge) = parsed.await?;
         let (reply, mut events) = event_channel(&parts);
         let cancel = CancelOnDrop::new(&parts.engine);
-        let charge = parts.traffic.charge(request.bytes())?;
         let mut collector = ScoreCollector::new(&request);
         parts.engine.send(request.into_command(cancel.flag.clone(), reply, charge))?;
         loop {
@@ -47,14 +50,14 @@ impl RolloutService {
 impl pb::rollout_server::Rollout for RolloutService {
     type GenerateStream = GenerateStream;
 
-    async fn generate(&self, request: Request<pb::GenerateRequest>) -> tonic::Result<Response<GenerateStream>> {
+    async fn generate(&self, mut request: Request<pb::GenerateRequest>) -> tonic::Result<Response<GenerateStream>> {
         let deadline = Deadline::of(&request);
         let (parts, running) = self.gate.admit().map_err(to_status)?;
         let model = parts.model.clone();
-        let parsed = parse(request.into_inner(), move |r| convert::generate(r, &model));
-        let request = deadline.limit(parsed).await?;
+        let charge = charge_of(&mut request, &parts.traffic);
+        let parsed = parse(request.into_inner(), charge, move |r, charge| convert::generate(r, &model, charge));
+        let (request, charge) = deadline.limit(parsed).await?;
         tracing::debug!(request_id = request.request_id, prompts = request.prompts.len(), "request accepted");
-        let charge = parts.traffic.charge(request.bytes()).map_err(to_status)?;
         let size = (request.prompts.len(), request.samples());
         let writer = ReplyWriter::new(&request, &parts.model);
         let (reply, events) = event_channel(&parts);
@@ -66,7 +69,7 @@ impl pb::rollout_server::Rollout for RolloutService {
 
     async fn score(&self, request: Request<pb::ScoreRequest>) -> tonic::Result<Response<pb::ScoreResponse>> {
         let deadline = Deadline::of(&request);
-        deadline.limit(self.score_all(request.into_inner())).await.map(Response::new)
+        deadline.limit(self.score_all(request)).await.map(Response::new)
     }
 
     async fn abort(&self, request: Request<pb::AbortRequest>) -> tonic::Result<Response<pb::AbortResponse>> {
@@ -81,15 +84,25 @@ impl pb::rollout_server::Rollout for RolloutService {
     }
 }
 
-/// Parses a request, here or, if it is large, on the blocking pool.
-async fn parse<M, T>(message: M, convert: impl FnOnce(M) -> Result<T> + Send + 'static) -> Result<T>
+/// Parses a request, here or, if it is large, on the blocking pool. `charge`, that of the message, becomes that of what
+/// is kept of it.
+async fn parse<M>(
+    message: M,
+    mut charge: Charge,
+    convert: impl FnOnce(M, &mut Charge) -> Result<ValidRequest> + Send + 'static,
+) -> Result<(ValidRequest, Charge)>
 where
     M: prost::Message + 'static,
-    T: Send + 'static,
 {
-    if message.encoded_len() <= INLINE_PARSE_BYTES {
-        return convert(message);
+    let is_small = message.encoded_len() <= INLINE_PARSE_BYTES;
+    let parse = move || {
+        let request = convert(message, &mut charge)?;
+        charge.set(request.bytes())?;
+        Ok((request, charge))
+    };
+    if is_small {
+        return parse();
     }
-    let parsed = tokio::task::spawn_blocking(move || convert(message)).await;
+    let parsed = tokio::task::spawn_blocking(parse).await;
     parsed.unwrap_or_else(|e| Err(Error::Internal(format!("parsing the request failed: {e}"))))
 }

@@ -2,11 +2,13 @@
 //! fresh pages for every chunk of weights. Here the data of a chunk goes on in the pieces in which it arrived.
 
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::ready;
 
 use bytes::{Buf, Bytes, BytesMut};
 use prost::Message as _;
 use prost::encoding::decode_varint;
+use tokio::sync::Semaphore;
 use tokio_stream::{Stream, StreamExt as _};
 use tonic::body::Body;
 use tonic::codegen::{Body as _, BoxFuture, Context, Poll, Service, http};
@@ -16,6 +18,8 @@ use tonic_prost::ProstCodec;
 
 use super::weights::WeightsService;
 use crate::error::{Error, Result};
+use crate::memory::{Charge, Traffic};
+use crate::server::convert::to_status;
 use crate::server::pb;
 use crate::server::pb::update_request::Kind;
 use crate::server::pb::weights_server::WeightsServer;
@@ -26,6 +30,9 @@ const MAX_CHUNK_BYTES: usize = 4 << 20;
 const MAX_MESSAGE_BYTES: usize = 8 << 20;
 /// gRPC's before each message: a flag of compression and four bytes of length.
 const PREFIX_BYTES: usize = 5;
+/// Most updates that are received at once. All but one are refused by the engine once their header is here; until then
+/// each may hold a message, and what its stream's window lets through.
+const MAX_UPDATES: usize = 8;
 /// Most bytes before the data of a chunk: four keys, two lengths below 2^28, a u32 and a u64.
 const HEAD_BYTES: usize = 4 + 2 * 4 + 5 + 10;
 
@@ -34,11 +41,12 @@ const HEAD_BYTES: usize = 4 + 2 * 4 + 5 + 10;
 pub(super) struct DirectUpdates {
     weights: WeightsService,
     generated: WeightsServer<WeightsService>,
+    slots: Arc<Semaphore>,
 }
 
 impl DirectUpdates {
     pub(super) fn new(weights: WeightsService) -> Self {
-        Self { generated: WeightsServer::new(weights.clone()), weights }
+        Self { generated: WeightsServer::new(weights.clone()), weights, slots: Arc::new(Semaphore::new(MAX_UPDATES)) }
     }
 }
 
@@ -60,9 +68,15 @@ impl Service<http::Request<Body>> for DirectUpdates {
         if method != Some("/Update") {
             return self.generated.call(request);
         }
+        let Ok(slot) = self.slots.clone().try_acquire_owned() else {
+            let message =
+                format!("{MAX_UPDATES} updates are being received already; one is applied at a time, so wait");
+            return Box::pin(std::future::ready(Ok(Status::resource_exhausted(message).into_http())));
+        };
         let (head, body) = request.into_parts();
         let update = Update { weights: self.weights.clone(), frames: Some(Frames(body)) };
         Box::pin(async move {
+            let _slot = slot;
             // It reads the head and writes the response; the body is not its own.
             let mut grpc = Grpc::new(ProstCodec::default());
             Ok(grpc.client_streaming(update, http::Request::from_parts(head, Body::empty())).await)
@@ -85,13 +99,14 @@ impl ClientStreamingService<pb::UpdateRequest> for Update {
         let (weights, frames) = (self.weights.clone(), self.frames.take());
         Box::pin(async move {
             let frames = frames.ok_or_else(|| Status::internal("an update is received once"))?;
-            weights.update_from(request.map(|_| Messages::new(frames))).await
+            let traffic = weights.traffic().map_err(to_status)?;
+            weights.update_from(request.map(|_| Messages::new(frames, &traffic))).await
         })
     }
 }
 
 /// The data of a request, as it arrives.
-pub(super) struct Frames(Body);
+pub(super) struct Frames(pub(super) Body);
 
 impl Stream for Frames {
     type Item = std::result::Result<Bytes, Status>;
@@ -110,6 +125,8 @@ pub(super) struct Messages<S> {
     front: Bytes,
     rest: Bytes,
     chunk: Option<OpenChunk>,
+    /// For what is in both: a message may be as large as a manifest, and stop half way.
+    charge: Charge,
 }
 
 /// A chunk of which some data is still to come.
@@ -122,15 +139,16 @@ struct OpenChunk {
 }
 
 impl<S: Stream<Item = std::result::Result<Bytes, Status>> + Unpin> Messages<S> {
-    pub(super) fn new(frames: S) -> Self {
-        Self { frames, front: Bytes::new(), rest: Bytes::new(), chunk: None }
+    pub(super) fn new(frames: S, traffic: &Traffic) -> Self {
+        let charge = traffic.charge_always(0);
+        Self { frames, front: Bytes::new(), rest: Bytes::new(), chunk: None, charge }
     }
 
     /// The next message; None at the end of the stream. A chunk may come as several of consecutive offsets.
     ///
     /// # Errors
-    /// `InvalidArgument` for a message that is malformed, too long, compressed or empty; `Unavailable` if the stream
-    /// breaks.
+    /// `InvalidArgument` for a message that is malformed, too long, compressed or empty; `ResourceExhausted` if there is
+    /// no room for it; `Unavailable` if the stream breaks.
     pub(super) async fn next(&mut self) -> Result<Option<Kind>> {
         if let Some(chunk) = self.chunk.take() {
             return self.piece(chunk).await.map(Some);
@@ -180,6 +198,7 @@ impl<S: Stream<Item = std::result::Result<Bytes, Status>> + Unpin> Messages<S> {
             if self.front.is_empty() {
                 self.front = std::mem::take(&mut self.rest);
             }
+            self.charge.set((self.front.len() + self.rest.len()) as u64)?;
             if self.front.len() >= bytes {
                 return Ok(true);
             }

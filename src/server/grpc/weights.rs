@@ -13,6 +13,7 @@ use super::stream::CancelOnDrop;
 use super::updates::Messages;
 use crate::engine::Command;
 use crate::error::{Error, Result};
+use crate::memory::Traffic;
 use crate::server::convert::{self, to_status};
 use crate::server::gate::Gate;
 use crate::server::parts::Parts;
@@ -26,6 +27,12 @@ pub(super) struct WeightsService {
 impl WeightsService {
     pub(super) fn new(gate: Gate) -> Self {
         Self { gate }
+    }
+
+    /// # Errors
+    /// `Unavailable` while the server starts.
+    pub(super) fn traffic(&self) -> Result<Traffic> {
+        self.gate.traffic()
     }
 
     /// Update, within its deadline.

@@ -2,6 +2,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use super::*;
+use crate::memory::Traffic;
 
 fn codec() -> TextCodec {
     let file = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/tokenizer/tokenizer.json");
@@ -13,6 +14,14 @@ fn codec() -> TextCodec {
     TextCodec::new(Arc::new(tokenizer), Some(template))
 }
 
+fn encode_text(codec: &TextCodec, text: &str) -> Result<Vec<TokenId>> {
+    codec.encode_text("text", text, 1000, &mut Traffic::new(1 << 20).charge_always(0))
+}
+
+fn encode_chat(codec: &TextCodec, path: &str, messages: &[(&str, &str)]) -> Result<Vec<TokenId>> {
+    codec.encode_chat(path, messages, 1000, &mut Traffic::new(1 << 20).charge_always(0))
+}
+
 fn text_len(text: &str, stop: &[&str]) -> Option<usize> {
     (1..=text.len()).find_map(|end| {
         let ended = stop.iter().filter(|s| text.as_bytes()[..end].ends_with(s.as_bytes()));
@@ -22,7 +31,7 @@ fn text_len(text: &str, stop: &[&str]) -> Option<usize> {
 
 /// What a stream gives for `text`'s tokens is a prefix of the text before the stop string, at every token.
 fn check(codec: &TextCodec, text: &str, stop: &[&str]) -> String {
-    let tokens = codec.encode_text("text", text).expect("encodes");
+    let tokens = encode_text(codec, text).expect("encodes");
     let whole = &text[..text_len(text, stop).unwrap_or(text.len())];
     let mut stream = codec.stream(&Arc::new(StopStrings::new(stop)));
     let mut given = String::new();
@@ -71,19 +80,19 @@ fn random_texts_and_stop_strings_agree_with_a_search_of_the_whole() {
 #[test]
 fn a_chat_is_rendered_up_to_the_answer() {
     let codec = codec();
-    let ids = codec.encode_chat("prompts[0].chat", &[("system", "Be brief."), ("user", "Hi")]).expect("encodes");
+    let ids = encode_chat(&codec, "prompts[0].chat", &[("system", "Be brief."), ("user", "Hi")]).expect("encodes");
     let text = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n";
-    assert_eq!(ids, codec.encode_text("text", text).expect("encodes"));
+    assert_eq!(ids, encode_text(&codec, text).expect("encodes"));
     assert_eq!(codec.decode(&ids), "system\nBe brief.\nuser\nHi\nassistant\n");
 }
 
 #[test]
 fn refusals_name_the_path_that_was_given() {
-    let refused = codec().encode_chat("prompts[4].chat", &[("tool", "42")]).expect_err("the template refuses");
+    let refused = encode_chat(&codec(), "prompts[4].chat", &[("tool", "42")]).expect_err("the template refuses");
     let text = refused.to_string();
     assert!(text.starts_with("prompts[4].chat: ") && text.contains("no tools"), "{text}");
 
     let bare = TextCodec { chat_template: None, ..codec() };
-    let text = bare.encode_chat("prompts[0].chat", &[("user", "Hi")]).expect_err("no template").to_string();
+    let text = encode_chat(&bare, "prompts[0].chat", &[("user", "Hi")]).expect_err("no template").to_string();
     assert_eq!(text, "prompts[0].chat: this model has no chat template; give text or token ids");
 }

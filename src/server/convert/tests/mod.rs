@@ -2,7 +2,13 @@ mod replies;
 mod requests;
 mod texts;
 
-use crate::server::parts::ModelFacts;
+use super::{ModelFacts, ValidRequest, pb};
+use crate::error::Result;
+use crate::memory::Traffic;
+
+fn generate(request: pb::GenerateRequest, model: &ModelFacts) -> Result<ValidRequest> {
+    super::generate(request, model, &mut Traffic::new(1 << 20).charge_always(0))
+}
 
 /// Vocabulary 100, context 8, token 99 ends a sequence.
 fn model() -> ModelFacts {

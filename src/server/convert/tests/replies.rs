@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 
 use tonic::Code;
 
-use super::super::{Progress, ReplyWriter, ScoreCollector, ValidRequest, generate, score, to_status};
-use super::model;
+use super::super::{Progress, ReplyWriter, ScoreCollector, ValidRequest, score, to_status};
+use super::{generate, model};
 use crate::engine::{Completion, Event, Summary};
 use crate::error::Error;
 use crate::server::pb;

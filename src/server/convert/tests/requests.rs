@@ -1,7 +1,7 @@
 //! Every wrong field is refused by its path; right ones arrive as they were sent.
 
-use super::super::{Kind, abort, generate, score};
-use super::model;
+use super::super::{Kind, abort, score};
+use super::{generate, model};
 use crate::engine::AbortTarget;
 use crate::error::Error;
 use crate::server::pb;

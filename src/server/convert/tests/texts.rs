@@ -4,9 +4,11 @@ use std::collections::VecDeque;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::super::{ReplyWriter, generate};
+use super::super::ReplyWriter;
+use super::generate;
 use crate::engine::{Completion, Event};
 use crate::error::Error;
+use crate::memory::Traffic;
 use crate::server::pb::{self, generate_response::Event as Message, prompt::Kind};
 use crate::server::{ModelFacts, TextCodec};
 use crate::text::Tokenizer;
@@ -30,7 +32,8 @@ fn text_request(prompt: &str, stop: &[&str]) -> pb::GenerateRequest {
 }
 
 fn ids(model: &ModelFacts, text: &str) -> Vec<TokenId> {
-    model.text.as_ref().expect("has one").encode_text("text", text).expect("encodes")
+    let mut charge = Traffic::new(1 << 20).charge_always(0);
+    model.text.as_ref().expect("has one").encode_text("text", text, 1000, &mut charge).expect("encodes")
 }
 
 fn refused(request: pb::GenerateRequest) -> (String, String) {
@@ -46,6 +49,20 @@ fn a_text_prompt_arrives_as_its_tokens() {
     let valid = generate(text_request("The capital of France is", &["\n"]), &model()).expect("valid");
     assert_eq!(valid.prompts, [ids(&model(), "The capital of France is").into()]);
     assert_eq!((valid.params.stop_strings.as_slice(), valid.return_text), (["\n".to_owned()].as_slice(), true));
+}
+
+#[test]
+fn a_text_that_cannot_fit_or_be_encoded_now_is_refused_unencoded() {
+    let model = model();
+    let longest = model.text.as_ref().expect("has one").max_bytes_per_token().expect("every byte has a token");
+    let (field, message) = refused(text_request(&" ".repeat(17 * longest), &[]));
+    assert_eq!(field, "prompts[0].text");
+    assert!(message.contains(&format!("{} bytes", 17 * longest)) && message.contains("16 tokens"), "{message}");
+    let traffic = Traffic::new(1 << 10);
+    let mut charge = traffic.charge(100).expect("fits");
+    let error = super::super::generate(text_request("ten bytes.", &[]), &model, &mut charge).err();
+    assert!(matches!(error, Some(Error::ResourceExhausted(_))), "{error:?}");
+    assert_eq!(traffic.used(), 100);
 }
 
 #[test]

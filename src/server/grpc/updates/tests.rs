@@ -38,7 +38,7 @@ impl Outcome {
 
 /// As the reader has it. Of a chunk that does not end, nothing is left.
 async fn read(frames: Vec<Bytes>) -> Outcome {
-    let mut messages = Messages::new(tokio_stream::iter(frames.into_iter().map(Ok)));
+    let mut messages = Messages::new(tokio_stream::iter(frames.into_iter().map(Ok)), &Traffic::new(1 << 30));
     let mut outcome = Outcome::default();
     let mut open: Option<pb::Chunk> = None;
     loop {
@@ -206,7 +206,7 @@ async fn the_data_of_a_chunk_is_not_copied() {
     let chunk = pb::Chunk { tensor: 300, offset: 1 << 40, data: data.into() };
     let stream: Bytes = framed(&pb::UpdateRequest { kind: Some(Kind::Chunk(chunk)) }.encode_to_vec()).into();
     let frames = vec![stream.slice(..2000), stream.slice(2000..2001), stream.slice(2001..)];
-    let mut messages = Messages::new(tokio_stream::iter(frames.clone().into_iter().map(Ok)));
+    let mut messages = Messages::new(tokio_stream::iter(frames.clone().into_iter().map(Ok)), &Traffic::new(1 << 30));
     for frame in &frames {
         let Ok(Some(Kind::Chunk(piece))) = messages.next().await else { panic!("no piece") };
         assert_eq!(piece.data.as_ptr_range().end, frame.as_ptr_range().end);
@@ -214,7 +214,7 @@ async fn the_data_of_a_chunk_is_not_copied() {
     assert!(matches!(messages.next().await, Ok(None)));
     // Of a frame that begins in the middle of the head, only the head is.
     let frames = [stream.slice(..PREFIX_BYTES + 3), stream.slice(PREFIX_BYTES + 3..)];
-    let mut messages = Messages::new(tokio_stream::iter(frames.clone().map(Ok)));
+    let mut messages = Messages::new(tokio_stream::iter(frames.clone().map(Ok)), &Traffic::new(1 << 30));
     let Ok(Some(Kind::Chunk(joined))) = messages.next().await else { panic!("no piece") };
     let Ok(Some(Kind::Chunk(piece))) = messages.next().await else { panic!("no second piece") };
     assert_eq!(piece.data.as_ptr_range().end, frames[1].as_ptr_range().end);
@@ -226,7 +226,7 @@ async fn the_data_of_a_chunk_is_not_copied() {
 async fn limits_are_checked_before_the_data_comes() {
     async fn refusal(start: &[u8]) -> String {
         let frames = tokio_stream::iter([Ok(Bytes::copy_from_slice(start))]);
-        let mut messages = Messages::new(frames.chain(tokio_stream::pending()));
+        let mut messages = Messages::new(frames.chain(tokio_stream::pending()), &Traffic::new(1 << 30));
         match messages.next().await {
             Err(error @ Error::InvalidArgument { .. }) => error.to_string(),
             other => panic!("{other:?}"),
@@ -251,7 +251,7 @@ async fn limits_are_checked_before_the_data_comes() {
 #[tokio::test]
 async fn a_stream_that_breaks_is_unavailable() {
     let frames = [Ok(Bytes::from_static(&[0, 0])), Err(Status::cancelled("the client is gone"))];
-    let mut messages = Messages::new(tokio_stream::iter(frames));
+    let mut messages = Messages::new(tokio_stream::iter(frames), &Traffic::new(1 << 30));
     let error = messages.next().await.expect_err("broken");
     assert!(matches!(&error, Error::Unavailable(message) if message.contains("the client is gone")), "{error}");
 }
@@ -289,9 +289,63 @@ async fn an_update_ends_at_its_deadline() {
     let mut request = Request::new(());
     request.metadata_mut().insert("grpc-timeout", "50m".parse().expect("a header value"));
     let (metadata, extensions, ()) = note_deadline(request).expect("readable").into_parts();
-    let messages = Messages::new(tokio_stream::pending());
+    let messages = Messages::new(tokio_stream::pending(), &Traffic::new(1 << 30));
     let update = weights.update_from(Request::from_parts(metadata, extensions, messages));
     let status = tokio::time::timeout(Duration::from_secs(10), update).await.expect("ends").expect_err("no message");
     assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
     tokio::time::timeout(Duration::from_secs(10), keeper.drained()).await.expect("nothing runs");
+}
+
+#[tokio::test]
+async fn a_message_that_never_ends_is_counted_and_given_back() {
+    let traffic = Traffic::new(8 << 20);
+    let manifest = vec![0x12; 3 << 20];
+    let mut frames = vec![Bytes::from([&[0][..], &(5u32 << 20).to_be_bytes()].concat())];
+    frames.extend(manifest.chunks(1 << 20).map(|frame| Bytes::from(frame.to_vec())));
+    let mut messages =
+        Messages::new(tokio_stream::iter(frames.into_iter().map(Ok)).chain(tokio_stream::pending()), &traffic);
+    let late = tokio::time::timeout(Duration::from_millis(50), messages.next()).await;
+    assert!(late.is_err(), "{late:?}");
+    assert!(traffic.used() >= 3 << 20, "{} bytes", traffic.used());
+    let mut second = Messages::new(tokio_stream::iter([Ok(Bytes::from(vec![0x12; 5 << 20]))]), &traffic);
+    assert!(matches!(second.next().await, Err(Error::ResourceExhausted(_))));
+    drop((messages, second));
+    assert_eq!(traffic.used(), 0);
+}
+
+#[tokio::test]
+async fn only_so_many_updates_are_received_at_once() {
+    let (_keeper, weights, _commands) = service();
+    let mut direct = DirectUpdates::new(weights);
+    let mut update = || {
+        let (sender, receiver) = tokio::sync::mpsc::channel::<()>(1);
+        let body = Body::new(Silent(receiver));
+        let uri = format!("/{}/Update", DirectUpdates::NAME);
+        let request =
+            http::Request::post(uri).header("content-type", "application/grpc").body(body).expect("a request");
+        (sender, direct.call(request))
+    };
+    let open: Vec<_> = (0..MAX_UPDATES).map(|_| update()).collect();
+    let (_sender, refused) = update();
+    let code = |response: &http::Response<Body>| Status::from_header_map(response.headers()).map(|s| s.code());
+    assert_eq!(code(&refused.await.expect("infallible")), Some(Code::ResourceExhausted));
+    drop(open);
+    let (sender, next) = update();
+    drop(sender);
+    assert_eq!(code(&next.await.expect("infallible")), Some(Code::InvalidArgument));
+}
+
+/// A body that ends when its sender is dropped.
+struct Silent(tokio::sync::mpsc::Receiver<()>);
+
+impl http_body::Body for Silent {
+    type Data = Bytes;
+    type Error = std::convert::Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<std::result::Result<http_body::Frame<Bytes>, Self::Error>>> {
+        self.0.poll_recv(cx).map(|_| None)
+    }
 }

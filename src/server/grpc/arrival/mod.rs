@@ -1,0 +1,300 @@
+//! Requests of one message as they arrive: every byte is counted before it is kept, and what the message will take when
+//! it is decoded before it is. tonic's decoder would keep any number of messages up to their limit, and answer INTERNAL
+//! to what is malformed.
+
+mod schema;
+#[cfg(test)]
+mod tests;
+mod walk;
+
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use tokio::time::{Instant, sleep_until};
+use tokio_stream::{Stream, StreamExt as _};
+use tonic::body::Body;
+use tonic::codegen::{BoxFuture, Context, Poll, Service, http};
+use tonic::server::NamedService;
+use tonic::{Request, Status};
+
+use self::schema::{Schema, ShapeId};
+use super::deadline::Deadline;
+use super::updates::Frames;
+use crate::error::{Error, Result};
+use crate::memory::{Charge, Traffic, human_bytes};
+use crate::server::gate::Gate;
+use crate::server::pb;
+
+/// Largest message of Generate and Score. A GRPO batch of 1,024 prompts of 8,192 token ids is 24 MiB; more than this is
+/// better split over several requests.
+pub(super) const MAX_LARGE_BYTES: usize = 64 << 20;
+/// Largest message of any other method: parameters' names, ids of requests.
+const MAX_SMALL_BYTES: usize = 4 << 20;
+/// While there is no ledger yet.
+const STARTING_BYTES: u64 = 16 << 20;
+/// The methods with large messages.
+const LARGE: [&str; 2] = ["/rollout.v1.Rollout/Generate", "/rollout.v1.Rollout/Score"];
+/// gRPC's before each message: a flag of compression and four bytes of length.
+const PREFIX_BYTES: usize = 5;
+/// Messages larger than this are read through on the blocking pool: it takes a millisecond.
+const INLINE_BYTES: usize = 256 << 10;
+/// A message that is not whole must grow by [`PROGRESS`] in each such time, or what it holds is held for ever.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// 35 KB/s: slower than any network that a rollout server is reached through.
+const PROGRESS: usize = 1 << 20;
+
+/// Puts a service behind the count: it gets each request's message whole.
+#[derive(Clone)]
+pub(in crate::server) struct Gather<S> {
+    inner: S,
+    gate: Gate,
+    starting: Traffic,
+    schema: Arc<Schema>,
+    patience: Duration,
+}
+
+/// Makes [`Gather`]s that share what they know of the protocol.
+#[derive(Clone)]
+pub(in crate::server) struct Door {
+    gate: Gate,
+    /// What requests may take while the model loads: they ask for the server's health, or are refused.
+    starting: Traffic,
+    schema: Arc<Schema>,
+}
+
+impl Door {
+    /// # Errors
+    /// `Internal` if the descriptors are broken, which tests exclude.
+    pub(in crate::server) fn new(gate: &Gate) -> Result<Self> {
+        let schema = Schema::new(&[pb::DESCRIPTORS, tonic_health::pb::FILE_DESCRIPTOR_SET])?;
+        Ok(Self { gate: gate.clone(), starting: Traffic::new(STARTING_BYTES), schema: Arc::new(schema) })
+    }
+
+    pub(in crate::server) fn before<S>(&self, inner: S) -> Gather<S> {
+        let Self { gate, starting, schema } = self.clone();
+        Gather { inner, gate, starting, schema, patience: PATIENCE }
+    }
+}
+
+impl<S: NamedService> NamedService for Gather<S> {
+    const NAME: &'static str = S::NAME;
+}
+
+impl<S> Service<http::Request<Body>> for Gather<S>
+where
+    S: Service<http::Request<Body>, Response = http::Response<Body>, Error = Infallible> + Clone + Send + 'static,
+    S::Future: Send + 'static,
+{
+    type Response = http::Response<Body>;
+    type Error = Infallible;
+    type Future = BoxFuture<Self::Response, Infallible>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<std::result::Result<(), Infallible>> {
+        self.inner.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: http::Request<Body>) -> Self::Future {
+        let path = request.uri().path();
+        let method = self.schema.method(path);
+        // tonic says which compression it would take, none, without looking at the message.
+        let is_encoded = request.headers().get("grpc-encoding").is_some_and(|encoding| encoding != "identity");
+        let Some(method) = method.filter(|_| !is_encoded) else {
+            return Box::pin(self.inner.call(request));
+        };
+        let max_bytes = if LARGE.contains(&path) { MAX_LARGE_BYTES } else { MAX_SMALL_BYTES };
+        let traffic = self.gate.traffic().unwrap_or_else(|_| self.starting.clone());
+        let (schema, patience) = (self.schema.clone(), self.patience);
+        let mut inner = self.inner.clone();
+        Box::pin(async move {
+            let (mut head, body) = request.into_parts();
+            let deadline = head.extensions.get::<Deadline>().copied().unwrap_or_default();
+            let arrive = async {
+                let message = Arriving::new(&traffic, max_bytes).gather(Frames(body), patience).await?;
+                message.read_through(schema, method.input).await
+            };
+            match deadline.limit(arrive).await {
+                Ok(message) => {
+                    head.extensions.insert(Arrived(Arc::new(message.charge)));
+                    inner.call(http::Request::from_parts(head, Whole::body(message.bytes))).await
+                }
+                Err(status) => Ok(status.into_http()),
+            }
+        })
+    }
+}
+
+/// The charge of a message that has arrived, among its request's extensions.
+#[derive(Clone)]
+struct Arrived(Arc<Charge>);
+
+/// The charge under which a request's message was taken in; it must live for as long as the message does.
+pub(super) fn charge_of<T>(request: &mut Request<T>, traffic: &Traffic) -> Charge {
+    let arrived = request.extensions_mut().remove::<Arrived>();
+    // A request that did not come through the door, as in tests, has none.
+    arrived.and_then(|arrived| Arc::into_inner(arrived.0)).unwrap_or_else(|| traffic.charge_always(0))
+}
+
+/// A message of which a part is here.
+struct Arriving {
+    charge: Charge,
+    max_bytes: usize,
+    prefix: Vec<u8>,
+    /// Of the message, once the prefix is here.
+    length: Option<usize>,
+    message: Vec<u8>,
+}
+
+/// A message that is here.
+struct Message {
+    charge: Charge,
+    bytes: Bytes,
+}
+
+impl Arriving {
+    fn new(traffic: &Traffic, max_bytes: usize) -> Self {
+        let charge = traffic.charge_always(0);
+        Self { charge, max_bytes, prefix: Vec::new(), length: None, message: Vec::new() }
+    }
+
+    /// Takes all frames of a request.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for what is not one message of at most the limit, `ResourceExhausted` if it does not fit,
+    /// `DeadlineExceeded` if it comes too slowly, `Unavailable` if the stream breaks.
+    async fn gather<F>(mut self, mut frames: F, patience: Duration) -> Result<Message>
+    where
+        F: Stream<Item = std::result::Result<Bytes, Status>> + Unpin,
+    {
+        let mut seen = 0;
+        let mut check = Instant::now() + patience;
+        loop {
+            tokio::select! {
+                biased;
+                frame = frames.next() => match frame {
+                    Some(Ok(frame)) => self.take(&frame)?,
+                    Some(Err(status)) => {
+                        return Err(Error::Unavailable(format!("the stream broke: {}", status.message())));
+                    }
+                    None => return self.whole(),
+                },
+                () = sleep_until(check) => {
+                    if self.message.len() < seen + PROGRESS {
+                        return Err(self.too_slow(patience));
+                    }
+                    (seen, check) = (self.message.len(), Instant::now() + patience);
+                }
+            }
+        }
+    }
+
+    fn take(&mut self, mut frame: &[u8]) -> Result<()> {
+        let length = match self.length {
+            Some(length) => length,
+            None => {
+                let (of_prefix, rest) = frame.split_at(frame.len().min(PREFIX_BYTES - self.prefix.len()));
+                self.prefix.extend_from_slice(of_prefix);
+                frame = rest;
+                if self.prefix.len() < PREFIX_BYTES {
+                    return Ok(());
+                }
+                let length = message_length(&self.prefix, self.max_bytes)?;
+                self.length = Some(length);
+                length
+            }
+        };
+        if frame.is_empty() {
+            return Ok(());
+        }
+        if self.message.len() + frame.len() > length {
+            return Err(Error::invalid("request", "is followed by more; a call of this method has one message"));
+        }
+        self.charge.grow(frame.len() as u64)?;
+        // The pages of what has not come are not touched.
+        self.message.reserve_exact(length - self.message.len());
+        self.message.extend_from_slice(frame);
+        Ok(())
+    }
+
+    fn whole(self) -> Result<Message> {
+        match self.length {
+            Some(length) if length == self.message.len() => {
+                Ok(Message { charge: self.charge, bytes: self.message.into() })
+            }
+            Some(length) => {
+                let message = format!("ends after {} of its {length} bytes", self.message.len());
+                Err(Error::invalid("request", message))
+            }
+            None => Err(Error::invalid("request", "is missing")),
+        }
+    }
+
+    fn too_slow(&self, patience: Duration) -> Error {
+        let (here, seconds) = (self.message.len(), patience.as_secs_f64());
+        let of = self.length.map_or_else(String::new, |length| format!(" of {length}"));
+        Error::DeadlineExceeded(format!(
+            "request: {here}{of} bytes are here, and fewer than {} came in {seconds} s",
+            human_bytes(PROGRESS as u64),
+        ))
+    }
+}
+
+impl Message {
+    /// Checks its form, and charges what it will take beside itself.
+    async fn read_through(mut self, schema: Arc<Schema>, shape: ShapeId) -> Result<Self> {
+        let bytes = self.bytes.clone();
+        let read = move || walk::decoded_bytes(&schema, shape, &bytes);
+        let decoded = if self.bytes.len() <= INLINE_BYTES {
+            read()
+        } else {
+            let read = tokio::task::spawn_blocking(read).await;
+            read.unwrap_or_else(|e| Err(Error::Internal(format!("reading the message failed: {e}"))))
+        };
+        // tonic copies it before it decodes, and lets go of this one in between.
+        self.charge.grow(decoded?.max(self.bytes.len() as u64))?;
+        Ok(self)
+    }
+}
+
+/// The length of the message after this prefix.
+fn message_length(prefix: &[u8], max_bytes: usize) -> Result<usize> {
+    let [compressed, a, b, c, d] = *prefix else { return Err(Error::invalid("request", "has no prefix")) };
+    let length = u32::from_be_bytes([a, b, c, d]) as usize;
+    if compressed != 0 {
+        return Err(Error::invalid("request", format!("has the compression flag {compressed}; send it uncompressed")));
+    }
+    if length > max_bytes {
+        let message = format!("{length} bytes are more than {max_bytes}; split the request over several");
+        return Err(Error::invalid("request", message));
+    }
+    Ok(length)
+}
+
+/// A gathered message as a body: its prefix first, so that tonic makes room for exactly the rest.
+struct Whole {
+    prefix: Option<Bytes>,
+    message: Option<Bytes>,
+}
+
+impl Whole {
+    fn body(message: Bytes) -> Body {
+        let mut prefix = vec![0];
+        prefix.extend_from_slice(&(message.len() as u32).to_be_bytes());
+        Body::new(Self { prefix: Some(prefix.into()), message: Some(message).filter(|m| !m.is_empty()) })
+    }
+}
+
+impl http_body::Body for Whole {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<std::result::Result<http_body::Frame<Bytes>, Infallible>>> {
+        let next = self.prefix.take().or_else(|| self.message.take());
+        Poll::Ready(next.map(|bytes| Ok(http_body::Frame::data(bytes))))
+    }
+}

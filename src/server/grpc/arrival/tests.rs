@@ -1,0 +1,269 @@
+//! Messages that come in pieces, stop half way, are malformed or too much; the walk over a message against prost.
+
+use prost::Message as _;
+use rand::{Rng, SeedableRng as _};
+use rand_chacha::ChaCha8Rng;
+use tonic::Code;
+use tonic::codegen::Body as _;
+
+use super::*;
+use crate::server::grpc::tests::open;
+use crate::server::pb::prompt::Kind as PromptKind;
+
+const GENERATE: &str = "/rollout.v1.Rollout/Generate";
+const LONG: Duration = Duration::from_secs(60);
+
+fn schema() -> Schema {
+    Schema::new(&[pb::DESCRIPTORS, tonic_health::pb::FILE_DESCRIPTOR_SET]).expect("the descriptors are whole")
+}
+
+fn decoded_bytes(schema: &Schema, message: &[u8]) -> Result<u64> {
+    let method = schema.method(GENERATE).expect("it is a method");
+    walk::decoded_bytes(schema, method.input, message)
+}
+
+fn framed(message: &[u8]) -> Vec<u8> {
+    [&[0], &(message.len() as u32).to_be_bytes()[..], message].concat()
+}
+
+fn random_request(rng: &mut ChaCha8Rng) -> pb::GenerateRequest {
+    let mut text = |most| (0..rng.random_range(0..most)).map(|_| rng.random_range(' '..'龜')).collect::<String>();
+    let chat = pb::Chat { messages: vec![pb::ChatMessage { role: text(6), content: text(30) }; 3] };
+    let (text, stop) = (text(40), vec![text(5), text(5)]);
+    let ids = (0..rng.random_range(0..50)).map(|_| rng.random::<u32>() >> rng.random_range(0..32)).collect();
+    let kinds = [PromptKind::Tokens(pb::TokenIds { ids }), PromptKind::Text(text), PromptKind::Chat(chat)];
+    let sampling = pb::SamplingParams {
+        temperature: Some(0.5),
+        logit_bias: (0..rng.random_range(0..20)).map(|i| (i, 1.0)).collect(),
+        allowed_token_ids: vec![1, 2, 300],
+        stop,
+        seed: Some(rng.random()),
+        ..Default::default()
+    };
+    pb::GenerateRequest {
+        request_id: "a request".into(),
+        prompts: kinds.into_iter().map(|kind| pb::Prompt { kind: Some(kind) }).collect(),
+        sampling: Some(sampling),
+        return_text: rng.random(),
+        min_weight_version: Some(3),
+        ..Default::default()
+    }
+}
+
+/// What prost has made, by the capacities of its lists.
+fn bytes_of(request: &pb::GenerateRequest) -> usize {
+    let prompt = |prompt: &pb::Prompt| match &prompt.kind {
+        None => 0,
+        Some(PromptKind::Tokens(tokens)) => tokens.ids.capacity() * 4,
+        Some(PromptKind::Text(text)) => text.capacity(),
+        Some(PromptKind::Chat(chat)) => {
+            let texts: usize = chat.messages.iter().map(|m| m.role.capacity() + m.content.capacity()).sum();
+            texts + chat.messages.capacity() * size_of::<pb::ChatMessage>()
+        }
+    };
+    let sampling = request.sampling.as_ref().map_or(0, |s| {
+        let stop = s.stop.iter().map(String::capacity).sum::<usize>() + s.stop.capacity() * size_of::<String>();
+        s.logit_bias.capacity() * 17 + s.allowed_token_ids.capacity() * 4 + stop
+    });
+    let prompts = request.prompts.iter().map(prompt).sum::<usize>();
+    let own = size_of::<pb::GenerateRequest>() + request.request_id.capacity();
+    own + prompts + request.prompts.capacity() * size_of::<pb::Prompt>() + sampling
+}
+
+#[test]
+fn the_walk_agrees_with_prost_and_counts_at_least_what_it_makes() {
+    let seed = rand::random::<u64>();
+    println!("seed {seed}");
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let (schema, mut malformed) = (schema(), 0);
+    for _ in 0..5000 {
+        let mut bytes = random_request(&mut rng).encode_to_vec();
+        for _ in 0..rng.random_range(0..3) {
+            let at = rng.random_range(0..bytes.len());
+            bytes[at] = rng.random();
+        }
+        match (pb::GenerateRequest::decode(&bytes[..]), decoded_bytes(&schema, &bytes)) {
+            (Ok(request), Ok(counted)) => {
+                let made = bytes_of(&request) as u64;
+                assert!(counted >= made, "{counted} bytes counted, {made} made of {bytes:?}");
+            }
+            (Err(_), Err(Error::InvalidArgument { .. })) => malformed += 1,
+            // prost skips groups in fields that it does not know; no encoder of proto3 writes one.
+            (Ok(_), Err(error)) if error.to_string().contains("groups") => {}
+            // prost takes an entry of a map for one whatever its wire type says.
+            (Ok(_), Err(error)) if error.to_string().ends_with("another wire type at sampling.logit_bias") => {}
+            (theirs, ours) => panic!("prost: {theirs:?}, the walk: {ours:?}, of {bytes:?}"),
+        }
+    }
+    assert!(malformed > 100, "only {malformed} were malformed");
+}
+
+#[test]
+fn small_things_count_as_what_they_become() {
+    let ids = |n| pb::TokenIds { ids: vec![1; n] };
+    let prompt = |tokens| pb::Prompt { kind: Some(PromptKind::Tokens(tokens)) };
+    let many_ids = pb::GenerateRequest { prompts: vec![prompt(ids(1 << 20))], ..Default::default() };
+    let counted = decoded_bytes(&schema(), &many_ids.encode_to_vec()).expect("well formed");
+    assert!((4 << 20..10 << 20).contains(&counted), "{counted} for 4 MiB of ids in 1 MiB");
+    let messages = vec![pb::ChatMessage::default(); 100_000];
+    let chat = pb::Prompt { kind: Some(PromptKind::Chat(pb::Chat { messages })) };
+    let many_messages = pb::GenerateRequest { prompts: vec![chat], ..Default::default() };
+    let counted = decoded_bytes(&schema(), &many_messages.encode_to_vec()).expect("well formed");
+    assert!(counted >= 100_000 * 48, "{counted} for 100,000 messages of 2 bytes");
+}
+
+#[test]
+fn what_is_malformed_is_named() {
+    let refused = |bytes: &[u8]| decoded_bytes(&schema(), bytes).expect_err("malformed").to_string();
+    let path = refused(&[0x12, 0x04, 0x12, 0x02, 0xff, 0xfe]);
+    assert_eq!(path, "request: is no rollout.v1.GenerateRequest: the text is not UTF-8 at prompts.text");
+    for (bytes, says) in [
+        (&[0x12, 0x05, 0x00][..], "a value is cut"),
+        (&[0x07], "unknown wire type"),
+        (&[0x02, 0x00], "number 0"),
+        (&[0x13, 0x14], "groups"),
+        (&[0x18], "a number is cut"),
+        (&[0x1d, 0, 0, 0, 0], "another wire type at n"),
+    ] {
+        let message = refused(bytes);
+        assert!(message.contains(says), "{message:?} does not say {says:?}");
+    }
+}
+
+async fn gather(traffic: &Traffic, frames: Vec<Vec<u8>>, max_bytes: usize) -> Result<Message> {
+    let frames = frames.into_iter().map(|frame| Ok(Bytes::from(frame)));
+    Arriving::new(traffic, max_bytes).gather(tokio_stream::iter(frames), LONG).await
+}
+
+#[tokio::test]
+async fn a_message_is_whole_however_it_is_cut() {
+    let traffic = Traffic::new(1 << 20);
+    let message: Vec<u8> = (0..=255).collect();
+    for size in [1, 2, 3, 7, 100, 300] {
+        let frames = framed(&message).chunks(size).map(<[u8]>::to_vec).collect();
+        let gathered = gather(&traffic, frames, 256).await.expect("whole");
+        assert_eq!((&gathered.bytes[..], traffic.used()), (&message[..], 256));
+    }
+    assert_eq!(traffic.used(), 0);
+}
+
+#[tokio::test]
+async fn what_is_not_one_message_is_refused() {
+    let traffic = Traffic::new(1 << 20);
+    let whole = framed(&[1, 2, 3]);
+    for (frames, says) in [
+        (vec![], "is missing"),
+        (vec![whole[..4].to_vec()], "is missing"),
+        (vec![whole[..6].to_vec()], "ends after 1 of its 3 bytes"),
+        (vec![[&whole[..], &whole].concat()], "is followed by more"),
+        (vec![whole.clone(), vec![0]], "is followed by more"),
+        (vec![vec![1, 0, 0, 0, 0]], "compression flag 1"),
+        (vec![framed(&[0; 257])[..5].to_vec()], "257 bytes are more than 256; split"),
+    ] {
+        let Err(Error::InvalidArgument { field, message }) = gather(&traffic, frames, 256).await else {
+            panic!("not refused: {says}");
+        };
+        assert!(field == "request" && message.contains(says), "{message:?} does not say {says:?}");
+    }
+    assert_eq!(traffic.used(), 0);
+}
+
+#[tokio::test]
+async fn bytes_are_counted_as_they_come_and_given_back_with_the_call() {
+    let traffic = Traffic::new(1 << 20);
+    let frames = [framed(&[0; 5000])[..1005].to_vec(), vec![0; 2000]].map(|frame| Ok(Bytes::from(frame)));
+    let endless = tokio_stream::iter(frames).chain(tokio_stream::pending());
+    {
+        let gathering = Arriving::new(&traffic, 5000).gather(endless, LONG);
+        tokio::pin!(gathering);
+        assert!(futures_pending(gathering.as_mut()).await);
+        assert_eq!(traffic.used(), 3000);
+    }
+    assert_eq!(traffic.used(), 0);
+    let full = Traffic::new(4000);
+    let frames = framed(&[0; 5000]).chunks(500).map(<[u8]>::to_vec).collect();
+    let refused = gather(&full, frames, 5000).await.err();
+    assert!(matches!(refused, Some(Error::ResourceExhausted(_))), "{refused:?}");
+    assert_eq!((full.used(), full.take_high_water()), (0, 2995));
+}
+
+/// Whether `work` waits.
+async fn futures_pending(work: Pin<&mut impl Future>) -> bool {
+    let mut work = Some(work);
+    std::future::poll_fn(|cx| {
+        let work = work.take().expect("polled once");
+        Poll::Ready(work.poll(cx).is_pending())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_message_that_stops_half_way_lets_go() {
+    let traffic = Traffic::new(1 << 20);
+    let frames = tokio_stream::iter([Ok(Bytes::from(framed(&[0; 100])[..50].to_vec()))]);
+    let stopped = frames.chain(tokio_stream::pending());
+    let late = Arriving::new(&traffic, 100).gather(stopped, Duration::from_millis(20)).await.err();
+    let Some(Error::DeadlineExceeded(message)) = late else { panic!("{late:?}") };
+    assert!(message.contains("45 of 100 bytes are here"), "{message}");
+    assert_eq!(traffic.used(), 0);
+}
+
+/// Answers with the message that reaches it.
+#[derive(Clone)]
+struct Echo;
+
+impl Service<http::Request<Body>> for Echo {
+    type Response = http::Response<Body>;
+    type Error = Infallible;
+    type Future = BoxFuture<Self::Response, Infallible>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<std::result::Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: http::Request<Body>) -> Self::Future {
+        Box::pin(async move { Ok(http::Response::new(request.into_body())) })
+    }
+}
+
+/// The code that a call is refused with, or how many bytes reach the service.
+async fn call(service: &mut Gather<Echo>, path: &str, body: Vec<u8>) -> std::result::Result<usize, Code> {
+    let body = Whole { prefix: Some(body.into()), message: None };
+    let request = http::Request::builder().uri(path).body(Body::new(body)).expect("a request");
+    let Ok(response) = service.call(request).await;
+    if let Some(status) = Status::from_header_map(response.headers()) {
+        return Err(status.code());
+    }
+    let (mut body, mut bytes) = (response.into_body(), 0);
+    while let Some(Ok(frame)) = std::future::poll_fn(|cx| Pin::new(&mut body).poll_frame(cx)).await {
+        bytes += frame.into_data().map_or(0, |data| data.len());
+    }
+    Ok(bytes)
+}
+
+#[tokio::test]
+async fn a_service_behind_the_door_gets_well_formed_messages_only() {
+    let (_keeper, gate, _commands) = open();
+    let mut service = Door::new(&gate).expect("the descriptors are whole").before(Echo);
+    let message = random_request(&mut ChaCha8Rng::seed_from_u64(1)).encode_to_vec();
+    assert_eq!(call(&mut service, GENERATE, framed(&message)).await, Ok(message.len() + 5));
+    assert_eq!(call(&mut service, GENERATE, framed(&[])).await, Ok(5));
+    assert_eq!(call(&mut service, GENERATE, framed(&[0x12])).await, Err(Code::InvalidArgument));
+    let status = "/rollout.v1.Control/GetStatus";
+    assert_eq!(call(&mut service, status, framed(&[])).await, Ok(5));
+    assert_eq!(call(&mut service, status, framed(&vec![0; MAX_SMALL_BYTES + 1])).await, Err(Code::InvalidArgument));
+    assert_eq!(call(&mut service, "/grpc.health.v1.Health/Check", framed(&[0x0a])).await, Err(Code::InvalidArgument));
+    // A stream of messages has a reader of its own, and an unknown method none.
+    for path in ["/rollout.v1.Weights/Update", "/rollout.v1.Rollout/Nothing"] {
+        assert_eq!(call(&mut service, path, vec![7; 3]).await, Ok(3));
+    }
+    let (_keeper, starting) = crate::server::gate::gate();
+    let mut service = Door::new(&starting).expect("the descriptors are whole").before(Echo);
+    assert_eq!(
+        call(&mut service, GENERATE, framed(&message)).await,
+        Ok(message.len() + 5),
+        "it is for the service to say"
+    );
+    let endless = framed(&vec![0; 20 << 20]);
+    assert_eq!(call(&mut service, GENERATE, endless).await, Err(Code::ResourceExhausted));
+}
