@@ -293,7 +293,8 @@ impl Event {
     }
 }
 
-fn tokens_bytes(tokens: &[TokenLogprobs]) -> usize {
+/// What tokens take while they are held.
+pub(super) fn tokens_bytes(tokens: &[TokenLogprobs]) -> usize {
     size_of_val(tokens) + tokens.iter().map(TokenLogprobs::heap_bytes).sum::<usize>()
 }
 

@@ -25,6 +25,7 @@
 
 mod adapters;
 mod admission;
+mod backpressure;
 mod checksum;
 mod command;
 mod lifecycle;
@@ -39,7 +40,7 @@ mod update;
 use std::collections::{BTreeSet, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::mpsc::Receiver;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Instant;
 
 pub use command::*;
@@ -217,9 +218,10 @@ impl<X: Executor> Engine<X> {
             }
             if !self.can_step() && self.checksums.is_empty() {
                 self.scheduler.check_integrity();
-                match self.commands.recv() {
+                match self.wait_for_command() {
                     Ok(command) => self.handle(command)?,
-                    Err(_) => return Ok(()),
+                    Err(RecvTimeoutError::Timeout) => continue,
+                    Err(RecvTimeoutError::Disconnected) => return Ok(()),
                 }
             }
             // Not until the queue is empty: clients that ask faster than they are answered would keep it full for ever.
@@ -231,6 +233,14 @@ impl<X: Executor> Engine<X> {
                 self.step()?;
             }
             self.continue_checksum()?;
+        }
+    }
+
+    /// Blocks until a command comes or, while the server ends with requests that are held back, until the deadline.
+    fn wait_for_command(&self) -> std::result::Result<Command, RecvTimeoutError> {
+        match self.deadline {
+            Some(deadline) => self.commands.recv_timeout(deadline.saturating_duration_since(Instant::now())),
+            None => self.commands.recv().map_err(|_| RecvTimeoutError::Disconnected),
         }
     }
 
@@ -246,6 +256,7 @@ impl<X: Executor> Engine<X> {
         }
         self.settle_drains()?;
         self.admit_held();
+        self.hold_back_laggards();
         self.drop_unused_adapters()
     }
 

@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::command::{CancelFlag, Completion, Event, GenerateCommand, Kind, Responder, Summary};
+use super::command::{CancelFlag, Completion, Event, GenerateCommand, Kind, Responder, Summary, tokens_bytes};
 use crate::cache::CacheSalt;
 use crate::error::Error;
-use crate::memory::Charge;
+use crate::memory::{Backlog, Charge};
 use crate::scheduler::{Group, GroupKind};
 use crate::text::{IncrementalDetokenizer, StopMatcher, StopStrings, Tokenizer};
 use crate::types::{FinishReason, GroupKey, RequestKey, SampleKey, TokenId, TokenLogprobs, WeightVersion, sample_seed};
@@ -30,8 +30,10 @@ pub struct Request {
     scores_left: usize,
     summary: Summary,
     started: Instant,
-    /// For as long as the request runs.
-    _charge: Charge,
+    /// For prompts and records as long as the request runs, and for the tokens of samples that have not ended.
+    charge: Charge,
+    backlog: Backlog,
+    is_held_back: bool,
 }
 
 struct Sample {
@@ -99,8 +101,8 @@ impl Request {
         salt: CacheSalt,
         tokenizer: Option<&Arc<Tokenizer>>,
     ) -> (Self, Vec<Group>) {
-        let GenerateCommand { request_id, prompts, kind, params, if_weight_version, cancel, responder, charge, .. } =
-            command;
+        let GenerateCommand { request_id, prompts, kind, params, if_weight_version, cancel, responder, .. } = command;
+        let GenerateCommand { charge, backlog, .. } = command;
         let stop = (!params.stop_strings.is_empty()).then(|| {
             let tokenizer = tokenizer.expect("stop strings were let in without a tokenizer");
             TextWatch {
@@ -140,7 +142,9 @@ impl Request {
             scores_left: if kind == Kind::Score { groups.len() } else { 0 },
             summary,
             started: Instant::now(),
-            _charge: charge,
+            charge,
+            backlog,
+            is_held_back: false,
         };
         (request, groups)
     }
@@ -160,6 +164,24 @@ impl Request {
 
     pub fn adapter(&self) -> Option<u64> {
         self.adapter
+    }
+
+    /// Whether its reader leaves so much unread that nothing more should be made for it now.
+    pub fn lags(&self) -> bool {
+        self.backlog.is_full()
+    }
+
+    pub fn is_held_back(&self) -> bool {
+        self.is_held_back
+    }
+
+    pub fn note_held_back(&mut self, is_held_back: bool) {
+        self.is_held_back = is_held_back;
+    }
+
+    /// Bytes that it holds, those included that wait for its reader.
+    pub fn bytes(&self) -> u64 {
+        self.charge.bytes() + self.backlog.bytes()
     }
 
     pub fn has_begun(&self) -> bool {
@@ -213,6 +235,7 @@ impl Request {
             let (prompt_index, sample_index) = (key.group.prompt_index, key.sample_index);
             (self.responder)(Event::Token { prompt_index, sample_index, logprobs: logprobs.clone() });
         }
+        self.charge.grow_always(tokens_bytes(std::slice::from_ref(&logprobs)) as u64);
         sample.push(logprobs, version);
         if let Some(reason) = finish {
             let sample = self.samples.remove(&key).expect("it was there");
@@ -243,6 +266,8 @@ impl Request {
     fn complete(&mut self, key: SampleKey, sample: Sample, finish_reason: FinishReason, text_len: Option<usize>) {
         let len = sample.tokens.len() as u32;
         self.summary.completion_tokens += u64::from(len);
+        // From here on they are in the backlog.
+        self.charge.shrink(tokens_bytes(&sample.tokens) as u64);
         (self.responder)(Event::Completion(Completion {
             prompt_index: key.group.prompt_index,
             sample_index: key.sample_index,

@@ -18,7 +18,8 @@
 //! 6. Where a step has few rows, a sample that decodes may get drafts of further tokens (`speculation`), which save it
 //!    steps if they turn out right and change nothing else.
 //! 7. A sample ends by a rule ([`stop_reason`]), by [`Scheduler::finish`] (a stop string) or by [`Scheduler::abort`].
-//! 8. Between two steps the policy may change ([`Scheduler::change_policy`]), or all blocks be given up
+//! 8. Between two steps a request whose reader lags may be held back ([`Scheduler::hold_back`]) until it is let go.
+//! 9. Between two steps the policy may change ([`Scheduler::change_policy`]), or all blocks be given up
 //!    ([`Scheduler::release_all`]); sequences go on from where they are told to.
 //!
 //! # Order and progress
@@ -32,6 +33,7 @@
 
 mod admission;
 mod group;
+mod hold;
 mod policy;
 mod queue;
 mod schedule;
@@ -72,7 +74,7 @@ pub struct SchedulerConfig {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SchedulerStats {
     pub running_samples: usize,
-    /// Queued, preempted, or forked and without a place.
+    /// Queued, preempted, held back, or forked and without a place.
     pub waiting_samples: usize,
     pub total_blocks: usize,
     /// Blocks that no sequence holds (cached ones among them).
@@ -101,6 +103,8 @@ pub struct Scheduler {
     running: BTreeMap<SeqId, Sequence>,
     /// Sequences without: preempted (no blocks), forked (shared blocks), and at most one group next in line.
     waiting: BTreeMap<SeqId, Sequence>,
+    /// Sequences of requests that are held back; they have no blocks.
+    held_back: BTreeMap<SeqId, Sequence>,
     /// Groups taken from the queue of which samples still live.
     groups: HashMap<GroupKey, GroupState>,
     /// The sequences of the last plan in its order, until `update`.
@@ -146,6 +150,7 @@ impl Scheduler {
             queue: AdmissionQueue::default(),
             running: BTreeMap::new(),
             waiting: BTreeMap::new(),
+            held_back: BTreeMap::new(),
             groups: HashMap::new(),
             in_flight: Vec::new(),
             live_samples: 0,
@@ -228,7 +233,7 @@ impl Scheduler {
             self.live_samples -= group.num_samples();
             aborted.extend(group.samples());
         }
-        for map in [&mut self.running, &mut self.waiting] {
+        for map in [&mut self.running, &mut self.waiting, &mut self.held_back] {
             for (_, mut sequence) in map.extract_if(.., |_, sequence| sequence.key.group.request == request) {
                 self.live_samples -= sequence.num_samples();
                 aborted.extend(sequence.samples());
@@ -240,7 +245,7 @@ impl Scheduler {
         aborted
     }
 
-    /// Whether anything is left to run: then, and only then, the next plan is not empty.
+    /// Whether anything is left to run that is not held back: then, and only then, the next plan is not empty.
     pub fn has_work(&self) -> bool {
         !(self.running.is_empty() && self.waiting.is_empty() && self.queue.is_empty())
     }
@@ -269,7 +274,7 @@ impl Scheduler {
 
     /// Asserts every invariant of the scheduler and its cache. Walks everything: for tests, and for when idle.
     pub fn check_integrity(&self) {
-        let sequences = || self.running.iter().chain(&self.waiting);
+        let sequences = || self.running.iter().chain(&self.waiting).chain(&self.held_back);
         self.cache.check_integrity(sequences().map(|(_, sequence)| &sequence.table));
         assert!(self.running.len() <= self.config.max_num_seqs, "{} sequences are running", self.running.len());
         let mut live: HashMap<GroupKey, usize> = HashMap::new();
@@ -286,6 +291,10 @@ impl Scheduler {
         assert_eq!(self.live_samples, live, "live samples");
         for id in self.waiting.keys() {
             assert!(!self.running.contains_key(id), "{id:?} waits and runs");
+        }
+        for (id, sequence) in &self.held_back {
+            assert!(!self.running.contains_key(id) && !self.waiting.contains_key(id), "{id:?} is held back and not");
+            assert!(sequence.table.is_empty(), "{id:?} is held back with blocks");
         }
     }
 

@@ -1,6 +1,6 @@
 //! Groups that have not been admitted: in order within a request, in turn between requests.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 
 use super::Group;
 use crate::types::RequestKey;
@@ -11,8 +11,9 @@ use crate::types::RequestKey;
 pub(super) struct AdmissionQueue {
     /// No request has an empty queue.
     requests: HashMap<RequestKey, VecDeque<Group>>,
-    /// Every request of `requests` once; the front is next.
+    /// Every request of `requests` that is not held back once; the front is next.
     turns: VecDeque<RequestKey>,
+    held_back: HashSet<RequestKey>,
     num_samples: usize,
 }
 
@@ -41,8 +42,23 @@ impl AdmissionQueue {
         Some(group)
     }
 
+    /// The request has no turn until [`AdmissionQueue::let_go`].
+    pub fn hold_back(&mut self, request: RequestKey) {
+        if self.requests.contains_key(&request) && self.held_back.insert(request) {
+            self.turns.retain(|&turn| turn != request);
+        }
+    }
+
+    /// The request waits at the end of the line again.
+    pub fn let_go(&mut self, request: RequestKey) {
+        if self.held_back.remove(&request) {
+            self.turns.push_back(request);
+        }
+    }
+
     /// Takes all groups of a request out.
     pub fn remove(&mut self, request: RequestKey) -> VecDeque<Group> {
+        self.held_back.remove(&request);
         let Some(groups) = self.requests.remove(&request) else { return VecDeque::new() };
         self.turns.retain(|&turn| turn != request);
         self.num_samples -= groups.iter().map(Group::num_samples).sum::<usize>();
@@ -53,6 +69,7 @@ impl AdmissionQueue {
         self.requests.values_mut().flatten()
     }
 
+    /// Whether nothing can be popped.
     pub fn is_empty(&self) -> bool {
         self.turns.is_empty()
     }

@@ -1,6 +1,7 @@
 //! `serving` runs the engine on its thread; the others go step by step with a [`rig::Rig`].
 
 mod adapters;
+mod backpressure;
 mod crashes;
 mod isolation;
 mod requests;

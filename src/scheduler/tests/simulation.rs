@@ -91,6 +91,20 @@ fn disturb(harness: &mut Harness, rng: &mut ChaCha8Rng, num_requests: u64) {
     }
 }
 
+/// Some requests are held back for some steps.
+fn hold_back(harness: &mut Harness, rng: &mut ChaCha8Rng, held: &mut Vec<RequestKey>, num_requests: u64) {
+    if num_requests > 0 && rng.random_bool(0.1) {
+        let request = RequestKey(rng.random_range(0..num_requests));
+        harness.scheduler.hold_back(request);
+        held.push(request);
+    }
+    let all = !harness.scheduler.has_work() && num_requests == REQUESTS;
+    for request in held.extract_if(.., |_| all || rng.random_bool(0.1)) {
+        harness.scheduler.let_go(request);
+    }
+    harness.scheduler.check_integrity();
+}
+
 /// Another policy, or all blocks given up, between two steps.
 fn change(harness: &mut Harness, rng: &mut ChaCha8Rng, epoch: &mut u64) {
     if rng.random_bool(0.03) {
@@ -113,7 +127,7 @@ fn simulate(seed: u64, changes: bool) -> Harness {
     harness.stop_string = stop_string;
     harness.executor.repeats = seed.is_multiple_of(2);
     let arrival = rng.random_range(0.05..1.0);
-    let mut num_requests = 0;
+    let (mut num_requests, mut held) = (0, Vec::new());
     for step in 0.. {
         assert!(step < 100_000, "no end in sight");
         while num_requests < REQUESTS && rng.random_bool(arrival) {
@@ -125,6 +139,7 @@ fn simulate(seed: u64, changes: bool) -> Harness {
             let _ = harness.add(groups);
             num_requests += 1;
         }
+        hold_back(&mut harness, &mut rng, &mut held, num_requests);
         if num_requests == REQUESTS && !harness.scheduler.has_work() {
             break;
         }

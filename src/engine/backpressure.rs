@@ -1,0 +1,54 @@
+//! Which requests may go on: not those whose readers lag, and fewer where the memory for requests runs short.
+
+use super::Engine;
+use crate::error::Error;
+use crate::executor::Executor;
+use crate::memory::{Level, human_bytes};
+use crate::types::RequestKey;
+
+impl<X: Executor> Engine<X> {
+    /// Holds back the accepted requests whose readers lag, and lets go those that have caught up. Where memory is tight
+    /// only the oldest whose reader keeps up goes on, so that it can finish and give back what it holds. Where there is
+    /// none left the request that holds most ends.
+    ///
+    /// While any request keeps up at least one goes on, and the reader of one that lags wakes the engine; so what is held
+    /// back is always looked at again.
+    pub(super) fn hold_back_laggards(&mut self) {
+        if self.traffic.level() == Level::Full {
+            self.end_largest();
+        }
+        let is_tight = self.traffic.level() != Level::Free;
+        let mut one_goes_on = false;
+        for key in self.requests.accepted_keys(|_, _| true) {
+            let request = self.requests.get_mut(key).expect("its key was just found");
+            let hold = request.lags() || is_tight && one_goes_on;
+            one_goes_on |= !hold;
+            if hold == request.is_held_back() {
+                continue;
+            }
+            request.note_held_back(hold);
+            match hold {
+                true => self.scheduler.hold_back(key),
+                false => self.scheduler.let_go(key),
+            }
+        }
+    }
+
+    fn end_largest(&mut self) {
+        let Some((bytes, key)) = self.largest() else { return };
+        self.reject(
+            key,
+            Error::ResourceExhausted(format!(
+                "requests and replies under way hold all of --request-bytes {}, and this request most of it: {}; ask for \
+                 fewer samples or top_logprobs at once, or raise --request-bytes",
+                human_bytes(self.traffic.limit()),
+                human_bytes(bytes),
+            )),
+        );
+    }
+
+    fn largest(&mut self) -> Option<(u64, RequestKey)> {
+        let keys = self.requests.accepted_keys(|_, _| true);
+        keys.into_iter().filter_map(|key| Some((self.requests.get_mut(key)?.bytes(), key))).max()
+    }
+}
