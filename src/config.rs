@@ -6,6 +6,9 @@ use clap::{Parser, ValueEnum};
 
 use crate::error::{Error, Result};
 
+/// More tensor-parallel ranks than any machine has devices; a typing error would otherwise start that many threads.
+pub const MAX_RANKS: usize = 64;
+
 /// A rollout inference server for RL fine-tuning: groups of samples with log-probabilities you can trust, over gRPC.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "rollout-server", version)]
@@ -30,6 +33,10 @@ pub struct Config {
     /// Precision of weights and KV cache; auto is the checkpoint's (bfloat16 for float16 and quantised ones).
     #[arg(long, env = "ROLLOUT_DTYPE", value_enum, default_value_t = DTypeChoice::Auto)]
     pub dtype: DTypeChoice,
+
+    /// Instruction set of the kernels; auto is the fastest of the processor.
+    #[arg(long, env = "ROLLOUT_KERNEL", value_enum, default_value_t = KernelChoice::Auto)]
+    pub kernel: KernelChoice,
 
     /// Most tokens of prompt and completion together [default: the model's].
     #[arg(long, env = "ROLLOUT_MAX_MODEL_LEN", value_name = "TOKENS")]
@@ -118,6 +125,20 @@ pub enum DTypeChoice {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum KernelChoice {
+    Auto,
+    #[value(name = "avx512_bf16")]
+    Avx512Bf16,
+    #[value(name = "avx512f")]
+    Avx512,
+    Avx2,
+    Scalar,
+    /// The bits of avx512_bf16 without its instruction, several times slower: for tests on other processors.
+    #[value(name = "avx512_bf16_emulated", hide = true)]
+    Avx512Bf16Emulated,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum SpeculationChoice {
     /// Where it pays.
     Auto,
@@ -147,9 +168,8 @@ impl Config {
         if !(self.mem_util > 0.0 && self.mem_util <= 1.0) {
             return fail("mem-util", &self.mem_util, "above 0 and at most 1");
         }
-        // 64 ranks: more than any machine has devices; a typing error otherwise starts that many threads.
-        if !(1..=64).contains(&self.tp) {
-            return fail("tp", &self.tp, "from 1 to 64");
+        if !(1..=MAX_RANKS).contains(&self.tp) {
+            return fail("tp", &self.tp, &format!("from 1 to {MAX_RANKS}"));
         }
         if !(1..=1024).contains(&self.threads()) {
             return fail("threads", &self.threads(), "from 1 to 1024");

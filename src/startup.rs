@@ -6,11 +6,13 @@ use std::sync::mpsc::sync_channel;
 use std::thread::JoinHandle;
 use std::time::Instant;
 
+use clap::ValueEnum;
+use rollout_kernels::cpu::Isa;
 use rollout_kernels::{KvDtype, Ops, WeightDtype};
 
 use crate::cache::KvCacheManager;
 use crate::comm::{Communicator, LocalGroup, Solo};
-use crate::config::{Config, DTypeChoice, SpeculationChoice};
+use crate::config::{Config, DTypeChoice, KernelChoice, SpeculationChoice};
 use crate::engine::{COMMAND_QUEUE, Engine, EngineHandle, Setup};
 use crate::error::{Error, Result};
 use crate::executor::{ModelRunner, RankWeights, Ranks, resident_adapter_bytes};
@@ -111,6 +113,7 @@ struct Layout {
     max_batch_tokens: usize,
     block_size: usize,
     threads: usize,
+    isa: Isa,
 }
 
 /// Opens the model, fills the memory plan, loads the weights and starts the engine.
@@ -176,7 +179,7 @@ pub fn start(config: &Config) -> Result<Started> {
         model_name,
         parameters,
         num_weights,
-        kernel: Ops::cpu(1).kernel_name(),
+        kernel: layout.isa.name(),
         text,
     })
 }
@@ -210,6 +213,7 @@ impl Layout {
             block_size: config.block_size,
             // Each rank has a pool of its own; together they are as many threads as asked for, and at least one each.
             threads: (config.threads() / config.tp).max(1),
+            isa: instruction_set(config.kernel, &Isa::all())?,
         })
     }
 
@@ -223,6 +227,20 @@ impl Layout {
             WeightDtype::Bf16 => "bfloat16",
         }
     }
+}
+
+/// The chosen one `of` those that can run, the fastest first.
+///
+/// # Errors
+/// `Config` if it is not among them.
+fn instruction_set(choice: KernelChoice, of: &[Isa]) -> Result<Isa> {
+    let choice = choice.to_possible_value().expect("every choice has a name");
+    let name = choice.get_name();
+    let found = of.iter().find(|isa| name == "auto" || isa.name() == name);
+    found.copied().ok_or_else(|| {
+        let names: Vec<_> = of.iter().filter(|isa| !isa.is_emulated()).map(|isa| isa.name()).collect();
+        Error::Config(format!("--kernel {name}: this processor lacks it; it has {}", names.join(", ")))
+    })
 }
 
 /// Reserves what does not depend on the size of the KV cache. The decoders' memory is not touched yet: their pages
@@ -345,7 +363,7 @@ impl Ingredients {
     /// Builds one rank and loads its weights; runs on the rank's own thread.
     fn make(&self, rank: usize, decoder: Decoder, comm: Box<dyn Communicator>) -> Result<ModelRunner> {
         let Self { model, layout, checkpoint, blocks, progress } = self;
-        let (ops, build) = (Ops::cpu(layout.threads), layout.build(rank));
+        let (ops, build) = (Ops::cpu(layout.threads, layout.isa), layout.build(rank));
         let weights = RankWeights::load(&ops, decoder, build, checkpoint.clone(), &|bytes| progress.add(bytes))?;
         let kv = kv_caches(model, build, layout.kv, *blocks, layout.block_size);
         let workspace = WorkspaceShape { config: model.clone(), build, max_batch_tokens: layout.max_batch_tokens };
@@ -402,4 +420,29 @@ fn count_weights(checkpoint: &Checkpoint, model: &ModelConfig) -> u64 {
     let is_copy = |name: &str| model.tie_word_embeddings && name == "lm_head.weight";
     let elements = |name: &&str| checkpoint.shape(name).map_or(0, |s| s.iter().product::<usize>() as u64);
     checkpoint.names().iter().filter(|name| !is_copy(name)).map(elements).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_instruction_set_that_the_processor_lacks_is_refused_by_name() {
+        let all = Isa::all();
+        assert_eq!(instruction_set(KernelChoice::Auto, &all).expect("there is one"), Isa::detect());
+        let plain: Vec<Isa> = all.iter().copied().filter(|isa| isa.name() == "scalar").collect();
+        for choice in [KernelChoice::Auto, KernelChoice::Scalar] {
+            assert_eq!(instruction_set(choice, &plain).expect("it is there").name(), "scalar");
+        }
+        let emulated = instruction_set(KernelChoice::Avx512Bf16Emulated, &all).expect("every processor can");
+        assert_eq!((emulated.name(), emulated.is_emulated()), ("avx512_bf16_emulated", true));
+        for (choice, name) in
+            [(KernelChoice::Avx512Bf16, "avx512_bf16"), (KernelChoice::Avx512, "avx512f"), (KernelChoice::Avx2, "avx2")]
+        {
+            let refused = instruction_set(choice, &plain).expect_err("it is not there").to_string();
+            assert_eq!(refused, format!("--kernel {name}: this processor lacks it; it has scalar"));
+            let is_there = Isa::available().iter().any(|isa| isa.name() == name);
+            assert_eq!(instruction_set(choice, &all).is_ok_and(|isa| isa.name() == name), is_there);
+        }
+    }
 }

@@ -18,14 +18,9 @@ pub struct Ops {
 }
 
 impl Ops {
-    /// On `threads >= 1` threads of the CPU, with its fastest instruction set.
-    pub fn cpu(threads: usize) -> Self {
-        Self { cpu: Cpu::new(threads) }
-    }
-
-    /// The instruction set of the linear kernel.
-    pub fn kernel_name(&self) -> &'static str {
-        self.cpu.isa().name()
+    /// On `threads >= 1` threads of the CPU, with one of its instruction sets.
+    pub fn cpu(threads: usize, isa: Isa) -> Self {
+        Self { cpu: Cpu::with_isa(threads, isa) }
     }
 
     pub fn isa(&self) -> Isa {

@@ -47,7 +47,7 @@ pub struct ServerInfo {
     pub block_size: usize,
     /// Number of weights, tied ones counted once.
     pub parameters: u64,
-    /// Instruction set of the linear kernel.
+    /// Instruction set of the kernels.
     pub kernel: String,
     pub max_adapters: usize,
     pub max_lora_rank: usize,

@@ -4,9 +4,14 @@
 use super::lanes::{Avx2, Avx512};
 use super::lanes::{Lanes, Scalar};
 
-/// An instruction set that this processor has. There is no way to make one that it lacks.
+/// An instruction set that this processor has, or can emulate. There is no way to make one that it can not run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Isa(Level);
+pub struct Isa {
+    /// What it runs on.
+    level: Level,
+    /// Whether it has the results of avx512_bf16 on a level without that instruction, in several times its time.
+    emulates_bf16: bool,
+}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Level {
@@ -48,26 +53,44 @@ impl Isa {
                 && is_x86_feature_detected!("avx512dq")
                 && is_x86_feature_detected!("avx512vl");
             if avx512 && is_x86_feature_detected!("avx512bf16") {
-                found.push(Isa(Level::Avx512Bf16));
+                found.push(Isa::real(Level::Avx512Bf16));
             }
             if avx512 {
-                found.push(Isa(Level::Avx512));
+                found.push(Isa::real(Level::Avx512));
             }
             if avx2 {
-                found.push(Isa(Level::Avx2));
+                found.push(Isa::real(Level::Avx2));
             }
         }
-        found.push(Isa(Level::Scalar));
+        found.push(Isa::real(Level::Scalar));
         found
     }
 
-    /// The available instruction set of this [`name`](Isa::name).
+    /// [`available`](Isa::available), and after those avx512_bf16 emulated on each of them that is without it: so that
+    /// tests can check that level on every processor.
+    pub fn all() -> Vec<Isa> {
+        let mut all = Isa::available();
+        let without = all.clone().into_iter().filter(|isa| !isa.rounds_activations());
+        all.extend(without.map(|isa| Isa { emulates_bf16: true, ..isa }));
+        all
+    }
+
+    /// The fastest of [`all`](Isa::all) that has this [`name`](Isa::name).
     pub fn from_name(name: &str) -> Option<Isa> {
-        Isa::available().into_iter().find(|isa| isa.name() == name)
+        Isa::all().into_iter().find(|isa| isa.name() == name)
+    }
+
+    fn real(level: Level) -> Isa {
+        Isa { level, emulates_bf16: false }
+    }
+
+    pub fn is_emulated(self) -> bool {
+        self.emulates_bf16
     }
 
     pub fn name(self) -> &'static str {
-        match self.0 {
+        match self.level {
+            _ if self.emulates_bf16 => "avx512_bf16_emulated",
             Level::Scalar => "scalar",
             #[cfg(target_arch = "x86_64")]
             Level::Avx2 => "avx2",
@@ -80,7 +103,8 @@ impl Isa {
 
     /// Whether [`linear`](super::linear) rounds activations to bfloat16 before it multiplies bfloat16 weights.
     pub fn rounds_activations(self) -> bool {
-        match self.0 {
+        match self.level {
+            _ if self.emulates_bf16 => true,
             #[cfg(target_arch = "x86_64")]
             Level::Avx512Bf16 => true,
             _ => false,
@@ -103,7 +127,7 @@ impl Isa {
     /// Runs `kernel`, compiled for this instruction set.
     #[inline]
     pub(crate) fn dispatch<K: Kernel>(self, kernel: K) -> K::Output {
-        match self.0 {
+        match self.level {
             Level::Scalar => scalar(kernel),
             // SAFETY: a Level other than Scalar is only made by `available`, which found its features.
             #[cfg(target_arch = "x86_64")]

@@ -2,7 +2,8 @@
 //!
 //! Each operator takes a [`Cpu`] (where it runs) first. Its kernel is written once over [`lanes::Lanes`], 16 float32
 //! lanes with the same operations on every instruction set, so all of them give the same bits. The one exception is
-//! [`linear`] with bfloat16 weights on `avx512_bf16`, whose instruction takes bfloat16 activations.
+//! [`linear`] with bfloat16 weights on `avx512_bf16`, whose instruction takes bfloat16 activations; it can be emulated on
+//! all others.
 
 mod activation;
 mod attention;

@@ -38,6 +38,32 @@ impl Random {
     }
 }
 
+/// What vdpbf16ps makes of one lane, `sum + x[1] w[1]` and then `+ x[0] w[0]`, without a fused multiply-add: with the exact
+/// products of bfloat16 in float64, which has more than twice the bits of float32.
+pub fn dot_pair(sum: f32, x: [f32; 2], w: [f32; 2]) -> f32 {
+    let flush = |x: f32| if x.is_normal() || !x.is_finite() { x } else { 0.0_f32.copysign(x) };
+    [1, 0].into_iter().fold(flush(sum), |sum, i| {
+        let (product, sum) = (f64::from(flush(x[i])) * f64::from(flush(w[i])), f64::from(sum));
+        let exact = add_to_odd(product, sum);
+        let rounded = exact as f32;
+        let is_known = exact.abs() >= f64::from(f32::MIN_POSITIVE) || rounded.abs() < f32::MIN_POSITIVE;
+        assert!(is_known, "{exact:e} becomes a normal number by rounding: whether it is flushed is not documented");
+        flush(rounded)
+    })
+}
+
+/// `a + b`, of the two neighbours of a sum that is none of float64's numbers the one with an odd last bit: rounding that
+/// once more, to fewer bits, gives what rounding the exact sum would.
+fn add_to_odd(a: f64, b: f64) -> f64 {
+    let sum = a + b;
+    let part = sum - a;
+    let error = (a - (sum - part)) + (b - part);
+    if error == 0.0 || !sum.is_finite() || sum.to_bits() & 1 == 1 {
+        return sum;
+    }
+    if (error > 0.0) == (sum > 0.0) { f64::from_bits(sum.to_bits() + 1) } else { f64::from_bits(sum.to_bits() - 1) }
+}
+
 /// `value` is within `tolerance`, relative to `expected` where that is above 1.
 #[track_caller]
 pub fn close(value: f32, expected: f64, tolerance: f64, what: &str) {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use half::bf16;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use rollout_kernels::cpu::Isa;
 use rollout_kernels::{KvDtype, Ops, WeightDtype};
 use xxhash_rust::xxh3::xxh3_128;
 
@@ -80,7 +81,7 @@ impl Setup {
             let (config, checkpoint) = (self.config.clone(), self.checkpoint.clone());
             let build = Build { partition: Partition::new(rank, self.world), weights: self.weights };
             move || {
-                let (ops, decoder) = (Ops::cpu(2), Decoder::new(&config, build, MAX_TOKENS)?);
+                let (ops, decoder) = (Ops::cpu(2, Isa::detect()), Decoder::new(&config, build, MAX_TOKENS)?);
                 let weights = RankWeights::load(&ops, decoder, build, checkpoint, &|_| ())?;
                 let dtype = if build.weights == WeightDtype::Bf16 { KvDtype::Bf16 } else { KvDtype::F32 };
                 let kv = kv_caches(&config, build, dtype, blocks, BLOCK_SIZE);
@@ -95,7 +96,7 @@ impl Setup {
     pub fn weights(&self) -> RankWeights {
         let build = Build { partition: Partition::new(0, 1), weights: self.weights };
         let decoder = Decoder::new(&self.config, build, MAX_TOKENS).unwrap();
-        RankWeights::load(&Ops::cpu(2), decoder, build, self.checkpoint.clone(), &|_| ()).unwrap()
+        RankWeights::load(&Ops::cpu(2, Isa::detect()), decoder, build, self.checkpoint.clone(), &|_| ()).unwrap()
     }
 
     /// Every parameter as it serves.
@@ -137,7 +138,7 @@ impl Setup {
     pub fn merged(&self, base: &[Vec<f32>], adapter: &Adapter) -> Vec<Vec<u8>> {
         let merge = |(spec, values): (&ParamSpec, &Vec<f32>)| {
             let mut values = values.clone();
-            adapter.merge(Ops::cpu(1).isa(), &spec.name, &Slice::whole(&spec.shape), &mut values);
+            adapter.merge(Isa::detect(), &spec.name, &Slice::whole(&spec.shape), &mut values);
             self.bytes(&values)
         };
         self.parameters.iter().zip(base).map(merge).collect()

@@ -221,7 +221,7 @@ class ServerInfo:
     eos_token_ids: list[int]
     parameters: int
     kernel: str
-    """The instruction set of the linear kernel."""
+    """The instruction set of the kernels: what `--kernel` chose."""
     has_tokenizer: bool
     has_chat_template: bool
     max_adapters: int

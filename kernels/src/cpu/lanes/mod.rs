@@ -112,16 +112,18 @@ pub(crate) trait Lanes: Copy + 'static {
     #[inline(always)]
     fn prefetch_near(_p: *const u8) {}
 
-    /// `self` plus, lane by lane, the product of the bfloat16 pair `x` (first element in the low half) with 16 pairs.
+    /// Lanes nearer to zero than every normal number become zeros of their sign.
+    fn flush_denormals(self) -> Self;
+
+    /// `self` plus, lane by lane, the product of the bfloat16 pair `x` (first element in the low half) with 16 pairs:
+    /// vdpbf16ps, or what has its bits.
     ///
     /// # Safety
     /// `w` is readable for 32 bfloat16; no alignment is needed.
     #[inline(always)]
     unsafe fn dot_pairs(self, x: u32, w: *const bf16) -> Self {
-        // SAFETY: the caller's promise is that of load_pairs.
-        let (even, odd) = unsafe { Self::load_pairs(w) };
-        let (first, second) = (f32::from_bits(x << 16), f32::from_bits(x & 0xffff_0000));
-        Self::splat(second).mul_add(odd, Self::splat(first).mul_add(even, self))
+        // SAFETY: the caller's promise.
+        unsafe { emulated_dot_pairs(self, x, w) }
     }
 
     #[inline(always)]
@@ -206,6 +208,21 @@ pub(crate) trait Lanes: Copy + 'static {
         let p = p.mul_add(r, Self::splat(1.0));
         p.mul(rounded.power_of_two())
     }
+}
+
+/// [`Lanes::dot_pairs`] without its instruction, which is two fused multiply-adds, **the second elements first**, that take
+/// denormals for zeros and give none.
+///
+/// # Safety
+/// As [`Lanes::dot_pairs`].
+#[inline(always)]
+unsafe fn emulated_dot_pairs<L: Lanes>(sum: L, x: u32, w: *const bf16) -> L {
+    // SAFETY: the caller's promise is that of load_pairs.
+    let (even, odd) = unsafe { L::load_pairs(w) };
+    let (first, second) = (f32::from_bits(x << 16), f32::from_bits(x & 0xffff_0000));
+    let (first, second) = (L::splat(first).flush_denormals(), L::splat(second).flush_denormals());
+    let sum = second.mul_add(odd.flush_denormals(), sum.flush_denormals()).flush_denormals();
+    first.mul_add(even.flush_denormals(), sum).flush_denormals()
 }
 
 #[cfg(test)]

@@ -89,6 +89,11 @@ impl Lanes for Scalar {
     }
 
     #[inline(always)]
+    fn flush_denormals(self) -> Self {
+        Scalar(self.0.map(|x| if x.abs() < f32::MIN_POSITIVE { 0.0_f32.copysign(x) } else { x }))
+    }
+
+    #[inline(always)]
     fn within(self, from: f32, to: f32) -> u32 {
         let mut bits = 0;
         for i in 0..LANES {

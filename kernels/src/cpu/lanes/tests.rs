@@ -1,6 +1,6 @@
 use super::super::isa::{Isa, Kernel};
 use super::super::math;
-use super::super::testing::Random;
+use super::super::testing::{Random, dot_pair};
 use super::*;
 
 struct Exp<'a>(&'a mut [f32; LANES]);
@@ -14,7 +14,7 @@ impl Kernel for Exp<'_> {
 
 #[test]
 fn exp_has_the_bits_of_the_scalar_function_on_every_isa() {
-    for isa in Isa::available() {
+    for isa in Isa::all() {
         let special = [f32::NEG_INFINITY, f32::INFINITY, -87.3, -87.300_01, 88.7, 89.0, 0.0, -0.0];
         for start in -10_000..10_000_i32 {
             let x: [f32; LANES] = std::array::from_fn(|i| match start {
@@ -56,11 +56,11 @@ fn exp2_is_within_two_ulp_of_libm_and_the_same_bits_on_every_isa() {
             // The second part is the last place of subnormal numbers, below 2^-126.
             assert!(error < 2.0e-7 * exact + 1e-45, "2^{} = {}, exact {exact}", x[i], expected[i]);
         }
-        for isa in Isa::available() {
+        for isa in Isa::all() {
             assert_eq!(exp2(isa, x).map(f32::to_bits), expected.map(f32::to_bits), "{x:?} on {}", isa.name());
         }
     }
-    for isa in Isa::available() {
+    for isa in Isa::all() {
         let one = |x: f32| exp2(isa, [x; LANES])[LANES - 1];
         assert_eq!([0.0, -0.0, 1.0, -3.0].map(one), [1.0, 1.0, 2.0, 0.125], "{}", isa.name());
         assert_eq!([f32::NEG_INFINITY, -1e30, -126.6].map(|x| one(x).to_bits()), [0; 3], "{}", isa.name());
@@ -80,7 +80,8 @@ impl Kernel for Everything<'_> {
         let folds = L::splat(a.sum()).add(L::splat(a.largest()));
         let results = [a.add(b), a.sub(b), a.mul(b), a.div(b), a.mul_add(b, half), a.max(b), a.min(b)];
         let within = L::splat(a.within(-1.0, 0.7) as f32).add(L::splat(b.within(-0.5, f32::INFINITY) as f32));
-        let others = [within, even, odd, half, folds, a.zero_where_below(b, 0.1), L::zero(), a.exp(), a.exp2()];
+        let small = b.mul(L::splat(1.5e-38)).flush_denormals();
+        let others = [within, even, odd, half, folds, a.zero_where_below(b, 0.1), L::zero(), small, a.exp(), a.exp2()];
         results.iter().chain(&others).map(|v| v.to_array()).collect()
     }
 }
@@ -95,7 +96,7 @@ fn every_isa_has_the_bits_of_the_scalar_lanes() {
         all.iter().map(|v| v.iter().map(|x| if x.is_nan() { 1 } else { x.to_bits() }).collect()).collect()
     };
     let scalar = Isa::from_name("scalar").expect("always there");
-    for isa in Isa::available() {
+    for isa in Isa::all() {
         assert_eq!(bits(isa), bits(scalar), "{}", isa.name());
     }
 }
@@ -131,7 +132,7 @@ fn lines_are_transposed_and_rounded_alike_on_every_isa() {
     for _ in 0..2000 {
         let values: Vec<f32> = (0..2 * LANES * LANES).map(|_| f32::from_bits(random.next() as u32)).collect();
         let cell = |line: usize, row: usize| &values[row * 2 * LANES + 2 * line..][..2];
-        for isa in Isa::available() {
+        for isa in Isa::all() {
             let [pairs, singles] = isa.dispatch(Transposed(&values));
             for (line, row) in (0..LANES).flat_map(|line| (0..LANES).map(move |row| (line, row))) {
                 let [low, high] = [0, 1].map(|i| u32::from(math::round_bf16(cell(line, row)[i]).to_bits()));
@@ -140,4 +141,61 @@ fn lines_are_transposed_and_rounded_alike_on_every_isa() {
             }
         }
     }
+}
+
+/// One vector of sums, a pair and 16 pairs.
+struct Pairs<'a>(&'a [f32; LANES], [bf16; 2], &'a [bf16; 2 * LANES]);
+impl Kernel for Pairs<'_> {
+    type Output = [f32; LANES];
+    const DOT_PAIRS: bool = true;
+    #[inline(always)]
+    fn run<L: Lanes>(self) -> Self::Output {
+        let Pairs(sums, x, w) = self;
+        let x = u32::from(x[0].to_bits()) | u32::from(x[1].to_bits()) << 16;
+        // SAFETY: the array has 32 elements.
+        unsafe { L::from_array(sums).dot_pairs(x, w.as_ptr()) }.to_array()
+    }
+}
+
+/// Numbers of one scale, of many, of all that there are, and such that products and sums are about the least normal one.
+fn any_number(random: &mut Random, kind: usize) -> f32 {
+    let bits = random.next();
+    let (sign, mantissa) = ((bits as u32) & 0x8000_0000, (bits >> 8) as u32 & 0x007f_ffff);
+    let exponent = match kind {
+        0 => random.between(125, 127),
+        1 => random.between(115, 140),
+        2 => random.between(0, 190), // 0 is that of denormals; above 190 products are infinite
+        _ => random.between(60, 67),
+    };
+    f32::from_bits(sign | (exponent as u32) << 23 | mantissa)
+}
+
+#[test]
+fn pairs_are_multiplied_as_vdpbf16ps_does_on_every_isa() {
+    let mut random = Random::new(12);
+    let (mut denormal, mut order) = (0, 0);
+    for i in 0..40_000 {
+        let kind = i % 4;
+        let mut number = || bf16::from_f32(any_number(&mut random, kind));
+        let (x, w) = ([number(), number()], std::array::from_fn(|_| number()));
+        let sums: [f32; LANES] = std::array::from_fn(|_| match kind {
+            3 => any_number(&mut random, 3) * any_number(&mut random, 3),
+            _ => any_number(&mut random, kind),
+        });
+        let wide = |pair: [bf16; 2]| pair.map(bf16::to_f32);
+        let pair = |lane: usize| wide([w[2 * lane], w[2 * lane + 1]]);
+        let expected: [f32; LANES] = std::array::from_fn(|lane| dot_pair(sums[lane], wide(x), pair(lane)));
+        for lane in 0..LANES {
+            let ([first, second], [even, odd]) = (wide(x), pair(lane));
+            let plain = first.mul_add(even, second.mul_add(odd, sums[lane]));
+            denormal += usize::from(plain.to_bits() != expected[lane].to_bits());
+            order += usize::from(second.mul_add(odd, first.mul_add(even, sums[lane])).to_bits() != plain.to_bits());
+        }
+        for isa in Isa::all() {
+            let found = isa.dispatch(Pairs(&sums, x, &w));
+            assert_eq!(found.map(f32::to_bits), expected.map(f32::to_bits), "{sums:?} + {x:?} {w:?} on {}", isa.name());
+        }
+    }
+    println!("of 640,000 lanes, denormals decide {denormal}, and the order of the products {order}");
+    assert!(denormal > 1000 && order > 1000, "nothing depends on what is tested");
 }

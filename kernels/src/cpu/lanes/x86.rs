@@ -1,6 +1,6 @@
 //! AVX2 (two registers of 8 lanes) and AVX-512 (one of 16). No closures, as in [`tile`](super::super::tile).
 
-use super::{LANES, Lanes};
+use super::{LANES, Lanes, emulated_dot_pairs};
 use half::bf16;
 use std::arch::x86_64::*;
 
@@ -138,6 +138,19 @@ impl Lanes for Avx2 {
             let limit = _mm256_set1_ps(limit);
             let below = (_mm256_cmp_ps::<_CMP_LT_OQ>(x.0, limit), _mm256_cmp_ps::<_CMP_LT_OQ>(x.1, limit));
             Avx2(_mm256_andnot_ps(below.0, self.0), _mm256_andnot_ps(below.1, self.1))
+        }
+    }
+
+    #[inline(always)]
+    fn flush_denormals(self) -> Self {
+        x86! {
+            let (magnitude, least) = (_mm256_set1_ps(f32::from_bits(i32::MAX as u32)), _mm256_set1_ps(f32::MIN_POSITIVE));
+            let small = (
+                _mm256_cmp_ps::<_CMP_LT_OQ>(_mm256_and_ps(self.0, magnitude), least),
+                _mm256_cmp_ps::<_CMP_LT_OQ>(_mm256_and_ps(self.1, magnitude), least),
+            );
+            let dropped = (_mm256_and_ps(small.0, magnitude), _mm256_and_ps(small.1, magnitude));
+            Avx2(_mm256_andnot_ps(dropped.0, self.0), _mm256_andnot_ps(dropped.1, self.1))
         }
     }
 
@@ -317,6 +330,14 @@ impl<const BF16: bool> Lanes for Avx512<BF16> {
     }
 
     #[inline(always)]
+    fn flush_denormals(self) -> Self {
+        x86! {
+            let small = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(_mm512_abs_ps(self.0), _mm512_set1_ps(f32::MIN_POSITIVE));
+            Self(_mm512_mask_and_ps(self.0, small, self.0, _mm512_set1_ps(-0.0)))
+        }
+    }
+
+    #[inline(always)]
     fn within(self, from: f32, to: f32) -> u32 {
         x86! {
             let reached = _mm512_cmp_ps_mask::<_CMP_GE_OQ>(self.0, _mm512_set1_ps(from));
@@ -361,10 +382,8 @@ impl<const BF16: bool> Lanes for Avx512<BF16> {
                 Self(_mm512_dpbf16_ps(self.0, x, w))
             }
         } else {
-            // SAFETY: the caller's promise is that of load_pairs.
-            let (even, odd) = unsafe { Self::load_pairs(w) };
-            let (first, second) = (f32::from_bits(x << 16), f32::from_bits(x & 0xffff_0000));
-            Self::splat(second).mul_add(odd, Self::splat(first).mul_add(even, self))
+            // SAFETY: the caller's promise.
+            unsafe { emulated_dot_pairs(self, x, w) }
         }
     }
 }

@@ -1,6 +1,6 @@
 use super::super::activation::silu_mul;
 use super::super::packed::{WeightRows, reduction_leaves};
-use super::super::testing::{Random, bits, close};
+use super::super::testing::{Random, bits, close, dot_pair};
 use super::*;
 use half::bf16;
 
@@ -37,10 +37,17 @@ fn product(cpu: &Cpu, x: &[f32], matrix: &PackedMatrix, bias: Option<&[f32]>) ->
     out
 }
 
-/// The order of the contract, spelled out: leaves in ascending order, then a balanced tree, then the bias.
-fn in_order(x: &[f32], w: &[f32], leaves: usize, bias: Option<f32>) -> f32 {
+/// The order of the contract, spelled out: leaves in ascending order, then a balanced tree, then the bias. In a leaf one
+/// product after the other, or pair by pair of what is rounded.
+fn in_order(rounds: bool, x: &[f32], w: &[f32], leaves: usize, bias: Option<f32>) -> f32 {
     let leaf = x.len() / leaves;
-    let dot = |(x, w): (&[f32], &[f32])| x.iter().zip(w).fold(0.0_f32, |sum, (x, w)| x.mul_add(*w, sum));
+    let dot = |(x, w): (&[f32], &[f32])| match rounds {
+        false => x.iter().zip(w).fold(0.0_f32, |sum, (x, w)| x.mul_add(*w, sum)),
+        true => x.chunks(2).zip(w.chunks(2)).fold(0.0_f32, |sum, (x, w)| {
+            let pair = |values: &[f32]| [values[0], values.get(1).copied().unwrap_or(0.0)];
+            dot_pair(sum, pair(x).map(|x| bf16::from_f32(x).to_f32()), pair(w))
+        }),
+    };
     let mut sums: Vec<f32> = x.chunks(leaf).zip(w.chunks(leaf)).map(dot).collect();
     while sums.len() > 1 {
         sums = sums.chunks(2).map(|pair| pair[0] + pair[1]).collect();
@@ -49,11 +56,15 @@ fn in_order(x: &[f32], w: &[f32], leaves: usize, bias: Option<f32>) -> f32 {
 }
 
 impl Case {
-    /// What the contract says of row `i` and column `j` of the product.
-    fn expected(&self, i: usize, j: usize) -> f32 {
+    /// What the contract says of row `i` and column `j` of the product on an instruction set.
+    fn expected(&self, isa: Isa, i: usize, j: usize) -> f32 {
+        self.expected_of(isa.rounds_activations() && self.matrix.dtype() == WeightDtype::Bf16, i, j)
+    }
+
+    fn expected_of(&self, rounds: bool, i: usize, j: usize) -> f32 {
         let k = self.matrix.k();
         let (x, w) = (&self.x[i * k..][..k], &self.weights[j * k..][..k]);
-        in_order(x, w, self.matrix.leaves(), self.bias.as_ref().map(|b| b[j]))
+        in_order(rounds, x, w, self.matrix.leaves(), self.bias.as_ref().map(|b| b[j]))
     }
 }
 
@@ -65,11 +76,8 @@ fn linear_has_the_order_of_the_contract_on_every_isa_with_any_threads() {
         let k = if random.below(2) == 0 { k } else { k.next_multiple_of(16) };
         let case = case(&mut random, DTYPES[seed as usize % 2], m, n, k);
         let bias = case.bias.as_deref();
-        let expected: Vec<f32> = (0..m * n).map(|i| case.expected(i / n, i % n)).collect();
-        for isa in Isa::available() {
-            if isa.rounds_activations() && case.matrix.dtype() == WeightDtype::Bf16 {
-                continue; // its instruction has an order of its own; the tests below hold for it too
-            }
+        for isa in Isa::all() {
+            let expected: Vec<f32> = (0..m * n).map(|i| case.expected(isa, i / n, i % n)).collect();
             for threads in [1, 2, 3] {
                 let out = product(&Cpu::with_isa(threads, isa), &case.x, &case.matrix, bias);
                 assert_eq!(bits(&out), bits(&expected), "{} {m} x {n} x {k}", isa.name());
@@ -85,16 +93,13 @@ fn many_tiles_have_the_order_of_the_contract() {
         let (m, n, k) = (random.between(40, 200), random.between(1, 80), 2 * random.between(1, 400));
         let case = case(&mut random, DTYPES[usize::from(seed % 4 == 0)], m, n, k);
         let (stride, bias) = (n + random.below(20), case.bias.as_deref());
-        for isa in Isa::available() {
-            if isa.rounds_activations() && case.matrix.dtype() == WeightDtype::Bf16 {
-                continue; // as above
-            }
+        for isa in Isa::all() {
             let mut out = vec![7.0; m * stride];
             let cpu = Cpu::with_isa(random.between(1, 4), isa);
             linear(&cpu, Rows::dense(&case.x, k), &case.matrix, bias, RowsMut::new(&mut out, m, n, stride));
             for i in [0, m - 1].into_iter().chain((0..20).map(|_| random.below(m))) {
                 let (row, beyond) = out[i * stride..][..stride].split_at(n);
-                let expected: Vec<f32> = (0..n).map(|j| case.expected(i, j)).collect();
+                let expected: Vec<f32> = (0..n).map(|j| case.expected(isa, i, j)).collect();
                 assert_eq!(bits(row), bits(&expected), "seed {seed}, {}, row {i} of {m} x {n} x {k}", isa.name());
                 assert!(beyond.iter().all(|x| *x == 7.0), "seed {seed}, {}: row {i} writes on", isa.name());
             }
@@ -111,11 +116,8 @@ fn long_and_odd_reductions_have_the_order_of_the_contract() {
         let k = [512, 513, 1024, 1025, random.between(700, 2100)][random.below(5)];
         let case = case(&mut random, DTYPES[usize::from(seed % 4 == 0)], m, n, k);
         let bias = case.bias.as_deref();
-        let expected: Vec<f32> = (0..m * n).map(|i| case.expected(i / n, i % n)).collect();
-        for isa in Isa::available() {
-            if isa.rounds_activations() && case.matrix.dtype() == WeightDtype::Bf16 {
-                continue; // as above
-            }
+        for isa in Isa::all() {
+            let expected: Vec<f32> = (0..m * n).map(|i| case.expected(isa, i / n, i % n)).collect();
             let out = product(&Cpu::with_isa(random.between(1, 3), isa), &case.x, &case.matrix, bias);
             assert_eq!(bits(&out), bits(&expected), "seed {seed}, {}, {m} x {n} x {k}", isa.name());
         }
@@ -128,7 +130,7 @@ fn linear_is_that_of_f64() {
         let mut random = Random::new(seed as u64);
         for dtype in DTYPES {
             let case = case(&mut random, dtype, m, n, k);
-            for isa in Isa::available() {
+            for isa in Isa::all() {
                 let rounds = isa.rounds_activations() && dtype == WeightDtype::Bf16;
                 let seen = |x: f32| f64::from(if rounds { bf16::from_f32(x).to_f32() } else { x });
                 let out = product(&Cpu::with_isa(2, isa), &case.x, &case.matrix, case.bias.as_deref());
@@ -152,7 +154,7 @@ fn linear_is_that_of_f64() {
 #[test]
 fn rows_alone_are_rows_in_a_batch() {
     let mut random = Random::new(7);
-    for isa in Isa::available() {
+    for isa in Isa::all() {
         for (dtype, (n, k)) in DTYPES.into_iter().zip([(50, 144), (81, 130)]) {
             let case = case(&mut random, dtype, 70, n, k);
             let bias = case.bias.as_deref();
@@ -170,7 +172,7 @@ fn rows_alone_are_rows_in_a_batch() {
 #[test]
 fn many_rows_and_a_long_reduction_pass_through_several_chunks_and_blocks() {
     let mut random = Random::new(8);
-    for isa in Isa::available().into_iter().filter(|isa| isa.name() != "scalar") {
+    for isa in Isa::all().into_iter().filter(|isa| isa.name() != "scalar") {
         for dtype in DTYPES {
             let (m, n, k) = (150, 40, 2064);
             let case = case(&mut random, dtype, m, n, k);
@@ -191,7 +193,7 @@ fn the_tree_of_shards_over_k_is_the_whole_matrix() {
         let dtype = DTYPES[seed as usize % 2];
         let weights = random.normals(n * k, 1.0);
         let x = random.normals(m * k, 1.0);
-        for isa in Isa::available() {
+        for isa in Isa::all() {
             let cpu = Cpu::with_isa(2, isa);
             let whole = product(&cpu, &x, &pack(dtype, n, k, 8, &weights), None);
             for ranks in [2, 4, 8] {
@@ -226,26 +228,36 @@ fn strides_leave_the_other_columns_alone() {
     }
 }
 
-/// What only avx512_bf16 runs, with its instruction replaced by two rounded products on other processors.
+/// What only avx512_bf16 runs, on lanes that have its instruction and on all that emulate it.
 #[test]
 fn rounded_activations_are_packed_as_pairs() {
     for seed in 0..30 {
         let mut random = Random::new(seed);
         let (m, n, k) = (random.between(1, 30), random.between(1, 90), random.between(1, 90));
         let case = case(&mut random, WeightDtype::Bf16, m, n, k);
-        let rounded: Vec<f32> = case.x.iter().map(|x| bf16::from_f32(*x).to_f32()).collect();
-        for isa in Isa::available() {
+        let expected: Vec<f32> = (0..m * n).map(|i| case.expected_of(true, i / n, i % n)).collect();
+        for isa in Isa::all() {
             let mut out = vec![f32::NAN; m * n];
             let (x, bias) = (Rows::dense(&case.x, k), case.bias.as_deref());
             run::<RoundedPairs>(&Cpu::with_isa(2, isa), x, &case.matrix, bias, RowsMut::dense(&mut out, n), false);
-            for (i, y) in out.iter().enumerate() {
-                let (x, w) = (&rounded[i / n * k..][..k], &case.weights[i % n * k..][..k]);
-                let expected = in_order(x, w, case.matrix.leaves(), bias.map(|b| b[i % n]));
-                match isa.rounds_activations() {
-                    false => assert_eq!(y.to_bits(), expected.to_bits(), "{} {m} x {n} x {k}", isa.name()),
-                    true => close(*y, f64::from(expected), 1e-4, isa.name()),
-                }
-            }
+            assert_eq!(bits(&out), bits(&expected), "{} {m} x {n} x {k}", isa.name());
+        }
+    }
+}
+
+/// On another processor the tests above have compared the emulations with their definition.
+#[test]
+fn avx512_bf16_is_its_emulation() {
+    let Some(real) = Isa::available().into_iter().find(|isa| isa.rounds_activations()) else {
+        return println!("this processor lacks avx512_bf16");
+    };
+    for seed in 300..340 {
+        let mut random = Random::new(seed);
+        let (m, n, k) = (random.between(1, 80), random.between(1, 200), random.between(1, 600));
+        let case = case(&mut random, WeightDtype::Bf16, m, n, k);
+        let out = |isa: Isa| bits(&product(&Cpu::with_isa(2, isa), &case.x, &case.matrix, case.bias.as_deref()));
+        for emulated in Isa::all().into_iter().filter(|isa| isa.name() == "avx512_bf16_emulated") {
+            assert_eq!(out(emulated), out(real), "seed {seed}, {m} x {n} x {k}");
         }
     }
 }
@@ -257,7 +269,7 @@ fn gated_outputs_are_silu_mul_of_those_of_linear() {
         let (m, gates, k) = (random.between(1, 60), 16 * random.between(1, 12), random.between(1, 90));
         let case = case(&mut random, DTYPES[seed as usize % 2], m, 2 * gates, k);
         let (bias, stride) = (case.bias.as_deref(), gates + random.below(20));
-        for isa in Isa::available() {
+        for isa in Isa::all() {
             let cpu = Cpu::with_isa(random.between(1, 3), isa);
             let both = product(&cpu, &case.x, &case.matrix, bias);
             let mut expected = vec![f32::NAN; m * gates];
