@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{Engine, Reply, Request, bits, random_prompts};
+use common::{Engine, Reply, Request, bits, kernels, random_prompts};
 use rollout_server::types::{SamplingParams, TokenId, sample_seed};
 
 const VOCAB: u32 = 512;
@@ -59,13 +59,20 @@ fn alone(engine: &Engine, params: &SamplingParams) -> Bits {
     prompts().into_iter().enumerate().map(one).collect()
 }
 
-/// Runs `check` with an engine, its parameters and what each prompt gives alone, for both precisions.
+/// Flags of both precisions on every instruction set.
+fn levels() -> Vec<[&'static str; 4]> {
+    let levels = |kernel| ["float32", "bfloat16"].map(|dtype| ["--kernel", kernel, "--dtype", dtype]);
+    kernels().into_iter().flat_map(levels).collect()
+}
+
+/// Runs `check` with an engine, its parameters and what each prompt gives alone, for both precisions on every instruction
+/// set.
 fn on_engines(model: &str, flags: &[&str], check: impl Fn(&Engine, &SamplingParams, &Bits)) {
-    for dtype in ["float32", "bfloat16"] {
-        let reference = Engine::start(model, &["--dtype", dtype]);
-        let engine = Engine::start(model, &[&["--dtype", dtype], flags].concat());
+    for level in levels() {
+        let reference = Engine::start(model, &level);
+        let engine = Engine::start(model, &[&level, flags].concat());
         for params in all_params() {
-            println!("{model} {dtype} {flags:?} {params:?}");
+            println!("{model} {level:?} {flags:?} {params:?}");
             check(&engine, &params, &alone(&reference, &params));
         }
     }
@@ -154,17 +161,19 @@ fn sampled_is_scored() {
 
 #[test]
 fn a_prompts_logprobs_are_its_score() {
-    let engine = Engine::start("qwen2", &[]);
-    let scored = engine.generate(Request::score(prompts()));
-    let mut request = Request::generate(prompts(), 2, SEED, 4);
-    request.kind =
-        rollout_server::engine::Kind::Generate { n: 2, seed: SEED, prompt_logprobs: true, stream_tokens: true };
-    let generated = engine.generate(request);
-    assert_eq!(generated.streamed, 32 * 2 * 4);
-    for ((_, a), (_, b)) in scored.prompt_logprobs.iter().zip(&generated.prompt_logprobs) {
-        assert_eq!(bits(a), bits(b));
+    for level in levels() {
+        let engine = Engine::start("qwen2", &level);
+        let scored = engine.generate(Request::score(prompts()));
+        let mut request = Request::generate(prompts(), 2, SEED, 4);
+        request.kind =
+            rollout_server::engine::Kind::Generate { n: 2, seed: SEED, prompt_logprobs: true, stream_tokens: true };
+        let generated = engine.generate(request);
+        assert_eq!(generated.streamed, 32 * 2 * 4);
+        for ((_, a), (_, b)) in scored.prompt_logprobs.iter().zip(&generated.prompt_logprobs) {
+            assert_eq!(bits(a), bits(b), "{level:?}");
+        }
+        assert_eq!(scored.prompt_logprobs.len(), 32);
     }
-    assert_eq!(scored.prompt_logprobs.len(), 32);
 }
 
 #[test]
@@ -198,12 +207,16 @@ fn tensor_parallel_is_one_rank() {
 
 #[test]
 fn long_sequences_are_the_same_whole_in_chunks_and_scored() {
-    for model in ["llama", "mistral", "qwen2"] {
+    for (level, model) in
+        levels().into_iter().flat_map(|level| ["llama", "mistral", "qwen2"].map(|model| (level, model)))
+    {
+        println!("{model} {level:?}");
         let long = random_prompts(14, 4, 400..700, VOCAB);
-        let whole = Engine::start(model, &[]);
-        let chunked = Engine::start(model, &["--max-batch-tokens", "37"]);
+        let whole = Engine::start(model, &level);
+        let chunked = Engine::start(model, &[&level[..], &["--max-batch-tokens", "37"]].concat());
+        let what = format!("{model} {level:?}");
         let sampled = generate(&whole, long.clone(), 1, &all_params()[0]);
-        assert_eq!(generate(&chunked, long.clone(), 1, &all_params()[0]).bits(), sampled.bits(), "{model}");
+        assert_eq!(generate(&chunked, long.clone(), 1, &all_params()[0]).bits(), sampled.bits(), "{what}");
         let sequences = long.into_iter().zip(&sampled.completions);
         let sequences = sequences.map(|(p, c)| p.into_iter().chain(c.tokens.iter().map(|t| t.token)).collect());
         let sequences: Vec<Vec<TokenId>> = sequences.collect();
@@ -211,10 +224,10 @@ fn long_sequences_are_the_same_whole_in_chunks_and_scored() {
         let scored_in_chunks = chunked.generate(Request::score(sequences));
         for (i, completion) in sampled.completions.iter().enumerate() {
             let tokens = &scored.prompt_logprobs[i].1;
-            assert_eq!(bits(tokens), bits(&scored_in_chunks.prompt_logprobs[i].1), "{model}, sequence {i}");
+            assert_eq!(bits(tokens), bits(&scored_in_chunks.prompt_logprobs[i].1), "{what}, sequence {i}");
             let tail = &tokens[tokens.len() - completion.tokens.len()..];
             let raw = |t: &rollout_server::types::TokenLogprobs| (t.token, t.raw.to_bits());
-            assert!(completion.tokens.iter().map(raw).eq(tail.iter().map(raw)), "{model}, sequence {i}");
+            assert!(completion.tokens.iter().map(raw).eq(tail.iter().map(raw)), "{what}, sequence {i}");
         }
     }
 }

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Engine, Push, Reply, Request, random_prompts, random_weights};
+use common::{Engine, Push, Reply, Request, kernels, random_prompts, random_weights};
 use rollout_server::types::{FinishReason, SamplingParams, TokenId};
 use std::time::Duration;
 
@@ -70,29 +70,35 @@ fn accepted(engine: &Engine) -> u64 {
 
 #[test]
 fn with_drafts_is_without() {
-    for (model, flags) in [
-        ("llama", &[][..]),
-        ("qwen3", &["--tp", "2"]),
-        ("mistral", &["--dtype", "float32"]),
-        ("qwen2", &["--max-batch-tokens", "5"]),
-        ("llama-tied", &["--kv-cache-bytes", "600KiB", "--max-model-len", "128"]),
-    ] {
-        let without = Engine::start(model, &[flags, &["--speculation", "off"]].concat());
-        let with = Engine::start(model, flags);
-        for (what, params) in all_params() {
-            let before = accepted(&with);
-            for _ in 0..2 {
-                // The second time the prompts are cached.
-                let (expected, reply) = (generate(&without, &params), generate(&with, &params));
-                assert_same(&reply, &expected, &format!("{model} {flags:?} {what}"));
-                let stopped = |c: &rollout_server::engine::Completion| c.finish_reason == FinishReason::StopString;
-                assert_eq!(reply.completions.iter().any(stopped), !params.stop_strings.is_empty(), "{model} {what}");
-            }
-            println!("{model} {flags:?} {what}: {} drafts were right", accepted(&with) - before);
+    for kernel in kernels() {
+        for (model, flags) in [
+            ("llama", &[][..]),
+            ("qwen3", &["--tp", "2"]),
+            ("mistral", &["--dtype", "float32"]),
+            ("qwen2", &["--max-batch-tokens", "5"]),
+            ("llama-tied", &["--kv-cache-bytes", "600KiB", "--max-model-len", "128"]),
+        ] {
+            check_drafts(model, &[&["--kernel", kernel], flags].concat());
         }
-        assert_eq!(accepted(&without), 0);
-        assert!(accepted(&with) > 100, "{model} {flags:?}: only {} drafts were right", accepted(&with));
     }
+}
+
+fn check_drafts(model: &str, flags: &[&str]) {
+    let without = Engine::start(model, &[flags, &["--speculation", "off"]].concat());
+    let with = Engine::start(model, flags);
+    for (what, params) in all_params() {
+        let before = accepted(&with);
+        for _ in 0..2 {
+            // The second time the prompts are cached.
+            let (expected, reply) = (generate(&without, &params), generate(&with, &params));
+            assert_same(&reply, &expected, &format!("{model} {flags:?} {what}"));
+            let stopped = |c: &rollout_server::engine::Completion| c.finish_reason == FinishReason::StopString;
+            assert_eq!(reply.completions.iter().any(stopped), !params.stop_strings.is_empty(), "{model} {what}");
+        }
+        println!("{model} {flags:?} {what}: {} drafts were right", accepted(&with) - before);
+    }
+    assert_eq!(accepted(&without), 0);
+    assert!(accepted(&with) > 100, "{model} {flags:?}: only {} drafts were right", accepted(&with));
 }
 
 /// A step gives a lone sample one token and every draft that was right; what is more than it was given is behind a stop

@@ -7,6 +7,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use clap::Parser;
+use rollout_kernels::cpu::Isa;
 use rollout_server::config::Config;
 use rollout_server::engine::{
     AdapterTarget, CancelFlag, Command, Completion, DrainMode, EngineHandle, Event, GenerateCommand, Kind,
@@ -26,6 +27,17 @@ const PATIENCE: Duration = Duration::from_secs(120);
 
 pub fn fixture(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+}
+
+/// Every instruction set on which results are checked: all that this processor has, and avx512_bf16, of which results are
+/// others, by emulation if it lacks that.
+pub fn kernels() -> Vec<&'static str> {
+    let mut names: Vec<_> = Isa::available().into_iter().map(Isa::name).collect();
+    if !names.contains(&"avx512_bf16") {
+        names.push("avx512_bf16_emulated");
+    }
+    println!("instruction sets: {names:?}");
+    names
 }
 
 /// An engine that ends when this is dropped.
