@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use candle_core::{DType, Device, Tensor};
-use rollout_kernels::{Ops, PackedMatrix, WeightDtype, WeightRows, reduction_leaves};
+use rollout_kernels::{Ops, PackedMatrix, WeightDtype, WeightRows};
 
 use crate::comm::Communicator;
 use crate::error::Result;
@@ -156,7 +156,7 @@ impl Term {
         let ranks = adapted.iter().map(|(_, _, factors)| factors.rank).sum();
         let columns = build.partition.slice(adapted[0].0)?.cols;
         let whole = adapted[0].0.shape[1];
-        let leaves = if is_split { build.partition.leaves(reduction_leaves(whole)) } else { 1 };
+        let leaves = if is_split { build.partition.leaves(whole) } else { 1 };
         let mut a = PackedMatrix::zeros(WeightDtype::F32, ranks, columns.len(), leaves);
         let (mut parts, mut first_rank) = (Vec::new(), 0);
         for (spec, first_column, factors) in adapted {

@@ -4,6 +4,7 @@ mod rope;
 
 use serde::Deserialize;
 
+use crate::config::MAX_RANKS;
 use crate::error::{Error, Result};
 use crate::types::TokenId;
 use crate::weights::{Dtype, ModelFiles, head_range};
@@ -138,9 +139,9 @@ impl ModelConfig {
         found.expect("every architecture is in the list").0
     }
 
-    /// Numbers of tensor-parallel ranks that divide this model, ascending.
+    /// Numbers of tensor-parallel ranks that divide this model and may be asked for, ascending.
     pub fn tensor_parallel_sizes(&self) -> Vec<usize> {
-        (1..=self.num_heads).filter(|&world| self.tensor_parallel_obstacle(world).is_none()).collect()
+        (1..=self.num_heads.min(MAX_RANKS)).filter(|&world| self.tensor_parallel_obstacle(world).is_none()).collect()
     }
 
     /// # Errors

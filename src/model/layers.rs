@@ -68,7 +68,7 @@ impl Linear {
         let weight = ParamSpec::new(format!("{name}.weight"), vec![rows, columns], ShardRule::Columns);
         let bias_spec = bias.then(|| ParamSpec::new(format!("{name}.bias"), vec![rows], ShardRule::Replicated));
         let local = build.partition.slice(&weight)?.cols.len();
-        let leaves = build.partition.leaves(rollout_kernels::reduction_leaves(columns));
+        let leaves = build.partition.leaves(columns);
         let bias = if bias { Some(vector(rows)?) } else { None };
         let weight_matrix = PackedMatrix::zeros(build.weights, rows, local, leaves);
         Ok(Self { weight: weight_matrix, bias, parts: vec![(weight, bias_spec, 0)] })

@@ -1,5 +1,7 @@
 //! One rank's share of a tensor-parallel model, as layers see it.
 
+use rollout_kernels::reduction_leaves;
+
 use super::{ParamSpec, Slice};
 use crate::error::Result;
 
@@ -46,9 +48,11 @@ impl Partition {
         (heads / self.world).max(1)
     }
 
-    /// Leaves of the reduction tree below this rank, of `leaves` in all: where the world is no power of two the tree
-    /// cannot be the same as on a single rank, and each rank has a whole one.
-    pub fn leaves(self, leaves: usize) -> usize {
-        if leaves.is_multiple_of(self.world) { leaves / self.world } else { leaves }
+    /// Into how many leaves this rank cuts its part of a reduction of length `len`, which the world divides: its share of
+    /// those of the whole. Where the world does not divide them the tree cannot be the same as on a single rank, and each
+    /// rank has one of its own.
+    pub fn leaves(self, len: usize) -> usize {
+        let whole = reduction_leaves(len);
+        if whole.is_multiple_of(self.world) { whole / self.world } else { reduction_leaves(self.share(len)) }
     }
 }

@@ -1,7 +1,9 @@
 use serde_json::{Value, json};
 
 use super::*;
-use crate::weights::ModelSource;
+use crate::model::{Build, Decoder};
+use crate::weights::{ModelSource, Partition};
+use rollout_kernels::WeightDtype;
 
 fn fixture(name: &str) -> ModelConfig {
     let path = format!("{}/tests/fixtures/{name}", env!("CARGO_MANIFEST_DIR"));
@@ -202,4 +204,44 @@ fn tensor_parallel_sizes_are_those_that_divide_everything() {
     let few = json!({"num_attention_heads": 12, "hidden_size": 96, "num_key_value_heads": 4, "vocab_size": 516,
         "intermediate_size": 96});
     assert_eq!(parse(&few).tensor_parallel_sizes(), [1, 2, 4, 12]);
+}
+
+/// Shapes that divide in many ways, with shares of the reductions that are no multiples of 16, of 2, or of anything.
+#[test]
+fn every_number_of_ranks_is_built_or_refused_with_those_that_are() {
+    let (mut built, mut refused) = (0, 0);
+    for (heads, kv_heads, intermediate, vocabulary) in [
+        (8, 4, 128, 512),
+        (12, 2, 96, 540),
+        (12, 4, 60, 516),
+        (10, 1, 90, 510),
+        (20, 5, 140, 480),
+        (9, 3, 1536, 49152),
+        (64, 8, 192, 512),
+        (128, 128, 256, 1024),
+        (7, 7, 7, 7),
+    ] {
+        let config = parse(&json!({
+            "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 16, "hidden_size": 32,
+            "intermediate_size": intermediate, "vocab_size": vocabulary, "eos_token_id": 1
+        }));
+        let sizes = config.tensor_parallel_sizes();
+        for world in 1..=MAX_RANKS {
+            if let Err(error) = config.check_tensor_parallel(world) {
+                let listed: Vec<String> = sizes.iter().map(usize::to_string).collect();
+                let list = format!("; these work: {}", listed.join(", "));
+                assert!(error.to_string().ends_with(&list) && !sizes.contains(&world), "--tp {world}: {error}");
+                refused += 1;
+                continue;
+            }
+            assert!(sizes.contains(&world), "--tp {world} works and is not listed: {sizes:?}");
+            for (rank, weights) in (0..world).flat_map(|rank| [(rank, WeightDtype::F32), (rank, WeightDtype::Bf16)]) {
+                let build = Build { partition: Partition::new(rank, world), weights };
+                Decoder::new(&config, build, 16).unwrap_or_else(|e| panic!("rank {rank} of {world}: {e}"));
+                built += 1;
+            }
+        }
+    }
+    println!("{built} ranks were built, {refused} numbers of ranks refused");
+    assert!(built > 300 && refused > 300);
 }
