@@ -59,7 +59,12 @@
 //! 9. A sample depends only on (seed, prompt, sampling parameters, weights), never on what else runs.
 //! 10. Every large allocation is a reservation in the [`memory::MemoryBudget`] before it is made.
 //! 11. Each queue has a limit, with its reason beside it.
-//! 12. The weights change only between two steps, and only by an order that was checked before: until then a push has
+//! 12. No request ends the process: a panic while one is answered ends that one. What a panic in a step leaves half done
+//!     is used by all requests, and ends the process.
+//! 13. What a client makes the server hold (its messages as they arrive, texts that are encoded, tokens of its samples,
+//!     replies that it has not read) is counted in [`memory::Traffic`], below the ledger's entry for it, before it is
+//!     held; a request whose reader lags is held back.
+//! 14. The weights change only between two steps, and only by an order that was checked before: until then a push has
 //!     touched nothing but the ledger (in place: from its first write on the weights are missing, and nothing steps).
 
 pub mod cache;
