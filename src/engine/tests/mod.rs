@@ -2,6 +2,7 @@
 
 mod adapters;
 mod backpressure;
+mod checksums;
 mod crashes;
 mod isolation;
 mod requests;

@@ -450,25 +450,6 @@ impl Rig {
         self.call(|reply| Command::CommitUpdate { update, content, reply })
     }
 
-    /// A checksum that waits for its pieces to be computed.
-    pub fn begin_checksum(&mut self, names: &[&str], cancel: &CancelFlag) -> Receiver<Result<ChecksumReply>> {
-        let (names, cancel) = (names.iter().map(|name| name.to_string()).collect(), cancel.clone());
-        self.call(|reply| Command::Checksum { names, cancel, reply })
-    }
-
-    /// Computes all checksums to their end, without a step between their pieces.
-    pub fn finish_checksums(&mut self) {
-        while !self.engine.checksums.is_empty() {
-            self.engine.continue_checksum().unwrap();
-        }
-    }
-
-    pub fn checksum(&mut self, names: &[&str]) -> Result<ChecksumReply> {
-        let reply = self.begin_checksum(names, &CancelFlag::default());
-        self.finish_checksums();
-        told(&reply).reply()
-    }
-
     pub fn write_part(&mut self, update: u64) -> Result<()> {
         let tensors = Arc::new(Tensors::default());
         told(&self.call(|reply| Command::WritePart { update, tensors, reply })).reply()
