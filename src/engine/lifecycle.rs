@@ -161,6 +161,20 @@ impl State {
         }
     }
 
+    /// An order has failed while it wrote: the weights' memory is there, and what lies in it is of no policy.
+    pub fn lost(self) -> Self {
+        match self {
+            Self::Running => Self::WeightsMissing { paused: false },
+            Self::Paused => Self::WeightsMissing { paused: true },
+            Self::WeightsMissing { .. } => self,
+            Self::Asleep(asleep) if asleep.resident.kv_cache => Self::WeightsMissing { paused: false },
+            Self::Asleep(asleep) => {
+                let resident = WakeTags { weights: true, kv_cache: false };
+                Self::Asleep(Asleep { resident, whole: false, pending: false, ..asleep })
+            }
+        }
+    }
+
     /// A push has brought a policy.
     pub fn complete(self) -> Self {
         match self {

@@ -14,8 +14,9 @@
 //! # What changes the weights
 //!
 //! `lifecycle` says in which state which command is taken; `sleep`, `update` and `adapters` carry them out, always
-//! between two steps. What can be refused is checked before anything is touched; an order that the executor then fails
-//! to carry out leaves weights that nobody knows, and ends the engine.
+//! between two steps. What can be refused is checked before anything is touched, the checkpoint's files among it; an
+//! order that the executor then fails to carry out leaves weights that nobody knows, and ends the engine. The exception
+//! is a checkpoint that somebody writes to while it is read: the policy is lost then, and the weights are missing.
 //!
 //! # Panics
 //!
@@ -130,7 +131,7 @@ struct Policy {
 
 /// Why something was not done.
 enum Failure {
-    /// Nothing has been touched.
+    /// The engine goes on: nothing has been touched, or the state says what is missing.
     Refused(Error),
     /// The executor failed; the engine ends.
     Fatal(Error),
@@ -363,7 +364,10 @@ impl<X: Executor> Engine<X> {
     }
 
     fn order(&mut self, order: WeightOrder) -> Attempt<()> {
-        self.executor.write(order).map_err(Failure::Fatal)
+        match self.executor.write(order) {
+            Err(Error::DataLoss(damage)) => Err(self.lose_policy(&damage)),
+            done => done.map_err(Failure::Fatal),
+        }
     }
 
     /// # Errors

@@ -213,6 +213,39 @@ impl<X: Executor> Engine<X> {
         Ok(self.forget_policy()?)
     }
 
+    /// Before an order that reads the checkpoint.
+    ///
+    /// # Errors
+    /// Refused with `DataLoss` if its files are not what was loaded.
+    pub(super) fn check_checkpoint(&mut self, order: &WeightOrder) -> Attempt<()> {
+        self.executor.check(order).map_err(|error| match error {
+            Error::DataLoss(damage) => {
+                let instead = match self.state {
+                    State::Asleep(_) => "sleep at level 2, wake and push a complete policy (FULL)",
+                    _ => "push a complete policy (FULL)",
+                };
+                let why = format!("{damage}; nothing has changed: put it back as it was and call again, or {instead}");
+                Failure::Refused(Error::DataLoss(why))
+            }
+            error => Failure::Fatal(error),
+        })
+    }
+
+    /// The checkpoint changed while an order read it: what the weights hold is of no policy. Requests that are accepted
+    /// end.
+    pub(super) fn lose_policy(&mut self, damage: &str) -> Failure {
+        tracing::error!("the weights are lost: {damage}");
+        self.abort_accepted(|_, _| true);
+        self.state = self.state.lost();
+        if let Err(failure) = self.reset_base() {
+            return failure;
+        }
+        Failure::Refused(Error::DataLoss(format!(
+            "{damage}, while it was read: the weights are missing now; push a complete policy (FULL), or put it back as \
+             it was and call Wake with reload"
+        )))
+    }
+
     /// Takes memory again. Weights come back with the policy that was kept, or that was pushed while they were asleep,
     /// in one pass; `reload` reads the checkpoint where there is none. When everything is awake serving goes on.
     pub(super) fn wake(&mut self, tags: WakeTags, reload: bool) -> Attempt<LifecycleStatus> {
@@ -232,14 +265,25 @@ impl<X: Executor> Engine<X> {
             ledger.set("workspace", self.awake_bytes.workspace)?;
             ledger.set("kv_cache", self.awake_bytes.kv_cache)?;
         }
+        let load = WeightOrder::Load { adapter: self.policy.merged.clone() };
+        let loads = reload || wake_weights && self.state.has_policy();
+        if loads {
+            self.check_checkpoint(&load)?;
+        }
         self.budget = ledger;
         if wake_weights {
             self.executor.restore(Memory::Weights).map_err(Failure::Fatal)?;
         } else if reload {
             self.reset_base()?;
         }
-        if reload || wake_weights && self.state.has_policy() {
-            self.order(WeightOrder::Load { adapter: self.policy.merged.clone() })?;
+        if loads {
+            // What was merged may be forgotten by now.
+            let loaded = self.order(WeightOrder::Load { adapter: self.policy.merged.clone() });
+            if loaded.is_err() && wake_kv {
+                self.budget.set("workspace", 0)?;
+                self.budget.set("kv_cache", 0)?;
+            }
+            loaded?;
         }
         if wake_kv {
             self.executor.restore(Memory::Workspace).map_err(Failure::Fatal)?;

@@ -248,10 +248,12 @@ impl<X: Executor> Engine<X> {
         let before = self.policy.merged.clone();
         if self.state.weights_awake() && !self.state.has_policy() {
             let ledger = self.ledger_with(&after, 0)?;
+            let order = WeightOrder::Load { adapter: after.clone() };
+            self.check_checkpoint(&order)?;
             if !self.policy.replaced.is_empty() {
                 self.reset_base()?;
             }
-            self.order(WeightOrder::Load { adapter: after.clone() })?;
+            self.order(order)?;
             self.budget = ledger;
         } else {
             let replaced = |name: &str| self.policy.replaced.contains(name);
@@ -261,7 +263,9 @@ impl<X: Executor> Engine<X> {
             self.budget.clone().set("base_copies", most)?;
             let ledger = self.ledger_with(&after, copies)?;
             if self.state.weights_awake() {
-                self.order(WeightOrder::Merge { before, after: after.clone() })?;
+                let order = WeightOrder::Merge { before, after: after.clone() };
+                self.check_checkpoint(&order)?;
+                self.order(order)?;
             }
             self.budget = ledger;
         }

@@ -28,7 +28,15 @@ pub trait Executor {
     fn launch(&mut self, plan: Arc<StepPlan>) -> Result<()>;
     /// Waits for the step that was launched and gives its answers, in the plan's order of tasks.
     fn collect(&mut self) -> Result<StepOutput>;
+    /// Whether what `order` reads of the checkpoint is what was loaded. Touches nothing.
+    ///
+    /// # Errors
+    /// `DataLoss` naming a file that is not.
+    fn check(&mut self, order: &WeightOrder) -> Result<()>;
     /// Changes the weights.
+    ///
+    /// # Errors
+    /// `DataLoss` if the checkpoint changed while it was read: the weights are of no policy then.
     fn write(&mut self, order: WeightOrder) -> Result<()>;
     /// Maps storage of the weights' shapes beside them. Its pages take memory as they are written.
     ///

@@ -24,6 +24,8 @@ enum Order {
 
 /// What is done between steps.
 enum Task {
+    Check(WeightOrder),
+    Reopen,
     Write(WeightOrder),
     Stage,
     Exchange(Vec<Shard>),
@@ -126,6 +128,19 @@ impl Executor for Ranks {
         self.steps.recv().map_err(|_| Error::Internal("the ranks have ended".into()))
     }
 
+    fn check(&mut self, order: &WeightOrder) -> Result<()> {
+        let check = || Task::Check(order.clone());
+        let damage = match self.perform(check) {
+            Err(Error::DataLoss(damage)) => damage,
+            checked => return checked.map(|_| ()),
+        };
+        // Somebody may have put the files back where they were.
+        match self.perform(|| Task::Reopen).and_then(|_| self.perform(check)) {
+            Err(Error::DataLoss(_)) => Err(Error::DataLoss(damage)),
+            again => again.map(|_| ()),
+        }
+    }
+
     fn write(&mut self, order: WeightOrder) -> Result<()> {
         self.perform(|| Task::Write(order.clone())).map(|_| ())
     }
@@ -178,7 +193,9 @@ fn serve(rank: usize, mut runner: ModelRunner, orders: &Receiver<Order>, steps: 
             }
             Order::Task { task, answer } => {
                 let done = match perform(&mut runner, task) {
-                    Err(e) if !matches!(e, Error::ResourceExhausted(_)) => panic!("rank {rank} failed: {e}"),
+                    Err(e) if !matches!(e, Error::ResourceExhausted(_) | Error::DataLoss(_)) => {
+                        panic!("rank {rank} failed: {e}")
+                    }
                     done => done,
                 };
                 answer.send((rank, done)).is_ok()
@@ -193,6 +210,8 @@ fn serve(rank: usize, mut runner: ModelRunner, orders: &Receiver<Order>, steps: 
 /// Carries out `task` and drops it: what it holds is free before anyone hears that it is done.
 fn perform(runner: &mut ModelRunner, task: Task) -> Result<Answer> {
     match task {
+        Task::Check(order) => runner.check(&order)?,
+        Task::Reopen => runner.reopen()?,
         Task::Write(order) => runner.write(&order)?,
         Task::Stage => return runner.stage().map(Answer::Storage),
         Task::Exchange(shards) => return runner.exchange(shards).map(Answer::Storage),

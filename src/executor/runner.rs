@@ -94,6 +94,16 @@ impl ModelRunner {
         Ok(output)
     }
 
+    /// See [`RankWeights::check`].
+    pub fn check(&mut self, order: &WeightOrder) -> Result<()> {
+        self.weights.check(&self.ops, order)
+    }
+
+    /// See [`RankWeights::reopen`].
+    pub fn reopen(&mut self) -> Result<()> {
+        self.weights.reopen()
+    }
+
     /// Changes the weights or the resident adapters.
     pub fn write(&mut self, order: &WeightOrder) -> Result<()> {
         match order {

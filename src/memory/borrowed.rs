@@ -59,6 +59,25 @@ impl BorrowedMap {
         drop(reading);
         (!self.is_lost()).then_some(used)
     }
+
+    /// Gives the pages of a part back to the system; they come again when they are read.
+    ///
+    /// # Panics
+    /// If the part is outside.
+    pub fn release(&self, part: Range<usize>) {
+        assert!(part.end <= self.bytes(), "{part:?} of {} bytes", self.bytes());
+        if part.is_empty() {
+            return;
+        }
+        // SAFETY: the mapping is never written, so that a dropped page comes back from the file, or as the zeros that lie
+        // in place of a lost one.
+        let advised = unsafe {
+            let advice = memmap2::UncheckedAdvice::DontNeed;
+            self.map.unchecked_advise_range(advice, part.start, part.len())
+        };
+        // The kernel may refuse (locked pages); the only effect is that the pages stay resident.
+        drop(advised);
+    }
 }
 
 thread_local! {

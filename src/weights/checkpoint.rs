@@ -5,6 +5,7 @@ use std::ops::Range;
 use rollout_kernels::WeightDtype;
 
 use super::gguf::GgufCheckpoint;
+use super::mapped::{MappedFile, Stamp};
 use super::partition::Partition;
 use super::safetensors::SafetensorsCheckpoint;
 use super::shard::{ParamSpec, Slice, matrix_shape};
@@ -52,19 +53,21 @@ impl Checkpoint {
         bytes.ok_or_else(|| missing(name))
     }
 
-    /// Values of a slice, row-major. Borrowed from the mapped file if whole rows of a safetensors file are asked for;
-    /// otherwise a copy of the slice (GGUF: in float32).
+    /// Hands the values of a slice, row-major, on to `use_values`, which finds zeros where a file was cut short. Borrowed
+    /// from the mapped file if whole rows of a safetensors file are asked for; otherwise a copy of the slice (GGUF: in
+    /// float32).
     ///
     /// # Errors
-    /// `Config` if there is no such parameter, or the slice is not inside it.
-    pub fn read(&self, name: &str, slice: &Slice) -> Result<TensorData<'_>> {
+    /// `Config` if there is no such parameter, or the slice is not inside it; `DataLoss` if the file was cut short.
+    pub fn read<T>(&self, name: &str, slice: &Slice, use_values: impl FnOnce(TensorData<'_>) -> T) -> Result<T> {
         self.check_slice(name, slice)?;
         match self {
-            Self::Safetensors(c) => c.read(name, slice).ok_or_else(|| missing(name)),
-            Self::Gguf(_) => {
+            Self::Safetensors(c) => c.read(name, slice, use_values).ok_or_else(|| missing(name))?,
+            Self::Gguf(c) => {
                 let mut values = vec![0.0; slice.len()];
-                self.read_f32(name, slice, WeightDtype::F32, &mut values)?;
-                Ok(TensorData::F32(values.into()))
+                let read = c.read_f32(name, slice, WeightDtype::F32, &mut values).ok_or_else(|| missing(name))?;
+                let used = use_values(TensorData::F32(values.into()));
+                read.map(|()| used)
             }
         }
     }
@@ -79,10 +82,65 @@ impl Checkpoint {
     pub fn read_f32(&self, name: &str, slice: &Slice, dtype: WeightDtype, out: &mut [f32]) -> Result<()> {
         self.check_slice(name, slice)?;
         match self {
-            Self::Safetensors(c) => c.read(name, slice).map(|stored| stored.as_rows().to_f32(dtype, out)),
+            Self::Safetensors(c) => c.read(name, slice, |stored| stored.as_rows().to_f32(dtype, out)),
             Self::Gguf(c) => c.read_f32(name, slice, dtype, out),
         }
-        .ok_or_else(|| missing(name))
+        .ok_or_else(|| missing(name))?
+    }
+
+    /// A number that depends on the stored bytes of these rows and on nothing else; that of several parts is the
+    /// wrapping sum of theirs.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::read`].
+    pub fn digest(&self, name: &str, rows: Range<usize>) -> Result<u64> {
+        let (_, cols) = matrix_shape(self.shape(name)?);
+        self.check_slice(name, &Slice { rows: rows.clone(), cols: 0..cols })?;
+        match self {
+            Self::Safetensors(c) => c.digest(name, rows),
+            Self::Gguf(c) => c.digest(name, rows),
+        }
+        .ok_or_else(|| missing(name))?
+    }
+
+    fn files(&self) -> &[MappedFile] {
+        match self {
+            Self::Safetensors(c) => c.files(),
+            Self::Gguf(c) => std::slice::from_ref(c.file()),
+        }
+    }
+
+    /// What the system said of the files when they were opened.
+    pub fn opened(&self) -> Vec<Stamp> {
+        self.files().iter().map(MappedFile::opened).collect()
+    }
+
+    /// What the system says of the opened files now.
+    ///
+    /// # Errors
+    /// `DataLoss` naming one that was cut short.
+    pub fn stamps(&self) -> Result<Vec<Stamp>> {
+        self.files().iter().map(MappedFile::stamp).collect()
+    }
+
+    /// What to say when a parameter is not what it was.
+    pub fn other_bytes(&self, name: &str) -> Error {
+        let file = match self {
+            Self::Safetensors(c) => c.file(name),
+            Self::Gguf(c) => Some(c.file()),
+        };
+        file.map_or_else(|| missing(name), |file| file.lost(&format!("has other bytes in {name} than were loaded")))
+    }
+
+    /// The same parameters in the files that have the paths now: for one that was cut short, and is whole again.
+    ///
+    /// # Errors
+    /// `DataLoss` if a file is not there, or has another size.
+    pub fn reopened(&self) -> Result<Self> {
+        match self {
+            Self::Safetensors(c) => c.reopened().map(Self::Safetensors),
+            Self::Gguf(c) => c.reopened().map(Self::Gguf),
+        }
     }
 
     fn check_slice(&self, name: &str, slice: &Slice) -> Result<()> {

@@ -11,6 +11,7 @@ use candle_core::quantized::gguf_file::{Content, TensorInfo, Value};
 use rollout_kernels::WeightDtype;
 use rollout_kernels::cpu::{Isa, dequantise};
 
+use super::digest::digest_of_rows;
 use super::gguf_config;
 use super::mapped::MappedFile;
 use super::shard::{Slice, matrix_shape};
@@ -23,7 +24,7 @@ const ROPE_DIVISORS: &str = "rope_freqs.weight";
 /// Metadata of a GGUF file by key, for example `tokenizer.ggml.tokens`.
 pub type GgufMetadata = HashMap<String, Value>;
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Entry {
     dtype: GgmlDType,
     shape: Vec<usize>,
@@ -48,10 +49,14 @@ impl GgufCheckpoint {
     pub fn open(path: &Path) -> Result<Self> {
         let file = MappedFile::open(path)?;
         let fail = |what: String| Error::Config(format!("{}: {what}", path.display()));
-        let content = Content::read(&mut Cursor::new(file.bytes()))
-            .map_err(|e| fail(format!("not a whole GGUF file ({e}); download it again")))?;
-        let (entries, config) = read_layout(&content, file.bytes()).map_err(fail)?;
-        Ok(Self { file, metadata: Arc::new(content.metadata), config, entries })
+        let read = |bytes: &[u8]| {
+            let content = Content::read(&mut Cursor::new(bytes))
+                .map_err(|e| format!("not a whole GGUF file ({e}); download it again"))?;
+            let (entries, config) = read_layout(&content, bytes)?;
+            Ok((content.metadata, entries, config))
+        };
+        let (metadata, entries, config) = file.read(0..file.bytes(), read)?.map_err(fail)?;
+        Ok(Self { file, metadata: Arc::new(metadata), config, entries })
     }
 
     /// What `config.json` would say about this model.
@@ -77,10 +82,47 @@ impl GgufCheckpoint {
     }
 
     /// Writes a slice, which must be inside the tensor, to as many values of `out`, in the precision of a matrix of `dtype`.
-    pub(super) fn read_f32(&self, name: &str, slice: &Slice, dtype: WeightDtype, out: &mut [f32]) -> Option<()> {
+    pub(super) fn read_f32(
+        &self,
+        name: &str,
+        slice: &Slice,
+        dtype: WeightDtype,
+        out: &mut [f32],
+    ) -> Option<Result<()>> {
         let entry = self.entries.get(name)?;
-        entry.read_f32(&self.file.bytes()[entry.bytes.clone()], slice, dtype, out);
-        Some(())
+        Some(self.file.read(entry.bytes.clone(), |bytes| entry.read_f32(bytes, slice, dtype, out)))
+    }
+
+    /// `rows`, in Hugging Face's order, must be inside the tensor.
+    pub(super) fn digest(&self, name: &str, rows: Range<usize>) -> Option<Result<u64>> {
+        let entry = self.entries.get(name)?;
+        let row_bytes = entry.row_bytes();
+        let Some(head_dim) = entry.interleaved_head_dim else {
+            let part = entry.bytes.start + rows.start * row_bytes..entry.bytes.start + rows.end * row_bytes;
+            return Some(self.file.read(part, |bytes| digest_of_rows(bytes, row_bytes, rows)));
+        };
+        let digest = |bytes: &[u8]| {
+            let digest = |row: usize| {
+                let stored = interleaved_row(row, head_dim) * row_bytes;
+                digest_of_rows(&bytes[stored..stored + row_bytes], row_bytes, row..row + 1)
+            };
+            rows.map(digest).fold(0, u64::wrapping_add)
+        };
+        Some(self.file.read(entry.bytes.clone(), digest))
+    }
+
+    pub(super) fn file(&self) -> &MappedFile {
+        &self.file
+    }
+
+    /// The same tensors in the file that has the path now.
+    ///
+    /// # Errors
+    /// As for [`MappedFile::reopened`].
+    pub(super) fn reopened(&self) -> Result<Self> {
+        let Self { file, metadata, config, entries } = self;
+        let (metadata, config, entries) = (metadata.clone(), config.clone(), entries.clone());
+        Ok(Self { file: file.reopened()?, metadata, config, entries })
     }
 
     pub(super) fn release(&self, name: &str) {
@@ -91,6 +133,11 @@ impl GgufCheckpoint {
 }
 
 impl Entry {
+    fn row_bytes(&self) -> usize {
+        let (_, cols) = matrix_shape(&self.shape);
+        cols / self.dtype.block_size() * self.dtype.type_size()
+    }
+
     /// De-quantises the slice row by row, from its blocks to where it is wanted; cut out of whole blocks if it starts or
     /// ends inside one.
     fn read_f32(&self, bytes: &[u8], slice: &Slice, dtype: WeightDtype, out: &mut [f32]) {
@@ -99,7 +146,7 @@ impl Entry {
             return;
         }
         let isa = Isa::detect();
-        let (_, cols) = matrix_shape(&self.shape);
+        let row_bytes = self.row_bytes();
         let (block, block_bytes) = (self.dtype.block_size(), self.dtype.type_size());
         let blocks = slice.cols.start / block..slice.cols.end.div_ceil(block);
         let first = slice.cols.start - blocks.start * block;
@@ -107,7 +154,7 @@ impl Entry {
         let mut whole = vec![0.0; if is_cut { blocks.len() * block } else { 0 }];
         for (row, out) in slice.rows.clone().zip(out.chunks_exact_mut(slice.cols.len())) {
             let row = self.interleaved_head_dim.map_or(row, |d| interleaved_row(row, d));
-            let row = &bytes[row * (cols / block) * block_bytes..];
+            let row = &bytes[row * row_bytes..];
             let stored = &row[blocks.start * block_bytes..blocks.end * block_bytes];
             if is_cut {
                 dequantise(isa, self.dtype, stored, dtype, &mut whole);

@@ -1,6 +1,7 @@
 //! Parameters: their names, shapes and shard rules, and the checkpoints they are read from.
 
 mod checkpoint;
+mod digest;
 mod gguf;
 mod gguf_config;
 mod hub;
@@ -17,6 +18,7 @@ mod update;
 pub use checkpoint::Checkpoint;
 pub use gguf::{GgufCheckpoint, GgufMetadata};
 pub use lora::{Adapter, AdapterPlan, Factors};
+pub use mapped::Stamp;
 pub use parameters::Parameters;
 pub use partition::Partition;
 pub use safetensors::SafetensorsCheckpoint;

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use safetensors::SafeTensors;
 
+use super::digest::digest_of_rows;
 use super::mapped::MappedFile;
 use super::shard::{Slice, matrix_shape};
 use super::tensor::{Dtype, TensorData};
@@ -14,7 +15,7 @@ use crate::error::{Error, Result};
 pub(super) const SINGLE: &str = "model.safetensors";
 pub(super) const INDEX: &str = "model.safetensors.index.json";
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Entry {
     file: usize,
     dtype: Dtype,
@@ -77,7 +78,8 @@ impl SafetensorsCheckpoint {
     fn add_file(&mut self, path: &Path) -> Result<()> {
         let fail = |what: String| Error::Config(format!("{}: {what}", path.display()));
         let file = MappedFile::open(path)?;
-        let (header, metadata) = SafeTensors::read_metadata(file.bytes())
+        let (header, metadata) = file
+            .read(0..file.bytes(), |bytes| SafeTensors::read_metadata(bytes))?
             .map_err(|e| fail(format!("not a whole safetensors file ({e}); download it again")))?;
         let data_start = size_of::<u64>() + header;
         for (name, info) in metadata.tensors() {
@@ -115,11 +117,43 @@ impl SafetensorsCheckpoint {
     }
 
     /// `slice` must be inside the tensor.
-    pub(super) fn read(&self, name: &str, slice: &Slice) -> Option<TensorData<'_>> {
+    pub(super) fn read<T>(
+        &self,
+        name: &str,
+        slice: &Slice,
+        use_values: impl FnOnce(TensorData<'_>) -> T,
+    ) -> Option<Result<T>> {
         let entry = self.entries.get(name)?;
-        let bytes = &self.files[entry.file].bytes()[entry.bytes.clone()];
         let (_, cols) = matrix_shape(&entry.shape);
-        Some(TensorData::of_bytes(entry.dtype, bytes, cols, slice))
+        let use_bytes = |bytes: &[u8]| use_values(TensorData::of_bytes(entry.dtype, bytes, cols, slice));
+        Some(self.files[entry.file].read(entry.bytes.clone(), use_bytes))
+    }
+
+    /// `rows` must be inside the tensor.
+    pub(super) fn digest(&self, name: &str, rows: Range<usize>) -> Option<Result<u64>> {
+        let entry = self.entries.get(name)?;
+        let (_, cols) = matrix_shape(&entry.shape);
+        let row_bytes = cols * entry.dtype.size();
+        let part = entry.bytes.start + rows.start * row_bytes..entry.bytes.start + rows.end * row_bytes;
+        Some(self.files[entry.file].read(part, |bytes| digest_of_rows(bytes, row_bytes, rows)))
+    }
+
+    /// The file that a tensor lies in.
+    pub(super) fn file(&self, name: &str) -> Option<&MappedFile> {
+        self.entries.get(name).map(|entry| &self.files[entry.file])
+    }
+
+    pub(super) fn files(&self) -> &[MappedFile] {
+        &self.files
+    }
+
+    /// The same tensors in the files that have the paths now.
+    ///
+    /// # Errors
+    /// As for [`MappedFile::reopened`].
+    pub(super) fn reopened(&self) -> Result<Self> {
+        let files = self.files.iter().map(MappedFile::reopened).collect::<Result<_>>()?;
+        Ok(Self { files, entries: self.entries.clone() })
     }
 
     pub(super) fn release(&self, name: &str) {

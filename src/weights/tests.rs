@@ -27,6 +27,10 @@ fn config_error<T>(result: crate::error::Result<T>) -> String {
     }
 }
 
+fn as_f32(data: TensorData<'_>) -> Vec<f32> {
+    data.into_f32().into_owned()
+}
+
 /// Values that float16 and bfloat16 hold exactly.
 fn random_values(rng: &mut StdRng, n: usize) -> Vec<f32> {
     (0..n).map(|_| rng.random_range(-128i32..128) as f32 / 16.0).collect()

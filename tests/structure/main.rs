@@ -156,7 +156,6 @@ fn unsafe_code_is_rare_and_says_why_it_holds() {
     /// Files of `src/` with unsafe code: mapped files, calls of libc, a signal's handler, a sum over the ranks' own
     /// buffers.
     const ALLOWED: &[&str] = &[
-        "src/weights/mapped.rs",
         "src/weights/tensor.rs",
         "src/memory/borrowed.rs",
         "src/memory/identity.rs",

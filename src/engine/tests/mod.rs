@@ -4,6 +4,8 @@ mod adapters;
 mod backpressure;
 mod checksums;
 mod crashes;
+mod damage;
+mod fake;
 mod isolation;
 mod requests;
 mod rig;

@@ -1,16 +1,15 @@
 //! An engine that a test drives step by step, over ranks that have no model but know in which order they may be used.
 
-use std::ops::Range;
 use std::sync::mpsc::{Receiver, TryRecvError, channel, sync_channel};
 
+pub use super::fake::*;
 use crate::cache::KvCacheManager;
 use crate::engine::*;
-use crate::executor::Memory;
 use crate::memory::Backlog;
 use crate::scheduler::{SchedulerConfig, Speculation};
-use crate::types::{RequestKey, SamplingParams, StepOutput, StepPlan, TokenId, TokenLogprobs};
+use crate::types::{SamplingParams, TokenId};
 use crate::weights::{
-    AdapterPlan, Delta, Dtype, ParamSpec, ShardRule, Stage, TensorData, TensorEntry, Tensors, UpdateKind, WeightUpdate,
+    AdapterPlan, Delta, Dtype, ParamSpec, ShardRule, TensorData, TensorEntry, Tensors, UpdateKind, WeightUpdate,
 };
 
 pub const BLOCK_SIZE: usize = 4;
@@ -23,198 +22,6 @@ pub const TRAFFIC_BYTES: u64 = 1 << 30;
 
 /// Parameters of the rig's model, 5 x 3 float32 each.
 pub const PARAMETERS: [&str; 2] = ["model.layers.0.self_attn.o_proj.weight", "model.layers.1.self_attn.o_proj.weight"];
-
-/// What the ranks were told.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Did {
-    Load,
-    Merge,
-    Replace,
-    /// Storage beside the weights was made.
-    Stage,
-    Exchange,
-    Patch,
-    Add(u64),
-    Remove(u64),
-    Release(Memory),
-    Restore(Memory),
-}
-
-/// Ranks whose policy is a number: how often their weights were written. It is every token that they sample, and the
-/// negative log-probability of every token that they score.
-pub struct Fake {
-    plan: Option<Arc<StepPlan>>,
-    pub policy: TokenId,
-    /// The policy that wrote each slot of the KV cache; None: nobody since it was restored.
-    slots: Vec<Option<TokenId>>,
-    merged: Option<Arc<Adapter>>,
-    whole: bool,
-    awake: Vec<Memory>,
-    adapters: Vec<u64>,
-    pub did: Vec<Did>,
-    /// Bytes of weights that stay at level 1.
-    pub kept: u64,
-    /// The oldest policy in the context of each sequence of the last step.
-    pub oldest_kv: Vec<TokenId>,
-    /// What the next step says of requests whose answers panicked.
-    pub failing: Vec<(RequestKey, String)>,
-}
-
-impl Fake {
-    fn new() -> Self {
-        Self {
-            plan: None,
-            policy: 0,
-            slots: vec![None; BLOCKS * BLOCK_SIZE],
-            merged: None,
-            whole: true,
-            awake: vec![Memory::KvCache, Memory::Workspace, Memory::Weights],
-            adapters: Vec::new(),
-            did: Vec::new(),
-            kept: 0,
-            oldest_kv: Vec::new(),
-            failing: Vec::new(),
-        }
-    }
-
-    fn is_awake(&self, memory: Memory) -> bool {
-        self.awake.contains(&memory)
-    }
-
-    fn fall_asleep(&mut self, memory: Memory) {
-        assert!(self.is_awake(memory), "{memory:?} is released twice");
-        self.awake.retain(|&m| m != memory);
-    }
-
-    /// What is merged must be what is said to be.
-    fn check_merged(&self, said: &Arc<Adapter>) {
-        assert!(self.merged.as_ref().is_none_or(|merged| Arc::ptr_eq(merged, said)), "another adapter is merged");
-    }
-}
-
-impl Executor for Fake {
-    fn launch(&mut self, plan: Arc<StepPlan>) -> Result<()> {
-        assert!(self.plan.is_none() && self.awake.len() == 3 && self.whole, "a step without all memory or a policy");
-        for copy in &plan.copies {
-            let [src, dst] = [copy.src, copy.dst].map(|id| id as usize * BLOCK_SIZE);
-            self.slots.copy_within(src..src + copy.tokens, dst);
-        }
-        self.oldest_kv.clear();
-        for sequence in &plan.sequences {
-            assert!(sequence.adapter.is_none_or(|generation| self.adapters.contains(&generation)), "no such adapter");
-            let slot = |p: usize| sequence.block_table[p / BLOCK_SIZE] as usize * BLOCK_SIZE + p % BLOCK_SIZE;
-            let end = sequence.start + sequence.tokens.len();
-            (sequence.start..end).for_each(|p| self.slots[slot(p)] = Some(self.policy));
-            let context = (0..end).map(|p| self.slots[slot(p)].expect("the context was computed since the cache woke"));
-            self.oldest_kv.extend(context.min());
-        }
-        self.plan = Some(plan);
-        Ok(())
-    }
-
-    fn collect(&mut self) -> Result<StepOutput> {
-        let plan = self.plan.take().expect("collect follows launch");
-        let answer = |target: Option<TokenId>| TokenLogprobs {
-            token: target.unwrap_or(self.policy),
-            raw: -(self.policy as f32),
-            processed: 0.0,
-            top: Vec::new(),
-        };
-        Ok(StepOutput {
-            tokens: plan.tasks().map(|task| answer(task.target)).collect(),
-            failed: std::mem::take(&mut self.failing),
-        })
-    }
-
-    fn write(&mut self, order: WeightOrder) -> Result<()> {
-        assert!(self.plan.is_none(), "{order:?} while a step is under way");
-        let is_policy = !matches!(order, WeightOrder::AddAdapter { .. } | WeightOrder::RemoveAdapter { .. });
-        assert!(!is_policy || self.is_awake(Memory::Weights), "{order:?} while the weights are asleep");
-        self.policy += TokenId::from(is_policy);
-        self.did.push(match order {
-            WeightOrder::Load { adapter } => {
-                (self.merged, self.whole) = (Some(adapter), true);
-                Did::Load
-            }
-            WeightOrder::Merge { before, after } => {
-                assert!(self.whole, "a merge into weights that are missing");
-                self.check_merged(&before);
-                self.merged = Some(after);
-                Did::Merge
-            }
-            WeightOrder::Replace { .. } => {
-                (self.merged, self.whole) = (None, true);
-                Did::Replace
-            }
-            WeightOrder::Patch { merged, .. } => {
-                assert!(self.whole, "a patch of weights that are missing");
-                self.check_merged(&merged);
-                self.merged = None;
-                Did::Patch
-            }
-            WeightOrder::AddAdapter { generation, .. } => {
-                self.adapters.push(generation);
-                Did::Add(generation)
-            }
-            WeightOrder::RemoveAdapter { generation } => {
-                assert!(self.adapters.contains(&generation), "adapter {generation} is removed twice");
-                self.adapters.retain(|&g| g != generation);
-                Did::Remove(generation)
-            }
-        });
-        Ok(())
-    }
-
-    fn stage(&mut self) -> Result<Stage> {
-        self.did.push(Did::Stage);
-        Ok(Stage::default())
-    }
-
-    fn exchange(&mut self, stage: Stage) -> Result<Stage> {
-        assert!(
-            self.plan.is_none() && self.is_awake(Memory::Weights),
-            "an exchange of weights that are in use or asleep"
-        );
-        self.policy += 1;
-        (self.merged, self.whole) = (None, true);
-        self.did.push(Did::Exchange);
-        Ok(stage)
-    }
-
-    /// The bytes of a row are its number and the policy's.
-    fn read(&mut self, spec: &ParamSpec, rows: Range<usize>) -> Result<Vec<u8>> {
-        assert!(self.is_awake(Memory::Weights) && self.whole, "weights that are not there are read");
-        let row_bytes = spec.shape[1] * 4;
-        Ok(rows.flat_map(|row| vec![row as u8 ^ self.policy as u8; row_bytes]).collect())
-    }
-
-    fn release(&mut self, memory: Memory) -> Result<u64> {
-        match memory {
-            Memory::WeightsAndBase => {
-                self.awake.retain(|&m| m != Memory::Weights);
-                (self.merged, self.whole) = (None, false);
-            }
-            Memory::Weights => {
-                self.fall_asleep(memory);
-                self.whole = false;
-            }
-            Memory::KvCache => {
-                self.fall_asleep(memory);
-                self.slots.fill(None);
-            }
-            Memory::Workspace => self.fall_asleep(memory),
-        }
-        self.did.push(Did::Release(memory));
-        Ok(if memory == Memory::Weights { self.kept } else { 0 })
-    }
-
-    fn restore(&mut self, memory: Memory) -> Result<()> {
-        assert!(!self.is_awake(memory) && memory != Memory::WeightsAndBase, "{memory:?} is restored twice");
-        self.awake.push(memory);
-        self.did.push(Did::Restore(memory));
-        Ok(())
-    }
-}
 
 /// What a reply channel has.
 #[derive(Debug)]

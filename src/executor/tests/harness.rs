@@ -17,7 +17,7 @@ use crate::model::{Build, Decoder, WorkspaceShape, kv_caches};
 use crate::types::{GroupKey, LogitsRow, LogitsTask, PlanSequence, RequestKey, SampleKey, SamplingParams, StepPlan};
 use crate::weights::{
     Adapter, Checkpoint, Delta, Dtype, ModelSource, ParamSpec, Parameters, Partition, Receiver, Slice, Source, Sources,
-    Stage, TensorEntry, Tensors, UpdateKind, UpdateSpec, WeightUpdate,
+    Stage, TensorData, TensorEntry, Tensors, UpdateKind, UpdateSpec, WeightUpdate,
 };
 
 pub const DTYPES: [WeightDtype; 2] = [WeightDtype::F32, WeightDtype::Bf16];
@@ -130,8 +130,11 @@ impl Setup {
 
     /// Every parameter of the checkpoint, in serving precision.
     pub fn base(&self) -> Vec<Vec<f32>> {
-        let read = |spec: &ParamSpec| self.checkpoint.read(&spec.name, &Slice::whole(&spec.shape)).unwrap();
-        self.parameters.iter().map(|spec| self.rounded(&read(spec).into_f32())).collect()
+        let read = |spec: &ParamSpec| {
+            let rounded = |stored: TensorData<'_>| self.rounded(&stored.into_f32());
+            self.checkpoint.read(&spec.name, &Slice::whole(&spec.shape), rounded).unwrap()
+        };
+        self.parameters.iter().map(read).collect()
     }
 
     /// What serves when `adapter` is merged into `base`.

@@ -6,7 +6,7 @@ use rollout_kernels::{Ops, PackedMatrix, RowBits, WeightDtype, WeightRows, with_
 use crate::comm::Communicator;
 use crate::error::Result;
 use crate::model::Slot;
-use crate::weights::{Adapter, Checkpoint, ParamSpec, Slice, Tensors};
+use crate::weights::{Adapter, ParamSpec, Slice, Tensors};
 
 /// Writes the base's values of a part of a parameter to a row-major buffer, in float32 of serving precision. Called
 /// from several threads at once, each time for some whole rows of what is filled.
@@ -22,29 +22,6 @@ pub(super) struct Target<'a> {
     pub slice: Slice,
     pub slot: Slot<'a>,
     pub dtype: WeightDtype,
-}
-
-/// The checkpoint's values of a parameter, as they are stored; it was read from before.
-pub(super) fn checkpoint_rows<'a>(
-    checkpoint: &'a Checkpoint,
-    name: &'a str,
-) -> impl Fn(&Slice, &mut dyn FnMut(WeightRows<'_>)) + Sync + 'a {
-    move |slice, store| {
-        let stored = checkpoint.read(name, slice).unwrap_or_else(|e| panic!("a read that was checked: {e}"));
-        store(stored.as_rows());
-    }
-}
-
-/// As [`checkpoint_rows`], in float32 of serving precision.
-pub(super) fn checkpoint_values<'a>(
-    checkpoint: &'a Checkpoint,
-    name: &'a str,
-    dtype: WeightDtype,
-) -> impl Fn(&Slice, &mut [f32]) + Sync + 'a {
-    move |slice, values| {
-        let read = checkpoint.read_f32(name, slice, dtype, values);
-        read.unwrap_or_else(|e| panic!("a read that was checked: {e}"));
-    }
 }
 
 /// A push's values of a parameter, which it has.

@@ -5,6 +5,7 @@
 
 mod base;
 mod exchange;
+mod integrity;
 mod patch;
 
 use std::collections::{HashMap, HashSet};
@@ -14,7 +15,8 @@ use std::sync::Arc;
 use half::bf16;
 use rollout_kernels::{Ops, PackedMatrix, RowBits, WeightDtype, with_f32};
 
-use base::{Target, checkpoint_rows, checkpoint_values, copy_of, tensor_rows};
+use base::{Target, copy_of, tensor_rows};
+use integrity::Base;
 
 use super::WeightOrder;
 use crate::comm::Communicator;
@@ -33,7 +35,7 @@ pub struct RankWeights {
 /// Where the bases are.
 struct Bases {
     build: Build,
-    checkpoint: Arc<Checkpoint>,
+    base: Base,
     /// Parameters whose base is no longer the checkpoint's.
     replaced: HashSet<String>,
     /// The base of replaced parameters into which an adapter is merged; of other replaced ones what serves is the base.
@@ -46,7 +48,8 @@ impl RankWeights {
     /// done.
     ///
     /// # Errors
-    /// `Config` naming the parameter that is missing or has another shape.
+    /// `Config` naming the parameter that is missing or has another shape; `DataLoss` if somebody wrote to the
+    /// checkpoint meanwhile.
     pub fn load(
         ops: &Ops,
         decoder: Decoder,
@@ -54,15 +57,17 @@ impl RankWeights {
         checkpoint: Arc<Checkpoint>,
         progress: &dyn Fn(u64),
     ) -> Result<Self> {
-        let bases = Bases { build, checkpoint, replaced: HashSet::new(), copies: HashMap::new() };
+        let bases = Bases { build, base: Base::new(checkpoint), replaced: HashSet::new(), copies: HashMap::new() };
         let mut this = Self { decoder, bases, missing: HashSet::new() };
         let base = Adapter::none();
         let Self { decoder, bases, .. } = &mut this;
         decoder.visit(&mut |spec, slot| {
             bases.fill_from_checkpoint(ops, spec, slot, &base)?;
-            progress(bases.checkpoint.stored_bytes(&spec.name)? as u64);
+            progress(bases.base.checkpoint.stored_bytes(&spec.name)? as u64);
             Ok(())
         })?;
+        bases.base.settle()?;
+        bases.base.verify(ops)?;
         Ok(this)
     }
 
@@ -82,6 +87,9 @@ impl RankWeights {
     }
 
     /// Carries out a change of the weights; those of resident adapters are not for it.
+    ///
+    /// # Errors
+    /// `DataLoss` if the checkpoint turned out not to be what was loaded: the weights are of no policy then.
     pub fn write(&mut self, ops: &Ops, comm: &dyn Communicator, order: &WeightOrder) -> Result<()> {
         match order {
             WeightOrder::Load { adapter } => self.merge(ops, comm, adapter, &|_| true),
@@ -111,7 +119,8 @@ impl RankWeights {
                 missing.remove(&spec.name);
             }
             Ok(())
-        })
+        })?;
+        bases.base.settle()
     }
 
     fn replace(&mut self, ops: &Ops, tensors: &Tensors) -> Result<()> {
@@ -218,17 +227,17 @@ impl Bases {
         Ok(())
     }
 
-    fn fill_from_checkpoint(&self, ops: &Ops, spec: &ParamSpec, slot: Slot<'_>, adapter: &Adapter) -> Result<()> {
+    fn fill_from_checkpoint(&mut self, ops: &Ops, spec: &ParamSpec, slot: Slot<'_>, adapter: &Adapter) -> Result<()> {
         // All that a read could refuse: it must not end a task.
-        self.checkpoint.slice(spec, self.build.partition)?;
+        let slice = self.base.checkpoint.slice(spec, self.build.partition)?;
         let (target, dtype) = (self.target(spec, slot)?, self.build.weights);
-        if adapter.touches(&spec.name) {
-            target.fill(ops, adapter, &checkpoint_values(&self.checkpoint, &spec.name, dtype))?;
-        } else {
-            target.store(ops, &checkpoint_rows(&self.checkpoint, &spec.name))?;
-        }
-        self.checkpoint.release(&spec.name);
-        Ok(())
+        self.base.read(&spec.name, slice.rows, |base| {
+            if adapter.touches(&spec.name) {
+                target.fill(ops, adapter, &|part, values| base.values(part, dtype, values))
+            } else {
+                target.store(ops, &|part, store| base.rows(part, store))
+            }
+        })
     }
 }
 

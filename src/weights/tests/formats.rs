@@ -19,12 +19,14 @@ fn random_slices_of_random_tensors_are_the_stored_values() {
             let (rows, cols) = matrix_shape(&t.shape);
             for _ in 0..10 {
                 let slice = random_slice(&mut rng, rows, cols);
-                let data = checkpoint.read(&t.name, &slice).unwrap();
-                assert_eq!((data.dtype(), data.len()), (t.dtype, slice.len()), "seed {seed}, {slice:?}");
-                let expected = slice_of(&t.values, cols, &slice);
-                assert_eq!(data.clone().into_f32(), expected, "seed {seed}, {slice:?} of {:?}", t.shape);
-                let halves: Vec<f32> = data.into_bf16().iter().map(|v| v.to_f32()).collect();
-                assert_eq!(halves, expected, "seed {seed}, as bfloat16");
+                let check = |data: TensorData<'_>| {
+                    assert_eq!((data.dtype(), data.len()), (t.dtype, slice.len()), "seed {seed}, {slice:?}");
+                    let expected = slice_of(&t.values, cols, &slice);
+                    assert_eq!(data.clone().into_f32(), expected, "seed {seed}, {slice:?} of {:?}", t.shape);
+                    let halves: Vec<f32> = data.into_bf16().iter().map(|v| v.to_f32()).collect();
+                    assert_eq!(halves, expected, "seed {seed}, as bfloat16");
+                };
+                checkpoint.read(&t.name, &slice, check).unwrap();
                 // What has been given back to the system must come again.
                 checkpoint.release(&t.name);
             }
@@ -36,10 +38,11 @@ fn random_slices_of_random_tensors_are_the_stored_values() {
 fn whole_rows_are_borrowed_from_the_map() {
     let checkpoint = open_directory(&fixture("llama"));
     let name = "model.layers.1.mlp.up_proj.weight";
-    let borrowed = |slice: Slice| match checkpoint.read(name, &slice).unwrap() {
+    let is_borrowed = |data: TensorData<'_>| match data {
         TensorData::Bf16(values) => matches!(values, std::borrow::Cow::Borrowed(_)),
         other => panic!("{:?}", other.dtype()),
     };
+    let borrowed = |slice: Slice| checkpoint.read(name, &slice, is_borrowed).unwrap();
     assert!(borrowed(Slice { rows: 3..9, cols: 0..128 }));
     assert!(!borrowed(Slice { rows: 3..9, cols: 0..32 }));
 }
@@ -69,8 +72,8 @@ fn shards_are_found_through_the_index_and_read_for_every_rank() {
         for rank in 0..world {
             for (spec, stored) in specs.iter().zip(&tensors) {
                 let slice = checkpoint.slice(spec, Partition::new(rank, world)).unwrap();
-                let data = checkpoint.read(&spec.name, &slice).unwrap();
-                assert_eq!(data.into_f32(), slice_of(&stored.values, cols, &slice), "seed {seed}, {}", spec.name);
+                let data = checkpoint.read(&spec.name, &slice, as_f32).unwrap();
+                assert_eq!(data, slice_of(&stored.values, cols, &slice), "seed {seed}, {}", spec.name);
                 checkpoint.release(&spec.name);
             }
         }
@@ -100,7 +103,7 @@ fn what_does_not_fit_the_specs_is_refused() {
     let shape = load("model.layers.1.mlp.up_proj.weight", [256, 64], 1);
     assert!(shape.contains("up_proj.weight has shape [128, 64]") && shape.contains("makes it [256, 64]"), "{shape}");
     assert!(load("model.layers.1.mlp.up_proj.weight", [128, 64], 3).contains("cannot be divided"));
-    let outside = checkpoint.read("model.layers.1.mlp.up_proj.weight", &Slice { rows: 100..129, cols: 0..64 });
+    let outside = checkpoint.read("model.layers.1.mlp.up_proj.weight", &Slice { rows: 100..129, cols: 0..64 }, as_f32);
     assert!(config_error(outside).contains("128 by 64"));
 }
 
@@ -153,7 +156,7 @@ fn misaligned_tensors_are_read_too() {
     let temp = tempfile::tempdir().unwrap();
     std::fs::write(temp.path().join("model.safetensors"), file).unwrap();
     let checkpoint = open_directory(temp.path());
-    let read = |rows| checkpoint.read("x", &Slice { rows, cols: 0..1 }).unwrap().into_f32().into_owned();
+    let read = |rows| checkpoint.read("x", &Slice { rows, cols: 0..1 }, as_f32).unwrap();
     assert_eq!(read(0..3), [1.5, -2.0, 3.25]);
     assert_eq!(read(1..2), [-2.0]);
 }
@@ -188,8 +191,9 @@ fn loading_keeps_at_most_one_parameter_resident() {
     let checkpoint = open_directory(temp.path());
     let mut peak = 0;
     for spec in &specs {
-        let data = checkpoint.read(&spec.name, &Slice::whole(&spec.shape)).unwrap();
-        assert_eq!(data.into_f32().iter().sum::<f32>(), (BYTES / 4) as f32);
+        let sum = |data: TensorData<'_>| data.into_f32().iter().sum::<f32>();
+        let sum = checkpoint.read(&spec.name, &Slice::whole(&spec.shape), sum).unwrap();
+        assert_eq!(sum, (BYTES / 4) as f32);
         peak = peak.max(resident_bytes(&path));
         checkpoint.release(&spec.name);
     }

@@ -88,7 +88,7 @@ fn llama_rows_come_back_in_hugging_face_order() {
                 let name = format!("model.layers.0.self_attn.{name}");
                 for _ in 0..10 {
                     let slice = random_slice(&mut rng, values.len() / cols, cols);
-                    let read = checkpoint.read(&name, &slice).unwrap().into_f32();
+                    let read = checkpoint.read(&name, &slice, as_f32).unwrap();
                     assert_eq!(read, slice_of(values, cols, &slice), "seed {seed}, {arch} {dtype:?} {name} {slice:?}");
                 }
             }
@@ -119,7 +119,7 @@ fn quantised_tensors_are_dequantised_slice_by_slice() {
     };
     let whole = |name: &str| {
         let slice = Slice::whole(checkpoint.shape(name).unwrap());
-        checkpoint.read(name, &slice).unwrap().into_f32().into_owned()
+        checkpoint.read(name, &slice, as_f32).unwrap()
     };
     assert_eq!(whole("model.embed_tokens.weight"), raw("token_embd.weight"));
     assert_eq!(permute(&whole("model.layers.1.self_attn.q_proj.weight"), 8, 128), raw("blk.1.attn_q.weight"));
@@ -130,7 +130,7 @@ fn quantised_tensors_are_dequantised_slice_by_slice() {
         let values = whole(name);
         for _ in 0..20 {
             let slice = random_slice(&mut rng, rows, cols);
-            let read = checkpoint.read(name, &slice).unwrap().into_f32();
+            let read = checkpoint.read(name, &slice, as_f32).unwrap();
             assert_eq!(read, slice_of(&values, cols, &slice), "{name} {slice:?}");
         }
         checkpoint.release(name);
@@ -149,14 +149,14 @@ fn tensors_of_several_chunks_are_dequantised_whole() {
     let tensors = [("token_embd.weight", &stored), ("blk.0.attn_q.weight", &stored)];
     write(&path, &metadata("llama", HEADS as u32, 4, 48), &tensors);
     let checkpoint = Checkpoint::Gguf(GgufCheckpoint::open(&path).unwrap());
-    let whole = |name| checkpoint.read(name, &Slice::whole(&SHAPE)).unwrap().into_f32().into_owned();
+    let whole = |name| checkpoint.read(name, &Slice::whole(&SHAPE), as_f32).unwrap();
     let expected = dequantize_q8_0(&stored.data().unwrap());
     assert_eq!(whole("model.embed_tokens.weight"), expected);
     let query = whole("model.layers.0.self_attn.q_proj.weight");
     assert_eq!(permute(&query, HEADS, SHAPE[1]), expected);
     for _ in 0..20 {
         let slice = random_slice(&mut rng, SHAPE[0], SHAPE[1]);
-        let read = checkpoint.read("model.layers.0.self_attn.q_proj.weight", &slice).unwrap().into_f32();
+        let read = checkpoint.read("model.layers.0.self_attn.q_proj.weight", &slice, as_f32).unwrap();
         assert_eq!(read, slice_of(&query, SHAPE[1], &slice), "{slice:?}");
     }
 }
@@ -169,9 +169,7 @@ fn the_fixture_is_its_safetensors_original_up_to_quantisation() {
     for name in original.names() {
         let shape = original.shape(name).unwrap();
         assert_eq!(gguf.shape(name).unwrap(), shape, "{name}");
-        let (a, b) =
-            (gguf.read(name, &Slice::whole(shape)).unwrap(), original.read(name, &Slice::whole(shape)).unwrap());
-        let (a, b) = (a.into_f32(), b.into_f32());
+        let [a, b] = [&gguf, &original].map(|from| from.read(name, &Slice::whole(shape), as_f32).unwrap());
         let largest = b.iter().fold(0f32, |m, v| m.max(v.abs()));
         // Q4_0 has 16 levels over twice the largest value of a block; the other types are finer.
         let error = a.iter().zip(&*b).fold(0f32, |m, (a, b)| m.max((a - b).abs()));
