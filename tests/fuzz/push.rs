@@ -214,7 +214,11 @@ impl Drop for Segment {
 fn messages(dice: &mut Dice, push: Push) -> Vec<Kind> {
     let Push { mut header, tensors } = push;
     let (declared, bytes): (Vec<_>, Vec<_>) = tensors.into_iter().unzip();
-    let in_header = if dice.coin() { declared.len() } else { dice.below(declared.len() + 1) };
+    let in_header = if dice.coin() || header.kind() == pb::UpdateKind::Delta {
+        declared.len()
+    } else {
+        dice.below(declared.len() + 1)
+    };
     let later = declared[in_header..].to_vec();
     if !later.is_empty() && dice.below(4) > 0 {
         header.total_bytes.get_or_insert(bytes.iter().map(|bytes| bytes.len() as u64).sum());
@@ -279,7 +283,8 @@ pub fn update(dice: &mut Dice, facts: &Facts) -> Call {
         _ => lora(dice),
     };
     push.header.running = dice.enumeration(4);
-    push.header.new_version = dice.maybe(Dice::u64);
+    // Mostly the one that deltas are against.
+    push.header.new_version = if dice.one_in(6) { dice.maybe(Dice::u64) } else { Some(0) };
     if !push.tensors.is_empty() && dice.one_in(5) {
         share(dice, &mut push, &facts.segment);
     }

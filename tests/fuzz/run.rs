@@ -1,5 +1,6 @@
 //! Runs the cases of a target in batches, and looks after each whether the server is as it was.
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use rollout_server::server::pb;
@@ -18,12 +19,6 @@ const SEED: u64 = 12;
 
 /// Answers that should be others. A line goes when its defect does.
 const KNOWN: &[(Code, &str)] = &[
-    // What tonic says of bytes that are no message.
-    (Code::Internal, "protocol error: received message with"),
-    (Code::Internal, "failed to decode Protobuf message"),
-    (Code::Internal, "Unexpected EOF decoding stream."),
-    (Code::Internal, "Missing request message."),
-    (Code::OutOfRange, "Error, decoded message length too large"),
     // tonic's timer for a deadline of microseconds.
     (Code::Cancelled, "Timeout expired"),
     // Names of any length come back whole.
@@ -33,6 +28,8 @@ const KNOWN: &[(Code, &str)] = &[
     (Code::InvalidArgument, "source.directory: "),
     (Code::NotFound, "source.shared_memory: "),
     (Code::NotFound, "source.directory: "),
+    (Code::NotFound, "symbol '"),
+    (Code::NotFound, "file '"),
     // UNAVAILABLE from a server that serves.
     (Code::Unavailable, "the stream broke"),
     (Code::Unavailable, "the request was aborted before all sequences were scored"),
@@ -61,6 +58,9 @@ pub struct Facts {
     pub parameters: Vec<pb::Parameter>,
     pub segment: Segment,
 }
+
+/// How many calls ended how.
+type Tally = BTreeMap<String, u64>;
 
 /// Clients that make their calls at the same time, each one after the other, when those of the prelude have ended.
 #[derive(Default)]
@@ -121,14 +121,16 @@ async fn run(target: Target) {
     let rest = Rest::before(&connection).await;
     let started = Instant::now();
     let mut from = options.cases.start;
+    let mut tally = Tally::new();
     while from < options.cases.end && options.seconds.is_none_or(|seconds| started.elapsed() < seconds) {
         let to = options.cases.end.min(from + target.batch);
         println!("fuzz {}: seed {}, cases {from}..{to}", target.name, options.seed);
         for case in from..to {
             let mut dice = Dice::of(options.seed, target.name, case);
             let made = (target.make)(&mut dice, &facts);
-            if let Err(why) = perform(&target, &connection, made).await {
-                fail(&mut server, &target, &options, &case.to_string(), &why);
+            match perform(&target, &connection, made).await {
+                Ok(ends) => ends.into_iter().for_each(|(how, count)| *tally.entry(how).or_default() += count),
+                Err(why) => fail(&mut server, &target, &options, &case.to_string(), &why),
             }
         }
         if let Err(why) = rest.check(&connection).await.and_then(|()| server.check_log()) {
@@ -136,35 +138,44 @@ async fn run(target: Target) {
         }
         from = to;
     }
+    println!("fuzz {}: {} cases, calls by their ends: {tally:?}", target.name, from - options.cases.start);
+    let (good, all) = (tally.get("Ok").copied().unwrap_or_default(), tally.values().sum::<u64>());
+    // Cases that are all refused at the first check would try little.
+    assert!(all < 100 || good * 10 > all, "{}: {good} of {all} calls came further than a refusal", target.name);
 }
 
 /// One case: every call ends as it may, and the server answers after it.
-async fn perform(target: &Target, connection: &Connection, case: Case) -> Result<(), String> {
+async fn perform(target: &Target, connection: &Connection, case: Case) -> Result<Tally, String> {
     let mut clients = tokio::task::JoinSet::new();
-    follow(connection, target.codes, case.prelude).await?;
+    let mut ends = follow(connection, target.codes, case.prelude).await?;
     for calls in case.clients {
         let (connection, codes) = (connection.clone(), target.codes);
         clients.spawn(async move { follow(&connection, codes, calls).await });
     }
     while let Some(followed) = clients.join_next().await {
-        followed.expect("no panic")?;
+        ends.extend(followed.expect("no panic")?);
     }
-    rest::status(connection).await.map(|_| ())
+    rest::status(connection).await?;
+    let mut tally = Tally::new();
+    ends.into_iter().for_each(|how| *tally.entry(how).or_default() += 1);
+    Ok(tally)
 }
 
-/// Makes calls, one after the other.
-async fn follow(connection: &Connection, codes: &[Code], calls: Vec<Call>) -> Result<(), String> {
+/// Makes calls, one after the other, and says how each ended.
+async fn follow(connection: &Connection, codes: &[Code], calls: Vec<Call>) -> Result<Vec<String>, String> {
+    let mut ends = Vec::new();
     for call in calls {
         let judged = connection.call(&call).await.and_then(|outcome| judge(codes, &call, outcome));
-        judged.map_err(|why| format!("{why}\n  call: {}", call.describe()))?;
+        ends.push(judged.map_err(|why| format!("{why}\n  call: {}", call.describe()))?);
     }
-    Ok(())
+    Ok(ends)
 }
 
-fn judge(codes: &[Code], call: &Call, outcome: Outcome) -> Result<(), String> {
-    let Outcome::Answered { code, message, messages } = outcome else { return Ok(()) };
+/// How the call ended, if it may end so.
+fn judge(codes: &[Code], call: &Call, outcome: Outcome) -> Result<String, String> {
+    let Outcome::Answered { code, message, messages } = outcome else { return Ok("left".into()) };
     if is_known(code, &message) {
-        return Ok(());
+        return Ok("known".into());
     }
     let start: String = message.chars().take(300).collect();
     if message.len() >= MAX_STATUS_BYTES {
@@ -173,10 +184,10 @@ fn judge(codes: &[Code], call: &Call, outcome: Outcome) -> Result<(), String> {
     if code != Code::Ok && !codes.contains(&code) {
         return Err(format!("{}: {code:?}, which is none of {:?}: {start}", call.method, codes));
     }
-    match (&call.check, code) {
-        (Some(check), Code::Ok) => check(&messages).map_err(|why| format!("{}: {why}", call.method)),
-        _ => Ok(()),
+    if let (Some(check), Code::Ok) = (&call.check, code) {
+        check(&messages).map_err(|why| format!("{}: {why}", call.method))?;
     }
+    Ok(format!("{code:?}"))
 }
 
 fn fail(server: &mut Server, target: &Target, options: &Options, cases: &str, why: &str) -> ! {

@@ -18,12 +18,15 @@ pub fn tokens(dice: &mut Dice, longest: u32) -> pb::TokenIds {
     let length = dice.between(1, longest);
     // Few tokens make prompts that share their beginnings.
     let few = dice.coin();
-    let one = |dice: &mut Dice| if few { dice.below(2) as u32 } else { token(dice) };
-    pb::TokenIds { ids: (0..length.min(2 * CONTEXT)).map(|_| one(dice)).collect() }
+    let some = if few { 2 } else { VOCABULARY as usize };
+    let mut ids: Vec<u32> = (0..length.min(2 * CONTEXT)).map(|_| dice.below(some) as u32).collect();
+    if let Some(last) = ids.last_mut() {
+        *last = token(dice);
+    }
+    pb::TokenIds { ids }
 }
 
 const TEMPERATURES: &[f32] = &[0.0, -0.0, 1e-6, 0.3, 1.0, 1.0, 2.0, 1e3, 1e30, f32::MAX];
-// Closer to 1 a rank panics.
 const TOP_PS: &[f32] = &[f32::MIN_POSITIVE, 1e-45, 1e-6, 0.1, 0.5, 0.999, 1.0 - f32::EPSILON / 2.0, 1.0];
 const MIN_PS: &[f32] = &[0.0, -0.0, 1e-45, 1e-6, 0.1, 0.999_999_9, 1.0];
 const REPETITIONS: &[f32] = &[1e-6, 0.5, 1.0, 1.2, 1e6];

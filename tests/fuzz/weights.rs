@@ -64,7 +64,7 @@ async fn update_with_anything() {
         let pushes = (0..dice.pick(&[1, 1, 1, 2])).map(|_| update(dice, facts)).collect();
         beside(dice, pushes)
     };
-    target("update_with_anything", CODES, 2000, make).run().await;
+    target("update_with_anything", CODES, 1000, make).run().await;
 }
 
 /// The same with two ranks, and little room for pushes.

@@ -1,9 +1,10 @@
 //! Calls below gRPC's own client: a request is any bytes, cut and ended in any way, and the answer is read as it comes.
 
+use std::fmt::Write as _;
 use std::pin::Pin;
 use std::time::Duration;
 
-use bytes::{Buf as _, Bytes};
+use bytes::{Buf as _, Bytes, BytesMut};
 use http_body_util::{BodyExt as _, StreamBody};
 use hyper::body::{Frame, Incoming};
 use hyper::client::conn::http2::SendRequest;
@@ -72,9 +73,10 @@ pub enum Outcome {
 impl Call {
     /// A call of one good message.
     pub fn of<M: Message + std::fmt::Debug>(method: &'static str, message: &M) -> Self {
-        let mut what = format!("{message:?}");
-        what.truncate(what.floor_char_boundary(4_000));
-        Self { what, ..Self::raw(method, vec![envelope(&message.encode_to_vec())]) }
+        let mut what = Shortened(String::new());
+        // An error is that there was more.
+        let _ = write!(what, "{message:?}");
+        Self { what: what.0, ..Self::raw(method, vec![envelope(&message.encode_to_vec())]) }
     }
 
     pub fn raw(method: &'static str, body: Vec<Bytes>) -> Self {
@@ -100,6 +102,17 @@ impl Call {
             "{method} timeout {timeout:?}, {bytes} bytes in {} pieces, {end:?}, {leave:?}\n    {what}\n    {first}...",
             body.len()
         )
+    }
+}
+
+/// The beginning of a text, of which the rest is not even made.
+struct Shortened(String);
+
+impl std::fmt::Write for Shortened {
+    fn write_str(&mut self, part: &str) -> std::fmt::Result {
+        let room = 4_000 - self.0.len();
+        self.0.push_str(&part[..part.floor_char_boundary(room)]);
+        if part.len() > room { Err(std::fmt::Error) } else { Ok(()) }
     }
 }
 
@@ -192,7 +205,7 @@ fn sent(call: &Call) -> Sent {
 async fn read(response: Response<Incoming>, leave: Leave) -> Result<Outcome, hyper::Error> {
     let (head, mut body) = response.into_parts();
     let mut status = status_of(&head.headers);
-    let (mut messages, mut rest) = (Vec::new(), Vec::new());
+    let (mut messages, mut rest) = (Vec::new(), BytesMut::new());
     while let Some(frame) = body.frame().await {
         match frame?.into_data() {
             Ok(data) => {
@@ -213,13 +226,12 @@ fn status_of(headers: &HeaderMap) -> Option<Status> {
     Status::from_header_map(headers)
 }
 
-fn take_messages(rest: &mut Vec<u8>, messages: &mut Vec<Bytes>) {
+fn take_messages(rest: &mut BytesMut, messages: &mut Vec<Bytes>) {
     while let Some(mut prefix) = rest.get(1..5) {
         let end = 5 + prefix.get_u32() as usize;
         if rest.len() < end {
             return;
         }
-        messages.push(Bytes::copy_from_slice(&rest[5..end]));
-        rest.drain(..end);
+        messages.push(rest.split_to(end).freeze().slice(5..));
     }
 }
