@@ -95,6 +95,10 @@ pub struct Config {
     #[arg(long, env = "ROLLOUT_PORT", default_value_t = 50051)]
     pub port: u16,
 
+    /// Most connections at once; more are closed as they come. Fewer where the process may not open so many files.
+    #[arg(long, env = "ROLLOUT_MAX_CONNECTIONS", default_value_t = 1024, value_name = "N")]
+    pub max_connections: usize,
+
     /// Seconds that running requests get to finish after SIGTERM.
     #[arg(long, env = "ROLLOUT_SHUTDOWN_GRACE_SECONDS", default_value_t = 30, value_name = "SECONDS")]
     pub shutdown_grace_seconds: u64,
@@ -189,8 +193,17 @@ impl Config {
         if !(1..=1024).contains(&self.max_lora_rank) {
             return fail("max-lora-rank", &self.max_lora_rank, "from 1 to 1024");
         }
-        if self.max_queued_samples == 0 {
-            return fail("max-queued-samples", &self.max_queued_samples, "at least 1");
+        // 2^24: each waiting sample is a record of some hundred bytes.
+        if !(1..=1 << 24).contains(&self.max_queued_samples) {
+            return fail("max-queued-samples", &self.max_queued_samples, "from 1 to 16777216");
+        }
+        // What a machine has ports for.
+        if !(1..=65_536).contains(&self.max_connections) {
+            return fail("max-connections", &self.max_connections, "from 1 to 65536");
+        }
+        // A day: longer is no grace, and sums of times must not overflow.
+        if self.shutdown_grace_seconds > 86_400 {
+            return fail("shutdown-grace-seconds", &self.shutdown_grace_seconds, "at most 86400, which is a day");
         }
         if let Some(dir) = self.weights_dir.as_ref().filter(|dir| !dir.is_dir()) {
             let want = "a directory that exists; pushes name files below it";
@@ -218,7 +231,11 @@ fn parse_bytes(text: &str) -> std::result::Result<u64, String> {
         _ => return Err(format!("{unit:?} is not a unit; use KiB, MiB, GiB, KB, MB, GB or plain bytes")),
     };
     let value: f64 = number.parse().map_err(|_| format!("{number:?} is not a number"))?;
-    Ok((value * factor as f64) as u64)
+    let bytes = value * factor as f64;
+    if bytes >= u64::MAX as f64 {
+        return Err("is more than any machine has".into());
+    }
+    Ok(bytes as u64)
 }
 
 #[cfg(test)]
@@ -232,6 +249,7 @@ mod tests {
         }
         assert!(parse_bytes("3 parsecs").unwrap_err().contains("parsecs"));
         assert!(parse_bytes("GiB").is_err());
+        assert!(parse_bytes("18446744073709551615").is_err() && parse_bytes("99999999999999GiB").is_err());
     }
 
     #[test]
@@ -244,6 +262,9 @@ mod tests {
             (&["--max-model-len", "1"], "--max-model-len 1"),
             (&["--weights-dir", "/does/not/exist"], "--weights-dir /does/not/exist: must be a directory"),
             (&["--weights-dir", "/dev/null"], "--weights-dir /dev/null: must be a directory"),
+            (&["--max-queued-samples", "18446744073709551615"], "--max-queued-samples 18446744073709551615: must be"),
+            (&["--max-connections", "0"], "--max-connections 0: must be from 1 to 65536"),
+            (&["--shutdown-grace-seconds", "86401"], "--shutdown-grace-seconds 86401: must be at most 86400"),
         ] {
             let line = ["rollout-server", "--model", "m"].iter().chain(args);
             let error = Config::try_parse_from(line).unwrap().check().unwrap_err().to_string();

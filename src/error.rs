@@ -61,3 +61,37 @@ impl From<candle_core::Error> for Error {
         Self::Internal(e.to_string())
     }
 }
+
+/// Text of a client as a status or a log may carry it: control characters escaped, and cut after `most` bytes, with the
+/// length it has.
+pub fn shown(text: &str, most: usize) -> String {
+    let mut shown = String::with_capacity(text.len().min(most));
+    for c in text.chars() {
+        let start = shown.len();
+        if c.is_control() {
+            shown.extend(c.escape_default());
+        } else {
+            shown.push(c);
+        }
+        if shown.len() > most {
+            shown.truncate(start);
+            return format!("{shown}... ({} bytes in all)", text.len());
+        }
+    }
+    shown
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_is_shown_whole_if_it_is_short_and_cut_between_characters_if_not() {
+        assert_eq!(shown("a name", 6), "a name");
+        assert_eq!(shown("a name", 5), "a nam... (6 bytes in all)");
+        assert_eq!(shown("\u{1f980}\u{1f980}", 7), "\u{1f980}... (8 bytes in all)");
+        assert_eq!(shown("a\nb\u{7}\u{9b}", 100), "a\\nb\\u{7}\\u{9b}");
+        assert_eq!(shown("\n\n", 3), "\\n... (2 bytes in all)");
+        assert_eq!(shown("", 0), "");
+    }
+}

@@ -73,6 +73,7 @@ pub mod config;
 pub mod engine;
 pub mod error;
 pub mod executor;
+pub mod logs;
 pub mod memory;
 pub mod model;
 pub mod profile;

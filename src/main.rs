@@ -1,46 +1,72 @@
 //! The server process: reads the configuration, starts the engine, serves until it is told to end.
 
 use std::io::IsTerminal;
+use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Parser;
 use rollout_server::config::{Config, LogFormat};
 use rollout_server::error::{Error, Result};
+use rollout_server::logs::{FlushOnDrop, LogWriter, log_panics};
+use rollout_server::memory::{open_files_limit, resident_bytes};
 use rollout_server::profile::{Profile, profile};
-use rollout_server::server::{Bound, Ended, ServerConfig, serve, shutdown_channel, watch_signals};
+use rollout_server::server::{Bound, Ended, ServerConfig, connection_limit, serve, shutdown_channel, watch_signals};
 use rollout_server::startup;
 use tokio::signal::unix::{SignalKind, signal};
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer};
 
-fn main() {
+fn main() -> ExitCode {
     let config = Config::parse();
-    let result = init_logs(&config).and_then(|profile| {
-        let result = run(config, profile.clone());
-        profile.iter().for_each(print_profile);
+    let logs = match LogWriter::new(std::io::stderr()) {
+        Ok(logs) => logs,
+        Err(error) => {
+            eprintln!("rollout-server: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    // From here on nobody but the writer's thread writes to standard error: its reader may be asleep.
+    let _flush = FlushOnDrop(logs.clone());
+    let result = init_logs(&config, &logs).and_then(|profile| {
+        let result = run(config, profile.clone(), &logs);
+        profile.iter().for_each(|profile| print_profile(profile, &logs));
         result
     });
-    if let Err(error) = result {
-        eprintln!("rollout-server: {error}");
-        std::process::exit(1);
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            logs.write(format!("rollout-server: {error}\n").as_bytes());
+            ExitCode::FAILURE
+        }
     }
 }
 
-fn run(config: Config, profile: Option<Profile>) -> Result<()> {
+fn run(config: Config, profile: Option<Profile>, logs: &LogWriter) -> Result<()> {
     config.check()?;
     let runtime = tokio::runtime::Runtime::new().map_err(|e| Error::Internal(format!("no runtime: {e}")))?;
     let bound = Bound::new(&ServerConfig {
         host: config.host.clone(),
         port: config.port,
+        max_connections: max_connections(&config),
         shutdown_grace: Duration::from_secs(config.shutdown_grace_seconds),
     })?;
+    if !bound.address().ip().is_loopback() {
+        tracing::warn!(
+            "--host {}: whoever reaches port {} can use and change the model; there is no TLS and no check of tokens yet",
+            config.host,
+            bound.address().port()
+        );
+    }
+    // Opened while there are descriptors.
+    let _ = resident_bytes();
     let (handle, orders) = shutdown_channel();
     let (thread_sender, engine_thread) = std::sync::mpsc::channel();
+    let logs = logs.clone();
     let ended = runtime.block_on(async move {
         watch_signals(handle.clone())?;
         if let Some(profile) = profile {
-            print_on_signal(profile)?;
+            print_on_signal(profile, logs)?;
         }
         let parts = async move {
             let load = move || startup::start(&config).map(|started| (config, started));
@@ -50,7 +76,7 @@ fn run(config: Config, profile: Option<Profile>) -> Result<()> {
             // An engine that dies takes the server with it: a supervisor restarts a process, not half of one.
             let watcher = std::thread::spawn(move || {
                 let result = thread.join().unwrap_or_else(|_| Err(Error::Internal("the engine panicked".into())));
-                handle.order();
+                handle.engine_ended();
                 result
             });
             let _ = thread_sender.send(watcher);
@@ -67,19 +93,33 @@ fn run(config: Config, profile: Option<Profile>) -> Result<()> {
     }
 }
 
+/// What was asked for, as far as the process may open files.
+fn max_connections(config: &Config) -> usize {
+    let open_files = open_files_limit();
+    let allowed = connection_limit(config.max_connections, open_files);
+    if allowed < config.max_connections {
+        tracing::warn!(
+            "--max-connections {} is lowered to {allowed}: the process may open {open_files} files; raise `ulimit -n`",
+            config.max_connections
+        );
+    }
+    allowed
+}
+
 /// Logs, and the profile if it is asked for.
-fn init_logs(config: &Config) -> Result<Option<Profile>> {
+fn init_logs(config: &Config, logs: &LogWriter) -> Result<Option<Profile>> {
     let filter = EnvFilter::try_new(&config.log)
         .map_err(|e| Error::Config(format!("--log {:?} is not a log filter: {e}; try info or debug", config.log)))?;
-    let logs = tracing_subscriber::fmt::layer()
+    let lines = tracing_subscriber::fmt::layer()
         .with_target(false)
         .with_ansi(std::io::stderr().is_terminal())
-        .with_writer(std::io::stderr);
-    let logs = match config.log_format {
-        LogFormat::Text => logs.with_filter(filter).boxed(),
-        LogFormat::Json => logs.json().with_filter(filter).boxed(),
+        .with_writer(logs.clone());
+    let lines = match config.log_format {
+        LogFormat::Text => lines.with_filter(filter).boxed(),
+        LogFormat::Json => lines.json().with_filter(filter).boxed(),
     };
-    let subscriber = tracing_subscriber::registry().with(logs);
+    let subscriber = tracing_subscriber::registry().with(lines);
+    log_panics(logs.clone());
     if !config.profile {
         subscriber.init();
         return Ok(None);
@@ -89,17 +129,17 @@ fn init_logs(config: &Config) -> Result<Option<Profile>> {
     Ok(Some(profile))
 }
 
-fn print_profile(profile: &Profile) {
-    eprint!("{}", profile.report());
+fn print_profile(profile: &Profile, logs: &LogWriter) {
+    logs.write(profile.report().as_bytes());
 }
 
 /// Prints the profile at each SIGUSR1 for as long as the runtime lives. Must be called inside a tokio runtime.
-fn print_on_signal(profile: Profile) -> Result<()> {
+fn print_on_signal(profile: Profile, logs: LogWriter) -> Result<()> {
     let mut asked = signal(SignalKind::user_defined1())
         .map_err(|e| Error::Internal(format!("cannot handle SIGUSR1 for --profile: {e}")))?;
     tokio::spawn(async move {
         while asked.recv().await.is_some() {
-            print_profile(&profile);
+            print_profile(&profile, &logs);
         }
     });
     Ok(())

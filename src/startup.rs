@@ -292,8 +292,9 @@ fn reserve_kv(budget: &mut MemoryBudget, config: &Config, model: &ModelConfig, l
     let blocks = bytes / per_block;
     if blocks < needed {
         let tokens = blocks * layout.block_size as u64;
+        let staging = config.staging_bytes.map(|bytes| format!("beside --staging-bytes {bytes} ")).unwrap_or_default();
         return Err(Error::ResourceExhausted(format!(
-            "the KV cache of {} holds {tokens} tokens, but one sequence of --max-model-len {} needs {}; raise \
+            "{staging}the KV cache of {} holds {tokens} tokens, but one sequence of --max-model-len {} needs {}; raise \
              --mem-util to at least {:.3}, or lower --max-model-len to at most {tokens}",
             human_bytes(bytes),
             layout.max_model_len,

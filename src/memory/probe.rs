@@ -1,6 +1,15 @@
-//! Reads the machine's and the process's memory from the operating system (Linux; elsewhere what is known is less).
+//! Reads the machine's and the process's memory, and how many files it may open, from the operating system (Linux;
+//! elsewhere what is known is less).
 
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::OnceLock;
+
+/// Of this process, kept open since it was first read: when no descriptor is left the numbers are needed most.
+static STATM: OnceLock<Option<File>> = OnceLock::new();
+/// More than its seven numbers have digits.
+const STATM_BYTES: usize = 256;
 
 /// Memory this process can count on, in bytes: the smaller of the machine's and that of any cgroup above it.
 pub fn total_bytes() -> u64 {
@@ -8,10 +17,24 @@ pub fn total_bytes() -> u64 {
         .map_or_else(machine_bytes, |limit| limit.min(machine_bytes()))
 }
 
-/// Resident memory of the process now, in bytes; 0 where the system does not say.
+/// Resident memory of the process now, in bytes; 0 where the system does not say. Once it has been asked for it is
+/// known for good, with no descriptor to spare too.
 pub fn resident_bytes() -> u64 {
-    let pages = read("/proc/self/statm").split_whitespace().nth(1).and_then(|v| v.parse::<u64>().ok()).unwrap_or(0);
-    pages * page_bytes()
+    let read = |file: &File| {
+        let mut text = [0; STATM_BYTES];
+        let bytes = file.read_at(&mut text, 0).ok()?;
+        let pages = std::str::from_utf8(&text[..bytes]).ok()?.split_whitespace().nth(1)?;
+        pages.parse::<u64>().ok()
+    };
+    STATM.get_or_init(|| File::open("/proc/self/statm").ok()).as_ref().and_then(read).unwrap_or(0) * page_bytes()
+}
+
+/// How many descriptors the process may have; `u64::MAX` where there is no limit.
+pub fn open_files_limit() -> u64 {
+    let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: getrlimit writes one rlimit to the pointer, which is of one; if it fails the limit stays as it is.
+    unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) };
+    limit.rlim_cur
 }
 
 /// Gives what the allocator keeps of freed memory back to the operating system (glibc; elsewhere nothing happens).

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use tokio::sync::watch;
 
+use super::isolation::Panics;
 use super::parts::Parts;
 use crate::error::{Error, Result};
 use crate::memory::Traffic;
@@ -14,6 +15,8 @@ enum Stage {
     Starting,
     Serving(Arc<Parts>),
     Ending(Arc<Parts>),
+    /// The engine has ended: what still waits for it waits in vain.
+    Ended(Arc<Parts>),
 }
 
 /// Held by `serve`, the only one to change the stage.
@@ -27,6 +30,8 @@ pub(super) struct GateKeeper {
 pub(super) struct Gate {
     stage: watch::Receiver<Stage>,
     running: watch::Sender<usize>,
+    /// Of calls.
+    pub(super) panics: Panics,
 }
 
 /// Counts a request as running until dropped: shutdown waits for all of them.
@@ -41,7 +46,7 @@ impl Drop for Running {
 pub(super) fn gate() -> (GateKeeper, Gate) {
     let (stage, watched) = watch::channel(Stage::Starting);
     let running = watch::Sender::new(0);
-    (GateKeeper { stage, running: running.clone() }, Gate { stage: watched, running })
+    (GateKeeper { stage, running: running.clone() }, Gate { stage: watched, running, panics: Panics::default() })
 }
 
 impl GateKeeper {
@@ -51,6 +56,10 @@ impl GateKeeper {
 
     pub(super) fn ending(&self, parts: Arc<Parts>) {
         self.stage.send_replace(Stage::Ending(parts));
+    }
+
+    pub(super) fn ended(&self, parts: Arc<Parts>) {
+        self.stage.send_replace(Stage::Ended(parts));
     }
 
     /// Returns when no request is running.
@@ -73,7 +82,7 @@ impl Gate {
         match &*self.stage.borrow() {
             Stage::Starting => Err(starting()),
             Stage::Serving(parts) => Ok((Arc::clone(parts), running)),
-            Stage::Ending(_) => Err(Error::Unavailable("the server is shutting down".into())),
+            Stage::Ending(_) | Stage::Ended(_) => Err(ending()),
         }
     }
 
@@ -92,9 +101,22 @@ impl Gate {
     pub(super) fn look(&self) -> Result<Arc<Parts>> {
         match &*self.stage.borrow() {
             Stage::Starting => Err(starting()),
-            Stage::Serving(parts) | Stage::Ending(parts) => Ok(Arc::clone(parts)),
+            Stage::Serving(parts) | Stage::Ending(parts) | Stage::Ended(parts) => Ok(Arc::clone(parts)),
         }
     }
+
+    /// Waits for the end of the engine; gives the error for those whose work ends with it.
+    pub(super) async fn ended(&self) -> Error {
+        if self.stage.clone().wait_for(|stage| matches!(stage, Stage::Ended(_))).await.is_err() {
+            // Without its keeper the stage stays as it is.
+            std::future::pending::<()>().await;
+        }
+        ending()
+    }
+}
+
+fn ending() -> Error {
+    Error::Unavailable("the server is shutting down".into())
 }
 
 fn starting() -> Error {

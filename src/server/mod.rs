@@ -1,9 +1,11 @@
 //! The edge: tokio and tonic end here. A request is parsed into valid types at the door, goes to the engine as one
 //! command, and its events come back as messages. The server owns no serving state.
 
+mod connections;
 mod convert;
 mod gate;
 mod grpc;
+mod isolation;
 mod parts;
 mod shutdown;
 mod text;
@@ -18,11 +20,11 @@ use tokio::sync::oneshot;
 use tokio::time::timeout;
 use tonic::service::InterceptorLayer;
 use tonic::transport::Server;
-use tonic::transport::server::TcpIncoming;
 use tonic_health::ServingStatus;
 use tonic_health::pb::health_server::{Health, HealthServer};
 use tonic_health::server::HealthReporter;
 
+pub use connections::connection_limit;
 pub use parts::{ModelFacts, Parts, ServerInfo};
 pub use shutdown::{ShutdownHandle, ShutdownOrders, shutdown_channel, watch_signals};
 pub use text::TextCodec;
@@ -30,7 +32,9 @@ pub use text::TextCodec;
 use crate::engine::{Command, EngineHandle};
 use crate::error::{Error, Result};
 use crate::weights::Segments;
+use connections::Incoming;
 use gate::{Gate, GateKeeper};
+use shutdown::Order;
 
 /// Messages and services generated from `proto/`.
 #[allow(clippy::all)] // generated
@@ -67,6 +71,8 @@ pub struct ServerConfig {
     pub host: String,
     /// 0 takes any free port.
     pub port: u16,
+    /// Most connections at once.
+    pub max_connections: usize,
     /// How long running requests may take after an order to end.
     pub shutdown_grace: Duration,
 }
@@ -75,6 +81,7 @@ pub struct ServerConfig {
 pub struct Bound {
     listener: TcpListener,
     address: SocketAddr,
+    max_connections: usize,
     shutdown_grace: Duration,
 }
 
@@ -82,7 +89,7 @@ impl Bound {
     /// # Errors
     /// `Config` if the address cannot be listened on.
     pub fn new(config: &ServerConfig) -> Result<Self> {
-        let ServerConfig { host, port, shutdown_grace } = config;
+        let ServerConfig { host, port, max_connections, shutdown_grace } = config;
         let failed = |e: std::io::Error| {
             let hint = match e.kind() {
                 std::io::ErrorKind::AddrInUse => "stop the process that uses the port, or choose another --port",
@@ -93,7 +100,7 @@ impl Bound {
         let listener = TcpListener::bind((host.as_str(), *port)).map_err(failed)?;
         listener.set_nonblocking(true).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
-        Ok(Self { listener, address, shutdown_grace: *shutdown_grace })
+        Ok(Self { listener, address, max_connections: *max_connections, shutdown_grace: *shutdown_grace })
     }
 
     /// The address really taken.
@@ -138,21 +145,24 @@ pub async fn serve(
 
     let parts = tokio::select! {
         parts = parts => Arc::new(parts?),
-        () = orders.next() => return Ok(Ended::Cut),
+        _ = orders.next() => return Ok(Ended::Cut),
     };
     keeper.serving(parts.clone());
     report(&health, ServingStatus::Serving).await;
     tracing::info!(%address, "ready");
-    tokio::select! {
-        () = orders.next() => {}
+    let order = tokio::select! {
+        order = orders.next() => order,
         ended = &mut transport.0 => return Err(Error::Internal(format!("the transport ended by itself: {ended:?}"))),
         never = release_removed(parts.sources.segments()) => match never {},
-    }
+    };
 
     tracing::info!(grace_seconds = grace.as_secs_f64(), "ending: running requests may finish");
     report(&health, ServingStatus::NotServing).await;
     keeper.ending(parts.clone());
-    let ended = drain(&keeper, &parts.engine, grace, &mut orders).await;
+    if order == Order::EngineEnded {
+        keeper.ended(parts.clone());
+    }
+    let ended = drain(&keeper, &parts, grace, &mut orders).await;
     // Streams of health watchers would otherwise keep their connections open.
     forget(health).await;
     let _ = stop.send(());
@@ -173,13 +183,17 @@ async fn release_removed(segments: &Segments) -> Infallible {
 }
 
 /// Waits until no request runs, aborting what the grace period or a second order leaves.
-async fn drain(keeper: &GateKeeper, engine: &EngineHandle, grace: Duration, orders: &mut ShutdownOrders) -> Ended {
+async fn drain(keeper: &GateKeeper, parts: &Arc<Parts>, grace: Duration, orders: &mut ShutdownOrders) -> Ended {
+    let engine = &parts.engine;
     let finish = async {
         order_end(engine, grace).await;
         keeper.drained().await;
     };
     let hurry = async {
-        orders.next().await;
+        // The engine ends when its requests have: pushes that are still open end with it.
+        while orders.next().await == Order::EngineEnded {
+            keeper.ended(parts.clone());
+        }
         tracing::info!("ending at once: running requests are aborted");
         order_end(engine, Duration::ZERO).await;
         tokio::time::sleep(FLUSH).await;
@@ -219,17 +233,13 @@ fn transport(
         .initial_stream_window_size(Some(STREAM_WINDOW))
         .initial_connection_window_size(Some(CONNECTION_WINDOW))
         .max_frame_size(Some(FRAME))
-        .layer(InterceptorLayer::new(grpc::note_deadline))
+        .layer(InterceptorLayer::new(grpc::note_call(gate)))
         .add_routes(grpc::routes(gate, &door))
         .add_service(reflection.max_decoding_message_size(MAX_NAME_BYTES))
         .add_service(door.before(health));
-    Ok(router.serve_with_incoming_shutdown(incoming(bound)?, stopped))
-}
-
-fn incoming(bound: Bound) -> Result<TcpIncoming> {
-    let listener = tokio::net::TcpListener::from_std(bound.listener)
+    let incoming = Incoming::new(bound.listener, bound.max_connections)
         .map_err(|e| Error::Internal(format!("cannot listen on {}: {e}", bound.address)))?;
-    Ok(TcpIncoming::from(listener).with_nodelay(Some(true)).with_keepalive(Some(KEEPALIVE)))
+    Ok(router.serve_with_incoming_shutdown(incoming, stopped))
 }
 
 async fn report(health: &HealthReporter, status: ServingStatus) {

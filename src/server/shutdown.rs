@@ -7,10 +7,19 @@ use crate::error::{Error, Result};
 
 /// Orders the server to end; any thread may (a dying engine too). Cheap to clone.
 #[derive(Clone)]
-pub struct ShutdownHandle(mpsc::UnboundedSender<()>);
+pub struct ShutdownHandle(mpsc::UnboundedSender<Order>);
 
 /// The other end, for [`super::serve`].
-pub struct ShutdownOrders(mpsc::UnboundedReceiver<()>);
+pub struct ShutdownOrders(mpsc::UnboundedReceiver<Order>);
+
+/// Why the server ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Order {
+    /// Somebody wants it to.
+    Asked,
+    /// The engine has ended, as ordered or by itself; nothing can be served.
+    EngineEnded,
+}
 
 /// The first order starts a graceful shutdown; another one ends at once.
 pub fn shutdown_channel() -> (ShutdownHandle, ShutdownOrders) {
@@ -21,16 +30,26 @@ pub fn shutdown_channel() -> (ShutdownHandle, ShutdownOrders) {
 
 impl ShutdownHandle {
     pub fn order(&self) {
+        self.send(Order::Asked);
+    }
+
+    /// Says that the engine has ended.
+    pub fn engine_ended(&self) {
+        self.send(Order::EngineEnded);
+    }
+
+    fn send(&self, order: Order) {
         // Nobody listens after the end, and then there is nothing left to order.
-        let _ = self.0.send(());
+        let _ = self.0.send(order);
     }
 }
 
 impl ShutdownOrders {
     /// Waits for the next order; for ever if nobody is left who could give one.
-    pub(super) async fn next(&mut self) {
-        if self.0.recv().await.is_none() {
-            std::future::pending::<()>().await;
+    pub(super) async fn next(&mut self) -> Order {
+        match self.0.recv().await {
+            Some(order) => order,
+            None => std::future::pending().await,
         }
     }
 }

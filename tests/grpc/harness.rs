@@ -29,7 +29,7 @@ pub struct Harness {
 }
 
 pub fn config(port: u16) -> ServerConfig {
-    ServerConfig { host: "127.0.0.1".into(), port, shutdown_grace: Duration::from_secs(60) }
+    ServerConfig { host: "127.0.0.1".into(), port, max_connections: 64, shutdown_grace: Duration::from_secs(60) }
 }
 
 /// Vocabulary 100, context 32, token 99 ends a sequence, no tokenizer; two parameters.

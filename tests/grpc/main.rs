@@ -1,5 +1,6 @@
 //! The gRPC surface over a loopback port, with the test as the engine.
 
+mod connections;
 mod harness;
 mod lifecycle;
 mod real;

@@ -7,6 +7,7 @@ use rollout_server::engine::{
     UpdateReply, UpdateTicket, WakeTags,
 };
 use rollout_server::error::Error;
+use rollout_server::server::Ended;
 use rollout_server::server::pb::{self, update_request::Kind};
 use rollout_server::weights::{Slice, TensorData, UpdateKind, WeightUpdate};
 use tokio::sync::mpsc;
@@ -334,4 +335,19 @@ async fn parameters_are_listed_as_they_serve() {
     let shapes: Vec<_> = listed.iter().map(|p| (p.name.as_str(), p.shape.clone(), p.dtype())).collect();
     let dtype = pb::TensorDtype::Float32;
     assert_eq!(shapes, [(NORM, vec![4], dtype), (HEAD, vec![6, 4], dtype)]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_push_that_idles_ends_with_the_engine() {
+    let server = start().await;
+    let update = Update::start(&server).await;
+    update.send(Kind::Header(full())).await;
+    begin(&server, false);
+    server.shutdown.order();
+    assert!(matches!(server.command(), Command::Shutdown { .. }));
+    server.shutdown.engine_ended();
+    let status = tokio::time::timeout(PATIENCE, update.reply).await.expect("ends in time").expect("no panic");
+    assert_eq!(status.expect_err("not committed").code(), Code::Unavailable);
+    let ended = tokio::time::timeout(PATIENCE, server.server).await.expect("ends in time").expect("no panic");
+    assert_eq!(ended.expect("no error"), Ended::Drained);
 }

@@ -16,7 +16,7 @@ const LAYERS: &[&[&str]] = &[
     &["cache", "model"],
     &["weights", "text"],
     &["comm", "memory"],
-    &["types", "config", "profile"],
+    &["types", "config", "logs", "profile"],
     &["error"],
 ];
 /// A function fits a screen, a file fits a head.
@@ -230,6 +230,7 @@ fn no_lock_or_global_holds_serving_state() {
     /// What it holds there is not serving state.
     const ALLOWED: &[(&str, &str)] = &[
         ("src/memory/borrowed.rs", "a signal has one handler in a process, which looks up what its thread reads"),
+        ("src/memory/probe.rs", "a file that is the process's own for its life, open for when no descriptor is left"),
         ("src/weights/update/shared_memory.rs", "a client's memory, mapped for its next push: nothing that serves"),
     ];
     let allowed = |path: &str| ALLOWED.iter().any(|(file, _reason)| *file == path);

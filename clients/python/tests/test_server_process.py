@@ -133,6 +133,9 @@ def test_an_idle_server_ends_at_once(binary):
         (["--port", "70000"], ["port"]),
         (["--weights-dir", "does/not/exist"], ["weights-dir", "does/not/exist"]),
         (["--weights-dir", __file__], ["weights-dir", __file__]),
+        (["--staging-bytes", "1000000GiB"], ["--staging-bytes 1073741824000000"]),
+        (["--kv-cache-bytes", "99999999999999999999"], ["kv-cache-bytes", "more than any machine"]),
+        (["--shutdown-grace-seconds", str(2**64 - 1)], ["--shutdown-grace-seconds", str(2**64 - 1), "86400"]),
     ],
 )
 def test_a_bad_start_ends_with_one_message_that_names_the_flag(binary, flags, says):

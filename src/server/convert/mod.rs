@@ -32,6 +32,12 @@ const MAX_SAMPLES_PER_REQUEST: usize = 65_536;
 const MAX_TOP_LOGPROBS: u32 = 100;
 /// Longest request id, in bytes: it is kept, compared and logged.
 const MAX_REQUEST_ID_BYTES: usize = 256;
+/// Longest name of a resident adapter, in bytes: for the same reasons.
+const MAX_ADAPTER_NAME_BYTES: usize = 256;
+/// Longest name of a parameter, in bytes: those of today's models have up to 120.
+const MAX_PARAMETER_NAME_BYTES: usize = 512;
+/// Most requests that one Abort names; as many as one Generate has samples.
+const MAX_ABORTED_REQUESTS: usize = 65_536;
 
 /// A valid `GenerateRequest` or `ScoreRequest`.
 pub(super) struct ValidRequest {
@@ -110,7 +116,7 @@ pub(super) fn generate(request: pb::GenerateRequest, model: &ModelFacts, charge:
             stream_tokens: request.stream_tokens,
         },
         params: Arc::new(params),
-        adapter: named(request.adapter),
+        adapter: named(request.adapter)?,
         if_weight_version: request.if_weight_version,
         min_weight_version: request.min_weight_version,
         return_text: request.return_text,
@@ -128,7 +134,7 @@ pub(super) fn score(request: pb::ScoreRequest, model: &ModelFacts) -> Result<Val
         prompts: prompt::sequences(request.sequences, model)?,
         kind: Kind::Score,
         params: Arc::new(params),
-        adapter: named(request.adapter),
+        adapter: named(request.adapter)?,
         if_weight_version: request.if_weight_version,
         min_weight_version: request.min_weight_version,
         return_text: false,
@@ -140,7 +146,17 @@ pub(super) fn score(request: pb::ScoreRequest, model: &ModelFacts) -> Result<Val
 pub(super) fn abort(request: pb::AbortRequest) -> Result<AbortTarget> {
     match (request.all, request.request_ids.is_empty()) {
         (true, true) => Ok(AbortTarget::All),
-        (false, false) => Ok(AbortTarget::Requests(request.request_ids)),
+        (false, false) => {
+            let ids = request.request_ids;
+            if ids.len() > MAX_ABORTED_REQUESTS {
+                let message = format!("{} ids are more than {MAX_ABORTED_REQUESTS}; abort in several calls", ids.len());
+                return Err(Error::invalid("request_ids", message));
+            }
+            for (i, id) in ids.iter().enumerate() {
+                check_length(&format!("request_ids[{i}]"), id, MAX_REQUEST_ID_BYTES)?;
+            }
+            Ok(AbortTarget::Requests(ids))
+        }
         (true, false) => Err(Error::invalid("all", "cannot be combined with request_ids; give one of them")),
         (false, true) => Err(Error::invalid("request_ids", "is empty; name requests or set all")),
     }
@@ -150,16 +166,42 @@ fn request_id(given: String) -> Result<String> {
     if given.is_empty() {
         return Ok(format!("req-{:016x}", rand::random::<u64>()));
     }
-    if given.len() > MAX_REQUEST_ID_BYTES {
-        let message = format!("{} bytes are more than {MAX_REQUEST_ID_BYTES}; choose a shorter one", given.len());
-        return Err(Error::invalid("request_id", message));
-    }
+    check_length("request_id", &given, MAX_REQUEST_ID_BYTES)?;
     Ok(given)
 }
 
 /// An empty name is the policy itself; the engine knows which others are resident.
-fn named(adapter: String) -> Option<String> {
-    (!adapter.is_empty()).then_some(adapter)
+fn named(adapter: String) -> Result<Option<String>> {
+    check_length("adapter", &adapter, MAX_ADAPTER_NAME_BYTES)?;
+    Ok((!adapter.is_empty()).then_some(adapter))
+}
+
+/// What `RemoveAdapter` names.
+///
+/// # Errors
+/// `InvalidArgument` if no adapter can have this name.
+pub(super) fn adapter_name(name: String) -> Result<String> {
+    check_length("name", &name, MAX_ADAPTER_NAME_BYTES)?;
+    Ok(name)
+}
+
+/// What `Checksum` names.
+///
+/// # Errors
+/// `InvalidArgument` naming the first that no parameter can have.
+pub(super) fn parameter_names(names: Vec<String>) -> Result<Vec<String>> {
+    for (i, name) in names.iter().enumerate() {
+        check_length(&format!("names[{i}]"), name, MAX_PARAMETER_NAME_BYTES)?;
+    }
+    Ok(names)
+}
+
+/// Text is kept, compared and echoed, so each that a client gives has a limit.
+fn check_length(field: &str, text: &str, most: usize) -> Result<()> {
+    if text.len() <= most {
+        return Ok(());
+    }
+    Err(Error::invalid(field, format!("{} bytes are more than {most}; choose a shorter one", text.len())))
 }
 
 fn check_versions(exact: Option<WeightVersion>, least: Option<WeightVersion>) -> Result<()> {

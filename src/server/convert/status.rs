@@ -2,7 +2,11 @@
 
 use tonic::{Code, Status};
 
-use crate::error::Error;
+use crate::error::{Error, shown};
+
+/// Longest text of a status, in bytes: it travels in a header, percent-encoded to three times the length at worst, and
+/// clients accept headers of 8 KiB. Beyond that they see a broken stream instead of the status.
+const MAX_MESSAGE_BYTES: usize = 2048;
 
 /// The status a client gets: the error's own text, and the code by what the caller can do about it.
 pub(in crate::server) fn to_status(error: Error) -> Status {
@@ -17,11 +21,29 @@ pub(in crate::server) fn to_status(error: Error) -> Status {
         Error::DeadlineExceeded(_) => Code::DeadlineExceeded,
         Error::Unavailable(_) => Code::Unavailable,
         // A Config error ends the start, so a running server has none; if one comes it is a bug.
-        Error::Config(_) | Error::Internal(_) => {
-            tracing::error!(%error, "request failed");
-            Code::Internal
-        }
+        Error::Config(_) | Error::Internal(_) => Code::Internal,
     };
-    tracing::debug!(?code, %error, "call refused");
-    Status::new(code, error.to_string())
+    let message = shown(&error.to_string(), MAX_MESSAGE_BYTES);
+    match code {
+        Code::Internal => tracing::error!(error = message, "request failed"),
+        _ => tracing::debug!(?code, error = message, "call refused"),
+    }
+    Status::new(code, message)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_status_fits_into_a_header_whatever_is_in_it() {
+        for part in ["a", "\n", "\u{1f980}"] {
+            let status = to_status(Error::NotFound(part.repeat(1 << 20)));
+            assert!(status.message().len() < MAX_MESSAGE_BYTES + 40, "{part:?}: {} bytes", status.message().len());
+            assert!(!status.message().contains(char::is_control));
+            let headers = status.into_http::<()>();
+            let bytes: usize = headers.headers().iter().map(|(k, v)| k.as_str().len() + v.len() + 32).sum();
+            assert!(bytes < 8 << 10, "{part:?}: {bytes} bytes of headers");
+        }
+    }
 }

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use super::{MAX_ADAPTER_NAME_BYTES, MAX_PARAMETER_NAME_BYTES, check_length};
 use crate::engine::{AdapterStatus, AdapterTarget, RunningPolicy, UpdateReply};
 use crate::error::{Error, Result};
 use crate::server::parts::ServerInfo;
@@ -9,8 +10,12 @@ use crate::server::pb;
 use crate::types::WeightVersion;
 use crate::weights::{Dtype, Received, Source, TensorEntry, UpdateKind, UpdateSpec};
 
-/// Longest name of a resident adapter, in bytes: it is kept, compared and logged.
-const MAX_ADAPTER_NAME_BYTES: usize = 256;
+/// Longest adapter_config.json, in bytes: one that names each module of a large model has some 100 KiB.
+const MAX_ADAPTER_CONFIG_BYTES: usize = 1 << 20;
+/// Longest name of a segment, in bytes, as the file system has it.
+const MAX_SEGMENT_NAME_BYTES: usize = 255;
+/// Longest path of a directory, in bytes, as the file system has it.
+const MAX_PATH_BYTES: usize = 4096;
 
 /// A valid `Header`: what is pushed, and on which terms.
 #[derive(Debug)]
@@ -52,6 +57,7 @@ pub(in crate::server) fn header(header: pb::Header) -> Result<ValidHeader> {
     if kind == UpdateKind::Delta && header.expected_version.is_none() {
         return Err(Error::invalid("header.expected_version", "is missing; a DELTA is against a version, name it"));
     }
+    check_length("header.adapter_config", &header.adapter_config, MAX_ADAPTER_CONFIG_BYTES)?;
     let source = source(header.source)?;
     let adapter = adapter_target(header.adapter, header.expected_generation)?;
     Ok(ValidHeader {
@@ -84,6 +90,7 @@ pub(in crate::server) fn tensors(tensors: Vec<pb::Tensor>, first: usize) -> Resu
 
 fn tensor(index: usize, tensor: pb::Tensor) -> Result<TensorEntry> {
     let field = |part: &str| format!("tensors[{index}].{part}");
+    check_length(&field("name"), &tensor.name, MAX_PARAMETER_NAME_BYTES)?;
     let dtype = match tensor.dtype() {
         pb::TensorDtype::Float32 => Dtype::F32,
         pb::TensorDtype::Bfloat16 => Dtype::Bf16,
@@ -122,8 +129,14 @@ fn running_policy(value: i32) -> Result<RunningPolicy> {
 fn source(source: Option<pb::Source>) -> Result<Source> {
     match source.map(|s| s.kind) {
         None => Ok(Source::Inline),
-        Some(Some(pb::source::Kind::SharedMemory(s))) => Ok(Source::SharedMemory(s.name)),
-        Some(Some(pb::source::Kind::Directory(d))) => Ok(Source::Directory(d.path)),
+        Some(Some(pb::source::Kind::SharedMemory(s))) => {
+            check_length("header.source.shared_memory.name", &s.name, MAX_SEGMENT_NAME_BYTES)?;
+            Ok(Source::SharedMemory(s.name))
+        }
+        Some(Some(pb::source::Kind::Directory(d))) => {
+            check_length("header.source.directory.path", &d.path, MAX_PATH_BYTES)?;
+            Ok(Source::Directory(d.path))
+        }
         Some(None) => {
             Err(Error::invalid("header.source", "is empty; name shared_memory or a directory, or leave it out"))
         }
@@ -131,10 +144,7 @@ fn source(source: Option<pb::Source>) -> Result<Source> {
 }
 
 fn adapter_target(name: String, expected_generation: Option<u64>) -> Result<Option<AdapterTarget>> {
-    if name.len() > MAX_ADAPTER_NAME_BYTES {
-        let message = format!("{} bytes are more than {MAX_ADAPTER_NAME_BYTES}; choose a shorter name", name.len());
-        return Err(Error::invalid("header.adapter", message));
-    }
+    check_length("header.adapter", &name, MAX_ADAPTER_NAME_BYTES)?;
     if name.is_empty() && expected_generation.is_some() {
         return Err(Error::invalid("header.expected_generation", "is of a resident adapter; name it in adapter"));
     }

@@ -29,7 +29,11 @@ impl ControlService {
         let parts = self.gate.look()?;
         let engine = ask(&parts.engine, |reply| Command::Status { reply }).await?;
         let status = status_response(&engine);
-        Ok(pb::GetStatusResponse { uptime_seconds: self.started.elapsed().as_secs_f64(), ..status })
+        Ok(pb::GetStatusResponse {
+            uptime_seconds: self.started.elapsed().as_secs_f64(),
+            internal_errors: status.internal_errors + self.gate.panics.count(),
+            ..status
+        })
     }
 
     async fn reset_prefix_cache(&self) -> Result<pb::ResetPrefixCacheResponse> {

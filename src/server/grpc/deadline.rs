@@ -2,36 +2,54 @@
 //! CANCELLED; here a deadline covers the whole stream and gives DEADLINE_EXCEEDED.
 
 use std::future::Future;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::Poll;
 use std::time::Duration;
 
 use tokio::time::Instant;
 use tonic::metadata::MetadataMap;
 use tonic::{Request, Status};
 
-use crate::error::Error;
+use crate::error::{Error, shown};
 use crate::server::convert::to_status;
+use crate::server::gate::Gate;
 
 /// Ends a call this much before tonic's own timer for the same deadline, so that ours gives the status.
 const HEAD_START: Duration = Duration::from_millis(2);
 
-/// When a call must have ended; part of a request's extensions.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Deadline(Option<Instant>);
+/// When a call must have ended: by its own deadline, and with the engine. Part of a request's extensions.
+#[derive(Clone, Default)]
+pub(super) struct Deadline {
+    at: Option<Instant>,
+    gate: Option<Gate>,
+}
 
-/// Reads the deadline as the request arrives, before its message is received and decoded.
-///
-/// # Errors
-/// INVALID_ARGUMENT if the header cannot be read.
-pub(in crate::server) fn note_deadline(mut request: Request<()>) -> Result<Request<()>, Status> {
-    let deadline = Deadline(timeout(request.metadata())?.map(|t| Instant::now() + t.saturating_sub(HEAD_START)));
-    request.extensions_mut().insert(deadline);
-    Ok(request)
+/// Reads the headers as the request arrives, before its message is received and decoded: the deadline (INVALID_ARGUMENT
+/// if it cannot be read), and whether there is a token, which the first time gets a warning.
+pub(in crate::server) fn note_call(gate: &Gate) -> impl Fn(Request<()>) -> Result<Request<()>, Status> + Clone + use<> {
+    let (gate, warned) = (gate.clone(), Arc::new(AtomicBool::new(false)));
+    move |mut request| {
+        if request.metadata().contains_key("authorization") && !warned.swap(true, Ordering::Relaxed) {
+            tracing::warn!("a client sends a token: this server checks none, and serves whoever reaches its port");
+        }
+        let timeout = timeout(request.metadata())?;
+        if timeout.is_some_and(|timeout| timeout <= HEAD_START) {
+            return Err(exceeded());
+        }
+        let at = timeout.map(|timeout| Instant::now() + (timeout - HEAD_START));
+        request.extensions_mut().insert(Deadline { at, gate: Some(gate.clone()) });
+        Ok(request)
+    }
 }
 
 /// The `grpc-timeout` header: at most eight digits and a unit.
 fn timeout(metadata: &MetadataMap) -> Result<Option<Duration>, Status> {
     let Some(header) = metadata.get("grpc-timeout") else { return Ok(None) };
-    let invalid = || Status::invalid_argument(format!("grpc-timeout: {header:?} is not up to 8 digits and a unit"));
+    let invalid = || {
+        let header = shown(&format!("{header:?}"), 100);
+        Status::invalid_argument(format!("grpc-timeout: {header} is not up to 8 digits and a unit"))
+    };
     let text = header.to_str().map_err(|_| invalid())?;
     let (digits, unit) = text.split_at_checked(text.len().saturating_sub(1)).ok_or_else(invalid)?;
     if digits.len() > 8 || !digits.bytes().all(|b| b.is_ascii_digit()) {
@@ -52,22 +70,32 @@ fn timeout(metadata: &MetadataMap) -> Result<Option<Duration>, Status> {
 
 impl Deadline {
     pub(super) fn of<T>(request: &Request<T>) -> Self {
-        request.extensions().get().copied().unwrap_or_default()
+        request.extensions().get().cloned().unwrap_or_default()
     }
 
     /// Waits for the deadline; for ever if there is none.
     pub(super) async fn passed(self) {
-        match self.0 {
-            Some(at) => tokio::time::sleep_until(at).await,
+        let Some(at) = self.at else { return std::future::pending().await };
+        let mut timer = std::pin::pin!(tokio::time::sleep_until(at));
+        // Looked at as well as waited for: where tonic's timer has woken the call, ours may still be about to.
+        std::future::poll_fn(|cx| if Instant::now() >= at { Poll::Ready(()) } else { timer.as_mut().poll(cx) }).await;
+    }
+
+    /// Waits for the end of the engine.
+    async fn engine_ended(gate: Option<Gate>) -> Error {
+        match gate {
+            Some(gate) => gate.ended().await,
             None => std::future::pending().await,
         }
     }
 
-    /// The result of `work`, or DEADLINE_EXCEEDED, in which case `work` is dropped.
+    /// The result of `work`; or DEADLINE_EXCEEDED, or UNAVAILABLE once the engine has ended: `work` is dropped then.
     pub(super) async fn limit<T>(self, work: impl Future<Output = Result<T, Error>>) -> Result<T, Status> {
+        let gate = self.gate.clone();
         tokio::select! {
             biased;
             result = work => result.map_err(to_status),
+            error = Self::engine_ended(gate) => Err(to_status(error)),
             () = self.passed() => Err(exceeded()),
         }
     }

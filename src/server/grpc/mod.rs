@@ -15,11 +15,12 @@ use tokio::sync::oneshot;
 use tonic::service::Routes;
 
 pub(super) use arrival::Door;
-pub(super) use deadline::note_deadline;
+pub(super) use deadline::note_call;
 
 use self::arrival::MAX_LARGE_BYTES;
 use self::updates::DirectUpdates;
 use super::gate::Gate;
+use super::isolation::Isolated;
 use super::pb::control_server::ControlServer;
 use super::pb::rollout_server::RolloutServer;
 use crate::engine::{Command, EngineHandle, Reply};
@@ -39,9 +40,9 @@ pub(super) fn routes(gate: &Gate, door: &Door) -> Routes {
     let control = ControlServer::new(control::ControlService::new(gate.clone()));
     let weights = DirectUpdates::new(weights::WeightsService::new(gate.clone()));
     // tonic's default of 4 MiB is enough for the other services.
-    Routes::new(door.before(rollout.max_decoding_message_size(MAX_LARGE_BYTES)))
-        .add_service(door.before(weights))
-        .add_service(door.before(control))
+    Routes::new(Isolated::new(door.before(rollout.max_decoding_message_size(MAX_LARGE_BYTES)), &gate.panics))
+        .add_service(Isolated::new(door.before(weights), &gate.panics))
+        .add_service(Isolated::new(door.before(control), &gate.panics))
 }
 
 /// A reply for the engine, and where it arrives.

@@ -56,7 +56,7 @@ impl pb::rollout_server::Rollout for RolloutService {
         let model = parts.model.clone();
         let charge = charge_of(&mut request, &parts.traffic);
         let parsed = parse(request.into_inner(), charge, move |r, charge| convert::generate(r, &model, charge));
-        let (request, charge) = deadline.limit(parsed).await?;
+        let (request, charge) = deadline.clone().limit(parsed).await?;
         tracing::debug!(request_id = request.request_id, prompts = request.prompts.len(), "request accepted");
         let size = (request.prompts.len(), request.samples());
         let writer = ReplyWriter::new(&request, &parts.model);

@@ -7,7 +7,7 @@ use std::time::Duration;
 use tonic::{Code, Request};
 
 use super::control::ControlService;
-use super::note_deadline;
+use super::note_call;
 use super::rollout::RolloutService;
 use crate::engine::{Command, EngineHandle};
 use crate::memory::Traffic;
@@ -36,7 +36,7 @@ pub(super) fn open() -> (GateKeeper, Gate, Receiver<Command>) {
 fn limited<M>(message: M) -> Request<M> {
     let mut request = Request::new(());
     request.metadata_mut().insert("grpc-timeout", "50m".parse().expect("a header value"));
-    let (metadata, extensions, ()) = note_deadline(request).expect("readable").into_parts();
+    let (metadata, extensions, ()) = note_call(&gate().1)(request).expect("readable").into_parts();
     Request::from_parts(metadata, extensions, message)
 }
 

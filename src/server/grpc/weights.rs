@@ -97,6 +97,7 @@ impl WeightsService {
 
     async fn checksums(&self, names: Vec<String>) -> Result<pb::ChecksumResponse> {
         let parts = self.gate.look()?;
+        let names = convert::parameter_names(names)?;
         let guard = CancelOnDrop::new(&parts.engine);
         let cancel = guard.flag.clone();
         let reply = ask(&parts.engine, |reply| Command::Checksum { names, cancel, reply }).await??;
@@ -114,7 +115,8 @@ impl WeightsService {
     async fn remove(&self, request: pb::RemoveAdapterRequest) -> Result<pb::RemoveAdapterResponse> {
         let (parts, _running) = self.gate.admit()?;
         let cancel = CancelOnDrop::new(&parts.engine);
-        let (name, expected_generation, flag) = (request.name, request.expected_generation, cancel.flag.clone());
+        let name = convert::adapter_name(request.name)?;
+        let (expected_generation, flag) = (request.expected_generation, cancel.flag.clone());
         let remove = |reply| Command::RemoveAdapter { name, expected_generation, cancel: flag, reply };
         let generation = ask(&parts.engine, remove).await??;
         Ok(pb::RemoveAdapterResponse { generation })

@@ -110,7 +110,7 @@ where
         let mut inner = self.inner.clone();
         Box::pin(async move {
             let (mut head, body) = request.into_parts();
-            let deadline = head.extensions.get::<Deadline>().copied().unwrap_or_default();
+            let deadline = head.extensions.get::<Deadline>().cloned().unwrap_or_default();
             let arrive = async {
                 let message = Arriving::new(&traffic, max_bytes).gather(Frames(body), patience).await?;
                 message.read_through(schema, method.input).await

@@ -1,0 +1,213 @@
+//! Where log lines go: to one thread that alone waits for the reader of standard error.
+//!
+//! A process that starts the server with a pipe for its standard error and never reads it would otherwise stop every
+//! thread that logs, once the pipe's 64 KiB are full. Here a line is queued, and dropped and counted when the queue is
+//! full. (`tracing-appender` does the same with a limit in lines instead of bytes, and says nothing in the log of the
+//! lines that are missing.)
+
+use std::backtrace::{Backtrace, BacktraceStatus};
+use std::io::Write;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::{Duration, Instant};
+
+use tracing_subscriber::fmt::MakeWriter;
+
+use crate::error::{Error, Result};
+
+/// Lines that may wait for the reader, in bytes: some 40,000, what a busy server says at level debug while its reader
+/// is away for a few seconds.
+const MAX_QUEUED_BYTES: usize = 8 << 20;
+/// How long the end of the process waits for the reader.
+const FLUSH: Duration = Duration::from_secs(1);
+/// How long a thread that panics waits for it.
+const PANIC_FLUSH: Duration = Duration::from_millis(200);
+/// How often they look whether all is written.
+const FLUSH_POLL: Duration = Duration::from_millis(1);
+
+/// Takes lines without ever waiting. Cheap to clone.
+#[derive(Clone)]
+pub struct LogWriter {
+    lines: Sender<Vec<u8>>,
+    counts: Arc<Counts>,
+}
+
+#[derive(Default)]
+struct Counts {
+    /// Of lines that are not written yet.
+    queued_bytes: AtomicUsize,
+    /// Lines there was no room for.
+    dropped: AtomicU64,
+}
+
+impl LogWriter {
+    /// Starts the thread that writes to `out`. It ends with the process, or when all writers are gone.
+    ///
+    /// # Errors
+    /// `Internal` if the thread cannot be started.
+    pub fn new(out: impl Write + Send + 'static) -> Result<Self> {
+        let (lines, queue) = channel();
+        let counts = Arc::new(Counts::default());
+        let shared = counts.clone();
+        let thread = std::thread::Builder::new().name("logs".into()).spawn(move || write_lines(out, &queue, &shared));
+        thread.map_err(|e| Error::Internal(format!("the thread of the logs did not start: {e}")))?;
+        Ok(Self { lines, counts })
+    }
+
+    /// Queues one line (or several at once), or drops and counts it.
+    pub fn write(&self, line: &[u8]) {
+        let queued = self.counts.queued_bytes.fetch_add(line.len(), Ordering::AcqRel);
+        // The thread lives as long as a writer does, unless its output panicked.
+        if queued + line.len() > MAX_QUEUED_BYTES || self.lines.send(line.to_vec()).is_err() {
+            self.counts.queued_bytes.fetch_sub(line.len(), Ordering::AcqRel);
+            self.counts.dropped.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Lines dropped since the start.
+    pub fn dropped(&self) -> u64 {
+        self.counts.dropped.load(Ordering::Relaxed)
+    }
+
+    /// Waits until all is written, but no longer than so long.
+    fn flush(&self, longest: Duration) {
+        let start = Instant::now();
+        while self.counts.queued_bytes.load(Ordering::Acquire) > 0 && start.elapsed() < longest {
+            std::thread::sleep(FLUSH_POLL);
+        }
+    }
+}
+
+fn write_lines(mut out: impl Write, queue: &Receiver<Vec<u8>>, counts: &Counts) {
+    let mut reported = 0;
+    for line in queue {
+        // A reader that has gone misses the rest; there is nobody to tell.
+        let _ = out.write_all(&line).and_then(|()| out.flush());
+        let queued = counts.queued_bytes.fetch_sub(line.len(), Ordering::AcqRel) - line.len();
+        let dropped = counts.dropped.load(Ordering::Relaxed);
+        // Not before there is room for the line that says so.
+        if dropped > reported && queued < MAX_QUEUED_BYTES / 2 {
+            tracing::warn!("{} log lines were dropped: standard error was not read in time", dropped - reported);
+            reported = dropped;
+        }
+    }
+}
+
+impl<'a> MakeWriter<'a> for LogWriter {
+    type Writer = Line<'a>;
+
+    fn make_writer(&'a self) -> Line<'a> {
+        Line(self)
+    }
+}
+
+/// What one event is written with: the subscriber gives its line in one piece.
+pub struct Line<'a>(&'a LogWriter);
+
+impl Write for Line<'_> {
+    fn write(&mut self, line: &[u8]) -> std::io::Result<usize> {
+        self.0.write(line);
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Gives the lines of the end a moment to be written, whichever way the process's main thread ends.
+pub struct FlushOnDrop(pub LogWriter);
+
+impl Drop for FlushOnDrop {
+    fn drop(&mut self) {
+        self.0.flush(FLUSH);
+    }
+}
+
+/// Makes panics lines of the log: the default handler writes to standard error itself, and waits for its reader. The
+/// thread that panics waits a moment for its line, because it may take the process with it.
+pub fn log_panics(logs: LogWriter) {
+    std::panic::set_hook(Box::new(move |panic| {
+        let thread = std::thread::current();
+        let name = thread.name().unwrap_or("unnamed");
+        let location = panic.location().map(ToString::to_string).unwrap_or_default();
+        let text = panic.payload_as_str().unwrap_or("no text");
+        let backtrace = Backtrace::capture();
+        if backtrace.status() == BacktraceStatus::Captured {
+            tracing::error!(thread = name, location, %backtrace, "panic: {text}");
+        } else {
+            tracing::error!(thread = name, location, "panic: {text}");
+        }
+        logs.flush(PANIC_FLUSH);
+    }));
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::{SyncSender, sync_channel};
+
+    use super::*;
+
+    /// A pipe that takes a line when its reader wants one.
+    struct Pipe(SyncSender<Vec<u8>>);
+
+    impl Write for Pipe {
+        fn write(&mut self, line: &[u8]) -> std::io::Result<usize> {
+            self.0.send(line.to_vec()).map_err(std::io::Error::other)?;
+            Ok(line.len())
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    fn line(i: usize) -> Vec<u8> {
+        format!("{i:01000}\n").into_bytes()
+    }
+
+    #[test]
+    fn nobody_waits_for_a_reader_and_what_has_no_room_is_counted() {
+        let (pipe, reader) = sync_channel(0);
+        let logs = LogWriter::new(Pipe(pipe)).expect("a thread");
+        let (mut lines, room) = (0, MAX_QUEUED_BYTES / line(0).len());
+        while logs.dropped() < 10 {
+            logs.write(&line(lines));
+            lines += 1;
+        }
+        // What was taken is the first that came, and the thread holds none beside the queue.
+        assert_eq!(lines, room + 10);
+        let start = Instant::now();
+        drop(FlushOnDrop(logs.clone()));
+        assert!(start.elapsed() < 20 * FLUSH, "the end waited for a reader that never came");
+        for i in 0..room {
+            assert_eq!(reader.recv().expect("a line"), line(i));
+        }
+        logs.write(b"after\n");
+        assert_eq!(reader.recv().expect("a line"), b"after\n");
+        assert_eq!(logs.dropped(), 10);
+    }
+
+    #[test]
+    fn with_a_reader_no_line_is_lost() {
+        let (pipe, reader) = channel();
+        struct Always(Sender<Vec<u8>>);
+        impl Write for Always {
+            fn write(&mut self, line: &[u8]) -> std::io::Result<usize> {
+                self.0.send(line.to_vec()).map_err(std::io::Error::other)?;
+                Ok(line.len())
+            }
+            fn flush(&mut self) -> std::io::Result<()> {
+                Ok(())
+            }
+        }
+        let logs = LogWriter::new(Always(pipe)).expect("a thread");
+        for i in 0..5_000 {
+            logs.write(&line(i));
+        }
+        drop(FlushOnDrop(logs.clone()));
+        assert_eq!(logs.dropped(), 0);
+        assert_eq!(reader.try_iter().count(), 5_000);
+    }
+}

@@ -1,0 +1,114 @@
+//! A panic while a call is handled ends that call with INTERNAL, and nothing else. Without this the transport would
+//! drop the call's task, and the client see a stream that was reset without a word.
+
+use std::convert::Infallible;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use bytes::Bytes;
+use http_body::{Frame, SizeHint};
+use tonic::Status;
+use tonic::body::Body;
+use tonic::codegen::{BoxFuture, Context, Poll, Service, http};
+use tonic::server::NamedService;
+
+/// Wraps a service. What a call may have left half done is its own: it is dropped and never looked at again.
+#[derive(Clone)]
+pub(super) struct Isolated<S> {
+    service: S,
+    panics: Panics,
+}
+
+/// Counts calls that ended in a panic.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Panics(Arc<AtomicU64>);
+
+impl Panics {
+    pub(super) fn count(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    /// What `work` gives, or the status of a call that panicked; the panic itself is in the log.
+    fn catch<T>(&self, work: impl FnOnce() -> T) -> Result<T, Status> {
+        catch_unwind(AssertUnwindSafe(work)).map_err(|_| {
+            let before = self.0.fetch_add(1, Ordering::Relaxed);
+            tracing::error!(panics = before + 1, "a call was given up after a panic");
+            Status::internal("internal error: the call was given up after a panic; the server's log has it")
+        })
+    }
+}
+
+impl<S> Isolated<S> {
+    pub(super) fn new(service: S, panics: &Panics) -> Self {
+        Self { service, panics: panics.clone() }
+    }
+}
+
+impl<S: NamedService> NamedService for Isolated<S> {
+    const NAME: &'static str = S::NAME;
+}
+
+impl<S> Service<http::Request<Body>> for Isolated<S>
+where
+    S: Service<http::Request<Body>, Response = http::Response<Body>, Error = Infallible>,
+    S::Future: Send + 'static,
+{
+    type Response = http::Response<Body>;
+    type Error = Infallible;
+    type Future = BoxFuture<Self::Response, Infallible>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        self.service.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: http::Request<Body>) -> Self::Future {
+        let panics = self.panics.clone();
+        let call = match panics.catch(|| self.service.call(request)) {
+            Ok(call) => call,
+            Err(status) => return Box::pin(std::future::ready(Ok(status.into_http()))),
+        };
+        let mut call = Box::pin(call);
+        Box::pin(std::future::poll_fn(move |cx| match panics.catch(|| call.as_mut().poll(cx)) {
+            Ok(polled) => polled.map_ok(|response| {
+                let panics = panics.clone();
+                response.map(|body| Body::new(IsolatedBody { body: Some(body), panics }))
+            }),
+            Err(status) => Poll::Ready(Ok(status.into_http())),
+        }))
+    }
+}
+
+/// What a call sends; a stream of messages makes them as they are sent.
+struct IsolatedBody {
+    /// Until it panics.
+    body: Option<Body>,
+    panics: Panics,
+}
+
+impl http_body::Body for IsolatedBody {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        let this = &mut *self;
+        let Some(body) = &mut this.body else { return Poll::Ready(None) };
+        this.panics.catch(|| Pin::new(body).poll_frame(cx)).unwrap_or_else(|status| {
+            this.body = None;
+            let mut trailers = http::HeaderMap::new();
+            Poll::Ready(Some(status.add_header(&mut trailers).map(|()| Frame::trailers(trailers))))
+        })
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.as_ref().is_none_or(http_body::Body::is_end_stream)
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.as_ref().map_or_else(SizeHint::new, http_body::Body::size_hint)
+    }
+}
+
+#[cfg(test)]
+mod tests;
