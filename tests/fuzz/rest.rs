@@ -108,6 +108,9 @@ impl Rest {
         run_again(connection).await?;
         remove_adapters(connection).await?;
         let now = status(connection).await?;
+        if now.internal_errors > 0 {
+            return Err(format!("{} requests have met a bug", now.internal_errors));
+        }
         if (now.weight_version, now.updates) != self.policy.get() {
             restore(connection).await?;
             let now = status(connection).await?;

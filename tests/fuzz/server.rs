@@ -8,6 +8,9 @@ use std::time::{Duration, Instant};
 
 use super::wire::{Connection, PATIENCE};
 
+/// Longest line of the log, in bytes: a status of two KiB, escaped, with what else is said of a call.
+const MAX_LOG_LINE_BYTES: usize = 16 << 10;
+
 pub struct Server {
     child: Child,
     /// Of the log and of what pushes may name.
@@ -78,13 +81,15 @@ impl Server {
     }
 
     /// # Errors
-    /// The first line of the log since the last look that speaks of a bug.
+    /// The first line of the log since the last look that speaks of a bug, or that a client has made long.
     pub fn check_log(&mut self) -> Result<(), String> {
         let log = self.log();
         let new = log.get(self.read..).unwrap_or_default();
         self.read = log.len();
-        match new.lines().find(|line| line.contains(" ERROR ") || line.contains("panicked at")) {
-            Some(line) => Err(format!("the log has {line:?}")),
+        let is_bad =
+            |line: &&str| line.contains(" ERROR ") || line.contains("panicked at") || line.len() > MAX_LOG_LINE_BYTES;
+        match new.lines().find(is_bad) {
+            Some(line) => Err(format!("the log has a line of {} bytes: {:.400}", line.len(), line)),
             None => Ok(()),
         }
     }
