@@ -5,13 +5,18 @@ mod common;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use common::{Engine, Push, Reply, Request, StateDict, random_prompts, random_weights, write_checkpoint};
+use common::{Engine, Push, Reply, Request, StateDict, kernels, random_prompts, random_weights, write_checkpoint};
 use rollout_server::engine::{AdapterTarget, DrainMode, LifecycleStatus, RunningPolicy, SleepLevel, WakeTags};
 use rollout_server::error::Error;
 use rollout_server::types::FinishReason;
 
 const MODES: [&[&str]; 3] =
     [&["--dtype", "float32"], &["--dtype", "bfloat16", "--tp", "2"], &["--dtype", "float32", "--tp", "2"]];
+
+/// [`MODES`] on every instruction set.
+fn modes() -> Vec<Vec<&'static str>> {
+    kernels().into_iter().flat_map(|kernel| MODES.map(|mode| [&["--kernel", kernel], mode].concat())).collect()
+}
 
 fn prompts(seed: u64) -> Vec<Vec<u32>> {
     random_prompts(seed, 3, 20..60, 250)
@@ -38,7 +43,8 @@ fn assert_same_policy(engine: &Engine, expected: &Engine, seed: u64, what: &str)
 
 #[test]
 fn a_full_push_serves_as_a_start_on_its_weights_does() {
-    for (flags, model) in MODES.into_iter().zip(["qwen2", "llama", "qwen3"]) {
+    for (flags, model) in modes().iter().zip(["qwen2", "llama", "qwen3"].into_iter().cycle()) {
+        println!("{model} {flags:?}");
         let engine = Engine::start(model, flags);
         let before = sample(&engine, 1).bits();
         let weights = random_weights(engine.parameters(), 11);
@@ -80,8 +86,9 @@ fn a_delta_push_changes_its_elements_and_no_others() {
 
 #[test]
 fn adapters_are_merged_into_the_untouched_base_again_and_again() {
-    for flags in MODES {
-        let engine = Engine::start("qwen2", flags);
+    for flags in modes() {
+        println!("{flags:?}");
+        let engine = Engine::start("qwen2", &flags);
         let (base, base_bits) = (engine.checksums(), sample(&engine, 3).bits());
         engine.push(Push::lora("peft/bfloat16")).expect("merged");
         let (merged, merged_bits) = (engine.checksums(), sample(&engine, 3).bits());
@@ -116,12 +123,13 @@ fn every_adapter_is_merged_to_the_bits_of_peft() {
         if !common::fixture(&by_peft.base).join("config.json").exists() {
             continue; // of layers alone, which no engine can be started on; the merge's own tests have it
         }
-        for (dtype, tp) in [("float32", "1"), ("bfloat16", "2")] {
-            let engine = Engine::start(&by_peft.base, &["--dtype", dtype, "--tp", tp]);
+        let modes = |kernel| [("float32", "1"), ("bfloat16", "2")].map(|(dtype, tp)| (kernel, dtype, tp));
+        for (kernel, dtype, tp) in kernels().into_iter().flat_map(modes) {
+            let engine = Engine::start(&by_peft.base, &["--kernel", kernel, "--dtype", dtype, "--tp", tp]);
             engine.push(Push::lora(adapter.to_str().unwrap())).expect("merged");
             for (name, sha256) in engine.checksums() {
                 let hex: String = sha256.iter().map(|byte| format!("{byte:02x}")).collect();
-                assert_eq!(hex, by_peft.merged[dtype][&name], "{name} of {} in {dtype}", adapter.display());
+                assert_eq!(hex, by_peft.merged[dtype][&name], "{name} of {} in {dtype} on {kernel}", adapter.display());
                 checked += 1;
             }
         }
@@ -149,10 +157,10 @@ fn pause(
     rollout_server::engine::Command::Pause { mode, cancel: Default::default(), reply }
 }
 
-/// A long request, with the engine some steps into it.
+/// A request so long that no push is as late as its end, with the engine some steps into it.
 fn running(engine: &Engine) -> common::Running {
     let before = engine.status().generated_tokens;
-    let running = engine.send(Request::generate(prompts(7), 2, 9, 200).named("long"));
+    let running = engine.send(Request::generate(prompts(7), 2, 9, 800).named("long"));
     while engine.status().generated_tokens < before + 30 {
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -167,8 +175,9 @@ fn running_requests_follow_the_policy() {
     for policy in [RunningPolicy::Keep, RunningPolicy::Recompute, RunningPolicy::Wait, RunningPolicy::Abort] {
         engine.push(Push { new_version: Some(1), ..Push::base() }).expect("back to the base");
         engine.push(Push { new_version: Some(1), ..Push::full(&random_weights(engine.parameters(), 40)) }).unwrap();
+        let push = Push { new_version: Some(2), running: policy, ..Push::full(&new) };
         let request = running(&engine);
-        engine.push(Push { new_version: Some(2), running: policy, ..Push::full(&new) }).expect("pushed");
+        engine.push(push).expect("pushed");
         let reply = request.wait();
         assert!(reply.error.is_none() && reply.completions.len() == 6, "{policy:?}: {:?}", reply.error);
         for completion in &reply.completions {

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from models import read_safetensors
-from rollout_client import RolloutClient, SamplingParams, ServerProcess, Unavailable
+from rollout_client import RolloutClient, RolloutError, SamplingParams, ServerProcess, Unavailable
 from rollout_client.process import free_port
 from serving import FIXTURES, REPOSITORY, SMALL_CACHE, assert_idle, wait_for
 
@@ -176,6 +176,26 @@ def test_flags_are_environment_variables_too(binary):
     finally:
         process.terminate()
         assert process.wait(30) == 0
+
+
+def test_each_kernel_is_shown_by_info_or_refused_with_those_that_are_there(binary, tmp_path):
+    served, refused = [], {}
+    for kernel in ("avx512_bf16", "avx512f", "avx2", "scalar", "avx512_bf16_emulated"):
+        log = tmp_path / kernel
+        flags = [*SMALL_CACHE, "--kernel", kernel]
+        try:
+            with log.open("w") as output, ServerProcess(binary, FIXTURES / "llama", flags, output=output) as server:
+                assert server.client.info().kernel == kernel
+                served.append(kernel)
+        except RolloutError:
+            refused[kernel] = log.read_text()
+    assert {"scalar", "avx512_bf16_emulated"} <= set(served)
+    there = ", ".join(kernel for kernel in served if not kernel.endswith("emulated"))
+    for kernel, said in refused.items():
+        assert f"--kernel {kernel}: this processor lacks it; it has {there}" in said
+    described = subprocess.run([binary, "--help"], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "[possible values: auto, avx512_bf16, avx512f, avx2, scalar]" in described
+    assert "emulated" not in described
 
 
 def test_readme_lists_every_flag(binary):
