@@ -83,6 +83,10 @@ pub struct Config {
     #[arg(long, env = "ROLLOUT_WEIGHTS_DIR", value_name = "DIR")]
     pub weights_dir: Option<PathBuf>,
 
+    /// Seconds after which a push that sends nothing more is ended; it never happened.
+    #[arg(long, env = "ROLLOUT_UPDATE_IDLE_SECONDS", default_value_t = 60, value_name = "SECONDS")]
+    pub update_idle_seconds: u64,
+
     /// Compute threads of all ranks together [default: one per core].
     #[arg(long, env = "ROLLOUT_THREADS", value_name = "N")]
     pub threads: Option<usize>,
@@ -209,6 +213,10 @@ impl Config {
             let want = "a directory that exists; pushes name files below it";
             return fail("weights-dir", &dir.display(), want);
         }
+        // A week: who sends nothing for longer has forgotten the push.
+        if !(1..=604_800).contains(&self.update_idle_seconds) {
+            return fail("update-idle-seconds", &self.update_idle_seconds, "from 1 to 604800");
+        }
         if self.max_model_len.is_some_and(|n| n < 2) {
             return fail("max-model-len", &self.max_model_len.unwrap_or(0), "at least 2");
         }
@@ -261,6 +269,8 @@ mod tests {
             (&["--block-size", "0"], "--block-size 0"),
             (&["--max-model-len", "1"], "--max-model-len 1"),
             (&["--weights-dir", "/does/not/exist"], "--weights-dir /does/not/exist: must be a directory"),
+            (&["--update-idle-seconds", "0"], "--update-idle-seconds 0: must be from 1 to"),
+            (&["--update-idle-seconds", "18446744073709551615"], "--update-idle-seconds 18446744073709551615"),
             (&["--weights-dir", "/dev/null"], "--weights-dir /dev/null: must be a directory"),
             (&["--max-queued-samples", "18446744073709551615"], "--max-queued-samples 18446744073709551615: must be"),
             (&["--max-connections", "0"], "--max-connections 0: must be from 1 to 65536"),

@@ -22,7 +22,7 @@ pub enum Error {
     /// The name is taken. gRPC ALREADY_EXISTS.
     #[error("{0}")]
     AlreadyExists(String),
-    /// Ended by an Abort before it had anything to give. gRPC ABORTED.
+    /// Ended by an order, or for idleness, before it had anything to give. gRPC ABORTED.
     #[error("{0}")]
     Aborted(String),
     /// Bytes are not those that were announced. gRPC DATA_LOSS.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::sync_channel;
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
 use rollout_kernels::cpu::Isa;
@@ -77,8 +77,9 @@ impl Started {
             text: text.tokenizer.map(|tokenizer| Arc::new(TextCodec::new(tokenizer, text.chat_template))),
         };
         let sources = Arc::new(Sources::new(config.weights_dir.clone()));
+        let update_idle = Duration::from_secs(config.update_idle_seconds);
         let (traffic, parameters) = (self.traffic, self.parameters);
-        (Parts { model: Arc::new(facts), info, engine, traffic, parameters, sources }, thread)
+        (Parts { model: Arc::new(facts), info, engine, traffic, parameters, sources, update_idle }, thread)
     }
 }
 

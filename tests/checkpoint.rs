@@ -140,7 +140,9 @@ fn push(engine: &Engine) -> Result<()> {
     engine.push(Push::lora_of_all(engine.parameters())).map(drop)
 }
 
-const DAMAGES: [(&str, fn(&Served)); 3] =
+type Damage = fn(&Served);
+
+const DAMAGES: [(&str, Damage); 3] =
     [("truncated", truncate), ("overwritten", overwrite), ("overwritten, with its time set back", overwrite_unseen)];
 
 #[test]

@@ -1,8 +1,8 @@
 //! What the engine can be told, and what it answers. The server is the only maker of commands.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
 use crate::memory::{Backlog, Charge, MemoryReport};
@@ -20,6 +20,54 @@ impl CancelFlag {
 
     pub fn is_cancelled(&self) -> bool {
         self.0.load(Ordering::Acquire)
+    }
+}
+
+/// When something was last heard of a push, or done for it.
+#[derive(Clone, Debug)]
+pub struct Activity(Arc<Heard>);
+
+#[derive(Debug)]
+struct Heard {
+    since: Instant,
+    /// Milliseconds after `since`.
+    last: AtomicU64,
+    /// Pieces of work that are under way.
+    working: AtomicUsize,
+}
+
+impl Activity {
+    pub fn start() -> Self {
+        Self(Arc::new(Heard { since: Instant::now(), last: AtomicU64::new(0), working: AtomicUsize::new(0) }))
+    }
+
+    pub fn touch(&self) {
+        let now = u64::try_from(self.0.since.elapsed().as_millis()).unwrap_or(u64::MAX);
+        self.0.last.fetch_max(now, Ordering::Relaxed);
+    }
+
+    /// Something is done for it until the guard is dropped.
+    pub fn work(&self) -> Work {
+        self.0.working.fetch_add(1, Ordering::AcqRel);
+        Work(self.clone())
+    }
+
+    /// For how long nothing has been heard of it or done for it.
+    pub fn idle(&self) -> Duration {
+        if self.0.working.load(Ordering::Acquire) > 0 {
+            return Duration::ZERO;
+        }
+        self.0.since.elapsed().saturating_sub(Duration::from_millis(self.0.last.load(Ordering::Relaxed)))
+    }
+}
+
+/// Work for a push, under way until it is dropped.
+pub struct Work(Activity);
+
+impl Drop for Work {
+    fn drop(&mut self) {
+        self.0.touch();
+        self.0.0.working.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
@@ -60,6 +108,11 @@ pub enum Command {
         update: u64,
         content: WeightUpdate,
         reply: Reply<Result<UpdateReply>>,
+    },
+    /// Ends the open update, or the one of this number: it never happened. Answered with what was known of it.
+    CancelUpdate {
+        update: Option<u64>,
+        reply: Reply<Option<OpenUpdate>>,
     },
     Sleep {
         level: SleepLevel,
@@ -142,6 +195,28 @@ pub struct UpdateBegin {
     pub in_place: bool,
     /// Set when the stream breaks: the transaction never happened.
     pub cancel: CancelFlag,
+    /// Address of the sender.
+    pub peer: String,
+    pub activity: Activity,
+    /// Told why, if `CancelUpdate` ends the update before its commit has come.
+    pub ended: Reply<Error>,
+}
+
+/// Who holds the update that is open.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OpenUpdate {
+    pub id: u64,
+    pub peer: String,
+    pub kind: UpdateKind,
+    /// Name of an adapter that is to become resident.
+    pub adapter: Option<String>,
+    /// As the sender has given it.
+    pub new_version: Option<WeightVersion>,
+    pub open_for: Duration,
+    /// Since something was last heard of it, or done for it.
+    pub idle_for: Duration,
+    /// Whether its commit waits for requests to end.
+    pub committed: bool,
 }
 
 /// Under which name an adapter stays resident.
@@ -343,8 +418,8 @@ pub struct Status {
     pub traffic_bytes: u64,
     /// Requests that wait for a newer policy, for `Resume`, or for a drain to end.
     pub held_requests: usize,
-    /// Whether a transaction is open.
-    pub updating: bool,
+    /// The update that is open.
+    pub update: Option<OpenUpdate>,
     /// Updates applied since the start.
     pub updates: u64,
     pub weight_version: WeightVersion,

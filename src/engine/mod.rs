@@ -342,6 +342,7 @@ impl<X: Executor> Engine<X> {
                 return answer(reply, attempt);
             }
             Command::CommitUpdate { update, content, reply } => return self.commit_update(update, content, reply),
+            Command::CancelUpdate { update, reply } => reply(self.cancel_update(update)),
             Command::Sleep { level, mode, cancel, reply } => return self.sleep(level, mode, cancel, reply),
             Command::Wake { tags, reload, reply } => {
                 let attempt = self.wake(tags, reload);
@@ -383,7 +384,7 @@ impl<X: Executor> Engine<X> {
             memory: self.budget.report(),
             traffic_bytes: self.traffic.used(),
             held_requests: self.requests.num_held(),
-            updating: self.transaction.is_some(),
+            update: self.transaction.as_ref().map(Transaction::facts),
             updates: self.policy.updates,
             weight_version: self.policy.version,
             total_blocks: s.total_blocks,

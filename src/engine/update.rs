@@ -5,9 +5,9 @@
 //! push is committed.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use super::command::{Reply, RunningPolicy, UpdateBegin, UpdateReply, UpdateTicket};
+use super::command::{OpenUpdate, Reply, RunningPolicy, UpdateBegin, UpdateReply, UpdateTicket};
 use super::lifecycle::{Push, State};
 use super::sleep::{Drain, Then};
 use super::{Attempt, Engine, Failure, Request, answer};
@@ -38,6 +38,21 @@ impl Transaction {
     pub fn is_cancelled(&self) -> bool {
         self.begin.cancel.is_cancelled()
     }
+
+    pub fn facts(&self) -> OpenUpdate {
+        let UpdateBegin { peer, kind, adapter, new_version, activity, .. } = &self.begin;
+        let open_for = self.opened.elapsed();
+        OpenUpdate {
+            id: self.id,
+            peer: peer.clone(),
+            kind: *kind,
+            adapter: adapter.as_ref().map(|target| target.name.clone()),
+            new_version: *new_version,
+            open_for,
+            idle_for: if self.committed { Duration::ZERO } else { activity.idle().min(open_for) },
+            committed: self.committed,
+        }
+    }
 }
 
 impl UpdateBegin {
@@ -57,9 +72,12 @@ impl<X: Executor> Engine<X> {
         self.check_serving()?;
         self.drop_cancelled();
         if let Some(open) = &self.transaction {
-            let seconds = open.opened.elapsed().as_secs_f64();
+            let OpenUpdate { peer, open_for, idle_for, .. } = open.facts();
             return Err(Error::VersionConflict(format!(
-                "another update is under way (since {seconds:.1} s); try again when it has ended"
+                "another update is under way (from {peer}, since {:.1} s, idle for {:.1} s); try again when it has ended, \
+                 or end it with CancelUpdate",
+                open_for.as_secs_f64(),
+                idle_for.as_secs_f64()
             )));
         }
         if self.drains.iter().any(|drain| matches!(drain.then, Then::Sleep(..))) {
@@ -199,7 +217,7 @@ impl<X: Executor> Engine<X> {
     /// Ends the open update by applying it, or by refusing it.
     pub(super) fn finish_commit(&mut self, Commit { content, reply }: Commit) -> Result<()> {
         let open = self.transaction.take().expect("a commit is of an open update");
-        let attempt = self.apply(open.begin, content);
+        let attempt = self.apply(&open.begin, content);
         self.budget.set("update_staging", 0)?;
         if self.spare.is_some() && self.budget.set("spare_weights", self.budget.reserved("weights")).is_err() {
             self.spare = None;
@@ -214,14 +232,29 @@ impl<X: Executor> Engine<X> {
         }
     }
 
-    fn apply(&mut self, begin: UpdateBegin, content: WeightUpdate) -> Attempt<UpdateReply> {
+    /// Ends the open update, or the one of this number, wherever its sender or its commit waits.
+    pub(super) fn cancel_update(&mut self, update: Option<u64>) -> Option<OpenUpdate> {
+        self.drop_cancelled();
+        let open = self.transaction.take_if(|open| update.is_none_or(|id| id == open.id))?;
+        self.budget.set("update_staging", 0).expect("less always fits");
+        let facts = open.facts();
+        let left = if self.state.has_policy() { "nothing has changed" } else { "the weights are still missing" };
+        let error = Error::Aborted(format!("the update was ended by CancelUpdate; {left}"));
+        for drain in self.drains.extract_if(.., |drain| matches!(drain.then, Then::Commit(_))) {
+            drain.refuse(error.clone());
+        }
+        (open.begin.ended)(error);
+        Some(facts)
+    }
+
+    fn apply(&mut self, begin: &UpdateBegin, content: WeightUpdate) -> Attempt<UpdateReply> {
         let started = Instant::now();
-        self.check_begin(&begin)?;
+        self.check_begin(begin)?;
         let adapter_generation = match (content, &begin.adapter) {
             (WeightUpdate::Lora(adapter), Some(target)) => Some(self.add_adapter(target, adapter)?),
             (_, Some(_)) => return Err(Error::invalid("adapter", "only a LORA can stay resident").into()),
             (content, None) => {
-                let version = self.new_version(&begin)?;
+                let version = self.new_version(begin)?;
                 match content {
                     WeightUpdate::Lora(adapter) => self.apply_lora(adapter)?,
                     WeightUpdate::Full(tensors) => self.apply_full(tensors)?,

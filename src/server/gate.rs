@@ -94,6 +94,13 @@ impl Gate {
         self.look().map(|parts| parts.traffic.clone())
     }
 
+    /// Returns when the server is told to end.
+    pub(super) async fn ending(&self) {
+        let mut stage = self.stage.clone();
+        // Without a keeper it has ended.
+        let _ = stage.wait_for(|stage| matches!(stage, Stage::Ending(_))).await;
+    }
+
     /// For questions, which are answered until the end.
     ///
     /// # Errors

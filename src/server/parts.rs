@@ -1,6 +1,7 @@
 //! What the server must be given: facts of the model, facts of the process, the way into the engine.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::text::TextCodec;
 use crate::engine::EngineHandle;
@@ -19,6 +20,8 @@ pub struct Parts {
     pub parameters: Arc<Parameters>,
     /// What pushes may be read from.
     pub sources: Arc<Sources>,
+    /// A push that sends nothing for this long is ended.
+    pub update_idle: Duration,
 }
 
 /// What a request is checked against.

@@ -10,7 +10,7 @@ use clap::Parser;
 use rollout_kernels::cpu::Isa;
 use rollout_server::config::Config;
 use rollout_server::engine::{
-    AdapterTarget, CancelFlag, Command, Completion, DrainMode, EngineHandle, Event, GenerateCommand, Kind,
+    Activity, AdapterTarget, CancelFlag, Command, Completion, DrainMode, EngineHandle, Event, GenerateCommand, Kind,
     LifecycleStatus, RunningPolicy, SleepLevel, SleepReply, Status, Summary, UpdateBegin, UpdateReply, WakeTags,
 };
 use rollout_server::error::Result;
@@ -401,6 +401,9 @@ impl Engine {
             in_place_bytes: receiver.staging_bytes(true),
             in_place: push.in_place,
             cancel: CancelFlag::default(),
+            peer: "10.0.0.7:4711".into(),
+            activity: Activity::start(),
+            ended: Box::new(drop),
         };
         let ticket = self.ask(|reply| Command::BeginUpdate { begin, reply })?;
         if let Some(stage) = ticket.stage {

@@ -5,7 +5,7 @@ use super::dice::Dice;
 use super::push::update;
 use super::rollout::{abort, generate, score, small_generate};
 use super::run::{Case, Facts, Target};
-use super::weights::{CODES, checksum, list_adapters, list_parameters, remove_adapter};
+use super::weights::{CODES, cancel_update, checksum, list_adapters, list_parameters, remove_adapter};
 use super::wire::Call;
 
 fn any(dice: &mut Dice, facts: &Facts) -> Call {
@@ -24,7 +24,7 @@ fn any(dice: &mut Dice, facts: &Facts) -> Call {
         19 => pause(dice),
         20 | 21 => resume(dice),
         22 => status(dice),
-        _ => dice.pick(&[info as fn(&mut Dice) -> Call, list_parameters, health, reflection])(dice),
+        _ => dice.pick(&[info as fn(&mut Dice) -> Call, list_parameters, cancel_update, health, reflection])(dice),
     };
     // What waits for a policy or for Resume must not wait for ever; a pushed policy may compute what is no number.
     call.timeout.get_or_insert_with(|| "300m".into());

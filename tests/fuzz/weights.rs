@@ -43,6 +43,11 @@ pub fn remove_adapter(dice: &mut Dice) -> Call {
     patient(call(dice, "rollout.v1.Weights/RemoveAdapter", &pb::RemoveAdapterRequest { name, expected_generation }))
 }
 
+pub fn cancel_update(dice: &mut Dice) -> Call {
+    let id = dice.maybe(|dice| if dice.coin() { dice.below(50) as u64 } else { dice.u64() });
+    call(dice, "rollout.v1.Weights/CancelUpdate", &pb::CancelUpdateRequest { id })
+}
+
 /// Requests beside pushes; what they get may be no numbers, as the pushed policy may compute none.
 fn beside(dice: &mut Dice, calls: Vec<Call>) -> Case {
     let mut prelude = Vec::new();
@@ -115,4 +120,13 @@ async fn adapters_are_removed() {
         beside(dice, calls)
     };
     target("adapters_are_removed", CODES, 300, make).run().await;
+}
+
+#[tokio::test]
+async fn updates_are_cancelled() {
+    let make = |dice: &mut Dice, facts: &Facts| {
+        let calls = vec![update(dice, facts), cancel_update(dice), cancel_update(dice)];
+        beside(dice, calls)
+    };
+    target("updates_are_cancelled", CODES, 300, make).run().await;
 }

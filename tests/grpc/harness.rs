@@ -42,16 +42,26 @@ pub fn parts(engine: EngineHandle) -> Parts {
     ];
     let parameters = Arc::new(Parameters::new(specs, Dtype::F32, 1, false));
     let traffic = Traffic::new(1 << 30);
-    Parts { model: Arc::new(model), info, engine, traffic, parameters, sources: Arc::default() }
+    let update_idle = Duration::from_secs(3600);
+    Parts { model: Arc::new(model), info, engine, traffic, parameters, sources: Arc::default(), update_idle }
 }
 
 /// A serving server whose command queue holds `queue` commands.
 pub async fn start_with_queue(queue: usize) -> Harness {
+    start_with(queue, Duration::from_secs(3600)).await
+}
+
+/// Gives up pushes that have sent nothing for `update_idle`.
+pub async fn start_with(queue: usize, update_idle: Duration) -> Harness {
     let (sender, commands) = sync_channel(queue);
     let (shutdown, orders) = shutdown_channel();
     let bound = Bound::new(&config(0)).expect("a free port");
     let url = format!("http://{}", bound.address());
-    let server = tokio::spawn(serve(bound, std::future::ready(Ok(parts(EngineHandle::new(sender)))), orders));
+    let server = tokio::spawn(serve(
+        bound,
+        std::future::ready(Ok(Parts { update_idle, ..parts(EngineHandle::new(sender)) })),
+        orders,
+    ));
     Harness { url, commands, shutdown, server }
 }
 

@@ -34,7 +34,7 @@ fn tensor(name: &str, shape: &[u64], bytes: &[u8]) -> pb::Tensor {
     }
 }
 
-fn norm() -> Vec<u8> {
+pub fn norm() -> Vec<u8> {
     bytes(&[1.0, 2.0, 3.0, 4.0])
 }
 
@@ -42,35 +42,35 @@ fn head() -> Vec<u8> {
     bytes(&(0..24).map(|i| i as f32).collect::<Vec<_>>())
 }
 
-fn full() -> pb::Header {
+pub fn full() -> pb::Header {
     let tensors = vec![tensor(NORM, &[4], &norm()), tensor(HEAD, &[6, 4], &head())];
     pb::Header { kind: pb::UpdateKind::Full.into(), tensors, ..Default::default() }
 }
 
-fn chunk(tensor: u32, offset: u64, data: &[u8]) -> Kind {
+pub fn chunk(tensor: u32, offset: u64, data: &[u8]) -> Kind {
     Kind::Chunk(pb::Chunk { tensor, offset, data: data.to_vec().into() })
 }
 
 /// The client's end of one update.
-struct Update {
+pub struct Update {
     messages: Option<mpsc::Sender<pb::UpdateRequest>>,
-    reply: tokio::task::JoinHandle<Result<Response<pb::UpdateResponse>, Status>>,
+    pub reply: tokio::task::JoinHandle<Result<Response<pb::UpdateResponse>, Status>>,
 }
 
 impl Update {
-    async fn start(server: &Harness) -> Self {
+    pub async fn start(server: &Harness) -> Self {
         let (messages, stream) = mpsc::channel(64);
         let mut client = server.weights().await;
         let reply = tokio::spawn(async move { client.update(ReceiverStream::new(stream)).await });
         Self { messages: Some(messages), reply }
     }
 
-    async fn send(&self, kind: Kind) {
+    pub async fn send(&self, kind: Kind) {
         // A server that has refused already no longer listens.
         let _ = self.messages.as_ref().expect("open").send(pb::UpdateRequest { kind: Some(kind) }).await;
     }
 
-    async fn reply(mut self) -> Result<pb::UpdateResponse, Status> {
+    pub async fn reply(mut self) -> Result<pb::UpdateResponse, Status> {
         self.messages = None;
         let reply = tokio::time::timeout(PATIENCE, self.reply).await.expect("an answer in time");
         reply.expect("no panic").map(Response::into_inner)
@@ -78,13 +78,13 @@ impl Update {
 }
 
 /// The engine lets the update begin.
-fn begin(server: &Harness, in_place: bool) -> UpdateBegin {
+pub fn begin(server: &Harness, in_place: bool) -> UpdateBegin {
     let Command::BeginUpdate { begin, reply } = server.command() else { panic!("not a BeginUpdate") };
     reply(Ok(UpdateTicket { id: 7, in_place, stage: None }));
     begin
 }
 
-fn update_reply() -> UpdateReply {
+pub fn update_reply() -> UpdateReply {
     let pause = Duration::from_millis(12);
     UpdateReply { weight_version: 5, pause, pending: false, adapter_generation: None }
 }

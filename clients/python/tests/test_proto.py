@@ -42,6 +42,7 @@ def test_descriptors_are_those_of_the_proto_files(tmp_path):
         (types.ServerInfo, "GetInfoResponse"),
         (types.ServerStatus, "GetStatusResponse"),
         (types.MemoryLedger, "MemoryLedger"),
+        (types.OpenUpdate, "OpenUpdate"),
     ],
 )
 def test_dataclass_has_the_fields_of_its_message(cls, message):

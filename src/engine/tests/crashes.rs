@@ -30,7 +30,7 @@ fn a_client_that_vanishes_after_begin_has_changed_nothing() {
         let mut rig = Rig::new();
         let (begin, cancel) = fragile(UpdateKind::Full, RunningPolicy::Keep);
         let ticket = rig.begin(begin).unwrap();
-        assert!(rig.status().updating && rig.reserved("update_staging") == 10);
+        assert!(rig.status().update.is_some() && rig.reserved("update_staging") == 10);
         cancel.cancel();
         if noticed {
             rig.command(Command::Look);

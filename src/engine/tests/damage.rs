@@ -5,6 +5,7 @@ use crate::engine::*;
 use crate::types::FinishReason;
 use crate::weights::UpdateKind;
 
+type Reach = fn(&mut Rig);
 type Act = fn(&mut Rig) -> Result<()>;
 
 fn push_lora(rig: &mut Rig) -> Result<()> {
@@ -16,7 +17,7 @@ fn sleep(rig: &mut Rig, level: SleepLevel) {
 }
 
 /// How a state is reached, and an order there that reads the checkpoint.
-const READS: [(&str, fn(&mut Rig), Act); 8] = [
+const READS: [(&str, Reach, Act); 8] = [
     ("a push that runs", |_| (), push_lora),
     ("a push while paused", |rig| told(&rig.pause(DrainMode::Keep)).reply().unwrap(), push_lora),
     ("wake 1", |rig| sleep(rig, SleepLevel::One), |rig| rig.wake(true, true, false).map(drop)),
@@ -40,7 +41,7 @@ fn lose(rig: &mut Rig) {
 }
 
 /// A rig with a request that is some tokens on, in the state.
-fn reach(reach: fn(&mut Rig)) -> (Rig, Asked) {
+fn reach(reach: Reach) -> (Rig, Asked) {
     let mut rig = Rig::new();
     let asked = rig.submit(ask("r", 5, 9));
     rig.steps(3);
@@ -100,7 +101,7 @@ fn damage_that_is_found_while_it_is_read_leaves_no_policy_and_a_server_that_live
             let held: u64 = rig.status().memory.entries.iter().map(|entry| entry.1).sum();
             assert_eq!(held, expected + kv_cache, "{what}");
             // Nothing of the lost policy can be slept on or changed.
-            assert!(matches!(told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply(), Err(_)), "{what}");
+            assert!(told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply().is_err(), "{what}");
             let delta = UpdateBegin { expected_version: Some(rig.status().weight_version), ..begin(UpdateKind::Delta) };
             assert!(matches!(rig.push_now(delta), Err(Error::FailedPrecondition(_))), "{what}");
             rig.engine.executor.damage = None;

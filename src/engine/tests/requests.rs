@@ -123,7 +123,7 @@ fn what_waits_for_requests_that_are_made_to_stand_still_is_called_off() {
     told(&rig.pause(DrainMode::Keep)).reply().unwrap();
     assert!(matches!(told(&pause).reply(), Err(Error::Aborted(_))));
     assert!(matches!(told(&update).reply(), Err(Error::Aborted(_))));
-    assert_eq!((rig.status().updating, rig.status().weight_version), (false, 0));
+    assert_eq!((rig.status().update.is_some(), rig.status().weight_version), (false, 0));
     rig.resume().unwrap();
     rig.finish();
     assert_eq!(asked.completion().tokens.len(), 4);

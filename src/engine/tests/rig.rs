@@ -118,6 +118,9 @@ pub fn begin(kind: UpdateKind) -> UpdateBegin {
         in_place_bytes: 1,
         in_place: false,
         cancel: CancelFlag::default(),
+        peer: "10.0.0.7:4711".into(),
+        activity: Activity::start(),
+        ended: Box::new(drop),
     }
 }
 
@@ -281,7 +284,7 @@ impl Rig {
     /// Nothing is left behind: every request told, every block free, no reservation of an update.
     pub fn assert_clean(&mut self) {
         let status = self.status();
-        assert_eq!((status.running_requests, status.held_requests, status.updating), (0, 0, false));
+        assert_eq!((status.running_requests, status.held_requests, status.update.is_some()), (0, 0, false));
         assert_eq!(status.free_blocks, status.total_blocks);
         assert_eq!(self.reserved("update_staging"), 0);
         assert!(self.engine.drains.is_empty());

@@ -113,7 +113,7 @@ fn a_waiting_update_lets_the_accepted_finish_and_holds_the_new() {
     let reply = rig.push(UpdateBegin { running: RunningPolicy::Wait, ..begin(UpdateKind::Full) }).unwrap();
     let late = ["late", "later"].map(|id| rig.submit(ask(id, 2, 1)));
     let status = rig.status();
-    assert_eq!((status.held_requests, status.running_requests, status.updating), (2, 3, true));
+    assert_eq!((status.held_requests, status.running_requests, status.update.is_some()), (2, 3, true));
     let second = rig.begin(begin(UpdateKind::Lora)).unwrap_err();
     assert!(matches!(&second, Error::VersionConflict(why) if why.contains("another update is under way")), "{second}");
     assert_eq!(rig.did(), [Did::Stage]);
@@ -212,7 +212,7 @@ fn memory_is_set_aside_or_the_update_is_refused_before_it_starts() {
         assert!(text.contains(part), "{part:?} is missing in {text}");
     }
     assert!(matches!(rig.begin(full(STAGING + 1, true)), Err(Error::ResourceExhausted(_))), "it runs");
-    assert!(!rig.status().updating);
+    assert!(rig.status().update.is_none());
     let ticket = rig.begin(full(STAGING, true)).unwrap();
     assert!(!ticket.in_place, "it fits");
     assert_eq!(rig.reserved("update_staging"), STAGING);
@@ -367,4 +367,49 @@ fn a_delta_makes_what_serves_the_base() {
     rig.engine.executor.kept = 77;
     told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply().unwrap();
     assert_eq!(rig.reserved("weights"), 77, "what the executor could not give back");
+}
+
+#[test]
+fn who_holds_the_update_is_known_and_can_be_ended_by_anybody() {
+    let mut rig = Rig::new();
+    let (sender, ended) = std::sync::mpsc::channel();
+    let cancel = |rig: &mut Rig, update| told(&rig.call(|reply| Command::CancelUpdate { update, reply })).reply();
+    assert_eq!(cancel(&mut rig, None), None);
+    let update = UpdateBegin {
+        new_version: Some(9),
+        ended: Box::new(move |error| sender.send(error).unwrap()),
+        ..begin(UpdateKind::Delta)
+    };
+    let ticket = rig.begin(UpdateBegin { expected_version: Some(0), ..update }).unwrap();
+    let open = rig.status().update.expect("it is open");
+    assert_eq!((open.id, open.kind, open.new_version), (ticket.id, UpdateKind::Delta, Some(9)));
+    assert_eq!((open.peer.as_str(), open.adapter, open.committed), ("10.0.0.7:4711", None, false));
+    let second = rig.begin(begin(UpdateKind::Lora)).unwrap_err();
+    assert!(second.to_string().contains("10.0.0.7:4711") && second.to_string().contains("CancelUpdate"), "{second}");
+    assert_eq!(cancel(&mut rig, Some(ticket.id + 1)), None, "another one");
+    assert!(rig.status().update.is_some() && told(&ended).is_waiting());
+    assert_eq!(cancel(&mut rig, Some(ticket.id)).expect("that one").id, ticket.id);
+    assert!(matches!(told(&ended).reply(), Error::Aborted(why) if why.contains("nothing has changed")));
+    let late = told(&rig.commit(ticket.id, content(UpdateKind::Delta))).reply().unwrap_err();
+    assert!(matches!(late, Error::FailedPrecondition(_)), "{late}");
+    rig.assert_clean();
+    rig.push_lora(RunningPolicy::Keep);
+}
+
+#[test]
+fn a_commit_that_waits_can_be_cancelled() {
+    let mut rig = Rig::new();
+    let asked = rig.submit(ask("r", 3, 9));
+    rig.steps(2);
+    let reply = rig.push(UpdateBegin { running: RunningPolicy::Wait, ..begin(UpdateKind::Full) }).unwrap();
+    let held = rig.submit(ask("held", 3, 1));
+    assert!(rig.status().update.expect("it waits").committed);
+    let cancelled = told(&rig.call(|reply| Command::CancelUpdate { update: None, reply })).reply();
+    assert!(cancelled.expect("it was there").committed);
+    assert!(matches!(told(&reply).reply(), Err(Error::Aborted(_))));
+    assert!(rig.status().update.is_none() && rig.status().held_requests == 0, "what waited for it goes on");
+    rig.finish();
+    assert_eq!((asked.completion().tokens.len(), held.completion().tokens.len()), (9, 1));
+    assert_eq!(rig.did(), [Did::Stage]);
+    rig.assert_clean();
 }

@@ -14,7 +14,9 @@ use std::sync::Arc;
 pub(super) use lifecycle::{asleep, drain_mode, lifecycle, sleep_level, sleep_reply, wake_tags};
 pub(super) use reply::{Progress, ReplyWriter, ScoreCollector};
 pub(super) use status::to_status;
-pub(super) use update::{ReceivedFacts, Terms, ValidHeader, adapters, dtype, header, tensors, update_reply};
+pub(super) use update::{
+    ReceivedFacts, Terms, ValidHeader, adapters, dtype, header, open_update, tensors, update_reply,
+};
 
 use super::parts::ModelFacts;
 use super::pb;

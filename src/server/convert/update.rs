@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::{MAX_ADAPTER_NAME_BYTES, MAX_PARAMETER_NAME_BYTES, check_length};
-use crate::engine::{AdapterStatus, AdapterTarget, RunningPolicy, UpdateReply};
+use crate::engine::{AdapterStatus, AdapterTarget, OpenUpdate, RunningPolicy, UpdateReply};
 use crate::error::{Error, Result};
 use crate::server::parts::ServerInfo;
 use crate::server::pb;
@@ -149,6 +149,24 @@ fn adapter_target(name: String, expected_generation: Option<u64>) -> Result<Opti
         return Err(Error::invalid("header.expected_generation", "is of a resident adapter; name it in adapter"));
     }
     Ok((!name.is_empty()).then_some(AdapterTarget { name, expected_generation }))
+}
+
+pub(in crate::server) fn open_update(open: &OpenUpdate) -> pb::OpenUpdate {
+    let kind = match open.kind {
+        UpdateKind::Lora => pb::UpdateKind::Lora,
+        UpdateKind::Full => pb::UpdateKind::Full,
+        UpdateKind::Delta => pb::UpdateKind::Delta,
+    };
+    pb::OpenUpdate {
+        id: open.id,
+        peer: open.peer.clone(),
+        kind: kind.into(),
+        adapter: open.adapter.clone().unwrap_or_default(),
+        new_version: open.new_version,
+        open_seconds: open.open_for.as_secs_f64(),
+        idle_seconds: open.idle_for.as_secs_f64(),
+        committed: open.committed,
+    }
 }
 
 /// What the client is told of a commit. `staging`: from the header's arrival to the end of the check.

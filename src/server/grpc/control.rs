@@ -173,8 +173,9 @@ fn status_response(s: &engine::Status) -> pb::GetStatusResponse {
         uptime_seconds: 0.0,
         asleep: convert::asleep(s.lifecycle),
         held_requests: count(s.held_requests),
-        updating: s.updating,
+        updating: s.update.is_some(),
         updates: s.updates,
+        update: s.update.as_ref().map(convert::open_update),
     }
 }
 

@@ -8,7 +8,7 @@ use tokio::sync::mpsc;
 use tokio::task::{JoinHandle, spawn_blocking};
 
 use super::{ask, engine_gone, reply_channel};
-use crate::engine::{CancelFlag, Command, EngineHandle, UpdateBegin, UpdateTicket};
+use crate::engine::{Activity, CancelFlag, Command, EngineHandle, Reply, UpdateBegin, UpdateTicket};
 use crate::error::{Error, Result};
 use crate::server::convert::{ReceivedFacts, Terms, ValidHeader};
 use crate::server::parts::Parts;
@@ -33,6 +33,14 @@ pub(super) struct Staged {
     pub(super) facts: ReceivedFacts,
 }
 
+/// What the engine is told of a push's sender.
+pub(super) struct Sender {
+    pub(super) peer: String,
+    pub(super) activity: Activity,
+    pub(super) cancel: CancelFlag,
+    pub(super) ended: Reply<Error>,
+}
+
 enum Work {
     Declare(Vec<TensorEntry>),
     Write { tensor: u32, offset: u64, data: Bytes },
@@ -41,17 +49,18 @@ enum Work {
 
 impl Staging {
     /// Checks the manifest, asks the engine for the transaction and starts the thread.
-    pub(super) async fn open(parts: &Arc<Parts>, header: ValidHeader, cancel: CancelFlag) -> Result<Self> {
+    pub(super) async fn open(parts: &Arc<Parts>, header: ValidHeader, sender: Sender) -> Result<Self> {
         let ValidHeader { spec, terms } = header;
         let declared = spec.tensors.len();
         let (parameters, sources) = (parts.parameters.clone(), parts.sources.clone());
         let opened = spawn_blocking(move || Receiver::open(spec, parameters, &sources)).await;
         let receiver = opened.map_err(failed)??;
-        let begin = begin(terms, &receiver, cancel);
+        let activity = sender.activity.clone();
+        let begin = begin(terms, &receiver, sender);
         let ticket = ask(&parts.engine, |reply| Command::BeginUpdate { begin, reply }).await??;
         let (work, queue) = mpsc::channel(QUEUE);
         let (engine, update) = (parts.engine.clone(), ticket.id);
-        let thread = spawn_blocking(move || receive(receiver, queue, ticket, &engine));
+        let thread = spawn_blocking(move || receive(receiver, queue, ticket, &engine, &activity));
         Ok(Self { work, thread, update, declared })
     }
 
@@ -88,7 +97,8 @@ impl Staging {
     }
 }
 
-fn begin(terms: Terms, receiver: &Receiver, cancel: CancelFlag) -> UpdateBegin {
+fn begin(terms: Terms, receiver: &Receiver, sender: Sender) -> UpdateBegin {
+    let Sender { peer, activity, cancel, ended } = sender;
     UpdateBegin {
         kind: terms.kind,
         adapter: terms.adapter,
@@ -99,6 +109,9 @@ fn begin(terms: Terms, receiver: &Receiver, cancel: CancelFlag) -> UpdateBegin {
         in_place_bytes: receiver.staging_bytes(true),
         in_place: terms.in_place,
         cancel,
+        peer,
+        activity,
+        ended,
     }
 }
 
@@ -108,12 +121,15 @@ fn receive(
     mut queue: mpsc::Receiver<Work>,
     ticket: UpdateTicket,
     engine: &EngineHandle,
+    activity: &Activity,
 ) -> Result<Received> {
     if let Some(stage) = ticket.stage {
+        let _work = activity.work();
         receiver.pack_into(stage);
         receiver.read_declared()?;
     }
     while let Some(work) = queue.blocking_recv() {
+        let _work = activity.work();
         match work {
             Work::Declare(tensors) => {
                 receiver.declare(tensors)?;

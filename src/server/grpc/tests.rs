@@ -28,6 +28,7 @@ pub(super) fn open() -> (GateKeeper, Gate, Receiver<Command>) {
         traffic: Traffic::new(1 << 30),
         parameters: Arc::new(Parameters::new(Vec::new(), Dtype::F32, 1, false)),
         sources: Arc::default(),
+        update_idle: Duration::from_secs(3600),
     }));
     (keeper, gate, commands)
 }

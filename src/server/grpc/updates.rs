@@ -4,6 +4,7 @@
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::ready;
+use std::time::Duration;
 
 use bytes::{Buf, Bytes, BytesMut};
 use prost::Message as _;
@@ -17,6 +18,7 @@ use tonic::{Request, Response, Status, Streaming};
 use tonic_prost::ProstCodec;
 
 use super::weights::WeightsService;
+use crate::engine::Activity;
 use crate::error::{Error, Result};
 use crate::memory::{Charge, Traffic};
 use crate::server::convert::to_status;
@@ -121,6 +123,9 @@ impl Stream for Frames {
 /// The messages of an update, decoded from frames that may end anywhere.
 pub(super) struct Messages<S> {
     frames: S,
+    activity: Activity,
+    /// Longest wait for the next byte.
+    patience: Duration,
     /// What comes next, and what follows it. All that is read is in `front`.
     front: Bytes,
     rest: Bytes,
@@ -140,16 +145,24 @@ struct OpenChunk {
 
 impl<S: Stream<Item = std::result::Result<Bytes, Status>> + Unpin> Messages<S> {
     pub(super) fn new(frames: S, traffic: &Traffic) -> Self {
-        let charge = traffic.charge_always(0);
-        Self { frames, front: Bytes::new(), rest: Bytes::new(), chunk: None, charge }
+        let (charge, activity) = (traffic.charge_always(0), Activity::start());
+        let (front, rest) = (Bytes::new(), Bytes::new());
+        Self { frames, activity, patience: Duration::MAX, front, rest, chunk: None, charge }
+    }
+
+    /// Gives the push up when nothing has come for so long.
+    pub(super) fn with_patience(self, activity: Activity, patience: Duration) -> Self {
+        Self { activity, patience, ..self }
     }
 
     /// The next message; None at the end of the stream. A chunk may come as several of consecutive offsets.
     ///
     /// # Errors
-    /// `InvalidArgument` for a message that is malformed, too long, compressed or empty; `ResourceExhausted` if there is
-    /// no room for it; `Unavailable` if the stream breaks.
+    /// `InvalidArgument` for a message that is malformed, cut off, too long, compressed or empty; `ResourceExhausted` if
+    /// there is no room for it; `Aborted` if the stream breaks, or nothing comes for too long.
     pub(super) async fn next(&mut self) -> Result<Option<Kind>> {
+        // What came before has been dealt with.
+        self.activity.touch();
         if let Some(chunk) = self.chunk.take() {
             return self.piece(chunk).await.map(Some);
         }
@@ -203,9 +216,8 @@ impl<S: Stream<Item = std::result::Result<Bytes, Status>> + Unpin> Messages<S> {
                 return Ok(true);
             }
             if self.rest.is_empty() {
-                let Some(frame) = self.frames.next().await else { return Ok(false) };
-                let broke = |status: Status| Error::Unavailable(format!("the stream broke: {}", status.message()));
-                self.rest = frame.map_err(broke)?;
+                let Some(frame) = self.frame().await? else { return Ok(false) };
+                self.rest = frame;
                 continue;
             }
             let missing = bytes - self.front.len();
@@ -213,6 +225,35 @@ impl<S: Stream<Item = std::result::Result<Bytes, Status>> + Unpin> Messages<S> {
             let mut joined = BytesMut::from(std::mem::take(&mut self.front));
             joined.extend_from_slice(&self.rest.split_to(missing.min(self.rest.len())));
             self.front = joined.freeze();
+        }
+    }
+}
+
+impl<S: Stream<Item = std::result::Result<Bytes, Status>> + Unpin> Messages<S> {
+    /// Waits for the next bytes; None at the end. What the server does meanwhile with those before is no idleness, and an
+    /// empty frame no sign of life.
+    async fn frame(&mut self) -> Result<Option<Bytes>> {
+        let Self { frames, activity, patience, .. } = self;
+        loop {
+            let left = patience.saturating_sub(activity.idle());
+            match tokio::time::timeout(left, frames.next()).await {
+                Ok(None) => return Ok(None),
+                Ok(Some(Ok(frame))) if !frame.is_empty() => {
+                    activity.touch();
+                    return Ok(Some(frame));
+                }
+                Ok(Some(Err(status))) => {
+                    return Err(Error::Aborted(format!("the stream broke: {}", status.message())));
+                }
+                _ if activity.idle() < *patience => {}
+                _ => {
+                    let seconds = patience.as_secs();
+                    return Err(Error::Aborted(format!(
+                        "the update has sent nothing for {seconds} s (--update-idle-seconds) and is ended: nothing it \
+                         sent is kept"
+                    )));
+                }
+            }
         }
     }
 }
@@ -266,7 +307,7 @@ fn check_chunk(bytes: usize) -> Result<()> {
 }
 
 fn cut() -> Error {
-    Error::Unavailable("the stream broke in the middle of a message".into())
+    Error::invalid("message", "the stream ended in the middle of one")
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
-//! Weights: Update, ListParameters, Checksum, ListAdapters, RemoveAdapter.
+//! Weights: Update, CancelUpdate, ListParameters, Checksum, ListAdapters, RemoveAdapter.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use bytes::Bytes;
@@ -8,10 +9,10 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::ask;
 use super::deadline::Deadline;
-use super::staging::Staging;
+use super::staging::{Sender, Staged, Staging};
 use super::stream::CancelOnDrop;
 use super::updates::Messages;
-use crate::engine::Command;
+use crate::engine::{Activity, Command};
 use crate::error::{Error, Result};
 use crate::memory::Traffic;
 use crate::server::convert::{self, to_status};
@@ -44,43 +45,36 @@ impl WeightsService {
         S: Stream<Item = tonic::Result<Bytes>> + Unpin,
     {
         let deadline = Deadline::of(&request);
-        deadline.limit(self.receive(request.into_inner())).await.map(Response::new)
+        let peer = request.remote_addr().map_or_else(|| "an unknown address".into(), |peer| peer.to_string());
+        deadline.limit(self.receive(request.into_inner(), peer)).await.map(Response::new)
     }
 
-    /// One transaction, from the header to the engine's answer to the commit. Dropping this future cancels it.
-    async fn receive<S>(&self, mut messages: Messages<S>) -> Result<pb::UpdateResponse>
+    /// One transaction, from the header to the engine's answer to the commit. Dropping this future cancels it. Until the
+    /// engine has the commit it ends with the server, and with CancelUpdate.
+    async fn receive<S>(&self, messages: Messages<S>, peer: String) -> Result<pb::UpdateResponse>
     where
         S: Stream<Item = tonic::Result<Bytes>> + Unpin,
     {
         let started = Instant::now();
         let (parts, _running) = self.gate.admit()?;
-        let Some(Kind::Header(header)) = messages.next().await? else {
-            return Err(Error::invalid("header", "is missing; it is the first message of an update"));
-        };
-        let header = convert::header(header)?;
+        let (ended, mut cancelled) = super::reply_channel();
         let cancel = CancelOnDrop::new(&parts.engine);
-        let mut staging = Staging::open(&parts, header, cancel.flag.clone()).await?;
-        let mut declared = staging.declared();
-        loop {
-            match messages.next().await? {
-                Some(Kind::Chunk(chunk)) => staging.chunk(chunk).await?,
-                Some(Kind::Manifest(manifest)) => {
-                    let tensors = convert::tensors(manifest.tensors, declared)?;
-                    declared += tensors.len();
-                    staging.declare(tensors).await?;
-                }
-                Some(Kind::Commit(pb::Commit {})) => break,
-                Some(Kind::Header(_)) => return Err(Error::invalid("header", "comes once, at the start")),
-                None => {
-                    return Err(Error::invalid("commit", "is missing: the stream ended without; nothing is changed"));
-                }
-            }
-        }
-        let staged = staging.finish().await?;
+        let activity = Activity::start();
+        let messages = messages.with_patience(activity.clone(), parts.update_idle);
+        let sender = Sender { peer, activity, cancel: cancel.flag.clone(), ended };
+        let staged = tokio::select! {
+            staged = stage(&parts, messages, sender) => staged?,
+            Ok(error) = &mut cancelled => return Err(error),
+            () = self.gate.ending() => return Err(Error::Unavailable("the server is shutting down".into())),
+        };
         let took = started.elapsed();
         let (update, content, facts) = (staged.update, staged.content, staged.facts);
         let commit = |reply| Command::CommitUpdate { update, content, reply };
-        let reply = super::ask_patiently(&parts.engine, commit).await??;
+        let reply = match super::ask_patiently(&parts.engine, commit).await? {
+            // It was cancelled just before the commit came.
+            Err(error) => return Err(cancelled.try_recv().unwrap_or(error)),
+            Ok(reply) => reply,
+        };
         if reply.pending {
             // Asleep nothing is held, not the trainer's memory either.
             parts.sources.segments().release();
@@ -93,6 +87,16 @@ impl WeightsService {
             "weights updated"
         );
         Ok(convert::update_reply(reply, &facts, took))
+    }
+
+    async fn cancel(&self, request: pb::CancelUpdateRequest) -> Result<pb::CancelUpdateResponse> {
+        let parts = self.gate.look()?;
+        let update = request.id;
+        let ended = ask(&parts.engine, |reply| Command::CancelUpdate { update, reply }).await?;
+        if let Some(update) = &ended {
+            tracing::info!(update = update.id, peer = update.peer, "an update was ended by CancelUpdate");
+        }
+        Ok(pb::CancelUpdateResponse { update: ended.as_ref().map(convert::open_update) })
     }
 
     async fn checksums(&self, names: Vec<String>) -> Result<pb::ChecksumResponse> {
@@ -142,6 +146,13 @@ impl pb::weights_server::Weights for WeightsService {
         deadline.limit(self.checksums(request.into_inner().names)).await.map(Response::new)
     }
 
+    async fn cancel_update(
+        &self,
+        request: Request<pb::CancelUpdateRequest>,
+    ) -> tonic::Result<Response<pb::CancelUpdateResponse>> {
+        Deadline::of(&request).limit(self.cancel(request.into_inner())).await.map(Response::new)
+    }
+
     async fn list_adapters(
         &self,
         request: Request<pb::ListAdaptersRequest>,
@@ -155,6 +166,33 @@ impl pb::weights_server::Weights for WeightsService {
     ) -> tonic::Result<Response<pb::RemoveAdapterResponse>> {
         let deadline = Deadline::of(&request);
         deadline.limit(self.remove(request.into_inner())).await.map(Response::new)
+    }
+}
+
+/// Receives and verifies a push, up to its commit.
+async fn stage<S>(parts: &Arc<Parts>, mut messages: Messages<S>, sender: Sender) -> Result<Staged>
+where
+    S: Stream<Item = tonic::Result<Bytes>> + Unpin,
+{
+    let Some(Kind::Header(header)) = messages.next().await? else {
+        return Err(Error::invalid("header", "is missing; it is the first message of an update"));
+    };
+    let mut staging = Staging::open(parts, convert::header(header)?, sender).await?;
+    let mut declared = staging.declared();
+    loop {
+        match messages.next().await? {
+            Some(Kind::Chunk(chunk)) => staging.chunk(chunk).await?,
+            Some(Kind::Manifest(manifest)) => {
+                let tensors = convert::tensors(manifest.tensors, declared)?;
+                declared += tensors.len();
+                staging.declare(tensors).await?;
+            }
+            Some(Kind::Commit(pb::Commit {})) => return staging.finish().await,
+            Some(Kind::Header(_)) => return Err(Error::invalid("header", "comes once, at the start")),
+            None => {
+                return Err(Error::invalid("commit", "is missing: the stream ended without; nothing is changed"));
+            }
+        }
     }
 }
 

@@ -20,6 +20,8 @@ const MAX_FILES: usize = 512;
 /// Some hundred bytes a tensor.
 const MAX_HEADER_BYTES: u64 = 16 << 20;
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
+/// The system's own limit, known before the path is echoed.
+const MAX_PATH_BYTES: usize = 4096;
 
 /// What a directory brings.
 pub(super) struct Directory {
@@ -79,6 +81,9 @@ fn cannot_open(path: &Path, error: &std::io::Error) -> Error {
 /// The path as seen from `weights_dir`.
 fn relative(path: &str, weights_dir: &Path) -> Result<PathBuf> {
     let given = Path::new(path);
+    if path.len() > MAX_PATH_BYTES {
+        return Err(refuse(format!("a path of {} bytes; they have at most {MAX_PATH_BYTES}", path.len())));
+    }
     if path.is_empty() {
         return Err(refuse("path is empty; `.` is --weights-dir itself".to_string()));
     }

@@ -13,6 +13,8 @@ use crate::memory::{BorrowedMap, Identity};
 const FIELD: &str = "source.shared_memory";
 /// Of the names that clients give their segments. What else lies below `/dev/shm` is other programs'.
 const PREFIX: &str = "rollout-";
+/// The system's own limit, known before the name is echoed.
+const MAX_NAME_BYTES: usize = 255;
 
 /// A segment, mapped.
 #[derive(Debug)]
@@ -93,6 +95,12 @@ impl Segments {
 }
 
 fn open(name: &str) -> Result<File> {
+    if name.len() > MAX_NAME_BYTES {
+        return Err(Error::invalid(
+            FIELD,
+            format!("a name of {} bytes; files have at most {MAX_NAME_BYTES}", name.len()),
+        ));
+    }
     if !name.starts_with(PREFIX) || name.contains(['/', '\0']) {
         let what = format!("{name:?} is not the name of a segment below /dev/shm; those start with {PREFIX:?}");
         return Err(Error::invalid(FIELD, what));

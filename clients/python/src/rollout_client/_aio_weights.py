@@ -12,7 +12,7 @@ from ._progress import ProgressArgument
 from ._segment import SegmentPool, SharedBuffer
 from ._weights import NamedTensors
 from .client import RolloutClient
-from .types import AdapterInfo, ParameterInfo, RunningPolicy, UpdateResult
+from .types import AdapterInfo, OpenUpdate, ParameterInfo, RunningPolicy, UpdateResult
 
 
 class AsyncWeightSync:
@@ -140,6 +140,11 @@ class AsyncWeightSync:
                 timeout=timeout,
             )
         )
+
+    async def cancel_update(self, update_id: int | None = None) -> OpenUpdate | None:
+        """As `RolloutClient.cancel_update`."""
+        response = await self._call(_proto.CANCEL_UPDATE, _convert_weights.cancel_update_request(update_id))
+        return _convert_weights.cancelled_update(response)
 
     async def parameters(self) -> list[ParameterInfo]:
         """As `RolloutClient.parameters`."""

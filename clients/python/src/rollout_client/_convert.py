@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from . import _proto
-from ._convert_weights import LIFECYCLES, asleep
+from ._convert_weights import LIFECYCLES, asleep, open_update
 from ._fields import extend, known, set_field
 from .errors import Internal, InvalidArgument
 from .types import (
@@ -285,6 +285,7 @@ def server_status(response: Any) -> ServerStatus:
         resident_bytes=response.memory.resident_bytes,
     )
     values["lifecycle"] = known(LIFECYCLES, response.lifecycle)
+    values["update"] = open_update(response.update) if response.HasField("update") else None
     values["asleep"] = asleep(response.asleep) if response.HasField("asleep") else None
     return ServerStatus(**values)
 

@@ -8,7 +8,7 @@ from typing import Any
 from . import _proto
 from ._fields import extend, known, number, set_field
 from .errors import InvalidArgument
-from .types import AdapterInfo, Asleep, Lifecycle, ParameterInfo, SleepResult, UpdateResult, WakeResult
+from .types import AdapterInfo, Asleep, Lifecycle, OpenUpdate, ParameterInfo, SleepResult, UpdateResult, WakeResult
 
 LIFECYCLES = {
     1: Lifecycle.RUNNING,
@@ -52,6 +52,33 @@ def checksum_request(names: Iterable[str] | None) -> Any:
     request = _proto.CHECKSUM.request()
     extend(request.names, names or (), "names")
     return request
+
+
+def cancel_update_request(update_id: int | None) -> Any:
+    """A `CancelUpdateRequest`."""
+    request = _proto.CANCEL_UPDATE.request()
+    if update_id is not None:
+        set_field(request, "id", update_id, "update_id")
+    return request
+
+
+def cancelled_update(response: Any) -> OpenUpdate | None:
+    """What a `CancelUpdateResponse` says was ended."""
+    return open_update(response.update) if response.HasField("update") else None
+
+
+def open_update(message: Any) -> OpenUpdate:
+    """A push that is under way."""
+    return OpenUpdate(
+        id=message.id,
+        peer=message.peer,
+        kind=known(UPDATE_KINDS, message.kind),
+        adapter=message.adapter or None,
+        new_version=message.new_version if message.HasField("new_version") else None,
+        open_seconds=message.open_seconds,
+        idle_seconds=message.idle_seconds,
+        committed=message.committed,
+    )
 
 
 def remove_adapter_request(name: str, expected_generation: int | None) -> Any:

@@ -15,7 +15,7 @@ from ._push import Outgoing, Plan, choose_shared_memory, push_buffer, push_heade
 from ._segment import SegmentPool, SharedBuffer
 from ._tensors import ITEM_SIZES, Layout, bytes_of, layout_of
 from .errors import FailedPrecondition, InvalidArgument
-from .types import AdapterInfo, DtypeName, ParameterInfo, RunningPolicy, UpdateResult
+from .types import AdapterInfo, DtypeName, OpenUpdate, ParameterInfo, RunningPolicy, UpdateResult
 
 NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
 """Arrays or tensors by name. Taken are arrays of numpy (float32, float16, and bfloat16 of ml_dtypes), tensors of torch,
@@ -38,7 +38,8 @@ class WeightSync:
 
     A push that fails raises and leaves the policy as it was: `DataLoss` for bytes that changed on the way,
     `InvalidArgument` naming a tensor that does not fit, `ResourceExhausted` where it finds no memory, `Aborted` while
-    another is under way or if the version is not the expected one.
+    another is under way, if the version is not the expected one, after `cancel_update`, and when nothing of it was sent
+    for the server's `--update-idle-seconds`. `DataLoss` also says that the server's checkpoint was changed in place.
     """
 
     address: str
@@ -190,6 +191,18 @@ class WeightSync:
             directory=os.fspath(path),
         )
         return _convert_weights.update_result(push_header(lambda: self._start_update(timeout), header))
+
+    def cancel_update(self, update_id: int | None = None) -> OpenUpdate | None:
+        """Ends the push that is under way, whoever sends it: there `Aborted` is raised, and it never happened.
+
+        Args:
+            update_id: only the push of this number (`status().update.id`).
+
+        Returns:
+            What was ended; None if nothing was under way, or not that one.
+        """
+        response = self._call(_proto.CANCEL_UPDATE, _convert_weights.cancel_update_request(update_id))
+        return _convert_weights.cancelled_update(response)
 
     def parameters(self) -> list[ParameterInfo]:
         """Every parameter that the server holds, in the model's order: what `push_full` must bring."""

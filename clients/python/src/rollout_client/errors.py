@@ -33,7 +33,7 @@ class FailedPrecondition(RolloutError):
 
 
 class Aborted(RolloutError):
-    """The policy does not have the version that the request insists on."""
+    """Ended by an order (`abort`, `cancel_update`) or for idleness, or the version is not the one insisted on."""
 
     code = grpc.StatusCode.ABORTED
 
@@ -51,7 +51,7 @@ class AlreadyExists(RolloutError):
 
 
 class DataLoss(RolloutError):
-    """The bytes of a push are not those that its digest says; the policy is as it was."""
+    """The bytes of a push are not those that its digest says, or the server's checkpoint is not what it loaded."""
 
     code = grpc.StatusCode.DATA_LOSS
 

@@ -359,6 +359,27 @@ class MemoryLedger:
 
 
 @dataclass(frozen=True)
+class OpenUpdate:
+    """A push that is under way."""
+
+    id: int
+    """Never used twice while the server lives."""
+    peer: str
+    """Address of its sender, as the server sees it."""
+    kind: str
+    """`"lora"`, `"full"` or `"delta"`."""
+    adapter: str | None
+    """Name under which an adapter is to become resident."""
+    new_version: int | None
+    """As its sender gave it."""
+    open_seconds: float
+    idle_seconds: float
+    """Since anything of it came, or the server worked on it."""
+    committed: bool
+    """It is whole and waits for requests to end (`running="wait"`)."""
+
+
+@dataclass(frozen=True)
 class ServerStatus:
     """How the server is doing now."""
 
@@ -395,5 +416,7 @@ class ServerStatus:
     """Tokens that speculation has tried behind a sample's next one."""
     accepted_tokens: int
     """Of these, those that turned out right (`generated_tokens` has them too)."""
+    update: OpenUpdate | None
+    """The push that is under way."""
     internal_errors: int
     """Requests that ended with INTERNAL because answering them panicked: a bug, of which the log has more."""

@@ -29,7 +29,6 @@ impl Outcome {
     fn fail(mut self, error: &Error) -> Self {
         self.error = Some(match error {
             Error::InvalidArgument { .. } => Code::InvalidArgument,
-            Error::Unavailable(_) => Code::Unavailable,
             other => panic!("no error of a reader: {other}"),
         });
         self
@@ -249,11 +248,11 @@ async fn limits_are_checked_before_the_data_comes() {
 }
 
 #[tokio::test]
-async fn a_stream_that_breaks_is_unavailable() {
+async fn a_stream_that_breaks_is_aborted() {
     let frames = [Ok(Bytes::from_static(&[0, 0])), Err(Status::cancelled("the client is gone"))];
     let mut messages = Messages::new(tokio_stream::iter(frames), &Traffic::new(1 << 30));
     let error = messages.next().await.expect_err("broken");
-    assert!(matches!(&error, Error::Unavailable(message) if message.contains("the client is gone")), "{error}");
+    assert!(matches!(&error, Error::Aborted(message) if message.contains("the client is gone")), "{error}");
 }
 
 /// A service whose engine answers nothing.
@@ -348,4 +347,61 @@ impl http_body::Body for Silent {
     ) -> Poll<Option<std::result::Result<http_body::Frame<Bytes>, Self::Error>>> {
         self.0.poll_recv(cx).map(|_| None)
     }
+}
+
+const PATIENCE: Duration = Duration::from_millis(400);
+
+/// How long a reader waits before it gives a push up.
+async fn given_up<S>(frames: S, activity: Activity) -> Duration
+where
+    S: Stream<Item = std::result::Result<Bytes, Status>> + Unpin,
+{
+    let started = std::time::Instant::now();
+    let mut messages = Messages::new(frames, &Traffic::new(1 << 30)).with_patience(activity, PATIENCE);
+    let read = tokio::time::timeout(Duration::from_secs(60), messages.next());
+    match read.await.expect("it ends") {
+        Err(Error::Aborted(why)) => assert!(why.contains("--update-idle-seconds"), "{why}"),
+        other => panic!("{other:?}"),
+    }
+    started.elapsed()
+}
+
+/// Frames that somebody sends.
+fn channel() -> (tokio::sync::mpsc::Sender<tonic::Result<Bytes>>, impl Stream<Item = tonic::Result<Bytes>> + Unpin) {
+    let (sender, receiver) = tokio::sync::mpsc::channel(16);
+    (sender, tokio_stream::wrappers::ReceiverStream::new(receiver))
+}
+
+#[tokio::test]
+async fn a_push_that_sends_nothing_is_given_up() {
+    assert!(given_up(tokio_stream::pending(), Activity::start()).await >= PATIENCE);
+    // Frames without a byte are no sign of life.
+    let (sender, frames) = channel();
+    let sending = tokio::spawn(async move { while sender.send(Ok(Bytes::new())).await.is_ok() {} });
+    given_up(frames, Activity::start()).await;
+    sending.await.expect("it ends");
+}
+
+#[tokio::test]
+async fn every_byte_gives_a_push_its_time_again() {
+    let (sender, frames) = channel();
+    let waiting = tokio::spawn(given_up(frames, Activity::start()));
+    // The first byte is there before the time is up, whenever this task runs: it lies in the channel at the start.
+    sender.send(Ok(Bytes::from_static(&[0]))).await.expect("it listens");
+    tokio::time::sleep(PATIENCE / 2).await;
+    let second = std::time::Instant::now();
+    let is_heard = sender.send(Ok(Bytes::from_static(&[0]))).await.is_ok();
+    waiting.await.expect("no panic");
+    assert!(!is_heard || second.elapsed() >= PATIENCE, "{:?}", second.elapsed());
+}
+
+#[tokio::test]
+async fn a_push_is_not_idle_while_the_server_works_on_it() {
+    let activity = Activity::start();
+    let work = activity.work();
+    let mut waiting = tokio::spawn(given_up(tokio_stream::pending(), activity.clone()));
+    tokio::time::timeout(3 * PATIENCE, &mut waiting).await.expect_err("it waits");
+    assert_eq!(activity.idle(), Duration::ZERO);
+    drop(work);
+    waiting.await.expect("it ends");
 }

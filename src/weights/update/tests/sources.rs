@@ -131,6 +131,7 @@ fn segments_that_are_not_right_are_refused() {
     for name in ["", ".", "..", "../etc/passwd", "/dev/shm/x", "a\0b", "rollout-/../x", "rollout-\0", "torch_1_2"] {
         refused(open(&push, name), "source.shared_memory", &["is not the name of a segment"]);
     }
+    refused(open(&push, &format!("rollout-{}", "x".repeat(20_000))), "source.shared_memory", &["20008 bytes"]);
     match open(&push, "rollout-test-that-nobody-made") {
         Err(Error::NotFound(message)) => assert!(message.contains("rollout-test-that-nobody-made"), "{message}"),
         other => panic!("{:?}", other.err()),
@@ -386,6 +387,7 @@ fn nothing_outside_the_weights_directory_is_opened() {
     let away = outside.path().join("step-7");
     refused(open(away.to_str().unwrap()), "source.directory", &["is outside --weights-dir"]);
     refused(open("/etc"), "source.directory", &["/etc is outside --weights-dir"]);
+    refused(open(&"x".repeat(20_000)), "source.directory", &["20000 bytes"]);
     let up = format!("../{}/step-7", outside.path().file_name().unwrap().to_str().unwrap());
     refused(open(&up), "source.directory", &["leads out of --weights-dir"]);
     let up = format!("{}/../..{}", dir.path().canonicalize().unwrap().display(), away.display());
