@@ -71,6 +71,11 @@ pub struct Config {
     #[arg(long, env = "ROLLOUT_STAGING_BYTES", value_parser = parse_bytes, value_name = "BYTES")]
     pub staging_bytes: Option<u64>,
 
+    /// What requests and replies under way may take together, e.g. 256MiB; beyond it they are refused with
+    /// RESOURCE_EXHAUSTED [default: a quarter of what remains beside the weights, at most 512 MiB].
+    #[arg(long, env = "ROLLOUT_REQUEST_BYTES", value_parser = parse_bytes, value_name = "BYTES")]
+    pub request_bytes: Option<u64>,
+
     /// Adapters that can be resident unmerged at once.
     #[arg(long, env = "ROLLOUT_MAX_ADAPTERS", default_value_t = 0, value_name = "N")]
     pub max_adapters: usize,
@@ -208,6 +213,10 @@ impl Config {
         // A day: longer is no grace, and sums of times must not overflow.
         if self.shutdown_grace_seconds > 86_400 {
             return fail("shutdown-grace-seconds", &self.shutdown_grace_seconds, "at most 86400, which is a day");
+        }
+        // The least that a request of one prompt takes with its reply, many times over.
+        if self.request_bytes.is_some_and(|bytes| bytes < 1 << 20) {
+            return fail("request-bytes", &self.request_bytes.unwrap_or(0), "at least 1MiB");
         }
         if let Some(dir) = self.weights_dir.as_ref().filter(|dir| !dir.is_dir()) {
             let want = "a directory that exists; pushes name files below it";

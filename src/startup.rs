@@ -29,8 +29,11 @@ use crate::weights::{Checkpoint, Dtype, ModelFiles, ModelSource, Parameters, Par
 /// 115 MiB after 64 samples (the touched part of the cache is counted from its blocks).
 const PROCESS_BYTES: u64 = 192 << 20;
 
-/// What requests and replies under way may take.
-const REQUEST_BYTES: u64 = 256 << 20;
+/// Most that is set aside for requests and replies under way unless it is asked for: what several batches of a large
+/// trainer take while they are decoded.
+const MAX_REQUEST_BYTES: u64 = 512 << 20;
+/// Least that is set aside for them: a request of a few prompts, its text being encoded, and its reply.
+const MIN_REQUEST_BYTES: u64 = 8 << 20;
 
 /// Head dimensions that the attention kernel takes are multiples of this: its vectors have so many lanes.
 const HEAD_DIM_UNIT: usize = 16;
@@ -131,6 +134,7 @@ pub fn start(config: &Config) -> Result<Started> {
 
     let mut budget = MemoryBudget::new(memory::total_bytes(), config.mem_util);
     let mut decoders = reserve_fixed(&mut budget, config, &model, &layout)?;
+    let traffic = reserve_requests(&mut budget, config, &model, &layout)?;
     let blocks = reserve_kv(&mut budget, config, &model, &layout)?;
     let parameters = Arc::new(parameters(&mut decoders[0], &model, &layout)?);
     print_ledger(&budget.report(), blocks, &layout);
@@ -160,7 +164,6 @@ pub fn start(config: &Config) -> Result<Started> {
         KvCacheManager::new(blocks, layout.block_size),
     );
     let (sender, commands) = sync_channel(COMMAND_QUEUE);
-    let traffic = Traffic::new(REQUEST_BYTES);
     let setup = Setup {
         parameters: parameters.clone(),
         budget,
@@ -266,7 +269,8 @@ fn reserve_fixed(
         entries.push(("adapters", adapters));
     }
     let needed: u64 = entries.iter().map(|e| e.1).sum();
-    let least = needed + block_bytes(model, layout) * blocks_for(layout.max_model_len, layout);
+    let requests = config.request_bytes.unwrap_or(MIN_REQUEST_BYTES);
+    let least = needed + requests + block_bytes(model, layout) * blocks_for(layout.max_model_len, layout);
     for (name, bytes) in entries {
         budget.reserve(name, bytes).map_err(|e| {
             Error::ResourceExhausted(format!(
@@ -279,6 +283,26 @@ fn reserve_fixed(
         })?;
     }
     Ok(decoders)
+}
+
+/// Reserves what requests and replies under way may take, and makes their count.
+fn reserve_requests(
+    budget: &mut MemoryBudget,
+    config: &Config,
+    model: &ModelConfig,
+    layout: &Layout,
+) -> Result<Traffic> {
+    let one_sequence = block_bytes(model, layout) * blocks_for(layout.max_model_len, layout);
+    let default = || {
+        // One sequence must fit beside them; a smaller share of a small rest is no use to anybody.
+        let share = (budget.remaining() / 4).min(budget.remaining().saturating_sub(one_sequence));
+        share.clamp(MIN_REQUEST_BYTES, MAX_REQUEST_BYTES)
+    };
+    let bytes = config.request_bytes.unwrap_or_else(default);
+    budget.reserve("requests", bytes).map_err(|e| {
+        Error::ResourceExhausted(format!("--request-bytes {bytes}: {e}; lower it, or raise --mem-util"))
+    })?;
+    Ok(Traffic::new(bytes))
 }
 
 /// Reserves the KV cache: what was asked for, or all that is left. Returns its blocks.

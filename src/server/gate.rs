@@ -86,6 +86,11 @@ impl Gate {
         }
     }
 
+    /// Whether the server has been told to end.
+    pub(super) fn is_ending(&self) -> bool {
+        matches!(&*self.stage.borrow(), Stage::Ending(_))
+    }
+
     /// The count of what requests take.
     ///
     /// # Errors

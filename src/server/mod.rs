@@ -31,6 +31,7 @@ pub use text::TextCodec;
 
 use crate::engine::{Command, EngineHandle};
 use crate::error::{Error, Result};
+use crate::memory::{Traffic, trim};
 use crate::weights::Segments;
 use connections::Incoming;
 use gate::{Gate, GateKeeper};
@@ -61,6 +62,10 @@ const CONNECTION_WINDOW: u32 = 16 << 20;
 const MAX_NAME_BYTES: usize = 4 << 10;
 /// How long the segment of a push may stay mapped when its owner has removed it.
 const SEGMENT_WATCH: Duration = Duration::from_secs(1);
+/// By how much the bytes of requests must fall for a trim, and how often at most: it walks all free memory, and what it
+/// gives back is fetched anew by the next burst.
+const TRIM_BYTES: u64 = 32 << 20;
+const TRIM_INTERVAL: Duration = Duration::from_secs(1);
 /// After the work is over, how long slow readers may take to fetch what is left for them.
 const FLUSH: Duration = Duration::from_secs(5);
 
@@ -154,6 +159,7 @@ pub async fn serve(
         order = orders.next() => order,
         ended = &mut transport.0 => return Err(Error::Internal(format!("the transport ended by itself: {ended:?}"))),
         never = release_removed(parts.sources.segments()) => match never {},
+        never = give_memory_back(&parts.traffic) => match never {},
     };
 
     tracing::info!(grace_seconds = grace.as_secs_f64(), "ending: running requests may finish");
@@ -179,6 +185,22 @@ async fn release_removed(segments: &Segments) -> Infallible {
     loop {
         ticks.tick().await;
         segments.release_removed();
+    }
+}
+
+/// Gives memory back to the system when requests and replies take much less of it than they did: the allocator keeps
+/// what is freed, and a burst would stay in the process for ever.
+async fn give_memory_back(traffic: &Traffic) -> Infallible {
+    let mut ticks = tokio::time::interval(TRIM_INTERVAL);
+    let mut most = 0;
+    loop {
+        ticks.tick().await;
+        most = traffic.take_high_water().max(most);
+        if most.saturating_sub(traffic.used()) >= TRIM_BYTES {
+            most = traffic.used();
+            // It takes the allocator's locks one after the other. If it fails, the next one does its work.
+            let _ = tokio::task::spawn_blocking(trim).await;
+        }
     }
 }
 

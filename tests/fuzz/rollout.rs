@@ -1,5 +1,7 @@
 //! Cases of Generate, Score and Abort.
 
+use std::collections::HashMap;
+
 use bytes::Bytes;
 use prost::Message as _;
 use rollout_server::server::pb::{self, generate_response::Event, prompt::Kind};
@@ -178,12 +180,16 @@ pub fn score(dice: &mut Dice) -> Call {
 }
 
 fn check_score(request: &pb::ScoreRequest, messages: &[Bytes]) -> Result<(), String> {
-    let [message] = messages else { return Err(format!("{} messages", messages.len())) };
-    let reply = pb::ScoreResponse::decode(message.clone()).map_err(|e| e.to_string())?;
-    if reply.scores.len() != request.sequences.len() {
-        return Err(format!("{} scores", reply.scores.len()));
+    let mut scores = HashMap::new();
+    for message in messages {
+        let reply = pb::ScoreResponse::decode(message.clone()).map_err(|e| e.to_string())?;
+        scores.insert(reply.sequence_index, reply.score.ok_or("a message without a score")?);
     }
-    for (score, sequence) in reply.scores.iter().zip(&request.sequences) {
+    if scores.len() != request.sequences.len() {
+        return Err(format!("{} scores", scores.len()));
+    }
+    for (index, sequence) in (0..).zip(&request.sequences) {
+        let score = scores.get(&index).ok_or_else(|| format!("no score of sequence {index}"))?;
         if score.raw_logprobs.len() != sequence.ids.len() || score.logprobs.len() != sequence.ids.len() {
             return Err("not as many log-probabilities as tokens".into());
         }

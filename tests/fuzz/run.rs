@@ -21,7 +21,6 @@ const SEED: u64 = 12;
 const KNOWN: &[(Code, &str)] = &[
     // UNAVAILABLE from a server that serves.
     (Code::Unavailable, "the stream broke"),
-    (Code::Unavailable, "the request was aborted before all sequences were scored"),
 ];
 
 fn is_known(code: Code, message: &str) -> bool {

@@ -105,7 +105,8 @@ async fn prompt_logprobs_come_beside_every_penalty() {
     let ids: Vec<u32> = (40..60).collect();
     let scores =
         client.score(pb::ScoreRequest { sequences: vec![pb::TokenIds { ids: ids.clone() }], ..Default::default() });
-    let scores = scores.await.expect("it can be scored").into_inner().scores.remove(0);
+    let mut stream = scores.await.expect("it can be scored").into_inner();
+    let scores = stream.message().await.expect("no error").expect("a score").score.expect("set");
     type Penalise = fn(&mut pb::SamplingParams);
     let penalties: [Penalise; 3] =
         [|s| s.repetition_penalty = Some(1.3), |s| s.presence_penalty = Some(0.5), |s| s.frequency_penalty = Some(0.5)];
@@ -150,7 +151,8 @@ async fn groups_are_sampled_scored_and_replayed_through_the_whole_server() {
 
     let sequences = vec![pb::TokenIds { ids: ids.iter().chain(&group[3].token_ids).copied().collect() }];
     let scores = client.score(pb::ScoreRequest { sequences, ..Default::default() }).await.expect("it can be scored");
-    assert_eq!(scores.into_inner().scores[0].raw_logprobs[ids.len()..], group[3].raw_logprobs);
+    let scored = scores.into_inner().message().await.expect("no error").expect("a score");
+    assert_eq!(scored.score.expect("set").raw_logprobs[ids.len()..], group[3].raw_logprobs);
 
     // A stream that is dropped after its first message.
     let mut long = request(vec![Kind::Text("a".into())], 8, 1);

@@ -67,10 +67,10 @@ async fn a_cancelled_score_cancels_the_work() {
     let server = start().await;
     let mut client = server.rollout().await;
     let sequences = vec![pb::TokenIds { ids: vec![1, 2] }];
-    let call = tokio::spawn(async move { client.score(pb::ScoreRequest { sequences, ..Default::default() }).await });
+    let stream = client.score(pb::ScoreRequest { sequences, ..Default::default() }).await.expect("accepted");
     let engine = server.generate_command();
     assert!(!engine.cancel.is_cancelled());
-    call.abort();
+    drop(stream);
     eventually("the cancel flag", || engine.cancel.is_cancelled()).await;
 }
 
@@ -157,12 +157,12 @@ async fn a_dead_engine_is_unavailable() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn scores_come_back_in_the_order_of_the_sequences() {
+async fn scores_come_as_they_are_computed() {
     let server = start().await;
     let mut client = server.rollout().await;
     let sequences = vec![pb::TokenIds { ids: vec![1, 2, 3] }, pb::TokenIds { ids: vec![4] }];
     let sent = pb::ScoreRequest { sequences, min_weight_version: Some(2), ..Default::default() };
-    let call = tokio::spawn(async move { client.score(sent).await });
+    let mut stream = client.score(sent).await.expect("accepted").into_inner();
     let mut engine = server.generate_command();
     assert_eq!((engine.kind, engine.min_weight_version), (Kind::Score, Some(2)));
     let scored = |prompt_index, ids: &[u32]| Event::PromptLogprobs {
@@ -171,13 +171,57 @@ async fn scores_come_back_in_the_order_of_the_sequences() {
         weight_version: 2,
     };
     (engine.responder)(scored(1, &[]));
+    let first = stream.message().await.expect("no error").expect("a score");
+    assert_eq!((first.sequence_index, first.score.expect("set").raw_logprobs.len()), (1, 1));
     (engine.responder)(scored(0, &[2, 3]));
     (engine.responder)(Event::Done(Summary::default()));
-    let scores = call.await.expect("no panic").expect("scored").into_inner().scores;
-    assert_eq!(scores.len(), 2);
-    assert!(scores[0].raw_logprobs[0].is_nan() && scores[1].raw_logprobs[0].is_nan());
-    assert_eq!((&scores[0].raw_logprobs[1..], scores[1].raw_logprobs.len()), ([-2.0, -3.0].as_slice(), 1));
-    assert_eq!(scores[0].weight_version, 2);
+    let second = stream.message().await.expect("no error").expect("a score");
+    let score = second.score.expect("set");
+    assert_eq!((second.sequence_index, second.start, score.weight_version), (0, 0, 2));
+    assert!(score.raw_logprobs[0].is_nan());
+    assert_eq!(score.raw_logprobs[1..], [-2.0, -3.0]);
+    assert!(stream.message().await.expect("no error").is_none());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_aborted_score_is_aborted_and_one_cut_by_the_end_unavailable() {
+    let server = start().await;
+    let mut client = server.rollout().await;
+    let sequences = vec![pb::TokenIds { ids: vec![1, 2, 3] }];
+    let sent = pb::ScoreRequest { sequences, ..Default::default() };
+    for code in [Code::Aborted, Code::Unavailable] {
+        let mut stream = client.score(sent.clone()).await.expect("accepted").into_inner();
+        let mut engine = server.generate_command();
+        if code == Code::Unavailable {
+            server.shutdown.order();
+            assert!(matches!(server.command(), Command::Shutdown { .. }));
+        }
+        (engine.responder)(Event::Done(Summary::default()));
+        let status = stream.message().await.expect_err("not scored");
+        assert_eq!(status.code(), code, "{status}");
+        drop(stream);
+        // What a stream says when it goes.
+        assert!(matches!(server.command(), Command::Look));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_reader_has_not_taken_is_in_the_backlog() {
+    let server = start().await;
+    let (mut stream, mut engine) = server.running(request()).await;
+    let mut sent = 0;
+    while !engine.backlog.is_full() {
+        (engine.responder)(token_event(0, 7));
+        sent += 1;
+        assert!(sent < 10_000_000, "a reader that does not read is never full");
+    }
+    // The engine holds the request back, and is told to look when the reader has caught up.
+    while sent > 0 {
+        assert!(next(&mut stream).await.is_some());
+        sent -= 1;
+    }
+    assert!(matches!(server.command(), Command::Look));
+    assert!(!engine.backlog.is_full());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -220,6 +264,7 @@ async fn control_tells_what_it_was_given() {
             pending_update: true,
         },
         memory: MemoryReport { total: 1000, ceiling: 500, entries },
+        traffic_bytes: 17,
         weight_version: 7,
         total_blocks: 9,
         free_blocks: 8,
@@ -239,7 +284,7 @@ async fn control_tells_what_it_was_given() {
     assert_eq!((status.total_blocks, status.free_blocks, status.preemptions), (9, 8, 3));
     assert_eq!((status.drafted_tokens, status.accepted_tokens), (6, 5));
     let memory = status.memory.expect("always there");
-    assert_eq!((memory.total_bytes, memory.ceiling_bytes), (1000, 500));
+    assert_eq!((memory.total_bytes, memory.ceiling_bytes, memory.traffic_bytes), (1000, 500, 17));
     assert!(memory.resident_bytes > 1 << 20, "{}", memory.resident_bytes);
     let entries: Vec<_> = memory.entries.iter().map(|e| (e.name.as_str(), e.bytes)).collect();
     assert_eq!(entries, [("weights", 300), ("kv_cache", 100)]);

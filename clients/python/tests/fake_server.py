@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from concurrent import futures
 
@@ -42,6 +43,7 @@ class FakeServer:
         name = method.path.rpartition("/")[2]
         make = {
             "Generate": grpc.unary_stream_rpc_method_handler,
+            "Score": grpc.unary_stream_rpc_method_handler,
             "Update": grpc.stream_unary_rpc_method_handler,
         }.get(name, grpc.unary_unary_rpc_method_handler)
 
@@ -69,6 +71,12 @@ class FakeServer:
 
     def __exit__(self, *error):
         self._server.stop(grace=None).wait()
+
+
+def scores(request):
+    """A `ScoreResponse` for every sequence."""
+    for index in range(len(request.sequences)):
+        yield _proto.SCORE.response(score={"raw_logprobs": [math.nan], "logprobs": [math.nan]}, sequence_index=index)
 
 
 def completion(prompt_index=0, sample_index=0, token_ids=(5,), **fields):

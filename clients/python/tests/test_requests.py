@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from fake_server import completion, summary
+from fake_server import completion, scores, summary
 from rollout_client import InvalidArgument, RolloutClient, SamplingParams, _proto
 
 
@@ -23,7 +23,7 @@ def echo(fake):
         yield summary()
 
     fake.answers["Generate"] = generate
-    fake.answers["Score"] = lambda request, context: _proto.SCORE.response()
+    fake.answers["Score"] = lambda request, context: scores(request)
     fake.answers["Abort"] = lambda request, context: _proto.ABORT.response()
     return fake
 

@@ -111,20 +111,28 @@ def test_stream_gives_events_as_they_come(fake):
 
 
 def test_scores_start_with_none(call, fake):
-    scores = [
-        {
-            "raw_logprobs": [math.nan, -1.0],
-            "logprobs": [math.nan, -2.0],
-            "top_logprobs": [{}, {"token_ids": [4], "logprobs": [-0.5]}],
-            "weight_version": 6,
-        },
-        {"raw_logprobs": [math.nan], "logprobs": [math.nan]},
-    ]
-    fake.answers["Score"] = lambda request, context: _proto.SCORE.response(scores=scores)
-    first, second = call(lambda client: client.score([[1, 2], [3]]))
-    assert (first.raw_logprobs, first.logprobs) == ([None, -1.0], [None, -2.0])
-    assert (first.top_logprobs, first.weight_version) == ([{}, {4: -0.5}], 6)
+    first = {
+        "raw_logprobs": [math.nan, -1.0],
+        "logprobs": [math.nan, -2.0],
+        "top_logprobs": [{}, {"token_ids": [4], "logprobs": [-0.5]}],
+        "weight_version": 6,
+    }
+    rest = {"raw_logprobs": [-3.0], "logprobs": [-4.0], "top_logprobs": [{}], "weight_version": 6}
+    second = {"raw_logprobs": [math.nan], "logprobs": [math.nan]}
+    parts = [(1, 0, second), (0, 0, first), (0, 2, rest)]
+    answer = [_proto.SCORE.response(sequence_index=i, start=start, score=score) for i, start, score in parts]
+    fake.answers["Score"] = lambda request, context: iter(answer)
+    first, second = call(lambda client: client.score([[1, 2, 5], [3]]))
+    assert (first.raw_logprobs, first.logprobs) == ([None, -1.0, -3.0], [None, -2.0, -4.0])
+    assert (first.top_logprobs, first.weight_version) == ([{}, {4: -0.5}, {}], 6)
     assert (second.raw_logprobs, second.logprobs, second.top_logprobs) == ([None], [None], [])
+
+
+def test_a_score_that_never_came_is_an_error(call, fake):
+    answer = _proto.SCORE.response(score={"raw_logprobs": [math.nan], "logprobs": [math.nan]}, sequence_index=1)
+    fake.answers["Score"] = lambda request, context: iter([answer])
+    with pytest.raises(Internal, match="1 of 2 sequences"):
+        call(lambda client: client.score([[1], [2]]))
 
 
 def test_abort_info_status_reset(call, fake):
@@ -254,7 +262,7 @@ def test_keyboard_interrupt_tells_the_server(fake, use):
     def stalled_score(request, context):
         context.add_callback(fake.cancelled.set)
         fake.cancelled.wait(20)
-        return _proto.SCORE.response()
+        yield _proto.SCORE.response()
 
     fake.answers["Score"] = stalled_score
 

@@ -12,7 +12,7 @@ mod update;
 use std::sync::Arc;
 
 pub(super) use lifecycle::{asleep, drain_mode, lifecycle, sleep_level, sleep_reply, wake_tags};
-pub(super) use reply::{Progress, ReplyWriter, ScoreCollector};
+pub(super) use reply::{Progress, ReplyWriter, ScoreWriter, Writer};
 pub(super) use status::to_status;
 pub(super) use update::{
     ReceivedFacts, Terms, ValidHeader, adapters, dtype, header, open_update, tensors, update_reply,

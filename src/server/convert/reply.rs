@@ -12,6 +12,9 @@ use crate::text::StopStrings;
 use crate::types::{FinishReason, TokenId, TokenLogprobs, WeightVersion};
 use pb::generate_response::Event as Message;
 
+/// Tokens of a sequence in one message of scores: 0.8 MB with 100 most likely tokens at each.
+const PIECE_TOKENS: usize = 1024;
+
 /// What an event meant for its request.
 #[derive(Debug)]
 pub(in crate::server) enum Progress {
@@ -20,6 +23,16 @@ pub(in crate::server) enum Progress {
     Done,
     /// Nothing more will come; the client gets this instead.
     Failed(Error),
+}
+
+/// Turns the events of one request into the messages of its reply.
+pub(in crate::server) trait Writer: Send + Unpin {
+    type Message: Send + Unpin;
+
+    fn request_id(&self) -> &str;
+
+    /// Appends the messages that `event` makes to `out`.
+    fn write(&mut self, event: Event, out: &mut VecDeque<Self::Message>) -> Progress;
 }
 
 /// Turns the events of one `Generate` into its messages.
@@ -74,18 +87,6 @@ impl ReplyWriter {
             prompts: if echo_prompts { request.prompts.clone() } else { Vec::new() },
             top: request.params.top_logprobs > 0,
             text: codec.map(|codec| TextWriter::new(codec, &request.params.stop_strings)),
-        }
-    }
-
-    pub(in crate::server) fn request_id(&self) -> &str {
-        &self.request_id
-    }
-
-    /// Appends the messages that `event` makes to `out`.
-    pub(in crate::server) fn write(&mut self, event: Event, out: &mut VecDeque<pb::GenerateResponse>) -> Progress {
-        match self.messages(event, out) {
-            Ok(progress) => progress,
-            Err(error) => Progress::Failed(error),
         }
     }
 
@@ -173,58 +174,91 @@ impl ReplyWriter {
     }
 }
 
-/// Gathers the events of one `Score` into its only message.
-pub(in crate::server) struct ScoreCollector {
-    lengths: Vec<usize>,
-    scores: Vec<Option<pb::SequenceScore>>,
+impl Writer for ReplyWriter {
+    type Message = pb::GenerateResponse;
+
+    fn request_id(&self) -> &str {
+        &self.request_id
+    }
+
+    fn write(&mut self, event: Event, out: &mut VecDeque<pb::GenerateResponse>) -> Progress {
+        self.messages(event, out).unwrap_or_else(Progress::Failed)
+    }
+}
+
+/// Turns the events of one `Score` into its messages.
+pub(in crate::server) struct ScoreWriter {
+    request_id: String,
+    /// Tokens of each sequence that has no score yet.
+    lengths: Vec<Option<usize>>,
+    left: usize,
     top: bool,
 }
 
-impl ScoreCollector {
+impl ScoreWriter {
     pub(in crate::server) fn new(request: &ValidRequest) -> Self {
         Self {
-            lengths: request.prompts.iter().map(|p| p.len()).collect(),
-            scores: vec![None; request.prompts.len()],
+            request_id: request.request_id.clone(),
+            lengths: request.prompts.iter().map(|p| Some(p.len())).collect(),
+            left: request.prompts.len(),
             top: request.params.top_logprobs > 0,
         }
     }
 
-    /// Takes one event.
-    pub(in crate::server) fn take(&mut self, event: Event) -> Progress {
+    fn score(
+        &mut self,
+        index: u32,
+        logprobs: &[TokenLogprobs],
+        weight_version: WeightVersion,
+        out: &mut VecDeque<pb::ScoreResponse>,
+    ) -> Result<()> {
+        let length = self.lengths.get_mut(index as usize).ok_or_else(|| unasked(index))?;
+        let length = length.take().ok_or_else(|| Error::Internal(format!("two scores for sequence {index}")))?;
+        self.left -= 1;
+        let raw = after_first(length, logprobs, |t| t.raw)?;
+        let processed = after_first(length, logprobs, |t| t.processed)?;
+        for start in (0..length).step_by(PIECE_TOKENS) {
+            let piece = start..length.min(start + PIECE_TOKENS);
+            // The first token of a sequence has none.
+            let tops =
+                piece.clone().map(|i| i.checked_sub(1).map_or_else(Default::default, |i| top_logprobs(&logprobs[i])));
+            let score = pb::SequenceScore {
+                raw_logprobs: raw[piece.clone()].to_vec(),
+                logprobs: processed[piece.clone()].to_vec(),
+                top_logprobs: if self.top { tops.collect() } else { Vec::new() },
+                weight_version,
+            };
+            out.push_back(pb::ScoreResponse { score: Some(score), sequence_index: index, start: start as u32 });
+        }
+        Ok(())
+    }
+}
+
+impl Writer for ScoreWriter {
+    type Message = pb::ScoreResponse;
+
+    fn request_id(&self) -> &str {
+        &self.request_id
+    }
+
+    fn write(&mut self, event: Event, out: &mut VecDeque<pb::ScoreResponse>) -> Progress {
         match event {
             Event::PromptLogprobs { prompt_index, logprobs, weight_version } => {
-                match self.score(prompt_index, &logprobs, weight_version) {
+                match self.score(prompt_index, &logprobs, weight_version, out) {
                     Ok(()) => Progress::More,
                     Err(error) => Progress::Failed(error),
                 }
             }
+            Event::Done(_) if self.left > 0 => Progress::Failed(Error::Aborted(format!(
+                "the request was aborted before {} of its {} sequences were scored",
+                self.left,
+                self.lengths.len()
+            ))),
             Event::Done(_) => Progress::Done,
             Event::Failed(error) => Progress::Failed(error),
             // Abort ends a scored sequence by an aborted completion without tokens; the missing score tells it all.
             Event::Completion(_) | Event::Token { .. } => Progress::More,
         }
-    }
-
-    fn score(&mut self, index: u32, logprobs: &[TokenLogprobs], weight_version: WeightVersion) -> Result<()> {
-        let len = *self.lengths.get(index as usize).ok_or_else(|| unasked(index))?;
-        let score = pb::SequenceScore {
-            raw_logprobs: after_first(len, logprobs, |t| t.raw)?,
-            logprobs: after_first(len, logprobs, |t| t.processed)?,
-            top_logprobs: if self.top { tops_after_first(logprobs) } else { Vec::new() },
-            weight_version,
-        };
-        match self.scores[index as usize].replace(score) {
-            None => Ok(()),
-            Some(_) => Err(Error::Internal(format!("two scores for sequence {index}"))),
-        }
-    }
-
-    /// # Errors
-    /// `Unavailable` if the request was aborted before every sequence had its score.
-    pub(in crate::server) fn finish(self) -> Result<pb::ScoreResponse> {
-        let aborted = || Error::Unavailable("the request was aborted before all sequences were scored".into());
-        let scores: Option<Vec<_>> = self.scores.into_iter().collect();
-        Ok(pb::ScoreResponse { scores: scores.ok_or_else(aborted)? })
     }
 }
 

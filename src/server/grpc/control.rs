@@ -152,6 +152,7 @@ fn status_response(s: &engine::Status) -> pb::GetStatusResponse {
             ceiling_bytes: s.memory.ceiling,
             entries: s.memory.entries.iter().map(entry).collect(),
             resident_bytes: resident_bytes(),
+            traffic_bytes: s.traffic_bytes,
         }),
         total_blocks: count(s.total_blocks),
         free_blocks: count(s.free_blocks),

@@ -3,14 +3,15 @@
 use tonic::{Request, Response};
 
 use super::arrival::charge_of;
+use super::ask;
 use super::deadline::Deadline;
-use super::stream::{CancelOnDrop, GenerateStream, StreamGuards, event_channel};
-use super::{ask, engine_gone};
+use super::stream::{CancelOnDrop, ReplyStream, StreamGuards, event_channel};
 use crate::engine::Command;
 use crate::error::{Error, Result};
 use crate::memory::Charge;
-use crate::server::convert::{self, Progress, ReplyWriter, ScoreCollector, ValidRequest, to_status};
+use crate::server::convert::{self, ReplyWriter, ScoreWriter, ValidRequest, Writer, to_status};
 use crate::server::gate::Gate;
+use crate::server::parts::ModelFacts;
 use crate::server::pb;
 
 /// Requests larger than this many bytes are parsed and tokenised on the blocking pool: a few milliseconds of
@@ -26,50 +27,46 @@ impl RolloutService {
         Self { gate }
     }
 
-    async fn score_all(&self, mut request: Request<pb::ScoreRequest>) -> Result<pb::ScoreResponse> {
-        let (parts, _running) = self.gate.admit()?;
+    /// Parses a request and hands it to the engine; its reply is made by what `writer` makes of it.
+    async fn start<M, W>(
+        &self,
+        mut request: Request<M>,
+        convert: impl FnOnce(M, &ModelFacts, &mut Charge) -> Result<ValidRequest> + Send + 'static,
+        writer: impl FnOnce(&ValidRequest, &ModelFacts) -> W,
+    ) -> tonic::Result<Response<ReplyStream<W>>>
+    where
+        M: prost::Message + 'static,
+        W: Writer,
+    {
+        let deadline = Deadline::of(&request);
+        let (parts, running) = self.gate.admit().map_err(to_status)?;
         let model = parts.model.clone();
         let charge = charge_of(&mut request, &parts.traffic);
-        let parsed = parse(request.into_inner(), charge, move |r, _| convert::score(r, &model));
-        let (request, charge) = parsed.await?;
-        let (reply, mut events) = event_channel(&parts);
+        let parsed = parse(request.into_inner(), charge, move |message, charge| convert(message, &model, charge));
+        let (request, charge) = deadline.clone().limit(parsed).await?;
+        tracing::debug!(request_id = request.request_id, prompts = request.prompts.len(), "request accepted");
+        let size = (request.prompts.len(), request.samples());
+        let writer = writer(&request, &parts.model);
+        let (reply, events) = event_channel(&parts);
         let cancel = CancelOnDrop::new(&parts.engine);
-        let mut collector = ScoreCollector::new(&request);
-        parts.engine.send(request.into_command(cancel.flag.clone(), reply, charge))?;
-        loop {
-            match collector.take(events.next().await.ok_or_else(engine_gone)?) {
-                Progress::More => {}
-                Progress::Done => return collector.finish(),
-                Progress::Failed(error) => return Err(error),
-            }
-        }
+        parts.engine.send(request.into_command(cancel.flag.clone(), reply, charge)).map_err(to_status)?;
+        let guards = StreamGuards { cancel, running, deadline, gate: self.gate.clone() };
+        Ok(Response::new(ReplyStream::new(events, writer, size, guards)))
     }
 }
 
 #[tonic::async_trait]
 impl pb::rollout_server::Rollout for RolloutService {
-    type GenerateStream = GenerateStream;
+    type GenerateStream = ReplyStream<ReplyWriter>;
+    type ScoreStream = ReplyStream<ScoreWriter>;
 
-    async fn generate(&self, mut request: Request<pb::GenerateRequest>) -> tonic::Result<Response<GenerateStream>> {
-        let deadline = Deadline::of(&request);
-        let (parts, running) = self.gate.admit().map_err(to_status)?;
-        let model = parts.model.clone();
-        let charge = charge_of(&mut request, &parts.traffic);
-        let parsed = parse(request.into_inner(), charge, move |r, charge| convert::generate(r, &model, charge));
-        let (request, charge) = deadline.clone().limit(parsed).await?;
-        tracing::debug!(request_id = request.request_id, prompts = request.prompts.len(), "request accepted");
-        let size = (request.prompts.len(), request.samples());
-        let writer = ReplyWriter::new(&request, &parts.model);
-        let (reply, events) = event_channel(&parts);
-        let cancel = CancelOnDrop::new(&parts.engine);
-        parts.engine.send(request.into_command(cancel.flag.clone(), reply, charge)).map_err(to_status)?;
-        let guards = StreamGuards { cancel, running, deadline };
-        Ok(Response::new(GenerateStream::new(events, writer, size, guards)))
+    async fn generate(&self, request: Request<pb::GenerateRequest>) -> tonic::Result<Response<Self::GenerateStream>> {
+        self.start(request, convert::generate, ReplyWriter::new).await
     }
 
-    async fn score(&self, request: Request<pb::ScoreRequest>) -> tonic::Result<Response<pb::ScoreResponse>> {
-        let deadline = Deadline::of(&request);
-        deadline.limit(self.score_all(request)).await.map(Response::new)
+    async fn score(&self, request: Request<pb::ScoreRequest>) -> tonic::Result<Response<Self::ScoreStream>> {
+        let convert = |message, model: &ModelFacts, _: &mut Charge| convert::score(message, model);
+        self.start(request, convert, |request, _| ScoreWriter::new(request)).await
     }
 
     async fn abort(&self, request: Request<pb::AbortRequest>) -> tonic::Result<Response<pb::AbortResponse>> {

@@ -1,4 +1,4 @@
-//! The reply of one Generate: events of the engine in, messages out.
+//! The reply of one Generate or Score: events of the engine in, messages out.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -11,12 +11,12 @@ use tonic::Status;
 
 use super::deadline::{Deadline, exceeded};
 use super::engine_gone;
-use crate::engine::{CancelFlag, EngineHandle, Event};
+use crate::engine::{CancelFlag, EngineHandle, Event, Summary};
+use crate::error::Error;
 use crate::memory::Backlog;
-use crate::server::convert::{Progress, ReplyEnd, ReplyWriter, to_status};
-use crate::server::gate::Running;
+use crate::server::convert::{Progress, ReplyEnd, Writer, to_status};
+use crate::server::gate::{Gate, Running};
 use crate::server::parts::Parts;
-use crate::server::pb::{GenerateResponse, generate_response};
 
 /// Cancels the work when dropped, which is how a vanished client, a passed deadline and a handler that tonic drops all
 /// reach the engine. After the terminal event it has no effect.
@@ -69,25 +69,25 @@ impl Events {
             self.engine.look();
         }
         let event = ready!(self.receiver.poll_recv(cx));
-        self.in_hand = event.as_ref().map_or(0, Event::bytes);
+        // The event has left the backlog's count only when its messages and their bytes are gone too: as much again each.
+        let bytes = event.as_ref().map_or(0, Event::bytes);
+        self.backlog.add(2 * bytes);
+        self.in_hand = 3 * bytes;
         Poll::Ready(event)
-    }
-
-    pub(super) async fn next(&mut self) -> Option<Event> {
-        std::future::poll_fn(|cx| self.poll_next(cx)).await
     }
 }
 
-/// Ends with exactly one summary or one error status.
-pub(in crate::server) struct GenerateStream {
+/// The reply of one request; ends after the last message or with one error status.
+pub(in crate::server) struct ReplyStream<W: Writer> {
     events: Events,
-    writer: ReplyWriter,
+    writer: W,
     /// Made from events and not yet sent.
-    messages: VecDeque<GenerateResponse>,
+    messages: VecDeque<W::Message>,
     deadline: Pin<Box<dyn Future<Output = ()> + Send>>,
     ended: bool,
     prompts: usize,
     samples: usize,
+    gate: Gate,
     _cancel: CancelOnDrop,
     _running: Running,
 }
@@ -97,15 +97,11 @@ pub(super) struct StreamGuards {
     pub(super) cancel: CancelOnDrop,
     pub(super) running: Running,
     pub(super) deadline: Deadline,
+    pub(super) gate: Gate,
 }
 
-impl GenerateStream {
-    pub(super) fn new(
-        events: Events,
-        writer: ReplyWriter,
-        (prompts, samples): (usize, usize),
-        guards: StreamGuards,
-    ) -> Self {
+impl<W: Writer> ReplyStream<W> {
+    pub(super) fn new(events: Events, writer: W, (prompts, samples): (usize, usize), guards: StreamGuards) -> Self {
         Self {
             events,
             writer,
@@ -114,12 +110,13 @@ impl GenerateStream {
             ended: false,
             prompts,
             samples,
+            gate: guards.gate,
             _cancel: guards.cancel,
             _running: guards.running,
         }
     }
 
-    fn fail(&mut self, status: Status) -> Poll<Option<Result<GenerateResponse, Status>>> {
+    fn fail(&mut self, status: Status) -> Poll<Option<Result<W::Message, Status>>> {
         self.ended = true;
         self.messages.clear();
         tracing::info!(
@@ -133,12 +130,9 @@ impl GenerateStream {
         Poll::Ready(Some(Err(status)))
     }
 
-    fn log_summary(&self) {
-        let Some(generate_response::Event::Summary(s)) = self.messages.back().and_then(|m| m.event.as_ref()) else {
-            return;
-        };
+    fn log_summary(&self, s: &Summary) {
         tracing::info!(
-            request_id = s.request_id,
+            request_id = self.writer.request_id(),
             prompts = self.prompts,
             samples = self.samples,
             prompt_tokens = s.prompt_tokens,
@@ -151,8 +145,8 @@ impl GenerateStream {
     }
 }
 
-impl Stream for GenerateStream {
-    type Item = Result<GenerateResponse, Status>;
+impl<W: Writer> Stream for ReplyStream<W> {
+    type Item = Result<W::Message, Status>;
 
     fn poll_next(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         let this = self.get_mut();
@@ -170,11 +164,15 @@ impl Stream for GenerateStream {
             let Some(event) = ready!(this.events.poll_next(cx)) else {
                 return this.fail(to_status(engine_gone()));
             };
+            let summary = if let Event::Done(summary) = &event { Some(summary.clone()) } else { None };
             match this.writer.write(event, &mut this.messages) {
                 Progress::More => {}
                 Progress::Done => {
                     this.ended = true;
-                    this.log_summary();
+                    summary.iter().for_each(|summary| this.log_summary(summary));
+                }
+                Progress::Failed(Error::Aborted(_)) if this.gate.is_ending() => {
+                    return this.fail(to_status(Error::Unavailable("the server is shutting down".into())));
                 }
                 Progress::Failed(error) => return this.fail(to_status(error)),
             }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::Duration;
 
+use tokio_stream::StreamExt as _;
 use tonic::{Code, Request};
 
 use super::control::ControlService;
@@ -51,7 +52,9 @@ async fn a_score_past_its_deadline_is_cancelled() {
     let (keeper, gate, commands) = open();
     let sequences = vec![pb::TokenIds { ids: vec![1, 2] }];
     let request = limited(pb::ScoreRequest { sequences, ..Default::default() });
-    let status = in_time(RolloutService::new(gate).score(request)).await.expect_err("nobody answers");
+    let mut stream = in_time(RolloutService::new(gate).score(request)).await.expect("accepted").into_inner();
+    let status = in_time(stream.next()).await.expect("an end").expect_err("nobody answers");
+    drop(stream);
     assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
     let Ok(Command::Generate(command)) = commands.try_recv() else { panic!("not a request") };
     assert!(command.cancel.is_cancelled());

@@ -251,17 +251,24 @@ class Collector:
         ]
 
 
-def scores(response: Any) -> list[Score]:
-    """The scores of a `ScoreResponse`, one per sequence."""
-    return [
-        Score(
-            raw_logprobs=_after_first(score.raw_logprobs),
-            logprobs=_after_first(score.logprobs),
-            top_logprobs=_top_logprobs(score.top_logprobs),
-            weight_version=score.weight_version,
-        )
-        for score in response.scores
-    ]
+def scores(responses: Iterable[Any], num_sequences: int) -> list[Score]:
+    """The scores of a stream of `ScoreResponse`, one per sequence; raises `Internal` if one never came."""
+    parts: dict[int, list[Any]] = {}
+    for part in responses:
+        parts.setdefault(part.sequence_index, []).append(part)
+    if parts.keys() != set(range(num_sequences)):
+        raise Internal(f"the stream ended with scores of {len(parts)} of {num_sequences} sequences")
+    return [_score(sorted(parts[i], key=lambda part: part.start)) for i in range(num_sequences)]
+
+
+def _score(parts: list[Any]) -> Score:
+    scores = [part.score for part in parts]
+    return Score(
+        raw_logprobs=_after_first(value for score in scores for value in score.raw_logprobs),
+        logprobs=_after_first(value for score in scores for value in score.logprobs),
+        top_logprobs=_top_logprobs(top for score in scores for top in score.top_logprobs),
+        weight_version=scores[0].weight_version,
+    )
 
 
 def abort_result(response: Any) -> AbortResult:
@@ -283,6 +290,7 @@ def server_status(response: Any) -> ServerStatus:
         ceiling_bytes=response.memory.ceiling_bytes,
         entries={entry.name: entry.bytes for entry in response.memory.entries},
         resident_bytes=response.memory.resident_bytes,
+        traffic_bytes=response.memory.traffic_bytes,
     )
     values["lifecycle"] = known(LIFECYCLES, response.lifecycle)
     values["update"] = open_update(response.update) if response.HasField("update") else None

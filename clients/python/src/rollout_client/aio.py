@@ -145,7 +145,7 @@ class AsyncRolloutClient(AsyncWeightSync):
             if_weight_version=if_weight_version,
             min_weight_version=min_weight_version,
         )
-        return _convert.scores(await self._call(_proto.SCORE, request, timeout))
+        return _convert.scores(await self._gather(_proto.SCORE, request, timeout), len(request.sequences))
 
     async def abort(self, request_ids: str | Iterable[str] = (), *, all: bool = False) -> AbortResult:
         """As `RolloutClient.abort`."""
@@ -230,6 +230,15 @@ class AsyncRolloutClient(AsyncWeightSync):
     async def _call(self, method: _proto.Method, request: Any, timeout: float | None = None) -> Any:
         with translated():
             return await self._callable(method)(request, **self._call_options(timeout))
+
+    async def _gather(self, method: _proto.Method, request: Any, timeout: float | None) -> list[Any]:
+        with translated():
+            call = self._callable(method, stream=True)(request, **self._call_options(timeout))
+            try:
+                return [response async for response in call]
+            except BaseException:  # the task is cancelled: the server must not go on
+                call.cancel()
+                raise
 
     def _call_options(self, timeout: float | None) -> dict[str, Any]:
         return {"timeout": call_timeout(timeout, self._timeout), "metadata": self._metadata}

@@ -191,7 +191,7 @@ class RolloutClient(WeightSync):
             if_weight_version=if_weight_version,
             min_weight_version=min_weight_version,
         )
-        return _convert.scores(self._call(_proto.SCORE, request, timeout))
+        return _convert.scores(self._gather(_proto.SCORE, request, timeout), len(request.sequences))
 
     def abort(self, request_ids: str | Iterable[str] = (), *, all: bool = False) -> AbortResult:
         """Ends running requests; whoever waits for them gets the tokens so far, marked `FinishReason.ABORTED`.
@@ -306,6 +306,15 @@ class RolloutClient(WeightSync):
     def _call(self, method: _proto.Method, request: Any, timeout: float | None = None) -> Any:
         with translated():
             return self._callable(method)(request, **self._call_options(timeout))
+
+    def _gather(self, method: _proto.Method, request: Any, timeout: float | None) -> list[Any]:
+        with translated():
+            call = self._callable(method, stream=True)(request, **self._call_options(timeout))
+            try:
+                return list(call)
+            except BaseException:  # KeyboardInterrupt in the wait: the server must not go on
+                call.cancel()
+                raise
 
     def _call_options(self, timeout: float | None) -> dict[str, Any]:
         return {"timeout": call_timeout(timeout, self._timeout), "metadata": self._metadata}

@@ -356,6 +356,8 @@ class MemoryLedger:
     """Reservations by name ("weights", "kv_cache", ...); their sum is at most the ceiling."""
     resident_bytes: int
     """Resident memory of the process now, as the operating system counts it."""
+    traffic_bytes: int = 0
+    """Of the entry "requests", what requests and replies under way take now."""
 
 
 @dataclass(frozen=True)

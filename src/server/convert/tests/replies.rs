@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 
 use tonic::Code;
 
-use super::super::{Progress, ReplyWriter, ScoreCollector, ValidRequest, score, to_status};
-use super::{generate, model};
+use super::super::{Progress, ReplyWriter, ScoreWriter, ValidRequest, Writer as _, score, to_status};
+use super::{ModelFacts, generate, model};
 use crate::engine::{Completion, Event, Summary};
 use crate::error::Error;
 use crate::server::pb;
@@ -126,10 +126,10 @@ fn the_summary_ends_the_reply() {
     assert_eq!(out, [pb::GenerateResponse { event: Some(Message::Summary(expected)) }]);
 }
 
-fn collector() -> ScoreCollector {
+fn scorer() -> ScoreWriter {
     let sequences = vec![pb::TokenIds { ids: vec![10, 11] }, pb::TokenIds { ids: vec![20] }];
     let request = pb::ScoreRequest { sequences, top_logprobs: 2, ..Default::default() };
-    ScoreCollector::new(&score(request, &model()).expect("valid"))
+    ScoreWriter::new(&score(request, &model()).expect("valid"))
 }
 
 fn scored(prompt_index: u32, logprobs: Vec<TokenLogprobs>) -> Event {
@@ -137,33 +137,49 @@ fn scored(prompt_index: u32, logprobs: Vec<TokenLogprobs>) -> Event {
 }
 
 #[test]
-fn scores_are_gathered_in_the_order_of_the_request() {
-    let mut collector = collector();
+fn each_sequence_s_scores_are_a_message() {
+    let (mut writer, mut out) = (scorer(), VecDeque::new());
     // A sequence of one token has nothing to score and is answered all the same.
-    assert!(matches!(collector.take(scored(1, Vec::new())), Progress::More));
-    assert!(matches!(collector.take(scored(0, vec![token(11)])), Progress::More));
-    assert!(matches!(collector.take(Event::Done(Summary::default())), Progress::Done));
-    let scores = collector.finish().expect("complete").scores;
-    assert_eq!(scores.len(), 2);
+    assert!(matches!(writer.write(scored(1, Vec::new()), &mut out), Progress::More));
+    assert!(matches!(writer.write(scored(0, vec![token(11)]), &mut out), Progress::More));
+    assert!(matches!(writer.write(Event::Done(Summary::default()), &mut out), Progress::Done));
+    assert_eq!(out.iter().map(|s| s.sequence_index).collect::<Vec<_>>(), [1, 0]);
+    let scores: Vec<_> = out.into_iter().filter_map(|message| message.score).collect();
     assert!(scores.iter().all(|s| s.raw_logprobs[0].is_nan() && s.logprobs[0].is_nan() && s.weight_version == 9));
-    assert_eq!((&scores[0].raw_logprobs[1..], &scores[0].logprobs[1..]), ([-11.0].as_slice(), [-5.5].as_slice()));
-    assert_eq!(scores[0].top_logprobs[1].token_ids, [11, 12]);
-    assert_eq!((scores[1].raw_logprobs.len(), scores[1].top_logprobs.len()), (1, 1));
+    assert_eq!((&scores[1].raw_logprobs[1..], &scores[1].logprobs[1..]), ([-11.0].as_slice(), [-5.5].as_slice()));
+    assert_eq!(scores[1].top_logprobs[1].token_ids, [11, 12]);
+    assert_eq!((scores[0].raw_logprobs.len(), scores[0].top_logprobs.len()), (1, 1));
 }
 
 #[test]
-fn an_incomplete_score_is_no_score() {
-    let mut collector = collector();
-    assert!(matches!(collector.take(scored(0, vec![token(11)])), Progress::More));
-    assert!(matches!(collector.take(Event::Done(Summary::default())), Progress::Done));
-    assert!(matches!(collector.finish(), Err(Error::Unavailable(_))));
+fn a_long_sequence_s_scores_are_several_messages() {
+    let model = ModelFacts { max_model_len: 3000, ..model() };
+    let ids: Vec<u32> = (0..2500).map(|i| i % 90).collect();
+    let request = pb::ScoreRequest { sequences: vec![pb::TokenIds { ids: ids.clone() }], ..Default::default() };
+    let (mut writer, mut out) = (ScoreWriter::new(&score(request, &model).expect("valid")), VecDeque::new());
+    let logprobs = ids[1..].iter().map(|&id| token(id)).collect();
+    assert!(matches!(writer.write(scored(0, logprobs), &mut out), Progress::More));
+    assert_eq!(out.iter().map(|s| s.start).collect::<Vec<_>>(), [0, 1024, 2048]);
+    let scores: Vec<_> = out.into_iter().filter_map(|message| message.score).collect();
+    let joined: Vec<f32> = scores.iter().flat_map(|s| s.raw_logprobs.iter().copied()).collect();
+    assert!(joined[0].is_nan());
+    assert_eq!(joined[1..], ids[1..].iter().map(|&id| token(id).raw).collect::<Vec<_>>());
+}
+
+#[test]
+fn an_incomplete_score_is_aborted() {
+    let (mut writer, mut out) = (scorer(), VecDeque::new());
+    assert!(matches!(writer.write(scored(0, vec![token(11)]), &mut out), Progress::More));
+    let ended = writer.write(Event::Done(Summary::default()), &mut out);
+    let Progress::Failed(Error::Aborted(message)) = ended else { panic!("{ended:?}") };
+    assert!(message.contains("1 of its 2 sequences"), "{message}");
 }
 
 #[test]
 fn what_the_engine_should_not_send_is_an_internal_error() {
     let check = |events: Vec<Event>| {
-        let mut collector = collector();
-        let last = events.into_iter().map(|e| collector.take(e)).last();
+        let (mut writer, mut out) = (scorer(), VecDeque::new());
+        let last = events.into_iter().map(|e| writer.write(e, &mut out)).last();
         assert!(matches!(last, Some(Progress::Failed(Error::Internal(_)))), "{last:?}");
     };
     check(vec![scored(2, Vec::new())]);

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::super::ReplyWriter;
+use super::super::{ReplyWriter, Writer as _};
 use super::generate;
 use crate::engine::{Completion, Event};
 use crate::error::Error;
