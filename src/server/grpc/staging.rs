@@ -148,7 +148,7 @@ fn receive(
             write_complete(&mut receiver, ticket.id, engine)?;
         }
     }
-    Err(Error::Unavailable("the stream broke before its commit".into()))
+    Err(Error::Aborted("the stream broke before its commit".into()))
 }
 
 /// Has the engine write the tensors in place that are whole, and waits, so that no more than one part is on its way.
