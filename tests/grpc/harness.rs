@@ -62,7 +62,9 @@ pub async fn start_with(queue: usize, update_idle: Duration) -> Harness {
         std::future::ready(Ok(Parts { update_idle, ..parts(EngineHandle::new(sender)) })),
         orders,
     ));
-    Harness { url, commands, shutdown, server }
+    let harness = Harness { url, commands, shutdown, server };
+    harness.serves().await;
+    harness
 }
 
 pub async fn start() -> Harness {
@@ -70,6 +72,16 @@ pub async fn start() -> Harness {
 }
 
 impl Harness {
+    /// Waits until calls are let in: an order to end that came before would end the start.
+    async fn serves(&self) {
+        let mut control = self.control().await;
+        let started = Instant::now();
+        while let Err(status) = control.get_info(pb::GetInfoRequest {}).await {
+            assert!(status.code() == tonic::Code::Unavailable && started.elapsed() < PATIENCE, "{status}");
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    }
+
     pub async fn channel(&self) -> Channel {
         Channel::from_shared(self.url.clone()).expect("a URL").connect().await.expect("the server listens")
     }

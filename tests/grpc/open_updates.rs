@@ -39,7 +39,7 @@ fn as_message() -> pb::OpenUpdate {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_update_that_sends_nothing_more_is_ended() {
-    let server = start_with(16, Duration::from_millis(300)).await;
+    let server = start_with(16, Duration::from_secs(3)).await;
     let update = Update::start(&server).await;
     update.send(Kind::Header(full())).await;
     let begin = begin(&server, false);
