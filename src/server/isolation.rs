@@ -31,7 +31,7 @@ impl Panics {
     }
 
     /// What `work` gives, or the status of a call that panicked; the panic itself is in the log.
-    fn catch<T>(&self, work: impl FnOnce() -> T) -> Result<T, Status> {
+    pub(super) fn catch<T>(&self, work: impl FnOnce() -> T) -> Result<T, Status> {
         catch_unwind(AssertUnwindSafe(work)).map_err(|_| {
             let before = self.0.fetch_add(1, Ordering::Relaxed);
             tracing::error!(panics = before + 1, "a call was given up after a panic");

@@ -10,7 +10,7 @@ use tonic::{Code, Request};
 use super::control::ControlService;
 use super::note_call;
 use super::rollout::RolloutService;
-use crate::engine::{Command, EngineHandle};
+use crate::engine::{self, Command, EngineHandle};
 use crate::memory::Traffic;
 use crate::server::gate::{Gate, GateKeeper, gate};
 use crate::server::pb::{self, control_server::Control as _, rollout_server::Rollout as _};
@@ -86,4 +86,17 @@ async fn a_refused_request_is_not_running() {
     let request = Request::new(pb::GenerateRequest { prompts, ..Default::default() });
     assert!(RolloutService::new(gate).generate(request).await.is_err());
     in_time(keeper.drained()).await;
+}
+
+#[tokio::test]
+async fn the_status_counts_panics_of_calls_and_of_the_engine() {
+    let (_keeper, gate, commands) = open();
+    let _ = gate.panics.catch(|| panic!("a call"));
+    let engine = std::thread::spawn(move || {
+        let Ok(Command::Status { reply }) = commands.recv() else { panic!("not a question") };
+        reply(engine::Status { internal_errors: 2, ..Default::default() });
+    });
+    let status = in_time(ControlService::new(gate).get_status(Request::new(pb::GetStatusRequest {}))).await;
+    assert_eq!(status.expect("answered").get_ref().internal_errors, 3);
+    engine.join().expect("asked once");
 }
