@@ -3,6 +3,7 @@
 mod connections;
 mod harness;
 mod lifecycle;
+mod names;
 mod open_updates;
 mod real;
 mod requests;

@@ -118,8 +118,8 @@ impl WeightsService {
 
     async fn remove(&self, request: pb::RemoveAdapterRequest) -> Result<pb::RemoveAdapterResponse> {
         let (parts, _running) = self.gate.admit()?;
-        let cancel = CancelOnDrop::new(&parts.engine);
         let name = convert::adapter_name(request.name)?;
+        let cancel = CancelOnDrop::new(&parts.engine);
         let (expected_generation, flag) = (request.expected_generation, cancel.flag.clone());
         let remove = |reply| Command::RemoveAdapter { name, expected_generation, cancel: flag, reply };
         let generation = ask(&parts.engine, remove).await??;
