@@ -1,5 +1,6 @@
 //! Text of any length in every field that takes text: refused with a short status, and never part of it.
 
+use rollout_server::engine::Command;
 use rollout_server::server::pb::{self, update_request::Kind};
 use tonic::{Code, Status};
 
@@ -71,5 +72,6 @@ async fn long_text_about_weights_is_refused_by_its_field() {
         let messages = vec![pb::UpdateRequest { kind: Some(Kind::Header(header)) }];
         check(field, client.update(tokio_stream::iter(messages))).await;
     }
-    assert!(server.commands.try_recv().is_err(), "the engine has heard of it");
+    // It is woken by calls that end, whichever way.
+    assert!(server.commands.try_iter().all(|command| matches!(command, Command::Look)), "the engine has heard of it");
 }
