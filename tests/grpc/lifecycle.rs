@@ -74,11 +74,6 @@ async fn an_order_while_loading_ends_at_once() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sigterm_is_an_order_to_end() {
     let server = start().await;
-    // An order before it serves would end the start.
-    let (mut control, start) = (server.control().await, std::time::Instant::now());
-    while control.get_info(pb::GetInfoRequest {}).await.is_err() {
-        assert!(start.elapsed() < PATIENCE, "the server does not serve");
-    }
     watch_signals(server.shutdown.clone()).expect("handlers can be installed");
     let kill = std::process::Command::new("sh").args(["-c", "kill -TERM $PPID"]).status();
     assert!(kill.expect("there is a shell").success());
