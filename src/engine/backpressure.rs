@@ -17,20 +17,31 @@ impl<X: Executor> Engine<X> {
         if self.traffic.level() == Level::Full {
             self.end_largest();
         }
-        let is_tight = self.traffic.level() != Level::Free;
+        if self.traffic.level() == Level::Free {
+            // Mostly nobody: this runs around every step, whatever the number of requests.
+            for key in self.requests.accepted_keys(|_, request| request.lags() != request.is_held_back()) {
+                let is_held_back = self.requests.get_mut(key).is_some_and(|request| request.is_held_back());
+                self.set_held_back(key, !is_held_back);
+            }
+            return;
+        }
         let mut one_goes_on = false;
         for key in self.requests.accepted_keys(|_, _| true) {
-            let request = self.requests.get_mut(key).expect("its key was just found");
-            let hold = request.lags() || is_tight && one_goes_on;
+            let hold = one_goes_on || self.requests.get_mut(key).is_some_and(|request| request.lags());
             one_goes_on |= !hold;
-            if hold == request.is_held_back() {
-                continue;
-            }
-            request.note_held_back(hold);
-            match hold {
-                true => self.scheduler.hold_back(key),
-                false => self.scheduler.let_go(key),
-            }
+            self.set_held_back(key, hold);
+        }
+    }
+
+    fn set_held_back(&mut self, key: RequestKey, hold: bool) {
+        let Some(request) = self.requests.get_mut(key) else { return };
+        if hold == request.is_held_back() {
+            return;
+        }
+        request.note_held_back(hold);
+        match hold {
+            true => self.scheduler.hold_back(key),
+            false => self.scheduler.let_go(key),
         }
     }
 
@@ -39,7 +50,7 @@ impl<X: Executor> Engine<X> {
         self.reject(
             key,
             Error::ResourceExhausted(format!(
-                "requests and replies under way hold all of --request-bytes {}, and this request most of it: {}; ask for \
+                "requests and replies under way hold all of --request-bytes {}, and this request more than any other, {}; ask for \
                  fewer samples or top_logprobs at once, or raise --request-bytes",
                 human_bytes(self.traffic.limit()),
                 human_bytes(bytes),
