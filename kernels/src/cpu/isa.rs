@@ -29,7 +29,7 @@ enum Level {
 pub(crate) trait Kernel {
     type Output;
 
-    /// Whether it uses [`Lanes::dot_pairs`], the one operation for which avx512_bf16 differs from avx512f.
+    /// Whether it uses [`Lanes::dot_pairs`] or [`Lanes::rounded_pairs`], which avx512_bf16 has instructions for.
     const DOT_PAIRS: bool = false;
 
     fn run<L: Lanes>(self) -> Self::Output;

@@ -209,10 +209,17 @@ impl Format for RoundedPairs {
         w: [*const bf16; NV],
         _: *mut f32,
     ) {
-        for m in 0..MR {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let mut pairs = [L::zero(); NV];
             for v in 0..NV {
-                // SAFETY: the caller's promise.
-                acc[m][v] = unsafe { acc[m][v].dot_pairs(*x.add(m * x_row), w[v]) };
+                pairs[v] = L::load(w[v].cast());
+            }
+            for m in 0..MR {
+                let x = L::splat(f32::from_bits(*x.add(m * x_row)));
+                for v in 0..NV {
+                    acc[m][v] = acc[m][v].dot_pairs(x, pairs[v]);
+                }
             }
         }
     }

@@ -40,7 +40,11 @@ pub(crate) trait Lanes: Copy + 'static {
     ///
     /// # Safety
     /// `p` is readable for 32 bfloat16; no alignment is needed.
-    unsafe fn load_pairs(p: *const bf16) -> (Self, Self);
+    #[inline(always)]
+    unsafe fn load_pairs(p: *const bf16) -> (Self, Self) {
+        // SAFETY: the caller's promise; 32 bfloat16 are as long as 16 float32.
+        unsafe { Self::load(p.cast()) }.widened_halves()
+    }
 
     /// # Safety
     /// `p` is writable for 16 float32; no alignment is needed.
@@ -62,20 +66,32 @@ pub(crate) trait Lanes: Copy + 'static {
         Self::from_array(&pairs)
     }
 
-    /// Writes lane `i` of `rows[j]` to `p[16 * i + j]`, past the caches: memory of which only much is read again. Other
-    /// threads see it after [`fence`](Self::fence).
+    /// Stores past the caches, for memory that is written in large parts before it is read again. Other threads see it
+    /// after [`fence`](Self::fence).
     ///
     /// # Safety
-    /// `p` is writable for 256 float32 and aligned to 64 bytes.
+    /// `p` is writable for 16 float32 and aligned to 64 bytes.
     #[inline(always)]
-    unsafe fn stream_transposed(rows: &[Self; LANES], p: *mut f32) {
-        for j in 0..LANES {
-            let row = rows[j].to_array();
-            for i in 0..LANES {
-                // SAFETY: the caller's promise.
-                unsafe { *p.add(LANES * i + j) = row[i] };
-            }
+    unsafe fn stream(self, p: *mut f32) {
+        // SAFETY: the caller's promise.
+        unsafe { self.store(p) };
+    }
+
+    /// Lane `j` of vector `i` becomes lane `i` of vector `j`, whatever its bits mean.
+    #[inline(always)]
+    fn transposed(rows: &[Self; LANES]) -> [Self; LANES] {
+        let (mut from, mut to) = ([[0.0; LANES]; LANES], [Self::zero(); LANES]);
+        for i in 0..LANES {
+            from[i] = rows[i].to_array();
         }
+        for j in 0..LANES {
+            let mut column = [0.0; LANES];
+            for i in 0..LANES {
+                column[i] = from[i][j];
+            }
+            to[j] = Self::from_array(&column);
+        }
+        to
     }
 
     #[inline(always)]
@@ -98,6 +114,16 @@ pub(crate) trait Lanes: Copy + 'static {
     /// `x < limit ? 0 : self`.
     fn zero_where_below(self, x: Self, limit: f32) -> Self;
 
+    /// Lanes `i` for which bit `i` is not set become `other`.
+    #[inline(always)]
+    fn or_where_unset(self, bits: u32, other: f32) -> Self {
+        let mut lanes = self.to_array();
+        for i in 0..LANES {
+            lanes[i] = if bits >> i & 1 == 1 { lanes[i] } else { other };
+        }
+        Self::from_array(&lanes)
+    }
+
     /// Bit `i` tells whether lane `i` is in `from..=to`.
     fn within(self, from: f32, to: f32) -> u32;
 
@@ -115,15 +141,81 @@ pub(crate) trait Lanes: Copy + 'static {
     /// Lanes nearer to zero than every normal number become zeros of their sign.
     fn flush_denormals(self) -> Self;
 
-    /// `self` plus, lane by lane, the product of the bfloat16 pair `x` (first element in the low half) with 16 pairs:
-    /// vdpbf16ps, or what has its bits.
+    /// A vector of 16 pairs of bfloat16 as two of float32: the first elements (in the low halves of the lanes) and the
+    /// second ones.
+    fn widened_halves(self) -> (Self, Self);
+
+    /// Two vectors of float32 as one of 32 bfloat16 in order, rounded to nearest even; denormals become zeros of their
+    /// sign.
+    #[inline(always)]
+    fn rounded_pairs(low: Self, high: Self) -> Self {
+        let (mut both, mut pairs) = ([0.0; 2 * LANES], [0.0; LANES]);
+        for i in 0..LANES {
+            both[i] = low.flush_denormals().to_array()[i];
+            both[LANES + i] = high.flush_denormals().to_array()[i];
+        }
+        for i in 0..LANES {
+            let [first, second] = [both[2 * i], both[2 * i + 1]].map(|x| u32::from(round_bf16(x).to_bits()));
+            pairs[i] = f32::from_bits(first | second << 16);
+        }
+        Self::from_array(&pairs)
+    }
+
+    /// Of 32 bfloat16 the first 16 and the last 16 become pairs: `a0 … a15 b0 … b15` becomes `a0 b0 … a15 b15`.
+    #[inline(always)]
+    fn paired_halves(self) -> Self {
+        let bits = bf16_bits(self);
+        let mut pairs = [0; 2 * LANES];
+        for i in 0..LANES {
+            (pairs[2 * i], pairs[2 * i + 1]) = (bits[i], bits[LANES + i]);
+        }
+        from_bf16_bits(&pairs)
+    }
+
+    /// The inverse of [`paired_halves`](Self::paired_halves).
+    #[inline(always)]
+    fn parted_pairs(self) -> Self {
+        let bits = bf16_bits(self);
+        let mut parts = [0; 2 * LANES];
+        for i in 0..LANES {
+            (parts[i], parts[LANES + i]) = (bits[2 * i], bits[2 * i + 1]);
+        }
+        from_bf16_bits(&parts)
+    }
+
+    /// Two vectors of 32 bfloat16 as pairs of one element of each: those of the first 16 elements, then of the last 16.
+    #[inline(always)]
+    fn paired_with(self, second: Self) -> (Self, Self) {
+        let (a, b) = (bf16_bits(self), bf16_bits(second));
+        let (mut low, mut high) = ([0; 2 * LANES], [0; 2 * LANES]);
+        for i in 0..LANES {
+            (low[2 * i], low[2 * i + 1]) = (a[i], b[i]);
+            (high[2 * i], high[2 * i + 1]) = (a[LANES + i], b[LANES + i]);
+        }
+        (from_bf16_bits(&low), from_bf16_bits(&high))
+    }
+
+    /// 16 bfloat16 from each of two addresses, as pairs.
     ///
     /// # Safety
-    /// `w` is readable for 32 bfloat16; no alignment is needed.
+    /// Both are readable for 16 bfloat16; no alignment is needed.
     #[inline(always)]
-    unsafe fn dot_pairs(self, x: u32, w: *const bf16) -> Self {
+    unsafe fn load_paired(first: *const bf16, second: *const bf16) -> Self {
+        let mut both = [bf16::ZERO; 2 * LANES];
         // SAFETY: the caller's promise.
-        unsafe { emulated_dot_pairs(self, x, w) }
+        unsafe {
+            both[..LANES].copy_from_slice(std::slice::from_raw_parts(first, LANES));
+            both[LANES..].copy_from_slice(std::slice::from_raw_parts(second, LANES));
+            Self::load(both.as_ptr().cast())
+        }
+        .paired_halves()
+    }
+
+    /// `self` plus, lane by lane, the product of two vectors of 16 pairs of bfloat16: vdpbf16ps, or what has its bits,
+    /// which is two fused multiply-adds, **the second elements first**, that take denormals for zeros and give none.
+    #[inline(always)]
+    fn dot_pairs(self, x: Self, w: Self) -> Self {
+        emulated_dot_pairs(self, x, w)
     }
 
     #[inline(always)]
@@ -210,19 +302,31 @@ pub(crate) trait Lanes: Copy + 'static {
     }
 }
 
-/// [`Lanes::dot_pairs`] without its instruction, which is two fused multiply-adds, **the second elements first**, that take
-/// denormals for zeros and give none.
-///
-/// # Safety
-/// As [`Lanes::dot_pairs`].
+/// [`Lanes::dot_pairs`] without its instruction.
 #[inline(always)]
-unsafe fn emulated_dot_pairs<L: Lanes>(sum: L, x: u32, w: *const bf16) -> L {
-    // SAFETY: the caller's promise is that of load_pairs.
-    let (even, odd) = unsafe { L::load_pairs(w) };
-    let (first, second) = (f32::from_bits(x << 16), f32::from_bits(x & 0xffff_0000));
-    let (first, second) = (L::splat(first).flush_denormals(), L::splat(second).flush_denormals());
-    let sum = second.mul_add(odd.flush_denormals(), sum.flush_denormals()).flush_denormals();
-    first.mul_add(even.flush_denormals(), sum).flush_denormals()
+fn emulated_dot_pairs<L: Lanes>(sum: L, x: L, w: L) -> L {
+    let ((x_first, x_second), (w_first, w_second)) = (x.widened_halves(), w.widened_halves());
+    let (x_first, x_second) = (x_first.flush_denormals(), x_second.flush_denormals());
+    let sum = x_second.mul_add(w_second.flush_denormals(), sum.flush_denormals()).flush_denormals();
+    x_first.mul_add(w_first.flush_denormals(), sum).flush_denormals()
+}
+
+#[inline(always)]
+fn bf16_bits<L: Lanes>(pairs: L) -> [u16; 2 * LANES] {
+    let (lanes, mut bits) = (pairs.to_array(), [0; 2 * LANES]);
+    for i in 0..LANES {
+        (bits[2 * i], bits[2 * i + 1]) = (lanes[i].to_bits() as u16, (lanes[i].to_bits() >> 16) as u16);
+    }
+    bits
+}
+
+#[inline(always)]
+fn from_bf16_bits<L: Lanes>(bits: &[u16; 2 * LANES]) -> L {
+    let mut lanes = [0.0; LANES];
+    for i in 0..LANES {
+        lanes[i] = f32::from_bits(u32::from(bits[2 * i]) | u32::from(bits[2 * i + 1]) << 16);
+    }
+    L::from_array(&lanes)
 }
 
 #[cfg(test)]

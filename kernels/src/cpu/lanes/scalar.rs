@@ -35,14 +35,6 @@ impl Lanes for Scalar {
     }
 
     #[inline(always)]
-    unsafe fn load_pairs(p: *const bf16) -> (Self, Self) {
-        // SAFETY: the caller's promise; the read needs no alignment.
-        let bits = unsafe { p.cast::<[u16; 2 * LANES]>().read_unaligned() };
-        let widen = |b: u16| f32::from_bits(u32::from(b) << 16);
-        (Scalar(std::array::from_fn(|i| widen(bits[2 * i]))), Scalar(std::array::from_fn(|i| widen(bits[2 * i + 1]))))
-    }
-
-    #[inline(always)]
     unsafe fn store(self, p: *mut f32) {
         // SAFETY: the caller's promise; the write needs no alignment.
         unsafe { p.cast::<[f32; LANES]>().write_unaligned(self.0) };
@@ -91,6 +83,12 @@ impl Lanes for Scalar {
     #[inline(always)]
     fn flush_denormals(self) -> Self {
         Scalar(self.0.map(|x| if x.abs() < f32::MIN_POSITIVE { 0.0_f32.copysign(x) } else { x }))
+    }
+
+    #[inline(always)]
+    fn widened_halves(self) -> (Self, Self) {
+        let halves = |f: fn(u32) -> u32| Scalar(self.0.map(|x| f32::from_bits(f(x.to_bits()))));
+        (halves(|bits| bits << 16), halves(|bits| bits & 0xffff_0000))
     }
 
     #[inline(always)]

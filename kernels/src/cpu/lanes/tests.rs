@@ -81,7 +81,19 @@ impl Kernel for Everything<'_> {
         let results = [a.add(b), a.sub(b), a.mul(b), a.div(b), a.mul_add(b, half), a.max(b), a.min(b)];
         let within = L::splat(a.within(-1.0, 0.7) as f32).add(L::splat(b.within(-0.5, f32::INFINITY) as f32));
         let small = b.mul(L::splat(1.5e-38)).flush_denormals();
-        let others = [within, even, odd, half, folds, a.zero_where_below(b, 0.1), L::zero(), small, a.exp(), a.exp2()];
+        let others = [
+            a.or_where_unset(0b1001_0110_1100_0111, 7.0),
+            within,
+            even,
+            odd,
+            half,
+            folds,
+            a.zero_where_below(b, 0.1),
+            L::zero(),
+            small,
+            a.exp(),
+            a.exp2(),
+        ];
         results.iter().chain(&others).map(|v| v.to_array()).collect()
     }
 }
@@ -116,10 +128,12 @@ impl Kernel for Transposed<'_> {
             // SAFETY: the row has 32 elements.
             (rows[i], rounded[i]) = unsafe { (L::load(row.as_ptr()), L::load_rounded_pairs(row.as_ptr())) };
         }
-        // SAFETY: 256 aligned elements each.
-        unsafe {
-            L::stream_transposed(&rounded, pairs.0.as_mut_ptr());
-            L::stream_transposed(&rows, singles.0.as_mut_ptr());
+        for i in 0..LANES {
+            // SAFETY: 256 aligned elements each.
+            unsafe {
+                L::transposed(&rounded)[i].stream(pairs.0.as_mut_ptr().add(LANES * i));
+                L::transposed(&rows)[i].stream(singles.0.as_mut_ptr().add(LANES * i));
+            }
         }
         L::fence();
         [pairs.0, singles.0].map(|lines| lines.iter().map(|x| x.to_bits()).collect())
@@ -143,6 +157,86 @@ fn lines_are_transposed_and_rounded_alike_on_every_isa() {
     }
 }
 
+/// Two vectors of 32 bfloat16 in every order that there is an operation for.
+struct Shuffled<'a>(&'a [bf16; 2 * LANES], &'a [bf16; 2 * LANES]);
+impl Kernel for Shuffled<'_> {
+    type Output = [Vec<u32>; 6];
+    #[inline(always)]
+    fn run<L: Lanes>(self) -> Self::Output {
+        // SAFETY: 32 elements each.
+        let (a, b) = unsafe { (L::load(self.0.as_ptr().cast()), L::load(self.1.as_ptr().cast())) };
+        let (low, high) = a.paired_with(b);
+        // SAFETY: 16 elements from each address.
+        let halves = unsafe { L::load_paired(self.0.as_ptr().add(3), self.1.as_ptr().add(16)) };
+        let all = [a.paired_halves(), a.parted_pairs(), a.parted_pairs().paired_halves(), low, high, halves];
+        all.map(|v| v.to_array().iter().map(|x| x.to_bits()).collect())
+    }
+}
+
+#[test]
+fn pairs_are_made_of_the_same_elements_on_every_isa() {
+    let (a, b) = (std::array::from_fn(|i| i as u16), std::array::from_fn(|i| 100 + i as u16));
+    let pairs = |first: &[u16], second: &[u16]| -> Vec<u32> {
+        first.iter().zip(second).map(|(low, high)| u32::from(*low) | u32::from(*high) << 16).collect()
+    };
+    let (even, odd): (Vec<u16>, Vec<u16>) = (0..16).map(|i| (a[2 * i], a[2 * i + 1])).unzip();
+    let parted = [even, odd].concat();
+    let in_order = |all: &[u16]| {
+        pairs(
+            &all.iter().step_by(2).copied().collect::<Vec<_>>(),
+            &all[1..].iter().step_by(2).copied().collect::<Vec<_>>(),
+        )
+    };
+    let expected = [
+        pairs(&a[..16], &a[16..]),
+        in_order(&parted),
+        in_order(&a),
+        pairs(&a[..16], &b[..16]),
+        pairs(&a[16..], &b[16..]),
+        pairs(&a[3..19], &b[16..]),
+    ];
+    for isa in Isa::all() {
+        let found = isa.dispatch(Shuffled(&a.map(bf16::from_bits), &b.map(bf16::from_bits)));
+        assert_eq!(found, expected, "{}", isa.name());
+    }
+}
+
+/// Two vectors rounded to one of bfloat16.
+struct Rounded<'a>(&'a [f32; LANES], &'a [f32; LANES]);
+impl Kernel for Rounded<'_> {
+    type Output = [f32; LANES];
+    const DOT_PAIRS: bool = true;
+    #[inline(always)]
+    fn run<L: Lanes>(self) -> Self::Output {
+        L::rounded_pairs(L::from_array(self.0), L::from_array(self.1)).to_array()
+    }
+}
+
+#[test]
+fn pairs_are_rounded_as_vcvtne2ps2bf16_does_on_every_isa() {
+    let mut random = Random::new(31);
+    for _ in 0..20_000 {
+        let mut any = || -> [f32; LANES] { std::array::from_fn(|_| f32::from_bits(random.next() as u32)) };
+        let (low, mut high) = (any(), any());
+        high[0] = f32::from_bits(0x807f_ffff); // the largest denormal would round to a normal number
+        let each: Vec<u16> = low
+            .iter()
+            .chain(&high)
+            .map(|x| {
+                let flushed = if x.abs() < f32::MIN_POSITIVE { 0.0_f32.copysign(*x) } else { *x };
+                math::round_bf16(flushed).to_bits()
+            })
+            .collect();
+        for isa in Isa::all() {
+            let found = isa.dispatch(Rounded(&low, &high)).map(f32::to_bits);
+            for i in 0..LANES {
+                let expected = u32::from(each[2 * i]) | u32::from(each[2 * i + 1]) << 16;
+                assert_eq!(found[i], expected, "{low:?} {high:?} on {}", isa.name());
+            }
+        }
+    }
+}
+
 /// One vector of sums, a pair and 16 pairs.
 struct Pairs<'a>(&'a [f32; LANES], [bf16; 2], &'a [bf16; 2 * LANES]);
 impl Kernel for Pairs<'_> {
@@ -153,7 +247,8 @@ impl Kernel for Pairs<'_> {
         let Pairs(sums, x, w) = self;
         let x = u32::from(x[0].to_bits()) | u32::from(x[1].to_bits()) << 16;
         // SAFETY: the array has 32 elements.
-        unsafe { L::from_array(sums).dot_pairs(x, w.as_ptr()) }.to_array()
+        let w = unsafe { L::load(w.as_ptr().cast()) };
+        L::from_array(sums).dot_pairs(L::splat(f32::from_bits(x)), w).to_array()
     }
 }
 

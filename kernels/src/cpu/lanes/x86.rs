@@ -76,9 +76,9 @@ impl Lanes for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn load_pairs(p: *const bf16) -> (Self, Self) {
+    fn widened_halves(self) -> (Self, Self) {
         x86! {
-            let (a, b) = (_mm256_loadu_si256(p.cast()), _mm256_loadu_si256(p.add(16).cast()));
+            let (a, b) = (_mm256_castps_si256(self.0), _mm256_castps_si256(self.1));
             let high = _mm256_set1_epi32(0xffff_0000_u32 as i32);
             let even = (_mm256_slli_epi32::<16>(a), _mm256_slli_epi32::<16>(b));
             let odd = (_mm256_and_si256(a, high), _mm256_and_si256(b, high));
@@ -210,6 +210,15 @@ fn round_bf16(x: __m512) -> __m256i {
     }
 }
 
+/// The numbers 0, `second`, 1, `second` + 1, … of bfloat16 elements, to shuffle by.
+#[inline(always)]
+fn interleaved(second: i32) -> __m512i {
+    x86! {
+        let first = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        _mm512_or_si512(first, _mm512_slli_epi32::<16>(_mm512_add_epi32(first, _mm512_set1_epi32(second))))
+    }
+}
+
 impl<const BF16: bool> Lanes for Avx512<BF16> {
     const ACCUMULATORS: usize = 26; // of 32 registers
 
@@ -232,9 +241,9 @@ impl<const BF16: bool> Lanes for Avx512<BF16> {
     }
 
     #[inline(always)]
-    unsafe fn load_pairs(p: *const bf16) -> (Self, Self) {
+    fn widened_halves(self) -> (Self, Self) {
         x86! {
-            let pairs = _mm512_loadu_si512(p.cast());
+            let pairs = _mm512_castps_si512(self.0);
             let even = _mm512_slli_epi32::<16>(pairs);
             let odd = _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff_0000_u32 as i32));
             (Self(_mm512_castsi512_ps(even)), Self(_mm512_castsi512_ps(odd)))
@@ -256,7 +265,8 @@ impl<const BF16: bool> Lanes for Avx512<BF16> {
 
     /// Rows are woven by two, then by four; then quarters of 128 bits change places.
     #[inline(always)]
-    unsafe fn stream_transposed(rows: &[Self; LANES], p: *mut f32) {
+    fn transposed(rows: &[Self; LANES]) -> [Self; LANES] {
+        let mut to = [Self::zero(); LANES];
         x86! {
             let mut fours = [_mm512_setzero_ps(); LANES];
             for g in 0..4 {
@@ -273,11 +283,70 @@ impl<const BF16: bool> Lanes for Avx512<BF16> {
                 let odd = _mm512_shuffle_f32x4::<0xdd>(fours[c], fours[4 + c]);
                 let even2 = _mm512_shuffle_f32x4::<0x88>(fours[8 + c], fours[12 + c]);
                 let odd2 = _mm512_shuffle_f32x4::<0xdd>(fours[8 + c], fours[12 + c]);
-                _mm512_stream_ps(p.add(LANES * c), _mm512_shuffle_f32x4::<0x88>(even, even2));
-                _mm512_stream_ps(p.add(LANES * (4 + c)), _mm512_shuffle_f32x4::<0x88>(odd, odd2));
-                _mm512_stream_ps(p.add(LANES * (8 + c)), _mm512_shuffle_f32x4::<0xdd>(even, even2));
-                _mm512_stream_ps(p.add(LANES * (12 + c)), _mm512_shuffle_f32x4::<0xdd>(odd, odd2));
+                to[c] = Self(_mm512_shuffle_f32x4::<0x88>(even, even2));
+                to[4 + c] = Self(_mm512_shuffle_f32x4::<0x88>(odd, odd2));
+                to[8 + c] = Self(_mm512_shuffle_f32x4::<0xdd>(even, even2));
+                to[12 + c] = Self(_mm512_shuffle_f32x4::<0xdd>(odd, odd2));
             }
+        }
+        to
+    }
+
+    #[inline(always)]
+    unsafe fn stream(self, p: *mut f32) {
+        x86!(_mm512_stream_ps(p, self.0));
+    }
+
+    #[inline(always)]
+    fn rounded_pairs(low: Self, high: Self) -> Self {
+        if BF16 {
+            x86! {
+                let pairs = _mm512_cvtne2ps_pbh(high.0, low.0);
+                Self(_mm512_castsi512_ps(std::mem::transmute::<__m512bh, __m512i>(pairs)))
+            }
+        } else {
+            x86! {
+                let (low, high) = (round_bf16(low.flush_denormals().0), round_bf16(high.flush_denormals().0));
+                Self(_mm512_castsi512_ps(_mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high)))
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn paired_halves(self) -> Self {
+        x86! {
+            let pairs = _mm512_permutexvar_epi16(interleaved(16), _mm512_castps_si512(self.0));
+            Self(_mm512_castsi512_ps(pairs))
+        }
+    }
+
+    #[inline(always)]
+    fn parted_pairs(self) -> Self {
+        x86! {
+            let even = _mm512_setr_epi32(
+                0x2_0000, 0x6_0004, 0xa_0008, 0xe_000c, 0x12_0010, 0x16_0014, 0x1a_0018, 0x1e_001c,
+                0x3_0001, 0x7_0005, 0xb_0009, 0xf_000d, 0x13_0011, 0x17_0015, 0x1b_0019, 0x1f_001d,
+            );
+            Self(_mm512_castsi512_ps(_mm512_permutexvar_epi16(even, _mm512_castps_si512(self.0))))
+        }
+    }
+
+    #[inline(always)]
+    fn paired_with(self, second: Self) -> (Self, Self) {
+        x86! {
+            let (a, b) = (_mm512_castps_si512(self.0), _mm512_castps_si512(second.0));
+            let low = interleaved(32);
+            let high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+            let (low, high) = (_mm512_permutex2var_epi16(a, low, b), _mm512_permutex2var_epi16(a, high, b));
+            (Self(_mm512_castsi512_ps(low)), Self(_mm512_castsi512_ps(high)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_paired(first: *const bf16, second: *const bf16) -> Self {
+        x86! {
+            let (first, second) = (_mm256_loadu_si256(first.cast()), _mm256_loadu_si256(second.cast()));
+            Self(_mm512_castsi512_ps(_mm512_inserti64x4::<1>(_mm512_castsi256_si512(first), second))).paired_halves()
         }
     }
 
@@ -338,6 +407,11 @@ impl<const BF16: bool> Lanes for Avx512<BF16> {
     }
 
     #[inline(always)]
+    fn or_where_unset(self, bits: u32, other: f32) -> Self {
+        x86!(Self(_mm512_mask_mov_ps(_mm512_set1_ps(other), bits as u16, self.0)))
+    }
+
+    #[inline(always)]
     fn within(self, from: f32, to: f32) -> u32 {
         x86! {
             let reached = _mm512_cmp_ps_mask::<_CMP_GE_OQ>(self.0, _mm512_set1_ps(from));
@@ -374,16 +448,15 @@ impl<const BF16: bool> Lanes for Avx512<BF16> {
     }
 
     #[inline(always)]
-    unsafe fn dot_pairs(self, x: u32, w: *const bf16) -> Self {
+    fn dot_pairs(self, x: Self, w: Self) -> Self {
         if BF16 {
             x86! {
-                let x = std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi32(x as i32));
-                let w = std::mem::transmute::<__m512i, __m512bh>(_mm512_loadu_si512(w.cast()));
+                let x = std::mem::transmute::<__m512, __m512bh>(x.0);
+                let w = std::mem::transmute::<__m512, __m512bh>(w.0);
                 Self(_mm512_dpbf16_ps(self.0, x, w))
             }
         } else {
-            // SAFETY: the caller's promise.
-            unsafe { emulated_dot_pairs(self, x, w) }
+            emulated_dot_pairs(self, x, w)
         }
     }
 }

@@ -95,8 +95,10 @@ impl<D: Packed<S>, S> Kernel for PackWhole<'_, D, S> {
                 // SAFETY: the row has a whole line from here on.
                 lines[row] = unsafe { D::load(rows.as_ptr().add(row * stride + first)) };
             }
-            // SAFETY: 16 lines of 64 bytes of the panel, which starts with a line.
-            unsafe { L::stream_transposed(&lines, panel.as_mut_ptr().add(PANEL * first).cast()) };
+            for (i, line) in L::transposed(&lines).into_iter().enumerate() {
+                // SAFETY: 16 lines of 64 bytes of the panel, which starts with a line.
+                unsafe { line.stream(panel.as_mut_ptr().add(PANEL * first).cast::<f32>().add(LANES * i)) };
+            }
         }
         L::fence();
     }
