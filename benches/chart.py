@@ -14,16 +14,17 @@ import sys
 from html import escape
 from pathlib import Path
 
-from engines import OURS
+from engines import NOTES
+from section import is_ours, number
 from workloads import TITLES, WORKLOADS
 
 WIDTH, MARGIN, GAP = 920, 24, 40
-NAMES = 112
+NAMES = 132
 """Left of a panel, for the names of its bars."""
 RIGHT = 20
 """Right of a panel, beyond the limit."""
 CHARACTER = 7.4
-"""Width of a character, about: our figure stands in its bar if there is room."""
+"""Width of a character, about: our figure stands in its bar if there is room, and no other on the limit's line."""
 BAR, PITCH = 18, 25
 HEAD, FOOT, TITLE = 58, 30, 44
 COLUMNS = 2
@@ -51,41 +52,48 @@ def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"/>'
 
 
-def number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
-
-
 def panel(x: float, y: float, width: float, name: str, results: list[dict]) -> list[str]:
     """One workload, with its upper left corner at (x, y)."""
-    w = WORKLOADS[name]
+    w, measured = WORKLOADS[name], [r for r in results if r["runs"]]
     counted = "prompt tokens" if w.new_tokens == 1 else "generated tokens"
-    floor = results[0]["floor_seconds"]
+    floor = measured[0]["floor_seconds"]
     limit = w.counted_tokens / floor if floor else None
-    longest = max([r["tokens_per_second_max"] for r in results] + ([limit] if limit else []))
+    longest = max([r["tokens_per_second_max"] for r in measured] + ([limit] if limit else []))
     left, scale = x + NAMES, (width - NAMES - RIGHT) / longest
     bottom = y + HEAD + PITCH * len(results)
     what = f"{w.prompts} × {w.n} samples, {w.prompt_len:,} + {w.new_tokens} tokens; {counted} a second"
     parts = [text(x, y + 14, f"{name} {TITLES[name].partition(',')[0]}", "panel"), text(x, y + 31, what, "note")]
     parts.append(line(left, y + HEAD - 5, left, bottom, "axis"))
+    at = left + scale * limit if limit else None
     labels = []
+
+    def label(start: float, middle: float, content: str, kind: str) -> None:
+        """Right of a bar's end; beyond the limit where it would lie on its line and has room there."""
+        width_of_it = CHARACTER * len(content)
+        if at and start < at < start + width_of_it and at + width_of_it + 6 <= x + width + RIGHT:
+            start = at + 6
+        labels.append(text(start, middle + 4.5, content, kind))
+
     for i, r in enumerate(results):
-        top, rate, is_ours = y + HEAD + i * PITCH, r["tokens_per_second"], r["engine"] == OURS
-        middle, kind = top + BAR / 2, "ours" if is_ours else "peer"
-        low, high = left + scale * r["tokens_per_second_min"], left + scale * r["tokens_per_second_max"]
-        fill = (
-            f'<rect x="{left:.1f}" y="{top:.1f}" width="{scale * rate:.1f}" height="{BAR}" rx="2" class="bar-{kind}"/>'
+        top, kind = y + HEAD + i * PITCH, "ours" if is_ours(r) else "peer"
+        middle = top + BAR / 2
+        parts.append(text(left - 8, middle + 4.5, r["engine"], f"end {kind}"))
+        if not r["runs"]:
+            label(left + 6, middle, f"left out: about {r['expected_seconds'] / 60:.1f} min", kind)
+            continue
+        rate, low, high = (left + scale * r[f"tokens_per_second{end}"] for end in ("", "_min", "_max"))
+        parts.append(
+            f'<rect x="{left:.1f}" y="{top:.1f}" width="{rate - left:.1f}" height="{BAR}" rx="2" class="bar-{kind}"/>'
         )
-        parts += [text(left - 8, middle + 4.5, r["engine"], f"end {kind}"), fill]
         if high - low >= 2:
             parts.append(line(low, middle, high, middle, "spread"))
-        share = f" · {100 * rate / limit:.0f} %" if limit and is_ours else ""
-        label = f"{number(rate)} tok/s{share}"
-        if is_ours and low - left > CHARACTER * len(label) + 12:
-            labels.append(text(low - 6, middle + 4.5, label, "inside end"))
+        share = f" · {100 * r['tokens_per_second'] / limit:.0f} %" if limit and is_ours(r) else ""
+        content = f"{number(r['tokens_per_second'])}{share}"
+        if is_ours(r) and low - left > CHARACTER * len(content) + 12:
+            labels.append(text(low - 6, middle + 4.5, content, "inside end"))
         else:
-            labels.append(text(high + 6, middle + 4.5, label, kind))
-    if limit:
-        at = left + scale * limit
+            label(high + 6, middle, content, kind)
+    if at and limit:
         parts += [
             line(at, y + HEAD - 8, at, bottom, "limit"),
             text(at, y + HEAD - 12, f"limit {number(limit)}", "limit-text end"),
@@ -98,7 +106,8 @@ def chart(report: dict) -> str:
     width = (WIDTH - 2 * MARGIN - GAP * (COLUMNS - 1)) / COLUMNS
     y, parts = MARGIN, []
     for model in report["models"]:
-        parts.append(text(MARGIN, y + 16, f"{model['model']}, {model['dtype']}", "title"))
+        runs = f"medians of {model['runs']} runs" if model["runs"] > 1 else "single runs"
+        parts.append(text(MARGIN, y + 16, f"{model['model']}, {model['dtype']}; {runs}", "title"))
         y += TITLE
         names = list(dict.fromkeys(r["workload"] for r in model["results"]))
         for start in range(0, len(names), COLUMNS):
@@ -109,11 +118,12 @@ def chart(report: dict) -> str:
     limits = report["limits"]
     peak = limits["bf16_dot_gflops"] or limits["f32_fma_gflops"]
     notes = [
-        f"{report['machine']}; {report['date']}, commit {report['commit']}; medians of {report['runs']} runs, whole "
-        "workloads.",
+        f"{report['machine']}; {report['date']}, commit {report['commit']}; whole workloads.",
         "The limit, and the share of it: of one token of a sample in a step (speculation makes more), at "
         f"{peak:.0f} GFLOP/s and {limits['read_gb_per_s']:.0f} GB/s.",
     ]
+    names = dict.fromkeys(r["engine"] for m in report["models"] for r in m["results"])
+    notes += [f"{name}: {NOTES[name]}." for name in names if name in NOTES]
     notes += [f"{m['model']}: without {', '.join(m['absent'])}." for m in report["models"] if m["absent"]]
     for note in notes:
         parts.append(text(MARGIN, y + 8, note, "note"))

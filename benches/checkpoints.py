@@ -12,13 +12,15 @@ import struct
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
 
 TOKENIZER = Path(__file__).resolve().parents[1] / "tests/fixtures/qwen2/tokenizer.json"
 RANDOM = "Qwen2.5-0.5B, random"
+GIVEN_MODEL, RANDOM_MODEL = "given", "random"
+"""As `--models` has them."""
 # Of its files, as the Makefile has it too.
 RANDOM_STEM = "qwen2.5-0.5b-random"
 QWEN = {
@@ -43,7 +45,11 @@ QWEN = {
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="a local model, as the server's --model takes it")
-    parser.add_argument("--random", action="store_true", help=f"also {RANDOM} (1 GB in the temporary directory)")
+    parser.add_argument(
+        "--models",
+        default=GIVEN_MODEL,
+        help=f"comma-separated: {GIVEN_MODEL} is --model, {RANDOM_MODEL} is {RANDOM} (1 GB in the temporary directory)",
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--mem-util", type=float, default=0.4)
 
@@ -51,13 +57,17 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 @contextmanager
 def named_models(args: argparse.Namespace) -> Iterator[list[tuple[str, Path]]]:
     """The models asked for, with their names; the random one is on disk as long as this context."""
-    model = Path(args.model)
-    models = [(stem_of(model), model)]
-    if not args.random:
+    model, wanted = Path(args.model), args.models.split(",")
+    if unknown := set(wanted) - {GIVEN_MODEL, RANDOM_MODEL}:
+        sys.exit(f"--models: {sorted(unknown)} are not among {GIVEN_MODEL} and {RANDOM_MODEL}")
+    with ExitStack() as stack:
+        models = []
+        if GIVEN_MODEL in wanted:
+            models.append((stem_of(model), model))
+        if RANDOM_MODEL in wanted:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollout-bench-")))
+            models.append((RANDOM, write_qwen(directory / RANDOM_STEM)))
         yield models
-        return
-    with tempfile.TemporaryDirectory(prefix="rollout-bench-") as directory:
-        yield [*models, (RANDOM, write_qwen(Path(directory) / RANDOM_STEM))]
 
 
 def stem_of(model: Path) -> str:

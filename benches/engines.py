@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,16 +19,24 @@ from workloads import Workload, run_once
 from rollout_client import SamplingParams, ServerInfo, ServerProcess
 
 OURS = "rollout-server"
+PLAIN = "without speculation"
+"""Our server a second time, with one token of a sample in a step, as the peers make them."""
+PEERS = ("vllm", "llama.cpp", "transformers", "mistral.rs")
+NOTES = {"mistral.rs": "in float32, as its bfloat16 is slower"}
+"""What a reader of a peer's figures must know."""
 PEER = Path(__file__).with_name("peer.py")
+
+
+class PeerFailedError(Exception):
+    """A peer has ended or cannot be started; the others go on without it."""
 
 
 class Ours:
     """Our server through its own client."""
 
-    name = OURS
-
-    def __init__(self, binary: str, model: Path, flags: list[str]) -> None:
+    def __init__(self, name: str, binary: str, model: Path, flags: list[str]) -> None:
         """Starts it, with the model's files in the page cache, and takes a first token."""
+        self.name = name
         for path in [model] if model.is_file() else sorted(model.glob("*")):
             with path.open("rb") as file:
                 while file.read(1 << 24):
@@ -84,8 +92,9 @@ class Peer:
         """Seconds of a whole workload, as the peer's own process has them."""
         os.killpg(self.group, signal.SIGCONT)
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(asdict(workload) | {"prompts": prompts}) + "\n")
-        self.process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended, as the missing answer says
+            self.process.stdin.write(json.dumps(asdict(workload) | {"prompts": prompts}) + "\n")
+            self.process.stdin.flush()
         seconds = self.answer()["seconds"]
         os.killpg(self.group, signal.SIGSTOP)
         return seconds
@@ -95,7 +104,7 @@ class Peer:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self.name} has ended with status {self.process.wait()}; its message is above")
+            raise PeerFailedError(f"{self.name} has ended with status {self.process.wait()}; its message is above")
         return json.loads(line)
 
     def close(self) -> None:
@@ -112,6 +121,7 @@ def commands(peers: Path, model: Path) -> dict[str, tuple[list[str], dict[str, s
     """By peer how it is started, or why it cannot be: `make bench-peers` puts them and their forms of a model there."""
     threads = str(os.cpu_count() or 1)
     python = peers / "vllm/bin/python"
+    mistral_rs = peers / "mistralrs/bin/python"
     llama_server = peers / "llama.cpp/bin/llama-server"
     name = stem_of(model)
     checkpoint = model if model.is_dir() else peers / "models" / name
@@ -127,12 +137,15 @@ def commands(peers: Path, model: Path) -> dict[str, tuple[list[str], dict[str, s
         "vllm": command("vllm", python, checkpoint, python, checkpoint),
         "llama.cpp": command("llama.cpp", llama_server, gguf, sys.executable, llama_server, gguf),
         "transformers": command("transformers", python, checkpoint, python, checkpoint),
+        "mistral.rs": command("mistral.rs", mistral_rs, checkpoint, mistral_rs, checkpoint),
     }
 
 
 def environment(name: str, peers: Path, threads: str) -> dict[str, str]:
     """What a peer's own guide advises on the CPU."""
     offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": threads}
+    if name == "mistral.rs":
+        return offline | {"RAYON_NUM_THREADS": threads, "RUST_LOG": "warn"}
     if name != "vllm":
         return offline
     # Intel's OpenMP comes with vLLM; tcmalloc is the system's, if it has it.
@@ -148,9 +161,9 @@ def environment(name: str, peers: Path, threads: str) -> dict[str, str]:
 
 @contextmanager
 def started(
-    binary: str, model: Path, flags: list[str], peers: Path, wanted: list[str]
-) -> Iterator[tuple[Ours, list[Peer], dict[str, str]]]:
-    """Our server, the wanted peers that are there, and of the others why they are not."""
+    binary: str, model: Path, flags: list[str], peers: Path, wanted: list[str], *, plain: bool
+) -> Iterator[tuple[list[Ours], list[Peer], dict[str, str]]]:
+    """Our server (and one without speculation, if `plain`), the wanted peers that are there, and why others are not."""
     with ExitStack() as stack:
         found, absent = [], {}
         for name, command in commands(peers, model).items():
@@ -162,10 +175,12 @@ def started(
             print(f"starting {name} …", file=sys.stderr)
             try:
                 found.append(Peer(name, *command))
-            except RuntimeError as error:
+            except PeerFailedError as error:
                 absent[name] = str(error)
             else:
                 stack.callback(found[-1].close)
-        ours = Ours(binary, model, flags)
-        stack.callback(ours.close)
+        ours = []
+        for name, more in [(OURS, []), (PLAIN, ["--speculation", "off"])][: 1 + plain]:
+            ours.append(Ours(name, binary, model, [*flags, *more]))
+            stack.callback(ours[-1].close)
         yield ours, found, absent

@@ -4,16 +4,21 @@
     make bench-operators             # runs the benches, then this
     .venv/bin/python benches/operators.py target/criterion
 
-What is counted in FLOPs is beside the peak of its instructions, what is counted in bytes beside a plain read of as
-many.
+What is counted in FLOPs is beside the peak of its instructions: dot products of bfloat16 where the processor has them
+and the weights or the keys and values are bfloat16, else float32 multiply-adds. What is counted in bytes is beside a
+plain read of as many. "Layers in turn" are all layers of the model, as a step has them, and their time that of all.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from section import number
+from workloads import commit, machine
 
 MEBIBYTE = 1 << 20
 
@@ -50,14 +55,19 @@ class Peaks:
     """What the process that measured the operators could do at most."""
 
     def __init__(self, measured: list[Measured]) -> None:
-        """From its "peak" group."""
-        self.flops = {m.function: m.rate for m in measured if m.is_flop}
-        self.reads = {m.amount: m.rate for m in measured if not m.is_flop}
+        """From its "peak" groups, the better of each: they ran before the operators and after them."""
+        self.flops: dict[str, float] = {}
+        self.reads: dict[int, float] = {}
+        for m in sorted(measured, key=lambda m: m.rate):
+            if m.is_flop:
+                self.flops[m.function] = m.rate
+            else:
+                self.reads[m.amount] = m.rate
 
     def of(self, m: Measured) -> float:
         """The peak that `m` could reach."""
         if m.is_flop:
-            dot = self.flops.get("bf16 dot") if m.group.endswith("Bf16") and m.group.startswith("linear") else None
+            dot = self.flops.get("bf16 dot") if "Bf16" in f"{m.group} {m.function}" else None
             return dot or self.flops["f32 multiply-add"]
         # Of no more than it reads, as less may lie in a faster cache.
         return self.reads[max((size for size in self.reads if size <= m.amount), default=min(self.reads))]
@@ -65,10 +75,15 @@ class Peaks:
 
 def table(measured: list[Measured]) -> str:
     peaks = Peaks([m for m in measured if m.group.startswith("peak")])
-    compute = ", ".join(f"{name} {rate:.0f} GFLOP/s" for name, rate in peaks.flops.items())
+    # Of "peak/avx512f/2 threads".
+    level, threads = next(m.group for m in measured if m.group.startswith("peak")).split("/")[1:]
+    compute = ", ".join(f"{name} {rate:.0f} GFLOP/s" for name, rate in sorted(peaks.flops.items()))
     reads = ", ".join(f"{size // MEBIBYTE} MiB {rate:.1f}" for size, rate in sorted(peaks.reads.items()))
     lines = [
-        f"Peaks: {compute}; reads of {reads} GB/s.",
+        f"## {datetime.date.today().isoformat()}: operators, {level}, {threads}",
+        "",
+        f"- machine: {machine()}; commit: {commit()}; command: `make bench-operators`, criterion's medians",
+        f"- peaks of the same process, the better of before and after: {compute}; reads of {reads} GB/s",
         "",
         "| operator | rows or shape | µs | GFLOP/s | GB/s | of the peak |",
         "|---|---|---|---|---|---|",
@@ -76,7 +91,7 @@ def table(measured: list[Measured]) -> str:
     for m in measured:
         if m.group.startswith("peak"):
             continue
-        flop, read = (f"{m.rate:.1f}", "") if m.is_flop else ("", f"{m.rate:.1f}")
+        flop, read = (number(m.rate), "") if m.is_flop else ("", number(m.rate))
         share = 100 * m.rate / peaks.of(m)
         lines.append(f"| {m.group} | {m.function} | {1e6 * m.seconds:,.1f} | {flop} | {read} | {share:.0f} % |")
     return "\n".join(lines)

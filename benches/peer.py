@@ -16,9 +16,12 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 MAX_MODEL_LEN = 2048
@@ -161,8 +164,71 @@ def llama_cpp(binary: str, model: str) -> tuple[str, Runner, Callable[[], object
         with ThreadPoolExecutor(len(order["prompts"])) as pool:
             return sum(pool.map(one, order["prompts"]))
 
-    version = subprocess.run([binary, "--version"], capture_output=True, text=True, check=False)
-    return (version.stderr or version.stdout).splitlines()[0].removeprefix("version: "), run, lambda: None
+    told = subprocess.run([binary, "--version"], capture_output=True, text=True, check=False)
+    return (told.stderr or told.stdout).splitlines()[0].removeprefix("version: "), run, lambda: None
+
+
+def mistral_rs(checkpoint: str) -> tuple[str, Runner, Callable[[], object]]:
+    """In process and in float32: on a processor its bfloat16 takes two to four times as long.
+
+    It takes texts only. Its tokenizer here has the numerals of the token ids as words, so that it computes the same ids
+    as the others. All requests go out at once as streams: of calls that wait for a whole answer it takes one at a time.
+    """
+    import mistralrs as library  # noqa: PLC0415 only this peer's Python has it
+
+    config = json.loads(Path(checkpoint, "config.json").read_text())
+    # Newer checkpoints have it in here, where mistral.rs does not look.
+    config.setdefault("rope_theta", config.get("rope_parameters", {}).get("rope_theta"))
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
+        "model": {"type": "WordLevel", "vocab": {str(i): i for i in range(config["vocab_size"])}, "unk_token": "0"},
+    }
+    with tempfile.TemporaryDirectory(prefix="rollout-bench-") as name:
+        directory = Path(name)
+        (directory / "config.json").write_text(json.dumps(config))
+        (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+        (directory / "messages.jinja").write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+        (directory / "model.safetensors").symlink_to(Path(checkpoint, "model.safetensors").resolve())
+        runner = library.Runner(
+            which=library.Which.Plain(model_id=name, dtype=library.ModelDType.F32),
+            max_seqs=MAX_SEQUENCES,
+            prefix_cache_n=0,
+            no_paged_attn=True,
+            jinja_explicit=str(directory / "messages.jinja"),
+        )
+
+    def run(order: Order) -> int:
+        n, new_tokens, is_greedy = order["n"], order["new_tokens"], order["temperature"] == 0
+
+        def stream(prompt: list[int]) -> Any:
+            request = library.ChatCompletionRequest(
+                model=name,
+                messages=[{"role": "user", "content": " ".join(map(str, prompt))}],
+                n_choices=n,
+                max_tokens=new_tokens,
+                temperature=None if is_greedy else order["temperature"],
+                top_k=1 if is_greedy else None,
+                ignore_eos=True,
+                logprobs=True,
+                stream=True,
+                enable_thinking=False,
+            )
+            return runner.send_chat_completion_request(request)
+
+        for chunks in [stream(prompt) for prompt in order["prompts"]]:
+            samples: list[list[float]] = [[] for _ in range(n)]
+            for choice in (choice for chunk in chunks for choice in chunk.choices):
+                samples[choice.index].append(choice.logprobs.logprob)
+            # A stream of several samples ends with the first half of them: of the others the last token is made, but
+            # not sent.
+            if min(map(len, samples)) < new_tokens - (n > 1):
+                raise RuntimeError(f"mistral.rs has sent {[len(s) for s in samples]} tokens of {new_tokens}")
+        return len(order["prompts"]) * n * new_tokens
+
+    return version("mistralrs"), run, lambda: None
 
 
 def main() -> None:
@@ -170,9 +236,9 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     peers: dict[str, Callable[..., tuple[str, Runner, Callable[[], object]]]]
-    peers = {"vllm": vllm, "transformers": transformers, "llama.cpp": llama_cpp}
-    version, run, clear = peers[sys.argv[1]](*sys.argv[2:])
-    print(json.dumps({"version": version}), file=answers, flush=True)
+    peers = {"vllm": vllm, "transformers": transformers, "llama.cpp": llama_cpp, "mistral.rs": mistral_rs}
+    release, run, clear = peers[sys.argv[1]](*sys.argv[2:])
+    print(json.dumps({"version": release}), file=answers, flush=True)
     for line in sys.stdin:
         order = json.loads(line)
         clear()

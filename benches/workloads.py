@@ -31,6 +31,11 @@ class Workload:
         """What tokens/s counts: generated tokens, or prompt tokens where next to nothing is generated."""
         return self.prompts * (self.prompt_len if self.new_tokens == 1 else self.n * self.new_tokens)
 
+    @property
+    def all_tokens(self) -> int:
+        """Prompt tokens and generated ones."""
+        return self.prompts * (self.prompt_len + self.n * self.new_tokens)
+
     def make_prompts(self, vocab_size: int) -> list[list[int]]:
         """Random token ids without a common prefix, the same for everyone."""
         rng = random.Random(PROMPT_SEED)
@@ -43,6 +48,8 @@ WORKLOADS = {
     "W3": Workload(prompts=16, n=1, prompt_len=1024, new_tokens=1, temperature=0.0),
     "W4": Workload(prompts=1, n=16, prompt_len=1024, new_tokens=128, temperature=1.0),
 }
+SPECULATIVE = ("W2",)
+"""Those in which speculation makes more than one token of a sample in a step; measured without it as well."""
 TITLES = {"W1": "groups", "W2": "single stream, greedy", "W3": "prefill, prompt tokens", "W4": "long shared prompt"}
 
 
@@ -124,6 +131,6 @@ def commit() -> str:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
 
-    return (git("rev-parse", "--short", "HEAD") or "unknown") + (
-        " with changes" if git("status", "--porcelain") else ""
-    )
+    # The last results are no part of what is measured.
+    is_changed = git("status", "--porcelain", "--", ":/", ":(exclude,top)benches/results.*")
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + (" with changes" if is_changed else "")

@@ -17,6 +17,7 @@ use std::time::Duration;
 
 struct Model {
     name: &'static str,
+    layers: usize,
     hidden: usize,
     intermediate: usize,
     heads: usize,
@@ -26,9 +27,19 @@ struct Model {
 }
 
 const MODELS: [Model; 2] = [
-    Model { name: "smollm2-135m", hidden: 576, intermediate: 1536, heads: 9, kv_heads: 3, head_dim: 64, vocab: 49152 },
+    Model {
+        name: "smollm2-135m",
+        layers: 30,
+        hidden: 576,
+        intermediate: 1536,
+        heads: 9,
+        kv_heads: 3,
+        head_dim: 64,
+        vocab: 49152,
+    },
     Model {
         name: "qwen2.5-0.5b",
+        layers: 24,
         hidden: 896,
         intermediate: 4864,
         heads: 14,
@@ -175,25 +186,103 @@ fn linears(c: &mut Criterion) {
                 if dtype == WeightDtype::F32 && layer != "gate_up" {
                     continue; // one layer shows the float32 path
                 }
-                let mut w = PackedMatrix::zeros(dtype, n, k, leaves);
                 let row = values(k);
-                (0..n).for_each(|i| w.write_rows(i, WeightRows::F32(&row)));
+                let matrix = || {
+                    let mut w = PackedMatrix::zeros(dtype, n, k, leaves);
+                    (0..n).for_each(|i| w.write_rows(i, WeightRows::F32(&row)));
+                    w
+                };
+                let weights: Vec<PackedMatrix> = (0..model.copies(layer)).map(|_| matrix()).collect();
                 let mut group = c.benchmark_group(format!("linear/{}/{layer}/{dtype:?}", model.name));
-                for m in [1, 8, 64, 512] {
-                    if layer == "lm_head" && m > 64 {
-                        continue; // logits are asked for the last rows only
+                // A layer again and again, from the cache if it fits, and all of a model in turn, as a step has them.
+                for (copies, rows) in [(1, &[1, 8, 16, 64, 512, 1024][..]), (model.layers, &[1, 16, 64])] {
+                    if copies > weights.len() {
+                        continue;
                     }
-                    let (x, mut out) = (values(m * k), vec![0.0; m * n]);
-                    group.throughput(match m {
-                        1 => Throughput::BytesDecimal(w.bytes() as u64),
-                        _ => Throughput::Elements(2 * (m * n * k) as u64),
-                    });
-                    group.bench_function(BenchmarkId::new("rows", m), |b| {
-                        b.iter(|| linear(&cpu, Rows::dense(&x, k), &w, None, RowsMut::dense(&mut out, n)))
-                    });
+                    for &m in rows {
+                        if layer == "lm_head" && m > 64 {
+                            continue; // logits are asked for the last rows only
+                        }
+                        let (x, mut out) = (values(m * k), vec![0.0; m * n]);
+                        let in_turn = &weights[..copies];
+                        group.throughput(match m {
+                            1 => Throughput::BytesDecimal(in_turn.iter().map(|w| w.bytes() as u64).sum()),
+                            _ => Throughput::Elements(2 * (copies * m * n * k) as u64),
+                        });
+                        group.bench_function(BenchmarkId::new(named(copies, "rows"), m), |b| {
+                            b.iter(|| {
+                                for w in in_turn {
+                                    linear(&cpu, Rows::dense(&x, k), w, None, RowsMut::dense(&mut out, n));
+                                }
+                            })
+                        });
+                    }
                 }
             }
         }
+    }
+}
+
+impl Model {
+    /// How many matrices of this kind the model has.
+    fn copies(&self, layer: &str) -> usize {
+        if layer == "lm_head" { 1 } else { self.layers }
+    }
+}
+
+/// What is measured of so many layers in turn says so.
+fn named(layers: usize, what: &str) -> String {
+    if layers == 1 { what.into() } else { format!("{layers} layers in turn, {what}") }
+}
+
+/// Sequences of one attention call: `groups * samples` of them, each of `shared` positions in blocks of its group and
+/// `own` ones in blocks of its own, the last `rows` of which are computed.
+struct Sequences {
+    name: &'static str,
+    groups: usize,
+    samples: usize,
+    shared: usize,
+    own: usize,
+    rows: usize,
+    in_turn: bool,
+}
+
+const BLOCK: usize = 16;
+
+/// W1, W3, W4: the workloads of `benches/workloads.py`, in the middle of their samples.
+const SEQUENCES: [Sequences; 7] = [
+    Sequences { name: "decode 1x256", groups: 1, samples: 1, shared: 0, own: 256, rows: 1, in_turn: false },
+    Sequences { name: "decode 32x256", groups: 32, samples: 1, shared: 0, own: 256, rows: 1, in_turn: false },
+    Sequences { name: "decode 8x4096", groups: 8, samples: 1, shared: 0, own: 4096, rows: 1, in_turn: false },
+    Sequences { name: "prefill 512", groups: 1, samples: 1, shared: 0, own: 512, rows: 512, in_turn: false },
+    Sequences { name: "prefill 1024 (W3)", groups: 1, samples: 1, shared: 0, own: 1024, rows: 1024, in_turn: false },
+    Sequences { name: "decode 8x8x(128+64) (W1)", groups: 8, samples: 8, shared: 128, own: 64, rows: 1, in_turn: true },
+    Sequences {
+        name: "decode 16x(1024+64) (W4)",
+        groups: 1,
+        samples: 16,
+        shared: 1024,
+        own: 64,
+        rows: 1,
+        in_turn: true,
+    },
+];
+
+impl Sequences {
+    fn blocks(&self) -> usize {
+        self.groups * (self.shared + self.samples * self.own) / BLOCK
+    }
+
+    /// By sequence the blocks of its positions. Neighbours in a sequence are no neighbours in memory.
+    fn tables(&self) -> Vec<Vec<u32>> {
+        let shared_blocks = self.groups * self.shared / BLOCK;
+        let own_of = |i: usize, s: usize| (shared_blocks + i * self.groups * self.samples + s) as u32;
+        (0..self.groups * self.samples)
+            .map(|s| {
+                let shared = (0..self.shared / BLOCK).map(|i| (i * self.groups + s / self.samples) as u32);
+                shared.chain((0..self.own / BLOCK).map(|i| own_of(i, s))).collect()
+            })
+            .collect()
     }
 }
 
@@ -201,40 +290,68 @@ fn attention(c: &mut Criterion) {
     let cpu = cpu();
     for model in &MODELS {
         let mut group = c.benchmark_group(format!("attention/{}", model.name));
-        for (name, sequences, length, rows) in [
-            ("decode 1x256", 1, 256, 1),
-            ("decode 32x256", 32, 256, 1),
-            ("decode 8x4096", 8, 4096, 1),
-            ("prefill 512", 1, 512, 512),
-        ] {
+        for case in &SEQUENCES {
             for dtype in [KvDtype::Bf16, KvDtype::F32] {
                 let Model { heads, kv_heads, head_dim, .. } = *model;
-                let per_sequence = length / 16;
-                let blocks = per_sequence * sequences;
-                let mut cache = KvCache::new(KvLayout { blocks, block_size: 16, kv_heads, head_dim, dtype });
-                let slots: Vec<u32> = (0..blocks as u32 * 16).collect();
+                let blocks = case.blocks();
+                let slots: Vec<u32> = (0..(blocks * BLOCK) as u32).collect();
                 let kv = values(slots.len() * kv_heads * head_dim);
                 let kv = Rows::dense(&kv, kv_heads * head_dim);
-                cache.write(&cpu, kv, kv, &slots);
-                // Neighbours in a sequence are no neighbours in memory.
-                let table = |s: usize| (0..per_sequence).map(|b| (b * sequences + s) as u32).collect::<Vec<u32>>();
-                let tables: Vec<Vec<u32>> = (0..sequences).map(table).collect();
+                let cache = || {
+                    let mut cache = KvCache::new(KvLayout { blocks, block_size: BLOCK, kv_heads, head_dim, dtype });
+                    cache.write(&cpu, kv, kv, &slots);
+                    cache
+                };
+                let layers = if case.in_turn { model.layers } else { 1 };
+                let caches: Vec<KvCache> = (0..layers).map(|_| cache()).collect();
+                let (tables, rows, length) = (case.tables(), case.rows, case.shared + case.own);
                 let sequence = |s: usize| AttentionSequence {
                     first_row: s * rows,
                     rows,
                     start_position: length - rows,
                     block_table: &tables[s],
                 };
-                let batch: Vec<AttentionSequence> = (0..sequences).map(sequence).collect();
+                let batch: Vec<AttentionSequence> = (0..tables.len()).map(sequence).collect();
                 let width = heads * head_dim;
-                let (q, mut out) = (values(sequences * rows * width), vec![0.0; sequences * rows * width]);
+                let (q, mut out) = (values(batch.len() * rows * width), vec![0.0; batch.len() * rows * width]);
                 let shape = AttentionShape { heads, scale: 0.125, sliding_window: None };
-                let seen: usize = (length - rows + 1..=length).sum::<usize>() * sequences;
+                let seen: usize = (length - rows + 1..=length).sum::<usize>() * batch.len() * layers;
                 group.throughput(Throughput::Elements(4 * (seen * width) as u64));
-                group.bench_function(BenchmarkId::new(name, format!("{dtype:?}")), |b| {
+                group.bench_function(BenchmarkId::new(named(layers, case.name), format!("{dtype:?}")), |b| {
                     b.iter(|| {
-                        let (q, out) = (Rows::dense(&q, width), RowsMut::dense(&mut out, width));
-                        paged_attention(&cpu, q, &shape, &batch, &cache, out)
+                        for cache in &caches {
+                            let (q, out) = (Rows::dense(&q, width), RowsMut::dense(&mut out, width));
+                            paged_attention(&cpu, q, &shape, &batch, cache, out)
+                        }
+                    })
+                });
+            }
+        }
+    }
+}
+
+/// Keys and values of a step into the caches of all layers in turn, in GB/s read and written: a chunk of a prompt, and
+/// a row for each of 64 samples.
+fn kv_write(c: &mut Criterion) {
+    let cpu = cpu();
+    for model in &MODELS {
+        let Model { layers, kv_heads, head_dim, .. } = *model;
+        let width = kv_heads * head_dim;
+        let mut group = c.benchmark_group(format!("KV write/{}", model.name));
+        for (rows, positions_apart) in [(1024_usize, 1), (64, BLOCK)] {
+            let blocks = (rows * positions_apart).div_ceil(BLOCK);
+            let slots: Vec<u32> = (0..rows).map(|row| (row * positions_apart) as u32).collect();
+            let (keys, values) = (values(rows * width), values(rows * width));
+            let layout = KvLayout { blocks, block_size: BLOCK, kv_heads, head_dim, dtype: KvDtype::Bf16 };
+            let mut caches: Vec<KvCache> = (0..layers).map(|_| KvCache::new(layout)).collect();
+            for copies in [1, layers] {
+                let in_turn = &mut caches[..copies];
+                group.throughput(Throughput::BytesDecimal((2 * (4 + 2) * copies * rows * width) as u64));
+                group.bench_function(BenchmarkId::new(named(copies, "rows"), rows), |b| {
+                    b.iter(|| {
+                        for cache in in_turn.iter_mut() {
+                            cache.write(&cpu, Rows::dense(&keys, width), Rows::dense(&values, width), &slots);
+                        }
                     })
                 });
             }
@@ -247,7 +364,7 @@ fn elementwise(c: &mut Criterion) {
     let cpu = cpu();
     for model in &MODELS {
         let mut group = c.benchmark_group(format!("elementwise/{}", model.name));
-        for m in [1, 64, 512] {
+        for m in [1, 16, 64, 1024] {
             let (hidden, inner) = (model.hidden, model.intermediate);
             let (x, mut residual, mut out) = (values(m * hidden), values(m * hidden), vec![0.0; m * hidden]);
             let weight = values(hidden);
@@ -336,6 +453,7 @@ fn span(c: &mut Criterion) {
 criterion_group! {
     name = operators;
     config = Criterion::default().sample_size(10).warm_up_time(Duration::from_millis(100)).measurement_time(Duration::from_millis(300));
-    targets = span, peak, linears, attention, elementwise, logits, weights
+    // The peaks at both ends: a neighbour of this machine can make it slow for minutes.
+    targets = span, peak, linears, attention, kv_write, elementwise, logits, weights, peak
 }
 criterion_main!(operators);
