@@ -1,0 +1,98 @@
+"""The rules of `make bench`, on engines whose runs take a given time."""
+
+import argparse
+import sys
+import xml.etree.ElementTree as ET
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benches"))
+
+import chart
+import end_to_end
+import section
+from engines import OURS, PLAIN, Ours, PeerFailedError
+from workloads import WORKLOADS, Limits
+
+LIMITS = Limits(threads=2, instructions="avx512f", f32_fma_gflops=400.0, bf16_dot_gflops=800.0, read_gb_per_s=40.0)
+
+
+class FakePeer:
+    group = -1
+
+    def __init__(self, name, seconds_per_token, fails_at=None):
+        self.name, self.seconds_per_token, self.fails_at, self.runs = name, seconds_per_token, fails_at, 0
+
+    def run(self, workload, prompts):
+        assert len(prompts) == workload.prompts
+        if self.runs == self.fails_at:
+            raise PeerFailedError(f"{self.name} has ended")
+        self.runs += 1
+        return self.seconds_per_token * workload.all_tokens
+
+
+class FakeOurs(FakePeer, Ours):
+    pass
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    monkeypatch.setattr(end_to_end, "other_cpu_seconds", lambda _: 0.0)
+    return [FakeOurs(OURS, 0.001), FakeOurs(PLAIN, 0.002)]
+
+
+def measure(engines, name, runs=3, peer_seconds=0.0):
+    absent = {}
+    results = end_to_end.measure(engines, absent, name, vocab_size=1000, runs=runs, peer_seconds=peer_seconds)
+    return {r["engine"]: r for r in results}, absent
+
+
+def report(results, absent):
+    limits, memory = asdict(LIMITS), {"peak_resident_bytes": None, "ceiling_bytes": 2**30}
+    model = {"model": "SmolLM2", "dtype": "bfloat16", "kernel": "avx512_bf16", "parameters": 134_515_008, "runs": 3}
+    model |= {"versions": {OURS: "1"}, "start_seconds": {OURS: 0.5}, "absent": absent, "memory": memory}
+    measured = {"date": "2026-01-01", "machine": "m", "commit": "c", "command": "x", "peer_minutes": 1.0}
+    measured |= {"limits": limits, "models": [model | {"results": list(results.values())}]}
+    end_to_end.keep(argparse.Namespace(json=None), measured)
+    return measured
+
+
+def test_a_peer_gets_as_many_runs_as_fit_into_its_time(engines):
+    tokens = WORKLOADS["W2"].all_tokens
+    rivals = [FakePeer("quick", 1 / tokens), FakePeer("slow", 20 / tokens), FakePeer("slowest", 70 / tokens)]
+    results, absent = measure([*engines, *rivals], "W2", peer_seconds=60.0)
+    assert {name: r["runs"] for name, r in results.items()} == {OURS: 3, PLAIN: 3, "quick": 3, "slow": 3, "slowest": 0}
+    results, _ = measure([*engines, *rivals], "W2", peer_seconds=59.0)
+    assert results["slow"]["runs"] == 2
+    assert results["slowest"]["expected_seconds"] == pytest.approx(70)
+    assert rivals[2].runs == 2, "its warm-ups"
+    assert not absent
+
+
+def test_one_stream_alone_is_measured_without_speculation(engines):
+    assert PLAIN in measure(engines, "W2")[0]
+    assert PLAIN not in measure(engines, "W3")[0]
+    assert {engine.name for engine in engines} == {OURS, PLAIN}
+
+
+def test_a_peer_that_fails_leaves_the_others(engines):
+    engines += [FakePeer("fragile", 0.01, fails_at=2), FakePeer("steady", 0.01)]
+    results, absent = measure(engines, "W2")
+    assert list(results) == [OURS, PLAIN, "steady"]
+    assert absent == {"fragile": "fragile has ended"}
+    assert "fragile is absent: fragile has ended" in section.markdown(report(results, absent))
+
+
+def test_table_and_picture_say_what_was_left_out(engines):
+    engines += [FakePeer("vllm", 0.004), FakePeer("mistral.rs", 1.0)]
+    results, absent = measure(engines, "W2", peer_seconds=60.0)
+    measured = report(results, absent)
+    lines = section.markdown(measured).splitlines()
+    assert any("| mistral.rs | left out: a run takes about 4.3 min |" in line for line in lines)
+    assert any(line.startswith(f"| … {PLAIN} | {OURS} |") and "2.00 × vllm" in line for line in lines)
+    assert any("| vllm |" in line and f"4.0 × ({PLAIN} 2.0 ×)" in line for line in lines)
+    texts = [element.text for element in ET.fromstring(chart.chart(measured)).iter() if element.text]
+    assert "left out: about 4.3 min" in texts
+    assert texts.count(PLAIN) == 1
