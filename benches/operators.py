@@ -74,9 +74,9 @@ class Peaks:
 
 
 def table(measured: list[Measured]) -> str:
-    peaks = Peaks([m for m in measured if m.group.startswith("peak")])
-    # Of "peak/avx512f/2 threads".
-    level, threads = next(m.group for m in measured if m.group.startswith("peak")).split("/")[1:]
+    peaks = Peaks([m for m in measured if m.group.startswith("peaks")])
+    # Of "peaks before/avx512f/2 threads".
+    level, threads = next(m.group for m in measured if m.group.startswith("peaks")).split("/")[1:]
     compute = ", ".join(f"{name} {rate:.0f} GFLOP/s" for name, rate in sorted(peaks.flops.items()))
     reads = ", ".join(f"{size // MEBIBYTE} MiB {rate:.1f}" for size, rate in sorted(peaks.reads.items()))
     lines = [
@@ -89,7 +89,7 @@ def table(measured: list[Measured]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for m in measured:
-        if m.group.startswith("peak"):
+        if m.group.startswith("peaks"):
             continue
         flop, read = (number(m.rate), "") if m.is_flop else ("", number(m.rate))
         share = 100 * m.rate / peaks.of(m)

@@ -58,12 +58,21 @@ fn values(len: usize) -> Vec<f32> {
     (0..len as u32).map(|i| (i.wrapping_mul(2_654_435_769) as f32 / u32::MAX as f32 - 0.5) * 0.2).collect()
 }
 
+fn peaks_before(c: &mut Criterion) {
+    peaks(c, "before");
+}
+
+/// A second time: a neighbour of this machine can make it slow for minutes.
+fn peaks_after(c: &mut Criterion) {
+    peaks(c, "after");
+}
+
 /// The multiply-adds that registers allow, and what reading costs from cache and from memory.
-fn peak(c: &mut Criterion) {
+fn peaks(c: &mut Criterion, when: &str) {
     const STEPS: usize = 200_000;
     let cpu = cpu();
     let threads = cpu.pool().threads();
-    let mut group = c.benchmark_group(format!("peak/{}/{threads} threads", cpu.isa().name()));
+    let mut group = c.benchmark_group(format!("peaks {when}/{}/{threads} threads", cpu.isa().name()));
     group.throughput(Throughput::Elements((threads * STEPS * PEAK_FLOP_PER_STEP) as u64));
     group.bench_function("f32 multiply-add", |b| {
         b.iter(|| cpu.pool().run(threads, |_| _ = black_box(multiply_adds(black_box(STEPS)))))
@@ -453,7 +462,6 @@ fn span(c: &mut Criterion) {
 criterion_group! {
     name = operators;
     config = Criterion::default().sample_size(10).warm_up_time(Duration::from_millis(100)).measurement_time(Duration::from_millis(300));
-    // The peaks at both ends: a neighbour of this machine can make it slow for minutes.
-    targets = span, peak, linears, attention, kv_write, elementwise, logits, weights, peak
+    targets = span, peaks_before, linears, attention, kv_write, elementwise, logits, weights, peaks_after
 }
 criterion_main!(operators);
