@@ -11,8 +11,12 @@ use super::pool::{Cpu, SharedScratch};
 use super::rows::{Rows, RowsMut, SharedRows, SharedSlice};
 use half::bf16;
 
+mod blocks;
+mod dot_tile;
+mod dots;
 mod plan;
 mod span;
+mod task;
 mod tile;
 mod unit;
 
@@ -38,7 +42,7 @@ pub struct AttentionSequence<'a> {
 pub struct AttentionShape {
     /// Query heads, a multiple of the KV heads.
     pub heads: usize,
-    /// Factor of `q · k`.
+    /// Factor of `q · k`, above 0.
     pub scale: f32,
     /// How many positions a row sees, its own included; all if `None`.
     pub sliding_window: Option<usize>,
@@ -62,16 +66,20 @@ pub fn paged_attention(
     assert!(shape.heads.is_multiple_of(layout.kv_heads), "{} heads over {} KV heads", shape.heads, layout.kv_heads);
     assert_eq!((q.width(), out.rows(), out.width()), (width, q.rows(), width), "rows and width of query and output");
     assert!(shape.sliding_window != Some(0), "a window of 0 positions sees nothing");
+    assert!(shape.scale > 0.0, "a scale of {} does not keep the order of the scores", shape.scale);
     check_sequences(sequences, q.rows(), cache);
 
-    let tile = TilePairs::new(cpu.isa().accumulators());
+    let dots = layout.dtype == KvDtype::Bf16 && cpu.isa().rounds_activations();
+    let tile = if dots { dots::TILE_PAIRS } else { TilePairs::new(cpu.isa().accumulators()) };
     let mut shared = cpu.shared();
     let SharedScratch { plan, records, .. } = &mut *shared;
     Planner { shape, sequences, layout: &layout, tile, threads: cpu.pool().threads() }.plan(plan);
     let records = records.floats(plan.records * record_len(layout.head_dim));
     let call = Call { isa: cpu.isa(), q, shape, sequences, cache, out: out.share() };
     let shared = SharedSlice::new(records);
-    cpu.pool().run_with_scratch(plan.tasks.len(), tile::scratch_len(tile, &layout), |i, scratch| match layout.dtype {
+    let scratch = if dots { dots::scratch_len(&layout) } else { tile::scratch_len(tile, &layout) };
+    cpu.pool().run_with_scratch(plan.tasks.len(), scratch, |i, scratch| match layout.dtype {
+        KvDtype::Bf16 if dots => dots::run(&call, &plan.tasks[i], &shared, scratch),
         KvDtype::Bf16 => tile::run::<bf16>(&call, &plan.tasks[i], tile, &shared, scratch),
         KvDtype::F32 => tile::run::<f32>(&call, &plan.tasks[i], tile, &shared, scratch),
     });

@@ -2,7 +2,8 @@
 //! depend on it.
 
 use super::span::{SPAN, record_len};
-use super::tile::{MOST_TILES, TilePairs, UNIT};
+use super::task::UNIT;
+use super::tile::{MOST_TILES, TilePairs};
 use super::{AttentionSequence, AttentionShape};
 use crate::cpu::kv::KvLayout;
 use std::ops::Range;

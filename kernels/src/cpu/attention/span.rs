@@ -3,7 +3,7 @@
 
 use super::Call;
 use super::plan::Split;
-use super::tile::{UNIT, places_of, write};
+use super::task::{UNIT, places_of, write};
 use crate::cpu::isa::{Isa, Kernel};
 use crate::cpu::kv::KvLayout;
 use crate::cpu::lanes::{LANES, Lanes};

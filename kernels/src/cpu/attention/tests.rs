@@ -1,5 +1,5 @@
 use super::super::kv::KvLayout;
-use super::super::testing::{Random, bits, close};
+use super::super::testing::{Random, bits};
 use super::super::{Isa, Rows, RowsMut};
 use super::*;
 
@@ -76,8 +76,10 @@ impl Case {
         self.lengths.iter().enumerate().map(|(s, len)| (s, 0, *len)).collect()
     }
 
-    /// One output row and head in float64.
-    fn reference(&self, s: usize, row: usize, head: usize) -> Vec<f64> {
+    /// One output row and head in float64, and how far from each an implementation may be: if it rounds queries (which are
+    /// rounded here, too) and weights (each by half a unit of its last place), as one with bfloat16 products does.
+    fn reference(&self, s: usize, row: usize, head: usize, isa: Isa) -> Vec<(f64, f64)> {
+        let rounds = self.dtype == KvDtype::Bf16 && isa.rounds_activations();
         let stored = |x: f32| f64::from(if self.dtype == KvDtype::Bf16 { bf16::from_f32(x).to_f32() } else { x });
         let (width, d) = (self.kv_heads * self.head_dim, self.head_dim);
         let kv_head = head / (self.heads / self.kv_heads);
@@ -86,17 +88,37 @@ impl Case {
         let line = |of: &[Vec<f32>], t: usize| -> Vec<f64> {
             of[s][t * width + kv_head * d..][..d].iter().map(|x| stored(*x)).collect()
         };
-        let dot = |k: Vec<f64>| q.iter().zip(k).map(|(q, k)| f64::from(*q) * k).sum::<f64>() * f64::from(self.scale());
+        let query = |x: f32| f64::from(if rounds { bf16::from_f32(x).to_f32() } else { x });
+        let dot = |k: Vec<f64>| q.iter().zip(k).map(|(q, k)| query(*q) * k).sum::<f64>() * f64::from(self.scale());
         let scores: Vec<f64> = (first..=row).map(|t| dot(line(&self.k, t))).collect();
         let largest = scores.iter().copied().fold(f64::MIN, f64::max);
         let weights: Vec<f64> = scores.iter().map(|s| (s - largest).exp()).collect();
         let total: f64 = weights.iter().sum();
-        let mut out = vec![0.0; d];
+        let (mut out, mut magnitude) = (vec![0.0; d], vec![0.0; d]);
         for (t, weight) in (first..=row).zip(weights) {
-            out.iter_mut().zip(line(&self.v, t)).for_each(|(out, v)| *out += weight / total * v);
+            let weighted = line(&self.v, t).into_iter().map(|v| weight / total * v);
+            out.iter_mut().zip(&mut magnitude).zip(weighted).for_each(|((out, magnitude), v)| {
+                *out += v;
+                *magnitude += v.abs();
+            });
         }
-        out
+        let half = if rounds { f64::from(bf16::EPSILON) / 2.0 } else { 0.0 };
+        let near = |(out, magnitude): (f64, f64)| (out, 3e-6 * out.abs().max(1.0) + half * (magnitude + out.abs()));
+        out.into_iter().zip(magnitude).map(near).collect()
     }
+}
+
+/// The instruction sets that have the same bits: those that round queries and weights of a bfloat16 cache, and the others.
+fn alike() -> [Vec<Isa>; 2] {
+    let (rounding, others) = Isa::all().into_iter().partition(|isa| isa.rounds_activations());
+    [rounding, others]
+}
+
+fn near(found: f32, (expected, distance): (f64, f64), what: &str) {
+    assert!(
+        (f64::from(found) - expected).abs() <= distance,
+        "{found} is farther than {distance} from {expected}: {what}"
+    );
 }
 
 fn lengths(random: &mut Random, sequences: usize, longest: usize) -> Vec<usize> {
@@ -110,14 +132,14 @@ fn attention_is_that_of_f64() {
         let lengths = lengths(&mut random, 2, 140);
         let case = case(&mut random, lengths);
         let (cache, tables) = cache(&case, &mut random, 16);
-        for isa in Isa::available() {
+        for isa in Isa::all() {
             let out = case.run(&Cpu::with_isa(2, isa), &cache, &tables, &case.whole());
             for (s, len) in case.lengths.iter().enumerate() {
                 for row in [0, len / 3, len - 1] {
                     let head = random.below(case.heads);
                     let found = &out[s][(row * case.heads + head) * case.head_dim..][..case.head_dim];
-                    for (y, expected) in found.iter().zip(case.reference(s, row, head)) {
-                        close(*y, expected, 3e-6, &format!("{} seed {seed} sequence {s} row {row}", isa.name()));
+                    for (y, expected) in found.iter().zip(case.reference(s, row, head, isa)) {
+                        near(*y, expected, &format!("{} seed {seed} sequence {s} row {row}", isa.name()));
                     }
                 }
             }
@@ -132,9 +154,13 @@ fn every_way_to_cut_batch_and_store_gives_the_same_bits() {
         let lengths = lengths(&mut random, 3, 150);
         let case = case(&mut random, lengths);
         let (whole_cache, whole_tables) = cache(&case, &mut random, 16);
-        let expected = case.run(&Cpu::new(1), &whole_cache, &whole_tables, &case.whole());
         let width = case.heads * case.head_dim;
-        for (i, isa) in Isa::available().into_iter().enumerate() {
+        let whole = |isa| case.run(&Cpu::with_isa(1, isa), &whole_cache, &whole_tables, &case.whole());
+        let each = alike().into_iter().flat_map(|alike| {
+            let expected = whole(alike[0]);
+            alike.into_iter().map(move |isa| (isa, expected.clone()))
+        });
+        for (i, (isa, expected)) in each.enumerate() {
             let block_size = [16, 1, 5, 32, 24, 64][(seed as usize + i) % 6];
             let (cache, tables) = cache(&case, &mut random, block_size);
             let cpu = Cpu::with_isa(random.between(1, 3), isa);
@@ -166,15 +192,19 @@ fn a_long_context_decodes_as_it_prefills_on_any_number_of_threads() {
         let mut case = case(&mut random, vec![1100]);
         case.window = window;
         let (cache, tables) = cache(&case, &mut random, 16);
-        let whole = &case.run(&Cpu::new(1), &cache, &tables, &case.whole())[0];
         let width = case.heads * case.head_dim;
-        // Equalities alone would not miss a span that every way to compute leaves out.
-        for row in [511, 512, 1023, 1099] {
-            for (y, expected) in whole[row * width..].iter().zip(case.reference(0, row, 0)) {
-                close(*y, expected, 3e-6, &format!("window {window:?}, row {row}"));
+        let [rounding, others] = alike().map(|alike| {
+            let whole = case.run(&Cpu::with_isa(1, alike[0]), &cache, &tables, &case.whole()).remove(0);
+            // Equalities alone would not miss a span that every way to compute leaves out.
+            for row in [511, 512, 1023, 1099] {
+                for (y, expected) in whole[row * width..].iter().zip(case.reference(0, row, 0, alike[0])) {
+                    near(*y, expected, &format!("window {window:?}, row {row}, {}", alike[0].name()));
+                }
             }
-        }
-        for (isa, threads) in Isa::available().into_iter().zip([3, 2, 4, 5]) {
+            whole
+        });
+        for (isa, threads) in Isa::all().into_iter().zip([3, 2, 4, 5, 1, 2, 3]) {
+            let whole = if isa.rounds_activations() { &rounding } else { &others };
             let cpu = Cpu::with_isa(threads, isa);
             for position in [0, 63, 64, 511, 512, 700, 1023, 1024, 1099] {
                 // One row is one task, a few are some tiles: both have their spans shared among threads.
@@ -230,12 +260,16 @@ fn sequences_that_share_blocks_have_the_bits_they_have_alone() {
         };
         let mut parts: Vec<(usize, usize, usize)> = case.lengths.iter().enumerate().map(last).collect();
         random.shuffle(&mut parts);
-        let alone = |part: &(usize, usize, usize)| case.run(&Cpu::new(1), &cache, &separate, &[*part]).remove(0);
-        let expected: Vec<Vec<f32>> = parts.iter().map(alone).collect();
-        for isa in Isa::available() {
+        let [rounding, others] = alike().map(|alike| {
+            let cpu = Cpu::with_isa(1, alike[0]);
+            let alone = |part: &(usize, usize, usize)| case.run(&cpu, &cache, &separate, &[*part]).remove(0);
+            parts.iter().map(alone).collect::<Vec<_>>()
+        });
+        for isa in Isa::all() {
+            let expected = if isa.rounds_activations() { &rounding } else { &others };
             let cpu = Cpu::with_isa(random.between(1, 3), isa);
             let found = case.run(&cpu, &cache, &tables, &parts);
-            for ((found, expected), part) in found.iter().zip(&expected).zip(&parts) {
+            for ((found, expected), part) in found.iter().zip(expected).zip(&parts) {
                 let what = format!("{} block {block_size} shared {shared} {part:?}", isa.name());
                 let one_nan = |y: &[f32]| y.iter().map(|y| if y.is_nan() { f32::NAN } else { *y }).collect::<Vec<_>>();
                 assert_eq!(bits(&one_nan(found)), bits(&one_nan(expected)), "{what}");

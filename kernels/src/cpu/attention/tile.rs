@@ -1,8 +1,10 @@
 //! A task of attention: pairs of (query row, head) that share a KV head, over all they see or a span of it.
 
-use super::plan::{Task, seen};
-use super::span::{SPAN, divide, fold, record_len, state_len};
-use super::unit::{Ahead, Part, Softmax, Unit, scale_lines, score, weigh, widen};
+use super::blocks::{Ahead, Blocks, Unit, gathered_len};
+use super::plan::Task;
+use super::span::{SPAN, fold, state_len};
+use super::task::{Place, Turn, UNIT, VECTORS, each_turn, places_of, put};
+use super::unit::{Part, Softmax, scale_lines, score, weigh, widen};
 use super::{AttentionSequence, Call};
 use crate::cpu::kv::KvLayout;
 use crate::cpu::lanes::LANES;
@@ -10,10 +12,6 @@ use crate::cpu::rows::SharedSlice;
 use crate::cpu::tile::{Element, MOST_ROWS, most_rows};
 use std::ops::Range;
 
-/// Positions from one step of the online softmax to the next; absolute, so the same for every query.
-pub(super) const UNIT: usize = 64;
-/// Vectors of positions in a unit.
-pub(super) const VECTORS: usize = UNIT / LANES;
 /// The most register tiles of a task.
 pub(super) const MOST_TILES: usize = 20;
 
@@ -36,7 +34,7 @@ impl TilePairs {
 
     /// The most pairs of a task: enough for what widening a unit costs to be little beside the products, few enough for
     /// queries and weights to stay in the second-level cache.
-    pub fn most_of_task(self) -> usize {
+    pub const fn most_of_task(self) -> usize {
         20 * self.beside
     }
 }
@@ -52,10 +50,6 @@ fn pair_len(layout: &KvLayout) -> usize {
     layout.head_dim + UNIT + 2 * state_len(layout.head_dim)
 }
 
-fn gathered_len(layout: &KvLayout) -> usize {
-    if layout.block_size.is_multiple_of(LANES) { 0 } else { 2 * UNIT * layout.head_dim }
-}
-
 /// Computes the outputs of the task's pairs, or their records.
 pub(super) fn run<E: Element>(
     call: &Call<'_>,
@@ -65,12 +59,8 @@ pub(super) fn run<E: Element>(
     scratch: &mut [f32],
 ) {
     let layout = call.cache.layout();
-    let members = &call.sequences[task.first_sequence as usize..][..task.sequences as usize];
     let (wide, rest) = scratch.split_at_mut(UNIT * layout.head_dim);
     let (gathered, mut rest) = rest.split_at_mut(gathered_len(layout));
-    // SAFETY: E is no larger than float32, as aligned, and any bits are a value of it.
-    let gathered = unsafe { gathered.align_to_mut::<E>().1 };
-    let half = gathered.len() / 2;
     let mut tiles = [const { None }; MOST_TILES];
     let (mut count, mut first, mut places) = (0, 0, places_of(call, task));
     while first < task.pairs as usize {
@@ -83,71 +73,12 @@ pub(super) fn run<E: Element>(
     let mut work = Work::<E> {
         call,
         layout,
-        kv_head: task.kv_head as usize,
-        keys: call.cache.keys().as_slice(),
-        values: call.cache.values().as_slice(),
+        blocks: Blocks::new(call, task.kv_head as usize, gathered),
         tiles: &mut tiles[..count],
         wide: wide.as_chunks_mut().0,
-        gathered: gathered.split_at_mut(half),
     };
-    let all = task.only.map_or(0..usize::MAX, |only| only.span as usize * SPAN..(only.span as usize + 1) * SPAN);
-    let shared = if members.len() > 1 { task.shared_units as usize * UNIT } else { usize::MAX };
-    let own = all.start.max(shared);
-    work.units(&members[0], 0..first, all.start..all.end.min(shared), (&members[0], own.min(all.end)));
-    if members.len() > 1 {
-        let mut first = 0;
-        for (i, s) in members.iter().enumerate() {
-            let pairs = s.rows * (call.shape.heads / layout.kv_heads);
-            let next = members.get(i + 1).unwrap_or(s);
-            work.units(s, first..first + pairs, own..all.end, (next, own));
-            first += pairs;
-        }
-    }
-    let states = tiles.iter_mut().flatten().flat_map(|tile| tile.results(call));
-    match task.only {
-        Some(only) => {
-            let len = record_len(layout.head_dim);
-            for (m, (largest, state)) in states.enumerate() {
-                // SAFETY: no other task has this record.
-                let record = unsafe { records.part((only.first_record as usize + m) * len, len) };
-                record[0] = largest;
-                record[LANES..].copy_from_slice(state);
-            }
-        }
-        None => places_of(call, task).zip(states).for_each(|(place, (_, state))| write(call, &place, state)),
-    }
-}
-
-/// A pair's row and first column in the query and the output, and the positions that it sees.
-pub(super) struct Place {
-    row: usize,
-    column: usize,
-    seen: (usize, usize),
-}
-
-/// Where the pairs of a task are, in order.
-pub(super) fn places_of<'a>(call: &'a Call<'_>, task: &Task) -> impl Iterator<Item = Place> + use<'a> {
-    let layout = call.cache.layout();
-    let group = call.shape.heads / layout.kv_heads;
-    let (first_head, first_pair) = (task.kv_head as usize * group, task.first_pair as usize);
-    let members = &call.sequences[task.first_sequence as usize..][..task.sequences as usize];
-    let place = move |s: &AttentionSequence<'_>, pair: usize| Place {
-        row: s.first_row + pair / group,
-        column: (first_head + pair % group) * layout.head_dim,
-        seen: seen(call.shape, s, pair / group),
-    };
-    let pairs = members.iter().enumerate().flat_map(move |(i, s)| {
-        let from = if i == 0 { first_pair } else { 0 };
-        (from..s.rows * group).map(move |pair| place(s, pair))
-    });
-    pairs.take(task.pairs as usize)
-}
-
-/// Writes the result of a pair.
-pub(super) fn write(call: &Call<'_>, place: &Place, state: &[f32]) {
-    // SAFETY: no other task has this row and head.
-    let out = unsafe { call.out.part(place.row, place.column, call.cache.layout().head_dim) };
-    divide(call.isa, state, out);
+    each_turn(call, task, |turn| work.units(&turn));
+    put(call, task, tiles.iter_mut().flatten().flat_map(|tile| tile.results(call)), records);
 }
 
 /// How many pairs the tile has that begins at pair `first` of the task: as many as fit of one sequence's, or those of whole
@@ -296,38 +227,28 @@ struct Together<'a> {
 struct Work<'a, 'm, E> {
     call: &'a Call<'a>,
     layout: &'a KvLayout,
-    kv_head: usize,
-    keys: &'a [E],
-    values: &'a [E],
+    blocks: Blocks<'a, E>,
     tiles: &'a mut [Option<Tile<'m>>],
     /// A unit's keys or values as float32: by vector, `head_dim` lines of 16.
     wide: &'a mut [[f32; LANES]],
-    /// A unit's keys `[vector][head_dim][16]` and values `[position][head_dim]`, if blocks are not whole vectors.
-    gathered: (&'a mut [E], &'a mut [E]),
 }
 
 impl<E: Element> Work<'_, '_, E> {
-    /// Takes pairs of the task over those of the positions that they see, in the blocks of `sequence`; `next` is whose
-    /// blocks will be read then, from which position on.
-    fn units(
-        &mut self,
-        sequence: &AttentionSequence<'_>,
-        range: Range<usize>,
-        positions: Range<usize>,
-        next: (&AttentionSequence<'_>, usize),
-    ) {
+    /// Takes the turn's pairs over its positions.
+    fn units(&mut self, turn: &Turn<'_>) {
+        let Turn { sequence, pairs: range, positions, next } = turn;
         let before = |pair: usize| {
             self.tiles.partition_point(|tile| tile.as_ref().is_some_and(|tile| tile.first + tile.pairs <= pair))
         };
         let tiles = before(range.start)..before(range.end - 1) + 1;
         let (mut start, mut end, mut taking) = (usize::MAX, 0, 0);
         for tile in self.tiles[tiles.clone()].iter_mut().flatten() {
-            let seen = tile.take_turn(&range, &positions);
+            let seen = tile.take_turn(range, positions);
             if !seen.is_empty() {
                 (start, end, taking) = (start.min(seen.start), end.max(seen.end), taking + 1);
             }
         }
-        let together = Together { sequence, next, tiles: tiles.clone(), end, several: taking > 1 };
+        let together = Together { sequence, next: *next, tiles: tiles.clone(), end, several: taking > 1 };
         for unit in start / UNIT..end.div_ceil(UNIT) {
             self.unit(&together, unit * UNIT, start.saturating_sub(unit * UNIT));
             if ((unit + 1) * UNIT).is_multiple_of(SPAN) {
@@ -338,7 +259,8 @@ impl<E: Element> Work<'_, '_, E> {
 
     /// The unit at `base`, of which positions from `from` on are seen.
     fn unit(&mut self, together: &Together<'_>, base: usize, from: usize) {
-        let found = self.find(together, base, from);
+        let to = (together.end - base).min(UNIT);
+        let found = self.blocks.find(together.sequence, base, from..to);
         // What is needed next is on its way while the first tile multiplies: values during scores; during sums the keys of
         // the next unit, or of the sample whose turn is next.
         let step = LANES * size_of::<E>();
@@ -346,9 +268,9 @@ impl<E: Element> Work<'_, '_, E> {
         let next = if gathered_len(self.layout) > 0 {
             found.keys
         } else if base + UNIT < together.end {
-            self.keys_of(together.sequence, base + UNIT)
+            self.blocks.keys_of(together.sequence, base + UNIT)
         } else {
-            self.keys_of(together.next.0, together.next.1)
+            self.blocks.keys_of(together.next.0, together.next.1)
         };
         let keys = Ahead { at: next.map(<*const E>::cast), step };
         if !together.several || size_of::<E>() == size_of::<f32>() {
@@ -357,7 +279,7 @@ impl<E: Element> Work<'_, '_, E> {
             // SAFETY: as above.
             unsafe { self.weigh(together, &found, &keys) };
         } else {
-            let vectors = from / LANES..(together.end - base).min(UNIT).div_ceil(LANES);
+            let vectors = from / LANES..to.div_ceil(LANES);
             let wide = self.widen(found.keys, found.key_step, vectors.clone());
             // SAFETY: `widen` has copied all that any pair sees.
             unsafe { self.score(together, &Unit { base, keys: wide, key_step: LANES, values: wide }, &values) };
@@ -400,60 +322,5 @@ impl<E: Element> Work<'_, '_, E> {
             unsafe { widen(self.call.isa, from[vector], step, to) };
         }
         std::array::from_fn(|vector| self.wide[vector * lines..].as_ptr().cast())
-    }
-
-    /// Keys and values of the unit at `base` from its position `from` to the last that is seen; vectors without any of
-    /// these lead nowhere.
-    fn find(&mut self, together: &Together<'_>, base: usize, from: usize) -> Unit<E> {
-        let (sequence, to) = (together.sequence, (together.end - base).min(UNIT));
-        let KvLayout { head_dim, block_size, .. } = *self.layout;
-        let whole = gathered_len(self.layout) == 0;
-        let key_step = if whole { block_size } else { LANES };
-        let (keys, values) = ([self.keys.as_ptr(); VECTORS], [self.values.as_ptr(); VECTORS]);
-        let mut found = Unit { base, keys, key_step, values };
-        for vector in from / LANES..to.div_ceil(LANES) {
-            if !whole {
-                self.gather(sequence, base, from.max(vector * LANES)..to.min((vector + 1) * LANES));
-                found.keys[vector] = self.gathered.0[vector * LANES * head_dim..].as_ptr();
-                found.values[vector] = self.gathered.1[vector * LANES * head_dim..].as_ptr();
-                continue;
-            }
-            let (start, offset) = self.slot(sequence, base + vector * LANES);
-            found.keys[vector] = self.keys[start..][..self.layout.head_len()][offset..].as_ptr();
-            found.values[vector] = self.values[start..][..self.layout.head_len()][offset * head_dim..].as_ptr();
-        }
-        found
-    }
-
-    /// Keys of the vectors of a unit that the sequence has; others lead nowhere.
-    fn keys_of(&self, sequence: &AttentionSequence<'_>, base: usize) -> [*const E; VECTORS] {
-        let has = (sequence.start_position + sequence.rows).saturating_sub(base);
-        std::array::from_fn(|vector| {
-            if vector * LANES >= has {
-                return self.keys.as_ptr();
-            }
-            let (start, offset) = self.slot(sequence, base + vector * LANES);
-            self.keys[start..][offset..].as_ptr()
-        })
-    }
-
-    /// Where this KV head's part of a position's block starts, and the position's offset in the block.
-    fn slot(&self, sequence: &AttentionSequence<'_>, position: usize) -> (usize, usize) {
-        let block = sequence.block_table[position / self.layout.block_size] as usize;
-        let start = (block * self.layout.kv_heads + self.kv_head) * self.layout.head_len();
-        (start, position % self.layout.block_size)
-    }
-
-    /// Copies positions of a vector to where whole vectors of them lie together.
-    fn gather(&mut self, sequence: &AttentionSequence<'_>, base: usize, positions: Range<usize>) {
-        let KvLayout { head_dim, block_size, .. } = *self.layout;
-        for t in positions {
-            let (start, offset) = self.slot(sequence, base + t);
-            let keys = &mut self.gathered.0[t / LANES * LANES * head_dim..][..LANES * head_dim];
-            let source = self.keys[start..][..head_dim * block_size][offset..].iter().step_by(block_size);
-            keys[t % LANES..].iter_mut().step_by(LANES).zip(source).for_each(|(to, from)| *to = *from);
-            let source = &self.values[start + offset * head_dim..][..head_dim];
-            self.gathered.1[t * head_dim..][..head_dim].copy_from_slice(source);
-        }
     }
 }

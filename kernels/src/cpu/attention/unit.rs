@@ -2,34 +2,14 @@
 
 #![allow(clippy::needless_range_loop)] // no closures, as in `cpu::tile`
 
+use super::blocks::{Ahead, NOWHERE, Unit};
 use super::span::state_len;
-use super::tile::{UNIT, VECTORS};
+use super::task::{UNIT, VECTORS};
 use crate::cpu::Isa;
 use crate::cpu::isa::Kernel;
 use crate::cpu::lanes::{LANES, Lanes};
 use crate::cpu::tile::{Element, most_rows};
 use std::ops::Range;
-
-/// Keys and values of a unit: by vector of 16 positions, `head_dim` lines of 16 keys, and 16 lines of `head_dim` values.
-#[derive(Clone, Copy)]
-pub(super) struct Unit<E> {
-    /// The first position.
-    pub base: usize,
-    pub keys: [*const E; VECTORS],
-    /// From one line of keys to the next.
-    pub key_step: usize,
-    pub values: [*const E; VECTORS],
-}
-
-/// Cache lines that a tile asks for while it takes a unit: `head_dim` pieces of `step` bytes from each of these addresses.
-#[derive(Clone, Copy)]
-pub(super) struct Ahead {
-    pub at: [*const u8; VECTORS],
-    pub step: usize,
-}
-
-/// What kernels without `AHEAD` have in its place.
-const NOWHERE: Ahead = Ahead { at: [std::ptr::null(); VECTORS], step: 0 };
 
 /// Softmax of a pair over the units of a span so far.
 #[derive(Clone, Copy)]

@@ -1,0 +1,111 @@
+//! Where keys and values of a unit are in the cache.
+
+use super::task::{UNIT, VECTORS};
+use super::{AttentionSequence, Call};
+use crate::cpu::kv::KvLayout;
+use crate::cpu::lanes::LANES;
+use crate::cpu::tile::Element;
+use std::ops::Range;
+
+/// Keys and values of a unit: by vector of 16 positions, `head_dim` lines of 16 keys, and 16 lines of `head_dim` values.
+#[derive(Clone, Copy)]
+pub(super) struct Unit<E> {
+    /// The first position.
+    pub base: usize,
+    pub keys: [*const E; VECTORS],
+    /// From one line of keys to the next.
+    pub key_step: usize,
+    pub values: [*const E; VECTORS],
+}
+
+/// Cache lines that a tile asks for while it takes a unit: `head_dim` pieces of `step` bytes from each of these addresses.
+#[derive(Clone, Copy)]
+pub(super) struct Ahead {
+    pub at: [*const u8; VECTORS],
+    pub step: usize,
+}
+
+/// What kernels that ask for nothing have in its place.
+pub(super) const NOWHERE: Ahead = Ahead { at: [std::ptr::null(); VECTORS], step: 0 };
+
+/// Keys and values of one KV head.
+pub(super) struct Blocks<'a, E> {
+    layout: &'a KvLayout,
+    kv_head: usize,
+    keys: &'a [E],
+    values: &'a [E],
+    /// A unit's keys `[vector][head_dim][16]` and values `[position][head_dim]`, if blocks are not whole vectors.
+    gathered: (&'a mut [E], &'a mut [E]),
+}
+
+/// Float32 values of scratch that [`Blocks`] needs.
+pub(super) fn gathered_len(layout: &KvLayout) -> usize {
+    if layout.block_size.is_multiple_of(LANES) { 0 } else { 2 * UNIT * layout.head_dim }
+}
+
+impl<'a, E: Element> Blocks<'a, E> {
+    /// `gathered` has [`gathered_len`] float32.
+    pub fn new(call: &Call<'a>, kv_head: usize, gathered: &'a mut [f32]) -> Blocks<'a, E> {
+        // SAFETY: E is no larger than float32, as aligned, and any bits are a value of it.
+        let gathered = unsafe { gathered.align_to_mut::<E>().1 };
+        let half = gathered.len() / 2;
+        let (keys, values) = (call.cache.keys().as_slice(), call.cache.values().as_slice());
+        Blocks { layout: call.cache.layout(), kv_head, keys, values, gathered: gathered.split_at_mut(half) }
+    }
+
+    /// Keys and values of the unit at `base`. Vectors without any of `positions`, which count from there, point to memory
+    /// that must not be read.
+    pub fn find(&mut self, sequence: &AttentionSequence<'_>, base: usize, positions: Range<usize>) -> Unit<E> {
+        let Range { start: from, end: to } = positions;
+        let KvLayout { head_dim, block_size, .. } = *self.layout;
+        let whole = gathered_len(self.layout) == 0;
+        let key_step = if whole { block_size } else { LANES };
+        let (keys, values) = ([self.keys.as_ptr(); VECTORS], [self.values.as_ptr(); VECTORS]);
+        let mut found = Unit { base, keys, key_step, values };
+        for vector in from / LANES..to.div_ceil(LANES) {
+            if !whole {
+                self.gather(sequence, base, from.max(vector * LANES)..to.min((vector + 1) * LANES));
+                found.keys[vector] = self.gathered.0[vector * LANES * head_dim..].as_ptr();
+                found.values[vector] = self.gathered.1[vector * LANES * head_dim..].as_ptr();
+                continue;
+            }
+            let (start, offset) = self.slot(sequence, base + vector * LANES);
+            found.keys[vector] = self.keys[start..][..self.layout.head_len()][offset..].as_ptr();
+            found.values[vector] = self.values[start..][..self.layout.head_len()][offset * head_dim..].as_ptr();
+        }
+        found
+    }
+
+    /// Where the keys of a unit begin, vector by vector, to ask for them; vectors that the sequence has not point anywhere
+    /// in the cache.
+    pub fn keys_of(&self, sequence: &AttentionSequence<'_>, base: usize) -> [*const E; VECTORS] {
+        let has = (sequence.start_position + sequence.rows).saturating_sub(base);
+        std::array::from_fn(|vector| {
+            if vector * LANES >= has {
+                return self.keys.as_ptr();
+            }
+            let (start, offset) = self.slot(sequence, base + vector * LANES);
+            self.keys[start..][offset..].as_ptr()
+        })
+    }
+
+    /// Where this KV head's part of a position's block starts, and the position's offset in the block.
+    fn slot(&self, sequence: &AttentionSequence<'_>, position: usize) -> (usize, usize) {
+        let block = sequence.block_table[position / self.layout.block_size] as usize;
+        let start = (block * self.layout.kv_heads + self.kv_head) * self.layout.head_len();
+        (start, position % self.layout.block_size)
+    }
+
+    /// Copies positions of a vector to where whole vectors of them lie together.
+    fn gather(&mut self, sequence: &AttentionSequence<'_>, base: usize, positions: Range<usize>) {
+        let KvLayout { head_dim, block_size, .. } = *self.layout;
+        for t in positions {
+            let (start, offset) = self.slot(sequence, base + t);
+            let keys = &mut self.gathered.0[t / LANES * LANES * head_dim..][..LANES * head_dim];
+            let source = self.keys[start..][..head_dim * block_size][offset..].iter().step_by(block_size);
+            keys[t % LANES..].iter_mut().step_by(LANES).zip(source).for_each(|(to, from)| *to = *from);
+            let source = &self.values[start + offset * head_dim..][..head_dim];
+            self.gathered.1[t * head_dim..][..head_dim].copy_from_slice(source);
+        }
+    }
+}
