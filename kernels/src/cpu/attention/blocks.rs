@@ -1,6 +1,6 @@
 //! Where keys and values of a unit are in the cache.
 
-use super::task::{UNIT, VECTORS};
+use super::task::{Next, UNIT, VECTORS};
 use super::{AttentionSequence, Call};
 use crate::cpu::kv::KvLayout;
 use crate::cpu::lanes::LANES;
@@ -31,7 +31,7 @@ pub(super) const NOWHERE: Ahead = Ahead { at: [std::ptr::null(); VECTORS], step:
 /// Keys and values of one KV head.
 pub(super) struct Blocks<'a, E> {
     layout: &'a KvLayout,
-    kv_head: usize,
+    pub kv_head: usize,
     keys: &'a [E],
     values: &'a [E],
     /// A unit's keys `[vector][head_dim][16]` and values `[position][head_dim]`, if blocks are not whole vectors.
@@ -69,7 +69,7 @@ impl<'a, E: Element> Blocks<'a, E> {
                 found.values[vector] = self.gathered.1[vector * LANES * head_dim..].as_ptr();
                 continue;
             }
-            let (start, offset) = self.slot(sequence, base + vector * LANES);
+            let (start, offset) = self.slot(sequence, self.kv_head, base + vector * LANES);
             found.keys[vector] = self.keys[start..][..self.layout.head_len()][offset..].as_ptr();
             found.values[vector] = self.values[start..][..self.layout.head_len()][offset * head_dim..].as_ptr();
         }
@@ -78,21 +78,23 @@ impl<'a, E: Element> Blocks<'a, E> {
 
     /// Where the keys of a unit begin, vector by vector, to ask for them; vectors that the sequence has not point anywhere
     /// in the cache.
-    pub fn keys_of(&self, sequence: &AttentionSequence<'_>, base: usize) -> [*const E; VECTORS] {
+    pub fn keys_of(&self, next: Next<'_>) -> [*const E; VECTORS] {
+        let Next { sequence, kv_head, position } = next;
+        let base = position / UNIT * UNIT;
         let has = (sequence.start_position + sequence.rows).saturating_sub(base);
         std::array::from_fn(|vector| {
             if vector * LANES >= has {
                 return self.keys.as_ptr();
             }
-            let (start, offset) = self.slot(sequence, base + vector * LANES);
+            let (start, offset) = self.slot(sequence, kv_head, base + vector * LANES);
             self.keys[start..][offset..].as_ptr()
         })
     }
 
-    /// Where this KV head's part of a position's block starts, and the position's offset in the block.
-    fn slot(&self, sequence: &AttentionSequence<'_>, position: usize) -> (usize, usize) {
+    /// Where a KV head's part of a position's block starts, and the position's offset in the block.
+    fn slot(&self, sequence: &AttentionSequence<'_>, kv_head: usize, position: usize) -> (usize, usize) {
         let block = sequence.block_table[position / self.layout.block_size] as usize;
-        let start = (block * self.layout.kv_heads + self.kv_head) * self.layout.head_len();
+        let start = (block * self.layout.kv_heads + kv_head) * self.layout.head_len();
         (start, position % self.layout.block_size)
     }
 
@@ -100,7 +102,7 @@ impl<'a, E: Element> Blocks<'a, E> {
     fn gather(&mut self, sequence: &AttentionSequence<'_>, base: usize, positions: Range<usize>) {
         let KvLayout { head_dim, block_size, .. } = *self.layout;
         for t in positions {
-            let (start, offset) = self.slot(sequence, base + t);
+            let (start, offset) = self.slot(sequence, self.kv_head, base + t);
             let keys = &mut self.gathered.0[t / LANES * LANES * head_dim..][..LANES * head_dim];
             let source = self.keys[start..][..head_dim * block_size][offset..].iter().step_by(block_size);
             keys[t % LANES..].iter_mut().step_by(LANES).zip(source).for_each(|(to, from)| *to = *from);

@@ -15,14 +15,17 @@ use crate::cpu::lanes::{LANES, Lanes};
 use half::bf16;
 use std::ops::Range;
 
-/// The most pairs of a tile: by four vectors of positions or columns they fill the registers of AVX-512.
-pub(super) const PAIRS: usize = 6;
+/// The most pairs of a task's one tile: by two vectors of positions or columns they fill the registers of AVX-512, and what
+/// is read from memory is read once.
+pub(super) const PAIRS_ALONE: usize = 12;
+/// The most pairs of one tile among several: by four vectors, which takes the fewest loads for a product.
+pub(super) const PAIRS_BESIDE: usize = 6;
 /// How far, as a power of two, a score may pass the reference of its pair.
 const SLACK: f32 = 8.0;
-/// Vectors of columns side by side.
-const COLUMNS: usize = 4;
+/// The most vectors of positions or of columns side by side.
+const WIDEST: usize = 4;
 /// What stands for a position beside one that is seen, if nobody sees it: it need not have been written.
-static UNSEEN: [bf16; COLUMNS * LANES] = [bf16::ZERO; COLUMNS * LANES];
+static UNSEEN: [bf16; WIDEST * LANES] = [bf16::ZERO; WIDEST * LANES];
 
 /// Pairs of a tile that take a unit together.
 pub(super) struct Part<'a> {
@@ -33,7 +36,7 @@ pub(super) struct Part<'a> {
     /// Factor of `q · k` that makes scores powers of two.
     pub scale: f32,
     /// The first position of the unit that each pair sees and the one after its last.
-    pub seen: [(usize, usize); PAIRS],
+    pub seen: [(usize, usize); PAIRS_ALONE],
     /// Those that any of the pairs sees.
     pub positions: Range<usize>,
     /// By pair the score that weights are relative to, as a power of two; `-inf` before the first.
@@ -59,7 +62,7 @@ pub(super) unsafe fn take(isa: Isa, part: Part<'_>, unit: &Unit<bf16>, ahead: Op
             }
         };
     }
-    pairs!(1 2 3 4 5 6)
+    pairs!(1 2 3 4 5 6 7 8 9 10 11 12)
 }
 
 struct Take<'a, const MR: usize, const AHEAD: bool> {
@@ -78,9 +81,9 @@ impl<const MR: usize, const AHEAD: bool> Kernel for Take<'_, MR, AHEAD> {
         let mut scores = [[L::splat(f32::NEG_INFINITY); VECTORS]; MR];
         let (mut vector, end) = (self.part.positions.start / LANES, self.part.positions.end.div_ceil(LANES));
         while vector < end {
-            if vector == 0 && end > 2 {
-                self.products::<L, VECTORS>(vector, end, &mut scores);
-                vector += VECTORS;
+            if MR <= PAIRS_BESIDE && vector == 0 && end > 2 {
+                self.products::<L, WIDEST>(vector, end, &mut scores);
+                vector += WIDEST;
             } else if end - vector > 1 {
                 self.products::<L, 2>(vector, end, &mut scores);
                 vector += 2;
@@ -92,9 +95,9 @@ impl<const MR: usize, const AHEAD: bool> Kernel for Take<'_, MR, AHEAD> {
         let mut weights = Weights([[0.0; UNIT / 2]; MR]);
         self.weights(&mut scores, &mut weights);
         let mut column = 0;
-        while column + COLUMNS * LANES <= self.part.head_dim {
-            self.columns::<L, COLUMNS>(column, &weights);
-            column += COLUMNS * LANES;
+        while MR <= PAIRS_BESIDE && column + WIDEST * LANES <= self.part.head_dim {
+            self.columns::<L, WIDEST>(column, &weights);
+            column += WIDEST * LANES;
         }
         while column + 2 * LANES <= self.part.head_dim {
             self.columns::<L, 2>(column, &weights);
@@ -270,13 +273,15 @@ fn rescale<L: Lanes>(state: &mut [f32], power: f32) {
     }
 }
 
-/// Rounds a query to bfloat16: pairs of 32 elements go to `to[0]`, of the next 32 to `to[step]`, and so on.
-pub(super) fn round_query(isa: Isa, query: &[f32], to: &mut [[f32; LANES]], step: usize) {
-    isa.dispatch(RoundQuery { query, to, step });
+/// Rounds a query to bfloat16: pairs of 32 elements go to `to[0]`, of the next 32 to `to[step]`, and so on. Asks for the
+/// query `ahead` float32 further on.
+pub(super) fn round_query(isa: Isa, query: &[f32], ahead: usize, to: &mut [[f32; LANES]], step: usize) {
+    isa.dispatch(RoundQuery { query, ahead, to, step });
 }
 
 struct RoundQuery<'a> {
     query: &'a [f32],
+    ahead: usize,
     to: &'a mut [[f32; LANES]],
     step: usize,
 }
@@ -289,8 +294,11 @@ impl Kernel for RoundQuery<'_> {
     fn run<L: Lanes>(self) {
         let (vectors, _) = self.query.as_chunks::<LANES>();
         for i in 0..vectors.len().div_ceil(2) {
+            let low = &vectors[2 * i];
+            L::prefetch_near(low.as_ptr().wrapping_add(self.ahead).cast());
+            L::prefetch_near(low.as_ptr().wrapping_add(self.ahead + LANES).cast());
             let high = if 2 * i + 1 < vectors.len() { L::from_array(&vectors[2 * i + 1]) } else { L::zero() };
-            self.to[i * self.step] = L::rounded_pairs(L::from_array(&vectors[2 * i]), high).to_array();
+            self.to[i * self.step] = L::rounded_pairs(L::from_array(low), high).to_array();
         }
     }
 }

@@ -5,19 +5,20 @@
 
 use super::Call;
 use super::blocks::{Ahead, Blocks, gathered_len};
-use super::dot_tile::{PAIRS, Part, round_query, take};
+use super::dot_tile::{PAIRS_ALONE, PAIRS_BESIDE, Part, round_query, take};
 use super::plan::Task;
 use super::span::{SPAN, fold, state_len};
-use super::task::{Turn, UNIT, each_turn, places_of, put};
+use super::task::{Next, Turn, UNIT, each_turn, places_of, put};
 use super::tile::TilePairs;
 use crate::cpu::kv::KvLayout;
 use crate::cpu::lanes::LANES;
 use crate::cpu::rows::SharedSlice;
 use half::bf16;
 use std::ops::Range;
+use std::slice;
 
-/// What the plan cuts tasks by: groups of up to two tiles stay together, and tasks are whole tiles.
-pub(super) const TILE_PAIRS: TilePairs = TilePairs { alone: 2 * PAIRS, beside: PAIRS };
+/// What the plan cuts tasks by.
+pub(super) const TILE_PAIRS: TilePairs = TilePairs { alone: PAIRS_ALONE, beside: PAIRS_BESIDE };
 const MOST_PAIRS: usize = TILE_PAIRS.most_of_task();
 
 /// Float32 values of scratch that [`run`] needs: a unit's keys and values in whole vectors, for block sizes that are not;
@@ -32,12 +33,18 @@ fn query_len(head_dim: usize) -> usize {
 }
 
 /// Computes the outputs of the task's pairs, or their records.
-pub(super) fn run(call: &Call<'_>, task: &Task, records: &SharedSlice<'_, f32>, scratch: &mut [f32]) {
+pub(super) fn run<'a>(
+    call: &Call<'a>,
+    task: &Task,
+    after: Next<'a>,
+    records: &SharedSlice<'_, f32>,
+    scratch: &mut [f32],
+) {
     let layout = call.cache.layout();
     let (gathered, rest) = scratch.split_at_mut(gathered_len(layout));
     let mut pairs = Pairs::new(call, task, rest);
     let mut blocks = Blocks::new(call, task.kv_head as usize, gathered);
-    each_turn(call, task, |turn| pairs.units(call, &mut blocks, &turn));
+    each_turn(call, task, after, |turn| pairs.units(call, &mut blocks, &turn));
     put(call, task, pairs.results(call), records);
 }
 
@@ -68,7 +75,8 @@ impl<'a> Pairs<'a> {
         for (pair, place) in places_of(call, task).enumerate() {
             seen[pair] = place.seen;
             let query = &call.q.row(place.row)[place.column..][..head_dim];
-            round_query(call.isa, query, &mut queries.as_chunks_mut().0[pair..], count);
+            // Queries of rows to come are on their way meanwhile.
+            round_query(call.isa, query, 4 * call.q.stride(), &mut queries.as_chunks_mut().0[pair..], count);
         }
         let none = [f32::NEG_INFINITY; MOST_PAIRS];
         Pairs { seen, reference: none, reference_before: none, states, states_before, queries, count }
@@ -87,15 +95,16 @@ impl<'a> Pairs<'a> {
             let next = if gathered_len(call.cache.layout()) > 0 {
                 unit.keys
             } else if base + UNIT < end {
-                blocks.keys_of(turn.sequence, base + UNIT)
+                blocks.keys_of(Next { sequence: turn.sequence, kv_head: blocks.kv_head, position: base + UNIT })
             } else {
-                blocks.keys_of(turn.next.0, turn.next.1)
+                blocks.keys_of(turn.next)
             };
             let step = 2 * LANES * size_of::<bf16>();
             let ahead = [unit.values, next].map(|at| Ahead { at: at.map(<*const bf16>::cast), step });
             let mut ahead = Some(&ahead);
             let taking = self.taking(&turn.pairs, base);
-            let (count, tiles) = (taking.len(), taking.len().div_ceil(PAIRS));
+            let count = taking.len();
+            let tiles = if count <= PAIRS_ALONE { 1 } else { count.div_ceil(PAIRS_BESIDE) };
             for i in 0..tiles {
                 let range = taking.start + count * i / tiles..taking.start + count * (i + 1) / tiles;
                 if let Some(part) = self.part(call, range, base, &turn.positions) {
@@ -126,13 +135,18 @@ impl<'a> Pairs<'a> {
         positions: &Range<usize>,
     ) -> Option<Part<'_>> {
         let head_dim = call.cache.layout().head_dim;
-        let inside = |position: usize| position.clamp(positions.start, positions.end).saturating_sub(base).min(UNIT);
-        let mut seen = [(0, 0); PAIRS];
-        for (seen, pair) in seen.iter_mut().zip(pairs.clone()) {
-            *seen = (inside(self.seen[pair].0), inside(self.seen[pair].1));
+        let whole = |seen: &(usize, usize)| seen.0 <= base && base + UNIT <= seen.1;
+        let (mut seen, mut all) = ([(0, UNIT); PAIRS_ALONE], 0..UNIT);
+        // Most tiles of a long prompt see all of a unit: they are spared what follows.
+        if positions.start > base || positions.end < base + UNIT || !self.seen[pairs.clone()].iter().all(whole) {
+            let inside =
+                |position: usize| position.clamp(positions.start, positions.end).saturating_sub(base).min(UNIT);
+            for (seen, pair) in seen.iter_mut().zip(pairs.clone()) {
+                *seen = (inside(self.seen[pair].0), inside(self.seen[pair].1));
+            }
+            let each = seen[..pairs.len()].iter().filter(|(from, end)| from < end).map(|(from, end)| *from..*end);
+            all = each.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end))?;
         }
-        let each = seen[..pairs.len()].iter().filter(|(from, end)| from < end).map(|(from, end)| *from..*end);
-        let all = each.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end))?;
         let state_len = state_len(head_dim);
         Some(Part {
             queries: &self.queries[pairs.start * LANES..],
@@ -148,27 +162,35 @@ impl<'a> Pairs<'a> {
 
     /// Ends a span of these pairs.
     fn fold(&mut self, call: &Call<'_>, pairs: Range<usize>) {
-        let state_len = state_len(call.cache.layout().head_dim);
-        for pair in pairs {
-            let at = pair * state_len..(pair + 1) * state_len;
-            let (later, before) = (&mut self.states[at.clone()], &mut self.states_before[at]);
-            fold(call.isa, &mut self.reference_before[pair], before, self.reference[pair], later);
-            later.fill(0.0);
-            self.reference[pair] = f32::NEG_INFINITY;
+        if pairs == (0..self.count)
+            && self.reference_before[pairs.clone()].iter().all(|none| *none == f32::NEG_INFINITY)
+        {
+            // The first span of all: there is nothing to add it to.
+            std::mem::swap(&mut self.states, &mut self.states_before);
+            std::mem::swap(&mut self.reference, &mut self.reference_before);
+            return self.states.fill(0.0);
         }
+        let state_len = state_len(call.cache.layout().head_dim);
+        let at = pairs.start * state_len..pairs.end * state_len;
+        let (later, before) = (&mut self.states[at.clone()], &mut self.states_before[at]);
+        fold(call.isa, &mut self.reference_before[pairs.clone()], before, &self.reference[pairs.clone()], later);
+        later.fill(0.0);
+        self.reference[pairs].fill(f32::NEG_INFINITY);
     }
 
-    /// Ends the last span of all pairs: what weights are relative to, and the state of each. Those that saw no span before
-    /// it have nothing to fold.
+    /// Ends the last span of all pairs: what weights are relative to, and the state of each.
     fn results(&mut self, call: &Call<'_>) -> impl Iterator<Item = (f32, &[f32])> {
         let state_len = state_len(call.cache.layout().head_dim);
         let Pairs { reference, reference_before, states, states_before, .. } = self;
         let each = reference_before.iter_mut().zip(reference).zip(states.chunks_exact(state_len));
         each.zip(states_before.chunks_exact_mut(state_len)).map(|(((before, reference), state), total)| {
+            // Most pairs saw no span before the last, or nothing in the last.
             if *before == f32::NEG_INFINITY {
                 return (*reference, state);
             }
-            fold(call.isa, before, total, *reference, state);
+            if *reference != f32::NEG_INFINITY {
+                fold(call.isa, slice::from_mut(before), total, slice::from_ref(reference), state);
+            }
             (*before, &*total)
         })
     }

@@ -23,6 +23,7 @@ mod unit;
 pub(crate) use plan::Plan;
 use plan::Planner;
 use span::{record_len, state_len};
+use task::Next;
 use tile::TilePairs;
 
 /// Rows of a call that belong to one sequence.
@@ -78,10 +79,15 @@ pub fn paged_attention(
     let call = Call { isa: cpu.isa(), q, shape, sequences, cache, out: out.share() };
     let shared = SharedSlice::new(records);
     let scratch = if dots { dots::scratch_len(&layout) } else { tile::scratch_len(tile, &layout) };
-    cpu.pool().run_with_scratch(plan.tasks.len(), scratch, |i, scratch| match layout.dtype {
-        KvDtype::Bf16 if dots => dots::run(&call, &plan.tasks[i], &shared, scratch),
-        KvDtype::Bf16 => tile::run::<bf16>(&call, &plan.tasks[i], tile, &shared, scratch),
-        KvDtype::F32 => tile::run::<f32>(&call, &plan.tasks[i], tile, &shared, scratch),
+    cpu.pool().run_with_scratch(plan.tasks.len(), scratch, |i, scratch| {
+        let task = &plan.tasks[i];
+        // Threads take tasks in turn: this one's next is probably as many further on as there are threads.
+        let after = Next::task(&call, plan.tasks.get(i + cpu.pool().threads()).unwrap_or(task));
+        match layout.dtype {
+            KvDtype::Bf16 if dots => dots::run(&call, task, after, &shared, scratch),
+            KvDtype::Bf16 => tile::run::<bf16>(&call, task, after, tile, &shared, scratch),
+            KvDtype::F32 => tile::run::<f32>(&call, task, after, tile, &shared, scratch),
+        }
     });
     let finish = |i: usize, state: &mut [f32]| span::finish(&call, &plan.splits[i], records, state);
     cpu.pool().run_with_scratch(plan.splits.len(), state_len(layout.head_dim), finish);

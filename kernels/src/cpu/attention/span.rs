@@ -7,6 +7,7 @@ use super::task::{UNIT, places_of, write};
 use crate::cpu::isa::{Isa, Kernel};
 use crate::cpu::kv::KvLayout;
 use crate::cpu::lanes::{LANES, Lanes};
+use std::slice;
 
 /// Positions of a span: few enough that a long context is work for many threads, enough for folding to be little beside
 /// eight units.
@@ -23,15 +24,16 @@ pub(super) const fn record_len(head_dim: usize) -> usize {
     LANES + state_len(head_dim)
 }
 
-/// Adds what later positions gave to a state, whatever that holds while nothing was seen (a largest score of `-inf`).
-pub(super) fn fold(isa: Isa, largest: &mut f32, state: &mut [f32], later_largest: f32, later: &[f32]) {
-    isa.dispatch(Fold { largest, state, later_largest, later });
+/// Adds what later positions gave to the states of some pairs, one largest score each, whatever a state holds while nothing
+/// was seen (a largest score of `-inf`).
+pub(super) fn fold(isa: Isa, largest: &mut [f32], states: &mut [f32], later_largest: &[f32], later: &[f32]) {
+    isa.dispatch(Fold { largest, states, later_largest, later });
 }
 
 struct Fold<'a> {
-    largest: &'a mut f32,
-    state: &'a mut [f32],
-    later_largest: f32,
+    largest: &'a mut [f32],
+    states: &'a mut [f32],
+    later_largest: &'a [f32],
     later: &'a [f32],
 }
 
@@ -40,17 +42,23 @@ impl Kernel for Fold<'_> {
 
     #[inline(always)]
     fn run<L: Lanes>(self) {
-        let before = *self.largest;
-        if before == f32::NEG_INFINITY {
-            *self.largest = self.later_largest;
-            return self.state.copy_from_slice(self.later);
-        }
-        *self.largest = if self.later_largest > before { self.later_largest } else { before };
-        let [old, new] = [before, self.later_largest].map(|x| L::splat(x).sub(L::splat(*self.largest)).exp2());
-        let (state, later) = (self.state.as_chunks_mut::<LANES>().0, self.later.as_chunks::<LANES>().0);
-        for i in 0..state.len() {
-            let added = L::from_array(&later[i]).mul(new);
-            state[i] = L::from_array(&state[i]).mul_add(old, added).to_array();
+        let vectors = self.later.len() / LANES / self.largest.len();
+        let (states, later) = (self.states.as_chunks_mut::<LANES>().0, self.later.as_chunks::<LANES>().0);
+        for (m, later_largest) in self.later_largest.iter().enumerate() {
+            let (largest, at) = (&mut self.largest[m], m * vectors..(m + 1) * vectors);
+            let (state, later) = (&mut states[at.clone()], &later[at]);
+            let before = *largest;
+            if before == f32::NEG_INFINITY {
+                *largest = *later_largest;
+                state.copy_from_slice(later);
+                continue;
+            }
+            *largest = if *later_largest > before { *later_largest } else { before };
+            let (old, new) = (L::splat(before - *largest).exp2(), L::splat(*later_largest - *largest).exp2());
+            for i in 0..vectors {
+                let added = L::from_array(&later[i]).mul(new);
+                state[i] = L::from_array(&state[i]).mul_add(old, added).to_array();
+            }
         }
     }
 }
@@ -64,7 +72,7 @@ pub(super) fn finish(call: &Call<'_>, split: &Split, records: &[f32], state: &mu
         for span in 0..split.spans as usize {
             let record = &records[(split.first_record as usize + span * pairs + m) * record_len(head_dim)..];
             let (head, later) = record[..record_len(head_dim)].split_at(LANES);
-            fold(call.isa, &mut largest, state, head[0], later);
+            fold(call.isa, slice::from_mut(&mut largest), state, &head[..1], later);
         }
         write(call, &place, state);
     }

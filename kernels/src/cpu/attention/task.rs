@@ -22,21 +22,47 @@ pub(super) struct Place {
 }
 
 /// Where the pairs of a task are, in order.
-pub(super) fn places_of<'a>(call: &'a Call<'_>, task: &Task) -> impl Iterator<Item = Place> + use<'a> {
-    let layout = call.cache.layout();
-    let group = call.shape.heads / layout.kv_heads;
-    let (first_head, first_pair) = (task.kv_head as usize * group, task.first_pair as usize);
+pub(super) fn places_of<'a>(call: &'a Call<'_>, task: &Task) -> Places<'a> {
+    let group = call.shape.heads / call.cache.layout().kv_heads;
     let members = &call.sequences[task.first_sequence as usize..][..task.sequences as usize];
-    let place = move |s: &AttentionSequence<'_>, pair: usize| Place {
-        row: s.first_row + pair / group,
-        column: (first_head + pair % group) * layout.head_dim,
-        seen: seen(call.shape, s, pair / group),
-    };
-    let pairs = members.iter().enumerate().flat_map(move |(i, s)| {
-        let from = if i == 0 { first_pair } else { 0 };
-        (from..s.rows * group).map(move |pair| place(s, pair))
-    });
-    pairs.take(task.pairs as usize)
+    let (row, head) = (task.first_pair as usize / group, task.first_pair as usize % group);
+    Places { call, members, row, head, first_head: task.kv_head as usize * group, group, left: task.pairs as usize }
+}
+
+/// An iterator, as plain as it can be: it is run for every query row.
+pub(super) struct Places<'a> {
+    call: &'a Call<'a>,
+    /// The sequence of the next pair and those after it.
+    members: &'a [AttentionSequence<'a>],
+    row: usize,
+    /// Among the heads of the group.
+    head: usize,
+    first_head: usize,
+    group: usize,
+    left: usize,
+}
+
+impl Iterator for Places<'_> {
+    type Item = Place;
+
+    #[inline]
+    fn next(&mut self) -> Option<Place> {
+        if self.left == 0 {
+            return None;
+        }
+        while self.row == self.members[0].rows {
+            (self.members, self.row) = (&self.members[1..], 0);
+        }
+        let (call, s) = (self.call, &self.members[0]);
+        let column = (self.first_head + self.head) * call.cache.layout().head_dim;
+        let place = Place { row: s.first_row + self.row, column, seen: seen(call.shape, s, self.row) };
+        self.left -= 1;
+        self.head += 1;
+        if self.head == self.group {
+            (self.head, self.row) = (0, self.row + 1);
+        }
+        Some(place)
+    }
 }
 
 /// Writes the result of a pair.
@@ -53,26 +79,47 @@ pub(super) struct Turn<'a> {
     pub pairs: Range<usize>,
     /// As far as the pairs see them.
     pub positions: Range<usize>,
-    /// Whose blocks are read after these, and from which position on.
-    pub next: (&'a AttentionSequence<'a>, usize),
+    pub next: Next<'a>,
+}
+
+/// What a thread will probably read after a turn: keys of a head from a position on.
+#[derive(Clone, Copy)]
+pub(super) struct Next<'a> {
+    pub sequence: &'a AttentionSequence<'a>,
+    pub kv_head: usize,
+    pub position: usize,
+}
+
+impl<'a> Next<'a> {
+    /// What a task begins with.
+    pub fn task(call: &Call<'a>, task: &Task) -> Next<'a> {
+        let sequence = &call.sequences[task.first_sequence as usize];
+        let group = call.shape.heads / call.cache.layout().kv_heads;
+        let (from, _) = seen(call.shape, sequence, task.first_pair as usize / group);
+        let position = from.max(task.only.map_or(0, |only| only.span as usize * SPAN));
+        Next { sequence, kv_head: task.kv_head as usize, position }
+    }
 }
 
 /// Calls `take` with the turns of a task in order: all pairs where the sequences share blocks, then those of each sequence.
-pub(super) fn each_turn<'a>(call: &Call<'a>, task: &Task, mut take: impl FnMut(Turn<'a>)) {
+/// `after` is what its thread will do next.
+pub(super) fn each_turn<'a>(call: &Call<'a>, task: &Task, after: Next<'a>, mut take: impl FnMut(Turn<'a>)) {
     let members = &call.sequences[task.first_sequence as usize..][..task.sequences as usize];
     let all = task.only.map_or(0..usize::MAX, |only| only.span as usize * SPAN..(only.span as usize + 1) * SPAN);
-    let shared = if members.len() > 1 { task.shared_units as usize * UNIT } else { usize::MAX };
-    let own = all.start.max(shared);
     let (sequence, pairs) = (&members[0], 0..task.pairs as usize);
-    take(Turn { sequence, pairs, positions: all.start..all.end.min(shared), next: (sequence, own.min(all.end)) });
-    if members.len() > 1 {
-        let mut first = 0;
-        for (i, sequence) in members.iter().enumerate() {
-            let end = first + sequence.rows * (call.shape.heads / call.cache.layout().kv_heads);
-            let next = (members.get(i + 1).unwrap_or(sequence), own);
-            take(Turn { sequence, pairs: first..end, positions: own..all.end, next });
-            first = end;
-        }
+    if members.len() == 1 {
+        return take(Turn { sequence, pairs, positions: all, next: after });
+    }
+    let shared = task.shared_units as usize * UNIT;
+    let own = all.start.max(shared);
+    let next = |sequence| Next { sequence, kv_head: task.kv_head as usize, position: own };
+    take(Turn { sequence, pairs, positions: all.start..all.end.min(shared), next: next(sequence) });
+    let mut first = 0;
+    for (i, sequence) in members.iter().enumerate() {
+        let end = first + sequence.rows * (call.shape.heads / call.cache.layout().kv_heads);
+        let next = members.get(i + 1).map_or(after, next);
+        take(Turn { sequence, pairs: first..end, positions: own..all.end, next });
+        first = end;
     }
 }
 

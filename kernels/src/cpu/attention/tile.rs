@@ -3,7 +3,7 @@
 use super::blocks::{Ahead, Blocks, Unit, gathered_len};
 use super::plan::Task;
 use super::span::{SPAN, fold, state_len};
-use super::task::{Place, Turn, UNIT, VECTORS, each_turn, places_of, put};
+use super::task::{Next, Place, Turn, UNIT, VECTORS, each_turn, places_of, put};
 use super::unit::{Part, Softmax, scale_lines, score, weigh, widen};
 use super::{AttentionSequence, Call};
 use crate::cpu::kv::KvLayout;
@@ -11,6 +11,7 @@ use crate::cpu::lanes::LANES;
 use crate::cpu::rows::SharedSlice;
 use crate::cpu::tile::{Element, MOST_ROWS, most_rows};
 use std::ops::Range;
+use std::slice;
 
 /// The most register tiles of a task.
 pub(super) const MOST_TILES: usize = 20;
@@ -51,9 +52,10 @@ fn pair_len(layout: &KvLayout) -> usize {
 }
 
 /// Computes the outputs of the task's pairs, or their records.
-pub(super) fn run<E: Element>(
-    call: &Call<'_>,
+pub(super) fn run<'a, E: Element>(
+    call: &Call<'a>,
     task: &Task,
+    after: Next<'a>,
     tile: TilePairs,
     records: &SharedSlice<'_, f32>,
     scratch: &mut [f32],
@@ -77,7 +79,7 @@ pub(super) fn run<E: Element>(
         tiles: &mut tiles[..count],
         wide: wide.as_chunks_mut().0,
     };
-    each_turn(call, task, |turn| work.units(&turn));
+    each_turn(call, task, after, |turn| work.units(&turn));
     put(call, task, tiles.iter_mut().flatten().flat_map(|tile| tile.results(call)), records);
 }
 
@@ -190,7 +192,8 @@ impl<'a> Tile<'a> {
         for m in self.turn.0.clone() {
             let at = m * state_len..(m + 1) * state_len;
             let later = &mut self.states[at.clone()];
-            fold(call.isa, &mut self.largest[m], &mut self.totals[at], self.softmax[m].largest, later);
+            let (before, total) = (slice::from_mut(&mut self.largest[m]), &mut self.totals[at]);
+            fold(call.isa, before, total, &[self.softmax[m].largest], later);
             later.fill(0.0);
             self.softmax[m] = Softmax::default();
         }
@@ -206,7 +209,7 @@ impl<'a> Tile<'a> {
             if *largest == f32::NEG_INFINITY {
                 return (softmax.largest, state);
             }
-            fold(call.isa, largest, total, softmax.largest, state);
+            fold(call.isa, slice::from_mut(largest), total, &[softmax.largest], state);
             (*largest, &*total)
         })
     }
@@ -215,8 +218,7 @@ impl<'a> Tile<'a> {
 /// Pairs of every tile that take units of the same blocks together.
 struct Together<'a> {
     sequence: &'a AttentionSequence<'a>,
-    /// Whose blocks are read after these, and from which position on.
-    next: (&'a AttentionSequence<'a>, usize),
+    next: Next<'a>,
     /// Which tiles.
     tiles: Range<usize>,
     end: usize,
@@ -268,9 +270,13 @@ impl<E: Element> Work<'_, '_, E> {
         let next = if gathered_len(self.layout) > 0 {
             found.keys
         } else if base + UNIT < together.end {
-            self.blocks.keys_of(together.sequence, base + UNIT)
+            self.blocks.keys_of(Next {
+                sequence: together.sequence,
+                kv_head: self.blocks.kv_head,
+                position: base + UNIT,
+            })
         } else {
-            self.blocks.keys_of(together.next.0, together.next.1)
+            self.blocks.keys_of(together.next)
         };
         let keys = Ahead { at: next.map(<*const E>::cast), step };
         if !together.several || size_of::<E>() == size_of::<f32>() {
