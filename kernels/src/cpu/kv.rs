@@ -1,10 +1,12 @@
 //! The paged key-value cache of one layer.
 
 use super::pool::Cpu;
-use super::rows::{Rows, SharedSlice};
+use super::rows::Rows;
 use super::storage::Mapping;
-use super::tile::Element;
 use half::bf16;
+
+mod write;
+use write::Stored;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvDtype {
@@ -118,30 +120,9 @@ impl KvCache {
         }
     }
 
-    fn write_as<E: Element>(&mut self, cpu: &Cpu, k: Rows<'_>, v: Rows<'_>, slots: &[u32]) {
-        let layout = self.layout;
+    fn write_as<E: Stored>(&mut self, cpu: &Cpu, k: Rows<'_>, v: Rows<'_>, slots: &[u32]) {
         let (keys, values) = (self.keys.as_mut_slice::<E>(), self.values.as_mut_slice::<E>());
-        let (keys, values) = (SharedSlice::new(keys), SharedSlice::new(values));
-        let write_head = |head: usize| {
-            for (row, slot) in slots.iter().enumerate() {
-                let (block, offset) = (*slot as usize / layout.block_size, *slot as usize % layout.block_size);
-                let start = (block * layout.kv_heads + head) * layout.head_len();
-                let columns = head * layout.head_dim..(head + 1) * layout.head_dim;
-                // SAFETY: this head's cells of every block are this task's alone.
-                let (keys, values) =
-                    unsafe { (keys.part(start, layout.head_len()), values.part(start, layout.head_len())) };
-                let column = keys[offset..].iter_mut().step_by(layout.block_size);
-                column.zip(&k.row(row)[columns.clone()]).for_each(|(cell, x)| *cell = E::round(*x));
-                let line = values[offset * layout.head_dim..].iter_mut();
-                line.zip(&v.row(row)[columns]).for_each(|(cell, x)| *cell = E::round(*x));
-            }
-        };
-        // By head, not by row: slots that repeat are then written in order, by one thread.
-        if slots.len() * layout.head_dim < 4096 {
-            (0..layout.kv_heads).for_each(write_head);
-        } else {
-            cpu.pool().run(layout.kv_heads, write_head);
-        }
+        write::write(cpu, self.layout, (k, keys), (v, values), slots);
     }
 
     /// Does the copies in order.
@@ -155,7 +136,7 @@ impl KvCache {
         }
     }
 
-    fn copy_as<E: Element>(&mut self, copies: &[BlockCopy]) {
+    fn copy_as<E: Stored>(&mut self, copies: &[BlockCopy]) {
         let layout = self.layout;
         let (block_len, head_len) = (layout.block_len(), layout.head_len());
         let (keys, values) = (self.keys.as_mut_slice::<E>(), self.values.as_mut_slice::<E>());
@@ -175,60 +156,4 @@ impl KvCache {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::super::testing::Random;
-    use super::*;
-
-    fn cache(random: &mut Random, dtype: KvDtype) -> KvCache {
-        let (kv_heads, block_size) = (random.between(1, 3), random.between(1, 20));
-        KvCache::new(KvLayout { blocks: random.between(2, 6), block_size, kv_heads, head_dim: 32, dtype })
-    }
-
-    /// Key and value of a slot, element by element.
-    fn read(cache: &KvCache, slot: usize) -> Vec<(f32, f32)> {
-        let l = cache.layout;
-        let (block, offset) = (slot / l.block_size, slot % l.block_size);
-        let at = |i: usize, of: &Mapping| match l.dtype {
-            KvDtype::Bf16 => of.as_slice::<bf16>()[i].to_f32(),
-            KvDtype::F32 => of.as_slice::<f32>()[i],
-        };
-        let cell = |head: usize, d: usize| {
-            let start = (block * l.kv_heads + head) * l.head_len();
-            let (key, value) = (start + d * l.block_size + offset, start + offset * l.head_dim + d);
-            (at(key, &cache.keys), at(value, &cache.values))
-        };
-        (0..l.kv_heads).flat_map(|h| (0..l.head_dim).map(move |d| (h, d))).map(|(h, d)| cell(h, d)).collect()
-    }
-
-    #[test]
-    fn slots_hold_what_was_written_last_and_copies_move_whole_tokens() {
-        for seed in 0..40 {
-            let mut random = Random::new(seed);
-            let dtype = [KvDtype::Bf16, KvDtype::F32][seed as usize % 2];
-            let mut cache = cache(&mut random, dtype);
-            let l = cache.layout;
-            let width = l.kv_heads * l.head_dim;
-            let mut expected = vec![vec![(0.0, 0.0); width]; l.blocks * l.block_size];
-            for _ in 0..10 {
-                let rows = random.between(1, 150);
-                let (k, v) = (random.normals(rows * width, 1.0), random.normals(rows * width, 1.0));
-                let slots: Vec<u32> = (0..rows).map(|_| random.below(expected.len()) as u32).collect();
-                cache.write(&Cpu::new(2), Rows::dense(&k, width), Rows::dense(&v, width), &slots);
-                let rounded = |x: f32| if dtype == KvDtype::Bf16 { bf16::from_f32(x).to_f32() } else { x };
-                for (row, slot) in slots.iter().enumerate() {
-                    let cell = |i| (rounded(k[row * width + i]), rounded(v[row * width + i]));
-                    expected[*slot as usize] = (0..width).map(cell).collect();
-                }
-                let (src, dst) = (random.below(l.blocks), random.below(l.blocks));
-                let tokens = random.between(0, l.block_size);
-                cache.copy_blocks(&[BlockCopy { src: src as u32, dst: dst as u32, tokens }]);
-                for t in 0..tokens {
-                    expected[dst * l.block_size + t] = expected[src * l.block_size + t].clone();
-                }
-            }
-            for (slot, expected) in expected.iter().enumerate() {
-                assert_eq!(&read(&cache, slot), expected, "slot {slot}, seed {seed}");
-            }
-        }
-    }
-}
+mod tests;

@@ -47,8 +47,6 @@ pub(crate) trait Element: super::storage::Plain {
     /// # Safety
     /// `p` is readable for 32 elements.
     unsafe fn load_pairs<L: Lanes>(p: *const Self) -> (L, L);
-    /// Rounded to nearest even.
-    fn round(x: f32) -> Self;
 }
 
 impl Element for f32 {
@@ -63,11 +61,6 @@ impl Element for f32 {
         // SAFETY: the caller's promise.
         unsafe { (L::load(p), L::load(p.add(LANES))) }
     }
-
-    #[inline(always)]
-    fn round(x: f32) -> f32 {
-        x
-    }
 }
 
 impl Element for bf16 {
@@ -81,11 +74,6 @@ impl Element for bf16 {
     unsafe fn load_pairs<L: Lanes>(p: *const bf16) -> (L, L) {
         // SAFETY: the caller's promise.
         unsafe { L::load_pairs(p) }
-    }
-
-    #[inline(always)]
-    fn round(x: f32) -> bf16 {
-        super::math::round_bf16(x)
     }
 }
 
