@@ -1,4 +1,4 @@
-//! Physical blocks: reference counts, the LRU free list and the map of cached hashes. Every operation is O(1).
+//! Physical blocks: reference counts, the LRU free list and the map of cached hashes. Every operation but a reset is O(1).
 
 use std::collections::HashMap;
 
@@ -29,7 +29,8 @@ struct Block {
 ///
 /// The free list is doubly linked through the blocks themselves, so that a lookup can take a block out of its middle
 /// without a search. Its front is allocated next: blocks without content first, then cached ones, least recently
-/// freed first.
+/// freed first. Of those without content the ones that have been allocated before come first: their memory is there,
+/// where another's would be new pages.
 #[derive(Clone, Debug)]
 pub struct BlockPool {
     /// The last element is no block but the list's sentinel: its `next` is the front, its `prev` the back.
@@ -128,15 +129,25 @@ impl BlockPool {
     }
 
     /// Forgets the content of every free block and returns how many had one. Held blocks stay findable.
+    ///
+    /// Free blocks are then allocated in ascending order, as at the start. Those that were never allocated, whose memory
+    /// the system has still to find, are the last of all blocks, so all that had content come before them.
     pub fn reset(&mut self) -> usize {
         let sentinel = self.sentinel();
-        let mut id = self.blocks[sentinel].next as usize;
-        while id != sentinel {
+        let mut last = sentinel;
+        for id in 0..sentinel {
+            if self.blocks[id].refs > 0 {
+                continue;
+            }
             if let Some(hash) = self.blocks[id].hash.take() {
                 self.cached.remove(&hash);
             }
-            id = self.blocks[id].next as usize;
+            self.blocks[id].prev = last as BlockId;
+            self.blocks[last].next = id as BlockId;
+            last = id;
         }
+        self.blocks[last].next = sentinel as BlockId;
+        self.blocks[sentinel].prev = last as BlockId;
         std::mem::take(&mut self.num_free_cached)
     }
 

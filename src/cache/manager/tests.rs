@@ -175,6 +175,7 @@ impl Test {
         let naive = &mut self.naive;
         let before = naive.cached.len();
         naive.cached.retain(|(_, id)| !naive.free.contains(id));
+        naive.free.sort_unstable();
         assert_eq!(self.manager.reset_prefix_cache(), before - naive.cached.len());
     }
 

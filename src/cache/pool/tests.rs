@@ -1,3 +1,6 @@
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
 use super::*;
 use crate::cache::{CacheSalt, HashChain};
 
@@ -67,6 +70,47 @@ fn reset_forgets_free_blocks_and_spares_held_ones() {
     assert_eq!((pool.lookup(&hashes[0]), pool.lookup(&hashes[1])), (Some(0), None));
     assert_eq!(pool.reset(), 0);
     pool.check_integrity(&[1, 0, 0]);
+}
+
+#[test]
+fn blocks_that_were_allocated_before_go_first() {
+    for seed in 0..50 {
+        println!("seed {seed}");
+        let mut random = ChaCha8Rng::seed_from_u64(seed);
+        let mut pool = BlockPool::new(64);
+        let hashes = hashes(64);
+        let mut held: Vec<BlockId> = Vec::new();
+        let mut used = 0;
+        for _ in 0..400 {
+            match random.random_range(0..20) {
+                0 => {
+                    pool.reset();
+                }
+                1..9 if !held.is_empty() => {
+                    let id = held.swap_remove(random.random_range(0..held.len()));
+                    if random.random() && !pool.is_registered(id) {
+                        pool.register(id, hashes[id as usize]);
+                    }
+                    pool.release(id);
+                }
+                _ => {
+                    let BlockCounts { free, cached, .. } = pool.counts();
+                    let Some(id) = pool.allocate() else { continue };
+                    // With no free block that has been used and holds nothing, the next new one; then cached ones.
+                    if free - cached > 64 - used {
+                        assert!((id as usize) < used, "block {id} is new, though one of the first {used} is empty");
+                    } else if used < 64 {
+                        assert_eq!(id as usize, used, "new blocks go in order, and before cached ones");
+                        used += 1;
+                    }
+                    held.push(id);
+                }
+            }
+            let refs: Vec<u32> = (0..64).map(|id| u32::from(held.contains(&id))).collect();
+            pool.check_integrity(&refs);
+        }
+        assert!(used > 20, "only {used} blocks were used");
+    }
 }
 
 #[test]
