@@ -19,7 +19,7 @@ from section import is_ours, number
 from workloads import TITLES, WORKLOADS
 
 WIDTH, MARGIN, GAP = 920, 24, 40
-NAMES = 132
+NAMES = 150
 """Left of a panel, for the names of its bars."""
 RIGHT = 20
 """Right of a panel, beyond the limit."""
