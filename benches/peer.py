@@ -169,7 +169,7 @@ def llama_cpp(binary: str, model: str) -> tuple[str, Runner, Callable[[], object
 
 
 def mistral_rs(checkpoint: str) -> tuple[str, Runner, Callable[[], object]]:
-    """In process and in float32: on a processor its bfloat16 takes two to four times as long.
+    """In process and in float32: on a processor its bfloat16 takes one and a half to three times as long.
 
     It takes texts only. Its tokenizer here has the numerals of the token ids as words, so that it computes the same ids
     as the others. All requests go out at once as streams: of calls that wait for a whole answer it takes one at a time.

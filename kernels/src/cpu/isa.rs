@@ -101,7 +101,8 @@ impl Isa {
         }
     }
 
-    /// Whether [`linear`](super::linear) rounds activations to bfloat16 before it multiplies bfloat16 weights.
+    /// Whether what is multiplied by bfloat16 is rounded to bfloat16 before: activations by [`linear`](super::linear), queries
+    /// and softmax weights by [`paged_attention`](super::paged_attention).
     pub fn rounds_activations(self) -> bool {
         match self.level {
             _ if self.emulates_bf16 => true,

@@ -150,10 +150,8 @@ pub(crate) trait Lanes: Copy + 'static {
     #[inline(always)]
     fn rounded_pairs(low: Self, high: Self) -> Self {
         let (mut both, mut pairs) = ([0.0; 2 * LANES], [0.0; LANES]);
-        for i in 0..LANES {
-            both[i] = low.flush_denormals().to_array()[i];
-            both[LANES + i] = high.flush_denormals().to_array()[i];
-        }
+        both[..LANES].copy_from_slice(&low.flush_denormals().to_array());
+        both[LANES..].copy_from_slice(&high.flush_denormals().to_array());
         for i in 0..LANES {
             let [first, second] = [both[2 * i], both[2 * i + 1]].map(|x| u32::from(round_bf16(x).to_bits()));
             pairs[i] = f32::from_bits(first | second << 16);
