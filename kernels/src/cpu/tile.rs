@@ -87,7 +87,8 @@ pub(crate) struct Pairs<E>(PhantomData<E>);
 /// As [`Pairs`] of bfloat16, which it also leaves widened, panel by panel: other tiles read that as `Pairs<f32>`.
 pub(crate) struct Widening;
 
-/// Two elements a step: 16 pairs of bfloat16 against a pair of bfloat16, one instruction where there is one.
+/// Two elements a step: 16 pairs of bfloat16 against a pair of bfloat16, the bits of a float32; one instruction where
+/// there is one.
 pub(crate) struct RoundedPairs;
 
 impl<E: Element> Format for Single<E> {
@@ -184,7 +185,7 @@ impl Format for Widening {
 }
 
 impl Format for RoundedPairs {
-    type X = u32;
+    type X = f32;
     type W = bf16;
     const PER_STEP: usize = 2;
     const DOT_PAIRS: bool = true;
@@ -192,7 +193,7 @@ impl Format for RoundedPairs {
     #[inline(always)]
     unsafe fn step<L: Lanes, const MR: usize, const NV: usize>(
         acc: &mut [[L; NV]; MR],
-        x: *const u32,
+        x: *const f32,
         x_row: usize,
         w: [*const bf16; NV],
         _: *mut f32,
@@ -204,7 +205,7 @@ impl Format for RoundedPairs {
                 pairs[v] = L::load(w[v].cast());
             }
             for m in 0..MR {
-                let x = L::splat(f32::from_bits(*x.add(m * x_row)));
+                let x = L::splat(*x.add(m * x_row));
                 for v in 0..NV {
                     acc[m][v] = acc[m][v].dot_pairs(x, pairs[v]);
                 }

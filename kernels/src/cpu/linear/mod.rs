@@ -6,8 +6,8 @@
 //! the whole matrix.
 
 use super::activation::SiluMul;
-use super::isa::Isa;
-use super::lanes::LANES;
+use super::isa::{Isa, Kernel};
+use super::lanes::{LANES, Lanes};
 use super::packed::{PackedMatrix, WeightDtype};
 use super::pool::Cpu;
 use super::rows::{Rows, RowsMut, SharedRows};
@@ -67,54 +67,36 @@ fn run<F: LinearFormat>(cpu: &Cpu, x: Rows<'_>, w: &PackedMatrix, bias: Option<&
 
 /// Activations by tile: `[step][row of the tile]`.
 fn pack_activations<F: LinearFormat>(cpu: &Cpu, x: Rows<'_>, plan: &Plan, packed: &mut [F::X]) {
-    const BLOCK: usize = 256; // steps of all rows of a tile that the first-level cache holds
-    const ABREAST: usize = 4; // rows that are written together, as one row alone waits for each of its stores
-    let tile = |tile: usize, packed: &mut [F::X]| {
-        let first = plan.row(tile);
-        let rows = plan.row(tile + 1) - first;
-        for (block, cells) in packed.chunks_mut(BLOCK * rows).enumerate() {
-            let steps = |m: usize| {
-                let (steps, rest) = F::steps(x.row(first + m));
-                let from = (block * BLOCK).min(steps.len());
-                (&steps[from..steps.len().min(from + BLOCK)], rest)
-            };
-            for m in (0..rows - rows % ABREAST).step_by(ABREAST) {
-                pack_rows::<F, ABREAST>(std::array::from_fn(|i| steps(m + i)), m, rows, cells);
-            }
-            for m in rows - rows % ABREAST..rows {
-                pack_rows::<F, 1>([steps(m)], m, rows, cells);
-            }
-        }
-    };
-    // Waking threads takes as long as packing some thousand values.
-    let parts = if packed.len() < 4096 { 1 } else { plan.tiles.min(4 * cpu.pool().threads()) };
+    let parts = if packed.len() < F::WORTH_WAKING { 1 } else { plan.tiles.min(4 * cpu.pool().threads()) };
     let first = |part: usize| plan.tiles * part / parts;
     cpu.pool().run_parts(
         packed,
         parts,
         |part| plan.row(first(part)) * plan.steps,
-        |part, mut packed| {
-            for i in first(part)..first(part + 1) {
-                let (cells, rest) = packed.split_at_mut((plan.row(i + 1) - plan.row(i)) * plan.steps);
-                tile(i, cells);
-                packed = rest;
-            }
-        },
+        |part, packed| cpu.isa().dispatch(Pack::<F> { x, plan, tiles: first(part)..first(part + 1), packed }),
     );
 }
 
-/// Packs `N` rows of a tile of `rows`, from its row `m` on: of each its steps, and what is left of one of odd length.
-fn pack_rows<F: LinearFormat, const N: usize>(x: [(&[F::Step], &[f32]); N], m: usize, rows: usize, cells: &mut [F::X]) {
-    let steps = x.map(|(steps, _)| &steps[..x[0].0.len()]); // as many, so that no step asks
-    let mut cells = cells.chunks_exact_mut(rows).map(|cells| &mut cells[m..m + N]);
-    for (step, cells) in (0..steps[0].len()).zip(cells.by_ref()) {
-        for (cell, steps) in cells.iter_mut().zip(&steps) {
-            *cell = F::pack(steps[step]);
-        }
-    }
-    for cells in cells {
-        for (cell, (_, rest)) in cells.iter_mut().zip(x) {
-            rest.iter().for_each(|x| *cell = F::pack_last(*x));
+/// Packs a run of tiles.
+struct Pack<'a, F: LinearFormat> {
+    x: Rows<'a>,
+    plan: &'a Plan,
+    tiles: Run,
+    packed: &'a mut [F::X],
+}
+
+impl<F: LinearFormat> Kernel for Pack<'_, F> {
+    type Output = ();
+    const DOT_PAIRS: bool = F::DOT_PAIRS;
+
+    #[inline(always)]
+    fn run<L: Lanes>(self) {
+        let Self { x, plan, tiles, mut packed } = self;
+        for tile in tiles {
+            let rows = plan.row(tile)..plan.row(tile + 1);
+            let (cells, rest) = packed.split_at_mut(rows.len() * plan.steps);
+            F::pack::<L>(x, rows, cells);
+            packed = rest;
         }
     }
 }

@@ -71,7 +71,11 @@ impl Plan {
         let (leaves, fitting) = (w.leaves(), (block_bytes / (width * step_len * size)).max(1));
         let (block_steps, block_leaves) = match tiles {
             1 => (leaf_steps, leaves), // nothing comes back to the weights
-            _ => (leaf_steps.div_ceil(leaf_steps.div_ceil(fitting)), (fitting / leaf_steps).clamp(1, leaves)),
+            // Of equal length, as each block asks for the next one: the leaves are a power of two.
+            _ => {
+                let block_leaves = (fitting / leaf_steps).clamp(1, leaves);
+                (leaf_steps.div_ceil(leaf_steps.div_ceil(fitting)), 1 << block_leaves.ilog2())
+            }
         };
         let copy_len = if widened { width * block_leaves * block_steps * step_len } else { 0 };
         let most_tiles = CHUNK_BYTES / (tile_rows * block_leaves * block_steps * size_of::<F::X>());
