@@ -36,7 +36,7 @@ pub(super) struct Part<'a> {
     /// Factor of `q · k` that makes scores powers of two.
     pub scale: f32,
     /// The first position of the unit that each pair sees and the one after its last.
-    pub seen: [(usize, usize); PAIRS_ALONE],
+    pub seen: [(u8, u8); PAIRS_ALONE],
     /// Those that any of the pairs sees.
     pub positions: Range<usize>,
     /// By pair the score that weights are relative to, as a power of two; `-inf` before the first.
@@ -175,9 +175,9 @@ impl<const MR: usize, const AHEAD: bool> Take<'_, MR, AHEAD> {
         for m in 0..MR {
             let (from, end) = self.part.seen[m];
             let lanes = &mut scores[m];
-            if from > 0 || end < UNIT {
+            if from > 0 || end < UNIT as u8 {
                 // Bits of a shift by 64 or more are gone.
-                let below = |position: usize| u64::MAX.checked_shl(position as u32).map_or(u64::MAX, |bits| !bits);
+                let below = |position: u8| u64::MAX.checked_shl(position.into()).map_or(u64::MAX, |bits| !bits);
                 let seen = below(end) & !below(from);
                 for v in 0..VECTORS {
                     let bits = (seen >> (v * LANES)) as u32 & 0xffff;

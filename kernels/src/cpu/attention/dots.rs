@@ -15,7 +15,6 @@ use crate::cpu::lanes::LANES;
 use crate::cpu::rows::SharedSlice;
 use half::bf16;
 use std::ops::Range;
-use std::slice;
 
 /// What the plan cuts tasks by.
 pub(super) const TILE_PAIRS: TilePairs = TilePairs { alone: PAIRS_ALONE, beside: PAIRS_BESIDE };
@@ -136,15 +135,16 @@ impl<'a> Pairs<'a> {
     ) -> Option<Part<'_>> {
         let head_dim = call.cache.layout().head_dim;
         let whole = |seen: &(usize, usize)| seen.0 <= base && base + UNIT <= seen.1;
-        let (mut seen, mut all) = ([(0, UNIT); PAIRS_ALONE], 0..UNIT);
+        let (mut seen, mut all) = ([(0, UNIT as u8); PAIRS_ALONE], 0..UNIT);
         // Most tiles of a long prompt see all of a unit: they are spared what follows.
         if positions.start > base || positions.end < base + UNIT || !self.seen[pairs.clone()].iter().all(whole) {
             let inside =
-                |position: usize| position.clamp(positions.start, positions.end).saturating_sub(base).min(UNIT);
+                |position: usize| position.clamp(positions.start, positions.end).saturating_sub(base).min(UNIT) as u8;
             for (seen, pair) in seen.iter_mut().zip(pairs.clone()) {
                 *seen = (inside(self.seen[pair].0), inside(self.seen[pair].1));
             }
-            let each = seen[..pairs.len()].iter().filter(|(from, end)| from < end).map(|(from, end)| *from..*end);
+            let each = seen[..pairs.len()].iter().filter(|(from, end)| from < end);
+            let each = each.map(|(from, end)| usize::from(*from)..usize::from(*end));
             all = each.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end))?;
         }
         let state_len = state_len(head_dim);
@@ -181,17 +181,13 @@ impl<'a> Pairs<'a> {
     /// Ends the last span of all pairs: what weights are relative to, and the state of each.
     fn results(&mut self, call: &Call<'_>) -> impl Iterator<Item = (f32, &[f32])> {
         let state_len = state_len(call.cache.layout().head_dim);
-        let Pairs { reference, reference_before, states, states_before, .. } = self;
-        let each = reference_before.iter_mut().zip(reference).zip(states.chunks_exact(state_len));
-        each.zip(states_before.chunks_exact_mut(state_len)).map(|(((before, reference), state), total)| {
-            // Most pairs saw no span before the last, or nothing in the last.
-            if *before == f32::NEG_INFINITY {
-                return (*reference, state);
-            }
-            if *reference != f32::NEG_INFINITY {
-                fold(call.isa, slice::from_mut(before), total, slice::from_ref(reference), state);
-            }
-            (*before, &*total)
-        })
+        let Pairs { reference, reference_before, states, states_before, count, .. } = self;
+        let (later, before) = (&mut reference[..*count], &mut reference_before[..*count]);
+        if before.iter().any(|before| *before != f32::NEG_INFINITY) {
+            fold(call.isa, before, states_before, later, states);
+            before.iter().copied().zip(states_before.chunks_exact(state_len))
+        } else {
+            later.iter().copied().zip(states.chunks_exact(state_len))
+        }
     }
 }
