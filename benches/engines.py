@@ -25,6 +25,8 @@ PEERS = ("vllm", "llama.cpp", "transformers", "mistral.rs")
 NOTES = {"mistral.rs": "in float32, as its bfloat16 is slower"}
 """What a reader of a peer's figures must know."""
 PEER = Path(__file__).with_name("peer.py")
+TIDY_SECONDS = 20.0
+"""How long a peer may take to end by itself."""
 
 
 class PeerFailedError(Exception):
@@ -108,12 +110,16 @@ class Peer:
         return json.loads(line)
 
     def close(self) -> None:
-        """Ends it and all its processes."""
-        for order in (signal.SIGKILL, signal.SIGCONT):
-            try:
-                os.killpg(self.group, order)
-            except ProcessLookupError:
-                break
+        """Ends it and all its processes; it may tidy up before, as vLLM does with its shared memory."""
+        try:
+            os.killpg(self.group, signal.SIGCONT)
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+            self.process.wait(timeout=TIDY_SECONDS)
+        except (ProcessLookupError, BrokenPipeError, subprocess.TimeoutExpired):
+            pass
+        with suppress(ProcessLookupError):
+            os.killpg(self.group, signal.SIGKILL)
         self.process.wait()
 
 
