@@ -136,7 +136,13 @@ fn tokens_behind_a_stop_string_are_dropped() {
 #[test]
 fn a_push_under_running_samples_changes_nothing_but_the_version() {
     let [without, with] = [&["--speculation", "off"][..], &[]].map(|flags| Engine::start("llama", flags));
-    let weights = random_weights(with.parameters(), 5);
+    let mut weights = random_weights(with.parameters(), 5);
+    // Layers that add little leave the next token mostly to the last one: samples then repeat themselves, and drafts are
+    // right by the hundred on every instruction set.
+    let adds = |name: &str| name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight");
+    for (_, (_, values)) in weights.iter_mut().filter(|(name, _)| adds(name)) {
+        values.iter_mut().for_each(|x| *x /= 4.0);
+    }
     for engine in [&without, &with] {
         engine.push(Push::full(&weights)).expect("pushed");
     }
@@ -152,5 +158,5 @@ fn a_push_under_running_samples_changes_nothing_but_the_version() {
     let reply = running.wait();
     assert_same(&reply, &expected, "KEEP");
     assert!(reply.completions.iter().any(|c| c.weight_versions.len() == 2), "the push came too late");
-    assert!(accepted(&with) > 30, "only {} drafts were right", accepted(&with));
+    assert!(accepted(&with) > 100, "only {} drafts were right", accepted(&with));
 }
