@@ -213,8 +213,8 @@ def test_a_thousand_adapters_leave_no_drift_and_no_memory(binary, tmp_path, rng)
         slopes = [np.polyfit(np.arange(len(part)) * 10, part, 1)[0] for part in np.array_split(resident, 3)]
         print("resident KiB:", [size >> 10 for size in resident])
         print(f"resident memory: {np.round(slopes)} bytes per push, of {bytes_pushed / PUSHES:.0f} bytes on average")
-        # One adapter in twenty that stays would be more in every part. The allocator takes a little more now and then, as
-        # threads meet that have not met before, which load delays; it does not in every part.
+        # One adapter in twenty that stays would be more in every part. The allocator takes a little more now and then,
+        # when threads meet that have not met before, which load delays; it does not in every part.
         assert min(slopes) < bytes_pushed / PUSHES / 20
         client.push_lora(None)
         assert client.checksum() == before
