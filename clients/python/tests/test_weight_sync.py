@@ -182,11 +182,11 @@ def test_the_state_dict_of_a_tied_model_may_be_gathered_lazily(binary, rng, tran
         assert client.checksum() == checksums(full, client.info().dtype)
 
 
-PUSHES = 1000
+PUSHES = 2000
 WARM_UP = 400
 
 
-def test_a_thousand_adapters_leave_no_drift_and_no_memory(binary, tmp_path, rng):
+def test_two_thousand_adapters_leave_no_drift_and_no_memory(binary, tmp_path, rng):
     base = read_model(PUSH_MODEL)
     with ServerProcess(binary, PUSH_MODEL, [*SMALL_CACHE, "--mem-util", "0.2"]) as process:
         client = process.client
@@ -210,12 +210,11 @@ def test_a_thousand_adapters_leave_no_drift_and_no_memory(binary, tmp_path, rng)
                     assert outputs(client) == outputs(fresh)
             if step > WARM_UP and step % 10 == 0:
                 resident.append(resident_bytes(process.process.pid))
-        slopes = [np.polyfit(np.arange(len(part)) * 10, part, 1)[0] for part in np.array_split(resident, 3)]
+        slope = np.polyfit(np.arange(len(resident)) * 10, resident, 1)[0]
         print("resident KiB:", [size >> 10 for size in resident])
-        print(f"resident memory: {np.round(slopes)} bytes per push, of {bytes_pushed / PUSHES:.0f} bytes on average")
-        # One adapter in twenty that stays would be more in every part. The allocator takes a little more now and then,
-        # when threads meet that have not met before, which load delays; it does not in every part.
-        assert min(slopes) < bytes_pushed / PUSHES / 20
+        print(f"resident memory: {slope:.0f} bytes per push, of {bytes_pushed / PUSHES:.0f} bytes on average")
+        # One adapter in twenty that stays would be more; what is left is the allocator's noise.
+        assert slope < bytes_pushed / PUSHES / 20
         client.push_lora(None)
         assert client.checksum() == before
         assert_idle(client)

@@ -26,7 +26,7 @@ pub(super) fn scratch_len(layout: &KvLayout) -> usize {
     gathered_len(layout) + MOST_PAIRS * (2 * state_len(layout.head_dim) + query_len(layout.head_dim))
 }
 
-/// Vectors of 16 pairs of bfloat16 in a query; half of the last may be zeros.
+/// Float32 values of scratch that hold a query: whole vectors of 16 pairs of bfloat16; half of the last may be zeros.
 fn query_len(head_dim: usize) -> usize {
     head_dim.div_ceil(2 * LANES) * LANES
 }
