@@ -8,7 +8,7 @@ use clap::Parser;
 use rollout_server::config::{Config, LogFormat};
 use rollout_server::error::{Error, Result};
 use rollout_server::logs::{FlushOnDrop, LogWriter, log_panics};
-use rollout_server::memory::{open_files_limit, resident_bytes};
+use rollout_server::memory::{open_files_limit, resident_bytes, share_one_heap};
 use rollout_server::profile::{Profile, profile};
 use rollout_server::server::{Bound, Ended, ServerConfig, connection_limit, serve, shutdown_channel, watch_signals};
 use rollout_server::startup;
@@ -18,6 +18,7 @@ use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer};
 
 fn main() -> ExitCode {
+    share_one_heap();
     let config = Config::parse();
     let logs = match LogWriter::new(std::io::stderr()) {
         Ok(logs) => logs,

@@ -37,6 +37,17 @@ pub fn open_files_limit() -> u64 {
     limit.rlim_cur
 }
 
+/// Lets all threads allocate from one heap, so that [`trim`] can give all freed memory back: of the further heaps that
+/// glibc makes for threads it gives back what lies in the middle, but not what lies at the end, megabytes each. Must be
+/// called before the process starts a thread (glibc; elsewhere nothing happens).
+pub fn share_one_heap() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    // SAFETY: mallopt takes no pointers and may be called at any time. It leaves every other setting as it is.
+    unsafe {
+        libc::mallopt(libc::M_ARENA_MAX, 1);
+    }
+}
+
 /// Gives what the allocator keeps of freed memory back to the operating system (glibc; elsewhere nothing happens).
 pub fn trim() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
