@@ -26,7 +26,8 @@ use crate::weights::{Checkpoint, Dtype, ModelFiles, ModelSource, Parameters, Par
 
 /// What the process takes beside its reservations: code, threads, tokenizer, requests and replies under way, and the
 /// allocator's slack. With SmolLM2-135M, resident memory less the reservations touched: 45 MiB when idle, an estimated
-/// 115 MiB after 64 samples (the touched part of the cache is counted from its blocks).
+/// 115 MiB after 64 samples (the touched part of the cache is counted from its blocks). What the transport holds of frames
+/// that are not whole comes out of it too: 32 MiB of long ones, and 96 KiB at most for each connection.
 const PROCESS_BYTES: u64 = 192 << 20;
 
 /// Most that is set aside for requests and replies under way unless it is asked for: what several batches of a large

@@ -1,28 +1,30 @@
-//! Connections: how many there may be, what becomes of those beyond, and how long one may take to say what it is.
+//! Connections: how many there may be, what becomes of those beyond, how long one may take to say what it is, and how
+//! much one may send before the transport has a whole frame.
 
 use std::fs::File;
 use std::future::Future;
 use std::io;
-use std::net::TcpListener;
+use std::net::{SocketAddr, TcpListener};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf, Take};
 use tokio::net::TcpStream;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, Sleep, sleep};
 use tokio_stream::Stream;
 use tonic::transport::server::{Connected, TcpConnectInfo};
 
+use super::frames::{FrameReader, FrameRoom, HEAD_BYTES, PREFACE_BYTES};
+
 /// Descriptors that connections leave to the rest of the process: the runtime's own, and the files and segments of
 /// pushes that are read at the same time.
 const OTHER_FILES: usize = 64;
 /// How long a connection may take to send the beginning of HTTP/2. Later silence is for keepalive to notice.
 const GREETING: Duration = Duration::from_secs(10);
-/// The preface of HTTP/2 (24 bytes) and the head of the first frame.
-const GREETING_BYTES: usize = 24 + 9;
+const GREETING_BYTES: usize = PREFACE_BYTES + HEAD_BYTES;
 /// The pause after a connection that could not be accepted: 20 a second are still turned away, and no core is kept busy.
 const BACK_OFF: Duration = Duration::from_millis(50);
 /// How often the log speaks of connections that are turned away.
@@ -40,6 +42,7 @@ pub(super) struct Incoming {
     listener: tokio::net::TcpListener,
     free: Arc<Semaphore>,
     limit: usize,
+    frame_room: FrameRoom,
     /// Given up to turn a connection away when no descriptor is left: a client then learns at once what it would
     /// otherwise wait for in the listener's queue.
     reserve: Option<File>,
@@ -53,11 +56,12 @@ impl Incoming {
     ///
     /// # Errors
     /// If the listener cannot be watched.
-    pub(super) fn new(listener: TcpListener, limit: usize) -> io::Result<Self> {
+    pub(super) fn new(listener: TcpListener, limit: usize, frame_room: FrameRoom) -> io::Result<Self> {
         Ok(Self {
             listener: tokio::net::TcpListener::from_std(listener)?,
             free: Arc::new(Semaphore::new(limit)),
             limit,
+            frame_room,
             reserve: reserve(),
             back_off: None,
             beyond_limit: Notice::default(),
@@ -100,7 +104,7 @@ impl Stream for Incoming {
             if let Ok(slot) = this.free.clone().try_acquire_owned() {
                 // A connection that cannot be set so has broken already, which its first reading tells.
                 let _ = stream.set_nodelay(true);
-                return Poll::Ready(Some(Ok(Connection::new(stream, slot))));
+                return Poll::Ready(Some(Ok(Connection::new(stream, slot, this.frame_room.clone()))));
             }
             if let Some(times) = this.beyond_limit.due(Instant::now()) {
                 tracing::warn!(times, limit = this.limit, "connections closed: --max-connections are open");
@@ -140,7 +144,9 @@ impl Notice {
 
 /// An accepted connection, which counts until it is dropped.
 pub(super) struct Connection {
-    stream: TcpStream,
+    /// Gives no more at once than there is room for.
+    stream: Take<TcpStream>,
+    frames: FrameReader,
     /// Until it has come.
     greeting: Option<Greeting>,
     _slot: OwnedSemaphorePermit,
@@ -152,9 +158,18 @@ struct Greeting {
 }
 
 impl Connection {
-    fn new(stream: TcpStream, slot: OwnedSemaphorePermit) -> Self {
+    fn new(stream: TcpStream, slot: OwnedSemaphorePermit, room: FrameRoom) -> Self {
         let greeting = Greeting { missing_bytes: GREETING_BYTES, deadline: Box::pin(sleep(GREETING)) };
-        Self { stream, greeting: Some(greeting), _slot: slot }
+        Self { stream: stream.take(0), frames: FrameReader::new(room), greeting: Some(greeting), _slot: slot }
+    }
+
+    fn peer(&self) -> Option<SocketAddr> {
+        self.stream.get_ref().peer_addr().ok()
+    }
+
+    /// The stream, to be written.
+    fn writer(self: Pin<&mut Self>) -> Pin<&mut TcpStream> {
+        Pin::new(self.get_mut().stream.get_mut())
     }
 }
 
@@ -162,52 +177,62 @@ impl Connected for Connection {
     type ConnectInfo = TcpConnectInfo;
 
     fn connect_info(&self) -> TcpConnectInfo {
-        self.stream.connect_info()
+        self.stream.get_ref().connect_info()
     }
 }
 
 impl AsyncRead for Connection {
-    /// Fails once the greeting is overdue; whoever reads then closes the connection.
+    /// Fails once the greeting is overdue, and at frames that no client needs; whoever reads then closes the connection.
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        let Some(greeting) = &mut this.greeting else { return Pin::new(&mut this.stream).poll_read(cx, buf) };
-        if greeting.deadline.as_mut().poll(cx).is_ready() {
-            tracing::debug!(peer = ?this.stream.peer_addr().ok(), "connection closed: it did not begin HTTP/2 in time");
+        if let Some(greeting) = &mut this.greeting
+            && greeting.deadline.as_mut().poll(cx).is_ready()
+        {
+            tracing::debug!(peer = ?this.peer(), "connection closed: it did not begin HTTP/2 in time");
             return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
         }
+        let room = ready!(this.frames.poll_room(cx));
+        this.stream.set_limit(room as u64);
         let before = buf.filled().len();
         ready!(Pin::new(&mut this.stream).poll_read(cx, buf))?;
-        greeting.missing_bytes = greeting.missing_bytes.saturating_sub(buf.filled().len() - before);
-        if greeting.missing_bytes == 0 {
-            this.greeting = None;
+        let read = &buf.filled()[before..];
+        if let Err(error) = this.frames.read(read) {
+            tracing::debug!(peer = ?this.peer(), "connection closed: {error}");
+            return Poll::Ready(Err(error));
+        }
+        if let Some(greeting) = &mut this.greeting {
+            greeting.missing_bytes = greeting.missing_bytes.saturating_sub(read.len());
+            if greeting.missing_bytes == 0 {
+                this.greeting = None;
+            }
         }
         Poll::Ready(Ok(()))
     }
 }
 
 impl AsyncWrite for Connection {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, data: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(cx, data)
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, data: &[u8]) -> Poll<io::Result<usize>> {
+        self.writer().poll_write(cx, data)
     }
 
     fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
+        self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         data: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write_vectored(cx, data)
+        self.writer().poll_write_vectored(cx, data)
     }
 
     fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
+        self.stream.get_ref().is_write_vectored()
     }
 
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(cx)
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.writer().poll_flush(cx)
     }
 
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(cx)
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.writer().poll_shutdown(cx)
     }
 }
 

@@ -3,6 +3,7 @@
 
 mod connections;
 mod convert;
+mod frames;
 mod gate;
 mod grpc;
 mod isolation;
@@ -34,6 +35,7 @@ use crate::error::{Error, Result};
 use crate::memory::{Traffic, trim};
 use crate::weights::Segments;
 use connections::Incoming;
+use frames::FrameRoom;
 use gate::{Gate, GateKeeper};
 use shutdown::Order;
 
@@ -54,15 +56,13 @@ const KEEPALIVE: Duration = Duration::from_secs(10);
 const MAX_CONCURRENT_STREAMS: u32 = 4096;
 /// What a stream may send ahead of being read: two chunks of a push, so that it never waits for a window.
 const STREAM_WINDOW: u32 = 8 << 20;
-/// Bytes of a frame that clients may send: a chunk of a push in four, not in 256.
-const FRAME: u32 = 1 << 20;
 /// Of all streams of a connection.
 const CONNECTION_WINDOW: u32 = 16 << 20;
 /// Largest question about the protocol itself, which is a name: each stream of them may keep one.
 const MAX_NAME_BYTES: usize = 4 << 10;
 /// How long the segment of a push may stay mapped when its owner has removed it.
 const SEGMENT_WATCH: Duration = Duration::from_secs(1);
-/// By how much the bytes of requests must fall for a trim, and how often at most: it walks all free memory, and what it
+/// By how much the bytes of requests and connections must fall for a trim, and how often at most: it walks all free memory, and what it
 /// gives back is fetched anew by the next burst.
 const TRIM_BYTES: u64 = 32 << 20;
 const TRIM_INTERVAL: Duration = Duration::from_secs(1);
@@ -146,7 +146,9 @@ pub async fn serve(
         // Either way it is the end.
         let _ = stopped.await;
     };
-    let mut transport = AbortOnDrop(tokio::spawn(transport(bound, &gate, health_service, stopped)?));
+    let frame_room = FrameRoom::new();
+    let mut transport =
+        AbortOnDrop(tokio::spawn(transport(bound, frame_room.clone(), &gate, health_service, stopped)?));
 
     let parts = tokio::select! {
         parts = parts => Arc::new(parts?),
@@ -159,7 +161,7 @@ pub async fn serve(
         order = orders.next() => order,
         ended = &mut transport.0 => return Err(Error::Internal(format!("the transport ended by itself: {ended:?}"))),
         never = release_removed(parts.sources.segments()) => match never {},
-        never = give_memory_back(&parts.traffic) => match never {},
+        never = give_memory_back(&parts.traffic, &frame_room) => match never {},
     };
 
     tracing::info!(grace_seconds = grace.as_secs_f64(), "ending: running requests may finish");
@@ -188,16 +190,17 @@ async fn release_removed(segments: &Segments) -> Infallible {
     }
 }
 
-/// Gives memory back to the system when requests and replies take much less of it than they did: the allocator keeps
-/// what is freed, and a burst would stay in the process for ever.
-async fn give_memory_back(traffic: &Traffic) -> Infallible {
+/// Gives memory back to the system when requests and replies take much less of it than they did, or many connections
+/// have ended: the allocator keeps what is freed, and a burst would stay in the process for ever.
+async fn give_memory_back(traffic: &Traffic, frame_room: &FrameRoom) -> Infallible {
     let mut ticks = tokio::time::interval(TRIM_INTERVAL);
-    let mut most = 0;
+    let (mut most, mut dropped) = (0, 0);
     loop {
         ticks.tick().await;
         most = traffic.take_high_water().max(most);
-        if most.saturating_sub(traffic.used()) >= TRIM_BYTES {
-            most = traffic.used();
+        dropped += frame_room.take_dropped();
+        if most.saturating_sub(traffic.used()) + dropped >= TRIM_BYTES {
+            (most, dropped) = (traffic.used(), 0);
             // It takes the allocator's locks one after the other. If it fails, the next one does its work.
             let _ = tokio::task::spawn_blocking(trim).await;
         }
@@ -238,6 +241,7 @@ async fn order_end(engine: &EngineHandle, grace: Duration) {
 /// The transport, ready to be spawned; it ends in good order once `stopped` is ready.
 fn transport(
     bound: Bound,
+    frame_room: FrameRoom,
     gate: &Gate,
     health: HealthServer<impl Health>,
     stopped: impl Future<Output = ()> + Send + 'static,
@@ -254,12 +258,12 @@ fn transport(
         .max_concurrent_streams(Some(MAX_CONCURRENT_STREAMS))
         .initial_stream_window_size(Some(STREAM_WINDOW))
         .initial_connection_window_size(Some(CONNECTION_WINDOW))
-        .max_frame_size(Some(FRAME))
+        .max_frame_size(Some(frames::FRAME_BYTES))
         .layer(InterceptorLayer::new(grpc::note_call(gate)))
         .add_routes(grpc::routes(gate, &door))
         .add_service(reflection.max_decoding_message_size(MAX_NAME_BYTES))
         .add_service(door.before(health));
-    let incoming = Incoming::new(bound.listener, bound.max_connections)
+    let incoming = Incoming::new(bound.listener, bound.max_connections, frame_room)
         .map_err(|e| Error::Internal(format!("cannot listen on {}: {e}", bound.address)))?;
     Ok(router.serve_with_incoming_shutdown(incoming, stopped))
 }

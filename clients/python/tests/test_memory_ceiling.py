@@ -246,6 +246,55 @@ def test_500_pushes_that_never_end(bounded, connections):
         assert flood.refused >= 400
 
 
+def frame(kind, stream, payload):
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, 0, stream) + payload
+
+
+def headers_that_never_end(size):
+    """A header whose name is announced with 64 MiB, in as many frames as the transport joins."""
+    name = b"\x00\x7f\x81\xff\xff\x1f"
+    return [frame(1, 1, name + b"a" * (size - len(name))), *[frame(9, 1, b"a" * size) for _ in range(5)]]
+
+
+LONG_FRAME = 1 << 20
+UNFINISHED = {
+    "a message": [frame(0, 1, bytes(LONG_FRAME))[:-1]],
+    "headers": headers_that_never_end(16 << 10),
+    "headers in long frames": headers_that_never_end(LONG_FRAME),
+}
+
+
+@pytest.mark.parametrize("what", UNFINISHED)
+def test_300_frames_that_never_end(bounded, what):
+    """What the transport holds before it has a whole frame; no call has been made yet that could be refused."""
+    host, port = bounded.address.rsplit(":", 1)
+    before = memory(bounded.process.pid, "VmHWM")
+    with contextlib.ExitStack() as open_sockets:
+        closed = 0
+        for _ in range(300):
+            sock = open_sockets.enter_context(socket.create_connection((host, int(port))))
+            link = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
+            link.initiate_connection()
+            if what == "a message":
+                headers = [(":method", "POST"), (":scheme", "http"), (":path", _proto.GENERATE.path)]
+                link.send_headers(1, [*headers, (":authority", bounded.address), ("te", "trailers")])
+            sock.sendall(link.data_to_send())
+            # A connection that waits for room takes what fits into the sockets' buffers.
+            sock.settimeout(0.5)
+            try:
+                for part in UNFINISHED[what]:
+                    sock.setblocking(False)
+                    sock.send(part)
+            except BlockingIOError:
+                pass
+            except OSError:
+                closed += 1
+        time.sleep(1)
+    grown = memory(bounded.process.pid, "VmHWM") - before
+    print(f"{grown >> 20} MiB were taken, {closed} connections closed")
+    assert grown < 128 << 20, f"{grown >> 20} MiB were taken"
+
+
 def test_a_careless_score(bounded):
     """1,000 x 1,000 tokens with 100 most likely ones each, 860 MB of reply, come as they are computed.
 

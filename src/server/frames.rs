@@ -1,0 +1,222 @@
+//! HTTP/2 frames on their way in. The transport keeps a frame until it is whole, and a list of headers until it ends,
+//! before any service hears of it: what all connections can make it keep is bounded here.
+
+use std::future::Future;
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Poll, ready};
+
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+/// Longest frame that clients may send: a chunk of a push in four, not in 256.
+pub(super) const FRAME_BYTES: u32 = 1 << 20;
+/// The 24 bytes that a client sends before its first frame.
+pub(super) const PREFACE_BYTES: usize = 24;
+/// Bytes of a frame's head: length of the payload (3), type, flags, stream (4).
+pub(super) const HEAD_BYTES: usize = 9;
+/// The type of frames that carry messages.
+const DATA: u8 = 0;
+/// What every connection may have under way of a frame, and the longest frame that carries no message: the protocol's
+/// own limit where a server names none.
+const SMALL_BYTES: usize = 16 << 10;
+/// What the transport keeps at most of frames without messages: it joins six of headers before it refuses them.
+const CONNECTION_BYTES: u64 = 6 * SMALL_BYTES as u64;
+/// What longer frames of all connections together may have under way: 32 chunks at once keep any network busy.
+const LARGE_BYTES: usize = 32 << 20;
+
+/// Room for the longer frames of all connections.
+#[derive(Clone)]
+pub(super) struct FrameRoom {
+    permits: Arc<Semaphore>,
+    /// See [`FrameRoom::take_dropped`].
+    dropped: Arc<AtomicU64>,
+}
+
+impl FrameRoom {
+    pub(super) fn new() -> Self {
+        Self { permits: Arc::new(Semaphore::new(LARGE_BYTES)), dropped: Arc::default() }
+    }
+
+    /// The most bytes that connections which have ended since the last call may have left to the allocator.
+    pub(super) fn take_dropped(&self) -> u64 {
+        self.dropped.swap(0, Ordering::SeqCst)
+    }
+}
+
+/// Where in a frame the bytes of one connection are.
+pub(super) struct FrameReader {
+    room: FrameRoom,
+    /// The head that is arriving, and how much of it has come.
+    head: [u8; HEAD_BYTES],
+    head_len: usize,
+    /// Bytes of the payload (at first, of the preface) that have not come.
+    missing: usize,
+    /// Held for what was missing of a longer frame, until it is whole.
+    permit: Option<OwnedSemaphorePermit>,
+    waiting: Option<Pin<Box<dyn Future<Output = OwnedSemaphorePermit> + Send>>>,
+}
+
+impl FrameReader {
+    pub(super) fn new(room: FrameRoom) -> Self {
+        Self { room, head: [0; HEAD_BYTES], head_len: 0, missing: PREFACE_BYTES, permit: None, waiting: None }
+    }
+
+    /// How many bytes may be read next, at least one; waits for room if a longer frame is arriving. A frame that has its
+    /// room can always become whole, so that no two wait for each other.
+    pub(super) fn poll_room(&mut self, cx: &mut Context<'_>) -> Poll<usize> {
+        if self.permit.is_none() && self.missing > SMALL_BYTES {
+            let (semaphore, bytes) = (self.room.permits.clone(), self.missing as u32);
+            let waiting = self.waiting.get_or_insert_with(|| {
+                Box::pin(async move { semaphore.acquire_many_owned(bytes).await.expect("nobody closes the semaphore") })
+            });
+            self.permit = Some(ready!(waiting.as_mut().poll(cx)));
+            self.waiting = None;
+        }
+        Poll::Ready(if self.permit.is_some() { self.missing } else { SMALL_BYTES })
+    }
+
+    /// Takes note of bytes that were read, no more than [`FrameReader::poll_room`] allowed.
+    ///
+    /// # Errors
+    /// `InvalidData` at the head of a frame that no client has reason to send.
+    pub(super) fn read(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+        loop {
+            let payload = self.missing.min(bytes.len());
+            self.missing -= payload;
+            bytes = &bytes[payload..];
+            if self.missing == 0 {
+                self.permit = None;
+            }
+            if bytes.is_empty() {
+                return Ok(());
+            }
+            let head = bytes.len().min(HEAD_BYTES - self.head_len);
+            self.head[self.head_len..][..head].copy_from_slice(&bytes[..head]);
+            self.head_len += head;
+            bytes = &bytes[head..];
+            if self.head_len == HEAD_BYTES {
+                self.head_len = 0;
+                self.missing = longest_allowed(&self.head)?;
+            }
+        }
+    }
+}
+
+impl Drop for FrameReader {
+    fn drop(&mut self) {
+        let long = self.permit.as_ref().map_or(0, |permit| permit.num_permits() as u64);
+        self.room.dropped.fetch_add(CONNECTION_BYTES + long, Ordering::SeqCst);
+    }
+}
+
+/// The length in a frame's head, if it may be as long.
+fn longest_allowed(head: &[u8; HEAD_BYTES]) -> io::Result<usize> {
+    let (length, kind) = (u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize, head[3]);
+    let limit = if kind == DATA { FRAME_BYTES as usize } else { SMALL_BYTES };
+    if length > limit {
+        let what = format!("a frame of type {kind} with {length} bytes; the limit is {limit}");
+        return Err(io::Error::new(io::ErrorKind::InvalidData, what));
+    }
+    Ok(length)
+}
+
+#[cfg(test)]
+mod tests {
+    use rand::{Rng, SeedableRng as _};
+    use rand_chacha::ChaCha8Rng;
+
+    use super::*;
+
+    const HEADERS: u8 = 1;
+
+    fn frame(kind: u8, length: usize) -> Vec<u8> {
+        let mut frame = (length as u32).to_be_bytes()[1..].to_vec();
+        frame.extend([kind, 0, 0, 0, 0, 1]);
+        frame.resize(HEAD_BYTES + length, 7);
+        frame
+    }
+
+    fn room(reader: &mut FrameReader) -> Poll<usize> {
+        reader.poll_room(&mut Context::from_waker(std::task::Waker::noop()))
+    }
+
+    /// A connection whose preface has come.
+    fn greeted(room: &FrameRoom) -> FrameReader {
+        let mut reader = FrameReader::new(room.clone());
+        reader.read(&[0; PREFACE_BYTES]).unwrap();
+        reader
+    }
+
+    #[test]
+    fn frames_cut_anywhere_hold_room_while_a_longer_one_arrives() {
+        let seed = rand::random();
+        println!("seed {seed}");
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        for _ in 0..50 {
+            let all = FrameRoom::new();
+            let mut reader = FrameReader::new(all.clone());
+            let mut bytes = vec![0; PREFACE_BYTES];
+            let mut longer = 0;
+            for _ in 0..20 {
+                let (kind, most) = if rng.random() { (DATA, FRAME_BYTES as usize) } else { (HEADERS, SMALL_BYTES) };
+                let length = if rng.random() { most } else { rng.random_range(0..=most) };
+                bytes.extend(frame(kind, length));
+                longer += usize::from(length > 2 * SMALL_BYTES);
+            }
+            let (mut rest, mut held) = (&bytes[..], 0);
+            while !rest.is_empty() {
+                let Poll::Ready(room) = room(&mut reader) else { panic!("nobody else takes room") };
+                let free = all.permits.available_permits();
+                held = held.max(LARGE_BYTES - free);
+                assert!(room > 0 && room <= SMALL_BYTES.max(LARGE_BYTES - free), "{room} without room");
+                let (read, later) = rest.split_at(rng.random_range(1..=room).min(rest.len()));
+                reader.read(read).unwrap();
+                rest = later;
+            }
+            assert_eq!((reader.missing, reader.head_len, all.permits.available_permits()), (0, 0, LARGE_BYTES));
+            assert!(longer == 0 || held > SMALL_BYTES, "{longer} longer frames held {held} bytes");
+        }
+    }
+
+    #[test]
+    fn longer_frames_wait_for_each_other_and_small_ones_for_none() {
+        let (all, long) = (FrameRoom::new(), frame(DATA, FRAME_BYTES as usize));
+        let mut readers: Vec<_> = (0..LARGE_BYTES / FRAME_BYTES as usize + 1).map(|_| greeted(&all)).collect();
+        for reader in &mut readers {
+            reader.read(&long[..HEAD_BYTES]).unwrap();
+        }
+        let waiting: Vec<bool> = readers.iter_mut().map(|reader| room(reader).is_pending()).collect();
+        assert_eq!(waiting.iter().filter(|waits| **waits).count(), 1);
+        let mut last = readers.pop().unwrap();
+        assert!(waiting[readers.len()] && room(&mut last).is_pending());
+        let mut small = greeted(&all);
+        small.read(&frame(DATA, SMALL_BYTES)[..100]).unwrap();
+        assert_eq!(room(&mut small), Poll::Ready(SMALL_BYTES));
+        readers[0].read(&long[HEAD_BYTES..]).unwrap();
+        assert_eq!(room(&mut last), Poll::Ready(FRAME_BYTES as usize));
+        drop((readers, last));
+        assert_eq!(all.permits.available_permits(), LARGE_BYTES, "connections that end give their room back");
+        let ended = waiting.len() as u64;
+        let unfinished = (LARGE_BYTES as u64).next_multiple_of(u64::from(FRAME_BYTES));
+        assert_eq!(all.take_dropped(), ended * CONNECTION_BYTES + unfinished);
+        assert_eq!(all.take_dropped(), 0);
+    }
+
+    #[test]
+    fn frames_that_nobody_needs_end_the_connection() {
+        for (kind, length, allowed) in [
+            (DATA, FRAME_BYTES as usize, true),
+            (DATA, FRAME_BYTES as usize + 1, false),
+            (HEADERS, SMALL_BYTES, true),
+            (HEADERS, SMALL_BYTES + 1, false),
+            (9, SMALL_BYTES + 1, false),
+            (0x77, SMALL_BYTES + 1, false),
+        ] {
+            let head = &frame(kind, length)[..HEAD_BYTES];
+            let read = greeted(&FrameRoom::new()).read(head);
+            assert_eq!(read.is_ok(), allowed, "{length} bytes of type {kind}: {read:?}");
+        }
+    }
+}
