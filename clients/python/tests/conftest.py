@@ -22,6 +22,9 @@ def pytest_addoption(parser):
         default=os.environ.get("ROLLOUT_SERVER_BINARY", str(REPOSITORY / "target/release/rollout-server")),
         help="the rollout-server binary that test_server.py runs",
     )
+    parser.addoption(
+        "--record", action="store_true", help="write tests/fixtures/recorded.json anew (see test_recorded.py)"
+    )
 
 
 @pytest.fixture
