@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::executor::{ModelRunner, RankWeights, Ranks, resident_adapter_bytes};
 use crate::memory::{self, MemoryBudget, MemoryReport, Traffic, human_bytes};
 use crate::model::config::ModelConfig;
-use crate::model::{Build, Decoder, Workspace, WorkspaceShape, kv_bytes_per_block, kv_caches};
+use crate::model::{Build, Decoder, Parameterized, Workspace, WorkspaceShape, kv_bytes_per_block, kv_caches};
 use crate::scheduler::{Scheduler, SchedulerConfig, Speculation};
 use crate::server::{ModelFacts, Parts, ServerInfo, TextCodec};
 use crate::text::{ChatTemplate, Tokenizer};
@@ -264,7 +264,7 @@ fn reserve_fixed(
         resident_adapter_bytes(decoder, layout.build(rank), config.max_lora_rank, config.max_adapters)
     });
     let adapters = adapters.sum::<Result<u64>>()?;
-    let weights = decoders.iter().map(Decoder::bytes).sum();
+    let weights = decoders.iter().map(Parameterized::bytes).sum();
     let mut entries = vec![("process", PROCESS_BYTES), ("weights", weights), ("workspace", workspace)];
     if adapters > 0 {
         entries.push(("adapters", adapters));

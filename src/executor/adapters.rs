@@ -11,7 +11,7 @@ use rollout_kernels::{Ops, PackedMatrix, WeightDtype, WeightRows};
 
 use crate::comm::Communicator;
 use crate::error::Result;
-use crate::model::{Additions, Build, Decoder, Site};
+use crate::model::{Additions, Build, Decoder, Parameterized, Site};
 use crate::weights::{Adapter, Factors, ParamSpec, ShardRule};
 
 /// Rows that go through an adapter at once: enough to read its factors from cache only.

@@ -4,22 +4,11 @@
 use candle_core::{DType, Device, Tensor};
 use rollout_kernels::{Ops, PackedMatrix, WeightDtype};
 
+use super::config::ModelConfig;
+use super::input::Site;
+use super::parameterized::{MatrixVisitor, ParamSlot, Parameterized, SiteParameters, Visitor};
 use crate::error::Result;
 use crate::weights::{ParamSpec, Partition, ShardRule};
-
-/// Where the local part of a parameter is stored.
-pub enum Slot<'a> {
-    /// Rows `[first_row, ..)` of a packed matrix; several parameters can share one (q, k, v).
-    Matrix { matrix: &'a mut PackedMatrix, first_row: usize },
-    /// Elements of a float32 vector from `offset` on.
-    Vector { vector: &'a Tensor, offset: usize },
-}
-
-/// Called for each parameter of a model, in the model's order.
-pub type Visitor<'v> = dyn FnMut(&ParamSpec, Slot<'_>) -> Result<()> + 'v;
-
-/// Called for each matrix of a model with the parameters that share it.
-pub type MatrixVisitor<'v> = dyn FnMut(&[&ParamSpec], &mut PackedMatrix) + 'v;
 
 /// What a layer is made with.
 #[derive(Clone, Copy)]
@@ -28,8 +17,27 @@ pub struct Build {
     pub weights: WeightDtype,
 }
 
+/// Attention heads of one rank.
+#[derive(Clone, Copy, Debug)]
+pub struct HeadDims {
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+}
+
+impl HeadDims {
+    pub fn local(config: &ModelConfig, build: Build) -> Self {
+        Self {
+            heads: build.partition.share(config.num_heads),
+            kv_heads: build.partition.heads(config.num_kv_heads),
+            head_dim: config.head_dim,
+        }
+    }
+}
+
 /// One or more projections of the same input, fused by rows: `y = x Wᵀ + b`.
 pub struct Linear {
+    site: Site,
     weight: PackedMatrix,
     bias: Option<Tensor>,
     /// Weight and bias specs of each projection, with its first local row.
@@ -47,7 +55,7 @@ pub struct Projection {
 
 impl Linear {
     /// Projections whose outputs are split over ranks (or whole on each): no communication needed.
-    pub fn by_rows(build: Build, projections: Vec<Projection>, columns: usize) -> Result<Self> {
+    pub fn by_rows(build: Build, site: Site, projections: Vec<Projection>, columns: usize) -> Result<Self> {
         let mut parts = Vec::new();
         let mut rows = 0;
         for p in projections {
@@ -60,18 +68,20 @@ impl Linear {
         let has_bias = parts.iter().any(|p| p.1.is_some());
         let bias = if has_bias { Some(vector(rows)?) } else { None };
         // One leaf: nothing of this sum is ever split over ranks.
-        Ok(Self { weight: PackedMatrix::zeros(build.weights, rows, columns, 1), bias, parts })
+        Ok(Self { site, weight: PackedMatrix::zeros(build.weights, rows, columns, 1), bias, parts })
     }
 
     /// A projection whose input is split over ranks: outputs are partial sums, to be reduced. The bias comes after.
-    pub fn by_columns(build: Build, name: &str, rows: usize, columns: usize, bias: bool) -> Result<Self> {
-        let weight = ParamSpec::new(format!("{name}.weight"), vec![rows, columns], ShardRule::Columns);
+    /// Its shard rule is that of its columns.
+    pub fn by_columns(build: Build, site: Site, projection: Projection, columns: usize) -> Result<Self> {
+        let Projection { name, rows, rule, bias } = projection;
+        let weight = ParamSpec::new(format!("{name}.weight"), vec![rows, columns], rule);
         let bias_spec = bias.then(|| ParamSpec::new(format!("{name}.bias"), vec![rows], ShardRule::Replicated));
         let local = build.partition.slice(&weight)?.cols.len();
         let leaves = build.partition.leaves(columns);
         let bias = if bias { Some(vector(rows)?) } else { None };
         let weight_matrix = PackedMatrix::zeros(build.weights, rows, local, leaves);
-        Ok(Self { weight: weight_matrix, bias, parts: vec![(weight, bias_spec, 0)] })
+        Ok(Self { site, weight: weight_matrix, bias, parts: vec![(weight, bias_spec, 0)] })
     }
 
     /// `out = x Wᵀ + b`; `x` is `[rows, k]`, `out` `[rows, n]`.
@@ -93,45 +103,52 @@ impl Linear {
         self.bias.as_ref()
     }
 
-    pub fn visit(&mut self, visitor: &mut Visitor<'_>) -> Result<()> {
+    /// Where adapters add to what it gives.
+    pub fn site(&self) -> Site {
+        self.site
+    }
+}
+
+impl Parameterized for Linear {
+    fn visit(&mut self, visitor: &mut Visitor<'_>) -> Result<()> {
         for (weight, bias, first_row) in &self.parts {
-            visitor(weight, Slot::Matrix { matrix: &mut self.weight, first_row: *first_row })?;
+            visitor(weight, ParamSlot::Matrix { matrix: &mut self.weight, first_row: *first_row })?;
             if let (Some(spec), Some(vector)) = (bias, &self.bias) {
-                visitor(spec, Slot::Vector { vector, offset: *first_row })?;
+                visitor(spec, ParamSlot::Vector { vector, offset: *first_row })?;
             }
         }
         Ok(())
     }
 
-    pub fn visit_matrix(&mut self, visitor: &mut MatrixVisitor<'_>) {
+    fn visit_matrices(&mut self, visitor: &mut MatrixVisitor<'_>) {
         let specs: Vec<&ParamSpec> = self.parts.iter().map(|(weight, _, _)| weight).collect();
         visitor(&specs, &mut self.weight);
     }
 
-    /// The weights and their first local rows.
-    pub fn weights(&self) -> Vec<(&ParamSpec, usize)> {
-        self.parts.iter().map(|(weight, _, first_row)| (weight, *first_row)).collect()
+    fn sites(&self) -> Vec<SiteParameters<'_>> {
+        vec![(self.site, self.parts.iter().map(|(weight, _, first_row)| (weight, *first_row)).collect())]
     }
 
-    /// Bytes of the local part.
-    pub fn bytes(&self) -> u64 {
-        self.weight.bytes() as u64 + self.bias.as_ref().map_or(0, |b| 4 * b.elem_count() as u64)
+    fn bytes(&self) -> u64 {
+        self.weight.bytes() as u64 + self.bias.as_ref().map_or(0, vector_bytes)
     }
 }
 
 /// Rows of the vocabulary, split evenly over ranks: token embeddings, and the head where it is tied.
 pub struct VocabularyMatrix {
+    /// None: adapters do not add to what it gives.
+    site: Option<Site>,
     matrix: PackedMatrix,
     spec: ParamSpec,
     first_token: usize,
 }
 
 impl VocabularyMatrix {
-    pub fn new(build: Build, name: &str, vocab: usize, hidden: usize) -> Result<Self> {
+    pub fn new(build: Build, site: Option<Site>, name: &str, vocab: usize, hidden: usize) -> Result<Self> {
         let spec = ParamSpec::new(name, vec![vocab, hidden], ShardRule::Rows);
         let rows = build.partition.slice(&spec)?.rows;
         let matrix = PackedMatrix::zeros(build.weights, rows.len(), hidden, 1);
-        Ok(Self { matrix, spec, first_token: rows.start })
+        Ok(Self { site, matrix, spec, first_token: rows.start })
     }
 
     /// `out[i]` = the row of `tokens[i]`, or zeros where another rank has it: reduce after.
@@ -143,20 +160,22 @@ impl VocabularyMatrix {
     pub fn logits(&self, ops: &Ops, x: &Tensor, out: &Tensor) -> Result<()> {
         Ok(ops.linear(x, &self.matrix, None, out)?)
     }
+}
 
-    pub fn visit(&mut self, visitor: &mut Visitor<'_>) -> Result<()> {
-        visitor(&self.spec, Slot::Matrix { matrix: &mut self.matrix, first_row: 0 })
+impl Parameterized for VocabularyMatrix {
+    fn visit(&mut self, visitor: &mut Visitor<'_>) -> Result<()> {
+        visitor(&self.spec, ParamSlot::Matrix { matrix: &mut self.matrix, first_row: 0 })
     }
 
-    pub fn visit_matrix(&mut self, visitor: &mut MatrixVisitor<'_>) {
+    fn visit_matrices(&mut self, visitor: &mut MatrixVisitor<'_>) {
         visitor(&[&self.spec], &mut self.matrix);
     }
 
-    pub fn spec(&self) -> &ParamSpec {
-        &self.spec
+    fn sites(&self) -> Vec<SiteParameters<'_>> {
+        self.site.iter().map(|site| (*site, vec![(&self.spec, 0)])).collect()
     }
 
-    pub fn bytes(&self) -> u64 {
+    fn bytes(&self) -> u64 {
         self.matrix.bytes() as u64
     }
 }
@@ -194,16 +213,29 @@ impl Norm {
     pub fn forward_heads(&self, ops: &Ops, x: &Tensor) -> Result<()> {
         Ok(ops.rms_norm_heads(x, &self.weight, self.eps)?)
     }
+}
 
-    pub fn visit(&mut self, visitor: &mut Visitor<'_>) -> Result<()> {
-        visitor(&self.spec, Slot::Vector { vector: &self.weight, offset: 0 })
+impl Parameterized for Norm {
+    fn visit(&mut self, visitor: &mut Visitor<'_>) -> Result<()> {
+        visitor(&self.spec, ParamSlot::Vector { vector: &self.weight, offset: 0 })
     }
 
-    pub fn bytes(&self) -> u64 {
-        4 * self.weight.elem_count() as u64
+    fn visit_matrices(&mut self, _: &mut MatrixVisitor<'_>) {}
+
+    fn sites(&self) -> Vec<SiteParameters<'_>> {
+        Vec::new()
+    }
+
+    fn bytes(&self) -> u64 {
+        vector_bytes(&self.weight)
     }
 }
 
 fn vector(len: usize) -> Result<Tensor> {
     Ok(Tensor::zeros(len, DType::F32, &Device::Cpu)?)
+}
+
+/// Bytes of a float32 vector.
+fn vector_bytes(vector: &Tensor) -> u64 {
+    4 * vector.elem_count() as u64
 }

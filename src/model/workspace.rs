@@ -4,8 +4,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use rollout_kernels::{KvCache, KvDtype, KvLayout, with_f32};
 
 use super::config::ModelConfig;
-use super::decoder::HeadDims;
-use super::layers::Build;
+use super::layers::{Build, HeadDims};
 
 /// Rows of which logits are computed at once. More rows read the head fewer times; at a vocabulary of 152k each row
 /// costs 0.6 MB, so this many stay below 40 MB.

@@ -13,7 +13,7 @@ use xxhash_rust::xxh3::xxh3_128;
 use crate::comm::{Communicator, LocalGroup, Solo};
 use crate::executor::{Executor, ModelRunner, RankWeights, Ranks};
 use crate::model::config::ModelConfig;
-use crate::model::{Build, Decoder, WorkspaceShape, kv_caches};
+use crate::model::{Build, Decoder, ParamSlot, Parameterized, WorkspaceShape, kv_caches};
 use crate::types::{GroupKey, LogitsRow, LogitsTask, PlanSequence, RequestKey, SampleKey, SamplingParams, StepPlan};
 use crate::weights::{
     Adapter, Checkpoint, Delta, Dtype, ModelSource, ParamSpec, Parameters, Partition, Receiver, Slice, Source, Sources,
@@ -56,7 +56,7 @@ impl Setup {
         let config = ModelConfig::from_files(&files).unwrap();
         let build = Build { partition: Partition::new(0, 1), weights };
         let mut specs = Vec::new();
-        let visitor = &mut |spec: &ParamSpec, _: crate::model::Slot<'_>| {
+        let visitor = &mut |spec: &ParamSpec, _: ParamSlot<'_>| {
             specs.push(spec.clone());
             Ok(())
         };

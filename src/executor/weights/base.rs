@@ -5,7 +5,7 @@ use rollout_kernels::{Ops, PackedMatrix, RowBits, WeightDtype, WeightRows, with_
 
 use crate::comm::Communicator;
 use crate::error::Result;
-use crate::model::Slot;
+use crate::model::ParamSlot;
 use crate::weights::{Adapter, ParamSpec, Slice, Tensors};
 
 /// Writes the base's values of a part of a parameter to a row-major buffer, in float32 of serving precision. Called
@@ -20,7 +20,7 @@ pub(super) type Rows<'a> = dyn Fn(&Slice, &mut dyn FnMut(WeightRows<'_>)) + Sync
 pub(super) struct Target<'a> {
     pub spec: &'a ParamSpec,
     pub slice: Slice,
-    pub slot: Slot<'a>,
+    pub slot: ParamSlot<'a>,
     pub dtype: WeightDtype,
 }
 
@@ -37,10 +37,10 @@ pub(super) fn copy_of(ops: &Ops, target: &Target<'_>) -> Result<PackedMatrix> {
     let (rows, columns) = (target.slice.rows.len(), target.slice.cols.len());
     let mut copy = PackedMatrix::zeros(target.dtype, rows, columns, 1);
     match &target.slot {
-        Slot::Matrix { matrix, first_row } => ops.fill_rows(&mut copy, 0..rows, &|rows, values| {
+        ParamSlot::Matrix { matrix, first_row } => ops.fill_rows(&mut copy, 0..rows, &|rows, values| {
             matrix.read_rows(first_row + rows.start, RowBits::F32(values));
         }),
-        Slot::Vector { vector, offset } => {
+        ParamSlot::Vector { vector, offset } => {
             with_f32(vector, |values| copy.write_rows(0, WeightRows::F32(&values[*offset..offset + rows])))?;
         }
     }
@@ -52,14 +52,14 @@ impl Target<'_> {
     pub fn store(self, ops: &Ops, base: &Rows<'_>) -> Result<()> {
         let Self { slice, slot, dtype, .. } = self;
         match slot {
-            Slot::Matrix { matrix, first_row } => {
+            ParamSlot::Matrix { matrix, first_row } => {
                 let rows = first_row..first_row + slice.rows.len();
                 ops.store_rows(matrix, rows, &|rows, store| {
                     let start = slice.rows.start + rows.start - first_row;
                     base(&Slice { rows: start..start + rows.len(), cols: slice.cols.clone() }, store);
                 });
             }
-            Slot::Vector { vector, offset } => with_f32_mut(vector, |stored| {
+            ParamSlot::Vector { vector, offset } => with_f32_mut(vector, |stored| {
                 base(&slice, &mut |rows| rows.to_f32(dtype, &mut stored[offset..offset + slice.len()]));
             })?,
         }
@@ -86,14 +86,14 @@ impl Target<'_> {
             }
         };
         match slot {
-            Slot::Matrix { matrix, first_row } => {
+            ParamSlot::Matrix { matrix, first_row } => {
                 let rows = first_row..first_row + slice.rows.len();
                 ops.fill_rows(matrix, rows, &|rows, values| {
                     let start = slice.rows.start + rows.start - first_row;
                     make(&Slice { rows: start..start + rows.len(), cols: slice.cols.clone() }, values);
                 });
             }
-            Slot::Vector { vector, offset } => {
+            ParamSlot::Vector { vector, offset } => {
                 let mut values = vec![0.0; slice.len()];
                 make(&slice, &mut values);
                 // In bfloat16 every weight has bfloat16's precision, vectors too, as in the trainer.

@@ -6,7 +6,7 @@ use rollout_kernels::{PackedMatrix, with_f32_mut};
 
 use super::RankWeights;
 use crate::error::{Error, Result};
-use crate::model::Slot;
+use crate::model::{ParamSlot, Parameterized};
 use crate::weights::{ParamSpec, Partition, Shard, Slice};
 
 impl RankWeights {
@@ -21,7 +21,7 @@ impl RankWeights {
         let mut shards = shards.into_iter().collect::<Result<Vec<_>>>()?;
         let mut vectors = Vec::new();
         self.decoder.visit(&mut |spec, slot| {
-            if let Slot::Vector { .. } = slot {
+            if let ParamSlot::Vector { .. } = slot {
                 vectors.push((spec.name.clone(), partition.slice(spec)?));
             }
             Ok(())
@@ -41,7 +41,7 @@ impl RankWeights {
         let vectors = shards.last().expect("the stage has the vectors");
         let Self { decoder, bases, missing } = self;
         decoder.visit(&mut |spec, slot| {
-            if let Slot::Vector { vector, offset } = slot {
+            if let ParamSlot::Vector { vector, offset } = slot {
                 let new = vectors.vector(&spec.name).expect("the stage has every vector");
                 with_f32_mut(vector, |values| values[offset..offset + new.len()].copy_from_slice(new))?;
             }

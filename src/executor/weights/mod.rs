@@ -21,7 +21,7 @@ use integrity::Base;
 use super::WeightOrder;
 use crate::comm::Communicator;
 use crate::error::{Error, Result};
-use crate::model::{Build, Decoder, Slot};
+use crate::model::{Build, Decoder, ParamSlot, Parameterized};
 use crate::weights::{Adapter, Checkpoint, Delta, ParamSpec, Tensors};
 
 /// This rank's decoder, and where the base of each of its parameters is.
@@ -159,7 +159,7 @@ impl RankWeights {
             return Ok(Vec::new());
         }
         let mut bytes = None;
-        self.decoder.visit(&mut |found, slot| {
+        self.decoder.visit_near(&spec.name, &mut |found, slot| {
             if found.name == spec.name {
                 let local = rows.start - part.rows.start..rows.end - part.rows.start;
                 bytes = Some(read_rows(&slot, local, part.cols.len(), dtype)?);
@@ -198,7 +198,7 @@ impl RankWeights {
 
 impl Bases {
     /// The part of a parameter that is to get values, and where it is stored.
-    fn target<'a>(&self, spec: &'a ParamSpec, slot: Slot<'a>) -> Result<Target<'a>> {
+    fn target<'a>(&self, spec: &'a ParamSpec, slot: ParamSlot<'a>) -> Result<Target<'a>> {
         let slice = self.build.partition.slice(spec)?;
         Ok(Target { spec, slice, slot, dtype: self.build.weights })
     }
@@ -209,7 +209,7 @@ impl Bases {
         ops: &Ops,
         comm: &dyn Communicator,
         spec: &ParamSpec,
-        slot: Slot<'_>,
+        slot: ParamSlot<'_>,
         adapter: &Adapter,
     ) -> Result<()> {
         if !self.replaced.contains(&spec.name) {
@@ -227,7 +227,13 @@ impl Bases {
         Ok(())
     }
 
-    fn fill_from_checkpoint(&mut self, ops: &Ops, spec: &ParamSpec, slot: Slot<'_>, adapter: &Adapter) -> Result<()> {
+    fn fill_from_checkpoint(
+        &mut self,
+        ops: &Ops,
+        spec: &ParamSpec,
+        slot: ParamSlot<'_>,
+        adapter: &Adapter,
+    ) -> Result<()> {
         // All that a read could refuse: it must not end a task.
         let slice = self.base.checkpoint.slice(spec, self.build.partition)?;
         let (target, dtype) = (self.target(spec, slot)?, self.build.weights);
@@ -242,12 +248,12 @@ impl Bases {
 }
 
 /// Rows of a slot, counted from the parameter's first one here.
-fn read_rows(slot: &Slot<'_>, rows: Range<usize>, columns: usize, dtype: WeightDtype) -> Result<Vec<u8>> {
+fn read_rows(slot: &ParamSlot<'_>, rows: Range<usize>, columns: usize, dtype: WeightDtype) -> Result<Vec<u8>> {
     let len = rows.len() * columns;
     let as_bf16 = |values: &[bf16]| values.iter().flat_map(|x| x.to_le_bytes()).collect();
     let as_f32 = |values: &[f32]| values.iter().flat_map(|x| x.to_le_bytes()).collect();
     match slot {
-        Slot::Matrix { matrix, first_row } => match dtype {
+        ParamSlot::Matrix { matrix, first_row } => match dtype {
             WeightDtype::Bf16 => {
                 let mut values = vec![bf16::ZERO; len];
                 matrix.read_rows(first_row + rows.start, RowBits::Bf16(&mut values));
@@ -259,7 +265,7 @@ fn read_rows(slot: &Slot<'_>, rows: Range<usize>, columns: usize, dtype: WeightD
                 Ok(as_f32(&values))
             }
         },
-        Slot::Vector { vector, offset } => Ok(with_f32(vector, |values| {
+        ParamSlot::Vector { vector, offset } => Ok(with_f32(vector, |values| {
             let values = &values[offset + rows.start..][..len];
             match dtype {
                 WeightDtype::Bf16 => as_bf16(&values.iter().map(|x| bf16::from_f32(*x)).collect::<Vec<_>>()),

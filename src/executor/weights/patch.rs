@@ -6,7 +6,7 @@ use rollout_kernels::{Ops, WeightRows, with_f32_mut};
 
 use super::base::Target;
 use crate::error::Result;
-use crate::model::Slot;
+use crate::model::ParamSlot;
 use crate::weights::{Changes, matrix_shape};
 
 impl Target<'_> {
@@ -22,7 +22,7 @@ impl Target<'_> {
             places.zip(&new[range])
         };
         match slot {
-            Slot::Matrix { matrix, first_row } => {
+            ParamSlot::Matrix { matrix, first_row } => {
                 let rows = first_row..first_row + slice.rows.len();
                 ops.write_elements(matrix, rows, &|rows, write| {
                     let start = slice.rows.start + rows.start - first_row;
@@ -33,7 +33,7 @@ impl Target<'_> {
                     }
                 });
             }
-            Slot::Vector { vector, offset } => with_f32_mut(vector, |stored| {
+            ParamSlot::Vector { vector, offset } => with_f32_mut(vector, |stored| {
                 for ((row, _), value) in elements(slice.rows.clone()) {
                     let place = offset + row - slice.rows.start;
                     WeightRows::F32(&[*value]).to_f32(dtype, &mut stored[place..=place]);

@@ -1,0 +1,124 @@
+//! The attention of one layer, from the normalised hidden state to what it adds to the residual stream.
+
+use candle_core::{Device, Tensor};
+use rollout_kernels::{AttentionShape, KvCache, Ops};
+
+use super::config::ModelConfig;
+use super::input::{Pass, Site};
+use super::layers::{Build, HeadDims, Linear, Norm, Projection};
+use super::parameterized::Parameterized;
+use super::workspace::Workspace;
+use crate::error::Result;
+use crate::weights::ShardRule;
+
+/// Query, key and value projections, rotary embedding, paged attention, output projection.
+pub(super) struct Attention {
+    dims: HeadDims,
+    qkv: Linear,
+    /// Normalises each head of the queries, and of the keys, in families that do so (Qwen3).
+    q_norm: Option<Norm>,
+    k_norm: Option<Norm>,
+    output: Linear,
+    /// How many positions a token sees, itself included; None: all.
+    sliding_window: Option<usize>,
+}
+
+impl Attention {
+    /// The attention of layer `layer`, with all weights zero.
+    pub fn new(config: &ModelConfig, build: Build, layer: usize) -> Result<Self> {
+        let (hidden, head_dim) = (config.hidden_size, config.head_dim);
+        let name = |part: &str| format!("model.layers.{layer}.self_attn.{part}");
+        let by_heads = |part: &str, heads: usize| Projection {
+            name: name(part),
+            rows: heads * head_dim,
+            rule: ShardRule::Heads { heads, head_dim },
+            bias: config.qkv_bias,
+        };
+        let head_norm = |part: &str| match config.qk_norm {
+            true => Norm::new(name(&format!("{part}.weight")), head_dim, config.rms_norm_eps as f32).map(Some),
+            false => Ok(None),
+        };
+        let (heads, kv_heads) = (config.num_heads, config.num_kv_heads);
+        let qkv = vec![by_heads("q_proj", heads), by_heads("k_proj", kv_heads), by_heads("v_proj", kv_heads)];
+        let output = Projection { name: name("o_proj"), rows: hidden, rule: ShardRule::Columns, bias: config.o_bias };
+        Ok(Self {
+            dims: HeadDims::local(config, build),
+            qkv: Linear::by_rows(build, Site::Qkv(layer), qkv, hidden)?,
+            q_norm: head_norm("q_norm")?,
+            k_norm: head_norm("k_norm")?,
+            output: Linear::by_columns(build, Site::Output(layer), output, heads * head_dim)?,
+            sliding_window: config.sliding_window[layer],
+        })
+    }
+
+    /// Takes `normed` of the workspace, writes the batch's keys and values to `kv`, and leaves in `delta` what is added
+    /// to the residual stream, except for [`Attention::bias`].
+    pub fn forward(&self, pass: &Pass<'_>, rope: &RopeTables, kv: &mut KvCache) -> Result<()> {
+        let (ops, w) = (pass.ops, pass.workspace);
+        self.qkv.forward(ops, &w.normed, &w.qkv)?;
+        pass.add(self.qkv.site(), &w.normed, &w.qkv)?;
+        self.attend(pass, rope, kv, w)?;
+        self.output.forward_partial(ops, &w.attention, &w.delta)?;
+        pass.comm.all_reduce_sum(&w.delta)?;
+        pass.add(self.output.site(), &w.attention, &w.delta)
+    }
+
+    /// The bias of the output projection.
+    pub fn bias(&self) -> Option<&Tensor> {
+        self.output.bias()
+    }
+
+    /// From `qkv` to `attention`.
+    fn attend(&self, pass: &Pass<'_>, rope: &RopeTables, kv: &mut KvCache, w: &Workspace) -> Result<()> {
+        let (ops, input) = (pass.ops, pass.input);
+        let HeadDims { heads, kv_heads, head_dim } = self.dims;
+        let q = w.qkv.narrow(1, 0, heads * head_dim)?;
+        let k = w.qkv.narrow(1, heads * head_dim, kv_heads * head_dim)?;
+        let v = w.qkv.narrow(1, (heads + kv_heads) * head_dim, kv_heads * head_dim)?;
+        if let (Some(q_norm), Some(k_norm)) = (&self.q_norm, &self.k_norm) {
+            q_norm.forward_heads(ops, &q)?;
+            k_norm.forward_heads(ops, &k)?;
+        }
+        for x in [&q, &k] {
+            rope.rotate(ops, x, head_dim, input.positions)?;
+        }
+        ops.write_kv(&k, &v, input.slots, kv)?;
+        let scale = (head_dim as f32).sqrt().recip();
+        let shape = AttentionShape { heads, scale, sliding_window: self.sliding_window };
+        Ok(ops.paged_attention(&q, &shape, input.sequences, kv, &w.attention)?)
+    }
+}
+
+impl Parameterized for Attention {
+    fn parts(&self) -> Vec<&dyn Parameterized> {
+        let norms = [&self.q_norm, &self.k_norm].into_iter().flatten().map(|norm| norm as &dyn Parameterized);
+        [&self.qkv as &dyn Parameterized].into_iter().chain(norms).chain([&self.output as _]).collect()
+    }
+
+    fn parts_mut(&mut self) -> Vec<&mut dyn Parameterized> {
+        let norms = [&mut self.q_norm, &mut self.k_norm].into_iter().flatten();
+        let norms = norms.map(|norm| norm as &mut dyn Parameterized);
+        [&mut self.qkv as &mut dyn Parameterized].into_iter().chain(norms).chain([&mut self.output as _]).collect()
+    }
+}
+
+/// Cosine and sine of each position's angles, `[positions, head_dim / 2]`: position times frequency in float32, as
+/// transformers has it.
+pub(super) struct RopeTables {
+    cos: Tensor,
+    sin: Tensor,
+}
+
+impl RopeTables {
+    /// The angles of positions below `positions`.
+    pub fn new(inv_freq: &[f32], positions: usize) -> Result<Self> {
+        let angles: Vec<f32> = (0..positions).flat_map(|p| inv_freq.iter().map(move |f| p as f32 * f)).collect();
+        let angles = Tensor::from_vec(angles, (positions, inv_freq.len()), &Device::Cpu)?;
+        Ok(Self { cos: angles.cos()?, sin: angles.sin()? })
+    }
+
+    /// Rotates each head of `x` (`[rows, heads * head_dim]`) in place by its row's position.
+    fn rotate(&self, ops: &Ops, x: &Tensor, head_dim: usize, positions: &[u32]) -> Result<()> {
+        Ok(ops.rope(x, head_dim, positions, &self.cos, &self.sin)?)
+    }
+}

@@ -1,0 +1,68 @@
+//! The feed-forward part of one layer.
+
+use candle_core::Tensor;
+
+use super::config::ModelConfig;
+use super::input::{Pass, Site};
+use super::layers::{Build, Linear, Projection};
+use super::parameterized::Parameterized;
+use crate::error::Result;
+use crate::weights::ShardRule;
+
+/// `down(silu(gate(x)) * up(x))`.
+pub(super) struct Mlp {
+    gate_up: Linear,
+    down: Linear,
+}
+
+impl Mlp {
+    /// The feed-forward part of layer `layer`, with all weights zero.
+    pub fn new(config: &ModelConfig, build: Build, layer: usize) -> Result<Self> {
+        let (hidden, intermediate, bias) = (config.hidden_size, config.intermediate_size, config.mlp_bias);
+        let projection = |part: &str, rows: usize, rule: ShardRule| Projection {
+            name: format!("model.layers.{layer}.mlp.{part}"),
+            rows,
+            rule,
+            bias,
+        };
+        let by_rows = |part: &str| projection(part, intermediate, ShardRule::Rows);
+        let gate_up = vec![by_rows("gate_proj"), by_rows("up_proj")];
+        let down = projection("down_proj", hidden, ShardRule::Columns);
+        Ok(Self {
+            gate_up: Linear::by_rows(build, Site::GateUp(layer), gate_up, hidden)?,
+            down: Linear::by_columns(build, Site::Down(layer), down, intermediate)?,
+        })
+    }
+
+    /// Takes `normed` of the workspace, and leaves in `delta` what is added to the residual stream, except for
+    /// [`Mlp::bias`].
+    pub fn forward(&self, pass: &Pass<'_>) -> Result<()> {
+        let (ops, w) = (pass.ops, pass.workspace);
+        match pass.input.additions {
+            None => self.gate_up.forward_silu_mul(ops, &w.normed, &w.gate_up, &w.activation)?,
+            Some(_) => {
+                self.gate_up.forward(ops, &w.normed, &w.gate_up)?;
+                pass.add(self.gate_up.site(), &w.normed, &w.gate_up)?;
+                ops.silu_mul(&w.gate_up, &w.activation)?;
+            }
+        }
+        self.down.forward_partial(ops, &w.activation, &w.delta)?;
+        pass.comm.all_reduce_sum(&w.delta)?;
+        pass.add(self.down.site(), &w.activation, &w.delta)
+    }
+
+    /// The bias of the down projection.
+    pub fn bias(&self) -> Option<&Tensor> {
+        self.down.bias()
+    }
+}
+
+impl Parameterized for Mlp {
+    fn parts(&self) -> Vec<&dyn Parameterized> {
+        vec![&self.gate_up, &self.down]
+    }
+
+    fn parts_mut(&mut self) -> Vec<&mut dyn Parameterized> {
+        vec![&mut self.gate_up, &mut self.down]
+    }
+}
