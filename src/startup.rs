@@ -16,7 +16,7 @@ use crate::config::{Config, DTypeChoice, KernelChoice, SpeculationChoice};
 use crate::engine::{COMMAND_QUEUE, Engine, EngineHandle, Setup};
 use crate::error::{Error, Result};
 use crate::executor::{ModelRunner, RankWeights, Ranks, resident_adapter_bytes};
-use crate::memory::{self, MemoryBudget, MemoryReport, Traffic, human_bytes};
+use crate::memory::{self, MemoryBudget, MemoryReport, MemoryUse, Traffic, human_bytes};
 use crate::model::config::ModelConfig;
 use crate::model::{Build, Decoder, Parameterized, Workspace, WorkspaceShape, kv_bytes_per_block, kv_caches};
 use crate::scheduler::{Scheduler, SchedulerConfig, Speculation};
@@ -265,15 +265,16 @@ fn reserve_fixed(
     });
     let adapters = adapters.sum::<Result<u64>>()?;
     let weights = decoders.iter().map(Parameterized::bytes).sum();
-    let mut entries = vec![("process", PROCESS_BYTES), ("weights", weights), ("workspace", workspace)];
+    let mut entries =
+        vec![(MemoryUse::Process, PROCESS_BYTES), (MemoryUse::Weights, weights), (MemoryUse::Workspace, workspace)];
     if adapters > 0 {
-        entries.push(("adapters", adapters));
+        entries.push((MemoryUse::Adapters, adapters));
     }
     let needed: u64 = entries.iter().map(|e| e.1).sum();
     let requests = config.request_bytes.unwrap_or(MIN_REQUEST_BYTES);
     let least = needed + requests + block_bytes(model, layout) * blocks_for(layout.max_model_len, layout);
-    for (name, bytes) in entries {
-        budget.reserve(name, bytes).map_err(|e| {
+    for (used_for, bytes) in entries {
+        budget.reserve(used_for, bytes).map_err(|e| {
             Error::ResourceExhausted(format!(
                 "--mem-util {}: {e}; this model with --max-model-len {} needs at least {} in all, --mem-util {:.3}",
                 config.mem_util,
@@ -300,7 +301,7 @@ fn reserve_requests(
         share.clamp(MIN_REQUEST_BYTES, MAX_REQUEST_BYTES)
     };
     let bytes = config.request_bytes.unwrap_or_else(default);
-    budget.reserve("requests", bytes).map_err(|e| {
+    budget.reserve(MemoryUse::Requests, bytes).map_err(|e| {
         Error::ResourceExhausted(format!("--request-bytes {bytes}: {e}; lower it, or raise --mem-util"))
     })?;
     Ok(Traffic::new(bytes))
@@ -328,7 +329,7 @@ fn reserve_kv(budget: &mut MemoryBudget, config: &Config, model: &ModelConfig, l
             budget.utilization_for(needed * per_block),
         )));
     }
-    budget.reserve("kv_cache", blocks * per_block).map_err(|e| {
+    budget.reserve(MemoryUse::KvCache, blocks * per_block).map_err(|e| {
         Error::ResourceExhausted(format!("--kv-cache-bytes {bytes}: {e}; lower it, or raise --mem-util"))
     })?;
     usize::try_from(blocks).ok().filter(|&b| b <= u32::MAX as usize / layout.block_size).ok_or_else(|| {
@@ -339,7 +340,7 @@ fn reserve_kv(budget: &mut MemoryBudget, config: &Config, model: &ModelConfig, l
 /// What the KV cache leaves free for pushes that arrive while it is full: a FULL push, or copies of the base below an
 /// adapter that comes after one, with room for the adapters.
 fn staging_room(budget: &MemoryBudget, config: &Config) -> u64 {
-    let (weights, remaining) = (budget.reserved("weights"), budget.remaining());
+    let (weights, remaining) = (budget.reserved(MemoryUse::Weights), budget.remaining());
     config.staging_bytes.unwrap_or_else(|| (weights + weights / 2).min(remaining / 4)).min(remaining)
 }
 

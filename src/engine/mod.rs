@@ -71,7 +71,7 @@ pub const COMMAND_QUEUE: usize = 1024;
 /// What an engine is given besides its parts.
 pub struct Setup {
     pub parameters: Arc<Parameters>,
-    /// With what is reserved at the start: "process", "weights", "workspace", "kv_cache", "adapters".
+    /// With what is reserved at the start: all that is neither of a push nor of an adapter that it brings.
     pub budget: MemoryBudget,
     /// What requests and replies under way take, which the budget has an entry for.
     pub traffic: Traffic,

@@ -9,7 +9,7 @@ use super::update::Commit;
 use super::{Attempt, Engine, Failure, RunningPolicy, answer};
 use crate::error::{Error, Result};
 use crate::executor::{Executor, Memory, WeightOrder};
-use crate::memory::{self, MemoryBudget};
+use crate::memory::{self, MemoryBudget, MemoryUse};
 use crate::weights::Adapter;
 
 /// What takes effect when all accepted requests have ended.
@@ -44,7 +44,8 @@ pub(super) struct AwakeBytes {
 
 impl AwakeBytes {
     pub fn of(budget: &MemoryBudget) -> Self {
-        let [weights, workspace, kv_cache] = ["weights", "workspace", "kv_cache"].map(|name| budget.reserved(name));
+        let [weights, workspace, kv_cache] =
+            [MemoryUse::Weights, MemoryUse::Workspace, MemoryUse::KvCache].map(|used_for| budget.reserved(used_for));
         Self { weights, workspace, kv_cache }
     }
 }
@@ -163,14 +164,14 @@ impl<X: Executor> Engine<X> {
         if self.state.kv_awake() {
             self.release_memory(Memory::KvCache)?;
             self.release_memory(Memory::Workspace)?;
-            self.budget.set("kv_cache", 0)?;
-            self.budget.set("workspace", 0)?;
+            self.budget.set(MemoryUse::KvCache, 0)?;
+            self.budget.set(MemoryUse::Workspace, 0)?;
         }
         let between = memory::resident_bytes();
         drop(spare);
         let kept = match level {
             SleepLevel::One if self.state.weights_awake() => self.release_memory(Memory::Weights)?,
-            SleepLevel::One => self.budget.reserved("weights"),
+            SleepLevel::One => self.budget.reserved(MemoryUse::Weights),
             SleepLevel::Two if self.state.weights_awake() || !self.policy.replaced.is_empty() => {
                 self.release_memory(Memory::WeightsAndBase)?
             }
@@ -180,7 +181,7 @@ impl<X: Executor> Engine<X> {
             self.forget_policy()?;
             memory::trim();
         }
-        self.budget.set("weights", kept)?;
+        self.budget.set(MemoryUse::Weights, kept)?;
         self.state = next;
         let resident_bytes = memory::resident_bytes();
         Ok(SleepReply {
@@ -202,8 +203,8 @@ impl<X: Executor> Engine<X> {
     fn forget_policy(&mut self) -> Result<()> {
         self.policy.merged = Arc::new(Adapter::none());
         self.policy.replaced.clear();
-        self.budget.set("merged_adapter", 0)?;
-        self.budget.set("base_copies", 0)
+        self.budget.set(MemoryUse::MergedAdapter, 0)?;
+        self.budget.set(MemoryUse::BaseCopies, 0)
     }
 
     /// Drops whatever the weights hold, and makes the checkpoint the base again.
@@ -259,11 +260,11 @@ impl<X: Executor> Engine<X> {
         let wake_kv = tags.kv_cache && !self.state.kv_awake();
         let mut ledger = self.budget.clone();
         if wake_weights {
-            ledger.set("weights", self.awake_bytes.weights)?;
+            ledger.set(MemoryUse::Weights, self.awake_bytes.weights)?;
         }
         if wake_kv {
-            ledger.set("workspace", self.awake_bytes.workspace)?;
-            ledger.set("kv_cache", self.awake_bytes.kv_cache)?;
+            ledger.set(MemoryUse::Workspace, self.awake_bytes.workspace)?;
+            ledger.set(MemoryUse::KvCache, self.awake_bytes.kv_cache)?;
         }
         let load = WeightOrder::Load { adapter: self.policy.merged.clone() };
         let loads = reload || wake_weights && self.state.has_policy();
@@ -280,8 +281,8 @@ impl<X: Executor> Engine<X> {
             // What was merged may be forgotten by now.
             let loaded = self.order(WeightOrder::Load { adapter: self.policy.merged.clone() });
             if loaded.is_err() && wake_kv {
-                self.budget.set("workspace", 0)?;
-                self.budget.set("kv_cache", 0)?;
+                self.budget.set(MemoryUse::Workspace, 0)?;
+                self.budget.set(MemoryUse::KvCache, 0)?;
             }
             loaded?;
         }

@@ -13,7 +13,7 @@ use super::sleep::{Drain, Then};
 use super::{Attempt, Engine, Failure, Request, answer};
 use crate::error::{Error, Result};
 use crate::executor::{Executor, WeightOrder};
-use crate::memory::MemoryBudget;
+use crate::memory::{MemoryBudget, MemoryUse};
 use crate::scheduler::RunningKv;
 use crate::types::WeightVersion;
 use crate::weights::{Adapter, Delta, Stage, Tensors, UpdateKind, WeightUpdate};
@@ -100,14 +100,14 @@ impl<X: Executor> Engine<X> {
 
     /// The storage that a FULL push has replaced, out of the ledger.
     pub(super) fn take_spare(&mut self) -> Option<Stage> {
-        self.budget.set("spare_weights", 0).expect("less always fits");
+        self.budget.set(MemoryUse::SpareWeights, 0).expect("less always fits");
         self.spare.take()
     }
 
     /// What a FULL push is packed into. Nothing stays reserved if there is none.
     fn stage(&mut self) -> Result<Stage> {
         self.executor.stage().inspect_err(|_| {
-            self.budget.set("update_staging", 0).expect("less always fits");
+            self.budget.set(MemoryUse::UpdateStaging, 0).expect("less always fits");
         })
     }
 
@@ -149,10 +149,10 @@ impl<X: Executor> Engine<X> {
 
     /// Returns whether the update is to be written in place.
     fn reserve_staging(&mut self, begin: &UpdateBegin) -> Result<bool> {
-        let Err(error) = self.budget.set("update_staging", begin.staging_bytes) else { return Ok(false) };
+        let Err(error) = self.budget.set(MemoryUse::UpdateStaging, begin.staging_bytes) else { return Ok(false) };
         let at_rest = self.state != State::Running && self.state.weights_awake();
         let result = match (begin.in_place && begin.kind == UpdateKind::Full, at_rest) {
-            (true, true) => self.budget.set("update_staging", begin.in_place_bytes).map(|()| true),
+            (true, true) => self.budget.set(MemoryUse::UpdateStaging, begin.in_place_bytes).map(|()| true),
             _ => Err(error),
         };
         result.map_err(|error| match error {
@@ -218,8 +218,10 @@ impl<X: Executor> Engine<X> {
     pub(super) fn finish_commit(&mut self, Commit { content, reply }: Commit) -> Result<()> {
         let open = self.transaction.take().expect("a commit is of an open update");
         let attempt = self.apply(&open.begin, content);
-        self.budget.set("update_staging", 0)?;
-        if self.spare.is_some() && self.budget.set("spare_weights", self.budget.reserved("weights")).is_err() {
+        self.budget.set(MemoryUse::UpdateStaging, 0)?;
+        if self.spare.is_some()
+            && self.budget.set(MemoryUse::SpareWeights, self.budget.reserved(MemoryUse::Weights)).is_err()
+        {
             self.spare = None;
         }
         answer(reply, attempt)
@@ -228,7 +230,7 @@ impl<X: Executor> Engine<X> {
     /// Forgets the open update, if there is one. What was written in place stays missing.
     pub(super) fn roll_back(&mut self) {
         if self.transaction.take().is_some() {
-            self.budget.set("update_staging", 0).expect("less always fits");
+            self.budget.set(MemoryUse::UpdateStaging, 0).expect("less always fits");
         }
     }
 
@@ -236,7 +238,7 @@ impl<X: Executor> Engine<X> {
     pub(super) fn cancel_update(&mut self, update: Option<u64>) -> Option<OpenUpdate> {
         self.drop_cancelled();
         let open = self.transaction.take_if(|open| update.is_none_or(|id| id == open.id))?;
-        self.budget.set("update_staging", 0).expect("less always fits");
+        self.budget.set(MemoryUse::UpdateStaging, 0).expect("less always fits");
         let facts = open.facts();
         let left = if self.state.has_policy() { "nothing has changed" } else { "the weights are still missing" };
         let error = Error::Aborted(format!("the update was ended by CancelUpdate; {left}"));
@@ -293,7 +295,7 @@ impl<X: Executor> Engine<X> {
             // While one is exchanged for the other there are copies for both.
             let most = self.bytes_of(|name| replaced(name) && (before.touches(name) || after.touches(name)))?;
             let copies = self.bytes_of(|name| replaced(name) && after.touches(name))?;
-            self.budget.clone().set("base_copies", most)?;
+            self.budget.clone().set(MemoryUse::BaseCopies, most)?;
             let ledger = self.ledger_with(&after, copies)?;
             if self.state.weights_awake() {
                 let order = WeightOrder::Merge { before, after: after.clone() };
@@ -309,9 +311,9 @@ impl<X: Executor> Engine<X> {
     /// The ledger when the update is over: its staging gone, the adapter kept with copies of the base below it.
     fn ledger_with(&self, merged: &Adapter, base_copies: u64) -> Result<MemoryBudget> {
         let mut ledger = self.budget.clone();
-        ledger.set("update_staging", 0)?;
-        ledger.set("merged_adapter", merged.bytes())?;
-        ledger.set("base_copies", base_copies)?;
+        ledger.set(MemoryUse::UpdateStaging, 0)?;
+        ledger.set(MemoryUse::MergedAdapter, merged.bytes())?;
+        ledger.set(MemoryUse::BaseCopies, base_copies)?;
         Ok(ledger)
     }
 
@@ -347,8 +349,8 @@ impl<X: Executor> Engine<X> {
     /// What serves is the base itself.
     fn forget_merged(&mut self) -> Result<()> {
         self.policy.merged = Arc::new(Adapter::none());
-        self.budget.set("merged_adapter", 0)?;
-        self.budget.set("base_copies", 0)
+        self.budget.set(MemoryUse::MergedAdapter, 0)?;
+        self.budget.set(MemoryUse::BaseCopies, 0)
     }
 
     /// Another policy serves from the next step on, or when the weights wake.

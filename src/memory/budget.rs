@@ -1,6 +1,57 @@
 //! The one arithmetic of memory: a ceiling, and reservations below it.
 
+use std::fmt;
+
 use crate::error::{Error, Result};
+
+/// What memory is reserved for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MemoryUse {
+    /// Code, threads, tokenizer, and what no other entry counts.
+    Process,
+    /// The weights that serve, on all ranks.
+    Weights,
+    /// Activations of one step.
+    Workspace,
+    /// Requests and replies under way.
+    Requests,
+    /// The blocks of the KV cache.
+    KvCache,
+    /// Resident adapters, all that there may be.
+    Adapters,
+    /// The adapter that is merged into the weights, kept to merge it again after a sleep.
+    MergedAdapter,
+    /// What FULL and DELTA pushes have put in place of the checkpoint, where an adapter is merged into it.
+    BaseCopies,
+    /// The push that is being received.
+    UpdateStaging,
+    /// The weights that the last FULL push has replaced, kept for the next one.
+    SpareWeights,
+}
+
+impl MemoryUse {
+    /// As `GetStatus` and the log name it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Process => "process",
+            Self::Weights => "weights",
+            Self::Workspace => "workspace",
+            Self::Requests => "requests",
+            Self::KvCache => "kv_cache",
+            Self::Adapters => "adapters",
+            Self::MergedAdapter => "merged_adapter",
+            Self::BaseCopies => "base_copies",
+            Self::UpdateStaging => "update_staging",
+            Self::SpareWeights => "spare_weights",
+        }
+    }
+}
+
+impl fmt::Display for MemoryUse {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
 
 /// Divides `--mem-util` of the device's memory among named uses. Every large allocation is a reservation here before
 /// it is made.
@@ -8,7 +59,7 @@ use crate::error::{Error, Result};
 pub struct MemoryBudget {
     total: u64,
     ceiling: u64,
-    entries: Vec<(&'static str, u64)>,
+    entries: Vec<(MemoryUse, u64)>,
 }
 
 /// A look at the ledger, in bytes.
@@ -16,7 +67,7 @@ pub struct MemoryBudget {
 pub struct MemoryReport {
     pub total: u64,
     pub ceiling: u64,
-    pub entries: Vec<(&'static str, u64)>,
+    pub entries: Vec<(MemoryUse, u64)>,
 }
 
 impl MemoryBudget {
@@ -26,38 +77,38 @@ impl MemoryBudget {
         Self { total, ceiling: (total as f64 * utilization) as u64, entries: Vec::new() }
     }
 
-    /// Sets `bytes` aside for `name`.
+    /// Sets `bytes` aside for `used_for`.
     ///
     /// # Errors
     /// `ResourceExhausted` with the whole ledger if they do not fit; nothing is reserved then.
-    pub fn reserve(&mut self, name: &'static str, bytes: u64) -> Result<()> {
+    pub fn reserve(&mut self, used_for: MemoryUse, bytes: u64) -> Result<()> {
         if bytes > self.remaining() {
             return Err(Error::ResourceExhausted(format!(
-                "{name} needs {} but only {} of the ceiling of {} is left ({})",
+                "{used_for} needs {} but only {} of the ceiling of {} is left ({})",
                 human_bytes(bytes),
                 human_bytes(self.remaining()),
                 human_bytes(self.ceiling),
                 self.describe_entries(),
             )));
         }
-        self.entries.push((name, bytes));
+        self.entries.push((used_for, bytes));
         Ok(())
     }
 
-    /// Changes what is set aside for `name`, which may be new; 0 takes it out of the ledger.
+    /// Changes what is set aside for `used_for`, which may be new; 0 takes it out of the ledger.
     ///
     /// # Errors
     /// As for [`MemoryBudget::reserve`]; nothing changes then.
-    pub fn set(&mut self, name: &'static str, bytes: u64) -> Result<()> {
+    pub fn set(&mut self, used_for: MemoryUse, bytes: u64) -> Result<()> {
         let before = self.entries.clone();
-        let place = self.entries.iter().position(|e| e.0 == name);
+        let place = self.entries.iter().position(|e| e.0 == used_for);
         if let Some(place) = place {
             self.entries.remove(place);
         }
         if bytes == 0 {
             return Ok(());
         }
-        if let Err(error) = self.reserve(name, bytes) {
+        if let Err(error) = self.reserve(used_for, bytes) {
             self.entries = before;
             return Err(error);
         }
@@ -66,9 +117,9 @@ impl MemoryBudget {
         Ok(())
     }
 
-    /// Bytes set aside for `name`.
-    pub fn reserved(&self, name: &str) -> u64 {
-        self.entries.iter().find(|e| e.0 == name).map_or(0, |e| e.1)
+    /// Bytes set aside for `used_for`.
+    pub fn reserved(&self, used_for: MemoryUse) -> u64 {
+        self.entries.iter().find(|e| e.0 == used_for).map_or(0, |e| e.1)
     }
 
     /// Bytes not yet reserved.
@@ -91,7 +142,7 @@ impl MemoryBudget {
             return "nothing is reserved yet".into();
         }
         let parts: Vec<_> =
-            self.entries.iter().map(|(name, bytes)| format!("{name} {}", human_bytes(*bytes))).collect();
+            self.entries.iter().map(|(used_for, bytes)| format!("{used_for} {}", human_bytes(*bytes))).collect();
         format!("reserved: {}", parts.join(", "))
     }
 }
@@ -118,31 +169,31 @@ mod tests {
     #[test]
     fn a_reservation_that_does_not_fit_changes_nothing_and_names_the_numbers() {
         let mut budget = MemoryBudget::new(1 << 30, 0.5);
-        budget.reserve("weights", 500 << 20).unwrap();
+        budget.reserve(MemoryUse::Weights, 500 << 20).unwrap();
         let before = budget.report();
-        let error = budget.reserve("kv_cache", 13 << 20).unwrap_err().to_string();
+        let error = budget.reserve(MemoryUse::KvCache, 13 << 20).unwrap_err().to_string();
         for part in ["kv_cache needs 13.0 MiB", "12.0 MiB of the ceiling of 512.0 MiB", "weights 500.0 MiB"] {
             assert!(error.contains(part), "{part:?} is missing in {error:?}");
         }
         assert_eq!(budget.report(), before);
-        budget.reserve("kv_cache", 12 << 20).unwrap();
+        budget.reserve(MemoryUse::KvCache, 12 << 20).unwrap();
         assert_eq!(budget.remaining(), 0);
     }
 
     #[test]
     fn an_entry_changes_in_its_place_or_not_at_all() {
         let mut budget = MemoryBudget::new(1000, 1.0);
-        budget.reserve("weights", 500).unwrap();
-        budget.reserve("kv_cache", 300).unwrap();
+        budget.reserve(MemoryUse::Weights, 500).unwrap();
+        budget.reserve(MemoryUse::KvCache, 300).unwrap();
         let before = budget.report();
-        assert!(budget.set("weights", 701).is_err());
+        assert!(budget.set(MemoryUse::Weights, 701).is_err());
         assert_eq!(budget.report(), before);
-        budget.set("weights", 700).unwrap();
-        assert_eq!(budget.report().entries, [("weights", 700), ("kv_cache", 300)]);
-        budget.set("weights", 0).unwrap();
-        budget.set("staging", 700).unwrap();
-        assert_eq!(budget.report().entries, [("kv_cache", 300), ("staging", 700)]);
-        assert_eq!((budget.reserved("staging"), budget.reserved("weights")), (700, 0));
+        budget.set(MemoryUse::Weights, 700).unwrap();
+        assert_eq!(budget.report().entries, [(MemoryUse::Weights, 700), (MemoryUse::KvCache, 300)]);
+        budget.set(MemoryUse::Weights, 0).unwrap();
+        budget.set(MemoryUse::UpdateStaging, 700).unwrap();
+        assert_eq!(budget.report().entries, [(MemoryUse::KvCache, 300), (MemoryUse::UpdateStaging, 700)]);
+        assert_eq!((budget.reserved(MemoryUse::UpdateStaging), budget.reserved(MemoryUse::Weights)), (700, 0));
     }
 
     #[test]

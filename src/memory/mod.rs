@@ -9,7 +9,7 @@ mod traffic;
 
 pub use backlog::Backlog;
 pub use borrowed::BorrowedMap;
-pub use budget::{MemoryBudget, MemoryReport, human_bytes};
+pub use budget::{MemoryBudget, MemoryReport, MemoryUse, human_bytes};
 pub use identity::Identity;
 pub use probe::{open_files_limit, resident_bytes, share_one_heap, total_bytes, trim};
 pub use traffic::{Charge, Level, Traffic};

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use super::rig::*;
 use crate::engine::*;
+use crate::memory::MemoryUse;
 use crate::weights::UpdateKind;
 
 /// An update with a client that can vanish.
@@ -30,11 +31,11 @@ fn a_client_that_vanishes_after_begin_has_changed_nothing() {
         let mut rig = Rig::new();
         let (begin, cancel) = fragile(UpdateKind::Full, RunningPolicy::Keep);
         let ticket = rig.begin(begin).unwrap();
-        assert!(rig.status().update.is_some() && rig.reserved("update_staging") == 10);
+        assert!(rig.status().update.is_some() && rig.reserved(MemoryUse::UpdateStaging) == 10);
         cancel.cancel();
         if noticed {
             rig.command(Command::Look);
-            assert_eq!(rig.reserved("update_staging"), 0);
+            assert_eq!(rig.reserved(MemoryUse::UpdateStaging), 0);
         }
         let late = told(&rig.commit(ticket.id, content(UpdateKind::Full))).reply();
         assert!(matches!(late, Err(Error::FailedPrecondition(_))));
@@ -110,7 +111,7 @@ fn in_place_after_the_first_write_only_a_complete_push_helps() {
     rig.write_part(ticket.id).unwrap();
     cancel.cancel();
     rig.command(Command::Look);
-    assert_eq!(rig.reserved("update_staging"), 0);
+    assert_eq!(rig.reserved(MemoryUse::UpdateStaging), 0);
     assert!(matches!(told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply(), Err(Error::FailedPrecondition(_))));
     assert_eq!(rig.wake(false, true, false).unwrap(), LifecycleStatus::WeightsMissing);
     assert!(matches!(rig.submit(ask("a", 3, 1)).error(), Error::FailedPrecondition(why) if why.contains("reload")));

@@ -2,6 +2,7 @@
 
 use super::rig::*;
 use crate::engine::*;
+use crate::memory::MemoryUse;
 use crate::types::FinishReason;
 use crate::weights::UpdateKind;
 
@@ -96,7 +97,8 @@ fn damage_that_is_found_while_it_is_read_leaves_no_policy_and_a_server_that_live
             }
             assert_eq!(asked.completion().finish_reason, FinishReason::Aborted, "{what}");
             assert!(!rig.engine.state.has_policy() && rig.engine.state.weights_awake(), "{what}");
-            let expected: u64 = [("process", 100), ("weights", 120)].iter().map(|entry| entry.1).sum();
+            let expected: u64 =
+                [(MemoryUse::Process, 100), (MemoryUse::Weights, 120)].iter().map(|entry| entry.1).sum();
             let kv_cache = if rig.engine.state.kv_awake() { 480 } else { 0 };
             let held: u64 = rig.status().memory.entries.iter().map(|entry| entry.1).sum();
             assert_eq!(held, expected + kv_cache, "{what}");

@@ -5,7 +5,7 @@ use std::sync::mpsc::{Receiver, TryRecvError, channel, sync_channel};
 pub use super::fake::*;
 use crate::cache::KvCacheManager;
 use crate::engine::*;
-use crate::memory::Backlog;
+use crate::memory::{Backlog, MemoryUse};
 use crate::scheduler::{SchedulerConfig, Speculation};
 use crate::types::{SamplingParams, TokenId};
 use crate::weights::{
@@ -176,8 +176,13 @@ impl Rig {
         let scheduler = Scheduler::new(config, KvCacheManager::new(BLOCKS, BLOCK_SIZE));
         let specs = PARAMETERS.map(|name| ParamSpec::new(name, vec![5, 3], ShardRule::Replicated));
         let mut budget = MemoryBudget::new(1000, 1.0);
-        for (name, bytes) in [("process", 100), ("weights", 120), ("workspace", 30), ("kv_cache", 450)] {
-            budget.reserve(name, bytes).unwrap();
+        for (used_for, bytes) in [
+            (MemoryUse::Process, 100),
+            (MemoryUse::Weights, 120),
+            (MemoryUse::Workspace, 30),
+            (MemoryUse::KvCache, 450),
+        ] {
+            budget.reserve(used_for, bytes).unwrap();
         }
         let parameters = Arc::new(Parameters::new(specs.into(), Dtype::F32, 1, false));
         let traffic = Traffic::new(TRAFFIC_BYTES);
@@ -231,8 +236,8 @@ impl Rig {
         std::mem::take(&mut self.engine.executor.did)
     }
 
-    pub fn reserved(&self, name: &str) -> u64 {
-        self.engine.budget.reserved(name)
+    pub fn reserved(&self, used_for: MemoryUse) -> u64 {
+        self.engine.budget.reserved(used_for)
     }
 
     pub fn pause(&mut self, mode: DrainMode) -> Receiver<Result<()>> {
@@ -286,7 +291,7 @@ impl Rig {
         let status = self.status();
         assert_eq!((status.running_requests, status.held_requests, status.update.is_some()), (0, 0, false));
         assert_eq!(status.free_blocks, status.total_blocks);
-        assert_eq!(self.reserved("update_staging"), 0);
+        assert_eq!(self.reserved(MemoryUse::UpdateStaging), 0);
         assert!(self.engine.drains.is_empty());
     }
 }

@@ -3,6 +3,7 @@
 use super::rig::*;
 use crate::engine::*;
 use crate::executor::Memory;
+use crate::memory::MemoryUse;
 use crate::weights::UpdateKind;
 
 type Reach = fn(&mut Rig);
@@ -182,8 +183,10 @@ fn back_to_running(rig: &mut Rig) {
         rig.resume().unwrap();
     }
     assert_eq!(rig.status().lifecycle, LifecycleStatus::Running);
-    for (name, bytes) in [("process", 100), ("weights", 120), ("workspace", 30), ("kv_cache", 450)] {
-        assert_eq!(rig.reserved(name), bytes, "{name}");
+    for (used_for, bytes) in
+        [(MemoryUse::Process, 100), (MemoryUse::Weights, 120), (MemoryUse::Workspace, 30), (MemoryUse::KvCache, 450)]
+    {
+        assert_eq!(rig.reserved(used_for), bytes, "{used_for}");
     }
     let asked = rig.submit(ask("last", 5, 3));
     rig.finish();
@@ -216,13 +219,19 @@ fn sleep_gives_back_in_order_and_wake_loads_once() {
     use Memory::{KvCache, Weights, WeightsAndBase, Workspace};
     sleep(&mut rig, SleepLevel::One);
     assert_eq!(rig.did(), [Release(KvCache), Release(Workspace), Release(Weights)]);
-    assert_eq!(["weights", "workspace", "kv_cache"].map(|name| rig.reserved(name)), [0; 3]);
+    assert_eq!(
+        [MemoryUse::Weights, MemoryUse::Workspace, MemoryUse::KvCache].map(|used_for| rig.reserved(used_for)),
+        [0; 3]
+    );
     rig.push_lora(RunningPolicy::Keep);
     rig.push_lora(RunningPolicy::Keep);
     assert_eq!((rig.did(), rig.status().weight_version), (vec![], 2));
     rig.wake(true, false, false).unwrap();
     assert_eq!(rig.did(), [Restore(Weights), Load]);
-    assert_eq!(["weights", "workspace", "kv_cache"].map(|name| rig.reserved(name)), [120, 0, 0]);
+    assert_eq!(
+        [MemoryUse::Weights, MemoryUse::Workspace, MemoryUse::KvCache].map(|used_for| rig.reserved(used_for)),
+        [120, 0, 0]
+    );
     rig.push_lora(RunningPolicy::Keep);
     rig.wake(false, true, false).unwrap();
     assert_eq!(rig.did(), [Did::Merge, Restore(Workspace), Restore(KvCache)]);
@@ -244,11 +253,11 @@ fn what_full_pushes_brought_stays_in_the_ledger_at_level_1_only() {
     rig.push_now(begin(UpdateKind::Full)).unwrap();
     rig.engine.executor.kept = 120;
     sleep(&mut rig, SleepLevel::One);
-    assert_eq!(rig.reserved("weights"), 120, "what the executor could not give back");
+    assert_eq!(rig.reserved(MemoryUse::Weights), 120, "what the executor could not give back");
     rig.did();
     sleep(&mut rig, SleepLevel::Two);
     assert_eq!(rig.did(), [Did::Release(Memory::WeightsAndBase)]);
-    assert_eq!(rig.reserved("weights"), 0);
+    assert_eq!(rig.reserved(MemoryUse::Weights), 0);
     rig.wake(true, true, false).unwrap();
     assert_eq!(rig.did().len(), 3, "there was nothing to load");
     back_to_running(&mut rig);

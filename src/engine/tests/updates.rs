@@ -2,6 +2,7 @@
 
 use super::rig::*;
 use crate::engine::*;
+use crate::memory::MemoryUse;
 use crate::types::FinishReason;
 use crate::weights::{UpdateKind, WeightUpdate};
 
@@ -215,7 +216,7 @@ fn memory_is_set_aside_or_the_update_is_refused_before_it_starts() {
     assert!(rig.status().update.is_none());
     let ticket = rig.begin(full(STAGING, true)).unwrap();
     assert!(!ticket.in_place, "it fits");
-    assert_eq!(rig.reserved("update_staging"), STAGING);
+    assert_eq!(rig.reserved(MemoryUse::UpdateStaging), STAGING);
     assert!(matches!(rig.write_part(ticket.id), Err(Error::FailedPrecondition(why)) if why.contains("staged")));
     told(&rig.commit(ticket.id, content(UpdateKind::Full))).reply().unwrap();
     told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply().unwrap();
@@ -234,17 +235,17 @@ fn a_packed_push_is_exchanged_at_its_commit() {
     rig.did();
     let reply = told(&rig.commit(ticket.id, WeightUpdate::Staged(stage))).reply().unwrap();
     assert_eq!(rig.did(), [Did::Exchange]);
-    assert_eq!((reply.weight_version, rig.reserved("merged_adapter")), (2, 0));
+    assert_eq!((reply.weight_version, rig.reserved(MemoryUse::MergedAdapter)), (2, 0));
     // What served before is kept for the next one, and goes for a push of another kind.
-    assert_eq!(rig.reserved("spare_weights"), rig.reserved("weights"));
+    assert_eq!(rig.reserved(MemoryUse::SpareWeights), rig.reserved(MemoryUse::Weights));
     assert!(rig.begin(begin(UpdateKind::Full)).unwrap().stage.is_some());
-    assert_eq!((rig.reserved("spare_weights"), rig.did()), (0, vec![]));
+    assert_eq!((rig.reserved(MemoryUse::SpareWeights), rig.did()), (0, vec![]));
     rig.engine.roll_back();
     // It is the base now, which is copied below what is merged next.
     let ticket = rig.begin(begin(UpdateKind::Lora)).unwrap();
     let merged = WeightUpdate::Lora(adapter(&rig.engine.parameters, 1, 1));
     told(&rig.commit(ticket.id, merged)).reply().unwrap();
-    assert_eq!(rig.reserved("base_copies"), 60);
+    assert_eq!(rig.reserved(MemoryUse::BaseCopies), 60);
     assert!(rig.begin(begin(UpdateKind::Lora)).unwrap().stage.is_none());
     rig.engine.roll_back();
     rig.assert_clean();
@@ -256,9 +257,12 @@ fn what_a_packed_push_replaced_goes_with_a_sleep() {
         let mut rig = Rig::new();
         let ticket = rig.begin(begin(UpdateKind::Full)).unwrap();
         told(&rig.commit(ticket.id, WeightUpdate::Staged(ticket.stage.unwrap()))).reply().unwrap();
-        assert_eq!((rig.reserved("spare_weights"), rig.engine.spare.is_some()), (rig.reserved("weights"), true));
+        assert_eq!(
+            (rig.reserved(MemoryUse::SpareWeights), rig.engine.spare.is_some()),
+            (rig.reserved(MemoryUse::Weights), true)
+        );
         told(&rig.sleep(level, DrainMode::Wait)).reply().unwrap();
-        assert_eq!((rig.reserved("spare_weights"), rig.engine.spare.is_some()), (0, false), "{level:?}");
+        assert_eq!((rig.reserved(MemoryUse::SpareWeights), rig.engine.spare.is_some()), (0, false), "{level:?}");
         rig.wake(true, true, level == SleepLevel::Two).unwrap();
         rig.assert_clean();
     }
@@ -272,7 +276,7 @@ fn a_packed_push_after_the_deep_sleep_leaves_no_spare() {
     let ticket = rig.begin(begin(UpdateKind::Full)).unwrap();
     told(&rig.commit(ticket.id, WeightUpdate::Staged(ticket.stage.unwrap()))).reply().unwrap();
     // What it replaced had no memory any more.
-    assert_eq!((rig.reserved("weights"), rig.reserved("spare_weights")), (120, 0));
+    assert_eq!((rig.reserved(MemoryUse::Weights), rig.reserved(MemoryUse::SpareWeights)), (120, 0));
     rig.assert_clean();
 }
 
@@ -283,7 +287,7 @@ fn a_push_in_place_passes_through_missing_weights() {
     rig.steps(2);
     told(&rig.pause(DrainMode::Keep)).reply().unwrap();
     let ticket = rig.begin(UpdateBegin { staging_bytes: 2000, in_place: true, ..begin(UpdateKind::Full) }).unwrap();
-    assert_eq!(rig.reserved("update_staging"), 1);
+    assert_eq!(rig.reserved(MemoryUse::UpdateStaging), 1);
     rig.resume().unwrap();
     assert!(matches!(rig.write_part(ticket.id), Err(Error::FailedPrecondition(_))), "it runs again");
     assert_eq!(rig.did(), []);
@@ -333,7 +337,10 @@ fn the_ledger_shows_what_a_merged_adapter_costs() {
         let ticket = rig.begin(UpdateBegin { staging_bytes, ..begin(UpdateKind::Lora) }).unwrap();
         told(&rig.commit(ticket.id, WeightUpdate::Lora(adapter(&parameters, layers, 1)))).reply()
     };
-    let costs = |rig: &Rig| ["merged_adapter", "base_copies", "update_staging"].map(|name| rig.reserved(name));
+    let costs = |rig: &Rig| {
+        [MemoryUse::MergedAdapter, MemoryUse::BaseCopies, MemoryUse::UpdateStaging]
+            .map(|used_for| rig.reserved(used_for))
+    };
     push(&mut rig, 2, 10).unwrap();
     // Factors of rank 1 for a matrix of 5 x 3, in float32; the checkpoint needs no copy.
     assert_eq!(costs(&rig), [2 * 32, 0, 0]);
@@ -361,12 +368,12 @@ fn a_delta_makes_what_serves_the_base() {
     let ticket = rig.begin(begin(UpdateKind::Lora)).unwrap();
     told(&rig.commit(ticket.id, WeightUpdate::Lora(adapter(&parameters, 1, 1)))).reply().unwrap();
     rig.push_now(UpdateBegin { expected_version: Some(1), ..begin(UpdateKind::Delta) }).unwrap();
-    assert_eq!(rig.reserved("merged_adapter"), 0);
+    assert_eq!(rig.reserved(MemoryUse::MergedAdapter), 0);
     let replaced: Vec<_> = rig.engine.policy.replaced.iter().cloned().collect();
     assert_eq!(replaced, PARAMETERS[..1], "the adapter is part of it now");
     rig.engine.executor.kept = 77;
     told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply().unwrap();
-    assert_eq!(rig.reserved("weights"), 77, "what the executor could not give back");
+    assert_eq!(rig.reserved(MemoryUse::Weights), 77, "what the executor could not give back");
 }
 
 #[test]

@@ -9,7 +9,7 @@ use super::deadline::Deadline;
 use super::stream::CancelOnDrop;
 use crate::engine::{self, Command};
 use crate::error::Result;
-use crate::memory::resident_bytes;
+use crate::memory::{MemoryUse, resident_bytes};
 use crate::server::convert::{self, to_status};
 use crate::server::gate::Gate;
 use crate::server::parts::Parts;
@@ -143,7 +143,7 @@ fn info_response(parts: &Parts) -> pb::GetInfoResponse {
 
 /// Everything but the uptime.
 fn status_response(s: &engine::Status) -> pb::GetStatusResponse {
-    let entry = |&(name, bytes): &(&str, u64)| pb::MemoryEntry { name: name.into(), bytes };
+    let entry = |&(used_for, bytes): &(MemoryUse, u64)| pb::MemoryEntry { name: used_for.name().into(), bytes };
     pb::GetStatusResponse {
         lifecycle: convert::lifecycle(s.lifecycle).into(),
         weight_version: s.weight_version,
