@@ -121,7 +121,7 @@ fn a_cache_hit_is_a_miss() {
 
 #[test]
 fn preempted_is_not_preempted() {
-    // 32 KiB: a few sequences of this model at a time, while all 32 are let in.
+    // Room for a few sequences of this model at a time, while all 32 are let in.
     on_engines(
         "llama-tied",
         &["--kv-cache-bytes", PREEMPTING_CACHE, "--max-model-len", "128"],

@@ -151,9 +151,9 @@ fn check_generation(name: &str, have: u64, expected: Option<u64>) -> Result<()> 
 impl<X: Executor> Engine<X> {
     /// Makes an adapter resident and returns its generation. What had its name goes with its last lease.
     pub(super) fn add_adapter(&mut self, target: &AdapterTarget, adapter: Arc<Adapter>) -> Attempt<u64> {
-        adapter.check_unmerged()?;
-        self.adapters.check_rank(adapter.rank())?;
-        self.adapters.check_target(target)?;
+        adapter.check_unmerged().map_err(Failure::Refused)?;
+        self.adapters.check_rank(adapter.rank()).map_err(Failure::Refused)?;
+        self.adapters.check_target(target).map_err(Failure::Refused)?;
         let generation = self.adapters.insert(&target.name, &adapter);
         self.drop_unused_adapters().map_err(Failure::Fatal)?;
         self.order(WeightOrder::AddAdapter { generation, adapter })?;

@@ -131,19 +131,14 @@ struct Policy {
 
 /// Why something was not done.
 enum Failure {
-    /// The engine goes on: nothing has been touched, or the state says what is missing.
+    /// The engine goes on: nothing has been touched, or the state says what is missing. Each check says so itself, by
+    /// `map_err`, so that no `?` behind an effect can pass for one.
     Refused(Error),
     /// The executor failed; the engine ends.
     Fatal(Error),
 }
 
 type Attempt<T> = std::result::Result<T, Failure>;
-
-impl From<Error> for Failure {
-    fn from(error: Error) -> Self {
-        Self::Refused(error)
-    }
-}
 
 /// Replies, and hands on what ends the engine.
 fn answer<T>(reply: Reply<Result<T>>, attempt: Attempt<T>) -> Result<()> {

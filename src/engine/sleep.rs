@@ -151,7 +151,7 @@ impl<X: Executor> Engine<X> {
 
     /// Gives back what is awake, and measures it. Nothing may be waiting to be drained.
     fn release(&mut self, level: SleepLevel) -> Attempt<SleepReply> {
-        let next = self.state.sleep(level)?;
+        let next = self.state.sleep(level).map_err(Failure::Refused)?;
         let started = Instant::now();
         if level == SleepLevel::Two {
             self.abort_accepted(|_, request| request.adapter().is_some());
@@ -164,8 +164,8 @@ impl<X: Executor> Engine<X> {
         if self.state.kv_awake() {
             self.release_memory(Memory::KvCache)?;
             self.release_memory(Memory::Workspace)?;
-            self.budget.set(MemoryUse::KvCache, 0)?;
-            self.budget.set(MemoryUse::Workspace, 0)?;
+            self.budget.free(MemoryUse::KvCache);
+            self.budget.free(MemoryUse::Workspace);
         }
         let between = memory::resident_bytes();
         drop(spare);
@@ -178,10 +178,10 @@ impl<X: Executor> Engine<X> {
             SleepLevel::Two => 0,
         };
         if level == SleepLevel::Two {
-            self.forget_policy()?;
+            self.forget_policy();
             memory::trim();
         }
-        self.budget.set(MemoryUse::Weights, kept)?;
+        self.budget.lower(MemoryUse::Weights, kept);
         self.state = next;
         let resident_bytes = memory::resident_bytes();
         Ok(SleepReply {
@@ -200,18 +200,17 @@ impl<X: Executor> Engine<X> {
     }
 
     /// The base is the checkpoint again, with nothing merged.
-    fn forget_policy(&mut self) -> Result<()> {
-        self.policy.merged = Arc::new(Adapter::none());
+    fn forget_policy(&mut self) {
         self.policy.replaced.clear();
-        self.budget.set(MemoryUse::MergedAdapter, 0)?;
-        self.budget.set(MemoryUse::BaseCopies, 0)
+        self.forget_merged();
     }
 
     /// Drops whatever the weights hold, and makes the checkpoint the base again.
     pub(super) fn reset_base(&mut self) -> Attempt<()> {
         self.executor.release(Memory::WeightsAndBase).map_err(Failure::Fatal)?;
         self.executor.restore(Memory::Weights).map_err(Failure::Fatal)?;
-        Ok(self.forget_policy()?)
+        self.forget_policy();
+        Ok(())
     }
 
     /// Before an order that reads the checkpoint.
@@ -250,21 +249,21 @@ impl<X: Executor> Engine<X> {
     /// Takes memory again. Weights come back with the policy that was kept, or that was pushed while they were asleep,
     /// in one pass; `reload` reads the checkpoint where there is none. When everything is awake serving goes on.
     pub(super) fn wake(&mut self, tags: WakeTags, reload: bool) -> Attempt<LifecycleStatus> {
-        self.check_serving()?;
+        self.check_serving().map_err(Failure::Refused)?;
         let reload = reload && tags.weights && !self.state.has_policy();
         if reload && self.transaction.is_some() {
             let why = "an update is under way, and will bring the policy; wake without reload";
-            return Err(Error::FailedPrecondition(why.into()).into());
+            return Err(Failure::Refused(Error::FailedPrecondition(why.into())));
         }
         let wake_weights = tags.weights && !self.state.weights_awake();
         let wake_kv = tags.kv_cache && !self.state.kv_awake();
         let mut ledger = self.budget.clone();
         if wake_weights {
-            ledger.set(MemoryUse::Weights, self.awake_bytes.weights)?;
+            ledger.set(MemoryUse::Weights, self.awake_bytes.weights).map_err(Failure::Refused)?;
         }
         if wake_kv {
-            ledger.set(MemoryUse::Workspace, self.awake_bytes.workspace)?;
-            ledger.set(MemoryUse::KvCache, self.awake_bytes.kv_cache)?;
+            ledger.set(MemoryUse::Workspace, self.awake_bytes.workspace).map_err(Failure::Refused)?;
+            ledger.set(MemoryUse::KvCache, self.awake_bytes.kv_cache).map_err(Failure::Refused)?;
         }
         let load = WeightOrder::Load { adapter: self.policy.merged.clone() };
         let loads = reload || wake_weights && self.state.has_policy();
@@ -281,8 +280,8 @@ impl<X: Executor> Engine<X> {
             // What was merged may be forgotten by now.
             let loaded = self.order(WeightOrder::Load { adapter: self.policy.merged.clone() });
             if loaded.is_err() && wake_kv {
-                self.budget.set(MemoryUse::Workspace, 0)?;
-                self.budget.set(MemoryUse::KvCache, 0)?;
+                self.budget.free(MemoryUse::Workspace);
+                self.budget.free(MemoryUse::KvCache);
             }
             loaded?;
         }

@@ -100,14 +100,14 @@ impl<X: Executor> Engine<X> {
 
     /// The storage that a FULL push has replaced, out of the ledger.
     pub(super) fn take_spare(&mut self) -> Option<Stage> {
-        self.budget.set(MemoryUse::SpareWeights, 0).expect("less always fits");
+        self.budget.free(MemoryUse::SpareWeights);
         self.spare.take()
     }
 
     /// What a FULL push is packed into. Nothing stays reserved if there is none.
     fn stage(&mut self) -> Result<Stage> {
         self.executor.stage().inspect_err(|_| {
-            self.budget.set(MemoryUse::UpdateStaging, 0).expect("less always fits");
+            self.budget.free(MemoryUse::UpdateStaging);
         })
     }
 
@@ -175,11 +175,11 @@ impl<X: Executor> Engine<X> {
 
     /// Writes tensors in place. With the first the policy is gone, and requests that stood still end.
     pub(super) fn write_part(&mut self, update: u64, tensors: Arc<Tensors>) -> Attempt<()> {
-        if !self.open_update(update)?.in_place {
+        if !self.open_update(update).map_err(Failure::Refused)?.in_place {
             let why = "this update is staged, not written in place; send everything with the commit";
-            return Err(Error::FailedPrecondition(why.into()).into());
+            return Err(Failure::Refused(Error::FailedPrecondition(why.into())));
         }
-        let next = self.state.written_in_part()?;
+        let next = self.state.written_in_part().map_err(Failure::Refused)?;
         self.policy.replaced.extend(tensors.names().map(String::from));
         self.order(WeightOrder::Replace { tensors })?;
         if self.state.has_policy() {
@@ -218,7 +218,7 @@ impl<X: Executor> Engine<X> {
     pub(super) fn finish_commit(&mut self, Commit { content, reply }: Commit) -> Result<()> {
         let open = self.transaction.take().expect("a commit is of an open update");
         let attempt = self.apply(&open.begin, content);
-        self.budget.set(MemoryUse::UpdateStaging, 0)?;
+        self.budget.free(MemoryUse::UpdateStaging);
         if self.spare.is_some()
             && self.budget.set(MemoryUse::SpareWeights, self.budget.reserved(MemoryUse::Weights)).is_err()
         {
@@ -230,7 +230,7 @@ impl<X: Executor> Engine<X> {
     /// Forgets the open update, if there is one. What was written in place stays missing.
     pub(super) fn roll_back(&mut self) {
         if self.transaction.take().is_some() {
-            self.budget.set(MemoryUse::UpdateStaging, 0).expect("less always fits");
+            self.budget.free(MemoryUse::UpdateStaging);
         }
     }
 
@@ -238,7 +238,7 @@ impl<X: Executor> Engine<X> {
     pub(super) fn cancel_update(&mut self, update: Option<u64>) -> Option<OpenUpdate> {
         self.drop_cancelled();
         let open = self.transaction.take_if(|open| update.is_none_or(|id| id == open.id))?;
-        self.budget.set(MemoryUse::UpdateStaging, 0).expect("less always fits");
+        self.budget.free(MemoryUse::UpdateStaging);
         let facts = open.facts();
         let left = if self.state.has_policy() { "nothing has changed" } else { "the weights are still missing" };
         let error = Error::Aborted(format!("the update was ended by CancelUpdate; {left}"));
@@ -251,12 +251,15 @@ impl<X: Executor> Engine<X> {
 
     fn apply(&mut self, begin: &UpdateBegin, content: WeightUpdate) -> Attempt<UpdateReply> {
         let started = Instant::now();
-        self.check_begin(begin)?;
+        self.check_begin(begin).map_err(Failure::Refused)?;
         let adapter_generation = match (content, &begin.adapter) {
             (WeightUpdate::Lora(adapter), Some(target)) => Some(self.add_adapter(target, adapter)?),
-            (_, Some(_)) => return Err(Error::invalid("adapter", "only a LORA can stay resident").into()),
+            (_, Some(_)) => {
+                let error = Error::invalid("adapter", "only a LORA can stay resident");
+                return Err(Failure::Refused(error));
+            }
             (content, None) => {
-                let version = self.new_version(begin)?;
+                let version = self.new_version(begin).map_err(Failure::Refused)?;
                 match content {
                     WeightUpdate::Lora(adapter) => self.apply_lora(adapter)?,
                     WeightUpdate::Full(tensors) => self.apply_full(tensors)?,
@@ -282,7 +285,7 @@ impl<X: Executor> Engine<X> {
     fn apply_lora(&mut self, after: Arc<Adapter>) -> Attempt<()> {
         let before = self.policy.merged.clone();
         if self.state.weights_awake() && !self.state.has_policy() {
-            let ledger = self.ledger_with(&after, 0)?;
+            let ledger = self.ledger_with(&after, 0).map_err(Failure::Refused)?;
             let order = WeightOrder::Load { adapter: after.clone() };
             self.check_checkpoint(&order)?;
             if !self.policy.replaced.is_empty() {
@@ -293,10 +296,11 @@ impl<X: Executor> Engine<X> {
         } else {
             let replaced = |name: &str| self.policy.replaced.contains(name);
             // While one is exchanged for the other there are copies for both.
-            let most = self.bytes_of(|name| replaced(name) && (before.touches(name) || after.touches(name)))?;
-            let copies = self.bytes_of(|name| replaced(name) && after.touches(name))?;
-            self.budget.clone().set(MemoryUse::BaseCopies, most)?;
-            let ledger = self.ledger_with(&after, copies)?;
+            let is_copied_once = |name: &str| replaced(name) && (before.touches(name) || after.touches(name));
+            let most = self.bytes_of(is_copied_once).map_err(Failure::Refused)?;
+            let copies = self.bytes_of(|name| replaced(name) && after.touches(name)).map_err(Failure::Refused)?;
+            self.budget.clone().set(MemoryUse::BaseCopies, most).map_err(Failure::Refused)?;
+            let ledger = self.ledger_with(&after, copies).map_err(Failure::Refused)?;
             if self.state.weights_awake() {
                 let order = WeightOrder::Merge { before, after: after.clone() };
                 self.check_checkpoint(&order)?;
@@ -311,7 +315,7 @@ impl<X: Executor> Engine<X> {
     /// The ledger when the update is over: its staging gone, the adapter kept with copies of the base below it.
     fn ledger_with(&self, merged: &Adapter, base_copies: u64) -> Result<MemoryBudget> {
         let mut ledger = self.budget.clone();
-        ledger.set(MemoryUse::UpdateStaging, 0)?;
+        ledger.free(MemoryUse::UpdateStaging);
         ledger.set(MemoryUse::MergedAdapter, merged.bytes())?;
         ledger.set(MemoryUse::BaseCopies, base_copies)?;
         Ok(ledger)
@@ -319,7 +323,8 @@ impl<X: Executor> Engine<X> {
 
     fn apply_full(&mut self, tensors: Arc<Tensors>) -> Attempt<()> {
         self.order(WeightOrder::Replace { tensors })?;
-        Ok(self.replace_all()?)
+        self.replace_all();
+        Ok(())
     }
 
     /// What served is kept for the next FULL push, unless its memory had been released: fresh pages cost more than what
@@ -328,14 +333,15 @@ impl<X: Executor> Engine<X> {
         let had_memory = self.state.has_policy();
         let replaced = self.executor.exchange(stage).map_err(Failure::Fatal)?;
         self.spare = had_memory.then_some(replaced);
-        Ok(self.replace_all()?)
+        self.replace_all();
+        Ok(())
     }
 
     /// Every parameter has a value of its own, and nothing is merged.
-    fn replace_all(&mut self) -> Result<()> {
+    fn replace_all(&mut self) {
         let all = self.parameters.iter().map(|spec| spec.name.clone());
         self.policy.replaced.extend(all);
-        self.forget_merged()
+        self.forget_merged();
     }
 
     fn apply_delta(&mut self, delta: Arc<Delta>) -> Attempt<()> {
@@ -343,14 +349,15 @@ impl<X: Executor> Engine<X> {
         self.order(WeightOrder::Patch { delta: delta.clone(), merged: merged.clone() })?;
         let changed = delta.names().chain(merged.parameters()).map(String::from);
         self.policy.replaced.extend(changed);
-        Ok(self.forget_merged()?)
+        self.forget_merged();
+        Ok(())
     }
 
     /// What serves is the base itself.
-    fn forget_merged(&mut self) -> Result<()> {
+    pub(super) fn forget_merged(&mut self) {
         self.policy.merged = Arc::new(Adapter::none());
-        self.budget.set(MemoryUse::MergedAdapter, 0)?;
-        self.budget.set(MemoryUse::BaseCopies, 0)
+        self.budget.free(MemoryUse::MergedAdapter);
+        self.budget.free(MemoryUse::BaseCopies);
     }
 
     /// Another policy serves from the next step on, or when the weights wake.

@@ -95,7 +95,8 @@ impl MemoryBudget {
         Ok(())
     }
 
-    /// Changes what is set aside for `used_for`, which may be new; 0 takes it out of the ledger.
+    /// Changes what is set aside for `used_for`, which may be new; 0 takes it out of the ledger. [`MemoryBudget::lower`]
+    /// is for less.
     ///
     /// # Errors
     /// As for [`MemoryBudget::reserve`]; nothing changes then.
@@ -115,6 +116,21 @@ impl MemoryBudget {
         let entry = self.entries.pop().expect("it was reserved");
         self.entries.insert(place.unwrap_or(self.entries.len()), entry);
         Ok(())
+    }
+
+    /// Lowers what is set aside for `used_for`, which nothing can refuse; 0 takes it out of the ledger.
+    ///
+    /// # Panics
+    /// If less is set aside.
+    pub fn lower(&mut self, used_for: MemoryUse, bytes: u64) {
+        let reserved = self.reserved(used_for);
+        assert!(bytes <= reserved, "{used_for}: {bytes} are more than the {reserved} that are set aside");
+        self.set(used_for, bytes).expect("less always fits");
+    }
+
+    /// Gives back all that is set aside for `used_for`.
+    pub fn free(&mut self, used_for: MemoryUse) {
+        self.lower(used_for, 0);
     }
 
     /// Bytes set aside for `used_for`.
@@ -190,7 +206,10 @@ mod tests {
         assert_eq!(budget.report(), before);
         budget.set(MemoryUse::Weights, 700).unwrap();
         assert_eq!(budget.report().entries, [(MemoryUse::Weights, 700), (MemoryUse::KvCache, 300)]);
-        budget.set(MemoryUse::Weights, 0).unwrap();
+        budget.lower(MemoryUse::Weights, 650);
+        assert_eq!(budget.report().entries, [(MemoryUse::Weights, 650), (MemoryUse::KvCache, 300)]);
+        budget.free(MemoryUse::Weights);
+        budget.free(MemoryUse::Workspace);
         budget.set(MemoryUse::UpdateStaging, 700).unwrap();
         assert_eq!(budget.report().entries, [(MemoryUse::KvCache, 300), (MemoryUse::UpdateStaging, 700)]);
         assert_eq!((budget.reserved(MemoryUse::UpdateStaging), budget.reserved(MemoryUse::Weights)), (700, 0));

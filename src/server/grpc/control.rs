@@ -43,7 +43,7 @@ impl ControlService {
     }
 
     /// A caller that gives up while requests finish takes its order back.
-    async fn put_to_sleep(&self, request: pb::SleepRequest) -> Result<pb::SleepResponse> {
+    async fn sleep(&self, request: pb::SleepRequest) -> Result<pb::SleepResponse> {
         let (parts, _running) = self.gate.admit()?;
         let (level, mode) = (convert::sleep_level(request.level)?, convert::drain_mode(request.mode)?);
         // Before, so that it is in none of the bytes that are measured.
@@ -54,7 +54,7 @@ impl ControlService {
         Ok(convert::sleep_reply(&reply))
     }
 
-    async fn wake_up(&self, request: pb::WakeRequest) -> Result<pb::WakeResponse> {
+    async fn wake(&self, request: pb::WakeRequest) -> Result<pb::WakeResponse> {
         let started = Instant::now();
         let (parts, _running) = self.gate.admit()?;
         let (tags, reload) = (convert::wake_tags(&request.tags, request.reload)?, request.reload);
@@ -63,8 +63,8 @@ impl ControlService {
         Ok(pb::WakeResponse { lifecycle, seconds: started.elapsed().as_secs_f64() })
     }
 
-    /// As for [`Self::put_to_sleep`].
-    async fn hold(&self, request: pb::PauseRequest) -> Result<pb::PauseResponse> {
+    /// As for [`Self::sleep`].
+    async fn pause(&self, request: pb::PauseRequest) -> Result<pb::PauseResponse> {
         let (parts, _running) = self.gate.admit()?;
         let mode = convert::drain_mode(request.mode)?;
         let guard = CancelOnDrop::new(&parts.engine);
@@ -73,7 +73,7 @@ impl ControlService {
         Ok(pb::PauseResponse {})
     }
 
-    async fn go_on(&self) -> Result<pb::ResumeResponse> {
+    async fn resume(&self) -> Result<pb::ResumeResponse> {
         let (parts, _running) = self.gate.admit()?;
         ask(&parts.engine, |reply| Command::Resume { reply }).await??;
         Ok(pb::ResumeResponse {})
@@ -101,19 +101,19 @@ impl pb::control_server::Control for ControlService {
     }
 
     async fn sleep(&self, request: Request<pb::SleepRequest>) -> tonic::Result<Response<pb::SleepResponse>> {
-        Deadline::of(&request).limit(self.put_to_sleep(request.into_inner())).await.map(Response::new)
+        Deadline::of(&request).limit(self.sleep(request.into_inner())).await.map(Response::new)
     }
 
     async fn wake(&self, request: Request<pb::WakeRequest>) -> tonic::Result<Response<pb::WakeResponse>> {
-        Deadline::of(&request).limit(self.wake_up(request.into_inner())).await.map(Response::new)
+        Deadline::of(&request).limit(self.wake(request.into_inner())).await.map(Response::new)
     }
 
     async fn pause(&self, request: Request<pb::PauseRequest>) -> tonic::Result<Response<pb::PauseResponse>> {
-        Deadline::of(&request).limit(self.hold(request.into_inner())).await.map(Response::new)
+        Deadline::of(&request).limit(self.pause(request.into_inner())).await.map(Response::new)
     }
 
     async fn resume(&self, request: Request<pb::ResumeRequest>) -> tonic::Result<Response<pb::ResumeResponse>> {
-        Deadline::of(&request).limit(self.go_on()).await.map(Response::new)
+        Deadline::of(&request).limit(self.resume()).await.map(Response::new)
     }
 }
 
