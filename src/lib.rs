@@ -30,10 +30,10 @@
 //!
 //! # Layers
 //!
-//! A module uses only modules to the right of it (`tests/structure.rs` fails on any other edge):
+//! A module uses only modules to the right of it (`tests/structure` fails on any other edge):
 //!
 //! ```text
-//! main → server → engine → scheduler, executor → cache | model → weights, text → comm, memory → types, error, config
+//! main, startup → server → engine → scheduler, executor → cache | model → weights, text → comm, memory → types, error, config
 //! ```
 //!
 //! The crate `rollout-kernels` below all of them holds the operators. [`profile`], beside [`config`], sums the
