@@ -1,7 +1,7 @@
 //! Requests from their arrival to their end: held, accepted, refused, aborted.
 
+use super::drain::Then;
 use super::lifecycle::State;
-use super::sleep::Then;
 use super::update::Transaction;
 use super::{AbortReply, AbortTarget, Ending, Engine, Event, GenerateCommand, Request, shutting_down};
 use crate::cache::CacheSalt;

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::command::{OpenUpdate, Reply, RunningPolicy, UpdateBegin, UpdateReply, UpdateTicket};
+use super::drain::{Commit, Drain, Then};
 use super::lifecycle::{Push, State};
-use super::sleep::{Drain, Then};
 use super::{Attempt, Engine, Failure, Request, answer};
 use crate::error::{Error, Result};
 use crate::executor::{Executor, WeightOrder};
@@ -26,12 +26,6 @@ pub(super) struct Transaction {
     /// Its commit waits for requests to end.
     committed: bool,
     opened: Instant,
-}
-
-/// What a commit brings.
-pub(super) struct Commit {
-    pub content: WeightUpdate,
-    pub reply: Reply<Result<UpdateReply>>,
 }
 
 impl Transaction {

@@ -4,9 +4,10 @@ use candle_core::{Device, Tensor};
 use rollout_kernels::{AttentionShape, KvCache, Ops};
 
 use super::config::ModelConfig;
-use super::input::{Pass, Site};
+use super::input::Site;
 use super::layers::{Build, HeadDims, Linear, Norm, Projection};
 use super::parameterized::Parameterized;
+use super::pass::Pass;
 use super::workspace::Workspace;
 use crate::error::Result;
 use crate::weights::ShardRule;

@@ -7,10 +7,11 @@ use rollout_kernels::{KvCache, Ops};
 
 use super::attention::{Attention, RopeTables};
 use super::config::ModelConfig;
-use super::input::{Additions, Input, Pass, Site};
+use super::input::{Additions, Input, Site};
 use super::layers::{Build, Norm, VocabularyMatrix};
 use super::mlp::Mlp;
 use super::parameterized::{Parameterized, Visitor};
+use super::pass::Pass;
 use super::workspace::Workspace;
 use crate::comm::Communicator;
 use crate::error::Result;

@@ -3,9 +3,10 @@
 use candle_core::Tensor;
 
 use super::config::ModelConfig;
-use super::input::{Pass, Site};
+use super::input::Site;
 use super::layers::{Build, Linear, Projection};
 use super::parameterized::Parameterized;
+use super::pass::Pass;
 use crate::error::Result;
 use crate::weights::ShardRule;
 

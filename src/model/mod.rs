@@ -7,6 +7,7 @@ mod input;
 mod layers;
 mod mlp;
 mod parameterized;
+mod pass;
 mod workspace;
 
 pub use decoder::Decoder;

@@ -3,6 +3,7 @@
 mod arrival;
 mod control;
 mod deadline;
+mod messages;
 mod rollout;
 mod staging;
 mod stream;

@@ -1,42 +1,27 @@
-//! Update, read from the connection's frames. tonic's decoder gathers each message before it decodes it: a copy into
-//! fresh pages for every chunk of weights. Here the data of a chunk goes on in the pieces in which it arrived.
+//! Update, from the connection's frames past tonic's decoder, beside the service's other calls.
 
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::ready;
-use std::time::Duration;
 
-use bytes::{Buf, Bytes, BytesMut};
-use prost::Message as _;
-use prost::encoding::decode_varint;
+use bytes::Bytes;
 use tokio::sync::Semaphore;
-use tokio_stream::{Stream, StreamExt as _};
+use tokio_stream::Stream;
 use tonic::body::Body;
 use tonic::codegen::{Body as _, BoxFuture, Context, Poll, Service, http};
 use tonic::server::{ClientStreamingService, Grpc, NamedService};
 use tonic::{Request, Response, Status, Streaming};
 use tonic_prost::ProstCodec;
 
+use super::messages::Messages;
 use super::weights::WeightsService;
-use crate::engine::Activity;
-use crate::error::{Error, Result};
-use crate::memory::{Charge, Traffic};
 use crate::server::convert::to_status;
 use crate::server::pb;
-use crate::server::pb::update_request::Kind;
 use crate::server::pb::weights_server::WeightsServer;
 
-/// Largest chunk of a tensor, in bytes: what a client must have room for, and what it loses with a bad message.
-const MAX_CHUNK_BYTES: usize = 4 << 20;
-/// Largest message of an update's stream: a chunk, or a header with the manifest of a model of 50,000 tensors.
-const MAX_MESSAGE_BYTES: usize = 8 << 20;
-/// gRPC's before each message: a flag of compression and four bytes of length.
-const PREFIX_BYTES: usize = 5;
 /// Most updates that are received at once. All but one are refused by the engine once their header is here; until then
 /// each may hold a message, and what its stream's window lets through.
 const MAX_UPDATES: usize = 8;
-/// Most bytes before the data of a chunk: four keys, two lengths below 2^28, a u32 and a u64.
-const HEAD_BYTES: usize = 4 + 2 * 4 + 5 + 10;
 
 /// The service Weights: Update from here, all other calls from the generated service.
 #[derive(Clone)]
@@ -118,196 +103,6 @@ impl Stream for Frames {
         // Trailers are the end.
         Poll::Ready(frame.and_then(|frame| frame.map(|frame| frame.into_data().ok()).transpose()))
     }
-}
-
-/// The messages of an update, decoded from frames that may end anywhere.
-pub(super) struct Messages<S> {
-    frames: S,
-    activity: Activity,
-    /// Longest wait for the next byte.
-    patience: Duration,
-    /// What comes next, and what follows it. All that is read is in `front`.
-    front: Bytes,
-    rest: Bytes,
-    chunk: Option<OpenChunk>,
-    /// For what is in both: a message may be as large as a manifest, and stop half way.
-    charge: Charge,
-}
-
-/// A chunk of which some data is still to come.
-#[derive(Debug, PartialEq)]
-struct OpenChunk {
-    tensor: u32,
-    /// Of the next byte in the tensor.
-    offset: u64,
-    left: usize,
-}
-
-impl<S: Stream<Item = std::result::Result<Bytes, Status>> + Unpin> Messages<S> {
-    pub(super) fn new(frames: S, traffic: &Traffic) -> Self {
-        let (charge, activity) = (traffic.charge_always(0), Activity::start());
-        let (front, rest) = (Bytes::new(), Bytes::new());
-        Self { frames, activity, patience: Duration::MAX, front, rest, chunk: None, charge }
-    }
-
-    /// Gives the push up when nothing has come for so long.
-    pub(super) fn with_patience(self, activity: Activity, patience: Duration) -> Self {
-        Self { activity, patience, ..self }
-    }
-
-    /// The next message; None at the end of the stream. A chunk may come as several of consecutive offsets.
-    ///
-    /// # Errors
-    /// `InvalidArgument` for a message that is malformed, cut off, too long, compressed or empty; `ResourceExhausted` if
-    /// there is no room for it; `Aborted` if the stream breaks, or nothing comes for too long.
-    pub(super) async fn next(&mut self) -> Result<Option<Kind>> {
-        // What came before has been dealt with.
-        self.activity.touch();
-        if let Some(chunk) = self.chunk.take() {
-            return self.piece(chunk).await.map(Some);
-        }
-        if !self.gather(PREFIX_BYTES).await? {
-            return if self.front.is_empty() { Ok(None) } else { Err(cut()) };
-        }
-        let bytes = message_bytes(&self.front.split_to(PREFIX_BYTES))?;
-        let head = bytes.min(HEAD_BYTES);
-        self.need(head).await?;
-        if let Some((head, chunk)) = chunk_head(&self.front[..head], bytes) {
-            check_chunk(chunk.left)?;
-            self.front.advance(head);
-            return self.piece(chunk).await.map(Some);
-        }
-        self.need(bytes).await?;
-        let message = pb::UpdateRequest::decode(self.front.split_to(bytes))
-            .map_err(|e| Error::invalid("message", format!("is no UpdateRequest: {e}")))?;
-        match message.kind {
-            None => Err(Error::invalid("kind", "is empty; send a header, manifests and chunks, and a commit")),
-            Some(Kind::Chunk(chunk)) => check_chunk(chunk.data.len()).map(|()| Some(Kind::Chunk(chunk))),
-            kind => Ok(kind),
-        }
-    }
-
-    /// What has arrived of a chunk's data.
-    async fn piece(&mut self, chunk: OpenChunk) -> Result<Kind> {
-        self.need(1).await?;
-        let OpenChunk { tensor, offset, left } = chunk;
-        let data = self.front.split_to(left.min(self.front.len()));
-        let left = left - data.len();
-        if left > 0 {
-            // An offset that is too large is refused with the first piece.
-            self.chunk = Some(OpenChunk { tensor, offset: offset.saturating_add(data.len() as u64), left });
-        }
-        Ok(Kind::Chunk(pb::Chunk { tensor, offset, data }))
-    }
-
-    async fn need(&mut self, bytes: usize) -> Result<()> {
-        if self.gather(bytes).await? { Ok(()) } else { Err(cut()) }
-    }
-
-    /// Waits until at least so many bytes lie in `front`; false if the stream ends before. Copies only what lies in
-    /// several frames.
-    async fn gather(&mut self, bytes: usize) -> Result<bool> {
-        loop {
-            if self.front.is_empty() {
-                self.front = std::mem::take(&mut self.rest);
-            }
-            self.charge.set((self.front.len() + self.rest.len()) as u64)?;
-            if self.front.len() >= bytes {
-                return Ok(true);
-            }
-            if self.rest.is_empty() {
-                let Some(frame) = self.frame().await? else { return Ok(false) };
-                self.rest = frame;
-                continue;
-            }
-            let missing = bytes - self.front.len();
-            // No copy of what was joined before.
-            let mut joined = BytesMut::from(std::mem::take(&mut self.front));
-            joined.extend_from_slice(&self.rest.split_to(missing.min(self.rest.len())));
-            self.front = joined.freeze();
-        }
-    }
-}
-
-impl<S: Stream<Item = std::result::Result<Bytes, Status>> + Unpin> Messages<S> {
-    /// Waits for the next bytes; None at the end. What the server does meanwhile with those before is no idleness, and an
-    /// empty frame no sign of life.
-    async fn frame(&mut self) -> Result<Option<Bytes>> {
-        let Self { frames, activity, patience, .. } = self;
-        loop {
-            let left = patience.saturating_sub(activity.idle());
-            match tokio::time::timeout(left, frames.next()).await {
-                Ok(None) => return Ok(None),
-                Ok(Some(Ok(frame))) if !frame.is_empty() => {
-                    activity.touch();
-                    return Ok(Some(frame));
-                }
-                Ok(Some(Err(status))) => {
-                    return Err(Error::Aborted(format!("the stream broke: {}", status.message())));
-                }
-                _ if activity.idle() < *patience => {}
-                _ => {
-                    let seconds = patience.as_secs();
-                    return Err(Error::Aborted(format!(
-                        "the update has sent nothing for {seconds} s (--update-idle-seconds) and is ended: nothing it \
-                         sent is kept"
-                    )));
-                }
-            }
-        }
-    }
-}
-
-/// Bytes of the message after this prefix.
-fn message_bytes(prefix: &[u8]) -> Result<usize> {
-    let mut prefix = prefix;
-    let (compressed, bytes) = (prefix.get_u8(), prefix.get_u32() as usize);
-    if compressed != 0 {
-        return Err(Error::invalid("message", format!("has the compression flag {compressed}; send it uncompressed")));
-    }
-    if bytes > MAX_MESSAGE_BYTES {
-        return Err(Error::invalid("message", format!("{bytes} bytes; a message has at most {MAX_MESSAGE_BYTES}")));
-    }
-    Ok(bytes)
-}
-
-/// Reads the start of a message of so many bytes that is a chunk and ends with the chunk's data, as encoders write it:
-/// the bytes before the data, and the chunk. None for any other message, and for one that is malformed.
-fn chunk_head(head: &[u8], bytes: usize) -> Option<(usize, OpenChunk)> {
-    // Keys of UpdateRequest.chunk, and of Chunk's tensor, offset and data.
-    const CHUNK: u8 = 0x1a;
-    const TENSOR: u8 = 0x08;
-    const OFFSET: u8 = 0x10;
-    const DATA: u8 = 0x1a;
-
-    fn field(rest: &mut &[u8], key: u8) -> Option<u64> {
-        *rest = rest.strip_prefix(&[key])?;
-        decode_varint(rest).ok()
-    }
-    fn optional(rest: &mut &[u8], key: u8) -> Option<u64> {
-        if rest.first() == Some(&key) { field(rest, key) } else { Some(0) }
-    }
-    let used = |rest: &[u8]| head.len() - rest.len();
-    let mut rest = head;
-    if field(&mut rest, CHUNK)? != (bytes - used(rest)) as u64 {
-        return None;
-    }
-    let tensor = u32::try_from(optional(&mut rest, TENSOR)?).ok()?;
-    let offset = optional(&mut rest, OFFSET)?;
-    let data = field(&mut rest, DATA)?;
-    let left = bytes - used(rest);
-    (left > 0 && data == left as u64).then_some((used(rest), OpenChunk { tensor, offset, left }))
-}
-
-fn check_chunk(bytes: usize) -> Result<()> {
-    if bytes > MAX_CHUNK_BYTES {
-        return Err(Error::invalid("chunk.data", format!("{bytes} bytes; a chunk has at most {MAX_CHUNK_BYTES}")));
-    }
-    Ok(())
-}
-
-fn cut() -> Error {
-    Error::invalid("message", "the stream ended in the middle of one")
 }
 
 #[cfg(test)]

@@ -9,9 +9,9 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::ask;
 use super::deadline::Deadline;
+use super::messages::Messages;
 use super::staging::{Sender, Staged, Staging};
 use super::stream::CancelOnDrop;
-use super::updates::Messages;
 use crate::engine::{Activity, Command};
 use crate::error::{Error, Result};
 use crate::memory::Traffic;

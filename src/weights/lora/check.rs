@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::config::{AdapterConfig, TrainedBias};
 use super::name::{PREFIX, Part, TensorName};
-use super::plan::{Kind, PlannedChange, PlannedDelta, PlannedLowRank, PlannedWhole};
+use super::plan::{AdapterPlan, Kind, PlannedChange, PlannedDelta, PlannedLowRank, PlannedWhole};
 use crate::error::{Error, Result};
 use crate::weights::parameters::Parameters;
 use crate::weights::shard::matrix_shape;
@@ -17,15 +17,27 @@ const HEAD: &str = "lm_head";
 /// Tensors of one module: their indices in the manifest.
 type Module = BTreeMap<Part, usize>;
 
+impl AdapterPlan {
+    /// Neither a configuration nor tensors: the base itself.
+    ///
+    /// # Errors
+    /// `InvalidArgument` naming the tensor or the configuration's field that is unknown, missing, twice, of another
+    /// shape, or not supported.
+    pub fn new(config: &str, tensors: &[TensorEntry], parameters: &Parameters) -> Result<Self> {
+        let changes = if config.trim().is_empty() && tensors.is_empty() {
+            BTreeMap::new()
+        } else {
+            plan(config, tensors, parameters)?
+        };
+        Ok(Self { changes, serving: parameters.dtype() })
+    }
+}
+
 /// What the adapter changes, by parameter.
 ///
 /// # Errors
 /// See [`AdapterPlan::new`](super::AdapterPlan::new).
-pub(super) fn plan(
-    config: &str,
-    tensors: &[TensorEntry],
-    parameters: &Parameters,
-) -> Result<BTreeMap<String, PlannedChange>> {
+fn plan(config: &str, tensors: &[TensorEntry], parameters: &Parameters) -> Result<BTreeMap<String, PlannedChange>> {
     let config = AdapterConfig::parse(config)?;
     if tensors.is_empty() {
         return Err(Error::invalid(

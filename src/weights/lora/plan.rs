@@ -1,21 +1,18 @@
-//! An adapter's tensors against its configuration and the model, before their values are there.
+//! What an adapter will change, before its values are there.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
+use super::Adapter;
 use super::change::{Change, Delta, LowRank, Magnitude, Whole, round};
-use super::{Adapter, check};
-use crate::error::Result;
-use crate::weights::parameters::Parameters;
 use crate::weights::tensor::{Dtype, TensorData};
-use crate::weights::update::TensorEntry;
 
 /// An adapter whose names and shapes fit the model, before its values are there.
 #[derive(Debug)]
 pub struct AdapterPlan {
-    changes: BTreeMap<String, PlannedChange>,
+    pub(super) changes: BTreeMap<String, PlannedChange>,
     /// Of the serving weights.
-    serving: Dtype,
+    pub(super) serving: Dtype,
 }
 
 #[derive(Debug, Default)]
@@ -63,20 +60,6 @@ pub(super) enum Kind {
 }
 
 impl AdapterPlan {
-    /// Neither a configuration nor tensors: the base itself.
-    ///
-    /// # Errors
-    /// `InvalidArgument` naming the tensor or the configuration's field that is unknown, missing, twice, of another
-    /// shape, or not supported.
-    pub fn new(config: &str, tensors: &[TensorEntry], parameters: &Parameters) -> Result<Self> {
-        let changes = if config.trim().is_empty() && tensors.is_empty() {
-            BTreeMap::new()
-        } else {
-            check::plan(config, tensors, parameters)?
-        };
-        Ok(Self { changes, serving: parameters.dtype() })
-    }
-
     /// What [`Adapter::bytes`] will be.
     pub fn bytes(&self) -> u64 {
         self.changes.values().map(PlannedChange::bytes).sum()

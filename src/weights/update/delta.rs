@@ -5,7 +5,8 @@
 
 use std::collections::BTreeMap;
 
-use super::staging::{Buffer, first_not_finite};
+use super::finite::first_not_finite;
+use super::staging::Buffer;
 use crate::error::{Error, Result};
 use crate::weights::{Dtype, Slice, TensorData};
 

@@ -1,10 +1,11 @@
 //! Files that tensors are read from.
 
 use std::fmt::Display;
-use std::fs::{File, Metadata};
+use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
+use super::regular::check_regular;
 use super::shared_memory::Segment;
 use crate::error::{Error, Result};
 
@@ -116,12 +117,4 @@ impl SourceFile {
             self.name
         ))
     }
-}
-
-/// # Errors
-/// `InvalidArgument` on `field` unless it is a regular file.
-pub(super) fn check_regular(field: &str, name: &str, file: &File) -> Result<Metadata> {
-    let refuse = |what: String| Error::invalid(field, format!("{name:?} {what}"));
-    let metadata = file.metadata().map_err(|e| refuse(format!("cannot be read: {e}")))?;
-    if metadata.is_file() { Ok(metadata) } else { Err(refuse("is not a regular file".into())) }
 }

@@ -3,11 +3,13 @@
 mod delta;
 mod directory;
 mod files;
+mod finite;
 mod full;
 mod manifest;
 mod names;
 mod ordered;
 mod receiver;
+mod regular;
 mod shared_memory;
 mod stage;
 mod staging;

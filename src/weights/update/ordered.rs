@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use rollout_kernels::PANEL;
 use twox_hash::xxhash3_128::Hasher;
 
-use super::staging::first_not_finite;
+use super::finite::first_not_finite;
 use crate::weights::Dtype;
 
 /// Hashed, checked and passed on at a time, so that all but the first look find it in the core's cache.

@@ -87,7 +87,9 @@ impl Receiver {
         let mut origin = Origin { files: Vec::new(), places: Vec::new(), has_digests: true };
         match source {
             Source::Inline => {}
-            Source::SharedMemory(name) => origin.files.push(sources.segments.open(&name)?),
+            Source::SharedMemory(name) => {
+                origin.files.push(SourceFile::mapped(&name, sources.segments.open(&name)?));
+            }
             Source::Directory(path) => {
                 if !tensors.is_empty() || !adapter_config.is_empty() {
                     return Err(Error::invalid(

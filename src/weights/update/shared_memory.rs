@@ -6,7 +6,7 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use super::files::{SourceFile, check_regular};
+use super::regular::check_regular;
 use crate::error::{Error, Result};
 use crate::memory::{BorrowedMap, Identity};
 
@@ -69,7 +69,7 @@ impl Segments {
     /// # Errors
     /// `InvalidArgument` for a name that clients do not give, a link or what is no regular file; `NotFound`, also for a
     /// segment of another user who has not let this process's user read it: root is not to read it for a client.
-    pub(super) fn open(&self, name: &str) -> Result<SourceFile> {
+    pub(super) fn open(&self, name: &str) -> Result<Arc<Segment>> {
         let file = open(name)?;
         let metadata = check_regular(FIELD, name, &file)?;
         if !Identity::of_process().is_let_read(&metadata) {
@@ -81,7 +81,7 @@ impl Segments {
             _ => Arc::new(Segment::new(name, file, metadata)?),
         };
         *kept = Some(segment.clone());
-        Ok(SourceFile::mapped(name, segment))
+        Ok(segment)
     }
 
     #[cfg(test)]

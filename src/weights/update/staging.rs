@@ -4,10 +4,10 @@ use std::fmt;
 use std::ops::{Deref, DerefMut, Range};
 
 use memmap2::MmapMut;
-use rollout_kernels::cpu::first_saturated;
 use twox_hash::xxhash3_128::Hasher;
 
 use super::files::SourceFile;
+use super::finite::first_not_finite;
 use super::ordered::{Layout, Ordered, Sink};
 use crate::error::{Error, Result};
 use crate::weights::Dtype;
@@ -324,15 +324,6 @@ impl Partial {
             (false, true) => pieces[next].start = piece.start,
             (false, false) => pieces.insert(next, piece),
         }
-    }
-}
-
-/// Index of the first infinity or NaN among little-endian values.
-pub(super) fn first_not_finite(bytes: &[u8], dtype: Dtype) -> Option<usize> {
-    match dtype {
-        Dtype::F32 => first_saturated(bytes.as_chunks::<4>().0, 0x7f80_0000),
-        Dtype::F16 => first_saturated(bytes.as_chunks::<2>().0, 0x7c00),
-        Dtype::Bf16 => first_saturated(bytes.as_chunks::<2>().0, 0x7f80),
     }
 }
 

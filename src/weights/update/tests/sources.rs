@@ -2,10 +2,16 @@ use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use super::super::files::SourceFile;
 use super::super::ordered::Layout;
 use super::super::shared_memory::Segments;
 use super::super::staging::Slot;
 use super::*;
+
+/// A segment as a push reads it.
+fn opened(segment: &Segment) -> SourceFile {
+    SourceFile::mapped(&segment.name(), Segments::default().open(&segment.name()).unwrap())
+}
 
 /// A segment that goes with the test.
 pub(super) struct Segment(pub(super) PathBuf);
@@ -266,7 +272,7 @@ fn what_a_sender_changes_too_early_is_noticed_or_not_passed_on() {
         bytes.iter_mut().skip(1).step_by(2).for_each(|byte| *byte &= 0x3f); // finite
         let segment = Segment::new("early", &bytes);
         let file = std::fs::OpenOptions::new().write(true).open(&segment.0).unwrap();
-        let source = Segments::default().open(&segment.name()).unwrap();
+        let source = opened(&segment);
         let mut slot = Slot::new(bytes.len(), Some(layout.dtype), Some(xxh3_128(&bytes).to_be_bytes()));
         let mut passed = Vec::new();
         // Before or after the rows are taken, during any of the calls.
@@ -316,13 +322,13 @@ fn large_tensors_of_a_segment_are_read_whole() {
         let segment = Segment::new("large", &[&[7; 3], &data[..]].concat());
         let digest = xxh3_128(&data).to_be_bytes();
         let mut slot = Slot::new(data.len(), Some(dtype), Some(digest));
-        slot.fill("w", &Segments::default().open(&segment.name()).unwrap(), 3).unwrap();
+        slot.fill("w", &opened(&segment), 3).unwrap();
         assert_eq!(slot.digest(), Some(digest), "seed {seed}");
         assert!(**slot.buffer().unwrap() == data[..], "seed {seed}");
         let bad = rng.random_range(0..n);
         data[bad * dtype.size()..][..dtype.size()].fill(0xff);
         std::fs::write(&segment.0, &data).unwrap();
-        let file = Segments::default().open(&segment.name()).unwrap();
+        let file = opened(&segment);
         let read = Slot::new(data.len(), Some(dtype), None).fill("w", &file, 0);
         refused(read, "tensors", &["\"w\"", &format!("element {bad};")]);
         // That the bytes are others is said first: the values are then not the trainer's.

@@ -1,6 +1,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::super::staging::{Slot, first_not_finite, in_parallel};
+use super::super::finite::first_not_finite;
+use super::super::staging::{Slot, in_parallel};
 use super::*;
 
 /// Every byte of the push once, as `(tensor, offset, data)` in any order.
