@@ -30,7 +30,7 @@ pub(crate) struct SharedScratch {
     /// Activations packed by `linear`.
     pub packed: Scratch,
     /// Work items of `paged_attention`, and what those that share rows leave to be folded.
-    pub plan: super::attention::Plan,
+    pub plan: super::attention::work::Plan,
     pub records: Scratch,
 }
 

@@ -1,6 +1,7 @@
 //! Where keys and values of a unit are in the cache.
 
-use super::task::{Next, UNIT, VECTORS};
+use super::task::Next;
+use super::units::{UNIT, VECTORS};
 use super::{AttentionSequence, Call};
 use crate::cpu::kv::KvLayout;
 use crate::cpu::lanes::LANES;

@@ -7,8 +7,7 @@
 #![allow(clippy::needless_range_loop)] // no closures, as in `cpu::tile`
 
 use super::blocks::{Ahead, NOWHERE, Unit};
-use super::span::state_len;
-use super::task::{UNIT, VECTORS};
+use super::units::{UNIT, VECTORS, state_len};
 use crate::cpu::Isa;
 use crate::cpu::isa::Kernel;
 use crate::cpu::lanes::{LANES, Lanes};
@@ -41,7 +40,7 @@ pub(super) struct Part<'a> {
     pub positions: Range<usize>,
     /// By pair the score that weights are relative to, as a power of two; `-inf` before the first.
     pub references: &'a mut [f32],
-    /// `[pairs][state_len]`, see [`state_len`](super::span::state_len).
+    /// `[pairs][state_len]`, see [`state_len`](super::units::state_len).
     pub states: &'a mut [f32],
 }
 

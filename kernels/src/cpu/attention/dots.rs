@@ -6,10 +6,10 @@
 use super::Call;
 use super::blocks::{Ahead, Blocks, gathered_len};
 use super::dot_tile::{PAIRS_ALONE, PAIRS_BESIDE, Part, round_query, take};
-use super::plan::Task;
-use super::span::{SPAN, fold, state_len};
-use super::task::{Next, Turn, UNIT, each_turn, places_of, put};
-use super::tile::TilePairs;
+use super::span::fold;
+use super::task::{Next, Turn, each_turn, places_of, put};
+use super::units::{SPAN, TilePairs, UNIT, state_len};
+use super::work::Task;
 use crate::cpu::kv::KvLayout;
 use crate::cpu::lanes::LANES;
 use crate::cpu::rows::SharedSlice;

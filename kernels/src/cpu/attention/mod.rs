@@ -22,12 +22,12 @@ mod span;
 mod task;
 mod tile;
 mod unit;
+mod units;
+pub(crate) mod work;
 
-pub(crate) use plan::Plan;
 use plan::Planner;
-use span::{record_len, state_len};
-use task::Next;
-use tile::TilePairs;
+use task::{Next, finish};
+use units::{TilePairs, record_len, state_len};
 
 /// Rows of a call that belong to one sequence.
 #[derive(Clone, Copy, Debug)]
@@ -92,7 +92,7 @@ pub fn paged_attention(
             KvDtype::F32 => tile::run::<f32>(&call, task, after, tile, &shared, scratch),
         }
     });
-    let finish = |i: usize, state: &mut [f32]| span::finish(&call, &plan.splits[i], records, state);
+    let finish = |i: usize, state: &mut [f32]| finish(&call, &plan.splits[i], records, state);
     cpu.pool().run_with_scratch(plan.splits.len(), state_len(layout.head_dim), finish);
 }
 

@@ -1,53 +1,11 @@
 //! Cuts a call into tasks: which rows and heads, of which sequences and positions, are computed together. Results do not
 //! depend on it.
 
-use super::span::{SPAN, record_len};
-use super::task::UNIT;
-use super::tile::{MOST_TILES, TilePairs};
+use super::units::{MOST_TILES, SPAN, TilePairs, UNIT, record_len};
+use super::work::{Only, Plan, Split, Task};
 use super::{AttentionSequence, AttentionShape};
 use crate::cpu::kv::KvLayout;
 use std::ops::Range;
-
-/// Pairs of (row, head of a group) of one KV head: some of one sequence's, or all of several sequences', which share
-/// blocks. Up to [`MOST_TILES`] register tiles take each unit of keys and values one after the other.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Task {
-    cost: u64,
-    pub kv_head: u32,
-    pub first_sequence: u32,
-    pub sequences: u32,
-    /// Of the first sequence.
-    pub first_pair: u32,
-    pub pairs: u32,
-    /// Units that lie in the same blocks for all the sequences, and whole below the end of what each sees.
-    pub shared_units: u32,
-    /// The one span that it takes and its first record, or all spans and the results.
-    pub only: Option<Only>,
-}
-
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Only {
-    pub span: u32,
-    pub first_record: u32,
-}
-
-/// A task of which each span is a task of its own; records are by span, then by pair.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Split {
-    pub whole: Task,
-    pub spans: u32,
-    pub first_record: u32,
-}
-
-/// What a call does, first all tasks and then all splits.
-#[derive(Default)]
-pub(crate) struct Plan {
-    /// Costliest first.
-    pub tasks: Vec<Task>,
-    pub splits: Vec<Split>,
-    /// Records of all splits.
-    pub records: usize,
-}
 
 /// Tasks for each thread that are enough for dynamic pick-up to end together.
 const TASKS_PER_THREAD: usize = 4;

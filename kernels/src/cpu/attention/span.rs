@@ -1,28 +1,8 @@
 //! Spans of 512 absolute positions. A query row's softmax begins anew with each, and what the spans give is folded in
 //! their order: that order is part of the result, so one thread may take all spans of a row or many threads one each.
 
-use super::Call;
-use super::plan::Split;
-use super::task::{UNIT, places_of, write};
 use crate::cpu::isa::{Isa, Kernel};
-use crate::cpu::kv::KvLayout;
 use crate::cpu::lanes::{LANES, Lanes};
-use std::slice;
-
-/// Positions of a span: few enough that a long context is work for many threads, enough for folding to be little beside
-/// eight units.
-pub(super) const SPAN: usize = 8 * UNIT;
-
-/// Float32 values of one pair's state: 16 partial sums of the exponentials, then the weighted sums of the values, all
-/// relative to the largest score.
-pub(super) const fn state_len(head_dim: usize) -> usize {
-    LANES + head_dim
-}
-
-/// Float32 values of one pair's state in one span, kept for [`finish`]: the largest score on a line of its own first.
-pub(super) const fn record_len(head_dim: usize) -> usize {
-    LANES + state_len(head_dim)
-}
 
 /// Adds what later positions gave to the states of some pairs, one largest score each, whatever a state holds while nothing
 /// was seen (a largest score of `-inf`).
@@ -60,21 +40,6 @@ impl Kernel for Fold<'_> {
                 state[i] = L::from_array(&state[i]).mul_add(old, added).to_array();
             }
         }
-    }
-}
-
-/// Folds what the tasks of a split left in `records` and writes the results of its pairs.
-pub(super) fn finish(call: &Call<'_>, split: &Split, records: &[f32], state: &mut [f32]) {
-    let KvLayout { head_dim, .. } = *call.cache.layout();
-    let pairs = split.whole.pairs as usize;
-    for (m, place) in places_of(call, &split.whole).enumerate() {
-        let mut largest = f32::NEG_INFINITY;
-        for span in 0..split.spans as usize {
-            let record = &records[(split.first_record as usize + span * pairs + m) * record_len(head_dim)..];
-            let (head, later) = record[..record_len(head_dim)].split_at(LANES);
-            fold(call.isa, slice::from_mut(&mut largest), state, &head[..1], later);
-        }
-        write(call, &place, state);
     }
 }
 

@@ -1,17 +1,16 @@
 //! What every task of attention does, whichever arithmetic its tiles have: where its pairs are, in which order they take
 //! which positions, and what becomes of the result.
 
-use super::plan::{Task, seen};
-use super::span::{SPAN, divide, record_len};
+use super::plan::seen;
+use super::span::{divide, fold};
+use super::units::{SPAN, UNIT, record_len};
+use super::work::{Split, Task};
 use super::{AttentionSequence, Call};
+use crate::cpu::kv::KvLayout;
 use crate::cpu::lanes::LANES;
 use crate::cpu::rows::SharedSlice;
 use std::ops::Range;
-
-/// Positions from one step of the online softmax to the next; absolute, so the same for every query.
-pub(super) const UNIT: usize = 64;
-/// Vectors of positions in a unit.
-pub(super) const VECTORS: usize = UNIT / LANES;
+use std::slice;
 
 /// A pair's row and first column in the query and the output, and the positions that it sees.
 pub(super) struct Place {
@@ -66,7 +65,7 @@ impl Iterator for Places<'_> {
 }
 
 /// Writes the result of a pair.
-pub(super) fn write(call: &Call<'_>, place: &Place, state: &[f32]) {
+fn write(call: &Call<'_>, place: &Place, state: &[f32]) {
     // SAFETY: no other task has this row and head.
     let out = unsafe { call.out.part(place.row, place.column, call.cache.layout().head_dim) };
     divide(call.isa, state, out);
@@ -140,5 +139,20 @@ pub(super) fn put<'s>(
         let record = unsafe { records.part((only.first_record as usize + m) * len, len) };
         record[0] = largest;
         record[LANES..].copy_from_slice(state);
+    }
+}
+
+/// Folds what the tasks of a split left in `records` and writes the results of its pairs.
+pub(super) fn finish(call: &Call<'_>, split: &Split, records: &[f32], state: &mut [f32]) {
+    let KvLayout { head_dim, .. } = *call.cache.layout();
+    let pairs = split.whole.pairs as usize;
+    for (m, place) in places_of(call, &split.whole).enumerate() {
+        let mut largest = f32::NEG_INFINITY;
+        for span in 0..split.spans as usize {
+            let record = &records[(split.first_record as usize + span * pairs + m) * record_len(head_dim)..];
+            let (head, later) = record[..record_len(head_dim)].split_at(LANES);
+            fold(call.isa, slice::from_mut(&mut largest), state, &head[..1], later);
+        }
+        write(call, &place, state);
     }
 }

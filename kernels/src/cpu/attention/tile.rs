@@ -1,44 +1,18 @@
 //! A task of attention: pairs of (query row, head) that share a KV head, over all they see or a span of it.
 
 use super::blocks::{Ahead, Blocks, Unit, gathered_len};
-use super::plan::Task;
-use super::span::{SPAN, fold, state_len};
-use super::task::{Next, Place, Turn, UNIT, VECTORS, each_turn, places_of, put};
+use super::span::fold;
+use super::task::{Next, Place, Turn, each_turn, places_of, put};
 use super::unit::{Part, Softmax, scale_lines, score, weigh, widen};
+use super::units::{SPAN, TilePairs, UNIT, VECTORS, state_len};
+use super::work::Task;
 use super::{AttentionSequence, Call};
 use crate::cpu::kv::KvLayout;
 use crate::cpu::lanes::LANES;
 use crate::cpu::rows::SharedSlice;
-use crate::cpu::tile::{Element, MOST_ROWS, most_rows};
+use crate::cpu::tile::{Element, MOST_ROWS};
 use std::ops::Range;
 use std::slice;
-
-/// The most register tiles of a task.
-pub(super) const MOST_TILES: usize = 20;
-
-/// The most pairs of a register tile.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct TilePairs {
-    /// Of a task's one tile: many, as it widens keys and values for itself.
-    pub alone: usize,
-    /// Of one among several, for which keys and values are widened once: as many as leave registers for a whole unit's
-    /// vectors side by side, which takes the fewest loads for a product.
-    pub beside: usize,
-}
-
-impl TilePairs {
-    pub fn new(accumulators: usize) -> TilePairs {
-        let alone = most_rows(accumulators);
-        let beside = accumulators / VECTORS;
-        TilePairs { alone, beside: if beside >= VECTORS { beside } else { alone } }
-    }
-
-    /// The most pairs of a task: enough for what widening a unit costs to be little beside the products, few enough for
-    /// queries and weights to stay in the second-level cache.
-    pub const fn most_of_task(self) -> usize {
-        20 * self.beside
-    }
-}
 
 /// Float32 values of scratch that [`run`] needs: a unit's keys or values, widened; its keys and values in whole vectors,
 /// for block sizes that are not; query, weights and two states of each pair.

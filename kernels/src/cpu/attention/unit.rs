@@ -3,8 +3,7 @@
 #![allow(clippy::needless_range_loop)] // no closures, as in `cpu::tile`
 
 use super::blocks::{Ahead, NOWHERE, Unit};
-use super::span::state_len;
-use super::task::{UNIT, VECTORS};
+use super::units::{UNIT, VECTORS, state_len};
 use crate::cpu::Isa;
 use crate::cpu::isa::Kernel;
 use crate::cpu::lanes::{LANES, Lanes};
@@ -39,7 +38,7 @@ pub(super) struct Part<'a> {
     pub seen: &'a [(usize, usize)],
     /// `[pairs][UNIT]`: scores, then `2^(score - largest)`.
     pub weights: &'a mut [f32],
-    /// `[pairs][state_len]`, see [`state_len`](super::span::state_len).
+    /// `[pairs][state_len]`, see [`state_len`](super::units::state_len).
     pub states: &'a mut [f32],
     pub softmax: &'a mut [Softmax],
 }
