@@ -1,10 +1,12 @@
 //! The rules that hold the code in shape, each with its reason: layers, lengths, unsafe code, globals, the environment,
 //! who may know the network, why a dependency is there.
 
+mod circles;
 mod source;
 
 use std::fmt::Write as _;
 
+use circles::circles;
 use source::{Source, root, rust_files, words};
 
 /// From the top down. A module may use only modules further down; never its own row.
@@ -114,6 +116,13 @@ fn modules_use_only_layers_below_them() {
         &offenders,
         "a module uses only modules below it (see LAYERS), so that each can be read and tested without those above:",
     );
+}
+
+#[test]
+fn files_name_each_other_in_no_circle() {
+    let sources = rust_files(OWN_CODE);
+    let offenders: Vec<String> = OWN_CODE.iter().flat_map(|root| circles(&sources, root)).collect();
+    assert_none(&offenders, "files that name each other in a circle can only be read together; move what both need:");
 }
 
 #[test]
