@@ -10,13 +10,21 @@ pub(crate) struct Mapping(MmapMut);
 /// Smaller mappings, of tests, are left alone.
 const SMALLEST_ADVISED: usize = 256 << 10;
 
-/// Types of which every bit pattern is a value.
-pub(crate) trait Plain: Copy + Send + Sync + 'static {}
-impl Plain for f32 {}
-impl Plain for bf16 {}
-impl Plain for u16 {}
-impl Plain for u32 {}
-impl Plain for [f32; 2] {}
+/// Types that memory can be looked at as.
+///
+/// # Safety
+/// Every bit pattern of the type is a value, it has no padding, and its alignment is at most a cache line.
+pub(crate) unsafe trait Plain: Copy + Send + Sync + 'static {}
+// SAFETY: numbers of 2 and 4 bytes, and a pair of such, of which every bit pattern is one.
+unsafe impl Plain for f32 {}
+// SAFETY: as above.
+unsafe impl Plain for bf16 {}
+// SAFETY: as above.
+unsafe impl Plain for u16 {}
+// SAFETY: as above.
+unsafe impl Plain for u32 {}
+// SAFETY: as above.
+unsafe impl Plain for [f32; 2] {}
 
 impl Mapping {
     pub fn zeroed(bytes: usize) -> Mapping {

@@ -21,8 +21,9 @@ pub(crate) const LANES: usize = 16;
 /// `[f32; 16]` on which arithmetic is lane by lane.
 ///
 /// # Safety
-/// Values of an implementation may exist only on a processor that has its instruction set.
-pub(crate) trait Lanes: Copy + 'static {
+/// An implementation reads and writes what its methods say and nothing beyond, for kernels hand them pointers. Its values
+/// may exist only on a processor that has its instruction set.
+pub(crate) unsafe trait Lanes: Copy + 'static {
     /// How many of these, as accumulators, leave enough registers for the operands of a product.
     const ACCUMULATORS: usize;
 

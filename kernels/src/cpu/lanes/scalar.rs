@@ -13,7 +13,8 @@ impl Scalar {
     }
 }
 
-impl Lanes for Scalar {
+// SAFETY: an array of 16 values, read and written whole.
+unsafe impl Lanes for Scalar {
     const ACCUMULATORS: usize = 2; // without vector registers more would only be more code
 
     #[inline(always)]

@@ -52,7 +52,8 @@ pub(crate) struct Avx2(__m256, __m256);
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512<const BF16: bool>(__m512);
 
-impl Lanes for Avx2 {
+// SAFETY: 16 lanes in registers, read and written whole; constructed behind `Isa::dispatch` alone.
+unsafe impl Lanes for Avx2 {
     const ACCUMULATORS: usize = 6; // 12 of the 16 registers
 
     #[inline(always)]
