@@ -220,7 +220,8 @@ fn interleaved(second: i32) -> __m512i {
     }
 }
 
-impl<const BF16: bool> Lanes for Avx512<BF16> {
+// SAFETY: 16 lanes in registers, read and written whole; constructed behind `Isa::dispatch` alone.
+unsafe impl<const BF16: bool> Lanes for Avx512<BF16> {
     const ACCUMULATORS: usize = 26; // of 32 registers
 
     #[inline(always)]
