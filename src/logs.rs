@@ -35,7 +35,7 @@ pub struct LogWriter {
 
 #[derive(Default)]
 struct Counts {
-    /// Of lines that are not written yet.
+    /// Bytes of the lines that are not written yet.
     queued_bytes: AtomicUsize,
     /// Lines there was no room for.
     dropped: AtomicU64,

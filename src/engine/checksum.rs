@@ -19,12 +19,12 @@ const MOST_WAITING: usize = 64;
 pub(super) struct Checksum {
     /// Indices of the parameters that were asked for, in the model's order.
     parameters: Vec<usize>,
-    /// Of the policy that is read. Under another one all begins again.
+    /// The policy that is read, by its epoch. Under another one all begins again.
     epoch: u64,
-    /// Of the parameter that is read now, and how many of its rows are in it.
+    /// The digest of the parameter that is read now, and how many of its rows are in it.
     sha: Sha256,
     rows: usize,
-    /// Of the parameters before it.
+    /// Names and digests of the parameters that are done.
     done: Vec<(String, [u8; 32])>,
     cancel: CancelFlag,
     reply: Reply<Result<ChecksumReply>>,

@@ -255,7 +255,7 @@ pub struct UpdateReply {
     pub pause: Duration,
     /// Applied when the weights wake.
     pub pending: bool,
-    /// Of a resident adapter.
+    /// The generation that a resident adapter got; None for a push that changes the policy.
     pub adapter_generation: Option<u64>,
 }
 
@@ -436,7 +436,7 @@ pub struct Status {
     pub preemptions: u64,
     /// Rows that drafts of further tokens took.
     pub drafted_tokens: u64,
-    /// Of these, drafts that turned out right.
+    /// Drafted tokens that turned out right.
     pub accepted_tokens: u64,
     pub finished_requests: u64,
     pub aborted_requests: u64,

@@ -110,7 +110,7 @@ pub struct Engine<X: Executor> {
     deadline: Option<Instant>,
     throughput: Throughput,
     steps: u64,
-    /// Of the scheduler's generated tokens, those that no request was given.
+    /// Tokens that the scheduler counts as generated and no request was given.
     dropped_tokens: u64,
     finished_requests: u64,
     aborted_requests: u64,

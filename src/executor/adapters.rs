@@ -150,7 +150,7 @@ impl ResidentAdapters {
 }
 
 impl Term {
-    /// Of projections that share a site, with the first column of each in what the site gives.
+    /// What one adapter adds at the site of these projections; each comes with its first column in what the site gives.
     fn new(build: Build, adapted: &[(&ParamSpec, usize, Factors<'_>)]) -> Result<Self> {
         let is_split = adapted.iter().any(|(spec, ..)| spec.shard == ShardRule::Columns);
         let ranks = adapted.iter().map(|(_, _, factors)| factors.rank).sum();
@@ -230,7 +230,7 @@ impl Buffers {
     }
 }
 
-/// Of each buffer: one row of what is widest, or [`BUFFER_VALUES`].
+/// Values that each buffer holds: one row of what is widest, or [`BUFFER_VALUES`].
 fn buffer_values(decoder: &Decoder, build: Build) -> Result<usize> {
     let mut values = BUFFER_VALUES;
     for (_, parts) in decoder.sites() {

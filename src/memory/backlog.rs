@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::Traffic;
 
-/// Of the bytes that requests may still take, the part that may wait for one reader. A part of what is left, not of the
+/// The part of the bytes that requests may still take that may wait for one reader. A part of what is left, not of the
 /// whole: many slow readers then share what there is, and none of them can fill it (Choudhury and Hahne 1998, dynamic
 /// thresholds of shared buffers).
 const SHARE: u64 = 8;

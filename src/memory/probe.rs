@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::OnceLock;
 
-/// Of this process, kept open since it was first read: when no descriptor is left the numbers are needed most.
+/// This process's `statm`, kept open since it was first read: when no descriptor is left its numbers are needed most.
 static STATM: OnceLock<Option<File>> = OnceLock::new();
 /// More than its seven numbers have digits.
 const STATM_BYTES: usize = 256;

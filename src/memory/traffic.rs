@@ -6,15 +6,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::human_bytes;
 use crate::error::{Error, Result};
 
-/// Of the limit, what only work that is already accepted may take: requests are refused beyond the rest. Without it a
-/// burst of uploads would leave no room for the tokens of samples that run.
+/// The part of the limit that only work may take that is already accepted: requests are refused beyond the rest. Without
+/// it a burst of uploads would leave no room for the tokens of samples that run.
 const KEPT_FOR_ACCEPTED: u64 = 4;
 /// A charge of at most so much is small, and may fill all that requests may: so that small requests still come in where
 /// large ones have filled their part.
 const SMALL: u64 = 64 << 10;
-/// Of what requests may fill, what only small ones may.
+/// The part of what requests may fill that only small ones may.
 const KEPT_FOR_SMALL: u64 = 4;
-/// Of the limit, what is left when the count is [`Level::Tight`].
+/// The part of the limit that is left when the count is [`Level::Tight`].
 const TIGHT: u64 = 8;
 
 /// A count of bytes below a limit, shared by everything that holds a part of a request or a reply. It is no serving

@@ -59,7 +59,8 @@ pub enum Outcome {
         group: GroupKey,
         /// Tokens of the prompt whose KV came from the prefix cache; the samples of a group share one lookup.
         cached_tokens: u32,
-        /// Of prompt tokens 1.. given those before, if asked for (`prompt_logprobs`, [`GroupKind::Score`]).
+        /// Log-probabilities of the prompt's tokens from the second on, each given those before it, if asked for
+        /// (`prompt_logprobs`, [`GroupKind::Score`]).
         logprobs: Option<Vec<TokenLogprobs>>,
     },
     /// A sample has got its next token; if that was the last, why.

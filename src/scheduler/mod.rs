@@ -83,7 +83,7 @@ pub struct SchedulerStats {
     pub cached_blocks: usize,
     /// Tokens of admitted prompts, once per group.
     pub prompt_tokens: u64,
-    /// Of these, found in the prefix cache.
+    /// Prompt tokens that were found in the prefix cache.
     pub cached_tokens: u64,
     pub generated_tokens: u64,
     pub preemptions: u64,

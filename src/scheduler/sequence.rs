@@ -32,7 +32,7 @@ pub(super) struct Sequence {
     pub num_computed: usize,
     /// Blocks of `[0, num_computed)`, and while a step is under way also of what it computes.
     pub table: BlockTable,
-    /// Of full blocks of known tokens; may be ahead of the table.
+    /// Hashes of the full blocks of known tokens; may be ahead of the table.
     pub hashes: HashChain,
     /// Blocks of the table that have been offered to the prefix cache, or came from there.
     pub num_registered: usize,

@@ -33,7 +33,7 @@ const NOTICE: Duration = Duration::from_secs(10);
 /// Most connections, of those asked for, that a process with so many descriptors can have.
 pub fn connection_limit(asked: usize, open_files: u64) -> usize {
     let open_files = usize::try_from(open_files).unwrap_or(usize::MAX);
-    // Of very few descriptors, half.
+    // Where there are very few descriptors, connections take half of them.
     asked.min(open_files - OTHER_FILES.min(open_files / 2)).max(1)
 }
 

@@ -30,7 +30,7 @@ pub(super) struct GateKeeper {
 pub(super) struct Gate {
     stage: watch::Receiver<Stage>,
     running: watch::Sender<usize>,
-    /// Of calls.
+    /// Counts the calls that ended with a panic.
     pub(super) panics: Panics,
 }
 

@@ -56,7 +56,7 @@ const KEEPALIVE: Duration = Duration::from_secs(10);
 const MAX_CONCURRENT_STREAMS: u32 = 4096;
 /// What a stream may send ahead of being read: two chunks of a push, so that it never waits for a window.
 const STREAM_WINDOW: u32 = 8 << 20;
-/// Of all streams of a connection.
+/// What all streams of a connection together may send ahead of being read.
 const CONNECTION_WINDOW: u32 = 16 << 20;
 /// Largest question about the protocol itself, which is a name: each stream of them may keep one.
 const MAX_NAME_BYTES: usize = 4 << 10;

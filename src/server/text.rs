@@ -14,7 +14,7 @@ const ENCODING: u64 = 256;
 /// Most that rendering a chat takes for a byte of its messages: copies as values of JSON and of the template, and the
 /// text.
 const RENDERING: u64 = 8;
-/// Of a message, what its values take beside its text.
+/// Bytes that the values of one chat message take beside its text.
 const MESSAGE: u64 = 1 << 10;
 
 /// A model's tokenizer and, if it has one, its chat template.

@@ -94,10 +94,10 @@ pub enum FinishReason {
 #[derive(Clone, Debug, PartialEq)]
 pub struct TokenLogprobs {
     pub token: TokenId,
-    /// Of the model's own distribution (temperature 1, nothing applied).
+    /// The token's log-probability in the model's own distribution (temperature 1, nothing applied).
     pub raw: f32,
-    /// Of the distribution sampled from (temperature, penalties, filters applied and renormalised); `-inf` for a
-    /// scored token which that distribution excludes; 0 for greedy's own choice.
+    /// The token's log-probability in the distribution sampled from (temperature, penalties, filters applied and
+    /// renormalised); `-inf` for a scored token which that distribution excludes; 0 for greedy's own choice.
     pub processed: f32,
     /// The most likely tokens of the raw distribution, descending; ties by ascending id.
     pub top: Vec<(TokenId, f32)>,

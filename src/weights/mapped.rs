@@ -24,7 +24,7 @@ pub struct Stamp {
     file: (u64, u64),
     bytes: u64,
     modified: (i64, i64),
-    /// Of the inode; nobody can set it.
+    /// When the inode last changed (seconds, nanoseconds); nobody can set it.
     changed: (i64, i64),
 }
 

@@ -33,7 +33,7 @@ pub struct Slice {
 pub struct ParamSpec {
     /// For example `model.layers.0.self_attn.q_proj.weight`.
     pub name: String,
-    /// Of the whole parameter; a linear weight is `[out_features, in_features]`.
+    /// The shape of the whole parameter; a linear weight is `[out_features, in_features]`.
     pub shape: Vec<usize>,
     pub shard: ShardRule,
 }

@@ -23,7 +23,7 @@ const BLOCKS_AT_ONCE: usize = 32;
 #[derive(Clone, Copy)]
 pub struct Row<'a> {
     pub logits: &'a [f32],
-    /// Of each block.
+    /// The largest logit of each block.
     pub maxima: &'a [f32],
     pub max: f32,
 }

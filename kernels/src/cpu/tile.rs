@@ -251,7 +251,7 @@ pub(crate) struct Operands<F: Format, const NV: usize> {
 /// What the steps fetch for later; none of it need be readable.
 #[derive(Clone, Copy)]
 pub(crate) enum Ahead<const NV: usize> {
-    /// Of each of these streams a cache line with each step, into the first-level cache.
+    /// Streams, of each of which every step fetches a cache line into the first-level cache.
     Near([*const u8; NV]),
     /// A stream into the second-level cache, further on by so many bytes with each step.
     Far(*const u8, usize),

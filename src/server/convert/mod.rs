@@ -80,7 +80,7 @@ impl ValidRequest {
     /// About what it takes for as long as it runs: its prompts, and the engine's and the scheduler's records of its
     /// samples. What the samples make is counted as they make it.
     pub(super) fn bytes(&self) -> u64 {
-        /// Of a prompt or a sample, with its entries in maps and queues.
+        /// Bytes that one prompt or one sample takes, with its entries in maps and queues.
         const RECORD: usize = 512;
         let prompts: usize = self.prompts.iter().map(|p| size_of_val(&p[..]) + RECORD).sum();
         (prompts + self.samples() * RECORD + self.params.heap_bytes()) as u64

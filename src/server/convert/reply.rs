@@ -49,7 +49,7 @@ pub(in crate::server) struct ReplyWriter {
 struct TextWriter {
     codec: Arc<TextCodec>,
     stop_strings: Arc<StopStrings>,
-    /// Of the samples whose tokens are being streamed, by (prompt, sample).
+    /// The texts of samples whose tokens are being streamed, by (prompt, sample).
     streams: HashMap<(u32, u32), TextStream>,
 }
 

@@ -43,7 +43,7 @@ pub(super) struct Messages<S> {
 #[derive(Debug, PartialEq)]
 struct OpenChunk {
     tensor: u32,
-    /// Of the next byte in the tensor.
+    /// Where in the tensor the chunk's next byte goes.
     offset: u64,
     left: usize,
 }

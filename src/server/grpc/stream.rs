@@ -57,7 +57,7 @@ pub(super) fn event_channel(parts: &Parts) -> (ReplyEnd, Events) {
 pub(super) struct Events {
     receiver: mpsc::UnboundedReceiver<Event>,
     backlog: Backlog,
-    /// Of the backlog, the event that was taken last.
+    /// Bytes of the event that was taken last, which the backlog counts until the next is asked for.
     in_hand: u64,
     engine: EngineHandle,
 }

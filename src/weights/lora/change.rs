@@ -24,7 +24,7 @@ pub(super) struct Change {
 /// Values in place of the base's.
 #[derive(Debug)]
 pub(super) struct Whole {
-    /// Of the serving precision, or of less.
+    /// `[rows, cols]` in the serving precision, or in a lower one.
     pub values: TensorData<'static>,
     pub cols: usize,
 }
@@ -46,10 +46,10 @@ pub(super) struct LowRank {
     /// `[rows, rank]`
     pub b: Vec<f32>,
     pub scaling: f32,
-    /// Of the delta, one after the other, before it is added.
+    /// The precisions that the delta is rounded to, one after the other, before it is added.
     pub roundings: Vec<Dtype>,
     pub magnitude: Option<Magnitude>,
-    /// Of a linear layer that has its matrix to itself.
+    /// Whether it is of a linear layer that has its matrix to itself.
     pub linear: bool,
 }
 
@@ -65,7 +65,7 @@ pub(super) struct Magnitude {
 }
 
 impl Change {
-    /// Of the values that it holds.
+    /// Bytes of the values that it holds.
     pub fn bytes(&self) -> u64 {
         let whole = self.whole.as_ref().map_or(0, |whole| whole.values.len() * whole.values.dtype().size());
         let floats = match &self.delta {

@@ -74,7 +74,7 @@ impl AdapterConfig {
         })
     }
 
-    /// Of the module with this name in the base model. Of the patterns the first that matches wins.
+    /// The rank of the module with this name in the base model. The first pattern that matches wins.
     pub fn rank(&self, module: &str) -> u32 {
         first_match(&self.rank_pattern, module).unwrap_or(self.rank)
     }

@@ -11,7 +11,7 @@ use crate::weights::tensor::{Dtype, TensorData};
 #[derive(Debug)]
 pub struct AdapterPlan {
     pub(super) changes: BTreeMap<String, PlannedChange>,
-    /// Of the serving weights.
+    /// The precision of the serving weights.
     pub(super) serving: Dtype,
 }
 

@@ -18,7 +18,7 @@ pub struct Delta {
     parameters: BTreeMap<String, Decoded>,
 }
 
-/// Of one parameter.
+/// The elements of one parameter that change, and their new values.
 #[derive(Debug)]
 pub struct Changes<'a> {
     /// Flat row-major indices into the whole parameter, ascending, no duplicates.

@@ -29,7 +29,7 @@ pub(super) struct Directory {
     pub tensors: Vec<TensorEntry>,
     /// Index of each tensor's file.
     pub places: Vec<usize>,
-    /// Of LORA.
+    /// The text of `adapter_config.json`; empty unless the push is LORA.
     pub adapter_config: String,
 }
 

@@ -23,7 +23,7 @@ struct Part {
 #[derive(Debug)]
 pub(super) struct Staged {
     pub dtype: Dtype,
-    /// Of its rows.
+    /// Values in a row of the tensor.
     pub columns: usize,
     pub bytes: Buffer,
 }

@@ -13,14 +13,14 @@ const MAX_TENSORS: usize = 1 << 20;
 /// Names and shapes come back in errors.
 const MAX_NAME_BYTES: usize = 512;
 const MAX_DIMENSIONS: usize = 8;
-/// Of a buffer that the model does not need.
+/// Most bytes of a buffer that the model does not need.
 const MAX_BUFFER_BYTES: usize = 1 << 20;
 
 /// A tensor that fits the model.
 #[derive(Debug)]
 pub(super) struct Declared {
     pub entry: TensorEntry,
-    /// Of LORA: nothing; the adapter knows.
+    /// The parameters that it brings; nothing for LORA, where the adapter knows.
     pub target: Target,
     /// As transported.
     pub bytes: usize,

@@ -39,7 +39,7 @@ pub enum UpdateKind {
 pub struct TensorEntry {
     pub name: String,
     pub dtype: Dtype,
-    /// Of the whole tensor.
+    /// The shape of the whole tensor.
     pub shape: Vec<usize>,
     /// XXH3-128, big-endian, of the bytes as transported.
     pub digest: [u8; 16],
@@ -89,7 +89,7 @@ pub struct UpdateSpec {
     /// LORA: is to stay resident unmerged.
     pub unmerged: bool,
     pub tensors: Vec<TensorEntry>,
-    /// Of all tensors, those declared later too.
+    /// Bytes of all tensors, those declared later too.
     pub total_bytes: Option<u64>,
     pub source: Source,
 }
@@ -113,7 +113,7 @@ pub struct Received {
     pub update: WeightUpdate,
     /// XXH3-128 over all digests in the order of the tensors' names.
     pub digest: [u8; 16],
-    /// Of the tensors as transported.
+    /// Bytes of the tensors as transported.
     pub bytes: u64,
     /// Parameters that it brings.
     pub parameters: usize,

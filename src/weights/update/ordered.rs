@@ -38,7 +38,7 @@ pub(super) struct Ordered {
     hasher: Hasher,
     /// Bytes from its start that were hashed, and passed on with their rows.
     done: usize,
-    /// Of those, the beginning of a row.
+    /// The beginning of a row whose end has not come; its bytes are among those that are done.
     row: Vec<u8>,
     /// Index of the first value that is not finite.
     bad: Option<usize>,

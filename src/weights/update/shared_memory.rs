@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::memory::{BorrowedMap, Identity};
 
 const FIELD: &str = "source.shared_memory";
-/// Of the names that clients give their segments. What else lies below `/dev/shm` is other programs'.
+/// The beginning of the names that clients give their segments. What else lies below `/dev/shm` is other programs'.
 const PREFIX: &str = "rollout-";
 /// The system's own limit, known before the name is echoed.
 const MAX_NAME_BYTES: usize = 255;

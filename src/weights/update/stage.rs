@@ -136,7 +136,7 @@ impl Cell {
 }
 
 impl Stage {
-    /// Of the ranks' shards, which are of the same parameters in the same order.
+    /// A stage of the ranks' shards, which hold parts of the same parameters in the same order.
     pub fn new(ranks: Vec<Vec<Shard>>) -> Self {
         let places = ranks.first().into_iter().flatten().enumerate();
         let places =

@@ -71,7 +71,7 @@ impl fmt::Debug for Buffer {
 /// One tensor on its way in. Its memory is taken with the first byte.
 pub(super) struct Slot {
     bytes: usize,
-    /// Of its values; None for a payload that is not values.
+    /// The type of the tensor's values; None for a payload that is not values.
     values: Option<Dtype>,
     /// None where the sender has not said it.
     expected: Option<[u8; 16]>,

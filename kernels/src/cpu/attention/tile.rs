@@ -85,7 +85,7 @@ struct Tile<'a> {
     seen: [(usize, usize); MOST_ROWS],
     /// Those of its pairs whose turn it is, and the positions that any of these sees meanwhile.
     turn: (Range<usize>, Range<usize>),
-    /// Of the span that is being computed.
+    /// The softmax of each pair over the span that is being computed.
     softmax: [Softmax; MOST_ROWS],
     /// The largest scores of the spans before it.
     largest: [f32; MOST_ROWS],

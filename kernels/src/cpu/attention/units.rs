@@ -29,10 +29,10 @@ pub(super) const MOST_TILES: usize = 20;
 /// The most pairs of a register tile.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TilePairs {
-    /// Of a task's one tile: many, as it widens keys and values for itself.
+    /// Where the tile is its task's only one: many, as it widens keys and values for itself.
     pub alone: usize,
-    /// Of one among several, for which keys and values are widened once: as many as leave registers for a whole unit's
-    /// vectors side by side, which takes the fewest loads for a product.
+    /// Where the tile is one of several, for which keys and values are widened once: as many as leave registers for a
+    /// whole unit's vectors side by side, which takes the fewest loads for a product.
     pub beside: usize,
 }
 

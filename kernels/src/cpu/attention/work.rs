@@ -9,7 +9,7 @@ pub(crate) struct Task {
     pub kv_head: u32,
     pub first_sequence: u32,
     pub sequences: u32,
-    /// Of the first sequence.
+    /// The first pair, counted from the first sequence's first one.
     pub first_pair: u32,
     pub pairs: u32,
     /// Units that lie in the same blocks for all the sequences, and whole below the end of what each sees.

@@ -23,7 +23,7 @@ pub(super) trait Stored: Element {
     /// `p` is readable for `LEN` float32.
     unsafe fn rounded<L: Lanes>(p: *const f32) -> L;
 
-    /// Of lanes with neighbouring columns of a position each, one column of all positions after the other.
+    /// From lanes that hold neighbouring columns of one position each to one column of all positions after the other.
     fn by_column<L: Lanes>(positions: L) -> L;
 }
 

@@ -160,7 +160,7 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
         Self::from_array(&pairs)
     }
 
-    /// Of 32 bfloat16 the first 16 and the last 16 become pairs: `a0 … a15 b0 … b15` becomes `a0 b0 … a15 b15`.
+    /// Pairs the first 16 of 32 bfloat16 with the last 16: `a0 … a15 b0 … b15` becomes `a0 b0 … a15 b15`.
     #[inline(always)]
     fn paired_halves(self) -> Self {
         let bits = bf16_bits(self);

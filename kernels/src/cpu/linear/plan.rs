@@ -71,7 +71,7 @@ impl Plan {
         let (leaves, fitting) = (w.leaves(), (block_bytes / (width * step_len * size)).max(1));
         let (block_steps, block_leaves) = match tiles {
             1 => (leaf_steps, leaves), // nothing comes back to the weights
-            // Of equal length, as each block asks for the next one: the leaves are a power of two.
+            // The blocks are of equal length, as each asks for the next one: the leaves are a power of two.
             _ => {
                 let block_leaves = (fitting / leaf_steps).clamp(1, leaves);
                 (leaf_steps.div_ceil(leaf_steps.div_ceil(fitting)), 1 << block_leaves.ilog2())

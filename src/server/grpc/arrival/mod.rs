@@ -142,7 +142,7 @@ struct Arriving {
     charge: Charge,
     max_bytes: usize,
     prefix: Vec<u8>,
-    /// Of the message, once the prefix is here.
+    /// The message's length in bytes, once its prefix is here.
     length: Option<usize>,
     message: Vec<u8>,
 }

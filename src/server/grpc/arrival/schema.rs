@@ -39,7 +39,7 @@ pub(super) struct Field {
     pub(super) name: String,
     pub(super) kind: Kind,
     pub(super) is_repeated: bool,
-    /// Of the fields of a oneof one is set at a time.
+    /// The oneof that the field is in, of whose fields one is set at a time.
     oneof: Option<i32>,
 }
 
@@ -52,7 +52,7 @@ pub(super) enum Kind {
     Text,
     Bytes,
     Message(ShapeId),
-    /// Of a map.
+    /// A map's entry: a key and a value.
     Entry(ShapeId),
 }
 
