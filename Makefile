@@ -31,7 +31,7 @@ say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup server demo test test-rust test-python test-peft fuzz lint bench bench-peers bench-profile bench-operators \
-	bench-weight-sync proto fixtures check-cargo
+	bench-weight-sync proto fixtures record check-cargo
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -113,6 +113,9 @@ fixtures: ## make tests/fixtures again (installs torch, transformers and peft, s
 	.venv-fixtures/bin/pip install --quiet torch==2.15.0 transformers==5.23.0 safetensors gguf==0.19.0 peft==0.21.2
 	.venv-fixtures/bin/python tests/fixtures/make_fixtures.py
 	.venv-fixtures/bin/python tests/fixtures/make_peft_fixtures.py
+
+record: setup server ## write tests/fixtures/recorded.json anew, after a change that is meant to change bits
+	$(BIN)/python -m pytest clients/python/tests/test_recorded.py --server $(SERVER) --record
 
 $(MODEL): | $(VENV)/.installed
 	$(call say,Getting SmolLM2-135M-Instruct (93 MB) into $(MODELS))

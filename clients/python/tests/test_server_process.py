@@ -201,10 +201,10 @@ def test_each_kernel_is_shown_by_info_or_refused_with_those_that_are_there(binar
     assert "emulated" not in described
 
 
-def test_readme_lists_every_flag(binary):
+def test_the_page_of_flags_lists_every_flag(binary):
     described = subprocess.run([binary, "--help"], capture_output=True, text=True, timeout=60, check=True).stdout
     flags = set(re.findall(r"^ +(?:-\w, )?(--[a-z-]+)", described, re.MULTILINE)) - {"--help", "--version"}
-    rows = [line for line in (REPOSITORY / "README.md").read_text().splitlines() if line.startswith("| `--")]
+    rows = [line for line in (REPOSITORY / "docs/flags.md").read_text().splitlines() if line.startswith("| `--")]
     assert {flag for row in rows for flag in re.findall(r"`(--[a-z-]+)`", row.split("|")[1])} == flags
 
 
