@@ -1,6 +1,5 @@
 //! Pause, sleep, wake and resume.
 
-use std::sync::Arc;
 use std::time::Instant;
 
 use super::command::{CancelFlag, DrainMode, LifecycleStatus, Reply, SleepLevel, SleepReply, WakeTags};
@@ -10,7 +9,6 @@ use super::{Attempt, Engine, Failure, RunningPolicy, answer};
 use crate::error::{Error, Result};
 use crate::executor::{Executor, Memory, WeightOrder};
 use crate::memory::{self, MemoryBudget, MemoryUse};
-use crate::weights::Adapter;
 
 /// Ledger entries of what sleeps, as they were at the start.
 #[derive(Clone, Copy, Debug)]

@@ -1,6 +1,7 @@
 use super::super::kv::KvLayout;
 use super::super::testing::{Random, bits};
 use super::super::{Isa, Rows, RowsMut};
+use super::work::Plan;
 use super::*;
 
 /// Sequences with all their queries, keys and values, in position order.

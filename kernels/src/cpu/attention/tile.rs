@@ -4,7 +4,7 @@ use super::blocks::{Ahead, Blocks, Unit, gathered_len};
 use super::span::fold;
 use super::task::{Next, Place, Turn, each_turn, places_of, put};
 use super::unit::{Part, Softmax, scale_lines, score, weigh, widen};
-use super::units::{SPAN, TilePairs, UNIT, VECTORS, state_len};
+use super::units::{MOST_TILES, SPAN, TilePairs, UNIT, VECTORS, state_len};
 use super::work::Task;
 use super::{AttentionSequence, Call};
 use crate::cpu::kv::KvLayout;
