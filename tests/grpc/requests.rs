@@ -6,7 +6,7 @@ use rollout_server::engine::{
     AbortReply, AbortTarget, Command, Event, Kind, LifecycleStatus, SleepLevel, Status, Summary, WakeTags,
 };
 use rollout_server::error::Error;
-use rollout_server::memory::MemoryReport;
+use rollout_server::memory::{MemoryReport, MemoryUse};
 use rollout_server::server::pb::{self, generate_response::Event as Message};
 use rollout_server::types::FinishReason;
 use tonic::{Code, Request};
@@ -258,7 +258,7 @@ async fn control_tells_what_it_was_given() {
     let mut asking = client.clone();
     let call = tokio::spawn(async move { asking.get_status(pb::GetStatusRequest {}).await });
     let Command::Status { reply } = server.command() else { panic!("not a Status") };
-    let entries = vec![("weights", 300), ("kv_cache", 100)];
+    let entries = vec![(MemoryUse::Weights, 300), (MemoryUse::KvCache, 100)];
     reply(Status {
         lifecycle: LifecycleStatus::Asleep {
             level: SleepLevel::Two,
