@@ -142,7 +142,7 @@ def push_cases(client, state):
     found = {"outputs": generated(client, SETTINGS["plain"], adapter="resident"), "score": scored(client)}
     note("resident adapter", found)
     first, second = changed(state, "first"), changed(state, "second")
-    version = client.push_full(first).version
+    version = client.push_full(first).weight_version
     note("full", served(client))
     some = {name: np.where(values(name, array.shape, 1.0) > 0.8, second[name], array) for name, array in first.items()}
     client.push_delta(first, some, base_version=version)
