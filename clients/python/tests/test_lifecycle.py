@@ -1,9 +1,8 @@
-"""Sleep, wake, parameters, checksums and adapters against a fake server; the two clients have the same methods."""
+"""Sleep, wake, parameters, checksums and adapters against a fake server."""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 
 import grpc
 import pytest
@@ -129,14 +128,3 @@ def test_adapters_are_listed_and_removed(call, fake):
     assert call(lambda client: client.adapters()) == [rollout_client.AdapterInfo(**fields)]
     assert call(lambda client: client.remove_adapter("a", 3)) == 3
     assert fake.requests[-1] == _proto.REMOVE_ADAPTER.request(name="a", expected_generation=3)
-
-
-def test_both_clients_have_the_same_methods():
-    def methods(cls):
-        return {name: f for name, f in inspect.getmembers(cls, callable) if not name.startswith("_")}
-
-    blocking, waiting = methods(RolloutClient), methods(AsyncRolloutClient)
-    assert blocking.keys() == waiting.keys()
-    for name, method in blocking.items():
-        parameters = list(inspect.signature(method).parameters.values())
-        assert parameters == list(inspect.signature(waiting[name]).parameters.values()), name

@@ -17,7 +17,7 @@ from serving import PUSH_MODEL, SMALL_CACHE, held, seen, server, start_group, wa
 
 def open_push(client, version):
     """The stream of a FULL push that has sent its header and stays open."""
-    header = update_header("full", version=version, expected_version=None, running="keep")
+    header = update_header("full", {"version": version})
     header.total_bytes = 1000
     stream = client._start_update(60)
     stream.send(_proto.UPDATE.request(header=header).SerializeToString())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import inspect
 import math
 import random
 import signal
@@ -349,12 +348,3 @@ def test_wait_until_ready_gives_up_with_the_reason(call, fake):
     fake.answers["GetStatus"] = lambda request, context: _proto.GET_STATUS.response(lifecycle=2)
     with pytest.raises(Unavailable, match=r"not ready after 0\.2 s: the server is shutting_down"):
         call(lambda client: client.wait_until_ready(0.2))
-
-
-@pytest.mark.parametrize("name", [name for name in vars(RolloutClient) if not name.startswith("_")])
-def test_both_clients_have_the_same_methods(name):
-    def parameters(cls):
-        return inspect.signature(getattr(cls, name)).parameters
-
-    assert parameters(RolloutClient) == parameters(AsyncRolloutClient)
-    assert parameters(RolloutClient).keys() >= {"self"}

@@ -57,10 +57,10 @@ def unchanged(at_base):
     assert seen(client) == before
 
 
-def messages(kind, tensors, *, config="", **header):
+def messages(kind, tensors, *, config="", directory=None, **options):
     """The requests of a push, serialised, with its tensors declared one by one."""
     outgoing = [Outgoing(name, given.layout, given.data) for name, given in tensors]
-    message = update_header(kind, version=None, expected_version=None, running="keep", adapter_config=config, **header)
+    message = update_header(kind, options, adapter_config=config, directory=directory)
     message.total_bytes = sum(len(each.data) for each in outgoing)
     made = [_proto.UPDATE.request(header=message).SerializeToString()]
     for index, each in enumerate(outgoing):
@@ -75,8 +75,8 @@ def messages(kind, tensors, *, config="", **header):
     return [*made, _proto.UPDATE.request(commit={}).SerializeToString()]
 
 
-def full_messages(state, **header):
-    return messages("full", [(name, bytes_of(name, array)) for name, array in state.items()], **header)
+def full_messages(state, **options):
+    return messages("full", [(name, bytes_of(name, array)) for name, array in state.items()], **options)
 
 
 def send(client, requests, *, then="commit"):

@@ -20,6 +20,15 @@ from .errors import (
     Unauthenticated,
     Unavailable,
 )
+from .options import (
+    GenerateOptions,
+    GenerateStreamOptions,
+    PushDeltaOptions,
+    PushDirectoryOptions,
+    PushFullOptions,
+    PushLoraOptions,
+    ScoreOptions,
+)
 from .process import ServerProcess
 from .types import (
     AbortResult,
@@ -71,7 +80,9 @@ __all__ = [
     "DtypeName",
     "FailedPrecondition",
     "FinishReason",
+    "GenerateOptions",
     "GenerateStream",
+    "GenerateStreamOptions",
     "Internal",
     "InvalidArgument",
     "Lifecycle",
@@ -83,6 +94,10 @@ __all__ = [
     "PromptInput",
     "PromptLogprobs",
     "PromptOutput",
+    "PushDeltaOptions",
+    "PushDirectoryOptions",
+    "PushFullOptions",
+    "PushLoraOptions",
     "ResourceExhausted",
     "RolloutClient",
     "RolloutError",
@@ -90,6 +105,7 @@ __all__ = [
     "Sample",
     "SamplingParams",
     "Score",
+    "ScoreOptions",
     "ServerInfo",
     "ServerProcess",
     "ServerStatus",

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import _convert_weights, _proto
-from ._progress import ProgressArgument
-from ._segment import SegmentPool, SharedBuffer
+from ._segment import SegmentPool
 from ._weights import NamedTensors
 from .client import RolloutClient
-from .types import AdapterInfo, OpenUpdate, ParameterInfo, RunningPolicy, UpdateResult
+from .options import PushDeltaOptions, PushDirectoryOptions, PushFullOptions, PushLoraOptions
+from .types import AdapterInfo, OpenUpdate, ParameterInfo, UpdateResult
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class AsyncWeightSync:
@@ -27,65 +30,13 @@ class AsyncWeightSync:
     _token: str | None
     _call: Callable[..., Any]
 
-    async def push_lora(
-        self,
-        adapter: Any,
-        config: Any = None,
-        *,
-        version: int | None = None,
-        expected_version: int | None = None,
-        running: RunningPolicy = "keep",
-        name: str | None = None,
-        expected_generation: int | None = None,
-        transport: str = "auto",
-        timeout: float | None = None,
-        progress: ProgressArgument = None,
-    ) -> UpdateResult:
+    async def push_lora(self, adapter: Any, config: Any = None, **options: Unpack[PushLoraOptions]) -> UpdateResult:
         """As `RolloutClient.push_lora`."""
-        return await self._in_thread(
-            lambda client: client.push_lora(
-                adapter,
-                config,
-                version=version,
-                expected_version=expected_version,
-                running=running,
-                name=name,
-                expected_generation=expected_generation,
-                transport=transport,
-                timeout=timeout,
-                progress=progress,
-            )
-        )
+        return await self._in_thread(lambda client: client.push_lora(adapter, config, **options))
 
-    async def push_full(
-        self,
-        named_tensors: NamedTensors,
-        *,
-        version: int | None = None,
-        expected_version: int | None = None,
-        running: RunningPolicy = "keep",
-        in_place: bool = False,
-        total_bytes: int | None = None,
-        buffer: SharedBuffer | None = None,
-        transport: str = "auto",
-        timeout: float | None = None,
-        progress: ProgressArgument = None,
-    ) -> UpdateResult:
+    async def push_full(self, named_tensors: NamedTensors, **options: Unpack[PushFullOptions]) -> UpdateResult:
         """As `RolloutClient.push_full`."""
-        return await self._in_thread(
-            lambda client: client.push_full(
-                named_tensors,
-                version=version,
-                expected_version=expected_version,
-                running=running,
-                in_place=in_place,
-                total_bytes=total_bytes,
-                buffer=buffer,
-                transport=transport,
-                timeout=timeout,
-                progress=progress,
-            )
-        )
+        return await self._in_thread(lambda client: client.push_full(named_tensors, **options))
 
     async def push_delta(
         self,
@@ -93,53 +44,16 @@ class AsyncWeightSync:
         new: Mapping[str, Any],
         *,
         base_version: int,
-        version: int | None = None,
-        running: RunningPolicy = "keep",
-        transport: str = "auto",
-        timeout: float | None = None,
-        progress: ProgressArgument = None,
+        **options: Unpack[PushDeltaOptions],
     ) -> UpdateResult:
         """As `RolloutClient.push_delta`."""
-        return await self._in_thread(
-            lambda client: client.push_delta(
-                old,
-                new,
-                base_version=base_version,
-                version=version,
-                running=running,
-                transport=transport,
-                timeout=timeout,
-                progress=progress,
-            )
-        )
+        return await self._in_thread(lambda client: client.push_delta(old, new, base_version=base_version, **options))
 
     async def push_directory(
-        self,
-        path: str | os.PathLike[str],
-        kind: str = "lora",
-        *,
-        version: int | None = None,
-        expected_version: int | None = None,
-        running: RunningPolicy = "keep",
-        in_place: bool = False,
-        name: str | None = None,
-        expected_generation: int | None = None,
-        timeout: float | None = None,
+        self, path: str | os.PathLike[str], kind: str = "lora", **options: Unpack[PushDirectoryOptions]
     ) -> UpdateResult:
         """As `RolloutClient.push_directory`."""
-        return await self._in_thread(
-            lambda client: client.push_directory(
-                path,
-                kind,
-                version=version,
-                expected_version=expected_version,
-                running=running,
-                in_place=in_place,
-                name=name,
-                expected_generation=expected_generation,
-                timeout=timeout,
-            )
-        )
+        return await self._in_thread(lambda client: client.push_directory(path, kind, **options))
 
     async def cancel_update(self, update_id: int | None = None) -> OpenUpdate | None:
         """As `RolloutClient.cancel_update`."""

@@ -12,6 +12,7 @@ from . import _proto
 from ._convert_weights import LIFECYCLES, asleep, open_update
 from ._fields import extend, known, set_field
 from .errors import Internal, InvalidArgument
+from .options import GenerateStreamOptions, RequestOptions, ScoreOptions, refuse_unknown
 from .types import (
     AbortResult,
     FinishReason,
@@ -45,60 +46,43 @@ _FINISH_REASONS = {
 
 
 def generate_request(
-    prompts: Sequence[PromptInput],
-    *,
-    n: int,
-    sampling: SamplingParams | None,
-    top_logprobs: int,
-    prompt_logprobs: bool,
-    return_text: bool,
-    request_id: str | None,
-    adapter: str | None,
-    if_weight_version: int | None,
-    min_weight_version: int | None,
-    stream_tokens: bool,
+    prompts: Sequence[PromptInput], n: int, sampling: SamplingParams | None, options: GenerateStreamOptions
 ) -> Any:
-    """A `GenerateRequest`.
+    """The `GenerateRequest` of a call of `generate_stream`.
 
     Raises:
+        TypeError: the call has no such option.
         InvalidArgument: a value does not fit its field at all. What the model must know is checked by the server.
     """
+    refuse_unknown("generate_stream", options, GenerateStreamOptions)
     if isinstance(prompts, (str, Mapping)) or (_is_sequence(prompts) and len(prompts) and _is_int(prompts[0])):
         raise InvalidArgument("prompts: expected a list of prompts, got a single prompt; put it in a list")
+    request_id = options.get("request_id")
     request = _proto.GENERATE.request(
         request_id=request_id if request_id is not None else new_request_id(),
         prompts=[_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)],
         sampling=_sampling(sampling or SamplingParams()),
-        prompt_logprobs=prompt_logprobs,
-        return_text=return_text,
-        stream_tokens=stream_tokens,
-        adapter=adapter or "",
+        prompt_logprobs=options.get("prompt_logprobs", False),
+        return_text=options.get("return_text", True),
+        stream_tokens=options.get("stream_tokens", False),
     )
     set_field(request, "n", n, "n")
-    set_field(request, "top_logprobs", top_logprobs, "top_logprobs")
-    _set_versions(request, if_weight_version, min_weight_version)
+    _set_request_options(request, options)
     return request
 
 
-def score_request(
-    sequences: Sequence[TokenIds],
-    *,
-    top_logprobs: int,
-    sampling: SamplingParams | None,
-    adapter: str | None,
-    if_weight_version: int | None,
-    min_weight_version: int | None,
-) -> Any:
-    """A `ScoreRequest`; raises as `generate_request`."""
-    request = _proto.SCORE.request(adapter=adapter or "")
+def score_request(sequences: Sequence[TokenIds], options: ScoreOptions) -> Any:
+    """The `ScoreRequest` of a call of `score`; raises as `generate_request`."""
+    refuse_unknown("score", options, ScoreOptions)
+    request = _proto.SCORE.request()
     for i, sequence in enumerate(sequences):
         if isinstance(sequence, str) or _is_int(sequence):
             raise InvalidArgument(f"sequences[{i}]: expected token ids, got {type(sequence).__name__}")
         extend(request.sequences.add().ids, sequence, f"sequences[{i}]")
+    sampling = options.get("sampling")
     if sampling is not None:
         request.sampling.CopyFrom(_sampling(sampling, scoring=True))
-    set_field(request, "top_logprobs", top_logprobs, "top_logprobs")
-    _set_versions(request, if_weight_version, min_weight_version)
+    _set_request_options(request, options)
     return request
 
 
@@ -115,11 +99,13 @@ def new_request_id() -> str:
     return f"py-{os.urandom(8).hex()}"
 
 
-def _set_versions(request: Any, if_weight_version: int | None, min_weight_version: int | None) -> None:
-    if if_weight_version is not None:
-        set_field(request, "if_weight_version", if_weight_version, "if_weight_version")
-    if min_weight_version is not None:
-        set_field(request, "min_weight_version", min_weight_version, "min_weight_version")
+def _set_request_options(request: Any, options: RequestOptions) -> None:
+    request.adapter = options.get("adapter") or ""
+    set_field(request, "top_logprobs", options.get("top_logprobs", 0), "top_logprobs")
+    for name in ("if_weight_version", "min_weight_version"):
+        version = options.get(name)
+        if version is not None:
+            set_field(request, name, version, name)
 
 
 def _prompt(prompt: PromptInput, path: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from . import _proto
@@ -91,32 +91,27 @@ def remove_adapter_request(name: str, expected_generation: int | None) -> Any:
 
 
 def update_header(
-    kind: str,
-    *,
-    version: int | None,
-    expected_version: int | None,
-    running: str,
-    in_place: bool = False,
-    adapter_config: str = "",
-    name: str | None = None,
-    expected_generation: int | None = None,
-    directory: str | None = None,
+    kind: str, options: Mapping[str, Any], *, adapter_config: str = "", directory: str | None = None
 ) -> Any:
-    """A `Header` without tensors."""
+    """A `Header` without tensors.
+
+    Args:
+        kind: as `UPDATE_KINDS` names it.
+        options: of a push of this kind; what says only how it is sent is left alone.
+        adapter_config: JSON text.
+        directory: where the server finds the tensors.
+    """
     header = _proto.UpdateHeader(
         kind=number(UPDATE_KINDS, kind, "kind"),
-        running=number(RUNNING_POLICIES, running, "running"),
-        in_place=in_place,
+        running=number(RUNNING_POLICIES, options.get("running", "keep"), "running"),
+        in_place=options.get("in_place", False),
         adapter_config=adapter_config,
     )
-    optional = {
-        "new_version": version,
-        "expected_version": expected_version,
-        "expected_generation": expected_generation,
-    }
-    for field, value in optional.items():
+    for option in ("version", "expected_version", "expected_generation"):
+        value = options.get(option)
         if value is not None:
-            set_field(header, field, value, "version" if field == "new_version" else field)
+            set_field(header, "new_version" if option == "version" else option, value, option)
+    name = options.get("name")
     if name is not None:
         if not name:
             raise InvalidArgument("name: empty; name the adapter, or pass None to merge it")

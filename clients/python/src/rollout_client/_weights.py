@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import _convert_weights, _proto
 from ._delta import make_delta
 from ._http2 import ClientStream
 from ._lora import adapter_parts
-from ._progress import Progress, ProgressArgument
+from ._progress import Progress
 from ._push import Outgoing, Plan, choose_shared_memory, push_buffer, push_header, push_inline, push_shared
 from ._segment import SegmentPool, SharedBuffer
 from ._tensors import ITEM_SIZES, Layout, bytes_of, layout_of
 from .errors import FailedPrecondition, InvalidArgument
-from .types import AdapterInfo, DtypeName, OpenUpdate, ParameterInfo, RunningPolicy, UpdateResult
+from .options import PushDeltaOptions, PushDirectoryOptions, PushFullOptions, PushLoraOptions, refuse_unknown
+from .types import AdapterInfo, DtypeName, OpenUpdate, ParameterInfo, UpdateResult
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
 """Arrays or tensors by name. Taken are arrays of numpy (float32, float16, and bfloat16 of ml_dtypes), tensors of torch,
@@ -24,17 +28,6 @@ and `(bytes, dtype, shape)`; what does not lie in this machine's memory in one p
 
 class WeightSync:
     """Pushes of new weights: each is a transaction, applied whole between two steps or not at all.
-
-    Their common arguments:
-
-    - `version`: the policy's version afterwards, usually the trainer's step; None is one more than now.
-    - `expected_version`: raise `Aborted` unless the policy has this version when the push is applied.
-    - `running`: what happens to requests that run; see `RunningPolicy`.
-    - `transport`: `"inline"` through the connection; `"shared_memory"` for a server on this host; `"auto"` is shared
-      memory for large pushes to a local server that can see it, else inline.
-    - `timeout`: seconds, instead of the client's; when it passes, the policy is as it was.
-    - `progress`: called with bytes done and bytes in total; True is a bar on a terminal; None a line on standard error
-      after a push of more than two seconds; False nothing.
 
     A push that fails raises and leaves the policy as it was: `DataLoss` for bytes that changed on the way,
     `InvalidArgument` naming a tensor that does not fit, `ResourceExhausted` where it finds no memory, `Aborted` while
@@ -48,20 +41,7 @@ class WeightSync:
     _call: Callable[..., Any]
     _start_update: Callable[[float | None], ClientStream]
 
-    def push_lora(
-        self,
-        adapter: Any,
-        config: Any = None,
-        *,
-        version: int | None = None,
-        expected_version: int | None = None,
-        running: RunningPolicy = "keep",
-        name: str | None = None,
-        expected_generation: int | None = None,
-        transport: str = "auto",
-        timeout: float | None = None,
-        progress: ProgressArgument = None,
-    ) -> UpdateResult:
+    def push_lora(self, adapter: Any, config: Any = None, **options: Unpack[PushLoraOptions]) -> UpdateResult:
         """Makes the base with this adapter merged the policy, or keeps the adapter beside the policy.
 
         The base is the checkpoint, or what was pushed in full since. Each merge starts from it, with the bits of PEFT's
@@ -71,54 +51,26 @@ class WeightSync:
             adapter: a PEFT model, whose active adapter is meant; or tensors by PEFT's names; None or an empty mapping
                 is the base itself.
             config: with tensors: a `LoraConfig`, a dict or JSON text.
-            name: keep the adapter resident, unmerged, under this name, for `generate(adapter=name)`.
-            expected_generation: with `name`: raise `Aborted` unless the name has this generation; 0 is a free name.
-            (the others: see `WeightSync`)
+            options: by keyword, those that `rollout_client.PushLoraOptions` lists and describes.
         """
+        refuse_unknown("push_lora", options, PushLoraOptions)
         tensors, adapter_config = adapter_parts(adapter, config)
-        header = _convert_weights.update_header(
-            "lora",
-            version=version,
-            expected_version=expected_version,
-            running=running,
-            adapter_config=adapter_config,
-            name=name,
-            expected_generation=expected_generation,
-        )
+        header = _convert_weights.update_header("lora", options, adapter_config=adapter_config)
         # Names and shapes are checked against the configuration, all at once.
         plan = Plan(header, _outgoing(tensors.items()), _total(tensors), upfront=True)
-        return self._push("adapter", plan, transport, timeout, progress)
+        return self._push("adapter", plan, options)
 
-    def push_full(
-        self,
-        named_tensors: NamedTensors,
-        *,
-        version: int | None = None,
-        expected_version: int | None = None,
-        running: RunningPolicy = "keep",
-        in_place: bool = False,
-        total_bytes: int | None = None,
-        buffer: SharedBuffer | None = None,
-        transport: str = "auto",
-        timeout: float | None = None,
-        progress: ProgressArgument = None,
-    ) -> UpdateResult:
+    def push_full(self, named_tensors: NamedTensors, **options: Unpack[PushFullOptions]) -> UpdateResult:
         """Makes these tensors the policy; all parameters must be there.
 
         Args:
             named_tensors: a state dict, or pairs gathered one by one: each is sent before the next is taken, so that
                 an iterator need hold no more than one. Names as in the checkpoint, PEFT's prefixes, `qkv_proj` and
                 `gate_up_proj` are understood.
-            in_place: where both policies do not fit, write over the serving one; only while paused or asleep. A push
-                that breaks then leaves `Lifecycle.WEIGHTS_MISSING`.
-            total_bytes: of all tensors, to set memory aside; None is their sum, or, for an iterator, what the model
-                takes if all tensors have the first one's type.
-            buffer: in which all the tensors lie: they are not copied. Instead of `transport="shared_memory"`.
-            (the others: see `WeightSync`)
+            options: by keyword, those that `rollout_client.PushFullOptions` lists and describes.
         """
-        header = _convert_weights.update_header(
-            "full", version=version, expected_version=expected_version, running=running, in_place=in_place
-        )
+        refuse_unknown("push_full", options, PushFullOptions)
+        header, total_bytes = _convert_weights.update_header("full", options), options.get("total_bytes")
         if isinstance(named_tensors, Mapping):
             pairs: Iterator[tuple[str, Any]] = iter(named_tensors.items())
             total = _total(named_tensors) if total_bytes is None else total_bytes
@@ -126,7 +78,7 @@ class WeightSync:
             pairs = iter(named_tensors)
             total, pairs = (total_bytes, pairs) if total_bytes is not None else self._estimated(pairs)
         plan = Plan(header, _outgoing(pairs), total, upfront=False)
-        return self._push("weights", plan, transport, timeout, progress, buffer=buffer)
+        return self._push("weights", plan, options, options.get("buffer"))
 
     def push_delta(
         self,
@@ -134,11 +86,7 @@ class WeightSync:
         new: Mapping[str, Any],
         *,
         base_version: int,
-        version: int | None = None,
-        running: RunningPolicy = "keep",
-        transport: str = "auto",
-        timeout: float | None = None,
-        progress: ProgressArgument = None,
+        **options: Unpack[PushDeltaOptions],
     ) -> UpdateResult:
         """Sends what differs between two states, in the precision that serves, compressed.
 
@@ -146,51 +94,32 @@ class WeightSync:
             old: tensors by name, as they were pushed: the server's now.
             new: as they shall be; the same names and shapes. Parameters that do not change may be left out of both.
             base_version: the policy's version that `old` is; the server raises `Aborted` if it has another.
-            (the others: see `WeightSync`)
+            options: by keyword, those that `rollout_client.PushDeltaOptions` lists and describes.
         """
-        header = _convert_weights.update_header(
-            "delta", version=version, expected_version=base_version, running=running
-        )
+        refuse_unknown("push_delta", options, PushDeltaOptions)
+        header = _convert_weights.update_header("delta", {**options, "expected_version": base_version})
         tensors = [
             Outgoing(delta.name, Layout(delta.dtype, delta.shape), memoryview(delta.payload), delta.changed)
             for delta in make_delta(old, new, self._serving_dtype())
         ]
         plan = Plan(header, tensors, sum(len(tensor.data) for tensor in tensors), upfront=True)
-        return self._push("changes", plan, transport, timeout, progress)
+        return self._push("changes", plan, options)
 
     def push_directory(
-        self,
-        path: str | os.PathLike[str],
-        kind: str = "lora",
-        *,
-        version: int | None = None,
-        expected_version: int | None = None,
-        running: RunningPolicy = "keep",
-        in_place: bool = False,
-        name: str | None = None,
-        expected_generation: int | None = None,
-        timeout: float | None = None,
+        self, path: str | os.PathLike[str], kind: str = "lora", **options: Unpack[PushDirectoryOptions]
     ) -> UpdateResult:
         """Has the server read files below its `--weights-dir`.
 
         Args:
             path: a directory of the server's host, relative to `--weights-dir` or inside it.
             kind: `"lora"`: `adapter_config.json` and `adapter_model.safetensors`; `"full"`: `*.safetensors`.
-            (the others as for `push_lora` and `push_full`)
+            options: by keyword, those that `rollout_client.PushDirectoryOptions` lists and describes.
         """
+        refuse_unknown("push_directory", options, PushDirectoryOptions)
         if kind not in ("lora", "full"):
             raise InvalidArgument(f"kind: expected 'lora' or 'full', got {kind!r}")
-        header = _convert_weights.update_header(
-            kind,
-            version=version,
-            expected_version=expected_version,
-            running=running,
-            in_place=in_place,
-            name=name,
-            expected_generation=expected_generation,
-            directory=os.fspath(path),
-        )
-        return _convert_weights.update_result(push_header(lambda: self._start_update(timeout), header))
+        header = _convert_weights.update_header(kind, options, directory=os.fspath(path))
+        return _convert_weights.update_result(push_header(lambda: self._start_update(options.get("timeout")), header))
 
     def cancel_update(self, update_id: int | None = None) -> OpenUpdate | None:
         """Ends the push that is under way, whoever sends it: there `Aborted` is raised, and it never happened.
@@ -231,17 +160,12 @@ class WeightSync:
         return self._call(_proto.REMOVE_ADAPTER, request).generation
 
     def _push(
-        self,
-        what: str,
-        plan: Plan,
-        transport: str,
-        timeout: float | None,
-        shown: ProgressArgument,
-        *,
-        buffer: SharedBuffer | None = None,
+        self, what: str, plan: Plan, options: PushDeltaOptions, buffer: SharedBuffer | None = None
     ) -> UpdateResult:
+        """Sends a plan, of whatever kind, with the options that all pushes of tensors have."""
+        transport, timeout = options.get("transport", "auto"), options.get("timeout")
         shared = choose_shared_memory(transport, self.address, plan.total)
-        progress, start = Progress(what, plan.total, shown), lambda: self._start_update(timeout)
+        progress, start = Progress(what, plan.total, options.get("progress")), lambda: self._start_update(timeout)
         if buffer is not None and transport != "inline":
             response = push_buffer(start, plan, buffer, progress, fall_back=transport == "auto")
         elif shared:

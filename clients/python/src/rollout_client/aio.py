@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -17,6 +17,7 @@ from ._aio_weights import AsyncWeightSync
 from ._channel import CHANNEL_OPTIONS, READY_CALL_SECONDS, READY_POLL_SECONDS, call_metadata, call_timeout
 from ._segment import OWNER_ONLY, SegmentPool
 from .errors import Cancelled, DeadlineExceeded, RolloutError, Unavailable, translated
+from .options import GenerateOptions, GenerateStreamOptions, ScoreOptions, refuse_unknown
 from .types import (
     AbortResult,
     DrainMode,
@@ -33,6 +34,9 @@ from .types import (
     TokenIds,
     WakeResult,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class AsyncRolloutClient(AsyncWeightSync):
@@ -62,31 +66,11 @@ class AsyncRolloutClient(AsyncWeightSync):
         prompts: Sequence[PromptInput],
         n: int = 1,
         sampling: SamplingParams | None = None,
-        *,
-        top_logprobs: int = 0,
-        prompt_logprobs: bool = False,
-        return_text: bool = True,
-        request_id: str | None = None,
-        adapter: str | None = None,
-        if_weight_version: int | None = None,
-        min_weight_version: int | None = None,
-        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> list[PromptOutput]:
         """As `RolloutClient.generate`."""
-        stream = self.generate_stream(
-            prompts,
-            n,
-            sampling,
-            top_logprobs=top_logprobs,
-            prompt_logprobs=prompt_logprobs,
-            return_text=return_text,
-            stream_tokens=False,
-            request_id=request_id,
-            adapter=adapter,
-            if_weight_version=if_weight_version,
-            min_weight_version=min_weight_version,
-            timeout=timeout,
-        )
+        refuse_unknown("generate", options, GenerateOptions)
+        stream = self.generate_stream(prompts, n, sampling, **options)
         collector = _convert.Collector(len(prompts), n)
         async with stream:
             async for event in stream:
@@ -98,54 +82,18 @@ class AsyncRolloutClient(AsyncWeightSync):
         prompts: Sequence[PromptInput],
         n: int = 1,
         sampling: SamplingParams | None = None,
-        *,
-        top_logprobs: int = 0,
-        prompt_logprobs: bool = False,
-        return_text: bool = True,
-        stream_tokens: bool = False,
-        request_id: str | None = None,
-        adapter: str | None = None,
-        if_weight_version: int | None = None,
-        min_weight_version: int | None = None,
-        timeout: float | None = None,
+        **options: Unpack[GenerateStreamOptions],
     ) -> AsyncGenerateStream:
         """As `RolloutClient.generate_stream`."""
-        request = _convert.generate_request(
-            prompts,
-            n=n,
-            sampling=sampling,
-            top_logprobs=top_logprobs,
-            prompt_logprobs=prompt_logprobs,
-            return_text=return_text,
-            request_id=request_id,
-            adapter=adapter,
-            if_weight_version=if_weight_version,
-            min_weight_version=min_weight_version,
-            stream_tokens=stream_tokens,
-        )
-        return AsyncGenerateStream(self._callable(_proto.GENERATE, stream=True), request, self._call_options(timeout))
+        request = _convert.generate_request(prompts, n, sampling, options)
+        call_options = self._call_options(options.get("timeout"))
+        return AsyncGenerateStream(self._callable(_proto.GENERATE, stream=True), request, call_options)
 
-    async def score(
-        self,
-        sequences: Sequence[TokenIds],
-        *,
-        top_logprobs: int = 0,
-        sampling: SamplingParams | None = None,
-        adapter: str | None = None,
-        if_weight_version: int | None = None,
-        min_weight_version: int | None = None,
-        timeout: float | None = None,
-    ) -> list[Score]:
+    async def score(self, sequences: Sequence[TokenIds], **options: Unpack[ScoreOptions]) -> list[Score]:
         """As `RolloutClient.score`."""
-        request = _convert.score_request(
-            sequences,
-            top_logprobs=top_logprobs,
-            sampling=sampling,
-            adapter=adapter,
-            if_weight_version=if_weight_version,
-            min_weight_version=min_weight_version,
-        )
-        return _convert.scores(await self._gather(_proto.SCORE, request, timeout), len(request.sequences))
+        request = _convert.score_request(sequences, options)
+        responses = await self._gather(_proto.SCORE, request, options.get("timeout"))
+        return _convert.scores(responses, len(request.sequences))
 
     async def abort(self, request_ids: str | Iterable[str] = (), *, all: bool = False) -> AbortResult:
         """As `RolloutClient.abort`."""

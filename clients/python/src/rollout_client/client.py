@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -18,6 +18,7 @@ from ._http2 import ClientStream
 from ._segment import OWNER_ONLY, SegmentPool
 from ._weights import WeightSync
 from .errors import DeadlineExceeded, RolloutError, Unavailable, translated
+from .options import GenerateOptions, GenerateStreamOptions, ScoreOptions, refuse_unknown
 from .types import (
     AbortResult,
     DrainMode,
@@ -34,6 +35,9 @@ from .types import (
     TokenIds,
     WakeResult,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class RolloutClient(WeightSync):
@@ -74,15 +78,7 @@ class RolloutClient(WeightSync):
         prompts: Sequence[PromptInput],
         n: int = 1,
         sampling: SamplingParams | None = None,
-        *,
-        top_logprobs: int = 0,
-        prompt_logprobs: bool = False,
-        return_text: bool = True,
-        request_id: str | None = None,
-        adapter: str | None = None,
-        if_weight_version: int | None = None,
-        min_weight_version: int | None = None,
-        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> list[PromptOutput]:
         """Samples `n` completions of each prompt and waits for all of them.
 
@@ -90,32 +86,13 @@ class RolloutClient(WeightSync):
             prompts: texts, lists (or arrays) of token ids, or lists of chat messages; they may be mixed.
             n: samples per prompt.
             sampling: how tokens are chosen; None is `SamplingParams()`.
-            top_logprobs: also the log-probabilities of this many most likely tokens per position, at most 100.
-            prompt_logprobs: also the log-probabilities of the prompts' tokens.
-            return_text: also the texts; a model without a tokenizer needs False.
-            request_id: for `abort`; unique among running requests. None makes one.
-            adapter: name of a resident adapter; None is the policy itself.
-            if_weight_version: raise `Aborted` unless the policy has this version when the request starts.
-            min_weight_version: wait (until the timeout) for a policy of at least this version.
-            timeout: seconds, instead of the client's; `math.inf` is no limit.
+            options: by keyword, those that `rollout_client.GenerateOptions` lists and describes.
 
         Returns:
             One output per prompt, in their order, with `n` samples each.
         """
-        stream = self.generate_stream(
-            prompts,
-            n,
-            sampling,
-            top_logprobs=top_logprobs,
-            prompt_logprobs=prompt_logprobs,
-            return_text=return_text,
-            stream_tokens=False,
-            request_id=request_id,
-            adapter=adapter,
-            if_weight_version=if_weight_version,
-            min_weight_version=min_weight_version,
-            timeout=timeout,
-        )
+        refuse_unknown("generate", options, GenerateOptions)
+        stream = self.generate_stream(prompts, n, sampling, **options)
         collector = _convert.Collector(len(prompts), n)
         with stream:
             for event in stream:
@@ -127,16 +104,7 @@ class RolloutClient(WeightSync):
         prompts: Sequence[PromptInput],
         n: int = 1,
         sampling: SamplingParams | None = None,
-        *,
-        top_logprobs: int = 0,
-        prompt_logprobs: bool = False,
-        return_text: bool = True,
-        stream_tokens: bool = False,
-        request_id: str | None = None,
-        adapter: str | None = None,
-        if_weight_version: int | None = None,
-        min_weight_version: int | None = None,
-        timeout: float | None = None,
+        **options: Unpack[GenerateStreamOptions],
     ) -> GenerateStream:
         """As `generate`, but gives each `Sample` as it finishes, and a `Summary` last.
 
@@ -144,54 +112,25 @@ class RolloutClient(WeightSync):
         work on the server.
 
         Args:
-            stream_tokens: also a `TokenDelta` for every token as it is made.
+            prompts, n, sampling: as for `generate`.
+            options: by keyword, those that `rollout_client.GenerateStreamOptions` lists and describes.
         """
-        request = _convert.generate_request(
-            prompts,
-            n=n,
-            sampling=sampling,
-            top_logprobs=top_logprobs,
-            prompt_logprobs=prompt_logprobs,
-            return_text=return_text,
-            request_id=request_id,
-            adapter=adapter,
-            if_weight_version=if_weight_version,
-            min_weight_version=min_weight_version,
-            stream_tokens=stream_tokens,
-        )
-        return GenerateStream(self._callable(_proto.GENERATE, stream=True), request, self._call_options(timeout))
+        request = _convert.generate_request(prompts, n, sampling, options)
+        call_options = self._call_options(options.get("timeout"))
+        return GenerateStream(self._callable(_proto.GENERATE, stream=True), request, call_options)
 
-    def score(
-        self,
-        sequences: Sequence[TokenIds],
-        *,
-        top_logprobs: int = 0,
-        sampling: SamplingParams | None = None,
-        adapter: str | None = None,
-        if_weight_version: int | None = None,
-        min_weight_version: int | None = None,
-        timeout: float | None = None,
-    ) -> list[Score]:
+    def score(self, sequences: Sequence[TokenIds], **options: Unpack[ScoreOptions]) -> list[Score]:
         """Log-probabilities of given tokens, without sampling; the same bits as when they were sampled.
 
         Args:
             sequences: token ids, each of at least one token.
-            sampling: the distribution of the processed `logprobs`; None is temperature 1. Only `temperature`, `top_k`,
-                `top_p`, `min_p`, `logit_bias` and `allowed_token_ids` have a meaning here; the server refuses others.
-            (the others as for `generate`)
+            options: by keyword, those that `rollout_client.ScoreOptions` lists and describes.
 
         Returns:
             One score per sequence, in their order.
         """
-        request = _convert.score_request(
-            sequences,
-            top_logprobs=top_logprobs,
-            sampling=sampling,
-            adapter=adapter,
-            if_weight_version=if_weight_version,
-            min_weight_version=min_weight_version,
-        )
-        return _convert.scores(self._gather(_proto.SCORE, request, timeout), len(request.sequences))
+        request = _convert.score_request(sequences, options)
+        return _convert.scores(self._gather(_proto.SCORE, request, options.get("timeout")), len(request.sequences))
 
     def abort(self, request_ids: str | Iterable[str] = (), *, all: bool = False) -> AbortResult:
         """Ends running requests; whoever waits for them gets the tokens so far, marked `FinishReason.ABORTED`.

@@ -1,0 +1,139 @@
+"""The keyword options of the clients' calls. Any of them may be left out; each says what it then is.
+
+`RolloutClient` and `AsyncRolloutClient` take the same. A wrapper takes them as the clients do, with
+`**options: Unpack[GenerateOptions]`, or keeps them in a dict of that type.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+from ._progress import ProgressArgument
+from ._segment import SharedBuffer
+from .types import RunningPolicy, SamplingParams
+
+
+class CallOptions(TypedDict, total=False):
+    """Of every call below."""
+
+    timeout: float | None
+    """Seconds; None, the default, is the client's, `math.inf` no limit. When it passes, the server drops the work, and
+    after a push the policy is as it was."""
+
+
+class RequestOptions(CallOptions, total=False):
+    """Of requests to a policy."""
+
+    top_logprobs: int
+    """Also the log-probabilities of this many most likely tokens per position, at most 100; default 0."""
+    adapter: str | None
+    """Name of a resident adapter; None, the default, is the policy itself."""
+    if_weight_version: int | None
+    """Raise `Aborted` unless the policy has this version when the request starts; default None."""
+    min_weight_version: int | None
+    """Wait (until the timeout) for a policy of at least this version; default None."""
+
+
+class GenerateOptions(RequestOptions, total=False):
+    """Of `generate`."""
+
+    prompt_logprobs: bool
+    """Also the log-probabilities of the prompts' tokens; default False."""
+    return_text: bool
+    """Also the texts; default True. A model without a tokenizer needs False."""
+    request_id: str | None
+    """For `abort`; unique among running requests. None, the default, makes one."""
+
+
+class GenerateStreamOptions(GenerateOptions, total=False):
+    """Of `generate_stream`."""
+
+    stream_tokens: bool
+    """Also a `TokenDelta` for every token as it is made; default False."""
+
+
+class ScoreOptions(RequestOptions, total=False):
+    """Of `score`."""
+
+    sampling: SamplingParams | None
+    """The distribution of the processed `logprobs`; None, the default, is temperature 1. Only `temperature`, `top_k`,
+    `top_p`, `min_p`, `logit_bias` and `allowed_token_ids` have a meaning here; the server refuses others."""
+
+
+class UpdateOptions(CallOptions, total=False):
+    """Of every push."""
+
+    version: int | None
+    """The policy's version afterwards, usually the trainer's step; None, the default, is one more than now."""
+    running: RunningPolicy
+    """What happens to requests that run; default `"keep"`."""
+
+
+class TransportOptions(TypedDict, total=False):
+    """Of pushes whose tensors the client sends."""
+
+    transport: str
+    """`"inline"` through the connection; `"shared_memory"` for a server on this host; `"auto"`, the default, is shared
+    memory for large pushes to a local server that can see it, else inline."""
+    progress: ProgressArgument
+    """Called with bytes done and bytes in total; True is a bar on a terminal; None, the default, a line on standard
+    error after a push of more than two seconds; False nothing."""
+
+
+class ExpectedVersionOption(TypedDict, total=False):
+    """Of pushes that do not build on a certain version."""
+
+    expected_version: int | None
+    """Raise `Aborted` unless the policy has this version when the push is applied; default None."""
+
+
+class AdapterOptions(TypedDict, total=False):
+    """Of pushes that may be an adapter."""
+
+    name: str | None
+    """Keep the adapter resident, unmerged, under this name, for `generate(adapter=name)`; None, the default, merges
+    it."""
+    expected_generation: int | None
+    """With `name`: raise `Aborted` unless the name has this generation; 0 is a free name; default None."""
+
+
+class InPlaceOption(TypedDict, total=False):
+    """Of pushes that may be a whole policy."""
+
+    in_place: bool
+    """Where both policies do not fit, write over the serving one; only while paused or asleep. A push that breaks then
+    leaves `Lifecycle.WEIGHTS_MISSING`. Default False."""
+
+
+class PushDeltaOptions(UpdateOptions, TransportOptions, total=False):
+    """Of `push_delta`."""
+
+
+class PushLoraOptions(UpdateOptions, TransportOptions, ExpectedVersionOption, AdapterOptions, total=False):
+    """Of `push_lora`."""
+
+
+class PushFullOptions(UpdateOptions, TransportOptions, ExpectedVersionOption, InPlaceOption, total=False):
+    """Of `push_full`."""
+
+    total_bytes: int | None
+    """Of all tensors, to set memory aside; None, the default, is their sum, or, for an iterator, what the model takes
+    if all tensors have the first one's type."""
+    buffer: SharedBuffer | None
+    """In which all the tensors lie: they are not copied. Instead of `transport="shared_memory"`; default None."""
+
+
+class PushDirectoryOptions(UpdateOptions, ExpectedVersionOption, AdapterOptions, InPlaceOption, total=False):
+    """Of `push_directory`."""
+
+
+def refuse_unknown(method: str, options: Mapping[str, object], known: type[Any]) -> None:
+    """Raises the `TypeError` of a call of `method` with an unknown argument if an option is no key of `known`."""
+    names = known.__optional_keys__
+    for name in options:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f". Did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"{method}() got an unexpected keyword argument {name!r}{hint}")
