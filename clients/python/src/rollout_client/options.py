@@ -16,7 +16,7 @@ from .types import RunningPolicy, SamplingParams
 
 
 class CallOptions(TypedDict, total=False):
-    """Of every call below."""
+    """Options of every call that is listed here."""
 
     timeout: float | None
     """Seconds; None, the default, is the client's, `math.inf` no limit. When it passes, the server drops the work, and
@@ -24,7 +24,7 @@ class CallOptions(TypedDict, total=False):
 
 
 class RequestOptions(CallOptions, total=False):
-    """Of requests to a policy."""
+    """Options of requests to a policy."""
 
     top_logprobs: int
     """Also the log-probabilities of this many most likely tokens per position, at most 100; default 0."""
@@ -37,7 +37,7 @@ class RequestOptions(CallOptions, total=False):
 
 
 class GenerateOptions(RequestOptions, total=False):
-    """Of `generate`."""
+    """Options of `generate`."""
 
     prompt_logprobs: bool
     """Also the log-probabilities of the prompts' tokens; default False."""
@@ -48,14 +48,14 @@ class GenerateOptions(RequestOptions, total=False):
 
 
 class GenerateStreamOptions(GenerateOptions, total=False):
-    """Of `generate_stream`."""
+    """Options of `generate_stream`."""
 
     stream_tokens: bool
     """Also a `TokenDelta` for every token as it is made; default False."""
 
 
 class ScoreOptions(RequestOptions, total=False):
-    """Of `score`."""
+    """Options of `score`."""
 
     sampling: SamplingParams | None
     """The distribution of the processed `logprobs`; None, the default, is temperature 1. Only `temperature`, `top_k`,
@@ -63,7 +63,7 @@ class ScoreOptions(RequestOptions, total=False):
 
 
 class UpdateOptions(CallOptions, total=False):
-    """Of every push."""
+    """Options of every push."""
 
     version: int | None
     """The policy's version afterwards, usually the trainer's step; None, the default, is one more than now."""
@@ -72,7 +72,7 @@ class UpdateOptions(CallOptions, total=False):
 
 
 class TransportOptions(TypedDict, total=False):
-    """Of pushes whose tensors the client sends."""
+    """Options of pushes whose tensors the client sends."""
 
     transport: str
     """`"inline"` through the connection; `"shared_memory"` for a server on this host; `"auto"`, the default, is shared
@@ -83,14 +83,14 @@ class TransportOptions(TypedDict, total=False):
 
 
 class ExpectedVersionOption(TypedDict, total=False):
-    """Of pushes that do not build on a certain version."""
+    """Options of pushes that do not build on a certain version."""
 
     expected_version: int | None
     """Raise `Aborted` unless the policy has this version when the push is applied; default None."""
 
 
 class AdapterOptions(TypedDict, total=False):
-    """Of pushes that may be an adapter."""
+    """Options of pushes that may be an adapter."""
 
     name: str | None
     """Keep the adapter resident, unmerged, under this name, for `generate(adapter=name)`; None, the default, merges
@@ -100,7 +100,7 @@ class AdapterOptions(TypedDict, total=False):
 
 
 class InPlaceOption(TypedDict, total=False):
-    """Of pushes that may be a whole policy."""
+    """Options of pushes that may be a whole policy."""
 
     in_place: bool
     """Where both policies do not fit, write over the serving one; only while paused or asleep. A push that breaks then
@@ -108,25 +108,25 @@ class InPlaceOption(TypedDict, total=False):
 
 
 class PushDeltaOptions(UpdateOptions, TransportOptions, total=False):
-    """Of `push_delta`."""
+    """Options of `push_delta`."""
 
 
 class PushLoraOptions(UpdateOptions, TransportOptions, ExpectedVersionOption, AdapterOptions, total=False):
-    """Of `push_lora`."""
+    """Options of `push_lora`."""
 
 
 class PushFullOptions(UpdateOptions, TransportOptions, ExpectedVersionOption, InPlaceOption, total=False):
-    """Of `push_full`."""
+    """Options of `push_full`."""
 
     total_bytes: int | None
-    """Of all tensors, to set memory aside; None, the default, is their sum, or, for an iterator, what the model takes
+    """Bytes of all tensors, to set memory aside; None, the default, is their sum, or, for an iterator, what the model takes
     if all tensors have the first one's type."""
     buffer: SharedBuffer | None
-    """In which all the tensors lie: they are not copied. Instead of `transport="shared_memory"`; default None."""
+    """Shared memory in which all the tensors lie: they are not copied. Instead of `transport="shared_memory"`; default None."""
 
 
 class PushDirectoryOptions(UpdateOptions, ExpectedVersionOption, AdapterOptions, InPlaceOption, total=False):
-    """Of `push_directory`."""
+    """Options of `push_directory`."""
 
 
 def refuse_unknown(method: str, options: Mapping[str, object], known: type[Any]) -> None:
