@@ -119,10 +119,11 @@ class PushFullOptions(UpdateOptions, TransportOptions, ExpectedVersionOption, In
     """Options of `push_full`."""
 
     total_bytes: int | None
-    """Bytes of all tensors, to set memory aside; None, the default, is their sum, or, for an iterator, what the model takes
-    if all tensors have the first one's type."""
+    """Bytes of all tensors, to set memory aside; None, the default, is their sum, or, for an iterator, what the model
+    takes if all tensors have the first one's type."""
     buffer: SharedBuffer | None
-    """Shared memory in which all the tensors lie: they are not copied. Instead of `transport="shared_memory"`; default None."""
+    """Shared memory in which all the tensors lie: they are not copied. Instead of `transport="shared_memory"`; default
+    None."""
 
 
 class PushDirectoryOptions(UpdateOptions, ExpectedVersionOption, AdapterOptions, InPlaceOption, total=False):
