@@ -20,7 +20,7 @@ class CallOptions(TypedDict, total=False):
 
     timeout: float | None
     """Seconds; None, the default, is the client's, `math.inf` no limit. When it passes, the server drops the work, and
-    after a push the policy is as it was."""
+    after a push the policy is as it was, unless the commit was just being applied: `status().weight_version` tells."""
 
 
 class RequestOptions(CallOptions, total=False):

@@ -40,7 +40,8 @@ class FinishReason(str, Enum):
     LENGTH = "length"
     """`max_tokens` or the context length."""
     ABORTED = "aborted"
-    """By `abort`, a deadline or the server's shutdown; the tokens so far are valid."""
+    """By `abort`, by a push, pause or sleep that aborts what runs, or by the server's shutdown; the tokens so far are
+    valid. A call whose timeout passes raises `DeadlineExceeded` instead."""
 
     def __str__(self) -> str:
         """The plain value, e.g. `length`."""
