@@ -24,20 +24,21 @@
 //! A push is a transaction: the [`engine`] reserves its memory, [`weights`]' `Receiver` takes and verifies it beside the
 //! weights that serve while generation goes on, and at its commit the engine gives the [`executor`] one order between
 //! two steps. A complete set of weights is packed as it comes, into storage of the same shapes that the executor gave for
-//! it (a `Stage`); its commit exchanges the two. The request's `RunningPolicy` says what becomes of requests that run. What is merged is merged into the
-//! base, never on top of the last adapter. Pause, sleep and wake are states of the engine; [`engine`] says which command
-//! is taken in which.
+//! it (a `Stage`); its commit exchanges the two. The request's `RunningPolicy` says what becomes of requests that run.
+//! What is merged is merged into the base, never on top of the last adapter. Pause, sleep and wake are states of the
+//! engine; [`engine`] says which command is taken in which.
 //!
 //! # Layers
 //!
 //! A module uses only modules to the right of it (`tests/structure` fails on any other edge):
 //!
 //! ```text
-//! main, startup → server → engine → scheduler, executor → cache | model → weights, text → comm, memory → types, error, config
+//! main, startup → server → engine → scheduler, executor → cache | model → weights, text → comm, memory
+//!   → types, config, logs, profile → error
 //! ```
 //!
-//! The crate `rollout-kernels` below all of them holds the operators. [`profile`], beside [`config`], sums the
-//! trace-level spans of both.
+//! The crate `rollout-kernels` below all of them holds the operators. [`profile`] sums the trace-level spans of both. No
+//! two files name each other in a circle.
 //!
 //! # Invariants
 //!
@@ -53,9 +54,9 @@
 //! 7. KV computed under one policy can be found only by that policy: the hash chain of the prefix cache starts from the
 //!    policy's epoch, a number that is never used twice (its version may be), and the resident adapter's generation.
 //! 8. A sequence's tokens and log-probabilities are the same bits alone or in any batch, with whole or chunked prefill,
-//!    cache hit or miss, preempted or not, with drafts or without, sampled or scored, and for `--tp` 1, 2 and 4 where the split reductions
-//!    (attention width, intermediate size) are multiples of 8: every kernel's reduction order depends on nothing but
-//!    the row's own inputs.
+//!    cache hit or miss, preempted or not, with drafts or without, sampled or scored, and for `--tp` 1, 2 and 4 where the
+//!    split reductions (attention width, intermediate size) are multiples of 8: every kernel's reduction order depends
+//!    on nothing but the row's own inputs.
 //! 9. A sample depends only on (seed, prompt, sampling parameters, weights), never on what else runs.
 //! 10. Every large allocation is a reservation in the [`memory::MemoryBudget`] before it is made.
 //! 11. Each queue has a limit, with its reason beside it.
