@@ -8,7 +8,6 @@ use super::input::Site;
 use super::layers::{Build, HeadDims, Linear, Norm, Projection};
 use super::parameterized::Parameterized;
 use super::pass::Pass;
-use super::workspace::Workspace;
 use crate::error::Result;
 use crate::weights::ShardRule;
 
@@ -58,7 +57,7 @@ impl Attention {
         let (ops, w) = (pass.ops, pass.workspace);
         self.qkv.forward(ops, &w.normed, &w.qkv)?;
         pass.add(self.qkv.site(), &w.normed, &w.qkv)?;
-        self.attend(pass, rope, kv, w)?;
+        self.attend(pass, rope, kv)?;
         self.output.forward_partial(ops, &w.attention, &w.delta)?;
         pass.comm.all_reduce_sum(&w.delta)?;
         pass.add(self.output.site(), &w.attention, &w.delta)
@@ -69,9 +68,9 @@ impl Attention {
         self.output.bias()
     }
 
-    /// From `qkv` to `attention`.
-    fn attend(&self, pass: &Pass<'_>, rope: &RopeTables, kv: &mut KvCache, w: &Workspace) -> Result<()> {
-        let (ops, input) = (pass.ops, pass.input);
+    /// From the workspace's `qkv` to its `attention`.
+    fn attend(&self, pass: &Pass<'_>, rope: &RopeTables, kv: &mut KvCache) -> Result<()> {
+        let (ops, input, w) = (pass.ops, pass.input, pass.workspace);
         let HeadDims { heads, kv_heads, head_dim } = self.dims;
         let q = w.qkv.narrow(1, 0, heads * head_dim)?;
         let k = w.qkv.narrow(1, heads * head_dim, kv_heads * head_dim)?;

@@ -98,7 +98,7 @@ impl FrameReader {
             bytes = &bytes[head..];
             if self.head_len == HEAD_BYTES {
                 self.head_len = 0;
-                self.missing = longest_allowed(&self.head)?;
+                self.missing = payload_bytes(&self.head)?;
             }
         }
     }
@@ -111,8 +111,11 @@ impl Drop for FrameReader {
     }
 }
 
-/// The length in a frame's head, if it may be as long.
-fn longest_allowed(head: &[u8; HEAD_BYTES]) -> io::Result<usize> {
+/// The length of the payload that a frame's head announces.
+///
+/// # Errors
+/// `InvalidData` if no client has reason to send as much.
+fn payload_bytes(head: &[u8; HEAD_BYTES]) -> io::Result<usize> {
     let (length, kind) = (u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize, head[3]);
     let limit = if kind == DATA { FRAME_BYTES as usize } else { SMALL_BYTES };
     if length > limit {

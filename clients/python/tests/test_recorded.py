@@ -70,7 +70,7 @@ def changed(state, salt):
 
 
 class Digest:
-    """Of everything about outputs that depends on the weights and the request alone."""
+    """A digest of everything about outputs that depends on the weights and the request alone."""
 
     def __init__(self):
         self._sha256 = hashlib.sha256()
@@ -139,8 +139,11 @@ def push_cases(client, state):
     client.push_lora(*adapter(state, "first"))
     note("adapter", served(client))
     client.push_lora(*adapter(state, "resident"), name="resident")
-    found = {"outputs": generated(client, SETTINGS["plain"], adapter="resident"), "score": scored(client)}
-    note("resident adapter", found)
+    chosen = {"adapter": "resident"}
+    note(
+        "resident adapter",
+        {"outputs": generated(client, SETTINGS["plain"], **chosen), "score": scored(client, **chosen)},
+    )
     first, second = changed(state, "first"), changed(state, "second")
     version = client.push_full(first).weight_version
     note("full", served(client))
