@@ -3,13 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::config::{AdapterConfig, TrainedBias};
-use super::name::{PREFIX, Part, TensorName};
+use super::names::{PREFIX, Part, TensorName};
 use super::plan::{AdapterPlan, Kind, PlannedChange, PlannedDelta, PlannedLowRank, PlannedWhole};
 use crate::error::{Error, Result};
-use crate::weights::parameters::Parameters;
-use crate::weights::shard::matrix_shape;
-use crate::weights::tensor::Dtype;
-use crate::weights::update::TensorEntry;
+use crate::weights::parameters::{Dtype, Parameters, matrix_shape};
+use crate::weights::push::TensorEntry;
 
 const EMBEDDING: &str = "model.embed_tokens";
 const HEAD: &str = "lm_head";

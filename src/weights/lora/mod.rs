@@ -1,17 +1,17 @@
 //! PEFT adapters: read, checked, and merged as PEFT's `merge_adapter()` does it, bit for bit.
 
-mod change;
 mod check;
 mod config;
-mod name;
+mod merge;
+mod names;
 mod plan;
 
 use std::collections::BTreeMap;
 
 use rollout_kernels::cpu::Isa;
 
-use self::change::{Change, LowRank};
-use super::shard::Slice;
+use self::merge::{Change, LowRank};
+use super::parameters::Slice;
 use crate::error::{Error, Result};
 
 pub use plan::AdapterPlan;

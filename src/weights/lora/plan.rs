@@ -4,8 +4,8 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use super::Adapter;
-use super::change::{Change, Delta, LowRank, Magnitude, Whole, round};
-use crate::weights::tensor::{Dtype, TensorData};
+use super::merge::{Change, Delta, LowRank, Magnitude, Whole, round};
+use crate::weights::parameters::{Dtype, TensorData};
 
 /// An adapter whose names and shapes fit the model, before its values are there.
 #[derive(Debug)]

@@ -8,10 +8,8 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use super::*;
-use crate::weights::parameters::Parameters;
-use crate::weights::shard::{ParamSpec, ShardRule, matrix_shape};
-use crate::weights::tensor::{Dtype, TensorData};
-use crate::weights::update::TensorEntry;
+use crate::weights::parameters::{Dtype, ParamSpec, Parameters, ShardRule, TensorData, matrix_shape};
+use crate::weights::push::TensorEntry;
 
 /// An adapter as it is pushed.
 #[derive(Clone)]

@@ -14,9 +14,8 @@ use rollout_kernels::cpu::{Isa, dequantise};
 use super::digest::digest_of_rows;
 use super::gguf_config;
 use super::mapped::MappedFile;
-use super::shard::{Slice, matrix_shape};
-use super::tensor::slice_of_bytes;
 use crate::error::{Error, Result};
+use crate::weights::parameters::{Slice, matrix_shape, slice_of_bytes};
 
 /// Divisors of the rotary frequencies: how GGUF files carry Llama 3's rope scaling.
 const ROPE_DIVISORS: &str = "rope_freqs.weight";

@@ -1,8 +1,7 @@
-//! Readers against matrices kept in memory; every rule against the whole.
+//! Readers against matrices kept in memory.
 
 mod formats;
 mod gguf;
-mod shards;
 mod sources;
 
 use std::path::{Path, PathBuf};
@@ -12,7 +11,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use super::*;
-use crate::error::Error;
+use crate::weights::parameters::{Dtype, ShardRule};
 
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)

@@ -38,7 +38,7 @@ impl<'a> TensorData<'a> {
     ///
     /// # Panics
     /// If the slice is not inside the matrix.
-    pub(super) fn of_bytes(dtype: Dtype, bytes: &'a [u8], cols: usize, slice: &Slice) -> Self {
+    pub(in crate::weights) fn of_bytes(dtype: Dtype, bytes: &'a [u8], cols: usize, slice: &Slice) -> Self {
         match dtype {
             Dtype::F32 => f32::data(slice_of_bytes(bytes, cols, slice)),
             Dtype::F16 => f16::data(slice_of_bytes(bytes, cols, slice)),
@@ -96,7 +96,7 @@ impl<'a> TensorData<'a> {
 }
 
 /// A stored element type.
-pub(super) trait Element: Copy + 'static {
+pub(in crate::weights) trait Element: Copy + 'static {
     fn from_le(bytes: &[u8]) -> Self;
     fn data(values: Cow<'_, [Self]>) -> TensorData<'_>;
 }
@@ -129,7 +129,7 @@ impl Element for bf16 {
 }
 
 /// [`TensorData::of_bytes`] of a known type.
-pub(super) fn slice_of_bytes<'a, T: Element>(bytes: &'a [u8], cols: usize, slice: &Slice) -> Cow<'a, [T]> {
+pub(in crate::weights) fn slice_of_bytes<'a, T: Element>(bytes: &'a [u8], cols: usize, slice: &Slice) -> Cow<'a, [T]> {
     let row_bytes = cols * size_of::<T>();
     let rows = &bytes[slice.rows.start * row_bytes..slice.rows.end * row_bytes];
     let rows = elements::<T>(rows);

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use super::finite::first_not_finite;
-use super::staging::Buffer;
+use super::receipt::Buffer;
 use crate::error::{Error, Result};
 use crate::weights::{Dtype, Slice, TensorData};
 

@@ -5,11 +5,11 @@ use std::collections::BTreeMap;
 use super::Receiver;
 use crate::error::Result;
 use crate::weights::matrix_shape;
-use crate::weights::update::TensorEntry;
-use crate::weights::update::manifest::Declared;
-use crate::weights::update::ordered::Layout;
-use crate::weights::update::stage::{Cell, Stage, TensorRows};
-use crate::weights::update::staging::{Slot, in_parallel_with};
+use crate::weights::push::TensorEntry;
+use crate::weights::push::manifest::Declared;
+use crate::weights::push::ordered::Layout;
+use crate::weights::push::receipt::{Slot, in_parallel_with};
+use crate::weights::push::shadow::{Cell, Stage, TensorRows};
 
 impl Receiver {
     /// FULL: from now on packs the tensors into `stage` as they come.

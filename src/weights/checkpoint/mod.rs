@@ -1,16 +1,25 @@
 //! One face for both checkpoint formats: parameters by Hugging Face name, read as slices.
 
+mod digest;
+mod gguf;
+mod gguf_config;
+mod hub;
+mod mapped;
+mod safetensors;
+mod source;
+
 use std::ops::Range;
 
 use rollout_kernels::WeightDtype;
 
-use super::gguf::GgufCheckpoint;
-use super::mapped::{MappedFile, Stamp};
-use super::partition::Partition;
-use super::safetensors::SafetensorsCheckpoint;
-use super::shard::{ParamSpec, Slice, matrix_shape};
-use super::tensor::TensorData;
+use self::mapped::MappedFile;
+use super::parameters::{ParamSpec, Partition, Slice, TensorData, matrix_shape};
 use crate::error::{Error, Result};
+
+pub use gguf::{GgufCheckpoint, GgufMetadata};
+pub use mapped::Stamp;
+pub use safetensors::SafetensorsCheckpoint;
+pub use source::{ModelFiles, ModelSource, TokenizerFiles};
 
 /// Weights on disk, mapped. Shared by all ranks: every method takes `&self`.
 #[derive(Debug)]
@@ -180,3 +189,6 @@ impl Checkpoint {
 fn missing(name: &str) -> Error {
     Error::Config(format!("the checkpoint has no tensor {name}; its files and config.json do not belong together"))
 }
+
+#[cfg(test)]
+mod tests;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use serde_json::Value;
 
-use super::checkpoint::Checkpoint;
+use super::Checkpoint;
 use super::gguf::{GgufCheckpoint, GgufMetadata};
 use super::hub;
 use super::safetensors::SafetensorsCheckpoint;

@@ -8,8 +8,7 @@ use half::{bf16, f16};
 use rollout_kernels::cpu::math::round_bf16;
 use rollout_kernels::cpu::{Isa, Rows, RowsMut, add_low_rank};
 
-use crate::weights::shard::Slice;
-use crate::weights::tensor::{Dtype, TensorData};
+use crate::weights::parameters::{Dtype, Slice, TensorData};
 
 /// Rows whose delta is held at once where it cannot be added right away.
 const DELTA_ROWS: usize = 16;

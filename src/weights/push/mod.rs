@@ -4,27 +4,27 @@ mod delta;
 mod directory;
 mod files;
 mod finite;
-mod full;
 mod manifest;
 mod names;
 mod ordered;
+mod receipt;
 mod receiver;
 mod regular;
+mod shadow;
 mod shared_memory;
-mod stage;
-mod staging;
+mod tensors;
 
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::lora::Adapter;
-use super::tensor::Dtype;
+use super::parameters::Dtype;
 
 pub use delta::{Changes, Delta};
-pub use full::Tensors;
 pub use receiver::Receiver;
+pub use shadow::{Shard, Stage};
 pub use shared_memory::Segments;
-pub use stage::{Shard, Stage};
+pub use tensors::Tensors;
 
 /// What a push brings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

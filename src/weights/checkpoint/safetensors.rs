@@ -8,9 +8,8 @@ use safetensors::SafeTensors;
 
 use super::digest::digest_of_rows;
 use super::mapped::MappedFile;
-use super::shard::{Slice, matrix_shape};
-use super::tensor::{Dtype, TensorData};
 use crate::error::{Error, Result};
+use crate::weights::parameters::{Dtype, Slice, TensorData, matrix_shape};
 
 pub(super) const SINGLE: &str = "model.safetensors";
 pub(super) const INDEX: &str = "model.safetensors.index.json";

@@ -1,4 +1,23 @@
+//! Every shard rule against the whole.
+
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
 use super::*;
+use crate::error::Error;
+
+fn rng(seed: u64) -> StdRng {
+    StdRng::seed_from_u64(seed)
+}
+
+/// The text of the `Config` error that `result` must be.
+fn config_error<T>(result: Result<T>) -> String {
+    match result {
+        Err(Error::Config(message)) => message,
+        Err(other) => panic!("not a Config error: {other:?}"),
+        Ok(_) => panic!("no error"),
+    }
+}
 
 /// Which ranks hold each element of a parameter of this shape, in row-major order.
 fn holders(rule: ShardRule, shape: &[usize], world: usize) -> Vec<Vec<usize>> {

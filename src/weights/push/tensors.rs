@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::staging::Buffer;
+use super::receipt::Buffer;
 use crate::weights::{Dtype, Slice, TensorData};
 
 /// New values of whole parameters, by the model's names (unfused, unprefixed).

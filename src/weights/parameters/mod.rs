@@ -1,11 +1,17 @@
 //! All parameters of a model: what a push is checked against.
 
+mod partition;
+mod shard;
+mod tensor;
+
 use std::collections::HashMap;
 
-use super::partition::Partition;
-use super::shard::ParamSpec;
-use super::tensor::Dtype;
 use crate::error::Result;
+
+pub use partition::Partition;
+pub use shard::{ParamSpec, ShardRule, Slice, head_range, matrix_shape};
+pub(in crate::weights) use tensor::slice_of_bytes;
+pub use tensor::{Dtype, TensorData};
 
 /// The parameters in the model's order, and how they serve.
 #[derive(Clone, Debug)]
@@ -62,3 +68,6 @@ impl Parameters {
         slices.map(|slice| Ok((slice?.len() * self.dtype.size()) as u64)).sum()
     }
 }
+
+#[cfg(test)]
+mod tests;

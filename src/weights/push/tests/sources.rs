@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use super::super::files::SourceFile;
 use super::super::ordered::Layout;
+use super::super::receipt::Slot;
 use super::super::shared_memory::Segments;
-use super::super::staging::Slot;
 use super::*;
 
 /// A segment as a push reads it.

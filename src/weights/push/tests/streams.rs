@@ -1,7 +1,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::super::finite::first_not_finite;
-use super::super::staging::{Slot, in_parallel};
+use super::super::receipt::{Slot, in_parallel};
 use super::*;
 
 /// Every byte of the push once, as `(tensor, offset, data)` in any order.
