@@ -71,6 +71,7 @@ struct Options {
 impl Options {
     fn read(target: &Target) -> Self {
         let number = |text: &str| text.trim().parse::<u64>().unwrap_or_else(|e| panic!("{text:?}: {e}"));
+        #[expect(clippy::disallowed_methods, reason = "`cargo test` hands a test no arguments that its harness lacks")]
         let given = |name: &str| std::env::var(name).ok().filter(|text| !text.is_empty());
         let seconds = given("FUZZ_SECONDS").map(|text| Duration::from_secs(number(&text)));
         let unset = if seconds.is_some() { u64::from(rand::random::<u32>()) } else { SEED };

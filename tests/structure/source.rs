@@ -1,4 +1,4 @@
-//! Reading the repository's sources: files, text without comments and strings, functions and their lengths.
+//! Reading the repository's sources: files, and their text without comments and strings.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -12,13 +12,6 @@ pub struct Source {
     pub code: String,
 }
 
-pub struct Function {
-    pub name: String,
-    /// Index of its first line.
-    pub line: usize,
-    pub lines: usize,
-}
-
 impl Source {
     pub fn new(path: &str, text: &str) -> Self {
         Self { path: path.into(), text: text.into(), code: blank_comments_and_literals(text) }
@@ -27,42 +20,6 @@ impl Source {
     /// Lines of `code` with their numbers, from 1.
     pub fn code_lines(&self) -> impl Iterator<Item = (usize, &str)> {
         self.code.lines().enumerate().map(|(i, line)| (i + 1, line))
-    }
-
-    /// All functions with a body, nested ones too.
-    pub fn functions(&self) -> Vec<Function> {
-        words(&self.code).filter(|(_, word)| *word == "fn").filter_map(|(at, _)| self.function_at(at)).collect()
-    }
-
-    /// The function whose `fn` is at byte `at`; `None` for a function pointer's type or a declaration without a body.
-    fn function_at(&self, at: usize) -> Option<Function> {
-        let (_, name) = words(&self.code[at..]).nth(1)?;
-        if self.code[at + 2..].trim_start().starts_with('(') {
-            return None;
-        }
-        let mut depth = 0;
-        let mut body = None;
-        for (i, c) in self.code[at..].char_indices() {
-            match c {
-                '(' | '[' => depth += 1,
-                ')' | ']' => depth -= 1,
-                ';' if depth == 0 && body.is_none() => return None,
-                '{' => {
-                    body = body.or(Some(depth));
-                    depth += 1;
-                }
-                '}' => {
-                    depth -= 1;
-                    if body == Some(depth) {
-                        let line = self.code[..at].matches('\n').count();
-                        let lines = self.code[at..at + i].matches('\n').count() + 1;
-                        return Some(Function { name: name.into(), line: line + 1, lines });
-                    }
-                }
-                _ => {}
-            }
-        }
-        panic!("{}: the body of `fn {name}` does not end; the scan is wrong", self.path);
     }
 }
 

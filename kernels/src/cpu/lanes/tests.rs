@@ -126,7 +126,8 @@ impl Kernel for Transposed<'_> {
         for i in 0..LANES {
             let row = &self.0[i * 2 * LANES..][..2 * LANES];
             // SAFETY: the row has 32 elements.
-            (rows[i], rounded[i]) = unsafe { (L::load(row.as_ptr()), L::load_rounded_pairs(row.as_ptr())) };
+            let loaded = unsafe { (L::load(row.as_ptr()), L::load_rounded_pairs(row.as_ptr())) };
+            (rows[i], rounded[i]) = loaded;
         }
         for i in 0..LANES {
             // SAFETY: 256 aligned elements each.
