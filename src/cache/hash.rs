@@ -2,7 +2,7 @@
 
 use sha2::{Digest, Sha256};
 
-use crate::types::TokenId;
+use crate::types::{MediaItem, TokenId};
 
 /// What besides the tokens decides the bits of KV. Every chain starts from it, so KV of one policy can be found only
 /// by that policy. Its version does not name a policy: a trainer that starts again may use a number twice.
@@ -29,12 +29,18 @@ impl BlockHash {
         Self(sha.finalize().into())
     }
 
-    /// The block of `tokens` after the block `self`.
-    pub fn child(&self, tokens: &[TokenId]) -> Self {
+    /// Name of the block of `tokens` that follows the block named `self`. `media`: the items whose placeholders are
+    /// among these tokens, on which their KV depends too. Every block of a cache has the same number of tokens.
+    pub fn child<'a>(&self, tokens: &[TokenId], media: impl Iterator<Item = &'a MediaItem>) -> Self {
         let mut sha = Sha256::new();
         sha.update(self.0);
         for token in tokens {
             sha.update(token.to_le_bytes());
+        }
+        for MediaItem { hash, placeholders } in media {
+            sha.update(hash);
+            sha.update((placeholders.start as u64).to_le_bytes());
+            sha.update((placeholders.end as u64).to_le_bytes());
         }
         Self(sha.finalize().into())
     }
@@ -52,17 +58,21 @@ impl HashChain {
         Self { root: BlockHash::root(salt), blocks: Vec::new() }
     }
 
-    /// The chain of all full blocks of `tokens`.
-    pub fn of(salt: CacheSalt, tokens: &[TokenId], block_size: usize) -> Self {
+    /// The chain of all full blocks of `tokens`, a sequence whose prompt has these `media`.
+    pub fn of(salt: CacheSalt, tokens: &[TokenId], media: &[MediaItem], block_size: usize) -> Self {
         let mut chain = Self::new(salt);
-        tokens.chunks_exact(block_size).for_each(|block| chain.push(block));
+        tokens.chunks_exact(block_size).for_each(|block| chain.push(block, media));
         chain
     }
 
-    /// Appends the next full block. `tokens`: the block's own, `block_size` of them.
-    pub fn push(&mut self, tokens: &[TokenId]) {
+    /// Appends the next full block. `tokens` are the block's own, `block_size` of them; `media` are those of the whole
+    /// prompt.
+    pub fn push(&mut self, tokens: &[TokenId], media: &[MediaItem]) {
+        let start = self.len() * tokens.len();
+        let end = start + tokens.len();
+        let inside = media.iter().filter(|item| item.placeholders.start < end && start < item.placeholders.end);
         let parent = self.blocks.last().unwrap_or(&self.root);
-        self.blocks.push(parent.child(tokens));
+        self.blocks.push(parent.child(tokens, inside));
     }
 
     /// Full blocks named so far.
@@ -87,7 +97,7 @@ mod tests {
     fn a_hash_depends_on_salt_parent_tokens_and_their_order() {
         let chain = |epoch, adapter, blocks: &[[TokenId; 2]]| {
             let mut chain = HashChain::new(CacheSalt { epoch, adapter });
-            blocks.iter().for_each(|b| chain.push(b));
+            blocks.iter().for_each(|b| chain.push(b, &[]));
             *chain.as_slice().last().expect("blocks were pushed")
         };
         let variants = [
@@ -105,5 +115,46 @@ mod tests {
             }
         }
         assert_eq!(variants[0], chain(1, None, &[[1, 2]]));
+    }
+
+    const SALT: CacheSalt = CacheSalt { epoch: 3, adapter: None };
+
+    fn hashes(media: &[MediaItem]) -> Vec<BlockHash> {
+        HashChain::of(SALT, &[7; 12], media, 4).as_slice().to_vec()
+    }
+
+    #[test]
+    fn text_alone_is_hashed_as_its_parent_and_its_tokens() {
+        let mut parent: [u8; 32] = Sha256::digest(3_u64.to_le_bytes()).into();
+        for block in hashes(&[]) {
+            let bytes: Vec<u8> = parent.into_iter().chain([7, 0, 0, 0].repeat(4)).collect();
+            parent = Sha256::digest(bytes).into();
+            assert_eq!(block, BlockHash(parent));
+        }
+    }
+
+    #[test]
+    fn the_same_tokens_with_other_media_share_no_block_from_the_first_placeholder_on() {
+        let item = |hash, placeholders| MediaItem { hash: [hash; 32], placeholders };
+        // The first block comes before every placeholder.
+        let variants = [
+            vec![],
+            vec![item(1, 5..6)],
+            vec![item(2, 5..6)],
+            vec![item(1, 6..7)],
+            vec![item(1, 5..7)],
+            vec![item(1, 5..6), item(1, 6..7)],
+            vec![item(1, 7..9)],
+        ];
+        for (i, a) in variants.iter().enumerate() {
+            for (j, b) in variants.iter().enumerate() {
+                let (a, b) = (hashes(a), hashes(b));
+                assert_eq!(a[0], b[0]);
+                assert_eq!((a[1] == b[1], a[2] == b[2]), (i == j, i == j), "variants {i} and {j}");
+            }
+        }
+        let across = hashes(&[item(1, 2..10)]);
+        assert!(across.iter().zip(hashes(&[item(2, 2..10)])).all(|(a, b)| *a != b), "every block has a part of it");
+        assert_eq!(hashes(&[item(1, 8..9)])[..2], hashes(&[item(2, 8..9)])[..2], "only the last has a part of it");
     }
 }

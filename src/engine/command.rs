@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
 use crate::memory::{Backlog, Charge, MemoryReport};
-use crate::types::{FinishReason, SamplingParams, TokenId, TokenLogprobs, WeightVersion};
+use crate::types::{FinishReason, Prompt, SamplingParams, TokenLogprobs, WeightVersion};
 use crate::weights::{Stage, Tensors, UpdateKind, WeightUpdate};
 
 /// Set when the client is gone; the engine looks before each step and ends the request.
@@ -163,7 +163,7 @@ pub struct GenerateCommand {
     /// Unique among running requests.
     pub request_id: String,
     /// Each `1..=max_model_len - 1` tokens below the vocabulary size (`max_model_len` for [`Kind::Score`]).
-    pub prompts: Vec<Arc<[TokenId]>>,
+    pub prompts: Vec<Prompt>,
     pub kind: Kind,
     pub params: Arc<SamplingParams>,
     /// Name of a resident adapter.

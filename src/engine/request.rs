@@ -117,7 +117,8 @@ impl Request {
             Kind::Score => (0, 0),
         };
         let (mut samples, mut groups) = (BTreeMap::new(), Vec::new());
-        let summary = Summary { prompt_tokens: prompts.iter().map(|p| p.len() as u64).sum(), ..Default::default() };
+        let summary =
+            Summary { prompt_tokens: prompts.iter().map(|p| p.tokens.len() as u64).sum(), ..Default::default() };
         for (prompt_index, prompt) in (0..).zip(prompts) {
             let group = GroupKey { request: key, prompt_index };
             let seeds: Vec<u64> = (0..n).map(|i| sample_seed(seed, prompt_index, i)).collect();

@@ -31,10 +31,10 @@ impl FlatBatch {
             assert!(sequence.block_table.len() * block_size >= end, "the block table ends before position {end}");
             self.tokens.extend_from_slice(&sequence.tokens);
             self.adapters.resize(self.tokens.len(), sequence.adapter);
-            for position in sequence.start..end {
-                let block = sequence.block_table[position / block_size] as usize;
-                self.positions.push(position as u32);
-                self.slots.push((block * block_size + position % block_size) as u32);
+            self.positions.extend(sequence.positions());
+            for index in sequence.start..end {
+                let block = sequence.block_table[index / block_size] as usize;
+                self.slots.push((block * block_size + index % block_size) as u32);
             }
             self.logits_rows.extend(sequence.logits.iter().map(|row| (first_row + row.offset) as u32));
         }
@@ -68,7 +68,7 @@ impl FlatBatch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::types::{LogitsRow, PlanSequence};
+    use crate::types::{LogitsRow, PlanSequence, Prompt};
 
     #[test]
     fn rows_follow_the_plan_and_slots_the_block_tables() {
@@ -79,6 +79,7 @@ mod tests {
                 PlanSequence {
                     start: 3,
                     tokens: vec![7, 8, 9],
+                    prompt: Prompt::default(),
                     block_table: vec![5, 2],
                     adapter: None,
                     logits: logits(2),
@@ -86,6 +87,7 @@ mod tests {
                 PlanSequence {
                     start: 8,
                     tokens: vec![4],
+                    prompt: Prompt::default(),
                     block_table: vec![1, 0, 6],
                     adapter: Some(6),
                     logits: logits(0),

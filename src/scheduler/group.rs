@@ -3,14 +3,14 @@
 use std::sync::Arc;
 
 use crate::cache::CacheSalt;
-use crate::types::{FinishReason, GroupKey, SampleKey, SamplingParams, TokenId, TokenLogprobs};
+use crate::types::{FinishReason, GroupKey, Prompt, SampleKey, SamplingParams, TokenLogprobs};
 
 /// One prompt and what is asked of it.
 #[derive(Clone, Debug)]
 pub struct Group {
     /// Never used twice in the life of a scheduler.
     pub key: GroupKey,
-    pub prompt: Arc<[TokenId]>,
+    pub prompt: Prompt,
     pub params: Arc<SamplingParams>,
     /// The policy that serves it; [`Scheduler::change_policy`] gives it another epoch.
     ///

@@ -189,7 +189,7 @@ impl Scheduler {
     }
 
     fn check_fits(&self, group: &Group) -> Result<()> {
-        let (key, len, max_len) = (group.key, group.prompt.len(), self.config.max_model_len);
+        let (key, len, max_len) = (group.key, group.prompt.tokens.len(), self.config.max_model_len);
         let field = || format!("prompts[{}]", key.prompt_index);
         if len == 0 {
             return Err(Error::invalid(field(), "is empty; give at least one token"));

@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use super::{Group, GroupKind};
 use crate::cache::{BlockTable, CacheSalt, HashChain, KvCacheManager};
-use crate::types::{History, LogitsRow, LogitsTask, PlanSequence, SampleKey, SamplingParams, TokenId, TokenLogprobs};
+use crate::types::{
+    History, LogitsRow, LogitsTask, PlanSequence, Prompt, SampleKey, SamplingParams, TokenId, TokenLogprobs,
+};
 
 /// A sequence's place in the order of age, which is also its name inside the scheduler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -20,7 +22,7 @@ pub(super) struct SeqId {
 #[derive(Debug)]
 pub(super) struct Sequence {
     pub key: SampleKey,
-    pub prompt: Arc<[TokenId]>,
+    pub prompt: Prompt,
     pub params: Arc<SamplingParams>,
     pub seed: u64,
     /// Seeds of samples 1.., until the prompt is computed.
@@ -56,7 +58,7 @@ impl Sequence {
         };
         assert!(!seeds.is_empty(), "{:?} has no samples", group.key);
         let unforked = seeds.split_off(1);
-        let hashes = HashChain::of(group.salt, &group.prompt, block_size);
+        let hashes = HashChain::of(group.salt, &group.prompt.tokens, &group.prompt.media, block_size);
         Self {
             key: SampleKey { group: group.key, sample_index: 0 },
             prompt: group.prompt,
@@ -81,7 +83,7 @@ impl Sequence {
     pub fn fork(&self, sample_index: u32, seed: u64, table: BlockTable) -> Self {
         Self {
             key: SampleKey { sample_index, ..self.key },
-            prompt: Arc::clone(&self.prompt),
+            prompt: self.prompt.clone(),
             params: Arc::clone(&self.params),
             seed,
             unforked: Vec::new(),
@@ -102,7 +104,11 @@ impl Sequence {
     /// Tokens of which KV is wanted. Nothing is asked of the last token of a scored prompt, so it is left out; that of
     /// a prompt of one token runs nevertheless, so that every group takes part in a step.
     pub fn num_tokens(&self) -> usize {
-        if self.score_only { (self.prompt.len() - 1).max(1) } else { self.prompt.len() + self.outputs.len() }
+        if self.score_only {
+            (self.prompt.tokens.len() - 1).max(1)
+        } else {
+            self.prompt.tokens.len() + self.outputs.len()
+        }
     }
 
     /// Most tokens that may come from the prefix cache: the last one must run for its logits, and so must every one
@@ -137,19 +143,19 @@ impl Sequence {
     /// Most tokens that it may still be given.
     pub fn num_tokens_left(&self, max_model_len: usize) -> usize {
         let of_output = self.params.max_tokens as usize - self.outputs.len();
-        of_output.min(max_model_len - self.prompt.len() - self.outputs.len())
+        of_output.min(max_model_len - self.prompt.tokens.len() - self.outputs.len())
     }
 
     /// Its last tokens, at most `len`.
     pub fn context(&self, len: usize) -> Vec<TokenId> {
-        let end = self.prompt.len() + self.outputs.len();
+        let end = self.prompt.tokens.len() + self.outputs.len();
         self.copy_tokens(end.saturating_sub(len), end)
     }
 
     fn copy_tokens(&self, start: usize, end: usize) -> Vec<TokenId> {
-        let split = self.prompt.len();
+        let split = self.prompt.tokens.len();
         let mut tokens = Vec::with_capacity(end - start);
-        tokens.extend_from_slice(&self.prompt[start.min(split)..end.min(split)]);
+        tokens.extend_from_slice(&self.prompt.tokens[start.min(split)..end.min(split)]);
         tokens.extend_from_slice(&self.outputs[start.max(split) - split..end.max(split) - split]);
         tokens
     }
@@ -159,10 +165,10 @@ impl Sequence {
         let start = self.num_computed;
         let mut logits = Vec::new();
         if let Some(collected) = &self.prompt_logprobs {
-            let wanted = start.max(collected.len())..end.min(self.prompt.len() - 1);
+            let wanted = start.max(collected.len())..end.min(self.prompt.tokens.len() - 1);
             logits.extend(wanted.map(|position| LogitsRow {
                 offset: position - start,
-                tasks: vec![self.task(self.seed, 0, Some(self.prompt[position + 1]))],
+                tasks: vec![self.task(self.seed, 0, Some(self.prompt.tokens[position + 1]))],
             }));
         }
         if end == self.num_tokens() && !self.score_only {
@@ -172,12 +178,13 @@ impl Sequence {
         }
         let tokens = self.copy_tokens(start, end);
         let block_table = self.table.as_slice().to_vec();
-        PlanSequence { start, tokens, block_table, adapter: self.salt.adapter, logits }
+        let prompt = self.prompt.clone();
+        PlanSequence { start, tokens, prompt, block_table, adapter: self.salt.adapter, logits }
     }
 
     fn task(&self, seed: u64, offset: u32, target: Option<TokenId>) -> LogitsTask {
         let with_history = target.is_none() && self.params.needs_history();
-        let history = || History { prompt: Arc::clone(&self.prompt), output: self.outputs.clone() };
+        let history = || History { prompt: Arc::clone(&self.prompt.tokens), output: self.outputs.clone() };
         LogitsTask {
             sample: SampleKey { sample_index: self.key.sample_index + offset, ..self.key },
             params: Arc::clone(&self.params),
@@ -214,7 +221,7 @@ impl Sequence {
         for index in self.num_registered..end / block_size {
             if index == self.hashes.len() {
                 let tokens = self.copy_tokens(index * block_size, (index + 1) * block_size);
-                self.hashes.push(&tokens);
+                self.hashes.push(&tokens, &self.prompt.media);
             }
             cache.register(&self.table, index, self.hashes.as_slice()[index]);
         }
@@ -233,8 +240,8 @@ impl Sequence {
     /// prompt is done; after that, KV stays if `keep`.
     pub fn change_policy(&mut self, epoch: u64, keep: bool, cache: &mut KvCacheManager) {
         self.salt.epoch = epoch;
-        let known = self.copy_tokens(0, self.prompt.len() + self.outputs.len());
-        self.hashes = HashChain::of(self.salt, &known, cache.block_size());
+        let known = self.copy_tokens(0, self.prompt.tokens.len() + self.outputs.len());
+        self.hashes = HashChain::of(self.salt, &known, &self.prompt.media, cache.block_size());
         if keep && self.is_forked() {
             self.mixed = !self.table.is_empty();
             return;
@@ -255,7 +262,7 @@ impl Sequence {
         assert!(!self.mixed || self.is_forked() && !self.table.is_empty(), "{key:?}: KV of several policies");
         assert!(self.unforked.is_empty() || !self.is_forked(), "{key:?} has tokens and unforked samples");
         if let Some(collected) = &self.prompt_logprobs {
-            assert!(collected.len() >= computed.min(self.prompt.len() - 1), "{key:?}: prompt log-probabilities");
+            assert!(collected.len() >= computed.min(self.prompt.tokens.len() - 1), "{key:?}: prompt log-probabilities");
         }
     }
 }

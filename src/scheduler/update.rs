@@ -129,7 +129,7 @@ impl Scheduler {
         let token = logprobs.token;
         sequence.outputs.push(token);
         self.counters.generated_tokens += 1;
-        let (num_outputs, prompt_len) = (sequence.outputs.len(), sequence.prompt.len());
+        let (num_outputs, prompt_len) = (sequence.outputs.len(), sequence.prompt.tokens.len());
         let finish = stop_reason(&sequence.params, token, num_outputs, prompt_len, self.config.max_model_len);
         outcomes.push(Outcome::Token { sample: sequence.key, logprobs, finish });
         finish

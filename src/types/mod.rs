@@ -3,9 +3,11 @@
 //! Nothing here owns a device, a clock, a channel or a runtime.
 
 mod plan;
+mod prompt;
 mod sampling;
 
 pub use plan::{BlockCopy, BlockId, History, LogitsRow, LogitsTask, PlanSequence, StepOutput, StepPlan};
+pub use prompt::{MediaItem, Prompt};
 pub use sampling::{FinishReason, SamplingParams, TokenLogprobs, sample_seed};
 
 /// A token of the vocabulary.

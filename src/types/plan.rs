@@ -5,7 +5,7 @@ use std::sync::Arc;
 /// Copy of the first `tokens` slots of a block (all layers, K and V), for a fork that writes into a shared block.
 pub use rollout_kernels::BlockCopy;
 
-use super::{RequestKey, SampleKey, SamplingParams, TokenId, TokenLogprobs};
+use super::{Prompt, RequestKey, SampleKey, SamplingParams, TokenId, TokenLogprobs};
 
 /// A physical block of the paged KV cache.
 pub type BlockId = u32;
@@ -21,9 +21,12 @@ pub struct StepPlan {
 /// have drafts behind its token, guesses at what comes next.
 #[derive(Clone, Debug)]
 pub struct PlanSequence {
-    /// Position of `tokens[0]`; KV of `[0, start)` is readable, `[start, start + tokens.len())` is written.
+    /// Index of `tokens[0]` in the sequence. KV of `[0, start)` is read, that of `[start, start + tokens.len())` is
+    /// written.
     pub start: usize,
     pub tokens: Vec<TokenId>,
+    /// The prompt that the sequence begins with: `tokens` are of it, of its completion or of both.
+    pub prompt: Prompt,
     /// Blocks of `[0, start + tokens.len())`, in order.
     pub block_table: Vec<BlockId>,
     /// Generation of the resident adapter that these rows go through, if any.
@@ -73,6 +76,13 @@ pub struct StepOutput {
     pub tokens: Vec<TokenLogprobs>,
     /// Requests of which an answer panicked, with the panic's message. Their answers in `tokens` mean nothing.
     pub failed: Vec<(RequestKey, String)>,
+}
+
+impl PlanSequence {
+    /// Rotary position of each of `tokens`.
+    pub fn positions(&self) -> impl Iterator<Item = u32> {
+        self.prompt.positions(self.start..self.start + self.tokens.len())
+    }
 }
 
 impl StepPlan {

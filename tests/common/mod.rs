@@ -16,7 +16,7 @@ use rollout_server::engine::{
 use rollout_server::error::Result;
 use rollout_server::memory::Backlog;
 use rollout_server::startup::{self, Started};
-use rollout_server::types::{SamplingParams, TokenId, TokenLogprobs};
+use rollout_server::types::{Prompt, SamplingParams, TokenId, TokenLogprobs};
 use rollout_server::weights::{
     Dtype, ParamSpec, Parameters, Receiver as WeightReceiver, Source, Sources, TensorEntry, UpdateKind, UpdateSpec,
 };
@@ -76,7 +76,7 @@ impl Engine {
         let traffic = &self.started.as_ref().unwrap().traffic;
         let command = GenerateCommand {
             request_id: request.id,
-            prompts: request.prompts.into_iter().map(Arc::from).collect(),
+            prompts: request.prompts.into_iter().map(Prompt::from_tokens).collect(),
             kind: request.kind,
             params: Arc::new(request.params),
             adapter: request.adapter,

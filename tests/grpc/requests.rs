@@ -8,7 +8,7 @@ use rollout_server::engine::{
 use rollout_server::error::Error;
 use rollout_server::memory::{MemoryReport, MemoryUse};
 use rollout_server::server::pb::{self, generate_response::Event as Message};
-use rollout_server::types::FinishReason;
+use rollout_server::types::{FinishReason, Prompt};
 use tonic::{Code, Request};
 
 use crate::harness::*;
@@ -18,7 +18,7 @@ async fn messages_come_in_the_order_of_the_events_and_end_with_one_summary() {
     let server = start().await;
     let (mut stream, mut engine) =
         server.running(pb::GenerateRequest { n: Some(2), stream_tokens: true, ..request() }).await;
-    assert_eq!(engine.prompts, [[1, 2, 3].into()]);
+    assert_eq!(engine.prompts, [Prompt::from_tokens([1, 2, 3])]);
     assert!(matches!(engine.kind, Kind::Generate { n: 2, stream_tokens: true, .. }));
 
     // Each message arrives while the request still runs.

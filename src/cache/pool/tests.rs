@@ -6,7 +6,7 @@ use crate::cache::{CacheSalt, HashChain};
 
 fn hashes(n: u32) -> Vec<BlockHash> {
     let mut chain = HashChain::new(CacheSalt::default());
-    (0..n).for_each(|token| chain.push(&[token]));
+    (0..n).for_each(|token| chain.push(&[token], &[]));
     chain.as_slice().to_vec()
 }
 

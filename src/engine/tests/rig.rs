@@ -7,7 +7,7 @@ use crate::cache::KvCacheManager;
 use crate::engine::*;
 use crate::memory::{Backlog, MemoryUse};
 use crate::scheduler::{SchedulerConfig, Speculation};
-use crate::types::{SamplingParams, TokenId};
+use crate::types::{Prompt, SamplingParams, TokenId};
 use crate::weights::{
     AdapterPlan, Delta, Dtype, ParamSpec, ShardRule, TensorData, TensorEntry, Tensors, UpdateKind, WeightUpdate,
 };
@@ -93,7 +93,7 @@ pub fn ask(id: &str, prompt: usize, max_tokens: u32) -> (GenerateCommand, Asked)
     let traffic = Traffic::new(TRAFFIC_BYTES);
     let command = GenerateCommand {
         request_id: id.into(),
-        prompts: vec![(900..900 + prompt as TokenId).collect()],
+        prompts: vec![Prompt::from_tokens((900..900 + prompt as TokenId).collect::<Vec<_>>())],
         kind: Kind::Generate { n: 1, seed: 1, prompt_logprobs: false, stream_tokens: false },
         params: Arc::new(SamplingParams { max_tokens, ..SamplingParams::default() }),
         adapter: None,

@@ -10,7 +10,7 @@ use crate::engine::*;
 use crate::executor::Memory;
 use crate::memory::Backlog;
 use crate::scheduler::{SchedulerConfig, Speculation};
-use crate::types::{FinishReason, SamplingParams, StepOutput, StepPlan, TokenId, TokenLogprobs};
+use crate::types::{FinishReason, Prompt, SamplingParams, StepOutput, StepPlan, TokenId, TokenLogprobs};
 use crate::weights::{Dtype, ParamSpec, Stage};
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -126,7 +126,7 @@ impl Fixture {
         let traffic = Traffic::new(TRAFFIC_BYTES);
         let command = GenerateCommand {
             request_id: id.into(),
-            prompts: prompts.iter().map(|p| Arc::from(*p)).collect(),
+            prompts: prompts.iter().map(|&p| Prompt::from_tokens(p)).collect(),
             kind,
             params: Arc::new(params),
             adapter: None,
@@ -319,7 +319,7 @@ fn a_device_that_fails_ends_every_request() {
     let traffic = Traffic::new(TRAFFIC_BYTES);
     let command = GenerateCommand {
         request_id: "a".into(),
-        prompts: vec![Arc::from([1])],
+        prompts: vec![Prompt::from_tokens([1])],
         kind: Kind::Score,
         params: Arc::new(tokens(1)),
         adapter: None,

@@ -14,7 +14,9 @@ use crate::comm::{Communicator, LocalGroup, Solo};
 use crate::executor::{Executor, ModelRunner, RankWeights, Ranks};
 use crate::model::config::ModelConfig;
 use crate::model::{Build, Decoder, ParamSlot, Parameterized, WorkspaceShape, kv_caches};
-use crate::types::{GroupKey, LogitsRow, LogitsTask, PlanSequence, RequestKey, SampleKey, SamplingParams, StepPlan};
+use crate::types::{
+    GroupKey, LogitsRow, LogitsTask, PlanSequence, Prompt, RequestKey, SampleKey, SamplingParams, StepPlan,
+};
 use crate::weights::{
     Adapter, Checkpoint, Delta, Dtype, ModelSource, ParamSpec, Parameters, Partition, Receiver, Slice, Source, Sources,
     Stage, TensorData, TensorEntry, Tensors, UpdateKind, UpdateSpec, WeightUpdate,
@@ -312,6 +314,7 @@ pub fn sequence(number: usize, tokens: &[u32], adapter: Option<u64>) -> PlanSequ
     PlanSequence {
         start: 0,
         tokens: tokens.to_vec(),
+        prompt: Prompt::from_tokens(tokens),
         block_table: (0..blocks).map(|b| (number * 4 + b) as u32).collect(),
         adapter,
         logits: (0..tokens.len()).map(|offset| LogitsRow { offset, tasks: vec![task(offset)] }).collect(),

@@ -96,7 +96,7 @@ impl Scheduler {
         }
         let group = self.groups.get_mut(&sequence.key.group).expect("a running sequence has a group");
         let index = group.index.get_or_insert_default();
-        index.extend(0, &sequence.prompt[sequence.prompt.len().saturating_sub(MOST_PROMPT_TOKENS)..]);
+        index.extend(0, &sequence.prompt.tokens[sequence.prompt.tokens.len().saturating_sub(MOST_PROMPT_TOKENS)..]);
         let stream = |sample_index: u32| 1 + sample_index as usize;
         group.ended.iter().for_each(|(sample_index, outputs)| index.extend(stream(*sample_index), outputs));
         let siblings = SeqId { sample_index: 0, ..id }..=SeqId { sample_index: u32::MAX, ..id };

@@ -21,8 +21,14 @@ fn root(salt: CacheSalt) -> u64 {
     mix(mix(11, salt.epoch), salt.adapter.map_or(0, |generation| generation + 1))
 }
 
-fn next_state(state: u64, salt: CacheSalt, token: TokenId) -> u64 {
-    mix(mix(state, root(salt)), u64::from(token))
+fn next_state(state: u64, salt: CacheSalt, token: TokenId, media: u64) -> u64 {
+    mix(mix(state, root(salt)), u64::from(token) ^ media)
+}
+
+/// What the prompt's media put in the place of the token with this index; 0 where there are none.
+fn media_at(prompt: &Prompt, index: usize) -> u64 {
+    let item = prompt.media.iter().find(|item| item.placeholders.contains(&index));
+    item.map_or(0, |item| mix(u64::from(item.hash[0]), (index - item.placeholders.start) as u64))
 }
 
 /// What a slot holds after position `position` was computed: like real KV, a function of all tokens up to it, and of
@@ -72,7 +78,7 @@ impl FakeExecutor {
         assert_eq!(written.len(), num_written, "two sequences write one slot");
         for (id, planned) in scheduler.in_flight.iter().zip(&plan.sequences) {
             let sequence = &scheduler.running[id];
-            let all: Vec<TokenId> = sequence.prompt.iter().chain(&sequence.outputs).copied().collect();
+            let all: Vec<TokenId> = sequence.prompt.tokens.iter().chain(&sequence.outputs).copied().collect();
             let oldest = if sequence.is_forked() { self.begun[id] } else { groups[&sequence.key.group].salt.epoch };
             self.verify(oldest, groups[&sequence.key.group].salt, planned, &all);
         }
@@ -90,7 +96,7 @@ impl FakeExecutor {
         };
         let mut states = Vec::new();
         for (position, &token) in (planned.start..).zip(&planned.tokens) {
-            state = next_state(state, salt, token);
+            state = next_state(state, salt, token, media_at(&planned.prompt, position));
             states.push(state);
             let slot = self.slot(planned, position);
             self.slots[slot] = Some(Slot { salt, position, token, state });
@@ -114,7 +120,7 @@ impl FakeExecutor {
             assert!((epoch..=salt.epoch).contains(&held.salt.epoch), "KV of position {position} is of {:?}", held.salt);
             epoch = held.salt.epoch;
             let salt = CacheSalt { epoch, ..salt };
-            state = next_state(state, salt, token);
+            state = next_state(state, salt, token, media_at(&planned.prompt, position));
             assert_eq!(held, Slot { salt, position, token, state }, "KV of position {position}");
         }
     }
@@ -126,11 +132,11 @@ fn raw_logprobs(logprobs: &[TokenLogprobs]) -> Vec<f32> {
 
 /// What a prompt scores if one policy, that of the group's salt, computes all of it.
 fn prompt_logprobs(group: &Group) -> Vec<f32> {
-    let states = group.prompt.iter().scan(0, |state, &token| {
-        *state = next_state(*state, group.salt, token);
+    let states = (0..).zip(&group.prompt.tokens[..]).scan(0, |state, (index, &token)| {
+        *state = next_state(*state, group.salt, token, media_at(&group.prompt, index));
         Some(*state)
     });
-    states.zip(&group.prompt[1..]).map(|(state, &token)| raw_logprob(state, token)).collect()
+    states.zip(&group.prompt.tokens[1..]).map(|(state, &token)| raw_logprob(state, token)).collect()
 }
 
 fn raw_logprob(state: u64, token: TokenId) -> f32 {
@@ -344,7 +350,7 @@ pub fn key(request: u64, prompt_index: u32) -> GroupKey {
 pub fn group(key: GroupKey, prompt: &[TokenId], n: u32, max_tokens: u32) -> Group {
     Group {
         key,
-        prompt: prompt.into(),
+        prompt: Prompt::from_tokens(prompt),
         params: Arc::new(SamplingParams { max_tokens, ..SamplingParams::default() }),
         salt: CacheSalt::default(),
         kind: GroupKind::Sample { seeds: (0..n).map(|i| sample_seed(7, 0, i)).collect(), prompt_logprobs: false },

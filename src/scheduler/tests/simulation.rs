@@ -41,11 +41,18 @@ fn random_config(rng: &mut ChaCha8Rng) -> (SchedulerConfig, usize, usize) {
     (config, smallest + rng.random_range(0..=smallest), block_size)
 }
 
-fn random_prompt(rng: &mut ChaCha8Rng, max_len: usize) -> Arc<[TokenId]> {
+fn random_prompt(rng: &mut ChaCha8Rng, max_len: usize) -> Prompt {
     let len = rng.random_range(1..=max_len);
     // Prompts are 2-periodic but for one token, so that they share prefixes of every length.
     let odd = if rng.random_bool(0.5) { rng.random_range(0..len) } else { len };
-    (0..len).map(|i| if i == odd { 3 } else { i as TokenId % 2 }).collect()
+    let tokens: Vec<TokenId> = (0..len).map(|i| if i == odd { 3 } else { i as TokenId % 2 }).collect();
+    let mut prompt = Prompt::from_tokens(tokens);
+    if rng.random_bool(0.2) {
+        let start = rng.random_range(0..len);
+        let placeholders = start..rng.random_range(start + 1..=len);
+        prompt.media = Arc::new([MediaItem { hash: [rng.random_range(1..=2); 32], placeholders }]);
+    }
+    prompt
 }
 
 fn random_params(rng: &mut ChaCha8Rng) -> SamplingParams {

@@ -23,7 +23,7 @@ use super::pb;
 use crate::engine::{AbortTarget, CancelFlag, Command, GenerateCommand, Kind, Responder};
 use crate::error::{Error, Result};
 use crate::memory::{Backlog, Charge};
-use crate::types::{SamplingParams, TokenId, WeightVersion};
+use crate::types::{Prompt, SamplingParams, WeightVersion};
 
 /// Most samples of one prompt: GRPO groups are 4 to 64, best-of-n and pass@k go up to 1,000.
 const MAX_SAMPLES_PER_PROMPT: u32 = 1024;
@@ -44,7 +44,7 @@ const MAX_ABORTED_REQUESTS: usize = 65_536;
 /// A valid `GenerateRequest` or `ScoreRequest`.
 pub(super) struct ValidRequest {
     pub(super) request_id: String,
-    pub(super) prompts: Vec<Arc<[TokenId]>>,
+    pub(super) prompts: Vec<Prompt>,
     pub(super) kind: Kind,
     pub(super) params: Arc<SamplingParams>,
     adapter: Option<String>,
@@ -82,7 +82,7 @@ impl ValidRequest {
     pub(super) fn bytes(&self) -> u64 {
         /// Bytes that one prompt or one sample takes, with its entries in maps and queues.
         const RECORD: usize = 512;
-        let prompts: usize = self.prompts.iter().map(|p| size_of_val(&p[..]) + RECORD).sum();
+        let prompts: usize = self.prompts.iter().map(|p| p.heap_bytes() + RECORD).sum();
         (prompts + self.samples() * RECORD + self.params.heap_bytes()) as u64
     }
 

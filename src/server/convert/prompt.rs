@@ -1,19 +1,13 @@
 //! Prompts: token ids checked, text and chats encoded.
 
-use std::sync::Arc;
-
 use super::{MAX_SAMPLES_PER_REQUEST, ModelFacts, pb};
 use crate::error::{Error, Result};
 use crate::memory::Charge;
 use crate::server::text::TextCodec;
-use crate::types::TokenId;
+use crate::types::{Prompt, TokenId};
 
 /// Prompts to sample from, each leaving room for at least one token.
-pub(super) fn prompts(
-    prompts: Vec<pb::Prompt>,
-    model: &ModelFacts,
-    charge: &mut Charge,
-) -> Result<Vec<Arc<[TokenId]>>> {
+pub(super) fn prompts(prompts: Vec<pb::Prompt>, model: &ModelFacts, charge: &mut Charge) -> Result<Vec<Prompt>> {
     if prompts.is_empty() {
         return Err(Error::invalid("prompts", "is empty; give at least one prompt"));
     }
@@ -21,7 +15,7 @@ pub(super) fn prompts(
 }
 
 /// Sequences to score, each at most the context.
-pub(super) fn sequences(sequences: Vec<pb::TokenIds>, model: &ModelFacts) -> Result<Vec<Arc<[TokenId]>>> {
+pub(super) fn sequences(sequences: Vec<pb::TokenIds>, model: &ModelFacts) -> Result<Vec<Prompt>> {
     if sequences.is_empty() {
         return Err(Error::invalid("sequences", "is empty; give at least one sequence"));
     }
@@ -36,12 +30,12 @@ pub(super) fn sequences(sequences: Vec<pb::TokenIds>, model: &ModelFacts) -> Res
             let message = format!("{} tokens are more than the context of {}", s.ids.len(), model.max_model_len);
             return Err(Error::invalid(path, message));
         }
-        Ok(s.ids.into())
+        Ok(Prompt::from_tokens(s.ids))
     };
     sequences.into_iter().enumerate().map(check).collect()
 }
 
-fn prompt(path: &str, prompt: pb::Prompt, model: &ModelFacts, charge: &mut Charge) -> Result<Arc<[TokenId]>> {
+fn prompt(path: &str, prompt: pb::Prompt, model: &ModelFacts, charge: &mut Charge) -> Result<Prompt> {
     use pb::prompt::Kind;
     let (path, ids) = match prompt.kind {
         None => return Err(Error::invalid(path, "none of tokens, text and chat is set")),
@@ -68,7 +62,7 @@ fn prompt(path: &str, prompt: pb::Prompt, model: &ModelFacts, charge: &mut Charg
         );
         return Err(Error::invalid(path, message));
     }
-    Ok(ids.into())
+    Ok(Prompt::from_tokens(ids))
 }
 
 fn codec<'a>(path: &str, model: &'a ModelFacts) -> Result<&'a TextCodec> {

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::server::parts::ModelFacts;
 use crate::server::text::{TextCodec, TextStream};
 use crate::text::StopStrings;
-use crate::types::{FinishReason, TokenId, TokenLogprobs, WeightVersion};
+use crate::types::{FinishReason, Prompt, TokenId, TokenLogprobs, WeightVersion};
 use pb::generate_response::Event as Message;
 
 /// Tokens of a sequence in one message of scores: 0.8 MB with 100 most likely tokens at each.
@@ -38,7 +38,7 @@ pub(in crate::server) trait Writer: Send + Unpin {
 /// Turns the events of one `Generate` into its messages.
 pub(in crate::server) struct ReplyWriter {
     request_id: String,
-    prompts: Vec<Arc<[TokenId]>>,
+    prompts: Vec<Prompt>,
     /// Whether messages have `top_logprobs`.
     top: bool,
     /// If messages have text.
@@ -154,7 +154,7 @@ impl ReplyWriter {
     }
 
     fn prompt_logprobs(&self, prompt_index: u32, logprobs: &[TokenLogprobs]) -> Result<pb::PromptLogprobs> {
-        let prompt = self.prompts.get(prompt_index as usize).ok_or_else(|| unasked(prompt_index))?;
+        let prompt = &self.prompts.get(prompt_index as usize).ok_or_else(|| unasked(prompt_index))?.tokens;
         Ok(pb::PromptLogprobs {
             prompt_index,
             token_ids: prompt.to_vec(),
@@ -199,7 +199,7 @@ impl ScoreWriter {
     pub(in crate::server) fn new(request: &ValidRequest) -> Self {
         Self {
             request_id: request.request_id.clone(),
-            lengths: request.prompts.iter().map(|p| Some(p.len())).collect(),
+            lengths: request.prompts.iter().map(|p| Some(p.tokens.len())).collect(),
             left: request.prompts.len(),
             top: request.params.top_logprobs > 0,
         }

@@ -5,7 +5,7 @@ use super::{generate, model};
 use crate::engine::AbortTarget;
 use crate::error::Error;
 use crate::server::pb;
-use crate::types::SamplingParams;
+use crate::types::{Prompt, SamplingParams};
 
 fn tokens(ids: &[u32]) -> pb::Prompt {
     pb::Prompt { kind: Some(pb::prompt::Kind::Tokens(pb::TokenIds { ids: ids.to_vec() })) }
@@ -198,7 +198,7 @@ fn every_field_arrives() {
     };
     assert_eq!(*valid.params, params);
     assert_eq!(valid.kind, Kind::Generate { n: 1024, seed: u64::MAX, prompt_logprobs: true, stream_tokens: true });
-    assert_eq!(valid.prompts, [[7; 7].into()]);
+    assert_eq!(valid.prompts, [Prompt::from_tokens([7; 7])]);
     assert_eq!(valid.request_id, "mine");
     assert_eq!((valid.if_weight_version, valid.min_weight_version), (Some(3), Some(3)));
 }

@@ -12,7 +12,7 @@ use crate::memory::Traffic;
 use crate::server::pb::{self, generate_response::Event as Message, prompt::Kind};
 use crate::server::{ModelFacts, TextCodec};
 use crate::text::Tokenizer;
-use crate::types::{FinishReason, TokenId, TokenLogprobs};
+use crate::types::{FinishReason, Prompt, TokenId, TokenLogprobs};
 
 fn model() -> ModelFacts {
     let file = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/tokenizer/tokenizer.json");
@@ -47,7 +47,7 @@ fn refused(request: pb::GenerateRequest) -> (String, String) {
 #[test]
 fn a_text_prompt_arrives_as_its_tokens() {
     let valid = generate(text_request("The capital of France is", &["\n"]), &model()).expect("valid");
-    assert_eq!(valid.prompts, [ids(&model(), "The capital of France is").into()]);
+    assert_eq!(valid.prompts, [Prompt::from_tokens(ids(&model(), "The capital of France is"))]);
     assert_eq!((valid.params.stop_strings.as_slice(), valid.return_text), (["\n".to_owned()].as_slice(), true));
 }
 
