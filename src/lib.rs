@@ -23,9 +23,9 @@
 //!
 //! A push is a transaction: the [`engine`] reserves its memory, [`weights`]' `Receiver` takes and verifies it beside the
 //! weights that serve while generation goes on, and at its commit the engine gives the [`executor`] one order between
-//! two steps. A complete set of weights is packed as it comes, into storage of the same shapes that the executor gave for
-//! it (a `Stage`); its commit exchanges the two. The request's `RunningPolicy` says what becomes of requests that run.
-//! What is merged is merged into the base, never on top of the last adapter. Pause, sleep and wake are states of the
+//! two steps. A complete set of weights is packed as it comes into shadow weights, storage of the same shapes that the
+//! executor gave for it; its commit exchanges the two. The request's `RunningPolicy` says what becomes of requests that
+//! run. What is merged is merged into the base, never on top of the last adapter. Pause, sleep and wake are states of the
 //! engine; [`engine`] says which command is taken in which.
 //!
 //! # Layers

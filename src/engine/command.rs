@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::error::{Error, Result};
 use crate::memory::{Backlog, Charge, MemoryReport};
 use crate::types::{FinishReason, Prompt, SamplingParams, TokenLogprobs, WeightVersion};
-use crate::weights::{Stage, Tensors, UpdateKind, WeightUpdate};
+use crate::weights::{ShadowWeights, Tensors, UpdateKind, WeightUpdate};
 
 /// Set when the client is gone; the engine looks before each step and ends the request.
 #[derive(Clone, Debug, Default)]
@@ -233,8 +233,8 @@ pub struct UpdateTicket {
     pub id: u64,
     /// Send complete tensors with `WritePart`.
     pub in_place: bool,
-    /// FULL that is not written in place: what to pack it into.
-    pub stage: Option<Stage>,
+    /// The shadow weights to pack a FULL push into; `None` for other kinds, and for a push in place.
+    pub shadow: Option<ShadowWeights>,
 }
 
 /// What becomes of requests that run when an update is applied. See `weights.proto`.

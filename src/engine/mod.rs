@@ -55,7 +55,7 @@ use crate::memory::{MemoryBudget, Traffic};
 use crate::scheduler::{Outcome, Scheduler};
 use crate::text::Tokenizer;
 use crate::types::{RequestKey, WeightVersion};
-use crate::weights::{Adapter, Parameters, Stage};
+use crate::weights::{Adapter, Parameters, ShadowWeights};
 use adapters::Adapters;
 use checksum::Checksum;
 use drain::Drain;
@@ -99,7 +99,7 @@ pub struct Engine<X: Executor> {
     /// At most one update is under way.
     transaction: Option<Transaction>,
     /// What served before the last FULL push, for the next one, until a sleep or a push of another kind.
-    spare: Option<Stage>,
+    spare: Option<ShadowWeights>,
     next_update: u64,
     requests: Requests,
     /// What waits for the accepted requests to end, in the order of arrival.

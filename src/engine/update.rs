@@ -16,7 +16,7 @@ use crate::executor::{Executor, WeightOrder};
 use crate::memory::{MemoryBudget, MemoryUse};
 use crate::scheduler::RunningKv;
 use crate::types::WeightVersion;
-use crate::weights::{Adapter, Delta, Stage, Tensors, UpdateKind, WeightUpdate};
+use crate::weights::{Adapter, Delta, ShadowWeights, Tensors, UpdateKind, WeightUpdate};
 
 /// An open update.
 pub(super) struct Transaction {
@@ -81,26 +81,26 @@ impl<X: Executor> Engine<X> {
         self.check_begin(&begin)?;
         let spare = self.take_spare();
         let in_place = self.reserve_staging(&begin)?;
-        let stage = match spare {
+        let shadow = match spare {
             _ if begin.kind != UpdateKind::Full || in_place => None,
-            None => Some(self.stage()?),
+            None => Some(self.shadow_weights()?),
             spare => spare,
         };
         let id = self.next_update;
         self.next_update += 1;
         self.transaction = Some(Transaction { id, begin, in_place, committed: false, opened: Instant::now() });
-        Ok(UpdateTicket { id, in_place, stage })
+        Ok(UpdateTicket { id, in_place, shadow })
     }
 
     /// The storage that a FULL push has replaced, out of the ledger.
-    pub(super) fn take_spare(&mut self) -> Option<Stage> {
+    pub(super) fn take_spare(&mut self) -> Option<ShadowWeights> {
         self.budget.free(MemoryUse::SpareWeights);
         self.spare.take()
     }
 
     /// What a FULL push is packed into. Nothing stays reserved if there is none.
-    fn stage(&mut self) -> Result<Stage> {
-        self.executor.stage().inspect_err(|_| {
+    fn shadow_weights(&mut self) -> Result<ShadowWeights> {
+        self.executor.shadow_weights().inspect_err(|_| {
             self.budget.free(MemoryUse::UpdateStaging);
         })
     }
@@ -257,7 +257,7 @@ impl<X: Executor> Engine<X> {
                 match content {
                     WeightUpdate::Lora(adapter) => self.apply_lora(adapter)?,
                     WeightUpdate::Full(tensors) => self.apply_full(tensors)?,
-                    WeightUpdate::Staged(stage) => self.apply_staged(stage)?,
+                    WeightUpdate::Packed(shadow) => self.apply_packed(shadow)?,
                     WeightUpdate::Delta(delta) => self.apply_delta(delta)?,
                 }
                 self.state = self.state.complete();
@@ -323,9 +323,9 @@ impl<X: Executor> Engine<X> {
 
     /// What served is kept for the next FULL push, unless its memory had been released: fresh pages cost more than what
     /// is written to them.
-    fn apply_staged(&mut self, stage: Stage) -> Attempt<()> {
+    fn apply_packed(&mut self, shadow: ShadowWeights) -> Attempt<()> {
         let had_memory = self.state.has_policy();
-        let replaced = self.executor.exchange(stage).map_err(Failure::Fatal)?;
+        let replaced = self.executor.exchange(shadow).map_err(Failure::Fatal)?;
         self.spare = had_memory.then_some(replaced);
         self.replace_all();
         Ok(())

@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use crate::error::Result;
 use crate::types::{StepOutput, StepPlan};
-use crate::weights::{Adapter, Delta, ParamSpec, Stage, Tensors};
+use crate::weights::{Adapter, Delta, ParamSpec, ShadowWeights, Tensors};
 
 pub use adapters::resident_adapter_bytes;
 pub use ranks::Ranks;
@@ -38,14 +38,15 @@ pub trait Executor {
     /// # Errors
     /// `DataLoss` if the checkpoint changed while it was read: the weights are of no policy then.
     fn write(&mut self, order: WeightOrder) -> Result<()>;
-    /// Maps storage of the weights' shapes beside them. Its pages take memory as they are written.
+    /// Maps shadow weights: storage of the serving weights' shapes beside them. Its pages take memory as they are
+    /// written.
     ///
     /// # Errors
     /// `ResourceExhausted` if the system cannot map as much.
-    fn stage(&mut self) -> Result<Stage>;
-    /// Exchanges what serves for `stage`, in which every parameter has its value, and gives it back. That is the base
-    /// from now on.
-    fn exchange(&mut self, stage: Stage) -> Result<Stage>;
+    fn shadow_weights(&mut self) -> Result<ShadowWeights>;
+    /// Serves from `shadow`, in which every parameter has its value, and gives back the storage that served. The values
+    /// of `shadow` are the base from now on.
+    fn exchange(&mut self, shadow: ShadowWeights) -> Result<ShadowWeights>;
     /// Bytes of whole rows of a parameter in the dtype in which it serves (row-major, little-endian), gathered from the
     /// ranks.
     fn read(&mut self, spec: &ParamSpec, rows: Range<usize>) -> Result<Vec<u8>>;

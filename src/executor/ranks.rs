@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use super::{Executor, Memory, ModelRunner, WeightOrder};
 use crate::error::{Error, Result};
 use crate::types::{StepOutput, StepPlan};
-use crate::weights::{ParamSpec, Shard, Slice, Stage};
+use crate::weights::{ParamSpec, ShadowShard, ShadowWeights, Slice};
 
 /// Exit status after a rank has failed: EX_SOFTWARE of sysexits.h, an internal error.
 const RANK_FAILED: i32 = 70;
@@ -27,8 +27,8 @@ enum Task {
     Check(WeightOrder),
     Reopen,
     Write(WeightOrder),
-    Stage,
-    Exchange(Vec<Shard>),
+    Shadow,
+    Exchange(Vec<ShadowShard>),
     Read { spec: Arc<ParamSpec>, rows: Range<usize> },
     Release(Memory),
     Restore(Memory),
@@ -40,7 +40,7 @@ enum Answer {
     Read(Vec<u8>),
     /// Bytes that were not released.
     Kept(u64),
-    Storage(Vec<Shard>),
+    Storage(Vec<ShadowShard>),
 }
 
 /// The rank threads. Dropping ends them.
@@ -111,12 +111,12 @@ impl Ranks {
 }
 
 /// The storage among the answers.
-fn storage(answers: Vec<Answer>) -> Stage {
+fn storage(answers: Vec<Answer>) -> ShadowWeights {
     let shards = |answer| match answer {
         Answer::Storage(shards) => Some(shards),
         _ => None,
     };
-    Stage::new(answers.into_iter().filter_map(shards).collect())
+    ShadowWeights::new(answers.into_iter().filter_map(shards).collect())
 }
 
 impl Executor for Ranks {
@@ -145,12 +145,12 @@ impl Executor for Ranks {
         self.perform(|| Task::Write(order.clone())).map(|_| ())
     }
 
-    fn stage(&mut self) -> Result<Stage> {
-        self.perform(|| Task::Stage).map(storage)
+    fn shadow_weights(&mut self) -> Result<ShadowWeights> {
+        self.perform(|| Task::Shadow).map(storage)
     }
 
-    fn exchange(&mut self, stage: Stage) -> Result<Stage> {
-        let mut shards = stage.into_ranks().into_iter();
+    fn exchange(&mut self, shadow: ShadowWeights) -> Result<ShadowWeights> {
+        let mut shards = shadow.into_ranks().into_iter();
         self.perform(|| Task::Exchange(shards.next().unwrap_or_default())).map(storage)
     }
 
@@ -213,7 +213,7 @@ fn perform(runner: &mut ModelRunner, task: Task) -> Result<Answer> {
         Task::Check(order) => runner.check(&order)?,
         Task::Reopen => runner.reopen()?,
         Task::Write(order) => runner.write(&order)?,
-        Task::Stage => return runner.stage().map(Answer::Storage),
+        Task::Shadow => return runner.shadow_shards().map(Answer::Storage),
         Task::Exchange(shards) => return runner.exchange(shards).map(Answer::Storage),
         Task::Read { spec, rows } => return runner.read(&spec, rows).map(Answer::Read),
         Task::Release(memory) => return runner.release(memory).map(Answer::Kept),

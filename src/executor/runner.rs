@@ -16,7 +16,7 @@ use crate::comm::Communicator;
 use crate::error::{Result, panic_message};
 use crate::model::{Additions, LOGITS_ROWS, Workspace, WorkspaceShape};
 use crate::types::{LogitsRow, StepOutput, StepPlan, TokenLogprobs};
-use crate::weights::{ParamSpec, Shard};
+use crate::weights::{ParamSpec, ShadowShard};
 
 /// A rank: its operators, weights, KV cache, buffers and its end of the communication.
 pub struct ModelRunner {
@@ -118,13 +118,13 @@ impl ModelRunner {
         }
     }
 
-    /// See [`RankWeights::stage`].
-    pub fn stage(&mut self) -> Result<Vec<Shard>> {
-        self.weights.stage()
+    /// See [`RankWeights::shadow_shards`].
+    pub fn shadow_shards(&mut self) -> Result<Vec<ShadowShard>> {
+        self.weights.shadow_shards()
     }
 
     /// See [`RankWeights::exchange`].
-    pub fn exchange(&mut self, shards: Vec<Shard>) -> Result<Vec<Shard>> {
+    pub fn exchange(&mut self, shards: Vec<ShadowShard>) -> Result<Vec<ShadowShard>> {
         self.weights.exchange(shards)
     }
 

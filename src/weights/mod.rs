@@ -12,6 +12,6 @@ pub use checkpoint::{
 pub use lora::{Adapter, AdapterPlan, Factors};
 pub use parameters::{Dtype, ParamSpec, Parameters, Partition, ShardRule, Slice, TensorData, head_range, matrix_shape};
 pub use push::{
-    Changes, Delta, Received, Receiver, Segments, Shard, Source, Sources, Stage, TensorEntry, Tensors, UpdateKind,
-    UpdateSpec, WeightUpdate,
+    Changes, Delta, Received, Receiver, Segments, ShadowShard, ShadowWeights, Source, Sources, TensorEntry, Tensors,
+    UpdateKind, UpdateSpec, WeightUpdate,
 };

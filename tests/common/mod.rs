@@ -406,8 +406,8 @@ impl Engine {
             ended: Box::new(drop),
         };
         let ticket = self.ask(|reply| Command::BeginUpdate { begin, reply })?;
-        if let Some(stage) = ticket.stage {
-            receiver.pack_into(stage);
+        if let Some(shadow) = ticket.shadow {
+            receiver.pack_into(shadow);
         }
         for (index, (_, bytes)) in push.tensors.iter().enumerate() {
             for (chunk, offset) in bytes.chunks(4000).zip((0..).step_by(4000)) {

@@ -82,7 +82,7 @@ impl Update {
 /// The engine lets the update begin.
 pub fn begin(server: &Harness, in_place: bool) -> UpdateBegin {
     let Command::BeginUpdate { begin, reply } = server.command() else { panic!("not a BeginUpdate") };
-    reply(Ok(UpdateTicket { id: 7, in_place, stage: None }));
+    reply(Ok(UpdateTicket { id: 7, in_place, shadow: None }));
     begin
 }
 
@@ -166,7 +166,7 @@ async fn refused(messages: Vec<Kind>) -> Status {
             match commands.recv_timeout(Duration::from_millis(10)) {
                 Ok(Command::BeginUpdate { begin, reply }) => {
                     begun = Some(begin.cancel.clone());
-                    reply(Ok(UpdateTicket { id: 1, in_place: false, stage: None }));
+                    reply(Ok(UpdateTicket { id: 1, in_place: false, shadow: None }));
                 }
                 Ok(Command::Look) => {}
                 Ok(Command::CommitUpdate { .. }) => panic!("a commit reached the engine"),

@@ -6,7 +6,7 @@ use super::rig::{BLOCK_SIZE, BLOCKS};
 use crate::engine::*;
 use crate::executor::Memory;
 use crate::types::{RequestKey, StepOutput, StepPlan, TokenId, TokenLogprobs};
-use crate::weights::{ParamSpec, Stage};
+use crate::weights::{ParamSpec, ShadowWeights};
 
 /// What the ranks were told.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -15,7 +15,7 @@ pub enum Did {
     Merge,
     Replace,
     /// Storage beside the weights was made.
-    Stage,
+    Shadow,
     Exchange,
     Patch,
     Add(u64),
@@ -171,12 +171,12 @@ impl Executor for Fake {
         Ok(())
     }
 
-    fn stage(&mut self) -> Result<Stage> {
-        self.did.push(Did::Stage);
-        Ok(Stage::default())
+    fn shadow_weights(&mut self) -> Result<ShadowWeights> {
+        self.did.push(Did::Shadow);
+        Ok(ShadowWeights::default())
     }
 
-    fn exchange(&mut self, stage: Stage) -> Result<Stage> {
+    fn exchange(&mut self, shadow: ShadowWeights) -> Result<ShadowWeights> {
         assert!(
             self.plan.is_none() && self.is_awake(Memory::Weights),
             "an exchange of weights that are in use or asleep"
@@ -184,7 +184,7 @@ impl Executor for Fake {
         self.policy += 1;
         (self.merged, self.whole) = (None, true);
         self.did.push(Did::Exchange);
-        Ok(stage)
+        Ok(shadow)
     }
 
     /// The bytes of a row are its number and the policy's.

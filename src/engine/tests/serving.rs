@@ -11,7 +11,7 @@ use crate::executor::Memory;
 use crate::memory::Backlog;
 use crate::scheduler::{SchedulerConfig, Speculation};
 use crate::types::{FinishReason, Prompt, SamplingParams, StepOutput, StepPlan, TokenId, TokenLogprobs};
-use crate::weights::{Dtype, ParamSpec, Stage};
+use crate::weights::{Dtype, ParamSpec, ShadowWeights};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -53,11 +53,11 @@ impl Executor for Counting {
         Err(Error::Internal(format!("{order:?} went wrong")))
     }
 
-    fn stage(&mut self) -> Result<Stage> {
-        Err(Error::Internal("the stage went wrong".into()))
+    fn shadow_weights(&mut self) -> Result<ShadowWeights> {
+        Err(Error::Internal("the shadow weights went wrong".into()))
     }
 
-    fn exchange(&mut self, _: Stage) -> Result<Stage> {
+    fn exchange(&mut self, _: ShadowWeights) -> Result<ShadowWeights> {
         Err(Error::Internal("the exchange went wrong".into()))
     }
 

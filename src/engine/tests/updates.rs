@@ -117,7 +117,7 @@ fn a_waiting_update_lets_the_accepted_finish_and_holds_the_new() {
     assert_eq!((status.held_requests, status.running_requests, status.update.is_some()), (2, 3, true));
     let second = rig.begin(begin(UpdateKind::Lora)).unwrap_err();
     assert!(matches!(&second, Error::VersionConflict(why) if why.contains("another update is under way")), "{second}");
-    assert_eq!(rig.did(), [Did::Stage]);
+    assert_eq!(rig.did(), [Did::Shadow]);
     while told(&reply).is_waiting() {
         assert_eq!(rig.did(), []);
         rig.step();
@@ -231,14 +231,14 @@ fn a_packed_push_is_exchanged_at_its_commit() {
     let mut rig = Rig::new();
     rig.push_lora(RunningPolicy::Keep);
     let ticket = rig.begin(begin(UpdateKind::Full)).unwrap();
-    let stage = ticket.stage.expect("FULL is packed");
+    let shadow = ticket.shadow.expect("FULL is packed");
     rig.did();
-    let reply = told(&rig.commit(ticket.id, WeightUpdate::Staged(stage))).reply().unwrap();
+    let reply = told(&rig.commit(ticket.id, WeightUpdate::Packed(shadow))).reply().unwrap();
     assert_eq!(rig.did(), [Did::Exchange]);
     assert_eq!((reply.weight_version, rig.reserved(MemoryUse::MergedAdapter)), (2, 0));
     // What served before is kept for the next one, and goes for a push of another kind.
     assert_eq!(rig.reserved(MemoryUse::SpareWeights), rig.reserved(MemoryUse::Weights));
-    assert!(rig.begin(begin(UpdateKind::Full)).unwrap().stage.is_some());
+    assert!(rig.begin(begin(UpdateKind::Full)).unwrap().shadow.is_some());
     assert_eq!((rig.reserved(MemoryUse::SpareWeights), rig.did()), (0, vec![]));
     rig.engine.roll_back();
     // It is the base now, which is copied below what is merged next.
@@ -246,7 +246,7 @@ fn a_packed_push_is_exchanged_at_its_commit() {
     let merged = WeightUpdate::Lora(adapter(&rig.engine.parameters, 1, 1));
     told(&rig.commit(ticket.id, merged)).reply().unwrap();
     assert_eq!(rig.reserved(MemoryUse::BaseCopies), 60);
-    assert!(rig.begin(begin(UpdateKind::Lora)).unwrap().stage.is_none());
+    assert!(rig.begin(begin(UpdateKind::Lora)).unwrap().shadow.is_none());
     rig.engine.roll_back();
     rig.assert_clean();
 }
@@ -256,7 +256,7 @@ fn what_a_packed_push_replaced_goes_with_a_sleep() {
     for level in [SleepLevel::One, SleepLevel::Two] {
         let mut rig = Rig::new();
         let ticket = rig.begin(begin(UpdateKind::Full)).unwrap();
-        told(&rig.commit(ticket.id, WeightUpdate::Staged(ticket.stage.unwrap()))).reply().unwrap();
+        told(&rig.commit(ticket.id, WeightUpdate::Packed(ticket.shadow.unwrap()))).reply().unwrap();
         assert_eq!(
             (rig.reserved(MemoryUse::SpareWeights), rig.engine.spare.is_some()),
             (rig.reserved(MemoryUse::Weights), true)
@@ -274,7 +274,7 @@ fn a_packed_push_after_the_deep_sleep_leaves_no_spare() {
     told(&rig.sleep(SleepLevel::Two, DrainMode::Wait)).reply().unwrap();
     rig.wake(true, true, false).unwrap();
     let ticket = rig.begin(begin(UpdateKind::Full)).unwrap();
-    told(&rig.commit(ticket.id, WeightUpdate::Staged(ticket.stage.unwrap()))).reply().unwrap();
+    told(&rig.commit(ticket.id, WeightUpdate::Packed(ticket.shadow.unwrap()))).reply().unwrap();
     // What it replaced had no memory any more.
     assert_eq!((rig.reserved(MemoryUse::Weights), rig.reserved(MemoryUse::SpareWeights)), (120, 0));
     rig.assert_clean();
@@ -417,6 +417,6 @@ fn a_commit_that_waits_can_be_cancelled() {
     assert!(rig.status().update.is_none() && rig.status().held_requests == 0, "what waited for it goes on");
     rig.finish();
     assert_eq!((asked.completion().tokens.len(), held.completion().tokens.len()), (9, 1));
-    assert_eq!(rig.did(), [Did::Stage]);
+    assert_eq!(rig.did(), [Did::Shadow]);
     rig.assert_clean();
 }

@@ -18,8 +18,8 @@ use crate::types::{
     GroupKey, LogitsRow, LogitsTask, PlanSequence, Prompt, RequestKey, SampleKey, SamplingParams, StepPlan,
 };
 use crate::weights::{
-    Adapter, Checkpoint, Delta, Dtype, ModelSource, ParamSpec, Parameters, Partition, Receiver, Slice, Source, Sources,
-    Stage, TensorData, TensorEntry, Tensors, UpdateKind, UpdateSpec, WeightUpdate,
+    Adapter, Checkpoint, Delta, Dtype, ModelSource, ParamSpec, Parameters, Partition, Receiver, ShadowWeights, Slice,
+    Source, Sources, TensorData, TensorEntry, Tensors, UpdateKind, UpdateSpec, WeightUpdate,
 };
 
 pub const DTYPES: [WeightDtype; 2] = [WeightDtype::F32, WeightDtype::Bf16];
@@ -196,11 +196,11 @@ impl Setup {
     }
 
     /// A FULL push of all parameters, packed into what the ranks give for it.
-    pub fn staged(&self, ranks: &mut Ranks, values: &[Vec<f32>]) -> Stage {
+    pub fn staged(&self, ranks: &mut Ranks, values: &[Vec<f32>]) -> ShadowWeights {
         let mut receiver = self.receiver(UpdateKind::Full, String::new(), &self.tensors(values));
-        receiver.pack_into(ranks.stage().unwrap());
+        receiver.pack_into(ranks.shadow_weights().unwrap());
         match write_all(receiver, &self.tensors(values)).finish().unwrap().update {
-            WeightUpdate::Staged(stage) => stage,
+            WeightUpdate::Packed(shadow) => shadow,
             other => panic!("{other:?}"),
         }
     }

@@ -111,9 +111,9 @@ fn what_is_exchanged_for_a_packed_push_is_a_fresh_start_and_the_base_from_then_o
                 assert_eq!(outputs(&mut ranks), before);
                 let adapter = setup.adapter(4, &ALL, 2, 0.5, false);
                 merge(&mut ranks, &none, &adapter);
-                let stage = setup.staged(&mut ranks, &pushed);
+                let shadow = setup.staged(&mut ranks, &pushed);
                 setup.assert_serves(&mut ranks, &setup.merged(&setup.base(), &adapter), "before the exchange");
-                drop(ranks.exchange(stage).unwrap());
+                drop(ranks.exchange(shadow).unwrap());
                 setup.assert_serves(&mut ranks, &bytes_of(&setup, &pushed), "exchanged");
                 let mut direct = setup.ranks();
                 direct.write(WeightOrder::Replace { tensors: setup.full(&pushed) }).unwrap();
@@ -123,8 +123,8 @@ fn what_is_exchanged_for_a_packed_push_is_a_fresh_start_and_the_base_from_then_o
                 merge(&mut ranks, &none, &adapter);
                 setup.assert_serves(&mut ranks, &setup.merged(&rounded(&pushed), &adapter), "merged");
                 let again = setup.random_values(13);
-                let stage = setup.staged(&mut ranks, &again);
-                drop(ranks.exchange(stage).unwrap());
+                let shadow = setup.staged(&mut ranks, &again);
+                drop(ranks.exchange(shadow).unwrap());
                 setup.assert_serves(&mut ranks, &bytes_of(&setup, &again), "exchanged again");
                 // Not into the base that the adapter before was merged into.
                 merge(&mut ranks, &none, &adapter);

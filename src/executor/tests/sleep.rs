@@ -52,8 +52,8 @@ fn what_wakes_is_what_slept() {
             // Or it is brought by a packed push.
             ranks.release(Memory::WeightsAndBase).unwrap();
             ranks.restore(Memory::WeightsAndBase).unwrap();
-            let stage = setup.staged(&mut ranks, &pushed);
-            drop(ranks.exchange(stage).unwrap());
+            let shadow = setup.staged(&mut ranks, &pushed);
+            drop(ranks.exchange(shadow).unwrap());
             let mut direct = setup.ranks();
             direct.write(WeightOrder::Replace { tensors: setup.full(&pushed) }).unwrap();
             assert_eq!(outputs(&mut ranks), outputs(&mut direct), "after the deep sleep and a packed push");

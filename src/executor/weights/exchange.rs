@@ -7,14 +7,14 @@ use rollout_kernels::{PackedMatrix, with_f32_mut};
 use super::RankWeights;
 use crate::error::{Error, Result};
 use crate::model::{ParamSlot, Parameterized};
-use crate::weights::{ParamSpec, Partition, Shard, Slice};
+use crate::weights::{ParamSpec, Partition, ShadowShard, Slice};
 
 impl RankWeights {
     /// Storage of the shapes of this rank's weights: a shard for each matrix, and one for all vectors.
     ///
     /// # Errors
     /// `ResourceExhausted` if the system cannot map as much.
-    pub fn stage(&mut self) -> Result<Vec<Shard>> {
+    pub fn shadow_shards(&mut self) -> Result<Vec<ShadowShard>> {
         let (partition, dtype) = (self.bases.build.partition, self.bases.build.weights);
         let mut shards = Vec::new();
         self.decoder.visit_matrices(&mut |specs, matrix| shards.push(beside(specs, matrix, partition)));
@@ -26,23 +26,23 @@ impl RankWeights {
             }
             Ok(())
         })?;
-        shards.push(Shard::vectors(dtype, vectors.into_iter()));
+        shards.push(ShadowShard::vectors(dtype, vectors.into_iter()));
         Ok(shards)
     }
 
-    /// Serves from `shards`, which [`RankWeights::stage`] gave and which hold every parameter, and gives back the
+    /// Serves from `shards`, which [`RankWeights::shadow_shards`] gave and which hold every parameter, and gives back the
     /// matrices that served; what they hold now is the base.
-    pub fn exchange(&mut self, mut shards: Vec<Shard>) -> Result<Vec<Shard>> {
-        let mut matrices = shards.iter_mut().filter_map(Shard::as_matrix_mut);
+    pub fn exchange(&mut self, mut shards: Vec<ShadowShard>) -> Result<Vec<ShadowShard>> {
+        let mut matrices = shards.iter_mut().filter_map(ShadowShard::as_matrix_mut);
         self.decoder.visit_matrices(&mut |_, matrix| {
-            let other = matrices.next().expect("the stage has every matrix");
+            let other = matrices.next().expect("the shadow weights have every matrix");
             std::mem::swap(matrix, other);
         });
-        let vectors = shards.last().expect("the stage has the vectors");
+        let vectors = shards.last().expect("the shadow weights have the vectors");
         let Self { decoder, bases, missing } = self;
         decoder.visit(&mut |spec, slot| {
             if let ParamSlot::Vector { vector, offset } = slot {
-                let new = vectors.vector(&spec.name).expect("the stage has every vector");
+                let new = vectors.vector(&spec.name).expect("the shadow weights have every vector");
                 with_f32_mut(vector, |values| values[offset..offset + new.len()].copy_from_slice(new))?;
             }
             bases.replaced.insert(spec.name.clone());
@@ -55,10 +55,10 @@ impl RankWeights {
 }
 
 /// A matrix of the same shape for the same parameters.
-fn beside(specs: &[&ParamSpec], matrix: &PackedMatrix, partition: Partition) -> Result<Shard> {
+fn beside(specs: &[&ParamSpec], matrix: &PackedMatrix, partition: Partition) -> Result<ShadowShard> {
     let spare = matrix
         .spare()
         .map_err(|e| Error::ResourceExhausted(format!("cannot map {} bytes to stage a matrix: {e}", matrix.bytes())))?;
     let slices = specs.iter().map(|spec| Ok((spec.name.clone(), partition.slice(spec)?)));
-    Ok(Shard::matrix(spare, slices.collect::<Result<Vec<(String, Slice)>>>()?.into_iter()))
+    Ok(ShadowShard::matrix(spare, slices.collect::<Result<Vec<(String, Slice)>>>()?.into_iter()))
 }

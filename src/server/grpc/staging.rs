@@ -123,9 +123,9 @@ fn receive(
     engine: &EngineHandle,
     activity: &Activity,
 ) -> Result<Received> {
-    if let Some(stage) = ticket.stage {
+    if let Some(shadow) = ticket.shadow {
         let _work = activity.work();
-        receiver.pack_into(stage);
+        receiver.pack_into(shadow);
         receiver.read_declared()?;
     }
     while let Some(work) = queue.blocking_recv() {

@@ -22,7 +22,7 @@ use super::parameters::Dtype;
 
 pub use delta::{Changes, Delta};
 pub use receiver::Receiver;
-pub use shadow::{Shard, Stage};
+pub use shadow::{ShadowShard, ShadowWeights};
 pub use shared_memory::Segments;
 pub use tensors::Tensors;
 
@@ -102,7 +102,7 @@ pub enum WeightUpdate {
     /// Every parameter; in place the rest of them.
     Full(Arc<Tensors>),
     /// Every parameter, packed.
-    Staged(Stage),
+    Packed(ShadowWeights),
     /// Changed elements.
     Delta(Arc<Delta>),
 }

@@ -12,7 +12,7 @@ use super::files::SourceFile;
 use super::manifest::{Declared, Manifest};
 use super::names;
 use super::receipt::{MOST_THREADS, Slot, in_parallel};
-use super::shadow::Stage;
+use super::shadow::ShadowWeights;
 use super::tensors::{Staged, Tensors};
 use super::{Received, Source, Sources, TensorEntry, UpdateKind, UpdateSpec, WeightUpdate};
 use crate::error::{Error, Result};
@@ -39,7 +39,7 @@ pub struct Receiver {
     /// LORA, once all tensors are declared.
     plan: Option<AdapterPlan>,
     /// FULL: what the tensors are packed into; else they are kept.
-    stage: Option<Stage>,
+    stage: Option<ShadowWeights>,
     /// Bytes of the parameters as they serve, on all ranks.
     serving_bytes: u64,
     /// Most bytes that wait for those before them, with a stage.
@@ -358,7 +358,7 @@ impl Receiver {
                 (WeightUpdate::Lora(Arc::new(adapter)), parameters)
             }
             UpdateKind::Full if let Some(stage) = self.stage.take() => {
-                (WeightUpdate::Staged(stage), self.manifest.covered())
+                (WeightUpdate::Packed(stage), self.manifest.covered())
             }
             UpdateKind::Full => {
                 let tensors = self.tensors(0..self.slots.len());

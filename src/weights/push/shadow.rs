@@ -13,17 +13,17 @@ use crate::weights::{Slice, TensorData};
 
 /// What a FULL push is packed into, on every rank.
 #[derive(Default)]
-pub struct Stage {
+pub struct ShadowWeights {
     cells: Vec<Cell>,
     /// The cell of each parameter.
     places: HashMap<String, usize>,
 }
 
 /// A matrix as all ranks hold it, or all vectors. Different threads can write different ones.
-pub(super) struct Cell(Vec<Shard>);
+pub(super) struct Cell(Vec<ShadowShard>);
 
 /// One rank's part of a cell.
-pub struct Shard {
+pub struct ShadowShard {
     parts: HashMap<String, Part>,
     storage: Storage,
 }
@@ -52,7 +52,7 @@ pub(super) struct TensorRows<'a> {
     pub bytes: &'a [u8],
 }
 
-impl Shard {
+impl ShadowShard {
     /// For the parameters that share `matrix`, one below the other in this order.
     pub fn matrix(matrix: PackedMatrix, parameters: impl Iterator<Item = (String, Slice)>) -> Self {
         Self { parts: parts(parameters).0, storage: Storage::Matrix(matrix) }
@@ -135,9 +135,9 @@ impl Cell {
     }
 }
 
-impl Stage {
+impl ShadowWeights {
     /// A stage of the ranks' shards, which hold parts of the same parameters in the same order.
-    pub fn new(ranks: Vec<Vec<Shard>>) -> Self {
+    pub fn new(ranks: Vec<Vec<ShadowShard>>) -> Self {
         let places = ranks.first().into_iter().flatten().enumerate();
         let places =
             places.flat_map(|(cell, shard)| shard.parts.keys().map(move |name| (name.clone(), cell))).collect();
@@ -150,8 +150,8 @@ impl Stage {
     }
 
     /// The shards of each rank.
-    pub fn into_ranks(self) -> Vec<Vec<Shard>> {
-        let mut ranks: Vec<Vec<Shard>> = Vec::new();
+    pub fn into_ranks(self) -> Vec<Vec<ShadowShard>> {
+        let mut ranks: Vec<Vec<ShadowShard>> = Vec::new();
         for Cell(shards) in self.cells {
             ranks.resize_with(shards.len(), Vec::new);
             ranks.iter_mut().zip(shards).for_each(|(rank, shard)| rank.push(shard));
@@ -178,8 +178,8 @@ impl Stage {
     }
 }
 
-impl fmt::Debug for Stage {
+impl fmt::Debug for ShadowWeights {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Stage({} parameters)", self.places.len())
+        write!(f, "ShadowWeights({} parameters)", self.places.len())
     }
 }

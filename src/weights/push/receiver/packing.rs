@@ -9,14 +9,14 @@ use crate::weights::push::TensorEntry;
 use crate::weights::push::manifest::Declared;
 use crate::weights::push::ordered::Layout;
 use crate::weights::push::receipt::{Slot, in_parallel_with};
-use crate::weights::push::shadow::{Cell, Stage, TensorRows};
+use crate::weights::push::shadow::{Cell, ShadowWeights, TensorRows};
 
 impl Receiver {
     /// FULL: from now on packs the tensors into `stage` as they come.
     ///
     /// # Panics
     /// If some have come already.
-    pub fn pack_into(&mut self, stage: Stage) {
+    pub fn pack_into(&mut self, stage: ShadowWeights) {
         assert!(self.slots.iter().all(Slot::is_untouched), "tensors have come before the stage");
         self.stage = Some(stage);
     }

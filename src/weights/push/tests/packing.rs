@@ -8,7 +8,7 @@ use super::names::fuse;
 use super::sources::{Segment, checkpoint, from_directory, from_segment, lay_out};
 use super::streams::{random_chunks, slice_of};
 use super::*;
-use crate::weights::{Shard, Stage};
+use crate::weights::{ShadowShard, ShadowWeights};
 
 /// Number of the rank and the parameter's name.
 type Place = (usize, String);
@@ -39,7 +39,7 @@ fn precision(parameters: &Parameters) -> WeightDtype {
 }
 
 /// Storage as ranks would give it.
-fn stage(parameters: &Parameters) -> Stage {
+fn shadow_weights(parameters: &Parameters) -> ShadowWeights {
     let dtype = precision(parameters);
     let shards = |rank| {
         let part = |spec: &&ParamSpec| (spec.name.clone(), slice(spec, rank, parameters));
@@ -48,20 +48,20 @@ fn stage(parameters: &Parameters) -> Stage {
             let slices: Vec<_> = specs.iter().map(part).collect();
             let rows = slices.iter().map(|(_, slice)| slice.rows.len()).sum();
             let matrix = PackedMatrix::zeros(dtype, rows, slices[0].1.cols.len(), 1);
-            shards.push(Shard::matrix(matrix, slices.into_iter()));
+            shards.push(ShadowShard::matrix(matrix, slices.into_iter()));
         }
         let vectors: Vec<_> = parameters.iter().filter(|spec| !is_matrix(spec)).collect();
-        shards.push(Shard::vectors(dtype, vectors.iter().map(part)));
+        shards.push(ShadowShard::vectors(dtype, vectors.iter().map(part)));
         shards
     };
-    Stage::new((0..parameters.world()).map(shards).collect())
+    ShadowWeights::new((0..parameters.world()).map(shards).collect())
 }
 
 /// What each rank holds of each parameter.
 fn contents(received: Received, parameters: &Parameters) -> BTreeMap<Place, Vec<f32>> {
-    let WeightUpdate::Staged(stage) = received.update else { panic!("not packed: {:?}", received.update) };
+    let WeightUpdate::Packed(shadow) = received.update else { panic!("not packed: {:?}", received.update) };
     let mut contents = BTreeMap::new();
-    for (rank, mut shards) in stage.into_ranks().into_iter().enumerate() {
+    for (rank, mut shards) in shadow.into_ranks().into_iter().enumerate() {
         let vectors = shards.pop().unwrap();
         for spec in parameters.iter().filter(|spec| !is_matrix(spec)) {
             contents.insert((rank, spec.name.clone()), vectors.vector(&spec.name).unwrap().to_vec());
@@ -111,7 +111,7 @@ fn models() -> impl Iterator<Item = Arc<Parameters>> {
 }
 
 pub(super) fn packing(mut receiver: Receiver, parameters: &Parameters) -> Receiver {
-    receiver.pack_into(stage(parameters));
+    receiver.pack_into(shadow_weights(parameters));
     receiver
 }
 
@@ -285,7 +285,7 @@ fn no_more_waits_than_is_set_aside() {
     let serving: u64 = parameters.iter().map(|spec| parameters.bytes_on_ranks(spec).unwrap()).sum();
     let room = push.iter().map(|sent| sent.bytes.len()).max().unwrap() as u64;
     assert_eq!(receiver.staging_bytes(false), serving + room);
-    receiver.pack_into(stage(&parameters));
+    receiver.pack_into(shadow_weights(&parameters));
     let mut waits = 0;
     for (i, sent) in push.iter().enumerate() {
         let result = receiver.write(i as u32, 1, &sent.bytes[1..]);
