@@ -13,7 +13,7 @@ pub const MAX_RANKS: usize = 64;
 #[derive(Clone, Debug, Parser)]
 #[command(name = "rollout-server", version)]
 pub struct Config {
-    /// A Hugging Face directory, a GGUF file, or org/name[@revision] on the hub.
+    /// A Hugging Face directory, a GGUF file, or a model of the hub as org/name or org/name@revision.
     #[arg(long, env = "ROLLOUT_MODEL", value_name = "DIR|FILE.gguf|ORG/NAME[@REV]")]
     pub model: String,
 

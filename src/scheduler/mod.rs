@@ -1,4 +1,4 @@
-//! Which tokens run next. Pure: state in, [`StepPlan`] out; no device, clock, channel or randomness.
+//! Which tokens run next. Pure: state in, [`StepPlan`](crate::types::StepPlan) out; no device, clock, channel or randomness.
 //!
 //! # How a sequence travels
 //!

@@ -40,7 +40,7 @@ pub fn round_bf16(x: f32) -> bf16 {
     bf16::from_bits(if x.is_nan() { quiet } else { rounded } as u16)
 }
 
-/// `x` in float32, without branches: the bits of [`f16::to_f32`].
+/// `x` in float32, without branches: the bits of `f16::to_f32`.
 #[inline(always)]
 pub fn widen_f16(x: f16) -> f32 {
     const BIAS: u32 = (127 - 15) << 23; // exponents count from 127 in float32, from 15 in float16

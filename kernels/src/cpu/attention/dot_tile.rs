@@ -40,7 +40,7 @@ pub(super) struct Part<'a> {
     pub positions: Range<usize>,
     /// By pair the score that weights are relative to, as a power of two; `-inf` before the first.
     pub references: &'a mut [f32],
-    /// `[pairs][state_len]`, see [`state_len`](super::units::state_len).
+    /// `[pairs][state_len]`, see [`state_len`].
     pub states: &'a mut [f32],
 }
 

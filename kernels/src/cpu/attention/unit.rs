@@ -38,7 +38,7 @@ pub(super) struct Part<'a> {
     pub seen: &'a [(usize, usize)],
     /// `[pairs][UNIT]`: scores, then `2^(score - largest)`.
     pub weights: &'a mut [f32],
-    /// `[pairs][state_len]`, see [`state_len`](super::units::state_len).
+    /// `[pairs][state_len]`, see [`state_len`].
     pub states: &'a mut [f32],
     pub softmax: &'a mut [Softmax],
 }
