@@ -1,8 +1,7 @@
 //! Requests from their arrival to their end: held, accepted, refused, aborted.
 
-use super::drain::Then;
 use super::lifecycle::State;
-use super::update::Transaction;
+use super::transaction::Transaction;
 use super::{AbortReply, AbortTarget, Ending, Engine, Event, GenerateCommand, Request, shutting_down};
 use crate::cache::CacheSalt;
 use crate::error::{Error, Result};
@@ -43,7 +42,7 @@ impl<X: Executor> Engine<X> {
 
     /// One that insists on a version does not wait for another.
     fn wants_newer(&self, command: &GenerateCommand) -> bool {
-        command.if_weight_version.is_none() && command.min_weight_version.is_some_and(|v| v > self.policy.version)
+        command.if_weight_version.is_none() && command.min_weight_version.is_some_and(|v| v > self.policy.version())
     }
 
     /// Accepts those held requests that need not wait any more, in order.
@@ -62,7 +61,7 @@ impl<X: Executor> Engine<X> {
             Ok(adapter) => adapter,
             Err(error) => return refuse(command, error),
         };
-        let salt = CacheSalt { epoch: self.policy.epoch, adapter };
+        let salt = CacheSalt { epoch: self.policy.epoch(), adapter };
         let (request, groups) = Request::new(key, command, salt, self.tokenizer.as_ref());
         match self.scheduler.add(groups) {
             Ok(()) => {
@@ -75,7 +74,7 @@ impl<X: Executor> Engine<X> {
 
     /// The generation of the adapter that the request names.
     fn check_policy(&self, command: &GenerateCommand) -> Result<Option<u64>> {
-        let have = self.policy.version;
+        let have = self.policy.version();
         if let Some(wanted) = command.if_weight_version.filter(|&wanted| wanted != have) {
             return Err(Error::VersionConflict(format!(
                 "if_weight_version: {wanted} is not the policy that serves; that is version {have}"
@@ -94,16 +93,13 @@ impl<X: Executor> Engine<X> {
         }
         // A flag may be set at any time: that of the update is read once, so that the update and its commit, which may
         // be among the drains, go together.
-        let update_is_gone = self.transaction.as_ref().is_some_and(Transaction::is_cancelled);
-        self.drains.retain(|drain| match drain.then {
-            Then::Commit(_) => !update_is_gone,
-            Then::Pause(_) | Then::Sleep(..) => !drain.cancel.is_cancelled(),
-        });
+        let update_is_gone = self.updates.open().is_some_and(Transaction::is_cancelled);
+        self.drains.drop_cancelled(update_is_gone);
         if update_is_gone {
             self.roll_back();
         }
         self.adapters.drop_cancelled();
-        self.checksums.retain(|checksum| !checksum.is_cancelled());
+        self.checksums.drop_cancelled();
     }
 
     pub(super) fn abort(&mut self, target: AbortTarget) -> AbortReply {
@@ -139,9 +135,7 @@ impl<X: Executor> Engine<X> {
         for key in self.requests.held_keys(|_| true) {
             self.refuse_held(key, shutting_down());
         }
-        for drain in std::mem::take(&mut self.drains) {
-            drain.refuse(shutting_down());
-        }
+        self.drains.refuse(&shutting_down(), |_| true);
         self.adapters.refuse_removals(&shutting_down());
         self.roll_back();
     }
@@ -150,8 +144,8 @@ impl<X: Executor> Engine<X> {
     pub(super) fn end(&mut self, key: RequestKey, ending: Ending) {
         let Some(request) = self.take(key) else { return };
         match ending {
-            Ending::Aborted => self.aborted_requests += 1,
-            Ending::Finished => self.finished_requests += 1,
+            Ending::Aborted => self.statistics.count_aborted_request(),
+            Ending::Finished => self.statistics.count_finished_request(),
         }
         request.end();
     }
@@ -159,7 +153,7 @@ impl<X: Executor> Engine<X> {
     /// Takes a request out that nothing has come of.
     pub(super) fn reject(&mut self, key: RequestKey, error: Error) {
         if let Some(request) = self.take(key) {
-            self.aborted_requests += 1;
+            self.statistics.count_aborted_request();
             request.fail(error);
         }
     }

@@ -1,6 +1,6 @@
 //! Checksums of what serves, computed in pieces between the steps, so that generation goes on beside them.
 
-use std::collections::HashSet;
+use std::collections::{HashSet, VecDeque};
 
 use sha2::{Digest, Sha256};
 
@@ -15,8 +15,32 @@ const PIECE_BYTES: usize = if cfg!(test) { 24 } else { 1 << 20 };
 /// Most checksums that wait for each other. Each reads all weights, and a caller that needs one asks again later.
 const MOST_WAITING: usize = 64;
 
+/// The checksums under way, the oldest first: a piece of that one is computed between two steps.
+#[derive(Default)]
+pub(super) struct Checksums(VecDeque<Checksum>);
+
+impl Checksums {
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Forgets those whose callers are gone.
+    pub fn drop_cancelled(&mut self) {
+        self.0.retain(|checksum| !checksum.cancel.is_cancelled());
+    }
+
+    /// Ends all of them with an error.
+    pub fn refuse(&mut self, error: &Error) {
+        self.0.drain(..).for_each(|checksum| checksum.refuse(error.clone()));
+    }
+}
+
 /// A checksum under way.
-pub(super) struct Checksum {
+struct Checksum {
     /// Indices of the parameters that were asked for, in the model's order.
     parameters: Vec<usize>,
     /// The policy that is read, by its epoch. Under another one all begins again.
@@ -31,11 +55,7 @@ pub(super) struct Checksum {
 }
 
 impl Checksum {
-    pub fn is_cancelled(&self) -> bool {
-        self.cancel.is_cancelled()
-    }
-
-    pub fn refuse(self, error: Error) {
+    fn refuse(self, error: Error) {
         (self.reply)(Err(error));
     }
 
@@ -53,9 +73,9 @@ impl<X: Executor> Engine<X> {
         self.drop_cancelled();
         match self.check_checksum(names) {
             Err(error) => reply(Err(error)),
-            Ok(parameters) => self.checksums.push_back(Checksum {
+            Ok(parameters) => self.checksums.0.push_back(Checksum {
                 parameters,
-                epoch: self.policy.epoch,
+                epoch: self.policy.epoch(),
                 sha: Sha256::new(),
                 rows: 0,
                 done: Vec::new(),
@@ -86,17 +106,17 @@ impl<X: Executor> Engine<X> {
     /// # Errors
     /// If the executor fails.
     pub(super) fn continue_checksum(&mut self) -> Result<()> {
-        let Some(mut checksum) = self.checksums.pop_front() else { return Ok(()) };
+        let Some(mut checksum) = self.checksums.0.pop_front() else { return Ok(()) };
         if let Err(error) = self.state.check_checksum() {
             checksum.refuse(error);
             return Ok(());
         }
-        if checksum.epoch != self.policy.epoch {
-            checksum.begin_again(self.policy.epoch);
+        if checksum.epoch != self.policy.epoch() {
+            checksum.begin_again(self.policy.epoch());
         }
         let Some(&index) = checksum.parameters.get(checksum.done.len()) else {
             let Checksum { done: parameters, reply, .. } = checksum;
-            reply(Ok(ChecksumReply { weight_version: self.policy.version, parameters }));
+            reply(Ok(ChecksumReply { weight_version: self.policy.version(), parameters }));
             return Ok(());
         };
         let parameters = self.parameters.clone();
@@ -117,7 +137,7 @@ impl<X: Executor> Engine<X> {
             checksum.done.push((spec.name.clone(), std::mem::take(&mut checksum.sha).finalize().into()));
             checksum.rows = 0;
         }
-        self.checksums.push_front(checksum);
+        self.checksums.0.push_front(checksum);
         Ok(())
     }
 }

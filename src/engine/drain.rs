@@ -7,20 +7,59 @@ use crate::error::{Error, Result};
 use crate::executor::Executor;
 use crate::weights::WeightUpdate;
 
-/// What takes effect when all accepted requests have ended.
-pub(super) struct Drain {
-    pub cancel: CancelFlag,
-    pub then: Then,
+/// One command that takes effect when all accepted requests have ended.
+struct Drain {
+    cancel: CancelFlag,
+    then: Then,
 }
 
+/// What takes effect then, with the reply to its caller.
 pub(super) enum Then {
     Pause(Reply<Result<()>>),
     Sleep(SleepLevel, Reply<Result<SleepReply>>),
     Commit(Commit),
 }
 
+/// All drains, in the order in which they came.
+#[derive(Default)]
+pub(super) struct Drains(Vec<Drain>);
+
+impl Drains {
+    pub fn push(&mut self, cancel: CancelFlag, then: Then) {
+        self.0.push(Drain { cancel, then });
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    pub fn has_sleep(&self) -> bool {
+        self.0.iter().any(|drain| matches!(drain.then, Then::Sleep(..)))
+    }
+
+    /// Takes the drain that came first.
+    fn next(&mut self) -> Option<Drain> {
+        (!self.is_empty()).then(|| self.0.remove(0))
+    }
+
+    /// Forgets pauses and sleeps whose callers are gone, and the commit if its update is.
+    pub fn drop_cancelled(&mut self, update_is_gone: bool) {
+        self.0.retain(|drain| match drain.then {
+            Then::Commit(_) => !update_is_gone,
+            Then::Pause(_) | Then::Sleep(..) => !drain.cancel.is_cancelled(),
+        });
+    }
+
+    /// Calls off those that `which` says.
+    pub fn refuse(&mut self, error: &Error, which: impl Fn(&Then) -> bool) {
+        for drain in self.0.extract_if(.., |drain| which(&drain.then)) {
+            drain.refuse(error.clone());
+        }
+    }
+}
+
 impl Drain {
-    pub fn refuse(self, error: Error) {
+    fn refuse(self, error: Error) {
         match self.then {
             Then::Pause(reply) => reply(Err(error)),
             Then::Sleep(_, reply) => reply(Err(error)),
@@ -49,8 +88,8 @@ impl<X: Executor> Engine<X> {
     /// Carries out, in order, what has waited for the accepted requests to end. If they stand still instead (a pause or
     /// sleep that keeps them came later), what waits for them would wait for ever, and is called off.
     pub(super) fn settle_drains(&mut self) -> Result<()> {
-        while !self.drains.is_empty() && !self.must_drain() {
-            let drain = self.drains.remove(0);
+        while !self.must_drain() {
+            let Some(drain) = self.drains.next() else { break };
             if self.is_frozen() {
                 let why = "the requests it waited for were made to stand still meanwhile; call again";
                 if matches!(drain.then, Then::Commit(_)) {

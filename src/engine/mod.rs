@@ -31,15 +31,16 @@ mod checksum;
 mod command;
 mod drain;
 mod lifecycle;
+mod policy;
 mod request;
 mod requests;
 mod sleep;
 mod stats;
 #[cfg(test)]
 mod tests;
+mod transaction;
 mod update;
 
-use std::collections::{BTreeSet, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -54,17 +55,18 @@ use crate::executor::{Executor, WeightOrder};
 use crate::memory::{MemoryBudget, Traffic};
 use crate::scheduler::{Outcome, Scheduler};
 use crate::text::Tokenizer;
-use crate::types::{RequestKey, WeightVersion};
-use crate::weights::{Adapter, Parameters, ShadowWeights};
+use crate::types::RequestKey;
+use crate::weights::Parameters;
 use adapters::Adapters;
-use checksum::Checksum;
-use drain::Drain;
+use checksum::Checksums;
+use drain::Drains;
 use lifecycle::State;
+use policy::Policy;
 use request::Request;
 use requests::Requests;
 use sleep::AwakeBytes;
-use stats::Throughput;
-use update::Transaction;
+use stats::Statistics;
+use transaction::{Transaction, Updates};
 
 /// Commands that may wait for the engine: it takes them between two steps, so this many arrive within one step at
 /// most; beyond that clients are told to come back.
@@ -96,39 +98,13 @@ pub struct Engine<X: Executor> {
     state: State,
     policy: Policy,
     adapters: Adapters,
-    /// At most one update is under way.
-    transaction: Option<Transaction>,
-    /// What served before the last FULL push, for the next one, until a sleep or a push of another kind.
-    spare: Option<ShadowWeights>,
-    next_update: u64,
+    updates: Updates,
     requests: Requests,
-    /// What waits for the accepted requests to end, in the order of arrival.
-    drains: Vec<Drain>,
-    /// Checksums under way, the oldest first: a piece of that one is computed between two steps.
-    checksums: VecDeque<Checksum>,
+    drains: Drains,
+    checksums: Checksums,
     /// Set by `Shutdown`: when the running requests are aborted.
     deadline: Option<Instant>,
-    throughput: Throughput,
-    steps: u64,
-    /// Tokens that the scheduler counts as generated and no request was given.
-    dropped_tokens: u64,
-    finished_requests: u64,
-    aborted_requests: u64,
-    /// Requests that ended because their answer panicked.
-    internal_errors: u64,
-}
-
-/// The policy that serves, or will when the weights wake.
-struct Policy {
-    version: WeightVersion,
-    /// Counts policies; never used twice, so that KV of one is never taken for another's of the same version.
-    epoch: u64,
-    /// What is merged into the base.
-    merged: Arc<Adapter>,
-    /// Parameters of which the base is no longer the checkpoint's.
-    replaced: BTreeSet<String>,
-    /// Updates applied.
-    updates: u64,
+    statistics: Statistics,
 }
 
 /// Why something was not done.
@@ -164,7 +140,6 @@ impl<X: Executor> Engine<X> {
         setup: Setup,
     ) -> Self {
         let Setup { parameters, budget, traffic, max_adapters, max_lora_rank } = setup;
-        let merged = Arc::new(Adapter::none());
         Self {
             executor,
             scheduler,
@@ -175,21 +150,14 @@ impl<X: Executor> Engine<X> {
             budget,
             traffic,
             state: State::default(),
-            policy: Policy { version: 0, epoch: 0, merged, replaced: BTreeSet::new(), updates: 0 },
+            policy: Policy::checkpoint(),
             adapters: Adapters::new(max_adapters, max_lora_rank),
-            transaction: None,
-            spare: None,
-            next_update: 1,
+            updates: Updates::default(),
             requests: Requests::default(),
-            drains: Vec::new(),
-            checksums: VecDeque::new(),
+            drains: Drains::default(),
+            checksums: Checksums::default(),
             deadline: None,
-            throughput: Throughput::default(),
-            steps: 0,
-            dropped_tokens: 0,
-            finished_requests: 0,
-            aborted_requests: 0,
-            internal_errors: 0,
+            statistics: Statistics::default(),
         }
     }
 
@@ -203,7 +171,7 @@ impl<X: Executor> Engine<X> {
             tracing::error!("the engine ends: {error}");
         }
         self.refuse_waiting();
-        self.checksums.drain(..).for_each(|checksum| checksum.refuse(shutting_down()));
+        self.checksums.refuse(&shutting_down());
         self.abort_all();
         result
     }
@@ -272,8 +240,7 @@ impl<X: Executor> Engine<X> {
             self.fail(*request, panic);
         }
         let outcomes = trace_span!("update").in_scope(|| self.scheduler.update(&plan, output));
-        self.steps += 1;
-        self.throughput.record(started, sampled_tokens(&outcomes));
+        self.statistics.count_step(started, &outcomes);
         let _emit = trace_span!("emit").entered();
         for outcome in outcomes {
             self.emit(outcome);
@@ -287,17 +254,19 @@ impl<X: Executor> Engine<X> {
             Outcome::Token { sample, .. } => sample.group.request,
         };
         let Some(request) = self.requests.get_mut(key) else {
-            self.dropped_tokens += u64::from(matches!(outcome, Outcome::Token { .. }));
+            if matches!(outcome, Outcome::Token { .. }) {
+                self.statistics.count_dropped_token();
+            }
             return;
         };
-        let version = self.policy.version;
+        let version = self.policy.version();
         let scheduler = &mut self.scheduler;
         let taken = catch_unwind(AssertUnwindSafe(|| match outcome {
             Outcome::PromptDone { group, cached_tokens, logprobs } => {
                 request.prompt_done(group, cached_tokens, logprobs, version);
             }
             // A step may give a sample several tokens: those behind a stop string are not wanted.
-            Outcome::Token { sample, .. } if !request.is_running(sample) => self.dropped_tokens += 1,
+            Outcome::Token { sample, .. } if !request.is_running(sample) => self.statistics.count_dropped_token(),
             Outcome::Token { sample, logprobs, finish } => {
                 let stopped = request.token(sample, logprobs, finish, version);
                 if stopped && finish.is_none() {
@@ -318,7 +287,7 @@ impl<X: Executor> Engine<X> {
     /// changed, so that all others go on.
     fn fail(&mut self, key: RequestKey, panic: &str) {
         tracing::error!(request = key.0, "a request ends because its answer panicked: {panic}");
-        self.internal_errors += 1;
+        self.statistics.count_internal_error();
         let error = Error::Internal(format!("the answer to this request panicked: {panic}; other requests go on"));
         if catch_unwind(AssertUnwindSafe(|| self.reject(key, error))).is_err() {
             tracing::error!(request = key.0, "its client could not be told");
@@ -376,32 +345,30 @@ impl<X: Executor> Engine<X> {
 
     fn status(&self) -> Status {
         let s = self.scheduler.stats();
-        Status {
+        let mut status = Status {
             lifecycle: if self.deadline.is_some() { LifecycleStatus::ShuttingDown } else { self.state.status() },
             memory: self.budget.report(),
             traffic_bytes: self.traffic.used(),
             held_requests: self.requests.num_held(),
-            update: self.transaction.as_ref().map(Transaction::facts),
-            updates: self.policy.updates,
-            weight_version: self.policy.version,
+            update: self.updates.open().map(Transaction::facts),
+            updates: self.updates.applied(),
+            weight_version: self.policy.version(),
             total_blocks: s.total_blocks,
             free_blocks: s.free_blocks,
             cached_blocks: s.cached_blocks,
             running_requests: self.requests.num_accepted(),
             running_samples: s.running_samples,
             waiting_samples: s.waiting_samples,
-            steps: self.steps,
             prompt_tokens: s.prompt_tokens,
-            generated_tokens: s.generated_tokens - self.dropped_tokens,
+            generated_tokens: s.generated_tokens,
             cached_tokens: s.cached_tokens,
             preemptions: s.preemptions,
             drafted_tokens: s.drafted_tokens,
             accepted_tokens: s.accepted_tokens,
-            finished_requests: self.finished_requests,
-            aborted_requests: self.aborted_requests,
-            internal_errors: self.internal_errors,
-            tokens_per_second: self.throughput.tokens_per_second(),
-        }
+            ..Status::default()
+        };
+        self.statistics.report(&mut status);
+        status
     }
 }
 
@@ -413,8 +380,4 @@ enum Ending {
 
 fn shutting_down() -> Error {
     Error::Unavailable("the server is shutting down".into())
-}
-
-fn sampled_tokens(outcomes: &[Outcome]) -> usize {
-    outcomes.iter().filter(|outcome| matches!(outcome, Outcome::Token { .. })).count()
 }

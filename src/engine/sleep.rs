@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use super::command::{CancelFlag, DrainMode, LifecycleStatus, Reply, SleepLevel, SleepReply, WakeTags};
-use super::drain::{Drain, Then};
+use super::drain::Then;
 use super::lifecycle::State;
 use super::{Attempt, Engine, Failure, RunningPolicy, answer};
 use crate::error::{Error, Result};
@@ -32,7 +32,7 @@ impl<X: Executor> Engine<X> {
         match self.check_serving().and_then(|()| self.state.pause()) {
             Err(error) => reply(Err(error)),
             Ok(_) if mode == DrainMode::Wait && self.must_drain() => {
-                self.drains.push(Drain { cancel, then: Then::Pause(reply) });
+                self.drains.push(cancel, Then::Pause(reply));
             }
             Ok(next) => {
                 if mode == DrainMode::Abort {
@@ -48,9 +48,8 @@ impl<X: Executor> Engine<X> {
     pub(super) fn resume(&mut self) -> Result<()> {
         self.check_serving()?;
         self.state = self.state.resume()?;
-        for drain in self.drains.extract_if(.., |drain| matches!(drain.then, Then::Pause(_))) {
-            drain.refuse(Error::Aborted("Resume came before the running requests had ended".into()));
-        }
+        let error = Error::Aborted("Resume came before the running requests had ended".into());
+        self.drains.refuse(&error, |then| matches!(then, Then::Pause(_)));
         Ok(())
     }
 
@@ -68,7 +67,7 @@ impl<X: Executor> Engine<X> {
             return Ok(());
         }
         if mode == DrainMode::Wait && self.must_drain() {
-            self.drains.push(Drain { cancel, then: Then::Sleep(level, reply) });
+            self.drains.push(cancel, Then::Sleep(level, reply));
             return Ok(());
         }
         if mode == DrainMode::Abort {
@@ -81,7 +80,7 @@ impl<X: Executor> Engine<X> {
     fn check_sleep(&self, level: SleepLevel, mode: DrainMode) -> Result<()> {
         self.check_serving()?;
         self.state.sleep(level)?;
-        if self.transaction.is_some() {
+        if self.updates.open().is_some() {
             return Err(Error::FailedPrecondition("an update is under way; sleep when it has ended".into()));
         }
         if mode == DrainMode::Wait && self.is_frozen() {
@@ -116,7 +115,7 @@ impl<X: Executor> Engine<X> {
         let kept = match level {
             SleepLevel::One if self.state.weights_awake() => self.release_memory(Memory::Weights)?,
             SleepLevel::One => self.budget.reserved(MemoryUse::Weights),
-            SleepLevel::Two if self.state.weights_awake() || !self.policy.replaced.is_empty() => {
+            SleepLevel::Two if self.state.weights_awake() || self.policy.has_replaced() => {
                 self.release_memory(Memory::WeightsAndBase)?
             }
             SleepLevel::Two => 0,
@@ -145,8 +144,8 @@ impl<X: Executor> Engine<X> {
 
     /// The base is the checkpoint again, with nothing merged.
     fn forget_policy(&mut self) {
-        self.policy.replaced.clear();
-        self.forget_merged();
+        self.policy.reset();
+        self.free_merged();
     }
 
     /// Drops whatever the weights hold, and makes the checkpoint the base again.
@@ -195,7 +194,7 @@ impl<X: Executor> Engine<X> {
     pub(super) fn wake(&mut self, tags: WakeTags, reload: bool) -> Attempt<LifecycleStatus> {
         self.check_serving().map_err(Failure::Refused)?;
         let reload = reload && tags.weights && !self.state.has_policy();
-        if reload && self.transaction.is_some() {
+        if reload && self.updates.open().is_some() {
             let why = "an update is under way, and will bring the policy; wake without reload";
             return Err(Failure::Refused(Error::FailedPrecondition(why.into())));
         }
@@ -209,7 +208,7 @@ impl<X: Executor> Engine<X> {
             ledger.set(MemoryUse::Workspace, self.awake_bytes.workspace).map_err(Failure::Refused)?;
             ledger.set(MemoryUse::KvCache, self.awake_bytes.kv_cache).map_err(Failure::Refused)?;
         }
-        let load = WeightOrder::Load { adapter: self.policy.merged.clone() };
+        let load = WeightOrder::Load { adapter: self.policy.merged() };
         let loads = reload || wake_weights && self.state.has_policy();
         if loads {
             self.check_checkpoint(&load)?;
@@ -222,7 +221,7 @@ impl<X: Executor> Engine<X> {
         }
         if loads {
             // What was merged may be forgotten by now.
-            let loaded = self.order(WeightOrder::Load { adapter: self.policy.merged.clone() });
+            let loaded = self.order(WeightOrder::Load { adapter: self.policy.merged() });
             if loaded.is_err() && wake_kv {
                 self.budget.free(MemoryUse::Workspace);
                 self.budget.free(MemoryUse::KvCache);

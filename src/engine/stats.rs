@@ -1,27 +1,76 @@
-//! Throughput of the recent past.
+//! What the engine counts from its start, and its throughput of the recent past.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// Time of stepping that is remembered.
+use super::command::Status;
+use crate::scheduler::Outcome;
+
+/// How much stepping time the throughput is of.
 const WINDOW: Duration = Duration::from_secs(10);
 
-/// Sampled tokens over the last ten seconds spent in steps: idle time does not count, so the figure stays what the
+/// Counts of what has happened since the engine started.
+#[derive(Debug, Default)]
+pub(super) struct Statistics {
+    throughput: Throughput,
+    steps: u64,
+    /// Tokens that the scheduler counted as generated and that no request was given.
+    dropped_tokens: u64,
+    finished_requests: u64,
+    aborted_requests: u64,
+    /// Requests that ended because their answer panicked.
+    internal_errors: u64,
+}
+
+impl Statistics {
+    /// Counts a step that began at `started`, ends now and has brought these outcomes.
+    pub fn count_step(&mut self, started: Instant, outcomes: &[Outcome]) {
+        let sampled = outcomes.iter().filter(|outcome| matches!(outcome, Outcome::Token { .. })).count();
+        self.steps += 1;
+        self.throughput.record(started.elapsed(), sampled);
+    }
+
+    /// Counts a token that was sampled for a request or sample that had ended before.
+    pub fn count_dropped_token(&mut self) {
+        self.dropped_tokens += 1;
+    }
+
+    pub fn count_finished_request(&mut self) {
+        self.finished_requests += 1;
+    }
+
+    pub fn count_aborted_request(&mut self) {
+        self.aborted_requests += 1;
+    }
+
+    pub fn count_internal_error(&mut self) {
+        self.internal_errors += 1;
+    }
+
+    /// Writes these counts into a status whose `generated_tokens` are the scheduler's.
+    pub fn report(&self, status: &mut Status) {
+        status.steps = self.steps;
+        status.generated_tokens -= self.dropped_tokens;
+        status.finished_requests = self.finished_requests;
+        status.aborted_requests = self.aborted_requests;
+        status.internal_errors = self.internal_errors;
+        status.tokens_per_second = self.throughput.tokens_per_second();
+    }
+}
+
+/// Sampled tokens over the last ten seconds spent in steps. Idle time does not count, so the figure stays what the
 /// server reached when it last worked.
 #[derive(Debug, Default)]
-pub struct Throughput {
+struct Throughput {
+    /// Durations and numbers of sampled tokens of the steps in the window, the oldest first.
     steps: VecDeque<(Duration, usize)>,
+    /// Sums over `steps`.
     time: Duration,
     tokens: usize,
 }
 
 impl Throughput {
-    /// Notes a step that began at `started` and ends now.
-    pub fn record(&mut self, started: Instant, tokens: usize) {
-        self.push(started.elapsed(), tokens);
-    }
-
-    fn push(&mut self, time: Duration, tokens: usize) {
+    fn record(&mut self, time: Duration, tokens: usize) {
         self.steps.push_back((time, tokens));
         self.time += time;
         self.tokens += tokens;
@@ -32,7 +81,7 @@ impl Throughput {
         }
     }
 
-    pub fn tokens_per_second(&self) -> f64 {
+    fn tokens_per_second(&self) -> f64 {
         if self.time.is_zero() { 0.0 } else { self.tokens as f64 / self.time.as_secs_f64() }
     }
 }
@@ -46,10 +95,10 @@ mod tests {
         let mut throughput = Throughput::default();
         assert_eq!(throughput.tokens_per_second(), 0.0);
         for _ in 0..20 {
-            throughput.push(Duration::from_secs(1), 1_000);
+            throughput.record(Duration::from_secs(1), 1_000);
         }
         for _ in 0..10 {
-            throughput.push(Duration::from_secs(1), 30);
+            throughput.record(Duration::from_secs(1), 30);
         }
         assert_eq!(throughput.tokens_per_second(), 30.0);
     }

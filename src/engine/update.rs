@@ -5,11 +5,12 @@
 //! push is committed.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::command::{OpenUpdate, Reply, RunningPolicy, UpdateBegin, UpdateReply, UpdateTicket};
-use super::drain::{Commit, Drain, Then};
+use super::drain::{Commit, Then};
 use super::lifecycle::{Push, State};
+use super::transaction::Transaction;
 use super::{Attempt, Engine, Failure, Request, answer};
 use crate::error::{Error, Result};
 use crate::executor::{Executor, WeightOrder};
@@ -17,37 +18,6 @@ use crate::memory::{MemoryBudget, MemoryUse};
 use crate::scheduler::RunningKv;
 use crate::types::WeightVersion;
 use crate::weights::{Adapter, Delta, ShadowWeights, Tensors, UpdateKind, WeightUpdate};
-
-/// An open update.
-pub(super) struct Transaction {
-    id: u64,
-    begin: UpdateBegin,
-    in_place: bool,
-    /// Its commit waits for requests to end.
-    committed: bool,
-    opened: Instant,
-}
-
-impl Transaction {
-    pub fn is_cancelled(&self) -> bool {
-        self.begin.cancel.is_cancelled()
-    }
-
-    pub fn facts(&self) -> OpenUpdate {
-        let UpdateBegin { peer, kind, adapter, new_version, activity, .. } = &self.begin;
-        let open_for = self.opened.elapsed();
-        OpenUpdate {
-            id: self.id,
-            peer: peer.clone(),
-            kind: *kind,
-            adapter: adapter.as_ref().map(|target| target.name.clone()),
-            new_version: *new_version,
-            open_for,
-            idle_for: if self.committed { Duration::ZERO } else { activity.idle().min(open_for) },
-            committed: self.committed,
-        }
-    }
-}
 
 impl UpdateBegin {
     fn push(&self) -> Push {
@@ -65,7 +35,7 @@ impl<X: Executor> Engine<X> {
     pub(super) fn begin_update(&mut self, begin: UpdateBegin) -> Result<UpdateTicket> {
         self.check_serving()?;
         self.drop_cancelled();
-        if let Some(open) = &self.transaction {
+        if let Some(open) = self.updates.open() {
             let OpenUpdate { peer, open_for, idle_for, .. } = open.facts();
             return Err(Error::VersionConflict(format!(
                 "another update is under way (from {peer}, since {:.1} s, idle for {:.1} s); try again when it has ended, \
@@ -74,7 +44,7 @@ impl<X: Executor> Engine<X> {
                 idle_for.as_secs_f64()
             )));
         }
-        if self.drains.iter().any(|drain| matches!(drain.then, Then::Sleep(..))) {
+        if self.drains.has_sleep() {
             let why = "the server is about to sleep; push when it is asleep or awake again";
             return Err(Error::FailedPrecondition(why.into()));
         }
@@ -86,16 +56,14 @@ impl<X: Executor> Engine<X> {
             None => Some(self.shadow_weights()?),
             spare => spare,
         };
-        let id = self.next_update;
-        self.next_update += 1;
-        self.transaction = Some(Transaction { id, begin, in_place, committed: false, opened: Instant::now() });
+        let id = self.updates.begin(begin, in_place);
         Ok(UpdateTicket { id, in_place, shadow })
     }
 
     /// The storage that a FULL push has replaced, out of the ledger.
     pub(super) fn take_spare(&mut self) -> Option<ShadowWeights> {
         self.budget.free(MemoryUse::SpareWeights);
-        self.spare.take()
+        self.updates.take_spare()
     }
 
     /// What a FULL push is packed into. Nothing stays reserved if there is none.
@@ -107,7 +75,7 @@ impl<X: Executor> Engine<X> {
 
     /// What must hold when an update begins, and again when it is applied.
     fn check_begin(&self, begin: &UpdateBegin) -> Result<()> {
-        let have = self.policy.version;
+        let have = self.policy.version();
         match begin.expected_version {
             None if begin.kind == UpdateKind::Delta => {
                 return Err(Error::invalid("expected_version", "a DELTA must name the version that it changes"));
@@ -135,9 +103,9 @@ impl<X: Executor> Engine<X> {
     }
 
     fn new_version(&self, begin: &UpdateBegin) -> Result<WeightVersion> {
-        let next = || self.policy.version.checked_add(1);
+        let next = || self.policy.version().checked_add(1);
         begin.new_version.or_else(next).ok_or_else(|| {
-            Error::invalid("new_version", format!("must be given: there is none after {}", self.policy.version))
+            Error::invalid("new_version", format!("must be given: there is none after {}", self.policy.version()))
         })
     }
 
@@ -162,19 +130,19 @@ impl<X: Executor> Engine<X> {
     fn open_update(&mut self, id: u64) -> Result<&Transaction> {
         self.check_serving()?;
         self.drop_cancelled();
-        self.transaction.as_ref().filter(|open| open.id == id && !open.committed).ok_or_else(|| {
+        self.updates.uncommitted(id).ok_or_else(|| {
             Error::FailedPrecondition(format!("update {id} is not open: it has ended, or its client is gone"))
         })
     }
 
     /// Writes tensors in place. With the first the policy is gone, and requests that stood still end.
     pub(super) fn write_part(&mut self, update: u64, tensors: Arc<Tensors>) -> Attempt<()> {
-        if !self.open_update(update).map_err(Failure::Refused)?.in_place {
+        if !self.open_update(update).map_err(Failure::Refused)?.is_in_place() {
             let why = "this update is staged, not written in place; send everything with the commit";
             return Err(Failure::Refused(Error::FailedPrecondition(why.into())));
         }
         let next = self.state.written_in_part().map_err(Failure::Refused)?;
-        self.policy.replaced.extend(tensors.names().map(String::from));
+        self.policy.replace(tensors.names().map(String::from));
         self.order(WeightOrder::Replace { tensors })?;
         if self.state.has_policy() {
             self.abort_accepted(|_, _| true);
@@ -191,7 +159,7 @@ impl<X: Executor> Engine<X> {
         reply: Reply<Result<UpdateReply>>,
     ) -> Result<()> {
         let begin = match self.open_update(update) {
-            Ok(open) => &open.begin,
+            Ok(open) => open.begin(),
             Err(error) => {
                 reply(Err(error));
                 return Ok(());
@@ -201,8 +169,8 @@ impl<X: Executor> Engine<X> {
         let cancel = begin.cancel.clone();
         let commit = Commit { content, reply };
         if waits && self.must_drain() {
-            self.transaction.as_mut().expect("it is open").committed = true;
-            self.drains.push(Drain { cancel, then: Then::Commit(commit) });
+            self.updates.note_commit();
+            self.drains.push(cancel, Then::Commit(commit));
             return Ok(());
         }
         self.finish_commit(commit)
@@ -210,20 +178,20 @@ impl<X: Executor> Engine<X> {
 
     /// Ends the open update by applying it, or by refusing it.
     pub(super) fn finish_commit(&mut self, Commit { content, reply }: Commit) -> Result<()> {
-        let open = self.transaction.take().expect("a commit is of an open update");
-        let attempt = self.apply(&open.begin, content);
+        let open = self.updates.end(None).expect("a commit is of an open update");
+        let attempt = self.apply(open.begin(), content);
         self.budget.free(MemoryUse::UpdateStaging);
-        if self.spare.is_some()
+        if self.updates.has_spare()
             && self.budget.set(MemoryUse::SpareWeights, self.budget.reserved(MemoryUse::Weights)).is_err()
         {
-            self.spare = None;
+            self.updates.set_spare(None);
         }
         answer(reply, attempt)
     }
 
     /// Forgets the open update, if there is one. What was written in place stays missing.
     pub(super) fn roll_back(&mut self) {
-        if self.transaction.take().is_some() {
+        if self.updates.end(None).is_some() {
             self.budget.free(MemoryUse::UpdateStaging);
         }
     }
@@ -231,15 +199,13 @@ impl<X: Executor> Engine<X> {
     /// Ends the open update, or the one of this number, wherever its sender or its commit waits.
     pub(super) fn cancel_update(&mut self, update: Option<u64>) -> Option<OpenUpdate> {
         self.drop_cancelled();
-        let open = self.transaction.take_if(|open| update.is_none_or(|id| id == open.id))?;
+        let open = self.updates.end(update)?;
         self.budget.free(MemoryUse::UpdateStaging);
         let facts = open.facts();
         let left = if self.state.has_policy() { "nothing has changed" } else { "the weights are still missing" };
         let error = Error::Aborted(format!("the update was ended by CancelUpdate; {left}"));
-        for drain in self.drains.extract_if(.., |drain| matches!(drain.then, Then::Commit(_))) {
-            drain.refuse(error.clone());
-        }
-        (open.begin.ended)(error);
+        self.drains.refuse(&error, |then| matches!(then, Then::Commit(_)));
+        (open.into_begin().ended)(error);
         Some(facts)
     }
 
@@ -265,9 +231,9 @@ impl<X: Executor> Engine<X> {
                 None
             }
         };
-        self.policy.updates += 1;
+        self.updates.count_applied();
         Ok(UpdateReply {
-            weight_version: self.policy.version,
+            weight_version: self.policy.version(),
             pause: started.elapsed(),
             pending: begin.adapter.is_none() && !self.state.weights_awake(),
             adapter_generation,
@@ -277,18 +243,18 @@ impl<X: Executor> Engine<X> {
     /// Merges into the base: now, or with the load when the weights wake. Where there is no policy the checkpoint is
     /// the base, whatever has been written over a part of it.
     fn apply_lora(&mut self, after: Arc<Adapter>) -> Attempt<()> {
-        let before = self.policy.merged.clone();
+        let before = self.policy.merged();
         if self.state.weights_awake() && !self.state.has_policy() {
             let ledger = self.ledger_with(&after, 0).map_err(Failure::Refused)?;
             let order = WeightOrder::Load { adapter: after.clone() };
             self.check_checkpoint(&order)?;
-            if !self.policy.replaced.is_empty() {
+            if self.policy.has_replaced() {
                 self.reset_base()?;
             }
             self.order(order)?;
             self.budget = ledger;
         } else {
-            let replaced = |name: &str| self.policy.replaced.contains(name);
+            let replaced = |name: &str| self.policy.is_replaced(name);
             // While one is exchanged for the other there are copies for both.
             let is_copied_once = |name: &str| replaced(name) && (before.touches(name) || after.touches(name));
             let most = self.bytes_of(is_copied_once).map_err(Failure::Refused)?;
@@ -302,7 +268,7 @@ impl<X: Executor> Engine<X> {
             }
             self.budget = ledger;
         }
-        self.policy.merged = after;
+        self.policy.merge(after);
         Ok(())
     }
 
@@ -326,7 +292,7 @@ impl<X: Executor> Engine<X> {
     fn apply_packed(&mut self, shadow: ShadowWeights) -> Attempt<()> {
         let had_memory = self.state.has_policy();
         let replaced = self.executor.exchange(shadow).map_err(Failure::Fatal)?;
-        self.spare = had_memory.then_some(replaced);
+        self.updates.set_spare(had_memory.then_some(replaced));
         self.replace_all();
         Ok(())
     }
@@ -334,30 +300,34 @@ impl<X: Executor> Engine<X> {
     /// Every parameter has a value of its own, and nothing is merged.
     fn replace_all(&mut self) {
         let all = self.parameters.iter().map(|spec| spec.name.clone());
-        self.policy.replaced.extend(all);
+        self.policy.replace(all);
         self.forget_merged();
     }
 
     fn apply_delta(&mut self, delta: Arc<Delta>) -> Attempt<()> {
-        let merged = self.policy.merged.clone();
+        let merged = self.policy.merged();
         self.order(WeightOrder::Patch { delta: delta.clone(), merged: merged.clone() })?;
         let changed = delta.names().chain(merged.parameters()).map(String::from);
-        self.policy.replaced.extend(changed);
+        self.policy.replace(changed);
         self.forget_merged();
         Ok(())
     }
 
-    /// What serves is the base itself.
-    pub(super) fn forget_merged(&mut self) {
-        self.policy.merged = Arc::new(Adapter::none());
+    /// What serves becomes the base, with nothing merged into it.
+    fn forget_merged(&mut self) {
+        self.policy.forget_merged();
+        self.free_merged();
+    }
+
+    /// The ledger holds nothing any more for an adapter that was merged.
+    pub(super) fn free_merged(&mut self) {
         self.budget.free(MemoryUse::MergedAdapter);
         self.budget.free(MemoryUse::BaseCopies);
     }
 
     /// Another policy serves from the next step on, or when the weights wake.
     pub(super) fn change_policy(&mut self, version: WeightVersion, running: RunningPolicy) {
-        self.policy.version = version;
-        self.policy.epoch += 1;
+        self.policy.advance(version);
         let computing = self.scheduler.started_requests();
         let is_queued = |key, request: &Request| !request.has_begun() && !computing.contains(&key);
         let insists = |key, request: &Request| is_queued(key, request) && request.insists_on_other_than(version);
@@ -369,7 +339,7 @@ impl<X: Executor> Engine<X> {
             self.abort_accepted(|key, request| !is_queued(key, request));
         }
         let kv = if running == RunningPolicy::Recompute { RunningKv::Recompute } else { RunningKv::Keep };
-        self.scheduler.change_policy(self.policy.epoch, kv);
+        self.scheduler.change_policy(self.policy.epoch(), kv);
     }
 
     /// Bytes on all ranks of the parameters that `which` says.

@@ -6,7 +6,7 @@ use super::rig::{BLOCK_SIZE, BLOCKS};
 use crate::engine::*;
 use crate::executor::Memory;
 use crate::types::{RequestKey, StepOutput, StepPlan, TokenId, TokenLogprobs};
-use crate::weights::{ParamSpec, ShadowWeights};
+use crate::weights::{Adapter, ParamSpec, ShadowWeights};
 
 /// What the ranks were told.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -9,7 +9,8 @@ use crate::memory::{Backlog, MemoryUse};
 use crate::scheduler::{SchedulerConfig, Speculation};
 use crate::types::{Prompt, SamplingParams, TokenId};
 use crate::weights::{
-    AdapterPlan, Delta, Dtype, ParamSpec, ShardRule, TensorData, TensorEntry, Tensors, UpdateKind, WeightUpdate,
+    Adapter, AdapterPlan, Delta, Dtype, ParamSpec, ShardRule, TensorData, TensorEntry, Tensors, UpdateKind,
+    WeightUpdate,
 };
 
 pub const BLOCK_SIZE: usize = 4;

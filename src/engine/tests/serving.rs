@@ -10,7 +10,7 @@ use crate::engine::*;
 use crate::executor::Memory;
 use crate::memory::Backlog;
 use crate::scheduler::{SchedulerConfig, Speculation};
-use crate::types::{FinishReason, Prompt, SamplingParams, StepOutput, StepPlan, TokenId, TokenLogprobs};
+use crate::types::{FinishReason, Prompt, SamplingParams, StepOutput, StepPlan, TokenId, TokenLogprobs, WeightVersion};
 use crate::weights::{Dtype, ParamSpec, ShadowWeights};
 
 const PATIENCE: Duration = Duration::from_secs(20);

@@ -100,7 +100,7 @@ const ORDERS: [(&str, Order); 16] = [
     ("lora", |rig| done(rig.push_now(begin(UpdateKind::Lora)))),
     ("full", |rig| done(rig.push_now(begin(UpdateKind::Full)))),
     ("delta", |rig| {
-        let begin = UpdateBegin { expected_version: Some(rig.engine.policy.version), ..begin(UpdateKind::Delta) };
+        let begin = UpdateBegin { expected_version: Some(rig.engine.policy.version()), ..begin(UpdateKind::Delta) };
         done(rig.push_now(begin))
     }),
     ("resident", |rig| done(rig.push_now(resident("x")))),
@@ -290,7 +290,7 @@ fn a_lora_after_a_broken_push_starts_from_the_checkpoint() {
     rig.push_lora(RunningPolicy::Keep);
     let base = [Did::Release(Memory::WeightsAndBase), Did::Restore(Memory::Weights), Did::Load];
     assert_eq!(rig.did(), base);
-    assert!(rig.engine.policy.replaced.is_empty());
+    assert!(!rig.engine.policy.has_replaced());
     back_to_running(&mut rig);
 }
 

@@ -1,0 +1,121 @@
+//! The update that is open, and what updates leave for the next one.
+
+use std::time::{Duration, Instant};
+
+use super::command::{OpenUpdate, UpdateBegin};
+use crate::weights::ShadowWeights;
+
+/// An open update: its header, from `BeginUpdate` until it is applied, refused or rolled back.
+pub(super) struct Transaction {
+    id: u64,
+    begin: UpdateBegin,
+    /// Whether tensors are written over the weights that serve, instead of beside them.
+    in_place: bool,
+    /// Whether its commit has come and waits for requests to end.
+    committed: bool,
+    opened: Instant,
+}
+
+impl Transaction {
+    pub fn begin(&self) -> &UpdateBegin {
+        &self.begin
+    }
+
+    pub fn is_in_place(&self) -> bool {
+        self.in_place
+    }
+
+    /// Whether the client that sends it is gone.
+    pub fn is_cancelled(&self) -> bool {
+        self.begin.cancel.is_cancelled()
+    }
+
+    /// What clients are told of it.
+    pub fn facts(&self) -> OpenUpdate {
+        let UpdateBegin { peer, kind, adapter, new_version, activity, .. } = &self.begin;
+        let open_for = self.opened.elapsed();
+        OpenUpdate {
+            id: self.id,
+            peer: peer.clone(),
+            kind: *kind,
+            adapter: adapter.as_ref().map(|target| target.name.clone()),
+            new_version: *new_version,
+            open_for,
+            idle_for: if self.committed { Duration::ZERO } else { activity.idle().min(open_for) },
+            committed: self.committed,
+        }
+    }
+
+    /// The header, for what happens after the transaction has ended.
+    pub fn into_begin(self) -> UpdateBegin {
+        self.begin
+    }
+}
+
+/// All updates of the engine: at most one is open, the others have ended.
+#[derive(Default)]
+pub(super) struct Updates {
+    open: Option<Transaction>,
+    /// The weights that the last FULL push replaced. The next FULL push is packed into their storage.
+    spare: Option<ShadowWeights>,
+    begun: u64,
+    applied: u64,
+}
+
+impl Updates {
+    /// Opens an update and returns its number, which no other update has.
+    ///
+    /// # Panics
+    /// If one is open.
+    pub fn begin(&mut self, begin: UpdateBegin, in_place: bool) -> u64 {
+        assert!(self.open.is_none(), "two updates are open");
+        self.begun += 1;
+        let id = self.begun;
+        self.open = Some(Transaction { id, begin, in_place, committed: false, opened: Instant::now() });
+        id
+    }
+
+    pub fn open(&self) -> Option<&Transaction> {
+        self.open.as_ref()
+    }
+
+    /// The open update if it is number `id` and its commit has not come.
+    pub fn uncommitted(&self, id: u64) -> Option<&Transaction> {
+        self.open().filter(|open| open.id == id && !open.committed)
+    }
+
+    /// The open update's commit has come, and waits for requests to end.
+    ///
+    /// # Panics
+    /// If none is open.
+    pub fn note_commit(&mut self) {
+        self.open.as_mut().expect("a commit is of an open update").committed = true;
+    }
+
+    /// Ends the open update if there is one and, where `id` is given, it is that one.
+    pub fn end(&mut self, id: Option<u64>) -> Option<Transaction> {
+        self.open.take_if(|open| id.is_none_or(|id| id == open.id))
+    }
+
+    pub fn count_applied(&mut self) {
+        self.applied += 1;
+    }
+
+    /// Updates applied since the start.
+    pub fn applied(&self) -> u64 {
+        self.applied
+    }
+
+    /// Keeps replaced weights as storage for the next FULL push, or none; what was kept before is freed.
+    pub fn set_spare(&mut self, spare: Option<ShadowWeights>) {
+        self.spare = spare;
+    }
+
+    pub fn has_spare(&self) -> bool {
+        self.spare.is_some()
+    }
+
+    pub fn take_spare(&mut self) -> Option<ShadowWeights> {
+        self.spare.take()
+    }
+}
