@@ -2,7 +2,9 @@
 
 use std::path::PathBuf;
 
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Parser, ValueEnum};
+use rollout_kernels::Backend;
 
 use crate::error::{Error, Result};
 
@@ -27,8 +29,8 @@ pub struct Config {
     pub mem_util: f64,
 
     /// Where the model runs.
-    #[arg(long, env = "ROLLOUT_DEVICE", value_enum, default_value_t = DeviceKind::Cpu)]
-    pub device: DeviceKind,
+    #[arg(long, env = "ROLLOUT_DEVICE", value_parser = device_parser(), default_value = Backend::ALL[0].name())]
+    pub device: Backend,
 
     /// Precision of weights and KV cache; auto is the checkpoint's (bfloat16 for float16 and quantised ones).
     #[arg(long, env = "ROLLOUT_DTYPE", value_enum, default_value_t = DTypeChoice::Auto)]
@@ -125,9 +127,11 @@ pub struct Config {
     pub log: String,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum DeviceKind {
-    Cpu,
+/// Takes the name of a device; `--help` lists those that people serve from.
+fn device_parser() -> impl TypedValueParser<Value = Backend> {
+    let value = |device: &Backend| PossibleValue::new(device.name()).hide(!device.is_for_serving());
+    let named = |name: String| Backend::ALL.iter().copied().find(|device| device.name() == name);
+    PossibleValuesParser::new(Backend::ALL.iter().map(value)).map(move |name| named(name).expect("one of the names"))
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

@@ -56,6 +56,15 @@ pub fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
     text.unwrap_or("no message").into()
 }
 
+impl From<rollout_kernels::DeviceError> for Error {
+    fn from(e: rollout_kernels::DeviceError) -> Self {
+        match e {
+            rollout_kernels::DeviceError::Unsupported(what) => Self::Config(what),
+            rollout_kernels::DeviceError::OutOfMemory(what) => Self::ResourceExhausted(what),
+        }
+    }
+}
+
 impl From<candle_core::Error> for Error {
     fn from(e: candle_core::Error) -> Self {
         Self::Internal(e.to_string())

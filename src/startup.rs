@@ -7,16 +7,15 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
-use rollout_kernels::cpu::Isa;
-use rollout_kernels::{KvDtype, Ops, WeightDtype};
+use rollout_kernels::{Devices, KvDtype, ModelShape, WeightDtype};
 
 use crate::cache::KvCacheManager;
 use crate::comm::{Communicator, LocalGroup, Solo};
-use crate::config::{Config, DTypeChoice, KernelChoice, SpeculationChoice};
+use crate::config::{Config, DTypeChoice, SpeculationChoice};
 use crate::engine::{COMMAND_QUEUE, Engine, EngineHandle, Setup};
 use crate::error::{Error, Result};
 use crate::executor::{ModelRunner, RankWeights, Ranks, resident_adapter_bytes};
-use crate::memory::{self, MemoryBudget, MemoryReport, MemoryUse, Traffic, human_bytes};
+use crate::memory::{MemoryBudget, MemoryReport, MemoryUse, Traffic, human_bytes};
 use crate::model::config::ModelConfig;
 use crate::model::{Build, Decoder, Parameterized, Workspace, WorkspaceShape, kv_bytes_per_block, kv_caches};
 use crate::scheduler::{Scheduler, SchedulerConfig, Speculation};
@@ -35,9 +34,6 @@ const PROCESS_BYTES: u64 = 192 << 20;
 const MAX_REQUEST_BYTES: u64 = 512 << 20;
 /// Least that is set aside for them: a request of a few prompts, its text being encoded, and its reply.
 const MIN_REQUEST_BYTES: u64 = 8 << 20;
-
-/// Head dimensions that the attention kernel takes are multiples of this: its vectors have so many lanes.
-const HEAD_DIM_UNIT: usize = 16;
 
 /// A running engine and what is known about it.
 pub struct Started {
@@ -64,7 +60,7 @@ impl Started {
             model: self.model_name,
             architecture: model.architecture_name().into(),
             dtype: self.dtype.into(),
-            device: "cpu".into(),
+            device: config.device.name().into(),
             tensor_parallel_size: config.tp,
             max_num_seqs: config.max_num_seqs,
             max_batch_tokens: config.max_batch_tokens,
@@ -117,8 +113,7 @@ struct Layout {
     max_model_len: usize,
     max_batch_tokens: usize,
     block_size: usize,
-    threads: usize,
-    isa: Isa,
+    devices: Devices,
 }
 
 /// Opens the model, fills the memory plan, loads the weights and starts the engine.
@@ -133,7 +128,7 @@ pub fn start(config: &Config) -> Result<Started> {
     let layout = Layout::new(config, &model)?;
     let text = Text::open(&files.tokenizer)?;
 
-    let mut budget = MemoryBudget::new(memory::total_bytes(), config.mem_util);
+    let mut budget = MemoryBudget::new(layout.devices.total_bytes(), config.mem_util);
     let mut decoders = reserve_fixed(&mut budget, config, &model, &layout)?;
     let traffic = reserve_requests(&mut budget, config, &model, &layout)?;
     let blocks = reserve_kv(&mut budget, config, &model, &layout)?;
@@ -184,7 +179,7 @@ pub fn start(config: &Config) -> Result<Started> {
         model_name,
         parameters,
         num_weights,
-        kernel: layout.isa.name(),
+        kernel: layout.devices.of_rank(0).kernel(),
         text,
     })
 }
@@ -196,12 +191,11 @@ impl Layout {
             DTypeChoice::Bfloat16 => false,
             DTypeChoice::Auto => model.dtype == Some(Dtype::F32),
         };
-        if !model.head_dim.is_multiple_of(HEAD_DIM_UNIT) {
-            return Err(Error::Config(format!(
-                "config.json: head_dim is {}; the attention kernel takes multiples of {HEAD_DIM_UNIT}",
-                model.head_dim
-            )));
-        }
+        let weights = if is_float32 { WeightDtype::F32 } else { WeightDtype::Bf16 };
+        let kv = if is_float32 { KvDtype::F32 } else { KvDtype::Bf16 };
+        let devices = open_devices(config)?;
+        let shape = ModelShape { head_dim: model.head_dim, block_size: config.block_size, weights, kv };
+        devices.iter().try_for_each(|device| device.check(&shape))?;
         let longest = model.max_position_embeddings;
         let max_model_len = config.max_model_len.unwrap_or(longest);
         if max_model_len > longest {
@@ -211,19 +205,18 @@ impl Layout {
         }
         Ok(Self {
             world: config.tp,
-            weights: if is_float32 { WeightDtype::F32 } else { WeightDtype::Bf16 },
-            kv: if is_float32 { KvDtype::F32 } else { KvDtype::Bf16 },
+            weights,
+            kv,
             max_model_len,
             max_batch_tokens: config.max_batch_tokens,
             block_size: config.block_size,
-            // Each rank has a pool of its own; together they are as many threads as asked for, and at least one each.
-            threads: (config.threads() / config.tp).max(1),
-            isa: instruction_set(config.kernel, &Isa::all())?,
+            devices,
         })
     }
 
     fn build(&self, rank: usize) -> Build {
-        Build { partition: Partition::new(rank, self.world), weights: self.weights }
+        let device = self.devices.of_rank(rank).clone();
+        Build { device, partition: Partition::new(rank, self.world), weights: self.weights }
     }
 
     fn dtype_name(&self) -> &'static str {
@@ -234,18 +227,14 @@ impl Layout {
     }
 }
 
-/// The chosen one `of` those that can run, the fastest first.
+/// The devices of the ranks. Each has threads of its own; together they are as many as asked for, and at least one each.
 ///
 /// # Errors
-/// `Config` if it is not among them.
-fn instruction_set(choice: KernelChoice, of: &[Isa]) -> Result<Isa> {
-    let choice = choice.to_possible_value().expect("every choice has a name");
-    let name = choice.get_name();
-    let found = of.iter().find(|isa| name == "auto" || isa.name() == name);
-    found.copied().ok_or_else(|| {
-        let names: Vec<_> = of.iter().filter(|isa| !isa.is_emulated()).map(|isa| isa.name()).collect();
-        Error::Config(format!("--kernel {name}: this processor lacks it; it has {}", names.join(", ")))
-    })
+/// `Config` if there is no such device, or it has not the kernel that is asked for.
+fn open_devices(config: &Config) -> Result<Devices> {
+    let kernel = config.kernel.to_possible_value().expect("every choice has a name");
+    let threads = (config.threads() / config.tp).max(1);
+    Ok(Devices::open(config.device, config.tp, threads, kernel.get_name())?)
 }
 
 /// Reserves what does not depend on the size of the KV cache. The decoders' memory is not touched yet: their pages
@@ -257,11 +246,11 @@ fn reserve_fixed(
     layout: &Layout,
 ) -> Result<Vec<Decoder>> {
     let decoders: Vec<_> = (0..layout.world)
-        .map(|rank| Decoder::new(model, layout.build(rank), layout.max_model_len))
+        .map(|rank| Decoder::new(model, &layout.build(rank), layout.max_model_len))
         .collect::<Result<_>>()?;
-    let workspace = Workspace::bytes(model, layout.build(0), layout.max_batch_tokens) * layout.world as u64;
+    let workspace = Workspace::bytes(model, &layout.build(0), layout.max_batch_tokens) * layout.world as u64;
     let adapters = decoders.iter().enumerate().map(|(rank, decoder)| {
-        resident_adapter_bytes(decoder, layout.build(rank), config.max_lora_rank, config.max_adapters)
+        resident_adapter_bytes(decoder, &layout.build(rank), config.max_lora_rank, config.max_adapters)
     });
     let adapters = adapters.sum::<Result<u64>>()?;
     let weights = decoders.iter().map(Parameterized::bytes).sum();
@@ -360,7 +349,7 @@ fn parameters(decoder: &mut Decoder, model: &ModelConfig, layout: &Layout) -> Re
 
 /// Bytes of a block on all ranks together.
 fn block_bytes(model: &ModelConfig, layout: &Layout) -> u64 {
-    let one = kv_bytes_per_block(model, layout.build(0), layout.kv, layout.block_size);
+    let one = kv_bytes_per_block(model, &layout.build(0), layout.kv, layout.block_size);
     one * layout.world as u64
 }
 
@@ -391,9 +380,11 @@ impl Ingredients {
     /// Builds one rank and loads its weights; runs on the rank's own thread.
     fn make(&self, rank: usize, decoder: Decoder, comm: Box<dyn Communicator>) -> Result<ModelRunner> {
         let Self { model, layout, checkpoint, blocks, progress } = self;
-        let (ops, build) = (Ops::cpu(layout.threads, layout.isa), layout.build(rank));
-        let weights = RankWeights::load(&ops, decoder, build, checkpoint.clone(), &|bytes| progress.add(bytes))?;
-        let kv = kv_caches(model, build, layout.kv, *blocks, layout.block_size);
+        let build = layout.build(rank);
+        let ops = build.device.ops();
+        let loaded = |bytes| progress.add(bytes);
+        let weights = RankWeights::load(&ops, decoder, build.clone(), checkpoint.clone(), &loaded)?;
+        let kv = kv_caches(model, &build, layout.kv, *blocks, layout.block_size);
         let workspace = WorkspaceShape { config: model.clone(), build, max_batch_tokens: layout.max_batch_tokens };
         ModelRunner::new(ops, comm, weights, kv, workspace, layout.block_size)
     }
@@ -410,7 +401,7 @@ fn start_ranks(decoders: Vec<Decoder>, ingredients: Ingredients) -> Result<Ranks
         let ingredients = ingredients.clone();
         move || ingredients.make(rank, decoder, comm)
     });
-    let ranks = Ranks::start(makers)?;
+    let ranks = Ranks::start(ingredients.layout.devices.clone(), makers)?;
     ingredients.progress.done();
     Ok(ranks)
 }
@@ -448,29 +439,4 @@ fn count_weights(checkpoint: &Checkpoint, model: &ModelConfig) -> u64 {
     let is_copy = |name: &str| model.tie_word_embeddings && name == "lm_head.weight";
     let elements = |name: &&str| checkpoint.shape(name).map_or(0, |s| s.iter().product::<usize>() as u64);
     checkpoint.names().iter().filter(|name| !is_copy(name)).map(elements).sum()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_instruction_set_that_the_processor_lacks_is_refused_by_name() {
-        let all = Isa::all();
-        assert_eq!(instruction_set(KernelChoice::Auto, &all).expect("there is one"), Isa::detect());
-        let plain: Vec<Isa> = all.iter().copied().filter(|isa| isa.name() == "scalar").collect();
-        for choice in [KernelChoice::Auto, KernelChoice::Scalar] {
-            assert_eq!(instruction_set(choice, &plain).expect("it is there").name(), "scalar");
-        }
-        let emulated = instruction_set(KernelChoice::Avx512Bf16Emulated, &all).expect("every processor can");
-        assert_eq!((emulated.name(), emulated.is_emulated()), ("avx512_bf16_emulated", true));
-        for (choice, name) in
-            [(KernelChoice::Avx512Bf16, "avx512_bf16"), (KernelChoice::Avx512, "avx512f"), (KernelChoice::Avx2, "avx2")]
-        {
-            let refused = instruction_set(choice, &plain).expect_err("it is not there").to_string();
-            assert_eq!(refused, format!("--kernel {name}: this processor lacks it; it has scalar"));
-            let is_there = Isa::available().iter().any(|isa| isa.name() == name);
-            assert_eq!(instruction_set(choice, &all).is_ok_and(|isa| isa.name() == name), is_there);
-        }
-    }
 }

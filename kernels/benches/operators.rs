@@ -8,8 +8,10 @@ use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_m
 use half::bf16;
 use rollout_kernels::cpu::logits::{BINS, Bins, Bound, Measure, Row, candidates_of_bin, histogram, sum_exp, summarise};
 use rollout_kernels::cpu::{
-    AttentionSequence, AttentionShape, Cpu, Isa, KvCache, KvDtype, KvLayout, PackedMatrix, RowBits, Rows, RowsMut,
-    WeightDtype, WeightRows, add_rms_norm, linear, paged_attention, reduction_leaves, rope, silu_mul,
+    Cpu, Isa, KvBlocks, PackedMatrix, Rows, RowsMut, add_rms_norm, linear, paged_attention, rope, silu_mul,
+};
+use rollout_kernels::{
+    AttentionSequence, AttentionShape, KvDtype, KvLayout, RowBits, WeightDtype, WeightRows, reduction_leaves,
 };
 use std::hint::black_box;
 use std::ops::Range;
@@ -307,12 +309,12 @@ fn attention(c: &mut Criterion) {
                 let kv = values(slots.len() * kv_heads * head_dim);
                 let kv = Rows::dense(&kv, kv_heads * head_dim);
                 let cache = || {
-                    let mut cache = KvCache::new(KvLayout { blocks, block_size: BLOCK, kv_heads, head_dim, dtype });
+                    let mut cache = KvBlocks::new(KvLayout { blocks, block_size: BLOCK, kv_heads, head_dim, dtype });
                     cache.write(&cpu, kv, kv, &slots);
                     cache
                 };
                 let layers = if case.in_turn { model.layers } else { 1 };
-                let caches: Vec<KvCache> = (0..layers).map(|_| cache()).collect();
+                let caches: Vec<KvBlocks> = (0..layers).map(|_| cache()).collect();
                 let (tables, rows, length) = (case.tables(), case.rows, case.shared + case.own);
                 let sequence = |s: usize| AttentionSequence {
                     first_row: s * rows,
@@ -352,7 +354,7 @@ fn kv_write(c: &mut Criterion) {
             let slots: Vec<u32> = (0..rows).map(|row| (row * positions_apart) as u32).collect();
             let (keys, values) = (values(rows * width), values(rows * width));
             let layout = KvLayout { blocks, block_size: BLOCK, kv_heads, head_dim, dtype: KvDtype::Bf16 };
-            let mut caches: Vec<KvCache> = (0..layers).map(|_| KvCache::new(layout)).collect();
+            let mut caches: Vec<KvBlocks> = (0..layers).map(|_| KvBlocks::new(layout)).collect();
             for copies in [1, layers] {
                 let in_turn = &mut caches[..copies];
                 group.throughput(Throughput::BytesDecimal((2 * (4 + 2) * copies * rows * width) as u64));
@@ -445,7 +447,7 @@ fn weights(c: &mut Criterion) {
     });
     group.bench_function("write bfloat16", |b| {
         let widen = |rows: Range<usize>, out: &mut [f32]| {
-            WeightRows::Bf16(&rounded[part(rows)]).to_f32(WeightDtype::Bf16, out);
+            rollout_kernels::host::to_f32(WeightRows::Bf16(&rounded[part(rows)]), WeightDtype::Bf16, out);
         };
         b.iter(|| w.fill_rows(cpu.pool(), 0..n, &widen))
     });

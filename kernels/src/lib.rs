@@ -1,17 +1,69 @@
-//! The hot operators of rollout-server: one function per coarse operator.
+//! The devices that rollout-server runs on: one set of operators, and a room of this crate for each device.
 //!
-//! Every reduction order depends on nothing but the row's own inputs, so a row's result is the same bits alone or in
-//! any batch, on any number of threads.
+//! [`Backend`] is the closed set of devices. [`Backend::open`] gives a [`Device`], which says what it can take, has the
+//! memory ([`Matrix`], [`KvCache`], [`Buffer`]) and starts the operators of a rank ([`Ops`]). What is above this crate is
+//! written in these types alone. Activations are candle tensors of the device, made once and written in place.
 //!
-//! [`cpu`] has the operators over slices, [`Ops`] the same over candle tensors, which is what the model is written in.
+//! Whatever the device, every reduction order depends on nothing but the row's own inputs, so that a row's result is the
+//! same bits alone or in any batch.
 
+mod backend;
+mod buffer;
 pub mod cpu;
+mod device;
+pub mod host;
+mod kv_cache;
+mod matrix;
+
+mod merge;
 mod ops;
+mod sampling;
+mod step;
 mod tensor;
 
-pub use cpu::{
-    AttentionSequence, AttentionShape, BlockCopy, KvCache, KvDtype, KvLayout, PANEL, PackedMatrix, RowBits,
-    WeightDtype, WeightRows, reduction_leaves,
+pub use buffer::Buffer;
+pub use device::{Device, DeviceError, DeviceOptions, Devices, ModelShape};
+pub use kv_cache::{BlockCopy, KvCache, KvDtype, KvLayout};
+pub use matrix::{
+    MAX_LEAVES, Matrix, MatrixShape, ROW_GROUP, ReadRows, RowBits, WeightDtype, WeightRows, WriteElements,
+    reduction_leaves,
 };
+pub use merge::{Change, Delta, Dtype, LowRank, Magnitude, Merge, MergeBase, ReadValues, StoredValues, Whole};
 pub use ops::Ops;
-pub use tensor::{with_f32, with_f32_mut};
+pub use sampling::{Sampled, SampledTokens, SamplingTask, TokenLogprobs};
+pub use step::{AttentionSequence, AttentionShape, RowTasks, Step, StepInput};
+
+/// The devices there are. Another one is a room of this crate that implements the traits of `backend`, and a variant here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backend {
+    /// The processor, with its vector instructions.
+    Cpu,
+}
+
+impl Backend {
+    pub const ALL: &'static [Backend] = &[Backend::Cpu];
+
+    /// As `--device` takes it and `GetServerInfo` shows it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Backend::Cpu => "cpu",
+        }
+    }
+
+    /// Whether people serve from it; the others are for tests and stay out of `--help`.
+    pub fn is_for_serving(self) -> bool {
+        match self {
+            Backend::Cpu => true,
+        }
+    }
+
+    /// Makes the device of one rank ready; takes no memory and starts no thread yet.
+    ///
+    /// # Errors
+    /// [`DeviceError::Unsupported`] if this machine has no such device, or not the kernel that is asked for.
+    pub fn open(self, options: &DeviceOptions<'_>) -> Result<Device, DeviceError> {
+        match self {
+            Backend::Cpu => cpu::CpuDevice::open(options).map(|device| Device::new(self, device)),
+        }
+    }
+}

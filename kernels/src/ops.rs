@@ -1,81 +1,69 @@
-//! The operators over candle tensors: what the model is written in. Activations are float32 tensors made once and
-//! written in place, so that a step allocates nothing and addresses stay stable.
+//! The operators that a model is written in. Activations are float32 tensors made once and written in place, so that a
+//! step allocates nothing and addresses stay stable.
 
 use std::ops::Range;
+use std::sync::Mutex;
 
 use candle_core::{Result, Tensor};
 use tracing::{Span, trace_span};
 
-use crate::cpu::{
-    self, AttentionSequence, AttentionShape, BlockCopy, Cpu, Fill, Isa, KvCache, PackedMatrix, ReadRows, WriteElements,
-};
-use crate::tensor::{rows, rows_mut, with_f32};
+use crate::backend::OpsImpl;
+use crate::matrix::{ReadRows, WriteElements};
+use crate::{AttentionSequence, AttentionShape, BlockCopy, Buffer, KvCache, Matrix, Merge, Sampled, Step, StepInput};
 
-/// Where the operators of one rank run. Each that a step uses is a trace-level span, which costs the comparison of two
-/// levels while nobody listens.
-pub struct Ops {
-    cpu: Cpu,
-}
+/// The operators of one rank. Each that a step uses is a trace-level span, which costs the comparison of two levels while
+/// nobody listens.
+pub struct Ops(Box<dyn OpsImpl>);
 
 impl Ops {
-    /// On `threads >= 1` threads of the CPU, with one of its instruction sets.
-    pub fn cpu(threads: usize, isa: Isa) -> Self {
-        Self { cpu: Cpu::with_isa(threads, isa) }
+    pub(crate) fn new(ops: Box<dyn OpsImpl>) -> Self {
+        Self(ops)
     }
 
-    pub fn isa(&self) -> Isa {
-        self.cpu.isa()
+    /// Makes a step ready: the operators take their indices from what this gives.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub fn prepare<'a>(&self, input: StepInput<'a>) -> Result<Step<'a>> {
+        let prepared = self.0.prepare(&input)?;
+        Ok(Step::new(input, prepared))
     }
 
-    pub fn threads(&self) -> usize {
-        self.cpu.pool().threads()
-    }
-
-    /// Calls `f` with each item, on all threads.
-    pub fn for_each<T: Send>(&self, items: &mut [T], f: impl Fn(&mut T) + Sync) {
-        self.cpu.pool().run_chunks(items, 1, |_, item| f(&mut item[0]));
-    }
-
-    /// `out[i]` = row `tokens[i] - first_token` of `table`, or zeros if the table has no such row.
-    pub fn gather_rows(&self, table: &PackedMatrix, tokens: &[u32], first_token: usize, out: &Tensor) -> Result<()> {
-        let _span = trace_span!("gather_rows").entered();
-        rows_mut(out, |out| cpu::gather_rows(&self.cpu, table, tokens, first_token, out))
-    }
-
-    /// `out[i] = x[indices[i]]`.
-    pub fn select_rows(&self, x: &Tensor, indices: &[u32], out: &Tensor) -> Result<()> {
-        let _span = trace_span!("select_rows").entered();
-        rows(x, |x| {
-            rows_mut(out, |mut out| {
-                for (i, &index) in indices.iter().enumerate() {
-                    out.row_mut(i).copy_from_slice(x.row(index as usize));
-                }
-            })
-        })?
-    }
-
-    /// `out[indices[i]] += x[i]`.
-    pub fn add_rows(&self, x: &Tensor, indices: &[u32], out: &Tensor) -> Result<()> {
-        let _span = trace_span!("add_rows").entered();
-        rows(x, |x| {
-            rows_mut(out, |mut out| {
-                for (i, &index) in indices.iter().enumerate() {
-                    out.row_mut(index as usize).iter_mut().zip(x.row(i)).for_each(|(out, x)| *out += x);
-                }
-            })
-        })?
+    /// `out[i]` = row `token of row i - first_token` of `table`, or zeros if the table has no such row.
+    pub fn embed(&self, table: &Matrix, first_token: usize, step: &Step<'_>, out: &Tensor) -> Result<()> {
+        let _span = trace_span!("embed").entered();
+        self.0.embed(table, first_token, step, out)
     }
 
     /// `out = x wᵀ + bias`.
-    pub fn linear(&self, x: &Tensor, w: &PackedMatrix, bias: Option<&Tensor>, out: &Tensor) -> Result<()> {
+    pub fn linear(&self, x: &Tensor, w: &Matrix, bias: Option<&Buffer>, out: &Tensor) -> Result<()> {
         let _span = linear_span(x, w).entered();
-        rows(x, |x| with_optional(bias, |bias| rows_mut(out, |out| cpu::linear(&self.cpu, x, w, bias, out))))??
+        self.0.linear(x, w, bias, out)
+    }
+
+    /// `out = silu(left half) * right half` of `x wᵀ + bias`, which may be written to `gate_up` on the way.
+    pub fn linear_silu_mul(
+        &self,
+        x: &Tensor,
+        w: &Matrix,
+        bias: Option<&Buffer>,
+        gate_up: &Tensor,
+        out: &Tensor,
+    ) -> Result<()> {
+        let _span = linear_span(x, w).entered();
+        self.0.linear_silu_mul(x, w, bias, gate_up, out)
+    }
+
+    /// `out = silu(left half of gate_up) * right half`.
+    pub fn silu_mul(&self, gate_up: &Tensor, out: &Tensor) -> Result<()> {
+        let _span = trace_span!("silu_mul").entered();
+        self.0.silu_mul(gate_up, out)
     }
 
     /// `out = x / rms(x) * weight` by row.
-    pub fn rms_norm(&self, x: &Tensor, weight: &Tensor, eps: f32, out: &Tensor) -> Result<()> {
+    pub fn rms_norm(&self, x: &Tensor, weight: &Buffer, eps: f32, out: &Tensor) -> Result<()> {
         let _span = trace_span!("rms_norm").entered();
-        rows(x, |x| with_f32(weight, |w| rows_mut(out, |out| cpu::rms_norm(&self.cpu, x, w, eps, out))))??
+        self.0.rms_norm(x, weight, eps, out)
     }
 
     /// `residual += x (+ bias)`, then `out = rms_norm(residual)`.
@@ -83,125 +71,146 @@ impl Ops {
         &self,
         residual: &Tensor,
         x: &Tensor,
-        bias: Option<&Tensor>,
-        weight: &Tensor,
+        bias: Option<&Buffer>,
+        weight: &Buffer,
         eps: f32,
         out: &Tensor,
     ) -> Result<()> {
         let _span = trace_span!("add_rms_norm").entered();
-        let norm = |bias: Option<&[f32]>| {
-            rows(x, |x| {
-                with_f32(weight, |w| {
-                    rows_mut(residual, |residual| {
-                        rows_mut(out, |out| cpu::add_rms_norm(&self.cpu, residual, x, bias, w, eps, out))
-                    })
-                })
-            })
-        };
-        with_optional(bias, norm)????
+        self.0.add_rms_norm(residual, x, bias, weight, eps, out)
     }
 
     /// Normalises each head of `x` (`[rows, heads * weight.len()]`) in place.
-    pub fn rms_norm_heads(&self, x: &Tensor, weight: &Tensor, eps: f32) -> Result<()> {
+    pub fn rms_norm_heads(&self, x: &Tensor, weight: &Buffer, eps: f32) -> Result<()> {
         let _span = trace_span!("rms_norm_heads").entered();
-        with_f32(weight, |w| rows_mut(x, |x| cpu::head_rms_norm(&self.cpu, x, w, eps)))?
+        self.0.rms_norm_heads(x, weight, eps)
     }
 
-    /// Rotates each head of `x` (`[rows, heads * head_dim]`) in place; `cos` and `sin` are `[positions, head_dim / 2]`.
-    pub fn rope(&self, x: &Tensor, head_dim: usize, positions: &[u32], cos: &Tensor, sin: &Tensor) -> Result<()> {
+    /// Rotates each head of `x` (`[rows, heads * head_dim]`) in place by the position of its row; `cos` and `sin` are
+    /// `[positions, head_dim / 2]`.
+    pub fn rope(&self, x: &Tensor, head_dim: usize, step: &Step<'_>, cos: &Buffer, sin: &Buffer) -> Result<()> {
         let _span = trace_span!("rope").entered();
-        with_f32(cos, |cos| {
-            with_f32(sin, |sin| rows_mut(x, |x| cpu::rope(&self.cpu, x, head_dim, positions, cos, sin)))
-        })??
+        self.0.rope(x, head_dim, step, cos, sin)
     }
 
-    /// `out = silu(left half of gate_up) * right half`.
-    pub fn silu_mul(&self, gate_up: &Tensor, out: &Tensor) -> Result<()> {
-        let _span = trace_span!("silu_mul").entered();
-        rows(gate_up, |gate_up| rows_mut(out, |out| cpu::silu_mul(&self.cpu, gate_up, out)))?
-    }
-
-    /// `out = silu(left half) * right half` of `x wᵀ + bias`. That is written to `gate_up` first where the halves are not
-    /// whole panels of 16 rows of `w`, and not at all elsewhere.
-    pub fn linear_silu_mul(
-        &self,
-        x: &Tensor,
-        w: &PackedMatrix,
-        bias: Option<&Tensor>,
-        gate_up: &Tensor,
-        out: &Tensor,
-    ) -> Result<()> {
-        if !w.n().is_multiple_of(32) {
-            self.linear(x, w, bias, gate_up)?;
-            return self.silu_mul(gate_up, out);
-        }
-        let _span = linear_span(x, w).entered();
-        rows(x, |x| with_optional(bias, |bias| rows_mut(out, |out| cpu::linear_silu_mul(&self.cpu, x, w, bias, out))))??
-    }
-
-    /// Puts one key and value row per slot (`block * block_size + offset`) into the cache.
-    pub fn write_kv(&self, k: &Tensor, v: &Tensor, slots: &[u32], cache: &mut KvCache) -> Result<()> {
+    /// Puts the key and the value of each row (`[rows, kv_heads * head_dim]`) into its slot of the cache.
+    pub fn write_kv(&self, k: &Tensor, v: &Tensor, step: &Step<'_>, cache: &mut KvCache) -> Result<()> {
         let _span = trace_span!("write_kv").entered();
-        rows(k, |k| rows(v, |v| cache.write(&self.cpu, k, v, slots)))?
+        self.0.write_kv(k, v, step, cache)
     }
 
-    pub fn copy_blocks(&self, cache: &mut KvCache, copies: &[BlockCopy]) {
+    /// Does the copies in order, keys and values.
+    ///
+    /// # Panics
+    /// If a block is outside the cache, or `tokens` exceeds the block size.
+    pub fn copy_blocks(&self, cache: &mut KvCache, copies: &[BlockCopy]) -> Result<()> {
         let _span = trace_span!("copy_blocks").entered();
-        cache.copy_blocks(copies);
+        self.0.copy_blocks(cache, copies)
     }
 
-    /// Causal attention of each query row over its sequence's cached positions.
+    /// `out[row] = softmax(scale * q[row] · K) V` per head: causal attention of each row over its sequence's cached keys
+    /// and values. `q` and `out` are `[rows, heads * head_dim]`; rows of no sequence are not touched.
+    ///
+    /// # Panics
+    /// If shapes do not agree, a block table is too short or names a block outside the cache, or sequences share rows.
     pub fn paged_attention(
         &self,
         q: &Tensor,
         shape: &AttentionShape,
-        sequences: &[AttentionSequence<'_>],
+        step: &Step<'_>,
         cache: &KvCache,
         out: &Tensor,
     ) -> Result<()> {
-        let _span = attention_span(q, sequences).entered();
-        rows(q, |q| rows_mut(out, |out| cpu::paged_attention(&self.cpu, q, shape, sequences, cache, out)))?
+        let _span = attention_span(q, step.input().sequences).entered();
+        self.0.paged_attention(q, shape, step, cache, out)
     }
 
-    /// Stores rows that `fill` makes; see [`PackedMatrix::fill_rows`].
-    pub fn fill_rows(&self, w: &mut PackedMatrix, rows: Range<usize>, fill: &Fill<'_>) {
-        let _span = trace_span!("fill_rows", n = w.n(), k = w.k()).entered();
-        w.fill_rows(self.cpu.pool(), rows, fill);
+    /// Copies the rows of `x` that these rows of [`StepInput::logits`] name to `out`.
+    pub fn select_logits_rows(&self, x: &Tensor, step: &Step<'_>, rows: Range<usize>, out: &Tensor) -> Result<()> {
+        let _span = trace_span!("select_rows").entered();
+        self.0.select_logits_rows(x, step, rows, out)
     }
 
-    /// Stores rows as `read` gives them; see [`PackedMatrix::store_rows`].
-    pub fn store_rows(&self, w: &mut PackedMatrix, rows: Range<usize>, read: &ReadRows<'_>) {
-        w.store_rows(self.cpu.pool(), rows, read);
+    /// Answers the tasks of these rows of [`StepInput::logits`] from their logits `[rows, vocabulary]`, which are read
+    /// before any later operator writes to them.
+    pub fn sample(&self, logits: &Tensor, step: &Step<'_>, rows: Range<usize>) -> Result<Sampled> {
+        let _span = trace_span!("sampling").entered();
+        self.0.sample(logits, step, rows)
     }
 
-    /// Stores single elements of rows; see [`PackedMatrix::write_elements`].
-    pub fn write_elements(&self, w: &mut PackedMatrix, rows: Range<usize>, write: &WriteElements<'_>) {
+    /// `out[i] = x[rows[i]]`.
+    pub fn select_rows(&self, x: &Tensor, rows: &[u32], out: &Tensor) -> Result<()> {
+        let _span = trace_span!("select_rows").entered();
+        self.0.select_rows(x, rows, out)
+    }
+
+    /// `out[rows[i]] += x[i]`.
+    pub fn add_rows(&self, x: &Tensor, rows: &[u32], out: &Tensor) -> Result<()> {
+        let _span = trace_span!("add_rows").entered();
+        self.0.add_rows(x, rows, out)
+    }
+
+    /// Stores rows of `w` as `read` gives them, some at a time; rounds to nearest even where the matrix is bfloat16.
+    ///
+    /// # Panics
+    /// If `rows` pass the end, or other rows are given than were asked for.
+    pub fn store_rows(&self, w: &mut Matrix, rows: Range<usize>, read: &ReadRows<'_>) -> Result<()> {
+        self.0.store_rows(w, rows, read)
+    }
+
+    /// Copies `rows` of `from` to the first rows of `to`, of the same width.
+    pub fn copy_rows(&self, from: &Matrix, rows: Range<usize>, to: &mut Matrix) -> Result<()> {
+        let _span = trace_span!("copy_rows", n = rows.len(), k = to.k()).entered();
+        self.0.copy_rows(from, rows, to)
+    }
+
+    /// Writes merged rows to `w` from row `first_row` on.
+    ///
+    /// # Panics
+    /// If they pass the end, or have other columns than `w`.
+    pub fn merge_rows(&self, w: &mut Matrix, first_row: usize, merge: &Merge<'_>) -> Result<()> {
+        let _span = trace_span!("merge_rows", n = merge.rows.len(), k = w.k()).entered();
+        self.0.merge_rows(w, first_row, merge)
+    }
+
+    /// Stores single elements of `rows`, which `write` names; rounds to nearest even where the matrix is bfloat16.
+    ///
+    /// # Panics
+    /// If `rows` pass the end, or an element is outside the rows it was asked for.
+    pub fn write_elements(&self, w: &mut Matrix, rows: Range<usize>, write: &WriteElements<'_>) -> Result<()> {
         let _span = trace_span!("write_elements", n = w.n(), k = w.k()).entered();
-        w.write_elements(self.cpu.pool(), rows, write);
+        self.0.write_elements(w, rows, write)
+    }
+
+    /// Writes all of `w` to `out`, `[n, k]` float32: exact.
+    pub fn unpack(&self, w: &Matrix, out: &Tensor) -> Result<()> {
+        self.0.unpack(w, out)
+    }
+
+    /// Calls `f` with each item, on all threads of the host that the rank has.
+    pub fn for_each<T: Send>(&self, items: &mut [T], f: impl Fn(&mut T) + Sync) {
+        let items: Vec<Mutex<&mut T>> = items.iter_mut().map(Mutex::new).collect();
+        self.0.run_on_host(items.len(), &|i| {
+            let mut item = items[i].lock().expect("each item is taken once");
+            f(&mut item);
+        });
     }
 
     /// Drops the memory that the operators reuse; the next ones take it again.
     pub fn release(&self) {
-        self.cpu.release();
+        self.0.release();
     }
 }
 
 /// A span that tells the layer by its matrix, and what it must compute and read.
-fn linear_span(x: &Tensor, w: &PackedMatrix) -> Span {
+fn linear_span(x: &Tensor, w: &Matrix) -> Span {
     let flop = || 2 * x.dims().first().map_or(0, |rows| rows * w.n() * w.k());
     trace_span!("linear", n = w.n(), k = w.k(), flop = flop(), bytes = w.bytes())
 }
 
-/// A span with what rows compute that see all positions before them: a window makes it less.
+/// A span with what rows compute that see all tokens before them: a window makes it less.
 fn attention_span(q: &Tensor, sequences: &[AttentionSequence<'_>]) -> Span {
     let seen = |s: &AttentionSequence<'_>| s.rows * s.start_position + s.rows * (s.rows + 1) / 2;
     let flop = || 4 * q.dims().last().map_or(0, |width| width * sequences.iter().map(seen).sum::<usize>());
     trace_span!("paged_attention", flop = flop())
-}
-
-fn with_optional<R>(t: Option<&Tensor>, f: impl FnOnce(Option<&[f32]>) -> R) -> Result<R> {
-    match t {
-        Some(t) => with_f32(t, |v| f(Some(v))),
-        None => Ok(f(None)),
-    }
 }

@@ -1,6 +1,4 @@
-//! The operators over candle tensors: what the model is written in.
-//!
-//! Outputs are tensors made once and written in place, so that a step allocates nothing and addresses stay stable.
+//! The host's view of float32 tensors that lie in its memory, as slices and rows.
 
 use std::cell::Cell;
 

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Arc, Barrier};
 
 use candle_core::Tensor;
-use rollout_kernels::{with_f32, with_f32_mut};
+use rollout_kernels::host::{with_f32, with_f32_mut};
 use tracing::trace_span;
 
 use super::Communicator;

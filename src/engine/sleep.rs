@@ -7,8 +7,8 @@ use super::drain::Then;
 use super::lifecycle::State;
 use super::{Attempt, Engine, Failure, RunningPolicy, answer};
 use crate::error::{Error, Result};
-use crate::executor::{Executor, Memory, WeightOrder};
-use crate::memory::{self, MemoryBudget, MemoryUse};
+use crate::executor::{Executor, Memory, Released, WeightOrder};
+use crate::memory::{MemoryBudget, MemoryUse};
 
 /// Ledger entries of what sleeps, as they were at the start.
 #[derive(Clone, Copy, Debug)]
@@ -101,45 +101,43 @@ impl<X: Executor> Engine<X> {
             self.drop_all_adapters()?;
         }
         self.scheduler.release_all();
-        let spare = self.take_spare();
-        memory::trim();
-        let before = memory::resident_bytes();
+        let mut kv_cache_bytes = 0;
         if self.state.kv_awake() {
-            self.release_memory(Memory::KvCache)?;
-            self.release_memory(Memory::Workspace)?;
-            self.budget.free(MemoryUse::KvCache);
-            self.budget.free(MemoryUse::Workspace);
-        }
-        let between = memory::resident_bytes();
-        drop(spare);
-        let kept = match level {
-            SleepLevel::One if self.state.weights_awake() => self.release_memory(Memory::Weights)?,
-            SleepLevel::One => self.budget.reserved(MemoryUse::Weights),
-            SleepLevel::Two if self.state.weights_awake() || self.policy.has_replaced() => {
-                self.release_memory(Memory::WeightsAndBase)?
+            for (memory, used_for) in [(Memory::KvCache, MemoryUse::KvCache), (Memory::Workspace, MemoryUse::Workspace)]
+            {
+                kv_cache_bytes += self.executor.release(memory).map_err(Failure::Fatal)?.freed;
+                self.budget.free(used_for);
             }
-            SleepLevel::Two => 0,
-        };
-        if level == SleepLevel::Two {
-            self.forget_policy();
-            memory::trim();
         }
-        self.budget.lower(MemoryUse::Weights, kept);
+        let spare = match self.take_spare() {
+            Some(shadow) => self.executor.discard(shadow).map_err(Failure::Fatal)?,
+            None => 0,
+        };
+        let weights = self.release_weights(level)?;
+        self.budget.lower(MemoryUse::Weights, weights.kept);
         self.state = next;
-        let resident_bytes = memory::resident_bytes();
         Ok(SleepReply {
-            weights_bytes: between.saturating_sub(resident_bytes),
-            kv_cache_bytes: before.saturating_sub(between),
-            resident_bytes,
+            weights_bytes: spare + weights.freed,
+            kv_cache_bytes,
+            resident_bytes: self.executor.used_bytes(),
             took: started.elapsed(),
         })
     }
 
-    /// The bytes of weights that stay.
-    fn release_memory(&mut self, memory: Memory) -> Attempt<u64> {
-        let kept = self.executor.release(memory).map_err(Failure::Fatal)?;
-        memory::trim();
-        Ok(kept)
+    fn release_weights(&mut self, level: SleepLevel) -> Attempt<Released> {
+        let awake = self.state.weights_awake();
+        let released = match level {
+            SleepLevel::One if awake => self.executor.release(Memory::Weights).map_err(Failure::Fatal)?,
+            SleepLevel::One => Released { freed: 0, kept: self.budget.reserved(MemoryUse::Weights) },
+            SleepLevel::Two if awake || self.policy.has_replaced() => {
+                self.executor.release(Memory::WeightsAndBase).map_err(Failure::Fatal)?
+            }
+            SleepLevel::Two => Released::default(),
+        };
+        if level == SleepLevel::Two {
+            self.forget_policy();
+        }
+        Ok(released)
     }
 
     /// The base is the checkpoint again, with nothing merged.

@@ -6,8 +6,8 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use candle_core::{DType, Device, Tensor};
-use rollout_kernels::{Ops, PackedMatrix, WeightDtype, WeightRows};
+use candle_core::Tensor;
+use rollout_kernels::{Matrix, MatrixShape, Ops, WeightDtype, WeightRows};
 
 use crate::comm::Communicator;
 use crate::error::Result;
@@ -27,11 +27,11 @@ const PAGE: usize = 4096;
 ///
 /// # Errors
 /// `Config` if a parameter cannot be divided among the ranks.
-pub fn resident_adapter_bytes(decoder: &Decoder, build: Build, rank: usize, adapters: usize) -> Result<u64> {
+pub fn resident_adapter_bytes(decoder: &Decoder, build: &Build, rank: usize, adapters: usize) -> Result<u64> {
     if adapters == 0 {
         return Ok(0);
     }
-    let bytes = |n: usize, k: usize| PackedMatrix::bytes_for(WeightDtype::F32, n, k).next_multiple_of(PAGE);
+    let bytes = |n: usize, k: usize| build.device.matrix(float32(n, k, 1)).bytes().next_multiple_of(PAGE);
     let mut one = 0;
     for (_, parts) in decoder.sites() {
         let mut columns = 0;
@@ -56,7 +56,7 @@ pub struct ResidentAdapters {
 /// What one adapter adds at one site.
 struct Term {
     /// The first factors of all adapted projections, one below the other, `[ranks, k]`.
-    a: PackedMatrix,
+    a: Matrix,
     parts: Vec<Part>,
     /// Whether `a x` is a sum over ranks.
     is_split: bool,
@@ -65,7 +65,7 @@ struct Term {
 /// The second factor of one projection.
 struct Part {
     /// `[n, rank]`, multiplied by the scaling and rounded to float32.
-    b: PackedMatrix,
+    b: Matrix,
     /// Where its ranks are in `a x`.
     first_rank: usize,
     /// Where its features are in what the site gives.
@@ -100,7 +100,7 @@ impl ResidentAdapters {
                 .filter_map(|(spec, column)| Some((spec, column, adapter.factors(&spec.name)?)))
                 .collect();
             if !adapted.is_empty() {
-                terms.insert(site, Term::new(self.build, &adapted)?);
+                terms.insert(site, Term::new(&self.build, &adapted)?);
             }
         }
         self.generations.insert(generation, terms);
@@ -117,7 +117,7 @@ impl ResidentAdapters {
     /// Makes the buffers if there are adapters that need them.
     pub fn take_buffers(&mut self, decoder: &Decoder) -> Result<()> {
         if self.buffers.is_none() && !self.generations.is_empty() {
-            self.buffers = Some(Buffers::new(buffer_values(decoder, self.build)?)?);
+            self.buffers = Some(Buffers::new(&self.build, buffer_values(decoder, &self.build)?)?);
         }
         Ok(())
     }
@@ -151,13 +151,13 @@ impl ResidentAdapters {
 
 impl Term {
     /// What one adapter adds at the site of these projections; each comes with its first column in what the site gives.
-    fn new(build: Build, adapted: &[(&ParamSpec, usize, Factors<'_>)]) -> Result<Self> {
+    fn new(build: &Build, adapted: &[(&ParamSpec, usize, Factors<'_>)]) -> Result<Self> {
         let is_split = adapted.iter().any(|(spec, ..)| spec.shard == ShardRule::Columns);
         let ranks = adapted.iter().map(|(_, _, factors)| factors.rank).sum();
         let columns = build.partition.slice(adapted[0].0)?.cols;
         let whole = adapted[0].0.shape[1];
         let leaves = if is_split { build.partition.leaves(whole) } else { 1 };
-        let mut a = PackedMatrix::zeros(WeightDtype::F32, ranks, columns.len(), leaves);
+        let mut a = build.device.zeros(float32(ranks, columns.len(), leaves))?;
         let (mut parts, mut first_rank) = (Vec::new(), 0);
         for (spec, first_column, factors) in adapted {
             for (i, row) in factors.a.chunks_exact(whole).enumerate() {
@@ -168,7 +168,7 @@ impl Term {
                 .iter()
                 .map(|x| x * factors.scaling)
                 .collect();
-            let mut b = PackedMatrix::zeros(WeightDtype::F32, rows.len(), factors.rank, 1);
+            let mut b = build.device.zeros(float32(rows.len(), factors.rank, 1))?;
             b.write_rows(0, WeightRows::F32(&scaled));
             parts.push(Part { b, first_rank, first_column: *first_column });
             first_rank += factors.rank;
@@ -219,8 +219,8 @@ impl Additions for BatchAdapters<'_> {
 }
 
 impl Buffers {
-    fn new(values: usize) -> Result<Self> {
-        let make = || Tensor::zeros(values, DType::F32, &Device::Cpu);
+    fn new(build: &Build, values: usize) -> Result<Self> {
+        let make = || build.device.activations(1, values)?.flatten_all();
         Ok(Self { x: make()?, ranks: make()?, y: make()?, values })
     }
 
@@ -230,8 +230,13 @@ impl Buffers {
     }
 }
 
+/// The shape of factors, which are float32.
+fn float32(n: usize, k: usize, leaves: usize) -> MatrixShape {
+    MatrixShape { dtype: WeightDtype::F32, n, k, leaves }
+}
+
 /// Values that each buffer holds: one row of what is widest, or [`BUFFER_VALUES`].
-fn buffer_values(decoder: &Decoder, build: Build) -> Result<usize> {
+fn buffer_values(decoder: &Decoder, build: &Build) -> Result<usize> {
     let mut values = BUFFER_VALUES;
     for (_, parts) in decoder.sites() {
         let mut rows = 0;
@@ -248,7 +253,6 @@ fn buffer_values(decoder: &Decoder, build: Build) -> Result<usize> {
 mod tests {
     use super::*;
     use crate::executor::tests::harness::{DTYPES, Setup, fixture};
-    use crate::weights::Partition;
 
     #[test]
     fn an_adapter_of_all_layers_takes_what_is_reserved() {
@@ -256,12 +260,12 @@ mod tests {
             for (world, rank) in [(1, 1), (2, 5), (4, 16)] {
                 let setup = Setup::open(&fixture(model), DTYPES[1], world);
                 let adapter = setup.adapter(1, &layers, rank, 0.1, false);
-                let build = Build { partition: Partition::new(world - 1, world), weights: DTYPES[1] };
-                let decoder = Decoder::new(&setup.config, build, 8).unwrap();
-                let mut resident = ResidentAdapters::new(build);
+                let build = setup.build(world - 1);
+                let decoder = Decoder::new(&setup.config, &build, 8).unwrap();
+                let mut resident = ResidentAdapters::new(build.clone());
                 let matrices = |resident: &ResidentAdapters| {
                     let terms = resident.generations.values().flat_map(HashMap::values);
-                    let pages = |matrix: &PackedMatrix| matrix.bytes().next_multiple_of(PAGE);
+                    let pages = |matrix: &Matrix| matrix.bytes().next_multiple_of(PAGE);
                     terms
                         .map(|term| pages(&term.a) + term.parts.iter().map(|p| pages(&p.b)).sum::<usize>())
                         .sum::<usize>()
@@ -269,7 +273,7 @@ mod tests {
                 for count in 1..=2 {
                     resident.add(&decoder, count, &adapter).unwrap();
                     let buffers = 3 * 4 * resident.buffers.as_ref().unwrap().values;
-                    let reserved = resident_adapter_bytes(&decoder, build, rank, count as usize).unwrap();
+                    let reserved = resident_adapter_bytes(&decoder, &build, rank, count as usize).unwrap();
                     assert_eq!(reserved, (matrices(&resident) + buffers) as u64, "{count} of rank {rank}");
                 }
                 (1..=2).for_each(|generation| resident.remove(generation));

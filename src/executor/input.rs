@@ -1,9 +1,8 @@
 //! Flattens a plan's sequences into the rows of one batch.
 
-use rollout_kernels::AttentionSequence;
+use rollout_kernels::{AttentionSequence, RowTasks, SamplingTask, StepInput};
 
-use crate::model::{Additions, Input};
-use crate::types::StepPlan;
+use crate::types::{LogitsTask, PlanSequence, StepPlan};
 
 /// The rows of one step, kept between steps so that their memory is reused.
 #[derive(Default)]
@@ -13,8 +12,14 @@ pub struct FlatBatch {
     slots: Vec<u32>,
     /// Generation of the resident adapter of each row, if it has one.
     pub adapters: Vec<Option<u64>>,
-    /// Row of each [`crate::types::LogitsRow`], in the plan's order.
-    pub logits_rows: Vec<u32>,
+    /// The rows of which logits are wanted, in the plan's order.
+    pub logits: Vec<RowTasks>,
+}
+
+/// What of a batch is borrowed from its plan.
+pub struct PlanView<'a> {
+    sequences: Vec<AttentionSequence<'a>>,
+    tasks: Vec<SamplingTask<'a>>,
 }
 
 impl FlatBatch {
@@ -24,7 +29,8 @@ impl FlatBatch {
         self.positions.clear();
         self.slots.clear();
         self.adapters.clear();
-        self.logits_rows.clear();
+        self.logits.clear();
+        let mut tasks = 0;
         for sequence in &plan.sequences {
             let first_row = self.tokens.len();
             let end = sequence.start + sequence.tokens.len();
@@ -36,14 +42,31 @@ impl FlatBatch {
                 let block = sequence.block_table[index / block_size] as usize;
                 self.slots.push((block * block_size + index % block_size) as u32);
             }
-            self.logits_rows.extend(sequence.logits.iter().map(|row| (first_row + row.offset) as u32));
+            for row in &sequence.logits {
+                let first_task = tasks;
+                tasks += row.tasks.len();
+                self.logits.push(RowTasks { row: (first_row + row.offset) as u32, tasks: first_task..tasks });
+            }
         }
     }
 
-    /// The attention kernel's view of `plan`, which must be the one last taken.
-    pub fn attention<'a>(plan: &'a StepPlan) -> Vec<AttentionSequence<'a>> {
+    /// The step of this batch, which was filled from the plan that `view` is of.
+    pub fn step<'a>(&'a self, view: &'a PlanView<'a>) -> StepInput<'a> {
+        StepInput {
+            tokens: &self.tokens,
+            positions: &self.positions,
+            slots: &self.slots,
+            sequences: &view.sequences,
+            logits: &self.logits,
+            tasks: &view.tasks,
+        }
+    }
+}
+
+impl<'a> PlanView<'a> {
+    pub fn new(plan: &'a StepPlan) -> Self {
         let mut first_row = 0;
-        let view = |sequence: &'a crate::types::PlanSequence| {
+        let sequence = |sequence: &'a PlanSequence| {
             let rows = sequence.tokens.len();
             first_row += rows;
             AttentionSequence {
@@ -53,15 +76,32 @@ impl FlatBatch {
                 block_table: &sequence.block_table,
             }
         };
-        plan.sequences.iter().map(view).collect()
+        let sequences = plan.sequences.iter().map(sequence).collect();
+        Self { sequences, tasks: plan.tasks().map(sampling_task).collect() }
     }
+}
 
-    pub fn input<'a>(
-        &'a self,
-        sequences: &'a [AttentionSequence<'a>],
-        additions: Option<&'a dyn Additions>,
-    ) -> Input<'a> {
-        Input { tokens: &self.tokens, positions: &self.positions, slots: &self.slots, sequences, additions }
+/// What a task asks of the device.
+fn sampling_task(task: &LogitsTask) -> SamplingTask<'_> {
+    let params = &*task.params;
+    // Before so many tokens a sample must not end.
+    let may_stop = task.output_index >= params.min_tokens;
+    SamplingTask {
+        temperature: params.temperature,
+        top_k: params.top_k,
+        top_p: params.top_p,
+        min_p: params.min_p,
+        repetition_penalty: params.repetition_penalty,
+        presence_penalty: params.presence_penalty,
+        frequency_penalty: params.frequency_penalty,
+        logit_bias: &params.logit_bias,
+        allowed: params.allowed_tokens.as_deref(),
+        banned: if may_stop { [&[], &[]] } else { [&params.eos_token_ids, &params.stop_token_ids] },
+        history: task.history.as_ref().map(|history| (&*history.prompt, &*history.output)),
+        seed: task.seed,
+        output_index: task.output_index,
+        target: task.target,
+        top_logprobs: params.top_logprobs,
     }
 }
 
@@ -98,13 +138,14 @@ mod tests {
         for _ in 0..2 {
             batch.fill(&plan, 4);
         }
-        let sequences = FlatBatch::attention(&plan);
-        let input = batch.input(&sequences, None);
+        let view = PlanView::new(&plan);
+        let input = batch.step(&view);
         assert_eq!(input.tokens, [7, 8, 9, 4]);
         assert_eq!(input.positions, [3, 4, 5, 8]);
         assert_eq!(input.slots, [23, 8, 9, 24]);
         assert_eq!(batch.adapters, [None, None, None, Some(6)]);
-        assert_eq!(batch.logits_rows, [2, 3]);
-        assert_eq!((sequences[1].first_row, sequences[1].rows, sequences[1].start_position), (3, 1, 8));
+        assert_eq!(batch.logits.iter().map(|wanted| wanted.row).collect::<Vec<_>>(), [2, 3]);
+        let second = &input.sequences[1];
+        assert_eq!((second.first_row, second.rows, second.start_position), (3, 1, 8));
     }
 }

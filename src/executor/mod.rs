@@ -4,7 +4,6 @@ mod adapters;
 mod input;
 mod ranks;
 mod runner;
-pub mod sampler;
 #[cfg(test)]
 mod tests;
 mod weights;
@@ -50,10 +49,26 @@ pub trait Executor {
     /// Bytes of whole rows of a parameter in the dtype in which it serves (row-major, little-endian), gathered from the
     /// ranks.
     fn read(&mut self, spec: &ParamSpec, rows: Range<usize>) -> Result<Vec<u8>>;
-    /// Gives memory back to the operating system. The bytes of matrices that stay, where `memory` is weights.
-    fn release(&mut self, memory: Memory) -> Result<u64>;
+    /// Gives memory back to the system, and says what came of it.
+    fn release(&mut self, memory: Memory) -> Result<Released>;
     /// Takes released memory again; its content is unspecified.
+    ///
+    /// # Errors
+    /// `ResourceExhausted` if the device has not as much.
     fn restore(&mut self, memory: Memory) -> Result<()>;
+    /// Gives the storage of shadow weights back to the system; the bytes that came back.
+    fn discard(&mut self, shadow: ShadowWeights) -> Result<u64>;
+    /// Bytes of the devices' memory that the process takes now, when allocators keep nothing of what was freed.
+    fn used_bytes(&self) -> u64;
+}
+
+/// What came of a release.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Released {
+    /// Bytes that the devices have back, as they measure it.
+    pub freed: u64,
+    /// Bytes of weights that stay, because nothing else has their values.
+    pub kept: u64,
 }
 
 /// What a rank's memory is for.

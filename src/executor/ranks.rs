@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
-use super::{Executor, Memory, ModelRunner, WeightOrder};
+use super::{Executor, Memory, ModelRunner, Released, WeightOrder};
+use rollout_kernels::Devices;
+
 use crate::error::{Error, Result};
 use crate::types::{StepOutput, StepPlan};
 use crate::weights::{ParamSpec, ShadowShard, ShadowWeights, Slice};
@@ -32,6 +34,7 @@ enum Task {
     Read { spec: Arc<ParamSpec>, rows: Range<usize> },
     Release(Memory),
     Restore(Memory),
+    Discard(Vec<ShadowShard>),
 }
 
 /// What comes of it.
@@ -48,6 +51,7 @@ pub struct Ranks {
     orders: Vec<Sender<Order>>,
     steps: Receiver<StepOutput>,
     threads: Vec<JoinHandle<()>>,
+    devices: Devices,
 }
 
 impl Ranks {
@@ -56,7 +60,7 @@ impl Ranks {
     ///
     /// # Errors
     /// The first error of a maker.
-    pub fn start<F>(makers: impl Iterator<Item = F>) -> Result<Self>
+    pub fn start<F>(devices: Devices, makers: impl Iterator<Item = F>) -> Result<Self>
     where
         F: FnOnce() -> Result<ModelRunner> + Send + 'static,
     {
@@ -85,7 +89,7 @@ impl Ranks {
         for _ in 0..threads.len() {
             built.recv().map_err(|_| Error::Internal("a rank ended while it was built".into()))??;
         }
-        Ok(Self { orders, steps, threads })
+        Ok(Self { orders, steps, threads, devices })
     }
 
     /// Gives every rank its order.
@@ -107,6 +111,13 @@ impl Ranks {
         }
         all.sort_by_key(|(rank, _)| *rank);
         all.into_iter().map(|(_, answer)| answer).collect()
+    }
+
+    /// As [`Ranks::perform`], with the bytes that the devices have back after it.
+    fn measured(&self, task: impl FnMut() -> Task) -> Result<(u64, Vec<Answer>)> {
+        let before = self.used_bytes();
+        let answers = self.perform(task)?;
+        Ok((before.saturating_sub(self.used_bytes()), answers))
     }
 }
 
@@ -164,13 +175,25 @@ impl Executor for Ranks {
         gather(spec, &rows, &answers.into_iter().map(part).collect::<Vec<_>>())
     }
 
-    fn release(&mut self, memory: Memory) -> Result<u64> {
+    fn release(&mut self, memory: Memory) -> Result<Released> {
         let kept = |answer: &Answer| if let Answer::Kept(bytes) = answer { *bytes } else { 0 };
-        Ok(self.perform(|| Task::Release(memory))?.iter().map(kept).sum())
+        let (freed, answers) = self.measured(|| Task::Release(memory))?;
+        Ok(Released { freed, kept: answers.iter().map(kept).sum() })
     }
 
     fn restore(&mut self, memory: Memory) -> Result<()> {
         self.perform(|| Task::Restore(memory)).map(|_| ())
+    }
+
+    fn discard(&mut self, shadow: ShadowWeights) -> Result<u64> {
+        let mut shards = shadow.into_ranks().into_iter();
+        let (freed, _) = self.measured(|| Task::Discard(shards.next().unwrap_or_default()))?;
+        Ok(freed)
+    }
+
+    fn used_bytes(&self) -> u64 {
+        self.devices.trim();
+        self.devices.used_bytes()
     }
 }
 
@@ -218,6 +241,7 @@ fn perform(runner: &mut ModelRunner, task: Task) -> Result<Answer> {
         Task::Read { spec, rows } => return runner.read(&spec, rows).map(Answer::Read),
         Task::Release(memory) => return runner.release(memory).map(Answer::Kept),
         Task::Restore(memory) => runner.restore(memory)?,
+        Task::Discard(shards) => drop(shards),
     }
     Ok(Answer::Done)
 }

@@ -1,21 +1,18 @@
 //! One rank's work: the forward pass of a step, and on the first rank the answers to its questions.
 
 use std::ops::Range;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use candle_core::Tensor;
-use rollout_kernels::cpu::Isa;
-use rollout_kernels::{KvCache, Ops, with_f32};
+use rollout_kernels::{KvCache, Ops, Sampled, SampledTokens};
 use tracing::trace_span;
 
 use super::adapters::ResidentAdapters;
-use super::input::FlatBatch;
+use super::input::{FlatBatch, PlanView};
 use super::weights::RankWeights;
-use super::{Memory, WeightOrder, sampler};
+use super::{Memory, WeightOrder};
 use crate::comm::Communicator;
 use crate::error::{Result, panic_message};
-use crate::model::{Additions, LOGITS_ROWS, Workspace, WorkspaceShape};
-use crate::types::{LogitsRow, StepOutput, StepPlan, TokenLogprobs};
+use crate::model::{Additions, Input, LOGITS_ROWS, Workspace, WorkspaceShape};
+use crate::types::{LogitsRow, StepOutput, StepPlan};
 use crate::weights::{ParamSpec, ShadowShard};
 
 /// A rank: its operators, weights, KV cache, buffers and its end of the communication.
@@ -25,37 +22,35 @@ pub struct ModelRunner {
     weights: RankWeights,
     adapters: ResidentAdapters,
     kv: Vec<KvCache>,
-    kv_is_released: bool,
     workspace_shape: WorkspaceShape,
     /// None while it is released.
     workspace: Option<Workspace>,
     block_size: usize,
     batch: FlatBatch,
-    /// One for each thread.
-    answerers: Vec<Answerer>,
 }
 
 impl ModelRunner {
+    /// # Errors
+    /// `ResourceExhausted` if the device has not as much memory as the KV cache and the workspace take.
     pub fn new(
         ops: Ops,
         comm: Box<dyn Communicator>,
         weights: RankWeights,
-        kv: Vec<KvCache>,
+        mut kv: Vec<KvCache>,
         workspace_shape: WorkspaceShape,
         block_size: usize,
     ) -> Result<Self> {
+        kv.iter_mut().try_for_each(KvCache::restore)?;
         Ok(Self {
             ops,
             comm,
             weights,
-            adapters: ResidentAdapters::new(workspace_shape.build),
+            adapters: ResidentAdapters::new(workspace_shape.build.clone()),
             kv,
-            kv_is_released: false,
             workspace: Some(Workspace::new(&workspace_shape)?),
             workspace_shape,
             block_size,
             batch: FlatBatch::default(),
-            answerers: Vec::new(),
         })
     }
 
@@ -64,7 +59,6 @@ impl ModelRunner {
     /// # Panics
     /// If memory that it needs is released.
     pub fn run(&mut self, plan: &StepPlan) -> Result<StepOutput> {
-        assert!(!self.kv_is_released, "a step without a KV cache");
         let _rank = match plan.is_decode() {
             true => trace_span!("decode on rank", rank = self.comm.rank()).entered(),
             false => trace_span!("prefill on rank", rank = self.comm.rank()).entered(),
@@ -72,24 +66,31 @@ impl ModelRunner {
         let workspace = self.workspace.as_ref().expect("a step has its workspace");
         let model = self.weights.decoder();
         for cache in &mut self.kv {
-            self.ops.copy_blocks(cache, &plan.copies);
+            self.ops.copy_blocks(cache, &plan.copies)?;
         }
         let prepare = trace_span!("prepare").entered();
         self.batch.fill(plan, self.block_size);
-        let sequences = FlatBatch::attention(plan);
+        let view = PlanView::new(plan);
+        let step = self.ops.prepare(self.batch.step(&view))?;
         let adapters = self.adapters.of_rows(self.batch.adapters.iter().copied());
-        let input = self.batch.input(&sequences, adapters.as_ref().map(|a| a as &dyn Additions));
+        let input = Input { step: &step, additions: adapters.as_ref().map(|a| a as &dyn Additions) };
         drop(prepare);
-        model.forward(&self.ops, &*self.comm, &input, &mut self.kv, workspace)?;
-        let rows: Vec<&LogitsRow> = plan.sequences.iter().flat_map(|s| &s.logits).collect();
-        let mut output = StepOutput { tokens: Vec::with_capacity(plan.tasks().count()), failed: Vec::new() };
-        for (rows_at_once, rows) in self.batch.logits_rows.chunks(LOGITS_ROWS).zip(rows.chunks(LOGITS_ROWS)) {
-            let adapters = self.adapters.of_rows(rows_at_once.iter().map(|&row| self.batch.adapters[row as usize]));
+        model.forward(&self.ops, &*self.comm, input, &mut self.kv, workspace)?;
+        let wanted: Vec<&LogitsRow> = plan.sequences.iter().flat_map(|s| &s.logits).collect();
+        let mut sampled = Vec::new();
+        for first in (0..wanted.len()).step_by(LOGITS_ROWS) {
+            let rows = first..wanted.len().min(first + LOGITS_ROWS);
+            let of_rows = self.batch.logits[rows.clone()].iter().map(|row| self.batch.adapters[row.row as usize]);
+            let adapters = self.adapters.of_rows(of_rows);
             let additions = adapters.as_ref().map(|a| a as &dyn Additions);
-            let logits = model.logits(&self.ops, &*self.comm, rows_at_once, workspace, additions)?;
+            let logits = model.logits(&self.ops, &*self.comm, &step, rows.clone(), workspace, additions)?;
             if self.comm.rank() == 0 {
-                answer(&self.ops, &mut self.answerers, &logits, rows, &mut output)?;
+                sampled.push((rows.clone(), self.ops.sample(&logits, &step, rows)?));
             }
+        }
+        let mut output = StepOutput { tokens: Vec::with_capacity(plan.tasks().count()), failed: Vec::new() };
+        for (rows, sampled) in sampled {
+            collect(sampled, &wanted[rows], &mut output)?;
         }
         Ok(output)
     }
@@ -136,14 +137,10 @@ impl ModelRunner {
     /// Gives memory back to the system; the bytes of weights that stay, as [`RankWeights::release`] says.
     pub fn release(&mut self, memory: Memory) -> Result<u64> {
         match memory {
-            Memory::KvCache => {
-                self.kv.iter_mut().for_each(KvCache::release);
-                self.kv_is_released = true;
-            }
+            Memory::KvCache => self.kv.iter_mut().for_each(KvCache::release),
             Memory::Workspace => {
                 self.workspace = None;
                 self.batch = FlatBatch::default();
-                self.answerers = Vec::new();
                 self.adapters.release_buffers();
                 self.ops.release();
             }
@@ -153,74 +150,29 @@ impl ModelRunner {
         Ok(0)
     }
 
-    /// Takes released memory again. Pages of the KV cache and of weights come from the system as they are written.
+    /// Takes released memory again; its content is unspecified.
+    ///
+    /// # Errors
+    /// `ResourceExhausted` if the device has not as much.
     pub fn restore(&mut self, memory: Memory) -> Result<()> {
         match memory {
-            Memory::KvCache => self.kv_is_released = false,
+            Memory::KvCache => self.kv.iter_mut().try_for_each(KvCache::restore)?,
             Memory::Workspace => {
                 self.workspace = Some(Workspace::new(&self.workspace_shape)?);
                 self.adapters.take_buffers(self.weights.shapes())?;
             }
-            Memory::Weights | Memory::WeightsAndBase => {}
+            Memory::Weights | Memory::WeightsAndBase => self.weights.restore()?,
         }
         Ok(())
     }
 }
 
-/// One thread's part of the answers to rows of logits.
-struct Answerer {
-    rows: Range<usize>,
-    scratch: sampler::Scratch,
-    output: StepOutput,
-}
-
-impl Answerer {
-    fn new(isa: Isa) -> Self {
-        Self { rows: 0..0, scratch: sampler::Scratch::new(isa), output: StepOutput::default() }
-    }
-
-    /// Answers the tasks of a row. A panic costs the row's request and nothing else: the answers only read the logits,
-    /// and the scratch, which may be half written, is made anew.
-    fn answer(&mut self, logits: &[f32], row: &LogitsRow) {
-        let Self { scratch, output, .. } = self;
-        let answered = output.tokens.len();
-        let result = catch_unwind(AssertUnwindSafe(|| {
-            sampler::answer_row(logits, &row.tasks, scratch, &mut output.tokens);
-        }));
-        if let Err(panic) = result {
-            output.tokens.resize(answered + row.tasks.len(), TokenLogprobs::NONE);
-            let request = row.tasks[0].sample.group.request;
-            output.failed.push((request, panic_message(&*panic)));
-            scratch.reset();
-        }
-    }
-}
-
-/// Answers the tasks of each row of `logits` (`[rows, vocabulary]`) in order at the end of `out`, rows shared evenly
-/// among the threads.
-fn answer(
-    ops: &Ops,
-    answerers: &mut Vec<Answerer>,
-    logits: &Tensor,
-    rows: &[&LogitsRow],
-    out: &mut StepOutput,
-) -> Result<()> {
-    let (vocab, threads) = (logits.dim(1)?, ops.threads());
-    let _sampling = trace_span!("sampling").entered();
-    answerers.resize_with(threads, || Answerer::new(ops.isa()));
-    for (i, answerer) in answerers.iter_mut().enumerate() {
-        answerer.rows = rows.len() * i / threads..rows.len() * (i + 1) / threads;
-    }
-    with_f32(logits, |logits| {
-        ops.for_each(answerers, |answerer| {
-            let own = answerer.rows.clone();
-            let logits = logits[own.start * vocab..].chunks_exact(vocab);
-            logits.zip(&rows[own]).for_each(|(logits, row)| answerer.answer(logits, row));
-        });
-    })?;
-    for answerer in answerers {
-        out.tokens.append(&mut answerer.output.tokens);
-        out.failed.append(&mut answerer.output.failed);
-    }
+/// Appends the answers for these rows of the plan, once the device has them.
+fn collect(sampled: Sampled, rows: &[&LogitsRow], output: &mut StepOutput) -> Result<()> {
+    let SampledTokens { tokens, failed } = sampled.read()?;
+    output.tokens.extend(tokens);
+    let failures =
+        failed.iter().map(|(row, panic)| (rows[*row].tasks[0].sample.group.request, panic_message(&**panic)));
+    output.failed.extend(failures);
     Ok(())
 }

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering, compiler_fence};
 
 use memmap2::Mmap;
 
-use super::probe::page_bytes;
+use rollout_kernels::host::memory::page_bytes;
 
 /// A whole file, as it was when it was mapped.
 #[derive(Debug)]

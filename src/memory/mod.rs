@@ -4,12 +4,11 @@ mod backlog;
 mod borrowed;
 mod budget;
 mod identity;
-mod probe;
 mod traffic;
 
 pub use backlog::Backlog;
 pub use borrowed::BorrowedMap;
 pub use budget::{MemoryBudget, MemoryReport, MemoryUse, human_bytes};
 pub use identity::Identity;
-pub use probe::{open_files_limit, resident_bytes, share_one_heap, total_bytes, trim};
+pub use rollout_kernels::host::memory::{open_files_limit, resident_bytes, share_one_heap, trim};
 pub use traffic::{Charge, Level, Traffic};

@@ -1,7 +1,7 @@
 //! The attention of one layer, from the normalised hidden state to what it adds to the residual stream.
 
-use candle_core::{Device, Tensor};
-use rollout_kernels::{AttentionShape, KvCache, Ops};
+use candle_core::Tensor;
+use rollout_kernels::{AttentionShape, Buffer, Device, KvCache};
 
 use super::config::ModelConfig;
 use super::input::Site;
@@ -25,7 +25,7 @@ pub(super) struct Attention {
 
 impl Attention {
     /// The attention of layer `layer`, with all weights zero.
-    pub fn new(config: &ModelConfig, build: Build, layer: usize) -> Result<Self> {
+    pub fn new(config: &ModelConfig, build: &Build, layer: usize) -> Result<Self> {
         let (hidden, head_dim) = (config.hidden_size, config.head_dim);
         let name = |part: &str| format!("model.layers.{layer}.self_attn.{part}");
         let by_heads = |part: &str, heads: usize| Projection {
@@ -35,7 +35,7 @@ impl Attention {
             bias: config.qkv_bias,
         };
         let head_norm = |part: &str| match config.qk_norm {
-            true => Norm::new(name(&format!("{part}.weight")), head_dim, config.rms_norm_eps as f32).map(Some),
+            true => Norm::new(build, name(&format!("{part}.weight")), head_dim, config.rms_norm_eps as f32).map(Some),
             false => Ok(None),
         };
         let (heads, kv_heads) = (config.num_heads, config.num_kv_heads);
@@ -64,13 +64,13 @@ impl Attention {
     }
 
     /// The bias of the output projection.
-    pub fn bias(&self) -> Option<&Tensor> {
+    pub fn bias(&self) -> Option<&Buffer> {
         self.output.bias()
     }
 
     /// From the workspace's `qkv` to its `attention`.
     fn attend(&self, pass: &Pass<'_>, rope: &RopeTables, kv: &mut KvCache) -> Result<()> {
-        let (ops, input, w) = (pass.ops, pass.input, pass.workspace);
+        let (ops, step, w) = (pass.ops, pass.input.step, pass.workspace);
         let HeadDims { heads, kv_heads, head_dim } = self.dims;
         let q = w.qkv.narrow(1, 0, heads * head_dim)?;
         let k = w.qkv.narrow(1, heads * head_dim, kv_heads * head_dim)?;
@@ -80,12 +80,12 @@ impl Attention {
             k_norm.forward_heads(ops, &k)?;
         }
         for x in [&q, &k] {
-            rope.rotate(ops, x, head_dim, input.positions)?;
+            rope.rotate(pass, x, head_dim)?;
         }
-        ops.write_kv(&k, &v, input.slots, kv)?;
+        ops.write_kv(&k, &v, step, kv)?;
         let scale = (head_dim as f32).sqrt().recip();
         let shape = AttentionShape { heads, scale, sliding_window: self.sliding_window };
-        Ok(ops.paged_attention(&q, &shape, input.sequences, kv, &w.attention)?)
+        Ok(ops.paged_attention(&q, &shape, step, kv, &w.attention)?)
     }
 }
 
@@ -105,20 +105,20 @@ impl Parameterized for Attention {
 /// Cosine and sine of each position's angles, `[positions, head_dim / 2]`: position times frequency in float32, as
 /// transformers has it.
 pub(super) struct RopeTables {
-    cos: Tensor,
-    sin: Tensor,
+    cos: Buffer,
+    sin: Buffer,
 }
 
 impl RopeTables {
     /// The angles of positions below `positions`.
-    pub fn new(inv_freq: &[f32], positions: usize) -> Result<Self> {
+    pub fn new(device: &Device, inv_freq: &[f32], positions: usize) -> Result<Self> {
         let angles: Vec<f32> = (0..positions).flat_map(|p| inv_freq.iter().map(move |f| p as f32 * f)).collect();
-        let angles = Tensor::from_vec(angles, (positions, inv_freq.len()), &Device::Cpu)?;
-        Ok(Self { cos: angles.cos()?, sin: angles.sin()? })
+        let table = |function: fn(f32) -> f32| device.upload(&angles.iter().copied().map(function).collect::<Vec<_>>());
+        Ok(Self { cos: table(f32::cos)?, sin: table(f32::sin)? })
     }
 
     /// Rotates each head of `x` (`[rows, heads * head_dim]`) in place by its row's position.
-    fn rotate(&self, ops: &Ops, x: &Tensor, head_dim: usize, positions: &[u32]) -> Result<()> {
-        Ok(ops.rope(x, head_dim, positions, &self.cos, &self.sin)?)
+    fn rotate(&self, pass: &Pass<'_>, x: &Tensor, head_dim: usize) -> Result<()> {
+        Ok(pass.ops.rope(x, head_dim, pass.input.step, &self.cos, &self.sin)?)
     }
 }

@@ -1,9 +1,10 @@
 //! The decoder: one text for Llama, Qwen2, Qwen3 and Mistral, which differ by configuration.
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use candle_core::Tensor;
-use rollout_kernels::{KvCache, Ops};
+use rollout_kernels::{KvCache, Ops, Step};
 
 use super::attention::{Attention, RopeTables};
 use super::config::ModelConfig;
@@ -37,7 +38,7 @@ pub struct Decoder {
 
 impl Decoder {
     /// A decoder with all weights zero, to be filled through [`Parameterized::visit`]. Positions reach `max_model_len`.
-    pub fn new(config: &ModelConfig, build: Build, max_model_len: usize) -> Result<Self> {
+    pub fn new(config: &ModelConfig, build: &Build, max_model_len: usize) -> Result<Self> {
         let (vocab, hidden) = (config.vocab_size, config.hidden_size);
         let layers = (0..config.num_layers).map(|i| Layer::new(config, build, i)).collect::<Result<_>>()?;
         let head = match config.tie_word_embeddings {
@@ -47,9 +48,9 @@ impl Decoder {
         let mut decoder = Self {
             embedding: VocabularyMatrix::new(build, None, "model.embed_tokens.weight", vocab, hidden)?,
             layers,
-            norm: Norm::new("model.norm.weight".into(), hidden, config.rms_norm_eps as f32)?,
+            norm: Norm::new(build, "model.norm.weight".into(), hidden, config.rms_norm_eps as f32)?,
             head,
-            rope: RopeTables::new(&config.rope.inv_freq(config.head_dim), max_model_len)?,
+            rope: RopeTables::new(&build.device, &config.rope.inv_freq(config.head_dim), max_model_len)?,
             part_of: HashMap::new(),
         };
         let mut part_of = HashMap::new();
@@ -69,13 +70,13 @@ impl Decoder {
         &self,
         ops: &Ops,
         comm: &dyn Communicator,
-        input: &Input<'_>,
+        input: Input<'_>,
         kv: &mut [KvCache],
         workspace: &Workspace,
     ) -> Result<()> {
-        let w = &workspace.rows(input.tokens.len())?;
+        let w = &workspace.rows(input.step.rows())?;
         let pass = &Pass { ops, comm, input, workspace: w };
-        self.embedding.embed(ops, input.tokens, &w.hidden)?;
+        self.embedding.embed(ops, input.step, &w.hidden)?;
         comm.all_reduce_sum(&w.hidden)?;
         self.layers[0].attention_norm.forward(ops, &w.hidden, &w.normed)?;
         for (i, (layer, kv)) in self.layers.iter().zip(kv).enumerate() {
@@ -88,18 +89,19 @@ impl Decoder {
         Ok(())
     }
 
-    /// Logits (`workspace.logits`, `[rows.len(), vocabulary]`) of rows of the last forward pass; at most
-    /// [`super::LOGITS_ROWS`] at once.
+    /// Logits (`workspace.logits`, `[rows.len(), vocabulary]`) of these of the step's logits rows, after its forward pass;
+    /// at most [`super::LOGITS_ROWS`] at once.
     pub fn logits(
         &self,
         ops: &Ops,
         comm: &dyn Communicator,
-        rows: &[u32],
+        step: &Step<'_>,
+        rows: Range<usize>,
         workspace: &Workspace,
         additions: Option<&dyn Additions>,
     ) -> Result<Tensor> {
         let w = workspace.logits_rows(rows.len())?;
-        ops.select_rows(&workspace.normed, rows, &w.selected)?;
+        ops.select_logits_rows(&workspace.normed, step, rows, &w.selected)?;
         self.head.as_ref().unwrap_or(&self.embedding).logits(ops, &w.selected, &w.local_logits)?;
         if let Some(additions) = additions {
             additions.add(ops, comm, Site::Head, &w.selected, &w.local_logits)?;
@@ -135,9 +137,14 @@ impl Parameterized for Decoder {
 }
 
 impl Layer {
-    fn new(config: &ModelConfig, build: Build, index: usize) -> Result<Self> {
+    fn new(config: &ModelConfig, build: &Build, index: usize) -> Result<Self> {
         let norm = |name: &str| {
-            Norm::new(format!("model.layers.{index}.{name}.weight"), config.hidden_size, config.rms_norm_eps as f32)
+            Norm::new(
+                build,
+                format!("model.layers.{index}.{name}.weight"),
+                config.hidden_size,
+                config.rms_norm_eps as f32,
+            )
         };
         Ok(Self {
             attention_norm: norm("input_layernorm")?,

@@ -1,40 +1,39 @@
 //! What a forward pass is given.
 
 use candle_core::Tensor;
-use rollout_kernels::{AttentionSequence, Ops};
+use rollout_kernels::{Ops, Step};
 
 use crate::comm::Communicator;
 use crate::error::Result;
 
-/// One flat batch: rows of all sequences behind each other.
+/// One step, and what is added to it.
+#[derive(Clone, Copy)]
 pub struct Input<'a> {
-    /// Token of each row.
-    pub tokens: &'a [u32],
-    /// Position of each row in its sequence.
-    pub positions: &'a [u32],
-    /// Where each row's KV goes: `block * block_size + offset`.
-    pub slots: &'a [u32],
-    pub sequences: &'a [AttentionSequence<'a>],
-    /// What is added to the outputs of some rows.
+    /// Rows of all sequences behind each other, as the device has prepared them.
+    pub step: &'a Step<'a>,
+    /// Terms that resident adapters add to the outputs of some rows.
     pub additions: Option<&'a dyn Additions>,
 }
 
-/// A linear layer, or several of the same input that are one here: what they give can be added to.
+/// A linear layer, or several fused layers of the same input: the places where an adapter can add to an output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Site {
-    /// Query, key and value of a layer.
+    /// Query, key and value projections of a layer.
     Qkv(usize),
-    /// The attention's output projection.
+    /// Output projection of a layer's attention.
     Output(usize),
+    /// Gate and up projections of a layer.
     GateUp(usize),
+    /// Down projection of a layer.
     Down(usize),
+    /// The head.
     Head,
 }
 
-/// Terms that are added to what linear layers give.
+/// Terms that are added to the outputs of linear layers.
 pub trait Additions {
-    /// Adds to `out`, what the layers at `site` give for `x`: both have the batch's rows, or those of which logits are
-    /// wanted at the head, and this rank's columns. Where the input is split over ranks `out` is their sum already, and
-    /// all must add the same.
+    /// Adds to `out`, the output of the layers at `site` for the input `x`. Both have the batch's rows, or at the head
+    /// those of which logits are wanted, and this rank's columns. Where the input is split over ranks `out` is the sum
+    /// over all ranks already, and every rank must add the same.
     fn add(&self, ops: &Ops, comm: &dyn Communicator, site: Site, x: &Tensor, out: &Tensor) -> Result<()>;
 }

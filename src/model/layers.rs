@@ -1,8 +1,8 @@
 //! Parallel layers: each parameter carries its name, its whole shape and its shard rule; the layer holds this rank's
 //! part of it.
 
-use candle_core::{DType, Device, Tensor};
-use rollout_kernels::{Ops, PackedMatrix, WeightDtype};
+use candle_core::Tensor;
+use rollout_kernels::{Buffer, Device, Matrix, MatrixShape, Ops, Step, WeightDtype};
 
 use super::config::ModelConfig;
 use super::input::Site;
@@ -10,11 +10,19 @@ use super::parameterized::{MatrixVisitor, ParamSlot, Parameterized, SiteParamete
 use crate::error::Result;
 use crate::weights::{ParamSpec, Partition, ShardRule};
 
-/// What a layer is made with.
-#[derive(Clone, Copy)]
+/// What a rank's layers are made with.
+#[derive(Clone)]
 pub struct Build {
+    pub device: Device,
     pub partition: Partition,
     pub weights: WeightDtype,
+}
+
+impl Build {
+    /// A weight matrix that has no memory yet.
+    fn matrix(&self, n: usize, k: usize, leaves: usize) -> Matrix {
+        self.device.matrix(MatrixShape { dtype: self.weights, n, k, leaves })
+    }
 }
 
 /// Attention heads of one rank.
@@ -26,7 +34,7 @@ pub struct HeadDims {
 }
 
 impl HeadDims {
-    pub fn local(config: &ModelConfig, build: Build) -> Self {
+    pub fn local(config: &ModelConfig, build: &Build) -> Self {
         Self {
             heads: build.partition.share(config.num_heads),
             kv_heads: build.partition.heads(config.num_kv_heads),
@@ -38,8 +46,8 @@ impl HeadDims {
 /// One or more projections of the same input, fused by rows: `y = x Wᵀ + b`.
 pub struct Linear {
     site: Site,
-    weight: PackedMatrix,
-    bias: Option<Tensor>,
+    weight: Matrix,
+    bias: Option<Buffer>,
     /// Weight and bias specs of each projection, with its first local row.
     parts: Vec<(ParamSpec, Option<ParamSpec>, usize)>,
 }
@@ -55,7 +63,7 @@ pub struct Projection {
 
 impl Linear {
     /// Projections whose outputs are split over ranks (or whole on each): no communication needed.
-    pub fn by_rows(build: Build, site: Site, projections: Vec<Projection>, columns: usize) -> Result<Self> {
+    pub fn by_rows(build: &Build, site: Site, projections: Vec<Projection>, columns: usize) -> Result<Self> {
         let mut parts = Vec::new();
         let mut rows = 0;
         for p in projections {
@@ -66,21 +74,21 @@ impl Linear {
             rows += local;
         }
         let has_bias = parts.iter().any(|p| p.1.is_some());
-        let bias = if has_bias { Some(vector(rows)?) } else { None };
+        let bias = if has_bias { Some(build.device.buffer(rows)?) } else { None };
         // One leaf: nothing of this sum is ever split over ranks.
-        Ok(Self { site, weight: PackedMatrix::zeros(build.weights, rows, columns, 1), bias, parts })
+        Ok(Self { site, weight: build.matrix(rows, columns, 1), bias, parts })
     }
 
     /// A projection whose input is split over ranks: outputs are partial sums, to be reduced. The bias comes after.
     /// Its shard rule is that of its columns.
-    pub fn by_columns(build: Build, site: Site, projection: Projection, columns: usize) -> Result<Self> {
+    pub fn by_columns(build: &Build, site: Site, projection: Projection, columns: usize) -> Result<Self> {
         let Projection { name, rows, rule, bias } = projection;
         let weight = ParamSpec::new(format!("{name}.weight"), vec![rows, columns], rule);
         let bias_spec = bias.then(|| ParamSpec::new(format!("{name}.bias"), vec![rows], ShardRule::Replicated));
         let local = build.partition.slice(&weight)?.cols.len();
         let leaves = build.partition.leaves(columns);
-        let bias = if bias { Some(vector(rows)?) } else { None };
-        let weight_matrix = PackedMatrix::zeros(build.weights, rows, local, leaves);
+        let bias = if bias { Some(build.device.buffer(rows)?) } else { None };
+        let weight_matrix = build.matrix(rows, local, leaves);
         Ok(Self { site, weight: weight_matrix, bias, parts: vec![(weight, bias_spec, 0)] })
     }
 
@@ -99,7 +107,7 @@ impl Linear {
         Ok(ops.linear(x, &self.weight, None, out)?)
     }
 
-    pub fn bias(&self) -> Option<&Tensor> {
+    pub fn bias(&self) -> Option<&Buffer> {
         self.bias.as_ref()
     }
 
@@ -120,9 +128,9 @@ impl Parameterized for Linear {
         Ok(())
     }
 
-    fn visit_matrices(&mut self, visitor: &mut MatrixVisitor<'_>) {
+    fn visit_matrices(&mut self, visitor: &mut MatrixVisitor<'_>) -> Result<()> {
         let specs: Vec<&ParamSpec> = self.parts.iter().map(|(weight, _, _)| weight).collect();
-        visitor(&specs, &mut self.weight);
+        visitor(&specs, &mut self.weight)
     }
 
     fn sites(&self) -> Vec<SiteParameters<'_>> {
@@ -130,7 +138,7 @@ impl Parameterized for Linear {
     }
 
     fn bytes(&self) -> u64 {
-        self.weight.bytes() as u64 + self.bias.as_ref().map_or(0, vector_bytes)
+        self.weight.bytes() as u64 + self.bias.as_ref().map_or(0, |bias| bias.bytes() as u64)
     }
 }
 
@@ -138,22 +146,22 @@ impl Parameterized for Linear {
 pub struct VocabularyMatrix {
     /// None: adapters do not add to what it gives.
     site: Option<Site>,
-    matrix: PackedMatrix,
+    matrix: Matrix,
     spec: ParamSpec,
     first_token: usize,
 }
 
 impl VocabularyMatrix {
-    pub fn new(build: Build, site: Option<Site>, name: &str, vocab: usize, hidden: usize) -> Result<Self> {
+    pub fn new(build: &Build, site: Option<Site>, name: &str, vocab: usize, hidden: usize) -> Result<Self> {
         let spec = ParamSpec::new(name, vec![vocab, hidden], ShardRule::Rows);
         let rows = build.partition.slice(&spec)?.rows;
-        let matrix = PackedMatrix::zeros(build.weights, rows.len(), hidden, 1);
+        let matrix = build.matrix(rows.len(), hidden, 1);
         Ok(Self { site, matrix, spec, first_token: rows.start })
     }
 
-    /// `out[i]` = the row of `tokens[i]`, or zeros where another rank has it: reduce after.
-    pub fn embed(&self, ops: &Ops, tokens: &[u32], out: &Tensor) -> Result<()> {
-        Ok(ops.gather_rows(&self.matrix, tokens, self.first_token, out)?)
+    /// `out[i]` = the row of the token of row `i`, or zeros where another rank has it: reduce after.
+    pub fn embed(&self, ops: &Ops, step: &Step<'_>, out: &Tensor) -> Result<()> {
+        Ok(ops.embed(&self.matrix, self.first_token, step, out)?)
     }
 
     /// Logits of this rank's part of the vocabulary: gather after.
@@ -167,8 +175,8 @@ impl Parameterized for VocabularyMatrix {
         visitor(&self.spec, ParamSlot::Matrix { matrix: &mut self.matrix, first_row: 0 })
     }
 
-    fn visit_matrices(&mut self, visitor: &mut MatrixVisitor<'_>) {
-        visitor(&[&self.spec], &mut self.matrix);
+    fn visit_matrices(&mut self, visitor: &mut MatrixVisitor<'_>) -> Result<()> {
+        visitor(&[&self.spec], &mut self.matrix)
     }
 
     fn sites(&self) -> Vec<SiteParameters<'_>> {
@@ -182,14 +190,18 @@ impl Parameterized for VocabularyMatrix {
 
 /// Root-mean-square normalisation weights, whole on every rank.
 pub struct Norm {
-    weight: Tensor,
+    weight: Buffer,
     spec: ParamSpec,
     eps: f32,
 }
 
 impl Norm {
-    pub fn new(name: String, len: usize, eps: f32) -> Result<Self> {
-        Ok(Self { weight: vector(len)?, spec: ParamSpec::new(name, vec![len], ShardRule::Replicated), eps })
+    pub fn new(build: &Build, name: String, len: usize, eps: f32) -> Result<Self> {
+        Ok(Self {
+            weight: build.device.buffer(len)?,
+            spec: ParamSpec::new(name, vec![len], ShardRule::Replicated),
+            eps,
+        })
     }
 
     /// `out = norm(x)`.
@@ -203,7 +215,7 @@ impl Norm {
         ops: &Ops,
         residual: &Tensor,
         delta: &Tensor,
-        bias: Option<&Tensor>,
+        bias: Option<&Buffer>,
         out: &Tensor,
     ) -> Result<()> {
         Ok(ops.add_rms_norm(residual, delta, bias, &self.weight, self.eps, out)?)
@@ -220,22 +232,15 @@ impl Parameterized for Norm {
         visitor(&self.spec, ParamSlot::Vector { vector: &self.weight, offset: 0 })
     }
 
-    fn visit_matrices(&mut self, _: &mut MatrixVisitor<'_>) {}
+    fn visit_matrices(&mut self, _: &mut MatrixVisitor<'_>) -> Result<()> {
+        Ok(())
+    }
 
     fn sites(&self) -> Vec<SiteParameters<'_>> {
         Vec::new()
     }
 
     fn bytes(&self) -> u64 {
-        vector_bytes(&self.weight)
+        self.weight.bytes() as u64
     }
-}
-
-fn vector(len: usize) -> Result<Tensor> {
-    Ok(Tensor::zeros(len, DType::F32, &Device::Cpu)?)
-}
-
-/// Bytes of a float32 vector.
-fn vector_bytes(vector: &Tensor) -> u64 {
-    4 * vector.elem_count() as u64
 }

@@ -1,6 +1,6 @@
 //! The feed-forward part of one layer.
 
-use candle_core::Tensor;
+use rollout_kernels::Buffer;
 
 use super::config::ModelConfig;
 use super::input::Site;
@@ -18,7 +18,7 @@ pub(super) struct Mlp {
 
 impl Mlp {
     /// The feed-forward part of layer `layer`, with all weights zero.
-    pub fn new(config: &ModelConfig, build: Build, layer: usize) -> Result<Self> {
+    pub fn new(config: &ModelConfig, build: &Build, layer: usize) -> Result<Self> {
         let (hidden, intermediate, bias) = (config.hidden_size, config.intermediate_size, config.mlp_bias);
         let projection = |part: &str, rows: usize, rule: ShardRule| Projection {
             name: format!("model.layers.{layer}.mlp.{part}"),
@@ -53,7 +53,7 @@ impl Mlp {
     }
 
     /// The bias of the down projection.
-    pub fn bias(&self) -> Option<&Tensor> {
+    pub fn bias(&self) -> Option<&Buffer> {
         self.down.bias()
     }
 }

@@ -1,7 +1,6 @@
 //! What holds parameters: layers, and the parts of a model that are made of them.
 
-use candle_core::Tensor;
-use rollout_kernels::PackedMatrix;
+use rollout_kernels::{Buffer, Matrix};
 
 use super::input::Site;
 use crate::error::Result;
@@ -9,17 +8,17 @@ use crate::weights::ParamSpec;
 
 /// Where this rank's part of a parameter is stored.
 pub enum ParamSlot<'a> {
-    /// Rows `[first_row, ..)` of a packed matrix; several parameters can share one (query, key and value).
-    Matrix { matrix: &'a mut PackedMatrix, first_row: usize },
-    /// Elements of a float32 vector from `offset` on.
-    Vector { vector: &'a Tensor, offset: usize },
+    /// Rows of a matrix from `first_row` on; several parameters can share one (query, key and value).
+    Matrix { matrix: &'a mut Matrix, first_row: usize },
+    /// Values of a float32 buffer from `offset` on; several parameters can share one.
+    Vector { vector: &'a Buffer, offset: usize },
 }
 
 /// Called for each parameter of a model, in the model's order.
 pub type Visitor<'v> = dyn FnMut(&ParamSpec, ParamSlot<'_>) -> Result<()> + 'v;
 
 /// Called for each matrix of a model with the parameters that share it.
-pub type MatrixVisitor<'v> = dyn FnMut(&[&ParamSpec], &mut PackedMatrix) + 'v;
+pub type MatrixVisitor<'v> = dyn FnMut(&[&ParamSpec], &mut Matrix) -> Result<()> + 'v;
 
 /// The parameters whose outputs an adapter can add to at one site, each with its first column of what the site gives on
 /// this rank.
@@ -47,8 +46,11 @@ pub trait Parameterized {
     }
 
     /// Shows every matrix to `visitor`, in the model's order.
-    fn visit_matrices(&mut self, visitor: &mut MatrixVisitor<'_>) {
-        self.parts_mut().into_iter().for_each(|part| part.visit_matrices(visitor));
+    ///
+    /// # Errors
+    /// The first that `visitor` gives; the matrices after it are not shown.
+    fn visit_matrices(&mut self, visitor: &mut MatrixVisitor<'_>) -> Result<()> {
+        self.parts_mut().into_iter().try_for_each(|part| part.visit_matrices(visitor))
     }
 
     /// The linear layers that adapters can add to.

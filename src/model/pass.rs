@@ -13,7 +13,7 @@ use crate::error::Result;
 pub(super) struct Pass<'a> {
     pub ops: &'a Ops,
     pub comm: &'a dyn Communicator,
-    pub input: &'a Input<'a>,
+    pub input: Input<'a>,
     /// The rows of the batch.
     pub workspace: &'a Workspace,
 }

@@ -1,7 +1,7 @@
 //! Buffers of a rank, made once: activations of one step, and the KV caches.
 
-use candle_core::{DType, Device, Result, Tensor};
-use rollout_kernels::{KvCache, KvDtype, KvLayout, with_f32};
+use candle_core::{Result, Tensor};
+use rollout_kernels::{KvCache, KvDtype, KvLayout};
 
 use super::config::ModelConfig;
 use super::layers::{Build, HeadDims};
@@ -41,36 +41,30 @@ pub struct LogitsRows {
     pub logits: Tensor,
 }
 
-/// Zeros that start with a cache line, as rows of whole lines then do too: a vector is stored into one line, not two.
-fn make(rows: usize, width: usize) -> Result<Tensor> {
-    const LINE: usize = 64;
-    let memory = Tensor::zeros(rows * width + LINE / size_of::<f32>(), DType::F32, &Device::Cpu)?;
-    let start = with_f32(&memory, |values| values.as_ptr().align_offset(LINE))?;
-    memory.narrow(0, start, rows * width)?.reshape((rows, width))
-}
-
 impl Workspace {
     pub fn new(shape: &WorkspaceShape) -> Result<Self> {
-        let &WorkspaceShape { ref config, build, max_batch_tokens } = shape;
+        let WorkspaceShape { config, build, max_batch_tokens } = shape;
         let widths = Widths::new(config, build);
+        let make = |rows: usize, width: usize| build.device.activations(rows, width);
+        let rows = *max_batch_tokens;
         let local_logits = make(LOGITS_ROWS, widths.local_vocab)?;
         // A part that is the whole needs no second buffer to be gathered in.
         let is_whole = widths.local_vocab == config.vocab_size;
         let logits = if is_whole { local_logits.clone() } else { make(LOGITS_ROWS, config.vocab_size)? };
         Ok(Self {
-            hidden: make(max_batch_tokens, widths.hidden)?,
-            normed: make(max_batch_tokens, widths.hidden)?,
-            qkv: make(max_batch_tokens, widths.qkv)?,
-            attention: make(max_batch_tokens, widths.attention)?,
-            delta: make(max_batch_tokens, widths.hidden)?,
-            gate_up: make(max_batch_tokens, 2 * widths.intermediate)?,
-            activation: make(max_batch_tokens, widths.intermediate)?,
+            hidden: make(rows, widths.hidden)?,
+            normed: make(rows, widths.hidden)?,
+            qkv: make(rows, widths.qkv)?,
+            attention: make(rows, widths.attention)?,
+            delta: make(rows, widths.hidden)?,
+            gate_up: make(rows, 2 * widths.intermediate)?,
+            activation: make(rows, widths.intermediate)?,
             head: LogitsRows { selected: make(LOGITS_ROWS, widths.hidden)?, local_logits, logits },
         })
     }
 
     /// Bytes that one rank's workspace and the kernels' packed copy of a linear's input take.
-    pub fn bytes(config: &ModelConfig, build: Build, max_batch_tokens: usize) -> u64 {
+    pub fn bytes(config: &ModelConfig, build: &Build, max_batch_tokens: usize) -> u64 {
         let widths = Widths::new(config, build);
         let row = 3 * widths.hidden + widths.qkv + widths.attention + 3 * widths.intermediate;
         let packed_input = widths.hidden.max(widths.attention).max(widths.intermediate);
@@ -113,7 +107,7 @@ struct Widths {
 }
 
 impl Widths {
-    fn new(config: &ModelConfig, build: Build) -> Self {
+    fn new(config: &ModelConfig, build: &Build) -> Self {
         let dims = HeadDims::local(config, build);
         Self {
             hidden: config.hidden_size,
@@ -125,17 +119,24 @@ impl Widths {
     }
 }
 
-/// The paged KV cache of each layer.
-pub fn kv_caches(config: &ModelConfig, build: Build, dtype: KvDtype, blocks: usize, block_size: usize) -> Vec<KvCache> {
-    (0..config.num_layers).map(|_| KvCache::new(kv_layout(config, build, dtype, blocks, block_size))).collect()
+/// The paged KV cache of each layer, which have no memory yet.
+pub fn kv_caches(
+    config: &ModelConfig,
+    build: &Build,
+    dtype: KvDtype,
+    blocks: usize,
+    block_size: usize,
+) -> Vec<KvCache> {
+    let layout = kv_layout(config, build, dtype, blocks, block_size);
+    (0..config.num_layers).map(|_| build.device.kv_cache(layout)).collect()
 }
 
 /// Bytes of one block over all layers of one rank.
-pub fn kv_bytes_per_block(config: &ModelConfig, build: Build, dtype: KvDtype, block_size: usize) -> u64 {
+pub fn kv_bytes_per_block(config: &ModelConfig, build: &Build, dtype: KvDtype, block_size: usize) -> u64 {
     (config.num_layers * kv_layout(config, build, dtype, 1, block_size).bytes_per_block()) as u64
 }
 
-fn kv_layout(config: &ModelConfig, build: Build, dtype: KvDtype, blocks: usize, block_size: usize) -> KvLayout {
+fn kv_layout(config: &ModelConfig, build: &Build, dtype: KvDtype, blocks: usize, block_size: usize) -> KvLayout {
     let HeadDims { kv_heads, head_dim, .. } = HeadDims::local(config, build);
     KvLayout { blocks, block_size, kv_heads, head_dim, dtype }
 }

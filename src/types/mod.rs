@@ -8,7 +8,8 @@ mod sampling;
 
 pub use plan::{BlockCopy, BlockId, History, LogitsRow, LogitsTask, PlanSequence, StepOutput, StepPlan};
 pub use prompt::{MediaItem, Prompt};
-pub use sampling::{FinishReason, SamplingParams, TokenLogprobs, sample_seed};
+pub use rollout_kernels::TokenLogprobs;
+pub use sampling::{FinishReason, SamplingParams, sample_seed};
 
 /// A token of the vocabulary.
 pub type TokenId = u32;

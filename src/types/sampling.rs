@@ -90,31 +90,6 @@ pub enum FinishReason {
     Aborted,
 }
 
-/// Log-probabilities of one token at one position, natural logarithm.
-#[derive(Clone, Debug, PartialEq)]
-pub struct TokenLogprobs {
-    pub token: TokenId,
-    /// The token's log-probability in the model's own distribution (temperature 1, nothing applied).
-    pub raw: f32,
-    /// The token's log-probability in the distribution sampled from (temperature, penalties, filters applied and
-    /// renormalised); `-inf` for a scored token which that distribution excludes; 0 for greedy's own choice.
-    pub processed: f32,
-    /// The most likely tokens of the raw distribution, descending; ties by ascending id.
-    pub top: Vec<(TokenId, f32)>,
-}
-
-impl TokenLogprobs {
-    /// Bytes that it takes beside its own.
-    pub fn heap_bytes(&self) -> usize {
-        /// What the allocator keeps of each block for itself.
-        const HEADER: usize = 16;
-        if self.top.is_empty() { 0 } else { size_of_val(&self.top[..]) + HEADER }
-    }
-
-    /// Stands where there is no answer.
-    pub const NONE: Self = Self { token: 0, raw: f32::NAN, processed: f32::NAN, top: Vec::new() };
-}
-
 /// Seed of sample `sample_index` of prompt `prompt_index` in a request drawn with `seed`. The first sample of the first
 /// prompt has the seed itself, so any completion can be replayed alone (one prompt, `n = 1`) with the seed it reports;
 /// equal prompts of one request get different samples. Prompts are told apart by Murmur3's finaliser (Appleby 2011),

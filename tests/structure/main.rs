@@ -145,7 +145,6 @@ fn unsafe_code_is_in_few_files() {
         "src/weights/parameters/tensor.rs",
         "src/memory/borrowed.rs",
         "src/memory/identity.rs",
-        "src/memory/probe.rs",
         "src/comm/local.rs",
     ];
     let offenders = lines_with(&rust_files(&["src"]), &["unsafe"], |path| ALLOWED.contains(&path));
@@ -172,6 +171,24 @@ fn only_the_server_knows_the_network_and_the_runtime() {
 }
 
 #[test]
+fn no_file_above_the_kernels_names_a_device() {
+    const DEVICES: &[&str] = &["Cpu", "cpu::", "Reference", "reference::", "Isa", "PackedMatrix", "KvBlocks"];
+    /// What reaches into the host's memory.
+    const HOST: &[&str] = &["host::", "with_f32", "with_f32_mut"];
+    /// Rooms that must not even assume that a tensor lies there.
+    const WITHOUT_HOST: &[&str] = &["src/model", "src/scheduler", "src/cache", "src/engine"];
+    let sources = rust_files(&["src"]);
+    let is_test = |path: &str| path.contains("/tests/") || path.ends_with("/tests.rs") || path.ends_with("/testing.rs");
+    let mut offenders = lines_with(&sources, DEVICES, is_test);
+    let elsewhere = |path: &str| !WITHOUT_HOST.iter().any(|room| path.starts_with(room)) || is_test(path);
+    offenders.extend(lines_with(&sources, HOST, elsewhere));
+    assert_none(
+        &offenders,
+        "a device is a room of kernels/ and a variant of its enum; what is above takes what `Device` and `Ops` give:",
+    );
+}
+
+#[test]
 fn scheduler_and_cache_are_pure() {
     const NAMES: &[&str] =
         &["candle_core::", "rollout_kernels::", "mpsc", "thread", "Instant", "SystemTime", "Duration", "File", "fs::"];
@@ -189,7 +206,6 @@ fn no_lock_or_global_holds_serving_state() {
     /// What it holds there is not serving state.
     const ALLOWED: &[(&str, &str)] = &[
         ("src/memory/borrowed.rs", "a signal has one handler in a process, which looks up what its thread reads"),
-        ("src/memory/probe.rs", "a file that is the process's own for its life, open for when no descriptor is left"),
         ("src/weights/push/shared_memory.rs", "a client's memory, mapped for its next push: nothing that serves"),
     ];
     let allowed = |path: &str| ALLOWED.iter().any(|(file, _reason)| *file == path);

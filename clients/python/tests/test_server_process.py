@@ -222,7 +222,7 @@ def test_the_profile_is_printed_when_asked_for_and_at_the_end(binary, tmp_path):
         server.client.generate([[1, 2, 3]], sampling=sampling, return_text=False)
     _, first, last = path.read_text().split("profile: ")
     parts = "step|schedule|launch|wait for the ranks|update|emit|decode on rank 0|decode on rank 1|sampling|exchange"
-    operators = "gather_rows|linear \\d+ x \\d+|rms_norm_heads|add_rms_norm|rope|write_kv|paged_attention"
+    operators = "embed|linear \\d+ x \\d+|rms_norm_heads|add_rms_norm|rope|write_kv|paged_attention"
     for part in [*parts.split("|"), *operators.split("|")]:
         for table in (first, last):
             assert re.search(rf"^ *{part} +[1-9]", table, re.MULTILINE), f"no {part} in:\n{table}"

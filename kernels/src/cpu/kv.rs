@@ -1,82 +1,40 @@
-//! The paged key-value cache of one layer.
+//! The storage of one layer's paged key-value cache. Keys lie as `[block][kv_head][head_dim][block_size]`, so that 16 tokens
+//! are one vector; values as `[block][kv_head][block_size][head_dim]`.
 
 use super::pool::Cpu;
 use super::rows::Rows;
 use super::storage::Mapping;
+use crate::kv_cache::{BlockCopy, KvDtype, KvLayout};
 use half::bf16;
 
 mod write;
 use write::Stored;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum KvDtype {
-    Bf16,
-    F32,
-}
-
-impl KvDtype {
-    pub fn bytes(self) -> usize {
-        match self {
-            KvDtype::Bf16 => 2,
-            KvDtype::F32 => 4,
-        }
-    }
-}
-
-/// The shape of a layer's cache. Keys lie as `[block][kv_head][head_dim][block_size]`, so that 16 tokens are one vector;
-/// values as `[block][kv_head][block_size][head_dim]`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct KvLayout {
-    pub blocks: usize,
-    /// Tokens in a block; a multiple of 16 is fastest.
-    pub block_size: usize,
-    pub kv_heads: usize,
-    /// A multiple of 16.
-    pub head_dim: usize,
-    pub dtype: KvDtype,
-}
-
-impl KvLayout {
-    /// Memory of one block of one layer: keys and values.
-    pub fn bytes_per_block(&self) -> usize {
-        2 * self.block_len() * self.dtype.bytes()
-    }
-
-    /// Elements of a block's keys, or of its values.
-    fn block_len(&self) -> usize {
-        self.kv_heads * self.head_len()
-    }
-
-    /// Elements of one head of a block.
-    pub(crate) fn head_len(&self) -> usize {
-        self.head_dim * self.block_size
-    }
-}
-
-/// Copies the first `tokens` slots of block `src` to block `dst`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BlockCopy {
-    pub src: u32,
-    pub dst: u32,
-    pub tokens: usize,
-}
-
 /// Keys and values of one layer, in blocks of tokens. Memory is taken as blocks are first written.
-pub struct KvCache {
+pub struct KvBlocks {
     layout: KvLayout,
     keys: Mapping,
     values: Mapping,
 }
 
-impl KvCache {
+impl KvBlocks {
+    /// # Panics
+    /// As for [`KvBlocks::try_new`], and if the system cannot map as much.
+    pub fn new(layout: KvLayout) -> KvBlocks {
+        KvBlocks::try_new(layout).unwrap_or_else(|e| panic!("cannot map memory: {e}"))
+    }
+
+    /// # Errors
+    /// If the system cannot map as much.
+    ///
     /// # Panics
     /// If a dimension is 0, or `head_dim` is no multiple of 16.
-    pub fn new(layout: KvLayout) -> KvCache {
+    pub fn try_new(layout: KvLayout) -> std::io::Result<KvBlocks> {
         let KvLayout { blocks, block_size, kv_heads, head_dim, .. } = layout;
         assert!(blocks * block_size * kv_heads * head_dim > 0, "{layout:?} has an empty dimension");
         assert!(head_dim.is_multiple_of(16), "head_dim {head_dim} is not a multiple of 16");
         let bytes = blocks * layout.bytes_per_block() / 2;
-        KvCache { layout, keys: Mapping::zeroed(bytes), values: Mapping::zeroed(bytes) }
+        Ok(KvBlocks { layout, keys: Mapping::try_zeroed(bytes)?, values: Mapping::try_zeroed(bytes)? })
     }
 
     pub fn layout(&self) -> &KvLayout {
@@ -86,12 +44,6 @@ impl KvCache {
     /// Memory taken once every block has been written.
     pub fn bytes(&self) -> usize {
         self.keys.bytes() + self.values.bytes()
-    }
-
-    /// Gives its memory back to the system at once; nothing that was written is there any more.
-    pub fn release(&mut self) {
-        self.keys.release();
-        self.values.release();
     }
 
     pub(crate) fn keys(&self) -> &Mapping {

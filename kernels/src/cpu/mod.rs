@@ -8,6 +8,7 @@
 mod activation;
 mod attention;
 mod dequantise;
+mod device;
 mod finite;
 mod isa;
 mod kv;
@@ -16,29 +17,31 @@ mod linear;
 pub mod logits;
 mod low_rank;
 pub mod math;
+mod merge;
 mod norm;
+mod ops;
 mod packed;
 mod pool;
 mod rope;
 mod rows;
+mod sampling;
 mod storage;
 #[cfg(test)]
 mod testing;
 mod tile;
 
 pub use activation::silu_mul;
-pub use attention::{AttentionSequence, AttentionShape, paged_attention};
+pub use attention::paged_attention;
 pub use dequantise::dequantise;
-pub use finite::first_saturated;
+pub(crate) use device::CpuDevice;
+pub use finite::{StoredBits, first_saturated};
 pub use isa::Isa;
-pub use kv::{BlockCopy, KvCache, KvDtype, KvLayout};
+pub use kv::KvBlocks;
 pub use linear::{linear, linear_silu_mul};
 pub use low_rank::add_low_rank;
+pub use merge::round;
 pub use norm::{add_rms_norm, head_rms_norm, rms_norm};
-pub use packed::{
-    Fill, MAX_LEAVES, PANEL, PackedMatrix, ReadRows, RowBits, WeightDtype, WeightRows, WriteElements, gather_rows,
-    reduction_leaves,
-};
+pub use packed::{Fill, PANEL, PackedMatrix, gather_rows, to_f32};
 pub use pool::{Cpu, ThreadPool};
 pub use rope::rope;
 pub use rows::{Rows, RowsMut};

@@ -6,82 +6,38 @@ use super::math::round_bf16;
 use super::pool::Cpu;
 use super::rows::RowsMut;
 use super::storage::{Mapping, Plain};
+use crate::matrix::{MAX_LEAVES, MatrixShape, ROW_GROUP, RowBits, WeightDtype, WeightRows};
 use half::{bf16, f16};
 
 mod fill;
 
-pub use fill::{Fill, ReadRows, WriteElements};
+pub use fill::Fill;
 
 /// Rows of the matrix (columns of the product) in a panel.
 pub const PANEL: usize = super::lanes::LANES;
+const _: () = assert!(ROW_GROUP == PANEL, "rows are written fastest by panels");
 
-/// The most runs a reduction is cut into, so the most tensor-parallel ranks that give the bits of one.
-pub const MAX_LEAVES: usize = 8;
-
-/// Into how many equal runs of whole pairs a row-parallel linear cuts a reduction of length `k`: the largest power of
-/// two up to [`MAX_LEAVES`] that divides `k / 2`; 1 if `k` is odd.
-pub fn reduction_leaves(k: usize) -> usize {
-    let fits = |leaves: &usize| k.is_multiple_of(2 * leaves);
-    [8, 4, 2].into_iter().find(fits).unwrap_or(1)
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum WeightDtype {
-    Bf16,
-    F32,
-}
-
-impl WeightDtype {
-    pub fn bytes(self) -> usize {
-        match self {
-            WeightDtype::Bf16 => 2,
-            WeightDtype::F32 => 4,
-        }
-    }
-
-    fn padded_k(self, k: usize) -> usize {
-        match self {
-            WeightDtype::Bf16 => k.next_multiple_of(2),
-            WeightDtype::F32 => k,
-        }
+/// Values of a row as they are stored, those that fill its last pair included.
+fn padded_k(dtype: WeightDtype, k: usize) -> usize {
+    match dtype {
+        WeightDtype::Bf16 => k.next_multiple_of(2),
+        WeightDtype::F32 => k,
     }
 }
 
-/// Whole rows of a matrix, one after the other.
-#[derive(Clone, Copy)]
-pub enum WeightRows<'a> {
-    Bf16(&'a [bf16]),
-    F16(&'a [f16]),
-    F32(&'a [f32]),
-}
-
-impl WeightRows<'_> {
-    pub fn len(&self) -> usize {
-        match self {
-            WeightRows::Bf16(rows) => rows.len(),
-            WeightRows::F16(rows) => rows.len(),
-            WeightRows::F32(rows) => rows.len(),
-        }
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// The values as a matrix of `dtype` would hold them, in float32.
-    ///
-    /// # Panics
-    /// If `out` has another length.
-    pub fn to_f32(self, dtype: WeightDtype, out: &mut [f32]) {
-        assert_eq!(self.len(), out.len(), "values of the rows");
-        match (self, dtype) {
-            (WeightRows::Bf16(rows), WeightDtype::Bf16) => widen::<bf16, _>(rows, out),
-            (WeightRows::F16(rows), WeightDtype::Bf16) => widen::<bf16, _>(rows, out),
-            (WeightRows::F32(rows), WeightDtype::Bf16) => widen::<bf16, _>(rows, out),
-            (WeightRows::Bf16(rows), WeightDtype::F32) => widen::<f32, _>(rows, out),
-            (WeightRows::F16(rows), WeightDtype::F32) => widen::<f32, _>(rows, out),
-            (WeightRows::F32(rows), WeightDtype::F32) => widen::<f32, _>(rows, out),
-        }
+/// The values as a matrix of `dtype` would hold them, in float32.
+///
+/// # Panics
+/// If `out` has another length.
+pub fn to_f32(values: WeightRows<'_>, dtype: WeightDtype, out: &mut [f32]) {
+    assert_eq!(values.len(), out.len(), "values of the rows");
+    match (values, dtype) {
+        (WeightRows::Bf16(rows), WeightDtype::Bf16) => widen::<bf16, _>(rows, out),
+        (WeightRows::F16(rows), WeightDtype::Bf16) => widen::<bf16, _>(rows, out),
+        (WeightRows::F32(rows), WeightDtype::Bf16) => widen::<bf16, _>(rows, out),
+        (WeightRows::Bf16(rows), WeightDtype::F32) => widen::<f32, _>(rows, out),
+        (WeightRows::F16(rows), WeightDtype::F32) => widen::<f32, _>(rows, out),
+        (WeightRows::F32(rows), WeightDtype::F32) => widen::<f32, _>(rows, out),
     }
 }
 
@@ -91,12 +47,6 @@ where
     f32: Stored<P>,
 {
     Isa::detect().dispatch(Widen { from, to, precision: std::marker::PhantomData::<P> });
-}
-
-/// Where rows of a matrix are copied to as they are stored.
-pub enum RowBits<'a> {
-    Bf16(&'a mut [bf16]),
-    F32(&'a mut [f32]),
 }
 
 /// Weights `[n, k]` (output × input features) of a linear layer, in panels of 16 rows: `[n/16][k/2][16][2]` for
@@ -112,23 +62,33 @@ pub struct PackedMatrix {
 impl PackedMatrix {
     /// All zeros; memory is taken as rows are written.
     ///
-    /// `leaves` is into how many runs the reduction over `k` is cut: 1 for a matrix that is never sharded over `k`,
-    /// [`reduction_leaves`] for a whole matrix that may be, and that divided by the number of ranks for a shard.
+    /// # Panics
+    /// As for [`PackedMatrix::try_zeros`], and if the system cannot map as much.
+    pub fn zeros(dtype: WeightDtype, n: usize, k: usize, leaves: usize) -> PackedMatrix {
+        PackedMatrix::try_zeros(MatrixShape { dtype, n, k, leaves })
+            .unwrap_or_else(|e| panic!("cannot map memory: {e}"))
+    }
+
+    /// All zeros; memory is taken as rows are written.
+    ///
+    /// # Errors
+    /// If the system cannot map as much.
     ///
     /// # Panics
     /// If a dimension is 0, or `leaves` is not a power of two up to [`MAX_LEAVES`] that cuts `k` into runs of whole
     /// pairs.
-    pub fn zeros(dtype: WeightDtype, n: usize, k: usize, leaves: usize) -> PackedMatrix {
+    pub fn try_zeros(shape: MatrixShape) -> std::io::Result<PackedMatrix> {
+        let MatrixShape { dtype, n, k, leaves } = shape;
         assert!(n >= 1 && k >= 1, "a weight matrix of {n} x {k} is empty");
         let fits = leaves == 1 || k.is_multiple_of(2 * leaves);
         assert!(leaves.is_power_of_two() && leaves <= MAX_LEAVES && fits, "k = {k} does not make {leaves} leaves");
-        let storage = Mapping::zeroed(PackedMatrix::bytes_for(dtype, n, k));
-        PackedMatrix { dtype, n, k, leaves, storage }
+        let storage = Mapping::try_zeroed(PackedMatrix::bytes_for(dtype, n, k))?;
+        Ok(PackedMatrix { dtype, n, k, leaves, storage })
     }
 
     /// What [`bytes`](Self::bytes) will be.
     pub fn bytes_for(dtype: WeightDtype, n: usize, k: usize) -> usize {
-        n.next_multiple_of(PANEL) * dtype.padded_k(k) * dtype.bytes()
+        n.next_multiple_of(PANEL) * padded_k(dtype, k) * dtype.bytes()
     }
 
     pub fn dtype(&self) -> WeightDtype {
@@ -154,22 +114,8 @@ impl PackedMatrix {
         self.storage.bytes()
     }
 
-    /// A matrix of the same shape, all zeros; its memory is taken as rows are written.
-    ///
-    /// # Errors
-    /// If the system cannot map as much.
-    pub fn spare(&self) -> std::io::Result<PackedMatrix> {
-        let Self { dtype, n, k, leaves, .. } = *self;
-        Ok(PackedMatrix { dtype, n, k, leaves, storage: Mapping::try_zeroed(self.bytes())? })
-    }
-
-    /// Gives its memory back to the system at once; all values are zero then.
-    pub fn release(&mut self) {
-        self.storage.release();
-    }
-
     pub(crate) fn padded_k(&self) -> usize {
-        self.dtype.padded_k(self.k)
+        padded_k(self.dtype, self.k)
     }
 
     pub(crate) fn panels(&self) -> usize {

@@ -41,7 +41,12 @@ impl Cpu {
     }
 
     pub fn with_isa(threads: usize, isa: Isa) -> Cpu {
-        Cpu { pool: ThreadPool::new(threads), isa, shared: Mutex::default() }
+        Cpu::of_rank(0, threads, isa)
+    }
+
+    /// As [`Cpu::with_isa`], with threads that are named after the rank.
+    pub fn of_rank(rank: usize, threads: usize, isa: Isa) -> Cpu {
+        Cpu { pool: ThreadPool::of_rank(rank, threads), isa, shared: Mutex::default() }
     }
 
     pub fn pool(&self) -> &ThreadPool {
@@ -115,6 +120,11 @@ unsafe impl Send for Shared {}
 impl ThreadPool {
     /// `threads >= 1` in all: the caller of [`run`](Self::run) and `threads - 1` workers.
     pub fn new(threads: usize) -> ThreadPool {
+        ThreadPool::of_rank(0, threads)
+    }
+
+    /// As [`ThreadPool::new`], with workers that are named after the rank.
+    fn of_rank(rank: usize, threads: usize) -> ThreadPool {
         assert!(threads >= 1, "a thread pool needs at least 1 thread");
         unsafe fn nothing(_: *const (), _: usize, _: usize) {}
         let shared = Arc::new(Shared {
@@ -127,7 +137,7 @@ impl ThreadPool {
         });
         let spawn = |worker: usize| {
             let shared = Arc::clone(&shared);
-            let name = format!("kernel-{worker}");
+            let name = format!("rank-{rank}-k{worker}");
             let thread = std::thread::Builder::new().name(name).spawn(move || shared.work(worker));
             thread.unwrap_or_else(|e| panic!("cannot start thread {worker} of {threads}: {e}"))
         };

@@ -27,10 +27,8 @@ unsafe impl Plain for u32 {}
 unsafe impl Plain for [f32; 2] {}
 
 impl Mapping {
-    pub fn zeroed(bytes: usize) -> Mapping {
-        Mapping::try_zeroed(bytes).unwrap_or_else(|e| panic!("cannot map {bytes} bytes of memory: {e}"))
-    }
-
+    /// # Errors
+    /// If the system cannot map as much.
     pub fn try_zeroed(bytes: usize) -> std::io::Result<Mapping> {
         let map = MmapMut::map_anon(bytes)?;
         #[cfg(target_os = "linux")]
@@ -44,11 +42,6 @@ impl Mapping {
 
     pub fn bytes(&self) -> usize {
         self.0.len()
-    }
-
-    /// Gives the memory back to the operating system; it is zero again.
-    pub fn release(&mut self) {
-        *self = Mapping::zeroed(self.bytes());
     }
 
     pub fn as_slice<T: Plain>(&self) -> &[T] {

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::rig::{BLOCK_SIZE, BLOCKS};
 use crate::engine::*;
-use crate::executor::Memory;
+use crate::executor::{Memory, Released};
 use crate::types::{RequestKey, StepOutput, StepPlan, TokenId, TokenLogprobs};
 use crate::weights::{Adapter, ParamSpec, ShadowWeights};
 
@@ -16,6 +16,7 @@ pub enum Did {
     Replace,
     /// Storage beside the weights was made.
     Shadow,
+    Discard,
     Exchange,
     Patch,
     Add(u64),
@@ -194,7 +195,7 @@ impl Executor for Fake {
         Ok(rows.flat_map(|row| vec![row as u8 ^ self.policy as u8; row_bytes]).collect())
     }
 
-    fn release(&mut self, memory: Memory) -> Result<u64> {
+    fn release(&mut self, memory: Memory) -> Result<Released> {
         match memory {
             Memory::WeightsAndBase => {
                 self.awake.retain(|&m| m != Memory::Weights);
@@ -211,7 +212,16 @@ impl Executor for Fake {
             Memory::Workspace => self.fall_asleep(memory),
         }
         self.did.push(Did::Release(memory));
-        Ok(if memory == Memory::Weights { self.kept } else { 0 })
+        Ok(Released { freed: 0, kept: if memory == Memory::Weights { self.kept } else { 0 } })
+    }
+
+    fn discard(&mut self, _: ShadowWeights) -> Result<u64> {
+        self.did.push(Did::Discard);
+        Ok(0)
+    }
+
+    fn used_bytes(&self) -> u64 {
+        1
     }
 
     fn restore(&mut self, memory: Memory) -> Result<()> {

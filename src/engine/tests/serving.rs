@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::rig::TRAFFIC_BYTES;
 use crate::cache::KvCacheManager;
 use crate::engine::*;
-use crate::executor::Memory;
+use crate::executor::{Memory, Released};
 use crate::memory::Backlog;
 use crate::scheduler::{SchedulerConfig, Speculation};
 use crate::types::{FinishReason, Prompt, SamplingParams, StepOutput, StepPlan, TokenId, TokenLogprobs, WeightVersion};
@@ -65,8 +65,16 @@ impl Executor for Counting {
         Err(Error::Internal("the read went wrong".into()))
     }
 
-    fn release(&mut self, memory: Memory) -> Result<u64> {
+    fn release(&mut self, memory: Memory) -> Result<Released> {
         Err(Error::Internal(format!("{memory:?} went wrong")))
+    }
+
+    fn discard(&mut self, _: ShadowWeights) -> Result<u64> {
+        Err(Error::Internal("the discard went wrong".into()))
+    }
+
+    fn used_bytes(&self) -> u64 {
+        0
     }
 
     fn restore(&mut self, memory: Memory) -> Result<()> {

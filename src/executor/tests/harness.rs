@@ -6,8 +6,7 @@ use std::sync::Arc;
 use half::bf16;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use rollout_kernels::cpu::Isa;
-use rollout_kernels::{KvDtype, Ops, WeightDtype};
+use rollout_kernels::{Backend, Devices, KvDtype, WeightDtype};
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::comm::{Communicator, LocalGroup, Solo};
@@ -48,6 +47,7 @@ pub struct Setup {
     pub config: ModelConfig,
     pub checkpoint: Arc<Checkpoint>,
     pub parameters: Arc<Parameters>,
+    devices: Devices,
     weights: WeightDtype,
     world: usize,
 }
@@ -56,17 +56,24 @@ impl Setup {
     pub fn open(model: &Path, weights: WeightDtype, world: usize) -> Self {
         let files = ModelSource::parse(model.to_str().unwrap()).unwrap().open().unwrap();
         let config = ModelConfig::from_files(&files).unwrap();
-        let build = Build { partition: Partition::new(0, 1), weights };
+        let devices = Devices::open(Backend::Cpu, world, 2, "auto").unwrap();
+        let build = Build { device: devices.of_rank(0).clone(), partition: Partition::new(0, 1), weights };
         let mut specs = Vec::new();
         let visitor = &mut |spec: &ParamSpec, _: ParamSlot<'_>| {
             specs.push(spec.clone());
             Ok(())
         };
-        Decoder::new(&config, build, MAX_TOKENS).unwrap().visit(visitor).unwrap();
+        Decoder::new(&config, &build, MAX_TOKENS).unwrap().visit(visitor).unwrap();
         let dtype = if weights == WeightDtype::Bf16 { Dtype::Bf16 } else { Dtype::F32 };
         let parameters = Arc::new(Parameters::new(specs, dtype, world, config.tie_word_embeddings));
         println!("{} {weights:?} on {world} ranks", model.display());
-        Self { config, checkpoint: Arc::new(files.checkpoint), parameters, weights, world }
+        Self { config, checkpoint: Arc::new(files.checkpoint), parameters, devices, weights, world }
+    }
+
+    /// What the layers of a rank are made with.
+    pub fn build(&self, rank: usize) -> Build {
+        let device = self.devices.of_rank(rank).clone();
+        Build { device, partition: Partition::new(rank, self.world), weights: self.weights }
     }
 
     pub fn ranks(&self) -> Ranks {
@@ -81,24 +88,24 @@ impl Setup {
         };
         let makers = comms.into_iter().enumerate().map(|(rank, comm)| {
             let (config, checkpoint) = (self.config.clone(), self.checkpoint.clone());
-            let build = Build { partition: Partition::new(rank, self.world), weights: self.weights };
+            let build = self.build(rank);
             move || {
-                let (ops, decoder) = (Ops::cpu(2, Isa::detect()), Decoder::new(&config, build, MAX_TOKENS)?);
-                let weights = RankWeights::load(&ops, decoder, build, checkpoint, &|_| ())?;
+                let (ops, decoder) = (build.device.ops(), Decoder::new(&config, &build, MAX_TOKENS)?);
+                let weights = RankWeights::load(&ops, decoder, build.clone(), checkpoint, &|_| ())?;
                 let dtype = if build.weights == WeightDtype::Bf16 { KvDtype::Bf16 } else { KvDtype::F32 };
-                let kv = kv_caches(&config, build, dtype, blocks, BLOCK_SIZE);
+                let kv = kv_caches(&config, &build, dtype, blocks, BLOCK_SIZE);
                 let workspace = WorkspaceShape { config, build, max_batch_tokens: MAX_TOKENS };
                 ModelRunner::new(ops, comm, weights, kv, workspace, BLOCK_SIZE)
             }
         });
-        Ranks::start(makers).unwrap()
+        Ranks::start(self.devices.clone(), makers).unwrap()
     }
 
     /// The weights of the only rank.
     pub fn weights(&self) -> RankWeights {
-        let build = Build { partition: Partition::new(0, 1), weights: self.weights };
-        let decoder = Decoder::new(&self.config, build, MAX_TOKENS).unwrap();
-        RankWeights::load(&Ops::cpu(2, Isa::detect()), decoder, build, self.checkpoint.clone(), &|_| ()).unwrap()
+        let build = self.build(0);
+        let decoder = Decoder::new(&self.config, &build, MAX_TOKENS).unwrap();
+        RankWeights::load(&build.device.ops(), decoder, build.clone(), self.checkpoint.clone(), &|_| ()).unwrap()
     }
 
     /// Every parameter as it serves.
@@ -143,7 +150,7 @@ impl Setup {
     pub fn merged(&self, base: &[Vec<f32>], adapter: &Adapter) -> Vec<Vec<u8>> {
         let merge = |(spec, values): (&ParamSpec, &Vec<f32>)| {
             let mut values = values.clone();
-            adapter.merge(Isa::detect(), &spec.name, &Slice::whole(&spec.shape), &mut values);
+            adapter.merge("auto", &spec.name, &Slice::whole(&spec.shape), &mut values);
             self.bytes(&values)
         };
         self.parameters.iter().zip(base).map(merge).collect()

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use rollout_kernels::PackedMatrix;
+use rollout_kernels::MatrixShape;
 
 use super::harness::{BLOCK_SIZE, DTYPES, Setup, fixture, outputs, sequence, worlds};
 use crate::executor::{Executor, Memory, WeightOrder};
@@ -93,8 +93,9 @@ fn a_matrix_of_which_a_part_was_changed_stays_whole_and_is_counted() {
             (Partition::new(0, world).slice(spec).unwrap().rows.len(), spec.shape[1])
         };
         let rows: usize = ["q_proj", "k_proj", "v_proj"].iter().map(|of| local(of).0).sum();
-        let matrix = PackedMatrix::bytes_for(DTYPES[1], rows, local("q_proj").1);
-        assert_eq!(ranks.release(Memory::Weights).unwrap(), (world * matrix) as u64, "{world} ranks");
+        let matrix = MatrixShape { dtype: DTYPES[1], n: rows, k: local("q_proj").1, leaves: 1 };
+        let matrix = setup.build(0).device.matrix(matrix).bytes();
+        assert_eq!(ranks.release(Memory::Weights).unwrap().kept, (world * matrix) as u64, "{world} ranks");
         ranks.restore(Memory::Weights).unwrap();
         ranks.write(WeightOrder::Load { adapter: Arc::new(Adapter::none()) }).unwrap();
         setup.assert_serves(&mut ranks, &expected, "awake");

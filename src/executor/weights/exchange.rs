@@ -2,10 +2,10 @@
 
 use std::collections::HashMap;
 
-use rollout_kernels::{PackedMatrix, with_f32_mut};
+use rollout_kernels::Matrix;
 
 use super::RankWeights;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::model::{ParamSlot, Parameterized};
 use crate::weights::{ParamSpec, Partition, ShadowShard, Slice};
 
@@ -17,8 +17,10 @@ impl RankWeights {
     pub fn shadow_shards(&mut self) -> Result<Vec<ShadowShard>> {
         let (partition, dtype) = (self.bases.build.partition, self.bases.build.weights);
         let mut shards = Vec::new();
-        self.decoder.visit_matrices(&mut |specs, matrix| shards.push(beside(specs, matrix, partition)));
-        let mut shards = shards.into_iter().collect::<Result<Vec<_>>>()?;
+        self.decoder.visit_matrices(&mut |specs, matrix| {
+            shards.push(beside(specs, matrix, partition)?);
+            Ok(())
+        })?;
         let mut vectors = Vec::new();
         self.decoder.visit(&mut |spec, slot| {
             if let ParamSlot::Vector { .. } = slot {
@@ -31,19 +33,23 @@ impl RankWeights {
     }
 
     /// Serves from `shards`, which [`RankWeights::shadow_shards`] gave and which hold every parameter, and gives back the
-    /// matrices that served; what they hold now is the base.
+    /// storage that served, for the next push; what `shards` held is the base now.
+    ///
+    /// # Errors
+    /// `ResourceExhausted` if weights that were released cannot have their memory again.
     pub fn exchange(&mut self, mut shards: Vec<ShadowShard>) -> Result<Vec<ShadowShard>> {
         let mut matrices = shards.iter_mut().filter_map(ShadowShard::as_matrix_mut);
         self.decoder.visit_matrices(&mut |_, matrix| {
             let other = matrices.next().expect("the shadow weights have every matrix");
             std::mem::swap(matrix, other);
-        });
+            Ok(other.restore()?)
+        })?;
         let vectors = shards.last().expect("the shadow weights have the vectors");
         let Self { decoder, bases, missing } = self;
         decoder.visit(&mut |spec, slot| {
             if let ParamSlot::Vector { vector, offset } = slot {
                 let new = vectors.vector(&spec.name).expect("the shadow weights have every vector");
-                with_f32_mut(vector, |values| values[offset..offset + new.len()].copy_from_slice(new))?;
+                vector.write(offset, new)?;
             }
             bases.replaced.insert(spec.name.clone());
             Ok(())
@@ -55,10 +61,7 @@ impl RankWeights {
 }
 
 /// A matrix of the same shape for the same parameters.
-fn beside(specs: &[&ParamSpec], matrix: &PackedMatrix, partition: Partition) -> Result<ShadowShard> {
-    let spare = matrix
-        .spare()
-        .map_err(|e| Error::ResourceExhausted(format!("cannot map {} bytes to stage a matrix: {e}", matrix.bytes())))?;
+fn beside(specs: &[&ParamSpec], matrix: &Matrix, partition: Partition) -> Result<ShadowShard> {
     let slices = specs.iter().map(|spec| Ok((spec.name.clone(), partition.slice(spec)?)));
-    Ok(ShadowShard::matrix(spare, slices.collect::<Result<Vec<(String, Slice)>>>()?.into_iter()))
+    Ok(ShadowShard::matrix(matrix.zeros_like()?, slices.collect::<Result<Vec<(String, Slice)>>>()?.into_iter()))
 }

@@ -13,16 +13,16 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use half::bf16;
-use rollout_kernels::{Ops, PackedMatrix, RowBits, WeightDtype, with_f32};
+use rollout_kernels::{Matrix, Ops, RowBits, WeightDtype};
 
-use base::{Target, copy_of, tensor_rows};
+use base::{LocalParameter, tensor_rows};
 use integrity::Base;
 
 use super::WeightOrder;
 use crate::comm::Communicator;
 use crate::error::{Error, Result};
 use crate::model::{Build, Decoder, ParamSlot, Parameterized};
-use crate::weights::{Adapter, Checkpoint, Delta, ParamSpec, Tensors};
+use crate::weights::{Adapter, Checkpoint, Delta, ParamSpec, Slice, Tensors};
 
 /// This rank's decoder, and where the base of each of its parameters is.
 pub struct RankWeights {
@@ -40,7 +40,7 @@ struct Bases {
     replaced: HashSet<String>,
     /// The base of replaced parameters into which an adapter is merged; of other replaced ones what serves is the base.
     /// A vector is one column.
-    copies: HashMap<String, PackedMatrix>,
+    copies: HashMap<String, Matrix>,
 }
 
 impl RankWeights {
@@ -59,6 +59,7 @@ impl RankWeights {
     ) -> Result<Self> {
         let bases = Bases { build, base: Base::new(checkpoint), replaced: HashSet::new(), copies: HashMap::new() };
         let mut this = Self { decoder, bases, missing: HashSet::new() };
+        this.restore()?;
         let base = Adapter::none();
         let Self { decoder, bases, .. } = &mut this;
         decoder.visit(&mut |spec, slot| {
@@ -128,7 +129,7 @@ impl RankWeights {
         let Self { decoder, bases, missing } = self;
         decoder.visit(&mut |spec, slot| {
             if names.contains(spec.name.as_str()) {
-                bases.target(spec, slot)?.store(ops, &tensor_rows(tensors, &spec.name))?;
+                LocalParameter::new(&bases.build, spec, slot)?.store(ops, &tensor_rows(tensors, &spec.name))?;
                 bases.copies.remove(&spec.name);
                 bases.replaced.insert(spec.name.clone());
                 missing.remove(&spec.name);
@@ -145,7 +146,7 @@ impl RankWeights {
                 bases.copies.remove(&spec.name);
                 bases.replaced.insert(spec.name.clone());
             }
-            changes.map_or(Ok(()), |changes| bases.target(spec, slot)?.patch(ops, changes))
+            changes.map_or(Ok(()), |changes| LocalParameter::new(&bases.build, spec, slot)?.patch(ops, changes))
         })
     }
 
@@ -167,6 +168,14 @@ impl RankWeights {
             Ok(())
         })?;
         bytes.ok_or_else(|| Error::Internal(format!("the model has no parameter {}", spec.name)))
+    }
+
+    /// Takes the memory of released matrices again.
+    ///
+    /// # Errors
+    /// `ResourceExhausted` if the device has not as much.
+    pub fn restore(&mut self) -> Result<()> {
+        self.decoder.visit_matrices(&mut |_, matrix| Ok(matrix.restore()?))
     }
 
     /// Gives the memory of matrices back to the system: of those that can be made again from the checkpoint or a copy
@@ -191,18 +200,13 @@ impl RankWeights {
                 missing.extend(specs.iter().map(|spec| spec.name.clone()));
                 matrix.release();
             }
-        });
+            Ok(())
+        })?;
         Ok(kept)
     }
 }
 
 impl Bases {
-    /// The part of a parameter that is to get values, and where it is stored.
-    fn target<'a>(&self, spec: &'a ParamSpec, slot: ParamSlot<'a>) -> Result<Target<'a>> {
-        let slice = self.build.partition.slice(spec)?;
-        Ok(Target { spec, slice, slot, dtype: self.build.weights })
-    }
-
     /// Makes a parameter its base with `adapter` merged.
     fn fill(
         &mut self,
@@ -215,12 +219,12 @@ impl Bases {
         if !self.replaced.contains(&spec.name) {
             return self.fill_from_checkpoint(ops, spec, slot, adapter);
         }
-        let target = self.target(spec, slot)?;
+        let local = LocalParameter::new(&self.build, spec, slot)?;
         if adapter.touches(&spec.name) && !self.copies.contains_key(&spec.name) {
-            self.copies.insert(spec.name.clone(), copy_of(ops, &target)?);
+            self.copies.insert(spec.name.clone(), local.copy(ops)?);
         }
         let Some(copy) = self.copies.get(&spec.name) else { return Ok(()) };
-        target.fill_from_copy(ops, comm, adapter, copy)?;
+        local.merge_from_copy(ops, comm, adapter, copy)?;
         if !adapter.touches(&spec.name) {
             self.copies.remove(&spec.name);
         }
@@ -236,12 +240,12 @@ impl Bases {
     ) -> Result<()> {
         // All that a read could refuse: it must not end a task.
         let slice = self.base.checkpoint.slice(spec, self.build.partition)?;
-        let (target, dtype) = (self.target(spec, slot)?, self.build.weights);
+        let (local, dtype) = (LocalParameter::new(&self.build, spec, slot)?, self.build.weights);
         self.base.read(&spec.name, slice.rows, |base| {
             if adapter.touches(&spec.name) {
-                target.fill(ops, adapter, &|part, values| base.values(part, dtype, values))
+                local.merge(ops, adapter, &|rows, cols, values| base.values(&Slice { rows, cols }, dtype, values))
             } else {
-                target.store(ops, &|part, store| base.rows(part, store))
+                local.store(ops, &|part, store| base.rows(part, store))
             }
         })
     }
@@ -265,12 +269,12 @@ fn read_rows(slot: &ParamSlot<'_>, rows: Range<usize>, columns: usize, dtype: We
                 Ok(as_f32(&values))
             }
         },
-        ParamSlot::Vector { vector, offset } => Ok(with_f32(vector, |values| {
-            let values = &values[offset + rows.start..][..len];
-            match dtype {
+        ParamSlot::Vector { vector, offset } => {
+            let values = vector.read(offset + rows.start..offset + rows.start + len)?;
+            Ok(match dtype {
                 WeightDtype::Bf16 => as_bf16(&values.iter().map(|x| bf16::from_f32(*x)).collect::<Vec<_>>()),
-                WeightDtype::F32 => as_f32(values),
-            }
-        })?),
+                WeightDtype::F32 => as_f32(&values),
+            })
+        }
     }
 }

@@ -2,17 +2,17 @@
 
 use std::ops::Range;
 
-use rollout_kernels::{Ops, WeightRows, with_f32_mut};
+use rollout_kernels::{Ops, WeightRows};
 
-use super::base::Target;
+use super::base::LocalParameter;
 use crate::error::Result;
 use crate::model::ParamSlot;
 use crate::weights::{Changes, matrix_shape};
 
-impl Target<'_> {
+impl LocalParameter<'_> {
     /// Stores those of `changes` that are in this rank's part.
     pub fn patch(self, ops: &Ops, changes: Changes<'_>) -> Result<()> {
-        let Self { spec, slice, slot, dtype } = self;
+        let Self { spec, slice, slot, build } = self;
         let (_, columns) = matrix_shape(&spec.shape);
         let new = changes.values.into_f32();
         let elements = |rows: Range<usize>| {
@@ -31,14 +31,14 @@ impl Target<'_> {
                             write(rows.start + row - start, column - slice.cols.start, *value);
                         }
                     }
-                });
+                })?;
             }
-            ParamSlot::Vector { vector, offset } => with_f32_mut(vector, |stored| {
+            ParamSlot::Vector { vector, offset } => {
                 for ((row, _), value) in elements(slice.rows.clone()) {
                     let place = offset + row - slice.rows.start;
-                    WeightRows::F32(&[*value]).to_f32(dtype, &mut stored[place..=place]);
+                    vector.write_rounded(place, WeightRows::F32(&[*value]), build.weights)?;
                 }
-            })?,
+            }
         }
         Ok(())
     }

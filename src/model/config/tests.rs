@@ -3,7 +3,7 @@ use serde_json::{Value, json};
 use super::*;
 use crate::model::{Build, Decoder};
 use crate::weights::{ModelSource, Partition};
-use rollout_kernels::WeightDtype;
+use rollout_kernels::{Backend, DeviceOptions, WeightDtype};
 
 fn fixture(name: &str) -> ModelConfig {
     let path = format!("{}/tests/fixtures/{name}", env!("CARGO_MANIFEST_DIR"));
@@ -226,6 +226,7 @@ fn every_number_of_ranks_is_built_or_refused_with_those_that_are() {
             "intermediate_size": intermediate, "vocab_size": vocabulary, "eos_token_id": 1
         }));
         let sizes = config.tensor_parallel_sizes();
+        let device = Backend::Cpu.open(&DeviceOptions { rank: 0, threads: 1, kernel: "auto" }).unwrap();
         for world in 1..=MAX_RANKS {
             if let Err(error) = config.check_tensor_parallel(world) {
                 let listed: Vec<String> = sizes.iter().map(usize::to_string).collect();
@@ -236,8 +237,8 @@ fn every_number_of_ranks_is_built_or_refused_with_those_that_are() {
             }
             assert!(sizes.contains(&world), "--tp {world} works and is not listed: {sizes:?}");
             for (rank, weights) in (0..world).flat_map(|rank| [(rank, WeightDtype::F32), (rank, WeightDtype::Bf16)]) {
-                let build = Build { partition: Partition::new(rank, world), weights };
-                Decoder::new(&config, build, 16).unwrap_or_else(|e| panic!("rank {rank} of {world}: {e}"));
+                let build = Build { device: device.clone(), partition: Partition::new(rank, world), weights };
+                Decoder::new(&config, &build, 16).unwrap_or_else(|e| panic!("rank {rank} of {world}: {e}"));
                 built += 1;
             }
         }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::{Content, TensorInfo, Value};
 use rollout_kernels::WeightDtype;
-use rollout_kernels::cpu::{Isa, dequantise};
+use rollout_kernels::host::dequantise;
 
 use super::digest::digest_of_rows;
 use super::gguf_config;
@@ -144,7 +144,6 @@ impl Entry {
         if slice.is_empty() {
             return;
         }
-        let isa = Isa::detect();
         let row_bytes = self.row_bytes();
         let (block, block_bytes) = (self.dtype.block_size(), self.dtype.type_size());
         let blocks = slice.cols.start / block..slice.cols.end.div_ceil(block);
@@ -156,10 +155,10 @@ impl Entry {
             let row = &bytes[row * row_bytes..];
             let stored = &row[blocks.start * block_bytes..blocks.end * block_bytes];
             if is_cut {
-                dequantise(isa, self.dtype, stored, dtype, &mut whole);
+                dequantise(self.dtype, stored, dtype, &mut whole);
                 out.copy_from_slice(&whole[first..first + out.len()]);
             } else {
-                dequantise(isa, self.dtype, stored, dtype, out);
+                dequantise(self.dtype, stored, dtype, out);
             }
         }
     }

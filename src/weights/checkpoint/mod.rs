@@ -11,6 +11,7 @@ mod source;
 use std::ops::Range;
 
 use rollout_kernels::WeightDtype;
+use rollout_kernels::host::to_f32;
 
 use self::mapped::MappedFile;
 use super::parameters::{ParamSpec, Partition, Slice, TensorData, matrix_shape};
@@ -91,7 +92,7 @@ impl Checkpoint {
     pub fn read_f32(&self, name: &str, slice: &Slice, dtype: WeightDtype, out: &mut [f32]) -> Result<()> {
         self.check_slice(name, slice)?;
         match self {
-            Self::Safetensors(c) => c.read(name, slice, |stored| stored.as_rows().to_f32(dtype, out)),
+            Self::Safetensors(c) => c.read(name, slice, |stored| to_f32(stored.as_rows(), dtype, out)),
             Self::Gguf(c) => c.read_f32(name, slice, dtype, out),
         }
         .ok_or_else(|| missing(name))?

@@ -1,17 +1,16 @@
-//! PEFT adapters: read, checked, and merged as PEFT's `merge_adapter()` does it, bit for bit.
+//! PEFT adapters: read and checked. The device's operators merge them as PEFT's `merge_adapter()` does it, bit for bit.
 
 mod check;
 mod config;
-mod merge;
 mod names;
 mod plan;
+#[cfg(test)]
+mod testing;
 
 use std::collections::BTreeMap;
 
-use rollout_kernels::cpu::Isa;
+use rollout_kernels::{Change, LowRank};
 
-use self::merge::{Change, LowRank};
-use super::parameters::Slice;
 use crate::error::{Error, Result};
 
 pub use plan::AdapterPlan;
@@ -53,22 +52,9 @@ impl Adapter {
         self.changes.contains_key(parameter)
     }
 
-    /// Whether `merge` must be given whole rows of this parameter (DoRA: the norm is of the row).
-    pub fn needs_whole_rows(&self, parameter: &str) -> bool {
-        self.low_rank(parameter).is_some_and(|low_rank| low_rank.magnitude.is_some())
-    }
-
-    /// Turns the base's values of `slice` (row-major float32, of serving precision) into the merged ones, float32 and
-    /// not yet rounded. Single-threaded; each element's bits depend on nothing but the base's and the adapter's values
-    /// of its row and column. Does nothing for a parameter that the adapter does not touch.
-    ///
-    /// # Panics
-    /// If the slice is not inside the parameter, or has not as many elements as `values`.
-    pub fn merge(&self, isa: Isa, parameter: &str, slice: &Slice, values: &mut [f32]) {
-        assert_eq!(values.len(), slice.len(), "values of a slice of {parameter}");
-        if let Some(change) = self.changes.get(parameter) {
-            change.merge(isa, slice, values);
-        }
+    /// What it does to a parameter, if it touches it.
+    pub fn change(&self, parameter: &str) -> Option<&Change> {
+        self.changes.get(parameter)
     }
 
     /// Largest rank of its factors; 0 if it has none.

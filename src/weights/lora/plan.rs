@@ -1,10 +1,11 @@
 //! What an adapter will change, before its values are there.
 
-use std::borrow::Cow;
 use std::collections::BTreeMap;
 
+use rollout_kernels::host::round;
+use rollout_kernels::{Change, Delta, LowRank, Magnitude, StoredValues, Whole};
+
 use super::Adapter;
-use super::merge::{Change, Delta, LowRank, Magnitude, Whole, round};
 use crate::weights::parameters::{Dtype, TensorData};
 
 /// An adapter whose names and shapes fit the model, before its values are there.
@@ -89,10 +90,10 @@ impl PlannedChange {
     fn build<'t>(self, serving: Dtype, values: &dyn Fn(usize) -> TensorData<'t>) -> Change {
         let whole = self.whole.map(|whole| Whole {
             values: match (serving, values(whole.tensor)) {
-                (Dtype::Bf16, data) => TensorData::Bf16(Cow::Owned(data.into_bf16().into_owned())),
-                (_, TensorData::F32(data)) => TensorData::F32(Cow::Owned(data.into_owned())),
-                (_, TensorData::F16(data)) => TensorData::F16(Cow::Owned(data.into_owned())),
-                (_, TensorData::Bf16(data)) => TensorData::Bf16(Cow::Owned(data.into_owned())),
+                (Dtype::Bf16, data) => StoredValues::Bf16(data.into_bf16().into_owned()),
+                (_, TensorData::F32(data)) => StoredValues::F32(data.into_owned()),
+                (_, TensorData::F16(data)) => StoredValues::F16(data.into_owned()),
+                (_, TensorData::Bf16(data)) => StoredValues::Bf16(data.into_owned()),
             },
             cols: whole.cols,
         });

@@ -7,8 +7,10 @@ use half::{bf16, f16};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
+use rollout_kernels::cpu::Isa;
+
 use super::*;
-use crate::weights::parameters::{Dtype, ParamSpec, Parameters, ShardRule, TensorData, matrix_shape};
+use crate::weights::parameters::{Dtype, ParamSpec, Parameters, ShardRule, Slice, TensorData, matrix_shape};
 use crate::weights::push::TensorEntry;
 
 /// An adapter as it is pushed.
@@ -130,11 +132,11 @@ fn a_slice_of_the_merge_is_the_merge_of_the_slice_on_every_isa() {
             let (rows, cols) = matrix_shape(shape);
             let base: Vec<f32> = (0..rows * cols).map(|_| rng.random_range(-1.0..1.0)).collect();
             let mut whole = base.clone();
-            model.adapter.merge(Isa::detect(), name, &Slice::whole(shape), &mut whole);
+            model.adapter.merge("auto", name, &Slice::whole(shape), &mut whole);
             assert_eq!(whole == base, !model.adapter.touches(name), "{name} of {shape:?}");
             for isa in Isa::available() {
                 let rows = random_range(&mut rng, rows);
-                let whole_rows = model.adapter.needs_whole_rows(name);
+                let whole_rows = model.adapter.change(name).is_some_and(Change::needs_whole_rows);
                 let cols_of_slice = if whole_rows { 0..cols } else { random_range(&mut rng, cols) };
                 let slice = Slice { rows, cols: cols_of_slice };
                 let cut = |values: &[f32]| -> Vec<f32> {
@@ -142,7 +144,7 @@ fn a_slice_of_the_merge_is_the_merge_of_the_slice_on_every_isa() {
                     rows.flat_map(|row| row[slice.cols.clone()].to_vec()).collect()
                 };
                 let mut part = cut(&base);
-                model.adapter.merge(isa, name, &slice, &mut part);
+                model.adapter.merge(isa.name(), name, &slice, &mut part);
                 let context = format!("{name} of {shape:?}, {slice:?}, {}", isa.name());
                 assert_eq!(bits(&part), bits(&cut(&whole)), "{context}");
             }
@@ -165,7 +167,7 @@ fn an_adapter_of_zeros_leaves_the_bits_of_the_base() {
         push.add(&name, &[rows, rank], TensorData::F32(vec![0.0; rows * rank].into()));
         let base: Vec<f32> = (0..rows * cols).map(|_| rng.random_range(-1.0..1.0)).collect();
         let mut merged = base.clone();
-        push.build(&parameters).merge(Isa::detect(), &weight, &Slice::whole(&[rows, cols]), &mut merged);
+        push.build(&parameters).merge("auto", &weight, &Slice::whole(&[rows, cols]), &mut merged);
         assert_eq!(bits(&merged), bits(&base));
     }
 }
@@ -175,7 +177,7 @@ fn no_adapter_and_an_empty_push_are_the_base() {
     let parameters = parameters(&[("model.norm.weight", &[3])], Dtype::F32, false);
     for adapter in [Adapter::none(), Push::new("").build(&parameters)] {
         let mut values = [1.0, 2.0, 3.0];
-        adapter.merge(Isa::detect(), "model.norm.weight", &Slice::whole(&[3]), &mut values);
+        adapter.merge("auto", "model.norm.weight", &Slice::whole(&[3]), &mut values);
         assert_eq!(values, [1.0, 2.0, 3.0]);
         assert_eq!((adapter.bytes(), adapter.rank(), adapter.parameters().count()), (0, 0, 0));
         adapter.check_unmerged().unwrap();
@@ -192,6 +194,6 @@ fn a_delta_that_underflows_keeps_the_sign_of_a_zero() {
         push.add(&name, &[1, 1], TensorData::Bf16(vec![bf16::from_f32(value)].into()));
     }
     let mut values = [-0.0];
-    push.build(&parameters).merge(Isa::detect(), &weight, &Slice::whole(&[1, 1]), &mut values);
+    push.build(&parameters).merge("auto", &weight, &Slice::whole(&[1, 1]), &mut values);
     assert_eq!(bits(&values), bits(&[-0.0]));
 }

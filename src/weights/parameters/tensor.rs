@@ -3,27 +3,11 @@
 use std::borrow::Cow;
 
 use half::{bf16, f16};
+/// Element types of stored weights.
+pub use rollout_kernels::Dtype;
 use rollout_kernels::WeightRows;
 
 use super::shard::Slice;
-
-/// Element types of stored weights.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Dtype {
-    F32,
-    F16,
-    Bf16,
-}
-
-impl Dtype {
-    /// Bytes of one element.
-    pub fn size(self) -> usize {
-        match self {
-            Self::F32 => 4,
-            Self::F16 | Self::Bf16 => 2,
-        }
-    }
-}
 
 /// Row-major elements of a [`Slice`] of a tensor.
 #[derive(Clone, Debug, PartialEq)]

@@ -1,6 +1,6 @@
 //! Values that are no numbers.
 
-use rollout_kernels::cpu::first_saturated;
+use rollout_kernels::host::first_saturated;
 
 use crate::weights::Dtype;
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use rollout_kernels::PANEL;
+use rollout_kernels::ROW_GROUP;
 use twox_hash::xxhash3_128::Hasher;
 
 use super::finite::first_not_finite;
@@ -26,9 +26,9 @@ impl Layout {
         self.columns * self.dtype.size()
     }
 
-    /// Rows in a piece: whole panels of a packed matrix, for those are packed fastest.
+    /// Rows in a piece: whole groups of a matrix's rows, for those are written fastest.
     pub fn piece_rows(self) -> usize {
-        (PIECE_BYTES / self.row_bytes() / PANEL).max(1) * PANEL
+        (PIECE_BYTES / self.row_bytes() / ROW_GROUP).max(1) * ROW_GROUP
     }
 }
 

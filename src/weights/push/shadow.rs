@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::fmt;
 
-use rollout_kernels::{PackedMatrix, WeightDtype, WeightRows};
+use rollout_kernels::{Matrix, WeightDtype, host};
 
 use super::names::Target;
 use super::ordered::Layout;
@@ -37,7 +37,7 @@ struct Part {
 }
 
 enum Storage {
-    Matrix(PackedMatrix),
+    Matrix(Matrix),
     /// In float32 of serving precision.
     Vectors {
         values: Vec<f32>,
@@ -54,7 +54,7 @@ pub(super) struct TensorRows<'a> {
 
 impl ShadowShard {
     /// For the parameters that share `matrix`, one below the other in this order.
-    pub fn matrix(matrix: PackedMatrix, parameters: impl Iterator<Item = (String, Slice)>) -> Self {
+    pub fn matrix(matrix: Matrix, parameters: impl Iterator<Item = (String, Slice)>) -> Self {
         Self { parts: parts(parameters).0, storage: Storage::Matrix(matrix) }
     }
 
@@ -65,7 +65,7 @@ impl ShadowShard {
     }
 
     /// The matrix, if it is one.
-    pub fn as_matrix_mut(&mut self) -> Option<&mut PackedMatrix> {
+    pub fn as_matrix_mut(&mut self) -> Option<&mut Matrix> {
         match &mut self.storage {
             Storage::Matrix(matrix) => Some(matrix),
             Storage::Vectors { .. } => None,
@@ -87,11 +87,11 @@ impl ShadowShard {
         if mine.is_empty() {
             return;
         }
-        let rows = part_of(rows.as_rows(), (mine.start - first_row) * columns, mine.len() * columns);
+        let rows = rows.as_rows().part((mine.start - first_row) * columns..(mine.end - first_row) * columns);
         let place = start + mine.start - slice.rows.start;
         match &mut self.storage {
             Storage::Matrix(matrix) => matrix.write_columns(place, rows, columns, slice.cols.start),
-            Storage::Vectors { values, dtype } => rows.to_f32(*dtype, &mut values[place..place + mine.len()]),
+            Storage::Vectors { values, dtype } => host::to_f32(rows, *dtype, &mut values[place..place + mine.len()]),
         }
     }
 }
@@ -105,14 +105,6 @@ fn parts(parameters: impl Iterator<Item = (String, Slice)>) -> (HashMap<String, 
         (name, Part { slice, start })
     };
     (parameters.map(place).collect(), end)
-}
-
-fn part_of(rows: WeightRows<'_>, start: usize, len: usize) -> WeightRows<'_> {
-    match rows {
-        WeightRows::Bf16(values) => WeightRows::Bf16(&values[start..start + len]),
-        WeightRows::F16(values) => WeightRows::F16(&values[start..start + len]),
-        WeightRows::F32(values) => WeightRows::F32(&values[start..start + len]),
-    }
 }
 
 impl Cell {

@@ -10,9 +10,9 @@ use super::span::fold;
 use super::task::{Next, Turn, each_turn, places_of, put};
 use super::units::{SPAN, TilePairs, UNIT, state_len};
 use super::work::Task;
-use crate::cpu::kv::KvLayout;
 use crate::cpu::lanes::LANES;
 use crate::cpu::rows::SharedSlice;
+use crate::kv_cache::KvLayout;
 use half::bf16;
 use std::ops::Range;
 

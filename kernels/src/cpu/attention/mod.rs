@@ -9,9 +9,11 @@
 //! ([`tile`], [`unit`]), and products of bfloat16 pairs ([`dots`], [`dot_tile`]) where an instruction set has these.
 
 use super::isa::Isa;
-use super::kv::{KvCache, KvDtype};
+use super::kv::KvBlocks;
 use super::pool::{Cpu, SharedScratch};
 use super::rows::{Rows, RowsMut, SharedRows, SharedSlice};
+use crate::kv_cache::KvDtype;
+use crate::step::{AttentionSequence, AttentionShape};
 use half::bf16;
 
 mod blocks;
@@ -29,29 +31,6 @@ use plan::Planner;
 use task::{Next, finish};
 use units::{TilePairs, record_len, state_len};
 
-/// Rows of a call that belong to one sequence.
-#[derive(Clone, Copy, Debug)]
-pub struct AttentionSequence<'a> {
-    /// Where its rows begin in the query and the output, after those of the sequence before it.
-    pub first_row: usize,
-    pub rows: usize,
-    /// Position of the first row; row `i` is at `start_position + i` and sees positions up to its own.
-    pub start_position: usize,
-    /// The blocks of positions `0..`; those wholly below every row's window may hold anything in range.
-    pub block_table: &'a [u32],
-}
-
-/// What is the same for all sequences; the number of KV heads and `head_dim` are the cache's.
-#[derive(Clone, Copy, Debug)]
-pub struct AttentionShape {
-    /// Query heads, a multiple of the KV heads.
-    pub heads: usize,
-    /// Factor of `q · k`, above 0.
-    pub scale: f32,
-    /// How many positions a row sees, its own included; all if `None`.
-    pub sliding_window: Option<usize>,
-}
-
 /// `out[row] = softmax(scale * q[row] · K) V` per head, over positions `[max(0, p + 1 - window), p]` for a row at `p`.
 /// `q` and `out` are `[rows, heads * head_dim]`; rows of no sequence are not touched.
 ///
@@ -62,7 +41,7 @@ pub fn paged_attention(
     q: Rows<'_>,
     shape: &AttentionShape,
     sequences: &[AttentionSequence<'_>],
-    cache: &KvCache,
+    cache: &KvBlocks,
     out: RowsMut<'_>,
 ) {
     let layout = *cache.layout();
@@ -102,11 +81,11 @@ struct Call<'a> {
     q: Rows<'a>,
     shape: &'a AttentionShape,
     sequences: &'a [AttentionSequence<'a>],
-    cache: &'a KvCache,
+    cache: &'a KvBlocks,
     out: SharedRows<'a>,
 }
 
-fn check_sequences(sequences: &[AttentionSequence<'_>], rows: usize, cache: &KvCache) {
+fn check_sequences(sequences: &[AttentionSequence<'_>], rows: usize, cache: &KvBlocks) {
     let layout = cache.layout();
     let mut end = 0;
     for s in sequences {

@@ -6,9 +6,9 @@ use super::span::{divide, fold};
 use super::units::{SPAN, UNIT, record_len};
 use super::work::{Split, Task};
 use super::{AttentionSequence, Call};
-use crate::cpu::kv::KvLayout;
 use crate::cpu::lanes::LANES;
 use crate::cpu::rows::SharedSlice;
+use crate::kv_cache::KvLayout;
 use std::ops::Range;
 use std::slice;
 

@@ -1,8 +1,8 @@
-use super::super::kv::KvLayout;
 use super::super::testing::{Random, bits};
 use super::super::{Isa, Rows, RowsMut};
 use super::work::Plan;
 use super::*;
+use crate::kv_cache::KvLayout;
 
 /// Sequences with all their queries, keys and values, in position order.
 struct Case {
@@ -30,11 +30,11 @@ fn case(random: &mut Random, lengths: Vec<usize>) -> Case {
 }
 
 /// A cache that holds the sequences in blocks dealt out at random, with NaN in every slot they do not use.
-fn cache(case: &Case, random: &mut Random, block_size: usize) -> (KvCache, Vec<Vec<u32>>) {
+fn cache(case: &Case, random: &mut Random, block_size: usize) -> (KvBlocks, Vec<Vec<u32>>) {
     let needed: usize = case.lengths.iter().map(|len| len.div_ceil(block_size)).sum();
     let blocks = needed + random.between(1, 5);
     let Case { kv_heads, head_dim, dtype, .. } = *case;
-    let mut cache = KvCache::new(KvLayout { blocks, block_size, kv_heads, head_dim, dtype });
+    let mut cache = KvBlocks::new(KvLayout { blocks, block_size, kv_heads, head_dim, dtype });
     let (cpu, width) = (Cpu::new(1), kv_heads * head_dim);
     let every: Vec<u32> = (0..(blocks * block_size) as u32).collect();
     let junk = vec![f32::NAN; every.len() * width];
@@ -54,7 +54,7 @@ fn cache(case: &Case, random: &mut Random, block_size: usize) -> (KvCache, Vec<V
 
 impl Case {
     /// Runs the rows `start..start + rows` of sequences `(s, start, rows)` in one call.
-    fn run(&self, cpu: &Cpu, cache: &KvCache, tables: &[Vec<u32>], parts: &[(usize, usize, usize)]) -> Vec<Vec<f32>> {
+    fn run(&self, cpu: &Cpu, cache: &KvBlocks, tables: &[Vec<u32>], parts: &[(usize, usize, usize)]) -> Vec<Vec<f32>> {
         let width = self.heads * self.head_dim;
         let (mut q, mut sequences, mut first_row) = (vec![], vec![], 0);
         for (s, start_position, rows) in parts.iter().copied() {

@@ -7,10 +7,10 @@ use super::unit::{Part, Softmax, scale_lines, score, weigh, widen};
 use super::units::{MOST_TILES, SPAN, TilePairs, UNIT, VECTORS, state_len};
 use super::work::Task;
 use super::{AttentionSequence, Call};
-use crate::cpu::kv::KvLayout;
 use crate::cpu::lanes::LANES;
 use crate::cpu::rows::SharedSlice;
 use crate::cpu::tile::{Element, MOST_ROWS};
+use crate::kv_cache::KvLayout;
 use std::ops::Range;
 use std::slice;
 

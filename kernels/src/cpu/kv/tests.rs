@@ -2,13 +2,13 @@ use super::super::isa::Isa;
 use super::super::testing::Random;
 use super::*;
 
-fn cache(random: &mut Random, dtype: KvDtype) -> KvCache {
+fn cache(random: &mut Random, dtype: KvDtype) -> KvBlocks {
     let (kv_heads, block_size) = (random.between(1, 3), random.between(1, 20));
-    KvCache::new(KvLayout { blocks: random.between(2, 6), block_size, kv_heads, head_dim: 32, dtype })
+    KvBlocks::new(KvLayout { blocks: random.between(2, 6), block_size, kv_heads, head_dim: 32, dtype })
 }
 
 /// Key and value of a slot, element by element.
-fn read(cache: &KvCache, slot: usize) -> Vec<(f32, f32)> {
+fn read(cache: &KvBlocks, slot: usize) -> Vec<(f32, f32)> {
     let l = cache.layout;
     let (block, offset) = (slot / l.block_size, slot % l.block_size);
     let at = |i: usize, of: &Mapping| match l.dtype {
@@ -120,7 +120,7 @@ fn every_instruction_set_stores_the_bits_of_rounding_each_value() {
             }
         };
         for (isa, threads) in Isa::all().into_iter().flat_map(|isa| [1, 2, 7].map(|threads| (isa, threads))) {
-            let mut cache = KvCache::new(layout);
+            let mut cache = KvBlocks::new(layout);
             let rows = |data, stride| Rows::new(data, slots.len(), width, stride);
             cache.write(&Cpu::with_isa(threads, isa), rows(&k, strides[0]), rows(&v, strides[1]), &slots);
             let what = format!("{layout:?} on {} with {threads} threads, seed {seed}", isa.name());

@@ -8,10 +8,11 @@
 use super::activation::SiluMul;
 use super::isa::{Isa, Kernel};
 use super::lanes::{LANES, Lanes};
-use super::packed::{PackedMatrix, WeightDtype};
+use super::packed::PackedMatrix;
 use super::pool::Cpu;
 use super::rows::{Rows, RowsMut, SharedRows};
 use super::tile::{Ahead, Format, LINE, Pairs, RoundedPairs, Single};
+use crate::matrix::WeightDtype;
 use format::LinearFormat;
 use half::bf16;
 use plan::Plan;

@@ -1,7 +1,7 @@
 use super::super::activation::silu_mul;
-use super::super::packed::{WeightRows, reduction_leaves};
 use super::super::testing::{Random, bits, close, dot_pair};
 use super::*;
+use crate::matrix::{WeightRows, reduction_leaves};
 use half::bf16;
 
 const DTYPES: [WeightDtype; 2] = [WeightDtype::Bf16, WeightDtype::F32];

@@ -8,6 +8,7 @@ use super::super::pool::ThreadPool;
 use super::super::rows::SharedSlice;
 use super::super::storage::Plain;
 use super::{PANEL, Pack, PackedMatrix, Source, Stored, WeightDtype, WeightRows, round_bf16};
+use crate::matrix::{ReadRows, WriteElements};
 use half::{bf16, f16};
 use std::ops::Range;
 
@@ -19,13 +20,6 @@ const MOST_PANELS: usize = 4;
 
 /// Makes the values of some whole rows, row-major; finds their content unspecified. Called from several threads.
 pub type Fill<'a> = dyn Fn(Range<usize>, &mut [f32]) + Sync + 'a;
-
-/// Calls the function it is given with (row, column, value) of each element of some whole rows. Called from several
-/// threads.
-pub type WriteElements<'a> = dyn Fn(Range<usize>, &mut dyn FnMut(usize, usize, f32)) + Sync + 'a;
-
-/// Calls the function it is given with some whole rows. Called from several threads.
-pub type ReadRows<'a> = dyn Fn(Range<usize>, &mut dyn FnMut(WeightRows<'_>)) + Sync + 'a;
 
 /// An element of a panel, of which a line of 64 bytes holds some neighbours of each of 16 rows; made from `S`.
 pub(super) trait Packed<S>: Stored<S> {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use rollout_kernels::{PackedMatrix, RowBits, WeightDtype};
+use rollout_kernels::{Backend, DeviceOptions, MatrixShape, RowBits, WeightDtype};
 
 use super::names::fuse;
 use super::sources::{Segment, checkpoint, from_directory, from_segment, lay_out};
@@ -41,13 +41,15 @@ fn precision(parameters: &Parameters) -> WeightDtype {
 /// Storage as ranks would give it.
 fn shadow_weights(parameters: &Parameters) -> ShadowWeights {
     let dtype = precision(parameters);
+    let device = Backend::Cpu.open(&DeviceOptions { rank: 0, threads: 1, kernel: "auto" }).unwrap();
     let shards = |rank| {
         let part = |spec: &&ParamSpec| (spec.name.clone(), slice(spec, rank, parameters));
         let mut shards = Vec::new();
         for specs in matrices(parameters) {
             let slices: Vec<_> = specs.iter().map(part).collect();
             let rows = slices.iter().map(|(_, slice)| slice.rows.len()).sum();
-            let matrix = PackedMatrix::zeros(dtype, rows, slices[0].1.cols.len(), 1);
+            let shape = MatrixShape { dtype, n: rows, k: slices[0].1.cols.len(), leaves: 1 };
+            let matrix = device.zeros(shape).unwrap();
             shards.push(ShadowShard::matrix(matrix, slices.into_iter()));
         }
         let vectors: Vec<_> = parameters.iter().filter(|spec| !is_matrix(spec)).collect();

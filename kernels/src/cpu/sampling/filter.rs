@@ -6,10 +6,9 @@
 
 use std::cmp::Ordering;
 
-use rollout_kernels::cpu::Isa;
-use rollout_kernels::cpu::logits::{self, BINS, Bins, Bound, Candidate, Measure, Row};
-
-use crate::types::SamplingParams;
+use super::super::isa::Isa;
+use super::super::logits::{self, BINS, Bins, Bound, Candidate, Measure, Row};
+use crate::sampling::SamplingTask;
 
 /// How many block maxima give the floor of the tokens that are looked at first.
 const HEAD: usize = 256;
@@ -29,12 +28,12 @@ pub fn descending(a: &Candidate, b: &Candidate) -> Ordering {
 }
 
 /// Whether any filter can drop a token of a vocabulary of this size.
-pub fn applies(params: &SamplingParams, vocab: usize) -> bool {
-    top_k_applies(params, vocab) || params.top_p < 1.0 || params.min_p > 0.0
+pub fn applies(task: &SamplingTask<'_>, vocab: usize) -> bool {
+    top_k_applies(task, vocab) || task.top_p < 1.0 || task.min_p > 0.0
 }
 
-fn top_k_applies(params: &SamplingParams, vocab: usize) -> bool {
-    params.top_k > 0 && (params.top_k as usize) < vocab
+fn top_k_applies(task: &SamplingTask<'_>, vocab: usize) -> bool {
+    task.top_k > 0 && (task.top_k as usize) < vocab
 }
 
 /// The last token that passes all filters. The row's maximum is finite; it always passes. `total` is the row's
@@ -42,29 +41,29 @@ fn top_k_applies(params: &SamplingParams, vocab: usize) -> bool {
 pub fn bound(
     isa: Isa,
     row: &Row,
-    params: &SamplingParams,
+    task: &SamplingTask<'_>,
     scale: f32,
     total: Option<f64>,
     sums: &mut Vec<f32>,
     selection: &mut Selection,
 ) -> Bound {
     let mut bound = Bound::NONE;
-    if params.min_p > 0.0 {
-        bound.logit = (f64::from(row.max) + f64::from(params.min_p).ln() / f64::from(scale)) as f32;
+    if task.min_p > 0.0 {
+        bound.logit = (f64::from(row.max) + f64::from(task.min_p).ln() / f64::from(scale)) as f32;
     }
-    if top_k_applies(params, row.logits.len()) {
-        let k = params.top_k as usize;
+    if top_k_applies(task, row.logits.len()) {
+        let k = task.top_k as usize;
         let head = if k <= row.maxima.len() { k } else { HEAD };
         let floor = nth_block_maximum(row.maxima, head, &mut selection.floors).max(bound.logit);
         let bins = Bins::new(row.max, COUNTED_DEPTH);
         bound = bound.tighter(prefix(isa, row, Measure::Count, k as f64, floor, bins, &mut selection.candidates));
     }
-    if params.top_p < 1.0 {
+    if task.top_p < 1.0 {
         let total = match total {
             Some(total) if bound == Bound::NONE => total,
             _ => logits::sum_exp(isa, row, scale, bound, sums),
         };
-        let target = f64::from(params.top_p) * total;
+        let target = f64::from(task.top_p) * total;
         // Tokens of less weight than this cannot outweigh the mass that may be left out.
         let least_weight = (total - target) / row.logits.len() as f64;
         let bins = Bins::new(row.max, (-least_weight.ln() / f64::from(scale)) as f32);

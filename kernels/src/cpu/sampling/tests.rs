@@ -1,19 +1,64 @@
 //! The sampler against a reference that is naive on purpose: float64, full sorts, one step after the other.
 
-use std::sync::Arc;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
 
 use super::*;
-use crate::types::{GroupKey, History, RequestKey, SampleKey};
 
-fn task(params: &SamplingParams, seed: u64, output_index: u32) -> LogitsTask {
-    let group = GroupKey { request: RequestKey(0), prompt_index: 0 };
-    LogitsTask {
-        sample: SampleKey { group, sample_index: 0 },
-        params: Arc::new(params.clone()),
+/// The options of a request.
+#[derive(Clone, Debug)]
+struct Options {
+    temperature: f32,
+    top_k: u32,
+    top_p: f32,
+    min_p: f32,
+    repetition_penalty: f32,
+    presence_penalty: f32,
+    frequency_penalty: f32,
+    logit_bias: Vec<(u32, f32)>,
+    allowed: Option<Vec<u32>>,
+    eos: Vec<u32>,
+    stop: Vec<u32>,
+    top_logprobs: u32,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            temperature: 1.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            logit_bias: Vec::new(),
+            allowed: None,
+            eos: Vec::new(),
+            stop: Vec::new(),
+            top_logprobs: 0,
+        }
+    }
+}
+
+/// A task that does nothing with the tokens before it.
+fn task(options: &Options, seed: u64, output_index: u32) -> SamplingTask<'_> {
+    SamplingTask {
+        temperature: options.temperature,
+        top_k: options.top_k,
+        top_p: options.top_p,
+        min_p: options.min_p,
+        repetition_penalty: options.repetition_penalty,
+        presence_penalty: options.presence_penalty,
+        frequency_penalty: options.frequency_penalty,
+        logit_bias: &options.logit_bias,
+        allowed: options.allowed.as_deref(),
+        banned: [&options.eos, &options.stop],
+        history: None,
         seed,
         output_index,
         target: None,
-        history: None,
+        top_logprobs: options.top_logprobs,
     }
 }
 
@@ -21,7 +66,7 @@ fn new_scratch() -> Scratch {
     Scratch::new(Isa::detect())
 }
 
-fn answer(logits: &[f32], task: &LogitsTask, scratch: &mut Scratch) -> TokenLogprobs {
+fn answer(logits: &[f32], task: &SamplingTask<'_>, scratch: &mut Scratch) -> TokenLogprobs {
     let mut out = Vec::new();
     answer_row(logits, std::slice::from_ref(task), scratch, &mut out);
     out.pop().expect("one answer per task")
@@ -45,18 +90,17 @@ fn softmax(logits: &[f64]) -> Vec<f64> {
     weights.iter().map(|w| w / total).collect()
 }
 
-fn edited(logits: &[f32], task: &LogitsTask) -> Vec<f64> {
-    let p = &*task.params;
+fn edited(logits: &[f32], task: &SamplingTask<'_>) -> Vec<f64> {
+    let p = task;
     let mut z: Vec<f64> = logits.iter().map(|&x| f64::from(x)).collect();
     for (id, x) in z.iter_mut().enumerate() {
-        let id = id as TokenId;
-        let stops =
-            task.output_index < p.min_tokens && (p.eos_token_ids.contains(&id) || p.stop_token_ids.contains(&id));
-        if stops || p.allowed_tokens.as_ref().is_some_and(|a| !a.contains(&id)) {
+        let id = id as u32;
+        let stops = p.banned.iter().any(|banned| banned.contains(&id));
+        if stops || p.allowed.is_some_and(|a| !a.contains(&id)) {
             *x = f64::NEG_INFINITY;
         }
         *x += p.logit_bias.iter().find(|b| b.0 == id).map_or(0.0, |b| f64::from(b.1));
-        let (prompt, output) = task.history.as_ref().map_or((&[][..], &[][..]), |h| (&h.prompt, &h.output));
+        let (prompt, output) = task.history.unwrap_or((&[], &[]));
         let in_output = output.iter().filter(|&&t| t == id).count();
         if in_output > 0 || prompt.contains(&id) {
             let r = f64::from(p.repetition_penalty);
@@ -69,8 +113,8 @@ fn edited(logits: &[f32], task: &LogitsTask) -> Vec<f64> {
 }
 
 /// The distribution that is sampled from.
-fn reference(logits: &[f32], task: &LogitsTask) -> Vec<f64> {
-    let p = &*task.params;
+fn reference(logits: &[f32], task: &SamplingTask<'_>) -> Vec<f64> {
+    let p = task;
     let mut z = edited(logits, task);
     for x in &mut z {
         *x /= f64::from(p.temperature);
@@ -102,11 +146,11 @@ fn reference(logits: &[f32], task: &LogitsTask) -> Vec<f64> {
 }
 
 /// Draws `draws` tokens and compares their counts with the reference; also the processed log-probability of each.
-fn check_distribution(name: &str, logits: &[f32], task: &LogitsTask, draws: u32) {
+fn check_distribution(name: &str, logits: &[f32], task: &SamplingTask<'_>, draws: u32) {
     let probs = reference(logits, task);
     let mut scratch = new_scratch();
     let mut counts = vec![0u32; logits.len()];
-    let mut task = task.clone();
+    let mut task = *task;
     for draw in 0..draws {
         (task.seed, task.output_index) = (u64::from(draw % 7), task.output_index + u32::from(draw % 7 == 0));
         let answer = answer(logits, &task, &mut scratch);
@@ -136,48 +180,45 @@ fn check_distribution(name: &str, logits: &[f32], task: &LogitsTask, draws: u32)
 }
 
 /// Each option alone and several together, over `vocab` tokens of which 0..8 are likely ones.
-fn options() -> Vec<(&'static str, SamplingParams)> {
-    let d = SamplingParams::default;
-    let stops = SamplingParams { min_tokens: 1_000_000, max_tokens: 2_000_000, eos_token_ids: vec![2], ..d() };
-    let penalties = SamplingParams { repetition_penalty: 1.7, presence_penalty: 0.4, frequency_penalty: 0.3, ..d() };
+fn options() -> Vec<(&'static str, Options)> {
+    let d = Options::default;
+    let stops = Options { eos: vec![2], ..d() };
+    let penalties = Options { repetition_penalty: 1.7, presence_penalty: 0.4, frequency_penalty: 0.3, ..d() };
     vec![
         ("plain", d()),
-        ("cool", SamplingParams { temperature: 0.6, ..d() }),
-        ("hot", SamplingParams { temperature: 2.5, ..d() }),
-        ("top-k", SamplingParams { top_k: 3, ..d() }),
-        ("top-p", SamplingParams { top_p: 0.8, ..d() }),
-        ("min-p", SamplingParams { min_p: 0.15, ..d() }),
-        ("repetition", SamplingParams { repetition_penalty: 1.7, ..d() }),
-        ("presence", SamplingParams { presence_penalty: 0.9, ..d() }),
-        ("frequency", SamplingParams { frequency_penalty: -0.5, ..d() }),
-        ("bias", SamplingParams { logit_bias: vec![(1, 2.0), (5, -3.0)], ..d() }),
-        ("allowed", SamplingParams { allowed_tokens: Some(vec![0, 3, 4, 9]), ..d() }),
-        ("min_tokens", SamplingParams { stop_token_ids: vec![0, 7, 4_000_000], ..stops.clone() }),
-        ("all penalties", SamplingParams { temperature: 1.3, ..penalties.clone() }),
-        ("all filters", SamplingParams { temperature: 0.8, top_k: 6, top_p: 0.9, min_p: 0.05, ..d() }),
-        ("top-p in top-k", SamplingParams { temperature: 1.5, top_k: 5, top_p: 0.7, ..d() }),
-        ("top-p in min-p", SamplingParams { temperature: 1.5, top_p: 0.7, min_p: 0.1, ..d() }),
+        ("cool", Options { temperature: 0.6, ..d() }),
+        ("hot", Options { temperature: 2.5, ..d() }),
+        ("top-k", Options { top_k: 3, ..d() }),
+        ("top-p", Options { top_p: 0.8, ..d() }),
+        ("min-p", Options { min_p: 0.15, ..d() }),
+        ("repetition", Options { repetition_penalty: 1.7, ..d() }),
+        ("presence", Options { presence_penalty: 0.9, ..d() }),
+        ("frequency", Options { frequency_penalty: -0.5, ..d() }),
+        ("bias", Options { logit_bias: vec![(1, 2.0), (5, -3.0)], ..d() }),
+        ("allowed", Options { allowed: Some(vec![0, 3, 4, 9]), ..d() }),
+        ("banned", Options { stop: vec![0, 7, 4_000_000], ..stops }),
+        ("all penalties", Options { temperature: 1.3, ..penalties.clone() }),
+        ("all filters", Options { temperature: 0.8, top_k: 6, top_p: 0.9, min_p: 0.05, ..d() }),
+        ("top-p in top-k", Options { temperature: 1.5, top_k: 5, top_p: 0.7, ..d() }),
+        ("top-p in min-p", Options { temperature: 1.5, top_p: 0.7, min_p: 0.1, ..d() }),
         (
             "everything",
-            SamplingParams {
+            Options {
                 temperature: 0.9,
                 top_k: 7,
                 top_p: 0.95,
                 min_p: 0.01,
                 logit_bias: vec![(3, 1.5)],
-                allowed_tokens: Some((0..11).collect()),
-                min_tokens: stops.min_tokens,
-                max_tokens: stops.max_tokens,
-                eos_token_ids: vec![2],
+                allowed: Some((0..11).collect()),
+                eos: vec![2],
                 ..penalties
             },
         ),
     ]
 }
 
-fn with_history(params: &SamplingParams) -> LogitsTask {
-    let history = History { prompt: [0, 1, 1, 5].into(), output: vec![6, 1, 1, 3, 0] };
-    LogitsTask { history: Some(history), ..task(params, 0, 0) }
+fn with_history(params: &Options) -> SamplingTask<'_> {
+    SamplingTask { history: Some((&[0, 1, 1, 5], &[6, 1, 1, 3, 0])), ..task(params, 0, 0) }
 }
 
 #[test]
@@ -200,15 +241,15 @@ fn scores_are_the_exact_log_probabilities_and_sum_to_one() {
     let mut scratch = new_scratch();
     for vocab in [12, BLOCK, 1000] {
         let logits = random_row(&mut rng, vocab, 2.0);
-        let raw = softmax(&edited(&logits, &task(&SamplingParams::default(), 0, 0)));
+        let raw = softmax(&edited(&logits, &task(&Options::default(), 0, 0)));
         for (name, params) in options() {
             let mut task = with_history(&params);
             let probs = reference(&logits, &task);
             let mut total = 0.0;
             for token in 0..logits.len() {
-                task.target = Some(token as TokenId);
+                task.target = Some(token as u32);
                 let scored = answer(&logits, &task, &mut scratch);
-                assert_eq!(scored.token, token as TokenId);
+                assert_eq!(scored.token, token as u32);
                 assert!((f64::from(scored.raw) - raw[token].ln()).abs() < 1e-5);
                 total += f64::from(scored.processed).exp();
                 let exact = probs[token].ln();
@@ -227,7 +268,7 @@ fn sampling_and_scoring_give_the_same_bits_and_plain_processed_is_raw() {
     for index in 0..200 {
         let logits = random_row(&mut rng, 777, 3.0);
         for (name, params) in options() {
-            let mut task = LogitsTask { seed: 5, output_index: index, ..with_history(&params) };
+            let mut task = SamplingTask { seed: 5, output_index: index, ..with_history(&params) };
             let sampled = answer(&logits, &task, &mut scratch);
             assert_eq!(sampled, answer(&logits, &task, &mut new_scratch()), "{name}: depends on the scratch");
             task.target = Some(sampled.token);
@@ -246,7 +287,7 @@ fn a_top_p_within_rounding_of_one_leaves_out_next_to_nothing() {
     for (vocab, spread) in [(12, 0.1), (512, 0.01), (512, 1.0), (700, 6.0), (3 * BLOCK, 0.3)] {
         for seed in 0..400 {
             let logits = random_row(&mut rng, vocab, spread);
-            let params = SamplingParams { top_p: 1.0f32.next_down(), ..Default::default() };
+            let params = Options { top_p: 1.0f32.next_down(), ..Default::default() };
             let sampled = answer(&logits, &task(&params, seed, 0), &mut scratch);
             let difference = (sampled.processed - sampled.raw).abs();
             assert!(difference < 1e-5, "vocabulary {vocab}, spread {spread}, seed {seed}: {sampled:?}");
@@ -257,7 +298,8 @@ fn a_top_p_within_rounding_of_one_leaves_out_next_to_nothing() {
 #[test]
 fn many_tasks_of_one_row_are_answered_as_each_alone() {
     let logits = random_row(&mut rng(4), 500, 2.0);
-    let tasks: Vec<LogitsTask> = options().iter().map(|(_, p)| with_history(p)).collect();
+    let options = options();
+    let tasks: Vec<SamplingTask<'_>> = options.iter().map(|(_, p)| with_history(p)).collect();
     let (mut scratch, mut together) = (new_scratch(), Vec::new());
     answer_row(&logits, &tasks, &mut scratch, &mut together);
     let alone: Vec<_> = tasks.iter().map(|t| answer(&logits, t, &mut scratch)).collect();
@@ -270,15 +312,15 @@ fn large_vocabularies_agree_with_the_reference() {
     let mut scratch = new_scratch();
     for (vocab, spread) in [(49_152, 2.5), (151_936, 1.0), (151_936, 4.0)] {
         let logits = random_row(&mut rng, vocab, spread);
-        let d = SamplingParams::default();
+        let d = Options::default();
         for params in [
             d.clone(),
-            SamplingParams { temperature: 0.7, ..d.clone() },
-            SamplingParams { top_k: 50, ..d.clone() },
-            SamplingParams { top_k: 5000, top_p: 0.9, ..d.clone() },
-            SamplingParams { top_p: 0.95, temperature: 0.6, ..d.clone() },
-            SamplingParams { top_p: 0.3, temperature: 3.0, ..d.clone() },
-            SamplingParams { min_p: 0.02, ..d.clone() },
+            Options { temperature: 0.7, ..d.clone() },
+            Options { top_k: 50, ..d.clone() },
+            Options { top_k: 5000, top_p: 0.9, ..d.clone() },
+            Options { top_p: 0.95, temperature: 0.6, ..d.clone() },
+            Options { top_p: 0.3, temperature: 3.0, ..d.clone() },
+            Options { min_p: 0.02, ..d.clone() },
         ] {
             let probs = reference(&logits, &task(&params, 0, 0));
             for index in 0..3 {
@@ -328,9 +370,10 @@ fn filters_end_at_the_token_at_which_a_sort_ends() {
                 .into_iter()
                 .chain([(0, 0.999), (0, 1.0 - f32::EPSILON), (50, 0.8), (3000, 0.3), (3000, 0.99)])
             {
-                let params = SamplingParams { top_k, top_p, ..SamplingParams::default() };
+                let params = Options { top_k, top_p, ..Options::default() };
                 let name = format!("{params:?} at {scale} of {}", logits.len());
-                let found = filter::bound(isa, &row, &params, scale, Some(total), &mut sums, &mut selection);
+                let found =
+                    filter::bound(isa, &row, &task(&params, 0, 0), scale, Some(total), &mut sums, &mut selection);
                 let kept = if top_k == 0 { sorted.len() } else { sorted.len().min(top_k as usize) };
                 let mass = |n: usize| sorted[..n].iter().map(|c| f64::from(c.weight)).sum::<f64>();
                 let count = sorted.partition_point(|c| found.keeps(c.logit, c.id));
@@ -354,14 +397,14 @@ fn top_logprobs_are_the_most_likely_tokens_of_the_raw_distribution() {
     for (vocab, k) in [(12, 1), (12, 5), (12, 12), (12, 100), (5000, 20), (5000, 100)] {
         let mut logits = random_row(&mut rng, vocab, 2.0);
         logits.iter_mut().for_each(|x| *x = (*x * 4.0).round() / 4.0); // many ties
-        let params = SamplingParams { top_logprobs: k, temperature: 0.5, top_k: 2, ..Default::default() };
+        let params = Options { top_logprobs: k, temperature: 0.5, top_k: 2, ..Default::default() };
         let answer = answer(&logits, &task(&params, 1, 1), &mut scratch);
         let mut order: Vec<usize> = (0..vocab).collect();
         order.sort_by(|&a, &b| logits[b].partial_cmp(&logits[a]).unwrap().then(a.cmp(&b)));
         order.truncate(k as usize);
         assert_eq!(answer.top.iter().map(|t| t.0 as usize).collect::<Vec<_>>(), order);
         for &(token, raw) in &answer.top {
-            let scored = LogitsTask { target: Some(token), ..task(&params, 1, 1) };
+            let scored = SamplingTask { target: Some(token), ..task(&params, 1, 1) };
             assert_eq!(self::answer(&logits, &scored, &mut scratch).raw, raw);
         }
     }
@@ -370,20 +413,20 @@ fn top_logprobs_are_the_most_likely_tokens_of_the_raw_distribution() {
 #[test]
 fn ties_go_to_the_lowest_id() {
     let logits = vec![1.0; 300];
-    let kept = |params: SamplingParams| {
+    let kept = |params: Options| {
         let mut scratch = new_scratch();
         let score = |token| {
-            let task = LogitsTask { target: Some(token), ..task(&params, 0, 0) };
+            let task = SamplingTask { target: Some(token), ..task(&params, 0, 0) };
             answer(&logits, &task, &mut scratch).processed
         };
         (0..300).map(score).filter(|lp| *lp > f32::NEG_INFINITY).collect::<Vec<_>>()
     };
-    let d = SamplingParams::default;
+    let d = Options::default;
     for (n, params) in [
-        (1, SamplingParams { temperature: 0.0, ..d() }),
-        (3, SamplingParams { top_k: 3, ..d() }),
-        (150, SamplingParams { top_p: 0.5, ..d() }),
-        (300, SamplingParams { min_p: 1.0, ..d() }),
+        (1, Options { temperature: 0.0, ..d() }),
+        (3, Options { top_k: 3, ..d() }),
+        (150, Options { top_p: 0.5, ..d() }),
+        (300, Options { min_p: 1.0, ..d() }),
     ] {
         assert_eq!(kept(params), vec![-(n as f32).ln() + 0.0; n]);
     }
@@ -393,74 +436,54 @@ fn ties_go_to_the_lowest_id() {
 fn extremes_of_every_option() {
     let logits = [0.5f32, 3.0, f32::NEG_INFINITY, 2.999, -4.0];
     let mut scratch = new_scratch();
-    let mut run = |params: SamplingParams| answer(&logits, &task(&params, 9, 4), &mut scratch);
-    let d = SamplingParams::default;
+    let mut run = |params: Options| answer(&logits, &task(&params, 9, 4), &mut scratch);
+    let d = Options::default;
     let sure = [
-        SamplingParams { temperature: 0.0, top_k: 3, top_p: 0.2, ..d() },
-        SamplingParams { temperature: 1e-6, ..d() },
-        SamplingParams { temperature: f32::MIN_POSITIVE / 8.0, ..d() },
-        SamplingParams { top_k: 1, ..d() },
-        SamplingParams { top_p: 1e-9, ..d() },
-        SamplingParams { top_p: f32::MIN_POSITIVE, temperature: 1e-4, ..d() },
-        SamplingParams { min_p: 1.0, ..d() },
-        SamplingParams { allowed_tokens: Some(vec![1]), ..d() },
-        SamplingParams { allowed_tokens: Some(vec![1]), temperature: 1e30, top_k: 4, min_p: 0.5, ..d() },
+        Options { temperature: 0.0, top_k: 3, top_p: 0.2, ..d() },
+        Options { temperature: 1e-6, ..d() },
+        Options { temperature: f32::MIN_POSITIVE / 8.0, ..d() },
+        Options { top_k: 1, ..d() },
+        Options { top_p: 1e-9, ..d() },
+        Options { top_p: f32::MIN_POSITIVE, temperature: 1e-4, ..d() },
+        Options { min_p: 1.0, ..d() },
+        Options { allowed: Some(vec![1]), ..d() },
+        Options { allowed: Some(vec![1]), temperature: 1e30, top_k: 4, min_p: 0.5, ..d() },
     ];
     for params in sure {
         let answer = run(params.clone());
         assert_eq!((answer.token, answer.processed), (1, 0.0), "{params:?}");
     }
     for temperature in [1e6, f32::MAX] {
-        let answer = run(SamplingParams { temperature, ..d() });
+        let answer = run(Options { temperature, ..d() });
         assert!((answer.processed + 4f32.ln()).abs() < 1e-5 && answer.token != 2, "{temperature}: {answer:?}");
     }
-    let one_part_in_a_million = run(SamplingParams { top_p: 1.0 - f32::EPSILON, ..d() });
+    let one_part_in_a_million = run(Options { top_p: 1.0 - f32::EPSILON, ..d() });
     assert!((one_part_in_a_million.processed - one_part_in_a_million.raw).abs() < 1e-6);
 }
 
 #[test]
 fn rows_without_a_distribution_have_defined_answers() {
     let mut scratch = new_scratch();
-    let d = SamplingParams::default;
-    let mut run = |logits: &[f32], params: SamplingParams| answer(logits, &task(&params, 9, 4), &mut scratch);
+    let d = Options::default;
+    let mut run = |logits: &[f32], params: Options| answer(logits, &task(&params, 9, 4), &mut scratch);
     // Every allowed token is masked: the lowest allowed one.
-    let masked = SamplingParams { allowed_tokens: Some(vec![1, 2]), min_tokens: 9, eos_token_ids: vec![1, 2], ..d() };
+    let masked = Options { allowed: Some(vec![1, 2]), eos: vec![1, 2], ..d() };
     let answer = run(&[0.0, 0.0, 0.0, 0.0], masked);
     assert_eq!((answer.token, answer.processed), (1, 0.0));
     assert_eq!(answer.raw, -(4f32.ln()));
-    let answer = run(&[f32::NEG_INFINITY; 5], SamplingParams { top_logprobs: 2, ..d() });
+    let answer = run(&[f32::NEG_INFINITY; 5], Options { top_logprobs: 2, ..d() });
     assert_eq!((answer.token, answer.processed, answer.raw), (0, 0.0, f32::NEG_INFINITY));
     // Edits that overflow.
-    let overflow = SamplingParams { logit_bias: vec![(2, f32::MAX)], ..d() };
+    let overflow = Options { logit_bias: vec![(2, f32::MAX)], ..d() };
     let answer = run(&[0.0, f32::MAX, f32::MAX], overflow);
     assert_eq!((answer.token, answer.processed), (2, 0.0));
     // Broken rows.
     for logits in [[0.0, f32::NAN, 2.0], [f32::NAN; 3], [0.0, f32::INFINITY, 1.0]] {
         for (_, params) in options() {
-            let params = SamplingParams { allowed_tokens: None, logit_bias: vec![], top_logprobs: 3, ..params };
-            if params.needs_history() {
-                continue; // its tokens are beyond this vocabulary
-            }
+            let params = Options { allowed: None, logit_bias: vec![], top_logprobs: 3, ..params };
             let answer = run(&logits, params.clone());
             assert!(answer.raw.is_nan() && answer.processed.is_nan() && answer.token < 3, "{params:?}: {answer:?}");
         }
     }
     assert_eq!(run(&[0.0, f32::NAN, 2.0, f32::NAN], d()).token, 2);
-}
-
-#[test]
-fn draws_depend_on_seed_and_output_index_only_and_look_uniform() {
-    let mut cells = [0u32; 64];
-    for seed in 0..40u64 {
-        for index in 0..400 {
-            let u = uniform(seed << 32 | seed, index);
-            assert!((0.0..1.0).contains(&u));
-            cells[(u * 64.0) as usize] += 1;
-        }
-    }
-    let chi2: f64 = cells.iter().map(|&c| (f64::from(c) - 250.0).powi(2) / 250.0).sum();
-    assert!(chi2 < 110.0, "chi-square {chi2} of 63 degrees of freedom");
-    // What a client may have recorded must come back from any later version.
-    let recorded = [uniform(0, 0), uniform(7, 0), uniform(7, 1), uniform(u64::MAX, u32::MAX)];
-    assert_eq!(recorded, [0.8369197568826472, 0.764109042047738, 0.4659376151199609, 0.24953541245859245]);
 }

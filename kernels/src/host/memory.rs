@@ -61,7 +61,8 @@ fn read(path: impl AsRef<Path>) -> String {
     std::fs::read_to_string(path).unwrap_or_default()
 }
 
-pub(super) fn page_bytes() -> u64 {
+/// Bytes of a page of memory.
+pub fn page_bytes() -> u64 {
     sysconf(libc::_SC_PAGESIZE)
 }
 

@@ -1,0 +1,76 @@
+//! Float32 vectors in a device's memory.
+
+use std::ops::Range;
+
+use candle_core::{Result, Tensor};
+
+use crate::device::Device;
+use crate::host;
+use crate::matrix::{WeightDtype, WeightRows};
+
+/// Float32 values in a device's memory, in one dimension: a bias, the weights of a norm, a table of the rotary embedding.
+pub struct Buffer {
+    device: Device,
+    values: Tensor,
+}
+
+impl Buffer {
+    /// `values` has one dimension.
+    pub(crate) fn new(device: Device, values: Tensor) -> Self {
+        Self { device, values }
+    }
+
+    /// Number of values.
+    pub fn len(&self) -> usize {
+        self.values.elem_count()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Memory that it takes.
+    pub fn bytes(&self) -> usize {
+        size_of::<f32>() * self.len()
+    }
+
+    /// Replaces the values from `start` on.
+    ///
+    /// # Errors
+    /// If the device fails.
+    ///
+    /// # Panics
+    /// If they pass the end.
+    pub fn write(&self, start: usize, values: &[f32]) -> Result<()> {
+        self.device.room().write(&self.values, start, values)
+    }
+
+    /// Replaces the values from `start` on by `values`, rounded to what a matrix of `dtype` would hold: in bfloat16 every
+    /// weight has bfloat16's precision, vectors too, as in the trainer.
+    ///
+    /// # Errors
+    /// If the device fails.
+    ///
+    /// # Panics
+    /// If they pass the end.
+    pub fn write_rounded(&self, start: usize, values: WeightRows<'_>, dtype: WeightDtype) -> Result<()> {
+        let mut rounded = vec![0.0; values.len()];
+        host::to_f32(values, dtype, &mut rounded);
+        self.write(start, &rounded)
+    }
+
+    /// Some of the values.
+    ///
+    /// # Errors
+    /// If the device fails.
+    ///
+    /// # Panics
+    /// If `range` passes the end.
+    pub fn read(&self, range: Range<usize>) -> Result<Vec<f32>> {
+        self.device.room().read(&self.values, range)
+    }
+
+    pub(crate) fn tensor(&self) -> &Tensor {
+        &self.values
+    }
+}

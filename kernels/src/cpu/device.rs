@@ -1,0 +1,165 @@
+//! The processor as the device of a rank. Its memory is the host's.
+
+use std::ops::Range;
+
+use candle_core::{DType, Device, Result, Tensor};
+
+use super::isa::Isa;
+use super::kv::KvBlocks;
+use super::ops::CpuOps;
+use super::packed::{PANEL, PackedMatrix};
+use super::pool::Cpu;
+use crate::backend::{DeviceImpl, KvCacheImpl, MatrixImpl, OpsImpl};
+use crate::device::{DeviceError, DeviceOptions, ModelShape};
+use crate::host::memory;
+use crate::tensor::{with_f32, with_f32_mut};
+use crate::{KvLayout, MatrixShape, RowBits, WeightRows};
+
+/// Bytes of a cache line: rows of whole lines that start with one are stored line by line.
+const LINE: usize = 64;
+
+/// An instruction set and a number of threads.
+pub(crate) struct CpuDevice {
+    isa: Isa,
+    threads: usize,
+    rank: usize,
+}
+
+impl CpuDevice {
+    /// # Errors
+    /// `Unsupported` naming the instruction sets that there are, if the processor lacks the one that is asked for.
+    pub fn open(options: &DeviceOptions<'_>) -> std::result::Result<Self, DeviceError> {
+        let isa = instruction_set(options.kernel, &Isa::all())?;
+        Ok(Self { isa, threads: options.threads, rank: options.rank })
+    }
+}
+
+/// The one of this name, or the first for `auto`, `of` those that can run, the fastest first.
+fn instruction_set(name: &str, of: &[Isa]) -> std::result::Result<Isa, DeviceError> {
+    let found = of.iter().find(|isa| name == "auto" || isa.name() == name);
+    found.copied().ok_or_else(|| {
+        let names: Vec<_> = of.iter().filter(|isa| !isa.is_emulated()).map(|isa| isa.name()).collect();
+        DeviceError::Unsupported(format!("--kernel {name}: this processor lacks it; it has {}", names.join(", ")))
+    })
+}
+
+impl DeviceImpl for CpuDevice {
+    fn kernel(&self) -> &'static str {
+        self.isa.name()
+    }
+
+    fn check(&self, model: &ModelShape) -> std::result::Result<(), DeviceError> {
+        let head_dim = model.head_dim;
+        if head_dim.is_multiple_of(PANEL) {
+            return Ok(());
+        }
+        Err(DeviceError::Unsupported(format!(
+            "config.json: head_dim is {head_dim}; the attention kernel takes multiples of {PANEL}"
+        )))
+    }
+
+    fn memory(&self) -> usize {
+        0
+    }
+
+    fn total_bytes(&self) -> u64 {
+        memory::total_bytes()
+    }
+
+    fn used_bytes(&self) -> u64 {
+        memory::resident_bytes()
+    }
+
+    fn trim(&self) {
+        memory::trim();
+    }
+
+    fn ops(&self) -> Box<dyn OpsImpl> {
+        Box::new(CpuOps::new(Cpu::of_rank(self.rank, self.threads, self.isa)))
+    }
+
+    fn matrix_bytes(&self, shape: MatrixShape) -> usize {
+        PackedMatrix::bytes_for(shape.dtype, shape.n, shape.k)
+    }
+
+    fn matrix(&self, shape: MatrixShape) -> std::result::Result<Box<dyn MatrixImpl>, DeviceError> {
+        let bytes = self.matrix_bytes(shape);
+        let matrix = PackedMatrix::try_zeros(shape).map_err(|e| cannot_map("a matrix", bytes, &e))?;
+        Ok(Box::new(matrix))
+    }
+
+    fn kv_cache(&self, layout: KvLayout) -> std::result::Result<Box<dyn KvCacheImpl>, DeviceError> {
+        let bytes = layout.blocks * layout.bytes_per_block();
+        let cache = KvBlocks::try_new(layout).map_err(|e| cannot_map("a layer's KV cache", bytes, &e))?;
+        Ok(Box::new(cache))
+    }
+
+    fn zeros(&self, len: usize) -> Result<Tensor> {
+        Tensor::zeros(len, DType::F32, &Device::Cpu)
+    }
+
+    /// The first row starts with a cache line, as rows of whole lines then do too: a vector is stored into one line, not
+    /// two.
+    fn activations(&self, rows: usize, width: usize) -> Result<Tensor> {
+        let memory = self.zeros(rows * width + LINE / size_of::<f32>())?;
+        let start = with_f32(&memory, |values| values.as_ptr().align_offset(LINE))?;
+        memory.narrow(0, start, rows * width)?.reshape((rows, width))
+    }
+
+    fn write(&self, to: &Tensor, start: usize, values: &[f32]) -> Result<()> {
+        with_f32_mut(to, |stored| stored[start..start + values.len()].copy_from_slice(values))
+    }
+
+    fn read(&self, from: &Tensor, range: Range<usize>) -> Result<Vec<f32>> {
+        with_f32(from, |stored| stored[range].to_vec())
+    }
+}
+
+fn cannot_map(what: &str, bytes: usize, error: &std::io::Error) -> DeviceError {
+    DeviceError::OutOfMemory(format!("cannot map {bytes} bytes for {what}: {error}"))
+}
+
+impl MatrixImpl for PackedMatrix {
+    fn write_columns(&mut self, row0: usize, rows: WeightRows<'_>, width: usize, first_column: usize) {
+        PackedMatrix::write_columns(self, row0, rows, width, first_column);
+    }
+
+    fn read_rows(&self, row0: usize, out: RowBits<'_>) {
+        PackedMatrix::read_rows(self, row0, out);
+    }
+}
+
+impl KvCacheImpl for KvBlocks {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_instruction_set_that_the_processor_lacks_is_refused_by_name() {
+        let all = Isa::all();
+        assert_eq!(instruction_set("auto", &all).expect("there is one"), Isa::detect());
+        let plain: Vec<Isa> = all.iter().copied().filter(|isa| isa.name() == "scalar").collect();
+        for name in ["auto", "scalar"] {
+            assert_eq!(instruction_set(name, &plain).expect("it is there").name(), "scalar");
+        }
+        let emulated = instruction_set("avx512_bf16_emulated", &all).expect("every processor can");
+        assert_eq!((emulated.name(), emulated.is_emulated()), ("avx512_bf16_emulated", true));
+        for name in ["avx512_bf16", "avx512f", "avx2"] {
+            let refused = instruction_set(name, &plain).expect_err("it is not there").to_string();
+            assert_eq!(refused, format!("--kernel {name}: this processor lacks it; it has scalar"));
+            let is_there = Isa::available().iter().any(|isa| isa.name() == name);
+            assert_eq!(instruction_set(name, &all).is_ok_and(|isa| isa.name() == name), is_there);
+        }
+    }
+
+    #[test]
+    fn activations_start_with_a_cache_line() {
+        let device = CpuDevice::open(&DeviceOptions { rank: 0, threads: 1, kernel: "auto" }).unwrap();
+        for (rows, width) in [(1, 1), (3, 16), (7, 100)] {
+            let activations = device.activations(rows, width).unwrap();
+            assert_eq!(activations.dims(), [rows, width]);
+            assert_eq!(with_f32(&activations, |values| values.as_ptr().align_offset(LINE)).unwrap(), 0);
+        }
+    }
+}

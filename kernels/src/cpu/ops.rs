@@ -1,0 +1,233 @@
+//! The operators of a rank on the processor: those over slices, applied to tensors.
+
+use std::any::Any;
+use std::cell::RefCell;
+use std::ops::Range;
+
+use candle_core::{Result, Tensor};
+
+use super::kv::KvBlocks;
+use super::packed::PackedMatrix;
+use super::pool::Cpu;
+use super::sampling::Sampler;
+use super::{linear, merge};
+use crate::backend::OpsImpl;
+use crate::matrix::{ReadRows, RowBits, WriteElements};
+use crate::tensor::{rows, rows_mut, with_f32, with_f32_mut};
+use crate::{AttentionShape, BlockCopy, Buffer, KvCache, Matrix, Merge, Sampled, SampledTokens, Step, StepInput};
+
+/// A thread pool with the memory that operators reuse.
+pub(crate) struct CpuOps {
+    cpu: Cpu,
+    /// One for each thread.
+    samplers: RefCell<Vec<Sampler>>,
+}
+
+/// A step as the operators here want it, beside what the host says.
+struct CpuStep {
+    /// The rows of which logits are wanted.
+    logits_rows: Vec<u32>,
+}
+
+impl CpuOps {
+    pub fn new(cpu: Cpu) -> Self {
+        Self { cpu, samplers: RefCell::default() }
+    }
+}
+
+fn packed(w: &Matrix) -> &PackedMatrix {
+    w.storage()
+}
+
+fn packed_mut(w: &mut Matrix) -> &mut PackedMatrix {
+    w.storage_mut()
+}
+
+fn blocks(cache: &KvCache) -> &KvBlocks {
+    cache.storage()
+}
+
+fn blocks_mut(cache: &mut KvCache) -> &mut KvBlocks {
+    cache.storage_mut()
+}
+
+fn with_optional<R>(buffer: Option<&Buffer>, f: impl FnOnce(Option<&[f32]>) -> R) -> Result<R> {
+    match buffer {
+        Some(buffer) => with_f32(buffer.tensor(), |values| f(Some(values))),
+        None => Ok(f(None)),
+    }
+}
+
+impl OpsImpl for CpuOps {
+    fn prepare(&self, input: &StepInput<'_>) -> Result<Box<dyn Any>> {
+        Ok(Box::new(CpuStep { logits_rows: input.logits.iter().map(|wanted| wanted.row).collect() }))
+    }
+
+    fn embed(&self, table: &Matrix, first_token: usize, step: &Step<'_>, out: &Tensor) -> Result<()> {
+        rows_mut(out, |out| super::gather_rows(&self.cpu, packed(table), step.input().tokens, first_token, out))
+    }
+
+    fn linear(&self, x: &Tensor, w: &Matrix, bias: Option<&Buffer>, out: &Tensor) -> Result<()> {
+        let product = |bias: Option<&[f32]>| {
+            rows(x, |x| rows_mut(out, |out| linear::linear(&self.cpu, x, packed(w), bias, out)))?
+        };
+        with_optional(bias, product)?
+    }
+
+    fn linear_silu_mul(
+        &self,
+        x: &Tensor,
+        w: &Matrix,
+        bias: Option<&Buffer>,
+        gate_up: &Tensor,
+        out: &Tensor,
+    ) -> Result<()> {
+        if !w.n().is_multiple_of(2 * super::PANEL) {
+            self.linear(x, w, bias, gate_up)?;
+            return self.silu_mul(gate_up, out);
+        }
+        let product = |bias: Option<&[f32]>| {
+            rows(x, |x| rows_mut(out, |out| linear::linear_silu_mul(&self.cpu, x, packed(w), bias, out)))?
+        };
+        with_optional(bias, product)?
+    }
+
+    fn silu_mul(&self, gate_up: &Tensor, out: &Tensor) -> Result<()> {
+        rows(gate_up, |gate_up| rows_mut(out, |out| super::silu_mul(&self.cpu, gate_up, out)))?
+    }
+
+    fn rms_norm(&self, x: &Tensor, weight: &Buffer, eps: f32, out: &Tensor) -> Result<()> {
+        with_f32(weight.tensor(), |w| rows(x, |x| rows_mut(out, |out| super::rms_norm(&self.cpu, x, w, eps, out)))?)?
+    }
+
+    fn add_rms_norm(
+        &self,
+        residual: &Tensor,
+        x: &Tensor,
+        bias: Option<&Buffer>,
+        weight: &Buffer,
+        eps: f32,
+        out: &Tensor,
+    ) -> Result<()> {
+        let norm = |weight: &[f32], bias: Option<&[f32]>| {
+            rows(x, |x| {
+                rows_mut(residual, |residual| {
+                    rows_mut(out, |out| super::add_rms_norm(&self.cpu, residual, x, bias, weight, eps, out))
+                })?
+            })?
+        };
+        with_f32(weight.tensor(), |weight| with_optional(bias, |bias| norm(weight, bias))?)?
+    }
+
+    fn rms_norm_heads(&self, x: &Tensor, weight: &Buffer, eps: f32) -> Result<()> {
+        with_f32(weight.tensor(), |w| rows_mut(x, |x| super::head_rms_norm(&self.cpu, x, w, eps)))?
+    }
+
+    fn rope(&self, x: &Tensor, head_dim: usize, step: &Step<'_>, cos: &Buffer, sin: &Buffer) -> Result<()> {
+        let positions = step.input().positions;
+        with_f32(cos.tensor(), |cos| {
+            with_f32(sin.tensor(), |sin| rows_mut(x, |x| super::rope(&self.cpu, x, head_dim, positions, cos, sin)))?
+        })?
+    }
+
+    fn write_kv(&self, k: &Tensor, v: &Tensor, step: &Step<'_>, cache: &mut KvCache) -> Result<()> {
+        rows(k, |k| rows(v, |v| blocks_mut(cache).write(&self.cpu, k, v, step.input().slots)))?
+    }
+
+    fn copy_blocks(&self, cache: &mut KvCache, copies: &[BlockCopy]) -> Result<()> {
+        blocks_mut(cache).copy_blocks(copies);
+        Ok(())
+    }
+
+    fn paged_attention(
+        &self,
+        q: &Tensor,
+        shape: &AttentionShape,
+        step: &Step<'_>,
+        cache: &KvCache,
+        out: &Tensor,
+    ) -> Result<()> {
+        let (sequences, cache) = (step.input().sequences, blocks(cache));
+        rows(q, |q| rows_mut(out, |out| super::paged_attention(&self.cpu, q, shape, sequences, cache, out)))?
+    }
+
+    fn select_logits_rows(&self, x: &Tensor, step: &Step<'_>, rows: Range<usize>, out: &Tensor) -> Result<()> {
+        self.select_rows(x, &step.prepared::<CpuStep>().logits_rows[rows], out)
+    }
+
+    fn sample(&self, logits: &Tensor, step: &Step<'_>, rows: Range<usize>) -> Result<Sampled> {
+        let (vocab, threads) = (logits.dim(1)?, self.cpu.pool().threads());
+        let StepInput { logits: wanted, tasks, .. } = *step.input();
+        let wanted = &wanted[rows];
+        let mut samplers = self.samplers.borrow_mut();
+        samplers.resize_with(threads, || Sampler::new(self.cpu.isa()));
+        with_f32(logits, |logits| {
+            self.cpu.pool().run_chunks(&mut samplers, 1, |thread, sampler| {
+                let first = wanted.len() * thread / threads;
+                let own = first..wanted.len() * (thread + 1) / threads;
+                let logits = logits[first * vocab..].chunks_exact(vocab);
+                for (row, (logits, wanted)) in (first..).zip(logits.zip(&wanted[own])) {
+                    sampler[0].answer(row, logits, &tasks[wanted.tasks.clone()]);
+                }
+            });
+        })?;
+        let mut sampled = SampledTokens::default();
+        samplers.iter_mut().for_each(|sampler| sampler.hand_over(&mut sampled));
+        Ok(Sampled::new(|| Ok(sampled)))
+    }
+
+    fn select_rows(&self, x: &Tensor, indices: &[u32], out: &Tensor) -> Result<()> {
+        rows(x, |x| {
+            rows_mut(out, |mut out| {
+                for (i, &index) in indices.iter().enumerate() {
+                    out.row_mut(i).copy_from_slice(x.row(index as usize));
+                }
+            })
+        })?
+    }
+
+    fn add_rows(&self, x: &Tensor, indices: &[u32], out: &Tensor) -> Result<()> {
+        rows(x, |x| {
+            rows_mut(out, |mut out| {
+                for (i, &index) in indices.iter().enumerate() {
+                    out.row_mut(index as usize).iter_mut().zip(x.row(i)).for_each(|(out, x)| *out += x);
+                }
+            })
+        })?
+    }
+
+    fn store_rows(&self, w: &mut Matrix, rows: Range<usize>, read: &ReadRows<'_>) -> Result<()> {
+        packed_mut(w).store_rows(self.cpu.pool(), rows, read);
+        Ok(())
+    }
+
+    fn copy_rows(&self, from: &Matrix, rows: Range<usize>, to: &mut Matrix) -> Result<()> {
+        let (from, first) = (packed(from), rows.start);
+        packed_mut(to).fill_rows(self.cpu.pool(), 0..rows.len(), &|rows, values| {
+            from.read_rows(first + rows.start, RowBits::F32(values));
+        });
+        Ok(())
+    }
+
+    fn merge_rows(&self, w: &mut Matrix, first_row: usize, merge: &Merge<'_>) -> Result<()> {
+        merge::merge_rows(&self.cpu, packed_mut(w), first_row, merge)
+    }
+
+    fn write_elements(&self, w: &mut Matrix, rows: Range<usize>, write: &WriteElements<'_>) -> Result<()> {
+        packed_mut(w).write_elements(self.cpu.pool(), rows, write);
+        Ok(())
+    }
+
+    fn unpack(&self, w: &Matrix, out: &Tensor) -> Result<()> {
+        with_f32_mut(out, |values| packed(w).read_rows(0, RowBits::F32(values)))
+    }
+
+    fn run_on_host(&self, tasks: usize, task: &(dyn Fn(usize) + Sync)) {
+        self.cpu.pool().run(tasks, task);
+    }
+
+    fn release(&self) {
+        self.cpu.release();
+        self.samplers.take();
+    }
+}

@@ -1,0 +1,66 @@
+//! Edits of the logits before the temperature: masks, bias and penalties.
+
+use crate::sampling::SamplingTask;
+
+/// Marks a token of the prompt in `counts`; the bits below it count its occurrences in the output.
+const IN_PROMPT: u32 = 1 << 31;
+
+/// Writes the edited row to `edited` and returns true, or returns false if the task edits nothing. `counts` is all
+/// zero (or shorter than the row) before and after.
+pub fn apply(logits: &[f32], task: &SamplingTask<'_>, edited: &mut Vec<f32>, counts: &mut Vec<u32>) -> bool {
+    let mut banned = task.banned.into_iter().flatten().peekable();
+    if task.allowed.is_none() && banned.peek().is_none() && task.logit_bias.is_empty() && task.history.is_none() {
+        return false;
+    }
+    edited.clear();
+    match task.allowed {
+        None => edited.extend_from_slice(logits),
+        Some(allowed) => {
+            edited.resize(logits.len(), f32::NEG_INFINITY);
+            for &token in allowed {
+                edited[token as usize] = logits[token as usize];
+            }
+        }
+    }
+    for &token in banned {
+        // A configuration may name an end-of-sequence token beyond the vocabulary; it cannot be sampled anyway.
+        if let Some(x) = edited.get_mut(token as usize) {
+            *x = f32::NEG_INFINITY;
+        }
+    }
+    for &(token, bias) in task.logit_bias {
+        edited[token as usize] += bias;
+    }
+    if let Some((prompt, output)) = task.history {
+        penalise(edited, task, prompt, output, counts);
+    }
+    true
+}
+
+/// Repetition penalty on every token of the prompt and the output, frequency and presence penalty on those of the output.
+fn penalise(logits: &mut [f32], task: &SamplingTask<'_>, prompt: &[u32], output: &[u32], counts: &mut Vec<u32>) {
+    counts.resize(counts.len().max(logits.len()), 0);
+    for &token in prompt {
+        counts[token as usize] |= IN_PROMPT;
+    }
+    for &token in output {
+        counts[token as usize] += 1;
+    }
+    for &token in prompt.iter().chain(output) {
+        let seen = std::mem::take(&mut counts[token as usize]);
+        if seen == 0 {
+            continue; // done at its first occurrence
+        }
+        let x = &mut logits[token as usize];
+        if *x > 0.0 {
+            *x /= task.repetition_penalty;
+        } else {
+            *x *= task.repetition_penalty;
+        }
+        let occurrences = seen & !IN_PROMPT;
+        if occurrences > 0 {
+            *x -= task.frequency_penalty * occurrences as f32;
+            *x -= task.presence_penalty;
+        }
+    }
+}

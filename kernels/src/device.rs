@@ -1,0 +1,184 @@
+//! A device as everything above this crate sees it.
+
+use std::fmt;
+use std::sync::Arc;
+
+use candle_core::Tensor;
+
+use crate::backend::DeviceImpl;
+use crate::{Backend, Buffer, KvCache, KvDtype, KvLayout, Matrix, MatrixShape, Ops, WeightDtype};
+
+/// What one rank asks of its device.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceOptions<'a> {
+    /// Number of the rank: which device it takes where the machine has several, and what its threads are named after.
+    pub rank: usize,
+    /// Threads of the host that the rank computes with, at least 1.
+    pub threads: usize,
+    /// Name of the variant of the operators (an instruction set of the processor), or `auto` for the fastest there is.
+    pub kernel: &'a str,
+}
+
+/// What a model asks of a device.
+#[derive(Clone, Copy, Debug)]
+pub struct ModelShape {
+    pub head_dim: usize,
+    /// Tokens of a block of the KV cache.
+    pub block_size: usize,
+    pub weights: WeightDtype,
+    pub kv: KvDtype,
+}
+
+/// Why a device refuses; the text names what was asked for and what to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum DeviceError {
+    /// The machine or the device cannot do what was asked for.
+    Unsupported(String),
+    /// The device has not as much memory.
+    OutOfMemory(String),
+}
+
+impl fmt::Display for DeviceError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unsupported(what) | Self::OutOfMemory(what) => f.write_str(what),
+        }
+    }
+}
+
+impl std::error::Error for DeviceError {}
+
+/// The device of one rank: what it can take, its memory and its operators. Clones are handles of the same device.
+#[derive(Clone)]
+pub struct Device {
+    backend: Backend,
+    device: Arc<dyn DeviceImpl>,
+}
+
+impl Device {
+    pub(crate) fn new(backend: Backend, device: impl DeviceImpl) -> Self {
+        Self { backend, device: Arc::new(device) }
+    }
+
+    pub fn backend(&self) -> Backend {
+        self.backend
+    }
+
+    /// Name of the variant of its operators, such as the instruction set.
+    pub fn kernel(&self) -> &'static str {
+        self.device.kernel()
+    }
+
+    /// Whether it can run a model of this shape.
+    ///
+    /// # Errors
+    /// [`DeviceError::Unsupported`] naming the value that it cannot take.
+    pub fn check(&self, model: &ModelShape) -> Result<(), DeviceError> {
+        self.device.check(model)
+    }
+
+    /// Starts the operators of the rank.
+    pub fn ops(&self) -> Ops {
+        Ops::new(self.device.ops())
+    }
+
+    /// A matrix that has no memory until [`Matrix::restore`].
+    pub fn matrix(&self, shape: MatrixShape) -> Matrix {
+        Matrix::new(self.clone(), shape)
+    }
+
+    /// A matrix of zeros.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfMemory`].
+    pub fn zeros(&self, shape: MatrixShape) -> Result<Matrix, DeviceError> {
+        let mut matrix = self.matrix(shape);
+        matrix.restore()?;
+        Ok(matrix)
+    }
+
+    /// A paged cache for the keys and values of one layer, which has no memory until [`KvCache::restore`].
+    pub fn kv_cache(&self, layout: KvLayout) -> KvCache {
+        KvCache::new(self.clone(), layout)
+    }
+
+    /// A buffer of zeros.
+    ///
+    /// # Errors
+    /// If the device has not as much memory.
+    pub fn buffer(&self, len: usize) -> candle_core::Result<Buffer> {
+        Ok(Buffer::new(self.clone(), self.device.zeros(len)?))
+    }
+
+    /// A buffer with these values.
+    ///
+    /// # Errors
+    /// If the device has not as much memory.
+    pub fn upload(&self, values: &[f32]) -> candle_core::Result<Buffer> {
+        let buffer = self.buffer(values.len())?;
+        buffer.write(0, values)?;
+        Ok(buffer)
+    }
+
+    /// Zeros for activations, `[rows, width]` float32, aligned as the operators like it best.
+    ///
+    /// # Errors
+    /// If the device has not as much memory.
+    pub fn activations(&self, rows: usize, width: usize) -> candle_core::Result<Tensor> {
+        self.device.activations(rows, width)
+    }
+
+    pub(crate) fn room(&self) -> &dyn DeviceImpl {
+        &*self.device
+    }
+}
+
+/// The devices of all ranks, and the memory that they have together.
+#[derive(Clone)]
+pub struct Devices(Vec<Device>);
+
+impl Devices {
+    /// Opens a device for each of `ranks`, each with `threads` threads of the host; see [`DeviceOptions`].
+    ///
+    /// # Errors
+    /// As for [`Backend::open`].
+    pub fn open(backend: Backend, ranks: usize, threads: usize, kernel: &str) -> Result<Self, DeviceError> {
+        (0..ranks)
+            .map(|rank| backend.open(&DeviceOptions { rank, threads, kernel }))
+            .collect::<Result<_, _>>()
+            .map(Self)
+    }
+
+    /// The device of a rank.
+    ///
+    /// # Panics
+    /// If there is no such rank.
+    pub fn of_rank(&self, rank: usize) -> &Device {
+        &self.0[rank]
+    }
+
+    pub fn iter(&self) -> impl Iterator<Item = &Device> {
+        self.0.iter()
+    }
+
+    /// Bytes of memory that the process may use of them at most, before any share is applied.
+    pub fn total_bytes(&self) -> u64 {
+        self.memories().map(|device| device.device.total_bytes()).sum()
+    }
+
+    /// Bytes of their memory that the process takes now.
+    pub fn used_bytes(&self) -> u64 {
+        self.memories().map(|device| device.device.used_bytes()).sum()
+    }
+
+    /// Gives what allocators keep of freed memory back to the system.
+    pub fn trim(&self) {
+        self.memories().for_each(|device| device.device.trim());
+    }
+
+    /// One device for each memory: some share one.
+    fn memories(&self) -> impl Iterator<Item = &Device> {
+        let is_first = |i: usize| self.0[..i].iter().all(|other| other.device.memory() != self.0[i].device.memory());
+        self.0.iter().enumerate().filter(move |(i, _)| is_first(*i)).map(|(_, device)| device)
+    }
+}

@@ -1,0 +1,34 @@
+//! What happens in the host's memory, whatever the device: files and streams come there, and the values of a rank's
+//! tensors go through it where ranks have no faster way to each other.
+
+pub mod memory;
+
+use candle_core::quantized::GgmlDType;
+
+use crate::cpu::{self, Isa};
+pub use crate::cpu::{StoredBits, first_saturated};
+use crate::matrix::{WeightDtype, WeightRows};
+use crate::merge::Dtype;
+pub use crate::tensor::{with_f32, with_f32_mut};
+
+/// De-quantises blocks as a GGUF file has them, at any address; one thread. `out` gets the values as a matrix of
+/// `precision` would hold them.
+///
+/// # Panics
+/// If `blocks` are not the bytes of as many values as `out` has.
+pub fn dequantise(dtype: GgmlDType, blocks: &[u8], precision: WeightDtype, out: &mut [f32]) {
+    cpu::dequantise(Isa::detect(), dtype, blocks, precision, out);
+}
+
+/// The values as a matrix of `dtype` would hold them, in float32.
+///
+/// # Panics
+/// If `out` has another length.
+pub fn to_f32(values: WeightRows<'_>, dtype: WeightDtype, out: &mut [f32]) {
+    cpu::to_f32(values, dtype, out);
+}
+
+/// Rounds float32 values to the nearest of this type, ties to even.
+pub fn round(dtype: Dtype, values: &mut [f32]) {
+    cpu::round(dtype, values);
+}

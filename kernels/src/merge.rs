@@ -1,0 +1,192 @@
+//! What a LoRA adapter does to one weight, and where the weight's base is read.
+
+use std::ops::Range;
+
+use candle_core::Tensor;
+use half::{bf16, f16};
+
+use crate::matrix::Matrix;
+
+/// A type that values are rounded to or come in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Dtype {
+    F32,
+    F16,
+    Bf16,
+}
+
+impl Dtype {
+    /// Bytes of one value.
+    pub fn size(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+        }
+    }
+}
+
+/// Values in the host's memory as they came.
+#[derive(Debug)]
+pub enum StoredValues {
+    F32(Vec<f32>),
+    F16(Vec<f16>),
+    Bf16(Vec<bf16>),
+}
+
+impl StoredValues {
+    /// Memory of the values.
+    pub fn bytes(&self) -> usize {
+        match self {
+            Self::F32(values) => size_of_val(&values[..]),
+            Self::F16(values) => size_of_val(&values[..]),
+            Self::Bf16(values) => size_of_val(&values[..]),
+        }
+    }
+
+    /// Copies the values from `start` on to `out`, as float32: exact.
+    ///
+    /// # Panics
+    /// If they pass the end.
+    pub fn read(&self, start: usize, out: &mut [f32]) {
+        let range = start..start + out.len();
+        match self {
+            Self::F32(values) => out.copy_from_slice(&values[range]),
+            Self::F16(values) => out.iter_mut().zip(&values[range]).for_each(|(out, x)| *out = x.to_f32()),
+            Self::Bf16(values) => out.iter_mut().zip(&values[range]).for_each(|(out, x)| *out = x.to_f32()),
+        }
+    }
+}
+
+/// The change of one weight: first the whole, then the delta.
+#[derive(Debug)]
+pub struct Change {
+    pub whole: Option<Whole>,
+    pub delta: Option<Delta>,
+}
+
+/// Values in place of the base's.
+#[derive(Debug)]
+pub struct Whole {
+    /// `[rows, cols]`, row-major, in the serving precision or in a lower one.
+    pub values: StoredValues,
+    pub cols: usize,
+}
+
+/// What is added.
+#[derive(Debug)]
+pub enum Delta {
+    LowRank(LowRank),
+    /// Added to a bias, `[rows]`.
+    Bias(Vec<f32>),
+}
+
+/// `scaling * b a`.
+#[derive(Debug)]
+pub struct LowRank {
+    pub rank: usize,
+    pub cols: usize,
+    /// `[rank, cols]`
+    pub a: Vec<f32>,
+    /// `[rows, rank]`
+    pub b: Vec<f32>,
+    pub scaling: f32,
+    /// The precisions that the delta is rounded to, one after the other, before it is added.
+    pub roundings: Vec<Dtype>,
+    pub magnitude: Option<Magnitude>,
+    /// Whether it is of a linear layer that has its matrix to itself.
+    pub linear: bool,
+}
+
+/// DoRA: each row of `w + delta` is given this length.
+#[derive(Debug)]
+pub struct Magnitude {
+    /// `[rows]`
+    pub lengths: Vec<f32>,
+    /// To what PyTorch rounds `w + delta` and its norm.
+    pub sum: Dtype,
+    /// To what it rounds length by norm.
+    pub factor: Dtype,
+}
+
+impl Change {
+    /// Bytes of the values that it holds.
+    pub fn bytes(&self) -> u64 {
+        let whole = self.whole.as_ref().map_or(0, |whole| whole.values.bytes());
+        let floats = match &self.delta {
+            None => 0,
+            Some(Delta::Bias(bias)) => bias.len(),
+            Some(Delta::LowRank(LowRank { a, b, magnitude, .. })) => {
+                a.len() + b.len() + magnitude.as_ref().map_or(0, |magnitude| magnitude.lengths.len())
+            }
+        };
+        (whole + size_of::<f32>() * floats) as u64
+    }
+
+    pub fn low_rank(&self) -> Option<&LowRank> {
+        match &self.delta {
+            Some(Delta::LowRank(low_rank)) => Some(low_rank),
+            _ => None,
+        }
+    }
+
+    /// Whether it can only be applied to whole rows: the norm of DoRA is that of the row.
+    pub fn needs_whole_rows(&self) -> bool {
+        self.low_rank().is_some_and(|low_rank| low_rank.magnitude.is_some())
+    }
+
+    /// Turns the base's values of some rows of a vector into the changed ones, float32 and not yet rounded.
+    ///
+    /// # Panics
+    /// If the rows are outside the vector, or the change is of a matrix.
+    pub fn apply_to_vector(&self, rows: Range<usize>, values: &mut [f32]) {
+        if let Some(whole) = &self.whole {
+            assert_eq!(whole.cols, 1, "columns of a vector");
+            whole.values.read(rows.start, values);
+        }
+        match &self.delta {
+            None => {}
+            Some(Delta::Bias(bias)) => values.iter_mut().zip(&bias[rows]).for_each(|(value, delta)| *value += delta),
+            Some(Delta::LowRank(_)) => panic!("a vector has no low-rank change"),
+        }
+    }
+}
+
+impl LowRank {
+    /// Whether it is all that changes its layer: the output for `x` is that of the base plus `scaling * b (a x)`.
+    pub fn is_plain(&self) -> bool {
+        self.linear && self.magnitude.is_none()
+    }
+}
+
+/// Called with rows and columns of the whole weight and as many values to be written, row-major: the base's, float32 of
+/// serving precision. Called from several threads.
+pub type ReadValues<'a> = dyn Fn(Range<usize>, Range<usize>, &mut [f32]) + Sync + 'a;
+
+/// Where the base of a merge is.
+pub enum MergeBase<'a> {
+    /// The host reads it.
+    Read(&'a ReadValues<'a>),
+    /// A matrix with the rows and columns that are merged, and no others.
+    Matrix(&'a Matrix),
+    /// A tensor of the device with the rows that are merged and all columns of the whole weight.
+    WholeRows(&'a Tensor),
+}
+
+/// Rows of a matrix that become their base with a change applied, rounded to nearest even where the matrix is bfloat16.
+pub struct Merge<'a> {
+    pub change: &'a Change,
+    pub base: MergeBase<'a>,
+    /// The rows of the whole weight that are written.
+    pub rows: Range<usize>,
+    /// The columns of the whole weight that the matrix has.
+    pub columns: Range<usize>,
+    /// Columns of the whole weight.
+    pub width: usize,
+}
+
+impl Merge<'_> {
+    /// Whether the change must see whole rows of which the matrix has not all columns.
+    pub(crate) fn goes_by_whole_rows(&self) -> bool {
+        self.change.needs_whole_rows() && self.columns != (0..self.width)
+    }
+}

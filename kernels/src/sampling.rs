@@ -1,0 +1,149 @@
+//! From rows of logits to tokens and their log-probabilities: what is asked, and what comes back.
+//!
+//! The steps of a [`SamplingTask`], in this order (vLLM's, where both have the step):
+//!
+//! 1. *raw* log-probabilities, from the row as the model gave it;
+//! 2. edits of the logits: allowed tokens, banned tokens, logit bias, repetition penalty (prompt and output), frequency
+//!    and presence penalty (output);
+//! 3. temperature;
+//! 4. filters, each on the renormalised result of the one before: min-p, top-k, top-p. Ties go to the lower token id,
+//!    so exactly k tokens pass top-k;
+//! 5. *processed* log-probabilities, of what is left, renormalised;
+//! 6. one draw, by inverse CDF in the order of token ids.
+//!
+//! The answer is a pure function of (row, task): the draw uses one uniform number made from (seed, output index), so it
+//! does not matter what else runs, or when. Scoring a token and sampling it give the same bits.
+//!
+//! Cases at the edge:
+//! - Temperature 0 takes the highest edited logit; filters cannot change that. It has processed log-probability 0, any
+//!   other token `-inf`.
+//! - If edits leave no token (all `-inf`), the lowest allowed token is taken as if greedy; if one overflows to `+inf`,
+//!   the lowest such token.
+//! - If the row has a NaN or `+inf` (a broken policy), the highest edited logit is taken, and both log-probabilities of
+//!   every token are NaN, so that the trainer sees it.
+
+use std::any::Any;
+
+use candle_core::Result;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+
+/// One question to a row of logits. Every token id in it is below the vocabulary's size, except in `banned`.
+#[derive(Clone, Copy, Debug)]
+pub struct SamplingTask<'a> {
+    /// `>= 0`; 0 takes the most likely token (ties: the lowest id).
+    pub temperature: f32,
+    /// Keep the `k` most likely tokens; 0 keeps all.
+    pub top_k: u32,
+    /// Keep the smallest set of most likely tokens whose mass reaches this, in `(0, 1]`; 1 keeps all.
+    pub top_p: f32,
+    /// Keep tokens with at least this fraction of the best token's probability, in `[0, 1]`; 0 keeps all.
+    pub min_p: f32,
+    /// `> 0`; divides positive and multiplies negative logits of the tokens of `history`.
+    pub repetition_penalty: f32,
+    /// Subtracted once from the logits of tokens of the output.
+    pub presence_penalty: f32,
+    /// Subtracted per occurrence in the output.
+    pub frequency_penalty: f32,
+    /// Added to logits; ascending by token, no duplicates, finite.
+    pub logit_bias: &'a [(u32, f32)],
+    /// If given, only these may be sampled; ascending, no duplicates, not empty.
+    pub allowed: Option<&'a [u32]>,
+    /// Tokens that have probability 0; those beyond the vocabulary are passed over.
+    pub banned: [&'a [u32]; 2],
+    /// The prompt and the output so far, which the penalties count, if there are any.
+    pub history: Option<(&'a [u32], &'a [u32])>,
+    /// The sample's own seed.
+    pub seed: u64,
+    /// Number of output tokens before this one: the counter of the random generator.
+    pub output_index: u32,
+    /// `Some(token)`: give its log-probabilities instead of sampling.
+    pub target: Option<u32>,
+    /// How many of the most likely tokens of the raw distribution to give beside the token.
+    pub top_logprobs: u32,
+}
+
+/// Log-probabilities of one token at one position, natural logarithm.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TokenLogprobs {
+    pub token: u32,
+    /// The token's log-probability in the model's own distribution (temperature 1, nothing applied).
+    pub raw: f32,
+    /// The token's log-probability in the distribution sampled from (temperature, penalties, filters applied and
+    /// renormalised); `-inf` for a scored token which that distribution excludes; 0 for greedy's own choice.
+    pub processed: f32,
+    /// The most likely tokens of the raw distribution, descending; ties by ascending id.
+    pub top: Vec<(u32, f32)>,
+}
+
+impl TokenLogprobs {
+    /// Stands where there is no answer.
+    pub const NONE: Self = Self { token: 0, raw: f32::NAN, processed: f32::NAN, top: Vec::new() };
+
+    /// Bytes of the heap that it takes beside its own.
+    pub fn heap_bytes(&self) -> usize {
+        /// What the allocator keeps of each block for itself.
+        const HEADER: usize = 16;
+        if self.top.is_empty() { 0 } else { size_of_val(&self.top[..]) + HEADER }
+    }
+}
+
+/// Answers to the tasks of some rows.
+#[derive(Debug, Default)]
+pub struct SampledTokens {
+    /// Flat, in the order of the tasks.
+    pub tokens: Vec<TokenLogprobs>,
+    /// Rows, counted among those that were sampled, whose answer panicked, with the panic: their answers are
+    /// [`TokenLogprobs::NONE`].
+    pub failed: Vec<(usize, Box<dyn Any + Send>)>,
+}
+
+/// Answers that the device may still be computing.
+pub struct Sampled(Box<dyn FnOnce() -> Result<SampledTokens>>);
+
+impl Sampled {
+    /// `read` waits for the device and copies what it has written.
+    pub(crate) fn new(read: impl FnOnce() -> Result<SampledTokens> + 'static) -> Self {
+        Self(Box::new(read))
+    }
+
+    /// Waits for the answers.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub fn read(self) -> Result<SampledTokens> {
+        (self.0)()
+    }
+}
+
+/// Uniform in `[0, 1)`, a function of (seed, output index) alone: 53 bits of ChaCha8's stream under the key `seed`
+/// (little-endian, zero-filled) at words `2 * output_index` and the next.
+pub(crate) fn uniform(seed: u64, output_index: u32) -> f64 {
+    let mut key = [0; 32];
+    key[..8].copy_from_slice(&seed.to_le_bytes());
+    let mut rng = ChaCha8Rng::from_seed(key);
+    rng.set_word_pos(2 * u128::from(output_index));
+    (rng.next_u64() >> 11) as f64 / (1u64 << 53) as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn draws_depend_on_seed_and_output_index_only_and_look_uniform() {
+        let mut cells = [0u32; 64];
+        for seed in 0..40u64 {
+            for index in 0..400 {
+                let u = uniform(seed << 32 | seed, index);
+                assert!((0.0..1.0).contains(&u));
+                cells[(u * 64.0) as usize] += 1;
+            }
+        }
+        let chi2: f64 = cells.iter().map(|&c| (f64::from(c) - 250.0).powi(2) / 250.0).sum();
+        assert!(chi2 < 110.0, "chi-square {chi2} of 63 degrees of freedom");
+        // What a client may have recorded must come back from any later version.
+        let recorded = [uniform(0, 0), uniform(7, 0), uniform(7, 1), uniform(u64::MAX, u32::MAX)];
+        assert_eq!(recorded, [0.8369197568826472, 0.764109042047738, 0.4659376151199609, 0.24953541245859245]);
+    }
+}

@@ -1,0 +1,90 @@
+//! What one step computes, as the host says it and as a device has prepared it.
+
+use std::any::Any;
+use std::ops::Range;
+
+use crate::sampling::SamplingTask;
+
+/// Rows of a step that belong to one sequence.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionSequence<'a> {
+    /// Where its rows begin in the query and the output, after those of the sequence before it.
+    pub first_row: usize,
+    pub rows: usize,
+    /// Index in the sequence of the first row; row `i` is at `start_position + i` and sees the tokens up to its own.
+    pub start_position: usize,
+    /// The blocks of tokens `0..`; those wholly below every row's window may hold anything in range.
+    pub block_table: &'a [u32],
+}
+
+/// What is the same for all sequences; the number of KV heads and `head_dim` are the cache's.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionShape {
+    /// Query heads, a multiple of the KV heads.
+    pub heads: usize,
+    /// Factor of `q · k`, above 0.
+    pub scale: f32,
+    /// How many tokens a row sees, its own included; all if `None`.
+    pub sliding_window: Option<usize>,
+}
+
+/// A row of which logits are wanted, and what is asked of them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RowTasks {
+    /// Index of the row in the batch.
+    pub row: u32,
+    /// Indices into [`StepInput::tasks`]; those of the row before it end where these start.
+    pub tasks: Range<usize>,
+}
+
+/// One step as the host says it: a flat batch of rows, those of all sequences behind each other.
+#[derive(Clone, Copy)]
+pub struct StepInput<'a> {
+    /// Token of each row.
+    pub tokens: &'a [u32],
+    /// Position of each row for the rotary embedding.
+    pub positions: &'a [u32],
+    /// Where the keys and values of each row go: `block * block_size + offset`.
+    pub slots: &'a [u32],
+    /// In the order of their rows.
+    pub sequences: &'a [AttentionSequence<'a>],
+    /// In the order of their rows.
+    pub logits: &'a [RowTasks],
+    /// What is asked of the rows of `logits`, in their order.
+    pub tasks: &'a [SamplingTask<'a>],
+}
+
+/// A step that a device has prepared ([`Ops::prepare`](crate::Ops::prepare)): what its operators take their indices from.
+pub struct Step<'a> {
+    input: StepInput<'a>,
+    prepared: Box<dyn Any>,
+}
+
+impl<'a> Step<'a> {
+    /// `prepared` is the device's own: what it has copied to its memory, for example.
+    pub(crate) fn new(input: StepInput<'a>, prepared: Box<dyn Any>) -> Self {
+        Self { input, prepared }
+    }
+
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        self.input.tokens.len()
+    }
+
+    /// Number of rows of which logits are wanted.
+    pub fn logits_rows(&self) -> usize {
+        self.input.logits.len()
+    }
+
+    pub(crate) fn input(&self) -> &StepInput<'a> {
+        &self.input
+    }
+
+    /// What the device has made of it.
+    ///
+    /// # Panics
+    /// If another device has prepared it.
+    pub(crate) fn prepared<P: Any>(&self) -> &P {
+        self.prepared.downcast_ref().expect("a step of this device")
+    }
+}
