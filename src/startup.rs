@@ -19,7 +19,7 @@ use crate::memory::{MemoryBudget, MemoryReport, MemoryUse, Traffic, human_bytes}
 use crate::model::config::ModelConfig;
 use crate::model::{Build, Decoder, Parameterized, Workspace, WorkspaceShape, kv_bytes_per_block, kv_caches};
 use crate::scheduler::{Scheduler, SchedulerConfig, Speculation};
-use crate::server::{ModelFacts, Parts, ServerInfo, TextCodec};
+use crate::server::{ModelFacts, Parts, PromptEncoder, ServerInfo};
 use crate::text::{ChatTemplate, Tokenizer};
 use crate::weights::{Checkpoint, Dtype, ModelFiles, ModelSource, Parameters, Partition, Sources, TokenizerFiles};
 
@@ -74,7 +74,7 @@ impl Started {
             vocab_size: model.vocab_size,
             max_model_len: self.max_model_len,
             eos_token_ids: model.eos_token_ids,
-            text: text.tokenizer.map(|tokenizer| Arc::new(TextCodec::new(tokenizer, text.chat_template))),
+            encoder: text.tokenizer.map(|tokenizer| Arc::new(PromptEncoder::new(tokenizer, text.chat_template))),
         };
         let sources = Arc::new(Sources::new(config.weights_dir.clone()));
         let update_idle = Duration::from_secs(config.update_idle_seconds);

@@ -165,8 +165,13 @@ fn a_prompts_logprobs_are_its_score() {
         let engine = Engine::start("qwen2", &level);
         let scored = engine.generate(Request::score(prompts()));
         let mut request = Request::generate(prompts(), 2, SEED, 4);
-        request.kind =
-            rollout_server::engine::Kind::Generate { n: 2, seed: SEED, prompt_logprobs: true, stream_tokens: true };
+        request.kind = rollout_server::engine::Kind::Generate {
+            n: 2,
+            seed: SEED,
+            prompt_logprobs: true,
+            stream_tokens: true,
+            return_text: false,
+        };
         let generated = engine.generate(request);
         assert_eq!(generated.streamed, 32 * 2 * 4);
         for ((_, a), (_, b)) in scored.prompt_logprobs.iter().zip(&generated.prompt_logprobs) {

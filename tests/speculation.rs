@@ -45,9 +45,14 @@ fn all_params() -> Vec<(&'static str, SamplingParams)> {
 
 fn generate(engine: &Engine, params: &SamplingParams) -> Reply {
     let before = engine.status();
-    let reply = engine.generate(Request::generate(prompts(), 3, SEED, 0).params(params.clone()));
+    let reply = engine.generate(Request::generate(prompts(), 3, SEED, 0).params(params.clone()).with_text());
     assert!(reply.error.is_none(), "{:?}", reply.error);
     let tokens: usize = reply.completions.iter().map(|c| c.tokens.len()).sum();
+    for c in &reply.completions {
+        let streamed = reply.streamed_text.get(&(c.prompt_index, c.sample_index)).map_or("", String::as_str);
+        assert_eq!(Some(streamed), c.text.as_deref(), "the pieces of a text add up to it");
+        assert!(params.stop_strings.iter().all(|stop| !streamed.contains(stop)), "{streamed:?} has a stop string");
+    }
     assert_eq!(engine.status().generated_tokens - before.generated_tokens, tokens as u64, "tokens that are counted");
     engine.assert_all_free();
     reply
@@ -57,7 +62,7 @@ fn assert_same(a: &Reply, b: &Reply, what: &str) {
     assert_eq!(a.bits(), b.bits(), "{what}");
     let rest = |reply: &Reply| -> Vec<_> {
         let tops = |c: &rollout_server::engine::Completion| c.tokens.iter().map(|t| t.top.clone()).collect::<Vec<_>>();
-        reply.completions.iter().map(|c| (c.finish_reason, c.text_len, c.seed, tops(c))).collect()
+        reply.completions.iter().map(|c| (c.finish_reason, c.text.clone(), c.seed, tops(c))).collect()
     };
     assert_eq!(rest(a), rest(b), "{what}");
 }
@@ -117,7 +122,7 @@ fn tokens_behind_a_stop_string_are_dropped() {
         for len in 1..20 {
             let text = tokenizer.decode(&said[said.len() - len..], true);
             let params = SamplingParams { stop_strings: vec![text.clone()], ..greedy.clone() };
-            let request = Request::generate(vec![prompt.clone()], 1, SEED, 0).params(params);
+            let request = Request::generate(vec![prompt.clone()], 1, SEED, 0).params(params).with_text();
             let before = with.status();
             let reply = with.generate(request.clone());
             assert_same(&reply, &without.generate(request), &format!("until {text:?}"));

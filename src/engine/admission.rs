@@ -1,10 +1,12 @@
 //! Requests from their arrival to their end: held, accepted, refused, aborted.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
 use super::lifecycle::State;
 use super::transaction::Transaction;
 use super::{AbortReply, AbortTarget, Ending, Engine, Event, GenerateCommand, Request, shutting_down};
 use crate::cache::CacheSalt;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, panic_message};
 use crate::executor::Executor;
 use crate::types::RequestKey;
 
@@ -62,7 +64,7 @@ impl<X: Executor> Engine<X> {
             Err(error) => return refuse(command, error),
         };
         let salt = CacheSalt { epoch: self.policy.epoch(), adapter };
-        let (request, groups) = Request::new(key, command, salt, self.tokenizer.as_ref());
+        let (mut request, groups) = Request::new(key, command, salt, self.tokenizer.as_ref());
         match self.scheduler.add(groups) {
             Ok(()) => {
                 self.requests.accept(key, request);
@@ -142,17 +144,19 @@ impl<X: Executor> Engine<X> {
 
     /// Takes a request out; samples that still run are cut short. Its blocks are free when this returns.
     pub(super) fn end(&mut self, key: RequestKey, ending: Ending) {
-        let Some(request) = self.take(key) else { return };
+        let Some(mut request) = self.take(key) else { return };
         match ending {
             Ending::Aborted => self.statistics.count_aborted_request(),
             Ending::Finished => self.statistics.count_finished_request(),
         }
-        request.end();
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| request.end())) {
+            self.report_panic(key, &mut request, &panic_message(&*panic));
+        }
     }
 
     /// Takes a request out that nothing has come of.
     pub(super) fn reject(&mut self, key: RequestKey, error: Error) {
-        if let Some(request) = self.take(key) {
+        if let Some(mut request) = self.take(key) {
             self.statistics.count_aborted_request();
             request.fail(error);
         }
@@ -164,7 +168,8 @@ impl<X: Executor> Engine<X> {
         }
     }
 
-    fn take(&mut self, key: RequestKey) -> Option<Request> {
+    /// Takes an accepted request out and gives back what it holds: blocks, queue places, the lease of its adapter.
+    pub(super) fn take(&mut self, key: RequestKey) -> Option<Request> {
         let request = self.requests.remove_accepted(key)?;
         self.scheduler.abort(key);
         request.adapter().into_iter().for_each(|generation| self.adapters.give_back(generation));

@@ -4,9 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use super::event::Event;
 use crate::error::{Error, Result};
 use crate::memory::{Backlog, Charge, MemoryReport};
-use crate::types::{FinishReason, Prompt, SamplingParams, TokenLogprobs, WeightVersion};
+use crate::types::{Prompt, SamplingParams, WeightVersion};
 use crate::weights::{ShadowWeights, Tensors, UpdateKind, WeightUpdate};
 
 /// Set when the client is gone; the engine looks before each step and ends the request.
@@ -335,66 +336,12 @@ pub struct AdapterStatus {
 #[derive(Clone, Debug, PartialEq)]
 pub enum Kind {
     /// `n` samples of each.
-    Generate { n: u32, seed: u64, prompt_logprobs: bool, stream_tokens: bool },
+    ///
+    /// `stream_tokens`: each token is told as it is sampled. `return_text`: completions, and streamed tokens, have text;
+    /// only for a model with a tokenizer.
+    Generate { n: u32, seed: u64, prompt_logprobs: bool, stream_tokens: bool, return_text: bool },
     /// Log-probabilities of each token after the first; nothing is sampled.
     Score,
-}
-
-/// What a request is told, in the order it happens.
-#[derive(Clone, Debug)]
-pub enum Event {
-    /// One token of one sample; only if `stream_tokens`.
-    Token { prompt_index: u32, sample_index: u32, logprobs: TokenLogprobs },
-    /// Log-probabilities of prompt tokens 1.., when all are there (scoring, or `prompt_logprobs`).
-    PromptLogprobs { prompt_index: u32, logprobs: Vec<TokenLogprobs>, weight_version: WeightVersion },
-    /// One sample has ended.
-    Completion(Completion),
-    /// All samples have ended; terminal.
-    Done(Summary),
-    /// The request was refused; terminal.
-    Failed(Error),
-}
-
-impl Event {
-    /// About what it takes while it waits for its reader.
-    pub fn bytes(&self) -> u64 {
-        let heap = match self {
-            Self::Token { logprobs, .. } => logprobs.heap_bytes(),
-            Self::PromptLogprobs { logprobs, .. } => tokens_bytes(logprobs),
-            Self::Completion(c) => tokens_bytes(&c.tokens) + size_of_val(&c.weight_versions[..]),
-            Self::Done(_) | Self::Failed(_) => 0,
-        };
-        (size_of::<Self>() + heap) as u64
-    }
-}
-
-/// What tokens take while they are held.
-pub(super) fn tokens_bytes(tokens: &[TokenLogprobs]) -> usize {
-    size_of_val(tokens) + tokens.iter().map(TokenLogprobs::heap_bytes).sum::<usize>()
-}
-
-/// One finished sample.
-#[derive(Clone, Debug)]
-pub struct Completion {
-    pub prompt_index: u32,
-    pub sample_index: u32,
-    pub tokens: Vec<TokenLogprobs>,
-    pub finish_reason: FinishReason,
-    /// Byte length of the text before the stop string, if one ended the sample.
-    pub text_len: Option<usize>,
-    /// `(version, start, end)` over `tokens`.
-    pub weight_versions: Vec<(WeightVersion, u32, u32)>,
-    pub seed: u64,
-    pub cached_tokens: u32,
-}
-
-/// Totals of one request.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Summary {
-    pub prompt_tokens: u64,
-    pub cached_tokens: u64,
-    pub completion_tokens: u64,
-    pub seconds: f64,
 }
 
 #[derive(Clone, Debug, PartialEq)]

@@ -30,6 +30,7 @@ mod backpressure;
 mod checksum;
 mod command;
 mod drain;
+mod event;
 mod lifecycle;
 mod policy;
 mod request;
@@ -38,6 +39,7 @@ mod sleep;
 mod stats;
 #[cfg(test)]
 mod tests;
+mod text;
 mod transaction;
 mod update;
 
@@ -47,6 +49,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Instant;
 
 pub use command::*;
+pub use event::{Completion, Event, Summary};
 
 use tracing::trace_span;
 
@@ -88,7 +91,7 @@ pub struct Setup {
 pub struct Engine<X: Executor> {
     executor: X,
     scheduler: Scheduler,
-    /// For stop strings.
+    /// For stop strings and for the text of samples; `None` if the model has none.
     tokenizer: Option<Arc<Tokenizer>>,
     commands: Receiver<Command>,
     parameters: Arc<Parameters>,
@@ -283,13 +286,21 @@ impl<X: Executor> Engine<X> {
         }
     }
 
-    /// Ends a request whose answer panicked. Its events may be lost half way, but nothing else of the engine was being
-    /// changed, so that all others go on.
+    /// Ends a request whose answer panicked. Some of its events may be lost, but nothing else of the engine was being
+    /// changed, so all other requests go on.
     fn fail(&mut self, key: RequestKey, panic: &str) {
+        if let Some(mut request) = self.take(key) {
+            self.statistics.count_aborted_request();
+            self.report_panic(key, &mut request, panic);
+        }
+    }
+
+    /// Tells the client of a request that has been taken out that its answer panicked.
+    fn report_panic(&mut self, key: RequestKey, request: &mut Request, panic: &str) {
         tracing::error!(request = key.0, "a request ends because its answer panicked: {panic}");
         self.statistics.count_internal_error();
         let error = Error::Internal(format!("the answer to this request panicked: {panic}; other requests go on"));
-        if catch_unwind(AssertUnwindSafe(|| self.reject(key, error))).is_err() {
+        if catch_unwind(AssertUnwindSafe(|| request.fail(error))).is_err() {
             tracing::error!(request = key.0, "its client could not be told");
         }
     }

@@ -4,13 +4,15 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::command::{CancelFlag, Completion, Event, GenerateCommand, Kind, Responder, Summary, tokens_bytes};
+use super::command::{CancelFlag, GenerateCommand, Kind, Responder};
+use super::event::{Completion, Event, Summary, tokens_bytes};
+use super::text::{FinishedText, SampleText};
 use crate::cache::CacheSalt;
 use crate::error::Error;
 use crate::memory::{Backlog, Charge};
 use crate::scheduler::{Group, GroupKind};
-use crate::text::{IncrementalDetokenizer, StopMatcher, StopStrings, Tokenizer};
-use crate::types::{FinishReason, GroupKey, RequestKey, SampleKey, TokenId, TokenLogprobs, WeightVersion, sample_seed};
+use crate::text::Tokenizer;
+use crate::types::{FinishReason, GroupKey, RequestKey, SampleKey, TokenLogprobs, WeightVersion, sample_seed};
 
 /// State of a request between admission and its terminal event.
 pub struct Request {
@@ -42,16 +44,21 @@ struct Sample {
     tokens: Vec<TokenLogprobs>,
     /// `(version, start, end)` over `tokens`.
     weight_versions: Vec<(WeightVersion, u32, u32)>,
-    /// Where the request has stop strings.
-    stop: Option<TextWatch>,
+    /// Where the request has stop strings, or wants text.
+    text: Option<SampleText>,
 }
 
 impl Sample {
-    fn new(seed: u64, stop: Option<TextWatch>) -> Self {
-        Self { seed, cached_tokens: 0, tokens: Vec::new(), weight_versions: Vec::new(), stop }
+    fn new(seed: u64, text: Option<SampleText>) -> Self {
+        Self { seed, cached_tokens: 0, tokens: Vec::new(), weight_versions: Vec::new(), text }
     }
 
-    /// Takes a token of the policy `version`.
+    /// Bytes of text that it keeps.
+    fn text_bytes(&self) -> usize {
+        self.text.as_ref().map_or(0, SampleText::bytes)
+    }
+
+    /// Adds a token that the policy `version` made.
     fn push(&mut self, logprobs: TokenLogprobs, version: WeightVersion) {
         let start = self.tokens.len() as u32;
         match self.weight_versions.last_mut() {
@@ -60,14 +67,6 @@ impl Sample {
         }
         self.tokens.push(logprobs);
     }
-}
-
-/// A sample's text, watched for stop strings.
-#[derive(Clone)]
-struct TextWatch {
-    detokenizer: IncrementalDetokenizer,
-    matcher: StopMatcher,
-    delta: String,
 }
 
 impl GenerateCommand {
@@ -81,20 +80,11 @@ impl GenerateCommand {
     }
 }
 
-impl TextWatch {
-    /// Takes the next token. Returns the length in bytes of the text before a stop string that this token completes.
-    fn push(&mut self, token: TokenId) -> Option<usize> {
-        self.delta.clear();
-        self.detokenizer.push(token, &mut self.delta);
-        self.matcher.push(&self.delta)
-    }
-}
-
 impl Request {
     /// The request and the groups to schedule for it.
     ///
     /// # Panics
-    /// If it has stop strings and there is no tokenizer: the door refuses that.
+    /// If it has stop strings or wants text and there is no tokenizer, which the server refuses at the door.
     pub fn new(
         key: RequestKey,
         command: GenerateCommand,
@@ -103,14 +93,10 @@ impl Request {
     ) -> (Self, Vec<Group>) {
         let GenerateCommand { request_id, prompts, kind, params, if_weight_version, cancel, responder, .. } = command;
         let GenerateCommand { charge, backlog, .. } = command;
-        let stop = (!params.stop_strings.is_empty()).then(|| {
-            let tokenizer = tokenizer.expect("stop strings were let in without a tokenizer");
-            TextWatch {
-                // As the text of a completion is made: special tokens are no part of it.
-                detokenizer: IncrementalDetokenizer::new(tokenizer.clone(), true),
-                matcher: StopMatcher::new(Arc::new(StopStrings::new(&params.stop_strings))),
-                delta: String::new(),
-            }
+        let return_text = matches!(kind, Kind::Generate { return_text: true, .. });
+        let text = (return_text || !params.stop_strings.is_empty()).then(|| {
+            let tokenizer = tokenizer.expect("a request for text or with stop strings was let in without a tokenizer");
+            SampleText::new(tokenizer, &params.stop_strings, return_text)
         });
         let (n, seed) = match kind {
             Kind::Generate { n, seed, .. } => (n, seed),
@@ -123,7 +109,7 @@ impl Request {
             let group = GroupKey { request: key, prompt_index };
             let seeds: Vec<u64> = (0..n).map(|i| sample_seed(seed, prompt_index, i)).collect();
             for (sample_index, &seed) in (0..).zip(&seeds) {
-                samples.insert(SampleKey { group, sample_index }, Sample::new(seed, stop.clone()));
+                samples.insert(SampleKey { group, sample_index }, Sample::new(seed, text.clone()));
             }
             let kind = match &kind {
                 &Kind::Generate { prompt_logprobs, .. } => GroupKind::Sample { seeds, prompt_logprobs },
@@ -225,22 +211,25 @@ impl Request {
         version: WeightVersion,
     ) -> bool {
         let sample = self.samples.get_mut(&key).expect("a token is of a sample that runs");
-        let text_len = sample.stop.as_mut().and_then(|stop| stop.push(logprobs.token));
-        // A token that ends the sample by itself is no text.
-        let by_token = matches!(finish, Some(FinishReason::Eos | FinishReason::StopToken));
-        let (finish, text_len) = match text_len {
-            Some(len) if !by_token => (Some(FinishReason::StopString), Some(len)),
-            _ => (finish, None),
+        let text_bytes = sample.text_bytes();
+        let completes_stop_string = sample.text.as_mut().is_some_and(|text| text.push(logprobs.token));
+        let finish = match finish {
+            // The token ends the sample by itself, whatever its text.
+            Some(FinishReason::Eos | FinishReason::StopToken) => finish,
+            _ if completes_stop_string => Some(FinishReason::StopString),
+            _ => finish,
         };
         if self.stream_tokens {
             let (prompt_index, sample_index) = (key.group.prompt_index, key.sample_index);
-            (self.responder)(Event::Token { prompt_index, sample_index, logprobs: logprobs.clone() });
+            let text = sample.text.as_mut().and_then(SampleText::next_piece);
+            (self.responder)(Event::Token { prompt_index, sample_index, logprobs: logprobs.clone(), text });
         }
-        self.charge.grow_always(tokens_bytes(std::slice::from_ref(&logprobs)) as u64);
+        let grown = tokens_bytes(std::slice::from_ref(&logprobs)) + sample.text_bytes() - text_bytes;
+        self.charge.grow_always(grown as u64);
         sample.push(logprobs, version);
         if let Some(reason) = finish {
             let sample = self.samples.remove(&key).expect("it was there");
-            self.complete(key, sample, reason, text_len);
+            self.complete(key, sample, reason);
         }
         finish.is_some()
     }
@@ -251,30 +240,38 @@ impl Request {
     }
 
     /// Ends samples that still run as aborted, and sends the terminal event.
-    pub fn end(mut self) {
+    pub fn end(&mut self) {
         for (key, sample) in std::mem::take(&mut self.samples) {
-            self.complete(key, sample, FinishReason::Aborted, None);
+            self.complete(key, sample, FinishReason::Aborted);
         }
         self.summary.seconds = self.started.elapsed().as_secs_f64();
         (self.responder)(Event::Done(self.summary.clone()));
     }
 
-    /// Refuses the request.
-    pub fn fail(mut self, error: Error) {
+    /// Sends the error as the terminal event.
+    pub fn fail(&mut self, error: Error) {
         (self.responder)(Event::Failed(error));
     }
 
-    fn complete(&mut self, key: SampleKey, sample: Sample, finish_reason: FinishReason, text_len: Option<usize>) {
+    fn complete(&mut self, key: SampleKey, sample: Sample, finish_reason: FinishReason) {
         let len = sample.tokens.len() as u32;
         self.summary.completion_tokens += u64::from(len);
-        // From here on they are in the backlog.
-        self.charge.shrink(tokens_bytes(&sample.tokens) as u64);
+        // From here on the backlog counts them.
+        self.charge.shrink((tokens_bytes(&sample.tokens) + sample.text_bytes()) as u64);
+        let (prompt_index, sample_index) = (key.group.prompt_index, key.sample_index);
+        let text = sample.text.and_then(|text| text.finish(finish_reason == FinishReason::StopString));
+        if let Some(FinishedText { rest, .. }) = &text
+            && self.stream_tokens
+            && !rest.is_empty()
+        {
+            (self.responder)(Event::Text { prompt_index, sample_index, text: rest.clone() });
+        }
         (self.responder)(Event::Completion(Completion {
-            prompt_index: key.group.prompt_index,
-            sample_index: key.sample_index,
+            prompt_index,
+            sample_index,
             tokens: sample.tokens,
             finish_reason,
-            text_len,
+            text: text.map(|text| text.whole),
             weight_versions: sample.weight_versions,
             seed: sample.seed,
             cached_tokens: sample.cached_tokens,

@@ -3,13 +3,13 @@
 
 mod connections;
 mod convert;
+mod encoder;
 mod frames;
 mod gate;
 mod grpc;
 mod isolation;
 mod parts;
 mod shutdown;
-mod text;
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -26,9 +26,9 @@ use tonic_health::pb::health_server::{Health, HealthServer};
 use tonic_health::server::HealthReporter;
 
 pub use connections::connection_limit;
+pub use encoder::PromptEncoder;
 pub use parts::{ModelFacts, Parts, ServerInfo};
 pub use shutdown::{ShutdownHandle, ShutdownOrders, shutdown_channel, watch_signals};
-pub use text::TextCodec;
 
 use crate::engine::{Command, EngineHandle};
 use crate::error::{Error, Result};

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::text::TextCodec;
+use super::encoder::PromptEncoder;
 use crate::engine::EngineHandle;
 use crate::memory::Traffic;
 use crate::types::TokenId;
@@ -31,8 +31,8 @@ pub struct ModelFacts {
     pub max_model_len: usize,
     /// Ascending.
     pub eos_token_ids: Vec<TokenId>,
-    /// None: token ids only.
-    pub text: Option<Arc<TextCodec>>,
+    /// For prompts of text; `None` for a model without a tokenizer, which takes and gives token ids only.
+    pub encoder: Option<Arc<PromptEncoder>>,
 }
 
 /// Facts that `GetInfo` reports and that are not in [`ModelFacts`].

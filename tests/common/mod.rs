@@ -1,6 +1,7 @@
 //! A running engine on a fixture checkpoint, and requests to it, without the server.
 #![allow(dead_code)] // each test binary uses its part
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
@@ -140,7 +141,7 @@ pub struct Request {
 impl Request {
     /// `n` samples of each prompt with `max_tokens` tokens at temperature 1.
     pub fn generate(prompts: Vec<Vec<TokenId>>, n: u32, seed: u64, max_tokens: u32) -> Self {
-        let kind = Kind::Generate { n, seed, prompt_logprobs: false, stream_tokens: false };
+        let kind = Kind::Generate { n, seed, prompt_logprobs: false, stream_tokens: false, return_text: false };
         Self::new(prompts, kind, SamplingParams { max_tokens, ..Default::default() })
     }
 
@@ -156,6 +157,14 @@ impl Request {
     /// With an id of its own; without one, requests must run one after the other.
     pub fn named(mut self, id: impl Into<String>) -> Self {
         self.id = id.into();
+        self
+    }
+
+    /// With the text of completions, and streamed token by token.
+    pub fn with_text(mut self) -> Self {
+        if let Kind::Generate { stream_tokens, return_text, .. } = &mut self.kind {
+            (*stream_tokens, *return_text) = (true, true);
+        }
         self
     }
 
@@ -177,7 +186,14 @@ impl Running {
         let mut reply = Reply::default();
         loop {
             match self.events.recv_timeout(PATIENCE).expect("the engine answers") {
-                Event::Token { .. } => reply.streamed += 1,
+                Event::Token { prompt_index, sample_index, text, .. } => {
+                    reply.streamed += 1;
+                    reply.add_text(prompt_index, sample_index, &text.unwrap_or_default());
+                }
+                Event::Text { prompt_index, sample_index, text } => {
+                    assert!(!text.is_empty());
+                    reply.add_text(prompt_index, sample_index, &text);
+                }
                 Event::PromptLogprobs { prompt_index, logprobs, .. } => {
                     reply.prompt_logprobs.push((prompt_index, logprobs))
                 }
@@ -202,11 +218,19 @@ pub struct Reply {
     pub completions: Vec<Completion>,
     pub prompt_logprobs: Vec<(u32, Vec<TokenLogprobs>)>,
     pub streamed: usize,
+    /// Streamed text by prompt and sample, where there is any.
+    pub streamed_text: BTreeMap<(u32, u32), String>,
     pub summary: Option<Summary>,
     pub error: Option<rollout_server::error::Error>,
 }
 
 impl Reply {
+    fn add_text(&mut self, prompt_index: u32, sample_index: u32, text: &str) {
+        if !text.is_empty() {
+            self.streamed_text.entry((prompt_index, sample_index)).or_default().push_str(text);
+        }
+    }
+
     /// Tokens and the bits of both log-probabilities of each completion: what must be equal.
     pub fn bits(&self) -> Vec<Vec<(TokenId, u32, u32)>> {
         self.completions.iter().map(|c| bits(&c.tokens)).collect()
@@ -226,7 +250,7 @@ pub fn random_prompts(seed: u64, count: usize, lengths: std::ops::Range<usize>, 
 }
 
 /// Values of whole parameters by name, with the shape of each.
-pub type StateDict = std::collections::BTreeMap<String, (Vec<usize>, Vec<f32>)>;
+pub type StateDict = BTreeMap<String, (Vec<usize>, Vec<f32>)>;
 
 /// Random values for every parameter, of the size that weights have, representable in bfloat16.
 pub fn random_weights(parameters: &Parameters, seed: u64) -> StateDict {

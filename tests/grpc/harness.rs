@@ -34,7 +34,7 @@ pub fn config(port: u16) -> ServerConfig {
 
 /// Vocabulary 100, context 32, token 99 ends a sequence, no tokenizer; two parameters.
 pub fn parts(engine: EngineHandle) -> Parts {
-    let model = ModelFacts { vocab_size: 100, max_model_len: 32, eos_token_ids: vec![99], text: None };
+    let model = ModelFacts { vocab_size: 100, max_model_len: 32, eos_token_ids: vec![99], encoder: None };
     let info = ServerInfo { model: "fake".into(), dtype: "float32".into(), block_size: 16, ..Default::default() };
     let specs = vec![
         ParamSpec::new("model.norm.weight", vec![4], ShardRule::Replicated),
@@ -134,7 +134,7 @@ pub fn token(id: u32) -> TokenLogprobs {
 }
 
 pub fn token_event(sample_index: u32, id: u32) -> Event {
-    Event::Token { prompt_index: 0, sample_index, logprobs: token(id) }
+    Event::Token { prompt_index: 0, sample_index, logprobs: token(id), text: None }
 }
 
 pub fn completion_event(sample_index: u32, ids: &[u32], finish_reason: FinishReason) -> Event {
@@ -143,7 +143,7 @@ pub fn completion_event(sample_index: u32, ids: &[u32], finish_reason: FinishRea
         sample_index,
         tokens: ids.iter().map(|&id| token(id)).collect(),
         finish_reason,
-        text_len: None,
+        text: None,
         weight_versions: vec![(0, 0, ids.len() as u32)],
         seed: 5,
         cached_tokens: 0,

@@ -33,7 +33,7 @@ fn a_panic_in_an_answer_ends_its_request_alone() {
 /// A request whose responder panics at the event of this number, counted from 0, and at all after it if `always`.
 fn panicking(id: &str, at: usize, always: bool) -> (GenerateCommand, Receiver<Event>) {
     let (mut command, _) = ask(id, 3, 4);
-    command.kind = Kind::Generate { n: 2, seed: 1, prompt_logprobs: true, stream_tokens: true };
+    command.kind = Kind::Generate { n: 2, seed: 1, prompt_logprobs: true, stream_tokens: true, return_text: false };
     let (sender, events) = channel();
     let mut seen = 0;
     command.responder = Box::new(move |event| {
@@ -61,6 +61,23 @@ fn a_panic_while_events_are_made_ends_their_request_alone() {
         assert_eq!(rig.status().internal_errors, 1);
         rig.assert_clean();
     }
+}
+
+#[test]
+fn a_panic_while_an_aborted_request_is_told_ends_that_one_alone() {
+    let mut rig = Rig::new();
+    // Its events: the prompt's log-probabilities, two tokens, then two completions as it ends.
+    let (command, events) = panicking("bad", 3, false);
+    rig.command(Command::Generate(Box::new(command)));
+    let good = rig.submit(ask("good", 3, 4));
+    rig.step();
+    told(&rig.call(|reply| Command::Abort { target: AbortTarget::Requests(vec!["bad".into()]), reply })).reply();
+    let last = events.try_iter().last();
+    assert!(matches!(last, Some(Event::Failed(Error::Internal(_)))), "{last:?}");
+    rig.finish();
+    assert_eq!(sampled(&good.completion()), [0; 4]);
+    assert_eq!(rig.status().internal_errors, 1);
+    rig.assert_clean();
 }
 
 /// Sets a flag when it is dropped.

@@ -11,4 +11,5 @@ mod requests;
 mod rig;
 mod serving;
 mod states;
+mod texts;
 mod updates;

@@ -50,7 +50,6 @@ pub(super) struct ValidRequest {
     adapter: Option<String>,
     if_weight_version: Option<WeightVersion>,
     min_weight_version: Option<WeightVersion>,
-    pub(super) return_text: bool,
 }
 
 /// The engine's end of a request's events.
@@ -103,7 +102,7 @@ pub(super) fn generate(request: pb::GenerateRequest, model: &ModelFacts, charge:
     check_versions(request.if_weight_version, request.min_weight_version)?;
     check_top_logprobs(request.top_logprobs, model)?;
     let n = check_n(request.n, request.prompts.len())?;
-    if request.return_text && model.text.is_none() {
+    if request.return_text && model.encoder.is_none() {
         return Err(Error::invalid("return_text", "this model has no tokenizer; ask for token ids only"));
     }
     let params = sampling::for_generate(request.sampling.as_ref(), request.top_logprobs, model)?;
@@ -116,12 +115,12 @@ pub(super) fn generate(request: pb::GenerateRequest, model: &ModelFacts, charge:
             seed,
             prompt_logprobs: request.prompt_logprobs,
             stream_tokens: request.stream_tokens,
+            return_text: request.return_text,
         },
         params: Arc::new(params),
         adapter: named(request.adapter)?,
         if_weight_version: request.if_weight_version,
         min_weight_version: request.min_weight_version,
-        return_text: request.return_text,
     })
 }
 
@@ -139,7 +138,6 @@ pub(super) fn score(request: pb::ScoreRequest, model: &ModelFacts) -> Result<Val
         adapter: named(request.adapter)?,
         if_weight_version: request.if_weight_version,
         min_weight_version: request.min_weight_version,
-        return_text: false,
     })
 }
 

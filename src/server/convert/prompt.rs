@@ -3,7 +3,7 @@
 use super::{MAX_SAMPLES_PER_REQUEST, ModelFacts, pb};
 use crate::error::{Error, Result};
 use crate::memory::Charge;
-use crate::server::text::TextCodec;
+use crate::server::encoder::PromptEncoder;
 use crate::types::{Prompt, TokenId};
 
 /// Prompts to sample from, each leaving room for at least one token.
@@ -42,7 +42,7 @@ fn prompt(path: &str, prompt: pb::Prompt, model: &ModelFacts, charge: &mut Charg
         Some(Kind::Tokens(tokens)) => (format!("{path}.tokens"), tokens.ids),
         Some(Kind::Text(text)) => {
             let path = format!("{path}.text");
-            let ids = codec(&path, model)?.encode_text(&path, &text, model.max_model_len, charge)?;
+            let ids = encoder(&path, model)?.encode_text(&path, &text, model.max_model_len, charge)?;
             charge.grow(size_of_val(&ids[..]) as u64)?;
             (path, ids)
         }
@@ -65,12 +65,12 @@ fn prompt(path: &str, prompt: pb::Prompt, model: &ModelFacts, charge: &mut Charg
     Ok(Prompt::from_tokens(ids))
 }
 
-fn codec<'a>(path: &str, model: &'a ModelFacts) -> Result<&'a TextCodec> {
-    model.text.as_deref().ok_or_else(|| Error::invalid(path, "this model has no tokenizer; give token ids"))
+fn encoder<'a>(path: &str, model: &'a ModelFacts) -> Result<&'a PromptEncoder> {
+    model.encoder.as_deref().ok_or_else(|| Error::invalid(path, "this model has no tokenizer; give token ids"))
 }
 
 fn encode_chat(path: &str, chat: &pb::Chat, model: &ModelFacts, charge: &mut Charge) -> Result<Vec<TokenId>> {
-    let codec = codec(path, model)?;
+    let encoder = encoder(path, model)?;
     if chat.messages.is_empty() {
         return Err(Error::invalid(format!("{path}.messages"), "is empty; give at least one message"));
     }
@@ -80,7 +80,7 @@ fn encode_chat(path: &str, chat: &pb::Chat, model: &ModelFacts, charge: &mut Cha
         }
     }
     let messages: Vec<_> = chat.messages.iter().map(|m| (m.role.as_str(), m.content.as_str())).collect();
-    codec.encode_chat(path, &messages, model.max_model_len, charge)
+    encoder.encode_chat(path, &messages, model.max_model_len, charge)
 }
 
 /// Not empty, and every id in the vocabulary. `path` is of the list of ids or of what was encoded.

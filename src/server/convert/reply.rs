@@ -1,15 +1,11 @@
 //! Engine events as the messages of a reply.
 
-use std::collections::{HashMap, VecDeque};
-use std::sync::Arc;
+use std::collections::VecDeque;
 
 use super::{ValidRequest, pb};
 use crate::engine::{Completion, Event, Kind, Summary};
 use crate::error::{Error, Result};
-use crate::server::parts::ModelFacts;
-use crate::server::text::{TextCodec, TextStream};
-use crate::text::StopStrings;
-use crate::types::{FinishReason, Prompt, TokenId, TokenLogprobs, WeightVersion};
+use crate::types::{FinishReason, Prompt, TokenLogprobs, WeightVersion};
 use pb::generate_response::Event as Message;
 
 /// Tokens of a sequence in one message of scores: 0.8 MB with 100 most likely tokens at each.
@@ -41,71 +37,39 @@ pub(in crate::server) struct ReplyWriter {
     prompts: Vec<Prompt>,
     /// Whether messages have `top_logprobs`.
     top: bool,
-    /// If messages have text.
-    text: Option<TextWriter>,
-}
-
-/// Makes the text of completions and deltas.
-struct TextWriter {
-    codec: Arc<TextCodec>,
-    stop_strings: Arc<StopStrings>,
-    /// The texts of samples whose tokens are being streamed, by (prompt, sample).
-    streams: HashMap<(u32, u32), TextStream>,
-}
-
-impl TextWriter {
-    fn new(codec: Arc<TextCodec>, stop_strings: &[String]) -> Self {
-        Self { codec, stop_strings: Arc::new(StopStrings::new(stop_strings)), streams: HashMap::new() }
-    }
-
-    /// What a streamed token adds to its sample's text.
-    fn push(&mut self, sample: (u32, u32), token: TokenId) -> String {
-        self.streams.entry(sample).or_insert_with(|| self.codec.stream(&self.stop_strings)).push(token)
-    }
-
-    /// The text of a completion up to the stop string that ended it, and which part of it was held back from the
-    /// stream of its tokens.
-    fn finish(&mut self, c: &Completion) -> (String, Option<String>) {
-        let ids: Vec<TokenId> = c.tokens.iter().map(|t| t.token).collect();
-        let mut text = self.codec.decode(&ids);
-        if let Some(len) = c.text_len {
-            text.truncate(text.floor_char_boundary(len));
-        }
-        let stream = self.streams.remove(&(c.prompt_index, c.sample_index));
-        let held_back = stream.and_then(|s| text.get(s.emitted()..)).filter(|held_back| !held_back.is_empty());
-        let held_back = held_back.map(str::to_owned);
-        (text, held_back)
-    }
 }
 
 impl ReplyWriter {
-    pub(in crate::server) fn new(request: &ValidRequest, model: &ModelFacts) -> Self {
+    pub(in crate::server) fn new(request: &ValidRequest) -> Self {
         let echo_prompts = matches!(request.kind, Kind::Generate { prompt_logprobs: true, .. });
-        let codec = model.text.clone().filter(|_| request.return_text);
         Self {
             request_id: request.request_id.clone(),
             prompts: if echo_prompts { request.prompts.clone() } else { Vec::new() },
             top: request.params.top_logprobs > 0,
-            text: codec.map(|codec| TextWriter::new(codec, &request.params.stop_strings)),
         }
     }
 
-    fn messages(&mut self, event: Event, out: &mut VecDeque<pb::GenerateResponse>) -> Result<Progress> {
+    fn messages(&self, event: Event, out: &mut VecDeque<pb::GenerateResponse>) -> Result<Progress> {
         let mut push = |event| out.push_back(pb::GenerateResponse { event: Some(event) });
         match event {
-            Event::Token { prompt_index, sample_index, logprobs } => {
-                push(Message::Delta(self.delta(prompt_index, sample_index, &logprobs)));
-            }
+            Event::Token { prompt_index, sample_index, logprobs, text } => push(Message::Delta(pb::TokenDelta {
+                prompt_index,
+                sample_index,
+                token_ids: vec![logprobs.token],
+                logprobs: vec![logprobs.processed],
+                raw_logprobs: vec![logprobs.raw],
+                text,
+            })),
+            Event::Text { prompt_index, sample_index, text } => push(Message::Delta(pb::TokenDelta {
+                prompt_index,
+                sample_index,
+                text: Some(text),
+                ..Default::default()
+            })),
             Event::PromptLogprobs { prompt_index, logprobs, .. } => {
                 push(Message::PromptLogprobs(self.prompt_logprobs(prompt_index, &logprobs)?));
             }
-            Event::Completion(completion) => {
-                let (rest, completion) = self.completion(completion);
-                if let Some(delta) = rest {
-                    push(Message::Delta(delta));
-                }
-                push(Message::Completion(completion));
-            }
+            Event::Completion(completion) => push(Message::Completion(self.completion(completion))),
             Event::Done(summary) => {
                 push(Message::Summary(self.summary(&summary)));
                 return Ok(Progress::Done);
@@ -115,29 +79,10 @@ impl ReplyWriter {
         Ok(Progress::More)
     }
 
-    fn delta(&mut self, prompt_index: u32, sample_index: u32, token: &TokenLogprobs) -> pb::TokenDelta {
-        pb::TokenDelta {
-            prompt_index,
-            sample_index,
-            token_ids: vec![token.token],
-            logprobs: vec![token.processed],
-            raw_logprobs: vec![token.raw],
-            text: self.text.as_mut().map(|t| t.push((prompt_index, sample_index), token.token)),
-        }
-    }
-
-    /// The completion, and before it what was held back of a streamed text, so that deltas add up to the text.
-    fn completion(&mut self, c: Completion) -> (Option<pb::TokenDelta>, pb::Completion) {
-        let (text, held_back) = self.text.as_mut().map(|t| t.finish(&c)).unzip();
-        let rest = held_back.flatten().map(|held_back| pb::TokenDelta {
-            prompt_index: c.prompt_index,
-            sample_index: c.sample_index,
-            text: Some(held_back),
-            ..Default::default()
-        });
+    fn completion(&self, c: Completion) -> pb::Completion {
         let span =
             |&(weight_version, start, end): &(WeightVersion, u32, u32)| pb::VersionSpan { weight_version, start, end };
-        let completion = pb::Completion {
+        pb::Completion {
             prompt_index: c.prompt_index,
             sample_index: c.sample_index,
             token_ids: c.tokens.iter().map(|t| t.token).collect(),
@@ -148,9 +93,8 @@ impl ReplyWriter {
             weight_versions: c.weight_versions.iter().map(span).collect(),
             seed: c.seed,
             cached_tokens: c.cached_tokens,
-            text,
-        };
-        (rest, completion)
+            text: c.text,
+        }
     }
 
     fn prompt_logprobs(&self, prompt_index: u32, logprobs: &[TokenLogprobs]) -> Result<pb::PromptLogprobs> {
@@ -257,7 +201,7 @@ impl Writer for ScoreWriter {
             Event::Done(_) => Progress::Done,
             Event::Failed(error) => Progress::Failed(error),
             // Abort ends a scored sequence by an aborted completion without tokens; the missing score tells it all.
-            Event::Completion(_) | Event::Token { .. } => Progress::More,
+            Event::Completion(_) | Event::Token { .. } | Event::Text { .. } => Progress::More,
         }
     }
 }

@@ -146,7 +146,7 @@ fn stop_strings(stop: &[String], model: &ModelFacts) -> Result<Vec<String>> {
     if stop.is_empty() {
         return Ok(Vec::new());
     }
-    if model.text.is_none() {
+    if model.encoder.is_none() {
         return Err(Error::invalid("sampling.stop", "this model has no tokenizer; use stop_token_ids"));
     }
     if stop.len() > MAX_STOP_STRINGS {

@@ -134,8 +134,8 @@ fn info_response(parts: &Parts) -> pb::GetInfoResponse {
         eos_token_ids: model.eos_token_ids.clone(),
         parameters: info.parameters,
         kernel: info.kernel.clone(),
-        has_tokenizer: model.text.is_some(),
-        has_chat_template: model.text.as_ref().is_some_and(|t| t.has_chat_template()),
+        has_tokenizer: model.encoder.is_some(),
+        has_chat_template: model.encoder.as_ref().is_some_and(|e| e.has_chat_template()),
         max_adapters: count(info.max_adapters),
         max_lora_rank: count(info.max_lora_rank),
     }

@@ -32,7 +32,7 @@ impl RolloutService {
         &self,
         mut request: Request<M>,
         convert: impl FnOnce(M, &ModelFacts, &mut Charge) -> Result<ValidRequest> + Send + 'static,
-        writer: impl FnOnce(&ValidRequest, &ModelFacts) -> W,
+        writer: impl FnOnce(&ValidRequest) -> W,
     ) -> tonic::Result<Response<ReplyStream<W>>>
     where
         M: prost::Message + 'static,
@@ -46,7 +46,7 @@ impl RolloutService {
         let (request, charge) = deadline.clone().limit(parsed).await?;
         tracing::debug!(request_id = request.request_id, prompts = request.prompts.len(), "request accepted");
         let size = (request.prompts.len(), request.samples());
-        let writer = writer(&request, &parts.model);
+        let writer = writer(&request);
         let (reply, events) = event_channel(&parts);
         let cancel = CancelOnDrop::new(&parts.engine);
         parts.engine.send(request.into_command(cancel.flag.clone(), reply, charge)).map_err(to_status)?;
@@ -66,7 +66,7 @@ impl pb::rollout_server::Rollout for RolloutService {
 
     async fn score(&self, request: Request<pb::ScoreRequest>) -> tonic::Result<Response<Self::ScoreStream>> {
         let convert = |message, model: &ModelFacts, _: &mut Charge| convert::score(message, model);
-        self.start(request, convert, |request, _| ScoreWriter::new(request)).await
+        self.start(request, convert, ScoreWriter::new).await
     }
 
     async fn abort(&self, request: Request<pb::AbortRequest>) -> tonic::Result<Response<pb::AbortResponse>> {

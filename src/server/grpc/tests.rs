@@ -20,7 +20,7 @@ use crate::weights::{Dtype, Parameters};
 /// A gate that is open and the queue behind it, which nobody reads.
 pub(super) fn open() -> (GateKeeper, Gate, Receiver<Command>) {
     let (sender, commands) = sync_channel(16);
-    let model = ModelFacts { vocab_size: 100, max_model_len: 8, eos_token_ids: vec![99], text: None };
+    let model = ModelFacts { vocab_size: 100, max_model_len: 8, eos_token_ids: vec![99], encoder: None };
     let (keeper, gate) = gate();
     keeper.serving(Arc::new(Parts {
         model: Arc::new(model),

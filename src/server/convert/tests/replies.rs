@@ -31,7 +31,7 @@ fn request(top_logprobs: u32, prompt_logprobs: bool) -> ValidRequest {
 
 fn messages(request: &ValidRequest, event: Event) -> Vec<Message> {
     let mut out = VecDeque::new();
-    let mut writer = ReplyWriter::new(request, &model());
+    let mut writer = ReplyWriter::new(request);
     if let Progress::Failed(error) = writer.write(event, &mut out) {
         panic!("{error}");
     }
@@ -44,7 +44,7 @@ fn completion() -> Completion {
         sample_index: 3,
         tokens: vec![token(1), token(2)],
         finish_reason: FinishReason::StopToken,
-        text_len: None,
+        text: None,
         weight_versions: vec![(4, 0, 1), (5, 1, 2)],
         seed: 77,
         cached_tokens: 2,
@@ -86,7 +86,7 @@ fn top_logprobs_come_only_if_asked() {
 
 #[test]
 fn a_token_is_a_delta() {
-    let event = Event::Token { prompt_index: 0, sample_index: 3, logprobs: token(7) };
+    let event = Event::Token { prompt_index: 0, sample_index: 3, logprobs: token(7), text: None };
     let expected = pb::TokenDelta {
         prompt_index: 0,
         sample_index: 3,
@@ -96,6 +96,22 @@ fn a_token_is_a_delta() {
         text: None,
     };
     assert_eq!(messages(&request(0, false), event), [Message::Delta(expected)]);
+}
+
+#[test]
+fn text_comes_with_tokens_alone_and_with_the_completion() {
+    let some = |text: &str| Some(text.to_owned());
+    let event = Event::Token { prompt_index: 0, sample_index: 3, logprobs: token(7), text: some("a") };
+    let got = messages(&request(0, false), event);
+    assert!(
+        matches!(&got[..], [Message::Delta(delta)] if delta.token_ids == [7] && delta.text == some("a")),
+        "{got:?}"
+    );
+    let got = messages(&request(0, false), Event::Text { prompt_index: 0, sample_index: 3, text: "b".into() });
+    let rest = pb::TokenDelta { prompt_index: 0, sample_index: 3, text: some("b"), ..Default::default() };
+    assert_eq!(got, [Message::Delta(rest)]);
+    let got = messages(&request(0, false), Event::Completion(Completion { text: some("ab"), ..completion() }));
+    assert_eq!(got, [Message::Completion(pb::Completion { text: some("ab"), ..expected_completion() })]);
 }
 
 #[test]
@@ -114,7 +130,7 @@ fn prompt_logprobs_start_with_nan() {
 fn the_summary_ends_the_reply() {
     let summary = Summary { prompt_tokens: 3, cached_tokens: 2, completion_tokens: 8, seconds: 0.5 };
     let mut out = VecDeque::new();
-    let progress = ReplyWriter::new(&request(0, false), &model()).write(Event::Done(summary), &mut out);
+    let progress = ReplyWriter::new(&request(0, false)).write(Event::Done(summary), &mut out);
     assert!(matches!(progress, Progress::Done));
     let expected = pb::GenerateSummary {
         request_id: "r".into(),

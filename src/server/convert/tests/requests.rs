@@ -144,8 +144,11 @@ fn defaults_are_those_of_the_proto() {
         .expect("a prompt is enough");
     assert_eq!(*valid.params, SamplingParams { eos_token_ids: vec![99], ..SamplingParams::default() });
     assert!(valid.request_id.starts_with("req-"), "{}", valid.request_id);
-    assert!(matches!(valid.kind, Kind::Generate { n: 1, prompt_logprobs: false, stream_tokens: false, .. }));
-    assert_eq!((valid.if_weight_version, valid.min_weight_version, valid.return_text), (None, None, false));
+    assert!(matches!(
+        valid.kind,
+        Kind::Generate { n: 1, prompt_logprobs: false, stream_tokens: false, return_text: false, .. }
+    ));
+    assert_eq!((valid.if_weight_version, valid.min_weight_version), (None, None));
 }
 
 #[test]
@@ -197,7 +200,10 @@ fn every_field_arrives() {
         top_logprobs: 100,
     };
     assert_eq!(*valid.params, params);
-    assert_eq!(valid.kind, Kind::Generate { n: 1024, seed: u64::MAX, prompt_logprobs: true, stream_tokens: true });
+    assert_eq!(
+        valid.kind,
+        Kind::Generate { n: 1024, seed: u64::MAX, prompt_logprobs: true, stream_tokens: true, return_text: false }
+    );
     assert_eq!(valid.prompts, [Prompt::from_tokens([7; 7])]);
     assert_eq!(valid.request_id, "mine");
     assert_eq!((valid.if_weight_version, valid.min_weight_version), (Some(3), Some(3)));

@@ -1,4 +1,4 @@
-//! Text at the edge: prompts are encoded here and completions decoded; inside there are only token ids.
+//! Prompts of text and of chat messages become token ids here; the engine only knows those.
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use serde_json::json;
 
 use crate::error::{Error, Result};
 use crate::memory::Charge;
-use crate::text::{ChatTemplate, IncrementalDetokenizer, StopMatcher, StopStrings, Tokenizer};
+use crate::text::{ChatTemplate, Tokenizer};
 use crate::types::TokenId;
 
 /// Most that encoding takes for a byte of text: random letters, each a token of its own, took 250.
@@ -18,12 +18,12 @@ const RENDERING: u64 = 8;
 const MESSAGE: u64 = 1 << 10;
 
 /// A model's tokenizer and, if it has one, its chat template.
-pub struct TextCodec {
+pub struct PromptEncoder {
     tokenizer: Arc<Tokenizer>,
     chat_template: Option<ChatTemplate>,
 }
 
-impl TextCodec {
+impl PromptEncoder {
     pub fn new(tokenizer: Arc<Tokenizer>, chat_template: Option<ChatTemplate>) -> Self {
         Self { tokenizer, chat_template }
     }
@@ -96,22 +96,6 @@ impl TextCodec {
         let text = charge.hold(messages.len() as u64 * MESSAGE + bytes as u64 * RENDERING, render)??;
         self.encode(path, &text, false, max_tokens, charge)
     }
-
-    /// Without special tokens.
-    pub(super) fn decode(&self, tokens: &[TokenId]) -> String {
-        self.tokenizer.decode(tokens, true)
-    }
-
-    /// For the tokens of one sample as they come.
-    pub(super) fn stream(&self, stop: &Arc<StopStrings>) -> TextStream {
-        TextStream {
-            detokenizer: IncrementalDetokenizer::new(self.tokenizer.clone(), true),
-            stop: StopMatcher::new(stop.clone()),
-            pending: String::new(),
-            emitted: 0,
-            stopped: false,
-        }
-    }
 }
 
 /// The text layer does not know where in the request its input was.
@@ -119,45 +103,6 @@ fn at(path: &str, error: Error) -> Error {
     match error {
         Error::InvalidArgument { message, .. } => Error::invalid(path, message),
         other => other,
-    }
-}
-
-/// Gives the text of a sample piece by piece: never half a character, and never what is or may become the beginning of
-/// a stop string.
-pub(super) struct TextStream {
-    detokenizer: IncrementalDetokenizer,
-    stop: StopMatcher,
-    /// Complete characters not yet given.
-    pending: String,
-    /// Bytes given.
-    emitted: usize,
-    /// A stop string has ended; what follows is no part of the text.
-    stopped: bool,
-}
-
-impl TextStream {
-    /// What this token completes; may be empty.
-    pub(super) fn push(&mut self, token: TokenId) -> String {
-        if self.stopped {
-            return String::new();
-        }
-        let start = self.pending.len();
-        self.detokenizer.push(token, &mut self.pending);
-        let sure = match self.stop.push(&self.pending[start..]) {
-            Some(text_len) => {
-                self.stopped = true;
-                text_len.checked_sub(self.emitted).expect("nothing of a stop string is given")
-            }
-            None => self.pending.len() - self.stop.held_back(),
-        };
-        let given: String = self.pending.drain(..sure).collect();
-        self.emitted += given.len();
-        given
-    }
-
-    /// Bytes given so far.
-    pub(super) fn emitted(&self) -> usize {
-        self.emitted
     }
 }
 
