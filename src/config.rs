@@ -1,4 +1,4 @@
-//! The one configuration: the command line and its environment variables, checked once, passed as structs.
+//! The server's one configuration: command line and environment variables, checked once and passed on as structs.
 
 use std::path::PathBuf;
 
@@ -8,7 +8,8 @@ use rollout_kernels::Backend;
 
 use crate::error::{Error, Result};
 
-/// More tensor-parallel ranks than any machine has devices; a typing error would otherwise start that many threads.
+/// Largest `--tp`: more ranks than any machine has devices. Without a limit a typing error would start that many
+/// threads.
 pub const MAX_RANKS: usize = 64;
 
 /// A rollout inference server for RL fine-tuning: groups of samples with log-probabilities you can trust, over gRPC.
@@ -36,11 +37,11 @@ pub struct Config {
     #[arg(long, env = "ROLLOUT_DTYPE", value_enum, default_value_t = DTypeChoice::Auto)]
     pub dtype: DTypeChoice,
 
-    /// Instruction set of the kernels; auto is the fastest of the processor.
+    /// Instruction set of the kernels; auto is the fastest that the processor has.
     #[arg(long, env = "ROLLOUT_KERNEL", value_enum, default_value_t = KernelChoice::Auto)]
     pub kernel: KernelChoice,
 
-    /// Most tokens of prompt and completion together [default: the model's].
+    /// Most tokens that a prompt and its completion may have together [default: the model's].
     #[arg(long, env = "ROLLOUT_MAX_MODEL_LEN", value_name = "TOKENS")]
     pub max_model_len: Option<usize>,
 
@@ -56,7 +57,7 @@ pub struct Config {
     #[arg(long, env = "ROLLOUT_MAX_QUEUED_SAMPLES", default_value_t = 65_536, value_name = "N")]
     pub max_queued_samples: usize,
 
-    /// Whether steps with few rows try tokens that the group has said before: same results, fewer steps.
+    /// Whether steps with few rows also try tokens that the group has produced before: same results in fewer steps.
     #[arg(long, env = "ROLLOUT_SPECULATION", value_enum, default_value_t = SpeculationChoice::Auto)]
     pub speculation: SpeculationChoice,
 
@@ -68,17 +69,17 @@ pub struct Config {
     #[arg(long, env = "ROLLOUT_KV_CACHE_BYTES", value_parser = parse_bytes, value_name = "BYTES")]
     pub kv_cache_bytes: Option<u64>,
 
-    /// What the KV cache leaves free for pushes, e.g. 1GiB [default: one and a half times the weights' size, at most a
-    /// quarter of what remains beside them].
+    /// Memory that the KV cache leaves free for pushes, e.g. 1GiB [default: one and a half times the weights' size, at
+    /// most a quarter of what remains beside them].
     #[arg(long, env = "ROLLOUT_STAGING_BYTES", value_parser = parse_bytes, value_name = "BYTES")]
     pub staging_bytes: Option<u64>,
 
-    /// What requests and replies under way may take together, e.g. 256MiB; beyond it they are refused with
+    /// Memory that requests and replies under way may take together, e.g. 256MiB; beyond it requests are refused with
     /// RESOURCE_EXHAUSTED [default: a quarter of what remains beside the weights, at most 512 MiB].
     #[arg(long, env = "ROLLOUT_REQUEST_BYTES", value_parser = parse_bytes, value_name = "BYTES")]
     pub request_bytes: Option<u64>,
 
-    /// Adapters that can be resident unmerged at once.
+    /// Adapters that can be resident at once, not merged into the weights.
     #[arg(long, env = "ROLLOUT_MAX_ADAPTERS", default_value_t = 0, value_name = "N")]
     pub max_adapters: usize,
 
@@ -86,11 +87,11 @@ pub struct Config {
     #[arg(long, env = "ROLLOUT_MAX_LORA_RANK", default_value_t = 16, value_name = "R")]
     pub max_lora_rank: usize,
 
-    /// Directory of which pushes may name files and folders; without it they may name none.
+    /// Directory below which pushes may name files and folders; without it pushes can name none.
     #[arg(long, env = "ROLLOUT_WEIGHTS_DIR", value_name = "DIR")]
     pub weights_dir: Option<PathBuf>,
 
-    /// Seconds after which a push that sends nothing more is ended; it never happened.
+    /// Seconds without a message after which an open push is ended and dropped.
     #[arg(long, env = "ROLLOUT_UPDATE_IDLE_SECONDS", default_value_t = 60, value_name = "SECONDS")]
     pub update_idle_seconds: u64,
 
@@ -102,11 +103,12 @@ pub struct Config {
     #[arg(long, env = "ROLLOUT_HOST", default_value = "127.0.0.1")]
     pub host: String,
 
-    /// Port of gRPC; 0 takes a free one and prints it.
+    /// Port of the gRPC service; 0 takes a free one and prints it.
     #[arg(long, env = "ROLLOUT_PORT", default_value_t = 50051)]
     pub port: u16,
 
-    /// Most connections at once; more are closed as they come. Fewer where the process may not open so many files.
+    /// Most connections at once; further ones are closed as they come. Lowered if the process may not open so many
+    /// files.
     #[arg(long, env = "ROLLOUT_MAX_CONNECTIONS", default_value_t = 1024, value_name = "N")]
     pub max_connections: usize,
 
@@ -114,15 +116,15 @@ pub struct Config {
     #[arg(long, env = "ROLLOUT_SHUTDOWN_GRACE_SECONDS", default_value_t = 30, value_name = "SECONDS")]
     pub shutdown_grace_seconds: u64,
 
-    /// Print where the time of the steps went, at the end and at each SIGUSR1 since the one before.
+    /// Print where the time of the steps went: at the end, and at each SIGUSR1 for the time since the last report.
     #[arg(long, env = "ROLLOUT_PROFILE")]
     pub profile: bool,
 
-    /// How logs are written.
+    /// Format of the log lines.
     #[arg(long, env = "ROLLOUT_LOG_FORMAT", value_enum, default_value_t = LogFormat::Text)]
     pub log_format: LogFormat,
 
-    /// Which logs: error, warn, info, debug, trace, or a tracing filter.
+    /// Level of the log: error, warn, info, debug, trace, or a tracing filter.
     #[arg(long, env = "ROLLOUT_LOG", default_value = "info")]
     pub log: String,
 }
@@ -150,14 +152,15 @@ pub enum KernelChoice {
     Avx512,
     Avx2,
     Scalar,
-    /// The bits of avx512_bf16 without its instruction, several times slower: for tests on other processors.
+    /// The results of avx512_bf16, emulated without its instructions and several times slower: for tests on other
+    /// processors.
     #[value(name = "avx512_bf16_emulated", hide = true)]
     Avx512Bf16Emulated,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum SpeculationChoice {
-    /// Where it pays.
+    /// Speculate in the steps where it is likely to save time.
     Auto,
     Off,
 }
@@ -169,15 +172,15 @@ pub enum LogFormat {
 }
 
 impl Config {
-    /// Compute threads of all ranks together.
+    /// Compute threads of all ranks together: `--threads`, or one per core.
     pub fn threads(&self) -> usize {
         self.threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
     }
 
-    /// Checks every bound that one flag alone decides.
+    /// Checks the bounds of each flag that do not depend on other flags, the model or the machine.
     ///
     /// # Errors
-    /// `Config` naming the flag, the value and what is allowed.
+    /// `Config` with the flag, its value and the values allowed.
     pub fn check(&self) -> Result<()> {
         let fail = |flag: &str, value: &dyn std::fmt::Display, want: &str| {
             Err(Error::Config(format!("--{flag} {value}: must be {want}")))
@@ -206,19 +209,19 @@ impl Config {
         if !(1..=1024).contains(&self.max_lora_rank) {
             return fail("max-lora-rank", &self.max_lora_rank, "from 1 to 1024");
         }
-        // 2^24: each waiting sample is a record of some hundred bytes.
+        // At most 2^24, because each waiting sample is a record of some hundred bytes.
         if !(1..=1 << 24).contains(&self.max_queued_samples) {
             return fail("max-queued-samples", &self.max_queued_samples, "from 1 to 16777216");
         }
-        // What a machine has ports for.
+        // At most as many as there are ports.
         if !(1..=65_536).contains(&self.max_connections) {
             return fail("max-connections", &self.max_connections, "from 1 to 65536");
         }
-        // A day: longer is no grace, and sums of times must not overflow.
+        // At most a day: longer is no grace, and sums of times must not overflow.
         if self.shutdown_grace_seconds > 86_400 {
             return fail("shutdown-grace-seconds", &self.shutdown_grace_seconds, "at most 86400, which is a day");
         }
-        // The least that a request of one prompt takes with its reply, many times over.
+        // At least many times what a request of one prompt takes together with its reply.
         if self.request_bytes.is_some_and(|bytes| bytes < 1 << 20) {
             return fail("request-bytes", &self.request_bytes.unwrap_or(0), "at least 1MiB");
         }
@@ -226,7 +229,7 @@ impl Config {
             let want = "a directory that exists; pushes name files below it";
             return fail("weights-dir", &dir.display(), want);
         }
-        // A week: who sends nothing for longer has forgotten the push.
+        // At most a week: a sender that is silent for longer has forgotten the push.
         if !(1..=604_800).contains(&self.update_idle_seconds) {
             return fail("update-idle-seconds", &self.update_idle_seconds, "from 1 to 604800");
         }
@@ -237,7 +240,7 @@ impl Config {
     }
 }
 
-/// "2GiB", "500MB", "1048576".
+/// Bytes from a text like "2GiB", "500MB" or "1048576".
 fn parse_bytes(text: &str) -> std::result::Result<u64, String> {
     let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);

@@ -1,43 +1,43 @@
-//! Errors, typed by what the caller can do about them. `server::convert` maps each variant to a gRPC status; nothing
-//! else does.
+//! The errors of the server, typed by what the caller can do about them. Only `server::convert` maps them to gRPC
+//! statuses.
 
-/// What went wrong, with the offending value and what to do in the text.
+/// A failure; its text names the offending value and says what to do.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum Error {
     /// A field of a request is wrong. gRPC INVALID_ARGUMENT.
     #[error("{field}: {message}")]
     InvalidArgument { field: String, message: String },
-    /// A queue is full or the memory ceiling says no; trying later can help. gRPC RESOURCE_EXHAUSTED.
+    /// A queue is full, or the memory ceiling leaves no room; trying later can help. gRPC RESOURCE_EXHAUSTED.
     #[error("{0}")]
     ResourceExhausted(String),
-    /// The lifecycle forbids this order. gRPC FAILED_PRECONDITION.
+    /// The server's lifecycle state forbids this order. gRPC FAILED_PRECONDITION.
     #[error("{0}")]
     FailedPrecondition(String),
-    /// The policy's version is not the one insisted on. gRPC ABORTED.
+    /// The policy does not have the version that the request insists on. gRPC ABORTED.
     #[error("{0}")]
     VersionConflict(String),
-    /// No such thing. gRPC NOT_FOUND.
+    /// Nothing has the given name or id. gRPC NOT_FOUND.
     #[error("{0}")]
     NotFound(String),
-    /// The name is taken. gRPC ALREADY_EXISTS.
+    /// The given name is already in use. gRPC ALREADY_EXISTS.
     #[error("{0}")]
     AlreadyExists(String),
-    /// Ended by an order, or for idleness, before it had anything to give. gRPC ABORTED.
+    /// The call was ended by an order, or because it was idle, before it had a result. gRPC ABORTED.
     #[error("{0}")]
     Aborted(String),
-    /// Bytes are not those that were announced. gRPC DATA_LOSS.
+    /// The bytes received are not those that were announced. gRPC DATA_LOSS.
     #[error("{0}")]
     DataLoss(String),
-    /// The client took longer than it may. gRPC DEADLINE_EXCEEDED.
+    /// The client took longer than it is allowed to. gRPC DEADLINE_EXCEEDED.
     #[error("{0}")]
     DeadlineExceeded(String),
-    /// The server is ending. gRPC UNAVAILABLE.
+    /// The server is shutting down. gRPC UNAVAILABLE.
     #[error("{0}")]
     Unavailable(String),
-    /// A checkpoint, flag or file is wrong; ends the start.
+    /// A checkpoint, flag or file is wrong. Ends the start of the server.
     #[error("{0}")]
     Config(String),
-    /// A bug or the machine. gRPC INTERNAL.
+    /// A bug of the server or a fault of the machine. gRPC INTERNAL.
     #[error("internal error: {0}")]
     Internal(String),
 }
@@ -50,7 +50,7 @@ impl Error {
     }
 }
 
-/// The message that a panic was given.
+/// The message of a caught panic, or "no message" if its payload is not a string.
 pub fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
     let text = panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());
     text.unwrap_or("no message").into()
@@ -71,8 +71,8 @@ impl From<candle_core::Error> for Error {
     }
 }
 
-/// Text of a client as a status or a log may carry it: control characters escaped, and cut after `most` bytes, with the
-/// length it has.
+/// `text`, which comes from a client, made safe for a status or a log line: control characters are escaped, and more
+/// than `most` bytes are cut off, with a note of the full length.
 pub fn shown(text: &str, most: usize) -> String {
     let mut shown = String::with_capacity(text.len().min(most));
     for c in text.chars() {

@@ -1,9 +1,9 @@
-//! Where log lines go: to one thread that alone waits for the reader of standard error.
+//! Writes log lines to standard error from a thread of its own, so that no other thread waits for the reader.
 //!
 //! A process that starts the server with a pipe for its standard error and never reads it would otherwise stop every
-//! thread that logs, once the pipe's 64 KiB are full. Here a line is queued, and dropped and counted when the queue is
-//! full. (`tracing-appender` does the same with a limit in lines instead of bytes, and says nothing in the log of the
-//! lines that are missing.)
+//! thread that logs, once the pipe's 64 KiB are full. Here lines are queued; when the queue is full, lines are dropped
+//! and counted. (`tracing-appender` does the same with a limit in lines instead of bytes, and does not log how many
+//! lines are missing.)
 
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::io::Write;
@@ -16,17 +16,17 @@ use tracing_subscriber::fmt::MakeWriter;
 
 use crate::error::{Error, Result};
 
-/// Lines that may wait for the reader, in bytes: some 40,000, what a busy server says at level debug while its reader
-/// is away for a few seconds.
+/// Most bytes of queued lines: some 40,000 lines, which a busy server logs at level debug while its reader is away for
+/// a few seconds.
 const MAX_QUEUED_BYTES: usize = 8 << 20;
-/// How long the end of the process waits for the reader.
+/// How long the end of the process waits for queued lines to be written.
 const FLUSH: Duration = Duration::from_secs(1);
-/// How long a thread that panics waits for it.
+/// How long a panicking thread waits for queued lines to be written.
 const PANIC_FLUSH: Duration = Duration::from_millis(200);
-/// How often they look whether all is written.
+/// Pause between two looks at whether all queued lines have been written.
 const FLUSH_POLL: Duration = Duration::from_millis(1);
 
-/// Takes lines without ever waiting. Cheap to clone.
+/// Queues log lines for the writing thread, without ever waiting for it. Cheap to clone.
 #[derive(Clone)]
 pub struct LogWriter {
     lines: Sender<Vec<u8>>,
@@ -35,14 +35,15 @@ pub struct LogWriter {
 
 #[derive(Default)]
 struct Counts {
-    /// Bytes of the lines that are not written yet.
+    /// Bytes of the queued lines that are not written yet.
     queued_bytes: AtomicUsize,
-    /// Lines there was no room for.
+    /// Number of lines dropped because the queue was full.
     dropped: AtomicU64,
 }
 
 impl LogWriter {
-    /// Starts the thread that writes to `out`. It ends with the process, or when all writers are gone.
+    /// Starts the thread that writes the lines to `out`. It ends with the process, or when the last clone of the writer
+    /// is dropped.
     ///
     /// # Errors
     /// `Internal` if the thread cannot be started.
@@ -55,22 +56,22 @@ impl LogWriter {
         Ok(Self { lines, counts })
     }
 
-    /// Queues one line (or several at once), or drops and counts it.
+    /// Queues `line` (one line, or several at once). If the queue is full, the line is dropped and counted.
     pub fn write(&self, line: &[u8]) {
         let queued = self.counts.queued_bytes.fetch_add(line.len(), Ordering::AcqRel);
-        // The thread lives as long as a writer does, unless its output panicked.
+        // Sending fails only if the output panicked: the thread lives as long as there is a writer.
         if queued + line.len() > MAX_QUEUED_BYTES || self.lines.send(line.to_vec()).is_err() {
             self.counts.queued_bytes.fetch_sub(line.len(), Ordering::AcqRel);
             self.counts.dropped.fetch_add(1, Ordering::Relaxed);
         }
     }
 
-    /// Lines dropped since the start.
+    /// Number of lines dropped since the start.
     pub fn dropped(&self) -> u64 {
         self.counts.dropped.load(Ordering::Relaxed)
     }
 
-    /// Waits until all is written, but no longer than so long.
+    /// Waits until all queued lines are written, or until `longest` has passed.
     fn flush(&self, longest: Duration) {
         let start = Instant::now();
         while self.counts.queued_bytes.load(Ordering::Acquire) > 0 && start.elapsed() < longest {
@@ -82,11 +83,11 @@ impl LogWriter {
 fn write_lines(mut out: impl Write, queue: &Receiver<Vec<u8>>, counts: &Counts) {
     let mut reported = 0;
     for line in queue {
-        // A reader that has gone misses the rest; there is nobody to tell.
+        // If the reader of standard error has gone, there is nobody to tell.
         let _ = out.write_all(&line).and_then(|()| out.flush());
         let queued = counts.queued_bytes.fetch_sub(line.len(), Ordering::AcqRel) - line.len();
         let dropped = counts.dropped.load(Ordering::Relaxed);
-        // Not before there is room for the line that says so.
+        // The report is a log line too, so it waits until the queue has room.
         if dropped > reported && queued < MAX_QUEUED_BYTES / 2 {
             tracing::warn!("{} log lines were dropped: standard error was not read in time", dropped - reported);
             reported = dropped;
@@ -102,7 +103,7 @@ impl<'a> MakeWriter<'a> for LogWriter {
     }
 }
 
-/// What one event is written with: the subscriber gives its line in one piece.
+/// Writer for the line of one event, which `tracing_subscriber` passes in one call of `write`.
 pub struct Line<'a>(&'a LogWriter);
 
 impl Write for Line<'_> {
@@ -116,7 +117,7 @@ impl Write for Line<'_> {
     }
 }
 
-/// Gives the lines of the end a moment to be written, whichever way the process's main thread ends.
+/// Waits on drop, for at most a second, until all queued lines are written, however the main thread ends.
 pub struct FlushOnDrop(pub LogWriter);
 
 impl Drop for FlushOnDrop {
@@ -125,8 +126,8 @@ impl Drop for FlushOnDrop {
     }
 }
 
-/// Makes panics lines of the log: the default handler writes to standard error itself, and waits for its reader. The
-/// thread that panics waits a moment for its line, because it may take the process with it.
+/// Installs a panic hook that logs panics. The default hook writes to standard error itself and would wait for its
+/// reader. The panicking thread waits a moment until its line is written, because the panic may end the process.
 pub fn log_panics(logs: LogWriter) {
     std::panic::set_hook(Box::new(move |panic| {
         let thread = std::thread::current();
@@ -149,7 +150,7 @@ mod tests {
 
     use super::*;
 
-    /// A pipe that takes a line when its reader wants one.
+    /// A pipe whose reader takes one line at a time.
     struct Pipe(SyncSender<Vec<u8>>);
 
     impl Write for Pipe {
@@ -176,7 +177,7 @@ mod tests {
             logs.write(&line(lines));
             lines += 1;
         }
-        // What was taken is the first that came, and the thread holds none beside the queue.
+        // The lines written are the first ones, and the thread holds no line beyond the queue.
         assert_eq!(lines, room + 10);
         let start = Instant::now();
         drop(FlushOnDrop(logs.clone()));

@@ -1,4 +1,4 @@
-//! The server process: reads the configuration, starts the engine, serves until it is told to end.
+//! The server process: reads the configuration, starts the engine, and serves until it is told to stop.
 
 use std::io::IsTerminal;
 use std::process::ExitCode;
@@ -27,7 +27,7 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    // From here on nobody but the writer's thread writes to standard error: its reader may be asleep.
+    // From here on only the writer's thread writes to standard error, because its reader may be stuck.
     let _flush = FlushOnDrop(logs.clone());
     let result = init_logs(&config, &logs).and_then(|profile| {
         let result = run(config, profile.clone(), &logs);
@@ -59,7 +59,7 @@ fn run(config: Config, profile: Option<Profile>, logs: &LogWriter) -> Result<()>
             bound.address().port()
         );
     }
-    // Opened while there are descriptors.
+    // Opens the file that the measurement reads now, while there are descriptors left.
     let _ = resident_bytes();
     let (handle, orders) = shutdown_channel();
     let (thread_sender, engine_thread) = std::sync::mpsc::channel();
@@ -74,7 +74,7 @@ fn run(config: Config, profile: Option<Profile>, logs: &LogWriter) -> Result<()>
             let loaded = tokio::task::spawn_blocking(load).await;
             let (config, started) = loaded.map_err(|e| Error::Internal(format!("the start failed: {e}")))??;
             let (parts, thread) = started.into_parts(&config);
-            // An engine that dies takes the server with it: a supervisor restarts a process, not half of one.
+            // The server ends when the engine's thread ends: a supervisor can restart a process, but not half of one.
             let watcher = std::thread::spawn(move || {
                 let result = thread.join().unwrap_or_else(|_| Err(Error::Internal("the engine panicked".into())));
                 handle.engine_ended();
@@ -85,7 +85,7 @@ fn run(config: Config, profile: Option<Profile>, logs: &LogWriter) -> Result<()>
         };
         serve(bound, parts, orders).await
     });
-    // A load that was cut short is not waited for.
+    // Does not wait for a load of the model that the end has cut short.
     runtime.shutdown_background();
     let ended = ended?;
     match engine_thread.try_recv() {
@@ -94,7 +94,7 @@ fn run(config: Config, profile: Option<Profile>, logs: &LogWriter) -> Result<()>
     }
 }
 
-/// What was asked for, as far as the process may open files.
+/// `--max-connections`, lowered to what the process's limit of open files allows.
 fn max_connections(config: &Config) -> usize {
     let open_files = open_files_limit();
     let allowed = connection_limit(config.max_connections, open_files);
@@ -107,7 +107,7 @@ fn max_connections(config: &Config) -> usize {
     allowed
 }
 
-/// Logs, and the profile if it is asked for.
+/// Installs the subscriber for logs. Returns the profile if `--profile` asks for one.
 fn init_logs(config: &Config, logs: &LogWriter) -> Result<Option<Profile>> {
     let filter = EnvFilter::try_new(&config.log)
         .map_err(|e| Error::Config(format!("--log {:?} is not a log filter: {e}; try info or debug", config.log)))?;
@@ -134,7 +134,7 @@ fn print_profile(profile: &Profile, logs: &LogWriter) {
     logs.write(profile.report().as_bytes());
 }
 
-/// Prints the profile at each SIGUSR1 for as long as the runtime lives. Must be called inside a tokio runtime.
+/// Prints the profile at each SIGUSR1, for as long as the runtime lives. Must be called inside a tokio runtime.
 fn print_on_signal(profile: Profile, logs: LogWriter) -> Result<()> {
     let mut asked = signal(SignalKind::user_defined1())
         .map_err(|e| Error::Internal(format!("cannot handle SIGUSR1 for --profile: {e}")))?;

@@ -1,9 +1,9 @@
-//! The profile: where a step's time goes, by the trace-level spans of our own crates.
+//! The profile of `--profile`: where a step's time goes, measured from the trace-level spans of our own crates.
 //!
-//! A span's time is that of the thread which opened it. Operators are opened by their rank's thread and closed when the
-//! last of its pool has ended, so theirs is wall time. [`Spans`] adds a span to its parent as it closes; what a root has
-//! gathered goes to one collecting thread, so that a step costs one message. Without `--profile` there is no [`Spans`],
-//! and a span costs the comparison of two levels.
+//! A span measures the time of the thread that opened it. Operators' spans are opened by their rank's thread and closed
+//! when the last thread of its pool has finished, so they measure wall time. [`Spans`] adds each span to its parent
+//! when it closes. A root span's tree goes to one collecting thread, so that a step costs one message. Without
+//! `--profile` [`Spans`] is not installed, and a span costs the comparison of two levels.
 
 use std::fmt::Write as _;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -19,13 +19,13 @@ use tracing_subscriber::registry::LookupSpan;
 
 use crate::error::{Error, Result};
 
-/// The root span of the engine's thread: what the shares are of.
+/// Name of the root span of the engine's thread. Shares in the report are shares of its time.
 const STEP: &str = "step";
 
-/// Numbers of a span that tell it from others of its name, such as a matrix's rows and columns.
+/// Numbers that tell a span from others of its name, such as the rows and columns of a matrix.
 type Shape = [Option<u64>; 2];
 
-/// A layer that measures the spans of our crates, and the handle that reports them.
+/// Makes a layer that measures the spans of our crates, and the handle that reports them.
 ///
 /// # Errors
 /// `Internal` if the collecting thread cannot be started.
@@ -33,7 +33,8 @@ pub fn profile<S>() -> Result<(impl Layer<S>, Profile)>
 where
     S: Subscriber + for<'s> LookupSpan<'s>,
 {
-    // Unbounded, but every step sends one message and the collector's work on it is far less than a step.
+    // The channel is unbounded: each step sends one message, and the collector handles it in far less time than a step
+    // takes.
     let (sender, messages) = channel();
     let thread = std::thread::Builder::new().name("profile".into()).spawn(move || collect(&messages));
     thread.map_err(|e| Error::Internal(format!("the profile's thread did not start: {e}")))?;
@@ -41,29 +42,29 @@ where
     Ok((layer.with_filter(filter_fn(is_ours)), Profile { sender }))
 }
 
-/// Spans that are for this and for nothing else.
+/// Whether a span is measured: trace-level spans of our crates exist only for the profile.
 fn is_ours(metadata: &Metadata<'_>) -> bool {
     metadata.is_span() && *metadata.level() == Level::TRACE && metadata.target().starts_with("rollout_")
 }
 
-/// Reports what has been measured. Cheap to clone.
+/// Handle to the measurements, which prints them. Cheap to clone.
 #[derive(Clone)]
 pub struct Profile {
     sender: Sender<Message>,
 }
 
 impl Profile {
-    /// A table of what has run since the last report, or since the start.
+    /// A table of the spans since the last report, or since the start.
     pub fn report(&self) -> String {
         let (reply, table) = channel();
-        // The collector lives as long as a sender does.
+        // The collector lives as long as a sender does, so this send succeeds.
         let _ = self.sender.send(Message::Report(reply));
         table.recv().unwrap_or_default()
     }
 }
 
 enum Message {
-    /// A span without a parent has closed.
+    /// A span without a parent has closed; its tree of spans.
     Root(Node),
     Report(Sender<String>),
 }
@@ -76,27 +77,27 @@ fn collect(messages: &Receiver<Message>) {
             Message::Report(reply) => {
                 let table = table(std::mem::take(&mut roots), since.elapsed());
                 since = Instant::now();
-                // Whoever asked may have gone.
+                // The thread that asked for the report may have gone.
                 let _ = reply.send(table);
             }
         }
     }
 }
 
-/// Spans of one name and shape below the same parent, together.
+/// All spans of one name and shape below the same parent, summed.
 #[derive(Debug, Default, PartialEq)]
 struct Node {
     name: &'static str,
     shape: Shape,
     calls: u64,
     busy: Duration,
-    /// Floating-point operations and bytes of memory that the spans say they need.
+    /// Floating-point operations that the spans declare; `bytes` are the bytes of memory that they declare.
     flop: u64,
     bytes: u64,
     children: Vec<Node>,
 }
 
-/// Adds `node` to that of its kind.
+/// Adds `node` to the node of the same name and shape in `nodes`, or appends it.
 fn absorb(nodes: &mut Vec<Node>, node: Node) {
     let Some(known) = nodes.iter_mut().find(|known| known.name == node.name && known.shape == node.shape) else {
         return nodes.push(node);
@@ -123,7 +124,7 @@ impl Visit for Node {
         }
     }
 
-    /// Nothing: what is measured is numbers.
+    /// Ignores fields that are not numbers.
     fn record_debug(&mut self, _: &Field, _: &dyn std::fmt::Debug) {}
 }
 
@@ -131,7 +132,7 @@ struct Spans {
     sender: Sender<Message>,
 }
 
-/// A span that has not closed.
+/// A span that is still open, with the sums of its closed children.
 struct Open {
     entered: Instant,
     node: Node,
@@ -171,13 +172,14 @@ where
                     absorb(&mut open.node.children, node);
                 }
             }
-            // The collector ends with the process.
+            // Sending fails only when the process ends and the collector has gone.
             None => drop(self.sender.send(Message::Root(node))),
         }
     }
 }
 
-/// What ran within `wall`, as text: a line for each span, the longest first, those inside it indented below it.
+/// Formats the spans of the time `wall` as a table: one line per span, the longest first, children indented below their
+/// parent.
 fn table(mut roots: Vec<Node>, wall: Duration) -> String {
     let step = roots.iter().find(|root| root.name == STEP);
     let (steps, busy) = step.map_or((0, Duration::ZERO), |step| (step.calls, step.busy));
@@ -228,14 +230,14 @@ mod tests {
 
     use super::*;
 
-    /// What `run` reports, line by line.
+    /// The lines of the report about what `run` does.
     fn reported(run: impl FnOnce()) -> Vec<String> {
         let (layer, profile) = profile().unwrap();
         tracing::subscriber::with_default(registry().with(layer), run);
         profile.report().lines().map(str::to_string).collect()
     }
 
-    /// The line of `label` in a report: its other columns.
+    /// The columns after `label` in the report's line that starts with it.
     fn columns<'a>(report: &'a [String], label: &str) -> Vec<&'a str> {
         let is_it = |line: &&String| line.trim_start().starts_with(label);
         let line = report.iter().find(is_it).unwrap_or_else(|| panic!("no line {label:?} in {report:#?}"));

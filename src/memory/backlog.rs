@@ -1,21 +1,21 @@
-//! How far the reader of a request's events lags behind the engine.
+//! Bytes of a request's events that wait for the request's reader.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::Traffic;
 
-/// The part of the bytes that requests may still take that may wait for one reader. A part of what is left, not of the
-/// whole: many slow readers then share what there is, and none of them can fill it (Choudhury and Hahne 1998, dynamic
-/// thresholds of shared buffers).
+/// Divisor: one reader's backlog may take this part of the bytes that requests can still take. It is a part of what is
+/// left, not of the whole, so that many slow readers share what there is and none of them can fill it (Choudhury and
+/// Hahne 1998, dynamic thresholds of shared buffers).
 const SHARE: u64 = 8;
-/// What may always wait for a reader, so that each goes on as soon as it reads.
+/// Bytes that may always wait for a reader, so that a request goes on as soon as its reader reads.
 const LEAST: u64 = 64 << 10;
-/// What need not wait for one: a reader that lags by this much is no faster for more.
+/// Most bytes that may wait for a reader: a reader that lags by so much is no faster with more.
 const MOST: u64 = 16 << 20;
 
-/// Bytes of a request's events that its reader has not taken, counted in [`Traffic`] too. Clones count together; what
-/// is left when the last is dropped goes back.
+/// Count of the bytes of a request's events that its reader has not taken yet; [`Traffic`] counts them too. Clones
+/// share one count. When the last clone is dropped, the rest is given back to [`Traffic`].
 #[derive(Clone, Debug)]
 pub struct Backlog(Arc<Waiting>);
 
@@ -23,7 +23,7 @@ pub struct Backlog(Arc<Waiting>);
 struct Waiting {
     traffic: Traffic,
     bytes: AtomicU64,
-    /// Whether the engine has been told that it is full, and not yet that it has drained.
+    /// True from when the engine was told that the backlog is full until it is told that it has drained.
     lags: AtomicBool,
 }
 
@@ -33,14 +33,14 @@ impl Backlog {
         Self(Arc::new(Waiting { traffic: traffic.clone(), bytes, lags }))
     }
 
-    /// An event of so many bytes waits from now on.
+    /// Counts an event of `bytes` bytes that waits from now on.
     pub fn add(&self, bytes: u64) {
         self.0.traffic.add(bytes);
         self.0.bytes.fetch_add(bytes, Ordering::SeqCst);
     }
 
-    /// The reader has taken so many bytes. Returns whether the engine must be told to look: it holds the request back
-    /// and may let it go on.
+    /// Subtracts `bytes` that the reader has taken. Returns whether to tell the engine, which holds the request back,
+    /// that the request may go on.
     #[must_use]
     pub fn take(&self, bytes: u64) -> bool {
         let left = self.0.bytes.fetch_sub(bytes, Ordering::SeqCst) - bytes;
@@ -48,10 +48,11 @@ impl Backlog {
         left <= self.mark() / 2 && self.0.lags.swap(false, Ordering::SeqCst)
     }
 
-    /// Whether so much waits that the request must make no more. Once it is, it stays so until the reader has drained
-    /// it below half the mark.
+    /// Whether so many bytes wait that the request must make no more tokens. It stays true until the reader has drained
+    /// the backlog below half the mark.
     pub fn is_full(&self) -> bool {
-        // Set before the bytes are read: a reader that drains them now either sees it or is seen.
+        // `lags` is set before the bytes are read, so that a reader that drains them at this moment either is counted
+        // or sees it.
         let lagged = self.0.lags.swap(true, Ordering::SeqCst);
         let mark = if lagged { self.mark() / 2 } else { self.mark() };
         let is_full = self.bytes() > mark;
@@ -87,7 +88,7 @@ mod tests {
         let backlog = Backlog::new(&traffic);
         backlog.add(100 << 10);
         assert!(!backlog.is_full() && !backlog.take(0), "a reader that keeps up is not reported");
-        // An eighth of what is left of 2.25 MiB is 238 KiB now.
+        // The mark is now 238 KiB, an eighth of what is left of 2.25 MiB.
         backlog.add(300 << 10);
         assert!(backlog.is_full());
         assert!(!backlog.take(100 << 10) && backlog.is_full(), "300 KiB are above half the mark");

@@ -1,7 +1,7 @@
 //! A file that another process owns, mapped for reading.
 //!
-//! Its owner can cut it short at any time. The system answers a read of what is gone with SIGBUS, which would end this
-//! process; a read through [`BorrowedMap::read`] finds zeros instead, and says so.
+//! The owner can truncate the file at any time. Reading a page that is gone raises SIGBUS, which would end this
+//! process. A read through [`BorrowedMap::read`] finds zeros instead, and reports that a part was lost.
 
 use std::cell::Cell;
 use std::fs::File;
@@ -14,44 +14,47 @@ use memmap2::Mmap;
 
 use rollout_kernels::host::memory::page_bytes;
 
-/// A whole file, as it was when it was mapped.
+/// A read-only mapping of a whole file, with the length that the file had when it was mapped.
 #[derive(Debug)]
 pub struct BorrowedMap {
     map: Mmap,
-    /// Addresses of its pages, and the size of one.
+    /// Addresses of the mapping's pages, and the size of a page in bytes.
     pages: Range<usize>,
     page: usize,
-    /// Whether the owner has taken a part of it away.
+    /// Whether a read has found that the owner took a part of the file away.
     lost: AtomicBool,
 }
 
 impl BorrowedMap {
+    /// Maps the whole file.
+    ///
     /// # Errors
-    /// The system's, if it cannot be mapped.
+    /// The system's error if the file cannot be mapped.
     pub fn new(file: &File) -> std::io::Result<Self> {
         catch_lost_pages()?;
-        // SAFETY: the mapping is read-only, and only read through `read`, which survives that the file is cut short. The
-        // owner may write to it at any time; users compute nothing from the bytes but values, which are then wrong.
+        // SAFETY: the mapping is read-only, and it is read through `read` alone, which survives a truncated file. The
+        // owner may write to the file at any time; users only compute values from the bytes, which are then wrong.
         let map = unsafe { Mmap::map(file)? };
         let (start, page) = (map.as_ptr() as usize, page_bytes() as usize);
         let pages = start..(start + map.len()).next_multiple_of(page);
         Ok(Self { map, pages, page, lost: AtomicBool::new(false) })
     }
 
-    /// Bytes that it had when it was mapped.
+    /// Length in bytes that the file had when it was mapped.
     pub fn bytes(&self) -> usize {
         self.map.len()
     }
 
-    /// Whether a read has found a part of it gone.
+    /// Whether any read so far has found a part of the file gone.
     pub fn is_lost(&self) -> bool {
         self.lost.load(Ordering::SeqCst)
     }
 
-    /// Hands a part of it on to `use_bytes`; None if any of it is gone, and what was read may have been zeros.
+    /// Calls `use_bytes` with the bytes `part` of the file. None if the file has lost any part, as the bytes that were
+    /// read may then have been zeros.
     ///
     /// # Panics
-    /// If the part is outside.
+    /// If `part` is not inside the mapping.
     pub fn read<T>(&self, part: Range<usize>, use_bytes: impl FnOnce(&[u8]) -> T) -> Option<T> {
         let bytes = &self.map[part];
         let reading = Reading::start(self);
@@ -60,32 +63,33 @@ impl BorrowedMap {
         (!self.is_lost()).then_some(used)
     }
 
-    /// Gives the pages of a part back to the system; they come again when they are read.
+    /// Gives the pages of `part` back to the system. Reading them again brings them back.
     ///
     /// # Panics
-    /// If the part is outside.
+    /// If `part` is not inside the mapping.
     pub fn release(&self, part: Range<usize>) {
         assert!(part.end <= self.bytes(), "{part:?} of {} bytes", self.bytes());
         if part.is_empty() {
             return;
         }
-        // SAFETY: the mapping is never written, so that a dropped page comes back from the file, or as the zeros that lie
-        // in place of a lost one.
+        // SAFETY: the mapping is never written, so a dropped page comes back from the file, or as zeros if the page was
+        // lost.
         let advised = unsafe {
             let advice = memmap2::UncheckedAdvice::DontNeed;
             self.map.unchecked_advise_range(advice, part.start, part.len())
         };
-        // The kernel may refuse (locked pages); the only effect is that the pages stay resident.
+        // The kernel may refuse (for locked pages); then the pages only stay resident.
         drop(advised);
     }
 }
 
 thread_local! {
-    /// What this thread reads now, for the signal's handler: it needs neither a lock nor memory to look.
+    /// The map that this thread is reading, for the signal handler, which can look it up without a lock or an
+    /// allocation.
     static READING: Cell<*const BorrowedMap> = const { Cell::new(null()) };
 }
 
-/// While it lives, this thread may read pages that are gone.
+/// Guard: while it lives, this thread may read pages that are gone.
 struct Reading {
     before: *const BorrowedMap,
 }
@@ -93,7 +97,7 @@ struct Reading {
 impl Reading {
     fn start(map: &BorrowedMap) -> Self {
         let before = READING.replace(map);
-        // The handler runs in this thread: only the compiler could make it see the reads before the note of them.
+        // The handler runs in this thread, so only the compiler could move the reads before the assignment above.
         compiler_fence(Ordering::SeqCst);
         Self { before }
     }
@@ -106,15 +110,15 @@ impl Drop for Reading {
     }
 }
 
-/// What handled SIGBUS before.
+/// The SIGBUS action that was installed before ours.
 static BEFORE: OnceLock<libc::sigaction> = OnceLock::new();
 
-/// Installs the handler, once.
+/// Installs the SIGBUS handler, once per process.
 fn catch_lost_pages() -> std::io::Result<()> {
     static INSTALLED: OnceLock<Option<i32>> = OnceLock::new();
     let failed = INSTALLED.get_or_init(|| {
-        // SAFETY: a zeroed `sigaction` is a valid one, and all pointers are to values that live through the calls. What
-        // was there before is known before the handler can run.
+        // SAFETY: a zeroed `sigaction` is valid, and all pointers are to values that live through the calls. The action
+        // of before is stored before the handler can run.
         unsafe {
             let mut before: libc::sigaction = std::mem::zeroed();
             if libc::sigaction(libc::SIGBUS, null(), &raw mut before) != 0 {
@@ -133,15 +137,17 @@ fn catch_lost_pages() -> std::io::Result<()> {
     failed.map_or(Ok(()), |code| Err(std::io::Error::from_raw_os_error(code)))
 }
 
-/// Puts zeros where a page is gone that this thread reads from a [`BorrowedMap`]; any other error goes where it would
-/// have gone. Takes no lock and no memory: all it does is two system calls.
+/// The SIGBUS handler. If this thread was reading a page of a [`BorrowedMap`] that is gone, it maps zeros in its place;
+/// any other error goes to the handler that was installed before. It takes no lock and no memory, only two system
+/// calls.
 extern "C" fn on_bus_error(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
-    // SAFETY: the system gives a valid `info`. The map that is being read lives, for its reader is in this thread, below
-    // this frame. The new pages replace none but the map's own from the lost one on: what follows the cut is lost, too.
+    // SAFETY: the system passes a valid `info`. The map that is being read is alive, because its reader is a frame of
+    // this thread below this one. The new pages replace only pages of that map, from the lost one on: what follows it
+    // is lost, too.
     unsafe {
         let address = (*info).si_addr() as usize;
         if let Some(map) = READING.get().as_ref().filter(|map| map.pages.contains(&address)) {
-            // First: other threads may read the zeros as soon as they are there.
+            // Set before the zeros are mapped, because other threads may read them at once.
             map.lost.store(true, Ordering::SeqCst);
             let start = address / map.page * map.page;
             let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
@@ -150,7 +156,8 @@ extern "C" fn on_bus_error(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut l
                 return;
             }
         }
-        // The read is tried again when this returns, and then fails as if this handler had never been.
+        // The faulting read is repeated when this handler returns, and then fails as if this handler had never been
+        // installed.
         if let Some(before) = BEFORE.get() {
             libc::sigaction(libc::SIGBUS, before, std::ptr::null_mut());
         }
@@ -186,13 +193,14 @@ mod tests {
         assert_eq!(map.read(3..5, <[u8]>::to_vec), Some(vec![2, 2]));
         let mut again = BorrowedMap::new(file.as_file()).unwrap();
         file.as_file().set_len(3 * PAGE as u64 + 1).unwrap();
-        // What is left can still be read; the rest of its last page is zeros to the system, too.
+        // What is left of the file can still be read; the system fills the rest of its last page with zeros.
         assert_eq!(map.read(0..4 * PAGE, sum), Some(2 * (3 * PAGE as u64 + 1)));
         assert!(!map.is_lost());
         assert_eq!(map.read(PAGE..size, sum), None);
         assert!(map.is_lost());
         assert_eq!(map.read(0..1, sum), None, "once lost, always lost");
-        // Each map is its own, and one that was lost goes like any other.
+        // A new map of the file does not know of the other one's loss, and a map with a loss can be dropped like any
+        // other.
         assert_eq!(again.read(0..1, sum), Some(2));
         again = map;
         assert!(again.is_lost());
@@ -232,7 +240,7 @@ mod tests {
                 let readers = [scope.spawn(read), scope.spawn(read)];
                 file.as_file().set_len((round * PAGE) as u64).unwrap();
                 for sums in readers.map(|reader| reader.join().unwrap()) {
-                    // Up to the first that was lost all is as it was written.
+                    // Before the first lost part, all sums are those of the bytes as written.
                     let whole = sums.iter().take_while(|sum| sum.is_some()).count();
                     assert!(sums[..whole].iter().all(|&sum| sum == Some(PAGE as u64)), "round {round}");
                     lost += usize::from(whole < sums.len());
@@ -244,14 +252,14 @@ mod tests {
 
     #[test]
     fn any_other_bus_error_ends_the_process_as_before() {
-        // In a process of its own, which knows what to do by a filter that chooses no test.
+        // Runs this test binary again as a process of its own. Its filter chooses no test and tells it what to do.
         const DIES: &str = "dies_of_a_bus_error";
         if let Some(directory) = std::env::args().skip_while(|argument| argument != DIES).nth(1) {
-            // Without names, which nobody would be left to remove.
+            // Files without names, because nobody would be left to remove them.
             let files = [(); 2].map(|()| tempfile::tempfile_in(&directory).unwrap());
             files.iter().for_each(|file| file.set_len(PAGE as u64).unwrap());
             let maps = [&files[0], &files[1]].map(|file| BorrowedMap::new(file).unwrap());
-            // While the higher one is read, the lower one, past its own `read`.
+            // While the map at the higher address is being read, touch the one at the lower address without its `read`.
             let lower = usize::from(maps[1].pages.start < maps[0].pages.start);
             files[lower].set_len(0).unwrap();
             maps[1 - lower].read(0..1, |_| std::hint::black_box(maps[lower].map[0]));

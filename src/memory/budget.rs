@@ -1,4 +1,4 @@
-//! The one arithmetic of memory: a ceiling, and reservations below it.
+//! The memory ledger: a ceiling in bytes, and reservations below it by use.
 
 use std::fmt;
 
@@ -7,9 +7,9 @@ use crate::error::{Error, Result};
 /// What memory is reserved for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MemoryUse {
-    /// Code, threads, tokenizer, and what no other entry counts.
+    /// Code, threads, tokenizer, and whatever no other entry counts.
     Process,
-    /// The weights that serve, on all ranks.
+    /// The serving weights of all ranks.
     Weights,
     /// Activations of one step.
     Workspace,
@@ -17,20 +17,20 @@ pub enum MemoryUse {
     Requests,
     /// The blocks of the KV cache.
     KvCache,
-    /// Resident adapters, all that there may be.
+    /// The slots of all resident adapters, used or not.
     Adapters,
-    /// The adapter that is merged into the weights, kept to merge it again after a sleep.
+    /// The adapter that is merged into the weights, kept so that it can be merged again after a sleep.
     MergedAdapter,
-    /// What FULL and DELTA pushes have put in place of the checkpoint, where an adapter is merged into it.
+    /// Base parameters that FULL and DELTA pushes have replaced, kept as copies where an adapter is merged into them.
     BaseCopies,
     /// The push that is being received.
     UpdateStaging,
-    /// The weights that the last FULL push has replaced, kept for the next one.
+    /// The weights that the last FULL push has replaced, kept as storage for the next one.
     SpareWeights,
 }
 
 impl MemoryUse {
-    /// As `GetStatus` and the log name it.
+    /// Name of the entry in `GetStatus` and in the log.
     pub fn name(self) -> &'static str {
         match self {
             Self::Process => "process",
@@ -53,8 +53,8 @@ impl fmt::Display for MemoryUse {
     }
 }
 
-/// Divides `--mem-util` of the device's memory among named uses. Every large allocation is a reservation here before
-/// it is made.
+/// Divides `--mem-util` of the device's memory among named uses. Every large allocation is reserved here before it is
+/// made.
 #[derive(Clone, Debug)]
 pub struct MemoryBudget {
     total: u64,
@@ -62,7 +62,7 @@ pub struct MemoryBudget {
     entries: Vec<(MemoryUse, u64)>,
 }
 
-/// A look at the ledger, in bytes.
+/// Snapshot of the ledger, in bytes.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct MemoryReport {
     pub total: u64,
@@ -77,7 +77,7 @@ impl MemoryBudget {
         Self { total, ceiling: (total as f64 * utilization) as u64, entries: Vec::new() }
     }
 
-    /// Sets `bytes` aside for `used_for`.
+    /// Reserves `bytes` for `used_for`.
     ///
     /// # Errors
     /// `ResourceExhausted` with the whole ledger if they do not fit; nothing is reserved then.
@@ -95,8 +95,8 @@ impl MemoryBudget {
         Ok(())
     }
 
-    /// Changes what is set aside for `used_for`, which may be new; 0 takes it out of the ledger. [`MemoryBudget::lower`]
-    /// is for less.
+    /// Changes the reservation for `used_for`, which may be new, to `bytes`; 0 takes it out of the ledger. To reduce
+    /// one, [`MemoryBudget::lower`] cannot fail.
     ///
     /// # Errors
     /// As for [`MemoryBudget::reserve`]; nothing changes then.
@@ -118,32 +118,32 @@ impl MemoryBudget {
         Ok(())
     }
 
-    /// Lowers what is set aside for `used_for`, which nothing can refuse; 0 takes it out of the ledger.
+    /// Reduces the reservation for `used_for` to `bytes`, which cannot fail; 0 takes it out of the ledger.
     ///
     /// # Panics
-    /// If less is set aside.
+    /// If fewer bytes are reserved.
     pub fn lower(&mut self, used_for: MemoryUse, bytes: u64) {
         let reserved = self.reserved(used_for);
         assert!(bytes <= reserved, "{used_for}: {bytes} are more than the {reserved} that are set aside");
         self.set(used_for, bytes).expect("less always fits");
     }
 
-    /// Gives back all that is set aside for `used_for`.
+    /// Gives back everything that is reserved for `used_for`.
     pub fn free(&mut self, used_for: MemoryUse) {
         self.lower(used_for, 0);
     }
 
-    /// Bytes set aside for `used_for`.
+    /// Bytes reserved for `used_for`.
     pub fn reserved(&self, used_for: MemoryUse) -> u64 {
         self.entries.iter().find(|e| e.0 == used_for).map_or(0, |e| e.1)
     }
 
-    /// Bytes not yet reserved.
+    /// Bytes below the ceiling that are not reserved.
     pub fn remaining(&self) -> u64 {
         self.ceiling - self.entries.iter().map(|e| e.1).sum::<u64>()
     }
 
-    /// The `--mem-util` at which `extra` bytes more would fit.
+    /// The `--mem-util` with which `extra` bytes beyond the present reservations would fit.
     pub fn utilization_for(&self, extra: u64) -> f64 {
         let used = self.ceiling - self.remaining();
         (used + extra) as f64 / self.total as f64
@@ -163,7 +163,7 @@ impl MemoryBudget {
     }
 }
 
-/// Bytes as people write them: "1.5 GiB", "300 MiB".
+/// `bytes` for people to read: "1.5 GiB", "300 MiB".
 pub fn human_bytes(bytes: u64) -> String {
     const UNITS: [&str; 4] = ["KiB", "MiB", "GiB", "TiB"];
     if bytes < 1024 {

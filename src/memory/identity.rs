@@ -1,9 +1,9 @@
-//! In whose name the process opens files, and which are meant for it.
+//! The user as which the process opens files, and which files that user may read.
 
 use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt;
 
-/// A user and its groups.
+/// A user and the groups it belongs to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Identity {
     user: u32,
@@ -11,26 +11,27 @@ pub struct Identity {
 }
 
 impl Identity {
-    /// The process's own, as the system checks it.
+    /// The effective user and groups of this process, against which the system checks access.
     pub fn of_process() -> Self {
         let mut groups = vec![0; 64];
-        // SAFETY: the three calls take no pointer but to `groups`, whose length goes with it, and have no preconditions.
+        // SAFETY: the calls take no pointer but `groups`, which is passed with its length, and have no other
+        // preconditions.
         let (user, group, count) = unsafe {
             let room = groups.len() as libc::c_int;
             (libc::geteuid(), libc::getegid(), libc::getgroups(room, groups.as_mut_ptr()))
         };
-        // More groups than there is room for give -1, and then only the first counts.
+        // With more groups than there is room for the count is -1, and only the first group counts.
         groups.truncate(usize::try_from(count).unwrap_or(0));
         groups.push(group);
         Self { user, groups }
     }
 
-    /// Whether the owner of a file has let this user read it. What the system lets root do beyond that does not count.
+    /// Whether the mode of a file lets this user read it. That root may read any file does not count.
     pub fn is_let_read(&self, file: &Metadata) -> bool {
         self.is_let(file.uid(), file.gid(), file.mode())
     }
 
-    /// The number of the user.
+    /// Numeric id of the user.
     pub fn user(&self) -> u32 {
         self.user
     }

@@ -1,4 +1,4 @@
-//! Memory: what there is, what the process may take of it, and what it is used for.
+//! Memory: how much there is, how much the process may take, and what it is used for.
 
 mod backlog;
 mod borrowed;

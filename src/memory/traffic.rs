@@ -1,4 +1,5 @@
-//! Bytes of requests and replies under way: counted before they are held, refused beyond the ledger's share.
+//! Bytes of requests and replies under way. They are counted before they are held, and refused beyond the ledger's
+//! entry.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -6,19 +7,19 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::human_bytes;
 use crate::error::{Error, Result};
 
-/// The part of the limit that only work may take that is already accepted: requests are refused beyond the rest. Without
-/// it a burst of uploads would leave no room for the tokens of samples that run.
+/// Divisor: this part of the limit is reserved for requests that are already accepted, and new requests are refused
+/// beyond the rest. Otherwise a burst of uploads would leave no room for the tokens of running samples.
 const KEPT_FOR_ACCEPTED: u64 = 4;
-/// A charge of at most so much is small, and may fill all that requests may: so that small requests still come in where
-/// large ones have filled their part.
+/// Largest charge in bytes that counts as small. Small charges may fill all that new requests may take, so that small
+/// requests still come in when large ones have filled their part.
 const SMALL: u64 = 64 << 10;
-/// The part of what requests may fill that only small ones may.
+/// Divisor: this part of what new requests may take is reserved for small charges.
 const KEPT_FOR_SMALL: u64 = 4;
-/// The part of the limit that is left when the count is [`Level::Tight`].
+/// Divisor: the count is [`Level::Tight`] when less than this part of the limit is left.
 const TIGHT: u64 = 8;
 
-/// A count of bytes below a limit, shared by everything that holds a part of a request or a reply. It is no serving
-/// state, only a number; clones count together.
+/// A count of bytes below a limit, shared by everything that holds a part of a request or of a reply. Clones share one
+/// count. It is a number, not serving state.
 #[derive(Clone, Debug)]
 pub struct Traffic(Arc<Counts>);
 
@@ -29,13 +30,13 @@ struct Counts {
     high_water: AtomicU64,
 }
 
-/// How full the count is.
+/// How full the count of bytes is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Level {
     Free,
-    /// Less than an eighth is left: what runs should finish one by one.
+    /// Less than an eighth of the limit is left: running requests should finish one by one.
     Tight,
-    /// Nothing is left: something that runs must end.
+    /// Nothing is left: a running request must end.
     Full,
 }
 
@@ -44,17 +45,17 @@ impl Traffic {
         Self(Arc::new(Counts { limit, used: AtomicU64::new(0), high_water: AtomicU64::new(0) }))
     }
 
-    /// All that requests and replies may take together.
+    /// Bytes that requests and replies may take together.
     pub fn limit(&self) -> u64 {
         self.0.limit
     }
 
-    /// What requests that are not yet accepted may fill.
+    /// Bytes that requests may take before they are accepted.
     pub fn admission_limit(&self) -> u64 {
         self.0.limit - self.0.limit / KEPT_FOR_ACCEPTED
     }
 
-    /// What large ones of these may fill.
+    /// Bytes that charges of more than [`SMALL`] may take before their requests are accepted.
     pub(super) fn bulk_limit(&self) -> u64 {
         self.admission_limit() - self.admission_limit() / KEPT_FOR_SMALL
     }
@@ -67,7 +68,7 @@ impl Traffic {
         self.0.used.load(Ordering::SeqCst)
     }
 
-    /// The most that was used since the last call; counts anew from what is used now.
+    /// The most bytes that were used since the last call of this method. The next call counts from now.
     pub fn take_high_water(&self) -> u64 {
         self.0.high_water.swap(self.used(), Ordering::SeqCst)
     }
@@ -86,21 +87,21 @@ impl Traffic {
     /// Counts `bytes` of a request that can still be refused, until the charge is dropped.
     ///
     /// # Errors
-    /// `ResourceExhausted` if they do not fit; nothing is counted then.
+    /// `ResourceExhausted` if the bytes do not fit; nothing is counted then.
     pub fn charge(&self, bytes: u64) -> Result<Charge> {
         let mut charge = self.charge_always(0);
         charge.grow(bytes)?;
         Ok(charge)
     }
 
-    /// Counts `bytes` that cannot be refused any more, such as tokens of samples that run: whoever adds them looks at
+    /// Counts `bytes` that can no longer be refused, such as tokens of running samples. The caller watches
     /// [`Traffic::level`].
     pub fn charge_always(&self, bytes: u64) -> Charge {
         self.add(bytes);
         Charge { traffic: self.clone(), bytes }
     }
 
-    /// Counts `bytes` more of a charge that has `held`.
+    /// Counts `bytes` more for a charge that has `held` bytes so far.
     fn try_add(&self, bytes: u64, held: u64) -> Result<()> {
         let limit = self.limit_of(held.saturating_add(bytes));
         let fits = |used: u64| used.checked_add(bytes).filter(|&sum| sum <= limit);
@@ -140,7 +141,7 @@ impl Traffic {
     }
 }
 
-/// Bytes that are counted until this is dropped.
+/// Bytes that are counted in a [`Traffic`] until this value is dropped.
 #[derive(Debug)]
 pub struct Charge {
     traffic: Traffic,
@@ -152,31 +153,33 @@ impl Charge {
         self.bytes
     }
 
+    /// Counts `bytes` more.
+    ///
     /// # Errors
-    /// As for [`Traffic::charge`]; the charge stays as it was then.
+    /// As for [`Traffic::charge`]; the charge is then unchanged.
     pub fn grow(&mut self, bytes: u64) -> Result<()> {
         self.traffic.try_add(bytes, self.bytes)?;
         self.bytes += bytes;
         Ok(())
     }
 
-    /// For bytes that cannot be refused any more.
+    /// Counts `bytes` more that can no longer be refused.
     pub fn grow_always(&mut self, bytes: u64) {
         self.traffic.add(bytes);
         self.bytes += bytes;
     }
 
-    /// Gives `bytes` back, or all there are if those are fewer.
+    /// Gives `bytes` back, or all of the charge if that is less.
     pub fn shrink(&mut self, bytes: u64) {
         let bytes = bytes.min(self.bytes);
         self.traffic.give_back(bytes);
         self.bytes -= bytes;
     }
 
-    /// Counts `bytes` more for as long as `work` lasts.
+    /// Counts `bytes` more while `work` runs.
     ///
     /// # Errors
-    /// As for [`Charge::grow`]; the work is not begun then.
+    /// As for [`Charge::grow`]; `work` is not called then.
     pub fn hold<T>(&mut self, bytes: u64, work: impl FnOnce() -> T) -> Result<T> {
         let before = self.bytes;
         self.grow(bytes)?;
@@ -185,7 +188,7 @@ impl Charge {
         Ok(done)
     }
 
-    /// Grows or shrinks to `bytes`.
+    /// Grows or shrinks the charge to `bytes`.
     ///
     /// # Errors
     /// As for [`Charge::grow`].

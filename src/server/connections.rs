@@ -1,5 +1,5 @@
-//! Connections: how many there may be, what becomes of those beyond, how long one may take to say what it is, and how
-//! much one may send before the transport has a whole frame.
+//! Accepts connections: limits how many there are, turns away those beyond the limit, limits the time until a client
+//! sends the beginning of HTTP/2, and limits the bytes that a client can send before the transport has a whole frame.
 
 use std::fs::File;
 use std::future::Future;
@@ -19,32 +19,34 @@ use tonic::transport::server::{Connected, TcpConnectInfo};
 
 use super::frames::{FrameReader, FrameRoom, HEAD_BYTES, PREFACE_BYTES};
 
-/// Descriptors that connections leave to the rest of the process: the runtime's own, and the files and segments of
+/// File descriptors that connections leave to the rest of the process: the runtime's own, and the files and segments of
 /// pushes that are read at the same time.
 const OTHER_FILES: usize = 64;
-/// How long a connection may take to send the beginning of HTTP/2. Later silence is for keepalive to notice.
+/// Longest time from accepting a connection to the beginning of HTTP/2. Keepalive notices connections that fall silent
+/// later.
 const GREETING: Duration = Duration::from_secs(10);
 const GREETING_BYTES: usize = PREFACE_BYTES + HEAD_BYTES;
-/// The pause after a connection that could not be accepted: 20 a second are still turned away, and no core is kept busy.
+/// Pause after a connection that could not be accepted: 20 connections a second can still be turned away, without
+/// keeping a core busy.
 const BACK_OFF: Duration = Duration::from_millis(50);
-/// How often the log speaks of connections that are turned away.
+/// Shortest time between two log lines about connections that were turned away.
 const NOTICE: Duration = Duration::from_secs(10);
 
-/// Most connections, of those asked for, that a process with so many descriptors can have.
+/// Number of connections, at most `asked`, that a process which may open `open_files` files can have.
 pub fn connection_limit(asked: usize, open_files: u64) -> usize {
     let open_files = usize::try_from(open_files).unwrap_or(usize::MAX);
-    // Where there are very few descriptors, connections take half of them.
+    // With very few descriptors, connections may take half of them.
     asked.min(open_files - OTHER_FILES.min(open_files / 2)).max(1)
 }
 
-/// The connections that come in.
+/// Stream of accepted connections, as tonic takes it.
 pub(super) struct Incoming {
     listener: tokio::net::TcpListener,
     free: Arc<Semaphore>,
     limit: usize,
     frame_room: FrameRoom,
-    /// Given up to turn a connection away when no descriptor is left: a client then learns at once what it would
-    /// otherwise wait for in the listener's queue.
+    /// A spare descriptor. It is closed to accept and drop a connection when no descriptor is left, so that the client
+    /// learns it at once instead of waiting in the listener's queue.
     reserve: Option<File>,
     back_off: Option<Pin<Box<Sleep>>>,
     beyond_limit: Notice,
@@ -52,7 +54,7 @@ pub(super) struct Incoming {
 }
 
 impl Incoming {
-    /// Must be called inside a tokio runtime.
+    /// Starts to accept. Must be called inside a tokio runtime.
     ///
     /// # Errors
     /// If the listener cannot be watched.
@@ -69,10 +71,10 @@ impl Incoming {
         })
     }
 
-    /// After an accept that failed for want of something: lets one connection go that waits, and pauses.
+    /// Handles an accept that failed for lack of descriptors or memory: drops one waiting connection, then pauses.
     fn turn_away(&mut self, error: &io::Error, cx: &mut Context<'_>) {
         if self.reserve.take().is_some() {
-            // Dropped, and so closed, if one is there.
+            // Accepts a waiting connection, if there is one, and closes it by dropping it.
             let _ = self.listener.poll_accept(cx);
         }
         self.reserve = reserve();
@@ -102,7 +104,7 @@ impl Stream for Incoming {
                 }
             };
             if let Ok(slot) = this.free.clone().try_acquire_owned() {
-                // A connection that cannot be set so has broken already, which its first reading tells.
+                // Fails only for a connection that has already broken, which its first read reports.
                 let _ = stream.set_nodelay(true);
                 return Poll::Ready(Some(Ok(Connection::new(stream, slot, this.frame_room.clone()))));
             }
@@ -117,13 +119,13 @@ fn reserve() -> Option<File> {
     File::open("/dev/null").ok()
 }
 
-/// Errors of a connection that ended before it was accepted; the next one may be well.
+/// Whether an accept failed because its connection ended in the listener's queue; the next accept may succeed.
 fn ended_in_the_queue(error: &io::Error) -> bool {
     use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset};
     matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset)
 }
 
-/// Counts events between two lines of the log that speak of them.
+/// Counts events between two log lines about them.
 #[derive(Default)]
 struct Notice {
     last: Option<Instant>,
@@ -131,7 +133,7 @@ struct Notice {
 }
 
 impl Notice {
-    /// Counts one event; how many there were since the last line, if it is time for another.
+    /// Counts one event. If it is time for a log line, returns the number of events since the last one.
     fn due(&mut self, now: Instant) -> Option<u64> {
         self.unsaid += 1;
         if self.last.is_some_and(|last| now - last < NOTICE) {
@@ -142,12 +144,12 @@ impl Notice {
     }
 }
 
-/// An accepted connection, which counts until it is dropped.
+/// An accepted connection, counted against the limit until it is dropped.
 pub(super) struct Connection {
-    /// Gives no more at once than there is room for.
+    /// Hands out no more bytes at a time than the frame reader has room for.
     stream: Take<TcpStream>,
     frames: FrameReader,
-    /// Until it has come.
+    /// Wait for the client's greeting; None once it has come.
     greeting: Option<Greeting>,
     _slot: OwnedSemaphorePermit,
 }
@@ -167,7 +169,7 @@ impl Connection {
         self.stream.get_ref().peer_addr().ok()
     }
 
-    /// The stream, to be written.
+    /// The stream, for writing.
     fn writer(self: Pin<&mut Self>) -> Pin<&mut TcpStream> {
         Pin::new(self.get_mut().stream.get_mut())
     }
@@ -182,7 +184,8 @@ impl Connected for Connection {
 }
 
 impl AsyncRead for Connection {
-    /// Fails once the greeting is overdue, and at frames that no client needs; whoever reads then closes the connection.
+    /// Fails when the greeting is overdue, and at a frame that no client has reason to send. The transport then closes
+    /// the connection.
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         if let Some(greeting) = &mut this.greeting

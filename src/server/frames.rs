@@ -1,5 +1,5 @@
-//! HTTP/2 frames on their way in. The transport keeps a frame until it is whole, and a list of headers until it ends,
-//! before any service hears of it: what all connections can make it keep is bounded here.
+//! Bounds the HTTP/2 frames that the transport holds. The transport keeps a frame until it is whole, and a header list
+//! until it ends, before any service sees it. This module limits what all connections together can make it keep.
 
 use std::future::Future;
 use std::io;
@@ -10,27 +10,28 @@ use std::task::{Context, Poll, ready};
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-/// Longest frame that clients may send: a chunk of a push in four, not in 256.
+/// Longest frame that clients may send: large enough that a chunk of a push takes four frames instead of 256.
 pub(super) const FRAME_BYTES: u32 = 1 << 20;
-/// The 24 bytes that a client sends before its first frame.
+/// Length of the connection preface that a client sends before its first frame.
 pub(super) const PREFACE_BYTES: usize = 24;
-/// Bytes of a frame's head: length of the payload (3), type, flags, stream (4).
+/// Length of a frame's head: length of the payload (3 bytes), type (1), flags (1), stream (4).
 pub(super) const HEAD_BYTES: usize = 9;
-/// The type of frames that carry messages.
+/// Type of the frames that carry messages.
 const DATA: u8 = 0;
-/// What every connection may have under way of a frame, and the longest frame that carries no message: the protocol's
-/// own limit where a server names none.
+/// Bytes of an incomplete frame that every connection may hold, and the longest frame that carries no message: the
+/// protocol's default limit.
 const SMALL_BYTES: usize = 16 << 10;
-/// What the transport keeps at most of frames without messages: it joins six of headers before it refuses them.
+/// Most bytes that the transport keeps of one connection's frames without messages: it joins six frames of headers
+/// before it refuses them.
 const CONNECTION_BYTES: u64 = 6 * SMALL_BYTES as u64;
-/// What longer frames of all connections together may have under way: 32 chunks at once keep any network busy.
+/// Bytes of incomplete longer frames that all connections together may hold: 32 chunks at once keep any network busy.
 const LARGE_BYTES: usize = 32 << 20;
 
-/// Room for the longer frames of all connections.
+/// Room for the longer frames, shared by all connections.
 #[derive(Clone)]
 pub(super) struct FrameRoom {
     permits: Arc<Semaphore>,
-    /// See [`FrameRoom::take_dropped`].
+    /// Sum that [`FrameRoom::take_dropped`] returns and resets.
     dropped: Arc<AtomicU64>,
 }
 
@@ -39,21 +40,21 @@ impl FrameRoom {
         Self { permits: Arc::new(Semaphore::new(LARGE_BYTES)), dropped: Arc::default() }
     }
 
-    /// The most bytes that connections which have ended since the last call may have left to the allocator.
+    /// Upper bound on the bytes that connections have left to the allocator by ending since the last call.
     pub(super) fn take_dropped(&self) -> u64 {
         self.dropped.swap(0, Ordering::SeqCst)
     }
 }
 
-/// Where in a frame the bytes of one connection are.
+/// Position of one connection's bytes in their frame.
 pub(super) struct FrameReader {
     room: FrameRoom,
-    /// The head that is arriving, and how much of it has come.
+    /// Head of the frame that is arriving, and how many of its bytes have come.
     head: [u8; HEAD_BYTES],
     head_len: usize,
-    /// Bytes of the payload (at first, of the preface) that have not come.
+    /// Bytes of the payload (before the first frame: of the preface) that have not come yet.
     missing: usize,
-    /// Held for what was missing of a longer frame, until it is whole.
+    /// Permit for the missing bytes of a longer frame, held until it is whole.
     permit: Option<OwnedSemaphorePermit>,
     waiting: Option<Pin<Box<dyn Future<Output = OwnedSemaphorePermit> + Send>>>,
 }
@@ -63,8 +64,8 @@ impl FrameReader {
         Self { room, head: [0; HEAD_BYTES], head_len: 0, missing: PREFACE_BYTES, permit: None, waiting: None }
     }
 
-    /// How many bytes may be read next, at least one; waits for room if a longer frame is arriving. A frame that has its
-    /// room can always become whole, so that no two wait for each other.
+    /// How many bytes may be read next, at least one. Waits for room if a longer frame is arriving. A frame that has
+    /// its room can always become whole, so no two frames wait for each other.
     pub(super) fn poll_room(&mut self, cx: &mut Context<'_>) -> Poll<usize> {
         if self.permit.is_none() && self.missing > SMALL_BYTES {
             let (semaphore, bytes) = (self.room.permits.clone(), self.missing as u32);
@@ -77,7 +78,7 @@ impl FrameReader {
         Poll::Ready(if self.permit.is_some() { self.missing } else { SMALL_BYTES })
     }
 
-    /// Takes note of bytes that were read, no more than [`FrameReader::poll_room`] allowed.
+    /// Advances by bytes that were read, at most as many as [`FrameReader::poll_room`] allowed.
     ///
     /// # Errors
     /// `InvalidData` at the head of a frame that no client has reason to send.
@@ -111,10 +112,10 @@ impl Drop for FrameReader {
     }
 }
 
-/// The length of the payload that a frame's head announces.
+/// Length of the payload that a frame's head announces.
 ///
 /// # Errors
-/// `InvalidData` if no client has reason to send as much.
+/// `InvalidData` if the frame is longer than any that a client has reason to send.
 fn payload_bytes(head: &[u8; HEAD_BYTES]) -> io::Result<usize> {
     let (length, kind) = (u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize, head[3]);
     let limit = if kind == DATA { FRAME_BYTES as usize } else { SMALL_BYTES };
@@ -145,7 +146,7 @@ mod tests {
         reader.poll_room(&mut Context::from_waker(std::task::Waker::noop()))
     }
 
-    /// A connection whose preface has come.
+    /// A connection that has sent its preface.
     fn greeted(room: &FrameRoom) -> FrameReader {
         let mut reader = FrameReader::new(room.clone());
         reader.read(&[0; PREFACE_BYTES]).unwrap();

@@ -1,4 +1,4 @@
-//! Who may come in: nobody while the model loads, everybody while serving, only questions while ending.
+//! Which calls are let in: none while the model loads, all while serving, only questions while the server ends.
 
 use std::sync::Arc;
 
@@ -9,32 +9,32 @@ use super::parts::Parts;
 use crate::error::{Error, Result};
 use crate::memory::Traffic;
 
-/// Where the process is in its life. Moves forward only.
+/// The stage of the process's life. It only moves forward.
 #[derive(Clone)]
 enum Stage {
     Starting,
     Serving(Arc<Parts>),
     Ending(Arc<Parts>),
-    /// The engine has ended: what still waits for it waits in vain.
+    /// The engine has ended; calls that still wait for it will get no answer.
     Ended(Arc<Parts>),
 }
 
-/// Held by `serve`, the only one to change the stage.
+/// Changes the stage. Only `serve` has it.
 pub(super) struct GateKeeper {
     stage: watch::Sender<Stage>,
     running: watch::Sender<usize>,
 }
 
-/// Held by the services.
+/// The services' view of the stage.
 #[derive(Clone)]
 pub(super) struct Gate {
     stage: watch::Receiver<Stage>,
     running: watch::Sender<usize>,
-    /// Counts the calls that ended with a panic.
+    /// Number of calls that ended with a panic.
     pub(super) panics: Panics,
 }
 
-/// Counts a request as running until dropped: shutdown waits for all of them.
+/// Counts a request as running until it is dropped. Shutdown waits until none is left.
 pub(super) struct Running(watch::Sender<usize>);
 
 impl Drop for Running {
@@ -62,21 +62,21 @@ impl GateKeeper {
         self.stage.send_replace(Stage::Ended(parts));
     }
 
-    /// Returns when no request is running.
+    /// Returns once no request is running.
     pub(super) async fn drained(&self) {
         let mut running = self.running.subscribe();
-        // The sender is our own, so the channel cannot be closed.
+        // The wait cannot fail, because the sender is a field of this value.
         let _ = running.wait_for(|n| *n == 0).await;
     }
 }
 
 impl Gate {
-    /// For work that takes a while.
+    /// Lets in a call that takes a while, and counts it as running.
     ///
     /// # Errors
     /// `Unavailable` while the server starts or ends.
     pub(super) fn admit(&self) -> Result<(Arc<Parts>, Running)> {
-        // Counted first and looked at second: a request that passes is always waited for.
+        // The count is raised before the stage is read, so that shutdown waits for every request that is let in.
         self.running.send_modify(|n| *n += 1);
         let running = Running(self.running.clone());
         match &*self.stage.borrow() {
@@ -91,7 +91,7 @@ impl Gate {
         matches!(&*self.stage.borrow(), Stage::Ending(_))
     }
 
-    /// The count of what requests take.
+    /// The count of the bytes of requests and replies.
     ///
     /// # Errors
     /// `Unavailable` while the server starts.
@@ -99,14 +99,14 @@ impl Gate {
         self.look().map(|parts| parts.traffic.clone())
     }
 
-    /// Returns when the server is told to end.
+    /// Returns once the server is told to end.
     pub(super) async fn ending(&self) {
         let mut stage = self.stage.clone();
-        // Without a keeper it has ended.
+        // If the keeper is gone, the server has ended.
         let _ = stage.wait_for(|stage| matches!(stage, Stage::Ending(_))).await;
     }
 
-    /// For questions, which are answered until the end.
+    /// Lets in a question, which is answered until the very end.
     ///
     /// # Errors
     /// `Unavailable` while the server starts.
@@ -117,10 +117,10 @@ impl Gate {
         }
     }
 
-    /// Waits for the end of the engine; gives the error for those whose work ends with it.
+    /// Waits for the end of the engine. Returns the error for calls whose work ends with it.
     pub(super) async fn ended(&self) -> Error {
         if self.stage.clone().wait_for(|stage| matches!(stage, Stage::Ended(_))).await.is_err() {
-            // Without its keeper the stage stays as it is.
+            // Without its keeper the stage never changes again.
             std::future::pending::<()>().await;
         }
         ending()

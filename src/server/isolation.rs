@@ -1,5 +1,5 @@
-//! A panic while a call is handled ends that call with INTERNAL, and nothing else. Without this the transport would
-//! drop the call's task, and the client see a stream that was reset without a word.
+//! Turns a panic in a call into INTERNAL for that call alone. Without this the transport would drop the call's task,
+//! and the client would see its stream reset without a status.
 
 use std::convert::Infallible;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -14,14 +14,14 @@ use tonic::body::Body;
 use tonic::codegen::{BoxFuture, Context, Poll, Service, http};
 use tonic::server::NamedService;
 
-/// Wraps a service. What a call may have left half done is its own: it is dropped and never looked at again.
+/// Wraps a service so that a panic ends only its call. The panicked call's state is dropped and never looked at again.
 #[derive(Clone)]
 pub(super) struct Isolated<S> {
     service: S,
     panics: Panics,
 }
 
-/// Counts calls that ended in a panic.
+/// Number of calls that ended in a panic. Clones share one count.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Panics(Arc<AtomicU64>);
 
@@ -30,7 +30,7 @@ impl Panics {
         self.0.load(Ordering::Relaxed)
     }
 
-    /// What `work` gives, or the status of a call that panicked; the panic itself is in the log.
+    /// The result of `work`, or the status of a call that panicked. The panic itself is in the log.
     pub(super) fn catch<T>(&self, work: impl FnOnce() -> T) -> Result<T, Status> {
         catch_unwind(AssertUnwindSafe(work)).map_err(|_| {
             let before = self.0.fetch_add(1, Ordering::Relaxed);
@@ -80,9 +80,9 @@ where
     }
 }
 
-/// What a call sends; a stream of messages makes them as they are sent.
+/// The body of a response. Streams make their messages while they are sent, so a panic may come here too.
 struct IsolatedBody {
-    /// Until it panics.
+    /// The wrapped body; None after it has panicked.
     body: Option<Body>,
     panics: Panics,
 }

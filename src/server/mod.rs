@@ -1,5 +1,5 @@
-//! The edge: tokio and tonic end here. A request is parsed into valid types at the door, goes to the engine as one
-//! command, and its events come back as messages. The server owns no serving state.
+//! The edge of the process, where tokio and tonic end: a request is parsed into valid types, goes to the engine as one
+//! command, and is answered with messages made of the engine's events. The server owns no serving state.
 
 mod connections;
 mod convert;
@@ -48,41 +48,43 @@ pub mod pb {
     pub(super) const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/rollout_descriptor.bin"));
 }
 
-/// A connection on which nothing was heard for this long is asked for a sign of life, and closed (which aborts its
-/// requests) if none comes in the same time again: a client whose machine vanished frees its blocks within 20 s.
+/// A connection that is silent for this long is pinged, and closed (which aborts its requests) if it stays silent for
+/// the same time again: the blocks of a client whose machine vanished are free within 20 s.
 const KEEPALIVE: Duration = Duration::from_secs(10);
-/// Concurrent calls per connection. Agents open one call per conversation; who may wait is for the engine to say
+/// Most concurrent calls per connection. Agents open one call per conversation. The engine decides who may wait
 /// (RESOURCE_EXHAUSTED), so the transport must not queue silently at hyper's default of 200.
 const MAX_CONCURRENT_STREAMS: u32 = 4096;
-/// What a stream may send ahead of being read: two chunks of a push, so that it never waits for a window.
+/// Bytes that the client may send on one stream before they are read: two chunks of a push, so that a push never waits
+/// for window updates.
 const STREAM_WINDOW: u32 = 8 << 20;
-/// What all streams of a connection together may send ahead of being read.
+/// Bytes that the client may send on all streams of a connection before they are read.
 const CONNECTION_WINDOW: u32 = 16 << 20;
-/// Largest question about the protocol itself, which is a name: each stream of them may keep one.
+/// Largest message of a reflection or health request in bytes. It is a name, and each open stream may keep one.
 const MAX_NAME_BYTES: usize = 4 << 10;
-/// How long the segment of a push may stay mapped when its owner has removed it.
+/// How often to look for segments of pushes that their owners have removed, and which are still mapped here.
 const SEGMENT_WATCH: Duration = Duration::from_secs(1);
-/// By how much the bytes of requests and connections must fall for a trim, and how often at most: it walks all free memory, and what it
-/// gives back is fetched anew by the next burst.
+/// Bytes by which requests and connections must shrink for a trim of the heap. A trim walks all free memory, and the
+/// next burst fetches again what the trim gave back.
 const TRIM_BYTES: u64 = 32 << 20;
+/// Shortest time between two trims of the heap.
 const TRIM_INTERVAL: Duration = Duration::from_secs(1);
-/// After the work is over, how long slow readers may take to fetch what is left for them.
+/// How long slow readers may take, after all work is done, to fetch the rest of their replies.
 const FLUSH: Duration = Duration::from_secs(5);
 
-/// Where and how to serve.
+/// Where to listen, and the server's limits.
 #[derive(Clone, Debug)]
 pub struct ServerConfig {
-    /// A name or an address.
+    /// Name or address to listen on.
     pub host: String,
-    /// 0 takes any free port.
+    /// Port to listen on; 0 takes any free one.
     pub port: u16,
-    /// Most connections at once.
+    /// Most connections at the same time.
     pub max_connections: usize,
-    /// How long running requests may take after an order to end.
+    /// How long running requests may take to finish after an order to end.
     pub shutdown_grace: Duration,
 }
 
-/// A port that is taken, so that a wrong one ends the start before the model is loaded.
+/// A listening port. It is taken before the model is loaded, so that a wrong one ends the start early.
 pub struct Bound {
     listener: TcpListener,
     address: SocketAddr,
@@ -91,6 +93,8 @@ pub struct Bound {
 }
 
 impl Bound {
+    /// Starts to listen.
+    ///
     /// # Errors
     /// `Config` if the address cannot be listened on.
     pub fn new(config: &ServerConfig) -> Result<Self> {
@@ -108,7 +112,7 @@ impl Bound {
         Ok(Self { listener, address, max_connections: *max_connections, shutdown_grace: *shutdown_grace })
     }
 
-    /// The address really taken.
+    /// The address that is really listened on.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
@@ -117,20 +121,20 @@ impl Bound {
 /// How serving ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
-    /// Every request had its end.
+    /// Every request ran to its end.
     Drained,
-    /// Some work was left behind: the grace period is over and the engine did not let go, or the end was ordered
-    /// while the model was loading. The engine thread should not be waited for.
+    /// Work was left behind: the engine did not stop within the grace period, or the order to end came while the model
+    /// was loading. The engine thread should not be waited for.
     Cut,
 }
 
-/// Serves until ordered to end. While `parts` is being made (the model loads), health says NOT_SERVING and calls get
-/// UNAVAILABLE. At the first order new requests get UNAVAILABLE, running ones may finish within the grace period, and
-/// the engine then aborts the rest, whose partial completions are still delivered. A second order skips the grace
-/// period. Must be called inside a tokio runtime.
+/// Serves until it is ordered to end. While `parts` is being made (the model loads), health says NOT_SERVING and calls
+/// get UNAVAILABLE. After the first order to end, new requests get UNAVAILABLE and running ones may finish within the
+/// grace period; then the engine aborts the rest, whose partial completions are still delivered. A second order skips
+/// the grace period. Must be called inside a tokio runtime.
 ///
 /// # Errors
-/// What `parts` fails with; `Internal` if the transport fails.
+/// The error of `parts` if it fails; `Internal` if the transport fails.
 pub async fn serve(
     bound: Bound,
     parts: impl Future<Output = Result<Parts>>,
@@ -143,7 +147,7 @@ pub async fn serve(
     let grace = bound.shutdown_grace;
     let address = bound.address;
     let stopped = async move {
-        // Either way it is the end.
+        // A dropped sender means the end just as a message does.
         let _ = stopped.await;
     };
     let frame_room = FrameRoom::new();
@@ -171,7 +175,7 @@ pub async fn serve(
         keeper.ended(parts.clone());
     }
     let ended = drain(&keeper, &parts, grace, &mut orders).await;
-    // Streams of health watchers would otherwise keep their connections open.
+    // Ends the streams of health watchers, which would otherwise keep their connections open.
     forget(health).await;
     let _ = stop.send(());
     if timeout(FLUSH, &mut transport.0).await.is_err() {
@@ -181,7 +185,7 @@ pub async fn serve(
     Ok(ended)
 }
 
-/// Lets go of segments that their owners have removed: their memory would not come back while they are mapped here.
+/// Unmaps segments that their owners have removed; their memory does not come back while they are mapped here.
 async fn release_removed(segments: &Segments) -> Infallible {
     let mut ticks = tokio::time::interval(SEGMENT_WATCH);
     loop {
@@ -190,8 +194,8 @@ async fn release_removed(segments: &Segments) -> Infallible {
     }
 }
 
-/// Gives memory back to the system when requests and replies take much less of it than they did, or many connections
-/// have ended: the allocator keeps what is freed, and a burst would stay in the process for ever.
+/// Trims the heap when requests and replies take much less memory than they did, or when many connections have ended.
+/// The allocator keeps what is freed, so that the memory of a burst would stay in the process for ever.
 async fn give_memory_back(traffic: &Traffic, frame_room: &FrameRoom) -> Infallible {
     let mut ticks = tokio::time::interval(TRIM_INTERVAL);
     let (mut most, mut dropped) = (0, 0);
@@ -201,13 +205,14 @@ async fn give_memory_back(traffic: &Traffic, frame_room: &FrameRoom) -> Infallib
         dropped += frame_room.take_dropped();
         if most.saturating_sub(traffic.used()) + dropped >= TRIM_BYTES {
             (most, dropped) = (traffic.used(), 0);
-            // It takes the allocator's locks one after the other. If it fails, the next one does its work.
+            // On the blocking pool, because it takes the allocator's locks one after the other. If it fails, the next
+            // trim does its work.
             let _ = tokio::task::spawn_blocking(trim).await;
         }
     }
 }
 
-/// Waits until no request runs, aborting what the grace period or a second order leaves.
+/// Waits until no request is running; aborts those left after the grace period or at a second order.
 async fn drain(keeper: &GateKeeper, parts: &Arc<Parts>, grace: Duration, orders: &mut ShutdownOrders) -> Ended {
     let engine = &parts.engine;
     let finish = async {
@@ -215,7 +220,7 @@ async fn drain(keeper: &GateKeeper, parts: &Arc<Parts>, grace: Duration, orders:
         keeper.drained().await;
     };
     let hurry = async {
-        // The engine ends when its requests have: pushes that are still open end with it.
+        // The engine ends when its requests have ended, and pushes that are still open end with it.
         while orders.next().await == Order::EngineEnded {
             keeper.ended(parts.clone());
         }
@@ -230,7 +235,7 @@ async fn drain(keeper: &GateKeeper, parts: &Arc<Parts>, grace: Duration, orders:
     }
 }
 
-/// Tells the engine to end. A full command queue empties as the engine steps, so this tries again until it fits.
+/// Tells the engine to end. Tries again while the command queue is full; it empties as the engine steps.
 async fn order_end(engine: &EngineHandle, grace: Duration) {
     const RETRY: Duration = Duration::from_millis(10);
     while let Err(Error::ResourceExhausted(_)) = engine.send(Command::Shutdown { grace }) {
@@ -238,7 +243,7 @@ async fn order_end(engine: &EngineHandle, grace: Duration) {
     }
 }
 
-/// The transport, ready to be spawned; it ends in good order once `stopped` is ready.
+/// The transport, ready to be spawned. It shuts down gracefully once `stopped` is ready.
 fn transport(
     bound: Bound,
     frame_room: FrameRoom,
@@ -280,7 +285,7 @@ async fn forget(mut health: HealthReporter) {
     }
 }
 
-/// The transport must not outlive `serve`.
+/// Aborts its task on drop: the transport must not outlive `serve`.
 struct AbortOnDrop<T>(tokio::task::JoinHandle<T>);
 
 impl<T> Drop for AbortOnDrop<T> {

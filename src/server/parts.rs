@@ -1,4 +1,5 @@
-//! What the server must be given: facts of the model, facts of the process, the way into the engine.
+//! What the server is given once the model is loaded: facts of the model and of the process, and the handle of the
+//! engine.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,22 +15,22 @@ pub struct Parts {
     pub model: Arc<ModelFacts>,
     pub info: ServerInfo,
     pub engine: EngineHandle,
-    /// What requests and replies under way take.
+    /// Count of the bytes of requests and replies under way.
     pub traffic: Traffic,
-    /// What pushes are checked against.
+    /// The model's parameters, against which pushes are checked.
     pub parameters: Arc<Parameters>,
-    /// What pushes may be read from.
+    /// The directory and segments that pushes may be read from.
     pub sources: Arc<Sources>,
-    /// A push that sends nothing for this long is ended.
+    /// Time without a message after which a push is ended.
     pub update_idle: Duration,
 }
 
-/// What a request is checked against.
+/// Facts of the model that requests are checked against.
 pub struct ModelFacts {
     pub vocab_size: usize,
-    /// Most tokens of prompt and completion together.
+    /// Most tokens that a prompt and its completion may have together.
     pub max_model_len: usize,
-    /// Ascending.
+    /// The model's end-of-sequence tokens, ascending.
     pub eos_token_ids: Vec<TokenId>,
     /// For prompts of text; `None` for a model without a tokenizer, which takes and gives token ids only.
     pub encoder: Option<Arc<PromptEncoder>>,
@@ -40,17 +41,17 @@ pub struct ModelFacts {
 pub struct ServerInfo {
     pub model: String,
     pub architecture: String,
-    /// `bfloat16` or `float32`.
+    /// Data type of weights and KV cache: `bfloat16` or `float32`.
     pub dtype: String,
-    /// `cpu` or `cuda`.
+    /// Device of the model: `cpu` or `cuda`.
     pub device: String,
     pub tensor_parallel_size: usize,
     pub max_num_seqs: usize,
     pub max_batch_tokens: usize,
     pub block_size: usize,
-    /// Number of weights, tied ones counted once.
+    /// Number of weights in the model; tied ones count once.
     pub parameters: u64,
-    /// Instruction set of the kernels.
+    /// Instruction set that the kernels use.
     pub kernel: String,
     pub max_adapters: usize,
     pub max_lora_rank: usize,

@@ -1,29 +1,29 @@
-//! Orders to end, from signals or from the process itself.
+//! Orders to end the server, from signals or from the process itself.
 
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 
 use crate::error::{Error, Result};
 
-/// Orders the server to end; any thread may (a dying engine too). Cheap to clone.
+/// Orders the server to end, from any thread, also from that of a dying engine. Cheap to clone.
 #[derive(Clone)]
 pub struct ShutdownHandle(mpsc::UnboundedSender<Order>);
 
-/// The other end, for [`super::serve`].
+/// Receives the orders, for [`super::serve`].
 pub struct ShutdownOrders(mpsc::UnboundedReceiver<Order>);
 
 /// Why the server ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Order {
-    /// Somebody wants it to.
+    /// A signal, or the embedding process, asks the server to end.
     Asked,
-    /// The engine has ended, as ordered or by itself; nothing can be served.
+    /// The engine has ended, as ordered or by itself, and nothing can be served.
     EngineEnded,
 }
 
-/// The first order starts a graceful shutdown; another one ends at once.
+/// A channel of orders to end. The first order starts a graceful shutdown; a second one ends the server at once.
 pub fn shutdown_channel() -> (ShutdownHandle, ShutdownOrders) {
-    // Unbounded because an order must not wait; bounded by the patience of whoever sends signals.
+    // Unbounded, because an order must not wait. Whoever sends signals sends few.
     let (sender, receiver) = mpsc::unbounded_channel();
     (ShutdownHandle(sender), ShutdownOrders(receiver))
 }
@@ -33,19 +33,19 @@ impl ShutdownHandle {
         self.send(Order::Asked);
     }
 
-    /// Says that the engine has ended.
+    /// Tells the server that the engine has ended.
     pub fn engine_ended(&self) {
         self.send(Order::EngineEnded);
     }
 
     fn send(&self, order: Order) {
-        // Nobody listens after the end, and then there is nothing left to order.
+        // Sending fails only after the end, when there is nothing left to order.
         let _ = self.0.send(order);
     }
 }
 
 impl ShutdownOrders {
-    /// Waits for the next order; for ever if nobody is left who could give one.
+    /// Waits for the next order; for ever if all handles are gone.
     pub(super) async fn next(&mut self) -> Order {
         match self.0.recv().await {
             Some(order) => order,
@@ -54,7 +54,8 @@ impl ShutdownOrders {
     }
 }
 
-/// Turns SIGTERM and SIGINT into orders for as long as the runtime lives. Must be called inside a tokio runtime.
+/// Turns SIGTERM and SIGINT into orders to end, for as long as the runtime lives. Must be called inside a tokio
+/// runtime.
 ///
 /// # Errors
 /// `Internal` if the handlers cannot be installed.

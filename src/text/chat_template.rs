@@ -1,4 +1,4 @@
-//! Chat templates: messages to the text that the model was trained on, rendered as transformers does.
+//! Chat templates: they render messages to the text format that the model was trained on, as transformers does.
 
 mod strftime;
 
@@ -17,22 +17,22 @@ use serde_json::Value as Json;
 use super::gguf;
 use crate::error::{Error, Result};
 
-/// The name under which the one template is in its environment. It has no ending, so nothing is escaped.
+/// Name of the template in its environment. It has no file extension, so minijinja does not escape for HTML.
 const NAME: &str = "chat_template";
 
-/// A compiled chat template with the special tokens it may name. Immutable; share it in an [`std::sync::Arc`].
+/// A compiled chat template and the special tokens that it may name. Immutable; share it in an [`std::sync::Arc`].
 #[derive(Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
-    /// `bos_token`, `eos_token` and so on, as the template sees them.
+    /// Text of each special token by its variable in the template: `bos_token`, `eos_token` and so on.
     special_tokens: BTreeMap<String, String>,
 }
 
 impl ChatTemplate {
-    /// Compiles `source`. `special_tokens` are visible in it by their names (`bos_token`).
+    /// Compiles `source`. `special_tokens` are visible in the template by their names (`bos_token`).
     ///
     /// # Errors
-    /// `Config` with the line if it is not a template.
+    /// `Config` with the line if `source` is not a template.
     pub fn new(source: String, special_tokens: BTreeMap<String, String>) -> Result<Self> {
         let mut environment = Environment::new();
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
@@ -47,11 +47,11 @@ impl ChatTemplate {
         Ok(Self { environment, special_tokens })
     }
 
-    /// From a Hugging Face directory's files: `chat_template.jinja` if there is one, else `chat_template` in
-    /// `tokenizer_config.json` (of several, the one named `default`). `None` if neither has a template.
+    /// Reads the template of a Hugging Face directory: `chat_template.jinja` if there is one, else `chat_template` in
+    /// `tokenizer_config.json` (if that has several, the one named `default`). `None` if neither has a template.
     ///
     /// # Errors
-    /// `Config` if a file cannot be read or understood.
+    /// `Config` if a file cannot be read or parsed.
     pub fn from_files(tokenizer_config: Option<&Path>, chat_template: Option<&Path>) -> Result<Option<Self>> {
         let config: Json = match tokenizer_config {
             None => Json::Null,
@@ -65,10 +65,10 @@ impl ChatTemplate {
         source.map(|source| Self::new(source, special_tokens_of_config(&config))).transpose()
     }
 
-    /// From the metadata of a GGUF file; `None` if it has no template.
+    /// Takes the template from the metadata of a GGUF file; `None` if there is none.
     ///
     /// # Errors
-    /// `Config` if its template cannot be compiled.
+    /// `Config` if the template cannot be compiled.
     pub fn from_gguf(metadata: &HashMap<String, GgufValue>) -> Result<Option<Self>> {
         let Some(GgufValue::String(source)) = metadata.get("tokenizer.chat_template") else { return Ok(None) };
         let names = [("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")];
@@ -82,12 +82,12 @@ impl ChatTemplate {
         Self::new(source.clone(), special_tokens).map(Some)
     }
 
-    /// The text of `messages` (objects with `role`, `content` and whatever else the template knows). With
-    /// `add_generation_prompt` it ends where the assistant's answer begins. `variables` are further variables of the
-    /// template, such as `enable_thinking`.
+    /// Renders `messages` (objects with `role`, `content` and whatever else the template knows) to text. With
+    /// `add_generation_prompt` the text ends where the assistant's answer begins. `variables` are further variables of
+    /// the template, such as `enable_thinking`.
     ///
     /// # Errors
-    /// `InvalidArgument` with the template's message if it refuses the messages.
+    /// `InvalidArgument` with the template's message if the template refuses the messages.
     pub fn render(
         &self,
         messages: &[Json],
@@ -127,7 +127,7 @@ fn template_of_config(value: &Json) -> Result<Option<String>> {
     }
 }
 
-/// Every `*_token` of `tokenizer_config.json`, be it a string or an object with `content`.
+/// Every `*_token` of `tokenizer_config.json`, whether it is a string or an object with `content`.
 fn special_tokens_of_config(config: &Json) -> BTreeMap<String, String> {
     let Json::Object(entries) = config else { return BTreeMap::new() };
     entries
@@ -144,17 +144,17 @@ fn raise_exception(message: String) -> std::result::Result<Value, minijinja::Err
     Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
 }
 
-/// The date now. In UTC, where transformers uses the machine's time zone: a server's answer should not depend on where
-/// it stands.
+/// The current date, for templates. In UTC, where transformers uses the machine's time zone: a server's answer should
+/// not depend on its location.
 fn strftime_now(format: &str) -> std::result::Result<String, minijinja::Error> {
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
     strftime::strftime(format, seconds).map_err(|e| minijinja::Error::new(ErrorKind::InvalidOperation, e))
 }
 
-/// Python's `json.dumps(value, ensure_ascii=False, indent=indent)`; minijinja's own escapes for HTML.
+/// Python's `json.dumps(value, ensure_ascii=False, indent=indent)`. minijinja's own filter escapes for HTML.
 fn tojson(value: &Value, options: Kwargs) -> std::result::Result<String, minijinja::Error> {
     let indent: Option<usize> = options.get("indent")?;
-    // Said by templates to get what they get here anyway.
+    // Templates pass this argument to ask for what this filter does in any case.
     let _: Option<bool> = options.get("ensure_ascii")?;
     options.assert_all_used()?;
     let mut json = Vec::new();
@@ -170,7 +170,7 @@ fn tojson(value: &Value, options: Kwargs) -> std::result::Result<String, minijin
     Ok(String::from_utf8(json).expect("JSON is UTF-8"))
 }
 
-/// One line with `", "` and `": "`.
+/// Formats JSON on one line with the separators `", "` and `": "`, as Python does.
 struct PythonFormatter;
 
 impl serde_json::ser::Formatter for PythonFormatter {

@@ -1,11 +1,11 @@
-//! Tokens to text, one at a time.
+//! Incremental detokenization: tokens to text, one token at a time.
 
 use std::sync::Arc;
 
 use super::Tokenizer;
 use crate::types::TokenId;
 
-/// Gives text as tokens come, and never half a character: bytes wait until their character is complete. All pieces
+/// Gives text as tokens come, and never a part of a character: bytes wait until their character is complete. All pieces
 /// together are the text that [`Tokenizer::decode`] gives for all tokens. Constant work per token.
 #[derive(Clone)]
 pub struct IncrementalDetokenizer {
@@ -20,23 +20,23 @@ impl IncrementalDetokenizer {
         Self { tokenizer, skip_special, stream }
     }
 
-    /// Appends to `text` what this token completes, maybe nothing.
+    /// Appends to `text` the characters that `token` completes, which may be none.
     pub fn push(&mut self, token: TokenId, text: &mut String) {
         self.stream.push(&self.tokenizer, token, self.skip_special, text);
     }
 
-    /// Appends what is left when no token will follow: U+FFFD for a character that was never completed.
+    /// Appends what is left when no further token comes: U+FFFD for a character that was never completed.
     pub fn finish(&mut self, text: &mut String) {
         self.stream.finish(text);
     }
 }
 
-/// Tokens' bytes on their way to becoming text.
+/// Bytes of tokens that are not text yet.
 #[derive(Clone)]
 pub(super) struct TextStream {
-    /// Bytes not yet given: between calls at most three, the beginning of a character.
+    /// Bytes that were not given out yet: between calls at most three, the beginning of an incomplete character.
     pending: Vec<u8>,
-    /// Whether a leading space is still to be dropped.
+    /// Whether the text's leading space is still to be dropped.
     strips_space: bool,
 }
 
@@ -65,8 +65,8 @@ impl TextStream {
     }
 }
 
-/// Appends the characters in `bytes`, U+FFFD for each invalid sequence (as [`String::from_utf8_lossy`] does), and
-/// returns how many bytes that took: all but the beginning of a character at the end.
+/// Appends the characters in `bytes` to `text`, with U+FFFD for each invalid sequence (as [`String::from_utf8_lossy`]
+/// does). Returns the number of bytes used: all but an incomplete character at the end.
 fn append_valid(bytes: &[u8], text: &mut String) -> usize {
     let mut start = 0;
     loop {

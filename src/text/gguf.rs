@@ -1,6 +1,6 @@
-//! A tokenizer from GGUF metadata. candle has one of its own, which takes the pre-tokenizer of SmolLM2 (`smollm`) and
-//! every other that it does not know for GPT-2's with a space put before the text; so it is made here, and what is not
-//! known is refused.
+//! Builds a tokenizer from GGUF metadata. candle can do so too, but takes the pre-tokenizer of SmolLM2 (`smollm`) and
+//! every other that it does not know for GPT-2's with a space put before the text. Here an unknown pre-tokenizer is an
+//! error.
 
 use std::collections::HashMap;
 
@@ -17,19 +17,20 @@ use tokenizers::{AddedToken, SplitDelimiterBehavior, Tokenizer};
 
 use crate::error::{Error, Result};
 
-/// What `tokenizer.ggml.pre` names.
+/// The pre-tokenizer that `tokenizer.ggml.pre` names.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum PreTokenizer {
     Gpt2,
-    /// GPT-2's after each digit by itself.
+    /// GPT-2's pre-tokenizer, after each digit has been split off by itself.
     SmolLm,
     Qwen2,
     Llama3,
 }
 
-/// `tokenizer.ggml.token_type`: a special token.
+/// Value in `tokenizer.ggml.token_type` of a special token.
 const CONTROL: i64 = 3;
-/// A token that is found in the text as it stands but is ordinary otherwise, such as `<tool_call>`.
+/// Value in `tokenizer.ggml.token_type` of a token that is found in the text as it stands but is ordinary otherwise,
+/// such as `<tool_call>`.
 const USER_DEFINED: i64 = 4;
 
 pub fn tokenizer(metadata: &HashMap<String, Value>) -> Result<Tokenizer> {
@@ -77,7 +78,7 @@ impl PreTokenizer {
         }
     }
 
-    /// Normalizer, pre-tokenizer and decoder as in the tokenizer.json of each family.
+    /// Sets normalizer, pre-tokenizer and decoder to those in the family's tokenizer.json.
     fn install(self, tokenizer: &mut Tokenizer) -> Result<()> {
         let byte_level = |use_regex| ByteLevel::new(false, true, use_regex);
         let steps: Vec<PreTokenizerWrapper> = match self {
@@ -95,7 +96,8 @@ impl PreTokenizer {
     }
 }
 
-/// The split of Llama 3 and Qwen2, which differ in how many digits stay together.
+/// The pre-tokenizer of Llama 3 and Qwen2, which differ in how many digits stay together (`digits`, a regular
+/// expression).
 fn split(digits: &str) -> Result<PreTokenizerWrapper> {
     let regex = [
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|",
@@ -118,7 +120,7 @@ fn add_tokens(tokenizer: &mut Tokenizer, metadata: &HashMap<String, Value>, toke
     Ok(())
 }
 
-/// Beginning and end of sequence around a text, where the file says so.
+/// Adds the beginning-of-sequence and end-of-sequence tokens around a text, where the file asks for them.
 fn add_template(
     tokenizer: &mut Tokenizer,
     metadata: &HashMap<String, Value>,
@@ -136,7 +138,7 @@ fn add_template(
     };
     let mut pieces = vec!["$A".to_string()];
     let mut specials = Vec::new();
-    // llama.cpp adds it for Llama 3 unless the file forbids it.
+    // Like llama.cpp, adds a beginning-of-sequence token for Llama 3 unless the file forbids it.
     if wants("tokenizer.ggml.add_bos_token", pre == PreTokenizer::Llama3)? {
         let bos = special("tokenizer.ggml.bos_token_id")?;
         pieces.insert(0, bos.0.clone());
@@ -159,7 +161,7 @@ fn add_template(
     Ok(())
 }
 
-/// A token that the metadata names by id, such as `tokenizer.ggml.bos_token_id`.
+/// Text of the token that the metadata names by id under `key`, such as `tokenizer.ggml.bos_token_id`.
 pub fn named_token<'m>(metadata: &'m HashMap<String, Value>, key: &str) -> Option<&'m str> {
     let id = usize::try_from(integer(metadata.get(key)?)?).ok()?;
     let Value::Array(tokens) = metadata.get("tokenizer.ggml.tokens")? else { return None };

@@ -1,8 +1,8 @@
-//! Stop strings, found as text arrives in pieces.
+//! Stop strings, found while the text arrives in pieces.
 
 use std::sync::Arc;
 
-/// The stop strings of a request, ready to be searched for; shared by its samples.
+/// The stop strings of a request, prepared for searching and shared by its samples.
 #[derive(Debug)]
 pub struct StopStrings {
     patterns: Vec<Pattern>,
@@ -11,22 +11,22 @@ pub struct StopStrings {
 #[derive(Debug)]
 struct Pattern {
     bytes: Vec<u8>,
-    /// Entry i: length of the longest proper prefix of `bytes[..=i]` that is also its suffix.
-    /// (Knuth, Morris, Pratt 1977.)
+    /// Entry i is the length of the longest proper prefix of `bytes[..=i]` that is also its suffix (Knuth, Morris,
+    /// Pratt 1977).
     fallback: Vec<usize>,
 }
 
-/// Searches one sample's text.
+/// Searches the text of one sample for the stop strings of its request.
 #[derive(Clone, Debug)]
 pub struct StopMatcher {
     stops: Arc<StopStrings>,
-    /// For each pattern, how many of its bytes the text ends with.
+    /// For each stop string, how many of its first bytes the text ends with.
     matched: Vec<usize>,
     text_len: usize,
 }
 
 impl StopStrings {
-    /// None of the strings is empty.
+    /// Prepares the strings. None of them may be empty.
     pub fn new<S: AsRef<str>>(strings: &[S]) -> Self {
         Self { patterns: strings.iter().map(|s| Pattern::new(s.as_ref().as_bytes())).collect() }
     }
@@ -48,7 +48,7 @@ impl Pattern {
         pattern
     }
 
-    /// How many bytes of the pattern the text ends with after `byte`, having ended with `matched` before.
+    /// How many bytes of the pattern the text ends with after `byte`, if it ended with `matched` of them before.
     fn advance(&self, mut matched: usize, byte: u8) -> usize {
         while matched > 0 && self.bytes[matched] != byte {
             matched = self.fallback[matched - 1];
@@ -64,8 +64,8 @@ impl StopMatcher {
     }
 
     /// Takes the next piece of text. If a stop string has ended in it, returns the byte length of the whole text before
-    /// that stop string: of the one that ends first, and of several that end there, the longest. Not to be called
-    /// again after that.
+    /// that stop string: the one that ends first, and of several that end there the longest. Must not be called again
+    /// after that.
     pub fn push(&mut self, delta: &str) -> Option<usize> {
         for byte in delta.bytes() {
             self.text_len += 1;
@@ -83,7 +83,8 @@ impl StopMatcher {
         None
     }
 
-    /// Bytes at the end of the text that may be the beginning of a stop string; a stream must not show them yet.
+    /// Number of bytes at the end of the text that may be the beginning of a stop string. A stream must not show them
+    /// yet.
     pub fn held_back(&self) -> usize {
         self.matched.iter().copied().max().unwrap_or(0)
     }

@@ -1,4 +1,4 @@
-//! The model's tokenizer: text to ids by the `tokenizers` crate, ids to bytes here.
+//! The model's tokenizer. The `tokenizers` crate turns text into ids; this module turns ids into bytes.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -11,22 +11,23 @@ use super::gguf;
 use crate::error::{Error, Result};
 use crate::types::TokenId;
 
-/// Immutable; share it in an [`std::sync::Arc`].
+/// The model's tokenizer. Immutable; share it in an [`std::sync::Arc`].
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     vocab_size: usize,
     spelling: Spelling,
-    /// The byte that each character below U+0144 stands for in a ByteLevel token.
+    /// Entry i is the byte that the character U+i (below U+0144) stands for in a ByteLevel token.
     byte_of_char: Vec<Option<u8>>,
     max_bytes_per_token: Option<usize>,
 }
 
-/// How a token's string stands for bytes.
+/// How the string of a token stands for bytes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Spelling {
-    /// GPT-2's: one character per byte.
+    /// GPT-2's spelling: one character per byte.
     ByteLevel,
-    /// SentencePiece's: `▁` for a space, `<0xE6>` for a byte; one leading space of the whole text is dropped, or not.
+    /// SentencePiece's spelling: `▁` for a space, `<0xE6>` for a byte. `strips_space`: the text's leading space is
+    /// dropped.
     ByteFallback { strips_space: bool },
 }
 
@@ -68,8 +69,9 @@ impl Tokenizer {
         self.max_bytes_per_token
     }
 
-    /// Special tokens that occur in the text (`<|im_start|>`) become their ids. `add_special` adds what the model wants
-    /// around a text (a beginning-of-sequence token, say); a rendered chat template already has it.
+    /// The ids of `text`. Special tokens that occur in it (`<|im_start|>`) become their ids. `add_special` adds the
+    /// tokens that the model wants around a text (such as a beginning-of-sequence token); a rendered chat template
+    /// already has them.
     ///
     /// # Errors
     /// `InvalidArgument` if the text cannot be tokenized.
@@ -81,7 +83,7 @@ impl Tokenizer {
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// The text of the tokens; bytes that are not UTF-8 become U+FFFD, ids without a token nothing.
+    /// The text of `tokens`. Bytes that are not UTF-8 become U+FFFD; ids without a token are left out.
     pub fn decode(&self, tokens: &[TokenId], skip_special: bool) -> String {
         let mut text = String::new();
         let mut stream = TextStream::new(self);
@@ -92,7 +94,7 @@ impl Tokenizer {
         text
     }
 
-    /// One more than the highest id. A model may have more rows of logits than this.
+    /// The highest token id plus one. The model may have more rows of logits.
     pub fn vocab_size(&self) -> usize {
         self.vocab_size
     }
@@ -101,7 +103,7 @@ impl Tokenizer {
         self.inner.token_to_id(token)
     }
 
-    /// Adds the token's bytes to `out`.
+    /// Appends the bytes of `token` to `out`.
     pub(super) fn append_bytes(&self, token: TokenId, skip_special: bool, out: &mut Vec<u8>) {
         let Some(piece) = self.inner.id_to_token(token) else { return };
         if skip_special && self.inner.get_added_vocabulary().is_special_token(&piece) {
@@ -114,7 +116,8 @@ impl Tokenizer {
                     match self.byte_of_char.get(c as usize).copied().flatten() {
                         Some(byte) => out.push(byte),
                         None => {
-                            // Not in that alphabet: an added token, which stands for itself.
+                            // A character outside the ByteLevel alphabet: this is an added token, which stands for
+                            // itself.
                             out.truncate(start);
                             return out.extend_from_slice(piece.as_bytes());
                         }
@@ -128,14 +131,14 @@ impl Tokenizer {
         }
     }
 
-    /// Whether the first space of a text is not part of it.
+    /// Whether the decoder drops the leading space of a text.
     pub(super) fn strips_space(&self) -> bool {
         self.spelling == Spelling::ByteFallback { strips_space: true }
     }
 }
 
 impl Spelling {
-    /// From the decoder in a `tokenizer.json`.
+    /// The spelling that the decoder of a `tokenizer.json` implies; `None` if it is not supported.
     fn of(decoder: &Value) -> Option<Self> {
         let steps = match decoder["type"].as_str()? {
             "Sequence" => decoder["decoders"].as_array()?.as_slice(),
@@ -160,7 +163,7 @@ fn replaces_underline(step: &Value) -> bool {
     step["pattern"]["String"] == "▁" && step["content"] == " "
 }
 
-/// The byte of a token like `<0x0A>`.
+/// The byte that a token like `<0x0A>` stands for.
 fn fallback_byte(piece: &str) -> Option<u8> {
     let digits = piece.strip_prefix("<0x")?.strip_suffix('>')?;
     if digits.len() == 2 { u8::from_str_radix(digits, 16).ok() } else { None }

@@ -1,11 +1,13 @@
-//! Sleep, wake and pause, and the lifecycle in replies.
+//! Requests for sleep, wake and pause as valid types, and the lifecycle in replies.
 
 use crate::engine::{DrainMode, LifecycleStatus, SleepLevel, SleepReply, WakeTags};
 use crate::error::{Error, Result};
 use crate::server::pb;
 
+/// The level of a sleep; unspecified is level 1.
+///
 /// # Errors
-/// `InvalidArgument` if it is no level.
+/// `InvalidArgument` if `value` is not a level.
 pub(in crate::server) fn sleep_level(value: i32) -> Result<SleepLevel> {
     match pb::SleepLevel::try_from(value) {
         Ok(pb::SleepLevel::Unspecified | pb::SleepLevel::SleepLevel1) => Ok(SleepLevel::One),
@@ -14,8 +16,10 @@ pub(in crate::server) fn sleep_level(value: i32) -> Result<SleepLevel> {
     }
 }
 
+/// How running requests are drained; unspecified is WAIT.
+///
 /// # Errors
-/// `InvalidArgument` if it is no mode.
+/// `InvalidArgument` if `value` is not a mode.
 pub(in crate::server) fn drain_mode(value: i32) -> Result<DrainMode> {
     match pb::DrainMode::try_from(value) {
         Ok(pb::DrainMode::Unspecified | pb::DrainMode::Wait) => Ok(DrainMode::Wait),
@@ -25,10 +29,10 @@ pub(in crate::server) fn drain_mode(value: i32) -> Result<DrainMode> {
     }
 }
 
-/// No tags are all of them.
+/// The parts to wake. No tags mean all parts.
 ///
 /// # Errors
-/// `InvalidArgument` if one is no tag, or `reload` goes without the weights.
+/// `InvalidArgument` if a tag is unknown, or `reload` is set without waking the weights.
 pub(in crate::server) fn wake_tags(tags: &[i32], reload: bool) -> Result<WakeTags> {
     let mut wanted = WakeTags { weights: tags.is_empty(), kv_cache: tags.is_empty() };
     for &tag in tags {
@@ -68,7 +72,7 @@ pub(in crate::server) fn lifecycle(status: LifecycleStatus) -> pb::Lifecycle {
     }
 }
 
-/// What sleeps, if something does.
+/// Which parts are asleep; None while everything is awake.
 pub(in crate::server) fn asleep(status: LifecycleStatus) -> Option<pb::Asleep> {
     let LifecycleStatus::Asleep { level, resident, pending_update } = status else { return None };
     let level = match level {

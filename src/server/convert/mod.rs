@@ -1,4 +1,5 @@
-//! proto ↔ valid types, and [`Error`] → status: the only place. What leaves here needs no more checking.
+//! The only place that converts protobuf messages to valid types and back, and [`Error`] to gRPC statuses. Values that
+//! leave this module need no further checks.
 
 mod lifecycle;
 mod prompt;
@@ -27,21 +28,21 @@ use crate::types::{Prompt, SamplingParams, WeightVersion};
 
 /// Most samples of one prompt: GRPO groups are 4 to 64, best-of-n and pass@k go up to 1,000.
 const MAX_SAMPLES_PER_PROMPT: u32 = 1024;
-/// Most samples (or scored sequences) of one request: each costs the scheduler a record for as long as the request
+/// Most samples (or scored sequences) of one request: the scheduler keeps a record of each for as long as the request
 /// runs. Large trainers sample 1,024 prompts x 16; this is four times that.
 const MAX_SAMPLES_PER_REQUEST: usize = 65_536;
-/// Most log-probabilities per position: a reply carries 8 bytes for each of them and each token.
+/// Most log-probabilities per position: a reply carries 8 bytes for each of them at each token.
 const MAX_TOP_LOGPROBS: u32 = 100;
-/// Longest request id, in bytes: it is kept, compared and logged.
+/// Longest request id in bytes. Ids are kept, compared and logged.
 const MAX_REQUEST_ID_BYTES: usize = 256;
-/// Longest name of a resident adapter, in bytes: for the same reasons.
+/// Longest name of a resident adapter in bytes. Names are kept, compared and logged.
 const MAX_ADAPTER_NAME_BYTES: usize = 256;
-/// Longest name of a parameter, in bytes: those of today's models have up to 120.
+/// Longest name of a parameter in bytes. Names in today's models have up to 120.
 const MAX_PARAMETER_NAME_BYTES: usize = 512;
-/// Most requests that one Abort names; as many as one Generate has samples.
+/// Most requests that one Abort names: as many as one Generate can have samples.
 const MAX_ABORTED_REQUESTS: usize = 65_536;
 
-/// A valid `GenerateRequest` or `ScoreRequest`.
+/// A `GenerateRequest` or `ScoreRequest` whose fields have all been checked.
 pub(super) struct ValidRequest {
     pub(super) request_id: String,
     pub(super) prompts: Vec<Prompt>,
@@ -52,7 +53,7 @@ pub(super) struct ValidRequest {
     min_weight_version: Option<WeightVersion>,
 }
 
-/// The engine's end of a request's events.
+/// What the engine needs to answer a request: where its events go, and the count of those that are not read yet.
 pub(super) struct ReplyEnd {
     pub(super) responder: Responder,
     pub(super) backlog: Backlog,
@@ -76,16 +77,16 @@ impl ValidRequest {
         }))
     }
 
-    /// About what it takes for as long as it runs: its prompts, and the engine's and the scheduler's records of its
-    /// samples. What the samples make is counted as they make it.
+    /// Estimate of the bytes that the request takes while it runs: its prompts, and the engine's and the scheduler's
+    /// records of its samples. Sampled tokens are counted when they are made.
     pub(super) fn bytes(&self) -> u64 {
-        /// Bytes that one prompt or one sample takes, with its entries in maps and queues.
+        /// Bytes that one prompt or one sample takes, including its entries in maps and queues.
         const RECORD: usize = 512;
         let prompts: usize = self.prompts.iter().map(|p| p.heap_bytes() + RECORD).sum();
         (prompts + self.samples() * RECORD + self.params.heap_bytes()) as u64
     }
 
-    /// Completions to expect.
+    /// Number of completions that the reply will carry.
     pub(super) fn samples(&self) -> usize {
         match self.kind {
             Kind::Generate { n, .. } => self.prompts.len() * n as usize,
@@ -94,10 +95,11 @@ impl ValidRequest {
     }
 }
 
-/// `charge` is that of the request's message; what encoding it takes is charged for as long as it lasts.
+/// Checks a `GenerateRequest`. `charge` is the charge of the request's message; it also covers the memory of encoding
+/// texts while they are encoded.
 ///
 /// # Errors
-/// `InvalidArgument` with the path of the field; `ResourceExhausted` if its texts are too much to encode now.
+/// `InvalidArgument` with the path of the field; `ResourceExhausted` if there is no room now to encode its texts.
 pub(super) fn generate(request: pb::GenerateRequest, model: &ModelFacts, charge: &mut Charge) -> Result<ValidRequest> {
     check_versions(request.if_weight_version, request.min_weight_version)?;
     check_top_logprobs(request.top_logprobs, model)?;
@@ -124,6 +126,8 @@ pub(super) fn generate(request: pb::GenerateRequest, model: &ModelFacts, charge:
     })
 }
 
+/// Checks a `ScoreRequest`.
+///
 /// # Errors
 /// `InvalidArgument` with the path of the field.
 pub(super) fn score(request: pb::ScoreRequest, model: &ModelFacts) -> Result<ValidRequest> {
@@ -141,6 +145,8 @@ pub(super) fn score(request: pb::ScoreRequest, model: &ModelFacts) -> Result<Val
     })
 }
 
+/// The requests that an Abort ends.
+///
 /// # Errors
 /// `InvalidArgument` unless exactly one of `all` and `request_ids` is given.
 pub(super) fn abort(request: pb::AbortRequest) -> Result<AbortTarget> {
@@ -170,13 +176,14 @@ fn request_id(given: String) -> Result<String> {
     Ok(given)
 }
 
-/// An empty name is the policy itself; the engine knows which others are resident.
+/// The adapter that a request names; None for an empty name, which means the policy itself. Whether the adapter is
+/// resident is for the engine to check.
 fn named(adapter: String) -> Result<Option<String>> {
     check_length("adapter", &adapter, MAX_ADAPTER_NAME_BYTES)?;
     Ok((!adapter.is_empty()).then_some(adapter))
 }
 
-/// What `RemoveAdapter` names.
+/// The adapter that a `RemoveAdapter` names.
 ///
 /// # Errors
 /// `InvalidArgument` if no adapter can have this name.
@@ -185,10 +192,10 @@ pub(super) fn adapter_name(name: String) -> Result<String> {
     Ok(name)
 }
 
-/// What `Checksum` names.
+/// The parameters that a `Checksum` names.
 ///
 /// # Errors
-/// `InvalidArgument` naming the first that no parameter can have.
+/// `InvalidArgument` with the first name that no parameter can have.
 pub(super) fn parameter_names(names: Vec<String>) -> Result<Vec<String>> {
     for (i, name) in names.iter().enumerate() {
         check_length(&format!("names[{i}]"), name, MAX_PARAMETER_NAME_BYTES)?;
@@ -196,7 +203,8 @@ pub(super) fn parameter_names(names: Vec<String>) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// Text is kept, compared and echoed, so each that a client gives has a limit.
+/// Checks that `text` has at most `most` bytes. Every text of a client has a limit, because texts are kept, compared
+/// and echoed.
 fn check_length(field: &str, text: &str, most: usize) -> Result<()> {
     if text.len() <= most {
         return Ok(());

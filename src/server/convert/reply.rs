@@ -1,4 +1,4 @@
-//! Engine events as the messages of a reply.
+//! Turns the engine's events into the messages of a reply.
 
 use std::collections::VecDeque;
 
@@ -8,16 +8,16 @@ use crate::error::{Error, Result};
 use crate::types::{FinishReason, Prompt, TokenLogprobs, WeightVersion};
 use pb::generate_response::Event as Message;
 
-/// Tokens of a sequence in one message of scores: 0.8 MB with 100 most likely tokens at each.
+/// Tokens of a sequence in one message of scores: 0.8 MB with 100 most likely tokens at each position.
 const PIECE_TOKENS: usize = 1024;
 
-/// What an event meant for its request.
+/// What an event means for the progress of its request.
 #[derive(Debug)]
 pub(in crate::server) enum Progress {
     More,
-    /// All is said.
+    /// The reply is complete.
     Done,
-    /// Nothing more will come; the client gets this instead.
+    /// The reply ends here, with this error as its status.
     Failed(Error),
 }
 
@@ -27,7 +27,7 @@ pub(in crate::server) trait Writer: Send + Unpin {
 
     fn request_id(&self) -> &str;
 
-    /// Appends the messages that `event` makes to `out`.
+    /// Appends the messages for `event` to `out`.
     fn write(&mut self, event: Event, out: &mut VecDeque<Self::Message>) -> Progress;
 }
 
@@ -35,7 +35,7 @@ pub(in crate::server) trait Writer: Send + Unpin {
 pub(in crate::server) struct ReplyWriter {
     request_id: String,
     prompts: Vec<Prompt>,
-    /// Whether messages have `top_logprobs`.
+    /// Whether the request asked for `top_logprobs`.
     top: bool,
 }
 
@@ -133,7 +133,7 @@ impl Writer for ReplyWriter {
 /// Turns the events of one `Score` into its messages.
 pub(in crate::server) struct ScoreWriter {
     request_id: String,
-    /// Tokens of each sequence that has no score yet.
+    /// For each sequence its number of tokens, or None once it has scores.
     lengths: Vec<Option<usize>>,
     left: usize,
     top: bool,
@@ -163,7 +163,7 @@ impl ScoreWriter {
         let processed = after_first(length, logprobs, |t| t.processed)?;
         for start in (0..length).step_by(PIECE_TOKENS) {
             let piece = start..length.min(start + PIECE_TOKENS);
-            // The first token of a sequence has none.
+            // The first token of a sequence has no most likely tokens.
             let tops =
                 piece.clone().map(|i| i.checked_sub(1).map_or_else(Default::default, |i| top_logprobs(&logprobs[i])));
             let score = pb::SequenceScore {
@@ -206,7 +206,8 @@ impl Writer for ScoreWriter {
     }
 }
 
-/// One value per token of a sequence: NaN for the first, which has nothing before it.
+/// One value per token of a sequence of `len` tokens: NaN for the first, which has no tokens before it, then those of
+/// `rest`.
 fn after_first(len: usize, rest: &[TokenLogprobs], value: impl Fn(&TokenLogprobs) -> f32) -> Result<Vec<f32>> {
     if rest.len() + 1 != len {
         return Err(Error::Internal(format!("{} log-probabilities for a sequence of {len} tokens", rest.len())));

@@ -1,21 +1,21 @@
-//! Sampling parameters: every range checked, every default filled in.
+//! Sampling parameters of requests: checks every range and fills in every default.
 
 use super::{ModelFacts, pb};
 use crate::error::{Error, Result};
 use crate::types::{SamplingParams, TokenId};
 
-/// Smallest temperature that is not greedy, and smallest repetition penalty. Below it a float32 logit divided by it
-/// comes close to overflowing, and the distribution is greedy's anyway.
+/// Smallest temperature that is not greedy, and smallest repetition penalty. A float32 logit divided by less comes
+/// close to overflowing, and its distribution is the greedy one anyway.
 const MIN_DIVISOR: f32 = 1e-6;
-/// Largest logit bias, either way: more than enough to force or to ban a token, and still finite after a division by
-/// [`MIN_DIVISOR`] twice.
+/// Largest magnitude of a logit bias: more than enough to force or to ban a token, and still finite after two divisions
+/// by [`MIN_DIVISOR`].
 const MAX_LOGIT_BIAS: f32 = 1e9;
-/// Most stop strings, as each is looked for at every token.
+/// Most stop strings of a request: each is searched for at every token.
 const MAX_STOP_STRINGS: usize = 64;
-/// Longest stop string, in bytes, as a stream holds back this much text.
+/// Longest stop string in bytes: a stream holds back this much text.
 const MAX_STOP_STRING_BYTES: usize = 1024;
 
-/// `SamplingParams` of a `GenerateRequest`.
+/// Checks the `SamplingParams` of a `GenerateRequest`.
 pub(super) fn for_generate(
     given: Option<&pb::SamplingParams>,
     top_logprobs: u32,
@@ -55,7 +55,7 @@ pub(super) fn for_generate(
     Ok(params)
 }
 
-/// `SamplingParams` of a `ScoreRequest`: the distribution only, as nothing is sampled.
+/// Checks the `SamplingParams` of a `ScoreRequest`, which has only those of the distribution, as nothing is sampled.
 pub(super) fn for_score(
     given: Option<&pb::SamplingParams>,
     top_logprobs: u32,
@@ -80,7 +80,7 @@ pub(super) fn for_score(
     }
 }
 
-/// What Generate and Score have in common; the rest is the default.
+/// Checks the parameters that Generate and Score share, and leaves the others at their defaults.
 fn distribution(p: &pb::SamplingParams, top_logprobs: u32, model: &ModelFacts) -> Result<SamplingParams> {
     let default = SamplingParams::default();
     let temperature = float(
@@ -94,7 +94,7 @@ fn distribution(p: &pb::SamplingParams, top_logprobs: u32, model: &ModelFacts) -
     let min_p = |v: f32| (0.0..=1.0).contains(&v);
     let allowed = token_set("allowed_token_ids", &p.allowed_token_ids, model)?;
     Ok(SamplingParams {
-        // -0 is 0, and code further in may look at the bits.
+        // Turns -0 into 0, as later code may look at the bits.
         temperature: temperature.abs(),
         top_k: p.top_k.unwrap_or(default.top_k),
         top_p: float("top_p", p.top_p, default.top_p, top_p, "a number in (0, 1]")?,
@@ -130,7 +130,7 @@ fn logit_bias(p: &pb::SamplingParams, model: &ModelFacts) -> Result<Vec<(TokenId
     Ok(bias)
 }
 
-/// A set of tokens: ascending, each once.
+/// The tokens `ids` in ascending order, each once.
 fn token_set(name: &str, ids: &[TokenId], model: &ModelFacts) -> Result<Vec<TokenId>> {
     if let Some(i) = ids.iter().position(|&id| id as usize >= model.vocab_size) {
         let message = format!("{} is not below the vocabulary size {}", ids[i], model.vocab_size);
@@ -166,7 +166,7 @@ fn stop_strings(stop: &[String], model: &ModelFacts) -> Result<Vec<String>> {
     Ok(stop.to_vec())
 }
 
-/// Before `min_tokens` the tokens that end a sample are banned: something must be left.
+/// Checks that a token remains that may be sampled before `min_tokens`, when the tokens that end a sample are banned.
 fn check_satisfiable(params: &SamplingParams, model: &ModelFacts) -> Result<()> {
     if params.min_tokens == 0 {
         return Ok(());

@@ -1,14 +1,14 @@
-//! Errors as gRPC statuses.
+//! Maps errors to gRPC statuses.
 
 use tonic::{Code, Status};
 
 use crate::error::{Error, shown};
 
-/// Longest text of a status, in bytes: it travels in a header, percent-encoded to three times the length at worst, and
-/// clients accept headers of 8 KiB. Beyond that they see a broken stream instead of the status.
+/// Longest message of a status in bytes. It travels in a header, percent-encoded to three times its length at worst,
+/// and clients accept headers of 8 KiB; with a longer one they would see a broken stream instead of the status.
 const MAX_MESSAGE_BYTES: usize = 2048;
 
-/// The status a client gets: the error's own text, and the code by what the caller can do about it.
+/// The status for an error: its code tells what the caller can do about it, its message is the error's own text.
 pub(in crate::server) fn to_status(error: Error) -> Status {
     let code = match &error {
         Error::InvalidArgument { .. } => Code::InvalidArgument,
@@ -20,7 +20,7 @@ pub(in crate::server) fn to_status(error: Error) -> Status {
         Error::DataLoss(_) => Code::DataLoss,
         Error::DeadlineExceeded(_) => Code::DeadlineExceeded,
         Error::Unavailable(_) => Code::Unavailable,
-        // A Config error ends the start, so a running server has none; if one comes it is a bug.
+        // A Config error ends the start, so one in a running server is a bug.
         Error::Config(_) | Error::Internal(_) => Code::Internal,
     };
     let message = shown(&error.to_string(), MAX_MESSAGE_BYTES);

@@ -1,4 +1,4 @@
-//! Pushes: the header's checks, and what a commit answers.
+//! Pushes: checks the header of an update, and makes the reply to its commit.
 
 use std::time::Duration;
 
@@ -10,21 +10,21 @@ use crate::server::pb;
 use crate::types::WeightVersion;
 use crate::weights::{Dtype, Received, Source, TensorEntry, UpdateKind, UpdateSpec};
 
-/// Longest adapter_config.json, in bytes: one that names each module of a large model has some 100 KiB.
+/// Longest adapter_config.json in bytes: one that names each module of a large model has some 100 KiB.
 const MAX_ADAPTER_CONFIG_BYTES: usize = 1 << 20;
-/// Longest name of a segment, in bytes, as the file system has it.
+/// Longest name of a segment in bytes; the limit of the file system.
 const MAX_SEGMENT_NAME_BYTES: usize = 255;
-/// Longest path of a directory, in bytes, as the file system has it.
+/// Longest path of a directory in bytes; the limit of the file system.
 const MAX_PATH_BYTES: usize = 4096;
 
-/// A valid `Header`: what is pushed, and on which terms.
+/// A checked `Header`: what is pushed, and under which conditions.
 #[derive(Debug)]
 pub(in crate::server) struct ValidHeader {
     pub(in crate::server) spec: UpdateSpec,
     pub(in crate::server) terms: Terms,
 }
 
-/// What the engine decides by.
+/// The conditions of an update that the engine decides by.
 #[derive(Clone, Debug, PartialEq)]
 pub(in crate::server) struct Terms {
     pub(in crate::server) kind: UpdateKind,
@@ -35,6 +35,8 @@ pub(in crate::server) struct Terms {
     pub(in crate::server) in_place: bool,
 }
 
+/// Checks the header of an update.
+///
 /// # Errors
 /// `InvalidArgument` with the path of the field.
 pub(in crate::server) fn header(header: pb::Header) -> Result<ValidHeader> {
@@ -80,10 +82,10 @@ pub(in crate::server) fn header(header: pb::Header) -> Result<ValidHeader> {
     })
 }
 
-/// Tensors of a header or manifest; the first is number `first` of the stream.
+/// Checks the tensors that a header or a manifest declares. `first` is the index of the first one within the stream.
 ///
 /// # Errors
-/// `InvalidArgument` naming the tensor.
+/// `InvalidArgument` with the tensor.
 pub(in crate::server) fn tensors(tensors: Vec<pb::Tensor>, first: usize) -> Result<Vec<TensorEntry>> {
     (first..).zip(tensors).map(|(i, t)| tensor(i, t)).collect()
 }
@@ -169,7 +171,7 @@ pub(in crate::server) fn open_update(open: &OpenUpdate) -> pb::OpenUpdate {
     }
 }
 
-/// What the client is told of a commit. `staging`: from the header's arrival to the end of the check.
+/// The reply to a commit. `staging` is the time from the header's arrival to the end of the verification.
 pub(in crate::server) fn update_reply(
     reply: UpdateReply,
     facts: &ReceivedFacts,
@@ -187,7 +189,7 @@ pub(in crate::server) fn update_reply(
     }
 }
 
-/// What remains to be told of a push once the engine has its content.
+/// Facts of a push that its reply reports, kept after its content has gone to the engine.
 #[derive(Clone, Copy, Debug, Default)]
 pub(in crate::server) struct ReceivedFacts {
     digest: [u8; 16],
@@ -221,7 +223,7 @@ fn saturated(n: usize) -> u32 {
     u32::try_from(n).unwrap_or(u32::MAX)
 }
 
-/// The protocol's name of a dtype.
+/// The protocol's value for a data type.
 pub(in crate::server) fn dtype(dtype: Dtype) -> pb::TensorDtype {
     match dtype {
         Dtype::F32 => pb::TensorDtype::Float32,

@@ -1,4 +1,4 @@
-//! Control: GetInfo, GetStatus, ResetPrefixCache, Sleep, Wake, Pause, Resume.
+//! The service Control: GetInfo, GetStatus, ResetPrefixCache, Sleep, Wake, Pause, Resume.
 
 use std::time::Instant;
 
@@ -42,11 +42,11 @@ impl ControlService {
         Ok(pb::ResetPrefixCacheResponse { blocks: count(blocks) })
     }
 
-    /// A caller that gives up while requests finish takes its order back.
+    /// Puts the engine to sleep. A caller that hangs up while running requests finish withdraws the order.
     async fn sleep(&self, request: pb::SleepRequest) -> Result<pb::SleepResponse> {
         let (parts, _running) = self.gate.admit()?;
         let (level, mode) = (convert::sleep_level(request.level)?, convert::drain_mode(request.mode)?);
-        // Before, so that it is in none of the bytes that are measured.
+        // Released before the sleep, so that the segments are not part of the bytes that it measures.
         parts.sources.segments().release();
         let guard = CancelOnDrop::new(&parts.engine);
         let cancel = guard.flag.clone();
@@ -63,7 +63,7 @@ impl ControlService {
         Ok(pb::WakeResponse { lifecycle, seconds: started.elapsed().as_secs_f64() })
     }
 
-    /// As for [`Self::sleep`].
+    /// Pauses the engine. A caller that hangs up while running requests finish withdraws the order.
     async fn pause(&self, request: pb::PauseRequest) -> Result<pb::PauseResponse> {
         let (parts, _running) = self.gate.admit()?;
         let mode = convert::drain_mode(request.mode)?;
@@ -141,7 +141,7 @@ fn info_response(parts: &Parts) -> pb::GetInfoResponse {
     }
 }
 
-/// Everything but the uptime.
+/// The reply to GetStatus, except for the uptime.
 fn status_response(s: &engine::Status) -> pb::GetStatusResponse {
     let entry = |&(used_for, bytes): &(MemoryUse, u64)| pb::MemoryEntry { name: used_for.name().into(), bytes };
     pb::GetStatusResponse {
@@ -180,7 +180,7 @@ fn status_response(s: &engine::Status) -> pb::GetStatusResponse {
     }
 }
 
-/// Counts here are of things that are numbered with 32 bits.
+/// `n` as a 32-bit count; what is counted here is also numbered with 32 bits.
 fn count(n: usize) -> u32 {
     u32::try_from(n).expect("blocks, samples and tokens are counted with 32 bits")
 }

@@ -1,5 +1,5 @@
-//! Client deadlines. tonic reads `grpc-timeout` too, but only for the time until the response starts, and answers
-//! CANCELLED; here a deadline covers the whole stream and gives DEADLINE_EXCEEDED.
+//! Client deadlines. tonic applies `grpc-timeout` only until the response starts, and answers CANCELLED. Here a
+//! deadline covers the whole stream and gives DEADLINE_EXCEEDED.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -15,18 +15,18 @@ use crate::error::{Error, shown};
 use crate::server::convert::to_status;
 use crate::server::gate::Gate;
 
-/// Ends a call this much before tonic's own timer for the same deadline, so that ours gives the status.
+/// How much earlier than tonic's own timer for the same deadline a call is ended, so that the status is ours.
 const HEAD_START: Duration = Duration::from_millis(2);
 
-/// When a call must have ended: by its own deadline, and with the engine. Part of a request's extensions.
+/// When a call must end: at its own deadline, or with the engine. Kept in the request's extensions.
 #[derive(Clone, Default)]
 pub(super) struct Deadline {
     at: Option<Instant>,
     gate: Option<Gate>,
 }
 
-/// Reads the headers as the request arrives, before its message is received and decoded: the deadline (INVALID_ARGUMENT
-/// if it cannot be read), and whether there is a token, which the first time gets a warning.
+/// An interceptor that reads the headers of a call before its message is received: the deadline (INVALID_ARGUMENT if it
+/// is malformed), and whether there is a token, which is warned about once.
 pub(in crate::server) fn note_call(gate: &Gate) -> impl Fn(Request<()>) -> Result<Request<()>, Status> + Clone + use<> {
     let (gate, warned) = (gate.clone(), Arc::new(AtomicBool::new(false)));
     move |mut request| {
@@ -43,7 +43,7 @@ pub(in crate::server) fn note_call(gate: &Gate) -> impl Fn(Request<()>) -> Resul
     }
 }
 
-/// The `grpc-timeout` header: at most eight digits and a unit.
+/// The time in the `grpc-timeout` header: at most eight digits and a unit.
 fn timeout(metadata: &MetadataMap) -> Result<Option<Duration>, Status> {
     let Some(header) = metadata.get("grpc-timeout") else { return Ok(None) };
     let invalid = || {
@@ -73,15 +73,15 @@ impl Deadline {
         request.extensions().get().cloned().unwrap_or_default()
     }
 
-    /// Waits for the deadline; for ever if there is none.
+    /// Waits until the deadline has passed; for ever if there is none.
     pub(super) async fn passed(self) {
         let Some(at) = self.at else { return std::future::pending().await };
         let mut timer = std::pin::pin!(tokio::time::sleep_until(at));
-        // Looked at as well as waited for: where tonic's timer has woken the call, ours may still be about to.
+        // The clock is compared as well, because tonic's timer may wake the call just before our timer fires.
         std::future::poll_fn(|cx| if Instant::now() >= at { Poll::Ready(()) } else { timer.as_mut().poll(cx) }).await;
     }
 
-    /// Waits for the end of the engine.
+    /// Waits until the engine has ended.
     async fn engine_ended(gate: Option<Gate>) -> Error {
         match gate {
             Some(gate) => gate.ended().await,
@@ -89,7 +89,8 @@ impl Deadline {
         }
     }
 
-    /// The result of `work`; or DEADLINE_EXCEEDED, or UNAVAILABLE once the engine has ended: `work` is dropped then.
+    /// The result of `work`. Drops `work` and returns DEADLINE_EXCEEDED at the deadline, or UNAVAILABLE once the engine
+    /// has ended.
     pub(super) async fn limit<T>(self, work: impl Future<Output = Result<T, Error>>) -> Result<T, Status> {
         let gate = self.gate.clone();
         tokio::select! {

@@ -1,6 +1,6 @@
-//! The messages of an update, from frames that may end anywhere. tonic's decoder gathers each message before it decodes
-//! it: a copy into fresh pages for every chunk of weights. Here the data of a chunk goes on in the pieces in which it
-//! arrived.
+//! Decodes the messages of an update from frames that may end anywhere. tonic's decoder would first gather each
+//! message, which copies every chunk of weights into fresh pages. Here the data of a chunk is passed on in the pieces
+//! in which it arrived.
 
 use std::time::Duration;
 
@@ -16,34 +16,35 @@ use crate::memory::{Charge, Traffic};
 use crate::server::pb;
 use crate::server::pb::update_request::Kind;
 
-/// Largest chunk of a tensor, in bytes: what a client must have room for, and what it loses with a bad message.
+/// Largest chunk of a tensor in bytes: how much room a client must have for one, and how much it loses with a bad
+/// message.
 const MAX_CHUNK_BYTES: usize = 4 << 20;
-/// Largest message of an update's stream: a chunk, or a header with the manifest of a model of 50,000 tensors.
+/// Largest message of an update in bytes: a chunk, or a header with the manifest of a model of 50,000 tensors.
 const MAX_MESSAGE_BYTES: usize = 8 << 20;
-/// gRPC's before each message: a flag of compression and four bytes of length.
+/// Length of gRPC's prefix of each message: a compression flag and four bytes of length.
 const PREFIX_BYTES: usize = 5;
-/// Most bytes before the data of a chunk: four keys, two lengths below 2^28, a u32 and a u64.
+/// Most bytes that precede the data in an encoded chunk: four keys, two lengths below 2^28, a u32 and a u64.
 const HEAD_BYTES: usize = 4 + 2 * 4 + 5 + 10;
 
-/// The messages of an update, decoded from frames that may end anywhere.
+/// Decoder of an update's messages from frames that may end anywhere.
 pub(super) struct Messages<S> {
     frames: S,
     activity: Activity,
-    /// Longest wait for the next byte.
+    /// Longest time to wait for the next byte.
     patience: Duration,
-    /// What comes next, and what follows it. All that is read is in `front`.
+    /// Bytes that come next and the frame that follows them. All bytes received and not yet decoded are in `front`.
     front: Bytes,
     rest: Bytes,
     chunk: Option<OpenChunk>,
-    /// For what is in both: a message may be as large as a manifest, and stop half way.
+    /// Charge of the bytes that are held: an incomplete message may be as large as a manifest, and never go on.
     charge: Charge,
 }
 
-/// A chunk of which some data is still to come.
+/// A chunk whose data has not come completely.
 #[derive(Debug, PartialEq)]
 struct OpenChunk {
     tensor: u32,
-    /// Where in the tensor the chunk's next byte goes.
+    /// Offset in the tensor of the chunk's next byte.
     offset: u64,
     left: usize,
 }
@@ -55,18 +56,19 @@ impl<S: Stream<Item = std::result::Result<Bytes, Status>> + Unpin> Messages<S> {
         Self { frames, activity, patience: Duration::MAX, front, rest, chunk: None, charge }
     }
 
-    /// Gives the push up when nothing has come for so long.
+    /// Makes the decoder give the push up when no byte has come for `patience`.
     pub(super) fn with_patience(self, activity: Activity, patience: Duration) -> Self {
         Self { activity, patience, ..self }
     }
 
-    /// The next message; None at the end of the stream. A chunk may come as several of consecutive offsets.
+    /// The next message; None at the end of the stream. A chunk may be returned as several chunks of consecutive
+    /// offsets.
     ///
     /// # Errors
-    /// `InvalidArgument` for a message that is malformed, cut off, too long, compressed or empty; `ResourceExhausted` if
-    /// there is no room for it; `Aborted` if the stream breaks, or nothing comes for too long.
+    /// `InvalidArgument` for a message that is malformed, cut off, too long, compressed or empty; `ResourceExhausted`
+    /// if there is no room for it; `Aborted` if the stream breaks, or nothing comes for too long.
     pub(super) async fn next(&mut self) -> Result<Option<Kind>> {
-        // What came before has been dealt with.
+        // The caller has handled the message before, which counts as activity.
         self.activity.touch();
         if let Some(chunk) = self.chunk.take() {
             return self.piece(chunk).await.map(Some);
@@ -92,14 +94,14 @@ impl<S: Stream<Item = std::result::Result<Bytes, Status>> + Unpin> Messages<S> {
         }
     }
 
-    /// What has arrived of a chunk's data.
+    /// The part of a chunk's data that has arrived, as a chunk of its own.
     async fn piece(&mut self, chunk: OpenChunk) -> Result<Kind> {
         self.need(1).await?;
         let OpenChunk { tensor, offset, left } = chunk;
         let data = self.front.split_to(left.min(self.front.len()));
         let left = left - data.len();
         if left > 0 {
-            // An offset that is too large is refused with the first piece.
+            // An offset that is too large is refused when its first piece is handled.
             self.chunk = Some(OpenChunk { tensor, offset: offset.saturating_add(data.len() as u64), left });
         }
         Ok(Kind::Chunk(pb::Chunk { tensor, offset, data }))
@@ -109,8 +111,8 @@ impl<S: Stream<Item = std::result::Result<Bytes, Status>> + Unpin> Messages<S> {
         if self.gather(bytes).await? { Ok(()) } else { Err(cut()) }
     }
 
-    /// Waits until at least so many bytes lie in `front`; false if the stream ends before. Copies only what lies in
-    /// several frames.
+    /// Waits until `front` has at least `bytes` bytes; false if the stream ends before. Copies only bytes that are
+    /// spread over several frames.
     async fn gather(&mut self, bytes: usize) -> Result<bool> {
         loop {
             if self.front.is_empty() {
@@ -126,7 +128,7 @@ impl<S: Stream<Item = std::result::Result<Bytes, Status>> + Unpin> Messages<S> {
                 continue;
             }
             let missing = bytes - self.front.len();
-            // No copy of what was joined before.
+            // Takes `front` over without a copy, so that bytes that were joined before are not copied again.
             let mut joined = BytesMut::from(std::mem::take(&mut self.front));
             joined.extend_from_slice(&self.rest.split_to(missing.min(self.rest.len())));
             self.front = joined.freeze();
@@ -135,8 +137,8 @@ impl<S: Stream<Item = std::result::Result<Bytes, Status>> + Unpin> Messages<S> {
 }
 
 impl<S: Stream<Item = std::result::Result<Bytes, Status>> + Unpin> Messages<S> {
-    /// Waits for the next bytes; None at the end. What the server does meanwhile with those before is no idleness, and an
-    /// empty frame no sign of life.
+    /// Waits for the next frame with bytes; None at the end. Time that the server spends on earlier messages does not
+    /// count as idle, and an empty frame is no sign of life.
     async fn frame(&mut self) -> Result<Option<Bytes>> {
         let Self { frames, activity, patience, .. } = self;
         loop {
@@ -163,7 +165,7 @@ impl<S: Stream<Item = std::result::Result<Bytes, Status>> + Unpin> Messages<S> {
     }
 }
 
-/// Bytes of the message after this prefix.
+/// Length in bytes of the message that follows `prefix`.
 fn message_bytes(prefix: &[u8]) -> Result<usize> {
     let mut prefix = prefix;
     let (compressed, bytes) = (prefix.get_u8(), prefix.get_u32() as usize);
@@ -176,10 +178,10 @@ fn message_bytes(prefix: &[u8]) -> Result<usize> {
     Ok(bytes)
 }
 
-/// Reads the start of a message of so many bytes that is a chunk and ends with the chunk's data, as encoders write it:
-/// the bytes before the data, and the chunk. None for any other message, and for one that is malformed.
+/// Reads the head of an encoded message of `bytes` bytes that is a chunk whose data comes last, as encoders write it.
+/// Returns the number of bytes before the data, and the chunk; None for any other message, and for a malformed one.
 fn chunk_head(head: &[u8], bytes: usize) -> Option<(usize, OpenChunk)> {
-    // Keys of UpdateRequest.chunk, and of Chunk's tensor, offset and data.
+    // Keys of UpdateRequest.chunk, and of Chunk's fields tensor, offset and data.
     const CHUNK: u8 = 0x1a;
     const TENSOR: u8 = 0x08;
     const OFFSET: u8 = 0x10;

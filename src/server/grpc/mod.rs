@@ -1,4 +1,4 @@
-//! The gRPC services: each call is parsed, handed to the engine as a command, and answered from its events.
+//! The gRPC services: each call is parsed, sent to the engine as a command, and answered from the engine's events.
 
 mod arrival;
 mod control;
@@ -27,7 +27,7 @@ use super::pb::rollout_server::RolloutServer;
 use crate::engine::{Command, EngineHandle, Reply};
 use crate::error::{Error, Result};
 
-/// The names under which health is reported: the server as a whole and each service.
+/// Names under which health is reported: "" for the server as a whole, and each service.
 pub(super) const HEALTH_NAMES: [&str; 4] = [
     "",
     super::pb::rollout_server::SERVICE_NAME,
@@ -35,38 +35,38 @@ pub(super) const HEALTH_NAMES: [&str; 4] = [
     super::pb::control_server::SERVICE_NAME,
 ];
 
-/// Rollout, Weights and Control.
+/// The routes of the services Rollout, Weights and Control.
 pub(super) fn routes(gate: &Gate, door: &Door) -> Routes {
     let rollout = RolloutServer::new(rollout::RolloutService::new(gate.clone()));
     let control = ControlServer::new(control::ControlService::new(gate.clone()));
     let weights = DirectUpdates::new(weights::WeightsService::new(gate.clone()));
-    // tonic's default of 4 MiB is enough for the other services.
+    // tonic's default limit of 4 MiB is enough for the other services.
     Routes::new(Isolated::new(door.before(rollout.max_decoding_message_size(MAX_LARGE_BYTES)), &gate.panics))
         .add_service(Isolated::new(door.before(weights), &gate.panics))
         .add_service(Isolated::new(door.before(control), &gate.panics))
 }
 
-/// A reply for the engine, and where it arrives.
+/// A reply for the engine to call, and the receiver on which its value arrives.
 fn reply_channel<T: Send + 'static>() -> (Reply<T>, oneshot::Receiver<T>) {
     let (sender, answer) = oneshot::channel();
     let reply = move |value| {
-        // The caller may have given up.
+        // Sending fails if the caller has given up.
         let _ = sender.send(value);
     };
     (Box::new(reply), answer)
 }
 
-/// Asks the engine a question and waits for the answer.
+/// Sends a command to the engine and waits for its reply.
 ///
 /// # Errors
-/// `ResourceExhausted` if its queue is full, `Unavailable` if it has ended.
+/// `ResourceExhausted` if the engine's command queue is full, `Unavailable` if the engine has ended.
 async fn ask<T: Send + 'static>(engine: &EngineHandle, command: impl FnOnce(Reply<T>) -> Command) -> Result<T> {
     let (reply, answer) = reply_channel();
     engine.send(command(reply))?;
     answer.await.map_err(|_| engine_gone())
 }
 
-/// As [`ask`], but waits while the queue is full: for what would be lost by a refusal.
+/// Like [`ask`], but waits while the command queue is full: for commands whose refusal would lose something.
 ///
 /// # Errors
 /// `Unavailable` if the engine has ended.

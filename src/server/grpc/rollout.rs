@@ -1,4 +1,4 @@
-//! Rollout: Generate, Score, Abort.
+//! The service Rollout: Generate, Score, Abort.
 
 use tonic::{Request, Response};
 
@@ -14,8 +14,8 @@ use crate::server::gate::Gate;
 use crate::server::parts::ModelFacts;
 use crate::server::pb;
 
-/// Requests larger than this many bytes are parsed and tokenised on the blocking pool: a few milliseconds of
-/// tokenising is what an async thread may be kept busy.
+/// Requests of more bytes are parsed and tokenized on the blocking pool: an async thread may be kept busy for the few
+/// milliseconds that so much takes.
 const INLINE_PARSE_BYTES: usize = 8 << 10;
 
 pub(super) struct RolloutService {
@@ -27,7 +27,8 @@ impl RolloutService {
         Self { gate }
     }
 
-    /// Parses a request and hands it to the engine; its reply is made by what `writer` makes of it.
+    /// Parses a request and hands it to the engine. The reply's messages are made by the `Writer` that `writer`
+    /// returns.
     async fn start<M, W>(
         &self,
         mut request: Request<M>,
@@ -81,8 +82,8 @@ impl pb::rollout_server::Rollout for RolloutService {
     }
 }
 
-/// Parses a request, here or, if it is large, on the blocking pool. `charge`, that of the message, becomes that of what
-/// is kept of it.
+/// Parses a request, on the blocking pool if it is large. `charge`, which covers the message, is then set to cover the
+/// parsed request.
 async fn parse<M>(
     message: M,
     mut charge: Charge,

@@ -1,5 +1,5 @@
-//! Where a push is received: on a thread of the blocking pool, because copying, hashing and reading files would keep
-//! the async ones from their streams.
+//! Receives a push on a thread of the blocking pool, because copying, hashing and reading files would keep the async
+//! threads from their streams.
 
 use std::sync::Arc;
 
@@ -15,10 +15,10 @@ use crate::server::parts::Parts;
 use crate::server::pb;
 use crate::weights::{Received, Receiver, TensorEntry, WeightUpdate};
 
-/// Messages between the stream and the thread: the next chunks arrive while one is hashed.
+/// Messages between the stream and the thread: further chunks arrive while one is being hashed.
 const QUEUE: usize = 4;
 
-/// An open transaction.
+/// An open transaction, whose content a thread receives.
 pub(super) struct Staging {
     work: mpsc::Sender<Work>,
     thread: JoinHandle<Result<Received>>,
@@ -26,14 +26,14 @@ pub(super) struct Staging {
     declared: usize,
 }
 
-/// A verified push, to be committed.
+/// A verified push, ready to be committed.
 pub(super) struct Staged {
     pub(super) update: u64,
     pub(super) content: WeightUpdate,
     pub(super) facts: ReceivedFacts,
 }
 
-/// What the engine is told of a push's sender.
+/// The sender of a push, as the engine reports it.
 pub(super) struct Sender {
     pub(super) peer: String,
     pub(super) activity: Activity,
@@ -48,7 +48,7 @@ enum Work {
 }
 
 impl Staging {
-    /// Checks the manifest, asks the engine for the transaction and starts the thread.
+    /// Checks the manifest, opens the transaction at the engine, and starts the receiving thread.
     pub(super) async fn open(parts: &Arc<Parts>, header: ValidHeader, sender: Sender) -> Result<Self> {
         let ValidHeader { spec, terms } = header;
         let declared = spec.tensors.len();
@@ -64,7 +64,7 @@ impl Staging {
         Ok(Self { work, thread, update, declared })
     }
 
-    /// Tensors that the header has declared.
+    /// Number of tensors that the header has declared.
     pub(super) fn declared(&self) -> usize {
         self.declared
     }
@@ -77,7 +77,7 @@ impl Staging {
         self.send(Work::Write { tensor: chunk.tensor, offset: chunk.offset, data: chunk.data }).await
     }
 
-    /// Verifies what has come.
+    /// Ends the push and verifies what has arrived.
     pub(super) async fn finish(mut self) -> Result<Staged> {
         self.send(Work::Finish).await?;
         let received = self.thread.await.map_err(failed)??;
@@ -85,7 +85,7 @@ impl Staging {
         Ok(Staged { update: self.update, content: received.update, facts })
     }
 
-    /// Hands work to the thread; if that has ended, the error it ended with.
+    /// Sends work to the thread. If the thread has ended, returns the error that it ended with.
     async fn send(&mut self, work: Work) -> Result<()> {
         if self.work.send(work).await.is_ok() {
             return Ok(());
@@ -115,7 +115,7 @@ fn begin(terms: Terms, receiver: &Receiver, sender: Sender) -> UpdateBegin {
     }
 }
 
-/// The thread's work. Ends early, dropping what was received, when the stream is dropped.
+/// Body of the receiving thread. If the stream is dropped, it ends early and drops what was received.
 fn receive(
     mut receiver: Receiver,
     mut queue: mpsc::Receiver<Work>,
@@ -137,7 +137,7 @@ fn receive(
             }
             Work::Write { tensor, offset, data } => receiver.write(tensor, offset, &data)?,
             Work::Finish => {
-                // A source that is no stream is read now.
+                // Tensors of a source other than the stream are read now.
                 while ticket.in_place && receiver.read_next()? {
                     write_complete(&mut receiver, ticket.id, engine)?;
                 }
@@ -151,7 +151,7 @@ fn receive(
     Err(Error::Aborted("the stream broke before its commit".into()))
 }
 
-/// Has the engine write the tensors in place that are whole, and waits, so that no more than one part is on its way.
+/// Has the engine write the complete tensors in place, and waits, so that only one part is on its way at a time.
 fn write_complete(receiver: &mut Receiver, update: u64, engine: &EngineHandle) -> Result<()> {
     let Some(tensors) = receiver.take_complete() else { return Ok(()) };
     let (reply, answer) = reply_channel();

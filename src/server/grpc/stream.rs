@@ -1,4 +1,4 @@
-//! The reply of one Generate or Score: events of the engine in, messages out.
+//! The reply stream of one Generate or Score: takes the engine's events, gives messages.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -18,8 +18,8 @@ use crate::server::convert::{Progress, ReplyEnd, Writer, to_status};
 use crate::server::gate::{Gate, Running};
 use crate::server::parts::Parts;
 
-/// Cancels the work when dropped, which is how a vanished client, a passed deadline and a handler that tonic drops all
-/// reach the engine. After the terminal event it has no effect.
+/// Cancels the request when dropped. A vanished client, a passed deadline and a handler that tonic drops all reach the
+/// engine this way. It has no effect after the terminal event.
 pub(super) struct CancelOnDrop {
     pub(super) flag: CancelFlag,
     engine: EngineHandle,
@@ -37,8 +37,8 @@ impl Drop for CancelOnDrop {
     }
 }
 
-/// The engine's end and the reply's end of one request. The channel has no limit of its own because the engine never
-/// waits for a client; what lies in it is in the request's [`Backlog`], and the engine holds back a request whose
+/// The engine's end and the reply's end of one request. The channel has no limit of its own, because the engine never
+/// waits for a client. Its events are counted in the request's [`Backlog`], and the engine holds back a request whose
 /// backlog is full.
 pub(super) fn event_channel(parts: &Parts) -> (ReplyEnd, Events) {
     let (sender, receiver) = mpsc::unbounded_channel();
@@ -46,30 +46,31 @@ pub(super) fn event_channel(parts: &Parts) -> (ReplyEnd, Events) {
     let waiting = backlog.clone();
     let responder = move |event: Event| {
         waiting.add(event.bytes());
-        // The client may be gone; the cancel flag has told the engine.
+        // Sending fails if the client is gone; the cancel flag has told the engine.
         let _ = sender.send(event);
     };
     let events = Events { receiver, backlog: backlog.clone(), in_hand: 0, engine: parts.engine.clone() };
     (ReplyEnd { responder: Box::new(responder), backlog }, events)
 }
 
-/// Where a request's events arrive.
+/// Receiver of a request's events.
 pub(super) struct Events {
     receiver: mpsc::UnboundedReceiver<Event>,
     backlog: Backlog,
-    /// Bytes of the event that was taken last, which the backlog counts until the next is asked for.
+    /// Bytes of the event that was returned last. The backlog counts them until the next event is asked for.
     in_hand: u64,
     engine: EngineHandle,
 }
 
 impl Events {
-    /// The next event; asking for it says that what was made of the one before has been sent.
+    /// The next event. Asking for it means that the messages made of the last one have been sent.
     pub(super) fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Event>> {
         if self.backlog.take(std::mem::take(&mut self.in_hand)) {
             self.engine.look();
         }
         let event = ready!(self.receiver.poll_recv(cx));
-        // The event has left the backlog's count only when its messages and their bytes are gone too: as much again each.
+        // The backlog counts the event until its messages have been sent, and as much again for the messages and for
+        // their encoded bytes.
         let bytes = event.as_ref().map_or(0, Event::bytes);
         self.backlog.add(2 * bytes);
         self.in_hand = 3 * bytes;
@@ -77,11 +78,11 @@ impl Events {
     }
 }
 
-/// The reply of one request; ends after the last message or with one error status.
+/// The reply of one request. It ends after the last message, or with an error status.
 pub(in crate::server) struct ReplyStream<W: Writer> {
     events: Events,
     writer: W,
-    /// Made from events and not yet sent.
+    /// Messages that have been made and not yet sent.
     messages: VecDeque<W::Message>,
     deadline: Pin<Box<dyn Future<Output = ()> + Send>>,
     ended: bool,
@@ -92,7 +93,7 @@ pub(in crate::server) struct ReplyStream<W: Writer> {
     _running: Running,
 }
 
-/// What a stream holds on to until it ends.
+/// Guards that a reply stream holds until it ends.
 pub(super) struct StreamGuards {
     pub(super) cancel: CancelOnDrop,
     pub(super) running: Running,
@@ -157,7 +158,7 @@ impl<W: Writer> Stream for ReplyStream<W> {
             if this.ended {
                 return Poll::Ready(None);
             }
-            // Before the events, or a busy stream would never look at it.
+            // The deadline is polled before the events, because a busy stream would never come to it.
             if this.deadline.as_mut().poll(cx).is_ready() {
                 return this.fail(exceeded());
             }

@@ -1,4 +1,4 @@
-//! Update, from the connection's frames past tonic's decoder, beside the service's other calls.
+//! Routes the method Update around tonic's decoder, to one that works on the connection's frames.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -19,11 +19,11 @@ use crate::server::convert::to_status;
 use crate::server::pb;
 use crate::server::pb::weights_server::WeightsServer;
 
-/// Most updates that are received at once. All but one are refused by the engine once their header is here; until then
-/// each may hold a message, and what its stream's window lets through.
+/// Most updates that are received at once. The engine refuses all but one when their headers are here; until then each
+/// may hold a message, and the bytes that its stream's window lets through.
 const MAX_UPDATES: usize = 8;
 
-/// The service Weights: Update from here, all other calls from the generated service.
+/// The service Weights: handles Update itself, and passes all other calls to the generated service.
 #[derive(Clone)]
 pub(super) struct DirectUpdates {
     weights: WeightsService,
@@ -64,17 +64,17 @@ impl Service<http::Request<Body>> for DirectUpdates {
         let update = Update { weights: self.weights.clone(), frames: Some(Frames(body)) };
         Box::pin(async move {
             let _slot = slot;
-            // It reads the head and writes the response; the body is not its own.
+            // tonic reads the request's head and writes the response; the body is read elsewhere.
             let mut grpc = Grpc::new(ProstCodec::default());
             Ok(grpc.client_streaming(update, http::Request::from_parts(head, Body::empty())).await)
         })
     }
 }
 
-/// One call.
+/// One call of Update.
 struct Update {
     weights: WeightsService,
-    /// Until it is made.
+    /// The request's frames; None once the call has taken them.
     frames: Option<Frames>,
 }
 
@@ -92,7 +92,7 @@ impl ClientStreamingService<pb::UpdateRequest> for Update {
     }
 }
 
-/// The data of a request, as it arrives.
+/// The data frames of a request's body, as they arrive.
 pub(super) struct Frames(pub(super) Body);
 
 impl Stream for Frames {
@@ -100,7 +100,7 @@ impl Stream for Frames {
 
     fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         let frame = ready!(Pin::new(&mut self.0).poll_frame(cx));
-        // Trailers are the end.
+        // Trailers end the data.
         Poll::Ready(frame.and_then(|frame| frame.map(|frame| frame.into_data().ok()).transpose()))
     }
 }

@@ -1,4 +1,4 @@
-//! Weights: Update, CancelUpdate, ListParameters, Checksum, ListAdapters, RemoveAdapter.
+//! The service Weights: Update, CancelUpdate, ListParameters, Checksum, ListAdapters, RemoveAdapter.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -30,13 +30,15 @@ impl WeightsService {
         Self { gate }
     }
 
+    /// The count of the bytes of requests and replies.
+    ///
     /// # Errors
     /// `Unavailable` while the server starts.
     pub(super) fn traffic(&self) -> Result<Traffic> {
         self.gate.traffic()
     }
 
-    /// Update, within its deadline.
+    /// Handles a call of Update, within its deadline.
     pub(super) async fn update_from<S>(
         &self,
         request: Request<Messages<S>>,
@@ -49,8 +51,8 @@ impl WeightsService {
         deadline.limit(self.receive(request.into_inner(), peer)).await.map(Response::new)
     }
 
-    /// One transaction, from the header to the engine's answer to the commit. Dropping this future cancels it. Until the
-    /// engine has the commit it ends with the server, and with CancelUpdate.
+    /// One transaction, from the header to the engine's answer to the commit. Dropping this future cancels it. Until
+    /// the engine has the commit, the end of the server and CancelUpdate end it too.
     async fn receive<S>(&self, messages: Messages<S>, peer: String) -> Result<pb::UpdateResponse>
     where
         S: Stream<Item = tonic::Result<Bytes>> + Unpin,
@@ -71,12 +73,12 @@ impl WeightsService {
         let (update, content, facts) = (staged.update, staged.content, staged.facts);
         let commit = |reply| Command::CommitUpdate { update, content, reply };
         let reply = match super::ask_patiently(&parts.engine, commit).await? {
-            // It was cancelled just before the commit came.
+            // CancelUpdate came just before the commit.
             Err(error) => return Err(cancelled.try_recv().unwrap_or(error)),
             Ok(reply) => reply,
         };
         if reply.pending {
-            // Asleep nothing is held, not the trainer's memory either.
+            // A sleeping server keeps no memory, so it does not keep the trainer's segment mapped either.
             parts.sources.segments().release();
         }
         tracing::info!(
@@ -129,7 +131,7 @@ impl WeightsService {
 
 #[tonic::async_trait]
 impl pb::weights_server::Weights for WeightsService {
-    /// Never called: [`super::updates`] takes these calls.
+    /// Never called, because [`super::updates`] takes these calls.
     async fn update(&self, _: Request<Streaming<pb::UpdateRequest>>) -> tonic::Result<Response<pb::UpdateResponse>> {
         Err(Status::internal("an update has come past the reader of its frames"))
     }
@@ -169,7 +171,7 @@ impl pb::weights_server::Weights for WeightsService {
     }
 }
 
-/// Receives and verifies a push, up to its commit.
+/// Receives and verifies a push up to its commit.
 async fn stage<S>(parts: &Arc<Parts>, mut messages: Messages<S>, sender: Sender) -> Result<Staged>
 where
     S: Stream<Item = tonic::Result<Bytes>> + Unpin,

@@ -16,7 +16,7 @@ const MONTHS: [&str; 12] = [
 ];
 const DAYS: [&str; 7] = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"];
 
-/// The time `seconds` after 1970 as `format` says, or a message that names a conversion that is not supported.
+/// Formats the time `seconds` after 1970-01-01 as `format` says. The error names a conversion that is not supported.
 pub fn strftime(format: &str, seconds: u64) -> Result<String, String> {
     let (day, second) = (seconds / 86_400, seconds % 86_400);
     let (hour, minute) = (second / 3600, second / 60 % 60);
@@ -58,10 +58,10 @@ pub fn strftime(format: &str, seconds: u64) -> Result<String, String> {
     Ok(out)
 }
 
-/// Year, month and day of the month of a day counted from 1970-01-01. (Hinnant, "chrono-compatible low-level date
-/// algorithms": years begin in March, so that the leap day is their last.)
+/// Year, month and day of the month of the day number `day`, counted from 1970-01-01. (Hinnant, "chrono-compatible
+/// low-level date algorithms": years begin in March, so that the leap day is their last.)
 fn civil(day: u64) -> (u64, u64, u64) {
-    let z = day + 719_468; // from 0000-03-01
+    let z = day + 719_468; // days since 0000-03-01
     let era = z / 146_097;
     let day_of_era = z % 146_097;
     let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;

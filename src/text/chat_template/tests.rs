@@ -14,7 +14,7 @@ fn template(source: &str) -> ChatTemplate {
     ChatTemplate::new(source.to_string(), tokens).unwrap()
 }
 
-/// `cases.json` is what transformers renders; see `make.py` beside it.
+/// `cases.json` has what transformers renders; `make.py` beside it made it.
 #[test]
 fn renders_as_transformers_does() {
     let cases: Vec<Json> = serde_json::from_str(&read(Path::new(&format!("{FIXTURES}/cases.json"))).unwrap()).unwrap();

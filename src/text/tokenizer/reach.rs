@@ -1,4 +1,5 @@
-//! How many bytes of text a token can stand for: a text that is longer than the context allows need not be encoded.
+//! Upper bound on the bytes of text that one token can stand for, so that a text that is certainly longer than the
+//! context need not be encoded.
 
 use serde_json::Value;
 use tokenizers::models::ModelWrapper;
@@ -6,12 +7,12 @@ use tokenizers::models::ModelWrapper;
 use super::{Spelling, Tokenizer};
 use crate::error::{Error, Result};
 
-/// Canonical composition makes at most one byte of three (Hangul syllables; the sign for kelvin, of three bytes, is a
-/// K); four to be sure.
+/// Factor by which canonical composition can shorten a text. It makes at most one byte of three (Hangul syllables; the
+/// kelvin sign, three bytes, becomes a K); four, to be sure.
 const COMPOSITION: usize = 4;
 
-/// The longest token, times what the normaliser may shorten. None if some part of the tokenizer may drop any amount of
-/// text: the text is encoded then, however long.
+/// Length of the longest token, times the factor by which the normalizer may shorten a text. None if some part of the
+/// tokenizer may drop any amount of text; then every text has to be encoded.
 pub(super) fn max_bytes_per_token(tokenizer: &Tokenizer) -> Result<Option<usize>> {
     let json = |part: serde_json::Result<Value>| part.map_err(|e| Error::Internal(e.to_string()));
     let normalizer = json(serde_json::to_value(tokenizer.inner.get_normalizer()))?;
@@ -31,7 +32,7 @@ pub(super) fn max_bytes_per_token(tokenizer: &Tokenizer) -> Result<Option<usize>
     Ok(Some(longest * shortening))
 }
 
-/// How many bytes of a text a normaliser may make one; None if any number.
+/// How many bytes of a text a normalizer may turn into one; None if there is no bound.
 fn shortening(normalizer: &Value) -> Option<usize> {
     match normalizer["type"].as_str() {
         None => normalizer.is_null().then_some(1),
@@ -59,7 +60,7 @@ fn drops_text(pre_tokenizer: &Value) -> bool {
     }
 }
 
-/// Whether no text is unknown: otherwise any amount of it may become nothing, or one token.
+/// Whether every byte has a token. Otherwise any amount of unknown text may become nothing, or one token.
 fn has_every_byte(tokenizer: &Tokenizer) -> bool {
     let has = |token: String| tokenizer.inner.token_to_id(&token).is_some();
     match tokenizer.spelling {

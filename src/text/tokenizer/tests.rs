@@ -12,7 +12,7 @@ fn read(name: &str) -> Value {
     serde_json::from_str(&std::fs::read_to_string(format!("{FIXTURES}/{name}")).unwrap()).unwrap()
 }
 
-/// The fixture as a GGUF file would have it.
+/// The fixture's tokenizer as the metadata of a GGUF file.
 fn gguf_metadata() -> HashMap<String, GgufValue> {
     let json = read("tokenizer.json");
     let string = |s: &str| GgufValue::String(s.to_string());
@@ -40,7 +40,7 @@ fn gguf_metadata() -> HashMap<String, GgufValue> {
     ])
 }
 
-/// `cases.json` is what the Python package does; see `make.py` beside it.
+/// `cases.json` has the results of the Python package; `make.py` beside it made it.
 #[test]
 fn encodes_and_decodes_as_the_python_package() {
     for tokenizer in [fixture(), Tokenizer::from_gguf(&gguf_metadata()).unwrap()] {
@@ -55,7 +55,7 @@ fn encodes_and_decodes_as_the_python_package() {
     }
 }
 
-/// Any tokens, so that most texts are not UTF-8.
+/// Takes random tokens, so that most texts are not UTF-8.
 #[test]
 fn decodes_random_tokens_as_the_crate_does() {
     let tokenizer = fixture();
@@ -65,7 +65,7 @@ fn decodes_random_tokens_as_the_crate_does() {
         let ids: Vec<TokenId> = (0..length % 40)
             .map(|_| {
                 state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-                (state >> 33) as u32 % 510 // some have no token
+                (state >> 33) as u32 % 510 // some ids have no token
             })
             .collect();
         for skip_special in [false, true] {
@@ -142,7 +142,7 @@ fn what_is_not_supported_is_refused_by_name() {
     assert!(matches!(Tokenizer::from_file(Path::new("/nonexistent.json")), Err(Error::Config(_))));
 }
 
-/// SentencePiece's spelling, with the decoders that tokenizers of that kind have.
+/// A tokenizer with SentencePiece's spelling and the decoders that tokenizers of that kind have.
 fn sentence_piece(strips_space: bool) -> Result<Tokenizer> {
     let mut vocab: serde_json::Map<String, Value> =
         (0..256).map(|byte| (format!("<0x{byte:02X}>"), json!(byte))).collect();
@@ -169,7 +169,8 @@ fn sentence_piece(strips_space: bool) -> Result<Tokenizer> {
 fn sentence_piece_spelling() {
     for strips_space in [false, true] {
         let tokenizer = sentence_piece(strips_space).unwrap();
-        // Valid runs of bytes only: the crate turns every byte of an invalid run into U+FFFD, looking back over it.
+        // Only valid runs of bytes, because the crate turns every byte of an invalid run into U+FFFD, looking back over
+        // it.
         for ids in
             [&[257, 258][..], &[260, 257, 0xE6, 0x97, 0xA5, 258], &[256, 256, 259], &[0x20, 257], &[259, 256], &[]]
         {

@@ -1,6 +1,6 @@
-//! Requests of one message as they arrive: every byte is counted before it is kept, and what the message will take when
-//! it is decoded before it is. tonic's decoder would keep any number of messages up to their limit, and answer INTERNAL
-//! to what is malformed.
+//! Takes in requests of one message as they arrive. Every byte is counted before it is kept, and so is the memory that
+//! the decoded message will take, before it is decoded. tonic's own decoder would keep any number of messages up to
+//! their size limit, and answer malformed ones with INTERNAL.
 
 mod schema;
 #[cfg(test)]
@@ -28,25 +28,26 @@ use crate::memory::{Charge, Traffic, human_bytes};
 use crate::server::gate::Gate;
 use crate::server::pb;
 
-/// Largest message of Generate and Score. A GRPO batch of 1,024 prompts of 8,192 token ids is 24 MiB; more than this is
-/// better split over several requests.
+/// Largest message of Generate and Score in bytes. A GRPO batch of 1,024 prompts of 8,192 token ids takes 24 MiB;
+/// larger ones are better split over several requests.
 pub(super) const MAX_LARGE_BYTES: usize = 64 << 20;
-/// Largest message of any other method: parameters' names, ids of requests.
+/// Largest message of any other method in bytes: names of parameters, ids of requests.
 const MAX_SMALL_BYTES: usize = 4 << 20;
-/// While there is no ledger yet.
+/// Limit on the bytes of requests while the model loads and there is no ledger yet.
 const STARTING_BYTES: u64 = 16 << 20;
-/// The methods with large messages.
+/// The methods that take large messages.
 const LARGE: [&str; 2] = ["/rollout.v1.Rollout/Generate", "/rollout.v1.Rollout/Score"];
-/// gRPC's before each message: a flag of compression and four bytes of length.
+/// Length of gRPC's prefix of each message: a compression flag and four bytes of length.
 const PREFIX_BYTES: usize = 5;
-/// Messages larger than this are read through on the blocking pool: it takes a millisecond.
+/// Messages larger than this are checked on the blocking pool, because it takes about a millisecond.
 const INLINE_BYTES: usize = 256 << 10;
-/// A message that is not whole must grow by [`PROGRESS`] in each such time, or what it holds is held for ever.
+/// Time in which an incomplete message must grow by [`PROGRESS`]. Without a limit it could hold its memory for ever.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// 35 KB/s: slower than any network that a rollout server is reached through.
+/// Bytes that an incomplete message must grow by within [`PATIENCE`]: 35 KB/s, slower than any network through which a
+/// rollout server is reached.
 const PROGRESS: usize = 1 << 20;
 
-/// Puts a service behind the count: it gets each request's message whole.
+/// Wraps a service, so that it gets each request's message whole and counted.
 #[derive(Clone)]
 pub(in crate::server) struct Gather<S> {
     inner: S,
@@ -56,16 +57,18 @@ pub(in crate::server) struct Gather<S> {
     patience: Duration,
 }
 
-/// Makes [`Gather`]s that share what they know of the protocol.
+/// Makes the [`Gather`] of each service. They share the schema of the protocol.
 #[derive(Clone)]
 pub(in crate::server) struct Door {
     gate: Gate,
-    /// What requests may take while the model loads: they ask for the server's health, or are refused.
+    /// Count of requests' bytes while the model loads. Such requests ask for the server's health, or are refused.
     starting: Traffic,
     schema: Arc<Schema>,
 }
 
 impl Door {
+    /// Reads the schema of the protocol from its descriptors.
+    ///
     /// # Errors
     /// `Internal` if the descriptors are broken, which tests exclude.
     pub(in crate::server) fn new(gate: &Gate) -> Result<Self> {
@@ -99,7 +102,7 @@ where
     fn call(&mut self, request: http::Request<Body>) -> Self::Future {
         let path = request.uri().path();
         let method = self.schema.method(path);
-        // tonic says which compression it would take, none, without looking at the message.
+        // For compressed messages tonic itself answers that it takes no compression, without reading the message.
         let is_encoded = request.headers().get("grpc-encoding").is_some_and(|encoding| encoding != "identity");
         let Some(method) = method.filter(|_| !is_encoded) else {
             return Box::pin(self.inner.call(request));
@@ -126,28 +129,28 @@ where
     }
 }
 
-/// The charge of a message that has arrived, among its request's extensions.
+/// The charge of a message that has arrived, kept in its request's extensions.
 #[derive(Clone)]
 struct Arrived(Arc<Charge>);
 
-/// The charge under which a request's message was taken in; it must live for as long as the message does.
+/// Takes the charge under which a request's message was received. It must live for as long as the message does.
 pub(super) fn charge_of<T>(request: &mut Request<T>, traffic: &Traffic) -> Charge {
     let arrived = request.extensions_mut().remove::<Arrived>();
-    // A request that did not come through the door, as in tests, has none.
+    // A request that did not come through [`Gather`], as in tests, has no charge.
     arrived.and_then(|arrived| Arc::into_inner(arrived.0)).unwrap_or_else(|| traffic.charge_always(0))
 }
 
-/// A message of which a part is here.
+/// A message that is still arriving.
 struct Arriving {
     charge: Charge,
     max_bytes: usize,
     prefix: Vec<u8>,
-    /// The message's length in bytes, once its prefix is here.
+    /// Length of the message in bytes, known once its prefix has come.
     length: Option<usize>,
     message: Vec<u8>,
 }
 
-/// A message that is here.
+/// A message that has arrived completely.
 struct Message {
     charge: Charge,
     bytes: Bytes,
@@ -159,11 +162,11 @@ impl Arriving {
         Self { charge, max_bytes, prefix: Vec::new(), length: None, message: Vec::new() }
     }
 
-    /// Takes all frames of a request.
+    /// Collects the frames of a request into its message.
     ///
     /// # Errors
-    /// `InvalidArgument` for what is not one message of at most the limit, `ResourceExhausted` if it does not fit,
-    /// `DeadlineExceeded` if it comes too slowly, `Unavailable` if the stream breaks.
+    /// `InvalidArgument` if the frames are not exactly one message within the size limit, `ResourceExhausted` if there
+    /// is no room for it, `DeadlineExceeded` if it comes too slowly, `Unavailable` if the stream breaks.
     async fn gather<F>(mut self, mut frames: F, patience: Duration) -> Result<Message>
     where
         F: Stream<Item = std::result::Result<Bytes, Status>> + Unpin,
@@ -212,7 +215,7 @@ impl Arriving {
             return Err(Error::invalid("request", "is followed by more; a call of this method has one message"));
         }
         self.charge.grow(frame.len() as u64)?;
-        // The pages of what has not come are not touched.
+        // Reserves the whole message; pages are taken only when bytes are written to them.
         self.message.reserve_exact(length - self.message.len());
         self.message.extend_from_slice(frame);
         Ok(())
@@ -242,7 +245,7 @@ impl Arriving {
 }
 
 impl Message {
-    /// Checks its form, and charges what it will take beside itself.
+    /// Checks that the message is well formed, and charges the memory that the decoded message will take.
     async fn read_through(mut self, schema: Arc<Schema>, shape: ShapeId) -> Result<Self> {
         let bytes = self.bytes.clone();
         let read = move || walk::decoded_bytes(&schema, shape, &bytes);
@@ -252,13 +255,13 @@ impl Message {
             let read = tokio::task::spawn_blocking(read).await;
             read.unwrap_or_else(|e| Err(Error::Internal(format!("reading the message failed: {e}"))))
         };
-        // tonic copies it before it decodes, and lets go of this one in between.
+        // tonic copies the message before it decodes it, and frees this one in between.
         self.charge.grow(decoded?.max(self.bytes.len() as u64))?;
         Ok(self)
     }
 }
 
-/// The length of the message after this prefix.
+/// Length in bytes of the message that follows `prefix`.
 fn message_length(prefix: &[u8], max_bytes: usize) -> Result<usize> {
     let [compressed, a, b, c, d] = *prefix else { return Err(Error::invalid("request", "has no prefix")) };
     let length = u32::from_be_bytes([a, b, c, d]) as usize;
@@ -272,7 +275,7 @@ fn message_length(prefix: &[u8], max_bytes: usize) -> Result<usize> {
     Ok(length)
 }
 
-/// A gathered message as a body: its prefix first, so that tonic makes room for exactly the rest.
+/// A collected message as a body. Its first frame is the prefix, so that tonic makes room for exactly the rest.
 struct Whole {
     prefix: Option<Bytes>,
     message: Option<Bytes>,

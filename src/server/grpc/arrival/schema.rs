@@ -1,4 +1,4 @@
-//! What the messages of `proto/` look like on the wire and in memory, from their descriptors.
+//! The layout of the messages in `proto/`, on the wire and in memory, computed from their descriptors.
 
 use std::collections::HashMap;
 
@@ -8,14 +8,14 @@ use prost_types::{DescriptorProto, FieldDescriptorProto, FileDescriptorSet};
 
 use crate::error::{Error, Result};
 
-/// The messages that calls begin with, and all that these contain.
+/// The request messages of all methods that take one message, and all messages within them.
 pub(super) struct Schema {
     shapes: Vec<Shape>,
-    /// By path, `/package.Service/Method`.
+    /// Methods by path, `/package.Service/Method`.
     methods: HashMap<String, Method>,
 }
 
-/// A method whose requests are one message.
+/// A method whose request is one message.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Method {
     pub(super) input: ShapeId,
@@ -24,13 +24,13 @@ pub(super) struct Method {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ShapeId(usize);
 
-/// A message.
+/// The layout of one message type.
 pub(super) struct Shape {
-    /// Such as `rollout.v1.Prompt`.
+    /// Full name, such as `rollout.v1.Prompt`.
     pub(super) name: String,
-    /// Ascending by number.
+    /// Fields in ascending order of their numbers.
     fields: Vec<Field>,
-    /// At most what its own fields take, without what they point to.
+    /// Upper bound on the bytes of the decoded message itself, without what its fields point to.
     pub(super) bytes: u64,
 }
 
@@ -39,28 +39,28 @@ pub(super) struct Field {
     pub(super) name: String,
     pub(super) kind: Kind,
     pub(super) is_repeated: bool,
-    /// The oneof that the field is in, of whose fields one is set at a time.
+    /// Index of the oneof that the field belongs to. Only one field of a oneof is set at a time.
     oneof: Option<i32>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// A varint, so many bytes in memory.
+    /// A varint, with the bytes that its value takes in memory.
     Varint(u64),
     Fixed32,
     Fixed64,
     Text,
     Bytes,
     Message(ShapeId),
-    /// A map's entry: a key and a value.
+    /// An entry of a map: a message of a key and a value.
     Entry(ShapeId),
 }
 
 impl Schema {
-    /// From encoded sets of descriptors, each whole in itself.
+    /// Builds the schema from encoded descriptor sets, each of which is complete in itself.
     ///
     /// # Errors
-    /// `Internal` if a set cannot be decoded or names a message that it does not have.
+    /// `Internal` if a set cannot be decoded, or names a message that it does not contain.
     pub(super) fn new(sets: &[&[u8]]) -> Result<Self> {
         let mut schema = Self { shapes: Vec::new(), methods: HashMap::new() };
         for set in sets {
@@ -70,7 +70,7 @@ impl Schema {
         Ok(schema)
     }
 
-    /// None for a method that is unknown or takes a stream of messages.
+    /// The method of a path; None if it is unknown or takes a stream of messages.
     pub(super) fn method(&self, path: &str) -> Option<Method> {
         self.methods.get(path).copied()
     }
@@ -110,9 +110,10 @@ impl Schema {
         Ok(())
     }
 
-    /// A message lies inside the one that has it as a field.
+    /// Bytes of a decoded message, with the messages in its fields, which prost stores inline.
     fn struct_bytes(&self, id: ShapeId, depth: usize) -> Result<u64> {
-        /// Messages of requests contain no message of their own kind, which would lie behind a pointer.
+        /// Deepest nesting of messages. No request message contains its own type, which prost would store behind a
+        /// pointer.
         const DEEPEST: usize = 16;
         if depth > DEEPEST {
             return Err(broken(&self.shape(id).name));
@@ -158,7 +159,7 @@ impl Field {
             },
             Type::Group => return Err(broken(field.name())),
         };
-        // An optional field is a oneof of its own to older readers of descriptors.
+        // Descriptors list a proto3 optional field as a oneof of its own.
         let oneof = field.oneof_index.filter(|_| !field.proto3_optional());
         let is_repeated = field.label() == Label::Repeated;
         Ok(Self { number: field.number().unsigned_abs(), name: field.name().into(), kind, is_repeated, oneof })
@@ -166,12 +167,13 @@ impl Field {
 }
 
 impl Kind {
-    /// A vector, a string or a map, without what it holds.
+    /// Bytes of a vector, a string or a map itself, without its elements.
     const LIST: u64 = 48;
-    /// Whether an optional field is set, and which of a oneof, with padding.
+    /// Bytes of the tag of an optional field or a oneof, with padding.
     const TAG: u64 = 8;
 
-    /// What a value takes in the message or list that has it; of a message this is in its shape.
+    /// Bytes of one value within the message or list that holds it. For a field of message type see the message's
+    /// shape.
     pub(super) fn bytes(self) -> u64 {
         match self {
             Kind::Varint(bytes) => bytes,
@@ -184,7 +186,7 @@ impl Kind {
     }
 }
 
-/// All messages with their full names, nested ones too.
+/// Collects all messages, nested ones too, with their full names.
 fn collect<'a>(scope: &str, messages: &'a [DescriptorProto], all: &mut Vec<(String, &'a DescriptorProto)>) {
     for message in messages {
         let name = format!("{scope}.{}", message.name());

@@ -1,27 +1,28 @@
-//! Reads a message once, before prost does: whether it is well formed, and what it will take when it is decoded.
+//! Reads an encoded message once before prost decodes it: checks that it is well formed, and computes how much memory
+//! the decoded message will take.
 
 use prost::encoding::decode_varint;
 
 use super::schema::{Field, Kind, Schema, ShapeId};
 use crate::error::{Error, Result};
 
-/// What the allocator keeps for itself of each block, and its smallest block.
+/// Bytes that the allocator adds to each block, and its smallest block.
 const BLOCK: u64 = 32;
-/// A list doubles as it grows.
+/// Factor by which a list may have more capacity than elements: it doubles as it grows.
 const GROWTH: u64 = 2;
-/// An entry of a hash map beside its key and value: its place in the table, grown and moved.
+/// Bytes of a hash map's entry besides its key and value: its place in the table, while the table grows and moves.
 const ENTRY: u64 = 64;
 
-/// What is wrong with a message, and below which fields.
+/// What is wrong with a message, and in which field.
 struct Flaw {
     path: Vec<String>,
     what: &'static str,
 }
 
-/// At most what the decoded message takes in bytes.
+/// Upper bound on the bytes that the decoded message will take.
 ///
 /// # Errors
-/// `InvalidArgument` that names the field where the message is malformed.
+/// `InvalidArgument` with the field where the message is malformed.
 pub(super) fn decoded_bytes(schema: &Schema, shape: ShapeId, message: &[u8]) -> Result<u64> {
     let heap = walk(schema, shape, message).map_err(|flaw| {
         let mut path = flaw.path;
@@ -33,7 +34,7 @@ pub(super) fn decoded_bytes(schema: &Schema, shape: ShapeId, message: &[u8]) -> 
     Ok(schema.shape(shape).bytes + heap)
 }
 
-/// A field's value on the wire.
+/// Value of a field as encoded.
 enum Value<'a> {
     Varint,
     Fixed32,
@@ -41,7 +42,7 @@ enum Value<'a> {
     Delimited(&'a [u8]),
 }
 
-/// What the fields of a message point to.
+/// Bytes of everything that the fields of a message point to.
 fn walk(schema: &Schema, shape: ShapeId, mut rest: &[u8]) -> std::result::Result<u64, Flaw> {
     let mut heap = 0u64;
     while !rest.is_empty() {
@@ -56,7 +57,7 @@ fn walk(schema: &Schema, shape: ShapeId, mut rest: &[u8]) -> std::result::Result
     Ok(heap)
 }
 
-/// The next field's number and value.
+/// Reads the number and value of the next field.
 fn field<'a>(rest: &mut &'a [u8]) -> std::result::Result<(u32, Value<'a>), &'static str> {
     let key = u32::try_from(varint(rest)?).map_err(|_| "a field's key is too large")?;
     let value = match key & 7 {
