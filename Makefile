@@ -66,13 +66,14 @@ fuzz: check-cargo ## random calls of every method, with other seeds each time: m
 	$(call say,Fuzzing each method for $(SECONDS_PER_TARGET) s (stop it when it is enough; a failure says how to replay it))
 	FUZZ_SECONDS=$(SECONDS_PER_TARGET) $(CARGO) test --release --test fuzz -- --nocapture
 
-lint: setup check-cargo ## formatting, clippy and ruff
+lint: setup check-cargo ## formatting, clippy, rustdoc and ruff
 	$(call say,Formatting)
 	$(CARGO) fmt --all --check
 	$(BIN)/ruff format --check $(PYTHON_SOURCES)
 	$(call say,Lints)
 	$(BIN)/ruff check $(PYTHON_SOURCES)
 	$(CARGO) clippy --workspace --release --all-targets -- -D warnings
+	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --workspace --release --no-deps --document-private-items
 
 bench: setup server $(MODEL) ## our server and the peers that are there on two models, operators: tables and picture
 	$(CARGO) build --release -p rollout-kernels --example limits

@@ -5,8 +5,9 @@
 //! order. Which rows and heads share a register tile, which sequences share a call, which thread takes a span and where
 //! blocks lie in memory has no part in it: chunked is whole, and alone is in a batch, bit for bit.
 //!
-//! There are two arithmetics: float32 products of queries and weights with keys and values that are widened as they are read
-//! ([`tile`], [`unit`]), and products of bfloat16 pairs ([`dots`], [`dot_tile`]) where an instruction set has these.
+//! There are two arithmetics: float32 products of queries and weights with keys and values that are widened as they are
+//! read ([`tile`], [`mod@unit`]), and products of bfloat16 pairs ([`dots`], [`dot_tile`]) where an instruction set has
+//! these.
 
 use super::isa::Isa;
 use super::kv::KvBlocks;
