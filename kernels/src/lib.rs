@@ -17,6 +17,7 @@ mod matrix;
 
 mod merge;
 mod ops;
+mod reference;
 mod sampling;
 mod step;
 mod tensor;
@@ -38,15 +39,18 @@ pub use step::{AttentionSequence, AttentionShape, RowTasks, Step, StepInput};
 pub enum Backend {
     /// The processor, with its vector instructions.
     Cpu,
+    /// Plain loops in float64, which the others are compared with.
+    Reference,
 }
 
 impl Backend {
-    pub const ALL: &'static [Backend] = &[Backend::Cpu];
+    pub const ALL: &'static [Backend] = &[Backend::Cpu, Backend::Reference];
 
     /// As `--device` takes it and `GetServerInfo` shows it.
     pub fn name(self) -> &'static str {
         match self {
             Backend::Cpu => "cpu",
+            Backend::Reference => "reference",
         }
     }
 
@@ -54,6 +58,7 @@ impl Backend {
     pub fn is_for_serving(self) -> bool {
         match self {
             Backend::Cpu => true,
+            Backend::Reference => false,
         }
     }
 
@@ -64,6 +69,7 @@ impl Backend {
     pub fn open(self, options: &DeviceOptions<'_>) -> Result<Device, DeviceError> {
         match self {
             Backend::Cpu => cpu::CpuDevice::open(options).map(|device| Device::new(self, device)),
+            Backend::Reference => reference::ReferenceDevice::open(options).map(|device| Device::new(self, device)),
         }
     }
 }

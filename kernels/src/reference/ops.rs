@@ -1,0 +1,244 @@
+//! The definitions applied to tensors and storage.
+
+use std::any::Any;
+use std::ops::Range;
+
+use candle_core::{Result, Tensor};
+use half::{bf16, f16};
+
+use super::operators;
+use super::sampling::answer;
+use super::storage::{RowMajor, Slots};
+use crate::backend::{MatrixImpl, OpsImpl};
+use crate::matrix::{ReadRows, RowBits, WriteElements};
+use crate::merge::{Change, Delta, Dtype, LowRank, MergeBase};
+use crate::tensor::{rows, rows_mut, with_f32, with_f32_mut};
+use crate::{AttentionShape, BlockCopy, Buffer, KvCache, Matrix, Merge, Sampled, SampledTokens, Step, StepInput};
+
+/// All operators, without any state.
+pub(super) struct ReferenceOps;
+
+fn values(buffer: &Buffer) -> Result<Vec<f32>> {
+    buffer.read(0..buffer.len())
+}
+
+impl OpsImpl for ReferenceOps {
+    fn prepare(&self, _: &StepInput<'_>) -> Result<Box<dyn Any>> {
+        Ok(Box::new(()))
+    }
+
+    fn embed(&self, table: &Matrix, first_token: usize, step: &Step<'_>, out: &Tensor) -> Result<()> {
+        let rows: &RowMajor = table.storage();
+        rows_mut(out, |mut out| {
+            for (i, token) in step.input().tokens.iter().enumerate() {
+                match (*token as usize).checked_sub(first_token) {
+                    Some(row) if row < table.n() => out.row_mut(i).copy_from_slice(rows.row(row)),
+                    _ => out.row_mut(i).fill(0.0),
+                }
+            }
+        })
+    }
+
+    fn linear(&self, x: &Tensor, w: &Matrix, bias: Option<&Buffer>, out: &Tensor) -> Result<()> {
+        let bias = bias.map(values).transpose()?;
+        rows(x, |x| rows_mut(out, |out| operators::linear(x, w.storage(), bias.as_deref(), out)))?
+    }
+
+    fn linear_silu_mul(
+        &self,
+        x: &Tensor,
+        w: &Matrix,
+        bias: Option<&Buffer>,
+        gate_up: &Tensor,
+        out: &Tensor,
+    ) -> Result<()> {
+        self.linear(x, w, bias, gate_up)?;
+        self.silu_mul(gate_up, out)
+    }
+
+    fn silu_mul(&self, gate_up: &Tensor, out: &Tensor) -> Result<()> {
+        rows(gate_up, |gate_up| rows_mut(out, |out| operators::silu_mul(gate_up, out)))?
+    }
+
+    fn rms_norm(&self, x: &Tensor, weight: &Buffer, eps: f32, out: &Tensor) -> Result<()> {
+        let weight = values(weight)?;
+        rows(x, |x| rows_mut(out, |out| operators::rms_norm(x, &weight, eps, out)))?
+    }
+
+    fn add_rms_norm(
+        &self,
+        residual: &Tensor,
+        x: &Tensor,
+        bias: Option<&Buffer>,
+        weight: &Buffer,
+        eps: f32,
+        out: &Tensor,
+    ) -> Result<()> {
+        let (bias, weight) = (bias.map(values).transpose()?, values(weight)?);
+        rows(x, |x| {
+            rows_mut(residual, |residual| {
+                rows_mut(out, |out| operators::add_rms_norm(residual, x, bias.as_deref(), &weight, eps, out))
+            })?
+        })?
+    }
+
+    fn rms_norm_heads(&self, x: &Tensor, weight: &Buffer, eps: f32) -> Result<()> {
+        let weight = values(weight)?;
+        rows_mut(x, |x| operators::head_rms_norm(x, &weight, eps))
+    }
+
+    fn rope(&self, x: &Tensor, head_dim: usize, step: &Step<'_>, cos: &Buffer, sin: &Buffer) -> Result<()> {
+        let (cos, sin) = (values(cos)?, values(sin)?);
+        rows_mut(x, |x| operators::rope(x, head_dim, step.input().positions, &cos, &sin))
+    }
+
+    fn write_kv(&self, k: &Tensor, v: &Tensor, step: &Step<'_>, cache: &mut KvCache) -> Result<()> {
+        let cache: &mut Slots = cache.storage_mut();
+        rows(k, |k| rows(v, |v| cache.write(k, v, step.input().slots)))?
+    }
+
+    fn copy_blocks(&self, cache: &mut KvCache, copies: &[BlockCopy]) -> Result<()> {
+        let cache: &mut Slots = cache.storage_mut();
+        copies.iter().for_each(|copy| cache.copy(*copy));
+        Ok(())
+    }
+
+    fn paged_attention(
+        &self,
+        q: &Tensor,
+        shape: &AttentionShape,
+        step: &Step<'_>,
+        cache: &KvCache,
+        out: &Tensor,
+    ) -> Result<()> {
+        let sequences = step.input().sequences;
+        rows(q, |q| rows_mut(out, |out| operators::attention(q, shape, sequences, cache.storage(), out)))?
+    }
+
+    fn select_logits_rows(&self, x: &Tensor, step: &Step<'_>, rows: Range<usize>, out: &Tensor) -> Result<()> {
+        let rows: Vec<u32> = step.input().logits[rows].iter().map(|wanted| wanted.row).collect();
+        self.select_rows(x, &rows, out)
+    }
+
+    fn sample(&self, logits: &Tensor, step: &Step<'_>, wanted: Range<usize>) -> Result<Sampled> {
+        let StepInput { logits: all, tasks, .. } = *step.input();
+        let tokens = rows(logits, |logits| {
+            let answers = |(i, wanted): (usize, usize)| {
+                let row = logits.row(i);
+                tasks[all[wanted].tasks.clone()].iter().map(move |task| answer(row, task))
+            };
+            wanted.enumerate().flat_map(answers).collect()
+        })?;
+        Ok(Sampled::new(|| Ok(SampledTokens { tokens, failed: Vec::new() })))
+    }
+
+    fn select_rows(&self, x: &Tensor, indices: &[u32], out: &Tensor) -> Result<()> {
+        rows(x, |x| {
+            rows_mut(out, |mut out| {
+                let rows = indices.iter().enumerate();
+                rows.for_each(|(i, index)| out.row_mut(i).copy_from_slice(x.row(*index as usize)));
+            })
+        })?
+    }
+
+    fn add_rows(&self, x: &Tensor, indices: &[u32], out: &Tensor) -> Result<()> {
+        rows(x, |x| {
+            rows_mut(out, |mut out| {
+                for (i, index) in indices.iter().enumerate() {
+                    out.row_mut(*index as usize).iter_mut().zip(x.row(i)).for_each(|(out, x)| *out += x);
+                }
+            })
+        })?
+    }
+
+    fn store_rows(&self, w: &mut Matrix, rows: Range<usize>, read: &ReadRows<'_>) -> Result<()> {
+        let (first, width) = (rows.start, w.k());
+        let stored: &mut RowMajor = w.storage_mut();
+        read(rows, &mut |values| stored.write_columns(first, values, width, 0));
+        Ok(())
+    }
+
+    fn copy_rows(&self, from: &Matrix, rows: Range<usize>, to: &mut Matrix) -> Result<()> {
+        let (from, to): (&RowMajor, &mut RowMajor) = (from.storage(), to.storage_mut());
+        for (i, row) in rows.enumerate() {
+            from.row(row).iter().enumerate().for_each(|(column, value)| to.set(i, column, *value));
+        }
+        Ok(())
+    }
+
+    fn merge_rows(&self, w: &mut Matrix, first_row: usize, merge: &Merge<'_>) -> Result<()> {
+        let has_whole_rows = merge.goes_by_whole_rows() || matches!(merge.base, MergeBase::WholeRows(_));
+        let columns = if has_whole_rows { 0..merge.width } else { merge.columns.clone() };
+        let mut merged = vec![0.0; merge.rows.len() * columns.len()];
+        match &merge.base {
+            MergeBase::Read(read) => read(merge.rows.clone(), columns.clone(), &mut merged),
+            MergeBase::Matrix(base) => base.read_rows(0, RowBits::F32(&mut merged)),
+            MergeBase::WholeRows(base) => {
+                let len = merged.len();
+                with_f32(base, |base| merged.copy_from_slice(&base[..len]))?;
+            }
+        }
+        let stored: &mut RowMajor = w.storage_mut();
+        for (i, values) in merged.chunks_exact_mut(columns.len()).enumerate() {
+            apply(merge.change, merge.rows.start + i, columns.start, values);
+            for (to, column) in merge.columns.clone().enumerate() {
+                stored.set(first_row + i, to, values[column - columns.start]);
+            }
+        }
+        Ok(())
+    }
+
+    fn write_elements(&self, w: &mut Matrix, rows: Range<usize>, write: &WriteElements<'_>) -> Result<()> {
+        let stored: &mut RowMajor = w.storage_mut();
+        write(rows, &mut |row, column, value| stored.set(row, column, value));
+        Ok(())
+    }
+
+    fn unpack(&self, w: &Matrix, out: &Tensor) -> Result<()> {
+        let stored: &RowMajor = w.storage();
+        with_f32_mut(out, |values| stored.read_rows(0, RowBits::F32(values)))
+    }
+
+    fn run_on_host(&self, tasks: usize, task: &(dyn Fn(usize) + Sync)) {
+        (0..tasks).for_each(task);
+    }
+
+    fn release(&self) {}
+}
+
+/// Applies a change to the values of a row from column `first` on.
+fn apply(change: &Change, row: usize, first: usize, values: &mut [f32]) {
+    if let Some(whole) = &change.whole {
+        whole.values.read(row * whole.cols + first, values);
+    }
+    match &change.delta {
+        None => {}
+        Some(Delta::Bias(bias)) => values.iter_mut().for_each(|value| *value += bias[row]),
+        Some(Delta::LowRank(low_rank)) => add_low_rank(low_rank, row, first, values),
+    }
+}
+
+fn add_low_rank(change: &LowRank, row: usize, first: usize, values: &mut [f32]) {
+    let LowRank { rank, cols, a, b, scaling, roundings, magnitude, .. } = change;
+    let b = &b[row * rank..][..*rank];
+    for (i, value) in values.iter_mut().enumerate() {
+        let sum: f64 = b.iter().enumerate().map(|(k, b)| f64::from(*b) * f64::from(a[k * cols + first + i])).sum();
+        let delta = (f64::from(*scaling) * sum) as f32;
+        *value += roundings.iter().fold(delta, |delta, dtype| rounded(delta, *dtype));
+    }
+    if let Some(magnitude) = magnitude {
+        values.iter_mut().for_each(|value| *value = rounded(*value, magnitude.sum));
+        let norm = values.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>().sqrt();
+        let factor = rounded(magnitude.lengths[row] / rounded(norm as f32, magnitude.sum), magnitude.factor);
+        values.iter_mut().for_each(|value| *value *= factor);
+    }
+}
+
+/// To the nearest of this type, ties to even.
+fn rounded(value: f32, dtype: Dtype) -> f32 {
+    match dtype {
+        Dtype::F32 => value,
+        Dtype::F16 => f16::from_f32(value).to_f32(),
+        Dtype::Bf16 => bf16::from_f32(value).to_f32(),
+    }
+}

@@ -1,0 +1,125 @@
+//! Sampling by full sorts in float64, one step after the other; [`SamplingTask`] says what each step is.
+
+use std::cmp::Ordering;
+
+use crate::sampling::{SamplingTask, TokenLogprobs, uniform};
+
+/// The answer to one task of a row.
+pub(super) fn answer(logits: &[f32], task: &SamplingTask<'_>) -> TokenLogprobs {
+    let exact: Vec<f64> = logits.iter().map(|x| f64::from(*x)).collect();
+    let is_broken = logits.iter().any(|x| x.is_nan() || *x == f32::INFINITY);
+    let all = log_softmax(&exact);
+    let raw = |token: u32| if is_broken { f32::NAN } else { all[token as usize] as f32 };
+    let (token, processed) = choose(&edited(logits, task), task, is_broken);
+    let top = if task.top_logprobs == 0 { Vec::new() } else { by_rank(&exact) };
+    let top = top.into_iter().take(task.top_logprobs as usize).map(|token| (token, raw(token)));
+    TokenLogprobs { token, raw: raw(token), processed, top: top.collect() }
+}
+
+/// The task's token and its processed log-probability.
+fn choose(edited: &[f64], task: &SamplingTask<'_>, is_broken: bool) -> (u32, f32) {
+    let highest = edited.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let is_greedy = is_broken || task.temperature == 0.0 || !(highest as f32).is_finite();
+    if is_greedy {
+        let of_highest = |_: &usize| highest > f64::NEG_INFINITY;
+        let greedy = edited.iter().position(|x| *x == highest).filter(of_highest);
+        let greedy = greedy.map_or_else(|| task.allowed.map_or(0, |allowed| allowed[0]), |token| token as u32);
+        let token = task.target.unwrap_or(greedy);
+        let processed = if token == greedy { 0.0 } else { f32::NEG_INFINITY };
+        return (token, if is_broken { f32::NAN } else { processed });
+    }
+    let probabilities = filtered(edited, task);
+    let token = task.target.unwrap_or_else(|| draw(&probabilities, uniform(task.seed, task.output_index)));
+    (token, probabilities[token as usize].ln() as f32)
+}
+
+/// The logits after masks, bias and penalties, infinite where they are beyond float32.
+fn edited(logits: &[f32], task: &SamplingTask<'_>) -> Vec<f64> {
+    let (prompt, output) = task.history.unwrap_or((&[], &[]));
+    let edit = |(token, logit): (u32, &f32)| {
+        let is_banned = task.banned.iter().any(|banned| banned.contains(&token));
+        let mut x = match is_banned || task.allowed.is_some_and(|allowed| !allowed.contains(&token)) {
+            true => f64::NEG_INFINITY,
+            false => f64::from(*logit),
+        };
+        x += task.logit_bias.iter().find(|bias| bias.0 == token).map_or(0.0, |bias| f64::from(bias.1));
+        let count = output.iter().filter(|other| **other == token).count();
+        if count > 0 || prompt.contains(&token) {
+            let penalty = f64::from(task.repetition_penalty);
+            x = if x > 0.0 { x / penalty } else { x * penalty };
+        }
+        if count > 0 {
+            x -= f64::from(task.frequency_penalty) * count as f64 + f64::from(task.presence_penalty);
+        }
+        if (x as f32).is_finite() { x } else { f64::from(x as f32) }
+    };
+    (0..).zip(logits).map(edit).collect()
+}
+
+/// Temperature, then min-p, top-k and top-p, each on the renormalised result of the one before.
+fn filtered(edited: &[f64], task: &SamplingTask<'_>) -> Vec<f64> {
+    let highest = edited.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let scaled: Vec<f64> = edited.iter().map(|x| (x - highest) / f64::from(task.temperature)).collect();
+    let mut probabilities: Vec<f64> = log_softmax(&scaled).into_iter().map(f64::exp).collect();
+    let best = probabilities.iter().copied().fold(0.0, f64::max);
+    keep(&mut probabilities, |_, p| p >= f64::from(task.min_p) * best);
+    if task.top_k == 0 && task.top_p == 1.0 {
+        return probabilities;
+    }
+    let mut ranks = vec![0; edited.len()];
+    let order = by_rank(edited);
+    order.iter().enumerate().for_each(|(rank, token)| ranks[*token as usize] = rank);
+    if task.top_k > 0 {
+        keep(&mut probabilities, |token, _| ranks[token] < task.top_k as usize);
+    }
+    if task.top_p < 1.0 {
+        let (mut kept, mut mass) = (0, 0.0);
+        while kept < order.len() && (kept == 0 || mass < f64::from(task.top_p)) {
+            mass += probabilities[order[kept] as usize];
+            kept += 1;
+        }
+        keep(&mut probabilities, |token, _| ranks[token] < kept);
+    }
+    probabilities
+}
+
+/// Tokens by descending logit, ties by ascending id; those of NaN come last.
+fn by_rank(logits: &[f64]) -> Vec<u32> {
+    let height = |token: &u32| logits[*token as usize];
+    let mut order: Vec<u32> = (0..logits.len() as u32).collect();
+    order.sort_by(|a, b| {
+        let by_logit = height(b).partial_cmp(&height(a)).unwrap_or(Ordering::Equal);
+        height(a).is_nan().cmp(&height(b).is_nan()).then(by_logit).then(a.cmp(b))
+    });
+    order
+}
+
+fn log_softmax(logits: &[f64]) -> Vec<f64> {
+    let highest = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    if highest == f64::NEG_INFINITY {
+        return vec![f64::NEG_INFINITY; logits.len()];
+    }
+    let total = logits.iter().map(|x| (x - highest).exp()).sum::<f64>().ln();
+    logits.iter().map(|x| x - highest - total).collect()
+}
+
+/// Sets the probabilities that `is_kept` refuses to 0, and makes the sum of the others 1.
+fn keep(probabilities: &mut [f64], is_kept: impl Fn(usize, f64) -> bool) {
+    for (token, p) in probabilities.iter_mut().enumerate() {
+        *p = if is_kept(token, *p) { *p } else { 0.0 };
+    }
+    let total: f64 = probabilities.iter().sum();
+    probabilities.iter_mut().for_each(|p| *p /= total);
+}
+
+/// The first token, in order of ids, at which the running sum exceeds `target`, which is below 1; the last possible one
+/// where rounding leaves the sum short of it.
+fn draw(probabilities: &[f64], target: f64) -> u32 {
+    let mut sum = 0.0;
+    let exceeds = |p: &f64| {
+        sum += p;
+        sum > target
+    };
+    let last = || probabilities.iter().rposition(|p| *p > 0.0);
+    probabilities.iter().position(exceeds).or_else(last).expect("a token has a probability") as u32
+}
