@@ -165,7 +165,7 @@ fn a_prompts_logprobs_are_its_score() {
         let engine = Engine::start("qwen2", &level);
         let scored = engine.generate(Request::score(prompts()));
         let mut request = Request::generate(prompts(), 2, SEED, 4);
-        request.kind = rollout_server::engine::Kind::Generate {
+        request.kind = rollout_server::engine::RequestKind::Generate {
             n: 2,
             seed: SEED,
             prompt_logprobs: true,

@@ -16,7 +16,7 @@ pub struct BlockCounts {
 }
 
 #[derive(Clone, Debug)]
-struct Block {
+struct KvBlock {
     refs: u32,
     /// Set exactly while the map leads from this hash to this block.
     hash: Option<BlockHash>,
@@ -34,7 +34,7 @@ struct Block {
 #[derive(Clone, Debug)]
 pub struct BlockPool {
     /// The last element is no block but the list's sentinel: its `next` is the front, its `prev` the back.
-    blocks: Vec<Block>,
+    blocks: Vec<KvBlock>,
     cached: HashMap<BlockHash, BlockId>,
     num_free: usize,
     num_free_cached: usize,
@@ -45,7 +45,7 @@ impl BlockPool {
     /// If there are more blocks than a `BlockId` can name.
     pub fn new(num_blocks: usize) -> Self {
         let sentinel = BlockId::try_from(num_blocks).expect("a block id has 32 bits");
-        let block = |i: BlockId| Block {
+        let block = |i: BlockId| KvBlock {
             refs: 0,
             hash: None,
             prev: if i == 0 { sentinel } else { i - 1 },
@@ -185,13 +185,13 @@ impl BlockPool {
         self.blocks.len() - 1
     }
 
-    fn block(&self, id: BlockId) -> &Block {
+    fn block(&self, id: BlockId) -> &KvBlock {
         assert!((id as usize) < self.sentinel(), "block {id} does not exist");
         &self.blocks[id as usize]
     }
 
     fn unlink(&mut self, id: BlockId) {
-        let Block { prev, next, ref hash, .. } = self.blocks[id as usize];
+        let KvBlock { prev, next, ref hash, .. } = self.blocks[id as usize];
         self.num_free -= 1;
         self.num_free_cached -= usize::from(hash.is_some());
         self.blocks[prev as usize].next = next;

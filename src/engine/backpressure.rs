@@ -13,15 +13,15 @@ impl<X: Executor> Engine<X> {
     ///
     /// While any request keeps up at least one goes on, and the reader of one that lags wakes the engine; so what is held
     /// back is always looked at again.
-    pub(super) fn hold_back_laggards(&mut self) {
+    pub(super) fn suspend_laggards(&mut self) {
         if self.traffic.level() == Level::Full {
             self.end_largest();
         }
         if self.traffic.level() == Level::Free {
             // Mostly nobody: this runs around every step, whatever the number of requests.
-            for key in self.requests.accepted_keys(|_, request| request.lags() != request.is_held_back()) {
-                let is_held_back = self.requests.get_mut(key).is_some_and(|request| request.is_held_back());
-                self.set_held_back(key, !is_held_back);
+            for key in self.requests.accepted_keys(|_, request| request.lags() != request.is_suspended()) {
+                let is_suspended = self.requests.get_mut(key).is_some_and(|request| request.is_suspended());
+                self.set_suspended(key, !is_suspended);
             }
             return;
         }
@@ -29,19 +29,19 @@ impl<X: Executor> Engine<X> {
         for key in self.requests.accepted_keys(|_, _| true) {
             let hold = one_goes_on || self.requests.get_mut(key).is_some_and(|request| request.lags());
             one_goes_on |= !hold;
-            self.set_held_back(key, hold);
+            self.set_suspended(key, hold);
         }
     }
 
-    fn set_held_back(&mut self, key: RequestKey, hold: bool) {
+    fn set_suspended(&mut self, key: RequestKey, hold: bool) {
         let Some(request) = self.requests.get_mut(key) else { return };
-        if hold == request.is_held_back() {
+        if hold == request.is_suspended() {
             return;
         }
-        request.note_held_back(hold);
+        request.note_suspended(hold);
         match hold {
-            true => self.scheduler.hold_back(key),
-            false => self.scheduler.let_go(key),
+            true => self.scheduler.suspend(key),
+            false => self.scheduler.resume(key),
         }
     }
 

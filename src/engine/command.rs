@@ -1,9 +1,10 @@
 //! What the engine can be told, and what it answers. The server is the only maker of commands.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
+use super::activity::Activity;
 use super::event::Event;
 use crate::error::{Error, Result};
 use crate::memory::{Backlog, Charge, MemoryReport};
@@ -21,54 +22,6 @@ impl CancelFlag {
 
     pub fn is_cancelled(&self) -> bool {
         self.0.load(Ordering::Acquire)
-    }
-}
-
-/// When something was last heard of a push, or done for it.
-#[derive(Clone, Debug)]
-pub struct Activity(Arc<Heard>);
-
-#[derive(Debug)]
-struct Heard {
-    since: Instant,
-    /// Milliseconds after `since`.
-    last: AtomicU64,
-    /// Pieces of work that are under way.
-    working: AtomicUsize,
-}
-
-impl Activity {
-    pub fn start() -> Self {
-        Self(Arc::new(Heard { since: Instant::now(), last: AtomicU64::new(0), working: AtomicUsize::new(0) }))
-    }
-
-    pub fn touch(&self) {
-        let now = u64::try_from(self.0.since.elapsed().as_millis()).unwrap_or(u64::MAX);
-        self.0.last.fetch_max(now, Ordering::Relaxed);
-    }
-
-    /// Something is done for it until the guard is dropped.
-    pub fn work(&self) -> Work {
-        self.0.working.fetch_add(1, Ordering::AcqRel);
-        Work(self.clone())
-    }
-
-    /// For how long nothing has been heard of it or done for it.
-    pub fn idle(&self) -> Duration {
-        if self.0.working.load(Ordering::Acquire) > 0 {
-            return Duration::ZERO;
-        }
-        self.0.since.elapsed().saturating_sub(Duration::from_millis(self.0.last.load(Ordering::Relaxed)))
-    }
-}
-
-/// Work for a push, under way until it is dropped.
-pub struct Work(Activity);
-
-impl Drop for Work {
-    fn drop(&mut self) {
-        self.0.touch();
-        self.0.0.working.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
@@ -163,9 +116,9 @@ pub enum Command {
 pub struct GenerateCommand {
     /// Unique among running requests.
     pub request_id: String,
-    /// Each `1..=max_model_len - 1` tokens below the vocabulary size (`max_model_len` for [`Kind::Score`]).
+    /// Each `1..=max_model_len - 1` tokens below the vocabulary size (`max_model_len` for [`RequestKind::Score`]).
     pub prompts: Vec<Prompt>,
-    pub kind: Kind,
+    pub kind: RequestKind,
     pub params: Arc<SamplingParams>,
     /// Name of a resident adapter.
     pub adapter: Option<String>,
@@ -334,7 +287,7 @@ pub struct AdapterStatus {
 
 /// What is asked of the prompts.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Kind {
+pub enum RequestKind {
     /// `n` samples of each.
     ///
     /// `stream_tokens`: each token is told as it is sampled. `return_text`: completions, and streamed tokens, have text;

@@ -10,11 +10,11 @@ use crate::weights::WeightUpdate;
 /// One command that takes effect when all accepted requests have ended.
 struct Drain {
     cancel: CancelFlag,
-    then: Then,
+    then: AfterDrain,
 }
 
 /// What takes effect then, with the reply to its caller.
-pub(super) enum Then {
+pub(super) enum AfterDrain {
     Pause(Reply<Result<()>>),
     Sleep(SleepLevel, Reply<Result<SleepReply>>),
     Commit(Commit),
@@ -25,7 +25,7 @@ pub(super) enum Then {
 pub(super) struct Drains(Vec<Drain>);
 
 impl Drains {
-    pub fn push(&mut self, cancel: CancelFlag, then: Then) {
+    pub fn push(&mut self, cancel: CancelFlag, then: AfterDrain) {
         self.0.push(Drain { cancel, then });
     }
 
@@ -34,7 +34,7 @@ impl Drains {
     }
 
     pub fn has_sleep(&self) -> bool {
-        self.0.iter().any(|drain| matches!(drain.then, Then::Sleep(..)))
+        self.0.iter().any(|drain| matches!(drain.then, AfterDrain::Sleep(..)))
     }
 
     /// Takes the drain that came first.
@@ -45,13 +45,13 @@ impl Drains {
     /// Forgets pauses and sleeps whose callers are gone, and the commit if its update is.
     pub fn drop_cancelled(&mut self, update_is_gone: bool) {
         self.0.retain(|drain| match drain.then {
-            Then::Commit(_) => !update_is_gone,
-            Then::Pause(_) | Then::Sleep(..) => !drain.cancel.is_cancelled(),
+            AfterDrain::Commit(_) => !update_is_gone,
+            AfterDrain::Pause(_) | AfterDrain::Sleep(..) => !drain.cancel.is_cancelled(),
         });
     }
 
     /// Calls off those that `which` says.
-    pub fn refuse(&mut self, error: &Error, which: impl Fn(&Then) -> bool) {
+    pub fn refuse(&mut self, error: &Error, which: impl Fn(&AfterDrain) -> bool) {
         for drain in self.0.extract_if(.., |drain| which(&drain.then)) {
             drain.refuse(error.clone());
         }
@@ -61,9 +61,9 @@ impl Drains {
 impl Drain {
     fn refuse(self, error: Error) {
         match self.then {
-            Then::Pause(reply) => reply(Err(error)),
-            Then::Sleep(_, reply) => reply(Err(error)),
-            Then::Commit(commit) => (commit.reply)(Err(error)),
+            AfterDrain::Pause(reply) => reply(Err(error)),
+            AfterDrain::Sleep(_, reply) => reply(Err(error)),
+            AfterDrain::Commit(commit) => (commit.reply)(Err(error)),
         }
     }
 }
@@ -92,16 +92,16 @@ impl<X: Executor> Engine<X> {
             let Some(drain) = self.drains.next() else { break };
             if self.is_frozen() {
                 let why = "the requests it waited for were made to stand still meanwhile; call again";
-                if matches!(drain.then, Then::Commit(_)) {
+                if matches!(drain.then, AfterDrain::Commit(_)) {
                     self.roll_back();
                 }
                 drain.refuse(Error::Aborted(why.into()));
                 continue;
             }
             match drain.then {
-                Then::Pause(reply) => self.pause(DrainMode::Wait, drain.cancel, reply),
-                Then::Sleep(level, reply) => self.sleep(level, DrainMode::Wait, drain.cancel, reply)?,
-                Then::Commit(commit) => self.finish_commit(commit)?,
+                AfterDrain::Pause(reply) => self.pause(DrainMode::Wait, drain.cancel, reply),
+                AfterDrain::Sleep(level, reply) => self.sleep(level, DrainMode::Wait, drain.cancel, reply)?,
+                AfterDrain::Commit(commit) => self.finish_commit(commit)?,
             }
         }
         Ok(())

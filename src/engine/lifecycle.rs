@@ -31,7 +31,7 @@ pub struct Asleep {
 
 /// What a push brings, as far as the lifecycle cares.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Push {
+pub enum PushKind {
     /// Loads or merges on the base; needs no policy.
     Lora,
     /// Needs the weights' memory.
@@ -129,24 +129,24 @@ impl State {
     }
 
     /// Whether a push may begin, and be applied.
-    pub fn check_push(self, push: Push) -> Result<()> {
+    pub fn check_push(self, push: PushKind) -> Result<()> {
         let asleep = match self {
             Self::Asleep(asleep) => Some(asleep),
             _ => None,
         };
         match push {
-            Push::Lora => Ok(()),
-            Push::Resident if matches!(self, Self::Running | Self::Paused) => Ok(()),
-            Push::Resident => {
+            PushKind::Lora => Ok(()),
+            PushKind::Resident if matches!(self, Self::Running | Self::Paused) => Ok(()),
+            PushKind::Resident => {
                 refuse("an adapter can become resident while the server runs or is paused; wake it first")
             }
-            Push::Full | Push::Delta if asleep.is_some_and(|a| !a.resident.weights) => {
+            PushKind::Full | PushKind::Delta if asleep.is_some_and(|a| !a.resident.weights) => {
                 refuse("the weights are asleep; wake the weights first")
             }
-            Push::Delta if !self.has_policy() => {
+            PushKind::Delta if !self.has_policy() => {
                 refuse("a DELTA changes a policy, and there is none: push a complete one (FULL or LORA) first")
             }
-            Push::Full | Push::Delta => Ok(()),
+            PushKind::Full | PushKind::Delta => Ok(()),
         }
     }
 

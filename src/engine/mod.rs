@@ -24,6 +24,7 @@
 //! changes nothing that others use. A panic in the model, in an order or in the scheduler leaves a step half done, in
 //! collectives, caches or weights that every request uses, and ends the process.
 
+mod activity;
 mod adapters;
 mod admission;
 mod backpressure;
@@ -48,6 +49,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Instant;
 
+pub use activity::{Activity, BusyGuard};
 pub use command::*;
 pub use event::{Completion, Event, Summary};
 
@@ -225,7 +227,7 @@ impl<X: Executor> Engine<X> {
         }
         self.settle_drains()?;
         self.admit_held();
-        self.hold_back_laggards();
+        self.suspend_laggards();
         self.drop_unused_adapters()
     }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::command::{CancelFlag, GenerateCommand, Kind, Responder};
+use super::command::{CancelFlag, GenerateCommand, RequestKind, Responder};
 use super::event::{Completion, Event, Summary, tokens_bytes};
 use super::text::{FinishedText, SampleText};
 use crate::cache::CacheSalt;
@@ -35,7 +35,7 @@ pub struct Request {
     /// For prompts and records as long as the request runs, and for the tokens of samples that have not ended.
     charge: Charge,
     backlog: Backlog,
-    is_held_back: bool,
+    is_suspended: bool,
 }
 
 struct Sample {
@@ -73,8 +73,8 @@ impl GenerateCommand {
     /// What it counts for in queues: its samples; prompts that are scored count as one each.
     pub(super) fn num_samples(&self) -> usize {
         let each = match self.kind {
-            Kind::Generate { n, .. } => n as usize,
-            Kind::Score => 1,
+            RequestKind::Generate { n, .. } => n as usize,
+            RequestKind::Score => 1,
         };
         self.prompts.len().saturating_mul(each)
     }
@@ -93,14 +93,14 @@ impl Request {
     ) -> (Self, Vec<Group>) {
         let GenerateCommand { request_id, prompts, kind, params, if_weight_version, cancel, responder, .. } = command;
         let GenerateCommand { charge, backlog, .. } = command;
-        let return_text = matches!(kind, Kind::Generate { return_text: true, .. });
+        let return_text = matches!(kind, RequestKind::Generate { return_text: true, .. });
         let text = (return_text || !params.stop_strings.is_empty()).then(|| {
             let tokenizer = tokenizer.expect("a request for text or with stop strings was let in without a tokenizer");
             SampleText::new(tokenizer, &params.stop_strings, return_text)
         });
         let (n, seed) = match kind {
-            Kind::Generate { n, seed, .. } => (n, seed),
-            Kind::Score => (0, 0),
+            RequestKind::Generate { n, seed, .. } => (n, seed),
+            RequestKind::Score => (0, 0),
         };
         let (mut samples, mut groups) = (BTreeMap::new(), Vec::new());
         let summary =
@@ -112,8 +112,8 @@ impl Request {
                 samples.insert(SampleKey { group, sample_index }, Sample::new(seed, text.clone()));
             }
             let kind = match &kind {
-                &Kind::Generate { prompt_logprobs, .. } => GroupKind::Sample { seeds, prompt_logprobs },
-                Kind::Score => GroupKind::Score,
+                &RequestKind::Generate { prompt_logprobs, .. } => GroupKind::Sample { seeds, prompt_logprobs },
+                RequestKind::Score => GroupKind::Score,
             };
             groups.push(Group { key: group, prompt, params: params.clone(), salt, kind });
         }
@@ -121,17 +121,17 @@ impl Request {
             id: request_id,
             cancel,
             responder,
-            stream_tokens: matches!(kind, Kind::Generate { stream_tokens: true, .. }),
+            stream_tokens: matches!(kind, RequestKind::Generate { stream_tokens: true, .. }),
             if_weight_version,
             adapter: salt.adapter,
             begun: false,
             samples,
-            scores_left: if kind == Kind::Score { groups.len() } else { 0 },
+            scores_left: if kind == RequestKind::Score { groups.len() } else { 0 },
             summary,
             started: Instant::now(),
             charge,
             backlog,
-            is_held_back: false,
+            is_suspended: false,
         };
         (request, groups)
     }
@@ -158,12 +158,12 @@ impl Request {
         self.backlog.is_full()
     }
 
-    pub fn is_held_back(&self) -> bool {
-        self.is_held_back
+    pub fn is_suspended(&self) -> bool {
+        self.is_suspended
     }
 
-    pub fn note_held_back(&mut self, is_held_back: bool) {
-        self.is_held_back = is_held_back;
+    pub fn note_suspended(&mut self, is_suspended: bool) {
+        self.is_suspended = is_suspended;
     }
 
     /// Bytes that it holds, those included that wait for its reader.

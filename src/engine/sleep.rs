@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use super::command::{CancelFlag, DrainMode, LifecycleStatus, Reply, SleepLevel, SleepReply, WakeTags};
-use super::drain::Then;
+use super::drain::AfterDrain;
 use super::lifecycle::State;
 use super::{Attempt, Engine, Failure, RunningPolicy, answer};
 use crate::error::{Error, Result};
@@ -32,7 +32,7 @@ impl<X: Executor> Engine<X> {
         match self.check_serving().and_then(|()| self.state.pause()) {
             Err(error) => reply(Err(error)),
             Ok(_) if mode == DrainMode::Wait && self.must_drain() => {
-                self.drains.push(cancel, Then::Pause(reply));
+                self.drains.push(cancel, AfterDrain::Pause(reply));
             }
             Ok(next) => {
                 if mode == DrainMode::Abort {
@@ -49,7 +49,7 @@ impl<X: Executor> Engine<X> {
         self.check_serving()?;
         self.state = self.state.resume()?;
         let error = Error::Aborted("Resume came before the running requests had ended".into());
-        self.drains.refuse(&error, |then| matches!(then, Then::Pause(_)));
+        self.drains.refuse(&error, |then| matches!(then, AfterDrain::Pause(_)));
         Ok(())
     }
 
@@ -67,7 +67,7 @@ impl<X: Executor> Engine<X> {
             return Ok(());
         }
         if mode == DrainMode::Wait && self.must_drain() {
-            self.drains.push(cancel, Then::Sleep(level, reply));
+            self.drains.push(cancel, AfterDrain::Sleep(level, reply));
             return Ok(());
         }
         if mode == DrainMode::Abort {

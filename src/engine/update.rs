@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::command::{OpenUpdate, Reply, RunningPolicy, UpdateBegin, UpdateReply, UpdateTicket};
-use super::drain::{Commit, Then};
-use super::lifecycle::{Push, State};
+use super::drain::{AfterDrain, Commit};
+use super::lifecycle::{PushKind, State};
 use super::transaction::Transaction;
 use super::{Attempt, Engine, Failure, Request, answer};
 use crate::error::{Error, Result};
@@ -20,12 +20,12 @@ use crate::types::WeightVersion;
 use crate::weights::{Adapter, Delta, ShadowWeights, Tensors, UpdateKind, WeightUpdate};
 
 impl UpdateBegin {
-    fn push(&self) -> Push {
+    fn push(&self) -> PushKind {
         match self.kind {
-            UpdateKind::Lora if self.adapter.is_some() => Push::Resident,
-            UpdateKind::Lora => Push::Lora,
-            UpdateKind::Full => Push::Full,
-            UpdateKind::Delta => Push::Delta,
+            UpdateKind::Lora if self.adapter.is_some() => PushKind::Resident,
+            UpdateKind::Lora => PushKind::Lora,
+            UpdateKind::Full => PushKind::Full,
+            UpdateKind::Delta => PushKind::Delta,
         }
     }
 }
@@ -170,7 +170,7 @@ impl<X: Executor> Engine<X> {
         let commit = Commit { content, reply };
         if waits && self.must_drain() {
             self.updates.note_commit();
-            self.drains.push(cancel, Then::Commit(commit));
+            self.drains.push(cancel, AfterDrain::Commit(commit));
             return Ok(());
         }
         self.finish_commit(commit)
@@ -204,7 +204,7 @@ impl<X: Executor> Engine<X> {
         let facts = open.facts();
         let left = if self.state.has_policy() { "nothing has changed" } else { "the weights are still missing" };
         let error = Error::Aborted(format!("the update was ended by CancelUpdate; {left}"));
-        self.drains.refuse(&error, |then| matches!(then, Then::Commit(_)));
+        self.drains.refuse(&error, |then| matches!(then, AfterDrain::Commit(_)));
         (open.into_begin().ended)(error);
         Some(facts)
     }

@@ -1,17 +1,17 @@
 //! Giving free places to waiting sequences, then to groups of the queue.
 
-use super::schedule::Step;
+use super::schedule::PlanBuilder;
 use super::{GroupState, Scheduler, SeqId, Sequence};
 use crate::cache::PrefixMatch;
 
 impl Scheduler {
     /// Admits in order until the budget, the places or the blocks are used up. Nobody overtakes: a long sequence that
     /// waits for blocks would otherwise starve behind short ones.
-    pub(super) fn admit(&mut self, step: &mut Step) {
-        while step.budget > 0 && self.running.len() < self.config.max_num_seqs {
+    pub(super) fn admit(&mut self, builder: &mut PlanBuilder) {
+        while builder.budget > 0 && self.running.len() < self.config.max_num_seqs {
             let next = self.waiting.first_key_value().map(|(&id, _)| id);
             let Some(id) = next.or_else(|| self.dequeue()) else { return };
-            if !self.try_admit(id, step) {
+            if !self.try_admit(id, builder) {
                 return;
             }
         }
@@ -30,7 +30,7 @@ impl Scheduler {
     }
 
     /// Lets a waiting sequence run if all blocks it needs are free. Only if nothing runs are they taken from others.
-    fn try_admit(&mut self, id: SeqId, step: &mut Step) -> bool {
+    fn try_admit(&mut self, id: SeqId, builder: &mut PlanBuilder) -> bool {
         let prefix = loop {
             let sequence = &self.waiting[&id];
             let prefix = self.find_prefix(sequence);
@@ -50,11 +50,11 @@ impl Scheduler {
             self.count_admission(&mut sequence);
         }
         let start = sequence.num_computed;
-        let end = sequence.num_tokens().min(start + step.budget);
-        let extended = self.cache.extend(&mut sequence.table, start, end, &mut step.plan.copies);
+        let end = sequence.num_tokens().min(start + builder.budget);
+        let extended = self.cache.extend(&mut sequence.table, start, end, &mut builder.plan.copies);
         assert!(extended, "{:?} was found to fit", sequence.key);
         self.running.insert(id, sequence);
-        self.plan_sequence(id, end, step);
+        self.plan_sequence(id, end, builder);
         true
     }
 

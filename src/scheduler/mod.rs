@@ -18,7 +18,7 @@
 //! 6. Where a step has few rows, a sample that decodes may get drafts of further tokens (`speculation`), which save it
 //!    steps if they turn out right and change nothing else.
 //! 7. A sample ends by a rule ([`stop_reason`]), by [`Scheduler::finish`] (a stop string) or by [`Scheduler::abort`].
-//! 8. Between two steps a request whose reader lags may be held back ([`Scheduler::hold_back`]) until it is let go.
+//! 8. Between two steps a request whose reader lags may be held back ([`Scheduler::suspend`]) until it is let go.
 //! 9. Between two steps the policy may change ([`Scheduler::change_policy`]), or all blocks be given up
 //!    ([`Scheduler::release_all`]); sequences go on from where they are told to.
 //!
@@ -33,13 +33,14 @@
 
 mod admission;
 mod group;
-mod hold;
+
 mod policy;
 mod queue;
 mod schedule;
 mod sequence;
 mod speculation;
 mod stop;
+mod suspend;
 mod update;
 
 use std::collections::{BTreeMap, HashMap};
@@ -104,7 +105,7 @@ pub struct Scheduler {
     /// Sequences without: preempted (no blocks), forked (shared blocks), and at most one group next in line.
     waiting: BTreeMap<SeqId, Sequence>,
     /// Sequences of requests that are held back; they have no blocks.
-    held_back: BTreeMap<SeqId, Sequence>,
+    suspended: BTreeMap<SeqId, Sequence>,
     /// Groups taken from the queue of which samples still live.
     groups: HashMap<GroupKey, GroupState>,
     /// The sequences of the last plan in its order, until `update`.
@@ -150,7 +151,7 @@ impl Scheduler {
             queue: AdmissionQueue::default(),
             running: BTreeMap::new(),
             waiting: BTreeMap::new(),
-            held_back: BTreeMap::new(),
+            suspended: BTreeMap::new(),
             groups: HashMap::new(),
             in_flight: Vec::new(),
             live_samples: 0,
@@ -233,7 +234,7 @@ impl Scheduler {
             self.live_samples -= group.num_samples();
             aborted.extend(group.samples());
         }
-        for map in [&mut self.running, &mut self.waiting, &mut self.held_back] {
+        for map in [&mut self.running, &mut self.waiting, &mut self.suspended] {
             for (_, mut sequence) in map.extract_if(.., |_, sequence| sequence.key.group.request == request) {
                 self.live_samples -= sequence.num_samples();
                 aborted.extend(sequence.samples());
@@ -274,7 +275,7 @@ impl Scheduler {
 
     /// Asserts every invariant of the scheduler and its cache. Walks everything: for tests, and for when idle.
     pub fn check_integrity(&self) {
-        let sequences = || self.running.iter().chain(&self.waiting).chain(&self.held_back);
+        let sequences = || self.running.iter().chain(&self.waiting).chain(&self.suspended);
         self.cache.check_integrity(sequences().map(|(_, sequence)| &sequence.table));
         assert!(self.running.len() <= self.config.max_num_seqs, "{} sequences are running", self.running.len());
         let mut live: HashMap<GroupKey, usize> = HashMap::new();
@@ -292,7 +293,7 @@ impl Scheduler {
         for id in self.waiting.keys() {
             assert!(!self.running.contains_key(id), "{id:?} waits and runs");
         }
-        for (id, sequence) in &self.held_back {
+        for (id, sequence) in &self.suspended {
             assert!(!self.running.contains_key(id) && !self.waiting.contains_key(id), "{id:?} is held back and not");
             assert!(sequence.table.is_empty(), "{id:?} is held back with blocks");
         }

@@ -39,7 +39,7 @@ impl Scheduler {
 
     /// Requests of which something has been computed and something is not done.
     pub fn started_requests(&self) -> BTreeSet<RequestKey> {
-        let sequences = self.running.values().chain(self.waiting.values()).chain(self.held_back.values());
+        let sequences = self.running.values().chain(self.waiting.values()).chain(self.suspended.values());
         sequences
             .filter(|sequence| sequence.cached_tokens.is_some())
             .map(|sequence| sequence.key.group.request)
@@ -49,7 +49,7 @@ impl Scheduler {
     /// Those that have no blocks any more wait for a place, as after a preemption.
     fn change_all(&mut self, change: impl Fn(&mut Sequence, &mut KvCacheManager)) {
         assert!(self.in_flight.is_empty(), "the last plan has not been answered");
-        let sequences = self.running.values_mut().chain(self.waiting.values_mut()).chain(self.held_back.values_mut());
+        let sequences = self.running.values_mut().chain(self.waiting.values_mut()).chain(self.suspended.values_mut());
         for sequence in sequences {
             change(sequence, &mut self.cache);
         }

@@ -13,7 +13,7 @@ pub(super) struct AdmissionQueue {
     requests: HashMap<RequestKey, VecDeque<Group>>,
     /// Every request of `requests` that is not held back once; the front is next.
     turns: VecDeque<RequestKey>,
-    held_back: HashSet<RequestKey>,
+    suspended: HashSet<RequestKey>,
     num_samples: usize,
 }
 
@@ -42,23 +42,23 @@ impl AdmissionQueue {
         Some(group)
     }
 
-    /// The request has no turn until [`AdmissionQueue::let_go`].
-    pub fn hold_back(&mut self, request: RequestKey) {
-        if self.requests.contains_key(&request) && self.held_back.insert(request) {
+    /// The request has no turn until [`AdmissionQueue::resume`].
+    pub fn suspend(&mut self, request: RequestKey) {
+        if self.requests.contains_key(&request) && self.suspended.insert(request) {
             self.turns.retain(|&turn| turn != request);
         }
     }
 
     /// The request waits at the end of the line again.
-    pub fn let_go(&mut self, request: RequestKey) {
-        if self.held_back.remove(&request) {
+    pub fn resume(&mut self, request: RequestKey) {
+        if self.suspended.remove(&request) {
             self.turns.push_back(request);
         }
     }
 
     /// Takes all groups of a request out.
     pub fn remove(&mut self, request: RequestKey) -> VecDeque<Group> {
-        self.held_back.remove(&request);
+        self.suspended.remove(&request);
         let Some(groups) = self.requests.remove(&request) else { return VecDeque::new() };
         self.turns.retain(|&turn| turn != request);
         self.num_samples -= groups.iter().map(Group::num_samples).sum::<usize>();

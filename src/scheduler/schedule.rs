@@ -5,7 +5,7 @@ use crate::types::StepPlan;
 
 /// A plan being made.
 #[derive(Default)]
-pub(super) struct Step {
+pub(super) struct PlanBuilder {
     pub plan: StepPlan,
     /// Tokens that still fit.
     pub budget: usize,
@@ -18,29 +18,29 @@ impl Scheduler {
     /// If the last plan has not been answered.
     pub fn schedule(&mut self) -> StepPlan {
         assert!(self.in_flight.is_empty(), "the last plan has not been answered");
-        let mut step = Step { plan: StepPlan::default(), budget: self.config.max_batch_tokens };
+        let mut builder = PlanBuilder { plan: StepPlan::default(), budget: self.config.max_batch_tokens };
         let oldest_first: Vec<SeqId> = self.running.keys().copied().collect();
         for id in oldest_first {
-            if step.budget == 0 {
+            if builder.budget == 0 {
                 break;
             }
-            self.continue_running(id, &mut step);
+            self.continue_running(id, &mut builder);
         }
-        self.admit(&mut step);
-        self.speculate(&mut step);
-        assert_eq!(self.has_work(), !step.plan.is_empty(), "no sequence can advance");
-        step.plan
+        self.admit(&mut builder);
+        self.speculate(&mut builder);
+        assert_eq!(self.has_work(), !builder.plan.is_empty(), "no sequence can advance");
+        builder.plan
     }
 
     /// Gives a running sequence its share of the budget, at the cost of younger ones if blocks are short. Leaves it
     /// out of this step if only older ones could give way, or if it has itself been preempted in this step.
-    fn continue_running(&mut self, id: SeqId, step: &mut Step) {
+    fn continue_running(&mut self, id: SeqId, builder: &mut PlanBuilder) {
         loop {
             let Some(sequence) = self.running.get_mut(&id) else { return };
             let start = sequence.num_computed;
-            let end = sequence.num_tokens().min(start + step.budget);
-            if self.cache.extend(&mut sequence.table, start, end, &mut step.plan.copies) {
-                return self.plan_sequence(id, end, step);
+            let end = sequence.num_tokens().min(start + builder.budget);
+            if self.cache.extend(&mut sequence.table, start, end, &mut builder.plan.copies) {
+                return self.plan_sequence(id, end, builder);
             }
             if !self.preempt_for(id) {
                 return;
@@ -49,10 +49,10 @@ impl Scheduler {
     }
 
     /// Writes `[num_computed, end)` of a running sequence into the plan.
-    pub(super) fn plan_sequence(&mut self, id: SeqId, end: usize, step: &mut Step) {
+    pub(super) fn plan_sequence(&mut self, id: SeqId, end: usize, builder: &mut PlanBuilder) {
         let sequence = self.running[&id].plan(end);
-        step.budget -= sequence.tokens.len();
-        step.plan.sequences.push(sequence);
+        builder.budget -= sequence.tokens.len();
+        builder.plan.sequences.push(sequence);
         self.in_flight.push(id);
     }
 

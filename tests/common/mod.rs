@@ -11,8 +11,9 @@ use clap::Parser;
 use rollout_kernels::cpu::Isa;
 use rollout_server::config::Config;
 use rollout_server::engine::{
-    Activity, AdapterTarget, CancelFlag, Command, Completion, DrainMode, EngineHandle, Event, GenerateCommand, Kind,
-    LifecycleStatus, RunningPolicy, SleepLevel, SleepReply, Status, Summary, UpdateBegin, UpdateReply, WakeTags,
+    Activity, AdapterTarget, CancelFlag, Command, Completion, DrainMode, EngineHandle, Event, GenerateCommand,
+    LifecycleStatus, RequestKind, RunningPolicy, SleepLevel, SleepReply, Status, Summary, UpdateBegin, UpdateReply,
+    WakeTags,
 };
 use rollout_server::error::Result;
 use rollout_server::memory::Backlog;
@@ -131,7 +132,7 @@ impl Drop for Engine {
 pub struct Request {
     pub id: String,
     pub prompts: Vec<Vec<TokenId>>,
-    pub kind: Kind,
+    pub kind: RequestKind,
     pub params: SamplingParams,
     pub adapter: Option<String>,
     pub if_weight_version: Option<u64>,
@@ -141,15 +142,15 @@ pub struct Request {
 impl Request {
     /// `n` samples of each prompt with `max_tokens` tokens at temperature 1.
     pub fn generate(prompts: Vec<Vec<TokenId>>, n: u32, seed: u64, max_tokens: u32) -> Self {
-        let kind = Kind::Generate { n, seed, prompt_logprobs: false, stream_tokens: false, return_text: false };
+        let kind = RequestKind::Generate { n, seed, prompt_logprobs: false, stream_tokens: false, return_text: false };
         Self::new(prompts, kind, SamplingParams { max_tokens, ..Default::default() })
     }
 
     pub fn score(prompts: Vec<Vec<TokenId>>) -> Self {
-        Self::new(prompts, Kind::Score, SamplingParams::default())
+        Self::new(prompts, RequestKind::Score, SamplingParams::default())
     }
 
-    fn new(prompts: Vec<Vec<TokenId>>, kind: Kind, params: SamplingParams) -> Self {
+    fn new(prompts: Vec<Vec<TokenId>>, kind: RequestKind, params: SamplingParams) -> Self {
         let id = String::new();
         Self { id, prompts, kind, params, adapter: None, if_weight_version: None, min_weight_version: None }
     }
@@ -162,7 +163,7 @@ impl Request {
 
     /// With the text of completions, and streamed token by token.
     pub fn with_text(mut self) -> Self {
-        if let Kind::Generate { stream_tokens, return_text, .. } = &mut self.kind {
+        if let RequestKind::Generate { stream_tokens, return_text, .. } = &mut self.kind {
             (*stream_tokens, *return_text) = (true, true);
         }
         self

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use rollout_server::engine::{
-    AbortReply, AbortTarget, Command, Event, Kind, LifecycleStatus, SleepLevel, Status, Summary, WakeTags,
+    AbortReply, AbortTarget, Command, Event, LifecycleStatus, RequestKind, SleepLevel, Status, Summary, WakeTags,
 };
 use rollout_server::error::Error;
 use rollout_server::memory::{MemoryReport, MemoryUse};
@@ -19,7 +19,7 @@ async fn messages_come_in_the_order_of_the_events_and_end_with_one_summary() {
     let (mut stream, mut engine) =
         server.running(pb::GenerateRequest { n: Some(2), stream_tokens: true, ..request() }).await;
     assert_eq!(engine.prompts, [Prompt::from_tokens([1, 2, 3])]);
-    assert!(matches!(engine.kind, Kind::Generate { n: 2, stream_tokens: true, .. }));
+    assert!(matches!(engine.kind, RequestKind::Generate { n: 2, stream_tokens: true, .. }));
 
     // Each message arrives while the request still runs.
     (engine.responder)(token_event(1, 7));
@@ -166,7 +166,7 @@ async fn scores_come_as_they_are_computed() {
     let sent = pb::ScoreRequest { sequences, min_weight_version: Some(2), ..Default::default() };
     let mut stream = client.score(sent).await.expect("accepted").into_inner();
     let mut engine = server.generate_command();
-    assert_eq!((engine.kind, engine.min_weight_version), (Kind::Score, Some(2)));
+    assert_eq!((engine.kind, engine.min_weight_version), (RequestKind::Score, Some(2)));
     let scored = |prompt_index, ids: &[u32]| Event::PromptLogprobs {
         prompt_index,
         logprobs: ids.iter().map(|&id| token(id)).collect(),

@@ -33,7 +33,8 @@ fn a_panic_in_an_answer_ends_its_request_alone() {
 /// A request whose responder panics at the event of this number, counted from 0, and at all after it if `always`.
 fn panicking(id: &str, at: usize, always: bool) -> (GenerateCommand, Receiver<Event>) {
     let (mut command, _) = ask(id, 3, 4);
-    command.kind = Kind::Generate { n: 2, seed: 1, prompt_logprobs: true, stream_tokens: true, return_text: false };
+    command.kind =
+        RequestKind::Generate { n: 2, seed: 1, prompt_logprobs: true, stream_tokens: true, return_text: false };
     let (sender, events) = channel();
     let mut seen = 0;
     command.responder = Box::new(move |event| {

@@ -29,7 +29,8 @@ fn held_requests_count_against_the_queue() {
     told(&rig.pause(DrainMode::Wait)).reply().unwrap();
     let samples = |id: &str, n| {
         let (mut command, asked) = ask(id, 2, 1);
-        command.kind = Kind::Generate { n, seed: 1, prompt_logprobs: false, stream_tokens: false, return_text: false };
+        command.kind =
+            RequestKind::Generate { n, seed: 1, prompt_logprobs: false, stream_tokens: false, return_text: false };
         (command, asked)
     };
     let first = rig.submit(samples("first", MAX_QUEUED as u32 - 1));

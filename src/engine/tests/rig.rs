@@ -95,7 +95,7 @@ pub fn ask(id: &str, prompt: usize, max_tokens: u32) -> (GenerateCommand, Asked)
     let command = GenerateCommand {
         request_id: id.into(),
         prompts: vec![Prompt::from_tokens((900..900 + prompt as TokenId).collect::<Vec<_>>())],
-        kind: Kind::Generate { n: 1, seed: 1, prompt_logprobs: false, stream_tokens: false, return_text: false },
+        kind: RequestKind::Generate { n: 1, seed: 1, prompt_logprobs: false, stream_tokens: false, return_text: false },
         params: Arc::new(SamplingParams { max_tokens, ..SamplingParams::default() }),
         adapter: None,
         if_weight_version: None,

@@ -117,7 +117,8 @@ impl Fixture {
     }
 
     fn start(&self, id: &str, prompts: &[&[TokenId]], n: u32, params: SamplingParams) -> (Receiver<Event>, CancelFlag) {
-        let kind = Kind::Generate { n, seed: 1, prompt_logprobs: false, stream_tokens: false, return_text: false };
+        let kind =
+            RequestKind::Generate { n, seed: 1, prompt_logprobs: false, stream_tokens: false, return_text: false };
         self.start_with(id, prompts, kind, params, (None, None))
     }
 
@@ -125,7 +126,7 @@ impl Fixture {
         &self,
         id: &str,
         prompts: &[&[TokenId]],
-        kind: Kind,
+        kind: RequestKind,
         params: SamplingParams,
         versions: (Option<WeightVersion>, Option<WeightVersion>),
     ) -> (Receiver<Event>, CancelFlag) {
@@ -264,7 +265,8 @@ fn requests_that_cannot_run_are_refused_with_the_reason() {
         [Event::Failed(error)] => assert!(error.to_string().contains(part), "{part:?} is missing in {error}"),
         other => panic!("{other:?}"),
     };
-    let kind = || Kind::Generate { n: 1, seed: 1, prompt_logprobs: false, stream_tokens: false, return_text: false };
+    let kind =
+        || RequestKind::Generate { n: 1, seed: 1, prompt_logprobs: false, stream_tokens: false, return_text: false };
     check(engine.start_with("v", &[&[1]], kind(), tokens(1), (Some(3), None)).0, "if_weight_version: 3");
     check(engine.start("full", &[&[1]], 17, tokens(1)).0, "16 may wait");
     let (first, _) = engine.start("twice", &[&[1]], 1, tokens(3));
@@ -279,7 +281,8 @@ fn requests_that_cannot_run_are_refused_with_the_reason() {
 #[test]
 fn a_request_for_a_newer_policy_waits_and_can_be_ended() {
     let engine = Fixture::new();
-    let kind = || Kind::Generate { n: 1, seed: 1, prompt_logprobs: false, stream_tokens: false, return_text: false };
+    let kind =
+        || RequestKind::Generate { n: 1, seed: 1, prompt_logprobs: false, stream_tokens: false, return_text: false };
     let (first, cancel) = engine.start_with("first", &[&[1]], kind(), tokens(1), (None, Some(1)));
     let (second, _) = engine.start_with("second", &[&[1]], kind(), tokens(1), (None, Some(1)));
     let (third, _) = engine.start_with("third", &[&[1]], kind(), tokens(1), (None, Some(1)));
@@ -328,7 +331,7 @@ fn a_device_that_fails_ends_every_request() {
     let command = GenerateCommand {
         request_id: "a".into(),
         prompts: vec![Prompt::from_tokens([1])],
-        kind: Kind::Score,
+        kind: RequestKind::Score,
         params: Arc::new(tokens(1)),
         adapter: None,
         if_weight_version: None,

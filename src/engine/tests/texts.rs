@@ -22,7 +22,7 @@ fn tell(text: &str, stop: &str, finish: Option<FinishReason>, (stream_tokens, re
     let tokenizer = Arc::new(Tokenizer::from_file(Path::new(file)).expect("the fixture is there"));
     let (mut command, asked) = ask("a", 3, 99);
     command.params = Arc::new(SamplingParams { stop_strings: vec![stop.into()], ..SamplingParams::default() });
-    command.kind = Kind::Generate { n: 1, seed: 1, prompt_logprobs: false, stream_tokens, return_text };
+    command.kind = RequestKind::Generate { n: 1, seed: 1, prompt_logprobs: false, stream_tokens, return_text };
     let key = RequestKey(1);
     let (mut request, _) = Request::new(key, command, CacheSalt::default(), Some(&tokenizer));
     let sample = SampleKey { group: GroupKey { request: key, prompt_index: 0 }, sample_index: 0 };

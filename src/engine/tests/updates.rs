@@ -139,10 +139,14 @@ fn prompt_logprobs_are_of_one_policy_under_every_policy_for_running_requests() {
             let mut rig = Rig::new();
             let (mut command, asked) = ask("a", 20, 2);
             command.kind = match score {
-                true => Kind::Score,
-                false => {
-                    Kind::Generate { n: 2, seed: 1, prompt_logprobs: true, stream_tokens: false, return_text: false }
-                }
+                true => RequestKind::Score,
+                false => RequestKind::Generate {
+                    n: 2,
+                    seed: 1,
+                    prompt_logprobs: true,
+                    stream_tokens: false,
+                    return_text: false,
+                },
             };
             rig.command(Command::Generate(Box::new(command)));
             rig.steps(2);

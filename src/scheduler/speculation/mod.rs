@@ -18,7 +18,7 @@ use std::collections::BTreeSet;
 pub use acceptance::Acceptance;
 pub use index::{Continuation, LONGEST, NgramIndex};
 
-use super::schedule::Step;
+use super::schedule::PlanBuilder;
 use super::{GroupState, Scheduler, SeqId};
 use crate::types::TokenId;
 
@@ -54,10 +54,10 @@ impl Speculation {
 
 impl Scheduler {
     /// Adds drafts to sequences that decode, the likeliest first, up to [`Speculation::max_rows`].
-    pub(super) fn speculate(&mut self, step: &mut Step) {
+    pub(super) fn speculate(&mut self, builder: &mut PlanBuilder) {
         let speculation = self.config.speculation;
-        let rows = step.plan.num_tokens();
-        let spare = speculation.max_rows.saturating_sub(rows).min(step.budget);
+        let rows = builder.plan.num_tokens();
+        let spare = speculation.max_rows.saturating_sub(rows).min(builder.budget);
         let sequences = if spare > 0 { self.in_flight.clone() } else { Vec::new() };
         self.forget_other_groups(&sequences);
         let least = speculation.least_likelihood(rows, sequences.len());
@@ -76,7 +76,7 @@ impl Scheduler {
         drafts.truncate(spare);
         for (place, draft) in found.into_iter().enumerate() {
             let len = drafts.iter().filter(|draft| draft.1 == place).count();
-            self.add_draft(place, &draft.tokens[..len], draft.matched, step);
+            self.add_draft(place, &draft.tokens[..len], draft.matched, builder);
         }
     }
 
@@ -107,7 +107,7 @@ impl Scheduler {
     }
 
     /// Puts as much of a draft into the plan as fits into free blocks.
-    fn add_draft(&mut self, place: usize, draft: &[TokenId], matched: usize, step: &mut Step) {
+    fn add_draft(&mut self, place: usize, draft: &[TokenId], matched: usize, builder: &mut PlanBuilder) {
         if draft.is_empty() {
             return;
         }
@@ -117,8 +117,8 @@ impl Scheduler {
         let draft = &draft[..draft.len().min(room)];
         self.cache.grow(&mut sequence.table, known + draft.len());
         sequence.matched = matched;
-        sequence.add_draft(draft, &mut step.plan.sequences[place]);
-        step.budget -= draft.len();
+        sequence.add_draft(draft, &mut builder.plan.sequences[place]);
+        builder.budget -= draft.len();
         self.counters.drafted_tokens += draft.len() as u64;
     }
 }

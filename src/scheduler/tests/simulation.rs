@@ -99,15 +99,15 @@ fn disturb(harness: &mut Harness, rng: &mut ChaCha8Rng, num_requests: u64) {
 }
 
 /// Some requests are held back for some steps.
-fn hold_back(harness: &mut Harness, rng: &mut ChaCha8Rng, held: &mut Vec<RequestKey>, num_requests: u64) {
+fn suspend(harness: &mut Harness, rng: &mut ChaCha8Rng, held: &mut Vec<RequestKey>, num_requests: u64) {
     if num_requests > 0 && rng.random_bool(0.1) {
         let request = RequestKey(rng.random_range(0..num_requests));
-        harness.scheduler.hold_back(request);
+        harness.scheduler.suspend(request);
         held.push(request);
     }
     let all = !harness.scheduler.has_work() && num_requests == REQUESTS;
     for request in held.extract_if(.., |_| all || rng.random_bool(0.1)) {
-        harness.scheduler.let_go(request);
+        harness.scheduler.resume(request);
     }
     harness.scheduler.check_integrity();
 }
@@ -146,7 +146,7 @@ fn simulate(seed: u64, changes: bool) -> Harness {
             let _ = harness.add(groups);
             num_requests += 1;
         }
-        hold_back(&mut harness, &mut rng, &mut held, num_requests);
+        suspend(&mut harness, &mut rng, &mut held, num_requests);
         if num_requests == REQUESTS && !harness.scheduler.has_work() {
             break;
         }

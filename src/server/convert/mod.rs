@@ -21,7 +21,7 @@ pub(super) use update::{
 
 use super::parts::ModelFacts;
 use super::pb;
-use crate::engine::{AbortTarget, CancelFlag, Command, GenerateCommand, Kind, Responder};
+use crate::engine::{AbortTarget, CancelFlag, Command, GenerateCommand, RequestKind, Responder};
 use crate::error::{Error, Result};
 use crate::memory::{Backlog, Charge};
 use crate::types::{Prompt, SamplingParams, WeightVersion};
@@ -46,7 +46,7 @@ const MAX_ABORTED_REQUESTS: usize = 65_536;
 pub(super) struct ValidRequest {
     pub(super) request_id: String,
     pub(super) prompts: Vec<Prompt>,
-    pub(super) kind: Kind,
+    pub(super) kind: RequestKind,
     pub(super) params: Arc<SamplingParams>,
     adapter: Option<String>,
     if_weight_version: Option<WeightVersion>,
@@ -89,8 +89,8 @@ impl ValidRequest {
     /// Number of completions that the reply will carry.
     pub(super) fn samples(&self) -> usize {
         match self.kind {
-            Kind::Generate { n, .. } => self.prompts.len() * n as usize,
-            Kind::Score => 0,
+            RequestKind::Generate { n, .. } => self.prompts.len() * n as usize,
+            RequestKind::Score => 0,
         }
     }
 }
@@ -112,7 +112,7 @@ pub(super) fn generate(request: pb::GenerateRequest, model: &ModelFacts, charge:
     Ok(ValidRequest {
         request_id: request_id(request.request_id)?,
         prompts: prompt::prompts(request.prompts, model, charge)?,
-        kind: Kind::Generate {
+        kind: RequestKind::Generate {
             n,
             seed,
             prompt_logprobs: request.prompt_logprobs,
@@ -137,7 +137,7 @@ pub(super) fn score(request: pb::ScoreRequest, model: &ModelFacts) -> Result<Val
     Ok(ValidRequest {
         request_id: request_id(String::new())?,
         prompts: prompt::sequences(request.sequences, model)?,
-        kind: Kind::Score,
+        kind: RequestKind::Score,
         params: Arc::new(params),
         adapter: named(request.adapter)?,
         if_weight_version: request.if_weight_version,

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use super::{ValidRequest, pb};
-use crate::engine::{Completion, Event, Kind, Summary};
+use crate::engine::{Completion, Event, RequestKind, Summary};
 use crate::error::{Error, Result};
 use crate::types::{FinishReason, Prompt, TokenLogprobs, WeightVersion};
 use pb::generate_response::Event as Message;
@@ -41,7 +41,7 @@ pub(in crate::server) struct ReplyWriter {
 
 impl ReplyWriter {
     pub(in crate::server) fn new(request: &ValidRequest) -> Self {
-        let echo_prompts = matches!(request.kind, Kind::Generate { prompt_logprobs: true, .. });
+        let echo_prompts = matches!(request.kind, RequestKind::Generate { prompt_logprobs: true, .. });
         Self {
             request_id: request.request_id.clone(),
             prompts: if echo_prompts { request.prompts.clone() } else { Vec::new() },

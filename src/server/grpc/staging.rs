@@ -124,12 +124,12 @@ fn receive(
     activity: &Activity,
 ) -> Result<Received> {
     if let Some(shadow) = ticket.shadow {
-        let _work = activity.work();
+        let _busy = activity.busy();
         receiver.pack_into(shadow);
         receiver.read_declared()?;
     }
     while let Some(work) = queue.blocking_recv() {
-        let _work = activity.work();
+        let _busy = activity.busy();
         match work {
             Work::Declare(tensors) => {
                 receiver.declare(tensors)?;

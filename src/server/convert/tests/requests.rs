@@ -1,6 +1,6 @@
 //! Every wrong field is refused by its path; right ones arrive as they were sent.
 
-use super::super::{Kind, abort, score};
+use super::super::{RequestKind, abort, score};
 use super::{generate, model};
 use crate::engine::AbortTarget;
 use crate::error::Error;
@@ -146,7 +146,7 @@ fn defaults_are_those_of_the_proto() {
     assert!(valid.request_id.starts_with("req-"), "{}", valid.request_id);
     assert!(matches!(
         valid.kind,
-        Kind::Generate { n: 1, prompt_logprobs: false, stream_tokens: false, return_text: false, .. }
+        RequestKind::Generate { n: 1, prompt_logprobs: false, stream_tokens: false, return_text: false, .. }
     ));
     assert_eq!((valid.if_weight_version, valid.min_weight_version), (None, None));
 }
@@ -202,7 +202,13 @@ fn every_field_arrives() {
     assert_eq!(*valid.params, params);
     assert_eq!(
         valid.kind,
-        Kind::Generate { n: 1024, seed: u64::MAX, prompt_logprobs: true, stream_tokens: true, return_text: false }
+        RequestKind::Generate {
+            n: 1024,
+            seed: u64::MAX,
+            prompt_logprobs: true,
+            stream_tokens: true,
+            return_text: false
+        }
     );
     assert_eq!(valid.prompts, [Prompt::from_tokens([7; 7])]);
     assert_eq!(valid.request_id, "mine");
@@ -212,8 +218,8 @@ fn every_field_arrives() {
 #[test]
 fn unseeded_requests_get_different_seeds() {
     let seed = || match generate(base(), &model()).expect("valid").kind {
-        Kind::Generate { seed, .. } => seed,
-        Kind::Score => panic!("not a score"),
+        RequestKind::Generate { seed, .. } => seed,
+        RequestKind::Score => panic!("not a score"),
     };
     assert_ne!(seed(), seed());
 }
@@ -234,7 +240,7 @@ fn check_score(field: &str, says: &str, change: fn(&mut pb::ScoreRequest)) {
         ..Default::default()
     };
     let valid = score(request.clone(), &model()).expect("the base must be valid");
-    assert_eq!((valid.kind, valid.params.temperature, valid.params.top_k), (Kind::Score, 0.5, 3));
+    assert_eq!((valid.kind, valid.params.temperature, valid.params.top_k), (RequestKind::Score, 0.5, 3));
     change(&mut request);
     let (path, message) = refusal(score(request, &model()));
     assert_eq!(path, field, "{message}");

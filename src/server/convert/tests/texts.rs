@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::generate;
-use crate::engine::Kind as ValidKind;
+use crate::engine::RequestKind;
 use crate::error::Error;
 use crate::memory::Traffic;
 use crate::server::pb::{self, prompt::Kind};
@@ -47,7 +47,7 @@ fn a_text_prompt_arrives_as_its_tokens() {
     let valid = generate(text_request("The capital of France is", &["\n"]), &model()).expect("valid");
     assert_eq!(valid.prompts, [Prompt::from_tokens(ids(&model(), "The capital of France is"))]);
     assert_eq!(valid.params.stop_strings, ["\n"]);
-    assert!(matches!(valid.kind, ValidKind::Generate { stream_tokens: true, return_text: true, .. }));
+    assert!(matches!(valid.kind, RequestKind::Generate { stream_tokens: true, return_text: true, .. }));
 }
 
 #[test]

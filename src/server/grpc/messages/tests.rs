@@ -315,10 +315,10 @@ async fn every_byte_gives_a_push_its_time_again() {
 #[tokio::test]
 async fn a_push_is_not_idle_while_the_server_works_on_it() {
     let activity = Activity::start();
-    let work = activity.work();
+    let busy = activity.busy();
     let mut waiting = tokio::spawn(given_up(tokio_stream::pending(), activity.clone()));
     tokio::time::timeout(3 * PATIENCE, &mut waiting).await.expect_err("it waits");
     assert_eq!(activity.idle(), Duration::ZERO);
-    drop(work);
+    drop(busy);
     waiting.await.expect("it ends");
 }

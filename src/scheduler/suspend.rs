@@ -4,27 +4,27 @@ use super::Scheduler;
 use crate::types::RequestKey;
 
 impl Scheduler {
-    /// Leaves a request out of all plans until [`Scheduler::let_go`]. Its sequences give their blocks back, as after a
+    /// Leaves a request out of all plans until [`Scheduler::resume`]. Its sequences give their blocks back, as after a
     /// preemption, so that a reader who never comes back keeps nothing from others.
     ///
     /// # Panics
     /// If a plan has not been answered.
-    pub fn hold_back(&mut self, request: RequestKey) {
+    pub fn suspend(&mut self, request: RequestKey) {
         assert!(self.in_flight.is_empty(), "the last plan has not been answered");
-        self.queue.hold_back(request);
+        self.queue.suspend(request);
         for map in [&mut self.running, &mut self.waiting] {
             for (id, mut sequence) in map.extract_if(.., |_, sequence| sequence.key.group.request == request) {
                 sequence.release(&mut self.cache);
-                self.held_back.insert(id, sequence);
+                self.suspended.insert(id, sequence);
             }
         }
     }
 
     /// A request that was held back goes on; what its sequences had computed is computed again where the prefix cache
     /// does not have it any more.
-    pub fn let_go(&mut self, request: RequestKey) {
-        self.queue.let_go(request);
-        let sequences = self.held_back.extract_if(.., |_, sequence| sequence.key.group.request == request);
+    pub fn resume(&mut self, request: RequestKey) {
+        self.queue.resume(request);
+        let sequences = self.suspended.extract_if(.., |_, sequence| sequence.key.group.request == request);
         self.waiting.extend(sequences);
     }
 }

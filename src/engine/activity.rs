@@ -1,0 +1,55 @@
+//! For how long a push has been idle.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+/// When a push last showed a sign of life: bytes that arrived, or work that the server did for it. Clones share the time.
+#[derive(Clone, Debug)]
+pub struct Activity(Arc<ActivityState>);
+
+#[derive(Debug)]
+struct ActivityState {
+    since: Instant,
+    /// The last sign of life, in milliseconds after `since`.
+    last: AtomicU64,
+    /// [`BusyGuard`]s that live.
+    busy: AtomicUsize,
+}
+
+impl Activity {
+    /// Starts with a sign of life now.
+    pub fn start() -> Self {
+        Self(Arc::new(ActivityState { since: Instant::now(), last: AtomicU64::new(0), busy: AtomicUsize::new(0) }))
+    }
+
+    /// Notes a sign of life.
+    pub fn touch(&self) {
+        let now = u64::try_from(self.0.since.elapsed().as_millis()).unwrap_or(u64::MAX);
+        self.0.last.fetch_max(now, Ordering::Relaxed);
+    }
+
+    /// The server works for the push until the guard is dropped; the push is not idle meanwhile.
+    pub fn busy(&self) -> BusyGuard {
+        self.0.busy.fetch_add(1, Ordering::AcqRel);
+        BusyGuard(self.clone())
+    }
+
+    /// Time since the last sign of life; zero while a [`BusyGuard`] lives.
+    pub fn idle(&self) -> Duration {
+        if self.0.busy.load(Ordering::Acquire) > 0 {
+            return Duration::ZERO;
+        }
+        self.0.since.elapsed().saturating_sub(Duration::from_millis(self.0.last.load(Ordering::Relaxed)))
+    }
+}
+
+/// Marks that the server works for a push. Its end is a sign of life.
+pub struct BusyGuard(Activity);
+
+impl Drop for BusyGuard {
+    fn drop(&mut self) {
+        self.0.touch();
+        self.0.0.busy.fetch_sub(1, Ordering::AcqRel);
+    }
+}
