@@ -69,11 +69,11 @@ fn run(config: Config, profile: Option<Profile>, logs: &LogWriter) -> Result<()>
         if let Some(profile) = profile {
             print_on_signal(profile, logs)?;
         }
-        let parts = async move {
+        let context = async move {
             let load = move || startup::start(&config).map(|started| (config, started));
             let loaded = tokio::task::spawn_blocking(load).await;
             let (config, started) = loaded.map_err(|e| Error::Internal(format!("the start failed: {e}")))??;
-            let (parts, thread) = started.into_parts(&config);
+            let (context, thread) = started.into_context(&config);
             // The server ends when the engine's thread ends: a supervisor can restart a process, but not half of one.
             let watcher = std::thread::spawn(move || {
                 let result = thread.join().unwrap_or_else(|_| Err(Error::Internal("the engine panicked".into())));
@@ -81,9 +81,9 @@ fn run(config: Config, profile: Option<Profile>, logs: &LogWriter) -> Result<()>
                 result
             });
             let _ = thread_sender.send(watcher);
-            Ok(parts)
+            Ok(context)
         };
-        serve(bound, parts, orders).await
+        serve(bound, context, orders).await
     });
     // Does not wait for a load of the model that the end has cut short.
     runtime.shutdown_background();

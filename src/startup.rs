@@ -19,7 +19,7 @@ use crate::memory::{MemoryBudget, MemoryReport, MemoryUse, Traffic, human_bytes}
 use crate::model::config::ModelConfig;
 use crate::model::{Build, Decoder, Parameterized, Workspace, WorkspaceShape, kv_bytes_per_block, kv_caches};
 use crate::scheduler::{Scheduler, SchedulerConfig, Speculation};
-use crate::server::{ModelFacts, Parts, PromptEncoder, ServerInfo};
+use crate::server::{ModelFacts, PromptEncoder, ServerInfo, ServingContext};
 use crate::text::{ChatTemplate, Tokenizer};
 use crate::weights::{Checkpoint, Dtype, ModelFiles, ModelSource, Parameters, Partition, Sources, TokenizerFiles};
 
@@ -54,7 +54,7 @@ pub struct Started {
 
 impl Started {
     /// What the server needs, and the engine's thread.
-    pub fn into_parts(self, config: &Config) -> (Parts, JoinHandle<Result<()>>) {
+    pub fn into_context(self, config: &Config) -> (ServingContext, JoinHandle<Result<()>>) {
         let Self { engine, thread, model, text, .. } = self;
         let info = ServerInfo {
             model: self.model_name,
@@ -79,7 +79,7 @@ impl Started {
         let sources = Arc::new(Sources::new(config.weights_dir.clone()));
         let update_idle = Duration::from_secs(config.update_idle_seconds);
         let (traffic, parameters) = (self.traffic, self.parameters);
-        (Parts { model: Arc::new(facts), info, engine, traffic, parameters, sources, update_idle }, thread)
+        (ServingContext { model: Arc::new(facts), info, engine, traffic, parameters, sources, update_idle }, thread)
     }
 }
 

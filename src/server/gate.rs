@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use tokio::sync::watch;
 
+use super::context::ServingContext;
 use super::isolation::Panics;
-use super::parts::Parts;
 use crate::error::{Error, Result};
 use crate::memory::Traffic;
 
@@ -13,10 +13,10 @@ use crate::memory::Traffic;
 #[derive(Clone)]
 enum Stage {
     Starting,
-    Serving(Arc<Parts>),
-    Ending(Arc<Parts>),
+    Serving(Arc<ServingContext>),
+    Ending(Arc<ServingContext>),
     /// The engine has ended; calls that still wait for it will get no answer.
-    Ended(Arc<Parts>),
+    Ended(Arc<ServingContext>),
 }
 
 /// Changes the stage. Only `serve` has it.
@@ -50,16 +50,16 @@ pub(super) fn gate() -> (GateKeeper, Gate) {
 }
 
 impl GateKeeper {
-    pub(super) fn serving(&self, parts: Arc<Parts>) {
-        self.stage.send_replace(Stage::Serving(parts));
+    pub(super) fn serving(&self, context: Arc<ServingContext>) {
+        self.stage.send_replace(Stage::Serving(context));
     }
 
-    pub(super) fn ending(&self, parts: Arc<Parts>) {
-        self.stage.send_replace(Stage::Ending(parts));
+    pub(super) fn ending(&self, context: Arc<ServingContext>) {
+        self.stage.send_replace(Stage::Ending(context));
     }
 
-    pub(super) fn ended(&self, parts: Arc<Parts>) {
-        self.stage.send_replace(Stage::Ended(parts));
+    pub(super) fn ended(&self, context: Arc<ServingContext>) {
+        self.stage.send_replace(Stage::Ended(context));
     }
 
     /// Returns once no request is running.
@@ -75,13 +75,13 @@ impl Gate {
     ///
     /// # Errors
     /// `Unavailable` while the server starts or ends.
-    pub(super) fn admit(&self) -> Result<(Arc<Parts>, Running)> {
+    pub(super) fn admit(&self) -> Result<(Arc<ServingContext>, Running)> {
         // The count is raised before the stage is read, so that shutdown waits for every request that is let in.
         self.running.send_modify(|n| *n += 1);
         let running = Running(self.running.clone());
         match &*self.stage.borrow() {
             Stage::Starting => Err(starting()),
-            Stage::Serving(parts) => Ok((Arc::clone(parts), running)),
+            Stage::Serving(context) => Ok((Arc::clone(context), running)),
             Stage::Ending(_) | Stage::Ended(_) => Err(ending()),
         }
     }
@@ -96,7 +96,7 @@ impl Gate {
     /// # Errors
     /// `Unavailable` while the server starts.
     pub(super) fn traffic(&self) -> Result<Traffic> {
-        self.look().map(|parts| parts.traffic.clone())
+        self.look().map(|context| context.traffic.clone())
     }
 
     /// Returns once the server is told to end.
@@ -110,10 +110,10 @@ impl Gate {
     ///
     /// # Errors
     /// `Unavailable` while the server starts.
-    pub(super) fn look(&self) -> Result<Arc<Parts>> {
+    pub(super) fn look(&self) -> Result<Arc<ServingContext>> {
         match &*self.stage.borrow() {
             Stage::Starting => Err(starting()),
-            Stage::Serving(parts) | Stage::Ending(parts) | Stage::Ended(parts) => Ok(Arc::clone(parts)),
+            Stage::Serving(context) | Stage::Ending(context) | Stage::Ended(context) => Ok(Arc::clone(context)),
         }
     }
 

@@ -2,13 +2,13 @@
 //! command, and is answered with messages made of the engine's events. The server owns no serving state.
 
 mod connections;
+mod context;
 mod convert;
 mod encoder;
 mod frames;
 mod gate;
 mod grpc;
 mod isolation;
-mod parts;
 mod shutdown;
 
 use std::convert::Infallible;
@@ -26,8 +26,8 @@ use tonic_health::pb::health_server::{Health, HealthServer};
 use tonic_health::server::HealthReporter;
 
 pub use connections::connection_limit;
+pub use context::{ModelFacts, ServerInfo, ServingContext};
 pub use encoder::PromptEncoder;
-pub use parts::{ModelFacts, Parts, ServerInfo};
 pub use shutdown::{ShutdownHandle, ShutdownOrders, shutdown_channel, watch_signals};
 
 use crate::engine::{Command, EngineHandle};
@@ -128,16 +128,16 @@ pub enum Ended {
     Cut,
 }
 
-/// Serves until it is ordered to end. While `parts` is being made (the model loads), health says NOT_SERVING and calls
+/// Serves until it is ordered to end. While `context` is being made (the model loads), health says NOT_SERVING and calls
 /// get UNAVAILABLE. After the first order to end, new requests get UNAVAILABLE and running ones may finish within the
 /// grace period; then the engine aborts the rest, whose partial completions are still delivered. A second order skips
 /// the grace period. Must be called inside a tokio runtime.
 ///
 /// # Errors
-/// The error of `parts` if it fails; `Internal` if the transport fails.
+/// The error of `context` if it fails; `Internal` if the transport fails.
 pub async fn serve(
     bound: Bound,
-    parts: impl Future<Output = Result<Parts>>,
+    context: impl Future<Output = Result<ServingContext>>,
     mut orders: ShutdownOrders,
 ) -> Result<Ended> {
     let (keeper, gate) = gate::gate();
@@ -154,27 +154,27 @@ pub async fn serve(
     let mut transport =
         AbortOnDrop(tokio::spawn(transport(bound, frame_room.clone(), &gate, health_service, stopped)?));
 
-    let parts = tokio::select! {
-        parts = parts => Arc::new(parts?),
+    let context = tokio::select! {
+        context = context => Arc::new(context?),
         _ = orders.next() => return Ok(Ended::Cut),
     };
-    keeper.serving(parts.clone());
+    keeper.serving(context.clone());
     report(&health, ServingStatus::Serving).await;
     tracing::info!(%address, "ready");
     let order = tokio::select! {
         order = orders.next() => order,
         ended = &mut transport.0 => return Err(Error::Internal(format!("the transport ended by itself: {ended:?}"))),
-        never = release_removed(parts.sources.segments()) => match never {},
-        never = give_memory_back(&parts.traffic, &frame_room) => match never {},
+        never = release_removed(context.sources.segments()) => match never {},
+        never = give_memory_back(&context.traffic, &frame_room) => match never {},
     };
 
     tracing::info!(grace_seconds = grace.as_secs_f64(), "ending: running requests may finish");
     report(&health, ServingStatus::NotServing).await;
-    keeper.ending(parts.clone());
+    keeper.ending(context.clone());
     if order == Order::EngineEnded {
-        keeper.ended(parts.clone());
+        keeper.ended(context.clone());
     }
-    let ended = drain(&keeper, &parts, grace, &mut orders).await;
+    let ended = drain(&keeper, &context, grace, &mut orders).await;
     // Ends the streams of health watchers, which would otherwise keep their connections open.
     forget(health).await;
     let _ = stop.send(());
@@ -213,8 +213,13 @@ async fn give_memory_back(traffic: &Traffic, frame_room: &FrameRoom) -> Infallib
 }
 
 /// Waits until no request is running; aborts those left after the grace period or at a second order.
-async fn drain(keeper: &GateKeeper, parts: &Arc<Parts>, grace: Duration, orders: &mut ShutdownOrders) -> Ended {
-    let engine = &parts.engine;
+async fn drain(
+    keeper: &GateKeeper,
+    context: &Arc<ServingContext>,
+    grace: Duration,
+    orders: &mut ShutdownOrders,
+) -> Ended {
+    let engine = &context.engine;
     let finish = async {
         order_end(engine, grace).await;
         keeper.drained().await;
@@ -222,7 +227,7 @@ async fn drain(keeper: &GateKeeper, parts: &Arc<Parts>, grace: Duration, orders:
     let hurry = async {
         // The engine ends when its requests have ended, and pushes that are still open end with it.
         while orders.next().await == Order::EngineEnded {
-            keeper.ended(parts.clone());
+            keeper.ended(context.clone());
         }
         tracing::info!("ending at once: running requests are aborted");
         order_end(engine, Duration::ZERO).await;

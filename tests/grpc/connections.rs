@@ -16,8 +16,8 @@ fn start_with_limit(max_connections: usize) -> (std::net::SocketAddr, impl Sized
     let (shutdown, orders) = shutdown_channel();
     let bound = Bound::new(&ServerConfig { max_connections, ..config(0) }).expect("a free port");
     let address = bound.address();
-    let parts = parts(rollout_server::engine::EngineHandle::new(sender));
-    let server = tokio::spawn(serve(bound, std::future::ready(Ok(parts)), orders));
+    let context = context(rollout_server::engine::EngineHandle::new(sender));
+    let server = tokio::spawn(serve(bound, std::future::ready(Ok(context)), orders));
     (address, (commands, shutdown, server))
 }
 

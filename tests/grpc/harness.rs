@@ -12,7 +12,7 @@ use rollout_server::server::pb::rollout_client::RolloutClient;
 use rollout_server::server::pb::weights_client::WeightsClient;
 use rollout_server::server::pb::{self, generate_response::Event as Message};
 use rollout_server::server::{
-    Bound, Ended, ModelFacts, Parts, ServerConfig, ServerInfo, ShutdownHandle, serve, shutdown_channel,
+    Bound, Ended, ModelFacts, ServerConfig, ServerInfo, ServingContext, ShutdownHandle, serve, shutdown_channel,
 };
 use rollout_server::types::{FinishReason, TokenLogprobs};
 use rollout_server::weights::{Dtype, ParamSpec, Parameters, ShardRule};
@@ -33,7 +33,7 @@ pub fn config(port: u16) -> ServerConfig {
 }
 
 /// Vocabulary 100, context 32, token 99 ends a sequence, no tokenizer; two parameters.
-pub fn parts(engine: EngineHandle) -> Parts {
+pub fn context(engine: EngineHandle) -> ServingContext {
     let model = ModelFacts { vocab_size: 100, max_model_len: 32, eos_token_ids: vec![99], encoder: None };
     let info = ServerInfo { model: "fake".into(), dtype: "float32".into(), block_size: 16, ..Default::default() };
     let specs = vec![
@@ -43,7 +43,7 @@ pub fn parts(engine: EngineHandle) -> Parts {
     let parameters = Arc::new(Parameters::new(specs, Dtype::F32, 1, false));
     let traffic = Traffic::new(1 << 30);
     let update_idle = Duration::from_secs(3600);
-    Parts { model: Arc::new(model), info, engine, traffic, parameters, sources: Arc::default(), update_idle }
+    ServingContext { model: Arc::new(model), info, engine, traffic, parameters, sources: Arc::default(), update_idle }
 }
 
 /// A serving server whose command queue holds `queue` commands.
@@ -59,7 +59,7 @@ pub async fn start_with(queue: usize, update_idle: Duration) -> Harness {
     let url = format!("http://{}", bound.address());
     let server = tokio::spawn(serve(
         bound,
-        std::future::ready(Ok(Parts { update_idle, ..parts(EngineHandle::new(sender)) })),
+        std::future::ready(Ok(ServingContext { update_idle, ..context(EngineHandle::new(sender)) })),
         orders,
     ));
     let harness = Harness { url, commands, shutdown, server };

@@ -49,7 +49,7 @@ async fn health_follows_the_life_of_the_server() {
     assert_eq!(status.code(), Code::Unavailable, "{status}");
 
     let (sender, commands) = sync_channel(1);
-    assert!(loaded.send(parts(EngineHandle::new(sender))).is_ok());
+    assert!(loaded.send(context(EngineHandle::new(sender))).is_ok());
     assert_eq!(health(&mut watch).await, Some(ServingStatus::Serving));
     let all = HealthClient::new(channel).check(HealthCheckRequest::default()).await.expect("checked");
     assert_eq!(all.into_inner().status(), ServingStatus::Serving);

@@ -53,11 +53,11 @@ impl Real {
         let model = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/qwen2");
         let base = ["rollout-server", "--model", model, "--kv-cache-bytes", "16MiB"];
         let config = Config::try_parse_from(base.iter().chain(flags)).expect("good flags");
-        let (parts, engine) = startup::start(&config).expect("the fixture loads").into_parts(&config);
+        let (context, engine) = startup::start(&config).expect("the fixture loads").into_context(&config);
         let bound = Bound::new(&harness::config(0)).expect("a free port");
         let url = format!("http://{}", bound.address());
         let (shutdown, orders) = shutdown_channel();
-        let server = tokio::spawn(serve(bound, std::future::ready(Ok(parts)), orders));
+        let server = tokio::spawn(serve(bound, std::future::ready(Ok(context)), orders));
         let channel = Channel::from_shared(url).expect("a URL").connect().await.expect("the server listens");
         Self { channel, shutdown, server, engine }
     }

@@ -19,7 +19,7 @@ pub(super) use update::{
     ReceivedFacts, Terms, ValidHeader, adapters, dtype, header, open_update, tensors, update_reply,
 };
 
-use super::parts::ModelFacts;
+use super::context::ModelFacts;
 use super::pb;
 use crate::engine::{AbortTarget, CancelFlag, Command, GenerateCommand, RequestKind, Responder};
 use crate::error::{Error, Result};

@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::{MAX_ADAPTER_NAME_BYTES, MAX_PARAMETER_NAME_BYTES, check_length};
 use crate::engine::{AdapterStatus, AdapterTarget, OpenUpdate, RunningPolicy, UpdateReply};
 use crate::error::{Error, Result};
-use crate::server::parts::ServerInfo;
+use crate::server::context::ServerInfo;
 use crate::server::pb;
 use crate::types::WeightVersion;
 use crate::weights::{Dtype, Received, Source, TensorEntry, UpdateKind, UpdateSpec};

@@ -10,9 +10,9 @@ use super::stream::CancelOnDrop;
 use crate::engine::{self, Command};
 use crate::error::Result;
 use crate::memory::{MemoryUse, resident_bytes};
+use crate::server::context::ServingContext;
 use crate::server::convert::{self, to_status};
 use crate::server::gate::Gate;
-use crate::server::parts::Parts;
 use crate::server::pb;
 
 pub(super) struct ControlService {
@@ -26,8 +26,8 @@ impl ControlService {
     }
 
     async fn status(&self) -> Result<pb::GetStatusResponse> {
-        let parts = self.gate.look()?;
-        let engine = ask(&parts.engine, |reply| Command::Status { reply }).await?;
+        let context = self.gate.look()?;
+        let engine = ask(&context.engine, |reply| Command::Status { reply }).await?;
         let status = status_response(&engine);
         Ok(pb::GetStatusResponse {
             uptime_seconds: self.started.elapsed().as_secs_f64(),
@@ -37,45 +37,45 @@ impl ControlService {
     }
 
     async fn reset_prefix_cache(&self) -> Result<pb::ResetPrefixCacheResponse> {
-        let parts = self.gate.look()?;
-        let blocks = ask(&parts.engine, |reply| Command::ResetPrefixCache { reply }).await??;
+        let context = self.gate.look()?;
+        let blocks = ask(&context.engine, |reply| Command::ResetPrefixCache { reply }).await??;
         Ok(pb::ResetPrefixCacheResponse { blocks: count(blocks) })
     }
 
     /// Puts the engine to sleep. A caller that hangs up while running requests finish withdraws the order.
     async fn sleep(&self, request: pb::SleepRequest) -> Result<pb::SleepResponse> {
-        let (parts, _running) = self.gate.admit()?;
+        let (context, _running) = self.gate.admit()?;
         let (level, mode) = (convert::sleep_level(request.level)?, convert::drain_mode(request.mode)?);
         // Released before the sleep, so that the segments are not part of the bytes that it measures.
-        parts.sources.segments().release();
-        let guard = CancelOnDrop::new(&parts.engine);
+        context.sources.segments().release();
+        let guard = CancelOnDrop::new(&context.engine);
         let cancel = guard.flag.clone();
-        let reply = ask(&parts.engine, |reply| Command::Sleep { level, mode, cancel, reply }).await??;
+        let reply = ask(&context.engine, |reply| Command::Sleep { level, mode, cancel, reply }).await??;
         Ok(convert::sleep_reply(&reply))
     }
 
     async fn wake(&self, request: pb::WakeRequest) -> Result<pb::WakeResponse> {
         let started = Instant::now();
-        let (parts, _running) = self.gate.admit()?;
+        let (context, _running) = self.gate.admit()?;
         let (tags, reload) = (convert::wake_tags(&request.tags, request.reload)?, request.reload);
-        let status = ask(&parts.engine, |reply| Command::Wake { tags, reload, reply }).await??;
+        let status = ask(&context.engine, |reply| Command::Wake { tags, reload, reply }).await??;
         let lifecycle = convert::lifecycle(status).into();
         Ok(pb::WakeResponse { lifecycle, seconds: started.elapsed().as_secs_f64() })
     }
 
     /// Pauses the engine. A caller that hangs up while running requests finish withdraws the order.
     async fn pause(&self, request: pb::PauseRequest) -> Result<pb::PauseResponse> {
-        let (parts, _running) = self.gate.admit()?;
+        let (context, _running) = self.gate.admit()?;
         let mode = convert::drain_mode(request.mode)?;
-        let guard = CancelOnDrop::new(&parts.engine);
+        let guard = CancelOnDrop::new(&context.engine);
         let cancel = guard.flag.clone();
-        ask(&parts.engine, |reply| Command::Pause { mode, cancel, reply }).await??;
+        ask(&context.engine, |reply| Command::Pause { mode, cancel, reply }).await??;
         Ok(pb::PauseResponse {})
     }
 
     async fn resume(&self) -> Result<pb::ResumeResponse> {
-        let (parts, _running) = self.gate.admit()?;
-        ask(&parts.engine, |reply| Command::Resume { reply }).await??;
+        let (context, _running) = self.gate.admit()?;
+        ask(&context.engine, |reply| Command::Resume { reply }).await??;
         Ok(pb::ResumeResponse {})
     }
 }
@@ -83,7 +83,7 @@ impl ControlService {
 #[tonic::async_trait]
 impl pb::control_server::Control for ControlService {
     async fn get_info(&self, _: Request<pb::GetInfoRequest>) -> tonic::Result<Response<pb::GetInfoResponse>> {
-        self.gate.look().map(|parts| Response::new(info_response(&parts))).map_err(to_status)
+        self.gate.look().map(|context| Response::new(info_response(&context))).map_err(to_status)
     }
 
     async fn get_status(
@@ -117,8 +117,8 @@ impl pb::control_server::Control for ControlService {
     }
 }
 
-fn info_response(parts: &Parts) -> pb::GetInfoResponse {
-    let (info, model) = (&parts.info, &parts.model);
+fn info_response(context: &ServingContext) -> pb::GetInfoResponse {
+    let (info, model) = (&context.info, &context.model);
     pb::GetInfoResponse {
         server_version: env!("CARGO_PKG_VERSION").into(),
         model: info.model.clone(),

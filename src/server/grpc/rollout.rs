@@ -9,9 +9,9 @@ use super::stream::{CancelOnDrop, ReplyStream, StreamGuards, event_channel};
 use crate::engine::Command;
 use crate::error::{Error, Result};
 use crate::memory::Charge;
+use crate::server::context::ModelFacts;
 use crate::server::convert::{self, ReplyWriter, ScoreWriter, ValidRequest, Writer, to_status};
 use crate::server::gate::Gate;
-use crate::server::parts::ModelFacts;
 use crate::server::pb;
 
 /// Requests of more bytes are parsed and tokenized on the blocking pool: an async thread may be kept busy for the few
@@ -40,17 +40,17 @@ impl RolloutService {
         W: Writer,
     {
         let deadline = Deadline::of(&request);
-        let (parts, running) = self.gate.admit().map_err(to_status)?;
-        let model = parts.model.clone();
-        let charge = charge_of(&mut request, &parts.traffic);
+        let (context, running) = self.gate.admit().map_err(to_status)?;
+        let model = context.model.clone();
+        let charge = charge_of(&mut request, &context.traffic);
         let parsed = parse(request.into_inner(), charge, move |message, charge| convert(message, &model, charge));
         let (request, charge) = deadline.clone().limit(parsed).await?;
         tracing::debug!(request_id = request.request_id, prompts = request.prompts.len(), "request accepted");
         let size = (request.prompts.len(), request.samples());
         let writer = writer(&request);
-        let (reply, events) = event_channel(&parts);
-        let cancel = CancelOnDrop::new(&parts.engine);
-        parts.engine.send(request.into_command(cancel.flag.clone(), reply, charge)).map_err(to_status)?;
+        let (reply, events) = event_channel(&context);
+        let cancel = CancelOnDrop::new(&context.engine);
+        context.engine.send(request.into_command(cancel.flag.clone(), reply, charge)).map_err(to_status)?;
         let guards = StreamGuards { cancel, running, deadline, gate: self.gate.clone() };
         Ok(Response::new(ReplyStream::new(events, writer, size, guards)))
     }
@@ -73,9 +73,9 @@ impl pb::rollout_server::Rollout for RolloutService {
     async fn abort(&self, request: Request<pb::AbortRequest>) -> tonic::Result<Response<pb::AbortResponse>> {
         let deadline = Deadline::of(&request);
         let abort = async {
-            let parts = self.gate.look()?;
+            let context = self.gate.look()?;
             let target = convert::abort(request.into_inner())?;
-            let reply = ask(&parts.engine, |reply| Command::Abort { target, reply }).await?;
+            let reply = ask(&context.engine, |reply| Command::Abort { target, reply }).await?;
             Ok(pb::AbortResponse { aborted: reply.aborted, unknown: reply.unknown })
         };
         deadline.limit(abort).await.map(Response::new)

@@ -10,8 +10,8 @@ use tokio::task::{JoinHandle, spawn_blocking};
 use super::{ask, engine_gone, reply_channel};
 use crate::engine::{Activity, CancelFlag, Command, EngineHandle, Reply, UpdateBegin, UpdateTicket};
 use crate::error::{Error, Result};
+use crate::server::context::ServingContext;
 use crate::server::convert::{ReceivedFacts, Terms, ValidHeader};
-use crate::server::parts::Parts;
 use crate::server::pb;
 use crate::weights::{Received, Receiver, TensorEntry, WeightUpdate};
 
@@ -49,17 +49,17 @@ enum Work {
 
 impl Staging {
     /// Checks the manifest, opens the transaction at the engine, and starts the receiving thread.
-    pub(super) async fn open(parts: &Arc<Parts>, header: ValidHeader, sender: Sender) -> Result<Self> {
+    pub(super) async fn open(context: &Arc<ServingContext>, header: ValidHeader, sender: Sender) -> Result<Self> {
         let ValidHeader { spec, terms } = header;
         let declared = spec.tensors.len();
-        let (parameters, sources) = (parts.parameters.clone(), parts.sources.clone());
+        let (parameters, sources) = (context.parameters.clone(), context.sources.clone());
         let opened = spawn_blocking(move || Receiver::open(spec, parameters, &sources)).await;
         let receiver = opened.map_err(failed)??;
         let activity = sender.activity.clone();
         let begin = begin(terms, &receiver, sender);
-        let ticket = ask(&parts.engine, |reply| Command::BeginUpdate { begin, reply }).await??;
+        let ticket = ask(&context.engine, |reply| Command::BeginUpdate { begin, reply }).await??;
         let (work, queue) = mpsc::channel(QUEUE);
-        let (engine, update) = (parts.engine.clone(), ticket.id);
+        let (engine, update) = (context.engine.clone(), ticket.id);
         let thread = spawn_blocking(move || receive(receiver, queue, ticket, &engine, &activity));
         Ok(Self { work, thread, update, declared })
     }

@@ -14,9 +14,9 @@ use super::engine_gone;
 use crate::engine::{CancelFlag, EngineHandle, Event, Summary};
 use crate::error::Error;
 use crate::memory::Backlog;
+use crate::server::context::ServingContext;
 use crate::server::convert::{Progress, ReplyEnd, Writer, to_status};
 use crate::server::gate::{Gate, Running};
-use crate::server::parts::Parts;
 
 /// Cancels the request when dropped. A vanished client, a passed deadline and a handler that tonic drops all reach the
 /// engine this way. It has no effect after the terminal event.
@@ -40,16 +40,16 @@ impl Drop for CancelOnDrop {
 /// The engine's end and the reply's end of one request. The channel has no limit of its own, because the engine never
 /// waits for a client. Its events are counted in the request's [`Backlog`], and the engine holds back a request whose
 /// backlog is full.
-pub(super) fn event_channel(parts: &Parts) -> (ReplyEnd, Events) {
+pub(super) fn event_channel(context: &ServingContext) -> (ReplyEnd, Events) {
     let (sender, receiver) = mpsc::unbounded_channel();
-    let backlog = Backlog::new(&parts.traffic);
+    let backlog = Backlog::new(&context.traffic);
     let waiting = backlog.clone();
     let responder = move |event: Event| {
         waiting.add(event.bytes());
         // Sending fails if the client is gone; the cancel flag has told the engine.
         let _ = sender.send(event);
     };
-    let events = Events { receiver, backlog: backlog.clone(), in_hand: 0, engine: parts.engine.clone() };
+    let events = Events { receiver, backlog: backlog.clone(), in_hand: 0, engine: context.engine.clone() };
     (ReplyEnd { responder: Box::new(responder), backlog }, events)
 }
 

@@ -14,7 +14,7 @@ use crate::engine::{self, Command, EngineHandle};
 use crate::memory::Traffic;
 use crate::server::gate::{Gate, GateKeeper, gate};
 use crate::server::pb::{self, control_server::Control as _, rollout_server::Rollout as _};
-use crate::server::{ModelFacts, Parts, ServerInfo};
+use crate::server::{ModelFacts, ServerInfo, ServingContext};
 use crate::weights::{Dtype, Parameters};
 
 /// A gate that is open and the queue behind it, which nobody reads.
@@ -22,7 +22,7 @@ pub(super) fn open() -> (GateKeeper, Gate, Receiver<Command>) {
     let (sender, commands) = sync_channel(16);
     let model = ModelFacts { vocab_size: 100, max_model_len: 8, eos_token_ids: vec![99], encoder: None };
     let (keeper, gate) = gate();
-    keeper.serving(Arc::new(Parts {
+    keeper.serving(Arc::new(ServingContext {
         model: Arc::new(model),
         info: ServerInfo::default(),
         engine: EngineHandle::new(sender),

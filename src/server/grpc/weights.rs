@@ -15,9 +15,9 @@ use super::stream::CancelOnDrop;
 use crate::engine::{Activity, Command};
 use crate::error::{Error, Result};
 use crate::memory::Traffic;
+use crate::server::context::ServingContext;
 use crate::server::convert::{self, to_status};
 use crate::server::gate::Gate;
-use crate::server::parts::Parts;
 use crate::server::pb::{self, update_request::Kind};
 
 #[derive(Clone)]
@@ -58,28 +58,28 @@ impl WeightsService {
         S: Stream<Item = tonic::Result<Bytes>> + Unpin,
     {
         let started = Instant::now();
-        let (parts, _running) = self.gate.admit()?;
+        let (context, _running) = self.gate.admit()?;
         let (ended, mut cancelled) = super::reply_channel();
-        let cancel = CancelOnDrop::new(&parts.engine);
+        let cancel = CancelOnDrop::new(&context.engine);
         let activity = Activity::start();
-        let messages = messages.with_patience(activity.clone(), parts.update_idle);
+        let messages = messages.with_patience(activity.clone(), context.update_idle);
         let sender = Sender { peer, activity, cancel: cancel.flag.clone(), ended };
         let staged = tokio::select! {
-            staged = stage(&parts, messages, sender) => staged?,
+            staged = stage(&context, messages, sender) => staged?,
             Ok(error) = &mut cancelled => return Err(error),
             () = self.gate.ending() => return Err(Error::Unavailable("the server is shutting down".into())),
         };
         let took = started.elapsed();
         let (update, content, facts) = (staged.update, staged.content, staged.facts);
         let commit = |reply| Command::CommitUpdate { update, content, reply };
-        let reply = match super::ask_patiently(&parts.engine, commit).await? {
+        let reply = match super::ask_patiently(&context.engine, commit).await? {
             // CancelUpdate came just before the commit.
             Err(error) => return Err(cancelled.try_recv().unwrap_or(error)),
             Ok(reply) => reply,
         };
         if reply.pending {
             // A sleeping server keeps no memory, so it does not keep the trainer's segment mapped either.
-            parts.sources.segments().release();
+            context.sources.segments().release();
         }
         tracing::info!(
             version = reply.weight_version,
@@ -92,9 +92,9 @@ impl WeightsService {
     }
 
     async fn cancel(&self, request: pb::CancelUpdateRequest) -> Result<pb::CancelUpdateResponse> {
-        let parts = self.gate.look()?;
+        let context = self.gate.look()?;
         let update = request.id;
-        let ended = ask(&parts.engine, |reply| Command::CancelUpdate { update, reply }).await?;
+        let ended = ask(&context.engine, |reply| Command::CancelUpdate { update, reply }).await?;
         if let Some(update) = &ended {
             tracing::info!(update = update.id, peer = update.peer, "an update was ended by CancelUpdate");
         }
@@ -102,29 +102,29 @@ impl WeightsService {
     }
 
     async fn checksums(&self, names: Vec<String>) -> Result<pb::ChecksumResponse> {
-        let parts = self.gate.look()?;
+        let context = self.gate.look()?;
         let names = convert::parameter_names(names)?;
-        let guard = CancelOnDrop::new(&parts.engine);
+        let guard = CancelOnDrop::new(&context.engine);
         let cancel = guard.flag.clone();
-        let reply = ask(&parts.engine, |reply| Command::Checksum { names, cancel, reply }).await??;
+        let reply = ask(&context.engine, |reply| Command::Checksum { names, cancel, reply }).await??;
         let checksum = |(name, sha256): (String, [u8; 32])| pb::ParameterChecksum { name, sha256: sha256.to_vec() };
         let parameters = reply.parameters.into_iter().map(checksum).collect();
         Ok(pb::ChecksumResponse { weight_version: reply.weight_version, parameters })
     }
 
     async fn adapters(&self) -> Result<pb::ListAdaptersResponse> {
-        let parts = self.gate.look()?;
-        let adapters = ask(&parts.engine, |reply| Command::ListAdapters { reply }).await?;
-        Ok(convert::adapters(adapters, &parts.info))
+        let context = self.gate.look()?;
+        let adapters = ask(&context.engine, |reply| Command::ListAdapters { reply }).await?;
+        Ok(convert::adapters(adapters, &context.info))
     }
 
     async fn remove(&self, request: pb::RemoveAdapterRequest) -> Result<pb::RemoveAdapterResponse> {
-        let (parts, _running) = self.gate.admit()?;
+        let (context, _running) = self.gate.admit()?;
         let name = convert::adapter_name(request.name)?;
-        let cancel = CancelOnDrop::new(&parts.engine);
+        let cancel = CancelOnDrop::new(&context.engine);
         let (expected_generation, flag) = (request.expected_generation, cancel.flag.clone());
         let remove = |reply| Command::RemoveAdapter { name, expected_generation, cancel: flag, reply };
-        let generation = ask(&parts.engine, remove).await??;
+        let generation = ask(&context.engine, remove).await??;
         Ok(pb::RemoveAdapterResponse { generation })
     }
 }
@@ -140,7 +140,7 @@ impl pb::weights_server::Weights for WeightsService {
         &self,
         _: Request<pb::ListParametersRequest>,
     ) -> tonic::Result<Response<pb::ListParametersResponse>> {
-        self.gate.look().map(|parts| Response::new(parameters(&parts))).map_err(to_status)
+        self.gate.look().map(|context| Response::new(parameters(&context))).map_err(to_status)
     }
 
     async fn checksum(&self, request: Request<pb::ChecksumRequest>) -> tonic::Result<Response<pb::ChecksumResponse>> {
@@ -172,14 +172,14 @@ impl pb::weights_server::Weights for WeightsService {
 }
 
 /// Receives and verifies a push up to its commit.
-async fn stage<S>(parts: &Arc<Parts>, mut messages: Messages<S>, sender: Sender) -> Result<Staged>
+async fn stage<S>(context: &Arc<ServingContext>, mut messages: Messages<S>, sender: Sender) -> Result<Staged>
 where
     S: Stream<Item = tonic::Result<Bytes>> + Unpin,
 {
     let Some(Kind::Header(header)) = messages.next().await? else {
         return Err(Error::invalid("header", "is missing; it is the first message of an update"));
     };
-    let mut staging = Staging::open(parts, convert::header(header)?, sender).await?;
+    let mut staging = Staging::open(context, convert::header(header)?, sender).await?;
     let mut declared = staging.declared();
     loop {
         match messages.next().await? {
@@ -198,12 +198,12 @@ where
     }
 }
 
-fn parameters(parts: &Parts) -> pb::ListParametersResponse {
-    let dtype = convert::dtype(parts.parameters.dtype());
+fn parameters(context: &ServingContext) -> pb::ListParametersResponse {
+    let dtype = convert::dtype(context.parameters.dtype());
     let parameter = |spec: &crate::weights::ParamSpec| pb::Parameter {
         name: spec.name.clone(),
         shape: spec.shape.iter().map(|&d| d as u64).collect(),
         dtype: dtype.into(),
     };
-    pb::ListParametersResponse { parameters: parts.parameters.iter().map(parameter).collect() }
+    pb::ListParametersResponse { parameters: context.parameters.iter().map(parameter).collect() }
 }

@@ -11,7 +11,7 @@ use crate::types::TokenId;
 use crate::weights::{Parameters, Sources};
 
 /// Everything the services need once the model is loaded.
-pub struct Parts {
+pub struct ServingContext {
     pub model: Arc<ModelFacts>,
     pub info: ServerInfo,
     pub engine: EngineHandle,
