@@ -9,7 +9,7 @@ mod push;
 pub use checkpoint::{
     Checkpoint, GgufCheckpoint, GgufMetadata, ModelFiles, ModelSource, SafetensorsCheckpoint, Stamp, TokenizerFiles,
 };
-pub use lora::{Adapter, AdapterPlan, Factors};
+pub use lora::{Adapter, AdapterSpec, AdapterTensor, Factors};
 pub use parameters::{Dtype, ParamSpec, Parameters, Partition, ShardRule, Slice, TensorData, head_range, matrix_shape};
 pub use push::{
     Changes, Delta, Received, Receiver, Segments, ShadowShard, ShadowWeights, Source, Sources, TensorEntry, Tensors,

@@ -9,8 +9,8 @@ use crate::memory::{Backlog, MemoryUse};
 use crate::scheduler::{SchedulerConfig, Speculation};
 use crate::types::{Prompt, SamplingParams, TokenId};
 use crate::weights::{
-    Adapter, AdapterPlan, Delta, Dtype, ParamSpec, ShardRule, TensorData, TensorEntry, Tensors, UpdateKind,
-    WeightUpdate,
+    Adapter, AdapterSpec, AdapterTensor, Delta, Dtype, ParamSpec, ShardRule, TensorData, TensorEntry, Tensors,
+    UpdateKind, WeightUpdate,
 };
 
 pub const BLOCK_SIZE: usize = 4;
@@ -140,8 +140,9 @@ pub fn adapter(parameters: &Parameters, layers: usize, rank: usize) -> Arc<Adapt
         .iter()
         .flat_map(|name| [entry(name, "lora_A.weight", vec![rank, 3]), entry(name, "lora_B.weight", vec![5, rank])])
         .collect();
-    let plan = AdapterPlan::new(&config, &entries, parameters).unwrap();
-    Arc::new(plan.build(&|i| TensorData::F32(vec![1.0; entries[i].shape.iter().product()].into())))
+    let tensors: Vec<_> = entries.iter().map(AdapterTensor::from).collect();
+    let spec = AdapterSpec::new(&config, &tensors, parameters).unwrap();
+    Arc::new(spec.build(&|i| TensorData::F32(vec![1.0; entries[i].shape.iter().product()].into())))
 }
 
 pub fn lora() -> WeightUpdate {

@@ -1,41 +1,42 @@
-//! An adapter's manifest against its configuration and the model.
+//! Checks an adapter's tensors against its configuration and the model, before any of their values is there.
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::AdapterTensor;
 use super::config::{AdapterConfig, TrainedBias};
-use super::names::{PREFIX, Part, TensorName};
-use super::plan::{AdapterPlan, Kind, PlannedChange, PlannedDelta, PlannedLowRank, PlannedWhole};
+use super::names::{PREFIX, Role, TensorName};
+use super::spec::{AdapterSpec, ChangeSpec, DeltaSpec, Kind, LowRankSpec, WholeSpec};
 use crate::error::{Error, Result};
 use crate::weights::parameters::{Dtype, Parameters, matrix_shape};
-use crate::weights::push::TensorEntry;
 
 const EMBEDDING: &str = "model.embed_tokens";
 const HEAD: &str = "lm_head";
 
-/// Tensors of one module: their indices in the manifest.
-type Module = BTreeMap<Part, usize>;
+/// The tensors of one module: the index of each among the adapter's tensors.
+type Module = BTreeMap<Role, usize>;
 
-impl AdapterPlan {
-    /// Neither a configuration nor tensors: the base itself.
+impl AdapterSpec {
+    /// Checks an adapter's tensors against `config`, the text of `adapter_config.json`, and the model. Without a
+    /// configuration and tensors it is the adapter that changes nothing.
     ///
     /// # Errors
     /// `InvalidArgument` naming the tensor or the configuration's field that is unknown, missing, twice, of another
     /// shape, or not supported.
-    pub fn new(config: &str, tensors: &[TensorEntry], parameters: &Parameters) -> Result<Self> {
+    pub fn new(config: &str, tensors: &[AdapterTensor<'_>], parameters: &Parameters) -> Result<Self> {
         let changes = if config.trim().is_empty() && tensors.is_empty() {
             BTreeMap::new()
         } else {
-            plan(config, tensors, parameters)?
+            check(config, tensors, parameters)?
         };
         Ok(Self { changes, serving: parameters.dtype() })
     }
 }
 
-/// What the adapter changes, by parameter.
+/// What an adapter changes, by the parameter's name.
 ///
 /// # Errors
-/// See [`AdapterPlan::new`](super::AdapterPlan::new).
-fn plan(config: &str, tensors: &[TensorEntry], parameters: &Parameters) -> Result<BTreeMap<String, PlannedChange>> {
+/// See [`AdapterSpec::new`](super::AdapterSpec::new).
+fn check(config: &str, tensors: &[AdapterTensor<'_>], parameters: &Parameters) -> Result<BTreeMap<String, ChangeSpec>> {
     let config = AdapterConfig::parse(config)?;
     if tensors.is_empty() {
         return Err(Error::invalid(
@@ -52,25 +53,26 @@ fn plan(config: &str, tensors: &[TensorEntry], parameters: &Parameters) -> Resul
     Ok(checker.changes)
 }
 
-fn group(tensors: &[TensorEntry]) -> Result<BTreeMap<String, Module>> {
+/// The tensors by the name of their module in the base model.
+fn group(tensors: &[AdapterTensor<'_>]) -> Result<BTreeMap<String, Module>> {
     let mut modules: BTreeMap<String, Module> = BTreeMap::new();
     let mut first_adapter = None;
     for (index, entry) in tensors.iter().enumerate() {
-        let Some(TensorName { module, adapter, part }) = TensorName::parse(&entry.name) else {
+        let Some(TensorName { module, adapter, role }) = TensorName::parse(entry.name) else {
             let message = format!(
                 "not a name that PEFT gives to a tensor of a LoRA adapter ({PREFIX}<module>.lora_A.weight ...)"
             );
-            return Err(Error::invalid(&entry.name, message));
+            return Err(Error::invalid(entry.name, message));
         };
         if let Some(adapter) = adapter {
             let first = *first_adapter.get_or_insert(adapter);
             if first != adapter {
                 let message = format!("is of the adapter {adapter:?}, others are of {first:?}; send one adapter");
-                return Err(Error::invalid(&entry.name, message));
+                return Err(Error::invalid(entry.name, message));
             }
         }
-        if let Some(other) = modules.entry(module).or_default().insert(part, index) {
-            return Err(Error::invalid(&entry.name, format!("is twice; the other is {}", tensors[other].name)));
+        if let Some(other) = modules.entry(module).or_default().insert(role, index) {
+            return Err(Error::invalid(entry.name, format!("is twice; the other is {}", tensors[other].name)));
         }
     }
     Ok(modules)
@@ -78,37 +80,40 @@ fn group(tensors: &[TensorEntry]) -> Result<BTreeMap<String, Module>> {
 
 struct Checker<'a> {
     config: AdapterConfig,
-    tensors: &'a [TensorEntry],
+    tensors: &'a [AdapterTensor<'a>],
     parameters: &'a Parameters,
-    changes: BTreeMap<String, PlannedChange>,
+    changes: BTreeMap<String, ChangeSpec>,
 }
 
 impl Checker<'_> {
-    /// Takes in the factors of a module, if it has some.
+    /// Notes what a module's factors change; nothing for a module without factors.
     fn adapt(&mut self, name: &str, module: &Module) -> Result<()> {
-        let linear = self.pair(name, module, (Part::A, "lora_A.weight"), (Part::B, "lora_B.weight"))?;
+        let linear = self.pair(name, module, (Role::A, "lora_A.weight"), (Role::B, "lora_B.weight"))?;
         let embedding =
-            self.pair(name, module, (Part::EmbeddingA, "lora_embedding_A"), (Part::EmbeddingB, "lora_embedding_B"))?;
+            self.pair(name, module, (Role::EmbeddingA, "lora_embedding_A"), (Role::EmbeddingB, "lora_embedding_B"))?;
         match (linear, embedding) {
             (Some((a, _)), Some(_)) => {
                 Err(self.wrong(a, "is of a module that has lora_embedding_A too; a module has one of them".into()))
             }
             (Some((a, b)), None) => self.adapt_linear(name, module, a, b),
             (None, Some((a, b))) => self.adapt_embedding(name, a, b),
-            (None, None) => match module.get(&Part::Magnitude).or(module.get(&Part::BiasOfB)) {
+            (None, None) => match module.get(&Role::Magnitude).or(module.get(&Role::BiasOfB)) {
                 Some(&tensor) => Err(self.wrong(tensor, "has no lora_A and lora_B beside it".into())),
                 None => Ok(()),
             },
         }
     }
 
-    /// Both tensors or neither.
+    /// The indices of a pair of factors: `None` if the module has neither.
+    ///
+    /// # Errors
+    /// `InvalidArgument` naming the one that is missing if the module has only the other.
     fn pair(
         &self,
         name: &str,
         module: &Module,
-        (first, first_name): (Part, &str),
-        (second, second_name): (Part, &str),
+        (first, first_name): (Role, &str),
+        (second, second_name): (Role, &str),
     ) -> Result<Option<(usize, usize)>> {
         let missing = |missing: &str, there: usize| {
             Err(Error::invalid(
@@ -138,11 +143,11 @@ impl Checker<'_> {
         self.set_delta(
             &parameter,
             a,
-            PlannedDelta::LowRank(PlannedLowRank { a, b, magnitude, rank, rows, cols, scaling, roundings, kind }),
+            DeltaSpec::LowRank(LowRankSpec { a, b, magnitude, rank, rows, cols, scaling, roundings, kind }),
         )
     }
 
-    /// The parameter that an adapter of this linear layer changes.
+    /// The parameter that the adapter of a linear layer changes, and what the factors are to it.
     fn linear_weight(&self, name: &str, tensor: usize) -> Result<(String, Kind)> {
         if name == HEAD && self.parameters.tied_head() {
             return Ok((format!("{EMBEDDING}.weight"), Kind::TiedHead));
@@ -161,7 +166,7 @@ impl Checker<'_> {
         rows: usize,
         delta: Dtype,
     ) -> Result<Option<(usize, Dtype, Dtype)>> {
-        match (module.get(&Part::Magnitude), self.config.dora) {
+        match (module.get(&Role::Magnitude), self.config.dora) {
             (None, false) => Ok(None),
             (None, true) => Err(Error::invalid(
                 format!("{PREFIX}{name}.lora_magnitude_vector"),
@@ -181,7 +186,7 @@ impl Checker<'_> {
     fn adapt_bias(&mut self, name: &str, module: &Module, a: usize, scaling: f32) -> Result<()> {
         let parameter = format!("{name}.bias");
         let rows = self.parameters.get(&parameter).map(|spec| matrix_shape(&spec.shape).0);
-        match (module.get(&Part::BiasOfB), self.config.lora_bias) {
+        match (module.get(&Role::BiasOfB), self.config.lora_bias) {
             (None, false) => Ok(()),
             (None, true) => Err(Error::invalid(
                 format!("{PREFIX}{name}.lora_B.bias"),
@@ -195,7 +200,7 @@ impl Checker<'_> {
                     return Err(self.wrong(tensor, format!("cannot be merged: {name} has no bias in this model")));
                 };
                 self.expect_shape(tensor, &[rows])?;
-                self.set_delta(&parameter, tensor, PlannedDelta::Bias { tensor, rows, scaling })
+                self.set_delta(&parameter, tensor, DeltaSpec::Bias { tensor, rows, scaling })
             }
         }
     }
@@ -213,7 +218,7 @@ impl Checker<'_> {
         self.expect_shape(a, &[rank, rows])?;
         self.expect_shape(b, &[cols, rank])?;
         let scaling = self.config.scaling(name)?;
-        // As PEFT has it, a delta of an embedding is rounded to the base's precision too before it is added.
+        // PEFT rounds the delta weight of an embedding to the base's dtype too before it adds it.
         let mut roundings = vec![self.same_dtype(a, b)?, self.parameters.dtype()];
         roundings.dedup();
         roundings.retain(|dtype| *dtype != Dtype::F32);
@@ -221,11 +226,11 @@ impl Checker<'_> {
         self.set_delta(
             &parameter,
             a,
-            PlannedDelta::LowRank(PlannedLowRank { a, b, magnitude, rank, rows, cols, scaling, roundings, kind }),
+            DeltaSpec::LowRank(LowRankSpec { a, b, magnitude, rank, rows, cols, scaling, roundings, kind }),
         )
     }
 
-    fn set_delta(&mut self, parameter: &str, tensor: usize, delta: PlannedDelta) -> Result<()> {
+    fn set_delta(&mut self, parameter: &str, tensor: usize, delta: DeltaSpec) -> Result<()> {
         let change = self.changes.entry(parameter.to_string()).or_default();
         if change.delta.replace(delta).is_some() {
             let message = format!("{HEAD} and {EMBEDDING} are one matrix in this model; adapt one of them");
@@ -234,14 +239,15 @@ impl Checker<'_> {
         Ok(())
     }
 
-    /// Takes in whole tensors: `modules_to_save`, biases, and the base's own, of which nothing is needed.
+    /// Notes the parameters that are replaced as a whole: `modules_to_save` and trained biases. The base's own weights
+    /// and biases, which `state_dict` writes beside the factors, change nothing.
     fn replace(&mut self, modules: &BTreeMap<String, Module>) -> Result<()> {
         let mut expected = self.saved_parameters()?;
         expected.extend(self.trained_biases(modules));
         for (name, module) in modules {
-            for part in [Part::Weight, Part::Bias, Part::BaseWeight, Part::BaseBias] {
-                if let Some(&tensor) = module.get(&part) {
-                    self.replace_one(name, module, (part, tensor), &expected)?;
+            for role in [Role::Weight, Role::Bias, Role::BaseWeight, Role::BaseBias] {
+                if let Some(&tensor) = module.get(&role) {
+                    self.replace_one(name, module, (role, tensor), &expected)?;
                 }
             }
         }
@@ -259,11 +265,11 @@ impl Checker<'_> {
         &mut self,
         name: &str,
         module: &Module,
-        (part, tensor): (Part, usize),
+        (role, tensor): (Role, usize),
         expected: &BTreeSet<String>,
     ) -> Result<()> {
-        let of_base = matches!(part, Part::BaseWeight | Part::BaseBias);
-        let kind = if matches!(part, Part::Weight | Part::BaseWeight) { "weight" } else { "bias" };
+        let of_base = matches!(role, Role::BaseWeight | Role::BaseBias);
+        let kind = if matches!(role, Role::Weight | Role::BaseWeight) { "weight" } else { "bias" };
         let second_name = name == HEAD && kind == "weight" && self.parameters.tied_head();
         let parameter = format!("{}.{kind}", if second_name { EMBEDDING } else { name });
         let Some(spec) = self.parameters.get(&parameter) else {
@@ -271,7 +277,7 @@ impl Checker<'_> {
         };
         let (shape, (rows, cols)) = (spec.shape.clone(), matrix_shape(&spec.shape));
         self.expect_shape(tensor, &shape)?;
-        if of_base && !module.contains_key(&Part::A) && !module.contains_key(&Part::EmbeddingA) {
+        if of_base && !module.contains_key(&Role::A) && !module.contains_key(&Role::EmbeddingA) {
             return Err(self.wrong(tensor, "is the base of an adapter that is not there".into()));
         }
         if !expected.contains(&parameter) {
@@ -284,16 +290,17 @@ impl Checker<'_> {
         let stored = self.tensors[tensor].dtype;
         let dtype = if self.parameters.dtype() == Dtype::Bf16 { Dtype::Bf16 } else { stored };
         let change = self.changes.entry(parameter).or_default();
-        if matches!(change.delta, Some(PlannedDelta::LowRank(_))) {
+        if matches!(change.delta, Some(DeltaSpec::LowRank(_))) {
             return Err(self.wrong(tensor, "is of a module that is adapted; modules_to_save cannot name it too".into()));
         }
-        if let Some(other) = change.whole.replace(PlannedWhole { tensor, dtype, rows, cols }) {
+        if let Some(other) = change.whole.replace(WholeSpec { tensor, dtype, rows, cols }) {
             return Err(self.wrong(tensor, format!("is twice; the other is {}", self.name(other.tensor))));
         }
         Ok(())
     }
 
-    /// Parameters of `modules_to_save`: PEFT takes every module whose name ends like this, with all below it.
+    /// The parameters that `modules_to_save` names. As in PEFT, an entry names every module whose name ends with it,
+    /// and all modules below.
     fn saved_parameters(&self) -> Result<BTreeSet<String>> {
         let field = "adapter_config.modules_to_save";
         let (embedding, tied) = (format!("{EMBEDDING}.weight"), self.parameters.tied_head());
@@ -322,6 +329,7 @@ impl Checker<'_> {
         Ok(saved)
     }
 
+    /// The biases that the adapter replaces: the field `bias` of its configuration.
     fn trained_biases(&self, modules: &BTreeMap<String, Module>) -> Vec<String> {
         match self.config.bias {
             TrainedBias::None => Vec::new(),
@@ -330,14 +338,17 @@ impl Checker<'_> {
                 names.filter(|name| name.ends_with(".bias")).cloned().collect()
             }
             TrainedBias::Adapted => {
-                let adapted = modules.iter().filter(|(_, module)| module.contains_key(&Part::A));
+                let adapted = modules.iter().filter(|(_, module)| module.contains_key(&Role::A));
                 let biases = adapted.map(|(name, _)| format!("{name}.bias"));
                 biases.filter(|bias| self.parameters.get(bias).is_some()).collect()
             }
         }
     }
 
-    /// Rows and columns of a weight matrix.
+    /// Rows and columns of the weight matrix that `tensor` adapts.
+    ///
+    /// # Errors
+    /// `InvalidArgument` naming `tensor` if `parameter` is no matrix of the model.
     fn matrix(&self, parameter: &str, tensor: usize) -> Result<(usize, usize)> {
         match self.parameters.get(parameter).map(|spec| spec.shape.as_slice()) {
             Some(&[rows, cols]) => Ok((rows, cols)),
@@ -347,7 +358,7 @@ impl Checker<'_> {
     }
 
     fn expect_shape(&self, tensor: usize, expected: &[usize]) -> Result<()> {
-        let shape = &self.tensors[tensor].shape;
+        let shape = self.tensors[tensor].shape;
         if shape == expected {
             return Ok(());
         }
@@ -365,7 +376,7 @@ impl Checker<'_> {
     }
 
     fn name(&self, tensor: usize) -> &str {
-        &self.tensors[tensor].name
+        self.tensors[tensor].name
     }
 
     fn wrong(&self, tensor: usize, message: String) -> Error {
@@ -373,7 +384,7 @@ impl Checker<'_> {
     }
 }
 
-/// The element type of a sum of these, as PyTorch has it.
+/// The dtype of the sum of two tensors in PyTorch.
 fn promote(a: Dtype, b: Dtype) -> Dtype {
     if a == b { a } else { Dtype::F32 }
 }

@@ -1,4 +1,4 @@
-//! `adapter_config.json`: what of it decides the merge, and what is refused.
+//! PEFT's `adapter_config.json`: the fields that decide a merge, and those that are refused.
 
 use std::fmt;
 
@@ -21,14 +21,15 @@ const UNSUPPORTED: [&str; 11] = [
     "use_qalora",
     "velora_config",
 ];
-/// Beginnings of the `init_lora_weights` that change the base the trainer adapts, or how PEFT rounds the merge.
+/// Beginnings of the values of `init_lora_weights` with which the trainer adapts another base than the checkpoint, or
+/// PEFT rounds the merge in another way.
 const OTHER_BASES: [&str; 6] = ["pissa", "corda", "olora", "loftq", "lora_ga", "mica"];
-/// One for every layer of a large model; more would be there to cost memory.
+/// Most entries of a pattern table. One for every layer of a large model fits; more would only cost memory.
 const MAX_PATTERNS: usize = 4096;
-/// Bytes of a compiled pattern: a module's name takes a few KiB.
+/// Most bytes of a compiled pattern. The name of a module takes a few KiB.
 const PATTERN_BYTES: usize = 1 << 16;
 
-/// The part of PEFT's `LoraConfig` that decides a merge; fields that are missing have PEFT's defaults.
+/// The fields of PEFT's `LoraConfig` that decide a merge. Fields that are missing have PEFT's defaults.
 pub(super) struct AdapterConfig {
     rank: u32,
     alpha: f64,
@@ -36,23 +37,26 @@ pub(super) struct AdapterConfig {
     alpha_pattern: Vec<(Regex, f64)>,
     rank_stabilised: bool,
     pub dora: bool,
-    /// `lora_B` has a bias.
+    /// Whether `lora_B` has a bias.
     pub lora_bias: bool,
     pub bias: TrainedBias,
     pub modules_to_save: Vec<String>,
-    /// A tied head stays the embedding where `modules_to_save` names it.
+    /// Whether a head that is the embedding stays so where `modules_to_save` names either.
     pub ensure_weight_tying: bool,
 }
 
-/// Which of the base's biases the adapter replaces.
+/// Which of the base's biases the adapter replaces: the field `bias`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum TrainedBias {
     None,
+    /// Those of the layers that have factors (`lora_only`).
     Adapted,
     All,
 }
 
 impl AdapterConfig {
+    /// Reads the text of `adapter_config.json`.
+    ///
     /// # Errors
     /// `InvalidArgument` naming the field that is wrong or not supported.
     pub fn parse(json: &str) -> Result<Self> {
@@ -79,7 +83,8 @@ impl AdapterConfig {
         first_match(&self.rank_pattern, module).unwrap_or(self.rank)
     }
 
-    /// Computed in float64 as Python does, then rounded as PyTorch rounds a scalar for a float32 tensor.
+    /// The scaling of the module with this name: computed in float64 as Python does, then rounded to float32 as PyTorch
+    /// rounds a scalar that multiplies a float32 tensor.
     ///
     /// # Errors
     /// `InvalidArgument` if it is not finite in float32.
@@ -113,7 +118,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// As in Python the last of a name counts.
+    /// The value of a field, unless it is null. Of several with one name the last counts, as in Python.
     fn get(&self, name: &str) -> Option<&'a Field> {
         let field = self.0.iter().rev().find(|(key, _)| key == name).map(|(_, field)| field);
         field.filter(|field| !matches!(field, Field::Null))
@@ -177,7 +182,8 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Module patterns and their values, compiled: PEFT's `re.match(rf"(.*\.)?({key})$", module)`.
+    /// The compiled module patterns of a table with their values. PEFT matches them by
+    /// `re.match(rf"(.*\.)?({key})$", module)`.
     fn pattern<T>(&self, name: &str, value: impl Fn(&str, &Field) -> Result<T>) -> Result<Vec<(Regex, T)>> {
         let entries = match self.get(name) {
             None => return Ok(Vec::new()),
@@ -212,7 +218,7 @@ fn number(name: &str, field: &Field) -> Result<f64> {
     }
 }
 
-/// A JSON value whose tables keep their order, which decides between patterns.
+/// A JSON value whose tables keep their order, because the first pattern that matches wins.
 enum Field {
     Null,
     Bool(bool),
@@ -223,7 +229,7 @@ enum Field {
 }
 
 impl Field {
-    /// What Python takes for false.
+    /// Whether Python would take the value for false.
     fn is_empty(&self) -> bool {
         match self {
             Self::Null => true,

@@ -1,9 +1,16 @@
-//! PEFT adapters: read and checked. The device's operators merge them as PEFT's `merge_adapter()` does it, bit for bit.
+//! PEFT's LoRA adapters: read and checked here, and merged with the bits of PEFT's `merge_adapter()` by a device's
+//! `merge_rows` (`kernels/src/merge.rs`, for the CPU `kernels/src/cpu/merge.rs`).
+//!
+//! ```text
+//! adapter_config.json + names, dtypes, shapes ─ check ─> AdapterSpec ─ build, with the values ─> Adapter ─> merge
+//! ```
+//!
+//! `config` reads the configuration, `names` takes the names of tensors apart, and `check` compares both with the model.
 
 mod check;
 mod config;
 mod names;
-mod plan;
+mod spec;
 #[cfg(test)]
 mod testing;
 
@@ -11,39 +18,50 @@ use std::collections::BTreeMap;
 
 use rollout_kernels::{Change, LowRank};
 
+use super::parameters::Dtype;
 use crate::error::{Error, Result};
 
-pub use plan::AdapterPlan;
+pub use spec::AdapterSpec;
 
-/// A checked adapter, ready to be merged; what it takes beside the staged bytes is [`Adapter::bytes`].
+/// One tensor of an adapter before its values are there.
+#[derive(Clone, Copy, Debug)]
+pub struct AdapterTensor<'a> {
+    /// As PEFT writes it, for example `base_model.model.model.layers.0.mlp.up_proj.lora_A.weight`.
+    pub name: &'a str,
+    pub dtype: Dtype,
+    pub shape: &'a [usize],
+}
+
+/// A checked adapter with its values: what it changes of which parameter.
 #[derive(Debug, Default)]
 pub struct Adapter {
+    /// What the adapter changes of each parameter, by the parameter's name.
     changes: BTreeMap<String, Change>,
 }
 
-/// `delta = scaling * b a` of one linear layer.
+/// The low-rank factors of one linear layer, whose delta weight is `scaling * b a`.
 #[derive(Clone, Copy, Debug)]
 pub struct Factors<'a> {
     pub rank: usize,
-    /// `[rank, in_features]`
+    /// `lora_A`, of shape `[rank, in_features]`.
     pub a: &'a [f32],
-    /// `[out_features, rank]`
+    /// `lora_B`, of shape `[out_features, rank]`.
     pub b: &'a [f32],
     pub scaling: f32,
 }
 
 impl Adapter {
-    /// The base itself: changes nothing.
+    /// An adapter that changes nothing: merged, it is the base.
     pub fn none() -> Self {
         Self::default()
     }
 
-    /// Memory it holds.
+    /// Bytes of memory that the adapter's values take.
     pub fn bytes(&self) -> u64 {
         self.changes.values().map(Change::bytes).sum()
     }
 
-    /// Names of the parameters that it changes, ascending.
+    /// Names of the parameters that the adapter changes, ascending.
     pub fn parameters(&self) -> impl Iterator<Item = &str> {
         self.changes.keys().map(String::as_str)
     }
@@ -52,24 +70,27 @@ impl Adapter {
         self.changes.contains_key(parameter)
     }
 
-    /// What it does to a parameter, if it touches it.
+    /// What the adapter changes of a parameter; `None` if it does not touch it.
     pub fn change(&self, parameter: &str) -> Option<&Change> {
         self.changes.get(parameter)
     }
 
-    /// Largest rank of its factors; 0 if it has none.
+    /// The largest rank among the adapter's factors; 0 if it has none.
     pub fn rank(&self) -> usize {
         self.changes.values().filter_map(Change::low_rank).map(|low_rank| low_rank.rank).max().unwrap_or(0)
     }
 
-    /// The factors of a linear layer's weight, if it has some that can be applied unmerged.
+    /// The factors of a linear layer's weight, if it has factors and they can be applied unmerged.
     pub fn factors(&self, parameter: &str) -> Option<Factors<'_>> {
         let LowRank { rank, a, b, scaling, .. } = self.low_rank(parameter).filter(|low_rank| low_rank.is_plain())?;
         Some(Factors { rank: *rank, a, b, scaling: *scaling })
     }
 
+    /// Checks that the adapter can serve unmerged, as low-rank factors beside the base.
+    ///
     /// # Errors
-    /// `InvalidArgument` naming what cannot be applied unmerged: DoRA, embeddings, `modules_to_save`, biases.
+    /// `InvalidArgument` naming the parameter whose change cannot be applied unmerged: DoRA, embeddings,
+    /// `modules_to_save`, biases.
     pub fn check_unmerged(&self) -> Result<()> {
         let other = self.changes.iter().find(|(_, change)| !change.low_rank().is_some_and(LowRank::is_plain));
         let Some((parameter, change)) = other else {

@@ -1,77 +1,81 @@
-//! Names of an adapter's tensors, as `save_pretrained` and `state_dict` write them.
+//! The names of an adapter's tensors, as PEFT's `save_pretrained` and `state_dict` write them.
 
-/// What every name starts with.
+/// What the name of every tensor of an adapter starts with.
 pub(super) const PREFIX: &str = "base_model.model.";
 
-/// What a tensor is to its module.
+/// What a tensor of an adapter is to the module that it belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Part {
+pub(super) enum Role {
     A,
     B,
+    /// `lora_B.bias`
     BiasOfB,
     EmbeddingA,
     EmbeddingB,
+    /// DoRA's `lora_magnitude_vector`.
     Magnitude,
-    /// The base's own, beside an adapter.
+    /// The base's own weight, which `state_dict` writes beside the factors.
     BaseWeight,
+    /// The base's own bias, which `state_dict` writes beside the factors.
     BaseBias,
-    /// Whole new ones.
+    /// A new weight of the whole module.
     Weight,
+    /// A new bias of the whole module.
     Bias,
 }
 
-/// A name taken apart.
+/// The name of an adapter's tensor, taken apart.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct TensorName<'a> {
-    /// In the base model, for example `model.layers.0.self_attn.q_proj`.
+    /// The module's name in the base model, for example `model.layers.0.self_attn.q_proj`.
     pub module: String,
-    /// Which `state_dict` writes and `save_pretrained` leaves out.
+    /// The adapter's name, which `state_dict` writes and `save_pretrained` leaves out.
     pub adapter: Option<&'a str>,
-    pub part: Part,
+    pub role: Role,
 }
 
 impl<'a> TensorName<'a> {
-    /// None if PEFT writes no such name.
+    /// Takes a name apart; `None` if PEFT writes no such name.
     pub fn parse(name: &'a str) -> Option<Self> {
         let segments: Vec<&str> = name.strip_prefix(PREFIX)?.split('.').collect();
-        let (module, adapter, part): (&[&str], _, _) = match segments.as_slice() {
-            [module @ .., "lora_A", "weight"] => (module, None, Part::A),
-            [module @ .., "lora_A", adapter, "weight"] => (module, Some(*adapter), Part::A),
-            [module @ .., "lora_B", "weight"] => (module, None, Part::B),
-            [module @ .., "lora_B", adapter, "weight"] => (module, Some(*adapter), Part::B),
-            [module @ .., "lora_B", "bias"] => (module, None, Part::BiasOfB),
-            [module @ .., "lora_B", adapter, "bias"] => (module, Some(*adapter), Part::BiasOfB),
-            [module @ .., "lora_embedding_A"] => (module, None, Part::EmbeddingA),
-            [module @ .., "lora_embedding_A", adapter] => (module, Some(*adapter), Part::EmbeddingA),
-            [module @ .., "lora_embedding_B"] => (module, None, Part::EmbeddingB),
-            [module @ .., "lora_embedding_B", adapter] => (module, Some(*adapter), Part::EmbeddingB),
+        let (module, adapter, role): (&[&str], _, _) = match segments.as_slice() {
+            [module @ .., "lora_A", "weight"] => (module, None, Role::A),
+            [module @ .., "lora_A", adapter, "weight"] => (module, Some(*adapter), Role::A),
+            [module @ .., "lora_B", "weight"] => (module, None, Role::B),
+            [module @ .., "lora_B", adapter, "weight"] => (module, Some(*adapter), Role::B),
+            [module @ .., "lora_B", "bias"] => (module, None, Role::BiasOfB),
+            [module @ .., "lora_B", adapter, "bias"] => (module, Some(*adapter), Role::BiasOfB),
+            [module @ .., "lora_embedding_A"] => (module, None, Role::EmbeddingA),
+            [module @ .., "lora_embedding_A", adapter] => (module, Some(*adapter), Role::EmbeddingA),
+            [module @ .., "lora_embedding_B"] => (module, None, Role::EmbeddingB),
+            [module @ .., "lora_embedding_B", adapter] => (module, Some(*adapter), Role::EmbeddingB),
             [module @ .., "lora_magnitude_vector"] | [module @ .., "lora_magnitude_vector", "weight"] => {
-                (module, None, Part::Magnitude)
+                (module, None, Role::Magnitude)
             }
             [module @ .., "lora_magnitude_vector", adapter]
-            | [module @ .., "lora_magnitude_vector", adapter, "weight"] => (module, Some(*adapter), Part::Magnitude),
-            [module @ .., "base_layer", "weight"] => (module, None, Part::BaseWeight),
-            [module @ .., "base_layer", "bias"] => (module, None, Part::BaseBias),
-            [module @ .., "weight"] => return Self::saved(module, Part::Weight),
-            [module @ .., "bias"] => return Self::saved(module, Part::Bias),
+            | [module @ .., "lora_magnitude_vector", adapter, "weight"] => (module, Some(*adapter), Role::Magnitude),
+            [module @ .., "base_layer", "weight"] => (module, None, Role::BaseWeight),
+            [module @ .., "base_layer", "bias"] => (module, None, Role::BaseBias),
+            [module @ .., "weight"] => return Self::saved(module, Role::Weight),
+            [module @ .., "bias"] => return Self::saved(module, Role::Bias),
             _ => return None,
         };
-        Self::of(module.join("."), adapter, part)
+        Self::of(module.join("."), adapter, role)
     }
 
-    /// A whole tensor; `modules_to_save.<adapter>` may stand behind any module of the path.
-    fn saved(module: &[&'a str], part: Part) -> Option<Self> {
+    /// The name of a new weight or bias. `modules_to_save.<adapter>` may follow any module of the path.
+    fn saved(module: &[&'a str], role: Role) -> Option<Self> {
         match module.iter().position(|segment| *segment == "modules_to_save") {
-            None => Self::of(module.join("."), None, part),
+            None => Self::of(module.join("."), None, role),
             Some(at) => {
                 let adapter = *module.get(at + 1)?;
                 let path: Vec<&str> = [&module[..at], &module[at + 2..]].concat();
-                Self::of(path.join("."), Some(adapter), part)
+                Self::of(path.join("."), Some(adapter), role)
             }
         }
     }
 
-    fn of(module: String, adapter: Option<&'a str>, part: Part) -> Option<Self> {
-        (!module.is_empty()).then_some(Self { module, adapter, part })
+    fn of(module: String, adapter: Option<&'a str>, role: Role) -> Option<Self> {
+        (!module.is_empty()).then_some(Self { module, adapter, role })
     }
 }

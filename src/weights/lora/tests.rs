@@ -11,24 +11,22 @@ use rollout_kernels::cpu::Isa;
 
 use super::*;
 use crate::weights::parameters::{Dtype, ParamSpec, Parameters, ShardRule, Slice, TensorData, matrix_shape};
-use crate::weights::push::TensorEntry;
 
 /// An adapter as it is pushed.
 #[derive(Clone)]
 struct Push {
     config: String,
-    entries: Vec<TensorEntry>,
+    tensors: Vec<(String, Dtype, Vec<usize>)>,
     values: Vec<TensorData<'static>>,
 }
 
 impl Push {
     fn new(config: &str) -> Self {
-        Self { config: config.to_string(), entries: Vec::new(), values: Vec::new() }
+        Self { config: config.to_string(), tensors: Vec::new(), values: Vec::new() }
     }
 
     fn add(&mut self, name: &str, shape: &[usize], values: TensorData<'static>) {
-        let (name, dtype, shape) = (name.to_string(), values.dtype(), shape.to_vec());
-        self.entries.push(TensorEntry { name, dtype, shape, digest: [0; 16], payload: None, offset: 0 });
+        self.tensors.push((name.to_string(), values.dtype(), shape.to_vec()));
         self.values.push(values);
     }
 
@@ -47,15 +45,17 @@ impl Push {
         self
     }
 
-    fn plan(&self, parameters: &Parameters) -> Result<AdapterPlan> {
-        AdapterPlan::new(&self.config, &self.entries, parameters)
+    fn check(&self, parameters: &Parameters) -> Result<AdapterSpec> {
+        let tensors = self.tensors.iter().map(|(name, dtype, shape)| AdapterTensor { name, dtype: *dtype, shape });
+        let tensors: Vec<_> = tensors.collect();
+        AdapterSpec::new(&self.config, &tensors, parameters)
     }
 
     fn build(&self, parameters: &Parameters) -> Adapter {
-        let plan = self.plan(parameters).unwrap();
-        let bytes = plan.bytes();
-        let adapter = plan.build(&|i| self.values[i].clone());
-        assert_eq!(adapter.bytes(), bytes, "bytes of the plan and of the adapter");
+        let spec = self.check(parameters).unwrap();
+        let bytes = spec.bytes();
+        let adapter = spec.build(&|i| self.values[i].clone());
+        assert_eq!(adapter.bytes(), bytes, "bytes of the spec and of the adapter");
         adapter
     }
 }

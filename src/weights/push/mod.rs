@@ -17,7 +17,7 @@ mod tensors;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::lora::Adapter;
+use super::lora::{Adapter, AdapterTensor};
 use super::parameters::Dtype;
 
 pub use delta::{Changes, Delta};
@@ -47,6 +47,12 @@ pub struct TensorEntry {
     pub payload: Option<(u64, u64)>,
     /// Shared memory: where its bytes start.
     pub offset: u64,
+}
+
+impl<'a> From<&'a TensorEntry> for AdapterTensor<'a> {
+    fn from(entry: &'a TensorEntry) -> Self {
+        Self { name: &entry.name, dtype: entry.dtype, shape: &entry.shape }
+    }
 }
 
 /// What pushes may be read from, beside the stream.

@@ -17,7 +17,7 @@ use super::tensors::{Staged, Tensors};
 use super::{Received, Source, Sources, TensorEntry, UpdateKind, UpdateSpec, WeightUpdate};
 use crate::error::{Error, Result};
 use crate::memory::human_bytes;
-use crate::weights::lora::{Adapter, AdapterPlan};
+use crate::weights::lora::{Adapter, AdapterSpec, AdapterTensor};
 use crate::weights::{Parameters, Slice, TensorData, matrix_shape};
 
 /// An adapter is float32 once it is read, so no more than this many times its tensors as transported.
@@ -37,7 +37,7 @@ pub struct Receiver {
     adapter_config: String,
     unmerged: bool,
     /// LORA, once all tensors are declared.
-    plan: Option<AdapterPlan>,
+    plan: Option<AdapterSpec>,
     /// FULL: what the tensors are packed into; else they are kept.
     stage: Option<ShadowWeights>,
     /// Bytes of the parameters as they serve, on all ranks.
@@ -238,8 +238,8 @@ impl Receiver {
         if self.manifest.kind() != UpdateKind::Lora || tensors.is_empty() && self.adapter_config.is_empty() {
             return Ok(());
         }
-        let entries: Vec<TensorEntry> = tensors.iter().map(|tensor| tensor.entry.clone()).collect();
-        self.plan = Some(AdapterPlan::new(&self.adapter_config, &entries, self.manifest.parameters())?);
+        let tensors: Vec<_> = tensors.iter().map(|tensor| AdapterTensor::from(&tensor.entry)).collect();
+        self.plan = Some(AdapterSpec::new(&self.adapter_config, &tensors, self.manifest.parameters())?);
         Ok(())
     }
 

@@ -38,10 +38,10 @@ fn push(fields: &str, tensors: &[Tensors<'_>]) -> Push {
 
 /// The field that the error names, and what it says.
 fn refused(push: &Push, parameters: &Parameters) -> (String, String) {
-    match push.plan(parameters) {
+    match push.check(parameters) {
         Err(Error::InvalidArgument { field, message }) => (field, message),
         Err(other) => panic!("not InvalidArgument: {other:?}"),
-        Ok(_) => panic!("{} with {:?} was taken", push.config, push.entries),
+        Ok(_) => panic!("{} with {:?} was taken", push.config, push.tensors),
     }
 }
 
@@ -119,7 +119,7 @@ fn tensors_that_do_not_fit_are_refused_by_name() {
         refuses_tensor(&plain(&[&[(name, &[4])]]), false, name, "not a name");
     }
     let mut no_prefix = plain(&[&[a, b]]);
-    no_prefix.entries[0].name = a.0.to_string();
+    no_prefix.tensors[0].0 = a.0.to_string();
     refuses(&no_prefix, false, a.0, "not a name");
     refuses_tensor(&plain(&[&[a]]), false, b.0, "missing");
     refuses_tensor(&plain(&[&[b]]), false, a.0, "missing");
@@ -144,7 +144,7 @@ fn tensors_that_do_not_fit_are_refused_by_name() {
     let other = format!("{Q}.lora_embedding_B");
     refuses_tensor(&plain(&[Q_FACTORS, &[(&both, &[2, 10]), (&other, &[4, 2])]]), false, a.0, "one of them");
     let mut mixed = plain(&[Q_FACTORS]);
-    mixed.entries[1].dtype = Dtype::Bf16;
+    mixed.tensors[1].1 = Dtype::Bf16;
     refuses_tensor(&mixed, false, b.0, "one precision");
 }
 
@@ -263,7 +263,7 @@ fn what_is_not_supported_is_refused_by_field() {
         let fields = format!(r#", "{field}": {value}"#);
         refuses(&push(&fields, &[Q_FACTORS]), false, &format!("adapter_config.{field}"), "not supported");
         for unset in ["null", "false", "[]", "{}"] {
-            assert!(push(&format!(r#", "{field}": {unset}"#), &[Q_FACTORS]).plan(&model(false)).is_ok());
+            assert!(push(&format!(r#", "{field}": {unset}"#), &[Q_FACTORS]).check(&model(false)).is_ok());
         }
     }
     for (field, value) in [
@@ -294,7 +294,7 @@ fn what_is_not_supported_is_refused_by_field() {
         );
     }
     for init in ["true", "false", r#""gaussian""#, r#""eva""#, r#""orthogonal""#] {
-        assert!(push(&format!(r#", "init_lora_weights": {init}"#), &[Q_FACTORS]).plan(&model(false)).is_ok());
+        assert!(push(&format!(r#", "init_lora_weights": {init}"#), &[Q_FACTORS]).check(&model(false)).is_ok());
     }
 }
 

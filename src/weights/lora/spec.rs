@@ -1,4 +1,4 @@
-//! What an adapter will change, before its values are there.
+//! What an adapter will change of which parameter, known before its values are there.
 
 use std::collections::BTreeMap;
 
@@ -10,38 +10,43 @@ use crate::weights::parameters::{Dtype, TensorData};
 
 /// An adapter whose names and shapes fit the model, before its values are there.
 #[derive(Debug)]
-pub struct AdapterPlan {
-    pub(super) changes: BTreeMap<String, PlannedChange>,
-    /// The precision of the serving weights.
+pub struct AdapterSpec {
+    /// What the adapter will change of each parameter, by the parameter's name.
+    pub(super) changes: BTreeMap<String, ChangeSpec>,
+    /// The dtype in which the weights serve.
     pub(super) serving: Dtype,
 }
 
+/// A [`Change`] without its values. Tensors are given by their index among the adapter's tensors.
 #[derive(Debug, Default)]
-pub(super) struct PlannedChange {
-    pub whole: Option<PlannedWhole>,
-    pub delta: Option<PlannedDelta>,
+pub(super) struct ChangeSpec {
+    pub whole: Option<WholeSpec>,
+    pub delta: Option<DeltaSpec>,
 }
 
+/// A [`Whole`] without its values.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct PlannedWhole {
+pub(super) struct WholeSpec {
     pub tensor: usize,
-    /// As it is held.
+    /// The dtype in which the adapter keeps the values.
     pub dtype: Dtype,
     pub rows: usize,
     pub cols: usize,
 }
 
+/// A [`Delta`] without its values.
 #[derive(Debug)]
-pub(super) enum PlannedDelta {
-    LowRank(PlannedLowRank),
+pub(super) enum DeltaSpec {
+    LowRank(LowRankSpec),
     Bias { tensor: usize, rows: usize, scaling: f32 },
 }
 
+/// A [`LowRank`] without its values, for a parameter `[rows, cols]`.
 #[derive(Debug)]
-pub(super) struct PlannedLowRank {
+pub(super) struct LowRankSpec {
     pub a: usize,
     pub b: usize,
-    /// Its tensor, and the element types of [`Magnitude`].
+    /// The tensor of DoRA's magnitudes, and the dtypes `sum` and `factor` of [`Magnitude`].
     pub magnitude: Option<(usize, Dtype, Dtype)>,
     pub rank: usize,
     pub rows: usize,
@@ -51,36 +56,38 @@ pub(super) struct PlannedLowRank {
     pub kind: Kind,
 }
 
+/// What a pair of factors is to the matrix that it changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
+    /// The matrix is a linear layer's alone.
     Linear,
-    /// A linear layer whose matrix is the embedding.
+    /// The factors are of the head, whose matrix is the embedding.
     TiedHead,
-    /// The factors are of the transposed matrix.
+    /// The factors are `lora_embedding_A` and `lora_embedding_B`, which are those of the transposed matrix.
     Embedding,
 }
 
-impl AdapterPlan {
-    /// What [`Adapter::bytes`] will be.
+impl AdapterSpec {
+    /// Bytes of memory that the adapter will take: [`Adapter::bytes`].
     pub fn bytes(&self) -> u64 {
-        self.changes.values().map(PlannedChange::bytes).sum()
+        self.changes.values().map(ChangeSpec::bytes).sum()
     }
 
-    /// `values(i)` are those of `tensors[i]`, finite.
+    /// Makes the adapter. `values(i)` gives the values of its tensor `i`, which must be finite.
     pub fn build<'t>(self, values: &dyn Fn(usize) -> TensorData<'t>) -> Adapter {
         let serving = self.serving;
-        let changes = self.changes.into_iter().map(|(name, planned)| (name, planned.build(serving, values)));
+        let changes = self.changes.into_iter().map(|(name, change)| (name, change.build(serving, values)));
         Adapter { changes: changes.collect() }
     }
 }
 
-impl PlannedChange {
+impl ChangeSpec {
     fn bytes(&self) -> u64 {
         let whole = self.whole.map_or(0, |whole| whole.rows * whole.cols * whole.dtype.size());
         let floats = match &self.delta {
             None => 0,
-            Some(PlannedDelta::Bias { rows, .. }) => *rows,
-            Some(PlannedDelta::LowRank(PlannedLowRank { rank, rows, cols, magnitude, .. })) => {
+            Some(DeltaSpec::Bias { rows, .. }) => *rows,
+            Some(DeltaSpec::LowRank(LowRankSpec { rank, rows, cols, magnitude, .. })) => {
                 rank * (rows + cols) + magnitude.map_or(0, |_| *rows)
             }
         };
@@ -98,8 +105,8 @@ impl PlannedChange {
             cols: whole.cols,
         });
         let delta = self.delta.map(|delta| match delta {
-            PlannedDelta::LowRank(low_rank) => Delta::LowRank(low_rank.build(values)),
-            PlannedDelta::Bias { tensor, scaling, .. } => {
+            DeltaSpec::LowRank(low_rank) => Delta::LowRank(low_rank.build(values)),
+            DeltaSpec::Bias { tensor, scaling, .. } => {
                 let data = values(tensor);
                 let dtype = data.dtype();
                 let mut bias = data.into_f32().into_owned();
@@ -112,7 +119,7 @@ impl PlannedChange {
     }
 }
 
-impl PlannedLowRank {
+impl LowRankSpec {
     fn build<'t>(self, values: &dyn Fn(usize) -> TensorData<'t>) -> LowRank {
         let Self { rank, rows, cols, scaling, roundings, kind, .. } = self;
         let (a, b) = (values(self.a).into_f32(), values(self.b).into_f32());
