@@ -80,7 +80,8 @@ impl GgufCheckpoint {
         self.entries.get(name).map(|e| e.bytes.len())
     }
 
-    /// Writes a slice, which must be inside the tensor, to as many values of `out`, in the precision of a matrix of `dtype`.
+    /// Writes a slice, which must be inside the tensor, to as many values of `out`, in the precision of a matrix of
+    /// `dtype`.
     pub(super) fn read_f32(
         &self,
         name: &str,
@@ -137,8 +138,8 @@ impl Entry {
         cols / self.dtype.block_size() * self.dtype.type_size()
     }
 
-    /// De-quantises the slice row by row, from its blocks to where it is wanted; cut out of whole blocks if it starts or
-    /// ends inside one.
+    /// De-quantises the slice row by row, from its blocks to where it is wanted; cut out of whole blocks if it starts
+    /// or ends inside one.
     fn read_f32(&self, bytes: &[u8], slice: &Slice, dtype: WeightDtype, out: &mut [f32]) {
         assert_eq!(out.len(), slice.len(), "values of the slice");
         if slice.is_empty() {

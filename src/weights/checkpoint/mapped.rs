@@ -1,4 +1,5 @@
-//! Read-only mapped files, whose pages can be given back, and which may be cut short or written to while they are mapped.
+//! Read-only mapped files, whose pages can be given back, and which may be cut short or written to while they are
+//! mapped.
 
 use std::fs::{File, Metadata};
 use std::ops::Range;

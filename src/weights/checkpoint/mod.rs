@@ -63,9 +63,9 @@ impl Checkpoint {
         bytes.ok_or_else(|| missing(name))
     }
 
-    /// Hands the values of a slice, row-major, on to `use_values`, which finds zeros where a file was cut short. Borrowed
-    /// from the mapped file if whole rows of a safetensors file are asked for; otherwise a copy of the slice (GGUF: in
-    /// float32).
+    /// Hands the values of a slice, row-major, on to `use_values`, which finds zeros where a file was cut short.
+    /// Borrowed from the mapped file if whole rows of a safetensors file are asked for; otherwise a copy of the slice
+    /// (GGUF: in float32).
     ///
     /// # Errors
     /// `Config` if there is no such parameter, or the slice is not inside it; `DataLoss` if the file was cut short.

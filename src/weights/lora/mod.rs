@@ -5,7 +5,8 @@
 //! adapter_config.json + names, dtypes, shapes ─ check ─> AdapterSpec ─ build, with the values ─> Adapter ─> merge
 //! ```
 //!
-//! `config` reads the configuration, `names` takes the names of tensors apart, and `check` compares both with the model.
+//! `config` reads the configuration, `names` takes the names of tensors apart, and `check` compares both with the
+//! model.
 
 mod check;
 mod config;

@@ -7,8 +7,8 @@ use crate::weights::Slice;
 
 impl Adapter {
     /// Turns the base's values of `slice` (row-major float32, of serving precision) into the merged ones, float32 and
-    /// not yet rounded, as the instruction set `kernel` of the CPU does it. Does nothing for a parameter that the adapter
-    /// does not touch.
+    /// not yet rounded, as the instruction set `kernel` of the CPU does it. Does nothing for a parameter that the
+    /// adapter does not touch.
     pub fn merge(&self, kernel: &str, parameter: &str, slice: &Slice, values: &mut [f32]) {
         let Some(change) = self.change(parameter).filter(|_| !slice.is_empty()) else { return };
         if slice.cols == (0..1) && change.low_rank().is_none() {

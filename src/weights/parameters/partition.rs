@@ -48,9 +48,9 @@ impl Partition {
         (heads / self.world).max(1)
     }
 
-    /// Into how many leaves this rank cuts its part of a reduction of length `len`, which the world divides: its share of
-    /// those of the whole. Where the world does not divide them the tree cannot be the same as on a single rank, and each
-    /// rank has one of its own.
+    /// Into how many leaves this rank cuts its part of a reduction of length `len`, which the world divides: its share
+    /// of those of the whole. Where the world does not divide them the tree cannot be the same as on a single rank, and
+    /// each rank has one of its own.
     pub fn leaves(self, len: usize) -> usize {
         let whole = reduction_leaves(len);
         if whole.is_multiple_of(self.world) { whole / self.world } else { reduction_leaves(self.share(len)) }

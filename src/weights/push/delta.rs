@@ -1,74 +1,114 @@
-//! New values of single elements, and the payload in which they come.
+//! DELTA pushes: new values of single elements of parameters, and the payload in which they come.
 //!
-//! A tensor's payload is zstd of `changed` gaps (u32, little-endian: the first index, then the differences) followed by
-//! as many values in the tensor's dtype.
+//! The payload of a tensor is compressed by zstd. It has `changed` indices, each a little-endian u32 that is the gap to
+//! the index before it (for the first, the index itself), and then as many values in the tensor's dtype.
 
 use std::collections::BTreeMap;
 
-use super::finite::first_not_finite;
-use super::receipt::Buffer;
+use super::TensorEntry;
+use super::buffer::Buffer;
+use super::threads::in_parallel;
+use super::verify::first_not_finite;
 use crate::error::{Error, Result};
 use crate::weights::{Dtype, Slice, TensorData};
 
+/// Bytes of the gap between two indices in a payload.
 const GAP_BYTES: usize = size_of::<u32>();
 
-/// New values of single elements.
+/// New values of single elements of parameters.
 #[derive(Debug, Default)]
 pub struct Delta {
-    parameters: BTreeMap<String, Decoded>,
+    /// The changes of a parameter, by its name.
+    parameters: BTreeMap<String, ParameterDelta>,
 }
 
-/// The elements of one parameter that change, and their new values.
+/// The elements of one parameter that change, with their new values.
 #[derive(Debug)]
 pub struct Changes<'a> {
-    /// Flat row-major indices into the whole parameter, ascending, no duplicates.
+    /// Flat row-major indices into the whole parameter: ascending, without duplicates.
     pub indices: &'a [u64],
     pub values: TensorData<'a>,
 }
 
-/// One tensor's payload.
+/// The payload of one tensor as it came.
+pub(super) struct Payload<'a> {
+    /// The parameter that the tensor changes; `None` if another tensor of the push is the same one by another name.
+    pub parameter: Option<&'a str>,
+    pub entry: &'a TensorEntry,
+    pub bytes: Buffer,
+}
+
+/// The decoded payload of one tensor.
 #[derive(Debug)]
-pub(super) struct Decoded {
+pub(super) struct ParameterDelta {
     dtype: Dtype,
     indices: Vec<u64>,
-    /// Decompressed: gaps, then values.
+    /// The decompressed payload: the gaps between the indices, then the values.
     payload: Buffer,
 }
 
 impl Delta {
-    /// Names of the parameters with changes, ascending.
+    /// Names of the parameters that have changes, ascending.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.parameters.keys().map(String::as_str)
     }
 
+    /// The changes of a parameter; `None` if it has none.
     pub fn changes(&self, parameter: &str) -> Option<Changes<'_>> {
-        let Decoded { dtype, indices, payload } = self.parameters.get(parameter)?;
-        let changed = indices.len();
-        let all = Slice { rows: 0..changed, cols: 0..1 };
-        Some(Changes { indices, values: TensorData::of_bytes(*dtype, &payload[changed * GAP_BYTES..], 1, &all) })
+        self.parameters.get(parameter).map(ParameterDelta::changes)
     }
 
-    pub(super) fn insert(&mut self, parameter: String, decoded: Decoded) {
-        self.parameters.insert(parameter, decoded);
+    /// Decodes the payloads of a push, several at a time.
+    ///
+    /// # Errors
+    /// As for [`decode`].
+    pub(super) fn decode(payloads: Vec<Payload<'_>>) -> Result<Self> {
+        let mut decoded: Vec<Option<ParameterDelta>> = payloads.iter().map(|_| None).collect();
+        let names: Vec<_> = payloads.iter().map(|payload| payload.parameter).collect();
+        let work = payloads.into_iter().zip(&mut decoded).map(|(payload, out)| {
+            let (changed, _) = payload.entry.payload.unwrap_or_default();
+            (changed as usize, (payload, changed as usize, out))
+        });
+        in_parallel(work.collect(), |(Payload { entry, bytes, .. }, changed, out)| {
+            // The compressed bytes go as soon as they have been decoded.
+            *out = Some(decode(&entry.name, &bytes, entry.dtype, changed, entry.shape.iter().product())?);
+            Ok(())
+        })?;
+        let parameters = names.into_iter().zip(decoded).filter_map(|(name, delta)| Some((name?.to_string(), delta?)));
+        Ok(Self { parameters: parameters.collect() })
     }
 }
 
-/// Most memory that [`decode`] takes for so many changes; None if no machine has it.
+impl ParameterDelta {
+    pub fn changes(&self) -> Changes<'_> {
+        let changed = self.indices.len();
+        let (values, all) = (&self.payload[changed * GAP_BYTES..], Slice { rows: 0..changed, cols: 0..1 });
+        Changes { indices: &self.indices, values: TensorData::of_bytes(self.dtype, values, 1, &all) }
+    }
+}
+
+/// Most bytes of memory that [`decode`] takes for `changed` elements; `None` if no machine has as many.
 pub(super) fn decoded_bytes(changed: u64, dtype: Dtype) -> Option<u64> {
     changed.checked_mul((size_of::<u64>() + GAP_BYTES + dtype.size()) as u64)
 }
 
-/// Decodes the payload of a tensor of so many elements, of which at most all have `changed`. What it takes is bounded
-/// by `changed`, whatever the payload would grow to.
+/// Decodes the payload of a tensor of `elements` values, of which `changed` have changed, at most all. The memory that
+/// this takes is bounded by `changed`, whatever the payload would decompress to.
 ///
 /// # Errors
-/// `InvalidArgument` naming the tensor if the payload is not of `changed` elements, indices are outside or do not
-/// ascend, or a value is not finite.
-pub(super) fn decode(name: &str, payload: &[u8], dtype: Dtype, changed: usize, elements: usize) -> Result<Decoded> {
+/// `InvalidArgument` naming the tensor if the payload does not have `changed` elements, an index is outside the tensor
+/// or not above the one before, or a value is not finite.
+pub(super) fn decode(
+    name: &str,
+    payload: &[u8],
+    dtype: Dtype,
+    changed: usize,
+    elements: usize,
+) -> Result<ParameterDelta> {
     let refuse = |what: String| Error::invalid("tensors", format!("payload of tensor {name:?}: {what}"));
     let expected = changed * (GAP_BYTES + dtype.size());
     let mut raw = Buffer::zeroed(expected)?;
-    // One call into a buffer of the right size: it cannot grow past it, and zstd needs no window of its own.
+    // One call into a buffer of the right size: the output cannot grow past it, and zstd needs no window of its own.
     let bytes = zstd::bulk::decompress_to_buffer(payload, &mut raw).map_err(|e| {
         refuse(format!("does not decompress to the {expected} bytes of {changed} changed elements: {e}"))
     })?;
@@ -84,7 +124,7 @@ pub(super) fn decode(name: &str, payload: &[u8], dtype: Dtype, changed: usize, e
         if gap == 0 && i > 0 {
             return Err(refuse(format!("indices do not ascend: index {next} comes again")));
         }
-        // No overflow: every index so far is below the elements, of which there are fewer than 2^32.
+        // No overflow: every index so far is below the number of elements, which is below 2^32.
         next += gap;
         if next >= elements as u64 {
             return Err(refuse(format!("index {next} is outside its {elements} elements")));
@@ -94,5 +134,5 @@ pub(super) fn decode(name: &str, payload: &[u8], dtype: Dtype, changed: usize, e
     if let Some(i) = first_not_finite(values, dtype) {
         return Err(refuse(format!("the new value of element {} is not finite", indices[i])));
     }
-    Ok(Decoded { dtype, indices, payload: raw })
+    Ok(ParameterDelta { dtype, indices, payload: raw })
 }

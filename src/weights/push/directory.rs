@@ -36,8 +36,8 @@ pub(super) struct Directory {
 /// Opens a directory's files and reads what they declare.
 ///
 /// # Errors
-/// `InvalidArgument` on `source.directory` if the server has no such directory to read from, the path leads out of it or
-/// a file in it is not what it should be; `NotFound`.
+/// `InvalidArgument` on `source.directory` if the server has no such directory to read from, the path leads out of it
+/// or a file in it is not what it should be; `NotFound`.
 pub(super) fn open(kind: UpdateKind, path: &str, weights_dir: Option<&Path>) -> Result<Directory> {
     let weights_dir = weights_dir.ok_or_else(|| {
         refuse("this server reads weights from no directory; start it with --weights-dir".to_string())

@@ -1,43 +1,46 @@
-//! What a sender has declared, checked against the model.
+//! The tensors that the sender of a push has declared, checked against the model.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use super::names::{self, EMBEDDING, Target};
+use super::names::{self, EMBEDDING, ParameterMapping};
 use super::{TensorEntry, UpdateKind};
 use crate::error::{Error, Result};
 use crate::weights::Parameters;
 
-/// More than any model has, mixtures of experts with an adapter on each included.
+/// Most tensors of a push: more than any model has, mixtures of experts with an adapter on each included.
 const MAX_TENSORS: usize = 1 << 20;
-/// Names and shapes come back in errors.
+/// Most bytes of a tensor's name, because errors repeat it.
 const MAX_NAME_BYTES: usize = 512;
+/// Most dimensions of a tensor, because errors repeat its shape.
 const MAX_DIMENSIONS: usize = 8;
-/// Most bytes of a buffer that the model does not need.
+/// Most bytes of one buffer that the model does not need.
 const MAX_BUFFER_BYTES: usize = 1 << 20;
 
-/// A tensor that fits the model.
+/// A declared tensor that fits the model.
 #[derive(Debug)]
 pub(super) struct Declared {
     pub entry: TensorEntry,
-    /// The parameters that it brings; nothing for LORA, where the adapter knows.
-    pub target: Target,
-    /// As transported.
+    /// The parameters that the tensor brings; empty for LORA, where the adapter's configuration decides.
+    pub mapping: ParameterMapping,
+    /// Bytes of the tensor as transported.
     pub bytes: usize,
 }
 
-/// All tensors of a push, as far as they are declared.
+/// The tensors of a push that have been declared so far.
 #[derive(Debug)]
 pub(super) struct Manifest {
     kind: UpdateKind,
     parameters: Arc<Parameters>,
     tensors: Vec<Declared>,
     names: HashSet<String>,
-    /// Which tensor brings a parameter.
+    /// The index of the tensor that brings a parameter, by the parameter's name.
     covered: HashMap<String, usize>,
-    /// Where the head is the embedding: the tensor that is named as the head.
+    /// In a model whose head is the embedding: the index of the tensor that is named as the head.
     head: Option<usize>,
+    /// Bytes of the declared tensors.
     declared: u64,
+    /// Bytes of all tensors that will be declared, once that is known.
     announced: Option<u64>,
 }
 
@@ -46,7 +49,8 @@ fn refuse(message: String) -> Error {
 }
 
 impl Manifest {
-    /// `announced`: bytes of all tensors; None: of those of the first [`Manifest::add`].
+    /// An empty manifest. `announced` is the bytes of all tensors; `None` if the first [`Manifest::add`] declares them
+    /// all.
     pub fn new(kind: UpdateKind, parameters: Arc<Parameters>, announced: Option<u64>) -> Self {
         Self {
             kind,
@@ -72,38 +76,41 @@ impl Manifest {
         &self.parameters
     }
 
-    /// Bytes of all tensors, those to be declared later too.
+    /// Bytes of all tensors of the push, those that will be declared later among them.
     pub fn total(&self) -> u64 {
         self.announced.unwrap_or(self.declared)
     }
 
-    /// Bytes of what is declared.
+    /// Bytes of the tensors that have been declared.
     pub fn declared(&self) -> u64 {
         self.declared
     }
 
-    /// Whether all is declared that was announced.
+    /// Whether all tensors that were announced have been declared.
     pub fn is_final(&self) -> bool {
         self.announced == Some(self.declared)
     }
 
-    /// Nothing more is declared, though more was announced.
+    /// Takes the tensors that have been declared for all, although more bytes were announced.
     pub fn close(&mut self) {
         self.announced = Some(self.declared);
     }
 
-    /// How many parameters it brings.
+    /// How many parameters of the model the push brings.
     pub fn covered(&self) -> usize {
         self.covered.len() + usize::from(self.head.is_some() && !self.covered.contains_key(EMBEDDING))
     }
 
-    /// Whether tensor `index` brings nothing that another does not: the head of a model whose head is the embedding.
+    /// Whether tensor `index` brings only what another tensor brings too: it is named as the head in a model whose head
+    /// is the embedding, which was declared as well.
     pub fn is_second_name(&self, index: usize) -> bool {
         self.head == Some(index) && self.covered.contains_key(EMBEDDING)
     }
 
+    /// Declares further tensors.
+    ///
     /// # Errors
-    /// `InvalidArgument` naming the first tensor that is not as it must be.
+    /// `InvalidArgument` naming the first tensor that does not fit the model or the push.
     pub fn add(&mut self, entries: Vec<TensorEntry>) -> Result<()> {
         for entry in entries {
             self.add_one(entry)?;
@@ -139,12 +146,13 @@ impl Manifest {
         if !self.names.insert(name.clone()) {
             return Err(refuse(format!("tensor {name:?} is declared twice")));
         }
-        let target = if self.kind == UpdateKind::Lora { Target::default() } else { self.fit(index, &entry, bytes)? };
-        self.tensors.push(Declared { entry, target, bytes });
+        let is_lora = self.kind == UpdateKind::Lora;
+        let mapping = if is_lora { ParameterMapping::default() } else { self.map(index, &entry, bytes)? };
+        self.tensors.push(Declared { entry, mapping, bytes });
         Ok(())
     }
 
-    /// Bytes as transported.
+    /// Bytes of a tensor as transported.
     fn bytes_of(&self, entry: &TensorEntry) -> Result<usize> {
         let (name, shape) = (&entry.name, &entry.shape);
         let too_large = || refuse(format!("tensor {name:?} of shape {shape:?}: no machine has that many bytes"));
@@ -174,17 +182,17 @@ impl Manifest {
         Ok(bytes)
     }
 
-    /// What tensor `index` of a FULL or DELTA push is to the model.
-    fn fit(&mut self, index: usize, entry: &TensorEntry, bytes: usize) -> Result<Target> {
+    /// The parameters that tensor `index` of a FULL or DELTA push brings, which no other tensor has brought.
+    fn map(&mut self, index: usize, entry: &TensorEntry, bytes: usize) -> Result<ParameterMapping> {
         let (name, shape) = (&entry.name, &entry.shape);
-        let target = names::resolve(name, &self.parameters).ok_or_else(|| {
+        let mapping = names::resolve(name, &self.parameters).ok_or_else(|| {
             let hint = match names::nearest(name, &self.parameters) {
                 Some(known) => format!("; the nearest that it has is {known:?}"),
                 None => "; ListParameters has the names".into(),
             };
             refuse(format!("the model has no tensor {name:?}{hint}"))
         })?;
-        match &target.shape {
+        match &mapping.shape {
             Some(expected) if expected != shape => {
                 return Err(refuse(format!("tensor {name:?} has shape {shape:?}, expected was {expected:?}")));
             }
@@ -193,21 +201,21 @@ impl Manifest {
             }
             _ => {}
         }
-        if self.kind == UpdateKind::Delta && (target.is_fused() || target.shape.is_none()) {
+        if self.kind == UpdateKind::Delta && (mapping.is_fused() || mapping.shape.is_none()) {
             return Err(refuse(format!("tensor {name:?}: a DELTA names single parameters, as ListParameters does")));
         }
-        if target.tied_head {
+        if mapping.tied_head {
             if let Some(other) = self.head.replace(index) {
                 return Err(self.twice(name, other));
             }
         } else {
-            for part in &target.parts {
+            for part in &mapping.parts {
                 if let Some(other) = self.covered.insert(part.parameter.clone(), index) {
                     return Err(self.twice(name, other));
                 }
             }
         }
-        Ok(target)
+        Ok(mapping)
     }
 
     fn twice(&self, name: &str, other: usize) -> Error {
@@ -215,7 +223,7 @@ impl Manifest {
         refuse(format!("tensors {other:?} and {name:?} bring the same parameter"))
     }
 
-    /// Checks what can be seen only of all tensors together.
+    /// Checks that the declared tensors make up a whole push.
     ///
     /// # Errors
     /// `InvalidArgument` if a FULL push lacks parameters.
@@ -235,7 +243,8 @@ impl Manifest {
         Err(refuse(format!("a FULL push brings every parameter; {count} of {all} are missing: {first}{more}")))
     }
 
-    /// Checks that embedding and head agree where they are one parameter and both were sent.
+    /// Checks that the embedding and the head are the same, where they are one parameter and both were declared.
+    /// `digest` gives the digest of a tensor by its index.
     ///
     /// # Errors
     /// `InvalidArgument` naming the head if their digests differ.
@@ -253,7 +262,7 @@ impl Manifest {
         )))
     }
 
-    /// Tensors in the order of their names.
+    /// The indices of the tensors in the order of their names.
     pub fn by_name(&self) -> Vec<usize> {
         let mut order: Vec<usize> = (0..self.tensors.len()).collect();
         order.sort_by_key(|&i| &self.tensors[i].entry.name);

@@ -1,18 +1,40 @@
-//! A push on its way in: declared, received, verified; nothing here touches the weights that serve.
+//! New weights from a trainer: declared, received and verified. Nothing here touches the weights that serve.
+//!
+//! The way of a pushed tensor:
+//!
+//! ```text
+//! header ──> Receiver::open, declare ── Manifest: names, dtypes and shapes fit the model; each tensor gets a Receipt
+//!
+//! chunk ───> Receiver::write ─┬─ LORA, DELTA ──── Receipt::gather: kept, verified when whole ────┐
+//!                             ├─ FULL in place ── Receipt::gather ─> Receiver::take_complete ──> engine, at once
+//!                             └─ FULL ─────────── Packing::write                                 │
+//!                                                   Receipt::stream: rows in order, verified     │
+//!                                                   ShadowTensor::write_rows ─> matrix ──────────┤
+//!                                                                                                │
+//! commit ──> Receiver::finish: every tensor is whole and verified ─> Received <──────────────────┘
+//! ```
+//!
+//! Tensors that come from files take the same ways by `Receipt::read` and `Receipt::stream_file`. What verified means
+//! is in `verify`.
 
+mod adapter;
+mod buffer;
 mod delta;
 mod directory;
 mod files;
-mod finite;
 mod manifest;
 mod names;
-mod ordered;
+mod origin;
 mod receipt;
 mod receiver;
 mod regular;
+mod reservation;
+mod row_stream;
 mod shadow;
 mod shared_memory;
 mod tensors;
+mod threads;
+mod verify;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -29,8 +51,11 @@ pub use tensors::Tensors;
 /// What a push brings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum UpdateKind {
+    /// A LoRA adapter.
     Lora,
+    /// A value for every parameter.
     Full,
+    /// New values of single elements.
     Delta,
 }
 
@@ -41,11 +66,11 @@ pub struct TensorEntry {
     pub dtype: Dtype,
     /// The shape of the whole tensor.
     pub shape: Vec<usize>,
-    /// XXH3-128, big-endian, of the bytes as transported.
+    /// XXH3-128, big-endian, of the tensor's bytes as transported.
     pub digest: [u8; 16],
-    /// `Delta`: elements of the payload, and its bytes.
+    /// DELTA: how many elements have changed, and the bytes of the payload that has them.
     pub payload: Option<(u64, u64)>,
-    /// Shared memory: where its bytes start.
+    /// Shared memory or a file: the offset of the tensor's first byte.
     pub offset: u64,
 }
 
@@ -55,73 +80,73 @@ impl<'a> From<&'a TensorEntry> for AdapterTensor<'a> {
     }
 }
 
-/// What pushes may be read from, beside the stream.
+/// What pushes may be read from, other than their own streams.
 #[derive(Debug, Default)]
 pub struct Sources {
-    /// The one directory of which pushes may name parts.
+    /// The directory below which pushes may name directories.
     weights_dir: Option<PathBuf>,
     segments: Segments,
 }
 
 impl Sources {
-    /// Without `weights_dir` pushes can name no directory.
+    /// Sources with the directory below which pushes may name directories; without one they can name none.
     pub fn new(weights_dir: Option<PathBuf>) -> Self {
         Self { weights_dir, segments: Segments::default() }
     }
 
-    /// Those that clients share.
+    /// The segments of shared memory that clients have named.
     pub fn segments(&self) -> &Segments {
         &self.segments
     }
 }
 
-/// Where the tensors come from.
+/// Where the tensors of a push come from, as its header says.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// [`Receiver::write`].
+    /// Chunks in the push's own stream, which go to [`Receiver::write`].
     Inline,
-    /// A file of this name below `/dev/shm`.
+    /// A segment of shared memory: the name of a file below `/dev/shm`.
     SharedMemory(String),
-    /// A directory below `--weights-dir`.
+    /// The path of a directory below `--weights-dir`.
     Directory(String),
 }
 
-/// What the header of a push says about its tensors.
+/// The header of a push: what it says of its tensors.
 #[derive(Clone, Debug)]
 pub struct UpdateSpec {
     pub kind: UpdateKind,
-    /// LORA: `adapter_config.json` (with `Source::Directory` it is read from there).
+    /// LORA: the text of `adapter_config.json`. Empty with [`Source::Directory`], where it is read from the directory.
     pub adapter_config: String,
-    /// LORA: is to stay resident unmerged.
+    /// LORA: whether the adapter is to stay resident unmerged.
     pub unmerged: bool,
     pub tensors: Vec<TensorEntry>,
-    /// Bytes of all tensors, those declared later too.
+    /// Bytes of all tensors as transported, those declared later among them; `None` if `tensors` are all.
     pub total_bytes: Option<u64>,
     pub source: Source,
 }
 
-/// A verified push.
+/// What a push brings, verified.
 #[derive(Debug)]
 pub enum WeightUpdate {
-    /// The base with this adapter merged.
+    /// An adapter, to be merged into the base or to stay resident.
     Lora(Arc<Adapter>),
-    /// Every parameter; in place the rest of them.
+    /// Values of every parameter; of a push in place, those that were not taken before its end.
     Full(Arc<Tensors>),
-    /// Every parameter, packed.
+    /// Values of every parameter, packed as they serve.
     Packed(ShadowWeights),
-    /// Changed elements.
+    /// New values of single elements.
     Delta(Arc<Delta>),
 }
 
-/// What has come of a push.
+/// A push that has come as a whole.
 #[derive(Debug)]
 pub struct Received {
     pub update: WeightUpdate,
-    /// XXH3-128 over all digests in the order of the tensors' names.
+    /// XXH3-128, big-endian, over the digests of all tensors in the order of their names.
     pub digest: [u8; 16],
-    /// Bytes of the tensors as transported.
+    /// Bytes of all tensors as transported.
     pub bytes: u64,
-    /// Parameters that it brings.
+    /// How many parameters of the model the push brings.
     pub parameters: usize,
 }
 

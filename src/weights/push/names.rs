@@ -2,57 +2,60 @@
 
 use crate::weights::Parameters;
 
-/// What FSDP, torch.compile and activation checkpointing put around a module, and PEFT's name for what it wraps.
+/// Names that FSDP, torch.compile, activation checkpointing and PEFT give to a module that they wrap, as segments of
+/// the names of its parameters.
 const WRAPPERS: [&str; 4] = ["_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "base_layer"];
-/// Projections that some trainers keep in one matrix, one below the other.
+/// Fused projections: the name of the matrix that some trainers keep, and the projections in it, one below the other.
 const FUSED: [(&str, &[&str]); 2] =
     [("qkv_proj", &["q_proj", "k_proj", "v_proj"]), ("gate_up_proj", &["gate_proj", "up_proj"])];
-/// Buffers that some trainers send with the parameters; the configuration says what is in them.
+/// Endings of the names of buffers that some trainers send with the parameters. The model needs none of them, because
+/// its configuration determines them.
 const BUFFERS: [&str; 1] = ["rotary_emb.inv_freq"];
 const HEAD: &str = "lm_head.weight";
 pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
 
-/// What a tensor is to the model.
+/// The parameters of the model that one pushed tensor brings.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Target {
-    /// The parameters that it brings; none for a buffer that the model does not need.
-    pub parts: Vec<Part>,
-    /// That it must have; None for such a buffer.
+pub(super) struct ParameterMapping {
+    /// The parameters, one below the other: one, several for a fused tensor, none for a buffer that the model does not
+    /// need.
+    pub parts: Vec<FusedPart>,
+    /// The shape that the tensor must have; `None` for a buffer that the model does not need.
     pub shape: Option<Vec<usize>>,
-    /// The head of a model whose head is the embedding.
+    /// Whether the tensor is named as the head, in a model whose head is the embedding.
     pub tied_head: bool,
 }
 
-/// A parameter inside a tensor.
+/// A parameter inside a pushed tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Part {
+pub(super) struct FusedPart {
     pub parameter: String,
-    /// The tensor's row in which it starts.
+    /// The row of the tensor that the parameter begins with.
     pub first_row: usize,
 }
 
-impl Target {
+impl ParameterMapping {
     pub fn is_fused(&self) -> bool {
         self.parts.len() > 1
     }
 }
 
-/// The parameters that a tensor of this name brings; None if the model has no such thing.
-pub(super) fn resolve(name: &str, parameters: &Parameters) -> Option<Target> {
+/// The parameters that a tensor of this name brings; `None` if the model has none for it.
+pub(super) fn resolve(name: &str, parameters: &Parameters) -> Option<ParameterMapping> {
     let name = plain_name(name);
     if BUFFERS.iter().any(|buffer| name.ends_with(buffer)) {
-        return Some(Target::default());
+        return Some(ParameterMapping::default());
     }
     let tied_head = name == HEAD && parameters.tied_head();
     let own = if tied_head { EMBEDDING } else { &name };
     if let Some(spec) = parameters.get(own) {
-        let part = Part { parameter: spec.name.clone(), first_row: 0 };
-        return Some(Target { parts: vec![part], shape: Some(spec.shape.clone()), tied_head });
+        let part = FusedPart { parameter: spec.name.clone(), first_row: 0 };
+        return Some(ParameterMapping { parts: vec![part], shape: Some(spec.shape.clone()), tied_head });
     }
     fused(&name, parameters)
 }
 
-/// The name without what wrappers add to it.
+/// A parameter's name without the segments that wrappers add to it.
 fn plain_name(name: &str) -> String {
     let segments: Vec<&str> = name.split('.').filter(|segment| !WRAPPERS.contains(segment)).collect();
     let mut rest = &segments[..];
@@ -62,23 +65,24 @@ fn plain_name(name: &str) -> String {
     rest.join(".")
 }
 
-fn fused(name: &str, parameters: &Parameters) -> Option<Target> {
+/// The parameters of a fused tensor, if this is the name of one.
+fn fused(name: &str, parameters: &Parameters) -> Option<ParameterMapping> {
     let (module, kind) = name.rsplit_once('.')?;
     let (block, fused) = module.rsplit_once('.')?;
     let (_, projections) = FUSED.iter().find(|(name, _)| *name == fused)?;
-    let mut target = Target::default();
+    let mut mapping = ParameterMapping::default();
     let mut rows = 0;
     for projection in *projections {
         let spec = parameters.get(&format!("{block}.{projection}.{kind}"))?;
         let (&own_rows, rest) = spec.shape.split_first()?;
-        target.parts.push(Part { parameter: spec.name.clone(), first_row: rows });
+        mapping.parts.push(FusedPart { parameter: spec.name.clone(), first_row: rows });
         rows += own_rows;
-        target.shape = Some([&[rows], rest].concat());
+        mapping.shape = Some([&[rows], rest].concat());
     }
-    Some(target)
+    Some(mapping)
 }
 
-/// Elements of the largest tensor that can be sent, fused ones among them.
+/// Elements of the largest tensor that can be pushed, fused ones among them.
 pub(super) fn largest(parameters: &Parameters) -> usize {
     let elements = |shape: &[usize]| shape.iter().product::<usize>();
     let whole = |name: &str| {
@@ -91,7 +95,8 @@ pub(super) fn largest(parameters: &Parameters) -> usize {
     parameters.iter().map(|spec| elements(&spec.shape).max(whole(&spec.name))).max().unwrap_or(0)
 }
 
-/// The known name with the longest beginning and end in common, if that is most of it.
+/// The parameter whose name has most of its beginning and end in common with `name`, if that is at least three quarters
+/// of it.
 pub(super) fn nearest<'a>(name: &str, parameters: &'a Parameters) -> Option<&'a str> {
     let name = plain_name(name);
     let common = |known: &str| {

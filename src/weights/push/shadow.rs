@@ -1,70 +1,139 @@
-//! Storage of the shape of the weights that serve, beside them: a FULL push fills it as it comes, and its commit
-//! exchanges the two.
+//! Shadow weights: storage of the shapes of the weights that serve, beside them. A FULL push fills it as it comes, and
+//! its commit exchanges the two.
+//!
+//! ```text
+//! ShadowWeights ── a ShadowTensor for each matrix, and one for all vectors ── a ShadowShard for each rank
+//! ```
 
 use std::collections::HashMap;
 use std::fmt;
 
 use rollout_kernels::{Matrix, WeightDtype, host};
 
-use super::names::Target;
-use super::ordered::Layout;
+use super::names::ParameterMapping;
+use super::row_stream::Rows;
 use crate::error::{Error, Result};
 use crate::weights::{Slice, TensorData};
 
-/// What a FULL push is packed into, on every rank.
+/// Storage for a complete set of weights on all ranks, which a FULL push is packed into.
 #[derive(Default)]
 pub struct ShadowWeights {
-    cells: Vec<Cell>,
-    /// The cell of each parameter.
-    places: HashMap<String, usize>,
+    tensors: Vec<ShadowTensor>,
+    /// The index of the tensor that holds a parameter, by the parameter's name.
+    index: HashMap<String, usize>,
 }
 
 /// A matrix as all ranks hold it, or all vectors. Different threads can write different ones.
-pub(super) struct Cell(Vec<ShadowShard>);
+pub(super) struct ShadowTensor {
+    /// One for each rank.
+    shards: Vec<ShadowShard>,
+}
 
-/// One rank's part of a cell.
+/// What one rank holds of a matrix, which several parameters may share, or of all vectors.
 pub struct ShadowShard {
-    parts: HashMap<String, Part>,
+    /// Where the parameters are, by their name.
+    placements: HashMap<String, Placement>,
     storage: Storage,
 }
 
-/// A parameter in a shard.
-struct Part {
-    /// What of it this rank holds.
+/// Where a parameter is in a shard.
+struct Placement {
+    /// The part of the parameter that the rank holds.
     slice: Slice,
-    /// Where that starts: row of the matrix, element of the vectors.
+    /// The row of the matrix, or element of the vectors, that this part begins at.
     start: usize,
 }
 
 enum Storage {
     Matrix(Matrix),
-    /// In float32 of serving precision.
+    /// All vectors, in float32 that `dtype` can represent.
     Vectors {
         values: Vec<f32>,
         dtype: WeightDtype,
     },
 }
 
-/// Some whole rows of a tensor.
-pub(super) struct TensorRows<'a> {
-    pub layout: Layout,
-    pub first_row: usize,
-    pub bytes: &'a [u8],
+impl ShadowWeights {
+    /// Shadow weights of the shards of each rank. All ranks have shards of the same parameters in the same order.
+    pub fn new(ranks: Vec<Vec<ShadowShard>>) -> Self {
+        let shards = ranks.first().into_iter().flatten().enumerate();
+        let index = shards.flat_map(|(i, shard)| shard.placements.keys().map(move |name| (name.clone(), i))).collect();
+        let mut tensors: Vec<ShadowTensor> = Vec::new();
+        for shards in ranks {
+            tensors.resize_with(shards.len(), || ShadowTensor { shards: Vec::new() });
+            tensors.iter_mut().zip(shards).for_each(|(tensor, shard)| tensor.shards.push(shard));
+        }
+        Self { tensors, index }
+    }
+
+    /// The shards of each rank, in the order in which they were given.
+    pub fn into_ranks(self) -> Vec<Vec<ShadowShard>> {
+        let mut ranks: Vec<Vec<ShadowShard>> = Vec::new();
+        for ShadowTensor { shards } in self.tensors {
+            ranks.resize_with(shards.len(), Vec::new);
+            ranks.iter_mut().zip(shards).for_each(|(rank, shard)| rank.push(shard));
+        }
+        ranks
+    }
+
+    pub(super) fn tensors_mut(&mut self) -> &mut [ShadowTensor] {
+        &mut self.tensors
+    }
+
+    /// The index of the tensor that holds the parameters of `mapping`; `None` if those are none.
+    ///
+    /// # Errors
+    /// `Internal` if the parameters are not in one tensor.
+    pub(super) fn index_of(&self, mapping: &ParameterMapping) -> Result<Option<usize>> {
+        let mut indices = mapping.parts.iter().map(|part| self.index.get(&part.parameter).copied());
+        let Some(first) = indices.next() else { return Ok(None) };
+        if first.is_none() || !indices.all(|index| index == first) {
+            let names: Vec<&str> = mapping.parts.iter().map(|part| part.parameter.as_str()).collect();
+            return Err(Error::Internal(format!("{names:?} are stored apart, and cannot come as one tensor")));
+        }
+        Ok(first)
+    }
+}
+
+impl fmt::Debug for ShadowWeights {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ShadowWeights({} parameters)", self.index.len())
+    }
+}
+
+impl ShadowTensor {
+    /// Packs some rows of a pushed tensor, on every rank. `mapping` says which parameters the tensor brings.
+    pub fn write_rows(&mut self, mapping: &ParameterMapping, rows: Rows<'_>) {
+        let (range, columns) = (rows.range(), rows.layout.columns);
+        let ends = mapping.parts.iter().skip(1).map(|part| part.first_row).chain([usize::MAX]);
+        for (part, end) in mapping.parts.iter().zip(ends) {
+            let mine = range.start.max(part.first_row)..range.end.min(end);
+            if mine.is_empty() {
+                continue;
+            }
+            let slice = Slice { rows: mine.start - range.start..mine.end - range.start, cols: 0..columns };
+            let values = TensorData::of_bytes(rows.layout.dtype, rows.bytes, columns, &slice);
+            for shard in &mut self.shards {
+                shard.write_rows(&part.parameter, mine.start - part.first_row, &values, columns);
+            }
+        }
+    }
 }
 
 impl ShadowShard {
-    /// For the parameters that share `matrix`, one below the other in this order.
+    /// A shard of the parameters that share `matrix`, one below the other in this order. Each comes with the part of it
+    /// that the rank holds.
     pub fn matrix(matrix: Matrix, parameters: impl Iterator<Item = (String, Slice)>) -> Self {
-        Self { parts: parts(parameters).0, storage: Storage::Matrix(matrix) }
+        Self { placements: place(parameters).0, storage: Storage::Matrix(matrix) }
     }
 
-    /// For vectors of `dtype`'s precision.
+    /// A shard of vectors that serve in `dtype`. Each comes with the part of it that the rank holds.
     pub fn vectors(dtype: WeightDtype, parameters: impl Iterator<Item = (String, Slice)>) -> Self {
-        let (parts, len) = parts(parameters);
-        Self { parts, storage: Storage::Vectors { values: vec![0.0; len], dtype } }
+        let (placements, len) = place(parameters);
+        Self { placements, storage: Storage::Vectors { values: vec![0.0; len], dtype } }
     }
 
-    /// The matrix, if it is one.
+    /// The matrix; `None` in a shard of vectors.
     pub fn as_matrix_mut(&mut self) -> Option<&mut Matrix> {
         match &mut self.storage {
             Storage::Matrix(matrix) => Some(matrix),
@@ -72,16 +141,17 @@ impl ShadowShard {
         }
     }
 
-    /// This rank's part of a vector, if it is among these.
+    /// The part of a vector that the rank holds; `None` if the shard has no such vector.
     pub fn vector(&self, parameter: &str) -> Option<&[f32]> {
         let Storage::Vectors { values, .. } = &self.storage else { return None };
-        let Part { slice, start } = self.parts.get(parameter)?;
+        let Placement { slice, start } = self.placements.get(parameter)?;
         Some(&values[*start..start + slice.rows.len()])
     }
 
-    /// Stores what this rank holds of some rows of a parameter, of which the first is its row `first_row`.
-    fn write(&mut self, parameter: &str, first_row: usize, rows: &TensorData<'_>, columns: usize) {
-        let Part { slice, start } = &self.parts[parameter];
+    /// Stores the part that the rank holds of some rows of a parameter. `rows` are `columns` wide and begin with the
+    /// parameter's row `first_row`.
+    fn write_rows(&mut self, parameter: &str, first_row: usize, rows: &TensorData<'_>, columns: usize) {
+        let Placement { slice, start } = &self.placements[parameter];
         let count = rows.len() / columns;
         let mine = slice.rows.start.max(first_row)..slice.rows.end.min(first_row + count);
         if mine.is_empty() {
@@ -96,82 +166,13 @@ impl ShadowShard {
     }
 }
 
-/// One below the other; and how many rows they are together.
-fn parts(parameters: impl Iterator<Item = (String, Slice)>) -> (HashMap<String, Part>, usize) {
+/// Places parameters one below the other. Also gives the rows that they have together.
+fn place(parameters: impl Iterator<Item = (String, Slice)>) -> (HashMap<String, Placement>, usize) {
     let mut end = 0;
     let place = |(name, slice): (String, Slice)| {
         let start = end;
         end += slice.rows.len();
-        (name, Part { slice, start })
+        (name, Placement { slice, start })
     };
     (parameters.map(place).collect(), end)
-}
-
-impl Cell {
-    /// Stores some rows of a tensor that is `target` to the model.
-    pub fn write(&mut self, target: &Target, rows: &TensorRows<'_>) {
-        let TensorRows { layout: Layout { dtype, columns }, first_row, bytes } = *rows;
-        let end = first_row + bytes.len() / rows.layout.row_bytes();
-        let starts = target.parts.iter().skip(1).map(|part| part.first_row).chain([usize::MAX]);
-        for (part, part_end) in target.parts.iter().zip(starts) {
-            let mine = first_row.max(part.first_row)..end.min(part_end);
-            if mine.is_empty() {
-                continue;
-            }
-            let slice = Slice { rows: mine.start - first_row..mine.end - first_row, cols: 0..columns };
-            let values = TensorData::of_bytes(dtype, bytes, columns, &slice);
-            for shard in &mut self.0 {
-                shard.write(&part.parameter, mine.start - part.first_row, &values, columns);
-            }
-        }
-    }
-}
-
-impl ShadowWeights {
-    /// A stage of the ranks' shards, which hold parts of the same parameters in the same order.
-    pub fn new(ranks: Vec<Vec<ShadowShard>>) -> Self {
-        let places = ranks.first().into_iter().flatten().enumerate();
-        let places =
-            places.flat_map(|(cell, shard)| shard.parts.keys().map(move |name| (name.clone(), cell))).collect();
-        let mut cells: Vec<Cell> = Vec::new();
-        for shards in ranks {
-            cells.resize_with(shards.len(), || Cell(Vec::new()));
-            cells.iter_mut().zip(shards).for_each(|(cell, shard)| cell.0.push(shard));
-        }
-        Self { cells, places }
-    }
-
-    /// The shards of each rank.
-    pub fn into_ranks(self) -> Vec<Vec<ShadowShard>> {
-        let mut ranks: Vec<Vec<ShadowShard>> = Vec::new();
-        for Cell(shards) in self.cells {
-            ranks.resize_with(shards.len(), Vec::new);
-            ranks.iter_mut().zip(shards).for_each(|(rank, shard)| rank.push(shard));
-        }
-        ranks
-    }
-
-    pub(super) fn cells(&mut self) -> &mut [Cell] {
-        &mut self.cells
-    }
-
-    /// Where a tensor goes; None for one that brings no parameter.
-    ///
-    /// # Errors
-    /// `Internal` if that is not one cell.
-    pub(super) fn place(&self, target: &Target) -> Result<Option<usize>> {
-        let mut places = target.parts.iter().map(|part| self.places.get(&part.parameter).copied());
-        let Some(first) = places.next() else { return Ok(None) };
-        if first.is_none() || !places.all(|place| place == first) {
-            let names: Vec<&str> = target.parts.iter().map(|part| part.parameter.as_str()).collect();
-            return Err(Error::Internal(format!("{names:?} are stored apart, and cannot come as one tensor")));
-        }
-        Ok(first)
-    }
-}
-
-impl fmt::Debug for ShadowWeights {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "ShadowWeights({} parameters)", self.places.len())
-    }
 }

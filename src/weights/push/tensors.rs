@@ -1,45 +1,47 @@
-//! New values of whole parameters.
+//! The tensors of a push that are kept, as new values of whole parameters.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::receipt::Buffer;
+use super::buffer::Buffer;
 use crate::weights::{Dtype, Slice, TensorData};
 
 /// New values of whole parameters, by the model's names (unfused, unprefixed).
 #[derive(Debug, Default)]
 pub struct Tensors {
-    parameters: BTreeMap<String, Part>,
+    /// Where the values are, by the parameter's name.
+    parameters: BTreeMap<String, Location>,
 }
 
-/// One parameter inside a tensor.
+/// Where the values of a parameter are.
 #[derive(Debug)]
-struct Part {
-    tensor: Arc<Staged>,
+struct Location {
+    tensor: Arc<KeptTensor>,
+    /// The row of the tensor that the parameter begins with.
     first_row: usize,
 }
 
-/// A verified tensor.
+/// A verified tensor. A fused one holds several parameters.
 #[derive(Debug)]
-pub(super) struct Staged {
+pub(super) struct KeptTensor {
     pub dtype: Dtype,
-    /// Values in a row of the tensor.
+    /// How many values a row of the tensor has.
     pub columns: usize,
     pub bytes: Buffer,
 }
 
 impl Tensors {
-    /// Names of the parameters, ascending.
+    /// Names of the parameters that these tensors bring, ascending.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.parameters.keys().map(String::as_str)
     }
 
-    /// Values of a slice; None if it has not this parameter.
+    /// The values of a slice of a parameter; `None` if these tensors do not bring it.
     ///
     /// # Panics
     /// If the slice is not inside the parameter.
     pub fn read(&self, parameter: &str, slice: &Slice) -> Option<TensorData<'_>> {
-        let Part { tensor, first_row } = self.parameters.get(parameter)?;
+        let Location { tensor, first_row } = self.parameters.get(parameter)?;
         let rows = first_row + slice.rows.start..first_row + slice.rows.end;
         let slice = Slice { rows, cols: slice.cols.clone() };
         Some(TensorData::of_bytes(tensor.dtype, &tensor.bytes, tensor.columns, &slice))
@@ -49,7 +51,8 @@ impl Tensors {
         self.parameters.is_empty()
     }
 
-    pub(super) fn insert(&mut self, parameter: String, tensor: Arc<Staged>, first_row: usize) {
-        self.parameters.insert(parameter, Part { tensor, first_row });
+    /// Adds a parameter that begins with row `first_row` of `tensor`.
+    pub(super) fn insert(&mut self, parameter: String, tensor: Arc<KeptTensor>, first_row: usize) {
+        self.parameters.insert(parameter, Location { tensor, first_row });
     }
 }

@@ -3,8 +3,8 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use super::super::files::SourceFile;
-use super::super::ordered::Layout;
-use super::super::receipt::Slot;
+use super::super::receipt::Receipt;
+use super::super::row_stream::{RowLayout, Rows};
 use super::super::shared_memory::Segments;
 use super::*;
 
@@ -266,30 +266,30 @@ fn what_a_sender_changes_too_early_is_noticed_or_not_passed_on() {
     let mut failed = 0;
     for seed in 0..100 {
         let mut rng = rng(seed);
-        let layout = Layout { dtype: Dtype::Bf16, columns: rng.random_range(1..600) };
+        let layout = RowLayout { dtype: Dtype::Bf16, columns: rng.random_range(1..600) };
         let mut bytes = vec![0; rng.random_range(1..2000) * layout.row_bytes()];
         rng.fill(&mut bytes[..]);
         bytes.iter_mut().skip(1).step_by(2).for_each(|byte| *byte &= 0x3f); // finite
         let segment = Segment::new("early", &bytes);
         let file = std::fs::OpenOptions::new().write(true).open(&segment.0).unwrap();
         let source = opened(&segment);
-        let mut slot = Slot::new(bytes.len(), Some(layout.dtype), Some(xxh3_128(&bytes).to_be_bytes()));
+        let mut receipt = Receipt::new(bytes.len(), Some(layout.dtype), Some(xxh3_128(&bytes).to_be_bytes()));
         let mut passed = Vec::new();
         // Before or after the rows are taken, during any of the calls.
         let (before, mut left) = (rng.random(), rng.random_range(0..4));
         let place = rng.random_range(0..bytes.len());
-        let mut sink = |_: usize, rows: &[u8]| {
+        let mut sink = |rows: Rows<'_>| {
             let change = |now: bool| {
                 if now && left == 0 {
                     file.write_all_at(&[!bytes[place] & 0x3f], place as u64).unwrap();
                 }
             };
             change(before);
-            passed.extend_from_slice(rows);
+            passed.extend_from_slice(rows.bytes);
             change(!before);
             left -= 1;
         };
-        match slot.pass_file("w", (&source, 0), layout, &mut Vec::new(), &mut sink) {
+        match receipt.stream_file("w", (&source, 0), layout, &mut Vec::new(), &mut sink) {
             Ok(()) => assert!(passed == bytes, "seed {seed}: byte {place}"),
             Err(Error::DataLoss(_)) => failed += 1,
             Err(other) => panic!("seed {seed}: {other}"),
@@ -321,18 +321,18 @@ fn large_tensors_of_a_segment_are_read_whole() {
         let mut data = random_bytes(&mut rng, dtype, n);
         let segment = Segment::new("large", &[&[7; 3], &data[..]].concat());
         let digest = xxh3_128(&data).to_be_bytes();
-        let mut slot = Slot::new(data.len(), Some(dtype), Some(digest));
-        slot.fill("w", &opened(&segment), 3).unwrap();
-        assert_eq!(slot.digest(), Some(digest), "seed {seed}");
-        assert!(**slot.buffer().unwrap() == data[..], "seed {seed}");
+        let mut receipt = Receipt::new(data.len(), Some(dtype), Some(digest));
+        receipt.read("w", &opened(&segment), 3).unwrap();
+        assert_eq!(receipt.digest(), Some(digest), "seed {seed}");
+        assert!(**receipt.verified().unwrap() == data[..], "seed {seed}");
         let bad = rng.random_range(0..n);
         data[bad * dtype.size()..][..dtype.size()].fill(0xff);
         std::fs::write(&segment.0, &data).unwrap();
         let file = opened(&segment);
-        let read = Slot::new(data.len(), Some(dtype), None).fill("w", &file, 0);
+        let read = Receipt::new(data.len(), Some(dtype), None).read("w", &file, 0);
         refused(read, "tensors", &["\"w\"", &format!("element {bad};")]);
         // That the bytes are others is said first: the values are then not the trainer's.
-        lost(Slot::new(data.len(), Some(dtype), Some(digest)).fill("w", &file, 0), "\"w\"");
+        lost(Receipt::new(data.len(), Some(dtype), Some(digest)).read("w", &file, 0), "\"w\"");
     }
 }
 

@@ -1,7 +1,8 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::super::finite::first_not_finite;
-use super::super::receipt::{Slot, in_parallel};
+use super::super::receipt::Receipt;
+use super::super::threads::in_parallel;
+use super::super::verify::first_not_finite;
 use super::*;
 
 /// Every byte of the push once, as `(tensor, offset, data)` in any order.
@@ -86,7 +87,7 @@ fn large_tensors_in_chunks_are_the_bytes_that_were_sent() {
         let bytes = rng.random_range(1..3 << 20) * 4;
         let data: Vec<u8> = (0..bytes).map(|i| (i as u64).wrapping_mul(seed + 77).to_le_bytes()[1] & 0x3f).collect();
         let digest = xxh3_128(&data).to_be_bytes();
-        let mut slot = Slot::new(bytes, Some(random_dtype(&mut rng)), Some(digest));
+        let mut receipt = Receipt::new(bytes, Some(random_dtype(&mut rng)), Some(digest));
         let size = rng.random_range(1 << 16..1 << 19);
         let mut chunks: Vec<(usize, &[u8])> = data.chunks(size).enumerate().collect();
         let disorder = rng.random_range(0..4);
@@ -97,11 +98,11 @@ fn large_tensors_in_chunks_are_the_bytes_that_were_sent() {
         let mut received = 0;
         for (i, chunk) in chunks {
             received += chunk.len();
-            let whole = slot.write("w", (i * size) as u64, chunk).unwrap();
-            assert_eq!((slot.received(), whole), (received, received == bytes), "seed {seed}");
+            let whole = receipt.gather("w", (i * size) as u64, chunk).unwrap();
+            assert_eq!((receipt.received(), whole), (received, received == bytes), "seed {seed}");
         }
-        assert_eq!(slot.digest(), Some(digest), "seed {seed}");
-        assert!(**slot.buffer().unwrap() == data[..], "seed {seed}");
+        assert_eq!(receipt.digest(), Some(digest), "seed {seed}");
+        assert!(**receipt.verified().unwrap() == data[..], "seed {seed}");
     }
 }
 
@@ -153,8 +154,8 @@ fn chunks_that_do_not_fit_are_refused() {
 
 #[test]
 fn gaps_are_bounded() {
-    let mut slot = Slot::new(1 << 20, None, None);
-    let sent = (0..1 << 19).take_while(|i| slot.write("w", i * 2, &[0]).is_ok()).count();
+    let mut receipt = Receipt::new(1 << 20, None, None);
+    let sent = (0..1 << 19).take_while(|i| receipt.gather("w", i * 2, &[0]).is_ok()).count();
     assert_eq!(sent, 4096);
 }
 
@@ -179,8 +180,8 @@ fn values_that_are_not_finite_are_named() {
         assert_eq!(first_not_finite(&bytes, dtype), Some(bad), "seed {seed}: {dtype:?}");
         let expected = floats(&bytes, dtype).iter().position(|v| !v.is_finite());
         assert_eq!(expected, Some(bad), "seed {seed}");
-        let mut slot = Slot::new(bytes.len(), Some(dtype), None);
-        refused(slot.write("w", 0, &bytes), "tensors", &["\"w\" is not finite", &format!("element {bad};")]);
+        let mut receipt = Receipt::new(bytes.len(), Some(dtype), None);
+        refused(receipt.gather("w", 0, &bytes), "tensors", &["\"w\" is not finite", &format!("element {bad};")]);
     }
 }
 
