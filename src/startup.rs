@@ -23,16 +23,17 @@ use crate::server::{ModelFacts, PromptEncoder, ServerInfo, ServingContext};
 use crate::text::{ChatTemplate, Tokenizer};
 use crate::weights::{Checkpoint, Dtype, ModelFiles, ModelSource, Parameters, Partition, Sources, TokenizerFiles};
 
-/// What the process takes beside its reservations: code, threads, tokenizer, requests and replies under way, and the
-/// allocator's slack. With SmolLM2-135M, resident memory less the reservations touched: 45 MiB when idle, an estimated
-/// 115 MiB after 64 samples (the touched part of the cache is counted from its blocks). What the transport holds of frames
-/// that are not whole comes out of it too: 32 MiB of long ones, and 96 KiB at most for each connection.
+/// Bytes set aside for what is not reserved one by one: code, threads, tokenizer, and the allocator's slack. With
+/// SmolLM2-135M, resident memory less the reservations touched: 45 MiB when idle, an estimated 115 MiB after 64 samples
+/// (the touched part of the cache is counted from its blocks). What the transport holds of frames that are not whole
+/// comes out of it too: 32 MiB of long ones, and 96 KiB at most for each connection.
 const PROCESS_BYTES: u64 = 192 << 20;
 
-/// Most that is set aside for requests and replies under way unless it is asked for: what several batches of a large
-/// trainer take while they are decoded.
+/// Most bytes that are set aside for requests and replies in flight where `--request-bytes` is not given: what several
+/// batches of a large trainer take while they are decoded.
 const MAX_REQUEST_BYTES: u64 = 512 << 20;
-/// Least that is set aside for them: a request of a few prompts, its text being encoded, and its reply.
+/// Fewest bytes that are set aside for requests and replies in flight: a request of a few prompts, its text being
+/// encoded, and its reply.
 const MIN_REQUEST_BYTES: u64 = 8 << 20;
 
 /// A running engine and what is known about it.
@@ -46,7 +47,7 @@ pub struct Started {
     pub dtype: &'static str,
     pub max_model_len: usize,
     pub parameters: Arc<Parameters>,
-    /// Number of weights, tied ones once.
+    /// Number of weights (elements of all parameters); a tied head counts once.
     pub num_weights: u64,
     pub kernel: &'static str,
     pub text: Text,
@@ -83,7 +84,7 @@ impl Started {
     }
 }
 
-/// What turns text into tokens and back; a model without a tokenizer serves token ids only.
+/// The model's tokenizer and chat template. A model without a tokenizer serves token ids only.
 pub struct Text {
     pub tokenizer: Option<Arc<Tokenizer>>,
     pub chat_template: Option<ChatTemplate>,
@@ -104,7 +105,7 @@ impl Text {
     }
 }
 
-/// How the model is laid out; one for all ranks.
+/// Everything that all ranks are built alike with: sizes, precisions and devices.
 #[derive(Clone)]
 struct Layout {
     world: usize,
@@ -227,7 +228,8 @@ impl Layout {
     }
 }
 
-/// The devices of the ranks. Each has threads of its own; together they are as many as asked for, and at least one each.
+/// The devices of the ranks. Each has threads of its own; together they are as many as asked for, and at least one
+/// each.
 ///
 /// # Errors
 /// `Config` if there is no such device, or it has not the kernel that is asked for.
@@ -237,8 +239,8 @@ fn open_devices(config: &Config) -> Result<Devices> {
     Ok(Devices::open(config.device, config.tp, threads, kernel.get_name())?)
 }
 
-/// Reserves what does not depend on the size of the KV cache. The decoders' memory is not touched yet: their pages
-/// come from the system as the weights are loaded.
+/// Reserves everything whose size does not depend on the KV cache, and makes the ranks' decoders, whose matrices take
+/// their memory only when the ranks load them.
 fn reserve_fixed(
     budget: &mut MemoryBudget,
     config: &Config,
@@ -276,7 +278,7 @@ fn reserve_fixed(
     Ok(decoders)
 }
 
-/// Reserves what requests and replies under way may take, and makes their count.
+/// Reserves the memory of requests and replies in flight, and makes the counter that holds them to it.
 fn reserve_requests(
     budget: &mut MemoryBudget,
     config: &Config,
@@ -285,7 +287,7 @@ fn reserve_requests(
 ) -> Result<Traffic> {
     let one_sequence = block_bytes(model, layout) * blocks_for(layout.max_model_len, layout);
     let default = || {
-        // One sequence must fit beside them; a smaller share of a small rest is no use to anybody.
+        // A KV cache of one longest sequence must fit beside them.
         let share = (budget.remaining() / 4).min(budget.remaining().saturating_sub(one_sequence));
         share.clamp(MIN_REQUEST_BYTES, MAX_REQUEST_BYTES)
     };
@@ -296,7 +298,7 @@ fn reserve_requests(
     Ok(Traffic::new(bytes))
 }
 
-/// Reserves the KV cache: what was asked for, or all that is left. Returns its blocks.
+/// Reserves the KV cache, as large as asked for or all that is left, and returns its number of blocks.
 fn reserve_kv(budget: &mut MemoryBudget, config: &Config, model: &ModelConfig, layout: &Layout) -> Result<usize> {
     let per_block = block_bytes(model, layout);
     let needed = blocks_for(layout.max_model_len, layout);
@@ -326,14 +328,14 @@ fn reserve_kv(budget: &mut MemoryBudget, config: &Config, model: &ModelConfig, l
     })
 }
 
-/// What the KV cache leaves free for pushes that arrive while it is full: a FULL push, or copies of the base below an
-/// adapter that comes after one, with room for the adapters.
+/// Bytes that the KV cache leaves free for pushes: shadow weights for a FULL push, or copies of replaced bases below an
+/// adapter, and the adapter itself.
 fn staging_room(budget: &MemoryBudget, config: &Config) -> u64 {
     let (weights, remaining) = (budget.reserved(MemoryUse::Weights), budget.remaining());
     config.staging_bytes.unwrap_or_else(|| (weights + weights / 2).min(remaining / 4)).min(remaining)
 }
 
-/// All parameters, as they serve.
+/// All parameters of the model, and how they serve.
 fn parameters(decoder: &mut Decoder, model: &ModelConfig, layout: &Layout) -> Result<Parameters> {
     let mut specs = Vec::new();
     decoder.visit(&mut |spec, _| {
@@ -347,7 +349,7 @@ fn parameters(decoder: &mut Decoder, model: &ModelConfig, layout: &Layout) -> Re
     Ok(Parameters::new(specs, dtype, layout.world, model.tie_word_embeddings))
 }
 
-/// Bytes of a block on all ranks together.
+/// Bytes of one KV block on all ranks together.
 fn block_bytes(model: &ModelConfig, layout: &Layout) -> u64 {
     let one = kv_bytes_per_block(model, &layout.build(0), layout.kv, layout.block_size);
     one * layout.world as u64
@@ -367,7 +369,7 @@ fn print_ledger(report: &MemoryReport, blocks: usize, layout: &Layout) {
     tracing::info!("memory: the KV cache is {blocks} blocks of {} tokens, {tokens} tokens", layout.block_size);
 }
 
-/// What every rank is made of.
+/// What every rank is built from, shared by their threads.
 struct Ingredients {
     model: ModelConfig,
     layout: Layout,
@@ -406,7 +408,7 @@ fn start_ranks(decoders: Vec<Decoder>, ingredients: Ingredients) -> Result<Ranks
     Ok(ranks)
 }
 
-/// Says how far the load has come, at each tenth.
+/// Logs the progress of loading at each tenth.
 struct Progress {
     total: u64,
     loaded: AtomicU64,
@@ -434,7 +436,7 @@ impl Progress {
     }
 }
 
-/// Number of weights, tied ones once.
+/// Number of weights (elements of all parameters); a tied head counts once.
 fn count_weights(checkpoint: &Checkpoint, model: &ModelConfig) -> u64 {
     let is_copy = |name: &str| model.tie_word_embeddings && name == "lm_head.weight";
     let elements = |name: &&str| checkpoint.shape(name).map_or(0, |s| s.iter().product::<usize>() as u64);

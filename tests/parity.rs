@@ -1,5 +1,5 @@
 //! Log-probabilities of every supported architecture against transformers, over 512-token sequences: in float32 on one
-//! rank and on two, in bfloat16 on every instruction set.
+//! rank and on two of every device, in bfloat16 on every instruction set of the CPU.
 
 mod common;
 
@@ -88,17 +88,17 @@ fn distance(a: &[f32], b: &[f32]) -> [(&'static str, f64); 3] {
 }
 
 fn check_float32(model: &str, reference: &Reference) {
-    for tp in ["1", "2"] {
-        let engine = Engine::start(model, &["--dtype", "float32", "--tp", tp]);
+    for (device, tp) in [("cpu", "1"), ("cpu", "2"), ("reference", "1"), ("reference", "2")] {
+        let engine = Engine::start(model, &["--dtype", "float32", "--tp", tp, "--device", device]);
         let difference = largest(&score(&engine, &reference.sequences), &reference.float32);
-        println!("{model} float32 tp {tp}: largest difference {difference:e}");
-        assert!(difference < TOLERANCE, "{model} tp {tp}: {difference:e}");
+        println!("{model} float32 on {device}, tp {tp}: largest difference {difference:e}");
+        assert!(difference < TOLERANCE, "{model} on {device}, tp {tp}: {difference:e}");
 
         let params = SamplingParams { temperature: 0.0, max_tokens: 32, ..Default::default() };
         let prompt = vec![reference.greedy_prompt.clone()];
         let greedy = engine.generate(Request::generate(prompt, 1, 0, 0).params(params));
         let tokens: Vec<_> = greedy.completions[0].tokens.iter().map(|t| t.token).collect();
-        assert_eq!(tokens, reference.greedy, "{model} tp {tp}: greedy continuation");
+        assert_eq!(tokens, reference.greedy, "{model} on {device}, tp {tp}: greedy continuation");
     }
 }
 

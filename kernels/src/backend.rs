@@ -1,5 +1,5 @@
-//! What a device's room implements. [`Device`](crate::Device), [`Ops`](crate::Ops), [`Matrix`] and [`KvCache`] are these
-//! traits as everything above this crate sees them, and document what the methods here do.
+//! What a device's room implements. [`Device`](crate::Device), [`Ops`](crate::Ops), [`Matrix`] and [`KvCache`] are
+//! these traits as everything above this crate sees them, and document what the methods here do.
 
 use std::any::Any;
 use std::ops::Range;

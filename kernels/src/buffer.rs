@@ -8,7 +8,8 @@ use crate::device::Device;
 use crate::host;
 use crate::matrix::{WeightDtype, WeightRows};
 
-/// Float32 values in a device's memory, in one dimension: a bias, the weights of a norm, a table of the rotary embedding.
+/// Float32 values in a device's memory, in one dimension: a bias, the weights of a norm, a table of the rotary
+/// embedding.
 pub struct Buffer {
     device: Device,
     values: Tensor,
@@ -45,8 +46,8 @@ impl Buffer {
         self.device.room().write(&self.values, start, values)
     }
 
-    /// Replaces the values from `start` on by `values`, rounded to what a matrix of `dtype` would hold: in bfloat16 every
-    /// weight has bfloat16's precision, vectors too, as in the trainer.
+    /// Replaces the values from `start` on by `values`, rounded to what a matrix of `dtype` would hold: in bfloat16
+    /// every weight has bfloat16's precision, vectors too, as in the trainer.
     ///
     /// # Errors
     /// If the device fails.

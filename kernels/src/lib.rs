@@ -1,11 +1,11 @@
 //! The devices that rollout-server runs on: one set of operators, and a room of this crate for each device.
 //!
 //! [`Backend`] is the closed set of devices. [`Backend::open`] gives a [`Device`], which says what it can take, has the
-//! memory ([`Matrix`], [`KvCache`], [`Buffer`]) and starts the operators of a rank ([`Ops`]). What is above this crate is
-//! written in these types alone. Activations are candle tensors of the device, made once and written in place.
+//! memory ([`Matrix`], [`KvCache`], [`Buffer`]) and starts the operators of a rank ([`Ops`]). What is above this crate
+//! is written in these types alone. Activations are candle tensors of the device, made once and written in place.
 //!
-//! Whatever the device, every reduction order depends on nothing but the row's own inputs, so that a row's result is the
-//! same bits alone or in any batch.
+//! Whatever the device, every reduction order depends on nothing but the row's own inputs, so that a row's result is
+//! the same bits alone or in any batch.
 
 mod backend;
 mod buffer;
@@ -34,7 +34,8 @@ pub use ops::Ops;
 pub use sampling::{Sampled, SampledTokens, SamplingTask, TokenLogprobs};
 pub use step::{AttentionSequence, AttentionShape, RowTasks, Step, StepInput};
 
-/// The devices there are. Another one is a room of this crate that implements the traits of `backend`, and a variant here.
+/// The devices there are. Another one is a room of this crate that implements the traits of `backend`, and a variant
+/// here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backend {
     /// The processor, with its vector instructions.

@@ -106,7 +106,8 @@ impl RowBits<'_> {
     }
 }
 
-/// Called with a range of rows, calls the function it is given with the values of those rows. Called from several threads.
+/// Called with a range of rows, calls the function it is given with the values of those rows. Called from several
+/// threads.
 pub type ReadRows<'a> = dyn Fn(Range<usize>, &mut dyn FnMut(WeightRows<'_>)) + Sync + 'a;
 
 /// Called with a range of rows, calls the function it is given with (row, column, value) of each element of those rows

@@ -11,8 +11,8 @@ use crate::backend::OpsImpl;
 use crate::matrix::{ReadRows, WriteElements};
 use crate::{AttentionSequence, AttentionShape, BlockCopy, Buffer, KvCache, Matrix, Merge, Sampled, Step, StepInput};
 
-/// The operators of one rank. Each that a step uses is a trace-level span, which costs the comparison of two levels while
-/// nobody listens.
+/// The operators of one rank. Each that a step uses is a trace-level span, which costs the comparison of two levels
+/// while nobody listens.
 pub struct Ops(Box<dyn OpsImpl>);
 
 impl Ops {
@@ -108,8 +108,8 @@ impl Ops {
         self.0.copy_blocks(cache, copies)
     }
 
-    /// `out[row] = softmax(scale * q[row] · K) V` per head: causal attention of each row over its sequence's cached keys
-    /// and values. `q` and `out` are `[rows, heads * head_dim]`; rows of no sequence are not touched.
+    /// `out[row] = softmax(scale * q[row] · K) V` per head: causal attention of each row over its sequence's cached
+    /// keys and values. `q` and `out` are `[rows, heads * head_dim]`; rows of no sequence are not touched.
     ///
     /// # Panics
     /// If shapes do not agree, a block table is too short or names a block outside the cache, or sequences share rows.

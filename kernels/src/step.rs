@@ -54,7 +54,8 @@ pub struct StepInput<'a> {
     pub tasks: &'a [SamplingTask<'a>],
 }
 
-/// A step that a device has prepared ([`Ops::prepare`](crate::Ops::prepare)): what its operators take their indices from.
+/// A step that a device has prepared ([`Ops::prepare`](crate::Ops::prepare)): what its operators take their indices
+/// from.
 pub struct Step<'a> {
     input: StepInput<'a>,
     prepared: Box<dyn Any>,

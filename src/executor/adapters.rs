@@ -1,8 +1,8 @@
-//! Adapters that stay beside the weights: `out += b (a x)` for the rows that name one.
+//! Resident adapters, which are not merged: `out += b (a x)` for the rows of the batch that use one.
 //!
-//! The bits of a row depend on nothing but its own inputs and its adapter, as those of the layers do: `a` has the
-//! layer's reduction order where the input is split over ranks (and then its results are summed over them), and all
-//! reductions over the rank of the factors are whole on every rank.
+//! The bits of a row depend on nothing but its own inputs and its adapter, on any number of ranks: where a layer's
+//! input is split over ranks, `a x` has the layer's reduction order and is summed over them, and every reduction over
+//! the rank of the factors is whole on each of them.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -14,16 +14,17 @@ use crate::error::Result;
 use crate::model::{Additions, Build, Decoder, Parameterized, Site};
 use crate::weights::{Adapter, Factors, ParamSpec, ShardRule};
 
-/// Rows that go through an adapter at once: enough to read its factors from cache only.
+/// Rows that go through an adapter at once: enough that its factors are read from the cache.
 const ROWS_AT_ONCE: usize = 128;
 
-/// Values of each buffer, if no single row is longer: 4 MiB.
+/// Values in each buffer (4 MiB), unless a single row is longer.
 const BUFFER_VALUES: usize = 1 << 20;
 
-/// Memory is mapped in these.
+/// Bytes that a matrix is rounded up to in memory.
 const PAGE: usize = 4096;
 
-/// What `adapters` resident adapters of all linear layers take on a rank: float32 factors of rank `rank`, and buffers.
+/// Bytes that `adapters` resident adapters of rank `rank` take on one rank of the model, if each has float32 factors
+/// for all linear layers; the buffers are included.
 ///
 /// # Errors
 /// `Config` if a parameter cannot be divided among the ranks.
@@ -45,34 +46,34 @@ pub fn resident_adapter_bytes(decoder: &Decoder, build: &Build, rank: usize, ada
     Ok((adapters * one + 3 * 4 * buffer_values(decoder, build)?) as u64)
 }
 
-/// The adapters of a rank, by generation.
+/// The resident adapters on one rank of the model, by generation.
 pub struct ResidentAdapters {
     build: Build,
     generations: BTreeMap<u64, HashMap<Site, Term>>,
-    /// None while there is no adapter, and while the workspace is released.
+    /// `None` while there is no adapter, and while the workspace is released.
     buffers: Option<Buffers>,
 }
 
-/// What one adapter adds at one site.
+/// The term that one adapter adds at one site.
 struct Term {
-    /// The first factors of all adapted projections, one below the other, `[ranks, k]`.
+    /// The factors `a` of all adapted projections of the site, stacked: `[sum of ranks, k]`.
     a: Matrix,
-    parts: Vec<Part>,
-    /// Whether `a x` is a sum over ranks.
+    up: Vec<UpFactor>,
+    /// Whether the site's input is split over the model's ranks, so that `a x` must be summed over them.
     is_split: bool,
 }
 
-/// The second factor of one projection.
-struct Part {
+/// The factor `b` of one projection.
+struct UpFactor {
     /// `[n, rank]`, multiplied by the scaling and rounded to float32.
     b: Matrix,
-    /// Where its ranks are in `a x`.
+    /// Its first column in `a x`.
     first_rank: usize,
-    /// Where its features are in what the site gives.
+    /// The first column of its projection in the site's output.
     first_column: usize,
 }
 
-/// Values of some rows, flat: the input, the first factor's product and the second's.
+/// Scratch for some rows at a time, flat: the input `x`, `a x` and `b (a x)`.
 struct Buffers {
     x: Tensor,
     ranks: Tensor,
@@ -80,7 +81,7 @@ struct Buffers {
     values: usize,
 }
 
-/// The adapters of one batch with the rows that go through each.
+/// The adapters that one batch uses, each with the rows that use it.
 pub struct BatchAdapters<'a> {
     groups: Vec<(&'a HashMap<Site, Term>, Vec<u32>)>,
     buffers: &'a Buffers,
@@ -91,7 +92,7 @@ impl ResidentAdapters {
         Self { build, generations: BTreeMap::new(), buffers: None }
     }
 
-    /// Keeps `adapter`, which can be applied unmerged, under a number that was never used.
+    /// Keeps `adapter`, which must be one that can be applied unmerged, under a generation that was never used before.
     pub fn add(&mut self, decoder: &Decoder, generation: u64, adapter: &Adapter) -> Result<()> {
         let mut terms = HashMap::new();
         for (site, parts) in decoder.sites() {
@@ -114,7 +115,7 @@ impl ResidentAdapters {
         }
     }
 
-    /// Makes the buffers if there are adapters that need them.
+    /// Takes the buffers' memory, if there are adapters that need them.
     pub fn take_buffers(&mut self, decoder: &Decoder) -> Result<()> {
         if self.buffers.is_none() && !self.generations.is_empty() {
             self.buffers = Some(Buffers::new(&self.build, buffer_values(decoder, &self.build)?)?);
@@ -122,12 +123,12 @@ impl ResidentAdapters {
         Ok(())
     }
 
-    /// Gives the buffers back.
+    /// Gives the buffers' memory back.
     pub fn release_buffers(&mut self) {
         self.buffers = None;
     }
 
-    /// The adapters of a batch, of which `rows` names that of each row; None if it names none.
+    /// The adapters that a batch uses, where `rows` has each row's generation; `None` if no row uses one.
     ///
     /// # Panics
     /// If one is not resident, or the buffers are released.
@@ -150,7 +151,7 @@ impl ResidentAdapters {
 }
 
 impl Term {
-    /// What one adapter adds at the site of these projections; each comes with its first column in what the site gives.
+    /// The term of one adapter at one site. Each adapted projection comes with its first column in the site's output.
     fn new(build: &Build, adapted: &[(&ParamSpec, usize, Factors<'_>)]) -> Result<Self> {
         let is_split = adapted.iter().any(|(spec, ..)| spec.shard == ShardRule::Columns);
         let ranks = adapted.iter().map(|(_, _, factors)| factors.rank).sum();
@@ -158,7 +159,7 @@ impl Term {
         let whole = adapted[0].0.shape[1];
         let leaves = if is_split { build.partition.leaves(whole) } else { 1 };
         let mut a = build.device.zeros(float32(ranks, columns.len(), leaves))?;
-        let (mut parts, mut first_rank) = (Vec::new(), 0);
+        let (mut up, mut first_rank) = (Vec::new(), 0);
         for (spec, first_column, factors) in adapted {
             for (i, row) in factors.a.chunks_exact(whole).enumerate() {
                 a.write_rows(first_rank + i, WeightRows::F32(&row[columns.clone()]));
@@ -170,10 +171,10 @@ impl Term {
                 .collect();
             let mut b = build.device.zeros(float32(rows.len(), factors.rank, 1))?;
             b.write_rows(0, WeightRows::F32(&scaled));
-            parts.push(Part { b, first_rank, first_column: *first_column });
+            up.push(UpFactor { b, first_rank, first_column: *first_column });
             first_rank += factors.rank;
         }
-        Ok(Self { a, parts, is_split })
+        Ok(Self { a, up, is_split })
     }
 
     /// `out[rows] += b (a x[rows])`.
@@ -201,7 +202,7 @@ impl Term {
             if self.is_split {
                 comm.all_reduce_sum(&ranks)?;
             }
-            for Part { b, first_rank, first_column } in &self.parts {
+            for UpFactor { b, first_rank, first_column } in &self.up {
                 let y = Buffers::rows(&buffers.y, rows.len(), b.n())?;
                 ops.linear(&ranks.narrow(1, *first_rank, b.k())?, b, None, &y)?;
                 ops.add_rows(&y, rows, &out.narrow(1, *first_column, b.n())?)?;
@@ -224,18 +225,18 @@ impl Buffers {
         Ok(Self { x: make()?, ranks: make()?, y: make()?, values })
     }
 
-    /// The start of a buffer as dense rows.
+    /// The beginning of a flat buffer as dense rows.
     fn rows(buffer: &Tensor, rows: usize, width: usize) -> Result<Tensor> {
         Ok(buffer.narrow(0, 0, rows * width)?.reshape((rows, width))?)
     }
 }
 
-/// The shape of factors, which are float32.
+/// The shape of a factor. Factors are float32 whatever the weights are.
 fn float32(n: usize, k: usize, leaves: usize) -> MatrixShape {
     MatrixShape { dtype: WeightDtype::F32, n, k, leaves }
 }
 
-/// Values that each buffer holds: one row of what is widest, or [`BUFFER_VALUES`].
+/// Values in each buffer: [`BUFFER_VALUES`], or the widest single row if that is more.
 fn buffer_values(decoder: &Decoder, build: &Build) -> Result<usize> {
     let mut values = BUFFER_VALUES;
     for (_, parts) in decoder.sites() {
@@ -266,9 +267,7 @@ mod tests {
                 let matrices = |resident: &ResidentAdapters| {
                     let terms = resident.generations.values().flat_map(HashMap::values);
                     let pages = |matrix: &Matrix| matrix.bytes().next_multiple_of(PAGE);
-                    terms
-                        .map(|term| pages(&term.a) + term.parts.iter().map(|p| pages(&p.b)).sum::<usize>())
-                        .sum::<usize>()
+                    terms.map(|term| pages(&term.a) + term.up.iter().map(|p| pages(&p.b)).sum::<usize>()).sum::<usize>()
                 };
                 for count in 1..=2 {
                     resident.add(&decoder, count, &adapter).unwrap();

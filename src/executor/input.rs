@@ -1,10 +1,10 @@
-//! Flattens a plan's sequences into the rows of one batch.
+//! A step plan as the device's input: all sequences flattened into the rows of one batch.
 
 use rollout_kernels::{AttentionSequence, RowTasks, SamplingTask, StepInput};
 
 use crate::types::{LogitsTask, PlanSequence, StepPlan};
 
-/// The rows of one step, kept between steps so that their memory is reused.
+/// The rows of one step. It is kept between steps, so that its lists keep their memory.
 #[derive(Default)]
 pub struct FlatBatch {
     tokens: Vec<u32>,
@@ -16,14 +16,14 @@ pub struct FlatBatch {
     pub logits: Vec<RowTasks>,
 }
 
-/// What of a batch is borrowed from its plan.
+/// The parts of a batch that are borrowed from its plan.
 pub struct PlanView<'a> {
     sequences: Vec<AttentionSequence<'a>>,
     tasks: Vec<SamplingTask<'a>>,
 }
 
 impl FlatBatch {
-    /// Takes the rows of `plan`, with `block_size` tokens to a block.
+    /// Replaces the rows by those of `plan`. `block_size` is the number of tokens in a KV block.
     pub fn fill(&mut self, plan: &StepPlan, block_size: usize) {
         self.tokens.clear();
         self.positions.clear();
@@ -50,7 +50,7 @@ impl FlatBatch {
         }
     }
 
-    /// The step of this batch, which was filled from the plan that `view` is of.
+    /// The device's input. `view` must be of the plan that the batch was last filled from.
     pub fn step<'a>(&'a self, view: &'a PlanView<'a>) -> StepInput<'a> {
         StepInput {
             tokens: &self.tokens,
@@ -81,10 +81,10 @@ impl<'a> PlanView<'a> {
     }
 }
 
-/// What a task asks of the device.
+/// A task of the plan as the device takes it.
 fn sampling_task(task: &LogitsTask) -> SamplingTask<'_> {
     let params = &*task.params;
-    // Before so many tokens a sample must not end.
+    // Tokens that end a sample are banned until it has `min_tokens` tokens.
     let may_stop = task.output_index >= params.min_tokens;
     SamplingTask {
         temperature: params.temperature,

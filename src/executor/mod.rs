@@ -1,4 +1,4 @@
-//! The executor: runs step plans on the ranks.
+//! The executor: runs step plans on the ranks, and changes their weights between steps.
 
 mod adapters;
 mod input;
@@ -20,17 +20,17 @@ pub use ranks::Ranks;
 pub use runner::ModelRunner;
 pub use weights::RankWeights;
 
-/// Runs steps, at most one at a time. Launch and collect are apart so that the engine can work while the ranks do. The
-/// other orders are given between a `collect` and the next `launch`; each is carried out by all ranks before it returns.
+/// Runs steps, at most one at a time. `launch` and `collect` are two calls so that the engine can work while the ranks
+/// compute. All other calls come between a `collect` and the next `launch`; each returns when all ranks have done it.
 pub trait Executor {
     /// Starts a step.
     fn launch(&mut self, plan: Arc<StepPlan>) -> Result<()>;
-    /// Waits for the step that was launched and gives its answers, in the plan's order of tasks.
+    /// Waits for the launched step. The answers are in the plan's order of tasks.
     fn collect(&mut self) -> Result<StepOutput>;
-    /// Whether what `order` reads of the checkpoint is what was loaded. Touches nothing.
+    /// Checks that the parts of the checkpoint that `order` will read are what was loaded. Changes nothing.
     ///
     /// # Errors
-    /// `DataLoss` naming a file that is not.
+    /// `DataLoss` naming a file that has changed.
     fn check(&mut self, order: &WeightOrder) -> Result<()>;
     /// Changes the weights.
     ///
@@ -49,36 +49,37 @@ pub trait Executor {
     /// Bytes of whole rows of a parameter in the dtype in which it serves (row-major, little-endian), gathered from the
     /// ranks.
     fn read(&mut self, spec: &ParamSpec, rows: Range<usize>) -> Result<Vec<u8>>;
-    /// Gives memory back to the system, and says what came of it.
+    /// Gives memory back to the system. What is released must be restored before it is used.
     fn release(&mut self, memory: Memory) -> Result<Released>;
     /// Takes released memory again; its content is unspecified.
     ///
     /// # Errors
     /// `ResourceExhausted` if the device has not as much.
     fn restore(&mut self, memory: Memory) -> Result<()>;
-    /// Gives the storage of shadow weights back to the system; the bytes that came back.
+    /// Gives the storage of shadow weights back to the system. Returns the bytes that the devices have back.
     fn discard(&mut self, shadow: ShadowWeights) -> Result<u64>;
-    /// Bytes of the devices' memory that the process takes now, when allocators keep nothing of what was freed.
+    /// Bytes of the devices' memory that the process takes now. Allocators give back what they keep of freed memory
+    /// first.
     fn used_bytes(&self) -> u64;
 }
 
-/// What came of a release.
+/// What a release of memory has given back, and what it has not.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Released {
-    /// Bytes that the devices have back, as they measure it.
+    /// Bytes that the devices have back, as measured.
     pub freed: u64,
-    /// Bytes of weights that stay, because nothing else has their values.
+    /// Bytes of weights that stay because their values are nowhere else; 0 for other memory.
     pub kept: u64,
 }
 
-/// What a rank's memory is for.
+/// A kind of memory that a rank can release and restore.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Memory {
     KvCache,
     Workspace,
     /// Weights that can be read from the checkpoint again: what FULL and DELTA pushes have brought stays.
     Weights,
-    /// All weights and copies of the base; the checkpoint is the base again.
+    /// All weights, and copies of bases that pushes have replaced: the checkpoint is the base again.
     WeightsAndBase,
 }
 
@@ -86,17 +87,18 @@ pub enum Memory {
 /// its place; an adapter is always merged into the base.
 #[derive(Clone, Debug)]
 pub enum WeightOrder {
-    /// Every parameter: the base with `adapter` merged. For weights that were released.
+    /// Sets every parameter to its base with `adapter` merged, for weights that were released.
     Load { adapter: Arc<Adapter> },
-    /// The parameters that either touches: the base with `after` merged instead of `before`. Where the base is no longer
-    /// the checkpoint's, the ranks keep a copy of it as long as an adapter is merged into it.
+    /// Sets the parameters that either adapter touches to their base with `after` merged, where `before` is merged now.
+    /// Where the base is no longer the checkpoint's, the ranks keep a copy of it for as long as an adapter is merged.
     Merge { before: Arc<Adapter>, after: Arc<Adapter> },
-    /// These parameters take these values, which are their base from now on.
+    /// Sets some parameters to new values, which are their base from now on.
     Replace { tensors: Arc<Tensors> },
-    /// Single elements take new values. What serves then is the base from now on: of the changed parameters, and of those
-    /// that `merged`, the adapter merged now, touches.
+    /// Sets single elements to new values. What serves then becomes the base of the changed parameters, and of those
+    /// that `merged`, the adapter that is merged now, touches.
     Patch { delta: Arc<Delta>, merged: Arc<Adapter> },
-    /// Keeps an adapter resident under this number, which a [`PlanSequence`](crate::types::PlanSequence) can name.
+    /// Keeps an adapter resident under this generation, by which a [`PlanSequence`](crate::types::PlanSequence) names
+    /// it.
     AddAdapter { generation: u64, adapter: Arc<Adapter> },
     /// Drops a resident adapter.
     RemoveAdapter { generation: u64 },

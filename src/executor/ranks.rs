@@ -1,4 +1,4 @@
-//! One thread for each tensor-parallel rank. All get the same orders in the same order.
+//! The tensor-parallel ranks: a thread for each. All of them get the same orders in the same sequence.
 
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -16,15 +16,15 @@ use crate::weights::{ParamSpec, ShadowShard, ShadowWeights, Slice};
 /// Exit status after a rank has failed: EX_SOFTWARE of sysexits.h, an internal error.
 const RANK_FAILED: i32 = 70;
 
-/// What a rank is told.
+/// A message to a rank's thread.
 enum Order {
-    /// Answered by the first rank, where steps are answered.
+    /// A step, which rank 0 answers through the channel of steps.
     Step(Arc<StepPlan>),
-    /// Answered with the rank's number.
+    /// A task between steps, which every rank answers with its number.
     Task { task: Task, answer: Sender<(usize, Result<Answer>)> },
 }
 
-/// What is done between steps.
+/// What a rank does between steps; see [`Executor`].
 enum Task {
     Check(WeightOrder),
     Reopen,
@@ -37,11 +37,11 @@ enum Task {
     Discard(Vec<ShadowShard>),
 }
 
-/// What comes of it.
+/// The result of a [`Task`].
 enum Answer {
     Done,
     Read(Vec<u8>),
-    /// Bytes that were not released.
+    /// Bytes of weights that were not released.
     Kept(u64),
     Storage(Vec<ShadowShard>),
 }
@@ -55,8 +55,8 @@ pub struct Ranks {
 }
 
 impl Ranks {
-    /// Starts a thread for each of `makers`, which builds its rank there, all at the same time. Returns once all are
-    /// built.
+    /// Starts a thread for each of `makers`, which builds its rank on that thread. All are built at the same time, and
+    /// all are ready when this returns.
     ///
     /// # Errors
     /// The first error of a maker.
@@ -64,7 +64,7 @@ impl Ranks {
     where
         F: FnOnce() -> Result<ModelRunner> + Send + 'static,
     {
-        // Unbounded, but the engine launches one step at a time.
+        // The channel is unbounded, but the engine launches one step at a time.
         let (answer, steps) = channel();
         let (ready, built) = channel();
         let (mut orders, mut threads) = (Vec::new(), Vec::new());
@@ -92,7 +92,7 @@ impl Ranks {
         Ok(Self { orders, steps, threads, devices })
     }
 
-    /// Gives every rank its order.
+    /// Sends every rank its order.
     fn give(&self, mut order: impl FnMut() -> Order) -> Result<()> {
         for (rank, orders) in self.orders.iter().enumerate() {
             orders.send(order()).map_err(|_| Error::Internal(format!("rank {rank} has ended")))?;
@@ -100,7 +100,7 @@ impl Ranks {
         Ok(())
     }
 
-    /// Has every rank carry out its task; the answers by rank.
+    /// Has every rank carry out its task. The answers are in the order of the ranks.
     fn perform(&self, mut task: impl FnMut() -> Task) -> Result<Vec<Answer>> {
         let (answer, answers) = channel();
         self.give(|| Order::Task { task: task(), answer: answer.clone() })?;
@@ -113,7 +113,7 @@ impl Ranks {
         all.into_iter().map(|(_, answer)| answer).collect()
     }
 
-    /// As [`Ranks::perform`], with the bytes that the devices have back after it.
+    /// As [`Ranks::perform`]; also measures the bytes that the devices have back after it.
     fn measured(&self, task: impl FnMut() -> Task) -> Result<(u64, Vec<Answer>)> {
         let before = self.used_bytes();
         let answers = self.perform(task)?;
@@ -121,7 +121,7 @@ impl Ranks {
     }
 }
 
-/// The storage among the answers.
+/// Shadow weights made of the storage that the ranks answered with.
 fn storage(answers: Vec<Answer>) -> ShadowWeights {
     let shards = |answer| match answer {
         Answer::Storage(shards) => Some(shards),
@@ -145,7 +145,7 @@ impl Executor for Ranks {
             Err(Error::DataLoss(damage)) => damage,
             checked => return checked.map(|_| ()),
         };
-        // Somebody may have put the files back where they were.
+        // Somebody may have put the right files back at the old paths: those are other inodes, so they are opened anew.
         match self.perform(|| Task::Reopen).and_then(|_| self.perform(check)) {
             Err(Error::DataLoss(_)) => Err(Error::DataLoss(damage)),
             again => again.map(|_| ()),
@@ -208,7 +208,7 @@ impl Drop for Ranks {
 
 fn serve(rank: usize, mut runner: ModelRunner, orders: &Receiver<Order>, steps: &Sender<StepOutput>) {
     while let Ok(order) = orders.recv() {
-        // A rank that stops half way would leave the others waiting in a collective for ever.
+        // An error in a step is a panic, because a rank that stops half way leaves the others in a collective for ever.
         let heard = match order {
             Order::Step(plan) => {
                 let output = runner.run(&plan).unwrap_or_else(|e| panic!("rank {rank} failed in a step: {e}"));
@@ -230,7 +230,7 @@ fn serve(rank: usize, mut runner: ModelRunner, orders: &Receiver<Order>, steps: 
     }
 }
 
-/// Carries out `task` and drops it: what it holds is free before anyone hears that it is done.
+/// Carries out `task` and drops it, so that the memory it holds is free before anybody hears that it is done.
 fn perform(runner: &mut ModelRunner, task: Task) -> Result<Answer> {
     match task {
         Task::Check(order) => runner.check(&order)?,
@@ -263,7 +263,7 @@ fn gather(spec: &ParamSpec, rows: &Range<usize>, parts: &[Vec<u8>]) -> Result<Ve
     Ok(gathered)
 }
 
-/// The other ranks would wait for a dead one: better to end with a message than to hang.
+/// Runs a rank's thread, and ends the process if it panics: the other ranks would wait for the dead one for ever.
 #[expect(clippy::exit, reason = "a rank that has failed leaves a step half done, which all requests use")]
 fn end_process_on_panic(rank: usize, body: impl FnOnce()) {
     if catch_unwind(AssertUnwindSafe(body)).is_err() {

@@ -1,4 +1,4 @@
-//! One rank's work: the forward pass of a step, and on the first rank the answers to its questions.
+//! One rank at work: the forward pass of a step, and on rank 0 the sampling of its tasks.
 
 use std::ops::Range;
 
@@ -15,7 +15,7 @@ use crate::model::{Additions, Input, LOGITS_ROWS, Workspace, WorkspaceShape};
 use crate::types::{LogitsRow, StepOutput, StepPlan};
 use crate::weights::{ParamSpec, ShadowShard};
 
-/// A rank: its operators, weights, KV cache, buffers and its end of the communication.
+/// One rank of the model: operators, weights, KV cache, workspace, and its end of the communicator.
 pub struct ModelRunner {
     ops: Ops,
     comm: Box<dyn Communicator>,
@@ -23,7 +23,7 @@ pub struct ModelRunner {
     adapters: ResidentAdapters,
     kv: Vec<KvCache>,
     workspace_shape: WorkspaceShape,
-    /// None while it is released.
+    /// `None` while it is released.
     workspace: Option<Workspace>,
     block_size: usize,
     batch: FlatBatch,
@@ -54,7 +54,7 @@ impl ModelRunner {
         })
     }
 
-    /// Runs `plan`. Every rank computes; the first one's output answers the tasks, the others' is empty.
+    /// Runs one step. Every rank computes; the output of rank 0 answers the plan's tasks, that of the others is empty.
     ///
     /// # Panics
     /// If memory that it needs is released.
@@ -129,12 +129,12 @@ impl ModelRunner {
         self.weights.exchange(shards)
     }
 
-    /// This rank's part of rows of a parameter; see [`RankWeights::read`].
+    /// See [`RankWeights::read`].
     pub fn read(&mut self, spec: &ParamSpec, rows: Range<usize>) -> Result<Vec<u8>> {
         self.weights.read(spec, rows)
     }
 
-    /// Gives memory back to the system; the bytes of weights that stay, as [`RankWeights::release`] says.
+    /// Gives memory back to the system. Returns the bytes of weights that stay; see [`RankWeights::release`].
     pub fn release(&mut self, memory: Memory) -> Result<u64> {
         match memory {
             Memory::KvCache => self.kv.iter_mut().for_each(KvCache::release),
@@ -167,7 +167,7 @@ impl ModelRunner {
     }
 }
 
-/// Appends the answers for these rows of the plan, once the device has them.
+/// Waits for the answers to `rows` of the plan and appends them to `output`.
 fn collect(sampled: Sampled, rows: &[&LogitsRow], output: &mut StepOutput) -> Result<()> {
     let SampledTokens { tokens, failed } = sampled.read()?;
     output.tokens.extend(tokens);

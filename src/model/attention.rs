@@ -1,4 +1,4 @@
-//! The attention of one layer, from the normalised hidden state to what it adds to the residual stream.
+//! The attention block of one layer: from the normalised hidden state to its term of the residual stream.
 
 use candle_core::Tensor;
 use rollout_kernels::{AttentionShape, Buffer, Device, KvCache};
@@ -15,16 +15,17 @@ use crate::weights::ShardRule;
 pub(super) struct Attention {
     dims: HeadDims,
     qkv: Linear,
-    /// Normalises each head of the queries, and of the keys, in families that do so (Qwen3).
+    /// Norm of each query head before the rotary embedding; only some families have it (Qwen3).
     q_norm: Option<Norm>,
+    /// Norm of each key head, where there is one of the query heads.
     k_norm: Option<Norm>,
     output: Linear,
-    /// How many positions a token sees, itself included; None: all.
+    /// Number of positions that a token attends to, its own included; `None` for all before it.
     sliding_window: Option<usize>,
 }
 
 impl Attention {
-    /// The attention of layer `layer`, with all weights zero.
+    /// The attention block of layer `layer`. Its matrices have no memory yet.
     pub fn new(config: &ModelConfig, build: &Build, layer: usize) -> Result<Self> {
         let (hidden, head_dim) = (config.hidden_size, config.head_dim);
         let name = |part: &str| format!("model.layers.{layer}.self_attn.{part}");
@@ -51,8 +52,8 @@ impl Attention {
         })
     }
 
-    /// Takes `normed` of the workspace, writes the batch's keys and values to `kv`, and leaves in `delta` what is added
-    /// to the residual stream, except for [`Attention::bias`].
+    /// Reads the workspace's `normed`, writes the batch's keys and values to `kv`, and leaves its term of the residual
+    /// stream in `delta`, without [`Attention::bias`].
     pub fn forward(&self, pass: &Pass<'_>, rope: &RopeTables, kv: &mut KvCache) -> Result<()> {
         let (ops, w) = (pass.ops, pass.workspace);
         self.qkv.forward(ops, &w.normed, &w.qkv)?;
@@ -68,7 +69,7 @@ impl Attention {
         self.output.bias()
     }
 
-    /// From the workspace's `qkv` to its `attention`.
+    /// Rotary embedding, KV write and paged attention: reads the workspace's `qkv`, writes its `attention`.
     fn attend(&self, pass: &Pass<'_>, rope: &RopeTables, kv: &mut KvCache) -> Result<()> {
         let (ops, step, w) = (pass.ops, pass.input.step, pass.workspace);
         let HeadDims { heads, kv_heads, head_dim } = self.dims;
@@ -102,15 +103,15 @@ impl Parameterized for Attention {
     }
 }
 
-/// Cosine and sine of each position's angles, `[positions, head_dim / 2]`: position times frequency in float32, as
-/// transformers has it.
+/// Cosines and sines of the rotary angles, `[positions, head_dim / 2]` each. An angle is position times frequency in
+/// float32, as transformers computes it.
 pub(super) struct RopeTables {
     cos: Buffer,
     sin: Buffer,
 }
 
 impl RopeTables {
-    /// The angles of positions below `positions`.
+    /// Tables of the positions below `positions`, on `device`.
     pub fn new(device: &Device, inv_freq: &[f32], positions: usize) -> Result<Self> {
         let angles: Vec<f32> = (0..positions).flat_map(|p| inv_freq.iter().map(move |f| p as f32 * f)).collect();
         let table = |function: fn(f32) -> f32| device.upload(&angles.iter().copied().map(function).collect::<Vec<_>>());

@@ -11,7 +11,7 @@ use crate::weights::{Dtype, ModelFiles, head_range};
 
 pub use rope::{RopeConfig, RopeScaling};
 
-/// One decoder with flags: Llama 3.x, Qwen2/2.5, Qwen3 and Mistral differ in nothing else.
+/// Everything by which Llama 3.x, Qwen2/2.5, Qwen3 and Mistral differ, as flags and sizes of one decoder.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
     pub architecture: Architecture,
@@ -39,7 +39,7 @@ pub struct ModelConfig {
     pub qk_norm: bool,
     /// Per layer: position `p` attends to `(p - window, p]`, itself included; `None` to all before it.
     pub sliding_window: Vec<Option<usize>>,
-    /// Ascending; may be empty.
+    /// End-of-sequence tokens, ascending; may be empty.
     pub eos_token_ids: Vec<TokenId>,
     pub bos_token_id: Option<TokenId>,
     /// Element type the configuration names; `None` if it names none (GGUF).
@@ -279,8 +279,9 @@ fn refuse_unsupported(config: &serde_json::Value, raw: &RawConfig, name: &str) -
     Ok(())
 }
 
-/// As transformers' configurations do: Mistral in all layers (4096 where the field is missing), Qwen in those that
-/// `layer_types` names, else in those from `max_window_layers`, if `use_sliding_window`; Llama nowhere.
+/// The sliding window of each layer, by the rules of transformers' configurations. Mistral has it in all layers (4096
+/// where the field is missing). Qwen has it, if `use_sliding_window` is set, in the layers that `layer_types` names, or
+/// without that list in those from `max_window_layers` on. Llama has none.
 fn sliding_windows(
     config: &serde_json::Value,
     raw: &RawConfig,

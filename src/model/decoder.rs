@@ -1,4 +1,4 @@
-//! The decoder: one text for Llama, Qwen2, Qwen3 and Mistral, which differ by configuration.
+//! The decoder: one implementation for Llama, Qwen2, Qwen3 and Mistral, which differ by configuration only.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -29,15 +29,16 @@ pub struct Decoder {
     embedding: VocabularyMatrix,
     layers: Vec<Layer>,
     norm: Norm,
-    /// `None` where the embedding is tied.
+    /// `None` where the head is tied to the embedding.
     head: Option<VocabularyMatrix>,
     rope: RopeTables,
-    /// By the name of each parameter, which of [`Parameterized::parts`] has it.
+    /// For each parameter's name, the index in [`Parameterized::parts`] of the part that has it.
     part_of: HashMap<String, usize>,
 }
 
 impl Decoder {
-    /// A decoder with all weights zero, to be filled through [`Parameterized::visit`]. Positions reach `max_model_len`.
+    /// A decoder for positions below `max_model_len`. Its matrices have no memory until they are restored; its weights
+    /// are set through [`Parameterized::visit`].
     pub fn new(config: &ModelConfig, build: &Build, max_model_len: usize) -> Result<Self> {
         let (vocab, hidden) = (config.vocab_size, config.hidden_size);
         let layers = (0..config.num_layers).map(|i| Layer::new(config, build, i)).collect::<Result<_>>()?;
@@ -64,8 +65,8 @@ impl Decoder {
         Ok(decoder)
     }
 
-    /// Runs all layers over a batch, writing its KV. The result, normalised and ready for [`Decoder::logits`], is in
-    /// `workspace.normed`, one row per token.
+    /// Runs all layers over a batch and writes its KV. Leaves the final hidden state, normalised for
+    /// [`Decoder::logits`], in `workspace.normed`, one row per token.
     pub fn forward(
         &self,
         ops: &Ops,
@@ -89,8 +90,8 @@ impl Decoder {
         Ok(())
     }
 
-    /// Logits (`workspace.logits`, `[rows.len(), vocabulary]`) of these of the step's logits rows, after its forward pass;
-    /// at most [`super::LOGITS_ROWS`] at once.
+    /// Logits of some of the rows that the step wants logits of, `[rows.len(), vocabulary]`. Comes after the step's
+    /// forward pass; at most [`super::LOGITS_ROWS`] rows at once, since all calls share one buffer.
     pub fn logits(
         &self,
         ops: &Ops,
@@ -110,8 +111,8 @@ impl Decoder {
         Ok(w.logits)
     }
 
-    /// Shows the parameters of the part of the model that has the parameter `name`, itself and a few others, to
-    /// `visitor`; nothing if the model has none of that name.
+    /// Shows `visitor` the parameters of one part of the model: the part that has the parameter `name`. Shows nothing
+    /// if the model has no such parameter.
     pub fn visit_near(&mut self, name: &str, visitor: &mut Visitor<'_>) -> Result<()> {
         let Some(&part) = self.part_of.get(name) else { return Ok(()) };
         self.parts_mut().swap_remove(part).visit(visitor)

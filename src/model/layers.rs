@@ -1,4 +1,4 @@
-//! Parallel layers: each parameter carries its name, its whole shape and its shard rule; the layer holds this rank's
+//! Tensor-parallel layers. Each parameter has its name, its whole shape and its shard rule; a layer stores this rank's
 //! part of it.
 
 use candle_core::Tensor;
@@ -25,7 +25,7 @@ impl Build {
     }
 }
 
-/// Attention heads of one rank.
+/// Numbers of attention heads on one rank, and their width.
 #[derive(Clone, Copy, Debug)]
 pub struct HeadDims {
     pub heads: usize,
@@ -48,13 +48,13 @@ pub struct Linear {
     site: Site,
     weight: Matrix,
     bias: Option<Buffer>,
-    /// Weight and bias specs of each projection, with its first local row.
+    /// Each projection's weight, its bias, and the first row of `weight` that it has on this rank.
     parts: Vec<(ParamSpec, Option<ParamSpec>, usize)>,
 }
 
-/// A projection as the checkpoint knows it.
+/// A linear layer as the checkpoint stores it, before layers of the same input are fused.
 pub struct Projection {
-    /// Name without ".weight" and ".bias".
+    /// The parameters' common name, without `.weight` and `.bias`.
     pub name: String,
     pub rows: usize,
     pub rule: ShardRule,
@@ -62,7 +62,8 @@ pub struct Projection {
 }
 
 impl Linear {
-    /// Projections whose outputs are split over ranks (or whole on each): no communication needed.
+    /// Column-parallel projections: each rank computes some of the outputs (or all, where they are replicated), so that
+    /// no communication follows.
     pub fn by_rows(build: &Build, site: Site, projections: Vec<Projection>, columns: usize) -> Result<Self> {
         let mut parts = Vec::new();
         let mut rows = 0;
@@ -75,12 +76,12 @@ impl Linear {
         }
         let has_bias = parts.iter().any(|p| p.1.is_some());
         let bias = if has_bias { Some(build.device.buffer(rows)?) } else { None };
-        // One leaf: nothing of this sum is ever split over ranks.
+        // One leaf, because the reduction over the input features is never split over ranks.
         Ok(Self { site, weight: build.matrix(rows, columns, 1), bias, parts })
     }
 
-    /// A projection whose input is split over ranks: outputs are partial sums, to be reduced. The bias comes after.
-    /// Its shard rule is that of its columns.
+    /// A row-parallel projection: each rank has some of the input features, and its outputs are partial sums that an
+    /// all-reduce must add up before the bias is added.
     pub fn by_columns(build: &Build, site: Site, projection: Projection, columns: usize) -> Result<Self> {
         let Projection { name, rows, rule, bias } = projection;
         let weight = ParamSpec::new(format!("{name}.weight"), vec![rows, columns], rule);
@@ -97,12 +98,13 @@ impl Linear {
         Ok(ops.linear(x, &self.weight, self.bias.as_ref(), out)?)
     }
 
-    /// `out = silu(gate) * up` of a gate and what it gates, side by side in `x Wᵀ + b`, for which there is `gate_up`.
+    /// `out = silu(gate) * up`, where `x Wᵀ + b` is `[gate, up]` side by side. That product may be written to `gate_up`
+    /// on the way.
     pub fn forward_silu_mul(&self, ops: &Ops, x: &Tensor, gate_up: &Tensor, out: &Tensor) -> Result<()> {
         Ok(ops.linear_silu_mul(x, &self.weight, self.bias.as_ref(), gate_up, out)?)
     }
 
-    /// `out = x Wᵀ`, the bias left to the caller (see [`Linear::bias`]).
+    /// `out = x Wᵀ`. The caller adds [`Linear::bias`], after its all-reduce.
     pub fn forward_partial(&self, ops: &Ops, x: &Tensor, out: &Tensor) -> Result<()> {
         Ok(ops.linear(x, &self.weight, None, out)?)
     }
@@ -111,7 +113,7 @@ impl Linear {
         self.bias.as_ref()
     }
 
-    /// Where adapters add to what it gives.
+    /// The site by which adapters find this layer's output.
     pub fn site(&self) -> Site {
         self.site
     }
@@ -142,9 +144,10 @@ impl Parameterized for Linear {
     }
 }
 
-/// Rows of the vocabulary, split evenly over ranks: token embeddings, and the head where it is tied.
+/// A matrix with one row per token of the vocabulary, split evenly over ranks: the token embedding, the head, or both
+/// where they are tied.
 pub struct VocabularyMatrix {
-    /// None: adapters do not add to what it gives.
+    /// `None` for a matrix whose output no adapter adds to.
     site: Option<Site>,
     matrix: Matrix,
     spec: ParamSpec,
@@ -159,12 +162,13 @@ impl VocabularyMatrix {
         Ok(Self { site, matrix, spec, first_token: rows.start })
     }
 
-    /// `out[i]` = the row of the token of row `i`, or zeros where another rank has it: reduce after.
+    /// Token embedding: `out[i]` is the row of the step's token `i`, or zeros where another rank has that token. An
+    /// all-reduce must follow.
     pub fn embed(&self, ops: &Ops, step: &Step<'_>, out: &Tensor) -> Result<()> {
         Ok(ops.embed(&self.matrix, self.first_token, step, out)?)
     }
 
-    /// Logits of this rank's part of the vocabulary: gather after.
+    /// Logits of this rank's part of the vocabulary, `out = x Wᵀ`. A gather over ranks must follow.
     pub fn logits(&self, ops: &Ops, x: &Tensor, out: &Tensor) -> Result<()> {
         Ok(ops.linear(x, &self.matrix, None, out)?)
     }
@@ -188,7 +192,7 @@ impl Parameterized for VocabularyMatrix {
     }
 }
 
-/// Root-mean-square normalisation weights, whole on every rank.
+/// RMS normalisation. Its weights are whole on every rank.
 pub struct Norm {
     weight: Buffer,
     spec: ParamSpec,

@@ -1,4 +1,4 @@
-//! The feed-forward part of one layer.
+//! The feed-forward block (MLP) of one layer.
 
 use rollout_kernels::Buffer;
 
@@ -10,14 +10,14 @@ use super::pass::Pass;
 use crate::error::Result;
 use crate::weights::ShardRule;
 
-/// `down(silu(gate(x)) * up(x))`.
+/// The gated MLP `down(silu(gate(x)) * up(x))`, with gate and up projections fused.
 pub(super) struct Mlp {
     gate_up: Linear,
     down: Linear,
 }
 
 impl Mlp {
-    /// The feed-forward part of layer `layer`, with all weights zero.
+    /// The MLP of layer `layer`. Its matrices have no memory yet.
     pub fn new(config: &ModelConfig, build: &Build, layer: usize) -> Result<Self> {
         let (hidden, intermediate, bias) = (config.hidden_size, config.intermediate_size, config.mlp_bias);
         let projection = |part: &str, rows: usize, rule: ShardRule| Projection {
@@ -35,7 +35,7 @@ impl Mlp {
         })
     }
 
-    /// Takes `normed` of the workspace, and leaves in `delta` what is added to the residual stream, except for
+    /// Reads the workspace's `normed` and leaves the block's term of the residual stream in `delta`, without
     /// [`Mlp::bias`].
     pub fn forward(&self, pass: &Pass<'_>) -> Result<()> {
         let (ops, w) = (pass.ops, pass.workspace);

@@ -1,4 +1,4 @@
-//! What holds parameters: layers, and the parts of a model that are made of them.
+//! Parts of a model that hold parameters: layers, and blocks that are made of layers.
 
 use rollout_kernels::{Buffer, Matrix};
 
@@ -14,25 +14,25 @@ pub enum ParamSlot<'a> {
     Vector { vector: &'a Buffer, offset: usize },
 }
 
-/// Called for each parameter of a model, in the model's order.
+/// A callback that is shown each parameter of a model, in the model's order.
 pub type Visitor<'v> = dyn FnMut(&ParamSpec, ParamSlot<'_>) -> Result<()> + 'v;
 
-/// Called for each matrix of a model with the parameters that share it.
+/// A callback that is shown each matrix of a model, with the parameters that share it.
 pub type MatrixVisitor<'v> = dyn FnMut(&[&ParamSpec], &mut Matrix) -> Result<()> + 'v;
 
-/// The parameters whose outputs an adapter can add to at one site, each with its first column of what the site gives on
-/// this rank.
+/// A site with the weights of its projections. Beside each weight is the first column that its output has in the site's
+/// output on this rank.
 pub type SiteParameters<'a> = (Site, Vec<(&'a ParamSpec, usize)>);
 
-/// A layer with parameters, or a part of a model that is a list of such parts: a composite gives its lists, a layer
-/// answers for itself.
+/// A part of a model: a layer with parameters of its own, or a list of further parts. A list implements
+/// [`parts`](Self::parts) and [`parts_mut`](Self::parts_mut), a layer implements all other methods.
 pub trait Parameterized {
-    /// The parts, in the model's order.
+    /// The parts that this one is a list of, in the model's order; none for a layer.
     fn parts(&self) -> Vec<&dyn Parameterized> {
         Vec::new()
     }
 
-    /// The parts of [`Parameterized::parts`], to be changed.
+    /// As [`Parameterized::parts`], mutably.
     fn parts_mut(&mut self) -> Vec<&mut dyn Parameterized> {
         Vec::new()
     }
@@ -40,7 +40,7 @@ pub trait Parameterized {
     /// Shows every parameter to `visitor`, in the model's order.
     ///
     /// # Errors
-    /// The first that `visitor` gives; the parameters after it are not shown.
+    /// The first error of `visitor`, which is shown no parameter after it.
     fn visit(&mut self, visitor: &mut Visitor<'_>) -> Result<()> {
         self.parts_mut().into_iter().try_for_each(|part| part.visit(visitor))
     }
@@ -48,17 +48,17 @@ pub trait Parameterized {
     /// Shows every matrix to `visitor`, in the model's order.
     ///
     /// # Errors
-    /// The first that `visitor` gives; the matrices after it are not shown.
+    /// The first error of `visitor`, which is shown no matrix after it.
     fn visit_matrices(&mut self, visitor: &mut MatrixVisitor<'_>) -> Result<()> {
         self.parts_mut().into_iter().try_for_each(|part| part.visit_matrices(visitor))
     }
 
-    /// The linear layers that adapters can add to.
+    /// The sites of its linear layers, for adapters.
     fn sites(&self) -> Vec<SiteParameters<'_>> {
         self.parts().into_iter().flat_map(|part| part.sites()).collect()
     }
 
-    /// Bytes of this rank's part of the parameters.
+    /// Bytes that the parameters take on this rank while none is released.
     fn bytes(&self) -> u64 {
         self.parts().into_iter().map(|part| part.bytes()).sum()
     }

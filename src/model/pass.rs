@@ -1,4 +1,4 @@
-//! One forward pass.
+//! The context of one forward pass.
 
 use candle_core::Tensor;
 use rollout_kernels::Ops;
@@ -14,12 +14,12 @@ pub(super) struct Pass<'a> {
     pub ops: &'a Ops,
     pub comm: &'a dyn Communicator,
     pub input: Input<'a>,
-    /// The rows of the batch.
+    /// The activations, cut to the rows of the batch.
     pub workspace: &'a Workspace,
 }
 
 impl Pass<'_> {
-    /// Adds what adapters add at `site` to `out`, what the layers there give for `x`.
+    /// Adds the resident adapters' terms at `site` to `out`, the output of the layers there for the input `x`.
     pub fn add(&self, site: Site, x: &Tensor, out: &Tensor) -> Result<()> {
         self.input.additions.map_or(Ok(()), |additions| additions.add(self.ops, self.comm, site, x, out))
     }

@@ -1,4 +1,4 @@
-//! Buffers of a rank, made once: activations of one step, and the KV caches.
+//! Buffers of a rank that are made once: the activations of one step, and the KV caches.
 
 use candle_core::{Result, Tensor};
 use rollout_kernels::{KvCache, KvDtype, KvLayout};
@@ -6,11 +6,11 @@ use rollout_kernels::{KvCache, KvDtype, KvLayout};
 use super::config::ModelConfig;
 use super::layers::{Build, HeadDims};
 
-/// Rows of which logits are computed at once. More rows read the head fewer times; at a vocabulary of 152k each row
-/// costs 0.6 MB, so this many stay below 40 MB.
+/// Rows of logits that are computed at once. More rows read the head's weights fewer times, and each takes 0.6 MB at a
+/// vocabulary of 152k: 64 rows stay below 40 MB.
 pub const LOGITS_ROWS: usize = 64;
 
-/// What a rank's workspace is made for.
+/// What decides the size of a rank's workspace.
 #[derive(Clone)]
 pub struct WorkspaceShape {
     pub config: ModelConfig,
@@ -26,7 +26,7 @@ pub struct Workspace {
     pub normed: Tensor,
     pub qkv: Tensor,
     pub attention: Tensor,
-    /// What a block adds to the residual stream.
+    /// The term that attention or MLP adds to the residual stream.
     pub delta: Tensor,
     pub gate_up: Tensor,
     pub activation: Tensor,
@@ -48,7 +48,7 @@ impl Workspace {
         let make = |rows: usize, width: usize| build.device.activations(rows, width);
         let rows = *max_batch_tokens;
         let local_logits = make(LOGITS_ROWS, widths.local_vocab)?;
-        // A part that is the whole needs no second buffer to be gathered in.
+        // On a single rank the local logits are all logits, and need no second buffer to be gathered into.
         let is_whole = widths.local_vocab == config.vocab_size;
         let logits = if is_whole { local_logits.clone() } else { make(LOGITS_ROWS, config.vocab_size)? };
         Ok(Self {
@@ -63,7 +63,7 @@ impl Workspace {
         })
     }
 
-    /// Bytes that one rank's workspace and the kernels' packed copy of a linear's input take.
+    /// Bytes that one rank's workspace takes, with the packed copy of its input that a linear layer's kernel makes.
     pub fn bytes(config: &ModelConfig, build: &Build, max_batch_tokens: usize) -> u64 {
         let widths = Widths::new(config, build);
         let row = 3 * widths.hidden + widths.qkv + widths.attention + 3 * widths.intermediate;
@@ -119,7 +119,7 @@ impl Widths {
     }
 }
 
-/// The paged KV cache of each layer, which have no memory yet.
+/// The paged KV caches of all layers, which have no memory until they are restored.
 pub fn kv_caches(
     config: &ModelConfig,
     build: &Build,
@@ -131,7 +131,7 @@ pub fn kv_caches(
     (0..config.num_layers).map(|_| build.device.kv_cache(layout)).collect()
 }
 
-/// Bytes of one block over all layers of one rank.
+/// Bytes that one block takes on one rank: keys and values of all layers.
 pub fn kv_bytes_per_block(config: &ModelConfig, build: &Build, dtype: KvDtype, block_size: usize) -> u64 {
     (config.num_layers * kv_layout(config, build, dtype, 1, block_size).bytes_per_block()) as u64
 }

@@ -141,12 +141,8 @@ fn files_are_short() {
 fn unsafe_code_is_in_few_files() {
     /// Files of `src/` with unsafe code: mapped files, calls of libc, a signal's handler, a sum over the ranks' own
     /// buffers.
-    const ALLOWED: &[&str] = &[
-        "src/weights/parameters/tensor.rs",
-        "src/memory/borrowed.rs",
-        "src/memory/identity.rs",
-        "src/comm/local.rs",
-    ];
+    const ALLOWED: &[&str] =
+        &["src/weights/parameters/tensor.rs", "src/memory/borrowed.rs", "src/memory/identity.rs", "src/comm/local.rs"];
     let offenders = lines_with(&rust_files(&["src"]), &["unsafe"], |path| ALLOWED.contains(&path));
     assert_none(&offenders, "unsafe code lives in kernels/ and the few files in ALLOWED:");
 }

@@ -1,8 +1,9 @@
-//! The operators as their definitions read: plain loops that accumulate in float64, without vector instructions, packing
-//! or threads. The other devices are compared with this one, and a model can be served from it (`--device reference`) to
-//! tell an error of a kernel from one of everything else. It is far slower.
+//! The operators as their definitions read: plain loops that accumulate in float64, without vector instructions,
+//! packing or threads. The other devices are compared with this one, and a model can be served from it (`--device
+//! reference`) to tell an error of a kernel from one of everything else. It is far slower.
 //!
-//! Activations are float32 in the host's memory; weights and KV are float32 values of their type's precision, row by row.
+//! Activations are float32 in the host's memory; weights and KV are float32 values of their type's precision, row by
+//! row.
 
 mod operators;
 mod ops;
@@ -18,8 +19,12 @@ use crate::device::{DeviceError, DeviceOptions, ModelShape};
 use crate::host::memory;
 use crate::tensor::{with_f32, with_f32_mut};
 use crate::{KvLayout, MatrixShape};
+#[cfg(test)]
+pub(crate) use operators::{attention, linear, rms_norm, rope, silu_mul};
 use ops::ReferenceOps;
-use storage::{RowMajor, Slots};
+#[cfg(test)]
+pub(crate) use sampling::distribution;
+pub(crate) use storage::{RowMajor, Slots};
 
 /// The host's memory and one of its threads.
 pub(crate) struct ReferenceDevice;

@@ -33,6 +33,12 @@ fn choose(edited: &[f64], task: &SamplingTask<'_>, is_broken: bool) -> (u32, f32
     (token, probabilities[token as usize].ln() as f32)
 }
 
+/// The probabilities that a task samples from, where the row is not broken and the temperature is above 0.
+#[cfg(test)]
+pub(crate) fn distribution(logits: &[f32], task: &SamplingTask<'_>) -> Vec<f64> {
+    filtered(&edited(logits, task), task)
+}
+
 /// The logits after masks, bias and penalties, infinite where they are beyond float32.
 fn edited(logits: &[f32], task: &SamplingTask<'_>) -> Vec<f64> {
     let (prompt, output) = task.history.unwrap_or((&[], &[]));

@@ -11,8 +11,8 @@ use crate::executor::Executor;
 use crate::types::{RequestKey, SamplingParams, StepPlan};
 use harness::{Setup, fixture, sequence};
 
-/// A step of three sequences of seven scored tokens, each of a request of its own. `bad`: what is asked of the second is
-/// nothing that the door would let in.
+/// A step of three sequences of seven scored tokens, each of a request of its own. `bad`: what is asked of the second
+/// is nothing that the door would let in.
 fn three_requests(bad: bool) -> StepPlan {
     let tokens = [1, 2, 3, 4, 5, 6, 7];
     let sequences = (0..3).map(|request| {

@@ -1,9 +1,9 @@
-//! Whether the checkpoint is what was loaded. Its files stay mapped and are read again for an adapter, a wake and a
-//! reload, and whoever can write to them can change them meanwhile.
+//! Integrity of the checkpoint: whether it is still what was loaded. Its files stay mapped and are read again for an
+//! adapter, a wake and a reload, and anybody with write access can change them in between.
 //!
-//! Each rank keeps a digest of what it has read of each parameter. Before an order that reads the checkpoint, the times
-//! of the files are compared; where they say that somebody was there, all digests are, before anything is touched. What
-//! an order then reads is digested as it is read, so that no change goes unnoticed, whatever the times say.
+//! Each rank keeps a digest of what it has read of each parameter. Before an order that reads the checkpoint it
+//! compares the files' times, and where these have changed all digests, before anything is touched. What an order then
+//! reads is digested as it is read, so that no change goes unnoticed, whatever the times say.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -20,14 +20,14 @@ use crate::weights::{Adapter, Checkpoint, Slice, Stamp};
 /// Elements that a thread digests at a time.
 const PIECE_ELEMENTS: usize = 1 << 19;
 
-/// The checkpoint, and what of it was loaded.
+/// The checkpoint, with digests of what was loaded from it.
 pub(super) struct Base {
     pub checkpoint: Arc<Checkpoint>,
-    /// By parameter, of its rows on this rank.
+    /// For each parameter, its rows on this rank and their digest.
     digests: HashMap<String, (Range<usize>, u64)>,
-    /// What the system said of the files when the digests were right.
+    /// Times and sizes of the files when the digests were last known to be right.
     stamps: Vec<Stamp>,
-    /// What an order has found while it read.
+    /// The first damage that was found while an order read, until [`Base::settle`].
     damage: Option<Error>,
 }
 
@@ -37,8 +37,9 @@ impl Base {
         Self { checkpoint, digests: HashMap::new(), stamps, damage: None }
     }
 
-    /// Hands a reader of a parameter, of which this rank has `rows`, to `use_reader`, which must read each of them once.
-    /// What is other than the first time is noted; it does not end the order, for other ranks may wait for this one.
+    /// Reads a parameter: `use_reader` gets a reader, and must read each of `rows`, which this rank has, once. Bytes
+    /// that differ from the first time are noted for [`Base::settle`] and do not end the order here, because other
+    /// ranks may wait for this one in a collective.
     pub fn read(
         &mut self,
         name: &str,
@@ -53,7 +54,7 @@ impl Base {
         if *loaded != digest {
             self.damage.get_or_insert_with(|| self.checkpoint.other_bytes(name));
         }
-        // A file that was cut short is the better reason, and the only one at the first time.
+        // That a file was cut short is the better reason, and at the first load the only one that can be known.
         if let Err(cut) = self.checkpoint.stamps() {
             self.damage = Some(cut);
         }
@@ -61,12 +62,12 @@ impl Base {
     }
 
     /// # Errors
-    /// `DataLoss` if something that was read since the last call was not what was loaded.
+    /// `DataLoss` if something that was read since the last call was damaged.
     pub fn settle(&mut self) -> Result<()> {
         self.damage.take().map_or(Ok(()), Err)
     }
 
-    /// Compares everything with what was loaded, unless the files' times say that nobody was there.
+    /// Compares all digests with the files, unless the files' times have not changed.
     ///
     /// # Errors
     /// `DataLoss` naming a file.
@@ -95,7 +96,7 @@ impl Base {
         pieces.into_iter().try_fold(0, |sum, (_, digest)| Ok(digest?.wrapping_add(sum)))
     }
 
-    /// Opens the files again that have the paths now.
+    /// Opens the files at the checkpoint's paths anew: somebody may have put the right ones back.
     ///
     /// # Errors
     /// `DataLoss` if they cannot be the same.
@@ -106,7 +107,7 @@ impl Base {
     }
 }
 
-/// Reads one parameter, from several threads at once, and digests what it has read.
+/// Reads one parameter, from several threads at once, and keeps a digest of what it has read.
 pub(super) struct Reader<'a> {
     checkpoint: &'a Checkpoint,
     name: &'a str,
@@ -114,26 +115,26 @@ pub(super) struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    /// Gives values as they are stored to `store`.
+    /// Hands the values of `slice`, as they are stored, to `store`.
     pub fn rows(&self, slice: &Slice, store: &mut dyn FnMut(WeightRows<'_>)) {
         let read = self.checkpoint.read(self.name, slice, |stored| store(stored.as_rows()));
         self.note(slice, read);
     }
 
-    /// Writes values in float32 of serving precision.
+    /// Writes the values of `slice` to `values`, as float32 of the serving precision `dtype`.
     pub fn values(&self, slice: &Slice, dtype: WeightDtype, values: &mut [f32]) {
         let read = self.checkpoint.read_f32(self.name, slice, dtype, values);
         self.note(slice, read);
     }
 
-    /// Digests the rows of what was read, which are in the core's cache now. Last: what changes before that is noticed,
-    /// and what changes later was not used.
+    /// Adds the rows of `slice` to the digest, after they were read: they are in the core's cache, a change before is
+    /// noticed, and a change after was not used.
     fn note(&self, slice: &Slice, read: Result<()>) {
         match read.and_then(|()| self.checkpoint.digest(self.name, slice.rows.clone())) {
             Ok(digest) => {
                 self.digest.fetch_add(digest, Ordering::Relaxed);
             }
-            // The file has noted it.
+            // The mapped file remembers that it was cut short, and `Base::read` asks it.
             Err(Error::DataLoss(_)) => {}
             Err(error) => panic!("a read that was checked: {error}"),
         }
@@ -141,7 +142,7 @@ impl Reader<'_> {
 }
 
 impl RankWeights {
-    /// Before an order: whether what it reads of the checkpoint is what was loaded.
+    /// Checks, before an order, that the parts of the checkpoint that it will read are what was loaded.
     ///
     /// # Errors
     /// `DataLoss` naming a file.
@@ -159,7 +160,7 @@ impl RankWeights {
         Ok(())
     }
 
-    /// After [`RankWeights::check`] has failed: opens the checkpoint's files again.
+    /// Opens the checkpoint's files anew, after [`RankWeights::check`] has failed.
     ///
     /// # Errors
     /// `DataLoss` if they cannot be the same.

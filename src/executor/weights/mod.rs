@@ -2,11 +2,14 @@
 //!
 //! The base of a parameter is the checkpoint's value, or what a FULL or DELTA push has put in its place. What serves is
 //! made from the base each time, never from what served before, so that a thousand adapters leave no trace.
+//!
+//! `merge` writes parameters, with an adapter or without; `patch` single elements; `shadow` has the storage of a FULL
+//! push; `integrity` sees whether the checkpoint is still what was loaded.
 
-mod base;
-mod exchange;
 mod integrity;
+mod merge;
 mod patch;
+mod shadow;
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -15,8 +18,8 @@ use std::sync::Arc;
 use half::bf16;
 use rollout_kernels::{Matrix, Ops, RowBits, WeightDtype};
 
-use base::{LocalParameter, tensor_rows};
 use integrity::Base;
+use merge::{LocalParameter, tensor_rows};
 
 use super::WeightOrder;
 use crate::comm::Communicator;
@@ -32,24 +35,24 @@ pub struct RankWeights {
     missing: HashSet<String>,
 }
 
-/// Where the bases are.
+/// Where the base of each parameter is.
 struct Bases {
     build: Build,
     base: Base,
-    /// Parameters whose base is no longer the checkpoint's.
+    /// Names of the parameters whose base is no longer the checkpoint's.
     replaced: HashSet<String>,
-    /// The base of replaced parameters into which an adapter is merged; of other replaced ones what serves is the base.
-    /// A vector is one column.
+    /// Copies of the base of replaced parameters, for as long as an adapter is merged into them: then nothing else has
+    /// their base. A replaced parameter without a copy serves its base. A vector is stored as one column.
     copies: HashMap<String, Matrix>,
 }
 
 impl RankWeights {
-    /// Fills `decoder` from `checkpoint`, this rank's part only. `progress` gets the bytes of each parameter as it is
-    /// done.
+    /// Fills `decoder` with this rank's part of `checkpoint`. Calls `progress` after each parameter with the bytes that
+    /// it has in the checkpoint.
     ///
     /// # Errors
     /// `Config` naming the parameter that is missing or has another shape; `DataLoss` if somebody wrote to the
-    /// checkpoint meanwhile.
+    /// checkpoint while it was read.
     pub fn load(
         ops: &Ops,
         decoder: Decoder,
@@ -72,7 +75,7 @@ impl RankWeights {
         Ok(this)
     }
 
-    /// The decoder, every parameter of which has a value.
+    /// The decoder, whose parameters must all have values.
     ///
     /// # Panics
     /// If a parameter has none.
@@ -82,12 +85,12 @@ impl RankWeights {
         &self.decoder
     }
 
-    /// The decoder, whose parameters may have no values now.
+    /// The decoder, for what does not depend on its values: they may be released.
     pub fn shapes(&self) -> &Decoder {
         &self.decoder
     }
 
-    /// Carries out a change of the weights; those of resident adapters are not for it.
+    /// Carries out a change of the weights. Resident adapters are the [`ModelRunner`](super::ModelRunner)'s own.
     ///
     /// # Errors
     /// `DataLoss` if the checkpoint turned out not to be what was loaded: the weights are of no policy then.
@@ -105,7 +108,7 @@ impl RankWeights {
         }
     }
 
-    /// Makes the chosen parameters the base with `adapter` merged.
+    /// Sets the chosen parameters to their base with `adapter` merged.
     fn merge(
         &mut self,
         ops: &Ops,
@@ -150,8 +153,8 @@ impl RankWeights {
         })
     }
 
-    /// This rank's part of whole rows of a parameter as they serve: row-major, little-endian. Empty if it has none of
-    /// them, or another rank before it has the same part.
+    /// This rank's part of some rows of a parameter, as it serves: row-major, little-endian. Empty if the rank has none
+    /// of the rows, or a rank before it has the same part.
     pub fn read(&mut self, spec: &ParamSpec, rows: Range<usize>) -> Result<Vec<u8>> {
         let (partition, dtype) = (self.bases.build.partition, self.bases.build.weights);
         let part = partition.slice(spec)?;
@@ -170,7 +173,7 @@ impl RankWeights {
         bytes.ok_or_else(|| Error::Internal(format!("the model has no parameter {}", spec.name)))
     }
 
-    /// Takes the memory of released matrices again.
+    /// Takes the memory of released matrices again. Their values are missing until an order writes them.
     ///
     /// # Errors
     /// `ResourceExhausted` if the device has not as much.
@@ -178,9 +181,9 @@ impl RankWeights {
         self.decoder.visit_matrices(&mut |_, matrix| Ok(matrix.restore()?))
     }
 
-    /// Gives the memory of matrices back to the system: of those that can be made again from the checkpoint or a copy
-    /// of the base, or of all, with the copies. The bytes of those that stay: a matrix stays whole if one parameter in it
-    /// must.
+    /// Gives the memory of matrices back to the system, and returns the bytes of those that stay. With `keep_replaced`
+    /// a matrix stays if it has the only values of a parameter that a push has replaced; without, all go, and the
+    /// copies of replaced bases with them.
     pub fn release(&mut self, keep_replaced: bool) -> Result<u64> {
         let Self { decoder, bases, missing } = self;
         if !keep_replaced {
@@ -207,7 +210,7 @@ impl RankWeights {
 }
 
 impl Bases {
-    /// Makes a parameter its base with `adapter` merged.
+    /// Sets a parameter to its base with `adapter` merged.
     fn fill(
         &mut self,
         ops: &Ops,
@@ -238,7 +241,7 @@ impl Bases {
         slot: ParamSlot<'_>,
         adapter: &Adapter,
     ) -> Result<()> {
-        // All that a read could refuse: it must not end a task.
+        // Refuses here what a read could refuse: an error inside a thread of the pool would end the rank.
         let slice = self.base.checkpoint.slice(spec, self.build.partition)?;
         let (local, dtype) = (LocalParameter::new(&self.build, spec, slot)?, self.build.weights);
         self.base.read(&spec.name, slice.rows, |base| {
@@ -251,7 +254,7 @@ impl Bases {
     }
 }
 
-/// Rows of a slot, counted from the parameter's first one here.
+/// Bytes of some rows of a parameter's part on this rank, row-major, little-endian. `rows` count from the part's first.
 fn read_rows(slot: &ParamSlot<'_>, rows: Range<usize>, columns: usize, dtype: WeightDtype) -> Result<Vec<u8>> {
     let len = rows.len() * columns;
     let as_bf16 = |values: &[bf16]| values.iter().flat_map(|x| x.to_le_bytes()).collect();

@@ -1,4 +1,4 @@
-//! Single elements that change.
+//! Single elements written: what a DELTA push does.
 
 use std::ops::Range;
 
@@ -10,7 +10,7 @@ use crate::model::ParamSlot;
 use crate::weights::{Changes, matrix_shape};
 
 impl LocalParameter<'_> {
-    /// Stores those of `changes` that are in this rank's part.
+    /// Stores the changes of elements that are in this rank's part.
     pub fn patch(self, ops: &Ops, changes: Changes<'_>) -> Result<()> {
         let Self { spec, slice, slot, build } = self;
         let (_, columns) = matrix_shape(&spec.shape);

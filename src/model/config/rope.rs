@@ -15,7 +15,7 @@ pub struct RopeConfig {
 #[derive(Clone, Debug, PartialEq)]
 pub enum RopeScaling {
     None,
-    /// All divided by `factor`.
+    /// All frequencies divided by `factor`.
     Linear {
         factor: f64,
     },
@@ -26,7 +26,7 @@ pub enum RopeScaling {
         high_freq_factor: f64,
         original_max_position: usize,
     },
-    /// Each divided by its own; one per pair.
+    /// Each pair's frequency divided by a factor of its own, `[head_dim / 2]`.
     Divisors(Vec<f32>),
 }
 
@@ -140,7 +140,7 @@ fn scaling(parameters: &Value) -> Result<RopeScaling> {
     }
 }
 
-/// The first that is not null.
+/// The first of the fields that is there and not null.
 fn first_number(values: &[&Value], name: &str) -> Result<Option<f64>> {
     let Some(value) = values.iter().find(|v| !v.is_null()) else { return Ok(None) };
     let number = value.as_f64();

@@ -3,6 +3,7 @@ use super::super::{Isa, Rows, RowsMut};
 use super::work::Plan;
 use super::*;
 use crate::kv_cache::KvLayout;
+use crate::reference;
 
 /// Sequences with all their queries, keys and values, in position order.
 struct Case {
@@ -77,35 +78,32 @@ impl Case {
         self.lengths.iter().enumerate().map(|(s, len)| (s, 0, *len)).collect()
     }
 
-    /// One output row and head in float64, and how far from each an implementation may be: if it rounds queries (which are
-    /// rounded here, too) and weights (each by half a unit of its last place), as one with bfloat16 products does.
+    /// One output row and head by the reference, and how far from each value an implementation may be: if it rounds queries
+    /// (which are rounded here, too) and weights (each by half a unit of its last place), as one with bfloat16 products
+    /// does.
     fn reference(&self, s: usize, row: usize, head: usize, isa: Isa) -> Vec<(f64, f64)> {
         let rounds = self.dtype == KvDtype::Bf16 && isa.rounds_activations();
-        let stored = |x: f32| f64::from(if self.dtype == KvDtype::Bf16 { bf16::from_f32(x).to_f32() } else { x });
-        let (width, d) = (self.kv_heads * self.head_dim, self.head_dim);
-        let kv_head = head / (self.heads / self.kv_heads);
-        let q = &self.q[s][(row * self.heads + head) * d..][..d];
-        let first = self.window.map_or(0, |w| (row + 1).saturating_sub(w));
-        let line = |of: &[Vec<f32>], t: usize| -> Vec<f64> {
-            of[s][t * width + kv_head * d..][..d].iter().map(|x| stored(*x)).collect()
+        let (width, heads) = (self.kv_heads * self.head_dim, self.heads * self.head_dim);
+        let seen = |x: &f32| if rounds { bf16::from_f32(*x).to_f32() } else { *x };
+        let q: Vec<f32> = self.q[s][row * heads..][..heads].iter().map(seen).collect();
+        let shape = AttentionShape { heads: self.heads, scale: self.scale(), sliding_window: self.window };
+        let sequence = AttentionSequence { first_row: 0, rows: 1, start_position: row, block_table: &[0] };
+        let attend = |v: &[f32]| {
+            let Self { kv_heads, head_dim, dtype, .. } = *self;
+            let layout = KvLayout { blocks: 1, block_size: self.lengths[s], kv_heads, head_dim, dtype };
+            let (mut cache, mut out) = (reference::Slots::new(layout), vec![f32::NAN; heads]);
+            let slots: Vec<u32> = (0..self.lengths[s] as u32).collect();
+            cache.write(Rows::dense(&self.k[s], width), Rows::dense(v, width), &slots);
+            reference::attention(Rows::dense(&q, heads), &shape, &[sequence], &cache, RowsMut::dense(&mut out, heads));
+            out[head * head_dim..][..head_dim].to_vec()
         };
-        let query = |x: f32| f64::from(if rounds { bf16::from_f32(x).to_f32() } else { x });
-        let dot = |k: Vec<f64>| q.iter().zip(k).map(|(q, k)| query(*q) * k).sum::<f64>() * f64::from(self.scale());
-        let scores: Vec<f64> = (first..=row).map(|t| dot(line(&self.k, t))).collect();
-        let largest = scores.iter().copied().fold(f64::MIN, f64::max);
-        let weights: Vec<f64> = scores.iter().map(|s| (s - largest).exp()).collect();
-        let total: f64 = weights.iter().sum();
-        let (mut out, mut magnitude) = (vec![0.0; d], vec![0.0; d]);
-        for (t, weight) in (first..=row).zip(weights) {
-            let weighted = line(&self.v, t).into_iter().map(|v| weight / total * v);
-            out.iter_mut().zip(&mut magnitude).zip(weighted).for_each(|((out, magnitude), v)| {
-                *out += v;
-                *magnitude += v.abs();
-            });
-        }
+        let magnitudes = attend(&self.v[s].iter().map(|v| v.abs()).collect::<Vec<_>>());
         let half = if rounds { f64::from(bf16::EPSILON) / 2.0 } else { 0.0 };
-        let near = |(out, magnitude): (f64, f64)| (out, 3e-6 * out.abs().max(1.0) + half * (magnitude + out.abs()));
-        out.into_iter().zip(magnitude).map(near).collect()
+        let near = |(out, magnitude): (f32, f32)| {
+            let (out, magnitude) = (f64::from(out), f64::from(magnitude));
+            (out, 3e-6 * out.abs().max(1.0) + half * (magnitude + out.abs()))
+        };
+        attend(&self.v[s]).into_iter().zip(magnitudes).map(near).collect()
     }
 }
 
@@ -127,7 +125,7 @@ fn lengths(random: &mut Random, sequences: usize, longest: usize) -> Vec<usize> 
 }
 
 #[test]
-fn attention_is_that_of_f64() {
+fn attention_is_the_reference() {
     for seed in 0..12 {
         let mut random = Random::new(seed);
         let lengths = lengths(&mut random, 2, 140);

@@ -1,9 +1,10 @@
-//! The sampler against a reference that is naive on purpose: float64, full sorts, one step after the other.
+//! The sampler against the reference device's, which is naive on purpose: float64, full sorts, one step after the other.
 
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 
 use super::*;
+use crate::reference::distribution as reference;
 
 /// The options of a request.
 #[derive(Clone, Debug)]
@@ -83,66 +84,9 @@ fn random_row(rng: &mut ChaCha8Rng, vocab: usize, spread: f32) -> Vec<f32> {
     (0..vocab).map(|_| ((0..12).map(|_| unit()).sum::<f32>() - 6.0) * spread).collect()
 }
 
-fn softmax(logits: &[f64]) -> Vec<f64> {
-    let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    let weights: Vec<f64> = logits.iter().map(|x| (x - max).exp()).collect();
-    let total: f64 = weights.iter().sum();
-    weights.iter().map(|w| w / total).collect()
-}
-
-fn edited(logits: &[f32], task: &SamplingTask<'_>) -> Vec<f64> {
-    let p = task;
-    let mut z: Vec<f64> = logits.iter().map(|&x| f64::from(x)).collect();
-    for (id, x) in z.iter_mut().enumerate() {
-        let id = id as u32;
-        let stops = p.banned.iter().any(|banned| banned.contains(&id));
-        if stops || p.allowed.is_some_and(|a| !a.contains(&id)) {
-            *x = f64::NEG_INFINITY;
-        }
-        *x += p.logit_bias.iter().find(|b| b.0 == id).map_or(0.0, |b| f64::from(b.1));
-        let (prompt, output) = task.history.unwrap_or((&[], &[]));
-        let in_output = output.iter().filter(|&&t| t == id).count();
-        if in_output > 0 || prompt.contains(&id) {
-            let r = f64::from(p.repetition_penalty);
-            *x = if *x > 0.0 { *x / r } else { *x * r };
-        }
-        *x -= f64::from(p.frequency_penalty) * in_output as f64;
-        *x -= if in_output > 0 { f64::from(p.presence_penalty) } else { 0.0 };
-    }
-    z
-}
-
-/// The distribution that is sampled from.
-fn reference(logits: &[f32], task: &SamplingTask<'_>) -> Vec<f64> {
-    let p = task;
-    let mut z = edited(logits, task);
-    for x in &mut z {
-        *x /= f64::from(p.temperature);
-    }
-    let mut probs = softmax(&z);
-    let best = probs.iter().copied().fold(0.0, f64::max);
-    let drop = |probs: &mut Vec<f64>, dropped: &dyn Fn(usize, f64) -> bool| {
-        let kept: Vec<f64> = probs.iter().enumerate().map(|(i, &q)| if dropped(i, q) { 0.0 } else { q }).collect();
-        let total: f64 = kept.iter().sum();
-        *probs = kept.iter().map(|q| q / total).collect();
-    };
-    drop(&mut probs, &|_, q| q < f64::from(p.min_p) * best);
-    let mut order: Vec<usize> = (0..z.len()).collect();
-    order.sort_by(|&a, &b| z[b].partial_cmp(&z[a]).unwrap().then(a.cmp(&b)));
-    let mut rank = vec![0; z.len()];
-    order.iter().enumerate().for_each(|(r, &i)| rank[i] = r);
-    if p.top_k > 0 {
-        drop(&mut probs, &|i, _| rank[i] >= p.top_k as usize);
-    }
-    let (mut kept, mut mass) = (0, 0.0);
-    while kept < order.len() && (kept == 0 || mass < f64::from(p.top_p)) {
-        mass += probs[order[kept]];
-        kept += 1;
-    }
-    if p.top_p < 1.0 {
-        drop(&mut probs, &|i, _| rank[i] >= kept);
-    }
-    probs
+/// The model's own distribution.
+fn softmax(logits: &[f32]) -> Vec<f64> {
+    reference(logits, &task(&Options::default(), 0, 0))
 }
 
 /// Draws `draws` tokens and compares their counts with the reference; also the processed log-probability of each.
@@ -241,7 +185,7 @@ fn scores_are_the_exact_log_probabilities_and_sum_to_one() {
     let mut scratch = new_scratch();
     for vocab in [12, BLOCK, 1000] {
         let logits = random_row(&mut rng, vocab, 2.0);
-        let raw = softmax(&edited(&logits, &task(&Options::default(), 0, 0)));
+        let raw = softmax(&logits);
         for (name, params) in options() {
             let mut task = with_history(&params);
             let probs = reference(&logits, &task);

@@ -1,4 +1,4 @@
-//! Values of a base on their way to where they serve.
+//! Parameters written from their base, with an adapter merged or without.
 
 use rollout_kernels::{Change, Matrix, MatrixShape, Merge, MergeBase, Ops, ReadValues, RowBits, WeightRows};
 
@@ -7,14 +7,14 @@ use crate::error::Result;
 use crate::model::{Build, ParamSlot};
 use crate::weights::{Adapter, ParamSpec, Slice, Tensors};
 
-/// Calls the function that it is given with the base's values of a part of a parameter, as they are stored. Called from
-/// several threads at once, each time for some whole rows of what is written.
+/// Reads the base: called with a part of a parameter, it hands the stored values of that part to the function beside
+/// it. Called from several threads at once, each time for some whole rows.
 pub(super) type Rows<'a> = dyn Fn(&Slice, &mut dyn FnMut(WeightRows<'_>)) + Sync + 'a;
 
-/// What an adapter does to a parameter that it does not touch.
+/// The change of a parameter that the adapter does not touch.
 const UNCHANGED: Change = Change { whole: None, delta: None };
 
-/// A parameter's part on this rank.
+/// A parameter's part on this rank, and where it is stored.
 pub(super) struct LocalParameter<'a> {
     pub spec: &'a ParamSpec,
     pub slice: Slice,
@@ -22,7 +22,7 @@ pub(super) struct LocalParameter<'a> {
     pub build: &'a Build,
 }
 
-/// The values that a push brings for a parameter, which must be among its tensors.
+/// Reads a parameter that a push has brought; the push must have it.
 pub(super) fn tensor_rows<'a>(
     tensors: &'a Tensors,
     name: &'a str,
@@ -37,7 +37,7 @@ impl<'a> LocalParameter<'a> {
         Ok(Self { spec, slice: build.partition.slice(spec)?, slot, build })
     }
 
-    /// What is stored, as a matrix of its own. A vector is one column.
+    /// A copy of the stored values, as a matrix of its own. A vector becomes one column.
     pub fn copy(&self, ops: &Ops) -> Result<Matrix> {
         let (n, k) = (self.slice.rows.len(), self.slice.cols.len());
         let mut copy = self.build.device.zeros(MatrixShape { dtype: self.build.weights, n, k, leaves: 1 })?;
@@ -75,14 +75,14 @@ impl<'a> LocalParameter<'a> {
         self.merge_from(ops, adapter, MergeBase::Read(base))
     }
 
-    /// As [`LocalParameter::merge`], from a copy of this rank's part of the base.
+    /// As [`LocalParameter::merge`], with the base in `copy`, which has this rank's part of it. All ranks must call it
+    /// together: where the adapter needs whole rows and each rank has some of the columns, they gather them.
     pub fn merge_from_copy(self, ops: &Ops, comm: &dyn Communicator, adapter: &Adapter, copy: &Matrix) -> Result<()> {
         let has_whole_rows = self.slice.cols == Slice::whole(&self.spec.shape).cols;
         let needs_whole_rows = adapter.change(&self.spec.name).is_some_and(|change| change.needs_whole_rows());
         if has_whole_rows || !needs_whole_rows {
             return self.merge_from(ops, adapter, MergeBase::Matrix(copy));
         }
-        // Each rank has a run of columns.
         let local = self.build.device.activations(copy.n(), copy.k())?;
         let whole = self.build.device.activations(copy.n(), copy.k() * comm.world())?;
         ops.unpack(copy, &local)?;

@@ -1,4 +1,4 @@
-//! Storage beside the weights, and its exchange with what serves.
+//! Shadow weights: storage beside the serving weights for a FULL push, and the exchange of the two.
 
 use std::collections::HashMap;
 
@@ -10,7 +10,8 @@ use crate::model::{ParamSlot, Parameterized};
 use crate::weights::{ParamSpec, Partition, ShadowShard, Slice};
 
 impl RankWeights {
-    /// Storage of the shapes of this rank's weights: a shard for each matrix, and one for all vectors.
+    /// This rank's part of new shadow weights: a shard for each matrix of the model, in its order, and a last one for
+    /// all vectors.
     ///
     /// # Errors
     /// `ResourceExhausted` if the system cannot map as much.
@@ -32,8 +33,8 @@ impl RankWeights {
         Ok(shards)
     }
 
-    /// Serves from `shards`, which [`RankWeights::shadow_shards`] gave and which hold every parameter, and gives back the
-    /// storage that served, for the next push; what `shards` held is the base now.
+    /// Serves from `shards`, which [`RankWeights::shadow_shards`] gave and which hold every parameter, and gives back
+    /// the storage that served, for the next push; what `shards` held is the base now.
     ///
     /// # Errors
     /// `ResourceExhausted` if weights that were released cannot have their memory again.
@@ -60,7 +61,7 @@ impl RankWeights {
     }
 }
 
-/// A matrix of the same shape for the same parameters.
+/// A shadow of `matrix`: a matrix of zeros with the same shape for the same parameters.
 fn beside(specs: &[&ParamSpec], matrix: &Matrix, partition: Partition) -> Result<ShadowShard> {
     let slices = specs.iter().map(|spec| Ok((spec.name.clone(), partition.slice(spec)?)));
     Ok(ShadowShard::matrix(matrix.zeros_like()?, slices.collect::<Result<Vec<(String, Slice)>>>()?.into_iter()))
