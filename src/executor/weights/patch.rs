@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use rollout_kernels::{Ops, WeightRows};
 
-use super::base::LocalParameter;
+use super::merge::LocalParameter;
 use crate::error::Result;
 use crate::model::ParamSlot;
 use crate::weights::{Changes, matrix_shape};
