@@ -1,25 +1,27 @@
-//! Names of full blocks: a SHA-256 chain over token ids, so that equal hashes mean equal prefixes.
+//! Hashes of full blocks: a SHA-256 chain over token ids and media, so that equal hashes mean equal prefixes.
 
 use sha2::{Digest, Sha256};
 
 use crate::types::{MediaItem, TokenId};
 
-/// What besides the tokens decides the bits of KV. Every chain starts from it, so KV of one policy can be found only
-/// by that policy. Its version does not name a policy: a trainer that starts again may use a number twice.
+/// What the bits of KV depend on besides the tokens: the policy and the resident adapter that computed it. The hash
+/// chain of a sequence starts from its salt, so cached blocks of one policy can never be found by another. A policy is
+/// named by an epoch and not by its version, since a trainer that starts again may use a version twice.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct CacheSalt {
-    /// Counts the policies of this process: an epoch is never used twice.
+    /// Number of the policy in this process. No number is used twice.
     pub epoch: u64,
-    /// Generation of the resident adapter (a number never used twice), if the request chose one.
+    /// Generation of the resident adapter, if the request uses one. No generation is used twice.
     pub adapter: Option<u64>,
 }
 
-/// Name of one full block: of its tokens and of all before it.
+/// SHA-256 by which a full block is found in the prefix cache. It covers the block's tokens and media, and all blocks
+/// before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockHash([u8; 32]);
 
 impl BlockHash {
-    /// Where a chain starts.
+    /// Parent of a sequence's first block.
     pub fn root(salt: CacheSalt) -> Self {
         let mut sha = Sha256::new();
         sha.update(salt.epoch.to_le_bytes());
@@ -29,8 +31,9 @@ impl BlockHash {
         Self(sha.finalize().into())
     }
 
-    /// Name of the block of `tokens` that follows the block named `self`. `media`: the items whose placeholders are
-    /// among these tokens, on which their KV depends too. Every block of a cache has the same number of tokens.
+    /// Hash of the block of `tokens` that follows the block with the hash `self`. `media` are the items whose
+    /// placeholders are among these tokens: KV depends on them, and placeholder tokens are the same for all images.
+    /// All blocks of a cache have the same number of tokens, so tokens and media cannot be mistaken for each other.
     pub fn child<'a>(&self, tokens: &[TokenId], media: impl Iterator<Item = &'a MediaItem>) -> Self {
         let mut sha = Sha256::new();
         sha.update(self.0);
@@ -46,7 +49,7 @@ impl BlockHash {
     }
 }
 
-/// Hashes of a sequence's full blocks from its start; grows with the sequence.
+/// Hashes of a sequence's full blocks, from its first block on. It grows with the sequence.
 #[derive(Clone, Debug)]
 pub struct HashChain {
     root: BlockHash,
@@ -75,7 +78,7 @@ impl HashChain {
         self.blocks.push(parent.child(tokens, inside));
     }
 
-    /// Full blocks named so far.
+    /// Number of blocks hashed so far.
     pub fn len(&self) -> usize {
         self.blocks.len()
     }

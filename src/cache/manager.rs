@@ -1,12 +1,14 @@
-//! Block tables over the pool: prefix lookup, growth with copy on write, fork and release.
+//! Block tables of sequences: prefix lookup, growth with copy on write, fork and release.
 
 use super::{BlockCounts, BlockHash, BlockPool, HashChain};
 use crate::types::{BlockCopy, BlockId};
 
-/// The blocks of one sequence in order: position `p` lives in block `p / block_size`, slot `p % block_size`.
+/// The blocks of one sequence, in order: KV of the token with index `i` is in block `i / block_size`, slot
+/// `i % block_size`.
 ///
-/// Append-only, but for copy on write of its last block and for blocks behind its tokens. Each entry is one reference in the pool, so a table cannot
-/// be cloned (see [`KvCacheManager::fork`]) and must go back through [`KvCacheManager::release`].
+/// Entries do not change, but for copy on write of the last one and for blocks behind the sequence's tokens. Each entry
+/// is a reference in the pool, so a table cannot be cloned but only forked ([`KvCacheManager::fork`]), and must be
+/// given back with [`KvCacheManager::release`].
 #[derive(Debug, Default)]
 pub struct BlockTable(Vec<BlockId>);
 
@@ -24,7 +26,7 @@ impl BlockTable {
     }
 }
 
-/// Cached blocks that hold the start of a sequence; valid until the manager is next changed.
+/// Cached blocks that hold the first tokens of a sequence. Valid until the manager is next changed.
 #[derive(Debug, Default)]
 pub struct PrefixMatch {
     blocks: Vec<BlockId>,
@@ -36,13 +38,13 @@ impl PrefixMatch {
         self.blocks.len()
     }
 
-    /// How many of the blocks are in the free list now, so that acquiring them takes them from it.
+    /// Number of these blocks that are in the free list now, and leave it when they are acquired.
     pub fn num_free(&self) -> usize {
         self.num_free
     }
 }
 
-/// Owner of all blocks.
+/// The KV cache's blocks, and all changes of block tables.
 #[derive(Clone, Debug)]
 pub struct KvCacheManager {
     pool: BlockPool,
@@ -50,7 +52,7 @@ pub struct KvCacheManager {
 }
 
 impl KvCacheManager {
-    /// A cache of `num_blocks` blocks of `block_size` tokens, all free.
+    /// Manages `num_blocks` blocks of `block_size` tokens each, all free.
     pub fn new(num_blocks: usize, block_size: usize) -> Self {
         assert!(block_size > 0, "a block holds at least one token");
         Self { pool: BlockPool::new(num_blocks), block_size }
@@ -69,12 +71,12 @@ impl KvCacheManager {
         self.pool.num_free()
     }
 
-    /// Blocks that hold `num_tokens` tokens.
+    /// Number of blocks that `num_tokens` tokens need.
     pub fn blocks_for(&self, num_tokens: usize) -> usize {
         num_tokens.div_ceil(self.block_size)
     }
 
-    /// The longest cached run of full blocks from the start of the chain, of at most `max_tokens` tokens.
+    /// Looks up the longest cached prefix of a sequence: full blocks from its start, with at most `max_tokens` tokens.
     pub fn find_prefix(&self, chain: &HashChain, max_tokens: usize) -> PrefixMatch {
         let hashes = chain.as_slice();
         let limit = hashes.len().min(max_tokens / self.block_size);
@@ -83,7 +85,7 @@ impl KvCacheManager {
         PrefixMatch { blocks, num_free }
     }
 
-    /// A table that starts with the matched blocks.
+    /// Makes a table of the matched blocks, which are held from now on.
     pub fn acquire(&mut self, prefix: PrefixMatch) -> BlockTable {
         for &id in &prefix.blocks {
             assert!(self.pool.is_registered(id), "block {id} of a prefix is no longer cached");
@@ -92,19 +94,19 @@ impl KvCacheManager {
         BlockTable(prefix.blocks)
     }
 
-    /// Free blocks that [`Self::extend`] would take.
+    /// Number of free blocks that [`Self::extend`] would take.
     pub fn blocks_to_extend(&self, table: &BlockTable, start: usize, end: usize) -> usize {
         self.blocks_for(end) - table.len() + usize::from(self.needs_copy(table, start))
     }
 
-    /// Makes `[start, end)` writable, where KV of `[0, start)` is present: appends blocks, and if the block in which
-    /// `start` lies is shared, replaces it by a copy, noted in `copies`. The last holder keeps the original. Returns
-    /// false and changes nothing if there are too few free blocks.
+    /// Makes KV of the tokens `[start, end)` writable, where KV of `[0, start)` is present. Blocks are appended, and if
+    /// the block of `start` is shared it is replaced by a copy, which is added to `copies`; its last holder keeps the
+    /// original. Returns false and changes nothing if there are too few free blocks.
     ///
-    /// Copies must be applied in the order noted: the source of one may be the destination of a later one.
+    /// Copies must be applied in the order of `copies`: the source of one may be the destination of a later one.
     ///
     /// # Panics
-    /// If the table does not end with the block of `start - 1`, or a registered block would be written.
+    /// If the table has not exactly the blocks of `[0, start)`, or if a registered block would be written.
     pub fn extend(&mut self, table: &mut BlockTable, start: usize, end: usize, copies: &mut Vec<BlockCopy>) -> bool {
         assert!(start < end, "nothing to write in [{start}, {end})");
         assert_eq!(table.len(), self.blocks_for(start), "blocks of a table with {start} computed tokens");
@@ -126,13 +128,13 @@ impl KvCacheManager {
         true
     }
 
-    /// Tokens that a table can hold with all free blocks.
+    /// Number of tokens that the table could hold if it took all free blocks.
     pub fn room(&self, table: &BlockTable) -> usize {
         (table.len() + self.num_free()) * self.block_size
     }
 
-    /// Appends blocks until the table has those of `[0, end)`. What follows the sequence's tokens is written there; see
-    /// [`Self::truncate`].
+    /// Appends blocks until the table has those of the tokens `[0, end)`. KV of draft tokens is written into them;
+    /// [`Self::truncate`] takes back what turns out to be unused.
     ///
     /// # Panics
     /// If there are too few free blocks.
@@ -142,14 +144,14 @@ impl KvCacheManager {
         }
     }
 
-    /// Gives back the blocks behind those of `[0, end)`.
+    /// Gives back the blocks behind those of the tokens `[0, end)`.
     pub fn truncate(&mut self, table: &mut BlockTable, end: usize) {
         for id in table.0.drain(self.blocks_for(end)..).rev() {
             self.pool.release(id);
         }
     }
 
-    /// A second table over the same blocks.
+    /// Makes a second table of the same blocks, which both hold.
     pub fn fork(&mut self, table: &BlockTable) -> BlockTable {
         for &id in &table.0 {
             self.pool.acquire(id);
@@ -157,25 +159,25 @@ impl KvCacheManager {
         BlockTable(table.0.clone())
     }
 
-    /// Makes block `index` of the table findable. Its KV must be computed to its last slot.
+    /// Registers block `index` of the table in the prefix cache under `hash`. KV of all its slots must be computed.
     pub fn register(&mut self, table: &BlockTable, index: usize, hash: BlockHash) {
         self.pool.register(table.0[index], hash);
     }
 
-    /// Gives all blocks of a table back. The last go first, since a prefix is of use without its end but not the
-    /// other way round.
+    /// Gives all blocks of a table back. The last block goes first, so that it is also reused first: a prefix is of use
+    /// without its end, but not without its beginning.
     pub fn release(&mut self, table: BlockTable) {
         for &id in table.0.iter().rev() {
             self.pool.release(id);
         }
     }
 
-    /// Forgets every cached block that no sequence holds and returns how many there were.
+    /// Forgets every cached prefix that no sequence holds, and returns the number of its blocks.
     pub fn reset_prefix_cache(&mut self) -> usize {
         self.pool.reset()
     }
 
-    /// Asserts every invariant, given all tables that exist.
+    /// Asserts every invariant of the cache. `tables` are all tables that exist.
     pub fn check_integrity<'a>(&self, tables: impl Iterator<Item = &'a BlockTable>) {
         let mut refs = vec![0; self.counts().total];
         for table in tables {

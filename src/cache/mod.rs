@@ -1,14 +1,17 @@
 //! Bookkeeping of the paged KV cache: which physical block holds which tokens, who shares it, what is still findable.
 //!
-//! Pure: nothing here touches KV bytes. A block is in exactly one of two roles. *Held*: its reference count equals the
-//! number of [`BlockTable`]s that name it. *Free*: reference count 0, a member of the LRU free list; a free block that
-//! is registered under a [`BlockHash`] keeps its content until it is allocated again, and a lookup can take it back.
+//! Pure: nothing here touches KV bytes. A block is in one of two states:
 //!
-//! What may be written: a block with one holder and no hash. Full blocks are registered once their KV is computed and
-//! are never written again; a partial block that a fork shares is copied first ([`KvCacheManager::extend`]).
+//! - *Held*: its reference count is the number of [`BlockTable`]s that contain it.
+//! - *Free*: its reference count is 0, and it is in the LRU free list. A free block that is registered under a
+//!   [`BlockHash`] keeps its content until it is allocated again, so that a request with the same prefix can reuse it.
 //!
-//! Kernels are batch-invariant, so the KV of a hit and of a miss are the same bits: two blocks with the same content
-//! may exist, and only the first is registered.
+//! Only a block with one holder and no hash may be written. A full block is registered once its KV is computed, and is
+//! never written again. A partial block that a fork shares is copied before it is written
+//! ([`KvCacheManager::extend`]).
+//!
+//! Two blocks may have the same content, of which only the first is registered. It does not matter which one a sequence
+//! reads: the kernels are batch-invariant, so cached KV and KV that is computed again have the same bits.
 
 mod hash;
 mod manager;

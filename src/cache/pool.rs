@@ -1,39 +1,43 @@
-//! Physical blocks: reference counts, the LRU free list and the map of cached hashes. Every operation but a reset is O(1).
+//! Physical blocks: reference counts, the LRU free list and the map from hashes to blocks. Every operation is O(1), but
+//! for a reset.
 
 use std::collections::HashMap;
 
 use super::BlockHash;
 use crate::types::BlockId;
 
-/// How the blocks are used at one moment.
+/// Numbers of blocks by their state, at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlockCounts {
     pub total: usize,
-    /// Held by no sequence (`cached` among them).
+    /// Held by no sequence, whether cached or not.
     pub free: usize,
-    /// Free, and still findable by hash.
+    /// Free, with a prefix that can still be found by its hash.
     pub cached: usize,
 }
 
+/// What the pool knows of one block.
 #[derive(Clone, Debug)]
 struct KvBlock {
+    /// Number of block tables that contain it.
     refs: u32,
-    /// Set exactly while the map leads from this hash to this block.
+    /// Hash that the block is registered under. The pool's map has this hash exactly as long.
     hash: Option<BlockHash>,
-    /// Neighbours in the free list; meaningless while `refs > 0`.
+    /// Neighbours in the free list; without meaning while `refs > 0`.
     prev: BlockId,
     next: BlockId,
 }
 
 /// All physical blocks of one cache.
 ///
-/// The free list is doubly linked through the blocks themselves, so that a lookup can take a block out of its middle
-/// without a search. Its front is allocated next: blocks without content first, then cached ones, least recently
-/// freed first. Of those without content the ones that have been allocated before come first: their memory is there,
-/// where another's would be new pages.
+/// The free list is doubly linked through the blocks themselves, so that a block can be taken out of its middle without
+/// a search. Blocks are allocated from its front. Blocks without a hash come first, then cached ones, the least
+/// recently freed first. Among the blocks without a hash, those that have been used come before those that never were:
+/// the system has given pages for the first, and would have to find new ones for the others.
 #[derive(Clone, Debug)]
 pub struct BlockPool {
-    /// The last element is no block but the list's sentinel: its `next` is the front, its `prev` the back.
+    /// All blocks by their id, and behind them the sentinel of the free list, whose `next` is the list's front and
+    /// whose `prev` is its back.
     blocks: Vec<KvBlock>,
     cached: HashMap<BlockHash, BlockId>,
     num_free: usize,
@@ -42,7 +46,7 @@ pub struct BlockPool {
 
 impl BlockPool {
     /// # Panics
-    /// If there are more blocks than a `BlockId` can name.
+    /// If there are more blocks than a `BlockId` can count.
     pub fn new(num_blocks: usize) -> Self {
         let sentinel = BlockId::try_from(num_blocks).expect("a block id has 32 bits");
         let block = |i: BlockId| KvBlock {
@@ -75,7 +79,8 @@ impl BlockPool {
         self.block(id).hash.is_some()
     }
 
-    /// Takes the front of the free list with one reference, forgetting what it held. `None` if every block is held.
+    /// Takes the block at the front of the free list, with a reference count of 1 and without a hash. `None` if every
+    /// block is held.
     pub fn allocate(&mut self) -> Option<BlockId> {
         if self.num_free == 0 {
             return None;
@@ -89,7 +94,7 @@ impl BlockPool {
         Some(id)
     }
 
-    /// One more holder; takes the block out of the free list if it had none.
+    /// Adds a holder. A block that had none leaves the free list.
     pub fn acquire(&mut self, id: BlockId) {
         if self.block(id).refs == 0 {
             self.unlink(id);
@@ -97,7 +102,8 @@ impl BlockPool {
         self.blocks[id as usize].refs += 1;
     }
 
-    /// One holder less. The last one gives the block to the free list, where it keeps its hash.
+    /// Removes a holder. With the last one the block goes to the free list. It keeps its hash there, so that a request
+    /// with the same prefix can reuse it.
     ///
     /// # Panics
     /// If nobody holds the block.
@@ -115,7 +121,8 @@ impl BlockPool {
         self.cached.get(hash).copied()
     }
 
-    /// Makes a held block findable, unless another block already is under this hash: the first is kept.
+    /// Registers a held block under a hash, by which it can be found from now on. Nothing happens if another block has
+    /// this hash already.
     ///
     /// # Panics
     /// If nobody holds the block, or it is registered already.
@@ -128,10 +135,10 @@ impl BlockPool {
         }
     }
 
-    /// Forgets the content of every free block and returns how many had one. Held blocks stay findable.
+    /// Removes the hashes of all free blocks and returns how many had one. Held blocks keep theirs.
     ///
-    /// Free blocks are then allocated in ascending order, as at the start. Those that were never allocated, whose memory
-    /// the system has still to find, are the last of all blocks, so all that had content come before them.
+    /// Free blocks are then allocated in ascending order, as at the start. So blocks that were never used stay behind
+    /// all others.
     pub fn reset(&mut self) -> usize {
         let sentinel = self.sentinel();
         let mut last = sentinel;
@@ -151,8 +158,8 @@ impl BlockPool {
         std::mem::take(&mut self.num_free_cached)
     }
 
-    /// Asserts that the free list is exactly the blocks with reference count 0, that reference counts are
-    /// `expected_refs` (one per block), and that hashes and map agree.
+    /// Asserts that the reference counts are `expected_refs` (one per block), that the free list has exactly the blocks
+    /// with reference count 0, and that blocks and map agree about hashes.
     pub fn check_integrity(&self, expected_refs: &[u32]) {
         let sentinel = self.sentinel();
         assert_eq!(expected_refs.len(), sentinel, "one expected count per block");
@@ -198,7 +205,8 @@ impl BlockPool {
         self.blocks[next as usize].prev = prev;
     }
 
-    /// To the back if it is worth finding again, else to the front, so that it is reused before any cached block.
+    /// Puts a block into the free list: at the back if it has a hash, else at the front, so that it is allocated before
+    /// any cached block.
     fn link(&mut self, id: BlockId) {
         let sentinel = self.sentinel() as BlockId;
         let cached = self.blocks[id as usize].hash.is_some();

@@ -1,12 +1,12 @@
-//! Giving free places to waiting sequences, then to groups of the queue.
+//! Admission: free places go to waiting sequences, then to groups of the queue.
 
 use super::schedule::PlanBuilder;
 use super::{GroupState, Scheduler, SeqId, Sequence};
 use crate::cache::PrefixMatch;
 
 impl Scheduler {
-    /// Admits in order until the budget, the places or the blocks are used up. Nobody overtakes: a long sequence that
-    /// waits for blocks would otherwise starve behind short ones.
+    /// Admits sequences in order until the token budget, the places or the blocks are used up. None overtakes another:
+    /// a long sequence that waits for blocks would starve if short ones passed it.
     pub(super) fn admit(&mut self, builder: &mut PlanBuilder) {
         while builder.budget > 0 && self.running.len() < self.config.max_num_seqs {
             let next = self.waiting.first_key_value().map(|(&id, _)| id);
@@ -17,7 +17,7 @@ impl Scheduler {
         }
     }
 
-    /// Moves the queue's next group to the waiting sequences.
+    /// Makes the queue's next group a waiting sequence.
     fn dequeue(&mut self) -> Option<SeqId> {
         let group = self.queue.pop()?;
         let id = SeqId { admission: self.next_admission, sample_index: 0 };
@@ -29,7 +29,8 @@ impl Scheduler {
         Some(id)
     }
 
-    /// Lets a waiting sequence run if all blocks it needs are free. Only if nothing runs are they taken from others.
+    /// Lets a waiting sequence run if all blocks it needs are free. Blocks are taken from other sequences only if none
+    /// runs. Returns whether the sequence runs.
     fn try_admit(&mut self, id: SeqId, builder: &mut PlanBuilder) -> bool {
         let prefix = loop {
             let sequence = &self.waiting[&id];
@@ -58,7 +59,7 @@ impl Scheduler {
         true
     }
 
-    /// What of a sequence without blocks the cache still has.
+    /// Looks up the cached prefix of a sequence without blocks; a sequence with blocks has no use for one.
     fn find_prefix(&self, sequence: &Sequence) -> PrefixMatch {
         if sequence.table.is_empty() {
             self.cache.find_prefix(&sequence.hashes, sequence.max_cached_tokens())
@@ -67,8 +68,8 @@ impl Scheduler {
         }
     }
 
-    /// Whether all tokens that the sequence has now fit into free blocks, with one more block for each that runs:
-    /// else these would soon preempt it, and its work would be lost.
+    /// Whether all tokens of the sequence fit into free blocks, and one more block for each running sequence. Without
+    /// that margin the running ones would soon preempt it, and its work would be lost.
     fn fits(&self, sequence: &Sequence, prefix: &PrefixMatch) -> bool {
         let end = sequence.num_tokens();
         let needed = if sequence.table.is_empty() {

@@ -1,34 +1,35 @@
-//! What the scheduler is given, and what it tells.
+//! The scheduler's input, groups, and its output, outcomes.
 
 use std::sync::Arc;
 
 use crate::cache::CacheSalt;
 use crate::types::{FinishReason, GroupKey, Prompt, SampleKey, SamplingParams, TokenLogprobs};
 
-/// One prompt and what is asked of it.
+/// One prompt, to be sampled from or scored.
 #[derive(Clone, Debug)]
 pub struct Group {
-    /// Never used twice in the life of a scheduler.
+    /// Names the group. A scheduler is never given two groups with the same key.
     pub key: GroupKey,
     pub prompt: Prompt,
     pub params: Arc<SamplingParams>,
-    /// The policy that serves it; [`Scheduler::change_policy`] gives it another epoch.
+    /// The policy and the adapter that serve it. [`Scheduler::change_policy`] changes its epoch.
     ///
     /// [`Scheduler::change_policy`]: super::Scheduler::change_policy
     pub salt: CacheSalt,
     pub kind: GroupKind,
 }
 
+/// What is computed for a group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum GroupKind {
-    /// One sample for each seed, at least one.
+    /// One sample per seed, of which there is at least one; with `prompt_logprobs`, the prompt's log-probabilities too.
     Sample { seeds: Vec<u64>, prompt_logprobs: bool },
-    /// Log-probabilities of the prompt's tokens, no samples.
+    /// The log-probabilities of the prompt's tokens, and no samples.
     Score,
 }
 
 impl Group {
-    /// What the group counts for in queues: its samples, or 1 if it is only scored.
+    /// Number of samples that the group counts for in queues; a scored prompt counts as one.
     pub fn num_samples(&self) -> usize {
         match &self.kind {
             GroupKind::Sample { seeds, .. } => seeds.len(),
@@ -46,23 +47,23 @@ impl Group {
     }
 }
 
-/// What a step has brought about. For each group: one `PromptDone`, then the `Token`s of its samples. A sample ends
-/// with the token that has a reason, by [`Scheduler::finish`] or by [`Scheduler::abort`]; a scored prompt ends with its
-/// `PromptDone`.
+/// Result of a step for one group or sample. Each group has one `PromptDone`, then the `Token`s of its samples. A
+/// sample ends with the token that has a `finish`, with [`Scheduler::finish`] or with [`Scheduler::abort`]; a scored
+/// prompt ends with its `PromptDone`.
 ///
 /// [`Scheduler::finish`]: super::Scheduler::finish
 /// [`Scheduler::abort`]: super::Scheduler::abort
 #[derive(Clone, Debug, PartialEq)]
 pub enum Outcome {
-    /// The prompt has been computed.
+    /// All tokens of the group's prompt have been computed.
     PromptDone {
         group: GroupKey,
-        /// Tokens of the prompt whose KV came from the prefix cache; the samples of a group share one lookup.
+        /// Number of the prompt's tokens whose KV came from the prefix cache. The samples of a group share one lookup.
         cached_tokens: u32,
-        /// Log-probabilities of the prompt's tokens from the second on, each given those before it, if asked for
-        /// (`prompt_logprobs`, [`GroupKind::Score`]).
+        /// Log-probabilities of the prompt's tokens from the second on, each given the tokens before it. `None` unless
+        /// asked for by `prompt_logprobs` or [`GroupKind::Score`].
         logprobs: Option<Vec<TokenLogprobs>>,
     },
-    /// A sample has got its next token; if that was the last, why.
+    /// A sample has got its next token. `finish` says why it is the sample's last one, if it is.
     Token { sample: SampleKey, logprobs: TokenLogprobs, finish: Option<FinishReason> },
 }

@@ -1,39 +1,41 @@
-//! Which tokens run next. Pure: state in, [`StepPlan`](crate::types::StepPlan) out; no device, clock, channel or randomness.
+//! Decides which tokens run next. Pure: state in, [`StepPlan`](crate::types::StepPlan) out; no device, clock, channel
+//! or randomness.
 //!
 //! # How a sequence travels
 //!
-//! 1. [`Scheduler::add`] puts the groups of a request (one prompt each, with `n` samples) into the admission queue,
-//!    or refuses all of them. The queue takes one group of each request in turn.
-//! 2. When there is a free place (`max_num_seqs`) and its prompt fits into free blocks, [`Scheduler::schedule`] makes
-//!    a group one sequence, that of sample 0, with the other samples as `unforked`. Cached blocks give it a start.
-//! 3. A sequence has one progress number: `num_computed` catches up with the tokens it has. A step takes as many of
-//!    the missing ones as the token budget (`max_batch_tokens`) allows: a chunk of the prompt, the last sampled
-//!    token, or prompt and output again after a preemption. There are no phases.
-//! 4. [`Scheduler::update`] takes the answers. When the last token of a prompt has been computed, its one row of
-//!    logits gives a token to each of the `n` samples, and the sequence forks: every sample gets its own block table
-//!    over the same blocks, and waits for a place while holding them. The partial last block is copied by those who
-//!    write while others still hold it.
-//! 5. When blocks run out, the youngest sequence gives all of its own back and waits; it computes prompt and output
-//!    again later (and finds most of them in the prefix cache).
-//! 6. Where a step has few rows, a sample that decodes may get drafts of further tokens (`speculation`), which save it
-//!    steps if they turn out right and change nothing else.
+//! 1. [`Scheduler::add`] puts the groups of a request (one prompt each, with `n` samples) into the admission queue, or
+//!    refuses all of them. The queue gives one group of each request in turn.
+//! 2. When there is a free place (`max_num_seqs`) and its prompt fits into free blocks, [`Scheduler::schedule`] admits
+//!    a group as one sequence, that of sample 0, with the other samples as `unforked`. Blocks of the prompt's prefix
+//!    that are cached become the beginning of its block table.
+//! 3. A sequence has one progress number: `num_computed` catches up with the tokens it has. A step computes as many of
+//!    the missing ones as the token budget (`max_batch_tokens`) allows: a chunk of the prompt, the last sampled token,
+//!    or prompt and output again after a preemption. There are no phases.
+//! 4. [`Scheduler::update`] takes the step's answers. When the last token of a prompt has been computed, its one row of
+//!    logits gives a token to each of the `n` samples, and the sequence forks: every sample gets its own block table of
+//!    the same blocks, and waits for a place while it holds them. A partial last block is copied by each sample that
+//!    writes into it while others still hold it.
+//! 5. When blocks run out, the youngest sequence gives all of its own back and waits. Later it computes prompt and
+//!    output again, and finds most of them in the prefix cache.
+//! 6. Where a step has few rows, a sample that decodes may get drafts of its next tokens (`speculation`). They save it
+//!    steps if they turn out right, and change nothing else.
 //! 7. A sample ends by a rule ([`stop_reason`]), by [`Scheduler::finish`] (a stop string) or by [`Scheduler::abort`].
-//! 8. Between two steps a request whose reader lags may be held back ([`Scheduler::suspend`]) until it is let go.
-//! 9. Between two steps the policy may change ([`Scheduler::change_policy`]), or all blocks be given up
-//!    ([`Scheduler::release_all`]); sequences go on from where they are told to.
+//! 8. Between two steps a request whose reader lags may be suspended ([`Scheduler::suspend`]) until it is resumed.
+//! 9. Between two steps the policy may change ([`Scheduler::change_policy`]), or all blocks may be given back
+//!    ([`Scheduler::release_all`]). The sequences then compute again what they have lost, and go on.
 //!
 //! # Order and progress
 //!
-//! Sequences are ordered by admission of their group, then by sample index; the order never changes. Running ones are
-//! served oldest first, and a sequence that needs a block may take those of younger running sequences and of waiting
-//! ones, never of an older running one. If that is not enough it stays where it is for a step. So the oldest running
-//! sequence advances in every step (its own blocks fit, as `add` has checked), and if none runs, the oldest waiting
-//! one may take every block. Preempted and forked sequences are admitted before new groups, oldest first, none
-//! overtaking, and without taking blocks from anyone: work that runs is not thrown away for work that does not.
+//! Sequences are ordered by admission of their group, then by sample index, and this order never changes. Running
+//! sequences are served oldest first. A sequence that needs a block may take the blocks of younger running sequences
+//! and of waiting ones, but never those of an older running one; if that is not enough, it is left out of the step. So
+//! the oldest running sequence advances in every step, since its own blocks fit into the cache, as `add` has checked.
+//! If none runs, the oldest waiting one may take every block. Preempted and forked sequences are admitted before new
+//! groups, oldest first, without overtaking, and without taking blocks from others: work under way is not thrown away
+//! for work that has not begun.
 
 mod admission;
 mod group;
-
 mod policy;
 mod queue;
 mod schedule;
@@ -57,28 +59,29 @@ use queue::AdmissionQueue;
 use sequence::{SeqId, Sequence};
 use speculation::{Acceptance, NgramIndex};
 
-/// Limits of one scheduler.
+/// Limits of a scheduler.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SchedulerConfig {
-    /// Most sequences in one step: bounds per-sequence work and the sampler's rows.
+    /// Most sequences that run at the same time; bounds the work per sequence and the sampler's rows.
     pub max_num_seqs: usize,
-    /// Most tokens in one step: bounds the workspace of the model. Best no smaller than `max_num_seqs`.
+    /// Most tokens in one step; bounds the workspace of the model. Less than `max_num_seqs` would let some sequences
+    /// wait in every step.
     pub max_batch_tokens: usize,
-    /// Most tokens of prompt and output together.
+    /// Most tokens of a sequence, prompt and output together.
     pub max_model_len: usize,
-    /// Most samples that wait: bounds the memory that requests take before they run.
+    /// Most samples that wait; bounds the memory that requests take before they run.
     pub max_queued_samples: usize,
     pub speculation: Speculation,
 }
 
-/// A look at the scheduler between two steps. The last six count from the start.
+/// Snapshot of the scheduler between two steps. The numbers of tokens and of preemptions count from the start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SchedulerStats {
     pub running_samples: usize,
-    /// Queued, preempted, held back, or forked and without a place.
+    /// Samples that are queued, preempted, suspended, or forked and without a place.
     pub waiting_samples: usize,
     pub total_blocks: usize,
-    /// Blocks that no sequence holds (cached ones among them).
+    /// Blocks that no sequence holds, whether cached or not.
     pub free_blocks: usize,
     /// Free blocks that still hold a cached prefix.
     pub cached_blocks: usize,
@@ -88,13 +91,13 @@ pub struct SchedulerStats {
     pub cached_tokens: u64,
     pub generated_tokens: u64,
     pub preemptions: u64,
-    /// Rows that drafts took.
+    /// Draft tokens that were run.
     pub drafted_tokens: u64,
-    /// Drafts that turned out right, each a generated token.
+    /// Draft tokens that turned out right, each of which is a generated token as well.
     pub accepted_tokens: u64,
 }
 
-/// Continuous batching over one KV cache. See the module's page for how it works.
+/// Continuous batching over one KV cache. The module's page says how it works.
 #[derive(Debug)]
 pub struct Scheduler {
     config: SchedulerConfig,
@@ -102,27 +105,32 @@ pub struct Scheduler {
     queue: AdmissionQueue,
     /// Sequences with a place in the batch.
     running: BTreeMap<SeqId, Sequence>,
-    /// Sequences without: preempted (no blocks), forked (shared blocks), and at most one group next in line.
+    /// Sequences without a place in the batch: preempted ones, which have no blocks, forked ones, which share blocks,
+    /// and at most one new group.
     waiting: BTreeMap<SeqId, Sequence>,
-    /// Sequences of requests that are held back; they have no blocks.
+    /// Sequences of suspended requests. They have no blocks.
     suspended: BTreeMap<SeqId, Sequence>,
-    /// Groups taken from the queue of which samples still live.
+    /// Groups that have left the queue and have samples that have not ended.
     groups: HashMap<GroupKey, GroupState>,
-    /// The sequences of the last plan in its order, until `update`.
+    /// The sequences of the last plan, in its order; empty once the plan is answered.
     in_flight: Vec<SeqId>,
-    /// Samples that have not ended, wherever they are; a scored prompt counts as one.
+    /// Number of samples that have not ended, queued ones included; a scored prompt counts as one.
     live_samples: usize,
+    /// Number of groups that have left the queue.
     next_admission: u64,
     counters: Counters,
 }
 
+/// What the scheduler keeps of a group beside its sequences.
 #[derive(Debug)]
 struct GroupState {
+    /// Number of groups that were admitted before.
     admission: u64,
+    /// Number of samples that have not ended.
     live_samples: usize,
-    /// Outputs of samples that have ended, by sample index, as far as they are kept for drafts.
+    /// Sample index and output of each sample that has ended, as far as they are kept to find drafts in.
     ended: Vec<(u32, Vec<TokenId>)>,
-    /// Where drafts are looked for; None while there are none.
+    /// Index in which drafts are looked for. Only groups that are decoding in the current step have one.
     index: Option<NgramIndex>,
     acceptance: Acceptance,
 }
@@ -160,7 +168,7 @@ impl Scheduler {
         }
     }
 
-    /// Queues groups (usually all of one request): all of them, or none if there is an error.
+    /// Queues groups, usually all of one request. If there is an error none is queued.
     ///
     /// # Errors
     /// `InvalidArgument` if a prompt is empty or longer than the context allows; `ResourceExhausted` if too many
@@ -174,10 +182,10 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Whether `asked` samples more may wait, beside `held` that wait elsewhere.
+    /// Checks that `asked` more samples may wait, where `held` samples already wait outside of the scheduler.
     ///
     /// # Errors
-    /// `ResourceExhausted` if not.
+    /// `ResourceExhausted` if the queue would be too long.
     pub fn check_room(&self, asked: usize, held: usize) -> Result<()> {
         let (waiting, most) = (self.num_waiting() + held, self.config.max_queued_samples);
         if asked > most.saturating_sub(waiting) {
@@ -216,8 +224,8 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Ends a sample which has been given a token, without another one (a stop string was found). Nothing happens if
-    /// the sample has ended already.
+    /// Ends a sample after the last token it was given, because a stop string was found. Nothing happens if the sample
+    /// has ended already.
     pub fn finish(&mut self, sample: SampleKey) {
         let Some(group) = self.groups.get(&sample.group) else { return };
         let id = SeqId { admission: group.admission, sample_index: sample.sample_index };
@@ -226,8 +234,8 @@ impl Scheduler {
         self.end_sample(sequence);
     }
 
-    /// Drops everything of a request and returns its samples that had not ended, ascending; there will be no further
-    /// outcome for them. A scored prompt has no samples.
+    /// Drops everything of a request and frees its blocks. Returns its samples that had not ended, ascending, for which
+    /// there will be no further outcome. A scored prompt has no samples.
     pub fn abort(&mut self, request: RequestKey) -> Vec<SampleKey> {
         let mut aborted = Vec::new();
         for group in self.queue.remove(request) {
@@ -246,12 +254,12 @@ impl Scheduler {
         aborted
     }
 
-    /// Whether anything is left to run that is not held back: then, and only then, the next plan is not empty.
+    /// Whether anything is left to run that is not suspended. The next plan is empty exactly if not.
     pub fn has_work(&self) -> bool {
         !(self.running.is_empty() && self.waiting.is_empty() && self.queue.is_empty())
     }
 
-    /// Forgets every cached prefix that no sequence holds; returns the number of blocks.
+    /// Forgets every cached prefix that no sequence holds, and returns the number of its blocks.
     pub fn reset_prefix_cache(&mut self) -> usize {
         self.cache.reset_prefix_cache()
     }
@@ -273,7 +281,8 @@ impl Scheduler {
         }
     }
 
-    /// Asserts every invariant of the scheduler and its cache. Walks everything: for tests, and for when idle.
+    /// Asserts every invariant of the scheduler and its cache. This walks all sequences and blocks, so it is for tests
+    /// and for an idle engine.
     pub fn check_integrity(&self) {
         let sequences = || self.running.iter().chain(&self.waiting).chain(&self.suspended);
         self.cache.check_integrity(sequences().map(|(_, sequence)| &sequence.table));
@@ -294,8 +303,8 @@ impl Scheduler {
             assert!(!self.running.contains_key(id), "{id:?} waits and runs");
         }
         for (id, sequence) in &self.suspended {
-            assert!(!self.running.contains_key(id) && !self.waiting.contains_key(id), "{id:?} is held back and not");
-            assert!(sequence.table.is_empty(), "{id:?} is held back with blocks");
+            assert!(!self.running.contains_key(id) && !self.waiting.contains_key(id), "{id:?} is suspended and not");
+            assert!(sequence.table.is_empty(), "{id:?} is suspended with blocks");
         }
     }
 
@@ -303,7 +312,7 @@ impl Scheduler {
         self.live_samples - self.running.len()
     }
 
-    /// Gives the blocks of a sample back. The last of its group ends that too.
+    /// Ends a sample and gives its blocks back. Its group ends with the last of its samples.
     fn end_sample(&mut self, mut sequence: Sequence) {
         self.cache.release(std::mem::take(&mut sequence.table));
         self.live_samples -= 1;

@@ -1,4 +1,4 @@
-//! A change of the policy under sequences that run, and giving up all blocks.
+//! Changes of the policy while sequences run, and giving all blocks back.
 
 use std::collections::BTreeSet;
 
@@ -6,38 +6,39 @@ use super::{Scheduler, Sequence};
 use crate::cache::KvCacheManager;
 use crate::types::RequestKey;
 
-/// What becomes of the KV of samples that have tokens already when the policy changes.
+/// What happens, when the policy changes, to the KV of samples that already have tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RunningKv {
-    /// It stays; what is computed from now on is the new policy's. Nobody else finds blocks of such a sequence.
+    /// The KV stays, and only what is computed from now on is of the new policy. The blocks of such a sequence are
+    /// never registered in the prefix cache.
     Keep,
-    /// It is computed again under the new policy.
+    /// The KV is computed again under the new policy.
     Recompute,
 }
 
 impl Scheduler {
-    /// From the next step on everything is computed under the policy of `epoch`, one that was never used before; the
-    /// groups' adapters stay. Prompts that have not been computed to their end start again, since their
-    /// log-probabilities and their KV must be of one policy. Cached prefixes are forgotten.
+    /// Changes the policy to that of `epoch`, which was never used before, from the next step on. The groups keep their
+    /// adapters. A prompt that is partly computed starts again, since its KV and its log-probabilities must be of one
+    /// policy. Cached prefixes are forgotten.
     ///
     /// # Panics
-    /// If a plan has not been answered.
+    /// If the last plan has not been answered.
     pub fn change_policy(&mut self, epoch: u64, running: RunningKv) {
         self.queue.groups_mut().for_each(|group| group.salt.epoch = epoch);
         let keep = running == RunningKv::Keep;
         self.change_all(|sequence, cache| sequence.change_policy(epoch, keep, cache));
     }
 
-    /// Gives every block back and forgets every cached prefix: for a cache whose memory goes. Sequences go on by
-    /// computing their tokens again.
+    /// Gives every block back and forgets every cached prefix, before the memory of the cache is released. The
+    /// sequences compute their tokens again when they go on.
     ///
     /// # Panics
-    /// If a plan has not been answered.
+    /// If the last plan has not been answered.
     pub fn release_all(&mut self) {
         self.change_all(Sequence::release);
     }
 
-    /// Requests of which something has been computed and something is not done.
+    /// Requests with a sequence that has been admitted and has not ended.
     pub fn started_requests(&self) -> BTreeSet<RequestKey> {
         let sequences = self.running.values().chain(self.waiting.values()).chain(self.suspended.values());
         sequences
@@ -46,7 +47,8 @@ impl Scheduler {
             .collect()
     }
 
-    /// Those that have no blocks any more wait for a place, as after a preemption.
+    /// Applies `change` to all sequences. Running ones that have no blocks after it wait for a place, as after a
+    /// preemption.
     fn change_all(&mut self, change: impl Fn(&mut Sequence, &mut KvCacheManager)) {
         assert!(self.in_flight.is_empty(), "the last plan has not been answered");
         let sequences = self.running.values_mut().chain(self.waiting.values_mut()).chain(self.suspended.values_mut());

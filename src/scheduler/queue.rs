@@ -1,17 +1,19 @@
-//! Groups that have not been admitted: in order within a request, in turn between requests.
+//! The queue of groups that have not been admitted: in order within a request, in turn between requests.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use super::Group;
 use crate::types::RequestKey;
 
-/// A round robin over requests, so that a thousand prompts of one do not keep back the single prompt of another that
-/// came later. Its length is limited by `max_queued_samples`.
+/// A round robin over requests, so that a thousand prompts of one request do not delay the single prompt of another
+/// that came later. [`SchedulerConfig::max_queued_samples`] limits its length.
+///
+/// [`SchedulerConfig::max_queued_samples`]: super::SchedulerConfig::max_queued_samples
 #[derive(Debug, Default)]
 pub(super) struct AdmissionQueue {
-    /// No request has an empty queue.
+    /// Groups of each request, in order. No entry is empty.
     requests: HashMap<RequestKey, VecDeque<Group>>,
-    /// Every request of `requests` that is not held back once; the front is next.
+    /// Each request of `requests` that is not suspended, once. The front has the next turn.
     turns: VecDeque<RequestKey>,
     suspended: HashSet<RequestKey>,
     num_samples: usize,
@@ -28,11 +30,11 @@ impl AdmissionQueue {
         queue.push_back(group);
     }
 
-    /// The next group; its request goes to the end of the line.
+    /// Takes the next group. Its request has its next turn after all others.
     pub fn pop(&mut self) -> Option<Group> {
         let request = self.turns.pop_front()?;
-        let queue = self.requests.get_mut(&request).expect("a request in line has a queue");
-        let group = queue.pop_front().expect("a request in line has a group");
+        let queue = self.requests.get_mut(&request).expect("a request with a turn has a queue");
+        let group = queue.pop_front().expect("a request with a turn has a group");
         if queue.is_empty() {
             self.requests.remove(&request);
         } else {
@@ -42,21 +44,21 @@ impl AdmissionQueue {
         Some(group)
     }
 
-    /// The request has no turn until [`AdmissionQueue::resume`].
+    /// Gives the request no turn until [`AdmissionQueue::resume`].
     pub fn suspend(&mut self, request: RequestKey) {
         if self.requests.contains_key(&request) && self.suspended.insert(request) {
             self.turns.retain(|&turn| turn != request);
         }
     }
 
-    /// The request waits at the end of the line again.
+    /// Gives a suspended request turns again, the first one after all others.
     pub fn resume(&mut self, request: RequestKey) {
         if self.suspended.remove(&request) {
             self.turns.push_back(request);
         }
     }
 
-    /// Takes all groups of a request out.
+    /// Removes all groups of a request and returns them.
     pub fn remove(&mut self, request: RequestKey) -> VecDeque<Group> {
         self.suspended.remove(&request);
         let Some(groups) = self.requests.remove(&request) else { return VecDeque::new() };
@@ -69,7 +71,7 @@ impl AdmissionQueue {
         self.requests.values_mut().flatten()
     }
 
-    /// Whether nothing can be popped.
+    /// Whether [`AdmissionQueue::pop`] has nothing to take; suspended requests may still have groups.
     pub fn is_empty(&self) -> bool {
         self.turns.is_empty()
     }

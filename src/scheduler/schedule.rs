@@ -1,18 +1,18 @@
-//! Making a plan: running sequences first, oldest first.
+//! Making a step's plan: running sequences first, oldest first, then admission, then drafts.
 
 use super::{Scheduler, SeqId};
 use crate::types::StepPlan;
 
-/// A plan being made.
+/// The plan of a step while it is being made.
 #[derive(Default)]
 pub(super) struct PlanBuilder {
     pub plan: StepPlan,
-    /// Tokens that still fit.
+    /// Number of tokens that may still be added.
     pub budget: usize,
 }
 
 impl Scheduler {
-    /// The next step. Each plan that is not empty must be answered by [`Scheduler::update`] before the next.
+    /// Plans the next step. A plan that is not empty must be answered by [`Scheduler::update`] before the next one.
     ///
     /// # Panics
     /// If the last plan has not been answered.
@@ -32,8 +32,9 @@ impl Scheduler {
         builder.plan
     }
 
-    /// Gives a running sequence its share of the budget, at the cost of younger ones if blocks are short. Leaves it
-    /// out of this step if only older ones could give way, or if it has itself been preempted in this step.
+    /// Plans the missing tokens of a running sequence, as far as the budget allows. If blocks are short it takes those
+    /// of younger sequences. It is left out of this step if only older ones have blocks that it could use, or if it has
+    /// itself been preempted in this step.
     fn continue_running(&mut self, id: SeqId, builder: &mut PlanBuilder) {
         loop {
             let Some(sequence) = self.running.get_mut(&id) else { return };
@@ -48,7 +49,7 @@ impl Scheduler {
         }
     }
 
-    /// Writes `[num_computed, end)` of a running sequence into the plan.
+    /// Adds the tokens `[num_computed, end)` of a running sequence to the plan.
     pub(super) fn plan_sequence(&mut self, id: SeqId, end: usize, builder: &mut PlanBuilder) {
         let sequence = self.running[&id].plan(end);
         builder.budget -= sequence.tokens.len();
@@ -56,8 +57,9 @@ impl Scheduler {
         self.in_flight.push(id);
     }
 
-    /// Takes the blocks of the youngest sequence that holds some and is not `id`, older and running. Returns false if
-    /// there is none. Since running sequences are planned oldest first, none that is in the plan is taken from.
+    /// Preempts the youngest sequence that holds blocks, for the sake of sequence `id`. Running sequences older than
+    /// `id` are never preempted. Returns false if there is no victim. Running sequences are planned oldest first, so a
+    /// victim is never in the plan yet.
     pub(super) fn preempt_for(&mut self, id: SeqId) -> bool {
         let running = self.running.last_key_value().map(|(&last, _)| last).filter(|&last| last > id);
         let holders = self.waiting.iter().rev().filter(|(_, sequence)| !sequence.table.is_empty());

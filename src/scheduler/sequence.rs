@@ -1,4 +1,4 @@
-//! One sequence of tokens and how far it has been computed.
+//! One sequence of tokens, and how far its KV has been computed.
 
 use std::sync::Arc;
 
@@ -8,49 +8,49 @@ use crate::types::{
     History, LogitsRow, LogitsTask, PlanSequence, Prompt, SampleKey, SamplingParams, TokenId, TokenLogprobs,
 };
 
-/// A sequence's place in the order of age, which is also its name inside the scheduler.
+/// Name of a sequence inside the scheduler. Ascending ids are the order of age, the oldest sequence first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) struct SeqId {
-    /// Counts groups as they leave the queue.
+    /// Number of groups that left the queue before this one.
     pub admission: u64,
     pub sample_index: u32,
 }
 
-/// One sample; sample 0 also computes the prompt for the samples that are still `unforked`.
+/// The tokens of one sample. The sequence of sample 0 first computes the prompt, on behalf of all samples of its group.
 ///
-/// KV of `[0, num_computed)` is present, `[num_computed, num_tokens)` is to be computed.
+/// KV of the tokens `[0, num_computed)` is present, that of `[num_computed, num_tokens)` is to be computed.
 #[derive(Debug)]
 pub(super) struct Sequence {
     pub key: SampleKey,
     pub prompt: Prompt,
     pub params: Arc<SamplingParams>,
     pub seed: u64,
-    /// Seeds of samples 1.., until the prompt is computed.
+    /// Seeds of the other samples of the group, from sample 1 on, until the prompt is computed and they fork.
     pub unforked: Vec<u64>,
     pub score_only: bool,
-    /// The policy of all that it computes from now on.
+    /// The policy and the adapter of all KV that is computed from now on.
     pub salt: CacheSalt,
     pub outputs: Vec<TokenId>,
     pub num_computed: usize,
-    /// Blocks of `[0, num_computed)`, and while a step is under way also of what it computes.
+    /// Blocks of the tokens `[0, num_computed)` and, while a step is under way, of the tokens that it computes.
     pub table: BlockTable,
-    /// Hashes of the full blocks of known tokens; may be ahead of the table.
+    /// Hashes of the full blocks of all tokens, whether their KV is computed or not.
     pub hashes: HashChain,
-    /// Blocks of the table that have been offered to the prefix cache, or came from there.
+    /// Number of blocks of the table that are registered in the prefix cache, or came from there.
     pub num_registered: usize,
-    /// Its table began under an earlier policy, so that none of its blocks may be found by this one.
+    /// Whether some KV of the table was computed under an earlier policy. No further block is registered then.
     pub mixed: bool,
-    /// If asked for and not reported yet: of prompt tokens `[1, 1 + len)`. Survives preemption, since computing again
-    /// gives the same bits; not a change of the policy.
+    /// Log-probabilities of the prompt tokens `[1, 1 + len)`, if they are asked for and not reported yet. They are kept
+    /// through a preemption, since computing again gives the same bits, but not through a change of the policy.
     pub prompt_logprobs: Option<Vec<TokenLogprobs>>,
-    /// Tokens found in the prefix cache when first admitted.
+    /// Number of tokens found in the prefix cache at the first admission; `None` before it.
     pub cached_tokens: Option<u32>,
-    /// Tokens of context that the draft under way was found by.
+    /// Number of context tokens that matched where the drafts of the step under way were found.
     pub matched: usize,
 }
 
 impl Sequence {
-    /// The sequence of a group's sample 0.
+    /// Makes the sequence of a group's sample 0.
     pub fn new(group: Group, block_size: usize) -> Self {
         let (mut seeds, score_only, wants_logprobs) = match group.kind {
             GroupKind::Sample { seeds, prompt_logprobs } => (seeds, false, prompt_logprobs),
@@ -79,7 +79,7 @@ impl Sequence {
         }
     }
 
-    /// Another sample of the same prompt, over `table`.
+    /// Makes the sequence of another sample of the group, with a forked `table`.
     pub fn fork(&self, sample_index: u32, seed: u64, table: BlockTable) -> Self {
         Self {
             key: SampleKey { sample_index, ..self.key },
@@ -101,8 +101,8 @@ impl Sequence {
         }
     }
 
-    /// Tokens of which KV is wanted. Nothing is asked of the last token of a scored prompt, so it is left out; that of
-    /// a prompt of one token runs nevertheless, so that every group takes part in a step.
+    /// Number of tokens whose KV is wanted. The last token of a scored prompt is left out, since its logits are not
+    /// asked for; but a prompt of one token runs nevertheless, so that every group takes part in a step.
     pub fn num_tokens(&self) -> usize {
         if self.score_only {
             (self.prompt.tokens.len() - 1).max(1)
@@ -111,42 +111,42 @@ impl Sequence {
         }
     }
 
-    /// Most tokens that may come from the prefix cache: the last one must run for its logits, and so must every one
-    /// of which the logits are still wanted.
+    /// Most tokens that may come from the prefix cache. The last token must run for its logits, and so must every
+    /// prompt token whose log-probabilities are still wanted.
     pub fn max_cached_tokens(&self) -> usize {
         let last = self.num_tokens() - 1;
         self.prompt_logprobs.as_ref().map_or(last, |collected| collected.len().min(last))
     }
 
-    /// Whether every sample has a sequence of its own.
+    /// Whether the prompt is computed, and every sample of the group has a sequence of its own.
     pub fn is_forked(&self) -> bool {
         !self.outputs.is_empty()
     }
 
-    /// Samples that this sequence stands for; 1 if it is only scored.
+    /// Number of samples that this sequence stands for; a scored prompt counts as one.
     pub fn num_samples(&self) -> usize {
         1 + self.unforked.len()
     }
 
-    /// Keys of the samples it stands for; none if it is only scored.
+    /// Keys of the samples that this sequence stands for; none for a scored prompt.
     pub fn samples(&self) -> impl Iterator<Item = SampleKey> {
         let SampleKey { group, sample_index: first } = self.key;
         let n = if self.score_only { 0 } else { self.num_samples() as u32 };
         (first..first + n).map(move |sample_index| SampleKey { group, sample_index })
     }
 
-    /// Whether the next step computes the last sampled token, and nothing else is missing.
+    /// Whether KV of all tokens but the last sampled one is computed.
     pub fn is_decoding(&self) -> bool {
         self.is_forked() && self.num_computed + 1 == self.num_tokens()
     }
 
-    /// Most tokens that it may still be given.
+    /// Most tokens that the sample may still be given.
     pub fn num_tokens_left(&self, max_model_len: usize) -> usize {
         let of_output = self.params.max_tokens as usize - self.outputs.len();
         of_output.min(max_model_len - self.prompt.tokens.len() - self.outputs.len())
     }
 
-    /// Its last tokens, at most `len`.
+    /// The last tokens of the sequence, at most `len`.
     pub fn context(&self, len: usize) -> Vec<TokenId> {
         let end = self.prompt.tokens.len() + self.outputs.len();
         self.copy_tokens(end.saturating_sub(len), end)
@@ -160,7 +160,7 @@ impl Sequence {
         tokens
     }
 
-    /// The plan's entry for computing `[num_computed, end)`; the table must have the blocks.
+    /// Makes the plan's entry for computing the tokens `[num_computed, end)`. The table must have their blocks.
     pub fn plan(&self, end: usize) -> PlanSequence {
         let start = self.num_computed;
         let mut logits = Vec::new();
@@ -195,7 +195,7 @@ impl Sequence {
         }
     }
 
-    /// Adds a draft to the plan's entry: a row for each token, of which is asked what comes after it.
+    /// Adds drafts to the plan's entry. Each is one more row, from whose logits the token after it is sampled.
     pub fn add_draft(&self, draft: &[TokenId], planned: &mut PlanSequence) {
         for &token in draft {
             let last = planned.logits.last().expect("a sequence that decodes asks for its next token");
@@ -211,7 +211,7 @@ impl Sequence {
         planned.block_table = self.table.as_slice().to_vec();
     }
 
-    /// KV of `[num_computed, end)` has been computed: makes the blocks that are full now findable.
+    /// Notes that KV of the tokens `[num_computed, end)` has been computed, and registers the blocks that are full now.
     pub fn advance(&mut self, end: usize, cache: &mut KvCacheManager) {
         let block_size = cache.block_size();
         self.num_computed = end;
@@ -228,7 +228,7 @@ impl Sequence {
         self.num_registered = end / block_size;
     }
 
-    /// Gives all blocks back; everything is to be computed again.
+    /// Gives all blocks back, so that all tokens are to be computed again.
     pub fn release(&mut self, cache: &mut KvCacheManager) {
         cache.release(std::mem::take(&mut self.table));
         self.num_computed = 0;
@@ -236,8 +236,8 @@ impl Sequence {
         self.mixed = false;
     }
 
-    /// From now on the policy of `epoch` computes it. KV and prompt log-probabilities must be of one policy until the
-    /// prompt is done; after that, KV stays if `keep`.
+    /// Changes the policy that computes the sequence to that of `epoch`. Until the prompt is computed all KV and all
+    /// prompt log-probabilities must be of one policy, so they are dropped; after that, KV stays if `keep`.
     pub fn change_policy(&mut self, epoch: u64, keep: bool, cache: &mut KvCacheManager) {
         self.salt.epoch = epoch;
         let known = self.copy_tokens(0, self.prompt.tokens.len() + self.outputs.len());

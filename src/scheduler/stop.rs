@@ -1,12 +1,12 @@
-//! When a sample ends by itself. Stop strings are not here: they need text, and the engine finds them.
+//! When a sample ends by its tokens. Stop strings need text, so the engine finds them.
 
 use crate::types::{FinishReason, SamplingParams, TokenId};
 
-/// Whether a sample ends with `token`, the `num_outputs`-th output token (counted from 1) after `prompt_len` prompt
-/// tokens.
+/// Why a sample ends with `token`, its `num_outputs`-th output token (counted from 1) after `prompt_len` prompt tokens;
+/// `None` if it goes on.
 ///
-/// Before `min_tokens` the sampler gives stop tokens probability 0 (`output_index < min_tokens`); the same bound here
-/// means that if one is sampled nevertheless, because `allowed_tokens` leaves nothing else, it does not end the sample.
+/// The sampler gives stop tokens probability 0 while there are fewer than `min_tokens` output tokens. One may be
+/// sampled nevertheless, where `allowed_tokens` leaves nothing else; it does not end the sample then.
 pub fn stop_reason(
     params: &SamplingParams,
     token: TokenId,

@@ -1,14 +1,14 @@
-//! Holding requests back between two steps: those whose readers lag behind, for whom nothing more should be made now.
+//! Suspending requests whose readers lag behind, so that nothing more is computed for them now.
 
 use super::Scheduler;
 use crate::types::RequestKey;
 
 impl Scheduler {
-    /// Leaves a request out of all plans until [`Scheduler::resume`]. Its sequences give their blocks back, as after a
-    /// preemption, so that a reader who never comes back keeps nothing from others.
+    /// Leaves a request out of all plans until [`Scheduler::resume`]. Its sequences give their blocks back, as in a
+    /// preemption, so that a reader that never comes back keeps no blocks from others.
     ///
     /// # Panics
-    /// If a plan has not been answered.
+    /// If the last plan has not been answered.
     pub fn suspend(&mut self, request: RequestKey) {
         assert!(self.in_flight.is_empty(), "the last plan has not been answered");
         self.queue.suspend(request);
@@ -20,8 +20,8 @@ impl Scheduler {
         }
     }
 
-    /// A request that was held back goes on; what its sequences had computed is computed again where the prefix cache
-    /// does not have it any more.
+    /// Lets a suspended request run again. What its sequences had computed is computed again, but for what the prefix
+    /// cache still has.
     pub fn resume(&mut self, request: RequestKey) {
         self.queue.resume(request);
         let sequences = self.suspended.extract_if(.., |_, sequence| sequence.key.group.request == request);

@@ -1,15 +1,15 @@
-//! Taking the answers of a step.
+//! Taking the answers of a step: sequences advance, fork and end.
 
 use super::stop::stop_reason;
 use super::{Outcome, Scheduler, SeqId, Sequence};
 use crate::types::{FinishReason, LogitsRow, PlanSequence, StepOutput, StepPlan, TokenId, TokenLogprobs};
 
 impl Scheduler {
-    /// Advances every sequence of the plan and says what has come of it, in the plan's order. Answers for samples that
-    /// have been aborted or finished since [`Scheduler::schedule`] are dropped.
+    /// Advances every sequence of the plan by its answers, and returns the outcomes in the plan's order. Answers for
+    /// samples that have been aborted or finished since [`Scheduler::schedule`] are dropped.
     ///
     /// # Panics
-    /// If `plan` is not the last one made, or `output` has not one answer for each of its tasks.
+    /// If `plan` is not the last plan, or `output` has not one answer for each of its tasks.
     pub fn update(&mut self, plan: &StepPlan, output: StepOutput) -> Vec<Outcome> {
         let ids = std::mem::take(&mut self.in_flight);
         assert_eq!(ids.len(), plan.sequences.len(), "sequences of the plan that is answered");
@@ -58,8 +58,8 @@ impl Scheduler {
         }
     }
 
-    /// Forks the samples that have waited for the prompt, and gives each its token. The first keeps its place, the
-    /// others wait for one.
+    /// Makes each unforked sample a sequence of its own, and gives each its first token. The first sample keeps the
+    /// place in the batch, the others wait for one.
     fn fork(
         &mut self,
         id: SeqId,
@@ -84,8 +84,8 @@ impl Scheduler {
         }
     }
 
-    /// Takes the answer to a sequence's last token and, as long as the draft is what was sampled, those to the draft.
-    /// Returns the sequence unless it has ended.
+    /// Appends the token that was sampled after a sequence's last one. As long as what was sampled is the next draft,
+    /// the answer to that draft is appended too. Returns the sequence unless it has ended.
     fn append_tokens(
         &mut self,
         mut sequence: Sequence,
@@ -119,7 +119,7 @@ impl Scheduler {
         None
     }
 
-    /// Returns why the sequence ends with this token, if it does.
+    /// Appends one token, and returns why the sequence ends with it, if it does.
     fn append_token(
         &mut self,
         sequence: &mut Sequence,

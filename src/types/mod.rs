@@ -1,4 +1,4 @@
-//! Plain data shared by every layer: valid requests, the plan of one step, and what a step gives back.
+//! Plain data that every layer shares: prompts and sampling parameters, the plan of a step, and the output of a step.
 //!
 //! Nothing here owns a device, a clock, a channel or a runtime.
 
@@ -11,17 +11,17 @@ pub use prompt::{MediaItem, Prompt};
 pub use rollout_kernels::TokenLogprobs;
 pub use sampling::{FinishReason, SamplingParams, sample_seed};
 
-/// A token of the vocabulary.
+/// Index of a token in the vocabulary.
 pub type TokenId = u32;
 
-/// Version of the policy that computed something. The checkpoint the server starts with is version 0.
+/// Version of a policy, as the trainer numbers them. The checkpoint that the server starts with is version 0.
 pub type WeightVersion = u64;
 
-/// One running request (one RPC), unique for the life of the process.
+/// Names one request (one RPC). Requests are numbered as they arrive, and no number is used twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RequestKey(pub u64);
 
-/// One prompt of a request together with its samples.
+/// Names a group: one prompt of a request, together with its samples.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct GroupKey {
     pub request: RequestKey,
@@ -29,10 +29,10 @@ pub struct GroupKey {
     pub prompt_index: u32,
 }
 
-/// One sample of a prompt.
+/// Names one sample of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SampleKey {
     pub group: GroupKey,
-    /// Index of the sample in its group, `[0, n)`.
+    /// Index of the sample in its group, below `n`.
     pub sample_index: u32,
 }

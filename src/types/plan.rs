@@ -7,18 +7,19 @@ pub use rollout_kernels::BlockCopy;
 
 use super::{Prompt, RequestKey, SampleKey, SamplingParams, TokenId, TokenLogprobs};
 
-/// A physical block of the paged KV cache.
+/// Index of a physical block of the paged KV cache.
 pub type BlockId = u32;
 
-/// Everything one step does, in the order it does it: copies, then all sequences as one flat batch.
+/// What one step does: first it copies blocks, then it runs the tokens of all sequences as one flat batch.
 #[derive(Clone, Debug, Default)]
 pub struct StepPlan {
+    /// Applied in this order: the source of a copy may be the destination of one before it.
     pub copies: Vec<BlockCopy>,
     pub sequences: Vec<PlanSequence>,
 }
 
-/// A run of consecutive tokens of one sequence: a prefill chunk, a decode (one token) or anything between. A decode may
-/// have drafts behind its token, guesses at what comes next.
+/// Consecutive tokens of one sequence that a step runs: a chunk of the prompt, the last sampled token, or anything
+/// between. Draft tokens, guesses at what comes next, may follow the last sampled token.
 #[derive(Clone, Debug)]
 pub struct PlanSequence {
     /// Index of `tokens[0]` in the sequence. KV of `[0, start)` is read, that of `[start, start + tokens.len())` is
@@ -29,52 +30,53 @@ pub struct PlanSequence {
     pub prompt: Prompt,
     /// Blocks of `[0, start + tokens.len())`, in order.
     pub block_table: Vec<BlockId>,
-    /// Generation of the resident adapter that these rows go through, if any.
+    /// Generation of the resident adapter that is applied to these tokens, if any.
     pub adapter: Option<u64>,
-    /// Rows of which logits are wanted, ascending by `offset`.
+    /// The tokens whose logits are wanted, ascending by `offset`.
     pub logits: Vec<LogitsRow>,
 }
 
-/// One row of logits and what is asked of it.
+/// The logits of one token, and the tasks that are answered from them.
 #[derive(Clone, Debug)]
 pub struct LogitsRow {
     /// Index into the sequence's `tokens`.
     pub offset: usize,
-    /// Several for the last row of a group's prompt: one logits row, n samples.
+    /// One task, but for the last token of a group's prompt: its logits give each of the n samples its first token.
     pub tasks: Vec<LogitsTask>,
 }
 
-/// One question to a row of logits.
+/// Asks a row of logits for one token: to sample it, or to score a given one.
 #[derive(Clone, Debug)]
 pub struct LogitsTask {
-    /// Whose token this is. For prompt log-probabilities, sample 0 of the group.
+    /// The sample that gets the token. Prompt log-probabilities are asked for sample 0 of their group.
     pub sample: SampleKey,
     pub params: Arc<SamplingParams>,
-    /// The sample's own seed (see [`super::sample_seed`]).
+    /// The sample's own seed, made by [`super::sample_seed`].
     pub seed: u64,
-    /// Number of output tokens before this one: the counter of the random generator, and what `min_tokens` counts.
+    /// Number of the sample's tokens before this one, drafts included. It is the counter of the random generator, and
+    /// is compared with `min_tokens`.
     pub output_index: u32,
-    /// `Some(token)`: give its log-probabilities instead of sampling (scoring, prompt log-probabilities).
+    /// The token whose log-probabilities are asked for; `None` to sample one.
     pub target: Option<TokenId>,
-    /// What the penalties count, if there are any. The scheduler gives none to tokens of the prompt (`target`), since
-    /// penalties are of what is sampled after the whole prompt.
+    /// The tokens that penalties count, if the parameters have any. Always `None` where `target` is given: penalties
+    /// apply to what is sampled after the whole prompt.
     pub history: Option<History>,
 }
 
-/// The tokens before the one that is sampled.
+/// All tokens of a sequence before the one that is sampled.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct History {
     pub prompt: Arc<[TokenId]>,
-    /// Sampled so far, drafts before this place included.
+    /// The sampled tokens so far, and the drafts before this place.
     pub output: Vec<TokenId>,
 }
 
-/// What a step has computed.
+/// The answers to a plan's tasks.
 #[derive(Clone, Debug, Default)]
 pub struct StepOutput {
-    /// Answers to all tasks of the plan, flat, in the plan's order (sequences, their rows, their tasks).
+    /// One answer per task, in the order of [`StepPlan::tasks`].
     pub tokens: Vec<TokenLogprobs>,
-    /// Requests of which an answer panicked, with the panic's message. Their answers in `tokens` mean nothing.
+    /// Requests for which computing an answer panicked, with the panic's message. Their answers in `tokens` are void.
     pub failed: Vec<(RequestKey, String)>,
 }
 
@@ -86,17 +88,17 @@ impl PlanSequence {
 }
 
 impl StepPlan {
-    /// Number of token rows the model runs.
+    /// Tokens of all sequences, each a row of the model's batch.
     pub fn num_tokens(&self) -> usize {
         self.sequences.iter().map(|s| s.tokens.len()).sum()
     }
 
-    /// All tasks in the order in which a [`StepOutput`] answers them.
+    /// All tasks, sequence by sequence and row by row: the order in which a [`StepOutput`] answers them.
     pub fn tasks(&self) -> impl Iterator<Item = &LogitsTask> {
         self.sequences.iter().flat_map(|s| &s.logits).flat_map(|r| &r.tasks)
     }
 
-    /// Whether logits are wanted of every row, as when all sequences generate: no prompt is computed for its KV alone.
+    /// Whether the logits of every token are wanted: all sequences decode, and no prompt is computed for its KV alone.
     pub fn is_decode(&self) -> bool {
         self.sequences.iter().all(|s| s.logits.len() == s.tokens.len())
     }

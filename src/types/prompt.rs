@@ -35,7 +35,7 @@ impl Prompt {
         indices.map(|index| index as u32)
     }
 
-    /// Bytes of its lists.
+    /// Bytes on the heap that the lists take, which all clones share.
     pub fn heap_bytes(&self) -> usize {
         size_of_val(&self.tokens[..]) + size_of_val(&self.media[..])
     }

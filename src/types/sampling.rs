@@ -1,40 +1,42 @@
-//! Sampling parameters (valid by the time they are made) and per-token results.
+//! Sampling parameters, why a sample ends, and the seeds of samples.
 
 use super::TokenId;
 
-/// How tokens are chosen and when a sample ends. The server's `convert` is the only maker from outside input and
-/// checks every range, so code that receives one may rely on the bounds given here.
+/// How tokens are chosen and when a sample ends. The server checks every range before it makes one from a request, so
+/// code that receives one may rely on the bounds given here.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingParams {
-    /// `>= 0`; 0 takes the most likely token (ties: the lowest id).
+    /// At least 0. 0 takes the most likely token, of equally likely ones that with the lowest id.
     pub temperature: f32,
-    /// Keep the `k` most likely tokens; 0 keeps all.
+    /// Only the `top_k` most likely tokens can be sampled; 0 keeps all.
     pub top_k: u32,
-    /// Keep the smallest set of most likely tokens whose mass reaches this, in `(0, 1]`; 1 keeps all.
+    /// Only the smallest set of most likely tokens whose probabilities reach this sum can be sampled, in `(0, 1]`; 1
+    /// keeps all.
     pub top_p: f32,
-    /// Keep tokens with at least this fraction of the best token's probability, in `[0, 1]`; 0 keeps all.
+    /// Only tokens with at least this fraction of the best token's probability can be sampled, in `[0, 1]`; 0 keeps
+    /// all.
     pub min_p: f32,
-    /// `> 0`; divides positive and multiplies negative logits of tokens seen in the prompt or the output.
+    /// Above 0. Divides positive and multiplies negative logits of tokens that occur in the prompt or the output.
     pub repetition_penalty: f32,
-    /// Subtracted once from the logits of tokens seen in the output.
+    /// Subtracted once from the logit of each token that occurs in the output.
     pub presence_penalty: f32,
-    /// Subtracted per occurrence in the output.
+    /// Subtracted from the logit of a token for each time it occurs in the output.
     pub frequency_penalty: f32,
-    /// Added to logits; ascending by token, no duplicates, finite.
+    /// Finite values added to the logits of these tokens; ascending by token, no duplicates.
     pub logit_bias: Vec<(TokenId, f32)>,
-    /// If given, only these may be sampled; ascending, no duplicates, not empty.
+    /// If given, only these tokens can be sampled; ascending, no duplicates, not empty.
     pub allowed_tokens: Option<Vec<TokenId>>,
-    /// End-of-sequence and stop tokens have probability 0 before this many tokens; `<= max_tokens`.
+    /// End-of-sequence and stop tokens have probability 0 until the output has this many tokens; at most `max_tokens`.
     pub min_tokens: u32,
-    /// `>= 1`.
+    /// Most tokens of the output; at least 1.
     pub max_tokens: u32,
-    /// The model's end-of-sequence tokens; empty when the request ignores them. Ascending.
+    /// The model's end-of-sequence tokens, ascending; empty if the request ignores them.
     pub eos_token_ids: Vec<TokenId>,
-    /// Tokens that end a sample besides the model's own. Ascending.
+    /// Tokens of the request's own that end a sample, ascending.
     pub stop_token_ids: Vec<TokenId>,
-    /// Text that ends a sample; none empty.
+    /// Texts that end a sample; none is empty.
     pub stop_strings: Vec<String>,
-    /// Log-probabilities of this many most likely tokens (raw distribution) beside the sampled one; 0 for none.
+    /// How many of the most likely tokens of the raw distribution are reported beside each sampled one; 0 for none.
     pub top_logprobs: u32,
 }
 
@@ -61,7 +63,7 @@ impl Default for SamplingParams {
 }
 
 impl SamplingParams {
-    /// Bytes of its lists.
+    /// Bytes on the heap that the lists take.
     pub fn heap_bytes(&self) -> usize {
         let tokens =
             self.allowed_tokens.as_ref().map_or(0, Vec::len) + self.eos_token_ids.len() + self.stop_token_ids.len();
@@ -69,7 +71,7 @@ impl SamplingParams {
         size_of_val(&self.logit_bias[..]) + tokens * size_of::<TokenId>() + text
     }
 
-    /// Whether the distribution depends on the tokens before it (so that a step must carry them).
+    /// Whether a penalty makes the distribution depend on the tokens so far, so that each task must carry them.
     pub fn needs_history(&self) -> bool {
         self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
     }
@@ -78,22 +80,22 @@ impl SamplingParams {
 /// Why a sample ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum FinishReason {
-    /// The model's end-of-sequence token (the last of the token ids).
+    /// The model's end-of-sequence token, which is the last of the sample's tokens.
     Eos,
-    /// A requested stop token (the last of the token ids).
+    /// A stop token of the request, which is the last of the sample's tokens.
     StopToken,
-    /// A requested stop string.
+    /// A stop string of the request, which the last token has completed.
     StopString,
-    /// `max_tokens` or the context length.
+    /// `max_tokens` was reached, or the context is full.
     Length,
-    /// Aborted by request or by a vanished client; the tokens so far are valid.
+    /// The request was aborted, or its client has vanished; the tokens so far are valid.
     Aborted,
 }
 
-/// Seed of sample `sample_index` of prompt `prompt_index` in a request drawn with `seed`. The first sample of the first
-/// prompt has the seed itself, so any completion can be replayed alone (one prompt, `n = 1`) with the seed it reports;
-/// equal prompts of one request get different samples. Prompts are told apart by Murmur3's finaliser (Appleby 2011),
-/// samples of a prompt by SplitMix64 (Steele et al. 2014), so that the two never count the same sequence of seeds.
+/// Seed of sample `sample_index` of prompt `prompt_index` in a request with the seed `seed`. The first sample of the
+/// first prompt gets `seed` itself, so any completion can be replayed alone (one prompt, `n = 1`) with the seed that it
+/// reports. Equal prompts of one request get different seeds. Prompts are mixed in by Murmur3's finaliser (Appleby
+/// 2011) and samples by SplitMix64 (Steele et al. 2014), so that the two never run through the same sequence of seeds.
 pub fn sample_seed(seed: u64, prompt_index: u32, sample_index: u32) -> u64 {
     split_mix(prompt_seed(seed, prompt_index), sample_index)
 }

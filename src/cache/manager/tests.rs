@@ -10,13 +10,13 @@ use crate::types::TokenId;
 const BLOCK_SIZE: usize = 3;
 const NUM_BLOCKS: usize = 12;
 
-/// A salt and all tokens up to the end of a block.
+/// Content of a block in the naive model: the salt, and all tokens up to the block's end.
 type Content = (u64, Vec<TokenId>);
 
 #[derive(Default)]
 struct Naive {
     refs: Vec<u32>,
-    /// Front first.
+    /// The free list, its front first.
     free: Vec<BlockId>,
     cached: Vec<(Content, BlockId)>,
 }
@@ -51,7 +51,7 @@ impl Naive {
     }
 }
 
-/// A sequence on both sides.
+/// A sequence in the manager and in the naive model.
 struct Live {
     salt: u64,
     tokens: Vec<TokenId>,

@@ -96,7 +96,7 @@ fn blocks_that_were_allocated_before_go_first() {
                 _ => {
                     let BlockCounts { free, cached, .. } = pool.counts();
                     let Some(id) = pool.allocate() else { continue };
-                    // With no free block that has been used and holds nothing, the next new one; then cached ones.
+                    // Empty blocks that have been used come first, then blocks that were never used, then cached ones.
                     if free - cached > 64 - used {
                         assert!((id as usize) < used, "block {id} is new, though one of the first {used} is empty");
                     } else if used < 64 {

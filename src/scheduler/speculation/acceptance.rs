@@ -1,19 +1,19 @@
-//! How often drafts turn out right.
+//! How often a group's drafts turn out right.
 
 use super::index::LONGEST;
 
-/// What is believed before anything is known, and again after a long while without drafts.
+/// Probability that a draft is right, as assumed before any was tried, and again after a long time without drafts.
 const PRIOR: f32 = 0.5;
 
-/// Weight of one draft that turned out right or wrong.
+/// Weight of one tried draft in the moving average.
 const WEIGHT: f32 = 1.0 / 8.0;
 
-/// Weight of one draft that was not worth its row: of drafts that do not pay, one in some tens is tried, and shows
-/// whether that has changed.
+/// Weight with which a draft that was found but not tried pulls the moving average back to [`PRIOR`]. So of drafts that
+/// do not pay one in some tens is tried nevertheless, and shows whether that has changed.
 const FORGETTING: f32 = 1.0 / 256.0;
 
-/// Moving averages, by the length of the context that the draft was found with: of two tokens that matched little
-/// follows, of eight much.
+/// Probabilities that a draft is right, each a moving average, by the number of context tokens that matched where the
+/// draft was found: two matching tokens say little about the next one, eight say much.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Acceptance([f32; LONGEST + 1]);
 
@@ -24,8 +24,8 @@ impl Default for Acceptance {
 }
 
 impl Acceptance {
-    /// How likely it is that each of the next drafts is right, and all before it are, after a context in which `matched`
-    /// tokens were the same. Descending.
+    /// Probabilities of consecutive drafts, the first of which was found with `matched` matching tokens: each is the
+    /// probability that the draft and all drafts before it are right. Descending.
     pub fn likelihoods(&self, matched: usize) -> impl Iterator<Item = f32> {
         (matched..).scan(1.0, |likelihood, matched| {
             *likelihood *= self.0[matched.min(LONGEST)];
@@ -33,13 +33,13 @@ impl Acceptance {
         })
     }
 
-    /// The sampler has answered the token after a draft's context of `matched` tokens.
+    /// Notes whether a draft that was found with `matched` matching tokens turned out right.
     pub fn record(&mut self, matched: usize, is_right: bool) {
         let average = &mut self.0[matched.min(LONGEST)];
         *average += WEIGHT * (f32::from(is_right) - *average);
     }
 
-    /// A draft after a context of `matched` tokens was found and not worth its row.
+    /// Notes that a draft was found with `matched` matching tokens and not tried, since it was not worth its row.
     pub fn pass(&mut self, matched: usize) {
         let average = &mut self.0[matched.min(LONGEST)];
         *average += FORGETTING * (PRIOR - *average);

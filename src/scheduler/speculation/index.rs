@@ -1,54 +1,54 @@
-//! Where a group has been before: its tokens, found by the two before them.
+//! An index of a group's tokens, by which the earlier continuations of a context are found.
 
 use std::collections::HashMap;
 
 use crate::types::TokenId;
 
-/// Tokens before a place that name it: one alone is found everywhere and says little.
-const NAME: usize = 2;
+/// Tokens before a place by which it is looked up. One alone would be found everywhere and say little.
+const KEY_TOKENS: usize = 2;
 
-/// Longest context that is compared.
+/// Most tokens of a context that are compared.
 pub const LONGEST: usize = 8;
 
-/// Places of one name that are looked at, the latest first.
+/// Most places with the same key that a lookup compares, the latest first.
 const MOST_PLACES: usize = 32;
 
-/// Tokens that an index takes; what comes later is not found. With this many it has about 2 MB.
+/// Most tokens that an index takes, about 2 MB of memory. Tokens that come later are not found.
 pub const MOST_TOKENS: usize = 1 << 15;
 
-/// The tokens of a group: its prompt and each of its samples are a stream.
+/// The tokens of one group. Its prompt is a stream of tokens, and so is each of its samples.
 #[derive(Debug, Default)]
 pub struct NgramIndex {
     streams: Vec<Stream>,
-    /// The latest place with this name.
-    latest: HashMap<[TokenId; NAME], Place>,
+    /// The latest place with each key.
+    latest: HashMap<[TokenId; KEY_TOKENS], Place>,
     num_tokens: usize,
 }
 
 #[derive(Debug, Default)]
 struct Stream {
     tokens: Vec<TokenId>,
-    /// For each place, the one before it with the same name.
+    /// For each token's place, the place before it with the same key.
     earlier: Vec<Option<Place>>,
 }
 
-/// A token of a stream; its name are the tokens before it.
+/// The place of a token in a stream. Its key is the [`KEY_TOKENS`] tokens before it.
 #[derive(Clone, Copy, Debug)]
 struct Place {
     stream: u32,
     offset: u32,
 }
 
-/// What came after a context that is like the one asked for.
+/// The tokens that followed an earlier context that ends like the one asked for.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Continuation {
-    /// Tokens that both contexts end with, at most [`LONGEST`].
+    /// Number of tokens that both contexts end with, at most [`LONGEST`].
     pub matched: usize,
     pub tokens: Vec<TokenId>,
 }
 
 impl NgramIndex {
-    /// Takes what is new of a stream; `tokens` is all of it, and starts with what it was before.
+    /// Adds the new tokens of a stream. `tokens` is all of the stream, and begins with what it was at the last call.
     pub fn extend(&mut self, stream: usize, tokens: &[TokenId]) {
         if self.streams.len() <= stream {
             self.streams.resize_with(stream + 1, Stream::default);
@@ -63,16 +63,16 @@ impl NgramIndex {
     fn push(&mut self, index: usize, token: TokenId) {
         let stream = &mut self.streams[index];
         let place = Place { stream: index as u32, offset: stream.tokens.len() as u32 };
-        let name = stream.tokens.last_chunk::<NAME>();
-        stream.earlier.push(name.and_then(|&name| self.latest.insert(name, place)));
+        let key = stream.tokens.last_chunk::<KEY_TOKENS>();
+        stream.earlier.push(key.and_then(|&key| self.latest.insert(key, place)));
         stream.tokens.push(token);
         self.num_tokens += 1;
     }
 
-    /// The place whose context matches the end of `context` furthest; of several, one that at most `limit` tokens follow
-    /// longest, then the latest.
+    /// Finds the place whose context has the most last tokens in common with `context`, and returns at most `limit`
+    /// tokens that follow it. Of several such places, that with the most tokens to return is taken, then the latest.
     pub fn find(&self, context: &[TokenId], limit: usize) -> Option<Continuation> {
-        let mut next = self.latest.get(context.last_chunk::<NAME>()?).copied();
+        let mut next = self.latest.get(context.last_chunk::<KEY_TOKENS>()?).copied();
         let mut best: Option<((usize, usize), Place)> = None;
         for _ in 0..MOST_PLACES {
             let Some(place) = next else { break };
@@ -91,7 +91,8 @@ impl NgramIndex {
         })
     }
 
-    /// How far the context of a place matches, and how many tokens follow it.
+    /// Number of context tokens that match before a place, at most [`LONGEST`], and number of tokens from the place on,
+    /// at most `limit`.
     fn value(&self, place: Place, context: &[TokenId], limit: usize) -> (usize, usize) {
         let (before, after) = self.stream(place).tokens.split_at(place.offset as usize);
         let pairs = before.iter().rev().zip(context.iter().rev()).take(LONGEST);

@@ -1,14 +1,16 @@
-//! Grouped speculation: a step asks for the tokens behind the next one too, where the group has said before what they may
-//! be. (Idea: Seer, arXiv 2511.14617.)
+//! Grouped speculation: draft tokens for a sample come from its group's own prompt and samples, without a draft model.
+//! (Idea: Seer, arXiv 2511.14617.)
 //!
-//! A *draft* is a token of the group's own past, its prompt and all its samples, that came after what a sample ends with
-//! now. A row of a draft costs little where a step is bound by the weights that it reads. Each row has its own task with
-//! the counter of its place, so the sampler draws for it what it would draw if the drafts before it were tokens; as long
-//! as the drafts are what was drawn they are tokens, and the first other draw is one as well. So tokens and
-//! log-probabilities are the same bits as without drafts. KV of a wrong draft is never read: `num_computed` counts
-//! tokens only, and the place is written again.
+//! A *draft* is a token that followed, earlier in the group, the same context that a sample ends with now. A step runs
+//! drafts behind the sample's last token, one row each, which costs little where a step is bound by reading the
+//! weights.
 //!
-//! Drafts are only added to a plan that is made: they take rows and blocks that nobody wanted.
+//! Drafts do not change a bit of the result. Each row has a task of its own with the random counter of its place, so
+//! the sampler draws from it what it would draw if all drafts before it were right. Draws are accepted up to and
+//! including the first one that differs from its draft. KV of a wrong draft is never read: `num_computed` counts
+//! accepted tokens only, and the slot is written again.
+//!
+//! Drafts are added after everything else is planned, into rows and blocks that are left over.
 
 mod acceptance;
 mod index;
@@ -22,30 +24,30 @@ use super::schedule::PlanBuilder;
 use super::{GroupState, Scheduler, SeqId};
 use crate::types::TokenId;
 
-/// Tokens of ended samples that a group keeps for drafts.
+/// Most tokens of ended samples that a group keeps to find drafts in.
 const MOST_ENDED_TOKENS: usize = 1 << 14;
 
-/// The last tokens of a prompt that are looked at; the rest of the index is for samples.
+/// Most tokens of a prompt that are indexed, its last ones. The rest of the index is for samples.
 const MOST_PROMPT_TOKENS: usize = index::MOST_TOKENS / 2;
 
-/// When drafts are worth their rows.
+/// Limits of speculation, and the costs by which it is decided whether a draft is worth its row.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Speculation {
-    /// Most rows that a step has with drafts; 0 for none.
+    /// Most rows of a step that has drafts; 0 turns speculation off.
     pub max_rows: usize,
-    /// What one row more costs, in steps of one row.
+    /// Time that one more row adds to a step, as a fraction of the time of a step with one row.
     pub row_cost: f32,
 }
 
 impl Speculation {
     pub const OFF: Self = Self { max_rows: 0, row_cost: 0.0 };
 
-    /// Of SmolLM2-135M on two cores with AVX-512 a step of 1, 4, 8, 12, 14 and 16 rows takes 24, 27, 33, 40, 51 and 54 ms
-    /// of CPU time: from 14 rows on they pass a layer in two turns.
+    /// Measured with SmolLM2-135M on two cores with AVX-512: steps of 1, 4, 8, 12, 14 and 16 rows take 24, 27, 33, 40,
+    /// 51 and 54 ms of CPU time. From 14 rows on they pass a layer in two turns.
     pub const AUTO: Self = Self { max_rows: 12, row_cost: 0.055 };
 
-    /// The least likelihood with which a draft pays in a step of so many rows and sequences: a right one saves its
-    /// sequence's share of a step, and any one costs a row.
+    /// Least probability of being right with which a draft is worth its row, in a step that has so many rows and
+    /// sequences without drafts. A right draft saves its sequence's share of a step; every draft costs a row.
     fn least_likelihood(&self, rows: usize, sequences: usize) -> f32 {
         let step = 1.0 + self.row_cost * rows as f32;
         self.row_cost * sequences as f32 / step
@@ -53,7 +55,8 @@ impl Speculation {
 }
 
 impl Scheduler {
-    /// Adds drafts to sequences that decode, the likeliest first, up to [`Speculation::max_rows`].
+    /// Adds drafts to the planned sequences that decode, the likeliest drafts first, up to [`Speculation::max_rows`]
+    /// rows.
     pub(super) fn speculate(&mut self, builder: &mut PlanBuilder) {
         let speculation = self.config.speculation;
         let rows = builder.plan.num_tokens();
@@ -80,14 +83,14 @@ impl Scheduler {
         }
     }
 
-    /// Indexes are of groups that may get drafts now, so there are few.
+    /// Drops the indexes of all groups but those of `sequences`, so that there are never many.
     fn forget_other_groups(&mut self, sequences: &[SeqId]) {
         let wanted: BTreeSet<u64> = sequences.iter().map(|id| id.admission).collect();
         let others = self.groups.values_mut().filter(|group| !wanted.contains(&group.admission));
         others.for_each(|group| group.index = None);
     }
 
-    /// At most `limit` tokens that may follow a planned sequence's last; none if it does not decode.
+    /// Finds at most `limit` drafts for a planned sequence; none if it does not decode.
     fn find_draft(&mut self, id: SeqId, limit: usize) -> Continuation {
         let sequence = &self.running[&id];
         let limit = limit.min(sequence.num_tokens_left(self.config.max_model_len).saturating_sub(1));
@@ -106,7 +109,7 @@ impl Scheduler {
         index.find(&sequence.context(LONGEST), limit).unwrap_or_default()
     }
 
-    /// Puts as much of a draft into the plan as fits into free blocks.
+    /// Adds drafts to the planned sequence at `place` in the plan, as many as fit into free blocks.
     fn add_draft(&mut self, place: usize, draft: &[TokenId], matched: usize, builder: &mut PlanBuilder) {
         if draft.is_empty() {
             return;
@@ -128,7 +131,7 @@ impl GroupState {
         Self { admission, live_samples, ended: Vec::new(), index: None, acceptance: Acceptance::default() }
     }
 
-    /// Keeps the outputs of a sample that has ended, as far as there is room.
+    /// Keeps the output of a sample that has ended, if there is room for all of it.
     pub(super) fn keep(&mut self, sample_index: u32, outputs: Vec<TokenId>) {
         let kept: usize = self.ended.iter().map(|(_, outputs)| outputs.len()).sum();
         if kept + outputs.len() <= MOST_ENDED_TOKENS {

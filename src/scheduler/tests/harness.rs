@@ -1,4 +1,4 @@
-//! A scheduler with an executor that has no model but knows what every KV slot must hold.
+//! A scheduler, and an executor without a model that knows what every KV slot must hold.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -41,16 +41,16 @@ struct Slot {
     state: u64,
 }
 
-/// Its "model" is a hash of salt and tokens so far. It reads the state it continues from out of the slots, and after
-/// all writes of a step verifies every readable position of every sequence.
+/// An executor whose "model" is a hash of the salt and of all tokens so far. It reads the state that a sequence
+/// continues from out of its KV slots, and after all writes of a step verifies every slot that a sequence can read.
 pub struct FakeExecutor {
     block_size: usize,
     slots: Vec<Option<Slot>>,
-    /// The policy under which each sequence's block table was begun.
+    /// Epoch of the policy under which each sequence's block table was begun.
     begun: HashMap<SeqId, u64>,
-    /// Contexts that were of several policies.
+    /// Number of contexts seen whose KV was of several policies.
     pub mixed: u64,
-    /// The next token mostly follows from the last one, so that drafts are often right.
+    /// Makes the next token mostly follow from the last one, so that drafts are often right.
     pub repeats: bool,
 }
 
@@ -105,11 +105,12 @@ impl FakeExecutor {
         states
     }
 
-    /// Every position was computed from those before it, under policies from `oldest` to that of `salt`, in order.
+    /// Asserts that every position was computed from those before it, under policies from `oldest` to that of `salt`,
+    /// in order.
     fn verify(&mut self, oldest: u64, salt: CacheSalt, planned: &PlanSequence, all: &[TokenId]) {
         let end = planned.start + planned.tokens.len();
         assert_eq!(planned.block_table.len(), end.div_ceil(self.block_size));
-        // What comes behind the sequence's own tokens are drafts, and nobody will read them if they are wrong.
+        // Drafts follow the sequence's own tokens. Wrong ones are never read.
         let end = end.min(all.len());
         assert_eq!(planned.tokens[..end - planned.start], all[planned.start..end]);
         let (mut state, mut epoch) = (0, oldest);
@@ -130,7 +131,7 @@ fn raw_logprobs(logprobs: &[TokenLogprobs]) -> Vec<f32> {
     logprobs.iter().map(|l| l.raw).collect()
 }
 
-/// What a prompt scores if one policy, that of the group's salt, computes all of it.
+/// The log-probabilities of a group's prompt if the policy of the group's salt computes all of it.
 fn prompt_logprobs(group: &Group) -> Vec<f32> {
     let states = (0..).zip(&group.prompt.tokens[..]).scan(0, |state, (index, &token)| {
         *state = next_state(*state, group.salt, token, media_at(&group.prompt, index));
@@ -143,7 +144,7 @@ fn raw_logprob(state: u64, token: TokenId) -> f32 {
     -((mix(state, u64::from(token) + 99) >> 40) as f32) / 65536.0
 }
 
-/// `repeated`: the last token, if the next one mostly follows from it.
+/// Answers a task. `repeated` is the last token, if the next one shall mostly follow from it.
 fn answer(state: u64, repeated: Option<TokenId>, task: &LogitsTask) -> TokenLogprobs {
     let raw = |token| raw_logprob(state, token);
     if let Some(token) = task.target {
@@ -168,14 +169,14 @@ fn answer(state: u64, repeated: Option<TokenId>, task: &LogitsTask) -> TokenLogp
     TokenLogprobs { token, raw: raw(token), processed: (draw >> 40) as f32, top: vec![] }
 }
 
-/// What has been told of one sample.
+/// The outcomes of one sample so far.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct SampleResult {
     pub tokens: Vec<TokenLogprobs>,
     pub finish: Option<FinishReason>,
 }
 
-/// What has been told of one group.
+/// The outcomes of one group so far.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct GroupResult {
     pub cached_tokens: Option<u32>,
@@ -185,13 +186,13 @@ pub struct GroupResult {
     pub aborted: bool,
 }
 
-/// Scheduler, executor, and an engine's book-keeping that allows each thing to be told once.
+/// Scheduler, executor, and the bookkeeping of an engine, which asserts that each outcome comes once.
 pub struct Harness {
     pub scheduler: Scheduler,
     pub executor: FakeExecutor,
     pub groups: HashMap<GroupKey, Group>,
     pub results: HashMap<GroupKey, GroupResult>,
-    /// Stands for stop strings: a sample ends with a token of which this is true.
+    /// Stands for stop strings: a sample ends with a token for which this is true.
     pub stop_string: fn(&TokenLogprobs) -> bool,
 }
 
@@ -223,7 +224,7 @@ impl Harness {
         Ok(())
     }
 
-    /// One step; returns its plan. `meanwhile` happens while the step is under way.
+    /// Runs one step and returns its plan. `meanwhile` is called between the step's plan and its answers.
     pub fn step_with(&mut self, meanwhile: impl FnOnce(&mut Self)) -> StepPlan {
         let plan = self.scheduler.schedule();
         self.note_tables();
@@ -241,7 +242,7 @@ impl Harness {
         plan
     }
 
-    /// Another policy from now on, for all groups.
+    /// Changes the policy of all groups.
     pub fn change_policy(&mut self, epoch: u64, running: RunningKv) {
         self.scheduler.change_policy(epoch, running);
         self.groups.values_mut().for_each(|group| group.salt.epoch = epoch);
@@ -255,7 +256,7 @@ impl Harness {
         self.scheduler.check_integrity();
         let blocks = self.scheduler.cache.counts();
         assert_eq!((blocks.free, blocks.cached), (blocks.total, 0));
-        // The memory goes and comes back with anything in it.
+        // The memory is released, and has no content when it is there again.
         self.executor.slots.fill(None);
     }
 
@@ -273,7 +274,7 @@ impl Harness {
         self.step_with(|_| ())
     }
 
-    /// Steps until nothing is left to do; returns the plans.
+    /// Steps until nothing is left to do, and returns the plans.
     pub fn run(&mut self) -> Vec<StepPlan> {
         let mut plans = Vec::new();
         while self.scheduler.has_work() {

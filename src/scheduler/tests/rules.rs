@@ -33,7 +33,7 @@ fn with_prompt_logprobs(mut group: Group) -> Group {
     group
 }
 
-/// `(start, number of tokens)` of each sequence.
+/// `(start, number of tokens)` of each sequence of a plan.
 fn shape(plan: &StepPlan) -> Vec<(usize, usize)> {
     plan.sequences.iter().map(|planned| (planned.start, planned.tokens.len())).collect()
 }
@@ -379,7 +379,7 @@ fn a_kept_sequence_goes_on_and_shares_nothing() {
     (0..3).for_each(|_| drop(harness.step()));
     harness.change_policy(1, RunningKv::Keep);
     assert_eq!(shape(&harness.step()), [(11, 1), (11, 1)], "nothing is computed again");
-    // The same prompt under the new policy finds nothing, neither of before the change nor of after it.
+    // The same prompt under the new policy finds no cached block, whether computed before the change or after it.
     let salt = CacheSalt { epoch: 1, adapter: None };
     harness.add(vec![Group { salt, ..group(key(1, 0), &prompt(9), 1, 20) }]).expect("room");
     assert_eq!(shape(&harness.step())[2], (0, 9));
@@ -410,7 +410,7 @@ fn a_prompt_is_of_one_policy_even_if_its_sequence_is_kept() {
     harness.change_policy(1, RunningKv::Keep);
     assert_eq!(shape(&harness.step()), [(0, 8)], "the prompt starts again");
     assert_eq!(harness.scheduler.started_requests(), [RequestKey(0)].into(), "the other waits in the queue");
-    // The log-probabilities are checked as they are told.
+    // The harness checks the log-probabilities as they come.
     harness.run();
     assert_eq!(harness.results[&key(0, 0)].prompt_logprobs.as_ref().map(Vec::len), Some(19));
 }

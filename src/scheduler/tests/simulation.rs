@@ -1,4 +1,4 @@
-//! Random arrivals, aborts and exhausted caches, against the same samples run alone.
+//! Random arrivals, aborts and exhausted caches: each sample must be what it is when it runs alone.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ fn stop_string(logprobs: &TokenLogprobs) -> bool {
     logprobs.raw.to_bits().is_multiple_of(61)
 }
 
-/// Often one that tries every draft, however unlikely, so that most are wrong.
+/// Random limits of speculation; often such that every draft is tried, however unlikely, so that most are wrong.
 fn random_speculation(rng: &mut ChaCha8Rng) -> Speculation {
     match rng.random_range(0..4) {
         0 => Speculation::OFF,
@@ -88,7 +88,7 @@ fn random_request(rng: &mut ChaCha8Rng, request: u64) -> Vec<Group> {
         .collect()
 }
 
-/// What happens besides the steps, and whether while one is under way.
+/// What happens besides the steps, and whether it happens while a step is under way.
 fn disturb(harness: &mut Harness, rng: &mut ChaCha8Rng, num_requests: u64) {
     if num_requests > 0 && rng.random_bool(0.02) {
         harness.abort(RequestKey(rng.random_range(0..num_requests)));
@@ -98,7 +98,7 @@ fn disturb(harness: &mut Harness, rng: &mut ChaCha8Rng, num_requests: u64) {
     }
 }
 
-/// Some requests are held back for some steps.
+/// Suspends some requests for some steps.
 fn suspend(harness: &mut Harness, rng: &mut ChaCha8Rng, held: &mut Vec<RequestKey>, num_requests: u64) {
     if num_requests > 0 && rng.random_bool(0.1) {
         let request = RequestKey(rng.random_range(0..num_requests));
@@ -112,7 +112,7 @@ fn suspend(harness: &mut Harness, rng: &mut ChaCha8Rng, held: &mut Vec<RequestKe
     harness.scheduler.check_integrity();
 }
 
-/// Another policy, or all blocks given up, between two steps.
+/// Changes the policy or gives all blocks back between two steps, sometimes.
 fn change(harness: &mut Harness, rng: &mut ChaCha8Rng, epoch: &mut u64) {
     if rng.random_bool(0.03) {
         *epoch += 1;
@@ -125,7 +125,7 @@ fn change(harness: &mut Harness, rng: &mut ChaCha8Rng, epoch: &mut u64) {
     }
 }
 
-/// With `changes`, every request is of the policy that serves when it arrives.
+/// Runs a random simulation. With `changes`, each request has the policy that serves when it arrives.
 fn simulate(seed: u64, changes: bool) -> Harness {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let mut epoch = 2;
@@ -138,7 +138,7 @@ fn simulate(seed: u64, changes: bool) -> Harness {
     for step in 0.. {
         assert!(step < 100_000, "no end in sight");
         while num_requests < REQUESTS && rng.random_bool(arrival) {
-            // A full queue refuses; the request is then not heard of again.
+            // A full queue refuses the request, which must have no outcomes then.
             let mut groups = random_request(&mut rng, num_requests);
             if changes {
                 groups.iter_mut().for_each(|group| group.salt.epoch = epoch);
@@ -159,7 +159,7 @@ fn simulate(seed: u64, changes: bool) -> Harness {
     harness
 }
 
-/// The same sample in a cache that has room for everything, with nothing beside it.
+/// Runs a sample alone, in a cache that has room for everything.
 fn alone(group: &Group, sample_index: usize, repeats: bool) -> GroupResult {
     let config = SchedulerConfig {
         max_num_seqs: 1,
@@ -228,8 +228,8 @@ fn samples_are_the_same_alone_and_in_any_turmoil() {
     assert!(total.accepted_tokens > 10 * SEEDS && wrong > 10 * SEEDS, "too few drafts: {total:?}");
 }
 
-/// What is asserted is in the harness: no sequence reads KV of a policy older than its own block table, prompts and
-/// their log-probabilities are of one policy.
+/// The harness asserts that no sequence reads KV of a policy older than its own block table, and that a prompt and its
+/// log-probabilities are of one policy.
 #[test]
 fn policies_change_under_running_sequences() {
     let base = rand::random::<u32>();

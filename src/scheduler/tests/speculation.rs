@@ -1,4 +1,4 @@
-//! Which drafts are added, and to what. That they change no token is in `simulation`.
+//! Which drafts are added to which sequences. `simulation` tests that they change no token.
 
 use super::harness::*;
 use crate::scheduler::speculation::LONGEST;
@@ -6,26 +6,26 @@ use crate::scheduler::*;
 use crate::types::*;
 
 const BLOCK_SIZE: usize = 4;
-/// Tries whatever is found.
+/// Limits with which every draft that is found is tried.
 const EAGER: Speculation = Speculation { max_rows: 8, row_cost: 0.0 };
 
 fn config(speculation: Speculation) -> SchedulerConfig {
     SchedulerConfig { max_num_seqs: 8, max_batch_tokens: 100, max_model_len: 100, max_queued_samples: 50, speculation }
 }
 
-/// Tokens mostly follow from those before them.
+/// A harness in which tokens mostly follow from those before them.
 fn repeating(config: SchedulerConfig, num_blocks: usize) -> Harness {
     let mut harness = Harness::new(config, num_blocks, BLOCK_SIZE);
     harness.executor.repeats = true;
     harness
 }
 
-/// Its prompt has every pair of tokens that follow each other.
+/// A group whose prompt has every pair of tokens that can follow each other.
 fn cyclic(key: GroupKey, n: u32, max_tokens: u32) -> Group {
     group(key, &[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0], n, max_tokens)
 }
 
-/// Token rows of each sequence.
+/// Number of token rows of each planned sequence.
 fn rows(plan: &StepPlan) -> Vec<usize> {
     plan.sequences.iter().map(|planned| planned.tokens.len()).collect()
 }
@@ -172,7 +172,7 @@ fn samples_learn_from_those_that_have_ended() {
     while harness.results[&key(0, 0)].samples[0].finish.is_none() {
         assert_eq!(drafts(&harness.step()), 0);
     }
-    // Nothing has been looked for until now.
+    // No draft has been looked for until now.
     harness.scheduler.config.speculation = EAGER;
     let first_steps: usize = harness.run().iter().take(2).map(drafts).sum();
     assert!(first_steps > 4, "{first_steps} drafts of a sample that has said nothing yet");
@@ -180,7 +180,7 @@ fn samples_learn_from_those_that_have_ended() {
 
 #[test]
 fn samples_learn_from_those_that_wait() {
-    // 12 blocks are too few for two samples of 41 tokens: the younger gives its own back and waits.
+    // 12 blocks are too few for two samples of 41 tokens: the younger one gives its blocks back and waits.
     let too_few_rows = Speculation { max_rows: 1, ..EAGER };
     let mut harness = Harness::new(config(too_few_rows), 12, BLOCK_SIZE);
     harness.add(vec![group(key(0, 0), &[3], 2, 40)]).expect("room");
