@@ -1,6 +1,7 @@
 //! rollout-server: a rollout inference server for RL fine-tuning.
 //!
-//! This page is the architecture: how a request travels, which layer knows what, and what always holds.
+//! This page is the architecture: how a request travels, how a policy changes, which layer knows what, and what always
+//! holds.
 //!
 //! # How a request travels
 //!
@@ -21,12 +22,67 @@
 //!
 //! # How a policy changes
 //!
-//! A push is a transaction: the [`engine`] reserves its memory, [`weights`]' `Receiver` takes and verifies it beside the
-//! weights that serve while generation goes on, and at its commit the engine gives the [`executor`] one order between
-//! two steps. A complete set of weights is packed as it comes into shadow weights, storage of the same shapes that the
-//! executor gave for it; its commit exchanges the two. The request's `RunningPolicy` says what becomes of requests that
-//! run. What is merged is merged into the base, never on top of the last adapter. Pause, sleep and wake are states of the
-//! engine; [`engine`] says which command is taken in which.
+//! A push is a transaction: the [`engine`] reserves its memory, [`weights`]' `Receiver` takes and verifies it beside
+//! the weights that serve while generation goes on, and at its commit the engine gives the [`executor`] one order
+//! between two steps. The request's `RunningPolicy` says what becomes of requests that run. What is merged is merged
+//! into the base, never on top of the last adapter. Pause, sleep and wake are states of the engine; [`engine`] says
+//! which command is taken in which.
+//!
+//! # Four walks
+//!
+//! Each goes straight down through the layers. A line names the function and, where its module does not tell, the file.
+//!
+//! A request, from the door to the sampler and back:
+//!
+//! ```text
+//! server    grpc::rollout            generate: deadline, and an end when the client vanishes
+//!           convert::generate        the message becomes a valid request, its texts token ids
+//! engine    receive (admission.rs)   accepted, or held while the server is paused or the policy is too old
+//! scheduler schedule                 a StepPlan; prefix blocks are hashed in cache::hash and found in cache::manager
+//! executor  Ranks::launch            every rank gets the plan
+//!           ModelRunner::run         FlatBatch: rows, positions, slots, tasks; Ops::prepare makes one Step of them
+//! model     Decoder::forward         layer by layer in Ops: embed, linear, rope, write_kv, paged_attention
+//!           Decoder::logits          of the rows that have tasks
+//! kernels   Ops::sample              a token and both log-probabilities for each task, read once when all are sampled
+//! scheduler update                   takes note of the tokens, finishes samples, gives blocks back
+//! engine    emit                     events to the request's stream
+//! ```
+//!
+//! A pushed LoRA tensor, to the matrix:
+//!
+//! ```text
+//! server    grpc::weights            Update: chunks as they arrive
+//! weights   push::Receiver::write    Receipt::gather keeps the tensor and verifies it (push::verify)
+//!           push::Receiver::finish   PushedAdapter::build: an Adapter, one Change for each parameter
+//! engine    apply_lora (update.rs)   WeightOrder::Merge between two steps
+//! executor  RankWeights::merge       every parameter that the old or the new adapter touches
+//!           LocalParameter::merge    the base: the checkpoint, or the copy of what a push has replaced
+//! kernels   Ops::merge_rows          base + scaling * b a, rounded once, written to the matrix (cpu/merge.rs)
+//! ```
+//!
+//! A tensor of a full push, to the matrix:
+//!
+//! ```text
+//! engine    begin_update (update.rs) Executor::shadow_weights: storage of the serving weights' shapes beside them
+//! server    grpc::weights            Update: chunks as they arrive
+//! weights   push::Receiver::write    Receipt::stream: rows in order, digested and checked on the way (push::verify)
+//!           ShadowTensor::write_rows each rank's part of the rows
+//! kernels   Matrix::write_columns    packed as the device stores it
+//! weights   push::Receiver::finish   every tensor is whole and verified
+//! engine    apply_packed             Executor::exchange between two steps
+//! executor  RankWeights::exchange    the shadow's matrices serve, those that served are the next push's shadow
+//! ```
+//!
+//! A sleep, to the freed memory:
+//!
+//! ```text
+//! server    grpc::control            Sleep
+//! engine    sleep (sleep.rs)         waits for requests, ends or keeps them; then releases in this order:
+//! executor  Ranks::release           KV cache, workspace, and at last weights; each measured by the devices themselves
+//!           Ranks::discard           the storage that the last full push left
+//! kernels   KvCache, Matrix::release the memory goes back to the system; restore takes it again at Wake
+//! engine    sleep (sleep.rs)         the ledger is lowered, and the reply says what was measured
+//! ```
 //!
 //! # Layers
 //!
@@ -37,8 +93,9 @@
 //!   → types, config, logs, profile → error
 //! ```
 //!
-//! The crate `rollout-kernels` below all of them holds the operators. [`profile`] sums the trace-level spans of both. No
-//! two files name each other in a circle.
+//! The crate [`rollout_kernels`] below all of them holds the devices: a closed set of backends behind one set of types,
+//! `Device`, `Ops`, `Matrix`, `KvCache` and `Buffer`. No file here names a device. [`profile`] sums the trace-level
+//! spans of both crates. No two files name each other in a circle.
 //!
 //! # Invariants
 //!
@@ -54,14 +111,14 @@
 //! 7. KV computed under one policy can be found only by that policy: the hash chain of the prefix cache starts from the
 //!    policy's epoch, a number that is never used twice (its version may be), and the resident adapter's generation.
 //! 8. A sequence's tokens and log-probabilities are the same bits alone or in any batch, with whole or chunked prefill,
-//!    cache hit or miss, preempted or not, with drafts or without, sampled or scored, and for `--tp` 1, 2 and 4 where the
-//!    split reductions (attention width, intermediate size) are multiples of 8: every kernel's reduction order depends
-//!    on nothing but the row's own inputs.
+//!    cache hit or miss, preempted or not, with drafts or without, sampled or scored, and for `--tp` 1, 2 and 4 where
+//!    the split reductions (attention width, intermediate size) are multiples of 8: every kernel's reduction order
+//!    depends on nothing but the row's own inputs.
 //! 9. A sample depends only on (seed, prompt, sampling parameters, weights), never on what else runs.
 //! 10. Every large allocation is a reservation in the [`memory::MemoryBudget`] before it is made.
 //! 11. Each queue has a limit, with its reason beside it.
-//! 12. No request ends the process: a panic while one is answered ends that one. What a panic in a step leaves half done
-//!     is used by all requests, and ends the process.
+//! 12. No request ends the process: a panic while one is answered ends that one. What a panic in a step leaves half
+//!     done is used by all requests, and ends the process.
 //! 13. What a client makes the server hold (its messages as they arrive, texts that are encoded, tokens of its samples,
 //!     replies that it has not read) is counted in [`memory::Traffic`], below the ledger's entry for it, before it is
 //!     held; a request whose reader lags is held back.
