@@ -9,7 +9,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let files = ["rollout/v1/rollout.proto", "rollout/v1/weights.proto", "rollout/v1/control.proto"];
     let descriptors = protox::compile(files, ["proto"])?;
     std::fs::write(out.join("rollout_descriptor.bin"), descriptors.encode_to_vec())?;
-    // Chunks of weights are not copied out of their messages.
+    // The data of a chunk of weights stays in the buffer of its message, without a copy.
     tonic_prost_build::configure().bytes(".rollout.v1.Chunk.data").compile_fds(descriptors)?;
     Ok(())
 }

@@ -1,5 +1,5 @@
-//! What somebody does to the files of a checkpoint that is served is noticed, whatever the files' times say, and ends
-//! nothing but the order that would have read it.
+//! Whatever happens to a checkpoint's files while they are served is noticed, whatever the files' times say, and fails
+//! only the order that would have read them.
 
 mod common;
 
@@ -12,14 +12,14 @@ use memmap2::MmapMut;
 use rollout_server::engine::{Command, DrainMode, LifecycleStatus, SleepLevel, WakeTags};
 use rollout_server::error::{Error, Result};
 
-/// A model of several shards, one of a single file, and a GGUF file; on one rank and on two.
+/// Model and number of ranks: a model of several shards, one of a single file, and a GGUF file on one rank and on two.
 const MODELS: [(&str, &str); 4] = [("qwen2", "1"), ("llama", "2"), ("llama-tied.gguf", "1"), ("llama-tied.gguf", "2")];
 
-/// A copy of a model that can be written to, in memory, whose times are those of writes by calls alone.
+/// A writable copy of a model on a memory file system, where files' times change by calls alone.
 struct Served {
     directory: tempfile::TempDir,
     model: PathBuf,
-    /// Of weights, with what was in them.
+    /// The files of weights, with their original bytes.
     files: Vec<(PathBuf, Vec<u8>)>,
 }
 
@@ -46,12 +46,12 @@ impl Served {
         Engine::try_start_at(&self.model, &["--tp", tp]).expect("the copy is whole")
     }
 
-    /// Puts everything back, into the same files.
+    /// Writes the original bytes back into the same files.
     fn restore(&self) {
         self.files.iter().for_each(|(path, bytes)| std::fs::write(path, bytes).unwrap());
     }
 
-    /// Puts everything back, as other files under the same names.
+    /// Puts the original bytes back as other files under the same names.
     fn replace(&self) {
         for (path, bytes) in &self.files {
             let new = self.directory.path().join("new");
@@ -68,7 +68,7 @@ fn shards(model: &Path) -> Vec<PathBuf> {
     paths
 }
 
-/// Divides `model.safetensors` into two shards with an index.
+/// Splits `model.safetensors` into two shards with an index.
 fn split(model: &Path) {
     let bytes = std::fs::read(model.join("model.safetensors")).unwrap();
     let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
@@ -95,14 +95,14 @@ fn truncate(copy: &Served) {
     writable(path).set_len(bytes.len() as u64 / 2).unwrap();
 }
 
-/// Other weights in the same place: of the last tensors, so that the header stays.
+/// Overwrites the last tensors with other values in place; the header stays as it was.
 fn overwrite(copy: &Served) {
     let (path, bytes) = copy.files.last().unwrap();
     let (at, other) = other_weights(bytes);
     writable(path).write_all_at(&other, at as u64).unwrap();
 }
 
-/// As [`overwrite`], with the time of the last change set back.
+/// Overwrites as [`overwrite`] does, and sets the file's time of the last change back.
 fn overwrite_unseen(copy: &Served) {
     let (path, _) = copy.files.last().unwrap();
     let modified = std::fs::metadata(path).unwrap().modified().unwrap();
@@ -135,7 +135,7 @@ fn reload(engine: &Engine) -> Result<LifecycleStatus> {
     engine.ask(|reply| Command::Wake { tags, reload: true, reply })
 }
 
-/// Pushes that touch every matrix of the layers of any model: the base itself after an adapter would touch none.
+/// Pushes an adapter on all linear layers, so that every matrix of the model's layers is read from the checkpoint.
 fn push(engine: &Engine) -> Result<()> {
     engine.push(Push::lora_of_all(engine.parameters())).map(drop)
 }
@@ -166,7 +166,7 @@ fn a_checkpoint_changed_in_place_is_noticed_before_anything_is_touched() {
             push(&engine).expect("whole again");
             assert!((engine.checksums(), bits(&engine)) == merged, "{model} on {tp}, {what}");
 
-            // What was merged comes back with the checkpoint, and not without.
+            // A merged adapter can be restored after a sleep only from an unchanged checkpoint.
             engine.sleep(SleepLevel::One, DrainMode::Wait).expect("sleeps");
             damage(&copy);
             for _ in 0..2 {
@@ -212,7 +212,8 @@ fn what_does_not_read_the_checkpoint_goes_on_without_it() {
     bits(&engine);
 }
 
-/// Writes through a mapping whose pages were written to before the server came: no time of the file tells of it.
+/// Overwrites through a mapping whose pages were already dirty when the server started, so that no time of the file
+/// tells.
 #[test]
 fn a_change_that_no_time_tells_of_is_noticed_as_it_is_read() {
     for (model, tp) in MODELS {

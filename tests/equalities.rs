@@ -1,5 +1,5 @@
-//! The same bits alone or in a batch, whole or in chunks, cached or not, preempted or not, sampled or scored, in a
-//! group or replayed, on one rank or several.
+//! Results have the same bits alone or in a batch, prefilled whole or in chunks, cached or not, preempted or not,
+//! sampled or scored, in a group or replayed, on one rank or on several.
 
 mod common;
 
@@ -10,7 +10,7 @@ const VOCAB: u32 = 512;
 const SEED: u64 = 42;
 const NEW_TOKENS: u32 = 24;
 
-/// Bits of each prompt's tokens.
+/// For each prompt, the tokens and the bits of both log-probabilities.
 type Bits = Vec<Vec<(TokenId, u32, u32)>>;
 
 /// 32 prompts; some share a prefix of several blocks, and lengths lie on both sides of block ends.
@@ -23,7 +23,7 @@ fn prompts() -> Vec<Vec<TokenId>> {
     prompts
 }
 
-/// Plain sampling, and everything that makes a distribution depend on more than its logits.
+/// Plain sampling, and sampling with all that makes a distribution depend on more than its logits.
 fn all_params() -> [SamplingParams; 2] {
     let plain = SamplingParams { max_tokens: NEW_TOKENS, ..Default::default() };
     let rich = SamplingParams {
@@ -43,12 +43,13 @@ fn generate(engine: &Engine, prompts: Vec<Vec<TokenId>>, n: u32, params: &Sampli
     reply
 }
 
-/// A request for one sample of one prompt, with the seed that the prompt has at `index` of a request drawn with `SEED`.
+/// A request for one sample of one prompt, with the seed that the prompt has as number `index` of a request with
+/// `SEED`.
 fn request_alone(index: usize, prompt: Vec<TokenId>, params: &SamplingParams) -> Request {
     Request::generate(vec![prompt], 1, sample_seed(SEED, index as u32, 0), 0).params(params.clone())
 }
 
-/// Each prompt alone: one request after the other, with nothing cached.
+/// The results of each prompt alone: one request after the other, with an empty cache.
 fn alone(engine: &Engine, params: &SamplingParams) -> Bits {
     let one = |(index, prompt)| {
         engine.reset_prefix_cache();
@@ -59,14 +60,14 @@ fn alone(engine: &Engine, params: &SamplingParams) -> Bits {
     prompts().into_iter().enumerate().map(one).collect()
 }
 
-/// Flags of both precisions on every instruction set.
+/// Flags for both precisions on every instruction set.
 fn levels() -> Vec<[&'static str; 4]> {
     let levels = |kernel| ["float32", "bfloat16"].map(|dtype| ["--kernel", kernel, "--dtype", dtype]);
     kernels().into_iter().flat_map(levels).collect()
 }
 
-/// Runs `check` with an engine, its parameters and what each prompt gives alone, for both precisions on every instruction
-/// set.
+/// Runs `check` with an engine, sampling parameters and the results of each prompt alone, for both precisions on every
+/// instruction set.
 fn on_engines(model: &str, flags: &[&str], check: impl Fn(&Engine, &SamplingParams, &Bits)) {
     for level in levels() {
         let reference = Engine::start(model, &level);
@@ -82,7 +83,7 @@ fn on_engines(model: &str, flags: &[&str], check: impl Fn(&Engine, &SamplingPara
 fn alone_is_in_a_batch_in_any_order() {
     on_engines("qwen2", &[], |engine, params, alone| {
         assert_eq!(&generate(engine, prompts(), 1, params).bits(), alone, "one batch");
-        // As 32 requests that arrive while others run, and the other way round.
+        // As 32 requests that arrive while others run, in both orders.
         for reverse in [false, true] {
             let mut order: Vec<_> = prompts().into_iter().enumerate().collect();
             if reverse {
@@ -121,7 +122,7 @@ fn a_cache_hit_is_a_miss() {
 
 #[test]
 fn preempted_is_not_preempted() {
-    // Room for a few sequences of this model at a time, while all 32 are let in.
+    // All 32 sequences are admitted, and the cache has room for a few of them.
     on_engines(
         "llama-tied",
         &["--kv-cache-bytes", PREEMPTING_CACHE, "--max-model-len", "128"],
@@ -135,7 +136,7 @@ fn preempted_is_not_preempted() {
     );
 }
 
-/// A few sequences of the fixture at a time.
+/// A KV cache with room for a few of the fixture's sequences at a time, so that others are preempted.
 const PREEMPTING_CACHE: &str = "600KiB";
 
 #[test]
@@ -202,7 +203,7 @@ fn a_group_is_its_samples_replayed_by_their_seeds() {
 
 #[test]
 fn tensor_parallel_is_one_rank() {
-    // qwen3 has 2 KV heads: on 4 ranks each KV head is on two of them.
+    // qwen3 has 2 KV heads, so that on 4 ranks each KV head is on two ranks.
     for (model, tp) in [("qwen2", "2"), ("llama", "2"), ("llama", "4"), ("mistral", "4"), ("qwen3", "4")] {
         on_engines(model, &["--tp", tp], |engine, params, alone| {
             assert_eq!(&generate(engine, prompts(), 1, params).bits(), alone, "tp {tp}");

@@ -1,5 +1,5 @@
-//! Freed memory goes back to the system, whichever thread took it. It is asked of a process that has no other threads
-//! and starts as the server does, so this file has a `main` of its own instead of the test harness.
+//! Freed memory goes back to the system, whichever thread took it. The measured process must have no other threads and
+//! must start as the server does, so this file has a `main` of its own instead of the test harness.
 
 use rollout_server::memory::{resident_bytes, share_one_heap, trim};
 
@@ -8,7 +8,8 @@ const BLOCK_BYTES: usize = 64 << 10;
 
 fn main() {
     share_one_heap();
-    // A large block that is freed raises what glibc keeps at the end of a heap, as it does in a server that has served.
+    // Freeing a large block raises the amount that glibc keeps at the end of a heap, as in a server that has been
+    // serving.
     drop(std::hint::black_box(vec![1_u8; KEPT_BYTES]));
     let before = resident_bytes();
     let held = std::thread::spawn(|| {

@@ -9,10 +9,10 @@ use safetensors::SafeTensors;
 
 const ARCHITECTURES: [&str; 5] = ["llama", "llama-tied", "qwen2", "qwen3", "mistral"];
 
-/// Per-token tolerance in float32 (the contract).
+/// Largest difference per token in float32 that the numerics contract allows.
 const TOLERANCE: f32 = 1e-4;
 
-/// What transformers said of a fixture; made by `tests/fixtures/make_fixtures.py`.
+/// The results of transformers for a fixture, made by `tests/fixtures/make_fixtures.py`.
 struct Reference {
     sequences: Vec<Vec<TokenId>>,
     float32: Vec<f32>,
@@ -34,7 +34,7 @@ impl Reference {
     }
 }
 
-/// What transformers said of many sequences, in both precisions.
+/// The results of transformers for many sequences, in both precisions.
 struct Many {
     sequences: Vec<Vec<TokenId>>,
     float32: Vec<f32>,
@@ -63,7 +63,7 @@ fn floats(tensors: &SafeTensors<'_>, name: &str) -> Vec<f32> {
     words(tensors, name).into_iter().map(f32::from_le_bytes).collect()
 }
 
-/// Raw log-probabilities of all sequences behind each other, the first token of each left out.
+/// Raw log-probabilities of all sequences, one after the other, without the first token of each.
 fn score(engine: &Engine, sequences: &[Vec<TokenId>]) -> Vec<f32> {
     let reply = engine.generate(Request::score(sequences.to_vec()));
     reply.prompt_logprobs.iter().flat_map(|(_, tokens)| tokens.iter().map(|t| t.raw)).collect()
@@ -74,8 +74,8 @@ fn largest(a: &[f32], b: &[f32]) -> f32 {
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
 }
 
-/// How far log-probabilities are from others: the mean, the root mean square and the 99.9th percentile of the differences.
-/// The largest of them is left out: it is one position's, and says nothing of the next text.
+/// Distance between two sets of log-probabilities: mean, root mean square and 99.9th percentile of the differences. The
+/// largest difference is left out, because it is that of one position and says nothing about other texts.
 fn distance(a: &[f32], b: &[f32]) -> [(&'static str, f64); 3] {
     assert_eq!(a.len(), b.len());
     let mut apart: Vec<f64> = a.iter().zip(b).map(|(a, b)| f64::from((a - b).abs())).collect();
@@ -132,7 +132,8 @@ fn bfloat16_is_no_farther_from_float32_than_transformers_bfloat16() {
     }
 }
 
-/// What rounds activations is compared with its emulation, where the processor has both; all others with each other.
+/// Instruction sets that round activations are compared with their emulation, where the processor has both; all others
+/// with each other.
 #[test]
 fn instruction_sets_give_the_same_bits() {
     for model in ARCHITECTURES {

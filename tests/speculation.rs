@@ -1,4 +1,5 @@
-//! The same bits with drafts and without: tokens, both log-probabilities and why each sample ended.
+//! Results have the same bits with drafts and without: tokens, both log-probabilities, and the reason why each sample
+//! ended.
 
 mod common;
 
@@ -9,15 +10,16 @@ use std::time::Duration;
 const VOCAB: u32 = 512;
 const SEED: u64 = 42;
 
-/// Prompts in which the same tokens come again, since drafts are found by what came before.
+/// Prompts in which tokens repeat, because drafts are found by what came before.
 fn prompts() -> Vec<Vec<TokenId>> {
     let mut prompts = random_prompts(21, 3, 4..20, VOCAB);
     prompts.iter_mut().for_each(|prompt| prompt.extend_from_within(..));
     prompts
 }
 
-/// Cold, so that samples repeat themselves and each other: greedily, filtered, with penalties of all that came before,
-/// with stop tokens that count only after a while, and with stop strings that end a sample amid a run of drafts.
+/// Parameters with low temperatures, so that samples repeat themselves and each other: greedy, filtered, with penalties
+/// on earlier tokens, with stop tokens that count only after a while, and with stop strings that end a sample within a
+/// run of drafts.
 fn all_params() -> Vec<(&'static str, SamplingParams)> {
     let greedy = SamplingParams { max_tokens: 60, temperature: 0.0, ..Default::default() };
     let cold = SamplingParams { temperature: 0.1, ..greedy.clone() };
@@ -94,7 +96,7 @@ fn check_drafts(model: &str, flags: &[&str]) {
     for (what, params) in all_params() {
         let before = accepted(&with);
         for _ in 0..2 {
-            // The second time the prompts are cached.
+            // In the second round the prompts are cached.
             let (expected, reply) = (generate(&without, &params), generate(&with, &params));
             assert_same(&reply, &expected, &format!("{model} {flags:?} {what}"));
             let stopped = |c: &rollout_server::engine::Completion| c.finish_reason == FinishReason::StopString;
@@ -106,8 +108,8 @@ fn check_drafts(model: &str, flags: &[&str]) {
     assert!(accepted(&with) > 100, "{model} {flags:?}: only {} drafts were right", accepted(&with));
 }
 
-/// A step gives a lone sample one token and every draft that was right; what is more than it was given is behind a stop
-/// string.
+/// A step gives a lone sample one token and every draft that was right. Tokens that the steps made and the sample did
+/// not get come after a stop string.
 #[test]
 fn tokens_behind_a_stop_string_are_dropped() {
     let [without, with] = [&["--speculation", "off"][..], &[]].map(|flags| Engine::start("llama-tied", flags));
@@ -115,7 +117,7 @@ fn tokens_behind_a_stop_string_are_dropped() {
     let greedy = SamplingParams { max_tokens: 60, temperature: 0.0, ..Default::default() };
     let mut dropped = 0;
     for mut prompt in prompts() {
-        // What it says first is the prompt then, so that it says the same again, in few steps.
+        // The sample's text becomes the prompt, so that the model says the same again, in few steps.
         let said = without.generate(Request::generate(vec![prompt.clone()], 1, SEED, 0).params(greedy.clone()));
         let said: Vec<TokenId> = said.completions[0].tokens.iter().map(|t| t.token).collect();
         prompt.extend(&said);
@@ -137,13 +139,13 @@ fn tokens_behind_a_stop_string_are_dropped() {
     assert!(dropped > 0, "no stop string came amid a run of drafts");
 }
 
-/// A push of the weights that serve already, while samples run: whatever step it comes after, nothing changes.
+/// Pushes the serving weights again while samples run: after whichever step that happens, no result changes.
 #[test]
 fn a_push_under_running_samples_changes_nothing_but_the_version() {
     let [without, with] = [&["--speculation", "off"][..], &[]].map(|flags| Engine::start("llama", flags));
     let mut weights = random_weights(with.parameters(), 5);
-    // Layers that add little leave the next token mostly to the last one: samples then repeat themselves, and drafts are
-    // right by the hundred on every instruction set.
+    // With layers that add little, the next token depends mostly on the last one. Samples then repeat themselves, and
+    // hundreds of drafts are right on every instruction set.
     let adds = |name: &str| name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight");
     for (_, (_, values)) in weights.iter_mut().filter(|(name, _)| adds(name)) {
         values.iter_mut().for_each(|x| *x /= 4.0);

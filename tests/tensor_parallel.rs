@@ -1,4 +1,4 @@
-//! Every number of ranks that a refusal lists starts, and serves the model of one rank.
+//! Every number of ranks that a refusal lists as possible starts, and computes the results of one rank.
 
 mod common;
 
@@ -6,14 +6,14 @@ use common::{Engine, Request, StateDict, random_prompts, write_checkpoint};
 use rand::{Rng, SeedableRng};
 use serde_json::{Value, json};
 
-/// A random Llama: how many heads of 16 and key-value heads, and how wide its MLP is.
+/// Shape of a random Llama: number of attention heads of 16 values, number of key-value heads, width of the MLP.
 struct Shape {
     heads: usize,
     kv_heads: usize,
     intermediate: usize,
 }
 
-/// Even in shares of 1, 2, 3, 4, 5, 6, 10, 12, ...
+/// Vocabulary size, divisible by 1, 2, 3, 4, 5, 6, 10, 12, ... ranks.
 const VOCAB: usize = 540;
 const HIDDEN: usize = 64;
 
@@ -73,8 +73,8 @@ impl Shape {
 #[test]
 fn every_listed_number_of_ranks_serves_the_model_of_one() {
     for (shape, listed) in [
-        // Of 12 ranks each has 8 of 96 intermediate features, of 6 ranks 10 of 60, of 10 ranks 9 of 90: less than the
-        // eight leaves of a reduction need.
+        // The ranks' shares of the intermediate features are 8 of 96 for 12 ranks, 10 of 60 for 6, and 9 of 90 for 10:
+        // too few for a reduction in eight leaves.
         (Shape { heads: 12, kv_heads: 2, intermediate: 96 }, "1, 2, 4, 6, 12"),
         (Shape { heads: 12, kv_heads: 1, intermediate: 60 }, "1, 2, 3, 4, 6, 12"),
         (Shape { heads: 10, kv_heads: 5, intermediate: 90 }, "1, 5, 10"),
@@ -95,7 +95,8 @@ fn every_listed_number_of_ranks_serves_the_model_of_one() {
             for tp in list.split(", ") {
                 let apart = score(tp).iter().zip(&one).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
                 println!("{dtype} --tp {tp}: {apart:e} from one rank");
-                // Sums are of the same products in another order. In bfloat16 that moves what is rounded after them.
+                // The sums have the same products in another order. In bfloat16 that can change how later values are
+                // rounded.
                 let tolerance = if dtype == "float32" { 1e-4 } else { 0.1 };
                 assert!(apart < tolerance, "{dtype} --tp {tp}: {apart:e}");
             }

@@ -1,4 +1,5 @@
-//! What serves after a push is what was pushed, bit for bit: compared with an engine started on the same weights.
+//! After a push the server serves exactly what was pushed: results are compared, bit for bit, with those of an engine
+//! started on the same weights.
 
 mod common;
 
@@ -22,17 +23,17 @@ fn prompts(seed: u64) -> Vec<Vec<u32>> {
     random_prompts(seed, 3, 20..60, 250)
 }
 
-/// Samples that depend on every weight, from prompts that are in no cache yet if `seed` is new.
+/// Samples that depend on every weight. With a new `seed` their prompts are in no cache.
 fn sample(engine: &Engine, seed: u64) -> Reply {
     let reply = engine.generate(Request::generate(prompts(seed), 3, 5, 12));
     assert!(reply.error.is_none(), "{:?}", reply.error);
     reply
 }
 
-/// An engine started on these weights.
+/// An engine started on `weights`.
 fn fresh(like: &str, weights: &StateDict, flags: &[&str]) -> Engine {
     let dir = write_checkpoint(like, weights);
-    // The mapped file lives on without its name.
+    // The engine keeps the file mapped when the directory is removed.
     Engine::try_start_at(dir.path(), flags).expect("the checkpoint is whole")
 }
 
@@ -67,7 +68,7 @@ fn a_delta_push_changes_its_elements_and_no_others() {
         let mut new = old.clone();
         let other = random_weights(engine.parameters(), 22);
         for (i, (name, (_, values))) in new.iter_mut().enumerate().filter(|(i, _)| i % 3 != 0) {
-            // Some parameters wholly, some sparsely, among them first and last elements.
+            // Some parameters change completely, others in a few elements, the first and the last among them.
             let step = if i % 3 == 1 { 1 } else { values.len() - 1 };
             let indices = (0..values.len()).step_by(step.max(1));
             indices.for_each(|j| values[j] = other[name].1[j]);
@@ -76,7 +77,7 @@ fn a_delta_push_changes_its_elements_and_no_others() {
         assert!(matches!(stale, Error::VersionConflict(_)), "{stale}");
         assert_eq!(engine.push(Push::delta(&old, &new, 1)).expect("pushed").weight_version, 2);
         assert_same_policy(&engine, &fresh("qwen2", &new, flags), 2, "delta");
-        // What a delta has made is the base of adapters from now on.
+        // The weights that a delta has made are the base of later adapters.
         engine.push(Push::lora("peft/bfloat16")).expect("merged");
         assert!(engine.checksums() != fresh("qwen2", &new, flags).checksums());
         engine.push(Push::base()).expect("back to the base");
@@ -106,7 +107,7 @@ fn adapters_are_merged_into_the_untouched_base_again_and_again() {
     }
 }
 
-/// What PEFT's own merge has made: `merged.json` has the SHA-256 of every parameter.
+/// Results of PEFT's own merge: `merged.json` has the SHA-256 of every parameter.
 #[derive(serde::Deserialize)]
 struct MergedByPeft {
     base: String,
@@ -121,7 +122,7 @@ fn every_adapter_is_merged_to_the_bits_of_peft() {
         let text = std::fs::read_to_string(adapter.join("merged.json")).unwrap();
         let by_peft: MergedByPeft = serde_json::from_str(&text).unwrap();
         if !common::fixture(&by_peft.base).join("config.json").exists() {
-            continue; // of layers alone, which no engine can be started on; the merge's own tests have it
+            continue; // it has layers only, so no engine can start on it; the unit tests of the merge use it
         }
         let modes = |kernel| [("float32", "1"), ("bfloat16", "2")].map(|(dtype, tp)| (kernel, dtype, tp));
         for (kernel, dtype, tp) in kernels().into_iter().flat_map(modes) {
@@ -157,7 +158,7 @@ fn pause(
     rollout_server::engine::Command::Pause { mode, cancel: Default::default(), reply }
 }
 
-/// A request so long that no push is as late as its end, with the engine some steps into it.
+/// Starts a request that is longer than any push takes, and waits until the engine is some steps into it.
 fn running(engine: &Engine) -> common::Running {
     let before = engine.status().generated_tokens;
     let running = engine.send(Request::generate(prompts(7), 2, 9, 800).named("long"));
@@ -194,7 +195,7 @@ fn running_requests_follow_the_policy() {
             assert_eq!(aborted, policy == RunningPolicy::Abort, "{policy:?}");
         }
         if policy == RunningPolicy::Recompute {
-            // Every later log-probability is the new policy's own, given the tokens so far.
+            // Every later log-probability is that of the new policy, given the tokens so far.
             for completion in &reply.completions {
                 let mut tokens = prompts(7)[completion.prompt_index as usize].clone();
                 let (prompt, split) = (tokens.len(), completion.weight_versions[1].1 as usize);

@@ -1,8 +1,8 @@
-//! Operators at the shapes of SmolLM2-135M and Qwen2.5-0.5B beside the machine's limits, measured in the same run.
+//! Measures operators at the shapes of SmolLM2-135M and Qwen2.5-0.5B, and the machine's limits in the same run.
 //!
-//! `Gelem/s` are GFLOP/s; linear layers of one row, whose limit is memory, are given in GB/s of weights. All processors
-//! that the process may use are used (`taskset -c 0 cargo bench ...` for one); a filter picks benchmarks:
-//! `cargo bench -p rollout-kernels --bench operators -- linear`. `make bench-operators` makes a table of it all.
+//! `Gelem/s` are GFLOP/s. Linear layers of one row, which memory limits, are given in GB/s of weights. All processors
+//! that the process may use are used (`taskset -c 0 cargo bench ...` for one). A filter picks benchmarks: `cargo bench
+//! -p rollout-kernels --bench operators -- linear`. `make bench-operators` makes a table of all results.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use half::bf16;
@@ -55,7 +55,7 @@ fn cpu() -> Cpu {
     Cpu::new(std::thread::available_parallelism().map_or(1, usize::from))
 }
 
-/// Values in `-0.1..0.1`.
+/// Random values in `-0.1..0.1`.
 fn values(len: usize) -> Vec<f32> {
     (0..len as u32).map(|i| (i.wrapping_mul(2_654_435_769) as f32 / u32::MAX as f32 - 0.5) * 0.2).collect()
 }
@@ -64,12 +64,12 @@ fn peaks_before(c: &mut Criterion) {
     peaks(c, "before");
 }
 
-/// A second time: a neighbour of this machine can make it slow for minutes.
+/// Measures the peaks again after the operators, because other load on this machine can make it slow for minutes.
 fn peaks_after(c: &mut Criterion) {
     peaks(c, "after");
 }
 
-/// The multiply-adds that registers allow, and what reading costs from cache and from memory.
+/// Measures the most multiply-adds that registers allow, and reads from cache and from memory.
 fn peaks(c: &mut Criterion, when: &str) {
     const STEPS: usize = 200_000;
     let cpu = cpu();
@@ -97,7 +97,7 @@ fn peaks(c: &mut Criterion, when: &str) {
     }
 }
 
-/// Of all words, by as wide vectors as the kernels read with.
+/// Sum of all words, read with vectors as wide as those of the kernels.
 fn sum(words: &[u64]) -> u64 {
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx512f") {
@@ -154,7 +154,7 @@ fn multiply_adds(steps: usize) -> f32 {
     }
 }
 
-/// Twice the FLOPs of the float32 multiply-adds in as many steps.
+/// Runs `steps` steps of products of bfloat16 pairs, each with twice the FLOPs of a step of float32 multiply-adds.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bf16")]
 fn bf16_dots(steps: usize) -> f32 {
@@ -205,14 +205,15 @@ fn linears(c: &mut Criterion) {
                 };
                 let weights: Vec<PackedMatrix> = (0..model.copies(layer)).map(|_| matrix()).collect();
                 let mut group = c.benchmark_group(format!("linear/{}/{layer}/{dtype:?}", model.name));
-                // A layer again and again, from the cache if it fits, and all of a model in turn, as a step has them.
+                // First one layer again and again, which reads from the cache if it fits; then all layers of the model
+                // in turn, as a step does.
                 for (copies, rows) in [(1, &[1, 8, 16, 64, 512, 1024][..]), (model.layers, &[1, 16, 64])] {
                     if copies > weights.len() {
                         continue;
                     }
                     for &m in rows {
                         if layer == "lm_head" && m > 64 {
-                            continue; // logits are asked for the last rows only
+                            continue; // logits are computed for the last rows only
                         }
                         let (x, mut out) = (values(m * k), vec![0.0; m * n]);
                         let in_turn = &weights[..copies];
@@ -235,19 +236,19 @@ fn linears(c: &mut Criterion) {
 }
 
 impl Model {
-    /// How many matrices of this kind the model has.
+    /// Number of matrices of the kind `layer` in the model.
     fn copies(&self, layer: &str) -> usize {
         if layer == "lm_head" { 1 } else { self.layers }
     }
 }
 
-/// What is measured of so many layers in turn says so.
+/// Name of a benchmark: `what`, with a note if `layers` layers are measured in turn.
 fn named(layers: usize, what: &str) -> String {
     if layers == 1 { what.into() } else { format!("{layers} layers in turn, {what}") }
 }
 
-/// Sequences of one attention call: `groups * samples` of them, each of `shared` positions in blocks of its group and
-/// `own` ones in blocks of its own, the last `rows` of which are computed.
+/// The sequences of one attention call: `groups * samples`. Each has `shared` positions in blocks of its group and
+/// `own` positions in blocks of its own, and the last `rows` of its positions are computed.
 struct Sequences {
     name: &'static str,
     groups: usize,
@@ -260,7 +261,7 @@ struct Sequences {
 
 const BLOCK: usize = 16;
 
-/// W1, W3, W4: the workloads of `benches/workloads.py`, in the middle of their samples.
+/// The workloads W1, W3 and W4 of `benches/workloads.py`, half way through their samples.
 const SEQUENCES: [Sequences; 7] = [
     Sequences { name: "decode 1x256", groups: 1, samples: 1, shared: 0, own: 256, rows: 1, in_turn: false },
     Sequences { name: "decode 32x256", groups: 32, samples: 1, shared: 0, own: 256, rows: 1, in_turn: false },
@@ -284,7 +285,7 @@ impl Sequences {
         self.groups * (self.shared + self.samples * self.own) / BLOCK
     }
 
-    /// By sequence the blocks of its positions. Neighbours in a sequence are no neighbours in memory.
+    /// Block table of each sequence. Blocks that are neighbours in a sequence are not neighbours in memory.
     fn tables(&self) -> Vec<Vec<u32>> {
         let shared_blocks = self.groups * self.shared / BLOCK;
         let own_of = |i: usize, s: usize| (shared_blocks + i * self.groups * self.samples + s) as u32;
@@ -341,8 +342,8 @@ fn attention(c: &mut Criterion) {
     }
 }
 
-/// Keys and values of a step into the caches of all layers in turn, in GB/s read and written: a chunk of a prompt, and
-/// a row for each of 64 samples.
+/// Writes the keys and values of a step into the caches of all layers in turn, in GB/s read and written: for a chunk of
+/// a prompt, and for one row of each of 64 samples.
 fn kv_write(c: &mut Criterion) {
     let cpu = cpu();
     for model in &MODELS {
@@ -370,7 +371,7 @@ fn kv_write(c: &mut Criterion) {
     }
 }
 
-/// Operators whose limit is memory or what it costs to start threads, in GB/s read and written.
+/// Operators that are limited by memory or by the cost of starting threads, in GB/s read and written.
 fn elementwise(c: &mut Criterion) {
     let cpu = cpu();
     for model in &MODELS {
@@ -402,7 +403,8 @@ fn elementwise(c: &mut Criterion) {
     }
 }
 
-/// The sampler's passes over 64 rows of logits on one thread, in GB/s of logits: flat rows, the costliest.
+/// The sampler's passes over 64 rows of logits on one thread, in GB/s of logits. The rows are flat, which is the most
+/// expensive case.
 fn logits(c: &mut Criterion) {
     const ROWS: usize = 64;
     let isa = Isa::detect();
@@ -432,7 +434,7 @@ fn logits(c: &mut Criterion) {
     }
 }
 
-/// What a checkpoint or a weight push costs, in GB/s of packed weights.
+/// Packing of weights, as a checkpoint's load and a push do it, in GB/s of packed weights.
 fn weights(c: &mut Criterion) {
     let cpu = cpu();
     let (n, k) = (4864, 896);
@@ -455,7 +457,7 @@ fn weights(c: &mut Criterion) {
     group.bench_function("read bfloat16 on one thread", |b| b.iter(|| w.read_rows(0, RowBits::Bf16(&mut out))));
 }
 
-/// What each operator pays for its span while nobody listens.
+/// The cost of an operator's span while no subscriber listens.
 fn span(c: &mut Criterion) {
     let open = |n: usize| tracing::trace_span!("linear", n, flop = 2 * n).entered();
     c.bench_function("span that nobody listens to", |b| b.iter(|| open(black_box(576))));

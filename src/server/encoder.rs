@@ -1,4 +1,4 @@
-//! Prompts of text and of chat messages become token ids here; the engine only knows those.
+//! Turns prompts of text and of chat messages into token ids. The engine knows only those.
 
 use std::sync::Arc;
 
@@ -9,15 +9,15 @@ use crate::memory::Charge;
 use crate::text::{ChatTemplate, Tokenizer};
 use crate::types::TokenId;
 
-/// Most that encoding takes for a byte of text: random letters, each a token of its own, took 250.
+/// Most bytes that encoding takes for a byte of text. Random letters, each of them a token, took 250.
 const ENCODING: u64 = 256;
-/// Most that rendering a chat takes for a byte of its messages: copies as values of JSON and of the template, and the
-/// text.
+/// Most bytes that rendering a chat takes for a byte of its messages: copies as JSON values and as values of the
+/// template, and the text.
 const RENDERING: u64 = 8;
-/// Bytes that the values of one chat message take beside its text.
+/// Bytes that the values of one chat message take besides its text.
 const MESSAGE: u64 = 1 << 10;
 
-/// A model's tokenizer and, if it has one, its chat template.
+/// The model's tokenizer and, if the model has one, its chat template.
 pub struct PromptEncoder {
     tokenizer: Arc<Tokenizer>,
     chat_template: Option<ChatTemplate>,
@@ -32,12 +32,13 @@ impl PromptEncoder {
         self.chat_template.is_some()
     }
 
-    /// A text has at least as many tokens as it has times this many bytes.
+    /// Most bytes of text that one token can stand for: a text of n times as many bytes has at least n tokens. None if
+    /// there is no bound.
     pub(super) fn max_bytes_per_token(&self) -> Option<usize> {
         self.tokenizer.max_bytes_per_token()
     }
 
-    /// With the special tokens that the model wants around a text.
+    /// The ids of `text`, with the special tokens that the model wants around a text.
     ///
     /// # Errors
     /// `InvalidArgument` for the field `path`.
@@ -51,7 +52,8 @@ impl PromptEncoder {
         self.encode(path, text, true, max_tokens, charge)
     }
 
-    /// A text that cannot fit, and one that there is no room to encode, is not even begun.
+    /// Encodes `text`. A text that certainly does not fit the context, or for which there is no room now, is refused
+    /// before any work.
     fn encode(
         &self,
         path: &str,
@@ -72,7 +74,7 @@ impl PromptEncoder {
             .hold(text.len() as u64 * ENCODING, || self.tokenizer.encode(text, add_special).map_err(|e| at(path, e)))?
     }
 
-    /// `(role, content)` pairs, rendered up to where the assistant's answer begins.
+    /// The ids of a chat of `(role, content)` pairs, rendered up to where the assistant's answer begins.
     ///
     /// # Errors
     /// `InvalidArgument` for the field `path`.
@@ -98,7 +100,7 @@ impl PromptEncoder {
     }
 }
 
-/// The text layer does not know where in the request its input was.
+/// Adds the field's path to an error of the text layer, which does not know where in the request its input was.
 fn at(path: &str, error: Error) -> Error {
     match error {
         Error::InvalidArgument { message, .. } => Error::invalid(path, message),

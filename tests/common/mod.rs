@@ -1,5 +1,5 @@
-//! A running engine on a fixture checkpoint, and requests to it, without the server.
-#![allow(dead_code)] // each test binary uses its part
+//! Runs an engine on a fixture checkpoint, without the server, and sends it requests and pushes.
+#![allow(dead_code)] // each test binary uses a part of this module
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -24,15 +24,15 @@ use rollout_server::weights::{
 };
 use safetensors::tensor::TensorView;
 
-/// No answer for this long is a hang.
+/// Longest wait for an answer; a longer one is a hang.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 pub fn fixture(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
 }
 
-/// Every instruction set on which results are checked: all that this processor has, and avx512_bf16, of which results are
-/// others, by emulation if it lacks that.
+/// Instruction sets on which results are checked: all that this processor has, and avx512_bf16, whose results differ
+/// from the others', by emulation if the processor lacks it.
 pub fn kernels() -> Vec<&'static str> {
     let mut names: Vec<_> = Isa::available().into_iter().map(Isa::name).collect();
     if !names.contains(&"avx512_bf16") {
@@ -42,13 +42,13 @@ pub fn kernels() -> Vec<&'static str> {
     names
 }
 
-/// An engine that ends when this is dropped.
+/// A running engine, which is shut down on drop.
 pub struct Engine {
     pub started: Option<Started>,
 }
 
 impl Engine {
-    /// Starts on a fixture with further flags, e.g. `&["--tp", "2"]`.
+    /// Starts an engine on a fixture with further flags, e.g. `&["--tp", "2"]`.
     pub fn start(model: &str, flags: &[&str]) -> Self {
         Self::try_start(model, flags).unwrap_or_else(|e| panic!("{model} with {flags:?} did not start: {e}"))
     }
@@ -57,9 +57,9 @@ impl Engine {
         Self::try_start_at(&fixture(model), flags)
     }
 
-    /// Starts on any checkpoint.
+    /// Starts an engine on the checkpoint at `model`.
     pub fn try_start_at(model: &Path, flags: &[&str]) -> Result<Self> {
-        // A small cache: the tests of one binary run at the same time.
+        // With a small cache, as the tests of one binary run at the same time.
         let base = ["rollout-server", "--model", model.to_str().unwrap(), "--mem-util", "0.2", "--threads", "2"];
         let has_cache = flags.contains(&"--kv-cache-bytes");
         let cache: &[&str] = if has_cache { &[] } else { &["--kv-cache-bytes", "64MiB"] };
@@ -107,7 +107,7 @@ impl Engine {
         self.ask(|reply| Command::ResetPrefixCache { reply }).expect("it is awake")
     }
 
-    /// Waits until nothing runs, and checks that every block is free.
+    /// Waits until no request runs, and checks that every block is free.
     pub fn assert_all_free(&self) {
         let status = self.status();
         assert_eq!(status.free_blocks, status.total_blocks, "{status:?}");
@@ -127,7 +127,7 @@ impl Drop for Engine {
     }
 }
 
-/// A request in the making.
+/// Builder of a request.
 #[derive(Clone)]
 pub struct Request {
     pub id: String,
@@ -155,13 +155,13 @@ impl Request {
         Self { id, prompts, kind, params, adapter: None, if_weight_version: None, min_weight_version: None }
     }
 
-    /// With an id of its own; without one, requests must run one after the other.
+    /// Gives the request an id. Requests without an id must run one after the other.
     pub fn named(mut self, id: impl Into<String>) -> Self {
         self.id = id.into();
         self
     }
 
-    /// With the text of completions, and streamed token by token.
+    /// Asks for the completions' text, and for a stream of tokens.
     pub fn with_text(mut self) -> Self {
         if let RequestKind::Generate { stream_tokens, return_text, .. } = &mut self.kind {
             (*stream_tokens, *return_text) = (true, true);
@@ -175,14 +175,14 @@ impl Request {
     }
 }
 
-/// A request under way.
+/// A request that is running.
 pub struct Running {
     pub events: Receiver<Event>,
     pub cancel: CancelFlag,
 }
 
 impl Running {
-    /// Collects events up to the terminal one.
+    /// Collects the request's events up to the terminal one.
     pub fn wait(self) -> Reply {
         let mut reply = Reply::default();
         loop {
@@ -213,13 +213,13 @@ impl Running {
     }
 }
 
-/// All that came back, completions in the order of prompts and samples.
+/// Everything that a request got, with its completions in the order of prompts and samples.
 #[derive(Default)]
 pub struct Reply {
     pub completions: Vec<Completion>,
     pub prompt_logprobs: Vec<(u32, Vec<TokenLogprobs>)>,
     pub streamed: usize,
-    /// Streamed text by prompt and sample, where there is any.
+    /// Text of the streamed tokens by (prompt index, sample index), for samples that have any.
     pub streamed_text: BTreeMap<(u32, u32), String>,
     pub summary: Option<Summary>,
     pub error: Option<rollout_server::error::Error>,
@@ -232,7 +232,7 @@ impl Reply {
         }
     }
 
-    /// Tokens and the bits of both log-probabilities of each completion: what must be equal.
+    /// What equalities compare: of each completion the tokens and the bits of both log-probabilities.
     pub fn bits(&self) -> Vec<Vec<(TokenId, u32, u32)>> {
         self.completions.iter().map(|c| bits(&c.tokens)).collect()
     }
@@ -242,7 +242,7 @@ pub fn bits(tokens: &[TokenLogprobs]) -> Vec<(TokenId, u32, u32)> {
     tokens.iter().map(|t| (t.token, t.raw.to_bits(), t.processed.to_bits())).collect()
 }
 
-/// `count` prompts of random lengths in `lengths` with tokens below `vocab`.
+/// `count` random prompts with lengths in `lengths` and tokens below `vocab`.
 pub fn random_prompts(seed: u64, count: usize, lengths: std::ops::Range<usize>, vocab: u32) -> Vec<Vec<TokenId>> {
     use rand::{Rng, SeedableRng};
     println!("prompts from seed {seed}");
@@ -250,10 +250,10 @@ pub fn random_prompts(seed: u64, count: usize, lengths: std::ops::Range<usize>, 
     (0..count).map(|_| (0..rng.random_range(lengths.clone())).map(|_| rng.random_range(0..vocab)).collect()).collect()
 }
 
-/// Values of whole parameters by name, with the shape of each.
+/// Shape and values of whole parameters, by name.
 pub type StateDict = BTreeMap<String, (Vec<usize>, Vec<f32>)>;
 
-/// Random values for every parameter, of the size that weights have, representable in bfloat16.
+/// Random values for every parameter, as large as weights are, and representable in bfloat16.
 pub fn random_weights(parameters: &Parameters, seed: u64) -> StateDict {
     use rand::{Rng, SeedableRng};
     println!("weights from seed {seed}");
@@ -270,7 +270,7 @@ pub fn random_weights(parameters: &Parameters, seed: u64) -> StateDict {
     parameters.iter().map(&mut tensor).collect()
 }
 
-/// A checkpoint with these weights and everything else of a fixture.
+/// Writes a checkpoint with these weights and everything else of the fixture `like`.
 pub fn write_checkpoint(like: &str, weights: &StateDict) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     for name in ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"] {
@@ -287,7 +287,7 @@ pub fn to_bytes(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|v| v.to_le_bytes()).collect()
 }
 
-/// A push in the making.
+/// Builder of a push.
 #[derive(Clone)]
 pub struct Push {
     pub kind: UpdateKind,
@@ -314,7 +314,7 @@ impl Push {
         Self::new(UpdateKind::Full, weights.iter().map(tensor).collect())
     }
 
-    /// The elements that differ between two sets of weights.
+    /// A delta push of the elements in which two sets of weights differ.
     pub fn delta(before: &StateDict, after: &StateDict, base_version: u64) -> Self {
         let mut tensors = Vec::new();
         for (name, (shape, values)) in after {
@@ -331,7 +331,7 @@ impl Push {
         Self { expected_version: Some(base_version), ..Self::new(UpdateKind::Delta, tensors) }
     }
 
-    /// A PEFT directory of the fixtures.
+    /// A push of the fixtures' PEFT directory `directory`.
     pub fn lora(directory: &str) -> Self {
         let dir = fixture(directory);
         let file = std::fs::read(dir.join("adapter_model.safetensors")).unwrap();
@@ -349,7 +349,7 @@ impl Push {
         Self { adapter_config, ..Self::new(UpdateKind::Lora, tensors) }
     }
 
-    /// An adapter of all linear layers, the same each time.
+    /// A push of an adapter on all linear layers, with the same values each time.
     pub fn lora_of_all(parameters: &Parameters) -> Self {
         const MODULES: [&str; 7] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
         const RANK: usize = 2;
@@ -370,7 +370,7 @@ impl Push {
         Self { adapter_config: adapter_config.to_string(), ..Self::new(UpdateKind::Lora, tensors) }
     }
 
-    /// The base itself.
+    /// A push of the base without an adapter.
     pub fn base() -> Self {
         Self::new(UpdateKind::Lora, Vec::new())
     }
@@ -387,12 +387,12 @@ impl Engine {
         &self.started.as_ref().unwrap().parameters
     }
 
-    /// Asks the engine and waits for its answer.
+    /// Sends a command to the engine and waits for its answer.
     pub fn ask<T: Send + 'static>(&self, command: impl FnOnce(rollout_server::engine::Reply<T>) -> Command) -> T {
         self.ask_later(command).recv_timeout(PATIENCE).expect("the engine answers")
     }
 
-    /// Asks the engine; the answer is for later.
+    /// Sends a command to the engine, and returns where its answer will arrive.
     pub fn ask_later<T: Send + 'static>(
         &self,
         command: impl FnOnce(rollout_server::engine::Reply<T>) -> Command,
@@ -405,7 +405,7 @@ impl Engine {
         answer
     }
 
-    /// Pushes as the server does; the answer to the commit is for later.
+    /// Pushes as the server does, and returns where the answer to the commit will arrive.
     pub fn push_later(&self, push: Push) -> Result<Receiver<Result<UpdateReply>>> {
         let spec = UpdateSpec {
             kind: push.kind,
@@ -453,7 +453,7 @@ impl Engine {
         self.push_later(push)?.recv_timeout(PATIENCE).expect("the engine answers")
     }
 
-    /// SHA-256 of every parameter.
+    /// SHA-256 of every parameter, by name.
     pub fn checksums(&self) -> Vec<(String, [u8; 32])> {
         self.ask(|reply| Command::Checksum { names: Vec::new(), cancel: CancelFlag::default(), reply })
             .expect("there are weights")

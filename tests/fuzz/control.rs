@@ -1,4 +1,4 @@
-//! Cases of Control, health and reflection.
+//! Cases of the service Control, of health and of reflection.
 
 use rollout_server::server::pb;
 use tonic::Code;
@@ -12,7 +12,7 @@ use super::run::{Case, Facts, Target};
 use super::wire::{Call, End};
 use super::{rollout, wire};
 
-/// A good call with rough manners, or bytes.
+/// A call with a valid message, which is sent in odd ways or with changed bytes.
 pub fn call<M: prost::Message + std::fmt::Debug>(dice: &mut Dice, method: &'static str, message: &M) -> Call {
     if dice.one_in(3) {
         return raw_call(dice, method, message.encode_to_vec());
@@ -34,7 +34,7 @@ pub fn reset_prefix_cache(dice: &mut Dice) -> Call {
     call(dice, "rollout.v1.Control/ResetPrefixCache", &pb::ResetPrefixCacheRequest {})
 }
 
-/// Orders that wait for requests to end, and so must not wait for ever.
+/// Gives a deadline to an order that waits for requests to end, so that it does not wait for ever.
 pub fn patient(mut call: Call) -> Call {
     call.timeout.get_or_insert_with(|| "200m".into());
     call
@@ -60,7 +60,7 @@ pub fn resume(dice: &mut Dice) -> Call {
     patient(call(dice, "rollout.v1.Control/Resume", &pb::ResumeRequest {}))
 }
 
-/// Brings the server into some state, whatever it is in.
+/// An order that brings the server into some lifecycle state, whatever state it is in.
 pub fn order(dice: &mut Dice) -> Call {
     let make = dice.pick(&[sleep as fn(&mut Dice) -> Call, wake, wake, pause, resume, resume]);
     let mut order = make(dice);
@@ -68,7 +68,7 @@ pub fn order(dice: &mut Dice) -> Call {
     order
 }
 
-/// `make`, in some state and beside requests that run.
+/// A case with the call that `make` makes, in some lifecycle state and beside running requests.
 fn beside_work(dice: &mut Dice, make: fn(&mut Dice) -> Call) -> Case {
     let mut prelude = Vec::new();
     if dice.coin() {
@@ -121,9 +121,9 @@ pub fn reflection(dice: &mut Dice) -> Call {
     call
 }
 
-/// What every method may answer.
+/// Codes that every method may answer with.
 pub const ANY: &[Code] = &[Code::InvalidArgument, Code::DeadlineExceeded];
-/// What requests and orders may answer in any state.
+/// Codes that requests and orders may answer with, depending on the server's state.
 pub const STATES: &[Code] = &[
     Code::InvalidArgument,
     Code::DeadlineExceeded,
@@ -134,7 +134,7 @@ pub const STATES: &[Code] = &[
     Code::AlreadyExists,
 ];
 
-/// With batches of the usual size and no flags.
+/// A target with batches of the usual size and no flags.
 pub fn target(name: &'static str, codes: &'static [Code], cases: u64, make: fn(&mut Dice, &Facts) -> Case) -> Target {
     Target { name, codes, cases, batch: 50, make, flags: &[] }
 }

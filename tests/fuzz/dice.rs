@@ -1,13 +1,13 @@
-//! Random values of one case: valid ones with their boundaries, and, as often as the case is hostile, others.
+//! Random values for one case: valid ones with their boundaries and, in hostile cases, invalid ones.
 
 use rand::seq::IndexedRandom;
 use rand::{Rng, RngCore, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-/// The source of everything that is random in one case. Equal seeds, targets and numbers make equal cases.
+/// Source of all randomness of one case. Equal seeds, targets and case numbers make equal cases.
 pub struct Dice {
     rng: ChaCha8Rng,
-    /// Of 100 values, so many may be invalid.
+    /// Percentage of values that may be invalid.
     hostility: u32,
 }
 
@@ -43,12 +43,12 @@ impl Dice {
         dice
     }
 
-    /// A number below `end`, which is not 0.
+    /// A number below `end`, which must not be 0.
     pub fn below(&mut self, end: usize) -> usize {
         self.rng.random_range(0..end)
     }
 
-    /// True for one of so many.
+    /// True once in `many` times.
     pub fn one_in(&mut self, many: usize) -> bool {
         self.below(many) == 0
     }
@@ -70,7 +70,7 @@ impl Dice {
         if self.coin() { Some(value(self)) } else { None }
     }
 
-    /// So many times a value, at most `most`.
+    /// A list of up to `most` values.
     pub fn list<T>(&mut self, most: usize, mut value: impl FnMut(&mut Self) -> T) -> Vec<T> {
         (0..self.below(most + 1)).map(|_| value(self)).collect()
     }
@@ -85,7 +85,7 @@ impl Dice {
         self.pick(&[0, 1, 2, 1 << 16, 1 << 31, u32::MAX - 1, u32::MAX, any, any >> 20])
     }
 
-    /// A number from `low` to `high`; a hostile one is any.
+    /// A number from `low` to `high`, or any number if hostile.
     pub fn between(&mut self, low: u32, high: u32) -> u32 {
         if self.is_hostile() {
             let any = self.u32();
@@ -95,7 +95,7 @@ impl Dice {
         self.pick(&[low, high, inside, inside, inside])
     }
 
-    /// One of `valid`; a hostile one is any.
+    /// One of `valid`, or any number if hostile.
     pub fn float(&mut self, valid: &[f32]) -> f32 {
         if self.is_hostile() {
             let any = f32::from_bits(self.rng.next_u32());
@@ -105,7 +105,7 @@ impl Dice {
         self.pick(valid)
     }
 
-    /// A value of an enum whose values are 0 to `last`.
+    /// A value of an enum with values from 0 to `last`, or any number if hostile.
     pub fn enumeration(&mut self, last: i32) -> i32 {
         if self.is_hostile() {
             self.pick(&[-1, last + 1, i32::MIN, i32::MAX])
@@ -114,7 +114,7 @@ impl Dice {
         }
     }
 
-    /// Text with a few awkward characters; a hostile one may be long or empty.
+    /// A text with a few awkward characters; may be long or empty if hostile.
     pub fn text(&mut self) -> String {
         if self.is_hostile() {
             let part = self.pick(STRINGS);
@@ -124,7 +124,7 @@ impl Dice {
         (0..1 + self.below(4)).map(|_| self.pick(STRINGS)).collect()
     }
 
-    /// One of the names, or a hostile one.
+    /// One of `names`, or any text if hostile.
     pub fn name(&mut self, names: &[&str]) -> String {
         if self.is_hostile() { self.text() } else { self.pick(names).into() }
     }

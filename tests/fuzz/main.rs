@@ -1,9 +1,9 @@
-//! Calls of every method with whatever a client may send: hostile values, bytes that are no message, streams that break
-//! off, many at once. Each ends, with OK or a status of the right kind, and leaves nothing behind.
+//! Calls every method with whatever a client may send: hostile values, bytes that are no message, streams that break
+//! off, many calls at once. Each call must end with OK or a status of the right kind, and leave nothing behind.
 //!
-//! `make test` runs the same few thousand cases each time, `make fuzz` others for as long as asked. A failure says how
-//! its case is run again. `dice` makes values from a seed, `mutate` and `wire` what is sent, `run` goes through the
-//! cases of a target, and `rest` knows how the server must be when all is over; the other files are the methods.
+//! `make test` runs the same few thousand cases each time; `make fuzz` runs others for as long as asked. A failure says
+//! how to repeat its case. `dice` makes values from a seed, `mutate` and `wire` make the calls, `run` runs the cases of
+//! a target, and `rest` checks the server afterwards; the other files have the cases of each method.
 
 mod control;
 mod dice;

@@ -5,7 +5,7 @@ use bytes::Bytes;
 use super::dice::Dice;
 use super::wire::{Call, End, Leave, envelope};
 
-/// A varint, as long as it needs to be.
+/// `value` as a varint of the fewest bytes.
 fn varint(mut value: u64) -> Vec<u8> {
     let mut bytes = Vec::new();
     while value >= 0x80 {
@@ -16,14 +16,14 @@ fn varint(mut value: u64) -> Vec<u8> {
     bytes
 }
 
-/// A message in a message in a message, by the same field.
+/// `inner` wrapped several times in a field of the same number.
 fn nested(dice: &mut Dice, inner: Vec<u8>) -> Vec<u8> {
     let key = (dice.below(15) as u8 + 1) << 3 | 2;
     let depth = dice.pick(&[2, 90, 101, 3_000]);
     (0..depth).fold(inner, |inner, _| [vec![key], varint(inner.len() as u64), inner].concat())
 }
 
-/// Groups that open and do not close, which decoders skip one inside the other.
+/// Groups that open and do not close. Decoders skip them recursively.
 fn groups(dice: &mut Dice) -> Vec<u8> {
     let key = (dice.below(15) as u8 + 1) << 3 | 3;
     vec![key; dice.pick(&[1, 99, 150, 50_000])]
@@ -43,13 +43,13 @@ fn change(dice: &mut Dice, mut bytes: Vec<u8>) -> Vec<u8> {
             bytes.splice(at..at, part.repeat(dice.pick(&[1, 2, 50])));
         }
         5 => drop(bytes.splice(at..at, dice.bytes(16))),
-        // A number, or a length, that is not what follows.
+        // Puts a wrong number, or a wrong length, before what follows.
         6 if at < end => drop(bytes.splice(at..=at, varint(dice.u64()))),
-        // The wire type of what may be a key.
+        // Changes the wire type of a byte that may be a key.
         7 if at < end => bytes[at] ^= dice.below(7) as u8 + 1,
         8 => return nested(dice, bytes),
         9 => bytes.extend(groups(dice)),
-        // A field that nobody knows.
+        // Appends a field with an unknown number.
         10 => bytes.extend([vec![0xfa, 0x3f], varint(dice.u64() >> 50), dice.bytes(64)].concat()),
         _ => bytes.extend_from_within(at..to),
     }
@@ -64,7 +64,7 @@ pub fn mutated(dice: &mut Dice, mut bytes: Vec<u8>) -> Vec<u8> {
     bytes
 }
 
-/// A call of these bytes, enveloped as it should be or not.
+/// A call with these bytes, with a valid gRPC envelope or a broken one.
 pub fn raw_call(dice: &mut Dice, method: &'static str, message: Vec<u8>) -> Call {
     let message = if dice.one_in(4) { message } else { mutated(dice, message) };
     let mut body = envelope(&message).to_vec();
@@ -82,19 +82,19 @@ pub fn raw_call(dice: &mut Dice, method: &'static str, message: Vec<u8>) -> Call
     let body = if body.is_empty() { Vec::new() } else { vec![body.into()] };
     let mut call = Call { what, is_mutated: true, ..Call::raw(method, body) };
     rough(dice, &mut call);
-    // It may have become a request that waits, or that takes long.
+    // The bytes may have become a request that waits, or that takes long.
     call.timeout.get_or_insert_with(|| "250m".into());
     call
 }
 
-/// Sends in other pieces, and ends in other ways, than a good client.
+/// Makes the call's client cut its body and end it in ways that a good client would not.
 pub fn rough(dice: &mut Dice, call: &mut Call) {
     if dice.one_in(4) {
         let whole: Bytes = call.body.concat().into();
         let mut cuts = dice.list(4, |dice| dice.below(whole.len() + 1));
         cuts.extend([0, whole.len()]);
         cuts.sort_unstable();
-        // Frames of nothing are counted over the life of a connection, and end it: they are not sent.
+        // Empty frames are left out, because the server counts them over the life of a connection and then ends it.
         cuts.dedup();
         call.body = cuts.windows(2).map(|cut| whole.slice(cut[0]..cut[1])).collect();
     }
@@ -109,7 +109,7 @@ pub fn rough(dice: &mut Dice, call: &mut Call) {
     }
 }
 
-/// grpc-timeout, from a nanosecond to three years; seldom what cannot be read.
+/// A value of grpc-timeout from a nanosecond to three years, seldom malformed.
 fn timeout(dice: &mut Dice) -> String {
     let good = ["1n", "1u", "50u", "300u", "999u", "2m", "3m", "20m", "150m"];
     if dice.is_hostile() {
@@ -118,7 +118,7 @@ fn timeout(dice: &mut Dice) -> String {
     dice.pick(&good).into()
 }
 
-/// The client goes, early or late.
+/// When the client hangs up, early or late.
 fn leave(dice: &mut Dice) -> Leave {
     let micros = dice.pick(&[0, 50, 300, 1_000, 5_000, 20_000]);
     if dice.coin() {

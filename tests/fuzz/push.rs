@@ -1,4 +1,4 @@
-//! Pushes of every kind and source, good at first, and then spoilt.
+//! Pushes of every kind and source, valid at first and then spoilt.
 
 use bytes::Bytes;
 use prost::Message as _;
@@ -11,7 +11,7 @@ use super::run::Facts;
 use super::server::fixture;
 use super::wire::{Call, End, Leave, envelope};
 
-/// A tensor and the bytes that are sent for it.
+/// A declared tensor, and the bytes that are sent for it.
 type Sent = (pb::Tensor, Vec<u8>);
 
 /// One push, before it is cut into messages.
@@ -27,7 +27,7 @@ fn tensor(name: &str, dtype: pb::TensorDtype, shape: &[u64], bytes: Vec<u8>) -> 
     (tensor, bytes)
 }
 
-/// An adapter of the fixtures; with all of it zero, it changes nothing.
+/// An adapter of the fixtures. With all its values zero it changes nothing.
 fn lora(dice: &mut Dice) -> Push {
     let directory = fixture(dice.pick(&["peft/bfloat16", "peft/rslora_patterns", "peft/plain"]));
     let file = std::fs::read(directory.join("adapter_model.safetensors")).expect("a fixture");
@@ -50,12 +50,12 @@ fn lora(dice: &mut Dice) -> Push {
     Push { header: pb::Header { kind, adapter_config, adapter, ..Default::default() }, tensors }
 }
 
-/// The base itself.
+/// A push of the base without an adapter.
 fn base() -> Push {
     Push { header: pb::Header { kind: pb::UpdateKind::Lora.into(), ..Default::default() }, tensors: Vec::new() }
 }
 
-/// So many values; seldom such that a model of them computes what is no number.
+/// `count` values; seldom such that a model with them computes NaN.
 fn values(dice: &mut Dice, count: usize) -> Vec<u8> {
     let pattern: Vec<f32> = match dice.below(8) {
         0 => vec![f32::MAX, f32::MIN],
@@ -75,7 +75,7 @@ fn full(dice: &mut Dice, facts: &Facts) -> Push {
     Push { header, tensors }
 }
 
-/// zstd that grows to this many bytes, 32,768 of them from four.
+/// A zstd payload of four bytes a block, each of which decompresses to 32,768 bytes.
 fn bomb(blocks: usize) -> Vec<u8> {
     const MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
     /// Several segments, no size, no checksum; a window of 128 MiB.
@@ -130,7 +130,7 @@ fn directory(dice: &mut Dice) -> Push {
     Push { header: pb::Header { kind, source: Some(source), ..Default::default() }, tensors: Vec::new() }
 }
 
-/// Lies in the header and the declarations.
+/// Puts wrong facts into the header and the declarations.
 fn spoil(dice: &mut Dice, push: &mut Push) {
     let header = &mut push.header;
     match dice.below(20) {
@@ -174,7 +174,7 @@ fn spoil_tensor(dice: &mut Dice, tensors: &mut Vec<Sent>, number: usize, at: usi
     }
 }
 
-/// Moves all bytes into a segment.
+/// Moves all bytes of the push into a shared-memory segment.
 fn share(dice: &mut Dice, push: &mut Push, segment: &Segment) {
     let mut content = Vec::new();
     for (tensor, bytes) in &mut push.tensors {
@@ -189,7 +189,7 @@ fn share(dice: &mut Dice, push: &mut Push, segment: &Segment) {
     push.header.source = Some(pb::Source { kind: Some(pb::source::Kind::SharedMemory(pb::SharedMemory { name })) });
 }
 
-/// A segment of this process, which goes with it.
+/// A shared-memory segment of this process, which is removed on drop.
 pub struct Segment {
     name: String,
     path: std::path::PathBuf,
@@ -205,12 +205,12 @@ impl Segment {
 
 impl Drop for Segment {
     fn drop(&mut self) {
-        // It is there only if a case has used it.
+        // Fails if no case has used the segment.
         let _ = std::fs::remove_file(&self.path);
     }
 }
 
-/// The messages of a push: its tensors in the header or in manifests, its bytes in chunks of any size and order.
+/// The messages of a push: tensors in the header or in manifests, bytes in chunks of any size and order.
 fn messages(dice: &mut Dice, push: Push) -> Vec<Kind> {
     let Push { mut header, tensors } = push;
     let (declared, bytes): (Vec<_>, Vec<_>) = tensors.into_iter().unzip();
@@ -239,7 +239,7 @@ fn messages(dice: &mut Dice, push: Push) -> Vec<Kind> {
     whole.chain([Kind::Commit(pb::Commit {})]).collect()
 }
 
-/// Messages left out, sent twice, in another order, or with lies in the chunks.
+/// Leaves messages out, sends them twice or in another order, or changes facts in chunks.
 fn disorder(dice: &mut Dice, messages: &mut Vec<Kind>) {
     let (at, other) = (dice.below(messages.len()), dice.below(messages.len()));
     match dice.below(8) {
@@ -283,7 +283,7 @@ pub fn update(dice: &mut Dice, facts: &Facts) -> Call {
         _ => lora(dice),
     };
     push.header.running = dice.enumeration(4);
-    // Mostly the one that deltas are against.
+    // Mostly version 0, the one that deltas are against.
     push.header.new_version = if dice.one_in(6) { dice.maybe(Dice::u64) } else { Some(0) };
     if !push.tensors.is_empty() && dice.one_in(5) {
         share(dice, &mut push, &facts.segment);
@@ -302,7 +302,7 @@ pub fn update(dice: &mut Dice, facts: &Facts) -> Call {
     let mut call = Call { what, ..Call::raw("rollout.v1.Weights/Update", body) };
     rough(dice, &mut call);
     if dice.one_in(10) {
-        // The rest never comes.
+        // The client never sends the rest.
         call.end = End::Open;
         call.body.truncate(1 + dice.below(call.body.len().max(1)));
         call.timeout = Some("40m".into());
@@ -313,7 +313,7 @@ pub fn update(dice: &mut Dice, facts: &Facts) -> Call {
     call
 }
 
-/// One message is other bytes, or its length or flag is wrong, or the stream is cut at any byte.
+/// Replaces one message by other bytes, breaks its length or flag, or cuts the stream at any byte.
 fn spoil_bytes(dice: &mut Dice, body: &mut Vec<Bytes>) {
     let at = dice.below(body.len());
     let mut bytes = body[at].to_vec();

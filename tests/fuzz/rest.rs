@@ -1,4 +1,4 @@
-//! The server at rest: brought back to running after each batch, and compared with how it was before the first.
+//! The server at rest: it is brought back to running after each batch, and compared with its state before the first.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -9,10 +9,10 @@ use tonic::Code;
 
 use super::wire::{Call, Connection, Outcome, PATIENCE, envelope};
 
-/// What must be the same before the first batch and after each.
+/// Facts of the server that must be the same before the first batch and after each.
 pub struct Rest {
     ledger: BTreeMap<String, u64>,
-    /// Version and count of updates with which the checkpoint's own policy serves.
+    /// Policy version and count of updates with which the checkpoint's own weights serve now.
     policy: std::cell::Cell<(u64, u64)>,
     checksums: Vec<pb::ParameterChecksum>,
     samples: Vec<Bits>,
@@ -21,10 +21,10 @@ pub struct Rest {
 /// Tokens and the bits of both log-probabilities of one sample.
 type Bits = (Vec<u32>, Vec<u32>, Vec<u32>);
 
-/// The one message that answers a good call.
+/// Makes a call and returns the one message of its answer.
 ///
 /// # Errors
-/// Any other answer.
+/// A text about any other answer.
 pub async fn ask<Q: Message + std::fmt::Debug, A: Message + Default>(
     connection: &Connection,
     method: &'static str,
@@ -54,7 +54,7 @@ async fn checksums(connection: &Connection) -> Result<Vec<pb::ParameterChecksum>
     Ok(reply.parameters)
 }
 
-/// Samples that depend on every weight.
+/// Samples whose tokens depend on every weight.
 async fn samples(connection: &Connection) -> Result<Vec<Bits>, String> {
     let prompt = |kind| pb::Prompt { kind: Some(kind) };
     let request = pb::GenerateRequest {
@@ -100,10 +100,10 @@ impl Rest {
         }
     }
 
-    /// Brings the server back to running with the checkpoint's policy and no adapters.
+    /// Brings the server back to running with the checkpoint's weights and no adapters, and checks it.
     ///
     /// # Errors
-    /// What is not as it was.
+    /// A text about the first fact that has changed.
     pub async fn check(&self, connection: &Connection) -> Result<(), String> {
         run_again(connection).await?;
         remove_adapters(connection).await?;
@@ -145,7 +145,7 @@ impl Rest {
     }
 }
 
-/// Wakes, resumes or reloads until requests are served.
+/// Wakes, resumes and reloads the server until it serves requests.
 async fn run_again(connection: &Connection) -> Result<(), String> {
     let started = Instant::now();
     loop {
@@ -176,7 +176,7 @@ async fn remove_adapters(connection: &Connection) -> Result<(), String> {
     Ok(())
 }
 
-/// The checkpoint's weights, read again, under version 0.
+/// Has the server read the checkpoint again, under version 0.
 async fn restore(connection: &Connection) -> Result<(), String> {
     let level = pb::SleepLevel::SleepLevel2.into();
     let sleep = pb::SleepRequest { level, mode: pb::DrainMode::Abort.into() };
@@ -187,7 +187,7 @@ async fn restore(connection: &Connection) -> Result<(), String> {
     let kinds = [pb::update_request::Kind::Header(header), pb::update_request::Kind::Commit(pb::Commit {})];
     let body = kinds.map(|kind| envelope(&pb::UpdateRequest { kind: Some(kind) }.encode_to_vec()));
     let started = Instant::now();
-    // An update whose client has gone may still be open.
+    // An update may still be open whose client has gone.
     loop {
         match connection.call(&Call::raw("rollout.v1.Weights/Update", body.to_vec())).await? {
             Outcome::Answered { code: Code::Ok, .. } => return Ok(()),

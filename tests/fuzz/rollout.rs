@@ -1,4 +1,4 @@
-//! Cases of Generate, Score and Abort.
+//! Cases of the service Rollout: Generate, Score and Abort.
 
 use std::collections::HashMap;
 
@@ -16,7 +16,7 @@ use super::wire::{Call, Leave};
 const GENERATE: &str = "rollout.v1.Rollout/Generate";
 const SCORE: &str = "rollout.v1.Rollout/Score";
 const IDS: &[&str] = &["", "", "", "a", "b", "c", "d"];
-/// Tokens that a case may make: one of more is ended early by its client.
+/// Tokens that a case may make. The client ends a case early that could make more.
 const MOST_TOKENS: u64 = 1_500;
 
 fn adapter(dice: &mut Dice) -> String {
@@ -83,7 +83,7 @@ pub fn generate(dice: &mut Dice) -> Call {
     call.checked(move |messages| check_generate(&request, messages))
 }
 
-/// A request that runs for a moment, for other calls to meet.
+/// A request that runs for a moment, so that other calls meet it.
 pub fn small_generate(dice: &mut Dice) -> Call {
     let max_tokens = Some(dice.pick(&[1, 20, 150]));
     let request = pb::GenerateRequest {
@@ -104,7 +104,8 @@ pub fn small_generate(dice: &mut Dice) -> Call {
     call.checked(move |messages| check_generate(&request, messages))
 }
 
-/// What holds of every answer that ends with OK: one completion for each sample, then one summary; every number is one.
+/// Checks an answer of Generate that ended with OK: one completion for each sample, then one summary; no value is NaN
+/// where none may be.
 fn check_generate(request: &pb::GenerateRequest, messages: &[Bytes]) -> Result<(), String> {
     let mut expected = request.prompts.len() * request.n.unwrap_or(1) as usize;
     let mut summaries = 0;
@@ -153,7 +154,7 @@ fn check_completion(request: &pb::GenerateRequest, completion: &pb::Completion) 
     Ok(())
 }
 
-/// Logarithms of probabilities: finite, and above 0 by rounding at most.
+/// Checks log-probabilities: they are finite, and at most 0 up to rounding.
 fn check_logprobs(values: &[f32]) -> Result<(), String> {
     match values.iter().find(|value| !(value.is_finite() && **value <= 1e-3)) {
         Some(value) => Err(format!("{value} is no log-probability")),
@@ -194,7 +195,7 @@ fn check_score(request: &pb::ScoreRequest, messages: &[Bytes]) -> Result<(), Str
             return Err("not as many log-probabilities as tokens".into());
         }
         check_logprobs(&score.raw_logprobs[1..])?;
-        // A token that the parameters rule out has minus infinity.
+        // A token that the parameters rule out has minus infinity, which is valid.
         if let Some(value) = score.logprobs[1..].iter().find(|v| v.is_nan() || **v > 1e-3) {
             return Err(format!("{value} is no log-probability"));
         }
@@ -235,7 +236,7 @@ async fn score_anything() {
     target("score_anything", GENERATE_CODES, 500, make).run().await;
 }
 
-/// Beside requests, some of which have the ids that it names.
+/// Aborts beside running requests, some of which have the ids that it names.
 #[tokio::test]
 async fn abort_anything() {
     let make = |dice: &mut Dice, _: &_| {

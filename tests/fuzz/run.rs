@@ -1,4 +1,4 @@
-//! Runs the cases of a target in batches, and looks after each whether the server is as it was.
+//! Runs the cases of a target in batches, and checks after each batch that the server is as it was.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -12,35 +12,36 @@ use super::rest::{self, Rest};
 use super::server::Server;
 use super::wire::{Call, Connection, Outcome};
 
-/// Longest message of a status, in bytes: HTTP/2 clients refuse headers of more.
+/// Longest message of a status in bytes: HTTP/2 clients refuse longer headers.
 const MAX_STATUS_BYTES: usize = 8 << 10;
-/// Of `make test`, so that two runs are the same.
+/// Seed of `make test`, so that its cases are the same each time.
 const SEED: u64 = 12;
 
-/// One method under test.
+/// One method under test, with its cases.
 pub struct Target {
     pub name: &'static str,
     /// Codes that its calls, and those beside them, may end with. INTERNAL, UNKNOWN and, while the server serves,
     /// UNAVAILABLE are never among them.
     pub codes: &'static [Code],
-    /// Cases of a bounded run.
+    /// Number of cases in a bounded run.
     pub cases: u64,
-    /// Cases between two looks at what they have left.
+    /// Number of cases between two checks of the server.
     pub batch: u64,
     pub make: fn(&mut Dice, &Facts) -> Case,
     pub flags: &'static [&'static str],
 }
 
-/// What the cases are made with.
+/// Facts of the server that cases are made with.
 pub struct Facts {
     pub parameters: Vec<pb::Parameter>,
     pub segment: Segment,
 }
 
-/// How many calls ended how.
+/// Number of calls by how they ended.
 type Tally = BTreeMap<String, u64>;
 
-/// Clients that make their calls at the same time, each one after the other, when those of the prelude have ended.
+/// A case: several clients at the same time, each of which makes its calls one after the other, when the calls of the
+/// prelude have ended.
 #[derive(Default)]
 pub struct Case {
     pub prelude: Vec<Call>,
@@ -48,7 +49,7 @@ pub struct Case {
 }
 
 impl Case {
-    /// Calls at the same time.
+    /// A case whose calls are all made at the same time.
     pub fn at_once(prelude: Vec<Call>, calls: Vec<Call>) -> Self {
         Self { prelude, clients: calls.into_iter().map(|call| vec![call]).collect() }
     }
@@ -60,7 +61,7 @@ impl From<Call> for Case {
     }
 }
 
-/// What a run does, from the environment: `FUZZ_SEED`; `FUZZ_CASE`, a case or a range of them such as 100..150;
+/// Options of a run, from the environment: `FUZZ_SEED`; `FUZZ_CASE`, a case or a range of cases such as 100..150;
 /// `FUZZ_SECONDS` for each target, with a random seed.
 struct Options {
     seed: u64,
@@ -119,11 +120,11 @@ async fn run(target: Target) {
     }
     println!("fuzz {}: {} cases, calls by their ends: {tally:?}", target.name, from - options.cases.start);
     let (refused, all) = (tally.get("InvalidArgument").copied().unwrap_or_default(), tally.values().sum::<u64>());
-    // Cases that are all refused at the door would try little.
+    // Cases that are nearly all refused at the door would test little.
     assert!(all < 100 || refused * 10 < all * 9, "{}: {refused} of {all} calls were refused", target.name);
 }
 
-/// One case: every call ends as it may, and the server answers after it.
+/// Runs one case: every call must end with an allowed status, and the server must answer afterwards.
 async fn perform(target: &Target, connection: &Connection, case: Case) -> Result<Tally, String> {
     let mut clients = tokio::task::JoinSet::new();
     let mut ends = follow(connection, target.codes, case.prelude).await?;
@@ -140,7 +141,7 @@ async fn perform(target: &Target, connection: &Connection, case: Case) -> Result
     Ok(tally)
 }
 
-/// Makes calls, one after the other, and says how each ended.
+/// Makes calls one after the other, and returns how each ended.
 async fn follow(connection: &Connection, codes: &[Code], calls: Vec<Call>) -> Result<Vec<String>, String> {
     let mut ends = Vec::new();
     for call in calls {
@@ -150,7 +151,7 @@ async fn follow(connection: &Connection, codes: &[Code], calls: Vec<Call>) -> Re
     Ok(ends)
 }
 
-/// How the call ended, if it may end so.
+/// How the call ended; an error if it must not end so.
 fn judge(codes: &[Code], call: &Call, outcome: Outcome) -> Result<String, String> {
     let Outcome::Answered { code, message, messages } = outcome else { return Ok("left".into()) };
     let start: String = message.chars().take(300).collect();

@@ -1,4 +1,4 @@
-//! Sampling parameters, all combined.
+//! Random sampling parameters in all combinations.
 
 use std::collections::HashMap;
 
@@ -6,7 +6,7 @@ use rollout_server::server::pb;
 
 use super::dice::Dice;
 
-/// Of the fixture.
+/// Vocabulary size of the fixture.
 pub const VOCABULARY: u32 = 512;
 pub const CONTEXT: u32 = 256;
 
@@ -16,7 +16,7 @@ pub fn token(dice: &mut Dice) -> u32 {
 
 pub fn tokens(dice: &mut Dice, longest: u32) -> pb::TokenIds {
     let length = dice.between(1, longest);
-    // Few tokens make prompts that share their beginnings.
+    // A small set of tokens makes prompts that share their beginnings.
     let few = dice.coin();
     let some = if few { 2 } else { VOCABULARY as usize };
     let mut ids: Vec<u32> = (0..length.min(2 * CONTEXT)).map(|_| dice.below(some) as u32).collect();
@@ -35,7 +35,7 @@ const BIASES: &[f32] = &[-1e9, -100.0, -1e-45, -0.0, 0.0, 5.0, 1e9];
 
 fn logit_bias(dice: &mut Dice) -> HashMap<u32, f32> {
     match dice.below(8) {
-        // Every token.
+        // All tokens are allowed.
         0 => {
             let bias = dice.float(BIASES);
             (0..VOCABULARY).map(|token| (token, bias)).collect()
@@ -64,7 +64,7 @@ fn stop_strings(dice: &mut Dice) -> Vec<String> {
     }
 }
 
-/// What changes the distribution: all that Score takes.
+/// Parameters that change the distribution, which are all that Score takes.
 pub fn distribution(dice: &mut Dice) -> pb::SamplingParams {
     pb::SamplingParams {
         temperature: dice.maybe(|dice| dice.float(TEMPERATURES)),

@@ -26,7 +26,7 @@ fn any(dice: &mut Dice, facts: &Facts) -> Call {
         22 => status(dice),
         _ => dice.pick(&[info as fn(&mut Dice) -> Call, list_parameters, cancel_update, health, reflection])(dice),
     };
-    // What waits for a policy or for Resume must not wait for ever; a pushed policy may compute what is no number.
+    // A call that waits for a policy or for Resume must not wait for ever, and a pushed policy may compute NaN.
     call.timeout.get_or_insert_with(|| "300m".into());
     call.check = None;
     call

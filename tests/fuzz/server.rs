@@ -1,5 +1,4 @@
-//! The server of one target: a process of its own, so that one that ends by itself is a finding and not the end of the
-//! tests.
+//! The server of one target, as a process of its own, so that its end is a finding and does not end the tests.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -8,15 +7,15 @@ use std::time::{Duration, Instant};
 
 use super::wire::{Connection, PATIENCE};
 
-/// Longest line of the log, in bytes: a status of two KiB, escaped, with what else is said of a call.
+/// Longest line of the log in bytes: a status of 2 KiB, escaped, with what the line says of the call.
 const MAX_LOG_LINE_BYTES: usize = 16 << 10;
 
 pub struct Server {
     child: Child,
-    /// Of the log and of what pushes may name.
+    /// Directory of the log and of the files that pushes may name.
     dir: tempfile::TempDir,
     pub authority: String,
-    /// Bytes of the log that were looked through.
+    /// Bytes of the log that have been checked.
     read: usize,
 }
 
@@ -25,7 +24,7 @@ pub fn fixture(path: &str) -> PathBuf {
 }
 
 impl Server {
-    /// Small in every way, so that requests are preempted, queues fill and pushes do not fit.
+    /// Starts a server with small limits, so that requests are preempted, queues fill and pushes do not fit.
     pub async fn start(flags: &[&str]) -> Self {
         let dir = tempfile::tempdir().expect("a directory");
         let weights = dir.path().join("weights");
@@ -50,7 +49,7 @@ impl Server {
         server
     }
 
-    /// The address that the log names when the server is ready.
+    /// Waits for the log line that says the server is ready, and returns the address in it.
     async fn ready(&mut self) -> String {
         let started = Instant::now();
         loop {
@@ -69,7 +68,7 @@ impl Server {
         Connection::open(&self.authority).await.expect("the server listens")
     }
 
-    /// How the process ended, if it did.
+    /// How the process ended, or None if it is running.
     pub fn has_ended(&mut self) -> Option<String> {
         let status = self.child.try_wait().expect("it is our child")?;
         Some(status.to_string())
@@ -80,8 +79,10 @@ impl Server {
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
+    /// Checks the log lines since the last check.
+    ///
     /// # Errors
-    /// The first line of the log since the last look that speaks of a bug, or that a client has made long.
+    /// The first line that speaks of a bug, or that a client has made too long.
     pub fn check_log(&mut self) -> Result<(), String> {
         let log = self.log();
         let new = log.get(self.read..).unwrap_or_default();
@@ -94,7 +95,7 @@ impl Server {
         }
     }
 
-    /// The end of the log, for the reader of a failure.
+    /// The last lines of the log, for the report of a failure.
     pub fn last_lines(&self) -> String {
         let log = self.log();
         let lines: Vec<&str> = log.lines().filter(|line| !line.contains("loading:")).collect();
@@ -105,13 +106,13 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // It may have ended already.
+        // Fails if the process has already ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// What pushes name: an adapter, a checkpoint, and things that are neither.
+/// Fills the directory that pushes may name: an adapter, a checkpoint, and files that are neither.
 fn fill_weights_dir(dir: &Path) {
     for (from, to) in [("peft/bfloat16", "adapter"), ("qwen2", "full")] {
         let to = dir.join(to);

@@ -1,4 +1,4 @@
-//! Cases of Weights.
+//! Cases of the service Weights.
 
 use rollout_server::server::pb;
 use tonic::Code;
@@ -11,7 +11,7 @@ use super::run::{Case, Facts, Target};
 use super::wire::Call;
 
 const ADAPTERS: &[&str] = &["student", "teacher", "third", "nobody"];
-/// What pushes and calls about adapters may answer in any state.
+/// Codes that pushes and calls about adapters may answer with, in any state.
 pub const CODES: &[Code] = &[
     Code::InvalidArgument,
     Code::DeadlineExceeded,
@@ -48,7 +48,7 @@ pub fn cancel_update(dice: &mut Dice) -> Call {
     call(dice, "rollout.v1.Weights/CancelUpdate", &pb::CancelUpdateRequest { id })
 }
 
-/// Requests beside pushes; what they get may be no numbers, as the pushed policy may compute none.
+/// A case with requests beside pushes. Their results may be NaN, as the pushed policy may compute NaN.
 fn beside(dice: &mut Dice, calls: Vec<Call>) -> Case {
     let mut prelude = Vec::new();
     if dice.one_in(3) {
@@ -72,7 +72,7 @@ async fn update_with_anything() {
     target("update_with_anything", CODES, 1000, make).run().await;
 }
 
-/// The same with two ranks, and little room for pushes.
+/// Pushes to a server with two ranks and little room for pushes.
 #[tokio::test]
 async fn update_of_two_ranks() {
     let make = |dice: &mut Dice, facts: &Facts| {

@@ -1,4 +1,5 @@
-//! Calls below gRPC's own client: a request is any bytes, cut and ended in any way, and the answer is read as it comes.
+//! Calls below the level of a gRPC client: a request is any bytes, cut and ended in any way, and the answer is read as
+//! it comes.
 
 use std::fmt::Write as _;
 use std::pin::Pin;
@@ -14,24 +15,24 @@ use prost::Message;
 use tokio_stream::{Stream, StreamExt as _};
 use tonic::{Code, Status};
 
-/// Longer than any call takes on any machine: what has not ended by then hangs.
+/// Longer than any call takes on any machine; a call that takes longer hangs.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 
-/// What is sent is an error where the client breaks off.
+/// Body of a request. An error in it breaks the stream off.
 type Sent = StreamBody<Pin<Box<dyn Stream<Item = std::io::Result<Frame<Bytes>>> + Send>>>;
 
-/// How the client ends its side.
+/// How the client ends its side of the stream.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum End {
-    /// In good order.
+    /// With END_STREAM, as a good client does.
     Closed,
-    /// The stream is reset.
+    /// By a reset of the stream.
     Broken,
-    /// Not at all, until the answer has come or the client goes.
+    /// Not before the answer has come or the client hangs up.
     Open,
 }
 
-/// When the client goes though the answer is not whole.
+/// When the client hangs up before the answer is complete.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Leave {
     Never,
@@ -43,19 +44,19 @@ type Check = Box<dyn Fn(&[Bytes]) -> Result<(), String> + Send + Sync>;
 
 /// One call, ready to be sent.
 pub struct Call {
-    /// With its service, as in the path: "rollout.v1.Rollout/Generate".
+    /// Service and method as in the path: "rollout.v1.Rollout/Generate".
     pub method: &'static str,
-    /// The header grpc-timeout.
+    /// Value of the header grpc-timeout.
     pub timeout: Option<String>,
-    /// The body, in the pieces in which it is sent.
+    /// The request's body, in the pieces in which it is sent.
     pub body: Vec<Bytes>,
     pub end: End,
     pub leave: Leave,
-    /// What must hold of the messages that come with OK.
+    /// Check of the messages of an answer that ends with OK.
     pub check: Option<Check>,
-    /// The bytes are not those of the message it was made from.
+    /// Whether the bytes differ from those of the message that the call was made from.
     pub is_mutated: bool,
-    /// The request, for the reader of a failure.
+    /// The request as text, for the report of a failure.
     pub what: String,
 }
 
@@ -66,15 +67,15 @@ pub enum Outcome {
         message: String,
         messages: Vec<Bytes>,
     },
-    /// The client went before the end.
+    /// The client hung up before the end.
     Left,
 }
 
 impl Call {
-    /// A call of one good message.
+    /// A call with one valid message.
     pub fn of<M: Message + std::fmt::Debug>(method: &'static str, message: &M) -> Self {
         let mut what = Shortened(String::new());
-        // An error is that there was more.
+        // Writing fails where the text is cut off.
         let _ = write!(what, "{message:?}");
         Self { what: what.0, ..Self::raw(method, vec![envelope(&message.encode_to_vec())]) }
     }
@@ -84,7 +85,7 @@ impl Call {
         Self { method, timeout: None, body, end, leave, check: None, is_mutated: false, what: String::new() }
     }
 
-    /// With a check of what comes with OK, which bytes that are another message do not keep to.
+    /// Adds a check of the answer, which is skipped if the call's bytes were changed.
     pub fn checked(mut self, check: impl Fn(&[Bytes]) -> Result<(), String> + Send + Sync + 'static) -> Self {
         if !self.is_mutated {
             self.check = Some(Box::new(check));
@@ -92,7 +93,7 @@ impl Call {
         self
     }
 
-    /// For the reader of a failure.
+    /// The call as text, for the report of a failure.
     pub fn describe(&self) -> String {
         let bytes: usize = self.body.iter().map(Bytes::len).sum();
         let hex = |bytes: &Bytes| bytes.iter().take(200).map(|b| format!("{b:02x}")).collect::<String>();
@@ -105,7 +106,7 @@ impl Call {
     }
 }
 
-/// The beginning of a text, of which the rest is not even made.
+/// The beginning of a text. Writing stops with an error when it is long enough, so that the rest is never formatted.
 struct Shortened(String);
 
 impl std::fmt::Write for Shortened {
@@ -116,7 +117,7 @@ impl std::fmt::Write for Shortened {
     }
 }
 
-/// A message with gRPC's flag and length before it.
+/// A message behind gRPC's compression flag and length.
 pub fn envelope(message: &[u8]) -> Bytes {
     let mut bytes = vec![0];
     bytes.extend((message.len() as u32).to_be_bytes());
@@ -124,12 +125,12 @@ pub fn envelope(message: &[u8]) -> Bytes {
     bytes.into()
 }
 
-/// A connection to the server.
+/// An HTTP/2 connection to the server.
 #[derive(Clone)]
 pub struct Connection {
     sender: SendRequest<Sent>,
     authority: String,
-    /// How it ended, once it has.
+    /// How the connection ended, once it has.
     end: tokio::sync::watch::Receiver<String>,
 }
 
@@ -138,20 +139,23 @@ impl Connection {
         let stream = tokio::net::TcpStream::connect(authority).await.map_err(|e| format!("cannot connect: {e}"))?;
         stream.set_nodelay(true).map_err(|e| format!("no TCP_NODELAY: {e}"))?;
         let mut builder = hyper::client::conn::http2::Builder::new(TokioExecutor::new());
-        // Messages of statuses longer than allowed are to be seen as such.
+        // Accepts long headers, so that a status that is too long is seen.
         builder.max_header_list_size(16 << 20);
         let (sender, driver) = builder.handshake(TokioIo::new(stream)).await.map_err(|e| format!("no HTTP/2: {e}"))?;
         let (ended, end) = tokio::sync::watch::channel(String::new());
         tokio::spawn(async move {
             let how = driver.await;
-            // Nobody may want to know.
+            // Sending fails if nobody wants to know.
             let _ = ended.send(format!("; the connection ended: {how:?}"));
         });
         Ok(Self { sender, authority: authority.into(), end })
     }
 
+    /// Makes one call.
+    ///
     /// # Errors
-    /// What no client should see: a call that does not end, an answer that is no gRPC, a connection that breaks.
+    /// A text about what no client should see: a call that does not end, an answer that is not gRPC, a broken
+    /// connection.
     pub async fn call(&self, call: &Call) -> Result<Outcome, String> {
         let ending = tokio::time::timeout(PATIENCE, self.answer(call));
         let ended = match call.leave {

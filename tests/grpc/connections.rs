@@ -1,4 +1,4 @@
-//! Connections beyond the limit, and those that never begin.
+//! Connections beyond the limit, and connections that never begin.
 
 use rollout_server::server::{Bound, ServerConfig, serve, shutdown_channel};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -7,10 +7,10 @@ use tokio::net::TcpStream;
 use crate::harness::*;
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-/// An empty SETTINGS.
+/// An empty SETTINGS frame of HTTP/2.
 const SETTINGS: &[u8] = &[0, 0, 0, 4, 0, 0, 0, 0, 0];
 
-/// A serving server with room for so many connections, its address, and what keeps it alive.
+/// Starts a server with room for `max_connections`. Returns its address and what keeps it alive.
 fn start_with_limit(max_connections: usize) -> (std::net::SocketAddr, impl Sized) {
     let (sender, commands) = std::sync::mpsc::sync_channel(16);
     let (shutdown, orders) = shutdown_channel();
@@ -23,12 +23,12 @@ fn start_with_limit(max_connections: usize) -> (std::net::SocketAddr, impl Sized
 
 async fn connect(address: std::net::SocketAddr, greeting: &[u8]) -> TcpStream {
     let mut stream = TcpStream::connect(address).await.expect("the listener's queue has room");
-    // A connection that is closed at once may break while it is written to.
+    // Writing may fail if the server has already closed the connection.
     let _ = stream.write_all(greeting).await;
     stream
 }
 
-/// Whether the server speaks: its SETTINGS come at once.
+/// Whether the server answers on this connection: its SETTINGS come at once.
 async fn is_served(stream: &mut TcpStream) -> bool {
     let mut frame = [0; 9];
     tokio::time::timeout(PATIENCE, stream.read_exact(&mut frame)).await.expect("an answer or the end in time").is_ok()
@@ -62,7 +62,7 @@ async fn a_connection_that_does_not_begin_is_closed() {
     for greeting in wholes {
         streams.push(connect(address, greeting).await);
     }
-    // A byte now and then is no beginning either.
+    // A single byte now and then does not count as a beginning.
     let mut slow = connect(address, b"").await;
     let trickle = tokio::spawn(async move {
         for byte in PREFACE {

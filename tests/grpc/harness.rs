@@ -1,4 +1,4 @@
-//! A server on a loopback port whose engine is the test itself: it takes the commands and plays the events.
+//! A server on a loopback port whose engine is the test itself, which takes the commands and sends the events.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
@@ -18,7 +18,7 @@ use rollout_server::types::{FinishReason, TokenLogprobs};
 use rollout_server::weights::{Dtype, ParamSpec, Parameters, ShardRule};
 use tonic::transport::Channel;
 
-/// Nothing here takes this long; a test that waits longer has failed.
+/// Longest wait for anything; a test that waits longer has failed.
 pub const PATIENCE: Duration = Duration::from_secs(20);
 
 pub struct Harness {
@@ -32,7 +32,8 @@ pub fn config(port: u16) -> ServerConfig {
     ServerConfig { host: "127.0.0.1".into(), port, max_connections: 64, shutdown_grace: Duration::from_secs(60) }
 }
 
-/// Vocabulary 100, context 32, token 99 ends a sequence, no tokenizer; two parameters.
+/// The serving context of a model with vocabulary 100, context 32, token 99 as the end of a sequence, no tokenizer, and
+/// two parameters.
 pub fn context(engine: EngineHandle) -> ServingContext {
     let model = ModelFacts { vocab_size: 100, max_model_len: 32, eos_token_ids: vec![99], encoder: None };
     let info = ServerInfo { model: "fake".into(), dtype: "float32".into(), block_size: 16, ..Default::default() };
@@ -46,12 +47,12 @@ pub fn context(engine: EngineHandle) -> ServingContext {
     ServingContext { model: Arc::new(model), info, engine, traffic, parameters, sources: Arc::default(), update_idle }
 }
 
-/// A serving server whose command queue holds `queue` commands.
+/// Starts a server whose command queue holds `queue` commands.
 pub async fn start_with_queue(queue: usize) -> Harness {
     start_with(queue, Duration::from_secs(3600)).await
 }
 
-/// Gives up pushes that have sent nothing for `update_idle`.
+/// Starts a server that gives up pushes which have sent nothing for `update_idle`.
 pub async fn start_with(queue: usize, update_idle: Duration) -> Harness {
     let (sender, commands) = sync_channel(queue);
     let (shutdown, orders) = shutdown_channel();
@@ -72,7 +73,7 @@ pub async fn start() -> Harness {
 }
 
 impl Harness {
-    /// Waits until calls are let in: an order to end that came before would end the start.
+    /// Waits until calls are let in. An order to end that comes earlier would end the start.
     async fn serves(&self) {
         let mut control = self.control().await;
         let started = Instant::now();
@@ -98,7 +99,7 @@ impl Harness {
         ControlClient::new(self.channel().await)
     }
 
-    /// The next command. Blocks the test's own thread; the server runs on the runtime's workers.
+    /// The next command to the engine. Blocks the test's own thread; the server runs on the runtime's workers.
     pub fn command(&self) -> Command {
         self.commands.recv_timeout(PATIENCE).expect("a command for the engine")
     }
@@ -110,7 +111,7 @@ impl Harness {
         }
     }
 
-    /// A running request: the stream the client reads and the command the engine got.
+    /// Starts a request: returns the stream that the client reads and the command that the engine got.
     pub async fn running(
         &self,
         request: pb::GenerateRequest,
@@ -160,13 +161,13 @@ pub async fn next(stream: &mut tonic::Streaming<pb::GenerateResponse>) -> Option
     message.expect("no error").map(|m| m.event.expect("a message has an event"))
 }
 
-/// The error in which a stream ends.
+/// The error with which a stream ends.
 pub async fn failure(stream: &mut tonic::Streaming<pb::GenerateResponse>) -> tonic::Status {
     let message = tokio::time::timeout(PATIENCE, stream.message()).await.expect("an error in time");
     message.expect_err("an error")
 }
 
-/// Waits for what has no other signal.
+/// Waits until `holds`, for conditions that nothing signals.
 pub async fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     let start = Instant::now();
     while !holds() {

@@ -1,4 +1,4 @@
-//! Start, health, reflection, shutdown.
+//! Start, health, reflection and shutdown of the server.
 
 use std::sync::mpsc::sync_channel;
 use std::time::Duration;
@@ -56,7 +56,7 @@ async fn health_follows_the_life_of_the_server() {
 
     shutdown.order();
     assert_eq!(health(&mut watch).await, Some(ServingStatus::NotServing));
-    // The watcher is told goodbye, so that it cannot delay the end.
+    // The watcher's stream is ended, so that it cannot delay the shutdown.
     assert_eq!(health(&mut watch).await, None);
     assert!(matches!(commands.recv_timeout(PATIENCE), Ok(Command::Shutdown { .. })));
     assert_eq!(ended(server).await, Ended::Drained);
@@ -164,7 +164,7 @@ async fn an_order_to_end_waits_for_room_in_the_queue() {
     let mut client = server.rollout().await;
     let stream = client.generate(request()).await.expect("fits in the queue");
     server.shutdown.order();
-    // Full until the server has begun to end, and a moment more, so that its order has met the full queue.
+    // Keeps the queue full until the server has begun to end and a moment longer, so that its order meets a full queue.
     while client.generate(request()).await.expect_err("full, then ending").code() != Code::Unavailable {}
     tokio::time::sleep(Duration::from_millis(50)).await;
     let engine = server.generate_command();

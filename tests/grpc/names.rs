@@ -1,4 +1,5 @@
-//! Text of any length in every field that takes text: refused with a short status, and never part of it.
+//! Texts of any length in every field that takes text: too long ones are refused with a short status that does not
+//! repeat them.
 
 use rollout_server::engine::Command;
 use rollout_server::server::pb::{self, update_request::Kind};
@@ -6,9 +7,9 @@ use tonic::{Code, Status};
 
 use crate::harness::*;
 
-/// Twice what the longest field may have.
+/// Twice the longest text that any field may have, in bytes.
 const LONG: usize = 2 << 20;
-/// A header of a status that every client accepts.
+/// Longest status header in bytes that every client accepts.
 const SHORT: usize = 2200;
 
 async fn check<T>(field: &str, call: impl Future<Output = Result<T, Status>>) {
@@ -72,6 +73,6 @@ async fn long_text_about_weights_is_refused_by_its_field() {
         let messages = vec![pb::UpdateRequest { kind: Some(Kind::Header(header)) }];
         check(field, client.update(tokio_stream::iter(messages))).await;
     }
-    // It is woken by calls that end, whichever way.
+    // Calls wake the engine when they end, whatever their result.
     assert!(server.commands.try_iter().all(|command| matches!(command, Command::Look)), "the engine has heard of it");
 }

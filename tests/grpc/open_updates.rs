@@ -1,4 +1,4 @@
-//! How updates end that nobody commits.
+//! How updates end that are never committed.
 
 use std::time::{Duration, Instant};
 
@@ -45,7 +45,7 @@ async fn an_update_that_sends_nothing_more_is_ended() {
     let begin = begin(&server, false);
     assert!(begin.peer.starts_with("127.0.0.1:"), "{}", begin.peer);
     update.send(chunk(0, 0, &norm()[..3])).await;
-    // The stream stays open: nothing but the time ends it.
+    // The stream stays open, so that only the time limit can end it.
     let status = tokio::time::timeout(PATIENCE, update.reply).await.expect("it ends").expect("no panic");
     let status = status.expect_err("ended");
     assert_eq!(status.code(), Code::Aborted, "{status}");

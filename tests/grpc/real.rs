@@ -1,4 +1,4 @@
-//! A real engine behind the server: text in, groups out, nothing left behind.
+//! A real engine behind the server: text goes in, groups come out, and nothing is left behind.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -40,7 +40,7 @@ async fn generate(client: &mut RolloutClient<Channel>, request: pb::GenerateRequ
     completions
 }
 
-/// A server on a fixture, and a connection to it.
+/// A server on a fixture, with a connection to it.
 struct Real {
     channel: Channel,
     shutdown: ShutdownHandle,
@@ -70,7 +70,7 @@ impl Real {
     }
 }
 
-/// What a completion is made of.
+/// The token ids and both kinds of log-probabilities of a completion.
 fn sample(completion: &pb::Completion) -> (&[u32], &[f32]) {
     (&completion.token_ids, &completion.logprobs)
 }
@@ -154,7 +154,7 @@ async fn groups_are_sampled_scored_and_replayed_through_the_whole_server() {
     let scored = scores.into_inner().message().await.expect("no error").expect("a score");
     assert_eq!(scored.score.expect("set").raw_logprobs[ids.len()..], group[3].raw_logprobs);
 
-    // A stream that is dropped after its first message.
+    // The client drops a stream after its first message.
     let mut long = request(vec![Kind::Text("a".into())], 8, 1);
     long.stream_tokens = true;
     long.sampling.as_mut().expect("it has").max_tokens = Some(900);

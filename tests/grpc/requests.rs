@@ -1,4 +1,4 @@
-//! Calls: what the engine is told and what the client gets.
+//! Calls of Generate, Score and Abort: what the engine is told, and what the client gets.
 
 use std::time::Duration;
 
@@ -138,8 +138,8 @@ async fn a_full_queue_is_resource_exhausted() {
     let _first = client.generate(request()).await.expect("fits in the queue");
     let status = client.generate(request()).await.expect_err("does not fit");
     assert_eq!(status.code(), Code::ResourceExhausted, "{status}");
-    // The engine catches up, and the next one fits. The command stays alive: dropped, it would end the first stream,
-    // whose cancel takes the place in the queue.
+    // The engine catches up, and the next command fits into the queue. The command is kept alive, because dropping it
+    // would end the first stream, whose cancel would take the place in the queue.
     let _taken = server.generate_command();
     client.generate(request()).await.expect("fits again");
 }
@@ -202,7 +202,7 @@ async fn an_aborted_score_is_aborted_and_one_cut_by_the_end_unavailable() {
         let status = stream.message().await.expect_err("not scored");
         assert_eq!(status.code(), code, "{status}");
         drop(stream);
-        // What a stream says when it goes.
+        // A stream wakes the engine when it ends.
         assert!(matches!(server.command(), Command::Look));
     }
 }
@@ -217,7 +217,7 @@ async fn what_a_reader_has_not_taken_is_in_the_backlog() {
         sent += 1;
         assert!(sent < 10_000_000, "a reader that does not read is never full");
     }
-    // The engine holds the request back, and is told to look when the reader has caught up.
+    // The engine holds the request back, and is woken when the reader has caught up.
     while sent > 0 {
         assert!(next(&mut stream).await.is_some());
         sent -= 1;

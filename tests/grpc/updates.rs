@@ -1,4 +1,4 @@
-//! Pushes, sleep and wake at the door: what is refused there, and what reaches the engine.
+//! Pushes, sleep and wake at the server's edge: what is refused there, and what reaches the engine.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -53,7 +53,7 @@ pub fn chunk(tensor: u32, offset: u64, data: &[u8]) -> Kind {
     Kind::Chunk(pb::Chunk { tensor, offset, data: data.to_vec().into() })
 }
 
-/// The client's end of one update.
+/// The client's end of one update stream.
 pub struct Update {
     messages: Option<mpsc::Sender<pb::UpdateRequest>>,
     pub reply: tokio::task::JoinHandle<Result<Response<pb::UpdateResponse>, Status>>,
@@ -68,7 +68,7 @@ impl Update {
     }
 
     pub async fn send(&self, kind: Kind) {
-        // A server that has refused already no longer listens.
+        // Sending fails if the server has already refused the update.
         let _ = self.messages.as_ref().expect("open").send(pb::UpdateRequest { kind: Some(kind) }).await;
     }
 
@@ -79,7 +79,7 @@ impl Update {
     }
 }
 
-/// The engine lets the update begin.
+/// Takes the command that begins the update, and lets it begin.
 pub fn begin(server: &Harness, in_place: bool) -> UpdateBegin {
     let Command::BeginUpdate { begin, reply } = server.command() else { panic!("not a BeginUpdate") };
     reply(Ok(UpdateTicket { id: 7, in_place, shadow: None }));
@@ -149,7 +149,8 @@ async fn in_place_tensors_go_to_the_engine_as_they_become_complete() {
     update.reply().await.expect("committed");
 }
 
-/// Sends the messages and gives the status of the refusal. The engine must see nothing but a cancelled beginning.
+/// Sends the messages and returns the status of the refusal. The engine must see nothing but a beginning that is
+/// cancelled.
 async fn refused(messages: Vec<Kind>) -> Status {
     let server = start().await;
     let update = Update::start(&server).await;
@@ -161,7 +162,7 @@ async fn refused(messages: Vec<Kind>) -> Status {
     let is_refused = refused.clone();
     let engine = tokio::task::spawn_blocking(move || {
         let (mut begun, started) = (None::<CancelFlag>, Instant::now());
-        // The client's end comes first, however slow the machine is, and then the transaction's.
+        // The client's call ends first, however slow the machine is, and then the transaction.
         while !(is_refused.load(Ordering::SeqCst) && begun.as_ref().is_none_or(CancelFlag::is_cancelled)) {
             match commands.recv_timeout(Duration::from_millis(10)) {
                 Ok(Command::BeginUpdate { begin, reply }) => {
@@ -275,7 +276,7 @@ async fn sleep_wake_pause_and_resume_carry_their_words() {
     };
     let took = Duration::from_millis(1500);
     reply(Ok(SleepReply { weights_bytes: 10, kv_cache_bytes: 20, resident_bytes: 30, took }));
-    // The guard of the finished call may or may not have its word first.
+    // The guard of the finished call may wake the engine first, or not.
     let next = || loop {
         match server.command() {
             Command::Look => {}

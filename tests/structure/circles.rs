@@ -1,14 +1,14 @@
-//! Which file names which, and whether that goes in circles.
+//! Finds circles among files that name each other.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::source::{Source, words};
 
-/// Names from the crate's root on.
+/// Path of a module as names, starting at the crate's root.
 type ModulePath = Vec<String>;
 
-/// Circles among the files below `root`, each as the files on its way. A module and those below it may name each other:
-/// it gives them their place, and they are parts of it. Tests may name anything.
+/// Circles among the files below `root`, each written as the files on its way. A module and the modules inside it may
+/// name each other, because they are parts of one thing. Tests may name anything.
 pub fn circles(sources: &[Source], root: &str) -> Vec<String> {
     let is_test = |path: &str| path.contains("/tests/") || path.ends_with("/tests.rs") || path.ends_with("/testing.rs");
     let sources = sources.iter().filter(|source| source.path.starts_with(root) && !is_test(&source.path));
@@ -27,7 +27,7 @@ pub fn circles(sources: &[Source], root: &str) -> Vec<String> {
     found.into_values().collect()
 }
 
-/// `src/a/b.rs` and `src/a/b/mod.rs` are `a::b`.
+/// Module path of a file: `src/a/b.rs` and `src/a/b/mod.rs` are `a::b`.
 fn module_path(path: &str, root: &str) -> ModulePath {
     let inside = path.strip_prefix(root).expect("a file below the root").trim_start_matches('/');
     let inside = inside.strip_suffix(".rs").expect("a Rust file");
@@ -38,7 +38,7 @@ fn module_path(path: &str, root: &str) -> ModulePath {
     names
 }
 
-/// The files that `source` names, other than those above and below it.
+/// The files that `source` names, except modules that contain it or are inside it.
 fn used_files(own: &ModulePath, source: &Source, files: &BTreeMap<ModulePath, &Source>) -> BTreeSet<ModulePath> {
     let code = source.code.split("#[cfg(test)]\nmod tests {").next().expect("split gives at least one");
     let mut used = BTreeSet::new();
@@ -53,8 +53,8 @@ fn used_files(own: &ModulePath, source: &Source, files: &BTreeMap<ModulePath, &S
     used
 }
 
-/// Every path through `crate`, `self` or `super` in `code` of the module `own`, from the crate's root on; the groups of
-/// `use` are spread out.
+/// Every path through `crate`, `self` or `super` in `code` of the module `own`, resolved from the crate's root. Each
+/// path in a group of `use` counts by itself.
 fn paths(code: &str, own: &ModulePath) -> Vec<ModulePath> {
     let mut found = Vec::new();
     for (at, word) in words(code) {
@@ -72,7 +72,7 @@ fn paths(code: &str, own: &ModulePath) -> Vec<ModulePath> {
     found
 }
 
-/// Adds the paths that begin with `base` and go on with what `code` starts with; returns what follows it.
+/// Adds the paths that begin with `base` and continue with the start of `code`. Returns the code after them.
 fn spread<'a>(code: &'a str, mut base: ModulePath, found: &mut Vec<ModulePath>) -> &'a str {
     let code = code.trim_start();
     if let Some(mut group) = code.strip_prefix('{') {
@@ -92,7 +92,7 @@ fn spread<'a>(code: &'a str, mut base: ModulePath, found: &mut Vec<ModulePath>) 
         "self" => {}
         name => base.push(name.into()),
     }
-    // A glob has no word; what follows `as` is the file's own name for it.
+    // A glob adds no name, and what follows `as` is only the file's own name for it.
     let rest = code[word.len()..].trim_start_matches('*').trim_start();
     if let Some(rest) = rest.strip_prefix("::").filter(|_| !word.is_empty()) {
         return spread(rest, base, found);
@@ -104,7 +104,7 @@ fn spread<'a>(code: &'a str, mut base: ModulePath, found: &mut Vec<ModulePath>) 
     }
 }
 
-/// The fewest files over which `from` comes to `to`, both included.
+/// The shortest way from `from` to `to` over files that name each other, both ends included.
 fn shortest_way(
     from: &ModulePath,
     to: &ModulePath,

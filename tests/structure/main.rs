@@ -10,7 +10,7 @@ use std::fmt::Write as _;
 use circles::circles;
 use source::{Source, root, rust_files, words};
 
-/// From the top down. A module may use only modules further down; never its own row.
+/// Modules from the top layer down. A module may use only modules of layers further down, not those of its own.
 const LAYERS: &[&[&str]] = &[
     &["main", "startup", "lib"],
     &["server"],
@@ -22,12 +22,12 @@ const LAYERS: &[&[&str]] = &[
     &["types", "config", "logs", "profile"],
     &["error"],
 ];
-/// A file fits a head. (Clippy counts the lines of functions.)
+/// Longest file in lines. (Clippy counts the lines of functions.)
 const MAX_FILE_LINES: usize = 500;
 const OWN_CODE: &[&str] = &["src", "kernels/src"];
 const ALL_CODE: &[&str] = &["src", "kernels/src", "tests"];
 
-/// Fails with every offender and what to do about them.
+/// Fails with `rule` and the list of offenders, if there are any.
 fn assert_none(offenders: &[String], rule: &str) {
     let mut list = String::new();
     for offender in offenders {
@@ -36,7 +36,8 @@ fn assert_none(offenders: &[String], rule: &str) {
     assert!(offenders.is_empty(), "{rule}{list}");
 }
 
-/// Lines of `sources` whose code has one of `names` as a whole word (or as the start of a path, if it ends in `::`).
+/// Lines of `sources` whose code has one of `names` as a whole word, or as the start of a path if the name ends in
+/// `::`.
 fn lines_with(sources: &[Source], names: &[&str], allowed: impl Fn(&str) -> bool) -> Vec<String> {
     let has = |line: &str, name: &str| match name.strip_suffix("::") {
         Some(root) => words(line).any(|(at, word)| word == root && line[at + word.len()..].starts_with("::")),
@@ -51,13 +52,13 @@ fn lines_with(sources: &[Source], names: &[&str], allowed: impl Fn(&str) -> bool
     found
 }
 
-/// The module of the first level that a file of `src/` belongs to.
+/// The top-level module that a file of `src/` belongs to.
 fn module_of(path: &str) -> &str {
     let inside = path.strip_prefix("src/").expect("a file of src/");
     inside.split('/').next().expect("split gives at least one").trim_end_matches(".rs")
 }
 
-/// The modules of the first level that `code` names through `crate::`, with line numbers.
+/// The top-level modules that `code` names through `crate::`, with line numbers.
 fn crate_uses(code: &str) -> Vec<(usize, String)> {
     let mut uses = Vec::new();
     for (at, _) in code.match_indices("crate::") {
@@ -76,7 +77,7 @@ fn crate_uses(code: &str) -> Vec<(usize, String)> {
     uses
 }
 
-/// First name of each path in the group that starts after `{`.
+/// The first name of each path in the group that starts after `{`.
 fn first_names(group: &str) -> Vec<&str> {
     let (mut depth, mut wanted, mut names) = (0, true, Vec::new());
     for (at, c) in group.char_indices() {
@@ -106,7 +107,7 @@ fn modules_use_only_layers_below_them() {
             continue;
         };
         for (line, used) in crate_uses(&source.code).into_iter().filter(|(_, used)| used != module) {
-            // What is no module is an item of the crate's root, such as a macro.
+            // A name that is no module is an item of the crate's root, such as a macro.
             if layer(&used).is_some_and(|theirs| theirs <= own) {
                 offenders.push(format!("{}:{line}: `{module}` uses `crate::{used}`", source.path));
             }
@@ -139,8 +140,8 @@ fn files_are_short() {
 
 #[test]
 fn unsafe_code_is_in_few_files() {
-    /// Files of `src/` with unsafe code: mapped files, calls of libc, a signal's handler, a sum over the ranks' own
-    /// buffers.
+    /// Files of `src/` that may have unsafe code, for mapped files, calls of libc, a signal handler, and a sum over the
+    /// ranks' own buffers.
     const ALLOWED: &[&str] =
         &["src/weights/parameters/tensor.rs", "src/memory/borrowed.rs", "src/memory/identity.rs", "src/comm/local.rs"];
     let offenders = lines_with(&rust_files(&["src"]), &["unsafe"], |path| ALLOWED.contains(&path));
@@ -199,7 +200,7 @@ fn scheduler_and_cache_are_pure() {
 #[test]
 fn no_lock_or_global_holds_serving_state() {
     const NAMES: &[&str] = &["Mutex", "RwLock", "OnceLock", "LazyLock", "OnceCell", "thread_local"];
-    /// What it holds there is not serving state.
+    /// Files that may have locks or globals, because those hold no serving state.
     const ALLOWED: &[(&str, &str)] = &[
         ("src/memory/borrowed.rs", "a signal has one handler in a process, which looks up what its thread reads"),
         ("src/weights/push/shared_memory.rs", "a client's memory, mapped for its next push: nothing that serves"),
@@ -208,7 +209,7 @@ fn no_lock_or_global_holds_serving_state() {
     let sources = rust_files(&["src"]);
     let mut offenders = lines_with(&sources, NAMES, allowed);
     for source in sources.iter().filter(|source| !allowed(&source.path)) {
-        // `&'static` is a lifetime, `static NAME` an item.
+        // `static NAME` is an item, `&'static` a lifetime.
         let is_item = |line: &str| line.trim_start().trim_start_matches("pub ").starts_with("static ");
         let items = source.code_lines().filter(|(_, line)| is_item(line));
         offenders.extend(items.map(|(number, _)| format!("{}:{number}: static", source.path)));
@@ -220,7 +221,7 @@ fn no_lock_or_global_holds_serving_state() {
 fn nothing_is_left_to_do() {
     const MARKS: &[&str] = &["TODO", "FIXME", "XXX"];
     let mut offenders = Vec::new();
-    // The files of this test name the marks.
+    // The files of this test are left out, because they name the marks.
     for source in rust_files(ALL_CODE).iter().filter(|source| !source.path.starts_with("tests/structure/")) {
         for (i, line) in source.text.lines().enumerate() {
             let found = MARKS.iter().filter(|mark| words(line).any(|(_, word)| word == **mark));
@@ -230,7 +231,7 @@ fn nothing_is_left_to_do() {
     assert_none(&offenders, "what is not done is an issue, not a comment:");
 }
 
-/// Lines of a Cargo.toml that bring in a dependency without a word of why.
+/// Lines of a Cargo.toml that add a dependency without a comment that says why.
 fn dependencies_without_reason(manifest: &str) -> Vec<&str> {
     let mut in_dependencies = false;
     let mut found = Vec::new();
@@ -238,7 +239,7 @@ fn dependencies_without_reason(manifest: &str) -> Vec<&str> {
         if line.starts_with('[') {
             in_dependencies = line.trim_end_matches(']').ends_with("dependencies");
         } else if in_dependencies && !line.is_empty() && !line.starts_with('#') {
-            // What comes from the workspace has its reason there.
+            // A dependency that comes from the workspace has its reason there.
             let reason = line.split_once(" # ").map_or("", |(_, reason)| reason.trim());
             if !line.contains("workspace = true") && reason.is_empty() {
                 found.push(line);
@@ -259,7 +260,7 @@ fn every_dependency_has_its_reason() {
 }
 
 mod scan {
-    //! The scans themselves, on text made for them.
+    //! Tests of the scans themselves, on texts made for them.
 
     use super::*;
 

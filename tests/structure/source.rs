@@ -1,14 +1,14 @@
-//! Reading the repository's sources: files, and their text without comments and strings.
+//! Reads the repository's source files, with and without their comments and literals.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 /// One Rust file.
 pub struct Source {
-    /// Relative to the repository's root, with `/`.
+    /// Path relative to the repository's root, with `/`.
     pub path: String,
     pub text: String,
-    /// `text` with every comment, string and character literal blanked; the same length and lines.
+    /// `text` with every comment, string and character literal blanked. It has the same length and the same lines.
     pub code: String,
 }
 
@@ -17,13 +17,13 @@ impl Source {
         Self { path: path.into(), text: text.into(), code: blank_comments_and_literals(text) }
     }
 
-    /// Lines of `code` with their numbers, from 1.
+    /// Lines of `code` with their numbers, starting at 1.
     pub fn code_lines(&self) -> impl Iterator<Item = (usize, &str)> {
         self.code.lines().enumerate().map(|(i, line)| (i + 1, line))
     }
 }
 
-/// The repository's root.
+/// The root directory of the repository.
 pub fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
@@ -56,7 +56,7 @@ fn walk(folder: &Path) -> Vec<PathBuf> {
     paths.into_iter().flat_map(expand).collect()
 }
 
-/// Identifiers and keywords with their byte offsets.
+/// Identifiers and keywords in `code`, with their byte offsets.
 pub fn words(code: &str) -> impl Iterator<Item = (usize, &str)> {
     let is_word = |c: char| c.is_alphanumeric() || c == '_';
     let mut rest = 0;
@@ -81,7 +81,7 @@ fn blank_comments_and_literals(text: &str) -> String {
                 }
                 at = range.end;
             }
-            // An identifier is passed whole, so that the r of `for "` is not taken for the start of a raw string.
+            // An identifier is skipped whole, so that the r of `for "` is not taken for the start of a raw string.
             None => {
                 at += words(&text[at..])
                     .next()
@@ -93,7 +93,7 @@ fn blank_comments_and_literals(text: &str) -> String {
     String::from_utf8(code).expect("whole characters were blanked")
 }
 
-/// The comment, string or character literal that starts at byte `at`.
+/// Byte range of the comment, string or character literal that starts at byte `at`.
 fn literal_at(text: &str, at: usize) -> Option<Range<usize>> {
     let rest = &text[at..];
     let until = |len: Option<usize>| Some(at..len.map_or(text.len(), |len| at + len));
@@ -121,7 +121,7 @@ fn literal_at(text: &str, at: usize) -> Option<Range<usize>> {
     }
 }
 
-/// Whether a quote starts a character, not a lifetime or a label.
+/// Whether a quote starts a character literal, not a lifetime or a label.
 fn is_char_literal(rest: &str) -> bool {
     let mut chars = rest.chars().skip(1);
     match (chars.next(), chars.next()) {
@@ -130,7 +130,7 @@ fn is_char_literal(rest: &str) -> bool {
     }
 }
 
-/// Length of a literal with both its quotes.
+/// Length in bytes of a literal, with both its quotes.
 fn quoted_len(rest: &str, quote: char) -> Option<usize> {
     let mut escaped = false;
     for (i, c) in rest.char_indices().skip(1) {
@@ -144,7 +144,7 @@ fn quoted_len(rest: &str, quote: char) -> Option<usize> {
     None
 }
 
-/// Length of a block comment; they nest.
+/// Length in bytes of a block comment. Block comments nest.
 fn block_comment_len(rest: &str) -> Option<usize> {
     let mut depth = 0;
     let mut at = 0;

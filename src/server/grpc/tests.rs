@@ -1,4 +1,4 @@
-//! Deadlines of calls with a single answer. Over a real channel the client's own timer would race with ours.
+//! Deadlines of calls with a single answer. Without a real channel, because a client's own timer would race with ours.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
@@ -17,7 +17,7 @@ use crate::server::pb::{self, control_server::Control as _, rollout_server::Roll
 use crate::server::{ModelFacts, ServerInfo, ServingContext};
 use crate::weights::{Dtype, Parameters};
 
-/// A gate that is open and the queue behind it, which nobody reads.
+/// An open gate, and the engine's command queue, which nobody reads.
 pub(super) fn open() -> (GateKeeper, Gate, Receiver<Command>) {
     let (sender, commands) = sync_channel(16);
     let model = ModelFacts { vocab_size: 100, max_model_len: 8, eos_token_ids: vec![99], encoder: None };
@@ -34,7 +34,7 @@ pub(super) fn open() -> (GateKeeper, Gate, Receiver<Command>) {
     (keeper, gate, commands)
 }
 
-/// `message` as it arrives with a deadline 50 ms away.
+/// A request with `message` and a deadline in 50 ms.
 fn limited<M>(message: M) -> Request<M> {
     let mut request = Request::new(());
     request.metadata_mut().insert("grpc-timeout", "50m".parse().expect("a header value"));
@@ -42,7 +42,7 @@ fn limited<M>(message: M) -> Request<M> {
     Request::from_parts(metadata, extensions, message)
 }
 
-/// What hangs has failed.
+/// The result of `work`; fails if it hangs.
 async fn in_time<T>(work: impl Future<Output = T>) -> T {
     tokio::time::timeout(Duration::from_secs(10), work).await.expect("does not hang")
 }

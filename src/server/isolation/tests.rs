@@ -3,7 +3,7 @@ use tonic::Code;
 
 use super::*;
 
-/// Panics where a request's path says.
+/// A service that panics at the place that the request's path names.
 #[derive(Clone)]
 struct Fragile;
 
@@ -61,7 +61,7 @@ async fn a_panic_before_the_response_is_the_calls_status() {
         assert_eq!(status.code(), Code::Internal, "{path}");
         assert_eq!(panics.count(), count, "{path}");
     }
-    // The service serves on.
+    // Later calls are served as before.
     assert!(Status::from_header_map(call(&mut service, "/ok").await.headers()).is_none());
 }
 

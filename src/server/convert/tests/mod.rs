@@ -10,7 +10,7 @@ fn generate(request: pb::GenerateRequest, model: &ModelFacts) -> Result<ValidReq
     super::generate(request, model, &mut Traffic::new(1 << 20).charge_always(0))
 }
 
-/// Vocabulary 100, context 8, token 99 ends a sequence.
+/// A model with a vocabulary of 100 and a context of 8, in which token 99 ends a sequence.
 fn model() -> ModelFacts {
     ModelFacts { vocab_size: 100, max_model_len: 8, eos_token_ids: vec![99], encoder: None }
 }

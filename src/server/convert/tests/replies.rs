@@ -1,4 +1,4 @@
-//! Events as messages, errors as statuses.
+//! Events are turned into messages, and errors into statuses.
 
 use std::collections::VecDeque;
 
@@ -155,7 +155,7 @@ fn scored(prompt_index: u32, logprobs: Vec<TokenLogprobs>) -> Event {
 #[test]
 fn each_sequence_s_scores_are_a_message() {
     let (mut writer, mut out) = (scorer(), VecDeque::new());
-    // A sequence of one token has nothing to score and is answered all the same.
+    // A sequence of one token has nothing to score, and is answered all the same.
     assert!(matches!(writer.write(scored(1, Vec::new()), &mut out), Progress::More));
     assert!(matches!(writer.write(scored(0, vec![token(11)]), &mut out), Progress::More));
     assert!(matches!(writer.write(Event::Done(Summary::default()), &mut out), Progress::Done));

@@ -1,4 +1,4 @@
-//! Every wrong field is refused by its path; right ones arrive as they were sent.
+//! Every wrong field is refused with its path; right ones arrive as they were sent.
 
 use super::super::{RequestKind, abort, score};
 use super::{generate, model};
@@ -23,7 +23,7 @@ fn sampling(r: &mut pb::GenerateRequest) -> &mut pb::SamplingParams {
     r.sampling.as_mut().expect("base has it")
 }
 
-/// The path and message of the refusal.
+/// The path and the message of the InvalidArgument that `result` is.
 fn refusal<T>(result: Result<T, Error>) -> (String, String) {
     match result {
         Err(Error::InvalidArgument { field, message }) => (field, message),

@@ -1,4 +1,5 @@
-//! Messages that come in pieces, stop half way, are malformed or too much; the walk over a message against prost.
+//! Messages that arrive in pieces, stop half way, are malformed or too large; and the walk over a message compared with
+//! prost.
 
 use prost::Message as _;
 use rand::{Rng, SeedableRng as _};
@@ -50,7 +51,7 @@ fn random_request(rng: &mut ChaCha8Rng) -> pb::GenerateRequest {
     }
 }
 
-/// What prost has made, by the capacities of its lists.
+/// Bytes that prost's decoded request takes, by the capacities of its lists.
 fn bytes_of(request: &pb::GenerateRequest) -> usize {
     let prompt = |prompt: &pb::Prompt| match &prompt.kind {
         None => 0,
@@ -88,9 +89,9 @@ fn the_walk_agrees_with_prost_and_counts_at_least_what_it_makes() {
                 assert!(counted >= made, "{counted} bytes counted, {made} made of {bytes:?}");
             }
             (Err(_), Err(Error::InvalidArgument { .. })) => malformed += 1,
-            // prost skips groups in fields that it does not know; no encoder of proto3 writes one.
+            // prost skips groups in fields that it does not know; no encoder of proto3 writes a group.
             (Ok(_), Err(error)) if error.to_string().contains("groups") => {}
-            // prost takes an entry of a map for one whatever its wire type says.
+            // prost takes a value for a map's entry whatever its wire type is.
             (Ok(_), Err(error)) if error.to_string().ends_with("another wire type at sampling.logit_bias") => {}
             (theirs, ours) => panic!("prost: {theirs:?}, the walk: {ours:?}, of {bytes:?}"),
         }
@@ -187,7 +188,7 @@ async fn bytes_are_counted_as_they_come_and_given_back_with_the_call() {
     assert_eq!((full.used(), full.take_high_water()), (0, 2995));
 }
 
-/// Whether `work` waits.
+/// Whether `work` is still pending when it is polled.
 async fn futures_pending(work: Pin<&mut impl Future>) -> bool {
     let mut work = Some(work);
     std::future::poll_fn(|cx| {
@@ -208,7 +209,7 @@ async fn a_message_that_stops_half_way_lets_go() {
     assert_eq!(traffic.used(), 0);
 }
 
-/// Answers with the message that reaches it.
+/// A service that answers with the message that reaches it.
 #[derive(Clone)]
 struct Echo;
 
@@ -226,7 +227,7 @@ impl Service<http::Request<Body>> for Echo {
     }
 }
 
-/// The code that a call is refused with, or how many bytes reach the service.
+/// The number of bytes that reach the service, or the code with which the call is refused.
 async fn call(service: &mut Gather<Echo>, path: &str, body: Vec<u8>) -> std::result::Result<usize, Code> {
     let body = Whole { prefix: Some(body.into()), message: None };
     let request = http::Request::builder().uri(path).body(Body::new(body)).expect("a request");
@@ -253,7 +254,7 @@ async fn a_service_behind_the_door_gets_well_formed_messages_only() {
     assert_eq!(call(&mut service, status, framed(&[])).await, Ok(5));
     assert_eq!(call(&mut service, status, framed(&vec![0; MAX_SMALL_BYTES + 1])).await, Err(Code::InvalidArgument));
     assert_eq!(call(&mut service, "/grpc.health.v1.Health/Check", framed(&[0x0a])).await, Err(Code::InvalidArgument));
-    // A stream of messages has a reader of its own, and an unknown method none.
+    // A method that takes a stream of messages has its own decoder, and an unknown method has none.
     for path in ["/rollout.v1.Weights/Update", "/rollout.v1.Rollout/Nothing"] {
         assert_eq!(call(&mut service, path, vec![7; 3]).await, Ok(3));
     }

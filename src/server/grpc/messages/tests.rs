@@ -1,4 +1,4 @@
-//! The reader of frames against prost, on streams that are cut anywhere and damaged anyhow.
+//! The decoder of an update's frames compared with prost, on streams that are cut anywhere and damaged in any way.
 
 use std::time::Duration;
 
@@ -12,7 +12,8 @@ use tonic::Code;
 
 use super::*;
 
-/// What a stream brings, chunks whole: the messages before its end, and the code of the error that ends it.
+/// What a stream gives, with the pieces of a chunk joined: the messages before its end, and the code of the error that
+/// ends it.
 #[derive(Debug, Default, PartialEq)]
 struct Outcome {
     messages: Vec<Kind>,
@@ -29,7 +30,7 @@ impl Outcome {
     }
 }
 
-/// As the reader has it. Of a chunk that does not end, nothing is left.
+/// The outcome of the decoder under test. A chunk that does not end is left out.
 async fn read(frames: Vec<Bytes>) -> Outcome {
     let mut messages = Messages::new(tokio_stream::iter(frames.into_iter().map(Ok)), &Traffic::new(1 << 30));
     let mut outcome = Outcome::default();
@@ -57,7 +58,7 @@ async fn read(frames: Vec<Bytes>) -> Outcome {
     }
 }
 
-/// As the protocol has it: each message whole, decoded by prost.
+/// The expected outcome: each message is taken whole and decoded by prost.
 fn reference(mut stream: &[u8]) -> Outcome {
     let mut outcome = Outcome::default();
     while !stream.is_empty() {
@@ -87,7 +88,7 @@ fn random_bytes(rng: &mut ChaCha8Rng, most: usize) -> Vec<u8> {
     data
 }
 
-/// Fields of a message as an encoder of another library might order, repeat or add to them.
+/// An encoded chunk whose fields are ordered, repeated or extended as another library's encoder might do.
 fn odd_chunk(rng: &mut ChaCha8Rng) -> Vec<u8> {
     let number = |rng: &mut ChaCha8Rng, key: u8| {
         let mut field = vec![key];
@@ -138,7 +139,7 @@ fn random_stream(rng: &mut ChaCha8Rng) -> Vec<u8> {
     (0..rng.random_range(1..12)).flat_map(|_| framed(&random_message(rng))).collect()
 }
 
-/// Frames of random lengths, empty ones among them.
+/// Cuts a stream into frames of random lengths, some of them empty.
 fn split(rng: &mut ChaCha8Rng, stream: &[u8]) -> Vec<Bytes> {
     let most = [2, 9, 60, 2000][rng.random_range(0..4)];
     let (mut frames, mut rest) = (Vec::new(), Bytes::copy_from_slice(stream));
@@ -192,7 +193,7 @@ async fn damaged_streams_and_garbage_give_an_error_where_prost_does() {
     assert!(refused > 1000, "{refused}");
 }
 
-/// The one reason for this reader.
+/// Passing a chunk's data on without a copy is the only reason for this decoder.
 #[tokio::test]
 async fn the_data_of_a_chunk_is_not_copied() {
     let data = vec![7; 5000];
@@ -205,7 +206,7 @@ async fn the_data_of_a_chunk_is_not_copied() {
         assert_eq!(piece.data.as_ptr_range().end, frame.as_ptr_range().end);
     }
     assert!(matches!(messages.next().await, Ok(None)));
-    // Of a frame that begins in the middle of the head, only the head is.
+    // A frame that begins inside the head is copied only as far as the head goes.
     let frames = [stream.slice(..PREFIX_BYTES + 3), stream.slice(PREFIX_BYTES + 3..)];
     let mut messages = Messages::new(tokio_stream::iter(frames.clone().map(Ok)), &Traffic::new(1 << 30));
     let Ok(Some(Kind::Chunk(joined))) = messages.next().await else { panic!("no piece") };
@@ -214,7 +215,7 @@ async fn the_data_of_a_chunk_is_not_copied() {
     assert!(joined.data.len() < HEAD_BYTES && joined.data.len() + piece.data.len() == 5000);
 }
 
-/// Nothing follows them: what is too long is refused before it comes.
+/// No bytes follow these heads: what is too long is refused before it arrives.
 #[tokio::test]
 async fn limits_are_checked_before_the_data_comes() {
     async fn refusal(start: &[u8]) -> String {
@@ -268,7 +269,7 @@ async fn a_message_that_never_ends_is_counted_and_given_back() {
 
 const PATIENCE: Duration = Duration::from_millis(400);
 
-/// How long a reader waits before it gives a push up.
+/// How long the decoder waits for `frames` before it gives the push up.
 async fn given_up<S>(frames: S, activity: Activity) -> Duration
 where
     S: Stream<Item = std::result::Result<Bytes, Status>> + Unpin,
@@ -283,7 +284,7 @@ where
     started.elapsed()
 }
 
-/// Frames that somebody sends.
+/// A sender of frames, and the stream of what it sends.
 fn channel() -> (tokio::sync::mpsc::Sender<tonic::Result<Bytes>>, impl Stream<Item = tonic::Result<Bytes>> + Unpin) {
     let (sender, receiver) = tokio::sync::mpsc::channel(16);
     (sender, tokio_stream::wrappers::ReceiverStream::new(receiver))
@@ -303,7 +304,7 @@ async fn a_push_that_sends_nothing_is_given_up() {
 async fn every_byte_gives_a_push_its_time_again() {
     let (sender, frames) = channel();
     let waiting = tokio::spawn(given_up(frames, Activity::start()));
-    // The first byte is there before the time is up, whenever this task runs: it lies in the channel at the start.
+    // The first byte comes in time whenever this task runs, because it lies in the channel from the start.
     sender.send(Ok(Bytes::from_static(&[0]))).await.expect("it listens");
     tokio::time::sleep(PATIENCE / 2).await;
     let second = std::time::Instant::now();

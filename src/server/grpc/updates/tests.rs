@@ -1,4 +1,4 @@
-//! Update beside the service's other calls.
+//! The method Update beside the other calls of its service.
 
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use crate::server::gate::{GateKeeper, gate};
 use crate::server::grpc::note_call;
 use crate::server::grpc::tests::open;
 
-/// A service whose engine answers nothing.
+/// The service with an engine that answers nothing.
 fn service() -> (GateKeeper, WeightsService, Receiver<Command>) {
     let (keeper, gate, commands) = open();
     (keeper, WeightsService::new(gate), commands)
@@ -26,7 +26,7 @@ async fn updates_come_here_and_other_calls_go_on() {
     for (path, code) in
         [("Update", Code::InvalidArgument), ("ListParameters", Code::Ok), ("Updates", Code::Unimplemented)]
     {
-        // A commit, or an empty request with an unknown field.
+        // For Update a commit; for other methods an empty request with an unknown field.
         let body = Body::new("\0\0\0\0\u{2}\"\0".to_string());
         let uri = format!("/{}/{path}", DirectUpdates::NAME);
         let request =
@@ -75,7 +75,7 @@ async fn only_so_many_updates_are_received_at_once() {
     assert_eq!(code(&next.await.expect("infallible")), Some(Code::InvalidArgument));
 }
 
-/// A body that ends when its sender is dropped.
+/// A body without frames, which ends when its sender is dropped.
 struct Silent(tokio::sync::mpsc::Receiver<()>);
 
 impl http_body::Body for Silent {
