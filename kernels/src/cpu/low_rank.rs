@@ -76,7 +76,7 @@ impl LowRank<'_> {
         let mut acc = [[L::zero(); NV]; ROWS];
         if rank > 0 {
             assert_eq!(block.len(), rank * NV * LANES);
-            let x = self.b.row(first).as_ptr();
+            let x = self.b.rows_from(first).as_ptr();
             assert!(first + ROWS <= self.b.rows());
             let x_row = self.b.stride();
             let w = std::array::from_fn(|v| block.as_ptr().wrapping_add(v * LANES));

@@ -55,6 +55,12 @@ impl<'a> Rows<'a> {
     pub fn row(&self, i: usize) -> &'a [f32] {
         &self.data[i * self.stride..][..self.width]
     }
+
+    /// Row `i` and everything after it: a pointer into this slice may be moved to later rows, one into `row(i)` may not.
+    #[inline]
+    pub(crate) fn rows_from(&self, i: usize) -> &'a [f32] {
+        &self.data[i * self.stride..]
+    }
 }
 
 impl<'a> RowsMut<'a> {
