@@ -1,4 +1,4 @@
-//! GGUF files: mapped, de-quantised row by row, seen under Hugging Face names and in Hugging Face row order.
+//! GGUF files: mapped, de-quantised row by row, with Hugging Face's names and order of rows.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::Cursor;
@@ -17,19 +17,20 @@ use super::mapped::MappedFile;
 use crate::error::{Error, Result};
 use crate::weights::parameters::{Slice, matrix_shape, slice_of_bytes};
 
-/// Divisors of the rotary frequencies: how GGUF files carry Llama 3's rope scaling.
+/// The tensor with divisors of the rotary frequencies, by which GGUF files carry Llama 3's rope scaling.
 const ROPE_DIVISORS: &str = "rope_freqs.weight";
 
-/// Metadata of a GGUF file by key, for example `tokenizer.ggml.tokens`.
+/// The metadata of a GGUF file, by key, for example `tokenizer.ggml.tokens`.
 pub type GgufMetadata = HashMap<String, Value>;
 
+/// A tensor in the file.
 #[derive(Clone, Debug)]
 struct Entry {
     dtype: GgmlDType,
     shape: Vec<usize>,
-    /// In the file.
+    /// Where the tensor's bytes are in the file.
     bytes: Range<usize>,
-    /// Rows of one head if the file has the rows of each head in the order of interleaved rotary embedding.
+    /// How many rows a head has, if the file has the rows of each head in the order of interleaved rotary embedding.
     interleaved_head_dim: Option<usize>,
 }
 
@@ -43,6 +44,8 @@ pub struct GgufCheckpoint {
 }
 
 impl GgufCheckpoint {
+    /// Opens a GGUF file and reads its header.
+    ///
     /// # Errors
     /// `Config`, naming the file: not GGUF, truncated, one part of several, or an unsupported architecture.
     pub fn open(path: &Path) -> Result<Self> {
@@ -58,12 +61,12 @@ impl GgufCheckpoint {
         Ok(Self { file, metadata: Arc::new(metadata), config, entries })
     }
 
-    /// What `config.json` would say about this model.
+    /// The model's configuration in the form of Hugging Face's `config.json`.
     pub fn config(&self) -> &serde_json::Value {
         &self.config
     }
 
-    /// The file's metadata, which has the tokenizer and the chat template.
+    /// The metadata of the file, in which the tokenizer and the chat template are.
     pub fn metadata(&self) -> &Arc<GgufMetadata> {
         &self.metadata
     }
@@ -80,8 +83,7 @@ impl GgufCheckpoint {
         self.entries.get(name).map(|e| e.bytes.len())
     }
 
-    /// Writes a slice, which must be inside the tensor, to as many values of `out`, in the precision of a matrix of
-    /// `dtype`.
+    /// Writes the values of a slice, which must be inside the tensor, to `out`: in float32, rounded to `dtype`.
     pub(super) fn read_f32(
         &self,
         name: &str,
@@ -93,7 +95,8 @@ impl GgufCheckpoint {
         Some(self.file.read(entry.bytes.clone(), |bytes| entry.read_f32(bytes, slice, dtype, out)))
     }
 
-    /// `rows`, in Hugging Face's order, must be inside the tensor.
+    /// The digest of some rows of a tensor: [`digest_of_rows`]. `rows` are in Hugging Face's order, and must be inside
+    /// the tensor.
     pub(super) fn digest(&self, name: &str, rows: Range<usize>) -> Option<Result<u64>> {
         let entry = self.entries.get(name)?;
         let row_bytes = entry.row_bytes();
@@ -115,7 +118,7 @@ impl GgufCheckpoint {
         &self.file
     }
 
-    /// The same tensors in the file that has the path now.
+    /// The same tensors in the file that has this one's path now.
     ///
     /// # Errors
     /// As for [`MappedFile::reopened`].
@@ -138,8 +141,8 @@ impl Entry {
         cols / self.dtype.block_size() * self.dtype.type_size()
     }
 
-    /// De-quantises the slice row by row, from its blocks to where it is wanted; cut out of whole blocks if it starts
-    /// or ends inside one.
+    /// De-quantises a slice row by row from `bytes`, those of the whole tensor. Rows of whole blocks go straight to
+    /// `out`; where the slice cuts a block, they are de-quantised in whole blocks and copied.
     fn read_f32(&self, bytes: &[u8], slice: &Slice, dtype: WeightDtype, out: &mut [f32]) {
         assert_eq!(out.len(), slice.len(), "values of the slice");
         if slice.is_empty() {
@@ -165,14 +168,16 @@ impl Entry {
     }
 }
 
-/// Where llama.cpp's converter has put row `row` of a query or key projection: within each head, the two halves that
-/// Hugging Face's rotary embedding pairs (`i` with `i + head_dim / 2`) are interleaved (`2 i` with `2 i + 1`).
+/// The row of the file at which llama.cpp's converter has put row `row` of a query or key projection. Within each head
+/// it interleaves the two halves that Hugging Face's rotary embedding pairs: row `i` with row `i + head_dim / 2` become
+/// rows `2 i` and `2 i + 1`.
 fn interleaved_row(row: usize, head_dim: usize) -> usize {
     let (head, in_head) = (row / head_dim, row % head_dim);
     let (half, pair) = (in_head / (head_dim / 2), in_head % (head_dim / 2));
     head * head_dim + 2 * pair + half
 }
 
+/// The tensors of a GGUF file by their Hugging Face names, and the model's configuration.
 fn read_layout(
     content: &Content,
     file: &[u8],
@@ -187,7 +192,7 @@ fn read_layout(
     };
     let config = gguf_config::config(content, divisors.as_deref())?;
     let mut entries = BTreeMap::new();
-    // In order of name, so that a broken file gives the same error each time.
+    // In the order of their names, so that a broken file gives the same error each time.
     for (name, info) in content.tensor_infos.iter().collect::<BTreeMap<_, _>>() {
         let bytes = stored_range(name, info, content.tensor_data_offset, file.len())?;
         let Some(parameter) = gguf_config::parameter(name) else { continue };
@@ -201,7 +206,7 @@ fn read_layout(
     Ok((entries, config.json))
 }
 
-/// Bytes of a tensor in the file; its numbers come from the file and may be anything.
+/// Where the bytes of a tensor are in the file. The numbers come from the file, and may be anything.
 fn stored_range(
     name: &str,
     info: &TensorInfo,
@@ -210,7 +215,7 @@ fn stored_range(
 ) -> std::result::Result<Range<usize>, String> {
     let block = info.ggml_dtype.block_size();
     let dims = info.shape.dims();
-    // A vector is a column, so a quantised one, which no converter writes, is refused too.
+    // A vector is a column, so that a quantised one, which no converter writes, is refused as well.
     let cols = dims.iter().skip(1).try_fold(1usize, |n, &d| n.checked_mul(d));
     let Some(cols) = cols.filter(|cols| cols.is_multiple_of(block)) else {
         return Err(format!("rows of {name} {dims:?} are no whole number of {:?} blocks", info.ggml_dtype));

@@ -1,18 +1,18 @@
-//! GGUF's names translated to Hugging Face's: tensors, and metadata to what `config.json` would say, so that the model
-//! layer knows one vocabulary.
+//! Translation of GGUF to Hugging Face: the names of tensors, and metadata to the form of `config.json`, so that the
+//! rest of the server knows one vocabulary.
 
 use candle_core::quantized::gguf_file::{Content, Value};
 use serde_json::json;
 
-/// A model parameter stored in a GGUF file.
+/// The model's parameter that a tensor of a GGUF file is.
 #[derive(Debug, PartialEq)]
 pub(super) struct Parameter {
     pub hf_name: String,
-    /// Query or key projection: rotary embedding applies to its output rows.
+    /// Whether rotary embedding applies to its output rows: a query or key projection.
     pub is_rotated: bool,
 }
 
-/// What a GGUF file says of its model.
+/// The configuration of the model in a GGUF file.
 #[derive(Debug)]
 pub(super) struct GgufConfig {
     /// In the form of `config.json`, with `eos_token_id` as `generation_config.json` would have it.
@@ -22,7 +22,7 @@ pub(super) struct GgufConfig {
     pub interleaved: bool,
 }
 
-/// GGUF module of a block, the Hugging Face one, and whether it is rotated.
+/// The modules of a block: GGUF's name, Hugging Face's name, and whether rotary embedding applies to its output rows.
 const BLOCK_MODULES: [(&str, &str, bool); 11] = [
     ("attn_norm", "input_layernorm", false),
     ("attn_q", "self_attn.q_proj", true),
@@ -37,7 +37,7 @@ const BLOCK_MODULES: [(&str, &str, bool); 11] = [
     ("ffn_down", "mlp.down_proj", false),
 ];
 
-/// The parameter that a GGUF tensor is; none if it is something else (rotary frequencies, for example).
+/// The parameter that a GGUF tensor of this name is; `None` for other tensors, for example rotary frequencies.
 pub(super) fn parameter(gguf_name: &str) -> Option<Parameter> {
     let plain = |name: &str| Some(Parameter { hf_name: name.to_string(), is_rotated: false });
     match gguf_name {
@@ -54,13 +54,14 @@ pub(super) fn parameter(gguf_name: &str) -> Option<Parameter> {
         .then(|| Parameter { hf_name: format!("model.layers.{layer}.{module}.{kind}"), is_rotated })
 }
 
-/// Translates the metadata. `rope_divisors` are the values of the tensor `rope_freqs.weight`, if there is one.
+/// The configuration that the metadata describe. `rope_divisors` are the values of the tensor `rope_freqs.weight`, if
+/// there is one.
 pub(super) fn config(content: &Content, rope_divisors: Option<&[f32]>) -> Result<GgufConfig, String> {
     let m = Metadata::new(content)?;
     // llama.cpp rotates neighbouring rows for the architecture "llama" (to which its converter permutes the rows) and
     // the two halves of a head for the others.
     let (architecture, interleaved) = match m.arch {
-        // Mistral, under Llama's name, is Llama with a window.
+        // The converter names Mistral as Llama; only Mistral has a sliding window.
         "llama" if m.optional_int("attention.sliding_window")?.is_some() => ("MistralForCausalLM", true),
         "llama" => ("LlamaForCausalLM", true),
         "qwen2" => ("Qwen2ForCausalLM", false),
@@ -119,14 +120,14 @@ fn rope_scaling(m: &Metadata, divisors: Option<&[f32]>) -> Result<serde_json::Va
     })
 }
 
-/// The end-of-sequence token and the end-of-turn token: llama.cpp ends a generation at either.
+/// The tokens that end a generation, as in llama.cpp: the end-of-sequence token and the end-of-turn token.
 fn eos_token_ids(m: &Metadata) -> Result<Vec<u64>, String> {
     let mut ids: Vec<u64> = [m.token("eos_token_id")?, m.token("eot_token_id")?].into_iter().flatten().collect();
     ids.dedup();
     Ok(ids)
 }
 
-/// Typed access to the keys of one architecture.
+/// The metadata of a GGUF file, with typed access to the keys of its architecture.
 struct Metadata<'a> {
     content: &'a Content,
     arch: &'a str,
@@ -177,7 +178,7 @@ impl<'a> Metadata<'a> {
     fn optional_float(&self, name: &str) -> Result<Option<f64>, String> {
         match self.content.metadata.get(&self.key(name)) {
             None => Ok(None),
-            // By way of decimal digits: 1e-5 stored as float32 means 1e-5 in config.json.
+            // By way of decimal digits, because 1e-5 stored as float32 means the 1e-5 of config.json.
             Some(Value::F32(v)) => v.to_string().parse().map(Some).map_err(|_| format!("{name} is {v}")),
             Some(Value::F64(v)) => Ok(Some(*v)),
             Some(v) => Err(format!("{} is {v:?}, not a number", self.key(name))),

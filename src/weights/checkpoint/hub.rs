@@ -1,4 +1,4 @@
-//! Model files from the Hugging Face hub, through its cache on disk.
+//! Downloads model files from the Hugging Face hub into its cache on disk.
 
 use std::path::{Path, PathBuf};
 use std::sync::mpsc;
@@ -11,15 +11,15 @@ use hf_hub::{Cache, Repo, RepoType};
 use super::safetensors;
 use crate::error::{Error, Result};
 
-/// For the first answer. The client itself waits for minutes where packets vanish.
+/// Time limit for the hub's first answer. Where packets vanish, the client itself would wait for minutes.
 const FIRST_ANSWER: Duration = Duration::from_secs(15);
 
-/// Files to fetch where the repository has them; safetensors come on top.
+/// The files beside the safetensors that are fetched, where the repository has them.
 const SMALL_FILES: [&str; 5] =
     ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"];
 
-/// The directory with the files of `repo` at `revision`, downloaded if need be. Without the hub, what the cache has of
-/// that revision is taken if it is whole.
+/// The directory with the files of `repo` at `revision`, which are downloaded if need be. If the hub cannot be reached,
+/// what the cache has of the revision is taken, if it is whole.
 ///
 /// # Errors
 /// `Config`: the hub cannot be reached, has no such model, or a download broke off.
@@ -27,7 +27,7 @@ pub(super) fn snapshot(repo: &str, revision: &str) -> Result<PathBuf> {
     snapshot_by(ApiBuilder::from_env(), &Cache::from_env(), repo, revision)
 }
 
-/// [`snapshot`] with a client and the cache it downloads into.
+/// [`snapshot`] with a client of the hub, and the cache that it downloads into.
 fn snapshot_by(api: ApiBuilder, cache: &Cache, repo: &str, revision: &str) -> Result<PathBuf> {
     let api = api.with_retries(0).build().map_err(|e| unreachable(repo, &e.to_string()))?;
     let named = Repo::with_revision(repo.to_string(), RepoType::Model, revision.to_string());
@@ -35,7 +35,7 @@ fn snapshot_by(api: ApiBuilder, cache: &Cache, repo: &str, revision: &str) -> Re
         Ok(info) => info,
         Err(e) => return cached_snapshot(cache, named).ok_or_else(|| unreachable(repo, &e)),
     };
-    // All files by commit, so that a push to the branch between two downloads cannot mix two models.
+    // All files are asked for by commit, so that a push to the branch between two downloads cannot mix two models.
     let commit = Repo::with_revision(repo.to_string(), RepoType::Model, info.sha.clone());
     let dir = cache.repo(commit.clone()).pointer_path(&info.sha);
     let api = api.repo(commit);
@@ -49,7 +49,8 @@ fn snapshot_by(api: ApiBuilder, cache: &Cache, repo: &str, revision: &str) -> Re
     Ok(dir)
 }
 
-/// The files of a listing that serving needs. If there is one whole `model.safetensors`, shards are not taken.
+/// The files of a repository's listing that serving needs. If there is a whole `model.safetensors`, shards are left
+/// out.
 fn wanted<'a>(listing: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
     let files: Vec<&str> = listing.collect();
     let single = files.contains(&safetensors::SINGLE);
@@ -60,19 +61,20 @@ fn wanted<'a>(listing: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
     files.into_iter().filter(|file| SMALL_FILES.contains(file) || is_weight(file)).collect()
 }
 
-/// The repository's listing, or why there is none, within [`FIRST_ANSWER`].
+/// The repository's listing. Waits for at most [`FIRST_ANSWER`]; the error says why there is none.
 fn repo_info(api: &Api, repo: &Repo) -> std::result::Result<RepoInfo, String> {
     let (sender, receiver) = mpsc::channel();
     let repo = api.repo(repo.clone());
     // The thread may outlive this call by the client's own time limit; it holds nothing but its connection.
     std::thread::spawn(move || {
         let answer = repo.info().map_err(|e: ApiError| e.to_string());
-        // Nobody listens after the time limit.
+        // Nobody receives the answer after the time limit.
         let _ = sender.send(answer);
     });
     receiver.recv_timeout(FIRST_ANSWER).unwrap_or_else(|_| Err(format!("no answer in {} s", FIRST_ANSWER.as_secs())))
 }
 
+/// The directory of the cache with the files of `repo`, if they are whole.
 fn cached_snapshot(cache: &Cache, repo: Repo) -> Option<PathBuf> {
     let config = cache.repo(repo).get("config.json")?;
     let dir: &Path = config.parent()?;

@@ -1,5 +1,4 @@
-//! Read-only mapped files, whose pages can be given back, and which may be cut short or written to while they are
-//! mapped.
+//! Read-only mapped files. Others may cut them short or write to them while they are mapped.
 
 use std::fs::{File, Metadata};
 use std::ops::Range;
@@ -9,7 +8,7 @@ use std::path::{Path, PathBuf};
 use crate::error::{Error, Result};
 use crate::memory::BorrowedMap;
 
-/// A whole file mapped for reading.
+/// A whole file, mapped for reading.
 #[derive(Debug)]
 pub(super) struct MappedFile {
     path: PathBuf,
@@ -18,14 +17,16 @@ pub(super) struct MappedFile {
     opened: Stamp,
 }
 
-/// What the system says of a file's content: where it is the same, nobody has written to the file, as far as its clock
-/// can tell.
+/// What the system knows of a file's content. Between two equal stamps nobody has written to the file, as far as the
+/// resolution of the system's clock can tell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stamp {
+    /// Device and inode.
     file: (u64, u64),
     bytes: u64,
+    /// When the content was last written, in seconds and nanoseconds. The file's owner can set it.
     modified: (i64, i64),
-    /// When the inode last changed (seconds, nanoseconds); nobody can set it.
+    /// When the inode last changed, in seconds and nanoseconds. Nobody can set it.
     changed: (i64, i64),
 }
 
@@ -41,6 +42,8 @@ impl Stamp {
 }
 
 impl MappedFile {
+    /// # Errors
+    /// `Config` naming the file if it cannot be read.
     pub fn open(path: &Path) -> Result<Self> {
         let fail = |e: std::io::Error| Error::Config(format!("cannot read {}: {e}", path.display()));
         let file = File::open(path).map_err(fail)?;
@@ -49,10 +52,10 @@ impl MappedFile {
         Ok(Self { path: path.into(), file, map, opened })
     }
 
-    /// The file that has this one's path now, which must have as many bytes.
+    /// Opens the file that has this one's path now.
     ///
     /// # Errors
-    /// `DataLoss` if there is none.
+    /// `DataLoss` if there is none, or it has another size.
     pub fn reopened(&self) -> Result<Self> {
         let again = Self::open(&self.path).map_err(|e| Error::DataLoss(e.to_string()))?;
         if again.bytes() != self.bytes() {
@@ -65,23 +68,24 @@ impl MappedFile {
         self.map.bytes()
     }
 
-    /// Hands a part of it on to `use_bytes`, which finds zeros where the file was cut short.
+    /// Calls `use_bytes` with a part of the file. Where the file was cut short the bytes are zeros, and the result is
+    /// an error.
     ///
     /// # Errors
-    /// `DataLoss` if it was.
+    /// `DataLoss` if the file was cut short.
     pub fn read<T>(&self, part: Range<usize>, use_bytes: impl FnOnce(&[u8]) -> T) -> Result<T> {
         self.map.read(part, use_bytes).ok_or_else(|| self.lost("was cut short while it served"))
     }
 
-    /// As it was when it was opened.
+    /// The stamp of the file when it was opened.
     pub fn opened(&self) -> Stamp {
         self.opened
     }
 
-    /// As it is now.
+    /// The stamp of the file now.
     ///
     /// # Errors
-    /// `DataLoss` if it is shorter than what is mapped, or was when it was read.
+    /// `DataLoss` if the file is shorter than what is mapped, or was so when it was read.
     pub fn stamp(&self) -> Result<Stamp> {
         let now = self.file.metadata().map_err(|e| self.lost(&format!("cannot be read: {e}")))?;
         if self.map.is_lost() || now.len() < self.bytes() as u64 {
@@ -91,14 +95,15 @@ impl MappedFile {
         Ok(Stamp::of(&now))
     }
 
-    /// What to say of a file of which `what` is wrong. Its directory is no client's business.
+    /// The error for this file, of which `what` is wrong. It has the file's name only, because clients are not to learn
+    /// where models are.
     pub fn lost(&self, what: &str) -> Error {
         let name = self.path.file_name().unwrap_or_default().to_string_lossy();
         Error::DataLoss(format!("the checkpoint's file {name} {what}"))
     }
 
-    /// Gives the pages of this byte range back to the system. They stay in the page cache while there is room, and are
-    /// read again if they are used again.
+    /// Gives the mapped pages of a byte range back to the system. They stay in the page cache while there is room, and
+    /// are read again when they are used again.
     pub fn release(&self, range: Range<usize>) {
         self.map.release(range);
     }

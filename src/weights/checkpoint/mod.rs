@@ -1,4 +1,5 @@
-//! One face for both checkpoint formats: parameters by Hugging Face name, read as slices.
+//! Checkpoints on disk: found ([`ModelSource`]), opened, and read by parameter. Safetensors and GGUF have one
+//! interface, with Hugging Face's names, shapes and order of rows.
 
 mod digest;
 mod gguf;
@@ -22,7 +23,7 @@ pub use mapped::Stamp;
 pub use safetensors::SafetensorsCheckpoint;
 pub use source::{ModelFiles, ModelSource, TokenizerFiles};
 
-/// Weights on disk, mapped. Shared by all ranks: every method takes `&self`.
+/// The weights of a model in mapped files. All ranks share one, because every method takes `&self`.
 #[derive(Debug)]
 pub enum Checkpoint {
     Safetensors(SafetensorsCheckpoint),
@@ -30,7 +31,7 @@ pub enum Checkpoint {
 }
 
 impl Checkpoint {
-    /// Parameter names, ascending.
+    /// Names of the parameters, ascending.
     pub fn names(&self) -> Vec<&str> {
         match self {
             Self::Safetensors(c) => c.names().collect(),
@@ -42,7 +43,7 @@ impl Checkpoint {
         self.shape(name).is_ok()
     }
 
-    /// Full shape, in Hugging Face's order.
+    /// Shape of the whole parameter, with Hugging Face's order of dimensions.
     ///
     /// # Errors
     /// `Config` if there is no such parameter.
@@ -54,7 +55,10 @@ impl Checkpoint {
         shape.ok_or_else(|| missing(name))
     }
 
-    /// Bytes of the parameter as stored (quantised, for GGUF).
+    /// Bytes of the parameter as stored, which may be quantised in a GGUF file.
+    ///
+    /// # Errors
+    /// `Config` if there is no such parameter.
     pub fn stored_bytes(&self, name: &str) -> Result<usize> {
         let bytes = match self {
             Self::Safetensors(c) => c.stored_bytes(name),
@@ -63,9 +67,9 @@ impl Checkpoint {
         bytes.ok_or_else(|| missing(name))
     }
 
-    /// Hands the values of a slice, row-major, on to `use_values`, which finds zeros where a file was cut short.
-    /// Borrowed from the mapped file if whole rows of a safetensors file are asked for; otherwise a copy of the slice
-    /// (GGUF: in float32).
+    /// Calls `use_values` with the values of a slice, row-major. They are borrowed from the mapped file if they are
+    /// whole rows of a safetensors file, else a copy, which is float32 for GGUF. Where the file was cut short they are
+    /// zeros, and the result is an error.
     ///
     /// # Errors
     /// `Config` if there is no such parameter, or the slice is not inside it; `DataLoss` if the file was cut short.
@@ -82,7 +86,7 @@ impl Checkpoint {
         }
     }
 
-    /// Writes the values of a slice, row-major, to `out`: in float32 as a matrix of `dtype` would hold them.
+    /// Writes the values of a slice, row-major, to `out`: in float32, rounded to `dtype`.
     ///
     /// # Errors
     /// As [`Checkpoint::read`].
@@ -98,8 +102,8 @@ impl Checkpoint {
         .ok_or_else(|| missing(name))?
     }
 
-    /// A number that depends on the stored bytes of these rows and on nothing else; that of several parts is the
-    /// wrapping sum of theirs.
+    /// A digest of the stored bytes of some rows of a parameter. That of rows that are read in several parts is the
+    /// wrapping sum of the parts' digests.
     ///
     /// # Errors
     /// As [`Checkpoint::read`].
@@ -120,20 +124,20 @@ impl Checkpoint {
         }
     }
 
-    /// What the system said of the files when they were opened.
+    /// The stamp of each file when it was opened.
     pub fn opened(&self) -> Vec<Stamp> {
         self.files().iter().map(MappedFile::opened).collect()
     }
 
-    /// What the system says of the opened files now.
+    /// The stamp of each opened file now.
     ///
     /// # Errors
-    /// `DataLoss` naming one that was cut short.
+    /// `DataLoss` naming a file that was cut short.
     pub fn stamps(&self) -> Result<Vec<Stamp>> {
         self.files().iter().map(MappedFile::stamp).collect()
     }
 
-    /// What to say when a parameter is not what it was.
+    /// The error for a parameter whose stored bytes have changed since it was loaded.
     pub fn other_bytes(&self, name: &str) -> Error {
         let file = match self {
             Self::Safetensors(c) => c.file(name),
@@ -142,7 +146,7 @@ impl Checkpoint {
         file.map_or_else(|| missing(name), |file| file.lost(&format!("has other bytes in {name} than were loaded")))
     }
 
-    /// The same parameters in the files that have the paths now: for one that was cut short, and is whole again.
+    /// The same parameters in the files that have the paths now, after a file was cut short and has been restored.
     ///
     /// # Errors
     /// `DataLoss` if a file is not there, or has another size.
@@ -162,8 +166,8 @@ impl Checkpoint {
         Err(Error::Config(format!("{name} is {rows} by {cols}; it has no slice {slice:?}")))
     }
 
-    /// Gives the pages of a parameter that has been read back to the system, so that resident memory does not grow with
-    /// the file. It may be read again.
+    /// Gives the mapped pages of a parameter back to the system after it was read, so that resident memory does not
+    /// grow with the file. The parameter can be read again.
     pub fn release(&self, name: &str) {
         match self {
             Self::Safetensors(c) => c.release(name),
@@ -171,7 +175,7 @@ impl Checkpoint {
         }
     }
 
-    /// The part of a parameter that a rank reads, its shape checked.
+    /// The part of a parameter that a rank reads. Checks that the checkpoint has the parameter in the shape of `spec`.
     ///
     /// # Errors
     /// `Config` if the parameter is missing, has another shape than its spec, or cannot be divided.

@@ -1,4 +1,5 @@
-//! A Hugging Face directory's `model.safetensors`, or its shards with their index, mapped.
+//! The safetensors of a Hugging Face directory: one `model.safetensors`, or shards with their index. The files are
+//! mapped.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -11,28 +12,33 @@ use super::mapped::MappedFile;
 use crate::error::{Error, Result};
 use crate::weights::parameters::{Dtype, Slice, TensorData, matrix_shape};
 
+/// The file of a model that is not sharded.
 pub(super) const SINGLE: &str = "model.safetensors";
+/// The index of a model's shards.
 pub(super) const INDEX: &str = "model.safetensors.index.json";
 
+/// A tensor in one of the files.
 #[derive(Clone, Debug)]
 struct Entry {
+    /// The index of the file.
     file: usize,
     dtype: Dtype,
     shape: Vec<usize>,
-    /// In the file.
+    /// Where the tensor's bytes are in the file.
     bytes: Range<usize>,
 }
 
-/// Mapped safetensors files and where each tensor lies in them.
+/// Mapped safetensors files, and where each tensor is in them.
 #[derive(Debug)]
 pub struct SafetensorsCheckpoint {
     files: Vec<MappedFile>,
     entries: BTreeMap<String, Entry>,
 }
 
-/// `model.safetensors.index.json`.
+/// The content of `model.safetensors.index.json`.
 #[derive(serde::Deserialize)]
 struct Index {
+    /// The file name of a tensor's shard, by the tensor's name.
     weight_map: BTreeMap<String, String>,
 }
 
@@ -40,8 +46,8 @@ impl SafetensorsCheckpoint {
     /// Opens `model.safetensors`, or all shards that `model.safetensors.index.json` names.
     ///
     /// # Errors
-    /// `Config`, naming the file: none of the two, a bad index, a missing or truncated shard, an element type that is
-    /// not a float of 16 or 32 bits.
+    /// `Config`, naming the file: neither of the two is there, a bad index, a missing or truncated shard, an element
+    /// type that is not a float of 16 or 32 bits.
     pub fn open(dir: &Path) -> Result<Self> {
         let mut checkpoint = Self { files: Vec::new(), entries: BTreeMap::new() };
         if dir.join(SINGLE).exists() {
@@ -115,7 +121,7 @@ impl SafetensorsCheckpoint {
         self.entries.get(name).map(|e| e.bytes.len())
     }
 
-    /// `slice` must be inside the tensor.
+    /// Calls `use_values` with the values of a slice, which must be inside the tensor.
     pub(super) fn read<T>(
         &self,
         name: &str,
@@ -128,7 +134,7 @@ impl SafetensorsCheckpoint {
         Some(self.files[entry.file].read(entry.bytes.clone(), use_bytes))
     }
 
-    /// `rows` must be inside the tensor.
+    /// The digest of some rows, which must be inside the tensor: [`digest_of_rows`].
     pub(super) fn digest(&self, name: &str, rows: Range<usize>) -> Option<Result<u64>> {
         let entry = self.entries.get(name)?;
         let (_, cols) = matrix_shape(&entry.shape);
@@ -137,7 +143,7 @@ impl SafetensorsCheckpoint {
         Some(self.files[entry.file].read(part, |bytes| digest_of_rows(bytes, row_bytes, rows)))
     }
 
-    /// The file that a tensor lies in.
+    /// The file that a tensor is in.
     pub(super) fn file(&self, name: &str) -> Option<&MappedFile> {
         self.entries.get(name).map(|entry| &self.files[entry.file])
     }

@@ -1,4 +1,4 @@
-//! Where a model comes from: a directory, a GGUF file, or the hub.
+//! Where the files of a model come from: a directory, a GGUF file, or the hub.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -27,33 +27,35 @@ pub enum ModelSource {
 /// The opened files of a model.
 #[derive(Debug)]
 pub struct ModelFiles {
-    /// The last part of the path, without `.gguf`; or `org/name`.
+    /// The model's name: the last part of its path, without `.gguf`, or `org/name` on the hub.
     pub name: String,
-    /// `config.json`, or what it would say for a GGUF file.
+    /// The content of `config.json`, or the configuration of a GGUF file in the same form.
     pub config: Value,
-    /// `generation_config.json`, if there is one.
+    /// The content of `generation_config.json`, if there is one.
     pub generation_config: Option<Value>,
     pub tokenizer: TokenizerFiles,
     pub checkpoint: Checkpoint,
 }
 
-/// What a tokenizer is made from.
+/// The files that the model's tokenizer is made from.
 #[derive(Clone, Debug)]
 pub enum TokenizerFiles {
     HuggingFace {
         tokenizer_json: PathBuf,
         tokenizer_config_json: Option<PathBuf>,
-        /// `chat_template.jinja`; it takes precedence over the one in tokenizer_config.json.
+        /// `chat_template.jinja`, which takes precedence over the template in tokenizer_config.json.
         chat_template: Option<PathBuf>,
     },
+    /// The metadata of a GGUF file.
     Gguf(Arc<GgufMetadata>),
 }
 
 impl ModelSource {
-    /// Tells the three kinds apart. What exists, or starts with `.`, `/` or `~`, or ends in `.gguf`, is a path.
+    /// Reads the value of `--model`. It is a path if it exists, starts with `.`, `/` or `~`, or ends in `.gguf`; else
+    /// it names a repository of the hub.
     ///
     /// # Errors
-    /// `Config` if it looks like a path but there is no such file, or like nothing at all.
+    /// `Config` if there is no file at the path, or the value is neither a path nor the name of a repository.
     pub fn parse(model: &str) -> Result<Self> {
         let path = Path::new(model);
         let is_gguf = path.extension().is_some_and(|e| e.eq_ignore_ascii_case("gguf"));
@@ -132,7 +134,7 @@ fn read_json(path: &Path) -> Result<Value> {
     serde_json::from_str(&text).map_err(|e| fail(format!("not JSON: {e}")))
 }
 
-/// The last part of the path; of `.` and the like, of what they stand for.
+/// The last part of a path. A path like `.` is resolved first.
 fn file_name(path: &Path) -> String {
     let full = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
     full.file_name().map_or_else(|| full.display().to_string(), |name| name.to_string_lossy().into_owned())

@@ -1,4 +1,4 @@
-//! Readers against matrices kept in memory.
+//! Checkpoints, compared with matrices in memory.
 
 mod formats;
 mod gguf;
@@ -30,12 +30,12 @@ fn as_f32(data: TensorData<'_>) -> Vec<f32> {
     data.into_f32().into_owned()
 }
 
-/// Values that float16 and bfloat16 hold exactly.
+/// `n` random values that float16 and bfloat16 represent exactly.
 fn random_values(rng: &mut StdRng, n: usize) -> Vec<f32> {
     (0..n).map(|_| rng.random_range(-128i32..128) as f32 / 16.0).collect()
 }
 
-/// Row-major `slice` of a matrix of `cols` columns.
+/// The values of a slice of a row-major matrix with `cols` columns.
 fn slice_of(values: &[f32], cols: usize, slice: &Slice) -> Vec<f32> {
     let rows = slice.rows.clone();
     rows.flat_map(|row| slice.cols.clone().map(move |col| values[row * cols + col])).collect()

@@ -1,4 +1,4 @@
-//! Adapters against the definition; what a manifest can have wrong.
+//! Adapters, merged on every instruction set and compared with PEFT, and adapters that must be refused.
 
 mod manifest;
 mod peft;
@@ -30,7 +30,7 @@ impl Push {
         self.values.push(values);
     }
 
-    /// With values that are all different.
+    /// Adds tensors of random values.
     fn random(mut self, rng: &mut StdRng, dtype: Dtype, tensors: &[(&str, &[usize])]) -> Self {
         for (name, shape) in tensors {
             let name = format!("base_model.model.{name}");

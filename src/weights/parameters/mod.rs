@@ -1,4 +1,5 @@
-//! All parameters of a model: what a push is checked against.
+//! The parameters of a model: their names and shapes ([`ParamSpec`]), how they are divided among ranks ([`ShardRule`]),
+//! and values of them ([`TensorData`]).
 
 mod partition;
 mod shard;
@@ -13,10 +14,11 @@ pub use shard::{ParamSpec, ShardRule, Slice, head_range, matrix_shape};
 pub(in crate::weights) use tensor::slice_of_bytes;
 pub use tensor::{Dtype, TensorData};
 
-/// The parameters in the model's order, and how they serve.
+/// All parameters of a model in the model's order, and how they serve. Pushes are checked against them.
 #[derive(Clone, Debug)]
 pub struct Parameters {
     specs: Vec<ParamSpec>,
+    /// The index in `specs` by the parameter's name.
     index: HashMap<String, usize>,
     dtype: Dtype,
     world: usize,
@@ -24,8 +26,8 @@ pub struct Parameters {
 }
 
 impl Parameters {
-    /// `dtype`: in which they serve, `F32` or `Bf16`. `world`: ranks that share them. `tied_head`: the head is the
-    /// embedding, so `lm_head.weight` is another name of `model.embed_tokens.weight`.
+    /// Parameters that serve in `dtype`, which is `F32` or `Bf16`, on `world` ranks. With `tied_head` the head is the
+    /// embedding: `lm_head.weight` is another name of `model.embed_tokens.weight`, and no parameter of its own.
     pub fn new(specs: Vec<ParamSpec>, dtype: Dtype, world: usize, tied_head: bool) -> Self {
         let index = specs.iter().enumerate().map(|(i, spec)| (spec.name.clone(), i)).collect();
         Self { specs, index, dtype, world, tied_head }
@@ -43,23 +45,28 @@ impl Parameters {
         self.specs.is_empty()
     }
 
+    /// The parameter of this name.
     pub fn get(&self, name: &str) -> Option<&ParamSpec> {
         self.index.get(name).map(|&i| &self.specs[i])
     }
 
+    /// The dtype in which the parameters serve: `F32` or `Bf16`.
     pub fn dtype(&self) -> Dtype {
         self.dtype
     }
 
+    /// How many tensor-parallel ranks share the parameters.
     pub fn world(&self) -> usize {
         self.world
     }
 
+    /// Whether the head is the embedding.
     pub fn tied_head(&self) -> bool {
         self.tied_head
     }
 
-    /// Bytes of a parameter in the serving dtype, as all ranks hold it together.
+    /// Bytes that a parameter takes in the serving dtype on all ranks together. Parts that several ranks hold count for
+    /// each.
     ///
     /// # Errors
     /// `Config` if the parameter cannot be divided among the ranks.

@@ -1,11 +1,11 @@
-//! One rank's share of a tensor-parallel model, as layers see it.
+//! Which share of a tensor-parallel model a rank has, as the model's layers see it.
 
 use rollout_kernels::reduction_leaves;
 
 use super::{ParamSpec, Slice};
 use crate::error::Result;
 
-/// Which rank of how many. Layers hand it to the shard rules and never look inside.
+/// One rank among all. Layers hand it to the shard rules, and never look at the rank's number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Partition {
     rank: usize,
@@ -13,6 +13,8 @@ pub struct Partition {
 }
 
 impl Partition {
+    /// Rank `rank` of `world`.
+    ///
     /// # Panics
     /// If `rank >= world`.
     pub fn new(rank: usize, world: usize) -> Self {
@@ -23,12 +25,12 @@ impl Partition {
     /// The part of a parameter that this rank holds.
     ///
     /// # Errors
-    /// `Config` if the parameter cannot be divided like this.
+    /// `Config` if the parameter cannot be divided among the ranks.
     pub fn slice(self, spec: &ParamSpec) -> Result<Slice> {
         spec.slice(self.rank, self.world)
     }
 
-    /// Whether no rank before this one holds the same part of a parameter.
+    /// Whether no rank with a lower number holds the same part of a parameter.
     ///
     /// # Errors
     /// As for [`Partition::slice`].
@@ -37,20 +39,24 @@ impl Partition {
         Ok(self.rank == 0 || spec.slice(self.rank - 1, self.world)? != part)
     }
 
-    /// An even part of `len`, which the world divides (the configuration was checked).
+    /// How many of `len` items this rank has if they are divided evenly.
+    ///
+    /// # Panics
+    /// If `len` is not a multiple of the number of ranks, which the check of the configuration excludes.
     pub fn share(self, len: usize) -> usize {
         assert!(len.is_multiple_of(self.world), "{len} is not divided by {}", self.world);
         len / self.world
     }
 
-    /// How many of `heads` this rank holds: an even part, or one that it shares where there are fewer heads than ranks.
+    /// How many of `heads` attention heads this rank holds: an even part, or one that it shares with other ranks where
+    /// there are fewer heads than ranks.
     pub fn heads(self, heads: usize) -> usize {
         (heads / self.world).max(1)
     }
 
-    /// Into how many leaves this rank cuts its part of a reduction of length `len`, which the world divides: its share
-    /// of those of the whole. Where the world does not divide them the tree cannot be the same as on a single rank, and
-    /// each rank has one of its own.
+    /// How many leaves of its reduction tree a sum of `len` terms has on this rank, which has an even part of the
+    /// terms. If the leaves of the whole sum can be divided among the ranks they are, and the result has the same bits
+    /// on any number of ranks; else each rank has a tree of its own.
     pub fn leaves(self, len: usize) -> usize {
         let whole = reduction_leaves(len);
         if whole.is_multiple_of(self.world) { whole / self.world } else { reduction_leaves(self.share(len)) }

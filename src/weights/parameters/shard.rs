@@ -1,7 +1,7 @@
-//! Which part of a parameter a tensor-parallel rank holds.
+//! The division of parameters among tensor-parallel ranks.
 //!
-//! A rule travels with the parameter ([`ParamSpec`]); checkpoint load and every kind of push go through
-//! [`ShardRule::slice`], so that no transport can shard differently from another.
+//! Each parameter carries its rule ([`ParamSpec`]). Loading a checkpoint and every kind of push go through
+//! [`ShardRule::slice`], so that no two of them can divide a parameter in different ways.
 
 use std::ops::Range;
 
@@ -12,33 +12,35 @@ use crate::error::{Error, Result};
 pub enum ShardRule {
     /// Every rank holds the whole.
     Replicated,
-    /// Dimension 0 split evenly (vocabulary, gate and up projections and their biases).
+    /// Dimension 0 is split evenly: vocabulary, gate and up projections and their biases.
     Rows,
-    /// Dimension 0 split by whole heads of `head_dim` rows. With fewer heads than ranks (keys and values), rank `r` of
-    /// `w` holds the one head `r * heads / w`, so each head is on `w / heads` neighbouring ranks.
+    /// Dimension 0 is split by whole attention heads of `head_dim` rows. With fewer heads than ranks, as keys and
+    /// values may have, rank `r` of `w` holds the one head `r * heads / w`, so that each head is on `w / heads` ranks
+    /// in a row.
     Heads { heads: usize, head_dim: usize },
-    /// Dimension 1 split evenly (output and down projections).
+    /// Dimension 1 is split evenly: output and down projections.
     Columns,
 }
 
-/// A rectangle of a parameter seen as a matrix: dimension 0 by all the others (a vector is one column).
+/// A rectangle of a parameter, which is seen as a matrix of dimension 0 by all other dimensions. A vector has one
+/// column.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Slice {
     pub rows: Range<usize>,
     pub cols: Range<usize>,
 }
 
-/// A parameter's identity: its Hugging Face name, its full shape, and how it is sharded.
+/// A parameter of the model: its Hugging Face name, its whole shape, and how it is divided among ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ParamSpec {
-    /// For example `model.layers.0.self_attn.q_proj.weight`.
+    /// The name, for example `model.layers.0.self_attn.q_proj.weight`.
     pub name: String,
     /// The shape of the whole parameter; a linear weight is `[out_features, in_features]`.
     pub shape: Vec<usize>,
     pub shard: ShardRule,
 }
 
-/// Dimension 0, and the product of the others.
+/// The rows and columns of a parameter of this shape: dimension 0, and the product of all other dimensions.
 pub fn matrix_shape(shape: &[usize]) -> (usize, usize) {
     match shape {
         [] => (1, 1),
@@ -53,7 +55,7 @@ impl Slice {
         Self { rows: 0..rows, cols: 0..cols }
     }
 
-    /// Number of elements.
+    /// How many elements the slice has.
     pub fn len(&self) -> usize {
         self.rows.len() * self.cols.len()
     }
@@ -86,7 +88,8 @@ impl ShardRule {
             Self::Heads { heads, head_dim } => {
                 if heads * head_dim != whole.rows.end {
                     return Err(Error::Config(format!(
-                        "shape {shape:?} is not {heads} heads of {head_dim} rows; the checkpoint and config.json disagree"
+                        "shape {shape:?} is not {heads} heads of {head_dim} rows; the checkpoint and config.json \
+                         disagree"
                     )));
                 }
                 let heads = head_range(heads, rank, world)?;
@@ -101,13 +104,17 @@ impl ParamSpec {
         Self { name: name.into(), shape: shape.into(), shard }
     }
 
-    /// [`ShardRule::slice`] of this parameter; the error names it.
+    /// The part of this parameter that rank `rank` of `world` holds.
+    ///
+    /// # Errors
+    /// As for [`ShardRule::slice`], with the parameter's name.
     pub fn slice(&self, rank: usize, world: usize) -> Result<Slice> {
         self.shard.slice(&self.shape, rank, world).map_err(|e| Error::Config(format!("{}: {e}", self.name)))
     }
 }
 
-/// Heads of rank `rank` of `world`: an even part, or the one shared head if there are fewer heads than ranks.
+/// The attention heads of rank `rank` of `world`: an even part of `heads`, or one that neighbouring ranks share if
+/// there are fewer heads than ranks.
 ///
 /// # Errors
 /// `Config` unless `heads` is a multiple of `world` or `world` of `heads`.
@@ -123,6 +130,7 @@ pub fn head_range(heads: usize, rank: usize, world: usize) -> Result<Range<usize
     Ok(rank * part..(rank + 1) * part)
 }
 
+/// The indices of rank `rank` if `len` of them are divided evenly. `what` they are called in errors.
 fn even_part(len: usize, rank: usize, world: usize, what: &str, shape: &[usize]) -> Result<Range<usize>> {
     if !len.is_multiple_of(world) {
         return Err(Error::Config(format!(

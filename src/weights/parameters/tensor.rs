@@ -1,4 +1,4 @@
-//! Values of a tensor as read from a checkpoint: borrowed from the mapped file where possible.
+//! Values of a tensor in the dtype in which they are stored: borrowed from the stored bytes where possible.
 
 use std::borrow::Cow;
 
@@ -18,7 +18,8 @@ pub enum TensorData<'a> {
 }
 
 impl<'a> TensorData<'a> {
-    /// The slice of a row-major matrix with `cols` columns stored as little-endian bytes. Whole rows are borrowed.
+    /// The values of a slice of a row-major matrix with `cols` columns, whose elements are stored in `bytes`,
+    /// little-endian. They are borrowed if the slice is whole rows and the bytes are aligned, else copied.
     ///
     /// # Panics
     /// If the slice is not inside the matrix.
@@ -51,7 +52,7 @@ impl<'a> TensorData<'a> {
         self.len() == 0
     }
 
-    /// As the kernels take them.
+    /// The values as the kernels take them.
     pub fn as_rows(&self) -> WeightRows<'_> {
         match self {
             Self::F32(values) => WeightRows::F32(values),
@@ -60,7 +61,7 @@ impl<'a> TensorData<'a> {
         }
     }
 
-    /// As float32; exact for every stored type, and free for float32.
+    /// The values in float32: exact for every dtype, and without a copy for float32.
     pub fn into_f32(self) -> Cow<'a, [f32]> {
         match self {
             Self::F32(v) => v,
@@ -69,7 +70,7 @@ impl<'a> TensorData<'a> {
         }
     }
 
-    /// As bfloat16, rounded to nearest even as PyTorch does; free for bfloat16.
+    /// The values in bfloat16: rounded to nearest, ties to even, as PyTorch does, and without a copy for bfloat16.
     pub fn into_bf16(self) -> Cow<'a, [bf16]> {
         match self {
             Self::F32(v) => v.iter().map(|&x| bf16::from_f32(x)).collect(),
@@ -79,8 +80,9 @@ impl<'a> TensorData<'a> {
     }
 }
 
-/// A stored element type.
+/// The Rust type of the elements of a [`Dtype`].
 pub(in crate::weights) trait Element: Copy + 'static {
+    /// The element that these little-endian bytes are.
     fn from_le(bytes: &[u8]) -> Self;
     fn data(values: Cow<'_, [Self]>) -> TensorData<'_>;
 }
@@ -112,7 +114,7 @@ impl Element for bf16 {
     }
 }
 
-/// [`TensorData::of_bytes`] of a known type.
+/// The elements of a slice of a row-major matrix: [`TensorData::of_bytes`] for a dtype that is known in advance.
 pub(in crate::weights) fn slice_of_bytes<'a, T: Element>(bytes: &'a [u8], cols: usize, slice: &Slice) -> Cow<'a, [T]> {
     let row_bytes = cols * size_of::<T>();
     let rows = &bytes[slice.rows.start * row_bytes..slice.rows.end * row_bytes];
@@ -127,7 +129,7 @@ pub(in crate::weights) fn slice_of_bytes<'a, T: Element>(bytes: &'a [u8], cols: 
     Cow::Owned(out)
 }
 
-/// Little-endian bytes as elements: borrowed where alignment and byte order allow.
+/// Elements that are stored in little-endian bytes: borrowed where alignment and byte order allow it, else copied.
 fn elements<T: Element>(bytes: &[u8]) -> Cow<'_, [T]> {
     // SAFETY: `Element` is implemented for f32, f16 and bf16 only, of which every bit pattern is a valid value.
     let (before, aligned, after) = unsafe { bytes.align_to::<T>() };

@@ -1,4 +1,4 @@
-//! Every shard rule against the whole.
+//! Every shard rule: the parts of all ranks make up the whole.
 
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};

@@ -1,4 +1,4 @@
-//! Directories below `--weights-dir`: adapters and checkpoints that a trainer has saved.
+//! Pushes from a directory below `--weights-dir`, in which a trainer has saved an adapter or a checkpoint.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -12,32 +12,34 @@ use super::{TensorEntry, UpdateKind};
 use crate::error::{Error, Result};
 use crate::weights::Dtype;
 
+/// The field of the push that errors name.
 const FIELD: &str = "source.directory";
 const ADAPTER_CONFIG: &str = "adapter_config.json";
 const ADAPTER: &str = "adapter_model.safetensors";
-/// Each stays open until it is read; a process has about a thousand in all.
+/// Most files of a directory. Each stays open until it is read, and a process can have about a thousand files open.
 const MAX_FILES: usize = 512;
-/// Some hundred bytes a tensor.
+/// Most bytes of a safetensors header, which takes some hundred for each tensor.
 const MAX_HEADER_BYTES: u64 = 16 << 20;
+/// Most bytes of an `adapter_config.json`.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
-/// The system's own limit, known before the path is echoed.
+/// Most bytes of a path: the system's own limit, checked here because errors repeat the path.
 const MAX_PATH_BYTES: usize = 4096;
 
-/// What a directory brings.
+/// The push that a directory contains.
 pub(super) struct Directory {
     pub files: Vec<SourceFile>,
     pub tensors: Vec<TensorEntry>,
-    /// Index of each tensor's file.
+    /// The index in `files` of each tensor's file.
     pub places: Vec<usize>,
-    /// The text of `adapter_config.json`; empty unless the push is LORA.
+    /// The text of `adapter_config.json`. Empty unless the push is LORA.
     pub adapter_config: String,
 }
 
-/// Opens a directory's files and reads what they declare.
+/// Opens the files of a directory and reads what they declare.
 ///
 /// # Errors
-/// `InvalidArgument` on `source.directory` if the server has no such directory to read from, the path leads out of it
-/// or a file in it is not what it should be; `NotFound`.
+/// `InvalidArgument` on `source.directory` if the server reads from no directory, the path is outside of it, or a file
+/// is not what it should be; `NotFound`.
 pub(super) fn open(kind: UpdateKind, path: &str, weights_dir: Option<&Path>) -> Result<Directory> {
     let weights_dir = weights_dir.ok_or_else(|| {
         refuse("this server reads weights from no directory; start it with --weights-dir".to_string())
@@ -65,12 +67,12 @@ fn refuse(message: impl Into<String>) -> Error {
     Error::invalid(FIELD, message)
 }
 
-/// Why `path` cannot be opened.
+/// The error for a path that cannot be opened.
 fn cannot_open(path: &Path, error: &std::io::Error) -> Error {
     let path = path.display();
     match error.kind() {
         ErrorKind::NotFound => Error::NotFound(format!("{path} does not exist below --weights-dir")),
-        // The refusal of cap-std; one of the system has a number.
+        // cap-std refuses without an error number of the system.
         ErrorKind::PermissionDenied if error.raw_os_error().is_none() => {
             refuse(format!("{path} leads out of --weights-dir"))
         }
@@ -78,7 +80,7 @@ fn cannot_open(path: &Path, error: &std::io::Error) -> Error {
     }
 }
 
-/// The path as seen from `weights_dir`.
+/// The path that a push names, relative to `weights_dir`.
 fn relative(path: &str, weights_dir: &Path) -> Result<PathBuf> {
     let given = Path::new(path);
     if path.len() > MAX_PATH_BYTES {
@@ -97,7 +99,7 @@ fn relative(path: &str, weights_dir: &Path) -> Result<PathBuf> {
     inside.map(|inside| Path::new(".").join(inside)).map_err(|_| refuse(format!("{path} is outside --weights-dir")))
 }
 
-/// All `*.safetensors` of a directory, by name.
+/// The paths of all `*.safetensors` of a directory, in the order of their names.
 fn safetensors_of(root: &Dir, path: &Path) -> Result<Vec<PathBuf>> {
     let mut names = Vec::new();
     for entry in root.read_dir(path).map_err(|e| cannot_open(path, &e))? {
@@ -118,7 +120,7 @@ fn safetensors_of(root: &Dir, path: &Path) -> Result<Vec<PathBuf>> {
 
 fn open_file(root: &Dir, path: &Path) -> Result<SourceFile> {
     let mut options = OpenOptions::new();
-    // Not to wait for the other end of a pipe.
+    // Opening a pipe must not wait for its other end.
     options.read(true).custom_flags(libc::O_NONBLOCK);
     let file = root.open_with(path, &options).map_err(|e| cannot_open(path, &e))?;
     SourceFile::new(FIELD, &path.display().to_string(), file.into_std())

@@ -1,4 +1,4 @@
-//! Files that tensors are read from.
+//! Files that the tensors of a push are read from.
 
 use std::fmt::Display;
 use std::fs::File;
@@ -9,10 +9,10 @@ use super::regular::check_regular;
 use super::shared_memory::Segment;
 use crate::error::{Error, Result};
 
-/// An open file of tensors, which its owner may cut short at any time.
+/// An open file with tensors of a push. Its owner may cut it short at any time.
 #[derive(Debug)]
 pub(super) struct SourceFile {
-    /// As the sender names it.
+    /// The file's name as the sender gives it.
     name: String,
     bytes: u64,
     access: Access,
@@ -25,7 +25,7 @@ enum Access {
 }
 
 impl SourceFile {
-    /// A file that is read.
+    /// A file whose bytes are read.
     ///
     /// # Errors
     /// `InvalidArgument` on `field` unless it is a regular file.
@@ -47,8 +47,10 @@ impl SourceFile {
         self.bytes
     }
 
+    /// Checks that a tensor of `bytes` bytes from `offset` on is inside the file.
+    ///
     /// # Errors
-    /// `InvalidArgument` if `bytes` of `tensor` from `offset` on are not inside.
+    /// `InvalidArgument` naming `tensor` if it is not.
     pub fn check(&self, tensor: &str, offset: u64, bytes: usize) -> Result<()> {
         if offset.checked_add(bytes as u64).is_some_and(|end| end <= self.bytes) {
             return Ok(());
@@ -62,10 +64,10 @@ impl SourceFile {
         ))
     }
 
-    /// Fills `out` with what is at `offset`.
+    /// Fills `out` with the bytes at `offset`, which [`SourceFile::check`] has let pass.
     ///
     /// # Errors
-    /// `DataLoss` naming `what` if the file cannot give it any more.
+    /// `DataLoss` naming `what` if the file can no longer give them.
     pub fn read(&self, what: &str, offset: u64, out: &mut [u8]) -> Result<()> {
         match &self.access {
             Access::Read(file) => file.read_exact_at(out, offset).map_err(|e| self.lost(what, offset, out.len(), &e)),
@@ -75,7 +77,8 @@ impl SourceFile {
         }
     }
 
-    /// Hands `bytes` at `offset` on to `use_bytes`: where they are mapped, else read into `room`.
+    /// Calls `use_bytes` with the `bytes` bytes at `offset`, which [`SourceFile::check`] has let pass: where they are
+    /// mapped, or else read into `room`.
     ///
     /// # Errors
     /// As for [`SourceFile::read`].
@@ -98,7 +101,7 @@ impl SourceFile {
         }
     }
 
-    /// At what [`SourceFile::check`] has let pass.
+    /// Calls `use_bytes` with the `bytes` bytes at `offset` of a mapped segment.
     fn look<T>(
         &self,
         segment: &Segment,

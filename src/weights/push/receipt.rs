@@ -175,8 +175,8 @@ impl Receipt {
         }
         if piece.start != stream.done() && piece.len() as u64 > room {
             return Err(Error::ResourceExhausted(format!(
-                "tensor {name:?}: bytes {}.. come before those from {} on, and there is no room to keep them; send each \
-                 tensor from its beginning to its end",
+                "tensor {name:?}: bytes {}.. come before those from {} on, and there is no room to keep them; send \
+                 each tensor from its beginning to its end",
                 piece.start,
                 stream.done()
             )));

@@ -356,8 +356,8 @@ impl InPlace {
         let kept = self.kept + receipt.bytes() as u64;
         if kept > limit {
             return Err(Error::ResourceExhausted(format!(
-                "tensor {name:?} is begun while others are not whole; in place, {} are set aside for them: send one after \
-                 the other",
+                "tensor {name:?} is begun while others are not whole; in place, {} are set aside for them: send one \
+                 after the other",
                 human_bytes(limit)
             )));
         }

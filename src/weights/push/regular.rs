@@ -1,10 +1,10 @@
-//! Files that are files: no directory, pipe or device, however a client names it.
+//! A check that a file that a client has named is a regular one: no directory, pipe or device.
 
 use std::fs::{File, Metadata};
 
 use crate::error::{Error, Result};
 
-/// The metadata of an open file, which `field` of the push calls `name`.
+/// The metadata of an open file. `field` of the push has named it `name`.
 ///
 /// # Errors
 /// `InvalidArgument` on `field` unless it is a regular file.

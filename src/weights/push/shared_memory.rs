@@ -1,4 +1,4 @@
-//! Segments below `/dev/shm`, which a client on the same machine writes and removes.
+//! Segments of shared memory: files below `/dev/shm` that a client on the same machine writes and removes.
 
 use std::fs::{File, Metadata, OpenOptions};
 use std::io::ErrorKind;
@@ -10,13 +10,14 @@ use super::regular::check_regular;
 use crate::error::{Error, Result};
 use crate::memory::{BorrowedMap, Identity};
 
+/// The field of the push that errors name.
 const FIELD: &str = "source.shared_memory";
-/// The beginning of the names that clients give their segments. What else lies below `/dev/shm` is other programs'.
+/// The beginning of the names that clients give their segments. Other files below `/dev/shm` belong to other programs.
 const PREFIX: &str = "rollout-";
-/// The system's own limit, known before the name is echoed.
+/// Most bytes of a segment's name: the system's own limit, checked here because errors repeat the name.
 const MAX_NAME_BYTES: usize = 255;
 
-/// A segment, mapped.
+/// A mapped segment.
 #[derive(Debug)]
 pub(super) struct Segment {
     file: File,
@@ -34,41 +35,42 @@ impl Segment {
         Ok(Self { file, metadata, map })
     }
 
-    /// Whether it is the whole of the file that has `metadata`.
+    /// Whether this segment maps the whole of the file that has `metadata`.
     fn is(&self, metadata: &Metadata) -> bool {
         let identity = |metadata: &Metadata| (metadata.dev(), metadata.ino(), metadata.len());
         !self.map.is_lost() && identity(&self.metadata) == identity(metadata)
     }
 
-    /// Whether its owner has removed it, so that its memory waits for this process alone.
+    /// Whether the segment's owner has removed it, so that only this process keeps its memory in use.
     fn is_removed(&self) -> bool {
         self.file.metadata().map_or(true, |metadata| metadata.nlink() == 0)
     }
 }
 
-/// The segment of the last push, which stays mapped for the next: faults on all its pages would cost what reading them
-/// does.
+/// The segments that clients name. That of the last push stays mapped for the next, because page faults on all of a new
+/// mapping would cost as much as reading it.
 #[derive(Debug, Default)]
 pub struct Segments {
     kept: Mutex<Option<Arc<Segment>>>,
 }
 
 impl Segments {
-    /// Lets go of what is kept.
+    /// Unmaps the segment that is kept, if any.
     pub fn release(&self) {
         self.kept().take();
     }
 
-    /// Lets go of what is kept if its owner has removed it.
+    /// Unmaps the segment that is kept if its owner has removed it.
     pub fn release_removed(&self) {
         self.kept().take_if(|segment| segment.is_removed());
     }
 
-    /// Opens a segment for reading, and keeps it instead of the one before.
+    /// Opens a segment for reading, and keeps it in place of the last one.
     ///
     /// # Errors
-    /// `InvalidArgument` for a name that clients do not give, a link or what is no regular file; `NotFound`, also for a
-    /// segment of another user who has not let this process's user read it: root is not to read it for a client.
+    /// `InvalidArgument` if the name is not one that clients give, or is that of a link or of anything but a regular
+    /// file. `NotFound` if there is no such file, or its owner does not let this process's user read it; so a server
+    /// that runs as root does not read for a client what the client could not.
     pub(super) fn open(&self, name: &str) -> Result<Arc<Segment>> {
         let file = open(name)?;
         let metadata = check_regular(FIELD, name, &file)?;
@@ -105,7 +107,7 @@ fn open(name: &str) -> Result<File> {
         let what = format!("{name:?} is not the name of a segment below /dev/shm; those start with {PREFIX:?}");
         return Err(Error::invalid(FIELD, what));
     }
-    // Not to be led elsewhere by a link, nor to wait for the other end of a pipe.
+    // A link must not lead elsewhere, and opening a pipe must not wait for its other end.
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let path = Path::new("/dev/shm").join(name);
     OpenOptions::new().read(true).custom_flags(flags).open(&path).map_err(|e| match e.kind() {
@@ -114,7 +116,8 @@ fn open(name: &str) -> Result<File> {
     })
 }
 
-/// The same for what is not there and for what is not meant for the server, so that nobody learns which.
+/// The error for a segment that is not there, and for one that the server may not read: the same, so that nobody learns
+/// which it is.
 fn not_found(name: &str) -> Error {
     Error::NotFound(format!(
         "/dev/shm/{name} is not there, or not for this server to read; is it on the client's machine, and in the same \

@@ -1,4 +1,4 @@
-//! Random pushes against what a direct copy gives, and everything that must be refused.
+//! Random pushes, compared with a direct copy of their values, and pushes that must be refused.
 
 mod adapters;
 mod names;
@@ -26,7 +26,7 @@ fn rng(seed: u64) -> StdRng {
     StdRng::seed_from_u64(seed)
 }
 
-/// Two layers with biases on queries, keys and values.
+/// A model of two layers, with biases on queries, keys and values, in bfloat16 on two ranks.
 fn model(tied_head: bool) -> Arc<Parameters> {
     let mut specs = vec![ParamSpec::new(EMBEDDING, [12, HIDDEN], ShardRule::Rows)];
     for layer in 0..2 {
@@ -50,7 +50,7 @@ fn model(tied_head: bool) -> Arc<Parameters> {
     Arc::new(Parameters::new(specs, Dtype::Bf16, 2, tied_head))
 }
 
-/// A tensor and the bytes that go over the wire for it.
+/// A tensor with its bytes as they are sent.
 #[derive(Clone)]
 struct Sent {
     entry: TensorEntry,
@@ -64,14 +64,14 @@ impl Sent {
         Self { entry, bytes }
     }
 
-    /// Random finite bits.
+    /// A tensor of random finite values of a random dtype.
     fn random(rng: &mut StdRng, name: &str, shape: &[usize]) -> Self {
         let dtype = random_dtype(rng);
         let values = random_bytes(rng, dtype, shape.iter().product());
         Self::new(name, dtype, shape, values)
     }
 
-    /// With other bytes, and the digest of those.
+    /// The same tensor with other bytes and their digest.
     fn with(&self, bytes: Vec<u8>) -> Self {
         let digest = xxh3_128(&bytes).to_be_bytes();
         Self { entry: TensorEntry { digest, ..self.entry.clone() }, bytes }
@@ -99,7 +99,7 @@ fn random_dtype(rng: &mut StdRng) -> Dtype {
     [Dtype::F32, Dtype::F16, Dtype::Bf16][rng.random_range(0..3)]
 }
 
-/// So many values of any finite bits.
+/// The bytes of `n` random finite values.
 fn random_bytes(rng: &mut StdRng, dtype: Dtype, n: usize) -> Vec<u8> {
     let mut bytes = Vec::new();
     while bytes.len() < n * dtype.size() {
@@ -111,7 +111,7 @@ fn random_bytes(rng: &mut StdRng, dtype: Dtype, n: usize) -> Vec<u8> {
     bytes
 }
 
-/// Every parameter once, in any order.
+/// A random tensor for every parameter, in random order.
 fn random_push(rng: &mut StdRng, parameters: &Parameters) -> Vec<Sent> {
     let mut push: Vec<Sent> = parameters.iter().map(|spec| Sent::random(rng, &spec.name, &spec.shape)).collect();
     push.shuffle(rng);
@@ -141,7 +141,7 @@ fn open(kind: UpdateKind, push: &[Sent], parameters: &Arc<Parameters>) -> Result
     Receiver::open(spec(kind, push), parameters.clone(), &Sources::default())
 }
 
-/// Opens, sends each tensor whole and finishes.
+/// Receives a push whose tensors are sent whole, one after the other.
 fn receive(kind: UpdateKind, push: &[Sent], parameters: &Arc<Parameters>) -> Result<Received> {
     let mut receiver = open(kind, push, parameters)?;
     for (i, sent) in push.iter().enumerate() {
@@ -157,7 +157,7 @@ fn full(received: Received) -> Arc<Tensors> {
     }
 }
 
-/// All of a parameter, as float32.
+/// All values of a parameter, in float32.
 fn whole(tensors: &Tensors, spec: &ParamSpec) -> Vec<f32> {
     let values = tensors.read(&spec.name, &Slice::whole(&spec.shape)).unwrap_or_else(|| panic!("no {}", spec.name));
     values.into_f32().into_owned()
@@ -176,7 +176,7 @@ fn write_safetensors(path: &std::path::Path, push: &[Sent]) {
     safetensors::serialize_to_file(views, None, path).unwrap();
 }
 
-/// Field and text of the `InvalidArgument` that `result` must be.
+/// The field and the text of `result`, which must be `InvalidArgument`.
 #[track_caller]
 fn invalid<T>(result: Result<T>) -> (String, String) {
     match result {
@@ -186,7 +186,7 @@ fn invalid<T>(result: Result<T>) -> (String, String) {
     }
 }
 
-/// That `result` is `InvalidArgument` on this field with all these parts in its text.
+/// Asserts that `result` is `InvalidArgument` on this field, with all these parts in its text.
 #[track_caller]
 fn refused<T>(result: Result<T>, on: &str, parts: &[&str]) {
     let (field, message) = invalid(result);
@@ -196,7 +196,7 @@ fn refused<T>(result: Result<T>, on: &str, parts: &[&str]) {
     }
 }
 
-/// That `result` is `DataLoss` naming `what`.
+/// Asserts that `result` is `DataLoss` naming `what`, without a digest in its text.
 #[track_caller]
 fn lost<T>(result: Result<T>, what: &str) {
     match result {

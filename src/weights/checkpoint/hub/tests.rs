@@ -1,4 +1,4 @@
-//! Against a hub of our own on a local port.
+//! Downloads from a hub that the test serves on a local port.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
@@ -45,7 +45,7 @@ fn answer(mut stream: TcpStream, files: &BTreeMap<&'static str, Vec<u8>>) {
     };
     let length = body.len();
     let head = format!("HTTP/1.1 {status}\r\n{headers}content-length: {length}\r\nconnection: close\r\n\r\n");
-    // The client may have gone.
+    // The client may have closed the connection.
     let _ = stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(&body));
 }
 
@@ -82,11 +82,11 @@ fn downloads_a_revision_once_and_needs_no_hub_for_what_is_cached() {
     for name in names {
         assert_eq!(std::fs::read(dir.join(name)).unwrap(), files[name], "{name}");
     }
-    // A hub that has the listing but no longer any file: nothing may be fetched again.
+    // A hub that has the listing but none of the files: a second download must fetch nothing.
     let listing_only = serve(names.iter().map(|name| (*name, b"changed".to_vec())).collect());
     assert_eq!(get(&listing_only, &cache, "org/name").unwrap(), dir);
     assert_eq!(std::fs::read(dir.join("config.json")).unwrap(), files["config.json"]);
-    // No hub: the branch as last seen, if python's client or an older start has left its name in the cache.
+    // Without a hub the branch is taken as last seen, if Python's client or an earlier start has left it in the cache.
     let refs = dir.ancestors().nth(2).unwrap().join("refs");
     std::fs::write(refs.join("v1"), SHA).unwrap();
     assert_eq!(get("http://127.0.0.1:1", &cache, "org/name").unwrap(), dir);

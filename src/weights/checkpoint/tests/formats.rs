@@ -27,7 +27,7 @@ fn random_slices_of_random_tensors_are_the_stored_values() {
                     assert_eq!(halves, expected, "seed {seed}, as bfloat16");
                 };
                 checkpoint.read(&t.name, &slice, check).unwrap();
-                // What has been given back to the system must come again.
+                // Pages that were given back to the system must be readable again.
                 checkpoint.release(&t.name);
             }
         }
@@ -80,7 +80,7 @@ fn shards_are_found_through_the_index_and_read_for_every_rank() {
     }
 }
 
-/// The first half of the tensors in one shard, the rest in another.
+/// Writes a checkpoint of two shards, each with half of the tensors.
 fn write_sharded(dir: &Path, tensors: &[Stored]) {
     let mut map = serde_json::Map::new();
     for (i, part) in tensors.chunks(tensors.len().div_ceil(2)).enumerate() {
@@ -197,6 +197,6 @@ fn loading_keeps_at_most_one_parameter_resident() {
         peak = peak.max(resident_bytes(&path));
         checkpoint.release(&spec.name);
     }
-    // One parameter, and pages around it that the system maps along.
+    // One parameter stays, and pages around it that the system maps with it.
     assert!((BYTES..2 * BYTES).contains(&peak), "{peak} bytes resident while loading {} parameters", specs.len());
 }

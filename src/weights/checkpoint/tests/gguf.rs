@@ -214,7 +214,7 @@ fn unsupported_models_are_named() {
 fn slices_of_blocks_come_in_the_precision_of_the_matrix() {
     let mut rng = rng(3);
     for dtype in [GgmlDType::Q4_1, GgmlDType::Q8_0, GgmlDType::Q6K, GgmlDType::F16] {
-        // 512 columns are 16 blocks, or 2; slices mostly start and end inside one.
+        // 512 columns are 16 blocks or 2, depending on the type. Most slices start and end inside a block.
         let (shape, values) = ([16, 512], random_values(&mut rng, 16 * 512));
         let values: Vec<f32> = values.iter().map(|x| x * 0.37).collect();
         let stored = quantize(&values, &shape, dtype);

@@ -1,4 +1,4 @@
-//! What a manifest or a configuration can have wrong, and what is said of it.
+//! Tensors and configurations that do not fit the model, with the error for each.
 
 use super::*;
 
@@ -36,7 +36,7 @@ fn push(fields: &str, tensors: &[Tensors<'_>]) -> Push {
     Push::new(&config(fields)).random(&mut rng(0), Dtype::F32, &tensors.concat())
 }
 
-/// The field that the error names, and what it says.
+/// The field and the text of the error for this adapter.
 fn refused(push: &Push, parameters: &Parameters) -> (String, String) {
     match push.check(parameters) {
         Err(Error::InvalidArgument { field, message }) => (field, message),

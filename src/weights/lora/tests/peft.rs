@@ -1,4 +1,4 @@
-//! Against PEFT itself: `tests/fixtures/peft`, made by `tests/fixtures/make_peft_fixtures.py`.
+//! Merges compared with those of PEFT itself: `tests/fixtures/peft`, made by `tests/fixtures/make_peft_fixtures.py`.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -7,11 +7,11 @@ use sha2::{Digest, Sha256};
 
 use super::*;
 
-/// `merged.json`.
+/// The content of `merged.json`.
 #[derive(serde::Deserialize)]
 struct Merged {
     base: String,
-    /// By serving precision and parameter.
+    /// The digest of each merged parameter, by serving dtype and the parameter's name.
     merged: BTreeMap<String, BTreeMap<String, String>>,
 }
 
@@ -47,7 +47,7 @@ fn read_push(dir: &Path) -> Push {
     push
 }
 
-/// As it serves: rounded to bfloat16, or not.
+/// The bytes of values as they serve: rounded to bfloat16, or float32.
 fn serve(values: &[f32], dtype: Dtype) -> Vec<u8> {
     match dtype {
         Dtype::F32 => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
@@ -55,7 +55,7 @@ fn serve(values: &[f32], dtype: Dtype) -> Vec<u8> {
     }
 }
 
-/// The base in the serving precision, as float32.
+/// Values of the base, rounded to the serving dtype, in float32.
 fn base(values: TensorData<'_>, dtype: Dtype) -> Vec<f32> {
     match dtype {
         Dtype::F32 => values.into_f32().into_owned(),
@@ -63,7 +63,7 @@ fn base(values: TensorData<'_>, dtype: Dtype) -> Vec<f32> {
     }
 }
 
-/// The parameters of a case's base that the merge has not PEFT's bits of.
+/// The parameters of a case that are merged to other bits than PEFT's.
 fn different(dir: &Path, precision: &str, dtype: Dtype) -> (usize, Vec<String>) {
     let merged: Merged = serde_json::from_str(&std::fs::read_to_string(dir.join("merged.json")).unwrap()).unwrap();
     let alone = fixtures().join("peft").join(&merged.base).with_extension("safetensors");

@@ -2,7 +2,7 @@ use super::*;
 
 const CONFIG: &str = r#"{"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}"#;
 
-/// Rank 2 on the queries of both layers, in random float32.
+/// An adapter of rank 2 of the query projections of both layers, with random float32 factors.
 fn adapter(rng: &mut StdRng) -> Vec<Sent> {
     let mut push = Vec::new();
     for layer in 0..2 {
@@ -19,7 +19,7 @@ fn with_config(push: &[Sent]) -> UpdateSpec {
     UpdateSpec { adapter_config: CONFIG.into(), ..spec(UpdateKind::Lora, push) }
 }
 
-/// That the adapter has the factors that were sent.
+/// Asserts that the adapter has the factors that were sent.
 fn check(received: Received, push: &[Sent], context: &str) {
     assert_eq!((received.bytes, received.parameters), (total(push), 2), "{context}");
     let WeightUpdate::Lora(adapter) = received.update else { panic!("{context}: not a LORA push") };
@@ -56,7 +56,7 @@ fn an_adapter_is_what_was_sent_whenever_it_was_declared() {
 fn an_adapter_that_does_not_fit_is_refused_before_its_bytes() {
     let parameters = model(false);
     let mut push = adapter(&mut rng(1));
-    // As many bytes, so that the manifest is complete.
+    // As many bytes as before, so that the manifest is complete.
     push[2].entry.shape = vec![4, 4];
     assert!(Receiver::open(with_config(&push), parameters.clone(), &Sources::default()).is_err());
     let spec = UpdateSpec { total_bytes: Some(total(&push)), ..with_config(&push[..2]) };

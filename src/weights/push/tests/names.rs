@@ -50,7 +50,7 @@ fn names_that_only_look_wrapped_are_unknown() {
     }
 }
 
-/// The push with queries, keys and values, and gate and up, one below the other.
+/// The same push with fused tensors: queries, keys and values in one, gate and up in another.
 pub(super) fn fuse(push: &[Sent]) -> Vec<Sent> {
     let find = |name: String| push.iter().find(|sent| sent.entry.name == name);
     let mut fused = Vec::new();
@@ -131,7 +131,7 @@ fn the_head_of_a_tied_model_is_its_embedding() {
     refused(open(UpdateKind::Full, &differs, &parameters), "tensors", &[HEAD, "is the embedding", EMBEDDING]);
     let twice = [&alone[..], &[push[place].renamed("module.lm_head.weight")]].concat();
     refused(open(UpdateKind::Full, &twice, &parameters), "tensors", &[HEAD, "the same parameter"]);
-    // In place the embedding has been written when its second name comes.
+    // In place, the embedding has been written when the head, its other name, comes.
     let mut receiver = open(UpdateKind::Full, &both, &parameters).unwrap();
     let mut written = Vec::new();
     for (i, sent) in both.iter().enumerate() {
@@ -139,7 +139,7 @@ fn the_head_of_a_tied_model_is_its_embedding() {
         written.extend(receiver.take_complete());
     }
     assert_eq!(written.iter().map(|tensors| tensors.names().count()).sum::<usize>(), parameters.len());
-    // A model with a head of its own needs it.
+    // A model whose head is not the embedding needs the head.
     let untied = model(false);
     refused(open(UpdateKind::Full, &push, &untied), "tensors", &["1 of 24 are missing", HEAD]);
 }

@@ -3,7 +3,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use super::sources::{Segment, from_segment, lay_out};
 use super::*;
 
-/// As root this sees what the rule is for: whom the system would let read everything.
+/// Run as root, this tests what the rule is for, because the system lets root read every file.
 #[test]
 fn segments_of_others_are_read_only_if_they_let_us() {
     let parameters = model(true);
@@ -14,7 +14,7 @@ fn segments_of_others_are_read_only_if_they_let_us() {
     let mine = std::fs::metadata(&segment.0).unwrap();
     let set = |owner: u32, group: u32, mode| {
         std::fs::set_permissions(&segment.0, std::fs::Permissions::from_mode(mode)).unwrap();
-        // Who is not root keeps it; then it is to be read.
+        // Only root can give the file to another user. Otherwise it stays this user's, and may be read.
         std::os::unix::fs::chown(&segment.0, Some(owner), Some(group)).is_ok()
     };
     let (user, group) = (mine.uid() + 1234, mine.gid() + 1234);

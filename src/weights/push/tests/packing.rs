@@ -1,4 +1,4 @@
-//! Pushes that are packed as they come, against the parts that each rank should hold.
+//! Pushes that are packed as they come, compared with the parts that each rank should hold.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use super::streams::{random_chunks, slice_of};
 use super::*;
 use crate::weights::{ShadowShard, ShadowWeights};
 
-/// Number of the rank and the parameter's name.
+/// A rank's number and a parameter's name.
 type Place = (usize, String);
 
 fn is_matrix(spec: &ParamSpec) -> bool {
@@ -38,7 +38,7 @@ fn precision(parameters: &Parameters) -> WeightDtype {
     if parameters.dtype() == Dtype::F32 { WeightDtype::F32 } else { WeightDtype::Bf16 }
 }
 
-/// Storage as ranks would give it.
+/// Shadow weights as the ranks would give them.
 fn shadow_weights(parameters: &Parameters) -> ShadowWeights {
     let dtype = precision(parameters);
     let device = Backend::Cpu.open(&DeviceOptions { rank: 0, threads: 1, kernel: "auto" }).unwrap();
@@ -59,7 +59,7 @@ fn shadow_weights(parameters: &Parameters) -> ShadowWeights {
     ShadowWeights::new((0..parameters.world()).map(shards).collect())
 }
 
-/// What each rank holds of each parameter.
+/// The values that each rank holds of each parameter.
 fn contents(received: Received, parameters: &Parameters) -> BTreeMap<Place, Vec<f32>> {
     let WeightUpdate::Packed(shadow) = received.update else { panic!("not packed: {:?}", received.update) };
     let mut contents = BTreeMap::new();
@@ -84,7 +84,7 @@ fn contents(received: Received, parameters: &Parameters) -> BTreeMap<Place, Vec<
     contents
 }
 
-/// What they should hold of this push.
+/// The values that each rank should hold after this push.
 fn expected(push: &[Sent], parameters: &Parameters) -> BTreeMap<Place, Vec<f32>> {
     let mut expected = BTreeMap::new();
     for sent in push {
@@ -101,7 +101,7 @@ fn expected(push: &[Sent], parameters: &Parameters) -> BTreeMap<Place, Vec<f32>>
     expected
 }
 
-/// The model in this precision on so many ranks.
+/// The model in this dtype on `world` ranks.
 fn model_of(dtype: Dtype, world: usize, tied_head: bool) -> Arc<Parameters> {
     let specs = model(tied_head).iter().cloned().collect();
     Arc::new(Parameters::new(specs, dtype, world, tied_head))
@@ -141,7 +141,7 @@ fn chunks_in_any_order_are_packed_as_they_were_sent() {
             let mut send = |receiver: &mut Receiver, part: &[Sent], start: usize| {
                 let is_in_order = rng.random_bool(0.3);
                 let mut chunks = random_chunks(&mut rng, part);
-                // One tensor after another: no more than one waits.
+                // One tensor after another, so that no more than one tensor has bytes that wait.
                 chunks.sort_by_key(|(tensor, offset, _)| (*tensor, if is_in_order { *offset } else { 0 }));
                 for (tensor, offset, data) in chunks {
                     receiver.write(tensor + start as u32, offset, data).unwrap_or_else(|e| panic!("seed {seed}: {e}"));
@@ -217,7 +217,7 @@ fn files_are_packed_as_they_are_declared_or_at_the_end() {
                 receiver.declare(vec![sent.entry.clone()]).unwrap();
                 receiver.read_declared().unwrap();
             }
-            // What has been read is not read again.
+            // Tensors that have been read are not read again.
             segment.cut(0);
             same(receiver.finish().unwrap(), &push, &parameters, &format!("seed {seed}"));
         }
@@ -309,7 +309,7 @@ fn what_was_passed_on_waits_no_more() {
     let room = push.iter().map(|sent| sent.bytes.len()).max().unwrap();
     let mut receiver = packing(open(UpdateKind::Full, &push, &parameters).unwrap(), &parameters);
     let largest = push.iter().position(|sent| sent.bytes.len() == room).unwrap();
-    // Others leave room for one part of the largest tensor, which has four.
+    // Bytes of other tensors wait, so that there is room for a quarter of the largest one.
     let (part, mut left) = (room / 4, room - room / 4);
     for (i, sent) in push.iter().enumerate().filter(|(i, _)| *i != largest) {
         let waits = left.min(sent.bytes.len() - 1);

@@ -9,7 +9,7 @@ fn compress(raw: &[u8]) -> Vec<u8> {
     zstd::bulk::compress(raw, 3).unwrap()
 }
 
-/// Gaps of ascending indices, then values; not compressed.
+/// A payload before it is compressed: the gaps between ascending indices, then values.
 fn raw_payload(indices: &[u64], values: &[u8]) -> Vec<u8> {
     let before = std::iter::once(0).chain(indices.iter().copied());
     let gaps = indices.iter().zip(before).flat_map(|(&index, before)| ((index - before) as u32).to_le_bytes());
@@ -101,7 +101,7 @@ fn malformed_payloads_are_refused() {
     check(&good[..good.len() - 1], &["has 23 bytes", "have 24"]);
     check(&[], &["has 0 bytes"]);
     check(&[&good[..], &[0]].concat(), &["does not decompress to the 24 bytes"]);
-    // A bomb is stopped at what was announced.
+    // A payload that would decompress to far more is stopped at the announced size.
     check(&vec![0; 64 << 20], &["does not decompress to the 24 bytes"]);
     let compressed = compress(&good);
     for end in 0..compressed.len() {
@@ -127,7 +127,7 @@ fn payloads_of_random_bytes_never_panic() {
                 }
             }
         };
-        // Half of them are whole frames of garbage, half garbage instead of a frame.
+        // Half of the payloads are a whole zstd frame with garbage in it, and half are a damaged frame.
         let payload = if rng.random_bool(0.5) {
             flip(&mut raw, &mut rng);
             compress(&raw)
@@ -175,7 +175,7 @@ fn what_a_delta_declares_is_checked() {
     refused(open(UpdateKind::Delta, &[fused], &parameters), "tensors", &["gate_up_proj", "single parameters"]);
     let later = UpdateSpec { total_bytes: Some(1 << 20), ..spec(UpdateKind::Delta, std::slice::from_ref(&good)) };
     refused(Receiver::open(later, parameters.clone(), &Sources::default()), "total_bytes", &["in the header"]);
-    // The digest is of the payload.
+    // The announced digest is that of the compressed payload.
     let mut corrupt = good.clone();
     corrupt.bytes[6] ^= 4;
     lost(receive(UpdateKind::Delta, &[corrupt], &parameters), EMBEDDING);

@@ -8,12 +8,12 @@ use super::super::row_stream::{RowLayout, Rows};
 use super::super::shared_memory::Segments;
 use super::*;
 
-/// A segment as a push reads it.
+/// A segment, opened as a push opens it.
 fn opened(segment: &Segment) -> SourceFile {
     SourceFile::mapped(&segment.name(), Segments::default().open(&segment.name()).unwrap())
 }
 
-/// A segment that goes with the test.
+/// A segment that is removed when the test ends.
 pub(super) struct Segment(pub(super) PathBuf);
 
 impl Segment {
@@ -23,7 +23,7 @@ impl Segment {
         Self(path)
     }
 
-    /// Leaves its first bytes.
+    /// Cuts the segment down to its first `bytes` bytes.
     pub(super) fn cut(&self, bytes: u64) {
         std::fs::OpenOptions::new().write(true).open(&self.0).unwrap().set_len(bytes).unwrap();
     }
@@ -39,12 +39,12 @@ impl Drop for Segment {
     }
 }
 
-/// The tensors at any places of a segment, and what else is in it.
+/// Places the tensors of a push in a segment, with random bytes between them. Returns the bytes of the segment.
 pub(super) fn lay_out(rng: &mut StdRng, push: &mut [Sent]) -> Vec<u8> {
     lay_out_apart(rng, push, 20)
 }
 
-/// With fewer than `gap` bytes between them.
+/// [`lay_out`] with fewer than `gap` bytes between two tensors.
 fn lay_out_apart(rng: &mut StdRng, push: &mut [Sent], gap: usize) -> Vec<u8> {
     let mut bytes = Vec::new();
     for sent in push {
@@ -75,7 +75,7 @@ pub(super) fn from_directory(
     Receiver::open(spec, parameters.clone(), &Sources::new(Some(below.into())))
 }
 
-/// Bytes of the parameters as they serve.
+/// Bytes of the parameters as they serve, on all ranks.
 fn serving(parameters: &Parameters) -> u64 {
     parameters.iter().map(|spec| parameters.bytes_on_ranks(spec).unwrap()).sum()
 }
@@ -146,7 +146,7 @@ fn segments_that_are_not_right_are_refused() {
     let link = Segment(segment.0.with_extension("link"));
     std::os::unix::fs::symlink(&segment.0, &link.0).unwrap();
     refused(open(&push, &link.name()), "source.shared_memory", &[&link.name()]);
-    // A tensor that ends behind the segment, at once or because the segment was cut short later.
+    // A tensor that ends behind the end of the segment: as declared, or because the segment was cut short later.
     let (last, name) = (push.len() - 1, push[push.len() - 1].entry.name.clone());
     for offset in [push[last].entry.offset + 1, u64::MAX] {
         let mut outside = push.clone();
@@ -163,7 +163,7 @@ fn segments_that_are_not_right_are_refused() {
     lost(open(&push, &segment.name()).unwrap().finish(), &push[3].entry.name);
 }
 
-/// Whether this process maps a file of this name, be it removed or not.
+/// Whether this process maps a file of this name. The file may have been removed.
 fn is_mapped(segment: &str) -> bool {
     std::fs::read_to_string("/proc/self/maps").unwrap().lines().any(|line| line.contains(segment))
 }
@@ -252,7 +252,7 @@ fn segments_that_are_cut_short_during_a_push_are_lost_and_nothing_else() {
             Err(Error::DataLoss(_)) => lost += 1,
             Err(other) => panic!("seed {seed}: {other}"),
         }
-        // Whole again, it serves the next push.
+        // A segment that is whole again can be used by the next push.
         std::fs::write(&segment.0, &bytes).unwrap();
         let received = open(&segment).finish().unwrap();
         assert_same(received, receive(UpdateKind::Full, &push, &parameters).unwrap(), &parameters, &format!("{seed}"));
@@ -260,7 +260,7 @@ fn segments_that_are_cut_short_during_a_push_are_lost_and_nothing_else() {
     assert!(lost >= 20, "{lost} of 60 were lost");
 }
 
-/// Whatever a trainer writes into a segment while it is read: a push either fails, or brings what was announced.
+/// Whatever a trainer writes into a segment while it is read, a push either fails or brings what was announced.
 #[test]
 fn what_a_sender_changes_too_early_is_noticed_or_not_passed_on() {
     let mut failed = 0;
@@ -275,7 +275,7 @@ fn what_a_sender_changes_too_early_is_noticed_or_not_passed_on() {
         let source = opened(&segment);
         let mut receipt = Receipt::new(bytes.len(), Some(layout.dtype), Some(xxh3_128(&bytes).to_be_bytes()));
         let mut passed = Vec::new();
-        // Before or after the rows are taken, during any of the calls.
+        // The byte is changed before or after the rows are taken, in any of the calls.
         let (before, mut left) = (rng.random(), rng.random_range(0..4));
         let place = rng.random_range(0..bytes.len());
         let mut sink = |rows: Rows<'_>| {
@@ -331,7 +331,7 @@ fn large_tensors_of_a_segment_are_read_whole() {
         let file = opened(&segment);
         let read = Receipt::new(data.len(), Some(dtype), None).read("w", &file, 0);
         refused(read, "tensors", &["\"w\"", &format!("element {bad};")]);
-        // That the bytes are others is said first: the values are then not the trainer's.
+        // Another digest is reported first, because then the values are not the trainer's.
         lost(Receipt::new(data.len(), Some(dtype), Some(digest)).read("w", &file, 0), "\"w\"");
     }
 }
@@ -403,7 +403,7 @@ fn nothing_outside_the_weights_directory_is_opened() {
     std::fs::create_dir(dir.path().join("files")).unwrap();
     link(&away.join("model-00001-of-00002.safetensors"), "files/model.safetensors");
     refused(open("files"), "source.directory", &["leads out of --weights-dir"]);
-    // A link that stays inside is as good as its target.
+    // A link that stays inside the directory is followed.
     link(Path::new("step-7"), "latest");
     open("latest").unwrap().finish().unwrap();
 }

@@ -5,7 +5,7 @@ use super::super::threads::in_parallel;
 use super::super::verify::first_not_finite;
 use super::*;
 
-/// Every byte of the push once, as `(tensor, offset, data)` in any order.
+/// Every byte of the push once, in chunks `(tensor, offset, data)` in random order.
 pub(super) fn random_chunks<'a>(rng: &mut StdRng, push: &'a [Sent]) -> Vec<(u32, u64, &'a [u8])> {
     let mut chunks = Vec::new();
     for (i, sent) in push.iter().enumerate() {
@@ -20,7 +20,7 @@ pub(super) fn random_chunks<'a>(rng: &mut StdRng, push: &'a [Sent]) -> Vec<(u32,
     chunks
 }
 
-/// XXH3-128 over the digests in the order of the names.
+/// The digest of a push: XXH3-128 over the digests of its tensors in the order of their names.
 fn digest_of(push: &[Sent]) -> [u8; 16] {
     let mut sorted: Vec<_> = push.iter().map(|sent| (&sent.entry.name, xxh3_128(&sent.bytes).to_be_bytes())).collect();
     sorted.sort();
@@ -38,7 +38,7 @@ fn chunks_in_any_order_give_what_was_sent() {
     for seed in 0..60 {
         let mut rng = rng(seed);
         let push = random_push(&mut rng, &parameters);
-        // Some are declared only later.
+        // Some tensors are declared only later.
         let first = rng.random_range(0..=push.len());
         let mut spec = spec(UpdateKind::Full, &push[..first]);
         spec.total_bytes = Some(total(&push));
@@ -194,7 +194,7 @@ fn in_place_each_tensor_comes_out_once_and_little_is_held() {
         let mut spec = spec(UpdateKind::Full, &[]);
         spec.total_bytes = Some(total(&push));
         let mut receiver = Receiver::open(spec, parameters.clone(), &Sources::default()).unwrap();
-        // gate_up_proj in float32, twice.
+        // Twice the largest tensor that can come: gate_up_proj in float32.
         assert_eq!(receiver.staging_bytes(true), (20 * HIDDEN * 4 * 2) as u64);
         let mut taken = Vec::new();
         for (i, sent) in push.iter().enumerate() {
