@@ -20,11 +20,11 @@ from workloads import TITLES, WORKLOADS
 
 WIDTH, MARGIN, GAP = 920, 24, 40
 NAMES = 150
-"""Left of a panel, for the names of its bars."""
+"""Width left of a panel, for the names of its bars."""
 RIGHT = 20
-"""Right of a panel, beyond the limit."""
+"""Width right of a panel, beyond the limit's line."""
 CHARACTER = 7.4
-"""Width of a character, about: our figure stands in its bar if there is room, and no other on the limit's line."""
+"""Estimated width of a character. Our figure stands in its bar if there is room, and no figure on the limit's line."""
 BAR, PITCH = 18, 25
 HEAD, FOOT, TITLE = 58, 30, 44
 COLUMNS = 2
@@ -53,7 +53,7 @@ def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
 
 
 def panel(x: float, y: float, width: float, name: str, results: list[dict]) -> list[str]:
-    """One workload, with its upper left corner at (x, y)."""
+    """The panel of one workload, with its upper left corner at (x, y)."""
     w, measured = WORKLOADS[name], [r for r in results if r["runs"]]
     counted = "prompt tokens" if w.new_tokens == 1 else "generated tokens"
     floor = measured[0]["floor_seconds"]
@@ -68,7 +68,9 @@ def panel(x: float, y: float, width: float, name: str, results: list[dict]) -> l
     labels = []
 
     def label(start: float, middle: float, content: str, kind: str) -> None:
-        """Right of a bar's end; beyond the limit where it would lie on its line and has room there."""
+        """Where a figure starts: right of its bar's end, or beyond the limit's line if it would cross that and has room
+        there.
+        """
         width_of_it = CHARACTER * len(content)
         if at and start < at < start + width_of_it and at + width_of_it + 6 <= x + width + RIGHT:
             start = at + 6
@@ -102,7 +104,7 @@ def panel(x: float, y: float, width: float, name: str, results: list[dict]) -> l
 
 
 def chart(report: dict) -> str:
-    """The whole picture: a row of panels for each two workloads of each model."""
+    """The whole picture: for each model, a row of panels for every two workloads."""
     width = (WIDTH - 2 * MARGIN - GAP * (COLUMNS - 1)) / COLUMNS
     y, parts = MARGIN, []
     for model in report["models"]:

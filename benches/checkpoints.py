@@ -1,4 +1,4 @@
-"""The models of the benches: the one that is given, and a random one in the shape of Qwen2.5-0.5B.
+"""The models of the benches: the given one, and a random one in the shape of Qwen2.5-0.5B.
 
 .venv/bin/python benches/checkpoints.py DIRECTORY       # writes the random one
 """
@@ -20,8 +20,8 @@ import numpy as np
 TOKENIZER = Path(__file__).resolve().parents[1] / "tests/fixtures/qwen2/tokenizer.json"
 RANDOM = "Qwen2.5-0.5B, random"
 GIVEN_MODEL, RANDOM_MODEL = "given", "random"
-"""As `--models` has them."""
-# Of its files, as the Makefile has it too.
+"""A model as `--models` names it."""
+# Name of the random model's files; the Makefile has it too.
 RANDOM_STEM = "qwen2.5-0.5b-random"
 QWEN = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -56,7 +56,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def named_models(args: argparse.Namespace) -> Iterator[list[tuple[str, Path]]]:
-    """The models asked for, with their names; the random one is on disk as long as this context."""
+    """The models that were asked for, with their names. The random one is on disk as long as this context."""
     model, wanted = Path(args.model), args.models.split(",")
     if unknown := set(wanted) - {GIVEN_MODEL, RANDOM_MODEL}:
         sys.exit(f"--models: {sorted(unknown)} are not among {GIVEN_MODEL} and {RANDOM_MODEL}")
@@ -71,12 +71,12 @@ def named_models(args: argparse.Namespace) -> Iterator[list[tuple[str, Path]]]:
 
 
 def stem_of(model: Path) -> str:
-    """The name of a model's files: a directory's may have dots in it."""
+    """The name of a model's files without their ending. A directory's name may have dots in it."""
     return model.name if model.is_dir() else model.stem
 
 
 def qwen_shapes() -> dict[str, tuple[int, ...]]:
-    """The parameters of the random model."""
+    """Names and shapes of the random model's parameters."""
     hidden, inner = QWEN["hidden_size"], QWEN["intermediate_size"]
     kv = QWEN["num_key_value_heads"] * hidden // QWEN["num_attention_heads"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (QWEN["vocab_size"], hidden)}
@@ -94,7 +94,9 @@ def qwen_shapes() -> dict[str, tuple[int, ...]]:
 
 
 def write_qwen(directory: Path) -> Path:
-    """A checkpoint of random values, always the same, with the tokenizer of a fixture, as the server wants one."""
+    """Writes a checkpoint of random values, the same each time, that the server can load, with the tokenizer of a
+    fixture.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     header, end = {}, 0
     for name, shape in qwen_shapes().items():
@@ -114,7 +116,7 @@ def write_qwen(directory: Path) -> Path:
 def random_bfloat16(
     rng: np.random.Generator, shape: tuple[int, ...], mean: float = 0.0
 ) -> tuple[bytes, str, tuple[int, ...]]:
-    """A tensor as the client takes it from those who have no library with bfloat16."""
+    """A bfloat16 tensor in the form that the client takes where no library with bfloat16 is installed."""
     values = mean + 0.02 * rng.standard_normal(shape, dtype=np.float32)
     return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes(), "bfloat16", shape
 

@@ -43,10 +43,10 @@ from workloads import (
 def measure(
     engines: list[Ours | Peer], absent: dict[str, str], name: str, *, vocab_size: int, runs: int, peer_seconds: float
 ) -> list[dict]:
-    """One workload: a warm-up of each engine with a small part of it, then `runs` timed rounds.
+    """Measures one workload: a warm-up of each engine with a small part of it, then `runs` timed rounds.
 
-    A peer that fails leaves `engines` for `absent`. One whose next run would take it beyond `peer_seconds` of this
-    workload is not run again, and its result says so.
+    A peer that fails is moved from `engines` to `absent`. A peer whose next run would take it beyond `peer_seconds` of
+    this workload is not run again, and its result says so.
     """
     workload = WORKLOADS[name]
     prompts = workload.make_prompts(vocab_size)
@@ -68,8 +68,8 @@ def measure(
                 engines.remove(engine)
                 absent[engine.name] = str(error)
                 continue
-            # Of the warm-up as many times as the whole workload has tokens: about, since most engines make more tokens
-            # a second of more samples, and fewer than they read.
+            # Scaled from the warm-up by the number of tokens. An estimate, since most engines make more tokens a second
+            # with more samples, and fewer than they read.
             expected[engine.name] = wall * workload.all_tokens / order.all_tokens
             if i == 0:
                 continue
@@ -86,7 +86,7 @@ def measure(
 
 
 def result(name: str, engine: str, walls: list[float], noise: float, expected: float) -> dict:
-    """What the report has of an engine's runs of a workload; without any, how long one was expected to take."""
+    """The report's entry for an engine's runs of a workload; without runs, the time that one was expected to take."""
     workload = WORKLOADS[name]
     entry = {"workload": name, **asdict(workload), "engine": engine, "runs": len(walls)}
     if not walls:
@@ -104,7 +104,7 @@ def result(name: str, engine: str, walls: list[float], noise: float, expected: f
 
 
 def measure_model(args: argparse.Namespace, report: dict, name: str, path: Path, runs: int) -> None:
-    """All workloads of one model, on our server and on the peers that are there; into the report, which is kept up."""
+    """Measures all workloads of one model on our server and on the installed peers, and keeps the report up to date."""
     print(f"measuring {name} …", file=sys.stderr)
     flags = ["--dtype", args.dtype, "--mem-util", str(args.mem_util), *args.flags]
     plain = "--speculation" not in args.flags and not set(SPECULATIVE).isdisjoint(args.workloads)
@@ -134,7 +134,7 @@ def measure_model(args: argparse.Namespace, report: dict, name: str, path: Path,
 
 
 def keep(args: argparse.Namespace, report: dict, limits: Limits | None = None) -> None:
-    """Writes the report as far as it goes; with limits measured anew, the better of each counts."""
+    """Writes the report so far. The limits are measured again, and the better of each pair counts."""
     if limits:
         report["limits"] = asdict(best_of(Limits(**report["limits"]), limits))
     for model in report["models"]:
@@ -144,7 +144,7 @@ def keep(args: argparse.Namespace, report: dict, limits: Limits | None = None) -
 
 
 def add_floors(model: dict, limits: Limits) -> None:
-    """What none beats, for a model that the floor knows."""
+    """Adds the least time that each workload can take on this machine, for a model whose shape is known."""
     if shape := SHAPES.get(model["parameters"]):
         for r in (r for r in model["results"] if r["runs"]):
             r["floor_seconds"] = floor_seconds(WORKLOADS[r["workload"]], shape, model["dtype"], limits)
@@ -152,7 +152,7 @@ def add_floors(model: dict, limits: Limits) -> None:
 
 
 def best_of(a: Limits, b: Limits) -> Limits:
-    """The larger of each: a neighbour of this machine can make it slow for minutes."""
+    """The larger of each limit, because other load on this machine can make it slow for minutes."""
     bf16 = [dot for dot in (a.bf16_dot_gflops, b.bf16_dot_gflops) if dot is not None]
     return replace(
         a,
@@ -163,7 +163,7 @@ def best_of(a: Limits, b: Limits) -> Limits:
 
 
 def other_cpu_seconds(group: int) -> float:
-    """CPU seconds that processes outside a process group and this one's own have used, where the system tells."""
+    """CPU seconds used by processes outside a process group and outside this process's own, where the system tells."""
     try:
         ticks = [int(value) for value in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
     except OSError:
@@ -173,8 +173,8 @@ def other_cpu_seconds(group: int) -> float:
         try:
             fields = stat.read_text().rpartition(")")[2].split()
         except OSError:
-            continue  # it has ended
-        # Our server is a process of this one's group; a peer leads one.
+            continue  # the process has ended
+        # Our server is a process of this process's group; a peer leads a group of its own.
         if int(fields[2]) == group or int(stat.parent.name) == group:
             own += int(fields[11]) + int(fields[12])
     busy = sum(ticks[:8]) - ticks[3] - ticks[4]  # all but idle and iowait; guest time is in user time
@@ -182,7 +182,7 @@ def other_cpu_seconds(group: int) -> float:
 
 
 def peak_resident_bytes(pid: int) -> int | None:
-    """Most resident memory the process has had, where the system tells."""
+    """The most resident memory that the process has had, where the system tells."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -232,7 +232,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_args()
-    # Ends as an exception does, so that no peer is left standing still.
+    # SIGTERM ends the bench as an exception does, so that no peer is left stopped.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     print("measuring this machine's limits …", file=sys.stderr)
     report = {
@@ -250,7 +250,7 @@ def main() -> int:
                 measure_model(args, report, name, path, args.runs[min(i, len(args.runs) - 1)])
                 keep(args, report, measure_limits(args.limits))
     finally:
-        # What there is of a run that was cut short, too.
+        # Also prints the results of a run that was cut short.
         print(markdown(report))
     return 0
 

@@ -1,4 +1,4 @@
-"""What is measured: our server, and the peers that are installed, each a process of its own."""
+"""The engines that are measured: our server and the installed peers, each a process of its own."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from rollout_client import SamplingParams, ServerInfo, ServerProcess
 
 OURS = "rollout-server"
 PLAIN = "without speculation"
-"""Our server a second time, with one token of a sample in a step, as the peers make them."""
+"""Name of our server's second entry, without speculation: one token of a sample in a step, as the peers do it."""
 PEERS = ("vllm", "llama.cpp", "transformers", "mistral.rs")
 NOTES = {"mistral.rs": "in float32, as its bfloat16 is slower"}
-"""What a reader of a peer's figures must know."""
+"""For each peer, what a reader of its figures must know."""
 PEER = Path(__file__).with_name("peer.py")
 TIDY_SECONDS = 20.0
-"""How long a peer may take to end by itself."""
+"""Seconds that a peer may take to end by itself."""
 
 
 class PeerFailedError(Exception):
-    """A peer has ended or cannot be started; the others go on without it."""
+    """A peer has ended or cannot be started. The others go on without it."""
 
 
 class Ours:
-    """Our server through its own client."""
+    """Our server, measured through its own client."""
 
     def __init__(self, name: str, binary: str, model: Path, flags: list[str]) -> None:
-        """Starts it, with the model's files in the page cache, and takes a first token."""
+        """Starts the server, with the model's files in the page cache, and generates a first token."""
         self.name = name
         for path in [model] if model.is_file() else sorted(model.glob("*")):
             with path.open("rb") as file:
@@ -58,19 +58,21 @@ class Ours:
         self.group = self.server.process.pid
 
     def run(self, workload: Workload, prompts: list[list[int]]) -> float:
-        """Seconds of a whole workload."""
+        """Seconds of one run of a workload."""
         return run_once(self.server.client, workload, prompts)
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the server."""
         self.server.stop()
 
 
 class Peer:
-    """A peer behind `peer.py`. It stands still (SIGSTOP) but for its own runs, so that it takes nothing from others."""
+    """A peer behind `peer.py`. It is stopped (SIGSTOP) except during its own runs, so that it takes nothing from the
+    others.
+    """
 
     def __init__(self, name: str, command: list[str], environment: dict[str, str]) -> None:
-        """Starts it and waits until it is ready."""
+        """Starts the peer and waits until it is ready."""
         self.name = name
         start = time.perf_counter()
         self.process = subprocess.Popen(
@@ -91,10 +93,10 @@ class Peer:
         os.killpg(self.group, signal.SIGSTOP)
 
     def run(self, workload: Workload, prompts: list[list[int]]) -> float:
-        """Seconds of a whole workload, as the peer's own process has them."""
+        """Seconds of one run of a workload, as the peer's own process measures them."""
         os.killpg(self.group, signal.SIGCONT)
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended, as the missing answer says
+        with suppress(BrokenPipeError):  # the peer has ended, as the missing answer says
             self.process.stdin.write(json.dumps(asdict(workload) | {"prompts": prompts}) + "\n")
             self.process.stdin.flush()
         seconds = self.answer()["seconds"]
@@ -102,7 +104,7 @@ class Peer:
         return seconds
 
     def answer(self) -> dict:
-        """What the peer says next."""
+        """The next line that the peer prints."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -110,7 +112,7 @@ class Peer:
         return json.loads(line)
 
     def close(self) -> None:
-        """Ends it and all its processes; it may tidy up before, as vLLM does with its shared memory."""
+        """Ends the peer and all its processes. It may tidy up first, as vLLM does with its shared memory."""
         try:
             os.killpg(self.group, signal.SIGCONT)
             assert self.process.stdin is not None
@@ -124,7 +126,9 @@ class Peer:
 
 
 def commands(peers: Path, model: Path) -> dict[str, tuple[list[str], dict[str, str]] | str]:
-    """By peer how it is started, or why it cannot be: `make bench-peers` puts them and their forms of a model there."""
+    """For each peer the command that starts it, or why it cannot be started. `make bench-peers` installs the peers and
+    their forms of the model.
+    """
     threads = str(os.cpu_count() or 1)
     python = peers / "vllm/bin/python"
     mistral_rs = peers / "mistralrs/bin/python"
@@ -148,13 +152,13 @@ def commands(peers: Path, model: Path) -> dict[str, tuple[list[str], dict[str, s
 
 
 def environment(name: str, peers: Path, threads: str) -> dict[str, str]:
-    """What a peer's own guide advises on the CPU."""
+    """Environment variables that a peer's own guide advises on the CPU."""
     offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": threads}
     if name == "mistral.rs":
         return offline | {"RAYON_NUM_THREADS": threads, "RUST_LOG": "warn"}
     if name != "vllm":
         return offline
-    # Intel's OpenMP comes with vLLM; tcmalloc is the system's, if it has it.
+    # Intel's OpenMP comes with vLLM; tcmalloc is used if the system has it.
     libraries = [peers / "vllm/lib/libiomp5.so", *Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4")]
     return offline | {
         "LD_PRELOAD": ":".join(str(library.resolve()) for library in libraries if library.exists()),
@@ -169,7 +173,9 @@ def environment(name: str, peers: Path, threads: str) -> dict[str, str]:
 def started(
     binary: str, model: Path, flags: list[str], peers: Path, wanted: list[str], *, plain: bool
 ) -> Iterator[tuple[list[Ours], list[Peer], dict[str, str]]]:
-    """Our server (and one without speculation, if `plain`), the wanted peers that are there, and why others are not."""
+    """Our server (twice, also without speculation, if `plain`) and the wanted peers that are installed; and why others
+    are not.
+    """
     with ExitStack() as stack:
         found, absent = [], {}
         for name, command in commands(peers, model).items():

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""A table of what `cargo bench -p rollout-kernels --bench operators` has measured, beside the same process's peaks.
+"""Makes a table of what `cargo bench -p rollout-kernels --bench operators` has measured, beside the process's own
+peaks.
 
     make bench-operators             # runs the benches, then this
     .venv/bin/python benches/operators.py target/criterion
 
-What is counted in FLOPs is beside the peak of its instructions: dot products of bfloat16 where the processor has them
-and the weights or the keys and values are bfloat16, else float32 multiply-adds. What is counted in bytes is beside a
-plain read of as many. "Layers in turn" are all layers of the model, as a step has them, and their time that of all.
+Results in FLOPs are compared with the peak of their instructions: dot products of bfloat16 where the processor has
+them and the weights or the keys and values are bfloat16, else float32 multiply-adds. Results in bytes are compared
+with a plain read of as many bytes. "Layers in turn" are all layers of the model one after the other, as in a step,
+with the time of all together.
 """
 
 from __future__ import annotations
@@ -25,23 +27,23 @@ MEBIBYTE = 1 << 20
 
 @dataclass(frozen=True)
 class Measured:
-    """The median of one benchmark."""
+    """The median of one benchmark's times, and the amount of work."""
 
     group: str
     function: str
     amount: int
-    """FLOPs or bytes."""
+    """Amount of work in FLOPs or bytes."""
     is_flop: bool
     seconds: float
 
     @property
     def rate(self) -> float:
-        """GFLOP/s or GB/s."""
+        """Rate in GFLOP/s or GB/s."""
         return self.amount / self.seconds / 1e9
 
     @classmethod
     def read(cls, directory: Path) -> Measured | None:
-        """From the directory of its last run; None if it counts nothing."""
+        """Reads a benchmark from the directory of its last run; None if it has no amount of work."""
         benchmark = json.loads((directory / "benchmark.json").read_text())
         if benchmark["throughput"] is None:
             return None
@@ -52,10 +54,10 @@ class Measured:
 
 
 class Peaks:
-    """What the process that measured the operators could do at most."""
+    """The peaks of the process that measured the operators."""
 
     def __init__(self, measured: list[Measured]) -> None:
-        """From its "peak" groups, the better of each: they ran before the operators and after them."""
+        """From its "peak" groups, which ran before and after the operators; the better of each pair counts."""
         self.flops: dict[str, float] = {}
         self.reads: dict[int, float] = {}
         for m in sorted(measured, key=lambda m: m.rate):
@@ -65,17 +67,17 @@ class Peaks:
                 self.reads[m.amount] = m.rate
 
     def of(self, m: Measured) -> float:
-        """The peak that `m` could reach."""
+        """The peak that limits the benchmark `m`."""
         if m.is_flop:
             dot = self.flops.get("bf16 dot") if "Bf16" in f"{m.group} {m.function}" else None
             return dot or self.flops["f32 multiply-add"]
-        # Of no more than it reads, as less may lie in a faster cache.
+        # Compared with a read of no more bytes than the operator's, as fewer may lie in a faster cache.
         return self.reads[max((size for size in self.reads if size <= m.amount), default=min(self.reads))]
 
 
 def table(measured: list[Measured]) -> str:
     peaks = Peaks([m for m in measured if m.group.startswith("peaks")])
-    # Of "peaks before/avx512f/2 threads".
+    # Group names look like "peaks before/avx512f/2 threads".
     level, threads = next(m.group for m in measured if m.group.startswith("peaks")).split("/")[1:]
     compute = ", ".join(f"{name} {rate:.0f} GFLOP/s" for name, rate in sorted(peaks.flops.items()))
     reads = ", ".join(f"{size // MEBIBYTE} MiB {rate:.1f}" for size, rate in sorted(peaks.reads.items()))
@@ -102,7 +104,7 @@ def main() -> int:
     if not directories:
         print(f"{sys.argv[1]}: no results; run make bench-operators", file=sys.stderr)
         return 1
-    # In the order in which they ran.
+    # Sorted in the order in which they ran.
     directories.sort(key=lambda directory: (directory / "estimates.json").stat().st_mtime)
     print(table(list(filter(None, map(Measured.read, directories)))))
     return 0

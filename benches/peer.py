@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""One peer, run by its own Python: takes workloads as lines of JSON on standard input, answers each with a line.
+"""Runs one peer in its own Python: takes workloads as lines of JSON on standard input, and answers each with a line.
 
     .peers/vllm/bin/python benches/peer.py vllm CHECKPOINT
 
-The first line it prints has its version. What a line in asks is `Order`; the answer is {"seconds"}, the wall time of
-the whole workload from a cold prefix cache, with every sampled token's log-probability taken out of the results.
+The first line it prints has the peer's version. A line of input is an `Order`. Its answer is {"seconds"}: the wall
+time of the whole workload from a cold prefix cache, including the reading of every sampled token's log-probability.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from typing import Any
 MAX_MODEL_LEN = 2048
 MAX_SEQUENCES = 64
 SLOT_TOKENS = 1280
-"""Of a sequence in llama.cpp, which divides its context evenly: 1,024 + 128 tokens and some more."""
+"""Context of a sequence in llama.cpp, which divides its context evenly: 1,024 + 128 tokens and some more."""
 
 Order = dict[str, Any]
-"""prompts (token ids), n, new_tokens, temperature."""
+"""One workload: prompts (token ids), n, new_tokens, temperature."""
 Runner = Callable[[Order], int]
 """Runs a workload and returns how many tokens with log-probabilities it made."""
 
 
 def vllm(checkpoint: str) -> tuple[str, Runner, Callable[[], object]]:
-    """In process, compiled, as `LLM` has it."""
+    """vLLM in process, compiled, through its class `LLM`."""
     import vllm as library  # noqa: PLC0415 only this peer's Python has it
 
     llm = library.LLM(
@@ -66,7 +66,7 @@ def vllm(checkpoint: str) -> tuple[str, Runner, Callable[[], object]]:
 
 
 def transformers(checkpoint: str) -> tuple[str, Runner, Callable[[], object]]:
-    """`generate` with all sequences in one batch; prompts are as long as each other, so nothing is padded."""
+    """transformers: `generate` with all sequences in one batch. Prompts have equal lengths, so nothing is padded."""
     import torch  # noqa: PLC0415 only this peer's Python has it
     import transformers as library  # noqa: PLC0415
 
@@ -74,7 +74,7 @@ def transformers(checkpoint: str) -> tuple[str, Runner, Callable[[], object]]:
     model = library.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
 
     class KeepLogprobs(library.LogitsProcessor):
-        """Takes the log-probability of what was sampled, with one step's logits alive at a time."""
+        """Keeps the log-probability of each sampled token, so that only one step's logits are alive at a time."""
 
         def __init__(self) -> None:
             self.of_step, self.taken = None, []
@@ -112,7 +112,7 @@ def transformers(checkpoint: str) -> tuple[str, Runner, Callable[[], object]]:
 
 
 def llama_cpp(binary: str, model: str) -> tuple[str, Runner, Callable[[], object]]:
-    """llama-server, a request for each prompt, all at once."""
+    """llama.cpp: a llama-server that gets one request for each prompt, all at once."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -155,8 +155,8 @@ def llama_cpp(binary: str, model: str) -> tuple[str, Runner, Callable[[], object
             }
             answers = post("/completion", body)
             answers = answers if isinstance(answers, list) else [answers]
-            # The probabilities of bytes that are no whole character are left out: in other scripts than Latin up to 48
-            # of the 128 of a reply, all of whose tokens were made.
+            # The answer leaves out probabilities of bytes that are no whole character. In scripts other than Latin up
+            # to 48 of the 128 tokens of a reply lack theirs, although all were computed.
             if any(2 * len(a["completion_probabilities"]) < order["new_tokens"] for a in answers):
                 raise RuntimeError("llama-server has left out log-probabilities")
             return sum(a["tokens_predicted"] for a in answers)
@@ -169,15 +169,16 @@ def llama_cpp(binary: str, model: str) -> tuple[str, Runner, Callable[[], object
 
 
 def mistral_rs(checkpoint: str) -> tuple[str, Runner, Callable[[], object]]:
-    """In process and in float32: on a processor its bfloat16 takes one and a half to three times as long.
+    """mistral.rs in process and in float32: its bfloat16 takes one and a half to three times as long on a processor.
 
-    It takes texts only. Its tokenizer here has the numerals of the token ids as words, so that it computes the same ids
-    as the others. All requests go out at once as streams: of calls that wait for a whole answer it takes one at a time.
+    It takes texts only. Its tokenizer here has the numerals of the token ids as words, so that it computes the same
+    ids as the others. All requests are sent at once as streams, because it handles calls without a stream one at a
+    time.
     """
     import mistralrs as library  # noqa: PLC0415 only this peer's Python has it
 
     config = json.loads(Path(checkpoint, "config.json").read_text())
-    # Newer checkpoints have it in here, where mistral.rs does not look.
+    # Newer checkpoints have the base frequency in rope_parameters, where mistral.rs does not look.
     config.setdefault("rope_theta", config.get("rope_parameters", {}).get("rope_theta"))
     tokenizer = {
         "version": "1.0",
@@ -222,7 +223,7 @@ def mistral_rs(checkpoint: str) -> tuple[str, Runner, Callable[[], object]]:
             samples: list[list[float]] = [[] for _ in range(n)]
             for choice in (choice for chunk in chunks for choice in chunk.choices):
                 samples[choice.index].append(choice.logprobs.logprob)
-            # A stream of several samples ends with the first half of them: of the others the last token is made, but
+            # A stream of several samples ends with the first half of them: for the others the last token is made but
             # not sent.
             if min(map(len, samples)) < new_tokens - (n > 1):
                 raise RuntimeError(f"mistral.rs has sent {[len(s) for s in samples]} tokens of {new_tokens}")
@@ -232,7 +233,7 @@ def mistral_rs(checkpoint: str) -> tuple[str, Runner, Callable[[], object]]:
 
 
 def main() -> None:
-    # What libraries print is no answer.
+    # Moves standard output away, so that nothing that libraries print is taken for an answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     peers: dict[str, Callable[..., tuple[str, Runner, Callable[[], object]]]]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The Markdown sections of RESULTS.md from what `end_to_end.py --json` has written, which prints them too.
+"""Makes the Markdown sections of RESULTS.md from the output of `end_to_end.py --json`. end_to_end.py prints them too.
 
 .venv/bin/python benches/section.py benches/results.json
 """
@@ -19,7 +19,7 @@ def markdown(report: dict) -> str:
 
 
 def section(report: dict, model: dict) -> str:
-    """One model: how it was measured, then a line for each workload and engine."""
+    """The section of one model: how it was measured, then a line for each workload and engine."""
     limits, memory = report["limits"], model["memory"]
     bf16, peak = limits["bf16_dot_gflops"], memory["peak_resident_bytes"]
     peak_mib = "?" if peak is None else f"{peak / 2**20:,.0f}"
@@ -48,7 +48,7 @@ def section(report: dict, model: dict) -> str:
 
 
 def found(model: dict) -> list[str]:
-    """Each peer with its version, its start, and what a reader of its figures must know."""
+    """Each peer with its version, how it was started, and what a reader of its figures must know."""
     peers = [name for name in model["versions"] if name != OURS]
     return [
         f"{name} {model['versions'][name]} ("
@@ -59,14 +59,14 @@ def found(model: dict) -> list[str]:
 
 
 def times(report: dict, model: dict) -> str:
-    """How often each engine ran, and what kept it from it."""
+    """How often each engine ran, and why some ran less often."""
     minutes = report["peer_minutes"]
     limit = f"; {minutes:g} min at most for all runs of a peer at a workload" if minutes else ""
     return f"{model['runs']} of each engine, or as many as its line says{limit}"
 
 
 def ahead(r: dict, results: list[dict]) -> str:
-    """How far ours is ahead: in its own lines of the best peer, in a peer's of that one."""
+    """Our speed divided by a peer's: in our own lines by the best peer's, in a peer's line by that peer's."""
     measured = [other for other in results if other["runs"]]
     ours = {other["engine"]: other["tokens_per_second"] for other in measured if is_ours(other)}
     peers = {other["engine"]: other["tokens_per_second"] for other in measured if not is_ours(other)}

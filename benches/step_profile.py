@@ -25,11 +25,11 @@ from workloads import TITLES, WORKLOADS, Workload, run_once
 from rollout_client import ServerProcess
 
 REPORT_SECONDS = 10.0
-"""How long a server may take to print its profile."""
+"""Seconds that a server may take to print its profile."""
 
 
 def report(server: ServerProcess, log: IO[str]) -> str:
-    """What the server prints for SIGUSR1: its profile since the last time."""
+    """The profile since the last one, which the server prints at SIGUSR1."""
     log.read()
     server.process.send_signal(signal.SIGUSR1)
     end, text = time.monotonic() + REPORT_SECONDS, ""

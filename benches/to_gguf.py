@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""A Qwen2 checkpoint in bfloat16 as a GGUF file for llama.cpp; run by the peers' own Python.
+"""Converts a Qwen2 checkpoint in bfloat16 to a GGUF file for llama.cpp. Run by the peers' own Python.
 
     .peers/vllm/bin/python benches/to_gguf.py CHECKPOINT FILE
 
-Its tokens are numbers instead of texts: the benches give and take token ids.
+The texts of its tokens are numbers, because the benches give and take token ids.
 """
 
 from __future__ import annotations

@@ -51,11 +51,11 @@ class Timing:
 
     @classmethod
     def of(cls, values: list[float]) -> Timing:
-        """Of these runs."""
+        """The statistics of these runs."""
         return cls(statistics.median(values), min(values), max(values))
 
     def __str__(self) -> str:
-        """Rounded to what can be trusted."""
+        """`value` rounded to the digits that can be trusted."""
         digits = 0 if self.median >= 100 else 1 if self.median >= 10 else 2
         return f"{self.median:.{digits}f} ({self.low:.{digits}f}–{self.high:.{digits}f})"
 
@@ -74,7 +74,7 @@ def random_adapter(parameters: list[ParameterInfo]) -> tuple[dict[str, np.ndarra
 
 
 def copy_rate(size: int, runs: int) -> Timing:
-    """GB/s of one thread's copy of so many bytes to memory that has been used before."""
+    """GB/s at which one thread copies `size` bytes to memory that has been used before."""
     source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
     return Timing.of([size / 1e9 / timed(lambda: np.copyto(target, source))[0] for _ in range(runs)])
 
@@ -86,14 +86,14 @@ def timed(use: Callable[[], object]) -> tuple[float, object]:
 
 
 def pushes(push: Callable[[], UpdateResult], runs: int) -> tuple[list[float], list[UpdateResult]]:
-    """Seconds and results; the first, which takes fresh pages, is left out."""
+    """Seconds and results of the runs, without the first, which takes fresh pages."""
     push()
     found = [timed(push) for _ in range(runs)]
     return [seconds for seconds, _ in found], [result for _, result in found]  # type: ignore[misc]
 
 
 def measure_adapters(client: RolloutClient, runs: int) -> dict:
-    """Adapters, merged into the checkpoint."""
+    """Measures pushes of adapters, which are merged into the checkpoint."""
     adapter, config = random_adapter(client.parameters())
     seconds, results = pushes(lambda: client.push_lora(adapter, config, progress=False), runs)
     return {
@@ -104,7 +104,7 @@ def measure_adapters(client: RolloutClient, runs: int) -> dict:
 
 
 def measure_full(client: RolloutClient, runs: int) -> dict:
-    """Full pushes by each way."""
+    """Measures full pushes with each transport."""
     rng = np.random.default_rng(2)
     state = {p.name: random_bfloat16(rng, p.shape, 1.0 if "norm" in p.name else 0.0) for p in client.parameters()}
     size = sum(len(data) for data, _, _ in state.values())
@@ -129,7 +129,7 @@ def measure_full(client: RolloutClient, runs: int) -> dict:
 
 
 def gather(buffer: SharedBuffer, data: bytes) -> memoryview:
-    """The bytes in the buffer, as a trainer that gathers a tensor puts them there."""
+    """Copies the bytes into the buffer, as a trainer that gathers a tensor does."""
     part = buffer.take(len(data))
     part[:] = data
     return part
@@ -151,7 +151,7 @@ def staging_rates(state: dict, size: int, runs: int) -> list[float]:
 
 
 def measure_sleep(server: ServerProcess, runs: int) -> dict:
-    """Both levels, of a server that has just generated."""
+    """Measures both levels of sleep on a server that has just generated."""
     client, sampling = server.client, SamplingParams(max_tokens=8, ignore_eos=True)
     awake, sleeps, wakes, asleep = [], [], [], []
     for _ in range(runs):
@@ -180,13 +180,14 @@ def measure(args: argparse.Namespace, name: str, model: str | Path) -> dict:
     print(f"measuring {name} …", file=sys.stderr)
     flags = ["--dtype", "bfloat16", "--mem-util", str(args.mem_util), "--kv-cache-bytes", "1GiB", *args.flags]
     with ServerProcess(args.server, model, flags) as server:
-        # A full push comes last: what it brings cannot be read from the checkpoint again, so level 1 would keep it.
+        # The full push comes last: its weights cannot be read from the checkpoint again, so a sleep of level 1 would
+        # keep them.
         lora, sleep = measure_adapters(server.client, args.runs), measure_sleep(server, args.runs)
         return {"model": name, "lora": lora, "sleep": sleep, **measure_full(server.client, args.runs)}
 
 
 def markdown(report: dict) -> str:
-    """A section for RESULTS.md."""
+    """The section for RESULTS.md."""
     limits, results = Limits(**report["limits"]), report["results"]
     names = " | ".join(result["model"] for result in results)
 

@@ -1,4 +1,4 @@
-"""The four workloads, this machine's limits, and the time that none beats with one token a step."""
+"""The four workloads, this machine's limits, and the least time that one token a step can take."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPT_SEED = 20260101
 
 @dataclass(frozen=True)
 class Workload:
-    """`prompts` x `n` samples, `prompt_len` + `new_tokens` tokens each."""
+    """`prompts` prompts with `n` samples each, of `prompt_len` prompt tokens and `new_tokens` generated tokens."""
 
     prompts: int
     n: int
@@ -28,16 +28,16 @@ class Workload:
 
     @property
     def counted_tokens(self) -> int:
-        """What tokens/s counts: generated tokens, or prompt tokens where next to nothing is generated."""
+        """The tokens that tokens/s counts: the generated ones, or the prompts' where next to nothing is generated."""
         return self.prompts * (self.prompt_len if self.new_tokens == 1 else self.n * self.new_tokens)
 
     @property
     def all_tokens(self) -> int:
-        """Prompt tokens and generated ones."""
+        """Number of prompt tokens and generated tokens together."""
         return self.prompts * (self.prompt_len + self.n * self.new_tokens)
 
     def make_prompts(self, vocab_size: int) -> list[list[int]]:
-        """Random token ids without a common prefix, the same for everyone."""
+        """Random token ids without a common prefix, the same for every engine."""
         rng = random.Random(PROMPT_SEED)
         return [[rng.randrange(vocab_size) for _ in range(self.prompt_len)] for _ in range(self.prompts)]
 
@@ -49,20 +49,20 @@ WORKLOADS = {
     "W4": Workload(prompts=1, n=16, prompt_len=1024, new_tokens=128, temperature=1.0),
 }
 SPECULATIVE = ("W2",)
-"""Those in which speculation makes more than one token of a sample in a step; measured without it as well."""
+"""Workloads in which speculation makes more than one token of a sample in a step. They are also measured without it."""
 TITLES = {"W1": "groups", "W2": "single stream, greedy", "W3": "prefill, prompt tokens", "W4": "long shared prompt"}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the floor needs to know of a model."""
+    """The sizes of a model from which the floor is computed."""
 
     parameters: float
     embedding_parameters: float
     kv_elements_per_token: float
 
 
-# By parameter count, which the server reports; for another model the floor is left out.
+# Shapes by parameter count, which the server reports. A model that is not listed gets no floor.
 SHAPES = {
     134_515_008: Shape(134_515_008, 49_152 * 576, 30 * 2 * 3 * 64),  # SmolLM2-135M, tied
     494_032_768: Shape(494_032_768, 151_936 * 896, 24 * 2 * 2 * 64),  # Qwen2.5-0.5B, tied
@@ -71,7 +71,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Limits:
-    """What the machine can do, by `kernels/examples/limits.rs`."""
+    """This machine's limits, measured by `kernels/examples/limits.rs`."""
 
     threads: int
     instructions: str
@@ -80,7 +80,7 @@ class Limits:
     read_gb_per_s: float
 
     def peak_gflops(self, dtype: str) -> float:
-        """The fastest way to multiply weights of this type."""
+        """GFLOP/s of the fastest way to multiply weights of this type."""
         bf16 = self.bf16_dot_gflops if dtype == "bfloat16" else None
         return max(self.f32_fma_gflops, bf16 or 0.0)
 
@@ -90,8 +90,9 @@ def measure_limits(binary: str) -> Limits:
 
 
 def floor_seconds(workload: Workload, shape: Shape, dtype: str, limits: Limits) -> float:
-    """No implementation is faster: every unique prompt token's FLOPs at the peak, then for each decode step the larger
-    of reading all weights and computing all samples, plus reading each KV entry once."""
+    """Least time of a workload on this machine: the FLOPs of every unique prompt token at the peak, then for each
+    decode step the larger of reading all weights and computing all samples, plus reading each KV entry once.
+    """
     bytes_per_element = 4 if dtype == "float32" else 2
     peak, bandwidth = limits.peak_gflops(dtype) * 1e9, limits.read_gb_per_s * 1e9
     w, sequences = workload, workload.prompts * workload.n
@@ -105,7 +106,7 @@ def floor_seconds(workload: Workload, shape: Shape, dtype: str, limits: Limits) 
 
 
 def run_once(client: RolloutClient, workload: Workload, prompts: list[list[int]]) -> float:
-    """Seconds of one run on our server, from a cold prefix cache."""
+    """Seconds of one run on our server, starting with an empty prefix cache."""
     client.reset_prefix_cache()
     sampling = SamplingParams(max_tokens=workload.new_tokens, temperature=workload.temperature, ignore_eos=True, seed=1)
     start = time.perf_counter()
@@ -131,6 +132,6 @@ def commit() -> str:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
 
-    # The last results are no part of what is measured.
+    # The results of the last run do not count as a change.
     is_changed = git("status", "--porcelain", "--", ":/", ":(exclude,top)benches/results.*")
     return (git("rev-parse", "--short", "HEAD") or "unknown") + (" with changes" if is_changed else "")
