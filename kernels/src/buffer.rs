@@ -1,24 +1,25 @@
 //! Float32 vectors in a device's memory.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
+use half::bf16;
 
-use crate::device::Device;
-use crate::host;
-use crate::matrix::{WeightDtype, WeightRows};
+use crate::backend::storage::MemoryImpl;
+use crate::weights::{WeightDtype, WeightRows};
 
 /// Float32 values in a device's memory, in one dimension: a bias, the weights of a norm, a table of the rotary
 /// embedding.
 pub struct Buffer {
-    device: Device,
+    memory: Arc<dyn MemoryImpl>,
     values: Tensor,
 }
 
 impl Buffer {
     /// `values` has one dimension.
-    pub(crate) fn new(device: Device, values: Tensor) -> Self {
-        Self { device, values }
+    pub(crate) fn new(memory: Arc<dyn MemoryImpl>, values: Tensor) -> Self {
+        Self { memory, values }
     }
 
     /// Number of values.
@@ -43,7 +44,7 @@ impl Buffer {
     /// # Panics
     /// If they pass the end.
     pub fn write(&self, start: usize, values: &[f32]) -> Result<()> {
-        self.device.room().write(&self.values, start, values)
+        self.memory.write(&self.values, start, values)
     }
 
     /// Replaces the values from `start` on by `values`, rounded to what a matrix of `dtype` would hold: in bfloat16
@@ -55,8 +56,12 @@ impl Buffer {
     /// # Panics
     /// If they pass the end.
     pub fn write_rounded(&self, start: usize, values: WeightRows<'_>, dtype: WeightDtype) -> Result<()> {
-        let mut rounded = vec![0.0; values.len()];
-        host::to_f32(values, dtype, &mut rounded);
+        let rounded = |x: f32| if dtype == WeightDtype::Bf16 { bf16::from_f32(x).to_f32() } else { x };
+        let rounded: Vec<f32> = match values {
+            WeightRows::Bf16(values) => values.iter().map(|x| x.to_f32()).collect(),
+            WeightRows::F16(values) => values.iter().map(|x| rounded(x.to_f32())).collect(),
+            WeightRows::F32(values) => values.iter().map(|x| rounded(*x)).collect(),
+        };
         self.write(start, &rounded)
     }
 
@@ -68,7 +73,7 @@ impl Buffer {
     /// # Panics
     /// If `range` passes the end.
     pub fn read(&self, range: Range<usize>) -> Result<Vec<f32>> {
-        self.device.room().read(&self.values, range)
+        self.memory.read(&self.values, range)
     }
 
     pub(crate) fn tensor(&self) -> &Tensor {

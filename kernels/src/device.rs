@@ -1,52 +1,19 @@
 //! A device as everything above this crate sees it.
 
-use std::fmt;
 use std::sync::Arc;
 
 use candle_core::Tensor;
 
-use crate::backend::DeviceImpl;
-use crate::{Backend, Buffer, KvCache, KvDtype, KvLayout, Matrix, MatrixShape, Ops, WeightDtype};
-
-/// What one rank asks of its device.
-#[derive(Clone, Copy, Debug)]
-pub struct DeviceOptions<'a> {
-    /// Number of the rank: which device it takes where the machine has several, and what its threads are named after.
-    pub rank: usize,
-    /// Threads of the host that the rank computes with, at least 1.
-    pub threads: usize,
-    /// Name of the variant of the operators (an instruction set of the processor), or `auto` for the fastest there is.
-    pub kernel: &'a str,
-}
-
-/// What a model asks of a device.
-#[derive(Clone, Copy, Debug)]
-pub struct ModelShape {
-    pub head_dim: usize,
-    /// Tokens of a block of the KV cache.
-    pub block_size: usize,
-    pub weights: WeightDtype,
-    pub kv: KvDtype,
-}
-
-/// Why a device refuses; the text names what was asked for and what to do.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum DeviceError {
-    /// The machine or the device cannot do what was asked for.
-    Unsupported(String),
-    /// The device has not as much memory.
-    OutOfMemory(String),
-}
-
-impl fmt::Display for DeviceError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Unsupported(what) | Self::OutOfMemory(what) => f.write_str(what),
-        }
-    }
-}
-
-impl std::error::Error for DeviceError {}
+use crate::Backend;
+use crate::backend::device::{DeviceImpl, DeviceOptions, ModelShape};
+use crate::backend::storage::MemoryImpl;
+use crate::buffer::Buffer;
+use crate::error::DeviceError;
+use crate::kv_cache::KvCache;
+use crate::kv_layout::KvLayout;
+use crate::matrix::Matrix;
+use crate::ops::Ops;
+use crate::weights::MatrixShape;
 
 /// The device of one rank: what it can take, its memory and its operators. Clones are handles of the same device.
 #[derive(Clone)]
@@ -84,7 +51,7 @@ impl Device {
 
     /// A matrix that has no memory until [`Matrix::restore`].
     pub fn matrix(&self, shape: MatrixShape) -> Matrix {
-        Matrix::new(self.clone(), shape)
+        Matrix::new(self.memory(), shape)
     }
 
     /// A matrix of zeros.
@@ -99,7 +66,7 @@ impl Device {
 
     /// A paged cache for the keys and values of one layer, which has no memory until [`KvCache::restore`].
     pub fn kv_cache(&self, layout: KvLayout) -> KvCache {
-        KvCache::new(self.clone(), layout)
+        KvCache::new(self.memory(), layout)
     }
 
     /// A buffer of zeros.
@@ -107,7 +74,7 @@ impl Device {
     /// # Errors
     /// If the device has not as much memory.
     pub fn buffer(&self, len: usize) -> candle_core::Result<Buffer> {
-        Ok(Buffer::new(self.clone(), self.device.zeros(len)?))
+        Ok(Buffer::new(self.memory(), self.device.zeros(len)?))
     }
 
     /// A buffer with these values.
@@ -128,8 +95,8 @@ impl Device {
         self.device.activations(rows, width)
     }
 
-    pub(crate) fn room(&self) -> &dyn DeviceImpl {
-        &*self.device
+    fn memory(&self) -> Arc<dyn MemoryImpl> {
+        self.device.clone()
     }
 }
 

@@ -11,8 +11,10 @@ mod backend;
 mod buffer;
 pub mod cpu;
 mod device;
+mod error;
 pub mod host;
 mod kv_cache;
+mod kv_layout;
 mod matrix;
 
 mod merge;
@@ -21,18 +23,22 @@ mod reference;
 mod sampling;
 mod step;
 mod tensor;
+mod weights;
 
+pub use backend::device::{DeviceOptions, ModelShape};
 pub use buffer::Buffer;
-pub use device::{Device, DeviceError, DeviceOptions, Devices, ModelShape};
-pub use kv_cache::{BlockCopy, KvCache, KvDtype, KvLayout};
-pub use matrix::{
-    MAX_LEAVES, Matrix, MatrixShape, ROW_GROUP, ReadRows, RowBits, WeightDtype, WeightRows, WriteElements,
-    reduction_leaves,
-};
+pub use device::{Device, Devices};
+pub use error::DeviceError;
+pub use kv_cache::KvCache;
+pub use kv_layout::{BlockCopy, KvDtype, KvLayout};
+pub use matrix::Matrix;
 pub use merge::{Change, Delta, Dtype, LowRank, Magnitude, Merge, MergeBase, ReadValues, StoredValues, Whole};
 pub use ops::Ops;
 pub use sampling::{Sampled, SampledTokens, SamplingTask, TokenLogprobs};
 pub use step::{AttentionSequence, AttentionShape, RowTasks, Step, StepInput};
+pub use weights::{
+    MAX_LEAVES, MatrixShape, ROW_GROUP, ReadRows, RowBits, WeightDtype, WeightRows, WriteElements, reduction_leaves,
+};
 
 /// The devices there are. Another one is a room of this crate that implements the traits of `backend`, and a variant
 /// here.

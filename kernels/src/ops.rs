@@ -7,9 +7,15 @@ use std::sync::Mutex;
 use candle_core::{Result, Tensor};
 use tracing::{Span, trace_span};
 
-use crate::backend::OpsImpl;
-use crate::matrix::{ReadRows, WriteElements};
-use crate::{AttentionSequence, AttentionShape, BlockCopy, Buffer, KvCache, Matrix, Merge, Sampled, Step, StepInput};
+use crate::backend::operators::OpsImpl;
+use crate::buffer::Buffer;
+use crate::kv_cache::KvCache;
+use crate::kv_layout::BlockCopy;
+use crate::matrix::Matrix;
+use crate::merge::Merge;
+use crate::sampling::Sampled;
+use crate::step::{AttentionSequence, AttentionShape, Step, StepInput};
+use crate::weights::{ReadRows, WriteElements};
 
 /// The operators of one rank. Each that a step uses is a trace-level span, which costs the comparison of two levels
 /// while nobody listens.

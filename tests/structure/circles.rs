@@ -40,7 +40,7 @@ fn module_path(path: &str, root: &str) -> ModulePath {
 
 /// The files that `source` names, except modules that contain it or are inside it.
 fn used_files(own: &ModulePath, source: &Source, files: &BTreeMap<ModulePath, &Source>) -> BTreeSet<ModulePath> {
-    let code = source.code.split("#[cfg(test)]\nmod tests {").next().expect("split gives at least one");
+    let code = source.product_code();
     let mut used = BTreeSet::new();
     for mut path in paths(code, own) {
         while !path.is_empty() && !files.contains_key(&path) {

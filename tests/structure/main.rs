@@ -174,7 +174,8 @@ fn no_file_above_the_kernels_names_a_device() {
     const HOST: &[&str] = &["host::", "with_f32", "with_f32_mut"];
     /// Rooms that must not even assume that a tensor lies there.
     const WITHOUT_HOST: &[&str] = &["src/model", "src/scheduler", "src/cache", "src/engine"];
-    let sources = rust_files(&["src"]);
+    let product = |source: Source| Source { code: source.product_code().into(), ..source };
+    let sources: Vec<Source> = rust_files(&["src"]).into_iter().map(product).collect();
     let is_test = |path: &str| path.contains("/tests/") || path.ends_with("/tests.rs") || path.ends_with("/testing.rs");
     let mut offenders = lines_with(&sources, DEVICES, is_test);
     let elsewhere = |path: &str| !WITHOUT_HOST.iter().any(|room| path.starts_with(room)) || is_test(path);

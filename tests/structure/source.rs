@@ -17,6 +17,11 @@ impl Source {
         Self { path: path.into(), text: text.into(), code: blank_comments_and_literals(text) }
     }
 
+    /// The code without the file's own module of tests, which stands at its end.
+    pub fn product_code(&self) -> &str {
+        self.code.split("#[cfg(test)]\nmod tests {").next().expect("split gives at least one")
+    }
+
     /// Lines of `code` with their numbers, starting at 1.
     pub fn code_lines(&self) -> impl Iterator<Item = (usize, &str)> {
         self.code.lines().enumerate().map(|(i, line)| (i + 1, line))

@@ -13,7 +13,7 @@ use half::{bf16, f16};
 use super::isa::{Isa, Kernel};
 use super::lanes::Lanes;
 use super::math::{round_bf16, widen_f16};
-use crate::matrix::WeightDtype;
+use crate::weights::WeightDtype;
 
 /// Values of a block whose scales are quantised too.
 const LONG: usize = 256;

@@ -9,11 +9,14 @@ use super::kv::KvBlocks;
 use super::ops::CpuOps;
 use super::packed::{PANEL, PackedMatrix};
 use super::pool::Cpu;
-use crate::backend::{DeviceImpl, KvCacheImpl, MatrixImpl, OpsImpl};
-use crate::device::{DeviceError, DeviceOptions, ModelShape};
+use crate::backend::device::{DeviceImpl, DeviceOptions, ModelShape};
+use crate::backend::operators::OpsImpl;
+use crate::backend::storage::{KvCacheImpl, MatrixImpl, MemoryImpl};
+use crate::error::DeviceError;
 use crate::host::memory;
+use crate::kv_layout::KvLayout;
 use crate::tensor::{with_f32, with_f32_mut};
-use crate::{KvLayout, MatrixShape, RowBits, WeightRows};
+use crate::weights::{MatrixShape, RowBits, WeightRows};
 
 /// Bytes of a cache line: rows of whole lines that start with one are stored line by line.
 const LINE: usize = 64;
@@ -77,7 +80,9 @@ impl DeviceImpl for CpuDevice {
     fn ops(&self) -> Box<dyn OpsImpl> {
         Box::new(CpuOps::new(Cpu::of_rank(self.rank, self.threads, self.isa)))
     }
+}
 
+impl MemoryImpl for CpuDevice {
     fn matrix_bytes(&self, shape: MatrixShape) -> usize {
         PackedMatrix::bytes_for(shape.dtype, shape.n, shape.k)
     }

@@ -4,7 +4,7 @@
 use super::pool::Cpu;
 use super::rows::Rows;
 use super::storage::Mapping;
-use crate::kv_cache::{BlockCopy, KvDtype, KvLayout};
+use crate::kv_layout::{BlockCopy, KvDtype, KvLayout};
 use half::bf16;
 
 mod write;

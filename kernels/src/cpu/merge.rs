@@ -15,9 +15,9 @@ use super::math::round_bf16;
 use super::packed::PackedMatrix;
 use super::pool::Cpu;
 use super::rows::{Rows, RowsMut};
-use crate::matrix::RowBits;
 use crate::merge::{Change, Delta, Dtype, LowRank, Magnitude, Merge, MergeBase, ReadValues, Whole};
 use crate::tensor::with_f32;
+use crate::weights::RowBits;
 
 /// Rows whose delta is held at once where it cannot be added right away.
 const DELTA_ROWS: usize = 16;

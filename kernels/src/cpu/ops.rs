@@ -11,10 +11,16 @@ use super::packed::PackedMatrix;
 use super::pool::Cpu;
 use super::sampling::Sampler;
 use super::{linear, merge};
-use crate::backend::OpsImpl;
-use crate::matrix::{ReadRows, RowBits, WriteElements};
+use crate::backend::operators::OpsImpl;
+use crate::buffer::Buffer;
+use crate::kv_cache::KvCache;
+use crate::kv_layout::BlockCopy;
+use crate::matrix::Matrix;
+use crate::merge::Merge;
+use crate::sampling::{Sampled, SampledTokens};
+use crate::step::{AttentionShape, Step, StepInput};
 use crate::tensor::{rows, rows_mut, with_f32, with_f32_mut};
-use crate::{AttentionShape, BlockCopy, Buffer, KvCache, Matrix, Merge, Sampled, SampledTokens, Step, StepInput};
+use crate::weights::{ReadRows, RowBits, WriteElements};
 
 /// A thread pool with the memory that operators reuse.
 pub(crate) struct CpuOps {

@@ -6,7 +6,7 @@ use super::math::round_bf16;
 use super::pool::Cpu;
 use super::rows::RowsMut;
 use super::storage::{Mapping, Plain};
-use crate::matrix::{MAX_LEAVES, MatrixShape, ROW_GROUP, RowBits, WeightDtype, WeightRows};
+use crate::weights::{MAX_LEAVES, MatrixShape, ROW_GROUP, RowBits, WeightDtype, WeightRows};
 use half::{bf16, f16};
 
 mod fill;

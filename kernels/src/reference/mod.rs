@@ -14,11 +14,14 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor};
 
-use crate::backend::{DeviceImpl, KvCacheImpl, MatrixImpl, OpsImpl};
-use crate::device::{DeviceError, DeviceOptions, ModelShape};
+use crate::backend::device::{DeviceImpl, DeviceOptions, ModelShape};
+use crate::backend::operators::OpsImpl;
+use crate::backend::storage::{KvCacheImpl, MatrixImpl, MemoryImpl};
+use crate::error::DeviceError;
 use crate::host::memory;
+use crate::kv_layout::KvLayout;
 use crate::tensor::{with_f32, with_f32_mut};
-use crate::{KvLayout, MatrixShape};
+use crate::weights::MatrixShape;
 #[cfg(test)]
 pub(crate) use operators::{attention, linear, rms_norm, rope, silu_mul};
 use ops::ReferenceOps;
@@ -68,7 +71,9 @@ impl DeviceImpl for ReferenceDevice {
     fn ops(&self) -> Box<dyn OpsImpl> {
         Box::new(ReferenceOps)
     }
+}
 
+impl MemoryImpl for ReferenceDevice {
     fn matrix_bytes(&self, shape: MatrixShape) -> usize {
         size_of::<f32>() * shape.n * shape.k
     }

@@ -2,7 +2,7 @@
 
 use super::storage::{RowMajor, Slots};
 use crate::cpu::{Rows, RowsMut};
-use crate::{AttentionSequence, AttentionShape};
+use crate::step::{AttentionSequence, AttentionShape};
 
 fn dot(a: &[f32], b: &[f32]) -> f64 {
     a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()

@@ -9,11 +9,18 @@ use half::{bf16, f16};
 use super::operators;
 use super::sampling::answer;
 use super::storage::{RowMajor, Slots};
-use crate::backend::{MatrixImpl, OpsImpl};
-use crate::matrix::{ReadRows, RowBits, WriteElements};
+use crate::backend::operators::OpsImpl;
+use crate::backend::storage::MatrixImpl;
+use crate::buffer::Buffer;
+use crate::kv_cache::KvCache;
+use crate::kv_layout::BlockCopy;
+use crate::matrix::Matrix;
+use crate::merge::Merge;
 use crate::merge::{Change, Delta, Dtype, LowRank, MergeBase};
+use crate::sampling::{Sampled, SampledTokens};
+use crate::step::{AttentionShape, Step, StepInput};
 use crate::tensor::{rows, rows_mut, with_f32, with_f32_mut};
-use crate::{AttentionShape, BlockCopy, Buffer, KvCache, Matrix, Merge, Sampled, SampledTokens, Step, StepInput};
+use crate::weights::{ReadRows, RowBits, WriteElements};
 
 /// All operators, without any state.
 pub(super) struct ReferenceOps;

@@ -2,9 +2,10 @@
 
 use half::bf16;
 
-use crate::backend::{KvCacheImpl, MatrixImpl};
+use crate::backend::storage::{KvCacheImpl, MatrixImpl};
 use crate::cpu::Rows;
-use crate::{BlockCopy, KvDtype, KvLayout, MatrixShape, RowBits, WeightDtype, WeightRows};
+use crate::kv_layout::{BlockCopy, KvDtype, KvLayout};
+use crate::weights::{MatrixShape, RowBits, WeightDtype, WeightRows};
 
 /// A value as bfloat16 or float32 holds it.
 fn stored(x: f32, is_bf16: bool) -> f32 {

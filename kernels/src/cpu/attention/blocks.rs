@@ -5,7 +5,7 @@ use super::units::{UNIT, VECTORS};
 use super::{AttentionSequence, Call};
 use crate::cpu::lanes::LANES;
 use crate::cpu::tile::Element;
-use crate::kv_cache::KvLayout;
+use crate::kv_layout::KvLayout;
 use std::ops::Range;
 
 /// Keys and values of a unit: by vector of 16 positions, `head_dim` lines of 16 keys, and 16 lines of `head_dim` values.

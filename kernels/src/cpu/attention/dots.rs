@@ -12,7 +12,7 @@ use super::units::{SPAN, TilePairs, UNIT, state_len};
 use super::work::Task;
 use crate::cpu::lanes::LANES;
 use crate::cpu::rows::SharedSlice;
-use crate::kv_cache::KvLayout;
+use crate::kv_layout::KvLayout;
 use half::bf16;
 use std::ops::Range;
 

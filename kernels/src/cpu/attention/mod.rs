@@ -13,7 +13,7 @@ use super::isa::Isa;
 use super::kv::KvBlocks;
 use super::pool::{Cpu, SharedScratch};
 use super::rows::{Rows, RowsMut, SharedRows, SharedSlice};
-use crate::kv_cache::KvDtype;
+use crate::kv_layout::KvDtype;
 use crate::step::{AttentionSequence, AttentionShape};
 use half::bf16;
 

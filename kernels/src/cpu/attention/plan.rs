@@ -4,7 +4,7 @@
 use super::units::{MOST_TILES, SPAN, TilePairs, UNIT, record_len};
 use super::work::{Only, Plan, Split, Task};
 use super::{AttentionSequence, AttentionShape};
-use crate::kv_cache::KvLayout;
+use crate::kv_layout::KvLayout;
 use std::ops::Range;
 
 /// Tasks for each thread that are enough for dynamic pick-up to end together.

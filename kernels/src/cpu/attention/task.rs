@@ -8,7 +8,7 @@ use super::work::{Split, Task};
 use super::{AttentionSequence, Call};
 use crate::cpu::lanes::LANES;
 use crate::cpu::rows::SharedSlice;
-use crate::kv_cache::KvLayout;
+use crate::kv_layout::KvLayout;
 use std::ops::Range;
 use std::slice;
 

@@ -2,7 +2,7 @@ use super::super::testing::{Random, bits};
 use super::super::{Isa, Rows, RowsMut};
 use super::work::Plan;
 use super::*;
-use crate::kv_cache::KvLayout;
+use crate::kv_layout::KvLayout;
 use crate::reference;
 
 /// Sequences with all their queries, keys and values, in position order.

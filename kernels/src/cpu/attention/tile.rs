@@ -10,7 +10,7 @@ use super::{AttentionSequence, Call};
 use crate::cpu::lanes::LANES;
 use crate::cpu::rows::SharedSlice;
 use crate::cpu::tile::{Element, MOST_ROWS};
-use crate::kv_cache::KvLayout;
+use crate::kv_layout::KvLayout;
 use std::ops::Range;
 use std::slice;
 

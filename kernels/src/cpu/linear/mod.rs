@@ -12,7 +12,7 @@ use super::packed::PackedMatrix;
 use super::pool::Cpu;
 use super::rows::{Rows, RowsMut, SharedRows};
 use super::tile::{Ahead, Format, LINE, Pairs, RoundedPairs, Single};
-use crate::matrix::WeightDtype;
+use crate::weights::WeightDtype;
 use format::LinearFormat;
 use half::bf16;
 use plan::Plan;

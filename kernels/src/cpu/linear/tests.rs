@@ -1,10 +1,10 @@
 use super::super::activation::silu_mul;
 use super::super::testing::{Random, bits, close, dot_pair};
 use super::*;
-use crate::backend::MatrixImpl;
-use crate::matrix::MatrixShape;
-use crate::matrix::{WeightRows, reduction_leaves};
+use crate::backend::storage::MatrixImpl;
 use crate::reference;
+use crate::weights::MatrixShape;
+use crate::weights::{WeightRows, reduction_leaves};
 use half::bf16;
 
 const DTYPES: [WeightDtype; 2] = [WeightDtype::Bf16, WeightDtype::F32];

@@ -8,7 +8,7 @@ use super::super::pool::ThreadPool;
 use super::super::rows::SharedSlice;
 use super::super::storage::Plain;
 use super::{PANEL, Pack, PackedMatrix, Source, Stored, WeightDtype, WeightRows, round_bf16};
-use crate::matrix::{ReadRows, WriteElements};
+use crate::weights::{ReadRows, WriteElements};
 use half::{bf16, f16};
 use std::ops::Range;
 

@@ -1,50 +1,18 @@
-//! What a device's room implements. [`Device`](crate::Device), [`Ops`](crate::Ops), [`Matrix`] and [`KvCache`] are
-//! these traits as everything above this crate sees them, and document what the methods here do.
+//! The operators that a device's room implements. [`Ops`](crate::Ops) documents what each does.
 
 use std::any::Any;
 use std::ops::Range;
 
 use candle_core::{Result, Tensor};
 
-use crate::device::{DeviceError, ModelShape};
-use crate::matrix::{ReadRows, RowBits, WeightRows, WriteElements};
-use crate::{
-    AttentionShape, BlockCopy, Buffer, KvCache, KvLayout, Matrix, MatrixShape, Merge, Sampled, Step, StepInput,
-};
-
-/// The device of one rank.
-pub(crate) trait DeviceImpl: Send + Sync + 'static {
-    fn kernel(&self) -> &'static str;
-    fn check(&self, model: &ModelShape) -> std::result::Result<(), DeviceError>;
-    /// Which memory it uses: devices with the same number share one.
-    fn memory(&self) -> usize;
-    fn total_bytes(&self) -> u64;
-    fn used_bytes(&self) -> u64;
-    fn trim(&self);
-    fn ops(&self) -> Box<dyn OpsImpl>;
-
-    /// Bytes that [`DeviceImpl::matrix`] takes for this shape.
-    fn matrix_bytes(&self, shape: MatrixShape) -> usize;
-    /// Storage of zeros.
-    fn matrix(&self, shape: MatrixShape) -> std::result::Result<Box<dyn MatrixImpl>, DeviceError>;
-    fn kv_cache(&self, layout: KvLayout) -> std::result::Result<Box<dyn KvCacheImpl>, DeviceError>;
-    /// `len` float32 zeros in one dimension.
-    fn zeros(&self, len: usize) -> Result<Tensor>;
-    fn activations(&self, rows: usize, width: usize) -> Result<Tensor>;
-    /// Writes to a tensor of [`DeviceImpl::zeros`].
-    fn write(&self, to: &Tensor, start: usize, values: &[f32]) -> Result<()>;
-    /// Reads a tensor of [`DeviceImpl::zeros`].
-    fn read(&self, from: &Tensor, range: Range<usize>) -> Result<Vec<f32>>;
-}
-
-/// A device's storage of a matrix. Its methods are called from any thread, beside the operators.
-pub(crate) trait MatrixImpl: Any + Send + Sync {
-    fn write_columns(&mut self, row0: usize, rows: WeightRows<'_>, width: usize, first_column: usize);
-    fn read_rows(&self, row0: usize, out: RowBits<'_>);
-}
-
-/// A device's storage of a layer's keys and values.
-pub(crate) trait KvCacheImpl: Any + Send {}
+use crate::buffer::Buffer;
+use crate::kv_cache::KvCache;
+use crate::kv_layout::BlockCopy;
+use crate::matrix::Matrix;
+use crate::merge::Merge;
+use crate::sampling::Sampled;
+use crate::step::{AttentionShape, Step, StepInput};
+use crate::weights::{ReadRows, WriteElements};
 
 /// The operators of one rank. Called from its thread alone.
 pub(crate) trait OpsImpl: Send {
