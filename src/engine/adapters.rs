@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::executor::{Executor, WeightOrder};
 use crate::weights::Adapter;
 
-/// What the ranks keep, and who uses it.
+/// The resident adapters of all ranks, with their leases.
 pub(super) struct Adapters {
     max_adapters: usize,
     max_rank: usize,
@@ -16,9 +16,10 @@ pub(super) struct Adapters {
     resident: Vec<Resident>,
 }
 
+/// A resident adapter.
 struct Resident {
     status: AdapterStatus,
-    /// Those who wait for it to go.
+    /// Callers of `RemoveAdapter` that wait for its last lease to end.
     removals: Vec<(CancelFlag, Reply<Result<u64>>)>,
 }
 
@@ -31,23 +32,23 @@ impl Adapters {
         self.resident.iter().map(|resident| resident.status.clone()).collect()
     }
 
-    /// The generation that `name` has now.
+    /// Generation of the adapter that has this name now.
     ///
     /// # Errors
-    /// `NotFound` naming those that are resident.
+    /// `NotFound` with the names of the resident adapters.
     pub fn find(&self, name: &str) -> Result<u64> {
         let found = self.named(name).map(|resident| resident.status.generation);
         found.ok_or_else(|| Error::NotFound(format!("adapter: {name:?} is not resident ({})", self.describe())))
     }
 
-    /// Whether an adapter may get this name.
+    /// Checks that an adapter may get the name of `target`.
     ///
     /// # Errors
     /// `VersionConflict` if the name has another generation, `ResourceExhausted` if there is no free slot.
     pub fn check_target(&self, target: &AdapterTarget) -> Result<()> {
         let old = self.named(&target.name).map(|resident| &resident.status);
         check_generation(&target.name, old.map_or(0, |old| old.generation), target.expected_generation)?;
-        // The old one makes room if nobody uses it.
+        // The adapter that has the name makes room if nobody uses it.
         let occupied = self.resident.len() - usize::from(old.is_some_and(|old| old.leases == 0));
         if occupied >= self.max_adapters {
             return Err(Error::ResourceExhausted(format!(
@@ -68,7 +69,7 @@ impl Adapters {
         Ok(())
     }
 
-    /// Notes an adapter; the one of this name, if any, retires.
+    /// Adds an adapter and returns its generation. An adapter that had its name retires.
     fn insert(&mut self, name: &str, adapter: &Adapter) -> u64 {
         self.retire(name);
         let generation = self.next_generation;
@@ -79,34 +80,36 @@ impl Adapters {
         generation
     }
 
-    /// From now on nobody can name it.
+    /// Retires the adapter of this name: requests cannot name it any more, and it is dropped with its last lease.
     fn retire(&mut self, name: &str) -> Option<&mut Resident> {
         let found = self.resident.iter_mut().find(|resident| is_named(resident, name))?;
         found.status.retired = true;
         Some(found)
     }
 
+    /// Counts one more request that uses the adapter of a generation.
     pub fn lease(&mut self, generation: u64) {
         self.of(generation).status.leases += 1;
     }
 
+    /// Counts one request less that uses the adapter of a generation.
     pub fn give_back(&mut self, generation: u64) {
         self.of(generation).status.leases -= 1;
     }
 
-    /// Takes out those that are retired and not used any more.
+    /// Removes the adapters that are retired and have no lease, and returns them.
     fn take_unused(&mut self) -> Vec<Resident> {
         self.resident.extract_if(.., |resident| resident.status.retired && resident.status.leases == 0).collect()
     }
 
-    /// Forgets who does not wait any more for a removal; it takes place nevertheless.
+    /// Forgets callers that do not wait any more for a removal. The removals take place nevertheless.
     pub fn drop_cancelled(&mut self) {
         for resident in &mut self.resident {
             resident.removals.retain(|(cancel, _)| !cancel.is_cancelled());
         }
     }
 
-    /// Tells all who wait for a removal.
+    /// Answers all callers that wait for a removal with an error.
     pub fn refuse_removals(&mut self, error: &Error) {
         for (_, reply) in self.resident.iter_mut().flat_map(|resident| resident.removals.drain(..)) {
             reply(Err(error.clone()));
@@ -149,7 +152,8 @@ fn check_generation(name: &str, have: u64, expected: Option<u64>) -> Result<()> 
 }
 
 impl<X: Executor> Engine<X> {
-    /// Makes an adapter resident and returns its generation. What had its name goes with its last lease.
+    /// Makes an adapter resident and returns its generation. An adapter that had its name is dropped with its last
+    /// lease.
     pub(super) fn add_adapter(&mut self, target: &AdapterTarget, adapter: Arc<Adapter>) -> Attempt<u64> {
         adapter.check_unmerged().map_err(Failure::Refused)?;
         self.adapters.check_rank(adapter.rank()).map_err(Failure::Refused)?;
@@ -160,7 +164,7 @@ impl<X: Executor> Engine<X> {
         Ok(generation)
     }
 
-    /// Retires an adapter; answered when it is gone.
+    /// Retires an adapter. The caller is answered when it has been dropped.
     pub(super) fn remove_adapter(
         &mut self,
         name: &str,
@@ -179,7 +183,7 @@ impl<X: Executor> Engine<X> {
         }
     }
 
-    /// Frees what retired adapters hold that nobody uses any more.
+    /// Frees the memory of retired adapters that nobody uses any more, and answers the callers that wait for that.
     ///
     /// # Errors
     /// If the executor fails.
@@ -195,7 +199,7 @@ impl<X: Executor> Engine<X> {
         Ok(())
     }
 
-    /// Frees all; nobody may have a lease.
+    /// Frees the memory of all adapters. None may have a lease.
     pub(super) fn drop_all_adapters(&mut self) -> Attempt<()> {
         for resident in &mut self.adapters.resident {
             resident.status.retired = true;

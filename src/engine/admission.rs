@@ -23,6 +23,7 @@ impl<X: Executor> Engine<X> {
         self.admit(key, command);
     }
 
+    /// Checks what can be checked when a request arrives.
     fn check_new(&self, command: &GenerateCommand) -> Result<()> {
         self.check_serving()?;
         self.state.check_request()?;
@@ -33,7 +34,7 @@ impl<X: Executor> Engine<X> {
         self.scheduler.check_room(command.num_samples(), self.requests.num_held_samples())
     }
 
-    /// Whether no request is accepted now: nothing steps, or something waits for the accepted ones to end.
+    /// Whether no request is accepted now, because nothing steps or a drain waits for the accepted ones to end.
     fn is_holding(&self) -> bool {
         self.state != State::Running || !self.drains.is_empty()
     }
@@ -42,12 +43,13 @@ impl<X: Executor> Engine<X> {
         self.is_holding() || self.wants_newer(command)
     }
 
-    /// One that insists on a version does not wait for another.
+    /// Whether the request asks for a newer policy than the one that serves. A request that asks for exactly one
+    /// version does not wait: it is checked when it is accepted.
     fn wants_newer(&self, command: &GenerateCommand) -> bool {
         command.if_weight_version.is_none() && command.min_weight_version.is_some_and(|v| v > self.policy.version())
     }
 
-    /// Accepts those held requests that need not wait any more, in order.
+    /// Accepts the held requests that need not wait any more, in the order of arrival.
     pub(super) fn admit_held(&mut self) {
         if self.is_holding() {
             return;
@@ -58,6 +60,7 @@ impl<X: Executor> Engine<X> {
         }
     }
 
+    /// Gives a request to the scheduler, or refuses it.
     fn admit(&mut self, key: RequestKey, command: GenerateCommand) {
         let adapter = match self.check_policy(&command) {
             Ok(adapter) => adapter,
@@ -74,7 +77,7 @@ impl<X: Executor> Engine<X> {
         }
     }
 
-    /// The generation of the adapter that the request names.
+    /// Checks that the request asks for the policy that serves, and returns the generation of the adapter it names.
     fn check_policy(&self, command: &GenerateCommand) -> Result<Option<u64>> {
         let have = self.policy.version();
         if let Some(wanted) = command.if_weight_version.filter(|&wanted| wanted != have) {
@@ -85,7 +88,7 @@ impl<X: Executor> Engine<X> {
         command.adapter.as_deref().map(|name| self.adapters.find(name)).transpose()
     }
 
-    /// Ends what belongs to clients that are gone.
+    /// Ends requests, drains, checksums and the open update if their clients are gone.
     pub(super) fn drop_cancelled(&mut self) {
         for key in self.requests.accepted_keys(|_, request| request.is_cancelled()) {
             self.end(key, Ending::Aborted);
@@ -93,8 +96,8 @@ impl<X: Executor> Engine<X> {
         for key in self.requests.held_keys(|command| command.cancel.is_cancelled()) {
             self.refuse_held(key, Error::Aborted("the client is gone".into()));
         }
-        // A flag may be set at any time: that of the update is read once, so that the update and its commit, which may
-        // be among the drains, go together.
+        // A client may vanish at any time. The update's flag is read once, so that the update and its commit, which may
+        // be among the drains, are dropped together.
         let update_is_gone = self.updates.open().is_some_and(Transaction::is_cancelled);
         self.drains.drop_cancelled(update_is_gone);
         if update_is_gone {
@@ -104,6 +107,7 @@ impl<X: Executor> Engine<X> {
         self.checksums.drop_cancelled();
     }
 
+    /// Ends requests by their ids, accepted and held ones.
     pub(super) fn abort(&mut self, target: AbortTarget) -> AbortReply {
         let ids = match target {
             AbortTarget::Requests(ids) => ids,
@@ -125,14 +129,14 @@ impl<X: Executor> Engine<X> {
         self.abort(AbortTarget::All);
     }
 
-    /// Aborts all accepted requests, or those of `which`; held ones stay.
+    /// Aborts the accepted requests for which `which` is true. Held requests stay.
     pub(super) fn abort_accepted(&mut self, which: impl Fn(RequestKey, &Request) -> bool) {
         for key in self.requests.accepted_keys(which) {
             self.end(key, Ending::Aborted);
         }
     }
 
-    /// The server ends: all that waits is told so. Requests that run are not waiting.
+    /// Tells all callers that wait that the server is shutting down. Accepted requests run on.
     pub(super) fn refuse_waiting(&mut self) {
         for key in self.requests.held_keys(|_| true) {
             self.refuse_held(key, shutting_down());
@@ -142,7 +146,7 @@ impl<X: Executor> Engine<X> {
         self.roll_back();
     }
 
-    /// Takes a request out; samples that still run are cut short. Its blocks are free when this returns.
+    /// Ends an accepted request, and with it the samples that still run. Its blocks are free when this returns.
     pub(super) fn end(&mut self, key: RequestKey, ending: Ending) {
         let Some(mut request) = self.take(key) else { return };
         match ending {
@@ -154,7 +158,7 @@ impl<X: Executor> Engine<X> {
         }
     }
 
-    /// Takes a request out that nothing has come of.
+    /// Ends an accepted request with an error.
     pub(super) fn reject(&mut self, key: RequestKey, error: Error) {
         if let Some(mut request) = self.take(key) {
             self.statistics.count_aborted_request();

@@ -1,4 +1,4 @@
-//! Which requests may go on: not those whose readers lag, and fewer where the memory for requests runs short.
+//! Backpressure: requests whose readers lag are suspended, and more of them where memory for requests runs short.
 
 use super::Engine;
 use crate::error::Error;
@@ -7,57 +7,60 @@ use crate::memory::{Level, human_bytes};
 use crate::types::RequestKey;
 
 impl<X: Executor> Engine<X> {
-    /// Holds back the accepted requests whose readers lag, and lets go those that have caught up. Where memory is tight
-    /// only the oldest whose reader keeps up goes on, so that it can finish and give back what it holds. Where there is
-    /// none left the request that holds most ends.
+    /// Suspends the accepted requests whose readers lag, and resumes those whose readers have caught up. If memory for
+    /// requests is tight, only the oldest request whose reader keeps up runs on, so that it can finish and free what it
+    /// holds. If none is left, the request that holds most is ended.
     ///
-    /// While any request keeps up at least one goes on, and the reader of one that lags wakes the engine; so what is held
-    /// back is always looked at again.
+    /// No request stays suspended for ever: at least one runs while any reader keeps up, and the reader of a request
+    /// that lags wakes the engine when it has caught up.
     pub(super) fn suspend_laggards(&mut self) {
         if self.traffic.level() == Level::Full {
             self.end_largest();
         }
         if self.traffic.level() == Level::Free {
-            // Mostly nobody: this runs around every step, whatever the number of requests.
+            // This runs at every step, and most of the time there is nothing to change.
             for key in self.requests.accepted_keys(|_, request| request.lags() != request.is_suspended()) {
                 let is_suspended = self.requests.get_mut(key).is_some_and(|request| request.is_suspended());
                 self.set_suspended(key, !is_suspended);
             }
             return;
         }
-        let mut one_goes_on = false;
+        let mut one_runs = false;
         for key in self.requests.accepted_keys(|_, _| true) {
-            let hold = one_goes_on || self.requests.get_mut(key).is_some_and(|request| request.lags());
-            one_goes_on |= !hold;
-            self.set_suspended(key, hold);
+            let suspend = one_runs || self.requests.get_mut(key).is_some_and(|request| request.lags());
+            one_runs |= !suspend;
+            self.set_suspended(key, suspend);
         }
     }
 
-    fn set_suspended(&mut self, key: RequestKey, hold: bool) {
+    /// Suspends or resumes a request, if it is not suspended or running already.
+    fn set_suspended(&mut self, key: RequestKey, suspend: bool) {
         let Some(request) = self.requests.get_mut(key) else { return };
-        if hold == request.is_suspended() {
+        if suspend == request.is_suspended() {
             return;
         }
-        request.note_suspended(hold);
-        match hold {
+        request.note_suspended(suspend);
+        match suspend {
             true => self.scheduler.suspend(key),
             false => self.scheduler.resume(key),
         }
     }
 
+    /// Ends the request that holds the most bytes.
     fn end_largest(&mut self) {
         let Some((bytes, key)) = self.largest() else { return };
         self.reject(
             key,
             Error::ResourceExhausted(format!(
-                "requests and replies under way hold all of --request-bytes {}, and this request more than any other, {}; ask for \
-                 fewer samples or top_logprobs at once, or raise --request-bytes",
+                "requests and replies under way hold all of --request-bytes {}, and this request more than any other, \
+                 {}; ask for fewer samples or top_logprobs at once, or raise --request-bytes",
                 human_bytes(self.traffic.limit()),
                 human_bytes(bytes),
             )),
         );
     }
 
+    /// The accepted request that holds the most bytes.
     fn largest(&mut self) -> Option<(u64, RequestKey)> {
         let keys = self.requests.accepted_keys(|_, _| true);
         keys.into_iter().filter_map(|key| Some((self.requests.get_mut(key)?.bytes(), key))).max()

@@ -1,4 +1,5 @@
-//! Checksums of what serves, computed in pieces between the steps, so that generation goes on beside them.
+//! Checksums of the parameters that serve, computed in pieces between the steps, so that generation goes on beside
+//! them.
 
 use std::collections::{HashSet, VecDeque};
 
@@ -9,13 +10,13 @@ use crate::error::{Error, Result};
 use crate::executor::Executor;
 use crate::weights::matrix_shape;
 
-/// Most bytes that are read between two steps (a longer row is read whole): about a millisecond, less than a step.
-/// The models of unit tests are tiny, and have pieces nevertheless.
+/// Most bytes that are read between two steps; a longer row is read whole. So many take about a millisecond, less than
+/// a step. Unit tests have tiny models, of which several pieces shall be read nevertheless.
 const PIECE_BYTES: usize = if cfg!(test) { 24 } else { 1 << 20 };
-/// Most checksums that wait for each other. Each reads all weights, and a caller that needs one asks again later.
+/// Most checksums under way. Each may read all weights, so a caller beyond these has to try again later.
 const MOST_WAITING: usize = 64;
 
-/// The checksums under way, the oldest first: a piece of that one is computed between two steps.
+/// The checksums under way, the oldest first. Between two steps a piece of the oldest one is computed.
 #[derive(Default)]
 pub(super) struct Checksums(VecDeque<Checksum>);
 
@@ -28,12 +29,12 @@ impl Checksums {
         self.0.len()
     }
 
-    /// Forgets those whose callers are gone.
+    /// Forgets checksums whose callers are gone.
     pub fn drop_cancelled(&mut self) {
         self.0.retain(|checksum| !checksum.cancel.is_cancelled());
     }
 
-    /// Ends all of them with an error.
+    /// Answers all callers with an error.
     pub fn refuse(&mut self, error: &Error) {
         self.0.drain(..).for_each(|checksum| checksum.refuse(error.clone()));
     }
@@ -43,9 +44,9 @@ impl Checksums {
 struct Checksum {
     /// Indices of the parameters that were asked for, in the model's order.
     parameters: Vec<usize>,
-    /// The policy that is read, by its epoch. Under another one all begins again.
+    /// Epoch of the policy that is read. When another policy serves, the checksum begins again.
     epoch: u64,
-    /// The digest of the parameter that is read now, and how many of its rows are in it.
+    /// Digest of the parameter that is being read, of its first `rows` rows.
     sha: Sha256,
     rows: usize,
     /// Names and digests of the parameters that are done.
@@ -68,7 +69,8 @@ impl Checksum {
 }
 
 impl<X: Executor> Engine<X> {
-    /// Begins the SHA-256 of the parameters `names`, or of all, as they serve; in the model's order.
+    /// Begins a checksum of the parameters `names`, or of all parameters if there are no names: the SHA-256 of each as
+    /// it serves, in the model's order.
     pub(super) fn begin_checksum(&mut self, names: &[String], cancel: CancelFlag, reply: Reply<Result<ChecksumReply>>) {
         self.drop_cancelled();
         match self.check_checksum(names) {
@@ -85,6 +87,7 @@ impl<X: Executor> Engine<X> {
         }
     }
 
+    /// Checks that a checksum can begin, and returns the indices of its parameters.
     fn check_checksum(&self, names: &[String]) -> Result<Vec<usize>> {
         self.state.check_checksum()?;
         if self.checksums.len() >= MOST_WAITING {
@@ -101,7 +104,7 @@ impl<X: Executor> Engine<X> {
         Ok(all.filter(|(_, spec)| wanted.is_empty() || wanted.contains(&spec.name)).map(|(i, _)| i).collect())
     }
 
-    /// Computes a piece of the oldest checksum, and answers it if that was the last.
+    /// Computes a piece of the oldest checksum, and answers its caller if it is complete.
     ///
     /// # Errors
     /// If the executor fails.

@@ -1,4 +1,4 @@
-//! What the engine can be told, and what it answers. The server is the only maker of commands.
+//! Commands to the engine, and their replies. Only the server makes them, from requests that it has checked.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,7 +11,8 @@ use crate::memory::{Backlog, Charge, MemoryReport};
 use crate::types::{Prompt, SamplingParams, WeightVersion};
 use crate::weights::{ShadowWeights, Tensors, UpdateKind, WeightUpdate};
 
-/// Set when the client is gone; the engine looks before each step and ends the request.
+/// Says that the client of a request or command is gone. The engine reads it before each step, and ends what the client
+/// had asked for.
 #[derive(Clone, Debug, Default)]
 pub struct CancelFlag(Arc<AtomicBool>);
 
@@ -25,16 +26,18 @@ impl CancelFlag {
     }
 }
 
-/// Where a request's events go. Never blocks. Exactly one terminal event ([`Event::Done`] or [`Event::Failed`]) is
-/// sent, last.
+/// Takes the events of a request, without blocking. The last one is a terminal event ([`Event::Done`] or
+/// [`Event::Failed`]), and there is exactly one of these.
 pub type Responder = Box<dyn FnMut(Event) + Send>;
 
-/// Answer to a command that has one.
+/// Takes the answer to a command.
 pub type Reply<T> = Box<dyn FnOnce(T) + Send>;
 
 /// One message to the engine.
 pub enum Command {
+    /// Runs a request; its events go to its responder.
     Generate(Box<GenerateCommand>),
+    /// Ends requests. Their samples keep the tokens they have.
     Abort {
         target: AbortTarget,
         reply: Reply<AbortReply>,
@@ -42,53 +45,60 @@ pub enum Command {
     Status {
         reply: Reply<Status>,
     },
+    /// Forgets the prefixes that no sequence holds. Answered with the number of their blocks.
     ResetPrefixCache {
         reply: Reply<Result<usize>>,
     },
-    /// Opens a transaction: checks what can be checked now and sets memory aside.
+    /// Opens an update: checks what can be checked before its data comes, and reserves memory for it.
     BeginUpdate {
         begin: UpdateBegin,
         reply: Reply<Result<UpdateTicket>>,
     },
-    /// Writes tensors of a FULL push in place; the weights are missing until its commit.
+    /// Writes tensors of a FULL push in place. The weights are missing from then on until the commit.
     WritePart {
         update: u64,
         tensors: Arc<Tensors>,
         reply: Reply<Result<()>>,
     },
-    /// Ends a transaction: applied at a step boundary, at once or as its [`RunningPolicy`] says. In place, `update` is
-    /// the rest.
+    /// Applies the open update between two steps: at once, or when its [`RunningPolicy`] allows it. `content` is all of
+    /// it or, for a push in place, what has not been written yet.
     CommitUpdate {
         update: u64,
         content: WeightUpdate,
         reply: Reply<Result<UpdateReply>>,
     },
-    /// Ends the open update, or the one of this number: it never happened. Answered with what was known of it.
+    /// Cancels the open update, if its number is `update` or no number is given. Answered with what was known of it, or
+    /// with `None` if no such update was open.
     CancelUpdate {
         update: Option<u64>,
         reply: Reply<Option<OpenUpdate>>,
     },
+    /// Gives memory back.
     Sleep {
         level: SleepLevel,
         mode: DrainMode,
         cancel: CancelFlag,
         reply: Reply<Result<SleepReply>>,
     },
+    /// Takes memory back, after a sleep.
     Wake {
         tags: WakeTags,
-        /// After level 2: read the checkpoint again.
+        /// Whether to load the checkpoint if there is no policy, as after a sleep at level 2.
         reload: bool,
         reply: Reply<Result<LifecycleStatus>>,
     },
+    /// Stops stepping.
     Pause {
         mode: DrainMode,
         cancel: CancelFlag,
         reply: Reply<Result<()>>,
     },
+    /// Steps again after a pause.
     Resume {
         reply: Reply<Result<()>>,
     },
-    /// SHA-256 of parameters as they serve; all if `names` is empty. Computed in pieces between steps.
+    /// Computes the SHA-256 of parameters as they serve, of all if `names` is empty. This happens in pieces between
+    /// steps.
     Checksum {
         names: Vec<String>,
         cancel: CancelFlag,
@@ -97,101 +107,106 @@ pub enum Command {
     ListAdapters {
         reply: Reply<Vec<AdapterStatus>>,
     },
-    /// Answered with the generation when the last lease has ended and the memory is free.
+    /// Retires a resident adapter. Answered with its generation when its last lease has ended and its memory is free.
     RemoveAdapter {
         name: String,
         expected_generation: Option<u64>,
         cancel: CancelFlag,
         reply: Reply<Result<u64>>,
     },
-    /// Some [`CancelFlag`] was set, or a reader has drained its [`Backlog`]; wakes an idle engine to look.
+    /// Wakes an idle engine, because a [`CancelFlag`] was set or a reader has caught up with its [`Backlog`].
     Look,
-    /// Refuse new requests, finish the running ones until the deadline passes, then abort the rest and end.
+    /// Ends the engine: new requests are refused, running ones may finish within `grace`, and the rest is aborted.
     Shutdown {
         grace: Duration,
     },
 }
 
-/// A valid request: the server has checked every field against the model.
+/// A request, of which the server has checked every field against the model.
 pub struct GenerateCommand {
-    /// Unique among running requests.
+    /// Id given by the client. No two requests under way may have the same.
     pub request_id: String,
-    /// Each `1..=max_model_len - 1` tokens below the vocabulary size (`max_model_len` for [`RequestKind::Score`]).
+    /// Prompts of at least one token, all tokens below the vocabulary size. They have fewer tokens than the context, or
+    /// for [`RequestKind::Score`] at most as many.
     pub prompts: Vec<Prompt>,
     pub kind: RequestKind,
     pub params: Arc<SamplingParams>,
-    /// Name of a resident adapter.
+    /// Name of the resident adapter to use.
     pub adapter: Option<String>,
+    /// The request is refused under a policy of any other version.
     pub if_weight_version: Option<WeightVersion>,
+    /// The request is held while the policy's version is lower.
     pub min_weight_version: Option<WeightVersion>,
     pub cancel: CancelFlag,
     pub responder: Responder,
-    /// What the responder was given and its reader has not taken.
+    /// Counts the events that the responder was given and its reader has not taken.
     pub backlog: Backlog,
-    /// For what the request keeps until its terminal event: prompts, records of its samples, their tokens.
+    /// Counts what the request holds until its terminal event: prompts, records of its samples, their tokens and texts.
     pub charge: Charge,
 }
 
-/// The header of a push.
+/// The header of an update.
 pub struct UpdateBegin {
     pub kind: UpdateKind,
-    /// LORA: keep it resident under this name.
+    /// For LORA: the name under which the adapter becomes resident. `None` merges it into the policy.
     pub adapter: Option<AdapterTarget>,
-    /// Always given for DELTA.
+    /// The version of the policy that the update is for. Always given for DELTA.
     pub expected_version: Option<WeightVersion>,
-    /// None: one more than now.
+    /// Version of the policy after the update; `None` is one more than before it.
     pub new_version: Option<WeightVersion>,
     pub running: RunningPolicy,
-    /// Most memory that the push takes while it is received, and in place.
+    /// Most bytes that the push takes while it is received.
     pub staging_bytes: u64,
+    /// Most bytes that the push takes while it is received if it is written in place.
     pub in_place_bytes: u64,
-    /// FULL: may be written in place if it does not fit.
+    /// For FULL: whether the push may be written in place if there is no room for it beside the weights.
     pub in_place: bool,
-    /// Set when the stream breaks: the transaction never happened.
+    /// Set when the sender's stream breaks, which rolls the update back.
     pub cancel: CancelFlag,
     /// Address of the sender.
     pub peer: String,
+    /// For how long the sender has been idle.
     pub activity: Activity,
-    /// Told why, if `CancelUpdate` ends the update before its commit has come.
+    /// Takes the reason if `CancelUpdate` ends the update.
     pub ended: Reply<Error>,
 }
 
-/// Who holds the update that is open.
+/// What is known of the open update.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OpenUpdate {
     pub id: u64,
     pub peer: String,
     pub kind: UpdateKind,
-    /// Name of an adapter that is to become resident.
+    /// Name of the adapter that is to become resident.
     pub adapter: Option<String>,
-    /// As the sender has given it.
+    /// The version of the policy after the update, if the sender has given it.
     pub new_version: Option<WeightVersion>,
     pub open_for: Duration,
-    /// Since something was last heard of it, or done for it.
+    /// Time since the update's last sign of life.
     pub idle_for: Duration,
-    /// Whether its commit waits for requests to end.
+    /// Whether its commit has come, and waits for requests to end.
     pub committed: bool,
 }
 
-/// Under which name an adapter stays resident.
+/// The name under which an adapter becomes resident.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AdapterTarget {
     pub name: String,
-    /// `Some(0)`: the name must be free.
+    /// Generation of the adapter that must have the name now; 0 if the name must be free.
     pub expected_generation: Option<u64>,
 }
 
-/// An open transaction.
+/// What the sender of an update needs while it is open.
 #[derive(Debug)]
 pub struct UpdateTicket {
     pub id: u64,
-    /// Send complete tensors with `WritePart`.
+    /// Whether the tensors are to be written in place with [`Command::WritePart`].
     pub in_place: bool,
-    /// The shadow weights to pack a FULL push into; `None` for other kinds, and for a push in place.
+    /// The shadow weights that a FULL push is packed into; `None` for other kinds, and for a push in place.
     pub shadow: Option<ShadowWeights>,
 }
 
-/// What becomes of requests that run when an update is applied. See `weights.proto`.
+/// What happens to requests that run when an update is applied; `weights.proto` describes the choices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum RunningPolicy {
     #[default]
@@ -201,19 +216,19 @@ pub enum RunningPolicy {
     Abort,
 }
 
-/// What a commit has done.
+/// The result of a commit.
 #[derive(Debug)]
 pub struct UpdateReply {
     pub weight_version: WeightVersion,
-    /// For how long nothing stepped.
+    /// Time for which nothing stepped.
     pub pause: Duration,
-    /// Applied when the weights wake.
+    /// Whether the weights are asleep, and the policy is loaded when they wake.
     pub pending: bool,
-    /// The generation that a resident adapter got; None for a push that changes the policy.
+    /// Generation of the adapter that has become resident; `None` for an update that changes the policy.
     pub adapter_generation: Option<u64>,
 }
 
-/// What becomes of running requests at a sleep or pause. See `control.proto`.
+/// What happens to running requests at a sleep or a pause; `control.proto` describes the choices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DrainMode {
     #[default]
@@ -222,19 +237,21 @@ pub enum DrainMode {
     Keep,
 }
 
+/// How much a sleep gives back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SleepLevel {
-    /// The policy is kept, outside the device's memory.
+    /// All memory of the device is given back, and the policy is kept so that it can be loaded again.
     #[default]
     One,
-    /// The policy is dropped.
+    /// The policy is dropped too.
     Two,
 }
 
-/// What is to wake.
+/// Kinds of memory, of which each is awake or asleep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WakeTags {
     pub weights: bool,
+    /// The KV cache with the workspace.
     pub kv_cache: bool,
 }
 
@@ -248,7 +265,7 @@ pub struct SleepReply {
     pub took: Duration,
 }
 
-/// The lifecycle as clients see it.
+/// State of the lifecycle, as clients see it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LifecycleStatus {
     #[default]
@@ -256,71 +273,74 @@ pub enum LifecycleStatus {
     Paused,
     Asleep {
         level: SleepLevel,
-        /// What is awake again.
+        /// The memory that is awake again.
         resident: WakeTags,
-        /// A push waits for the weights to wake.
+        /// Whether a policy was pushed that is loaded when the weights wake.
         pending_update: bool,
     },
     WeightsMissing,
     ShuttingDown,
 }
 
+/// Checksums of parameters under one policy.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ChecksumReply {
     pub weight_version: WeightVersion,
-    /// In the model's order.
+    /// Name and SHA-256 of each parameter, in the model's order.
     pub parameters: Vec<(String, [u8; 32])>,
 }
 
-/// A resident adapter.
+/// What is known of a resident adapter.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AdapterStatus {
     pub name: String,
     pub generation: u64,
     pub rank: usize,
     pub bytes: u64,
-    /// Running requests that use it.
+    /// Number of accepted requests that use it.
     pub leases: usize,
-    /// Replaced or removed; goes with its last lease.
+    /// Whether it was replaced or removed. It is dropped with its last lease then.
     pub retired: bool,
 }
 
-/// What is asked of the prompts.
+/// What a request asks of its prompts.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RequestKind {
-    /// `n` samples of each.
-    ///
-    /// `stream_tokens`: each token is told as it is sampled. `return_text`: completions, and streamed tokens, have text;
-    /// only for a model with a tokenizer.
+    /// `n` samples of each prompt. With `prompt_logprobs`, each prompt's log-probabilities too. With `stream_tokens`,
+    /// each token is sent as it is sampled. With `return_text`, streamed tokens and completions have text, for which
+    /// the model must have a tokenizer.
     Generate { n: u32, seed: u64, prompt_logprobs: bool, stream_tokens: bool, return_text: bool },
-    /// Log-probabilities of each token after the first; nothing is sampled.
+    /// Log-probabilities of each prompt's tokens from the second on. Nothing is sampled.
     Score,
 }
 
+/// The requests that an abort ends.
 #[derive(Clone, Debug, PartialEq)]
 pub enum AbortTarget {
     All,
+    /// Requests by their ids.
     Requests(Vec<String>),
 }
 
+/// Ids of the requests that an abort has ended, and ids that no request had.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct AbortReply {
     pub aborted: Vec<String>,
     pub unknown: Vec<String>,
 }
 
-/// A look at the engine between two steps.
+/// Snapshot of the engine between two steps.
 #[derive(Clone, Debug, Default)]
 pub struct Status {
     pub lifecycle: LifecycleStatus,
     pub memory: MemoryReport,
-    /// What requests and replies under way take now.
+    /// Bytes that requests and replies under way take.
     pub traffic_bytes: u64,
-    /// Requests that wait for a newer policy, for `Resume`, or for a drain to end.
+    /// Number of requests that wait to be accepted: for a newer policy, for `Resume`, or for a drain to end.
     pub held_requests: usize,
-    /// The update that is open.
+    /// The open update.
     pub update: Option<OpenUpdate>,
-    /// Updates applied since the start.
+    /// Number of updates applied since the start.
     pub updates: u64,
     pub weight_version: WeightVersion,
     pub total_blocks: usize,
@@ -334,19 +354,19 @@ pub struct Status {
     pub generated_tokens: u64,
     pub cached_tokens: u64,
     pub preemptions: u64,
-    /// Rows that drafts of further tokens took.
+    /// Draft tokens that were run.
     pub drafted_tokens: u64,
-    /// Drafted tokens that turned out right.
+    /// Draft tokens that turned out right, each of which is a generated token as well.
     pub accepted_tokens: u64,
     pub finished_requests: u64,
     pub aborted_requests: u64,
-    /// Requests that ended because their answer panicked.
+    /// Number of requests that ended because their answer panicked.
     pub internal_errors: u64,
-    /// Over the last ten seconds in which the engine was stepping.
+    /// Sampled tokens per second, over the last ten seconds that were spent in steps.
     pub tokens_per_second: f64,
 }
 
-/// The way into the engine: a bounded queue. Cheap to clone.
+/// Sends commands to the engine through its bounded queue. Cheap to clone.
 #[derive(Clone)]
 pub struct EngineHandle {
     sender: std::sync::mpsc::SyncSender<Command>,
@@ -357,18 +377,18 @@ impl EngineHandle {
         Self { sender }
     }
 
-    /// Ends the request behind `flag`.
+    /// Says that the client behind `flag` is gone, and wakes the engine.
     pub fn cancel(&self, flag: &CancelFlag) {
         flag.cancel();
         self.look();
     }
 
-    /// Wakes an idle engine. Nothing is lost if the queue is full: then it is awake and will look.
+    /// Wakes an idle engine. If the queue is full nothing is sent: the engine is awake then.
     pub fn look(&self) {
         let _ = self.sender.try_send(Command::Look);
     }
 
-    /// Hands the command over, waiting while the queue is full; not for threads of a runtime.
+    /// Sends a command, and blocks while the queue is full. Not for threads of an async runtime.
     ///
     /// # Errors
     /// `Unavailable` if the engine has ended.
@@ -376,7 +396,7 @@ impl EngineHandle {
         self.sender.send(command).map_err(|_| Error::Unavailable("the engine has ended".into()))
     }
 
-    /// Hands the command over without blocking.
+    /// Sends a command without blocking.
     ///
     /// # Errors
     /// `ResourceExhausted` if the queue is full, `Unavailable` if the engine has ended.

@@ -1,4 +1,4 @@
-//! What waits for the accepted requests to end.
+//! Drains: commands that wait for the accepted requests to end.
 
 use super::Engine;
 use super::command::{CancelFlag, DrainMode, Reply, SleepLevel, SleepReply, UpdateReply};
@@ -7,20 +7,20 @@ use crate::error::{Error, Result};
 use crate::executor::Executor;
 use crate::weights::WeightUpdate;
 
-/// One command that takes effect when all accepted requests have ended.
+/// A command that takes effect when all accepted requests have ended.
 struct Drain {
     cancel: CancelFlag,
     then: AfterDrain,
 }
 
-/// What takes effect then, with the reply to its caller.
+/// What takes effect after a drain, with the reply to its caller.
 pub(super) enum AfterDrain {
     Pause(Reply<Result<()>>),
     Sleep(SleepLevel, Reply<Result<SleepReply>>),
     Commit(Commit),
 }
 
-/// All drains, in the order in which they came.
+/// All commands that wait, in the order in which they came.
 #[derive(Default)]
 pub(super) struct Drains(Vec<Drain>);
 
@@ -37,12 +37,12 @@ impl Drains {
         self.0.iter().any(|drain| matches!(drain.then, AfterDrain::Sleep(..)))
     }
 
-    /// Takes the drain that came first.
+    /// Takes the command that came first.
     fn next(&mut self) -> Option<Drain> {
         (!self.is_empty()).then(|| self.0.remove(0))
     }
 
-    /// Forgets pauses and sleeps whose callers are gone, and the commit if its update is.
+    /// Forgets pauses and sleeps whose callers are gone, and a commit if `update_is_gone`.
     pub fn drop_cancelled(&mut self, update_is_gone: bool) {
         self.0.retain(|drain| match drain.then {
             AfterDrain::Commit(_) => !update_is_gone,
@@ -50,7 +50,7 @@ impl Drains {
         });
     }
 
-    /// Calls off those that `which` says.
+    /// Calls off all commands for which `which` is true: their callers get the error.
     pub fn refuse(&mut self, error: &Error, which: impl Fn(&AfterDrain) -> bool) {
         for drain in self.0.extract_if(.., |drain| which(&drain.then)) {
             drain.refuse(error.clone());
@@ -68,25 +68,26 @@ impl Drain {
     }
 }
 
-/// What a commit brings.
+/// The commit of the open update.
 pub(super) struct Commit {
     pub content: WeightUpdate,
     pub reply: Reply<Result<UpdateReply>>,
 }
 
 impl<X: Executor> Engine<X> {
-    /// Whether requests are accepted that go on.
+    /// Whether accepted requests are running, so that a command can wait for them to end.
     pub(super) fn must_drain(&self) -> bool {
         self.state == State::Running && self.requests.num_accepted() > 0
     }
 
-    /// Whether requests are accepted that stand still.
+    /// Whether there are accepted requests that stand still, since nothing may step: they will not end by themselves.
     pub(super) fn is_frozen(&self) -> bool {
         self.state != State::Running && self.requests.num_accepted() > 0
     }
 
-    /// Carries out, in order, what has waited for the accepted requests to end. If they stand still instead (a pause or
-    /// sleep that keeps them came later), what waits for them would wait for ever, and is called off.
+    /// Carries out, in order, the commands that have waited for the accepted requests to end. If the requests were made
+    /// to stand still instead, by a pause or a sleep that keeps them, the commands would wait for ever and are called
+    /// off.
     pub(super) fn settle_drains(&mut self) -> Result<()> {
         while !self.must_drain() {
             let Some(drain) = self.drains.next() else { break };

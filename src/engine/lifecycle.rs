@@ -1,44 +1,46 @@
-//! The typed state machine: in which state which command is taken, and what comes after. Pure: every pair of state and
-//! command has its line here; the engine carries them out.
+//! The state machine of the engine's lifecycle: which command is taken in which state, and what state follows. Pure:
+//! every pair of state and command has its line here, and the engine carries the commands out.
 
 use super::command::{LifecycleStatus, SleepLevel, WakeTags};
 use crate::error::{Error, Result};
 
-/// What the engine may do now.
+/// State of the lifecycle, which says what the engine may do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum State {
+    /// The engine steps.
     #[default]
     Running,
-    /// Nothing steps; what comes waits.
+    /// Nothing steps, and new requests are held.
     Paused,
-    /// Some memory is given back.
+    /// Some or all memory is given back.
     Asleep(Asleep),
-    /// All memory is there, but the weights are of no policy. `paused`: a complete push leads to [`State::Paused`].
+    /// All memory is there, but the weights are of no policy. After a complete push the engine is paused if `paused`,
+    /// else it runs.
     WeightsMissing { paused: bool },
 }
 
-/// What a sleep has left.
+/// What is awake during a sleep, and what is known of the policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Asleep {
     pub level: SleepLevel,
-    /// What is awake again; never everything.
+    /// The memory that is awake again; never all of it.
     pub resident: WakeTags,
-    /// Whether there is a policy: in the weights if they are awake, else to be loaded when they wake.
+    /// Whether there is a policy. It is in the weights if they are awake, else it is loaded when they wake.
     pub whole: bool,
-    /// That policy came while the weights were asleep.
+    /// Whether that policy was pushed while the weights were asleep.
     pub pending: bool,
 }
 
-/// What a push brings, as far as the lifecycle cares.
+/// Kinds of pushes that the lifecycle distinguishes, by what they need.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PushKind {
-    /// Loads or merges on the base; needs no policy.
+    /// A LoRA push that is merged. It loads the base if necessary, so it needs neither weights nor a policy.
     Lora,
-    /// Needs the weights' memory.
+    /// A FULL push. It needs the memory of the weights.
     Full,
-    /// Needs the policy that it changes.
+    /// A DELTA push. It needs the memory of the weights and the policy that it changes.
     Delta,
-    /// Stays beside the policy.
+    /// A LoRA push that becomes a resident adapter. It needs a server that can serve it.
     Resident,
 }
 
@@ -54,10 +56,10 @@ impl State {
         }
     }
 
-    /// Whether a new request may be taken.
+    /// Checks that a new request may be accepted or held.
     ///
     /// # Errors
-    /// `FailedPrecondition` if requests would wait for nobody knows what.
+    /// `FailedPrecondition` while the server is asleep or its weights are missing: nobody knows when that ends.
     pub fn check_request(self) -> Result<()> {
         match self {
             Self::Running | Self::Paused => Ok(()),
@@ -85,7 +87,7 @@ impl State {
         }
     }
 
-    /// Level 2 is always possible; level 1 where there is a policy to keep.
+    /// The state after a sleep. Level 2 is always possible, level 1 only if there is a policy to keep.
     pub fn sleep(self, level: SleepLevel) -> Result<Self> {
         let (whole, pending) = match self {
             Self::Running | Self::Paused => (true, false),
@@ -102,8 +104,8 @@ impl State {
         }
     }
 
-    /// The weights, the KV cache or both are awake. `reload`: a missing policy is read from the checkpoint with the
-    /// weights.
+    /// The state after the weights, the KV cache or both have woken. With `reload`, waking the weights reads the
+    /// checkpoint if there is no policy.
     pub fn wake(self, tags: WakeTags, reload: bool) -> Self {
         let reloaded = reload && tags.weights;
         match self {
@@ -128,7 +130,7 @@ impl State {
         }
     }
 
-    /// Whether a push may begin, and be applied.
+    /// Checks that a push may begin, or be applied.
     pub fn check_push(self, push: PushKind) -> Result<()> {
         let asleep = match self {
             Self::Asleep(asleep) => Some(asleep),
@@ -150,7 +152,7 @@ impl State {
         }
     }
 
-    /// A part of a FULL push has been written in place.
+    /// The state after a part of a FULL push has been written in place.
     pub fn written_in_part(self) -> Result<Self> {
         match self {
             Self::Running => refuse("weights are written in place only while paused or asleep; the server runs again"),
@@ -161,7 +163,8 @@ impl State {
         }
     }
 
-    /// An order has failed while it wrote: the weights' memory is there, and what lies in it is of no policy.
+    /// The state after an order has failed while it wrote: the memory of the weights is there, but what they hold is of
+    /// no policy.
     pub fn lost(self) -> Self {
         match self {
             Self::Running => Self::WeightsMissing { paused: false },
@@ -175,7 +178,7 @@ impl State {
         }
     }
 
-    /// A push has brought a policy.
+    /// The state after a push has brought a policy.
     pub fn complete(self) -> Self {
         match self {
             Self::Running | Self::Paused => self,
@@ -185,7 +188,7 @@ impl State {
         }
     }
 
-    /// Whether the weights can be read.
+    /// Checks that the weights can be read.
     pub fn check_checksum(self) -> Result<()> {
         match self {
             Self::Asleep(asleep) if !asleep.resident.weights => refuse("the weights are asleep; call Wake first"),

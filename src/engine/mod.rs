@@ -1,28 +1,30 @@
 //! The engine: one thread that owns every piece of mutable serving state.
 //!
 //! It takes [`Command`]s from a bounded queue and sends [`Event`]s through each request's responder. While there is
-//! work it steps, `schedule → launch → collect → update → emit`, and takes waiting commands between two steps; when
-//! nothing may step it blocks on the queue.
+//! work it steps, `schedule → launch → collect → update → emit`, and takes the commands that wait between two steps.
+//! While nothing may step it blocks on the queue.
 //!
 //! # Requests
 //!
-//! A request is *accepted* when the scheduler has it. It is *held*, in the order of arrival, while the server is
-//! paused, while something waits for the accepted ones to end (a *drain*: a pause, a sleep or an update that says so),
-//! and until the policy is as new as it asks. Held requests count against the queue's limit; versions and adapters are
-//! looked at when they are accepted. While the server is asleep or its weights are missing new ones are refused.
+//! A request is *accepted* once the scheduler has it. Until then it may be *held*: while the server is paused, while a
+//! *drain* (a pause, a sleep or an update) waits for the accepted requests to end, and while the policy is older than
+//! the request asks for. Held requests keep the order of their arrival and count against the queue's limit. Their
+//! versions and adapters are checked when they are accepted. While the server is asleep or its weights are missing, new
+//! requests are refused.
 //!
 //! # What changes the weights
 //!
-//! `lifecycle` says in which state which command is taken; `sleep`, `update` and `adapters` carry them out, always
-//! between two steps. What can be refused is checked before anything is touched, the checkpoint's files among it; an
-//! order that the executor then fails to carry out leaves weights that nobody knows, and ends the engine. The exception
-//! is a checkpoint that somebody writes to while it is read: the policy is lost then, and the weights are missing.
+//! `lifecycle` says which command is taken in which state; `sleep`, `update` and `adapters` carry the commands out,
+//! always between two steps. Everything that can be refused, damaged checkpoint files included, is checked before
+//! anything is touched. If the executor then fails to carry out an order, the content of the weights is unknown, and
+//! the engine ends. The one exception is a checkpoint that somebody writes to while an order reads it: the policy is
+//! lost then and the weights are missing, but the engine goes on.
 //!
 //! # Panics
 //!
-//! A panic while one request is answered (its row of logits, its text, its events) ends that request: the code there
-//! changes nothing that others use. A panic in the model, in an order or in the scheduler leaves a step half done, in
-//! collectives, caches or weights that every request uses, and ends the process.
+//! A panic while one request is answered (its row of logits, its text, its events) ends that request alone, since that
+//! code changes nothing that others use. A panic in the model, in an order or in the scheduler ends the process: it
+//! leaves a step half done, in collectives, caches or weights that every request uses.
 
 mod activity;
 mod adapters;
@@ -73,27 +75,27 @@ use sleep::AwakeBytes;
 use stats::Statistics;
 use transaction::{Transaction, Updates};
 
-/// Commands that may wait for the engine: it takes them between two steps, so this many arrive within one step at
-/// most; beyond that clients are told to come back.
+/// Most commands that wait for the engine. It takes them between two steps, so the queue is full only if this many come
+/// within one step; further callers are told to try again.
 pub const COMMAND_QUEUE: usize = 1024;
 
-/// What an engine is given besides its parts.
+/// Facts and limits that an engine is given, besides the components it drives.
 pub struct Setup {
     pub parameters: Arc<Parameters>,
-    /// With what is reserved at the start: all that is neither of a push nor of an adapter that it brings.
+    /// The ledger, with all reservations that do not come from pushes.
     pub budget: MemoryBudget,
-    /// What requests and replies under way take, which the budget has an entry for.
+    /// Count of the bytes of requests and replies under way, for which the ledger has an entry.
     pub traffic: Traffic,
-    /// Most adapters that stay resident, those that still have leases included.
+    /// Most adapters that are resident at the same time; retired ones count until their last lease has ended.
     pub max_adapters: usize,
     pub max_lora_rank: usize,
 }
 
-/// All serving state.
+/// All serving state. The module's page says how it is used.
 pub struct Engine<X: Executor> {
     executor: X,
     scheduler: Scheduler,
-    /// For stop strings and for the text of samples; `None` if the model has none.
+    /// Makes the text of samples, for replies and for stop strings; `None` for a model without a tokenizer.
     tokenizer: Option<Arc<Tokenizer>>,
     commands: Receiver<Command>,
     parameters: Arc<Parameters>,
@@ -107,23 +109,25 @@ pub struct Engine<X: Executor> {
     requests: Requests,
     drains: Drains,
     checksums: Checksums,
-    /// Set by `Shutdown`: when the running requests are aborted.
+    /// When the running requests are aborted; set by `Shutdown`.
     deadline: Option<Instant>,
     statistics: Statistics,
 }
 
-/// Why something was not done.
+/// Why a command was not carried out.
 enum Failure {
-    /// The engine goes on: nothing has been touched, or the state says what is missing. Each check says so itself, by
-    /// `map_err`, so that no `?` behind an effect can pass for one.
+    /// The command was refused and the engine goes on: nothing has been touched, or the state says what is missing.
+    /// There is no conversion from [`Error`], so that each check says `map_err(Failure::Refused)` itself, and no `?`
+    /// after an effect is taken for a refusal.
     Refused(Error),
-    /// The executor failed; the engine ends.
+    /// The executor failed while it carried the command out; the engine ends.
     Fatal(Error),
 }
 
+/// Result of carrying out a command.
 type Attempt<T> = std::result::Result<T, Failure>;
 
-/// Replies, and hands on what ends the engine.
+/// Replies with the result of a command, and returns the error if it ends the engine.
 fn answer<T>(reply: Reply<Result<T>>, attempt: Attempt<T>) -> Result<()> {
     match attempt {
         Ok(value) => reply(Ok(value)),
@@ -166,10 +170,10 @@ impl<X: Executor> Engine<X> {
         }
     }
 
-    /// Serves until `Shutdown`, or until every handle is gone.
+    /// Serves until `Shutdown`, or until every [`EngineHandle`] is gone.
     ///
     /// # Errors
-    /// If the executor fails; every request has got its terminal event then.
+    /// The executor's error, if it fails. Every request has got its terminal event nevertheless.
     pub fn run(mut self) -> Result<()> {
         let result = self.serve();
         if let Err(error) = &result {
@@ -195,7 +199,7 @@ impl<X: Executor> Engine<X> {
                     Err(RecvTimeoutError::Disconnected) => return Ok(()),
                 }
             }
-            // Not until the queue is empty: clients that ask faster than they are answered would keep it full for ever.
+            // A limited number: callers that ask faster than they are answered would keep the queue full for ever.
             for command in self.commands.try_iter().take(COMMAND_QUEUE).collect::<Vec<_>>() {
                 self.handle(command)?;
             }
@@ -207,7 +211,8 @@ impl<X: Executor> Engine<X> {
         }
     }
 
-    /// Blocks until a command comes or, while the server ends with requests that are held back, until the deadline.
+    /// Blocks until a command comes. While the server shuts down with suspended requests, blocks until the deadline at
+    /// most.
     fn wait_for_command(&self) -> std::result::Result<Command, RecvTimeoutError> {
         match self.deadline {
             Some(deadline) => self.commands.recv_timeout(deadline.saturating_duration_since(Instant::now())),
@@ -219,7 +224,7 @@ impl<X: Executor> Engine<X> {
         self.state == State::Running && self.scheduler.has_work()
     }
 
-    /// Does what has become due by commands, by a step or by time.
+    /// Does everything that commands, a step or the passing of time have made due.
     fn settle(&mut self) -> Result<()> {
         self.drop_cancelled();
         if self.deadline.is_some_and(|deadline| self.state != State::Running || Instant::now() >= deadline) {
@@ -231,7 +236,7 @@ impl<X: Executor> Engine<X> {
         self.drop_unused_adapters()
     }
 
-    /// `schedule → launch → collect → update → emit`.
+    /// Runs one step: `schedule → launch → collect → update → emit`.
     fn step(&mut self) -> Result<()> {
         let _step = trace_span!("step").entered();
         let plan = Arc::new(trace_span!("schedule").in_scope(|| self.scheduler.schedule()));
@@ -253,6 +258,7 @@ impl<X: Executor> Engine<X> {
         Ok(())
     }
 
+    /// Gives an outcome of a step to its request.
     fn emit(&mut self, outcome: Outcome) {
         let key = match &outcome {
             Outcome::PromptDone { group, .. } => group.request,
@@ -270,12 +276,12 @@ impl<X: Executor> Engine<X> {
             Outcome::PromptDone { group, cached_tokens, logprobs } => {
                 request.prompt_done(group, cached_tokens, logprobs, version);
             }
-            // A step may give a sample several tokens: those behind a stop string are not wanted.
+            // A step may give a sample several tokens. Those after a stop string are dropped.
             Outcome::Token { sample, .. } if !request.is_running(sample) => self.statistics.count_dropped_token(),
             Outcome::Token { sample, logprobs, finish } => {
                 let stopped = request.token(sample, logprobs, finish, version);
                 if stopped && finish.is_none() {
-                    // The scheduler knows nothing of text: a stop string is news to it.
+                    // The scheduler knows no text, so it has to be told of a stop string.
                     scheduler.finish(sample);
                 }
             }
@@ -307,6 +313,8 @@ impl<X: Executor> Engine<X> {
         }
     }
 
+    /// Carries out a command, or begins to.
+    ///
     /// # Errors
     /// If the executor fails.
     fn handle(&mut self, command: Command) -> Result<()> {
@@ -343,6 +351,7 @@ impl<X: Executor> Engine<X> {
         Ok(())
     }
 
+    /// Gives the ranks an order that changes the weights.
     fn order(&mut self, order: WeightOrder) -> Attempt<()> {
         match self.executor.write(order) {
             Err(Error::DataLoss(damage)) => Err(self.lose_policy(&damage)),
@@ -350,6 +359,8 @@ impl<X: Executor> Engine<X> {
         }
     }
 
+    /// Checks that the server is not shutting down.
+    ///
     /// # Errors
     /// `Unavailable` after `Shutdown`.
     fn check_serving(&self) -> Result<()> {
@@ -385,7 +396,7 @@ impl<X: Executor> Engine<X> {
     }
 }
 
-/// How a request ends.
+/// How a request that was accepted ends.
 enum Ending {
     Finished,
     Aborted,

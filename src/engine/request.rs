@@ -1,4 +1,4 @@
-//! One running request: what its samples have so far, and who is told.
+//! One accepted request: the state of its samples, and the events it sends.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,31 +20,34 @@ pub struct Request {
     cancel: CancelFlag,
     responder: Responder,
     stream_tokens: bool,
-    /// The policy it insists on.
+    /// The only version of the policy under which it may start.
     if_weight_version: Option<WeightVersion>,
-    /// Generation of the resident adapter that it holds a lease of.
+    /// Generation of the resident adapter that the request holds a lease of.
     adapter: Option<u64>,
-    /// Whether some prompt of it has been computed.
+    /// Whether any of its prompts has been computed.
     begun: bool,
-    /// Samples that have not ended.
+    /// The samples that have not ended.
     samples: BTreeMap<SampleKey, Sample>,
-    /// Prompts to be scored that have not been.
+    /// Number of prompts that are still to be scored.
     scores_left: usize,
     summary: Summary,
     started: Instant,
-    /// For prompts and records as long as the request runs, and for the tokens of samples that have not ended.
+    /// Counts its prompts and the records of its samples while it runs, and the tokens and texts of samples until they
+    /// end.
     charge: Charge,
+    /// Counts the events that its reader has not taken.
     backlog: Backlog,
     is_suspended: bool,
 }
 
+/// A sample that has not ended.
 struct Sample {
     seed: u64,
     cached_tokens: u32,
     tokens: Vec<TokenLogprobs>,
-    /// `(version, start, end)` over `tokens`.
+    /// Versions of the policies that made the tokens, as `(version, start, end)` over `tokens`.
     weight_versions: Vec<(WeightVersion, u32, u32)>,
-    /// Where the request has stop strings, or wants text.
+    /// The sample's text, if the request has stop strings or wants text.
     text: Option<SampleText>,
 }
 
@@ -53,7 +56,7 @@ impl Sample {
         Self { seed, cached_tokens: 0, tokens: Vec::new(), weight_versions: Vec::new(), text }
     }
 
-    /// Bytes of text that it keeps.
+    /// Bytes of text that are kept.
     fn text_bytes(&self) -> usize {
         self.text.as_ref().map_or(0, SampleText::bytes)
     }
@@ -70,7 +73,7 @@ impl Sample {
 }
 
 impl GenerateCommand {
-    /// What it counts for in queues: its samples; prompts that are scored count as one each.
+    /// Number of samples that the request counts for in queues; each prompt that is scored counts as one.
     pub(super) fn num_samples(&self) -> usize {
         let each = match self.kind {
             RequestKind::Generate { n, .. } => n as usize,
@@ -81,7 +84,7 @@ impl GenerateCommand {
 }
 
 impl Request {
-    /// The request and the groups to schedule for it.
+    /// Makes the request, and the groups to give to the scheduler.
     ///
     /// # Panics
     /// If it has stop strings or wants text and there is no tokenizer, which the server refuses at the door.
@@ -144,7 +147,7 @@ impl Request {
         self.cancel.is_cancelled()
     }
 
-    /// Whether it must not run under the policy `version`.
+    /// Whether the request asks for exactly one version of the policy, and `version` is another.
     pub fn insists_on_other_than(&self, version: WeightVersion) -> bool {
         self.if_weight_version.is_some_and(|wanted| wanted != version)
     }
@@ -153,7 +156,7 @@ impl Request {
         self.adapter
     }
 
-    /// Whether its reader leaves so much unread that nothing more should be made for it now.
+    /// Whether its reader leaves so many events unread that nothing more should be computed for it now.
     pub fn lags(&self) -> bool {
         self.backlog.is_full()
     }
@@ -166,7 +169,7 @@ impl Request {
         self.is_suspended = is_suspended;
     }
 
-    /// Bytes that it holds, those included that wait for its reader.
+    /// Bytes that it holds, unread events included.
     pub fn bytes(&self) -> u64 {
         self.charge.bytes() + self.backlog.bytes()
     }
@@ -175,7 +178,8 @@ impl Request {
         self.begun
     }
 
-    /// A prompt has been computed, all of it by the policy `weight_version`.
+    /// Notes that a prompt has been computed, all of it by the policy `weight_version`, and tells the client its
+    /// log-probabilities if they were asked for.
     pub fn prompt_done(
         &mut self,
         group: GroupKey,
@@ -201,8 +205,8 @@ impl Request {
         self.samples.contains_key(&key)
     }
 
-    /// Takes a sample's next token, one of the policy `version`. Returns whether the sample has ended, by `finish` or
-    /// by a stop string.
+    /// Adds a sample's next token, which the policy `version` made, and tells the client of it. Returns whether the
+    /// sample has ended, by `finish` or by a stop string.
     pub fn token(
         &mut self,
         key: SampleKey,
@@ -214,7 +218,7 @@ impl Request {
         let text_bytes = sample.text_bytes();
         let completes_stop_string = sample.text.as_mut().is_some_and(|text| text.push(logprobs.token));
         let finish = match finish {
-            // The token ends the sample by itself, whatever its text.
+            // The token ends the sample by itself, even if it completes a stop string as well.
             Some(FinishReason::Eos | FinishReason::StopToken) => finish,
             _ if completes_stop_string => Some(FinishReason::StopString),
             _ => finish,
@@ -256,7 +260,7 @@ impl Request {
     fn complete(&mut self, key: SampleKey, sample: Sample, finish_reason: FinishReason) {
         let len = sample.tokens.len() as u32;
         self.summary.completion_tokens += u64::from(len);
-        // From here on the backlog counts them.
+        // The backlog counts them from here on.
         self.charge.shrink((tokens_bytes(&sample.tokens) + sample.text_bytes()) as u64);
         let (prompt_index, sample_index) = (key.group.prompt_index, key.sample_index);
         let text = sample.text.and_then(|text| text.finish(finish_reason == FinishReason::StopString));

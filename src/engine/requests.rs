@@ -1,25 +1,27 @@
-//! All requests that have arrived and not ended: by their key, and by the id that their clients gave them.
+//! All requests that have arrived and not ended, by their key and by the id that their client gave them.
 
 use std::collections::{BTreeMap, HashMap};
 
 use super::{GenerateCommand, Request};
 use crate::types::RequestKey;
 
-/// Each request is either accepted or held, and `keys` has its id. Keys count arrivals.
+/// The accepted and the held requests. Keys are given in the order of arrival.
 #[derive(Default)]
 pub(super) struct Requests {
-    /// The scheduler has their groups.
+    /// Requests whose groups the scheduler has.
     accepted: HashMap<RequestKey, Request>,
-    /// Not accepted yet, in the order of their arrival.
+    /// Requests that wait to be accepted, in the order of arrival.
     held: BTreeMap<RequestKey, GenerateCommand>,
+    /// Key of every request, accepted or held, by its id.
     keys: HashMap<String, RequestKey>,
-    next_key: u64,
+    /// The last key that was given.
+    last_key: u64,
 }
 
 impl Requests {
     pub fn next_key(&mut self) -> RequestKey {
-        self.next_key += 1;
-        RequestKey(self.next_key)
+        self.last_key += 1;
+        RequestKey(self.last_key)
     }
 
     pub fn accept(&mut self, key: RequestKey, request: Request) {
@@ -36,7 +38,7 @@ impl Requests {
         self.keys.get(id).copied()
     }
 
-    /// Ids of all requests.
+    /// Ids of all requests, in no particular order.
     pub fn ids(&self) -> Vec<String> {
         self.keys.keys().cloned().collect()
     }
@@ -57,7 +59,7 @@ impl Requests {
         Some(command)
     }
 
-    /// Keys of the accepted requests that `which` says, the oldest first.
+    /// Keys of the accepted requests for which `which` is true, the oldest first.
     pub fn accepted_keys(&self, which: impl Fn(RequestKey, &Request) -> bool) -> Vec<RequestKey> {
         let chosen = self.accepted.iter().filter(|(key, request)| which(**key, request));
         let mut keys: Vec<_> = chosen.map(|(key, _)| *key).collect();
@@ -65,7 +67,7 @@ impl Requests {
         keys
     }
 
-    /// Keys of the held requests that `which` says, in the order of arrival.
+    /// Keys of the held requests for which `which` is true, in the order of arrival.
     pub fn held_keys(&self, which: impl Fn(&GenerateCommand) -> bool) -> Vec<RequestKey> {
         self.held.iter().filter(|(_, command)| which(command)).map(|(key, _)| *key).collect()
     }
@@ -78,7 +80,7 @@ impl Requests {
         self.held.len()
     }
 
-    /// What the held requests count for in the queue.
+    /// Number of samples that the held requests count for in the queue.
     pub fn num_held_samples(&self) -> usize {
         self.held.values().map(GenerateCommand::num_samples).sum()
     }

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::executor::{Executor, Memory, Released, WeightOrder};
 use crate::memory::{MemoryBudget, MemoryUse};
 
-/// Ledger entries of what sleeps, as they were at the start.
+/// Ledger entries of everything that can sleep, as they were at the start.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct AwakeBytes {
     weights: u64,
@@ -27,7 +27,7 @@ impl AwakeBytes {
 }
 
 impl<X: Executor> Engine<X> {
-    /// Stops stepping, at once or (`Wait`) when the accepted requests have ended.
+    /// Stops stepping: at once, or with `Wait` when the accepted requests have ended.
     pub(super) fn pause(&mut self, mode: DrainMode, cancel: CancelFlag, reply: Reply<Result<()>>) {
         match self.check_serving().and_then(|()| self.state.pause()) {
             Err(error) => reply(Err(error)),
@@ -44,7 +44,7 @@ impl<X: Executor> Engine<X> {
         }
     }
 
-    /// Steps again; a pause that still waits is called off.
+    /// Lets the engine step again. A pause that still waits is called off.
     pub(super) fn resume(&mut self) -> Result<()> {
         self.check_serving()?;
         self.state = self.state.resume()?;
@@ -53,8 +53,8 @@ impl<X: Executor> Engine<X> {
         Ok(())
     }
 
-    /// Gives memory back, at once or (`Wait`) when the accepted requests have ended. Requests that are kept compute
-    /// their tokens again after `Wake`; at level 2 those that use a resident adapter end, for it goes.
+    /// Gives memory back: at once, or with `Wait` when the accepted requests have ended. Requests that are kept compute
+    /// their tokens again after `Wake`. At level 2 the resident adapters are dropped, so requests that use one end.
     pub(super) fn sleep(
         &mut self,
         level: SleepLevel,
@@ -92,7 +92,7 @@ impl<X: Executor> Engine<X> {
         Ok(())
     }
 
-    /// Gives back what is awake, and measures it. Nothing may be waiting to be drained.
+    /// Gives back the memory of everything that is awake, and measures it. No accepted request may be running.
     fn release(&mut self, level: SleepLevel) -> Attempt<SleepReply> {
         let next = self.state.sleep(level).map_err(Failure::Refused)?;
         let started = Instant::now();
@@ -140,13 +140,13 @@ impl<X: Executor> Engine<X> {
         Ok(released)
     }
 
-    /// The base is the checkpoint again, with nothing merged.
+    /// Notes that the base is the checkpoint again, with nothing merged into it.
     fn forget_policy(&mut self) {
         self.policy.reset();
         self.free_merged();
     }
 
-    /// Drops whatever the weights hold, and makes the checkpoint the base again.
+    /// Drops the content of the weights, and makes the checkpoint the base that the next load reads.
     pub(super) fn reset_base(&mut self) -> Attempt<()> {
         self.executor.release(Memory::WeightsAndBase).map_err(Failure::Fatal)?;
         self.executor.restore(Memory::Weights).map_err(Failure::Fatal)?;
@@ -154,10 +154,10 @@ impl<X: Executor> Engine<X> {
         Ok(())
     }
 
-    /// Before an order that reads the checkpoint.
+    /// Checks, before an order that reads the checkpoint, that its files are what was loaded.
     ///
     /// # Errors
-    /// Refused with `DataLoss` if its files are not what was loaded.
+    /// Refused with `DataLoss` if they are not.
     pub(super) fn check_checkpoint(&mut self, order: &WeightOrder) -> Attempt<()> {
         self.executor.check(order).map_err(|error| match error {
             Error::DataLoss(damage) => {
@@ -172,8 +172,8 @@ impl<X: Executor> Engine<X> {
         })
     }
 
-    /// The checkpoint changed while an order read it: what the weights hold is of no policy. Requests that are accepted
-    /// end.
+    /// Gives the policy up because the checkpoint changed while an order read it: the weights are of no policy now. All
+    /// accepted requests end. Returns what the caller of the order is told.
     pub(super) fn lose_policy(&mut self, damage: &str) -> Failure {
         tracing::error!("the weights are lost: {damage}");
         self.abort_accepted(|_, _| true);
@@ -182,13 +182,13 @@ impl<X: Executor> Engine<X> {
             return failure;
         }
         Failure::Refused(Error::DataLoss(format!(
-            "{damage}, while it was read: the weights are missing now; push a complete policy (FULL), or put it back as \
-             it was and call Wake with reload"
+            "{damage}, while it was read: the weights are missing now; push a complete policy (FULL), or put it back \
+             as it was and call Wake with reload"
         )))
     }
 
-    /// Takes memory again. Weights come back with the policy that was kept, or that was pushed while they were asleep,
-    /// in one pass; `reload` reads the checkpoint where there is none. When everything is awake serving goes on.
+    /// Takes memory back. The weights are loaded with the policy that was kept, or that was pushed while they were
+    /// asleep; where there is no policy, `reload` loads the checkpoint. When everything is awake, serving goes on.
     pub(super) fn wake(&mut self, tags: WakeTags, reload: bool) -> Attempt<LifecycleStatus> {
         self.check_serving().map_err(Failure::Refused)?;
         let reload = reload && tags.weights && !self.state.has_policy();
@@ -218,7 +218,7 @@ impl<X: Executor> Engine<X> {
             self.reset_base()?;
         }
         if loads {
-            // What was merged may be forgotten by now.
+            // Resetting the base has forgotten what was merged, so this order may differ from the one that was checked.
             let loaded = self.order(WeightOrder::Load { adapter: self.policy.merged() });
             if loaded.is_err() && wake_kv {
                 self.budget.free(MemoryUse::Workspace);

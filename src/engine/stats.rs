@@ -1,4 +1,4 @@
-//! What the engine counts from its start, and its throughput of the recent past.
+//! The engine's counters, and its throughput of the recent past.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::command::Status;
 use crate::scheduler::Outcome;
 
-/// How much stepping time the throughput is of.
+/// Stepping time over which the throughput is measured.
 const WINDOW: Duration = Duration::from_secs(10);
 
 /// Counts of what has happened since the engine started.
@@ -23,14 +23,14 @@ pub(super) struct Statistics {
 }
 
 impl Statistics {
-    /// Counts a step that began at `started`, ends now and has brought these outcomes.
+    /// Counts a step that began at `started`, ends now and has these outcomes.
     pub fn count_step(&mut self, started: Instant, outcomes: &[Outcome]) {
         let sampled = outcomes.iter().filter(|outcome| matches!(outcome, Outcome::Token { .. })).count();
         self.steps += 1;
         self.throughput.record(started.elapsed(), sampled);
     }
 
-    /// Counts a token that was sampled for a request or sample that had ended before.
+    /// Counts a sampled token that was given to nobody, since its request or sample had ended.
     pub fn count_dropped_token(&mut self) {
         self.dropped_tokens += 1;
     }
@@ -47,7 +47,8 @@ impl Statistics {
         self.internal_errors += 1;
     }
 
-    /// Writes these counts into a status whose `generated_tokens` are the scheduler's.
+    /// Writes the counters into a status. Its `generated_tokens` must be the scheduler's count, from which tokens that
+    /// were given to nobody are subtracted.
     pub fn report(&self, status: &mut Status) {
         status.steps = self.steps;
         status.generated_tokens -= self.dropped_tokens;

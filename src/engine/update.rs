@@ -1,8 +1,8 @@
-//! Updates as transactions: begun, perhaps written in place, committed or rolled back.
+//! Updates as transactions: begun, perhaps written in place, then committed or rolled back.
 //!
-//! Until its commit an update has touched nothing but the ledger; one that is cancelled never happened. The exception
-//! is a FULL push that is written in place: from its first part on the weights are missing, until it or another complete
-//! push is committed.
+//! Until its commit an update touches nothing but the ledger, so an update that is cancelled has changed nothing. The
+//! exception is a FULL push that is written in place: from its first write on the weights are missing, until it or
+//! another complete push is committed.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -20,6 +20,7 @@ use crate::types::WeightVersion;
 use crate::weights::{Adapter, Delta, ShadowWeights, Tensors, UpdateKind, WeightUpdate};
 
 impl UpdateBegin {
+    /// The kind of push, as the lifecycle distinguishes them.
     fn push(&self) -> PushKind {
         match self.kind {
             UpdateKind::Lora if self.adapter.is_some() => PushKind::Resident,
@@ -31,15 +32,15 @@ impl UpdateBegin {
 }
 
 impl<X: Executor> Engine<X> {
-    /// Opens an update if it can be applied as things are now, and reserves the memory it takes while it is received.
+    /// Opens an update if it could be applied now, and reserves the memory that it takes while it is received.
     pub(super) fn begin_update(&mut self, begin: UpdateBegin) -> Result<UpdateTicket> {
         self.check_serving()?;
         self.drop_cancelled();
         if let Some(open) = self.updates.open() {
             let OpenUpdate { peer, open_for, idle_for, .. } = open.facts();
             return Err(Error::VersionConflict(format!(
-                "another update is under way (from {peer}, since {:.1} s, idle for {:.1} s); try again when it has ended, \
-                 or end it with CancelUpdate",
+                "another update is under way (from {peer}, since {:.1} s, idle for {:.1} s); try again when it has \
+                 ended, or end it with CancelUpdate",
                 open_for.as_secs_f64(),
                 idle_for.as_secs_f64()
             )));
@@ -60,20 +61,21 @@ impl<X: Executor> Engine<X> {
         Ok(UpdateTicket { id, in_place, shadow })
     }
 
-    /// The storage that a FULL push has replaced, out of the ledger.
+    /// Takes the storage of the weights that a FULL push has replaced, and frees its entry in the ledger.
     pub(super) fn take_spare(&mut self) -> Option<ShadowWeights> {
         self.budget.free(MemoryUse::SpareWeights);
         self.updates.take_spare()
     }
 
-    /// What a FULL push is packed into. Nothing stays reserved if there is none.
+    /// Makes shadow weights that a FULL push is packed into. If that fails, the memory reserved for the push is free
+    /// again.
     fn shadow_weights(&mut self) -> Result<ShadowWeights> {
         self.executor.shadow_weights().inspect_err(|_| {
             self.budget.free(MemoryUse::UpdateStaging);
         })
     }
 
-    /// What must hold when an update begins, and again when it is applied.
+    /// Checks what must hold when an update begins, and again when it is applied.
     fn check_begin(&self, begin: &UpdateBegin) -> Result<()> {
         let have = self.policy.version();
         match begin.expected_version {
@@ -102,6 +104,7 @@ impl<X: Executor> Engine<X> {
         Ok(())
     }
 
+    /// The version of the policy after the update.
     fn new_version(&self, begin: &UpdateBegin) -> Result<WeightVersion> {
         let next = || self.policy.version().checked_add(1);
         begin.new_version.or_else(next).ok_or_else(|| {
@@ -109,7 +112,7 @@ impl<X: Executor> Engine<X> {
         })
     }
 
-    /// Returns whether the update is to be written in place.
+    /// Reserves the memory that an update takes while it is received. Returns whether it is to be written in place.
     fn reserve_staging(&mut self, begin: &UpdateBegin) -> Result<bool> {
         let Err(error) = self.budget.set(MemoryUse::UpdateStaging, begin.staging_bytes) else { return Ok(false) };
         let at_rest = self.state != State::Running && self.state.weights_awake();
@@ -126,7 +129,7 @@ impl<X: Executor> Engine<X> {
         })
     }
 
-    /// The open update `id`, unless its client is gone or it has been committed.
+    /// The open update if its number is `id`, its client is still there and its commit has not come.
     fn open_update(&mut self, id: u64) -> Result<&Transaction> {
         self.check_serving()?;
         self.drop_cancelled();
@@ -135,7 +138,7 @@ impl<X: Executor> Engine<X> {
         })
     }
 
-    /// Writes tensors in place. With the first the policy is gone, and requests that stood still end.
+    /// Writes tensors of a FULL push in place. The first write destroys the policy, so requests that stood still end.
     pub(super) fn write_part(&mut self, update: u64, tensors: Arc<Tensors>) -> Attempt<()> {
         if !self.open_update(update).map_err(Failure::Refused)?.is_in_place() {
             let why = "this update is staged, not written in place; send everything with the commit";
@@ -151,7 +154,7 @@ impl<X: Executor> Engine<X> {
         Ok(())
     }
 
-    /// Applies an update, at once or when the accepted requests have ended.
+    /// Applies the open update: at once, or when the accepted requests have ended.
     pub(super) fn commit_update(
         &mut self,
         update: u64,
@@ -176,7 +179,7 @@ impl<X: Executor> Engine<X> {
         self.finish_commit(commit)
     }
 
-    /// Ends the open update by applying it, or by refusing it.
+    /// Ends the open update: it is applied, or refused if that is not possible any more.
     pub(super) fn finish_commit(&mut self, Commit { content, reply }: Commit) -> Result<()> {
         let open = self.updates.end(None).expect("a commit is of an open update");
         let attempt = self.apply(open.begin(), content);
@@ -189,14 +192,15 @@ impl<X: Executor> Engine<X> {
         answer(reply, attempt)
     }
 
-    /// Forgets the open update, if there is one. What was written in place stays missing.
+    /// Forgets the open update, if there is one. If it has written in place, the weights stay missing.
     pub(super) fn roll_back(&mut self) {
         if self.updates.end(None).is_some() {
             self.budget.free(MemoryUse::UpdateStaging);
         }
     }
 
-    /// Ends the open update, or the one of this number, wherever its sender or its commit waits.
+    /// Ends the open update, if its number is `update` or no number is given. Its sender, or the caller of its commit,
+    /// is told.
     pub(super) fn cancel_update(&mut self, update: Option<u64>) -> Option<OpenUpdate> {
         self.drop_cancelled();
         let open = self.updates.end(update)?;
@@ -209,6 +213,7 @@ impl<X: Executor> Engine<X> {
         Some(facts)
     }
 
+    /// Carries an update out, if it still can be.
     fn apply(&mut self, begin: &UpdateBegin, content: WeightUpdate) -> Attempt<UpdateReply> {
         let started = Instant::now();
         self.check_begin(begin).map_err(Failure::Refused)?;
@@ -240,8 +245,9 @@ impl<X: Executor> Engine<X> {
         })
     }
 
-    /// Merges into the base: now, or with the load when the weights wake. Where there is no policy the checkpoint is
-    /// the base, whatever has been written over a part of it.
+    /// Merges an adapter into the base, in place of the one that was merged before: now, or with the load when the
+    /// weights wake. Where the weights are missing, the checkpoint becomes the base again, even if some of it has been
+    /// overwritten.
     fn apply_lora(&mut self, after: Arc<Adapter>) -> Attempt<()> {
         let before = self.policy.merged();
         if self.state.weights_awake() && !self.state.has_policy() {
@@ -255,7 +261,7 @@ impl<X: Executor> Engine<X> {
             self.budget = ledger;
         } else {
             let replaced = |name: &str| self.policy.is_replaced(name);
-            // While one is exchanged for the other there are copies for both.
+            // While one adapter replaces the other, base parameters that either touches are copied.
             let is_copied_once = |name: &str| replaced(name) && (before.touches(name) || after.touches(name));
             let most = self.bytes_of(is_copied_once).map_err(Failure::Refused)?;
             let copies = self.bytes_of(|name| replaced(name) && after.touches(name)).map_err(Failure::Refused)?;
@@ -272,7 +278,8 @@ impl<X: Executor> Engine<X> {
         Ok(())
     }
 
-    /// The ledger when the update is over: its staging gone, the adapter kept with copies of the base below it.
+    /// The ledger after the update: memory for receiving it is free, the merged adapter and the copies of base
+    /// parameters below it are reserved.
     fn ledger_with(&self, merged: &Adapter, base_copies: u64) -> Result<MemoryBudget> {
         let mut ledger = self.budget.clone();
         ledger.free(MemoryUse::UpdateStaging);
@@ -281,14 +288,15 @@ impl<X: Executor> Engine<X> {
         Ok(ledger)
     }
 
+    /// Replaces all parameters by tensors, of which some may have been written before.
     fn apply_full(&mut self, tensors: Arc<Tensors>) -> Attempt<()> {
         self.order(WeightOrder::Replace { tensors })?;
         self.replace_all();
         Ok(())
     }
 
-    /// What served is kept for the next FULL push, unless its memory had been released: fresh pages cost more than what
-    /// is written to them.
+    /// Exchanges the weights for shadow weights that hold the new policy. The storage of the old weights is kept for
+    /// the next FULL push, unless its memory had been released: finding fresh pages costs more than writing to them.
     fn apply_packed(&mut self, shadow: ShadowWeights) -> Attempt<()> {
         let had_memory = self.state.has_policy();
         let replaced = self.executor.exchange(shadow).map_err(Failure::Fatal)?;
@@ -297,13 +305,14 @@ impl<X: Executor> Engine<X> {
         Ok(())
     }
 
-    /// Every parameter has a value of its own, and nothing is merged.
+    /// Notes that every parameter of the base was pushed, and that nothing is merged.
     fn replace_all(&mut self) {
         let all = self.parameters.iter().map(|spec| spec.name.clone());
         self.policy.replace(all);
         self.forget_merged();
     }
 
+    /// Changes parameters of the policy that serves. What was merged into it becomes part of the base.
     fn apply_delta(&mut self, delta: Arc<Delta>) -> Attempt<()> {
         let merged = self.policy.merged();
         self.order(WeightOrder::Patch { delta: delta.clone(), merged: merged.clone() })?;
@@ -313,19 +322,20 @@ impl<X: Executor> Engine<X> {
         Ok(())
     }
 
-    /// What serves becomes the base, with nothing merged into it.
+    /// Notes that what serves is the base, with nothing merged into it.
     fn forget_merged(&mut self) {
         self.policy.forget_merged();
         self.free_merged();
     }
 
-    /// The ledger holds nothing any more for an adapter that was merged.
+    /// Frees what the ledger holds for a merged adapter.
     pub(super) fn free_merged(&mut self) {
         self.budget.free(MemoryUse::MergedAdapter);
         self.budget.free(MemoryUse::BaseCopies);
     }
 
-    /// Another policy serves from the next step on, or when the weights wake.
+    /// Changes the policy to `version`, from the next step on or from when the weights wake. `running` says what
+    /// happens to requests that have begun. Requests that have not begun and ask for exactly another version end.
     pub(super) fn change_policy(&mut self, version: WeightVersion, running: RunningPolicy) {
         self.policy.advance(version);
         let computing = self.scheduler.started_requests();
@@ -342,7 +352,7 @@ impl<X: Executor> Engine<X> {
         self.scheduler.change_policy(self.policy.epoch(), kv);
     }
 
-    /// Bytes on all ranks of the parameters that `which` says.
+    /// Bytes, on all ranks together, of the parameters for which `which` is true.
     pub(super) fn bytes_of(&self, which: impl Fn(&str) -> bool) -> Result<u64> {
         let chosen = self.parameters.iter().filter(|spec| which(&spec.name));
         chosen.map(|spec| self.parameters.bytes_on_ranks(spec)).sum()

@@ -24,7 +24,7 @@ fn remove(rig: &mut Rig, name: &str, expected_generation: Option<u64>) -> std::s
     rig.call(|reply| Command::RemoveAdapter { name, expected_generation, cancel, reply })
 }
 
-/// `(name, generation, leases, retired)` of each.
+/// `(name, generation, leases, retired)` of each resident adapter.
 fn list(rig: &mut Rig) -> Vec<(String, u64, usize, bool)> {
     let adapters = told(&rig.call(|reply| Command::ListAdapters { reply })).reply();
     adapters.into_iter().map(|a| (a.name, a.generation, a.leases, a.retired)).collect()
@@ -124,7 +124,7 @@ fn generations_are_compared_before_they_are_swapped() {
     assert!(matches!(reply, Err(Error::VersionConflict(why)) if why.contains("that is 2")));
     assert!(matches!(told(&remove(&mut rig, "y", None)).reply(), Err(Error::NotFound(_))));
     assert_eq!(told(&remove(&mut rig, "x", Some(2))).reply().unwrap(), 2);
-    // Two updaters, one swap: the second begins after the first has committed.
+    // Two senders replace the same generation; the second one begins after the first has committed.
     assert_eq!(rig.push_now(resident("x", Some(0))).unwrap().adapter_generation, Some(3));
     assert!(conflict(&mut rig, resident("x", Some(0))));
     rig.assert_clean();

@@ -7,7 +7,7 @@ use super::rig::*;
 use crate::engine::*;
 use crate::memory::{Backlog, Traffic};
 
-/// More than any backlog may be.
+/// More bytes than any backlog may have.
 const UNREAD: u64 = 32 << 20;
 
 /// A request with a backlog that the test fills and drains.

@@ -1,4 +1,4 @@
-//! Checksums between the steps: of one policy, beside generation, for callers that are still there.
+//! Checksums are computed between the steps, of one policy, and for callers that are still there.
 
 use std::sync::mpsc::{Receiver, channel, sync_channel};
 
@@ -6,7 +6,7 @@ use super::rig::*;
 use crate::engine::*;
 
 impl Rig {
-    /// A checksum that waits for its pieces to be computed.
+    /// Asks for a checksum, and returns where its reply comes.
     pub fn begin_checksum(&mut self, names: &[&str], cancel: &CancelFlag) -> Receiver<Result<ChecksumReply>> {
         let (names, cancel) = (names.iter().map(|name| name.to_string()).collect(), cancel.clone());
         self.call(|reply| Command::Checksum { names, cancel, reply })

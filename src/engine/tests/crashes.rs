@@ -8,7 +8,7 @@ use crate::engine::*;
 use crate::memory::MemoryUse;
 use crate::weights::UpdateKind;
 
-/// An update with a client that can vanish.
+/// The header of an update, and the flag that says that its client has vanished.
 fn fragile(kind: UpdateKind, running: RunningPolicy) -> (UpdateBegin, CancelFlag) {
     let begin = UpdateBegin { running, ..begin(kind) };
     let cancel = begin.cancel.clone();
@@ -145,7 +145,7 @@ fn a_caller_of_a_pause_or_sleep_that_vanishes_calls_it_off() {
     }
 }
 
-/// An engine on its thread, over the rig's ranks.
+/// Starts an engine on a thread of its own, over the rig's ranks.
 fn start(prepare: impl FnOnce(&mut Rig)) -> (EngineHandle, std::thread::JoinHandle<Result<()>>) {
     let mut rig = Rig::new();
     let (sender, commands) = sync_channel(COMMAND_QUEUE);
@@ -190,7 +190,7 @@ fn shutdown_ends_in_every_state_and_tells_everyone() {
             asked = prepare(rig);
             rig.begin(begin(UpdateKind::Lora)).unwrap();
         });
-        // A long grace: nothing steps, so nothing is waited for.
+        // The grace is long, but nothing steps, so nothing is waited for.
         handle.send(Command::Shutdown { grace: Duration::from_secs(3600) }).unwrap();
         joined(thread);
         for asked in asked {

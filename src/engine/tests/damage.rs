@@ -1,4 +1,4 @@
-//! Checkpoints that somebody writes to while they are served.
+//! Checkpoints that somebody writes to while the server runs.
 
 use super::rig::*;
 use crate::engine::*;
@@ -17,7 +17,7 @@ fn sleep(rig: &mut Rig, level: SleepLevel) {
     told(&rig.sleep(level, DrainMode::Keep)).reply().unwrap();
 }
 
-/// How a state is reached, and an order there that reads the checkpoint.
+/// A state, how it is reached, and a command there that reads the checkpoint.
 const READS: [(&str, Reach, Act); 8] = [
     ("a push that runs", |_| (), push_lora),
     ("a push while paused", |rig| told(&rig.pause(DrainMode::Keep)).reply().unwrap(), push_lora),
@@ -41,7 +41,7 @@ fn lose(rig: &mut Rig) {
     assert_eq!(rig.wake(true, true, false).unwrap(), LifecycleStatus::WeightsMissing);
 }
 
-/// A rig with a request that is some tokens on, in the state.
+/// A rig in a state, with a request that has some tokens.
 fn reach(reach: Reach) -> (Rig, Asked) {
     let mut rig = Rig::new();
     let asked = rig.submit(ask("r", 5, 9));
@@ -50,7 +50,7 @@ fn reach(reach: Reach) -> (Rig, Asked) {
     (rig, asked)
 }
 
-/// Runs to the end with the policy that is there.
+/// Runs a request to its end, with the policy that is there.
 fn goes_on(rig: &mut Rig, what: &str) {
     rig.wake(true, true, false).unwrap_or_else(|e| panic!("{what}: {e}"));
     rig.resume().unwrap_or_else(|e| panic!("{what}: {e}"));
@@ -102,7 +102,7 @@ fn damage_that_is_found_while_it_is_read_leaves_no_policy_and_a_server_that_live
             let kv_cache = if rig.engine.state.kv_awake() { 480 } else { 0 };
             let held: u64 = rig.status().memory.entries.iter().map(|entry| entry.1).sum();
             assert_eq!(held, expected + kv_cache, "{what}");
-            // Nothing of the lost policy can be slept on or changed.
+            // The lost policy can be neither kept in a sleep nor changed.
             assert!(told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply().is_err(), "{what}");
             let delta = UpdateBegin { expected_version: Some(rig.status().weight_version), ..begin(UpdateKind::Delta) };
             assert!(matches!(rig.push_now(delta), Err(Error::FailedPrecondition(_))), "{what}");

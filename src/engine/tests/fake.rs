@@ -1,4 +1,4 @@
-//! Ranks that have no model but know in which order they may be used.
+//! An executor without a model that asserts that it is used in the right order.
 
 use std::ops::Range;
 
@@ -8,13 +8,13 @@ use crate::executor::{Memory, Released};
 use crate::types::{RequestKey, StepOutput, StepPlan, TokenId, TokenLogprobs};
 use crate::weights::{Adapter, ParamSpec, ShadowWeights};
 
-/// What the ranks were told.
+/// An order that the executor was given.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Did {
     Load,
     Merge,
     Replace,
-    /// Storage beside the weights was made.
+    /// Shadow weights were made.
     Shadow,
     Discard,
     Exchange,
@@ -25,12 +25,12 @@ pub enum Did {
     Restore(Memory),
 }
 
-/// Ranks whose policy is a number: how often their weights were written. It is every token that they sample, and the
-/// negative log-probability of every token that they score.
+/// An executor whose policy is a number: how often its weights were written. Every token that it samples is this
+/// number, and so is the negative log-probability of every token that it scores.
 pub struct Fake {
     plan: Option<Arc<StepPlan>>,
     pub policy: TokenId,
-    /// The policy that wrote each slot of the KV cache; None: nobody since it was restored.
+    /// The policy that wrote each slot of the KV cache; `None` if none has since the cache was restored.
     slots: Vec<Option<TokenId>>,
     merged: Option<Arc<Adapter>>,
     whole: bool,
@@ -41,15 +41,18 @@ pub struct Fake {
     pub kept: u64,
     /// The oldest policy in the context of each sequence of the last step.
     pub oldest_kv: Vec<TokenId>,
-    /// What the next step says of requests whose answers panicked.
+    /// Requests whose answers panic in the next step, with the panics' messages.
     pub failing: Vec<(RequestKey, String)>,
-    /// Orders that read the checkpoint find it changed, before (`Check`) or while (`Write`) they are carried out.
+    /// When orders that read the checkpoint find it changed; `None` for never.
     pub damage: Option<Damage>,
 }
 
+/// When an order finds the checkpoint changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Damage {
+    /// Before it is carried out.
     Check,
+    /// While it is carried out.
     Write,
 }
 
@@ -80,7 +83,7 @@ impl Fake {
         self.awake.retain(|&m| m != memory);
     }
 
-    /// What is merged must be what is said to be.
+    /// Asserts that the merged adapter is the one that the engine says is merged.
     fn check_merged(&self, said: &Arc<Adapter>) {
         assert!(self.merged.as_ref().is_none_or(|merged| Arc::ptr_eq(merged, said)), "another adapter is merged");
     }
@@ -188,7 +191,7 @@ impl Executor for Fake {
         Ok(shadow)
     }
 
-    /// The bytes of a row are its number and the policy's.
+    /// Each byte of a row is the row's number xor the policy.
     fn read(&mut self, spec: &ParamSpec, rows: Range<usize>) -> Result<Vec<u8>> {
         assert!(self.is_awake(Memory::Weights) && self.whole, "weights that are not there are read");
         let row_bytes = spec.shape[1] * 4;

@@ -1,4 +1,4 @@
-//! What one caller does must not cost the others: panics of an answer, floods of commands, many ids.
+//! One caller cannot harm the others: by a panic of its answer, by a flood of commands, by many ids.
 
 use std::sync::mpsc::{Receiver, channel, sync_channel};
 
@@ -30,7 +30,7 @@ fn a_panic_in_an_answer_ends_its_request_alone() {
     rig.assert_clean();
 }
 
-/// A request whose responder panics at the event of this number, counted from 0, and at all after it if `always`.
+/// A request whose responder panics at event number `at`, counted from 0, and at all events after it if `always`.
 fn panicking(id: &str, at: usize, always: bool) -> (GenerateCommand, Receiver<Event>) {
     let (mut command, _) = ask(id, 3, 4);
     command.kind =
@@ -67,7 +67,7 @@ fn a_panic_while_events_are_made_ends_their_request_alone() {
 #[test]
 fn a_panic_while_an_aborted_request_is_told_ends_that_one_alone() {
     let mut rig = Rig::new();
-    // Its events: the prompt's log-probabilities, two tokens, then two completions as it ends.
+    // Events 0 to 2 are the prompt's log-probabilities and two tokens, event 3 is the first completion of the abort.
     let (command, events) = panicking("bad", 3, false);
     rig.command(Command::Generate(Box::new(command)));
     let good = rig.submit(ask("good", 3, 4));
@@ -99,7 +99,8 @@ fn an_update_that_is_cancelled_while_its_commit_falls_due_keeps_its_transaction(
     let update = begin.cancel.clone();
     let ticket = rig.begin(begin).unwrap();
     let commit = rig.commit(ticket.id, lora());
-    // A pause that waits behind the commit, whose caller goes; as its reply is dropped the updater goes, too.
+    // A pause waits behind the commit. When its caller vanishes its reply is dropped, and by that the sender vanishes
+    // too.
     let pause = CancelFlag::default();
     let guard = CancelAtDrop(update);
     let reply: Reply<Result<()>> = Box::new(move |_| drop(guard));
@@ -108,19 +109,19 @@ fn an_update_that_is_cancelled_while_its_commit_falls_due_keeps_its_transaction(
     pause.cancel();
     rig.step();
     assert_eq!(asked.completion().weight_versions, [(0, 0, 4)]);
-    // It was still wanted when the flags were read, and due.
+    // The update was not cancelled yet when its flag was read, so its commit took place.
     assert_eq!(told(&commit).reply().unwrap().weight_version, 1);
     rig.assert_clean();
 }
 
-/// Callers that ask again as soon as they are answered keep the queue full; the engine steps all the same.
+/// Callers that ask again as soon as they are answered keep the queue full, but the engine steps nevertheless.
 #[test]
 fn a_flood_of_commands_does_not_keep_the_engine_from_stepping() {
     let (sender, commands) = sync_channel(COMMAND_QUEUE);
     let rig = Rig::with_commands(commands);
     let (command, asked) = ask("a", 3, 20);
     sender.send(Command::Generate(Box::new(command))).unwrap();
-    /// Asks again from the reply itself, on the engine's own thread, so that no moment passes without a command.
+    /// Asks again from the reply itself, on the engine's thread, so that there always is a command.
     fn ask_for_ever(sender: std::sync::mpsc::SyncSender<Command>) {
         let again = sender.clone();
         let reply = Box::new(move |status: Status| {

@@ -1,4 +1,5 @@
-//! `serving` runs the engine on its thread; the others go step by step with a [`rig::Rig`].
+//! Tests of the engine without a model. `serving` runs it on a thread of its own, the others step it with a
+//! [`rig::Rig`].
 
 mod adapters;
 mod backpressure;

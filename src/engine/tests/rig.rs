@@ -1,4 +1,4 @@
-//! An engine that a test drives step by step, over ranks that have no model but know in which order they may be used.
+//! An engine that a test drives step by step, over an executor without a model.
 
 use std::sync::mpsc::{Receiver, TryRecvError, channel, sync_channel};
 
@@ -16,20 +16,20 @@ use crate::weights::{
 pub const BLOCK_SIZE: usize = 4;
 pub const BLOCKS: usize = 64;
 pub const MAX_QUEUED: usize = 16;
-/// Ledger of the rig: a ceiling of 1,000 bytes, of which 300 are not reserved at the start.
+/// Bytes of the rig's ledger that are not reserved at the start, of a ceiling of 1,000.
 pub const STAGING: u64 = 300;
-/// What requests and replies under way may take.
+/// Most bytes that requests and replies under way may take.
 pub const TRAFFIC_BYTES: u64 = 1 << 30;
 
-/// Parameters of the rig's model, 5 x 3 float32 each.
+/// Names of the parameters of the rig's model, each a matrix of 5 x 3 float32.
 pub const PARAMETERS: [&str; 2] = ["model.layers.0.self_attn.o_proj.weight", "model.layers.1.self_attn.o_proj.weight"];
 
-/// What a reply channel has.
+/// State of a channel for one reply.
 #[derive(Debug)]
 pub enum Told<T> {
     Reply(T),
     Waits,
-    /// The reply was dropped.
+    /// The sender was dropped without a reply.
     Dropped,
 }
 
@@ -55,19 +55,19 @@ impl<T> Told<T> {
     }
 }
 
-/// One request of a rig.
+/// A request that was given to a rig.
 pub struct Asked {
     pub events: Receiver<Event>,
     pub cancel: CancelFlag,
 }
 
 impl Asked {
-    /// All events so far.
+    /// The events since the last call.
     pub fn events(&self) -> Vec<Event> {
         self.events.try_iter().collect()
     }
 
-    /// The one completion, which must have ended the request.
+    /// The completion of a request of one sample that has ended.
     pub fn completion(&self) -> Completion {
         match &self.events()[..] {
             [Event::Completion(completion), Event::Done(_)] => completion.clone(),
@@ -87,7 +87,7 @@ pub fn sampled(completion: &Completion) -> Vec<TokenId> {
     completion.tokens.iter().map(|t| t.token).collect()
 }
 
-/// A request for `max_tokens` tokens after a prompt of `prompt` tokens.
+/// A request for one sample of `max_tokens` tokens, after a prompt of `prompt` tokens.
 pub fn ask(id: &str, prompt: usize, max_tokens: u32) -> (GenerateCommand, Asked) {
     let (sender, events) = channel();
     let cancel = CancelFlag::default();
@@ -125,7 +125,7 @@ pub fn begin(kind: UpdateKind) -> UpdateBegin {
     }
 }
 
-/// An adapter of the first layers of the rig's model.
+/// An adapter for the first `layers` layers of the rig's model.
 pub fn adapter(parameters: &Parameters, layers: usize, rank: usize) -> Arc<Adapter> {
     let config = format!(r#"{{"peft_type": "LORA", "r": {rank}, "lora_alpha": 1, "target_modules": ["o_proj"]}}"#);
     let entry = |name: &str, part: &str, shape| TensorEntry {
@@ -166,7 +166,7 @@ impl Rig {
         Self::with_commands(sync_channel(1).1)
     }
 
-    /// An engine that can be run on a thread of its own.
+    /// A rig whose engine takes commands from a queue, so that it can run on a thread of its own.
     pub fn with_commands(commands: Receiver<Command>) -> Self {
         let config = SchedulerConfig {
             max_num_seqs: 4,
@@ -192,14 +192,14 @@ impl Rig {
         Self { engine: Engine::new(Fake::new(), scheduler, None, commands, setup) }
     }
 
-    /// Gives a command, as the serving loop does.
+    /// Gives the engine a command, as its loop does.
     pub fn command(&mut self, command: Command) {
         self.engine.handle(command).unwrap();
         self.engine.settle().unwrap();
         self.engine.scheduler.check_integrity();
     }
 
-    /// Gives a command that is answered.
+    /// Gives the engine a command that is answered, and returns where the reply comes.
     pub fn call<T: Send + 'static>(&mut self, command: impl FnOnce(Reply<T>) -> Command) -> Receiver<T> {
         let (sender, receiver) = channel();
         self.command(command(Box::new(move |value| drop(sender.send(value)))));
@@ -217,7 +217,7 @@ impl Rig {
         (0..count).for_each(|_| self.step());
     }
 
-    /// Steps until nothing is left to do.
+    /// Steps while there is anything to step.
     pub fn finish(&mut self) {
         while self.engine.can_step() {
             self.step();
@@ -233,7 +233,7 @@ impl Rig {
         told(&self.call(|reply| Command::Status { reply })).reply()
     }
 
-    /// The executor's orders since the last look.
+    /// The executor's orders since the last call.
     pub fn did(&mut self) -> Vec<Did> {
         std::mem::take(&mut self.engine.executor.did)
     }
@@ -272,14 +272,14 @@ impl Rig {
         told(&self.call(|reply| Command::WritePart { update, tensors, reply })).reply()
     }
 
-    /// A whole update; the reply comes now or after a drain.
+    /// Sends a whole update, and returns where the reply to its commit comes.
     pub fn push(&mut self, begin: UpdateBegin) -> Result<Receiver<Result<UpdateReply>>> {
         let kind = begin.kind;
         let ticket = self.begin(begin)?;
         Ok(self.commit(ticket.id, content(kind)))
     }
 
-    /// A whole update that must be applied at once.
+    /// Sends a whole update that is applied or refused at once.
     pub fn push_now(&mut self, begin: UpdateBegin) -> Result<UpdateReply> {
         self.push(begin).and_then(|reply| told(&reply).reply())
     }
@@ -288,7 +288,7 @@ impl Rig {
         self.push_now(UpdateBegin { running, ..begin(UpdateKind::Lora) }).unwrap()
     }
 
-    /// Nothing is left behind: every request told, every block free, no reservation of an update.
+    /// Asserts that nothing is left behind: no request, no held block, no update and no reservation for one.
     pub fn assert_clean(&mut self) {
         let status = self.status();
         assert_eq!((status.running_requests, status.held_requests, status.update.is_some()), (0, 0, false));

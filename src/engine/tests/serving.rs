@@ -1,4 +1,4 @@
-//! The engine with an executor that needs no model: token `t` is followed by `t + 1`.
+//! The engine on its own thread, with an executor without a model: token `t` is followed by `t + 1`.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel, sync_channel};
 use std::thread::JoinHandle;
@@ -15,7 +15,7 @@ use crate::weights::{Dtype, ParamSpec, ShadowWeights};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Counts up, each step only when the test lets it.
+/// An executor that counts up. Each of its steps waits for a permit of the test.
 struct Counting {
     permits: Receiver<()>,
     plan: Option<Arc<StepPlan>>,
@@ -169,7 +169,7 @@ impl Fixture {
     }
 }
 
-/// All events up to the terminal one; the channel must close behind it.
+/// All events up to the terminal one, after which the channel must close.
 fn drain(events: &Receiver<Event>) -> Vec<Event> {
     let mut all = Vec::new();
     loop {
@@ -223,7 +223,7 @@ fn an_abort_delivers_what_there_is_and_frees_every_block() {
     let (b, _) = engine.start("b", &[&[30]], 1, tokens(4));
     engine.steps(2);
     let abort = {
-        // The engine takes commands between steps: the third is needed for it to look again.
+        // The engine takes commands between two steps, so it needs a third step to take this one.
         let (sender, reply) = channel();
         let target = AbortTarget::Requests(vec!["a".into(), "ghost".into()]);
         engine.handle.send(Command::Abort { target, reply: Box::new(move |r| sender.send(r).unwrap()) }).unwrap();

@@ -1,4 +1,4 @@
-//! Every command in every state, through an engine.
+//! Every command in every state, given to an engine.
 
 use super::rig::*;
 use crate::engine::*;
@@ -8,7 +8,7 @@ use crate::weights::UpdateKind;
 
 type Reach = fn(&mut Rig);
 
-/// How a state is reached.
+/// A state, and how it is reached.
 const STATES: [(&str, Reach); 16] = [
     ("run", |_| ()),
     ("pause", |rig| told(&rig.pause(DrainMode::Wait)).reply().unwrap()),
@@ -61,7 +61,7 @@ fn sleep_and_wake(rig: &mut Rig, level: SleepLevel, weights: bool) {
     rig.wake(weights, !weights, false).unwrap();
 }
 
-/// A FULL push in place of which the client vanishes.
+/// Sends a part of a FULL push in place, whose client vanishes then.
 fn break_in_place(rig: &mut Rig) {
     let cancel = CancelFlag::default();
     let begin = UpdateBegin { in_place: true, staging_bytes: 2000, cancel: cancel.clone(), ..begin(UpdateKind::Full) };
@@ -112,7 +112,8 @@ const ORDERS: [(&str, Order); 16] = [
     }),
 ];
 
-/// For each state, what each order of [`ORDERS`] leads to; "!" is FAILED_PRECONDITION, after which nothing has changed.
+/// For each state, the state that each command of [`ORDERS`] leads to. "!" stands for FAILED_PRECONDITION, which
+/// changes nothing.
 const TABLE: [(&str, &str); 16] = [
     // gen pause resume | sleep 1, 2 | wake, w, k, reload | reset | lora full delta resident | checksum abort
     ("run", "run pause run | 1 2 | run run run run | run | run run run run | run run"),
@@ -173,7 +174,7 @@ fn every_order_in_every_state_leads_where_the_table_says() {
     }
 }
 
-/// From wherever it is: then it serves, with all memory in the ledger, and everything ends well.
+/// Brings an engine from any state back to serving, with all its memory in the ledger, and lets all requests finish.
 fn back_to_running(rig: &mut Rig) {
     rig.wake(true, true, false).unwrap();
     if rig.status().lifecycle == LifecycleStatus::WeightsMissing {
@@ -238,7 +239,7 @@ fn sleep_gives_back_in_order_and_wake_loads_once() {
     sleep(&mut rig, SleepLevel::One);
     sleep(&mut rig, SleepLevel::Two);
     let released = [KvCache, Workspace, Weights].map(Release);
-    // Nothing had taken the checkpoint's place, so nothing was left to give back.
+    // No parameter was replaced, so the second sleep had nothing to give back.
     assert_eq!(rig.did(), released);
     rig.wake(true, true, true).unwrap();
     assert_eq!(rig.did(), [Restore(Weights), Load, Restore(Workspace), Restore(KvCache)]);

@@ -1,4 +1,4 @@
-//! What a request tells of its samples' text, for every way in which a sample can end.
+//! The text that a request's events have, for every way in which a sample can end.
 
 use std::path::Path;
 
@@ -8,15 +8,15 @@ use crate::engine::*;
 use crate::types::{FinishReason, GroupKey, RequestKey, SampleKey, SamplingParams, TokenLogprobs};
 
 struct Told {
-    /// The text of each `Event::Token`.
+    /// Text of each `Event::Token`.
     pieces: Vec<Option<String>>,
-    /// The text of the `Event::Text` before the completion.
+    /// Text of the `Event::Text` before the completion.
     rest: Option<String>,
     completion: Completion,
 }
 
-/// Gives the tokens of `text` to a request with this stop string, until it says that its sample has ended. The last one
-/// comes with `finish`.
+/// Gives a request with the stop string `stop` the tokens of `text`, until its sample has ended. The last token comes
+/// with the reason `finish`.
 fn tell(text: &str, stop: &str, finish: Option<FinishReason>, (stream_tokens, return_text): (bool, bool)) -> Told {
     let file = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/tokenizer/tokenizer.json");
     let tokenizer = Arc::new(Tokenizer::from_file(Path::new(file)).expect("the fixture is there"));
@@ -72,7 +72,7 @@ fn a_text_is_told_in_pieces_and_whole_however_its_sample_ends() {
     assert_eq!(check("one ST", Some(Length), "one ST", Length).as_deref(), Some("ST"));
     assert_eq!(check("one ST", None, "one ST", Aborted).as_deref(), Some("ST"));
     assert_eq!(check("one ST<|im_end|>", Some(Eos), "one ST", Eos).as_deref(), Some("ST"));
-    // The token itself ends the sample, so the stop string that it completes is text.
+    // The stop token ends the sample by itself, so the stop string that it completes stays part of the text.
     assert_eq!(check("one STOP", Some(StopToken), "one STOP", StopToken).as_deref(), Some("STOP"));
     assert_eq!(check("", None, "", Aborted), None);
 }

@@ -1,4 +1,4 @@
-//! What requests see of an update, under each policy for those that run.
+//! What requests see of an update, under each [`RunningPolicy`].
 
 use super::rig::*;
 use crate::engine::*;
@@ -6,13 +6,14 @@ use crate::memory::MemoryUse;
 use crate::types::FinishReason;
 use crate::weights::{UpdateKind, WeightUpdate};
 
-/// A request in its prompt (20 tokens, of which a step takes 8), one that samples, and one in the queue.
+/// A request whose prompt is partly computed (it has 20 tokens, and a step takes 8), one that samples, and one in the
+/// queue.
 fn three_stages(rig: &mut Rig) -> [Asked; 3] {
     let samples = rig.submit(ask("samples", 3, 6));
     rig.steps(2);
     let prompt = rig.submit(ask("prompt", 20, 2));
     rig.step();
-    // No token of the budget is left for a third.
+    // The step has no token left for a third request.
     let queued = rig.submit(ask("queued", 3, 2));
     [samples, prompt, queued]
 }
@@ -242,12 +243,12 @@ fn a_packed_push_is_exchanged_at_its_commit() {
     let reply = told(&rig.commit(ticket.id, WeightUpdate::Packed(shadow))).reply().unwrap();
     assert_eq!(rig.did(), [Did::Exchange]);
     assert_eq!((reply.weight_version, rig.reserved(MemoryUse::MergedAdapter)), (2, 0));
-    // What served before is kept for the next one, and goes for a push of another kind.
+    // The replaced weights are kept for the next FULL push, and are dropped for a push of another kind.
     assert_eq!(rig.reserved(MemoryUse::SpareWeights), rig.reserved(MemoryUse::Weights));
     assert!(rig.begin(begin(UpdateKind::Full)).unwrap().shadow.is_some());
     assert_eq!((rig.reserved(MemoryUse::SpareWeights), rig.did()), (0, vec![]));
     rig.engine.roll_back();
-    // It is the base now, which is copied below what is merged next.
+    // The pushed weights are the base now, so the parts that the next adapter is merged into are copied.
     let ticket = rig.begin(begin(UpdateKind::Lora)).unwrap();
     let merged = WeightUpdate::Lora(adapter(&rig.engine.parameters, 1, 1));
     told(&rig.commit(ticket.id, merged)).reply().unwrap();
@@ -281,7 +282,7 @@ fn a_packed_push_after_the_deep_sleep_leaves_no_spare() {
     rig.wake(true, true, false).unwrap();
     let ticket = rig.begin(begin(UpdateKind::Full)).unwrap();
     told(&rig.commit(ticket.id, WeightUpdate::Packed(ticket.shadow.unwrap()))).reply().unwrap();
-    // What it replaced had no memory any more.
+    // The replaced weights had no memory any more.
     assert_eq!((rig.reserved(MemoryUse::Weights), rig.reserved(MemoryUse::SpareWeights)), (120, 0));
     rig.assert_clean();
 }
@@ -323,7 +324,7 @@ fn frozen_requests_cannot_be_waited_for() {
     assert!(matches!(rig.push(wait), Err(Error::FailedPrecondition(why)) if why.contains("RECOMPUTE")));
     let sleep = told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply();
     assert!(matches!(sleep, Err(Error::FailedPrecondition(why)) if why.contains("Resume")));
-    // Kept through a pause, a push, a sleep at level 2 and the push after it.
+    // The request is kept through a pause, a push, a sleep at level 2 and another push.
     rig.push_lora(RunningPolicy::Keep);
     told(&rig.sleep(SleepLevel::Two, DrainMode::Keep)).reply().unwrap();
     rig.wake(true, true, false).unwrap();
@@ -348,7 +349,7 @@ fn the_ledger_shows_what_a_merged_adapter_costs() {
             .map(|used_for| rig.reserved(used_for))
     };
     push(&mut rig, 2, 10).unwrap();
-    // Factors of rank 1 for a matrix of 5 x 3, in float32; the checkpoint needs no copy.
+    // Factors of rank 1 for matrices of 5 x 3 in float32. The checkpoint can be read again, so no copy is kept.
     assert_eq!(costs(&rig), [2 * 32, 0, 0]);
     rig.push_now(begin(UpdateKind::Full)).unwrap();
     assert_eq!(costs(&rig), [0; 3]);

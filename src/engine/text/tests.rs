@@ -15,8 +15,8 @@ fn text_len(text: &str, stop: &[&str]) -> Option<usize> {
     })
 }
 
-/// What `text`'s tokens are streamed as, up to the one that completes a stop string; and how it ends. At every token, the
-/// pieces so far are the beginning of the text before the stop string.
+/// Streams the tokens of `text`, up to the one that completes a stop string, and returns the pieces and the finished
+/// text. Asserts at every token that the pieces so far are the beginning of the text before the stop string.
 fn stream(tokenizer: &Arc<Tokenizer>, text: &str, stop: &[&str]) -> (String, FinishedText) {
     let whole = &text[..text_len(text, stop).unwrap_or(text.len())];
     let stop_strings: Vec<String> = stop.iter().map(ToString::to_string).collect();
