@@ -1,5 +1,5 @@
 //! Weights, in four rooms: `parameters` (names, shapes, shard rules, values), `checkpoint` (model files on disk),
-//! `lora` (adapters and their merge) and `push` (new weights from a trainer).
+//! `lora` (what an adapter changes) and `push` (new weights from a trainer).
 
 mod checkpoint;
 mod lora;

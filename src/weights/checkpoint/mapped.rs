@@ -42,6 +42,8 @@ impl Stamp {
 }
 
 impl MappedFile {
+    /// Opens and maps a file.
+    ///
     /// # Errors
     /// `Config` naming the file if it cannot be read.
     pub fn open(path: &Path) -> Result<Self> {

@@ -8,7 +8,7 @@ pub(super) const PREFIX: &str = "base_model.model.";
 pub(super) enum Role {
     A,
     B,
-    /// `lora_B.bias`
+    /// The bias of `lora_B`.
     BiasOfB,
     EmbeddingA,
     EmbeddingB,

@@ -6,9 +6,9 @@ use super::Adapter;
 use crate::weights::Slice;
 
 impl Adapter {
-    /// Turns the base's values of `slice` (row-major float32, of serving precision) into the merged ones, float32 and
-    /// not yet rounded, as the instruction set `kernel` of the CPU does it. Does nothing for a parameter that the
-    /// adapter does not touch.
+    /// Merges the adapter into `values`, as the instruction set `kernel` of the CPU does it. They are row-major
+    /// float32: the base's values of `slice` in the serving precision, and then the merged ones, not yet rounded to it.
+    /// A parameter that the adapter does not touch stays as it is.
     pub fn merge(&self, kernel: &str, parameter: &str, slice: &Slice, values: &mut [f32]) {
         let Some(change) = self.change(parameter).filter(|_| !slice.is_empty()) else { return };
         if slice.cols == (0..1) && change.low_rank().is_none() {

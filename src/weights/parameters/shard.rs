@@ -15,8 +15,8 @@ pub enum ShardRule {
     /// Dimension 0 is split evenly: vocabulary, gate and up projections and their biases.
     Rows,
     /// Dimension 0 is split by whole attention heads of `head_dim` rows. With fewer heads than ranks, as keys and
-    /// values may have, rank `r` of `w` holds the one head `r * heads / w`, so that each head is on `w / heads` ranks
-    /// in a row.
+    /// values may have, rank `r` of `w` holds the one head `r * heads / w`, so that each head is on `w / heads`
+    /// neighbouring ranks.
     Heads { heads: usize, head_dim: usize },
     /// Dimension 1 is split evenly: output and down projections.
     Columns,

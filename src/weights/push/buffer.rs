@@ -8,7 +8,7 @@ use memmap2::MmapMut;
 use crate::error::{Error, Result};
 
 /// A buffer of this many bytes or more has its own mapping. Smaller ones come from the heap: rounding them up to pages
-/// would cost more than what the heap keeps of them.
+/// would cost more memory than the heap may hold on to.
 const MAPPED_BYTES: usize = 32 << 10;
 
 /// Zeroed bytes. A mapped buffer goes back to the operating system when it is dropped.
@@ -18,6 +18,8 @@ pub(super) enum Buffer {
 }
 
 impl Buffer {
+    /// A buffer of `bytes` zeros.
+    ///
     /// # Errors
     /// `ResourceExhausted` if the system has not as much memory.
     pub fn zeroed(bytes: usize) -> Result<Self> {

@@ -20,23 +20,18 @@
 mod adapter;
 mod buffer;
 mod delta;
-mod directory;
-mod files;
 mod manifest;
 mod names;
-mod origin;
 mod receipt;
 mod receiver;
-mod regular;
 mod reservation;
 mod row_stream;
 mod shadow;
-mod shared_memory;
+mod source;
 mod tensors;
 mod threads;
 mod verify;
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::lora::{Adapter, AdapterTensor};
@@ -45,7 +40,7 @@ use super::parameters::Dtype;
 pub use delta::{Changes, Delta};
 pub use receiver::Receiver;
 pub use shadow::{ShadowShard, ShadowWeights};
-pub use shared_memory::Segments;
+pub use source::{Segments, Source, Sources};
 pub use tensors::Tensors;
 
 /// What a push brings.
@@ -78,37 +73,6 @@ impl<'a> From<&'a TensorEntry> for AdapterTensor<'a> {
     fn from(entry: &'a TensorEntry) -> Self {
         Self { name: &entry.name, dtype: entry.dtype, shape: &entry.shape }
     }
-}
-
-/// What pushes may be read from, other than their own streams.
-#[derive(Debug, Default)]
-pub struct Sources {
-    /// The directory below which pushes may name directories.
-    weights_dir: Option<PathBuf>,
-    segments: Segments,
-}
-
-impl Sources {
-    /// Sources with the directory below which pushes may name directories; without one they can name none.
-    pub fn new(weights_dir: Option<PathBuf>) -> Self {
-        Self { weights_dir, segments: Segments::default() }
-    }
-
-    /// The segments of shared memory that clients have named.
-    pub fn segments(&self) -> &Segments {
-        &self.segments
-    }
-}
-
-/// Where the tensors of a push come from, as its header says.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Source {
-    /// Chunks in the push's own stream, which go to [`Receiver::write`].
-    Inline,
-    /// A segment of shared memory: the name of a file below `/dev/shm`.
-    SharedMemory(String),
-    /// The path of a directory below `--weights-dir`.
-    Directory(String),
 }
 
 /// The header of a push: what it says of its tensors.

@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use super::buffer::Buffer;
-use super::files::SourceFile;
 use super::row_stream::{RowLayout, RowSink, RowStream};
+use super::source::SourceFile;
 use super::verify::{Digest, Verifier};
 use crate::error::{Error, Result};
 use crate::weights::Dtype;

@@ -8,18 +8,16 @@ use twox_hash::xxhash3_128::Hasher;
 
 use super::adapter::PushedAdapter;
 use super::delta::{Delta, Payload};
-use super::directory;
-use super::files::SourceFile;
 use super::manifest::{Declared, Manifest};
-use super::origin::Origin;
 use super::receipt::Receipt;
 use super::reservation::Reservation;
 use super::row_stream::{RowLayout, Rows};
 use super::shadow::ShadowWeights;
+use super::source::{Directory, OpenedSource, Source, SourceFile, Sources, open_directory};
 use super::tensors::{KeptTensor, Tensors};
 use super::threads::{MAX_THREADS, in_parallel, in_parallel_with};
 use super::verify::Digest;
-use super::{Received, Source, Sources, TensorEntry, UpdateKind, UpdateSpec, WeightUpdate};
+use super::{Received, TensorEntry, UpdateKind, UpdateSpec, WeightUpdate};
 use crate::error::{Error, Result};
 use crate::memory::human_bytes;
 use crate::weights::{Parameters, matrix_shape};
@@ -29,7 +27,7 @@ pub struct Receiver {
     manifest: Manifest,
     /// The receipt of each tensor of the manifest.
     receipts: Vec<Receipt>,
-    origin: Origin,
+    source: OpenedSource,
     adapter: PushedAdapter,
     reservation: Reservation,
     mode: Mode,
@@ -48,7 +46,7 @@ enum Mode {
 /// The state of a FULL push that is packed as it comes.
 struct Packing {
     shadow: ShadowWeights,
-    /// Bytes that are kept until those in front of them have come, of all tensors.
+    /// Bytes of all tensors that are kept until those in front of them have come.
     early: u64,
     /// Index of the first tensor that has not been read, where tensors come from files.
     next: usize,
@@ -66,7 +64,7 @@ struct InPlace {
     next: usize,
 }
 
-/// Before the first byte: what is declared.
+/// The declaration of the tensors, before any of their bytes comes.
 impl Receiver {
     /// Checks what the header declares, and opens the source. Takes no memory for tensors yet.
     ///
@@ -77,9 +75,11 @@ impl Receiver {
         if kind != UpdateKind::Lora && !config.is_empty() {
             return Err(Error::invalid("adapter_config", "only a LORA push has an adapter"));
         }
-        let origin = match source {
-            Source::Inline => Origin::Stream,
-            Source::SharedMemory(name) => Origin::Segment(SourceFile::mapped(&name, sources.segments.open(&name)?)),
+        let source = match source {
+            Source::Inline => OpenedSource::Stream,
+            Source::SharedMemory(name) => {
+                OpenedSource::Segment(SourceFile::mapped(&name, sources.segments.open(&name)?))
+            }
             Source::Directory(path) => {
                 if !tensors.is_empty() || !config.is_empty() {
                     return Err(Error::invalid(
@@ -87,15 +87,16 @@ impl Receiver {
                         "the directory declares the tensors and the adapter's configuration; leave both out",
                     ));
                 }
-                let directory = directory::open(kind, &path, sources.weights_dir.as_deref())?;
+                let directory = open_directory(kind, &path, sources.weights_dir.as_deref())?;
+                let Directory { files, places, .. } = directory;
                 (tensors, config) = (directory.tensors, directory.adapter_config);
-                Origin::Directory { files: directory.files, places: directory.places }
+                OpenedSource::Directory { files, places }
             }
         };
         let mut receiver = Self {
             manifest: Manifest::new(kind, parameters, total_bytes),
             receipts: Vec::new(),
-            origin,
+            source,
             adapter: PushedAdapter::new(config, unmerged),
             reservation: Reservation::default(),
             mode: Mode::Kept,
@@ -105,7 +106,7 @@ impl Receiver {
             // What later tensors decompress to could not be reserved.
             return Err(Error::invalid("total_bytes", "a DELTA declares all its tensors in the header"));
         }
-        receiver.reservation = Reservation::new(&receiver.manifest, receiver.origin.is_stream())?;
+        receiver.reservation = Reservation::new(&receiver.manifest, receiver.source.is_stream())?;
         Ok(receiver)
     }
 
@@ -133,7 +134,7 @@ impl Receiver {
     /// # Errors
     /// As for [`Receiver::open`]; also if the tensors pass the announced total.
     pub fn declare(&mut self, tensors: Vec<TensorEntry>) -> Result<()> {
-        if !self.origin.has_digests() {
+        if !self.source.has_digests() {
             return Err(Error::invalid("tensors", "the directory declares the tensors"));
         }
         if tensors.is_empty() {
@@ -145,10 +146,10 @@ impl Receiver {
 
     fn add(&mut self, tensors: Vec<TensorEntry>) -> Result<()> {
         self.manifest.add(tensors)?;
-        let (kind, has_digests) = (self.manifest.kind(), self.origin.has_digests());
+        let (kind, has_digests) = (self.manifest.kind(), self.source.has_digests());
         for (index, tensor) in self.manifest.tensors().iter().enumerate().skip(self.receipts.len()) {
             let entry = &tensor.entry;
-            if let Some(file) = self.origin.file(index) {
+            if let Some(file) = self.source.file(index) {
                 file.check(&entry.name, entry.offset, tensor.bytes)?;
             }
             let dtype = (kind != UpdateKind::Delta).then_some(entry.dtype);
@@ -165,7 +166,7 @@ impl Receiver {
     }
 }
 
-/// Bytes on their way in.
+/// The transfer of the tensors' bytes.
 impl Receiver {
     /// Takes bytes of a declared tensor. They may come in any order; each byte once.
     ///
@@ -174,7 +175,7 @@ impl Receiver {
     /// they complete a tensor whose digest is another, `InvalidArgument` if one with a value that is not finite.
     /// `ResourceExhausted` if more is begun at a time, or comes too early, than memory is reserved for.
     pub fn write(&mut self, tensor: u32, offset: u64, data: &[u8]) -> Result<()> {
-        if !self.origin.is_stream() {
+        if !self.source.is_stream() {
             return Err(Error::invalid("chunk", "the tensors of this push come from its source, not from the stream"));
         }
         let index = tensor as usize;
@@ -204,7 +205,7 @@ impl Receiver {
     /// As for [`Receiver::finish`].
     pub fn read_declared(&mut self) -> Result<()> {
         match &mut self.mode {
-            Mode::Packed(packing) => packing.read_files(&self.manifest, &mut self.receipts, &self.origin),
+            Mode::Packed(packing) => packing.read_files(&self.manifest, &mut self.receipts, &self.source),
             _ => Ok(()),
         }
     }
@@ -218,7 +219,7 @@ impl Receiver {
         self.enter_in_place();
         let Mode::InPlace(in_place) = &mut self.mode else { return Ok(false) };
         let index = in_place.next;
-        let (Some(file), Some(tensor)) = (self.origin.file(index), self.manifest.tensors().get(index)) else {
+        let (Some(file), Some(tensor)) = (self.source.file(index), self.manifest.tensors().get(index)) else {
             return Ok(false);
         };
         self.receipts[index].read(&tensor.entry.name, file, tensor.entry.offset)?;
@@ -248,7 +249,7 @@ impl Receiver {
         }
     }
 
-    /// The parameters of those of these tensors that are verified and were not taken before.
+    /// Takes those of these tensors that are verified and were not taken before, as parameters.
     fn take_tensors(&mut self, indices: impl Iterator<Item = usize>) -> Tensors {
         let mut tensors = Tensors::default();
         for index in indices {
@@ -292,10 +293,10 @@ impl Packing {
 
     /// Reads and packs the tensors that have been declared since the last call. Those that go into the same shadow
     /// tensor are packed by one thread.
-    fn read_files(&mut self, manifest: &Manifest, receipts: &mut [Receipt], origin: &Origin) -> Result<()> {
+    fn read_files(&mut self, manifest: &Manifest, receipts: &mut [Receipt], source: &OpenedSource) -> Result<()> {
         let mut shares: BTreeMap<Option<usize>, (usize, Vec<_>)> = BTreeMap::new();
         for ((index, receipt), tensor) in receipts.iter_mut().enumerate().zip(manifest.tensors()).skip(self.next) {
-            let Some(file) = origin.file(index) else { continue };
+            let Some(file) = source.file(index) else { continue };
             let (bytes, share) = shares.entry(self.destination(manifest, index)?).or_default();
             *bytes += tensor.bytes;
             share.push((receipt, file, tensor));
@@ -341,7 +342,7 @@ fn row_layout(entry: &TensorEntry) -> RowLayout {
 }
 
 impl InPlace {
-    /// Goes on with the tensors that have come so far.
+    /// The state after what has come so far.
     fn new(receipts: &[Receipt]) -> Self {
         let kept = receipts.iter().filter(|receipt| receipt.is_kept()).map(|receipt| receipt.bytes() as u64).sum();
         let complete = (0..receipts.len()).filter(|&i| receipts[i].verified().is_some()).collect();
@@ -366,7 +367,7 @@ impl InPlace {
     }
 }
 
-/// After the last byte: what has come.
+/// The end of the push, after the last byte.
 impl Receiver {
     /// Reads the tensors that come from files and have not been read, checks that every tensor is whole and verified,
     /// and makes the update of them. Tensors that [`Receiver::take_complete`] gave are not in it.
@@ -405,7 +406,7 @@ impl Receiver {
         }
         let mut rest = Vec::new();
         for ((index, receipt), tensor) in self.receipts.iter_mut().enumerate().zip(self.manifest.tensors()) {
-            if let Some(file) = self.origin.file(index).filter(|_| receipt.is_untouched()) {
+            if let Some(file) = self.source.file(index).filter(|_| receipt.is_untouched()) {
                 rest.push((tensor.bytes, (receipt, file, &tensor.entry)));
             }
         }

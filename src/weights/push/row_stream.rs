@@ -10,8 +10,8 @@ use super::verify::{Digest, Verifier};
 use crate::error::Result;
 use crate::weights::Dtype;
 
-/// Bytes of a tensor that are checked, passed on and hashed at a time: few enough that all but the first of these find
-/// them in the core's cache.
+/// Bytes of a tensor that are checked, packed and hashed at a time: few enough that they are still in the core's cache
+/// when they are packed and hashed.
 const PIECE_BYTES: usize = 256 << 10;
 
 /// How the bytes of a tensor are rows of values.
@@ -51,13 +51,13 @@ impl Rows<'_> {
 /// Takes the rows of a tensor, each once and in order.
 pub(super) type RowSink<'a> = dyn FnMut(Rows<'_>) + 'a;
 
-/// The rows of one tensor on their way.
+/// Puts the rows of one tensor in order, and verifies the tensor.
 pub(super) struct RowStream {
     layout: RowLayout,
     verifier: Verifier,
     /// Bytes from the tensor's start that have been hashed, and passed on as far as they are whole rows.
     done: usize,
-    /// The last of the bytes that are done if they are the beginning of a row whose end has not come.
+    /// The beginning of a row whose end has not come. Its bytes count as done.
     row: Vec<u8>,
     /// Pieces that came before those in front of them, by their offset.
     early: BTreeMap<usize, Vec<u8>>,

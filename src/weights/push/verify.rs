@@ -6,7 +6,7 @@ use twox_hash::xxhash3_128::Hasher;
 use crate::error::{Error, Result};
 use crate::weights::Dtype;
 
-/// XXH3-128, big-endian.
+/// The digest of a tensor's bytes: XXH3-128, big-endian.
 pub(super) type Digest = [u8; 16];
 
 /// Verifies one tensor while its bytes pass by. They are hashed in order; their values may be checked in any order.

@@ -2,10 +2,9 @@ use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use super::super::files::SourceFile;
 use super::super::receipt::Receipt;
 use super::super::row_stream::{RowLayout, Rows};
-use super::super::shared_memory::Segments;
+use super::super::source::{Segments, SourceFile};
 use super::*;
 
 /// A segment, opened as a push opens it.

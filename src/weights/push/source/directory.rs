@@ -7,10 +7,9 @@ use cap_std::ambient_authority;
 use cap_std::fs::{Dir, OpenOptions, OpenOptionsExt};
 use safetensors::tensor::Metadata;
 
-use super::files::SourceFile;
-use super::{TensorEntry, UpdateKind};
+use super::file::SourceFile;
 use crate::error::{Error, Result};
-use crate::weights::Dtype;
+use crate::weights::{Dtype, TensorEntry, UpdateKind};
 
 /// The field of the push that errors name.
 const FIELD: &str = "source.directory";
@@ -26,7 +25,7 @@ const MAX_CONFIG_BYTES: u64 = 1 << 20;
 const MAX_PATH_BYTES: usize = 4096;
 
 /// The push that a directory contains.
-pub(super) struct Directory {
+pub(in crate::weights::push) struct Directory {
     pub files: Vec<SourceFile>,
     pub tensors: Vec<TensorEntry>,
     /// The index in `files` of each tensor's file.
@@ -40,7 +39,7 @@ pub(super) struct Directory {
 /// # Errors
 /// `InvalidArgument` on `source.directory` if the server reads from no directory, the path is outside of it, or a file
 /// is not what it should be; `NotFound`.
-pub(super) fn open(kind: UpdateKind, path: &str, weights_dir: Option<&Path>) -> Result<Directory> {
+pub(in crate::weights::push) fn open(kind: UpdateKind, path: &str, weights_dir: Option<&Path>) -> Result<Directory> {
     let weights_dir = weights_dir.ok_or_else(|| {
         refuse("this server reads weights from no directory; start it with --weights-dir".to_string())
     })?;

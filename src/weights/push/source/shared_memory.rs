@@ -19,7 +19,7 @@ const MAX_NAME_BYTES: usize = 255;
 
 /// A mapped segment.
 #[derive(Debug)]
-pub(super) struct Segment {
+pub(in crate::weights::push) struct Segment {
     file: File,
     metadata: Metadata,
     map: BorrowedMap,
@@ -71,7 +71,7 @@ impl Segments {
     /// `InvalidArgument` if the name is not one that clients give, or is that of a link or of anything but a regular
     /// file. `NotFound` if there is no such file, or its owner does not let this process's user read it; so a server
     /// that runs as root does not read for a client what the client could not.
-    pub(super) fn open(&self, name: &str) -> Result<Arc<Segment>> {
+    pub(in crate::weights::push) fn open(&self, name: &str) -> Result<Arc<Segment>> {
         let file = open(name)?;
         let metadata = check_regular(FIELD, name, &file)?;
         if !Identity::of_process().is_let_read(&metadata) {
@@ -87,7 +87,7 @@ impl Segments {
     }
 
     #[cfg(test)]
-    pub(super) fn last(&self) -> Option<Arc<Segment>> {
+    pub(in crate::weights::push) fn last(&self) -> Option<Arc<Segment>> {
         self.kept().clone()
     }
 

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 
 /// An open file with tensors of a push. Its owner may cut it short at any time.
 #[derive(Debug)]
-pub(super) struct SourceFile {
+pub(in crate::weights::push) struct SourceFile {
     /// The file's name as the sender gives it.
     name: String,
     bytes: u64,
