@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// When a push last showed a sign of life: bytes that arrived, or work that the server did for it. Clones share the time.
+/// When a push last showed a sign of life: bytes that arrived, or work that the server did for it. Clones share the
+/// time.
 #[derive(Clone, Debug)]
 pub struct Activity(Arc<ActivityState>);
 

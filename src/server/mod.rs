@@ -128,10 +128,10 @@ pub enum Ended {
     Cut,
 }
 
-/// Serves until it is ordered to end. While `context` is being made (the model loads), health says NOT_SERVING and calls
-/// get UNAVAILABLE. After the first order to end, new requests get UNAVAILABLE and running ones may finish within the
-/// grace period; then the engine aborts the rest, whose partial completions are still delivered. A second order skips
-/// the grace period. Must be called inside a tokio runtime.
+/// Serves until it is ordered to end. While `context` is being made (the model loads), health says NOT_SERVING and
+/// calls get UNAVAILABLE. After the first order to end, new requests get UNAVAILABLE and running ones may finish within
+/// the grace period; then the engine aborts the rest, whose partial completions are still delivered. A second order
+/// skips the grace period. Must be called inside a tokio runtime.
 ///
 /// # Errors
 /// The error of `context` if it fails; `Internal` if the transport fails.

@@ -1,6 +1,7 @@
-//! The rules on the code's shape that no lint can state, each with its reason: layers, circles between files, lengths of
-//! files, the files that may have unsafe code, who may know the network, a scheduler without device or clock, no globals,
-//! a reason for each dependency. The rules that the compiler and clippy can check are in Cargo.toml (`[workspace.lints]`).
+//! The rules on the code's shape that no lint can state, each with its reason: layers, circles between files, lengths
+//! of files, the files that may have unsafe code, who may know the network, a scheduler without device or clock, no
+//! globals, a reason for each dependency. The rules that the compiler and clippy can check are in Cargo.toml
+//! (`[workspace.lints]`).
 
 mod circles;
 mod source;
@@ -24,6 +25,8 @@ const LAYERS: &[&[&str]] = &[
 ];
 /// Longest file in lines. (Clippy counts the lines of functions.)
 const MAX_FILE_LINES: usize = 500;
+/// Longest line of a comment in characters, as rustfmt.toml has it for code.
+const MAX_COMMENT_CHARS: usize = 120;
 const OWN_CODE: &[&str] = &["src", "kernels/src"];
 const ALL_CODE: &[&str] = &["src", "kernels/src", "tests"];
 
@@ -136,6 +139,17 @@ fn files_are_short() {
         }
     }
     assert_none(&offenders, "files fit a head; split these:");
+}
+
+#[test]
+fn comments_are_within_the_width() {
+    let mut offenders = Vec::new();
+    for source in rust_files(ALL_CODE) {
+        let comments = source.text.lines().enumerate().filter(|(_, line)| line.trim_start().starts_with("//"));
+        let long = comments.filter(|(_, line)| line.chars().count() > MAX_COMMENT_CHARS);
+        offenders.extend(long.map(|(i, _)| format!("{}:{}", source.path, i + 1)));
+    }
+    assert_none(&offenders, "comments have lines as long as the code's; rustfmt breaks only the code:");
 }
 
 #[test]

@@ -1,5 +1,6 @@
-//! The traits that a device's room implements. [`Device`](crate::Device), [`Ops`](crate::Ops), [`Matrix`](crate::Matrix),
-//! [`KvCache`](crate::KvCache) and [`Buffer`](crate::Buffer) are these as everything above this crate sees them.
+//! The traits that a device's room implements. [`Device`](crate::Device), [`Ops`](crate::Ops),
+//! [`Matrix`](crate::Matrix), [`KvCache`](crate::KvCache) and [`Buffer`](crate::Buffer) are these as everything above
+//! this crate sees them.
 
 pub(crate) mod device;
 pub(crate) mod operators;

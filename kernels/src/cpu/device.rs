@@ -103,8 +103,8 @@ impl MemoryImpl for CpuDevice {
         Tensor::zeros(len, DType::F32, &Device::Cpu)
     }
 
-    /// The first row starts with a cache line, as rows of whole lines then do too: a vector is stored into one line, not
-    /// two.
+    /// The first row starts with a cache line, as rows of whole lines then do too: a vector is stored into one line,
+    /// not two.
     fn activations(&self, rows: usize, width: usize) -> Result<Tensor> {
         let memory = self.zeros(rows * width + LINE / size_of::<f32>())?;
         let start = with_f32(&memory, |values| values.as_ptr().align_offset(LINE))?;

@@ -101,8 +101,8 @@ impl Isa {
         }
     }
 
-    /// Whether what is multiplied by bfloat16 is rounded to bfloat16 before: activations by [`linear`](super::linear()),
-    /// queries and softmax weights by [`paged_attention`](super::paged_attention).
+    /// Whether what is multiplied by bfloat16 is rounded to bfloat16 before: activations by
+    /// [`linear`](super::linear()), queries and softmax weights by [`paged_attention`](super::paged_attention).
     pub fn rounds_activations(self) -> bool {
         match self.level {
             _ if self.emulates_bf16 => true,

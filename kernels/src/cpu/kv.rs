@@ -1,5 +1,5 @@
-//! The storage of one layer's paged key-value cache. Keys lie as `[block][kv_head][head_dim][block_size]`, so that 16 tokens
-//! are one vector; values as `[block][kv_head][block_size][head_dim]`.
+//! The storage of one layer's paged key-value cache. Keys lie as `[block][kv_head][head_dim][block_size]`, so that 16
+//! tokens are one vector; values as `[block][kv_head][block_size][head_dim]`.
 
 use super::pool::Cpu;
 use super::rows::Rows;

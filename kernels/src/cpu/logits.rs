@@ -1,9 +1,10 @@
-//! Passes over one row of logits `[vocab]`, float32: maximum and sum of exponentials, inverse CDF, candidates, histogram.
+//! Passes over one row of logits `[vocab]`, float32: maximum and sum of exponentials, inverse CDF, candidates,
+//! histogram.
 //!
-//! A row is cut into blocks of [`BLOCK`] tokens. A block's exponentials are relative to the block's own maximum, so that
-//! one reading of the row gives both; they are added in a fixed tree, then scaled to the row's maximum, and the blocks
-//! are added in a fixed order in float64: the same bits on every instruction set and for every caller. What the first
-//! pass learns per block lets the later ones touch only the blocks that matter.
+//! A row is cut into blocks of [`BLOCK`] tokens. A block's exponentials are relative to the block's own maximum, so
+//! that one reading of the row gives both; they are added in a fixed tree, then scaled to the row's maximum, and the
+//! blocks are added in a fixed order in float64: the same bits on every instruction set and for every caller. What the
+//! first pass learns per block lets the later ones touch only the blocks that matter.
 
 #![allow(clippy::needless_range_loop)] // indices, so that vectors stay in registers
 
@@ -75,8 +76,8 @@ impl Bound {
 }
 
 /// Fills `maxima` with the maximum of each block and `sums` with its `Σ e^((x - max) * scale)`, and returns the row's
-/// maximum and sum; `scale > 0`. NaN is passed over by maxima (an empty or all-NaN block has `-inf`) and makes sums NaN,
-/// as `+inf` does; `-inf` adds 0.
+/// maximum and sum; `scale > 0`. NaN is passed over by maxima (an empty or all-NaN block has `-inf`) and makes sums
+/// NaN, as `+inf` does; `-inf` adds 0.
 pub fn summarise(isa: Isa, logits: &[f32], scale: f32, maxima: &mut Vec<f32>, sums: &mut Vec<f32>) -> (f32, f64) {
     isa.dispatch(Summarise { logits, scale, maxima, sums })
 }
@@ -88,8 +89,8 @@ pub fn sum_exp(isa: Isa, row: &Row<'_>, scale: f32, bound: Bound, sums: &mut Vec
 }
 
 /// The first token, in order of ids, at which the running sum of `e^((x - max) * scale)` over the kept ones exceeds
-/// `target`, a value in `[0, total)`. `sums` is [`sum_exp`]'s of the same arguments, with a positive total. A token whose
-/// exponential is 0 is never returned.
+/// `target`, a value in `[0, total)`. `sums` is [`sum_exp`]'s of the same arguments, with a positive total. A token
+/// whose exponential is 0 is never returned.
 pub fn inverse_cdf(isa: Isa, row: &Row<'_>, scale: f32, bound: Bound, sums: &[f32], target: f64) -> usize {
     let (mut block, mut running, mut cumulative) = (None, 0f64, 0f64);
     for (b, &sum) in sums.iter().enumerate() {

@@ -10,8 +10,8 @@ use super::tile::{Ahead, Operands, Single, accumulate};
 /// Rows of a register tile. Four divide the tiles that weights are merged in.
 const MR: usize = 4;
 
-/// `out[i][j] += scaling * Σ_k b[i][k] * a[k][j]`: the sum in ascending `k` from zero by fused multiply-add, then scaled,
-/// then added, each rounded to float32. One thread; the same bits on every instruction set.
+/// `out[i][j] += scaling * Σ_k b[i][k] * a[k][j]`: the sum in ascending `k` from zero by fused multiply-add, then
+/// scaled, then added, each rounded to float32. One thread; the same bits on every instruction set.
 ///
 /// # Panics
 /// If shapes do not agree.
@@ -42,8 +42,8 @@ impl Kernel for LowRank<'_> {
 }
 
 impl LowRank<'_> {
-    /// Blocks of `NV` vectors of columns: `a`'s are copied together, so that they stay in the first-level cache whatever
-    /// the stride is, and are padded with zeros.
+    /// Blocks of `NV` vectors of columns: `a`'s are copied together, so that they stay in the first-level cache
+    /// whatever the stride is, and are padded with zeros.
     #[inline(always)]
     fn column_blocks<L: Lanes, const NV: usize>(&mut self) {
         let (rank, width) = (self.a.rows(), self.a.width());

@@ -20,7 +20,8 @@ pub fn exp(x: f32) -> f32 {
     let p = p.mul_add(r, 1.666_666_5e-1);
     let p = p.mul_add(r, 0.5);
     let y = p.mul_add(r * r, r) + 1.0;
-    // The low bits of `shifted` are n: a shift takes them to the exponent (`n as i32` saturates, which does not vectorise).
+    // The low bits of `shifted` are n: a shift takes them to the exponent (`n as i32` saturates, which does not
+    // vectorise).
     let scaled = f32::from_bits(y.to_bits().wrapping_add(shifted.to_bits() << 23));
     if x.is_nan() {
         x

@@ -2,9 +2,9 @@
 //!
 //! Each operator takes a [`Cpu`] (where it runs) first. Its kernel is written once over [`lanes::Lanes`], 16 float32
 //! lanes with the same operations on every instruction set, so all of them give the same bits. The exceptions are
-//! [`linear()`] with bfloat16 weights and [`paged_attention`] over a bfloat16 cache on `avx512_bf16`: its instruction takes
-//! both factors in bfloat16, so activations, queries and softmax weights are rounded there. It can be emulated on all
-//! others.
+//! [`linear()`] with bfloat16 weights and [`paged_attention`] over a bfloat16 cache on `avx512_bf16`: its instruction
+//! takes both factors in bfloat16, so activations, queries and softmax weights are rounded there. It can be emulated on
+//! all others.
 
 mod activation;
 mod attention;

@@ -134,7 +134,8 @@ impl PackedMatrix {
         self.write_columns(row0, rows, self.k, 0);
     }
 
-    /// As [`PackedMatrix::write_rows`], from rows of `width` values of which the matrix has those from `first_column` on.
+    /// As [`PackedMatrix::write_rows`], from rows of `width` values of which the matrix has those from `first_column`
+    /// on.
     ///
     /// # Panics
     /// If these are not whole rows, they pass the end, or they have not as many columns.

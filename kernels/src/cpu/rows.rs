@@ -56,7 +56,8 @@ impl<'a> Rows<'a> {
         &self.data[i * self.stride..][..self.width]
     }
 
-    /// Row `i` and everything after it: a pointer into this slice may be moved to later rows, one into `row(i)` may not.
+    /// Row `i` and everything after it: a pointer into this slice may be moved to later rows, one into `row(i)` may
+    /// not.
     #[inline]
     pub(crate) fn rows_from(&self, i: usize) -> &'a [f32] {
         &self.data[i * self.stride..]

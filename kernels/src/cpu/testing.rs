@@ -38,8 +38,8 @@ impl Random {
     }
 }
 
-/// What vdpbf16ps makes of one lane, `sum + x[1] w[1]` and then `+ x[0] w[0]`, without a fused multiply-add: with the exact
-/// products of bfloat16 in float64, which has more than twice the bits of float32.
+/// What vdpbf16ps makes of one lane, `sum + x[1] w[1]` and then `+ x[0] w[0]`, without a fused multiply-add: with the
+/// exact products of bfloat16 in float64, which has more than twice the bits of float32.
 pub fn dot_pair(sum: f32, x: [f32; 2], w: [f32; 2]) -> f32 {
     let flush = |x: f32| if x.is_normal() || !x.is_finite() { x } else { 0.0_f32.copysign(x) };
     [1, 0].into_iter().fold(flush(sum), |sum, i| {
@@ -52,8 +52,8 @@ pub fn dot_pair(sum: f32, x: [f32; 2], w: [f32; 2]) -> f32 {
     })
 }
 
-/// `a + b`, of the two neighbours of a sum that is none of float64's numbers the one with an odd last bit: rounding that
-/// once more, to fewer bits, gives what rounding the exact sum would.
+/// `a + b`, of the two neighbours of a sum that is none of float64's numbers the one with an odd last bit: rounding
+/// that once more, to fewer bits, gives what rounding the exact sum would.
 fn add_to_odd(a: f64, b: f64) -> f64 {
     let sum = a + b;
     let part = sum - a;

@@ -8,7 +8,8 @@ use crate::cpu::tile::Element;
 use crate::kv_layout::KvLayout;
 use std::ops::Range;
 
-/// Keys and values of a unit: by vector of 16 positions, `head_dim` lines of 16 keys, and 16 lines of `head_dim` values.
+/// Keys and values of a unit: by vector of 16 positions, `head_dim` lines of 16 keys, and 16 lines of `head_dim`
+/// values.
 #[derive(Clone, Copy)]
 pub(super) struct Unit<E> {
     /// The first position.
@@ -19,7 +20,8 @@ pub(super) struct Unit<E> {
     pub values: [*const E; VECTORS],
 }
 
-/// Cache lines that a tile asks for while it takes a unit: `head_dim` pieces of `step` bytes from each of these addresses.
+/// Cache lines that a tile asks for while it takes a unit: `head_dim` pieces of `step` bytes from each of these
+/// addresses.
 #[derive(Clone, Copy)]
 pub(super) struct Ahead {
     pub at: [*const u8; VECTORS],
@@ -54,8 +56,8 @@ impl<'a, E: Element> Blocks<'a, E> {
         Blocks { layout: call.cache.layout(), kv_head, keys, values, gathered: gathered.split_at_mut(half) }
     }
 
-    /// Keys and values of the unit at `base`. Vectors without any of `positions`, which count from there, point to memory
-    /// that must not be read.
+    /// Keys and values of the unit at `base`. Vectors without any of `positions`, which count from there, point to
+    /// memory that must not be read.
     pub fn find(&mut self, sequence: &AttentionSequence<'_>, base: usize, positions: Range<usize>) -> Unit<E> {
         let Range { start: from, end: to } = positions;
         let KvLayout { head_dim, block_size, .. } = *self.layout;
@@ -77,8 +79,8 @@ impl<'a, E: Element> Blocks<'a, E> {
         found
     }
 
-    /// Where the keys of a unit begin, vector by vector, to ask for them; vectors that the sequence has not point anywhere
-    /// in the cache.
+    /// Where the keys of a unit begin, vector by vector, to ask for them; vectors that the sequence has not point
+    /// anywhere in the cache.
     pub fn keys_of(&self, next: Next<'_>) -> [*const E; VECTORS] {
         let Next { sequence, kv_head, position } = next;
         let base = position / UNIT * UNIT;

@@ -1,8 +1,9 @@
-//! Attention of a few pairs of (query row, head) over one unit of positions in products of bfloat16 pairs: the kernel of
-//! one register tile.
+//! Attention of a few pairs of (query row, head) over one unit of positions in products of bfloat16 pairs: the kernel
+//! of one register tile.
 //!
-//! Weights are relative to a reference that follows the largest score only when a score passes it by 2^8: float32 sums have
-//! the room, and the sums need not be rescaled with each unit. The rule looks at nothing but the pair's own scores.
+//! Weights are relative to a reference that follows the largest score only when a score passes it by 2^8: float32 sums
+//! have the room, and the sums need not be rescaled with each unit. The rule looks at nothing but the pair's own
+//! scores.
 
 #![allow(clippy::needless_range_loop)] // no closures, as in `cpu::tile`
 
@@ -14,8 +15,8 @@ use crate::cpu::lanes::{LANES, Lanes};
 use half::bf16;
 use std::ops::Range;
 
-/// The most pairs of a task's one tile: by two vectors of positions or columns they fill the registers of AVX-512, and what
-/// is read from memory is read once.
+/// The most pairs of a task's one tile: by two vectors of positions or columns they fill the registers of AVX-512, and
+/// what is read from memory is read once.
 pub(super) const PAIRS_ALONE: usize = 12;
 /// The most pairs of one tile among several: by four vectors, which takes the fewest loads for a product.
 pub(super) const PAIRS_BESIDE: usize = 6;
@@ -113,8 +114,8 @@ impl<const MR: usize, const AHEAD: bool> Kernel for Take<'_, MR, AHEAD> {
 struct Weights<const MR: usize>([[f32; UNIT / 2]; MR]);
 
 impl<const MR: usize, const AHEAD: bool> Take<'_, MR, AHEAD> {
-    /// `scores[m][t] = q[m] · k[t]` for `NV` vectors from `vector` on, side by side. Those from `end` on are not read: they
-    /// get the scores of the last before it.
+    /// `scores[m][t] = q[m] · k[t]` for `NV` vectors from `vector` on, side by side. Those from `end` on are not read:
+    /// they get the scores of the last before it.
     #[inline(always)]
     fn products<L: Lanes, const NV: usize>(&self, vector: usize, end: usize, scores: &mut [[L; VECTORS]; MR]) {
         let [values, _] = self.ahead;
@@ -136,8 +137,8 @@ impl<const MR: usize, const AHEAD: bool> Take<'_, MR, AHEAD> {
                         L::prefetch_near(ahead[v]);
                         ahead[v] = ahead[v].wrapping_add(values.step);
                     }
-                    // SAFETY: a vector's keys are head_dim lines of 16, and head_dim is even; lines of which one follows
-                    // the other are read as one.
+                    // SAFETY: a vector's keys are head_dim lines of 16, and head_dim is even; lines of which one
+                    // follows the other are read as one.
                     pairs[v] = unsafe {
                         if step == LANES {
                             L::load(keys[v].cast()).paired_halves()
@@ -206,8 +207,8 @@ impl<const MR: usize, const AHEAD: bool> Take<'_, MR, AHEAD> {
         }
     }
 
-    /// `sums[m][columns] += weights[m][t] * v[t][columns]` for the part's positions, two at a time in order, `NV` vectors of
-    /// columns.
+    /// `sums[m][columns] += weights[m][t] * v[t][columns]` for the part's positions, two at a time in order, `NV`
+    /// vectors of columns.
     #[inline(always)]
     fn columns<L: Lanes, const NV: usize>(&mut self, column: usize, weights: &Weights<MR>) {
         let Range { start: from, end: to } = self.part.positions;
@@ -272,8 +273,8 @@ fn rescale<L: Lanes>(state: &mut [f32], power: f32) {
     }
 }
 
-/// Rounds a query to bfloat16: pairs of 32 elements go to `to[0]`, of the next 32 to `to[step]`, and so on. Asks for the
-/// query `ahead` float32 further on.
+/// Rounds a query to bfloat16: pairs of 32 elements go to `to[0]`, of the next 32 to `to[step]`, and so on. Asks for
+/// the query `ahead` float32 further on.
 pub(super) fn round_query(isa: Isa, query: &[f32], ahead: usize, to: &mut [[f32; LANES]], step: usize) {
     isa.dispatch(RoundQuery { query, ahead, to, step });
 }

@@ -1,5 +1,5 @@
-//! A task of attention in products of bfloat16 pairs, for a cache of bfloat16 on a processor (or an emulation) that has an
-//! instruction for these. Queries are rounded to bfloat16 once, and so are the softmax weights; sums are float32.
+//! A task of attention in products of bfloat16 pairs, for a cache of bfloat16 on a processor (or an emulation) that has
+//! an instruction for these. Queries are rounded to bfloat16 once, and so are the softmax weights; sums are float32.
 //!
 //! Tiles are cut anew for each unit, of the pairs whose turn it is: all that a tile needs lies by pair.
 
@@ -20,8 +20,8 @@ use std::ops::Range;
 pub(super) const TILE_PAIRS: TilePairs = TilePairs { alone: PAIRS_ALONE, beside: PAIRS_BESIDE };
 const MOST_PAIRS: usize = TILE_PAIRS.most_of_task();
 
-/// Float32 values of scratch that [`run`] needs: a unit's keys and values in whole vectors, for block sizes that are not;
-/// two states and the query of each pair.
+/// Float32 values of scratch that [`run`] needs: a unit's keys and values in whole vectors, for block sizes that are
+/// not; two states and the query of each pair.
 pub(super) fn scratch_len(layout: &KvLayout) -> usize {
     gathered_len(layout) + MOST_PAIRS * (2 * state_len(layout.head_dim) + query_len(layout.head_dim))
 }
@@ -89,8 +89,8 @@ impl<'a> Pairs<'a> {
         let Range { start, end } = all.unwrap_or(0..0);
         for base in (start / UNIT * UNIT..end).step_by(UNIT) {
             let unit = blocks.find(turn.sequence, base, start.saturating_sub(base)..(end - base).min(UNIT));
-            // What is needed next is on its way while the first tile multiplies: values during scores; during sums the keys
-            // of the next unit, or of the sample whose turn is next.
+            // What is needed next is on its way while the first tile multiplies: values during scores; during sums the
+            // keys of the next unit, or of the sample whose turn is next.
             let next = if gathered_len(call.cache.layout()) > 0 {
                 unit.keys
             } else if base + UNIT < end {

@@ -1,5 +1,5 @@
-//! Cuts a call into tasks: which rows and heads, of which sequences and positions, are computed together. Results do not
-//! depend on it.
+//! Cuts a call into tasks: which rows and heads, of which sequences and positions, are computed together. Results do
+//! not depend on it.
 
 use super::units::{MOST_TILES, SPAN, TilePairs, UNIT, record_len};
 use super::work::{Only, Plan, Split, Task};
@@ -137,8 +137,8 @@ impl Planner<'_> {
         (together + self.members(task).iter().map(own).sum::<usize>()) as u64
     }
 
-    /// How many sequences from `first` on have the same blocks for a unit or more and fit into one task, and for how many
-    /// units their blocks are the same: samples of one prompt.
+    /// How many sequences from `first` on have the same blocks for a unit or more and fit into one task, and for how
+    /// many units their blocks are the same: samples of one prompt.
     fn companions(&self, first: usize, most_pairs: usize) -> (usize, u32) {
         let s = &self.sequences[first];
         let (mut pairs, mut shared) = (self.pairs(s), whole_units(s));

@@ -4,8 +4,8 @@
 use crate::cpu::isa::{Isa, Kernel};
 use crate::cpu::lanes::{LANES, Lanes};
 
-/// Adds what later positions gave to the states of some pairs, one largest score each, whatever a state holds while nothing
-/// was seen (a largest score of `-inf`).
+/// Adds what later positions gave to the states of some pairs, one largest score each, whatever a state holds while
+/// nothing was seen (a largest score of `-inf`).
 pub(super) fn fold(isa: Isa, largest: &mut [f32], states: &mut [f32], later_largest: &[f32], later: &[f32]) {
     isa.dispatch(Fold { largest, states, later_largest, later });
 }
@@ -44,7 +44,8 @@ impl Kernel for Fold<'_> {
 }
 
 /// `out` = weighted sums of values / sum of exponentials. Positions that only other pairs of a tile see added products
-/// with 0, and spans without any of a pair's positions nothing, which can only turn -0 into 0: + 0 makes that so always.
+/// with 0, and spans without any of a pair's positions nothing, which can only turn -0 into 0: + 0 makes that so
+/// always.
 pub(super) fn divide(isa: Isa, state: &[f32], out: &mut [f32]) {
     isa.dispatch(Divide { state, out });
 }

@@ -1,5 +1,5 @@
-//! What every task of attention does, whichever arithmetic its tiles have: where its pairs are, in which order they take
-//! which positions, and what becomes of the result.
+//! What every task of attention does, whichever arithmetic its tiles have: where its pairs are, in which order they
+//! take which positions, and what becomes of the result.
 
 use super::plan::seen;
 use super::span::{divide, fold};
@@ -100,8 +100,8 @@ impl<'a> Next<'a> {
     }
 }
 
-/// Calls `take` with the turns of a task in order: all pairs where the sequences share blocks, then those of each sequence.
-/// `after` is what its thread will do next.
+/// Calls `take` with the turns of a task in order: all pairs where the sequences share blocks, then those of each
+/// sequence. `after` is what its thread will do next.
 pub(super) fn each_turn<'a>(call: &Call<'a>, task: &Task, after: Next<'a>, mut take: impl FnMut(Turn<'a>)) {
     let members = &call.sequences[task.first_sequence as usize..][..task.sequences as usize];
     let all = task.only.map_or(0..usize::MAX, |only| only.span as usize * SPAN..(only.span as usize + 1) * SPAN);
@@ -122,8 +122,8 @@ pub(super) fn each_turn<'a>(call: &Call<'a>, task: &Task, after: Next<'a>, mut t
     }
 }
 
-/// Keeps the largest score and the state of each of the task's pairs if it is one of several that share rows, else writes
-/// their results.
+/// Keeps the largest score and the state of each of the task's pairs if it is one of several that share rows, else
+/// writes their results.
 pub(super) fn put<'s>(
     call: &Call<'_>,
     task: &Task,

@@ -78,9 +78,9 @@ impl Case {
         self.lengths.iter().enumerate().map(|(s, len)| (s, 0, *len)).collect()
     }
 
-    /// One output row and head by the reference, and how far from each value an implementation may be: if it rounds queries
-    /// (which are rounded here, too) and weights (each by half a unit of its last place), as one with bfloat16 products
-    /// does.
+    /// One output row and head by the reference, and how far from each value an implementation may be: if it rounds
+    /// queries (which are rounded here, too) and weights (each by half a unit of its last place), as one with bfloat16
+    /// products does.
     fn reference(&self, s: usize, row: usize, head: usize, isa: Isa) -> Vec<(f64, f64)> {
         let rounds = self.dtype == KvDtype::Bf16 && isa.rounds_activations();
         let (width, heads) = (self.kv_heads * self.head_dim, self.heads * self.head_dim);
@@ -107,7 +107,8 @@ impl Case {
     }
 }
 
-/// The instruction sets that have the same bits: those that round queries and weights of a bfloat16 cache, and the others.
+/// The instruction sets that have the same bits: those that round queries and weights of a bfloat16 cache, and the
+/// others.
 fn alike() -> [Vec<Isa>; 2] {
     let (rounding, others) = Isa::all().into_iter().partition(|isa| isa.rounds_activations());
     [rounding, others]

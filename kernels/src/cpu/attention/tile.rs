@@ -14,8 +14,8 @@ use crate::kv_layout::KvLayout;
 use std::ops::Range;
 use std::slice;
 
-/// Float32 values of scratch that [`run`] needs: a unit's keys or values, widened; its keys and values in whole vectors,
-/// for block sizes that are not; query, weights and two states of each pair.
+/// Float32 values of scratch that [`run`] needs: a unit's keys or values, widened; its keys and values in whole
+/// vectors, for block sizes that are not; query, weights and two states of each pair.
 pub(super) fn scratch_len(tile: TilePairs, layout: &KvLayout) -> usize {
     let pairs = tile.most_of_task().max(tile.alone);
     UNIT * layout.head_dim + gathered_len(layout) + pairs * pair_len(layout)
@@ -57,8 +57,8 @@ pub(super) fn run<'a, E: Element>(
     put(call, task, tiles.iter_mut().flatten().flat_map(|tile| tile.results(call)), records);
 }
 
-/// How many pairs the tile has that begins at pair `first` of the task: as many as fit of one sequence's, or those of whole
-/// sequences, which have positions of their own.
+/// How many pairs the tile has that begins at pair `first` of the task: as many as fit of one sequence's, or those of
+/// whole sequences, which have positions of their own.
 fn next_tile(call: &Call<'_>, task: &Task, tile: TilePairs, first: usize) -> usize {
     let pairs = task.pairs as usize;
     let most = if pairs <= tile.alone { tile.alone } else { tile.beside };
@@ -173,8 +173,8 @@ impl<'a> Tile<'a> {
         }
     }
 
-    /// Ends the last span of all pairs: largest score and state of each. Those that saw no span before it have nothing to
-    /// fold.
+    /// Ends the last span of all pairs: largest score and state of each. Those that saw no span before it have nothing
+    /// to fold.
     fn results(&mut self, call: &Call<'_>) -> impl Iterator<Item = (f32, &[f32])> {
         let state_len = state_len(call.cache.layout().head_dim);
         let Tile { largest, softmax, states, totals, .. } = self;
@@ -237,8 +237,8 @@ impl<E: Element> Work<'_, '_, E> {
     fn unit(&mut self, together: &Together<'_>, base: usize, from: usize) {
         let to = (together.end - base).min(UNIT);
         let found = self.blocks.find(together.sequence, base, from..to);
-        // What is needed next is on its way while the first tile multiplies: values during scores; during sums the keys of
-        // the next unit, or of the sample whose turn is next.
+        // What is needed next is on its way while the first tile multiplies: values during scores; during sums the keys
+        // of the next unit, or of the sample whose turn is next.
         let step = LANES * size_of::<E>();
         let values = Ahead { at: found.values.map(<*const E>::cast), step };
         let next = if gathered_len(self.layout) > 0 {

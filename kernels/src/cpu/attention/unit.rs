@@ -27,8 +27,8 @@ impl Default for Softmax {
 
 /// Pairs of a tile that take a unit together.
 pub(super) struct Part<'a> {
-    /// `[head_dim / 16]` blocks, `q_step` apart, of 16 elements of each of this part's pairs, times the factor that makes
-    /// scores powers of two.
+    /// `[head_dim / 16]` blocks, `q_step` apart, of 16 elements of each of this part's pairs, times the factor that
+    /// makes scores powers of two.
     pub q: &'a [f32],
     pub q_step: usize,
     /// Those inside the unit that any of the pairs sees, and that the kernel may read.

@@ -18,7 +18,8 @@ pub(super) const fn state_len(head_dim: usize) -> usize {
     LANES + head_dim
 }
 
-/// Float32 values of one pair's state in one span, kept for [`finish`](super::task::finish): the largest score on a line of its own first.
+/// Float32 values of one pair's state in one span, kept for [`finish`](super::task::finish): the largest score on a
+/// line of its own first.
 pub(super) const fn record_len(head_dim: usize) -> usize {
     LANES + state_len(head_dim)
 }

@@ -1,7 +1,8 @@
 //! Tasks of a call.
 
 /// Pairs of (row, head of a group) of one KV head: some of one sequence's, or all of several sequences', which share
-/// blocks. Up to [`MOST_TILES`](super::units::MOST_TILES) register tiles take each unit of keys and values one after the other.
+/// blocks. Up to [`MOST_TILES`](super::units::MOST_TILES) register tiles take each unit of keys and values one after
+/// the other.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Task {
     /// What it computes, to be compared with other tasks of the call.

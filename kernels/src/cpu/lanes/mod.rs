@@ -21,8 +21,8 @@ pub(crate) const LANES: usize = 16;
 /// `[f32; 16]` on which arithmetic is lane by lane.
 ///
 /// # Safety
-/// An implementation reads and writes what its methods say and nothing beyond, for kernels hand them pointers. Its values
-/// may exist only on a processor that has its instruction set.
+/// An implementation reads and writes what its methods say and nothing beyond, for kernels hand them pointers. Its
+/// values may exist only on a processor that has its instruction set.
 pub(crate) unsafe trait Lanes: Copy + 'static {
     /// How many of these, as accumulators, leave enough registers for the operands of a product.
     const ACCUMULATORS: usize;
@@ -248,8 +248,8 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
         Self::exp_each([self])[0]
     }
 
-    /// [`exp`](Self::exp) of several vectors, step by step of all: one alone is a chain of which each step waits for the
-    /// one before.
+    /// [`exp`](Self::exp) of several vectors, step by step of all: one alone is a chain of which each step waits for
+    /// the one before.
     #[inline(always)]
     fn exp_each<const N: usize>(x: [Self; N]) -> [Self; N] {
         const POLYNOMIAL: [f32; 5] = [1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5];
@@ -283,7 +283,8 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
         y
     }
 
-    /// `2^x` of every lane to about 1.3 ulp, exactly 1 for 0; 0 below -126.5. For lanes up to 127, or NaN, which stays NaN.
+    /// `2^x` of every lane to about 1.3 ulp, exactly 1 for 0; 0 below -126.5. For lanes up to 127, or NaN, which stays
+    /// NaN.
     #[inline(always)]
     #[allow(clippy::approx_constant)] // the polynomial of least error has nearly the logarithm of 2, not it
     fn exp2(self) -> Self {

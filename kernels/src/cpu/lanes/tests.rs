@@ -253,7 +253,8 @@ impl Kernel for Pairs<'_> {
     }
 }
 
-/// Numbers of one scale, of many, of all that there are, and such that products and sums are about the least normal one.
+/// Numbers of one scale, of many, of all that there are, and such that products and sums are about the least normal
+/// one.
 fn any_number(random: &mut Random, kind: usize) -> f32 {
     let bits = random.next();
     let (sign, mantissa) = ((bits as u32) & 0x8000_0000, (bits >> 8) as u32 & 0x007f_ffff);

@@ -1,9 +1,9 @@
 //! Linear layers: `out = x · Wᵀ + bias`.
 //!
 //! The reduction over `k` is cut into the matrix's leaves; each is summed in ascending order by one accumulator per
-//! output, and leaves are added as a balanced binary tree: `((0+1)+(2+3))+((4+5)+(6+7))`. Nothing else decides the order,
-//! so a row has the same bits in any batch, and the tree-added results of ranks that hold runs of leaves are those of
-//! the whole matrix.
+//! output, and leaves are added as a balanced binary tree: `((0+1)+(2+3))+((4+5)+(6+7))`. Nothing else decides the
+//! order, so a row has the same bits in any batch, and the tree-added results of ranks that hold runs of leaves are
+//! those of the whole matrix.
 
 use super::activation::SiluMul;
 use super::isa::{Isa, Kernel};

@@ -42,8 +42,8 @@ pub(super) struct Plan {
     pub steps: usize,
     /// Stored weights of a panel in a step.
     pub step_len: usize,
-    /// After so many steps of so many leaves the next tile of the chunk takes its turn: of parts of one leaf, or of whole
-    /// ones.
+    /// After so many steps of so many leaves the next tile of the chunk takes its turn: of parts of one leaf, or of
+    /// whole ones.
     pub block_steps: usize,
     pub block_leaves: usize,
     /// Whether the first tile leaves the weights of a block widened, and the values that this makes.
@@ -123,8 +123,8 @@ impl Plan {
         self.panels.start(group)
     }
 
-    /// The panel that is number `v` of a group's register tile. A group may have one less: its last one is then computed
-    /// again and dropped.
+    /// The panel that is number `v` of a group's register tile. A group may have one less: its last one is then
+    /// computed again and dropped.
     pub fn tile_panel(&self, group: usize, v: usize) -> usize {
         let last = self.panel(group + 1) - 1;
         match self.gated {

@@ -10,8 +10,8 @@ use std::ops::Range;
 /// Panels of the widest register tile.
 pub(super) const WIDEST: usize = 4;
 
-/// Rows of the tallest one, where there are accumulators for two vectors of columns: that is enough to hide what loading
-/// and widening weights costs.
+/// Rows of the tallest one, where there are accumulators for two vectors of columns: that is enough to hide what
+/// loading and widening weights costs.
 pub(super) const TALLEST: usize = 13;
 
 /// The weights of one register tile: a step of each panel every `step` elements. Panels beyond its width are not read.
@@ -32,8 +32,8 @@ pub(super) struct Tile<'a, F: Format> {
     pub out: Option<Out<'a>>,
 }
 
-/// Sums `[rows][width][16]` of this tile, one every `stride` values: those of runs of leaves that wait for their sibling
-/// in the tree, then those of the leaf being added up.
+/// Sums `[rows][width][16]` of this tile, one every `stride` values: those of runs of leaves that wait for their
+/// sibling in the tree, then those of the leaf being added up.
 pub(super) struct Sums<'a> {
     pub values: &'a mut [f32],
     pub stride: usize,

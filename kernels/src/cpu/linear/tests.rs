@@ -40,8 +40,8 @@ fn product(cpu: &Cpu, x: &[f32], matrix: &PackedMatrix, bias: Option<&[f32]>) ->
     out
 }
 
-/// The order of the contract, spelled out: leaves in ascending order, then a balanced tree, then the bias. In a leaf one
-/// product after the other, or pair by pair of what is rounded.
+/// The order of the contract, spelled out: leaves in ascending order, then a balanced tree, then the bias. In a leaf
+/// one product after the other, or pair by pair of what is rounded.
 fn in_order(rounds: bool, x: &[f32], w: &[f32], leaves: usize, bias: Option<f32>) -> f32 {
     let leaf = x.len() / leaves;
     let dot = |(x, w): (&[f32], &[f32])| match rounds {

@@ -65,8 +65,8 @@ unsafe fn pairs_of_f16<L: Lanes>(p: *const f16) -> L {
     L::from_array(&std::array::from_fn(|i| f32::from_bits(bits(2 * i) | bits(2 * i + 1) << 16)))
 }
 
-/// Writes a panel of 16 rows, which start `stride` values apart and whose length `k` is whole lines, past the caches: it
-/// is not read before the next step.
+/// Writes a panel of 16 rows, which start `stride` values apart and whose length `k` is whole lines, past the caches:
+/// it is not read before the next step.
 pub(super) struct PackWhole<'a, D, S> {
     pub panel: &'a mut [D],
     pub k: usize,
@@ -212,7 +212,8 @@ impl PackedMatrix {
         });
     }
 
-    /// Calls `f(some of rows, the panels that hold them, scratch)` for all of `rows`, those of `at_once` panels in one task.
+    /// Calls `f(some of rows, the panels that hold them, scratch)` for all of `rows`, those of `at_once` panels in one
+    /// task.
     fn for_panels<D: Plain>(
         &mut self,
         pool: &ThreadPool,

@@ -37,7 +37,8 @@ pub fn apply(logits: &[f32], task: &SamplingTask<'_>, edited: &mut Vec<f32>, cou
     true
 }
 
-/// Repetition penalty on every token of the prompt and the output, frequency and presence penalty on those of the output.
+/// Repetition penalty on every token of the prompt and the output, frequency and presence penalty on those of the
+/// output.
 fn penalise(logits: &mut [f32], task: &SamplingTask<'_>, prompt: &[u32], output: &[u32], counts: &mut Vec<u32>) {
     counts.resize(counts.len().max(logits.len()), 0);
     for &token in prompt {

@@ -1,8 +1,9 @@
 //! Min-p, top-k and top-p without sorting the vocabulary.
 //!
 //! Each filter keeps a prefix of one order: descending logit, ties by ascending id. So together they keep the tokens up
-//! to one last token, and it is enough to find that. Mostly it is among the tokens above the largest block maxima, a few
-//! hundred of 150,000. If not, a histogram of the row tells in which cell it is, and the cell's tokens are selected from.
+//! to one last token, and it is enough to find that. Mostly it is among the tokens above the largest block maxima, a
+//! few hundred of 150,000. If not, a histogram of the row tells in which cell it is, and the cell's tokens are selected
+//! from.
 
 use std::cmp::Ordering;
 
@@ -85,16 +86,16 @@ pub fn top_k(isa: Isa, row: &Row, k: usize, selection: &mut Selection) {
     }
 }
 
-/// A bound that at least `n` logits reach (or as many as there are blocks): the n-th largest of the block maxima, each of
-/// which is a logit.
+/// A bound that at least `n` logits reach (or as many as there are blocks): the n-th largest of the block maxima, each
+/// of which is a logit.
 fn nth_block_maximum(maxima: &[f32], n: usize, floors: &mut Vec<f32>) -> f32 {
     floors.clear();
     floors.extend_from_slice(maxima);
     *floors.select_nth_unstable_by(n.min(maxima.len()) - 1, |a, b| b.total_cmp(a)).1
 }
 
-/// The last token of the shortest prefix of the order that reaches `target`. Tokens from `floor` up are tried first, then
-/// those of one of `bins`.
+/// The last token of the shortest prefix of the order that reaches `target`. Tokens from `floor` up are tried first,
+/// then those of one of `bins`.
 fn prefix(
     isa: Isa,
     row: &Row,
@@ -120,7 +121,8 @@ fn prefix(
     }
     logits::candidates_of_bin(isa, row, bins, bin, scale, candidates);
     if candidates.is_empty() {
-        // Every cell was added and the target not reached: it is within rounding of all there is, so nothing is left out.
+        // Every cell was added and the target not reached: it is within rounding of all there is, so nothing is left
+        // out.
         return Bound::NONE;
     }
     shortest_prefix(candidates, measure, target - above)
@@ -133,8 +135,8 @@ fn sum(measure: Measure, candidates: &[Candidate]) -> f64 {
     }
 }
 
-/// The last of the fewest candidates, in the order, that reach `target` (of all, if they do not). Bisection by selection:
-/// linear in the number of candidates, which are at least one.
+/// The last of the fewest candidates, in the order, that reach `target` (of all, if they do not). Bisection by
+/// selection: linear in the number of candidates, which are at least one.
 fn shortest_prefix(candidates: &mut [Candidate], measure: Measure, target: f64) -> Bound {
     const SORTED: usize = 64; // from here down a sort is cheaper than more selections
     let (mut low, mut high, mut reached) = (0, candidates.len(), 0.0);

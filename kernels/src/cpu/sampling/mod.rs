@@ -25,8 +25,8 @@ impl Sampler {
         Self { scratch: Scratch::new(isa), tokens: Vec::new(), failed: Vec::new() }
     }
 
-    /// Answers the tasks of row `row`. A panic costs that row's answers and nothing else: they only read the logits, and
-    /// the scratch, which may be half written, is made anew.
+    /// Answers the tasks of row `row`. A panic costs that row's answers and nothing else: they only read the logits,
+    /// and the scratch, which may be half written, is made anew.
     pub fn answer(&mut self, row: usize, logits: &[f32], tasks: &[SamplingTask<'_>]) {
         let Self { scratch, tokens, failed } = self;
         let answered = tokens.len();

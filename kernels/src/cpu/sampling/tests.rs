@@ -1,4 +1,5 @@
-//! The sampler against the reference device's, which is naive on purpose: float64, full sorts, one step after the other.
+//! The sampler against the reference device's, which is naive on purpose: float64, full sorts, one step after the
+//! other.
 
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
