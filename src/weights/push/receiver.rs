@@ -190,7 +190,9 @@ impl Receiver {
                 packing.write(&self.manifest, index, receipt, (offset, data), self.reservation.early)?;
             }
             Mode::InPlace(in_place) => {
-                in_place.keep(name, receipt, self.reservation.in_place)?;
+                if receipt.is_untouched() && !data.is_empty() {
+                    in_place.keep(name, receipt.bytes() as u64, self.reservation.in_place)?;
+                }
                 if receipt.gather(name, offset, data)? {
                     in_place.complete.push(index);
                 }
@@ -349,12 +351,9 @@ impl InPlace {
         Self { kept, complete, next: 0 }
     }
 
-    /// Notes the memory that the tensor `name` takes with its first byte.
-    fn keep(&mut self, name: &str, receipt: &Receipt, limit: u64) -> Result<()> {
-        if !receipt.is_untouched() {
-            return Ok(());
-        }
-        let kept = self.kept + receipt.bytes() as u64;
+    /// Notes the memory of `bytes` that the tensor `name` takes with its first byte.
+    fn keep(&mut self, name: &str, bytes: u64, limit: u64) -> Result<()> {
+        let kept = self.kept + bytes;
         if kept > limit {
             return Err(Error::ResourceExhausted(format!(
                 "tensor {name:?} is begun while others are not whole; in place, {} are set aside for them: send one \

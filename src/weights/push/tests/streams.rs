@@ -216,6 +216,22 @@ fn in_place_each_tensor_comes_out_once_and_little_is_held() {
 }
 
 #[test]
+fn empty_chunks_take_no_memory_in_place() {
+    let parameters = model(true);
+    let push = random_push(&mut rng(6), &parameters);
+    let mut receiver = open(UpdateKind::Full, &push, &parameters).unwrap();
+    assert!(receiver.take_complete().is_none());
+    for _ in 0..100 {
+        receiver.write(0, 0, &[]).unwrap();
+    }
+    for (i, sent) in push.iter().enumerate() {
+        receiver.write(i as u32, 0, &sent.bytes).unwrap();
+        receiver.take_complete().unwrap();
+    }
+    receiver.finish().unwrap();
+}
+
+#[test]
 fn in_place_more_than_is_set_aside_is_refused() {
     let parameters = model(true);
     let push = random_push(&mut rng(3), &parameters);
