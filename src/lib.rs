@@ -45,7 +45,7 @@
 //!           Decoder::logits          of the rows that have tasks
 //! kernels   Ops::sample              a token and both log-probabilities for each task, read once when all are sampled
 //! scheduler update                   takes note of the tokens, finishes samples, gives blocks back
-//! engine    emit                     events to the request's stream
+//! engine    emit                     events to the request's stream, with the text that the tokens make (text.rs)
 //! ```
 //!
 //! A pushed LoRA tensor, to the matrix:
@@ -119,9 +119,9 @@
 //! 11. Each queue has a limit, with its reason beside it.
 //! 12. No request ends the process: a panic while one is answered ends that one. What a panic in a step leaves half
 //!     done is used by all requests, and ends the process.
-//! 13. What a client makes the server hold (its messages as they arrive, texts that are encoded, tokens of its samples,
-//!     replies that it has not read) is counted in [`memory::Traffic`], below the ledger's entry for it, before it is
-//!     held; a request whose reader lags is held back.
+//! 13. What a client makes the server hold (its messages as they arrive, texts that are encoded, tokens and texts of
+//!     its samples, replies that it has not read) is counted in [`memory::Traffic`], below the ledger's entry for it,
+//!     before it is held; a request whose reader lags is suspended.
 //! 14. The weights change only between two steps, and only by an order that was checked before: until then a push has
 //!     touched nothing but the ledger (in place: from its first write on the weights are missing, and nothing steps).
 

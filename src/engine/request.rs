@@ -264,11 +264,10 @@ impl Request {
         self.charge.shrink((tokens_bytes(&sample.tokens) + sample.text_bytes()) as u64);
         let (prompt_index, sample_index) = (key.group.prompt_index, key.sample_index);
         let text = sample.text.and_then(|text| text.finish(finish_reason == FinishReason::StopString));
-        if let Some(FinishedText { rest, .. }) = &text
-            && self.stream_tokens
-            && !rest.is_empty()
+        if self.stream_tokens
+            && let Some(rest) = text.as_ref().map(FinishedText::rest).filter(|rest| !rest.is_empty())
         {
-            (self.responder)(Event::Text { prompt_index, sample_index, text: rest.clone() });
+            (self.responder)(Event::Text { prompt_index, sample_index, text: rest.to_owned() });
         }
         (self.responder)(Event::Completion(Completion {
             prompt_index,

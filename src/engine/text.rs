@@ -24,8 +24,15 @@ pub(super) struct SampleText {
 #[derive(Debug, PartialEq)]
 pub(super) struct FinishedText {
     pub whole: String,
-    /// The end of `whole` that [`SampleText::next_piece`] has not given; may be empty.
-    pub rest: String,
+    /// Byte length of the beginning of `whole` that [`SampleText::next_piece`] has given.
+    streamed: usize,
+}
+
+impl FinishedText {
+    /// The end of the text that [`SampleText::next_piece`] has not given; may be empty.
+    pub fn rest(&self) -> &str {
+        &self.whole[self.streamed..]
+    }
 }
 
 impl SampleText {
@@ -73,8 +80,7 @@ impl SampleText {
             Some(len) if stopped => self.text.truncate(len),
             _ => self.detokenizer.finish(&mut self.text),
         }
-        let rest = self.text[self.streamed..].to_owned();
-        Some(FinishedText { whole: self.text, rest })
+        Some(FinishedText { whole: self.text, streamed: self.streamed })
     }
 
     /// Bytes of text that are kept.

@@ -1,4 +1,4 @@
-//! Prompts: token ids checked, text and chats encoded.
+//! Prompts of requests: token ids are checked, texts and chats are encoded.
 
 use super::{MAX_SAMPLES_PER_REQUEST, ModelFacts, pb};
 use crate::error::{Error, Result};
@@ -6,7 +6,7 @@ use crate::memory::Charge;
 use crate::server::encoder::PromptEncoder;
 use crate::types::{Prompt, TokenId};
 
-/// Prompts to sample from, each leaving room for at least one token.
+/// Checks the prompts of a `GenerateRequest`. Each must leave room for at least one token in the context.
 pub(super) fn prompts(prompts: Vec<pb::Prompt>, model: &ModelFacts, charge: &mut Charge) -> Result<Vec<Prompt>> {
     if prompts.is_empty() {
         return Err(Error::invalid("prompts", "is empty; give at least one prompt"));
@@ -14,7 +14,7 @@ pub(super) fn prompts(prompts: Vec<pb::Prompt>, model: &ModelFacts, charge: &mut
     prompts.into_iter().enumerate().map(|(i, p)| prompt(&format!("prompts[{i}]"), p, model, charge)).collect()
 }
 
-/// Sequences to score, each at most the context.
+/// Checks the sequences of a `ScoreRequest`. Each must fit into the context.
 pub(super) fn sequences(sequences: Vec<pb::TokenIds>, model: &ModelFacts) -> Result<Vec<Prompt>> {
     if sequences.is_empty() {
         return Err(Error::invalid("sequences", "is empty; give at least one sequence"));
@@ -83,7 +83,7 @@ fn encode_chat(path: &str, chat: &pb::Chat, model: &ModelFacts, charge: &mut Cha
     encoder.encode_chat(path, &messages, model.max_model_len, charge)
 }
 
-/// Not empty, and every id in the vocabulary. `path` is of the list of ids or of what was encoded.
+/// Checks that there are token ids, all of them below the vocabulary size. `path` is the field that the error names.
 fn check_ids(path: &str, ids: &[TokenId], model: &ModelFacts) -> Result<()> {
     if ids.is_empty() {
         return Err(Error::invalid(path, "is empty; give at least one token"));
