@@ -1,22 +1,23 @@
-//! Measures what this machine can do at most, on all its cores, and prints it as one line of JSON:
+//! Measures the limits of this machine on all its cores and prints them as one line of JSON:
 //! `{"threads", "instructions", "f32_fma_gflops", "bf16_dot_gflops" (null without the instruction), "read_gb_per_s"}`.
 //!
-//! The benches put their figures beside these. Each is the best of a few runs, since other work only ever takes away.
+//! The benches put their figures beside these. Each figure is the best of a few runs, since other processes can only
+//! slow a run down.
 
 use std::hint::black_box;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
-/// Independent accumulators: covers latency times throughput (4 or 5 cycles, 2 a cycle) on every core in question.
+/// Independent accumulators: they cover latency times throughput (4 or 5 cycles, 2 a cycle) on every core in question.
 const ACCUMULATORS: usize = 12;
-/// Rounds over the accumulators in one timed run, some tens of milliseconds.
+/// Rounds over the accumulators in one timed run, which takes some tens of milliseconds.
 const ROUNDS: usize = 8 << 20;
 const COMPUTE_RUNS: usize = 15;
-/// Far larger than any last-level cache, so that reads come from memory.
+/// Bytes that each thread reads, far more than any last-level cache holds, so that reads come from memory.
 const READ_BYTES_PER_THREAD: usize = 256 << 20;
 const READ_RUNS: usize = 12;
 
-/// One way to burn FLOPs: runs `ROUNDS` rounds and returns something that depends on all of them.
+/// A loop of floating-point instructions: runs `ROUNDS` rounds and returns a value that depends on all of them.
 struct Burner {
     instructions: &'static str,
     /// FLOPs of one round: accumulators x lanes x 2.
@@ -41,7 +42,7 @@ fn main() {
     );
 }
 
-/// Shortest time in which `threads` threads, started together, all end `work(thread)`.
+/// The shortest time in which `threads` threads, started together, all finish `work(thread)`.
 fn best(runs: usize, threads: usize, work: impl Fn(usize) + Sync) -> Duration {
     let barrier = Barrier::new(threads);
     let timed = |thread| {
@@ -64,7 +65,7 @@ fn best(runs: usize, threads: usize, work: impl Fn(usize) + Sync) -> Duration {
 
 fn read_gb_per_s(threads: usize) -> f64 {
     let words = READ_BYTES_PER_THREAD / 8;
-    // Filled by the thread that reads it, so that the pages are near it.
+    // Each buffer is filled by a thread of its own, so that its pages are near that thread's core.
     let buffers: Vec<Vec<u64>> = std::thread::scope(|scope| {
         let handles: Vec<_> = (0..threads).map(|_| scope.spawn(|| vec![1_u64; words])).collect();
         handles.into_iter().map(|h| h.join().expect("a filling thread panicked")).collect()
@@ -73,7 +74,7 @@ fn read_gb_per_s(threads: usize) -> f64 {
     (READ_BYTES_PER_THREAD * threads) as f64 / time.as_secs_f64() / 1e9
 }
 
-/// Sum by 8 interleaved accumulators, which every compiler turns into vector loads.
+/// The sum of all words in 8 interleaved accumulators, which every compiler turns into vector loads.
 fn sum(words: &[u64]) -> u64 {
     let mut lanes = [0_u64; 8];
     for chunk in words.chunks_exact(8) {
@@ -84,7 +85,7 @@ fn sum(words: &[u64]) -> u64 {
     lanes.iter().fold(0, |a, &b| a.wrapping_add(b))
 }
 
-/// The widest FMA of this machine.
+/// The loop of the widest fused multiply-adds of this machine.
 fn f32_fma() -> Burner {
     #[cfg(target_arch = "x86_64")]
     {
@@ -100,7 +101,7 @@ fn f32_fma() -> Burner {
     Burner { instructions: "portable", flops_per_round: ACCUMULATORS * 8 * 2, run: multiply_add_portable }
 }
 
-/// Dot products of bf16 pairs, if this machine has the instruction.
+/// The loop of dot products of bfloat16 pairs, if this machine has the instruction.
 fn bf16_dot() -> Option<Burner> {
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx512bf16") && is_x86_feature_detected!("avx512f") {
@@ -110,7 +111,8 @@ fn bf16_dot() -> Option<Burner> {
     None
 }
 
-/// Separate multiply and add: without a guaranteed FMA, `mul_add` would call a library function.
+/// Separate multiplications and additions: without a guaranteed FMA instruction, `mul_add` would call a library
+/// function.
 fn multiply_add_portable() -> f32 {
     let (x, y) = (black_box(0.999_f32), black_box(0.001_f32));
     let mut accumulators = [[1.0_f32; 8]; ACCUMULATORS];

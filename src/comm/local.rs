@@ -1,4 +1,5 @@
-//! Ranks as threads of one process on the CPU: each shows the others its buffer, between barriers.
+//! Tensor-parallel ranks as threads of one process on the CPU, which read and write one another's buffers between
+//! barriers.
 
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Arc, Barrier};
@@ -10,21 +11,21 @@ use tracing::trace_span;
 use super::Communicator;
 use crate::error::Result;
 
-/// What the ranks of one group share.
+/// The state that the ranks of one group share.
 struct Shared {
     barrier: Barrier,
-    /// Each rank's buffer of the operation under way; valid between the two barriers of that operation.
+    /// Each rank's buffer of the current operation; valid between the two barriers of that operation.
     buffers: Vec<AtomicPtr<f32>>,
 }
 
-/// One rank's end of a group of threads.
+/// The communicator of one rank in a group of threads.
 pub struct LocalGroup {
     rank: usize,
     shared: Arc<Shared>,
 }
 
 impl LocalGroup {
-    /// The ends of a group of `world` ranks, to be moved to one thread each.
+    /// The communicators of a group of `world` ranks, to be moved to one thread each.
     pub fn create(world: usize) -> Vec<Self> {
         let shared = Arc::new(Shared {
             barrier: Barrier::new(world),
@@ -33,7 +34,8 @@ impl LocalGroup {
         (0..world).map(|rank| Self { rank, shared: shared.clone() }).collect()
     }
 
-    /// Shows `buffer` to all ranks, runs `body` once every rank has shown its own, and returns when all are through.
+    /// Shows `buffer` to all ranks, runs `body` when every rank has shown its own, and returns when every rank has run
+    /// `body`.
     fn exchange(&self, buffer: *mut f32, body: impl FnOnce(&[*mut f32])) {
         let _span = trace_span!("exchange").entered();
         self.shared.buffers[self.rank].store(buffer, Ordering::Release);
@@ -86,8 +88,8 @@ impl Communicator for LocalGroup {
                 self.exchange(local.as_ptr().cast_mut(), |buffers| {
                     for (r, row) in out.chunks_exact_mut(columns * world).enumerate() {
                         for (part, buffer) in row.chunks_exact_mut(columns).zip(buffers) {
-                            // SAFETY: every rank shows a `[rows, columns]` buffer that lives until the closing
-                            // barrier and that nobody writes meanwhile.
+                            // SAFETY: every rank shows a `[rows, columns]` buffer, which lives until the closing
+                            // barrier and which nobody writes before that.
                             part.copy_from_slice(unsafe {
                                 std::slice::from_raw_parts(buffer.add(r * columns).cast_const(), columns)
                             });
@@ -100,7 +102,7 @@ impl Communicator for LocalGroup {
     }
 }
 
-/// Balanced binary tree: the first half plus the second half.
+/// The sum of a balanced binary tree: the sum of the first half plus the sum of the second half.
 fn tree_sum(terms: &[f32]) -> f32 {
     match terms {
         [one] => *one,
@@ -127,10 +129,10 @@ mod tests {
     #[test]
     fn every_rank_gets_the_same_tree_sum() {
         for world in [2, 3, 4] {
-            // Values whose sum depends on the order, so that another tree would show.
+            // The sum of these values depends on the order, so that another tree would give another result.
             let value = |rank: usize, i: usize| [1e8_f32, 1.0, -1e8, 0.3][(rank + i) % 4];
             let sums = on_ranks(world, |group| {
-                // Several in a row: a rank may not run ahead into the next operation's buffers.
+                // Several operations in a row: a rank must not run ahead into the buffers of the next one.
                 let reduced = (0..3).map(|_| {
                     let x: Vec<f32> = (0..7).map(|i| value(group.rank(), i)).collect();
                     let x = Tensor::from_vec(x, 7, &Device::Cpu).unwrap();

@@ -1,7 +1,7 @@
 //! Communication between tensor-parallel ranks.
 //!
-//! Sums run over a fixed binary tree of ranks, so that with the leaves inside each rank's linear they form the same
-//! tree for every number of ranks that is a power of two.
+//! Sums are added in a fixed binary tree of ranks. Together with the leaves in each rank's linear layer they form the
+//! same tree for every number of ranks that is a power of two.
 
 mod local;
 
@@ -11,18 +11,18 @@ use crate::error::Result;
 
 pub use local::LocalGroup;
 
-/// What the ranks of one model do together. All ranks make the same calls in the same order.
+/// The collective operations of the ranks of one model. All ranks make the same calls in the same order.
 pub trait Communicator: Send {
     fn rank(&self) -> usize;
     fn world(&self) -> usize;
-    /// Replaces `x` (the same shape on every rank, float32, contiguous) by the sum over ranks.
+    /// Replaces `x` by its sum over all ranks. `x` is contiguous float32 and has the same shape on every rank.
     fn all_reduce_sum(&self, x: &Tensor) -> Result<()>;
-    /// `local` is this rank's `[rows, n]`; `out` becomes `[rows, n * world]`, rank 0's columns first. With one rank
-    /// both are the same tensor and nothing happens.
+    /// Gathers the columns of all ranks: `local` is this rank's `[rows, n]`, and `out` becomes `[rows, n * world]` with
+    /// rank 0's columns first. With one rank both are the same tensor, and nothing happens.
     fn all_gather_columns(&self, local: &Tensor, out: &Tensor) -> Result<()>;
 }
 
-/// A single rank: nothing to exchange.
+/// A single rank, which has nothing to exchange.
 pub struct Solo;
 
 impl Communicator for Solo {

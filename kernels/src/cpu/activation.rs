@@ -5,14 +5,14 @@ use super::lanes::{LANES, Lanes};
 use super::pool::Cpu;
 use super::rows::{Rows, RowsMut};
 
-/// `out[rows, i] = silu(gate) * up`, where `gate_up[rows, 2 i]` has the gate in its first half.
+/// `out[rows, n] = silu(gate) * up`, where each row of `gate_up[rows, 2 n]` has the gates in its first half.
 ///
 /// # Panics
 /// If shapes do not agree.
 pub fn silu_mul(cpu: &Cpu, gate_up: Rows<'_>, out: RowsMut<'_>) {
     let (rows, width) = (out.rows(), out.width());
     assert_eq!((gate_up.rows(), gate_up.width()), (rows, 2 * width), "rows and twice the width of the output");
-    const SEGMENT: usize = 1024; // columns of one item: a single wide row is still shared out
+    const SEGMENT: usize = 1024; // columns of one item, so that the threads can share even a single wide row
     let segments = width.div_ceil(SEGMENT);
     let out = out.share();
     cpu.for_ranges(rows * segments, 4 * width.min(SEGMENT), |from, to| {
@@ -27,7 +27,7 @@ pub fn silu_mul(cpu: &Cpu, gate_up: Rows<'_>, out: RowsMut<'_>) {
     });
 }
 
-/// `out = silu(gate) * up`, all of one length.
+/// Computes `out = silu(gate) * up` for slices of one length.
 pub(super) struct SiluMul<'a> {
     pub gate: &'a [f32],
     pub up: &'a [f32],
@@ -53,7 +53,7 @@ impl Kernel for SiluMul<'_> {
     }
 }
 
-/// `silu(gate) * up`. Not a closure, which would lack the target features of the kernel.
+/// `silu(gate) * up` in each lane. It is not a closure, which would lack the target features of the kernel.
 #[inline(always)]
 pub(super) fn silu_times<L: Lanes>(gate: L, up: L) -> L {
     gate.div(L::splat(1.0).add(L::zero().sub(gate).exp())).mul(up)

@@ -1,7 +1,7 @@
-//! Values of GGUF files as float32, with the bits that candle gives them.
+//! Converts the values of GGUF files to float32, with the bits that candle gives them.
 //!
-//! A file has blocks of a fixed number of values, one after the other. Each is unpacked from an array to an array, so
-//! that the loops become vectors and nothing is checked in them.
+//! A file has blocks of a fixed number of values, one after the other. Each block is unpacked from one array to
+//! another, so that the compiler can vectorise the loops and needs no bounds checks in them.
 
 #![allow(clippy::needless_range_loop)] // indices, so that loops over several arrays become vectors
 
@@ -15,15 +15,15 @@ use super::lanes::Lanes;
 use super::math::{round_bf16, widen_f16};
 use crate::weights::WeightDtype;
 
-/// Values of a block whose scales are quantised too.
+/// Values of a block in the formats whose scales are quantised too.
 const LONG: usize = 256;
 
-/// De-quantises blocks as a file has them, at any address; one thread. Floats are blocks of one value.
+/// De-quantises blocks as a GGUF file has them, at any address, on one thread. Floats count as blocks of one value.
 ///
-/// `out` gets the values as a matrix of `precision` would hold them; the same bits on every instruction set.
+/// `out` gets the values that a matrix of `precision` would hold. They have the same bits on every instruction set.
 ///
 /// # Panics
-/// If `blocks` are not the bytes of as many values as `out` has.
+/// If `blocks` do not have exactly as many values as `out`.
 pub fn dequantise(isa: Isa, dtype: GgmlDType, blocks: &[u8], precision: WeightDtype, out: &mut [f32]) {
     match precision {
         WeightDtype::Bf16 => dequantise_as::<true>(isa, dtype, blocks, out),
@@ -51,13 +51,13 @@ fn dequantise_as<const ROUND: bool>(isa: Isa, dtype: GgmlDType, blocks: &[u8], o
     }
 }
 
-/// A type of blocks: how one of `BYTES` bytes becomes `VALUES` values. `unpack` must be `#[inline(always)]`, as what it
-/// calls, for the reason that [`Kernel`] gives.
-trait Block<const BYTES: usize, const VALUES: usize> {
+/// A format of GGUF blocks: `BYTES` bytes that hold `VALUES` values. `unpack` and all that it calls must be
+/// `#[inline(always)]`, for the reason that [`Kernel`] gives.
+trait QuantBlock<const BYTES: usize, const VALUES: usize> {
     fn unpack(block: &[u8; BYTES], out: &mut [f32; VALUES]);
 }
 
-fn run<const ROUND: bool, B: Block<BYTES, VALUES>, const BYTES: usize, const VALUES: usize>(
+fn run<const ROUND: bool, B: QuantBlock<BYTES, VALUES>, const BYTES: usize, const VALUES: usize>(
     isa: Isa,
     blocks: &[u8],
     out: &mut [f32],
@@ -76,7 +76,7 @@ struct Dequantise<'a, const ROUND: bool, B, const BYTES: usize, const VALUES: us
 
 impl<const ROUND: bool, B, const BYTES: usize, const VALUES: usize> Kernel for Dequantise<'_, ROUND, B, BYTES, VALUES>
 where
-    B: Block<BYTES, VALUES>,
+    B: QuantBlock<BYTES, VALUES>,
 {
     type Output = ();
 
@@ -98,7 +98,7 @@ fn widen_bf16(x: bf16) -> f32 {
 
 struct F32;
 
-impl Block<4, 1> for F32 {
+impl QuantBlock<4, 1> for F32 {
     #[inline(always)]
     fn unpack(block: &[u8; 4], out: &mut [f32; 1]) {
         out[0] = f32::from_le_bytes(*block);
@@ -107,7 +107,7 @@ impl Block<4, 1> for F32 {
 
 struct F16;
 
-impl Block<2, 1> for F16 {
+impl QuantBlock<2, 1> for F16 {
     #[inline(always)]
     fn unpack(block: &[u8; 2], out: &mut [f32; 1]) {
         out[0] = float16(block, 0);
@@ -116,26 +116,27 @@ impl Block<2, 1> for F16 {
 
 struct Bf16;
 
-impl Block<2, 1> for Bf16 {
+impl QuantBlock<2, 1> for Bf16 {
     #[inline(always)]
     fn unpack(block: &[u8; 2], out: &mut [f32; 1]) {
         out[0] = widen_bf16(bf16::from_le_bytes(*block));
     }
 }
 
-/// `N` bytes of a block from `at` on.
+/// `N` bytes of a block, from `at` on.
 #[inline(always)]
-fn part<const N: usize>(block: &[u8], at: usize) -> &[u8; N] {
+fn bytes_at<const N: usize>(block: &[u8], at: usize) -> &[u8; N] {
     block[at..].first_chunk().expect("inside the block")
 }
 
-/// The float16 at byte `at`.
+/// The float16 at byte `at` of a block, widened.
 #[inline(always)]
 fn float16(block: &[u8], at: usize) -> f32 {
-    widen_f16(f16::from_le_bytes(*part(block, at)))
+    widen_f16(f16::from_le_bytes(*bytes_at(block, at)))
 }
 
-/// Half-bytes: the low ones are the first 16 values, the high ones the others. `value` gets one and its index.
+/// Calls `value` with each half-byte and its index. The low half-bytes are the first 16 values, the high ones the last
+/// 16.
 #[inline(always)]
 fn nibbles(bytes: &[u8; 16], out: &mut [f32; 32], value: impl Fn(u8, usize) -> f32) {
     for i in 0..16 {
@@ -144,77 +145,77 @@ fn nibbles(bytes: &[u8; 16], out: &mut [f32; 32], value: impl Fn(u8, usize) -> f
     }
 }
 
-/// Scale; half-bytes from -8.
+/// Bytes: the scale, then the quants as half-bytes. Quants count from -8.
 struct Q4_0;
 
-impl Block<18, 32> for Q4_0 {
+impl QuantBlock<18, 32> for Q4_0 {
     #[inline(always)]
     fn unpack(block: &[u8; 18], out: &mut [f32; 32]) {
         let scale = float16(block, 0);
-        nibbles(part(block, 2), out, |q, _| (i32::from(q) - 8) as f32 * scale);
+        nibbles(bytes_at(block, 2), out, |q, _| (i32::from(q) - 8) as f32 * scale);
     }
 }
 
-/// Scale, least value; half-bytes.
+/// Bytes: the scale and the minimum, then the quants as half-bytes.
 struct Q4_1;
 
-impl Block<20, 32> for Q4_1 {
+impl QuantBlock<20, 32> for Q4_1 {
     #[inline(always)]
     fn unpack(block: &[u8; 20], out: &mut [f32; 32]) {
         let (scale, min) = (float16(block, 0), float16(block, 2));
-        nibbles(part(block, 4), out, |q, _| f32::from(q) * scale + min);
+        nibbles(bytes_at(block, 4), out, |q, _| f32::from(q) * scale + min);
     }
 }
 
-/// Scale, 32 fifth bits; half-bytes; from -16.
+/// Bytes: the scale, the fifth bits of the 32 quants, then their low bits as half-bytes. Quants count from -16.
 struct Q5_0;
 
-impl Block<22, 32> for Q5_0 {
+impl QuantBlock<22, 32> for Q5_0 {
     #[inline(always)]
     fn unpack(block: &[u8; 22], out: &mut [f32; 32]) {
-        let (scale, fifths) = (float16(block, 0), u32::from_le_bytes(*part(block, 2)));
-        nibbles(part(block, 6), out, |q, i| ((u32::from(q) | (fifths >> i & 1) << 4) as i32 - 16) as f32 * scale);
+        let (scale, fifths) = (float16(block, 0), u32::from_le_bytes(*bytes_at(block, 2)));
+        nibbles(bytes_at(block, 6), out, |q, i| ((u32::from(q) | (fifths >> i & 1) << 4) as i32 - 16) as f32 * scale);
     }
 }
 
-/// Scale, least value, 32 fifth bits; half-bytes.
+/// Bytes: the scale, the minimum, the fifth bits of the 32 quants, then their low bits as half-bytes.
 struct Q5_1;
 
-impl Block<24, 32> for Q5_1 {
+impl QuantBlock<24, 32> for Q5_1 {
     #[inline(always)]
     fn unpack(block: &[u8; 24], out: &mut [f32; 32]) {
-        let (scale, min, fifths) = (float16(block, 0), float16(block, 2), u32::from_le_bytes(*part(block, 4)));
-        nibbles(part(block, 8), out, |q, i| (u32::from(q) | (fifths >> i & 1) << 4) as f32 * scale + min);
+        let (scale, min, fifths) = (float16(block, 0), float16(block, 2), u32::from_le_bytes(*bytes_at(block, 4)));
+        nibbles(bytes_at(block, 8), out, |q, i| (u32::from(q) | (fifths >> i & 1) << 4) as f32 * scale + min);
     }
 }
 
-/// Scale; bytes.
+/// Bytes: the scale, then the quants as signed bytes.
 struct Q8_0;
 
-impl Block<34, 32> for Q8_0 {
+impl QuantBlock<34, 32> for Q8_0 {
     #[inline(always)]
     fn unpack(block: &[u8; 34], out: &mut [f32; 32]) {
-        scaled(part(block, 2), float16(block, 0), out);
+        scaled(bytes_at(block, 2), float16(block, 0), out);
     }
 }
 
-/// Scale, a sum; bytes.
+/// Bytes: the scale, a sum that is not needed here, then the quants as signed bytes.
 struct Q8_1;
 
-impl Block<36, 32> for Q8_1 {
+impl QuantBlock<36, 32> for Q8_1 {
     #[inline(always)]
     fn unpack(block: &[u8; 36], out: &mut [f32; 32]) {
-        scaled(part(block, 4), float16(block, 0), out);
+        scaled(bytes_at(block, 4), float16(block, 0), out);
     }
 }
 
-/// Float32 scale; bytes; sums.
+/// Bytes: the scale as float32, the quants as signed bytes, then sums that are not needed here.
 struct Q8K;
 
-impl Block<292, LONG> for Q8K {
+impl QuantBlock<292, LONG> for Q8K {
     #[inline(always)]
     fn unpack(block: &[u8; 292], out: &mut [f32; LONG]) {
-        scaled(part(block, 4), f32::from_le_bytes(*part(block, 0)), out);
+        scaled(bytes_at(block, 4), f32::from_le_bytes(*bytes_at(block, 0)), out);
     }
 }
 
@@ -225,16 +226,16 @@ fn scaled<const N: usize>(bytes: &[u8; N], scale: f32, out: &mut [f32; N]) {
     }
 }
 
-/// 16 bytes of scale and least value of 16 values each; pairs of bits, those of 4 runs of 32 values in 32 bytes; the
-/// scale of the scales and of the least values.
+/// Bytes: 16 bytes that each have the scale and the minimum of 16 values; the quants of 2 bits, where 32 bytes hold 4
+/// runs of 32 values; then the scale of the scales and the scale of the minima.
 struct Q2K;
 
-impl Block<84, LONG> for Q2K {
+impl QuantBlock<84, LONG> for Q2K {
     #[inline(always)]
     fn unpack(block: &[u8; 84], out: &mut [f32; LONG]) {
         let (scale, min) = (float16(block, 80), float16(block, 82));
         for (run, out) in out.as_chunks_mut::<32>().0.iter_mut().enumerate() {
-            let (bytes, shift) = (part::<32>(block, 16 + run / 4 * 32), run % 4 * 2);
+            let (bytes, shift) = (bytes_at::<32>(block, 16 + run / 4 * 32), run % 4 * 2);
             for i in 0..32 {
                 out[i] = f32::from(bytes[i] >> shift & 3);
             }
@@ -247,15 +248,16 @@ impl Block<84, LONG> for Q2K {
     }
 }
 
-/// Third bits; pairs of bits as in [`Q2K`]; 16 scales of 6 bits; their scale. Values are from -4, scales from -32.
+/// Bytes: the third bits of the quants; their low 2 bits as in [`Q2K`]; 16 scales of 6 bits; the scale of the scales.
+/// Quants count from -4 and scales from -32.
 struct Q3K;
 
-impl Block<110, LONG> for Q3K {
+impl QuantBlock<110, LONG> for Q3K {
     #[inline(always)]
     fn unpack(block: &[u8; 110], out: &mut [f32; LONG]) {
-        let (thirds, scales, scale) = (part::<32>(block, 0), part::<12>(block, 96), float16(block, 108));
+        let (thirds, scales, scale) = (bytes_at::<32>(block, 0), bytes_at::<12>(block, 96), float16(block, 108));
         for (run, out) in out.as_chunks_mut::<32>().0.iter_mut().enumerate() {
-            let (bytes, shift) = (part::<32>(block, 32 + run / 4 * 32), run % 4 * 2);
+            let (bytes, shift) = (bytes_at::<32>(block, 32 + run / 4 * 32), run % 4 * 2);
             for i in 0..32 {
                 let q = bytes[i] >> shift & 3 | (thirds[i] >> run & 1) << 2;
                 out[i] = f32::from(q) - 4.0;
@@ -270,7 +272,8 @@ impl Block<110, LONG> for Q3K {
     }
 }
 
-/// Scale and least value of run `run` of 32 values: 6 bits each, of the last four runs in two places.
+/// The scale and the minimum of run `run` of 32 values, 6 bits each. Those of the last four runs are stored in two
+/// pieces.
 #[inline(always)]
 fn scale_and_min(bytes: &[u8; 12], run: usize) -> (f32, f32) {
     let (scale, min) = if run < 4 {
@@ -281,17 +284,18 @@ fn scale_and_min(bytes: &[u8; 12], run: usize) -> (f32, f32) {
     (f32::from(scale), f32::from(min))
 }
 
-/// The scale of the scales and of the least values; those of 8 runs; half-bytes, those of two runs in 32 bytes.
+/// Bytes: the scale of the scales and the scale of the minima; the scales and minima of 8 runs of 32 values; then the
+/// quants as half-bytes, where 32 bytes hold two runs.
 struct Q4K;
 
-impl Block<144, LONG> for Q4K {
+impl QuantBlock<144, LONG> for Q4K {
     #[inline(always)]
     fn unpack(block: &[u8; 144], out: &mut [f32; LONG]) {
-        let (scale, min, scales) = (float16(block, 0), float16(block, 2), part::<12>(block, 4));
+        let (scale, min, scales) = (float16(block, 0), float16(block, 2), bytes_at::<12>(block, 4));
         for (run, out) in out.as_chunks_mut::<32>().0.iter_mut().enumerate() {
             let (run_scale, run_min) = scale_and_min(scales, run);
             let (scale, min) = (scale * run_scale, min * run_min);
-            let (bytes, shift) = (part::<32>(block, 16 + run / 2 * 32), run % 2 * 4);
+            let (bytes, shift) = (bytes_at::<32>(block, 16 + run / 2 * 32), run % 2 * 4);
             for i in 0..32 {
                 out[i] = scale * f32::from(bytes[i] >> shift & 0xf) - min;
             }
@@ -299,18 +303,18 @@ impl Block<144, LONG> for Q4K {
     }
 }
 
-/// As [`Q4K`], with fifth bits before the half-bytes.
+/// Bytes: those of [`Q4K`], with the fifth bits of the quants before their half-bytes.
 struct Q5K;
 
-impl Block<176, LONG> for Q5K {
+impl QuantBlock<176, LONG> for Q5K {
     #[inline(always)]
     fn unpack(block: &[u8; 176], out: &mut [f32; LONG]) {
-        let (scale, min, scales) = (float16(block, 0), float16(block, 2), part::<12>(block, 4));
-        let fifths = part::<32>(block, 16);
+        let (scale, min, scales) = (float16(block, 0), float16(block, 2), bytes_at::<12>(block, 4));
+        let fifths = bytes_at::<32>(block, 16);
         for (run, out) in out.as_chunks_mut::<32>().0.iter_mut().enumerate() {
             let (run_scale, run_min) = scale_and_min(scales, run);
             let (scale, min) = (scale * run_scale, min * run_min);
-            let (bytes, shift) = (part::<32>(block, 48 + run / 2 * 32), run % 2 * 4);
+            let (bytes, shift) = (bytes_at::<32>(block, 48 + run / 2 * 32), run % 2 * 4);
             for i in 0..32 {
                 let q = bytes[i] >> shift & 0xf | (fifths[i] >> run & 1) << 4;
                 out[i] = scale * f32::from(q) - min;
@@ -319,17 +323,18 @@ impl Block<176, LONG> for Q5K {
     }
 }
 
-/// Half-bytes, those of runs of 32 values `i` and `i + 2` of 4 in 32 bytes; pairs of bits above them, of 4 runs in 32
-/// bytes; 16 scales of a byte; their scale. Values are from -32.
+/// Bytes: the low 4 bits of the quants, where 32 bytes hold the runs `i` and `i + 2` of each four runs of 32 values;
+/// their high 2 bits, where 32 bytes hold four runs; 16 scales as signed bytes; the scale of the scales. Quants count
+/// from -32.
 struct Q6K;
 
-impl Block<210, LONG> for Q6K {
+impl QuantBlock<210, LONG> for Q6K {
     #[inline(always)]
     fn unpack(block: &[u8; 210], out: &mut [f32; LONG]) {
         let scale = float16(block, 208);
         for (run, out) in out.as_chunks_mut::<32>().0.iter_mut().enumerate() {
-            let (low, shift) = (part::<32>(block, run / 4 * 64 + run % 2 * 32), run % 4 / 2 * 4);
-            let (high, high_shift) = (part::<32>(block, 128 + run / 4 * 32), run % 4 * 2);
+            let (low, shift) = (bytes_at::<32>(block, run / 4 * 64 + run % 2 * 32), run % 4 / 2 * 4);
+            let (high, high_shift) = (bytes_at::<32>(block, 128 + run / 4 * 32), run % 4 * 2);
             for i in 0..32 {
                 let q = low[i] >> shift & 0xf | (high[i] >> high_shift & 3) << 4;
                 out[i] = f32::from(q) - 32.0;
@@ -370,7 +375,7 @@ mod tests {
         GgmlDType::Q8K,
     ];
 
-    /// `blocks` have an allocation of their own, since candle needs them aligned.
+    /// De-quantises with candle. `blocks` are an allocation of their own, since candle needs them aligned.
     fn by_candle(dtype: GgmlDType, blocks: Vec<u8>) -> Vec<f32> {
         let values = blocks.len() / dtype.type_size() * dtype.block_size();
         let storage = QStorage::from_data(Cow::Borrowed(&blocks), &Device::Cpu, dtype).unwrap();
@@ -378,12 +383,13 @@ mod tests {
         tensor.to_vec1().unwrap()
     }
 
-    /// The bits, those of all NaNs alike: what an addition makes of two of them is not defined.
+    /// The bits of the values, with those of all NaNs alike: which NaN an addition of two NaNs gives is not defined.
     fn bits(values: impl IntoIterator<Item = f32>) -> Vec<u32> {
         values.into_iter().map(|x| if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() }).collect()
     }
 
-    /// Random bytes, so that scales are of all magnitudes, of both signs, not normal, not finite and not a number.
+    /// The blocks are random bytes, so that scales have all magnitudes and both signs and may be denormal, infinite or
+    /// NaN.
     #[test]
     fn random_blocks_of_every_type_have_the_bits_of_candle_on_every_isa_at_every_address() {
         for (seed, dtype) in (0..).zip(TYPES.into_iter().cycle().take(20 * TYPES.len())) {

@@ -1,4 +1,4 @@
-//! The processor as the device of a rank. Its memory is the host's.
+//! The CPU as the device of a rank. Its memory is the host's.
 
 use std::ops::Range;
 
@@ -18,10 +18,10 @@ use crate::kv_layout::KvLayout;
 use crate::tensor::{with_f32, with_f32_mut};
 use crate::weights::{MatrixShape, RowBits, WeightRows};
 
-/// Bytes of a cache line: rows of whole lines that start with one are stored line by line.
+/// Bytes of a cache line. Rows of whole cache lines that start at one are stored line by line.
 const LINE: usize = 64;
 
-/// An instruction set and a number of threads.
+/// The instruction set and the number of threads that a rank computes with.
 pub(crate) struct CpuDevice {
     isa: Isa,
     threads: usize,
@@ -30,14 +30,14 @@ pub(crate) struct CpuDevice {
 
 impl CpuDevice {
     /// # Errors
-    /// `Unsupported` naming the instruction sets that there are, if the processor lacks the one that is asked for.
+    /// [`DeviceError::Unsupported`] with the instruction sets of the processor, if it lacks the requested one.
     pub fn open(options: &DeviceOptions<'_>) -> std::result::Result<Self, DeviceError> {
         let isa = instruction_set(options.kernel, &Isa::all())?;
         Ok(Self { isa, threads: options.threads, rank: options.rank })
     }
 }
 
-/// The one of this name, or the first for `auto`, `of` those that can run, the fastest first.
+/// Looks up an instruction set by name in `of`, which lists them fastest first; `auto` is the first.
 fn instruction_set(name: &str, of: &[Isa]) -> std::result::Result<Isa, DeviceError> {
     let found = of.iter().find(|isa| name == "auto" || isa.name() == name);
     found.copied().ok_or_else(|| {
@@ -103,8 +103,8 @@ impl MemoryImpl for CpuDevice {
         Tensor::zeros(len, DType::F32, &Device::Cpu)
     }
 
-    /// The first row starts with a cache line, as rows of whole lines then do too: a vector is stored into one line,
-    /// not two.
+    /// The first row starts at a cache line. Rows of whole cache lines then all do, so that a vector is stored to one
+    /// line and not to two.
     fn activations(&self, rows: usize, width: usize) -> Result<Tensor> {
         let memory = self.zeros(rows * width + LINE / size_of::<f32>())?;
         let start = with_f32(&memory, |values| values.as_ptr().align_offset(LINE))?;

@@ -1,10 +1,10 @@
-//! Infinities and NaNs among stored values.
+//! Finds infinities and NaNs among stored values.
 
 use super::isa::{Isa, Kernel};
 
 /// A value as it is stored: little-endian bytes, at any address.
 pub trait StoredBits: Copy {
-    /// As an integer in the low bits.
+    /// The bits of the value as an integer, in the low bits.
     fn bits(self) -> u32;
 }
 
@@ -22,9 +22,9 @@ impl StoredBits for [u8; 4] {
     }
 }
 
-/// Index of the first value that has all bits of `exponent`, which only infinities and NaNs have.
+/// The index of the first infinity or NaN: only these have all bits of `exponent` set.
 pub fn first_saturated<T: StoredBits>(values: &[T], exponent: u32) -> Option<usize> {
-    const BLOCK: usize = 4096; // only one with a hit is searched for its place
+    const BLOCK: usize = 4096; // only a block with a hit is searched for the value
     let isa = Isa::detect();
     let mut blocks = values.chunks(BLOCK);
     let block = blocks.position(|values| isa.dispatch(AnySaturated { values, exponent }))?;
@@ -32,7 +32,7 @@ pub fn first_saturated<T: StoredBits>(values: &[T], exponent: u32) -> Option<usi
     values[block * BLOCK..].iter().position(is_saturated).map(|place| block * BLOCK + place)
 }
 
-/// Without a branch per value, which the compiler turns into vectors.
+/// Looks for infinities and NaNs without a branch per value, so that the compiler vectorises the loop.
 struct AnySaturated<'a, T> {
     values: &'a [T],
     exponent: u32,

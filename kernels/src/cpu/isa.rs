@@ -4,12 +4,13 @@
 use super::lanes::{Avx2, Avx512};
 use super::lanes::{Lanes, Scalar};
 
-/// An instruction set that this processor has, or can emulate. There is no way to make one that it can not run.
+/// An instruction set that this processor has or can emulate. Values exist only for those that it can run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Isa {
-    /// What it runs on.
+    /// The instructions that kernels are compiled for.
     level: Level,
-    /// Whether it has the results of avx512_bf16 on a level without that instruction, in several times its time.
+    /// Whether the results of avx512_bf16 are emulated on a level without its instruction, which takes several times as
+    /// long.
     emulates_bf16: bool,
 }
 
@@ -24,12 +25,13 @@ enum Level {
     Avx512Bf16,
 }
 
-/// A computation written once over [`Lanes`]. `run` must be `#[inline(always)]`, so that it is compiled with the
+/// A computation written once over [`Lanes`]. `run` must be `#[inline(always)]`, so that it is compiled with the target
 /// features of the instruction set that [`Isa::dispatch`] picks.
 pub(crate) trait Kernel {
     type Output;
 
-    /// Whether it uses [`Lanes::dot_pairs`] or [`Lanes::rounded_pairs`], which avx512_bf16 has instructions for.
+    /// Whether the kernel uses [`Lanes::dot_pairs`] or [`Lanes::rounded_pairs`], for which avx512_bf16 has
+    /// instructions.
     const DOT_PAIRS: bool = false;
 
     fn run<L: Lanes>(self) -> Self::Output;
@@ -41,7 +43,7 @@ impl Isa {
         Isa::available()[0]
     }
 
-    /// All that this processor has, fastest first; the last is the portable one.
+    /// All instruction sets of this processor, fastest first; the last is the portable one.
     pub fn available() -> Vec<Isa> {
         let mut found = vec![];
         #[cfg(target_arch = "x86_64")]
@@ -66,8 +68,8 @@ impl Isa {
         found
     }
 
-    /// [`available`](Isa::available), and after those avx512_bf16 emulated on each of them that is without it: so that
-    /// tests can check that level on every processor.
+    /// The [`available`](Isa::available) instruction sets, then avx512_bf16 emulated on each of them that lacks it, so
+    /// that tests can check that arithmetic on every processor.
     pub fn all() -> Vec<Isa> {
         let mut all = Isa::available();
         let without = all.clone().into_iter().filter(|isa| !isa.rounds_activations());
@@ -75,7 +77,7 @@ impl Isa {
         all
     }
 
-    /// The fastest of [`all`](Isa::all) that has this [`name`](Isa::name).
+    /// The fastest of [`all`](Isa::all) instruction sets that has this [`name`](Isa::name).
     pub fn from_name(name: &str) -> Option<Isa> {
         Isa::all().into_iter().find(|isa| isa.name() == name)
     }
@@ -101,8 +103,8 @@ impl Isa {
         }
     }
 
-    /// Whether what is multiplied by bfloat16 is rounded to bfloat16 before: activations by
-    /// [`linear`](super::linear()), queries and softmax weights by [`paged_attention`](super::paged_attention).
+    /// Whether the values that bfloat16 is multiplied by are rounded to bfloat16 first: activations in
+    /// [`linear`](super::linear()), queries and softmax weights in [`paged_attention`](super::paged_attention).
     pub fn rounds_activations(self) -> bool {
         match self.level {
             _ if self.emulates_bf16 => true,
@@ -136,7 +138,7 @@ impl Isa {
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
             Level::Avx512Bf16 if K::DOT_PAIRS => unsafe { avx512bf16(kernel) },
-            // SAFETY: as above; avx512_bf16 is only found beside these.
+            // SAFETY: as above; avx512_bf16 is only found together with these.
             #[cfg(target_arch = "x86_64")]
             Level::Avx512 | Level::Avx512Bf16 => unsafe { avx512(kernel) },
         }

@@ -1,5 +1,5 @@
-//! The storage of one layer's paged key-value cache. Keys lie as `[block][kv_head][head_dim][block_size]`, so that 16
-//! tokens are one vector; values as `[block][kv_head][block_size][head_dim]`.
+//! The storage of one layer's paged KV cache. Keys are stored as `[block][kv_head][head_dim][block_size]`, so that 16
+//! tokens are one vector, and values as `[block][kv_head][block_size][head_dim]`.
 
 use super::pool::Cpu;
 use super::rows::Rows;
@@ -8,9 +8,9 @@ use crate::kv_layout::{BlockCopy, KvDtype, KvLayout};
 use half::bf16;
 
 mod write;
-use write::Stored;
+use write::KvElement;
 
-/// Keys and values of one layer, in blocks of tokens. Memory is taken as blocks are first written.
+/// Keys and values of one layer, in blocks of tokens. Pages of memory are taken as blocks are first written.
 pub struct KvBlocks {
     layout: KvLayout,
     keys: Mapping,
@@ -19,13 +19,13 @@ pub struct KvBlocks {
 
 impl KvBlocks {
     /// # Panics
-    /// As for [`KvBlocks::try_new`], and if the system cannot map as much.
+    /// As for [`KvBlocks::try_new`], and if the system cannot map the memory.
     pub fn new(layout: KvLayout) -> KvBlocks {
         KvBlocks::try_new(layout).unwrap_or_else(|e| panic!("cannot map memory: {e}"))
     }
 
     /// # Errors
-    /// If the system cannot map as much.
+    /// If the system cannot map the memory.
     ///
     /// # Panics
     /// If a dimension is 0, or `head_dim` is no multiple of 16.
@@ -41,7 +41,7 @@ impl KvBlocks {
         &self.layout
     }
 
-    /// Memory taken once every block has been written.
+    /// The memory in bytes that the cache takes once every block has been written.
     pub fn bytes(&self) -> usize {
         self.keys.bytes() + self.values.bytes()
     }
@@ -55,7 +55,7 @@ impl KvBlocks {
     }
 
     /// Stores row `i` of `k` and `v`, each `[rows, kv_heads * head_dim]`, in slot `slots[i]`, which is
-    /// `block * block_size + offset`; rounds to nearest even for bfloat16.
+    /// `block * block_size + offset`. A bfloat16 cache rounds to nearest even.
     ///
     /// # Panics
     /// If shapes do not agree, or a slot is outside the cache.
@@ -72,12 +72,12 @@ impl KvBlocks {
         }
     }
 
-    fn write_as<E: Stored>(&mut self, cpu: &Cpu, k: Rows<'_>, v: Rows<'_>, slots: &[u32]) {
+    fn write_as<E: KvElement>(&mut self, cpu: &Cpu, k: Rows<'_>, v: Rows<'_>, slots: &[u32]) {
         let (keys, values) = (self.keys.as_mut_slice::<E>(), self.values.as_mut_slice::<E>());
         write::write(cpu, self.layout, (k, keys), (v, values), slots);
     }
 
-    /// Does the copies in order.
+    /// Copies the first tokens of blocks to other blocks, one copy after the other.
     ///
     /// # Panics
     /// If a block is outside the cache, or `tokens` exceeds the block size.
@@ -88,7 +88,7 @@ impl KvBlocks {
         }
     }
 
-    fn copy_as<E: Stored>(&mut self, copies: &[BlockCopy]) {
+    fn copy_as<E: KvElement>(&mut self, copies: &[BlockCopy]) {
         let layout = self.layout;
         let (block_len, head_len) = (layout.block_len(), layout.head_len());
         let (keys, values) = (self.keys.as_mut_slice::<E>(), self.values.as_mut_slice::<E>());

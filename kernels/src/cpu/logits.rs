@@ -1,10 +1,10 @@
 //! Passes over one row of logits `[vocab]`, float32: maximum and sum of exponentials, inverse CDF, candidates,
 //! histogram.
 //!
-//! A row is cut into blocks of [`BLOCK`] tokens. A block's exponentials are relative to the block's own maximum, so
-//! that one reading of the row gives both; they are added in a fixed tree, then scaled to the row's maximum, and the
-//! blocks are added in a fixed order in float64: the same bits on every instruction set and for every caller. What the
-//! first pass learns per block lets the later ones touch only the blocks that matter.
+//! A row is cut into blocks of [`VOCAB_BLOCK`] tokens. The exponentials of a block are relative to the block's own
+//! maximum, so that the row is read once for both. They are added in a fixed tree and scaled to the row's maximum, and
+//! the sums of the blocks are added in a fixed order in float64. So the bits are the same on every instruction set and
+//! for every caller. The maxima and sums per block let later passes skip blocks that cannot matter.
 
 #![allow(clippy::needless_range_loop)] // indices, so that vectors stay in registers
 
@@ -14,13 +14,14 @@ use super::lanes::{LANES, Lanes};
 mod select;
 pub use select::{BINS, Bins, Candidate, Measure, candidates, candidates_of_bin, histogram};
 
-/// Tokens per block: short enough that the k-th largest block maximum is a tight bound of the k-th largest logit.
-pub const BLOCK: usize = 128;
-const VECTORS: usize = BLOCK / LANES;
-/// Blocks whose maxima are found before their exponentials are added: no addition waits for a maximum, and their logits
-/// are still in the first-level cache.
+/// Tokens per block. It is short enough for the k-th largest block maximum to be a tight bound of the k-th largest
+/// logit.
+pub const VOCAB_BLOCK: usize = 128;
+const VECTORS: usize = VOCAB_BLOCK / LANES;
+/// How many block maxima are found before the exponentials of these blocks are added. No addition has to wait for a
+/// maximum then, and the logits are still in the first-level cache.
 const BLOCKS_AT_ONCE: usize = 32;
-/// A row with what [`summarise`] has found.
+/// A row of logits, and the maxima that [`summarise`] has found in it.
 #[derive(Clone, Copy)]
 pub struct Row<'a> {
     pub logits: &'a [f32],
@@ -29,7 +30,8 @@ pub struct Row<'a> {
     pub max: f32,
 }
 
-/// The last token that is kept, in the order of descending logits, ties by ascending id.
+/// A bound on the tokens that filters keep: the last token kept, in the order of descending logits, ties by ascending
+/// id.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Bound {
     pub logit: f32,
@@ -37,23 +39,23 @@ pub struct Bound {
 }
 
 impl Bound {
-    /// Keeps every token.
+    /// The bound that keeps every token.
     pub const NONE: Bound = Bound { logit: f32::NEG_INFINITY, id: u32::MAX };
 
     pub fn keeps(&self, logit: f32, id: u32) -> bool {
         logit > self.logit || (logit == self.logit && id <= self.id)
     }
 
-    /// The one that keeps fewer.
+    /// The bound that keeps fewer tokens.
     pub fn tighter(self, other: Bound) -> Bound {
         if self.keeps(other.logit, other.id) { other } else { self }
     }
 
-    /// The lowest logit that is kept of a block, unless that depends on the token.
+    /// The lowest logit of a block that is kept; `None` if that differs between the block's tokens.
     #[inline(always)]
     fn floor(&self, block: usize) -> Option<f32> {
-        let start = block * BLOCK;
-        if start + BLOCK - 1 <= self.id as usize {
+        let start = block * VOCAB_BLOCK;
+        if start + VOCAB_BLOCK - 1 <= self.id as usize {
             Some(self.logit)
         } else if start > self.id as usize {
             Some(self.logit.next_up())
@@ -62,10 +64,10 @@ impl Bound {
         }
     }
 
-    /// A block's logits, those that are not kept or beyond the row `-inf`.
-    fn kept(&self, row: &Row<'_>, block: usize) -> [f32; BLOCK] {
-        let start = block * BLOCK;
-        let mut kept = [f32::NEG_INFINITY; BLOCK];
+    /// The logits of a block, with `-inf` for tokens that are not kept or are beyond the row.
+    fn kept(&self, row: &Row<'_>, block: usize) -> [f32; VOCAB_BLOCK] {
+        let start = block * VOCAB_BLOCK;
+        let mut kept = [f32::NEG_INFINITY; VOCAB_BLOCK];
         for (i, (kept, &logit)) in kept.iter_mut().zip(&row.logits[start..]).enumerate() {
             if self.keeps(logit, (start + i) as u32) {
                 *kept = logit;
@@ -75,22 +77,23 @@ impl Bound {
     }
 }
 
-/// Fills `maxima` with the maximum of each block and `sums` with its `Σ e^((x - max) * scale)`, and returns the row's
-/// maximum and sum; `scale > 0`. NaN is passed over by maxima (an empty or all-NaN block has `-inf`) and makes sums
-/// NaN, as `+inf` does; `-inf` adds 0.
+/// Fills `maxima` with the maximum of each block and `sums` with the sum `Σ e^((x - max) * scale)` of each block, and
+/// returns the maximum and the sum of the row. `scale` must be positive. Maxima ignore NaN (a block of NaN alone has
+/// `-inf`); NaN and `+inf` make sums NaN, and `-inf` adds 0.
 pub fn summarise(isa: Isa, logits: &[f32], scale: f32, maxima: &mut Vec<f32>, sums: &mut Vec<f32>) -> (f32, f64) {
     isa.dispatch(Summarise { logits, scale, maxima, sums })
 }
 
-/// Fills `sums` with `Σ e^((x - max) * scale)` of each block's tokens that `bound` keeps, and returns that of the row.
-/// The row has a finite maximum and no NaN. With [`Bound::NONE`] the same bits as [`summarise`].
+/// Fills `sums` with the sum `Σ e^((x - max) * scale)` over the tokens of each block that `bound` keeps, and returns
+/// the sum of the row. The row must have a finite maximum and no NaN. With [`Bound::NONE`] the bits are those of
+/// [`summarise`].
 pub fn sum_exp(isa: Isa, row: &Row<'_>, scale: f32, bound: Bound, sums: &mut Vec<f32>) -> f64 {
     isa.dispatch(SumExp { row, scale, bound, sums })
 }
 
-/// The first token, in order of ids, at which the running sum of `e^((x - max) * scale)` over the kept ones exceeds
-/// `target`, a value in `[0, total)`. `sums` is [`sum_exp`]'s of the same arguments, with a positive total. A token
-/// whose exponential is 0 is never returned.
+/// Returns the first token, in the order of ids, at which the running sum of `e^((x - max) * scale)` over the kept
+/// tokens exceeds `target`, a value in `[0, total)`. `sums` comes from [`sum_exp`] with the same arguments, and its
+/// total must be positive. A token whose exponential is 0 is never returned.
 pub fn inverse_cdf(isa: Isa, row: &Row<'_>, scale: f32, bound: Bound, sums: &[f32], target: f64) -> usize {
     let (mut block, mut running, mut cumulative) = (None, 0f64, 0f64);
     for (b, &sum) in sums.iter().enumerate() {
@@ -104,12 +107,13 @@ pub fn inverse_cdf(isa: Isa, row: &Row<'_>, scale: f32, bound: Bound, sums: &[f3
     }
     let block = block.expect("the total is positive");
     let mut weights = bound.kept(row, block);
-    isa.dispatch(Weights { block: &mut weights, max: row.max, scale });
-    // Rounding may leave the running sum of the block's tokens a little short of the block's sum: then it is its last.
+    isa.dispatch(WeighBlock { block: &mut weights, max: row.max, scale });
+    // Rounding may leave the running sum of the block's tokens slightly below the block's sum: then the last token is
+    // chosen.
     let mut choice = None;
     for (i, &weight) in weights.iter().enumerate() {
         if weight > 0.0 {
-            choice = Some(block * BLOCK + i);
+            choice = Some(block * VOCAB_BLOCK + i);
             running += f64::from(weight);
             if running > target {
                 break;
@@ -119,31 +123,31 @@ pub fn inverse_cdf(isa: Isa, row: &Row<'_>, scale: f32, bound: Bound, sums: &[f3
     choice.expect("a block with a positive sum has a token with a positive weight")
 }
 
-// No closures from here on: one is compiled without the features of the kernel that it is part of, and unless the
-// compiler happens to inline it, every operation on lanes becomes a call.
+// No closures from here on: a closure is compiled without the target features of the kernel that contains it, and
+// unless the compiler inlines it, every operation on lanes becomes a call.
 
-type Block = [f32; BLOCK];
+type VocabBlock = [f32; VOCAB_BLOCK];
 
-/// The tokens after the last whole block, filled up with `-inf`.
+/// The tokens after the last whole block, padded with `-inf`.
 #[inline(always)]
-fn padded(rest: &[f32]) -> Block {
-    let mut block = [f32::NEG_INFINITY; BLOCK];
+fn padded(rest: &[f32]) -> VocabBlock {
+    let mut block = [f32::NEG_INFINITY; VOCAB_BLOCK];
     block[..rest.len()].copy_from_slice(rest);
     block
 }
 
-/// Asks for the block whose maximum is due when the processor has added those of this turn.
+/// Prefetches the block whose maximum is due after the exponentials of the current blocks.
 #[inline(always)]
-fn fetch<L: Lanes>(block: &Block) {
-    let ahead = block.as_ptr().wrapping_add(BLOCKS_AT_ONCE * BLOCK);
+fn fetch<L: Lanes>(block: &VocabBlock) {
+    let ahead = block.as_ptr().wrapping_add(BLOCKS_AT_ONCE * VOCAB_BLOCK);
     for v in 0..VECTORS {
         L::prefetch_near(ahead.wrapping_add(v * LANES).cast());
     }
 }
 
-/// The largest of a block in each lane.
+/// The largest logit of a block in each lane.
 #[inline(always)]
-fn max_of_block<L: Lanes>(block: &Block) -> L {
+fn max_of_block<L: Lanes>(block: &VocabBlock) -> L {
     let (vectors, lowest) = (block.as_chunks::<LANES>().0, L::splat(f32::NEG_INFINITY));
     let (mut even, mut odd) = (lowest, lowest);
     for pair in vectors.as_chunks::<2>().0 {
@@ -153,10 +157,12 @@ fn max_of_block<L: Lanes>(block: &Block) -> L {
     even.max(odd)
 }
 
-/// `Σ e^((x - max) * scale)` of the tokens not below `floor` in each lane, where `max` is the block's maximum.
+/// The sum `Σ e^((x - max) * scale)` in each lane over a block's tokens that are not below `floor`, or over all if
+/// `ALL`. `max` is the block's maximum.
 #[inline(always)]
-fn sum_of_block<L: Lanes, const ALL: bool>(block: &Block, max: f32, scale: f32, floor: f32) -> L {
-    // Without a token there is nothing to be relative to: this leaves -inf what it is.
+fn sum_of_block<L: Lanes, const ALL: bool>(block: &VocabBlock, max: f32, scale: f32, floor: f32) -> L {
+    // A block without tokens has the maximum -inf, and -inf - -inf would be NaN. A finite maximum leaves its logits
+    // -inf.
     let (max, scale) = (L::splat(max.max(f32::MIN)), L::splat(scale));
     let vectors = block.as_chunks::<LANES>().0;
     let mut sums = [L::zero(); VECTORS];
@@ -179,7 +185,7 @@ fn sum_of_block<L: Lanes, const ALL: bool>(block: &Block, max: f32, scale: f32, 
     sums[0]
 }
 
-/// Makes sums that are relative to each block's maximum relative to the row's, and adds them.
+/// Rescales the sums of blocks, each relative to its block's maximum, to the row's maximum, and returns their total.
 #[inline(always)]
 fn add_blocks<L: Lanes>(maxima: &[f32], max: f32, scale: f32, sums: &mut [f32]) -> f64 {
     let (max, scale) = (L::splat(max.max(f32::MIN)), L::splat(scale));
@@ -219,7 +225,7 @@ impl Kernel for Summarise<'_> {
         let Summarise { logits, scale, maxima, sums } = self;
         maxima.clear();
         sums.clear();
-        let (blocks, rest) = logits.as_chunks::<BLOCK>();
+        let (blocks, rest) = logits.as_chunks::<VOCAB_BLOCK>();
         for blocks in blocks.chunks(BLOCKS_AT_ONCE) {
             let (first, mut lanes) = (maxima.len(), [L::zero(); BLOCKS_AT_ONCE]);
             for (lanes, block) in lanes.iter_mut().zip(blocks) {
@@ -265,7 +271,7 @@ impl Kernel for SumExp<'_> {
     fn run<L: Lanes>(self) -> f64 {
         let SumExp { row, scale, bound, sums } = self;
         sums.clear();
-        let (blocks, rest) = row.logits.as_chunks::<BLOCK>();
+        let (blocks, rest) = row.logits.as_chunks::<VOCAB_BLOCK>();
         for (b, &max) in row.maxima.iter().enumerate() {
             let floor = bound.floor(b);
             sums.push(if max < floor.unwrap_or(bound.logit) {
@@ -284,14 +290,14 @@ impl Kernel for SumExp<'_> {
     }
 }
 
-/// Makes logits weights.
-struct Weights<'a> {
-    block: &'a mut Block,
+/// Replaces the logits of a block by their weights.
+struct WeighBlock<'a> {
+    block: &'a mut VocabBlock,
     max: f32,
     scale: f32,
 }
 
-impl Kernel for Weights<'_> {
+impl Kernel for WeighBlock<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -303,7 +309,7 @@ impl Kernel for Weights<'_> {
     }
 }
 
-/// A function of logits.
+/// A function of logits, computed lane by lane.
 trait OfLogits: Copy {
     fn of<L: Lanes>(self, logits: L) -> L;
 }

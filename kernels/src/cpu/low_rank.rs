@@ -1,34 +1,35 @@
-//! The product of two thin matrices, added to a tile: what merges a LoRA adapter into a weight.
+//! The product of two thin matrices, added to a tile of a weight matrix, which merges a LoRA adapter into it.
 
 #![allow(clippy::needless_range_loop)] // indices, so that accumulators stay in registers
 
 use super::isa::{Isa, Kernel};
 use super::lanes::{LANES, Lanes};
 use super::rows::{Rows, RowsMut};
-use super::tile::{Ahead, Operands, Single, accumulate};
+use super::tile::{Operands, Prefetch, Single, accumulate};
 
-/// Rows of a register tile. Four divide the tiles that weights are merged in.
+/// Rows of a register tile. Merged rows come in tiles whose height is a multiple of four.
 const MR: usize = 4;
 
-/// `out[i][j] += scaling * Σ_k b[i][k] * a[k][j]`: the sum in ascending `k` from zero by fused multiply-add, then
-/// scaled, then added, each rounded to float32. One thread; the same bits on every instruction set.
+/// Computes `out[i][j] += scaling * Σ_k b[i][k] * a[k][j]`. The sum runs in ascending `k` from zero by fused
+/// multiply-add, and is then scaled and added, each step rounded to float32. One thread; the same bits on every
+/// instruction set.
 ///
 /// # Panics
 /// If shapes do not agree.
 pub fn add_low_rank(isa: Isa, b: Rows<'_>, a: Rows<'_>, scaling: f32, out: RowsMut<'_>) {
     assert_eq!((out.rows(), out.width()), (b.rows(), a.width()), "rows of b and columns of a");
     assert_eq!(b.width(), a.rows(), "columns of b and rows of a");
-    isa.dispatch(LowRank { b, a, scaling, out });
+    isa.dispatch(AddLowRank { b, a, scaling, out });
 }
 
-struct LowRank<'a> {
+struct AddLowRank<'a> {
     b: Rows<'a>,
     a: Rows<'a>,
     scaling: f32,
     out: RowsMut<'a>,
 }
 
-impl Kernel for LowRank<'_> {
+impl Kernel for AddLowRank<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -41,9 +42,9 @@ impl Kernel for LowRank<'_> {
     }
 }
 
-impl LowRank<'_> {
-    /// Blocks of `NV` vectors of columns: `a`'s are copied together, so that they stay in the first-level cache
-    /// whatever the stride is, and are padded with zeros.
+impl AddLowRank<'_> {
+    /// Takes `NV` vectors of columns at a time. Their part of `a` is copied to adjacent memory, so that it stays in the
+    /// first-level cache whatever the stride is, and is padded with zeros.
     #[inline(always)]
     fn column_blocks<L: Lanes, const NV: usize>(&mut self) {
         let (rank, width) = (self.a.rows(), self.a.width());
@@ -80,7 +81,7 @@ impl LowRank<'_> {
             assert!(first + ROWS <= self.b.rows());
             let x_row = self.b.stride();
             let w = std::array::from_fn(|v| block.as_ptr().wrapping_add(v * LANES));
-            let (copy, ahead) = (std::ptr::null_mut(), Ahead::Far(x.cast(), 64));
+            let (copy, ahead) = (std::ptr::null_mut(), Prefetch::Far(x.cast(), 64));
             let operands = Operands { x, x_row, x_step: 1, w, w_step: NV * LANES, copy, ahead };
             // SAFETY: rows `first..first + ROWS` of `b` have `rank` elements each, `stride` apart, and the block has
             // `rank` rows of `NV` vectors.
@@ -88,7 +89,7 @@ impl LowRank<'_> {
         }
         let scaling = L::splat(self.scaling);
         if columns.len() == NV * LANES {
-            // Apart from the rest, so that the compiler unrolls the loops and the sums stay in registers.
+            // A loop of its own for whole vectors, so that the compiler unrolls it and the sums stay in registers.
             for m in 0..ROWS {
                 let out = self.out.row_mut(first + m)[columns.clone()].as_mut_ptr();
                 for v in 0..NV {
@@ -114,7 +115,7 @@ mod tests {
     use super::super::testing::Random;
     use super::*;
 
-    /// The definition, element by element.
+    /// One element of the product by its definition.
     fn reference(b: Rows<'_>, a: Rows<'_>, scaling: f32, i: usize, j: usize) -> f32 {
         scaling * (0..a.rows()).fold(0.0, |sum, k| b.row(i)[k].mul_add(a.row(k)[j], sum))
     }

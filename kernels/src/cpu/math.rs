@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-/// `e^x` to about 1 ulp for `x` in `[-87.3, 88.376]`; below it is 0 (so is `-inf`), above it is `e^88.376`.
+/// `e^x` to about 1 ulp for `x` in `[-87.3, 88.376]`; 0 for smaller `x`, also `-inf`; `e^88.376` for larger `x`.
 ///
 /// Range reduction by `x = n ln 2 + r` with `ln 2` in two parts, then the degree-6 polynomial of Cephes' `expf`.
 #[inline(always)]
@@ -20,8 +20,8 @@ pub fn exp(x: f32) -> f32 {
     let p = p.mul_add(r, 1.666_666_5e-1);
     let p = p.mul_add(r, 0.5);
     let y = p.mul_add(r * r, r) + 1.0;
-    // The low bits of `shifted` are n: a shift takes them to the exponent (`n as i32` saturates, which does not
-    // vectorise).
+    // The low bits of `shifted` are n, and a shift takes them to the exponent. (`n as i32` would saturate, which does
+    // not vectorise.)
     let scaled = f32::from_bits(y.to_bits().wrapping_add(shifted.to_bits() << 23));
     if x.is_nan() {
         x
@@ -32,7 +32,7 @@ pub fn exp(x: f32) -> f32 {
     }
 }
 
-/// `x` rounded to nearest even, without branches: the bits of [`bf16::from_f32`].
+/// Rounds `x` to bfloat16, to nearest even and without branches. The bits are those of [`bf16::from_f32`].
 #[inline(always)]
 pub fn round_bf16(x: f32) -> bf16 {
     let bits = x.to_bits();
@@ -41,14 +41,15 @@ pub fn round_bf16(x: f32) -> bf16 {
     bf16::from_bits(if x.is_nan() { quiet } else { rounded } as u16)
 }
 
-/// `x` in float32, without branches: the bits of `f16::to_f32`.
+/// Widens `x` to float32 without branches. The bits are those of `f16::to_f32`.
 #[inline(always)]
 pub fn widen_f16(x: f16) -> f32 {
     const BIAS: u32 = (127 - 15) << 23; // exponents count from 127 in float32, from 15 in float16
     let sign = u32::from(x.to_bits() & 0x8000) << 16;
     let magnitude = u32::from(x.to_bits() & 0x7fff) << 13;
     let normal = magnitude + BIAS;
-    // With the least normal exponent put before it, and its value taken away again.
+    // A denormal's bits with the smallest normal exponent are that power of two plus the value, so the power is
+    // subtracted.
     let subnormal = f32::from_bits(normal + (1 << 23)) - f32::from_bits(BIAS + (1 << 23));
     let quiet = if magnitude > 0x7c00 << 13 { 1 << 22 } else { 0 };
     let bits = match magnitude >> 23 {

@@ -1,8 +1,8 @@
-//! Adapters merged into weights: the arithmetic of PEFT's `merge_adapter()` on the CPU, to the bit.
+//! Merges adapters into weights with the arithmetic of PEFT's `merge_adapter()` on the CPU, bit by bit.
 //!
-//! The orders of the sums are those of PyTorch 2.15 on x86-64, found by experiment. A product sums in ascending `k` by
-//! fused multiply-add, with AVX2 and with AVX-512, up to rank 384; MKL cuts longer sums, and their last bits differ.
-//! The norm of DoRA has eight lanes on both.
+//! The orders of the sums are those of PyTorch 2.15 on x86-64, found by experiment. A matrix product sums in ascending
+//! `k` by fused multiply-add, with AVX2 and with AVX-512, up to rank 384; MKL splits longer sums, and their last bits
+//! differ. The norm of DoRA has eight lanes with both instruction sets.
 
 use std::ops::Range;
 
@@ -19,10 +19,10 @@ use crate::merge::{Change, Delta, Dtype, LowRank, Magnitude, Merge, MergeBase, R
 use crate::tensor::with_f32;
 use crate::weights::RowBits;
 
-/// Rows whose delta is held at once where it cannot be added right away.
+/// Rows of which the delta is held at once, where it cannot be added to the base directly.
 const DELTA_ROWS: usize = 16;
 
-/// Writes the merged rows from row `first_row` of `w` on, some at a time on all threads.
+/// Writes merged rows to `w`, from row `first_row` on. All threads merge some rows at a time.
 pub(super) fn merge_rows(cpu: &Cpu, w: &mut PackedMatrix, first_row: usize, merge: &Merge<'_>) -> Result<()> {
     match &merge.base {
         MergeBase::Read(read) => fill(cpu, w, first_row, merge, *read),
@@ -45,7 +45,7 @@ pub(super) fn merge_rows(cpu: &Cpu, w: &mut PackedMatrix, first_row: usize, merg
     Ok(())
 }
 
-/// Makes the rows of values that `read` gives.
+/// Writes merged rows to `w`, from row `first_row` on; `read` gives the values of the base.
 fn fill(cpu: &Cpu, w: &mut PackedMatrix, first_row: usize, merge: &Merge<'_>, read: &ReadValues<'_>) {
     let Merge { change, rows: all, columns, width, .. } = merge;
     let merged = |rows: Range<usize>, columns: Range<usize>, values: &mut [f32]| {
@@ -63,7 +63,7 @@ fn fill(cpu: &Cpu, w: &mut PackedMatrix, first_row: usize, merge: &Merge<'_>, re
     });
 }
 
-/// Copies `columns` of some rows to `out`, which has so many rows of them.
+/// Copies `columns` of each row to `out`, whose rows have just these columns.
 fn copy_columns<'a>(rows: impl Iterator<Item = &'a [f32]>, columns: Range<usize>, out: &mut [f32]) {
     for (to, from) in out.chunks_exact_mut(columns.len()).zip(rows) {
         to.copy_from_slice(&from[columns.clone()]);
@@ -72,8 +72,8 @@ fn copy_columns<'a>(rows: impl Iterator<Item = &'a [f32]>, columns: Range<usize>
 
 impl Change {
     /// Turns the base's values of these rows and columns of the weight (row-major float32, of serving precision) into
-    /// the changed ones, float32 and not yet rounded. One thread; each element's bits depend on nothing but the base's
-    /// and the adapter's values of its row and column.
+    /// the changed values, in float32 and not yet rounded. It runs on one thread, and the bits of each element depend
+    /// on nothing but the values of the base and the adapter in its row and column.
     pub(super) fn apply(&self, isa: Isa, rows: Range<usize>, columns: Range<usize>, values: &mut [f32]) {
         assert_eq!(values.len(), rows.len() * columns.len(), "values of the rows");
         if values.is_empty() {
@@ -110,7 +110,7 @@ impl LowRank {
         let mut delta = vec![0.0; DELTA_ROWS.min(rows.len()) * width];
         for (first, values) in rows.step_by(DELTA_ROWS).zip(values.chunks_mut(DELTA_ROWS * width)) {
             let delta = &mut delta[..values.len()];
-            // Minus zero is what nothing changes by being added to, not even the sign of a zero.
+            // Minus zero is the value whose addition changes nothing, not even the sign of a zero.
             delta.fill(-0.0);
             let b = b(first, values.len() / width);
             add_low_rank(isa, b, a, self.scaling, RowsMut::dense(delta, width));
@@ -125,7 +125,7 @@ impl LowRank {
 }
 
 impl Magnitude {
-    /// `row`, a whole one, is `w + delta`.
+    /// Multiplies `row`, a whole row of `w + delta`, by `length` over its norm.
     fn scale(&self, row: &mut [f32], length: f32) {
         round(self.sum, row);
         let mut norm = [norm(row)];
@@ -140,7 +140,7 @@ fn add(values: &mut [f32], delta: &[f32]) {
     values.iter_mut().zip(delta).for_each(|(value, delta)| *value += delta);
 }
 
-/// To the nearest of this type, ties to even.
+/// Rounds float32 values to the nearest of this type, ties to even.
 pub fn round(dtype: Dtype, values: &mut [f32]) {
     match dtype {
         Dtype::F32 => {}
@@ -149,8 +149,9 @@ pub fn round(dtype: Dtype, values: &mut [f32]) {
     }
 }
 
-/// The Euclidean norm with the bits of `torch.linalg.norm(weight, dim=1)`: squares are multiplied, then added, in eight
-/// lanes; the lanes are added in order; of what is left, whole fours likewise and the others by fused multiply-add.
+/// The Euclidean norm with the bits of `torch.linalg.norm(weight, dim=1)`: squares are multiplied and then added in
+/// eight lanes, and the lanes are added in order. Of the remaining elements, whole groups of four are multiplied and
+/// then added too, and the last ones are added by fused multiply-add.
 fn norm(row: &[f32]) -> f32 {
     let (eights, rest) = row.as_chunks::<8>();
     let mut lanes = [0.0_f32; 8];

@@ -1,10 +1,10 @@
-//! CPU operators over slices. Activations are float32; weights and KV are bfloat16 or float32.
+//! The operators on the CPU, over slices. Activations are float32; weights and the KV cache are bfloat16 or float32.
 //!
-//! Each operator takes a [`Cpu`] (where it runs) first. Its kernel is written once over [`lanes::Lanes`], 16 float32
-//! lanes with the same operations on every instruction set, so all of them give the same bits. The exceptions are
-//! [`linear()`] with bfloat16 weights and [`paged_attention`] over a bfloat16 cache on `avx512_bf16`: its instruction
-//! takes both factors in bfloat16, so activations, queries and softmax weights are rounded there. It can be emulated on
-//! all others.
+//! The first argument of each operator is a [`Cpu`], which says where it runs. Kernels are written once over
+//! [`lanes::Lanes`], 16 float32 lanes with the same operations on every instruction set, so all instruction sets give
+//! the same bits. The exceptions are [`linear()`] with bfloat16 weights and [`paged_attention`] over a bfloat16 cache
+//! on `avx512_bf16`: its instruction takes both factors in bfloat16, so activations, queries and softmax weights are
+//! rounded first. All other instruction sets can emulate it.
 
 mod activation;
 mod attention;

@@ -1,4 +1,4 @@
-//! Root-mean-square normalisation. The squares are summed in 16 lanes times 4 accumulators, then as a tree.
+//! Root-mean-square normalisation. Squares are summed in 4 accumulators of 16 lanes, which are then added as a tree.
 
 use super::isa::{Isa, Kernel};
 use super::lanes::{LANES, Lanes};
@@ -56,7 +56,7 @@ pub fn add_rms_norm(
     });
 }
 
-/// RMS norm of every head by itself, in place: each row of `x` is heads of `weight.len()` elements.
+/// Normalises every head by itself, in place: each row of `x` has heads of `weight.len()` elements.
 ///
 /// # Panics
 /// If the width of `x` is not a whole number of heads.

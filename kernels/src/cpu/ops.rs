@@ -1,4 +1,4 @@
-//! The operators of a rank on the processor: those over slices, applied to tensors.
+//! The operators of a rank on the CPU: applies the operators over slices to tensors.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -22,16 +22,16 @@ use crate::step::{AttentionShape, Step, StepInput};
 use crate::tensor::{rows, rows_mut, with_f32, with_f32_mut};
 use crate::weights::{ReadRows, RowBits, WriteElements};
 
-/// A thread pool with the memory that operators reuse.
+/// The thread pool of a rank, with the memory that operators reuse.
 pub(crate) struct CpuOps {
     cpu: Cpu,
-    /// One for each thread.
+    /// The sampler of each thread.
     samplers: RefCell<Vec<Sampler>>,
 }
 
-/// A step as the operators here want it, beside what the host says.
+/// The part of a step that is prepared for the operators on the CPU; they read the rest from [`StepInput`].
 struct CpuStep {
-    /// The rows of which logits are wanted.
+    /// The rows whose logits are wanted.
     logits_rows: Vec<u32>,
 }
 

@@ -1,4 +1,4 @@
-//! Weight matrices in the order in which the linear kernel reads them.
+//! Weight matrices stored in the order in which the kernel of linear layers reads them.
 
 use super::isa::{Isa, Kernel};
 use super::lanes::Lanes;
@@ -17,7 +17,7 @@ pub use fill::Fill;
 pub const PANEL: usize = super::lanes::LANES;
 const _: () = assert!(ROW_GROUP == PANEL, "rows are written fastest by panels");
 
-/// Values of a row as they are stored, those that fill its last pair included.
+/// Stored values of a row, including the padding of its last pair.
 fn padded_k(dtype: WeightDtype, k: usize) -> usize {
     match dtype {
         WeightDtype::Bf16 => k.next_multiple_of(2),
@@ -25,10 +25,10 @@ fn padded_k(dtype: WeightDtype, k: usize) -> usize {
     }
 }
 
-/// The values as a matrix of `dtype` would hold them, in float32.
+/// Converts values to those that a matrix of `dtype` would hold, as float32.
 ///
 /// # Panics
-/// If `out` has another length.
+/// If `out` has another length than `values`.
 pub fn to_f32(values: WeightRows<'_>, dtype: WeightDtype, out: &mut [f32]) {
     assert_eq!(values.len(), out.len(), "values of the rows");
     match (values, dtype) {
@@ -41,16 +41,16 @@ pub fn to_f32(values: WeightRows<'_>, dtype: WeightDtype, out: &mut [f32]) {
     }
 }
 
-/// As float32, rounded to `P` between.
-fn widen<P: Stored<S>, S: Copy>(from: &[S], to: &mut [f32])
+/// Rounds values to `P` and widens them to float32.
+fn widen<P: WeightElement<S>, S: Copy>(from: &[S], to: &mut [f32])
 where
-    f32: Stored<P>,
+    f32: WeightElement<P>,
 {
     Isa::detect().dispatch(Widen { from, to, precision: std::marker::PhantomData::<P> });
 }
 
-/// Weights `[n, k]` (output × input features) of a linear layer, in panels of 16 rows: `[n/16][k/2][16][2]` for
-/// bfloat16, `[n/16][k][16]` for float32, padded with zeros to whole panels (and pairs).
+/// Weights `[n, k]` (output features, input features) of a linear layer, stored in panels of 16 rows:
+/// `[n/16][k/2][16][2]` for bfloat16 and `[n/16][k][16]` for float32, padded with zeros to whole panels (and pairs).
 pub struct PackedMatrix {
     dtype: WeightDtype,
     n: usize,
@@ -60,19 +60,19 @@ pub struct PackedMatrix {
 }
 
 impl PackedMatrix {
-    /// All zeros; memory is taken as rows are written.
+    /// A matrix of zeros. Its memory is reserved at once, but pages are taken only as rows are written.
     ///
     /// # Panics
-    /// As for [`PackedMatrix::try_zeros`], and if the system cannot map as much.
+    /// As for [`PackedMatrix::try_zeros`], and if the system cannot map the memory.
     pub fn zeros(dtype: WeightDtype, n: usize, k: usize, leaves: usize) -> PackedMatrix {
         PackedMatrix::try_zeros(MatrixShape { dtype, n, k, leaves })
             .unwrap_or_else(|e| panic!("cannot map memory: {e}"))
     }
 
-    /// All zeros; memory is taken as rows are written.
+    /// A matrix of zeros. Its memory is reserved at once, but pages are taken only as rows are written.
     ///
     /// # Errors
-    /// If the system cannot map as much.
+    /// If the system cannot map the memory.
     ///
     /// # Panics
     /// If a dimension is 0, or `leaves` is not a power of two up to [`MAX_LEAVES`] that cuts `k` into runs of whole
@@ -86,7 +86,7 @@ impl PackedMatrix {
         Ok(PackedMatrix { dtype, n, k, leaves, storage })
     }
 
-    /// What [`bytes`](Self::bytes) will be.
+    /// The memory in bytes of a matrix of this shape, padding included.
     pub fn bytes_for(dtype: WeightDtype, n: usize, k: usize) -> usize {
         n.next_multiple_of(PANEL) * padded_k(dtype, k) * dtype.bytes()
     }
@@ -95,12 +95,12 @@ impl PackedMatrix {
         self.dtype
     }
 
-    /// Output features.
+    /// Output features: rows of the matrix.
     pub fn n(&self) -> usize {
         self.n
     }
 
-    /// Input features.
+    /// Input features: columns of the matrix.
     pub fn k(&self) -> usize {
         self.k
     }
@@ -109,7 +109,7 @@ impl PackedMatrix {
         self.leaves
     }
 
-    /// Memory taken once all rows are written, padding included.
+    /// The memory in bytes that the matrix takes once all its rows are written, padding included.
     pub fn bytes(&self) -> usize {
         self.storage.bytes()
     }
@@ -126,19 +126,19 @@ impl PackedMatrix {
         &self.storage
     }
 
-    /// Writes rows `row0..`, rounding to nearest even where the matrix is bfloat16.
+    /// Writes rows from `row0` on, rounded to nearest even if the matrix is bfloat16.
     ///
     /// # Panics
-    /// If these are not whole rows, or they pass the end.
+    /// If the values are not whole rows, or pass the end of the matrix.
     pub fn write_rows(&mut self, row0: usize, rows: WeightRows<'_>) {
         self.write_columns(row0, rows, self.k, 0);
     }
 
-    /// As [`PackedMatrix::write_rows`], from rows of `width` values of which the matrix has those from `first_column`
-    /// on.
+    /// Writes rows from `row0` on, as [`PackedMatrix::write_rows`] does, from rows of `width` values: the matrix takes
+    /// the columns from `first_column` on.
     ///
     /// # Panics
-    /// If these are not whole rows, they pass the end, or they have not as many columns.
+    /// If the values are not whole rows, pass the end of the matrix, or have too few columns.
     pub fn write_columns(&mut self, row0: usize, rows: WeightRows<'_>, width: usize, first_column: usize) {
         let end = row0 + whole_rows(rows.len(), width);
         assert!(end <= self.n, "rows {row0}..{end} pass the end of a matrix of {} rows", self.n);
@@ -158,22 +158,22 @@ impl PackedMatrix {
         &mut self.storage.as_mut_slice()[panels.start * panel_len..panels.end * panel_len]
     }
 
-    /// The row after `values` values of whole rows from `row0`.
+    /// The row after `values` values of whole rows from `row0` on.
     fn end(&self, row0: usize, values: usize) -> usize {
         let end = row0 + whole_rows(values, self.k);
         assert!(end <= self.n, "rows {row0}..{end} pass the end of a matrix of {} rows", self.n);
         end
     }
 
-    /// Copies row `row`, exact, to `out` of length `k`.
+    /// Copies row `row` to `out` of length `k` as float32, which is exact.
     pub fn read_row(&self, row: usize, out: &mut [f32]) {
         self.read_rows(row, RowBits::F32(out));
     }
 
-    /// Copies whole rows `row0..` as they are stored; bfloat16 may also be read as float32, which is exact.
+    /// Copies whole rows from `row0` on as they are stored. Bfloat16 may also be read as float32, which is exact.
     ///
     /// # Panics
-    /// If `out` is not of whole rows, passes the end, or is bfloat16 for a float32 matrix.
+    /// If `out` does not have whole rows, passes the end of the matrix, or is bfloat16 for a float32 matrix.
     pub fn read_rows(&self, row0: usize, out: RowBits<'_>) {
         match (self.dtype, out) {
             (WeightDtype::Bf16, RowBits::Bf16(out)) => self.read_as::<2, bf16, _>(row0, out, |w| w),
@@ -201,13 +201,13 @@ impl PackedMatrix {
     }
 }
 
-/// How many rows of `width` so many values are.
+/// How many rows of `width` the values are.
 fn whole_rows(values: usize, width: usize) -> usize {
     assert!(values.is_multiple_of(width), "{values} values are no whole rows of {width}");
     values / width
 }
 
-/// Rows of `width` values, of which a matrix takes those from `first_column` on.
+/// Rows of `width` values, of which a matrix takes the columns from `first_column` on.
 #[derive(Clone, Copy)]
 struct Source<'a> {
     rows: WeightRows<'a>,
@@ -215,47 +215,47 @@ struct Source<'a> {
     first_column: usize,
 }
 
-/// An element of a matrix, made from `S` by rounding to nearest even.
-trait Stored<S>: Plain + Default {
+/// An element type of a matrix, made from `S` by rounding to nearest even.
+trait WeightElement<S>: Plain + Default {
     fn rounded(x: S) -> Self;
 }
 
-impl Stored<bf16> for bf16 {
+impl WeightElement<bf16> for bf16 {
     #[inline(always)]
     fn rounded(x: bf16) -> bf16 {
         x
     }
 }
 
-impl Stored<f16> for bf16 {
+impl WeightElement<f16> for bf16 {
     #[inline(always)]
     fn rounded(x: f16) -> bf16 {
         round_bf16(x.to_f32())
     }
 }
 
-impl Stored<f32> for bf16 {
+impl WeightElement<f32> for bf16 {
     #[inline(always)]
     fn rounded(x: f32) -> bf16 {
         round_bf16(x)
     }
 }
 
-impl Stored<bf16> for f32 {
+impl WeightElement<bf16> for f32 {
     #[inline(always)]
     fn rounded(x: bf16) -> f32 {
         f32::from_bits(u32::from(x.to_bits()) << 16)
     }
 }
 
-impl Stored<f16> for f32 {
+impl WeightElement<f16> for f32 {
     #[inline(always)]
     fn rounded(x: f16) -> f32 {
         x.to_f32()
     }
 }
 
-impl Stored<f32> for f32 {
+impl WeightElement<f32> for f32 {
     #[inline(always)]
     fn rounded(x: f32) -> f32 {
         x
@@ -264,7 +264,7 @@ impl Stored<f32> for f32 {
 
 /// Writes rows of length `k`, which start `stride` values apart, to the lanes of a panel from `first_lane` on. `GROUP`
 /// neighbours of a row lie together: 2 for bfloat16, 1 for float32.
-struct Pack<'a, const GROUP: usize, D, S> {
+struct PackLanes<'a, const GROUP: usize, D, S> {
     panel: &'a mut [D],
     first_lane: usize,
     k: usize,
@@ -272,12 +272,12 @@ struct Pack<'a, const GROUP: usize, D, S> {
     stride: usize,
 }
 
-impl<const GROUP: usize, D: Stored<S>, S: Copy> Kernel for Pack<'_, GROUP, D, S> {
+impl<const GROUP: usize, D: WeightElement<S>, S: Copy> Kernel for PackLanes<'_, GROUP, D, S> {
     type Output = ();
 
     #[inline(always)]
     fn run<L: Lanes>(self) {
-        const BLOCK: usize = 64; // elements of a row converted at once, as vectors
+        const BLOCK: usize = 64; // elements of a row that are converted together, as vectors
         let (groups, _) = self.panel.as_chunks_mut::<GROUP>();
         for (block, groups) in groups.chunks_mut(PANEL * BLOCK / GROUP).enumerate() {
             for (lane, row) in self.rows.chunks(self.stride).enumerate() {
@@ -295,16 +295,16 @@ impl<const GROUP: usize, D: Stored<S>, S: Copy> Kernel for Pack<'_, GROUP, D, S>
     }
 }
 
-/// Converts values one by one.
+/// Rounds values to `P` and widens them to float32, one by one.
 struct Widen<'a, P, S> {
     from: &'a [S],
     to: &'a mut [f32],
     precision: std::marker::PhantomData<P>,
 }
 
-impl<P: Stored<S>, S: Copy> Kernel for Widen<'_, P, S>
+impl<P: WeightElement<S>, S: Copy> Kernel for Widen<'_, P, S>
 where
-    f32: Stored<P>,
+    f32: WeightElement<P>,
 {
     type Output = ();
 
@@ -317,7 +317,7 @@ where
 }
 
 /// Embedding lookup: `out[i]` is row `tokens[i] - row_offset` of `weights`, or zeros if this shard of the vocabulary
-/// does not have it.
+/// does not have that row.
 pub fn gather_rows(cpu: &Cpu, weights: &PackedMatrix, tokens: &[u32], row_offset: usize, out: RowsMut<'_>) {
     assert_eq!((out.rows(), out.width()), (tokens.len(), weights.k()), "rows and width of the output");
     let out = out.share();

@@ -12,30 +12,30 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How long a worker looks for the next job before it sleeps: longer than the gap between two operators of one step,
-/// short enough that an idle server takes no processor time.
+/// How long a worker spins for the next job before it sleeps. It is longer than the gap between two operators of a
+/// step, and short enough that an idle server takes no processor time.
 const SPIN: Duration = Duration::from_micros(40);
 
-/// Where operators run: a thread pool, an instruction set and memory that operators reuse from call to call.
-/// One operator at a time; a second one started meanwhile panics.
+/// Where operators run: a thread pool, an instruction set, and memory that operators reuse from call to call. One
+/// operator runs at a time; a second one that starts meanwhile panics.
 pub struct Cpu {
     pool: ThreadPool,
     isa: Isa,
     shared: Mutex<SharedScratch>,
 }
 
-/// Memory of the operator that is running, beside the scratch of each thread.
+/// Memory of the running operator that all its threads share, beside the scratch of each thread.
 #[derive(Default)]
 pub(crate) struct SharedScratch {
     /// Activations packed by `linear`.
     pub packed: Scratch,
-    /// Work items of `paged_attention`, and what those that share rows leave to be folded.
-    pub plan: super::attention::work::Plan,
-    pub records: Scratch,
+    /// The plan of `paged_attention`, and the partial results of its split tasks.
+    pub plan: super::attention::plan::AttentionPlan,
+    pub partials: Scratch,
 }
 
 impl Cpu {
-    /// `threads >= 1`, the caller's included; the fastest instruction set there is.
+    /// A pool of `threads >= 1` threads, the caller's included, with the fastest instruction set of the processor.
     pub fn new(threads: usize) -> Cpu {
         Cpu::with_isa(threads, Isa::detect())
     }
@@ -44,7 +44,7 @@ impl Cpu {
         Cpu::of_rank(0, threads, isa)
     }
 
-    /// As [`Cpu::with_isa`], with threads that are named after the rank.
+    /// A pool as of [`Cpu::with_isa`], whose threads are named after the rank.
     pub fn of_rank(rank: usize, threads: usize, isa: Isa) -> Cpu {
         Cpu { pool: ThreadPool::of_rank(rank, threads), isa, shared: Mutex::default() }
     }
@@ -57,7 +57,7 @@ impl Cpu {
         self.isa
     }
 
-    /// Drops the memory that operators reuse; the next ones take it again.
+    /// Frees the memory that operators reuse. The next operators allocate it again.
     pub fn release(&self) {
         *self.shared() = SharedScratch::default();
         self.pool.release();
@@ -67,8 +67,8 @@ impl Cpu {
         exclusive(&self.shared)
     }
 
-    /// Runs `f(from, to)` on ranges that cover `0..items`, in parallel when all items together are worth waking a
-    /// thread: `cost` is the float32 values that one item reads and writes.
+    /// Runs `f(from, to)` on ranges that cover `0..items`. `cost` is the number of float32 values that one item reads
+    /// and writes; the ranges run in parallel if all items together are worth waking a thread.
     pub(crate) fn for_ranges(&self, items: usize, cost: usize, f: impl Fn(usize, usize) + Sync) {
         const WORTH_A_TASK: usize = 16 * 1024; // about 5 us of a memory-bound loop
         let tasks = (items * cost / WORTH_A_TASK).clamp(1, 4 * self.pool.threads()).min(items.max(1));
@@ -76,11 +76,11 @@ impl Cpu {
     }
 }
 
-/// Threads that wait for jobs. `threads = 1` runs everything on the caller. Dropping it joins its workers.
+/// Threads that wait for jobs. With one thread, everything runs on the caller. Dropping the pool joins its workers.
 pub struct ThreadPool {
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,
-    /// One per thread, the caller's first.
+    /// Scratch memory of each thread, the caller's first.
     scratch: Box<[ThreadScratch]>,
     running: Mutex<()>,
 }
@@ -89,10 +89,11 @@ struct ThreadScratch(UnsafeCell<Scratch>);
 // SAFETY: scratch `i` is touched only by thread `i` of the job that is running, and `running` admits one job.
 unsafe impl Sync for ThreadScratch {}
 
-/// A job's tasks are claimed by counting `next` up. Threads join a job while it is open; the caller closes it when no
-/// task is left and waits for those that joined, so a worker that wakes late delays nobody.
+/// The state of a pool. Threads claim the tasks of a job by incrementing `next`. They join a job while it is open. The
+/// caller closes it when no task is left and waits only for the threads that have joined, so a worker that wakes late
+/// delays nobody.
 struct Shared {
-    /// `epoch << 32 | OPEN | workers inside the job`.
+    /// `epoch << 32 | OPEN | number of workers inside the job`.
     state: AtomicU64,
     next: AtomicUsize,
     job: UnsafeCell<Job>,
@@ -118,12 +119,12 @@ unsafe impl Sync for Shared {}
 unsafe impl Send for Shared {}
 
 impl ThreadPool {
-    /// `threads >= 1` in all: the caller of [`run`](Self::run) and `threads - 1` workers.
+    /// A pool of `threads >= 1` threads in all: the caller of [`run`](Self::run) and `threads - 1` workers.
     pub fn new(threads: usize) -> ThreadPool {
         ThreadPool::of_rank(0, threads)
     }
 
-    /// As [`ThreadPool::new`], with workers that are named after the rank.
+    /// A pool as of [`ThreadPool::new`], whose workers are named after the rank.
     fn of_rank(rank: usize, threads: usize) -> ThreadPool {
         assert!(threads >= 1, "a thread pool needs at least 1 thread");
         unsafe fn nothing(_: *const (), _: usize, _: usize) {}
@@ -150,7 +151,7 @@ impl ThreadPool {
         self.workers.len() + 1
     }
 
-    /// Drops the scratch of every thread.
+    /// Frees the scratch of every thread.
     fn release(&self) {
         let _one_at_a_time = exclusive(&self.running);
         for scratch in &self.scratch {
@@ -159,16 +160,17 @@ impl ThreadPool {
         }
     }
 
-    /// Calls `f` with every task index in `0..tasks`, on the caller and the workers, and returns when all are done.
-    /// A panic in a task becomes one of the caller.
+    /// Calls `f` with every task index in `0..tasks`, on the caller and the workers, and returns when all tasks are
+    /// done. A panic in a task is resumed on the caller.
     ///
     /// # Panics
-    /// If a job of this pool is running already: a task must not start another.
+    /// If a job of this pool is running already: a task must not start another one.
     pub fn run(&self, tasks: usize, f: impl Fn(usize) + Sync) {
         self.run_indexed(tasks, |_, task| f(task));
     }
 
-    /// As [`run`](Self::run), with `len` float32 of unspecified content for the task alone, aligned to 64 bytes.
+    /// Calls `f` with every task index, as [`run`](Self::run) does, and with `len` float32 values of scratch for the
+    /// task alone. The scratch is aligned to 64 bytes; its content is unspecified.
     pub fn run_with_scratch(&self, tasks: usize, len: usize, f: impl Fn(usize, &mut [f32]) + Sync) {
         self.run_indexed(tasks, |thread, task| {
             // SAFETY: see ThreadScratch: the index is this thread's own.
@@ -177,13 +179,14 @@ impl ThreadPool {
         });
     }
 
-    /// Calls `f` with every chunk of `data` (the last may be shorter than `len`) and its index.
+    /// Calls `f` with the index and the elements of every chunk of `len` elements of `data`; the last chunk may be
+    /// shorter.
     pub fn run_chunks<T: Send>(&self, data: &mut [T], len: usize, f: impl Fn(usize, &mut [T]) + Sync) {
         let total = data.len();
         self.run_parts(data, total.div_ceil(len), |i| (i * len).min(total), f);
     }
 
-    /// Calls `f(i, &mut data[start(i)..start(i + 1)])` for every `i < parts`; `start` never falls.
+    /// Calls `f(i, &mut data[start(i)..start(i + 1)])` for every `i < parts`. `start` must be non-decreasing.
     pub(crate) fn run_parts<T: Send>(
         &self,
         data: &mut [T],
@@ -195,7 +198,7 @@ impl ThreadPool {
         self.run(parts, |i| {
             let (from, to) = (start(i), start(i + 1));
             assert!(from <= to && to <= total, "part {i} is {from}..{to} of {total}");
-            // SAFETY: parts are disjoint as `start` never falls.
+            // SAFETY: parts are disjoint: part `i` ends where part `i + 1` starts, and `start` is non-decreasing.
             f(i, unsafe { data.part(from, to - from) });
         });
     }
@@ -273,7 +276,8 @@ impl Shared {
             if self.stop.load(SeqCst) {
                 return None;
             }
-            // After the flag is set the state is looked at once more: the caller opens first, then reads the flag.
+            // The state is read once more after `asleep` is set: the caller opens the job first and reads `asleep`
+            // afterwards, so a wake-up cannot be missed.
             if asleep.load(Relaxed) {
                 std::thread::park();
             } else if start.elapsed() > SPIN {
@@ -299,19 +303,19 @@ impl Shared {
         }
     }
 
-    /// Lets nobody in any more and waits for those inside.
+    /// Closes the job to further threads and waits for those inside.
     fn close(&self) {
         self.state.fetch_and(!OPEN, AcqRel);
         let mut spins = 0_u32;
         while self.state.load(Acquire) & INSIDE != 0 {
             spins += 1;
-            // A worker that lost its processor gets it sooner if this thread does not hold one.
+            // A worker whose thread was preempted runs sooner if this thread yields its processor.
             if spins < 10_000 { std::hint::spin_loop() } else { std::thread::yield_now() }
         }
     }
 }
 
-/// The lock, which nobody else may hold: operators of one pool run one after the other.
+/// Locks a mutex that nobody else may hold: operators of one pool run one after the other.
 fn exclusive<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     match mutex.try_lock() {
         Ok(guard) => guard,

@@ -1,12 +1,12 @@
-//! Rotary position embedding, the half-split form of Hugging Face's `rotate_half`.
+//! Rotary position embedding in the half-split form of Hugging Face's `rotate_half`.
 
 use super::isa::Kernel;
 use super::lanes::Lanes;
 use super::pool::Cpu;
 use super::rows::RowsMut;
 
-/// Rotates in place: each row of `x` is heads of `head_dim`, and element `i` of a head's first half turns with element
-/// `i` of its second half by the angle of `(positions[row], i)`. `cos` and `sin` are `[max_positions, head_dim / 2]`.
+/// Rotates the heads of each row of `x` in place: element `i` of a head's first half and element `i` of its second half
+/// are rotated by the angle of `(positions[row], i)`. `cos` and `sin` are `[max_positions, head_dim / 2]`.
 ///
 /// # Panics
 /// If shapes do not agree, or a position is not in the tables.

@@ -1,8 +1,8 @@
-//! Views of rows of float32, with a stride, so that an operator works on some columns of a wider buffer.
+//! Views of float32 rows with a stride, so that an operator can work on some columns of a wider buffer.
 
 use std::marker::PhantomData;
 
-/// `rows × width` float32; row `i` starts at `i * stride` of the slice.
+/// A view of `rows × width` float32 values; row `i` starts at `i * stride` of the slice.
 #[derive(Clone, Copy)]
 pub struct Rows<'a> {
     data: &'a [f32],
@@ -11,7 +11,7 @@ pub struct Rows<'a> {
     stride: usize,
 }
 
-/// As [`Rows`], to write.
+/// A writable view of `rows × width` float32 values; row `i` starts at `i * stride` of the slice.
 pub struct RowsMut<'a> {
     data: &'a mut [f32],
     rows: usize,
@@ -33,7 +33,7 @@ impl<'a> Rows<'a> {
         Rows { data, rows, width, stride }
     }
 
-    /// Rows one after the other.
+    /// A view of adjacent rows: the stride is `width`.
     pub fn dense(data: &'a [f32], width: usize) -> Rows<'a> {
         assert!(width > 0 && data.len().is_multiple_of(width), "{} values are no rows of width {width}", data.len());
         Rows { data, rows: data.len() / width, width, stride: width }
@@ -72,7 +72,7 @@ impl<'a> RowsMut<'a> {
         RowsMut { data, rows, width, stride }
     }
 
-    /// Rows one after the other.
+    /// A view of adjacent rows: the stride is `width`.
     pub fn dense(data: &'a mut [f32], width: usize) -> RowsMut<'a> {
         let Rows { rows, .. } = Rows::dense(data, width);
         RowsMut { data, rows, width, stride: width }
@@ -92,7 +92,7 @@ impl<'a> RowsMut<'a> {
         self.width
     }
 
-    /// The same rows for the threads of a job.
+    /// Shares the rows with the threads of a job.
     pub(crate) fn share(self) -> SharedRows<'a> {
         let RowsMut { data, width, stride, .. } = self;
         SharedRows { data: SharedSlice::new(data), width, stride }
@@ -139,7 +139,7 @@ impl SharedRows<'_> {
         self.width
     }
 
-    /// Where column `from` of row `i` is.
+    /// The address of column `from` of row `i`.
     #[inline]
     pub fn as_ptr(&self, i: usize, from: usize) -> *const f32 {
         self.data.start.wrapping_add(i * self.stride + from)
@@ -157,7 +157,7 @@ impl SharedRows<'_> {
         unsafe { self.data.part(i * self.stride + from, len) }
     }
 
-    /// All of row `i`.
+    /// All columns of row `i`.
     ///
     /// # Safety
     /// As for [`part`](Self::part).

@@ -1,16 +1,16 @@
-//! Memory: mappings for what is large and lives long, vectors of cache lines for scratch.
+//! Memory: mappings for large and long-lived storage, and buffers of cache lines for scratch.
 
 use half::bf16;
 use memmap2::MmapMut;
 
-/// Zeroed memory in its own mapping, aligned to a page. Pages take memory when they are first written, and all of it
-/// goes back to the operating system when this is dropped.
+/// Zeroed memory in its own mapping, aligned to a page. A page takes memory when it is first written, and all memory
+/// goes back to the operating system when the mapping is dropped.
 pub(crate) struct Mapping(MmapMut);
 
-/// Smaller mappings, of tests, are left alone.
+/// The smallest mapping in bytes for which huge pages are requested. Smaller ones, which tests make, are left alone.
 const SMALLEST_ADVISED: usize = 256 << 10;
 
-/// Types that memory can be looked at as.
+/// Types as which raw memory may be read and written.
 ///
 /// # Safety
 /// Every bit pattern of the type is a value, it has no padding, and its alignment is at most a cache line.
@@ -28,13 +28,14 @@ unsafe impl Plain for [f32; 2] {}
 
 impl Mapping {
     /// # Errors
-    /// If the system cannot map as much.
+    /// If the system cannot map the memory.
     pub fn try_zeroed(bytes: usize) -> std::io::Result<Mapping> {
         let map = MmapMut::map_anon(bytes)?;
         #[cfg(target_os = "linux")]
         if bytes >= SMALLEST_ADVISED {
-            // Advice only: without huge pages the kernels are correct, with more TLB misses. Mappings that are made one
-            // after the other are neighbours, which share huge pages: so those of a small model have them too.
+            // A failure is ignored: without huge pages the kernels are correct, with more TLB misses. Mappings that are
+            // made one after the other are neighbours and can share huge pages, so even those of a small model get
+            // them.
             let _ = map.advise(memmap2::Advice::HugePage);
         }
         Ok(Mapping(map))
@@ -59,12 +60,12 @@ impl Mapping {
 #[repr(C, align(64))]
 struct CacheLine([f32; 16]);
 
-/// A buffer that grows to the largest size asked for and keeps it; aligned to 64 bytes.
+/// A buffer that grows to the largest size requested and keeps it, aligned to 64 bytes.
 #[derive(Default)]
 pub(crate) struct Scratch(Vec<CacheLine>);
 
 impl Scratch {
-    /// `len` float32 of unspecified content.
+    /// `len` float32 values of unspecified content.
     pub fn floats(&mut self, len: usize) -> &mut [f32] {
         self.values(len)
     }

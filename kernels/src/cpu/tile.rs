@@ -1,7 +1,7 @@
-//! The register tile that products are made of: `MR` rows of activations times `NV` vectors of 16 columns.
+//! The register tile of matrix products: accumulators for `MR` rows of activations times `NV` vectors of 16 columns.
 //!
-//! No closures here: a closure has not the target features of the kernel it is part of, and one that the compiler does
-//! not inline calls every intrinsic as a function.
+//! No closures here: a closure is compiled without the target features of the kernel that contains it, and if the
+//! compiler does not inline it, every intrinsic in it becomes a function call.
 
 #![allow(clippy::needless_range_loop)] // indices, for the reason above
 
@@ -11,19 +11,19 @@ use std::marker::PhantomData;
 
 /// How one step of a reduction reads activations and weights.
 pub(crate) trait Format: Send + Sync + 'static {
-    /// One row's activations of one step.
+    /// The activations of one row in one step.
     type X: super::storage::Plain;
-    /// An element of the weights.
+    /// An element of the stored weights.
     type W: super::storage::Plain;
-    /// See [`Kernel::DOT_PAIRS`](super::isa::Kernel::DOT_PAIRS).
+    /// Whether steps use the dot product of bfloat16 pairs, see [`Kernel::DOT_PAIRS`](super::isa::Kernel::DOT_PAIRS).
     const DOT_PAIRS: bool = false;
     /// Elements of the reduction in one step.
     const PER_STEP: usize;
-    /// Whether a step leaves its weights widened to float32.
+    /// Whether a step also stores its weights widened to float32.
     const WIDENS: bool = false;
 
-    /// `acc[m][v] += x[m] · w[v]`, elements of the reduction in ascending order. A format that
-    /// [widens](Self::WIDENS) leaves them at `copy`.
+    /// Adds one step to the accumulators: `acc[m][v] += x[m] · w[v]`, elements of the reduction in ascending order. A
+    /// format that [widens](Self::WIDENS) stores the widened weights at `copy`.
     ///
     /// # Safety
     /// `x + m * x_row` for every `m < MR`, and every `w[v]` for the weights of one step, are readable; `copy` is
@@ -37,12 +37,12 @@ pub(crate) trait Format: Send + Sync + 'static {
     );
 }
 
-/// An element type of which 16 neighbours are widened to float32 lanes.
+/// An element type that is loaded as float32 lanes, 16 neighbours at a time.
 pub(crate) trait Element: super::storage::Plain {
     /// # Safety
     /// `p` is readable for 16 elements.
     unsafe fn load<L: Lanes>(p: *const Self) -> L;
-    /// Two vectors of the reduction's neighbours.
+    /// Loads 16 pairs of elements as two vectors: the first elements of all pairs, and the second ones.
     ///
     /// # Safety
     /// `p` is readable for 32 elements.
@@ -77,18 +77,20 @@ impl Element for bf16 {
     }
 }
 
-/// One element of the reduction a step: 16 neighbouring elements of `E` against one float32.
+/// The format that takes one element of the reduction per step: 16 neighbouring elements of `E` times one float32.
 pub(crate) struct Single<E>(PhantomData<E>);
 
-/// Two elements a step against two float32: 16 pairs of bfloat16, widened as they are read, or of float32 that were
-/// widened before, first all even and then all odd ones.
+/// The format that takes two elements of the reduction per step, times two float32. `Pairs<bf16>` has 16 pairs of
+/// bfloat16, widened as they are read; `Pairs<f32>` has 32 elements widened before, all even ones and then all odd
+/// ones.
 pub(crate) struct Pairs<E>(PhantomData<E>);
 
-/// As [`Pairs`] of bfloat16, which it also leaves widened, panel by panel: other tiles read that as `Pairs<f32>`.
+/// The format of `Pairs<bf16>` that also stores the widened weights, panel by panel, which other tiles read as
+/// `Pairs<f32>`.
 pub(crate) struct Widening;
 
-/// Two elements a step: 16 pairs of bfloat16 against a pair of bfloat16, the bits of a float32; one instruction where
-/// there is one.
+/// The format that takes two elements of the reduction per step as one bfloat16 pair: 16 pairs of weights times a pair
+/// of activations, which is stored as the bits of a float32. It is one instruction where the processor has it.
 pub(crate) struct RoundedPairs;
 
 impl<E: Element> Format for Single<E> {
@@ -220,13 +222,13 @@ pub(crate) const LINE: usize = 64;
 /// The most rows of a register tile on any instruction set.
 pub(crate) const MOST_ROWS: usize = 12;
 
-/// The most rows of a register tile on an instruction set with this many accumulators: two vectors of columns a row are
-/// enough for wide ones to hide what loading and widening weights costs.
+/// The most rows of a register tile on an instruction set with this many accumulators. Two vectors of columns per row
+/// are enough for wide instruction sets to hide the cost of loading and widening weights.
 pub(crate) const fn most_rows(accumulators: usize) -> usize {
     if accumulators >= 2 * MOST_ROWS { MOST_ROWS } else { accumulators }
 }
 
-/// How many vectors of columns, side by side, the tile of so many rows has.
+/// How many vectors of columns a register tile of `rows` rows has side by side.
 pub(crate) const fn tile_width(rows: usize, accumulators: usize) -> usize {
     match accumulators / rows {
         4.. => 4,
@@ -235,7 +237,7 @@ pub(crate) const fn tile_width(rows: usize, accumulators: usize) -> usize {
     }
 }
 
-/// Where a tile reads from: step `s` takes row `m` from `x + s * x_step + m * x_row` and its weights from
+/// Where a register tile reads: step `s` takes row `m` from `x + s * x_step + m * x_row` and its weights from
 /// `w[v] + s * w_step`.
 pub(crate) struct Operands<F: Format, const NV: usize> {
     pub x: *const F::X,
@@ -243,17 +245,17 @@ pub(crate) struct Operands<F: Format, const NV: usize> {
     pub x_step: usize,
     pub w: [*const F::W; NV],
     pub w_step: usize,
-    /// Where a format that widens leaves the weights of all steps.
+    /// Where a format that widens stores the weights of all steps.
     pub copy: *mut f32,
-    pub ahead: Ahead<NV>,
+    pub ahead: Prefetch<NV>,
 }
 
-/// What the steps fetch for later; none of it need be readable.
+/// What the steps prefetch for later. The addresses need not be readable.
 #[derive(Clone, Copy)]
-pub(crate) enum Ahead<const NV: usize> {
-    /// Streams, of each of which every step fetches a cache line into the first-level cache.
+pub(crate) enum Prefetch<const NV: usize> {
+    /// Streams of cache lines; every step prefetches one line of each into the first-level cache.
     Near([*const u8; NV]),
-    /// A stream into the second-level cache, further on by so many bytes with each step.
+    /// One stream into the second-level cache, and the bytes by which it advances with each step.
     Far(*const u8, usize),
 }
 
@@ -267,19 +269,21 @@ pub(crate) unsafe fn accumulate<L: Lanes, F: Format, const MR: usize, const NV: 
     steps: usize,
     operands: &Operands<F, NV>,
 ) {
-    // SAFETY: the caller's promise. Two loops, as one that asks in each step what to fetch takes longer.
+    // SAFETY: the caller's promise. There are two loops because one that decides in each step what to prefetch is
+    // slower.
     unsafe {
         match operands.ahead {
-            Ahead::Near(streams) => steps_of::<L, F, MR, NV, NV>(acc, steps, operands, streams, LINE),
-            Ahead::Far(stream, stride) => steps_of::<L, F, MR, NV, 0>(acc, steps, operands, [stream; NV], stride),
+            Prefetch::Near(streams) => steps_of::<L, F, MR, NV, NV>(acc, steps, operands, streams, LINE),
+            Prefetch::Far(stream, stride) => steps_of::<L, F, MR, NV, 0>(acc, steps, operands, [stream; NV], stride),
         }
     }
 }
 
-/// Fetches `NEAR` streams into the first-level cache, or one into the second.
+/// The loop of [`accumulate`], which prefetches `NEAR` streams into the first-level cache, or one into the second-level
+/// cache if `NEAR` is 0.
 ///
 /// # Safety
-/// As [`accumulate`].
+/// As for [`accumulate`].
 #[inline(always)]
 unsafe fn steps_of<L: Lanes, F: Format, const MR: usize, const NV: usize, const NEAR: usize>(
     acc: &mut [[L; NV]; MR],
@@ -299,12 +303,12 @@ unsafe fn steps_of<L: Lanes, F: Format, const MR: usize, const NV: usize, const 
             streams[v] = streams[v].wrapping_add(stride);
         }
         if MR > 6 {
-            // Activations of so many rows come from the second-level cache, a line and a half each step.
+            // Activations of more than six rows come from the second-level cache, about a line and a half per step.
             let ahead = x.wrapping_add(8 * operands.x_step).cast::<u8>();
             L::prefetch_near(ahead);
             L::prefetch_near(ahead.wrapping_add(LINE));
         }
-        // SAFETY: the caller's promise; the pointers end where their data does, and are not used there.
+        // SAFETY: the caller's promise; after the last step the pointers are at the end of their data and are not used.
         unsafe { F::step(acc, x, operands.x_row, w, copy) };
         x = x.wrapping_add(operands.x_step);
         copy = copy.wrapping_add(NV * F::PER_STEP * LANES);

@@ -1,24 +1,26 @@
-//! Reads the machine's and the process's memory, and how many files it may open, from the operating system (Linux;
-//! elsewhere what is known is less).
+//! Reads the memory of the machine and of the process, and the limit on open files, from the operating system. On other
+//! systems than Linux less is known.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::OnceLock;
 
-/// This process's `statm`, kept open since it was first read: when no descriptor is left its numbers are needed most.
+/// The `statm` file of this process, kept open after the first read: its numbers are needed most when no file
+/// descriptor is left.
 static STATM: OnceLock<Option<File>> = OnceLock::new();
-/// More than its seven numbers have digits.
+/// Bytes of the buffer that `statm` is read to. Its seven numbers have fewer digits.
 const STATM_BYTES: usize = 256;
 
-/// Memory this process can count on, in bytes: the smaller of the machine's and that of any cgroup above it.
+/// The memory in bytes that this process can count on: the smallest of the machine's memory and the limits of all
+/// cgroups that it is in.
 pub fn total_bytes() -> u64 {
     cgroup_limit(Path::new("/sys/fs/cgroup"), &read("/proc/self/cgroup"))
         .map_or_else(machine_bytes, |limit| limit.min(machine_bytes()))
 }
 
-/// Resident memory of the process now, in bytes; 0 where the system does not say. Once it has been asked for it is
-/// known for good, with no descriptor to spare too.
+/// The resident memory of the process in bytes, or 0 where the system does not report it. After the first call it can
+/// be read even when no file descriptor is left.
 pub fn resident_bytes() -> u64 {
     let read = |file: &File| {
         let mut text = [0; STATM_BYTES];
@@ -29,17 +31,17 @@ pub fn resident_bytes() -> u64 {
     STATM.get_or_init(|| File::open("/proc/self/statm").ok()).as_ref().and_then(read).unwrap_or(0) * page_bytes()
 }
 
-/// How many descriptors the process may have; `u64::MAX` where there is no limit.
+/// How many file descriptors the process may have; `u64::MAX` if there is no limit.
 pub fn open_files_limit() -> u64 {
     let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
-    // SAFETY: getrlimit writes one rlimit to the pointer, which is of one; if it fails the limit stays as it is.
+    // SAFETY: getrlimit writes one rlimit, to which the pointer points; if it fails the limit stays as it is.
     unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) };
     limit.rlim_cur
 }
 
-/// Lets all threads allocate from one heap, so that [`trim`] can give all freed memory back: of the further heaps that
-/// glibc makes for threads it gives back what lies in the middle, but not what lies at the end, megabytes each. Must be
-/// called before the process starts a thread (glibc; elsewhere nothing happens).
+/// Makes all threads allocate from one heap, so that [`trim`] can give all freed memory back. glibc makes further heaps
+/// for threads, of which `trim` gives back the middle but not the end, megabytes for each heap. Must be called before
+/// the process starts a thread. Does nothing without glibc.
 pub fn share_one_heap() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     // SAFETY: mallopt takes no pointers and may be called at any time. It leaves every other setting as it is.
@@ -48,7 +50,7 @@ pub fn share_one_heap() {
     }
 }
 
-/// Gives what the allocator keeps of freed memory back to the operating system (glibc; elsewhere nothing happens).
+/// Gives freed memory that the allocator keeps back to the operating system. Does nothing without glibc.
 pub fn trim() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     // SAFETY: malloc_trim takes no pointers and may be called at any time from any thread.
@@ -75,8 +77,8 @@ fn sysconf(name: libc::c_int) -> u64 {
     u64::try_from(unsafe { libc::sysconf(name) }).unwrap_or(0)
 }
 
-/// The tightest limit from the process's cgroup up to the root: `memory.max` (v2) or `memory.limit_in_bytes` (v1).
-/// `membership` is the text of `/proc/self/cgroup`.
+/// The smallest limit from the process's cgroup up to the root: `memory.max` (v2) or `memory.limit_in_bytes` (v1).
+/// `membership` is the content of `/proc/self/cgroup`.
 fn cgroup_limit(root: &Path, membership: &str) -> Option<u64> {
     let mut smallest: Option<u64> = None;
     for line in membership.lines() {
@@ -88,7 +90,8 @@ fn cgroup_limit(root: &Path, membership: &str) -> Option<u64> {
             _ => continue,
         };
         for dir in Path::new(path.trim_start_matches('/')).ancestors() {
-            // "max" (no limit) does not parse; v1's "no limit" is a number near 2^63 that the machine's size undercuts.
+            // "max" (no limit) does not parse. In v1 "no limit" is a number near 2^63, which is above the machine's
+            // memory.
             if let Ok(limit) = read(base.join(dir).join(file)).trim().parse::<u64>() {
                 smallest = Some(smallest.map_or(limit, |s| s.min(limit)));
             }
@@ -109,7 +112,7 @@ mod tests {
 
     #[test]
     fn freed_memory_goes_back_to_the_system() {
-        // Small allocations, so that the allocator does not map and unmap each by itself.
+        // The allocations are small, so that the allocator does not map and unmap each of them separately.
         let small: Vec<Box<[u8; 1024]>> = (0..64 << 10).map(|i| Box::new([i as u8; 1024])).collect();
         let held = resident_bytes();
         drop(small);

@@ -1,43 +1,44 @@
-//! Where keys and values of a unit are in the cache.
+//! Finds the keys and values of a unit in the paged cache.
 
-use super::task::Next;
+use super::task::NextKeys;
 use super::units::{UNIT, VECTORS};
-use super::{AttentionSequence, Call};
+use super::{AttentionCall, AttentionSequence};
 use crate::cpu::lanes::LANES;
 use crate::cpu::tile::Element;
 use crate::kv_layout::KvLayout;
 use std::ops::Range;
 
-/// Keys and values of a unit: by vector of 16 positions, `head_dim` lines of 16 keys, and 16 lines of `head_dim`
-/// values.
+/// Where the keys and values of a unit are. For each vector of 16 positions there are `head_dim` lines of 16 keys and
+/// 16 lines of `head_dim` values.
 #[derive(Clone, Copy)]
 pub(super) struct Unit<E> {
-    /// The first position.
+    /// The first position of the unit.
     pub base: usize,
     pub keys: [*const E; VECTORS],
-    /// From one line of keys to the next.
+    /// Elements from one line of keys to the next.
     pub key_step: usize,
     pub values: [*const E; VECTORS],
 }
 
-/// Cache lines that a tile asks for while it takes a unit: `head_dim` pieces of `step` bytes from each of these
-/// addresses.
+/// Cache lines that a tile prefetches while it processes a unit: from each address on, `head_dim` lines `step` bytes
+/// apart.
 #[derive(Clone, Copy)]
-pub(super) struct Ahead {
+pub(super) struct PrefetchLines {
     pub at: [*const u8; VECTORS],
     pub step: usize,
 }
 
-/// What kernels that ask for nothing have in its place.
-pub(super) const NOWHERE: Ahead = Ahead { at: [std::ptr::null(); VECTORS], step: 0 };
+/// Stands in for the prefetch lines of a kernel that prefetches nothing.
+pub(super) const NO_LINES: PrefetchLines = PrefetchLines { at: [std::ptr::null(); VECTORS], step: 0 };
 
-/// Keys and values of one KV head.
+/// The cached keys and values of one KV head.
 pub(super) struct Blocks<'a, E> {
     layout: &'a KvLayout,
     pub kv_head: usize,
     keys: &'a [E],
     values: &'a [E],
-    /// A unit's keys `[vector][head_dim][16]` and values `[position][head_dim]`, if blocks are not whole vectors.
+    /// Copies of a unit's keys `[vector][head_dim][16]` and values `[position][head_dim]`, for block sizes that are not
+    /// whole vectors.
     gathered: (&'a mut [E], &'a mut [E]),
 }
 
@@ -47,17 +48,17 @@ pub(super) fn gathered_len(layout: &KvLayout) -> usize {
 }
 
 impl<'a, E: Element> Blocks<'a, E> {
-    /// `gathered` has [`gathered_len`] float32.
-    pub fn new(call: &Call<'a>, kv_head: usize, gathered: &'a mut [f32]) -> Blocks<'a, E> {
-        // SAFETY: E is no larger than float32, as aligned, and any bits are a value of it.
+    /// Starts to read the keys and values of `kv_head`. `gathered` has [`gathered_len`] float32 values.
+    pub fn new(call: &AttentionCall<'a>, kv_head: usize, gathered: &'a mut [f32]) -> Blocks<'a, E> {
+        // SAFETY: E is no larger than float32, no more aligned, and any bits are a value of it.
         let gathered = unsafe { gathered.align_to_mut::<E>().1 };
         let half = gathered.len() / 2;
         let (keys, values) = (call.cache.keys().as_slice(), call.cache.values().as_slice());
         Blocks { layout: call.cache.layout(), kv_head, keys, values, gathered: gathered.split_at_mut(half) }
     }
 
-    /// Keys and values of the unit at `base`. Vectors without any of `positions`, which count from there, point to
-    /// memory that must not be read.
+    /// Finds the keys and values of the unit at `base`. `positions` count from `base`; vectors that contain none of
+    /// them get pointers that must not be read.
     pub fn find(&mut self, sequence: &AttentionSequence<'_>, base: usize, positions: Range<usize>) -> Unit<E> {
         let Range { start: from, end: to } = positions;
         let KvLayout { head_dim, block_size, .. } = *self.layout;
@@ -79,10 +80,10 @@ impl<'a, E: Element> Blocks<'a, E> {
         found
     }
 
-    /// Where the keys of a unit begin, vector by vector, to ask for them; vectors that the sequence has not point
-    /// anywhere in the cache.
-    pub fn keys_of(&self, next: Next<'_>) -> [*const E; VECTORS] {
-        let Next { sequence, kv_head, position } = next;
+    /// Where the keys of a unit begin, vector by vector, to prefetch them. Vectors beyond the end of the sequence get
+    /// some address in the cache.
+    pub fn keys_of(&self, next: NextKeys<'_>) -> [*const E; VECTORS] {
+        let NextKeys { sequence, kv_head, position } = next;
         let base = position / UNIT * UNIT;
         let has = (sequence.start_position + sequence.rows).saturating_sub(base);
         std::array::from_fn(|vector| {
@@ -94,14 +95,14 @@ impl<'a, E: Element> Blocks<'a, E> {
         })
     }
 
-    /// Where a KV head's part of a position's block starts, and the position's offset in the block.
+    /// Where the part of a KV head in a position's block starts, and the position's offset in the block.
     fn slot(&self, sequence: &AttentionSequence<'_>, kv_head: usize, position: usize) -> (usize, usize) {
         let block = sequence.block_table[position / self.layout.block_size] as usize;
         let start = (block * self.layout.kv_heads + kv_head) * self.layout.head_len();
         (start, position % self.layout.block_size)
     }
 
-    /// Copies positions of a vector to where whole vectors of them lie together.
+    /// Copies the positions of one vector from their blocks to adjacent lines.
     fn gather(&mut self, sequence: &AttentionSequence<'_>, base: usize, positions: Range<usize>) {
         let KvLayout { head_dim, block_size, .. } = *self.layout;
         for t in positions {

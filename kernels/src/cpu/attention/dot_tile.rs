@@ -1,13 +1,13 @@
-//! Attention of a few pairs of (query row, head) over one unit of positions in products of bfloat16 pairs: the kernel
-//! of one register tile.
+//! The bfloat16 kernel of one register tile: a few queries attend to one unit of positions in dot products of bfloat16
+//! pairs.
 //!
-//! Weights are relative to a reference that follows the largest score only when a score passes it by 2^8: float32 sums
-//! have the room, and the sums need not be rescaled with each unit. The rule looks at nothing but the pair's own
-//! scores.
+//! Softmax weights are relative to a reference score, which is raised to the largest score only when a score exceeds it
+//! by a factor of 2^8. Float32 sums have room for that, and most units need not rescale them. The rule depends on
+//! nothing but the query's own scores.
 
 #![allow(clippy::needless_range_loop)] // no closures, as in `cpu::tile`
 
-use super::blocks::{Ahead, NOWHERE, Unit};
+use super::blocks::{NO_LINES, PrefetchLines, Unit};
 use super::units::{UNIT, VECTORS, state_len};
 use crate::cpu::Isa;
 use crate::cpu::isa::Kernel;
@@ -15,61 +15,64 @@ use crate::cpu::lanes::{LANES, Lanes};
 use half::bf16;
 use std::ops::Range;
 
-/// The most pairs of a task's one tile: by two vectors of positions or columns they fill the registers of AVX-512, and
-/// what is read from memory is read once.
-pub(super) const PAIRS_ALONE: usize = 12;
-/// The most pairs of one tile among several: by four vectors, which takes the fewest loads for a product.
-pub(super) const PAIRS_BESIDE: usize = 6;
-/// How far, as a power of two, a score may pass the reference of its pair.
+/// The most queries of a tile that is the only one of its task. With two vectors of positions or columns each they fill
+/// the registers of AVX-512, and memory is read once.
+pub(super) const QUERIES_ALONE: usize = 12;
+/// The most queries of a tile that is one of several. Each takes four vectors of positions or columns, which needs the
+/// fewest loads per product.
+pub(super) const QUERIES_BESIDE: usize = 6;
+/// How far a score may exceed the reference of its query, as an exponent of 2.
 const SLACK: f32 = 8.0;
 /// The most vectors of positions or of columns side by side.
 const WIDEST: usize = 4;
-/// What stands for a position beside one that is seen, if nobody sees it: it need not have been written.
+/// Zeros in place of an unseen position that is paired with a seen one: its values in the cache may never have been
+/// written.
 static UNSEEN: [bf16; WIDEST * LANES] = [bf16::ZERO; WIDEST * LANES];
 
-/// Pairs of a tile that take a unit together.
-pub(super) struct Part<'a> {
-    /// `[head_dim / 32]` blocks, `query_step` apart, of 16 pairs of bfloat16 of each of this part's pairs.
-    pub queries: &'a [f32],
-    pub query_step: usize,
+/// The queries of a tile that attend to a unit, rounded to bfloat16, and their softmax states.
+pub(super) struct RoundedQueries<'a> {
+    /// The rounded queries: `[head_dim / 32]` blocks, `q_step` apart, of 16 bfloat16 pairs of each query.
+    pub q: &'a [f32],
+    pub q_step: usize,
     pub head_dim: usize,
-    /// Factor of `q · k` that makes scores powers of two.
+    /// The factor of `q · k` that makes scores exponents of 2.
     pub scale: f32,
-    /// The first position of the unit that each pair sees and the one after its last.
-    pub seen: [(u8, u8); PAIRS_ALONE],
-    /// Those that any of the pairs sees.
+    /// The positions of the unit that each query sees, as the first one and the one after the last.
+    pub seen: [(u8, u8); QUERIES_ALONE],
+    /// The positions of the unit that any of the queries sees.
     pub positions: Range<usize>,
-    /// By pair the score that weights are relative to, as a power of two; `-inf` before the first.
+    /// The score that each query's softmax weights are relative to, as an exponent of 2; `-inf` before the first unit.
     pub references: &'a mut [f32],
-    /// `[pairs][state_len]`, see [`state_len`].
+    /// The softmax states `[queries][state_len]`, see [`state_len`].
     pub states: &'a mut [f32],
 }
 
-/// Adds a unit to the states: weights and weighted values.
+/// Adds a unit to the softmax states: scores, softmax weights, then weighted values. The first tile of a unit
+/// prefetches `ahead`.
 ///
 /// # Safety
-/// The keys of every vector of the unit that has one of the part's positions are readable, and the values of these
+/// The keys of every vector of the unit that contains one of the active positions are readable, and the values of these
 /// positions.
-pub(super) unsafe fn take(isa: Isa, part: Part<'_>, unit: &Unit<bf16>, ahead: Option<&[Ahead; 2]>) {
-    macro_rules! pairs {
-        ($($pairs:literal)*) => {
-            match (part.references.len(), ahead) {
+pub(super) unsafe fn take(isa: Isa, active: RoundedQueries<'_>, unit: &Unit<bf16>, ahead: Option<&[PrefetchLines; 2]>) {
+    macro_rules! queries {
+        ($($queries:literal)*) => {
+            match (active.references.len(), ahead) {
                 $(
-                    ($pairs, Some(ahead)) => isa.dispatch(Take::<$pairs, true> { part, unit, ahead }),
-                    ($pairs, None) => isa.dispatch(Take::<$pairs, false> { part, unit, ahead: &[NOWHERE; 2] }),
+                    ($queries, Some(ahead)) => isa.dispatch(Take::<$queries, true> { active, unit, ahead }),
+                    ($queries, None) => isa.dispatch(Take::<$queries, false> { active, unit, ahead: &[NO_LINES; 2] }),
                 )*
-                (n, _) => unreachable!("no attention tile of {n} pairs"),
+                (n, _) => unreachable!("no attention tile of {n} queries"),
             }
         };
     }
-    pairs!(1 2 3 4 5 6 7 8 9 10 11 12)
+    queries!(1 2 3 4 5 6 7 8 9 10 11 12)
 }
 
 struct Take<'a, const MR: usize, const AHEAD: bool> {
-    part: Part<'a>,
+    active: RoundedQueries<'a>,
     unit: &'a Unit<bf16>,
-    /// What is asked for during scores, and during sums.
-    ahead: &'a [Ahead; 2],
+    /// The lines prefetched while scores are computed, and those prefetched while weighted values are added.
+    ahead: &'a [PrefetchLines; 2],
 }
 
 impl<const MR: usize, const AHEAD: bool> Kernel for Take<'_, MR, AHEAD> {
@@ -79,9 +82,9 @@ impl<const MR: usize, const AHEAD: bool> Kernel for Take<'_, MR, AHEAD> {
     #[inline(always)]
     fn run<L: Lanes>(mut self) {
         let mut scores = [[L::splat(f32::NEG_INFINITY); VECTORS]; MR];
-        let (mut vector, end) = (self.part.positions.start / LANES, self.part.positions.end.div_ceil(LANES));
+        let (mut vector, end) = (self.active.positions.start / LANES, self.active.positions.end.div_ceil(LANES));
         while vector < end {
-            if MR <= PAIRS_BESIDE && vector == 0 && end > 2 {
+            if MR <= QUERIES_BESIDE && vector == 0 && end > 2 {
                 self.products::<L, WIDEST>(vector, end, &mut scores);
                 vector += WIDEST;
             } else if end - vector > 1 {
@@ -92,30 +95,30 @@ impl<const MR: usize, const AHEAD: bool> Kernel for Take<'_, MR, AHEAD> {
                 vector += 1;
             }
         }
-        let mut weights = Weights([[0.0; UNIT / 2]; MR]);
+        let mut weights = SoftmaxWeights([[0.0; UNIT / 2]; MR]);
         self.weights(&mut scores, &mut weights);
         let mut column = 0;
-        while MR <= PAIRS_BESIDE && column + WIDEST * LANES <= self.part.head_dim {
+        while MR <= QUERIES_BESIDE && column + WIDEST * LANES <= self.active.head_dim {
             self.columns::<L, WIDEST>(column, &weights);
             column += WIDEST * LANES;
         }
-        while column + 2 * LANES <= self.part.head_dim {
+        while column + 2 * LANES <= self.active.head_dim {
             self.columns::<L, 2>(column, &weights);
             column += 2 * LANES;
         }
-        if column < self.part.head_dim {
+        if column < self.active.head_dim {
             self.columns::<L, 1>(column, &weights);
         }
     }
 }
 
-/// `[pairs]` weights of a unit in order, pairs of bfloat16.
+/// Softmax weights of a unit, `[queries]` of bfloat16 pairs in the order of positions.
 #[repr(align(64))]
-struct Weights<const MR: usize>([[f32; UNIT / 2]; MR]);
+struct SoftmaxWeights<const MR: usize>([[f32; UNIT / 2]; MR]);
 
 impl<const MR: usize, const AHEAD: bool> Take<'_, MR, AHEAD> {
-    /// `scores[m][t] = q[m] · k[t]` for `NV` vectors from `vector` on, side by side. Those from `end` on are not read:
-    /// they get the scores of the last before it.
+    /// Computes the scores `scores[m][t] = q[m] · k[t]` of `NV` vectors of positions, from `vector` on. Vectors from
+    /// `end` on are not read: they get the scores of the last vector before it.
     #[inline(always)]
     fn products<L: Lanes, const NV: usize>(&self, vector: usize, end: usize, scores: &mut [[L; VECTORS]; MR]) {
         let [values, _] = self.ahead;
@@ -127,7 +130,7 @@ impl<const MR: usize, const AHEAD: bool> Take<'_, MR, AHEAD> {
         }
         let step = self.unit.key_step;
         let mut acc = [[L::zero(); NV]; MR];
-        let (mut queries, mut left) = (self.part.queries.as_ptr(), self.part.head_dim / 2);
+        let (mut q, mut left) = (self.active.q.as_ptr(), self.active.head_dim / 2);
         while left > 0 {
             let lines = left.min(LANES);
             for d in 0..lines {
@@ -137,8 +140,8 @@ impl<const MR: usize, const AHEAD: bool> Take<'_, MR, AHEAD> {
                         L::prefetch_near(ahead[v]);
                         ahead[v] = ahead[v].wrapping_add(values.step);
                     }
-                    // SAFETY: a vector's keys are head_dim lines of 16, and head_dim is even; lines of which one
-                    // follows the other are read as one.
+                    // SAFETY: the keys of a vector are head_dim lines of 16, and head_dim is even; two adjacent lines
+                    // are read as one.
                     pairs[v] = unsafe {
                         if step == LANES {
                             L::load(keys[v].cast()).paired_halves()
@@ -149,15 +152,15 @@ impl<const MR: usize, const AHEAD: bool> Take<'_, MR, AHEAD> {
                     keys[v] = keys[v].wrapping_add(2 * step);
                 }
                 for m in 0..MR {
-                    // SAFETY: a block of the queries has 16 pairs of bfloat16 for each of MR pairs or more.
-                    let x = L::splat(unsafe { *queries.add(m * LANES + d) });
+                    // SAFETY: a block of `q` has 16 bfloat16 pairs for each of MR queries or more.
+                    let x = L::splat(unsafe { *q.add(m * LANES + d) });
                     for v in 0..NV {
                         acc[m][v] = acc[m][v].dot_pairs(x, pairs[v]);
                     }
                 }
             }
             left -= lines;
-            queries = queries.wrapping_add(self.part.query_step);
+            q = q.wrapping_add(self.active.q_step);
         }
         for m in 0..MR {
             for v in 0..NV {
@@ -166,17 +169,18 @@ impl<const MR: usize, const AHEAD: bool> Take<'_, MR, AHEAD> {
         }
     }
 
-    /// Hides what pairs do not see, turns scores into weights, rounds these and adds them up as they were rounded.
+    /// Hides positions that a query does not see, turns scores into softmax weights, rounds these to bfloat16 and adds
+    /// the rounded ones to the sum of exponentials.
     #[inline(always)]
-    fn weights<L: Lanes>(&mut self, scores: &mut [[L; VECTORS]; MR], weights: &mut Weights<MR>) {
-        let state_len = state_len(self.part.head_dim);
-        let scale = L::splat(self.part.scale);
+    fn weights<L: Lanes>(&mut self, scores: &mut [[L; VECTORS]; MR], weights: &mut SoftmaxWeights<MR>) {
+        let state_len = state_len(self.active.head_dim);
+        let scale = L::splat(self.active.scale);
         let ones = L::splat(f32::from_bits(0x3f80_3f80));
         for m in 0..MR {
-            let (from, end) = self.part.seen[m];
+            let (from, end) = self.active.seen[m];
             let lanes = &mut scores[m];
             if from > 0 || end < UNIT as u8 {
-                // Bits of a shift by 64 or more are gone.
+                // A shift by 64 or more would overflow: all bits are below such a position.
                 let below = |position: u8| u64::MAX.checked_shl(position.into()).map_or(u64::MAX, |bits| !bits);
                 let seen = below(end) & !below(from);
                 for v in 0..VECTORS {
@@ -185,16 +189,16 @@ impl<const MR: usize, const AHEAD: bool> Take<'_, MR, AHEAD> {
                 }
             }
             let most = lanes[0].max(lanes[1]).max(lanes[2].max(lanes[3]));
-            let state = &mut self.part.states[m * state_len..(m + 1) * state_len];
-            let reference = &mut self.part.references[m];
+            let state = &mut self.active.states[m * state_len..(m + 1) * state_len];
+            let reference = &mut self.active.references[m];
             if *reference == f32::NEG_INFINITY {
-                *reference = most.largest() * self.part.scale;
+                *reference = most.largest() * self.active.scale;
             } else if most.mul_add(scale, L::splat(-*reference)).within(SLACK, f32::INFINITY) != 0 {
-                let raised = most.largest() * self.part.scale;
+                let raised = most.largest() * self.active.scale;
                 rescale::<L>(state, *reference - raised);
                 *reference = raised;
             }
-            // A pair that has seen nothing yet has hidden scores only, and -inf less -inf is no number.
+            // A query that has seen nothing yet has only hidden scores, and `-inf - -inf` would be NaN.
             let less = L::splat(if *reference == f32::NEG_INFINITY { 0.0 } else { -*reference });
             for v in 0..VECTORS {
                 lanes[v] = lanes[v].mul_add(scale, less).exp2();
@@ -207,16 +211,16 @@ impl<const MR: usize, const AHEAD: bool> Take<'_, MR, AHEAD> {
         }
     }
 
-    /// `sums[m][columns] += weights[m][t] * v[t][columns]` for the part's positions, two at a time in order, `NV`
-    /// vectors of columns.
+    /// Adds weighted values to `NV` vectors of columns: `sums[m][columns] += Σ weights[m][t] * v[t][columns]` over the
+    /// active positions `t`, two at a time in order.
     #[inline(always)]
-    fn columns<L: Lanes, const NV: usize>(&mut self, column: usize, weights: &Weights<MR>) {
-        let Range { start: from, end: to } = self.part.positions;
-        let (head_dim, [_, keys]) = (self.part.head_dim, self.ahead);
+    fn columns<L: Lanes, const NV: usize>(&mut self, column: usize, weights: &SoftmaxWeights<MR>) {
+        let Range { start: from, end: to } = self.active.positions;
+        let (head_dim, [_, keys]) = (self.active.head_dim, self.ahead);
         let state_len = state_len(head_dim);
         let mut acc = [[L::zero(); NV]; MR];
         for m in 0..MR {
-            let (sums, _) = self.part.states[m * state_len + LANES + column..].as_chunks::<LANES>();
+            let (sums, _) = self.active.states[m * state_len + LANES + column..].as_chunks::<LANES>();
             for v in 0..NV {
                 acc[m][v] = L::from_array(&sums[v]);
             }
@@ -236,7 +240,7 @@ impl<const MR: usize, const AHEAD: bool> Take<'_, MR, AHEAD> {
                         L::prefetch_near(ahead.wrapping_add(v * keys.step));
                     }
                     let (even, odd) = (even.wrapping_add(v * LANES), odd.wrapping_add(v * LANES));
-                    // SAFETY: positions of the part have head_dim values, and what stands for others has NV vectors.
+                    // SAFETY: active positions have head_dim values, and `UNSEEN` has NV vectors.
                     unsafe {
                         if v % 2 == 0 && v + 1 < NV {
                             (pairs[v], pairs[v + 1]) = L::load(even.cast()).paired_with(L::load(odd.cast()));
@@ -255,7 +259,7 @@ impl<const MR: usize, const AHEAD: bool> Take<'_, MR, AHEAD> {
             }
         }
         for m in 0..MR {
-            let (sums, _) = self.part.states[m * state_len + LANES + column..].as_chunks_mut::<LANES>();
+            let (sums, _) = self.active.states[m * state_len + LANES + column..].as_chunks_mut::<LANES>();
             for v in 0..NV {
                 sums[v] = acc[m][v].to_array();
             }
@@ -263,7 +267,7 @@ impl<const MR: usize, const AHEAD: bool> Take<'_, MR, AHEAD> {
     }
 }
 
-/// Multiplies a state by a power of two.
+/// Multiplies a softmax state by `2^power`.
 #[inline(always)]
 fn rescale<L: Lanes>(state: &mut [f32], power: f32) {
     let factor = L::splat(power).exp2();
@@ -273,8 +277,8 @@ fn rescale<L: Lanes>(state: &mut [f32], power: f32) {
     }
 }
 
-/// Rounds a query to bfloat16: pairs of 32 elements go to `to[0]`, of the next 32 to `to[step]`, and so on. Asks for
-/// the query `ahead` float32 further on.
+/// Rounds a query to bfloat16 pairs: its first 32 elements go to `to[0]`, the next 32 to `to[step]`, and so on.
+/// Prefetches the query `ahead` float32 values further on.
 pub(super) fn round_query(isa: Isa, query: &[f32], ahead: usize, to: &mut [[f32; LANES]], step: usize) {
     isa.dispatch(RoundQuery { query, ahead, to, step });
 }

@@ -1,187 +1,190 @@
-//! A task of attention in products of bfloat16 pairs, for a cache of bfloat16 on a processor (or an emulation) that has
-//! an instruction for these. Queries are rounded to bfloat16 once, and so are the softmax weights; sums are float32.
+//! A task of attention in dot products of bfloat16 pairs, for a bfloat16 cache on a processor (or an emulation) that
+//! has an instruction for these. Queries and softmax weights are rounded to bfloat16 once; sums are float32.
 //!
-//! Tiles are cut anew for each unit, of the pairs whose turn it is: all that a tile needs lies by pair.
+//! The tiles are chosen anew for each unit from the queries that see it. This is possible because all state is kept per
+//! query.
 
-use super::Call;
-use super::blocks::{Ahead, Blocks, gathered_len};
-use super::dot_tile::{PAIRS_ALONE, PAIRS_BESIDE, Part, round_query, take};
+use super::AttentionCall;
+use super::blocks::{Blocks, PrefetchLines, gathered_len};
+use super::dot_tile::{QUERIES_ALONE, QUERIES_BESIDE, RoundedQueries, round_query, take};
+use super::plan::AttentionTask;
 use super::span::fold;
-use super::task::{Next, Turn, each_turn, places_of, put};
-use super::units::{SPAN, TilePairs, UNIT, state_len};
-use super::work::Task;
+use super::task::{NextKeys, Pass, each_pass, places_of, put};
+use super::units::{SPAN, TileSize, UNIT, state_len};
 use crate::cpu::lanes::LANES;
 use crate::cpu::rows::SharedSlice;
 use crate::kv_layout::KvLayout;
 use half::bf16;
 use std::ops::Range;
 
-/// What the plan cuts tasks by.
-pub(super) const TILE_PAIRS: TilePairs = TilePairs { alone: PAIRS_ALONE, beside: PAIRS_BESIDE };
-const MOST_PAIRS: usize = TILE_PAIRS.most_of_task();
+/// The tile sizes that the plan uses to cut the call into tasks.
+pub(super) const TILE_SIZE: TileSize = TileSize { alone: QUERIES_ALONE, beside: QUERIES_BESIDE };
+const MOST_QUERIES: usize = TILE_SIZE.most_of_task();
 
-/// Float32 values of scratch that [`run`] needs: a unit's keys and values in whole vectors, for block sizes that are
-/// not; two states and the query of each pair.
+/// Float32 values of scratch that [`run`] needs: copies of a unit's keys and values for block sizes that are not whole
+/// vectors, and two softmax states and the rounded query for each query.
 pub(super) fn scratch_len(layout: &KvLayout) -> usize {
-    gathered_len(layout) + MOST_PAIRS * (2 * state_len(layout.head_dim) + query_len(layout.head_dim))
+    gathered_len(layout) + MOST_QUERIES * (2 * state_len(layout.head_dim) + query_len(layout.head_dim))
 }
 
-/// Float32 values of scratch that hold a query: whole vectors of 16 pairs of bfloat16; half of the last may be zeros.
+/// Float32 values that hold one rounded query: whole vectors of 16 bfloat16 pairs. The second half of the last vector
+/// may be zeros.
 fn query_len(head_dim: usize) -> usize {
     head_dim.div_ceil(2 * LANES) * LANES
 }
 
-/// Computes the outputs of the task's pairs, or their records.
+/// Computes the outputs of the task's queries, or their partial results.
 pub(super) fn run<'a>(
-    call: &Call<'a>,
-    task: &Task,
-    after: Next<'a>,
-    records: &SharedSlice<'_, f32>,
+    call: &AttentionCall<'a>,
+    task: &AttentionTask,
+    after: NextKeys<'a>,
+    partials: &SharedSlice<'_, f32>,
     scratch: &mut [f32],
 ) {
     let layout = call.cache.layout();
     let (gathered, rest) = scratch.split_at_mut(gathered_len(layout));
-    let mut pairs = Pairs::new(call, task, rest);
+    let mut queries = TaskQueries::new(call, task, rest);
     let mut blocks = Blocks::new(call, task.kv_head as usize, gathered);
-    each_turn(call, task, after, |turn| pairs.units(call, &mut blocks, &turn));
-    put(call, task, pairs.results(call), records);
+    each_pass(call, task, after, |pass| queries.units(call, &mut blocks, &pass));
+    put(call, task, queries.results(call), partials);
 }
 
-/// The pairs of a task.
-struct Pairs<'a> {
-    /// The first position that each sees and the one after its last.
-    seen: [(usize, usize); MOST_PAIRS],
-    /// To what the weights of the span that is being computed are relative, and those of the spans before it.
-    reference: [f32; MOST_PAIRS],
-    reference_before: [f32; MOST_PAIRS],
-    /// `[pairs][state_len]`, of the span that is being computed, and of the spans before it.
+/// The queries of a task, and their softmax states.
+struct TaskQueries<'a> {
+    /// The first position that each query sees and the one after the last.
+    seen: [(usize, usize); MOST_QUERIES],
+    /// The reference scores that softmax weights are relative to, per query: of the span being computed, and of the
+    /// spans before it.
+    reference: [f32; MOST_QUERIES],
+    reference_before: [f32; MOST_QUERIES],
+    /// Softmax states `[queries][state_len]`: of the span being computed, and of the spans before it.
     states: &'a mut [f32],
     states_before: &'a mut [f32],
-    /// `[head_dim / 32][pairs][16]` pairs of bfloat16.
-    queries: &'a [f32],
+    /// The rounded queries: `[head_dim / 32][queries][16]` pairs of bfloat16.
+    q: &'a [f32],
     count: usize,
 }
 
-impl<'a> Pairs<'a> {
-    fn new(call: &Call<'_>, task: &Task, memory: &'a mut [f32]) -> Pairs<'a> {
+impl<'a> TaskQueries<'a> {
+    fn new(call: &AttentionCall<'_>, task: &AttentionTask, memory: &'a mut [f32]) -> TaskQueries<'a> {
         let head_dim = call.cache.layout().head_dim;
-        let count = task.pairs as usize;
+        let count = task.queries as usize;
         let (states, rest) = memory.split_at_mut(count * state_len(head_dim));
         let (states_before, rest) = rest.split_at_mut(count * state_len(head_dim));
-        let queries = &mut rest[..count * query_len(head_dim)];
+        let q = &mut rest[..count * query_len(head_dim)];
         states.fill(0.0);
-        let mut seen = [(0, 0); MOST_PAIRS];
-        for (pair, place) in places_of(call, task).enumerate() {
-            seen[pair] = place.seen;
-            let query = &call.q.row(place.row)[place.column..][..head_dim];
-            // Queries of rows to come are on their way meanwhile.
-            round_query(call.isa, query, 4 * call.q.stride(), &mut queries.as_chunks_mut().0[pair..], count);
+        let mut seen = [(0, 0); MOST_QUERIES];
+        for (query, place) in places_of(call, task).enumerate() {
+            seen[query] = place.seen;
+            let elements = &call.q.row(place.row)[place.column..][..head_dim];
+            // The query four rows further on is prefetched.
+            round_query(call.isa, elements, 4 * call.q.stride(), &mut q.as_chunks_mut().0[query..], count);
         }
-        let none = [f32::NEG_INFINITY; MOST_PAIRS];
-        Pairs { seen, reference: none, reference_before: none, states, states_before, queries, count }
+        let none = [f32::NEG_INFINITY; MOST_QUERIES];
+        TaskQueries { seen, reference: none, reference_before: none, states, states_before, q, count }
     }
 
-    /// Takes the turn's pairs over its positions.
-    fn units(&mut self, call: &Call<'_>, blocks: &mut Blocks<'_, bf16>, turn: &Turn<'_>) {
-        let each = self.seen[turn.pairs.clone()].iter();
-        let each = each.map(|(from, end)| *from.max(&turn.positions.start)..*end.min(&turn.positions.end));
+    /// Runs the queries of a pass over its positions, unit by unit.
+    fn units(&mut self, call: &AttentionCall<'_>, blocks: &mut Blocks<'_, bf16>, pass: &Pass<'_>) {
+        let each = self.seen[pass.queries.clone()].iter();
+        let each = each.map(|(from, end)| *from.max(&pass.positions.start)..*end.min(&pass.positions.end));
         let all = each.filter(|seen| !seen.is_empty()).reduce(|a, b| a.start.min(b.start)..a.end.max(b.end));
         let Range { start, end } = all.unwrap_or(0..0);
         for base in (start / UNIT * UNIT..end).step_by(UNIT) {
-            let unit = blocks.find(turn.sequence, base, start.saturating_sub(base)..(end - base).min(UNIT));
-            // What is needed next is on its way while the first tile multiplies: values during scores; during sums the
-            // keys of the next unit, or of the sample whose turn is next.
+            let unit = blocks.find(pass.sequence, base, start.saturating_sub(base)..(end - base).min(UNIT));
+            // The first tile of a unit prefetches what is read next: the unit's values while it computes scores, and
+            // while it adds weighted values the keys of the next unit, or of the next pass.
             let next = if gathered_len(call.cache.layout()) > 0 {
                 unit.keys
             } else if base + UNIT < end {
-                blocks.keys_of(Next { sequence: turn.sequence, kv_head: blocks.kv_head, position: base + UNIT })
+                blocks.keys_of(NextKeys { sequence: pass.sequence, kv_head: blocks.kv_head, position: base + UNIT })
             } else {
-                blocks.keys_of(turn.next)
+                blocks.keys_of(pass.next)
             };
             let step = 2 * LANES * size_of::<bf16>();
-            let ahead = [unit.values, next].map(|at| Ahead { at: at.map(<*const bf16>::cast), step });
+            let ahead = [unit.values, next].map(|at| PrefetchLines { at: at.map(<*const bf16>::cast), step });
             let mut ahead = Some(&ahead);
-            let taking = self.taking(&turn.pairs, base);
+            let taking = self.taking(&pass.queries, base);
             let count = taking.len();
-            let tiles = if count <= PAIRS_ALONE { 1 } else { count.div_ceil(PAIRS_BESIDE) };
+            let tiles = if count <= QUERIES_ALONE { 1 } else { count.div_ceil(QUERIES_BESIDE) };
             for i in 0..tiles {
                 let range = taking.start + count * i / tiles..taking.start + count * (i + 1) / tiles;
-                if let Some(part) = self.part(call, range, base, &turn.positions) {
-                    // SAFETY: `find` has found what any pair sees.
-                    unsafe { take(call.isa, part, &unit, ahead.take()) };
+                if let Some(active) = self.active(call, range, base, &pass.positions) {
+                    // SAFETY: `find` has found all positions that any of the queries sees.
+                    unsafe { take(call.isa, active, &unit, ahead.take()) };
                 }
             }
             if (base + UNIT).is_multiple_of(SPAN) {
-                self.fold(call, turn.pairs.clone());
+                self.fold(call, pass.queries.clone());
             }
         }
     }
 
-    /// Those of `pairs` from the first to the last that sees some of the unit at `base`.
-    fn taking(&self, pairs: &Range<usize>, base: usize) -> Range<usize> {
-        let sees = |pair: &usize| self.seen[*pair].0 < base + UNIT && base < self.seen[*pair].1;
-        let first = pairs.clone().find(sees).unwrap_or(pairs.end);
-        let last = pairs.clone().rfind(sees).unwrap_or(first);
-        first..pairs.end.min(last + 1)
+    /// The queries from the first to the last of `queries` that sees a position of the unit at `base`.
+    fn taking(&self, queries: &Range<usize>, base: usize) -> Range<usize> {
+        let sees = |query: &usize| self.seen[*query].0 < base + UNIT && base < self.seen[*query].1;
+        let first = queries.clone().find(sees).unwrap_or(queries.end);
+        let last = queries.clone().rfind(sees).unwrap_or(first);
+        first..queries.end.min(last + 1)
     }
 
-    /// Pairs that take the unit at `base` as one tile, if any of them sees some of it.
-    fn part(
+    /// The kernel's view of `queries` for the unit at `base`, or `None` if none of them sees a position of it.
+    fn active(
         &mut self,
-        call: &Call<'_>,
-        pairs: Range<usize>,
+        call: &AttentionCall<'_>,
+        queries: Range<usize>,
         base: usize,
         positions: &Range<usize>,
-    ) -> Option<Part<'_>> {
+    ) -> Option<RoundedQueries<'_>> {
         let head_dim = call.cache.layout().head_dim;
         let whole = |seen: &(usize, usize)| seen.0 <= base && base + UNIT <= seen.1;
-        let (mut seen, mut all) = ([(0, UNIT as u8); PAIRS_ALONE], 0..UNIT);
-        // Most tiles of a long prompt see all of a unit: they are spared what follows.
-        if positions.start > base || positions.end < base + UNIT || !self.seen[pairs.clone()].iter().all(whole) {
+        let (mut seen, mut all) = ([(0, UNIT as u8); QUERIES_ALONE], 0..UNIT);
+        // Most tiles of a long prompt see the whole unit: they skip the search for the visible positions.
+        if positions.start > base || positions.end < base + UNIT || !self.seen[queries.clone()].iter().all(whole) {
             let inside =
                 |position: usize| position.clamp(positions.start, positions.end).saturating_sub(base).min(UNIT) as u8;
-            for (seen, pair) in seen.iter_mut().zip(pairs.clone()) {
-                *seen = (inside(self.seen[pair].0), inside(self.seen[pair].1));
+            for (seen, query) in seen.iter_mut().zip(queries.clone()) {
+                *seen = (inside(self.seen[query].0), inside(self.seen[query].1));
             }
-            let each = seen[..pairs.len()].iter().filter(|(from, end)| from < end);
+            let each = seen[..queries.len()].iter().filter(|(from, end)| from < end);
             let each = each.map(|(from, end)| usize::from(*from)..usize::from(*end));
             all = each.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end))?;
         }
         let state_len = state_len(head_dim);
-        Some(Part {
-            queries: &self.queries[pairs.start * LANES..],
-            query_step: self.count * LANES,
+        Some(RoundedQueries {
+            q: &self.q[queries.start * LANES..],
+            q_step: self.count * LANES,
             head_dim,
             scale: call.shape.scale * std::f32::consts::LOG2_E,
             seen,
             positions: all,
-            references: &mut self.reference[pairs.clone()],
-            states: &mut self.states[pairs.start * state_len..pairs.end * state_len],
+            references: &mut self.reference[queries.clone()],
+            states: &mut self.states[queries.start * state_len..queries.end * state_len],
         })
     }
 
-    /// Ends a span of these pairs.
-    fn fold(&mut self, call: &Call<'_>, pairs: Range<usize>) {
-        if pairs == (0..self.count)
-            && self.reference_before[pairs.clone()].iter().all(|none| *none == f32::NEG_INFINITY)
+    /// Ends a span of these queries: folds its states into those of the spans before it.
+    fn fold(&mut self, call: &AttentionCall<'_>, queries: Range<usize>) {
+        if queries == (0..self.count)
+            && self.reference_before[queries.clone()].iter().all(|none| *none == f32::NEG_INFINITY)
         {
-            // The first span of all: there is nothing to add it to.
+            // For the first span there is nothing to fold into, so the buffers are swapped.
             std::mem::swap(&mut self.states, &mut self.states_before);
             std::mem::swap(&mut self.reference, &mut self.reference_before);
             return self.states.fill(0.0);
         }
         let state_len = state_len(call.cache.layout().head_dim);
-        let at = pairs.start * state_len..pairs.end * state_len;
+        let at = queries.start * state_len..queries.end * state_len;
         let (later, before) = (&mut self.states[at.clone()], &mut self.states_before[at]);
-        fold(call.isa, &mut self.reference_before[pairs.clone()], before, &self.reference[pairs.clone()], later);
+        fold(call.isa, &mut self.reference_before[queries.clone()], before, &self.reference[queries.clone()], later);
         later.fill(0.0);
-        self.reference[pairs].fill(f32::NEG_INFINITY);
+        self.reference[queries].fill(f32::NEG_INFINITY);
     }
 
-    /// Ends the last span of all pairs: what weights are relative to, and the state of each.
-    fn results(&mut self, call: &Call<'_>) -> impl Iterator<Item = (f32, &[f32])> {
+    /// Ends the last span of all queries, and returns the reference score and the softmax state of each.
+    fn results(&mut self, call: &AttentionCall<'_>) -> impl Iterator<Item = (f32, &[f32])> {
         let state_len = state_len(call.cache.layout().head_dim);
-        let Pairs { reference, reference_before, states, states_before, count, .. } = self;
+        let TaskQueries { reference, reference_before, states, states_before, count, .. } = self;
         let (later, before) = (&mut reference[..*count], &mut reference_before[..*count]);
         if before.iter().any(|before| *before != f32::NEG_INFINITY) {
             fold(call.isa, before, states_before, later, states);

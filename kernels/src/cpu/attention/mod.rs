@@ -1,13 +1,15 @@
-//! Attention of query rows over a paged cache, for any mix of prefill chunks and decodes.
+//! Attention of query rows over a paged KV cache, for any mix of prefill chunks and decode rows in one call.
 //!
-//! A query row takes its keys in units of 64 absolute positions, in order, with an online softmax from unit to unit;
-//! inside a unit, positions in order. Each span of 512 positions begins a softmax of its own, and spans are folded in
-//! order. Which rows and heads share a register tile, which sequences share a call, which thread takes a span and where
-//! blocks lie in memory has no part in it: chunked is whole, and alone is in a batch, bit for bit.
+//! A query is one row of one query head. It attends to its keys in units of 64 absolute positions, in order, with an
+//! online softmax from unit to unit, and takes the positions inside a unit in order. Every span of 512 absolute
+//! positions starts a new softmax, and the results of the spans are folded in order. The order depends on nothing else:
+//! not on which queries share a register tile, which sequences share a call, which thread takes a span, or where the KV
+//! blocks lie in memory. So chunked prefill gives the bits of whole prefill, and a sequence alone gives the bits that
+//! it has in any batch.
 //!
-//! There are two arithmetics: float32 products of queries and weights with keys and values that are widened as they are
-//! read ([`tile`], [`mod@unit`]), and products of bfloat16 pairs ([`dots`], [`dot_tile`]) where an instruction set has
-//! these.
+//! There are two arithmetics. [`tile`] and [`mod@unit`] multiply in float32 and widen keys and values as they are read.
+//! [`dots`] and [`dot_tile`] multiply pairs of bfloat16, for an instruction set that has an instruction for these dot
+//! products.
 
 use super::isa::Isa;
 use super::kv::KvBlocks;
@@ -20,20 +22,21 @@ use half::bf16;
 mod blocks;
 mod dot_tile;
 mod dots;
-mod plan;
+pub(crate) mod plan;
+mod planner;
 mod span;
 mod task;
 mod tile;
 mod unit;
 mod units;
-pub(crate) mod work;
 
-use plan::Planner;
-use task::{Next, finish};
-use units::{TilePairs, record_len, state_len};
+use planner::Planner;
+use task::{NextKeys, finish};
+use units::{TileSize, partial_len, state_len};
 
-/// `out[row] = softmax(scale * q[row] · K) V` per head, over positions `[max(0, p + 1 - window), p]` for a row at `p`.
-/// `q` and `out` are `[rows, heads * head_dim]`; rows of no sequence are not touched.
+/// Computes `out[row] = softmax(scale * q[row] · K) V` per head, where a row at position `p` sees the positions
+/// `[max(0, p + 1 - window), p]`. `q` and `out` are `[rows, heads * head_dim]`; rows that belong to no sequence are
+/// left as they are.
 ///
 /// # Panics
 /// If shapes do not agree, a block table is too short or names a block outside the cache, or sequences share rows.
@@ -54,30 +57,31 @@ pub fn paged_attention(
     check_sequences(sequences, q.rows(), cache);
 
     let dots = layout.dtype == KvDtype::Bf16 && cpu.isa().rounds_activations();
-    let tile = if dots { dots::TILE_PAIRS } else { TilePairs::new(cpu.isa().accumulators()) };
+    let tile = if dots { dots::TILE_SIZE } else { TileSize::new(cpu.isa().accumulators()) };
     let mut shared = cpu.shared();
-    let SharedScratch { plan, records, .. } = &mut *shared;
+    let SharedScratch { plan, partials, .. } = &mut *shared;
     Planner { shape, sequences, layout: &layout, tile, threads: cpu.pool().threads() }.plan(plan);
-    let records = records.floats(plan.records * record_len(layout.head_dim));
-    let call = Call { isa: cpu.isa(), q, shape, sequences, cache, out: out.share() };
-    let shared = SharedSlice::new(records);
+    let partials = partials.floats(plan.partials * partial_len(layout.head_dim));
+    let call = AttentionCall { isa: cpu.isa(), q, shape, sequences, cache, out: out.share() };
+    let shared = SharedSlice::new(partials);
     let scratch = if dots { dots::scratch_len(&layout) } else { tile::scratch_len(tile, &layout) };
     cpu.pool().run_with_scratch(plan.tasks.len(), scratch, |i, scratch| {
         let task = &plan.tasks[i];
-        // Threads take tasks in turn: this one's next is probably as many further on as there are threads.
-        let after = Next::task(&call, plan.tasks.get(i + cpu.pool().threads()).unwrap_or(task));
+        // Threads claim tasks in ascending order, so this thread's next task is probably as many further on as there
+        // are threads.
+        let after = NextKeys::of_task(&call, plan.tasks.get(i + cpu.pool().threads()).unwrap_or(task));
         match layout.dtype {
             KvDtype::Bf16 if dots => dots::run(&call, task, after, &shared, scratch),
             KvDtype::Bf16 => tile::run::<bf16>(&call, task, after, tile, &shared, scratch),
             KvDtype::F32 => tile::run::<f32>(&call, task, after, tile, &shared, scratch),
         }
     });
-    let finish = |i: usize, state: &mut [f32]| finish(&call, &plan.splits[i], records, state);
+    let finish = |i: usize, state: &mut [f32]| finish(&call, &plan.splits[i], partials, state);
     cpu.pool().run_with_scratch(plan.splits.len(), state_len(layout.head_dim), finish);
 }
 
-/// What the tasks of a call share.
-struct Call<'a> {
+/// The inputs, the output and the instruction set of one call of [`paged_attention`], which all its tasks share.
+struct AttentionCall<'a> {
     isa: Isa,
     q: Rows<'a>,
     shape: &'a AttentionShape,

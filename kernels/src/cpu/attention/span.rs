@@ -1,11 +1,12 @@
-//! Spans of 512 absolute positions. A query row's softmax begins anew with each, and what the spans give is folded in
-//! their order: that order is part of the result, so one thread may take all spans of a row or many threads one each.
+//! Spans of 512 absolute positions. A query's softmax starts anew with each span, and the results of its spans are
+//! folded in order. That order is part of the definition of the result, so one thread may compute all spans of a query,
+//! or several threads one span each.
 
 use crate::cpu::isa::{Isa, Kernel};
 use crate::cpu::lanes::{LANES, Lanes};
 
-/// Adds what later positions gave to the states of some pairs, one largest score each, whatever a state holds while
-/// nothing was seen (a largest score of `-inf`).
+/// Folds the softmax states of later positions into those of earlier ones, with one largest score per query. A state
+/// whose largest score is `-inf` has seen nothing and adds nothing.
 pub(super) fn fold(isa: Isa, largest: &mut [f32], states: &mut [f32], later_largest: &[f32], later: &[f32]) {
     isa.dispatch(Fold { largest, states, later_largest, later });
 }
@@ -43,9 +44,9 @@ impl Kernel for Fold<'_> {
     }
 }
 
-/// `out` = weighted sums of values / sum of exponentials. Positions that only other pairs of a tile see added products
-/// with 0, and spans without any of a pair's positions nothing, which can only turn -0 into 0: + 0 makes that so
-/// always.
+/// Divides the weighted sums of values by the sum of the exponentials and writes the output. The addition of 0 turns -0
+/// into 0: positions that only other queries of the tile see add products with 0 to a query's sums, and spans of which
+/// the query sees nothing add none, so that without it the sign of a zero would depend on the tile.
 pub(super) fn divide(isa: Isa, state: &[f32], out: &mut [f32]) {
     isa.dispatch(Divide { state, out });
 }

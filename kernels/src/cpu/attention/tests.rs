@@ -1,11 +1,11 @@
 use super::super::testing::{Random, bits};
 use super::super::{Isa, Rows, RowsMut};
-use super::work::Plan;
+use super::plan::AttentionPlan;
 use super::*;
 use crate::kv_layout::KvLayout;
 use crate::reference;
 
-/// Sequences with all their queries, keys and values, in position order.
+/// Sequences with all their queries, keys and values, in the order of positions.
 struct Case {
     heads: usize,
     kv_heads: usize,
@@ -13,7 +13,8 @@ struct Case {
     dtype: KvDtype,
     window: Option<usize>,
     lengths: Vec<usize>,
-    /// By sequence, `[length, heads * head_dim]`, then keys and values `[length, kv_heads * head_dim]`.
+    /// The queries `[length, heads * head_dim]` of each sequence; its keys and values are
+    /// `[length, kv_heads * head_dim]`.
     q: Vec<Vec<f32>>,
     k: Vec<Vec<f32>>,
     v: Vec<Vec<f32>>,
@@ -30,7 +31,7 @@ fn case(random: &mut Random, lengths: Vec<usize>) -> Case {
     Case { heads, kv_heads, head_dim, dtype, window, lengths, q, k, v }
 }
 
-/// A cache that holds the sequences in blocks dealt out at random, with NaN in every slot they do not use.
+/// A cache that holds the sequences in randomly chosen blocks, with NaN in every slot that they do not use.
 fn cache(case: &Case, random: &mut Random, block_size: usize) -> (KvBlocks, Vec<Vec<u32>>) {
     let needed: usize = case.lengths.iter().map(|len| len.div_ceil(block_size)).sum();
     let blocks = needed + random.between(1, 5);
@@ -54,7 +55,7 @@ fn cache(case: &Case, random: &mut Random, block_size: usize) -> (KvBlocks, Vec<
 }
 
 impl Case {
-    /// Runs the rows `start..start + rows` of sequences `(s, start, rows)` in one call.
+    /// Runs rows `start..start + rows` of the sequences `(s, start, rows)` in one call.
     fn run(&self, cpu: &Cpu, cache: &KvBlocks, tables: &[Vec<u32>], parts: &[(usize, usize, usize)]) -> Vec<Vec<f32>> {
         let width = self.heads * self.head_dim;
         let (mut q, mut sequences, mut first_row) = (vec![], vec![], 0);
@@ -78,9 +79,9 @@ impl Case {
         self.lengths.iter().enumerate().map(|(s, len)| (s, 0, *len)).collect()
     }
 
-    /// One output row and head by the reference, and how far from each value an implementation may be: if it rounds
-    /// queries (which are rounded here, too) and weights (each by half a unit of its last place), as one with bfloat16
-    /// products does.
+    /// The reference output of one row and head, and how far an implementation may be from each value. An
+    /// implementation with bfloat16 products rounds queries (they are rounded here, too) and softmax weights (each by
+    /// at most half a unit in its last place).
     fn reference(&self, s: usize, row: usize, head: usize, isa: Isa) -> Vec<(f64, f64)> {
         let rounds = self.dtype == KvDtype::Bf16 && isa.rounds_activations();
         let (width, heads) = (self.kv_heads * self.head_dim, self.heads * self.head_dim);
@@ -107,7 +108,7 @@ impl Case {
     }
 }
 
-/// The instruction sets that have the same bits: those that round queries and weights of a bfloat16 cache, and the
+/// The instruction sets that have the same bits: those that round the queries and weights of a bfloat16 cache, and the
 /// others.
 fn alike() -> [Vec<Isa>; 2] {
     let (rounding, others) = Isa::all().into_iter().partition(|isa| isa.rounds_activations());
@@ -165,7 +166,7 @@ fn every_way_to_cut_batch_and_store_gives_the_same_bits() {
             let (cache, tables) = cache(&case, &mut random, block_size);
             let cpu = Cpu::with_isa(random.between(1, 3), isa);
             let mut done = vec![0; case.lengths.len()];
-            // Calls of random chunks (some of one row, as in decode) of a random set of sequences.
+            // Each call computes random chunks (some of one row, as in decode) of a random set of sequences.
             while done != case.lengths {
                 let mut parts = vec![];
                 for (s, done) in done.iter_mut().enumerate().rev() {
@@ -195,7 +196,7 @@ fn a_long_context_decodes_as_it_prefills_on_any_number_of_threads() {
         let width = case.heads * case.head_dim;
         let [rounding, others] = alike().map(|alike| {
             let whole = case.run(&Cpu::with_isa(1, alike[0]), &cache, &tables, &case.whole()).remove(0);
-            // Equalities alone would not miss a span that every way to compute leaves out.
+            // Equalities alone would pass if all implementations left out the same span.
             for row in [511, 512, 1023, 1099] {
                 for (y, expected) in whole[row * width..].iter().zip(case.reference(0, row, 0, alike[0])) {
                     near(*y, expected, &format!("window {window:?}, row {row}, {}", alike[0].name()));
@@ -207,7 +208,7 @@ fn a_long_context_decodes_as_it_prefills_on_any_number_of_threads() {
             let whole = if isa.rounds_activations() { &rounding } else { &others };
             let cpu = Cpu::with_isa(threads, isa);
             for position in [0, 63, 64, 511, 512, 700, 1023, 1024, 1099] {
-                // One row is one task, a few are some tiles: both have their spans shared among threads.
+                // One row is one task and six rows are several tiles; in both cases threads share the spans.
                 for rows in [1, 6] {
                     let (start, rows) = (position + 1 - rows.min(position + 1), rows.min(position + 1));
                     let out = &case.run(&cpu, &cache, &tables, &[(0, start, rows)])[0];
@@ -231,7 +232,7 @@ fn sequences_that_share_blocks_have_the_bits_they_have_alone() {
         lengths[0] = shared + random.between(1, 100);
         let mut case = case(&mut random, lengths);
         let width = case.kv_heads * case.head_dim;
-        // Values that are no numbers spoil the sequences that see them and no others.
+        // NaN values must spoil the sequences that see them and no others.
         let spoilt = seed % 2 == 0;
         if spoilt {
             let unseen_by_second = case.lengths[1].min(shared - 1);
@@ -253,7 +254,7 @@ fn sequences_that_share_blocks_have_the_bits_they_have_alone() {
             table
         };
         let tables: Vec<Vec<u32>> = separate.iter().map(share).collect();
-        // Mostly one row, as in decode, sometimes two, in a random order.
+        // Most sequences have one row, as in decode, and some have two; their order is random.
         let last = |(s, len): (usize, &usize)| {
             let rows = if spoilt { 1 } else { random.between(1, 4).saturating_sub(2).clamp(1, *len) };
             (s, len - rows, rows)
@@ -280,10 +281,10 @@ fn sequences_that_share_blocks_have_the_bits_they_have_alone() {
 
 #[test]
 fn samples_take_their_prompt_together_and_long_contexts_are_shared_among_threads() {
-    let tile = TilePairs { alone: 12, beside: 6 };
+    let tile = TileSize { alone: 12, beside: 6 };
     let layout = KvLayout { blocks: 1000, block_size: 16, kv_heads: 3, head_dim: 64, dtype: KvDtype::Bf16 };
     let plan = |shape: &AttentionShape, sequences: &[AttentionSequence<'_>], threads: usize| {
-        let mut plan = Plan::default();
+        let mut plan = AttentionPlan::default();
         Planner { shape, sequences, layout: &layout, tile, threads }.plan(&mut plan);
         plan
     };
@@ -295,7 +296,7 @@ fn samples_take_their_prompt_together_and_long_contexts_are_shared_among_threads
     for (group, threads, together) in [(3, 1, 16), (3, 4, 8), (3, 64, 4), (8, 1, 15), (8, 16, 2), (8, 64, 1)] {
         let shape = AttentionShape { heads: 3 * group, scale: 1.0, sliding_window: None };
         let found = plan(&shape, &samples, threads);
-        let largest = found.tasks.iter().map(|t| (t.sequences, t.pairs, t.shared_units)).max();
+        let largest = found.tasks.iter().map(|t| (t.sequences, t.queries, t.shared_units)).max();
         let expected = (together as u32, (together * group) as u32, if together > 1 { 16 } else { 0 });
         assert_eq!(largest, Some(expected), "groups of {group}, {threads} threads: {:?}", found.tasks);
     }
@@ -306,10 +307,10 @@ fn samples_take_their_prompt_together_and_long_contexts_are_shared_among_threads
     assert_eq!(plan(&shape, &one, 1).tasks.len(), 3);
     let found = plan(&shape, &one, 2);
     let (tasks, spans) = (found.tasks.len(), found.splits.iter().map(|s| s.spans).collect::<Vec<_>>());
-    assert_eq!((tasks, spans, found.records), (3 * 9, vec![9; 3], 3 * 3 * 9));
+    assert_eq!((tasks, spans, found.partials), (3 * 9, vec![9; 3], 3 * 3 * 9));
 
     let prompt = AttentionSequence { first_row: 0, rows: 1024, start_position: 0, block_table: &tables[0] };
     let found = plan(&shape, &[prompt], 2);
     assert_eq!((found.tasks.len(), found.splits.len()), (26 * 3, 0));
-    assert!(found.tasks.iter().all(|t| (t.sequences, t.pairs.min(72), t.shared_units) == (1, 72, 0)));
+    assert!(found.tasks.iter().all(|t| (t.sequences, t.queries.min(72), t.shared_units) == (1, 72, 0)));
 }

@@ -1,12 +1,12 @@
-//! A task of attention: pairs of (query row, head) that share a KV head, over all they see or a span of it.
+//! A task of attention in float32: queries that share a KV head attend to all positions that they see, or to one span.
 
-use super::blocks::{Ahead, Blocks, Unit, gathered_len};
+use super::blocks::{Blocks, PrefetchLines, Unit, gathered_len};
+use super::plan::AttentionTask;
 use super::span::fold;
-use super::task::{Next, Place, Turn, each_turn, places_of, put};
-use super::unit::{Part, Softmax, scale_lines, score, weigh, widen};
-use super::units::{MOST_TILES, SPAN, TilePairs, UNIT, VECTORS, state_len};
-use super::work::Task;
-use super::{AttentionSequence, Call};
+use super::task::{NextKeys, Pass, Place, each_pass, places_of, put};
+use super::unit::{ActiveQueries, Softmax, scale_lines, score, weigh, widen};
+use super::units::{MOST_TILES, SPAN, TileSize, UNIT, VECTORS, state_len};
+use super::{AttentionCall, AttentionSequence};
 use crate::cpu::lanes::LANES;
 use crate::cpu::rows::SharedSlice;
 use crate::cpu::tile::{Element, MOST_ROWS};
@@ -14,24 +14,24 @@ use crate::kv_layout::KvLayout;
 use std::ops::Range;
 use std::slice;
 
-/// Float32 values of scratch that [`run`] needs: a unit's keys or values, widened; its keys and values in whole
-/// vectors, for block sizes that are not; query, weights and two states of each pair.
-pub(super) fn scratch_len(tile: TilePairs, layout: &KvLayout) -> usize {
-    let pairs = tile.most_of_task().max(tile.alone);
-    UNIT * layout.head_dim + gathered_len(layout) + pairs * pair_len(layout)
+/// Float32 values of scratch that [`run`] needs: the keys or values of a unit, widened; copies of its keys and values
+/// for block sizes that are not whole vectors; and the query, the softmax weights and two softmax states of each query.
+pub(super) fn scratch_len(tile: TileSize, layout: &KvLayout) -> usize {
+    let queries = tile.most_of_task().max(tile.alone);
+    UNIT * layout.head_dim + gathered_len(layout) + queries * scratch_per_query(layout)
 }
 
-fn pair_len(layout: &KvLayout) -> usize {
+fn scratch_per_query(layout: &KvLayout) -> usize {
     layout.head_dim + UNIT + 2 * state_len(layout.head_dim)
 }
 
-/// Computes the outputs of the task's pairs, or their records.
+/// Computes the outputs of the task's queries, or their partial results.
 pub(super) fn run<'a, E: Element>(
-    call: &Call<'a>,
-    task: &Task,
-    after: Next<'a>,
-    tile: TilePairs,
-    records: &SharedSlice<'_, f32>,
+    call: &AttentionCall<'a>,
+    task: &AttentionTask,
+    after: NextKeys<'a>,
+    tile: TileSize,
+    partials: &SharedSlice<'_, f32>,
     scratch: &mut [f32],
 ) {
     let layout = call.cache.layout();
@@ -39,31 +39,31 @@ pub(super) fn run<'a, E: Element>(
     let (gathered, mut rest) = rest.split_at_mut(gathered_len(layout));
     let mut tiles = [const { None }; MOST_TILES];
     let (mut count, mut first, mut places) = (0, 0, places_of(call, task));
-    while first < task.pairs as usize {
-        let pairs = next_tile(call, task, tile, first);
-        let (own, others) = rest.split_at_mut(pairs * pair_len(layout));
+    while first < task.queries as usize {
+        let queries = next_tile(call, task, tile, first);
+        let (own, others) = rest.split_at_mut(queries * scratch_per_query(layout));
         rest = others;
-        tiles[count] = Some(Tile::new(call, &mut places, first..first + pairs, own));
-        (count, first) = (count + 1, first + pairs);
+        tiles[count] = Some(AttentionTile::new(call, &mut places, first..first + queries, own));
+        (count, first) = (count + 1, first + queries);
     }
-    let mut work = Work::<E> {
+    let mut task_tiles = TaskTiles::<E> {
         call,
         layout,
         blocks: Blocks::new(call, task.kv_head as usize, gathered),
         tiles: &mut tiles[..count],
         wide: wide.as_chunks_mut().0,
     };
-    each_turn(call, task, after, |turn| work.units(&turn));
-    put(call, task, tiles.iter_mut().flatten().flat_map(|tile| tile.results(call)), records);
+    each_pass(call, task, after, |pass| task_tiles.units(&pass));
+    put(call, task, tiles.iter_mut().flatten().flat_map(|tile| tile.results(call)), partials);
 }
 
-/// How many pairs the tile has that begins at pair `first` of the task: as many as fit of one sequence's, or those of
-/// whole sequences, which have positions of their own.
-fn next_tile(call: &Call<'_>, task: &Task, tile: TilePairs, first: usize) -> usize {
-    let pairs = task.pairs as usize;
-    let most = if pairs <= tile.alone { tile.alone } else { tile.beside };
+/// How many queries the tile has that begins at query `first` of the task. In a task of one sequence it is as many as
+/// fit; in a task of several sequences it is those of whole sequences, since each has positions of its own.
+fn next_tile(call: &AttentionCall<'_>, task: &AttentionTask, tile: TileSize, first: usize) -> usize {
+    let queries = task.queries as usize;
+    let most = if queries <= tile.alone { tile.alone } else { tile.beside };
     if task.sequences == 1 {
-        return most.min(pairs - first);
+        return most.min(queries - first);
     }
     let group = call.shape.heads / call.cache.layout().kv_heads;
     let members = &call.sequences[task.first_sequence as usize..][..task.sequences as usize];
@@ -72,86 +72,88 @@ fn next_tile(call: &Call<'_>, task: &Task, tile: TilePairs, first: usize) -> usi
         Some(*end)
     });
     let mut own = ends.skip_while(|end| *end <= first).map(|end| end - first);
-    let one = own.next().expect("a pair is some member's");
-    own.take_while(|pairs| *pairs <= most).last().unwrap_or(one)
+    let one = own.next().expect("a query is some member's");
+    own.take_while(|queries| *queries <= most).last().unwrap_or(one)
 }
 
-/// Pairs of one register tile.
-struct Tile<'a> {
-    /// Among the task's pairs.
+/// The queries of one register tile, and their softmax states.
+struct AttentionTile<'a> {
+    /// The tile's first query, counted in the task.
     first: usize,
-    pairs: usize,
-    /// The first position that each sees and the one after its last.
+    queries: usize,
+    /// The first position that each query sees and the one after the last.
     seen: [(usize, usize); MOST_ROWS],
-    /// Those of its pairs whose turn it is, and the positions that any of these sees meanwhile.
-    turn: (Range<usize>, Range<usize>),
-    /// The softmax of each pair over the span that is being computed.
+    /// The current pass: the queries of the tile that take part, and the positions that any of them sees in it.
+    pass: (Range<usize>, Range<usize>),
+    /// The softmax of each query over the span being computed.
     softmax: [Softmax; MOST_ROWS],
-    /// The largest scores of the spans before it.
+    /// The largest score of each query in the spans before the current one.
     largest: [f32; MOST_ROWS],
-    /// `[head_dim / 16][pairs][16]`.
+    /// The queries: `[head_dim / 16][queries][16]`, scaled so that scores are exponents of 2.
     q: &'a mut [f32],
-    /// `[pairs][UNIT]`.
+    /// Softmax weights of a unit: `[queries][UNIT]`.
     weights: &'a mut [f32],
-    /// `[pairs][state_len]`, of the span that is being computed.
+    /// Softmax states of the span being computed: `[queries][state_len]`.
     states: &'a mut [f32],
-    /// The same of the spans before it.
+    /// Softmax states of the spans before the current one: `[queries][state_len]`.
     totals: &'a mut [f32],
 }
 
-impl<'a> Tile<'a> {
+impl<'a> AttentionTile<'a> {
     fn new(
-        call: &Call<'_>,
+        call: &AttentionCall<'_>,
         places: &mut impl Iterator<Item = Place>,
-        pairs: Range<usize>,
+        queries: Range<usize>,
         memory: &'a mut [f32],
-    ) -> Tile<'a> {
+    ) -> AttentionTile<'a> {
         let head_dim = call.cache.layout().head_dim;
-        let (q, rest) = memory.split_at_mut(pairs.len() * head_dim);
-        let (weights, rest) = rest.split_at_mut(pairs.len() * UNIT);
-        let (states, totals) = rest.split_at_mut(pairs.len() * state_len(head_dim));
+        let (q, rest) = memory.split_at_mut(queries.len() * head_dim);
+        let (weights, rest) = rest.split_at_mut(queries.len() * UNIT);
+        let (states, totals) = rest.split_at_mut(queries.len() * state_len(head_dim));
         states.fill(0.0);
         let largest = [f32::NEG_INFINITY; MOST_ROWS];
         let (seen, softmax) = ([(0, 0); MOST_ROWS], [Softmax::default(); MOST_ROWS]);
-        let (first, pairs) = (pairs.start, pairs.len());
-        let turn = (0..0, 0..0);
-        let mut tile = Tile { first, pairs, seen, turn, softmax, largest, q, weights, states, totals };
-        // Exponentials are powers of two: that is one factor more, and one product less for each of them.
+        let (first, queries) = (queries.start, queries.len());
+        let pass = (0..0, 0..0);
+        let mut tile = AttentionTile { first, queries, seen, pass, softmax, largest, q, weights, states, totals };
+        // Exponentials are powers of 2. The factor log2(e) goes into the queries here, which saves a product per
+        // exponential.
         let scale = call.shape.scale * std::f32::consts::LOG2_E;
-        for (m, place) in places.take(pairs).enumerate() {
+        for (m, place) in places.take(queries).enumerate() {
             tile.seen[m] = place.seen;
             let query = call.q.row(place.row)[place.column..][..head_dim].as_chunks().0;
-            // Queries of rows to come are on their way meanwhile.
+            // The query four rows further on is prefetched.
             let query = (query, 4 * call.q.stride());
-            scale_lines(call.isa, query, scale, &mut tile.q.as_chunks_mut().0[m..], pairs);
+            scale_lines(call.isa, query, scale, &mut tile.q.as_chunks_mut().0[m..], queries);
         }
         tile
     }
 
-    /// From now on it is the turn of its pairs among `range` of the task's, which take `positions` as far as they see
-    /// them. Gives what any of them sees.
-    fn take_turn(&mut self, range: &Range<usize>, positions: &Range<usize>) -> Range<usize> {
-        let own = |pair: usize| pair.saturating_sub(self.first).min(self.pairs);
+    /// Starts a pass over `positions` for the tile's queries in `range`, which counts in the task. Returns the
+    /// positions that any of them sees.
+    fn begin_pass(&mut self, range: &Range<usize>, positions: &Range<usize>) -> Range<usize> {
+        let own = |query: usize| query.saturating_sub(self.first).min(self.queries);
         let own = own(range.start)..own(range.end);
         let each = self.seen[own.clone()].iter();
         let each = each.map(|(from, end)| *from.max(&positions.start)..*end.min(&positions.end));
         let all = each.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0);
-        self.turn = (own, all.clone());
+        self.pass = (own, all.clone());
         all
     }
 
-    /// The pairs whose turn it is, for a kernel that takes the unit at `base`, if any of them sees some of it.
-    fn part(&mut self, base: usize, head_dim: usize) -> Option<Part<'_>> {
-        let (range, seen) = self.turn.clone();
+    /// The kernel's view of the queries of the current pass for the unit at `base`, or `None` if none of them sees a
+    /// position of it.
+    fn active(&mut self, base: usize, head_dim: usize) -> Option<ActiveQueries<'_>> {
+        let (range, seen) = self.pass.clone();
         let positions = seen.start.saturating_sub(base)..seen.end.saturating_sub(base).min(UNIT);
         if positions.is_empty() {
             return None;
         }
         let state_len = state_len(head_dim);
-        Some(Part {
+        Some(ActiveQueries {
             positions,
             q: &self.q[range.start * LANES..],
-            q_step: self.pairs * LANES,
+            q_step: self.queries * LANES,
             head_dim,
             seen: &self.seen[range.clone()],
             weights: &mut self.weights[range.start * UNIT..range.end * UNIT],
@@ -160,10 +162,10 @@ impl<'a> Tile<'a> {
         })
     }
 
-    /// Ends a span of the pairs whose turn it is.
-    fn fold(&mut self, call: &Call<'_>) {
+    /// Ends a span of the queries of the current pass: folds its states into those of the spans before it.
+    fn fold(&mut self, call: &AttentionCall<'_>) {
         let state_len = state_len(call.cache.layout().head_dim);
-        for m in self.turn.0.clone() {
+        for m in self.pass.0.clone() {
             let at = m * state_len..(m + 1) * state_len;
             let later = &mut self.states[at.clone()];
             let (before, total) = (slice::from_mut(&mut self.largest[m]), &mut self.totals[at]);
@@ -173,11 +175,11 @@ impl<'a> Tile<'a> {
         }
     }
 
-    /// Ends the last span of all pairs: largest score and state of each. Those that saw no span before it have nothing
-    /// to fold.
-    fn results(&mut self, call: &Call<'_>) -> impl Iterator<Item = (f32, &[f32])> {
+    /// Ends the last span of all queries, and returns the largest score and the softmax state of each. Queries that saw
+    /// no earlier span have nothing to fold.
+    fn results(&mut self, call: &AttentionCall<'_>) -> impl Iterator<Item = (f32, &[f32])> {
         let state_len = state_len(call.cache.layout().head_dim);
-        let Tile { largest, softmax, states, totals, .. } = self;
+        let AttentionTile { largest, softmax, states, totals, .. } = self;
         let each = largest.iter_mut().zip(softmax).zip(states.chunks_exact(state_len));
         each.zip(totals.chunks_exact_mut(state_len)).map(|(((largest, softmax), state), total)| {
             if *largest == f32::NEG_INFINITY {
@@ -189,116 +191,116 @@ impl<'a> Tile<'a> {
     }
 }
 
-/// Pairs of every tile that take units of the same blocks together.
-struct Together<'a> {
+/// The tiles that take part in a pass, over the KV blocks of one sequence.
+struct PassTiles<'a> {
     sequence: &'a AttentionSequence<'a>,
-    next: Next<'a>,
-    /// Which tiles.
+    next: NextKeys<'a>,
+    /// The tiles, counted in the task.
     tiles: Range<usize>,
     end: usize,
-    /// Whether more than one tile has such pairs.
+    /// Whether more than one tile has queries that take part.
     several: bool,
 }
 
-struct Work<'a, 'm, E> {
-    call: &'a Call<'a>,
+struct TaskTiles<'a, 'm, E> {
+    call: &'a AttentionCall<'a>,
     layout: &'a KvLayout,
     blocks: Blocks<'a, E>,
-    tiles: &'a mut [Option<Tile<'m>>],
-    /// A unit's keys or values as float32: by vector, `head_dim` lines of 16.
+    tiles: &'a mut [Option<AttentionTile<'m>>],
+    /// The keys or values of a unit as float32: for each vector of positions `head_dim` lines of 16.
     wide: &'a mut [[f32; LANES]],
 }
 
-impl<E: Element> Work<'_, '_, E> {
-    /// Takes the turn's pairs over its positions.
-    fn units(&mut self, turn: &Turn<'_>) {
-        let Turn { sequence, pairs: range, positions, next } = turn;
-        let before = |pair: usize| {
-            self.tiles.partition_point(|tile| tile.as_ref().is_some_and(|tile| tile.first + tile.pairs <= pair))
+impl<E: Element> TaskTiles<'_, '_, E> {
+    /// Runs the queries of a pass over its positions, unit by unit.
+    fn units(&mut self, pass: &Pass<'_>) {
+        let Pass { sequence, queries: range, positions, next } = pass;
+        let before = |query: usize| {
+            self.tiles.partition_point(|tile| tile.as_ref().is_some_and(|tile| tile.first + tile.queries <= query))
         };
         let tiles = before(range.start)..before(range.end - 1) + 1;
         let (mut start, mut end, mut taking) = (usize::MAX, 0, 0);
         for tile in self.tiles[tiles.clone()].iter_mut().flatten() {
-            let seen = tile.take_turn(range, positions);
+            let seen = tile.begin_pass(range, positions);
             if !seen.is_empty() {
                 (start, end, taking) = (start.min(seen.start), end.max(seen.end), taking + 1);
             }
         }
-        let together = Together { sequence, next: *next, tiles: tiles.clone(), end, several: taking > 1 };
+        let pass_tiles = PassTiles { sequence, next: *next, tiles: tiles.clone(), end, several: taking > 1 };
         for unit in start / UNIT..end.div_ceil(UNIT) {
-            self.unit(&together, unit * UNIT, start.saturating_sub(unit * UNIT));
+            self.unit(&pass_tiles, unit * UNIT, start.saturating_sub(unit * UNIT));
             if ((unit + 1) * UNIT).is_multiple_of(SPAN) {
                 self.tiles[tiles.clone()].iter_mut().flatten().for_each(|tile| tile.fold(self.call));
             }
         }
     }
 
-    /// The unit at `base`, of which positions from `from` on are seen.
-    fn unit(&mut self, together: &Together<'_>, base: usize, from: usize) {
-        let to = (together.end - base).min(UNIT);
-        let found = self.blocks.find(together.sequence, base, from..to);
-        // What is needed next is on its way while the first tile multiplies: values during scores; during sums the keys
-        // of the next unit, or of the sample whose turn is next.
+    /// Processes the unit at `base`, of which the positions before `from` are not seen.
+    fn unit(&mut self, pass_tiles: &PassTiles<'_>, base: usize, from: usize) {
+        let to = (pass_tiles.end - base).min(UNIT);
+        let found = self.blocks.find(pass_tiles.sequence, base, from..to);
+        // The first tile of a unit prefetches what is read next: the unit's values while it computes scores, and while
+        // it adds weighted values the keys of the next unit, or of the next pass.
         let step = LANES * size_of::<E>();
-        let values = Ahead { at: found.values.map(<*const E>::cast), step };
+        let values = PrefetchLines { at: found.values.map(<*const E>::cast), step };
         let next = if gathered_len(self.layout) > 0 {
             found.keys
-        } else if base + UNIT < together.end {
-            self.blocks.keys_of(Next {
-                sequence: together.sequence,
+        } else if base + UNIT < pass_tiles.end {
+            self.blocks.keys_of(NextKeys {
+                sequence: pass_tiles.sequence,
                 kv_head: self.blocks.kv_head,
                 position: base + UNIT,
             })
         } else {
-            self.blocks.keys_of(together.next)
+            self.blocks.keys_of(pass_tiles.next)
         };
-        let keys = Ahead { at: next.map(<*const E>::cast), step };
-        if !together.several || size_of::<E>() == size_of::<f32>() {
-            // SAFETY: `find` has found what any pair sees.
-            unsafe { self.score(together, &found, &values) };
+        let keys = PrefetchLines { at: next.map(<*const E>::cast), step };
+        if !pass_tiles.several || size_of::<E>() == size_of::<f32>() {
+            // SAFETY: `find` has found all positions that any of the queries sees.
+            unsafe { self.score(pass_tiles, &found, &values) };
             // SAFETY: as above.
-            unsafe { self.weigh(together, &found, &keys) };
+            unsafe { self.weigh(pass_tiles, &found, &keys) };
         } else {
             let vectors = from / LANES..to.div_ceil(LANES);
             let wide = self.widen(found.keys, found.key_step, vectors.clone());
-            // SAFETY: `widen` has copied all that any pair sees.
-            unsafe { self.score(together, &Unit { base, keys: wide, key_step: LANES, values: wide }, &values) };
+            // SAFETY: `widen` has copied all positions that any of the queries sees.
+            unsafe { self.score(pass_tiles, &Unit { base, keys: wide, key_step: LANES, values: wide }, &values) };
             let wide = self.widen(found.values, LANES, vectors);
             // SAFETY: as above.
-            unsafe { self.weigh(together, &Unit { base, keys: wide, key_step: LANES, values: wide }, &keys) };
+            unsafe { self.weigh(pass_tiles, &Unit { base, keys: wide, key_step: LANES, values: wide }, &keys) };
         }
     }
 
     /// # Safety
     /// As for [`score`].
-    unsafe fn score<X: Element>(&mut self, together: &Together<'_>, unit: &Unit<X>, ahead: &Ahead) {
+    unsafe fn score<X: Element>(&mut self, pass_tiles: &PassTiles<'_>, unit: &Unit<X>, ahead: &PrefetchLines) {
         let mut ahead = Some(ahead);
-        for tile in self.tiles[together.tiles.clone()].iter_mut().flatten() {
-            if let Some(part) = tile.part(unit.base, self.layout.head_dim) {
+        for tile in self.tiles[pass_tiles.tiles.clone()].iter_mut().flatten() {
+            if let Some(active) = tile.active(unit.base, self.layout.head_dim) {
                 // SAFETY: the caller's promise.
-                unsafe { score(self.call.isa, part, unit, ahead.take()) };
+                unsafe { score(self.call.isa, active, unit, ahead.take()) };
             }
         }
     }
 
     /// # Safety
     /// As for [`weigh`].
-    unsafe fn weigh<X: Element>(&mut self, together: &Together<'_>, unit: &Unit<X>, ahead: &Ahead) {
+    unsafe fn weigh<X: Element>(&mut self, pass_tiles: &PassTiles<'_>, unit: &Unit<X>, ahead: &PrefetchLines) {
         let mut ahead = Some(ahead);
-        for tile in self.tiles[together.tiles.clone()].iter_mut().flatten() {
-            if let Some(part) = tile.part(unit.base, self.layout.head_dim) {
+        for tile in self.tiles[pass_tiles.tiles.clone()].iter_mut().flatten() {
+            if let Some(active) = tile.active(unit.base, self.layout.head_dim) {
                 // SAFETY: the caller's promise.
-                unsafe { weigh(self.call.isa, part, unit, ahead.take()) };
+                unsafe { weigh(self.call.isa, active, unit, ahead.take()) };
             }
         }
     }
 
-    /// Copies vectors of a unit, each `head_dim` lines of 16, to where they are float32.
+    /// Widens the vectors of a unit, each `head_dim` lines of 16, to float32 copies.
     fn widen(&mut self, from: [*const E; VECTORS], step: usize, vectors: Range<usize>) -> [*const f32; VECTORS] {
         let lines = self.layout.head_dim;
         for vector in vectors {
             let to = &mut self.wide[vector * lines..][..lines];
-            // SAFETY: a vector that was found has that many lines.
+            // SAFETY: a vector that `find` has found has that many lines.
             unsafe { widen(self.call.isa, from[vector], step, to) };
         }
         std::array::from_fn(|vector| self.wide[vector * lines..].as_ptr().cast())

@@ -1,8 +1,8 @@
-//! Attention of a few pairs of (query row, head) over one unit of positions: kernels of one register tile.
+//! The float32 kernels of one register tile: a few queries attend to one unit of positions.
 
 #![allow(clippy::needless_range_loop)] // no closures, as in `cpu::tile`
 
-use super::blocks::{Ahead, NOWHERE, Unit};
+use super::blocks::{NO_LINES, PrefetchLines, Unit};
 use super::units::{UNIT, VECTORS, state_len};
 use crate::cpu::Isa;
 use crate::cpu::isa::Kernel;
@@ -10,12 +10,13 @@ use crate::cpu::lanes::{LANES, Lanes};
 use crate::cpu::tile::{Element, most_rows};
 use std::ops::Range;
 
-/// Softmax of a pair over the units of a span so far.
+/// The online softmax of one query over the units of a span so far.
 #[derive(Clone, Copy)]
 pub(super) struct Softmax {
-    /// The largest score, a power of two as all scores are.
+    /// The largest score so far. Scores are exponents of 2, not of e.
     pub largest: f32,
-    /// By what the last unit multiplied the sums that were relative to the largest score before it.
+    /// The factor by which the last unit multiplied the earlier sums, which were relative to the largest score before
+    /// it.
     pub rescale: f32,
 }
 
@@ -25,71 +26,81 @@ impl Default for Softmax {
     }
 }
 
-/// Pairs of a tile that take a unit together.
-pub(super) struct Part<'a> {
-    /// `[head_dim / 16]` blocks, `q_step` apart, of 16 elements of each of this part's pairs, times the factor that
-    /// makes scores powers of two.
+/// The queries of a tile that attend to a unit, and their softmax states.
+pub(super) struct ActiveQueries<'a> {
+    /// The queries times the factor that makes scores exponents of 2: `[head_dim / 16]` blocks, `q_step` apart, of 16
+    /// elements of each query.
     pub q: &'a [f32],
     pub q_step: usize,
-    /// Those inside the unit that any of the pairs sees, and that the kernel may read.
+    /// The positions of the unit that any of the queries sees; the kernel reads no others.
     pub positions: Range<usize>,
     pub head_dim: usize,
-    /// The first position that each pair sees and the one after its last.
+    /// The absolute positions that each query sees, as the first one and the one after the last.
     pub seen: &'a [(usize, usize)],
-    /// `[pairs][UNIT]`: scores, then `2^(score - largest)`.
+    /// `[queries][UNIT]`: first the scores, then the softmax weights `2^(score - largest)`.
     pub weights: &'a mut [f32],
-    /// `[pairs][state_len]`, see [`state_len`].
+    /// The softmax states `[queries][state_len]`, see [`state_len`].
     pub states: &'a mut [f32],
     pub softmax: &'a mut [Softmax],
 }
 
-/// Fills the weights of a unit.
+/// Computes the softmax weights of a unit. The first tile of a unit prefetches `ahead`.
 ///
 /// # Safety
-/// The keys of every vector of the unit that has one of the part's positions are readable.
-pub(super) unsafe fn score<E: Element>(isa: Isa, part: Part<'_>, unit: &Unit<E>, ahead: Option<&Ahead>) {
-    macro_rules! pairs {
-        ($($pairs:literal)*) => {
-            match (part.seen.len(), ahead) {
+/// The keys of every vector of the unit that contains one of the active positions are readable.
+pub(super) unsafe fn score<E: Element>(
+    isa: Isa,
+    active: ActiveQueries<'_>,
+    unit: &Unit<E>,
+    ahead: Option<&PrefetchLines>,
+) {
+    macro_rules! queries {
+        ($($queries:literal)*) => {
+            match (active.seen.len(), ahead) {
                 $(
-                    ($pairs, Some(ahead)) => isa.dispatch(Score::<E, $pairs, true> { part, unit, ahead }),
-                    ($pairs, None) => isa.dispatch(Score::<E, $pairs, false> { part, unit, ahead: &NOWHERE }),
+                    ($queries, Some(ahead)) => isa.dispatch(Score::<E, $queries, true> { active, unit, ahead }),
+                    ($queries, None) => isa.dispatch(Score::<E, $queries, false> { active, unit, ahead: &NO_LINES }),
                 )*
-                (n, _) => unreachable!("no attention tile of {n} pairs"),
+                (n, _) => unreachable!("no attention tile of {n} queries"),
             }
         };
     }
-    pairs!(1 2 3 4 5 6 7 8 9 10 11 12)
+    queries!(1 2 3 4 5 6 7 8 9 10 11 12)
 }
 
-/// Adds the weighted values of a unit to the sums.
+/// Adds the weighted values of a unit to the sums. The first tile of a unit prefetches `ahead`.
 ///
 /// # Safety
-/// The values of the part's positions in the unit are readable.
-pub(super) unsafe fn weigh<E: Element>(isa: Isa, part: Part<'_>, unit: &Unit<E>, ahead: Option<&Ahead>) {
-    macro_rules! pairs {
-        ($($pairs:literal)*) => {
-            match (part.seen.len(), ahead) {
+/// The values of the active positions of the unit are readable.
+pub(super) unsafe fn weigh<E: Element>(
+    isa: Isa,
+    active: ActiveQueries<'_>,
+    unit: &Unit<E>,
+    ahead: Option<&PrefetchLines>,
+) {
+    macro_rules! queries {
+        ($($queries:literal)*) => {
+            match (active.seen.len(), ahead) {
                 $(
-                    ($pairs, Some(ahead)) => isa.dispatch(Weigh::<E, $pairs, true> { part, unit, ahead }),
-                    ($pairs, None) => isa.dispatch(Weigh::<E, $pairs, false> { part, unit, ahead: &NOWHERE }),
+                    ($queries, Some(ahead)) => isa.dispatch(Weigh::<E, $queries, true> { active, unit, ahead }),
+                    ($queries, None) => isa.dispatch(Weigh::<E, $queries, false> { active, unit, ahead: &NO_LINES }),
                 )*
-                (n, _) => unreachable!("no attention tile of {n} pairs"),
+                (n, _) => unreachable!("no attention tile of {n} queries"),
             }
         };
     }
-    pairs!(1 2 3 4 5 6 7 8 9 10 11 12)
+    queries!(1 2 3 4 5 6 7 8 9 10 11 12)
 }
 
 struct Score<'a, E, const MR: usize, const AHEAD: bool> {
-    part: Part<'a>,
+    active: ActiveQueries<'a>,
     unit: &'a Unit<E>,
-    ahead: &'a Ahead,
+    ahead: &'a PrefetchLines,
 }
 
 impl<E: Element, const MR: usize, const AHEAD: bool> Score<'_, E, MR, AHEAD> {
-    /// `weights[m][t] = q[m] · k[t]` for `NV` vectors from `vector` on, side by side. Those from `end` on are not read:
-    /// they get the scores of the last before it.
+    /// Computes the scores `weights[m][t] = q[m] · k[t]` of `NV` vectors of positions, from `vector` on. Vectors from
+    /// `end` on are not read: they get the scores of the last vector before it.
     #[inline(always)]
     fn products<L: Lanes, const NV: usize>(&mut self, vector: usize, end: usize) {
         let mut keys = [self.unit.keys[vector]; NV];
@@ -99,8 +110,8 @@ impl<E: Element, const MR: usize, const AHEAD: bool> Score<'_, E, MR, AHEAD> {
             (keys[v], ahead[v]) = (self.unit.keys[vector], self.ahead.at[vector]);
         }
         let mut acc = [[L::zero(); NV]; MR];
-        let mut q = self.part.q.as_ptr();
-        for _ in 0..self.part.head_dim / LANES {
+        let mut q = self.active.q.as_ptr();
+        for _ in 0..self.active.head_dim / LANES {
             for d in 0..LANES {
                 let mut lanes = [L::zero(); NV];
                 for v in 0..NV {
@@ -108,21 +119,21 @@ impl<E: Element, const MR: usize, const AHEAD: bool> Score<'_, E, MR, AHEAD> {
                         L::prefetch_near(ahead[v]);
                         ahead[v] = ahead[v].wrapping_add(self.ahead.step);
                     }
-                    // SAFETY: a vector's keys are head_dim lines of 16.
+                    // SAFETY: the keys of a vector of positions are head_dim lines of 16.
                     lanes[v] = unsafe { E::load::<L>(keys[v]) };
                     keys[v] = keys[v].wrapping_add(self.unit.key_step);
                 }
                 for m in 0..MR {
-                    // SAFETY: the query holds head_dim / 16 blocks, of MR lines or more.
+                    // SAFETY: `q` has head_dim / 16 blocks, each of MR lines of 16 or more.
                     let x = L::splat(unsafe { *q.add(m * LANES + d) });
                     for v in 0..NV {
                         acc[m][v] = x.mul_add(lanes[v], acc[m][v]);
                     }
                 }
             }
-            q = q.wrapping_add(self.part.q_step);
+            q = q.wrapping_add(self.active.q_step);
         }
-        for (weights, acc) in self.part.weights.as_chunks_mut::<UNIT>().0.iter_mut().zip(&acc) {
+        for (weights, acc) in self.active.weights.as_chunks_mut::<UNIT>().0.iter_mut().zip(&acc) {
             let (vectors, _) = weights.as_chunks_mut::<LANES>();
             for v in 0..NV {
                 vectors[vector + v] = acc[v].to_array();
@@ -130,12 +141,12 @@ impl<E: Element, const MR: usize, const AHEAD: bool> Score<'_, E, MR, AHEAD> {
         }
     }
 
-    /// Hides what pairs do not see of the unit.
+    /// Sets the scores of positions that a query does not see to `-inf`.
     #[inline(always)]
     fn hide(&mut self) {
         let base = self.unit.base;
-        let rows = self.part.weights.as_chunks_mut::<UNIT>().0.iter_mut();
-        for (scores, (first, end)) in rows.zip(self.part.seen) {
+        let rows = self.active.weights.as_chunks_mut::<UNIT>().0.iter_mut();
+        for (scores, (first, end)) in rows.zip(self.active.seen) {
             let [from, to] = [*first, *end].map(|position| position.saturating_sub(base).min(UNIT) as u32);
             if from > 0 || to < UNIT as u32 {
                 for (i, score) in (0_u32..).zip(scores) {
@@ -145,11 +156,13 @@ impl<E: Element, const MR: usize, const AHEAD: bool> Score<'_, E, MR, AHEAD> {
         }
     }
 
-    /// Turns scores into weights relative to the largest score so far.
+    /// Turns scores into softmax weights relative to the largest score so far, and adds these to the sum of
+    /// exponentials.
     #[inline(always)]
     fn exponentials<L: Lanes>(&mut self) {
-        let state_len = state_len(self.part.head_dim);
-        let (rows, softmax) = (&mut self.part.weights.as_chunks_mut::<UNIT>().0[..MR], &mut self.part.softmax[..MR]);
+        let state_len = state_len(self.active.head_dim);
+        let (rows, softmax) =
+            (&mut self.active.weights.as_chunks_mut::<UNIT>().0[..MR], &mut self.active.softmax[..MR]);
         let (mut before, mut largest) = ([0.0; LANES], [0.0; LANES]);
         for m in 0..MR {
             before[m] = softmax[m].largest;
@@ -163,7 +176,7 @@ impl<E: Element, const MR: usize, const AHEAD: bool> Score<'_, E, MR, AHEAD> {
         for m in 0..MR {
             let (vectors, _) = rows[m].as_chunks_mut::<LANES>();
             if largest[m] == f32::NEG_INFINITY {
-                // It has seen nothing yet, and -inf less -inf is no number.
+                // The query has seen no position yet, and `-inf - -inf` would be NaN.
                 softmax[m].rescale = 1.0;
                 vectors.fill([0.0; LANES]);
                 continue;
@@ -174,7 +187,7 @@ impl<E: Element, const MR: usize, const AHEAD: bool> Score<'_, E, MR, AHEAD> {
                 vectors[v] = lanes[v].to_array();
             }
             let sum = lanes[0].add(lanes[1]).add(lanes[2].add(lanes[3]));
-            let total = &mut self.part.states[m * state_len..].as_chunks_mut::<LANES>().0[0];
+            let total = &mut self.active.states[m * state_len..].as_chunks_mut::<LANES>().0[0];
             *total = L::from_array(total).mul_add(L::splat(rescale[m]), sum).to_array();
             softmax[m] = Softmax { largest: largest[m], rescale: rescale[m] };
         }
@@ -187,9 +200,9 @@ impl<E: Element, const MR: usize, const AHEAD: bool> Kernel for Score<'_, E, MR,
     #[inline(always)]
     fn run<L: Lanes>(mut self) {
         if const { MR > most_rows(L::ACCUMULATORS) } {
-            unreachable!("the plan has no tile of more pairs");
+            unreachable!("the plan has no tile of more queries");
         }
-        let (mut vector, end) = (self.part.positions.start / LANES, self.part.positions.end.div_ceil(LANES));
+        let (mut vector, end) = (self.active.positions.start / LANES, self.active.positions.end.div_ceil(LANES));
         while vector < end {
             if MR * VECTORS <= L::ACCUMULATORS && vector == 0 && end > 2 {
                 self.products::<L, VECTORS>(vector, end);
@@ -208,37 +221,38 @@ impl<E: Element, const MR: usize, const AHEAD: bool> Kernel for Score<'_, E, MR,
 }
 
 struct Weigh<'a, E, const MR: usize, const AHEAD: bool> {
-    part: Part<'a>,
+    active: ActiveQueries<'a>,
     unit: &'a Unit<E>,
-    ahead: &'a Ahead,
+    ahead: &'a PrefetchLines,
 }
 
 impl<E: Element, const MR: usize, const AHEAD: bool> Weigh<'_, E, MR, AHEAD> {
-    /// `sums[m][columns] = rescale[m] * sums[m][columns] + weights[m][t] * v[t][columns]` for the part's positions in
-    /// order, `NV` vectors of columns.
+    /// Adds weighted values to `NV` vectors of columns:
+    /// `sums[m][columns] = rescale[m] * sums[m][columns] + Σ weights[m][t] * v[t][columns]` over the active positions
+    /// `t`, in order.
     #[inline(always)]
     fn columns<L: Lanes, const NV: usize>(&mut self, column: usize) {
-        let Range { start: from, end: to } = self.part.positions;
-        let head_dim = self.part.head_dim;
+        let Range { start: from, end: to } = self.active.positions;
+        let head_dim = self.active.head_dim;
         let mut acc = [[L::zero(); NV]; MR];
         for m in 0..MR {
-            let (sums, _) = self.part.states[m * state_len(head_dim) + LANES + column..].as_chunks::<LANES>();
+            let (sums, _) = self.active.states[m * state_len(head_dim) + LANES + column..].as_chunks::<LANES>();
             for v in 0..NV {
-                acc[m][v] = L::from_array(&sums[v]).mul(L::splat(self.part.softmax[m].rescale));
+                acc[m][v] = L::from_array(&sums[v]).mul(L::splat(self.active.softmax[m].rescale));
             }
         }
         for vector in from / LANES..to.div_ceil(LANES) {
             let (from, to) = (from.max(vector * LANES), to.min((vector + 1) * LANES));
             let mut values = self.unit.values[vector].wrapping_add((from - vector * LANES) * head_dim + column);
             let mut ahead = self.ahead.at[vector].wrapping_add(column * self.ahead.step);
-            let weights = self.part.weights[..MR * UNIT].as_ptr();
+            let weights = self.active.weights[..MR * UNIT].as_ptr();
             for t in from..to {
                 let mut lanes = [L::zero(); NV];
                 for v in 0..NV {
                     if AHEAD {
                         L::prefetch_near(ahead.wrapping_add(v * self.ahead.step));
                     }
-                    // SAFETY: `t` is one of the part's positions, and its values are head_dim long.
+                    // SAFETY: `t` is an active position, of which all head_dim values are readable.
                     lanes[v] = unsafe { E::load::<L>(values.wrapping_add(v * LANES)) };
                 }
                 for m in 0..MR {
@@ -253,7 +267,7 @@ impl<E: Element, const MR: usize, const AHEAD: bool> Weigh<'_, E, MR, AHEAD> {
             }
         }
         for m in 0..MR {
-            let (sums, _) = self.part.states[m * state_len(head_dim) + LANES + column..].as_chunks_mut::<LANES>();
+            let (sums, _) = self.active.states[m * state_len(head_dim) + LANES + column..].as_chunks_mut::<LANES>();
             for v in 0..NV {
                 sums[v] = acc[m][v].to_array();
             }
@@ -267,9 +281,9 @@ impl<E: Element, const MR: usize, const AHEAD: bool> Kernel for Weigh<'_, E, MR,
     #[inline(always)]
     fn run<L: Lanes>(mut self) {
         if const { MR > most_rows(L::ACCUMULATORS) } {
-            unreachable!("the plan has no tile of more pairs");
+            unreachable!("the plan has no tile of more queries");
         }
-        let head_dim = self.part.head_dim;
+        let head_dim = self.active.head_dim;
         let mut column = 0;
         while MR * 4 <= L::ACCUMULATORS && column + 4 * LANES <= head_dim {
             self.columns::<L, 4>(column);
@@ -286,36 +300,36 @@ impl<E: Element, const MR: usize, const AHEAD: bool> Kernel for Weigh<'_, E, MR,
     }
 }
 
-/// Widens lines of 16 to float32, `step` apart in the source and one after the other in `to`.
+/// Widens lines of 16 elements to float32. Lines are `step` elements apart in `from` and adjacent in `to`.
 ///
 /// # Safety
-/// The lines are readable.
+/// All lines are readable.
 pub(super) unsafe fn widen<E: Element>(isa: Isa, from: *const E, step: usize, to: &mut [[f32; LANES]]) {
-    isa.dispatch(Widen { from, step, to });
+    isa.dispatch(WidenLines { from, step, to });
 }
 
-struct Widen<'a, E> {
+struct WidenLines<'a, E> {
     from: *const E,
     step: usize,
     to: &'a mut [[f32; LANES]],
 }
 
-impl<E: Element> Kernel for Widen<'_, E> {
+impl<E: Element> Kernel for WidenLines<'_, E> {
     type Output = ();
 
     #[inline(always)]
     fn run<L: Lanes>(self) {
         let mut from = self.from;
         for line in self.to {
-            // SAFETY: the promise to `widen`.
+            // SAFETY: the caller of `widen` promises that all lines are readable.
             *line = unsafe { E::load::<L>(from) }.to_array();
             from = from.wrapping_add(self.step);
         }
     }
 }
 
-/// Multiplies lines of 16 by a factor; `step` lines from one to the next where they go. Asks for the lines `ahead`
-/// float32 further on.
+/// Multiplies lines of 16 float32 by a factor and writes them `step` lines apart. Prefetches the lines `ahead` float32
+/// values further on.
 pub(super) fn scale_lines(
     isa: Isa,
     (from, ahead): (&[[f32; LANES]], usize),

@@ -7,7 +7,7 @@ fn cache(random: &mut Random, dtype: KvDtype) -> KvBlocks {
     KvBlocks::new(KvLayout { blocks: random.between(2, 6), block_size, kv_heads, head_dim: 32, dtype })
 }
 
-/// Key and value of a slot, element by element.
+/// Reads the key and the value of a slot, element by element.
 fn read(cache: &KvBlocks, slot: usize) -> Vec<(f32, f32)> {
     let l = cache.layout;
     let (block, offset) = (slot / l.block_size, slot % l.block_size);
@@ -55,8 +55,8 @@ fn slots_hold_what_was_written_last_and_copies_move_whole_tokens() {
     }
 }
 
-/// Rows as a prompt, a decode step or a draft has them: runs of neighbours, from any slot or from one that begins a
-/// vector, some of them a second time.
+/// Random slots as a prompt, a decode step or a draft has them: runs of neighbours, from any slot or from one that
+/// begins a vector, some of them a second time.
 fn random_slots(random: &mut Random, end: usize) -> Vec<u32> {
     let mut slots: Vec<u32> = vec![];
     for _ in 0..random.between(1, 6) {
@@ -71,7 +71,7 @@ fn random_slots(random: &mut Random, end: usize) -> Vec<u32> {
     slots
 }
 
-/// Values of every kind: also denormals, infinities, both zeros, NaN with bits that rounding drops, and ties.
+/// Random values of every kind: also denormals, infinities, both zeros, ties, and NaN with bits that rounding drops.
 fn random_values(random: &mut Random, len: usize) -> Vec<f32> {
     let mut values = random.normals(len, 1.0);
     for _ in 0..len / 8 {

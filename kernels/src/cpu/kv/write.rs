@@ -1,6 +1,7 @@
-//! Rows of keys and values into their slots. No closures in the kernels, as in [`tile`](super::super::tile).
+//! Writes rows of keys and values to their slots. No closures in the kernels, for the reason that
+//! [`tile`](super::super::tile) gives.
 
-#![allow(clippy::needless_range_loop)] // indices, for the reason in `tile`
+#![allow(clippy::needless_range_loop)] // indices, for the reason that `tile` gives
 
 use super::super::isa::Kernel;
 use super::super::lanes::{LANES, Lanes};
@@ -11,11 +12,11 @@ use super::KvLayout;
 use half::bf16;
 use std::ops::Range;
 
-/// The fewest columns of a head that are a task: what a vector of bfloat16 holds.
+/// The fewest columns of a head that one task writes: a vector of bfloat16.
 const COLUMNS: usize = 32;
 
-/// An element type of a cache, of which [`LEN`](Self::LEN) are a vector.
-pub(super) trait Stored: Element {
+/// An element type of a KV cache; a vector has [`LEN`](Self::LEN) elements.
+pub(super) trait KvElement: Element {
     const LEN: usize = LINE / size_of::<Self>();
     const ZERO: Self;
 
@@ -23,11 +24,12 @@ pub(super) trait Stored: Element {
     /// `p` is readable for `LEN` float32.
     unsafe fn rounded<L: Lanes>(p: *const f32) -> L;
 
-    /// From lanes that hold neighbouring columns of one position each to one column of all positions after the other.
+    /// Reorders a vector whose lanes each hold neighbouring columns of one position: the result has the first column of
+    /// all positions, then the next one.
     fn by_column<L: Lanes>(positions: L) -> L;
 }
 
-impl Stored for bf16 {
+impl KvElement for bf16 {
     const ZERO: bf16 = bf16::ZERO;
 
     #[inline(always)]
@@ -42,7 +44,7 @@ impl Stored for bf16 {
     }
 }
 
-impl Stored for f32 {
+impl KvElement for f32 {
     const ZERO: f32 = 0.0;
 
     #[inline(always)]
@@ -57,9 +59,9 @@ impl Stored for f32 {
     }
 }
 
-/// Writes row `i` of `k` and `v` in slot `slots[i]`. Tasks are columns and not rows: slots that repeat are then written
-/// in order, each cell by one thread.
-pub(super) fn write<E: Stored>(
+/// Writes row `i` of `k` and `v` to slot `slots[i]`. Tasks are split by columns and not by rows, so that slots which
+/// occur more than once are written in order, each cell by one thread.
+pub(super) fn write<E: KvElement>(
     cpu: &Cpu,
     layout: KvLayout,
     (k, keys): (Rows<'_>, &mut [E]),
@@ -69,7 +71,7 @@ pub(super) fn write<E: Stored>(
     let (keys, values) = (SharedSlice::new(keys), SharedSlice::new(values));
     let KvLayout { kv_heads, head_dim, .. } = layout;
     let parts = head_dim.div_ceil(COLUMNS);
-    // Keys first, which take longer.
+    // Keys take longer, so they come first.
     cpu.for_ranges(2 * kv_heads * parts, 2 * COLUMNS * slots.len(), |from, to| {
         let mut part = from;
         while part < to {
@@ -77,17 +79,17 @@ pub(super) fn write<E: Stored>(
             let columns = part % parts * COLUMNS..head_dim.min((end - head * parts) * COLUMNS);
             part = end;
             if head < kv_heads {
-                cpu.isa().dispatch(Keys(Part { layout, rows: k, slots, cells: &keys, head, columns }));
+                cpu.isa().dispatch(Keys(HeadColumns { layout, rows: k, slots, cells: &keys, head, columns }));
             } else {
                 let head = head - kv_heads;
-                cpu.isa().dispatch(Values(Part { layout, rows: v, slots, cells: &values, head, columns }));
+                cpu.isa().dispatch(Values(HeadColumns { layout, rows: v, slots, cells: &values, head, columns }));
             }
         }
     });
 }
 
-/// Columns of a head, of all rows.
-struct Part<'a, E> {
+/// Some columns of one head, in all rows.
+struct HeadColumns<'a, E> {
     layout: KvLayout,
     rows: Rows<'a>,
     slots: &'a [u32],
@@ -96,7 +98,7 @@ struct Part<'a, E> {
     columns: Range<usize>,
 }
 
-impl<E: Stored> Part<'_, E> {
+impl<E: KvElement> HeadColumns<'_, E> {
     /// The columns of a row.
     #[inline(always)]
     fn row(&self, row: usize) -> &[f32] {
@@ -104,7 +106,7 @@ impl<E: Stored> Part<'_, E> {
         &self.rows.row(row)[first + self.columns.start..first + self.columns.end]
     }
 
-    /// Where this head begins in the block of a slot, and the slot's offset there.
+    /// The start of this head in the block of a slot, and the slot's offset in the block.
     #[inline(always)]
     fn head_of(&self, slot: u32) -> (usize, usize) {
         let (block, offset) = (slot as usize / self.layout.block_size, slot as usize % self.layout.block_size);
@@ -112,9 +114,9 @@ impl<E: Stored> Part<'_, E> {
     }
 }
 
-/// Elements `from..` of a row as a vector, zeros where it has no more.
+/// Loads the elements of a row from `from` on as a vector, with zeros beyond its end.
 #[inline(always)]
-fn rounded<E: Stored, L: Lanes>(row: &[f32], from: usize) -> L {
+fn rounded<E: KvElement, L: Lanes>(row: &[f32], from: usize) -> L {
     let row = &row[from..];
     let mut short = [0.0; COLUMNS];
     let p = if row.len() >= E::LEN {
@@ -123,14 +125,15 @@ fn rounded<E: Stored, L: Lanes>(row: &[f32], from: usize) -> L {
         short[..row.len()].copy_from_slice(row);
         short.as_ptr()
     };
-    // SAFETY: `LEN` elements of the row, or of as many as `COLUMNS`, which no `LEN` exceeds.
+    // SAFETY: `p` is readable for `LEN` elements: of the row, or of `short`, which has `COLUMNS` and no `LEN` exceeds
+    // that.
     unsafe { E::rounded(p) }
 }
 
-/// Cell `d` of a column is `d * block_size` after that of column 0.
-struct Keys<'a, E>(Part<'a, E>);
+/// Writes keys. Column `d` of a slot is `d * block_size` elements after its column 0.
+struct Keys<'a, E>(HeadColumns<'a, E>);
 
-impl<E: Stored> Kernel for Keys<'_, E> {
+impl<E: KvElement> Kernel for Keys<'_, E> {
     type Output = ();
 
     #[inline(always)]
@@ -151,8 +154,8 @@ impl<E: Stored> Kernel for Keys<'_, E> {
     }
 }
 
-impl<E: Stored> Keys<'_, E> {
-    /// Whether this row and the next are 16 neighbours that lie in one block as vectors do.
+impl<E: KvElement> Keys<'_, E> {
+    /// Whether this row and the next 15 have neighbouring slots that are a vector of one block.
     #[inline(always)]
     fn is_vector(&self, row: usize) -> bool {
         let slots = self.0.slots;
@@ -169,8 +172,8 @@ impl<E: Stored> Keys<'_, E> {
         neighbours
     }
 
-    /// Asks for the cells that a later row writes. They lie in half as many cache lines as a head has columns, or more:
-    /// of a block that was not used of late, stores alone would wait for most of them.
+    /// Prefetches the cells that a later row writes. They lie in at least half as many cache lines as the head has
+    /// columns, and stores to a block that was not used recently would wait for most of them.
     #[inline(always)]
     fn prefetch<L: Lanes>(&self, row: usize) {
         if row >= self.0.slots.len() {
@@ -183,19 +186,19 @@ impl<E: Stored> Keys<'_, E> {
         }
     }
 
-    /// These columns of a slot's block.
+    /// These columns of a slot's block, and the slot's offset in the block.
     #[inline(always)]
     #[allow(clippy::mut_from_ref)] // as `SharedSlice::part`
     fn cells(&self, slot: u32) -> (&mut [E], usize) {
-        let Part { layout, cells, columns, .. } = &self.0;
+        let HeadColumns { layout, cells, columns, .. } = &self.0;
         let (start, offset) = self.0.head_of(slot);
         let (from, len) = (columns.start * layout.block_size, columns.len() * layout.block_size);
-        // SAFETY: these columns of every block are this task's alone, which asks for them again only when it is done
-        // with those it has.
+        // SAFETY: these columns of every block belong to this task alone, which asks for them again only when it is
+        // done with those it has.
         (unsafe { cells.part(start + from, len) }, offset)
     }
 
-    /// 16 neighbours: as many vectors are transposed in registers.
+    /// Writes 16 rows with neighbouring slots, transposed in registers.
     #[inline(always)]
     fn write_vectors<L: Lanes>(&self, first: usize) {
         let (cells, offset) = self.cells(self.0.slots[first]);
@@ -239,18 +242,18 @@ impl<E: Stored> Keys<'_, E> {
     }
 }
 
-/// The first `LEN` elements become those of the vector.
+/// Stores a vector to the first `LEN` elements of `to`.
 #[inline(always)]
-fn store<E: Stored, L: Lanes>(vector: L, to: &mut [E]) {
+fn store<E: KvElement, L: Lanes>(vector: L, to: &mut [E]) {
     assert!(to.len() >= E::LEN);
     // SAFETY: `LEN` elements are as long as a vector.
     unsafe { vector.store(to.as_mut_ptr().cast()) };
 }
 
-/// A row's columns are neighbours.
-struct Values<'a, E>(Part<'a, E>);
+/// Writes values. The columns of a slot are adjacent.
+struct Values<'a, E>(HeadColumns<'a, E>);
 
-impl<E: Stored> Kernel for Values<'_, E> {
+impl<E: KvElement> Kernel for Values<'_, E> {
     type Output = ();
 
     #[inline(always)]
@@ -258,7 +261,7 @@ impl<E: Stored> Kernel for Values<'_, E> {
         let (slots, columns) = (self.0.slots, self.0.columns.len());
         for row in 0..slots.len() {
             if row + LANES < slots.len() {
-                // As for keys.
+                // The cells of a later row are prefetched, as for keys.
                 let ahead = self.cells(slots[row + LANES]);
                 for d in (0..columns).step_by(E::LEN) {
                     L::prefetch_near((&raw const ahead[d]).cast());
@@ -280,14 +283,14 @@ impl<E: Stored> Kernel for Values<'_, E> {
     }
 }
 
-impl<E: Stored> Values<'_, E> {
+impl<E: KvElement> Values<'_, E> {
     /// These columns of a slot.
     #[inline(always)]
     #[allow(clippy::mut_from_ref)] // as `SharedSlice::part`
     fn cells(&self, slot: u32) -> &mut [E] {
-        let Part { layout, cells, columns, .. } = &self.0;
+        let HeadColumns { layout, cells, columns, .. } = &self.0;
         let (start, offset) = self.0.head_of(slot);
-        // SAFETY: as for keys: this task's alone, and of one slot at a time.
+        // SAFETY: these columns belong to this task alone, and it uses those of one slot at a time.
         unsafe { cells.part(start + offset * layout.head_dim + columns.start, columns.len()) }
     }
 }

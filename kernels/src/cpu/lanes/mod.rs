@@ -1,7 +1,7 @@
-//! Sixteen float32 lanes: the unit in which every kernel is written.
+//! Vectors of sixteen float32 lanes, in which every kernel is written.
 //!
 //! Each operation is one correctly rounded IEEE operation per lane, so kernels give the same bits on every
-//! implementation. Constructors of the x86 types are reached only through [`Isa::dispatch`](super::isa::Isa::dispatch).
+//! implementation. The x86 types are constructed only below [`Isa::dispatch`](super::isa::Isa::dispatch).
 
 #![allow(clippy::needless_range_loop)] // indices, so that vectors stay in registers
 
@@ -15,16 +15,16 @@ mod x86;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use x86::{Avx2, Avx512};
 
-/// Lanes in a vector.
+/// Lanes of a vector.
 pub(crate) const LANES: usize = 16;
 
-/// `[f32; 16]` on which arithmetic is lane by lane.
+/// A vector of 16 float32 lanes, with arithmetic lane by lane.
 ///
 /// # Safety
-/// An implementation reads and writes what its methods say and nothing beyond, for kernels hand them pointers. Its
-/// values may exist only on a processor that has its instruction set.
+/// An implementation reads and writes what its methods say and nothing beyond, since kernels pass raw pointers. Values
+/// may exist only on a processor that has the instruction set.
 pub(crate) unsafe trait Lanes: Copy + 'static {
-    /// How many of these, as accumulators, leave enough registers for the operands of a product.
+    /// The most accumulators that leave enough registers for the operands of a product.
     const ACCUMULATORS: usize;
 
     fn splat(x: f32) -> Self;
@@ -37,7 +37,7 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
     /// `p` is readable for 16 bfloat16; no alignment is needed.
     unsafe fn load_bf16(p: *const bf16) -> Self;
 
-    /// The even and the odd elements of 32 bfloat16.
+    /// Loads 32 bfloat16 as their even and their odd elements.
     ///
     /// # Safety
     /// `p` is readable for 32 bfloat16; no alignment is needed.
@@ -51,7 +51,8 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
     /// `p` is writable for 16 float32; no alignment is needed.
     unsafe fn store(self, p: *mut f32);
 
-    /// 32 float32 rounded as [`round_bf16`] does, two to a lane, the first in the low half.
+    /// Loads 32 float32 and rounds them as [`round_bf16`] does to bfloat16 pairs, the first of each pair in the low
+    /// half of its lane.
     ///
     /// # Safety
     /// `p` is readable for 32 float32; no alignment is needed.
@@ -67,8 +68,8 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
         Self::from_array(&pairs)
     }
 
-    /// Stores past the caches, for memory that is written in large parts before it is read again. Other threads see it
-    /// after [`fence`](Self::fence).
+    /// Stores past the caches (non-temporal), for memory that is written in large parts before it is read again. Other
+    /// threads see the values after [`fence`](Self::fence).
     ///
     /// # Safety
     /// `p` is writable for 16 float32 and aligned to 64 bytes.
@@ -78,7 +79,8 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
         unsafe { self.store(p) };
     }
 
-    /// Lane `j` of vector `i` becomes lane `i` of vector `j`, whatever its bits mean.
+    /// Transposes a 16 × 16 matrix: lane `j` of vector `i` becomes lane `i` of vector `j`. Bits are moved unchanged,
+    /// whatever their type.
     #[inline(always)]
     fn transposed(rows: &[Self; LANES]) -> [Self; LANES] {
         let (mut from, mut to) = ([[0.0; LANES]; LANES], [Self::zero(); LANES]);
@@ -115,7 +117,7 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
     /// `x < limit ? 0 : self`.
     fn zero_where_below(self, x: Self, limit: f32) -> Self;
 
-    /// Lanes `i` for which bit `i` is not set become `other`.
+    /// Replaces lane `i` by `other` where bit `i` of `bits` is not set.
     #[inline(always)]
     fn or_where_unset(self, bits: u32, other: f32) -> Self {
         let mut lanes = self.to_array();
@@ -125,29 +127,29 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
         Self::from_array(&lanes)
     }
 
-    /// Bit `i` tells whether lane `i` is in `from..=to`.
+    /// A mask in which bit `i` tells whether lane `i` is in `from..=to`.
     fn within(self, from: f32, to: f32) -> u32;
 
     /// `2^n` as [`exp`](super::math::exp) makes it, from `n` plus the constant that rounded it to an integer.
     fn power_of_two(self) -> Self;
 
-    /// Asks for the cache line at `p`, which need not be readable.
+    /// Prefetches the cache line at `p` into the second-level cache; `p` need not be readable.
     #[inline(always)]
     fn prefetch(_p: *const u8) {}
 
-    /// As [`prefetch`](Self::prefetch), into the first-level cache and not only the second.
+    /// Prefetches the cache line at `p` into the first-level cache; `p` need not be readable.
     #[inline(always)]
     fn prefetch_near(_p: *const u8) {}
 
-    /// Lanes nearer to zero than every normal number become zeros of their sign.
+    /// Replaces denormal lanes by zeros of the same sign.
     fn flush_denormals(self) -> Self;
 
-    /// A vector of 16 pairs of bfloat16 as two of float32: the first elements (in the low halves of the lanes) and the
+    /// Widens 16 bfloat16 pairs to two vectors of float32: the first elements (in the low halves of the lanes) and the
     /// second ones.
     fn widened_halves(self) -> (Self, Self);
 
-    /// Two vectors of float32 as one of 32 bfloat16 in order, rounded to nearest even; denormals become zeros of their
-    /// sign.
+    /// Rounds two vectors of float32 to one of 32 bfloat16 in order, to nearest even; denormals become zeros of the
+    /// same sign.
     #[inline(always)]
     fn rounded_pairs(low: Self, high: Self) -> Self {
         let (mut both, mut pairs) = ([0.0; 2 * LANES], [0.0; LANES]);
@@ -171,7 +173,7 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
         from_bf16_bits(&pairs)
     }
 
-    /// The inverse of [`paired_halves`](Self::paired_halves).
+    /// Parts 16 bfloat16 pairs into the first and the second elements: `a0 b0 … a15 b15` becomes `a0 … a15 b0 … b15`.
     #[inline(always)]
     fn parted_pairs(self) -> Self {
         let bits = bf16_bits(self);
@@ -182,7 +184,8 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
         from_bf16_bits(&parts)
     }
 
-    /// Two vectors of 32 bfloat16 as pairs of one element of each: those of the first 16 elements, then of the last 16.
+    /// Pairs element `i` of this vector of 32 bfloat16 with element `i` of `second`: returns the pairs of the first 16
+    /// elements, and those of the last 16.
     #[inline(always)]
     fn paired_with(self, second: Self) -> (Self, Self) {
         let (a, b) = (bf16_bits(self), bf16_bits(second));
@@ -194,10 +197,10 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
         (from_bf16_bits(&low), from_bf16_bits(&high))
     }
 
-    /// 16 bfloat16 from each of two addresses, as pairs.
+    /// Loads 16 bfloat16 from each of two addresses as 16 pairs.
     ///
     /// # Safety
-    /// Both are readable for 16 bfloat16; no alignment is needed.
+    /// Both addresses are readable for 16 bfloat16; no alignment is needed.
     #[inline(always)]
     unsafe fn load_paired(first: *const bf16, second: *const bf16) -> Self {
         let mut both = [bf16::ZERO; 2 * LANES];
@@ -210,8 +213,9 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
         .paired_halves()
     }
 
-    /// `self` plus, lane by lane, the product of two vectors of 16 pairs of bfloat16: vdpbf16ps, or what has its bits,
-    /// which is two fused multiply-adds, **the second elements first**, that take denormals for zeros and give none.
+    /// `self` plus, lane by lane, the dot product of two vectors of 16 bfloat16 pairs: vdpbf16ps, or arithmetic with
+    /// the same bits. These are the bits of two fused multiply-adds, **the second elements first**, in which denormal
+    /// inputs count as zeros and denormal results become zeros.
     #[inline(always)]
     fn dot_pairs(self, x: Self, w: Self) -> Self {
         emulated_dot_pairs(self, x, w)
@@ -236,19 +240,19 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
         a
     }
 
-    /// The sum of the lanes as a balanced tree: lane `i` with `i + 8`, then `i + 4`, `i + 2` and `i + 1`.
+    /// The horizontal sum of the lanes as a balanced tree: lane `i` plus `i + 8`, then `i + 4`, `i + 2` and `i + 1`.
     fn sum(self) -> f32;
 
     /// The largest lane; unspecified if one is NaN.
     fn largest(self) -> f32;
 
-    /// [`exp`](super::math::exp) of every lane, the same bits.
+    /// `e^x` of every lane, with the bits of [`exp`](super::math::exp).
     #[inline(always)]
     fn exp(self) -> Self {
         Self::exp_each([self])[0]
     }
 
-    /// [`exp`](Self::exp) of several vectors, step by step of all: one alone is a chain of which each step waits for
+    /// `e^x` of several vectors, with each step done for all of them: for one vector alone every step would wait for
     /// the one before.
     #[inline(always)]
     fn exp_each<const N: usize>(x: [Self; N]) -> [Self; N] {
@@ -283,13 +287,13 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
         y
     }
 
-    /// `2^x` of every lane to about 1.3 ulp, exactly 1 for 0; 0 below -126.5. For lanes up to 127, or NaN, which stays
-    /// NaN.
+    /// `2^x` of every lane to about 1.3 ulp, exactly 1 for 0, and 0 below -126.5. Lanes must be at most 127 or NaN,
+    /// which stays NaN.
     #[inline(always)]
-    #[allow(clippy::approx_constant)] // the polynomial of least error has nearly the logarithm of 2, not it
+    #[allow(clippy::approx_constant)] // a coefficient of the best polynomial is near ln 2, but not equal to it
     fn exp2(self) -> Self {
         let round = Self::splat(12_582_912.0); // as in `exp`
-        let x = Self::splat(-127.0).max(self); // the second if it is NaN; the power of two made of -127 is 0
+        let x = Self::splat(-127.0).max(self); // the second operand if it is NaN; the power of two made of -127 is 0
         let rounded = x.add(round);
         let r = x.sub(rounded.sub(round));
         let p = Self::splat(1.326_472_6e-3);
@@ -302,7 +306,7 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
     }
 }
 
-/// [`Lanes::dot_pairs`] without its instruction.
+/// The arithmetic of [`Lanes::dot_pairs`] without its instruction.
 #[inline(always)]
 fn emulated_dot_pairs<L: Lanes>(sum: L, x: L, w: L) -> L {
     let ((x_first, x_second), (w_first, w_second)) = (x.widened_halves(), w.widened_halves());

@@ -1,4 +1,4 @@
-//! The portable implementation.
+//! The portable implementation of [`Lanes`]: an array.
 
 use super::{LANES, Lanes};
 use half::bf16;
@@ -15,7 +15,7 @@ impl Scalar {
 
 // SAFETY: an array of 16 values, read and written whole.
 unsafe impl Lanes for Scalar {
-    const ACCUMULATORS: usize = 2; // without vector registers more would only be more code
+    const ACCUMULATORS: usize = 2; // there are no vector registers to fill, and more would only be more code
 
     #[inline(always)]
     fn splat(x: f32) -> Self {

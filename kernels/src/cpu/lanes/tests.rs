@@ -53,7 +53,7 @@ fn exp2_is_within_two_ulp_of_libm_and_the_same_bits_on_every_isa() {
             let exact = f64::from(x[i]).exp2();
             let good = if x[i] < -126.5 { 0.0 } else { exact };
             let error = (f64::from(expected[i]) - good).abs();
-            // The second part is the last place of subnormal numbers, below 2^-126.
+            // The second term allows for the last place of denormal numbers, below 2^-126.
             assert!(error < 2.0e-7 * exact + 1e-45, "2^{} = {}, exact {exact}", x[i], expected[i]);
         }
         for isa in Isa::all() {
@@ -68,7 +68,7 @@ fn exp2_is_within_two_ulp_of_libm_and_the_same_bits_on_every_isa() {
     }
 }
 
-/// Every operation of the trait on one pair of vectors.
+/// Runs every operation of the trait on one pair of vectors.
 struct Everything<'a>(&'a [f32; LANES], &'a [f32; LANES], &'a [bf16; 2 * LANES]);
 impl Kernel for Everything<'_> {
     type Output = Vec<[f32; LANES]>;
@@ -113,7 +113,7 @@ fn every_isa_has_the_bits_of_the_scalar_lanes() {
     }
 }
 
-/// 16 rows of pairs and of float32, transposed.
+/// Transposes 16 rows of bfloat16 pairs, and 16 rows of float32.
 struct Transposed<'a>(&'a [f32]);
 impl Kernel for Transposed<'_> {
     type Output = [Vec<u32>; 2];
@@ -158,7 +158,7 @@ fn lines_are_transposed_and_rounded_alike_on_every_isa() {
     }
 }
 
-/// Two vectors of 32 bfloat16 in every order that there is an operation for.
+/// Shuffles two vectors of 32 bfloat16 by every operation that reorders elements.
 struct Shuffled<'a>(&'a [bf16; 2 * LANES], &'a [bf16; 2 * LANES]);
 impl Kernel for Shuffled<'_> {
     type Output = [Vec<u32>; 6];
@@ -202,7 +202,7 @@ fn pairs_are_made_of_the_same_elements_on_every_isa() {
     }
 }
 
-/// Two vectors rounded to one of bfloat16.
+/// Rounds two vectors of float32 to one of bfloat16.
 struct Rounded<'a>(&'a [f32; LANES], &'a [f32; LANES]);
 impl Kernel for Rounded<'_> {
     type Output = [f32; LANES];
@@ -238,7 +238,7 @@ fn pairs_are_rounded_as_vcvtne2ps2bf16_does_on_every_isa() {
     }
 }
 
-/// One vector of sums, a pair and 16 pairs.
+/// Adds to one vector of sums the dot products of a pair with 16 pairs.
 struct Pairs<'a>(&'a [f32; LANES], [bf16; 2], &'a [bf16; 2 * LANES]);
 impl Kernel for Pairs<'_> {
     type Output = [f32; LANES];
@@ -253,15 +253,15 @@ impl Kernel for Pairs<'_> {
     }
 }
 
-/// Numbers of one scale, of many, of all that there are, and such that products and sums are about the least normal
-/// one.
+/// A random number of one scale (kind 0), of many (1), of nearly all (2), or such that products and sums are near the
+/// smallest normal number (3).
 fn any_number(random: &mut Random, kind: usize) -> f32 {
     let bits = random.next();
     let (sign, mantissa) = ((bits as u32) & 0x8000_0000, (bits >> 8) as u32 & 0x007f_ffff);
     let exponent = match kind {
         0 => random.between(125, 127),
         1 => random.between(115, 140),
-        2 => random.between(0, 190), // 0 is that of denormals; above 190 products are infinite
+        2 => random.between(0, 190), // 0 is the exponent of denormals; above 190 products are infinite
         _ => random.between(60, 67),
     };
     f32::from_bits(sign | (exponent as u32) << 23 | mantissa)

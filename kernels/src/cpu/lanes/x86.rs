@@ -1,4 +1,5 @@
-//! AVX2 (two registers of 8 lanes) and AVX-512 (one of 16). No closures, as in [`tile`](super::super::tile).
+//! AVX2 (two registers of 8 lanes) and AVX-512 (one of 16). No closures, for the reason that
+//! [`tile`](super::super::tile) gives.
 //!
 //! Every function here runs intrinsics of an instruction set that the processor must have. It has it, because the two
 //! types are named as [`Lanes`](super::Lanes) only below [`Isa::dispatch`](super::super::isa::Isa::dispatch), which
@@ -24,7 +25,7 @@ fn prefetch_far(p: *const u8) {
     unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) };
 }
 
-/// Lanes 0..8 and 8..16 become one sum, as [`Lanes::sum`](super::Lanes::sum) wants it.
+/// The horizontal sum of lanes 0..8 and 8..16, in the order that [`Lanes::sum`](super::Lanes::sum) defines.
 #[inline(always)]
 fn sum(low: __m256, high: __m256) -> f32 {
     // SAFETY: the processor has AVX2 and FMA, see the module.

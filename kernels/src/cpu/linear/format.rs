@@ -1,4 +1,4 @@
-//! How linear layers store activations, and what tiles that share weights read.
+//! How linear layers pack activations, and what the tiles that share weights read.
 
 use super::super::lanes::{LANES, Lanes};
 use super::super::rows::Rows;
@@ -7,20 +7,20 @@ use super::register::TALLEST;
 use half::bf16;
 use std::ops::Range;
 
-/// The format of a matrix as it is stored.
+/// The format of the weights of a linear layer as they are stored.
 pub(super) trait LinearFormat: Format {
-    /// Whether of several tiles that share weights the first leaves a copy, as [`First`](Self::First), which the others
-    /// read, as [`Wide`](Self::Wide).
+    /// Whether the first of several tiles that share weights stores a widened copy of them. It then runs in the format
+    /// [`First`](Self::First), and the others read the copy in the format [`Wide`](Self::Wide).
     const COPIES: bool = false;
     type First: Format<X = Self::X, W = Self::W>;
     type Wide: Format<X = Self::X>;
 
-    /// What the first tile left.
+    /// The widened weights that the first tile has stored.
     fn copied(_: &[f32]) -> &[<Self::Wide as Format>::W] {
         unreachable!("a format that does not copy")
     }
 
-    /// Values that one thread packs in about the time that waking others takes.
+    /// How many values one thread packs in about the time that it takes to wake other threads.
     const WORTH_WAKING: usize = 4 << 10;
 
     /// Packs the rows of one tile as `[step][row]`.
@@ -57,9 +57,9 @@ impl LinearFormat for RoundedPairs {
     type Wide = Self;
     const WORTH_WAKING: usize = 16 << 10;
 
-    /// 16 steps at a time are rounded, transposed and written.
+    /// Rounds, transposes and writes 16 steps at a time.
     #[inline(always)]
-    #[allow(clippy::needless_range_loop)] // as in `tile`
+    #[allow(clippy::needless_range_loop)] // indices, as in `tile`
     fn pack<L: Lanes>(x: Rows<'_>, rows: Range<usize>, packed: &mut [f32]) {
         const { assert!(TALLEST <= LANES) };
         let (first, tile_rows) = (rows.start, rows.len());
@@ -68,7 +68,8 @@ impl LinearFormat for RoundedPairs {
             let mut lines = [L::zero(); LANES];
             for m in 0..tile_rows {
                 let elements = &x.row(first + m)[2 * LANES * block..];
-                // The processor does not foresee reads from so many rows in turn: those of the next tile are asked for.
+                // The hardware prefetcher does not follow reads from so many rows in turn, so the rows of the next tile
+                // are prefetched.
                 let ahead = elements.as_ptr().wrapping_add(tile_rows * x.stride()).cast::<u8>();
                 L::prefetch_near(ahead);
                 L::prefetch_near(ahead.wrapping_add(LINE));
@@ -78,7 +79,8 @@ impl LinearFormat for RoundedPairs {
                 write(lines[0], packed);
                 continue;
             }
-            // What a step's vector has beyond the rows is where the next step is written.
+            // Each vector holds a step in its first `tile_rows` lanes; the next vector's store overwrites the lanes
+            // beyond them.
             let steps = L::transposed(&lines);
             if packed.len() >= LANES * tile_rows + LANES {
                 for i in 0..LANES {
@@ -93,7 +95,7 @@ impl LinearFormat for RoundedPairs {
     }
 }
 
-/// Up to 32 elements as pairs, zeros where there are fewer.
+/// Rounds up to 32 elements to 16 bfloat16 pairs, with zeros in place of missing elements.
 #[inline(always)]
 fn rounded_pairs<L: Lanes>(x: &[f32]) -> L {
     let pairs = match x.first_chunk::<{ 2 * LANES }>() {
@@ -108,7 +110,7 @@ fn rounded_pairs<L: Lanes>(x: &[f32]) -> L {
     L::rounded_pairs(L::from_array(&halves[0]), L::from_array(&halves[1]))
 }
 
-/// As many lanes as there are values.
+/// Writes the first lanes of a vector, as many as `values` holds.
 #[inline(always)]
 fn write<L: Lanes>(lanes: L, values: &mut [f32]) {
     match values.first_chunk_mut() {
@@ -117,20 +119,20 @@ fn write<L: Lanes>(lanes: L, values: &mut [f32]) {
     }
 }
 
-/// What a row has for one step.
-trait Step: Copy {
-    /// A row's whole steps, and one of what is left.
+/// The elements of a row that one step of the reduction takes.
+trait RowStep: Copy {
+    /// Splits a row into whole steps and, if elements are left over, one padded step.
     fn of(row: &[f32]) -> (&[Self], Option<Self>);
 }
 
-impl Step for f32 {
+impl RowStep for f32 {
     #[inline(always)]
     fn of(row: &[f32]) -> (&[f32], Option<f32>) {
         (row, None)
     }
 }
 
-impl Step for [f32; 2] {
+impl RowStep for [f32; 2] {
     #[inline(always)]
     fn of(row: &[f32]) -> (&[[f32; 2]], Option<[f32; 2]>) {
         let (pairs, rest) = row.as_chunks();
@@ -138,11 +140,11 @@ impl Step for [f32; 2] {
     }
 }
 
-/// Packs the rows of one tile, element by element.
+/// Packs the rows of one tile as `[step][row]`, element by element.
 #[inline(always)]
-fn interleave<S: Step>(x: Rows<'_>, rows: Range<usize>, packed: &mut [S]) {
+fn interleave<S: RowStep>(x: Rows<'_>, rows: Range<usize>, packed: &mut [S]) {
     const BLOCK: usize = 256; // steps of all rows of a tile that the first-level cache holds
-    const ABREAST: usize = 4; // rows that are written together, as one row alone waits for each of its stores
+    const ABREAST: usize = 4; // rows written together, since the stores of a single row wait for one another
     let (first, rows) = (rows.start, rows.len());
     for (block, cells) in packed.chunks_mut(BLOCK * rows).enumerate() {
         for m in (0..rows - rows % ABREAST).step_by(ABREAST) {
@@ -154,10 +156,10 @@ fn interleave<S: Step>(x: Rows<'_>, rows: Range<usize>, packed: &mut [S]) {
     }
 }
 
-/// Packs the steps `from..` of `N` rows, of which the first is row `m` of a tile of `rows`.
+/// Packs the steps `from..` of `N` rows, from row `first` of `x` on, as rows `m..m + N` of a tile of `rows`.
 #[inline(always)]
-#[allow(clippy::needless_range_loop)] // as in `tile`
-fn interleave_rows<S: Step, const N: usize>(
+#[allow(clippy::needless_range_loop)] // indices, as in `tile`
+fn interleave_rows<S: RowStep, const N: usize>(
     x: Rows<'_>,
     first: usize,
     from: usize,
@@ -169,7 +171,7 @@ fn interleave_rows<S: Step, const N: usize>(
     for i in 0..N {
         let (steps, rest) = S::of(x.row(first + i));
         whole[i] = &steps[from.min(steps.len())..steps.len().min(from + cells.len() / rows)];
-        whole[i] = &whole[i][..whole[0].len()]; // as many, so that no step asks
+        whole[i] = &whole[i][..whole[0].len()]; // equal lengths, so that the loop below needs no bounds checks
         last[i] = rest;
     }
     let mut cells = cells.chunks_exact_mut(rows);

@@ -1,9 +1,9 @@
 //! Linear layers: `out = x · Wᵀ + bias`.
 //!
-//! The reduction over `k` is cut into the matrix's leaves; each is summed in ascending order by one accumulator per
-//! output, and leaves are added as a balanced binary tree: `((0+1)+(2+3))+((4+5)+(6+7))`. Nothing else decides the
-//! order, so a row has the same bits in any batch, and the tree-added results of ranks that hold runs of leaves are
-//! those of the whole matrix.
+//! The reduction over `k` is cut into the leaves of the matrix. One accumulator per output sums a leaf in ascending
+//! order, and the leaves are added as a balanced binary tree: `((0+1)+(2+3))+((4+5)+(6+7))`. The order depends on
+//! nothing else, so a row has the same bits in any batch. Tensor-parallel ranks that each hold a run of leaves get the
+//! result of the whole matrix when their results are added as a tree.
 
 use super::activation::SiluMul;
 use super::isa::{Isa, Kernel};
@@ -11,12 +11,13 @@ use super::lanes::{LANES, Lanes};
 use super::packed::PackedMatrix;
 use super::pool::Cpu;
 use super::rows::{Rows, RowsMut, SharedRows};
-use super::tile::{Ahead, Format, LINE, Pairs, RoundedPairs, Single};
+use super::tile::{Format, LINE, Pairs, Prefetch, RoundedPairs, Single};
 use crate::weights::WeightDtype;
 use format::LinearFormat;
 use half::bf16;
-use plan::Plan;
-use register::{Out, Sums, Tile, WIDEST, Weights};
+use plan::LinearPlan;
+use register::{LinearTile, Out, Sums, TileWeights, WIDEST};
+use std::ops::Range;
 
 mod format;
 mod plan;
@@ -31,8 +32,9 @@ pub fn linear(cpu: &Cpu, x: Rows<'_>, w: &PackedMatrix, bias: Option<&[f32]>, ou
     by_format(cpu, x, w, bias, out, false);
 }
 
-/// [`silu_mul`](super::silu_mul) of what [`linear`] gives, bit by bit, of which nothing is written: `w` has `n` gates
-/// before `n` rows of what they gate, `out` is `[rows, n]`.
+/// `out[rows, n] = silu(gate) * up`, where the first `n` rows of `w` give the gates and its last `n` rows the values
+/// that they gate. The bits are those of [`linear`] followed by [`silu_mul`](super::silu_mul), but the product in
+/// between is not written to memory.
 ///
 /// # Panics
 /// If shapes do not agree, or `n` is no multiple of 16.
@@ -57,36 +59,39 @@ fn by_format(cpu: &Cpu, x: Rows<'_>, w: &PackedMatrix, bias: Option<&[f32]>, out
 }
 
 fn run<F: LinearFormat>(cpu: &Cpu, x: Rows<'_>, w: &PackedMatrix, bias: Option<&[f32]>, out: RowsMut<'_>, gated: bool) {
-    let plan = Plan::new::<F>(cpu, x.rows(), w, gated);
+    let plan = LinearPlan::new::<F>(cpu, x.rows(), w, gated);
     let mut shared = cpu.shared();
     let packed = shared.packed.values::<F::X>(x.rows() * plan.steps);
     pack_activations::<F>(cpu, x, &plan, packed);
-    let job = Job::<F> { isa: cpu.isa(), plan, packed, weights: w.storage().as_slice(), bias, out: out.share() };
-    let scratch = job.plan.copy_len + job.plan.slots() * job.plan.slot_len();
-    cpu.pool().run_with_scratch(job.plan.chunks * job.plan.groups, scratch, |task, scratch| job.task(task, scratch));
+    let call =
+        LinearCall::<F> { isa: cpu.isa(), plan, packed, weights: w.storage().as_slice(), bias, out: out.share() };
+    let scratch = call.plan.copy_len + call.plan.sum_sets() * call.plan.sum_set_len();
+    cpu.pool().run_with_scratch(call.plan.chunks * call.plan.groups, scratch, |task, scratch| call.task(task, scratch));
 }
 
-/// Activations by tile: `[step][row of the tile]`.
-fn pack_activations<F: LinearFormat>(cpu: &Cpu, x: Rows<'_>, plan: &Plan, packed: &mut [F::X]) {
+/// Packs the activations tile by tile, as `[step][row of the tile]`.
+fn pack_activations<F: LinearFormat>(cpu: &Cpu, x: Rows<'_>, plan: &LinearPlan, packed: &mut [F::X]) {
     let parts = if packed.len() < F::WORTH_WAKING { 1 } else { plan.tiles.min(4 * cpu.pool().threads()) };
     let first = |part: usize| plan.tiles * part / parts;
     cpu.pool().run_parts(
         packed,
         parts,
         |part| plan.row(first(part)) * plan.steps,
-        |part, packed| cpu.isa().dispatch(Pack::<F> { x, plan, tiles: first(part)..first(part + 1), packed }),
+        |part, packed| {
+            cpu.isa().dispatch(PackActivations::<F> { x, plan, tiles: first(part)..first(part + 1), packed })
+        },
     );
 }
 
-/// Packs a run of tiles.
-struct Pack<'a, F: LinearFormat> {
+/// Packs the activations of a run of tiles.
+struct PackActivations<'a, F: LinearFormat> {
     x: Rows<'a>,
-    plan: &'a Plan,
-    tiles: Run,
+    plan: &'a LinearPlan,
+    tiles: Range<usize>,
     packed: &'a mut [F::X],
 }
 
-impl<F: LinearFormat> Kernel for Pack<'_, F> {
+impl<F: LinearFormat> Kernel for PackActivations<'_, F> {
     type Output = ();
     const DOT_PAIRS: bool = F::DOT_PAIRS;
 
@@ -102,44 +107,43 @@ impl<F: LinearFormat> Kernel for Pack<'_, F> {
     }
 }
 
-/// What the tasks of a call share.
-struct Job<'a, F: LinearFormat> {
+/// The plan, the operands and the output of one linear call, which all its tasks share.
+struct LinearCall<'a, F: LinearFormat> {
     isa: Isa,
-    plan: Plan,
+    plan: LinearPlan,
     packed: &'a [F::X],
     weights: &'a [F::W],
     bias: Option<&'a [f32]>,
     out: SharedRows<'a>,
 }
 
-type Run = std::ops::Range<usize>;
-
-/// A run of steps of one task.
-struct Block<'a> {
-    tiles: &'a Run,
+/// The steps of the reduction that all tiles of a task take before any of them goes on to the next steps, so that they
+/// find the weights in the cache.
+struct KBlock<'a> {
+    tiles: &'a Range<usize>,
     group: usize,
-    steps: Run,
-    leaves: Run,
-    /// Whether steps of its one leaf went before, and come after.
+    steps: Range<usize>,
+    leaves: Range<usize>,
+    /// Whether the block's only leaf has earlier steps, and whether it has later ones.
     carry: bool,
     more: bool,
 }
 
-impl<F: LinearFormat> Job<'_, F> {
-    /// One chunk of rows times one group of panels.
+impl<F: LinearFormat> LinearCall<'_, F> {
+    /// Computes one task: one chunk of rows times one group of panels.
     fn task(&self, task: usize, scratch: &mut [f32]) {
         let (chunk, group) = (task / self.plan.groups, task % self.plan.groups);
         let tiles = &(self.plan.tile(chunk)..self.plan.tile(chunk + 1));
         let (copy, sums) = scratch.split_at_mut(self.plan.copy_len);
         let (plan, leaf_steps) = (&self.plan, self.plan.steps / self.plan.leaves);
-        for leaf in (0..plan.leaves).step_by(plan.block_leaves) {
-            let leaves = leaf..plan.leaves.min(leaf + plan.block_leaves);
+        for leaf in (0..plan.leaves).step_by(plan.k_block_leaves) {
+            let leaves = leaf..plan.leaves.min(leaf + plan.k_block_leaves);
             let (first, end) = (leaf * leaf_steps, (leaf + 1) * leaf_steps);
-            for from in (first..end).step_by(plan.block_steps) {
-                let to = if leaves.len() > 1 { leaves.end * leaf_steps } else { end.min(from + plan.block_steps) };
+            for from in (first..end).step_by(plan.k_block_steps) {
+                let to = if leaves.len() > 1 { leaves.end * leaf_steps } else { end.min(from + plan.k_block_steps) };
                 let (carry, more) = (from > first, to < end);
                 let leaves = leaves.clone();
-                self.block(&Block { tiles, group, steps: from..to, leaves, carry, more }, copy, sums);
+                self.k_block(&KBlock { tiles, group, steps: from..to, leaves, carry, more }, copy, sums);
             }
         }
         if !self.whole(group) {
@@ -147,9 +151,9 @@ impl<F: LinearFormat> Job<'_, F> {
         }
     }
 
-    fn block(&self, block: &Block<'_>, copy: &mut [f32], sums: &mut [f32]) {
+    fn k_block(&self, block: &KBlock<'_>, copy: &mut [f32], sums: &mut [f32]) {
         let plan = &self.plan;
-        let narrow = || Weights {
+        let narrow = || TileWeights {
             panels: std::array::from_fn(|v| {
                 let panel = plan.tile_panel(block.group, v);
                 &self.weights[plan.weight(panel, block.steps.start)..plan.weight(panel, block.steps.end)]
@@ -169,7 +173,7 @@ impl<F: LinearFormat> Job<'_, F> {
                 true => {
                     let copy = F::copied(copy);
                     let panels = std::array::from_fn(|v| &copy[(v * plan.step_len).min(copy.len())..]);
-                    let weights = Weights { panels, step: plan.width * plan.step_len };
+                    let weights = TileWeights { panels, step: plan.width * plan.step_len };
                     self.tile::<F::Wide>(block, tile, weights, &mut [], sums);
                 }
             }
@@ -178,9 +182,9 @@ impl<F: LinearFormat> Job<'_, F> {
 
     fn tile<T: Format<X = F::X>>(
         &self,
-        block: &Block<'_>,
+        block: &KBlock<'_>,
         tile: usize,
-        weights: Weights<'_, T::W>,
+        weights: TileWeights<'_, T::W>,
         copy: &mut [f32],
         sums: &mut [f32],
     ) {
@@ -197,15 +201,17 @@ impl<F: LinearFormat> Job<'_, F> {
         });
         let values = &mut sums[(from - plan.row(block.tiles.start)) * plan.width * LANES..];
         let (carry, more) = (block.carry, block.more);
-        let sums = Sums { values, stride: plan.slot_len(), leaves: block.leaves.clone(), carry, more };
+        let sums = Sums { values, stride: plan.sum_set_len(), leaves: block.leaves.clone(), carry, more };
         let ahead = self.ahead(block, tile - block.tiles.start);
-        Tile::<T> { x, weights, copy, ahead, sums, out }.run(self.isa, to - from, plan.width);
+        LinearTile::<T> { x, weights, copy, ahead, sums, out }.run(self.isa, to - from, plan.width);
     }
 
-    /// What a tile asks for: of the panels of the next block, which is of this task or, as threads take tasks in turn,
-    /// that of the group as many further on as there are threads. One tile alone fetches all of them, as it fetches its
-    /// own shortly before they are needed; several fetch a part each.
-    fn ahead(&self, block: &Block<'_>, tile: usize) -> Ahead<WIDEST> {
+    /// What a tile prefetches: panels of the next block. That is the next block of this task or, after the last one,
+    /// the first block of the thread's next group, which is probably as many groups further on as there are threads,
+    /// since threads claim tasks in order. A task's only tile prefetches all panels into the first-level cache, and its
+    /// own weights shortly before it needs them; each of several tiles prefetches a part of a panel into the
+    /// second-level cache.
+    fn ahead(&self, block: &KBlock<'_>, tile: usize) -> Prefetch<WIDEST> {
         let plan = &self.plan;
         let (group, step) = match block.steps.end {
             end if end < plan.steps => (block.group, end),
@@ -219,21 +225,25 @@ impl<F: LinearFormat> Job<'_, F> {
             self.weights.as_ptr().wrapping_add(from).cast::<u8>()
         };
         if plan.tiles == 1 {
-            return Ahead::Near(std::array::from_fn(line));
+            return Prefetch::Near(std::array::from_fn(line));
         }
-        let part = tile.min(plan.width * plan.parts - 1);
-        let stride = LINE.div_ceil(plan.parts);
-        Ahead::Far(line(part / plan.parts).wrapping_add(part % plan.parts * block.steps.len() * stride), stride)
+        let part = tile.min(plan.width * plan.prefetch_parts - 1);
+        let stride = LINE.div_ceil(plan.prefetch_parts);
+        Prefetch::Far(
+            line(part / plan.prefetch_parts).wrapping_add(part % plan.prefetch_parts * block.steps.len() * stride),
+            stride,
+        )
     }
 
-    /// Whether every column of a group's register tile is one of the output.
+    /// Whether all columns of a group's register tile are columns of the output, so that the tile can write
+    /// them directly.
     fn whole(&self, group: usize) -> bool {
         let (first, end) = (self.plan.panel(group), self.plan.panel(group + 1));
         end - first == self.plan.outputs() && end * LANES <= self.out.width()
     }
 
-    /// Adds the bias, gates, and writes the columns that are not padding.
-    fn finish(&self, tiles: &Run, group: usize, sums: &mut [f32]) {
+    /// Adds the bias, applies the gates, and writes the columns that are not padding.
+    fn finish(&self, tiles: &Range<usize>, group: usize, sums: &mut [f32]) {
         let plan = &self.plan;
         let first = plan.panel(group) * LANES;
         let len = (plan.panel(group + 1) * LANES).min(self.out.width()) - first;

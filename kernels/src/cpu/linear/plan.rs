@@ -1,4 +1,4 @@
-//! How one call is cut into register tiles and tasks.
+//! How one call of a linear layer is cut into register tiles and tasks.
 
 use super::super::lanes::LANES;
 use super::super::packed::PackedMatrix;
@@ -7,57 +7,60 @@ use super::super::tile::tile_width;
 use super::format::LinearFormat;
 use super::register::TALLEST;
 
-/// Activations of a chunk that stay in the second-level cache (1 MiB or more) while a task's panels pass, with the
-/// partial sums and the weights.
+/// Bytes of a chunk's activations in one block of `k`. They stay in the second-level cache (1 MiB or more), beside the
+/// partial sums and the weights, while the panels of a task pass.
 const CHUNK_BYTES: usize = 512 << 10;
 
-/// Weights of a register tile that all tiles of a chunk pass before the next block. The first tile leaves them in the
-/// second-level cache: reading them from there costs less than putting sums away after every block.
-const BLOCK_BYTES: usize = 48 << 10;
+/// Bytes of a register tile's weights in one block of `k`. The first tile of a chunk leaves them in the second-level
+/// cache, where reading them costs the other tiles less than storing partial sums more often would.
+const K_BLOCK_BYTES: usize = 48 << 10;
 
-/// As [`BLOCK_BYTES`], of widened weights.
-const WIDENED_BYTES: usize = 128 << 10;
+/// Bytes of a register tile's weights in one block of `k` where the first tile widens them to float32.
+const WIDENED_K_BLOCK_BYTES: usize = 128 << 10;
 
-/// The fewest tiles that are worth it that the first leaves widened weights for the others.
+/// The fewest tiles for which it is worth it that the first one stores widened weights for the others.
 const WIDENED_FROM: usize = 3;
 
-/// Register tiles of a chunk: more save little time in which weights are widened.
+/// The most register tiles of a chunk. More would save little of the time that widening weights takes.
 const MOST_TILES: usize = 12;
 
-/// A task computes the rows of one chunk times one group of panels.
-pub(super) struct Plan {
-    /// Tiles of at most the register tile's rows.
-    rows: Cut,
+/// The cut of a linear layer. A task computes the rows of one chunk times one group of panels.
+pub(super) struct LinearPlan {
+    /// Runs of rows, one for each register tile.
+    rows: EvenSplit,
     pub tiles: usize,
-    /// Chunks are runs of tiles.
-    tiles_by_chunk: Cut,
+    /// Runs of tiles, one for each chunk.
+    tiles_by_chunk: EvenSplit,
     pub chunks: usize,
-    /// Groups are runs of panels, of gated layers of the gates' with as many of what they gate.
-    panels: Cut,
+    /// Runs of panels, one for each group. In a gated layer these are panels of the gates, and the group also has the
+    /// corresponding panels of the values that they gate.
+    panels: EvenSplit,
     pub groups: usize,
     /// Panels side by side in a register tile.
     pub width: usize,
-    /// The first panel of what is gated.
+    /// The first panel of the values that the gates of a gated layer multiply; `None` in other layers.
     pub gated: Option<usize>,
     pub steps: usize,
-    /// Stored weights of a panel in a step.
+    /// Stored weights of a panel in one step.
     pub step_len: usize,
-    /// After so many steps of so many leaves the next tile of the chunk takes its turn: of parts of one leaf, or of
-    /// whole ones.
-    pub block_steps: usize,
-    pub block_leaves: usize,
-    /// Whether the first tile leaves the weights of a block widened, and the values that this makes.
+    /// Steps of a block of `k`, in each of the `k_block_leaves` leaves that it covers. It is a part of one leaf, or
+    /// several whole leaves.
+    pub k_block_steps: usize,
+    pub k_block_leaves: usize,
+    /// Whether the first tile of a chunk stores the weights of a block widened to float32, and how many values that
+    /// takes.
     pub widened: bool,
     pub copy_len: usize,
-    /// Where there are several tiles: each asks for one of so many parts of every panel of the next block.
-    pub parts: usize,
+    /// Into how many parts each panel of the next block is cut for prefetching, where several tiles prefetch one part
+    /// each.
+    pub prefetch_parts: usize,
     pub leaves: usize,
     pub threads: usize,
 }
 
-impl Plan {
-    /// For `rows >= 1` rows of activations.
-    pub fn new<F: LinearFormat>(cpu: &Cpu, rows: usize, w: &PackedMatrix, gated: bool) -> Plan {
+impl LinearPlan {
+    /// Cuts the product of `rows >= 1` rows of activations and `w` for the threads of `cpu`.
+    pub fn new<F: LinearFormat>(cpu: &Cpu, rows: usize, w: &PackedMatrix, gated: bool) -> LinearPlan {
         let halves = if gated { 2 } else { 1 };
         let accumulators = cpu.isa().accumulators();
         let tiles = rows.div_ceil(if accumulators >= 2 * TALLEST { TALLEST } else { accumulators / halves });
@@ -67,64 +70,65 @@ impl Plan {
         let step_len = F::PER_STEP * LANES;
         let leaf_steps = steps / w.leaves();
         let widened = F::COPIES && tiles >= WIDENED_FROM;
-        let (block_bytes, size) = if widened { (WIDENED_BYTES, 4) } else { (BLOCK_BYTES, size_of::<F::W>()) };
-        let (leaves, fitting) = (w.leaves(), (block_bytes / (width * step_len * size)).max(1));
-        let (block_steps, block_leaves) = match tiles {
-            1 => (leaf_steps, leaves), // nothing comes back to the weights
-            // The blocks are of equal length, as each asks for the next one: the leaves are a power of two.
+        let (k_block_bytes, size) =
+            if widened { (WIDENED_K_BLOCK_BYTES, 4) } else { (K_BLOCK_BYTES, size_of::<F::W>()) };
+        let (leaves, fitting) = (w.leaves(), (k_block_bytes / (width * step_len * size)).max(1));
+        let (k_block_steps, k_block_leaves) = match tiles {
+            1 => (leaf_steps, leaves), // one tile reads the weights once
+            // All blocks have the same length, since each prefetches the next; the number of leaves is a power of two.
             _ => {
-                let block_leaves = (fitting / leaf_steps).clamp(1, leaves);
-                (leaf_steps.div_ceil(leaf_steps.div_ceil(fitting)), 1 << block_leaves.ilog2())
+                let k_block_leaves = (fitting / leaf_steps).clamp(1, leaves);
+                (leaf_steps.div_ceil(leaf_steps.div_ceil(fitting)), 1 << k_block_leaves.ilog2())
             }
         };
-        let copy_len = if widened { width * block_leaves * block_steps * step_len } else { 0 };
-        let most_tiles = CHUNK_BYTES / (tile_rows * block_leaves * block_steps * size_of::<F::X>());
+        let copy_len = if widened { width * k_block_leaves * k_block_steps * step_len } else { 0 };
+        let most_tiles = CHUNK_BYTES / (tile_rows * k_block_leaves * k_block_steps * size_of::<F::X>());
         let chunks = tiles.div_ceil(most_tiles.clamp(1, MOST_TILES));
         let (panels, threads) = (w.panels() / halves, cpu.pool().threads());
         let groups = panels.div_ceil(width / halves).next_multiple_of(threads).min(panels);
-        Plan {
-            rows: Cut::new(rows, tiles),
+        LinearPlan {
+            rows: EvenSplit::new(rows, tiles),
             tiles,
-            tiles_by_chunk: Cut::new(tiles, chunks),
+            tiles_by_chunk: EvenSplit::new(tiles, chunks),
             chunks,
-            panels: Cut::new(panels, groups),
+            panels: EvenSplit::new(panels, groups),
             groups,
             width,
             gated: gated.then_some(panels),
             steps,
             step_len,
-            block_steps,
-            block_leaves,
+            k_block_steps,
+            k_block_leaves,
             widened,
             copy_len,
-            parts: (tiles / chunks / width).max(1),
+            prefetch_parts: (tiles / chunks / width).max(1),
             leaves,
             threads,
         }
     }
 
-    /// Where a panel's weights of a step are.
+    /// Index of a panel's first weight of a step.
     pub fn weight(&self, panel: usize, step: usize) -> usize {
         (panel * self.steps + step) * self.step_len
     }
 
-    /// First row of a tile.
+    /// The first row of a tile.
     pub fn row(&self, tile: usize) -> usize {
         self.rows.start(tile)
     }
 
-    /// First tile of a chunk.
+    /// The first tile of a chunk.
     pub fn tile(&self, chunk: usize) -> usize {
         self.tiles_by_chunk.start(chunk)
     }
 
-    /// First panel of a group.
+    /// The first panel of a group.
     pub fn panel(&self, group: usize) -> usize {
         self.panels.start(group)
     }
 
-    /// The panel that is number `v` of a group's register tile. A group may have one less: its last one is then
-    /// computed again and dropped.
+    /// The panel at place `v` of a group's register tile. A group that has one panel less than the tile repeats its
+    /// last panel, and the repeated columns are dropped.
     pub fn tile_panel(&self, group: usize, v: usize) -> usize {
         let last = self.panel(group + 1) - 1;
         match self.gated {
@@ -134,32 +138,34 @@ impl Plan {
         }
     }
 
-    /// Vectors of columns that a register tile gives.
+    /// Vectors of output columns that a register tile gives.
     pub fn outputs(&self) -> usize {
         if self.gated.is_some() { self.width / 2 } else { self.width }
     }
 
-    /// Partial sums that wait for their sibling in the tree of leaves, and the one being added up.
-    pub fn slots(&self) -> usize {
+    /// How many sets of partial sums a task keeps: those that wait for their sibling in the tree of leaves, and those
+    /// of the current leaf.
+    pub fn sum_sets(&self) -> usize {
         self.leaves.ilog2() as usize + 1
     }
 
-    /// Values of one partial sum: those of a chunk times a register tile's columns.
-    pub fn slot_len(&self) -> usize {
+    /// Float32 values of one set of partial sums: the rows of a chunk times the columns of a register tile.
+    pub fn sum_set_len(&self) -> usize {
         self.tiles_by_chunk.longest() * self.rows.longest() * self.width * LANES
     }
 }
 
-/// So many items in runs that are equal but for one item. Where a run starts takes no division: tiles ask for it.
-struct Cut {
+/// A split of items into runs whose lengths differ by one item at most. `start` needs no division, since tiles call it
+/// often.
+struct EvenSplit {
     each: usize,
-    /// The first so many runs have one more.
+    /// How many of the first runs have one item more.
     longer: usize,
 }
 
-impl Cut {
-    fn new(items: usize, runs: usize) -> Cut {
-        Cut { each: items / runs, longer: items % runs }
+impl EvenSplit {
+    fn new(items: usize, runs: usize) -> EvenSplit {
+        EvenSplit { each: items / runs, longer: items % runs }
     }
 
     fn start(&self, run: usize) -> usize {

@@ -1,64 +1,66 @@
-//! One register tile: some steps of a reduction for a few rows and panels, and what happens to the sums.
+//! One register tile: some steps of the reduction for a few rows and panels, and where their sums go.
 
 use super::super::activation::silu_times;
 use super::super::isa::{Isa, Kernel};
 use super::super::lanes::{LANES, Lanes};
 use super::super::rows::SharedRows;
-use super::super::tile::{Ahead, Format, LINE, Operands, accumulate, tile_width};
+use super::super::tile::{Format, LINE, Operands, Prefetch, accumulate, tile_width};
 use std::ops::Range;
 
 /// Panels of the widest register tile.
 pub(super) const WIDEST: usize = 4;
 
-/// Rows of the tallest one, where there are accumulators for two vectors of columns: that is enough to hide what
-/// loading and widening weights costs.
+/// Rows of the tallest register tile, on instruction sets with accumulators for two vectors of columns per row. So many
+/// rows hide the cost of loading and widening weights.
 pub(super) const TALLEST: usize = 13;
 
-/// The weights of one register tile: a step of each panel every `step` elements. Panels beyond its width are not read.
-pub(super) struct Weights<'a, W> {
+/// The weights of one register tile. Each panel has a step every `step` elements; panels beyond the tile's width are
+/// not read.
+pub(super) struct TileWeights<'a, W> {
     pub panels: [&'a [W]; WIDEST],
     pub step: usize,
 }
 
-/// Some steps of a register tile: `x[steps][rows] · weights[width][steps][16]`.
-pub(super) struct Tile<'a, F: Format> {
+/// The product of one register tile over some steps: `x[steps][rows] · weights[width][steps][16]`.
+pub(super) struct LinearTile<'a, F: Format> {
     pub x: &'a [F::X],
-    pub weights: Weights<'a, F::W>,
-    /// Where a format that widens leaves `[steps][width][32]`.
+    pub weights: TileWeights<'a, F::W>,
+    /// The copy `[steps][width][32]` of the weights, which a format that widens writes.
     pub copy: &'a mut [f32],
-    pub ahead: Ahead<WIDEST>,
+    pub ahead: Prefetch<WIDEST>,
     pub sums: Sums<'a>,
-    /// Where the sums go in the end, if these are the last steps and all columns are the output's.
+    /// Where the results go after the last step, if all columns of the tile are columns of the output.
     pub out: Option<Out<'a>>,
 }
 
-/// Sums `[rows][width][16]` of this tile, one every `stride` values: those of runs of leaves that wait for their
-/// sibling in the tree, then those of the leaf being added up.
+/// Partial sums `[rows][width][16]` of this tile, one set every `stride` values: first those of runs of leaves that
+/// wait for their sibling in the tree, then those of the current leaf.
 pub(super) struct Sums<'a> {
     pub values: &'a mut [f32],
     pub stride: usize,
-    /// The leaves that these steps are of, all of one length.
+    /// The leaves that the steps belong to, all of one length.
     pub leaves: Range<usize>,
-    /// Whether the first leaf has sums of earlier steps, and the last goes on after these.
+    /// Whether the first leaf has partial sums of earlier steps, and whether the last leaf has later steps.
     pub carry: bool,
     pub more: bool,
 }
 
-/// Columns `column..` of rows `row..`, which no other task writes.
+/// The part of the output that a tile writes: columns `column..` of rows `row..`, which no other task writes.
 pub(super) struct Out<'a> {
     pub rows: &'a SharedRows<'a>,
     pub row: usize,
     pub column: usize,
     pub bias: Option<&'a [f32]>,
-    /// Whether the second half of the tile's panels is what its first half, of so many outputs in all, gates.
+    /// For a gated layer, the number of its outputs. The second half of the tile's panels then holds the values that
+    /// the first half gates.
     pub gated: Option<usize>,
 }
 
-/// How many bytes of a panel are on their way where one tile alone passes.
+/// How many bytes ahead of its reads a task's only tile prefetches a panel.
 const LEAD: usize = 2048;
 
-impl<F: Format> Tile<'_, F> {
-    /// Runs the register tile of this shape.
+impl<F: Format> LinearTile<'_, F> {
+    /// Runs the kernel for a register tile of `rows` rows and `width` panels.
     pub fn run(self, isa: Isa, rows: usize, width: usize) {
         macro_rules! shapes {
             ($(($rows:literal $width:literal))*) => {
@@ -76,19 +78,19 @@ impl<F: Format> Tile<'_, F> {
     }
 }
 
-struct Shaped<'a, F: Format, const MR: usize, const NV: usize>(Tile<'a, F>);
+struct Shaped<'a, F: Format, const MR: usize, const NV: usize>(LinearTile<'a, F>);
 
 impl<F: Format, const MR: usize, const NV: usize> Kernel for Shaped<'_, F, MR, NV> {
     type Output = ();
     const DOT_PAIRS: bool = F::DOT_PAIRS;
 
     #[inline(always)]
-    #[allow(clippy::needless_range_loop)] // as in `tile`
+    #[allow(clippy::needless_range_loop)] // indices, as in `tile`
     fn run<L: Lanes>(self) {
         if const { MR * NV > L::ACCUMULATORS || NV < tile_width(MR + 1, L::ACCUMULATORS) } {
             unreachable!("the plan has no such tile");
         }
-        let Tile { x, weights, copy, ahead, sums, out } = self.0;
+        let LinearTile { x, weights, copy, ahead, sums, out } = self.0;
         let (steps, step_len) = (x.len() / MR, F::PER_STEP * LANES);
         assert!(steps > 0 && (!F::WIDENS || copy.len() >= steps * NV * step_len));
         let (mut w, w_step) = ([weights.panels[0].as_ptr(); NV], weights.step);
@@ -97,7 +99,8 @@ impl<F: Format, const MR: usize, const NV: usize> Kernel for Shaped<'_, F, MR, N
             w[v] = weights.panels[v].as_ptr();
         }
         let leaf_steps = steps / sums.leaves.len();
-        // Writing to lines that are not in the cache would hold up the next tile: they are fetched between the steps.
+        // Stores to cache lines that are not in the cache would delay the next tile, so these are prefetched between
+        // the steps.
         let rows_by_leaf = if out.is_some() { MR.div_ceil(sums.leaves.len()) } else { 1 };
         for (i, leaf) in sums.leaves.clone().enumerate() {
             let (waiting, siblings) = (leaf.count_ones() as usize, leaf.trailing_ones() as usize);
@@ -107,9 +110,9 @@ impl<F: Format, const MR: usize, const NV: usize> Kernel for Shaped<'_, F, MR, N
                 acc = kept(vectors(sums.values, waiting * sums.stride, MR * NV));
             }
             let (runs, run_steps) = match ahead {
-                Ahead::Near(_) if last => (2, leaf_steps.saturating_sub(LEAD / LINE).max(LEAD / LINE)),
-                Ahead::Near(_) => (1, leaf_steps),
-                Ahead::Far(..) => (rows_by_leaf, leaf_steps.div_ceil(rows_by_leaf)),
+                Prefetch::Near(_) if last => (2, leaf_steps.saturating_sub(LEAD / LINE).max(LEAD / LINE)),
+                Prefetch::Near(_) => (1, leaf_steps),
+                Prefetch::Far(..) => (rows_by_leaf, leaf_steps.div_ceil(rows_by_leaf)),
             };
             for run in 0..runs {
                 let run_end = leaf_steps.min((run + 1) * run_steps);
@@ -119,18 +122,19 @@ impl<F: Format, const MR: usize, const NV: usize> Kernel for Shaped<'_, F, MR, N
                     at[v] = w[v].wrapping_add(first * w_step);
                 }
                 let ahead = match ahead {
-                    Ahead::Far(stream, stride) => {
+                    Prefetch::Far(stream, stride) => {
                         if let Some(out) = &out {
                             out.fetch::<L, MR, NV>(i * rows_by_leaf + run);
                         }
-                        Ahead::Far(stream.wrapping_add(first * stride), stride)
+                        Prefetch::Far(stream.wrapping_add(first * stride), stride)
                     }
-                    Ahead::Near(next) => Ahead::Near(if run == 0 { lead(&at) } else { next_of(&next) }),
+                    Prefetch::Near(next) => Prefetch::Near(if run == 0 { lead(&at) } else { next_of(&next) }),
                 };
                 let x = x.as_ptr().wrapping_add(first * MR);
                 let copy = copy.as_mut_ptr().wrapping_add(first * NV * step_len);
                 let operands = Operands { x, x_row: 1, x_step: MR, w: at, w_step, copy, ahead };
-                // SAFETY: `x` holds all steps of MR rows, each panel and the copy as many, by the assertions above.
+                // SAFETY: by the assertions above `x` has all steps of MR rows, and each panel and the copy have as
+                // many steps.
                 unsafe { accumulate::<L, F, MR, NV>(&mut acc, end - first, &operands) };
             }
             if sums.more {
@@ -153,9 +157,9 @@ impl<F: Format, const MR: usize, const NV: usize> Kernel for Shaped<'_, F, MR, N
     }
 }
 
-/// What is needed [`LEAD`] later.
+/// The address [`LEAD`] bytes ahead in the stream of each panel.
 #[inline(always)]
-#[allow(clippy::needless_range_loop)] // as in `tile`
+#[allow(clippy::needless_range_loop)] // indices, as in `tile`
 fn lead<W, const NV: usize>(at: &[*const W; NV]) -> [*const u8; NV] {
     let mut streams = [std::ptr::null(); NV];
     for v in 0..NV {
@@ -164,7 +168,7 @@ fn lead<W, const NV: usize>(at: &[*const W; NV]) -> [*const u8; NV] {
     streams
 }
 
-/// Where the panels of this width go on.
+/// The first `NV` of the streams that are read next.
 #[inline(always)]
 fn next_of<const NV: usize>(next: &[*const u8; WIDEST]) -> [*const u8; NV] {
     let mut streams = [std::ptr::null(); NV];
@@ -172,9 +176,9 @@ fn next_of<const NV: usize>(next: &[*const u8; WIDEST]) -> [*const u8; NV] {
     streams
 }
 
-/// Sums that were put away.
+/// Loads partial sums that [`keep`] has stored.
 #[inline(always)]
-#[allow(clippy::needless_range_loop)] // as in `tile`
+#[allow(clippy::needless_range_loop)] // indices, as in `tile`
 fn kept<L: Lanes, const MR: usize, const NV: usize>(sums: &[[f32; LANES]]) -> [[L; NV]; MR] {
     let mut acc = [[L::zero(); NV]; MR];
     for m in 0..MR {
@@ -185,9 +189,9 @@ fn kept<L: Lanes, const MR: usize, const NV: usize>(sums: &[[f32; LANES]]) -> [[
     acc
 }
 
-/// Puts sums away.
+/// Stores partial sums for the next steps, or until their sibling in the tree of leaves is ready.
 #[inline(always)]
-#[allow(clippy::needless_range_loop)] // as in `tile`
+#[allow(clippy::needless_range_loop)] // indices, as in `tile`
 fn keep<L: Lanes, const MR: usize, const NV: usize>(acc: &[[L; NV]; MR], sums: &mut [[f32; LANES]]) {
     for m in 0..MR {
         for v in 0..NV {
@@ -197,13 +201,13 @@ fn keep<L: Lanes, const MR: usize, const NV: usize>(acc: &[[L; NV]; MR], sums: &
 }
 
 impl Out<'_> {
-    /// How many of a tile's vectors of columns are written.
+    /// How many vectors of columns a tile of `width` panels writes.
     #[inline(always)]
     fn vectors(&self, width: usize) -> usize {
         if self.gated.is_some() { width / 2 } else { width }
     }
 
-    /// Asks for the cache lines of a row, if the tile has it.
+    /// Prefetches the cache lines of row `m` of the tile, if the tile has it.
     #[inline(always)]
     fn fetch<L: Lanes, const MR: usize, const NV: usize>(&self, m: usize) {
         if m >= MR {
@@ -214,7 +218,7 @@ impl Out<'_> {
         for v in 0..vectors {
             L::prefetch_near(start.wrapping_add(v * LINE));
         }
-        L::prefetch_near(start.wrapping_add(vectors * LINE - 1)); // they need not start with a line
+        L::prefetch_near(start.wrapping_add(vectors * LINE - 1)); // the row need not start at a cache line
     }
 }
 
@@ -223,9 +227,9 @@ fn vectors(values: &mut [f32], from: usize, len: usize) -> &mut [[f32; LANES]] {
     values[from..from + len * LANES].as_chunks_mut().0
 }
 
-/// Adds the bias, gates, and writes.
+/// Adds the bias, applies the gates, and writes the outputs.
 #[inline(always)]
-#[allow(clippy::needless_range_loop)] // as in `tile`
+#[allow(clippy::needless_range_loop)] // indices, as in `tile`
 fn write<L: Lanes, const MR: usize, const NV: usize>(acc: &[[L; NV]; MR], out: &Out<'_>) {
     let mut acc = *acc;
     if let Some(bias) = out.bias {

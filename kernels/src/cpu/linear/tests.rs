@@ -11,7 +11,7 @@ const DTYPES: [WeightDtype; 2] = [WeightDtype::Bf16, WeightDtype::F32];
 
 struct Case {
     x: Vec<f32>,
-    /// As stored, `[n, k]`.
+    /// The weights `[n, k]` with the precision in which they are stored.
     weights: Vec<f32>,
     bias: Option<Vec<f32>>,
     matrix: PackedMatrix,
@@ -40,8 +40,8 @@ fn product(cpu: &Cpu, x: &[f32], matrix: &PackedMatrix, bias: Option<&[f32]>) ->
     out
 }
 
-/// The order of the contract, spelled out: leaves in ascending order, then a balanced tree, then the bias. In a leaf
-/// one product after the other, or pair by pair of what is rounded.
+/// One output in the order that the module documents: leaves in ascending order, then a balanced tree, then the bias. A
+/// leaf adds one product after the other, or one pair of rounded products after the other.
 fn in_order(rounds: bool, x: &[f32], w: &[f32], leaves: usize, bias: Option<f32>) -> f32 {
     let leaf = x.len() / leaves;
     let dot = |(x, w): (&[f32], &[f32])| match rounds {
@@ -59,7 +59,7 @@ fn in_order(rounds: bool, x: &[f32], w: &[f32], leaves: usize, bias: Option<f32>
 }
 
 impl Case {
-    /// What the contract says of row `i` and column `j` of the product on an instruction set.
+    /// The expected bits of row `i` and column `j` of the product on an instruction set.
     fn expected(&self, isa: Isa, i: usize, j: usize) -> f32 {
         self.expected_of(isa.rounds_activations() && self.matrix.dtype() == WeightDtype::Bf16, i, j)
     }
@@ -115,7 +115,7 @@ fn long_and_odd_reductions_have_the_order_of_the_contract() {
     for seed in 200..232 {
         let mut random = Random::new(seed);
         let (m, n) = (random.between(1, 30), random.between(1, 40));
-        // Whole blocks of packed steps, one element more, and others.
+        // The lengths are whole blocks of packed steps, one element more, and others.
         let k = [512, 513, 1024, 1025, random.between(700, 2100)][random.below(5)];
         let case = case(&mut random, DTYPES[usize::from(seed % 4 == 0)], m, n, k);
         let bias = case.bias.as_deref();
@@ -127,7 +127,7 @@ fn long_and_odd_reductions_have_the_order_of_the_contract() {
     }
 }
 
-/// The product by the reference.
+/// The product by the reference device.
 fn reference(x: &[f32], weights: &[f32], n: usize, bias: Option<&[f32]>) -> Vec<f32> {
     let k = weights.len() / n;
     let mut w = reference::RowMajor::zeros(MatrixShape { dtype: WeightDtype::F32, n, k, leaves: 1 });
@@ -149,7 +149,7 @@ fn linear_is_the_reference() {
                 let x: Vec<f32> = case.x.iter().map(seen).collect();
                 let out = product(&Cpu::with_isa(2, isa), &case.x, &case.matrix, case.bias.as_deref());
                 let expected = reference(&x, &case.weights, n, case.bias.as_deref());
-                // Sums are as exact as what they add is large.
+                // The error of a sum is relative to the magnitudes of its terms.
                 let sizes = |values: &[f32]| values.iter().map(|x| x.abs()).collect::<Vec<_>>();
                 let sizes = reference(&sizes(&x), &sizes(&case.weights), n, Some(&vec![1.0; n]));
                 for ((y, expected), size) in out.iter().zip(expected).zip(sizes) {
@@ -237,7 +237,7 @@ fn strides_leave_the_other_columns_alone() {
     }
 }
 
-/// What only avx512_bf16 runs, on lanes that have its instruction and on all that emulate it.
+/// Tests the packing that only avx512_bf16 uses, with its instruction and with every emulation.
 #[test]
 fn rounded_activations_are_packed_as_pairs() {
     for seed in 0..30 {
@@ -254,7 +254,8 @@ fn rounded_activations_are_packed_as_pairs() {
     }
 }
 
-/// On another processor the tests above have compared the emulations with their definition.
+/// On a processor without the instruction there is nothing to compare; the tests above compare the emulations with
+/// their definition.
 #[test]
 fn avx512_bf16_is_its_emulation() {
     let Some(real) = Isa::available().into_iter().find(|isa| isa.rounds_activations()) else {

@@ -1,33 +1,34 @@
-//! Tokens above a logit, a histogram of logits, and the tokens of its cells.
+//! Finds the tokens above a logit, a histogram of the logits, and the tokens of one of its bins.
 
-use super::{BLOCK, Block, Exp, OfLogits, Row, padded};
+use super::{Exp, OfLogits, Row, VOCAB_BLOCK, VocabBlock, padded};
 use crate::cpu::isa::{Isa, Kernel};
 use crate::cpu::lanes::{LANES, Lanes};
 
-/// Cells of a [`histogram`]: a cell of a flat row of 150,000 tokens has some hundred of them.
+/// Bins of a [`histogram`]. In a flat row of 150,000 tokens each has some hundred of them.
 pub const BINS: usize = 512;
 
-/// Copies of a histogram: 16 KiB, half of a first-level cache.
+/// Copies of a histogram. Together they take 16 KiB, half of a first-level cache.
 const COPIES: usize = 4;
-/// Added to a float32 of `[0, BINS)` it leaves the nearest integer in the low bits.
+/// The constant that, added to a float32 of `[0, BINS)`, leaves the nearest integer in the low bits.
 const TO_INTEGER: f32 = 8_388_608.0; // 2^23
 
-/// A token that may be chosen.
+/// A token that a filter or the sampler may choose.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Candidate {
     pub logit: f32,
-    /// `e^((logit - max) * scale)`, not normalised.
+    /// The weight `e^((logit - max) * scale)`, not normalised.
     pub weight: f32,
     pub id: u32,
 }
 
-/// Fills `out` with the tokens whose logit is at least `floor`, in order of ids, passing over NaN.
+/// Fills `out` with the tokens whose logit is at least `floor`, in the order of ids. NaN is skipped.
 pub fn candidates(isa: Isa, row: &Row<'_>, floor: f32, scale: f32, out: &mut Vec<Candidate>) {
     out.clear();
     isa.dispatch(Gather { row, key: Logit, from: floor, to: f32::INFINITY, scale, out });
 }
 
-/// Cuts logits into [`BINS`] cells, ascending: the last has the maximum, the first all that the others do not reach.
+/// A cut of the logits into [`BINS`] bins, ascending. The last bin has the maximum; the first has all logits below the
+/// others.
 #[derive(Clone, Copy, Debug)]
 pub struct Bins {
     max: f32,
@@ -35,7 +36,7 @@ pub struct Bins {
 }
 
 impl Bins {
-    /// Cells from `max` down that reach about `depth > 0` below it.
+    /// Bins that reach from `max` to about `depth > 0` below it.
     pub fn new(max: f32, depth: f32) -> Bins {
         Bins { max, per_logit: (BINS as f32 / depth).clamp(f32::MIN_POSITIVE, f32::MAX) }
     }
@@ -49,8 +50,8 @@ pub enum Measure {
     Mass(f32),
 }
 
-/// The measure of the tokens of each cell, added in float64; that of the first cell is not whole. The row has a finite
-/// maximum and no NaN.
+/// The sum of the measure over the tokens of each bin, in float64. The sum of the first bin is incomplete, since blocks
+/// without a token above it are skipped. The row must have a finite maximum and no NaN.
 pub fn histogram(isa: Isa, row: &Row<'_>, bins: Bins, measure: Measure) -> [f64; BINS] {
     match measure {
         Measure::Count => isa.dispatch(Histogram { row, bins, weight: One }),
@@ -58,14 +59,14 @@ pub fn histogram(isa: Isa, row: &Row<'_>, bins: Bins, measure: Measure) -> [f64;
     }
 }
 
-/// Fills `out` with the tokens of one cell, in order of ids.
+/// Fills `out` with the tokens of one bin, in the order of ids.
 pub fn candidates_of_bin(isa: Isa, row: &Row<'_>, bins: Bins, bin: usize, scale: f32, out: &mut Vec<Candidate>) {
     out.clear();
     let bin = bin as f32 + TO_INTEGER;
     isa.dispatch(Gather { row, key: bins, from: bin, to: bin, scale, out });
 }
 
-// No closures from here on, as in [`super`].
+// No closures from here on: they would be compiled without the target features of the kernels, see [`super`].
 
 #[derive(Clone, Copy)]
 struct Logit;
@@ -85,7 +86,7 @@ impl OfLogits for One {
     }
 }
 
-/// Each one's cell, plus [`TO_INTEGER`].
+/// The number of each logit's bin, plus [`TO_INTEGER`].
 impl OfLogits for Bins {
     #[inline(always)]
     fn of<L: Lanes>(self, logits: L) -> L {
@@ -94,7 +95,7 @@ impl OfLogits for Bins {
     }
 }
 
-/// Tokens whose key is in `from..=to`. Keys never rise where logits fall.
+/// Collects the tokens whose key is in `from..=to`. Keys must never rise where logits fall.
 struct Gather<'a, K> {
     row: &'a Row<'a>,
     key: K,
@@ -109,13 +110,13 @@ impl<K: OfLogits> Kernel for Gather<'_, K> {
 
     #[inline(always)]
     fn run<L: Lanes>(mut self) {
-        let (blocks, rest) = self.row.logits.as_chunks::<BLOCK>();
+        let (blocks, rest) = self.row.logits.as_chunks::<VOCAB_BLOCK>();
         for (b, block) in blocks.iter().enumerate() {
             self.block::<L>(b, block);
         }
         if !rest.is_empty() {
             self.block::<L>(blocks.len(), &padded(rest));
-            // The padding may have passed too.
+            // The padding may have passed too: its tokens are beyond the row.
             while self.out.last().is_some_and(|c| c.id as usize >= self.row.logits.len()) {
                 self.out.pop();
             }
@@ -125,7 +126,7 @@ impl<K: OfLogits> Kernel for Gather<'_, K> {
 
 impl<K: OfLogits> Gather<'_, K> {
     #[inline(always)]
-    fn block<L: Lanes>(&mut self, b: usize, block: &Block) {
+    fn block<L: Lanes>(&mut self, b: usize, block: &VocabBlock) {
         if self.key.of(L::splat(self.row.maxima[b])).to_array()[0] < self.from {
             return;
         }
@@ -138,7 +139,7 @@ impl<K: OfLogits> Gather<'_, K> {
             let weights = exp.of(L::from_array(vector)).to_array();
             while hits != 0 {
                 let l = hits.trailing_zeros() as usize;
-                let id = (b * BLOCK + v * LANES + l) as u32;
+                let id = (b * VOCAB_BLOCK + v * LANES + l) as u32;
                 self.out.push(Candidate { logit: vector[l], weight: weights[l], id });
                 hits &= hits - 1;
             }
@@ -157,48 +158,48 @@ impl<W: OfLogits> Kernel for Histogram<'_, W> {
 
     #[inline(always)]
     fn run<L: Lanes>(self) -> [f64; BINS] {
-        // Neighbours often fall into one cell: several copies, so that an addition rarely waits for the one before.
+        // Neighbours often fall into one bin. With several copies an addition rarely waits for the one before.
         let mut copies = [[0f64; COPIES]; BINS];
-        let (blocks, rest) = self.row.logits.as_chunks::<BLOCK>();
+        let (blocks, rest) = self.row.logits.as_chunks::<VOCAB_BLOCK>();
         for (block, &max) in blocks.iter().zip(self.row.maxima) {
             self.block::<L>(block, max, &mut copies);
         }
         if !rest.is_empty() {
             self.block::<L>(&padded(rest), self.row.maxima[blocks.len()], &mut copies);
         }
-        let mut cells = [0f64; BINS];
-        for (cell, copies) in cells.iter_mut().zip(&copies) {
+        let mut bin_sums = [0f64; BINS];
+        for (sum, copies) in bin_sums.iter_mut().zip(&copies) {
             for copy in copies {
-                *cell += copy;
+                *sum += copy;
             }
         }
-        cells
+        bin_sums
     }
 }
 
 impl<W: OfLogits> Histogram<'_, W> {
     #[inline(always)]
-    fn block<L: Lanes>(&self, block: &Block, max: f32, copies: &mut [[f64; COPIES]; BINS]) {
+    fn block<L: Lanes>(&self, block: &VocabBlock, max: f32, copies: &mut [[f64; COPIES]; BINS]) {
         if bin(self.bins.of(L::splat(max)).to_array()[0]) == 0 {
-            return; // nothing above the first cell
+            return; // no token above the first bin
         }
-        let (mut cells, mut weights) = ([0f32; BLOCK], [0f32; BLOCK]);
+        let (mut keys, mut weights) = ([0f32; VOCAB_BLOCK], [0f32; VOCAB_BLOCK]);
         let vectors = block.as_chunks::<LANES>().0.iter();
-        let results = cells.as_chunks_mut::<LANES>().0.iter_mut().zip(weights.as_chunks_mut::<LANES>().0);
-        for (vector, (cells, weights)) in vectors.zip(results) {
+        let results = keys.as_chunks_mut::<LANES>().0.iter_mut().zip(weights.as_chunks_mut::<LANES>().0);
+        for (vector, (keys, weights)) in vectors.zip(results) {
             let x = L::from_array(vector);
-            (*cells, *weights) = (self.bins.of(x).to_array(), self.weight.of(x).to_array());
+            (*keys, *weights) = (self.bins.of(x).to_array(), self.weight.of(x).to_array());
         }
-        for (cells, weights) in cells.as_chunks::<COPIES>().0.iter().zip(weights.as_chunks::<COPIES>().0) {
+        for (keys, weights) in keys.as_chunks::<COPIES>().0.iter().zip(weights.as_chunks::<COPIES>().0) {
             for i in 0..COPIES {
-                copies[bin(cells[i])][i] += f64::from(weights[i]);
+                copies[bin(keys[i])][i] += f64::from(weights[i]);
             }
         }
     }
 }
 
-/// The number of a cell.
+/// The number of the bin that a key stands for.
 #[inline(always)]
-fn bin(cell: f32) -> usize {
-    cell.to_bits() as usize % BINS
+fn bin(key: f32) -> usize {
+    key.to_bits() as usize % BINS
 }

@@ -1,7 +1,7 @@
 use super::super::math;
 use super::*;
 
-/// Rows of several lengths, each with ties, `-inf` and a wide range, those of the long ones ever lower.
+/// Rows of several lengths, each with ties, `-inf` and a wide range. In the long rows the logits become ever lower.
 fn rows() -> Vec<Vec<f32>> {
     let mut state = 0x5EED_u64;
     println!("seed {state:#x}");
@@ -9,7 +9,7 @@ fn rows() -> Vec<Vec<f32>> {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (state >> 40) as f32 / (1u64 << 24) as f32
     };
-    [1, 5, BLOCK - 1, BLOCK, BLOCK + 1, 1000, 4096, 49_152]
+    [1, 5, VOCAB_BLOCK - 1, VOCAB_BLOCK, VOCAB_BLOCK + 1, 1000, 4096, 49_152]
         .into_iter()
         .map(|n| {
             let row = (0..n).map(|i| {
@@ -20,7 +20,7 @@ fn rows() -> Vec<Vec<f32>> {
         .collect()
 }
 
-/// What [`summarise`] finds.
+/// The results of [`summarise`].
 struct Summary {
     maxima: Vec<f32>,
     sums: Vec<f32>,
@@ -48,7 +48,7 @@ fn scalar() -> Isa {
     Isa::from_name("scalar").expect("always there")
 }
 
-/// Bounds that keep all, some up to a token among equals, only the highest, and none.
+/// Bounds that keep all tokens, the tokens up to one among equals, only the highest, and none.
 fn bounds(row: &[f32]) -> Vec<Bound> {
     let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let last = |logit: f32, nth: usize| {
@@ -65,7 +65,7 @@ fn maxima_and_sums_of_rows_and_blocks_are_the_same_bits_on_every_instruction_set
             let found = Summary::new(Isa::detect(), &row, scale);
             let max = |b: &[f32]| b.iter().copied().fold(f32::NEG_INFINITY, f32::max);
             assert_eq!(found.max, max(&row));
-            assert_eq!(found.maxima, row.chunks(BLOCK).map(max).collect::<Vec<_>>());
+            assert_eq!(found.maxima, row.chunks(VOCAB_BLOCK).map(max).collect::<Vec<_>>());
             let exact =
                 |b: &[f32]| -> f64 { b.iter().map(|&x| (f64::from(x - found.max) * f64::from(scale)).exp()).sum() };
             let total = exact(&row);
@@ -75,7 +75,7 @@ fn maxima_and_sums_of_rows_and_blocks_are_the_same_bits_on_every_instruction_set
                 row.len(),
                 found.total
             );
-            for (sum, block) in found.sums.iter().zip(row.chunks(BLOCK)) {
+            for (sum, block) in found.sums.iter().zip(row.chunks(VOCAB_BLOCK)) {
                 assert!((f64::from(*sum) - exact(block)).abs() < 2e-6 * exact(block) + 1e-37, "{sum} at {scale}");
             }
             for isa in Isa::available() {
@@ -182,7 +182,7 @@ fn candidates_are_all_tokens_at_or_above_the_floor() {
 }
 
 #[test]
-fn cells_descend_with_the_logits_and_their_measures_are_those_of_their_tokens() {
+fn bins_descend_with_the_logits_and_their_measures_are_those_of_their_tokens() {
     let mut out = Vec::new();
     for logits in rows() {
         let summary = Summary::new(Isa::detect(), &logits, 1.0);
@@ -194,16 +194,16 @@ fn cells_descend_with_the_logits_and_their_measures_are_those_of_their_tokens() 
             let (mut lowest, mut tokens) = (f32::INFINITY, 0);
             for bin in (0..BINS).rev() {
                 candidates_of_bin(Isa::detect(), &row, bins, bin, 0.5, &mut out);
-                assert!(out.iter().all(|c| c.logit < lowest), "cell {bin} has no logit of the cells above");
+                assert!(out.iter().all(|c| c.logit < lowest), "bin {bin} has no logit of the bins above");
                 lowest = out.iter().map(|c| c.logit).fold(lowest, f32::min);
                 tokens += out.len();
                 let mass: f64 = out.iter().map(|c| f64::from(c.weight)).sum();
                 if bin > 0 {
-                    assert!((masses[bin] - mass).abs() <= 1e-12 * mass, "cell {bin}: {}, exact {mass}", masses[bin]);
-                    assert_eq!(counts[bin], out.len() as f64, "cell {bin}");
+                    assert!((masses[bin] - mass).abs() <= 1e-12 * mass, "bin {bin}: {}, exact {mass}", masses[bin]);
+                    assert_eq!(counts[bin], out.len() as f64, "bin {bin}");
                 }
             }
-            assert_eq!(tokens, logits.len(), "every token is in one cell");
+            assert_eq!(tokens, logits.len(), "every token is in one bin");
             for isa in Isa::available() {
                 assert_eq!(histogram(isa, &row, bins, Measure::Mass(0.5)), masses, "{}", isa.name());
                 assert_eq!(histogram(isa, &row, bins, Measure::Count), counts, "{}", isa.name());

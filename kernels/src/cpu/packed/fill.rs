@@ -1,4 +1,5 @@
-//! Weights made where they are stored: rows as they come, a base with an adapter merged, single elements that change.
+//! Writes rows of a packed matrix on all threads: rows as they arrive, rows that are computed (such as a base with an
+//! adapter merged), and single elements.
 
 #![allow(clippy::needless_range_loop)] // indices, so that vectors stay in registers
 
@@ -7,23 +8,26 @@ use super::super::lanes::{LANES, Lanes};
 use super::super::pool::ThreadPool;
 use super::super::rows::SharedSlice;
 use super::super::storage::Plain;
-use super::{PANEL, Pack, PackedMatrix, Source, Stored, WeightDtype, WeightRows, round_bf16};
+use super::{PANEL, PackLanes, PackedMatrix, Source, WeightDtype, WeightElement, WeightRows, round_bf16};
 use crate::weights::{ReadRows, WriteElements};
 use half::{bf16, f16};
 use std::ops::Range;
 
-/// Rows made at once, as float32: they stay in the second-level cache (1 MiB or more) beside what they are made from.
+/// Bytes of float32 rows that are computed at once. They stay in the second-level cache (1 MiB or more) beside the
+/// values that they are computed from.
 const TILE_BYTES: usize = 256 << 10;
 
-/// Panels made at once where rows are short: more gain nothing and would leave threads without work.
+/// The most panels that one task writes. For short rows more would gain nothing and leave threads without work.
 const MOST_PANELS: usize = 4;
 
-/// Makes the values of some whole rows, row-major; finds their content unspecified. Called from several threads.
+/// Computes the values of a range of whole rows into a row-major slice, whose content is unspecified before. It is
+/// called from several threads.
 pub type Fill<'a> = dyn Fn(Range<usize>, &mut [f32]) + Sync + 'a;
 
-/// An element of a panel, of which a line of 64 bytes holds some neighbours of each of 16 rows; made from `S`.
-pub(super) trait Packed<S>: Stored<S> {
-    /// Neighbours of a row in 16 lines.
+/// An element type of a panel, made from `S`. A cache line of a panel holds some neighbours of a row for each of 16
+/// rows.
+pub(super) trait PanelElement<S>: WeightElement<S> {
+    /// Elements of one row in 16 cache lines of a panel.
     const PER_LINE: usize;
 
     /// # Safety
@@ -31,10 +35,10 @@ pub(super) trait Packed<S>: Stored<S> {
     unsafe fn load<L: Lanes>(p: *const S) -> L;
 }
 
-/// `Packed` of one pair of types: neighbours in a line, and how they are read.
-macro_rules! packed {
+/// Implements `PanelElement` for one pair of types: the elements of a row in 16 lines, and how they are loaded.
+macro_rules! panel_element {
     ($stored:ty, $from:ty, $per_line:expr, $load:expr) => {
-        impl Packed<$from> for $stored {
+        impl PanelElement<$from> for $stored {
             const PER_LINE: usize = $per_line;
 
             #[inline(always)]
@@ -46,15 +50,15 @@ macro_rules! packed {
     };
 }
 
-// A line of bfloat16 is copied as it is.
-packed!(bf16, bf16, 2 * LANES, |p: *const bf16| L::load(p.cast()));
-packed!(bf16, f32, 2 * LANES, |p| L::load_rounded_pairs(p));
-packed!(f32, f32, LANES, |p| L::load(p));
-packed!(f32, bf16, LANES, |p| L::load_bf16(p));
-packed!(bf16, f16, 2 * LANES, |p| pairs_of_f16(p));
-packed!(f32, f16, LANES, |p: *const f16| L::from_array(&std::array::from_fn(|i| (*p.add(i)).to_f32())));
+// Bfloat16 is copied without conversion.
+panel_element!(bf16, bf16, 2 * LANES, |p: *const bf16| L::load(p.cast()));
+panel_element!(bf16, f32, 2 * LANES, |p| L::load_rounded_pairs(p));
+panel_element!(f32, f32, LANES, |p| L::load(p));
+panel_element!(f32, bf16, LANES, |p| L::load_bf16(p));
+panel_element!(bf16, f16, 2 * LANES, |p| pairs_of_f16(p));
+panel_element!(f32, f16, LANES, |p: *const f16| L::from_array(&std::array::from_fn(|i| (*p.add(i)).to_f32())));
 
-/// 32 float16 as bfloat16 pairs.
+/// Converts 32 float16 to 16 bfloat16 pairs.
 ///
 /// # Safety
 /// `p` is readable for 32 values.
@@ -65,16 +69,16 @@ unsafe fn pairs_of_f16<L: Lanes>(p: *const f16) -> L {
     L::from_array(&std::array::from_fn(|i| f32::from_bits(bits(2 * i) | bits(2 * i + 1) << 16)))
 }
 
-/// Writes a panel of 16 rows, which start `stride` values apart and whose length `k` is whole lines, past the caches:
-/// it is not read before the next step.
-pub(super) struct PackWhole<'a, D, S> {
+/// Writes a panel of 16 rows, which start `stride` values apart and have a length `k` of whole lines. It uses
+/// non-temporal stores, since the panel is not read before the next step.
+pub(super) struct PackPanel<'a, D, S> {
     pub panel: &'a mut [D],
     pub k: usize,
     pub rows: &'a [S],
     pub stride: usize,
 }
 
-impl<D: Packed<S>, S> Kernel for PackWhole<'_, D, S> {
+impl<D: PanelElement<S>, S> Kernel for PackPanel<'_, D, S> {
     type Output = ();
 
     #[inline(always)]
@@ -86,11 +90,11 @@ impl<D: Packed<S>, S> Kernel for PackWhole<'_, D, S> {
         for first in (0..k).step_by(D::PER_LINE) {
             let mut lines = [L::zero(); LANES];
             for row in 0..PANEL {
-                // SAFETY: the row has a whole line from here on.
+                // SAFETY: the row has `PER_LINE` values from here on.
                 lines[row] = unsafe { D::load(rows.as_ptr().add(row * stride + first)) };
             }
             for (i, line) in L::transposed(&lines).into_iter().enumerate() {
-                // SAFETY: 16 lines of 64 bytes of the panel, which starts with a line.
+                // SAFETY: 16 lines of 64 bytes of the panel, which starts at a cache line.
                 unsafe { line.stream(panel.as_mut_ptr().add(PANEL * first).cast::<f32>().add(LANES * i)) };
             }
         }
@@ -98,10 +102,10 @@ impl<D: Packed<S>, S> Kernel for PackWhole<'_, D, S> {
     }
 }
 
-/// Writes `rows` of a matrix to `panels`, which are all that hold them.
+/// Writes `rows` of a matrix to `panels`, which are exactly the panels that hold them.
 pub(super) fn pack<const GROUP: usize, D>(panels: &mut [D], rows: &Range<usize>, k: usize, from: Source<'_>)
 where
-    D: Packed<bf16> + Packed<f16> + Packed<f32>,
+    D: PanelElement<bf16> + PanelElement<f16> + PanelElement<f32>,
 {
     let Source { width, first_column, .. } = from;
     assert!(first_column + k <= width, "{k} columns from {first_column} on of {width}");
@@ -112,8 +116,8 @@ where
     }
 }
 
-/// As [`pack`], from rows that start `stride` values apart.
-fn pack_as<const GROUP: usize, D: Packed<S>, S: Copy>(
+/// Writes `rows` of a matrix to `panels`, as [`pack`] does, from values whose rows start `stride` apart.
+fn pack_as<const GROUP: usize, D: PanelElement<S>, S: Copy>(
     panels: &mut [D],
     rows: &Range<usize>,
     k: usize,
@@ -128,19 +132,19 @@ fn pack_as<const GROUP: usize, D: Packed<S>, S: Copy>(
         let start = (lanes.start - rows.start) * stride;
         let rows = &values[start..start + (lanes.len() - 1) * stride + k];
         if lanes.len() == PANEL && k.is_multiple_of(D::PER_LINE) {
-            isa.dispatch(PackWhole { panel, k, rows, stride });
+            isa.dispatch(PackPanel { panel, k, rows, stride });
         } else {
-            isa.dispatch(Pack::<GROUP, D, S> { panel, first_lane: lanes.start % PANEL, k, rows, stride });
+            isa.dispatch(PackLanes::<GROUP, D, S> { panel, first_lane: lanes.start % PANEL, k, rows, stride });
         }
     }
 }
 
 impl PackedMatrix {
-    /// Stores `rows`, rounded to nearest even where the matrix is bfloat16. `fill` makes them on all threads of the
-    /// pool, some at a time.
+    /// Stores `rows`, rounded to nearest even if the matrix is bfloat16. All threads of the pool call `fill` for some
+    /// rows at a time.
     ///
     /// # Panics
-    /// If `rows` pass the end.
+    /// If `rows` pass the end of the matrix.
     pub fn fill_rows(&mut self, pool: &ThreadPool, rows: Range<usize>, fill: &Fill<'_>) {
         match self.dtype {
             WeightDtype::Bf16 => self.fill_as::<2, bf16>(pool, rows, fill),
@@ -148,7 +152,12 @@ impl PackedMatrix {
         }
     }
 
-    fn fill_as<const GROUP: usize, D: Packed<f32>>(&mut self, pool: &ThreadPool, rows: Range<usize>, fill: &Fill<'_>) {
+    fn fill_as<const GROUP: usize, D: PanelElement<f32>>(
+        &mut self,
+        pool: &ThreadPool,
+        rows: Range<usize>,
+        fill: &Fill<'_>,
+    ) {
         let k = self.k;
         let at_once = (TILE_BYTES / (4 * PANEL * k)).clamp(1, MOST_PANELS);
         self.for_panels(pool, &rows, at_once, at_once * PANEL * k, |mine, stored: &mut [D], scratch| {
@@ -158,11 +167,11 @@ impl PackedMatrix {
         });
     }
 
-    /// Stores `rows` as `read` gives them on all threads of the pool, some at a time; rounds as
-    /// [`PackedMatrix::fill_rows`] does.
+    /// Stores `rows` as `read` gives them, rounded as by [`PackedMatrix::fill_rows`]. All threads of the pool call
+    /// `read` for some rows at a time.
     ///
     /// # Panics
-    /// If `rows` pass the end, or others are given than were asked for.
+    /// If `rows` pass the end of the matrix, or `read` gives another number of values than it was asked for.
     pub fn store_rows(&mut self, pool: &ThreadPool, rows: Range<usize>, read: &ReadRows<'_>) {
         match self.dtype {
             WeightDtype::Bf16 => self.store_as::<2, bf16>(pool, rows, read),
@@ -172,7 +181,7 @@ impl PackedMatrix {
 
     fn store_as<const GROUP: usize, D>(&mut self, pool: &ThreadPool, rows: Range<usize>, read: &ReadRows<'_>)
     where
-        D: Packed<bf16> + Packed<f16> + Packed<f32>,
+        D: PanelElement<bf16> + PanelElement<f16> + PanelElement<f32>,
     {
         let k = self.k;
         self.for_panels(pool, &rows, MOST_PANELS, 0, |mine, stored: &mut [D], _| {
@@ -183,11 +192,11 @@ impl PackedMatrix {
         });
     }
 
-    /// Stores single elements of `rows`, which `write` names on all threads of the pool, some rows at a time; rounds as
-    /// [`PackedMatrix::fill_rows`] does.
+    /// Stores the single elements of `rows` that `write` names, rounded as by [`PackedMatrix::fill_rows`]. All threads
+    /// of the pool call `write` for some rows at a time.
     ///
     /// # Panics
-    /// If `rows` pass the end, or an element is outside the rows it was asked for.
+    /// If `rows` pass the end of the matrix, or `write` names an element outside the rows that it was asked for.
     pub fn write_elements(&mut self, pool: &ThreadPool, rows: Range<usize>, write: &WriteElements<'_>) {
         match self.dtype {
             WeightDtype::Bf16 => self.write_elements_as::<2, bf16>(pool, rows, write),
@@ -195,7 +204,7 @@ impl PackedMatrix {
         }
     }
 
-    fn write_elements_as<const GROUP: usize, D: Stored<f32>>(
+    fn write_elements_as<const GROUP: usize, D: WeightElement<f32>>(
         &mut self,
         pool: &ThreadPool,
         rows: Range<usize>,
@@ -212,8 +221,8 @@ impl PackedMatrix {
         });
     }
 
-    /// Calls `f(some of rows, the panels that hold them, scratch)` for all of `rows`, those of `at_once` panels in one
-    /// task.
+    /// Calls `f(some of rows, the panels that hold them, scratch)` until all of `rows` are covered, with `at_once`
+    /// panels per task.
     fn for_panels<D: Plain>(
         &mut self,
         pool: &ThreadPool,

@@ -88,7 +88,7 @@ fn filled_rows_are_written_rows() {
                 out.copy_from_slice(&values[(some.start - rows.start) * k..(some.end - rows.start) * k]);
             });
             written.write_rows(rows.start, WeightRows::F32(&values));
-            // The panels' bytes, so that padding is compared too.
+            // The bytes of the panels are compared, so that the padding is compared too.
             assert!(
                 filled.storage.as_slice::<u16>() == written.storage.as_slice::<u16>(),
                 "{dtype:?} {n} x {k}, {rows:?}"
@@ -98,35 +98,35 @@ fn filled_rows_are_written_rows() {
 }
 
 /// Values of one of the types that rows come in.
-enum Stored {
+enum SourceValues {
     Bf16(Vec<bf16>),
     F16(Vec<f16>),
     F32(Vec<f32>),
 }
 
-impl Stored {
-    fn random(random: &mut Random, len: usize) -> Stored {
+impl SourceValues {
+    fn random(random: &mut Random, len: usize) -> SourceValues {
         let values = random.normals(len, 1.0);
         match random.below(3) {
-            0 => Stored::Bf16(values.iter().map(|x| bf16::from_f32(*x)).collect()),
-            1 => Stored::F16(values.iter().map(|x| f16::from_f32(*x)).collect()),
-            _ => Stored::F32(values),
+            0 => SourceValues::Bf16(values.iter().map(|x| bf16::from_f32(*x)).collect()),
+            1 => SourceValues::F16(values.iter().map(|x| f16::from_f32(*x)).collect()),
+            _ => SourceValues::F32(values),
         }
     }
 
     fn part(&self, range: std::ops::Range<usize>) -> WeightRows<'_> {
         match self {
-            Stored::Bf16(values) => WeightRows::Bf16(&values[range]),
-            Stored::F16(values) => WeightRows::F16(&values[range]),
-            Stored::F32(values) => WeightRows::F32(&values[range]),
+            SourceValues::Bf16(values) => WeightRows::Bf16(&values[range]),
+            SourceValues::F16(values) => WeightRows::F16(&values[range]),
+            SourceValues::F32(values) => WeightRows::F32(&values[range]),
         }
     }
 
     fn floats(&self) -> Vec<f32> {
         match self {
-            Stored::Bf16(values) => values.iter().map(|x| x.to_f32()).collect(),
-            Stored::F16(values) => values.iter().map(|x| x.to_f32()).collect(),
-            Stored::F32(values) => values.clone(),
+            SourceValues::Bf16(values) => values.iter().map(|x| x.to_f32()).collect(),
+            SourceValues::F16(values) => values.iter().map(|x| x.to_f32()).collect(),
+            SourceValues::F32(values) => values.clone(),
         }
     }
 }
@@ -144,13 +144,13 @@ fn stored_rows_and_columns_are_those_filled_from_float32() {
             let rows = start..random.between(start, n);
             let first_column = random.below(9);
             let width = first_column + k + random.below(9);
-            let wide = Stored::random(&mut random, rows.len() * width);
+            let wide = SourceValues::random(&mut random, rows.len() * width);
             let floats = wide.floats();
             let narrow: Vec<f32> = floats.chunks(width).flat_map(|row| row[first_column..][..k].to_vec()).collect();
             let part = |some: &std::ops::Range<usize>| (some.start - rows.start) * k..(some.end - rows.start) * k;
             filled.fill_rows(&pool, rows.clone(), &|some, out| out.copy_from_slice(&narrow[part(&some)]));
             stored.store_rows(&pool, rows.clone(), &|some, store| store(WeightRows::F32(&narrow[part(&some)])));
-            // Whole, or in two at any row.
+            // The rows are written in two parts, cut at any row.
             let middle = random.between(0, rows.len());
             written.write_columns(start, wide.part(0..middle * width), width, first_column);
             written.write_columns(start + middle, wide.part(middle * width..rows.len() * width), width, first_column);
@@ -172,7 +172,7 @@ fn every_instruction_set_packs_the_same_bits() {
         let packed = |isa: Isa| {
             let mut matrix = PackedMatrix::zeros(WeightDtype::Bf16, LANES, k, 1);
             let panel = matrix.storage.as_mut_slice::<bf16>();
-            isa.dispatch(fill::PackWhole { panel, k, rows: &values, stride });
+            isa.dispatch(fill::PackPanel { panel, k, rows: &values, stride });
             let mut out = vec![bf16::ZERO; LANES * k];
             matrix.read_rows(0, RowBits::Bf16(&mut out));
             out

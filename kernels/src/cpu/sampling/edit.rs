@@ -2,11 +2,12 @@
 
 use crate::sampling::SamplingTask;
 
-/// Marks a token of the prompt in `counts`; the bits below it count its occurrences in the output.
+/// The bit of a token's count that marks it as one of the prompt; the bits below it count its occurrences in the
+/// output.
 const IN_PROMPT: u32 = 1 << 31;
 
-/// Writes the edited row to `edited` and returns true, or returns false if the task edits nothing. `counts` is all
-/// zero (or shorter than the row) before and after.
+/// Writes the edited row to `edited` and returns true, or returns false if the task edits nothing. `counts` is all zero
+/// (or shorter than the row) before and after the call.
 pub fn apply(logits: &[f32], task: &SamplingTask<'_>, edited: &mut Vec<f32>, counts: &mut Vec<u32>) -> bool {
     let mut banned = task.banned.into_iter().flatten().peekable();
     if task.allowed.is_none() && banned.peek().is_none() && task.logit_bias.is_empty() && task.history.is_none() {
@@ -23,7 +24,7 @@ pub fn apply(logits: &[f32], task: &SamplingTask<'_>, edited: &mut Vec<f32>, cou
         }
     }
     for &token in banned {
-        // A configuration may name an end-of-sequence token beyond the vocabulary; it cannot be sampled anyway.
+        // A configuration may name an end-of-sequence token beyond the vocabulary, which cannot be sampled anyway.
         if let Some(x) = edited.get_mut(token as usize) {
             *x = f32::NEG_INFINITY;
         }
@@ -37,8 +38,8 @@ pub fn apply(logits: &[f32], task: &SamplingTask<'_>, edited: &mut Vec<f32>, cou
     true
 }
 
-/// Repetition penalty on every token of the prompt and the output, frequency and presence penalty on those of the
-/// output.
+/// Applies the repetition penalty to every token of the prompt and the output, and the frequency and presence penalties
+/// to those of the output.
 fn penalise(logits: &mut [f32], task: &SamplingTask<'_>, prompt: &[u32], output: &[u32], counts: &mut Vec<u32>) {
     counts.resize(counts.len().max(logits.len()), 0);
     for &token in prompt {
@@ -50,7 +51,7 @@ fn penalise(logits: &mut [f32], task: &SamplingTask<'_>, prompt: &[u32], output:
     for &token in prompt.iter().chain(output) {
         let seen = std::mem::take(&mut counts[token as usize]);
         if seen == 0 {
-            continue; // done at its first occurrence
+            continue; // done at the token's first occurrence
         }
         let x = &mut logits[token as usize];
         if *x > 0.0 {

@@ -1,9 +1,9 @@
 //! Min-p, top-k and top-p without sorting the vocabulary.
 //!
-//! Each filter keeps a prefix of one order: descending logit, ties by ascending id. So together they keep the tokens up
-//! to one last token, and it is enough to find that. Mostly it is among the tokens above the largest block maxima, a
-//! few hundred of 150,000. If not, a histogram of the row tells in which cell it is, and the cell's tokens are selected
-//! from.
+//! Each filter keeps a prefix of one order: descending logit, ties by ascending id. Together they keep the tokens up to
+//! one last token, and it is enough to find that token. Usually it is among the tokens above the largest block maxima,
+//! which are a few hundred of 150,000. Otherwise a histogram of the row tells in which bin it is, and it is selected
+//! from the tokens of that bin.
 
 use std::cmp::Ordering;
 
@@ -11,24 +11,25 @@ use super::super::isa::Isa;
 use super::super::logits::{self, BINS, Bins, Bound, Candidate, Measure, Row};
 use crate::sampling::SamplingTask;
 
-/// How many block maxima give the floor of the tokens that are looked at first.
+/// The number of block maxima that determine the floor of the tokens that are tried first.
 const HEAD: usize = 256;
-/// Depth below the maximum to which cells reach when tokens are counted: logits lie closer together in all models.
+/// How far below the maximum the bins reach when tokens are counted. In all models logits lie closer together than
+/// that.
 const COUNTED_DEPTH: f32 = 32.0;
 
-/// Buffers that grow once.
+/// Buffers of the filters, which grow once and are reused.
 #[derive(Default)]
 pub struct Selection {
     floors: Vec<f32>,
     pub candidates: Vec<Candidate>,
 }
 
-/// The order of which every filter keeps a prefix.
+/// The order of tokens of which every filter keeps a prefix: descending logit, ties by ascending id.
 pub fn descending(a: &Candidate, b: &Candidate) -> Ordering {
     b.logit.partial_cmp(&a.logit).expect("no NaN is a candidate").then(a.id.cmp(&b.id))
 }
 
-/// Whether any filter can drop a token of a vocabulary of this size.
+/// Whether any filter of the task can drop a token of a vocabulary of this size.
 pub fn applies(task: &SamplingTask<'_>, vocab: usize) -> bool {
     top_k_applies(task, vocab) || task.top_p < 1.0 || task.min_p > 0.0
 }
@@ -37,8 +38,8 @@ fn top_k_applies(task: &SamplingTask<'_>, vocab: usize) -> bool {
     task.top_k > 0 && (task.top_k as usize) < vocab
 }
 
-/// The last token that passes all filters. The row's maximum is finite; it always passes. `total` is the row's
-/// `Σ e^((x - max) * scale)` if it is known; `sums` is overwritten.
+/// The last token that passes all filters of the task. The row's maximum must be finite; the most likely token always
+/// passes. `total` is the row's sum `Σ e^((x - max) * scale)` if it is known; `sums` is overwritten.
 pub fn bound(
     isa: Isa,
     row: &Row,
@@ -65,7 +66,7 @@ pub fn bound(
             _ => logits::sum_exp(isa, row, scale, bound, sums),
         };
         let target = f64::from(task.top_p) * total;
-        // Tokens of less weight than this cannot outweigh the mass that may be left out.
+        // Tokens of less weight than this cannot outweigh, all together, the mass that may be left out.
         let least_weight = (total - target) / row.logits.len() as f64;
         let bins = Bins::new(row.max, (-least_weight.ln() / f64::from(scale)) as f32);
         let floor = nth_block_maximum(row.maxima, HEAD, &mut selection.floors).max(bound.logit);
@@ -75,7 +76,7 @@ pub fn bound(
     bound
 }
 
-/// Fills the candidates with the `k` highest logits, in no particular order.
+/// Fills the candidates with the tokens of the `k` highest logits, in no particular order.
 pub fn top_k(isa: Isa, row: &Row, k: usize, selection: &mut Selection) {
     let Selection { floors, candidates } = selection;
     let floor = if k <= row.maxima.len() { nth_block_maximum(row.maxima, k, floors) } else { f32::NEG_INFINITY };
@@ -86,16 +87,16 @@ pub fn top_k(isa: Isa, row: &Row, k: usize, selection: &mut Selection) {
     }
 }
 
-/// A bound that at least `n` logits reach (or as many as there are blocks): the n-th largest of the block maxima, each
-/// of which is a logit.
+/// A logit that at least `n` logits reach (or as many as there are blocks): the n-th largest of the block maxima, each
+/// of which is a logit of the row.
 fn nth_block_maximum(maxima: &[f32], n: usize, floors: &mut Vec<f32>) -> f32 {
     floors.clear();
     floors.extend_from_slice(maxima);
     *floors.select_nth_unstable_by(n.min(maxima.len()) - 1, |a, b| b.total_cmp(a)).1
 }
 
-/// The last token of the shortest prefix of the order that reaches `target`. Tokens from `floor` up are tried first,
-/// then those of one of `bins`.
+/// The last token of the shortest prefix whose measure reaches `target`, in the order of [`descending`]. Tokens with a
+/// logit of at least `floor` are tried first, then the tokens of one of `bins`.
 fn prefix(
     isa: Isa,
     row: &Row,
@@ -113,15 +114,15 @@ fn prefix(
     if sum(measure, candidates) >= target {
         return shortest_prefix(candidates, measure, target);
     }
-    let cells = logits::histogram(isa, row, bins, measure);
+    let bin_sums = logits::histogram(isa, row, bins, measure);
     let (mut above, mut bin) = (0.0, BINS - 1);
-    while bin > 0 && above + cells[bin] < target {
-        above += cells[bin];
+    while bin > 0 && above + bin_sums[bin] < target {
+        above += bin_sums[bin];
         bin -= 1;
     }
     logits::candidates_of_bin(isa, row, bins, bin, scale, candidates);
     if candidates.is_empty() {
-        // Every cell was added and the target not reached: it is within rounding of all there is, so nothing is left
+        // Every bin was added and the target was not reached: it is within rounding of the total, so nothing is left
         // out.
         return Bound::NONE;
     }
@@ -135,10 +136,11 @@ fn sum(measure: Measure, candidates: &[Candidate]) -> f64 {
     }
 }
 
-/// The last of the fewest candidates, in the order, that reach `target` (of all, if they do not). Bisection by
-/// selection: linear in the number of candidates, which are at least one.
+/// The last of the fewest candidates, in the order of [`descending`], whose measure reaches `target`; the last of all
+/// candidates if none do. It bisects by selection, in time linear in the number of candidates, of which there must be
+/// at least one.
 fn shortest_prefix(candidates: &mut [Candidate], measure: Measure, target: f64) -> Bound {
-    const SORTED: usize = 64; // from here down a sort is cheaper than more selections
+    const SORTED: usize = 64; // below this number a sort is cheaper than further selections
     let (mut low, mut high, mut reached) = (0, candidates.len(), 0.0);
     while high - low > SORTED {
         let middle = low + (high - low) / 2;

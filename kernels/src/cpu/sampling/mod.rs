@@ -1,5 +1,5 @@
-//! Rows of logits to tokens and their log-probabilities ([`crate::SamplingTask`] says how), one row at a time on each
-//! thread.
+//! Samples tokens from rows of logits and computes their log-probabilities, as [`crate::SamplingTask`] says. Each
+//! thread takes one row at a time.
 
 mod edit;
 mod filter;
@@ -10,23 +10,23 @@ use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::isa::Isa;
-use super::logits::{self, BLOCK, Bound, Row};
+use super::logits::{self, Bound, Row, VOCAB_BLOCK};
 use crate::sampling::{SampledTokens, SamplingTask, TokenLogprobs, uniform};
 
-/// One thread's answers, and the buffers that it makes them in.
+/// The answers of one thread, and the buffers that it needs to compute them.
 pub(super) struct Sampler {
-    scratch: Scratch,
+    scratch: SamplerScratch,
     tokens: Vec<TokenLogprobs>,
     failed: Vec<(usize, Box<dyn Any + Send>)>,
 }
 
 impl Sampler {
     pub fn new(isa: Isa) -> Self {
-        Self { scratch: Scratch::new(isa), tokens: Vec::new(), failed: Vec::new() }
+        Self { scratch: SamplerScratch::new(isa), tokens: Vec::new(), failed: Vec::new() }
     }
 
-    /// Answers the tasks of row `row`. A panic costs that row's answers and nothing else: they only read the logits,
-    /// and the scratch, which may be half written, is made anew.
+    /// Answers the tasks of row `row`. A panic costs that row's answers and nothing else: tasks only read the logits,
+    /// and the scratch, which may be half written, is replaced.
     pub fn answer(&mut self, row: usize, logits: &[f32], tasks: &[SamplingTask<'_>]) {
         let Self { scratch, tokens, failed } = self;
         let answered = tokens.len();
@@ -34,7 +34,7 @@ impl Sampler {
         if let Err(panic) = catch_unwind(answers) {
             tokens.resize(answered + tasks.len(), TokenLogprobs::NONE);
             failed.push((row, panic));
-            *scratch = Scratch::new(scratch.isa);
+            *scratch = SamplerScratch::new(scratch.isa);
         }
     }
 
@@ -45,15 +45,15 @@ impl Sampler {
     }
 }
 
-/// Buffers that grow to the vocabulary's size once and are used again for every row; one per thread.
-struct Scratch {
+/// Buffers of one thread that grow to the vocabulary's size once and are reused for every row.
+struct SamplerScratch {
     isa: Isa,
     raw_maxima: Vec<f32>,
     raw_sums: Vec<f32>,
     work: TaskScratch,
 }
 
-/// The part of [`Scratch`] that each task of a row overwrites.
+/// The part of [`SamplerScratch`] that each task of a row overwrites.
 #[derive(Default)]
 struct TaskScratch {
     edited: Vec<f32>,
@@ -63,26 +63,26 @@ struct TaskScratch {
     selection: filter::Selection,
 }
 
-impl Scratch {
-    /// To compute with `isa`; all of them give the same answers.
+impl SamplerScratch {
+    /// Empty buffers for computations with `isa`; all instruction sets give the same answers.
     fn new(isa: Isa) -> Self {
         Self { isa, raw_maxima: Vec::new(), raw_sums: Vec::new(), work: TaskScratch::default() }
     }
 }
 
-/// The model's own distribution.
+/// The model's own distribution: temperature 1, no edits, no filters.
 struct Raw<'a> {
     isa: Isa,
     row: Row<'a>,
     sums: &'a [f32],
-    /// `Σ e^(x - max)`; NaN if the row is broken.
+    /// The sum `Σ e^(x - max)`; NaN if the row has a NaN or `+inf`.
     total: f64,
 }
 
-/// Answers all tasks of one row, in order, at the end of `out`. `logits` is `[vocab]`; every token id in the tasks is
-/// below its length.
-fn answer_row(logits: &[f32], tasks: &[SamplingTask<'_>], scratch: &mut Scratch, out: &mut Vec<TokenLogprobs>) {
-    let Scratch { isa, raw_maxima, raw_sums, work } = scratch;
+/// Appends the answers of all tasks of one row to `out`, in order. `logits` is `[vocab]`; every token id in the tasks
+/// is below its length, except in `banned`.
+fn answer_row(logits: &[f32], tasks: &[SamplingTask<'_>], scratch: &mut SamplerScratch, out: &mut Vec<TokenLogprobs>) {
+    let SamplerScratch { isa, raw_maxima, raw_sums, work } = scratch;
     let (max, total) = logits::summarise(*isa, logits, 1.0, raw_maxima, raw_sums);
     let raw = Raw { isa: *isa, row: Row { logits, maxima: raw_maxima, max }, sums: raw_sums, total };
     out.extend(tasks.iter().map(|task| answer_task(&raw, task, work)));
@@ -100,7 +100,7 @@ impl Raw<'_> {
     }
 }
 
-/// Log-probability of a token with logit `x` where the highest logit is `max` and `total` is
+/// The log-probability of a token with logit `x`, where the highest logit is `max` and `total` is the sum
 /// `Σ e^((x - max) / temperature)`.
 fn logprob(x: f32, max: f32, temperature: f32, total: f64) -> f32 {
     if x == f32::NEG_INFINITY && !total.is_nan() {
@@ -123,7 +123,7 @@ fn top_logprobs(raw: &Raw, k: usize, selection: &mut filter::Selection) -> Vec<(
 fn choose(raw: &Raw, task: &SamplingTask<'_>, work: &mut TaskScratch) -> (u32, f32) {
     let isa = raw.isa;
     let TaskScratch { edited, maxima, sums, counts, selection } = work;
-    // Bounds that keep 0 * scale and -inf * scale what they should be.
+    // The scale is clamped to normal numbers, so that `0 * scale` is 0 and `-inf * scale` is `-inf`.
     let scale = task.temperature.recip().clamp(f32::MIN_POSITIVE, f32::MAX);
     let is_edited = edit::apply(raw.row.logits, task, edited, counts);
     let (row, total) = if is_edited {
@@ -160,14 +160,14 @@ fn choose(raw: &Raw, task: &SamplingTask<'_>, work: &mut TaskScratch) -> (u32, f
     (token, processed)
 }
 
-/// The highest logit, ties to the lowest id; the lowest allowed id if there is none.
+/// The token with the highest logit, ties to the lowest id. If all logits are `-inf` it is the lowest allowed id.
 fn argmax(row: Row, task: &SamplingTask<'_>) -> u32 {
     if row.max == f32::NEG_INFINITY {
         return task.allowed.map_or(0, |allowed| allowed[0]);
     }
     let is_max = |&x: &f32| x == row.max;
     let block = row.maxima.iter().position(is_max).expect("the maximum is one of the block maxima");
-    let start = block * BLOCK;
+    let start = block * VOCAB_BLOCK;
     let offset = row.logits[start..].iter().position(is_max).expect("the block has its maximum");
     (start + offset) as u32
 }

@@ -1,5 +1,5 @@
-//! The sampler against the reference device's, which is naive on purpose: float64, full sorts, one step after the
-//! other.
+//! Compares the sampler with that of the reference device, which is naive on purpose: float64, full sorts, one step
+//! after the other.
 
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
@@ -7,7 +7,7 @@ use rand_chacha::rand_core::{RngCore, SeedableRng};
 use super::*;
 use crate::reference::distribution as reference;
 
-/// The options of a request.
+/// The sampling options of a request.
 #[derive(Clone, Debug)]
 struct Options {
     temperature: f32,
@@ -43,7 +43,7 @@ impl Default for Options {
     }
 }
 
-/// A task that does nothing with the tokens before it.
+/// A sampling task without a history of tokens.
 fn task(options: &Options, seed: u64, output_index: u32) -> SamplingTask<'_> {
     SamplingTask {
         temperature: options.temperature,
@@ -64,11 +64,11 @@ fn task(options: &Options, seed: u64, output_index: u32) -> SamplingTask<'_> {
     }
 }
 
-fn new_scratch() -> Scratch {
-    Scratch::new(Isa::detect())
+fn new_scratch() -> SamplerScratch {
+    SamplerScratch::new(Isa::detect())
 }
 
-fn answer(logits: &[f32], task: &SamplingTask<'_>, scratch: &mut Scratch) -> TokenLogprobs {
+fn answer(logits: &[f32], task: &SamplingTask<'_>, scratch: &mut SamplerScratch) -> TokenLogprobs {
     let mut out = Vec::new();
     answer_row(logits, std::slice::from_ref(task), scratch, &mut out);
     out.pop().expect("one answer per task")
@@ -90,7 +90,7 @@ fn softmax(logits: &[f32]) -> Vec<f64> {
     reference(logits, &task(&Options::default(), 0, 0))
 }
 
-/// Draws `draws` tokens and compares their counts with the reference; also the processed log-probability of each.
+/// Draws `draws` tokens and compares their counts, and the processed log-probability of each, with the reference.
 fn check_distribution(name: &str, logits: &[f32], task: &SamplingTask<'_>, draws: u32) {
     let probs = reference(logits, task);
     let mut scratch = new_scratch();
@@ -103,7 +103,7 @@ fn check_distribution(name: &str, logits: &[f32], task: &SamplingTask<'_>, draws
         let exact = probs[answer.token as usize].ln();
         assert!((f64::from(answer.processed) - exact).abs() < 1e-5, "{name}: {answer:?}, exact {exact}");
     }
-    // Rare tokens share one cell, as the chi-square statistic wants at least five of each expected.
+    // Rare tokens share one cell, since the chi-square statistic needs an expected count of at least five per cell.
     let (mut chi2, mut cells, mut rare) = (0.0, 0, (0.0, 0.0));
     for (&count, &q) in counts.iter().zip(&probs) {
         let (count, expected) = (f64::from(count), q * f64::from(draws));
@@ -120,11 +120,11 @@ fn check_distribution(name: &str, logits: &[f32], task: &SamplingTask<'_>, draws
         cells += 1;
     }
     let freedom = f64::from(cells - 1);
-    let limit = freedom + 4.0 * (2.0 * freedom).sqrt() + 8.0; // beyond one in 10,000 for any number of cells
+    let limit = freedom + 4.0 * (2.0 * freedom).sqrt() + 8.0; // exceeded less than once in 10,000 for any number
     assert!(chi2 <= limit, "{name}: chi-square {chi2:.1} of {freedom} degrees of freedom, limit {limit:.1}");
 }
 
-/// Each option alone and several together, over `vocab` tokens of which 0..8 are likely ones.
+/// Each option alone and several together, over `vocab` tokens of which 0..8 are likely.
 fn options() -> Vec<(&'static str, Options)> {
     let d = Options::default;
     let stops = Options { eos: vec![2], ..d() };
@@ -170,7 +170,7 @@ fn with_history(params: &Options) -> SamplingTask<'_> {
 fn samples_follow_the_exact_distribution() {
     let mut rng = rng(1);
     let small = random_row(&mut rng, 12, 1.5);
-    let mut large = random_row(&mut rng, 3 * BLOCK + 17, 1.5);
+    let mut large = random_row(&mut rng, 3 * VOCAB_BLOCK + 17, 1.5);
     for (i, &x) in small.iter().enumerate() {
         large[i * 33] = x + 6.0; // likely tokens in every block
     }
@@ -184,7 +184,7 @@ fn samples_follow_the_exact_distribution() {
 fn scores_are_the_exact_log_probabilities_and_sum_to_one() {
     let mut rng = rng(2);
     let mut scratch = new_scratch();
-    for vocab in [12, BLOCK, 1000] {
+    for vocab in [12, VOCAB_BLOCK, 1000] {
         let logits = random_row(&mut rng, vocab, 2.0);
         let raw = softmax(&logits);
         for (name, params) in options() {
@@ -229,7 +229,7 @@ fn sampling_and_scoring_give_the_same_bits_and_plain_processed_is_raw() {
 fn a_top_p_within_rounding_of_one_leaves_out_next_to_nothing() {
     let mut rng = rng(9);
     let mut scratch = new_scratch();
-    for (vocab, spread) in [(12, 0.1), (512, 0.01), (512, 1.0), (700, 6.0), (3 * BLOCK, 0.3)] {
+    for (vocab, spread) in [(12, 0.1), (512, 0.01), (512, 1.0), (700, 6.0), (3 * VOCAB_BLOCK, 0.3)] {
         for seed in 0..400 {
             let logits = random_row(&mut rng, vocab, spread);
             let params = Options { top_p: 1.0f32.next_down(), ..Default::default() };
@@ -284,7 +284,7 @@ fn large_vocabularies_agree_with_the_reference() {
     }
 }
 
-/// Rows on which the last token is found in every way: among the highest, in a cell, in the cell of all that is left.
+/// Rows whose last kept token is found in each way: among the highest logits, in a bin, and in the bin of all the rest.
 fn rows_to_filter(rng: &mut ChaCha8Rng) -> Vec<Vec<f32>> {
     let mut rows = Vec::new();
     for vocab in [12, 777, 5000, 40_000] {
@@ -411,18 +411,18 @@ fn rows_without_a_distribution_have_defined_answers() {
     let mut scratch = new_scratch();
     let d = Options::default;
     let mut run = |logits: &[f32], params: Options| answer(logits, &task(&params, 9, 4), &mut scratch);
-    // Every allowed token is masked: the lowest allowed one.
+    // If every allowed token is masked, the answer is the lowest allowed one.
     let masked = Options { allowed: Some(vec![1, 2]), eos: vec![1, 2], ..d() };
     let answer = run(&[0.0, 0.0, 0.0, 0.0], masked);
     assert_eq!((answer.token, answer.processed), (1, 0.0));
     assert_eq!(answer.raw, -(4f32.ln()));
     let answer = run(&[f32::NEG_INFINITY; 5], Options { top_logprobs: 2, ..d() });
     assert_eq!((answer.token, answer.processed, answer.raw), (0, 0.0, f32::NEG_INFINITY));
-    // Edits that overflow.
+    // The edits overflow to infinity.
     let overflow = Options { logit_bias: vec![(2, f32::MAX)], ..d() };
     let answer = run(&[0.0, f32::MAX, f32::MAX], overflow);
     assert_eq!((answer.token, answer.processed), (2, 0.0));
-    // Broken rows.
+    // The rows have a NaN or `+inf`.
     for logits in [[0.0, f32::NAN, 2.0], [f32::NAN; 3], [0.0, f32::INFINITY, 1.0]] {
         for (_, params) in options() {
             let params = Options { allowed: None, logit_bias: vec![], top_logprobs: 3, ..params };

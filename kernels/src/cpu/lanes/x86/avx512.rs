@@ -5,11 +5,11 @@ use super::{largest, prefetch_far, prefetch_near, sum};
 use half::bf16;
 use std::arch::x86_64::*;
 
-/// AVX-512; with `BF16` also its bfloat16 dot product.
+/// A vector of 16 lanes in AVX-512; with `BF16` also its dot product of bfloat16 pairs.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512<const BF16: bool>(__m512);
 
-/// As [`round_bf16`](super::super::super::math::round_bf16).
+/// Rounds float32 to bfloat16 as [`round_bf16`](super::super::super::math::round_bf16) does.
 #[inline(always)]
 fn round_bf16(x: __m512) -> __m256i {
     // SAFETY: the processor has AVX-512, see the module.
@@ -24,7 +24,7 @@ fn round_bf16(x: __m512) -> __m256i {
     }
 }
 
-/// The numbers 0, `second`, 1, `second` + 1, … of bfloat16 elements, to shuffle by.
+/// The indices 0, `second`, 1, `second` + 1, … of bfloat16 elements, for a shuffle.
 #[inline(always)]
 fn interleaved(second: i32) -> __m512i {
     // SAFETY: the processor has AVX-512, see the module.
@@ -85,7 +85,7 @@ unsafe impl<const BF16: bool> Lanes for Avx512<BF16> {
         }
     }
 
-    /// Rows are woven by two, then by four; then quarters of 128 bits change places.
+    /// Interleaves rows by two, then by four, and then moves quarters of 128 bits.
     #[inline(always)]
     fn transposed(rows: &[Self; LANES]) -> [Self; LANES] {
         let mut to = [Self::zero(); LANES];
