@@ -1,8 +1,8 @@
 //! Measures operators at the shapes of SmolLM2-135M and Qwen2.5-0.5B, and the machine's limits in the same run.
 //!
 //! `Gelem/s` are GFLOP/s. Linear layers of one row, which memory limits, are given in GB/s of weights. All processors
-//! that the process may use are used (`taskset -c 0 cargo bench ...` for one). A filter picks benchmarks: `cargo bench
-//! -p rollout-kernels --bench operators -- linear`. `make bench-operators` makes a table of all results.
+//! that the process may use are used (`taskset -c 0 cargo bench ...` for one). A filter picks benchmarks:
+//! `cargo bench -p rollout-kernels --bench operators -- linear`. `make bench-operators` makes a table of all results.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use half::bf16;
