@@ -30,7 +30,7 @@ say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup server demo test test-rust test-python test-peft fuzz lint bench bench-peers bench-profile bench-operators \
+.PHONY: help setup server demo test test-rust test-python test-peft fuzz lint miri bench bench-peers bench-profile bench-operators \
 	bench-weight-sync proto fixtures record check-cargo
 
 help: ## this list
@@ -74,6 +74,11 @@ lint: setup check-cargo ## formatting, clippy, rustdoc and ruff
 	$(BIN)/ruff check $(PYTHON_SOURCES)
 	$(CARGO) clippy --workspace --release --all-targets -- -D warnings
 	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --workspace --release --no-deps --document-private-items
+
+miri: check-cargo ## Miri on the kernels' scalar path (needs rustup and a nightly toolchain; some minutes)
+	$(call say,Miri on the kernels' scalar path)
+	rustup component add --toolchain nightly miri rust-src
+	MIRIFLAGS=-Zmiri-disable-isolation $(CARGO) +nightly miri test -p rollout-kernels --test small
 
 bench: setup server $(MODEL) ## our server and the peers that are there on two models, operators: tables and picture
 	$(CARGO) build --release -p rollout-kernels --example limits

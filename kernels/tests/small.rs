@@ -1,0 +1,228 @@
+//! Every operator once, on inputs so small that Miri runs this file in minutes (`make miri`). Miri has only the scalar
+//! instruction set; elsewhere all others must give the same bits. Sizes are odd on purpose: each loop has a remainder.
+
+use std::ops::Range;
+
+use candle_core::Tensor;
+use rollout_kernels::cpu::Isa;
+use rollout_kernels::{
+    AttentionSequence, AttentionShape, Backend, BlockCopy, Change, Delta, Device, DeviceOptions, KvDtype, KvLayout,
+    LowRank, Matrix, MatrixShape, Merge, MergeBase, Ops, RowBits, RowTasks, SamplingTask, StepInput, WeightDtype,
+    WeightRows, reduction_leaves,
+};
+
+const EMPTY: StepInput<'static> =
+    StepInput { tokens: &[], positions: &[], slots: &[], sequences: &[], logits: &[], tasks: &[] };
+
+/// The same values each time, in `-1.0..1.0`.
+fn values(len: usize) -> Vec<f32> {
+    (0..len as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 8) as f32 / (1 << 23) as f32 - 1.0).collect()
+}
+
+/// A rank of the CPU with its operators, and the values that they have given so far.
+struct Rank {
+    device: Device,
+    ops: Ops,
+    found: Vec<f32>,
+}
+
+impl Rank {
+    fn new(kernel: &str, threads: usize) -> Self {
+        let device = Backend::Cpu.open(&DeviceOptions { rank: 0, threads, kernel }).unwrap();
+        Self { ops: device.ops(), device, found: Vec::new() }
+    }
+
+    fn zeros(&self, rows: usize, width: usize) -> Tensor {
+        self.device.activations(rows, width).unwrap()
+    }
+
+    fn tensor(&self, rows: usize, width: usize) -> Tensor {
+        let tensor = self.zeros(rows, width);
+        let source = Tensor::from_vec(values(rows * width), (rows, width), tensor.device()).unwrap();
+        tensor.slice_set(&source, 0, 0).unwrap();
+        tensor
+    }
+
+    fn matrix(&self, dtype: WeightDtype, n: usize, k: usize) -> Matrix {
+        let mut matrix = self.device.zeros(MatrixShape { dtype, n, k, leaves: reduction_leaves(k) }).unwrap();
+        matrix.write_rows(0, WeightRows::F32(&values(n * k)));
+        matrix
+    }
+
+    fn keep(&mut self, tensor: &Tensor) {
+        self.found.extend(tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap());
+    }
+
+    /// Plain and gated linear layers.
+    fn linear(&mut self, dtype: WeightDtype, rows: usize) {
+        let (n, k) = (38, 36);
+        let (x, w, bias) = (self.tensor(rows, k), self.matrix(dtype, n, k), self.device.upload(&values(n)).unwrap());
+        let (out, gated) = (self.zeros(rows, n), self.zeros(rows, n / 2));
+        self.ops.linear(&x, &w, None, &out).unwrap();
+        self.keep(&out);
+        self.ops.linear_silu_mul(&x, &w, Some(&bias), &out, &gated).unwrap();
+        self.keep(&gated);
+        let activated = self.zeros(rows, k / 2);
+        self.ops.silu_mul(&x, &activated).unwrap();
+        self.keep(&activated);
+    }
+
+    /// Operators that work row by row: embedding, norms, rotary embedding, selection.
+    fn rows(&mut self) {
+        let (rows, head_dim, width, vocab) = (3, 18, 36, 7);
+        let weight = self.device.upload(&values(width)).unwrap();
+        let head_weight = self.device.upload(&values(head_dim)).unwrap();
+        let table = self.device.upload(&values(5 * head_dim / 2)).unwrap();
+        let embeddings = self.matrix(WeightDtype::Bf16, vocab, width);
+        let wanted = [RowTasks { row: 2, tasks: 0..0 }];
+        let input = StepInput { tokens: &[3, 9, 0], positions: &[4, 0, 1], logits: &wanted, ..EMPTY };
+        let step = self.ops.prepare(input).unwrap();
+        let (x, embedded) = (self.tensor(rows, width), self.zeros(rows, width));
+        let (out, selected) = (self.zeros(rows, width), self.zeros(1, width));
+        self.ops.embed(&embeddings, 0, &step, &embedded).unwrap();
+        self.keep(&embedded);
+        self.ops.add_rms_norm(&x, &embedded, Some(&weight), &weight, 1e-5, &out).unwrap();
+        self.keep(&out);
+        self.ops.rms_norm(&x, &weight, 1e-5, &out).unwrap();
+        self.ops.rms_norm_heads(&out, &head_weight, 1e-5).unwrap();
+        self.ops.rope(&out, head_dim, &step, &table, &table).unwrap();
+        self.ops.select_logits_rows(&out, &step, 0..1, &selected).unwrap();
+        self.ops.select_rows(&out, &[1], &selected).unwrap();
+        self.ops.add_rows(&selected, &[0], &out).unwrap();
+        self.keep(&out);
+    }
+
+    /// Attention of two sequences that share a block, one of them with several rows, over a cache with a copied block.
+    fn attention(&mut self, dtype: KvDtype, sliding_window: Option<usize>) {
+        let (heads, kv_heads, head_dim, block_size) = (4, 2, 16, 5);
+        let mut cache = self.device.kv_cache(KvLayout { blocks: 5, block_size, kv_heads, head_dim, dtype });
+        cache.restore().unwrap();
+        let slots: Vec<u32> = (0..20).collect();
+        let tokens = vec![0; slots.len()];
+        let (k, v) = (self.tensor(slots.len(), kv_heads * head_dim), self.tensor(slots.len(), kv_heads * head_dim));
+        let step = self.ops.prepare(StepInput { tokens: &tokens, slots: &slots, ..EMPTY }).unwrap();
+        self.ops.write_kv(&k, &v, &step, &mut cache).unwrap();
+        self.ops.copy_blocks(&mut cache, &[BlockCopy { src: 2, dst: 4, tokens: 4 }]).unwrap();
+        let sequence = |first_row, rows, start_position, block_table| AttentionSequence {
+            first_row,
+            rows,
+            start_position,
+            block_table,
+        };
+        let sequences = [sequence(0, 3, 6, &[1, 4][..]), sequence(3, 1, 8, &[1, 3][..])];
+        let step = self.ops.prepare(StepInput { tokens: &[0; 4], sequences: &sequences, ..EMPTY }).unwrap();
+        let (q, out) = (self.tensor(4, heads * head_dim), self.zeros(4, heads * head_dim));
+        let shape = AttentionShape { heads, scale: 0.25, sliding_window };
+        self.ops.paged_attention(&q, &shape, &step, &cache, &out).unwrap();
+        self.keep(&out);
+    }
+
+    /// Writing, copying, merging and reading weights.
+    fn weights(&mut self, dtype: WeightDtype) {
+        let (n, k, rank, rows) = (19, 21, 3, 2..18);
+        let mut w = self.device.zeros(MatrixShape { dtype, n, k, leaves: 1 }).unwrap();
+        let all = values(n * k);
+        let part = |rows: Range<usize>| WeightRows::F32(&all[rows.start * k..rows.end * k]);
+        self.ops.store_rows(&mut w, 0..n, &|rows, store| store(part(rows))).unwrap();
+        let delta = LowRank {
+            rank,
+            cols: k,
+            a: values(rank * k),
+            b: values(rows.len() * rank),
+            scaling: 0.5,
+            roundings: vec![],
+            magnitude: None,
+            linear: true,
+        };
+        let change = Change { whole: None, delta: Some(Delta::LowRank(delta)) };
+        let mut copy = self.device.zeros(MatrixShape { dtype, n: rows.len(), k, leaves: 1 }).unwrap();
+        self.ops.copy_rows(&w, rows.clone(), &mut copy).unwrap();
+        let merge =
+            Merge { change: &change, base: MergeBase::Matrix(&copy), rows: 0..rows.len(), columns: 0..k, width: k };
+        self.ops.merge_rows(&mut w, rows.start, &merge).unwrap();
+        let element = (17, 20, 0.125);
+        self.ops
+            .write_elements(&mut w, rows, &|rows, write| {
+                if rows.contains(&element.0) {
+                    write(element.0, element.1, element.2);
+                }
+            })
+            .unwrap();
+        let out = self.zeros(n, k);
+        self.ops.unpack(&w, &out).unwrap();
+        let mut stored = vec![f32::NAN; n * k];
+        w.read_rows(0, RowBits::F32(&mut stored));
+        assert_eq!(out.flatten_all().unwrap().to_vec1::<f32>().unwrap(), stored);
+        self.found.extend(stored);
+    }
+
+    /// Greedy and filtered sampling, and the scores of a given token.
+    fn sampling(&mut self) {
+        let task = |temperature, top_p, target| SamplingTask {
+            temperature,
+            top_k: 5,
+            top_p,
+            min_p: 0.0,
+            repetition_penalty: 1.1,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            logit_bias: &[(1, 2.0)],
+            allowed: None,
+            banned: [&[2], &[]],
+            history: None,
+            seed: 7,
+            output_index: 3,
+            target,
+            top_logprobs: 2,
+        };
+        let tasks = [task(0.0, 1.0, None), task(0.8, 0.9, None), task(1.0, 1.0, Some(4))];
+        let wanted = [RowTasks { row: 0, tasks: 0..2 }, RowTasks { row: 1, tasks: 2..3 }];
+        let step = self.ops.prepare(StepInput { tokens: &[0; 2], logits: &wanted, tasks: &tasks, ..EMPTY }).unwrap();
+        for token in self.ops.sample(&self.tensor(2, 70), &step, 0..2).unwrap().read().unwrap().tokens {
+            self.found.extend([token.token as f32, token.raw, token.processed]);
+        }
+    }
+
+    /// The bits of all values so far.
+    fn bits(&self) -> Vec<u32> {
+        self.found.iter().map(|x| x.to_bits()).collect()
+    }
+
+    /// The bits of what all operators give.
+    fn run(mut self) -> Vec<u32> {
+        for (dtype, rows) in [(WeightDtype::Bf16, 1), (WeightDtype::F32, 5)] {
+            self.linear(dtype, rows);
+            self.weights(dtype);
+        }
+        self.rows();
+        self.attention(KvDtype::Bf16, None);
+        self.attention(KvDtype::F32, Some(7));
+        self.sampling();
+        self.bits()
+    }
+}
+
+#[test]
+fn every_operator_has_the_same_bits_on_every_kernel_and_number_of_threads() {
+    // Threads that wait for work spin, which takes Miri's time from those that have some.
+    let threads = if cfg!(miri) { 1..=1 } else { 1..=3 };
+    for rounds_activations in [false, true] {
+        let isas = Isa::all().into_iter().filter(|isa| isa.rounds_activations() == rounds_activations);
+        let ranks = isas.flat_map(|isa| threads.clone().map(move |threads| (isa.name(), threads)));
+        let mut results = ranks.map(|(kernel, threads)| (Rank::new(kernel, threads).run(), kernel, threads));
+        let (expected, ..) = results.next().expect("every processor can run both kinds");
+        for (found, kernel, threads) in results {
+            assert!(found == expected, "{kernel} on {threads} threads");
+        }
+    }
+}
+
+#[test]
+fn threads_share_an_operator() {
+    let [alone, together] = [1, 2].map(|threads| {
+        let mut rank = Rank::new("scalar", threads);
+        rank.linear(WeightDtype::F32, 1);
+        rank.bits()
+    });
+    assert!(alone == together);
+}
