@@ -32,7 +32,7 @@ pub struct ModelFacts {
     pub max_model_len: usize,
     /// The model's end-of-sequence tokens, ascending.
     pub eos_token_ids: Vec<TokenId>,
-    /// For prompts of text; `None` for a model without a tokenizer, which takes and gives token ids only.
+    /// Encodes prompts of text; None if the model has no tokenizer, so that requests must use token ids.
     pub encoder: Option<Arc<PromptEncoder>>,
 }
 

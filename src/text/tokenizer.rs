@@ -32,7 +32,7 @@ enum Spelling {
 }
 
 impl Tokenizer {
-    /// From a `tokenizer.json`.
+    /// Reads the tokenizer from a `tokenizer.json`.
     ///
     /// # Errors
     /// `Config` if the file cannot be read, or if its decoder is neither ByteLevel nor SentencePiece's.
@@ -45,7 +45,7 @@ impl Tokenizer {
         Self::new(inner)
     }
 
-    /// From the metadata of a GGUF file (`tokenizer.ggml.*`).
+    /// Builds the tokenizer from the metadata of a GGUF file (`tokenizer.ggml.*`).
     ///
     /// # Errors
     /// `Config` if a key is missing, or names a tokenizer that is not supported.

@@ -26,7 +26,7 @@ type Sent = StreamBody<Pin<Box<dyn Stream<Item = std::io::Result<Frame<Bytes>>> 
 pub enum End {
     /// With END_STREAM, as a good client does.
     Closed,
-    /// By a reset of the stream.
+    /// With a reset of the stream.
     Broken,
     /// Not before the answer has come or the client hangs up.
     Open,

@@ -184,9 +184,9 @@ fn only_the_server_knows_the_network_and_the_runtime() {
 #[test]
 fn no_file_above_the_kernels_names_a_device() {
     const DEVICES: &[&str] = &["Cpu", "cpu::", "Reference", "reference::", "Isa", "PackedMatrix", "KvBlocks"];
-    /// What reaches into the host's memory.
+    /// Names through which code reads the host's memory directly.
     const HOST: &[&str] = &["host::", "with_f32", "with_f32_mut"];
-    /// Rooms that must not even assume that a tensor lies there.
+    /// Modules that must not assume that a tensor lies in the host's memory.
     const WITHOUT_HOST: &[&str] = &["src/model", "src/scheduler", "src/cache", "src/engine"];
     let product = |source: Source| Source { code: source.product_code().into(), ..source };
     let sources: Vec<Source> = rust_files(&["src"]).into_iter().map(product).collect();
