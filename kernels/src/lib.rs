@@ -32,7 +32,9 @@ pub use error::DeviceError;
 pub use kv_cache::KvCache;
 pub use kv_layout::{BlockCopy, KvDtype, KvLayout};
 pub use matrix::Matrix;
-pub use merge::{Change, Delta, Dtype, LowRank, Magnitude, Merge, MergeBase, ReadValues, StoredValues, Whole};
+pub use merge::{
+    Dtype, LoraDelta, LowRank, Magnitude, Merge, MergeBase, ReadValues, Replacement, StoredValues, WeightChange,
+};
 pub use ops::Ops;
 pub use sampling::{Sampled, SampledTokens, SamplingTask, TokenLogprobs};
 pub use step::{AttentionSequence, AttentionShape, RowTasks, Step, StepInput};

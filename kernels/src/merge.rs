@@ -57,26 +57,26 @@ impl StoredValues {
     }
 }
 
-/// The change of one weight: first the whole, then the delta.
+/// What an adapter does to one weight: values that replace the base's, then a delta that is added.
 #[derive(Debug)]
-pub struct Change {
-    pub whole: Option<Whole>,
-    pub delta: Option<Delta>,
+pub struct WeightChange {
+    pub replacement: Option<Replacement>,
+    pub delta: Option<LoraDelta>,
 }
 
-/// Values in place of the base's.
+/// Values that replace the base's, of `modules_to_save` or a trained bias.
 #[derive(Debug)]
-pub struct Whole {
+pub struct Replacement {
     /// `[rows, cols]`, row-major, in the serving precision or in a lower one.
     pub values: StoredValues,
     pub cols: usize,
 }
 
-/// What is added.
+/// What an adapter adds to a weight.
 #[derive(Debug)]
-pub enum Delta {
+pub enum LoraDelta {
     LowRank(LowRank),
-    /// Added to a bias, `[rows]`.
+    /// `lora_B`'s bias, which is added to the layer's own, `[rows]`.
     Bias(Vec<f32>),
 }
 
@@ -93,7 +93,7 @@ pub struct LowRank {
     /// The precisions that the delta is rounded to, one after the other, before it is added.
     pub roundings: Vec<Dtype>,
     pub magnitude: Option<Magnitude>,
-    /// Whether it is of a linear layer that has its matrix to itself.
+    /// Whether the weight is a linear layer's own: not an embedding, nor a head that is tied to it.
     pub linear: bool,
 }
 
@@ -108,23 +108,23 @@ pub struct Magnitude {
     pub factor: Dtype,
 }
 
-impl Change {
+impl WeightChange {
     /// Bytes of the values that it holds.
     pub fn bytes(&self) -> u64 {
-        let whole = self.whole.as_ref().map_or(0, |whole| whole.values.bytes());
+        let replaced = self.replacement.as_ref().map_or(0, |replacement| replacement.values.bytes());
         let floats = match &self.delta {
             None => 0,
-            Some(Delta::Bias(bias)) => bias.len(),
-            Some(Delta::LowRank(LowRank { a, b, magnitude, .. })) => {
+            Some(LoraDelta::Bias(bias)) => bias.len(),
+            Some(LoraDelta::LowRank(LowRank { a, b, magnitude, .. })) => {
                 a.len() + b.len() + magnitude.as_ref().map_or(0, |magnitude| magnitude.lengths.len())
             }
         };
-        (whole + size_of::<f32>() * floats) as u64
+        (replaced + size_of::<f32>() * floats) as u64
     }
 
     pub fn low_rank(&self) -> Option<&LowRank> {
         match &self.delta {
-            Some(Delta::LowRank(low_rank)) => Some(low_rank),
+            Some(LoraDelta::LowRank(low_rank)) => Some(low_rank),
             _ => None,
         }
     }
@@ -139,20 +139,23 @@ impl Change {
     /// # Panics
     /// If the rows are outside the vector, or the change is of a matrix.
     pub fn apply_to_vector(&self, rows: Range<usize>, values: &mut [f32]) {
-        if let Some(whole) = &self.whole {
-            assert_eq!(whole.cols, 1, "columns of a vector");
-            whole.values.read(rows.start, values);
+        if let Some(replacement) = &self.replacement {
+            assert_eq!(replacement.cols, 1, "columns of a vector");
+            replacement.values.read(rows.start, values);
         }
         match &self.delta {
             None => {}
-            Some(Delta::Bias(bias)) => values.iter_mut().zip(&bias[rows]).for_each(|(value, delta)| *value += delta),
-            Some(Delta::LowRank(_)) => panic!("a vector has no low-rank change"),
+            Some(LoraDelta::Bias(bias)) => {
+                values.iter_mut().zip(&bias[rows]).for_each(|(value, delta)| *value += delta)
+            }
+            Some(LoraDelta::LowRank(_)) => panic!("a vector has no low-rank change"),
         }
     }
 }
 
 impl LowRank {
-    /// Whether it is all that changes its layer: the output for `x` is that of the base plus `scaling * b (a x)`.
+    /// Whether the layer's output for `x` is that of the base plus `scaling * b (a x)`, so that the adapter can be
+    /// applied unmerged.
     pub fn is_plain(&self) -> bool {
         self.linear && self.magnitude.is_none()
     }
@@ -174,7 +177,7 @@ pub enum MergeBase<'a> {
 
 /// Rows of a matrix that become their base with a change applied, rounded to nearest even where the matrix is bfloat16.
 pub struct Merge<'a> {
-    pub change: &'a Change,
+    pub change: &'a WeightChange,
     pub base: MergeBase<'a>,
     /// The rows of the whole weight that are written.
     pub rows: Range<usize>,

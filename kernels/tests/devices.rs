@@ -5,9 +5,9 @@ mod common;
 use candle_core::Tensor;
 use common::{Case, Random, Rank, close, devices, of_device, reference, values_of};
 use rollout_kernels::{
-    AttentionSequence, AttentionShape, Change, Delta, Dtype, KvCache, KvDtype, KvLayout, LowRank, Magnitude, Matrix,
-    MatrixShape, Merge, MergeBase, RowBits, RowTasks, SamplingTask, StepInput, StoredValues, TokenLogprobs,
-    WeightDtype, WeightRows, Whole, reduction_leaves,
+    AttentionSequence, AttentionShape, Dtype, KvCache, KvDtype, KvLayout, LoraDelta, LowRank, Magnitude, Matrix,
+    MatrixShape, Merge, MergeBase, Replacement, RowBits, RowTasks, SamplingTask, StepInput, StoredValues,
+    TokenLogprobs, WeightChange, WeightDtype, WeightRows, reduction_leaves,
 };
 
 const DTYPES: [WeightDtype; 2] = [WeightDtype::Bf16, WeightDtype::F32];
@@ -209,7 +209,7 @@ fn attention_is_that_of_the_reference() {
 }
 
 /// Random changes of a weight `[rows, cols]`.
-fn changes(random: &mut Random, rows: usize, cols: usize) -> Vec<Change> {
+fn changes(random: &mut Random, rows: usize, cols: usize) -> Vec<WeightChange> {
     let rank = random.between(1, 9);
     let mut low_rank = |roundings: Vec<Dtype>, magnitude: Option<Magnitude>| LowRank {
         rank,
@@ -225,9 +225,15 @@ fn changes(random: &mut Random, rows: usize, cols: usize) -> Vec<Change> {
     let rounded = low_rank(vec![Dtype::F16], None);
     let lengths = (0..rows).map(|row| 1.0 + row as f32 / 100.0).collect();
     let dora = low_rank(vec![], Some(Magnitude { lengths, sum: Dtype::F32, factor: Dtype::F32 }));
-    let whole = || Some(Whole { values: StoredValues::F32(vec![0.25; rows * cols]), cols });
-    let of = |delta| Change { whole: None, delta: Some(Delta::LowRank(delta)) };
-    vec![of(plain), of(rounded), of(dora), Change { whole: whole(), delta: None }, Change { whole: None, delta: None }]
+    let replacement = || Some(Replacement { values: StoredValues::F32(vec![0.25; rows * cols]), cols });
+    let of = |delta| WeightChange { replacement: None, delta: Some(LoraDelta::LowRank(delta)) };
+    vec![
+        of(plain),
+        of(rounded),
+        of(dora),
+        WeightChange { replacement: replacement(), delta: None },
+        WeightChange { replacement: None, delta: None },
+    ]
 }
 
 #[test]

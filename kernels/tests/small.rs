@@ -6,9 +6,9 @@ use std::ops::Range;
 use candle_core::Tensor;
 use rollout_kernels::cpu::Isa;
 use rollout_kernels::{
-    AttentionSequence, AttentionShape, Backend, BlockCopy, Change, Delta, Device, DeviceOptions, KvDtype, KvLayout,
-    LowRank, Matrix, MatrixShape, Merge, MergeBase, Ops, RowBits, RowTasks, SamplingTask, StepInput, WeightDtype,
-    WeightRows, reduction_leaves,
+    AttentionSequence, AttentionShape, Backend, BlockCopy, Device, DeviceOptions, KvDtype, KvLayout, LoraDelta,
+    LowRank, Matrix, MatrixShape, Merge, MergeBase, Ops, RowBits, RowTasks, SamplingTask, StepInput, WeightChange,
+    WeightDtype, WeightRows, reduction_leaves,
 };
 
 const EMPTY: StepInput<'static> =
@@ -134,7 +134,7 @@ impl Rank {
             magnitude: None,
             linear: true,
         };
-        let change = Change { whole: None, delta: Some(Delta::LowRank(delta)) };
+        let change = WeightChange { replacement: None, delta: Some(LoraDelta::LowRank(delta)) };
         let mut copy = self.device.zeros(MatrixShape { dtype, n: rows.len(), k, leaves: 1 }).unwrap();
         self.ops.copy_rows(&w, rows.clone(), &mut copy).unwrap();
         let merge =

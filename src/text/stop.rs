@@ -30,10 +30,6 @@ impl StopStrings {
     pub fn new<S: AsRef<str>>(strings: &[S]) -> Self {
         Self { patterns: strings.iter().map(|s| Pattern::new(s.as_ref().as_bytes())).collect() }
     }
-
-    pub fn is_empty(&self) -> bool {
-        self.patterns.is_empty()
-    }
 }
 
 impl Pattern {

@@ -15,7 +15,7 @@ use super::math::round_bf16;
 use super::packed::PackedMatrix;
 use super::pool::Cpu;
 use super::rows::{Rows, RowsMut};
-use crate::merge::{Change, Delta, Dtype, LowRank, Magnitude, Merge, MergeBase, ReadValues, Whole};
+use crate::merge::{Dtype, LoraDelta, LowRank, Magnitude, Merge, MergeBase, ReadValues, Replacement, WeightChange};
 use crate::tensor::with_f32;
 use crate::weights::RowBits;
 
@@ -70,7 +70,7 @@ fn copy_columns<'a>(rows: impl Iterator<Item = &'a [f32]>, columns: Range<usize>
     }
 }
 
-impl Change {
+impl WeightChange {
     /// Turns the base's values of these rows and columns of the weight (row-major float32, of serving precision) into
     /// the changed values, in float32 and not yet rounded. It runs on one thread, and the bits of each element depend
     /// on nothing but the values of the base and the adapter in its row and column.
@@ -79,18 +79,18 @@ impl Change {
         if values.is_empty() {
             return;
         }
-        if let Some(whole) = &self.whole {
-            whole.copy(rows.clone(), columns.clone(), values);
+        if let Some(replacement) = &self.replacement {
+            replacement.copy(rows.clone(), columns.clone(), values);
         }
         match &self.delta {
             None => {}
-            Some(Delta::LowRank(low_rank)) => low_rank.add(isa, rows, columns, values),
-            Some(Delta::Bias(bias)) => add(values, &bias[rows]),
+            Some(LoraDelta::LowRank(low_rank)) => low_rank.add(isa, rows, columns, values),
+            Some(LoraDelta::Bias(bias)) => add(values, &bias[rows]),
         }
     }
 }
 
-impl Whole {
+impl Replacement {
     fn copy(&self, rows: Range<usize>, columns: Range<usize>, out: &mut [f32]) {
         for (row, out) in rows.zip(out.chunks_exact_mut(columns.len())) {
             self.values.read(row * self.cols + columns.start, out);

@@ -16,7 +16,7 @@ use crate::kv_cache::KvCache;
 use crate::kv_layout::BlockCopy;
 use crate::matrix::Matrix;
 use crate::merge::Merge;
-use crate::merge::{Change, Delta, Dtype, LowRank, MergeBase};
+use crate::merge::{Dtype, LoraDelta, LowRank, MergeBase, WeightChange};
 use crate::sampling::{Sampled, SampledTokens};
 use crate::step::{AttentionShape, Step, StepInput};
 use crate::tensor::{rows, rows_mut, with_f32, with_f32_mut};
@@ -214,14 +214,14 @@ impl OpsImpl for ReferenceOps {
 }
 
 /// Applies a change to the values of a row from column `first` on.
-fn apply(change: &Change, row: usize, first: usize, values: &mut [f32]) {
-    if let Some(whole) = &change.whole {
-        whole.values.read(row * whole.cols + first, values);
+fn apply(change: &WeightChange, row: usize, first: usize, values: &mut [f32]) {
+    if let Some(replacement) = &change.replacement {
+        replacement.values.read(row * replacement.cols + first, values);
     }
     match &change.delta {
         None => {}
-        Some(Delta::Bias(bias)) => values.iter_mut().for_each(|value| *value += bias[row]),
-        Some(Delta::LowRank(low_rank)) => add_low_rank(low_rank, row, first, values),
+        Some(LoraDelta::Bias(bias)) => values.iter_mut().for_each(|value| *value += bias[row]),
+        Some(LoraDelta::LowRank(low_rank)) => add_low_rank(low_rank, row, first, values),
     }
 }
 

@@ -1,6 +1,6 @@
 //! Parameters written from their base, with an adapter merged or without.
 
-use rollout_kernels::{Change, Matrix, MatrixShape, Merge, MergeBase, Ops, ReadValues, RowBits, WeightRows};
+use rollout_kernels::{Matrix, MatrixShape, Merge, MergeBase, Ops, ReadValues, RowBits, WeightChange, WeightRows};
 
 use crate::comm::Communicator;
 use crate::error::Result;
@@ -12,7 +12,7 @@ use crate::weights::{Adapter, ParamSpec, Slice, Tensors};
 pub(super) type Rows<'a> = dyn Fn(&Slice, &mut dyn FnMut(WeightRows<'_>)) + Sync + 'a;
 
 /// The change of a parameter that the adapter does not touch.
-const UNCHANGED: Change = Change { whole: None, delta: None };
+const UNCHANGED: WeightChange = WeightChange { replacement: None, delta: None };
 
 /// A parameter's part on this rank, and where it is stored.
 pub(super) struct LocalParameter<'a> {

@@ -17,7 +17,7 @@ mod testing;
 
 use std::collections::BTreeMap;
 
-use rollout_kernels::{Change, LowRank};
+use rollout_kernels::{LowRank, WeightChange};
 
 use super::parameters::Dtype;
 use crate::error::{Error, Result};
@@ -37,7 +37,7 @@ pub struct AdapterTensor<'a> {
 #[derive(Debug, Default)]
 pub struct Adapter {
     /// What the adapter changes of each parameter, by the parameter's name.
-    changes: BTreeMap<String, Change>,
+    changes: BTreeMap<String, WeightChange>,
 }
 
 /// The low-rank factors of one linear layer, whose delta weight is `scaling * b a`.
@@ -59,7 +59,7 @@ impl Adapter {
 
     /// Bytes of memory that the adapter's values take.
     pub fn bytes(&self) -> u64 {
-        self.changes.values().map(Change::bytes).sum()
+        self.changes.values().map(WeightChange::bytes).sum()
     }
 
     /// Names of the parameters that the adapter changes, ascending.
@@ -72,13 +72,13 @@ impl Adapter {
     }
 
     /// What the adapter changes of a parameter; `None` if it does not touch it.
-    pub fn change(&self, parameter: &str) -> Option<&Change> {
+    pub fn change(&self, parameter: &str) -> Option<&WeightChange> {
         self.changes.get(parameter)
     }
 
     /// The largest rank among the adapter's factors; 0 if it has none.
     pub fn rank(&self) -> usize {
-        self.changes.values().filter_map(Change::low_rank).map(|low_rank| low_rank.rank).max().unwrap_or(0)
+        self.changes.values().filter_map(WeightChange::low_rank).map(|low_rank| low_rank.rank).max().unwrap_or(0)
     }
 
     /// The factors of a linear layer's weight, if it has factors and they can be applied unmerged.
@@ -100,7 +100,7 @@ impl Adapter {
         let what = match change.low_rank() {
             Some(low_rank) if low_rank.magnitude.is_some() => "DoRA",
             Some(_) => "an adapter of the embedding",
-            None if change.whole.is_some() => "a parameter of modules_to_save or a trained bias",
+            None if change.replacement.is_some() => "a parameter of modules_to_save or a trained bias",
             None => "a bias of lora_B",
         };
         Err(Error::invalid(parameter, format!("{what} cannot be applied unmerged; push this adapter to be merged")))

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use rollout_kernels::host::round;
-use rollout_kernels::{Change, Delta, LowRank, Magnitude, StoredValues, Whole};
+use rollout_kernels::{LoraDelta, LowRank, Magnitude, Replacement, StoredValues, WeightChange};
 
 use super::Adapter;
 use crate::weights::parameters::{Dtype, TensorData};
@@ -17,14 +17,14 @@ pub struct AdapterSpec {
     pub(super) serving: Dtype,
 }
 
-/// A [`Change`] without its values. Tensors are given by their index among the adapter's tensors.
+/// A [`WeightChange`] without its values. Tensors are given by their index among the adapter's tensors.
 #[derive(Debug, Default)]
 pub(super) struct ChangeSpec {
     pub whole: Option<WholeSpec>,
     pub delta: Option<DeltaSpec>,
 }
 
-/// A [`Whole`] without its values.
+/// A [`Replacement`] without its values.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct WholeSpec {
     pub tensor: usize,
@@ -34,7 +34,7 @@ pub(super) struct WholeSpec {
     pub cols: usize,
 }
 
-/// A [`Delta`] without its values.
+/// A [`LoraDelta`] without its values.
 #[derive(Debug)]
 pub(super) enum DeltaSpec {
     LowRank(LowRankSpec),
@@ -94,8 +94,8 @@ impl ChangeSpec {
         (whole + size_of::<f32>() * floats) as u64
     }
 
-    fn build<'t>(self, serving: Dtype, values: &dyn Fn(usize) -> TensorData<'t>) -> Change {
-        let whole = self.whole.map(|whole| Whole {
+    fn build<'t>(self, serving: Dtype, values: &dyn Fn(usize) -> TensorData<'t>) -> WeightChange {
+        let replacement = self.whole.map(|whole| Replacement {
             values: match (serving, values(whole.tensor)) {
                 (Dtype::Bf16, data) => StoredValues::Bf16(data.into_bf16().into_owned()),
                 (_, TensorData::F32(data)) => StoredValues::F32(data.into_owned()),
@@ -105,17 +105,17 @@ impl ChangeSpec {
             cols: whole.cols,
         });
         let delta = self.delta.map(|delta| match delta {
-            DeltaSpec::LowRank(low_rank) => Delta::LowRank(low_rank.build(values)),
+            DeltaSpec::LowRank(low_rank) => LoraDelta::LowRank(low_rank.build(values)),
             DeltaSpec::Bias { tensor, scaling, .. } => {
                 let data = values(tensor);
                 let dtype = data.dtype();
                 let mut bias = data.into_f32().into_owned();
                 bias.iter_mut().for_each(|x| *x *= scaling);
                 round(dtype, &mut bias);
-                Delta::Bias(bias)
+                LoraDelta::Bias(bias)
             }
         });
-        Change { whole, delta }
+        WeightChange { replacement, delta }
     }
 }
 

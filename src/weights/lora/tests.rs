@@ -136,7 +136,7 @@ fn a_slice_of_the_merge_is_the_merge_of_the_slice_on_every_isa() {
             assert_eq!(whole == base, !model.adapter.touches(name), "{name} of {shape:?}");
             for isa in Isa::available() {
                 let rows = random_range(&mut rng, rows);
-                let whole_rows = model.adapter.change(name).is_some_and(Change::needs_whole_rows);
+                let whole_rows = model.adapter.change(name).is_some_and(WeightChange::needs_whole_rows);
                 let cols_of_slice = if whole_rows { 0..cols } else { random_range(&mut rng, cols) };
                 let slice = Slice { rows, cols: cols_of_slice };
                 let cut = |values: &[f32]| -> Vec<f32> {
