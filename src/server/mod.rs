@@ -256,11 +256,15 @@ fn transport(
     health: HealthServer<impl Health>,
     stopped: impl Future<Output = ()> + Send + 'static,
 ) -> Result<impl Future<Output = std::result::Result<(), tonic::transport::Error>> + Send + 'static> {
-    let reflection = tonic_reflection::server::Builder::configure()
-        .register_encoded_file_descriptor_set(pb::DESCRIPTORS)
-        .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
-        .build_v1()
-        .map_err(|e| Error::Internal(format!("reflection: {e}")))?;
+    let reflection = || {
+        tonic_reflection::server::Builder::configure()
+            .register_encoded_file_descriptor_set(pb::DESCRIPTORS)
+            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+    };
+    let cannot_build = |e| Error::Internal(format!("reflection: {e}"));
+    let reflection_v1 = reflection().build_v1().map_err(cannot_build)?;
+    // Python's reflection client knows no other version.
+    let reflection_v1alpha = reflection().build_v1alpha().map_err(cannot_build)?;
     let door = grpc::Door::new(gate)?;
     let router = Server::builder()
         .http2_keepalive_interval(Some(KEEPALIVE))
@@ -271,7 +275,8 @@ fn transport(
         .max_frame_size(Some(frames::FRAME_BYTES))
         .layer(InterceptorLayer::new(grpc::note_call(gate)))
         .add_routes(grpc::routes(gate, &door))
-        .add_service(reflection.max_decoding_message_size(MAX_NAME_BYTES))
+        .add_service(reflection_v1.max_decoding_message_size(MAX_NAME_BYTES))
+        .add_service(reflection_v1alpha.max_decoding_message_size(MAX_NAME_BYTES))
         .add_service(door.before(health));
     let incoming = Incoming::new(bound.listener, bound.max_connections, frame_room)
         .map_err(|e| Error::Internal(format!("cannot listen on {}: {e}", bound.address)))?;

@@ -18,6 +18,7 @@ use tonic_reflection::pb::v1::server_reflection_client::ServerReflectionClient;
 use tonic_reflection::pb::v1::server_reflection_request::MessageRequest;
 use tonic_reflection::pb::v1::server_reflection_response::MessageResponse;
 use tonic_reflection::pb::v1::{ServerReflectionRequest, ServiceResponse};
+use tonic_reflection::pb::v1alpha;
 
 use crate::harness::*;
 
@@ -112,6 +113,22 @@ async fn reflection_lists_the_services() {
     for name in ["rollout.v1.Rollout", "rollout.v1.Control", "grpc.health.v1.Health"] {
         assert!(names.iter().any(|n| n == name), "{name} is not in {names:?}");
     }
+}
+
+/// Python's reflection client speaks v1alpha only.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn reflection_answers_in_its_older_version_too() {
+    let server = start().await;
+    let symbol = v1alpha::server_reflection_request::MessageRequest::FileContainingSymbol("rollout.v1.Weights".into());
+    let ask = v1alpha::ServerReflectionRequest { host: String::new(), message_request: Some(symbol) };
+    let mut client = v1alpha::server_reflection_client::ServerReflectionClient::new(server.channel().await);
+    let answers = client.server_reflection_info(tokio_stream::iter([ask])).await.expect("answers");
+    let answer = answers.into_inner().next().await.expect("one answer").expect("no error");
+    let found = answer.message_response.expect("a message");
+    let v1alpha::server_reflection_response::MessageResponse::FileDescriptorResponse(files) = found else {
+        panic!("{found:?}")
+    };
+    assert!(files.file_descriptor_proto[0].windows(6).any(|bytes| bytes == b"Update"), "the file has the method");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

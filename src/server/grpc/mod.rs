@@ -4,8 +4,8 @@ mod arrival;
 mod control;
 mod deadline;
 mod messages;
+mod push_thread;
 mod rollout;
-mod staging;
 mod stream;
 #[cfg(test)]
 mod tests;

@@ -10,7 +10,7 @@ use tonic::{Request, Response, Status, Streaming};
 use super::ask;
 use super::deadline::Deadline;
 use super::messages::Messages;
-use super::staging::{Sender, Staged, Staging};
+use super::push_thread::{PushThread, Sender, VerifiedPush};
 use super::stream::CancelOnDrop;
 use crate::engine::{Activity, Command};
 use crate::error::{Error, Result};
@@ -64,13 +64,13 @@ impl WeightsService {
         let activity = Activity::start();
         let messages = messages.with_patience(activity.clone(), context.update_idle);
         let sender = Sender { peer, activity, cancel: cancel.flag.clone(), ended };
-        let staged = tokio::select! {
-            staged = stage(&context, messages, sender) => staged?,
+        let verified = tokio::select! {
+            verified = receive_push(&context, messages, sender) => verified?,
             Ok(error) = &mut cancelled => return Err(error),
             () = self.gate.ending() => return Err(Error::Unavailable("the server is shutting down".into())),
         };
         let took = started.elapsed();
-        let (update, content, facts) = (staged.update, staged.content, staged.facts);
+        let (update, content, facts) = (verified.update, verified.content, verified.facts);
         let commit = |reply| Command::CommitUpdate { update, content, reply };
         let reply = match super::ask_patiently(&context.engine, commit).await? {
             // CancelUpdate came just before the commit.
@@ -172,24 +172,28 @@ impl pb::weights_server::Weights for WeightsService {
 }
 
 /// Receives and verifies a push up to its commit.
-async fn stage<S>(context: &Arc<ServingContext>, mut messages: Messages<S>, sender: Sender) -> Result<Staged>
+async fn receive_push<S>(
+    context: &Arc<ServingContext>,
+    mut messages: Messages<S>,
+    sender: Sender,
+) -> Result<VerifiedPush>
 where
     S: Stream<Item = tonic::Result<Bytes>> + Unpin,
 {
     let Some(Kind::Header(header)) = messages.next().await? else {
         return Err(Error::invalid("header", "is missing; it is the first message of an update"));
     };
-    let mut staging = Staging::open(context, convert::header(header)?, sender).await?;
-    let mut declared = staging.declared();
+    let mut push = PushThread::open(context, convert::header(header)?, sender).await?;
+    let mut declared = push.declared();
     loop {
         match messages.next().await? {
-            Some(Kind::Chunk(chunk)) => staging.chunk(chunk).await?,
+            Some(Kind::Chunk(chunk)) => push.chunk(chunk).await?,
             Some(Kind::Manifest(manifest)) => {
                 let tensors = convert::tensors(manifest.tensors, declared)?;
                 declared += tensors.len();
-                staging.declare(tensors).await?;
+                push.declare(tensors).await?;
             }
-            Some(Kind::Commit(pb::Commit {})) => return staging.finish().await,
+            Some(Kind::Commit(pb::Commit {})) => return push.finish().await,
             Some(Kind::Header(_)) => return Err(Error::invalid("header", "comes once, at the start")),
             None => {
                 return Err(Error::invalid("commit", "is missing: the stream ended without; nothing is changed"));

@@ -18,16 +18,16 @@ use crate::weights::{Received, Receiver, TensorEntry, WeightUpdate};
 /// Messages between the stream and the thread: further chunks arrive while one is being hashed.
 const QUEUE: usize = 4;
 
-/// An open transaction, whose content a thread receives.
-pub(super) struct Staging {
-    work: mpsc::Sender<Work>,
+/// An open transaction, and the thread that receives its content.
+pub(super) struct PushThread {
+    messages: mpsc::Sender<PushMessage>,
     thread: JoinHandle<Result<Received>>,
     update: u64,
     declared: usize,
 }
 
 /// A verified push, ready to be committed.
-pub(super) struct Staged {
+pub(super) struct VerifiedPush {
     pub(super) update: u64,
     pub(super) content: WeightUpdate,
     pub(super) facts: ReceivedFacts,
@@ -41,13 +41,14 @@ pub(super) struct Sender {
     pub(super) ended: Reply<Error>,
 }
 
-enum Work {
+/// What the thread is told of a push.
+enum PushMessage {
     Declare(Vec<TensorEntry>),
     Write { tensor: u32, offset: u64, data: Bytes },
     Finish,
 }
 
-impl Staging {
+impl PushThread {
     /// Checks the manifest, opens the transaction at the engine, and starts the receiving thread.
     pub(super) async fn open(context: &Arc<ServingContext>, header: ValidHeader, sender: Sender) -> Result<Self> {
         let ValidHeader { spec, terms } = header;
@@ -58,10 +59,10 @@ impl Staging {
         let activity = sender.activity.clone();
         let begin = begin(terms, &receiver, sender);
         let ticket = ask(&context.engine, |reply| Command::BeginUpdate { begin, reply }).await??;
-        let (work, queue) = mpsc::channel(QUEUE);
+        let (messages, queue) = mpsc::channel(QUEUE);
         let (engine, update) = (context.engine.clone(), ticket.id);
         let thread = spawn_blocking(move || receive(receiver, queue, ticket, &engine, &activity));
-        Ok(Self { work, thread, update, declared })
+        Ok(Self { messages, thread, update, declared })
     }
 
     /// Number of tensors that the header has declared.
@@ -70,24 +71,24 @@ impl Staging {
     }
 
     pub(super) async fn declare(&mut self, tensors: Vec<TensorEntry>) -> Result<()> {
-        self.send(Work::Declare(tensors)).await
+        self.send(PushMessage::Declare(tensors)).await
     }
 
     pub(super) async fn chunk(&mut self, chunk: pb::Chunk) -> Result<()> {
-        self.send(Work::Write { tensor: chunk.tensor, offset: chunk.offset, data: chunk.data }).await
+        self.send(PushMessage::Write { tensor: chunk.tensor, offset: chunk.offset, data: chunk.data }).await
     }
 
     /// Ends the push and verifies what has arrived.
-    pub(super) async fn finish(mut self) -> Result<Staged> {
-        self.send(Work::Finish).await?;
+    pub(super) async fn finish(mut self) -> Result<VerifiedPush> {
+        self.send(PushMessage::Finish).await?;
         let received = self.thread.await.map_err(failed)??;
         let facts = ReceivedFacts::from(&received);
-        Ok(Staged { update: self.update, content: received.update, facts })
+        Ok(VerifiedPush { update: self.update, content: received.update, facts })
     }
 
-    /// Sends work to the thread. If the thread has ended, returns the error that it ended with.
-    async fn send(&mut self, work: Work) -> Result<()> {
-        if self.work.send(work).await.is_ok() {
+    /// Sends a message to the thread. If the thread has ended, returns the error that it ended with.
+    async fn send(&mut self, message: PushMessage) -> Result<()> {
+        if self.messages.send(message).await.is_ok() {
             return Ok(());
         }
         match (&mut self.thread).await.map_err(failed)? {
@@ -118,7 +119,7 @@ fn begin(terms: Terms, receiver: &Receiver, sender: Sender) -> UpdateBegin {
 /// Body of the receiving thread. If the stream is dropped, it ends early and drops what was received.
 fn receive(
     mut receiver: Receiver,
-    mut queue: mpsc::Receiver<Work>,
+    mut queue: mpsc::Receiver<PushMessage>,
     ticket: UpdateTicket,
     engine: &EngineHandle,
     activity: &Activity,
@@ -128,15 +129,15 @@ fn receive(
         receiver.pack_into(shadow);
         receiver.read_declared()?;
     }
-    while let Some(work) = queue.blocking_recv() {
+    while let Some(message) = queue.blocking_recv() {
         let _busy = activity.busy();
-        match work {
-            Work::Declare(tensors) => {
+        match message {
+            PushMessage::Declare(tensors) => {
                 receiver.declare(tensors)?;
                 receiver.read_declared()?;
             }
-            Work::Write { tensor, offset, data } => receiver.write(tensor, offset, &data)?,
-            Work::Finish => {
+            PushMessage::Write { tensor, offset, data } => receiver.write(tensor, offset, &data)?,
+            PushMessage::Finish => {
                 // Tensors of a source other than the stream are read now.
                 while ticket.in_place && receiver.read_next()? {
                     write_complete(&mut receiver, ticket.id, engine)?;
