@@ -17,23 +17,16 @@ use crate::weights::MatrixShape;
 
 /// The device of one rank: what it can take, its memory and its operators. Clones are handles of the same device.
 #[derive(Clone)]
-pub struct Device {
-    backend: Backend,
-    device: Arc<dyn DeviceImpl>,
-}
+pub struct Device(Arc<dyn DeviceImpl>);
 
 impl Device {
-    pub(crate) fn new(backend: Backend, device: impl DeviceImpl) -> Self {
-        Self { backend, device: Arc::new(device) }
-    }
-
-    pub fn backend(&self) -> Backend {
-        self.backend
+    pub(crate) fn new(device: impl DeviceImpl) -> Self {
+        Self(Arc::new(device))
     }
 
     /// Name of the variant of its operators, such as the instruction set.
     pub fn kernel(&self) -> &'static str {
-        self.device.kernel()
+        self.0.kernel()
     }
 
     /// Whether it can run a model of this shape.
@@ -41,12 +34,12 @@ impl Device {
     /// # Errors
     /// [`DeviceError::Unsupported`] naming the value that it cannot take.
     pub fn check(&self, model: &ModelShape) -> Result<(), DeviceError> {
-        self.device.check(model)
+        self.0.check(model)
     }
 
     /// Starts the operators of the rank.
     pub fn ops(&self) -> Ops {
-        Ops::new(self.device.ops())
+        Ops::new(self.0.ops())
     }
 
     /// A matrix that has no memory until [`Matrix::restore`].
@@ -74,7 +67,7 @@ impl Device {
     /// # Errors
     /// If the device has not as much memory.
     pub fn buffer(&self, len: usize) -> candle_core::Result<Buffer> {
-        Ok(Buffer::new(self.memory(), self.device.zeros(len)?))
+        Ok(Buffer::new(self.memory(), self.0.zeros(len)?))
     }
 
     /// A buffer with these values.
@@ -92,11 +85,11 @@ impl Device {
     /// # Errors
     /// If the device has not as much memory.
     pub fn activations(&self, rows: usize, width: usize) -> candle_core::Result<Tensor> {
-        self.device.activations(rows, width)
+        self.0.activations(rows, width)
     }
 
     fn memory(&self) -> Arc<dyn MemoryImpl> {
-        self.device.clone()
+        self.0.clone()
     }
 }
 
@@ -130,22 +123,22 @@ impl Devices {
 
     /// Bytes of memory that the process may use of them at most, before any share is applied.
     pub fn total_bytes(&self) -> u64 {
-        self.memories().map(|device| device.device.total_bytes()).sum()
+        self.memories().map(|device| device.0.total_bytes()).sum()
     }
 
     /// Bytes of their memory that the process takes now.
     pub fn used_bytes(&self) -> u64 {
-        self.memories().map(|device| device.device.used_bytes()).sum()
+        self.memories().map(|device| device.0.used_bytes()).sum()
     }
 
     /// Gives what allocators keep of freed memory back to the system.
     pub fn trim(&self) {
-        self.memories().for_each(|device| device.device.trim());
+        self.memories().for_each(|device| device.0.trim());
     }
 
     /// One device for each memory: some share one.
     fn memories(&self) -> impl Iterator<Item = &Device> {
-        let is_first = |i: usize| self.0[..i].iter().all(|other| other.device.memory() != self.0[i].device.memory());
+        let is_first = |i: usize| self.0[..i].iter().all(|other| other.0.memory() != self.0[i].0.memory());
         self.0.iter().enumerate().filter(move |(i, _)| is_first(*i)).map(|(_, device)| device)
     }
 }

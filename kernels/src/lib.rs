@@ -16,7 +16,6 @@ pub mod host;
 mod kv_cache;
 mod kv_layout;
 mod matrix;
-
 mod merge;
 mod ops;
 mod reference;
@@ -77,8 +76,8 @@ impl Backend {
     /// [`DeviceError::Unsupported`] if this machine has no such device, or not the kernel that is asked for.
     pub fn open(self, options: &DeviceOptions<'_>) -> Result<Device, DeviceError> {
         match self {
-            Backend::Cpu => cpu::CpuDevice::open(options).map(|device| Device::new(self, device)),
-            Backend::Reference => reference::ReferenceDevice::open(options).map(|device| Device::new(self, device)),
+            Backend::Cpu => cpu::CpuDevice::open(options).map(Device::new),
+            Backend::Reference => reference::ReferenceDevice::open(options).map(Device::new),
         }
     }
 }

@@ -72,11 +72,6 @@ impl<'a> Step<'a> {
         self.input.tokens.len()
     }
 
-    /// Number of rows of which logits are wanted.
-    pub fn logits_rows(&self) -> usize {
-        self.input.logits.len()
-    }
-
     pub(crate) fn input(&self) -> &StepInput<'a> {
         &self.input
     }

@@ -54,9 +54,13 @@ pub struct Setup {
 
 impl Setup {
     pub fn open(model: &Path, weights: WeightDtype, world: usize) -> Self {
+        Self::open_on(Backend::Cpu, model, weights, world)
+    }
+
+    pub fn open_on(backend: Backend, model: &Path, weights: WeightDtype, world: usize) -> Self {
         let files = ModelSource::parse(model.to_str().unwrap()).unwrap().open().unwrap();
         let config = ModelConfig::from_files(&files).unwrap();
-        let devices = Devices::open(Backend::Cpu, world, 2, "auto").unwrap();
+        let devices = Devices::open(backend, world, 2, "auto").unwrap();
         let build = Build { device: devices.of_rank(0).clone(), partition: Partition::new(0, 1), weights };
         let mut specs = Vec::new();
         let visitor = &mut |spec: &ParamSpec, _: ParamSlot<'_>| {
@@ -127,6 +131,14 @@ impl Setup {
         match self.weights {
             WeightDtype::Bf16 => values.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes()).collect(),
             WeightDtype::F32 => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
+        }
+    }
+
+    /// The values of bytes in serving precision.
+    pub fn values(&self, bytes: &[u8]) -> Vec<f32> {
+        match self.weights {
+            WeightDtype::Bf16 => bytes.as_chunks().0.iter().map(|x| bf16::from_le_bytes(*x).to_f32()).collect(),
+            WeightDtype::F32 => bytes.as_chunks().0.iter().map(|x| f32::from_le_bytes(*x)).collect(),
         }
     }
 

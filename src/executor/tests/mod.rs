@@ -1,4 +1,5 @@
 mod adapters;
+mod devices;
 pub mod harness;
 mod pushes;
 mod sleep;

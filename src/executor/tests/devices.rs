@@ -1,0 +1,50 @@
+//! Pushes, sleep and steps on the reference device, beside the CPU's.
+
+use std::sync::Arc;
+
+use rollout_kernels::Backend;
+
+use super::harness::{DTYPES, MODELS, Setup, fixture, outputs, worlds};
+use crate::executor::{Executor, Memory, WeightOrder};
+use crate::weights::Adapter;
+
+/// Largest difference between values in serving precision.
+fn largest(setup: &Setup, a: &[Vec<u8>], b: &[Vec<u8>]) -> f32 {
+    let pairs = a.iter().flat_map(|bytes| setup.values(bytes)).zip(b.iter().flat_map(|bytes| setup.values(bytes)));
+    pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+}
+
+#[test]
+fn the_reference_device_serves_every_kind_of_push_and_wakes_with_it() {
+    for model in MODELS {
+        for world in worlds(model).into_iter().take(2) {
+            for (dtype, unit) in DTYPES.into_iter().zip([1e-6, 1.0 / 128.0]) {
+                let setup = Setup::open_on(Backend::Reference, &fixture(model), dtype, world);
+                let mut ranks = setup.ranks();
+                let (none, base) = (Arc::new(Adapter::none()), setup.base());
+                let serves = |values: &[Vec<f32>]| values.iter().map(|values| setup.bytes(values)).collect::<Vec<_>>();
+                setup.assert_serves(&mut ranks, &serves(&base), "loaded");
+                // Sums in float64 round to a neighbour where those of PEFT's order round the other way.
+                let adapter = setup.adapter(5, &["q_proj", "down_proj"], 3, 0.5, true);
+                ranks.write(WeightOrder::Merge { before: none.clone(), after: adapter.clone() }).unwrap();
+                let apart = largest(&setup, &setup.snapshot(&mut ranks), &setup.merged(&base, &adapter));
+                assert!(apart <= unit, "{model} {dtype:?} on {world} ranks: merged weights are {apart:e} apart");
+                ranks.write(WeightOrder::Merge { before: adapter, after: none.clone() }).unwrap();
+                setup.assert_serves(&mut ranks, &serves(&base), "with nothing merged");
+
+                let pushed = setup.random_values(7);
+                let shadow = setup.staged(&mut ranks, &pushed);
+                let old = ranks.exchange(shadow).unwrap();
+                ranks.discard(old).unwrap();
+                setup.assert_serves(&mut ranks, &serves(&pushed), "a FULL push");
+                let before = outputs(&mut ranks);
+                for memory in [Memory::KvCache, Memory::Workspace, Memory::Weights] {
+                    ranks.release(memory).unwrap();
+                    ranks.restore(memory).unwrap();
+                }
+                ranks.write(WeightOrder::Load { adapter: none }).unwrap();
+                assert_eq!(outputs(&mut ranks), before, "after a sleep");
+            }
+        }
+    }
+}
