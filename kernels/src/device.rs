@@ -80,7 +80,7 @@ impl Device {
         Ok(buffer)
     }
 
-    /// Zeros for activations, `[rows, width]` float32, aligned as the operators like it best.
+    /// Zeros for activations, `[rows, width]` float32, aligned as the operators read them fastest.
     ///
     /// # Errors
     /// If the device has not as much memory.
@@ -117,6 +117,7 @@ impl Devices {
         &self.0[rank]
     }
 
+    /// The devices in the order of the ranks.
     pub fn iter(&self) -> impl Iterator<Item = &Device> {
         self.0.iter()
     }

@@ -11,7 +11,7 @@ use crate::kv_layout::KvLayout;
 pub struct KvCache {
     memory: Arc<dyn MemoryImpl>,
     layout: KvLayout,
-    /// None while it is released.
+    /// `None` while it is released.
     storage: Option<Box<dyn KvCacheImpl>>,
 }
 

@@ -11,7 +11,7 @@ use crate::weights::{MatrixShape, RowBits, WeightRows};
 pub struct Matrix {
     memory: Arc<dyn MemoryImpl>,
     shape: MatrixShape,
-    /// None while it is released.
+    /// `None` while it is released.
     storage: Option<Box<dyn MatrixImpl>>,
 }
 
