@@ -53,7 +53,7 @@
 //! ```text
 //! server    grpc::weights            Update: chunks as they arrive
 //! weights   push::Receiver::write    Receipt::gather keeps the tensor and verifies it (push::verify)
-//!           push::Receiver::finish   PushedAdapter::build: an Adapter, one Change for each parameter
+//!           push::Receiver::finish   PushedAdapter::build: an Adapter, one WeightChange for each parameter
 //! engine    apply_lora (update.rs)   WeightOrder::Merge between two steps
 //! executor  RankWeights::merge       every parameter that the old or the new adapter touches
 //!           LocalParameter::merge    the base: the checkpoint, or the copy of what a push has replaced
@@ -78,8 +78,9 @@
 //! ```text
 //! server    grpc::control            Sleep
 //! engine    sleep (sleep.rs)         waits for requests, ends or keeps them; then releases in this order:
-//! executor  Ranks::release           KV cache, workspace, and at last weights; each measured by the devices themselves
+//! executor  Ranks::release           KV cache, then workspace; the devices measure what they have back
 //!           Ranks::discard           the storage that the last full push left
+//!           Ranks::release           weights
 //! kernels   KvCache, Matrix::release the memory goes back to the system; restore takes it again at Wake
 //! engine    sleep (sleep.rs)         the ledger is lowered, and the reply says what was measured
 //! ```
