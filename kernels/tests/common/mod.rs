@@ -1,7 +1,11 @@
 //! Devices, random inputs and comparisons.
 
+#[path = "../../src/cpu/testing/random.rs"]
+mod random;
+
 use candle_core::Tensor;
 use half::bf16;
+pub use random::Random;
 use rollout_kernels::cpu::Isa;
 use rollout_kernels::{
     AttentionSequence, Backend, BlockCopy, Device, DeviceOptions, KvDtype, Ops, StepInput, TokenLogprobs, WeightDtype,
@@ -87,40 +91,6 @@ pub fn of_device(rank: &Rank, seed: u64, found: &TokenLogprobs, expected: &Token
     assert_eq!(tops(&found.top), tops(&expected.top), "{context}");
 }
 
-/// A small generator (xorshift64*), so that a failure is repeated from its printed seed.
-pub struct Random(u64);
-
-impl Random {
-    pub fn new(seed: u64) -> Self {
-        println!("seed {seed}");
-        Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
-    }
-
-    pub fn next(&mut self) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
-    }
-
-    /// Uniform in `0..end`.
-    pub fn below(&mut self, end: usize) -> usize {
-        (((self.next() >> 32) * end as u64) >> 32) as usize
-    }
-
-    /// Uniform in `from..=to`.
-    pub fn between(&mut self, from: usize, to: usize) -> usize {
-        from + self.below(to - from + 1)
-    }
-
-    /// About normal with this standard deviation: the sum of four uniforms.
-    pub fn normals(&mut self, len: usize, deviation: f32) -> Vec<f32> {
-        let scale = deviation * 3.0_f32.sqrt() / 65536.0;
-        let four = |bits: u64| (0..4).map(|i| ((bits >> (16 * i)) & 0xffff) as f32 - 32767.5).sum::<f32>();
-        (0..len).map(|_| four(self.next()) * scale).collect()
-    }
-}
-
 /// Queries, keys and values of two sequences whose blocks are dealt out at random; those of the second are written to
 /// other blocks first and copied.
 pub struct Case {
@@ -153,7 +123,7 @@ impl Case {
         let needed = lengths.map(|len| len.div_ceil(block_size));
         let blocks = needed[0] + 2 * needed[1] + random.between(1, 5);
         let mut free: Vec<u32> = (0..blocks as u32).collect();
-        (1..blocks).for_each(|i| free.swap(i, random.below(i + 1)));
+        random.shuffle(&mut free);
         let tables = needed.map(|blocks| free.split_off(free.len() - blocks));
         let written = free.split_off(free.len() - needed[1]);
         let slots = |table: &[u32], len: usize| -> Vec<u32> {
