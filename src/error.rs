@@ -1,5 +1,5 @@
-//! The errors of the server, typed by what the caller can do about them. Only `server::convert` maps them to gRPC
-//! statuses.
+//! The errors of the server, typed by what the caller can do about them. Each door
+//! maps them to its own statuses: `server::grpc::status`, `server::http::error`.
 
 /// A failure; its text names the offending value and says what to do.
 #[derive(Clone, Debug, thiserror::Error)]

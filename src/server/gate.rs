@@ -5,7 +5,7 @@ use std::sync::Arc;
 use tokio::sync::watch;
 
 use super::context::ServingContext;
-use super::isolation::Panics;
+use super::panics::Panics;
 use crate::error::{Error, Result};
 use crate::memory::Traffic;
 

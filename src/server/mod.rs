@@ -1,6 +1,7 @@
 //! The edge of the process, where tokio and tonic end: a request is parsed into valid types, goes to the engine as one
 //! command, and is answered with messages made of the engine's events. The server owns no serving state.
 
+mod calls;
 mod connections;
 mod context;
 mod convert;
@@ -8,7 +9,8 @@ mod encoder;
 mod frames;
 mod gate;
 mod grpc;
-mod isolation;
+mod panics;
+mod requests;
 mod shutdown;
 
 use std::convert::Infallible;

@@ -1,11 +1,10 @@
-//! The only place that converts protobuf messages to valid types and back, and [`Error`] to gRPC statuses. Values that
-//! leave this module need no further checks.
+//! The only place that checks what clients send: protobuf messages become valid types here, and answers become messages.
+//! Values that leave this module need no further checks. The HTTP door makes the same messages of its bodies, so each
+//! field has one check and one default.
 
 mod lifecycle;
 mod prompt;
-mod reply;
 mod sampling;
-mod status;
 #[cfg(test)]
 mod tests;
 mod update;
@@ -13,17 +12,16 @@ mod update;
 use std::sync::Arc;
 
 pub(super) use lifecycle::{asleep, drain_mode, lifecycle, sleep_level, sleep_reply, wake_tags};
-pub(super) use reply::{Progress, ReplyWriter, ScoreWriter, Writer};
-pub(super) use status::to_status;
 pub(super) use update::{
     ReceivedFacts, Terms, ValidHeader, adapters, dtype, header, open_update, tensors, update_reply,
 };
 
+use super::calls::ReplyEnd;
 use super::context::ModelFacts;
 use super::pb;
-use crate::engine::{AbortTarget, CancelFlag, Command, GenerateCommand, RequestKind, Responder};
+use crate::engine::{AbortTarget, CancelFlag, Command, GenerateCommand, RequestKind};
 use crate::error::{Error, Result};
-use crate::memory::{Backlog, Charge};
+use crate::memory::Charge;
 use crate::types::{Prompt, SamplingParams, WeightVersion};
 
 /// Most samples of one prompt: GRPO groups are 4 to 64, best-of-n and pass@k go up to 1,000.
@@ -51,12 +49,6 @@ pub(super) struct ValidRequest {
     adapter: Option<String>,
     if_weight_version: Option<WeightVersion>,
     min_weight_version: Option<WeightVersion>,
-}
-
-/// What the engine needs to answer a request: where its events go, and the count of those that are not read yet.
-pub(super) struct ReplyEnd {
-    pub(super) responder: Responder,
-    pub(super) backlog: Backlog,
 }
 
 impl ValidRequest {

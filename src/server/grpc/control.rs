@@ -4,14 +4,14 @@ use std::time::Instant;
 
 use tonic::{Request, Response};
 
-use super::ask;
-use super::deadline::Deadline;
-use super::stream::CancelOnDrop;
+use super::deadline::{answer, deadline_of};
+use super::status::to_status;
 use crate::engine::{self, Command};
 use crate::error::Result;
 use crate::memory::{MemoryUse, resident_bytes};
+use crate::server::calls::{CancelOnDrop, ask};
 use crate::server::context::ServingContext;
-use crate::server::convert::{self, to_status};
+use crate::server::convert;
 use crate::server::gate::Gate;
 use crate::server::pb;
 
@@ -90,30 +90,30 @@ impl pb::control_server::Control for ControlService {
         &self,
         request: Request<pb::GetStatusRequest>,
     ) -> tonic::Result<Response<pb::GetStatusResponse>> {
-        Deadline::of(&request).limit(self.status()).await.map(Response::new)
+        answer(deadline_of(&request), self.status()).await
     }
 
     async fn reset_prefix_cache(
         &self,
         request: Request<pb::ResetPrefixCacheRequest>,
     ) -> tonic::Result<Response<pb::ResetPrefixCacheResponse>> {
-        Deadline::of(&request).limit(self.reset_prefix_cache()).await.map(Response::new)
+        answer(deadline_of(&request), self.reset_prefix_cache()).await
     }
 
     async fn sleep(&self, request: Request<pb::SleepRequest>) -> tonic::Result<Response<pb::SleepResponse>> {
-        Deadline::of(&request).limit(self.sleep(request.into_inner())).await.map(Response::new)
+        answer(deadline_of(&request), self.sleep(request.into_inner())).await
     }
 
     async fn wake(&self, request: Request<pb::WakeRequest>) -> tonic::Result<Response<pb::WakeResponse>> {
-        Deadline::of(&request).limit(self.wake(request.into_inner())).await.map(Response::new)
+        answer(deadline_of(&request), self.wake(request.into_inner())).await
     }
 
     async fn pause(&self, request: Request<pb::PauseRequest>) -> tonic::Result<Response<pb::PauseResponse>> {
-        Deadline::of(&request).limit(self.pause(request.into_inner())).await.map(Response::new)
+        answer(deadline_of(&request), self.pause(request.into_inner())).await
     }
 
     async fn resume(&self, request: Request<pb::ResumeRequest>) -> tonic::Result<Response<pb::ResumeResponse>> {
-        Deadline::of(&request).limit(self.resume()).await.map(Response::new)
+        answer(deadline_of(&request), self.resume()).await
     }
 }
 

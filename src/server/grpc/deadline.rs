@@ -4,26 +4,19 @@
 use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::task::Poll;
 use std::time::Duration;
 
 use tokio::time::Instant;
 use tonic::metadata::MetadataMap;
-use tonic::{Request, Status};
+use tonic::{Request, Response, Status};
 
+use super::status::to_status;
 use crate::error::{Error, shown};
-use crate::server::convert::to_status;
+use crate::server::calls::{Deadline, exceeded};
 use crate::server::gate::Gate;
 
 /// How much earlier than tonic's own timer for the same deadline a call is ended, so that the status is ours.
 const HEAD_START: Duration = Duration::from_millis(2);
-
-/// When a call must end: at its own deadline, or with the engine. Kept in the request's extensions.
-#[derive(Clone, Default)]
-pub(super) struct Deadline {
-    at: Option<Instant>,
-    gate: Option<Gate>,
-}
 
 /// An interceptor that reads the headers of a call before its message is received: the deadline (INVALID_ARGUMENT if it
 /// is malformed), and whether there is a token, which is warned about once.
@@ -35,10 +28,10 @@ pub(in crate::server) fn note_call(gate: &Gate) -> impl Fn(Request<()>) -> Resul
         }
         let timeout = timeout(request.metadata())?;
         if timeout.is_some_and(|timeout| timeout <= HEAD_START) {
-            return Err(exceeded());
+            return Err(to_status(exceeded()));
         }
         let at = timeout.map(|timeout| Instant::now() + (timeout - HEAD_START));
-        request.extensions_mut().insert(Deadline { at, gate: Some(gate.clone()) });
+        request.extensions_mut().insert(Deadline::new(at, &gate));
         Ok(request)
     }
 }
@@ -68,42 +61,17 @@ fn timeout(metadata: &MetadataMap) -> Result<Option<Duration>, Status> {
     Ok(Some(timeout))
 }
 
-impl Deadline {
-    pub(super) fn of<T>(request: &Request<T>) -> Self {
-        request.extensions().get().cloned().unwrap_or_default()
-    }
-
-    /// Waits until the deadline has passed; for ever if there is none.
-    pub(super) async fn passed(self) {
-        let Some(at) = self.at else { return std::future::pending().await };
-        let mut timer = std::pin::pin!(tokio::time::sleep_until(at));
-        // The clock is compared as well, because tonic's timer may wake the call just before our timer fires.
-        std::future::poll_fn(|cx| if Instant::now() >= at { Poll::Ready(()) } else { timer.as_mut().poll(cx) }).await;
-    }
-
-    /// Waits until the engine has ended.
-    async fn engine_ended(gate: Option<Gate>) -> Error {
-        match gate {
-            Some(gate) => gate.ended().await,
-            None => std::future::pending().await,
-        }
-    }
-
-    /// The result of `work`. Drops `work` and returns DEADLINE_EXCEEDED at the deadline, or UNAVAILABLE once the engine
-    /// has ended.
-    pub(super) async fn limit<T>(self, work: impl Future<Output = Result<T, Error>>) -> Result<T, Status> {
-        let gate = self.gate.clone();
-        tokio::select! {
-            biased;
-            result = work => result.map_err(to_status),
-            error = Self::engine_ended(gate) => Err(to_status(error)),
-            () = self.passed() => Err(exceeded()),
-        }
-    }
+/// The deadline that [`note_call`] has found.
+pub(super) fn deadline_of<T>(request: &Request<T>) -> Deadline {
+    request.extensions().get().cloned().unwrap_or_default()
 }
 
-pub(super) fn exceeded() -> Status {
-    Status::deadline_exceeded("the deadline passed before the work was done; its work is aborted")
+/// The answer of a call with one message: the result of `work`, which must be there by the deadline.
+pub(super) async fn answer<T>(
+    deadline: Deadline,
+    work: impl Future<Output = Result<T, Error>>,
+) -> tonic::Result<Response<T>> {
+    deadline.limit(work).await.map(Response::new).map_err(to_status)
 }
 
 #[cfg(test)]

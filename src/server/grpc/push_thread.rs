@@ -7,9 +7,9 @@ use bytes::Bytes;
 use tokio::sync::mpsc;
 use tokio::task::{JoinHandle, spawn_blocking};
 
-use super::{ask, engine_gone, reply_channel};
 use crate::engine::{Activity, CancelFlag, Command, EngineHandle, Reply, UpdateBegin, UpdateTicket};
 use crate::error::{Error, Result};
+use crate::server::calls::{ask, engine_gone, reply_channel};
 use crate::server::context::ServingContext;
 use crate::server::convert::{ReceivedFacts, Terms, ValidHeader};
 use crate::server::pb;

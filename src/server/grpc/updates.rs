@@ -14,8 +14,8 @@ use tonic::{Request, Response, Status, Streaming};
 use tonic_prost::ProstCodec;
 
 use super::messages::Messages;
+use super::status::to_status;
 use super::weights::WeightsService;
-use crate::server::convert::to_status;
 use crate::server::pb;
 use crate::server::pb::weights_server::WeightsServer;
 

@@ -7,16 +7,16 @@ use bytes::Bytes;
 use tokio_stream::Stream;
 use tonic::{Request, Response, Status, Streaming};
 
-use super::ask;
-use super::deadline::Deadline;
+use super::deadline::{answer, deadline_of};
 use super::messages::Messages;
 use super::push_thread::{PushThread, Sender, VerifiedPush};
-use super::stream::CancelOnDrop;
+use super::status::to_status;
 use crate::engine::{Activity, Command};
 use crate::error::{Error, Result};
 use crate::memory::Traffic;
+use crate::server::calls::{CancelOnDrop, ask, ask_patiently, reply_channel};
 use crate::server::context::ServingContext;
-use crate::server::convert::{self, to_status};
+use crate::server::convert;
 use crate::server::gate::Gate;
 use crate::server::pb::{self, update_request::Kind};
 
@@ -46,9 +46,9 @@ impl WeightsService {
     where
         S: Stream<Item = tonic::Result<Bytes>> + Unpin,
     {
-        let deadline = Deadline::of(&request);
+        let deadline = deadline_of(&request);
         let peer = request.remote_addr().map_or_else(|| "an unknown address".into(), |peer| peer.to_string());
-        deadline.limit(self.receive(request.into_inner(), peer)).await.map(Response::new)
+        answer(deadline, self.receive(request.into_inner(), peer)).await
     }
 
     /// One transaction, from the header to the engine's answer to the commit. Dropping this future cancels it. Until
@@ -59,7 +59,7 @@ impl WeightsService {
     {
         let started = Instant::now();
         let (context, _running) = self.gate.admit()?;
-        let (ended, mut cancelled) = super::reply_channel();
+        let (ended, mut cancelled) = reply_channel();
         let cancel = CancelOnDrop::new(&context.engine);
         let activity = Activity::start();
         let messages = messages.with_patience(activity.clone(), context.update_idle);
@@ -72,7 +72,7 @@ impl WeightsService {
         let took = started.elapsed();
         let (update, content, facts) = (verified.update, verified.content, verified.facts);
         let commit = |reply| Command::CommitUpdate { update, content, reply };
-        let reply = match super::ask_patiently(&context.engine, commit).await? {
+        let reply = match ask_patiently(&context.engine, commit).await? {
             // CancelUpdate came just before the commit.
             Err(error) => return Err(cancelled.try_recv().unwrap_or(error)),
             Ok(reply) => reply,
@@ -144,30 +144,30 @@ impl pb::weights_server::Weights for WeightsService {
     }
 
     async fn checksum(&self, request: Request<pb::ChecksumRequest>) -> tonic::Result<Response<pb::ChecksumResponse>> {
-        let deadline = Deadline::of(&request);
-        deadline.limit(self.checksums(request.into_inner().names)).await.map(Response::new)
+        let deadline = deadline_of(&request);
+        answer(deadline, self.checksums(request.into_inner().names)).await
     }
 
     async fn cancel_update(
         &self,
         request: Request<pb::CancelUpdateRequest>,
     ) -> tonic::Result<Response<pb::CancelUpdateResponse>> {
-        Deadline::of(&request).limit(self.cancel(request.into_inner())).await.map(Response::new)
+        answer(deadline_of(&request), self.cancel(request.into_inner())).await
     }
 
     async fn list_adapters(
         &self,
         request: Request<pb::ListAdaptersRequest>,
     ) -> tonic::Result<Response<pb::ListAdaptersResponse>> {
-        Deadline::of(&request).limit(self.adapters()).await.map(Response::new)
+        answer(deadline_of(&request), self.adapters()).await
     }
 
     async fn remove_adapter(
         &self,
         request: Request<pb::RemoveAdapterRequest>,
     ) -> tonic::Result<Response<pb::RemoveAdapterResponse>> {
-        let deadline = Deadline::of(&request);
-        deadline.limit(self.remove(request.into_inner())).await.map(Response::new)
+        let deadline = deadline_of(&request);
+        answer(deadline, self.remove(request.into_inner())).await
     }
 }
 

@@ -1,4 +1,3 @@
-mod replies;
 mod requests;
 mod texts;
 

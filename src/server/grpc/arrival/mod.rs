@@ -13,7 +13,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use tokio::time::{Instant, sleep_until};
 use tokio_stream::{Stream, StreamExt as _};
 use tonic::body::Body;
 use tonic::codegen::{BoxFuture, Context, Poll, Service, http};
@@ -21,10 +20,11 @@ use tonic::server::NamedService;
 use tonic::{Request, Status};
 
 use self::schema::{Schema, ShapeId};
-use super::deadline::Deadline;
+use super::status::to_status;
 use super::updates::Frames;
 use crate::error::{Error, Result};
-use crate::memory::{Charge, Traffic, human_bytes};
+use crate::memory::{Charge, Traffic};
+use crate::server::calls::{Deadline, PATIENCE, Pace};
 use crate::server::gate::Gate;
 use crate::server::pb;
 
@@ -41,12 +41,6 @@ const LARGE: [&str; 2] = ["/rollout.v1.Rollout/Generate", "/rollout.v1.Rollout/S
 const PREFIX_BYTES: usize = 5;
 /// Messages larger than this are checked on the blocking pool, because it takes about a millisecond.
 const INLINE_BYTES: usize = 256 << 10;
-/// Time in which an incomplete message must grow by [`PROGRESS`]. Without a limit it could hold its memory for ever.
-const PATIENCE: Duration = Duration::from_secs(30);
-/// Bytes that an incomplete message must grow by within [`PATIENCE`]: 35 KB/s, slower than any network through which a
-/// rollout server is reached.
-const PROGRESS: usize = 1 << 20;
-
 /// Wraps a service, so that it gets each request's message whole and counted.
 #[derive(Clone)]
 pub(in crate::server) struct Gather<S> {
@@ -123,7 +117,7 @@ where
                     head.extensions.insert(Arrived(Arc::new(message.charge)));
                     inner.call(http::Request::from_parts(head, Whole::body(message.bytes))).await
                 }
-                Err(status) => Ok(status.into_http()),
+                Err(error) => Ok(to_status(error).into_http()),
             }
         })
     }
@@ -171,8 +165,7 @@ impl Arriving {
     where
         F: Stream<Item = std::result::Result<Bytes, Status>> + Unpin,
     {
-        let mut seen = 0;
-        let mut check = Instant::now() + patience;
+        let mut pace = Pace::new(patience);
         loop {
             tokio::select! {
                 biased;
@@ -183,12 +176,7 @@ impl Arriving {
                     }
                     None => return self.whole(),
                 },
-                () = sleep_until(check) => {
-                    if self.message.len() < seen + PROGRESS {
-                        return Err(self.too_slow(patience));
-                    }
-                    (seen, check) = (self.message.len(), Instant::now() + patience);
-                }
+                in_time = pace.check(self.message.len(), self.length) => in_time?,
             }
         }
     }
@@ -232,15 +220,6 @@ impl Arriving {
             }
             None => Err(Error::invalid("request", "is missing")),
         }
-    }
-
-    fn too_slow(&self, patience: Duration) -> Error {
-        let (here, seconds) = (self.message.len(), patience.as_secs_f64());
-        let of = self.length.map_or_else(String::new, |length| format!(" of {length}"));
-        Error::DeadlineExceeded(format!(
-            "request: {here}{of} bytes are here, and fewer than {} came in {seconds} s",
-            human_bytes(PROGRESS as u64),
-        ))
     }
 }
 

@@ -1,38 +1,20 @@
-//! Turns the engine's events into the messages of a reply.
+//! Turns the engine's events into the messages of gRPC's replies.
 
 use std::collections::VecDeque;
 
-use super::{ValidRequest, pb};
 use crate::engine::{Completion, Event, RequestKind, Summary};
 use crate::error::{Error, Result};
+use crate::server::calls::{Progress, Writer};
+use crate::server::convert::ValidRequest;
+use crate::server::pb;
 use crate::types::{FinishReason, Prompt, TokenLogprobs, WeightVersion};
 use pb::generate_response::Event as Message;
 
 /// Tokens of a sequence in one message of scores: 0.8 MB with 100 most likely tokens at each position.
 const PIECE_TOKENS: usize = 1024;
 
-/// What an event means for the progress of its request.
-#[derive(Debug)]
-pub(in crate::server) enum Progress {
-    More,
-    /// The reply is complete.
-    Done,
-    /// The reply ends here, with this error as its status.
-    Failed(Error),
-}
-
-/// Turns the events of one request into the messages of its reply.
-pub(in crate::server) trait Writer: Send + Unpin {
-    type Message: Send + Unpin;
-
-    fn request_id(&self) -> &str;
-
-    /// Appends the messages for `event` to `out`.
-    fn write(&mut self, event: Event, out: &mut VecDeque<Self::Message>) -> Progress;
-}
-
 /// Turns the events of one `Generate` into its messages.
-pub(in crate::server) struct ReplyWriter {
+pub(super) struct ReplyWriter {
     request_id: String,
     prompts: Vec<Prompt>,
     /// Whether the request asked for `top_logprobs`.
@@ -40,7 +22,7 @@ pub(in crate::server) struct ReplyWriter {
 }
 
 impl ReplyWriter {
-    pub(in crate::server) fn new(request: &ValidRequest) -> Self {
+    pub(super) fn new(request: &ValidRequest) -> Self {
         let echo_prompts = matches!(request.kind, RequestKind::Generate { prompt_logprobs: true, .. });
         Self {
             request_id: request.request_id.clone(),
@@ -131,7 +113,7 @@ impl Writer for ReplyWriter {
 }
 
 /// Turns the events of one `Score` into its messages.
-pub(in crate::server) struct ScoreWriter {
+pub(super) struct ScoreWriter {
     request_id: String,
     /// For each sequence its number of tokens, or None once it has scores.
     lengths: Vec<Option<usize>>,
@@ -140,7 +122,7 @@ pub(in crate::server) struct ScoreWriter {
 }
 
 impl ScoreWriter {
-    pub(in crate::server) fn new(request: &ValidRequest) -> Self {
+    pub(super) fn new(request: &ValidRequest) -> Self {
         Self {
             request_id: request.request_id.clone(),
             lengths: request.prompts.iter().map(|p| Some(p.tokens.len())).collect(),
@@ -237,3 +219,6 @@ fn finish_reason(reason: FinishReason) -> pb::FinishReason {
 fn unasked(prompt_index: u32) -> Error {
     Error::Internal(format!("log-probabilities of prompt {prompt_index} were not asked for"))
 }
+
+#[cfg(test)]
+mod tests;

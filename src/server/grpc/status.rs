@@ -9,7 +9,7 @@ use crate::error::{Error, shown};
 const MAX_MESSAGE_BYTES: usize = 2048;
 
 /// The status for an error: its code tells what the caller can do about it, its message is the error's own text.
-pub(in crate::server) fn to_status(error: Error) -> Status {
+pub(super) fn to_status(error: Error) -> Status {
     let code = match &error {
         Error::InvalidArgument { .. } => Code::InvalidArgument,
         Error::ResourceExhausted(_) => Code::ResourceExhausted,

@@ -1,16 +1,17 @@
 //! Events are turned into messages, and errors into statuses.
 
-use std::collections::VecDeque;
-
 use tonic::Code;
 
-use super::super::{Progress, ReplyWriter, ScoreWriter, ValidRequest, Writer as _, score, to_status};
-use super::{ModelFacts, generate, model};
-use crate::engine::{Completion, Event, Summary};
-use crate::error::Error;
-use crate::server::pb;
-use crate::types::{FinishReason, TokenLogprobs};
-use pb::generate_response::Event as Message;
+use super::super::status::to_status;
+use super::*;
+use crate::memory::Traffic;
+use crate::server::ModelFacts;
+use crate::server::convert::{generate, score};
+
+/// A model with a vocabulary of 100 and a context of 8, in which token 99 ends a sequence.
+fn model() -> ModelFacts {
+    ModelFacts { vocab_size: 100, max_model_len: 8, eos_token_ids: vec![99], encoder: None }
+}
 
 fn token(token: u32) -> TokenLogprobs {
     let t = token as f32;
@@ -26,7 +27,7 @@ fn request(top_logprobs: u32, prompt_logprobs: bool) -> ValidRequest {
         prompt_logprobs,
         ..Default::default()
     };
-    generate(request, &model()).expect("valid")
+    generate(request, &model(), &mut Traffic::new(1 << 20).charge_always(0)).expect("valid")
 }
 
 fn messages(request: &ValidRequest, event: Event) -> Vec<Message> {

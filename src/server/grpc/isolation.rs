@@ -2,10 +2,7 @@
 //! and the client would see its stream reset without a status.
 
 use std::convert::Infallible;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
 use http_body::{Frame, SizeHint};
@@ -14,30 +11,14 @@ use tonic::body::Body;
 use tonic::codegen::{BoxFuture, Context, Poll, Service, http};
 use tonic::server::NamedService;
 
+use super::status::to_status;
+use crate::server::panics::Panics;
+
 /// Wraps a service so that a panic ends only its call. The panicked call's state is dropped and never looked at again.
 #[derive(Clone)]
 pub(super) struct Isolated<S> {
     service: S,
     panics: Panics,
-}
-
-/// Number of calls that ended in a panic. Clones share one count.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Panics(Arc<AtomicU64>);
-
-impl Panics {
-    pub(super) fn count(&self) -> u64 {
-        self.0.load(Ordering::Relaxed)
-    }
-
-    /// The result of `work`, or the status of a call that panicked. The panic itself is in the log.
-    pub(super) fn catch<T>(&self, work: impl FnOnce() -> T) -> Result<T, Status> {
-        catch_unwind(AssertUnwindSafe(work)).map_err(|_| {
-            let before = self.0.fetch_add(1, Ordering::Relaxed);
-            tracing::error!(panics = before + 1, "a call was given up after a panic");
-            Status::internal("internal error: the call was given up after a panic; the server's log has it")
-        })
-    }
 }
 
 impl<S> Isolated<S> {
@@ -67,7 +48,7 @@ where
         let panics = self.panics.clone();
         let call = match panics.catch(|| self.service.call(request)) {
             Ok(call) => call,
-            Err(status) => return Box::pin(std::future::ready(Ok(status.into_http()))),
+            Err(error) => return Box::pin(std::future::ready(Ok(to_status(error).into_http()))),
         };
         let mut call = Box::pin(call);
         Box::pin(std::future::poll_fn(move |cx| match panics.catch(|| call.as_mut().poll(cx)) {
@@ -75,7 +56,7 @@ where
                 let panics = panics.clone();
                 response.map(|body| Body::new(IsolatedBody { body: Some(body), panics }))
             }),
-            Err(status) => Poll::Ready(Ok(status.into_http())),
+            Err(error) => Poll::Ready(Ok(to_status(error).into_http())),
         }))
     }
 }
@@ -94,10 +75,10 @@ impl http_body::Body for IsolatedBody {
     fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
         let this = &mut *self;
         let Some(body) = &mut this.body else { return Poll::Ready(None) };
-        this.panics.catch(|| Pin::new(body).poll_frame(cx)).unwrap_or_else(|status| {
+        this.panics.catch(|| Pin::new(body).poll_frame(cx)).unwrap_or_else(|error| {
             this.body = None;
             let mut trailers = http::HeaderMap::new();
-            Poll::Ready(Some(status.add_header(&mut trailers).map(|()| Frame::trailers(trailers))))
+            Poll::Ready(Some(to_status(error).add_header(&mut trailers).map(|()| Frame::trailers(trailers))))
         })
     }
 

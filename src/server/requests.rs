@@ -1,0 +1,72 @@
+//! The start of a Generate or Score, whichever door it comes through: parsed, checked, counted, and given to the engine.
+
+use super::calls::{CancelOnDrop, Deadline, ReplyStream, StreamGuards, Writer, event_channel};
+use super::context::ModelFacts;
+use super::convert::ValidRequest;
+use super::gate::Gate;
+use crate::error::{Error, Result};
+use crate::memory::Charge;
+
+/// Requests of more bytes are parsed and tokenized on the blocking pool: an async thread may be kept busy for the few
+/// milliseconds that so much takes.
+pub(super) const INLINE_PARSE_BYTES: usize = 8 << 10;
+
+/// A message that asks for a Generate or Score, and is not checked yet.
+pub(super) struct Arrived<M> {
+    pub(super) message: M,
+    /// Size of the message in bytes, as it came.
+    pub(super) bytes: usize,
+    /// Covers the message.
+    pub(super) charge: Charge,
+    pub(super) deadline: Deadline,
+}
+
+/// Checks a request with `convert` and hands it to the engine. What the door sends is made by the `Writer` that `writer`
+/// returns.
+///
+/// # Errors
+/// The errors of `convert`; `Unavailable` while the server starts or ends; `ResourceExhausted` if the engine's queue is
+/// full; `DeadlineExceeded`.
+pub(super) async fn start<M, W>(
+    gate: &Gate,
+    arrived: Arrived<M>,
+    convert: impl FnOnce(M, &ModelFacts, &mut Charge) -> Result<ValidRequest> + Send + 'static,
+    writer: impl FnOnce(&ValidRequest) -> W,
+) -> Result<ReplyStream<W>>
+where
+    M: Send + 'static,
+    W: Writer,
+{
+    let (context, running) = gate.admit()?;
+    let model = context.model.clone();
+    let deadline = arrived.deadline.clone();
+    let parsed = parse(arrived, move |message, charge| convert(message, &model, charge));
+    let (request, charge) = deadline.clone().limit(parsed).await?;
+    tracing::debug!(request_id = request.request_id, prompts = request.prompts.len(), "request accepted");
+    let size = (request.prompts.len(), request.samples());
+    let writer = writer(&request);
+    let (reply, events) = event_channel(&context);
+    let cancel = CancelOnDrop::new(&context.engine);
+    context.engine.send(request.into_command(cancel.flag.clone(), reply, charge))?;
+    let guards = StreamGuards { cancel, running, deadline, gate: gate.clone() };
+    Ok(ReplyStream::new(events, writer, size, guards))
+}
+
+/// Parses a request, on the blocking pool if it is large. Its charge, which covers the message, is then set to cover the
+/// parsed request.
+async fn parse<M: Send + 'static>(
+    arrived: Arrived<M>,
+    convert: impl FnOnce(M, &mut Charge) -> Result<ValidRequest> + Send + 'static,
+) -> Result<(ValidRequest, Charge)> {
+    let Arrived { message, bytes, mut charge, .. } = arrived;
+    let parse = move || {
+        let request = convert(message, &mut charge)?;
+        charge.set(request.bytes())?;
+        Ok((request, charge))
+    };
+    if bytes <= INLINE_PARSE_BYTES {
+        return parse();
+    }
+    let parsed = tokio::task::spawn_blocking(parse).await;
+    parsed.unwrap_or_else(|e| Err(Error::Internal(format!("parsing the request failed: {e}"))))
+}
