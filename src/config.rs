@@ -12,7 +12,8 @@ use crate::error::{Error, Result};
 /// threads.
 pub const MAX_RANKS: usize = 64;
 
-/// A rollout inference server for RL fine-tuning: groups of samples with log-probabilities you can trust, over gRPC.
+/// A rollout inference server for RL fine-tuning: groups of samples with log-probabilities you can trust, over gRPC
+/// and HTTP.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "rollout-server", version)]
 pub struct Config {
@@ -103,11 +104,16 @@ pub struct Config {
     #[arg(long, env = "ROLLOUT_HOST", default_value = "127.0.0.1")]
     pub host: String,
 
-    /// Port of the gRPC service; 0 takes a free one and prints it.
+    /// Port of gRPC; 0 takes a free one and prints it.
     #[arg(long, env = "ROLLOUT_PORT", default_value_t = 50051)]
     pub port: u16,
 
-    /// Most connections at once; further ones are closed as they come. Lowered if the process may not open so many
+    /// Port of the HTTP routes (OpenAI's API, vLLM's routes for trainers, metrics, the page); 0 takes a free one and
+    /// prints it, off serves none.
+    #[arg(long, env = "ROLLOUT_HTTP_PORT", default_value = "8000", value_parser = parse_port, value_name = "PORT|off")]
+    pub http_port: HttpPort,
+
+    /// Most connections at once to each port; further ones are closed as they come. Lowered if the process may not open so many
     /// files.
     #[arg(long, env = "ROLLOUT_MAX_CONNECTIONS", default_value_t = 1024, value_name = "N")]
     pub max_connections: usize,
@@ -134,6 +140,17 @@ fn device_parser() -> impl TypedValueParser<Value = Backend> {
     let value = |device: &Backend| PossibleValue::new(device.name()).hide(!device.is_for_serving());
     let named = |name: String| Backend::ALL.iter().copied().find(|device| device.name() == name);
     PossibleValuesParser::new(Backend::ALL.iter().map(value)).map(move |name| named(name).expect("one of the names"))
+}
+
+/// The port of HTTP; None serves no HTTP.
+pub type HttpPort = Option<u16>;
+
+/// A port, or `off`.
+fn parse_port(text: &str) -> std::result::Result<HttpPort, String> {
+    if text.eq_ignore_ascii_case("off") {
+        return Ok(None);
+    }
+    text.parse().map(Some).map_err(|_| "is neither a port from 0 to 65535 nor off".into())
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

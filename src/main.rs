@@ -49,6 +49,7 @@ fn run(config: Config, profile: Option<Profile>, logs: &LogWriter) -> Result<()>
     let bound = Bound::new(&ServerConfig {
         host: config.host.clone(),
         port: config.port,
+        http_port: config.http_port,
         max_connections: max_connections(&config),
         shutdown_grace: Duration::from_secs(config.shutdown_grace_seconds),
     })?;

@@ -9,8 +9,10 @@ mod encoder;
 mod frames;
 mod gate;
 mod grpc;
+mod http;
 mod panics;
 mod requests;
+mod role;
 mod shutdown;
 
 use std::convert::Infallible;
@@ -19,7 +21,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::oneshot;
+use tokio::sync::watch;
 use tokio::time::timeout;
 use tonic::service::InterceptorLayer;
 use tonic::transport::Server;
@@ -78,45 +80,69 @@ const FLUSH: Duration = Duration::from_secs(5);
 pub struct ServerConfig {
     /// Name or address to listen on.
     pub host: String,
-    /// Port to listen on; 0 takes any free one.
+    /// Port of gRPC; 0 takes any free one.
     pub port: u16,
-    /// Most connections at the same time.
+    /// Port of HTTP; 0 takes any free one, None serves no HTTP.
+    pub http_port: Option<u16>,
+    /// Most connections at the same time, to each port.
     pub max_connections: usize,
     /// How long running requests may take to finish after an order to end.
     pub shutdown_grace: Duration,
 }
 
-/// A listening port. It is taken before the model is loaded, so that a wrong one ends the start early.
+/// The listening ports. They are taken before the model is loaded, so that a wrong one ends the start early.
 pub struct Bound {
-    listener: TcpListener,
-    address: SocketAddr,
+    grpc: Listening,
+    http: Option<Listening>,
     max_connections: usize,
     shutdown_grace: Duration,
+}
+
+/// A listening port.
+struct Listening {
+    listener: TcpListener,
+    address: SocketAddr,
+}
+
+impl Listening {
+    /// Listens on `host` and `port`, which `flag` has given.
+    fn new(host: &str, port: u16, flag: &str) -> Result<Self> {
+        let failed = |e: std::io::Error| {
+            let hint = match e.kind() {
+                std::io::ErrorKind::AddrInUse => {
+                    format!("stop the process that uses the port, or choose another {flag}")
+                }
+                _ => format!("choose another --host or {flag}"),
+            };
+            Error::Config(format!("cannot listen on {host}:{port}: {e}; {hint}"))
+        };
+        let listener = TcpListener::bind((host, port)).map_err(failed)?;
+        listener.set_nonblocking(true).map_err(failed)?;
+        let address = listener.local_addr().map_err(failed)?;
+        Ok(Self { listener, address })
+    }
 }
 
 impl Bound {
     /// Starts to listen.
     ///
     /// # Errors
-    /// `Config` if the address cannot be listened on.
+    /// `Config` if an address cannot be listened on.
     pub fn new(config: &ServerConfig) -> Result<Self> {
-        let ServerConfig { host, port, max_connections, shutdown_grace } = config;
-        let failed = |e: std::io::Error| {
-            let hint = match e.kind() {
-                std::io::ErrorKind::AddrInUse => "stop the process that uses the port, or choose another --port",
-                _ => "choose another --host or --port",
-            };
-            Error::Config(format!("cannot listen on {host}:{port}: {e}; {hint}"))
-        };
-        let listener = TcpListener::bind((host.as_str(), *port)).map_err(failed)?;
-        listener.set_nonblocking(true).map_err(failed)?;
-        let address = listener.local_addr().map_err(failed)?;
-        Ok(Self { listener, address, max_connections: *max_connections, shutdown_grace: *shutdown_grace })
+        let ServerConfig { host, port, http_port, max_connections, shutdown_grace } = config;
+        let grpc = Listening::new(host, *port, "--port")?;
+        let http = http_port.map(|port| Listening::new(host, port, "--http-port")).transpose()?;
+        Ok(Self { grpc, http, max_connections: *max_connections, shutdown_grace: *shutdown_grace })
     }
 
-    /// The address that is really listened on.
+    /// The address that gRPC really listens on.
     pub fn address(&self) -> SocketAddr {
-        self.address
+        self.grpc.address
+    }
+
+    /// The address that HTTP really listens on.
+    pub fn http_address(&self) -> Option<SocketAddr> {
+        self.http.as_ref().map(|http| http.address)
     }
 }
 
@@ -145,13 +171,9 @@ pub async fn serve(
     let (keeper, gate) = gate::gate();
     let (health, health_service) = tonic_health::server::health_reporter();
     report(&health, ServingStatus::NotServing).await;
-    let (stop, stopped) = oneshot::channel::<()>();
+    let (stop, stopped) = watch::channel(false);
     let grace = bound.shutdown_grace;
-    let address = bound.address;
-    let stopped = async move {
-        // A dropped sender means the end just as a message does.
-        let _ = stopped.await;
-    };
+    let (address, http) = (bound.address(), bound.http_address());
     let frame_room = FrameRoom::new();
     let mut transport =
         AbortOnDrop(tokio::spawn(transport(bound, frame_room.clone(), &gate, health_service, stopped)?));
@@ -162,7 +184,10 @@ pub async fn serve(
     };
     keeper.serving(context.clone());
     report(&health, ServingStatus::Serving).await;
-    tracing::info!(%address, "ready");
+    match http {
+        Some(http) => tracing::info!(%address, %http, "ready"),
+        None => tracing::info!(%address, "ready"),
+    }
     let order = tokio::select! {
         order = orders.next() => order,
         ended = &mut transport.0 => return Err(Error::Internal(format!("the transport ended by itself: {ended:?}"))),
@@ -179,7 +204,7 @@ pub async fn serve(
     let ended = drain(&keeper, &context, grace, &mut orders).await;
     // Ends the streams of health watchers, which would otherwise keep their connections open.
     forget(health).await;
-    let _ = stop.send(());
+    stop.send_replace(true);
     if timeout(FLUSH, &mut transport.0).await.is_err() {
         tracing::warn!("some connections did not close in time");
     }
@@ -250,14 +275,34 @@ async fn order_end(engine: &EngineHandle, grace: Duration) {
     }
 }
 
-/// The transport, ready to be spawned. It shuts down gracefully once `stopped` is ready.
+/// Both doors, ready to be spawned. They shut down gracefully once `stopped` is true.
 fn transport(
     bound: Bound,
     frame_room: FrameRoom,
     gate: &Gate,
     health: HealthServer<impl Health>,
-    stopped: impl Future<Output = ()> + Send + 'static,
-) -> Result<impl Future<Output = std::result::Result<(), tonic::transport::Error>> + Send + 'static> {
+    stopped: watch::Receiver<bool>,
+) -> Result<impl Future<Output = Result<()>> + Send + 'static> {
+    let Bound { grpc, http, max_connections, .. } = bound;
+    let routes = http::router(gate);
+    let http = http.map(|http| http::serve_connections(http.listener, max_connections, routes, stopped.clone()));
+    let grpc = grpc_transport(grpc, max_connections, frame_room, gate, health, stopped)?;
+    let http = async move {
+        let Some(serve) = http else { return Ok(()) };
+        serve.await.map_err(|e| Error::Internal(format!("the HTTP port: {e}")))
+    };
+    Ok(async { tokio::try_join!(grpc, http).map(|_| ()) })
+}
+
+/// The gRPC door.
+fn grpc_transport(
+    listening: Listening,
+    max_connections: usize,
+    frame_room: FrameRoom,
+    gate: &Gate,
+    health: HealthServer<impl Health>,
+    mut stopped: watch::Receiver<bool>,
+) -> Result<impl Future<Output = Result<()>> + Send + 'static> {
     let reflection = || {
         tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(pb::DESCRIPTORS)
@@ -280,9 +325,15 @@ fn transport(
         .add_service(reflection_v1.max_decoding_message_size(MAX_NAME_BYTES))
         .add_service(reflection_v1alpha.max_decoding_message_size(MAX_NAME_BYTES))
         .add_service(door.before(health));
-    let incoming = Incoming::new(bound.listener, bound.max_connections, frame_room)
-        .map_err(|e| Error::Internal(format!("cannot listen on {}: {e}", bound.address)))?;
-    Ok(router.serve_with_incoming_shutdown(incoming, stopped))
+    let Listening { listener, address } = listening;
+    let incoming = Incoming::new(listener, max_connections, frame_room)
+        .map_err(|e| Error::Internal(format!("cannot listen on {address}: {e}")))?;
+    let stopped = async move {
+        // A dropped sender means the end just as a message does.
+        let _ = stopped.wait_for(|stop| *stop).await;
+    };
+    let served = router.serve_with_incoming_shutdown(incoming, stopped);
+    Ok(async { served.await.map_err(|e| Error::Internal(format!("the gRPC port: {e}"))) })
 }
 
 async fn report(health: &HealthReporter, status: ServingStatus) {

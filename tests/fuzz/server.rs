@@ -32,7 +32,18 @@ impl Server {
         let log = File::create(dir.path().join("log")).expect("a file for the log");
         let mut command = Command::new(env!("CARGO_BIN_EXE_rollout-server"));
         command
-            .args(["--port", "0", "--dtype", "float32", "--mem-util", "0.1", "--kv-cache-bytes", "2MiB"])
+            .args([
+                "--port",
+                "0",
+                "--http-port",
+                "off",
+                "--dtype",
+                "float32",
+                "--mem-util",
+                "0.1",
+                "--kv-cache-bytes",
+                "2MiB",
+            ])
             .args(["--max-model-len", "256", "--max-num-seqs", "16", "--max-batch-tokens", "96", "--threads", "1"])
             .args(["--max-adapters", "2", "--max-lora-rank", "8", "--max-queued-samples", "4096"])
             .args(flags)

@@ -29,7 +29,13 @@ pub struct Harness {
 }
 
 pub fn config(port: u16) -> ServerConfig {
-    ServerConfig { host: "127.0.0.1".into(), port, max_connections: 64, shutdown_grace: Duration::from_secs(60) }
+    ServerConfig {
+        host: "127.0.0.1".into(),
+        port,
+        http_port: None,
+        max_connections: 64,
+        shutdown_grace: Duration::from_secs(60),
+    }
 }
 
 /// The serving context of a model with vocabulary 100, context 32, token 99 as the end of a sequence, no tokenizer, and

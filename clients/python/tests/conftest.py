@@ -15,6 +15,9 @@ from models import checksums, read_model
 from rollout_client import AsyncRolloutClient, RolloutClient, ServerProcess
 from serving import FIXTURES, PUSH_MODEL, REPOSITORY, SMALL_CACHE, assert_idle, held, outputs, server
 
+# Servers that tests start by themselves take any port for HTTP, because several may run at once.
+os.environ.setdefault("ROLLOUT_HTTP_PORT", "0")
+
 
 def pytest_addoption(parser):
     parser.addoption(

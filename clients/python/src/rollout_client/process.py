@@ -23,7 +23,7 @@ STOPPED_STARTING_POLL_SECONDS = 0.5
 
 
 class ServerProcess:
-    """Starts a rollout-server on a free port of this machine and stops it with SIGTERM. A context manager.
+    """Starts a rollout-server on free ports of this machine and stops it with SIGTERM. A context manager.
 
     ```python
     with ServerProcess("target/release/rollout-server", model="dir", flags=["--tp", "2"]) as server:
@@ -45,13 +45,16 @@ class ServerProcess:
         Args:
             binary: path of the server.
             model: as `--model` takes it.
-            flags: further command line flags; the port is chosen here.
+            flags: further command line flags; the ports are chosen here.
             host: address to listen on.
             output: where its log goes (a file, `subprocess.DEVNULL`); None is this process's own standard error.
         """
-        self.address = f"{host}:{free_port(host)}"
-        port = self.address.rpartition(":")[2]
-        command = [str(binary), "--model", str(model), "--host", host, "--port", port, *(flags or [])]
+        port, http_port = free_port(host), free_port(host)
+        self.address = f"{host}:{port}"
+        self.http_address = f"{host}:{http_port}"
+        """Where its HTTP routes are, unless `flags` say otherwise."""
+        ports = ["--port", str(port), "--http-port", str(http_port)]
+        command = [str(binary), "--model", str(model), "--host", host, *ports, *(flags or [])]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

@@ -1,0 +1,58 @@
+use serde::Deserialize;
+
+use super::*;
+
+#[derive(Debug, Deserialize)]
+struct Message {
+    n: Option<u32>,
+    #[serde(default)]
+    inner: Vec<Inner>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Inner {
+    x: u8,
+}
+
+fn parsed(text: &str) -> Result<JsonBody<Message>> {
+    parse(text.as_bytes(), Traffic::new(1 << 20).charge_always(100))
+}
+
+#[test]
+fn members_that_nothing_reads_are_named() {
+    let body = parsed(r#"{"n": 3, "q": {"deep": 1}, "inner": [{"x": 1, "y": [2]}]}"#).expect("valid");
+    assert_eq!((body.value.n, body.value.inner[0].x), (Some(3), 1));
+    assert_eq!(body.ignored.header().expect("some were ignored"), "q, inner.0.y");
+    assert!(parsed("{}").expect("valid").ignored.header().is_none());
+}
+
+#[test]
+fn the_names_of_ignored_members_are_short_whatever_they_are() {
+    let members: Vec<String> =
+        (0..1000).map(|i| format!("\"{i}\\r\\nx-evil: {}\": 0", "\u{1f980}".repeat(100))).collect();
+    let body = parsed(&format!("{{{}}}", members.join(","))).expect("valid");
+    let header = body.ignored.header().expect("they fit into a header");
+    assert!(header.len() < 20_000, "{} bytes", header.len());
+    assert!(header.to_str().expect("plain text").ends_with("and 984 more"));
+}
+
+#[test]
+fn what_is_wrong_is_named_by_its_path() {
+    for (text, member) in [
+        (r#"{"n": "three"}"#, "n"),
+        (r#"{"n": -1}"#, "n"),
+        (r#"{"inner": [{"x": 1}, {"x": 300}]}"#, "inner[1].x"),
+        (r#"{"inner": [{}]}"#, "inner[0]"),
+        ("[1]", "body"),
+        ("{\"n\": 1} {}", "body"),
+        ("", "body"),
+        ("{\"n\": NaN}", "n"),
+    ] {
+        match parsed(text).map(|body| body.value) {
+            Err(Error::InvalidArgument { field, .. }) => assert_eq!(field, member, "{text}"),
+            other => panic!("{text}: {other:?}"),
+        }
+    }
+    let deep = "[".repeat(100_000);
+    assert!(parsed(&format!("{{\"q\": {deep}")).is_err());
+}

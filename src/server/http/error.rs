@@ -1,0 +1,132 @@
+//! Errors as HTTP answers: the status by what the caller can do, the body in OpenAI's shape.
+
+use axum::Json;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use serde::Serialize;
+use utoipa::ToSchema;
+
+use crate::error::{Error, shown};
+
+/// Longest message of an error in bytes.
+const MAX_MESSAGE_BYTES: usize = 2048;
+
+/// The body of every answer with a status of 400 or more, as OpenAI's clients read it.
+#[derive(Clone, Debug, Serialize, ToSchema)]
+pub(super) struct ErrorBody {
+    error: ErrorFacts,
+}
+
+/// What went wrong.
+#[derive(Clone, Debug, Serialize, ToSchema)]
+struct ErrorFacts {
+    /// What is wrong, with the offending value, and what to do.
+    message: String,
+    /// The kind of error, such as `BadRequestError` or `NotFoundError`.
+    r#type: &'static str,
+    /// The member of the body that is wrong.
+    param: Option<String>,
+    /// The HTTP status.
+    code: u16,
+}
+
+/// An answer that says what went wrong.
+#[derive(Clone, Debug)]
+pub(super) struct HttpError {
+    status: StatusCode,
+    facts: ErrorFacts,
+}
+
+impl HttpError {
+    pub(super) fn new(status: StatusCode, kind: &'static str, param: Option<String>, message: &str) -> Self {
+        let message = shown(message, MAX_MESSAGE_BYTES);
+        match status {
+            StatusCode::INTERNAL_SERVER_ERROR => tracing::error!(error = message, "request failed"),
+            _ => tracing::debug!(%status, error = message, "call refused"),
+        }
+        Self { status, facts: ErrorFacts { message, r#type: kind, param, code: status.as_u16() } }
+    }
+
+    /// A member of the body, named by its path, is wrong.
+    pub(super) fn invalid(param: impl Into<String>, message: &str) -> Self {
+        Error::invalid(param, message).into()
+    }
+
+    pub(super) fn no_route() -> Self {
+        let message = "there is no such route; /openapi.json lists all";
+        Self::new(StatusCode::NOT_FOUND, "NotFoundError", None, message)
+    }
+
+    pub(super) fn wrong_method() -> Self {
+        let message = "the route has other methods; /openapi.json lists them";
+        Self::new(StatusCode::METHOD_NOT_ALLOWED, "MethodNotAllowedError", None, message)
+    }
+
+    /// The body, for an error in the middle of a stream, whose status has been sent already.
+    pub(super) fn into_body(self) -> ErrorBody {
+        ErrorBody { error: self.facts }
+    }
+}
+
+impl From<Error> for HttpError {
+    fn from(error: Error) -> Self {
+        let (status, kind) = match &error {
+            Error::InvalidArgument { .. } => (StatusCode::BAD_REQUEST, "BadRequestError"),
+            Error::NotFound(_) => (StatusCode::NOT_FOUND, "NotFoundError"),
+            Error::FailedPrecondition(_) => (StatusCode::CONFLICT, "FailedPreconditionError"),
+            Error::VersionConflict(_) | Error::Aborted(_) => (StatusCode::CONFLICT, "AbortedError"),
+            Error::AlreadyExists(_) => (StatusCode::CONFLICT, "AlreadyExistsError"),
+            Error::DataLoss(_) => (StatusCode::UNPROCESSABLE_ENTITY, "DataLossError"),
+            Error::ResourceExhausted(_) => (StatusCode::TOO_MANY_REQUESTS, "ResourceExhaustedError"),
+            Error::DeadlineExceeded(_) => (StatusCode::REQUEST_TIMEOUT, "TimeoutError"),
+            Error::Unavailable(_) => (StatusCode::SERVICE_UNAVAILABLE, "ServiceUnavailableError"),
+            // A Config error ends the start, so one in a running server is a bug.
+            Error::Config(_) | Error::Internal(_) => (StatusCode::INTERNAL_SERVER_ERROR, "InternalServerError"),
+        };
+        match error {
+            Error::InvalidArgument { field, message } => {
+                let param = member(&field);
+                Self::new(status, kind, Some(param.clone()), &format!("{param}: {message}"))
+            }
+            error => Self::new(status, kind, None, &error.to_string()),
+        }
+    }
+}
+
+/// The member of a body that became the field `path` of a protobuf message.
+fn member(path: &str) -> String {
+    let path = path.strip_prefix("sampling.").unwrap_or(path);
+    let Some(rest) = path.strip_prefix("prompts") else { return path.to_owned() };
+    let (index, kind) = rest.split_once(']').map_or(("", rest), |(index, kind)| (&index[1..], kind));
+    if let Some(chat) = kind.strip_prefix(".chat") {
+        return chat.strip_prefix('.').unwrap_or("messages").to_owned();
+    }
+    let within = kind.strip_prefix(".tokens.ids").unwrap_or("");
+    if index.is_empty() { format!("prompt{within}") } else { format!("prompt[{index}]{within}") }
+}
+
+impl IntoResponse for HttpError {
+    fn into_response(self) -> Response {
+        (self.status, Json(self.into_body())).into_response()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_name_the_member_of_the_body() {
+        for (field, param) in [
+            ("sampling.temperature", "temperature"),
+            ("prompts", "prompt"),
+            ("prompts[2].text", "prompt[2]"),
+            ("prompts[0].tokens.ids[7]", "prompt[0][7]"),
+            ("prompts[0].chat.messages[1].role", "messages[1].role"),
+            ("prompts[0].chat", "messages"),
+            ("n", "n"),
+        ] {
+            assert_eq!(member(field), param, "{field}");
+        }
+    }
+}
