@@ -38,23 +38,12 @@ impl PromptEncoder {
         self.tokenizer.max_bytes_per_token()
     }
 
-    /// The ids of `text`, with the special tokens that the model wants around a text.
+    /// The ids of `text`, with the special tokens that the model wants around a text if `add_special`. A text that
+    /// certainly does not fit the context, or for which there is no room now, is refused before any work.
     ///
     /// # Errors
     /// `InvalidArgument` for the field `path`.
     pub(super) fn encode_text(
-        &self,
-        path: &str,
-        text: &str,
-        max_tokens: usize,
-        charge: &mut Charge,
-    ) -> Result<Vec<TokenId>> {
-        self.encode(path, text, true, max_tokens, charge)
-    }
-
-    /// Encodes `text`. A text that certainly does not fit the context, or for which there is no room now, is refused
-    /// before any work.
-    fn encode(
         &self,
         path: &str,
         text: &str,
@@ -82,6 +71,7 @@ impl PromptEncoder {
         &self,
         path: &str,
         messages: &[(&str, &str)],
+        add_special: bool,
         max_tokens: usize,
         charge: &mut Charge,
     ) -> Result<Vec<TokenId>> {
@@ -96,7 +86,7 @@ impl PromptEncoder {
             template.render(&messages, true, &serde_json::Map::new()).map_err(|e| at(path, e))
         };
         let text = charge.hold(messages.len() as u64 * MESSAGE + bytes as u64 * RENDERING, render)??;
-        self.encode(path, &text, false, max_tokens, charge)
+        self.encode_text(path, &text, add_special, max_tokens, charge)
     }
 }
 

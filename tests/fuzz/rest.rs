@@ -56,7 +56,7 @@ async fn checksums(connection: &Connection) -> Result<Vec<pb::ParameterChecksum>
 
 /// Samples whose tokens depend on every weight.
 async fn samples(connection: &Connection) -> Result<Vec<Bits>, String> {
-    let prompt = |kind| pb::Prompt { kind: Some(kind) };
+    let prompt = |kind| pb::Prompt { kind: Some(kind), ..Default::default() };
     let request = pb::GenerateRequest {
         prompts: vec![
             prompt(Kind::Tokens(pb::TokenIds { ids: (20..61).collect() })),

@@ -37,7 +37,7 @@ fn prompt(dice: &mut Dice) -> pb::Prompt {
         3 => Some(Kind::Tokens(tokens(dice, CONTEXT - 1))),
         _ => Some(Kind::Tokens(tokens(dice, 40))),
     };
-    pb::Prompt { kind }
+    pb::Prompt { kind, ..Default::default() }
 }
 
 fn prompts(dice: &mut Dice) -> Vec<pb::Prompt> {
@@ -88,7 +88,9 @@ pub fn small_generate(dice: &mut Dice) -> Call {
     let max_tokens = Some(dice.pick(&[1, 20, 150]));
     let request = pb::GenerateRequest {
         request_id: dice.name(IDS),
-        prompts: (0..1 + dice.below(2)).map(|_| pb::Prompt { kind: Some(Kind::Tokens(tokens(dice, 60))) }).collect(),
+        prompts: (0..1 + dice.below(2))
+            .map(|_| pb::Prompt { kind: Some(Kind::Tokens(tokens(dice, 60))), ..Default::default() })
+            .collect(),
         n: Some(1 + dice.below(4) as u32),
         sampling: Some(pb::SamplingParams { max_tokens, min_tokens: None, ..sampling::params(dice) }),
         adapter: adapter(dice),

@@ -129,7 +129,7 @@ impl Harness {
 }
 
 pub fn prompt(ids: &[u32]) -> pb::Prompt {
-    pb::Prompt { kind: Some(pb::prompt::Kind::Tokens(pb::TokenIds { ids: ids.to_vec() })) }
+    pb::Prompt { kind: Some(pb::prompt::Kind::Tokens(pb::TokenIds { ids: ids.to_vec() })), ..Default::default() }
 }
 
 pub fn request() -> pb::GenerateRequest {

@@ -25,9 +25,12 @@ async fn long_text_in_a_request_is_refused_by_its_field() {
     let server = start().await;
     let mut client = server.rollout().await;
     let long = "x".repeat(LONG);
-    let text = pb::Prompt { kind: Some(pb::prompt::Kind::Text(long.clone())) };
+    let text = pb::Prompt { kind: Some(pb::prompt::Kind::Text(long.clone())), ..Default::default() };
     let message = |role: &str, content: &str| pb::ChatMessage { role: role.into(), content: content.into() };
-    let chat = |message| pb::Prompt { kind: Some(pb::prompt::Kind::Chat(pb::Chat { messages: vec![message] })) };
+    let chat = |message| pb::Prompt {
+        kind: Some(pb::prompt::Kind::Chat(pb::Chat { messages: vec![message] })),
+        ..Default::default()
+    };
     let sampling = pb::SamplingParams { stop: vec![long.clone()], ..Default::default() };
     for (field, request) in [
         ("request_id", pb::GenerateRequest { request_id: long.clone(), ..request() }),

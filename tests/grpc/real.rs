@@ -17,7 +17,7 @@ use crate::harness;
 fn request(prompts: Vec<Kind>, n: u32, seed: u64) -> pb::GenerateRequest {
     let sampling = pb::SamplingParams { max_tokens: Some(12), seed: Some(seed), ..Default::default() };
     pb::GenerateRequest {
-        prompts: prompts.into_iter().map(|kind| pb::Prompt { kind: Some(kind) }).collect(),
+        prompts: prompts.into_iter().map(|kind| pb::Prompt { kind: Some(kind), ..Default::default() }).collect(),
         n: Some(n),
         sampling: Some(sampling),
         return_text: true,

@@ -116,7 +116,8 @@ async fn a_large_request_is_parsed_and_an_oversized_one_refused() {
     assert_eq!(engine.prompts.len(), 60_000);
 
     let text = pb::prompt::Kind::Text("a".repeat((64 << 20) + 1));
-    let oversized = pb::GenerateRequest { prompts: vec![pb::Prompt { kind: Some(text) }], ..request() };
+    let oversized =
+        pb::GenerateRequest { prompts: vec![pb::Prompt { kind: Some(text), ..Default::default() }], ..request() };
     let status = server.rollout().await.generate(oversized).await.expect_err("refused");
     assert_eq!(status.code(), Code::InvalidArgument, "{status}");
     assert!(status.message().starts_with("request: ") && status.message().contains("67108864"), "{status}");

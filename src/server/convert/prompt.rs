@@ -42,13 +42,15 @@ fn prompt(path: &str, prompt: pb::Prompt, model: &ModelFacts, charge: &mut Charg
         Some(Kind::Tokens(tokens)) => (format!("{path}.tokens"), tokens.ids),
         Some(Kind::Text(text)) => {
             let path = format!("{path}.text");
-            let ids = encoder(&path, model)?.encode_text(&path, &text, model.max_model_len, charge)?;
+            let special = prompt.add_special_tokens.unwrap_or(true);
+            let ids = encoder(&path, model)?.encode_text(&path, &text, special, model.max_model_len, charge)?;
             charge.grow(size_of_val(&ids[..]) as u64)?;
             (path, ids)
         }
         Some(Kind::Chat(chat)) => {
             let path = format!("{path}.chat");
-            let ids = encode_chat(&path, &chat, model, charge)?;
+            let special = prompt.add_special_tokens.unwrap_or(false);
+            let ids = encode_chat(&path, &chat, special, model, charge)?;
             charge.grow(size_of_val(&ids[..]) as u64)?;
             (path, ids)
         }
@@ -69,7 +71,13 @@ fn encoder<'a>(path: &str, model: &'a ModelFacts) -> Result<&'a PromptEncoder> {
     model.encoder.as_deref().ok_or_else(|| Error::invalid(path, "this model has no tokenizer; give token ids"))
 }
 
-fn encode_chat(path: &str, chat: &pb::Chat, model: &ModelFacts, charge: &mut Charge) -> Result<Vec<TokenId>> {
+fn encode_chat(
+    path: &str,
+    chat: &pb::Chat,
+    special: bool,
+    model: &ModelFacts,
+    charge: &mut Charge,
+) -> Result<Vec<TokenId>> {
     let encoder = encoder(path, model)?;
     if chat.messages.is_empty() {
         return Err(Error::invalid(format!("{path}.messages"), "is empty; give at least one message"));
@@ -80,7 +88,7 @@ fn encode_chat(path: &str, chat: &pb::Chat, model: &ModelFacts, charge: &mut Cha
         }
     }
     let messages: Vec<_> = chat.messages.iter().map(|m| (m.role.as_str(), m.content.as_str())).collect();
-    encoder.encode_chat(path, &messages, model.max_model_len, charge)
+    encoder.encode_chat(path, &messages, special, model.max_model_len, charge)
 }
 
 /// Checks that there are token ids, all of them below the vocabulary size. `path` is the field that the error names.

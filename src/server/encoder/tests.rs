@@ -15,11 +15,11 @@ fn encoder() -> PromptEncoder {
 }
 
 fn encode_text(encoder: &PromptEncoder, text: &str) -> Result<Vec<TokenId>> {
-    encoder.encode_text("text", text, 1000, &mut Traffic::new(1 << 20).charge_always(0))
+    encoder.encode_text("text", text, true, 1000, &mut Traffic::new(1 << 20).charge_always(0))
 }
 
 fn encode_chat(encoder: &PromptEncoder, path: &str, messages: &[(&str, &str)]) -> Result<Vec<TokenId>> {
-    encoder.encode_chat(path, messages, 1000, &mut Traffic::new(1 << 20).charge_always(0))
+    encoder.encode_chat(path, messages, false, 1000, &mut Traffic::new(1 << 20).charge_always(0))
 }
 
 #[test]

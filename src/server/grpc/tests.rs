@@ -82,7 +82,8 @@ async fn a_refused_request_is_not_running() {
     assert!(RolloutService::new(gate.clone()).generate(wrong).await.is_err());
     in_time(keeper.drained()).await;
     drop(commands);
-    let prompts = vec![pb::Prompt { kind: Some(pb::prompt::Kind::Tokens(pb::TokenIds { ids: vec![1] })) }];
+    let prompts =
+        vec![pb::Prompt { kind: Some(pb::prompt::Kind::Tokens(pb::TokenIds { ids: vec![1] })), ..Default::default() }];
     let request = Request::new(pb::GenerateRequest { prompts, ..Default::default() });
     assert!(RolloutService::new(gate).generate(request).await.is_err());
     in_time(keeper.drained()).await;

@@ -8,7 +8,7 @@ use crate::server::pb;
 use crate::types::{Prompt, SamplingParams};
 
 fn tokens(ids: &[u32]) -> pb::Prompt {
-    pb::Prompt { kind: Some(pb::prompt::Kind::Tokens(pb::TokenIds { ids: ids.to_vec() })) }
+    pb::Prompt { kind: Some(pb::prompt::Kind::Tokens(pb::TokenIds { ids: ids.to_vec() })), ..Default::default() }
 }
 
 fn base() -> pb::GenerateRequest {

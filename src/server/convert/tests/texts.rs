@@ -3,25 +3,31 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use serde_json::json;
+
 use super::generate;
 use crate::engine::RequestKind;
 use crate::error::Error;
 use crate::memory::Traffic;
 use crate::server::pb::{self, prompt::Kind};
 use crate::server::{ModelFacts, PromptEncoder};
-use crate::text::Tokenizer;
+use crate::text::{ChatTemplate, Tokenizer};
 use crate::types::{Prompt, TokenId};
 
+const TOKENIZER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/tokenizer/tokenizer.json");
+
 fn model() -> ModelFacts {
-    let file = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/tokenizer/tokenizer.json");
-    let tokenizer = Tokenizer::from_file(Path::new(file)).expect("the fixture is there");
-    let encoder = PromptEncoder::new(Arc::new(tokenizer), None);
+    model_with(Tokenizer::from_file(Path::new(TOKENIZER)).expect("the fixture is there"), None)
+}
+
+fn model_with(tokenizer: Tokenizer, template: Option<ChatTemplate>) -> ModelFacts {
+    let encoder = PromptEncoder::new(Arc::new(tokenizer), template);
     ModelFacts { vocab_size: 513, max_model_len: 16, eos_token_ids: vec![2], encoder: Some(Arc::new(encoder)) }
 }
 
 fn text_request(prompt: &str, stop: &[&str]) -> pb::GenerateRequest {
     pb::GenerateRequest {
-        prompts: vec![pb::Prompt { kind: Some(Kind::Text(prompt.into())) }],
+        prompts: vec![pb::Prompt { kind: Some(Kind::Text(prompt.into())), ..Default::default() }],
         sampling: Some(pb::SamplingParams { stop: stop.iter().map(|s| s.to_string()).collect(), ..Default::default() }),
         return_text: true,
         stream_tokens: true,
@@ -29,9 +35,9 @@ fn text_request(prompt: &str, stop: &[&str]) -> pb::GenerateRequest {
     }
 }
 
-fn ids(model: &ModelFacts, text: &str) -> Vec<TokenId> {
+fn ids(model: &ModelFacts, text: &str, special: bool) -> Vec<TokenId> {
     let mut charge = Traffic::new(1 << 20).charge_always(0);
-    model.encoder.as_ref().expect("has one").encode_text("text", text, 1000, &mut charge).expect("encodes")
+    model.encoder.as_ref().expect("has one").encode_text("text", text, special, 1000, &mut charge).expect("encodes")
 }
 
 fn refused(request: pb::GenerateRequest) -> (String, String) {
@@ -45,9 +51,46 @@ fn refused(request: pb::GenerateRequest) -> (String, String) {
 #[test]
 fn a_text_prompt_arrives_as_its_tokens() {
     let valid = generate(text_request("The capital of France is", &["\n"]), &model()).expect("valid");
-    assert_eq!(valid.prompts, [Prompt::from_tokens(ids(&model(), "The capital of France is"))]);
+    assert_eq!(valid.prompts, [Prompt::from_tokens(ids(&model(), "The capital of France is", true))]);
     assert_eq!(valid.params.stop_strings, ["\n"]);
     assert!(matches!(valid.kind, RequestKind::Generate { stream_tokens: true, return_text: true, .. }));
+}
+
+/// The tokenizer of the fixtures, which here puts token 1 before a text.
+fn beginning_with_1() -> Tokenizer {
+    let json = std::fs::read_to_string(TOKENIZER).expect("the fixture is there");
+    let mut json: serde_json::Value = serde_json::from_str(&json).expect("is JSON");
+    let (begin, text) =
+        (json!({"SpecialToken": {"id": "b", "type_id": 0}}), json!({"Sequence": {"id": "A", "type_id": 0}}));
+    json["post_processor"] = json!({"type": "TemplateProcessing", "single": [begin, text], "pair": [begin, text],
+        "special_tokens": {"b": {"id": "b", "ids": [1], "tokens": ["b"]}}});
+    let file = tempfile::NamedTempFile::new().expect("a file");
+    std::fs::write(file.path(), json.to_string()).expect("is written");
+    Tokenizer::from_file(file.path()).expect("is a tokenizer")
+}
+
+#[test]
+fn special_tokens_come_with_a_text_and_not_with_a_chat_unless_asked() {
+    let template = "{% for m in messages %}{{ m.content }}{% endfor %}";
+    let template = ChatTemplate::new(template.into(), Default::default()).expect("a template");
+    let model = model_with(beginning_with_1(), Some(template));
+    let (with, without) = (ids(&model, "Hi", true), ids(&model, "Hi", false));
+    assert_eq!((with[0], &with[1..]), (1, &without[..]));
+    let message = pb::ChatMessage { role: "user".into(), content: "Hi".into() };
+    let chat = Kind::Chat(pb::Chat { messages: vec![message] });
+    for (kind, asked, expected) in [
+        (Kind::Text("Hi".into()), None, &with),
+        (Kind::Text("Hi".into()), Some(true), &with),
+        (Kind::Text("Hi".into()), Some(false), &without),
+        (chat.clone(), None, &without),
+        (chat.clone(), Some(true), &with),
+        (chat, Some(false), &without),
+        (Kind::Tokens(pb::TokenIds { ids: without.clone() }), Some(true), &without),
+    ] {
+        let prompts = vec![pb::Prompt { kind: Some(kind.clone()), add_special_tokens: asked }];
+        let valid = generate(pb::GenerateRequest { prompts, ..Default::default() }, &model).expect("valid");
+        assert_eq!(valid.prompts[0].tokens[..], expected[..], "{kind:?}, {asked:?}");
+    }
 }
 
 #[test]
@@ -76,7 +119,7 @@ fn wrong_texts_are_refused() {
 
     let message = |role: &str| pb::ChatMessage { role: role.into(), content: "Hi".into() };
     let chat = |messages| pb::GenerateRequest {
-        prompts: vec![pb::Prompt { kind: Some(Kind::Chat(pb::Chat { messages })) }],
+        prompts: vec![pb::Prompt { kind: Some(Kind::Chat(pb::Chat { messages })), ..Default::default() }],
         ..Default::default()
     };
     assert_eq!(refused(chat(vec![])).0, "prompts[0].chat.messages");

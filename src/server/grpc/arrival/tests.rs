@@ -43,7 +43,7 @@ fn random_request(rng: &mut ChaCha8Rng) -> pb::GenerateRequest {
     };
     pb::GenerateRequest {
         request_id: "a request".into(),
-        prompts: kinds.into_iter().map(|kind| pb::Prompt { kind: Some(kind) }).collect(),
+        prompts: kinds.into_iter().map(|kind| pb::Prompt { kind: Some(kind), ..Default::default() }).collect(),
         sampling: Some(sampling),
         return_text: rng.random(),
         min_weight_version: Some(3),
@@ -102,12 +102,12 @@ fn the_walk_agrees_with_prost_and_counts_at_least_what_it_makes() {
 #[test]
 fn small_things_count_as_what_they_become() {
     let ids = |n| pb::TokenIds { ids: vec![1; n] };
-    let prompt = |tokens| pb::Prompt { kind: Some(PromptKind::Tokens(tokens)) };
+    let prompt = |tokens| pb::Prompt { kind: Some(PromptKind::Tokens(tokens)), ..Default::default() };
     let many_ids = pb::GenerateRequest { prompts: vec![prompt(ids(1 << 20))], ..Default::default() };
     let counted = decoded_bytes(&schema(), &many_ids.encode_to_vec()).expect("well formed");
     assert!((4 << 20..10 << 20).contains(&counted), "{counted} for 4 MiB of ids in 1 MiB");
     let messages = vec![pb::ChatMessage::default(); 100_000];
-    let chat = pb::Prompt { kind: Some(PromptKind::Chat(pb::Chat { messages })) };
+    let chat = pb::Prompt { kind: Some(PromptKind::Chat(pb::Chat { messages })), ..Default::default() };
     let many_messages = pb::GenerateRequest { prompts: vec![chat], ..Default::default() };
     let counted = decoded_bytes(&schema(), &many_messages.encode_to_vec()).expect("well formed");
     assert!(counted >= 100_000 * 48, "{counted} for 100,000 messages of 2 bytes");

@@ -22,7 +22,7 @@ fn request(top_logprobs: u32, prompt_logprobs: bool) -> ValidRequest {
     let tokens = pb::prompt::Kind::Tokens(pb::TokenIds { ids: vec![10, 11, 12] });
     let request = pb::GenerateRequest {
         request_id: "r".into(),
-        prompts: vec![pb::Prompt { kind: Some(tokens) }],
+        prompts: vec![pb::Prompt { kind: Some(tokens), ..Default::default() }],
         top_logprobs,
         prompt_logprobs,
         ..Default::default()
