@@ -35,7 +35,7 @@ pub use merge::{
     Dtype, LoraDelta, LowRank, Magnitude, Merge, MergeBase, ReadValues, Replacement, StoredValues, WeightChange,
 };
 pub use ops::Ops;
-pub use sampling::{Sampled, SampledTokens, SamplingTask, TokenLogprobs};
+pub use sampling::{Distribution, Sampled, SampledTokens, SamplingTask, TokenLogprobs};
 pub use step::{AttentionSequence, AttentionShape, RowTasks, Step, StepInput};
 pub use weights::{
     MAX_LEAVES, MatrixShape, ROW_GROUP, ReadRows, RowBits, WeightDtype, WeightRows, WriteElements, reduction_leaves,

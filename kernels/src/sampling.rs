@@ -11,6 +11,9 @@
 //! 5. *processed* log-probabilities, of what is left, renormalised;
 //! 6. one draw, by inverse CDF in the order of token ids.
 //!
+//! The most likely tokens and the token's rank are of the raw or of the processed distribution ([`Distribution`]), by
+//! their logits: a token of a higher logit is more likely even where the float32 log-probabilities are equal.
+//!
 //! The answer is a pure function of (row, task): the draw uses one uniform number made from (seed, output index), so it
 //! does not matter what else runs, or when. Scoring a token and sampling it give the same bits.
 //!
@@ -59,8 +62,21 @@ pub struct SamplingTask<'a> {
     pub output_index: u32,
     /// `Some(token)`: give its log-probabilities instead of sampling.
     pub target: Option<u32>,
-    /// How many of the most likely tokens of the raw distribution to give beside the token.
+    /// How many of the most likely tokens to give beside the token, with its rank; 0 for neither.
     pub top_logprobs: u32,
+    /// The distribution that these and the rank are of.
+    pub top_of: Distribution,
+}
+
+/// One of the two distributions of a [`SamplingTask`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Distribution {
+    /// The model's own.
+    #[default]
+    Raw,
+    /// The one that is sampled from. Only tokens that edits and filters have left are listed. Where the highest logit is
+    /// taken without a draw, that is the one token.
+    Processed,
 }
 
 /// Log-probabilities of one token at one position, natural logarithm.
@@ -72,13 +88,16 @@ pub struct TokenLogprobs {
     /// The token's log-probability in the distribution sampled from (temperature, penalties, filters applied and
     /// renormalised); `-inf` for a scored token which that distribution excludes; 0 for greedy's own choice.
     pub processed: f32,
-    /// The most likely tokens of the raw distribution, descending; ties by ascending id.
+    /// The most likely tokens of the distribution asked for, descending; ties by ascending id.
     pub top: Vec<(u32, f32)>,
+    /// 1 + the number of tokens that are more likely than this one in the same distribution; 0 where it is not asked
+    /// for.
+    pub rank: u32,
 }
 
 impl TokenLogprobs {
     /// Stands where there is no answer.
-    pub const NONE: Self = Self { token: 0, raw: f32::NAN, processed: f32::NAN, top: Vec::new() };
+    pub const NONE: Self = Self { token: 0, raw: f32::NAN, processed: f32::NAN, top: Vec::new(), rank: 0 };
 
     /// Bytes of the heap that it takes beside its own.
     pub fn heap_bytes(&self) -> usize {

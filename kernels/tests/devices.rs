@@ -5,8 +5,8 @@ mod common;
 use candle_core::Tensor;
 use common::{Case, Random, Rank, close, devices, of_device, reference, values_of};
 use rollout_kernels::{
-    AttentionSequence, AttentionShape, Dtype, KvCache, KvDtype, KvLayout, LoraDelta, LowRank, Magnitude, Matrix,
-    MatrixShape, Merge, MergeBase, Replacement, RowBits, RowTasks, SamplingTask, StepInput, StoredValues,
+    AttentionSequence, AttentionShape, Distribution, Dtype, KvCache, KvDtype, KvLayout, LoraDelta, LowRank, Magnitude,
+    Matrix, MatrixShape, Merge, MergeBase, Replacement, RowBits, RowTasks, SamplingTask, StepInput, StoredValues,
     TokenLogprobs, WeightChange, WeightDtype, WeightRows, reduction_leaves,
 };
 
@@ -335,6 +335,7 @@ fn log_probabilities_are_those_of_the_reference() {
                     output_index: random.below(100) as u32,
                     target: if is(&mut random) { Some(random.below(vocab) as u32) } else { None },
                     top_logprobs: random.below(6) as u32,
+                    top_of: [Distribution::Raw, Distribution::Processed][random.below(2)],
                 });
             }
             wanted.push(RowTasks { row: row as u32, tasks: first..tasks.len() });

@@ -6,9 +6,9 @@ use std::ops::Range;
 use candle_core::Tensor;
 use rollout_kernels::cpu::Isa;
 use rollout_kernels::{
-    AttentionSequence, AttentionShape, Backend, BlockCopy, Device, DeviceOptions, KvDtype, KvLayout, LoraDelta,
-    LowRank, Matrix, MatrixShape, Merge, MergeBase, Ops, RowBits, RowTasks, SamplingTask, StepInput, WeightChange,
-    WeightDtype, WeightRows, reduction_leaves,
+    AttentionSequence, AttentionShape, Backend, BlockCopy, Device, DeviceOptions, Distribution, KvDtype, KvLayout,
+    LoraDelta, LowRank, Matrix, MatrixShape, Merge, MergeBase, Ops, RowBits, RowTasks, SamplingTask, StepInput,
+    WeightChange, WeightDtype, WeightRows, reduction_leaves,
 };
 
 const EMPTY: StepInput<'static> =
@@ -174,12 +174,14 @@ impl Rank {
             output_index: 3,
             target,
             top_logprobs: 2,
+            top_of: Distribution::Processed,
         };
         let tasks = [task(0.0, 1.0, None), task(0.8, 0.9, None), task(1.0, 1.0, Some(4))];
         let wanted = [RowTasks { row: 0, tasks: 0..2 }, RowTasks { row: 1, tasks: 2..3 }];
         let step = self.ops.prepare(StepInput { tokens: &[0; 2], logits: &wanted, tasks: &tasks, ..EMPTY }).unwrap();
         for token in self.ops.sample(&self.tensor(2, 70), &step, 0..2).unwrap().read().unwrap().tokens {
-            self.found.extend([token.token as f32, token.raw, token.processed]);
+            self.found.extend([token.token as f32, token.raw, token.processed, token.rank as f32]);
+            self.found.extend(token.top.iter().flat_map(|(token, logprob)| [*token as f32, *logprob]));
         }
     }
 

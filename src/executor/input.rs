@@ -2,7 +2,7 @@
 
 use rollout_kernels::{AttentionSequence, RowTasks, SamplingTask, StepInput};
 
-use crate::types::{LogitsTask, PlanSequence, StepPlan};
+use crate::types::{Distribution, LogitsTask, PlanSequence, StepPlan};
 
 /// The rows of one step. It is kept between steps, so that its lists keep their memory.
 #[derive(Default)]
@@ -102,6 +102,7 @@ fn sampling_task(task: &LogitsTask) -> SamplingTask<'_> {
         output_index: task.output_index,
         target: task.target,
         top_logprobs: params.top_logprobs,
+        top_of: if task.target.is_none() { params.top_logprobs_of } else { Distribution::Raw },
     }
 }
 

@@ -8,7 +8,7 @@ mod sampling;
 
 pub use plan::{BlockCopy, BlockId, History, LogitsRow, LogitsTask, PlanSequence, StepOutput, StepPlan};
 pub use prompt::{MediaItem, Prompt};
-pub use rollout_kernels::TokenLogprobs;
+pub use rollout_kernels::{Distribution, TokenLogprobs};
 pub use sampling::{FinishReason, SamplingParams, sample_seed};
 
 /// Index of a token in the vocabulary.

@@ -1,6 +1,6 @@
 //! Sampling parameters, why a sample ends, and the seeds of samples.
 
-use super::TokenId;
+use super::{Distribution, TokenId};
 
 /// How tokens are chosen and when a sample ends. The server checks every range before it makes one from a request, so
 /// code that receives one may rely on the bounds given here.
@@ -36,8 +36,10 @@ pub struct SamplingParams {
     pub stop_token_ids: Vec<TokenId>,
     /// Texts that end a sample; none is empty.
     pub stop_strings: Vec<String>,
-    /// How many of the most likely tokens of the raw distribution are reported beside each sampled one; 0 for none.
+    /// How many of the most likely tokens are reported beside each sampled or scored one, with its rank; 0 for none.
     pub top_logprobs: u32,
+    /// The distribution that those of sampled tokens are of; those of scored ones are of the raw one.
+    pub top_logprobs_of: Distribution,
 }
 
 impl Default for SamplingParams {
@@ -58,6 +60,7 @@ impl Default for SamplingParams {
             stop_token_ids: Vec::new(),
             stop_strings: Vec::new(),
             top_logprobs: 0,
+            top_logprobs_of: Distribution::Raw,
         }
     }
 }

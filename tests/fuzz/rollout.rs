@@ -62,6 +62,7 @@ fn generate_request(dice: &mut Dice) -> pb::GenerateRequest {
         adapter: adapter(dice),
         if_weight_version: if dice.one_in(8) { dice.maybe(Dice::u64) } else { None },
         min_weight_version: if dice.one_in(8) { dice.maybe(Dice::u64) } else { None },
+        top_logprobs_of: if dice.is_hostile() { dice.below(5) as i32 - 1 } else { dice.below(3) as i32 },
     }
 }
 

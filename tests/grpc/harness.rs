@@ -137,7 +137,7 @@ pub fn request() -> pb::GenerateRequest {
 }
 
 pub fn token(id: u32) -> TokenLogprobs {
-    TokenLogprobs { token: id, raw: -(id as f32), processed: -0.5, top: Vec::new() }
+    TokenLogprobs { token: id, raw: -(id as f32), processed: -0.5, top: Vec::new(), rank: 0 }
 }
 
 pub fn token_event(sample_index: u32, id: u32) -> Event {

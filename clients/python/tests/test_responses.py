@@ -41,6 +41,7 @@ def test_completion_becomes_a_sample(call, fake):
         logprobs=logprobs,
         raw_logprobs=[-1.0, -2.0, -3.0],
         top_logprobs=[{"token_ids": [3, 9], "logprobs": [-1.0, -1.5]}] * 3,
+        ranks=[1, 7, 1],
         finish_reason=3,
         weight_versions=[{"weight_version": 4, "start": 0, "end": 2}, {"weight_version": 5, "start": 2, "end": 3}],
         seed=2**64 - 1,
@@ -56,6 +57,7 @@ def test_completion_becomes_a_sample(call, fake):
     assert sample.logprobs.tobytes() == np.array(logprobs, dtype=np.float32).tobytes()
     assert sample.raw_logprobs.tolist() == [-1.0, -2.0, -3.0]
     assert [list(top.items()) for top in sample.top_logprobs] == [[(3, -1.0), (9, -1.5)]] * 3
+    assert sample.ranks == [1, 7, 1]
     assert sample.finish_reason is FinishReason.STOP_STRING and str(sample.finish_reason) == "stop_string"
     assert sample.weight_versions == [VersionSpan(4, 0, 2), VersionSpan(5, 2, 3)]
     assert (sample.seed, sample.cached_tokens, sample.text) == (2**64 - 1, 16, "")
@@ -90,7 +92,7 @@ def test_prompt_logprobs_start_with_none(call, fake):
     fake.answers["Generate"] = lambda request, context: iter(answers)
     out = call(lambda client: client.generate(["a", "b"], prompt_logprobs=True))
     assert out[0].prompt_logprobs is None
-    assert out[1].prompt_logprobs == PromptLogprobs(1, [7, 8], [None, -0.5], [])
+    assert out[1].prompt_logprobs == PromptLogprobs(1, [7, 8], [None, -0.5], [], [])
 
 
 def test_stream_gives_events_as_they_come(fake):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import random
 import threading
@@ -17,6 +18,7 @@ from rollout_client import (
     FinishReason,
     InvalidArgument,
     NotFound,
+    PromptLogprobs,
     RolloutClient,
     Sample,
     SamplingParams,
@@ -80,6 +82,43 @@ def test_top_logprobs_are_the_most_likely_of_the_raw_distribution(client, rng):
         values = list(top.values())
         assert len(top) == 5 and values == sorted(values, reverse=True)
         assert raw == top[token] if token in top else raw <= values[-1]
+    for rank, token, top in zip(sample.ranks, sample.token_ids, sample.top_logprobs, strict=True):
+        assert [token] == list(top)[rank - 1 : rank] if rank <= 5 else token not in top
+
+
+def test_processed_top_logprobs_are_those_of_the_tokens_that_could_be_drawn(client, rng):
+    prompt, sampling = (
+        random_prompt(rng),
+        SamplingParams(max_tokens=16, temperature=2.0, top_k=3, ignore_eos=True, seed=1),
+    )
+    sample = client.generate([prompt], sampling=sampling, top_logprobs=5, top_logprobs_of="processed")[0].samples[0]
+    plain = client.generate([prompt], sampling=sampling)[0].samples[0]
+    assert bits(sample) == bits(plain) and plain.ranks == []
+    for token, processed, rank, top in zip(
+        sample.token_ids, sample.logprobs, sample.ranks, sample.top_logprobs, strict=True
+    ):
+        assert len(top) == 3 and top[token] == processed and list(top)[rank - 1] == token
+        assert abs(sum(math.exp(value) for value in top.values()) - 1) < 1e-5
+    greedy = dataclasses.replace(sampling, temperature=0)
+    sample = client.generate([prompt], sampling=greedy, top_logprobs=5, top_logprobs_of="processed")[0].samples[0]
+    assert sample.top_logprobs == [{token: 0.0} for token in sample.token_ids] and sample.ranks == [1] * 16
+
+
+def test_streamed_tokens_have_the_ranks_of_the_sample(client, rng):
+    events = client.generate_stream(
+        [random_prompt(rng)],
+        sampling=SamplingParams(max_tokens=8),
+        top_logprobs=2,
+        prompt_logprobs=True,
+        stream_tokens=True,
+    )
+    events = list(events)
+    deltas = [event for event in events if isinstance(event, TokenDelta) and event.token_ids]
+    (sample,) = (event for event in events if isinstance(event, Sample))
+    (prompt,) = (event for event in events if isinstance(event, PromptLogprobs))
+    assert [rank for delta in deltas for rank in delta.ranks] == sample.ranks
+    assert [top for delta in deltas for top in delta.top_logprobs] == sample.top_logprobs
+    assert len(prompt.ranks) == len(prompt.token_ids) and prompt.ranks[0] == 0 and min(prompt.ranks[1:]) >= 1
 
 
 def test_same_seed_same_bits_and_another_seed_others(client, rng):

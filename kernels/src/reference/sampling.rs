@@ -2,7 +2,7 @@
 
 use std::cmp::Ordering;
 
-use crate::sampling::{SamplingTask, TokenLogprobs, uniform};
+use crate::sampling::{Distribution, SamplingTask, TokenLogprobs, uniform};
 
 /// The answer to one task of a row.
 pub(super) fn answer(logits: &[f32], task: &SamplingTask<'_>) -> TokenLogprobs {
@@ -10,27 +10,47 @@ pub(super) fn answer(logits: &[f32], task: &SamplingTask<'_>) -> TokenLogprobs {
     let is_broken = logits.iter().any(|x| x.is_nan() || *x == f32::INFINITY);
     let all = log_softmax(&exact);
     let raw = |token: u32| if is_broken { f32::NAN } else { all[token as usize] as f32 };
-    let (token, processed) = choose(&edited(logits, task), task, is_broken);
-    let top = if task.top_logprobs == 0 { Vec::new() } else { by_rank(&exact) };
-    let top = top.into_iter().take(task.top_logprobs as usize).map(|token| (token, raw(token)));
-    TokenLogprobs { token, raw: raw(token), processed, top: top.collect() }
+    let edited = edited(logits, task);
+    let probabilities = processed(&edited, task, is_broken);
+    let draw = || draw(&probabilities, uniform(task.seed, task.output_index));
+    let token = task.target.unwrap_or_else(draw);
+    let processed = |token: u32| if is_broken { f32::NAN } else { probabilities[token as usize].ln() as f32 };
+    let possible = |token: u32| probabilities[token as usize] > 0.0;
+    let (top, rank) = match task.top_of {
+        _ if task.top_logprobs == 0 => (Vec::new(), 0),
+        Distribution::Raw => ranking(&exact, token, task, |_| true, raw),
+        Distribution::Processed => ranking(&edited, token, task, possible, processed),
+    };
+    TokenLogprobs { token, raw: raw(token), processed: processed(token), top, rank }
 }
 
-/// The task's token and its processed log-probability.
-fn choose(edited: &[f64], task: &SamplingTask<'_>, is_broken: bool) -> (u32, f32) {
+/// The most likely tokens of those that are `possible`, and the rank of `token`.
+fn ranking(
+    logits: &[f64],
+    token: u32,
+    task: &SamplingTask<'_>,
+    possible: impl Fn(u32) -> bool,
+    logprob: impl Fn(u32) -> f32,
+) -> (Vec<(u32, f32)>, u32) {
+    let order: Vec<u32> = by_rank(logits).into_iter().filter(|other| possible(*other)).collect();
+    let is_above = |other: &&u32| !possible(token) || logits[**other as usize] > logits[token as usize];
+    let rank = 1 + order.iter().filter(is_above).count() as u32;
+    (order.iter().take(task.top_logprobs as usize).map(|other| (*other, logprob(*other))).collect(), rank)
+}
+
+/// The probabilities that a task samples from; of a broken row, those of the token that is taken.
+fn processed(edited: &[f64], task: &SamplingTask<'_>, is_broken: bool) -> Vec<f64> {
     let highest = edited.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let is_greedy = is_broken || task.temperature == 0.0 || !(highest as f32).is_finite();
     if is_greedy {
         let of_highest = |_: &usize| highest > f64::NEG_INFINITY;
         let greedy = edited.iter().position(|x| *x == highest).filter(of_highest);
         let greedy = greedy.map_or_else(|| task.allowed.map_or(0, |allowed| allowed[0]), |token| token as u32);
-        let token = task.target.unwrap_or(greedy);
-        let processed = if token == greedy { 0.0 } else { f32::NEG_INFINITY };
-        return (token, if is_broken { f32::NAN } else { processed });
+        let mut probabilities = vec![0.0; edited.len()];
+        probabilities[greedy as usize] = 1.0;
+        return probabilities;
     }
-    let probabilities = filtered(edited, task);
-    let token = task.target.unwrap_or_else(|| draw(&probabilities, uniform(task.seed, task.output_index)));
-    (token, probabilities[token as usize].ln() as f32)
+    filtered(edited, task)
 }
 
 /// The probabilities that a task samples from, where the row is not broken and the temperature is above 0.

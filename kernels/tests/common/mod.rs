@@ -89,6 +89,7 @@ pub fn of_device(rank: &Rank, seed: u64, found: &TokenLogprobs, expected: &Token
     let context = format!("{} seed {seed}: {found:?}, expected {expected:?}", rank.name());
     assert!(found.token == expected.token && is_same && top_is_near, "{context}");
     assert_eq!(tops(&found.top), tops(&expected.top), "{context}");
+    assert_eq!(found.rank, expected.rank, "{context}");
 }
 
 /// Queries, keys and values of two sequences whose blocks are dealt out at random; those of the second are written to

@@ -116,6 +116,7 @@ impl Executor for Fake {
             raw: -(self.policy as f32),
             processed: 0.0,
             top: Vec::new(),
+            rank: 0,
         };
         Ok(StepOutput {
             tokens: plan.tasks().map(|task| answer(task.target)).collect(),

@@ -39,6 +39,7 @@ impl Executor for Counting {
                     raw: -1.0,
                     processed: -0.5,
                     top: Vec::new(),
+                    rank: 0,
                 }));
             }
         }

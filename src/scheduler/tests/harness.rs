@@ -149,7 +149,13 @@ fn answer(state: u64, repeated: Option<TokenId>, task: &LogitsTask) -> TokenLogp
     let raw = |token| raw_logprob(state, token);
     if let Some(token) = task.target {
         assert_eq!(task.history, None, "penalties are of what is sampled");
-        return TokenLogprobs { token, raw: raw(token), processed: raw(token) / task.params.temperature, top: vec![] };
+        return TokenLogprobs {
+            token,
+            raw: raw(token),
+            processed: raw(token) / task.params.temperature,
+            top: vec![],
+            rank: 0,
+        };
     }
     let mut draw = mix(mix(state, task.seed), u64::from(task.output_index));
     assert_eq!(task.history.is_some(), task.params.needs_history());
@@ -166,7 +172,7 @@ fn answer(state: u64, repeated: Option<TokenId>, task: &LogitsTask) -> TokenLogp
     let masked = task.output_index < task.params.min_tokens;
     let allowed: Vec<TokenId> = (0..VOCAB as TokenId).filter(|token| !(masked && stops(token))).collect();
     let token = allowed[(choice % allowed.len() as u64) as usize];
-    TokenLogprobs { token, raw: raw(token), processed: (draw >> 40) as f32, top: vec![] }
+    TokenLogprobs { token, raw: raw(token), processed: (draw >> 40) as f32, top: vec![], rank: 0 }
 }
 
 /// The outcomes of one sample so far.

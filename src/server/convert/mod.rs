@@ -22,7 +22,7 @@ use super::pb;
 use crate::engine::{AbortTarget, CancelFlag, Command, GenerateCommand, RequestKind};
 use crate::error::{Error, Result};
 use crate::memory::Charge;
-use crate::types::{Prompt, SamplingParams, WeightVersion};
+use crate::types::{Distribution, Prompt, SamplingParams, WeightVersion};
 
 /// Most samples of one prompt: GRPO groups are 4 to 64, best-of-n and pass@k go up to 1,000.
 const MAX_SAMPLES_PER_PROMPT: u32 = 1024;
@@ -99,6 +99,7 @@ pub(super) fn generate(request: pb::GenerateRequest, model: &ModelFacts, charge:
     if request.return_text && model.encoder.is_none() {
         return Err(Error::invalid("return_text", "this model has no tokenizer; ask for token ids only"));
     }
+    let top_logprobs_of = distribution(request.top_logprobs_of)?;
     let params = sampling::for_generate(request.sampling.as_ref(), request.top_logprobs, model)?;
     let seed = request.sampling.as_ref().and_then(|s| s.seed).unwrap_or_else(rand::random);
     Ok(ValidRequest {
@@ -111,7 +112,7 @@ pub(super) fn generate(request: pb::GenerateRequest, model: &ModelFacts, charge:
             stream_tokens: request.stream_tokens,
             return_text: request.return_text,
         },
-        params: Arc::new(params),
+        params: Arc::new(SamplingParams { top_logprobs_of, ..params }),
         adapter: named(request.adapter)?,
         if_weight_version: request.if_weight_version,
         min_weight_version: request.min_weight_version,
@@ -223,6 +224,14 @@ fn check_top_logprobs(k: u32, model: &ModelFacts) -> Result<()> {
         return Err(Error::invalid("top_logprobs", message));
     }
     Ok(())
+}
+
+fn distribution(given: i32) -> Result<Distribution> {
+    match pb::Distribution::try_from(given) {
+        Ok(pb::Distribution::Unspecified | pb::Distribution::Raw) => Ok(Distribution::Raw),
+        Ok(pb::Distribution::Processed) => Ok(Distribution::Processed),
+        Err(_) => Err(Error::invalid("top_logprobs_of", format!("{given} is no Distribution; use RAW or PROCESSED"))),
+    }
 }
 
 fn check_n(n: Option<u32>, prompts: usize) -> Result<u32> {

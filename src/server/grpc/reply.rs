@@ -41,6 +41,8 @@ impl ReplyWriter {
                 logprobs: vec![logprobs.processed],
                 raw_logprobs: vec![logprobs.raw],
                 text,
+                top_logprobs: self.if_asked(|| vec![top_logprobs(&logprobs)]),
+                ranks: self.if_asked(|| vec![logprobs.rank]),
             })),
             Event::Text { prompt_index, sample_index, text } => push(Message::Delta(pb::TokenDelta {
                 prompt_index,
@@ -70,12 +72,13 @@ impl ReplyWriter {
             token_ids: c.tokens.iter().map(|t| t.token).collect(),
             logprobs: c.tokens.iter().map(|t| t.processed).collect(),
             raw_logprobs: c.tokens.iter().map(|t| t.raw).collect(),
-            top_logprobs: if self.top { c.tokens.iter().map(top_logprobs).collect() } else { Vec::new() },
+            top_logprobs: self.if_asked(|| c.tokens.iter().map(top_logprobs).collect()),
             finish_reason: finish_reason(c.finish_reason).into(),
             weight_versions: c.weight_versions.iter().map(span).collect(),
             seed: c.seed,
             cached_tokens: c.cached_tokens,
             text: c.text,
+            ranks: self.if_asked(|| c.tokens.iter().map(|t| t.rank).collect()),
         }
     }
 
@@ -85,8 +88,14 @@ impl ReplyWriter {
             prompt_index,
             token_ids: prompt.to_vec(),
             raw_logprobs: after_first(prompt.len(), logprobs, |t| t.raw)?,
-            top_logprobs: if self.top { tops_after_first(logprobs) } else { Vec::new() },
+            top_logprobs: self.if_asked(|| tops_after_first(logprobs)),
+            ranks: self.if_asked(|| std::iter::once(0).chain(logprobs.iter().map(|t| t.rank)).collect()),
         })
+    }
+
+    /// The list that goes with `top_logprobs`: empty unless the request asked for them.
+    fn if_asked<T>(&self, list: impl FnOnce() -> Vec<T>) -> Vec<T> {
+        if self.top { list() } else { Vec::new() }
     }
 
     fn summary(&self, s: &Summary) -> pb::GenerateSummary {

@@ -40,6 +40,7 @@ _FINISH_REASONS = {
     4: FinishReason.LENGTH,
     5: FinishReason.ABORTED,
 }
+_DISTRIBUTIONS = {"raw": 1, "processed": 2}
 
 
 # Requests
@@ -67,6 +68,10 @@ def generate_request(
         stream_tokens=options.get("stream_tokens", False),
     )
     set_field(request, "n", n, "n")
+    distribution = options.get("top_logprobs_of", "raw")
+    if distribution not in _DISTRIBUTIONS:
+        raise InvalidArgument(f"top_logprobs_of: {distribution!r} is neither 'raw' nor 'processed'")
+    request.top_logprobs_of = _DISTRIBUTIONS[distribution]
     _set_request_options(request, options)
     return request
 
@@ -297,6 +302,7 @@ def _sample(completion: Any) -> Sample:
         seed=completion.seed,
         cached_tokens=completion.cached_tokens,
         top_logprobs=_top_logprobs(completion.top_logprobs),
+        ranks=list(completion.ranks),
     )
 
 
@@ -308,6 +314,8 @@ def _token_delta(delta: Any) -> TokenDelta:
         logprobs=np.array(delta.logprobs, dtype=np.float32),
         raw_logprobs=np.array(delta.raw_logprobs, dtype=np.float32),
         text=delta.text if delta.HasField("text") else None,
+        top_logprobs=_top_logprobs(delta.top_logprobs),
+        ranks=list(delta.ranks),
     )
 
 
@@ -317,6 +325,7 @@ def _prompt_logprobs(message: Any) -> PromptLogprobs:
         token_ids=list(message.token_ids),
         raw_logprobs=_after_first(message.raw_logprobs),
         top_logprobs=_top_logprobs(message.top_logprobs),
+        ranks=list(message.ranks),
     )
 
 

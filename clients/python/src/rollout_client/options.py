@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from ._progress import ProgressArgument
 from ._segment import SharedBuffer
@@ -41,6 +41,9 @@ class GenerateOptions(RequestOptions, total=False):
 
     prompt_logprobs: bool
     """Also the log-probabilities of the prompts' tokens; default False."""
+    top_logprobs_of: Literal["raw", "processed"]
+    """The distribution of the samples' `top_logprobs` and `ranks`: `"raw"`, the default, the model's own (those of the
+    prompts always are), or `"processed"`, the one that is sampled from."""
     return_text: bool
     """Also the texts; default True. A model without a tokenizer needs False."""
     request_id: str | None

@@ -95,7 +95,7 @@ class VersionSpan:
 
 
 TopLogprobs = dict[int, float]
-"""The most likely tokens at one position with their raw log-probabilities, descending."""
+"""The most likely tokens at one position with their log-probabilities, descending."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,10 @@ class Sample:
     cached_tokens: int
     """Prompt tokens whose KV came from the cache."""
     top_logprobs: list[TopLogprobs]
-    """`[T]` if `top_logprobs` was asked, else empty."""
+    """`[T]` if `top_logprobs` was asked, else empty. Raw, unless asked for with `top_logprobs_of="processed"`."""
+    ranks: list[int]
+    """`[T]` if `top_logprobs` was asked, else empty: 1 + the number of tokens that are more likely, in the distribution
+    of `top_logprobs`."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,8 @@ class PromptLogprobs:
     """`[P]`; None for the first token."""
     top_logprobs: list[TopLogprobs]
     """`[P]` (the first one empty) if `top_logprobs` was asked, else empty."""
+    ranks: list[int]
+    """`[P]` (the first one 0) if `top_logprobs` was asked, else empty."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +165,10 @@ class TokenDelta:
     raw_logprobs: npt.NDArray[np.float32]
     text: str | None
     """Text that these tokens complete, if asked; may be empty in the middle of a character or of a stop string."""
+    top_logprobs: list[TopLogprobs]
+    """As those of the sample."""
+    ranks: list[int]
+    """As those of the sample."""
 
 
 @dataclass(frozen=True)

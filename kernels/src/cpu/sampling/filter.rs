@@ -8,7 +8,7 @@
 use std::cmp::Ordering;
 
 use super::super::isa::Isa;
-use super::super::logits::{self, BINS, Bins, Bound, Candidate, Measure, Row};
+use super::super::logits::{self, BINS, Bins, Bound, Candidate, Measure, Row, VOCAB_BLOCK};
 use crate::sampling::SamplingTask;
 
 /// The number of block maxima that determine the floor of the tokens that are tried first.
@@ -76,15 +76,29 @@ pub fn bound(
     bound
 }
 
-/// Fills the candidates with the tokens of the `k` highest logits, in no particular order.
-pub fn top_k(isa: Isa, row: &Row, k: usize, selection: &mut Selection) {
+/// The tokens of the `k` highest logits, as far as these are at least `least`, in the order of [`descending`].
+pub fn most_likely<'a>(isa: Isa, row: &Row, k: usize, least: f32, selection: &'a mut Selection) -> &'a [Candidate] {
     let Selection { floors, candidates } = selection;
     let floor = if k <= row.maxima.len() { nth_block_maximum(row.maxima, k, floors) } else { f32::NEG_INFINITY };
-    logits::candidates(isa, row, floor, 1.0, candidates);
+    logits::candidates(isa, row, floor.max(least), 1.0, candidates);
     if k < candidates.len() {
         candidates.select_nth_unstable_by(k - 1, descending);
         candidates.truncate(k);
     }
+    candidates.sort_unstable_by(descending);
+    candidates
+}
+
+/// Number of tokens of a row with a logit above `logit`.
+pub fn above(row: &Row, logit: f32) -> u32 {
+    let blocks = row.logits.chunks(VOCAB_BLOCK).zip(row.maxima).filter(|(_, max)| **max > logit);
+    blocks.map(|(block, _)| block.iter().map(|&x| u32::from(x > logit)).sum::<u32>()).sum()
+}
+
+/// Number of tokens of a row that `bound` keeps and that have a logit above `-inf`.
+pub fn kept(row: &Row, bound: Bound) -> u32 {
+    let is_kept = |(id, &x): (u32, &f32)| x > f32::NEG_INFINITY && bound.keeps(x, id);
+    (0..).zip(row.logits).filter(|token| is_kept(*token)).count() as u32
 }
 
 /// A logit that at least `n` logits reach (or as many as there are blocks): the n-th largest of the block maxima, each

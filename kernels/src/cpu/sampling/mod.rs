@@ -11,7 +11,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::isa::Isa;
 use super::logits::{self, Bound, Row, VOCAB_BLOCK};
-use crate::sampling::{SampledTokens, SamplingTask, TokenLogprobs, uniform};
+use crate::sampling::{Distribution, SampledTokens, SamplingTask, TokenLogprobs, uniform};
 
 /// The answers of one thread, and the buffers that it needs to compute them.
 pub(super) struct Sampler {
@@ -89,15 +89,40 @@ fn answer_row(logits: &[f32], tasks: &[SamplingTask<'_>], scratch: &mut SamplerS
 }
 
 fn answer_task(raw: &Raw, task: &SamplingTask<'_>, work: &mut TaskScratch) -> TokenLogprobs {
-    let top = top_logprobs(raw, task.top_logprobs as usize, &mut work.selection);
-    let (token, processed) = choose(raw, task, work);
-    TokenLogprobs { token, raw: raw.logprob(token), processed, top }
+    let Choice { token, processed, ranking } = choose(raw, task, work);
+    let Ranking { top, rank } = ranking.unwrap_or_else(|| raw.ranking(token, task, &mut work.selection));
+    TokenLogprobs { token, raw: raw.logprob(token), processed, top, rank }
 }
 
 impl Raw<'_> {
     fn logprob(&self, token: u32) -> f32 {
         logprob(self.row.logits[token as usize], self.row.max, 1.0, self.total)
     }
+
+    /// The most likely tokens of the raw distribution, and the rank of `token` in it, if the task asks for them.
+    fn ranking(&self, token: u32, task: &SamplingTask<'_>, selection: &mut filter::Selection) -> Ranking {
+        if task.top_logprobs == 0 {
+            return Ranking::default();
+        }
+        let top = filter::most_likely(self.isa, &self.row, task.top_logprobs as usize, f32::NEG_INFINITY, selection);
+        let rank = 1 + filter::above(&self.row, self.row.logits[token as usize]);
+        Ranking { top: top.iter().map(|c| (c.id, self.logprob(c.id))).collect(), rank }
+    }
+}
+
+/// What a task is answered with, before the raw log-probability.
+struct Choice {
+    token: u32,
+    processed: f32,
+    /// Of the processed distribution, if the task asks for that.
+    ranking: Option<Ranking>,
+}
+
+/// See [`TokenLogprobs`].
+#[derive(Default)]
+struct Ranking {
+    top: Vec<(u32, f32)>,
+    rank: u32,
 }
 
 /// The log-probability of a token with logit `x`, where the highest logit is `max` and `total` is the sum
@@ -109,18 +134,8 @@ fn logprob(x: f32, max: f32, temperature: f32, total: f64) -> f32 {
     ((f64::from(x) - f64::from(max)) / f64::from(temperature) - total.ln()) as f32
 }
 
-/// The `k` most likely tokens of the raw distribution, descending, ties by ascending id.
-fn top_logprobs(raw: &Raw, k: usize, selection: &mut filter::Selection) -> Vec<(u32, f32)> {
-    if k == 0 {
-        return Vec::new();
-    }
-    filter::top_k(raw.isa, &raw.row, k, selection);
-    selection.candidates.sort_unstable_by(filter::descending);
-    selection.candidates.iter().map(|c| (c.id, raw.logprob(c.id))).collect()
-}
-
-/// The task's token and its processed log-probability.
-fn choose(raw: &Raw, task: &SamplingTask<'_>, work: &mut TaskScratch) -> (u32, f32) {
+/// The task's token, its processed log-probability, and its ranking in the processed distribution.
+fn choose(raw: &Raw, task: &SamplingTask<'_>, work: &mut TaskScratch) -> Choice {
     let isa = raw.isa;
     let TaskScratch { edited, maxima, sums, counts, selection } = work;
     // The scale is clamped to normal numbers, so that `0 * scale` is 0 and `-inf * scale` is `-inf`.
@@ -134,10 +149,7 @@ fn choose(raw: &Raw, task: &SamplingTask<'_>, work: &mut TaskScratch) -> (u32, f
     };
     let broken = raw.total.is_nan();
     if broken || !row.max.is_finite() || task.temperature == 0.0 {
-        let choice = argmax(row, task);
-        let token = task.target.unwrap_or(choice);
-        let processed = if token == choice { 0.0 } else { f32::NEG_INFINITY };
-        return (token, if broken { f32::NAN } else { processed });
+        return greedy(argmax(row, task), task, broken);
     }
     let filtered = filter::applies(task, row.logits.len());
     let bound = if filtered { filter::bound(isa, &row, task, scale, total, sums, selection) } else { Bound::NONE };
@@ -152,12 +164,40 @@ fn choose(raw: &Raw, task: &SamplingTask<'_>, work: &mut TaskScratch) -> (u32, f
         let target = uniform(task.seed, task.output_index) * total;
         logits::inverse_cdf(isa, &row, scale, bound, sums, target) as u32
     });
-    let logit = row.logits[token as usize];
-    let processed = match bound.keeps(logit, token) {
-        true => logprob(logit, row.max, task.temperature, total),
-        false => f32::NEG_INFINITY,
+    let logprob = |token: u32| {
+        let logit = row.logits[token as usize];
+        match bound.keeps(logit, token) {
+            true => logprob(logit, row.max, task.temperature, total),
+            false => f32::NEG_INFINITY,
+        }
     };
-    (token, processed)
+    let ranking = asks_for_processed(task).then(|| {
+        let least = bound.logit.max(f32::MIN);
+        let top = filter::most_likely(isa, &row, task.top_logprobs as usize, least, selection);
+        let top = top.iter().filter(|c| bound.keeps(c.logit, c.id)).map(|c| (c.id, logprob(c.id))).collect();
+        // All tokens above one that is kept are kept; above another one are those that are kept.
+        let logit = row.logits[token as usize];
+        let above = match bound.keeps(logit, token) {
+            true => filter::above(&row, logit),
+            false => filter::kept(&row, bound),
+        };
+        Ranking { top, rank: 1 + above }
+    });
+    Choice { token, processed: logprob(token), ranking }
+}
+
+/// The answer where `choice` is the one token of the processed distribution. In a `broken` row no log-probability is a
+/// number.
+fn greedy(choice: u32, task: &SamplingTask<'_>, broken: bool) -> Choice {
+    let token = task.target.unwrap_or(choice);
+    let logprob = |x: f32| if broken { f32::NAN } else { x };
+    let processed = logprob(if token == choice { 0.0 } else { f32::NEG_INFINITY });
+    let ranking = || Ranking { top: vec![(choice, logprob(0.0))], rank: 1 + u32::from(token != choice) };
+    Choice { token, processed, ranking: asks_for_processed(task).then(ranking) }
+}
+
+fn asks_for_processed(task: &SamplingTask<'_>) -> bool {
+    task.top_logprobs > 0 && task.top_of == Distribution::Processed
 }
 
 /// The token with the highest logit, ties to the lowest id. If all logits are `-inf` it is the lowest allowed id.

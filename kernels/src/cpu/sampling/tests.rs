@@ -22,6 +22,7 @@ struct Options {
     eos: Vec<u32>,
     stop: Vec<u32>,
     top_logprobs: u32,
+    top_of: Distribution,
 }
 
 impl Default for Options {
@@ -39,6 +40,7 @@ impl Default for Options {
             eos: Vec::new(),
             stop: Vec::new(),
             top_logprobs: 0,
+            top_of: Distribution::Raw,
         }
     }
 }
@@ -61,6 +63,7 @@ fn task(options: &Options, seed: u64, output_index: u32) -> SamplingTask<'_> {
         output_index,
         target: None,
         top_logprobs: options.top_logprobs,
+        top_of: options.top_of,
     }
 }
 
@@ -350,7 +353,32 @@ fn top_logprobs_are_the_most_likely_tokens_of_the_raw_distribution() {
         assert_eq!(answer.top.iter().map(|t| t.0 as usize).collect::<Vec<_>>(), order);
         for &(token, raw) in &answer.top {
             let scored = SamplingTask { target: Some(token), ..task(&params, 1, 1) };
-            assert_eq!(self::answer(&logits, &scored, &mut scratch).raw, raw);
+            let scored = self::answer(&logits, &scored, &mut scratch);
+            assert_eq!(scored.raw, raw);
+            assert_eq!(scored.rank as usize, 1 + logits.iter().filter(|x| **x > logits[token as usize]).count());
+        }
+    }
+}
+
+#[test]
+fn processed_top_logprobs_are_of_the_tokens_that_may_be_drawn() {
+    let mut rng = rng(7);
+    let mut scratch = new_scratch();
+    for (vocab, (name, options)) in [12, 700, 5000].into_iter().flat_map(|n| options().into_iter().map(move |o| (n, o)))
+    {
+        let mut logits = random_row(&mut rng, vocab, 2.0);
+        logits.iter_mut().for_each(|x| *x = (*x * 4.0).round() / 4.0); // many ties
+        let options = Options { top_logprobs: 7, top_of: Distribution::Processed, ..options };
+        let task = task(&options, 1, 1);
+        let mut score = |token| answer(&logits, &SamplingTask { target: Some(token), ..task }, &mut scratch);
+        let scores: Vec<TokenLogprobs> = (0..vocab as u32).map(&mut score).collect();
+        let mut possible: Vec<&TokenLogprobs> = scores.iter().filter(|s| s.processed > f32::NEG_INFINITY).collect();
+        possible.sort_by(|a, b| b.processed.total_cmp(&a.processed).then(a.token.cmp(&b.token)));
+        let expected: Vec<(u32, f32)> = possible.iter().take(7).map(|s| (s.token, s.processed)).collect();
+        for score in scores.iter().step_by(1 + vocab / 50) {
+            assert_eq!(score.top, expected, "{name}, {vocab} tokens");
+            let above = possible.iter().filter(|other| other.processed > score.processed).count();
+            assert_eq!(score.rank as usize, 1 + above, "{name}, {vocab} tokens, {score:?}");
         }
     }
 }

@@ -5,7 +5,7 @@ use super::{generate, model};
 use crate::engine::AbortTarget;
 use crate::error::Error;
 use crate::server::pb;
-use crate::types::{Prompt, SamplingParams};
+use crate::types::{Distribution, Prompt, SamplingParams};
 
 fn tokens(ids: &[u32]) -> pb::Prompt {
     pb::Prompt { kind: Some(pb::prompt::Kind::Tokens(pb::TokenIds { ids: ids.to_vec() })), ..Default::default() }
@@ -71,6 +71,7 @@ fn wrong_request_fields_are_refused() {
         r.n = Some(1024);
     });
     check("top_logprobs", "101 is more than 100", |r| r.top_logprobs = 101);
+    check("top_logprobs_of", "3 is no Distribution", |r| r.top_logprobs_of = 3);
     check("return_text", "no tokenizer", |r| r.return_text = true);
     check("if_weight_version", "1 is below min_weight_version 2", |r| {
         r.if_weight_version = Some(1);
@@ -175,6 +176,7 @@ fn every_field_arrives() {
             seed: Some(u64::MAX),
         }),
         top_logprobs: 100,
+        top_logprobs_of: pb::Distribution::Processed.into(),
         prompt_logprobs: true,
         stream_tokens: true,
         if_weight_version: Some(3),
@@ -198,6 +200,7 @@ fn every_field_arrives() {
         stop_token_ids: vec![6, 8],
         stop_strings: Vec::new(),
         top_logprobs: 100,
+        top_logprobs_of: Distribution::Processed,
     };
     assert_eq!(*valid.params, params);
     assert_eq!(

@@ -15,7 +15,13 @@ fn model() -> ModelFacts {
 
 fn token(token: u32) -> TokenLogprobs {
     let t = token as f32;
-    TokenLogprobs { token, raw: -t, processed: -t / 2.0, top: vec![(token, -t), (token + 1, -t - 1.0)] }
+    TokenLogprobs {
+        token,
+        raw: -t,
+        processed: -t / 2.0,
+        top: vec![(token, -t), (token + 1, -t - 1.0)],
+        rank: token + 1,
+    }
 }
 
 fn request(top_logprobs: u32, prompt_logprobs: bool) -> ValidRequest {
@@ -68,6 +74,7 @@ fn expected_completion() -> pb::Completion {
         seed: 77,
         cached_tokens: 2,
         text: None,
+        ranks: Vec::new(),
     }
 }
 
@@ -81,7 +88,8 @@ fn a_completion_arrives_whole() {
 fn top_logprobs_come_only_if_asked() {
     let top = |t: f32| pb::TopLogprobs { token_ids: vec![t as u32, t as u32 + 1], logprobs: vec![-t, -t - 1.0] };
     let got = messages(&request(2, false), Event::Completion(completion()));
-    let expected = pb::Completion { top_logprobs: vec![top(1.0), top(2.0)], ..expected_completion() };
+    let expected =
+        pb::Completion { top_logprobs: vec![top(1.0), top(2.0)], ranks: vec![2, 3], ..expected_completion() };
     assert_eq!(got, [Message::Completion(expected)]);
 }
 
@@ -94,9 +102,12 @@ fn a_token_is_a_delta() {
         token_ids: vec![7],
         logprobs: vec![-3.5],
         raw_logprobs: vec![-7.0],
-        text: None,
+        ..Default::default()
     };
-    assert_eq!(messages(&request(0, false), event), [Message::Delta(expected)]);
+    assert_eq!(messages(&request(0, false), event.clone()), [Message::Delta(expected.clone())]);
+    let top = pb::TopLogprobs { token_ids: vec![7, 8], logprobs: vec![-7.0, -8.0] };
+    let expected = pb::TokenDelta { top_logprobs: vec![top], ranks: vec![8], ..expected };
+    assert_eq!(messages(&request(2, false), event), [Message::Delta(expected)]);
 }
 
 #[test]
@@ -125,6 +136,7 @@ fn prompt_logprobs_start_with_nan() {
     assert_eq!(p.raw_logprobs[1..], [-11.0, -12.0]);
     assert_eq!(p.top_logprobs[0], pb::TopLogprobs::default());
     assert_eq!(p.top_logprobs[2].token_ids, [12, 13]);
+    assert_eq!(p.ranks, [0, 12, 13]);
 }
 
 #[test]
