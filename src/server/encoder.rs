@@ -28,6 +28,10 @@ impl PromptEncoder {
         Self { tokenizer, chat_template }
     }
 
+    pub(super) fn tokenizer(&self) -> &Arc<Tokenizer> {
+        &self.tokenizer
+    }
+
     pub(super) fn has_chat_template(&self) -> bool {
         self.chat_template.is_some()
     }

@@ -158,7 +158,7 @@ fn parse<T: DeserializeOwned>(body: &[u8], mut charge: Charge) -> Result<JsonBod
     let mut json = serde_json::Deserializer::from_slice(body);
     let value = serde_ignored::deserialize(serde_path_to_error::Deserializer::new(&mut json, &mut track), &mut note);
     let path = || match track.path().to_string() {
-        path if path == "." => "body".to_owned(),
+        path if path == "." || path.contains('?') => "body".to_owned(),
         path => shown(&path, MAX_IGNORED_BYTES),
     };
     let value: T = value.map_err(|error| Error::invalid(path(), error.to_string()))?;

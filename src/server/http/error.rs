@@ -47,9 +47,10 @@ impl HttpError {
         Self { status, facts: ErrorFacts { message, r#type: kind, param, code: status.as_u16() } }
     }
 
-    /// A member of the body, named by its path, is wrong.
-    pub(super) fn invalid(param: impl Into<String>, message: &str) -> Self {
-        Error::invalid(param, message).into()
+    /// The `model` of a request is neither the policy's name nor that of a resident adapter.
+    pub(super) fn no_model(message: &str) -> Self {
+        let message = format!("model: {message}; /v1/models lists what can be named");
+        Self::new(StatusCode::NOT_FOUND, "NotFoundError", Some("model".into()), &message)
     }
 
     pub(super) fn no_route() -> Self {

@@ -5,6 +5,9 @@ mod body;
 mod error;
 mod facts;
 mod listener;
+mod members;
+mod openai;
+mod reply;
 
 use std::future::Future as _;
 use std::sync::Arc;
@@ -50,6 +53,7 @@ fn table() -> Vec<(Role, Route)> {
         (Role::Anyone, routes!(facts::ping)),
         (Role::Generate, routes!(facts::version)),
         (Role::Generate, routes!(facts::models)),
+        (Role::Generate, routes!(openai::completions::completions)),
     ]
 }
 

@@ -1,0 +1,374 @@
+//! Makes the answers of `/v1/completions` from the events of a request.
+
+use std::collections::VecDeque;
+
+use bytes::Bytes;
+use serde::Serialize;
+use serde_json::value::RawValue;
+use utoipa::ToSchema;
+
+use super::Completion as Members;
+use crate::engine::{Completion, Event, RequestKind, Summary};
+use crate::error::{Error, Result};
+use crate::memory::{Charge, Traffic};
+use crate::server::calls::{Progress, Writer};
+use crate::server::convert::ValidRequest;
+use crate::server::http::openai::logprobs::{Logprobs, PromptLogprobs, TokenTexts};
+use crate::server::http::openai::report::{Report, StopReason, VersionSpan, finish_reason};
+use crate::server::http::openai::sampling::LogprobsMode;
+use crate::server::http::openai::usage::Usage;
+use crate::server::http::reply::{event, json};
+use crate::types::{Prompt, TokenId, TokenLogprobs};
+
+/// What the answers are to contain.
+pub(super) struct Options {
+    pub(super) report: Report,
+    /// How many most likely tokens to report beside each sampled one, if log-probabilities were asked for.
+    pub(super) logprobs: Option<u32>,
+    /// Whether texts begin with the prompt.
+    pub(super) is_echo: bool,
+    /// For an echo, the text of each prompt that came as one.
+    pub(super) prompt_texts: Vec<Option<String>>,
+    /// Whether the one token that was sampled is left out.
+    pub(super) drops_tokens: bool,
+}
+
+impl Options {
+    pub(super) fn new(own: &Members, report: Report) -> Self {
+        let is_echo = own.echo.unwrap_or(false);
+        Self { report, logprobs: own.logprobs, is_echo, prompt_texts: Vec::new(), drops_tokens: false }
+    }
+}
+
+/// The samples of a request.
+#[derive(Serialize, ToSchema)]
+pub(in crate::server::http) struct CompletionAnswer<'a> {
+    id: &'a str,
+    object: &'static str,
+    created: u64,
+    model: &'a str,
+    #[schema(value_type = Vec<Choice>)]
+    choices: Vec<Box<RawValue>>,
+    service_tier: Option<String>,
+    system_fingerprint: &'a str,
+    usage: Usage,
+}
+
+/// One sample.
+#[derive(Serialize, ToSchema)]
+struct Choice<'a> {
+    /// Number of the prompt times `n`, plus the number of the sample.
+    index: usize,
+    text: String,
+    logprobs: Option<Logprobs>,
+    /// `stop`, `length`, or `abort` for a sample that was ended by an order.
+    finish_reason: &'static str,
+    /// The stop string or stop token that ended the sample.
+    stop_reason: Option<StopReason>,
+    token_ids: Option<Vec<TokenId>>,
+    prompt_logprobs: Option<&'a PromptLogprobs>,
+    prompt_token_ids: Option<&'a [TokenId]>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    weight_versions: Option<Vec<VersionSpan>>,
+}
+
+/// One event of a stream.
+#[derive(Serialize)]
+struct Chunk<'a> {
+    id: &'a str,
+    object: &'static str,
+    created: u64,
+    model: &'a str,
+    choices: &'a [ChunkChoice],
+    #[serde(skip_serializing_if = "Option::is_none")]
+    usage: Option<Usage>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    system_fingerprint: Option<&'a str>,
+}
+
+/// What an event adds to one sample.
+#[derive(Serialize, Default)]
+struct ChunkChoice {
+    index: usize,
+    text: String,
+    logprobs: Option<Logprobs>,
+    finish_reason: Option<&'static str>,
+    stop_reason: Option<StopReason>,
+    prompt_token_ids: Option<Vec<TokenId>>,
+    token_ids: Option<Vec<TokenId>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    weight_versions: Option<Vec<VersionSpan>>,
+}
+
+/// What is known of one prompt before its samples end.
+#[derive(Default)]
+struct PromptFacts {
+    /// Log-probabilities of its tokens from the second on, for an echo.
+    echo: Option<Vec<TokenLogprobs>>,
+    reported: Option<PromptLogprobs>,
+}
+
+/// What is known of one sample that is streamed.
+struct Streamed {
+    texts: TokenTexts,
+    /// Characters of the tokens so far.
+    offset: usize,
+}
+
+/// Turns the events of one request into its answer, or into the events of its stream.
+pub(super) struct CompletionWriter {
+    id: String,
+    request_id: String,
+    options: Options,
+    prompts: Vec<Prompt>,
+    samples: usize,
+    facts: Vec<PromptFacts>,
+    /// The finished samples of an answer.
+    choices: Vec<Option<Box<RawValue>>>,
+    /// The samples of a stream that have begun.
+    streamed: Vec<Option<Streamed>>,
+    prompt_tokens: u64,
+    streamed_tokens: u64,
+    /// Covers what is kept until the answer is sent.
+    charge: Charge,
+}
+
+impl CompletionWriter {
+    pub(super) fn new(request: &ValidRequest, options: Options, traffic: &Traffic) -> Self {
+        let samples = match request.kind {
+            RequestKind::Generate { n, .. } => n as usize,
+            RequestKind::Score => 0,
+        };
+        let count = request.prompts.len() * samples;
+        let is_stream = options.report.is_stream;
+        Self {
+            id: format!("cmpl-{}", request.request_id),
+            request_id: request.request_id.clone(),
+            options,
+            prompts: request.prompts.clone(),
+            samples,
+            facts: request.prompts.iter().map(|_| PromptFacts::default()).collect(),
+            choices: (0..if is_stream { 0 } else { count }).map(|_| None).collect(),
+            streamed: (0..if is_stream { count } else { 0 }).map(|_| None).collect(),
+            prompt_tokens: request.prompts.iter().map(|p| p.tokens.len() as u64).sum(),
+            streamed_tokens: 0,
+            charge: traffic.charge_always(0),
+        }
+    }
+
+    fn take(&mut self, event: Event, out: &mut VecDeque<Bytes>) -> Result<Progress> {
+        match event {
+            Event::Token { prompt_index, sample_index, logprobs, text } => {
+                let chunk = self.token(prompt_index, sample_index, &logprobs, text.unwrap_or_default());
+                self.send(chunk, out);
+            }
+            Event::Text { prompt_index, sample_index, text } => {
+                let index = self.index(prompt_index, sample_index);
+                self.send(ChunkChoice { index, text, ..Default::default() }, out);
+            }
+            Event::PromptLogprobs { prompt_index, logprobs, .. } => self.prompt_done(prompt_index, logprobs),
+            Event::Completion(completion) if self.options.report.is_stream => {
+                let chunk = self.last_chunk(&completion);
+                self.send(chunk, out);
+            }
+            Event::Completion(completion) => self.completed(completion)?,
+            Event::Done(summary) => {
+                self.end(&summary, out);
+                return Ok(Progress::Done);
+            }
+            Event::Failed(error) => return Ok(Progress::Failed(error)),
+        }
+        Ok(Progress::More)
+    }
+
+    fn index(&self, prompt_index: u32, sample_index: u32) -> usize {
+        prompt_index as usize * self.samples + sample_index as usize
+    }
+
+    fn prompt_done(&mut self, prompt_index: u32, logprobs: Vec<TokenLogprobs>) {
+        let prompt = prompt_index as usize;
+        let facts = &mut self.facts[prompt];
+        let kept: usize = logprobs.iter().map(|token| size_of::<TokenLogprobs>() + token.heap_bytes()).sum();
+        self.charge.grow_always(2 * kept as u64);
+        let report = &self.options.report;
+        // vLLM reports them for an echo too, though they were not asked for.
+        let echoed = self.options.logprobs.filter(|_| self.options.is_echo);
+        let first = self.prompts[prompt].tokens[0];
+        facts.reported = report
+            .prompt_logprobs
+            .or(echoed)
+            .map(|top| PromptLogprobs::new(first, &logprobs, top as usize, report.token_texts()));
+        facts.echo = echoed.map(|_| logprobs);
+    }
+
+    /// The text that a sample of `prompt` begins with.
+    fn echo(&self, prompt: usize) -> String {
+        if !self.options.is_echo {
+            return String::new();
+        }
+        let given = self.options.prompt_texts.get(prompt).cloned().flatten();
+        given.unwrap_or_else(|| self.options.report.text(&self.prompts[prompt].tokens))
+    }
+
+    /// Log-probabilities that begin with those of the prompt, if it is echoed.
+    fn begun_logprobs(&self, prompt: usize, texts: &mut TokenTexts, offset: &mut usize) -> Logprobs {
+        let mut logprobs = Logprobs::default();
+        let facts = &self.facts[prompt];
+        if let Some(echo) = &facts.echo {
+            let mode = LogprobsMode::Raw;
+            let top = self.options.logprobs.unwrap_or(0) as usize;
+            logprobs.push_first(self.prompts[prompt].tokens[0], texts, offset);
+            echo.iter().for_each(|token| logprobs.push(token, mode, top, texts, offset));
+        }
+        logprobs
+    }
+
+    /// Keeps a finished sample of an answer.
+    fn completed(&mut self, completion: Completion) -> Result<()> {
+        let (prompt, index) =
+            (completion.prompt_index as usize, self.index(completion.prompt_index, completion.sample_index));
+        let report = &self.options.report;
+        let tokens = if self.options.drops_tokens { &[][..] } else { &completion.tokens[..] };
+        let logprobs = self.options.logprobs.map(|top| {
+            let (mut texts, mut offset) = (report.token_texts(), 0);
+            let mut logprobs = self.begun_logprobs(prompt, &mut texts, &mut offset);
+            tokens.iter().for_each(|t| logprobs.push(t, report.mode, top as usize, &mut texts, &mut offset));
+            logprobs
+        });
+        let stop_reason = report.stop_reason(&completion);
+        let mut text = self.echo(prompt);
+        if !self.options.drops_tokens {
+            text.push_str(completion.text.as_deref().unwrap_or_default());
+            text.push_str(report.ending(stop_reason.as_ref()));
+        }
+        let choice = Choice {
+            index,
+            text,
+            logprobs,
+            finish_reason: finish_reason(completion.finish_reason),
+            stop_reason,
+            token_ids: report.returns_ids.then(|| tokens.iter().map(|token| token.token).collect()),
+            prompt_logprobs: self.facts[prompt].reported.as_ref(),
+            prompt_token_ids: report.returns_ids.then_some(&self.prompts[prompt].tokens[..]),
+            weight_versions: report.versions(&completion),
+        };
+        let written = serde_json::value::to_raw_value(&choice)
+            .map_err(|e| Error::Internal(format!("a sample cannot be written: {e}")))?;
+        // Once for the sample, once for its copy in the answer.
+        self.charge.grow_always(2 * written.get().len() as u64);
+        self.choices[index] = Some(written);
+        Ok(())
+    }
+
+    /// What one token adds to a stream.
+    fn token(&mut self, prompt_index: u32, sample_index: u32, token: &TokenLogprobs, text: String) -> ChunkChoice {
+        let (prompt, index) = (prompt_index as usize, self.index(prompt_index, sample_index));
+        self.streamed_tokens += 1;
+        let is_first = self.streamed[index].is_none();
+        let mut chunk = ChunkChoice { index, ..Default::default() };
+        let mut streamed = self.streamed[index]
+            .take()
+            .unwrap_or_else(|| Streamed { texts: self.options.report.token_texts(), offset: 0 });
+        if let Some(top) = self.options.logprobs {
+            let Streamed { texts, offset } = &mut streamed;
+            let mut logprobs = if is_first { self.begun_logprobs(prompt, texts, offset) } else { Logprobs::default() };
+            if !self.options.drops_tokens {
+                logprobs.push(token, self.options.report.mode, top as usize, texts, offset);
+            }
+            chunk.logprobs = Some(logprobs);
+        }
+        self.streamed[index] = Some(streamed);
+        if is_first {
+            chunk.text = self.echo(prompt);
+        }
+        if !self.options.drops_tokens {
+            chunk.text.push_str(&text);
+        }
+        if self.options.report.returns_ids {
+            chunk.prompt_token_ids = is_first.then(|| self.prompts[prompt].tokens.to_vec());
+            chunk.token_ids = Some(if self.options.drops_tokens { Vec::new() } else { vec![token.token] });
+        }
+        chunk
+    }
+
+    /// The end of a streamed sample.
+    fn last_chunk(&self, completion: &Completion) -> ChunkChoice {
+        let report = &self.options.report;
+        let stop_reason = report.stop_reason(completion);
+        ChunkChoice {
+            index: self.index(completion.prompt_index, completion.sample_index),
+            text: report.ending(stop_reason.as_ref()).to_owned(),
+            finish_reason: Some(finish_reason(completion.finish_reason)),
+            stop_reason,
+            token_ids: report.returns_ids.then(Vec::new),
+            weight_versions: report.versions(completion),
+            ..Default::default()
+        }
+    }
+
+    /// Sends one event of a stream.
+    fn send(&self, choice: ChunkChoice, out: &mut VecDeque<Bytes>) {
+        let is_last = choice.finish_reason.is_some();
+        let usage = self.options.report.stream_options.continuous_usage_stats;
+        self.send_choices(
+            &[choice],
+            usage.then(|| Usage::new(self.prompt_tokens, self.streamed_tokens)),
+            is_last && !self.options.report.stream_options.include_usage,
+            out,
+        );
+    }
+
+    fn send_choices(
+        &self,
+        choices: &[ChunkChoice],
+        usage: Option<Usage>,
+        with_fingerprint: bool,
+        out: &mut VecDeque<Bytes>,
+    ) {
+        let report = &self.options.report;
+        out.push_back(event(&Chunk {
+            id: &self.id,
+            object: "text_completion",
+            created: report.created,
+            model: &report.model,
+            choices,
+            usage,
+            system_fingerprint: with_fingerprint.then_some(&report.fingerprint),
+        }));
+    }
+
+    /// Sends the answer, or the last event of a stream.
+    fn end(&mut self, summary: &Summary, out: &mut VecDeque<Bytes>) {
+        let report = &self.options.report;
+        if report.is_stream {
+            if report.stream_options.include_usage {
+                let usage = Usage::new(summary.prompt_tokens, summary.completion_tokens);
+                self.send_choices(&[], Some(usage), true, out);
+            }
+            return;
+        }
+        let choices = std::mem::take(&mut self.choices).into_iter().flatten().collect();
+        out.push_back(json(&CompletionAnswer {
+            id: &self.id,
+            object: "text_completion",
+            created: report.created,
+            model: &report.model,
+            choices,
+            service_tier: None,
+            system_fingerprint: &report.fingerprint,
+            usage: Usage::of(summary),
+        }));
+    }
+}
+
+impl Writer for CompletionWriter {
+    type Message = Bytes;
+
+    fn request_id(&self) -> &str {
+        &self.request_id
+    }
+
+    fn write(&mut self, event: Event, out: &mut VecDeque<Bytes>) -> Progress {
+        self.take(event, out).unwrap_or_else(Progress::Failed)
+    }
+}

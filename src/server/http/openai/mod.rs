@@ -1,0 +1,19 @@
+//! OpenAI's API, with the members that vLLM adds and trainers use.
+
+pub(super) mod completions;
+mod logprobs;
+mod prompt;
+mod report;
+mod sampling;
+mod usage;
+
+use axum::http::HeaderMap;
+
+/// Longest X-Request-Id that is taken.
+const MAX_REQUEST_ID_BYTES: usize = 256;
+
+/// The name that a request's X-Request-Id header gives it.
+fn request_id(headers: &HeaderMap) -> Option<String> {
+    let id = headers.get("x-request-id")?.to_str().ok()?;
+    (!id.is_empty() && id.len() <= MAX_REQUEST_ID_BYTES).then(|| id.to_owned())
+}

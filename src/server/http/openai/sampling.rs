@@ -1,0 +1,266 @@
+//! The members that bodies of completions and of chats share: how to sample, when to end, what to report.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde::Deserialize;
+use serde::de::{self, Deserializer, MapAccess, SeqAccess, Visitor};
+use serde_json::value::RawValue;
+use utoipa::ToSchema;
+
+use crate::error::{Error, Result};
+use crate::server::http::members::{Members, members};
+use crate::server::pb;
+
+members! {
+    /// How to sample, when to end, what to report.
+    pub(in crate::server::http) struct Sampling {
+        /// The policy's name, or that of a resident adapter; none, null or "" is the policy.
+        pub(super) model: String,
+        /// Divisor of the logits, at least 0; 0 is greedy [1].
+        pub(super) temperature: f32,
+        /// Keep the smallest set of most likely tokens with this much probability [1].
+        top_p: f32,
+        /// Keep this many most likely tokens; 0 and -1 keep all [0].
+        top_k: i64,
+        /// Keep tokens with at least this fraction of the best token's probability [0].
+        min_p: f32,
+        /// Divides positive and multiplies negative logits of tokens in the prompt or the output [1].
+        repetition_penalty: f32,
+        /// Subtracted from logits of tokens in the output [0].
+        presence_penalty: f32,
+        /// Subtracted from a token's logit for each time it is in the output [0].
+        frequency_penalty: f32,
+        /// Values added to logits, by token id.
+        #[schema(value_type = Option<BTreeMap<String, f32>>)]
+        logit_bias: BTreeMap<TokenKey, f32>,
+        /// Only these tokens may be sampled.
+        allowed_token_ids: Vec<u32>,
+        /// Seed of the request; each sample gets a seed of its own, made of it.
+        seed: i64,
+        /// Samples of each prompt [1].
+        pub(super) n: u32,
+        /// Tokens to make before a sample may end [0].
+        min_tokens: u32,
+        /// Whether to go on at the end-of-sequence token [false].
+        ignore_eos: bool,
+        /// A text, or texts, that end a sample.
+        stop: Stop,
+        /// Tokens that end a sample.
+        stop_token_ids: Vec<u32>,
+        /// Whether the text includes the stop string that ended it [false].
+        pub(super) include_stop_str_in_output: bool,
+        /// Whether special tokens are left out of the text. Only true is supported [true].
+        skip_special_tokens: bool,
+        /// Report the log-probabilities of the prompt's tokens, with those of this many most likely ones.
+        pub(super) prompt_logprobs: u32,
+        /// Report the ids of the prompt's and the sample's tokens [false].
+        pub(super) return_token_ids: bool,
+        /// Write tokens beside log-probabilities as `token_id:N` [false].
+        pub(super) return_tokens_as_token_ids: bool,
+        /// Report which versions of the policy made the tokens [false].
+        pub(super) return_weight_versions: bool,
+        /// Distribution of the reported log-probabilities [processed; raw at temperature 0].
+        pub(super) logprobs_mode: LogprobsMode,
+        /// Whether to send tokens as they are made, as server-sent events [false].
+        pub(super) stream: bool,
+        /// What a stream tells beside its tokens.
+        pub(super) stream_options: StreamOptions,
+        /// Keep only this many of the prompt's last tokens.
+        pub(super) truncate_prompt_tokens: u32,
+        /// Name by which the request can be aborted, unique among running ones. The header X-Request-Id wins.
+        pub(super) request_id: String,
+        /// Refuse the request unless the policy has this version when it starts.
+        if_weight_version: u64,
+        /// Wait for a policy of at least this version.
+        min_weight_version: u64,
+    }
+}
+
+/// Members that would change the samples or what is reported, and that this server does not have.
+#[derive(Default)]
+pub(in crate::server::http) struct Unsupported;
+
+const UNSUPPORTED: [&str; 15] = [
+    "best_of",
+    "use_beam_search",
+    "length_penalty",
+    "bad_words",
+    "logits_processors",
+    "logprob_token_ids",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "thinking_token_budget",
+    "repetition_detection",
+    "prompt_embeds",
+    "suffix",
+    "vllm_xargs",
+];
+
+/// Values that ask for nothing, which clients send for members that they do not use.
+const NEUTRAL: [&str; 8] = ["null", "false", "\"\"", "[]", "{}", "0", "1", "1.0"];
+
+impl Members for Unsupported {
+    fn read<'de, A: MapAccess<'de>>(&mut self, name: &str, map: &mut A) -> std::result::Result<bool, A::Error> {
+        if !UNSUPPORTED.contains(&name) {
+            return Ok(false);
+        }
+        let value: Box<RawValue> = map.next_value()?;
+        if NEUTRAL.contains(&value.get()) {
+            return Ok(true);
+        }
+        Err(de::Error::custom(format_args!("{name} is not supported; leave it out")))
+    }
+}
+
+/// Distribution that log-probabilities are taken from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub(in crate::server::http) enum LogprobsMode {
+    /// The one that the token was drawn from: temperature, penalties and filters applied.
+    #[serde(alias = "processed_logprobs")]
+    Processed,
+    /// The model's own.
+    #[serde(alias = "raw_logprobs")]
+    Raw,
+}
+
+/// What a stream tells beside its tokens.
+#[derive(Clone, Copy, Debug, Default, Deserialize, ToSchema)]
+pub(in crate::server::http) struct StreamOptions {
+    /// End with an event that has the usage figures.
+    #[serde(default)]
+    pub(super) include_usage: bool,
+    /// Every event has the usage figures so far.
+    #[serde(default)]
+    pub(super) continuous_usage_stats: bool,
+}
+
+/// A token id as the name of a member.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(in crate::server::http) struct TokenKey(u32);
+
+impl<'de> Deserialize<'de> for TokenKey {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        text.parse().map(Self).map_err(|_| de::Error::custom(format_args!("{text:?} is not a token id")))
+    }
+}
+
+/// Texts that end a sample: one, or a list.
+#[derive(Clone, Debug, Default, ToSchema)]
+#[schema(value_type = serde_json::Value)]
+pub(in crate::server::http) struct Stop(pub(super) Vec<String>);
+
+impl<'de> Deserialize<'de> for Stop {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        deserializer.deserialize_any(StopVisitor)
+    }
+}
+
+struct StopVisitor;
+
+impl<'de> Visitor<'de> for StopVisitor {
+    type Value = Stop;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a string or a list of strings")
+    }
+
+    fn visit_str<E: de::Error>(self, text: &str) -> std::result::Result<Stop, E> {
+        Ok(Stop(vec![text.to_owned()]))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> std::result::Result<Stop, A::Error> {
+        let mut texts = Vec::new();
+        while let Some(text) = list.next_element()? {
+            texts.push(text);
+        }
+        Ok(Stop(texts))
+    }
+}
+
+impl Sampling {
+    /// The distribution that the reported log-probabilities are taken from. At temperature 0 the processed distribution
+    /// is the chosen token alone, whose log-probability 0 tells nothing.
+    pub(super) fn reported(&self) -> LogprobsMode {
+        match self.logprobs_mode {
+            Some(mode) => mode,
+            None if self.temperature == Some(0.0) => LogprobsMode::Raw,
+            None => LogprobsMode::Processed,
+        }
+    }
+
+    pub(super) fn stop_strings(&self) -> Vec<String> {
+        self.stop.as_ref().map_or_else(Vec::new, |stop| stop.0.clone())
+    }
+
+    /// The message that a gRPC client would send for `prompts`. `policy` is the policy's name, `top_logprobs` how many
+    /// most likely tokens the reply needs.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a member whose value only HTTP's bodies can have. Everything else is checked when the
+    /// message is.
+    pub(super) fn into_message(
+        self,
+        prompts: Vec<pb::Prompt>,
+        max_tokens: Option<u32>,
+        top_logprobs: u32,
+        policy: &str,
+    ) -> Result<pb::GenerateRequest> {
+        if self.skip_special_tokens == Some(false) {
+            let message = "false is not supported: the text never has special tokens; return_token_ids has them";
+            return Err(Error::invalid("skip_special_tokens", message));
+        }
+        if self.stream_options.is_some() && self.stream != Some(true) {
+            return Err(Error::invalid("stream_options", "has no meaning without stream; set stream to true"));
+        }
+        if self.allowed_token_ids.as_ref().is_some_and(Vec::is_empty) {
+            return Err(Error::invalid("allowed_token_ids", "is empty, so no token could be sampled; leave it out"));
+        }
+        let top_k = match self.top_k {
+            Some(-1) => Some(0),
+            Some(k) => {
+                Some(u32::try_from(k).map_err(|_| Error::invalid("top_k", format!("{k} is neither -1 nor a count")))?)
+            }
+            None => None,
+        };
+        let top_logprobs_of = match self.reported() {
+            LogprobsMode::Processed => pb::Distribution::Processed,
+            LogprobsMode::Raw => pb::Distribution::Raw,
+        };
+        let sampling = pb::SamplingParams {
+            temperature: self.temperature,
+            top_k,
+            top_p: self.top_p,
+            min_p: self.min_p,
+            repetition_penalty: self.repetition_penalty,
+            presence_penalty: self.presence_penalty,
+            frequency_penalty: self.frequency_penalty,
+            logit_bias: self.logit_bias.unwrap_or_default().into_iter().map(|(token, bias)| (token.0, bias)).collect(),
+            allowed_token_ids: self.allowed_token_ids.unwrap_or_default(),
+            min_tokens: self.min_tokens,
+            max_tokens,
+            stop_token_ids: self.stop_token_ids.unwrap_or_default(),
+            stop: self.stop.unwrap_or_default().0,
+            ignore_eos: self.ignore_eos.unwrap_or(false),
+            seed: self.seed.map(i64::cast_unsigned),
+        };
+        Ok(pb::GenerateRequest {
+            request_id: self.request_id.unwrap_or_default(),
+            prompts,
+            n: self.n,
+            sampling: Some(sampling),
+            top_logprobs,
+            top_logprobs_of: top_logprobs_of.into(),
+            prompt_logprobs: false,
+            return_text: false,
+            stream_tokens: self.stream.unwrap_or(false),
+            adapter: self.model.filter(|model| model != policy).unwrap_or_default(),
+            if_weight_version: self.if_weight_version,
+            min_weight_version: self.min_weight_version,
+        })
+    }
+}

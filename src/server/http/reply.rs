@@ -1,0 +1,108 @@
+//! Replies whose parts are made from the events of a request: one JSON value, or server-sent events.
+
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use axum::body::Body;
+use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderValue};
+use axum::response::Response;
+use bytes::Bytes;
+use http_body::{Frame, SizeHint};
+use serde::Serialize;
+use tokio_stream::{Stream, StreamExt as _};
+
+use super::body::Ignored;
+use super::error::HttpError;
+use crate::error::Error;
+use crate::server::calls::{ReplyStream, Writer};
+use crate::server::panics::Panics;
+
+/// The last event of a stream.
+const DONE: &[u8] = b"data: [DONE]\n\n";
+
+/// One server-sent event that carries `value`.
+pub(super) fn event(value: &impl Serialize) -> Bytes {
+    let mut event = b"data: ".to_vec();
+    serde_json::to_writer(&mut event, value).expect("an answer is made of strings and numbers");
+    event.extend_from_slice(b"\n\n");
+    event.into()
+}
+
+/// `value` as the whole body of an answer.
+pub(super) fn json(value: &impl Serialize) -> Bytes {
+    serde_json::to_vec(value).expect("an answer is made of strings and numbers").into()
+}
+
+/// Answers with what `replies` makes: its only message as JSON, or all its messages as events if `is_stream`. Waits for
+/// the first message, so that a request which is refused gets a status of its own.
+///
+/// # Errors
+/// The error of the request, if it ends before its first message.
+pub(super) async fn answer<W: Writer<Message = Bytes> + 'static>(
+    mut replies: ReplyStream<W>,
+    is_stream: bool,
+    ignored: &Ignored,
+    panics: &Panics,
+) -> Result<Response, HttpError> {
+    let first = match replies.next().await {
+        Some(Err(Error::NotFound(message))) => return Err(HttpError::no_model(&message)),
+        Some(first) => first?,
+        None => return Err(Error::Internal("the reply has no message".into()).into()),
+    };
+    let (ending, kind) = match is_stream {
+        true => (Some(Bytes::from_static(DONE)), "text/event-stream; charset=utf-8"),
+        false => (None, "application/json"),
+    };
+    let length = if is_stream { None } else { Some(first.len() as u64) };
+    let body = ReplyBody { first: Some(first), replies, ending, length, panics: panics.clone() };
+    let mut response = Response::new(Body::new(body));
+    let headers = response.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static(kind));
+    if is_stream {
+        headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    }
+    Ok(ignored.name_in(response))
+}
+
+/// The body of a reply. The request's guards live in it, so that dropping it cancels the request.
+struct ReplyBody<W: Writer> {
+    first: Option<Bytes>,
+    replies: ReplyStream<W>,
+    /// What follows the last message; None once it has been sent, and for a body that is no stream of events.
+    ending: Option<Bytes>,
+    length: Option<u64>,
+    panics: Panics,
+}
+
+impl<W: Writer<Message = Bytes>> http_body::Body for ReplyBody<W> {
+    type Data = Bytes;
+    type Error = std::convert::Infallible;
+
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
+        let this = self.get_mut();
+        if let Some(first) = this.first.take() {
+            return Poll::Ready(Some(Ok(Frame::data(first))));
+        }
+        if this.length.is_some() {
+            return Poll::Ready(None);
+        }
+        let polled = this.panics.catch(|| Pin::new(&mut this.replies).poll_next(cx));
+        let next = match polled {
+            Ok(next) => match ready!(next) {
+                Some(Ok(event)) => Some(event),
+                Some(Err(error)) => Some(event(&HttpError::from(error).into_body())),
+                None => this.ending.take(),
+            },
+            // The reply's state is not looked at again.
+            Err(error) => {
+                this.length = Some(0);
+                Some(event(&HttpError::from(error).into_body()))
+            }
+        };
+        Poll::Ready(next.map(|event| Ok(Frame::data(event))))
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.length.map_or_else(SizeHint::default, SizeHint::with_exact)
+    }
+}
