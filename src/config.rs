@@ -118,6 +118,14 @@ pub struct Config {
     #[arg(long, env = "ROLLOUT_MAX_CONNECTIONS", default_value_t = 1024, value_name = "N")]
     pub max_connections: usize,
 
+    /// File of tokens that calls must have, each line `generate TOKEN` or `control TOKEN`; read again when it changes.
+    #[arg(long, env = "ROLLOUT_AUTH_TOKEN_FILE", value_name = "FILE")]
+    pub auth_token_file: Option<PathBuf>,
+
+    /// Listen beyond this machine without --auth-token-file: whoever reaches the server can use and change the model.
+    #[arg(long, env = "ROLLOUT_INSECURE")]
+    pub insecure: bool,
+
     /// Seconds that running requests get to finish after SIGTERM.
     #[arg(long, env = "ROLLOUT_SHUTDOWN_GRACE_SECONDS", default_value_t = 30, value_name = "SECONDS")]
     pub shutdown_grace_seconds: u64,

@@ -31,6 +31,12 @@ pub enum Error {
     /// The client took longer than it is allowed to. gRPC DEADLINE_EXCEEDED.
     #[error("{0}")]
     DeadlineExceeded(String),
+    /// The call has no token, or one that the server does not know. gRPC UNAUTHENTICATED.
+    #[error("{0}")]
+    Unauthenticated(String),
+    /// The call's token has a role that may not do this. gRPC PERMISSION_DENIED.
+    #[error("{0}")]
+    PermissionDenied(String),
     /// The server is shutting down. gRPC UNAVAILABLE.
     #[error("{0}")]
     Unavailable(String),

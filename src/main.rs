@@ -10,7 +10,9 @@ use rollout_server::error::{Error, Result};
 use rollout_server::logs::{FlushOnDrop, LogWriter, log_panics};
 use rollout_server::memory::{open_files_limit, resident_bytes, share_one_heap};
 use rollout_server::profile::{Profile, profile};
-use rollout_server::server::{Bound, Ended, ServerConfig, connection_limit, serve, shutdown_channel, watch_signals};
+use rollout_server::server::{
+    Bound, Ended, SecurityConfig, ServerConfig, connection_limit, serve, shutdown_channel, watch_signals,
+};
 use rollout_server::startup;
 use tokio::signal::unix::{SignalKind, signal};
 use tracing_subscriber::layer::SubscriberExt;
@@ -52,14 +54,8 @@ fn run(config: Config, profile: Option<Profile>, logs: &LogWriter) -> Result<()>
         http_port: config.http_port,
         max_connections: max_connections(&config),
         shutdown_grace: Duration::from_secs(config.shutdown_grace_seconds),
+        security: security(&config),
     })?;
-    if !bound.address().ip().is_loopback() {
-        tracing::warn!(
-            "--host {}: whoever reaches port {} can use and change the model; there is no TLS and no check of tokens yet",
-            config.host,
-            bound.address().port()
-        );
-    }
     // Opens the file that the measurement reads now, while there are descriptors left.
     let _ = resident_bytes();
     let (handle, orders) = shutdown_channel();
@@ -93,6 +89,11 @@ fn run(config: Config, profile: Option<Profile>, logs: &LogWriter) -> Result<()>
         Ok(thread) if ended == Ended::Drained => thread.join().expect("the watcher does not panic"),
         _ => Ok(()),
     }
+}
+
+/// The flags that protect the server.
+fn security(config: &Config) -> SecurityConfig {
+    SecurityConfig { auth_token_file: config.auth_token_file.clone(), insecure: config.insecure }
 }
 
 /// `--max-connections`, lowered to what the process's limit of open files allows.

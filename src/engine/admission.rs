@@ -8,7 +8,7 @@ use super::{AbortReply, AbortTarget, Ending, Engine, Event, GenerateCommand, Req
 use crate::cache::CacheSalt;
 use crate::error::{Error, Result, panic_message};
 use crate::executor::Executor;
-use crate::types::RequestKey;
+use crate::types::{Owner, RequestKey};
 
 impl<X: Executor> Engine<X> {
     /// Accepts a new request, holds it, or refuses it.
@@ -107,13 +107,13 @@ impl<X: Executor> Engine<X> {
         self.checksums.drop_cancelled();
     }
 
-    /// Ends requests by their ids, accepted and held ones.
-    pub(super) fn abort(&mut self, target: AbortTarget) -> AbortReply {
+    /// Ends requests by their ids, accepted and held ones; with an owner only that owner's.
+    pub(super) fn abort(&mut self, target: AbortTarget, owner: Option<Owner>) -> AbortReply {
         let ids = match target {
             AbortTarget::Requests(ids) => ids,
-            AbortTarget::All => self.requests.ids(),
+            AbortTarget::All => self.requests.ids_for(owner),
         };
-        let (aborted, unknown) = ids.into_iter().partition(|id| match self.requests.find(id) {
+        let (aborted, unknown) = ids.into_iter().partition(|id| match self.requests.find_for(id, owner) {
             Some(key) => {
                 self.end(key, Ending::Aborted);
                 let why = "aborted while it waited, before anything was computed";
@@ -126,7 +126,7 @@ impl<X: Executor> Engine<X> {
     }
 
     pub(super) fn abort_all(&mut self) {
-        self.abort(AbortTarget::All);
+        self.abort(AbortTarget::All, None);
     }
 
     /// Aborts the accepted requests for which `which` is true. Held requests stay.

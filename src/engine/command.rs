@@ -8,7 +8,7 @@ use super::activity::Activity;
 use super::event::Event;
 use crate::error::{Error, Result};
 use crate::memory::{Backlog, Charge, MemoryReport};
-use crate::types::{Prompt, SamplingParams, WeightVersion};
+use crate::types::{Owner, Prompt, SamplingParams, WeightVersion};
 use crate::weights::{ShadowWeights, Tensors, UpdateKind, WeightUpdate};
 
 /// Says that the client of a request or command is gone. The engine reads it before each step, and ends what the client
@@ -37,9 +37,11 @@ pub type Reply<T> = Box<dyn FnOnce(T) + Send>;
 pub enum Command {
     /// Runs a request; its events go to its responder.
     Generate(Box<GenerateCommand>),
-    /// Ends requests. Their samples keep the tokens they have.
+    /// Ends requests. Their samples keep the tokens they have. With an owner only that owner's requests are ended, and
+    /// those of others are as unknown.
     Abort {
         target: AbortTarget,
+        owner: Option<Owner>,
         reply: Reply<AbortReply>,
     },
     Status {
@@ -126,6 +128,8 @@ pub enum Command {
 pub struct GenerateCommand {
     /// Id given by the client. No two requests under way may have the same.
     pub request_id: String,
+    /// Who may end the request, beside callers who may end all.
+    pub owner: Option<Owner>,
     /// Prompts of at least one token, all tokens below the vocabulary size. They have fewer tokens than the context, or
     /// for [`RequestKind::Score`] at most as many.
     pub prompts: Vec<Prompt>,

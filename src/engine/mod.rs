@@ -320,7 +320,7 @@ impl<X: Executor> Engine<X> {
     fn handle(&mut self, command: Command) -> Result<()> {
         match command {
             Command::Generate(generate) => self.receive(*generate),
-            Command::Abort { target, reply } => reply(self.abort(target)),
+            Command::Abort { target, owner, reply } => reply(self.abort(target, owner)),
             Command::Status { reply } => reply(self.status()),
             Command::ResetPrefixCache { reply } => reply(Ok(self.scheduler.reset_prefix_cache())),
             Command::BeginUpdate { begin, reply } => reply(self.begin_update(begin)),

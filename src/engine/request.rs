@@ -12,11 +12,12 @@ use crate::error::Error;
 use crate::memory::{Backlog, Charge};
 use crate::scheduler::{Group, GroupKind};
 use crate::text::Tokenizer;
-use crate::types::{FinishReason, GroupKey, RequestKey, SampleKey, TokenLogprobs, WeightVersion, sample_seed};
+use crate::types::{FinishReason, GroupKey, Owner, RequestKey, SampleKey, TokenLogprobs, WeightVersion, sample_seed};
 
 /// State of a request between admission and its terminal event.
 pub struct Request {
     id: String,
+    owner: Option<Owner>,
     cancel: CancelFlag,
     responder: Responder,
     stream_tokens: bool,
@@ -95,7 +96,7 @@ impl Request {
         tokenizer: Option<&Arc<Tokenizer>>,
     ) -> (Self, Vec<Group>) {
         let GenerateCommand { request_id, prompts, kind, params, if_weight_version, cancel, responder, .. } = command;
-        let GenerateCommand { charge, backlog, .. } = command;
+        let GenerateCommand { charge, backlog, owner, .. } = command;
         let return_text = matches!(kind, RequestKind::Generate { return_text: true, .. });
         let text = (return_text || !params.stop_strings.is_empty()).then(|| {
             let tokenizer = tokenizer.expect("a request for text or with stop strings was let in without a tokenizer");
@@ -122,6 +123,7 @@ impl Request {
         }
         let request = Self {
             id: request_id,
+            owner,
             cancel,
             responder,
             stream_tokens: matches!(kind, RequestKind::Generate { stream_tokens: true, .. }),
@@ -141,6 +143,10 @@ impl Request {
 
     pub fn id(&self) -> &str {
         &self.id
+    }
+
+    pub fn owner(&self) -> Option<Owner> {
+        self.owner
     }
 
     pub fn is_cancelled(&self) -> bool {

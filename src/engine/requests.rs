@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use super::{GenerateCommand, Request};
-use crate::types::RequestKey;
+use crate::types::{Owner, RequestKey};
 
 /// The accepted and the held requests. Keys are given in the order of arrival.
 #[derive(Default)]
@@ -12,8 +12,8 @@ pub(super) struct Requests {
     accepted: HashMap<RequestKey, Request>,
     /// Requests that wait to be accepted, in the order of arrival.
     held: BTreeMap<RequestKey, GenerateCommand>,
-    /// Key of every request, accepted or held, by its id.
-    keys: HashMap<String, RequestKey>,
+    /// Key and owner of every request, accepted or held, by its id.
+    keys: HashMap<String, (RequestKey, Option<Owner>)>,
     /// The last key that was given.
     last_key: u64,
 }
@@ -25,22 +25,28 @@ impl Requests {
     }
 
     pub fn accept(&mut self, key: RequestKey, request: Request) {
-        self.keys.insert(request.id().into(), key);
+        self.keys.insert(request.id().into(), (key, request.owner()));
         self.accepted.insert(key, request);
     }
 
     pub fn hold(&mut self, key: RequestKey, command: GenerateCommand) {
-        self.keys.insert(command.request_id.clone(), key);
+        self.keys.insert(command.request_id.clone(), (key, command.owner));
         self.held.insert(key, command);
     }
 
     pub fn find(&self, id: &str) -> Option<RequestKey> {
-        self.keys.get(id).copied()
+        self.keys.get(id).map(|(key, _)| *key)
     }
 
-    /// Ids of all requests, in no particular order.
-    pub fn ids(&self) -> Vec<String> {
-        self.keys.keys().cloned().collect()
+    /// The request with this id, if `owner` is its owner or None.
+    pub fn find_for(&self, id: &str, owner: Option<Owner>) -> Option<RequestKey> {
+        self.keys.get(id).filter(|(_, theirs)| may_end(owner, *theirs)).map(|(key, _)| *key)
+    }
+
+    /// Ids of the requests of `owner`, or of all if it is None, in no particular order.
+    pub fn ids_for(&self, owner: Option<Owner>) -> Vec<String> {
+        let chosen = self.keys.iter().filter(|(_, (_, theirs))| may_end(owner, *theirs));
+        chosen.map(|(id, _)| id.clone()).collect()
     }
 
     pub fn get_mut(&mut self, key: RequestKey) -> Option<&mut Request> {
@@ -84,4 +90,9 @@ impl Requests {
     pub fn num_held_samples(&self) -> usize {
         self.held.values().map(GenerateCommand::num_samples).sum()
     }
+}
+
+/// Whether `caller` may end a request of `owner`; None as a caller may end all.
+fn may_end(caller: Option<Owner>, owner: Option<Owner>) -> bool {
+    caller.is_none() || caller == owner
 }

@@ -13,6 +13,7 @@ mod http;
 mod panics;
 mod requests;
 mod role;
+mod security;
 mod shutdown;
 
 use std::convert::Infallible;
@@ -32,6 +33,7 @@ use tonic_health::server::HealthReporter;
 pub use connections::connection_limit;
 pub use context::{ModelFacts, ServerInfo, ServingContext};
 pub use encoder::PromptEncoder;
+pub use security::SecurityConfig;
 pub use shutdown::{ShutdownHandle, ShutdownOrders, shutdown_channel, watch_signals};
 
 use crate::engine::{Command, EngineHandle};
@@ -41,6 +43,7 @@ use crate::weights::Segments;
 use connections::Incoming;
 use frames::FrameRoom;
 use gate::{Gate, GateKeeper};
+use security::Security;
 use shutdown::Order;
 
 /// Messages and services generated from `proto/`.
@@ -88,6 +91,8 @@ pub struct ServerConfig {
     pub max_connections: usize,
     /// How long running requests may take to finish after an order to end.
     pub shutdown_grace: Duration,
+    /// Who may call what.
+    pub security: SecurityConfig,
 }
 
 /// The listening ports. They are taken before the model is loaded, so that a wrong one ends the start early.
@@ -96,6 +101,7 @@ pub struct Bound {
     http: Option<Listening>,
     max_connections: usize,
     shutdown_grace: Duration,
+    security: Security,
 }
 
 /// A listening port.
@@ -124,15 +130,18 @@ impl Listening {
 }
 
 impl Bound {
-    /// Starts to listen.
+    /// Reads the files of `config.security` and starts to listen.
     ///
     /// # Errors
-    /// `Config` if an address cannot be listened on.
+    /// `Config` if an address cannot be listened on, or a file is wrong, or other machines could reach the server without
+    /// a token and nobody has said that they may.
     pub fn new(config: &ServerConfig) -> Result<Self> {
-        let ServerConfig { host, port, http_port, max_connections, shutdown_grace } = config;
+        let ServerConfig { host, port, http_port, max_connections, shutdown_grace, security } = config;
+        let security = Security::load(security)?;
         let grpc = Listening::new(host, *port, "--port")?;
+        security.check_address(host, grpc.address.ip())?;
         let http = http_port.map(|port| Listening::new(host, port, "--http-port")).transpose()?;
-        Ok(Self { grpc, http, max_connections: *max_connections, shutdown_grace: *shutdown_grace })
+        Ok(Self { grpc, http, max_connections: *max_connections, shutdown_grace: *shutdown_grace, security })
     }
 
     /// The address that gRPC really listens on.
@@ -164,7 +173,7 @@ pub enum Ended {
 /// # Errors
 /// The error of `context` if it fails; `Internal` if the transport fails.
 pub async fn serve(
-    bound: Bound,
+    mut bound: Bound,
     context: impl Future<Output = Result<ServingContext>>,
     mut orders: ShutdownOrders,
 ) -> Result<Ended> {
@@ -175,6 +184,8 @@ pub async fn serve(
     let grace = bound.shutdown_grace;
     let (address, http) = (bound.address(), bound.http_address());
     let frame_room = FrameRoom::new();
+    let secrets = bound.security.take_secrets();
+    let _secrets = AbortOnDrop(tokio::spawn(secrets.keep_current()));
     let mut transport =
         AbortOnDrop(tokio::spawn(transport(bound, frame_room.clone(), &gate, health_service, stopped)?));
 
@@ -283,10 +294,10 @@ fn transport(
     health: HealthServer<impl Health>,
     stopped: watch::Receiver<bool>,
 ) -> Result<impl Future<Output = Result<()>> + Send + 'static> {
-    let Bound { grpc, http, max_connections, .. } = bound;
-    let routes = http::router(gate);
+    let Bound { grpc, http, max_connections, security, .. } = bound;
+    let routes = http::router(gate, &security.access);
     let http = http.map(|http| http::serve_connections(http.listener, max_connections, routes, stopped.clone()));
-    let grpc = grpc_transport(grpc, max_connections, frame_room, gate, health, stopped)?;
+    let grpc = grpc_transport(grpc, max_connections, frame_room, gate, security, health, stopped)?;
     let http = async move {
         let Some(serve) = http else { return Ok(()) };
         serve.await.map_err(|e| Error::Internal(format!("the HTTP port: {e}")))
@@ -300,6 +311,7 @@ fn grpc_transport(
     max_connections: usize,
     frame_room: FrameRoom,
     gate: &Gate,
+    security: Security,
     health: HealthServer<impl Health>,
     mut stopped: watch::Receiver<bool>,
 ) -> Result<impl Future<Output = Result<()>> + Send + 'static> {
@@ -313,6 +325,10 @@ fn grpc_transport(
     // Python's reflection client knows no other version.
     let reflection_v1alpha = reflection().build_v1alpha().map_err(cannot_build)?;
     let door = grpc::Door::new(gate)?;
+    let routes = grpc::routes(gate, &door)
+        .add_service(reflection_v1.max_decoding_message_size(MAX_NAME_BYTES))
+        .add_service(reflection_v1alpha.max_decoding_message_size(MAX_NAME_BYTES))
+        .add_service(door.before(health));
     let router = Server::builder()
         .http2_keepalive_interval(Some(KEEPALIVE))
         .http2_keepalive_timeout(Some(KEEPALIVE))
@@ -321,10 +337,7 @@ fn grpc_transport(
         .initial_connection_window_size(Some(CONNECTION_WINDOW))
         .max_frame_size(Some(frames::FRAME_BYTES))
         .layer(InterceptorLayer::new(grpc::note_call(gate)))
-        .add_routes(grpc::routes(gate, &door))
-        .add_service(reflection_v1.max_decoding_message_size(MAX_NAME_BYTES))
-        .add_service(reflection_v1alpha.max_decoding_message_size(MAX_NAME_BYTES))
-        .add_service(door.before(health));
+        .add_routes(grpc::guarded(routes, &security.access));
     let Listening { listener, address } = listening;
     let incoming = Incoming::new(listener, max_connections, frame_room)
         .map_err(|e| Error::Internal(format!("cannot listen on {address}: {e}")))?;

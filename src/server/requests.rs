@@ -6,6 +6,7 @@ use super::convert::ValidRequest;
 use super::gate::Gate;
 use crate::error::{Error, Result};
 use crate::memory::Charge;
+use crate::types::Owner;
 
 /// Requests of more bytes are parsed and tokenized on the blocking pool: an async thread may be kept busy for the few
 /// milliseconds that so much takes.
@@ -19,6 +20,8 @@ pub(super) struct Arrived<M> {
     /// Covers the message.
     pub(super) charge: Charge,
     pub(super) deadline: Deadline,
+    /// Who may end the request.
+    pub(super) owner: Option<Owner>,
 }
 
 /// Checks a request with `convert` and hands it to the engine. What the door sends is made by the `Writer` that `writer`
@@ -39,7 +42,7 @@ where
 {
     let (context, running) = gate.admit()?;
     let model = context.model.clone();
-    let deadline = arrived.deadline.clone();
+    let (deadline, owner) = (arrived.deadline.clone(), arrived.owner);
     let parsed = parse(arrived, move |message, charge| convert(message, &model, charge));
     let (request, charge) = deadline.clone().limit(parsed).await?;
     tracing::debug!(request_id = request.request_id, prompts = request.prompts.len(), "request accepted");
@@ -47,7 +50,7 @@ where
     let writer = writer(&request);
     let (reply, events) = event_channel(&context);
     let cancel = CancelOnDrop::new(&context.engine);
-    context.engine.send(request.into_command(cancel.flag.clone(), reply, charge))?;
+    context.engine.send(request.into_command(owner, cancel.flag.clone(), reply, charge))?;
     let guards = StreamGuards { cancel, running, deadline, gate: gate.clone() };
     Ok(ReplyStream::new(events, writer, size, guards))
 }

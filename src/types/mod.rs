@@ -21,6 +21,11 @@ pub type WeightVersion = u64;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RequestKey(pub u64);
 
+/// Stands for the token that a request came with. Requests of one owner can be ended by that owner, or by a caller who may
+/// end all.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Owner(pub u64);
+
 /// Names a group: one prompt of a request, together with its samples.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct GroupKey {

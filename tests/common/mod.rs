@@ -78,6 +78,7 @@ impl Engine {
         let traffic = &self.started.as_ref().unwrap().traffic;
         let command = GenerateCommand {
             request_id: request.id,
+            owner: None,
             prompts: request.prompts.into_iter().map(Prompt::from_tokens).collect(),
             kind: request.kind,
             params: Arc::new(request.params),

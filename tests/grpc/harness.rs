@@ -12,7 +12,8 @@ use rollout_server::server::pb::rollout_client::RolloutClient;
 use rollout_server::server::pb::weights_client::WeightsClient;
 use rollout_server::server::pb::{self, generate_response::Event as Message};
 use rollout_server::server::{
-    Bound, Ended, ModelFacts, ServerConfig, ServerInfo, ServingContext, ShutdownHandle, serve, shutdown_channel,
+    Bound, Ended, ModelFacts, SecurityConfig, ServerConfig, ServerInfo, ServingContext, ShutdownHandle, serve,
+    shutdown_channel,
 };
 use rollout_server::types::{FinishReason, TokenLogprobs};
 use rollout_server::weights::{Dtype, ParamSpec, Parameters, ShardRule};
@@ -35,6 +36,7 @@ pub fn config(port: u16) -> ServerConfig {
         http_port: None,
         max_connections: 64,
         shutdown_grace: Duration::from_secs(60),
+        security: SecurityConfig::default(),
     }
 }
 

@@ -235,7 +235,7 @@ async fn abort_is_passed_on_and_partial_completions_are_delivered() {
     let ids = vec!["r".to_owned(), "other".to_owned()];
     let sent = pb::AbortRequest { request_ids: ids.clone(), all: false };
     let call = tokio::spawn(async move { client.abort(sent).await });
-    let Command::Abort { target, reply } = server.command() else { panic!("not an Abort") };
+    let Command::Abort { target, owner: None, reply } = server.command() else { panic!("not an Abort") };
     assert_eq!(target, AbortTarget::Requests(ids));
     (engine.responder)(completion_event(0, &[7], FinishReason::Aborted));
     (engine.responder)(done());

@@ -72,7 +72,8 @@ fn a_panic_while_an_aborted_request_is_told_ends_that_one_alone() {
     rig.command(Command::Generate(Box::new(command)));
     let good = rig.submit(ask("good", 3, 4));
     rig.step();
-    told(&rig.call(|reply| Command::Abort { target: AbortTarget::Requests(vec!["bad".into()]), reply })).reply();
+    told(&rig.call(|reply| Command::Abort { target: AbortTarget::Requests(vec!["bad".into()]), owner: None, reply }))
+        .reply();
     let last = events.try_iter().last();
     assert!(matches!(last, Some(Event::Failed(Error::Internal(_)))), "{last:?}");
     rig.finish();
@@ -146,7 +147,7 @@ fn an_abort_of_many_ids_looks_each_up_once() {
     let held: Vec<_> = (0..MAX_QUEUED).map(|i| rig.submit(ask(&format!("r{i}"), 3, 1))).collect();
     let ids: Vec<String> = (0..200_000).map(|i| format!("r{i}")).collect();
     let target = AbortTarget::Requests(ids);
-    let reply = told(&rig.call(|reply| Command::Abort { target, reply })).reply();
+    let reply = told(&rig.call(|reply| Command::Abort { target, owner: None, reply })).reply();
     assert_eq!((reply.aborted.len(), reply.unknown.len()), (MAX_QUEUED, 200_000 - MAX_QUEUED));
     assert!(held.iter().all(|asked| matches!(asked.error(), Error::Aborted(_))));
     assert_eq!(rig.engine.requests.find("r0"), None::<RequestKey>);

@@ -2,7 +2,7 @@
 
 use super::rig::*;
 use crate::engine::*;
-use crate::types::FinishReason;
+use crate::types::{FinishReason, Owner};
 use crate::weights::UpdateKind;
 
 #[test]
@@ -62,7 +62,7 @@ fn held_requests_are_cancelled_aborted_and_checked_when_they_start() {
     rig.command(Command::Look);
     assert!(matches!(cancelled.error(), Error::Aborted(_)));
     let target = AbortTarget::Requests(vec!["aborted".into()]);
-    told(&rig.call(|reply| Command::Abort { target, reply })).reply();
+    told(&rig.call(|reply| Command::Abort { target, owner: None, reply })).reply();
     assert!(matches!(aborted.error(), Error::Aborted(_)));
     rig.push_lora(RunningPolicy::Keep);
     assert!(old.events().is_empty(), "nobody looks before Resume");
@@ -182,6 +182,39 @@ fn a_sleep_keeps_requests_or_ends_them() {
 impl Rig {
     fn abort_held(&mut self) {
         let target = AbortTarget::All;
-        told(&self.call(|reply| Command::Abort { target, reply })).reply();
+        told(&self.call(|reply| Command::Abort { target, owner: None, reply })).reply();
     }
+}
+
+#[test]
+fn an_owner_ends_its_own_requests_and_learns_of_no_others() {
+    let mut rig = Rig::new();
+    let owned = |id: &str, owner: Option<u64>| {
+        let (command, asked) = ask(id, 3, 50);
+        (GenerateCommand { owner: owner.map(Owner), ..command }, asked)
+    };
+    let mut asked: Vec<Asked> = Vec::new();
+    for (id, owner) in [("mine", Some(1)), ("mine too", Some(1)), ("theirs", Some(2)), ("nobody's", None)] {
+        asked.push(rig.submit(owned(id, owner)));
+    }
+    let held = rig.submit({
+        let (command, asked) = owned("theirs, held", Some(2));
+        (GenerateCommand { min_weight_version: Some(9), ..command }, asked)
+    });
+    rig.step();
+    let mut abort = |target: AbortTarget, owner: Option<u64>| {
+        told(&rig.call(|reply| Command::Abort { target, owner: owner.map(Owner), reply })).reply()
+    };
+    let ids = |ids: &[&str]| ids.iter().map(|id| (*id).to_owned()).collect::<Vec<_>>();
+    let all = ["mine", "theirs", "nobody's", "ghost", "theirs, held"];
+    let reply = abort(AbortTarget::Requests(ids(&all)), Some(1));
+    assert_eq!((reply.aborted, reply.unknown), (ids(&["mine"]), ids(&all[1..])));
+    let reply = abort(AbortTarget::All, Some(1));
+    assert_eq!((reply.aborted, reply.unknown), (ids(&["mine too"]), ids(&[])));
+    let mut reply = abort(AbortTarget::All, None);
+    reply.aborted.sort();
+    assert_eq!(reply.aborted, ids(&["nobody's", "theirs", "theirs, held"]));
+    assert!(asked.iter().all(|each| each.completion().finish_reason == FinishReason::Aborted));
+    assert!(matches!(held.error(), Error::Aborted(_)));
+    rig.assert_clean();
 }

@@ -136,6 +136,7 @@ impl Fixture {
         let traffic = Traffic::new(TRAFFIC_BYTES);
         let command = GenerateCommand {
             request_id: id.into(),
+            owner: None,
             prompts: prompts.iter().map(|&p| Prompt::from_tokens(p)).collect(),
             kind,
             params: Arc::new(params),
@@ -154,7 +155,7 @@ impl Fixture {
     fn abort(&self, target: AbortTarget) -> AbortReply {
         let (sender, reply) = channel();
         let reply_to = Box::new(move |r| sender.send(r).unwrap());
-        self.handle.send(Command::Abort { target, reply: reply_to }).unwrap();
+        self.handle.send(Command::Abort { target, owner: None, reply: reply_to }).unwrap();
         reply.recv_timeout(PATIENCE).unwrap()
     }
 
@@ -227,7 +228,10 @@ fn an_abort_delivers_what_there_is_and_frees_every_block() {
         // The engine takes commands between two steps, so it needs a third step to take this one.
         let (sender, reply) = channel();
         let target = AbortTarget::Requests(vec!["a".into(), "ghost".into()]);
-        engine.handle.send(Command::Abort { target, reply: Box::new(move |r| sender.send(r).unwrap()) }).unwrap();
+        engine
+            .handle
+            .send(Command::Abort { target, owner: None, reply: Box::new(move |r| sender.send(r).unwrap()) })
+            .unwrap();
         engine.steps(3);
         reply.recv_timeout(PATIENCE).unwrap()
     };
@@ -331,6 +335,7 @@ fn a_device_that_fails_ends_every_request() {
     let traffic = Traffic::new(TRAFFIC_BYTES);
     let command = GenerateCommand {
         request_id: "a".into(),
+        owner: None,
         prompts: vec![Prompt::from_tokens([1])],
         kind: RequestKind::Score,
         params: Arc::new(tokens(1)),

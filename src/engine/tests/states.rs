@@ -107,7 +107,7 @@ const ORDERS: [(&str, Order); 16] = [
     ("checksum", |rig| done(rig.checksum(&[]))),
     ("abort", |rig| {
         let target = AbortTarget::All;
-        told(&rig.call(|reply| Command::Abort { target, reply }));
+        told(&rig.call(|reply| Command::Abort { target, owner: None, reply }));
         Ok(())
     }),
 ];

@@ -22,7 +22,7 @@ use super::pb;
 use crate::engine::{AbortTarget, CancelFlag, Command, GenerateCommand, RequestKind};
 use crate::error::{Error, Result};
 use crate::memory::Charge;
-use crate::types::{Distribution, Prompt, SamplingParams, WeightVersion};
+use crate::types::{Distribution, Owner, Prompt, SamplingParams, WeightVersion};
 
 /// Most samples of one prompt: GRPO groups are 4 to 64, best-of-n and pass@k go up to 1,000.
 const MAX_SAMPLES_PER_PROMPT: u32 = 1024;
@@ -52,10 +52,17 @@ pub(super) struct ValidRequest {
 }
 
 impl ValidRequest {
-    pub(super) fn into_command(self, cancel: CancelFlag, reply: ReplyEnd, charge: Charge) -> Command {
+    pub(super) fn into_command(
+        self,
+        owner: Option<Owner>,
+        cancel: CancelFlag,
+        reply: ReplyEnd,
+        charge: Charge,
+    ) -> Command {
         let ReplyEnd { responder, backlog } = reply;
         Command::Generate(Box::new(GenerateCommand {
             request_id: self.request_id,
+            owner,
             prompts: self.prompts,
             kind: self.kind,
             params: self.params,

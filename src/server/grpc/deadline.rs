@@ -2,8 +2,6 @@
 //! deadline covers the whole stream and gives DEADLINE_EXCEEDED.
 
 use std::future::Future;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -18,14 +16,10 @@ use crate::server::gate::Gate;
 /// How much earlier than tonic's own timer for the same deadline a call is ended, so that the status is ours.
 const HEAD_START: Duration = Duration::from_millis(2);
 
-/// An interceptor that reads the headers of a call before its message is received: the deadline (INVALID_ARGUMENT if it
-/// is malformed), and whether there is a token, which is warned about once.
+/// An interceptor that reads the deadline of a call before its message is received (INVALID_ARGUMENT if it is malformed).
 pub(in crate::server) fn note_call(gate: &Gate) -> impl Fn(Request<()>) -> Result<Request<()>, Status> + Clone + use<> {
-    let (gate, warned) = (gate.clone(), Arc::new(AtomicBool::new(false)));
+    let gate = gate.clone();
     move |mut request| {
-        if request.metadata().contains_key("authorization") && !warned.swap(true, Ordering::Relaxed) {
-            tracing::warn!("a client sends a token: this server checks none, and serves whoever reaches its port");
-        }
         let timeout = timeout(request.metadata())?;
         if timeout.is_some_and(|timeout| timeout <= HEAD_START) {
             return Err(to_status(exceeded()));

@@ -3,6 +3,7 @@
 mod arrival;
 mod control;
 mod deadline;
+mod guard;
 mod isolation;
 mod messages;
 mod push_thread;
@@ -18,6 +19,7 @@ use tonic::service::Routes;
 
 pub(super) use arrival::Door;
 pub(super) use deadline::note_call;
+pub(super) use guard::guarded;
 
 use self::arrival::MAX_LARGE_BYTES;
 use self::isolation::Isolated;

@@ -8,6 +8,7 @@ use tonic::{Request, Response, Status};
 
 use super::arrival::charge_of;
 use super::deadline::{answer, deadline_of};
+use super::guard::caller_of;
 use super::reply::{ReplyWriter, ScoreWriter};
 use super::status::to_status;
 use crate::engine::Command;
@@ -40,11 +41,11 @@ impl RolloutService {
         M: prost::Message + 'static,
         W: Writer,
     {
-        let deadline = deadline_of(&request);
+        let (deadline, owner) = (deadline_of(&request), caller_of(&request).owner);
         let traffic = self.gate.traffic().map_err(to_status)?;
         let charge = charge_of(&mut request, &traffic);
         let message = request.into_inner();
-        let arrived = Arrived { bytes: message.encoded_len(), message, charge, deadline };
+        let arrived = Arrived { bytes: message.encoded_len(), message, charge, deadline, owner };
         let stream = start(&self.gate, arrived, convert, writer).await.map_err(to_status)?;
         Ok(Response::new(Replies(stream)))
     }
@@ -76,11 +77,11 @@ impl pb::rollout_server::Rollout for RolloutService {
     }
 
     async fn abort(&self, request: Request<pb::AbortRequest>) -> tonic::Result<Response<pb::AbortResponse>> {
-        let deadline = deadline_of(&request);
+        let (deadline, owner) = (deadline_of(&request), caller_of(&request).limited_to);
         let abort = async {
             let context = self.gate.look()?;
             let target = convert::abort(request.into_inner())?;
-            let reply = ask(&context.engine, |reply| Command::Abort { target, reply }).await?;
+            let reply = ask(&context.engine, |reply| Command::Abort { target, owner, reply }).await?;
             Ok(pb::AbortResponse { aborted: reply.aborted, unknown: reply.unknown })
         };
         answer(deadline, abort).await

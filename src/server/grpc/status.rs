@@ -19,6 +19,8 @@ pub(super) fn to_status(error: Error) -> Status {
         Error::AlreadyExists(_) => Code::AlreadyExists,
         Error::DataLoss(_) => Code::DataLoss,
         Error::DeadlineExceeded(_) => Code::DeadlineExceeded,
+        Error::Unauthenticated(_) => Code::Unauthenticated,
+        Error::PermissionDenied(_) => Code::PermissionDenied,
         Error::Unavailable(_) => Code::Unavailable,
         // A Config error ends the start, so one in a running server is a bug.
         Error::Config(_) | Error::Internal(_) => Code::Internal,

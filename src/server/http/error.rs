@@ -2,6 +2,7 @@
 
 use axum::Json;
 use axum::http::StatusCode;
+use axum::http::header::{HeaderValue, WWW_AUTHENTICATE};
 use axum::response::{IntoResponse, Response};
 use serde::Serialize;
 use utoipa::ToSchema;
@@ -80,6 +81,8 @@ impl From<Error> for HttpError {
             Error::DataLoss(_) => (StatusCode::UNPROCESSABLE_ENTITY, "DataLossError"),
             Error::ResourceExhausted(_) => (StatusCode::TOO_MANY_REQUESTS, "ResourceExhaustedError"),
             Error::DeadlineExceeded(_) => (StatusCode::REQUEST_TIMEOUT, "TimeoutError"),
+            Error::Unauthenticated(_) => (StatusCode::UNAUTHORIZED, "AuthenticationError"),
+            Error::PermissionDenied(_) => (StatusCode::FORBIDDEN, "PermissionDeniedError"),
             Error::Unavailable(_) => (StatusCode::SERVICE_UNAVAILABLE, "ServiceUnavailableError"),
             // A Config error ends the start, so one in a running server is a bug.
             Error::Config(_) | Error::Internal(_) => (StatusCode::INTERNAL_SERVER_ERROR, "InternalServerError"),
@@ -108,7 +111,12 @@ fn member(path: &str) -> String {
 
 impl IntoResponse for HttpError {
     fn into_response(self) -> Response {
-        (self.status, Json(self.into_body())).into_response()
+        let status = self.status;
+        let mut response = (status, Json(self.into_body())).into_response();
+        if status == StatusCode::UNAUTHORIZED {
+            response.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
+        response
     }
 }
 

@@ -4,6 +4,7 @@
 mod body;
 mod error;
 mod facts;
+mod guard;
 mod listener;
 mod members;
 mod openai;
@@ -31,7 +32,9 @@ pub(super) use listener::serve_connections;
 use super::gate::Gate;
 use super::panics::Panics;
 use super::role::Role;
+use super::security::Access;
 use error::HttpError;
+use guard::guarded;
 
 /// What every route's handler can reach.
 #[derive(Clone)]
@@ -58,17 +61,20 @@ fn table() -> Vec<(Role, Route)> {
 }
 
 /// The routes and their description, ready to serve.
-pub(super) fn router(gate: &Gate) -> Router {
+pub(super) fn router(gate: &Gate, access: &Access) -> Router {
     let described = OpenApiRouter::with_openapi(OpenApi::new(
         Info::new("rollout-server", env!("CARGO_PKG_VERSION")),
         utoipa::openapi::path::Paths::new(),
     ));
-    let described = table().into_iter().fold(described, |router, (role, route)| router.routes(with_role(role, route)));
+    let described = table().into_iter().fold(described, |router, (role, route)| {
+        let (schemas, paths, handlers) = with_role(role, route);
+        router.routes((schemas, paths, guarded(handlers, role, access)))
+    });
     let (router, description) = described.split_for_parts();
     let description = description.to_json().expect("the description is made of strings and numbers");
     let door = Door { gate: gate.clone(), created: unix_seconds(), description: description.into() };
     router
-        .route("/openapi.json", get(openapi))
+        .route("/openapi.json", guarded(get(openapi), Role::Generate, access))
         .fallback(|| async { HttpError::no_route() })
         .method_not_allowed_fallback(|| async { HttpError::wrong_method() })
         .layer(from_fn_with_state(gate.panics.clone(), isolate))

@@ -20,6 +20,7 @@ use tonic::server::NamedService;
 use tonic::{Request, Status};
 
 use self::schema::{Schema, ShapeId};
+use super::guard::role_of;
 use super::status::to_status;
 use super::updates::Frames;
 use crate::error::{Error, Result};
@@ -27,14 +28,18 @@ use crate::memory::{Charge, Traffic};
 use crate::server::calls::{Deadline, PATIENCE, Pace};
 use crate::server::gate::Gate;
 use crate::server::pb;
+use crate::server::role::Role;
 
 /// Largest message of Generate and Score in bytes. A GRPO batch of 1,024 prompts of 8,192 token ids takes 24 MiB;
 /// larger ones are better split over several requests.
 pub(super) const MAX_LARGE_BYTES: usize = 64 << 20;
 /// Largest message of any other method in bytes: names of parameters, ids of requests.
 const MAX_SMALL_BYTES: usize = 4 << 20;
-/// Limit on the bytes of requests while the model loads and there is no ledger yet.
-const STARTING_BYTES: u64 = 16 << 20;
+/// Largest message in bytes of a method that needs no token: the name of a service whose health is asked for.
+const MAX_OPEN_BYTES: usize = 4 << 10;
+/// Limit on the bytes of calls that need no token, so that they take nothing of the others' room, and of all calls while
+/// the model loads and there is no ledger yet.
+const OPEN_BYTES: u64 = 16 << 20;
 /// The methods that take large messages.
 const LARGE: [&str; 2] = ["/rollout.v1.Rollout/Generate", "/rollout.v1.Rollout/Score"];
 /// Length of gRPC's prefix of each message: a compression flag and four bytes of length.
@@ -46,7 +51,7 @@ const INLINE_BYTES: usize = 256 << 10;
 pub(in crate::server) struct Gather<S> {
     inner: S,
     gate: Gate,
-    starting: Traffic,
+    open: Traffic,
     schema: Arc<Schema>,
     patience: Duration,
 }
@@ -55,8 +60,8 @@ pub(in crate::server) struct Gather<S> {
 #[derive(Clone)]
 pub(in crate::server) struct Door {
     gate: Gate,
-    /// Count of requests' bytes while the model loads. Such requests ask for the server's health, or are refused.
-    starting: Traffic,
+    /// Count of the bytes of calls that need no token, and of all calls while the model loads.
+    open: Traffic,
     schema: Arc<Schema>,
 }
 
@@ -67,12 +72,12 @@ impl Door {
     /// `Internal` if the descriptors are broken, which tests exclude.
     pub(in crate::server) fn new(gate: &Gate) -> Result<Self> {
         let schema = Schema::new(&[pb::DESCRIPTORS, tonic_health::pb::FILE_DESCRIPTOR_SET])?;
-        Ok(Self { gate: gate.clone(), starting: Traffic::new(STARTING_BYTES), schema: Arc::new(schema) })
+        Ok(Self { gate: gate.clone(), open: Traffic::new(OPEN_BYTES), schema: Arc::new(schema) })
     }
 
     pub(in crate::server) fn before<S>(&self, inner: S) -> Gather<S> {
-        let Self { gate, starting, schema } = self.clone();
-        Gather { inner, gate, starting, schema, patience: PATIENCE }
+        let Self { gate, open, schema } = self.clone();
+        Gather { inner, gate, open, schema, patience: PATIENCE }
     }
 }
 
@@ -101,8 +106,13 @@ where
         let Some(method) = method.filter(|_| !is_encoded) else {
             return Box::pin(self.inner.call(request));
         };
-        let max_bytes = if LARGE.contains(&path) { MAX_LARGE_BYTES } else { MAX_SMALL_BYTES };
-        let traffic = self.gate.traffic().unwrap_or_else(|_| self.starting.clone());
+        let is_open = role_of(path) == Role::Anyone;
+        let max_bytes = match path {
+            path if LARGE.contains(&path) => MAX_LARGE_BYTES,
+            _ if is_open => MAX_OPEN_BYTES,
+            _ => MAX_SMALL_BYTES,
+        };
+        let traffic = self.gate.traffic().ok().filter(|_| !is_open).unwrap_or_else(|| self.open.clone());
         let (schema, patience) = (self.schema.clone(), self.patience);
         let mut inner = self.inner.clone();
         Box::pin(async move {

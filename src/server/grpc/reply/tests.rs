@@ -229,6 +229,8 @@ fn every_error_has_its_status_and_keeps_its_text() {
     check(Error::VersionConflict("version 3".into()), Code::Aborted);
     check(Error::NotFound("none".into()), Code::NotFound);
     check(Error::AlreadyExists("taken".into()), Code::AlreadyExists);
+    check(Error::Unauthenticated("no token".into()), Code::Unauthenticated);
+    check(Error::PermissionDenied("generate only".into()), Code::PermissionDenied);
     check(Error::Unavailable("ending".into()), Code::Unavailable);
     check(Error::Internal("bug".into()), Code::Internal);
 }
