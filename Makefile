@@ -31,7 +31,7 @@ say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup server demo test test-rust test-python test-peft fuzz lint miri bench bench-peers bench-profile bench-operators \
-	bench-weight-sync proto fixtures record check-cargo
+	bench-weight-sync bench-doors proto fixtures record check-cargo
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -108,6 +108,10 @@ bench-weight-sync: setup server $(MODEL) ## pushes, sleep and wake beside a copy
 	$(CARGO) build --release -p rollout-kernels --example limits
 	$(call say,Benches: keep the machine quiet for a few minutes)
 	@$(BIN)/python benches/weight_sync.py --server $(SERVER) --limits $(LIMITS) --model $(MODEL)
+
+bench-doors: setup server $(MODEL) ## HTTP beside gRPC: groups, a single stream, 256 streams at once
+	$(call say,Benches: keep the machine quiet for some minutes)
+	@$(BIN)/python benches/doors.py --server $(SERVER) --model $(MODEL)
 
 proto: setup ## after a change in proto/: the descriptors of the Python client
 	$(BIN)/python -m grpc_tools.protoc -Iproto --descriptor_set_out=$(DESCRIPTORS) \
