@@ -77,7 +77,7 @@ pub(in crate::server::http) async fn completions(
     let message = message(own, sampling, &mut options, &context.info.model)?;
     let is_stream = options.report.is_stream;
     let traffic = context.traffic.clone();
-    let arrived = Arrived { message, bytes, charge, deadline: Deadline::new(None, &door.gate) };
+    let arrived = Arrived { message, bytes, charge, deadline: Deadline::new(None, &door.gate), owner: None };
     let writer = move |request: &_| CompletionWriter::new(request, options, &traffic);
     let replies = start(&door.gate, arrived, convert::generate, writer).await?;
     answer(replies, is_stream, &ignored, &door.gate.panics).await

@@ -16,7 +16,7 @@ use crate::server::convert::ValidRequest;
 use crate::server::http::openai::logprobs::{Logprobs, PromptLogprobs, TokenTexts};
 use crate::server::http::openai::report::{Report, StopReason, VersionSpan, finish_reason};
 use crate::server::http::openai::sampling::LogprobsMode;
-use crate::server::http::openai::usage::Usage;
+use crate::server::http::openai::usage::{Unused, Usage};
 use crate::server::http::reply::{event, json};
 use crate::types::{Prompt, TokenId, TokenLogprobs};
 
@@ -52,6 +52,8 @@ pub(in crate::server::http) struct CompletionAnswer<'a> {
     service_tier: Option<String>,
     system_fingerprint: &'a str,
     usage: Usage,
+    #[serde(flatten)]
+    unused: Unused,
 }
 
 /// One sample.
@@ -68,6 +70,9 @@ struct Choice<'a> {
     token_ids: Option<Vec<TokenId>>,
     prompt_logprobs: Option<&'a PromptLogprobs>,
     prompt_token_ids: Option<&'a [TokenId]>,
+    /// Always null; vLLM's clients read it.
+    #[schema(value_type = Option<String>)]
+    routed_experts: Option<()>,
     #[serde(skip_serializing_if = "Option::is_none")]
     weight_versions: Option<Vec<VersionSpan>>,
 }
@@ -250,6 +255,7 @@ impl CompletionWriter {
             token_ids: report.returns_ids.then(|| tokens.iter().map(|token| token.token).collect()),
             prompt_logprobs: self.facts[prompt].reported.as_ref(),
             prompt_token_ids: report.returns_ids.then_some(&self.prompts[prompt].tokens[..]),
+            routed_experts: None,
             weight_versions: report.versions(&completion),
         };
         let written = serde_json::value::to_raw_value(&choice)
@@ -357,6 +363,7 @@ impl CompletionWriter {
             service_tier: None,
             system_fingerprint: &report.fingerprint,
             usage: Usage::of(summary),
+            unused: Unused::default(),
         }));
     }
 }
