@@ -16,6 +16,7 @@ use super::error::HttpError;
 use crate::error::{Error, Result, shown};
 use crate::memory::{Charge, Traffic};
 use crate::server::calls::{PATIENCE, Pace};
+use crate::server::security::Caller;
 
 /// Largest body in bytes: that of gRPC's messages, and room for token ids written as decimal numbers.
 const MAX_BODY_BYTES: usize = 128 << 20;
@@ -39,6 +40,8 @@ pub(super) struct JsonBody<T> {
     /// Covers the parsed value.
     pub(super) charge: Charge,
     pub(super) ignored: Ignored,
+    /// Who sends it.
+    pub(super) caller: Caller,
 }
 
 /// Paths of members that no route knows, and which have had no effect.
@@ -76,11 +79,12 @@ impl<T: DeserializeOwned + Send + 'static> FromRequest<Door> for JsonBody<T> {
         check_content_type(request.headers())?;
         let traffic = door.gate.traffic()?;
         let length = announced_bytes(request.headers())?;
+        let caller = request.extensions().get().copied().unwrap_or_default();
         let (body, charge) = gather(request.into_body(), length, &traffic).await?;
         if body.len() <= INLINE_BYTES {
-            return Ok(parse(&body, charge)?);
+            return Ok(parse(&body, charge, caller)?);
         }
-        let parsed = tokio::task::spawn_blocking(move || parse(&body, charge)).await;
+        let parsed = tokio::task::spawn_blocking(move || parse(&body, charge, caller)).await;
         Ok(parsed.unwrap_or_else(|e| Err(Error::Internal(format!("parsing the body failed: {e}"))))?)
     }
 }
@@ -145,7 +149,7 @@ async fn gather(
 ///
 /// # Errors
 /// `InvalidArgument` with the path of the member that is wrong.
-fn parse<T: DeserializeOwned>(body: &[u8], mut charge: Charge) -> Result<JsonBody<T>> {
+fn parse<T: DeserializeOwned>(body: &[u8], mut charge: Charge, caller: Caller) -> Result<JsonBody<T>> {
     let (mut ignored, mut others) = (Vec::new(), 0_usize);
     let mut note = |path: serde_ignored::Path<'_>| {
         if ignored.len() < MAX_IGNORED {
@@ -168,7 +172,7 @@ fn parse<T: DeserializeOwned>(body: &[u8], mut charge: Charge) -> Result<JsonBod
     }
     // The parsed value stays, the text goes.
     charge.shrink(2 * body.len() as u64);
-    Ok(JsonBody { value, bytes: body.len(), charge, ignored: Ignored(ignored) })
+    Ok(JsonBody { value, bytes: body.len(), charge, ignored: Ignored(ignored), caller })
 }
 
 #[cfg(test)]

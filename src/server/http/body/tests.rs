@@ -15,7 +15,7 @@ struct Inner {
 }
 
 fn parsed(text: &str) -> Result<JsonBody<Message>> {
-    parse(text.as_bytes(), Traffic::new(1 << 20).charge_always(100))
+    parse(text.as_bytes(), Traffic::new(1 << 20).charge_always(100), Caller::default())
 }
 
 #[test]

@@ -69,7 +69,7 @@ pub(in crate::server::http) async fn completions(
     body: JsonBody<BodyOf<((Completion, Sampling), Unsupported)>>,
 ) -> std::result::Result<Response, HttpError> {
     let context = door.gate.look()?;
-    let JsonBody { value: BodyOf(((own, mut sampling), _)), bytes, charge, ignored } = body;
+    let JsonBody { value: BodyOf(((own, mut sampling), _)), bytes, charge, ignored, caller } = body;
     if let Some(id) = request_id(&headers) {
         sampling.request_id = Some(id);
     }
@@ -77,7 +77,7 @@ pub(in crate::server::http) async fn completions(
     let message = message(own, sampling, &mut options, &context.info.model)?;
     let is_stream = options.report.is_stream;
     let traffic = context.traffic.clone();
-    let arrived = Arrived { message, bytes, charge, deadline: Deadline::new(None, &door.gate), owner: None };
+    let arrived = Arrived { message, bytes, charge, deadline: Deadline::new(None, &door.gate), owner: caller.owner };
     let writer = move |request: &_| CompletionWriter::new(request, options, &traffic);
     let replies = start(&door.gate, arrived, convert::generate, writer).await?;
     answer(replies, is_stream, &ignored, &door.gate.panics).await
