@@ -70,7 +70,8 @@ def ask(address: str, method: str, path: str, body: Any = None, headers: dict[st
     try:
         text = body if isinstance(body, (str, bytes)) or body is None else json.dumps(body)
         content = {} if body is None else {"content-type": "application/json"}
-        connection.request(method, path, text, content | (headers or {}))
+        content |= {name.lower(): value for name, value in (headers or {}).items()}
+        connection.request(method, path, text, content)
         response = connection.getresponse()
         chunks = _chunks(response)
         kind = response.headers.get("content-type", "")
@@ -104,6 +105,8 @@ def same_request(address: str, exchange: Exchange, model: str, changes: dict[str
     if isinstance(body, dict):
         body = {name: model if value == "MODEL" else value for name, value in body.items()} | (changes or {})
         body = {name: value for name, value in body.items() if value is not None or name not in (changes or {})}
+    if "raw_body" in request:
+        body = request["raw_body"].replace("MODEL", model)
     return ask(address, request["method"], request["path"], body, request.get("headers"))
 
 

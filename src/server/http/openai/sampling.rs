@@ -107,11 +107,21 @@ impl Members for Unsupported {
         if !UNSUPPORTED.contains(&name) {
             return Ok(false);
         }
-        let value: Box<RawValue> = map.next_value()?;
+        map.next_value::<Neutral>()?;
+        Ok(true)
+    }
+}
+
+/// A value that asks for nothing. Any other is refused while it is read, so that the error has the member's path.
+struct Neutral;
+
+impl<'de> Deserialize<'de> for Neutral {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        let value = Box::<RawValue>::deserialize(deserializer)?;
         if NEUTRAL.contains(&value.get()) {
-            return Ok(true);
+            return Ok(Self);
         }
-        Err(de::Error::custom(format_args!("{name} is not supported; leave it out")))
+        Err(de::Error::custom("is not supported; leave it out"))
     }
 }
 

@@ -169,7 +169,8 @@ impl CompletionWriter {
             }
             Event::Text { prompt_index, sample_index, text } => {
                 let index = self.index(prompt_index, sample_index);
-                self.send(ChunkChoice { index, text, ..Default::default() }, out);
+                let token_ids = self.options.report.returns_ids.then(Vec::new);
+                self.send(ChunkChoice { index, text, token_ids, ..Default::default() }, out);
             }
             Event::PromptLogprobs { prompt_index, logprobs, .. } => self.prompt_done(prompt_index, logprobs),
             Event::Completion(completion) if self.options.report.is_stream => {

@@ -1,0 +1,178 @@
+"""`/v1/completions`: beside vLLM's recorded answers, beside gRPC, and as trainers and people use it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from rollout_client import SamplingParams, ServerProcess
+from serving import FIXTURES, SMALL_CACHE
+from vllm_answers import RECORDED, ask, assert_like_vllm, events, recorded, same_request
+
+MODEL = "llama"
+VOCABULARY = 512
+"""Ids of the recorded prompts are taken modulo this, because the fixture's vocabulary is small."""
+
+CACHED = {"usage.prompt_tokens_details": "we say how many tokens came from the cache"}
+LAST = "a sample's end is an event of its own, so that no token waits for the next step"
+OTHER_TEXT = "another model: the stop did not come"
+DIFFERENCES = {
+    "choice": {"choices.0.finish_reason": OTHER_TEXT},
+    "eos": {"choices.0.finish_reason": OTHER_TEXT},
+    "json": {"choices.0.finish_reason": OTHER_TEXT},
+    "regex": {"choices.0.finish_reason": OTHER_TEXT},
+    "stop": {"choices.0.finish_reason": OTHER_TEXT, "choices.0.stop_reason": OTHER_TEXT},
+    "stop-included": {"choices.0.finish_reason": OTHER_TEXT, "choices.0.stop_reason": OTHER_TEXT},
+    "stop-over-tokens": {"choices.0.finish_reason": OTHER_TEXT, "choices.0.stop_reason": OTHER_TEXT},
+    "stop_token_ids": {"choices.0.finish_reason": OTHER_TEXT, "choices.0.stop_reason": OTHER_TEXT},
+    "stop_token_ids-included": {"choices.0.finish_reason": OTHER_TEXT, "choices.0.stop_reason": OTHER_TEXT},
+    "stream-bytes": {"events?0?.2.choices.0.logprobs": LAST, "events?0?.2.choices.0.token_ids": LAST},
+    "stream-continuous": {"events?0?.2.choices.0.logprobs": LAST, "events?0?.2.choices.0.token_ids": LAST},
+    "stream-n2": {"events*": LAST},
+    "n3-usage-stream": {"events*": LAST},
+    "stream-stop": {"events?0?.2.choices.0.*_reason": OTHER_TEXT, "events?0?.2.choices.0.token_ids": LAST},
+}
+"""Differences that are meant, by the exchange's name; `test_what_stops_is_said` has the stops."""
+OTHER_STATUS = {
+    "best_of": "vLLM drops best_of in silence, though it changes the samples",
+    "logprob_token_ids": "not supported, and not dropped in silence",
+    "max_tokens-too-many": "a sample ends where the context does",
+    "logprobs-21": "up to 100 are reported",
+    "temperature-2.5": "any temperature is taken",
+    "temperature-0-n2": "a greedy group is a group of equal samples",
+    "n-null": "null is the default everywhere",
+    "logprobs-true": "a number is wanted",
+    "skip_special_tokens": "the text never has special tokens, and the ids always do",
+    "bad_words": "not supported, and not dropped in silence",
+    "guided_regex": "vLLM drops it in silence, and the sample is unconstrained",
+    "beam": "not supported, and not dropped in silence",
+    "prompt-whole-floats": "an id is an integer",
+    "temperature-text": "a number is no text",
+    "max_tokens-float": "a count is an integer",
+    "stream-text": "a truth value is no text",
+}
+"""Exchanges that we answer with another status than vLLM, and why."""
+
+
+@pytest.fixture(scope="module")
+def http(binary):
+    with ServerProcess(binary, FIXTURES / MODEL, [*SMALL_CACHE, "--mem-util", "0.2"]) as server:
+        yield server
+
+
+def names():
+    for line in (RECORDED / "completions.jsonl").read_text().splitlines():
+        yield json.loads(line)["name"]
+
+
+def smaller(prompt):
+    if isinstance(prompt, list):
+        return [smaller(part) for part in prompt]
+    is_id = isinstance(prompt, int) and not isinstance(prompt, bool) and 0 <= prompt < 49152
+    return prompt % VOCABULARY if is_id else prompt
+
+
+@pytest.mark.parametrize("name", list(names()))
+def test_answers_are_like_vllms(http, name):
+    exchange = recorded(name)
+    short, body = name.partition("/")[2], exchange.request.get("body")
+    changes = {"prompt": smaller(body["prompt"])} if isinstance(body, dict) and "prompt" in body else {}
+    ours, theirs = same_request(http.http_address, exchange, MODEL, changes), exchange.answer
+    if short in OTHER_STATUS:
+        assert ours.status != theirs.status and {ours.status, theirs.status} == {200, 400}, ours
+    elif ours.status == 200:
+        cached = {} if ours.content_type.startswith("text/event-stream") else CACHED
+        assert_like_vllm(ours, exchange, cached | DIFFERENCES.get(short, {}))
+    else:
+        # Our errors all have one type, and name the member by its path where vLLM often names none.
+        assert (ours.status, list(ours.body)) == (theirs.status, list(theirs.body)), ours
+        assert list(ours.body["error"]) == list(theirs.body["error"]) and ours.body["error"]["code"] == ours.status
+        assert (
+            ours.body["error"]["param"]
+            or ours.content_type != "application/json"
+            or short in ("no-body", "content-type")
+        )
+
+
+def complete(http, **members):
+    answer = ask(http.http_address, "POST", "/v1/completions", members)
+    assert answer.status == 200, answer.body
+    return answer
+
+
+def test_http_and_grpc_give_the_same_bits(http):
+    prompts = [[3, 1, 4, 1, 5], [9, 2, 6]]
+    for temperature in (0.0, 0.8):
+        sampling = SamplingParams(max_tokens=12, temperature=temperature, top_p=0.9, seed=7, min_tokens=2, stop=["qu"])
+        groups = http.client.generate(prompts, n=3, sampling=sampling, top_logprobs=2)
+        members = {
+            "prompt": prompts,
+            "n": 3,
+            "max_tokens": 12,
+            "temperature": temperature,
+            "top_p": 0.9,
+            "seed": 7,
+            "min_tokens": 2,
+            "stop": "qu",
+            "return_token_ids": True,
+        }
+        for mode, of in (("processed", "logprobs"), ("raw", "raw_logprobs")):
+            answer = complete(http, logprobs=2, logprobs_mode=mode, **members).body
+            for choice, sample in zip(answer["choices"], (s for g in groups for s in g.samples), strict=True):
+                assert (choice["token_ids"], choice["text"]) == (sample.token_ids, sample.text)
+                theirs = np.array([-np.inf if p == -9999 else p for p in choice["logprobs"]["token_logprobs"]])
+                assert theirs.astype(np.float32).tobytes() == getattr(sample, of).tobytes()
+        stream = events(complete(http, stream=True, logprobs=0, **members).body)
+        for index, sample in enumerate(s for g in groups for s in g.samples):
+            parts = [event["choices"][0] for event in stream if event["choices"][0]["index"] == index]
+            assert [id for part in parts for id in part["token_ids"]] == sample.token_ids
+            assert "".join(part["text"] for part in parts) == sample.text
+            assert [part["finish_reason"] for part in parts[:-1]] == [None] * (len(parts) - 1)
+            assert parts[-1]["finish_reason"] == ("length" if sample.finish_reason.name == "LENGTH" else "stop")
+
+
+def test_a_prompt_is_scored_by_echo(http):
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    score = http.client.score([prompt])[0].raw_logprobs
+    members = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 0, "return_token_ids": True}
+    choice = complete(http, temperature=0, **members).body["choices"][0]
+    values = choice["logprobs"]["token_logprobs"]
+    assert values[0] is None and np.float32(values[1:]).tobytes() == np.float32(score[1:]).tobytes()
+    assert choice["token_ids"] == [] and choice["prompt_token_ids"] == prompt
+    streamed = events(complete(http, stream=True, **members).body)[0]["choices"][0]
+    assert (streamed["text"], streamed["logprobs"]) == (choice["text"], choice["logprobs"])
+
+
+def test_what_stops_is_said(http):
+    free = complete(http, prompt=[3, 1, 4], max_tokens=24, temperature=1, seed=3, return_token_ids=True).body[
+        "choices"
+    ][0]
+    text, token = free["text"], free["token_ids"][5]
+    stop = next(text[i : i + 2] for i in range(4, len(text)) if text[i : i + 2].isascii() and text[i : i + 2].isalpha())
+    members = {"prompt": [3, 1, 4], "max_tokens": 24, "temperature": 1, "seed": 3}
+    choice = complete(http, stop=["nothing", stop], **members).body["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"], choice["text"]) == ("stop", stop, text[: text.index(stop)])
+    included = complete(http, stop=stop, include_stop_str_in_output=True, **members).body["choices"][0]
+    assert included["text"] == choice["text"] + stop
+    parts = events(complete(http, stop=stop, include_stop_str_in_output=True, stream=True, **members).body)
+    assert "".join(part["choices"][0]["text"] for part in parts) == included["text"]
+    assert parts[-1]["choices"][0]["stop_reason"] == stop
+    ended = complete(http, stop_token_ids=[token], return_token_ids=True, **members).body["choices"][0]
+    assert (ended["finish_reason"], ended["stop_reason"], ended["token_ids"][-1]) == ("stop", token, token)
+
+
+def test_members_that_nothing_reads_are_named(http):
+    answer = complete(http, prompt="a", max_tokens=1, user="me", temprature=0.5, stream_options=None)
+    assert answer.headers["x-ignored-members"] == "user, temprature"
+    assert "x-ignored-members" not in complete(http, prompt="a", max_tokens=1).headers
+
+
+def test_versions_and_request_ids(http):
+    body = {"prompt": [1, 2], "max_tokens": 3, "return_weight_versions": True, "ignore_eos": True}
+    answer = ask(http.http_address, "POST", "/v1/completions", body, {"X-Request-Id": "mine"})
+    assert answer.body["id"] == "cmpl-mine"
+    assert answer.body["choices"][0]["weight_versions"] == [{"version": 0, "start": 0, "end": 3}]
+    refused = ask(http.http_address, "POST", "/v1/completions", body | {"if_weight_version": 5})
+    assert refused.status == 409 and "version" in refused.body["error"]["message"]
