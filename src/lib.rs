@@ -7,12 +7,14 @@
 //!
 //! ```text
 //!  client ──gRPC──> server ──Command──> engine ──StepPlan──> executor ── rank 0: device, weights, KV, model
-//!                   (tokio)  bounded    (one               (one thread ─ rank 1
+//!          ──HTTP──> (tokio)  bounded    (one               (one thread ─ rank 1
 //!                      ^     channel     thread)             a rank)    ─ rank tp-1
 //!                      └──────Event───────┘ <──StepOutput──────┘
 //! ```
 //!
 //! 1. [`server`] parses the request into valid types at the door (`server::convert`) and sends a [`engine::Command`].
+//!    It has two doors, `server::grpc` and `server::http`. An HTTP body becomes the protobuf message that gRPC's clients
+//!    send, so that every check and default is there once; each door makes its own answers of the engine's events.
 //! 2. [`engine`] adds each prompt with its samples as a group to the [`scheduler`].
 //! 3. Each `step()`: `schedule → launch → collect → update → emit`. The scheduler decides, as plain data (a
 //!    [`types::StepPlan`]), which tokens of which sequences run; the [`executor`]'s ranks run them and sample; the
