@@ -144,9 +144,12 @@ def main() -> None:
     options = parser.parse_args()
     with ServerProcess(options.server, options.model) as server:
         measure(server, options)
-    with tempfile.NamedTemporaryFile("w") as output, Path(output.name).open() as log:
-        with ServerProcess(options.server, options.model, ["--profile"], output=output) as server:
-            profile(server, log, options)
+    with (
+        tempfile.NamedTemporaryFile("w") as output,
+        Path(output.name).open() as log,
+        ServerProcess(options.server, options.model, ["--profile"], output=output) as server,
+    ):
+        profile(server, log, options)
     print(file=sys.stderr)
 
 
