@@ -134,6 +134,11 @@ pub struct Config {
     #[arg(long, env = "ROLLOUT_PROFILE")]
     pub profile: bool,
 
+    /// File to which the phases of the engine and of pushes are written as they end, in Chrome's trace format, which
+    /// Perfetto opens.
+    #[arg(long, env = "ROLLOUT_TRACE_FILE", value_name = "FILE")]
+    pub trace_file: Option<PathBuf>,
+
     /// Format of the log lines.
     #[arg(long, env = "ROLLOUT_LOG_FORMAT", value_enum, default_value_t = LogFormat::Text)]
     pub log_format: LogFormat,

@@ -51,6 +51,44 @@ pub enum Error {
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
+    /// What [`Error::kind`] may give.
+    pub const KINDS: &[&str] = &[
+        "invalid_argument",
+        "resource_exhausted",
+        "failed_precondition",
+        "version_conflict",
+        "not_found",
+        "already_exists",
+        "aborted",
+        "data_loss",
+        "deadline_exceeded",
+        "unavailable",
+        "unauthenticated",
+        "permission_denied",
+        "config",
+        "internal",
+    ];
+
+    /// Name of the variant, as metrics and notes of errors have it.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::InvalidArgument { .. } => "invalid_argument",
+            Self::ResourceExhausted(_) => "resource_exhausted",
+            Self::FailedPrecondition(_) => "failed_precondition",
+            Self::VersionConflict(_) => "version_conflict",
+            Self::NotFound(_) => "not_found",
+            Self::AlreadyExists(_) => "already_exists",
+            Self::Aborted(_) => "aborted",
+            Self::DataLoss(_) => "data_loss",
+            Self::DeadlineExceeded(_) => "deadline_exceeded",
+            Self::Unavailable(_) => "unavailable",
+            Self::Unauthenticated(_) => "unauthenticated",
+            Self::PermissionDenied(_) => "permission_denied",
+            Self::Config(_) => "config",
+            Self::Internal(_) => "internal",
+        }
+    }
+
     pub fn invalid(field: impl Into<String>, message: impl Into<String>) -> Self {
         Self::InvalidArgument { field: field.into(), message: message.into() }
     }

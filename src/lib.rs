@@ -7,7 +7,7 @@
 //!
 //! ```text
 //!  client ──gRPC──> server ──Command──> engine ──StepPlan──> executor ── rank 0: device, weights, KV, model
-//!         ──HTTP──> (tokio)  bounded    (one               (one thread ─ rank 1
+//!          ──HTTP──> (tokio)  bounded    (one               (one thread ─ rank 1
 //!                      ^     channel     thread)             a rank)    ─ rank tp-1
 //!                      └──────Event───────┘ <──StepOutput──────┘
 //! ```
@@ -92,7 +92,7 @@
 //! A module uses only modules to the right of it (`tests/structure` fails on any other edge):
 //!
 //! ```text
-//! main, startup → server → engine → scheduler, executor → cache | model → weights, text → comm, memory
+//! main, startup → server → engine → scheduler, executor → cache | model → weights, text, observe → comm, memory
 //!   → types, config, logs, profile → error
 //! ```
 //!
@@ -137,6 +137,7 @@ pub mod executor;
 pub mod logs;
 pub mod memory;
 pub mod model;
+pub mod observe;
 pub mod profile;
 pub mod scheduler;
 pub mod server;

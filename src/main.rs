@@ -9,6 +9,7 @@ use rollout_server::config::{Config, LogFormat};
 use rollout_server::error::{Error, Result};
 use rollout_server::logs::{FlushOnDrop, LogWriter, log_panics};
 use rollout_server::memory::{open_files_limit, resident_bytes, share_one_heap};
+use rollout_server::observe::{Observer, TraceFile};
 use rollout_server::profile::{Profile, profile};
 use rollout_server::server::{
     Bound, Ended, SecurityConfig, ServerConfig, connection_limit, serve, shutdown_channel, watch_signals,
@@ -47,6 +48,10 @@ fn main() -> ExitCode {
 
 fn run(config: Config, profile: Option<Profile>, logs: &LogWriter) -> Result<()> {
     config.check()?;
+    let (mut observer, recorder) = Observer::new();
+    observer.logs = Some(logs.clone());
+    let trace =
+        config.trace_file.as_deref().map(|path| TraceFile::create(path, observer.timeline.clone())).transpose()?;
     let runtime = tokio::runtime::Runtime::new().map_err(|e| Error::Internal(format!("no runtime: {e}")))?;
     let bound = Bound::new(&ServerConfig {
         host: config.host.clone(),
@@ -66,8 +71,9 @@ fn run(config: Config, profile: Option<Profile>, logs: &LogWriter) -> Result<()>
         if let Some(profile) = profile {
             print_on_signal(profile, logs)?;
         }
+        let watched = observer.clone();
         let context = async move {
-            let load = move || startup::start(&config).map(|started| (config, started));
+            let load = move || startup::start(&config, watched, recorder).map(|started| (config, started));
             let loaded = tokio::task::spawn_blocking(load).await;
             let (config, started) = loaded.map_err(|e| Error::Internal(format!("the start failed: {e}")))??;
             let (context, thread) = started.into_context(&config);
@@ -80,10 +86,13 @@ fn run(config: Config, profile: Option<Profile>, logs: &LogWriter) -> Result<()>
             let _ = thread_sender.send(watcher);
             Ok(context)
         };
-        serve(bound, context, orders).await
+        serve(bound, observer, context, orders).await
     });
     // Does not wait for a load of the model that the end has cut short.
     runtime.shutdown_background();
+    if let Some(trace) = trace {
+        trace.finish();
+    }
     let ended = ended?;
     match engine_thread.try_recv() {
         Ok(thread) if ended == Ended::Drained => thread.join().expect("the watcher does not panic"),

@@ -18,6 +18,7 @@ use crate::executor::{ModelRunner, RankWeights, Ranks, resident_adapter_bytes};
 use crate::memory::{MemoryBudget, MemoryReport, MemoryUse, Traffic, human_bytes};
 use crate::model::config::ModelConfig;
 use crate::model::{Build, Decoder, Parameterized, Workspace, WorkspaceShape, kv_bytes_per_block, kv_caches};
+use crate::observe::{Observer, Recorder, TIMELINE_BYTES};
 use crate::scheduler::{Scheduler, SchedulerConfig, Speculation};
 use crate::server::{ModelFacts, PromptEncoder, ServerInfo, ServingContext};
 use crate::text::{ChatTemplate, Tokenizer};
@@ -26,8 +27,10 @@ use crate::weights::{Checkpoint, Dtype, ModelFiles, ModelSource, Parameters, Par
 /// Bytes set aside for what is not reserved one by one: code, threads, tokenizer, and the allocator's slack. With
 /// SmolLM2-135M, resident memory less the reservations touched: 45 MiB when idle, an estimated 115 MiB after 64 samples
 /// (the touched part of the cache is counted from its blocks). What the transport holds of frames that are not whole
-/// comes out of it too: 32 MiB of long ones, and 96 KiB at most for each connection.
+/// comes out of it too: 32 MiB of long ones, and 96 KiB at most for each connection; and so do the 4 MiB
+/// of the timeline.
 const PROCESS_BYTES: u64 = 192 << 20;
+const _: () = assert!(TIMELINE_BYTES < 4 << 20, "docs/observability.md says so");
 
 /// Most bytes that are set aside for requests and replies in flight where `--request-bytes` is not given: what several
 /// batches of a large trainer take while they are decoded.
@@ -117,11 +120,12 @@ struct Layout {
     devices: Devices,
 }
 
-/// Opens the model, fills the memory plan, loads the weights and starts the engine.
+/// Opens the model, fills the memory plan, loads the weights and starts the engine. The observer sees the load as the
+/// timeline's first phase.
 ///
 /// # Errors
 /// `Config` or `ResourceExhausted`, with one message that says what to change.
-pub fn start(config: &Config) -> Result<Started> {
+pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<Started> {
     config.check()?;
     let files = ModelSource::parse(&config.model)?.open()?;
     let model = ModelConfig::from_files(&files)?;
@@ -167,6 +171,8 @@ pub fn start(config: &Config) -> Result<Started> {
         traffic: traffic.clone(),
         max_adapters: config.max_adapters,
         max_lora_rank: config.max_lora_rank,
+        observer,
+        recorder,
     };
     let engine = Engine::new(executor, scheduler, text.tokenizer.clone(), commands, setup);
     let thread = std::thread::Builder::new().name("engine".into()).spawn(move || engine.run());

@@ -28,6 +28,10 @@ impl Adapters {
         Self { max_adapters, max_rank, next_generation: 1, resident: Vec::new() }
     }
 
+    pub fn num_resident(&self) -> usize {
+        self.resident.len()
+    }
+
     pub fn list(&self) -> Vec<AdapterStatus> {
         self.resident.iter().map(|resident| resident.status.clone()).collect()
     }

@@ -14,7 +14,7 @@ impl<X: Executor> Engine<X> {
     /// Accepts a new request, holds it, or refuses it.
     pub(super) fn receive(&mut self, command: GenerateCommand) {
         if let Err(error) = self.check_new(&command) {
-            return refuse(command, error);
+            return self.refuse(command, error);
         }
         let key = self.requests.next_key();
         if self.must_wait(&command) {
@@ -64,10 +64,11 @@ impl<X: Executor> Engine<X> {
     fn admit(&mut self, key: RequestKey, command: GenerateCommand) {
         let adapter = match self.check_policy(&command) {
             Ok(adapter) => adapter,
-            Err(error) => return refuse(command, error),
+            Err(error) => return self.refuse(command, error),
         };
         let salt = CacheSalt { epoch: self.policy.epoch(), adapter };
-        let (mut request, groups) = Request::new(key, command, salt, self.tokenizer.as_ref());
+        let (mut request, groups) =
+            Request::new(key, command, salt, self.tokenizer.as_ref(), &self.watch.observer.metrics);
         match self.scheduler.add(groups) {
             Ok(()) => {
                 self.requests.accept(key, request);
@@ -168,8 +169,14 @@ impl<X: Executor> Engine<X> {
 
     fn refuse_held(&mut self, key: RequestKey, error: Error) {
         if let Some(command) = self.requests.remove_held(key) {
-            refuse(command, error);
+            self.refuse(command, error);
         }
+    }
+
+    /// Tells the client of a request that is not accepted why.
+    fn refuse(&self, mut command: GenerateCommand, error: Error) {
+        self.watch.observer.metrics.request_failed(&error);
+        (command.responder)(Event::Failed(error));
     }
 
     /// Takes an accepted request out and gives back what it holds: blocks, queue places, the lease of its adapter.
@@ -179,8 +186,4 @@ impl<X: Executor> Engine<X> {
         request.adapter().into_iter().for_each(|generation| self.adapters.give_back(generation));
         Some(request)
     }
-}
-
-fn refuse(mut command: GenerateCommand, error: Error) {
-    (command.responder)(Event::Failed(error));
 }

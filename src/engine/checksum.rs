@@ -8,6 +8,7 @@ use sha2::{Digest, Sha256};
 use super::{CancelFlag, ChecksumReply, Engine, Reply};
 use crate::error::{Error, Result};
 use crate::executor::Executor;
+use crate::observe::Phase;
 use crate::weights::matrix_shape;
 
 /// Most bytes that are read between two steps; a longer row is read whole. So many take about a millisecond, less than
@@ -110,6 +111,9 @@ impl<X: Executor> Engine<X> {
     /// If the executor fails.
     pub(super) fn continue_checksum(&mut self) -> Result<()> {
         let Some(mut checksum) = self.checksums.0.pop_front() else { return Ok(()) };
+        if !self.can_step() {
+            self.watch.enter(Phase::Checksum);
+        }
         if let Err(error) = self.state.check_checksum() {
             checksum.refuse(error);
             return Ok(());

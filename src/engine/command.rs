@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::activity::Activity;
 use super::event::Event;
@@ -141,6 +141,8 @@ pub struct GenerateCommand {
     pub if_weight_version: Option<WeightVersion>,
     /// The request is held while the policy's version is lower.
     pub min_weight_version: Option<WeightVersion>,
+    /// When its message had come.
+    pub arrived: Instant,
     pub cancel: CancelFlag,
     pub responder: Responder,
     /// Counts the events that the responder was given and its reader has not taken.

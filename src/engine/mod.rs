@@ -45,6 +45,7 @@ mod tests;
 mod text;
 mod transaction;
 mod update;
+mod watch;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -60,6 +61,7 @@ use tracing::trace_span;
 use crate::error::{Error, Result, panic_message};
 use crate::executor::{Executor, WeightOrder};
 use crate::memory::{MemoryBudget, Traffic};
+use crate::observe::{Observer, Recorder};
 use crate::scheduler::{Outcome, Scheduler};
 use crate::text::Tokenizer;
 use crate::types::RequestKey;
@@ -74,6 +76,7 @@ use requests::Requests;
 use sleep::AwakeBytes;
 use stats::Statistics;
 use transaction::{Transaction, Updates};
+use watch::Watch;
 
 /// Most commands that wait for the engine. It takes them between two steps, so the queue is full only if this many come
 /// within one step; further callers are told to try again.
@@ -89,6 +92,10 @@ pub struct Setup {
     /// Most adapters that are resident at the same time; retired ones count until their last lease has ended.
     pub max_adapters: usize,
     pub max_lora_rank: usize,
+    /// Takes the engine's numbers.
+    pub observer: Observer,
+    /// Takes the engine's phases.
+    pub recorder: Recorder,
 }
 
 /// All serving state. The module's page says how it is used.
@@ -112,6 +119,7 @@ pub struct Engine<X: Executor> {
     /// When the running requests are aborted; set by `Shutdown`.
     deadline: Option<Instant>,
     statistics: Statistics,
+    watch: Watch,
 }
 
 /// Why a command was not carried out.
@@ -148,7 +156,7 @@ impl<X: Executor> Engine<X> {
         commands: Receiver<Command>,
         setup: Setup,
     ) -> Self {
-        let Setup { parameters, budget, traffic, max_adapters, max_lora_rank } = setup;
+        let Setup { parameters, budget, traffic, max_adapters, max_lora_rank, observer, recorder } = setup;
         Self {
             executor,
             scheduler,
@@ -167,6 +175,7 @@ impl<X: Executor> Engine<X> {
             checksums: Checksums::default(),
             deadline: None,
             statistics: Statistics::default(),
+            watch: Watch::new(observer, recorder),
         }
     }
 
@@ -188,11 +197,13 @@ impl<X: Executor> Engine<X> {
     fn serve(&mut self) -> Result<()> {
         loop {
             self.settle()?;
+            self.publish();
             if self.deadline.is_some() && self.requests.num_accepted() == 0 {
                 return Ok(());
             }
             if !self.can_step() && self.checksums.is_empty() {
                 self.scheduler.check_integrity();
+                self.watch.enter(self.waiting_phase());
                 match self.wait_for_command() {
                     Ok(command) => self.handle(command)?,
                     Err(RecvTimeoutError::Timeout) => continue,
@@ -239,27 +250,33 @@ impl<X: Executor> Engine<X> {
     /// Runs one step: `schedule → launch → collect → update → emit`.
     fn step(&mut self) -> Result<()> {
         let _step = trace_span!("step").entered();
+        let begun = Instant::now();
         let plan = Arc::new(trace_span!("schedule").in_scope(|| self.scheduler.schedule()));
         if plan.is_empty() {
             return Ok(());
         }
-        let started = Instant::now();
+        let kind = self.watch.begin_step(begun, &plan);
+        for group in self.scheduler.begun() {
+            self.requests.get_mut(group.request).into_iter().for_each(|request| request.begin(begun));
+        }
         trace_span!("launch").in_scope(|| self.executor.launch(plan.clone()))?;
         let output = trace_span!("wait for the ranks").in_scope(|| self.executor.collect())?;
         for (request, panic) in &output.failed {
             self.fail(*request, panic);
         }
         let outcomes = trace_span!("update").in_scope(|| self.scheduler.update(&plan, output));
-        self.statistics.count_step(started, &outcomes);
+        let ended = Instant::now();
+        let sampled = self.statistics.count_step(ended - begun, &outcomes);
+        self.watch.end_step(kind, (begun, ended), &plan, sampled, self.policy.version());
         let _emit = trace_span!("emit").entered();
         for outcome in outcomes {
-            self.emit(outcome);
+            self.emit(outcome, ended);
         }
         Ok(())
     }
 
-    /// Gives an outcome of a step to its request.
-    fn emit(&mut self, outcome: Outcome) {
+    /// Gives an outcome of a step, which has ended `now`, to its request.
+    fn emit(&mut self, outcome: Outcome, now: Instant) {
         let key = match &outcome {
             Outcome::PromptDone { group, .. } => group.request,
             Outcome::Token { sample, .. } => sample.group.request,
@@ -279,7 +296,7 @@ impl<X: Executor> Engine<X> {
             // A step may give a sample several tokens. Those after a stop string are dropped.
             Outcome::Token { sample, .. } if !request.is_running(sample) => self.statistics.count_dropped_token(),
             Outcome::Token { sample, logprobs, finish } => {
-                let stopped = request.token(sample, logprobs, finish, version);
+                let stopped = request.token(sample, logprobs, finish, (version, now));
                 if stopped && finish.is_none() {
                     // The scheduler knows no text, so it has to be told of a stop string.
                     scheduler.finish(sample);
@@ -367,10 +384,14 @@ impl<X: Executor> Engine<X> {
         if self.deadline.is_some() { Err(shutting_down()) } else { Ok(()) }
     }
 
+    fn lifecycle(&self) -> LifecycleStatus {
+        if self.deadline.is_some() { LifecycleStatus::ShuttingDown } else { self.state.status() }
+    }
+
     fn status(&self) -> Status {
         let s = self.scheduler.stats();
         let mut status = Status {
-            lifecycle: if self.deadline.is_some() { LifecycleStatus::ShuttingDown } else { self.state.status() },
+            lifecycle: self.lifecycle(),
             memory: self.budget.report(),
             traffic_bytes: self.traffic.used(),
             held_requests: self.requests.num_held(),

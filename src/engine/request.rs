@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::command::{CancelFlag, GenerateCommand, RequestKind, Responder};
 use super::event::{Completion, Event, Summary, tokens_bytes};
@@ -10,6 +10,7 @@ use super::text::{FinishedText, SampleText};
 use crate::cache::CacheSalt;
 use crate::error::Error;
 use crate::memory::{Backlog, Charge};
+use crate::observe::Metrics;
 use crate::scheduler::{Group, GroupKind};
 use crate::text::Tokenizer;
 use crate::types::{FinishReason, GroupKey, Owner, RequestKey, SampleKey, TokenLogprobs, WeightVersion, sample_seed};
@@ -32,7 +33,10 @@ pub struct Request {
     /// Number of prompts that are still to be scored.
     scores_left: usize,
     summary: Summary,
-    started: Instant,
+    arrived: Instant,
+    /// When the first of its prompts was scheduled.
+    begun_at: Option<Instant>,
+    metrics: Arc<Metrics>,
     /// Counts its prompts and the records of its samples while it runs, and the tokens and texts of samples until they
     /// end.
     charge: Charge,
@@ -50,11 +54,13 @@ struct Sample {
     weight_versions: Vec<(WeightVersion, u32, u32)>,
     /// The sample's text, if the request has stop strings or wants text.
     text: Option<SampleText>,
+    /// Times of its first and last token.
+    span: Option<(Instant, Instant)>,
 }
 
 impl Sample {
     fn new(seed: u64, text: Option<SampleText>) -> Self {
-        Self { seed, cached_tokens: 0, tokens: Vec::new(), weight_versions: Vec::new(), text }
+        Self { seed, cached_tokens: 0, tokens: Vec::new(), weight_versions: Vec::new(), text, span: None }
     }
 
     /// Bytes of text that are kept.
@@ -94,9 +100,10 @@ impl Request {
         command: GenerateCommand,
         salt: CacheSalt,
         tokenizer: Option<&Arc<Tokenizer>>,
+        metrics: &Arc<Metrics>,
     ) -> (Self, Vec<Group>) {
         let GenerateCommand { request_id, prompts, kind, params, if_weight_version, cancel, responder, .. } = command;
-        let GenerateCommand { charge, backlog, owner, .. } = command;
+        let GenerateCommand { charge, backlog, owner, arrived, .. } = command;
         let return_text = matches!(kind, RequestKind::Generate { return_text: true, .. });
         let text = (return_text || !params.stop_strings.is_empty()).then(|| {
             let tokenizer = tokenizer.expect("a request for text or with stop strings was let in without a tokenizer");
@@ -133,7 +140,9 @@ impl Request {
             samples,
             scores_left: if kind == RequestKind::Score { groups.len() } else { 0 },
             summary,
-            started: Instant::now(),
+            arrived,
+            begun_at: None,
+            metrics: metrics.clone(),
             charge,
             backlog,
             is_suspended: false,
@@ -184,6 +193,14 @@ impl Request {
         self.begun
     }
 
+    /// Notes that the first step of one of its prompts begins.
+    pub fn begin(&mut self, now: Instant) {
+        if self.begun_at.is_none() {
+            self.begun_at = Some(now);
+            self.metrics.request_scheduled(now.saturating_duration_since(self.arrived));
+        }
+    }
+
     /// Notes that a prompt has been computed, all of it by the policy `weight_version`, and tells the client its
     /// log-probabilities if they were asked for.
     pub fn prompt_done(
@@ -211,15 +228,16 @@ impl Request {
         self.samples.contains_key(&key)
     }
 
-    /// Adds a sample's next token, which the policy `version` made, and tells the client of it. Returns whether the
-    /// sample has ended, by `finish` or by a stop string.
+    /// Adds a sample's next token, which the policy `version` made in a step that has ended `now`, and tells the client
+    /// of it. Returns whether the sample has ended, by `finish` or by a stop string.
     pub fn token(
         &mut self,
         key: SampleKey,
         logprobs: TokenLogprobs,
         finish: Option<FinishReason>,
-        version: WeightVersion,
+        (version, now): (WeightVersion, Instant),
     ) -> bool {
+        self.note_token(key, now);
         let sample = self.samples.get_mut(&key).expect("a token is of a sample that runs");
         let text_bytes = sample.text_bytes();
         let completes_stop_string = sample.text.as_mut().is_some_and(|text| text.push(logprobs.token));
@@ -244,6 +262,21 @@ impl Request {
         finish.is_some()
     }
 
+    fn note_token(&mut self, key: SampleKey, now: Instant) {
+        let sample = self.samples.get_mut(&key).expect("a token is of a sample that runs");
+        match &mut sample.span {
+            Some((_, last)) => {
+                self.metrics.next_token(now - *last);
+                *last = now;
+            }
+            None => {
+                sample.span = Some((now, now));
+                let since_begin = now - self.begun_at.unwrap_or(now);
+                self.metrics.first_token(now.saturating_duration_since(self.arrived), since_begin);
+            }
+        }
+    }
+
     /// Whether nothing is left to come but the terminal event.
     pub fn is_done(&self) -> bool {
         self.samples.is_empty() && self.scores_left == 0
@@ -251,20 +284,26 @@ impl Request {
 
     /// Ends samples that still run as aborted, and sends the terminal event.
     pub fn end(&mut self) {
+        let is_aborted = !self.is_done();
         for (key, sample) in std::mem::take(&mut self.samples) {
             self.complete(key, sample, FinishReason::Aborted);
         }
-        self.summary.seconds = self.started.elapsed().as_secs_f64();
+        let took = self.arrived.elapsed();
+        self.summary.seconds = took.as_secs_f64();
+        self.metrics.request_done(is_aborted, self.summary.prompt_tokens, took);
         (self.responder)(Event::Done(self.summary.clone()));
     }
 
     /// Sends the error as the terminal event.
     pub fn fail(&mut self, error: Error) {
+        self.metrics.request_failed(&error);
         (self.responder)(Event::Failed(error));
     }
 
     fn complete(&mut self, key: SampleKey, sample: Sample, finish_reason: FinishReason) {
         let len = sample.tokens.len() as u32;
+        let decoded = sample.span.map_or(Duration::ZERO, |(first, last)| last - first);
+        self.metrics.sample_done(finish_reason, sample.tokens.len(), decoded);
         self.summary.completion_tokens += u64::from(len);
         // The backlog counts them from here on.
         self.charge.shrink((tokens_bytes(&sample.tokens) + sample.text_bytes()) as u64);

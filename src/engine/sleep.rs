@@ -9,6 +9,7 @@ use super::{Attempt, Engine, Failure, RunningPolicy, answer};
 use crate::error::{Error, Result};
 use crate::executor::{Executor, Memory, Released, WeightOrder};
 use crate::memory::{MemoryBudget, MemoryUse};
+use crate::observe::Phase;
 
 /// Ledger entries of everything that can sleep, as they were at the start.
 #[derive(Clone, Copy, Debug)]
@@ -96,6 +97,7 @@ impl<X: Executor> Engine<X> {
     fn release(&mut self, level: SleepLevel) -> Attempt<SleepReply> {
         let next = self.state.sleep(level).map_err(Failure::Refused)?;
         let started = Instant::now();
+        self.watch.enter(Phase::Sleep);
         if level == SleepLevel::Two {
             self.abort_accepted(|_, request| request.adapter().is_some());
             self.drop_all_adapters()?;
@@ -116,12 +118,14 @@ impl<X: Executor> Engine<X> {
         let weights = self.release_weights(level)?;
         self.budget.lower(MemoryUse::Weights, weights.kept);
         self.state = next;
-        Ok(SleepReply {
+        let reply = SleepReply {
             weights_bytes: spare + weights.freed,
             kv_cache_bytes,
             resident_bytes: self.executor.used_bytes(),
             took: started.elapsed(),
-        })
+        };
+        self.watch.note_sleep(level, &reply);
+        Ok(reply)
     }
 
     fn release_weights(&mut self, level: SleepLevel) -> Attempt<Released> {
@@ -196,6 +200,8 @@ impl<X: Executor> Engine<X> {
             let why = "an update is under way, and will bring the policy; wake without reload";
             return Err(Failure::Refused(Error::FailedPrecondition(why.into())));
         }
+        let started = Instant::now();
+        self.watch.enter(if reload { Phase::Reload } else { Phase::Wake });
         let wake_weights = tags.weights && !self.state.weights_awake();
         let wake_kv = tags.kv_cache && !self.state.kv_awake();
         let mut ledger = self.budget.clone();
@@ -206,6 +212,7 @@ impl<X: Executor> Engine<X> {
             ledger.set(MemoryUse::Workspace, self.awake_bytes.workspace).map_err(Failure::Refused)?;
             ledger.set(MemoryUse::KvCache, self.awake_bytes.kv_cache).map_err(Failure::Refused)?;
         }
+        let taken = self.budget.remaining() - ledger.remaining();
         let load = WeightOrder::Load { adapter: self.policy.merged() };
         let loads = reload || wake_weights && self.state.has_policy();
         if loads {
@@ -234,6 +241,7 @@ impl<X: Executor> Engine<X> {
             self.change_policy(0, RunningPolicy::Keep);
         }
         self.state = self.state.wake(tags, reload);
+        self.watch.note_wake(reload, started.elapsed(), taken);
         Ok(self.state.status())
     }
 }

@@ -1,7 +1,7 @@
 //! The engine's counters, and its throughput of the recent past.
 
 use std::collections::VecDeque;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::command::Status;
 use crate::scheduler::Outcome;
@@ -23,16 +23,25 @@ pub(super) struct Statistics {
 }
 
 impl Statistics {
-    /// Counts a step that began at `started`, ends now and has these outcomes.
-    pub fn count_step(&mut self, started: Instant, outcomes: &[Outcome]) {
+    /// Counts a step that took `time` and has these outcomes. Returns the number of sampled tokens.
+    pub fn count_step(&mut self, time: Duration, outcomes: &[Outcome]) -> usize {
         let sampled = outcomes.iter().filter(|outcome| matches!(outcome, Outcome::Token { .. })).count();
         self.steps += 1;
-        self.throughput.record(started.elapsed(), sampled);
+        self.throughput.record(time, sampled);
+        sampled
     }
 
     /// Counts a sampled token that was given to nobody, since its request or sample had ended.
     pub fn count_dropped_token(&mut self) {
         self.dropped_tokens += 1;
+    }
+
+    pub fn dropped_tokens(&self) -> u64 {
+        self.dropped_tokens
+    }
+
+    pub fn internal_errors(&self) -> u64 {
+        self.internal_errors
     }
 
     pub fn count_finished_request(&mut self) {

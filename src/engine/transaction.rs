@@ -21,6 +21,10 @@ impl Transaction {
         &self.begin
     }
 
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
     pub fn is_in_place(&self) -> bool {
         self.in_place
     }

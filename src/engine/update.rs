@@ -50,6 +50,7 @@ impl<X: Executor> Engine<X> {
             return Err(Error::FailedPrecondition(why.into()));
         }
         self.check_begin(&begin)?;
+        self.watch.reserve_push();
         let spare = self.take_spare();
         let in_place = self.reserve_staging(&begin)?;
         let shadow = match spare {
@@ -145,6 +146,7 @@ impl<X: Executor> Engine<X> {
             return Err(Failure::Refused(Error::FailedPrecondition(why.into())));
         }
         let next = self.state.written_in_part().map_err(Failure::Refused)?;
+        self.watch.apply_push(update);
         self.policy.replace(tensors.names().map(String::from));
         self.order(WeightOrder::Replace { tensors })?;
         if self.state.has_policy() {
@@ -181,6 +183,7 @@ impl<X: Executor> Engine<X> {
 
     /// Ends the open update: it is applied, or refused if that is not possible any more.
     pub(super) fn finish_commit(&mut self, Commit { content, reply }: Commit) -> Result<()> {
+        self.watch.apply_push(self.open_number());
         let open = self.updates.end(None).expect("a commit is of an open update");
         let attempt = self.apply(open.begin(), content);
         self.budget.free(MemoryUse::UpdateStaging);
@@ -237,6 +240,7 @@ impl<X: Executor> Engine<X> {
             }
         };
         self.updates.count_applied();
+        self.watch.note_version(self.policy.version());
         Ok(UpdateReply {
             weight_version: self.policy.version(),
             pause: started.elapsed(),

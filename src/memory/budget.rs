@@ -30,6 +30,19 @@ pub enum MemoryUse {
 }
 
 impl MemoryUse {
+    pub const ALL: [Self; 10] = [
+        Self::Process,
+        Self::Weights,
+        Self::Workspace,
+        Self::Requests,
+        Self::KvCache,
+        Self::Adapters,
+        Self::MergedAdapter,
+        Self::BaseCopies,
+        Self::UpdateStaging,
+        Self::SpareWeights,
+    ];
+
     /// Name of the entry in `GetStatus` and in the log.
     pub fn name(self) -> &'static str {
         match self {
@@ -147,6 +160,20 @@ impl MemoryBudget {
     pub fn utilization_for(&self, extra: u64) -> f64 {
         let used = self.ceiling - self.remaining();
         (used + extra) as f64 / self.total as f64
+    }
+
+    /// Bytes of the device's memory.
+    pub fn total(&self) -> u64 {
+        self.total
+    }
+
+    /// Bytes that may be reserved.
+    pub fn ceiling(&self) -> u64 {
+        self.ceiling
+    }
+
+    pub fn entries(&self) -> &[(MemoryUse, u64)] {
+        &self.entries
     }
 
     pub fn report(&self) -> MemoryReport {

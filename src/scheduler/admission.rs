@@ -83,6 +83,7 @@ impl Scheduler {
     fn count_admission(&mut self, sequence: &mut Sequence) {
         if sequence.cached_tokens.is_none() {
             sequence.cached_tokens = Some(sequence.num_computed as u32);
+            self.begun.push(sequence.key.group);
             self.counters.prompt_tokens += sequence.prompt.tokens.len() as u64;
             self.counters.cached_tokens += sequence.num_computed as u64;
         }

@@ -114,6 +114,8 @@ pub struct Scheduler {
     groups: HashMap<GroupKey, GroupState>,
     /// The sequences of the last plan, in its order; empty once the plan is answered.
     in_flight: Vec<SeqId>,
+    /// Groups whose first tokens are in the last plan.
+    begun: Vec<GroupKey>,
     /// Number of samples that have not ended, queued ones included; a scored prompt counts as one.
     live_samples: usize,
     /// Number of groups that have left the queue.
@@ -162,6 +164,7 @@ impl Scheduler {
             suspended: BTreeMap::new(),
             groups: HashMap::new(),
             in_flight: Vec::new(),
+            begun: Vec::new(),
             live_samples: 0,
             next_admission: 0,
             counters: Counters::default(),
@@ -257,6 +260,11 @@ impl Scheduler {
     /// Whether anything is left to run that is not suspended. The next plan is empty exactly if not.
     pub fn has_work(&self) -> bool {
         !(self.running.is_empty() && self.waiting.is_empty() && self.queue.is_empty())
+    }
+
+    /// Groups whose first tokens are in the last plan.
+    pub fn begun(&self) -> &[GroupKey] {
+        &self.begun
     }
 
     /// Forgets every cached prefix that no sequence holds, and returns the number of its blocks.

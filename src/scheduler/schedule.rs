@@ -18,6 +18,7 @@ impl Scheduler {
     /// If the last plan has not been answered.
     pub fn schedule(&mut self) -> StepPlan {
         assert!(self.in_flight.is_empty(), "the last plan has not been answered");
+        self.begun.clear();
         let mut builder = PlanBuilder { plan: StepPlan::default(), budget: self.config.max_batch_tokens };
         let oldest_first: Vec<SeqId> = self.running.keys().copied().collect();
         for id in oldest_first {

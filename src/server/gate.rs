@@ -8,6 +8,7 @@ use super::context::ServingContext;
 use super::panics::Panics;
 use crate::error::{Error, Result};
 use crate::memory::Traffic;
+use crate::observe::Observer;
 
 /// The stage of the process's life. It only moves forward.
 #[derive(Clone)]
@@ -30,6 +31,8 @@ pub(super) struct GateKeeper {
 pub(super) struct Gate {
     stage: watch::Receiver<Stage>,
     running: watch::Sender<usize>,
+    /// What observers see of the server, from its start on.
+    pub(super) observer: Observer,
     /// Number of calls that ended with a panic.
     pub(super) panics: Panics,
 }
@@ -43,10 +46,11 @@ impl Drop for Running {
     }
 }
 
-pub(super) fn gate() -> (GateKeeper, Gate) {
+pub(super) fn gate(observer: Observer) -> (GateKeeper, Gate) {
     let (stage, watched) = watch::channel(Stage::Starting);
     let running = watch::Sender::new(0);
-    (GateKeeper { stage, running: running.clone() }, Gate { stage: watched, running, panics: Panics::default() })
+    let keeper = GateKeeper { stage, running: running.clone() };
+    (keeper, Gate { stage: watched, running, observer, panics: Panics::default() })
 }
 
 impl GateKeeper {

@@ -39,6 +39,7 @@ pub use shutdown::{ShutdownHandle, ShutdownOrders, shutdown_channel, watch_signa
 use crate::engine::{Command, EngineHandle};
 use crate::error::{Error, Result};
 use crate::memory::{Traffic, trim};
+use crate::observe::Observer;
 use crate::weights::Segments;
 use connections::Incoming;
 use frames::FrameRoom;
@@ -174,10 +175,11 @@ pub enum Ended {
 /// The error of `context` if it fails; `Internal` if the transport fails.
 pub async fn serve(
     mut bound: Bound,
+    observer: Observer,
     context: impl Future<Output = Result<ServingContext>>,
     mut orders: ShutdownOrders,
 ) -> Result<Ended> {
-    let (keeper, gate) = gate::gate();
+    let (keeper, gate) = gate::gate(observer);
     let (health, health_service) = tonic_health::server::health_reporter();
     report(&health, ServingStatus::NotServing).await;
     let (stop, stopped) = watch::channel(false);

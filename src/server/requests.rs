@@ -1,5 +1,7 @@
 //! The start of a Generate or Score, whichever door it comes through: parsed, checked, counted, and given to the engine.
 
+use std::time::Instant;
+
 use super::calls::{CancelOnDrop, Deadline, ReplyStream, StreamGuards, Writer, event_channel};
 use super::context::ModelFacts;
 use super::convert::ValidRequest;
@@ -29,7 +31,7 @@ pub(super) struct Arrived<M> {
 ///
 /// # Errors
 /// The errors of `convert`; `Unavailable` while the server starts or ends; `ResourceExhausted` if the engine's queue is
-/// full; `DeadlineExceeded`.
+/// full; `DeadlineExceeded`. They are counted here; once the engine has the request it counts it.
 pub(super) async fn start<M, W>(
     gate: &Gate,
     arrived: Arrived<M>,
@@ -40,6 +42,21 @@ where
     M: Send + 'static,
     W: Writer,
 {
+    let started = start_uncounted(gate, arrived, convert, writer).await;
+    started.inspect_err(|error| gate.observer.metrics.request_failed(error))
+}
+
+async fn start_uncounted<M, W>(
+    gate: &Gate,
+    arrived: Arrived<M>,
+    convert: impl FnOnce(M, &ModelFacts, &mut Charge) -> Result<ValidRequest> + Send + 'static,
+    writer: impl FnOnce(&ValidRequest) -> W,
+) -> Result<ReplyStream<W>>
+where
+    M: Send + 'static,
+    W: Writer,
+{
+    let arrived_at = Instant::now();
     let (context, running) = gate.admit()?;
     let model = context.model.clone();
     let (deadline, owner) = (arrived.deadline.clone(), arrived.owner);
@@ -50,7 +67,7 @@ where
     let writer = writer(&request);
     let (reply, events) = event_channel(&context);
     let cancel = CancelOnDrop::new(&context.engine);
-    context.engine.send(request.into_command(owner, cancel.flag.clone(), reply, charge))?;
+    context.engine.send(request.into_command((owner, arrived_at), cancel.flag.clone(), reply, charge))?;
     let guards = StreamGuards { cancel, running, deadline, gate: gate.clone() };
     Ok(ReplyStream::new(events, writer, size, guards))
 }

@@ -17,6 +17,7 @@ use rollout_server::engine::{
 };
 use rollout_server::error::Result;
 use rollout_server::memory::Backlog;
+use rollout_server::observe::Observer;
 use rollout_server::startup::{self, Started};
 use rollout_server::types::{Prompt, SamplingParams, TokenId, TokenLogprobs};
 use rollout_server::weights::{
@@ -64,7 +65,8 @@ impl Engine {
         let has_cache = flags.contains(&"--kv-cache-bytes");
         let cache: &[&str] = if has_cache { &[] } else { &["--kv-cache-bytes", "64MiB"] };
         let config = Config::try_parse_from(base.iter().chain(cache).chain(flags)).unwrap();
-        Ok(Self { started: Some(startup::start(&config)?) })
+        let (observer, recorder) = Observer::new();
+        Ok(Self { started: Some(startup::start(&config, observer, recorder)?) })
     }
 
     pub fn handle(&self) -> &EngineHandle {
@@ -85,6 +87,7 @@ impl Engine {
             adapter: request.adapter,
             if_weight_version: request.if_weight_version,
             min_weight_version: request.min_weight_version,
+            arrived: std::time::Instant::now(),
             cancel: cancel.clone(),
             responder: Box::new(move |event| {
                 let _ = sender.send(event);

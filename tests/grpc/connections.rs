@@ -1,5 +1,6 @@
 //! Connections beyond the limit, and connections that never begin.
 
+use rollout_server::observe::Observer;
 use rollout_server::server::{Bound, ServerConfig, serve, shutdown_channel};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -17,7 +18,7 @@ fn start_with_limit(max_connections: usize) -> (std::net::SocketAddr, impl Sized
     let bound = Bound::new(&ServerConfig { max_connections, ..config(0) }).expect("a free port");
     let address = bound.address();
     let context = context(rollout_server::engine::EngineHandle::new(sender));
-    let server = tokio::spawn(serve(bound, std::future::ready(Ok(context)), orders));
+    let server = tokio::spawn(serve(bound, Observer::new().0, std::future::ready(Ok(context)), orders));
     (address, (commands, shutdown, server))
 }
 

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use rollout_server::engine::{Command, Completion, EngineHandle, Event, GenerateCommand, Summary};
 use rollout_server::error::Result;
 use rollout_server::memory::Traffic;
+use rollout_server::observe::Observer;
 use rollout_server::server::pb::control_client::ControlClient;
 use rollout_server::server::pb::rollout_client::RolloutClient;
 use rollout_server::server::pb::weights_client::WeightsClient;
@@ -68,6 +69,7 @@ pub async fn start_with(queue: usize, update_idle: Duration) -> Harness {
     let url = format!("http://{}", bound.address());
     let server = tokio::spawn(serve(
         bound,
+        Observer::new().0,
         std::future::ready(Ok(ServingContext { update_idle, ..context(EngineHandle::new(sender)) })),
         orders,
     ));

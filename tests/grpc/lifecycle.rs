@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use rollout_server::engine::{Command, EngineHandle, LifecycleStatus, Status};
 use rollout_server::error::Error;
+use rollout_server::observe::Observer;
 use rollout_server::server::pb::rollout_client::RolloutClient;
 use rollout_server::server::pb::{self, generate_response::Event as Message};
 use rollout_server::server::{Bound, Ended, serve, shutdown_channel, watch_signals};
@@ -39,7 +40,7 @@ async fn health_follows_the_life_of_the_server() {
     let (loaded, loading) = tokio::sync::oneshot::channel();
     let (shutdown, orders) = shutdown_channel();
     let load = async { Ok(loading.await.expect("the test loads")) };
-    let server = tokio::spawn(serve(bound, load, orders));
+    let server = tokio::spawn(serve(bound, Observer::new().0, load, orders));
 
     let channel = tonic::transport::Channel::from_shared(url).expect("a URL").connect().await.expect("listens");
     let service = "rollout.v1.Rollout".to_owned();
@@ -67,7 +68,7 @@ async fn health_follows_the_life_of_the_server() {
 async fn an_order_while_loading_ends_at_once() {
     let (shutdown, orders) = shutdown_channel();
     let bound = Bound::new(&config(0)).expect("a free port");
-    let server = tokio::spawn(serve(bound, std::future::pending(), orders));
+    let server = tokio::spawn(serve(bound, Observer::new().0, std::future::pending(), orders));
     shutdown.order();
     assert_eq!(ended(server).await, Ended::Cut);
 }
@@ -87,7 +88,7 @@ async fn a_failed_load_ends_the_start() {
     let (_shutdown, orders) = shutdown_channel();
     let bound = Bound::new(&config(0)).expect("a free port");
     let failed = std::future::ready(Err(Error::Config("no such model".into())));
-    let error = serve(bound, failed, orders).await.expect_err("cannot serve");
+    let error = serve(bound, Observer::new().0, failed, orders).await.expect_err("cannot serve");
     assert_eq!(error.to_string(), "no such model");
 }
 

@@ -6,6 +6,7 @@ use std::time::Duration;
 use clap::Parser;
 use rollout_server::config::Config;
 use rollout_server::error::Result;
+use rollout_server::observe::Observer;
 use rollout_server::server::pb::rollout_client::RolloutClient;
 use rollout_server::server::pb::{self, generate_response::Event, prompt::Kind};
 use rollout_server::server::{Bound, Ended, ShutdownHandle, serve, shutdown_channel};
@@ -53,11 +54,13 @@ impl Real {
         let model = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/qwen2");
         let base = ["rollout-server", "--model", model, "--kv-cache-bytes", "16MiB"];
         let config = Config::try_parse_from(base.iter().chain(flags)).expect("good flags");
-        let (context, engine) = startup::start(&config).expect("the fixture loads").into_context(&config);
+        let (observer, recorder) = Observer::new();
+        let (context, engine) =
+            startup::start(&config, observer.clone(), recorder).expect("the fixture loads").into_context(&config);
         let bound = Bound::new(&harness::config(0)).expect("a free port");
         let url = format!("http://{}", bound.address());
         let (shutdown, orders) = shutdown_channel();
-        let server = tokio::spawn(serve(bound, std::future::ready(Ok(context)), orders));
+        let server = tokio::spawn(serve(bound, observer, std::future::ready(Ok(context)), orders));
         let channel = Channel::from_shared(url).expect("a URL").connect().await.expect("the server listens");
         Self { channel, shutdown, server, engine }
     }

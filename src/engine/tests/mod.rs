@@ -14,3 +14,4 @@ mod serving;
 mod states;
 mod texts;
 mod updates;
+mod watching;

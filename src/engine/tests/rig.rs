@@ -101,6 +101,7 @@ pub fn ask(id: &str, prompt: usize, max_tokens: u32) -> (GenerateCommand, Asked)
         adapter: None,
         if_weight_version: None,
         min_weight_version: None,
+        arrived: std::time::Instant::now(),
         cancel: cancel.clone(),
         responder: Box::new(move |event| drop(sender.send(event))),
         backlog: Backlog::new(&traffic),
@@ -189,7 +190,8 @@ impl Rig {
         }
         let parameters = Arc::new(Parameters::new(specs.into(), Dtype::F32, 1, false));
         let traffic = Traffic::new(TRAFFIC_BYTES);
-        let setup = Setup { parameters, budget, traffic, max_adapters: 2, max_lora_rank: 8 };
+        let (observer, recorder) = Observer::new();
+        let setup = Setup { parameters, budget, traffic, max_adapters: 2, max_lora_rank: 8, observer, recorder };
         Self { engine: Engine::new(Fake::new(), scheduler, None, commands, setup) }
     }
 

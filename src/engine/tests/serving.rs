@@ -102,12 +102,15 @@ impl Fixture {
         };
         let scheduler = Scheduler::new(config, KvCacheManager::new(64, 4));
         let executor = Counting { permits: receiver, plan: None };
+        let (observer, recorder) = Observer::new();
         let setup = Setup {
             parameters: Arc::new(Parameters::new(Vec::new(), Dtype::F32, 1, false)),
             budget: MemoryBudget::new(1 << 30, 1.0),
             traffic: Traffic::new(TRAFFIC_BYTES),
             max_adapters: 0,
             max_lora_rank: 1,
+            observer,
+            recorder,
         };
         let engine = Engine::new(executor, scheduler, None, commands, setup);
         Self { handle: EngineHandle::new(sender), permits, thread: std::thread::spawn(move || engine.run()) }
@@ -143,6 +146,7 @@ impl Fixture {
             adapter: None,
             if_weight_version: versions.0,
             min_weight_version: versions.1,
+            arrived: std::time::Instant::now(),
             cancel: cancel.clone(),
             responder: Box::new(move |event| drop(sender.send(event))),
             backlog: Backlog::new(&traffic),
@@ -342,6 +346,7 @@ fn a_device_that_fails_ends_every_request() {
         adapter: None,
         if_weight_version: None,
         min_weight_version: None,
+        arrived: std::time::Instant::now(),
         cancel: CancelFlag::default(),
         responder: Box::new(move |event| drop(sender.send(event))),
         backlog: Backlog::new(&traffic),

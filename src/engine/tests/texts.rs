@@ -24,12 +24,12 @@ fn tell(text: &str, stop: &str, finish: Option<FinishReason>, (stream_tokens, re
     command.params = Arc::new(SamplingParams { stop_strings: vec![stop.into()], ..SamplingParams::default() });
     command.kind = RequestKind::Generate { n: 1, seed: 1, prompt_logprobs: false, stream_tokens, return_text };
     let key = RequestKey(1);
-    let (mut request, _) = Request::new(key, command, CacheSalt::default(), Some(&tokenizer));
+    let (mut request, _) = Request::new(key, command, CacheSalt::default(), Some(&tokenizer), &Arc::default());
     let sample = SampleKey { group: GroupKey { request: key, prompt_index: 0 }, sample_index: 0 };
     let tokens = tokenizer.encode(text, false).unwrap();
     for (i, &token) in tokens.iter().enumerate() {
         let logprobs = TokenLogprobs { token, raw: -1.0, processed: -1.0, top: Vec::new(), rank: 0 };
-        if request.token(sample, logprobs, finish.filter(|_| i + 1 == tokens.len()), 0) {
+        if request.token(sample, logprobs, finish.filter(|_| i + 1 == tokens.len()), (0, Instant::now())) {
             break;
         }
     }

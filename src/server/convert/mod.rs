@@ -10,6 +10,7 @@ mod tests;
 mod update;
 
 use std::sync::Arc;
+use std::time::Instant;
 
 pub(super) use lifecycle::{asleep, drain_mode, lifecycle, sleep_level, sleep_reply, wake_tags};
 pub(super) use update::{
@@ -52,9 +53,10 @@ pub(super) struct ValidRequest {
 }
 
 impl ValidRequest {
+    /// The command of a request that came from `owner` at the time `arrived`.
     pub(super) fn into_command(
         self,
-        owner: Option<Owner>,
+        (owner, arrived): (Option<Owner>, Instant),
         cancel: CancelFlag,
         reply: ReplyEnd,
         charge: Charge,
@@ -69,6 +71,7 @@ impl ValidRequest {
             adapter: self.adapter,
             if_weight_version: self.if_weight_version,
             min_weight_version: self.min_weight_version,
+            arrived,
             cancel,
             responder,
             backlog,

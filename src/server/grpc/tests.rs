@@ -12,6 +12,7 @@ use super::note_call;
 use super::rollout::RolloutService;
 use crate::engine::{self, Command, EngineHandle};
 use crate::memory::Traffic;
+use crate::observe::Observer;
 use crate::server::gate::{Gate, GateKeeper, gate};
 use crate::server::pb::{self, control_server::Control as _, rollout_server::Rollout as _};
 use crate::server::{ModelFacts, ServerInfo, ServingContext};
@@ -21,7 +22,7 @@ use crate::weights::{Dtype, Parameters};
 pub(super) fn open() -> (GateKeeper, Gate, Receiver<Command>) {
     let (sender, commands) = sync_channel(16);
     let model = ModelFacts { vocab_size: 100, max_model_len: 8, eos_token_ids: vec![99], encoder: None };
-    let (keeper, gate) = gate();
+    let (keeper, gate) = gate(Observer::new().0);
     keeper.serving(Arc::new(ServingContext {
         model: Arc::new(model),
         info: ServerInfo::default(),
@@ -38,7 +39,7 @@ pub(super) fn open() -> (GateKeeper, Gate, Receiver<Command>) {
 fn limited<M>(message: M) -> Request<M> {
     let mut request = Request::new(());
     request.metadata_mut().insert("grpc-timeout", "50m".parse().expect("a header value"));
-    let (metadata, extensions, ()) = note_call(&gate().1)(request).expect("readable").into_parts();
+    let (metadata, extensions, ()) = note_call(&gate(Observer::new().0).1)(request).expect("readable").into_parts();
     Request::from_parts(metadata, extensions, message)
 }
 

@@ -258,7 +258,7 @@ async fn a_service_behind_the_door_gets_well_formed_messages_only() {
     for path in ["/rollout.v1.Weights/Update", "/rollout.v1.Rollout/Nothing"] {
         assert_eq!(call(&mut service, path, vec![7; 3]).await, Ok(3));
     }
-    let (_keeper, starting) = crate::server::gate::gate();
+    let (_keeper, starting) = crate::server::gate::gate(crate::observe::Observer::new().0);
     let mut service = Door::new(&starting).expect("the descriptors are whole").before(Echo);
     assert_eq!(
         call(&mut service, GENERATE, framed(&message)).await,

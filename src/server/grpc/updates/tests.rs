@@ -9,6 +9,7 @@ use tonic::codegen::Service as _;
 use super::*;
 use crate::engine::Command;
 use crate::memory::Traffic;
+use crate::observe::Observer;
 use crate::server::gate::{GateKeeper, gate};
 use crate::server::grpc::note_call;
 use crate::server::grpc::tests::open;
@@ -45,7 +46,7 @@ async fn an_update_ends_at_its_deadline() {
     let (keeper, weights, _commands) = service();
     let mut request = Request::new(());
     request.metadata_mut().insert("grpc-timeout", "50m".parse().expect("a header value"));
-    let (metadata, extensions, ()) = note_call(&gate().1)(request).expect("readable").into_parts();
+    let (metadata, extensions, ()) = note_call(&gate(Observer::new().0).1)(request).expect("readable").into_parts();
     let messages = Messages::new(tokio_stream::pending(), &Traffic::new(1 << 30));
     let update = weights.update_from(Request::from_parts(metadata, extensions, messages));
     let status = tokio::time::timeout(Duration::from_secs(10), update).await.expect("ends").expect_err("no message");

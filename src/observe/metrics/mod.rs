@@ -1,0 +1,334 @@
+//! The numbers for Prometheus. Their names, types and meanings are in `docs/observability.md`; those that vLLM has too
+//! have its names, with `rollout:` before them.
+//!
+//! prometheus-client is not used: it writes OpenMetrics only, and a lock is in its histograms, which the engine's
+//! thread would take for every token.
+
+mod calls;
+mod exposition;
+mod labels;
+mod number;
+mod render;
+
+use std::array::from_fn;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+pub use calls::CallCounts;
+use labels::{Finished, Label};
+pub use labels::{Lifecycle, PushKind, SleepState, StepKind, Transport};
+pub use number::{Counter, Gauge, Histogram};
+use number::{LATENCY, ORDER, SAMPLES, STEP, TOKENS, Unit};
+pub use render::ServerFacts;
+
+use crate::error::Error;
+use crate::memory::MemoryUse;
+use crate::types::FinishReason;
+
+/// Outcome of a request whose samples have all ended by themselves. Other requests have the kind of an error, that of
+/// [`Error::Aborted`] where a client or an order ended them.
+const FINISHED: &str = "finished";
+const ABORTED: &str = "aborted";
+
+/// What the engine publishes between two steps.
+#[derive(Clone, Debug, Default)]
+pub struct EngineSnapshot {
+    pub running_samples: usize,
+    pub waiting_samples: usize,
+    pub accepted_requests: usize,
+    pub held_requests: usize,
+    pub total_blocks: usize,
+    pub free_blocks: usize,
+    pub cached_blocks: usize,
+    pub prompt_tokens: u64,
+    pub cached_tokens: u64,
+    pub generated_tokens: u64,
+    pub preemptions: u64,
+    pub drafted_tokens: u64,
+    pub accepted_tokens: u64,
+    pub weight_version: u64,
+    pub updates: u64,
+    pub resident_adapters: usize,
+    pub internal_errors: u64,
+}
+
+/// A value of a closed set that others read.
+#[derive(Debug, Default)]
+struct State(AtomicUsize);
+
+impl State {
+    fn set(&self, value: impl Label) {
+        self.0.store(value.index(), Ordering::Relaxed);
+    }
+
+    fn get(&self) -> usize {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+const KINDS: usize = PushKind::ALL.len();
+const TRANSPORTS: usize = Transport::ALL.len();
+
+/// Pushes of one kind by one transport.
+#[derive(Debug)]
+struct PushMetrics {
+    applied: Counter,
+    failed: Counter,
+    bytes: Counter,
+    seconds: Histogram,
+    pause: Histogram,
+}
+
+/// All numbers. They are made at the start; writing one never allocates and never waits.
+#[derive(Debug)]
+pub struct Metrics {
+    // Of the engine, mirrored between steps.
+    running_samples: Gauge,
+    waiting_samples: Gauge,
+    accepted_requests: Gauge,
+    held_requests: Gauge,
+    total_blocks: Gauge,
+    free_blocks: Gauge,
+    cached_blocks: Gauge,
+    prompt_tokens: Counter,
+    cached_tokens: Counter,
+    generated_tokens: Counter,
+    preemptions: Counter,
+    drafted_tokens: Counter,
+    accepted_tokens: Counter,
+    weight_version: Gauge,
+    updates: Counter,
+    resident_adapters: Gauge,
+    internal_errors: Counter,
+    memory: [Gauge; MemoryUse::ALL.len()],
+    memory_total: Gauge,
+    memory_ceiling: Gauge,
+    lifecycle: State,
+    sleep_state: State,
+
+    // Of requests and samples.
+    finished: [Counter; Finished::ALL.len()],
+    outcomes: Vec<(&'static str, Counter)>,
+    prompt_lengths: Histogram,
+    completion_lengths: Histogram,
+    first_token: Histogram,
+    next_token: Histogram,
+    token_time: Histogram,
+    queue_time: Histogram,
+    prefill_time: Histogram,
+    decode_time: Histogram,
+    request_time: Histogram,
+
+    // Of steps.
+    step_time: [Histogram; StepKind::ALL.len()],
+    step_tokens: Histogram,
+    step_samples: Histogram,
+
+    // Of pushes, sleeps and wakes.
+    pushes: [[PushMetrics; TRANSPORTS]; KINDS],
+    pub pushes_open: Gauge,
+    sleep_time: [Histogram; 2],
+    slept_bytes: [Counter; 2],
+    wake_time: [Histogram; 2],
+    woken_bytes: Counter,
+
+    // Of the server.
+    pub connections: Gauge,
+    pub grpc_calls: CallCounts,
+    pub http_calls: CallCounts,
+}
+
+fn seconds(bounds: &'static [u64]) -> Histogram {
+    Histogram::new(Unit::Nanoseconds, bounds)
+}
+
+fn counts(bounds: &'static [u64]) -> Histogram {
+    Histogram::new(Unit::Count, bounds)
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        let push = || PushMetrics {
+            applied: Counter::default(),
+            failed: Counter::default(),
+            bytes: Counter::default(),
+            seconds: seconds(ORDER),
+            pause: seconds(ORDER),
+        };
+        let outcomes = [FINISHED].iter().chain(Error::KINDS).map(|name| (*name, Counter::default()));
+        Self {
+            running_samples: Gauge::default(),
+            waiting_samples: Gauge::default(),
+            accepted_requests: Gauge::default(),
+            held_requests: Gauge::default(),
+            total_blocks: Gauge::default(),
+            free_blocks: Gauge::default(),
+            cached_blocks: Gauge::default(),
+            prompt_tokens: Counter::default(),
+            cached_tokens: Counter::default(),
+            generated_tokens: Counter::default(),
+            preemptions: Counter::default(),
+            drafted_tokens: Counter::default(),
+            accepted_tokens: Counter::default(),
+            weight_version: Gauge::default(),
+            updates: Counter::default(),
+            resident_adapters: Gauge::default(),
+            internal_errors: Counter::default(),
+            memory: from_fn(|_| Gauge::default()),
+            memory_total: Gauge::default(),
+            memory_ceiling: Gauge::default(),
+            lifecycle: State::default(),
+            sleep_state: State::default(),
+            finished: from_fn(|_| Counter::default()),
+            outcomes: outcomes.collect(),
+            prompt_lengths: counts(TOKENS),
+            completion_lengths: counts(TOKENS),
+            first_token: seconds(LATENCY),
+            next_token: seconds(STEP),
+            token_time: seconds(STEP),
+            queue_time: seconds(LATENCY),
+            prefill_time: seconds(LATENCY),
+            decode_time: seconds(LATENCY),
+            request_time: seconds(LATENCY),
+            step_time: from_fn(|_| seconds(STEP)),
+            step_tokens: counts(TOKENS),
+            step_samples: counts(SAMPLES),
+            pushes: from_fn(|_| from_fn(|_| push())),
+            pushes_open: Gauge::default(),
+            sleep_time: from_fn(|_| seconds(ORDER)),
+            slept_bytes: from_fn(|_| Counter::default()),
+            wake_time: from_fn(|_| seconds(ORDER)),
+            woken_bytes: Counter::default(),
+            connections: Gauge::default(),
+            grpc_calls: CallCounts::default(),
+            http_calls: CallCounts::default(),
+        }
+    }
+}
+
+impl Metrics {
+    /// Takes over what the engine knows between two steps.
+    pub fn publish(&self, s: &EngineSnapshot) {
+        let gauges = [
+            (&self.running_samples, s.running_samples),
+            (&self.waiting_samples, s.waiting_samples),
+            (&self.accepted_requests, s.accepted_requests),
+            (&self.held_requests, s.held_requests),
+            (&self.total_blocks, s.total_blocks),
+            (&self.free_blocks, s.free_blocks),
+            (&self.cached_blocks, s.cached_blocks),
+            (&self.resident_adapters, s.resident_adapters),
+        ];
+        gauges.into_iter().for_each(|(gauge, value)| gauge.set(value as u64));
+        let counters = [
+            (&self.prompt_tokens, s.prompt_tokens),
+            (&self.cached_tokens, s.cached_tokens),
+            (&self.generated_tokens, s.generated_tokens),
+            (&self.preemptions, s.preemptions),
+            (&self.drafted_tokens, s.drafted_tokens),
+            (&self.accepted_tokens, s.accepted_tokens),
+            (&self.updates, s.updates),
+            (&self.internal_errors, s.internal_errors),
+        ];
+        counters.into_iter().for_each(|(counter, count)| counter.mirror(count));
+        self.weight_version.set(s.weight_version);
+    }
+
+    /// Takes over the ledger.
+    pub fn publish_memory(&self, entries: &[(MemoryUse, u64)], total: u64, ceiling: u64) {
+        self.memory_total.set(total);
+        self.memory_ceiling.set(ceiling);
+        for (used_for, gauge) in MemoryUse::ALL.iter().zip(&self.memory) {
+            let entry = entries.iter().find(|entry| entry.0 == *used_for);
+            gauge.set(entry.map_or(0, |entry| entry.1));
+        }
+    }
+
+    pub fn publish_lifecycle(&self, lifecycle: Lifecycle, sleep: SleepState) {
+        self.lifecycle.set(lifecycle);
+        self.sleep_state.set(sleep);
+    }
+
+    /// Counts a step of `samples` sequences that computed `tokens`.
+    pub fn step(&self, kind: StepKind, took: Duration, tokens: usize, samples: usize) {
+        self.step_time[kind.index()].observe(took);
+        self.step_tokens.count(tokens);
+        self.step_samples.count(samples);
+    }
+
+    /// Counts the end of a request, whose outcome is [`FINISHED`] or the kind of an error.
+    fn ended(&self, outcome: &str) {
+        if let Some((_, count)) = self.outcomes.iter().find(|(name, _)| *name == outcome) {
+            count.add(1);
+        }
+    }
+
+    /// Counts a request whose samples have all ended, `took` after it arrived.
+    pub fn request_done(&self, is_aborted: bool, prompt_tokens: u64, took: Duration) {
+        self.ended(if is_aborted { ABORTED } else { FINISHED });
+        self.prompt_lengths.count(prompt_tokens as usize);
+        self.request_time.observe(took);
+    }
+
+    /// Counts a request that ended with an error, before or after it was accepted.
+    pub fn request_failed(&self, error: &Error) {
+        self.ended(error.kind());
+    }
+
+    /// The request's first sequence runs, `waited` after the request arrived.
+    pub fn request_scheduled(&self, waited: Duration) {
+        self.queue_time.observe(waited);
+    }
+
+    /// A sample has its first token, `since_arrival` after its request arrived and `since_scheduled` after it began to
+    /// run.
+    pub fn first_token(&self, since_arrival: Duration, since_scheduled: Duration) {
+        self.first_token.observe(since_arrival);
+        self.prefill_time.observe(since_scheduled);
+    }
+
+    /// A sample has a further token, `gap` after the one before.
+    pub fn next_token(&self, gap: Duration) {
+        self.next_token.observe(gap);
+    }
+
+    /// A sample of `tokens` tokens has ended, `decoded` after its first token.
+    pub fn sample_done(&self, reason: FinishReason, tokens: usize, decoded: Duration) {
+        self.finished[Finished::from(reason).index()].add(1);
+        self.completion_lengths.count(tokens);
+        self.decode_time.observe(decoded);
+        if tokens > 1 {
+            self.token_time.observe(decoded / (tokens - 1) as u32);
+        }
+    }
+
+    fn of_push(&self, kind: PushKind, transport: Transport) -> &PushMetrics {
+        &self.pushes[kind.index()][transport.index()]
+    }
+
+    /// A push was applied: received in `staging`, with steps standing still for `pause`.
+    pub fn push_applied(&self, kind: PushKind, transport: Transport, bytes: u64, staging: Duration, pause: Duration) {
+        let push = self.of_push(kind, transport);
+        push.applied.add(1);
+        push.bytes.add(bytes);
+        push.seconds.observe(staging);
+        push.pause.observe(pause);
+    }
+
+    pub fn push_failed(&self, kind: PushKind, transport: Transport) {
+        self.of_push(kind, transport).failed.add(1);
+    }
+
+    /// A sleep at `level` has given back so many bytes of weights and of KV cache.
+    pub fn slept(&self, level: u64, took: Duration, weights: u64, kv_cache: u64) {
+        self.sleep_time[usize::from(level == 2)].observe(took);
+        self.slept_bytes[0].add(weights);
+        self.slept_bytes[1].add(kv_cache);
+    }
+
+    /// A wake has taken `bytes`; with `reload` it has read the checkpoint as the policy.
+    pub fn woke(&self, reload: bool, took: Duration, bytes: u64) {
+        self.wake_time[usize::from(reload)].observe(took);
+        self.woken_bytes.add(bytes);
+    }
+}

@@ -1,0 +1,201 @@
+//! Where the time goes: a ring of the last phases of the engine, and one of the last pushes beside it.
+//!
+//! The engine's thread writes its track with a [`Recorder`], some 50 ns a step. Consecutive steps of the same kind are
+//! one span, up to a second; phases that alternate faster than the ring could hold for a quarter of an hour are folded
+//! into spans of the phase [`Phase::Brief`], which have the time of each. On the engine's track there are no gaps and
+//! no overlaps. Pushes are received beside the engine and have a track of their own.
+
+mod cell;
+mod recorder;
+mod span;
+#[cfg(test)]
+mod tests;
+mod trace;
+mod track;
+
+use std::sync::Arc;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use cell::Cell;
+use recorder::{SUM_WORDS, nanos};
+use track::{Ring, ring_bytes};
+
+pub use recorder::Recorder;
+pub use span::{Phase, Span};
+pub use trace::TraceFile;
+
+/// Spans of the engine's track: at 32 a second and with a burst before, those of 16 minutes.
+const ENGINE_SPANS: usize = 32 << 10;
+/// Spans of the push track, of which a push has three.
+const PUSH_SPANS: usize = 4 << 10;
+
+/// Bytes that a timeline takes; part of the ledger's entry for the process.
+pub const TIMELINE_BYTES: usize = ring_bytes(ENGINE_SPANS) + ring_bytes(PUSH_SPANS);
+
+/// The two tracks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TrackName {
+    Engine,
+    Push,
+}
+
+impl TrackName {
+    pub const ALL: [Self; 2] = [Self::Engine, Self::Push];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Engine => "engine",
+            Self::Push => "push",
+        }
+    }
+}
+
+/// The last phases, for any number of readers. Clones share them.
+#[derive(Clone, Debug)]
+pub struct Timeline {
+    origin: Instant,
+    /// Wall clock at `origin`, in nanoseconds since 1970.
+    origin_unix: u64,
+    engine: Arc<Ring>,
+    pushes: Arc<Ring>,
+    sums: Arc<Cell<SUM_WORDS>>,
+}
+
+/// What a timeline shows of a stretch of time. Times are nanoseconds since 1970, by the clock at the timeline's start.
+#[derive(Clone, Debug)]
+pub struct Window {
+    /// Begin of the stretch: as asked for, or of the oldest span that is given.
+    pub from: u64,
+    /// End of the stretch: the time of the answer.
+    pub now: u64,
+    /// Whether older spans were left out, because there are more than were asked for or than the ring holds.
+    pub truncated: bool,
+    /// Spans with any time in the stretch, each track's in order. Open ones have no end.
+    pub spans: Vec<(TrackName, Span)>,
+    /// Time of each phase of the engine within the stretch, in nanoseconds, without those that have none.
+    pub times: Vec<(Phase, u64)>,
+}
+
+impl Timeline {
+    /// A timeline that begins now, and the writers of its tracks.
+    pub(super) fn new() -> (Self, Recorder, PushTrack) {
+        let (engine, pushes) = (Ring::new(ENGINE_SPANS), Ring::new(PUSH_SPANS));
+        let sums = Arc::new(Cell::new());
+        let origin_unix = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, nanos);
+        let timeline = Self { origin: Instant::now(), origin_unix, engine, pushes, sums };
+        let recorder = Recorder::new(timeline.origin, timeline.engine.clone(), timeline.sums.clone());
+        let pushes = PushTrack { origin: timeline.origin, ring: timeline.pushes.clone(), next: 0 };
+        (timeline, recorder, pushes)
+    }
+
+    /// Wall clock at the timeline's start, in nanoseconds since 1970.
+    pub fn origin_unix(&self) -> u64 {
+        self.origin_unix
+    }
+
+    /// Nanoseconds since the timeline's start.
+    pub fn now(&self) -> u64 {
+        nanos(self.origin.elapsed())
+    }
+
+    fn ring(&self, track: TrackName) -> &Ring {
+        match track {
+            TrackName::Engine => &self.engine,
+            TrackName::Push => &self.pushes,
+        }
+    }
+
+    /// The time since the start that the engine has spent in each phase.
+    pub fn sums(&self) -> Vec<(Phase, u64)> {
+        let Some(words) = self.sums.read() else { return Vec::new() };
+        let open_for = self.now().saturating_sub(words[1]);
+        let time = |phase: Phase| {
+            let is_open = words[0] == phase as u64;
+            words[2 + phase as usize] + if is_open { open_for } else { 0 }
+        };
+        Phase::ALL.into_iter().filter(|phase| phase.is_of_engine()).map(|phase| (phase, time(phase))).collect()
+    }
+
+    /// The spans that end after `since` (nanoseconds since 1970), the newest `most` of each track.
+    pub fn window(&self, since: u64, most: usize) -> Window {
+        let now = self.now();
+        let since = since.saturating_sub(self.origin_unix);
+        let (mut from, mut truncated, mut spans) = (since.min(now), false, Vec::new());
+        for track in TrackName::ALL {
+            let (mut newest, is_cut) = self.newest(track, since, most);
+            truncated |= is_cut;
+            newest.reverse();
+            if let (TrackName::Engine, true, Some(oldest)) = (track, is_cut, newest.first()) {
+                from = from.max(oldest.start);
+            }
+            spans.extend(newest.into_iter().map(|span| (track, span)));
+        }
+        let mut times = vec![0; span::PHASES];
+        for (_, span) in spans.iter().filter(|(track, _)| *track == TrackName::Engine) {
+            span.times(from, now).into_iter().for_each(|(phase, time)| times[phase as usize] += time);
+        }
+        let times = Phase::ALL.into_iter().zip(times).filter(|time| time.1 > 0).collect();
+        Window { from: self.origin_unix + from, now: self.origin_unix + now, truncated, spans, times }
+    }
+
+    /// The newest spans of a track that end after `since`, the newest first, and whether there were more.
+    fn newest(&self, track: TrackName, since: u64, most: usize) -> (Vec<Span>, bool) {
+        let (ring, mut spans) = (self.ring(track), Vec::new());
+        let ids = ring.ids();
+        let oldest = ids.start;
+        for id in ids.rev() {
+            // A slot that is overwritten meanwhile was the oldest; one that is being written is given next time.
+            let Some(span) = ring.read(id) else { continue };
+            if span.end.is_some_and(|end| end <= since) {
+                return (spans, false);
+            }
+            if spans.len() == most {
+                return (spans, true);
+            }
+            spans.push(span);
+        }
+        (spans, oldest > 0)
+    }
+
+    /// The spans of a track from number `from` on that never change again, and the number to go on from.
+    fn settled(&self, track: TrackName, from: u64) -> (Vec<Span>, u64) {
+        let ring = self.ring(track);
+        let end = ring.settled();
+        let spans = (from.max(ring.ids().start)..end).filter_map(|id| ring.read(id)).collect();
+        (spans, end.max(from))
+    }
+
+    /// The spans of a track from number `from` on, those that still change included.
+    fn rest(&self, track: TrackName, from: u64) -> Vec<Span> {
+        let ring = self.ring(track);
+        (from..ring.ids().end).filter_map(|id| ring.read(id)).collect()
+    }
+}
+
+/// Writes the push track.
+#[derive(Debug)]
+pub(super) struct PushTrack {
+    origin: Instant,
+    ring: Arc<Ring>,
+    next: u64,
+}
+
+impl PushTrack {
+    /// Begins a span of the push `number`.
+    pub fn begin(&mut self, phase: Phase, number: u64) -> Span {
+        let mut span = Span::new(self.next, phase, nanos(self.origin.elapsed()));
+        span.push = number;
+        self.next += 1;
+        self.ring.write(&span);
+        span
+    }
+
+    /// Ends a span that this track has begun.
+    pub fn end(&mut self, mut span: Span, bytes: u64, weight_version: u64) {
+        span.end = Some(nanos(self.origin.elapsed()));
+        (span.bytes, span.weight_version) = (bytes, weight_version);
+        self.ring.write(&span);
+        // One push is received at a time, so all before this one have ended.
+        self.ring.settle(span.id + 1);
+    }
+}

@@ -1,0 +1,62 @@
+//! One track: a ring of spans with one writer and any number of readers.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::cell::Cell;
+use super::span::{SPAN_WORDS, Span};
+
+/// The ring of a track's last spans.
+#[derive(Debug)]
+pub(super) struct Ring {
+    slots: Box<[Cell<SPAN_WORDS>]>,
+    /// Number of spans so far, those that still change included.
+    written: AtomicU64,
+    /// Number of spans that never change again.
+    settled: AtomicU64,
+}
+
+/// Bytes that a ring of so many spans takes.
+pub(super) const fn ring_bytes(spans: usize) -> usize {
+    spans * size_of::<Cell<SPAN_WORDS>>()
+}
+
+impl Ring {
+    pub fn new(spans: usize) -> Arc<Self> {
+        let slots = (0..spans).map(|_| Cell::new()).collect();
+        Arc::new(Self { slots, written: AtomicU64::new(0), settled: AtomicU64::new(0) })
+    }
+
+    fn slot(&self, id: u64) -> &Cell<SPAN_WORDS> {
+        &self.slots[(id % self.slots.len() as u64) as usize]
+    }
+
+    /// Writes a span, which is new or one that still changed. Only the track's writer calls this.
+    pub fn write(&self, span: &Span) {
+        self.slot(span.id).write(&span.to_words());
+        if span.id >= self.written.load(Ordering::Relaxed) {
+            self.written.store(span.id + 1, Ordering::Release);
+        }
+    }
+
+    /// Spans below `id` never change again.
+    pub fn settle(&self, id: u64) {
+        self.settled.fetch_max(id, Ordering::Release);
+    }
+
+    /// Number of spans that never change again.
+    pub fn settled(&self) -> u64 {
+        self.settled.load(Ordering::Acquire)
+    }
+
+    /// The span `id`, if it is still there.
+    pub fn read(&self, id: u64) -> Option<Span> {
+        Span::from_words(&self.slot(id).read()?).filter(|span| span.id == id)
+    }
+
+    /// Ids of the spans that are there, ascending.
+    pub fn ids(&self) -> std::ops::Range<u64> {
+        let written = self.written.load(Ordering::Acquire);
+        written.saturating_sub(self.slots.len() as u64)..written
+    }
+}
