@@ -118,6 +118,18 @@ pub struct Config {
     #[arg(long, env = "ROLLOUT_MAX_CONNECTIONS", default_value_t = 1024, value_name = "N")]
     pub max_connections: usize,
 
+    /// Certificate of the server in PEM, followed by those between it and its authority; both ports then speak TLS.
+    #[arg(long, env = "ROLLOUT_TLS_CERT", value_name = "FILE")]
+    pub tls_cert: Option<PathBuf>,
+
+    /// Private key of --tls-cert in PEM, without a passphrase.
+    #[arg(long, env = "ROLLOUT_TLS_KEY", value_name = "FILE")]
+    pub tls_key: Option<PathBuf>,
+
+    /// Authorities in PEM, by one of which every client must have a certificate.
+    #[arg(long, env = "ROLLOUT_TLS_CLIENT_CA", value_name = "FILE")]
+    pub tls_client_ca: Option<PathBuf>,
+
     /// File of tokens that calls must have, each line `generate TOKEN` or `control TOKEN`; read again when it changes.
     #[arg(long, env = "ROLLOUT_AUTH_TOKEN_FILE", value_name = "FILE")]
     pub auth_token_file: Option<PathBuf>,
@@ -263,6 +275,14 @@ impl Config {
         if !(1..=604_800).contains(&self.update_idle_seconds) {
             return fail("update-idle-seconds", &self.update_idle_seconds, "from 1 to 604800");
         }
+        match (&self.tls_cert, &self.tls_key, &self.tls_client_ca) {
+            (Some(cert), None, _) => return fail("tls-cert", &cert.display(), "given together with --tls-key"),
+            (None, Some(key), _) => return fail("tls-key", &key.display(), "given together with --tls-cert"),
+            (None, None, Some(ca)) => {
+                return fail("tls-client-ca", &ca.display(), "given together with --tls-cert and --tls-key");
+            }
+            _ => {}
+        }
         if self.max_model_len.is_some_and(|n| n < 2) {
             return fail("max-model-len", &self.max_model_len.unwrap_or(0), "at least 2");
         }
@@ -317,6 +337,9 @@ mod tests {
             (&["--weights-dir", "/does/not/exist"], "--weights-dir /does/not/exist: must be a directory"),
             (&["--update-idle-seconds", "0"], "--update-idle-seconds 0: must be from 1 to"),
             (&["--update-idle-seconds", "18446744073709551615"], "--update-idle-seconds 18446744073709551615"),
+            (&["--tls-cert", "a.pem"], "--tls-cert a.pem: must be given together with --tls-key"),
+            (&["--tls-key", "a.pem"], "--tls-key a.pem: must be given together with --tls-cert"),
+            (&["--tls-client-ca", "a.pem"], "--tls-client-ca a.pem: must be given together with --tls-cert and"),
             (&["--weights-dir", "/dev/null"], "--weights-dir /dev/null: must be a directory"),
             (&["--max-queued-samples", "18446744073709551615"], "--max-queued-samples 18446744073709551615: must be"),
             (&["--max-connections", "0"], "--max-connections 0: must be from 1 to 65536"),

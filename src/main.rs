@@ -12,7 +12,7 @@ use rollout_server::memory::{open_files_limit, resident_bytes, share_one_heap};
 use rollout_server::observe::{Observer, TraceFile};
 use rollout_server::profile::{Profile, profile};
 use rollout_server::server::{
-    Bound, Ended, SecurityConfig, ServerConfig, connection_limit, serve, shutdown_channel, watch_signals,
+    Bound, Ended, SecurityConfig, ServerConfig, TlsFiles, connection_limit, serve, shutdown_channel, watch_signals,
 };
 use rollout_server::startup;
 use tokio::signal::unix::{SignalKind, signal};
@@ -102,7 +102,9 @@ fn run(config: Config, profile: Option<Profile>, logs: &LogWriter) -> Result<()>
 
 /// The flags that protect the server.
 fn security(config: &Config) -> SecurityConfig {
-    SecurityConfig { auth_token_file: config.auth_token_file.clone(), insecure: config.insecure }
+    let tls = config.tls_cert.clone().zip(config.tls_key.clone());
+    let tls = tls.map(|(cert, key)| TlsFiles { cert, key, client_ca: config.tls_client_ca.clone() });
+    SecurityConfig { tls, auth_token_file: config.auth_token_file.clone(), insecure: config.insecure }
 }
 
 /// `--max-connections`, lowered to what the process's limit of open files allows.

@@ -32,6 +32,10 @@ use crate::weights::{Checkpoint, Dtype, ModelFiles, ModelSource, Parameters, Par
 const PROCESS_BYTES: u64 = 192 << 20;
 const _: () = assert!(TIMELINE_BYTES < 4 << 20, "docs/observability.md says so");
 
+/// Most bytes that TLS holds of one connection: a record that arrives, its decrypted bytes, and one that is sent, with
+/// what a growing buffer takes more.
+const TLS_CONNECTION_BYTES: u64 = 64 << 10;
+
 /// Most bytes that are set aside for requests and replies in flight where `--request-bytes` is not given: what several
 /// batches of a large trainer take while they are decoded.
 const MAX_REQUEST_BYTES: u64 = 512 << 20;
@@ -262,8 +266,11 @@ fn reserve_fixed(
     });
     let adapters = adapters.sum::<Result<u64>>()?;
     let weights = decoders.iter().map(Parameterized::bytes).sum();
-    let mut entries =
-        vec![(MemoryUse::Process, PROCESS_BYTES), (MemoryUse::Weights, weights), (MemoryUse::Workspace, workspace)];
+    let mut entries = vec![
+        (MemoryUse::Process, PROCESS_BYTES + tls_bytes(config)),
+        (MemoryUse::Weights, weights),
+        (MemoryUse::Workspace, workspace),
+    ];
     if adapters > 0 {
         entries.push((MemoryUse::Adapters, adapters));
     }
@@ -282,6 +289,12 @@ fn reserve_fixed(
         })?;
     }
     Ok(decoders)
+}
+
+/// Bytes set aside for TLS on both ports, with all their connections open.
+fn tls_bytes(config: &Config) -> u64 {
+    let ports = 1 + u64::from(config.http_port.is_some());
+    if config.tls_cert.is_some() { ports * config.max_connections as u64 * TLS_CONNECTION_BYTES } else { 0 }
 }
 
 /// Reserves the memory of requests and replies in flight, and makes the counter that holds them to it.

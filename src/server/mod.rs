@@ -8,13 +8,17 @@ mod convert;
 mod encoder;
 mod frames;
 mod gate;
+mod greeting;
 mod grpc;
+mod handshakes;
 mod http;
+mod notice;
 mod panics;
 mod requests;
 mod role;
 mod security;
 mod shutdown;
+mod socket;
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -24,6 +28,7 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 use tokio::time::timeout;
+use tokio_stream::{Stream, StreamExt as _};
 use tonic::service::InterceptorLayer;
 use tonic::transport::Server;
 use tonic_health::ServingStatus;
@@ -33,7 +38,7 @@ use tonic_health::server::HealthReporter;
 pub use connections::connection_limit;
 pub use context::{ModelFacts, ServerInfo, ServingContext};
 pub use encoder::PromptEncoder;
-pub use security::SecurityConfig;
+pub use security::{SecurityConfig, TlsFiles};
 pub use shutdown::{ShutdownHandle, ShutdownOrders, shutdown_channel, watch_signals};
 
 use crate::engine::{Command, EngineHandle};
@@ -44,7 +49,8 @@ use crate::weights::Segments;
 use connections::Incoming;
 use frames::FrameRoom;
 use gate::{Gate, GateKeeper};
-use security::Security;
+use greeting::Connection;
+use security::{Access, Protocol, Security};
 use shutdown::Order;
 
 /// Messages and services generated from `proto/`.
@@ -298,25 +304,31 @@ fn transport(
 ) -> Result<impl Future<Output = Result<()>> + Send + 'static> {
     let Bound { grpc, http, max_connections, security, .. } = bound;
     let routes = http::router(gate, &security.access);
-    let http = http.map(|http| http::serve_connections(http.listener, max_connections, routes, stopped.clone()));
-    let grpc = grpc_transport(grpc, max_connections, frame_room, gate, security, health, stopped)?;
+    let incoming = |door: Listening, protocol| {
+        let failed = |e| Error::Internal(format!("cannot listen on {}: {e}", door.address));
+        Incoming::new(door.listener, max_connections, security.tls(protocol)).map_err(failed)
+    };
+    let http = http.map(|http| incoming(http, Protocol::Http1)).transpose()?;
+    let http = http.map(|http| http::serve_connections(http, routes, stopped.clone()));
+    let grpc = incoming(grpc, Protocol::Http2)?.map(move |accepted| Connection::new(accepted, frame_room.clone()));
+    let grpc = grpc_transport(grpc, gate, &security.access, health, stopped)?;
     let http = async move {
-        let Some(serve) = http else { return Ok(()) };
-        serve.await.map_err(|e| Error::Internal(format!("the HTTP port: {e}")))
+        if let Some(serve) = http {
+            serve.await;
+        }
+        Ok(())
     };
     Ok(async { tokio::try_join!(grpc, http).map(|_| ()) })
 }
 
 /// The gRPC door.
-fn grpc_transport(
-    listening: Listening,
-    max_connections: usize,
-    frame_room: FrameRoom,
+fn grpc_transport<C: Stream<Item = Connection> + Send + 'static, H: Health>(
+    connections: C,
     gate: &Gate,
-    security: Security,
-    health: HealthServer<impl Health>,
+    access: &Access,
+    health: HealthServer<H>,
     mut stopped: watch::Receiver<bool>,
-) -> Result<impl Future<Output = Result<()>> + Send + 'static> {
+) -> Result<impl Future<Output = Result<()>> + Send + 'static + use<C, H>> {
     let reflection = || {
         tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(pb::DESCRIPTORS)
@@ -339,15 +351,12 @@ fn grpc_transport(
         .initial_connection_window_size(Some(CONNECTION_WINDOW))
         .max_frame_size(Some(frames::FRAME_BYTES))
         .layer(InterceptorLayer::new(grpc::note_call(gate)))
-        .add_routes(grpc::guarded(routes, &security.access));
-    let Listening { listener, address } = listening;
-    let incoming = Incoming::new(listener, max_connections, frame_room)
-        .map_err(|e| Error::Internal(format!("cannot listen on {address}: {e}")))?;
+        .add_routes(grpc::guarded(routes, access));
     let stopped = async move {
         // A dropped sender means the end just as a message does.
         let _ = stopped.wait_for(|stop| *stop).await;
     };
-    let served = router.serve_with_incoming_shutdown(incoming, stopped);
+    let served = router.serve_with_incoming_shutdown(connections.map(Ok::<_, Infallible>), stopped);
     Ok(async { served.await.map_err(|e| Error::Internal(format!("the gRPC port: {e}"))) })
 }
 

@@ -1,32 +1,53 @@
-//! Who may call what: tokens and their roles, read from a file and read again when it changes.
+//! Who may call what, and through which TLS: tokens and certificates, read from files and read again when they change.
 
 mod access;
+mod dates;
 mod files;
 mod reload;
+mod tls;
 mod tokens;
 
 use std::net::IpAddr;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 pub(super) use access::{Access, Caller};
+pub(super) use tls::{Protocol, Tls};
+
+use tokio::sync::watch;
 
 use crate::error::{Error, Result};
 use files::Named;
 use reload::{Look, Watched};
+use tls::{TlsConfigs, read_tls};
 use tokens::Tokens;
 
 /// How the server is protected.
 #[derive(Clone, Debug, Default)]
 pub struct SecurityConfig {
+    /// The certificate of the server; without it there is no TLS.
+    pub tls: Option<TlsFiles>,
     /// The file of tokens and their roles; without it everybody may do everything.
     pub auth_token_file: Option<PathBuf>,
     /// Whether to listen beyond this machine without tokens.
     pub insecure: bool,
 }
 
+/// Files of TLS, in PEM.
+#[derive(Clone, Debug)]
+pub struct TlsFiles {
+    /// The server's certificate, followed by those between it and its authority.
+    pub cert: PathBuf,
+    /// The certificate's private key.
+    pub key: PathBuf,
+    /// Authorities, by one of which every client must have a certificate; None asks for none.
+    pub client_ca: Option<PathBuf>,
+}
+
 /// The protection as it was read, and what reads it again.
 pub(super) struct Security {
     pub(super) access: Access,
+    tls: Option<watch::Receiver<Arc<TlsConfigs>>>,
     has_tokens: bool,
     insecure: bool,
     watched: Vec<Box<dyn Look>>,
@@ -39,6 +60,17 @@ impl Security {
     /// `Config` with the file and what is wrong with it.
     pub(super) fn load(config: &SecurityConfig) -> Result<Self> {
         let mut watched: Vec<Box<dyn Look>> = Vec::new();
+        let tls = match &config.tls {
+            Some(TlsFiles { cert, key, client_ca }) => {
+                let mut files = vec![Named::new("--tls-cert", cert), Named::new("--tls-key", key)];
+                files.extend(client_ca.iter().map(|path| Named::new("--tls-client-ca", path)));
+                let configs = Watched::new("the certificates are", files, read_tls)?;
+                let current = configs.subscribe();
+                watched.push(Box::new(configs));
+                Some(current)
+            }
+            None => None,
+        };
         let tokens = match &config.auth_token_file {
             Some(path) => {
                 let file = Named::new("--auth-token-file", path);
@@ -50,7 +82,12 @@ impl Security {
             None => None,
         };
         let has_tokens = tokens.is_some();
-        Ok(Self { access: Access::new(tokens), has_tokens, insecure: config.insecure, watched })
+        Ok(Self { access: Access::new(tokens), tls, has_tokens, insecure: config.insecure, watched })
+    }
+
+    /// The TLS of the door that speaks `protocol`; None without a certificate.
+    pub(super) fn tls(&self, protocol: Protocol) -> Option<Tls> {
+        self.tls.clone().map(|configs| Tls::new(configs, protocol))
     }
 
     /// Checks that the server may listen on an address, which `host` has given.
@@ -58,7 +95,13 @@ impl Security {
     /// # Errors
     /// `Config` if other machines can reach it and nobody is asked for a token.
     pub(super) fn check_address(&self, host: &str, address: IpAddr) -> Result<()> {
-        if address.to_canonical().is_loopback() || self.has_tokens {
+        if address.to_canonical().is_loopback() {
+            return Ok(());
+        }
+        if self.has_tokens {
+            if self.tls.is_none() {
+                tracing::warn!("--host {host}: tokens and samples travel unencrypted; give --tls-cert and --tls-key");
+            }
             return Ok(());
         }
         if self.insecure {

@@ -3,6 +3,7 @@
 from ._delta import DeltaTensor, make_delta
 from ._segment import SharedBuffer, clean_stale_segments
 from ._tensors import checksum_of
+from ._tls import Tls
 from .aio import AsyncGenerateStream, AsyncRolloutClient
 from .client import GenerateStream, RolloutClient
 from .errors import (
@@ -15,6 +16,7 @@ from .errors import (
     Internal,
     InvalidArgument,
     NotFound,
+    PermissionDenied,
     ResourceExhausted,
     RolloutError,
     Unauthenticated,
@@ -91,6 +93,7 @@ __all__ = [
     "NotFound",
     "OpenUpdate",
     "ParameterInfo",
+    "PermissionDenied",
     "PromptInput",
     "PromptLogprobs",
     "PromptOutput",
@@ -113,6 +116,7 @@ __all__ = [
     "SleepResult",
     "StreamEvent",
     "Summary",
+    "Tls",
     "TokenDelta",
     "TokenIds",
     "TopLogprobs",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _convert_weights, _proto
 from ._segment import SegmentPool
+from ._tls import TlsFiles
 from ._weights import NamedTensors
 from .client import RolloutClient
 from .options import PushDeltaOptions, PushDirectoryOptions, PushFullOptions, PushLoraOptions
@@ -28,6 +29,7 @@ class AsyncWeightSync:
     _segments: SegmentPool
     _timeout: float | None
     _token: str | None
+    _tls: TlsFiles | None
     _call: Callable[..., Any]
 
     async def push_lora(self, adapter: Any, config: Any = None, **options: Unpack[PushLoraOptions]) -> UpdateResult:
@@ -81,7 +83,7 @@ class AsyncWeightSync:
 
     async def _in_thread(self, use: Callable[[RolloutClient], UpdateResult]) -> UpdateResult:
         """Uses a blocking client whose calls end with this task, and which shares this one's segment."""
-        client = RolloutClient(self.address, self._timeout, self._token)
+        client = RolloutClient(self.address, self._timeout, self._token, tls=self._tls)
         client._segments = self._segments
         try:
             return await asyncio.to_thread(use, client)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any
+
+from ._tls import TlsFiles
+from .errors import InvalidArgument
 
 CHANNEL_OPTIONS = [
     # A reply grows with prompts x samples x tokens, which the caller chose: no limit of our own.
@@ -24,9 +28,24 @@ READY_CALL_SECONDS = 5.0
 """For one such look: a server that accepts but does not answer is not ready."""
 
 
+def make_channel(library: Any, address: str, tls: TlsFiles | None) -> Any:
+    """A channel of `grpc` or `grpc.aio`."""
+    if tls is None:
+        return library.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return library.secure_channel(address, tls.credentials(), options=[*CHANNEL_OPTIONS, *tls.channel_options()])
+
+
 def call_metadata(token: str | None) -> tuple[tuple[str, str], ...]:
-    """The metadata of every call."""
-    return () if token is None else (("authorization", f"Bearer {token}"),)
+    """The metadata of every call.
+
+    Raises:
+        InvalidArgument: no header can carry the token, which is left out of the message.
+    """
+    if token is None:
+        return ()
+    if not token or not all("!" <= character <= "~" for character in token):
+        raise InvalidArgument("token: is empty, or has spaces, line ends or characters outside of ASCII")
+    return (("authorization", f"Bearer {token}"),)
 
 
 def call_timeout(timeout: float | None, default: float | None) -> float | None:

@@ -8,7 +8,6 @@ gather for minutes before its next request.
 from __future__ import annotations
 
 import contextlib
-import re
 import socket
 import struct
 import threading
@@ -21,6 +20,8 @@ from urllib.parse import unquote
 import hpack
 from hyperframe import frame as frames
 
+from ._tls import ADDRESS, TlsFiles, explained, reason
+from ._tls_socket import TlsSocket
 from .errors import Cancelled, DeadlineExceeded, Internal, InvalidArgument, RolloutError, Unavailable, from_status
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -36,9 +37,6 @@ _READ_BYTES = 1 << 16
 _CONNECT_SECONDS = 20.0
 # A server whose machine has vanished is noticed in under a minute, as by the other calls.
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 50_000}
-_ADDRESS = re.compile(
-    r"(?:dns:(?://[^/]*/)?|ipv[46]:)?(?P<authority>(?:\[(?P<v6>[^]]+)]|(?P<host>[^:/]+)):(?P<port>\d{1,5}))"
-)
 
 
 class ClientStream:
@@ -47,7 +45,14 @@ class ClientStream:
     `send` and `finish` are for one thread, `cancel` is for any.
     """
 
-    def __init__(self, address: str, path: str, metadata: Iterable[tuple[str, str]], timeout: float | None) -> None:
+    def __init__(
+        self,
+        address: str,
+        path: str,
+        metadata: Iterable[tuple[str, str]],
+        timeout: float | None,
+        tls: TlsFiles | None = None,
+    ) -> None:
         """Connects and starts the call.
 
         Args:
@@ -55,10 +60,11 @@ class ClientStream:
             path: `/<service>/<method>`.
             metadata: of the call.
             timeout: seconds for all of it; None is no limit.
+            tls: for a server that speaks TLS.
 
         Raises:
             InvalidArgument: the address is none.
-            Unavailable: nothing accepts connections there.
+            Unavailable: nothing accepts connections there, or TLS cannot be begun.
             DeadlineExceeded: the timeout passed.
         """
         self._address = address
@@ -79,13 +85,14 @@ class ClientStream:
         self._response = b""
         # Held for each frame, and taken before the other lock.
         self._writing = threading.RLock()
-        found = _ADDRESS.fullmatch(address)
+        found = ADDRESS.fullmatch(address)
         if found is None:
             raise InvalidArgument(f"address: expected host:port, got {address!r}")
+        self._tls = tls
         self._socket = self._connect(found["v6"] or found["host"], int(found["port"]))
         headers = [
             (":method", "POST"),
-            (":scheme", "http"),
+            (":scheme", "http" if tls is None else "https"),
             (":path", path),
             (":authority", found["authority"]),
             ("te", "trailers"),
@@ -145,19 +152,25 @@ class ClientStream:
         self._reader.join()
         self._socket.close()
 
-    def _connect(self, host: str, port: int) -> socket.socket:
+    def _connect(self, host: str, port: int) -> socket.socket | TlsSocket:
         left = self._left()
+        patience = _CONNECT_SECONDS if left is None else min(left, _CONNECT_SECONDS)
         try:
-            patience = _CONNECT_SECONDS if left is None else min(left, _CONNECT_SECONDS)
             connected = socket.create_connection((host, port), patience)
         except (OSError, OverflowError) as error:
             raise self._broken(error) from None
-        connected.settimeout(left)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE.items():
             if hasattr(socket, option):
                 connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        if self._tls is not None:
+            try:
+                return TlsSocket(self._tls.wrap(connected, host), left)
+            except OSError as error:
+                connected.close()
+                raise self._broken(error) from None
+        connected.settimeout(left)
         return connected
 
     def _left(self) -> float | None:
@@ -167,7 +180,10 @@ class ClientStream:
     def _broken(self, error: Exception) -> RolloutError:
         if self._deadline is not None and time.monotonic() >= self._deadline:
             return DeadlineExceeded(f"{self._address} did not answer before the timeout")
-        return Unavailable(f"{self._address}: {error}")
+        why = reason(error) if self._tls is not None and isinstance(error, OSError) else None
+        found = Unavailable(f"{self._address}: {why or error}")
+        # A server that has said its settings speaks what this does.
+        return found if why or self._settings else explained(found, self._address, self._tls)
 
     def _wait_for_room(self) -> None:
         with self._changed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,9 @@ import grpc.aio
 
 from . import _convert, _convert_weights, _proto
 from ._aio_weights import AsyncWeightSync
-from ._channel import CHANNEL_OPTIONS, READY_CALL_SECONDS, READY_POLL_SECONDS, call_metadata, call_timeout
+from ._channel import READY_CALL_SECONDS, READY_POLL_SECONDS, call_metadata, call_timeout, make_channel
 from ._segment import OWNER_ONLY, SegmentPool
+from ._tls import TlsInput, explained, tls_files
 from .errors import Cancelled, DeadlineExceeded, RolloutError, Unavailable, translated
 from .options import GenerateOptions, GenerateStreamOptions, ScoreOptions, refuse_unknown
 from .types import (
@@ -51,6 +52,7 @@ class AsyncRolloutClient(AsyncWeightSync):
         timeout: float | None = None,
         token: str | None = None,
         *,
+        tls: TlsInput = None,
         segment_mode: int = OWNER_ONLY,
     ) -> None:
         """As `RolloutClient`."""
@@ -59,7 +61,8 @@ class AsyncRolloutClient(AsyncWeightSync):
         self._token = token
         self._metadata = call_metadata(token)
         self._segments = SegmentPool(segment_mode)
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._tls = tls_files(tls)
+        self._channel = make_channel(grpc.aio, address, self._tls)
 
     async def generate(
         self,
@@ -87,7 +90,9 @@ class AsyncRolloutClient(AsyncWeightSync):
         """As `RolloutClient.generate_stream`."""
         request = _convert.generate_request(prompts, n, sampling, options)
         call_options = self._call_options(options.get("timeout"))
-        return AsyncGenerateStream(self._callable(_proto.GENERATE, stream=True), request, call_options)
+        return AsyncGenerateStream(
+            self._callable(_proto.GENERATE, stream=True), request, call_options, self._translated
+        )
 
     async def score(self, sequences: Sequence[TokenIds], **options: Unpack[ScoreOptions]) -> list[Score]:
         """As `RolloutClient.score`."""
@@ -176,17 +181,26 @@ class AsyncRolloutClient(AsyncWeightSync):
         await self.close()
 
     async def _call(self, method: _proto.Method, request: Any, timeout: float | None = None) -> Any:
-        with translated():
+        async with self._translated():
             return await self._callable(method)(request, **self._call_options(timeout))
 
     async def _gather(self, method: _proto.Method, request: Any, timeout: float | None) -> list[Any]:
-        with translated():
+        async with self._translated():
             call = self._callable(method, stream=True)(request, **self._call_options(timeout))
             try:
                 return [response async for response in call]
             except BaseException:  # the task is cancelled: the server must not go on
                 call.cancel()
                 raise
+
+    @asynccontextmanager
+    async def _translated(self) -> AsyncIterator[None]:
+        """As `translated`, with better messages for connections that failed."""
+        try:
+            with translated():
+                yield
+        except Unavailable as error:
+            raise await asyncio.to_thread(explained, error, self.address, self._tls) from error
 
     def _call_options(self, timeout: float | None) -> dict[str, Any]:
         return {"timeout": call_timeout(timeout, self._timeout), "metadata": self._metadata}
@@ -203,18 +217,25 @@ class AsyncRolloutClient(AsyncWeightSync):
 class AsyncGenerateStream(AsyncIterator[StreamEvent]):
     """The events of one request as they come. An asynchronous iterator and a context manager."""
 
-    def __init__(self, start: Callable[..., Any], request: Any, options: dict[str, Any]) -> None:
-        """Starts the call."""
+    def __init__(
+        self,
+        start: Callable[..., Any],
+        request: Any,
+        options: dict[str, Any],
+        in_call: Callable[[], AbstractAsyncContextManager[None]],
+    ) -> None:
+        """Starts the call; `in_call` turns the errors inside it into those of this package."""
         self.request_id: str = request.request_id
         """For `AsyncRolloutClient.abort`."""
         self._cancelled = False
+        self._in_call = in_call
         with translated():
             self._call = start(request, **options)
         self._messages = self._call.__aiter__()
 
     async def __anext__(self) -> StreamEvent:
         """The next event; waits until there is one."""
-        with translated():
+        async with self._in_call():
             try:
                 return _convert.stream_event(await self._messages.__anext__())
             except (StopAsyncIteration, grpc.RpcError):

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from . import _convert, _convert_weights, _proto
-from ._channel import CHANNEL_OPTIONS, READY_CALL_SECONDS, READY_POLL_SECONDS, call_metadata, call_timeout
+from ._channel import READY_CALL_SECONDS, READY_POLL_SECONDS, call_metadata, call_timeout, make_channel
 from ._http2 import ClientStream
 from ._segment import OWNER_ONLY, SegmentPool
+from ._tls import TlsInput, explained, tls_files
 from ._weights import WeightSync
 from .errors import DeadlineExceeded, RolloutError, Unavailable, translated
 from .options import GenerateOptions, GenerateStreamOptions, ScoreOptions, refuse_unknown
@@ -52,6 +53,7 @@ class RolloutClient(WeightSync):
         timeout: float | None = None,
         token: str | None = None,
         *,
+        tls: TlsInput = None,
         segment_mode: int = OWNER_ONLY,
     ) -> None:
         """Connects lazily: nothing is sent before the first call.
@@ -60,14 +62,18 @@ class RolloutClient(WeightSync):
             address: `host:port`.
             timeout: seconds for each call that does not give its own; None is no limit. When it passes, the server
                 drops the work.
-            token: sent as a bearer token with every call.
+            token: sent as a bearer token with every call, for a server with `--auth-token-file`. It is taken from no
+                environment variable.
+            tls: for a server with `--tls-cert`: True trusts the system's authorities, a `Tls` (or a dict of its fields)
+                names files.
             segment_mode: who may read the shared memory of pushes, as for `chmod`. A server of another user reads only
                 what it is let read: 0o640 lets a server of the same group, 0o644 every user of the machine.
         """
         self.address = address
         self._timeout = timeout
         self._metadata = call_metadata(token)
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._tls = tls_files(tls)
+        self._channel = make_channel(grpc, address, self._tls)
         self._segments = SegmentPool(segment_mode)
         self._updates_lock = threading.Lock()
         self._updates: weakref.WeakSet[ClientStream] = weakref.WeakSet()
@@ -117,7 +123,7 @@ class RolloutClient(WeightSync):
         """
         request = _convert.generate_request(prompts, n, sampling, options)
         call_options = self._call_options(options.get("timeout"))
-        return GenerateStream(self._callable(_proto.GENERATE, stream=True), request, call_options)
+        return GenerateStream(self._callable(_proto.GENERATE, stream=True), request, call_options, self._explained)
 
     def score(self, sequences: Sequence[TokenIds], **options: Unpack[ScoreOptions]) -> list[Score]:
         """Log-probabilities of given tokens, without sampling; the same bits as when they were sampled.
@@ -243,11 +249,11 @@ class RolloutClient(WeightSync):
         self.close()
 
     def _call(self, method: _proto.Method, request: Any, timeout: float | None = None) -> Any:
-        with translated():
+        with translated(self._explained):
             return self._callable(method)(request, **self._call_options(timeout))
 
     def _gather(self, method: _proto.Method, request: Any, timeout: float | None) -> list[Any]:
-        with translated():
+        with translated(self._explained):
             call = self._callable(method, stream=True)(request, **self._call_options(timeout))
             try:
                 return list(call)
@@ -255,11 +261,16 @@ class RolloutClient(WeightSync):
                 call.cancel()
                 raise
 
+    def _explained(self, error: RolloutError) -> RolloutError:
+        return explained(error, self.address, self._tls)
+
     def _call_options(self, timeout: float | None) -> dict[str, Any]:
         return {"timeout": call_timeout(timeout, self._timeout), "metadata": self._metadata}
 
     def _start_update(self, timeout: float | None) -> ClientStream:
-        stream = ClientStream(self.address, _proto.UPDATE.path, self._metadata, call_timeout(timeout, self._timeout))
+        stream = ClientStream(
+            self.address, _proto.UPDATE.path, self._metadata, call_timeout(timeout, self._timeout), self._tls
+        )
         with self._updates_lock:
             self._updates.add(stream)
             closed = self._closed
@@ -287,16 +298,23 @@ class RolloutClient(WeightSync):
 class GenerateStream(Iterator[StreamEvent]):
     """The events of one request as they come. An iterator and a context manager."""
 
-    def __init__(self, start: Callable[..., Any], request: Any, options: dict[str, Any]) -> None:
-        """Starts the call."""
+    def __init__(
+        self,
+        start: Callable[..., Any],
+        request: Any,
+        options: dict[str, Any],
+        explain: Callable[[RolloutError], RolloutError],
+    ) -> None:
+        """Starts the call; `explain` gives its errors a better message."""
         self.request_id: str = request.request_id
         """For `RolloutClient.abort`."""
-        with translated():
+        self._explain = explain
+        with translated(explain):
             self._call = start(request, **options)
 
     def __next__(self) -> StreamEvent:
         """The next event; blocks until there is one."""
-        with translated():
+        with translated(self._explain):
             try:
                 return _convert.stream_event(next(self._call))
             except (StopIteration, grpc.RpcError):

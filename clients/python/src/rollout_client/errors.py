@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import grpc
@@ -80,6 +80,12 @@ class Unauthenticated(RolloutError, PermissionError):
     code = grpc.StatusCode.UNAUTHENTICATED
 
 
+class PermissionDenied(RolloutError, PermissionError):
+    """The token has a role that may not do this."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+
+
 class Internal(RolloutError):
     """A bug, on either side, or the machine; the server's log says more."""
 
@@ -100,6 +106,7 @@ _BY_CODE: dict[grpc.StatusCode, type[RolloutError]] = {
         DeadlineExceeded,
         Cancelled,
         Unauthenticated,
+        PermissionDenied,
         Internal,
     )
 }
@@ -124,9 +131,10 @@ def from_rpc_error(error: grpc.RpcError) -> RolloutError:
 
 
 @contextmanager
-def translated() -> Iterator[None]:
-    """Raises the `RolloutError` of any `grpc.RpcError` raised inside."""
+def translated(explain: Callable[[RolloutError], RolloutError] | None = None) -> Iterator[None]:
+    """Raises the `RolloutError` of any `grpc.RpcError` raised inside, or what `explain` makes of it."""
     try:
         yield
     except grpc.RpcError as error:
-        raise from_rpc_error(error) from error
+        found = from_rpc_error(error)
+        raise (found if explain is None else explain(found)) from error

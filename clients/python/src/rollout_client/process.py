@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from ._tls import TlsInput
 from .client import RolloutClient
 from .errors import RolloutError, Unavailable
 
@@ -39,6 +40,8 @@ class ServerProcess:
         *,
         host: str = "127.0.0.1",
         output: IO[Any] | int | None = None,
+        token: str | None = None,
+        tls: TlsInput = None,
     ) -> None:
         """Starts the process; `wait_until_ready` waits for it.
 
@@ -47,6 +50,7 @@ class ServerProcess:
             model: as `--model` takes it.
             flags: further command line flags; the ports are chosen here.
             host: address to listen on.
+            token, tls: of `client`, for a server whose `flags` ask for them.
             output: where its log goes (a file, `subprocess.DEVNULL`); None is this process's own standard error.
         """
         port, http_port = free_port(host), free_port(host)
@@ -61,7 +65,7 @@ class ServerProcess:
             stdout=STANDARD_ERROR if output is None else output,
             stderr=subprocess.STDOUT,
         )
-        self.client = RolloutClient(self.address)
+        self.client = RolloutClient(self.address, token=token, tls=tls)
         """A client of this server; closed by `stop`."""
 
     def wait_until_ready(self, timeout: float = 120.0) -> None:

@@ -1,0 +1,206 @@
+"""TLS of the client's connections, and what is wrong where one cannot be made."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from .errors import InvalidArgument, RolloutError, Unavailable
+
+ADDRESS = re.compile(
+    r"(?:dns:(?://[^/]*/)?|ipv[46]:)?(?P<authority>(?:\[(?P<v6>[^]]+)]|(?P<host>[^:/]+)):(?P<port>\d{1,5}))"
+)
+"""`host:port`, as gRPC takes it too."""
+
+_PROBE_SECONDS = 2.0
+# What the library for TLS says (parts of it, in capitals), and what it means.
+_MEANINGS = [
+    (
+        ("WRONG_VERSION_NUMBER", "RECORD_LAYER", "HTTP_REQUEST"),
+        "the server does not speak TLS on this port; leave tls= out",
+    ),
+    (
+        ("CERTIFICATE_REQUIRED", "ALERT_HANDSHAKE_FAILURE"),
+        "the server asks for a certificate of the client; give cert= and key= of tls=",
+    ),
+    (
+        ("UNKNOWN_CA", "ALERT_BAD_CERTIFICATE", "ALERT_DECRYPT"),
+        "the server refuses this client's certificate: its --tls-client-ca has not signed it",
+    ),
+    (("ALERT_CERTIFICATE_EXPIRED",), "the server refuses this client's certificate: it has expired"),
+    (("APPLICATION_PROTOCOL",), "the server does not speak gRPC on this port"),
+]
+# What gRPC says of a connection that ended without an answer, which may be for want of TLS or of a certificate.
+_UNEXPLAINED = re.compile(
+    "handshake|closed|reset|eof|stream removed|goaway|protocol error|verification|corrupted", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class Tls:
+    """How to reach a server that has `--tls-cert`. Files are PEM, and are read when the client is made."""
+
+    ca: str | os.PathLike[str] | None = None
+    """Authorities that may have signed the server's certificate; None are those of the system."""
+    cert: str | os.PathLike[str] | None = None
+    """This client's certificate, for a server with `--tls-client-ca`, and those between it and its authority."""
+    key: str | os.PathLike[str] | None = None
+    """Its private key."""
+    server_name: str | None = None
+    """The name that the server's certificate must have; None is the address's host."""
+
+
+class TlsFiles:
+    """The files of a `Tls`, read."""
+
+    def __init__(self, tls: Tls) -> None:
+        """Reads them.
+
+        Raises:
+            InvalidArgument: a file cannot be read, or is no certificate or key; the message names its field.
+        """
+        if (tls.cert is None) != (tls.key is None):
+            raise InvalidArgument("tls: a certificate needs its key; give both cert= and key=, or none")
+        self.server_name = tls.server_name
+        self._cert = None if tls.cert is None else _read("cert", tls.cert)
+        self._key = None if tls.key is None else _read("key", tls.key)
+        if tls.ca is None:
+            self.context = ssl.create_default_context()
+            self._ca = _system_authorities()
+        else:
+            self._ca = _read("ca", tls.ca)
+            try:
+                self.context = ssl.create_default_context(cadata=self._ca.decode())
+            except (ssl.SSLError, UnicodeDecodeError, ValueError) as error:
+                raise InvalidArgument(f"tls.ca: {tls.ca} has no certificate in PEM: {error}") from None
+        self.context.set_alpn_protocols(["h2"])
+        if tls.cert is not None:
+            try:
+                self.context.load_cert_chain(tls.cert, tls.key, password=_no_password)
+            except (ssl.SSLError, OSError, ValueError) as error:
+                raise InvalidArgument(
+                    f"tls.cert, tls.key: {tls.cert} and {tls.key} are not a certificate and its key in PEM: {error}"
+                ) from None
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """For a channel of gRPC."""
+        return grpc.ssl_channel_credentials(self._ca, self._key, self._cert)
+
+    def channel_options(self) -> list[tuple[str, Any]]:
+        """What such a channel must know besides."""
+        return [] if self.server_name is None else [("grpc.ssl_target_name_override", self.server_name)]
+
+    def wrap(self, connected: socket.socket, host: str) -> ssl.SSLSocket:
+        """Begins TLS on a connection to `host`.
+
+        Raises:
+            OSError: it cannot; `reason` says why.
+        """
+        return self.context.wrap_socket(connected, server_hostname=self.server_name or host)
+
+
+TlsInput = bool | Tls | Mapping[str, Any] | TlsFiles | None
+"""What clients take: `True` is TLS with the system's authorities, a mapping has fields of `Tls`, None is no TLS."""
+
+
+def tls_files(tls: TlsInput) -> TlsFiles | None:
+    """The files of what a client was given as `tls`; None for no TLS.
+
+    Raises:
+        InvalidArgument: it is nothing of the kind, or a file is wrong.
+    """
+    if tls is None or tls is False:
+        return None
+    if isinstance(tls, TlsFiles):
+        return tls
+    if tls is True:
+        return TlsFiles(Tls())
+    if isinstance(tls, Mapping):
+        known = [field.name for field in fields(Tls)]
+        unknown = sorted(set(tls) - set(known))
+        if unknown:
+            raise InvalidArgument(f"tls: unknown {', '.join(map(repr, unknown))}; there are {', '.join(known)}")
+        tls = Tls(**tls)
+    if not isinstance(tls, Tls):
+        raise InvalidArgument(f"tls: expected True, Tls(...) or a dict, got {type(tls).__name__}")
+    return TlsFiles(tls)
+
+
+def reason(error: OSError) -> str | None:
+    """What a failure of TLS means; None for other failures."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        why = error.verify_message.rstrip(".")
+        hint = ""
+        if "issuer" in why or "self" in why:
+            hint = "; give the authority that signed it as ca= of tls="
+        elif "match" in why or "valid for" in why:
+            hint = "; reach it by a name that is in its certificate, or give that as server_name= of tls="
+        return f"the server's certificate is refused: {why}{hint}"
+    if not isinstance(error, ssl.SSLError):
+        return None
+    said = f"{error.reason or ''} {error}".upper().replace(" ", "_")
+    return next((meaning for parts, meaning in _MEANINGS if any(part in said for part in parts)), f"TLS: {error}")
+
+
+def explained(error: RolloutError, address: str, tls: TlsFiles | None) -> RolloutError:
+    """The error of a call with a better message, if the connection failed for want of TLS or of a certificate.
+
+    gRPC says no more of that than that the connection is closed, so this connects once more and looks.
+    """
+    found = ADDRESS.fullmatch(address)
+    if not isinstance(error, Unavailable) or found is None or not _UNEXPLAINED.search(str(error)):
+        return error
+    why = _look(found["v6"] or found["host"], int(found["port"]), tls)
+    return error if why is None else Unavailable(f"{address}: {why}")
+
+
+def _look(host: str, port: int, tls: TlsFiles | None) -> str | None:
+    try:
+        with socket.create_connection((host, port), _PROBE_SECONDS) as connected:
+            if tls is None:
+                return _speaks_tls(connected)
+            with tls.wrap(connected, host) as wrapped:
+                # In TLS 1.3 the server looks at the client's certificate when the client has done its part.
+                wrapped.recv(1)
+    except OSError as error:
+        return None if tls is None else reason(error)
+    return None
+
+
+def _speaks_tls(connected: socket.socket) -> str | None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    speaks = "the server speaks TLS; give tls=True, or the authority of its certificate as tls={'ca': path}"
+    try:
+        with context.wrap_socket(connected):
+            return speaks
+    except ssl.SSLError as error:
+        # An alert is an answer in TLS.
+        return speaks if "ALERT" in (error.reason or "").upper() else None
+
+
+def _read(field: str, path: str | os.PathLike[str]) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except (OSError, TypeError) as error:
+        raise InvalidArgument(f"tls.{field}: {error}") from None
+
+
+def _system_authorities() -> bytes | None:
+    """Those that Python trusts, in PEM; None leaves the choice to gRPC, which has a list of its own."""
+    file = ssl.get_default_verify_paths().cafile
+    return None if file is None else Path(file).read_bytes()
+
+
+def _no_password() -> str:
+    """Instead of a question on the terminal."""
+    raise ValueError("the key has a passphrase; give it without one")

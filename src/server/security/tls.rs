@@ -1,0 +1,196 @@
+//! Certificates and keys, made into what a TLS connection begins with.
+
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use rustls::crypto::ring::default_provider;
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
+use rustls::{RootCertStore, ServerConfig};
+use tokio::sync::watch;
+use tokio_rustls::TlsAcceptor;
+
+use super::dates::validity;
+use super::files::Named;
+use crate::error::{Error, Result};
+
+/// The TLS of both doors, which differ in the protocol that they agree on.
+pub(super) struct TlsConfigs {
+    http2: Arc<ServerConfig>,
+    http1: Arc<ServerConfig>,
+}
+
+/// What a door speaks inside TLS.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::server) enum Protocol {
+    Http2,
+    Http1,
+}
+
+/// The TLS of one door, with the certificates as they were read last. Cheap to clone.
+#[derive(Clone)]
+pub(in crate::server) struct Tls {
+    configs: watch::Receiver<Arc<TlsConfigs>>,
+    protocol: Protocol,
+}
+
+impl Tls {
+    pub(super) fn new(configs: watch::Receiver<Arc<TlsConfigs>>, protocol: Protocol) -> Self {
+        Self { configs, protocol }
+    }
+
+    /// What a new connection begins with.
+    pub(in crate::server) fn acceptor(&self) -> TlsAcceptor {
+        let configs = self.configs.borrow();
+        match self.protocol {
+            Protocol::Http2 => configs.http2.clone().into(),
+            Protocol::Http1 => configs.http1.clone().into(),
+        }
+    }
+}
+
+/// Reads certificate and key and, if there is a third file, the authorities of clients' certificates.
+///
+/// # Errors
+/// `Config` with the file and what is wrong with it.
+pub(super) fn read_tls(files: &[Named]) -> Result<TlsConfigs> {
+    let [cert_file, key_file, client_ca @ ..] = files else { unreachable!("there are a certificate and a key") };
+    let chain = certificates(cert_file)?;
+    warn_if_not_valid(cert_file, &chain[0]);
+    key_file.warn_if_open();
+    let key = PrivateKeyDer::from_pem_slice(&key_file.read()?)
+        .map_err(|_| key_file.wrong("has no private key in PEM, or an encrypted one; give it without a passphrase"))?;
+    let provider = Arc::new(default_provider());
+    let builder = ServerConfig::builder_with_provider(provider.clone())
+        .with_safe_default_protocol_versions()
+        .map_err(|e| Error::Internal(format!("TLS: {e}")))?;
+    let builder = match client_ca.first() {
+        None => builder.with_no_client_auth(),
+        Some(file) => {
+            let mut roots = RootCertStore::empty();
+            for certificate in certificates(file)? {
+                roots
+                    .add(certificate)
+                    .map_err(|e| file.wrong(&format!("has a certificate that cannot be used: {e}")))?;
+            }
+            let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider).build();
+            builder.with_client_cert_verifier(verifier.map_err(|e| file.wrong(&e.to_string()))?)
+        }
+    };
+    let mut config = builder.with_single_cert(chain, key).map_err(|error| match error {
+        rustls::Error::InconsistentKeys(_) => key_file.wrong(&format!(
+            "does not belong to the certificate in {} {}",
+            cert_file.flag,
+            cert_file.path.display()
+        )),
+        rustls::Error::InvalidCertificate(why) => {
+            cert_file.wrong(&format!("its first certificate is damaged: {why:?}"))
+        }
+        error => key_file.wrong(&format!("cannot be used: {error}")),
+    })?;
+    // Nothing is resumed: each connection is verified in whole, by the files as they are then. Connections live long.
+    config.session_storage = Arc::new(NoServerSessionStorage {});
+    config.send_tls13_tickets = 0;
+    let with = |protocol: &[u8]| {
+        let mut config = config.clone();
+        config.alpn_protocols = vec![protocol.to_vec()];
+        Arc::new(config)
+    };
+    Ok(TlsConfigs { http2: with(b"h2"), http1: with(b"http/1.1") })
+}
+
+/// The certificates of a PEM file, at least one.
+fn certificates(file: &Named) -> Result<Vec<CertificateDer<'static>>> {
+    let bytes = file.read()?;
+    let found: Vec<_> = CertificateDer::pem_slice_iter(&bytes)
+        .collect::<std::result::Result<_, _>>()
+        .map_err(|e| file.wrong(&format!("is not PEM: {e}")))?;
+    if found.is_empty() {
+        return Err(file.wrong("has no certificate in PEM"));
+    }
+    Ok(found)
+}
+
+/// Warns of a certificate that clients will refuse because of its dates. It is served all the same: the clock may be
+/// wrong, and the next certificate come while the server runs.
+fn warn_if_not_valid(file: &Named, certificate: &CertificateDer<'_>) {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs() as i64);
+    let (flag, path) = (file.flag, file.path.display());
+    match validity(certificate) {
+        Some((_, last)) if last < now => {
+            tracing::warn!(
+                "{flag} {path}: the certificate has expired {} ago; clients will refuse it",
+                span(now - last)
+            );
+        }
+        Some((first, _)) if first > now => {
+            tracing::warn!("{flag} {path}: the certificate becomes valid in {} only", span(first - now));
+        }
+        _ => {}
+    }
+}
+
+/// A time in seconds, for people.
+fn span(seconds: i64) -> String {
+    match seconds {
+        0..7_200 => format!("{} minutes", seconds / 60),
+        7_200..172_800 => format!("{} hours", seconds / 3_600),
+        _ => format!("{} days", seconds / 86_400),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rcgen::{CertificateParams, KeyPair};
+
+    use super::*;
+
+    /// Writes `text` to a file of its own for each flag, and reads them.
+    fn refusal(cert: &str, key: &str, client_ca: Option<&str>) -> String {
+        let dir = tempfile::tempdir().unwrap();
+        let mut files = Vec::new();
+        for (flag, text) in [("--tls-cert", Some(cert)), ("--tls-key", Some(key)), ("--tls-client-ca", client_ca)] {
+            if let Some(text) = text {
+                std::fs::write(dir.path().join(flag), text).unwrap();
+                files.push(Named::new(flag, &dir.path().join(flag)));
+            }
+        }
+        read_tls(&files).err().map_or_else(String::new, |error| error.to_string())
+    }
+
+    #[test]
+    fn files_that_are_wrong_are_named_with_what_is_wrong() {
+        let made = || {
+            let key = KeyPair::generate().unwrap();
+            let cert = CertificateParams::new(vec!["localhost".into()]).unwrap().self_signed(&key).unwrap();
+            (cert.pem(), key.serialize_pem())
+        };
+        let ((cert, key), (other_cert, other_key)) = (made(), made());
+        assert_eq!(refusal(&cert, &key, None), "");
+        assert_eq!(refusal(&format!("{cert}{other_cert}"), &format!("{cert}{key}"), Some(&other_cert)), "");
+        let damaged = "-----BEGIN CERTIFICATE-----\nMAAwAA==\n-----END CERTIFICATE-----\n";
+        let encrypted = "-----BEGIN ENCRYPTED PRIVATE KEY-----\nMAA=\n-----END ENCRYPTED PRIVATE KEY-----\n";
+        let no_key = "-----BEGIN PRIVATE KEY-----\nMAA=\n-----END PRIVATE KEY-----\n";
+        for (cert, key, client_ca, start, part) in [
+            ("nonsense", &*key, None, "--tls-cert ", "has no certificate in PEM"),
+            ("-----BEGIN CERTIFICATE-----\nMII", &key, None, "--tls-cert ", "is not PEM"),
+            (damaged, &key, None, "--tls-cert ", "is damaged"),
+            (&key, &cert, None, "--tls-cert ", "has no certificate"),
+            (&cert, "", None, "--tls-key ", "has no private key in PEM"),
+            (&cert, encrypted, None, "--tls-key ", "encrypted"),
+            (&cert, no_key, None, "--tls-key ", "cannot be used"),
+            (&cert, &other_key, None, "--tls-key ", "does not belong to the certificate in --tls-cert /"),
+            (&cert, &key, Some(""), "--tls-client-ca ", "has no certificate"),
+            (&cert, &key, Some(damaged), "--tls-client-ca ", "cannot be used"),
+        ] {
+            let said = refusal(cert, key, client_ca);
+            assert!(said.starts_with(start) && said.contains(part), "{part:?} is missing in {said:?}");
+        }
+    }
+
+    #[test]
+    fn spans_are_for_people() {
+        assert_eq!([90, 7_200, 86_400 * 3].map(span), ["1 minutes", "2 hours", "3 days"]);
+    }
+}
