@@ -13,10 +13,14 @@ import json
 import shlex
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
+from step_profile import report, thread_seconds
 from workloads import WORKLOADS, Workload, commit, machine, run_once
 
 from rollout_client import RolloutClient, SamplingParams, ServerProcess
@@ -140,7 +144,44 @@ def main() -> None:
     options = parser.parse_args()
     with ServerProcess(options.server, options.model) as server:
         measure(server, options)
+    with (
+        tempfile.NamedTemporaryFile("w") as output,
+        Path(output.name).open() as log,
+        ServerProcess(options.server, options.model, ["--profile"], output=output) as server,
+    ):
+        profile(server, log, options)
     print(file=sys.stderr)
+
+
+def profile(server: ServerProcess, log: IO[str], options: argparse.Namespace) -> None:
+    """Prints how busy the engine is while it serves as many streams."""
+    one, many = streams_of(options, server.client.info().vocab_size)
+    asyncio.run(many_streams(server.http_address, one, many, options.streams))
+    report(server, log)
+    before = thread_seconds(server.process.pid)
+    seconds = asyncio.run(many_streams(server.http_address, one, many, options.streams))
+    used = thread_seconds(server.process.pid) - before
+    threads = ", ".join(f"{name} {spent:.2f}" for name, spent in used.most_common() if spent >= 0.005)
+    print(f"\n{options.streams} streams, {seconds:.2f} s at the client; CPU seconds: {threads}\n\n```")
+    lines = report(server, log).splitlines()
+    wanted = (
+        "profile:",
+        "span",
+        "step",
+        "schedule",
+        "launch",
+        "wait for the ranks",
+        "update",
+        "emit",
+        "in none of these",
+    )
+    print("\n".join(line for line in lines if line.strip().startswith(wanted)) + "\n```")
+
+
+def streams_of(options: argparse.Namespace, vocab_size: int) -> tuple[Workload, list[list[int]]]:
+    """What each stream asks for, and the prompts of all."""
+    one = Workload(prompts=1, n=1, prompt_len=32, new_tokens=64, temperature=1.0)
+    return one, replace(one, prompts=options.streams).make_prompts(vocab_size)
 
 
 def measure(server: ServerProcess, options: argparse.Namespace) -> None:
@@ -176,9 +217,8 @@ def measure(server: ServerProcess, options: argparse.Namespace) -> None:
     costs = f"{http_ - grpc:+.2f} ms (at most {FIRST_TOKEN_MS:g})"
     print(f"| W2, first token | {grpc:.2f} ms | {http_:.2f} ms | {costs} |")
 
-    one = Workload(prompts=1, n=1, prompt_len=32, new_tokens=64, temperature=1.0)
-    alone = Workload(prompts=options.streams, n=1, prompt_len=32, new_tokens=64, temperature=1.0)
-    many = alone.make_prompts(vocab)
+    one, many = streams_of(options, vocab)
+    alone = replace(one, prompts=options.streams)
 
     def streams() -> float:
         client.reset_prefix_cache()

@@ -7,7 +7,7 @@
 //!
 //! ```text
 //!  client ──gRPC──> server ──Command──> engine ──StepPlan──> executor ── rank 0: device, weights, KV, model
-//!          ──HTTP──> (tokio)  bounded    (one               (one thread ─ rank 1
+//!         ──HTTP──> (tokio)  bounded    (one               (one thread ─ rank 1
 //!                      ^     channel     thread)             a rank)    ─ rank tp-1
 //!                      └──────Event───────┘ <──StepOutput──────┘
 //! ```
