@@ -9,11 +9,11 @@ use super::status::to_status;
 use crate::engine::{self, Command};
 use crate::error::Result;
 use crate::memory::{MemoryUse, resident_bytes};
-use crate::server::calls::{CancelOnDrop, ask};
+use crate::server::calls::ask;
 use crate::server::context::ServingContext;
 use crate::server::convert;
 use crate::server::gate::Gate;
-use crate::server::pb;
+use crate::server::{orders, pb};
 
 pub(super) struct ControlService {
     gate: Gate,
@@ -37,45 +37,31 @@ impl ControlService {
     }
 
     async fn reset_prefix_cache(&self) -> Result<pb::ResetPrefixCacheResponse> {
-        let context = self.gate.look()?;
-        let blocks = ask(&context.engine, |reply| Command::ResetPrefixCache { reply }).await??;
+        let blocks = orders::reset_prefix_cache(&self.gate).await?;
         Ok(pb::ResetPrefixCacheResponse { blocks: count(blocks) })
     }
 
-    /// Puts the engine to sleep. A caller that hangs up while running requests finish withdraws the order.
     async fn sleep(&self, request: pb::SleepRequest) -> Result<pb::SleepResponse> {
-        let (context, _running) = self.gate.admit()?;
         let (level, mode) = (convert::sleep_level(request.level)?, convert::drain_mode(request.mode)?);
-        // Released before the sleep, so that the segments are not part of the bytes that it measures.
-        context.sources.segments().release();
-        let guard = CancelOnDrop::new(&context.engine);
-        let cancel = guard.flag.clone();
-        let reply = ask(&context.engine, |reply| Command::Sleep { level, mode, cancel, reply }).await??;
+        let reply = orders::sleep(&self.gate, level, mode).await?;
         Ok(convert::sleep_reply(&reply))
     }
 
     async fn wake(&self, request: pb::WakeRequest) -> Result<pb::WakeResponse> {
         let started = Instant::now();
-        let (context, _running) = self.gate.admit()?;
-        let (tags, reload) = (convert::wake_tags(&request.tags, request.reload)?, request.reload);
-        let status = ask(&context.engine, |reply| Command::Wake { tags, reload, reply }).await??;
+        let tags = convert::wake_tags(&request.tags, request.reload)?;
+        let status = orders::wake(&self.gate, tags, request.reload).await?;
         let lifecycle = convert::lifecycle(status).into();
         Ok(pb::WakeResponse { lifecycle, seconds: started.elapsed().as_secs_f64() })
     }
 
-    /// Pauses the engine. A caller that hangs up while running requests finish withdraws the order.
     async fn pause(&self, request: pb::PauseRequest) -> Result<pb::PauseResponse> {
-        let (context, _running) = self.gate.admit()?;
-        let mode = convert::drain_mode(request.mode)?;
-        let guard = CancelOnDrop::new(&context.engine);
-        let cancel = guard.flag.clone();
-        ask(&context.engine, |reply| Command::Pause { mode, cancel, reply }).await??;
+        orders::pause(&self.gate, convert::drain_mode(request.mode)?).await?;
         Ok(pb::PauseResponse {})
     }
 
     async fn resume(&self) -> Result<pb::ResumeResponse> {
-        let (context, _running) = self.gate.admit()?;
-        ask(&context.engine, |reply| Command::Resume { reply }).await??;
+        orders::resume(&self.gate).await?;
         Ok(pb::ResumeResponse {})
     }
 }

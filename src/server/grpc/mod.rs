@@ -6,7 +6,6 @@ mod deadline;
 mod guard;
 mod isolation;
 mod messages;
-mod push_thread;
 mod reply;
 mod rollout;
 mod status;

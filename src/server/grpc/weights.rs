@@ -1,7 +1,6 @@
 //! The service Weights: Update, CancelUpdate, ListParameters, Checksum, ListAdapters, RemoveAdapter.
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use bytes::Bytes;
 use tokio_stream::Stream;
@@ -9,16 +8,16 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::deadline::{answer, deadline_of};
 use super::messages::Messages;
-use super::push_thread::{PushThread, Sender, VerifiedPush};
 use super::status::to_status;
-use crate::engine::{Activity, Command};
+use crate::engine::Command;
 use crate::error::{Error, Result};
 use crate::memory::Traffic;
-use crate::server::calls::{CancelOnDrop, ask, ask_patiently, reply_channel};
+use crate::server::calls::{CancelOnDrop, ask};
 use crate::server::context::ServingContext;
 use crate::server::convert;
 use crate::server::gate::Gate;
 use crate::server::pb::{self, update_request::Kind};
+use crate::server::pushes::{self, PushThread, Sender, VerifiedPush};
 
 #[derive(Clone)]
 pub(super) struct WeightsService {
@@ -51,44 +50,16 @@ impl WeightsService {
         answer(deadline, self.receive(request.into_inner(), peer)).await
     }
 
-    /// One transaction, from the header to the engine's answer to the commit. Dropping this future cancels it. Until
-    /// the engine has the commit, the end of the server and CancelUpdate end it too.
+    /// One transaction, whose content is in `messages`.
     async fn receive<S>(&self, messages: Messages<S>, peer: String) -> Result<pb::UpdateResponse>
     where
         S: Stream<Item = tonic::Result<Bytes>> + Unpin,
     {
-        let started = Instant::now();
-        let (context, _running) = self.gate.admit()?;
-        let (ended, mut cancelled) = reply_channel();
-        let cancel = CancelOnDrop::new(&context.engine);
-        let activity = Activity::start();
-        let messages = messages.with_patience(activity.clone(), context.update_idle);
-        let sender = Sender { peer, activity, cancel: cancel.flag.clone(), ended };
-        let verified = tokio::select! {
-            verified = receive_push(&context, messages, sender) => verified?,
-            Ok(error) = &mut cancelled => return Err(error),
-            () = self.gate.ending() => return Err(Error::Unavailable("the server is shutting down".into())),
+        let receive = |context: Arc<ServingContext>, sender: Sender| async move {
+            let messages = messages.with_patience(sender.activity.clone(), context.update_idle);
+            receive_push(&context, messages, sender).await
         };
-        let took = started.elapsed();
-        let (update, content, facts) = (verified.update, verified.content, verified.facts);
-        let commit = |reply| Command::CommitUpdate { update, content, reply };
-        let reply = match ask_patiently(&context.engine, commit).await? {
-            // CancelUpdate came just before the commit.
-            Err(error) => return Err(cancelled.try_recv().unwrap_or(error)),
-            Ok(reply) => reply,
-        };
-        if reply.pending {
-            // A sleeping server keeps no memory, so it does not keep the trainer's segment mapped either.
-            context.sources.segments().release();
-        }
-        tracing::info!(
-            version = reply.weight_version,
-            staging_ms = took.as_millis() as u64,
-            pause_ms = reply.pause.as_millis() as u64,
-            pending = reply.pending,
-            "weights updated"
-        );
-        Ok(convert::update_reply(reply, &facts, took))
+        pushes::transact(&self.gate, peer, receive).await
     }
 
     async fn cancel(&self, request: pb::CancelUpdateRequest) -> Result<pb::CancelUpdateResponse> {

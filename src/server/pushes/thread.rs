@@ -19,7 +19,7 @@ use crate::weights::{Received, Receiver, TensorEntry, WeightUpdate};
 const QUEUE: usize = 4;
 
 /// An open transaction, and the thread that receives its content.
-pub(super) struct PushThread {
+pub(in crate::server) struct PushThread {
     messages: mpsc::Sender<PushMessage>,
     thread: JoinHandle<Result<Received>>,
     update: u64,
@@ -27,16 +27,16 @@ pub(super) struct PushThread {
 }
 
 /// A verified push, ready to be committed.
-pub(super) struct VerifiedPush {
+pub(in crate::server) struct VerifiedPush {
     pub(super) update: u64,
     pub(super) content: WeightUpdate,
     pub(super) facts: ReceivedFacts,
 }
 
 /// The sender of a push, as the engine reports it.
-pub(super) struct Sender {
+pub(in crate::server) struct Sender {
     pub(super) peer: String,
-    pub(super) activity: Activity,
+    pub(in crate::server) activity: Activity,
     pub(super) cancel: CancelFlag,
     pub(super) ended: Reply<Error>,
 }
@@ -50,7 +50,11 @@ enum PushMessage {
 
 impl PushThread {
     /// Checks the manifest, opens the transaction at the engine, and starts the receiving thread.
-    pub(super) async fn open(context: &Arc<ServingContext>, header: ValidHeader, sender: Sender) -> Result<Self> {
+    pub(in crate::server) async fn open(
+        context: &Arc<ServingContext>,
+        header: ValidHeader,
+        sender: Sender,
+    ) -> Result<Self> {
         let ValidHeader { spec, terms } = header;
         let declared = spec.tensors.len();
         let (parameters, sources) = (context.parameters.clone(), context.sources.clone());
@@ -66,20 +70,20 @@ impl PushThread {
     }
 
     /// Number of tensors that the header has declared.
-    pub(super) fn declared(&self) -> usize {
+    pub(in crate::server) fn declared(&self) -> usize {
         self.declared
     }
 
-    pub(super) async fn declare(&mut self, tensors: Vec<TensorEntry>) -> Result<()> {
+    pub(in crate::server) async fn declare(&mut self, tensors: Vec<TensorEntry>) -> Result<()> {
         self.send(PushMessage::Declare(tensors)).await
     }
 
-    pub(super) async fn chunk(&mut self, chunk: pb::Chunk) -> Result<()> {
+    pub(in crate::server) async fn chunk(&mut self, chunk: pb::Chunk) -> Result<()> {
         self.send(PushMessage::Write { tensor: chunk.tensor, offset: chunk.offset, data: chunk.data }).await
     }
 
     /// Ends the push and verifies what has arrived.
-    pub(super) async fn finish(mut self) -> Result<VerifiedPush> {
+    pub(in crate::server) async fn finish(mut self) -> Result<VerifiedPush> {
         self.send(PushMessage::Finish).await?;
         let received = self.thread.await.map_err(failed)??;
         let facts = ReceivedFacts::from(&received);

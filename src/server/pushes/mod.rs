@@ -1,0 +1,65 @@
+//! Pushes of weights, whichever door they come through: one transaction each, which the engine applies between two
+//! steps or not at all.
+
+mod thread;
+
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Instant;
+
+pub(super) use thread::{PushThread, Sender, VerifiedPush};
+
+use super::calls::{CancelOnDrop, ask_patiently, reply_channel};
+use super::context::ServingContext;
+use super::convert;
+use super::gate::Gate;
+use super::pb;
+use crate::engine::{Activity, Command};
+use crate::error::{Error, Result};
+
+/// One transaction, from its opening to the engine's answer to the commit. `receive` takes the push and verifies it up
+/// to its commit. Dropping this future cancels the transaction. Until the engine has the commit, the end of the server
+/// and CancelUpdate end it too.
+///
+/// # Errors
+/// Those of `receive`; `Unavailable` while the server starts or ends; `Aborted` by CancelUpdate; those of the engine,
+/// which has changed nothing then.
+pub(super) async fn transact<R>(
+    gate: &Gate,
+    peer: String,
+    receive: impl FnOnce(Arc<ServingContext>, Sender) -> R,
+) -> Result<pb::UpdateResponse>
+where
+    R: Future<Output = Result<VerifiedPush>>,
+{
+    let started = Instant::now();
+    let (context, _running) = gate.admit()?;
+    let (ended, mut cancelled) = reply_channel();
+    let cancel = CancelOnDrop::new(&context.engine);
+    let sender = Sender { peer, activity: Activity::start(), cancel: cancel.flag.clone(), ended };
+    let verified = tokio::select! {
+        verified = receive(context.clone(), sender) => verified?,
+        Ok(error) = &mut cancelled => return Err(error),
+        () = gate.ending() => return Err(Error::Unavailable("the server is shutting down".into())),
+    };
+    let took = started.elapsed();
+    let VerifiedPush { update, content, facts } = verified;
+    let commit = |reply| Command::CommitUpdate { update, content, reply };
+    let reply = match ask_patiently(&context.engine, commit).await? {
+        // CancelUpdate came just before the commit.
+        Err(error) => return Err(cancelled.try_recv().unwrap_or(error)),
+        Ok(reply) => reply,
+    };
+    if reply.pending {
+        // A sleeping server keeps no memory, so it does not keep the trainer's segment mapped either.
+        context.sources.segments().release();
+    }
+    tracing::info!(
+        version = reply.weight_version,
+        staging_ms = took.as_millis() as u64,
+        pause_ms = reply.pause.as_millis() as u64,
+        pending = reply.pending,
+        "weights updated"
+    );
+    Ok(convert::update_reply(reply, &facts, took))
+}
