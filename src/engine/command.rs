@@ -75,6 +75,11 @@ pub enum Command {
         update: Option<u64>,
         reply: Reply<Option<OpenUpdate>>,
     },
+    /// Gives the policy that serves another version, and changes no weight.
+    SetVersion {
+        version: WeightVersion,
+        reply: Reply<Result<()>>,
+    },
     /// Gives memory back.
     Sleep {
         level: SleepLevel,

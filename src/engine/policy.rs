@@ -47,6 +47,11 @@ impl Policy {
         !self.replaced.is_empty()
     }
 
+    /// The same policy has another version from now on.
+    pub fn rename(&mut self, version: WeightVersion) {
+        self.version = version;
+    }
+
     /// Another policy begins: the weights, or what will be loaded into them, are now those of `version`.
     pub fn advance(&mut self, version: WeightVersion) {
         self.version = version;

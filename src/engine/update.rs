@@ -342,18 +342,38 @@ impl<X: Executor> Engine<X> {
     /// happens to requests that have begun. Requests that have not begun and ask for exactly another version end.
     pub(super) fn change_policy(&mut self, version: WeightVersion, running: RunningPolicy) {
         self.policy.advance(version);
-        let computing = self.scheduler.started_requests();
-        let is_queued = |key, request: &Request| !request.has_begun() && !computing.contains(&key);
-        let insists = |key, request: &Request| is_queued(key, request) && request.insists_on_other_than(version);
-        for key in self.requests.accepted_keys(insists) {
-            let why = format!("if_weight_version: the policy became version {version} before the request could start");
-            self.reject(key, Error::VersionConflict(why));
-        }
+        self.refuse_queued_for_others(version);
         if running == RunningPolicy::Abort {
+            let computing = self.scheduler.started_requests();
+            let is_queued = |key, request: &Request| !request.has_begun() && !computing.contains(&key);
             self.abort_accepted(|key, request| !is_queued(key, request));
         }
         let kv = if running == RunningPolicy::Recompute { RunningKv::Recompute } else { RunningKv::Keep };
         self.scheduler.change_policy(self.policy.epoch(), kv);
+    }
+
+    /// Gives the policy another version. Its weights, and the KV that was computed with them, stay.
+    pub(super) fn set_version(&mut self, version: WeightVersion) -> Result<()> {
+        self.check_serving()?;
+        if !self.state.has_policy() {
+            let why = "the weights are missing, so there is no policy to name; push a complete one with its version";
+            return Err(Error::FailedPrecondition(why.into()));
+        }
+        self.policy.rename(version);
+        self.refuse_queued_for_others(version);
+        Ok(())
+    }
+
+    /// Ends requests that have not begun and ask for exactly another version than `version`.
+    fn refuse_queued_for_others(&mut self, version: WeightVersion) {
+        let computing = self.scheduler.started_requests();
+        let insists = |key, request: &Request| {
+            !request.has_begun() && !computing.contains(&key) && request.insists_on_other_than(version)
+        };
+        for key in self.requests.accepted_keys(insists) {
+            let why = format!("if_weight_version: the policy became version {version} before the request could start");
+            self.reject(key, Error::VersionConflict(why));
+        }
     }
 
     /// Bytes, on all ranks together, of the parameters for which `which` is true.

@@ -83,7 +83,7 @@ fn resident(name: &str) -> UpdateBegin {
 
 type Order = fn(&mut Rig) -> Result<()>;
 
-const ORDERS: [(&str, Order); 16] = [
+const ORDERS: [(&str, Order); 17] = [
     ("generate", |rig| {
         let asked = rig.submit(ask("new", 3, 2));
         asked.events.try_recv().map_or(Ok(()), |_| Err(Error::FailedPrecondition(String::new())))
@@ -110,28 +110,29 @@ const ORDERS: [(&str, Order); 16] = [
         told(&rig.call(|reply| Command::Abort { target, owner: None, reply }));
         Ok(())
     }),
+    ("version", |rig| told(&rig.call(|reply| Command::SetVersion { version: 9, reply })).reply()),
 ];
 
 /// For each state, the state that each command of [`ORDERS`] leads to. "!" stands for FAILED_PRECONDITION, which
 /// changes nothing.
 const TABLE: [(&str, &str); 16] = [
-    // gen pause resume | sleep 1, 2 | wake, w, k, reload | reset | lora full delta resident | checksum abort
-    ("run", "run pause run | 1 2 | run run run run | run | run run run run | run run"),
-    ("pause", "pause pause run | 1 2 | pause pause pause pause | pause | pause pause pause pause | pause pause"),
-    ("1", "! ! ! | 1 2 | run 1w 1k 1w | 1 | 1+ ! ! ! | ! 1"),
-    ("1w", "! ! ! | 1 2 | run 1w run 1w | 1w | 1w 1w 1w ! | 1w 1w"),
-    ("1w broken", "! ! ! | ! 2 | miss 1w miss 1w | 1w | 1w 1w ! ! | ! 1w"),
-    ("1k", "! ! ! | 1 2 | run run 1k run | 1k | 1k+ ! ! ! | ! 1k"),
-    ("1+", "! ! ! | 1+ 2 | run 1w 1k+ 1w | 1+ | 1+ ! ! ! | ! 1+"),
-    ("1k+", "! ! ! | 1+ 2 | run run 1k+ run | 1k+ | 1k+ ! ! ! | ! 1k+"),
-    ("2", "! ! ! | ! 2 | miss 2w 2k 2w | 2 | 2+ ! ! ! | ! 2"),
-    ("2w", "! ! ! | ! 2 | miss 2w miss 2w | 2w | 2w 2w ! ! | ! 2w"),
-    ("2w pushed", "! ! ! | 1 2 | run 2w run 2w | 2w | 2w 2w 2w ! | 2w 2w"),
-    ("2k", "! ! ! | ! 2 | miss miss 2k run | 2k | 2k+ ! ! ! | ! 2k"),
-    ("2+", "! ! ! | 1+ 2 | run 2w 2k+ 2w | 2+ | 2+ ! ! ! | ! 2+"),
-    ("2k+", "! ! ! | 1+ 2 | run run 2k+ run | 2k+ | 2k+ ! ! ! | ! 2k+"),
-    ("miss", "! ! ! | ! 2 | miss miss miss run | miss | run run ! ! | ! miss"),
-    ("miss paused", "! ! ! | ! 2 | miss miss miss pause | miss | pause pause ! ! | ! miss"),
+    // gen pause resume | sleep 1, 2 | wake, w, k, reload | reset | lora full delta resident | checksum abort version
+    ("run", "run pause run | 1 2 | run run run run | run | run run run run | run run run"),
+    ("pause", "pause pause run | 1 2 | pause pause pause pause | pause | pause pause pause pause | pause pause pause"),
+    ("1", "! ! ! | 1 2 | run 1w 1k 1w | 1 | 1+ ! ! ! | ! 1 1"),
+    ("1w", "! ! ! | 1 2 | run 1w run 1w | 1w | 1w 1w 1w ! | 1w 1w 1w"),
+    ("1w broken", "! ! ! | ! 2 | miss 1w miss 1w | 1w | 1w 1w ! ! | ! 1w !"),
+    ("1k", "! ! ! | 1 2 | run run 1k run | 1k | 1k+ ! ! ! | ! 1k 1k"),
+    ("1+", "! ! ! | 1+ 2 | run 1w 1k+ 1w | 1+ | 1+ ! ! ! | ! 1+ 1+"),
+    ("1k+", "! ! ! | 1+ 2 | run run 1k+ run | 1k+ | 1k+ ! ! ! | ! 1k+ 1k+"),
+    ("2", "! ! ! | ! 2 | miss 2w 2k 2w | 2 | 2+ ! ! ! | ! 2 !"),
+    ("2w", "! ! ! | ! 2 | miss 2w miss 2w | 2w | 2w 2w ! ! | ! 2w !"),
+    ("2w pushed", "! ! ! | 1 2 | run 2w run 2w | 2w | 2w 2w 2w ! | 2w 2w 2w"),
+    ("2k", "! ! ! | ! 2 | miss miss 2k run | 2k | 2k+ ! ! ! | ! 2k !"),
+    ("2+", "! ! ! | 1+ 2 | run 2w 2k+ 2w | 2+ | 2+ ! ! ! | ! 2+ 2+"),
+    ("2k+", "! ! ! | 1+ 2 | run run 2k+ run | 2k+ | 2k+ ! ! ! | ! 2k+ 2k+"),
+    ("miss", "! ! ! | ! 2 | miss miss miss run | miss | run run ! ! | ! miss !"),
+    ("miss paused", "! ! ! | ! 2 | miss miss miss pause | miss | pause pause ! ! | ! miss !"),
 ];
 
 fn label(status: LifecycleStatus) -> String {

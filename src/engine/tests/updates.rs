@@ -210,6 +210,29 @@ fn a_queued_request_that_insists_on_the_old_policy_is_told() {
 }
 
 #[test]
+fn a_version_without_an_update_keeps_the_cache_and_marks_tokens_from_then_on() {
+    let mut rig = Rig::new();
+    let running = rig.submit(ask("running", 8, 4));
+    rig.steps(2);
+    let filler = rig.submit(ask("filler", 40, 1));
+    rig.step();
+    let (command, asked) = ask("queued", 3, 1);
+    let queued = rig.submit((GenerateCommand { if_weight_version: Some(0), ..command }, asked));
+    told(&rig.call(|reply| Command::SetVersion { version: 7, reply })).reply().unwrap();
+    assert!(matches!(queued.error(), Error::VersionConflict(why) if why.contains("version 7")));
+    rig.finish();
+    assert_eq!(running.completion().weight_versions, [(0, 0, 3), (7, 3, 4)]);
+    filler.completion();
+    let again = rig.submit(ask("again", 8, 1));
+    rig.finish();
+    let again = again.completion();
+    assert_eq!((again.cached_tokens, again.weight_versions), (4, vec![(7, 0, 1)]));
+    assert_eq!((rig.status().weight_version, rig.status().updates, rig.did()), (7, 0, vec![]));
+    assert_eq!(rig.push_lora(RunningPolicy::Keep).weight_version, 8);
+    rig.assert_clean();
+}
+
+#[test]
 fn memory_is_set_aside_or_the_update_is_refused_before_it_starts() {
     let mut rig = Rig::new();
     let full = |staging_bytes, in_place| UpdateBegin { staging_bytes, in_place, ..begin(UpdateKind::Full) };

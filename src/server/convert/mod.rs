@@ -31,7 +31,7 @@ const MAX_SAMPLES_PER_PROMPT: u32 = 1024;
 /// runs. Large trainers sample 1,024 prompts x 16; this is four times that.
 const MAX_SAMPLES_PER_REQUEST: usize = 65_536;
 /// Most log-probabilities per position: a reply carries 8 bytes for each of them at each token.
-const MAX_TOP_LOGPROBS: u32 = 100;
+pub(super) const MAX_TOP_LOGPROBS: u32 = 100;
 /// Longest request id in bytes. Ids are kept, compared and logged.
 const MAX_REQUEST_ID_BYTES: usize = 256;
 /// Longest name of a resident adapter in bytes. Names are kept, compared and logged.

@@ -46,9 +46,21 @@ pub(super) struct JsonBody<T> {
 
 /// Paths of members that no route knows, and which have had no effect.
 #[derive(Default)]
-pub(super) struct Ignored(Vec<String>);
+pub(super) struct Ignored {
+    names: Vec<String>,
+    /// Number of those that are not among `names`.
+    others: usize,
+}
 
 impl Ignored {
+    pub(super) fn add(&mut self, name: &str) {
+        if self.names.len() < MAX_IGNORED {
+            self.names.push(shown(name, MAX_IGNORED_BYTES));
+        } else {
+            self.others += 1;
+        }
+    }
+
     /// The answer, with a header that names the ignored members, if there are any.
     pub(super) fn name_in(&self, answer: impl IntoResponse) -> Response {
         let mut response = answer.into_response();
@@ -59,14 +71,17 @@ impl Ignored {
     }
 
     fn header(&self) -> Option<HeaderValue> {
-        if self.0.is_empty() {
+        if self.names.is_empty() {
             return None;
         }
         let mut text = String::new();
-        for path in &self.0 {
+        for path in &self.names {
             let separator = if text.is_empty() { "" } else { ", " };
             // Writing to a string cannot fail.
             let _ = write!(text, "{separator}{}", path.escape_default());
+        }
+        if self.others > 0 {
+            let _ = write!(text, ", and {} more", self.others);
         }
         HeaderValue::from_str(&text).ok()
     }
@@ -150,14 +165,12 @@ async fn gather(
 /// # Errors
 /// `InvalidArgument` with the path of the member that is wrong.
 fn parse<T: DeserializeOwned>(body: &[u8], mut charge: Charge, caller: Caller) -> Result<JsonBody<T>> {
-    let (mut ignored, mut others) = (Vec::new(), 0_usize);
-    let mut note = |path: serde_ignored::Path<'_>| {
-        if ignored.len() < MAX_IGNORED {
-            ignored.push(shown(&path.to_string(), MAX_IGNORED_BYTES));
-        } else {
-            others += 1;
-        }
-    };
+    // Serde would also read an object's members from a list, in the order in which the type has them.
+    if body.trim_ascii_start().first() == Some(&b'[') {
+        return Err(Error::invalid("body", "is a list and must be an object"));
+    }
+    let mut ignored = Ignored::default();
+    let mut note = |path: serde_ignored::Path<'_>| ignored.add(&path.to_string());
     let mut track = serde_path_to_error::Track::new();
     let mut json = serde_json::Deserializer::from_slice(body);
     let value = serde_ignored::deserialize(serde_path_to_error::Deserializer::new(&mut json, &mut track), &mut note);
@@ -167,12 +180,9 @@ fn parse<T: DeserializeOwned>(body: &[u8], mut charge: Charge, caller: Caller) -
     };
     let value: T = value.map_err(|error| Error::invalid(path(), error.to_string()))?;
     json.end().map_err(|error| Error::invalid("body", error.to_string()))?;
-    if others > 0 {
-        ignored.push(format!("and {others} more"));
-    }
     // The parsed value stays, the text goes.
     charge.shrink(2 * body.len() as u64);
-    Ok(JsonBody { value, bytes: body.len(), charge, ignored: Ignored(ignored), caller })
+    Ok(JsonBody { value, bytes: body.len(), charge, ignored, caller })
 }
 
 #[cfg(test)]

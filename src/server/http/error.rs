@@ -48,6 +48,11 @@ impl HttpError {
         Self { status, facts: ErrorFacts { message, r#type: kind, param, code: status.as_u16() } }
     }
 
+    /// A member of the body, or an argument of the query, is wrong.
+    pub(super) fn invalid(param: impl Into<String>, message: &str) -> Self {
+        Error::invalid(param, message).into()
+    }
+
     /// The `model` of a request is neither the policy's name nor that of a resident adapter.
     pub(super) fn no_model(message: &str) -> Self {
         let message = format!("model: {message}; /v1/models lists what can be named");

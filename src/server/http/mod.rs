@@ -8,7 +8,9 @@ mod guard;
 mod listener;
 mod members;
 mod openai;
+mod query;
 mod reply;
+mod vllm;
 
 use std::future::Future as _;
 use std::sync::Arc;
@@ -21,6 +23,7 @@ use axum::http::header::CONTENT_TYPE;
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
+use tokio::sync::Semaphore;
 use utoipa::openapi::extensions::Extensions;
 use utoipa::openapi::path::{Operation, PathItem};
 use utoipa::openapi::{Info, OpenApi};
@@ -44,6 +47,8 @@ pub(super) struct Door {
     created: u64,
     /// The text of `/openapi.json`.
     description: Arc<str>,
+    /// One permit, which a load of an adapter has while it is under way.
+    loads: Arc<Semaphore>,
 }
 
 /// A route with its handlers and their description.
@@ -51,13 +56,15 @@ type Route = UtoipaMethodRouter<Door>;
 
 /// Every route, with the role that its callers need. `/openapi.json` itself is added by [`router`].
 fn table() -> Vec<(Role, Route)> {
-    vec![
+    let mut table = vec![
         (Role::Anyone, routes!(facts::health)),
         (Role::Anyone, routes!(facts::ping)),
         (Role::Generate, routes!(facts::version)),
         (Role::Generate, routes!(facts::models)),
         (Role::Generate, routes!(openai::completions::completions)),
-    ]
+    ];
+    table.extend(vllm::table());
+    table
 }
 
 /// The routes and their description, ready to serve.
@@ -72,7 +79,12 @@ pub(super) fn router(gate: &Gate, access: &Access) -> Router {
     });
     let (router, description) = described.split_for_parts();
     let description = description.to_json().expect("the description is made of strings and numbers");
-    let door = Door { gate: gate.clone(), created: unix_seconds(), description: description.into() };
+    let door = Door {
+        gate: gate.clone(),
+        created: unix_seconds(),
+        description: description.into(),
+        loads: Arc::new(Semaphore::new(1)),
+    };
     router
         .route("/openapi.json", guarded(get(openapi), Role::Generate, access))
         .fallback(|| async { HttpError::no_route() })

@@ -1,0 +1,167 @@
+//! The query of a route that takes its arguments there and reads no body, as vLLM's control routes do.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use axum::body::{Body, to_bytes};
+use axum::extract::{FromRequest, Request};
+use axum::http::header::{CONTENT_LENGTH, HOST, HeaderMap, ORIGIN, TRANSFER_ENCODING};
+use axum::http::{Method, StatusCode};
+use tokio::time::timeout;
+
+use super::Door;
+use super::body::Ignored;
+use super::error::HttpError;
+use crate::error::shown;
+
+/// Longest value that an error repeats, in bytes.
+const MAX_SHOWN_BYTES: usize = 100;
+/// A body of up to so many bytes is received, so that its connection can be used again.
+const DISCARDED_BYTES: usize = 16 << 10;
+/// Longest time that an order waits for a body that nobody reads.
+const DISCARD: Duration = Duration::from_secs(1);
+
+/// The arguments of a query, in their order.
+#[derive(Debug, Default)]
+pub(super) struct Query {
+    pairs: Vec<(String, String)>,
+    /// Whether a body came with it, which nobody reads.
+    has_body: bool,
+}
+
+impl FromRequest<Door> for Query {
+    type Rejection = HttpError;
+
+    async fn from_request(request: Request, _: &Door) -> Result<Self, HttpError> {
+        let (parts, body) = request.into_parts();
+        let has_body = has_body(&parts.headers);
+        if has_body {
+            discard(body).await;
+        }
+        if parts.method != Method::GET {
+            check_origin(&parts.headers)?;
+        }
+        let pairs = axum::extract::Query::try_from_uri(&parts.uri);
+        let axum::extract::Query(pairs) = pairs.map_err(|e| HttpError::invalid("query", &e.body_text()))?;
+        Ok(Self { pairs, has_body })
+    }
+}
+
+/// Receives a body and drops it. One that is too long, or comes too slowly, ends its connection with the answer.
+async fn discard(body: Body) {
+    let _ = timeout(DISCARD, to_bytes(body, DISCARDED_BYTES)).await;
+}
+
+/// Refuses orders that a page of another site makes a browser send. Browsers ask before they send JSON to another site,
+/// but not before they send an order that is all in its address.
+fn check_origin(headers: &HeaderMap) -> Result<(), HttpError> {
+    let text = |name| headers.get(name).and_then(|value| value.to_str().ok());
+    let Some(origin) = headers.get(ORIGIN) else { return Ok(()) };
+    let authority = origin.to_str().ok().and_then(|origin| origin.split_once("://")).map(|(_, authority)| authority);
+    if authority.is_some() && authority == text(HOST) {
+        return Ok(());
+    }
+    let message = format!("origin: {:?} is another site, whose pages may not give orders here", shown_bytes(origin));
+    Err(HttpError::new(StatusCode::FORBIDDEN, "PermissionDeniedError", None, &message))
+}
+
+fn shown_bytes(value: &axum::http::HeaderValue) -> String {
+    shown(&String::from_utf8_lossy(value.as_bytes()), MAX_SHOWN_BYTES)
+}
+
+fn has_body(headers: &HeaderMap) -> bool {
+    headers.contains_key(TRANSFER_ENCODING) || headers.get(CONTENT_LENGTH).is_some_and(|length| length != "0")
+}
+
+impl Query {
+    /// All values of an argument.
+    pub(super) fn all<'a>(&'a self, name: &str) -> impl Iterator<Item = &'a str> {
+        self.pairs.iter().filter(move |(key, _)| key == name).map(|(_, value)| value.as_str())
+    }
+
+    /// The value of an argument, of which `choices` has every text; the first choice if it is not there. Where it comes
+    /// several times the last one counts.
+    ///
+    /// # Errors
+    /// 400 with the argument's name.
+    pub(super) fn choice<T: Copy>(&self, name: &str, choices: &[(&str, T)]) -> Result<T, HttpError> {
+        let Some(given) = self.all(name).last() else { return Ok(choices[0].1) };
+        let found = choices.iter().find(|(text, _)| *text == given);
+        found.map(|(_, value)| *value).ok_or_else(|| {
+            let texts: Vec<_> = choices.iter().map(|(text, _)| *text).collect();
+            let message = format!("{:?} is not one of {}", shown(given, MAX_SHOWN_BYTES), texts.join(", "));
+            HttpError::invalid(format!("query.{name}"), &message)
+        })
+    }
+
+    /// The value of an argument that is true or false.
+    ///
+    /// # Errors
+    /// 400 with the argument's name.
+    pub(super) fn flag(&self, name: &str, default: bool) -> Result<bool, HttpError> {
+        let Some(given) = self.all(name).last() else { return Ok(default) };
+        match given.to_ascii_lowercase().as_str() {
+            "true" | "1" | "yes" | "on" => Ok(true),
+            "false" | "0" | "no" | "off" => Ok(false),
+            _ => {
+                let message = format!("{:?} is not true or false", shown(given, MAX_SHOWN_BYTES));
+                Err(HttpError::invalid(format!("query.{name}"), &message))
+            }
+        }
+    }
+
+    /// What came and has no effect: arguments other than `known`, and a body.
+    pub(super) fn ignored(&self, known: &[&str]) -> Ignored {
+        let names: BTreeSet<_> = self.pairs.iter().map(|(key, _)| key.as_str()).collect();
+        let mut ignored = Ignored::default();
+        for name in names.into_iter().filter(|name| !known.contains(name)) {
+            ignored.add(&format!("query.{name}"));
+        }
+        if self.has_body {
+            ignored.add("body");
+        }
+        ignored
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::http::HeaderName;
+
+    use super::*;
+
+    fn query(text: &str) -> Query {
+        let uri = format!("/pause?{text}").parse().expect("a path");
+        let axum::extract::Query(pairs) = axum::extract::Query::try_from_uri(&uri).expect("pairs");
+        Query { pairs, has_body: false }
+    }
+
+    #[test]
+    fn arguments_are_read_as_fastapi_reads_them() {
+        let modes = [("abort", 1), ("wait", 2)];
+        assert_eq!(query("").choice("mode", &modes).expect("the default"), 1);
+        assert_eq!(query("mode=abort&mode=wait").choice("mode", &modes).expect("the last"), 2);
+        assert!(query("mode=WAIT").choice("mode", &modes).is_err());
+        assert!(query("mode=").choice("mode", &modes).is_err());
+        for (text, value) in [("True", true), ("1", true), ("on", true), ("FALSE", false), ("0", false), ("no", false)]
+        {
+            assert_eq!(query(&format!("f={text}")).flag("f", !value).expect("a flag"), value, "{text}");
+        }
+        assert!(query("f=2").flag("f", true).is_err() && query("f").flag("f", true).is_err());
+        let tags = query("tags=a&tags=b%26c&tags=");
+        assert_eq!(tags.all("tags").collect::<Vec<_>>(), ["a", "b&c", ""]);
+    }
+
+    #[test]
+    fn only_pages_of_this_server_may_give_orders() {
+        let headers = |pairs: &[(HeaderName, &str)]| -> HeaderMap {
+            pairs.iter().map(|(name, value)| (name.clone(), value.parse().expect("a value"))).collect()
+        };
+        assert!(check_origin(&headers(&[(HOST, "localhost:8000")])).is_ok(), "not a browser");
+        assert!(check_origin(&headers(&[(HOST, "h:1"), (ORIGIN, "http://h:1")])).is_ok());
+        for origin in ["http://h:2", "https://evil.example", "null", "", "h:1"] {
+            assert!(check_origin(&headers(&[(HOST, "h:1"), (ORIGIN, origin)])).is_err(), "{origin:?}");
+        }
+        assert!(check_origin(&headers(&[(ORIGIN, "http://h:1")])).is_err(), "without a host");
+    }
+}

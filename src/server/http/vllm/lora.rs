@@ -1,0 +1,155 @@
+//! Adapters from directories below `--weights-dir`: they become resident by the same transaction as a push over gRPC.
+
+use std::sync::Arc;
+
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::response::Response;
+use serde::Deserialize;
+use utoipa::ToSchema;
+
+use crate::engine::{AdapterStatus, Command};
+use crate::error::Error;
+use crate::server::calls::{CancelOnDrop, ask, reply_channel};
+use crate::server::context::ServingContext;
+use crate::server::http::Door;
+use crate::server::http::body::JsonBody;
+use crate::server::http::error::{ErrorBody, HttpError};
+use crate::server::pushes::{PushThread, Sender, transact};
+use crate::server::{convert, pb};
+
+/// An adapter that shall become resident.
+#[derive(Deserialize, ToSchema)]
+pub(super) struct LoadAdapter {
+    /// The `model` of requests that shall use it.
+    lora_name: String,
+    /// A directory below `--weights-dir` with `adapter_config.json` and `adapter_model.safetensors`: relative to it, or
+    /// absolute.
+    lora_path: String,
+    /// Whether it may replace an adapter of that name. Requests that run keep the one that they began with.
+    #[serde(default)]
+    load_inplace: bool,
+}
+
+/// Reads an adapter and makes it resident, unmerged, beside those that are. Nothing pauses. Prefixes that an earlier
+/// adapter of that name has left in the cache are never found.
+#[utoipa::path(post, path = "/v1/load_lora_adapter", request_body = LoadAdapter, responses(
+    (status = 200, description = "it is resident", body = String, content_type = "text/plain"),
+    (status = 400, description = "a name that is taken, a path that leads elsewhere, files that are no adapter of this \
+        model", body = ErrorBody),
+    (status = 404, description = "no such directory or file", body = ErrorBody),
+    (status = 409, description = "another push is under way, or the state forbids it", body = ErrorBody),
+    (status = 429, description = "no free slot, or no room under the memory ceiling", body = ErrorBody),
+))]
+pub(super) async fn load(State(door): State<Door>, body: JsonBody<LoadAdapter>) -> Result<Response, HttpError> {
+    let LoadAdapter { lora_name: name, lora_path: path, load_inplace } = body.value;
+    if name.is_empty() || path.is_empty() {
+        return Err(wrong("Both 'lora_name' and 'lora_path' must be provided."));
+    }
+    let context = door.gate.look()?;
+    check_name(&context, &name)?;
+    // The engine takes one update at a time, so loads wait for each other instead of being refused.
+    let _turn = door.loads.acquire().await.map_err(|e| Error::Internal(e.to_string()))?;
+    if !load_inplace && is_resident(&context, &name).await? {
+        return Err(taken(&name));
+    }
+    let header = pb::Header {
+        kind: pb::UpdateKind::Lora.into(),
+        adapter: name.clone(),
+        expected_generation: (!load_inplace).then_some(0),
+        source: Some(pb::Source { kind: Some(pb::source::Kind::Directory(pb::Directory { path: path.clone() })) }),
+        ..pb::Header::default()
+    };
+    let header = convert::header(header).map_err(|error| explain(error, &name, &path))?;
+    let receive = |context: Arc<ServingContext>, sender: Sender| async move {
+        PushThread::open(&context, header, sender).await?.finish().await
+    };
+    match transact(&door.gate, "an HTTP client".into(), receive).await {
+        Ok(_) => Ok(body.ignored.name_in(format!("Success: LoRA adapter '{name}' added successfully."))),
+        // Somebody has taken the name over gRPC meanwhile.
+        Err(Error::VersionConflict(_)) if !load_inplace && is_resident(&context, &name).await? => Err(taken(&name)),
+        Err(error) => Err(explain(error, &name, &path)),
+    }
+}
+
+/// An adapter that shall go.
+#[derive(Deserialize, ToSchema)]
+pub(super) struct UnloadAdapter {
+    lora_name: String,
+}
+
+/// Takes an adapter's name away. Answered at once: requests that use it go on to their end, when its memory is free.
+#[utoipa::path(post, path = "/v1/unload_lora_adapter", request_body = UnloadAdapter, responses(
+    (status = 200, description = "no request can name it any more", body = String, content_type = "text/plain"),
+    (status = 400, body = ErrorBody),
+    (status = 404, description = "no adapter has that name", body = ErrorBody),
+))]
+pub(super) async fn unload(State(door): State<Door>, body: JsonBody<UnloadAdapter>) -> Result<Response, HttpError> {
+    let name = body.value.lora_name;
+    if name.is_empty() {
+        return Err(wrong("'lora_name' needs to be provided to unload a LoRA adapter."));
+    }
+    let removed = convert::adapter_name(name.clone()).map_err(|error| explain(error, &name, ""))?;
+    let (context, _running) = door.gate.admit()?;
+    let cancel = CancelOnDrop::new(&context.engine);
+    let (reply, mut refused) = reply_channel();
+    let remove =
+        Command::RemoveAdapter { name: removed, expected_generation: None, cancel: cancel.flag.clone(), reply };
+    context.engine.send(remove)?;
+    // Commands are carried out in their order. Once this one is answered, the removal has begun or was refused.
+    ask(&context.engine, |reply| Command::ListAdapters { reply }).await?;
+    match refused.try_recv() {
+        Ok(Err(Error::NotFound(_))) => {
+            let message = format!("The lora adapter '{name}' cannot be found.");
+            Err(HttpError::new(StatusCode::NOT_FOUND, "NotFoundError", None, &message))
+        }
+        Ok(Err(error)) => Err(error.into()),
+        _ => Ok(body.ignored.name_in(format!("Success: LoRA adapter '{name}' removed successfully."))),
+    }
+}
+
+/// Checks a name and the server's configuration, before anything is read.
+fn check_name(context: &ServingContext, name: &str) -> Result<(), HttpError> {
+    if name == context.info.model {
+        return Err(wrong(&format!("The lora adapter '{name}' conflicts with a served base model.")));
+    }
+    if context.info.max_adapters == 0 {
+        return Err(wrong(
+            "This server keeps no adapters, because its --max-adapters is 0. Start it with as many as shall be \
+             resident at once; TRL's AsyncGRPOTrainer needs max_staleness + 2",
+        ));
+    }
+    Ok(())
+}
+
+async fn is_resident(context: &ServingContext, name: &str) -> Result<bool, HttpError> {
+    let adapters = ask(&context.engine, |reply| Command::ListAdapters { reply }).await?;
+    let is_it = |adapter: &AdapterStatus| adapter.name == name && !adapter.retired;
+    Ok(adapters.iter().any(is_it))
+}
+
+fn taken(name: &str) -> HttpError {
+    wrong(&format!(
+        "The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set \
+         'load_inplace' to True."
+    ))
+}
+
+fn wrong(message: &str) -> HttpError {
+    HttpError::new(StatusCode::BAD_REQUEST, "InvalidUserInput", None, message)
+}
+
+/// The error of a push, in the words of this route.
+fn explain(error: Error, name: &str, path: &str) -> HttpError {
+    match error {
+        Error::InvalidArgument { field, message } => {
+            let member = if ["name", "header.adapter"].contains(&&*field) { "lora_name" } else { "lora_path" };
+            HttpError::invalid(member, &message)
+        }
+        Error::NotFound(what) => {
+            let message = format!("Loading lora {name} failed: No adapter found for {path}: {what}");
+            HttpError::new(StatusCode::NOT_FOUND, "NotFoundError", None, &message)
+        }
+        error => error.into(),
+    }
+}

@@ -1,0 +1,50 @@
+//! Routes of vLLM that have no meaning here: each answers 501 and says what to use instead.
+
+use axum::http::StatusCode;
+use axum::routing::post;
+use utoipa::openapi::path::{HttpMethod, OperationBuilder};
+use utoipa::openapi::{PathItem, PathsBuilder, ResponseBuilder};
+
+use crate::server::http::Route;
+use crate::server::http::error::HttpError;
+use crate::server::http::query::Query;
+use crate::server::role::Role;
+
+const TRANSFER: &str = "weights do not come over NCCL or CUDA IPC here. Push tensors over gRPC (Weights.Update; \
+                        push_lora, push_full and push_delta of rollout_client), or save an adapter below \
+                        --weights-dir and POST /v1/load_lora_adapter, as TRL's AsyncGRPOTrainer does if the server \
+                        has --max-adapters";
+const WORKERS: &str = "vLLM's workers and their methods do not exist here; for reload_weights POST /sleep?level=2 and \
+                       /wake_up?reload=true";
+const CACHE: &str = "the KV cache is given back by POST /sleep, after which /wake_up?tags=weights brings back the \
+                     weights alone";
+
+/// Paths, and what to use instead.
+const INSTEAD: [(&str, &str); 8] = [
+    ("/init_weight_transfer_engine", TRANSFER),
+    ("/start_weight_update", TRANSFER),
+    ("/start_draft_weight_update", TRANSFER),
+    ("/update_weights", TRANSFER),
+    ("/finish_weight_update", TRANSFER),
+    ("/shutdown_weight_transfer_engine", TRANSFER),
+    ("/collective_rpc", WORKERS),
+    ("/release_kv_cache_memory", CACHE),
+];
+
+/// The routes. Each changes weights or memory where vLLM serves it, so each needs that role.
+pub(super) fn routes() -> impl Iterator<Item = (Role, Route)> {
+    INSTEAD.into_iter().map(|(path, instead)| (Role::Control, route(path, instead)))
+}
+
+fn route(path: &'static str, instead: &'static str) -> Route {
+    let not_here = ResponseBuilder::new().description(instead);
+    let operation = OperationBuilder::new()
+        .operation_id(Some(path.trim_start_matches('/')))
+        .description(Some("Not here; the answer says what to use instead."))
+        .response("501", not_here);
+    let paths = PathsBuilder::new().path(path, PathItem::new(HttpMethod::Post, operation)).build();
+    let answer = move |_: Query| async move {
+        HttpError::new(StatusCode::NOT_IMPLEMENTED, "NotImplementedError", None, &format!("{path}: {instead}"))
+    };
+    (Vec::new(), paths, post(answer))
+}

@@ -1,0 +1,131 @@
+//! The policy's version and checksums.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::response::Response;
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use crate::engine::Command;
+use crate::error::shown;
+use crate::server::calls::{CancelOnDrop, ask};
+use crate::server::http::Door;
+use crate::server::http::body::JsonBody;
+use crate::server::http::error::{ErrorBody, HttpError};
+
+/// A version for the policy that serves.
+#[derive(Deserialize, ToSchema)]
+pub(super) struct NewVersion {
+    /// A decimal number below 2^64.
+    new_version: String,
+}
+
+/// The version that the policy has now.
+#[derive(Serialize, ToSchema)]
+pub(super) struct Versioned {
+    success: bool,
+    new_version: String,
+}
+
+/// Gives the policy that serves another version, without changing a weight: tokens sampled from now on have it. A push
+/// sets the version itself.
+#[utoipa::path(post, path = "/update_weight_version", request_body = NewVersion, responses(
+    (status = 200, body = Versioned),
+    (status = 400, body = ErrorBody),
+    (status = 409, description = "there is no policy", body = ErrorBody),
+))]
+pub(super) async fn update_weight_version(
+    State(door): State<Door>,
+    body: JsonBody<NewVersion>,
+) -> Result<Response, HttpError> {
+    let given = &body.value.new_version;
+    let version = given.parse().ok().filter(|version: &u64| version.to_string() == *given).ok_or_else(|| {
+        let given = shown(given, 100);
+        let message = format!("{given:?} is not a version; versions are decimal numbers here, such as \"7\"");
+        HttpError::invalid("new_version", &message)
+    })?;
+    let (context, _running) = door.gate.admit()?;
+    ask(&context.engine, |reply| Command::SetVersion { version, reply }).await??;
+    Ok(body.ignored.name_in(Json(Versioned { success: true, new_version: body.value.new_version })))
+}
+
+/// What to do with checksums.
+#[derive(Deserialize, ToSchema)]
+pub(super) struct Check {
+    action: Action,
+    /// For `compare`: SHA-256 of each parameter in hexadecimal digits, as `checksum` answers them.
+    #[serde(default)]
+    baseline: Option<BTreeMap<String, String>>,
+}
+
+#[derive(Clone, Copy, Deserialize, ToSchema, PartialEq)]
+#[serde(rename_all = "lowercase")]
+enum Action {
+    Checksum,
+    Compare,
+    Reset,
+}
+
+/// The answer to `checksum`, or to `compare`.
+#[derive(Serialize, ToSchema)]
+#[serde(untagged)]
+pub(super) enum Checked {
+    Checksums {
+        /// SHA-256 of each parameter, whole and as it serves, by its name in the checkpoint.
+        checksums: BTreeMap<String, String>,
+    },
+    Compared {
+        r#match: bool,
+        /// Parameters that differ, or are only on one side.
+        mismatches: Vec<String>,
+    },
+}
+
+/// SHA-256 of the parameters that serve, or their comparison with those of before. Generation goes on meanwhile.
+#[utoipa::path(post, path = "/weight_checker", request_body = Check, responses(
+    (status = 200, body = Checked),
+    (status = 400, body = ErrorBody),
+    (status = 409, description = "the weights are asleep or missing", body = ErrorBody),
+    (status = 501, description = "`reset`", body = ErrorBody),
+))]
+pub(super) async fn weight_checker(State(door): State<Door>, body: JsonBody<Check>) -> Result<Response, HttpError> {
+    let Check { action, baseline } = body.value;
+    let baseline = match (action, baseline) {
+        (Action::Reset, _) => return Err(no_reset()),
+        (Action::Compare, None) => {
+            let message = "action='compare' requires a 'baseline' object";
+            return Err(HttpError::invalid("baseline", message));
+        }
+        (Action::Compare, baseline) => baseline,
+        (Action::Checksum, _) => None,
+    };
+    let context = door.gate.look()?;
+    let guard = CancelOnDrop::new(&context.engine);
+    let cancel = guard.flag.clone();
+    let reply = ask(&context.engine, |reply| Command::Checksum { names: Vec::new(), cancel, reply }).await??;
+    let checksums: BTreeMap<_, _> = reply.parameters.into_iter().map(|(name, sha256)| (name, hex(&sha256))).collect();
+    let checked = match baseline {
+        None => Checked::Checksums { checksums },
+        Some(baseline) => {
+            let names: BTreeSet<_> = checksums.keys().chain(baseline.keys()).collect();
+            let differs = |name: &&&String| checksums.get(**name) != baseline.get(**name);
+            let mismatches: Vec<_> = names.iter().filter(differs).map(|name| (*name).clone()).collect();
+            Checked::Compared { r#match: mismatches.is_empty(), mismatches }
+        }
+    };
+    Ok(body.ignored.name_in(Json(checked)))
+}
+
+fn no_reset() -> HttpError {
+    let message = "action: no weights are zeroed here; POST /sleep?level=2 drops the policy, and /wake_up?reload=true \
+                   reads the checkpoint again";
+    HttpError::new(StatusCode::NOT_IMPLEMENTED, "NotImplementedError", Some("action".into()), message)
+}
+
+/// `bytes` in hexadecimal digits.
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
