@@ -20,7 +20,7 @@ PEERS := .peers
 # Further flags of `make bench`, all of benches/end_to_end.py --help: make bench BENCH_FLAGS='--runs 1 --models given'.
 BENCH_FLAGS ?=
 DESCRIPTORS := clients/python/src/rollout_client/rollout.binpb
-PYTHON_SOURCES := clients benches tests
+PYTHON_SOURCES := clients benches tests docker
 # They need torch, several GB: `make test-peft` runs them. `make test` has what PEFT made of the same kinds of adapters.
 PEFT_TESTS := clients/python/tests/test_peft.py
 # How long `make fuzz` tries each method; FUZZ_SEED and FUZZ_CASE replay a case (a failure prints them).
@@ -31,7 +31,7 @@ say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup server demo test test-rust test-python test-peft fuzz lint miri bench bench-peers bench-profile bench-operators \
-	bench-weight-sync bench-doors proto fixtures record check-cargo
+	bench-weight-sync bench-doors proto fixtures record image-check check-cargo
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -126,6 +126,10 @@ fixtures: ## make tests/fixtures again (installs torch, transformers and peft, s
 
 record: setup server ## write tests/fixtures/recorded.json anew, after a change that is meant to change bits
 	$(BIN)/python -m pytest clients/python/tests/test_recorded.py --server $(SERVER) --record
+
+image-check: setup check-cargo ## build the Docker image without Docker and try it (Debian, root; a quarter of an hour, 5 GB)
+	$(call say,Building and trying the image of the last commit)
+	PYTHON=$(BIN)/python docker/image-check.sh
 
 $(MODEL): | $(VENV)/.installed
 	$(call say,Getting SmolLM2-135M-Instruct (93 MB) into $(MODELS))
