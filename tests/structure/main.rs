@@ -1,7 +1,7 @@
 //! The rules on the code's shape that no lint can state, each with its reason: layers, circles between files, lengths
 //! of files, the files that may have unsafe code, who may know the network, a scheduler without device or clock, no
-//! globals, a reason for each dependency. The rules that the compiler and clippy can check are in Cargo.toml
-//! (`[workspace.lints]`).
+//! globals, a reason for each dependency, files for the image. The rules that the compiler and clippy can check are in
+//! Cargo.toml (`[workspace.lints]`).
 
 mod circles;
 mod source;
@@ -279,6 +279,36 @@ fn every_dependency_has_its_reason() {
     assert_none(&offenders, "a dependency says in a comment on its line why it is there:");
 }
 
+/// The files of the targets that a Cargo.toml names: `[[test]]` with the name `heap` is tests/heap.rs.
+fn named_targets(manifest: &str) -> Vec<String> {
+    let mut folder = None;
+    let mut files = Vec::new();
+    for line in manifest.lines().map(str::trim) {
+        if line.starts_with('[') {
+            let kind = line.strip_prefix("[[").and_then(|rest| rest.strip_suffix("]]"));
+            folder = kind.map(|kind| if kind == "bench" { "benches".to_string() } else { format!("{kind}s") });
+        } else if let (Some(folder), Some(name)) = (&folder, line.strip_prefix("name = ")) {
+            files.push(format!("{folder}/{}.rs", name.trim_matches('"')));
+        }
+    }
+    files
+}
+
+#[test]
+fn the_image_is_built_of_all_that_cargo_asks_for() {
+    let read = |path: &str| std::fs::read_to_string(root().join(path)).unwrap_or_else(|e| panic!("{path}: {e}"));
+    let dockerfile = read("docker/Dockerfile");
+    let copied: Vec<&str> =
+        dockerfile.lines().filter_map(|line| line.strip_prefix("COPY ")).flat_map(str::split_whitespace).collect();
+    let mut needed = named_targets(&read("Cargo.toml"));
+    needed.extend(["Cargo.toml", "Cargo.lock", "build.rs", "src", "proto", "kernels"].map(String::from));
+    needed.retain(|file| !copied.contains(&file.as_str()));
+    assert_none(
+        &needed,
+        "cargo refuses a Cargo.toml that names a file which is not there; COPY it in docker/Dockerfile:",
+    );
+}
+
 mod scan {
     //! Tests of the scans themselves, on texts made for them.
 
@@ -310,6 +340,12 @@ mod scan {
     fn dependencies_without_a_comment_are_found() {
         let manifest = "[package]\nname = \"a\"\n[dependencies]\nb = \"1\" # why\nc = \"2\"\nd.workspace = true\n";
         assert_eq!(dependencies_without_reason(manifest), ["c = \"2\""]);
+    }
+
+    #[test]
+    fn named_targets_are_found() {
+        let manifest = "[package]\nname = \"a\"\n[[test]]\nname = \"b\"\nharness = false\n[[bench]]\nname = \"c\"\n";
+        assert_eq!(named_targets(manifest), ["tests/b.rs", "benches/c.rs"]);
     }
 
     #[test]
