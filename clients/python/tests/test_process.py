@@ -32,8 +32,9 @@ def test_arguments_reach_the_server(script, tmp_path):
     server = ServerProcess(script(f'echo "$@" > {tmp_path}/arguments'), "some model", ["--tp", "2"])
     server.process.wait(10)
     server.stop()
-    port = server.address.rpartition(":")[2]
-    assert (tmp_path / "arguments").read_text() == f"--model some model --host 127.0.0.1 --port {port} --tp 2\n"
+    port, http_port = (address.rpartition(":")[2] for address in (server.address, server.http_address))
+    given = f"--model some model --host 127.0.0.1 --port {port} --http-port {http_port} --tp 2\n"
+    assert (tmp_path / "arguments").read_text() == given
 
 
 def test_a_server_that_never_answers_is_given_up_and_stopped(script):
