@@ -2,20 +2,13 @@
 
 use std::sync::Arc;
 
-use serde_json::json;
-
 use crate::error::{Error, Result};
 use crate::memory::Charge;
-use crate::text::{ChatTemplate, Tokenizer};
+use crate::text::{ChatTemplate, Conversation, Tokenizer, ToolFormat};
 use crate::types::TokenId;
 
 /// Most bytes that encoding takes for a byte of text. Random letters, each of them a token, took 250.
 const ENCODING: u64 = 256;
-/// Most bytes that rendering a chat takes for a byte of its messages: copies as JSON values and as values of the
-/// template, and the text.
-const RENDERING: u64 = 8;
-/// Bytes that the values of one chat message take besides its text.
-const MESSAGE: u64 = 1 << 10;
 
 /// The model's tokenizer and, if the model has one, its chat template.
 pub struct PromptEncoder {
@@ -34,6 +27,11 @@ impl PromptEncoder {
 
     pub(super) fn has_chat_template(&self) -> bool {
         self.chat_template.is_some()
+    }
+
+    /// The format in which the model writes calls of tools; None if that is not known.
+    pub(super) fn tool_format(&self) -> Option<ToolFormat> {
+        self.chat_template.as_ref().and_then(ChatTemplate::tool_format)
     }
 
     /// Most bytes of text that one token can stand for: a text of n times as many bytes has at least n tokens. None if
@@ -67,30 +65,16 @@ impl PromptEncoder {
             .hold(text.len() as u64 * ENCODING, || self.tokenizer.encode(text, add_special).map_err(|e| at(path, e)))?
     }
 
-    /// The ids of a chat of `(role, content)` pairs, rendered up to where the assistant's answer begins.
+    /// The text of a chat by the model's template.
     ///
     /// # Errors
     /// `InvalidArgument` for the field `path`.
-    pub(super) fn encode_chat(
-        &self,
-        path: &str,
-        messages: &[(&str, &str)],
-        add_special: bool,
-        max_tokens: usize,
-        charge: &mut Charge,
-    ) -> Result<Vec<TokenId>> {
+    pub(super) fn render(&self, path: &str, conversation: Conversation) -> Result<String> {
         let template = self
             .chat_template
             .as_ref()
             .ok_or_else(|| Error::invalid(path, "this model has no chat template; give text or token ids"))?;
-        let bytes: usize = messages.iter().map(|(role, content)| role.len() + content.len()).sum();
-        let render = || {
-            let messages: Vec<_> =
-                messages.iter().map(|(role, content)| json!({ "role": role, "content": content })).collect();
-            template.render(&messages, true, &serde_json::Map::new()).map_err(|e| at(path, e))
-        };
-        let text = charge.hold(messages.len() as u64 * MESSAGE + bytes as u64 * RENDERING, render)??;
-        self.encode_text(path, &text, add_special, max_tokens, charge)
+        template.render(conversation).map_err(|e| at(path, e))
     }
 }
 

@@ -1,6 +1,7 @@
 //! Chat templates: they render messages to the text format that the model was trained on, as transformers does.
 
 mod strftime;
+mod tojson;
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -8,17 +9,38 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use candle_core::quantized::gguf_file::Value as GgufValue;
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, Serde, Value};
+use minijinja::value::{Serde, Value};
 use minijinja::{Environment, ErrorKind};
 use minijinja_contrib::pycompat::unknown_method_callback;
-use serde::Serialize;
 use serde_json::Value as Json;
 
 use super::gguf;
+use super::tool_calls::ToolFormat;
 use crate::error::{Error, Result};
 
 /// Name of the template in its environment. It has no file extension, so minijinja does not escape for HTML.
 const NAME: &str = "chat_template";
+
+/// What [`ChatTemplate::render`] puts behind a message that is to be continued, to find its end in the text. The space at
+/// its end shows whether the template trims messages.
+const CONTINUE: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
+
+/// What a template renders.
+#[derive(Clone, Debug, Default)]
+pub struct Conversation {
+    /// Objects with `role`, `content` (a text, or a list of objects with a `text`), and whatever else the template knows.
+    pub messages: Vec<Json>,
+    /// A list of tools, or null.
+    pub tools: Json,
+    /// A list of documents, or null.
+    pub documents: Json,
+    /// Further variables of the template, such as `enable_thinking`.
+    pub arguments: serde_json::Map<String, Json>,
+    /// Whether the text ends where the assistant's answer begins.
+    pub add_generation_prompt: bool,
+    /// Whether the text ends with that of the last message.
+    pub continue_final_message: bool,
+}
 
 /// A compiled chat template and the special tokens that it may name. Immutable; share it in an [`std::sync::Arc`].
 #[derive(Debug)]
@@ -26,6 +48,9 @@ pub struct ChatTemplate {
     environment: Environment<'static>,
     /// Text of each special token by its variable in the template: `bos_token`, `eos_token` and so on.
     special_tokens: BTreeMap<String, String>,
+    /// Whether it shows the parts of a content that is a list. Others take a text.
+    takes_parts: bool,
+    tool_format: Option<ToolFormat>,
 }
 
 impl ChatTemplate {
@@ -40,11 +65,12 @@ impl ChatTemplate {
         environment.set_unknown_method_callback(unknown_method_callback);
         environment.add_function("raise_exception", raise_exception);
         environment.add_function("strftime_now", strftime_now);
-        environment.add_filter("tojson", tojson);
+        environment.add_filter("tojson", tojson::tojson);
+        let (takes_parts, tool_format) = (loops_over_content(&source), ToolFormat::of_template(&source));
         environment
             .add_template_owned(NAME, source)
             .map_err(|e| Error::Config(format!("the model's chat template cannot be compiled: {e}")))?;
-        Ok(Self { environment, special_tokens })
+        Ok(Self { environment, special_tokens, takes_parts, tool_format })
     }
 
     /// Reads the template of a Hugging Face directory: `chat_template.jinja` if there is one, else `chat_template` in
@@ -82,29 +108,91 @@ impl ChatTemplate {
         Self::new(source.clone(), special_tokens).map(Some)
     }
 
-    /// Renders `messages` (objects with `role`, `content` and whatever else the template knows) to text. With
-    /// `add_generation_prompt` the text ends where the assistant's answer begins. `variables` are further variables of
-    /// the template, such as `enable_thinking`.
+    /// The format in which it shows calls of tools to the model; None if that is not known.
+    pub fn tool_format(&self) -> Option<ToolFormat> {
+        self.tool_format
+    }
+
+    /// Renders a conversation to text.
     ///
     /// # Errors
-    /// `InvalidArgument` with the template's message if the template refuses the messages.
-    pub fn render(
-        &self,
-        messages: &[Json],
-        add_generation_prompt: bool,
-        variables: &serde_json::Map<String, Json>,
-    ) -> Result<String> {
+    /// `InvalidArgument` with the template's message if the template refuses the messages, or if the last one cannot be
+    /// continued.
+    pub fn render(&self, mut conversation: Conversation) -> Result<String> {
+        if !self.takes_parts {
+            conversation.messages.iter_mut().for_each(join_parts);
+        }
+        let continued = match conversation.messages.last_mut() {
+            Some(last) if conversation.continue_final_message => Some(mark_end(last)?),
+            _ => None,
+        };
         let mut context: BTreeMap<&str, Value> = BTreeMap::new();
         context.extend(self.special_tokens.iter().map(|(name, token)| (name.as_str(), Value::from(token))));
-        context.extend(variables.iter().map(|(name, value)| (name.as_str(), Value::from(Serde(value)))));
-        context.insert("messages", Value::from(Serde(messages)));
-        context.insert("add_generation_prompt", Value::from(add_generation_prompt));
+        context.extend(conversation.arguments.iter().map(|(name, value)| (name.as_str(), Value::from(Serde(value)))));
+        context.insert("messages", Value::from(Serde(&conversation.messages)));
+        context.insert("tools", Value::from(Serde(&conversation.tools)));
+        context.insert("documents", Value::from(Serde(&conversation.documents)));
+        context.insert("add_generation_prompt", Value::from(conversation.add_generation_prompt));
         let template = self.environment.get_template(NAME).expect("added when this was made");
-        template.render(Value::from(context)).map_err(|e| {
+        let text = template.render(Value::from(context)).map_err(|e| {
             let message = e.detail().map_or_else(|| e.to_string(), str::to_string);
             Error::invalid("messages", format!("the model's chat template refuses them: {message}"))
-        })
+        })?;
+        match continued {
+            Some(last) => cut_after(text, &last),
+            None => Ok(text),
+        }
     }
+}
+
+/// Whether a template has a loop over the parts of a message's content.
+fn loops_over_content(source: &str) -> bool {
+    let words: Vec<&str> = source.split_whitespace().collect();
+    let is_content = |word: &str| {
+        let word = word.trim_end_matches(['%', '}', '-']);
+        word.ends_with(".content") || word.ends_with("['content']") || word.ends_with("[\"content\"]")
+    };
+    words.windows(4).any(|w| w[0] == "for" && w[2] == "in" && is_content(w[3]))
+}
+
+/// Makes one text of a content that is a list of parts, each on a line of its own.
+fn join_parts(message: &mut Json) {
+    if let Some(Json::Array(parts)) = message.get("content") {
+        let texts: Vec<&str> = parts.iter().filter_map(|part| part["text"].as_str()).collect();
+        message["content"] = texts.join("\n").into();
+    }
+}
+
+/// Marks the end of the last text of a message. Returns the text.
+fn mark_end(message: &mut Json) -> Result<String> {
+    let content = message.get_mut("content");
+    let text = match content {
+        Some(Json::String(text)) => Some(text),
+        Some(Json::Array(parts)) => parts.last_mut().and_then(|part| match part.get_mut("text") {
+            Some(Json::String(text)) => Some(text),
+            _ => None,
+        }),
+        _ => None,
+    };
+    let text = text.ok_or_else(|| Error::invalid("messages", "the last message has no text to continue"))?;
+    let whole = text.clone();
+    text.push_str(CONTINUE);
+    Ok(whole)
+}
+
+/// `text` up to the end of its last message, which [`mark_end`] has marked.
+fn cut_after(mut text: String, last: &str) -> Result<String> {
+    let at = text.rfind(CONTINUE.trim_end()).filter(|_| text.contains(last.trim()));
+    let Some(at) = at else {
+        let message = "the model's chat template changes the last message, so that it cannot be continued";
+        return Err(Error::invalid("messages", message));
+    };
+    let is_trimmed = !text[at..].starts_with(CONTINUE);
+    text.truncate(at);
+    if is_trimmed {
+        text.truncate(text.trim_end().len());
+    }
+    Ok(text)
 }
 
 fn read(path: &Path) -> Result<String> {
@@ -149,42 +237,6 @@ fn raise_exception(message: String) -> std::result::Result<Value, minijinja::Err
 fn strftime_now(format: &str) -> std::result::Result<String, minijinja::Error> {
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
     strftime::strftime(format, seconds).map_err(|e| minijinja::Error::new(ErrorKind::InvalidOperation, e))
-}
-
-/// Python's `json.dumps(value, ensure_ascii=False, indent=indent)`. minijinja's own filter escapes for HTML.
-fn tojson(value: &Value, options: Kwargs) -> std::result::Result<String, minijinja::Error> {
-    let indent: Option<usize> = options.get("indent")?;
-    // Templates pass this argument to ask for what this filter does in any case.
-    let _: Option<bool> = options.get("ensure_ascii")?;
-    options.assert_all_used()?;
-    let mut json = Vec::new();
-    let written = match indent {
-        Some(indent) => {
-            let indent = " ".repeat(indent);
-            let formatter = serde_json::ser::PrettyFormatter::with_indent(indent.as_bytes());
-            value.serialize(&mut serde_json::Serializer::with_formatter(&mut json, formatter))
-        }
-        None => value.serialize(&mut serde_json::Serializer::with_formatter(&mut json, PythonFormatter)),
-    };
-    written.map_err(|e| minijinja::Error::new(ErrorKind::InvalidOperation, e.to_string()))?;
-    Ok(String::from_utf8(json).expect("JSON is UTF-8"))
-}
-
-/// Formats JSON on one line with the separators `", "` and `": "`, as Python does.
-struct PythonFormatter;
-
-impl serde_json::ser::Formatter for PythonFormatter {
-    fn begin_array_value<W: ?Sized + std::io::Write>(&mut self, writer: &mut W, first: bool) -> std::io::Result<()> {
-        if first { Ok(()) } else { writer.write_all(b", ") }
-    }
-
-    fn begin_object_key<W: ?Sized + std::io::Write>(&mut self, writer: &mut W, first: bool) -> std::io::Result<()> {
-        if first { Ok(()) } else { writer.write_all(b", ") }
-    }
-
-    fn begin_object_value<W: ?Sized + std::io::Write>(&mut self, writer: &mut W) -> std::io::Result<()> {
-        writer.write_all(b": ")
-    }
 }
 
 #[cfg(test)]

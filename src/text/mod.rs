@@ -5,8 +5,10 @@ mod detokenizer;
 mod gguf;
 mod stop;
 mod tokenizer;
+mod tool_calls;
 
-pub use chat_template::ChatTemplate;
+pub use chat_template::{ChatTemplate, Conversation};
 pub use detokenizer::IncrementalDetokenizer;
 pub use stop::{StopMatcher, StopStrings};
 pub use tokenizer::Tokenizer;
+pub use tool_calls::{Piece, ToolCall, ToolFormat, ToolParser};

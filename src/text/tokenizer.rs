@@ -103,6 +103,11 @@ impl Tokenizer {
         self.inner.token_to_id(token)
     }
 
+    /// The string that stands for `token` in the vocabulary.
+    pub fn id_to_token(&self, token: TokenId) -> Option<String> {
+        self.inner.id_to_token(token)
+    }
+
     /// Appends the bytes of `token` to `out`.
     pub(super) fn append_bytes(&self, token: TokenId, skip_special: bool, out: &mut Vec<u8>) {
         let Some(piece) = self.inner.id_to_token(token) else { return };

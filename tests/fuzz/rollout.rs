@@ -23,10 +23,42 @@ fn adapter(dice: &mut Dice) -> String {
     if dice.one_in(15) { dice.name(&["student", "teacher", "nobody"]) } else { String::new() }
 }
 
+/// JSON of every kind that a field of a chat takes, and some that none takes.
+const CHAT_JSON: &[&str] = &[
+    "[]",
+    "null",
+    "{}",
+    "[1, \"a\", {}]",
+    r#"[{"role": "user", "content": [{"type": "text", "text": "Hi"}, "there"]}]"#,
+    r#"[{"role": "assistant", "content": null, "tool_calls": [{"function": {"name": "f", "arguments": "{\"a\": [1]}"}}]}]"#,
+    r#"[{"role": "tool", "content": "3", "tool_call_id": "c"}, {"role": "user", "content": "So?"}]"#,
+    r#"[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]"#,
+    r#"[{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]"#,
+    r#"{"enable_thinking": false, "messages": 3}"#,
+    r#"{"a": {"b": [1e308, -0.0, 18446744073709551616]}}"#,
+];
+
+fn chat_json(dice: &mut Dice) -> String {
+    if dice.is_hostile() {
+        let part = dice.pick(&["[", "{\"a\":", "[{},", "\"", "1e999", "\\u0000"]);
+        return part.repeat(dice.pick(&[1, 200, 20_000]));
+    }
+    if dice.coin() { String::new() } else { dice.pick(CHAT_JSON).into() }
+}
+
 fn chat(dice: &mut Dice) -> pb::Chat {
     let message =
         |dice: &mut Dice| pb::ChatMessage { role: dice.name(&["user", "system", "assistant"]), content: dice.text() };
-    pb::Chat { messages: dice.list(3, message) }
+    let is_plain = dice.coin();
+    pb::Chat {
+        messages: if is_plain { dice.list(3, message) } else { Vec::new() },
+        messages_json: if is_plain { String::new() } else { chat_json(dice) },
+        tools_json: chat_json(dice),
+        documents_json: chat_json(dice),
+        template_arguments_json: chat_json(dice),
+        add_generation_prompt: dice.maybe(Dice::coin),
+        continue_final_message: dice.one_in(4),
+    }
 }
 
 fn prompt(dice: &mut Dice) -> pb::Prompt {
@@ -37,7 +69,7 @@ fn prompt(dice: &mut Dice) -> pb::Prompt {
         3 => Some(Kind::Tokens(tokens(dice, CONTEXT - 1))),
         _ => Some(Kind::Tokens(tokens(dice, 40))),
     };
-    pb::Prompt { kind, ..Default::default() }
+    pb::Prompt { kind, add_special_tokens: dice.maybe(Dice::coin) }
 }
 
 fn prompts(dice: &mut Dice) -> Vec<pb::Prompt> {

@@ -28,7 +28,7 @@ async fn long_text_in_a_request_is_refused_by_its_field() {
     let text = pb::Prompt { kind: Some(pb::prompt::Kind::Text(long.clone())), ..Default::default() };
     let message = |role: &str, content: &str| pb::ChatMessage { role: role.into(), content: content.into() };
     let chat = |message| pb::Prompt {
-        kind: Some(pb::prompt::Kind::Chat(pb::Chat { messages: vec![message] })),
+        kind: Some(pb::prompt::Kind::Chat(pb::Chat { messages: vec![message], ..Default::default() })),
         ..Default::default()
     };
     let sampling = pb::SamplingParams { stop: vec![long.clone()], ..Default::default() };

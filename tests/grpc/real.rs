@@ -140,7 +140,10 @@ async fn groups_are_sampled_scored_and_replayed_through_the_whole_server() {
     let real = Real::start(&["--tp", "2"]).await;
     let mut client = RolloutClient::new(real.channel.clone());
 
-    let chat = pb::Chat { messages: vec![pb::ChatMessage { role: "user".into(), content: "Hello".into() }] };
+    let chat = pb::Chat {
+        messages: vec![pb::ChatMessage { role: "user".into(), content: "Hello".into() }],
+        ..Default::default()
+    };
     let ids: Vec<u32> = (40..80).collect();
     let prompts = vec![Kind::Tokens(pb::TokenIds { ids: ids.clone() }), Kind::Text("Hello".into()), Kind::Chat(chat)];
     let group = generate(&mut client, request(prompts, 4, 5)).await;

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fake_server import completion, scores, summary
-from rollout_client import InvalidArgument, RolloutClient, SamplingParams, _proto
+from rollout_client import Chat, InvalidArgument, RolloutClient, SamplingParams, _proto
 
 
 @pytest.fixture
@@ -99,6 +99,29 @@ def test_generate_sends_every_argument(call, echo):
             min_weight_version=3,
         )
     ]
+
+
+def test_chats_are_sent_with_all_that_the_template_shows(call, echo):
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [{"b": 1, "a": "é"}]},
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"z": 1, "a": 2}}}]
+    chat = Chat(messages, tools, [{"title": "t"}], {"x": [1]}, add_generation_prompt=False, continue_final_message=True)
+    call(lambda client: client.generate([messages, chat, Chat(messages[:1])]))
+    as_json = (
+        '[{"role": "user", "content": "a"}, {"role": "assistant", "content": null, "tool_calls": [{"b": 1, "a": "é"}]}]'
+    )
+    whole = {
+        "messages_json": as_json,
+        "tools_json": '[{"type": "function", "function": {"name": "f", "parameters": {"z": 1, "a": 2}}}]',
+        "documents_json": '[{"title": "t"}]',
+        "template_arguments_json": '{"x": [1]}',
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+    }
+    sent = [{"messages_json": as_json}, whole, {"messages": messages[:1]}]
+    assert echo.requests[0].prompts == _proto.GENERATE.request(prompts=[{"chat": chat} for chat in sent]).prompts
 
 
 def test_defaults_are_sent_as_the_dataclass_shows_them(call, echo):
@@ -192,9 +215,11 @@ def test_empty_token_list_reaches_the_server_as_tokens(call, echo):
         ({"prompts": [[1, 2**32]]}, "prompts[0]: "),
         ({"prompts": [["a"]]}, "prompts[0]: "),
         ({"prompts": [np.array([1.5])]}, "prompts[0]: "),
-        ({"prompts": [[{"role": "user"}]]}, "prompts[0][0]: "),
-        ({"prompts": [[{"role": "user", "content": 3}]]}, "prompts[0][0]: "),
-        ({"prompts": [[{"role": "user", "content": "a", "name": "b"}]]}, "prompts[0][0]: "),
+        ({"prompts": [[{"content": "a"}]]}, "prompts[0][0]: "),
+        ({"prompts": [[{"role": "user", "content": "a"}, "b"]]}, "prompts[0][1]: "),
+        ({"prompts": [[{"role": "user", "content": {1, 2}}]]}, "prompts[0]: "),
+        ({"prompts": [Chat([{"role": "user", "content": "a"}], tools=[{"a": math.nan}])]}, "prompts[0].tools: "),
+        ({"prompts": [Chat([{"role": "user", "content": "a"}], add_generation_prompt=3.5)]}, "prompts[0].add_gen"),
         ({"n": -1}, "n: "),
         ({"n": 1.5}, "n: "),
         ({"top_logprobs": -1}, "top_logprobs: "),

@@ -2,6 +2,7 @@
 //! Values that leave this module need no further checks. The HTTP door makes the same messages of its bodies, so each
 //! field has one check and one default.
 
+mod chat;
 mod lifecycle;
 mod prompt;
 mod sampling;
@@ -13,6 +14,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 pub(super) use lifecycle::{asleep, drain_mode, lifecycle, sleep_level, sleep_reply, wake_tags};
+pub(super) use prompt::tokens;
 pub(super) use update::{
     ReceivedFacts, Terms, ValidHeader, adapters, dtype, header, open_update, tensors, update_reply,
 };

@@ -1,6 +1,6 @@
 //! Prompts of requests: token ids are checked, texts and chats are encoded.
 
-use super::{MAX_SAMPLES_PER_REQUEST, ModelFacts, pb};
+use super::{MAX_SAMPLES_PER_REQUEST, ModelFacts, chat, pb};
 use crate::error::{Error, Result};
 use crate::memory::Charge;
 use crate::server::encoder::PromptEncoder;
@@ -35,26 +35,44 @@ pub(super) fn sequences(sequences: Vec<pb::TokenIds>, model: &ModelFacts) -> Res
     sequences.into_iter().enumerate().map(check).collect()
 }
 
-fn prompt(path: &str, prompt: pb::Prompt, model: &ModelFacts, charge: &mut Charge) -> Result<Prompt> {
+/// The token ids of a prompt, which need not fit into the context.
+pub(in crate::server) fn tokens(prompt: pb::Prompt, model: &ModelFacts, charge: &mut Charge) -> Result<Vec<TokenId>> {
+    encoded("prompts[0]", prompt, model, usize::MAX, charge).map(|(_, ids)| ids)
+}
+
+/// The path of what a prompt consists of, and its token ids. A text that has certainly more than `most` is refused.
+fn encoded(
+    path: &str,
+    prompt: pb::Prompt,
+    model: &ModelFacts,
+    most: usize,
+    charge: &mut Charge,
+) -> Result<(String, Vec<TokenId>)> {
     use pb::prompt::Kind;
+    let special = prompt.add_special_tokens;
     let (path, ids) = match prompt.kind {
         None => return Err(Error::invalid(path, "none of tokens, text and chat is set")),
-        Some(Kind::Tokens(tokens)) => (format!("{path}.tokens"), tokens.ids),
+        Some(Kind::Tokens(tokens)) => return Ok((format!("{path}.tokens"), tokens.ids)),
         Some(Kind::Text(text)) => {
             let path = format!("{path}.text");
-            let special = prompt.add_special_tokens.unwrap_or(true);
-            let ids = encoder(&path, model)?.encode_text(&path, &text, special, model.max_model_len, charge)?;
-            charge.grow(size_of_val(&ids[..]) as u64)?;
+            let ids = encoder(&path, model)?.encode_text(&path, &text, special.unwrap_or(true), most, charge)?;
             (path, ids)
         }
         Some(Kind::Chat(chat)) => {
             let path = format!("{path}.chat");
-            let special = prompt.add_special_tokens.unwrap_or(false);
-            let ids = encode_chat(&path, &chat, special, model, charge)?;
-            charge.grow(size_of_val(&ids[..]) as u64)?;
+            let encoder = encoder(&path, model)?;
+            let bytes = chat::rendering_bytes(&chat);
+            let text = charge.hold(bytes, || encoder.render(&path, chat::conversation(&path, chat)?))??;
+            let ids = encoder.encode_text(&path, &text, special.unwrap_or(false), most, charge)?;
             (path, ids)
         }
     };
+    charge.grow(size_of_val(&ids[..]) as u64)?;
+    Ok((path, ids))
+}
+
+fn prompt(path: &str, prompt: pb::Prompt, model: &ModelFacts, charge: &mut Charge) -> Result<Prompt> {
+    let (path, ids) = encoded(path, prompt, model, model.max_model_len, charge)?;
     check_ids(&path, &ids, model)?;
     if ids.len() >= model.max_model_len {
         let message = format!(
@@ -69,26 +87,6 @@ fn prompt(path: &str, prompt: pb::Prompt, model: &ModelFacts, charge: &mut Charg
 
 fn encoder<'a>(path: &str, model: &'a ModelFacts) -> Result<&'a PromptEncoder> {
     model.encoder.as_deref().ok_or_else(|| Error::invalid(path, "this model has no tokenizer; give token ids"))
-}
-
-fn encode_chat(
-    path: &str,
-    chat: &pb::Chat,
-    special: bool,
-    model: &ModelFacts,
-    charge: &mut Charge,
-) -> Result<Vec<TokenId>> {
-    let encoder = encoder(path, model)?;
-    if chat.messages.is_empty() {
-        return Err(Error::invalid(format!("{path}.messages"), "is empty; give at least one message"));
-    }
-    for (i, message) in chat.messages.iter().enumerate() {
-        if message.role.is_empty() {
-            return Err(Error::invalid(format!("{path}.messages[{i}].role"), "is empty; user or system, for example"));
-        }
-    }
-    let messages: Vec<_> = chat.messages.iter().map(|m| (m.role.as_str(), m.content.as_str())).collect();
-    encoder.encode_chat(path, &messages, special, model.max_model_len, charge)
 }
 
 /// Checks that there are token ids, all of them below the vocabulary size. `path` is the field that the error names.

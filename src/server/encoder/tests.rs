@@ -1,6 +1,8 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use serde_json::json;
+
 use super::*;
 use crate::memory::Traffic;
 
@@ -19,7 +21,9 @@ fn encode_text(encoder: &PromptEncoder, text: &str) -> Result<Vec<TokenId>> {
 }
 
 fn encode_chat(encoder: &PromptEncoder, path: &str, messages: &[(&str, &str)]) -> Result<Vec<TokenId>> {
-    encoder.encode_chat(path, messages, false, 1000, &mut Traffic::new(1 << 20).charge_always(0))
+    let messages = messages.iter().map(|(role, content)| json!({ "role": role, "content": content })).collect();
+    let conversation = Conversation { messages, add_generation_prompt: true, ..Default::default() };
+    encode_text(encoder, &encoder.render(path, conversation)?)
 }
 
 #[test]

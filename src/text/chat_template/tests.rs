@@ -4,8 +4,21 @@ use super::*;
 
 const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/chat_template");
 
-fn none() -> serde_json::Map<String, Json> {
-    serde_json::Map::new()
+fn nothing() -> Conversation {
+    Conversation::default()
+}
+
+/// The conversation of one of the cases that `make.py` made.
+fn conversation(case: &Json) -> Conversation {
+    let is_set = |name: &str| case[name].as_bool().unwrap_or_default();
+    Conversation {
+        messages: case["messages"].as_array().unwrap().clone(),
+        tools: case["tools"].clone(),
+        documents: case["documents"].clone(),
+        arguments: case["variables"].as_object().unwrap().clone(),
+        add_generation_prompt: is_set("add_generation_prompt"),
+        continue_final_message: is_set("continue_final_message"),
+    }
 }
 
 fn template(source: &str) -> ChatTemplate {
@@ -18,12 +31,10 @@ fn template(source: &str) -> ChatTemplate {
 #[test]
 fn renders_as_transformers_does() {
     let cases: Vec<Json> = serde_json::from_str(&read(Path::new(&format!("{FIXTURES}/cases.json"))).unwrap()).unwrap();
-    assert!(cases.len() > 70);
+    assert!(cases.len() > 120);
     for case in &cases {
         let source = read(Path::new(&format!("{FIXTURES}/{}", case["template"].as_str().unwrap()))).unwrap();
-        let (messages, variables) = (case["messages"].as_array().unwrap(), case["variables"].as_object().unwrap());
-        let prompt = case["add_generation_prompt"].as_bool().unwrap();
-        match (template(&source).render(messages, prompt, variables), case["error"].as_str()) {
+        match (template(&source).render(conversation(case)), case["error"].as_str()) {
             (Ok(text), None) => assert_eq!(text, case["text"], "{case}"),
             (Err(Error::InvalidArgument { field, message }), Some(error)) => {
                 assert_eq!(field, "messages");
@@ -36,10 +47,11 @@ fn renders_as_transformers_does() {
 
 #[test]
 fn date_of_today_and_json_arguments() {
-    let text = template("{{ strftime_now('%Y') }}").render(&[], false, &none()).unwrap();
+    let text = template("{{ strftime_now('%Y') }}").render(nothing()).unwrap();
     assert!((2025..3000).contains(&text.parse::<i32>().unwrap()), "{text}");
     let variables = json!({ "x": { "a": "<é>'\"", "b": [1, 0.5, true, null], "c": {} } });
-    let render = |source| template(source).render(&[], false, variables.as_object().unwrap()).unwrap();
+    let arguments = variables.as_object().unwrap();
+    let render = |source| template(source).render(Conversation { arguments: arguments.clone(), ..nothing() }).unwrap();
     assert_eq!(render("{{ x | tojson }}"), r#"{"a": "<é>'\"", "b": [1, 0.5, true, null], "c": {}}"#);
     assert_eq!(render("{{ x.b | tojson(indent=1, ensure_ascii=false) }}"), "[\n 1,\n 0.5,\n true,\n null\n]");
 }
@@ -51,11 +63,11 @@ fn failures_say_what_the_template_says() {
     for source in
         ["{{ raise_exception('no ' ~ 1) }}", "{% macro f() %}{{ raise_exception('no 1') }}{% endmacro %}{{ f() }}"]
     {
-        let error = template(source).render(&[], true, &none()).unwrap_err();
+        let error = template(source).render(nothing()).unwrap_err();
         assert_eq!(error.to_string(), "messages: the model's chat template refuses them: no 1");
     }
     for source in ["{{ messages[3].content }}", "{{ nothing() }}", "{{ x.y }}", "{{ strftime_now('%Q') }}"] {
-        assert!(matches!(template(source).render(&[], true, &none()), Err(Error::InvalidArgument { .. })), "{source}");
+        assert!(matches!(template(source).render(nothing()), Err(Error::InvalidArgument { .. })), "{source}");
     }
 }
 
@@ -71,7 +83,7 @@ fn sources_and_their_precedence() {
         let config = write("tokenizer_config.json", &config.to_string());
         ChatTemplate::from_files(Some(&config), jinja)
     };
-    let text = |template: Result<Option<ChatTemplate>>| template.unwrap().unwrap().render(&[], false, &none()).unwrap();
+    let text = |template: Result<Option<ChatTemplate>>| template.unwrap().unwrap().render(nothing()).unwrap();
     let plain = json!({ "chat_template": "{{ bos_token }} config {{ eos_token }}{{ pad_token }}", "bos_token": "<b>",
         "eos_token": { "content": "<e>", "lstrip": false }, "pad_token": null, "add_bos_token": true });
     assert_eq!(text(load(plain.clone(), None)), "<b> config <e>");
@@ -102,5 +114,5 @@ fn gguf_metadata_names_the_template_and_its_tokens() {
     assert!(ChatTemplate::from_gguf(&metadata).unwrap().is_none());
     metadata.insert("tokenizer.chat_template".to_string(), string("{{ bos_token }}{{ pad_token }}{{ eos_token }}"));
     let template = ChatTemplate::from_gguf(&metadata).unwrap().unwrap();
-    assert_eq!(template.render(&[], false, &none()).unwrap(), "<b><e>");
+    assert_eq!(template.render(nothing()).unwrap(), "<b><e>");
 }

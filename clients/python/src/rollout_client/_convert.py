@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from .errors import Internal, InvalidArgument
 from .options import GenerateStreamOptions, RequestOptions, ScoreOptions, refuse_unknown
 from .types import (
     AbortResult,
+    Chat,
     FinishReason,
     MemoryLedger,
     PromptInput,
@@ -117,12 +119,13 @@ def _prompt(prompt: PromptInput, path: str) -> Any:
     message = _proto.Prompt()
     if isinstance(prompt, str):
         message.text = prompt
+    elif isinstance(prompt, Chat):
+        _set_chat(message.chat, prompt, path)
     elif isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping):
-        for i, chat_message in enumerate(prompt):
-            _add_chat_message(message.chat, chat_message, f"{path}[{i}]")
+        _set_chat(message.chat, Chat(prompt), path)
     elif isinstance(prompt, Mapping) or not (_is_sequence(prompt) or hasattr(prompt, "tolist")):
         raise InvalidArgument(
-            f"{path}: expected text, token ids or a list of chat messages, got {type(prompt).__name__}"
+            f"{path}: expected text, token ids, a list of chat messages or a Chat, got {type(prompt).__name__}"
         )
     else:
         message.tokens.SetInParent()
@@ -130,12 +133,31 @@ def _prompt(prompt: PromptInput, path: str) -> Any:
     return message
 
 
-def _add_chat_message(chat: Any, message: Any, path: str) -> None:
-    if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
-        raise InvalidArgument(f'{path}: expected {{"role": ..., "content": ...}}, got {message!r}')
-    if not all(isinstance(value, str) for value in message.values()):
-        raise InvalidArgument(f"{path}: role and content must be text, got {message!r}")
-    chat.messages.add(role=message["role"], content=message["content"])
+def _set_chat(message: Any, chat: Chat, path: str) -> None:
+    for i, entry in enumerate(chat.messages):
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("role"), str):
+            raise InvalidArgument(f'{path}[{i}]: expected {{"role": ..., "content": ...}}, got {entry!r}')
+    if all(set(entry) == {"role", "content"} and isinstance(entry["content"], str) for entry in chat.messages):
+        message.SetInParent()
+        for entry in chat.messages:
+            message.messages.add(role=entry["role"], content=entry["content"])
+    else:
+        message.messages_json = _json(list(map(dict, chat.messages)), path)
+    for name in ("tools", "documents", "template_arguments"):
+        value = getattr(chat, name)
+        if value:
+            plain = dict(value) if isinstance(value, Mapping) else list(value)
+            set_field(message, f"{name}_json", _json(plain, f"{path}.{name}"), f"{path}.{name}")
+    if chat.add_generation_prompt is not None:
+        set_field(message, "add_generation_prompt", chat.add_generation_prompt, f"{path}.add_generation_prompt")
+    set_field(message, "continue_final_message", chat.continue_final_message, f"{path}.continue_final_message")
+
+
+def _json(value: Any, path: str) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"{path}: {error}") from None
 
 
 _DISTRIBUTION_FIELDS = ("temperature", "top_k", "top_p", "min_p")

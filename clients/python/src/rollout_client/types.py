@@ -8,24 +8,39 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, TypedDict
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+ChatMessage = Mapping[str, Any]
+"""One message of a chat prompt, as OpenAI's API and chat templates have it: `role`, `content` (text, None or a list of
+text parts), and what else the model's template knows (`tool_calls`, `tool_call_id`, `name`, `reasoning_content`)."""
 
-class ChatMessage(TypedDict):
-    """One message of a chat prompt."""
 
-    role: str
-    content: str
+@dataclass(frozen=True)
+class Chat:
+    """A chat prompt with what else the model's template shows. JSON values, passed on in their order."""
+
+    messages: Sequence[ChatMessage]
+    tools: Sequence[Mapping[str, Any]] = ()
+    """`{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}`, as `get_json_schema`
+    of transformers makes them."""
+    documents: Sequence[Mapping[str, Any]] = ()
+    """Objects with `title` and `text`."""
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables of the template, such as `{"enable_thinking": False}`."""
+    add_generation_prompt: bool | None = None
+    """Whether the prompt ends where the answer begins; None: unless `continue_final_message` is set."""
+    continue_final_message: bool = False
+    """Whether the answer continues the last message."""
 
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer]
 """Token ids: a list, a tuple or a one-dimensional integer array (anything with `tolist`, so tensors too)."""
 
-PromptInput = str | TokenIds | Sequence[ChatMessage]
-"""A prompt: text, token ids, or chat messages."""
+PromptInput = str | TokenIds | Sequence[ChatMessage] | Chat
+"""A prompt: text, token ids, chat messages, or chat messages with tools."""
 
 
 class FinishReason(str, Enum):

@@ -77,7 +77,7 @@ fn special_tokens_come_with_a_text_and_not_with_a_chat_unless_asked() {
     let (with, without) = (ids(&model, "Hi", true), ids(&model, "Hi", false));
     assert_eq!((with[0], &with[1..]), (1, &without[..]));
     let message = pb::ChatMessage { role: "user".into(), content: "Hi".into() };
-    let chat = Kind::Chat(pb::Chat { messages: vec![message] });
+    let chat = Kind::Chat(pb::Chat { messages: vec![message], ..Default::default() });
     for (kind, asked, expected) in [
         (Kind::Text("Hi".into()), None, &with),
         (Kind::Text("Hi".into()), Some(true), &with),
@@ -119,7 +119,10 @@ fn wrong_texts_are_refused() {
 
     let message = |role: &str| pb::ChatMessage { role: role.into(), content: "Hi".into() };
     let chat = |messages| pb::GenerateRequest {
-        prompts: vec![pb::Prompt { kind: Some(Kind::Chat(pb::Chat { messages })), ..Default::default() }],
+        prompts: vec![pb::Prompt {
+            kind: Some(Kind::Chat(pb::Chat { messages, ..Default::default() })),
+            ..Default::default()
+        }],
         ..Default::default()
     };
     assert_eq!(refused(chat(vec![])).0, "prompts[0].chat.messages");

@@ -29,7 +29,15 @@ fn framed(message: &[u8]) -> Vec<u8> {
 
 fn random_request(rng: &mut ChaCha8Rng) -> pb::GenerateRequest {
     let mut text = |most| (0..rng.random_range(0..most)).map(|_| rng.random_range(' '..'龜')).collect::<String>();
-    let chat = pb::Chat { messages: vec![pb::ChatMessage { role: text(6), content: text(30) }; 3] };
+    let chat = pb::Chat {
+        messages: vec![pb::ChatMessage { role: text(6), content: text(30) }; 3],
+        messages_json: text(40),
+        tools_json: text(40),
+        documents_json: text(9),
+        template_arguments_json: text(9),
+        add_generation_prompt: Some(true),
+        continue_final_message: true,
+    };
     let (text, stop) = (text(40), vec![text(5), text(5)]);
     let ids = (0..rng.random_range(0..50)).map(|_| rng.random::<u32>() >> rng.random_range(0..32)).collect();
     let kinds = [PromptKind::Tokens(pb::TokenIds { ids }), PromptKind::Text(text), PromptKind::Chat(chat)];
@@ -59,6 +67,8 @@ fn bytes_of(request: &pb::GenerateRequest) -> usize {
         Some(PromptKind::Text(text)) => text.capacity(),
         Some(PromptKind::Chat(chat)) => {
             let texts: usize = chat.messages.iter().map(|m| m.role.capacity() + m.content.capacity()).sum();
+            let json = [&chat.messages_json, &chat.tools_json, &chat.documents_json, &chat.template_arguments_json];
+            let texts = texts + json.iter().map(|text| text.capacity()).sum::<usize>();
             texts + chat.messages.capacity() * size_of::<pb::ChatMessage>()
         }
     };
@@ -107,7 +117,8 @@ fn small_things_count_as_what_they_become() {
     let counted = decoded_bytes(&schema(), &many_ids.encode_to_vec()).expect("well formed");
     assert!((4 << 20..10 << 20).contains(&counted), "{counted} for 4 MiB of ids in 1 MiB");
     let messages = vec![pb::ChatMessage::default(); 100_000];
-    let chat = pb::Prompt { kind: Some(PromptKind::Chat(pb::Chat { messages })), ..Default::default() };
+    let chat =
+        pb::Prompt { kind: Some(PromptKind::Chat(pb::Chat { messages, ..Default::default() })), ..Default::default() };
     let many_messages = pb::GenerateRequest { prompts: vec![chat], ..Default::default() };
     let counted = decoded_bytes(&schema(), &many_messages.encode_to_vec()).expect("well formed");
     assert!(counted >= 100_000 * 48, "{counted} for 100,000 messages of 2 bytes");

@@ -1,0 +1,211 @@
+//! Chats of requests: messages, tools and template arguments, checked and brought into the form that templates expect.
+
+use serde_json::{Map, Value, json};
+
+use super::pb;
+use crate::error::{Error, Result, shown};
+use crate::text::Conversation;
+
+/// Most bytes that rendering takes for a byte of the chat's texts: copies as JSON values and as values of the template,
+/// and the rendered text.
+const RENDERING: u64 = 8;
+/// Bytes that a value of JSON takes besides its text, as a value of JSON and of the template, in maps that grow.
+const VALUE: u64 = 512;
+/// Bytes that the values of one chat message take besides its text.
+const MESSAGE: u64 = 1 << 10;
+/// Longest name of a part's type in an error.
+const MAX_SHOWN: usize = 64;
+/// Variables of the template that cannot be template arguments.
+const RESERVED: &[(&str, &str)] = &[
+    ("messages", "the messages have a field of their own"),
+    ("tools", "tools have a field of their own"),
+    ("documents", "documents have a field of their own"),
+    ("add_generation_prompt", "it has a field of its own"),
+    ("continue_final_message", "it has a field of its own"),
+    ("chat_template", "a request uses the model's own template"),
+    ("tokenize", "a request always needs token ids"),
+];
+
+/// Estimate of the bytes that checking and rendering a chat takes, found without parsing it.
+pub(super) fn rendering_bytes(chat: &pb::Chat) -> u64 {
+    let json = [&chat.messages_json, &chat.tools_json, &chat.documents_json, &chat.template_arguments_json];
+    let texts: usize = chat.messages.iter().map(|m| m.role.len() + m.content.len()).sum();
+    let values: u64 = json.iter().map(|text| values(text)).sum();
+    let bytes = texts + json.iter().map(|text| text.len()).sum::<usize>();
+    bytes as u64 * RENDERING + values * VALUE + chat.messages.len() as u64 * MESSAGE
+}
+
+/// Upper bound on the number of values in a JSON text.
+fn values(text: &str) -> u64 {
+    1 + text.bytes().filter(|byte| matches!(byte, b'[' | b'{' | b',' | b':')).count() as u64
+}
+
+/// Checks a chat. Needs as many bytes as [`rendering_bytes`] says.
+///
+/// # Errors
+/// `InvalidArgument` with the path of what is wrong.
+pub(super) fn conversation(path: &str, chat: pb::Chat) -> Result<Conversation> {
+    let add_generation_prompt = chat.add_generation_prompt.unwrap_or(!chat.continue_final_message);
+    if add_generation_prompt && chat.continue_final_message {
+        let message = "cannot be combined with continue_final_message; send one of them";
+        return Err(Error::invalid(format!("{path}.add_generation_prompt"), message));
+    }
+    Ok(Conversation {
+        messages: messages(path, chat.messages, &chat.messages_json)?,
+        tools: objects(&format!("{path}.tools_json"), &chat.tools_json)?,
+        documents: objects(&format!("{path}.documents_json"), &chat.documents_json)?,
+        arguments: arguments(&format!("{path}.template_arguments_json"), &chat.template_arguments_json)?,
+        add_generation_prompt,
+        continue_final_message: chat.continue_final_message,
+    })
+}
+
+fn messages(path: &str, plain: Vec<pb::ChatMessage>, given: &str) -> Result<Vec<Value>> {
+    let name = if given.is_empty() { "messages" } else { "messages_json" };
+    let path = format!("{path}.{name}");
+    let messages: Vec<Value> = match (plain.is_empty(), given.is_empty()) {
+        (false, false) => return Err(Error::invalid(path, "cannot be combined with messages; give one of them")),
+        (_, true) => plain.into_iter().map(|m| json!({ "role": m.role, "content": m.content })).collect(),
+        (true, false) => match parsed(&path, given)? {
+            Value::Array(messages) => messages,
+            _ => return Err(Error::invalid(path, "is no list of messages")),
+        },
+    };
+    if messages.is_empty() {
+        return Err(Error::invalid(path, "is empty; give at least one message"));
+    }
+    messages.into_iter().enumerate().map(|(i, value)| message(&format!("{path}[{i}]"), value)).collect()
+}
+
+/// A message as templates expect it: without members that are null, as those of OpenAI's answers are, and with what
+/// vLLM does to it.
+fn message(path: &str, value: Value) -> Result<Value> {
+    let Value::Object(mut members) = value else {
+        return Err(Error::invalid(path, "is no object; a message has role and content"));
+    };
+    let role = match members.get("role") {
+        Some(Value::String(role)) if !role.is_empty() => role.clone(),
+        _ => return Err(Error::invalid(format!("{path}.role"), "is not given; user or system, for example")),
+    };
+    let given = members.get_mut("content").map(Value::take);
+    if role == "user" && given == Some(Value::Null) {
+        return Err(Error::invalid(format!("{path}.content"), "is null; give text"));
+    }
+    let content = content(&format!("{path}.content"), given.unwrap_or_default())?;
+    members.insert("content".into(), content);
+    members.retain(|_, value| !value.is_null());
+    for name in ["audio", "function_call"] {
+        if members.contains_key(name) {
+            let message = if name == "audio" { "this model takes text" } else { "is no longer used; send tool_calls" };
+            return Err(Error::invalid(format!("{path}.{name}"), message));
+        }
+    }
+    if members.get("tool_calls").is_some_and(|calls| calls.as_array().is_some_and(Vec::is_empty)) {
+        members.shift_remove("tool_calls");
+    }
+    if let Some(calls) = members.get_mut("tool_calls") {
+        parse_arguments(&format!("{path}.tool_calls"), calls)?;
+    }
+    alias_reasoning(&mut members);
+    Ok(Value::Object(members))
+}
+
+/// A text, or a list of parts, each of them a text.
+fn content(path: &str, given: Value) -> Result<Value> {
+    match given {
+        Value::Null => Ok(Value::String(String::new())),
+        Value::String(text) => Ok(Value::String(text)),
+        Value::Array(parts) => {
+            let part = |(i, value)| part(&format!("{path}[{i}]"), value);
+            parts.into_iter().enumerate().map(part).collect::<Result<_>>().map(Value::Array)
+        }
+        _ => Err(Error::invalid(path, "is neither text nor null nor a list of parts")),
+    }
+}
+
+fn part(path: &str, given: Value) -> Result<Value> {
+    let mut members = match given {
+        Value::String(text) => return Ok(json!({ "type": "text", "text": text })),
+        Value::Object(members) => members,
+        _ => return Err(Error::invalid(path, r#"is no part; a part is {"type": "text", "text": ...}"#)),
+    };
+    let name = match members.get("type").map(|kind| kind.as_str()) {
+        None | Some(Some("text" | "input_text" | "output_text")) => "text",
+        Some(Some("refusal")) => "refusal",
+        Some(kind) => {
+            let kind = shown(kind.unwrap_or("not a text"), MAX_SHOWN);
+            let message = format!("{kind}: this model takes text; send parts of the type text");
+            return Err(Error::invalid(format!("{path}.type"), message));
+        }
+    };
+    match members.get_mut(name).map(Value::take) {
+        Some(Value::String(text)) => Ok(json!({ "type": "text", "text": text })),
+        _ => Err(Error::invalid(format!("{path}.{name}"), "is no text")),
+    }
+}
+
+/// Turns the arguments of calls, which OpenAI's clients send as JSON in a text, into objects, which templates write as
+/// JSON.
+fn parse_arguments(path: &str, calls: &mut Value) -> Result<()> {
+    let Value::Array(calls) = calls else { return Err(Error::invalid(path, "is no list of calls")) };
+    for (i, call) in calls.iter_mut().enumerate() {
+        let function = if call.get("function").is_some() { &mut call["function"] } else { call };
+        let Value::Object(function) = function else {
+            return Err(Error::invalid(format!("{path}[{i}]"), "is no call; a call has function: {name, arguments}"));
+        };
+        let arguments = match function.get("arguments") {
+            Some(Value::String(text)) if !text.trim().is_empty() => {
+                parsed(&format!("{path}[{i}].function.arguments"), text)?
+            }
+            Some(Value::String(_) | Value::Null) | None => Value::Object(Map::new()),
+            Some(_) => continue,
+        };
+        function.insert("arguments".into(), arguments);
+    }
+    Ok(())
+}
+
+/// Gives reasoning under both names by which templates know it.
+fn alias_reasoning(members: &mut Map<String, Value>) {
+    let (old, new) = ("reasoning_content", "reasoning");
+    match (members.get(old), members.get(new)) {
+        (Some(text), None) => members.insert(new.into(), text.clone()),
+        (None, Some(text)) => members.insert(old.into(), text.clone()),
+        _ => None,
+    };
+}
+
+/// A list of objects, or null if it is empty or not given.
+fn objects(path: &str, given: &str) -> Result<Value> {
+    if given.is_empty() {
+        return Ok(Value::Null);
+    }
+    match parsed(path, given)? {
+        Value::Null => Ok(Value::Null),
+        Value::Array(items) if items.is_empty() => Ok(Value::Null),
+        Value::Array(items) => match items.iter().position(|item| !item.is_object()) {
+            Some(i) => Err(Error::invalid(format!("{path}[{i}]"), "is no object")),
+            None => Ok(Value::Array(items)),
+        },
+        _ => Err(Error::invalid(path, "is no list of objects")),
+    }
+}
+
+fn arguments(path: &str, given: &str) -> Result<Map<String, Value>> {
+    if given.is_empty() {
+        return Ok(Map::new());
+    }
+    let arguments = match parsed(path, given)? {
+        Value::Null => Map::new(),
+        Value::Object(arguments) => arguments,
+        _ => return Err(Error::invalid(path, "is no object")),
+    };
+    match RESERVED.iter().find(|(name, _)| arguments.contains_key(*name)) {
+        Some((name, reason)) => Err(Error::invalid(format!("{path}.{name}"), *reason)),
+        None => Ok(arguments),
+    }
+}
+
+fn parsed(path: &str, text: &str) -> Result<Value> {
+    serde_json::from_str(text).map_err(|error| Error::invalid(path, format!("is no JSON: {error}")))
+}

@@ -1,0 +1,156 @@
+//! The filter `tojson` as transformers defines it for templates: Python's `json.dumps`, which escapes nothing for HTML.
+
+use std::io::{self, Write};
+
+use minijinja::value::{Kwargs, Value};
+use minijinja::{Error, ErrorKind};
+use serde::Serialize as _;
+use serde_json::Serializer;
+use serde_json::ser::Formatter;
+
+/// Python's `json.dumps(value, ensure_ascii=False, indent=indent, separators=separators)`.
+pub(super) fn tojson(value: &Value, options: Kwargs) -> Result<String, Error> {
+    let indent: Option<usize> = options.get("indent")?;
+    let separators: Option<Vec<String>> = options.get("separators")?;
+    // Templates pass this argument to ask for what this filter does in any case.
+    let _: Option<bool> = options.get("ensure_ascii")?;
+    options.assert_all_used()?;
+    let (item, member) = match separators.as_deref() {
+        Some([item, member]) => (item.clone(), member.clone()),
+        Some(_) => return Err(Error::new(ErrorKind::InvalidOperation, "separators are two texts")),
+        None if indent.is_some() => (",".to_owned(), ": ".to_owned()),
+        None => (", ".to_owned(), ": ".to_owned()),
+    };
+    let format = PythonFormat { item, member, indent, depth: 0, has_items: false };
+    let mut json = Vec::new();
+    let written = value.serialize(&mut Serializer::with_formatter(&mut json, format));
+    written.map_err(|e| Error::new(ErrorKind::InvalidOperation, e.to_string()))?;
+    Ok(String::from_utf8(json).expect("JSON is UTF-8"))
+}
+
+/// Writes JSON as Python does.
+struct PythonFormat {
+    /// What stands between two items.
+    item: String,
+    /// What stands between a member's name and its value.
+    member: String,
+    /// Spaces for each level, each item on a line of its own; None for all on one line.
+    indent: Option<usize>,
+    depth: usize,
+    /// Whether the list or object that ends next has any items.
+    has_items: bool,
+}
+
+impl PythonFormat {
+    fn open<W: ?Sized + Write>(&mut self, writer: &mut W, bracket: &[u8]) -> io::Result<()> {
+        self.depth += 1;
+        self.has_items = false;
+        writer.write_all(bracket)
+    }
+
+    fn close<W: ?Sized + Write>(&mut self, writer: &mut W, bracket: &[u8]) -> io::Result<()> {
+        self.depth -= 1;
+        if self.has_items {
+            self.break_line(writer)?;
+        }
+        writer.write_all(bracket)
+    }
+
+    fn begin_item<W: ?Sized + Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
+        if !first {
+            writer.write_all(self.item.as_bytes())?;
+        }
+        self.break_line(writer)
+    }
+
+    fn break_line<W: ?Sized + Write>(&self, writer: &mut W) -> io::Result<()> {
+        let Some(indent) = self.indent else { return Ok(()) };
+        writer.write_all(b"\n")?;
+        (0..self.depth * indent).try_for_each(|_| writer.write_all(b" "))
+    }
+}
+
+impl Formatter for PythonFormat {
+    fn write_f64<W: ?Sized + Write>(&mut self, writer: &mut W, value: f64) -> io::Result<()> {
+        writer.write_all(python_float(value).as_bytes())
+    }
+
+    fn begin_array<W: ?Sized + Write>(&mut self, writer: &mut W) -> io::Result<()> {
+        self.open(writer, b"[")
+    }
+
+    fn end_array<W: ?Sized + Write>(&mut self, writer: &mut W) -> io::Result<()> {
+        self.close(writer, b"]")
+    }
+
+    fn begin_array_value<W: ?Sized + Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
+        self.begin_item(writer, first)
+    }
+
+    fn end_array_value<W: ?Sized + Write>(&mut self, _: &mut W) -> io::Result<()> {
+        self.has_items = true;
+        Ok(())
+    }
+
+    fn begin_object<W: ?Sized + Write>(&mut self, writer: &mut W) -> io::Result<()> {
+        self.open(writer, b"{")
+    }
+
+    fn end_object<W: ?Sized + Write>(&mut self, writer: &mut W) -> io::Result<()> {
+        self.close(writer, b"}")
+    }
+
+    fn begin_object_key<W: ?Sized + Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
+        self.begin_item(writer, first)
+    }
+
+    fn begin_object_value<W: ?Sized + Write>(&mut self, writer: &mut W) -> io::Result<()> {
+        writer.write_all(self.member.as_bytes())
+    }
+
+    fn end_object_value<W: ?Sized + Write>(&mut self, _: &mut W) -> io::Result<()> {
+        self.has_items = true;
+        Ok(())
+    }
+}
+
+/// Python's `repr` of a finite number: the shortest digits that give it again, with an exponent of two digits at least
+/// below 1e-4 and from 1e16 on.
+fn python_float(value: f64) -> String {
+    let scientific = format!("{value:e}");
+    let (digits, exponent) = scientific.split_once('e').expect("the format writes an exponent");
+    let exponent: i32 = exponent.parse().expect("the exponent is a number");
+    if value != 0.0 && !(-4..16).contains(&exponent) {
+        let sign = if exponent < 0 { '-' } else { '+' };
+        return format!("{digits}e{sign}{:02}", exponent.abs());
+    }
+    let plain = format!("{value}");
+    if plain.contains('.') { plain } else { format!("{plain}.0") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What Python 3.11 prints.
+    #[test]
+    fn floats_are_those_of_python() {
+        for (value, text) in [
+            (0.0, "0.0"),
+            (-0.0, "-0.0"),
+            (2.5, "2.5"),
+            (100.0, "100.0"),
+            (1e15, "1000000000000000.0"),
+            (1e16, "1e+16"),
+            (-1.5e22, "-1.5e+22"),
+            (1e-4, "0.0001"),
+            (1e-5, "1e-05"),
+            (1.25e-7, "1.25e-07"),
+            (1e300, "1e+300"),
+            (0.1, "0.1"),
+            (5e-324, "5e-324"),
+        ] {
+            assert_eq!(python_float(value), text);
+        }
+    }
+}
