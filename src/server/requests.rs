@@ -84,6 +84,14 @@ async fn parse<M: Send + 'static>(
         charge.set(request.bytes())?;
         Ok((request, charge))
     };
+    off_thread(bytes, parse).await
+}
+
+/// The result of parsing `bytes` bytes, on the blocking pool if they are many.
+pub(super) async fn off_thread<T: Send + 'static>(
+    bytes: usize,
+    parse: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T> {
     if bytes <= INLINE_PARSE_BYTES {
         return parse();
     }

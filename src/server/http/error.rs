@@ -108,7 +108,8 @@ fn member(path: &str) -> String {
     let Some(rest) = path.strip_prefix("prompts") else { return path.to_owned() };
     let (index, kind) = rest.split_once(']').map_or(("", rest), |(index, kind)| (&index[1..], kind));
     if let Some(chat) = kind.strip_prefix(".chat") {
-        return chat.strip_prefix('.').unwrap_or("messages").to_owned();
+        let member = chat.strip_prefix('.').unwrap_or("messages");
+        return member.replacen("template_arguments", "chat_template_kwargs", 1).replacen("_json", "", 1);
     }
     let within = kind.strip_prefix(".tokens.ids").unwrap_or("");
     if index.is_empty() { format!("prompt{within}") } else { format!("prompt[{index}]{within}") }
@@ -138,6 +139,8 @@ mod tests {
             ("prompts[0].tokens.ids[7]", "prompt[0][7]"),
             ("prompts[0].chat.messages[1].role", "messages[1].role"),
             ("prompts[0].chat", "messages"),
+            ("prompts[0].chat.messages_json[1].content[0]", "messages[1].content[0]"),
+            ("prompts[0].chat.template_arguments_json.tools", "chat_template_kwargs.tools"),
             ("n", "n"),
         ] {
             assert_eq!(member(field), param, "{field}");

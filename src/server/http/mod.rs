@@ -62,6 +62,10 @@ fn table() -> Vec<(Role, Route)> {
         (Role::Generate, routes!(facts::version)),
         (Role::Generate, routes!(facts::models)),
         (Role::Generate, routes!(openai::completions::completions)),
+        (Role::Generate, routes!(openai::chat::chat_completions)),
+        (Role::Generate, routes!(openai::chat::render)),
+        (Role::Generate, routes!(openai::tokens::tokenize)),
+        (Role::Generate, routes!(openai::tokens::detokenize)),
     ];
     table.extend(vllm::table());
     table

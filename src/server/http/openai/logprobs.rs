@@ -125,6 +125,54 @@ impl Logprobs {
     }
 }
 
+/// Log-probabilities of the tokens of a chat's answer.
+#[derive(Debug, Default, Serialize, ToSchema)]
+pub(super) struct ChatLogprobs {
+    content: Vec<ChatLogprob>,
+}
+
+/// Log-probability of one token, with the most likely tokens at its place.
+#[derive(Debug, Serialize, ToSchema)]
+struct ChatLogprob {
+    #[serde(flatten)]
+    sampled: NamedLogprob,
+    top_logprobs: Vec<NamedLogprob>,
+}
+
+/// A token and its log-probability.
+#[derive(Debug, Serialize, ToSchema)]
+struct NamedLogprob {
+    token: String,
+    logprob: Option<f32>,
+    /// UTF-8 of the token's text: none for a token that ends within a character, which the token that completes it has.
+    bytes: Vec<u8>,
+}
+
+impl ChatLogprobs {
+    /// Adds a token with the `top` most likely ones. `names` writes tokens, `texts` their texts.
+    pub(super) fn push(
+        &mut self,
+        token: &TokenLogprobs,
+        mode: LogprobsMode,
+        top: usize,
+        names: &mut TokenTexts,
+        texts: &mut TokenTexts,
+    ) {
+        let other = |&(other, value): &(TokenId, f32)| NamedLogprob {
+            token: names.alternative(other),
+            logprob: written(value),
+            bytes: texts.alternative(other).into_bytes(),
+        };
+        let top_logprobs = token.top.iter().take(top).map(other).collect();
+        let sampled = NamedLogprob {
+            token: names.next(token.token),
+            logprob: written(chosen(token, mode)),
+            bytes: texts.next(token.token).into_bytes(),
+        };
+        self.content.push(ChatLogprob { sampled, top_logprobs });
+    }
+}
+
 /// Log-probability of one token of a prompt, or of one that might have stood there.
 #[derive(Debug, Serialize, ToSchema)]
 struct PromptLogprob {

@@ -1,10 +1,12 @@
 //! OpenAI's API, with the members that vLLM adds and trainers use.
 
+pub(super) mod chat;
 pub(super) mod completions;
 mod logprobs;
 mod prompt;
 mod report;
 mod sampling;
+pub(super) mod tokens;
 mod usage;
 
 use axum::http::HeaderMap;

@@ -83,6 +83,11 @@ impl Report {
         TokenTexts::new(self.tokenizer.as_ref().filter(|_| !self.writes_ids))
     }
 
+    /// Writes the tokens of one text as their texts.
+    pub(super) fn plain_texts(&self) -> TokenTexts {
+        TokenTexts::new(self.tokenizer.as_ref())
+    }
+
     /// The text of `tokens`, without special tokens; empty without a tokenizer.
     pub(super) fn text(&self, tokens: &[u32]) -> String {
         self.tokenizer.as_ref().map_or_else(String::new, |tokenizer| tokenizer.decode(tokens, true))

@@ -100,29 +100,29 @@ const UNSUPPORTED: [&str; 15] = [
 ];
 
 /// Values that ask for nothing, which clients send for members that they do not use.
-const NEUTRAL: [&str; 8] = ["null", "false", "\"\"", "[]", "{}", "0", "1", "1.0"];
+const NEUTRAL: [&str; 11] =
+    ["null", "false", "\"\"", "[]", "{}", "0", "1", "1.0", "\"none\"", "\"auto\"", "[\"text\"]"];
 
 impl Members for Unsupported {
     fn read<'de, A: MapAccess<'de>>(&mut self, name: &str, map: &mut A) -> std::result::Result<bool, A::Error> {
-        if !UNSUPPORTED.contains(&name) {
-            return Ok(false);
-        }
-        map.next_value::<Neutral>()?;
-        Ok(true)
+        refuse(&UNSUPPORTED, name, map)
     }
 }
 
-/// A value that asks for nothing. Any other is refused while it is read, so that the error has the member's path.
-struct Neutral;
-
-impl<'de> Deserialize<'de> for Neutral {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
-        let value = Box::<RawValue>::deserialize(deserializer)?;
-        if NEUTRAL.contains(&value.get()) {
-            return Ok(Self);
-        }
-        Err(de::Error::custom("is not supported; leave it out"))
+/// Refuses the member `name` if it is one of `unsupported` and asks for something; false if it is not one of them.
+pub(super) fn refuse<'de, A: MapAccess<'de>>(
+    unsupported: &[&str],
+    name: &str,
+    map: &mut A,
+) -> std::result::Result<bool, A::Error> {
+    if !unsupported.contains(&name) {
+        return Ok(false);
     }
+    let value: Box<RawValue> = map.next_value()?;
+    if NEUTRAL.contains(&value.get()) {
+        return Ok(true);
+    }
+    Err(de::Error::custom(format_args!("{name} is not supported; leave it out")))
 }
 
 /// Distribution that log-probabilities are taken from.

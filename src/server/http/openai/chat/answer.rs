@@ -1,0 +1,150 @@
+//! What an answer to a chat is made of.
+
+use serde::Serialize;
+use serde_json::value::RawValue;
+use utoipa::ToSchema;
+
+use crate::server::http::openai::logprobs::{ChatLogprobs, PromptLogprobs};
+use crate::server::http::openai::report::{StopReason, VersionSpan};
+use crate::server::http::openai::usage::{Unused, Usage};
+use crate::types::TokenId;
+
+/// The samples of a chat.
+#[derive(Serialize, ToSchema)]
+pub(in crate::server::http) struct ChatAnswer<'a> {
+    pub(super) id: &'a str,
+    pub(super) object: &'static str,
+    pub(super) created: u64,
+    pub(super) model: &'a str,
+    #[schema(value_type = Vec<Choice>)]
+    pub(super) choices: Vec<Box<RawValue>>,
+    pub(super) service_tier: Option<String>,
+    pub(super) system_fingerprint: &'a str,
+    pub(super) usage: Usage,
+    pub(super) prompt_logprobs: Option<&'a PromptLogprobs>,
+    pub(super) prompt_token_ids: Option<&'a [TokenId]>,
+    /// Always null; vLLM's clients read it.
+    pub(super) prompt_text: Option<String>,
+    #[serde(flatten)]
+    pub(super) unused: Unused,
+}
+
+/// One sample.
+#[derive(Serialize, ToSchema)]
+pub(super) struct Choice<'a> {
+    pub(super) index: usize,
+    pub(super) message: Message<'a>,
+    pub(super) logprobs: Option<ChatLogprobs>,
+    /// `stop`, `length`, `tool_calls`, or `abort` for a sample that was ended by an order.
+    pub(super) finish_reason: &'static str,
+    /// The stop string or stop token that ended the sample.
+    pub(super) stop_reason: Option<StopReason>,
+    pub(super) token_ids: Option<Vec<TokenId>>,
+    /// Always null; vLLM's clients read it.
+    #[schema(value_type = Option<String>)]
+    pub(super) routed_experts: Option<()>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) weight_versions: Option<Vec<VersionSpan>>,
+}
+
+/// What the model has answered.
+#[derive(Serialize, ToSchema)]
+pub(super) struct Message<'a> {
+    pub(super) role: &'a str,
+    /// Null if there is nothing but tool calls.
+    pub(super) content: Option<String>,
+    /// This member and those below that are always null are read by OpenAI's and vLLM's clients.
+    pub(super) refusal: Option<String>,
+    pub(super) annotations: Option<String>,
+    pub(super) audio: Option<String>,
+    pub(super) function_call: Option<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(super) tool_calls: Vec<Call>,
+    pub(super) reasoning: Option<String>,
+}
+
+/// A call of a tool, or in a stream a part of one.
+#[derive(Serialize, ToSchema)]
+pub(super) struct Call {
+    /// In the first part alone.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) id: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) r#type: Option<&'static str>,
+    /// Number of the call, in a stream.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) index: Option<usize>,
+    pub(super) function: Function,
+}
+
+/// The function that is called.
+#[derive(Serialize, ToSchema)]
+pub(super) struct Function {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) name: Option<String>,
+    /// JSON, as the model has written it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) arguments: Option<String>,
+}
+
+/// One event of a stream.
+#[derive(Serialize)]
+pub(super) struct Chunk<'a> {
+    pub(super) id: &'a str,
+    pub(super) object: &'static str,
+    pub(super) created: u64,
+    pub(super) model: &'a str,
+    pub(super) choices: &'a [ChunkChoice<'a>],
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) usage: Option<Usage>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) system_fingerprint: Option<&'a str>,
+    /// In the first event alone.
+    #[serde(flatten)]
+    pub(super) prompt: Option<PromptIds<'a>>,
+}
+
+/// The prompt's tokens, if they were asked for.
+#[derive(Serialize)]
+pub(super) struct PromptIds<'a> {
+    pub(super) prompt_token_ids: Option<&'a [TokenId]>,
+    pub(super) prompt_text: Option<String>,
+}
+
+/// What an event adds to one sample.
+#[derive(Serialize, Default)]
+pub(super) struct ChunkChoice<'a> {
+    pub(super) index: usize,
+    pub(super) delta: Delta<'a>,
+    pub(super) logprobs: Option<ChatLogprobs>,
+    pub(super) finish_reason: Option<&'static str>,
+    /// In the last event alone.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) stop_reason: Option<Option<StopReason>>,
+    /// In all events but the first.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) token_ids: Option<Option<Vec<TokenId>>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) weight_versions: Option<Vec<VersionSpan>>,
+}
+
+/// What is new in the message.
+#[derive(Serialize, Default)]
+pub(super) struct Delta<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) role: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) content: Option<Option<String>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) tool_calls: Option<[Call; 1]>,
+}
+
+impl Delta<'_> {
+    pub(super) fn text(text: String) -> Self {
+        Self { content: Some(Some(text)), ..Self::default() }
+    }
+
+    pub(super) fn call(call: Call) -> Self {
+        Self { content: Some(None), tool_calls: Some([call]), ..Self::default() }
+    }
+}

@@ -1,0 +1,145 @@
+//! The prompt of a chat: its messages, and what else the model's template shows.
+
+use std::fmt;
+use std::marker::PhantomData;
+
+use serde::de::{Deserialize, Deserializer, SeqAccess, Visitor};
+use serde_json::value::RawValue;
+
+use crate::error::{Error, Result};
+use crate::server::http::members::members;
+use crate::server::pb;
+
+members! {
+    /// The messages, and what else the model's chat template shows.
+    pub(in crate::server::http) struct ChatPrompt {
+        /// Objects with `role`, `content` (text, null, or a list of parts of the type text), and whatever else the
+        /// template knows, such as `tool_calls`, `tool_call_id` and `reasoning_content`.
+        #[schema(value_type = Option<Vec<serde_json::Value>>)]
+        messages: Box<RawValue>,
+        /// Tools that the model may call: objects of the type `function`, with name, description and parameters.
+        #[schema(value_type = Option<Vec<serde_json::Value>>)]
+        pub(super) tools: Box<RawValue>,
+        /// Documents that the template shows: objects with `title` and `text`.
+        #[schema(value_type = Option<Vec<serde_json::Value>>)]
+        documents: Box<RawValue>,
+        /// Further variables of the template, such as `{"enable_thinking": false}`.
+        #[schema(value_type = Option<serde_json::Value>)]
+        chat_template_kwargs: Box<RawValue>,
+        /// Whether the prompt ends where the answer begins [true, but false with continue_final_message].
+        add_generation_prompt: bool,
+        /// Whether the answer continues the last message [false].
+        continue_final_message: bool,
+        /// Whether the tokenizer adds special tokens to those that the template writes [false].
+        pub(in crate::server::http::openai) add_special_tokens: bool,
+    }
+}
+
+impl ChatPrompt {
+    pub(in crate::server::http::openai) fn has_messages(&self) -> bool {
+        self.messages.is_some()
+    }
+
+    /// The role of the answer: that of the last message, if there is no prompt for an assistant's.
+    pub(super) fn role(&self) -> String {
+        const ASSISTANT: &str = "assistant";
+        if self.add_generation_prompt != Some(false) && self.continue_final_message != Some(true) {
+            return ASSISTANT.into();
+        }
+        let last = self.messages.as_ref().and_then(|messages| serde_json::from_str::<Last<Role>>(messages.get()).ok());
+        last.and_then(|last| last.0).map_or_else(|| ASSISTANT.into(), |message| message.role)
+    }
+
+    /// The prompt as a gRPC client would send it.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if there are no messages. Everything else is checked when the message is.
+    pub(in crate::server::http::openai) fn into_message(self) -> Result<pb::Prompt> {
+        let messages =
+            self.messages.ok_or_else(|| Error::invalid("messages", "is missing; give a list of messages"))?;
+        let text = |json: Option<Box<RawValue>>| json.map_or_else(String::new, |json| Box::<str>::from(json).into());
+        let chat = pb::Chat {
+            messages: Vec::new(),
+            messages_json: text(Some(messages)),
+            tools_json: text(self.tools),
+            documents_json: text(self.documents),
+            template_arguments_json: text(self.chat_template_kwargs),
+            add_generation_prompt: self.add_generation_prompt,
+            continue_final_message: self.continue_final_message.unwrap_or(false),
+        };
+        Ok(pb::Prompt { kind: Some(pb::prompt::Kind::Chat(chat)), add_special_tokens: self.add_special_tokens })
+    }
+}
+
+/// A message, of which only the role is read.
+#[derive(serde::Deserialize)]
+struct Role {
+    role: String,
+}
+
+/// The last element of a list. The others are read and dropped.
+struct Last<T>(Option<T>);
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Last<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        struct LastVisitor<T>(PhantomData<T>);
+
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for LastVisitor<T> {
+            type Value = Last<T>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a list")
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> std::result::Result<Last<T>, A::Error> {
+                let mut last = None;
+                while let Some(element) = list.next_element()? {
+                    last = Some(element);
+                }
+                Ok(Last(last))
+            }
+        }
+
+        deserializer.deserialize_seq(LastVisitor(PhantomData))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::server::http::members::BodyOf;
+
+    fn read(body: &str) -> ChatPrompt {
+        serde_json::from_str::<BodyOf<ChatPrompt>>(body).map(|body| body.0).expect("is a body")
+    }
+
+    #[test]
+    fn the_role_is_that_of_who_speaks_next() {
+        for (members, role) in [
+            ("", "assistant"),
+            (r#", "add_generation_prompt": true"#, "assistant"),
+            (r#", "add_generation_prompt": false"#, "user"),
+            (r#", "continue_final_message": true"#, "user"),
+        ] {
+            let body = format!(r#"{{"messages": [{{"role": "system"}}, {{"content": [], "role": "user"}}]{members}}}"#);
+            assert_eq!(read(&body).role(), role, "{members}");
+        }
+        assert_eq!(read(r#"{"messages": 3, "add_generation_prompt": false}"#).role(), "assistant");
+    }
+
+    #[test]
+    fn json_arrives_as_it_was_sent() {
+        let body = r#"{"messages": [ {"role":"user"} ], "tools": null, "chat_template_kwargs": {"b": 1,"a": 2},
+            "continue_final_message": true, "add_special_tokens": true}"#;
+        let message = read(body).into_message().expect("has messages");
+        let chat = pb::Chat {
+            messages_json: r#"[ {"role":"user"} ]"#.into(),
+            template_arguments_json: r#"{"b": 1,"a": 2}"#.into(),
+            continue_final_message: true,
+            ..Default::default()
+        };
+        assert_eq!(message.kind, Some(pb::prompt::Kind::Chat(chat)));
+        assert_eq!(message.add_special_tokens, Some(true));
+        assert!(ChatPrompt::default().into_message().is_err());
+    }
+}

@@ -1,0 +1,111 @@
+//! `/v1/chat/completions/render`: the tokens of a chat and how to sample, nothing generated.
+
+use axum::Json;
+use axum::extract::State;
+use axum::http::HeaderMap;
+use axum::response::Response;
+use serde::Serialize;
+use utoipa::ToSchema;
+
+use super::{Body, ChatRequest, message};
+use crate::server::convert;
+use crate::server::http::Door;
+use crate::server::http::body::JsonBody;
+use crate::server::http::error::{ErrorBody, HttpError};
+use crate::server::http::members::BodyOf;
+use crate::server::http::openai::request_id;
+use crate::server::requests::off_thread;
+use crate::types::{SamplingParams, TokenId};
+
+/// A chat as token ids: a body for `/inference/v1/generate`. The members that are always null are read by vLLM's
+/// clients.
+#[derive(Serialize, ToSchema)]
+pub(in crate::server::http) struct Rendered {
+    request_id: String,
+    token_ids: Vec<TokenId>,
+    token_offsets: Option<String>,
+    features: Option<String>,
+    content_parts: Option<String>,
+    sampling_params: RenderedSampling,
+    model: String,
+    stream: bool,
+    cache_salt: Option<String>,
+    priority: i32,
+}
+
+/// How to sample.
+#[derive(Serialize, ToSchema)]
+struct RenderedSampling {
+    presence_penalty: f32,
+    frequency_penalty: f32,
+    repetition_penalty: f32,
+    temperature: f32,
+    top_p: f32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    top_k: Option<u32>,
+    min_p: f32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    seed: Option<i64>,
+    stop: Vec<String>,
+    stop_token_ids: Vec<TokenId>,
+    max_tokens: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    min_tokens: Option<u32>,
+}
+
+impl RenderedSampling {
+    fn new(params: &SamplingParams, seed: Option<i64>) -> Self {
+        Self {
+            presence_penalty: params.presence_penalty,
+            frequency_penalty: params.frequency_penalty,
+            repetition_penalty: params.repetition_penalty,
+            temperature: params.temperature,
+            top_p: params.top_p,
+            top_k: (params.top_k > 0).then_some(params.top_k),
+            min_p: params.min_p,
+            seed,
+            stop: params.stop_strings.clone(),
+            stop_token_ids: params.stop_token_ids.clone(),
+            max_tokens: params.max_tokens,
+            min_tokens: (params.min_tokens > 0).then_some(params.min_tokens),
+        }
+    }
+}
+
+/// The token ids of a chat, checked as a request that asks for samples of it.
+#[utoipa::path(
+    post,
+    path = "/v1/chat/completions/render",
+    request_body = ChatRequest,
+    responses(
+        (status = 200, body = Rendered),
+        (status = 400, description = "a member of the body is wrong", body = ErrorBody),
+        (status = 429, description = "memory for requests is full", body = ErrorBody),
+        (status = 503, description = "the server starts or ends", body = ErrorBody),
+    )
+)]
+pub(in crate::server::http) async fn render(
+    State(door): State<Door>,
+    headers: HeaderMap,
+    body: JsonBody<BodyOf<Body>>,
+) -> Result<Response, HttpError> {
+    let context = door.gate.look()?;
+    let JsonBody { value: BodyOf(body), bytes, mut charge, ignored, .. } = body;
+    let (message, options) = message(body, request_id(&headers), &context)?;
+    let seed = message.sampling.as_ref().and_then(|sampling| sampling.seed).map(u64::cast_signed);
+    let model = context.model.clone();
+    let request = off_thread(bytes, move || convert::generate(message, &model, &mut charge)).await?;
+    let rendered = Rendered {
+        request_id: format!("chatcmpl-{}", request.request_id),
+        token_ids: request.prompts.first().map_or_else(Vec::new, |prompt| prompt.tokens.to_vec()),
+        token_offsets: None,
+        features: None,
+        content_parts: None,
+        sampling_params: RenderedSampling::new(&request.params, seed),
+        model: options.report.model,
+        stream: options.report.is_stream,
+        cache_salt: None,
+        priority: 0,
+    };
+    Ok(ignored.name_in(Json(rendered)))
+}

@@ -1,0 +1,404 @@
+//! Makes the answers of `/v1/chat/completions` from the events of a request.
+
+use std::collections::VecDeque;
+
+use bytes::Bytes;
+use rand::distr::{Alphanumeric, SampleString as _};
+
+use super::answer::{Call, ChatAnswer, Choice, Chunk, ChunkChoice, Delta, Function, Message, PromptIds};
+use super::tools::Calling;
+use crate::engine::{Completion, Event, RequestKind, Summary};
+use crate::error::{Error, Result};
+use crate::memory::{Charge, Traffic};
+use crate::server::calls::{Progress, Writer};
+use crate::server::convert::ValidRequest;
+use crate::server::http::openai::logprobs::{ChatLogprobs, PromptLogprobs, TokenTexts};
+use crate::server::http::openai::report::{Report, finish_reason};
+use crate::server::http::openai::usage::{Unused, Usage};
+use crate::server::http::reply::{event, json};
+use crate::text::{Piece, ToolCall, ToolFormat, ToolParser};
+use crate::types::{Prompt, TokenId, TokenLogprobs};
+
+/// What the answers are to contain.
+pub(super) struct Options {
+    pub(super) report: Report,
+    /// How many most likely tokens to report beside each sampled one, if log-probabilities were asked for.
+    pub(super) logprobs: Option<u32>,
+    /// The role of the answer.
+    pub(super) role: String,
+    pub(super) calling: Calling,
+}
+
+/// What is known of one sample that is streamed.
+struct Streamed {
+    logprobs: TokenWriter,
+    parser: Option<ToolParser>,
+    calls: usize,
+}
+
+/// Writes tokens of one sample beside their log-probabilities.
+struct TokenWriter {
+    /// The tokens as text or as `token_id:N`.
+    names: TokenTexts,
+    /// The tokens as text, of which their bytes are.
+    texts: TokenTexts,
+}
+
+impl TokenWriter {
+    fn new(report: &Report) -> Self {
+        Self { names: report.token_texts(), texts: report.plain_texts() }
+    }
+
+    fn write<'a>(
+        &mut self,
+        tokens: impl IntoIterator<Item = &'a TokenLogprobs>,
+        top: u32,
+        report: &Report,
+    ) -> ChatLogprobs {
+        let mut logprobs = ChatLogprobs::default();
+        for token in tokens {
+            logprobs.push(token, report.mode, top as usize, &mut self.names, &mut self.texts);
+        }
+        logprobs
+    }
+}
+
+/// Turns the events of one request into its answer, or into the events of its stream.
+pub(super) struct ChatWriter {
+    id: String,
+    request_id: String,
+    options: Options,
+    prompt: Prompt,
+    prompt_logprobs: Option<PromptLogprobs>,
+    samples: usize,
+    /// The finished samples of an answer.
+    choices: Vec<Option<Box<serde_json::value::RawValue>>>,
+    /// The samples of a stream, once it has begun.
+    streamed: Vec<Option<Streamed>>,
+    streamed_tokens: u64,
+    /// Covers what is kept until the answer is sent.
+    charge: Charge,
+}
+
+impl ChatWriter {
+    pub(super) fn new(request: &ValidRequest, options: Options, traffic: &Traffic) -> Self {
+        let samples = match request.kind {
+            RequestKind::Generate { n, .. } => n as usize,
+            RequestKind::Score => 0,
+        };
+        Self {
+            id: format!("chatcmpl-{}", request.request_id),
+            request_id: request.request_id.clone(),
+            choices: (0..if options.report.is_stream { 0 } else { samples }).map(|_| None).collect(),
+            options,
+            prompt: request.prompts.first().cloned().unwrap_or_default(),
+            prompt_logprobs: None,
+            samples,
+            streamed: Vec::new(),
+            streamed_tokens: 0,
+            charge: traffic.charge_always(0),
+        }
+    }
+
+    fn take(&mut self, event: Event, out: &mut VecDeque<Bytes>) -> Result<Progress> {
+        match event {
+            Event::Token { sample_index, logprobs, text, .. } => {
+                self.begin(out);
+                self.token(sample_index as usize, &logprobs, &text.unwrap_or_default(), out);
+            }
+            Event::Text { sample_index, text, .. } => {
+                self.begin(out);
+                self.text(sample_index as usize, &text, out);
+            }
+            Event::PromptLogprobs { logprobs, .. } => self.prompt_done(&logprobs),
+            Event::Completion(completion) if self.options.report.is_stream => {
+                self.begin(out);
+                self.end_sample(&completion, out);
+            }
+            Event::Completion(completion) => self.completed(completion)?,
+            Event::Done(summary) => {
+                self.end(&summary, out);
+                return Ok(Progress::Done);
+            }
+            Event::Failed(error) => return Ok(Progress::Failed(error)),
+        }
+        Ok(Progress::More)
+    }
+
+    fn prompt_done(&mut self, logprobs: &[TokenLogprobs]) {
+        let kept: usize = logprobs.iter().map(|token| size_of::<TokenLogprobs>() + token.heap_bytes()).sum();
+        self.charge.grow_always(2 * kept as u64);
+        let report = &self.options.report;
+        let first = self.prompt.tokens[0];
+        self.prompt_logprobs =
+            report.prompt_logprobs.map(|top| PromptLogprobs::new(first, logprobs, top as usize, report.token_texts()));
+    }
+
+    fn parser(&self) -> Option<ToolParser> {
+        match &self.options.calling {
+            Calling::Never => None,
+            Calling::Auto { format, names } => Some(ToolParser::new(*format, names.clone())),
+        }
+    }
+
+    /// Keeps a finished sample of an answer.
+    fn completed(&mut self, completion: Completion) -> Result<()> {
+        let report = &self.options.report;
+        let stop_reason = report.stop_reason(&completion);
+        let mut text = completion.text.clone().unwrap_or_default();
+        text.push_str(report.ending(stop_reason.as_ref()));
+        let mut pieces = Vec::new();
+        match self.parser() {
+            Some(mut parser) => {
+                parser.push(&text, &mut pieces);
+                parser.finish(&mut pieces);
+            }
+            None => pieces.push(Piece::Content(text)),
+        }
+        let (mut content, mut calls) = (None::<String>, Vec::new());
+        for piece in pieces {
+            match piece {
+                Piece::Content(text) => content.get_or_insert_default().push_str(&text),
+                Piece::Call(call) => calls.push(self.whole_call(call)),
+            }
+        }
+        let tokens = &completion.tokens;
+        let choice = Choice {
+            index: completion.sample_index as usize,
+            logprobs: self.options.logprobs.map(|top| TokenWriter::new(report).write(tokens, top, report)),
+            finish_reason: ended(&completion, !calls.is_empty()),
+            stop_reason,
+            token_ids: report.returns_ids.then(|| tokens.iter().map(|token| token.token).collect()),
+            routed_experts: None,
+            weight_versions: report.versions(&completion),
+            message: Message {
+                role: &self.options.role,
+                content: if calls.is_empty() { Some(content.unwrap_or_default()) } else { content },
+                refusal: None,
+                annotations: None,
+                audio: None,
+                function_call: None,
+                tool_calls: calls,
+                reasoning: None,
+            },
+        };
+        let written = serde_json::value::to_raw_value(&choice)
+            .map_err(|e| Error::Internal(format!("a sample cannot be written: {e}")))?;
+        // Once for the sample, once for its copy in the answer.
+        self.charge.grow_always(2 * written.get().len() as u64);
+        self.choices[completion.sample_index as usize] = Some(written);
+        Ok(())
+    }
+
+    fn whole_call(&self, call: ToolCall) -> Call {
+        let function = Function { name: Some(call.name), arguments: Some(call.arguments) };
+        Call { id: Some(self.call_id()), r#type: Some("function"), index: None, function }
+    }
+
+    /// A name for a call. Mistral's templates take none but nine letters and digits.
+    fn call_id(&self) -> String {
+        let is_short = matches!(self.options.calling, Calling::Auto { format: ToolFormat::Mistral, .. });
+        if is_short {
+            return Alphanumeric.sample_string(&mut rand::rng(), 9);
+        }
+        format!("chatcmpl-tool-{:016x}", rand::random::<u64>())
+    }
+
+    /// Sends the first event of each sample, before all others.
+    fn begin(&mut self, out: &mut VecDeque<Bytes>) {
+        if !self.streamed.is_empty() {
+            return;
+        }
+        let report = &self.options.report;
+        let streamed =
+            || Streamed { logprobs: TokenWriter::new(&self.options.report), parser: self.parser(), calls: 0 };
+        let streamed = (0..self.samples).map(|_| Some(streamed())).collect();
+        for index in 0..self.samples {
+            let role = Some(self.options.role.as_str());
+            let delta = Delta { role, ..Delta::text(String::new()) };
+            let ids = report.returns_ids.then_some(&self.prompt.tokens[..]);
+            let prompt = PromptIds { prompt_token_ids: ids, prompt_text: None };
+            self.send(ChunkChoice { index, delta, ..ChunkChoice::default() }, Some(prompt), out);
+        }
+        self.streamed = streamed;
+    }
+
+    /// Sends what one token adds to a stream.
+    fn token(&mut self, index: usize, token: &TokenLogprobs, text: &str, out: &mut VecDeque<Bytes>) {
+        self.streamed_tokens += 1;
+        let report = &self.options.report;
+        let Some(streamed) = self.streamed[index].as_mut() else { return };
+        let logprobs = self.options.logprobs.map(|top| streamed.logprobs.write([token], top, report));
+        let ids = report.returns_ids.then(|| vec![token.token]);
+        let deltas = self.deltas(index, |parser, pieces| parser.push(text, pieces), text);
+        self.send_deltas(index, deltas, logprobs, ids, out);
+    }
+
+    /// Sends text that was held back until its sample had ended.
+    fn text(&mut self, index: usize, text: &str, out: &mut VecDeque<Bytes>) {
+        let deltas = self.deltas(index, |parser, pieces| parser.push(text, pieces), text);
+        self.send_deltas(index, deltas, None, None, out);
+    }
+
+    /// What the parser of a sample finds in a step that `advance` takes it, or `text` as it is if there is no parser.
+    fn deltas(
+        &mut self,
+        index: usize,
+        advance: impl FnOnce(&mut ToolParser, &mut Vec<Piece>),
+        text: &str,
+    ) -> Vec<Delta<'static>> {
+        let Some(streamed) = self.streamed[index].as_mut() else { return Vec::new() };
+        let Some(parser) = &mut streamed.parser else { return vec![Delta::text(text.to_owned())] };
+        let mut pieces = Vec::new();
+        advance(parser, &mut pieces);
+        self.written(index, pieces)
+    }
+
+    fn written(&mut self, index: usize, pieces: Vec<Piece>) -> Vec<Delta<'static>> {
+        let mut deltas = Vec::new();
+        for piece in pieces {
+            match piece {
+                Piece::Content(text) => deltas.push(Delta::text(text)),
+                Piece::Call(call) => {
+                    let id = self.call_id();
+                    let Some(streamed) = self.streamed[index].as_mut() else { continue };
+                    let number = Some(streamed.calls);
+                    streamed.calls += 1;
+                    let begin = Function { name: Some(call.name), arguments: None };
+                    let rest = Function { name: None, arguments: Some(call.arguments) };
+                    let r#type = Some("function");
+                    deltas.push(Delta::call(Call { id: Some(id), r#type, index: number, function: begin }));
+                    deltas.push(Delta::call(Call { id: None, r#type: None, index: number, function: rest }));
+                }
+            }
+        }
+        deltas
+    }
+
+    /// Sends `deltas`, the first with what is known of the token. A token that adds nothing to the message yet has an
+    /// event of its own only if something is to be told of it.
+    fn send_deltas(
+        &self,
+        index: usize,
+        deltas: Vec<Delta<'static>>,
+        mut logprobs: Option<ChatLogprobs>,
+        mut ids: Option<Vec<TokenId>>,
+        out: &mut VecDeque<Bytes>,
+    ) {
+        let has_more = logprobs.is_some() || ids.is_some();
+        let nothing = (deltas.is_empty() && has_more).then(Delta::default);
+        for delta in deltas.into_iter().chain(nothing) {
+            let (logprobs, ids) = (logprobs.take(), ids.take());
+            let token_ids = Some(ids.or_else(|| self.options.report.returns_ids.then(Vec::new)));
+            self.send(ChunkChoice { index, delta, logprobs, token_ids, ..ChunkChoice::default() }, None, out);
+        }
+    }
+
+    /// Sends the end of a streamed sample.
+    fn end_sample(&mut self, completion: &Completion, out: &mut VecDeque<Bytes>) {
+        let index = completion.sample_index as usize;
+        let stop_reason = self.options.report.stop_reason(completion);
+        let ending = self.options.report.ending(stop_reason.as_ref()).to_owned();
+        let Some(parser) = self.streamed[index].as_mut().map(|streamed| streamed.parser.take()) else { return };
+        let delta = match parser {
+            Some(mut parser) => {
+                let mut pieces = Vec::new();
+                parser.push(&ending, &mut pieces);
+                parser.finish(&mut pieces);
+                let deltas = self.written(index, pieces);
+                self.send_deltas(index, deltas, None, None, out);
+                Delta::default()
+            }
+            None => Delta::text(ending),
+        };
+        let has_calls = self.streamed[index].take().is_some_and(|streamed| streamed.calls > 0);
+        let report = &self.options.report;
+        let choice = ChunkChoice {
+            index,
+            delta,
+            finish_reason: Some(ended(completion, has_calls)),
+            stop_reason: Some(stop_reason),
+            token_ids: Some(report.returns_ids.then(Vec::new)),
+            weight_versions: report.versions(completion),
+            ..ChunkChoice::default()
+        };
+        self.send(choice, None, out);
+    }
+
+    /// Sends one event of a stream.
+    fn send(&self, choice: ChunkChoice<'_>, prompt: Option<PromptIds<'_>>, out: &mut VecDeque<Bytes>) {
+        let options = self.options.report.stream_options;
+        let with_fingerprint = choice.finish_reason.is_some() && !options.include_usage;
+        let prompt_tokens = self.prompt.tokens.len() as u64;
+        let usage = options.continuous_usage_stats.then(|| Usage::new(prompt_tokens, self.streamed_tokens));
+        self.send_choices(&[choice], usage, with_fingerprint, prompt, out);
+    }
+
+    fn send_choices(
+        &self,
+        choices: &[ChunkChoice<'_>],
+        usage: Option<Usage>,
+        with_fingerprint: bool,
+        prompt: Option<PromptIds<'_>>,
+        out: &mut VecDeque<Bytes>,
+    ) {
+        let report = &self.options.report;
+        out.push_back(event(&Chunk {
+            id: &self.id,
+            object: "chat.completion.chunk",
+            created: report.created,
+            model: &report.model,
+            choices,
+            usage,
+            system_fingerprint: with_fingerprint.then_some(&report.fingerprint),
+            prompt,
+        }));
+    }
+
+    /// Sends the answer, or the last event of a stream.
+    fn end(&mut self, summary: &Summary, out: &mut VecDeque<Bytes>) {
+        let report = &self.options.report;
+        if report.is_stream {
+            if report.stream_options.include_usage {
+                let usage = Usage::new(summary.prompt_tokens, summary.completion_tokens);
+                self.send_choices(&[], Some(usage), true, None, out);
+            }
+            return;
+        }
+        let choices = std::mem::take(&mut self.choices).into_iter().flatten().collect();
+        out.push_back(json(&ChatAnswer {
+            id: &self.id,
+            object: "chat.completion",
+            created: report.created,
+            model: &report.model,
+            choices,
+            service_tier: None,
+            system_fingerprint: &report.fingerprint,
+            usage: Usage::of(summary),
+            prompt_logprobs: self.prompt_logprobs.as_ref(),
+            prompt_token_ids: report.returns_ids.then_some(&self.prompt.tokens[..]),
+            prompt_text: None,
+            unused: Unused::default(),
+        }));
+    }
+}
+
+/// The end of a sample in OpenAI's words.
+fn ended(completion: &Completion, has_calls: bool) -> &'static str {
+    match finish_reason(completion.finish_reason) {
+        "stop" if has_calls => "tool_calls",
+        reason => reason,
+    }
+}
+
+impl Writer for ChatWriter {
+    type Message = Bytes;
+
+    fn request_id(&self) -> &str {
+        &self.request_id
+    }
+
+    fn write(&mut self, event: Event, out: &mut VecDeque<Bytes>) -> Progress {
+        self.take(event, out).unwrap_or_else(Progress::Failed)
+    }
+}

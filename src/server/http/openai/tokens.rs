@@ -1,0 +1,161 @@
+//! `/tokenize` and `/detokenize`: between texts or chats and token ids.
+
+use axum::Json;
+use axum::extract::State;
+use axum::response::Response;
+use serde::Serialize;
+use utoipa::ToSchema;
+
+use super::chat::ChatPrompt;
+use crate::engine::Command;
+use crate::error::{Error, shown};
+use crate::server::calls::ask;
+use crate::server::http::Door;
+use crate::server::http::body::JsonBody;
+use crate::server::http::error::{ErrorBody, HttpError};
+use crate::server::http::members::{BodyOf, members};
+use crate::server::requests::off_thread;
+use crate::server::{ServingContext, convert, pb};
+use crate::text::Tokenizer;
+use crate::types::TokenId;
+
+/// Most tokens of one `/detokenize`: a thousand contexts.
+const MAX_TOKENS: usize = 1 << 20;
+/// Most bytes that a token takes while an answer is made, where no better bound is known.
+const TOKEN: u64 = 64;
+/// Longest name of a model in an error.
+const MAX_NAME_BYTES: usize = 256;
+
+members! {
+    /// What is to become token ids.
+    pub(in crate::server::http) struct Text {
+        /// The policy's name, or that of a resident adapter; all have the same tokenizer.
+        model: String,
+        /// A text, instead of `messages`.
+        prompt: String,
+        /// Whether to return the strings of the vocabulary as well [false].
+        return_token_strs: bool,
+    }
+}
+
+/// The description of the body of `/tokenize`. A text gets special tokens unless `add_special_tokens` is false.
+#[derive(ToSchema)]
+#[allow(dead_code, reason = "it is only described; the body is read as groups of members")]
+pub(in crate::server::http) struct TokenizeRequest {
+    #[serde(flatten)]
+    text: Text,
+    #[serde(flatten)]
+    chat: ChatPrompt,
+}
+
+members! {
+    /// What is to become text.
+    pub(in crate::server::http) struct DetokenizeRequest {
+        /// The policy's name, or that of a resident adapter; all have the same tokenizer.
+        model: String,
+        /// The token ids. Those without a token are left out.
+        tokens: Vec<u32>,
+    }
+}
+
+/// The token ids of a text or a chat.
+#[derive(Serialize, ToSchema)]
+pub(in crate::server::http) struct Tokenized {
+    count: usize,
+    /// Most tokens of prompt and completion together.
+    max_model_len: usize,
+    tokens: Vec<TokenId>,
+    token_strs: Option<Vec<String>>,
+}
+
+/// The text of token ids, special tokens included.
+#[derive(Serialize, ToSchema)]
+pub(in crate::server::http) struct Detokenized {
+    prompt: String,
+}
+
+/// Turns a text or a chat into token ids, however many they are.
+#[utoipa::path(post, path = "/tokenize", request_body = TokenizeRequest, responses(
+    (status = 200, body = Tokenized),
+    (status = 400, description = "a member of the body is wrong", body = ErrorBody),
+    (status = 404, description = "no such model or adapter", body = ErrorBody),
+    (status = 429, description = "memory for requests is full", body = ErrorBody),
+    (status = 503, description = "the server starts or ends", body = ErrorBody),
+))]
+pub(in crate::server::http) async fn tokenize(
+    State(door): State<Door>,
+    body: JsonBody<BodyOf<(Text, ChatPrompt)>>,
+) -> Result<Response, HttpError> {
+    let context = door.gate.look()?;
+    let JsonBody { value: BodyOf((text, chat)), bytes, mut charge, ignored, .. } = body;
+    check_model(text.model.as_deref(), &context).await?;
+    let prompt = match (text.prompt, chat.has_messages()) {
+        (None, true) => chat.into_message()?,
+        (Some(text), false) => {
+            let kind = Some(pb::prompt::Kind::Text(text));
+            pb::Prompt { kind, add_special_tokens: chat.add_special_tokens }
+        }
+        (None, false) => return Err(Error::invalid("prompt", "is missing; give a text, or messages").into()),
+        (Some(_), true) => {
+            return Err(Error::invalid("prompt", "cannot be combined with messages; give one of them").into());
+        }
+    };
+    let (model, names) = (context.model.clone(), text.return_token_strs.unwrap_or(false));
+    let (tokens, token_strs, charge) = off_thread(bytes, move || {
+        let tokens = convert::tokens(prompt, &model, &mut charge)?;
+        charge.grow(tokens.len() as u64 * TOKEN)?;
+        let strings = model.encoder.as_ref().filter(|_| names).map(|e| token_strings(e.tokenizer(), &tokens));
+        Ok((tokens, strings, charge))
+    })
+    .await?;
+    let max_model_len = context.model.max_model_len;
+    let answer = ignored.name_in(Json(Tokenized { count: tokens.len(), max_model_len, tokens, token_strs }));
+    drop(charge);
+    Ok(answer)
+}
+
+fn token_strings(tokenizer: &Tokenizer, tokens: &[TokenId]) -> Vec<String> {
+    tokens.iter().map(|&token| tokenizer.id_to_token(token).unwrap_or_default()).collect()
+}
+
+/// Turns token ids into text.
+#[utoipa::path(post, path = "/detokenize", request_body = DetokenizeRequest, responses(
+    (status = 200, body = Detokenized),
+    (status = 400, description = "a member of the body is wrong", body = ErrorBody),
+    (status = 404, description = "no such model or adapter", body = ErrorBody),
+    (status = 429, description = "memory for requests is full", body = ErrorBody),
+    (status = 503, description = "the server starts or ends", body = ErrorBody),
+))]
+pub(in crate::server::http) async fn detokenize(
+    State(door): State<Door>,
+    body: JsonBody<BodyOf<DetokenizeRequest>>,
+) -> Result<Response, HttpError> {
+    let context = door.gate.look()?;
+    let JsonBody { value: BodyOf(DetokenizeRequest { model, tokens }), bytes, mut charge, ignored, .. } = body;
+    check_model(model.as_deref(), &context).await?;
+    let tokens = tokens.ok_or_else(|| Error::invalid("tokens", "is missing; give token ids"))?;
+    if tokens.len() > MAX_TOKENS {
+        return Err(Error::invalid("tokens", format!("{} are more than {MAX_TOKENS}", tokens.len())).into());
+    }
+    let encoder = context.model.encoder.clone();
+    let encoder = encoder.ok_or_else(|| Error::invalid("tokens", "this model has no tokenizer"))?;
+    let longest = encoder.max_bytes_per_token().map_or(TOKEN, |longest| longest as u64);
+    let (prompt, charge) = off_thread(bytes, move || {
+        charge.grow(tokens.len() as u64 * longest)?;
+        Ok((encoder.tokenizer().decode(&tokens, false), charge))
+    })
+    .await?;
+    let answer = ignored.name_in(Json(Detokenized { prompt }));
+    drop(charge);
+    Ok(answer)
+}
+
+/// Checks that `model` is the policy or a resident adapter.
+async fn check_model(model: Option<&str>, context: &ServingContext) -> Result<(), HttpError> {
+    let Some(name) = model.filter(|name| !name.is_empty() && *name != context.info.model) else { return Ok(()) };
+    let adapters = ask(&context.engine, |reply| Command::ListAdapters { reply }).await?;
+    if adapters.iter().any(|adapter| !adapter.retired && adapter.name == name) {
+        return Ok(());
+    }
+    Err(HttpError::no_model(&format!("there is no model or adapter {:?}", shown(name, MAX_NAME_BYTES))))
+}
