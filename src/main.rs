@@ -107,10 +107,11 @@ fn security(config: &Config) -> SecurityConfig {
     SecurityConfig { tls, auth_token_file: config.auth_token_file.clone(), insecure: config.insecure }
 }
 
-/// `--max-connections`, lowered to what the process's limit of open files allows.
+/// `--max-connections`, which is of each port, lowered to what the process's limit of open files allows.
 fn max_connections(config: &Config) -> usize {
     let open_files = open_files_limit();
-    let allowed = connection_limit(config.max_connections, open_files);
+    let ports = 1 + usize::from(config.http_port.is_some());
+    let allowed = connection_limit(config.max_connections, ports, open_files);
     if allowed < config.max_connections {
         tracing::warn!(
             "--max-connections {} is lowered to {allowed}: the process may open {open_files} files; raise `ulimit -n`",

@@ -101,9 +101,8 @@ impl Traffic {
         Charge { traffic: self.clone(), bytes }
     }
 
-    /// Counts `bytes` more for a charge that has `held` bytes so far.
-    fn try_add(&self, bytes: u64, held: u64) -> Result<()> {
-        let limit = self.limit_of(held.saturating_add(bytes));
+    /// Counts `bytes` more, unless more than `limit` would be used.
+    fn try_add(&self, bytes: u64, limit: u64) -> Result<()> {
         let fits = |used: u64| used.checked_add(bytes).filter(|&sum| sum <= limit);
         match self.0.used.fetch_update(Ordering::SeqCst, Ordering::SeqCst, fits) {
             Ok(before) => {
@@ -158,7 +157,20 @@ impl Charge {
     /// # Errors
     /// As for [`Traffic::charge`]; the charge is then unchanged.
     pub fn grow(&mut self, bytes: u64) -> Result<()> {
-        self.traffic.try_add(bytes, self.bytes)?;
+        self.traffic.try_add(bytes, self.traffic.limit_of(self.bytes.saturating_add(bytes)))?;
+        self.bytes += bytes;
+        Ok(())
+    }
+
+    /// Counts `bytes` more of a request that was accepted. While the charge is small they may also be taken of what is
+    /// reserved for such requests.
+    ///
+    /// # Errors
+    /// As for [`Charge::grow`].
+    pub fn grow_accepted(&mut self, bytes: u64) -> Result<()> {
+        let whole = self.bytes.saturating_add(bytes);
+        let limit = if whole <= SMALL { self.traffic.limit() } else { self.traffic.limit_of(whole) };
+        self.traffic.try_add(bytes, limit)?;
         self.bytes += bytes;
         Ok(())
     }
@@ -255,7 +267,8 @@ mod tests {
         assert!(traffic.charge(1).is_err());
         let mut tokens = traffic.charge_always(99);
         assert_eq!(traffic.level(), Level::Free);
-        tokens.grow_always(1);
+        assert!(tokens.grow(1).is_err() && tokens.grow_accepted(102).is_err());
+        tokens.grow_accepted(1).unwrap();
         assert_eq!(traffic.level(), Level::Tight);
         tokens.grow_always(100);
         assert_eq!(traffic.level(), Level::Full);

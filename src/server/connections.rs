@@ -26,11 +26,12 @@ const OTHER_FILES: usize = 64;
 /// keeping a core busy.
 const BACK_OFF: Duration = Duration::from_millis(50);
 
-/// Number of connections, at most `asked`, that a process which may open `open_files` files can have.
-pub fn connection_limit(asked: usize, open_files: u64) -> usize {
+/// Number of connections, at most `asked`, that each of `ports` ports can have in a process which may open `open_files`
+/// files.
+pub fn connection_limit(asked: usize, ports: usize, open_files: u64) -> usize {
     let open_files = usize::try_from(open_files).unwrap_or(usize::MAX);
     // With very few descriptors, connections may take half of them.
-    asked.min(open_files - OTHER_FILES.min(open_files / 2)).max(1)
+    asked.min((open_files - OTHER_FILES.min(open_files / 2)) / ports).max(1)
 }
 
 /// An accepted connection, after its TLS handshake if there is TLS.
@@ -143,11 +144,12 @@ mod tests {
 
     #[test]
     fn the_limit_leaves_descriptors_to_the_rest_of_the_process() {
-        assert_eq!(connection_limit(1024, 1 << 20), 1024);
-        assert_eq!(connection_limit(1024, u64::MAX), 1024);
-        assert_eq!(connection_limit(1024, 1024), 1024 - 64);
-        assert_eq!(connection_limit(1024, 64), 32);
-        assert_eq!(connection_limit(1024, 0), 1);
-        assert_eq!(connection_limit(3, 1024), 3);
+        assert_eq!(connection_limit(1024, 2, 1 << 20), 1024);
+        assert_eq!(connection_limit(1024, 2, u64::MAX), 1024);
+        assert_eq!(connection_limit(1024, 1, 1024), 1024 - 64);
+        assert_eq!(connection_limit(1024, 2, 1024), (1024 - 64) / 2);
+        assert_eq!(connection_limit(1024, 1, 64), 32);
+        assert_eq!(connection_limit(1024, 2, 0), 1);
+        assert_eq!(connection_limit(3, 2, 1024), 3);
     }
 }

@@ -63,26 +63,38 @@ impl From<Call> for Case {
 
 /// Options of a run, from the environment: `FUZZ_SEED`; `FUZZ_CASE`, a case or a range of cases such as 100..150;
 /// `FUZZ_SECONDS` for each target, with a random seed.
-struct Options {
-    seed: u64,
-    cases: std::ops::Range<u64>,
+pub struct Options {
+    pub seed: u64,
+    pub cases: std::ops::Range<u64>,
     seconds: Option<Duration>,
+    started: Instant,
 }
 
 impl Options {
-    fn read(target: &Target) -> Self {
+    /// Those of a target with `cases` cases in a bounded run.
+    pub fn read(cases: u64) -> Self {
         let number = |text: &str| text.trim().parse::<u64>().unwrap_or_else(|e| panic!("{text:?}: {e}"));
         #[expect(clippy::disallowed_methods, reason = "`cargo test` hands a test no arguments that its harness lacks")]
         let given = |name: &str| std::env::var(name).ok().filter(|text| !text.is_empty());
         let seconds = given("FUZZ_SECONDS").map(|text| Duration::from_secs(number(&text)));
         let unset = if seconds.is_some() { u64::from(rand::random::<u32>()) } else { SEED };
         let seed = given("FUZZ_SEED").map_or(unset, |text| number(&text));
-        let cases = given("FUZZ_CASE").map(|text| match text.split_once("..") {
+        let given_cases = given("FUZZ_CASE").map(|text| match text.split_once("..") {
             Some((from, to)) => number(from)..number(to),
             None => number(&text)..number(&text) + 1,
         });
-        let end = if seconds.is_some() { u64::MAX } else { target.cases };
-        Self { seed, cases: cases.unwrap_or(0..end), seconds }
+        let end = if seconds.is_some() { u64::MAX } else { cases };
+        Self { seed, cases: given_cases.unwrap_or(0..end), seconds, started: Instant::now() }
+    }
+
+    /// Whether the batch that begins with case `from` is to be run.
+    pub fn goes_on(&self, from: u64) -> bool {
+        from < self.cases.end && self.seconds.is_none_or(|seconds| self.started.elapsed() < seconds)
+    }
+
+    /// What repeats `cases`, for the report of a failure.
+    pub fn again(&self, cases: &str) -> String {
+        format!("FUZZ_SEED={} FUZZ_CASE={cases}", self.seed)
     }
 }
 
@@ -93,16 +105,15 @@ impl Target {
 }
 
 async fn run(target: Target) {
-    let options = Options::read(&target);
+    let options = Options::read(target.cases);
     let mut server = Server::start(target.flags).await;
     let connection = server.connect().await;
     let segment = Segment::new(target.name);
     let facts = Facts { parameters: rest::parameters(&connection).await, segment };
     let rest = Rest::before(&connection).await;
-    let started = Instant::now();
     let mut from = options.cases.start;
     let mut tally = Tally::new();
-    while from < options.cases.end && options.seconds.is_none_or(|seconds| started.elapsed() < seconds) {
+    while options.goes_on(from) {
         let to = options.cases.end.min(from + target.batch);
         println!("fuzz {}: seed {}, cases {from}..{to}", target.name, options.seed);
         for case in from..to {
@@ -110,11 +121,11 @@ async fn run(target: Target) {
             let made = (target.make)(&mut dice, &facts);
             match perform(&target, &connection, made).await {
                 Ok(ends) => ends.into_iter().for_each(|(how, count)| *tally.entry(how).or_default() += count),
-                Err(why) => fail(&mut server, &target, &options, &case.to_string(), &why),
+                Err(why) => server.fail(target.name, &options.again(&case.to_string()), &why),
             }
         }
         if let Err(why) = rest.check(&connection).await.and_then(|()| server.check_log()) {
-            fail(&mut server, &target, &options, &format!("{from}..{to}"), &why);
+            server.fail(target.name, &options.again(&format!("{from}..{to}")), &why);
         }
         from = to;
     }
@@ -165,15 +176,4 @@ fn judge(codes: &[Code], call: &Call, outcome: Outcome) -> Result<String, String
         check(&messages).map_err(|why| format!("{}: {why}", call.method))?;
     }
     Ok(format!("{code:?}"))
-}
-
-fn fail(server: &mut Server, target: &Target, options: &Options, cases: &str, why: &str) -> ! {
-    let ended = server.has_ended().map(|how| format!("\n  the server ended: {how}")).unwrap_or_default();
-    panic!(
-        "{name}, seed {seed}, case {cases}: {why}{ended}\n  log: {log}\n  again: FUZZ_SEED={seed} \
-         FUZZ_CASE={cases} cargo test --release --test fuzz {name}",
-        name = target.name,
-        seed = options.seed,
-        log = server.last_lines(),
-    );
 }

@@ -15,6 +15,8 @@ pub struct Server {
     /// Directory of the log and of the files that pushes may name.
     dir: tempfile::TempDir,
     pub authority: String,
+    /// Address of the HTTP port.
+    pub http: String,
     /// Bytes of the log that have been checked.
     read: usize,
 }
@@ -36,7 +38,7 @@ impl Server {
                 "--port",
                 "0",
                 "--http-port",
-                "off",
+                "0",
                 "--dtype",
                 "float32",
                 "--mem-util",
@@ -55,20 +57,21 @@ impl Server {
             .stderr(log)
             .stdout(Stdio::null());
         let child = command.spawn().expect("the server's binary is there");
-        let mut server = Self { child, dir, authority: String::new(), read: 0 };
-        server.authority = server.ready().await;
+        let mut server = Self { child, dir, authority: String::new(), http: String::new(), read: 0 };
+        (server.authority, server.http) = server.ready().await;
         server
     }
 
-    /// Waits for the log line that says the server is ready, and returns the address in it.
-    async fn ready(&mut self) -> String {
+    /// Waits for the log line that says the server is ready, and returns the addresses in it.
+    async fn ready(&mut self) -> (String, String) {
         let started = Instant::now();
         loop {
             let log = self.log();
             if let Some(line) = log.lines().find(|line| line.contains("ready"))
-                && let Some((_, address)) = line.split_once("address=")
+                && let Some((_, addresses)) = line.split_once("address=")
+                && let Some((grpc, http)) = addresses.trim().split_once(" http=")
             {
-                return address.trim().into();
+                return (grpc.into(), http.into());
             }
             assert!(self.has_ended().is_none() && started.elapsed() < PATIENCE, "the server does not start:\n{log}");
             tokio::time::sleep(Duration::from_millis(5)).await;
@@ -106,8 +109,17 @@ impl Server {
         }
     }
 
+    /// Ends the test with why it failed, what the log says, and how to do it again.
+    pub fn fail(&mut self, name: &str, again: &str, why: &str) -> ! {
+        let ended = self.has_ended().map(|how| format!("\n  the server ended: {how}")).unwrap_or_default();
+        panic!(
+            "{name}: {why}{ended}\n  log: {}\n  again: {again} cargo test --release --test fuzz {name}",
+            self.last_lines()
+        );
+    }
+
     /// The last lines of the log, for the report of a failure.
-    pub fn last_lines(&self) -> String {
+    fn last_lines(&self) -> String {
         let log = self.log();
         let lines: Vec<&str> = log.lines().filter(|line| !line.contains("loading:")).collect();
         let shortened = |line: &&str| line.chars().take(400).collect::<String>();

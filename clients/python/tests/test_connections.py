@@ -110,7 +110,7 @@ def test_few_descriptors_are_few_connections(binary, tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     with log, server:
         assert server.client.status()
-    assert "--max-connections 1024 is lowered to 136: the process may open 200 files" in path.read_text()
+    assert "--max-connections 1024 is lowered to 68: the process may open 200 files" in path.read_text()
 
 
 def test_a_token_that_nobody_checks_is_warned_of_once(binary, tmp_path):

@@ -13,6 +13,7 @@ use tokio_stream::StreamExt as _;
 
 use super::Door;
 use super::error::HttpError;
+use super::weight::parsed_bytes;
 use crate::error::{Error, Result, shown};
 use crate::memory::{Charge, Traffic};
 use crate::server::calls::{PATIENCE, Pace};
@@ -20,9 +21,6 @@ use crate::server::security::Caller;
 
 /// Largest body in bytes: that of gRPC's messages, and room for token ids written as decimal numbers.
 const MAX_BODY_BYTES: usize = 128 << 20;
-/// Most bytes that parsing takes for a byte of the body. A list of one-digit token ids takes two bytes for each, and
-/// four in memory, which a growing list takes three times; texts and objects take less.
-const PARSED: u64 = 6;
 /// Larger bodies are parsed on the blocking pool, because that takes about a millisecond.
 const INLINE_BYTES: usize = 64 << 10;
 /// Header that names the members of a body that were ignored.
@@ -130,7 +128,7 @@ fn too_large(bytes: usize) -> HttpError {
     HttpError::new(StatusCode::PAYLOAD_TOO_LARGE, "PayloadTooLargeError", None, &message)
 }
 
-/// Collects a body. Its bytes are counted before they are kept, and the memory of parsing them before it is done.
+/// Collects a body. Its bytes are counted before they are kept.
 async fn gather(
     body: Body,
     length: Option<usize>,
@@ -150,25 +148,26 @@ async fn gather(
                     charge.grow(2 * frame.len() as u64)?;
                     gathered.extend_from_slice(&frame);
                 }
-                Some(Err(error)) => return Err(Error::Unavailable(format!("the body broke off: {error}")).into()),
+                // The connection has broken, or its chunks are none.
+                Some(Err(error)) => return Err(Error::invalid("body", format!("broke off: {error}")).into()),
                 None => break,
             },
             in_time = pace.check(gathered.len(), length) => in_time?,
         }
     }
-    charge.grow(gathered.len() as u64 * PARSED)?;
     Ok((gathered.freeze(), charge))
 }
 
-/// Parses `body`.
+/// Parses `body`. What that takes is counted before it is done.
 ///
 /// # Errors
-/// `InvalidArgument` with the path of the member that is wrong.
-fn parse<T: DeserializeOwned>(body: &[u8], mut charge: Charge, caller: Caller) -> Result<JsonBody<T>> {
+/// `InvalidArgument` with the path of the member that is wrong; `ResourceExhausted`.
+pub(super) fn parse<T: DeserializeOwned>(body: &[u8], mut charge: Charge, caller: Caller) -> Result<JsonBody<T>> {
     // Serde would also read an object's members from a list, in the order in which the type has them.
     if body.trim_ascii_start().first() == Some(&b'[') {
         return Err(Error::invalid("body", "is a list and must be an object"));
     }
+    charge.grow(parsed_bytes(body))?;
     let mut ignored = Ignored::default();
     let mut note = |path: serde_ignored::Path<'_>| ignored.add(&path.to_string());
     let mut track = serde_path_to_error::Track::new();

@@ -2,15 +2,20 @@
 //! protobuf message that gRPC's clients send, so that both doors share checks, defaults and results.
 
 mod body;
+mod departure;
 mod error;
 mod facts;
 mod guard;
+#[cfg(test)]
+mod heap;
 mod listener;
 mod members;
 mod openai;
+mod origin;
 mod query;
 mod reply;
 mod vllm;
+mod weight;
 
 use std::future::Future as _;
 use std::sync::Arc;
@@ -20,7 +25,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use axum::Router;
 use axum::extract::{Request, State};
 use axum::http::header::CONTENT_TYPE;
-use axum::middleware::{Next, from_fn_with_state};
+use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use tokio::sync::Semaphore;
@@ -89,12 +94,13 @@ pub(super) fn router(gate: &Gate, access: &Access) -> Router {
         description: description.into(),
         loads: Arc::new(Semaphore::new(1)),
     };
-    router
+    let router = router
         .route("/openapi.json", guarded(get(openapi), Role::Generate, access))
         .fallback(|| async { HttpError::no_route() })
         .method_not_allowed_fallback(|| async { HttpError::wrong_method() })
-        .layer(from_fn_with_state(gate.panics.clone(), isolate))
-        .with_state(door)
+        .layer(from_fn_with_state(gate.panics.clone(), isolate));
+    let router = if access.is_open() { router.layer(from_fn(origin::guard)) } else { router };
+    router.with_state(door)
 }
 
 /// Turns a panic in a handler into 500 for that request alone.

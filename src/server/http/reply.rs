@@ -1,5 +1,7 @@
 //! Replies whose parts are made from the events of a request: one JSON value, or server-sent events.
 
+use std::collections::VecDeque;
+use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
@@ -13,8 +15,10 @@ use tokio_stream::{Stream, StreamExt as _};
 
 use super::body::Ignored;
 use super::error::HttpError;
+use crate::engine::Event;
 use crate::error::Error;
-use crate::server::calls::{ReplyStream, Writer};
+use crate::memory::{Charge, Traffic};
+use crate::server::calls::{Progress, ReplyStream, Writer};
 use crate::server::panics::Panics;
 
 /// The last event of a stream.
@@ -28,9 +32,57 @@ pub(super) fn event(value: &impl Serialize) -> Bytes {
     event.into()
 }
 
-/// `value` as the whole body of an answer.
+/// `value` as the whole body of an answer. It is measured first, because a buffer that grows takes three times as much.
 pub(super) fn json(value: &impl Serialize) -> Bytes {
-    serde_json::to_vec(value).expect("an answer is made of strings and numbers").into()
+    let mut body = Vec::with_capacity(json_bytes(value));
+    serde_json::to_writer(&mut body, value).expect("an answer is made of strings and numbers");
+    body.into()
+}
+
+/// Length in bytes of `value` as JSON.
+pub(super) fn json_bytes(value: &impl Serialize) -> usize {
+    struct Count(usize);
+    impl io::Write for Count {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0 += bytes.len();
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+    let mut count = Count(0);
+    serde_json::to_writer(&mut count, value).expect("an answer is made of strings and numbers");
+    count.0
+}
+
+/// Counts the messages of a writer until they have been sent. They can be much larger than the events they are made of.
+pub(super) struct Counted<W> {
+    writer: W,
+    charge: Charge,
+}
+
+impl<W> Counted<W> {
+    pub(super) fn new(writer: W, traffic: &Traffic) -> Self {
+        Self { writer, charge: traffic.charge_always(0) }
+    }
+}
+
+impl<W: Writer<Message = Bytes>> Writer for Counted<W> {
+    type Message = Bytes;
+
+    fn request_id(&self) -> &str {
+        self.writer.request_id()
+    }
+
+    /// Called for the next event when the messages of the last one have been sent.
+    fn write(&mut self, event: Event, out: &mut VecDeque<Bytes>) -> Progress {
+        self.charge.shrink(self.charge.bytes());
+        let progress = self.writer.write(event, out);
+        self.charge.grow_always(out.iter().map(|message| message.len() as u64).sum());
+        progress
+    }
 }
 
 /// Answers with what `replies` makes: its only message as JSON, or all its messages as events if `is_stream`. Waits for

@@ -15,7 +15,7 @@ struct Inner {
 }
 
 fn parsed(text: &str) -> Result<JsonBody<Message>> {
-    parse(text.as_bytes(), Traffic::new(1 << 20).charge_always(100), Caller::default())
+    parse(text.as_bytes(), Traffic::new(1 << 30).charge_always(100), Caller::default())
 }
 
 #[test]
@@ -44,6 +44,9 @@ fn what_is_wrong_is_named_by_its_path() {
         (r#"{"inner": [{"x": 1}, {"x": 300}]}"#, "inner[1].x"),
         (r#"{"inner": [{}]}"#, "inner[0]"),
         ("3", "body"),
+        ("[1]", "body"),
+        (" [1]", "body"),
+        ("null", "body"),
         ("{\"n\": 1} {}", "body"),
         ("", "body"),
         ("{\"n\": NaN}", "n"),

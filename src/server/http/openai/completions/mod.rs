@@ -17,7 +17,7 @@ use crate::server::http::Door;
 use crate::server::http::body::JsonBody;
 use crate::server::http::error::{ErrorBody, HttpError};
 use crate::server::http::members::{BodyOf, members};
-use crate::server::http::reply::answer;
+use crate::server::http::reply::{Counted, answer};
 use crate::server::pb;
 use crate::server::requests::{Arrived, start};
 use writer::{CompletionWriter, Options};
@@ -59,7 +59,7 @@ pub(in crate::server::http) struct CompletionRequest {
         (status = 404, description = "no such model or adapter", body = ErrorBody),
         (status = 409, description = "asleep, without weights, or another weight version", body = ErrorBody),
         (status = 413, description = "the body is too large", body = ErrorBody),
-        (status = 429, description = "queue or memory for requests is full", body = ErrorBody),
+        (status = 429, description = "queue or memory for requests is full, or no room for so large an answer", body = ErrorBody),
         (status = 503, description = "the server starts or ends", body = ErrorBody),
     )
 )]
@@ -78,7 +78,7 @@ pub(in crate::server::http) async fn completions(
     let is_stream = options.report.is_stream;
     let traffic = context.traffic.clone();
     let arrived = Arrived { message, bytes, charge, deadline: Deadline::new(None, &door.gate), owner: caller.owner };
-    let writer = move |request: &_| CompletionWriter::new(request, options, &traffic);
+    let writer = move |request: &_| Counted::new(CompletionWriter::new(request, options, &traffic), &traffic);
     let replies = start(&door.gate, arrived, convert::generate, writer).await?;
     answer(replies, is_stream, &ignored, &door.gate.panics).await
 }
@@ -103,7 +103,7 @@ fn message(own: Completion, sampling: Sampling, options: &mut Options, policy: &
     if options.is_echo {
         options.prompt_texts = prompts.iter().map(PromptInput::text).collect();
     }
-    let prompts = prompts.into_iter().map(prompt).collect::<Result<_>>()?;
+    let prompts = messages(prompts, prompt)?;
     // OpenAI's way to score a text: no token is made, and the text's own log-probabilities come back. One token is made
     // here too, and dropped.
     options.drops_tokens = options.is_echo && own.max_tokens == Some(0);
@@ -115,3 +115,15 @@ fn message(own: Completion, sampling: Sampling, options: &mut Options, policy: &
     let message = sampling.into_message(prompts, max_tokens, top, policy)?;
     Ok(pb::GenerateRequest { prompt_logprobs, return_text: options.report.has_text(), ..message })
 }
+
+/// The messages that `message` makes of prompts. Their list does not grow, which would take it three times.
+fn messages(prompts: Vec<PromptInput>, message: impl Fn(PromptInput) -> Result<pb::Prompt>) -> Result<Vec<pb::Prompt>> {
+    let mut messages = Vec::with_capacity(prompts.len());
+    for prompt in prompts {
+        messages.push(message(prompt)?);
+    }
+    Ok(messages)
+}
+
+#[cfg(test)]
+mod tests;

@@ -17,8 +17,15 @@ use crate::server::http::openai::logprobs::{Logprobs, PromptLogprobs, TokenTexts
 use crate::server::http::openai::report::{Report, StopReason, VersionSpan, finish_reason};
 use crate::server::http::openai::sampling::LogprobsMode;
 use crate::server::http::openai::usage::{Unused, Usage};
-use crate::server::http::reply::{event, json};
+use crate::server::http::reply::{event, json, json_bytes};
 use crate::types::{Prompt, TokenId, TokenLogprobs};
+
+/// Bytes that the log-probability of a token takes while it is turned into text, and that of each token that might have
+/// come instead: texts of their own, in lists that grow.
+const LOGPROB: usize = 192;
+const ALTERNATIVE: usize = 80;
+/// Bytes that are kept for each sample until the answer is sent.
+const SAMPLE: usize = 256;
 
 /// What the answers are to contain.
 pub(super) struct Options {
@@ -146,6 +153,7 @@ impl CompletionWriter {
         };
         let count = request.prompts.len() * samples;
         let is_stream = options.report.is_stream;
+        let echoes: usize = options.prompt_texts.iter().flatten().map(|text| text.len() + size_of::<String>()).sum();
         Self {
             id: format!("cmpl-{}", request.request_id),
             request_id: request.request_id.clone(),
@@ -157,14 +165,14 @@ impl CompletionWriter {
             streamed: (0..if is_stream { count } else { 0 }).map(|_| None).collect(),
             prompt_tokens: request.prompts.iter().map(|p| p.tokens.len() as u64).sum(),
             streamed_tokens: 0,
-            charge: traffic.charge_always(0),
+            charge: traffic.charge_always((echoes + count * SAMPLE) as u64),
         }
     }
 
     fn take(&mut self, event: Event, out: &mut VecDeque<Bytes>) -> Result<Progress> {
         match event {
             Event::Token { prompt_index, sample_index, logprobs, text } => {
-                let chunk = self.token(prompt_index, sample_index, &logprobs, text.unwrap_or_default());
+                let chunk = self.token(prompt_index, sample_index, &logprobs, text.unwrap_or_default())?;
                 self.send(chunk, out);
             }
             Event::Text { prompt_index, sample_index, text } => {
@@ -172,7 +180,7 @@ impl CompletionWriter {
                 let token_ids = self.options.report.returns_ids.then(Vec::new);
                 self.send(ChunkChoice { index, text, token_ids, ..Default::default() }, out);
             }
-            Event::PromptLogprobs { prompt_index, logprobs, .. } => self.prompt_done(prompt_index, logprobs),
+            Event::PromptLogprobs { prompt_index, logprobs, .. } => self.prompt_done(prompt_index, logprobs)?,
             Event::Completion(completion) if self.options.report.is_stream => {
                 let chunk = self.last_chunk(&completion);
                 self.send(chunk, out);
@@ -191,11 +199,13 @@ impl CompletionWriter {
         prompt_index as usize * self.samples + sample_index as usize
     }
 
-    fn prompt_done(&mut self, prompt_index: u32, logprobs: Vec<TokenLogprobs>) {
+    fn prompt_done(&mut self, prompt_index: u32, logprobs: Vec<TokenLogprobs>) -> Result<()> {
         let prompt = prompt_index as usize;
         let facts = &mut self.facts[prompt];
-        let kept: usize = logprobs.iter().map(|token| size_of::<TokenLogprobs>() + token.heap_bytes()).sum();
-        self.charge.grow_always(2 * kept as u64);
+        let kept = |token: &TokenLogprobs| {
+            size_of::<TokenLogprobs>() + token.heap_bytes() + LOGPROB + ALTERNATIVE * token.top.len()
+        };
+        self.charge.grow_accepted(logprobs.iter().map(kept).sum::<usize>() as u64)?;
         let report = &self.options.report;
         // vLLM reports them for an echo too, though they were not asked for.
         let echoed = self.options.logprobs.filter(|_| self.options.is_echo);
@@ -205,6 +215,17 @@ impl CompletionWriter {
             .or(echoed)
             .map(|top| PromptLogprobs::new(first, &logprobs, top as usize, report.token_texts()));
         facts.echo = echoed.map(|_| logprobs);
+        Ok(())
+    }
+
+    /// Counts what turning the log-probabilities of `tokens` sampled ones of `prompt` into text takes, with those of an
+    /// echo. Returns it, to be given back.
+    fn hold_logprobs(&mut self, prompt: usize, tokens: usize, with_echo: bool) -> Result<u64> {
+        let Some(top) = self.options.logprobs else { return Ok(0) };
+        let echoed = self.facts[prompt].echo.as_ref().filter(|_| with_echo).map_or(0, Vec::len);
+        let bytes = ((tokens + echoed) * (LOGPROB + ALTERNATIVE * top as usize)) as u64;
+        self.charge.grow_accepted(bytes)?;
+        Ok(bytes)
     }
 
     /// The text that a sample of `prompt` begins with.
@@ -233,6 +254,7 @@ impl CompletionWriter {
     fn completed(&mut self, completion: Completion) -> Result<()> {
         let (prompt, index) =
             (completion.prompt_index as usize, self.index(completion.prompt_index, completion.sample_index));
+        let held = self.hold_logprobs(prompt, completion.tokens.len(), true)?;
         let report = &self.options.report;
         let tokens = if self.options.drops_tokens { &[][..] } else { &completion.tokens[..] };
         let logprobs = self.options.logprobs.map(|top| {
@@ -259,19 +281,28 @@ impl CompletionWriter {
             routed_experts: None,
             weight_versions: report.versions(&completion),
         };
+        // Once for the sample, once for its copy in the answer, and once more while it is written.
+        let length = json_bytes(&choice) as u64;
+        self.charge.grow_accepted(3 * length)?;
         let written = serde_json::value::to_raw_value(&choice)
             .map_err(|e| Error::Internal(format!("a sample cannot be written: {e}")))?;
-        // Once for the sample, once for its copy in the answer.
-        self.charge.grow_always(2 * written.get().len() as u64);
+        self.charge.shrink(length + held);
         self.choices[index] = Some(written);
         Ok(())
     }
 
     /// What one token adds to a stream.
-    fn token(&mut self, prompt_index: u32, sample_index: u32, token: &TokenLogprobs, text: String) -> ChunkChoice {
+    fn token(
+        &mut self,
+        prompt_index: u32,
+        sample_index: u32,
+        token: &TokenLogprobs,
+        text: String,
+    ) -> Result<ChunkChoice> {
         let (prompt, index) = (prompt_index as usize, self.index(prompt_index, sample_index));
         self.streamed_tokens += 1;
         let is_first = self.streamed[index].is_none();
+        let held = self.hold_logprobs(prompt, 1, is_first)?;
         let mut chunk = ChunkChoice { index, ..Default::default() };
         let mut streamed = self.streamed[index]
             .take()
@@ -295,7 +326,8 @@ impl CompletionWriter {
             chunk.prompt_token_ids = is_first.then(|| self.prompts[prompt].tokens.to_vec());
             chunk.token_ids = Some(if self.options.drops_tokens { Vec::new() } else { vec![token.token] });
         }
-        chunk
+        self.charge.shrink(held);
+        Ok(chunk)
     }
 
     /// The end of a streamed sample.
@@ -366,6 +398,8 @@ impl CompletionWriter {
             usage: Usage::of(summary),
             unused: Unused::default(),
         }));
+        // What was kept is dropped; whoever sends the answer counts it.
+        self.charge.shrink(self.charge.bytes());
     }
 }
 
