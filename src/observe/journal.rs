@@ -86,33 +86,26 @@ impl Journal {
 
     /// Notes an error that a caller is given.
     pub fn error(&self, error: &Error, request_id: Option<&str>) {
-        let note = ErrorNote {
-            at: SystemTime::now(),
-            kind: error.kind(),
-            message: shown(&error.to_string(), MESSAGE_BYTES),
-            request_id: request_id.map(|id| shown(id, NAME_BYTES)),
-        };
-        self.with(|notes| keep(&mut notes.errors, note));
+        self.refusal(error.kind(), &error.to_string(), request_id);
     }
 
-    /// Begins to follow a push whose header has come. Unless it says otherwise, it ends when the guard is dropped,
+    /// Notes an error that a door has put into its own words. One with the message of the last note is not noted again:
+    /// it is the same one on its way out, or a client that asks for the same over and over.
+    pub fn refusal(&self, kind: &'static str, message: &str, request_id: Option<&str>) {
+        let message = shown(message, MESSAGE_BYTES);
+        let request_id = request_id.map(|id| shown(id, NAME_BYTES));
+        self.with(|notes| {
+            if notes.errors.back().is_none_or(|last| last.message != message) {
+                keep(&mut notes.errors, ErrorNote { at: SystemTime::now(), kind, message, request_id });
+            }
+        });
+    }
+
+    /// Begins to follow a push. Unless something else is said, it ends when the last clone of the guard is dropped,
     /// because its sender is gone.
-    pub fn push(&self, kind: PushKind, transport: Transport, adapter: Option<&str>) -> PushGuard {
-        self.metrics.pushes_open.raise();
-        let note = PushNote {
-            at: SystemTime::now(),
-            number: 0,
-            kind,
-            transport,
-            adapter: adapter.map(|name| shown(name, NAME_BYTES)),
-            bytes: 0,
-            staging: Duration::ZERO,
-            pause: None,
-            weight_version: None,
-            digest: [0; 16],
-            error: None,
-        };
-        PushGuard { journal: self.clone(), started: Instant::now(), span: None, note: Some(note) }
+    pub fn push(&self) -> PushGuard {
+        let state = PushState { span: None, note: None };
+        PushGuard(Arc::new(Followed { journal: self.clone(), started: Instant::now(), state: Mutex::new(state) }))
     }
 }
 
@@ -123,46 +116,83 @@ fn keep<T>(notes: &mut VecDeque<T>, note: T) {
     notes.push_back(note);
 }
 
-/// Follows one push: its spans in the timeline, its numbers, and its note at the end.
-pub struct PushGuard {
+/// Follows one push: its spans in the timeline, its numbers, and its note at the end. Clones follow the same one.
+#[derive(Clone)]
+pub struct PushGuard(Arc<Followed>);
+
+struct Followed {
     journal: Journal,
     started: Instant,
+    state: Mutex<PushState>,
+}
+
+struct PushState {
     span: Option<Span>,
-    /// `None` once it has been written.
+    /// `None` before the header has come, and once the note has been written.
     note: Option<PushNote>,
 }
 
 impl PushGuard {
+    /// The header has come, and says what is pushed.
+    pub fn is(&self, kind: PushKind, transport: Transport, adapter: Option<&str>) {
+        self.0.journal.metrics.pushes_open.raise();
+        self.0.with(|state| {
+            state.note = Some(PushNote {
+                at: SystemTime::now(),
+                number: 0,
+                kind,
+                transport,
+                adapter: adapter.map(|name| shown(name, NAME_BYTES)),
+                bytes: 0,
+                staging: Duration::ZERO,
+                pause: None,
+                weight_version: None,
+                digest: [0; 16],
+                error: None,
+            });
+        });
+    }
+
     /// The engine has opened the push under this number, and its bytes are awaited.
-    pub fn receives(&mut self, number: u64) {
-        self.change(|note| note.number = number);
-        self.next_span(Some(Phase::PushReceive));
+    pub fn receives(&self, number: u64) {
+        self.0.change(|note| note.number = number);
+        self.0.next_span(Some(Phase::PushReceive));
     }
 
     /// All bytes are here.
-    pub fn verifies(&mut self) {
-        self.next_span(Some(Phase::PushVerify));
+    pub fn verifies(&self) {
+        self.0.next_span(Some(Phase::PushVerify));
     }
 
     /// The push is verified, and goes to the engine.
-    pub fn commits(&mut self, bytes: u64, digest: [u8; 16]) {
-        let staging = self.started.elapsed();
-        self.change(|note| (note.bytes, note.digest, note.staging) = (bytes, digest, staging));
-        self.next_span(Some(Phase::PushCommit));
+    pub fn commits(&self, bytes: u64, digest: [u8; 16]) {
+        let staging = self.0.started.elapsed();
+        self.0.change(|note| (note.bytes, note.digest, note.staging) = (bytes, digest, staging));
+        self.0.next_span(Some(Phase::PushCommit));
     }
 
     /// The push was applied.
-    pub fn applied(mut self, weight_version: u64, pause: Duration) {
-        self.change(|note| (note.weight_version, note.pause) = (Some(weight_version), Some(pause)));
-        self.end();
+    pub fn applied(&self, weight_version: u64, pause: Duration) {
+        self.0.change(|note| (note.weight_version, note.pause) = (Some(weight_version), Some(pause)));
+        self.0.end();
     }
 
     /// The push was refused or ended with an error.
-    pub fn failed(mut self, error: &Error) {
-        self.fail(error);
+    pub fn failed(&self, error: &Error) {
+        self.0.fail(error);
+    }
+}
+
+impl Followed {
+    fn with<T>(&self, work: impl FnOnce(&mut PushState) -> T) -> T {
+        work(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    fn fail(&mut self, error: &Error) {
+    fn change(&self, change: impl FnOnce(&mut PushNote)) {
+        self.with(|state| state.note.as_mut().map(change));
+    }
+
+    fn fail(&self, error: &Error) {
         let staging = self.started.elapsed();
         self.change(|note| {
             note.error = Some((error.kind(), shown(&error.to_string(), MESSAGE_BYTES)));
@@ -171,26 +201,22 @@ impl PushGuard {
         self.end();
     }
 
-    fn change(&mut self, change: impl FnOnce(&mut PushNote)) {
-        if let Some(note) = &mut self.note {
-            change(note);
-        }
-    }
-
     /// Ends the span of the push and begins the next one, if there is one.
-    fn next_span(&mut self, next: Option<Phase>) {
-        let Some(note) = &self.note else { return };
-        let (bytes, version, number) = (note.bytes, note.weight_version.unwrap_or(0), note.number);
-        let ended = self.span.take();
-        self.span = self.journal.with(|notes| {
-            ended.into_iter().for_each(|span| notes.track.end(span, bytes, version));
-            next.map(|phase| notes.track.begin(phase, number))
+    fn next_span(&self, next: Option<Phase>) {
+        self.with(|state| {
+            let Some(note) = &state.note else { return };
+            let ended = state.span.take();
+            state.span = self.journal.with(|notes| {
+                let version = note.weight_version.unwrap_or(0);
+                ended.into_iter().for_each(|span| notes.track.end(span, note.bytes, version));
+                next.map(|phase| notes.track.begin(phase, note.number))
+            });
         });
     }
 
-    fn end(&mut self) {
+    fn end(&self) {
         self.next_span(None);
-        let Some(mut note) = self.note.take() else { return };
+        let Some(mut note) = self.with(|state| state.note.take()) else { return };
         let metrics = &self.journal.metrics;
         metrics.pushes_open.lower();
         match note.pause {
@@ -202,11 +228,9 @@ impl PushGuard {
     }
 }
 
-impl Drop for PushGuard {
+impl Drop for Followed {
     fn drop(&mut self) {
-        if self.note.is_some() {
-            self.fail(&Error::Aborted("the sender is gone, or its deadline has passed".into()));
-        }
+        self.fail(&Error::Aborted("the sender is gone, or its deadline has passed".into()));
     }
 }
 
@@ -219,16 +243,21 @@ mod tests {
     fn a_push_leaves_its_spans_its_numbers_and_a_note() {
         let (observer, _recorder) = Observer::new();
         let journal = &observer.journal;
-        let mut push = journal.push(PushKind::Lora, Transport::SharedMemory, None);
+        let push = journal.push();
+        push.is(PushKind::Lora, Transport::SharedMemory, None);
         assert_eq!(observer.metrics.pushes_open.get(), 1);
         push.receives(7);
         push.verifies();
         push.commits(1000, [3; 16]);
         push.applied(5, Duration::from_millis(2));
-        let mut push = journal.push(PushKind::Adapter, Transport::Inline, Some("math\n"));
+        let push = journal.push();
+        push.is(PushKind::Adapter, Transport::Inline, Some("math\n"));
         push.receives(8);
         push.failed(&Error::DataLoss("x".repeat(1000)));
-        drop(journal.push(PushKind::Full, Transport::Directory, None));
+        drop(journal.push());
+        let push = journal.push();
+        push.is(PushKind::Full, Transport::Directory, None);
+        drop(push);
         assert_eq!(observer.metrics.pushes_open.get(), 0);
 
         let spans: Vec<_> = observer.timeline.window(0, 100).spans.into_iter().collect();
@@ -259,6 +288,10 @@ mod tests {
         let errors = observer.journal.errors();
         assert_eq!((errors.len(), errors[0].kind), (MOST, "not_found"));
         assert_eq!(errors[0].message, format!("{}\\u{{1b}}", MOST + 9));
+        observer.journal.error(&Error::NotFound("again".into()), Some("a"));
+        observer.journal.refusal("NotFoundError", "again", None);
+        let again = observer.journal.errors();
+        assert_eq!((again[0].kind, &again[1].message), ("not_found", &errors[0].message));
         assert!(errors[0].request_id.as_ref().is_some_and(|id| id.len() < NAME_BYTES + 40));
     }
 }

@@ -10,14 +10,16 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::Semaphore;
 use tokio::time::{Instant, Sleep, sleep};
 use tokio_stream::Stream;
 
 use super::handshakes::Handshakes;
 use super::notice::Notice;
 use super::security::Tls;
+use super::slot::Slot;
 use super::socket::Socket;
+use crate::observe::Metrics;
 
 /// File descriptors that connections leave to the rest of the process: the runtime's own, and the files and segments of
 /// pushes that are read at the same time.
@@ -38,7 +40,7 @@ pub fn connection_limit(asked: usize, ports: usize, open_files: u64) -> usize {
 pub(super) struct Accepted {
     pub(super) socket: Socket,
     /// Counts the connection against the limit until it is dropped.
-    pub(super) slot: OwnedSemaphorePermit,
+    pub(super) slot: Slot,
 }
 
 /// Stream of accepted connections. It never ends.
@@ -46,6 +48,7 @@ pub(super) struct Incoming {
     listener: tokio::net::TcpListener,
     free: Arc<Semaphore>,
     limit: usize,
+    metrics: Arc<Metrics>,
     /// None without TLS.
     handshakes: Option<Handshakes>,
     /// A spare descriptor. It is closed to accept and drop a connection when no descriptor is left, so that the client
@@ -61,11 +64,17 @@ impl Incoming {
     ///
     /// # Errors
     /// If the listener cannot be watched.
-    pub(super) fn new(listener: TcpListener, limit: usize, tls: Option<Tls>) -> io::Result<Self> {
+    pub(super) fn new(
+        listener: TcpListener,
+        limit: usize,
+        tls: Option<Tls>,
+        metrics: &Arc<Metrics>,
+    ) -> io::Result<Self> {
         Ok(Self {
             listener: tokio::net::TcpListener::from_std(listener)?,
             free: Arc::new(Semaphore::new(limit)),
             limit,
+            metrics: metrics.clone(),
             handshakes: tls.map(|tls| Handshakes::new(tls, limit)),
             reserve: reserve(),
             back_off: None,
@@ -114,7 +123,7 @@ impl Stream for Incoming {
                     continue;
                 }
             };
-            if let Ok(slot) = this.free.clone().try_acquire_owned() {
+            if let Some(slot) = Slot::take(&this.free, &this.metrics) {
                 // Fails only for a connection that has already broken, which its first read reports.
                 let _ = stream.set_nodelay(true);
                 match &mut this.handshakes {

@@ -9,12 +9,12 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, ReadBuf, Take};
-use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Sleep, sleep};
 use tonic::transport::server::{Connected, TcpConnectInfo};
 
 use super::connections::Accepted;
 use super::frames::{FrameReader, FrameRoom, HEAD_BYTES, PREFACE_BYTES};
+use super::slot::Slot;
 use super::socket::Socket;
 
 /// Longest time from accepting a connection to the beginning of HTTP/2. Keepalive notices connections that fall silent
@@ -29,7 +29,7 @@ pub(super) struct Connection {
     frames: FrameReader,
     /// Wait for the client's greeting; None once it has come.
     greeting: Option<Greeting>,
-    _slot: OwnedSemaphorePermit,
+    _slot: Slot,
 }
 
 struct Greeting {

@@ -9,13 +9,13 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use tokio::net::TcpStream;
-use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, Sleep, sleep_until, timeout};
 use tokio_rustls::server::TlsStream;
 
 use super::notice::Notice;
 use super::security::Tls;
+use super::slot::Slot;
 
 /// Longest time of a handshake: some round trips through a slow network.
 const HANDSHAKE: Duration = Duration::from_secs(10);
@@ -28,7 +28,7 @@ const OLD: Duration = Duration::from_secs(1);
 const BUFFER_BYTES: usize = 16 << 10;
 
 /// The result of a handshake: the connection with its place, or who failed and why.
-type Ended = Result<(TlsStream<TcpStream>, OwnedSemaphorePermit), (Option<SocketAddr>, io::Error)>;
+type Ended = Result<(TlsStream<TcpStream>, Slot), (Option<SocketAddr>, io::Error)>;
 
 pub(super) struct Handshakes {
     tls: Tls,
@@ -70,7 +70,7 @@ impl Handshakes {
     }
 
     /// Begins a handshake, whose connection takes `slot`.
-    pub(super) fn begin(&mut self, stream: TcpStream, slot: OwnedSemaphorePermit) {
+    pub(super) fn begin(&mut self, stream: TcpStream, slot: Slot) {
         let acceptor = self.tls.acceptor();
         let handshake = self.under_way.spawn(async move {
             let peer = stream.peer_addr().ok();
@@ -85,7 +85,7 @@ impl Handshakes {
     }
 
     /// The next connection whose handshake is done.
-    pub(super) fn poll_done(&mut self, cx: &mut Context<'_>) -> Poll<(TlsStream<TcpStream>, OwnedSemaphorePermit)> {
+    pub(super) fn poll_done(&mut self, cx: &mut Context<'_>) -> Poll<(TlsStream<TcpStream>, Slot)> {
         loop {
             match ready!(self.under_way.poll_join_next(cx)) {
                 Some(Ok(Ok(done))) => return Poll::Ready(done),

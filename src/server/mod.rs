@@ -18,8 +18,10 @@ mod panics;
 mod pushes;
 mod requests;
 mod role;
+mod scrape;
 mod security;
 mod shutdown;
+mod slot;
 mod socket;
 
 use std::convert::Infallible;
@@ -308,7 +310,7 @@ fn transport(
     let routes = http::router(gate, &security.access);
     let incoming = |door: Listening, protocol| {
         let failed = |e| Error::Internal(format!("cannot listen on {}: {e}", door.address));
-        Incoming::new(door.listener, max_connections, security.tls(protocol)).map_err(failed)
+        Incoming::new(door.listener, max_connections, security.tls(protocol), &gate.observer.metrics).map_err(failed)
     };
     let http = http.map(|http| incoming(http, Protocol::Http1)).transpose()?;
     let http = http.map(|http| http::serve_connections(http, routes, stopped.clone()));
@@ -353,7 +355,7 @@ fn grpc_transport<C: Stream<Item = Connection> + Send + 'static, H: Health>(
         .initial_connection_window_size(Some(CONNECTION_WINDOW))
         .max_frame_size(Some(frames::FRAME_BYTES))
         .layer(InterceptorLayer::new(grpc::note_call(gate)))
-        .add_routes(grpc::guarded(routes, access));
+        .add_routes(grpc::guarded(routes, access, &gate.observer.metrics));
     let stopped = async move {
         // A dropped sender means the end just as a message does.
         let _ = stopped.wait_for(|stop| *stop).await;

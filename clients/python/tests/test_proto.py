@@ -43,6 +43,9 @@ def test_descriptors_are_those_of_the_proto_files(tmp_path):
         (types.ServerStatus, "GetStatusResponse"),
         (types.MemoryLedger, "MemoryLedger"),
         (types.OpenUpdate, "OpenUpdate"),
+        (rollout_client.Timeline, "GetTimelineResponse"),
+        (rollout_client.Span, "Span"),
+        (rollout_client.PhaseTime, "PhaseTime"),
     ],
 )
 def test_dataclass_has_the_fields_of_its_message(cls, message):

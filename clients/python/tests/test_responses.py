@@ -21,6 +21,7 @@ from rollout_client import (
     DeadlineExceeded,
     FinishReason,
     Internal,
+    InvalidArgument,
     Lifecycle,
     PromptLogprobs,
     RolloutClient,
@@ -154,6 +155,25 @@ def test_abort_info_status_reset(call, fake):
     assert status.memory == rollout_client.MemoryLedger(10, 5, {"weights": 3}, 4)
     assert (status.total_blocks, status.free_blocks, status.tokens_per_second) == (8, 7, 1.5)
     assert call(lambda client: client.reset_prefix_cache()) == 9
+
+
+def test_timeline(call, fake):
+    spans = [
+        {"track": "engine", "id": 3, "phase": "decode", "start": 10, "end": 20, "steps": 2, "sampled_tokens": 8},
+        {"track": "engine", "id": 4, "phase": "brief", "start": 20, "parts": [{"phase": "idle", "share": 0.5}]},
+    ]
+    fake.answers["GetTimeline"] = lambda request, context: _proto.GET_TIMELINE.response(
+        started=1, start=10, now=30, spans=spans, phases=[{"phase": "decode", "seconds": 1e-8, "share": 0.5}]
+    )
+    timeline = call(lambda client: client.timeline(since=2**63, max_spans=7))
+    assert (fake.requests[-1].since, fake.requests[-1].max_spans) == (2**63, 7)
+    assert (timeline.started, timeline.start, timeline.now, timeline.truncated) == (1, 10, 30, False)
+    decode, brief = timeline.spans
+    assert (decode.phase, decode.end, decode.steps, decode.sampled_tokens, decode.parts) == ("decode", 20, 2, 8, [])
+    assert (brief.id, brief.end, brief.parts) == (4, None, [rollout_client.PhaseTime("idle", 0.0, 0.5)])
+    assert timeline.phases == [rollout_client.PhaseTime("decode", 1e-8, 0.5)]
+    with pytest.raises(InvalidArgument, match="since"):
+        call(lambda client: client.timeline(since=-1))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,11 @@ impl Deadline {
         Self { at, gate: Some(gate.clone()) }
     }
 
+    /// Notes the error that the call ends with, for observers.
+    pub(in crate::server) fn note(&self, error: &Error) {
+        self.gate.iter().for_each(|gate| gate.observer.journal.error(error, None));
+    }
+
     /// Waits until the deadline has passed; for ever if there is none.
     pub(in crate::server) async fn passed(self) {
         let Some(at) = self.at else { return std::future::pending().await };

@@ -81,6 +81,7 @@ impl<W: Writer> ReplyStream<W> {
     fn fail(&mut self, error: Error) -> Poll<Option<Result<W::Message>>> {
         self.ended = true;
         self.messages.clear();
+        self.gate.observer.journal.error(&error, Some(self.writer.request_id()));
         tracing::info!(
             request_id = self.writer.request_id(),
             prompts = self.prompts,

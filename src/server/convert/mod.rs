@@ -8,6 +8,7 @@ mod prompt;
 mod sampling;
 #[cfg(test)]
 mod tests;
+mod timeline;
 mod update;
 
 use std::sync::Arc;
@@ -15,6 +16,7 @@ use std::time::Instant;
 
 pub(super) use lifecycle::{asleep, drain_mode, lifecycle, sleep_level, sleep_reply, wake_tags};
 pub(super) use prompt::tokens;
+pub(super) use timeline::timeline;
 pub(super) use update::{
     ReceivedFacts, Terms, ValidHeader, adapters, dtype, header, open_update, tensors, update_reply,
 };

@@ -5,6 +5,7 @@ use std::time::Duration;
 use super::{MAX_ADAPTER_NAME_BYTES, MAX_PARAMETER_NAME_BYTES, check_length};
 use crate::engine::{AdapterStatus, AdapterTarget, OpenUpdate, RunningPolicy, UpdateReply};
 use crate::error::{Error, Result};
+use crate::observe::{PushGuard, PushKind, Transport};
 use crate::server::context::ServerInfo;
 use crate::server::pb;
 use crate::types::WeightVersion;
@@ -22,6 +23,24 @@ const MAX_PATH_BYTES: usize = 4096;
 pub(in crate::server) struct ValidHeader {
     pub(in crate::server) spec: UpdateSpec,
     pub(in crate::server) terms: Terms,
+}
+
+impl ValidHeader {
+    /// Tells observers what is pushed.
+    pub(in crate::server) fn describe(&self, push: &PushGuard) {
+        let kind = match self.terms.kind {
+            UpdateKind::Lora if self.terms.adapter.is_some() => PushKind::Adapter,
+            UpdateKind::Lora => PushKind::Lora,
+            UpdateKind::Full => PushKind::Full,
+            UpdateKind::Delta => PushKind::Delta,
+        };
+        let transport = match self.spec.source {
+            Source::Inline => Transport::Inline,
+            Source::SharedMemory(_) => Transport::SharedMemory,
+            Source::Directory(_) => Transport::Directory,
+        };
+        push.is(kind, transport, self.terms.adapter.as_ref().map(|adapter| adapter.name.as_str()));
+    }
 }
 
 /// The conditions of an update that the engine decides by.
@@ -192,8 +211,8 @@ pub(in crate::server) fn update_reply(
 /// Facts of a push that its reply reports, kept after its content has gone to the engine.
 #[derive(Clone, Copy, Debug, Default)]
 pub(in crate::server) struct ReceivedFacts {
-    digest: [u8; 16],
-    bytes: u64,
+    pub(in crate::server) digest: [u8; 16],
+    pub(in crate::server) bytes: u64,
     parameters: u32,
 }
 

@@ -1,4 +1,4 @@
-//! The service Control: GetInfo, GetStatus, ResetPrefixCache, Sleep, Wake, Pause, Resume.
+//! The service Control: GetInfo, GetStatus, GetTimeline, ResetPrefixCache, Sleep, Wake, Pause, Resume.
 
 use std::time::Instant;
 
@@ -77,6 +77,13 @@ impl pb::control_server::Control for ControlService {
         request: Request<pb::GetStatusRequest>,
     ) -> tonic::Result<Response<pb::GetStatusResponse>> {
         answer(deadline_of(&request), self.status()).await
+    }
+
+    async fn get_timeline(
+        &self,
+        request: Request<pb::GetTimelineRequest>,
+    ) -> tonic::Result<Response<pb::GetTimelineResponse>> {
+        Ok(Response::new(convert::timeline(&self.gate.observer.timeline, request.get_ref())))
     }
 
     async fn reset_prefix_cache(

@@ -65,7 +65,8 @@ pub(super) async fn answer<T>(
     deadline: Deadline,
     work: impl Future<Output = Result<T, Error>>,
 ) -> tonic::Result<Response<T>> {
-    deadline.limit(work).await.map(Response::new).map_err(to_status)
+    let result = deadline.clone().limit(work).await.inspect_err(|error| deadline.note(error));
+    result.map(Response::new).map_err(to_status)
 }
 
 #[cfg(test)]

@@ -1,12 +1,16 @@
 //! Checks the token of each call before its message is received, so that a client without one cannot make the server
 //! hold a message.
 
+use std::sync::Arc;
+
 use axum::extract::{Request, State};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::Response;
 use tonic::service::Routes;
 
+use super::counts::count;
 use super::status::to_status;
+use crate::observe::Metrics;
 use crate::server::role::Role;
 use crate::server::security::{Access, Caller};
 
@@ -23,6 +27,7 @@ const METHODS: &[(&str, Role)] = &[
     ("/rollout.v1.Weights/RemoveAdapter", Role::Control),
     ("/rollout.v1.Control/GetInfo", Role::Generate),
     ("/rollout.v1.Control/GetStatus", Role::Generate),
+    ("/rollout.v1.Control/GetTimeline", Role::Generate),
     ("/rollout.v1.Control/ResetPrefixCache", Role::Control),
     ("/rollout.v1.Control/Sleep", Role::Control),
     ("/rollout.v1.Control/Wake", Role::Control),
@@ -40,9 +45,16 @@ pub(super) fn role_of(path: &str) -> Role {
     METHODS.iter().find(|(method, _)| *method == path).map_or(Role::Generate, |(_, role)| *role)
 }
 
-/// The routes, of which each call is checked.
-pub(in crate::server) fn guarded(routes: Routes, access: &Access) -> Routes {
-    routes.into_axum_router().layer(from_fn_with_state(access.clone(), guard)).into()
+/// Service and method of a path, if there are such.
+pub(super) fn method_of(path: &str) -> Option<(&'static str, &'static str)> {
+    let (method, _) = METHODS.iter().find(|(method, _)| *method == path)?;
+    method.trim_start_matches('/').split_once('/')
+}
+
+/// The routes, of which each call is checked and counted.
+pub(in crate::server) fn guarded(routes: Routes, access: &Access, metrics: &Arc<Metrics>) -> Routes {
+    let guarded = routes.into_axum_router().layer(from_fn_with_state(access.clone(), guard));
+    guarded.layer(from_fn_with_state(metrics.clone(), count)).into()
 }
 
 /// Refuses a call, or lets it through with its [`Caller`] among its extensions.

@@ -2,6 +2,7 @@
 
 mod arrival;
 mod control;
+mod counts;
 mod deadline;
 mod guard;
 mod isolation;

@@ -42,11 +42,13 @@ impl RolloutService {
         W: Writer,
     {
         let (deadline, owner) = (deadline_of(&request), caller_of(&request).owner);
+        let noted = deadline.clone();
         let traffic = self.gate.traffic().map_err(to_status)?;
         let charge = charge_of(&mut request, &traffic);
         let message = request.into_inner();
         let arrived = Arrived { bytes: message.encoded_len(), message, charge, deadline, owner };
-        let stream = start(&self.gate, arrived, convert, writer).await.map_err(to_status)?;
+        let started = start(&self.gate, arrived, convert, writer).await;
+        let stream = started.inspect_err(|error| noted.note(error)).map_err(to_status)?;
         Ok(Response::new(Replies(stream)))
     }
 }

@@ -31,6 +31,13 @@ struct ErrorFacts {
     code: u16,
 }
 
+/// What an answer says went wrong, among its extensions.
+#[derive(Clone, Debug)]
+pub(super) struct Shown {
+    pub(super) kind: &'static str,
+    pub(super) message: String,
+}
+
 /// An answer that says what went wrong.
 #[derive(Clone, Debug)]
 pub(super) struct HttpError {
@@ -118,10 +125,12 @@ fn member(path: &str) -> String {
 impl IntoResponse for HttpError {
     fn into_response(self) -> Response {
         let status = self.status;
+        let shown = Shown { kind: self.facts.r#type, message: self.facts.message.clone() };
         let mut response = (status, Json(self.into_body())).into_response();
         if status == StatusCode::UNAUTHORIZED {
             response.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
+        response.extensions_mut().insert(shown);
         response
     }
 }

@@ -10,6 +10,7 @@ mod guard;
 mod heap;
 mod listener;
 mod members;
+mod observe;
 mod openai;
 mod origin;
 mod query;
@@ -66,6 +67,8 @@ fn table() -> Vec<(Role, Route)> {
         (Role::Anyone, routes!(facts::ping)),
         (Role::Generate, routes!(facts::version)),
         (Role::Generate, routes!(facts::models)),
+        (Role::Generate, routes!(observe::metrics)),
+        (Role::Generate, routes!(observe::timeline)),
         (Role::Generate, routes!(openai::completions::completions)),
         (Role::Generate, routes!(openai::chat::chat_completions)),
         (Role::Generate, routes!(openai::chat::render)),
@@ -100,7 +103,7 @@ pub(super) fn router(gate: &Gate, access: &Access) -> Router {
         .method_not_allowed_fallback(|| async { HttpError::wrong_method() })
         .layer(from_fn_with_state(gate.panics.clone(), isolate));
     let router = if access.is_open() { router.layer(from_fn(origin::guard)) } else { router };
-    router.with_state(door)
+    router.layer(from_fn_with_state(gate.observer.clone(), observe::count)).with_state(door)
 }
 
 /// Turns a panic in a handler into 500 for that request alone.

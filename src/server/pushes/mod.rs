@@ -16,6 +16,23 @@ use super::gate::Gate;
 use super::pb;
 use crate::engine::{Activity, Command};
 use crate::error::{Error, Result};
+use crate::observe::PushGuard;
+
+/// One transaction, of which observers are told however it ends: see [`unnoted`].
+///
+/// # Errors
+/// As for [`unnoted`].
+pub(super) async fn transact<R>(
+    gate: &Gate,
+    peer: String,
+    receive: impl FnOnce(Arc<ServingContext>, Sender) -> R,
+) -> Result<pb::UpdateResponse>
+where
+    R: Future<Output = Result<VerifiedPush>>,
+{
+    let noted = gate.observer.journal.push();
+    unnoted(gate, peer, &noted, receive).await.inspect_err(|error| noted.failed(error))
+}
 
 /// One transaction, from its opening to the engine's answer to the commit. `receive` takes the push and verifies it up
 /// to its commit. Dropping this future cancels the transaction. Until the engine has the commit, the end of the server
@@ -24,9 +41,10 @@ use crate::error::{Error, Result};
 /// # Errors
 /// Those of `receive`; `Unavailable` while the server starts or ends; `Aborted` by CancelUpdate; those of the engine,
 /// which has changed nothing then.
-pub(super) async fn transact<R>(
+async fn unnoted<R>(
     gate: &Gate,
     peer: String,
+    noted: &PushGuard,
     receive: impl FnOnce(Arc<ServingContext>, Sender) -> R,
 ) -> Result<pb::UpdateResponse>
 where
@@ -36,7 +54,7 @@ where
     let (context, _running) = gate.admit()?;
     let (ended, mut cancelled) = reply_channel();
     let cancel = CancelOnDrop::new(&context.engine);
-    let sender = Sender { peer, activity: Activity::start(), cancel: cancel.flag.clone(), ended };
+    let sender = Sender { peer, activity: Activity::start(), cancel: cancel.flag.clone(), ended, noted: noted.clone() };
     let verified = tokio::select! {
         verified = receive(context.clone(), sender) => verified?,
         Ok(error) = &mut cancelled => return Err(error),
@@ -44,12 +62,14 @@ where
     };
     let took = started.elapsed();
     let VerifiedPush { update, content, facts } = verified;
+    noted.commits(facts.bytes, facts.digest);
     let commit = |reply| Command::CommitUpdate { update, content, reply };
     let reply = match ask_patiently(&context.engine, commit).await? {
         // CancelUpdate came just before the commit.
         Err(error) => return Err(cancelled.try_recv().unwrap_or(error)),
         Ok(reply) => reply,
     };
+    noted.applied(reply.weight_version, reply.pause);
     if reply.pending {
         // A sleeping server keeps no memory, so it does not keep the trainer's segment mapped either.
         context.sources.segments().release();

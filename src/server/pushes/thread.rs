@@ -9,6 +9,7 @@ use tokio::task::{JoinHandle, spawn_blocking};
 
 use crate::engine::{Activity, CancelFlag, Command, EngineHandle, Reply, UpdateBegin, UpdateTicket};
 use crate::error::{Error, Result};
+use crate::observe::PushGuard;
 use crate::server::calls::{ask, engine_gone, reply_channel};
 use crate::server::context::ServingContext;
 use crate::server::convert::{ReceivedFacts, Terms, ValidHeader};
@@ -24,6 +25,7 @@ pub(in crate::server) struct PushThread {
     thread: JoinHandle<Result<Received>>,
     update: u64,
     declared: usize,
+    noted: PushGuard,
 }
 
 /// A verified push, ready to be committed.
@@ -39,6 +41,8 @@ pub(in crate::server) struct Sender {
     pub(in crate::server) activity: Activity,
     pub(super) cancel: CancelFlag,
     pub(super) ended: Reply<Error>,
+    /// Tells observers of the push.
+    pub(super) noted: PushGuard,
 }
 
 /// What the thread is told of a push.
@@ -55,6 +59,8 @@ impl PushThread {
         header: ValidHeader,
         sender: Sender,
     ) -> Result<Self> {
+        let noted = sender.noted.clone();
+        header.describe(&noted);
         let ValidHeader { spec, terms } = header;
         let declared = spec.tensors.len();
         let (parameters, sources) = (context.parameters.clone(), context.sources.clone());
@@ -66,7 +72,8 @@ impl PushThread {
         let (messages, queue) = mpsc::channel(QUEUE);
         let (engine, update) = (context.engine.clone(), ticket.id);
         let thread = spawn_blocking(move || receive(receiver, queue, ticket, &engine, &activity));
-        Ok(Self { messages, thread, update, declared })
+        noted.receives(update);
+        Ok(Self { messages, thread, update, declared, noted })
     }
 
     /// Number of tensors that the header has declared.
@@ -84,6 +91,7 @@ impl PushThread {
 
     /// Ends the push and verifies what has arrived.
     pub(in crate::server) async fn finish(mut self) -> Result<VerifiedPush> {
+        self.noted.verifies();
         self.send(PushMessage::Finish).await?;
         let received = self.thread.await.map_err(failed)??;
         let facts = ReceivedFacts::from(&received);
@@ -103,7 +111,7 @@ impl PushThread {
 }
 
 fn begin(terms: Terms, receiver: &Receiver, sender: Sender) -> UpdateBegin {
-    let Sender { peer, activity, cancel, ended } = sender;
+    let Sender { peer, activity, cancel, ended, .. } = sender;
     UpdateBegin {
         kind: terms.kind,
         adapter: terms.adapter,

@@ -3,6 +3,7 @@
 from ._delta import DeltaTensor, make_delta
 from ._segment import SharedBuffer, clean_stale_segments
 from ._tensors import checksum_of
+from ._timeline import PhaseTime, Span, Timeline
 from ._tls import Tls
 from .aio import AsyncGenerateStream, AsyncRolloutClient
 from .client import GenerateStream, RolloutClient
@@ -96,6 +97,7 @@ __all__ = [
     "OpenUpdate",
     "ParameterInfo",
     "PermissionDenied",
+    "PhaseTime",
     "PromptInput",
     "PromptLogprobs",
     "PromptOutput",
@@ -116,8 +118,10 @@ __all__ = [
     "ServerStatus",
     "SharedBuffer",
     "SleepResult",
+    "Span",
     "StreamEvent",
     "Summary",
+    "Timeline",
     "Tls",
     "TokenDelta",
     "TokenIds",

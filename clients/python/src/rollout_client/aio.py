@@ -16,6 +16,7 @@ from . import _convert, _convert_weights, _proto
 from ._aio_weights import AsyncWeightSync
 from ._channel import READY_CALL_SECONDS, READY_POLL_SECONDS, call_metadata, call_timeout, make_channel
 from ._segment import OWNER_ONLY, SegmentPool
+from ._timeline import Timeline, timeline, timeline_request
 from ._tls import TlsInput, explained, tls_files
 from .errors import Cancelled, DeadlineExceeded, RolloutError, Unavailable, translated
 from .options import GenerateOptions, GenerateStreamOptions, ScoreOptions, refuse_unknown
@@ -111,6 +112,10 @@ class AsyncRolloutClient(AsyncWeightSync):
     async def status(self) -> ServerStatus:
         """As `RolloutClient.status`."""
         return _convert.server_status(await self._call(_proto.GET_STATUS, _proto.GET_STATUS.request()))
+
+    async def timeline(self, since: int = 0, max_spans: int = 0) -> Timeline:
+        """As `RolloutClient.timeline`."""
+        return timeline(await self._call(_proto.GET_TIMELINE, timeline_request(since, max_spans)))
 
     async def reset_prefix_cache(self) -> int:
         """As `RolloutClient.reset_prefix_cache`."""

@@ -16,6 +16,7 @@ from . import _convert, _convert_weights, _proto
 from ._channel import READY_CALL_SECONDS, READY_POLL_SECONDS, call_metadata, call_timeout, make_channel
 from ._http2 import ClientStream
 from ._segment import OWNER_ONLY, SegmentPool
+from ._timeline import Timeline, timeline, timeline_request
 from ._tls import TlsInput, explained, tls_files
 from ._weights import WeightSync
 from .errors import DeadlineExceeded, RolloutError, Unavailable, translated
@@ -154,6 +155,16 @@ class RolloutClient(WeightSync):
     def status(self) -> ServerStatus:
         """Lifecycle, versions, memory, queue and throughput now."""
         return _convert.server_status(self._call(_proto.GET_STATUS, _proto.GET_STATUS.request()))
+
+    def timeline(self, since: int = 0, max_spans: int = 0) -> Timeline:
+        """Where the engine's time went: its last phases, some 15 minutes of them, and those of pushes beside it.
+
+        Args:
+            since: spans that end after this time, in nanoseconds since 1970. For what is new, the last answer's `now`:
+                spans that lasted then come again, with the same id.
+            max_spans: most spans of each track, of which the newest are given; 0 means 8192.
+        """
+        return timeline(self._call(_proto.GET_TIMELINE, timeline_request(since, max_spans)))
 
     def reset_prefix_cache(self) -> int:
         """Forgets every cached prefix that no running request uses; returns the number of blocks."""
