@@ -169,7 +169,8 @@ pub(super) fn parse<T: DeserializeOwned>(body: &[u8], mut charge: Charge, caller
     }
     charge.grow(parsed_bytes(body))?;
     let mut ignored = Ignored::default();
-    let mut note = |path: serde_ignored::Path<'_>| ignored.add(&path.to_string());
+    // A member that may be null has a step of its own in the path.
+    let mut note = |path: serde_ignored::Path<'_>| ignored.add(&path.to_string().replace(".?", ""));
     let mut track = serde_path_to_error::Track::new();
     let mut json = serde_json::Deserializer::from_slice(body);
     let value = serde_ignored::deserialize(serde_path_to_error::Deserializer::new(&mut json, &mut track), &mut note);

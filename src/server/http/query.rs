@@ -5,8 +5,7 @@ use std::time::Duration;
 
 use axum::body::{Body, to_bytes};
 use axum::extract::{FromRequest, Request};
-use axum::http::header::{CONTENT_LENGTH, HOST, HeaderMap, ORIGIN, TRANSFER_ENCODING};
-use axum::http::{Method, StatusCode};
+use axum::http::header::{CONTENT_LENGTH, HeaderMap, TRANSFER_ENCODING};
 use tokio::time::timeout;
 
 use super::Door;
@@ -38,9 +37,6 @@ impl FromRequest<Door> for Query {
         if has_body {
             discard(body).await;
         }
-        if parts.method != Method::GET {
-            check_origin(&parts.headers)?;
-        }
         let pairs = axum::extract::Query::try_from_uri(&parts.uri);
         let axum::extract::Query(pairs) = pairs.map_err(|e| HttpError::invalid("query", &e.body_text()))?;
         Ok(Self { pairs, has_body })
@@ -50,23 +46,6 @@ impl FromRequest<Door> for Query {
 /// Receives a body and drops it. One that is too long, or comes too slowly, ends its connection with the answer.
 async fn discard(body: Body) {
     let _ = timeout(DISCARD, to_bytes(body, DISCARDED_BYTES)).await;
-}
-
-/// Refuses orders that a page of another site makes a browser send. Browsers ask before they send JSON to another site,
-/// but not before they send an order that is all in its address.
-fn check_origin(headers: &HeaderMap) -> Result<(), HttpError> {
-    let text = |name| headers.get(name).and_then(|value| value.to_str().ok());
-    let Some(origin) = headers.get(ORIGIN) else { return Ok(()) };
-    let authority = origin.to_str().ok().and_then(|origin| origin.split_once("://")).map(|(_, authority)| authority);
-    if authority.is_some() && authority == text(HOST) {
-        return Ok(());
-    }
-    let message = format!("origin: {:?} is another site, whose pages may not give orders here", shown_bytes(origin));
-    Err(HttpError::new(StatusCode::FORBIDDEN, "PermissionDeniedError", None, &message))
-}
-
-fn shown_bytes(value: &axum::http::HeaderValue) -> String {
-    shown(&String::from_utf8_lossy(value.as_bytes()), MAX_SHOWN_BYTES)
 }
 
 fn has_body(headers: &HeaderMap) -> bool {
@@ -126,8 +105,6 @@ impl Query {
 
 #[cfg(test)]
 mod tests {
-    use axum::http::HeaderName;
-
     use super::*;
 
     fn query(text: &str) -> Query {
@@ -150,18 +127,5 @@ mod tests {
         assert!(query("f=2").flag("f", true).is_err() && query("f").flag("f", true).is_err());
         let tags = query("tags=a&tags=b%26c&tags=");
         assert_eq!(tags.all("tags").collect::<Vec<_>>(), ["a", "b&c", ""]);
-    }
-
-    #[test]
-    fn only_pages_of_this_server_may_give_orders() {
-        let headers = |pairs: &[(HeaderName, &str)]| -> HeaderMap {
-            pairs.iter().map(|(name, value)| (name.clone(), value.parse().expect("a value"))).collect()
-        };
-        assert!(check_origin(&headers(&[(HOST, "localhost:8000")])).is_ok(), "not a browser");
-        assert!(check_origin(&headers(&[(HOST, "h:1"), (ORIGIN, "http://h:1")])).is_ok());
-        for origin in ["http://h:2", "https://evil.example", "null", "", "h:1"] {
-            assert!(check_origin(&headers(&[(HOST, "h:1"), (ORIGIN, origin)])).is_err(), "{origin:?}");
-        }
-        assert!(check_origin(&headers(&[(ORIGIN, "http://h:1")])).is_err(), "without a host");
     }
 }

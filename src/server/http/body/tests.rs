@@ -7,6 +7,7 @@ struct Message {
     n: Option<u32>,
     #[serde(default)]
     inner: Vec<Inner>,
+    maybe: Option<Inner>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -20,9 +21,11 @@ fn parsed(text: &str) -> Result<JsonBody<Message>> {
 
 #[test]
 fn members_that_nothing_reads_are_named() {
-    let body = parsed(r#"{"n": 3, "q": {"deep": 1}, "inner": [{"x": 1, "y": [2]}]}"#).expect("valid");
+    let body = parsed(r#"{"n": 3, "q": {"deep": 1}, "inner": [{"x": 1, "y": [2]}], "maybe": {"x": 0, "z": 0}}"#)
+        .expect("valid");
     assert_eq!((body.value.n, body.value.inner[0].x), (Some(3), 1));
-    assert_eq!(body.ignored.header().expect("some were ignored"), "q, inner.0.y");
+    assert_eq!(body.ignored.header().expect("some were ignored"), "q, inner.0.y, maybe.z");
+    assert_eq!(body.value.maybe.map(|inner| inner.x), Some(0));
     assert!(parsed("{}").expect("valid").ignored.header().is_none());
 }
 

@@ -14,7 +14,7 @@ use crate::types::{TokenId, TokenLogprobs};
 const MINUS_INFINITY: f32 = -9999.0;
 
 /// `logprob` as JSON can write it: -9999 for minus infinity, null for NaN, which says that the policy is broken.
-pub(super) fn written(logprob: f32) -> Option<f32> {
+pub(in crate::server::http) fn written(logprob: f32) -> Option<f32> {
     match logprob {
         f32::NEG_INFINITY => Some(MINUS_INFINITY),
         logprob if logprob.is_nan() => None,
@@ -23,7 +23,7 @@ pub(super) fn written(logprob: f32) -> Option<f32> {
 }
 
 /// The log-probability of the token itself.
-pub(super) fn chosen(token: &TokenLogprobs, mode: LogprobsMode) -> f32 {
+pub(in crate::server::http) fn chosen(token: &TokenLogprobs, mode: LogprobsMode) -> f32 {
     match mode {
         LogprobsMode::Processed => token.processed,
         LogprobsMode::Raw => token.raw,
@@ -32,7 +32,7 @@ pub(super) fn chosen(token: &TokenLogprobs, mode: LogprobsMode) -> f32 {
 
 /// Writes tokens of one text as strings.
 #[derive(Clone)]
-pub(super) struct TokenTexts {
+pub(in crate::server::http) struct TokenTexts {
     /// None writes `token_id:N`.
     detokenizer: Option<IncrementalDetokenizer>,
     tokenizer: Option<Arc<Tokenizer>>,
@@ -196,12 +196,17 @@ impl Serialize for Place {
 /// Log-probabilities of a prompt's tokens: null for the first, then one object for each place.
 #[derive(Debug, Serialize, ToSchema)]
 #[serde(transparent)]
-pub(super) struct PromptLogprobs(Vec<Option<Place>>);
+pub(in crate::server::http) struct PromptLogprobs(Vec<Option<Place>>);
 
 impl PromptLogprobs {
     /// Those of a prompt that begins with `first` and goes on with `rest`, with the `top` most likely tokens each. They
     /// are of the model's own distribution.
-    pub(super) fn new(first: TokenId, rest: &[TokenLogprobs], top: usize, mut texts: TokenTexts) -> Self {
+    pub(in crate::server::http) fn new(
+        first: TokenId,
+        rest: &[TokenLogprobs],
+        top: usize,
+        mut texts: TokenTexts,
+    ) -> Self {
         texts.next(first);
         let place = |token: &TokenLogprobs| {
             let others = token.top.iter().take(top).zip(1..).filter(|((other, _), _)| *other != token.token);

@@ -2,12 +2,12 @@
 
 pub(super) mod chat;
 pub(super) mod completions;
-mod logprobs;
+pub(super) mod logprobs;
 mod prompt;
-mod report;
-mod sampling;
+pub(super) mod report;
+pub(super) mod sampling;
 pub(super) mod tokens;
-mod usage;
+pub(super) mod usage;
 
 use axum::http::HeaderMap;
 
@@ -15,7 +15,7 @@ use axum::http::HeaderMap;
 const MAX_REQUEST_ID_BYTES: usize = 256;
 
 /// The name that a request's X-Request-Id header gives it.
-fn request_id(headers: &HeaderMap) -> Option<String> {
+pub(super) fn request_id(headers: &HeaderMap) -> Option<String> {
     let id = headers.get("x-request-id")?.to_str().ok()?;
     (!id.is_empty() && id.len() <= MAX_REQUEST_ID_BYTES).then(|| id.to_owned())
 }

@@ -14,18 +14,18 @@ use crate::text::Tokenizer;
 use crate::types::{FinishReason, WeightVersion};
 
 /// What a request's answer reports beside the text.
-pub(super) struct Report {
-    pub(super) model: String,
+pub(in crate::server::http) struct Report {
+    pub(in crate::server::http) model: String,
     pub(super) fingerprint: String,
     /// Time of the answer in seconds since 1970.
-    pub(super) created: u64,
+    pub(in crate::server::http) created: u64,
     /// Distribution of the log-probabilities.
-    pub(super) mode: LogprobsMode,
+    pub(in crate::server::http) mode: LogprobsMode,
     /// How many most likely tokens to report for each token of the prompt, if at all.
-    pub(super) prompt_logprobs: Option<u32>,
-    pub(super) is_stream: bool,
-    pub(super) stream_options: StreamOptions,
-    pub(super) returns_ids: bool,
+    pub(in crate::server::http) prompt_logprobs: Option<u32>,
+    pub(in crate::server::http) is_stream: bool,
+    pub(in crate::server::http) stream_options: StreamOptions,
+    pub(in crate::server::http) returns_ids: bool,
     pub(super) returns_versions: bool,
     /// Writes tokens beside log-probabilities as `token_id:N`.
     writes_ids: bool,
@@ -37,7 +37,7 @@ pub(super) struct Report {
 /// What ended a sample: a stop string or a stop token.
 #[derive(Clone, Debug, Serialize, ToSchema)]
 #[serde(untagged)]
-pub(super) enum StopReason {
+pub(in crate::server::http) enum StopReason {
     Text(String),
     Token(u32),
 }
@@ -53,7 +53,7 @@ pub(super) struct VersionSpan {
 }
 
 impl Report {
-    pub(super) fn new(sampling: &Sampling, context: &ServingContext) -> Self {
+    pub(in crate::server::http) fn new(sampling: &Sampling, context: &ServingContext) -> Self {
         let info = &context.info;
         Self {
             model: sampling.model.clone().filter(|name| !name.is_empty()).unwrap_or_else(|| info.model.clone()),
@@ -79,7 +79,7 @@ impl Report {
     }
 
     /// Writes the tokens of one text beside their log-probabilities.
-    pub(super) fn token_texts(&self) -> TokenTexts {
+    pub(in crate::server::http) fn token_texts(&self) -> TokenTexts {
         TokenTexts::new(self.tokenizer.as_ref().filter(|_| !self.writes_ids))
     }
 
@@ -94,7 +94,7 @@ impl Report {
     }
 
     /// What ended a sample, if it was a stop string or a stop token of the request.
-    pub(super) fn stop_reason(&self, completion: &Completion) -> Option<StopReason> {
+    pub(in crate::server::http) fn stop_reason(&self, completion: &Completion) -> Option<StopReason> {
         match completion.finish_reason {
             FinishReason::StopToken => completion.tokens.last().map(|last| StopReason::Token(last.token)),
             FinishReason::StopString => self.stop_string(completion).map(StopReason::Text),
@@ -126,7 +126,7 @@ impl Report {
 }
 
 /// The end of a sample in OpenAI's words, with vLLM's for an abort.
-pub(super) fn finish_reason(reason: FinishReason) -> &'static str {
+pub(in crate::server::http) fn finish_reason(reason: FinishReason) -> &'static str {
     match reason {
         FinishReason::Eos | FinishReason::StopToken | FinishReason::StopString => "stop",
         FinishReason::Length => "length",

@@ -16,7 +16,7 @@ members! {
     /// How to sample, when to end, what to report.
     pub(in crate::server::http) struct Sampling {
         /// The policy's name, or that of a resident adapter; none, null or "" is the policy.
-        pub(super) model: String,
+        pub(in crate::server::http) model: String,
         /// Divisor of the logits, at least 0; 0 is greedy [1].
         pub(super) temperature: f32,
         /// Keep the smallest set of most likely tokens with this much probability [1].
@@ -55,7 +55,7 @@ members! {
         /// Report the log-probabilities of the prompt's tokens, with those of this many most likely ones.
         pub(super) prompt_logprobs: u32,
         /// Report the ids of the prompt's and the sample's tokens [false].
-        pub(super) return_token_ids: bool,
+        pub(in crate::server::http) return_token_ids: bool,
         /// Write tokens beside log-probabilities as `token_id:N` [false].
         pub(super) return_tokens_as_token_ids: bool,
         /// Report which versions of the policy made the tokens [false].
@@ -63,13 +63,13 @@ members! {
         /// Distribution of the reported log-probabilities [processed; raw at temperature 0].
         pub(super) logprobs_mode: LogprobsMode,
         /// Whether to send tokens as they are made, as server-sent events [false].
-        pub(super) stream: bool,
+        pub(in crate::server::http) stream: bool,
         /// What a stream tells beside its tokens.
-        pub(super) stream_options: StreamOptions,
+        pub(in crate::server::http) stream_options: StreamOptions,
         /// Keep only this many of the prompt's last tokens.
         pub(super) truncate_prompt_tokens: u32,
         /// Name by which the request can be aborted, unique among running ones. The header X-Request-Id wins.
-        pub(super) request_id: String,
+        pub(in crate::server::http) request_id: String,
         /// Refuse the request unless the policy has this version when it starts.
         if_weight_version: u64,
         /// Wait for a policy of at least this version.
@@ -142,10 +142,10 @@ pub(in crate::server::http) enum LogprobsMode {
 pub(in crate::server::http) struct StreamOptions {
     /// End with an event that has the usage figures.
     #[serde(default)]
-    pub(super) include_usage: bool,
+    pub(in crate::server::http) include_usage: bool,
     /// Every event has the usage figures so far.
     #[serde(default)]
-    pub(super) continuous_usage_stats: bool,
+    pub(in crate::server::http) continuous_usage_stats: bool,
 }
 
 /// A token id as the name of a member.
@@ -203,7 +203,7 @@ impl Sampling {
         }
     }
 
-    pub(super) fn stop_strings(&self) -> Vec<String> {
+    pub(in crate::server::http) fn stop_strings(&self) -> Vec<String> {
         self.stop.as_ref().map_or_else(Vec::new, |stop| stop.0.clone())
     }
 
@@ -213,7 +213,7 @@ impl Sampling {
     /// # Errors
     /// `InvalidArgument` for a member whose value only HTTP's bodies can have. Everything else is checked when the
     /// message is.
-    pub(super) fn into_message(
+    pub(in crate::server::http) fn into_message(
         self,
         prompts: Vec<pb::Prompt>,
         max_tokens: Option<u32>,

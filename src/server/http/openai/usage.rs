@@ -44,13 +44,13 @@ pub(in crate::server::http) struct Unused {
 }
 
 impl Usage {
-    pub(super) fn new(prompt_tokens: u64, completion_tokens: u64) -> Self {
+    pub(in crate::server::http) fn new(prompt_tokens: u64, completion_tokens: u64) -> Self {
         let total_tokens = prompt_tokens + completion_tokens;
         Self { prompt_tokens, total_tokens, completion_tokens, details: None }
     }
 
     /// The figures of a request that has ended.
-    pub(super) fn of(summary: &Summary) -> Self {
+    pub(in crate::server::http) fn of(summary: &Summary) -> Self {
         let prompt_tokens_details = PromptDetails { cached_tokens: summary.cached_tokens };
         let usage = Self::new(summary.prompt_tokens, summary.completion_tokens);
         Self { details: Some(Details { prompt_tokens_details, completion_tokens_details: None }), ..usage }

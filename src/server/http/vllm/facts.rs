@@ -84,7 +84,7 @@ pub(super) struct WorldSize {
 /// The number of ranks, `--tp`.
 #[utoipa::path(get, path = "/get_world_size",
     params(("include_dp" = Option<bool>, Query, description = "no difference: there is no data parallelism")),
-    responses((status = 200, body = WorldSize)),
+    responses((status = 200, body = WorldSize), (status = 400, body = ErrorBody)),
 )]
 pub(super) async fn get_world_size(State(door): State<Door>, query: Query) -> Result<Json<WorldSize>, HttpError> {
     query.flag("include_dp", true)?;

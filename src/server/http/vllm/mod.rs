@@ -2,6 +2,7 @@
 
 mod control;
 mod facts;
+mod generate;
 mod lora;
 mod unsupported;
 mod weights;
@@ -14,6 +15,7 @@ use crate::server::role::Role;
 /// These routes, with the role that their callers need.
 pub(super) fn table() -> Vec<(Role, Route)> {
     let mut table = vec![
+        (Role::Generate, routes!(generate::generate)),
         (Role::Generate, routes!(facts::server_info)),
         (Role::Generate, routes!(facts::get_world_size)),
         (Role::Generate, routes!(facts::load)),
