@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the image from the committed docker/Dockerfile without a Docker engine, and tries it: docker/image_check.py
-# starts it from its root file system. Run it as `make image-check`, as root on Debian.
+# starts it from its root file system, and beside it Prometheus, as docker/compose.yaml does. Run it as
+# `make image-check`, as root on Debian.
 #
 # The two images that the Dockerfile begins with are made here, by debootstrap and of the Rust toolchain at hand, since
 # no registry is asked. They are close to those of the registry, not the same: the stand-in for rust:1-slim-trixie also
@@ -106,6 +107,12 @@ build() {
     rm -rf "$dir/context"
 }
 
+# The program alone: the package would start a service.
+get_prometheus() {
+    apt-get update
+    (cd "$dir/tmp" && apt-get download prometheus && dpkg -x prometheus_*.deb "$dir/prometheus" && rm prometheus_*.deb)
+}
+
 # Takes the image from the storage into a root file system, and beside it what the image says about its start.
 unpack() {
     local container mount
@@ -146,7 +153,8 @@ has_image "$debian" || step "Making a stand-in for $debian with debootstrap" mak
 has_image "$rust" || step "Making a stand-in for $rust with $(rustc --version | cut -d' ' -f1,2)" make_rust
 step "Building $(git rev-parse --short HEAD) with docker/Dockerfile (about ten minutes on two cores)" build
 step "Unpacking the image" unpack
+[[ -x $dir/prometheus/usr/bin/prometheus ]] || step "Getting Debian's Prometheus" get_prometheus
 printf '    the image has %d MB\n' $(($(du -s --block-size=1M "$(cat "$dir/mount")" | cut -f1)))
 # In a network of its own, so that its ports are free and nobody else reaches them.
 unshare --net -- sh -c 'ip link set lo up && exec "$@"' sh \
-    "$python" docker/image_check.py "$(cat "$dir/mount")" "$dir/image.json"
+    "$python" docker/image_check.py "$(cat "$dir/mount")" "$dir/image.json" "$dir/prometheus/usr/bin/prometheus"

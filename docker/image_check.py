@@ -1,8 +1,8 @@
 """Starts an unpacked image from its root file system, as a container engine would, and asks it to generate.
 
-For docker/image-check.sh: `image_check.py ROOT IMAGE_JSON`, as root, in a network namespace of its own. The server is
-process 1 of a process namespace, runs as the image's user with the image's environment and no capability, and cannot
-write to the root file system (`docker run --read-only --cap-drop ALL --security-opt no-new-privileges`).
+For docker/image-check.sh: `image_check.py ROOT IMAGE_JSON PROMETHEUS`, as root, in a network namespace of its own. The
+server is process 1 of a process namespace, runs as the image's user with the image's environment and no capability,
+and cannot write to the root file system (`docker run --read-only --cap-drop ALL --security-opt no-new-privileges`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import monitoring_check
 
 from rollout_client import RolloutClient, RolloutError, SamplingParams
 
@@ -159,6 +160,15 @@ def generate(token: str | None = None) -> list[int]:
     return list(sample.token_ids)
 
 
+def work() -> None:
+    """What there is to see in the metrics."""
+    generate()
+    with RolloutClient(GRPC, timeout=60) as client:
+        client.push_directory("model", kind="full")
+        client.sleep()
+        client.wake()
+
+
 def step(text: str, begin: float) -> None:
     print(f"==> {text}\n    {time.monotonic() - begin:.1f} s", flush=True)
 
@@ -171,8 +181,9 @@ def refuses_without_tokens(image: Image, models: Path) -> None:
     step("Without a token file and without ROLLOUT_INSECURE=true it does not start, and says so", begin)
 
 
-def serves(image: Image, models: Path) -> None:
+def serves(image: Image, models: Path, prometheus: str) -> None:
     variables = {"ROLLOUT_MODEL": "/models/model", "ROLLOUT_MEM_UTIL": "0.1", "ROLLOUT_INSECURE": "true"}
+    variables["ROLLOUT_WEIGHTS_DIR"] = "/models"
     assert health(image, variables, []) != 0, "the health check is content where there is no server"
     begin = time.monotonic()
     with container(image, models, **variables) as running:
@@ -186,6 +197,8 @@ def serves(image: Image, models: Path) -> None:
         assert user != "0" and int(status["CapBnd"], 16) == 0 and status["NSpid"].split()[-1] == "1", status
         begin = time.monotonic()
         step(f"Generated {generate()} through both doors, as user {user}", begin)
+        begin = time.monotonic()
+        step(f"Prometheus and the dashboard: {monitoring_check.check(prometheus, work)}", begin)
         code, seconds = running.stop()
         assert code == 0, (code, running.output())
         assert http("/health")[0] == 0
@@ -221,10 +234,12 @@ def main() -> None:
         models = Path(directory, "models")
         models.mkdir()
         subprocess.run(["cp", "-r", str(FIXTURE), str(models / "model")], check=True)
+        for of_tests in ("reference", "statistics"):
+            (models / "model" / f"{of_tests}.safetensors").unlink()
         (models / "tokens").write_text(f"control {TOKEN}\n")
         subprocess.run(["chmod", "-R", "a+rX", str(models)], check=True)
         refuses_without_tokens(image, models)
-        serves(image, models)
+        serves(image, models, sys.argv[3])
         asks_for_tokens(image, models)
 
 
