@@ -23,15 +23,15 @@ fail() {
     exit 1
 }
 
-# step TEXT COMMAND...: runs it and says how long it took; what it prints goes to $dir/log, and to here if it fails.
+# step TEXT COMMAND...: runs it and says how long it took; what it prints goes to $dir/log, and to here if it fails. The
+# command is no condition of anything, so that it ends at its first error.
 step() {
-    local text=$1 start=$SECONDS
+    local start=$SECONDS
+    running=$1
     shift
-    printf '==> %s\n' "$text"
-    if ! "$@" >>"$dir/log" 2>&1; then
-        tail -n 60 "$dir/log" >&2
-        fail "$text: failed; the whole output is in $dir/log"
-    fi
+    printf '==> %s\n' "$running"
+    "$@" >>"$dir/log" 2>&1
+    running=
     printf '    %d s\n' $((SECONDS - start))
 }
 
@@ -100,6 +100,7 @@ make_rust() {
 # Of the commit's files, so that what is not committed does not help. To a target directory that was kept they are new
 # (-m), whatever commit it was built from.
 build() {
+    if has_image "$image"; then b rmi --force "$image"; fi
     rm -rf "$dir/context"
     mkdir "$dir/context"
     git archive HEAD | tar -xm -C "$dir/context"
@@ -124,6 +125,10 @@ unpack() {
 
 clean() {
     local status=$?
+    if [[ -n ${running:-} ]]; then
+        tail -n 60 "$dir/log" >&2
+        echo "image-check: failed: $running; the whole output is in $dir/log" >&2
+    fi
     if [[ -n ${driver:-} ]]; then
         b rm --all >/dev/null 2>&1 || true
         if [[ -z ${IMAGE_CHECK_KEEP:-} ]]; then b rmi --all --force >/dev/null 2>&1 || true; fi
