@@ -178,6 +178,9 @@ def test_every_method_has_its_role(guarded):
             else:
                 expected = "PERMISSION_DENIED" if who == "generate" else "UNAUTHENTICATED"
                 assert code == expected, (path, who, code)
+    assert grpc_code(guarded.address, "/grpc.health.v1.Health/Check", None, b"") == "OK"
+    # What needs no token takes no more than a name.
+    assert grpc_code(guarded.address, "/grpc.health.v1.Health/Check", None, bytes(5000)) == "INVALID_ARGUMENT"
     assert grpc_code(guarded.address, "/rollout.v1.Rollout/Nothing", None) == "UNAUTHENTICATED"
     assert grpc_code(guarded.address, "/rollout.v1.Rollout/Nothing", USER) == "UNIMPLEMENTED"
 
