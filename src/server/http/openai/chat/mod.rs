@@ -149,8 +149,8 @@ pub(in crate::server::http) async fn chat_completions(
     answer(replies, is_stream, &ignored, &door.gate.panics).await
 }
 
-/// The message that a gRPC client would send for the body, and what its answer is to contain. `id` is the request's name
-/// by its headers.
+/// The message that a gRPC client would send for the body, and what its answer is to contain. `id` is the request's
+/// name by its headers.
 ///
 /// # Errors
 /// `InvalidArgument` for members whose values only HTTP's bodies can have.
