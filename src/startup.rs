@@ -27,8 +27,8 @@ use crate::weights::{Checkpoint, Dtype, ModelFiles, ModelSource, Parameters, Par
 /// Bytes set aside for what is not reserved one by one: code, threads, tokenizer, and the allocator's slack. With
 /// SmolLM2-135M, resident memory less the reservations touched: 45 MiB when idle, an estimated 115 MiB after 64 samples
 /// (the touched part of the cache is counted from its blocks). What the transport holds of frames that are not whole
-/// comes out of it too: 32 MiB of long ones, and 96 KiB at most for each connection; and so do the 4 MiB
-/// of the timeline.
+/// comes out of it too: 32 MiB of long ones, and 96 KiB at most for each connection; and so do the 4 MiB of the
+/// timeline.
 const PROCESS_BYTES: u64 = 192 << 20;
 const _: () = assert!(TIMELINE_BYTES < 4 << 20, "docs/observability.md says so");
 
