@@ -92,8 +92,8 @@
 //! A module uses only modules to the right of it (`tests/structure` fails on any other edge):
 //!
 //! ```text
-//! main, startup → server → engine → scheduler, executor → cache | model → weights, text, observe → comm, memory
-//!   → types, config, logs, profile → error
+//! main, startup → server → engine → scheduler, executor → cache | model | grammar → weights, text, observe
+//!   → comm, memory → types, config, logs, profile → error
 //! ```
 //!
 //! The crate [`rollout_kernels`] below all of them holds the devices: a closed set of backends behind one set of types,
@@ -127,8 +127,6 @@
 //!     before it is held; a request whose reader lags is suspended.
 //! 14. The weights change only between two steps, and only by an order that was checked before: until then a push has
 //!     touched nothing but the ledger (in place: from its first write on the weights are missing, and nothing steps).
-//! 15. Where there is a token file, a call's token is checked before any of its message is received, by one table of roles
-//!     for each door; a method or route without a role fails a test.
 
 pub mod cache;
 pub mod comm;
@@ -136,6 +134,7 @@ pub mod config;
 pub mod engine;
 pub mod error;
 pub mod executor;
+pub mod grammar;
 pub mod logs;
 pub mod memory;
 pub mod model;

@@ -3,8 +3,8 @@
 //! The steps of a [`SamplingTask`], in this order (vLLM's, where both have the step):
 //!
 //! 1. *raw* log-probabilities, from the row as the model gave it;
-//! 2. edits of the logits: allowed tokens, banned tokens, logit bias, repetition penalty (prompt and output), frequency
-//!    and presence penalty (output);
+//! 2. edits of the logits: allowed tokens, mask, banned tokens, logit bias, repetition penalty (prompt and output),
+//!    frequency and presence penalty (output);
 //! 3. temperature;
 //! 4. filters, each on the renormalised result of the one before: min-p, top-k, top-p. Ties go to the lower token id,
 //!    so exactly k tokens pass top-k;
@@ -20,8 +20,8 @@
 //! Cases at the edge:
 //! - Temperature 0 takes the highest edited logit; filters cannot change that. It has processed log-probability 0, any
 //!   other token `-inf`.
-//! - If edits leave no token (all `-inf`), the lowest allowed token is taken as if greedy; if one overflows to `+inf`,
-//!   the lowest such token.
+//! - If edits leave no token (all `-inf`), the lowest allowed token is taken as if greedy, where there is a mask the
+//!   lowest that it, `allowed` and `banned` leave; if one overflows to `+inf`, the lowest such token.
 //! - If the row has a NaN or `+inf` (a broken policy), the highest edited logit is taken, and both log-probabilities of
 //!   every token are NaN, so that the trainer sees it.
 
@@ -52,6 +52,9 @@ pub struct SamplingTask<'a> {
     pub logit_bias: &'a [(u32, f32)],
     /// If given, only these may be sampled; ascending, no duplicates, not empty.
     pub allowed: Option<&'a [u32]>,
+    /// If given, only tokens whose bits are set may be sampled: bit `i % 32` of word `i / 32` is that of token i.
+    /// Tokens beyond the words may not. At least one token is left by this, `allowed` and `banned`.
+    pub mask: Option<&'a [u32]>,
     /// Tokens that have probability 0; those beyond the vocabulary are passed over.
     pub banned: [&'a [u32]; 2],
     /// The prompt and the output so far, which the penalties count, if there are any.
@@ -74,9 +77,27 @@ pub enum Distribution {
     /// The model's own.
     #[default]
     Raw,
-    /// The one that is sampled from. Only tokens that edits and filters have left are listed. Where the highest logit is
-    /// taken without a draw, that is the one token.
+    /// The one that is sampled from. Only tokens that edits and filters have left are listed; where the highest logit
+    /// is taken without a draw, that is the one token.
     Processed,
+}
+
+impl SamplingTask<'_> {
+    /// The token that is taken where no token has a logit above `-inf`.
+    pub(crate) fn lowest(&self) -> u32 {
+        let lowest_allowed = self.allowed.map_or(0, |allowed| allowed[0]);
+        let Some(mask) = self.mask else { return lowest_allowed };
+        let is_left = |token: &u32| {
+            let is_allowed = self.allowed.is_none_or(|allowed| allowed.binary_search(token).is_ok());
+            is_set(mask, *token) && is_allowed && !self.banned.iter().any(|banned| banned.contains(token))
+        };
+        (0..32 * mask.len() as u32).find(is_left).unwrap_or(lowest_allowed)
+    }
+}
+
+/// Whether the bit of `token` is set.
+pub(crate) fn is_set(mask: &[u32], token: u32) -> bool {
+    mask.get(token as usize / 32).is_some_and(|word| word >> (token % 32) & 1 == 1)
 }
 
 /// Log-probabilities of one token at one position, natural logarithm.

@@ -312,6 +312,7 @@ fn log_probabilities_are_those_of_the_reference() {
         let (rows, vocab) = (random.between(1, 70), [12, 128, 777, 3000][random.below(4)]);
         let logits = random.normals(rows * vocab, 2.5);
         let (bias, allowed) = ([(1, 2.0), (5, -3.0)], (0..vocab as u32).step_by(2).collect::<Vec<_>>());
+        let mask: Vec<u32> = (0..vocab / 32 + 1).map(|_| random.next() as u32 | 1 << 4).collect();
         let (prompt, output) = ([0, 1, 1, 5], [6, 1, 1, 3, 0]);
         let mut tasks = Vec::new();
         let mut wanted = Vec::new();
@@ -329,6 +330,7 @@ fn log_probabilities_are_those_of_the_reference() {
                     frequency_penalty: 0.3,
                     logit_bias: if is(&mut random) { &bias } else { &[] },
                     allowed: if is(&mut random) { Some(&allowed) } else { None },
+                    mask: if is(&mut random) { Some(&mask) } else { None },
                     banned: if is(&mut random) { [&[2], &[0, 4_000_000]] } else { [&[], &[]] },
                     history: if is(&mut random) { Some((&prompt, &output)) } else { None },
                     seed: random.next(),

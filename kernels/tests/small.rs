@@ -168,6 +168,7 @@ impl Rank {
             frequency_penalty: 0.0,
             logit_bias: &[(1, 2.0)],
             allowed: None,
+            mask: (top_p < 1.0).then_some(&[0xffff_0f3a, 7]),
             banned: [&[2], &[]],
             history: None,
             seed: 7,

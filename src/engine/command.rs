@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use super::activity::Activity;
 use super::event::Event;
 use crate::error::{Error, Result};
+use crate::grammar::Grammar;
 use crate::memory::{Backlog, Charge, MemoryReport};
 use crate::types::{Owner, Prompt, SamplingParams, WeightVersion};
 use crate::weights::{ShadowWeights, Tensors, UpdateKind, WeightUpdate};
@@ -140,6 +141,8 @@ pub struct GenerateCommand {
     pub prompts: Vec<Prompt>,
     pub kind: RequestKind,
     pub params: Arc<SamplingParams>,
+    /// What the samples' texts must match; `None` for any text.
+    pub grammar: Option<Arc<Grammar>>,
     /// Name of the resident adapter to use.
     pub adapter: Option<String>,
     /// The request is refused under a policy of any other version.

@@ -279,7 +279,7 @@ impl<X: Executor> Engine<X> {
     fn emit(&mut self, outcome: Outcome, now: Instant) {
         let key = match &outcome {
             Outcome::PromptDone { group, .. } => group.request,
-            Outcome::Token { sample, .. } => sample.group.request,
+            Outcome::Token { sample, .. } | Outcome::GrammarFailed { sample, .. } => sample.group.request,
         };
         let Some(request) = self.requests.get_mut(key) else {
             if matches!(outcome, Outcome::Token { .. }) {
@@ -289,22 +289,27 @@ impl<X: Executor> Engine<X> {
         };
         let version = self.policy.version();
         let scheduler = &mut self.scheduler;
+        let mut failed = None;
         let taken = catch_unwind(AssertUnwindSafe(|| match outcome {
             Outcome::PromptDone { group, cached_tokens, logprobs } => {
                 request.prompt_done(group, cached_tokens, logprobs, version);
             }
             // A step may give a sample several tokens. Those after a stop string are dropped.
             Outcome::Token { sample, .. } if !request.is_running(sample) => self.statistics.count_dropped_token(),
-            Outcome::Token { sample, logprobs, finish } => {
-                let stopped = request.token(sample, logprobs, finish, (version, now));
+            Outcome::Token { sample, logprobs, finish, grammar_bytes } => {
+                let stopped = request.token(sample, logprobs, finish, grammar_bytes, (version, now));
                 if stopped && finish.is_none() {
                     // The scheduler knows no text, so it has to be told of a stop string.
                     scheduler.finish(sample);
                 }
             }
+            Outcome::GrammarFailed { reason, .. } => failed = Some(reason),
         }));
         if let Err(panic) = taken {
             return self.fail(key, &panic_message(&*panic));
+        }
+        if let Some(reason) = failed {
+            return self.reject(key, Error::invalid("sampling.structured_outputs", reason));
         }
         if request.is_done() {
             self.end(key, Ending::Finished);

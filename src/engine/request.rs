@@ -9,6 +9,7 @@ use super::event::{Completion, Event, Summary, tokens_bytes};
 use super::text::{FinishedText, SampleText};
 use crate::cache::CacheSalt;
 use crate::error::Error;
+use crate::grammar::GrammarState;
 use crate::memory::{Backlog, Charge};
 use crate::observe::Metrics;
 use crate::scheduler::{Group, GroupKind};
@@ -56,11 +57,14 @@ struct Sample {
     text: Option<SampleText>,
     /// Times of its first and last token.
     span: Option<(Instant, Instant)>,
+    /// Bytes that its state in the grammar takes.
+    grammar_bytes: usize,
 }
 
 impl Sample {
     fn new(seed: u64, text: Option<SampleText>) -> Self {
-        Self { seed, cached_tokens: 0, tokens: Vec::new(), weight_versions: Vec::new(), text, span: None }
+        let (tokens, weight_versions) = (Vec::new(), Vec::new());
+        Self { seed, cached_tokens: 0, tokens, weight_versions, text, span: None, grammar_bytes: 0 }
     }
 
     /// Bytes of text that are kept.
@@ -103,7 +107,7 @@ impl Request {
         metrics: &Arc<Metrics>,
     ) -> (Self, Vec<Group>) {
         let GenerateCommand { request_id, prompts, kind, params, if_weight_version, cancel, responder, .. } = command;
-        let GenerateCommand { charge, backlog, owner, arrived, .. } = command;
+        let GenerateCommand { charge, backlog, owner, arrived, grammar, .. } = command;
         let return_text = matches!(kind, RequestKind::Generate { return_text: true, .. });
         let text = (return_text || !params.stop_strings.is_empty()).then(|| {
             let tokenizer = tokenizer.expect("a request for text or with stop strings was let in without a tokenizer");
@@ -126,7 +130,7 @@ impl Request {
                 &RequestKind::Generate { prompt_logprobs, .. } => GroupKind::Sample { seeds, prompt_logprobs },
                 RequestKind::Score => GroupKind::Score,
             };
-            groups.push(Group { key: group, prompt, params: params.clone(), salt, kind });
+            groups.push(Group { key: group, prompt, params: params.clone(), salt, kind, grammar: grammar.clone() });
         }
         let request = Self {
             id: request_id,
@@ -235,6 +239,7 @@ impl Request {
         key: SampleKey,
         logprobs: TokenLogprobs,
         finish: Option<FinishReason>,
+        grammar_bytes: usize,
         (version, now): (WeightVersion, Instant),
     ) -> bool {
         self.note_token(key, now);
@@ -253,7 +258,8 @@ impl Request {
             (self.responder)(Event::Token { prompt_index, sample_index, logprobs: logprobs.clone(), text });
         }
         let grown = tokens_bytes(std::slice::from_ref(&logprobs)) + sample.text_bytes() - text_bytes;
-        self.charge.grow_always(grown as u64);
+        self.charge.grow_always((grown + grammar_bytes) as u64);
+        sample.grammar_bytes += grammar_bytes.min(GrammarState::BYTES_PER_TOKEN);
         sample.push(logprobs, version);
         if let Some(reason) = finish {
             let sample = self.samples.remove(&key).expect("it was there");
@@ -306,7 +312,7 @@ impl Request {
         self.metrics.sample_done(finish_reason, sample.tokens.len(), decoded);
         self.summary.completion_tokens += u64::from(len);
         // The backlog counts them from here on.
-        self.charge.shrink((tokens_bytes(&sample.tokens) + sample.text_bytes()) as u64);
+        self.charge.shrink((tokens_bytes(&sample.tokens) + sample.text_bytes() + sample.grammar_bytes) as u64);
         let (prompt_index, sample_index) = (key.group.prompt_index, key.sample_index);
         let text = sample.text.and_then(|text| text.finish(finish_reason == FinishReason::StopString));
         if self.stream_tokens

@@ -2,7 +2,7 @@
 
 use rollout_kernels::{AttentionSequence, RowTasks, SamplingTask, StepInput};
 
-use crate::types::{Distribution, LogitsTask, PlanSequence, StepPlan};
+use crate::types::{Distribution, LogitsTask, PlanSequence, StepPlan, TokenMask};
 
 /// The rows of one step. It is kept between steps, so that its lists keep their memory.
 #[derive(Default)]
@@ -96,6 +96,7 @@ fn sampling_task(task: &LogitsTask) -> SamplingTask<'_> {
         frequency_penalty: params.frequency_penalty,
         logit_bias: &params.logit_bias,
         allowed: params.allowed_tokens.as_deref(),
+        mask: task.mask.as_ref().map(TokenMask::words),
         banned: if may_stop { [&[], &[]] } else { [&params.eos_token_ids, &params.stop_token_ids] },
         history: task.history.as_ref().map(|history| (&*history.prompt, &*history.output)),
         seed: task.seed,

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::cache::CacheSalt;
+use crate::grammar::Grammar;
 use crate::types::{FinishReason, GroupKey, Prompt, SampleKey, SamplingParams, TokenLogprobs};
 
 /// One prompt, to be sampled from or scored.
@@ -17,6 +18,8 @@ pub struct Group {
     /// [`Scheduler::change_policy`]: super::Scheduler::change_policy
     pub salt: CacheSalt,
     pub kind: GroupKind,
+    /// What the samples' texts must match; `None` for any text.
+    pub grammar: Option<Arc<Grammar>>,
 }
 
 /// What is computed for a group.
@@ -48,8 +51,8 @@ impl Group {
 }
 
 /// Result of a step for one group or sample. Each group has one `PromptDone`, then the `Token`s of its samples. A
-/// sample ends with the token that has a `finish`, with [`Scheduler::finish`] or with [`Scheduler::abort`]; a scored
-/// prompt ends with its `PromptDone`.
+/// sample ends with the token that has a `finish`, with `GrammarFailed`, with [`Scheduler::finish`] or with
+/// [`Scheduler::abort`]; a scored prompt ends with its `PromptDone`.
 ///
 /// [`Scheduler::finish`]: super::Scheduler::finish
 /// [`Scheduler::abort`]: super::Scheduler::abort
@@ -64,6 +67,10 @@ pub enum Outcome {
         /// asked for by `prompt_logprobs` or [`GroupKind::Score`].
         logprobs: Option<Vec<TokenLogprobs>>,
     },
-    /// A sample has got its next token. `finish` says why it is the sample's last one, if it is.
-    Token { sample: SampleKey, logprobs: TokenLogprobs, finish: Option<FinishReason> },
+    /// A sample has got its next token. `finish` says why it is the sample's last one, if it is. `grammar_bytes` is
+    /// what its grammar takes more than before.
+    Token { sample: SampleKey, logprobs: TokenLogprobs, finish: Option<FinishReason>, grammar_bytes: usize },
+    /// A sample's grammar cannot say which tokens may follow, for this reason. The sample has ended, and its request
+    /// cannot go on.
+    GrammarFailed { sample: SampleKey, reason: String },
 }

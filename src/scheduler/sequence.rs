@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use super::{Group, GroupKind};
 use crate::cache::{BlockTable, CacheSalt, HashChain, KvCacheManager};
+use crate::grammar::GrammarState;
 use crate::types::{
-    History, LogitsRow, LogitsTask, PlanSequence, Prompt, SampleKey, SamplingParams, TokenId, TokenLogprobs,
+    History, LogitsRow, LogitsTask, PlanSequence, Prompt, SampleKey, SamplingParams, TokenId, TokenLogprobs, TokenMask,
 };
 
 /// Name of a sequence inside the scheduler. Ascending ids are the order of age, the oldest sequence first.
@@ -31,6 +32,8 @@ pub(super) struct Sequence {
     /// The policy and the adapter of all KV that is computed from now on.
     pub salt: CacheSalt,
     pub outputs: Vec<TokenId>,
+    /// What its grammar lets follow, if it has one: a function of `outputs`, kept through a preemption as they are.
+    pub grammar: Option<Box<GrammarState>>,
     pub num_computed: usize,
     /// Blocks of the tokens `[0, num_computed)` and, while a step is under way, of the tokens that it computes.
     pub table: BlockTable,
@@ -68,6 +71,7 @@ impl Sequence {
             score_only,
             salt: group.salt,
             outputs: Vec::new(),
+            grammar: group.grammar.map(|grammar| Box::new(grammar.start())),
             num_computed: 0,
             table: BlockTable::default(),
             hashes,
@@ -90,6 +94,7 @@ impl Sequence {
             score_only: false,
             salt: self.salt,
             outputs: self.outputs.clone(),
+            grammar: self.grammar.clone(),
             num_computed: self.num_computed,
             table,
             hashes: self.hashes.clone(),
@@ -192,16 +197,24 @@ impl Sequence {
             output_index: self.outputs.len() as u32,
             target,
             history: with_history.then(history),
+            mask: self.grammar.as_ref().filter(|_| target.is_none()).map(|grammar| grammar.mask().clone()),
         }
     }
 
-    /// Adds drafts to the plan's entry. Each is one more row, from whose logits the token after it is sampled.
-    pub fn add_draft(&self, draft: &[TokenId], planned: &mut PlanSequence) {
-        for &token in draft {
+    /// Whether its grammar lets `token` follow.
+    pub fn allows(&self, token: TokenId) -> bool {
+        self.grammar.as_ref().is_none_or(|grammar| grammar.mask().contains(token))
+    }
+
+    /// Adds drafts to the plan's entry. Each is one more row, from whose logits the token after it is sampled. `masks`
+    /// has the mask after each, if the sequence has a grammar.
+    pub fn add_draft(&self, draft: &[TokenId], masks: Option<Vec<TokenMask>>, planned: &mut PlanSequence) {
+        for (place, &token) in draft.iter().enumerate() {
             let last = planned.logits.last().expect("a sequence that decodes asks for its next token");
             let [task] = &last.tasks[..] else { unreachable!("a sequence that decodes is one sample") };
             let mut task = task.clone();
             task.output_index += 1;
+            task.mask = masks.as_ref().map(|masks| masks[place].clone());
             if let Some(history) = &mut task.history {
                 history.output.push(token);
             }

@@ -94,46 +94,66 @@ impl Scheduler {
         outcomes: &mut Vec<Outcome>,
     ) -> Option<Sequence> {
         let mut accepted = 0;
-        let finish = loop {
+        let has_ended = loop {
             let logprobs = answers.next().expect("one answer for each sample and each draft");
             let token = logprobs.token;
-            let finish = self.append_token(&mut sequence, logprobs, outcomes);
+            let has_ended = self.append_token(&mut sequence, logprobs, outcomes);
             let is_right = match draft.get(accepted) {
-                Some(&drafted) if finish.is_none() => drafted == token,
-                _ => break finish,
+                Some(&drafted) if !has_ended => drafted == token,
+                _ => break has_ended,
             };
             let group = self.groups.get_mut(&sequence.key.group).expect("a live sample has a group");
             group.acceptance.record(sequence.matched + accepted, is_right);
             if !is_right {
-                break None;
+                break false;
             }
             accepted += 1;
         };
         self.counters.accepted_tokens += accepted as u64;
         sequence.advance(sequence.num_tokens() - 1, &mut self.cache);
         self.cache.truncate(&mut sequence.table, sequence.num_computed);
-        if finish.is_none() {
+        if !has_ended {
             return Some(sequence);
         }
         self.end_sample(sequence);
         None
     }
 
-    /// Appends one token, and returns why the sequence ends with it, if it does.
-    fn append_token(
-        &mut self,
-        sequence: &mut Sequence,
-        logprobs: TokenLogprobs,
-        outcomes: &mut Vec<Outcome>,
-    ) -> Option<FinishReason> {
+    /// Appends one token, and returns whether the sequence ends with it.
+    fn append_token(&mut self, sequence: &mut Sequence, logprobs: TokenLogprobs, outcomes: &mut Vec<Outcome>) -> bool {
         let token = logprobs.token;
         sequence.outputs.push(token);
         self.counters.generated_tokens += 1;
         let (num_outputs, prompt_len) = (sequence.outputs.len(), sequence.prompt.tokens.len());
         let finish = stop_reason(&sequence.params, token, num_outputs, prompt_len, self.config.max_model_len);
-        outcomes.push(Outcome::Token { sample: sequence.key, logprobs, finish });
-        finish
+        let sample = sequence.key;
+        match follow_grammar(sequence, token, finish) {
+            Ok((finish, grammar_bytes)) => {
+                outcomes.push(Outcome::Token { sample, logprobs, finish, grammar_bytes });
+                finish.is_some()
+            }
+            Err(reason) => {
+                outcomes.push(Outcome::GrammarFailed { sample, reason });
+                true
+            }
+        }
     }
+}
+
+/// Tells a sequence's grammar of `token`, which its outputs end with. Returns why the sequence ends with it, if it does
+/// by `finish` or because no token may follow, and the bytes that the grammar takes more than before.
+fn follow_grammar(
+    sequence: &mut Sequence,
+    token: TokenId,
+    finish: Option<FinishReason>,
+) -> Result<(Option<FinishReason>, usize), String> {
+    let Some(grammar) = &mut sequence.grammar else { return Ok((finish, 0)) };
+    if matches!(finish, Some(FinishReason::Eos | FinishReason::StopToken)) {
+        return Ok((finish, 0));
+    }
+    let grown = grammar.advance(token)?;
+    let goes_on = grammar.goes_on(&sequence.params, sequence.outputs.len());
+    Ok((if goes_on { finish } else { Some(FinishReason::Grammar) }, grown))
 }
 
 fn prompt_done(sequence: &mut Sequence) -> Outcome {

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
+use crate::grammar::GrammarCompiler;
 use crate::memory::Charge;
 use crate::text::{ChatTemplate, Conversation, Tokenizer, ToolFormat};
 use crate::types::TokenId;
@@ -14,15 +15,21 @@ const ENCODING: u64 = 256;
 pub struct PromptEncoder {
     tokenizer: Arc<Tokenizer>,
     chat_template: Option<ChatTemplate>,
+    grammars: GrammarCompiler,
 }
 
 impl PromptEncoder {
     pub fn new(tokenizer: Arc<Tokenizer>, chat_template: Option<ChatTemplate>) -> Self {
-        Self { tokenizer, chat_template }
+        Self { grammars: GrammarCompiler::new(tokenizer.clone()), tokenizer, chat_template }
     }
 
     pub(super) fn tokenizer(&self) -> &Arc<Tokenizer> {
         &self.tokenizer
+    }
+
+    /// The compiler of grammars for structured output.
+    pub(super) fn grammars(&self) -> &GrammarCompiler {
+        &self.grammars
     }
 
     pub(super) fn has_chat_template(&self) -> bool {

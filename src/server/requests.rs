@@ -6,6 +6,7 @@ use super::calls::{CancelOnDrop, Deadline, ReplyStream, StreamGuards, Writer, ev
 use super::context::ModelFacts;
 use super::convert::ValidRequest;
 use super::gate::Gate;
+use super::pb;
 use crate::error::{Error, Result};
 use crate::memory::Charge;
 use crate::types::Owner;
@@ -13,6 +14,25 @@ use crate::types::Owner;
 /// Requests of more bytes are parsed and tokenized on the blocking pool: an async thread may be kept busy for the few
 /// milliseconds that so much takes.
 pub(super) const INLINE_PARSE_BYTES: usize = 8 << 10;
+
+/// A message that asks for a Generate or Score.
+pub(super) trait Ask: Send + 'static {
+    /// Whether checking it takes long even if it is short.
+    fn takes_long(&self) -> bool;
+}
+
+impl Ask for pb::GenerateRequest {
+    /// A grammar is compiled.
+    fn takes_long(&self) -> bool {
+        self.sampling.as_ref().is_some_and(|sampling| sampling.structured_outputs.is_some())
+    }
+}
+
+impl Ask for pb::ScoreRequest {
+    fn takes_long(&self) -> bool {
+        false
+    }
+}
 
 /// A message that asks for a Generate or Score, and is not checked yet.
 pub(super) struct Arrived<M> {
@@ -39,7 +59,7 @@ pub(super) async fn start<M, W>(
     writer: impl FnOnce(&ValidRequest) -> W,
 ) -> Result<ReplyStream<W>>
 where
-    M: Send + 'static,
+    M: Ask,
     W: Writer,
 {
     let started = start_uncounted(gate, arrived, convert, writer).await;
@@ -53,7 +73,7 @@ async fn start_uncounted<M, W>(
     writer: impl FnOnce(&ValidRequest) -> W,
 ) -> Result<ReplyStream<W>>
 where
-    M: Send + 'static,
+    M: Ask,
     W: Writer,
 {
     let arrived_at = Instant::now();
@@ -72,19 +92,21 @@ where
     Ok(ReplyStream::new(events, writer, size, guards))
 }
 
-/// Parses a request, on the blocking pool if it is large. Its charge, which covers the message, is then set to cover the
+/// Parses a request, on the blocking pool if that takes long. Its charge, which covers the message, is then set to cover the
 /// parsed request.
-async fn parse<M: Send + 'static>(
+async fn parse<M: Ask>(
     arrived: Arrived<M>,
     convert: impl FnOnce(M, &mut Charge) -> Result<ValidRequest> + Send + 'static,
 ) -> Result<(ValidRequest, Charge)> {
     let Arrived { message, bytes, mut charge, .. } = arrived;
+    let takes_long = message.takes_long();
     let parse = move || {
         let request = convert(message, &mut charge)?;
         charge.set(request.bytes())?;
         Ok((request, charge))
     };
-    off_thread(bytes, parse).await
+    // What takes long is not to be done here, however short its message is.
+    off_thread(if takes_long { usize::MAX } else { bytes }, parse).await
 }
 
 /// The result of parsing `bytes` bytes, on the blocking pool if they are many.

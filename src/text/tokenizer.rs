@@ -108,6 +108,19 @@ impl Tokenizer {
         self.inner.id_to_token(token)
     }
 
+    /// The bytes that `token` stands for, a special one for its name; none for an id without a token.
+    pub fn bytes(&self, token: TokenId) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        self.append_bytes(token, false, &mut bytes);
+        bytes
+    }
+
+    /// Whether `token` is special, so that it is no part of a text.
+    pub fn is_special(&self, token: TokenId) -> bool {
+        let piece = self.inner.id_to_token(token);
+        piece.is_some_and(|piece| self.inner.get_added_vocabulary().is_special_token(&piece))
+    }
+
     /// Appends the bytes of `token` to `out`.
     pub(super) fn append_bytes(&self, token: TokenId, skip_special: bool, out: &mut Vec<u8>) {
         let Some(piece) = self.inner.id_to_token(token) else { return };

@@ -2,10 +2,12 @@
 //!
 //! Nothing here owns a device, a clock, a channel or a runtime.
 
+mod mask;
 mod plan;
 mod prompt;
 mod sampling;
 
+pub use mask::TokenMask;
 pub use plan::{BlockCopy, BlockId, History, LogitsRow, LogitsTask, PlanSequence, StepOutput, StepPlan};
 pub use prompt::{MediaItem, Prompt};
 pub use rollout_kernels::{Distribution, TokenLogprobs};

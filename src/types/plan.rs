@@ -5,7 +5,7 @@ use std::sync::Arc;
 /// Copy of the first `tokens` slots of a block (all layers, K and V), for a fork that writes into a shared block.
 pub use rollout_kernels::BlockCopy;
 
-use super::{Prompt, RequestKey, SampleKey, SamplingParams, TokenId, TokenLogprobs};
+use super::{Prompt, RequestKey, SampleKey, SamplingParams, TokenId, TokenLogprobs, TokenMask};
 
 /// Index of a physical block of the paged KV cache.
 pub type BlockId = u32;
@@ -61,6 +61,8 @@ pub struct LogitsTask {
     /// The tokens that penalties count, if the parameters have any. Always `None` where `target` is given: penalties
     /// apply to what is sampled after the whole prompt.
     pub history: Option<History>,
+    /// The tokens that may be sampled; `None` for all, and where `target` is given.
+    pub mask: Option<TokenMask>,
 }
 
 /// All tokens of a sequence before the one that is sampled.

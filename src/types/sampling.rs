@@ -74,6 +74,15 @@ impl SamplingParams {
         size_of_val(&self.logit_bias[..]) + tokens * size_of::<TokenId>() + text
     }
 
+    /// Whether a sample with `num_outputs` tokens may be given `token`, as far as `allowed_tokens` and `min_tokens`
+    /// say.
+    pub fn may_sample(&self, token: TokenId, num_outputs: usize) -> bool {
+        let has = |tokens: &[TokenId]| tokens.binary_search(&token).is_ok();
+        let is_banned =
+            num_outputs < self.min_tokens as usize && (has(&self.eos_token_ids) || has(&self.stop_token_ids));
+        !is_banned && self.allowed_tokens.as_ref().is_none_or(|allowed| has(allowed))
+    }
+
     /// Whether a penalty makes the distribution depend on the tokens so far, so that each task must carry them.
     pub fn needs_history(&self) -> bool {
         self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
@@ -91,6 +100,9 @@ pub enum FinishReason {
     StopString,
     /// `max_tokens` was reached, or the context is full.
     Length,
+    /// No token may follow: the text is complete for its grammar and no token ends a sample, or the other parameters
+    /// exclude all that the grammar allows.
+    Grammar,
     /// The request was aborted, or its client has vanished; the tokens so far are valid.
     Aborted,
 }

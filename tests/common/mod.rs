@@ -16,6 +16,7 @@ use rollout_server::engine::{
     WakeTags,
 };
 use rollout_server::error::Result;
+use rollout_server::grammar::Grammar;
 use rollout_server::memory::Backlog;
 use rollout_server::observe::Observer;
 use rollout_server::startup::{self, Started};
@@ -84,6 +85,7 @@ impl Engine {
             prompts: request.prompts.into_iter().map(Prompt::from_tokens).collect(),
             kind: request.kind,
             params: Arc::new(request.params),
+            grammar: request.grammar,
             adapter: request.adapter,
             if_weight_version: request.if_weight_version,
             min_weight_version: request.min_weight_version,
@@ -138,6 +140,7 @@ pub struct Request {
     pub prompts: Vec<Vec<TokenId>>,
     pub kind: RequestKind,
     pub params: SamplingParams,
+    pub grammar: Option<Arc<Grammar>>,
     pub adapter: Option<String>,
     pub if_weight_version: Option<u64>,
     pub min_weight_version: Option<u64>,
@@ -156,7 +159,8 @@ impl Request {
 
     fn new(prompts: Vec<Vec<TokenId>>, kind: RequestKind, params: SamplingParams) -> Self {
         let id = String::new();
-        Self { id, prompts, kind, params, adapter: None, if_weight_version: None, min_weight_version: None }
+        let (adapter, grammar) = (None, None);
+        Self { id, prompts, kind, params, grammar, adapter, if_weight_version: None, min_weight_version: None }
     }
 
     /// Gives the request an id. Requests without an id must run one after the other.

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 
 use rollout_server::server::pb;
+use rollout_server::server::pb::structured_outputs::Kind;
 
 use super::dice::Dice;
 
@@ -90,6 +91,31 @@ pub fn params(dice: &mut Dice) -> pb::SamplingParams {
         stop: stop_strings(dice),
         ignore_eos: dice.coin(),
         seed: dice.maybe(Dice::u64),
+        structured_outputs: if dice.one_in(4) { Some(structured(dice)) } else { None },
         ..distribution(dice)
     }
+}
+
+/// Grammars that are right, wrong and too large.
+fn structured(dice: &mut Dice) -> pb::StructuredOutputs {
+    const REGEXES: &[&str] = &["[a-z]{1,9}", "a+", "(the|that) .*", r"\p{L}{1,50}", "(", "((a{1,99}){1,99}){1,99}", ""];
+    const SCHEMAS: &[&str] = &[
+        r#"{"type":"array","items":{"type":"integer"},"maxItems":3}"#,
+        r##"{"type":"object","properties":{"a":{"$ref":"#"}},"additionalProperties":false}"##,
+        r#"{"type":"string","minLength":9,"x-guidance":{"whitespace_flexible":false}}"#,
+        r#"{"multipleOf":1e9}"#,
+        "false",
+        "[",
+    ];
+    const GRAMMARS: &[&str] =
+        &["start: \"a\" start \"b\" | \"c\"", "start: start start | \"a\"", "start: x", "%json {"];
+    let kind = match dice.below(6) {
+        0 if dice.is_hostile() => None,
+        0 | 1 => Some(Kind::Regex(dice.pick(REGEXES).into())),
+        2 => Some(Kind::JsonSchema(dice.pick(SCHEMAS).into())),
+        3 => Some(Kind::Choice(pb::Choices { choices: dice.list(4, Dice::text) })),
+        4 => Some(Kind::Grammar(if dice.one_in(4) { dice.text() } else { dice.pick(GRAMMARS).into() })),
+        _ => Some(Kind::JsonObject(!dice.is_hostile())),
+    };
+    pb::StructuredOutputs { kind }
 }

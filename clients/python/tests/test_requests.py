@@ -124,6 +124,26 @@ def test_chats_are_sent_with_all_that_the_template_shows(call, echo):
     assert echo.requests[0].prompts == _proto.GENERATE.request(prompts=[{"chat": chat} for chat in sent]).prompts
 
 
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ({"regex": "a+"}, {"regex": "a+"}),
+        ({"json": {"type": "object"}}, {"json_schema": '{"type": "object"}'}),
+        ({"json": '{"type":"array"}'}, {"json_schema": '{"type":"array"}'}),
+        ({"json": True}, {"json_schema": "true"}),
+        ({"choice": ["a", "b"]}, {"choice": {"choices": ["a", "b"]}}),
+        ({"choice": ()}, {"choice": {}}),
+        ({"grammar": 'start: "a"'}, {"grammar": 'start: "a"'}),
+        ({"json_object": True}, {"json_object": True}),
+    ],
+)
+def test_structured_outputs_are_sent(call, echo, given, sent):
+    call(lambda client: client.generate(["a"], sampling=SamplingParams(structured_outputs=given)))
+    structured = echo.requests[0].sampling.structured_outputs
+    assert structured == _proto.SamplingParamsMessage(structured_outputs=sent).structured_outputs
+    assert structured.WhichOneof("kind") == next(iter(sent))
+
+
 def test_defaults_are_sent_as_the_dataclass_shows_them(call, echo):
     call(lambda client: client.generate(["a"]))
     (request,) = echo.requests
@@ -238,6 +258,17 @@ def test_empty_token_list_reaches_the_server_as_tokens(call, echo):
         ({"sampling": SamplingParams(stop=[1])}, "sampling.stop: "),
         ({"sampling": SamplingParams(logit_bias={-1: 1.0})}, "sampling.logit_bias[-1]: "),
         ({"sampling": SamplingParams(logit_bias={1: "a"})}, "sampling.logit_bias[1]: "),
+        ({"sampling": SamplingParams(structured_outputs="a+")}, "sampling.structured_outputs: "),
+        ({"sampling": SamplingParams(structured_outputs={})}, "sampling.structured_outputs: "),
+        ({"sampling": SamplingParams(structured_outputs={"regexp": "a"})}, "sampling.structured_outputs: 'regexp'"),
+        (
+            {"sampling": SamplingParams(structured_outputs={"regex": "a", "choice": ["a"]})},
+            "sampling.structured_outputs: ",
+        ),
+        ({"sampling": SamplingParams(structured_outputs={"regex": 3})}, "sampling.structured_outputs.regex: "),
+        ({"sampling": SamplingParams(structured_outputs={"choice": "a"})}, "sampling.structured_outputs.choice: "),
+        ({"sampling": SamplingParams(structured_outputs={"choice": [1]})}, "sampling.structured_outputs.choice: "),
+        ({"sampling": SamplingParams(structured_outputs={"json": {"a": {1}}})}, "sampling.structured_outputs.json: "),
     ],
 )
 def test_what_does_not_fit_its_field_is_refused_by_name(call, echo, arguments, field):

@@ -2,7 +2,7 @@
 
 use std::cmp::Ordering;
 
-use crate::sampling::{Distribution, SamplingTask, TokenLogprobs, uniform};
+use crate::sampling::{Distribution, SamplingTask, TokenLogprobs, is_set, uniform};
 
 /// The answer to one task of a row.
 pub(super) fn answer(logits: &[f32], task: &SamplingTask<'_>) -> TokenLogprobs {
@@ -45,7 +45,7 @@ fn processed(edited: &[f64], task: &SamplingTask<'_>, is_broken: bool) -> Vec<f6
     if is_greedy {
         let of_highest = |_: &usize| highest > f64::NEG_INFINITY;
         let greedy = edited.iter().position(|x| *x == highest).filter(of_highest);
-        let greedy = greedy.map_or_else(|| task.allowed.map_or(0, |allowed| allowed[0]), |token| token as u32);
+        let greedy = greedy.map_or_else(|| task.lowest(), |token| token as u32);
         let mut probabilities = vec![0.0; edited.len()];
         probabilities[greedy as usize] = 1.0;
         return probabilities;
@@ -64,7 +64,8 @@ fn edited(logits: &[f32], task: &SamplingTask<'_>) -> Vec<f64> {
     let (prompt, output) = task.history.unwrap_or((&[], &[]));
     let edit = |(token, logit): (u32, &f32)| {
         let is_banned = task.banned.iter().any(|banned| banned.contains(&token));
-        let mut x = match is_banned || task.allowed.is_some_and(|allowed| !allowed.contains(&token)) {
+        let is_masked = task.mask.is_some_and(|mask| !is_set(mask, token));
+        let mut x = match is_banned || is_masked || task.allowed.is_some_and(|allowed| !allowed.contains(&token)) {
             true => f64::NEG_INFINITY,
             false => f64::from(*logit),
         };

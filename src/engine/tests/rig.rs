@@ -98,6 +98,7 @@ pub fn ask(id: &str, prompt: usize, max_tokens: u32) -> (GenerateCommand, Asked)
         prompts: vec![Prompt::from_tokens((900..900 + prompt as TokenId).collect::<Vec<_>>())],
         kind: RequestKind::Generate { n: 1, seed: 1, prompt_logprobs: false, stream_tokens: false, return_text: false },
         params: Arc::new(SamplingParams { max_tokens, ..SamplingParams::default() }),
+        grammar: None,
         adapter: None,
         if_weight_version: None,
         min_weight_version: None,

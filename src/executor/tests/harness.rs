@@ -329,6 +329,7 @@ pub fn sequence(number: usize, tokens: &[u32], adapter: Option<u64>) -> PlanSequ
         output_index: 0,
         target: Some(tokens[(offset + 1) % tokens.len()]),
         history: None,
+        mask: None,
     };
     PlanSequence {
         start: 0,

@@ -98,7 +98,9 @@ label! {
 impl From<FinishReason> for Finished {
     fn from(reason: FinishReason) -> Self {
         match reason {
-            FinishReason::Eos | FinishReason::StopToken | FinishReason::StopString => Self::Stop,
+            FinishReason::Eos | FinishReason::StopToken | FinishReason::StopString | FinishReason::Grammar => {
+                Self::Stop
+            }
             FinishReason::Length => Self::Length,
             FinishReason::Aborted => Self::Abort,
         }

@@ -10,6 +10,8 @@
 //! including the first one that differs from its draft. KV of a wrong draft is never read: `num_computed` counts
 //! accepted tokens only, and the slot is written again.
 //!
+//! A draft that the sample's grammar forbids is not tried, and each row has the mask after the drafts before it.
+//!
 //! Drafts are added after everything else is planned, into rows and blocks that are left over.
 
 mod acceptance;
@@ -106,10 +108,12 @@ impl Scheduler {
         for (id, sibling) in self.running.range(siblings.clone()).chain(self.waiting.range(siblings)) {
             index.extend(stream(id.sample_index), &sibling.outputs);
         }
-        index.find(&sequence.context(LONGEST), limit).unwrap_or_default()
+        let found = index.find(&sequence.context(LONGEST), limit);
+        found.filter(|found| found.tokens.first().is_some_and(|&token| sequence.allows(token))).unwrap_or_default()
     }
 
-    /// Adds drafts to the planned sequence at `place` in the plan, as many as fit into free blocks.
+    /// Adds drafts to the planned sequence at `place` in the plan, as many as fit into free blocks and its grammar
+    /// allows.
     fn add_draft(&mut self, place: usize, draft: &[TokenId], matched: usize, builder: &mut PlanBuilder) {
         if draft.is_empty() {
             return;
@@ -117,10 +121,14 @@ impl Scheduler {
         let sequence = self.running.get_mut(&self.in_flight[place]).expect("a planned sequence runs");
         let known = sequence.num_tokens();
         let room = self.cache.room(&sequence.table) - known;
-        let draft = &draft[..draft.len().min(room)];
+        let mut draft = &draft[..draft.len().min(room)];
+        let masks = sequence.grammar.as_ref().map(|grammar| grammar.masks_after(draft));
+        if let Some(masks) = &masks {
+            draft = &draft[..masks.len()];
+        }
         self.cache.grow(&mut sequence.table, known + draft.len());
         sequence.matched = matched;
-        sequence.add_draft(draft, &mut builder.plan.sequences[place]);
+        sequence.add_draft(draft, masks, &mut builder.plan.sequences[place]);
         builder.budget -= draft.len();
         self.counters.drafted_tokens += draft.len() as u64;
     }

@@ -329,7 +329,8 @@ impl Harness {
                 result.prompt_logprobs = logprobs;
                 result.done = is_score;
             }
-            Outcome::Token { sample, logprobs, finish } => {
+            Outcome::GrammarFailed { sample, reason } => panic!("{sample:?}: {reason}"),
+            Outcome::Token { sample, logprobs, finish, .. } => {
                 let result = self.results.get_mut(&sample.group).expect("a known group");
                 assert!(result.cached_tokens.is_some() && !result.aborted, "{sample:?}");
                 let state = &mut result.samples[sample.sample_index as usize];
@@ -360,6 +361,7 @@ pub fn group(key: GroupKey, prompt: &[TokenId], n: u32, max_tokens: u32) -> Grou
         prompt: Prompt::from_tokens(prompt),
         params: Arc::new(SamplingParams { max_tokens, ..SamplingParams::default() }),
         salt: CacheSalt::default(),
+        grammar: None,
         kind: GroupKind::Sample { seeds: (0..n).map(|i| sample_seed(7, 0, i)).collect(), prompt_logprobs: false },
     }
 }

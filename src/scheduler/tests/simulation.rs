@@ -77,6 +77,7 @@ fn random_request(rng: &mut ChaCha8Rng, request: u64) -> Vec<Group> {
             prompt: random_prompt(rng, if score { MAX_MODEL_LEN } else { MAX_MODEL_LEN - 1 }),
             params: Arc::clone(&params),
             salt,
+            grammar: None,
             kind: if score {
                 GroupKind::Score
             } else {

@@ -6,6 +6,7 @@ mod chat;
 mod lifecycle;
 mod prompt;
 mod sampling;
+mod structured;
 #[cfg(test)]
 mod tests;
 mod timeline;
@@ -26,6 +27,7 @@ use super::context::ModelFacts;
 use super::pb;
 use crate::engine::{AbortTarget, CancelFlag, Command, GenerateCommand, RequestKind};
 use crate::error::{Error, Result};
+use crate::grammar::Grammar;
 use crate::memory::Charge;
 use crate::types::{Distribution, Owner, Prompt, SamplingParams, WeightVersion};
 
@@ -51,6 +53,7 @@ pub(super) struct ValidRequest {
     pub(super) prompts: Vec<Prompt>,
     pub(super) kind: RequestKind,
     pub(super) params: Arc<SamplingParams>,
+    grammar: Option<Arc<Grammar>>,
     adapter: Option<String>,
     if_weight_version: Option<WeightVersion>,
     min_weight_version: Option<WeightVersion>,
@@ -72,6 +75,7 @@ impl ValidRequest {
             prompts: self.prompts,
             kind: self.kind,
             params: self.params,
+            grammar: self.grammar,
             adapter: self.adapter,
             if_weight_version: self.if_weight_version,
             min_weight_version: self.min_weight_version,
@@ -89,7 +93,9 @@ impl ValidRequest {
         /// Bytes that one prompt or one sample takes, including its entries in maps and queues.
         const RECORD: usize = 512;
         let prompts: usize = self.prompts.iter().map(|p| p.heap_bytes() + RECORD).sum();
-        (prompts + self.samples() * RECORD + self.params.heap_bytes()) as u64
+        let grammar =
+            self.grammar.as_ref().map_or(0, |grammar| grammar.bytes() + self.samples() * Grammar::SAMPLE_BYTES);
+        (prompts + self.samples() * RECORD + self.params.heap_bytes() + grammar) as u64
     }
 
     /// Number of completions that the reply will carry.
@@ -115,6 +121,7 @@ pub(super) fn generate(request: pb::GenerateRequest, model: &ModelFacts, charge:
     }
     let top_logprobs_of = distribution(request.top_logprobs_of)?;
     let params = sampling::for_generate(request.sampling.as_ref(), request.top_logprobs, model)?;
+    let structured_outputs = request.sampling.as_ref().and_then(|s| s.structured_outputs.clone());
     let seed = request.sampling.as_ref().and_then(|s| s.seed).unwrap_or_else(rand::random);
     Ok(ValidRequest {
         request_id: request_id(request.request_id)?,
@@ -126,6 +133,7 @@ pub(super) fn generate(request: pb::GenerateRequest, model: &ModelFacts, charge:
             stream_tokens: request.stream_tokens,
             return_text: request.return_text,
         },
+        grammar: structured::grammar(structured_outputs, &params, model)?,
         params: Arc::new(SamplingParams { top_logprobs_of, ..params }),
         adapter: named(request.adapter)?,
         if_weight_version: request.if_weight_version,
@@ -146,6 +154,7 @@ pub(super) fn score(request: pb::ScoreRequest, model: &ModelFacts) -> Result<Val
         prompts: prompt::sequences(request.sequences, model)?,
         kind: RequestKind::Score,
         params: Arc::new(params),
+        grammar: None,
         adapter: named(request.adapter)?,
         if_weight_version: request.if_weight_version,
         min_weight_version: request.min_weight_version,

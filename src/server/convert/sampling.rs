@@ -73,6 +73,7 @@ pub(super) fn for_score(
         ("stop", !p.stop.is_empty()),
         ("ignore_eos", p.ignore_eos),
         ("seed", p.seed.is_some()),
+        ("structured_outputs", p.structured_outputs.is_some()),
     ];
     match meaningless.iter().find(|(_, set)| *set) {
         Some((name, _)) => Err(Error::invalid(format!("sampling.{name}"), "has no meaning in Score; leave it unset")),

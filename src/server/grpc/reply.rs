@@ -221,6 +221,7 @@ fn finish_reason(reason: FinishReason) -> pb::FinishReason {
         FinishReason::StopToken => pb::FinishReason::StopToken,
         FinishReason::StopString => pb::FinishReason::StopString,
         FinishReason::Length => pb::FinishReason::Length,
+        FinishReason::Grammar => pb::FinishReason::Grammar,
         FinishReason::Aborted => pb::FinishReason::Aborted,
     }
 }

@@ -19,7 +19,7 @@ use crate::server::context::ModelFacts;
 use crate::server::convert::{self, ValidRequest};
 use crate::server::gate::Gate;
 use crate::server::pb;
-use crate::server::requests::{Arrived, start};
+use crate::server::requests::{Arrived, Ask, start};
 
 pub(super) struct RolloutService {
     gate: Gate,
@@ -38,7 +38,7 @@ impl RolloutService {
         writer: impl FnOnce(&ValidRequest) -> W,
     ) -> tonic::Result<Response<Replies<W>>>
     where
-        M: prost::Message + 'static,
+        M: prost::Message + Ask,
         W: Writer,
     {
         let (deadline, owner) = (deadline_of(&request), caller_of(&request).owner);

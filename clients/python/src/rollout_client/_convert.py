@@ -28,6 +28,7 @@ from .types import (
     ServerInfo,
     ServerStatus,
     StreamEvent,
+    StructuredOutputs,
     Summary,
     TokenDelta,
     TokenIds,
@@ -41,8 +42,10 @@ _FINISH_REASONS = {
     3: FinishReason.STOP_STRING,
     4: FinishReason.LENGTH,
     5: FinishReason.ABORTED,
+    6: FinishReason.GRAMMAR,
 }
 _DISTRIBUTIONS = {"raw": 1, "processed": 2}
+_STRUCTURED = ("regex", "json", "choice", "grammar", "json_object")
 
 
 # Requests
@@ -171,6 +174,27 @@ _GENERATION_FIELDS = (
 )
 
 
+def _set_structured(message: Any, given: StructuredOutputs) -> None:
+    path = "sampling.structured_outputs"
+    if not isinstance(given, Mapping) or len(given) != 1:
+        raise InvalidArgument(f"{path}: expected a dict of one of {', '.join(_STRUCTURED)}, got {given!r}")
+    ((kind, value),) = given.items()
+    if kind not in _STRUCTURED:
+        raise InvalidArgument(f"{path}: {kind!r} is none of {', '.join(_STRUCTURED)}")
+    if kind == "choice":
+        if isinstance(value, str):
+            raise InvalidArgument(f"{path}.choice: expected a list of strings, got a single string; put it in a list")
+        message.choice.SetInParent()
+        extend(message.choice.choices, value, f"{path}.choice")
+        return
+    if kind == "json" and not isinstance(value, str):
+        try:
+            value = json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(f"{path}.json: {error}") from None
+    set_field(message, "json_schema" if kind == "json" else kind, value, f"{path}.{kind}")
+
+
 def _sampling(params: SamplingParams, scoring: bool = False) -> Any:
     """Every field is sent, so that what the dataclass shows is what the server does.
 
@@ -185,6 +209,8 @@ def _sampling(params: SamplingParams, scoring: bool = False) -> Any:
         set_field(message, name, value, f"sampling.{name}")
     if params.seed is not None:
         set_field(message, "seed", params.seed, "sampling.seed")
+    if params.structured_outputs is not None:
+        _set_structured(message.structured_outputs, params.structured_outputs)
     if params.allowed_token_ids is not None:
         # On the wire an empty list is the same as none, that is, all allowed: not what an empty list says here.
         if len(params.allowed_token_ids) == 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +54,9 @@ class FinishReason(str, Enum):
     """A requested stop string; `text` ends before it, `token_ids` hold what was sampled."""
     LENGTH = "length"
     """`max_tokens` or the context length."""
+    GRAMMAR = "grammar"
+    """No token may follow: the text is complete for `structured_outputs` and no token that ends a sample may be sampled
+    (`ignore_eos`, `min_tokens`, a model without one), or other parameters exclude all that it allows."""
     ABORTED = "aborted"
     """By `abort`, by a push, pause or sleep that aborts what runs, or by the server's shutdown; the tokens so far are
     valid. A call whose timeout passes raises `DeadlineExceeded` instead."""
@@ -61,6 +64,21 @@ class FinishReason(str, Enum):
     def __str__(self) -> str:
         """The plain value, e.g. `length`."""
         return self.value
+
+
+class StructuredOutputs(TypedDict, total=False):
+    """The texts that a sample may have. Exactly one of the keys is given."""
+
+    regex: str
+    """Texts that this regular expression matches whole."""
+    json: str | Mapping[str, Any] | bool
+    """JSON that this JSON schema accepts: a dict, or its text."""
+    choice: Sequence[str]
+    """One of these texts."""
+    grammar: str
+    """Texts of this grammar, in llguidance's variant of Lark."""
+    json_object: bool
+    """True: a JSON object."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +116,8 @@ class SamplingParams:
     seed: int | None = None
     """Each sample uses one derived from (seed, index of its prompt, index of the sample); the first sample of the first
     prompt the seed itself. So equal prompts of one request get different samples. None: the server draws one."""
+    structured_outputs: StructuredOutputs | None = None
+    """What the text must match; None is any text."""
 
 
 @dataclass(frozen=True)

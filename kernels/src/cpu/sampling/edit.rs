@@ -1,6 +1,6 @@
 //! Edits of the logits before the temperature: masks, bias and penalties.
 
-use crate::sampling::SamplingTask;
+use crate::sampling::{SamplingTask, is_set};
 
 /// The bit of a token's count that marks it as one of the prompt; the bits below it count its occurrences in the
 /// output.
@@ -10,15 +10,17 @@ const IN_PROMPT: u32 = 1 << 31;
 /// (or shorter than the row) before and after the call.
 pub fn apply(logits: &[f32], task: &SamplingTask<'_>, edited: &mut Vec<f32>, counts: &mut Vec<u32>) -> bool {
     let mut banned = task.banned.into_iter().flatten().peekable();
-    if task.allowed.is_none() && banned.peek().is_none() && task.logit_bias.is_empty() && task.history.is_none() {
+    let is_restricted = task.allowed.is_some() || task.mask.is_some() || banned.peek().is_some();
+    if !is_restricted && task.logit_bias.is_empty() && task.history.is_none() {
         return false;
     }
     edited.clear();
-    match task.allowed {
-        None => edited.extend_from_slice(logits),
-        Some(allowed) => {
+    match (task.allowed, task.mask) {
+        (None, None) => edited.extend_from_slice(logits),
+        (None, Some(mask)) => masked(logits, mask, edited),
+        (Some(allowed), mask) => {
             edited.resize(logits.len(), f32::NEG_INFINITY);
-            for &token in allowed {
+            for &token in allowed.iter().filter(|token| mask.is_none_or(|mask| is_set(mask, **token))) {
                 edited[token as usize] = logits[token as usize];
             }
         }
@@ -36,6 +38,20 @@ pub fn apply(logits: &[f32], task: &SamplingTask<'_>, edited: &mut Vec<f32>, cou
         penalise(edited, task, prompt, output, counts);
     }
     true
+}
+
+/// Appends the logits, with `-inf` for tokens that the mask leaves out.
+fn masked(logits: &[f32], mask: &[u32], edited: &mut Vec<f32>) {
+    for (logits, word) in logits.chunks(32).zip(mask.iter().copied().chain(std::iter::repeat(0))) {
+        match word {
+            0 => edited.extend(logits.iter().map(|_| f32::NEG_INFINITY)),
+            u32::MAX => edited.extend_from_slice(logits),
+            _ => {
+                let keep = |(i, &x): (u32, &f32)| if word >> i & 1 == 1 { x } else { f32::NEG_INFINITY };
+                edited.extend((0..).zip(logits).map(keep));
+            }
+        }
+    }
 }
 
 /// Applies the repetition penalty to every token of the prompt and the output, and the frequency and presence penalties

@@ -200,10 +200,10 @@ fn asks_for_processed(task: &SamplingTask<'_>) -> bool {
     task.top_logprobs > 0 && task.top_of == Distribution::Processed
 }
 
-/// The token with the highest logit, ties to the lowest id. If all logits are `-inf` it is the lowest allowed id.
+/// The token with the highest logit, ties to the lowest id. If all logits are `-inf` it is the lowest that is allowed.
 fn argmax(row: Row, task: &SamplingTask<'_>) -> u32 {
     if row.max == f32::NEG_INFINITY {
-        return task.allowed.map_or(0, |allowed| allowed[0]);
+        return task.lowest();
     }
     let is_max = |&x: &f32| x == row.max;
     let block = row.maxima.iter().position(is_max).expect("the maximum is one of the block maxima");

@@ -19,6 +19,7 @@ struct Options {
     frequency_penalty: f32,
     logit_bias: Vec<(u32, f32)>,
     allowed: Option<Vec<u32>>,
+    mask: Option<Vec<u32>>,
     eos: Vec<u32>,
     stop: Vec<u32>,
     top_logprobs: u32,
@@ -37,6 +38,7 @@ impl Default for Options {
             frequency_penalty: 0.0,
             logit_bias: Vec::new(),
             allowed: None,
+            mask: None,
             eos: Vec::new(),
             stop: Vec::new(),
             top_logprobs: 0,
@@ -57,6 +59,7 @@ fn task(options: &Options, seed: u64, output_index: u32) -> SamplingTask<'_> {
         frequency_penalty: options.frequency_penalty,
         logit_bias: &options.logit_bias,
         allowed: options.allowed.as_deref(),
+        mask: options.mask.as_deref(),
         banned: [&options.eos, &options.stop],
         history: None,
         seed,
@@ -384,6 +387,33 @@ fn processed_top_logprobs_are_of_the_tokens_that_may_be_drawn() {
 }
 
 #[test]
+fn a_mask_is_a_list_of_allowed_tokens() {
+    let mut rng = rng(8);
+    let mut scratch = new_scratch();
+    for (vocab, (name, options)) in [12, 700, 5000].into_iter().flat_map(|n| options().into_iter().map(move |o| (n, o)))
+    {
+        let logits = random_row(&mut rng, vocab, 2.0);
+        // Words of none, of all and of some tokens; tokens beyond the words are left out.
+        let mut mask: Vec<u32> =
+            (0..vocab / 40 + 1).map(|_| [0, u32::MAX, rng.next_u32()][rng.next_u32() as usize % 3]).collect();
+        mask[0] |= 1 << 3;
+        let is_set = |token: &u32| mask.get(*token as usize / 32).is_some_and(|word| word >> (token % 32) & 1 == 1);
+        let listed = options.allowed.clone().unwrap_or_else(|| (0..vocab as u32).collect());
+        let both: Vec<u32> = listed.into_iter().filter(is_set).filter(|token| (*token as usize) < vocab).collect();
+        if both.iter().all(|token| options.eos.contains(token) || options.stop.contains(token)) {
+            continue; // nothing is left, which the scheduler sees to
+        }
+        let masked =
+            Options { mask: Some(mask.clone()), top_logprobs: 5, top_of: Distribution::Processed, ..options.clone() };
+        let allowed = Options { allowed: Some(both), mask: None, ..masked.clone() };
+        for seed in 0..20 {
+            let masked = answer(&logits, &task(&masked, seed, 1), &mut scratch);
+            assert_eq!(masked, answer(&logits, &task(&allowed, seed, 1), &mut scratch), "{name}, {vocab} tokens");
+        }
+    }
+}
+
+#[test]
 fn ties_go_to_the_lowest_id() {
     let logits = vec![1.0; 300];
     let kept = |params: Options| {
@@ -446,6 +476,13 @@ fn rows_without_a_distribution_have_defined_answers() {
     assert_eq!(answer.raw, -(4f32.ln()));
     let answer = run(&[f32::NEG_INFINITY; 5], Options { top_logprobs: 2, ..d() });
     assert_eq!((answer.token, answer.processed, answer.raw), (0, 0.0, f32::NEG_INFINITY));
+    // With a mask, it is the lowest one that the mask, the list and the bans leave.
+    let mask = Some(vec![0b11010]);
+    for (allowed, eos, expected) in [(None, vec![], 1), (None, vec![1], 3), (Some(vec![0, 1, 4]), vec![1], 4)] {
+        let masked = Options { allowed, eos, mask: mask.clone(), ..d() };
+        let answer = run(&[f32::NEG_INFINITY; 5], masked);
+        assert_eq!((answer.token, answer.processed), (expected, 0.0));
+    }
     // The edits overflow to infinity.
     let overflow = Options { logit_bias: vec![(2, f32::MAX)], ..d() };
     let answer = run(&[0.0, f32::MAX, f32::MAX], overflow);

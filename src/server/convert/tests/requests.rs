@@ -71,6 +71,7 @@ fn wrong_request_fields_are_refused() {
         r.n = Some(1024);
     });
     check("top_logprobs", "101 is more than 100", |r| r.top_logprobs = 101);
+    check("sampling.structured_outputs", "no tokenizer", |r| sampling(r).structured_outputs = Some(Default::default()));
     check("top_logprobs_of", "3 is no Distribution", |r| r.top_logprobs_of = 3);
     check("return_text", "no tokenizer", |r| r.return_text = true);
     check("if_weight_version", "1 is below min_weight_version 2", |r| {
@@ -174,6 +175,7 @@ fn every_field_arrives() {
             stop: Vec::new(),
             ignore_eos: true,
             seed: Some(u64::MAX),
+            structured_outputs: None,
         }),
         top_logprobs: 100,
         top_logprobs_of: pb::Distribution::Processed.into(),

@@ -98,7 +98,7 @@ impl Report {
         match completion.finish_reason {
             FinishReason::StopToken => completion.tokens.last().map(|last| StopReason::Token(last.token)),
             FinishReason::StopString => self.stop_string(completion).map(StopReason::Text),
-            FinishReason::Eos | FinishReason::Length | FinishReason::Aborted => None,
+            FinishReason::Eos | FinishReason::Length | FinishReason::Grammar | FinishReason::Aborted => None,
         }
     }
 
@@ -128,7 +128,7 @@ impl Report {
 /// The end of a sample in OpenAI's words, with vLLM's for an abort.
 pub(in crate::server::http) fn finish_reason(reason: FinishReason) -> &'static str {
     match reason {
-        FinishReason::Eos | FinishReason::StopToken | FinishReason::StopString => "stop",
+        FinishReason::Eos | FinishReason::StopToken | FinishReason::StopString | FinishReason::Grammar => "stop",
         FinishReason::Length => "length",
         FinishReason::Aborted => "abort",
     }

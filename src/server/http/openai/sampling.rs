@@ -257,6 +257,7 @@ impl Sampling {
             stop: self.stop.unwrap_or_default().0,
             ignore_eos: self.ignore_eos.unwrap_or(false),
             seed: self.seed.map(i64::cast_unsigned),
+            structured_outputs: None,
         };
         Ok(pb::GenerateRequest {
             request_id: self.request_id.unwrap_or_default(),

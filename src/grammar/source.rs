@@ -1,0 +1,136 @@
+//! What a client may ask for.
+
+use llguidance::api::TopLevelGrammar;
+use serde_json::Value;
+
+use crate::error::{Error, Result};
+
+/// Longest text of a grammar in bytes; of choices, all of them together. Compiling takes time and memory by the text's
+/// length.
+const MAX_BYTES: usize = 128 << 10;
+/// Most choices. Each is an alternative of the grammar.
+const MAX_CHOICES: usize = 4096;
+/// Largest least common multiple of all `multipleOf`. Steps of 0.01, 15 minutes or 1000 are far below.
+const MAX_MULTIPLE: u64 = 10_000;
+
+/// The texts that a sample may have.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum GrammarSource {
+    /// Those that this regular expression matches whole.
+    Regex(String),
+    /// JSON documents that this schema, itself JSON, accepts.
+    JsonSchema(String),
+    /// One of these.
+    Choice(Vec<String>),
+    /// Those of this Lark grammar.
+    Lark(String),
+    /// JSON objects.
+    JsonObject,
+}
+
+impl GrammarSource {
+    /// Bytes that the texts take.
+    pub fn bytes(&self) -> usize {
+        match self {
+            Self::Regex(text) | Self::JsonSchema(text) | Self::Lark(text) => text.len(),
+            Self::Choice(choices) => choices.iter().map(|choice| choice.len() + size_of::<String>()).sum(),
+            Self::JsonObject => 0,
+        }
+    }
+
+    /// Checks what can be checked without compiling, and makes the grammar that is compiled.
+    ///
+    /// # Errors
+    /// `InvalidArgument`; the field is left to the caller.
+    pub(super) fn grammar(&self) -> Result<TopLevelGrammar> {
+        let bytes = self.bytes();
+        if bytes > MAX_BYTES {
+            return Err(invalid(format!("{bytes} bytes are more than {MAX_BYTES}; simplify the grammar")));
+        }
+        match self {
+            Self::Regex(regex) if regex.is_empty() => Err(invalid("is empty, and would match nothing but no text")),
+            Self::Regex(regex) => Ok(TopLevelGrammar::from_regex(regex)),
+            Self::JsonSchema(schema) => {
+                let schema: Value = serde_json::from_str(schema).map_err(|e| invalid(format!("is not JSON: {e}")))?;
+                if !schema.is_object() && !schema.is_boolean() {
+                    return Err(invalid("is no JSON schema: a schema is an object, or true"));
+                }
+                check_multiples([&schema])?;
+                Ok(TopLevelGrammar::from_json_schema(schema))
+            }
+            Self::Choice(choices) => choice(choices),
+            Self::Lark(lark) => {
+                check_multiples(&schemas_within(lark))?;
+                Ok(TopLevelGrammar::from_lark(lark.clone()))
+            }
+            Self::JsonObject => Ok(TopLevelGrammar::from_json_schema(serde_json::json!({ "type": "object" }))),
+        }
+    }
+}
+
+/// The grammar of one of several texts.
+fn choice(choices: &[String]) -> Result<TopLevelGrammar> {
+    if choices.is_empty() || choices.len() > MAX_CHOICES {
+        return Err(invalid(format!("{} choices; give 1 to {MAX_CHOICES}", choices.len())));
+    }
+    if let Some(i) = choices.iter().position(String::is_empty) {
+        return Err(invalid(format!("choice {i} is empty; each needs a text")));
+    }
+    let alternatives: Vec<String> = choices.iter().map(|choice| regex::escape(choice)).collect();
+    Ok(TopLevelGrammar::from_regex(&alternatives.join("|")))
+}
+
+/// The JSON schemas that a Lark grammar has after `%json`.
+fn schemas_within(lark: &str) -> Vec<Value> {
+    let values = lark.match_indices("%json").filter_map(|(at, name)| {
+        let mut values = serde_json::Deserializer::from_str(&lark[at + name.len()..]).into_iter::<Value>();
+        values.next()?.ok()
+    });
+    values.collect()
+}
+
+/// Checks that the numbers of all `multipleOf` have a small least common multiple. The automaton of the multiples of m
+/// has m states, and no limit of llguidance's holds while it is made: for a million it takes seconds and 400 MB.
+fn check_multiples<'a>(schemas: impl IntoIterator<Item = &'a Value>) -> Result<()> {
+    let mut product = 1;
+    let mut rest: Vec<&Value> = schemas.into_iter().collect();
+    while let Some(value) = rest.pop() {
+        match value {
+            Value::Array(values) => rest.extend(values),
+            Value::Object(members) => {
+                rest.extend(members.values());
+                if let Some(Value::Number(number)) = members.get("multipleOf") {
+                    let digits = significant_digits(&number.to_string());
+                    product = digits.map_or(u64::MAX, |digits| least_common_multiple(product, digits));
+                    if product > MAX_MULTIPLE {
+                        return Err(invalid(format!(
+                            "multipleOf {number}: the least common multiple of all multipleOf, decimal points left out, \
+                             is more than {MAX_MULTIPLE}"
+                        )));
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// The digits of a number without its sign, decimal point and zeros at the end; None if there are too many, or none.
+fn significant_digits(number: &str) -> Option<u64> {
+    let mantissa = number.split(['e', 'E']).next().unwrap_or_default();
+    let digits: String = mantissa.chars().filter(char::is_ascii_digit).collect();
+    digits.trim_end_matches('0').parse().ok()
+}
+
+fn least_common_multiple(a: u64, b: u64) -> u64 {
+    let (mut x, mut y) = (a, b);
+    while y != 0 {
+        (x, y) = (y, x % y);
+    }
+    (a / x).saturating_mul(b)
+}
+
+pub(super) fn invalid(message: impl Into<String>) -> Error {
+    Error::invalid("grammar", message)
+}
