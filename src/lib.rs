@@ -127,6 +127,8 @@
 //!     before it is held; a request whose reader lags is suspended.
 //! 14. The weights change only between two steps, and only by an order that was checked before: until then a push has
 //!     touched nothing but the ledger (in place: from its first write on the weights are missing, and nothing steps).
+//! 15. Where there is a token file, a call's token is checked before any of its message is received, by one table of roles
+//!     for each door; a method or route without a role fails a test.
 
 pub mod cache;
 pub mod comm;

@@ -27,14 +27,14 @@ use crate::weights::{Checkpoint, Dtype, ModelFiles, ModelSource, Parameters, Par
 /// Bytes set aside for what is not reserved one by one: code, threads, tokenizer, and the allocator's slack. With
 /// SmolLM2-135M, resident memory less the reservations touched: 45 MiB when idle, an estimated 115 MiB after 64 samples
 /// (the touched part of the cache is counted from its blocks). What the transport holds of frames that are not whole
-/// comes out of it too: 32 MiB of long ones, and 96 KiB at most for each connection; and so do the 4 MiB
-/// of the timeline.
+/// comes out of it too: 32 MiB of long ones, and 96 KiB at most for each connection; and so do the 4 MiB of the
+/// timeline.
 const PROCESS_BYTES: u64 = 192 << 20;
 const _: () = assert!(TIMELINE_BYTES < 4 << 20, "docs/observability.md says so");
 
-/// Most bytes that TLS holds of one connection: a record that arrives, its decrypted bytes, and one that is sent, with
-/// what a growing buffer takes more.
-const TLS_CONNECTION_BYTES: u64 = 64 << 10;
+/// Most bytes that TLS holds of one connection: two records as they are read, one that arrives, its decrypted bytes, and
+/// one that is sent, with what a growing buffer takes more.
+const TLS_CONNECTION_BYTES: u64 = 96 << 10;
 
 /// Most bytes that are set aside for requests and replies in flight where `--request-bytes` is not given: what several
 /// batches of a large trainer take while they are decoded.

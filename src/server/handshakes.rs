@@ -8,6 +8,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
+use tokio::io::BufReader;
 use tokio::net::TcpStream;
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, Sleep, sleep_until, timeout};
@@ -25,10 +26,15 @@ const MAX_HANDSHAKES: usize = 256;
 /// milliseconds.
 const OLD: Duration = Duration::from_secs(1);
 /// Bytes of replies that TLS buffers for a connection: one record, as the transport has buffers of its own.
-const BUFFER_BYTES: usize = 16 << 10;
+const SEND_BYTES: usize = 16 << 10;
+/// Bytes that are read from a connection at a time: two records. TLS by itself reads a quarter of one.
+const READ_BYTES: usize = 32 << 10;
 
-/// The result of a handshake: the connection with its place, or who failed and why.
-type Ended = Result<(TlsStream<TcpStream>, Slot), (Option<SocketAddr>, io::Error)>;
+/// The result of a handshake: the connection, or who failed and why.
+type Ended = Result<Done, (Option<SocketAddr>, io::Error)>;
+
+/// A connection whose handshake is done, and its place.
+type Done = (TlsStream<BufReader<TcpStream>>, Slot);
 
 pub(super) struct Handshakes {
     tls: Tls,
@@ -74,7 +80,8 @@ impl Handshakes {
         let acceptor = self.tls.acceptor();
         let handshake = self.under_way.spawn(async move {
             let peer = stream.peer_addr().ok();
-            let accept = acceptor.accept_with(stream, |connection| connection.set_buffer_limit(Some(BUFFER_BYTES)));
+            let stream = BufReader::with_capacity(READ_BYTES, stream);
+            let accept = acceptor.accept_with(stream, |connection| connection.set_buffer_limit(Some(SEND_BYTES)));
             match timeout(HANDSHAKE, accept).await {
                 Ok(Ok(stream)) => Ok((stream, slot)),
                 Ok(Err(error)) => Err((peer, error)),
@@ -85,7 +92,7 @@ impl Handshakes {
     }
 
     /// The next connection whose handshake is done.
-    pub(super) fn poll_done(&mut self, cx: &mut Context<'_>) -> Poll<(TlsStream<TcpStream>, Slot)> {
+    pub(super) fn poll_done(&mut self, cx: &mut Context<'_>) -> Poll<Done> {
         loop {
             match ready!(self.under_way.poll_join_next(cx)) {
                 Some(Ok(Ok(done))) => return Poll::Ready(done),

@@ -355,7 +355,7 @@ fn grpc_transport<C: Stream<Item = Connection> + Send + 'static, H: Health>(
         .initial_connection_window_size(Some(CONNECTION_WINDOW))
         .max_frame_size(Some(frames::FRAME_BYTES))
         .layer(InterceptorLayer::new(grpc::note_call(gate)))
-        .add_routes(grpc::guarded(routes, access, &gate.observer.metrics));
+        .add_routes(grpc::counted(grpc::guarded(routes, access), &gate.observer.metrics));
     let stopped = async move {
         // A dropped sender means the end just as a message does.
         let _ = stopped.wait_for(|stop| *stop).await;

@@ -5,14 +5,14 @@ use std::net::SocketAddr;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite, BufReader, ReadBuf};
 use tokio::net::TcpStream;
 use tokio_rustls::server::TlsStream;
 
 /// A connection of either door.
 pub(super) enum Socket {
     Plain(TcpStream),
-    Tls(Box<TlsStream<TcpStream>>),
+    Tls(Box<TlsStream<BufReader<TcpStream>>>),
 }
 
 impl Socket {
@@ -20,7 +20,7 @@ impl Socket {
     pub(super) fn tcp(&self) -> &TcpStream {
         match self {
             Self::Plain(stream) => stream,
-            Self::Tls(stream) => stream.get_ref().0,
+            Self::Tls(stream) => stream.get_ref().0.get_ref(),
         }
     }
 

@@ -21,14 +21,14 @@ use crate::error::{Error, Result};
 /// Name of the template in its environment. It has no file extension, so minijinja does not escape for HTML.
 const NAME: &str = "chat_template";
 
-/// What [`ChatTemplate::render`] puts behind a message that is to be continued, to find its end in the text. The space at
-/// its end shows whether the template trims messages.
+/// What [`ChatTemplate::render`] puts behind a message that is to be continued, to find its end in the text. The space
+/// at its end shows whether the template trims messages.
 const CONTINUE: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
 
 /// What a template renders.
 #[derive(Clone, Debug, Default)]
 pub struct Conversation {
-    /// Objects with `role`, `content` (a text, or a list of objects with a `text`), and whatever else the template knows.
+    /// Objects with `role`, `content` (a text, or a list of objects with a `text`), and what else the template knows.
     pub messages: Vec<Json>,
     /// A list of tools, or null.
     pub tools: Json,

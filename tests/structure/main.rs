@@ -181,6 +181,8 @@ fn only_the_server_knows_the_network_and_the_runtime() {
         "axum::",
         "hyper::",
         "http::",
+        "rustls::",
+        "tokio_rustls::",
     ];
     let allowed = |path: &str| path == "src/main.rs" || path.starts_with("src/server/");
     let offenders = lines_with(&rust_files(OWN_CODE), NAMES, allowed);

@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -126,6 +127,33 @@ def test_a_token_that_nobody_checks_is_warned_of_once(binary, tmp_path):
     with path.open("w") as log, ServerProcess(binary, MODEL, SMALL_CACHE, output=log) as server:
         server.client.status()
     assert "sends a token" not in path.read_text() and "--host" not in path.read_text()
+
+
+def test_a_server_that_is_slow_to_answer_a_connection_is_waited_for(running):
+    """As over a long way, with the round trips of TCP and TLS before the first answer."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def forward():
+            near, _ = listener.accept()
+            time.sleep(0.5)
+            host, _, port = running.address.rpartition(":")
+            with near, socket.create_connection((host, int(port))) as far:
+                back = threading.Thread(target=copy, args=(far, near))
+                back.start()
+                copy(near, far)
+                back.join()
+
+        def copy(source, target):
+            with contextlib.suppress(OSError):
+                while data := source.recv(1 << 16):
+                    target.sendall(data)
+                target.shutdown(socket.SHUT_WR)
+
+        thread = threading.Thread(target=forward)
+        thread.start()
+        with RolloutClient(f"127.0.0.1:{listener.getsockname()[1]}", timeout=60) as client:
+            assert client.status()
+        thread.join()
 
 
 def test_names_of_any_length_leave_short_statuses_and_lines(binary, tmp_path):

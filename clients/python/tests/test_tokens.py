@@ -46,6 +46,7 @@ METHODS = {
     "/rollout.v1.Weights/RemoveAdapter": "control",
     "/rollout.v1.Control/GetInfo": "generate",
     "/rollout.v1.Control/GetStatus": "generate",
+    "/rollout.v1.Control/GetTimeline": "generate",
     "/rollout.v1.Control/ResetPrefixCache": "control",
     "/rollout.v1.Control/Sleep": "control",
     "/rollout.v1.Control/Wake": "control",
@@ -61,7 +62,11 @@ ROUTES = {
     "GET /health": "anyone",
     "GET /ping": "anyone",
     "GET /version": "generate",
+    "GET /metrics": "generate",
+    "GET /timeline.json": "generate",
     "GET /v1/models": "generate",
+    "GET /metrics": "generate",
+    "GET /timeline.json": "generate",
     "POST /v1/completions": "generate",
     "POST /v1/chat/completions": "generate",
     "POST /v1/chat/completions/render": "generate",
@@ -178,6 +183,9 @@ def test_every_method_has_its_role(guarded):
             else:
                 expected = "PERMISSION_DENIED" if who == "generate" else "UNAUTHENTICATED"
                 assert code == expected, (path, who, code)
+    assert grpc_code(guarded.address, "/grpc.health.v1.Health/Check", None, b"") == "OK"
+    # What needs no token takes no more than a name.
+    assert grpc_code(guarded.address, "/grpc.health.v1.Health/Check", None, bytes(5000)) == "INVALID_ARGUMENT"
     assert grpc_code(guarded.address, "/rollout.v1.Rollout/Nothing", None) == "UNAUTHENTICATED"
     assert grpc_code(guarded.address, "/rollout.v1.Rollout/Nothing", USER) == "UNIMPLEMENTED"
 

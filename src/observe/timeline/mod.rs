@@ -1,9 +1,9 @@
 //! Where the time goes: a ring of the last phases of the engine, and one of the last pushes beside it.
 //!
-//! The engine's thread writes its track with a [`Recorder`], in a fifth of a microsecond a step. Consecutive steps of the same kind are
-//! one span, up to a second; phases that alternate faster than the ring could hold for a quarter of an hour are folded
-//! into spans of the phase [`Phase::Brief`], which have the time of each. On the engine's track there are no gaps and
-//! no overlaps. Pushes are received beside the engine and have a track of their own.
+//! The engine's thread writes its track with a [`Recorder`], in a fifth of a microsecond a step. Consecutive steps of
+//! the same kind are one span, up to a second. Phases that alternate faster than the ring could hold for a quarter of
+//! an hour are folded into spans of the phase [`Phase::Brief`], which have the time of each. The engine's track has no
+//! gaps and no overlaps. Pushes are received beside the engine and have a track of their own.
 
 mod cell;
 mod recorder;

@@ -112,8 +112,8 @@ impl Phase {
         matches!(self, Self::Prefill | Self::Decode | Self::Mixed)
     }
 
-    /// Whether a short one may lose its own span. Pushes, sleeps and wakes keep theirs: they are rare, and what is known
-    /// of them matters.
+    /// Whether a short one may lose its own span. Pushes, sleeps and wakes keep theirs: they are rare, and what is
+    /// known of them matters.
     pub(super) fn is_foldable(self) -> bool {
         self.is_step() || self.is_waiting() || self == Self::Checksum
     }

@@ -6,12 +6,13 @@ use std::task::{Context, Poll, ready};
 
 use axum::body::Body;
 use axum::extract::{Request, State};
-use axum::middleware::Next;
+use axum::middleware::{Next, from_fn_with_state};
 use axum::response::Response;
 use bytes::Bytes;
 use http_body::{Frame, SizeHint};
 use tonic::Status;
 use tonic::codegen::http::HeaderMap;
+use tonic::service::Routes;
 
 use super::guard::method_of;
 use crate::observe::Metrics;
@@ -67,9 +68,14 @@ impl Drop for Call {
     }
 }
 
+/// The routes, of which each call is counted.
+pub(in crate::server) fn counted(routes: Routes, metrics: &Arc<Metrics>) -> Routes {
+    routes.into_axum_router().layer(from_fn_with_state(metrics.clone(), count)).into()
+}
+
 /// Passes a call on and counts it when it ends. Methods that there are not are not counted: a client chooses their
 /// names.
-pub(super) async fn count(State(metrics): State<Arc<Metrics>>, request: Request, next: Next) -> Response {
+async fn count(State(metrics): State<Arc<Metrics>>, request: Request, next: Next) -> Response {
     let Some(method) = method_of(request.uri().path()) else { return next.run(request).await };
     let mut call = Call { metrics, method, ended: false };
     let response = next.run(request).await;

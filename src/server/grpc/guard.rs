@@ -1,16 +1,12 @@
 //! Checks the token of each call before its message is received, so that a client without one cannot make the server
 //! hold a message.
 
-use std::sync::Arc;
-
 use axum::extract::{Request, State};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::Response;
 use tonic::service::Routes;
 
-use super::counts::count;
 use super::status::to_status;
-use crate::observe::Metrics;
 use crate::server::role::Role;
 use crate::server::security::{Access, Caller};
 
@@ -51,10 +47,9 @@ pub(super) fn method_of(path: &str) -> Option<(&'static str, &'static str)> {
     method.trim_start_matches('/').split_once('/')
 }
 
-/// The routes, of which each call is checked and counted.
-pub(in crate::server) fn guarded(routes: Routes, access: &Access, metrics: &Arc<Metrics>) -> Routes {
-    let guarded = routes.into_axum_router().layer(from_fn_with_state(access.clone(), guard));
-    guarded.layer(from_fn_with_state(metrics.clone(), count)).into()
+/// The routes, of which each call is checked.
+pub(in crate::server) fn guarded(routes: Routes, access: &Access) -> Routes {
+    routes.into_axum_router().layer(from_fn_with_state(access.clone(), guard)).into()
 }
 
 /// Refuses a call, or lets it through with its [`Caller`] among its extensions.

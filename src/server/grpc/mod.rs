@@ -18,6 +18,7 @@ mod weights;
 use tonic::service::Routes;
 
 pub(super) use arrival::Door;
+pub(super) use counts::counted;
 pub(super) use deadline::note_call;
 pub(super) use guard::guarded;
 

@@ -1,5 +1,5 @@
-//! Tool calls in what a model writes: found while the text arrives in pieces, in the format that its chat template shows
-//! to it.
+//! Tool calls in what a model writes: found while the text arrives in pieces, in the format that its chat template
+//! shows to it.
 
 mod json;
 
@@ -12,8 +12,8 @@ pub enum ToolFormat {
     Hermes,
     /// `{"name": ..., "parameters": {...}}` as the whole answer, perhaps several with `;` between them: Llama 3.
     Llama,
-    /// `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or the list as the whole answer, because what begins it is
-    /// a special token, which is no part of the text: Mistral.
+    /// `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or the list as the whole answer, because what begins it
+    /// is a special token, which is no part of the text: Mistral.
     Mistral,
     /// `[{"name": ..., "parameters": {...}}, ...]` as the whole answer, as a grammar forces it.
     List,

@@ -17,8 +17,9 @@ CHANNEL_OPTIONS = [
     ("grpc.keepalive_timeout_ms", 20_000),
     # While a server starts, look again soon.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # What gRPC calls so is how long an attempt to connect may take: some round trips for TCP and TLS.
+    ("grpc.min_reconnect_backoff_ms", 20_000),
 ]
 
 READY_POLL_SECONDS = 0.05

@@ -166,7 +166,9 @@ class ClientStream:
                 connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         if self._tls is not None:
             try:
-                return TlsSocket(self._tls.wrap(connected, host), left)
+                wrapped = TlsSocket(connected, self._tls.context, self._tls.server_name or host)
+                wrapped.settimeout(left)
+                return wrapped
             except OSError as error:
                 connected.close()
                 raise self._broken(error) from None

@@ -2,70 +2,83 @@
 
 from __future__ import annotations
 
-import select
 import socket
 import ssl
 import threading
-import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
+from contextlib import suppress
 
-_T = TypeVar("_T")
+# Encrypted at once and handed to the kernel at once. OpenSSL by itself makes a system call of each record of 16 KiB and
+# wakes the server as often; more than this would be memory fresh from the system each time.
+_PIECE_BYTES = 64 << 10
+_READ_BYTES = 64 << 10
 
 
 class TlsSocket:
-    """A connection after its handshake.
+    """A connection inside TLS.
 
-    OpenSSL lets no two threads use a connection at once. So each holds a lock while OpenSSL works, which never waits
-    for the network here, and waits for the network without the lock.
+    OpenSSL lets no two threads use a connection at once. So it works in memory here, under a lock, and the network is
+    waited for without the lock. What it has to say while it reads goes out with the next bytes that are sent.
     """
 
-    def __init__(self, wrapped: ssl.SSLSocket, timeout: float | None) -> None:
-        """Takes over `wrapped`; `timeout` is as for `settimeout`."""
-        wrapped.setblocking(False)
-        self._wrapped = wrapped
-        self._timeout = timeout
+    def __init__(self, connected: socket.socket, context: ssl.SSLContext, server_name: str) -> None:
+        """Begins TLS; each wait is limited by the timeout of `connected`, which this takes over.
+
+        Raises:
+            OSError: it cannot be begun; the connection is left open.
+        """
+        self._socket = connected
+        self._received, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._received, self._to_send, server_hostname=server_name)
         self._lock = threading.Lock()
+        while True:
+            try:
+                self._tls.do_handshake()
+                self._socket.sendall(self._to_send.read())
+                break
+            except ssl.SSLWantReadError:
+                self._socket.sendall(self._to_send.read())
+                self._receive()
+            except ssl.SSLError:
+                with suppress(OSError):  # the server hears why, if it still listens
+                    self._socket.sendall(self._to_send.read())
+                raise
 
     def settimeout(self, timeout: float | None) -> None:
-        """Seconds that each later `sendmsg` and `recv` may wait; None is no limit."""
-        self._timeout = timeout
+        """Seconds that each later wait may take; None is no limit."""
+        self._socket.settimeout(timeout)
 
     def sendmsg(self, parts: Sequence[memoryview]) -> int:
-        """Sends bytes of the first part and returns how many."""
-        part = next(iter(parts))
-        return self._when_ready(lambda: self._wrapped.send(part))
+        """Sends bytes of the first part and returns how many. For one thread at a time."""
+        with self._lock:
+            sent = self._tls.write(next(iter(parts))[:_PIECE_BYTES])
+            encrypted = self._to_send.read()
+        self._socket.sendall(encrypted)
+        return sent
 
     def recv(self, size: int) -> bytes:
-        """Receives up to so many bytes; none is the end."""
-        try:
-            return self._when_ready(lambda: self._wrapped.recv(size))
-        except ssl.SSLEOFError:  # the server has closed without a farewell
-            return b""
-
-    def shutdown(self, how: int) -> None:
-        """Ends the connection below TLS, which wakes those that wait."""
-        # Not the method of `SSLSocket`, which would take TLS away below a thread that uses it.
-        socket.socket.shutdown(self._wrapped, how)
-
-    def close(self) -> None:
-        """Gives the descriptor back."""
-        self._wrapped.close()
-
-    def _when_ready(self, use: Callable[[], _T]) -> _T:
-        """What `use` returns, once it need not wait for the network."""
-        timeout = self._timeout
-        deadline = None if timeout is None else time.monotonic() + timeout
+        """Receives up to so many bytes; none is the end. For one thread at a time."""
         while True:
             try:
                 with self._lock:
-                    return use()
+                    return self._tls.read(size)
             except ssl.SSLWantReadError:
-                event = select.POLLIN
-            except ssl.SSLWantWriteError:
-                event = select.POLLOUT
-            waiter = select.poll()
-            waiter.register(self._wrapped.fileno(), event)
-            left = None if deadline is None else max(deadline - time.monotonic(), 0) * 1000
-            if not waiter.poll(left):
-                raise TimeoutError("timed out")
+                self._receive()
+            except (ssl.SSLZeroReturnError, ssl.SSLEOFError):  # with or without a farewell
+                return b""
+
+    def shutdown(self, how: int) -> None:
+        """Ends the connection below TLS, which wakes those that wait."""
+        self._socket.shutdown(how)
+
+    def close(self) -> None:
+        """Gives the descriptor back."""
+        self._socket.close()
+
+    def _receive(self) -> None:
+        data = self._socket.recv(_READ_BYTES)
+        with self._lock:
+            if data:
+                self._received.write(data)
+            else:
+                self._received.write_eof()

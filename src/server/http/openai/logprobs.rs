@@ -10,6 +10,10 @@ use super::sampling::LogprobsMode;
 use crate::text::{IncrementalDetokenizer, Tokenizer};
 use crate::types::{TokenId, TokenLogprobs};
 
+/// Bytes that the log-probability of a token takes while it is turned into text, and that of each token that might have
+/// come instead: texts of their own, in lists that grow.
+pub(super) const LOGPROB: usize = 192;
+pub(super) const ALTERNATIVE: usize = 80;
 /// Stands for minus infinity, which JSON cannot write.
 const MINUS_INFINITY: f32 = -9999.0;
 

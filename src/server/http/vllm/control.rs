@@ -29,7 +29,7 @@ pub(super) struct Done {
 /// still.
 #[utoipa::path(post, path = "/pause",
     params(
-        ("mode" = Option<String>, Query, description = "what happens to running requests: `abort` (the default) ends \
+        ("mode" = Option<String>, Query, pattern = "^(abort|wait|keep)$", description = "what happens to running requests: `abort` (the default) ends \
             them with their tokens so far, `wait` lets them finish, `keep` freezes them until `/resume`"),
         ("clear_cache" = Option<bool>, Query, description = "forget cached prefixes, except with `keep`; true"),
     ),
@@ -68,9 +68,9 @@ pub(super) struct Asleep {
 /// Gives memory back, and answers when the operating system has it. Level 0 only pauses.
 #[utoipa::path(post, path = "/sleep",
     params(
-        ("level" = Option<u8>, Query, description = "0: a pause. 1, the default: the policy is kept. 2: the policy \
+        ("level" = Option<u8>, Query, maximum = 2, description = "0: a pause. 1, the default: the policy is kept. 2: the policy \
             goes too, and a push or `/wake_up?reload=true` brings one"),
-        ("mode" = Option<String>, Query, description = "what happens to running requests: `abort` (the default), \
+        ("mode" = Option<String>, Query, pattern = "^(abort|wait|keep)$", description = "what happens to running requests: `abort` (the default), \
             `wait` or `keep`, as for `/pause`"),
     ),
     responses(

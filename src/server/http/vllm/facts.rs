@@ -95,7 +95,6 @@ pub(super) async fn get_world_size(State(door): State<Door>, query: Query) -> Re
 #[derive(Serialize, ToSchema)]
 pub(super) struct ServerInfo {
     /// The members that trainers read of vLLM's.
-    #[schema(value_type = VllmConfig)]
     vllm_config: Config,
     /// Empty: the environment is nobody's business.
     vllm_env: Empty,
@@ -107,7 +106,7 @@ pub(super) struct ServerInfo {
 struct Empty {}
 
 /// The configuration, as an object or as its text.
-#[derive(Serialize)]
+#[derive(Serialize, ToSchema)]
 #[serde(untagged)]
 enum Config {
     Json(Box<VllmConfig>),
@@ -170,7 +169,8 @@ struct SchedulerConfig {
 
 /// The configuration, in the shape of vLLM's.
 #[utoipa::path(get, path = "/server_info",
-    params(("config_format" = Option<String>, Query, description = "`json`, or `text` (the default) for a text")),
+    params(("config_format" = Option<String>, Query, pattern = "^(json|text)$",
+        description = "`json`, or `text` (the default) for a text")),
     responses((status = 200, body = ServerInfo), (status = 400, body = ErrorBody)),
 )]
 pub(super) async fn server_info(State(door): State<Door>, query: Query) -> Result<Json<ServerInfo>, HttpError> {

@@ -22,9 +22,11 @@ use crate::server::{convert, pb};
 #[derive(Deserialize, ToSchema)]
 pub(super) struct LoadAdapter {
     /// The `model` of requests that shall use it.
+    #[schema(min_length = 1)]
     lora_name: String,
     /// A directory below `--weights-dir` with `adapter_config.json` and `adapter_model.safetensors`: relative to it, or
     /// absolute.
+    #[schema(min_length = 1)]
     lora_path: String,
     /// Whether it may replace an adapter of that name. Requests that run keep the one that they began with.
     #[serde(default)]
@@ -75,6 +77,7 @@ pub(super) async fn load(State(door): State<Door>, body: JsonBody<LoadAdapter>) 
 /// An adapter that shall go.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct UnloadAdapter {
+    #[schema(min_length = 1)]
     lora_name: String,
 }
 

@@ -20,6 +20,7 @@ use crate::server::http::error::{ErrorBody, HttpError};
 #[derive(Deserialize, ToSchema)]
 pub(super) struct NewVersion {
     /// A decimal number below 2^64.
+    #[schema(pattern = "^(0|[1-9][0-9]{0,18})$")]
     new_version: String,
 }
 

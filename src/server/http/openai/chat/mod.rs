@@ -1,6 +1,6 @@
 //! `/v1/chat/completions`: the model's answers to a chat, with calls of tools found in them.
 
-mod answer;
+mod answers;
 mod prompt;
 mod render;
 mod tools;
@@ -24,7 +24,7 @@ use crate::server::http::Door;
 use crate::server::http::body::JsonBody;
 use crate::server::http::error::{ErrorBody, HttpError};
 use crate::server::http::members::{BodyOf, Members, members};
-use crate::server::http::reply;
+use crate::server::http::reply::{Counted, answer};
 use crate::server::requests::{Arrived, start};
 use crate::server::{ServingContext, convert, pb};
 use tools::Calling;
@@ -124,12 +124,12 @@ impl<'de> Deserialize<'de> for Flag {
     path = "/v1/chat/completions",
     request_body = ChatRequest,
     responses(
-        (status = 200, description = "the samples, or events of their tokens", body = answer::ChatAnswer),
+        (status = 200, description = "the samples, or events of their tokens", body = answers::ChatAnswer),
         (status = 400, description = "a member of the body is wrong", body = ErrorBody),
         (status = 404, description = "no such model or adapter", body = ErrorBody),
         (status = 409, description = "asleep, without weights, or another weight version", body = ErrorBody),
         (status = 413, description = "the body is too large", body = ErrorBody),
-        (status = 429, description = "queue or memory for requests is full", body = ErrorBody),
+        (status = 429, description = "queue or memory for requests is full, or no room for so large an answer", body = ErrorBody),
         (status = 503, description = "the server starts or ends", body = ErrorBody),
     )
 )]
@@ -144,13 +144,13 @@ pub(in crate::server::http) async fn chat_completions(
     let is_stream = options.report.is_stream;
     let traffic = context.traffic.clone();
     let arrived = Arrived { message, bytes, charge, deadline: Deadline::new(None, &door.gate), owner: caller.owner };
-    let writer = move |request: &_| ChatWriter::new(request, options, &traffic);
+    let writer = move |request: &_| Counted::new(ChatWriter::new(request, options, &traffic), &traffic);
     let replies = start(&door.gate, arrived, convert::generate, writer).await?;
-    reply::answer(replies, is_stream, &ignored, &door.gate.panics).await
+    answer(replies, is_stream, &ignored, &door.gate.panics).await
 }
 
-/// The message that a gRPC client would send for the body, and what its answer is to contain. `id` is the request's name
-/// by its headers.
+/// The message that a gRPC client would send for the body, and what its answer is to contain. `id` is the request's
+/// name by its headers.
 ///
 /// # Errors
 /// `InvalidArgument` for members whose values only HTTP's bodies can have.
@@ -183,3 +183,6 @@ fn message(body: Body, id: Option<String>, context: &ServingContext) -> Result<(
     let message = pb::GenerateRequest { prompt_logprobs: prompt_logprobs.is_some(), return_text: true, ..message };
     Ok((message, options))
 }
+
+#[cfg(test)]
+mod tests;

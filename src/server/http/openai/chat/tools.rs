@@ -65,6 +65,14 @@ impl Calling {
             }
         }
     }
+
+    /// Bytes on the heap that the names take.
+    pub(super) fn heap_bytes(&self) -> usize {
+        match self {
+            Self::Never => 0,
+            Self::Auto { names, .. } => names.iter().map(|name| name.len() + size_of::<String>()).sum(),
+        }
+    }
 }
 
 impl Choice {

@@ -5,19 +5,24 @@ use std::collections::VecDeque;
 use bytes::Bytes;
 use rand::distr::{Alphanumeric, SampleString as _};
 
-use super::answer::{Call, ChatAnswer, Choice, Chunk, ChunkChoice, Delta, Function, Message, PromptIds};
+use super::answers::{Call, ChatAnswer, Choice, Chunk, ChunkChoice, Delta, Function, Message, PromptIds};
 use super::tools::Calling;
 use crate::engine::{Completion, Event, RequestKind, Summary};
 use crate::error::{Error, Result};
 use crate::memory::{Charge, Traffic};
 use crate::server::calls::{Progress, Writer};
 use crate::server::convert::ValidRequest;
-use crate::server::http::openai::logprobs::{ChatLogprobs, PromptLogprobs, TokenTexts};
+use crate::server::http::openai::logprobs::{ALTERNATIVE, ChatLogprobs, LOGPROB, PromptLogprobs, TokenTexts};
 use crate::server::http::openai::report::{Report, finish_reason};
 use crate::server::http::openai::usage::{Unused, Usage};
-use crate::server::http::reply::{event, json};
+use crate::server::http::reply::{event, json, json_bytes};
 use crate::text::{Piece, ToolCall, ToolFormat, ToolParser};
 use crate::types::{Prompt, TokenId, TokenLogprobs};
+
+/// Bytes that are kept for each sample until the answer is sent, besides the names of the tools.
+const SAMPLE: usize = 512;
+/// Most copies of a sample's text that are made while calls are looked for in it.
+const COPIES: usize = 4;
 
 /// What the answers are to contain.
 pub(super) struct Options {
@@ -86,6 +91,7 @@ impl ChatWriter {
             RequestKind::Generate { n, .. } => n as usize,
             RequestKind::Score => 0,
         };
+        let kept = samples * (SAMPLE + options.calling.heap_bytes());
         Self {
             id: format!("chatcmpl-{}", request.request_id),
             request_id: request.request_id.clone(),
@@ -96,7 +102,7 @@ impl ChatWriter {
             samples,
             streamed: Vec::new(),
             streamed_tokens: 0,
-            charge: traffic.charge_always(0),
+            charge: traffic.charge_always(kept as u64),
         }
     }
 
@@ -104,13 +110,13 @@ impl ChatWriter {
         match event {
             Event::Token { sample_index, logprobs, text, .. } => {
                 self.begin(out);
-                self.token(sample_index as usize, &logprobs, &text.unwrap_or_default(), out);
+                self.token(sample_index as usize, &logprobs, &text.unwrap_or_default(), out)?;
             }
             Event::Text { sample_index, text, .. } => {
                 self.begin(out);
                 self.text(sample_index as usize, &text, out);
             }
-            Event::PromptLogprobs { logprobs, .. } => self.prompt_done(&logprobs),
+            Event::PromptLogprobs { logprobs, .. } => self.prompt_done(&logprobs)?,
             Event::Completion(completion) if self.options.report.is_stream => {
                 self.begin(out);
                 self.end_sample(&completion, out);
@@ -125,13 +131,22 @@ impl ChatWriter {
         Ok(Progress::More)
     }
 
-    fn prompt_done(&mut self, logprobs: &[TokenLogprobs]) {
-        let kept: usize = logprobs.iter().map(|token| size_of::<TokenLogprobs>() + token.heap_bytes()).sum();
-        self.charge.grow_always(2 * kept as u64);
+    fn prompt_done(&mut self, logprobs: &[TokenLogprobs]) -> Result<()> {
+        let kept: usize = logprobs.iter().map(|token| LOGPROB + ALTERNATIVE * token.top.len()).sum();
+        self.charge.grow_accepted(kept as u64)?;
         let report = &self.options.report;
         let first = self.prompt.tokens[0];
         self.prompt_logprobs =
             report.prompt_logprobs.map(|top| PromptLogprobs::new(first, logprobs, top as usize, report.token_texts()));
+        Ok(())
+    }
+
+    /// Counts what turning the log-probabilities of `tokens` tokens into text takes. Returns it, to be given back.
+    fn hold_logprobs(&mut self, tokens: usize) -> Result<u64> {
+        let Some(top) = self.options.logprobs else { return Ok(0) };
+        let bytes = (tokens * (LOGPROB + ALTERNATIVE * top as usize)) as u64;
+        self.charge.grow_accepted(bytes)?;
+        Ok(bytes)
     }
 
     fn parser(&self) -> Option<ToolParser> {
@@ -143,6 +158,9 @@ impl ChatWriter {
 
     /// Keeps a finished sample of an answer.
     fn completed(&mut self, completion: Completion) -> Result<()> {
+        let texts = (COPIES * completion.text.as_ref().map_or(0, String::len)) as u64;
+        self.charge.grow_accepted(texts)?;
+        let held = texts + self.hold_logprobs(completion.tokens.len())?;
         let report = &self.options.report;
         let stop_reason = report.stop_reason(&completion);
         let mut text = completion.text.clone().unwrap_or_default();
@@ -182,10 +200,12 @@ impl ChatWriter {
                 reasoning: None,
             },
         };
+        // Once for the sample, once for its copy in the answer, and once more while it is written.
+        let length = json_bytes(&choice) as u64;
+        self.charge.grow_accepted(3 * length)?;
         let written = serde_json::value::to_raw_value(&choice)
             .map_err(|e| Error::Internal(format!("a sample cannot be written: {e}")))?;
-        // Once for the sample, once for its copy in the answer.
-        self.charge.grow_always(2 * written.get().len() as u64);
+        self.charge.shrink(length + held);
         self.choices[completion.sample_index as usize] = Some(written);
         Ok(())
     }
@@ -224,14 +244,17 @@ impl ChatWriter {
     }
 
     /// Sends what one token adds to a stream.
-    fn token(&mut self, index: usize, token: &TokenLogprobs, text: &str, out: &mut VecDeque<Bytes>) {
+    fn token(&mut self, index: usize, token: &TokenLogprobs, text: &str, out: &mut VecDeque<Bytes>) -> Result<()> {
         self.streamed_tokens += 1;
+        let held = self.hold_logprobs(1)?;
         let report = &self.options.report;
-        let Some(streamed) = self.streamed[index].as_mut() else { return };
+        let Some(streamed) = self.streamed[index].as_mut() else { return Ok(()) };
         let logprobs = self.options.logprobs.map(|top| streamed.logprobs.write([token], top, report));
         let ids = report.returns_ids.then(|| vec![token.token]);
         let deltas = self.deltas(index, |parser, pieces| parser.push(text, pieces), text);
         self.send_deltas(index, deltas, logprobs, ids, out);
+        self.charge.shrink(held);
+        Ok(())
     }
 
     /// Sends text that was held back until its sample had ended.
@@ -380,6 +403,8 @@ impl ChatWriter {
             prompt_text: None,
             unused: Unused::default(),
         }));
+        // What was kept is dropped; whoever sends the answer counts it.
+        self.charge.shrink(self.charge.bytes());
     }
 }
 

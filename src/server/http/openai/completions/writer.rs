@@ -13,17 +13,13 @@ use crate::error::{Error, Result};
 use crate::memory::{Charge, Traffic};
 use crate::server::calls::{Progress, Writer};
 use crate::server::convert::ValidRequest;
-use crate::server::http::openai::logprobs::{Logprobs, PromptLogprobs, TokenTexts};
+use crate::server::http::openai::logprobs::{ALTERNATIVE, LOGPROB, Logprobs, PromptLogprobs, TokenTexts};
 use crate::server::http::openai::report::{Report, StopReason, VersionSpan, finish_reason};
 use crate::server::http::openai::sampling::LogprobsMode;
 use crate::server::http::openai::usage::{Unused, Usage};
 use crate::server::http::reply::{event, json, json_bytes};
 use crate::types::{Prompt, TokenId, TokenLogprobs};
 
-/// Bytes that the log-probability of a token takes while it is turned into text, and that of each token that might have
-/// come instead: texts of their own, in lists that grow.
-const LOGPROB: usize = 192;
-const ALTERNATIVE: usize = 80;
 /// Bytes that are kept for each sample until the answer is sent.
 const SAMPLE: usize = 256;
 
