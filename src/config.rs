@@ -113,8 +113,8 @@ pub struct Config {
     #[arg(long, env = "ROLLOUT_HTTP_PORT", default_value = "8000", value_parser = parse_port, value_name = "PORT|off")]
     pub http_port: HttpPort,
 
-    /// Most connections at once to each port; further ones are closed as they come. Lowered if the process may not open so many
-    /// files.
+    /// Most connections at once to each port; further ones are closed as they come. Lowered if the process may not open
+    /// so many files.
     #[arg(long, env = "ROLLOUT_MAX_CONNECTIONS", default_value_t = 1024, value_name = "N")]
     pub max_connections: usize,
 

@@ -32,8 +32,8 @@ use crate::weights::{Checkpoint, Dtype, ModelFiles, ModelSource, Parameters, Par
 const PROCESS_BYTES: u64 = 192 << 20;
 const _: () = assert!(TIMELINE_BYTES < 4 << 20, "docs/observability.md says so");
 
-/// Most bytes that TLS holds of one connection: two records as they are read, one that arrives, its decrypted bytes, and
-/// one that is sent, with what a growing buffer takes more.
+/// Most bytes that TLS holds of one connection: two records as they are read, one that arrives, its decrypted bytes,
+/// and one that is sent, with what a growing buffer takes more.
 const TLS_CONNECTION_BYTES: u64 = 96 << 10;
 
 /// Most bytes that are set aside for requests and replies in flight where `--request-bytes` is not given: what several

@@ -66,8 +66,8 @@ impl GrammarCompiler {
         }))
     }
 
-    /// The grammar of `source`, for a request whose samples end by the tokens `ends`, to a model with `logits` logits in
-    /// a row, which is always the same. This may take seconds.
+    /// The grammar of `source`, for a request whose samples end by the tokens `ends`, to a model with `logits` logits
+    /// in a row, which is always the same. This may take seconds.
     ///
     /// # Errors
     /// `InvalidArgument` if the grammar is wrong or takes more than the limits; the field is left to the caller.

@@ -1,5 +1,5 @@
-//! The connections of the gRPC door: limits the time until a client sends the beginning of HTTP/2, and the bytes that it
-//! can send before the transport has a whole frame.
+//! The connections of the gRPC door: limits the time until a client sends the beginning of HTTP/2, and the bytes that
+//! it can send before the transport has a whole frame.
 
 use std::future::Future as _;
 use std::io;

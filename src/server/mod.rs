@@ -144,8 +144,8 @@ impl Bound {
     /// Reads the files of `config.security` and starts to listen.
     ///
     /// # Errors
-    /// `Config` if an address cannot be listened on, or a file is wrong, or other machines could reach the server without
-    /// a token and nobody has said that they may.
+    /// `Config` if an address cannot be listened on, or a file is wrong, or other machines could reach the server
+    /// without a token and nobody has said that they may.
     pub fn new(config: &ServerConfig) -> Result<Self> {
         let ServerConfig { host, port, http_port, max_connections, shutdown_grace, security } = config;
         let security = Security::load(security)?;

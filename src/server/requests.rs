@@ -1,4 +1,5 @@
-//! The start of a Generate or Score, whichever door it comes through: parsed, checked, counted, and given to the engine.
+//! The start of a Generate or Score, whichever door it comes through: parsed, checked, counted, and given to the
+//! engine.
 
 use std::time::Instant;
 
@@ -46,8 +47,8 @@ pub(super) struct Arrived<M> {
     pub(super) owner: Option<Owner>,
 }
 
-/// Checks a request with `convert` and hands it to the engine. What the door sends is made by the `Writer` that `writer`
-/// returns.
+/// Checks a request with `convert` and hands it to the engine. What the door sends is made by the `Writer` that
+/// `writer` returns.
 ///
 /// # Errors
 /// The errors of `convert`; `Unavailable` while the server starts or ends; `ResourceExhausted` if the engine's queue is
@@ -92,8 +93,8 @@ where
     Ok(ReplyStream::new(events, writer, size, guards))
 }
 
-/// Parses a request, on the blocking pool if that takes long. Its charge, which covers the message, is then set to cover the
-/// parsed request.
+/// Parses a request, on the blocking pool if that takes long. Its charge, which covers the message, is then set to
+/// cover the parsed request.
 async fn parse<M: Ask>(
     arrived: Arrived<M>,
     convert: impl FnOnce(M, &mut Charge) -> Result<ValidRequest> + Send + 'static,

@@ -1,5 +1,5 @@
-//! What every call needs, whichever door it comes through: questions to the engine, the events of a request, its end when
-//! the client vanishes or the deadline passes, and the pace at which its bytes must come.
+//! What every call needs, whichever door it comes through: questions to the engine, the events of a request, its end
+//! when the client vanishes or the deadline passes, and the pace at which its bytes must come.
 
 mod ask;
 mod deadline;

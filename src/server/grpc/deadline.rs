@@ -16,7 +16,8 @@ use crate::server::gate::Gate;
 /// How much earlier than tonic's own timer for the same deadline a call is ended, so that the status is ours.
 const HEAD_START: Duration = Duration::from_millis(2);
 
-/// An interceptor that reads the deadline of a call before its message is received (INVALID_ARGUMENT if it is malformed).
+/// An interceptor that reads the deadline of a call before its message is received (INVALID_ARGUMENT if it is
+/// malformed).
 pub(in crate::server) fn note_call(gate: &Gate) -> impl Fn(Request<()>) -> Result<Request<()>, Status> + Clone + use<> {
     let gate = gate.clone();
     move |mut request| {

@@ -18,7 +18,8 @@ const QUESTION: Duration = Duration::from_secs(5);
 const QUESTIONS: u32 = 2;
 /// How often to look at a connection.
 const LOOK: Duration = Duration::from_secs(2);
-/// Silence in milliseconds after which bytes that were sent are taken as lost, if they were sent again as often as this.
+/// Silence in milliseconds after which bytes that were sent are taken as lost, if they were sent again as often as
+/// this.
 const LOST_MS: u32 = 15_000;
 const RETRIES: u8 = 3;
 /// States of a connection whose client has closed it, or whose system has: TCP_CLOSE and TCP_CLOSE_WAIT of Linux.

@@ -1,5 +1,5 @@
-//! The HTTP door: OpenAI's API, the routes by which RL trainers drive vLLM, metrics and the page. A body becomes the same
-//! protobuf message that gRPC's clients send, so that both doors share checks, defaults and results.
+//! The HTTP door: OpenAI's API, the routes by which RL trainers drive vLLM, metrics and the page. A body becomes the
+//! same protobuf message that gRPC's clients send, so that both doors share checks, defaults and results.
 
 mod body;
 mod departure;

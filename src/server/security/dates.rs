@@ -62,7 +62,8 @@ fn number(digits: &[u8]) -> Option<i64> {
     std::str::from_utf8(digits).ok().filter(|_| digits.iter().all(u8::is_ascii_digit))?.parse().ok()
 }
 
-/// Days from 1970 to a date of the Gregorian calendar. The year is counted from March, so that the leap day is its last.
+/// Days from 1970 to a date of the Gregorian calendar. The year is counted from March, so that the leap day is its
+/// last.
 fn days(year: i64, month: i64, day: i64) -> i64 {
     let (year, month) = if month > 2 { (year, month - 3) } else { (year - 1, month + 9) };
     let leap_days = year.div_euclid(4) - year.div_euclid(100) + year.div_euclid(400);

@@ -37,8 +37,8 @@ pub(super) const MAX_LARGE_BYTES: usize = 64 << 20;
 const MAX_SMALL_BYTES: usize = 4 << 20;
 /// Largest message in bytes of a method that needs no token: the name of a service whose health is asked for.
 const MAX_OPEN_BYTES: usize = 4 << 10;
-/// Limit on the bytes of calls that need no token, so that they take nothing of the others' room, and of all calls while
-/// the model loads and there is no ledger yet.
+/// Limit on the bytes of calls that need no token, so that they take nothing of the others' room, and of all calls
+/// while the model loads and there is no ledger yet.
 const OPEN_BYTES: u64 = 16 << 20;
 /// The methods that take large messages.
 const LARGE: [&str; 2] = ["/rollout.v1.Rollout/Generate", "/rollout.v1.Rollout/Score"];
