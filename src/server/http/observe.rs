@@ -57,11 +57,12 @@ pub(super) async fn metrics(State(door): State<Door>) -> Response {
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(super) struct Part {
-    /// Spans that end after this time, in nanoseconds since 1970; 0 for all that are kept.
+    /// Spans that end after this time, in nanoseconds since 1970; 0 or less for all that are kept.
     #[serde(default)]
-    since: u64,
+    since: i64,
     /// Most spans of each track, of which the newest are given; 0 means 8192.
     #[serde(default)]
+    #[param(value_type = u64)]
     max_spans: u32,
 }
 
@@ -142,6 +143,7 @@ pub(super) async fn timeline(
     part: Result<Query<Part>, QueryRejection>,
 ) -> Result<Json<Timeline>, HttpError> {
     let Query(Part { since, max_spans }) = part.map_err(|error| Error::invalid("query", error.body_text()))?;
+    let since = u64::try_from(since).unwrap_or(0);
     let reply = convert::timeline(&door.gate.observer.timeline, &pb::GetTimelineRequest { since, max_spans });
     Ok(Json(Timeline {
         started: reply.started,

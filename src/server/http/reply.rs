@@ -85,6 +85,36 @@ impl<W: Writer<Message = Bytes>> Writer for Counted<W> {
     }
 }
 
+/// `answer`, whose body is covered by `charge` until it has been sent.
+pub(super) fn counted(answer: Response, mut charge: Charge) -> Response {
+    answer.map(|body| {
+        let bytes = http_body::Body::size_hint(&body).exact().unwrap_or(0);
+        charge.shrink(charge.bytes().saturating_sub(bytes));
+        charge.grow_always(bytes - charge.bytes());
+        Body::new(CountedBody { body, _charge: charge })
+    })
+}
+
+/// A body with its charge. It never says that it has ended, because the transport drops a body that has before its last
+/// part is sent.
+struct CountedBody {
+    body: Body,
+    _charge: Charge,
+}
+
+impl http_body::Body for CountedBody {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
+        Pin::new(&mut self.get_mut().body).poll_frame(cx)
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
 /// Answers with what `replies` makes: its only message as JSON, or all its messages as events if `is_stream`. Waits for
 /// the first message, so that a request which is refused gets a status of its own.
 ///

@@ -14,6 +14,7 @@ use crate::server::http::Door;
 use crate::server::http::body::JsonBody;
 use crate::server::http::error::{ErrorBody, HttpError};
 use crate::server::http::members::{BodyOf, members};
+use crate::server::http::reply::counted;
 use crate::server::requests::off_thread;
 use crate::server::{ServingContext, convert, pb};
 use crate::text::Tokenizer;
@@ -54,6 +55,7 @@ members! {
         /// The policy's name, or that of a resident adapter; all have the same tokenizer.
         model: String,
         /// The token ids. Those without a token are left out.
+        #[schema(value_type = Option<Vec<u64>>)]
         tokens: Vec<u32>,
     }
 }
@@ -110,8 +112,7 @@ pub(in crate::server::http) async fn tokenize(
     .await?;
     let max_model_len = context.model.max_model_len;
     let answer = ignored.name_in(Json(Tokenized { count: tokens.len(), max_model_len, tokens, token_strs }));
-    drop(charge);
-    Ok(answer)
+    Ok(counted(answer, charge))
 }
 
 fn token_strings(tokenizer: &Tokenizer, tokens: &[TokenId]) -> Vec<String> {
@@ -145,9 +146,7 @@ pub(in crate::server::http) async fn detokenize(
         Ok((encoder.tokenizer().decode(&tokens, false), charge))
     })
     .await?;
-    let answer = ignored.name_in(Json(Detokenized { prompt }));
-    drop(charge);
-    Ok(answer)
+    Ok(counted(ignored.name_in(Json(Detokenized { prompt })), charge))
 }
 
 /// Checks that `model` is the policy or a resident adapter.
