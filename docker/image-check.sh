@@ -14,9 +14,6 @@ cd "$(dirname "$0")/.."
 
 readonly suite=trixie debian=debian:trixie-slim rust=rust:1-slim-trixie image=rollout-server
 readonly python=${PYTHON:-.venv/bin/python}
-mkdir -p "${IMAGE_CHECK_DIR:-target/image-check}"
-dir=$(realpath "${IMAGE_CHECK_DIR:-target/image-check}")
-readonly dir
 
 fail() {
     echo "image-check: $*" >&2
@@ -145,6 +142,9 @@ clean() {
 ((EUID == 0)) || fail "needs root, for debootstrap and chroot"
 command -v apt-get >/dev/null || fail "needs Debian or one of its relatives: debootstrap and buildah come from apt"
 [[ -x $python ]] || fail "no $python: run make setup"
+mkdir -p "${IMAGE_CHECK_DIR:-target/image-check}"
+dir=$(realpath "${IMAGE_CHECK_DIR:-target/image-check}")
+readonly dir
 mkdir -p "$dir/tmp"
 : >"$dir/log"
 trap clean EXIT
