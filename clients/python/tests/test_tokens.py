@@ -65,8 +65,6 @@ ROUTES = {
     "GET /metrics": "generate",
     "GET /timeline.json": "generate",
     "GET /v1/models": "generate",
-    "GET /metrics": "generate",
-    "GET /timeline.json": "generate",
     "POST /v1/completions": "generate",
     "POST /v1/chat/completions": "generate",
     "POST /v1/chat/completions/render": "generate",
