@@ -19,6 +19,9 @@ RANDOM := qwen2.5-0.5b-random
 PEERS := .peers
 # Further flags of `make bench`, all of benches/end_to_end.py --help: make bench BENCH_FLAGS='--runs 1 --models given'.
 BENCH_FLAGS ?=
+# What the tests of the page look for in PATH, unless CHROMIUM says where a browser is.
+BROWSERS := chromium chromium-browser google-chrome google-chrome-stable chrome microsoft-edge
+export CHROMIUM
 DESCRIPTORS := clients/python/src/rollout_client/rollout.binpb
 PYTHON_SOURCES := clients benches tests docker
 # They need torch, several GB: `make test-peft` runs them. `make test` has what PEFT made of the same kinds of adapters.
@@ -30,13 +33,23 @@ say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup server demo test test-rust test-python test-peft fuzz lint miri bench bench-peers bench-profile bench-operators \
-	bench-weight-sync bench-doors proto fixtures record image-check check-cargo
+.PHONY: help setup browser server demo test test-rust test-python test-peft fuzz lint miri bench bench-peers bench-profile bench-operators \
+	bench-weight-sync bench-doors page-picture proto fixtures record image-check check-cargo
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 setup: $(VENV)/.installed ## the Python environment .venv: client, tests, linters
+
+browser: ## the browser that tests the page; installs Debian's if there is none and we are root
+	@for name in "$$CHROMIUM" $(BROWSERS); do command -v "$$name" >/dev/null 2>&1 && exit 0; done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		printf '\033[1m==> Installing chromium, which tests the page\033[0m\n'; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; \
+	else \
+		echo "make: the tests of the page need Chromium or Chrome: install it (Debian: apt-get install chromium; Ubuntu:" >&2; \
+		echo "snap install chromium; macOS: brew install --cask chromium), or say make CHROMIUM=/path/to/it" >&2; exit 1; \
+	fi
 
 server: check-cargo ## build the server
 	$(call say,Building the server (the first time about ten minutes on two cores))
@@ -51,7 +64,7 @@ test-rust: check-cargo
 	$(call say,Rust tests)
 	$(CARGO) test --workspace --release
 
-test-python: setup server
+test-python: setup browser server
 	$(call say,Python tests: the client alone and against the server)
 	$(BIN)/python -m pytest clients/python --server $(SERVER) --ignore $(PEFT_TESTS)
 
@@ -112,6 +125,9 @@ bench-weight-sync: setup server $(MODEL) ## pushes, sleep and wake beside a copy
 bench-doors: setup server $(MODEL) ## HTTP beside gRPC: groups, a single stream, 256 streams at once
 	$(call say,Benches: keep the machine quiet for some minutes)
 	@$(BIN)/python benches/doors.py --server $(SERVER) --model $(MODEL)
+
+page-picture: setup browser server $(MODEL) ## the README's picture of the page: some rounds of a trainer on a real model
+	@$(BIN)/python clients/python/tests/page_picture.py --server $(SERVER) --model $(MODEL) docs/page.png
 
 proto: setup ## after a change in proto/: the descriptors of the Python client
 	$(BIN)/python -m grpc_tools.protoc -Iproto --descriptor_set_out=$(DESCRIPTORS) \

@@ -1,10 +1,11 @@
 //! Requests from their arrival to their end: held, accepted, refused, aborted.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Instant;
 
 use super::lifecycle::State;
 use super::transaction::Transaction;
-use super::{AbortReply, AbortTarget, Ending, Engine, Event, GenerateCommand, Request, shutting_down};
+use super::{AbortReply, AbortTarget, Ending, Engine, Event, GenerateCommand, Request, RequestList, shutting_down};
 use crate::cache::CacheSalt;
 use crate::error::{Error, Result, panic_message};
 use crate::executor::Executor;
@@ -124,6 +125,19 @@ impl<X: Executor> Engine<X> {
             None => false,
         });
         AbortReply { aborted, unknown }
+    }
+
+    /// At most so many of the requests that have not ended: the accepted ones, then those that are held, the oldest of
+    /// each first.
+    pub(super) fn list_requests(&self, most: usize) -> RequestList {
+        let now = Instant::now();
+        let accepted = self.requests.accepted_keys(|_, _| true);
+        let running = accepted.iter().filter_map(|key| self.requests.get(*key)).map(|request| request.status(now));
+        let held = self.requests.held().map(|command| command.status(now));
+        RequestList {
+            total: self.requests.num_accepted() + self.requests.num_held(),
+            oldest: running.chain(held).take(most).collect(),
+        }
     }
 
     pub(super) fn abort_all(&mut self) {

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::activity::Activity;
 use super::event::Event;
+use super::listing::RequestList;
 use crate::error::{Error, Result};
 use crate::grammar::Grammar;
 use crate::memory::{Backlog, Charge, MemoryReport};
@@ -111,6 +112,11 @@ pub enum Command {
         names: Vec<String>,
         cancel: CancelFlag,
         reply: Reply<Result<ChecksumReply>>,
+    },
+    /// Lists at most so many requests that have not ended.
+    ListRequests {
+        most: usize,
+        reply: Reply<RequestList>,
     },
     ListAdapters {
         reply: Reply<Vec<AdapterStatus>>,

@@ -35,6 +35,7 @@ mod command;
 mod drain;
 mod event;
 mod lifecycle;
+mod listing;
 mod policy;
 mod request;
 mod requests;
@@ -55,6 +56,7 @@ use std::time::Instant;
 pub use activity::{Activity, BusyGuard};
 pub use command::*;
 pub use event::{Completion, Event, Summary};
+pub use listing::{Progress, RequestList, RequestStatus};
 
 use tracing::trace_span;
 
@@ -361,6 +363,7 @@ impl<X: Executor> Engine<X> {
             Command::Pause { mode, cancel, reply } => self.pause(mode, cancel, reply),
             Command::Resume { reply } => reply(self.resume()),
             Command::Checksum { names, cancel, reply } => self.begin_checksum(&names, cancel, reply),
+            Command::ListRequests { most, reply } => reply(self.list_requests(most)),
             Command::ListAdapters { reply } => reply(self.adapters.list()),
             Command::RemoveAdapter { name, expected_generation, cancel, reply } => {
                 self.remove_adapter(&name, expected_generation, cancel, reply);

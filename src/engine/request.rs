@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::command::{CancelFlag, GenerateCommand, RequestKind, Responder};
 use super::event::{Completion, Event, Summary, tokens_bytes};
+use super::listing::{Progress, RequestStatus};
 use super::text::{FinishedText, SampleText};
 use crate::cache::CacheSalt;
 use crate::error::Error;
@@ -29,6 +30,11 @@ pub struct Request {
     adapter: Option<u64>,
     /// Whether any of its prompts has been computed.
     begun: bool,
+    prompts: usize,
+    /// Number of samples that it asks for; 0 if its prompts are scored.
+    asked: usize,
+    /// Number of tokens that its samples have been given.
+    tokens: u64,
     /// The samples that have not ended.
     samples: BTreeMap<SampleKey, Sample>,
     /// Number of prompts that are still to be scored.
@@ -92,6 +98,22 @@ impl GenerateCommand {
         };
         self.prompts.len().saturating_mul(each)
     }
+
+    /// What is known of a request that is held.
+    pub(super) fn status(&self, now: Instant) -> RequestStatus {
+        let samples = if self.kind == RequestKind::Score { 0 } else { self.num_samples() };
+        RequestStatus {
+            id: self.request_id.clone(),
+            owner: self.owner,
+            progress: Progress::Held,
+            prompts: self.prompts.len(),
+            prompt_tokens: self.prompts.iter().map(|prompt| prompt.tokens.len() as u64).sum(),
+            samples,
+            open_samples: samples,
+            tokens: 0,
+            age: now.saturating_duration_since(self.arrived),
+        }
+    }
 }
 
 impl Request {
@@ -141,6 +163,9 @@ impl Request {
             if_weight_version,
             adapter: salt.adapter,
             begun: false,
+            prompts: groups.len(),
+            asked: samples.len(),
+            tokens: 0,
             samples,
             scores_left: if kind == RequestKind::Score { groups.len() } else { 0 },
             summary,
@@ -191,6 +216,26 @@ impl Request {
     /// Bytes that it holds, unread events included.
     pub fn bytes(&self) -> u64 {
         self.charge.bytes() + self.backlog.bytes()
+    }
+
+    /// What those who look at the server are told of it.
+    pub fn status(&self, now: Instant) -> RequestStatus {
+        let progress = match (self.is_suspended, self.begun_at) {
+            (true, _) => Progress::Suspended,
+            (false, Some(_)) => Progress::Running,
+            (false, None) => Progress::Queued,
+        };
+        RequestStatus {
+            id: self.id.clone(),
+            owner: self.owner,
+            progress,
+            prompts: self.prompts,
+            prompt_tokens: self.summary.prompt_tokens,
+            samples: self.asked,
+            open_samples: self.samples.len(),
+            tokens: self.tokens,
+            age: now.saturating_duration_since(self.arrived),
+        }
     }
 
     pub fn has_begun(&self) -> bool {
@@ -261,6 +306,7 @@ impl Request {
         self.charge.grow_always((grown + grammar_bytes) as u64);
         sample.grammar_bytes += grammar_bytes.min(GrammarState::BYTES_PER_TOKEN);
         sample.push(logprobs, version);
+        self.tokens += 1;
         if let Some(reason) = finish {
             let sample = self.samples.remove(&key).expect("it was there");
             self.complete(key, sample, reason);

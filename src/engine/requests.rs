@@ -49,6 +49,10 @@ impl Requests {
         chosen.map(|(id, _)| id.clone()).collect()
     }
 
+    pub fn get(&self, key: RequestKey) -> Option<&Request> {
+        self.accepted.get(&key)
+    }
+
     pub fn get_mut(&mut self, key: RequestKey) -> Option<&mut Request> {
         self.accepted.get_mut(&key)
     }
@@ -76,6 +80,11 @@ impl Requests {
     /// Keys of the held requests for which `which` is true, in the order of arrival.
     pub fn held_keys(&self, which: impl Fn(&GenerateCommand) -> bool) -> Vec<RequestKey> {
         self.held.iter().filter(|(_, command)| which(command)).map(|(key, _)| *key).collect()
+    }
+
+    /// The held requests in the order of arrival.
+    pub fn held(&self) -> impl Iterator<Item = &GenerateCommand> {
+        self.held.values()
     }
 
     pub fn num_accepted(&self) -> usize {

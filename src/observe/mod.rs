@@ -17,7 +17,7 @@ pub use metrics::{
     CallCounts, Counter, EngineSnapshot, Gauge, Histogram, Lifecycle, Metrics, PushKind, ServerFacts, SleepState,
     StepKind, Transport,
 };
-pub use timeline::{Phase, Recorder, Span, TIMELINE_BYTES, Timeline, TraceFile, TrackName, Window};
+pub use timeline::{Follower, News, Phase, Recorder, Span, TIMELINE_BYTES, Timeline, TraceFile, TrackName, Window};
 
 /// Everything that observers read. Clones share it.
 #[derive(Clone)]

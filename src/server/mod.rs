@@ -307,7 +307,7 @@ fn transport(
     stopped: watch::Receiver<bool>,
 ) -> Result<impl Future<Output = Result<()>> + Send + 'static> {
     let Bound { grpc, http, max_connections, security, .. } = bound;
-    let routes = http::router(gate, &security.access);
+    let routes = http::router(gate, &security.access, stopped.clone());
     let incoming = |door: Listening, protocol| {
         let failed = |e| Error::Internal(format!("cannot listen on {}: {e}", door.address));
         Incoming::new(door.listener, max_connections, security.tls(protocol), &gate.observer.metrics).map_err(failed)

@@ -199,3 +199,27 @@ fn an_engine_that_waits_says_what_for() {
     drop(engine.handle);
     engine.thread.join().unwrap().unwrap();
 }
+
+#[test]
+fn the_oldest_requests_are_listed_with_what_they_have() {
+    let mut rig = Rig::new();
+    let (mut asked, mut replies) = (Vec::new(), Vec::new());
+    for (id, version) in [("first", None), ("second", None), ("held", Some(9))] {
+        let (mut command, answer) = ask(id, 5, 40);
+        command.min_weight_version = version;
+        rig.engine.receive(command);
+        asked.push(id);
+        replies.push(answer);
+    }
+    let queued = rig.engine.list_requests(50);
+    let ids: Vec<_> = queued.oldest.iter().map(|request| request.id.as_str()).collect();
+    assert_eq!((queued.total, ids), (3, asked));
+    let progress: Vec<_> = queued.oldest.iter().map(|request| request.progress).collect();
+    assert_eq!(progress, [Progress::Queued, Progress::Queued, Progress::Held]);
+    (0..4).for_each(|_| rig.engine.step().unwrap());
+    let list = rig.engine.list_requests(1);
+    assert_eq!((list.total, list.oldest.len()), (3, 1));
+    let first = &list.oldest[0];
+    assert_eq!((first.progress, first.prompts, first.prompt_tokens), (Progress::Running, 1, 5));
+    assert!(first.samples == first.open_samples && first.tokens > 0, "{first:?}");
+}

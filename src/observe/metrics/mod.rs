@@ -7,6 +7,7 @@
 mod calls;
 mod exposition;
 mod labels;
+mod look;
 mod number;
 mod render;
 

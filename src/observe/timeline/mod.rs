@@ -6,6 +6,7 @@
 //! gaps and no overlaps. Pushes are received beside the engine and have a track of their own.
 
 mod cell;
+mod follow;
 mod recorder;
 mod span;
 #[cfg(test)]
@@ -20,6 +21,7 @@ use cell::Cell;
 use recorder::{SUM_WORDS, nanos};
 use track::{Ring, ring_bytes};
 
+pub use follow::{Follower, News};
 pub use recorder::Recorder;
 pub use span::{Phase, Span};
 pub use trace::TraceFile;

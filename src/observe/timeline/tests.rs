@@ -212,3 +212,43 @@ fn a_trace_file_that_cannot_be_made_is_named_and_a_full_disk_ends_only_the_file(
     recorder.enter(Phase::Idle, Instant::now());
     writer_ends("/dev/full");
 }
+
+#[test]
+fn a_follower_is_given_every_span_and_those_that_still_change_again() {
+    let mut clock = Clock::new();
+    clock.enter(Phase::Load, 50);
+    let mut follower = clock.timeline.follow(u64::MAX, u64::MAX);
+    let mut seen = std::collections::BTreeMap::new();
+    let mut read = |follower: &mut Follower| {
+        let news = follower.news(16);
+        assert!(news.spans[0].len() <= 16 && news.spans[1].is_empty());
+        seen.extend(news.spans[0].iter().map(|span| (span.id, *span)));
+        news.has_more
+    };
+    // The first phases are too short for spans of their own, and are folded while the follower reads.
+    for i in 0..5_000 {
+        clock.enter(if i % 2 == 0 { Phase::Decode } else { Phase::Idle }, 1 + i / 1000);
+        if i % 7 == 0 {
+            read(&mut follower);
+        }
+    }
+    while read(&mut follower) {}
+    let all = clock.spans();
+    assert!(all.len() > 1_000 && all.iter().any(|span| span.phase == Phase::Brief), "{}", all.len());
+    let differs = all.iter().zip(seen.values()).find(|(span, given)| span != given);
+    assert!(seen.len() == all.len() && differs.is_none(), "{} of {}: {differs:?}", seen.len(), all.len());
+    let again: Vec<_> = follower.news(16).spans[0].iter().map(|span| span.id).collect();
+    assert!(again.len() <= 2 && again.last() == all.last().map(|span| &span.id), "{again:?}");
+}
+
+#[test]
+fn a_follower_begins_as_far_back_as_it_is_told() {
+    let mut clock = Clock::new();
+    (0..600).for_each(|i| clock.enter(if i % 2 == 0 { Phase::Decode } else { Phase::Idle }, 500));
+    let all = clock.spans();
+    let first = |nanos, most| clock.timeline.follow(nanos, most).news(u64::MAX).spans[0][0].id;
+    assert_eq!(first(u64::MAX, u64::MAX), all[0].id);
+    assert_eq!(first(u64::MAX, 40), all[all.len() - 40].id);
+    // The test's clock runs ahead of the timeline's, by which every ended span is of the future.
+    assert_eq!(first(0, 7), all[all.len() - 7].id);
+}

@@ -1,18 +1,20 @@
 //! Serves the routes on HTTP/1.1 connections, and limits what each can hold.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
+use hyper::Request;
 use hyper::server::conn::http1;
+use hyper::service::{Service as _, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
 use tokio_stream::StreamExt as _;
 
 use super::departure::Watch;
 use crate::server::connections::{Accepted, Incoming};
-use crate::server::socket::Socket;
 
 /// Longest time until the head of a request is complete; also how long a connection without requests is kept.
 const HEAD: Duration = Duration::from_secs(30);
@@ -21,6 +23,21 @@ const HEAD: Duration = Duration::from_secs(30);
 const BUFFER_BYTES: usize = 16 << 10;
 /// Most header lines of a request.
 const MAX_HEADERS: usize = 64;
+
+/// Ends a connection whose client does not read what it has asked for.
+#[derive(Clone, Default)]
+pub(super) struct HangUp(Arc<Notify>);
+
+impl HangUp {
+    pub(super) fn hang_up(&self) {
+        self.0.notify_one();
+    }
+
+    /// Returns once the connection is to end.
+    pub(super) async fn asked(&self) {
+        self.0.notified().await;
+    }
+}
 
 /// Serves `routes` until `stop` says so, then lets running requests finish.
 pub(in crate::server) async fn serve_connections(
@@ -45,38 +62,39 @@ pub(in crate::server) async fn serve_connections(
 /// Serves one connection until it ends, or until `stop` says so and its running request is answered.
 async fn serve_connection(accepted: Accepted, routes: Router, mut stop: watch::Receiver<bool>) {
     let Accepted { socket, slot: _slot } = accepted;
-    let watched = Watch::new(socket.tcp());
+    let (watched, hang_up) = (Watch::new(socket.tcp()), HangUp::default());
+    let routes = TowerToHyperService::new(routes);
+    let serve = service_fn(|mut request: Request<hyper::body::Incoming>| {
+        request.extensions_mut().insert(hang_up.clone());
+        routes.call(request)
+    });
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD)
         .max_buf_size(BUFFER_BYTES)
         .max_headers(MAX_HEADERS)
-        .serve_connection(TokioIo::new(socket), TowerToHyperService::new(routes));
+        .serve_connection(TokioIo::new(socket), serve);
+    let serve_until_stopped = async {
+        let mut connection = std::pin::pin!(connection);
+        tokio::select! {
+            ended = connection.as_mut() => ended,
+            () = stopped(&mut stop) => {
+                connection.as_mut().graceful_shutdown();
+                connection.await
+            }
+        }
+    };
     let ended = tokio::select! {
-        ended = serve_until_stopped(connection, &mut stop) => ended,
+        ended = serve_until_stopped => ended,
         () = watched.left() => return tracing::debug!("connection closed: its client has left"),
+        () = hang_up.asked() => return tracing::debug!("connection closed: its client does not read"),
     };
     if let Err(error) = ended {
         tracing::debug!("connection ended: {error}");
     }
 }
 
-/// Serves a connection until it ends, or until its running request is answered once `stop` says so.
-async fn serve_until_stopped(
-    connection: http1::Connection<TokioIo<Socket>, TowerToHyperService<Router>>,
-    stop: &mut watch::Receiver<bool>,
-) -> hyper::Result<()> {
-    let mut connection = std::pin::pin!(connection);
-    tokio::select! {
-        ended = connection.as_mut() => ended,
-        () = stopped(stop) => {
-            connection.as_mut().graceful_shutdown();
-            connection.await
-        }
-    }
-}
-
 /// Returns once `stop` is true, or nobody can set it any more.
-async fn stopped(stop: &mut watch::Receiver<bool>) {
+pub(super) async fn stopped(stop: &mut watch::Receiver<bool>) {
     let _ = stop.wait_for(|stop| *stop).await;
 }

@@ -4,6 +4,7 @@
 mod body;
 mod departure;
 mod error;
+mod events;
 mod facts;
 mod guard;
 #[cfg(test)]
@@ -13,6 +14,7 @@ mod members;
 mod observe;
 mod openai;
 mod origin;
+mod page;
 mod query;
 mod reply;
 mod vllm;
@@ -29,7 +31,7 @@ use axum::http::header::CONTENT_TYPE;
 use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, watch};
 use utoipa::openapi::extensions::Extensions;
 use utoipa::openapi::path::{Operation, PathItem};
 use utoipa::openapi::{Info, OpenApi};
@@ -43,6 +45,7 @@ use super::panics::Panics;
 use super::role::Role;
 use super::security::Access;
 use error::HttpError;
+use events::Feeds;
 use guard::guarded;
 
 /// What every route's handler can reach.
@@ -55,6 +58,7 @@ pub(super) struct Door {
     description: Arc<str>,
     /// One permit, which a load of an adapter has while it is under way.
     loads: Arc<Semaphore>,
+    feeds: Feeds,
 }
 
 /// A route with its handlers and their description.
@@ -74,13 +78,15 @@ fn table() -> Vec<(Role, Route)> {
         (Role::Generate, routes!(openai::chat::render)),
         (Role::Generate, routes!(openai::tokens::tokenize)),
         (Role::Generate, routes!(openai::tokens::detokenize)),
+        (Role::Anyone, routes!(page::page)),
+        (Role::Anyone, routes!(page::part)),
     ];
     table.extend(vllm::table());
     table
 }
 
-/// The routes and their description, ready to serve.
-pub(super) fn router(gate: &Gate, access: &Access) -> Router {
+/// The routes and their description, ready to serve. Feeds end once `stop` is true.
+pub(super) fn router(gate: &Gate, access: &Access, stop: watch::Receiver<bool>) -> Router {
     let described = OpenApiRouter::with_openapi(OpenApi::new(
         Info::new("rollout-server", env!("CARGO_PKG_VERSION")),
         utoipa::openapi::path::Paths::new(),
@@ -96,9 +102,12 @@ pub(super) fn router(gate: &Gate, access: &Access) -> Router {
         created: unix_seconds(),
         description: description.into(),
         loads: Arc::new(Semaphore::new(1)),
+        feeds: Feeds::new(stop),
     };
     let router = router
         .route("/openapi.json", guarded(get(openapi), Role::Generate, access))
+        // Not described: it is the page's own, and whoever tries all that is described would read it for ever.
+        .route("/events", guarded(get(events::events), Role::Generate, access))
         .fallback(|| async { HttpError::no_route() })
         .method_not_allowed_fallback(|| async { HttpError::wrong_method() })
         .layer(from_fn_with_state(gate.panics.clone(), isolate));
