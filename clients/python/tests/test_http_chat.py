@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Literal
 
 import numpy as np
 import openai
+import pydantic
 import pytest
 
 from rollout_client import Chat, SamplingParams, ServerProcess
@@ -15,6 +17,7 @@ from serving import FIXTURES, SMALL_CACHE
 from vllm_answers import RECORDED, ask, assert_like_vllm, events, recorded, same_request
 
 MODEL = "llama"
+VOCABULARY = 512
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say hi."}]
 
@@ -23,12 +26,13 @@ LAST = "a sample's end is an event of its own, so that no token waits for the ne
 OTHER_TEXT = "another model: the stop did not come"
 FEWER = "what vLLM says to itself"
 DIFFERENCES = {
-    "bytes": {"choices.0.finish_reason": OTHER_TEXT},
+    "bytes": {"choices.0.logprobs.content": OTHER_TEXT},
     "bytes-stream": {"events?0?.2.choices.0.*": LAST},
-    "eos-short": {"choices.0.finish_reason": OTHER_TEXT, "choices.0.*.bytes": OTHER_TEXT},
     "eos": {"choices.0.*.bytes": OTHER_TEXT},
-    "json_schema": {"choices.0.finish_reason": OTHER_TEXT},
-    "regex": {"choices.0.finish_reason": OTHER_TEXT},
+    "json_object": {"choices.0.finish_reason": OTHER_TEXT},
+    "plain-tools-named": {"choices.0.finish_reason": OTHER_TEXT},
+    "plain-tools-named-stream": {"events?0?.3.choices.0.finish_reason": OTHER_TEXT},
+    "plain-tools-required": {"choices.0.message.tool_calls": OTHER_TEXT, "choices.0.finish_reason": OTHER_TEXT},
     "stream-eos": {"events?0?.2.choices.0.*": LAST},
     "stream-logprobs": {
         "events?0?.*.usage.completion_tokens_details": "is null in answers alone",
@@ -47,12 +51,10 @@ DIFFERENCES = {
 OTHER_STATUS = {
     "continue-both": "continue_final_message alone says what is meant",
     "echo": "not supported in a chat, and not dropped in silence",
-    "plain-tools-named": "not supported yet",
-    "plain-tools-named-stream": "not supported yet",
-    "plain-tools-required": "not supported yet",
-    "response_format-bad": "not supported yet",
     "tools-absent-choice": "the format of calls is told by the template, not by a flag",
     "tools-auto": "the format of calls is told by the template, not by a flag",
+    "tools-named": "a call can be forced without a flag",
+    "tools-required": "a call can be forced without a flag",
     "top_logprobs-21": "up to 100 are reported",
 }
 """Exchanges that we answer with another status than vLLM, and why."""
@@ -182,6 +184,27 @@ def test_openais_package(http, ai):
             return [answer.choices[0].message.content for answer in await asyncio.gather(*calls)]
 
     assert asyncio.run(main()) == [whole] * 8
+
+
+def test_parsed_answers(http, ai):
+    """`.parse()` sends the model's JSON schema, and the grammar makes every answer one of it."""
+
+    class Sum(pydantic.BaseModel):
+        left: Literal[1, 2]
+        right: bool
+
+    # JSON may have any white space, and this model would go on with it.
+    texts = [ask(http.http_address, "POST", "/detokenize", {"tokens": [i]}).body["prompt"] for i in range(VOCABULARY)]
+    bias = {str(i): -100 for i, text in enumerate(texts) if text.isspace()}
+    parse = ai.chat.completions.parse
+    answer = parse(
+        model=MODEL, messages=HELLO, max_tokens=200, temperature=1, seed=1, response_format=Sum, n=4, logit_bias=bias
+    )
+    for choice in answer.choices:
+        assert isinstance(choice.message.parsed, Sum) and choice.finish_reason == "stop", choice
+    choices = {"structured_outputs": {"choice": ["yes", "no"]}}
+    answer = ai.chat.completions.create(model=MODEL, messages=HELLO, temperature=1, n=8, extra_body=choices)
+    assert {choice.message.content for choice in answer.choices} <= {"yes", "no"}
 
 
 def test_errors_are_those_of_openais_package(ai):

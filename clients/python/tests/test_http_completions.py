@@ -19,10 +19,8 @@ CACHED = {"usage.prompt_tokens_details": "we say how many tokens came from the c
 LAST = "a sample's end is an event of its own, so that no token waits for the next step"
 OTHER_TEXT = "another model: the stop did not come"
 DIFFERENCES = {
-    "choice": {"choices.0.finish_reason": OTHER_TEXT},
     "eos": {"choices.0.finish_reason": OTHER_TEXT},
     "json": {"choices.0.finish_reason": OTHER_TEXT},
-    "regex": {"choices.0.finish_reason": OTHER_TEXT},
     "stop": {"choices.0.finish_reason": OTHER_TEXT, "choices.0.stop_reason": OTHER_TEXT},
     "stop-included": {"choices.0.finish_reason": OTHER_TEXT, "choices.0.stop_reason": OTHER_TEXT},
     "stop-over-tokens": {"choices.0.finish_reason": OTHER_TEXT, "choices.0.stop_reason": OTHER_TEXT},
@@ -79,6 +77,9 @@ def test_answers_are_like_vllms(http, name):
     exchange = recorded(name)
     short, body = name.partition("/")[2], exchange.request.get("body")
     changes = {"prompt": smaller(body["prompt"])} if isinstance(body, dict) and "prompt" in body else {}
+    if isinstance(body, dict) and "seed" not in body:
+        # How a sample ends must not be left to chance.
+        changes["seed"] = 4
     ours, theirs = same_request(http.http_address, exchange, MODEL, changes), exchange.answer
     if short in OTHER_STATUS:
         assert ours.status != theirs.status and {ours.status, theirs.status} == {200, 400}, ours

@@ -187,9 +187,37 @@ def test_answers_with_calls_are_like_vllms(scripted):
             assert list(mine) == list(other) and list(mine["function"]) == list(other["function"])
 
 
+NAMED = {"type": "function", "function": {"name": "sub"}}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_forced_calls_follow_the_schema(ai, scripted, choice):
+    """Whatever the model would rather write."""
+    members = {"model": "", "messages": QUESTION, "tools": TOOLS, "tool_choice": choice, "max_tokens": 300, "n": 2}
+    answer = ai.chat.completions.create(temperature=1, seed=5, **members)
+    for choice_ in answer.choices:
+        if choice_.finish_reason == "length":
+            continue
+        assert choice_.finish_reason == ("stop" if choice is NAMED else "tool_calls")
+        assert choice_.message.content == "" and choice_.message.tool_calls
+        for call in choice_.message.tool_calls:
+            assert call.function.name in (["sub"] if choice is NAMED else ["add", "sub"])
+            arguments = json.loads(call.function.arguments)
+            assert all(isinstance(arguments.get(name, 0), int) for name in ("a", "b")), arguments
+    stream = ai.chat.completions.create(temperature=1, seed=5, stream=True, **members | {"n": 1})
+    content, calls, reason = joined(stream)
+    first = answer.choices[0]
+    assert reason == first.finish_reason
+    if reason != "length":
+        assert content == "" and [(call["name"], call["arguments"]) for call in calls] == [
+            (call.function.name, call.function.arguments) for call in first.message.tool_calls
+        ]
+
+
 @pytest.mark.parametrize(
     "members, param",
     [
+        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
         ({"tools": [{"function": {}}]}, "tools[0].function"),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "mul"}}}, "tool_choice"),

@@ -6,6 +6,7 @@ pub(super) mod logprobs;
 mod prompt;
 pub(super) mod report;
 pub(super) mod sampling;
+mod structured;
 pub(super) mod tokens;
 pub(super) mod usage;
 

@@ -8,6 +8,7 @@ use serde::de::{self, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 use utoipa::ToSchema;
 
+use super::structured::structured;
 use crate::error::{Error, Result};
 use crate::server::http::members::{Members, members};
 use crate::server::pb;
@@ -50,6 +51,13 @@ members! {
         stop_token_ids: Vec<u32>,
         /// Whether the text includes the stop string that ended it [false].
         pub(super) include_stop_str_in_output: bool,
+        /// What the text must be: `text`, `json_object`, or `json_schema` with a schema.
+        #[schema(value_type = Option<serde_json::Value>)]
+        response_format: Box<RawValue>,
+        /// What the text must match: an object with `json` (a schema), `regex`, `choice`, `grammar` (Lark) or
+        /// `json_object`.
+        #[schema(value_type = Option<serde_json::Value>)]
+        structured_outputs: Box<RawValue>,
         /// Whether special tokens are left out of the text. Only true is supported [true].
         skip_special_tokens: bool,
         /// Report the log-probabilities of the prompt's tokens, with those of this many most likely ones.
@@ -257,7 +265,7 @@ impl Sampling {
             stop: self.stop.unwrap_or_default().0,
             ignore_eos: self.ignore_eos.unwrap_or(false),
             seed: self.seed.map(i64::cast_unsigned),
-            structured_outputs: None,
+            structured_outputs: structured(self.structured_outputs.as_deref(), self.response_format.as_deref())?,
         };
         Ok(pb::GenerateRequest {
             request_id: self.request_id.unwrap_or_default(),

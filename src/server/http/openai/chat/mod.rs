@@ -27,6 +27,7 @@ use crate::server::http::members::{BodyOf, Members, members};
 use crate::server::http::reply::{Counted, answer};
 use crate::server::requests::{Arrived, start};
 use crate::server::{ServingContext, convert, pb};
+use crate::text::ToolFormat;
 use tools::Calling;
 use writer::{ChatWriter, Options};
 
@@ -171,17 +172,34 @@ fn message(body: Body, id: Option<String>, context: &ServingContext) -> Result<(
         return Err(Error::invalid("top_logprobs", "needs logprobs: true"));
     }
     let format = context.model.encoder.as_ref().and_then(|encoder| encoder.tool_format());
-    let calling = Calling::new(prompt.tools.as_deref(), own.tool_choice.as_deref(), format)?;
+    let (calling, schema) = Calling::new(prompt.tools.as_deref(), own.tool_choice.as_deref(), format)?;
     let logprobs = is_reported.then(|| own.top_logprobs.unwrap_or(0));
-    let options = Options { logprobs, role: prompt.role(), calling, report };
+    let has_short_ids = format == Some(ToolFormat::Mistral);
+    let options = Options { logprobs, role: prompt.role(), calling, has_short_ids, report };
     let prompt_logprobs = options.report.prompt_logprobs;
     // Ranks, which come with log-probabilities of prompts, are computed beside at least one most likely token.
     let top = logprobs.max(prompt_logprobs).unwrap_or(0).max(u32::from(prompt_logprobs.is_some()));
     let context_tokens = u32::try_from(context.model.max_model_len).unwrap_or(u32::MAX);
     let max_tokens = own.max_completion_tokens.or(own.max_tokens).unwrap_or(context_tokens);
-    let message = sampling.into_message(vec![prompt.into_message()?], Some(max_tokens), top, &context.info.model)?;
+    let mut message =
+        sampling.into_message(vec![prompt.into_message()?], Some(max_tokens), top, &context.info.model)?;
+    if let Some(schema) = schema {
+        force(&mut message, schema)?;
+    }
     let message = pb::GenerateRequest { prompt_logprobs: prompt_logprobs.is_some(), return_text: true, ..message };
     Ok((message, options))
+}
+
+/// Makes the text of all samples follow `schema`, which is that of a call.
+fn force(message: &mut pb::GenerateRequest, schema: String) -> Result<()> {
+    let sampling = message.sampling.get_or_insert_default();
+    if sampling.structured_outputs.is_some() {
+        let message = "forces a call, which cannot be combined with structured_outputs and response_format";
+        return Err(Error::invalid("tool_choice", message));
+    }
+    let kind = Some(pb::structured_outputs::Kind::JsonSchema(schema));
+    sampling.structured_outputs = Some(pb::StructuredOutputs { kind });
+    Ok(())
 }
 
 #[cfg(test)]

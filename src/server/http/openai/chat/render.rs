@@ -14,6 +14,7 @@ use crate::server::http::body::JsonBody;
 use crate::server::http::error::{ErrorBody, HttpError};
 use crate::server::http::members::BodyOf;
 use crate::server::http::openai::request_id;
+use crate::server::pb::{self, structured_outputs::Kind};
 use crate::server::requests::off_thread;
 use crate::types::{SamplingParams, TokenId};
 
@@ -51,10 +52,35 @@ struct RenderedSampling {
     max_tokens: u32,
     #[serde(skip_serializing_if = "Option::is_none")]
     min_tokens: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    structured_outputs: Option<RenderedGrammar>,
+}
+
+/// What the text must match.
+#[derive(Serialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+enum RenderedGrammar {
+    Json(String),
+    Regex(String),
+    Choice(Vec<String>),
+    Grammar(String),
+    JsonObject(bool),
+}
+
+impl RenderedGrammar {
+    fn new(given: pb::StructuredOutputs) -> Option<Self> {
+        Some(match given.kind? {
+            Kind::JsonSchema(schema) => Self::Json(schema),
+            Kind::Regex(regex) => Self::Regex(regex),
+            Kind::Choice(pb::Choices { choices }) => Self::Choice(choices),
+            Kind::Grammar(grammar) => Self::Grammar(grammar),
+            Kind::JsonObject(asked) => Self::JsonObject(asked),
+        })
+    }
 }
 
 impl RenderedSampling {
-    fn new(params: &SamplingParams, seed: Option<i64>) -> Self {
+    fn new(params: &SamplingParams, seed: Option<i64>, structured_outputs: Option<RenderedGrammar>) -> Self {
         Self {
             presence_penalty: params.presence_penalty,
             frequency_penalty: params.frequency_penalty,
@@ -68,6 +94,7 @@ impl RenderedSampling {
             stop_token_ids: params.stop_token_ids.clone(),
             max_tokens: params.max_tokens,
             min_tokens: (params.min_tokens > 0).then_some(params.min_tokens),
+            structured_outputs,
         }
     }
 }
@@ -91,7 +118,9 @@ pub(in crate::server::http) async fn render(
 ) -> Result<Response, HttpError> {
     let context = door.gate.look()?;
     let JsonBody { value: BodyOf(body), bytes, mut charge, ignored, .. } = body;
-    let (message, options) = message(body, request_id(&headers), &context)?;
+    let (mut message, options) = message(body, request_id(&headers), &context)?;
+    // Whoever samples compiles it.
+    let grammar = message.sampling.as_mut().and_then(|sampling| sampling.structured_outputs.take());
     let seed = message.sampling.as_ref().and_then(|sampling| sampling.seed).map(u64::cast_signed);
     let model = context.model.clone();
     let request = off_thread(bytes, move || convert::generate(message, &model, &mut charge)).await?;
@@ -101,7 +130,7 @@ pub(in crate::server::http) async fn render(
         token_offsets: None,
         features: None,
         content_parts: None,
-        sampling_params: RenderedSampling::new(&request.params, seed),
+        sampling_params: RenderedSampling::new(&request.params, seed, grammar.and_then(RenderedGrammar::new)),
         model: options.report.model,
         stream: options.report.is_stream,
         cache_salt: None,

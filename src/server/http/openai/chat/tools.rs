@@ -1,5 +1,7 @@
 //! The tools of a chat: their names, and whether the model may, must not or must call one.
 
+use std::collections::BTreeMap;
+
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
@@ -16,6 +18,10 @@ pub(super) enum Calling {
     Never,
     /// They are in the text, in this format, beside the content. The names are those of the tools.
     Auto { format: ToolFormat, names: Vec<String> },
+    /// The text is a list of calls, and nothing else.
+    Required { names: Vec<String> },
+    /// The text is the arguments of a call of this tool.
+    Named(String),
 }
 
 /// A tool that the request offers.
@@ -27,6 +33,24 @@ struct Tool {
 #[derive(Deserialize)]
 struct Function {
     name: String,
+    #[serde(default)]
+    parameters: Option<Box<RawValue>>,
+}
+
+impl Function {
+    /// The schema of the arguments.
+    fn schema(&self) -> &str {
+        self.parameters.as_deref().map_or(r#"{"type":"object"}"#, RawValue::get)
+    }
+}
+
+/// Definitions that a schema's references name by their path from its root.
+#[derive(Deserialize)]
+struct Definitions {
+    #[serde(default, rename = "$defs")]
+    defs: BTreeMap<String, Box<RawValue>>,
+    #[serde(default)]
+    definitions: BTreeMap<String, Box<RawValue>>,
 }
 
 /// What `tool_choice` asks for.
@@ -41,28 +65,36 @@ enum Choice {
 }
 
 impl Calling {
-    /// What the members `tools` and `tool_choice` of a body ask of a model that writes calls in `format`.
+    /// What the members `tools` and `tool_choice` of a body ask of a model that writes calls in `format`, and the JSON
+    /// schema that the text must follow, if a call is forced.
     ///
     /// # Errors
     /// `InvalidArgument` with the member that is wrong.
-    pub(super) fn new(tools: Option<&RawValue>, choice: Option<&RawValue>, format: Option<ToolFormat>) -> Result<Self> {
-        let names = tools.map(names).transpose()?.unwrap_or_default();
+    pub(super) fn new(
+        tools: Option<&RawValue>,
+        choice: Option<&RawValue>,
+        format: Option<ToolFormat>,
+    ) -> Result<(Self, Option<String>)> {
+        let tools = tools.map(functions).transpose()?.unwrap_or_default();
         let choice = choice.map(Choice::read).transpose()?.unwrap_or(Choice::Auto);
-        if names.is_empty() && !matches!(choice, Choice::None | Choice::Auto) {
+        if tools.is_empty() && !matches!(choice, Choice::None | Choice::Auto) {
             return Err(Error::invalid("tool_choice", "asks for a call, and there are no tools; send tools"));
         }
+        let names = || tools.iter().map(|tool| tool.name.clone()).collect();
         match choice {
-            Choice::None => Ok(Self::Never),
+            Choice::None => Ok((Self::Never, None)),
             Choice::Auto => {
-                Ok(format.filter(|_| !names.is_empty()).map_or(Self::Never, |format| Self::Auto { format, names }))
+                let format = format.filter(|_| !tools.is_empty());
+                Ok((format.map_or(Self::Never, |format| Self::Auto { format, names: names() }), None))
             }
-            Choice::Named(name) if !names.contains(&name) => {
-                let message = format!("{:?} is not among the tools", shown(&name, MAX_SHOWN));
-                Err(Error::invalid("tool_choice", message))
-            }
-            Choice::Required | Choice::Named(_) => {
-                Err(Error::invalid("tool_choice", "a forced call is not supported; send auto or none"))
-            }
+            Choice::Required => Ok((Self::Required { names: names() }, Some(list_schema(&tools)?))),
+            Choice::Named(name) => match tools.iter().find(|tool| tool.name == name) {
+                Some(tool) => Ok((Self::Named(name), Some(tool.schema().to_owned()))),
+                None => {
+                    let message = format!("{:?} is not among the tools", shown(&name, MAX_SHOWN));
+                    Err(Error::invalid("tool_choice", message))
+                }
+            },
         }
     }
 
@@ -70,9 +102,56 @@ impl Calling {
     pub(super) fn heap_bytes(&self) -> usize {
         match self {
             Self::Never => 0,
-            Self::Auto { names, .. } => names.iter().map(|name| name.len() + size_of::<String>()).sum(),
+            Self::Named(name) => name.len(),
+            Self::Auto { names, .. } | Self::Required { names } => {
+                names.iter().map(|name| name.len() + size_of::<String>()).sum()
+            }
         }
     }
+
+    /// Whether the text is nothing but calls.
+    pub(super) fn is_forced(&self) -> bool {
+        matches!(self, Self::Required { .. } | Self::Named(_))
+    }
+}
+
+/// The schema of a list of calls, each of one of the tools.
+fn list_schema(tools: &[Function]) -> Result<String> {
+    let (mut calls, mut defs, mut definitions) = (Vec::new(), BTreeMap::new(), BTreeMap::new());
+    for (i, tool) in tools.iter().enumerate() {
+        let path = || format!("tools[{i}].function.parameters");
+        let schema = tool.schema();
+        let found: Definitions = serde_json::from_str(schema)
+            .map_err(|error| Error::invalid(path(), format!("is no JSON schema of an object: {error}")))?;
+        for (all, found) in [(&mut defs, found.defs), (&mut definitions, found.definitions)] {
+            for (name, definition) in found {
+                let text = definition.get().to_owned();
+                if all.get(&name).is_some_and(|other| *other != text) {
+                    let message = format!("defines {:?} otherwise than another tool", shown(&name, MAX_SHOWN));
+                    return Err(Error::invalid(path(), message));
+                }
+                all.insert(name, text);
+            }
+        }
+        calls.push(format!(
+            r#"{{"type":"object","properties":{{"name":{{"enum":[{}]}},"parameters":{schema}}},"required":["name","parameters"],"additionalProperties":false}}"#,
+            quoted(&tool.name)
+        ));
+    }
+    let object = |members: BTreeMap<String, String>| {
+        let members: Vec<_> = members.into_iter().map(|(name, text)| format!("{}:{text}", quoted(&name))).collect();
+        format!("{{{}}}", members.join(","))
+    };
+    Ok(format!(
+        r#"{{"type":"array","minItems":1,"items":{{"anyOf":[{}]}},"$defs":{},"definitions":{}}}"#,
+        calls.join(","),
+        object(defs),
+        object(definitions)
+    ))
+}
+
+fn quoted(text: &str) -> String {
+    serde_json::Value::from(text).to_string()
 }
 
 impl Choice {
@@ -100,15 +179,15 @@ impl Choice {
     }
 }
 
-/// The names of the tools.
-fn names(tools: &RawValue) -> Result<Vec<String>> {
+/// What the tools are.
+fn functions(tools: &RawValue) -> Result<Vec<Function>> {
     let mut json = serde_json::Deserializer::from_str(tools.get());
     let tools: Vec<Tool> = serde_path_to_error::deserialize(&mut json).map_err(|error| {
         let path = shown(&error.path().to_string(), MAX_SHOWN);
         let path = if path == "." { "tools".to_owned() } else { format!("tools{path}") };
         Error::invalid(path, error.into_inner().to_string())
     })?;
-    Ok(tools.into_iter().map(|tool| tool.function.name).collect())
+    Ok(tools.into_iter().map(|tool| tool.function).collect())
 }
 
 #[cfg(test)]
@@ -121,7 +200,32 @@ mod tests {
     fn calling(tools: &str, choice: &str) -> Result<Calling> {
         let raw = |text: &str| RawValue::from_string(text.to_owned()).expect("is JSON");
         let given = |text: &str| (!text.is_empty()).then(|| raw(text));
-        Calling::new(given(tools).as_deref(), given(choice).as_deref(), Some(ToolFormat::Hermes))
+        Calling::new(given(tools).as_deref(), given(choice).as_deref(), Some(ToolFormat::Hermes)).map(|found| found.0)
+    }
+
+    #[test]
+    fn a_forced_call_has_a_schema() {
+        let raw = |text: &str| RawValue::from_string(text.to_owned()).expect("is JSON");
+        let schema = |tools: &str, choice: &str| {
+            Calling::new(Some(&raw(tools)), Some(&raw(choice)), None).map(|(_, schema)| schema.expect("forced"))
+        };
+        let named = r#"{"type": "function", "function": {"name": "add"}}"#;
+        assert_eq!(schema(TOOLS, named).expect("valid"), r#"{"a": [1]}"#);
+        let tools = |second: &str| {
+            format!(
+                r##"[{{"function": {{"name": "a\"b", "parameters": {{"$ref": "#/$defs/X", "$defs": {{"X": {{"type": "null"}}}}}}}}}},
+                    {{"function": {{"name": "f", "parameters": {{"$defs": {{"X": {second}}}}}}}}}, {{"function": {{"name": "g"}}}}]"##
+            )
+        };
+        let list: serde_json::Value =
+            serde_json::from_str(&schema(&tools(r#"{"type": "null"}"#), "\"required\"").expect("valid")).expect("JSON");
+        assert_eq!(list["$defs"], serde_json::json!({ "X": { "type": "null" } }));
+        let calls = list["items"]["anyOf"].as_array().expect("a list");
+        let names: Vec<_> = calls.iter().map(|call| call["properties"]["name"]["enum"][0].as_str()).collect();
+        assert_eq!(names, [Some("a\"b"), Some("f"), Some("g")]);
+        assert_eq!(calls[2]["properties"]["parameters"], serde_json::json!({ "type": "object" }));
+        let Err(Error::InvalidArgument { field, .. }) = schema(&tools("{}"), "\"required\"") else { panic!("taken") };
+        assert_eq!(field, "tools[1].function.parameters");
     }
 
     #[test]
@@ -134,11 +238,13 @@ mod tests {
             (TOOLS, "\"none\"", Calling::Never),
             (TOOLS, "\"auto\"", auto.clone()),
             (TOOLS, "", auto),
+            (TOOLS, "\"required\"", Calling::Required { names: vec!["add".into(), "f".into()] }),
+            (TOOLS, r#"{"type": "function", "function": {"name": "f"}}"#, Calling::Named("f".into())),
         ] {
             assert_eq!(calling(tools, choice).expect("valid"), expected, "{tools} {choice}");
         }
         let tools = RawValue::from_string(TOOLS.into()).expect("is JSON");
-        assert_eq!(Calling::new(Some(&tools), None, None).expect("valid"), Calling::Never);
+        assert_eq!(Calling::new(Some(&tools), None, None).expect("valid"), (Calling::Never, None));
     }
 
     #[test]

@@ -32,6 +32,8 @@ pub(super) struct Options {
     /// The role of the answer.
     pub(super) role: String,
     pub(super) calling: Calling,
+    /// Whether calls have names of nine letters and digits: Mistral's templates take no others.
+    pub(super) has_short_ids: bool,
 }
 
 /// What is known of one sample that is streamed.
@@ -151,7 +153,8 @@ impl ChatWriter {
 
     fn parser(&self) -> Option<ToolParser> {
         match &self.options.calling {
-            Calling::Never => None,
+            Calling::Never | Calling::Named(_) => None,
+            Calling::Required { names } => Some(ToolParser::new(ToolFormat::List, names.clone())),
             Calling::Auto { format, names } => Some(ToolParser::new(*format, names.clone())),
         }
     }
@@ -166,12 +169,13 @@ impl ChatWriter {
         let mut text = completion.text.clone().unwrap_or_default();
         text.push_str(report.ending(stop_reason.as_ref()));
         let mut pieces = Vec::new();
-        match self.parser() {
-            Some(mut parser) => {
+        match (self.parser(), &self.options.calling) {
+            (Some(mut parser), _) => {
                 parser.push(&text, &mut pieces);
                 parser.finish(&mut pieces);
             }
-            None => pieces.push(Piece::Content(text)),
+            (None, Calling::Named(name)) => pieces.push(Piece::Call(ToolCall { name: name.clone(), arguments: text })),
+            (None, _) => pieces.push(Piece::Content(text)),
         }
         let (mut content, mut calls) = (None::<String>, Vec::new());
         for piece in pieces {
@@ -184,14 +188,14 @@ impl ChatWriter {
         let choice = Choice {
             index: completion.sample_index as usize,
             logprobs: self.options.logprobs.map(|top| TokenWriter::new(report).write(tokens, top, report)),
-            finish_reason: ended(&completion, !calls.is_empty()),
+            finish_reason: self.ended(&completion, !calls.is_empty()),
             stop_reason,
             token_ids: report.returns_ids.then(|| tokens.iter().map(|token| token.token).collect()),
             routed_experts: None,
             weight_versions: report.versions(&completion),
             message: Message {
                 role: &self.options.role,
-                content: if calls.is_empty() { Some(content.unwrap_or_default()) } else { content },
+                content: content.or_else(|| (calls.is_empty() || self.options.calling.is_forced()).then(String::new)),
                 refusal: None,
                 annotations: None,
                 audio: None,
@@ -215,13 +219,20 @@ impl ChatWriter {
         Call { id: Some(self.call_id()), r#type: Some("function"), index: None, function }
     }
 
-    /// A name for a call. Mistral's templates take none but nine letters and digits.
+    /// A name for a call.
     fn call_id(&self) -> String {
-        let is_short = matches!(self.options.calling, Calling::Auto { format: ToolFormat::Mistral, .. });
-        if is_short {
+        if self.options.has_short_ids {
             return Alphanumeric.sample_string(&mut rand::rng(), 9);
         }
         format!("chatcmpl-tool-{:016x}", rand::random::<u64>())
+    }
+
+    /// The end of a sample in OpenAI's words. A call that was forced by its name is the answer, and ends it as one.
+    fn ended(&self, completion: &Completion, has_calls: bool) -> &'static str {
+        match finish_reason(completion.finish_reason) {
+            "stop" if has_calls && !matches!(self.options.calling, Calling::Named(_)) => "tool_calls",
+            reason => reason,
+        }
     }
 
     /// Sends the first event of each sample, before all others.
@@ -271,10 +282,28 @@ impl ChatWriter {
         text: &str,
     ) -> Vec<Delta<'static>> {
         let Some(streamed) = self.streamed[index].as_mut() else { return Vec::new() };
-        let Some(parser) = &mut streamed.parser else { return vec![Delta::text(text.to_owned())] };
-        let mut pieces = Vec::new();
-        advance(parser, &mut pieces);
-        self.written(index, pieces)
+        match (&mut streamed.parser, &self.options.calling) {
+            (Some(parser), _) => {
+                let mut pieces = Vec::new();
+                advance(parser, &mut pieces);
+                self.written(index, pieces)
+            }
+            (None, Calling::Named(_)) => self.arguments(index, text),
+            (None, _) => vec![Delta::text(text.to_owned())],
+        }
+    }
+
+    /// What `text` adds to the call that was forced by its name.
+    fn arguments(&mut self, index: usize, text: &str) -> Vec<Delta<'static>> {
+        let id = self.call_id();
+        let (Calling::Named(name), Some(streamed)) = (&self.options.calling, self.streamed[index].as_mut()) else {
+            return Vec::new();
+        };
+        let is_first = streamed.calls == 0;
+        streamed.calls = 1;
+        let begin = is_first.then(|| begun_call(0, id, name.clone()));
+        let rest = (!text.is_empty()).then(|| call_arguments(0, text.to_owned()));
+        begin.into_iter().chain(rest).collect()
     }
 
     fn written(&mut self, index: usize, pieces: Vec<Piece>) -> Vec<Delta<'static>> {
@@ -285,13 +314,10 @@ impl ChatWriter {
                 Piece::Call(call) => {
                     let id = self.call_id();
                     let Some(streamed) = self.streamed[index].as_mut() else { continue };
-                    let number = Some(streamed.calls);
+                    let number = streamed.calls;
                     streamed.calls += 1;
-                    let begin = Function { name: Some(call.name), arguments: None };
-                    let rest = Function { name: None, arguments: Some(call.arguments) };
-                    let r#type = Some("function");
-                    deltas.push(Delta::call(Call { id: Some(id), r#type, index: number, function: begin }));
-                    deltas.push(Delta::call(Call { id: None, r#type: None, index: number, function: rest }));
+                    deltas.push(begun_call(number, id, call.name));
+                    deltas.push(call_arguments(number, call.arguments));
                 }
             }
         }
@@ -332,6 +358,11 @@ impl ChatWriter {
                 self.send_deltas(index, deltas, None, None, out);
                 Delta::default()
             }
+            None if self.options.calling.is_forced() => {
+                let deltas = self.arguments(index, &ending);
+                self.send_deltas(index, deltas, None, None, out);
+                Delta::default()
+            }
             None => Delta::text(ending),
         };
         let has_calls = self.streamed[index].take().is_some_and(|streamed| streamed.calls > 0);
@@ -339,7 +370,7 @@ impl ChatWriter {
         let choice = ChunkChoice {
             index,
             delta,
-            finish_reason: Some(ended(completion, has_calls)),
+            finish_reason: Some(self.ended(completion, has_calls)),
             stop_reason: Some(stop_reason),
             token_ids: Some(report.returns_ids.then(Vec::new)),
             weight_versions: report.versions(completion),
@@ -408,12 +439,16 @@ impl ChatWriter {
     }
 }
 
-/// The end of a sample in OpenAI's words.
-fn ended(completion: &Completion, has_calls: bool) -> &'static str {
-    match finish_reason(completion.finish_reason) {
-        "stop" if has_calls => "tool_calls",
-        reason => reason,
-    }
+/// The first part of a streamed call.
+fn begun_call(number: usize, id: String, name: String) -> Delta<'static> {
+    let function = Function { name: Some(name), arguments: None };
+    Delta::call(Call { id: Some(id), r#type: Some("function"), index: Some(number), function })
+}
+
+/// A later part of a streamed call.
+fn call_arguments(number: usize, arguments: String) -> Delta<'static> {
+    let function = Function { name: None, arguments: Some(arguments) };
+    Delta::call(Call { id: None, r#type: None, index: Some(number), function })
 }
 
 impl Writer for ChatWriter {
