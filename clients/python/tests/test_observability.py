@@ -223,7 +223,7 @@ def test_the_timeline_over_http_is_that_of_grpc(started):
     assert (first["phase"], first["start"], first["end"]) == ("load", load.start, load.end)
     status, _, text = http(started, f"/timeline.json?since={over_http['now']}&max_spans=1")
     assert status == 200 and len(json.loads(text)["spans"]) == 1
-    for query in ["since=-1", "since=x", "max_spans=99999999999", "unknown=1"]:
+    for query in ["since=x", "max_spans=99999999999", "unknown=1"]:
         status, _, text = http(started, f"/timeline.json?{query}")
         assert status == 400 and json.loads(text)["error"]["message"], query
 
