@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
 
 import numpy as np
 import pytest
 
 from rollout_client import SamplingParams, ServerProcess
-from serving import FIXTURES, SMALL_CACHE
+from serving import FIXTURES, REPOSITORY, SMALL_CACHE
 from vllm_answers import RECORDED, ask, assert_like_vllm, events, recorded, same_request
 
 MODEL = "llama"
@@ -177,3 +179,10 @@ def test_versions_and_request_ids(http):
     assert answer.body["choices"][0]["weight_versions"] == [{"version": 0, "start": 0, "end": 3}]
     refused = ask(http.http_address, "POST", "/v1/completions", body | {"if_weight_version": 5})
     assert refused.status == 409 and "version" in refused.body["error"]["message"]
+
+
+def test_the_readmes_curl_command(http):
+    (line,) = [line for line in (REPOSITORY / "README.md").read_text().splitlines() if line.startswith("curl ")]
+    command = shlex.split(line.replace("127.0.0.1:8000", http.http_address))
+    said = subprocess.run([*command, "--silent", "--show-error"], capture_output=True, timeout=60, check=True).stdout
+    assert json.loads(said)["usage"]["completion_tokens"] == 8
