@@ -6,7 +6,7 @@ use serde_json::value::RawValue;
 use crate::error::{Error, Result};
 use crate::server::pb::{self, structured_outputs::Kind};
 
-/// vLLM's `structured_outputs`. Exactly one member is set, beside those that only tune its grammars.
+/// vLLM's `structured_outputs`. Exactly one of the first five is set.
 #[derive(Deserialize)]
 struct StructuredOutputs {
     #[serde(default)]
@@ -21,6 +21,12 @@ struct StructuredOutputs {
     json_object: Option<bool>,
     #[serde(default)]
     structural_tag: Option<Box<RawValue>>,
+    #[serde(default)]
+    disable_any_whitespace: Option<bool>,
+    #[serde(default)]
+    disable_additional_properties: Option<bool>,
+    #[serde(default)]
+    whitespace_pattern: Option<String>,
 }
 
 /// OpenAI's `response_format`.
@@ -60,6 +66,16 @@ fn vllms(given: &RawValue) -> Result<Kind> {
     let given: StructuredOutputs = serde_json::from_str(given.get()).map_err(|error| invalid(error.to_string()))?;
     if given.structural_tag.is_some() {
         return Err(Error::invalid("structured_outputs.structural_tag", "is not supported; send a grammar"));
+    }
+    // They would change the samples, so they are not dropped in silence.
+    let tuned = [
+        ("disable_any_whitespace", given.disable_any_whitespace == Some(true)),
+        ("disable_additional_properties", given.disable_additional_properties == Some(true)),
+        ("whitespace_pattern", given.whitespace_pattern.is_some()),
+    ];
+    if let Some((name, _)) = tuned.iter().find(|(_, asked)| *asked) {
+        let message = "is not supported; say it in the schema: additionalProperties, or x-guidance for white space";
+        return Err(Error::invalid(format!("structured_outputs.{name}"), message));
     }
     let kinds = [
         given.json.map(|schema| text_of(&schema)).map(Kind::JsonSchema),
@@ -135,6 +151,7 @@ mod tests {
             ),
             (r#"{"grammar": "start: \"a\"", "json_object": false}"#, "", Some(Kind::Grammar("start: \"a\"".into()))),
             (r#"{"json_object": true}"#, "", Some(Kind::JsonObject(true))),
+            (r#"{"regex": "b", "disable_any_whitespace": null}"#, "", Some(Kind::Regex("b".into()))),
         ] {
             assert_eq!(read(outputs, format).expect("valid"), expected, "{outputs} {format}");
         }
@@ -148,6 +165,7 @@ mod tests {
             (r#"{"regex": 3}"#, "", "structured_outputs"),
             (r#"{"regex": "a", "choice": ["a"]}"#, "", "structured_outputs"),
             (r#"{"structural_tag": {}}"#, "", "structured_outputs.structural_tag"),
+            (r#"{"json": {}, "disable_any_whitespace": true}"#, "", "structured_outputs.disable_any_whitespace"),
             (r#"{"regex": "a"}"#, r#"{"type": "json_object"}"#, "response_format"),
             ("", r#"{"type": "yaml"}"#, "response_format.type"),
             ("", r#"{"type": "json_schema"}"#, "response_format.json_schema.schema"),
