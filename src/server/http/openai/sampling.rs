@@ -18,19 +18,19 @@ members! {
     pub(in crate::server::http) struct Sampling {
         /// The policy's name, or that of a resident adapter; none, null or "" is the policy.
         pub(in crate::server::http) model: String,
-        /// Divisor of the logits, at least 0; 0 is greedy [1].
+        /// Divisor of the logits, at least 0; 0 is greedy (default: 1).
         pub(super) temperature: f32,
-        /// Keep the smallest set of most likely tokens with this much probability [1].
+        /// Keep the smallest set of most likely tokens with this much probability (default: 1).
         top_p: f32,
-        /// Keep this many most likely tokens; 0 and -1 keep all [0].
+        /// Keep this many most likely tokens; 0 and -1 keep all (default: 0).
         top_k: i64,
-        /// Keep tokens with at least this fraction of the best token's probability [0].
+        /// Keep tokens with at least this fraction of the best token's probability (default: 0).
         min_p: f32,
-        /// Divides positive and multiplies negative logits of tokens in the prompt or the output [1].
+        /// Divides positive and multiplies negative logits of tokens in the prompt or the output (default: 1).
         repetition_penalty: f32,
-        /// Subtracted from logits of tokens in the output [0].
+        /// Subtracted from logits of tokens in the output (default: 0).
         presence_penalty: f32,
-        /// Subtracted from a token's logit for each time it is in the output [0].
+        /// Subtracted from a token's logit for each time it is in the output (default: 0).
         frequency_penalty: f32,
         /// Values added to logits, by token id.
         #[schema(value_type = Option<BTreeMap<String, f32>>)]
@@ -39,17 +39,17 @@ members! {
         allowed_token_ids: Vec<u32>,
         /// Seed of the request; each sample gets a seed of its own, made of it.
         seed: i64,
-        /// Samples of each prompt [1].
+        /// Samples of each prompt (default: 1).
         pub(super) n: u32,
-        /// Tokens to make before a sample may end [0].
+        /// Tokens to make before a sample may end (default: 0).
         min_tokens: u32,
-        /// Whether to go on at the end-of-sequence token [false].
+        /// Whether to go on at the end-of-sequence token (default: false).
         ignore_eos: bool,
         /// A text, or texts, that end a sample.
         stop: Stop,
         /// Tokens that end a sample.
         stop_token_ids: Vec<u32>,
-        /// Whether the text includes the stop string that ended it [false].
+        /// Whether the text includes the stop string that ended it (default: false).
         pub(super) include_stop_str_in_output: bool,
         /// What the text must be: `text`, `json_object`, or `json_schema` with a schema.
         #[schema(value_type = Option<serde_json::Value>)]
@@ -58,19 +58,19 @@ members! {
         /// `json_object`.
         #[schema(value_type = Option<serde_json::Value>)]
         structured_outputs: Box<RawValue>,
-        /// Whether special tokens are left out of the text. Only true is supported [true].
+        /// Whether special tokens are left out of the text. Only true is supported (default: true).
         skip_special_tokens: bool,
         /// Report the log-probabilities of the prompt's tokens, with those of this many most likely ones.
         pub(super) prompt_logprobs: u32,
-        /// Report the ids of the prompt's and the sample's tokens [false].
+        /// Report the ids of the prompt's and the sample's tokens (default: false).
         pub(in crate::server::http) return_token_ids: bool,
-        /// Write tokens beside log-probabilities as `token_id:N` [false].
+        /// Write tokens beside log-probabilities as `token_id:N` (default: false).
         pub(super) return_tokens_as_token_ids: bool,
-        /// Report which versions of the policy made the tokens [false].
+        /// Report which versions of the policy made the tokens (default: false).
         pub(super) return_weight_versions: bool,
-        /// Distribution of the reported log-probabilities [processed; raw at temperature 0].
+        /// Distribution of the reported log-probabilities (default: processed; raw at temperature 0).
         pub(super) logprobs_mode: LogprobsMode,
-        /// Whether to send tokens as they are made, as server-sent events [false].
+        /// Whether to send tokens as they are made, as server-sent events (default: false).
         pub(in crate::server::http) stream: bool,
         /// What a stream tells beside its tokens.
         pub(in crate::server::http) stream_options: StreamOptions,

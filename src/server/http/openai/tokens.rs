@@ -34,7 +34,7 @@ members! {
         model: String,
         /// A text, instead of `messages`.
         prompt: String,
-        /// Whether to return the strings of the vocabulary as well [false].
+        /// Whether to return the strings of the vocabulary as well (default: false).
         return_token_strs: bool,
     }
 }

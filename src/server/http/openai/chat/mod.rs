@@ -37,15 +37,15 @@ pub(in crate::server::http) use render::*;
 members! {
     /// The members that only a chat has, besides its prompt.
     pub(in crate::server::http) struct Chat {
-        /// Most tokens of a sample [what is left of the context].
+        /// Most tokens of a sample (default: what is left of the context).
         max_tokens: u32,
         /// The same; it wins.
         max_completion_tokens: u32,
-        /// Whether to report log-probabilities [false].
+        /// Whether to report log-probabilities (default: false).
         logprobs: Flag,
-        /// Report those of this many most likely tokens as well [0].
+        /// Report those of this many most likely tokens as well (default: 0).
         top_logprobs: u32,
-        /// Whether the model may call a tool: `auto`, `none`, `required`, or an object that names one [auto].
+        /// Whether the model may call a tool: `auto`, `none`, `required`, or an object that names one (default: auto).
         #[schema(value_type = Option<serde_json::Value>)]
         tool_choice: Box<RawValue>,
     }

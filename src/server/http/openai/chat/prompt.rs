@@ -26,11 +26,11 @@ members! {
         /// Further variables of the template, such as `{"enable_thinking": false}`.
         #[schema(value_type = Option<serde_json::Value>)]
         chat_template_kwargs: Box<RawValue>,
-        /// Whether the prompt ends where the answer begins [true, but false with continue_final_message].
+        /// Whether the prompt ends where the answer begins (default: true, but false with continue_final_message).
         add_generation_prompt: bool,
-        /// Whether the answer continues the last message [false].
+        /// Whether the answer continues the last message (default: false).
         continue_final_message: bool,
-        /// Whether the tokenizer adds special tokens to those that the template writes [false].
+        /// Whether the tokenizer adds special tokens to those that the template writes (default: false).
         pub(in crate::server::http::openai) add_special_tokens: bool,
     }
 }

@@ -27,13 +27,13 @@ members! {
     pub(in crate::server::http) struct Completion {
         /// A text, a list of texts, token ids, or a list of lists of token ids.
         prompt: Prompts,
-        /// Most tokens of a sample [16].
+        /// Most tokens of a sample (default: 16).
         max_tokens: u32,
         /// Report log-probabilities, with those of this many most likely tokens.
         logprobs: u32,
-        /// Whether the text begins with the prompt [false].
+        /// Whether the text begins with the prompt (default: false).
         echo: bool,
-        /// Whether a text gets the special tokens that the model wants around a text [true].
+        /// Whether a text gets the special tokens that the model wants around a text (default: true).
         add_special_tokens: bool,
     }
 }

@@ -35,11 +35,11 @@ members! {
         model: String,
         /// Name by which the request can be aborted, unique among running ones. The header X-Request-Id wins.
         request_id: String,
-        /// Whether to send tokens as they are made, as server-sent events [false].
+        /// Whether to send tokens as they are made, as server-sent events (default: false).
         stream: bool,
         /// What a stream tells beside its tokens.
         stream_options: StreamOptions,
-        /// Report the ids of the prompt's tokens [false].
+        /// Report the ids of the prompt's tokens (default: false).
         return_token_ids: bool,
         /// Only `tokens` is supported.
         output_mode: OutputMode,
@@ -52,7 +52,7 @@ members! {
 members! {
     /// The members of `sampling_params` that other routes have elsewhere, or with another default.
     pub(in crate::server::http) struct Limits {
-        /// Most tokens of a sample [what is left of the context, which is also the most].
+        /// Most tokens of a sample (default: what is left of the context, which is also the most).
         max_tokens: u32,
         /// Report log-probabilities, with those of this many most likely tokens.
         logprobs: u32,
