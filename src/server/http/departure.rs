@@ -1,8 +1,9 @@
 //! Notices clients that have left while their request runs. Those that vanish without a word (a machine that was
 //! switched off, a network that broke) are noticed by what their machine does not answer: the system's own limit for
 //! bytes that are not acknowledged (TCP_USER_TIMEOUT) also ends the connections of clients that are there and do not
-//! read, whose requests are held back instead. Those that hang up are noticed here too, because the transport does not
-//! see that behind bytes that it has not read yet, such as another request.
+//! read, whose requests are held back instead. A client that had stopped reading before it vanished is not noticed by
+//! this yet on some machines: its request stays suspended. Those that hang up are noticed here too, because the
+//! transport does not see that behind bytes that it has not read yet, such as another request.
 
 use std::io;
 use std::os::fd::{AsRawFd as _, RawFd};
