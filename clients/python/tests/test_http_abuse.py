@@ -13,7 +13,7 @@ import pytest
 
 from raw_http import PATIENCE, Wire, ask, post, request
 from rollout_client import ServerProcess
-from serving import FIXTURES, SMALL_CACHE, wait_for
+from serving import FIXTURES, SMALL_CACHE, assert_idle, wait_for
 from test_connections import cpu_seconds
 
 MODEL = FIXTURES / "llama-tied"
@@ -240,15 +240,25 @@ def deafen(connection):
 
 
 def test_clients_that_vanish_or_dawdle_are_given_up(http, client):
-    """One vanishes while it waits for its answer. One sends the head of its request a byte at a time, which may take
-    30 s.
+    """Of those that vanish one waits for its answer, one reads a stream, one has stopped reading before. One sends the
+    head of its request a byte at a time, which may take 30 s.
     """
-    waiting = {**SMALL, "min_weight_version": 1 << 60}
-    with Wire(http, post(COMPLETIONS, waiting)) as waits, Wire(http, b"GET /") as dawdles:
+    endless = {**LONG, "n": 64}
+    stopped = {**endless, "stream": True, "return_token_ids": True, "logprobs": 20}
+    with (
+        Wire(http, post(COMPLETIONS, endless)) as waits,
+        Wire(http, post(COMPLETIONS, {**endless, "stream": True})) as reads,
+        Wire(http) as stops,
+        Wire(http, b"GET /") as dawdles,
+    ):
         began = time.monotonic()
-        wait_for(client, lambda status: status.held_requests == 1, "held")
-        deafen(waits.socket)
-        wait_for(client, lambda status: status.held_requests == 0, "given up")
+        stops.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stops.send(post(COMPLETIONS, stopped))
+        assert reads.head()[0] == 200 and stops.head()[0] == 200
+        wait_for(client, lambda status: status.running_requests >= 3, "running")
+        for wire in (waits, reads, stops):
+            deafen(wire.socket)
+        assert_idle(client)
         dawdles.socket.settimeout(0.2)
         while time.monotonic() - began < PATIENCE:
             dawdles.send(b"a")

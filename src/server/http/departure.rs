@@ -1,9 +1,8 @@
 //! Notices clients that have left while their request runs. Those that vanish without a word (a machine that was
 //! switched off, a network that broke) are noticed by what their machine does not answer: the system's own limit for
 //! bytes that are not acknowledged (TCP_USER_TIMEOUT) also ends the connections of clients that are there and do not
-//! read, whose requests are held back instead. A client that had stopped reading before it vanished is not noticed by
-//! this yet on some machines: its request stays suspended. Those that hang up are noticed here too, because the
-//! transport does not see that behind bytes that it has not read yet, such as another request.
+//! read, whose requests are held back instead. Those that hang up are noticed here too, because the transport does not
+//! see that behind bytes that it has not read yet, such as another request.
 
 use std::io;
 use std::os::fd::{AsRawFd as _, RawFd};
@@ -11,6 +10,7 @@ use std::time::Duration;
 
 use socket2::{SockRef, TcpKeepalive};
 use tokio::net::TcpStream;
+use tokio::time::Instant;
 
 /// Silence after which a client that has nothing to acknowledge is asked for a sign of life, the time between two such
 /// questions, and how many stay without an answer before its connection is closed: after 20 s.
@@ -19,10 +19,11 @@ const QUESTION: Duration = Duration::from_secs(5);
 const QUESTIONS: u32 = 2;
 /// How often to look at a connection.
 const LOOK: Duration = Duration::from_secs(2);
-/// Silence in milliseconds after which bytes that were sent are taken as lost, if they were sent again as often as
-/// this.
+/// Silence in milliseconds after which a client is taken as lost, if bytes were sent again, or it was asked whether it
+/// has room for more, as often as this since it last answered. The system does either at intervals that double, from
+/// 0.2 s to 2 min, for as long as a client does not read: one that had not read for long is noticed after some minutes.
 const LOST_MS: u32 = 15_000;
-const RETRIES: u8 = 3;
+const RETRIES: u32 = 2;
 /// States of a connection whose client has closed it, or whose system has: TCP_CLOSE and TCP_CLOSE_WAIT of Linux.
 const CLOSED: [u8; 2] = [7, 8];
 
@@ -41,12 +42,14 @@ impl Watch {
     /// Waits until the client has hung up, or has vanished while it should have acknowledged something.
     pub(super) async fn left(self) {
         let mut looks = tokio::time::interval(LOOK);
+        let (mut answers, mut last_look) = (Answers::default(), Instant::now());
         loop {
             looks.tick().await;
+            let look = Instant::now();
+            let since_look = look.duration_since(std::mem::replace(&mut last_look, look));
             // Fails only for a connection that has ended.
             if let Ok(info) = info(self.0)
-                && (CLOSED.contains(&info.tcpi_state)
-                    || is_lost(info.tcpi_retransmits.max(info.tcpi_probes), info.tcpi_last_ack_recv))
+                && (CLOSED.contains(&info.tcpi_state) || answers.are_missing(&info, since_look))
             {
                 return;
             }
@@ -54,10 +57,25 @@ impl Watch {
     }
 }
 
-/// Whether bytes, or questions whether the client has room for more, were sent again so many times without an answer in
-/// so many milliseconds. A client that is there and does not read answers each.
-fn is_lost(retries: u8, silence_ms: u32) -> bool {
-    retries >= RETRIES && silence_ms >= LOST_MS
+/// What a client has answered so far.
+#[derive(Default)]
+struct Answers {
+    /// Segments that had been sent again in all, up to the last look that found an answer.
+    resent: u32,
+}
+
+impl Answers {
+    /// Whether the client should have answered and has not. One that is there and does not read answers each question.
+    ///
+    /// The system's own count of unanswered segments (`tcpi_retransmits`) stays 0 for a client that had shrunk its
+    /// window below what was on its way to it, so those that were sent again are counted here.
+    fn are_missing(&mut self, info: &libc::tcp_info, since_look: Duration) -> bool {
+        if Duration::from_millis(info.tcpi_last_ack_recv.into()) <= since_look {
+            self.resent = info.tcpi_total_retrans;
+        }
+        let retries = u32::from(info.tcpi_probes).max(info.tcpi_total_retrans - self.resent);
+        retries >= RETRIES && info.tcpi_last_ack_recv >= LOST_MS
+    }
 }
 
 /// What the system knows of a connection.
@@ -105,10 +123,30 @@ mod tests {
         assert!(state().is_err());
     }
 
+    /// What the system would say of a connection.
+    fn told(probes: u8, total_retrans: u32, last_ack_recv: u32) -> libc::tcp_info {
+        // SAFETY: all of its fields are numbers, for which zeros are valid.
+        let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
+        (info.tcpi_probes, info.tcpi_total_retrans, info.tcpi_last_ack_recv) = (probes, total_retrans, last_ack_recv);
+        info
+    }
+
     #[test]
     fn only_silence_with_retries_is_a_loss() {
-        assert!(is_lost(RETRIES, LOST_MS));
-        assert!(!is_lost(0, u32::MAX), "there was nothing to acknowledge");
-        assert!(!is_lost(u8::MAX, LOST_MS - 1), "it answers the last one soon");
+        let first = |info| Answers::default().are_missing(&info, LOOK);
+        assert!(first(told(2, 0, LOST_MS)), "two questions for room");
+        assert!(first(told(0, RETRIES, LOST_MS)), "two segments");
+        assert!(!first(told(1, 1, u32::MAX)), "one may have been lost");
+        assert!(!first(told(0, 0, u32::MAX)), "there was nothing to acknowledge");
+        assert!(!first(told(u8::MAX, u32::MAX, LOST_MS - 1)), "it answers the last one soon");
+    }
+
+    #[test]
+    fn segments_sent_again_before_an_answer_are_forgotten() {
+        let mut answers = Answers::default();
+        assert!(!answers.are_missing(&told(0, 7, 1_500), LOOK));
+        assert!(!answers.are_missing(&told(0, 8, 400), LOOK), "it has answered since");
+        assert!(!answers.are_missing(&told(0, 9, LOST_MS), LOOK), "one may have been lost");
+        assert!(answers.are_missing(&told(0, 10, LOST_MS + 1), LOOK));
     }
 }
