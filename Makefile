@@ -24,8 +24,10 @@ BROWSERS := chromium chromium-browser google-chrome google-chrome-stable chrome 
 export CHROMIUM
 DESCRIPTORS := clients/python/src/rollout_client/rollout.binpb
 PYTHON_SOURCES := clients benches tests docker
-# They need torch, several GB: `make test-peft` runs them. `make test` has what PEFT made of the same kinds of adapters.
-PEFT_TESTS := clients/python/tests/test_peft.py
+# What needs torch: real trainers in tests, and what makes the fixtures anew. Several GB.
+TRAINERS := .venv-trainers
+TRAINER_TESTS := clients/python/tests/trainers
+TRAINER_PINS := $(TRAINER_TESTS)/requirements.txt
 # How long `make fuzz` tries each method; FUZZ_SEED and FUZZ_CASE replay a case (a failure prints them).
 SECONDS_PER_TARGET ?= 60
 
@@ -33,8 +35,9 @@ say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup browser server demo test test-rust test-python test-peft fuzz lint miri bench bench-peers bench-profile bench-operators \
-	bench-weight-sync bench-doors page-picture proto fixtures record image-check check-cargo
+.PHONY: help setup browser server demo test test-rust test-python test-trainers fuzz lint miri bench bench-peers \
+	bench-profile bench-operators bench-weight-sync bench-doors page-picture proto fixtures record image-check \
+	check-cargo check-python
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -66,14 +69,11 @@ test-rust: check-cargo
 
 test-python: setup browser server
 	$(call say,Python tests: the client alone and against the server)
-	$(BIN)/python -m pytest clients/python --server $(SERVER) --ignore $(PEFT_TESTS)
+	$(BIN)/python -m pytest clients/python --server $(SERVER)
 
-test-peft: server ## pushes of models of the real PEFT (installs torch and PEFT, several GB, into .venv-fixtures)
-	$(call say,Installing torch and PEFT into .venv-fixtures)
-	$(PYTHON) -m venv .venv-fixtures
-	.venv-fixtures/bin/pip install --quiet torch==2.15.0 transformers==5.23.0 peft==0.21.2
-	.venv-fixtures/bin/pip install --quiet --editable 'clients/python[dev]'
-	.venv-fixtures/bin/python -m pytest $(PEFT_TESTS) --server $(SERVER)
+test-trainers: $(TRAINERS)/.installed server ## real trainers against the server: TRL, PEFT (installs torch, several GB, into .venv-trainers)
+	$(call say,Trainers against the server)
+	$(TRAINERS)/bin/python -m pytest $(TRAINER_TESTS) --server $(SERVER)
 
 fuzz: check-cargo ## random calls of every method, with other seeds each time: make fuzz SECONDS_PER_TARGET=60
 	$(call say,Fuzzing each method for $(SECONDS_PER_TARGET) s (stop it when it is enough; a failure says how to replay it))
@@ -133,12 +133,9 @@ proto: setup ## after a change in proto/: the descriptors of the Python client
 	$(BIN)/python -m grpc_tools.protoc -Iproto --descriptor_set_out=$(DESCRIPTORS) \
 		$$(cd proto && find . -name '*.proto' | sed 's|^\./||' | sort)
 
-fixtures: ## make tests/fixtures again (installs torch, transformers and peft, several GB, into .venv-fixtures)
-	$(call say,Installing torch, transformers and peft into .venv-fixtures)
-	$(PYTHON) -m venv .venv-fixtures
-	.venv-fixtures/bin/pip install --quiet torch==2.15.0 transformers==5.23.0 safetensors gguf==0.19.0 peft==0.21.2
-	.venv-fixtures/bin/python tests/fixtures/make_fixtures.py
-	.venv-fixtures/bin/python tests/fixtures/make_peft_fixtures.py
+fixtures: $(TRAINERS)/.installed ## make tests/fixtures again, with transformers and PEFT in .venv-trainers
+	$(TRAINERS)/bin/python tests/fixtures/make_fixtures.py
+	$(TRAINERS)/bin/python tests/fixtures/make_peft_fixtures.py
 
 record: setup server ## write tests/fixtures/recorded.json anew, after a change that is meant to change bits
 	$(BIN)/python -m pytest clients/python/tests/test_recorded.py --server $(SERVER) --record
@@ -199,15 +196,25 @@ $(PEERS)/models/$(RANDOM).bf16.gguf: benches/checkpoints.py benches/to_gguf.py |
 	@rm -r $(PEERS)/models/$(RANDOM)
 
 $(VENV)/.installed: clients/python/pyproject.toml
+	@$(MAKE) --no-print-directory check-python
 	$(call say,Setting up the Python environment in $(VENV))
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --editable 'clients/python[dev]'
+	@touch $@
+
+$(TRAINERS)/.installed: clients/python/pyproject.toml $(TRAINER_PINS)
+	@$(MAKE) --no-print-directory check-python
+	$(call say,Installing torch and trainers into $(TRAINERS): several GB and some minutes)
+	$(PYTHON) -m venv $(TRAINERS)
+	$(TRAINERS)/bin/pip install --quiet --requirement $(TRAINER_PINS) --editable 'clients/python[dev]'
+	@touch $@
+
+check-python:
 	@command -v $(PYTHON) >/dev/null || { echo "make: no $(PYTHON): install Python 3.10 or newer, or say make PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 		|| { echo "make: $$($(PYTHON) --version) is too old: 3.10 or newer is needed; say make PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 		|| { echo "make: $(PYTHON) has no venv: install it (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --editable 'clients/python[dev]'
-	@touch $@
 
 check-cargo:
 	@command -v $(CARGO) >/dev/null || { echo "make: no $(CARGO): install Rust (rustup), or say make CARGO=..." >&2; exit 1; }

@@ -1,18 +1,14 @@
-"""Models of the real PEFT, pushed: bits of its own `merge_adapter()`. Needs torch and PEFT: `make test-peft`."""
+"""Models of the real PEFT, pushed: bits of its own `merge_adapter()`."""
 
 from __future__ import annotations
 
+import peft
 import pytest
+import torch
+import transformers
 
 from rollout_client import checksum_of
 from serving import FIXTURES, server
-
-torch = pytest.importorskip("torch", reason="torch and PEFT are installed by `make test-peft`")
-peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
-
-# Of warnings of these libraries nothing can be learned here.
-pytestmark = pytest.mark.filterwarnings("ignore")
 
 ATTENTION = ["q_proj", "v_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
