@@ -1,0 +1,58 @@
+"""The command `rollout`: looks at a server and gives it orders from a shell.
+
+Each subcommand is a module with `register`, which adds its parser; its function takes the parsed options and returns an
+exit status, or None for 0. Statuses: 0 done, 1 the server (or a file) said no, 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from ..errors import RolloutError
+from . import checksum, generate, lifecycle, push_lora, timeline
+from ._command import CommandError, one_line
+
+_COMMANDS = (generate, push_lora, lifecycle, checksum, timeline)
+_FAILED = 1
+# As shells report a process that SIGINT or SIGPIPE has ended.
+_INTERRUPTED = 130
+_READER_LEFT = 141
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the command, with every subcommand registered."""
+    parser = argparse.ArgumentParser(prog="rollout", description="Looks at a rollout-server and gives it orders.")
+    parser.add_argument("--version", action="version", version=f"rollout-client {version('rollout-client')}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for module in _COMMANDS:
+        module.register(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status. What is expected to fail is one line on standard error.
+
+    Args:
+        arguments: of the command line, without the program's name; None is this process's own.
+
+    Raises:
+        SystemExit: with status 2 for wrong usage, and 0 after `--help` or `--version`.
+    """
+    try:
+        options = build_parser().parse_args(arguments)
+        status = options.run(options) or 0
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # The interpreter flushes standard output once more at its end, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _READER_LEFT
+    except (CommandError, RolloutError) as error:
+        print(f"rollout: {one_line(error)}", file=sys.stderr)
+        return _FAILED
+    return status

@@ -1,0 +1,7 @@
+"""`python -m rollout_client.cli`, where the script `rollout` is not in PATH."""
+
+import sys
+
+from . import main
+
+sys.exit(main())

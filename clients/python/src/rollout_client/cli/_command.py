@@ -1,0 +1,136 @@
+"""What the subcommands share: their options, the way to the server, and messages of one line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .._tls import ADDRESS, Tls
+from ..client import RolloutClient
+from ..errors import PermissionDenied, Unauthenticated, Unavailable
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+_CONTROL_ROLE = "control"
+
+Run = Callable[[argparse.Namespace], "int | None"]
+
+
+class CommandError(Exception):
+    """Something that the command cannot do; its text is all that the user sees, and says what to do."""
+
+
+def add_command(commands: Any, name: str, run: Run, summary: str, details: str = "") -> argparse.ArgumentParser:
+    """Adds a subcommand which talks to a server, with the options of the connection.
+
+    Args:
+        commands: what `add_subparsers` has returned.
+        name: of the subcommand.
+        run: called with the parsed options; returns the exit status, or None for 0.
+        summary: for the list of subcommands, without a full stop.
+        details: sentences for its own `--help`, after the summary.
+    """
+    description = f"{summary[0].upper()}{summary[1:]}. {details}".strip()
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=description)
+    parser.set_defaults(run=run)
+    group = parser.add_argument_group("connection")
+    group.add_argument(
+        "--address",
+        type=_address,
+        metavar="HOST:PORT",
+        default=os.environ.get("ROLLOUT_ADDRESS", DEFAULT_ADDRESS),
+        help=f"of the server's gRPC port [ROLLOUT_ADDRESS, else {DEFAULT_ADDRESS}]",
+    )
+    group.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        default=os.environ.get("ROLLOUT_TOKEN_FILE") or None,
+        help="file with the token, alone or as in the server's --auth-token-file [ROLLOUT_TOKEN_FILE]",
+    )
+    group.add_argument("--tls", action="store_true", help="use TLS, and trust the system's authorities")
+    group.add_argument(
+        "--tls-ca",
+        metavar="FILE",
+        default=os.environ.get("ROLLOUT_TLS_CA") or None,
+        help="use TLS, and trust the authorities in this PEM file [ROLLOUT_TLS_CA]",
+    )
+    group.add_argument("--tls-cert", metavar="FILE", help="this client's certificate, for a server that asks for one")
+    group.add_argument("--tls-key", metavar="FILE", help="its private key")
+    group.add_argument("--tls-server-name", metavar="NAME", help="the name in the server's certificate [the host]")
+    group.add_argument("--timeout", type=positive_seconds, metavar="SECONDS", help="most seconds of a call [no limit]")
+    return parser
+
+
+@contextmanager
+def connected(options: argparse.Namespace, timeout: float | None = None) -> Iterator[RolloutClient]:
+    """A client of the server that the options name. Errors of the connection say which option would help.
+
+    Args:
+        options: parsed by a parser of `add_command`.
+        timeout: seconds for each call, unless the options have their own.
+    """
+    seconds = timeout if options.timeout is None else options.timeout
+    token = None if options.token_file is None else _token(options.token_file)
+    with RolloutClient(options.address, timeout=seconds, token=token, tls=_tls(options)) as client:
+        try:
+            yield client
+        except (Unavailable, Unauthenticated, PermissionDenied) as error:
+            raise CommandError(explained(error, options.address)) from error
+
+
+def explained(error: Exception, address: str) -> str:
+    """What an error of the connection means, and the option that would help."""
+    text = one_line(error)
+    if isinstance(error, Unauthenticated):
+        return f"{address}: {text}; name the file of a token with --token-file or ROLLOUT_TOKEN_FILE"
+    if isinstance(error, PermissionDenied):
+        return f"{address}: {text}; name a token of the role control with --token-file or ROLLOUT_TOKEN_FILE"
+    if "failed to connect" in text.lower():
+        return f"no server answers at {address}: start one, or name another with --address or ROLLOUT_ADDRESS"
+    return text if address in text else f"{address}: {text}"
+
+
+def one_line(error: object) -> str:
+    """The text of an error in one line."""
+    return " ".join(str(error).split())
+
+
+def _address(text: str) -> str:
+    if not ADDRESS.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
+    return text
+
+
+def positive_seconds(text: str) -> float:
+    """The value of an option that is a duration."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return seconds
+
+
+def _token(path: Path) -> str:
+    """The token of a file: its only word, or that of the line with the most rights."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"--token-file {path}: {getattr(error, 'strerror', None) or error}") from None
+    words = [line.split() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    words.sort(key=lambda line: line[0] != _CONTROL_ROLE)
+    if not words or len(words[0]) > 2:  # noqa: PLR2004 a role and a token
+        raise CommandError(f"--token-file {path}: expected a token, alone or behind its role")
+    return words[0][-1]
+
+
+def _tls(options: argparse.Namespace) -> Tls | None:
+    given = (options.tls_ca, options.tls_cert, options.tls_key, options.tls_server_name)
+    if not options.tls and not any(given):
+        return None
+    return Tls(*given)

@@ -1,0 +1,86 @@
+"""`rollout generate`: samples of prompts, on standard output."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from ..types import Chat, PromptInput, PromptOutput, Sample, SamplingParams
+from . import _format
+from ._command import CommandError, add_command, connected
+
+
+def register(commands: Any) -> None:
+    """Adds the subcommand."""
+    parser = add_command(commands, "generate", _run, "samples completions of prompts")
+    parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="a text; - is all of standard input")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--chat", action="store_true", help="each prompt is a user's message in the model's template")
+    form.add_argument("--tokens", action="store_true", help="each prompt is token ids, with commas or spaces between")
+    parser.add_argument("-n", type=int, default=1, help="samples of each prompt [1]")
+    parser.add_argument("--adapter", metavar="NAME", help="a resident adapter")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON for each sample, with its numbers")
+    sampling = parser.add_argument_group("sampling")
+    for name, kind, what in (
+        ("max-tokens", int, "most tokens of a sample"),
+        ("temperature", float, "0 is greedy"),
+        ("top-k", int, "keep the k most likely tokens; 0 keeps all"),
+        ("top-p", float, "keep the most likely tokens with so much probability"),
+        ("min-p", float, "keep tokens with at least this fraction of the best one's probability"),
+        ("repetition-penalty", float, "of tokens seen in the prompt or the output"),
+    ):
+        default = getattr(SamplingParams, name.replace("-", "_"))
+        sampling.add_argument(f"--{name}", type=kind, default=default, help=f"{what} [{default}]")
+    sampling.add_argument("--seed", type=int, help="of the request; a sample's own, with -n 1, repeats it [drawn]")
+    sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends a sample; may be repeated")
+    sampling.add_argument("--ignore-eos", action="store_true", help="do not end at the model's end-of-sequence tokens")
+
+
+def _run(options: argparse.Namespace) -> None:
+    prompts = [_prompt(text, options) for text in options.prompts]
+    sampling = SamplingParams(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        seed=options.seed,
+        stop=options.stop,
+        ignore_eos=options.ignore_eos,
+    )
+    with connected(options) as client:
+        readable = client.info().has_tokenizer
+        outputs = client.generate(prompts, options.n, sampling, adapter=options.adapter, return_text=readable)
+    samples = [sample for output in outputs for sample in output.samples]
+    if options.json:
+        for sample in samples:
+            print(_format.to_json(sample))
+    elif len(samples) == 1:
+        print(_text(samples[0]))
+    else:
+        print("\n\n".join(f"{_heading(outputs, sample)}\n{_text(sample)}" for sample in samples))
+
+
+def _prompt(text: str, options: argparse.Namespace) -> PromptInput:
+    content = sys.stdin.read() if text == "-" else text
+    if options.chat:
+        return Chat([{"role": "user", "content": content}])
+    if not options.tokens:
+        return content
+    try:
+        return [int(word) for word in content.replace(",", " ").split()]
+    except ValueError as error:
+        raise CommandError(f"--tokens: {error}; give numbers with commas or spaces between") from None
+
+
+def _text(sample: Sample) -> str:
+    return " ".join(map(str, sample.token_ids)) if sample.text is None else sample.text
+
+
+def _heading(outputs: list[PromptOutput], sample: Sample) -> str:
+    which = f"sample {sample.sample_index}"
+    if len(outputs) > 1:
+        which = f"prompt {sample.prompt_index}, {which}"
+    return f"── {which}: {len(sample.token_ids)} tokens, {sample.finish_reason}, seed {sample.seed}"

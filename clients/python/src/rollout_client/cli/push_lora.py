@@ -1,0 +1,48 @@
+"""`rollout push-lora`: a saved adapter becomes the policy."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any, get_args
+
+from .._adapter_directory import read_adapter
+from ..options import PushLoraOptions
+from ..types import RunningPolicy
+from . import _format
+from ._command import add_command, connected
+
+
+def register(commands: Any) -> None:
+    """Adds the subcommand."""
+    parser = add_command(
+        commands,
+        "push-lora",
+        _run,
+        "pushes an adapter that PEFT has saved",
+        "The files are read here and travel to the server, which needs no access to them.",
+    )
+    parser.add_argument(
+        "directory", type=Path, metavar="DIR", help="with adapter_config.json and adapter_model.safetensors"
+    )
+    parser.add_argument("--name", help="keep it resident under this name, unmerged, beside the policy")
+    parser.add_argument("--version", type=int, metavar="N", help="of the policy afterwards [one more than now]")
+    parser.add_argument(
+        "--running", choices=get_args(RunningPolicy), default="keep", help="what happens to requests that run [keep]"
+    )
+    parser.add_argument("--json", action="store_true", help="print the receipt as JSON")
+
+
+def _run(options: argparse.Namespace) -> None:
+    tensors, config = read_adapter(options.directory)
+    push: PushLoraOptions = {"version": options.version, "running": options.running, "name": options.name}
+    with connected(options) as client:
+        result = client.push_lora(tensors, config, **push)
+    if options.json:
+        print(_format.to_json(result))
+        return
+    where = f"version {result.weight_version}"
+    if options.name is not None:
+        where = f"adapter {options.name}, generation {result.adapter_generation}, beside {where}"
+    waits = "; applied when the weights wake" if result.pending else f"; paused for {result.pause_ms:.1f} ms"
+    print(f"{where}: {result.parameters} parameters from {_format.size(result.bytes)}{waits}; digest {result.digest}")

@@ -1,0 +1,82 @@
+"""`rollout timeline`: where the engine's time went, as a table, JSON, or a file that Perfetto opens."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from .._timeline import Span, Timeline
+from ..client import RolloutClient
+from . import _format
+from ._command import CommandError, add_command, connected, positive_seconds
+
+_BILLION = 1_000_000_000
+_TRACKS = ("engine", "push")
+_FACTS = ("steps", "computed_tokens", "sampled_tokens", "weight_version", "bytes", "push", "level")
+
+
+def register(commands: Any) -> None:
+    """Adds the subcommand."""
+    parser = add_command(commands, "timeline", _run, "shows where the engine's time went")
+    parser.add_argument(
+        "--last", type=positive_seconds, metavar="SECONDS", help="only so much of the past [all that is kept]"
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--trace", type=Path, metavar="FILE", help="write events for ui.perfetto.dev instead of a table")
+    form.add_argument("--json", action="store_true", help="print the spans as JSON")
+
+
+def _run(options: argparse.Namespace) -> None:
+    with connected(options) as client:
+        found = since(client, options.last)
+    if options.json:
+        print(_format.to_json(found))
+    elif options.trace is not None:
+        try:
+            options.trace.write_text(_format.to_json(trace_events(found)), encoding="utf-8")
+        except OSError as error:
+            raise CommandError(f"--trace {options.trace}: {error.strerror}") from None
+        print(f"{len(found.spans)} spans in {options.trace}: open it at https://ui.perfetto.dev")
+    else:
+        print("\n".join(_table(found)))
+
+
+def since(client: RolloutClient, last: float | None) -> Timeline:
+    """The timeline of the last so many seconds by the server's clock; None is all that is kept."""
+    if last is None:
+        return client.timeline()
+    now = client.timeline(max_spans=1).now
+    return client.timeline(since=max(1, now - round(last * _BILLION)))
+
+
+def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
+    """The events of Chrome's trace format, which Perfetto reads. Times are in microseconds."""
+    names = [{"name": "process_name", "ph": "M", "pid": 1, "tid": 0, "args": {"name": "rollout-server"}}] + [
+        {"name": "thread_name", "ph": "M", "pid": 1, "tid": tid, "args": {"name": track}}
+        for tid, track in enumerate(_TRACKS, start=1)
+    ]
+    return names + [_event(span, timeline.now) for span in timeline.spans]
+
+
+def _event(span: Span, now: int) -> dict[str, Any]:
+    end = now if span.end is None else span.end
+    facts: dict[str, Any] = {name: getattr(span, name) for name in _FACTS if getattr(span, name)}
+    facts |= {f"{part.phase}_us": round(part.seconds * 1e6) for part in span.parts}
+    return {
+        "name": span.phase,
+        "ph": "X",
+        "pid": 1,
+        "tid": 1 + _TRACKS.index(span.track),
+        "ts": span.start / 1000,
+        "dur": max(0, end - span.start) / 1000,
+        "args": facts,
+    }
+
+
+def _table(timeline: Timeline) -> list[str]:
+    whole = (timeline.now - timeline.start) / _BILLION
+    lines = [f"{'phase':16} {'time':>12} {'share':>7}"]
+    for phase in sorted(timeline.phases, key=lambda phase: -phase.seconds):
+        lines.append(f"{phase.phase:16} {_format.seconds(phase.seconds):>12} {phase.share:>7.1%}")
+    return [*lines, f"{'all':16} {_format.seconds(whole):>12}"]
