@@ -17,6 +17,7 @@ mod origin;
 mod page;
 mod query;
 mod reply;
+mod samples;
 mod vllm;
 mod weight;
 

@@ -1,6 +1,5 @@
 //! Replies whose parts are made from the events of a request: one JSON value, or server-sent events.
 
-use std::collections::VecDeque;
 use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -15,10 +14,9 @@ use tokio_stream::{Stream, StreamExt as _};
 
 use super::body::Ignored;
 use super::error::HttpError;
-use crate::engine::Event;
 use crate::error::Error;
-use crate::memory::{Charge, Traffic};
-use crate::server::calls::{Progress, ReplyStream, Writer};
+use crate::memory::Charge;
+use crate::server::calls::{ReplyStream, Writer};
 use crate::server::panics::Panics;
 
 /// The last event of a stream.
@@ -55,34 +53,6 @@ pub(super) fn json_bytes(value: &impl Serialize) -> usize {
     let mut count = Count(0);
     serde_json::to_writer(&mut count, value).expect("an answer is made of strings and numbers");
     count.0
-}
-
-/// Counts the messages of a writer until they have been sent. They can be much larger than the events they are made of.
-pub(super) struct Counted<W> {
-    writer: W,
-    charge: Charge,
-}
-
-impl<W> Counted<W> {
-    pub(super) fn new(writer: W, traffic: &Traffic) -> Self {
-        Self { writer, charge: traffic.charge_always(0) }
-    }
-}
-
-impl<W: Writer<Message = Bytes>> Writer for Counted<W> {
-    type Message = Bytes;
-
-    fn request_id(&self) -> &str {
-        self.writer.request_id()
-    }
-
-    /// Called for the next event when the messages of the last one have been sent.
-    fn write(&mut self, event: Event, out: &mut VecDeque<Bytes>) -> Progress {
-        self.charge.shrink(self.charge.bytes());
-        let progress = self.writer.write(event, out);
-        self.charge.grow_always(out.iter().map(|message| message.len() as u64).sum());
-        progress
-    }
 }
 
 /// `answer`, whose body is covered by `charge` until it has been sent.

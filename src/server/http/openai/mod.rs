@@ -1,6 +1,7 @@
 //! OpenAI's API, with the members that vLLM adds and trainers use.
 
 pub(super) mod chat;
+mod chunks;
 pub(super) mod completions;
 pub(super) mod logprobs;
 mod prompt;

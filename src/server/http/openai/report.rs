@@ -8,6 +8,7 @@ use utoipa::ToSchema;
 use super::logprobs::TokenTexts;
 use super::sampling::{LogprobsMode, Sampling, StreamOptions};
 use crate::engine::Completion;
+use crate::error::{Error, Result};
 use crate::server::ServingContext;
 use crate::server::http::unix_seconds;
 use crate::text::Tokenizer;
@@ -53,16 +54,21 @@ pub(super) struct VersionSpan {
 }
 
 impl Report {
-    pub(in crate::server::http) fn new(sampling: &Sampling, context: &ServingContext) -> Self {
-        let info = &context.info;
-        Self {
+    /// # Errors
+    /// `InvalidArgument` for what a stream cannot report.
+    pub(in crate::server::http) fn new(sampling: &Sampling, context: &ServingContext) -> Result<Self> {
+        let (info, is_stream) = (&context.info, sampling.stream.unwrap_or(false));
+        if is_stream && sampling.prompt_logprobs.is_some() {
+            return Err(Error::invalid("prompt_logprobs", "are not available in a stream; leave out one of the two"));
+        }
+        Ok(Self {
             model: sampling.model.clone().filter(|name| !name.is_empty()).unwrap_or_else(|| info.model.clone()),
             // What tells two servers apart whose bits may differ: version, instruction set and precision.
             fingerprint: format!("rollout-server-{}-{}-{}", env!("CARGO_PKG_VERSION"), info.kernel, info.dtype),
             created: unix_seconds(),
             mode: sampling.reported(),
             prompt_logprobs: sampling.prompt_logprobs,
-            is_stream: sampling.stream.unwrap_or(false),
+            is_stream,
             stream_options: sampling.stream_options.unwrap_or_default(),
             returns_ids: sampling.return_token_ids.unwrap_or(false),
             returns_versions: sampling.return_weight_versions.unwrap_or(false),
@@ -70,7 +76,7 @@ impl Report {
             includes_stop: sampling.include_stop_str_in_output.unwrap_or(false),
             stop: sampling.stop_strings(),
             tokenizer: context.model.encoder.as_ref().map(|encoder| encoder.tokenizer().clone()),
-        }
+        })
     }
 
     /// Whether the model has a tokenizer, so that samples have texts.

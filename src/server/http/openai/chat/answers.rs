@@ -87,30 +87,6 @@ pub(super) struct Function {
     pub(super) arguments: Option<String>,
 }
 
-/// One event of a stream.
-#[derive(Serialize)]
-pub(super) struct Chunk<'a> {
-    pub(super) id: &'a str,
-    pub(super) object: &'static str,
-    pub(super) created: u64,
-    pub(super) model: &'a str,
-    pub(super) choices: &'a [ChunkChoice<'a>],
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) usage: Option<Usage>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) system_fingerprint: Option<&'a str>,
-    /// In the first event alone.
-    #[serde(flatten)]
-    pub(super) prompt: Option<PromptIds<'a>>,
-}
-
-/// The prompt's tokens, if they were asked for.
-#[derive(Serialize)]
-pub(super) struct PromptIds<'a> {
-    pub(super) prompt_token_ids: Option<&'a [TokenId]>,
-    pub(super) prompt_text: Option<String>,
-}
-
 /// What an event adds to one sample.
 #[derive(Serialize, Default)]
 pub(super) struct ChunkChoice<'a> {

@@ -19,14 +19,12 @@ use super::report::Report;
 use super::request_id;
 use super::sampling::{Sampling, Unsupported, refuse};
 use crate::error::{Error, Result};
-use crate::server::calls::Deadline;
 use crate::server::http::Door;
 use crate::server::http::body::JsonBody;
 use crate::server::http::error::{ErrorBody, HttpError};
 use crate::server::http::members::{BodyOf, Members, members};
-use crate::server::http::reply::{Counted, answer};
-use crate::server::requests::{Arrived, start};
-use crate::server::{ServingContext, convert, pb};
+use crate::server::http::samples::sample;
+use crate::server::{ServingContext, pb};
 use crate::text::ToolFormat;
 use tools::Calling;
 use writer::{ChatWriter, Options};
@@ -139,15 +137,7 @@ pub(in crate::server::http) async fn chat_completions(
     headers: HeaderMap,
     body: JsonBody<BodyOf<Body>>,
 ) -> std::result::Result<Response, HttpError> {
-    let context = door.gate.look()?;
-    let JsonBody { value: BodyOf(body), bytes, charge, ignored, caller } = body;
-    let (message, options) = message(body, request_id(&headers), &context)?;
-    let is_stream = options.report.is_stream;
-    let traffic = context.traffic.clone();
-    let arrived = Arrived { message, bytes, charge, deadline: Deadline::new(None, &door.gate), owner: caller.owner };
-    let writer = move |request: &_| Counted::new(ChatWriter::new(request, options, &traffic), &traffic);
-    let replies = start(&door.gate, arrived, convert::generate, writer).await?;
-    answer(replies, is_stream, &ignored, &door.gate.panics).await
+    sample::<_, ChatWriter>(&door, body, |BodyOf(body), context| message(body, request_id(&headers), context)).await
 }
 
 /// The message that a gRPC client would send for the body, and what its answer is to contain. `id` is the request's
@@ -163,10 +153,7 @@ fn message(body: Body, id: Option<String>, context: &ServingContext) -> Result<(
     if sampling.truncate_prompt_tokens.is_some() {
         return Err(Error::invalid("truncate_prompt_tokens", "is not supported for a chat; leave messages out"));
     }
-    let report = Report::new(&sampling, context);
-    if report.is_stream && report.prompt_logprobs.is_some() {
-        return Err(Error::invalid("prompt_logprobs", "are not available in a stream; leave out one of the two"));
-    }
+    let report = Report::new(&sampling, context)?;
     let is_reported = own.logprobs == Some(Flag(true));
     if own.top_logprobs.is_some_and(|top| top > 0) && !is_reported {
         return Err(Error::invalid("top_logprobs", "needs logprobs: true"));

@@ -5,17 +5,18 @@ use std::collections::VecDeque;
 use bytes::Bytes;
 use rand::distr::{Alphanumeric, SampleString as _};
 
-use super::answers::{Call, ChatAnswer, Choice, Chunk, ChunkChoice, Delta, Function, Message, PromptIds};
+use super::answers::{Call, ChatAnswer, Choice, ChunkChoice, Delta, Function, Message};
 use super::tools::Calling;
-use crate::engine::{Completion, Event, RequestKind, Summary};
-use crate::error::{Error, Result};
-use crate::memory::{Charge, Traffic};
-use crate::server::calls::{Progress, Writer};
+use crate::engine::{Completion, Summary};
+use crate::error::Result;
+use crate::memory::Traffic;
 use crate::server::convert::ValidRequest;
+use crate::server::http::openai::chunks::{self, Chunks, PromptIds};
 use crate::server::http::openai::logprobs::{ALTERNATIVE, ChatLogprobs, LOGPROB, PromptLogprobs, TokenTexts};
 use crate::server::http::openai::report::{Report, finish_reason};
 use crate::server::http::openai::usage::{Unused, Usage};
-use crate::server::http::reply::{event, json, json_bytes};
+use crate::server::http::reply::json;
+use crate::server::http::samples::{Kept, Samples, samples_per_prompt};
 use crate::text::{Piece, ToolCall, ToolFormat, ToolParser};
 use crate::types::{Prompt, TokenId, TokenLogprobs};
 
@@ -73,82 +74,21 @@ impl TokenWriter {
 /// Turns the events of one request into its answer, or into the events of its stream.
 pub(super) struct ChatWriter {
     id: String,
-    request_id: String,
     options: Options,
     prompt: Prompt,
     prompt_logprobs: Option<PromptLogprobs>,
     samples: usize,
-    /// The finished samples of an answer.
-    choices: Vec<Option<Box<serde_json::value::RawValue>>>,
+    kept: Kept,
     /// The samples of a stream, once it has begun.
     streamed: Vec<Option<Streamed>>,
-    streamed_tokens: u64,
-    /// Covers what is kept until the answer is sent.
-    charge: Charge,
+    chunks: Chunks,
 }
 
 impl ChatWriter {
-    pub(super) fn new(request: &ValidRequest, options: Options, traffic: &Traffic) -> Self {
-        let samples = match request.kind {
-            RequestKind::Generate { n, .. } => n as usize,
-            RequestKind::Score => 0,
-        };
-        let kept = samples * (SAMPLE + options.calling.heap_bytes());
-        Self {
-            id: format!("chatcmpl-{}", request.request_id),
-            request_id: request.request_id.clone(),
-            choices: (0..if options.report.is_stream { 0 } else { samples }).map(|_| None).collect(),
-            options,
-            prompt: request.prompts.first().cloned().unwrap_or_default(),
-            prompt_logprobs: None,
-            samples,
-            streamed: Vec::new(),
-            streamed_tokens: 0,
-            charge: traffic.charge_always(kept as u64),
-        }
-    }
-
-    fn take(&mut self, event: Event, out: &mut VecDeque<Bytes>) -> Result<Progress> {
-        match event {
-            Event::Token { sample_index, logprobs, text, .. } => {
-                self.begin(out);
-                self.token(sample_index as usize, &logprobs, &text.unwrap_or_default(), out)?;
-            }
-            Event::Text { sample_index, text, .. } => {
-                self.begin(out);
-                self.text(sample_index as usize, &text, out);
-            }
-            Event::PromptLogprobs { logprobs, .. } => self.prompt_done(&logprobs)?,
-            Event::Completion(completion) if self.options.report.is_stream => {
-                self.begin(out);
-                self.end_sample(&completion, out);
-            }
-            Event::Completion(completion) => self.completed(completion)?,
-            Event::Done(summary) => {
-                self.end(&summary, out);
-                return Ok(Progress::Done);
-            }
-            Event::Failed(error) => return Ok(Progress::Failed(error)),
-        }
-        Ok(Progress::More)
-    }
-
-    fn prompt_done(&mut self, logprobs: &[TokenLogprobs]) -> Result<()> {
-        let kept: usize = logprobs.iter().map(|token| LOGPROB + ALTERNATIVE * token.top.len()).sum();
-        self.charge.grow_accepted(kept as u64)?;
-        let report = &self.options.report;
-        let first = self.prompt.tokens[0];
-        self.prompt_logprobs =
-            report.prompt_logprobs.map(|top| PromptLogprobs::new(first, logprobs, top as usize, report.token_texts()));
-        Ok(())
-    }
-
     /// Counts what turning the log-probabilities of `tokens` tokens into text takes. Returns it, to be given back.
     fn hold_logprobs(&mut self, tokens: usize) -> Result<u64> {
         let Some(top) = self.options.logprobs else { return Ok(0) };
-        let bytes = (tokens * (LOGPROB + ALTERNATIVE * top as usize)) as u64;
-        self.charge.grow_accepted(bytes)?;
-        Ok(bytes)
+        self.kept.hold(tokens * (LOGPROB + ALTERNATIVE * top as usize))
     }
 
     fn parser(&self) -> Option<ToolParser> {
@@ -159,15 +99,8 @@ impl ChatWriter {
         }
     }
 
-    /// Keeps a finished sample of an answer.
-    fn completed(&mut self, completion: Completion) -> Result<()> {
-        let texts = (COPIES * completion.text.as_ref().map_or(0, String::len)) as u64;
-        self.charge.grow_accepted(texts)?;
-        let held = texts + self.hold_logprobs(completion.tokens.len())?;
-        let report = &self.options.report;
-        let stop_reason = report.stop_reason(&completion);
-        let mut text = completion.text.clone().unwrap_or_default();
-        text.push_str(report.ending(stop_reason.as_ref()));
+    /// The content of a sample's text, and the calls that are found in it.
+    fn message(&self, text: String) -> (Option<String>, Vec<Call>) {
         let mut pieces = Vec::new();
         match (self.parser(), &self.options.calling) {
             (Some(mut parser), _) => {
@@ -184,34 +117,7 @@ impl ChatWriter {
                 Piece::Call(call) => calls.push(self.whole_call(call)),
             }
         }
-        let tokens = &completion.tokens;
-        let choice = Choice {
-            index: completion.sample_index as usize,
-            logprobs: self.options.logprobs.map(|top| TokenWriter::new(report).write(tokens, top, report)),
-            finish_reason: self.ended(&completion, !calls.is_empty()),
-            stop_reason,
-            token_ids: report.returns_ids.then(|| tokens.iter().map(|token| token.token).collect()),
-            routed_experts: None,
-            weight_versions: report.versions(&completion),
-            message: Message {
-                role: &self.options.role,
-                content: content.or_else(|| (calls.is_empty() || self.options.calling.is_forced()).then(String::new)),
-                refusal: None,
-                annotations: None,
-                audio: None,
-                function_call: None,
-                tool_calls: calls,
-                reasoning: None,
-            },
-        };
-        // Once for the sample, once for its copy in the answer, and once more while it is written.
-        let length = json_bytes(&choice) as u64;
-        self.charge.grow_accepted(3 * length)?;
-        let written = serde_json::value::to_raw_value(&choice)
-            .map_err(|e| Error::Internal(format!("a sample cannot be written: {e}")))?;
-        self.charge.shrink(length + held);
-        self.choices[completion.sample_index as usize] = Some(written);
-        Ok(())
+        (content, calls)
     }
 
     fn whole_call(&self, call: ToolCall) -> Call {
@@ -252,26 +158,6 @@ impl ChatWriter {
             self.send(ChunkChoice { index, delta, ..ChunkChoice::default() }, Some(prompt), out);
         }
         self.streamed = streamed;
-    }
-
-    /// Sends what one token adds to a stream.
-    fn token(&mut self, index: usize, token: &TokenLogprobs, text: &str, out: &mut VecDeque<Bytes>) -> Result<()> {
-        self.streamed_tokens += 1;
-        let held = self.hold_logprobs(1)?;
-        let report = &self.options.report;
-        let Some(streamed) = self.streamed[index].as_mut() else { return Ok(()) };
-        let logprobs = self.options.logprobs.map(|top| streamed.logprobs.write([token], top, report));
-        let ids = report.returns_ids.then(|| vec![token.token]);
-        let deltas = self.deltas(index, |parser, pieces| parser.push(text, pieces), text);
-        self.send_deltas(index, deltas, logprobs, ids, out);
-        self.charge.shrink(held);
-        Ok(())
-    }
-
-    /// Sends text that was held back until its sample had ended.
-    fn text(&mut self, index: usize, text: &str, out: &mut VecDeque<Bytes>) {
-        let deltas = self.deltas(index, |parser, pieces| parser.push(text, pieces), text);
-        self.send_deltas(index, deltas, None, None, out);
     }
 
     /// What the parser of a sample finds in a step that `advance` takes it, or `text` as it is if there is no parser.
@@ -343,8 +229,84 @@ impl ChatWriter {
         }
     }
 
-    /// Sends the end of a streamed sample.
+    /// Sends one event of a stream.
+    fn send(&self, choice: ChunkChoice<'_>, prompt: Option<PromptIds<'_>>, out: &mut VecDeque<Bytes>) {
+        self.chunks.send((&self.id, &self.options.report), choice, prompt, out);
+    }
+}
+
+/// The first part of a streamed call.
+fn begun_call(number: usize, id: String, name: String) -> Delta<'static> {
+    let function = Function { name: Some(name), arguments: None };
+    Delta::call(Call { id: Some(id), r#type: Some("function"), index: Some(number), function })
+}
+
+/// A later part of a streamed call.
+fn call_arguments(number: usize, arguments: String) -> Delta<'static> {
+    let function = Function { name: None, arguments: Some(arguments) };
+    Delta::call(Call { id: None, r#type: None, index: Some(number), function })
+}
+
+impl Samples for ChatWriter {
+    type Options = Options;
+
+    fn report(options: &Options) -> &Report {
+        &options.report
+    }
+
+    fn new(request: &ValidRequest, options: Options, traffic: &Traffic) -> Self {
+        let samples = samples_per_prompt(request);
+        let prompt = request.prompts.first().cloned().unwrap_or_default();
+        let bytes = samples * (SAMPLE + options.calling.heap_bytes());
+        Self {
+            id: format!("chatcmpl-{}", request.request_id),
+            kept: Kept::new(if options.report.is_stream { 0 } else { samples }, bytes, traffic),
+            options,
+            chunks: Chunks::new("chat.completion.chunk", prompt.tokens.len() as u64),
+            prompt,
+            prompt_logprobs: None,
+            samples,
+            streamed: Vec::new(),
+        }
+    }
+
+    fn prompt_logprobs(&mut self, _: usize, logprobs: Vec<TokenLogprobs>) -> Result<()> {
+        self.kept.hold(logprobs.iter().map(|token| LOGPROB + ALTERNATIVE * token.top.len()).sum())?;
+        let report = &self.options.report;
+        let first = self.prompt.tokens[0];
+        self.prompt_logprobs =
+            report.prompt_logprobs.map(|top| PromptLogprobs::new(first, &logprobs, top as usize, report.token_texts()));
+        Ok(())
+    }
+
+    fn token(
+        &mut self,
+        (_, sample): (u32, u32),
+        token: &TokenLogprobs,
+        text: String,
+        out: &mut VecDeque<Bytes>,
+    ) -> Result<()> {
+        self.begin(out);
+        self.chunks.count_token();
+        let (index, held) = (sample as usize, self.hold_logprobs(1)?);
+        let report = &self.options.report;
+        let Some(streamed) = self.streamed[index].as_mut() else { return Ok(()) };
+        let logprobs = self.options.logprobs.map(|top| streamed.logprobs.write([token], top, report));
+        let ids = report.returns_ids.then(|| vec![token.token]);
+        let deltas = self.deltas(index, |parser, pieces| parser.push(&text, pieces), &text);
+        self.send_deltas(index, deltas, logprobs, ids, out);
+        self.kept.release(held);
+        Ok(())
+    }
+
+    fn text(&mut self, (_, sample): (u32, u32), text: String, out: &mut VecDeque<Bytes>) {
+        self.begin(out);
+        let deltas = self.deltas(sample as usize, |parser, pieces| parser.push(&text, pieces), &text);
+        self.send_deltas(sample as usize, deltas, None, None, out);
+    }
+
     fn end_sample(&mut self, completion: &Completion, out: &mut VecDeque<Bytes>) {
+        self.begin(out);
         let index = completion.sample_index as usize;
         let stop_reason = self.options.report.stop_reason(completion);
         let ending = self.options.report.ending(stop_reason.as_ref()).to_owned();
@@ -379,86 +341,64 @@ impl ChatWriter {
         self.send(choice, None, out);
     }
 
-    /// Sends one event of a stream.
-    fn send(&self, choice: ChunkChoice<'_>, prompt: Option<PromptIds<'_>>, out: &mut VecDeque<Bytes>) {
-        let options = self.options.report.stream_options;
-        let with_fingerprint = choice.finish_reason.is_some() && !options.include_usage;
-        let prompt_tokens = self.prompt.tokens.len() as u64;
-        let usage = options.continuous_usage_stats.then(|| Usage::new(prompt_tokens, self.streamed_tokens));
-        self.send_choices(&[choice], usage, with_fingerprint, prompt, out);
-    }
-
-    fn send_choices(
-        &self,
-        choices: &[ChunkChoice<'_>],
-        usage: Option<Usage>,
-        with_fingerprint: bool,
-        prompt: Option<PromptIds<'_>>,
-        out: &mut VecDeque<Bytes>,
-    ) {
+    fn keep_sample(&mut self, completion: Completion) -> Result<()> {
+        let texts = self.kept.hold(COPIES * completion.text.as_ref().map_or(0, String::len))?;
+        let held = texts + self.hold_logprobs(completion.tokens.len())?;
         let report = &self.options.report;
-        out.push_back(event(&Chunk {
-            id: &self.id,
-            object: "chat.completion.chunk",
-            created: report.created,
-            model: &report.model,
-            choices,
-            usage,
-            system_fingerprint: with_fingerprint.then_some(&report.fingerprint),
-            prompt,
-        }));
+        let stop_reason = report.stop_reason(&completion);
+        let mut text = completion.text.clone().unwrap_or_default();
+        text.push_str(report.ending(stop_reason.as_ref()));
+        let (content, calls) = self.message(text);
+        let tokens = &completion.tokens;
+        let choice = Choice {
+            index: completion.sample_index as usize,
+            logprobs: self.options.logprobs.map(|top| TokenWriter::new(report).write(tokens, top, report)),
+            finish_reason: self.ended(&completion, !calls.is_empty()),
+            stop_reason,
+            token_ids: report.returns_ids.then(|| tokens.iter().map(|token| token.token).collect()),
+            routed_experts: None,
+            weight_versions: report.versions(&completion),
+            message: Message {
+                role: &self.options.role,
+                content: content.or_else(|| (calls.is_empty() || self.options.calling.is_forced()).then(String::new)),
+                refusal: None,
+                annotations: None,
+                audio: None,
+                function_call: None,
+                tool_calls: calls,
+                reasoning: None,
+            },
+        };
+        self.kept.keep(choice.index, &choice, held)
     }
 
-    /// Sends the answer, or the last event of a stream.
-    fn end(&mut self, summary: &Summary, out: &mut VecDeque<Bytes>) {
+    fn end_stream(&mut self, summary: &Summary, out: &mut VecDeque<Bytes>) {
+        self.chunks.end((&self.id, &self.options.report), summary, out);
+    }
+
+    fn answer(&mut self, summary: &Summary) -> Bytes {
         let report = &self.options.report;
-        if report.is_stream {
-            if report.stream_options.include_usage {
-                let usage = Usage::new(summary.prompt_tokens, summary.completion_tokens);
-                self.send_choices(&[], Some(usage), true, None, out);
-            }
-            return;
-        }
-        let choices = std::mem::take(&mut self.choices).into_iter().flatten().collect();
-        out.push_back(json(&ChatAnswer {
-            id: &self.id,
-            object: "chat.completion",
-            created: report.created,
-            model: &report.model,
-            choices,
-            service_tier: None,
-            system_fingerprint: &report.fingerprint,
-            usage: Usage::of(summary),
-            prompt_logprobs: self.prompt_logprobs.as_ref(),
-            prompt_token_ids: report.returns_ids.then_some(&self.prompt.tokens[..]),
-            prompt_text: None,
-            unused: Unused::default(),
-        }));
-        // What was kept is dropped; whoever sends the answer counts it.
-        self.charge.shrink(self.charge.bytes());
+        self.kept.finish(|choices| {
+            json(&ChatAnswer {
+                id: &self.id,
+                object: "chat.completion",
+                created: report.created,
+                model: &report.model,
+                choices,
+                service_tier: None,
+                system_fingerprint: &report.fingerprint,
+                usage: Usage::of(summary),
+                prompt_logprobs: self.prompt_logprobs.as_ref(),
+                prompt_token_ids: report.returns_ids.then_some(&self.prompt.tokens[..]),
+                prompt_text: None,
+                unused: Unused::default(),
+            })
+        })
     }
 }
 
-/// The first part of a streamed call.
-fn begun_call(number: usize, id: String, name: String) -> Delta<'static> {
-    let function = Function { name: Some(name), arguments: None };
-    Delta::call(Call { id: Some(id), r#type: Some("function"), index: Some(number), function })
-}
-
-/// A later part of a streamed call.
-fn call_arguments(number: usize, arguments: String) -> Delta<'static> {
-    let function = Function { name: None, arguments: Some(arguments) };
-    Delta::call(Call { id: None, r#type: None, index: Some(number), function })
-}
-
-impl Writer for ChatWriter {
-    type Message = Bytes;
-
-    fn request_id(&self) -> &str {
-        &self.request_id
-    }
-
-    fn write(&mut self, event: Event, out: &mut VecDeque<Bytes>) -> Progress {
-        self.take(event, out).unwrap_or_else(Progress::Failed)
+impl chunks::ChunkChoice for ChunkChoice<'_> {
+    fn is_last(&self) -> bool {
+        self.finish_reason.is_some()
     }
 }

@@ -11,15 +11,12 @@ use super::report::Report;
 use super::request_id;
 use super::sampling::{Sampling, Unsupported};
 use crate::error::{Error, Result};
-use crate::server::calls::Deadline;
-use crate::server::convert;
 use crate::server::http::Door;
 use crate::server::http::body::JsonBody;
 use crate::server::http::error::{ErrorBody, HttpError};
 use crate::server::http::members::{BodyOf, members};
-use crate::server::http::reply::{Counted, answer};
+use crate::server::http::samples::sample;
 use crate::server::pb;
-use crate::server::requests::{Arrived, start};
 use writer::{CompletionWriter, Options};
 
 members! {
@@ -68,27 +65,20 @@ pub(in crate::server::http) async fn completions(
     headers: HeaderMap,
     body: JsonBody<BodyOf<((Completion, Sampling), Unsupported)>>,
 ) -> std::result::Result<Response, HttpError> {
-    let context = door.gate.look()?;
-    let JsonBody { value: BodyOf(((own, mut sampling), _)), bytes, charge, ignored, caller } = body;
-    if let Some(id) = request_id(&headers) {
-        sampling.request_id = Some(id);
-    }
-    let mut options = Options::new(&own, Report::new(&sampling, &context));
-    let message = message(own, sampling, &mut options, &context.info.model)?;
-    let is_stream = options.report.is_stream;
-    let traffic = context.traffic.clone();
-    let arrived = Arrived { message, bytes, charge, deadline: Deadline::new(None, &door.gate), owner: caller.owner };
-    let writer = move |request: &_| Counted::new(CompletionWriter::new(request, options, &traffic), &traffic);
-    let replies = start(&door.gate, arrived, convert::generate, writer).await?;
-    answer(replies, is_stream, &ignored, &door.gate.panics).await
+    sample::<_, CompletionWriter>(&door, body, |BodyOf(((own, mut sampling), _)), context| {
+        if let Some(id) = request_id(&headers) {
+            sampling.request_id = Some(id);
+        }
+        let mut options = Options::new(&own, Report::new(&sampling, context)?);
+        let message = message(own, sampling, &mut options, &context.info.model)?;
+        Ok((message, options))
+    })
+    .await
 }
 
 /// The message that a gRPC client would send for the body.
 fn message(own: Completion, sampling: Sampling, options: &mut Options, policy: &str) -> Result<pb::GenerateRequest> {
     let prompts = own.prompt.ok_or_else(|| Error::invalid("prompt", "is missing; give a text or token ids"))?.0;
-    if options.report.is_stream && options.report.prompt_logprobs.is_some() {
-        return Err(Error::invalid("prompt_logprobs", "are not available in a stream; leave out one of the two"));
-    }
     let keep = sampling.truncate_prompt_tokens.map(|keep| keep as usize);
     let prompt = |prompt: PromptInput| match (prompt, keep) {
         (PromptInput::Text(_), Some(_)) => {

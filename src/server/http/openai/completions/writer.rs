@@ -8,16 +8,17 @@ use serde_json::value::RawValue;
 use utoipa::ToSchema;
 
 use super::Completion as Members;
-use crate::engine::{Completion, Event, RequestKind, Summary};
-use crate::error::{Error, Result};
-use crate::memory::{Charge, Traffic};
-use crate::server::calls::{Progress, Writer};
+use crate::engine::{Completion, Summary};
+use crate::error::Result;
+use crate::memory::Traffic;
 use crate::server::convert::ValidRequest;
+use crate::server::http::openai::chunks::{self, Chunks};
 use crate::server::http::openai::logprobs::{ALTERNATIVE, LOGPROB, Logprobs, PromptLogprobs, TokenTexts};
 use crate::server::http::openai::report::{Report, StopReason, VersionSpan, finish_reason};
 use crate::server::http::openai::sampling::LogprobsMode;
 use crate::server::http::openai::usage::{Unused, Usage};
-use crate::server::http::reply::{event, json, json_bytes};
+use crate::server::http::reply::json;
+use crate::server::http::samples::{Kept, Samples, samples_per_prompt};
 use crate::types::{Prompt, TokenId, TokenLogprobs};
 
 /// Bytes that are kept for each sample until the answer is sent.
@@ -80,20 +81,6 @@ struct Choice<'a> {
     weight_versions: Option<Vec<VersionSpan>>,
 }
 
-/// One event of a stream.
-#[derive(Serialize)]
-struct Chunk<'a> {
-    id: &'a str,
-    object: &'static str,
-    created: u64,
-    model: &'a str,
-    choices: &'a [ChunkChoice],
-    #[serde(skip_serializing_if = "Option::is_none")]
-    usage: Option<Usage>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    system_fingerprint: Option<&'a str>,
-}
-
 /// What an event adds to one sample.
 #[derive(Serialize, Default)]
 struct ChunkChoice {
@@ -126,92 +113,19 @@ struct Streamed {
 /// Turns the events of one request into its answer, or into the events of its stream.
 pub(super) struct CompletionWriter {
     id: String,
-    request_id: String,
     options: Options,
     prompts: Vec<Prompt>,
     samples: usize,
     facts: Vec<PromptFacts>,
-    /// The finished samples of an answer.
-    choices: Vec<Option<Box<RawValue>>>,
+    kept: Kept,
     /// The samples of a stream that have begun.
     streamed: Vec<Option<Streamed>>,
-    prompt_tokens: u64,
-    streamed_tokens: u64,
-    /// Covers what is kept until the answer is sent.
-    charge: Charge,
+    chunks: Chunks,
 }
 
 impl CompletionWriter {
-    pub(super) fn new(request: &ValidRequest, options: Options, traffic: &Traffic) -> Self {
-        let samples = match request.kind {
-            RequestKind::Generate { n, .. } => n as usize,
-            RequestKind::Score => 0,
-        };
-        let count = request.prompts.len() * samples;
-        let is_stream = options.report.is_stream;
-        let echoes: usize = options.prompt_texts.iter().flatten().map(|text| text.len() + size_of::<String>()).sum();
-        Self {
-            id: format!("cmpl-{}", request.request_id),
-            request_id: request.request_id.clone(),
-            options,
-            prompts: request.prompts.clone(),
-            samples,
-            facts: request.prompts.iter().map(|_| PromptFacts::default()).collect(),
-            choices: (0..if is_stream { 0 } else { count }).map(|_| None).collect(),
-            streamed: (0..if is_stream { count } else { 0 }).map(|_| None).collect(),
-            prompt_tokens: request.prompts.iter().map(|p| p.tokens.len() as u64).sum(),
-            streamed_tokens: 0,
-            charge: traffic.charge_always((echoes + count * SAMPLE) as u64),
-        }
-    }
-
-    fn take(&mut self, event: Event, out: &mut VecDeque<Bytes>) -> Result<Progress> {
-        match event {
-            Event::Token { prompt_index, sample_index, logprobs, text } => {
-                let chunk = self.token(prompt_index, sample_index, &logprobs, text.unwrap_or_default())?;
-                self.send(chunk, out);
-            }
-            Event::Text { prompt_index, sample_index, text } => {
-                let index = self.index(prompt_index, sample_index);
-                let token_ids = self.options.report.returns_ids.then(Vec::new);
-                self.send(ChunkChoice { index, text, token_ids, ..Default::default() }, out);
-            }
-            Event::PromptLogprobs { prompt_index, logprobs, .. } => self.prompt_done(prompt_index, logprobs)?,
-            Event::Completion(completion) if self.options.report.is_stream => {
-                let chunk = self.last_chunk(&completion);
-                self.send(chunk, out);
-            }
-            Event::Completion(completion) => self.completed(completion)?,
-            Event::Done(summary) => {
-                self.end(&summary, out);
-                return Ok(Progress::Done);
-            }
-            Event::Failed(error) => return Ok(Progress::Failed(error)),
-        }
-        Ok(Progress::More)
-    }
-
-    fn index(&self, prompt_index: u32, sample_index: u32) -> usize {
-        prompt_index as usize * self.samples + sample_index as usize
-    }
-
-    fn prompt_done(&mut self, prompt_index: u32, logprobs: Vec<TokenLogprobs>) -> Result<()> {
-        let prompt = prompt_index as usize;
-        let facts = &mut self.facts[prompt];
-        let kept = |token: &TokenLogprobs| {
-            size_of::<TokenLogprobs>() + token.heap_bytes() + LOGPROB + ALTERNATIVE * token.top.len()
-        };
-        self.charge.grow_accepted(logprobs.iter().map(kept).sum::<usize>() as u64)?;
-        let report = &self.options.report;
-        // vLLM reports them for an echo too, though they were not asked for.
-        let echoed = self.options.logprobs.filter(|_| self.options.is_echo);
-        let first = self.prompts[prompt].tokens[0];
-        facts.reported = report
-            .prompt_logprobs
-            .or(echoed)
-            .map(|top| PromptLogprobs::new(first, &logprobs, top as usize, report.token_texts()));
-        facts.echo = echoed.map(|_| logprobs);
-        Ok(())
+    fn index(&self, (prompt, sample): (u32, u32)) -> usize {
+        prompt as usize * self.samples + sample as usize
     }
 
     /// Counts what turning the log-probabilities of `tokens` sampled ones of `prompt` into text takes, with those of an
@@ -219,9 +133,7 @@ impl CompletionWriter {
     fn hold_logprobs(&mut self, prompt: usize, tokens: usize, with_echo: bool) -> Result<u64> {
         let Some(top) = self.options.logprobs else { return Ok(0) };
         let echoed = self.facts[prompt].echo.as_ref().filter(|_| with_echo).map_or(0, Vec::len);
-        let bytes = ((tokens + echoed) * (LOGPROB + ALTERNATIVE * top as usize)) as u64;
-        self.charge.grow_accepted(bytes)?;
-        Ok(bytes)
+        self.kept.hold((tokens + echoed) * (LOGPROB + ALTERNATIVE * top as usize))
     }
 
     /// The text that a sample of `prompt` begins with.
@@ -246,10 +158,111 @@ impl CompletionWriter {
         logprobs
     }
 
-    /// Keeps a finished sample of an answer.
-    fn completed(&mut self, completion: Completion) -> Result<()> {
-        let (prompt, index) =
-            (completion.prompt_index as usize, self.index(completion.prompt_index, completion.sample_index));
+    /// Sends one event of a stream.
+    fn send(&self, choice: ChunkChoice, out: &mut VecDeque<Bytes>) {
+        self.chunks.send((&self.id, &self.options.report), choice, None, out);
+    }
+}
+
+impl Samples for CompletionWriter {
+    type Options = Options;
+
+    fn report(options: &Options) -> &Report {
+        &options.report
+    }
+
+    fn new(request: &ValidRequest, options: Options, traffic: &Traffic) -> Self {
+        let samples = samples_per_prompt(request);
+        let count = request.prompts.len() * samples;
+        let (kept, streamed) = if options.report.is_stream { (0, count) } else { (count, 0) };
+        let echoes: usize = options.prompt_texts.iter().flatten().map(|text| text.len() + size_of::<String>()).sum();
+        let prompt_tokens = request.prompts.iter().map(|prompt| prompt.tokens.len() as u64).sum();
+        Self {
+            id: format!("cmpl-{}", request.request_id),
+            options,
+            prompts: request.prompts.clone(),
+            samples,
+            facts: request.prompts.iter().map(|_| PromptFacts::default()).collect(),
+            kept: Kept::new(kept, echoes + count * SAMPLE, traffic),
+            streamed: (0..streamed).map(|_| None).collect(),
+            chunks: Chunks::new("text_completion", prompt_tokens),
+        }
+    }
+
+    fn prompt_logprobs(&mut self, prompt: usize, logprobs: Vec<TokenLogprobs>) -> Result<()> {
+        let facts = &mut self.facts[prompt];
+        let kept = |token: &TokenLogprobs| {
+            size_of::<TokenLogprobs>() + token.heap_bytes() + LOGPROB + ALTERNATIVE * token.top.len()
+        };
+        self.kept.hold(logprobs.iter().map(kept).sum())?;
+        let report = &self.options.report;
+        // vLLM reports them for an echo too, though they were not asked for.
+        let echoed = self.options.logprobs.filter(|_| self.options.is_echo);
+        let first = self.prompts[prompt].tokens[0];
+        facts.reported = report
+            .prompt_logprobs
+            .or(echoed)
+            .map(|top| PromptLogprobs::new(first, &logprobs, top as usize, report.token_texts()));
+        facts.echo = echoed.map(|_| logprobs);
+        Ok(())
+    }
+
+    fn token(&mut self, at: (u32, u32), token: &TokenLogprobs, text: String, out: &mut VecDeque<Bytes>) -> Result<()> {
+        let (prompt, index) = (at.0 as usize, self.index(at));
+        self.chunks.count_token();
+        let is_first = self.streamed[index].is_none();
+        let held = self.hold_logprobs(prompt, 1, is_first)?;
+        let mut chunk = ChunkChoice { index, ..Default::default() };
+        let mut streamed = self.streamed[index]
+            .take()
+            .unwrap_or_else(|| Streamed { texts: self.options.report.token_texts(), offset: 0 });
+        if let Some(top) = self.options.logprobs {
+            let Streamed { texts, offset } = &mut streamed;
+            let mut logprobs = if is_first { self.begun_logprobs(prompt, texts, offset) } else { Logprobs::default() };
+            if !self.options.drops_tokens {
+                logprobs.push(token, self.options.report.mode, top as usize, texts, offset);
+            }
+            chunk.logprobs = Some(logprobs);
+        }
+        self.streamed[index] = Some(streamed);
+        if is_first {
+            chunk.text = self.echo(prompt);
+        }
+        if !self.options.drops_tokens {
+            chunk.text.push_str(&text);
+        }
+        if self.options.report.returns_ids {
+            chunk.prompt_token_ids = is_first.then(|| self.prompts[prompt].tokens.to_vec());
+            chunk.token_ids = Some(if self.options.drops_tokens { Vec::new() } else { vec![token.token] });
+        }
+        self.send(chunk, out);
+        self.kept.release(held);
+        Ok(())
+    }
+
+    fn text(&mut self, at: (u32, u32), text: String, out: &mut VecDeque<Bytes>) {
+        let token_ids = self.options.report.returns_ids.then(Vec::new);
+        self.send(ChunkChoice { index: self.index(at), text, token_ids, ..Default::default() }, out);
+    }
+
+    fn end_sample(&mut self, completion: &Completion, out: &mut VecDeque<Bytes>) {
+        let report = &self.options.report;
+        let stop_reason = report.stop_reason(completion);
+        let choice = ChunkChoice {
+            index: self.index((completion.prompt_index, completion.sample_index)),
+            text: report.ending(stop_reason.as_ref()).to_owned(),
+            finish_reason: Some(finish_reason(completion.finish_reason)),
+            stop_reason,
+            token_ids: report.returns_ids.then(Vec::new),
+            weight_versions: report.versions(completion),
+            ..Default::default()
+        };
+        self.send(choice, out);
+    }
+
+    fn keep_sample(&mut self, completion: Completion) -> Result<()> {
+        let prompt = completion.prompt_index as usize;
+        let index = self.index((completion.prompt_index, completion.sample_index));
         let held = self.hold_logprobs(prompt, completion.tokens.len(), true)?;
         let report = &self.options.report;
         let tokens = if self.options.drops_tokens { &[][..] } else { &completion.tokens[..] };
@@ -277,136 +290,33 @@ impl CompletionWriter {
             routed_experts: None,
             weight_versions: report.versions(&completion),
         };
-        // Once for the sample, once for its copy in the answer, and once more while it is written.
-        let length = json_bytes(&choice) as u64;
-        self.charge.grow_accepted(3 * length)?;
-        let written = serde_json::value::to_raw_value(&choice)
-            .map_err(|e| Error::Internal(format!("a sample cannot be written: {e}")))?;
-        self.charge.shrink(length + held);
-        self.choices[index] = Some(written);
-        Ok(())
+        self.kept.keep(index, &choice, held)
     }
 
-    /// What one token adds to a stream.
-    fn token(
-        &mut self,
-        prompt_index: u32,
-        sample_index: u32,
-        token: &TokenLogprobs,
-        text: String,
-    ) -> Result<ChunkChoice> {
-        let (prompt, index) = (prompt_index as usize, self.index(prompt_index, sample_index));
-        self.streamed_tokens += 1;
-        let is_first = self.streamed[index].is_none();
-        let held = self.hold_logprobs(prompt, 1, is_first)?;
-        let mut chunk = ChunkChoice { index, ..Default::default() };
-        let mut streamed = self.streamed[index]
-            .take()
-            .unwrap_or_else(|| Streamed { texts: self.options.report.token_texts(), offset: 0 });
-        if let Some(top) = self.options.logprobs {
-            let Streamed { texts, offset } = &mut streamed;
-            let mut logprobs = if is_first { self.begun_logprobs(prompt, texts, offset) } else { Logprobs::default() };
-            if !self.options.drops_tokens {
-                logprobs.push(token, self.options.report.mode, top as usize, texts, offset);
-            }
-            chunk.logprobs = Some(logprobs);
-        }
-        self.streamed[index] = Some(streamed);
-        if is_first {
-            chunk.text = self.echo(prompt);
-        }
-        if !self.options.drops_tokens {
-            chunk.text.push_str(&text);
-        }
-        if self.options.report.returns_ids {
-            chunk.prompt_token_ids = is_first.then(|| self.prompts[prompt].tokens.to_vec());
-            chunk.token_ids = Some(if self.options.drops_tokens { Vec::new() } else { vec![token.token] });
-        }
-        self.charge.shrink(held);
-        Ok(chunk)
+    fn end_stream(&mut self, summary: &Summary, out: &mut VecDeque<Bytes>) {
+        self.chunks.end((&self.id, &self.options.report), summary, out);
     }
 
-    /// The end of a streamed sample.
-    fn last_chunk(&self, completion: &Completion) -> ChunkChoice {
+    fn answer(&mut self, summary: &Summary) -> Bytes {
         let report = &self.options.report;
-        let stop_reason = report.stop_reason(completion);
-        ChunkChoice {
-            index: self.index(completion.prompt_index, completion.sample_index),
-            text: report.ending(stop_reason.as_ref()).to_owned(),
-            finish_reason: Some(finish_reason(completion.finish_reason)),
-            stop_reason,
-            token_ids: report.returns_ids.then(Vec::new),
-            weight_versions: report.versions(completion),
-            ..Default::default()
-        }
-    }
-
-    /// Sends one event of a stream.
-    fn send(&self, choice: ChunkChoice, out: &mut VecDeque<Bytes>) {
-        let is_last = choice.finish_reason.is_some();
-        let usage = self.options.report.stream_options.continuous_usage_stats;
-        self.send_choices(
-            &[choice],
-            usage.then(|| Usage::new(self.prompt_tokens, self.streamed_tokens)),
-            is_last && !self.options.report.stream_options.include_usage,
-            out,
-        );
-    }
-
-    fn send_choices(
-        &self,
-        choices: &[ChunkChoice],
-        usage: Option<Usage>,
-        with_fingerprint: bool,
-        out: &mut VecDeque<Bytes>,
-    ) {
-        let report = &self.options.report;
-        out.push_back(event(&Chunk {
-            id: &self.id,
-            object: "text_completion",
-            created: report.created,
-            model: &report.model,
-            choices,
-            usage,
-            system_fingerprint: with_fingerprint.then_some(&report.fingerprint),
-        }));
-    }
-
-    /// Sends the answer, or the last event of a stream.
-    fn end(&mut self, summary: &Summary, out: &mut VecDeque<Bytes>) {
-        let report = &self.options.report;
-        if report.is_stream {
-            if report.stream_options.include_usage {
-                let usage = Usage::new(summary.prompt_tokens, summary.completion_tokens);
-                self.send_choices(&[], Some(usage), true, out);
-            }
-            return;
-        }
-        let choices = std::mem::take(&mut self.choices).into_iter().flatten().collect();
-        out.push_back(json(&CompletionAnswer {
-            id: &self.id,
-            object: "text_completion",
-            created: report.created,
-            model: &report.model,
-            choices,
-            service_tier: None,
-            system_fingerprint: &report.fingerprint,
-            usage: Usage::of(summary),
-            unused: Unused::default(),
-        }));
-        // What was kept is dropped; whoever sends the answer counts it.
-        self.charge.shrink(self.charge.bytes());
+        self.kept.finish(|choices| {
+            json(&CompletionAnswer {
+                id: &self.id,
+                object: "text_completion",
+                created: report.created,
+                model: &report.model,
+                choices,
+                service_tier: None,
+                system_fingerprint: &report.fingerprint,
+                usage: Usage::of(summary),
+                unused: Unused::default(),
+            })
+        })
     }
 }
 
-impl Writer for CompletionWriter {
-    type Message = Bytes;
-
-    fn request_id(&self) -> &str {
-        &self.request_id
-    }
-
-    fn write(&mut self, event: Event, out: &mut VecDeque<Bytes>) -> Progress {
-        self.take(event, out).unwrap_or_else(Progress::Failed)
+impl chunks::ChunkChoice for ChunkChoice {
+    fn is_last(&self) -> bool {
+        self.finish_reason.is_some()
     }
 }

@@ -10,7 +10,6 @@ use serde::de::IgnoredAny;
 use utoipa::ToSchema;
 
 use crate::error::{Error, Result};
-use crate::server::calls::Deadline;
 use crate::server::context::ModelFacts;
 use crate::server::http::Door;
 use crate::server::http::body::JsonBody;
@@ -19,9 +18,8 @@ use crate::server::http::members::{BodyOf, members};
 use crate::server::http::openai::report::Report;
 use crate::server::http::openai::request_id;
 use crate::server::http::openai::sampling::{Sampling, StreamOptions, Unsupported};
-use crate::server::http::reply::{Counted, answer};
-use crate::server::requests::{Arrived, start};
-use crate::server::{convert, pb};
+use crate::server::http::samples::sample;
+use crate::server::pb;
 use writer::{GenerateWriter, Options};
 
 members! {
@@ -97,20 +95,16 @@ pub(in crate::server::http) async fn generate(
     headers: HeaderMap,
     body: JsonBody<BodyOf<Tokens>>,
 ) -> std::result::Result<Response, HttpError> {
-    let context = door.gate.look()?;
-    let JsonBody { value: BodyOf(tokens), bytes, charge, ignored, caller } = body;
-    let (prompt, limits, mut sampling) = parts(tokens)?;
-    if let Some(id) = request_id(&headers) {
-        sampling.request_id = Some(id);
-    }
-    let options = Options { report: Report::new(&sampling, &context), logprobs: limits.logprobs };
-    let is_stream = options.report.is_stream;
-    let message = message(prompt, &limits, sampling, &options, &context.model, &context.info.model)?;
-    let traffic = context.traffic.clone();
-    let arrived = Arrived { message, bytes, charge, deadline: Deadline::new(None, &door.gate), owner: caller.owner };
-    let writer = move |request: &_| Counted::new(GenerateWriter::new(request, options, &traffic), &traffic);
-    let replies = start(&door.gate, arrived, convert::generate, writer).await?;
-    answer(replies, is_stream, &ignored, &door.gate.panics).await
+    sample::<_, GenerateWriter>(&door, body, |BodyOf(tokens), context| {
+        let (prompt, limits, mut sampling) = parts(tokens)?;
+        if let Some(id) = request_id(&headers) {
+            sampling.request_id = Some(id);
+        }
+        let options = Options { report: Report::new(&sampling, context)?, logprobs: limits.logprobs };
+        let message = message(prompt, &limits, sampling, &options, &context.model, &context.info.model)?;
+        Ok((message, options))
+    })
+    .await
 }
 
 /// The prompt, and how to sample, with what stands beside `sampling_params`.
@@ -142,10 +136,6 @@ fn message(
     policy: &str,
 ) -> Result<pb::GenerateRequest> {
     let report = &options.report;
-    if report.is_stream && report.prompt_logprobs.is_some() {
-        let message = "are not available in a stream; leave out one of the two";
-        return Err(Error::invalid("prompt_logprobs", message));
-    }
     // A prompt that leaves no room is refused when the message is checked.
     let room = u32::try_from(model.max_model_len.saturating_sub(prompt.len()).max(1)).unwrap_or(u32::MAX);
     let max_tokens = limits.max_tokens.map_or(room, |most| most.min(room));

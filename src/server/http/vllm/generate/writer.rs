@@ -7,16 +7,16 @@ use serde::Serialize;
 use serde_json::value::RawValue;
 use utoipa::ToSchema;
 
-use crate::engine::{Completion, Event, RequestKind, Summary};
-use crate::error::{Error, Result};
-use crate::memory::{Charge, Traffic};
-use crate::server::calls::{Progress, Writer};
+use crate::engine::{Completion, Summary};
+use crate::error::Result;
+use crate::memory::Traffic;
 use crate::server::convert::ValidRequest;
 use crate::server::http::openai::logprobs::{PromptLogprobs, chosen, written};
 use crate::server::http::openai::report::{Report, StopReason, finish_reason};
 use crate::server::http::openai::sampling::LogprobsMode;
 use crate::server::http::openai::usage::Usage;
-use crate::server::http::reply::{event, json, json_bytes};
+use crate::server::http::reply::{event, json};
+use crate::server::http::samples::{Kept, Samples, samples_per_prompt};
 use crate::types::{Prompt, TokenId, TokenLogprobs};
 
 /// Bytes that the log-probability of a sampled token takes until it is written, and that of each token that might have
@@ -135,68 +135,16 @@ struct Chunk<'a> {
 /// Turns the events of one request into its answer, or into the events of its stream.
 pub(super) struct GenerateWriter {
     id: String,
-    request_id: String,
     options: Options,
     prompt: Prompt,
     prompt_logprobs: Option<PromptLogprobs>,
-    /// The finished samples of an answer.
-    choices: Vec<Option<Box<RawValue>>>,
+    kept: Kept,
     /// Whether a stream has begun.
     begun: bool,
     streamed_tokens: u64,
-    /// Covers what is kept until the answer is sent.
-    charge: Charge,
 }
 
 impl GenerateWriter {
-    pub(super) fn new(request: &ValidRequest, options: Options, traffic: &Traffic) -> Self {
-        let samples = match request.kind {
-            RequestKind::Generate { n, .. } if !options.report.is_stream => n,
-            RequestKind::Generate { .. } | RequestKind::Score => 0,
-        };
-        Self {
-            id: format!("generate-tokens-{}", request.request_id),
-            request_id: request.request_id.clone(),
-            options,
-            prompt: request.prompts[0].clone(),
-            prompt_logprobs: None,
-            choices: (0..samples).map(|_| None).collect(),
-            begun: false,
-            streamed_tokens: 0,
-            charge: traffic.charge_always(u64::from(samples) * SAMPLE as u64),
-        }
-    }
-
-    fn take(&mut self, event: Event, out: &mut VecDeque<Bytes>) -> Result<Progress> {
-        match event {
-            Event::Token { sample_index, logprobs, .. } => self.token(sample_index, &logprobs, out),
-            // The text only tells which stop string has ended a sample.
-            Event::Text { .. } => {}
-            Event::PromptLogprobs { logprobs, .. } => self.prompt_done(&logprobs)?,
-            Event::Completion(completion) if self.options.report.is_stream => {
-                let choice = self.ended(&completion);
-                self.send(&[choice], None, out);
-            }
-            Event::Completion(completion) => self.completed(&completion)?,
-            Event::Done(summary) => {
-                self.end(&summary, out);
-                return Ok(Progress::Done);
-            }
-            Event::Failed(error) => return Ok(Progress::Failed(error)),
-        }
-        Ok(Progress::More)
-    }
-
-    fn prompt_done(&mut self, logprobs: &[TokenLogprobs]) -> Result<()> {
-        let kept = |token: &TokenLogprobs| PROMPT_LOGPROB + PROMPT_ALTERNATIVE * token.top.len();
-        self.charge.grow_accepted(logprobs.iter().map(kept).sum::<usize>() as u64)?;
-        let report = &self.options.report;
-        let first = self.prompt.tokens[0];
-        let reported = |top| PromptLogprobs::new(first, logprobs, top as usize, report.token_texts());
-        self.prompt_logprobs = report.prompt_logprobs.map(reported);
-        Ok(())
-    }
-
     /// What is reported of tokens, if log-probabilities were asked for.
     fn logprobs(&self, tokens: &[TokenLogprobs]) -> Option<SampleLogprobs> {
         let top = self.options.logprobs? as usize;
@@ -217,36 +165,6 @@ impl GenerateWriter {
         }
     }
 
-    /// Keeps a finished sample of an answer.
-    fn completed(&mut self, completion: &Completion) -> Result<()> {
-        let each = self.options.logprobs.map_or(0, |top| LOGPROB + ALTERNATIVE * top as usize) + size_of::<TokenId>();
-        let held = (completion.tokens.len() * each) as u64;
-        self.charge.grow_accepted(held)?;
-        let token_ids = completion.tokens.iter().map(|token| token.token).collect();
-        let choice = Sample { token_ids, logprobs: self.logprobs(&completion.tokens), ..self.ended(completion) };
-        // Once for the sample, once for its copy in the answer, and once more while it is written.
-        let length = json_bytes(&choice) as u64;
-        self.charge.grow_accepted(3 * length)?;
-        let written = serde_json::value::to_raw_value(&choice)
-            .map_err(|e| Error::Internal(format!("a sample cannot be written: {e}")))?;
-        self.choices[choice.index] = Some(written);
-        self.charge.shrink(length + held);
-        Ok(())
-    }
-
-    fn token(&mut self, sample_index: u32, token: &TokenLogprobs, out: &mut VecDeque<Bytes>) {
-        self.streamed_tokens += 1;
-        let usage = Usage::new(self.prompt.tokens.len() as u64, self.streamed_tokens);
-        let usage = self.options.report.stream_options.continuous_usage_stats.then_some(usage);
-        let choice = Sample {
-            index: sample_index as usize,
-            token_ids: vec![token.token],
-            logprobs: self.logprobs(std::slice::from_ref(token)),
-            ..Sample::default()
-        };
-        self.send(&[choice], usage, out);
-    }
-
     /// Sends one event of a stream.
     fn send(&mut self, choices: &[Sample], usage: Option<Usage>, out: &mut VecDeque<Bytes>) {
         let is_first = !std::mem::replace(&mut self.begun, true);
@@ -259,35 +177,6 @@ impl GenerateWriter {
             choices,
         }));
     }
-
-    /// Sends the answer, or the last event of a stream.
-    fn end(&mut self, summary: &Summary, out: &mut VecDeque<Bytes>) {
-        let report = &self.options.report;
-        if report.is_stream {
-            if report.stream_options.include_usage {
-                self.send(&[], Some(Usage::new(summary.prompt_tokens, summary.completion_tokens)), out);
-            }
-            return;
-        }
-        let choices = std::mem::take(&mut self.choices).into_iter().flatten().collect();
-        out.push_back(json(&Generated {
-            request_id: &self.id,
-            model: &report.model,
-            created: report.created,
-            usage: Usage::of(summary),
-            prompt_logprobs: self.prompt_logprobs.as_ref(),
-            prompt_token_id_logprobs: None,
-            prompt_token_ids: report.returns_ids.then_some(&self.prompt.tokens[..]),
-            mm_placeholders: None,
-            metrics: None,
-            kv_transfer_params: None,
-            ec_transfer_params: None,
-            output_mode: "tokens",
-            choices,
-        }));
-        // What was kept is dropped; whoever sends the answer counts it.
-        self.charge.shrink(self.charge.bytes());
-    }
 }
 
 /// A token with its `top` most likely alternatives.
@@ -298,14 +187,96 @@ fn entry(token: &TokenLogprobs, mode: LogprobsMode, top: usize) -> SampledToken 
     SampledToken { token: own, top_logprobs: std::iter::once(own).chain(others).collect() }
 }
 
-impl Writer for GenerateWriter {
-    type Message = Bytes;
+impl Samples for GenerateWriter {
+    type Options = Options;
 
-    fn request_id(&self) -> &str {
-        &self.request_id
+    fn report(options: &Options) -> &Report {
+        &options.report
     }
 
-    fn write(&mut self, event: Event, out: &mut VecDeque<Bytes>) -> Progress {
-        self.take(event, out).unwrap_or_else(Progress::Failed)
+    fn new(request: &ValidRequest, options: Options, traffic: &Traffic) -> Self {
+        let samples = if options.report.is_stream { 0 } else { samples_per_prompt(request) };
+        Self {
+            id: format!("generate-tokens-{}", request.request_id),
+            options,
+            prompt: request.prompts[0].clone(),
+            prompt_logprobs: None,
+            kept: Kept::new(samples, samples * SAMPLE, traffic),
+            begun: false,
+            streamed_tokens: 0,
+        }
+    }
+
+    fn prompt_logprobs(&mut self, _: usize, logprobs: Vec<TokenLogprobs>) -> Result<()> {
+        let kept = |token: &TokenLogprobs| PROMPT_LOGPROB + PROMPT_ALTERNATIVE * token.top.len();
+        self.kept.hold(logprobs.iter().map(kept).sum())?;
+        let report = &self.options.report;
+        let first = self.prompt.tokens[0];
+        let reported = |top| PromptLogprobs::new(first, &logprobs, top as usize, report.token_texts());
+        self.prompt_logprobs = report.prompt_logprobs.map(reported);
+        Ok(())
+    }
+
+    fn token(
+        &mut self,
+        (_, sample): (u32, u32),
+        token: &TokenLogprobs,
+        _: String,
+        out: &mut VecDeque<Bytes>,
+    ) -> Result<()> {
+        self.streamed_tokens += 1;
+        let usage = Usage::new(self.prompt.tokens.len() as u64, self.streamed_tokens);
+        let usage = self.options.report.stream_options.continuous_usage_stats.then_some(usage);
+        let choice = Sample {
+            index: sample as usize,
+            token_ids: vec![token.token],
+            logprobs: self.logprobs(std::slice::from_ref(token)),
+            ..Sample::default()
+        };
+        self.send(&[choice], usage, out);
+        Ok(())
+    }
+
+    /// The text only tells which stop string has ended a sample.
+    fn text(&mut self, _: (u32, u32), _: String, _: &mut VecDeque<Bytes>) {}
+
+    fn end_sample(&mut self, completion: &Completion, out: &mut VecDeque<Bytes>) {
+        let choice = self.ended(completion);
+        self.send(&[choice], None, out);
+    }
+
+    fn keep_sample(&mut self, completion: Completion) -> Result<()> {
+        let each = self.options.logprobs.map_or(0, |top| LOGPROB + ALTERNATIVE * top as usize) + size_of::<TokenId>();
+        let held = self.kept.hold(completion.tokens.len() * each)?;
+        let token_ids = completion.tokens.iter().map(|token| token.token).collect();
+        let choice = Sample { token_ids, logprobs: self.logprobs(&completion.tokens), ..self.ended(&completion) };
+        self.kept.keep(choice.index, &choice, held)
+    }
+
+    fn end_stream(&mut self, summary: &Summary, out: &mut VecDeque<Bytes>) {
+        if self.options.report.stream_options.include_usage {
+            self.send(&[], Some(Usage::new(summary.prompt_tokens, summary.completion_tokens)), out);
+        }
+    }
+
+    fn answer(&mut self, summary: &Summary) -> Bytes {
+        let report = &self.options.report;
+        self.kept.finish(|choices| {
+            json(&Generated {
+                request_id: &self.id,
+                model: &report.model,
+                created: report.created,
+                usage: Usage::of(summary),
+                prompt_logprobs: self.prompt_logprobs.as_ref(),
+                prompt_token_id_logprobs: None,
+                prompt_token_ids: report.returns_ids.then_some(&self.prompt.tokens[..]),
+                mm_placeholders: None,
+                metrics: None,
+                kv_transfer_params: None,
+                ec_transfer_params: None,
+                output_mode: "tokens",
+                choices,
+            })
+        })
     }
 }

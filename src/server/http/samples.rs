@@ -1,0 +1,193 @@
+//! Routes that sample: the start of their requests, and the gathering of samples into an answer or a stream of events.
+
+use std::collections::VecDeque;
+
+use axum::response::Response;
+use bytes::Bytes;
+use serde::Serialize;
+use serde_json::value::RawValue;
+
+use super::Door;
+use super::body::JsonBody;
+use super::error::HttpError;
+use super::openai::report::Report;
+use super::reply::{answer, json_bytes};
+use crate::engine::{Completion, Event, RequestKind, Summary};
+use crate::error::{Error, Result};
+use crate::memory::{Charge, Traffic};
+use crate::server::calls::{Deadline, Progress, Writer};
+use crate::server::convert::ValidRequest;
+use crate::server::requests::{Arrived, start};
+use crate::server::{ServingContext, convert, pb};
+use crate::types::TokenLogprobs;
+
+/// What a route makes of the events of one request. Events that go into a stream are appended to `out`; so is the
+/// answer, once all samples have ended.
+pub(super) trait Samples: Send + Unpin + Sized + 'static {
+    /// What the answer is to contain.
+    type Options: Send;
+
+    fn report(options: &Self::Options) -> &Report;
+
+    fn new(request: &ValidRequest, options: Self::Options, traffic: &Traffic) -> Self;
+
+    fn prompt_logprobs(&mut self, prompt: usize, logprobs: Vec<TokenLogprobs>) -> Result<()>;
+
+    /// Streams a token of a sample, with the text that it completes.
+    fn token(
+        &mut self,
+        index: (u32, u32),
+        token: &TokenLogprobs,
+        text: String,
+        out: &mut VecDeque<Bytes>,
+    ) -> Result<()>;
+
+    /// Streams text that was held back until its sample had ended.
+    fn text(&mut self, index: (u32, u32), text: String, out: &mut VecDeque<Bytes>);
+
+    /// Streams the end of a sample.
+    fn end_sample(&mut self, completion: &Completion, out: &mut VecDeque<Bytes>);
+
+    /// Keeps a finished sample for the answer.
+    fn keep_sample(&mut self, completion: Completion) -> Result<()>;
+
+    /// Sends the last event of a stream.
+    fn end_stream(&mut self, summary: &Summary, out: &mut VecDeque<Bytes>);
+
+    /// Makes the answer of the samples that were kept.
+    fn answer(&mut self, summary: &Summary) -> Bytes;
+}
+
+/// Answers a request for samples, whose message to the engine and whose options `read` makes of its body.
+pub(super) async fn sample<T, S: Samples>(
+    door: &Door,
+    body: JsonBody<T>,
+    read: impl FnOnce(T, &ServingContext) -> Result<(pb::GenerateRequest, S::Options)>,
+) -> std::result::Result<Response, HttpError> {
+    let context = door.gate.look()?;
+    let JsonBody { value, bytes, charge, ignored, caller } = body;
+    let (message, options) = read(value, &context)?;
+    let is_stream = S::report(&options).is_stream;
+    let traffic = context.traffic.clone();
+    let arrived = Arrived { message, bytes, charge, deadline: Deadline::new(None, &door.gate), owner: caller.owner };
+    let writer = move |request: &_| SampleWriter::<S>::new(request, options, &traffic);
+    let replies = start(&door.gate, arrived, convert::generate, writer).await?;
+    answer(replies, is_stream, &ignored, &door.gate.panics).await
+}
+
+/// How many samples a request makes of each prompt.
+pub(super) fn samples_per_prompt(request: &ValidRequest) -> usize {
+    match request.kind {
+        RequestKind::Generate { n, .. } => n as usize,
+        RequestKind::Score => 0,
+    }
+}
+
+/// Writes the samples of one request. It counts its messages until they have been sent, which can be much larger than
+/// the events that they are made of.
+struct SampleWriter<S> {
+    request_id: String,
+    is_stream: bool,
+    samples: S,
+    charge: Charge,
+}
+
+impl<S: Samples> SampleWriter<S> {
+    fn new(request: &ValidRequest, options: S::Options, traffic: &Traffic) -> Self {
+        Self {
+            request_id: request.request_id.clone(),
+            is_stream: S::report(&options).is_stream,
+            samples: S::new(request, options, traffic),
+            charge: traffic.charge_always(0),
+        }
+    }
+
+    fn take(&mut self, event: Event, out: &mut VecDeque<Bytes>) -> Result<Progress> {
+        let samples = &mut self.samples;
+        match event {
+            Event::Token { prompt_index, sample_index, logprobs, text } => {
+                samples.token((prompt_index, sample_index), &logprobs, text.unwrap_or_default(), out)?;
+            }
+            Event::Text { prompt_index, sample_index, text } => samples.text((prompt_index, sample_index), text, out),
+            Event::PromptLogprobs { prompt_index, logprobs, .. } => {
+                samples.prompt_logprobs(prompt_index as usize, logprobs)?;
+            }
+            Event::Completion(completion) if self.is_stream => samples.end_sample(&completion, out),
+            Event::Completion(completion) => samples.keep_sample(completion)?,
+            Event::Done(summary) if self.is_stream => {
+                samples.end_stream(&summary, out);
+                return Ok(Progress::Done);
+            }
+            Event::Done(summary) => {
+                out.push_back(samples.answer(&summary));
+                return Ok(Progress::Done);
+            }
+            Event::Failed(error) => return Ok(Progress::Failed(error)),
+        }
+        Ok(Progress::More)
+    }
+}
+
+impl<S: Samples> Writer for SampleWriter<S> {
+    type Message = Bytes;
+
+    fn request_id(&self) -> &str {
+        &self.request_id
+    }
+
+    /// Called for the next event when the messages of the last one have been sent.
+    fn write(&mut self, event: Event, out: &mut VecDeque<Bytes>) -> Progress {
+        self.charge.shrink(self.charge.bytes());
+        let progress = self.take(event, out).unwrap_or_else(Progress::Failed);
+        self.charge.grow_always(out.iter().map(|message| message.len() as u64).sum());
+        progress
+    }
+}
+
+/// Finished samples of an answer, as JSON, and all else that is kept for it.
+pub(super) struct Kept {
+    samples: Vec<Option<Box<RawValue>>>,
+    charge: Charge,
+}
+
+impl Kept {
+    /// Room for `samples` samples, beside `bytes` bytes.
+    pub(super) fn new(samples: usize, bytes: usize, traffic: &Traffic) -> Self {
+        Self { samples: (0..samples).map(|_| None).collect(), charge: traffic.charge_always(bytes as u64) }
+    }
+
+    /// Counts `bytes` more. Returns them, to be given back to [`Kept::release`] or [`Kept::keep`].
+    ///
+    /// # Errors
+    /// `ResourceExhausted` if there is no room.
+    pub(super) fn hold(&mut self, bytes: usize) -> Result<u64> {
+        self.charge.grow_accepted(bytes as u64)?;
+        Ok(bytes as u64)
+    }
+
+    pub(super) fn release(&mut self, held: u64) {
+        self.charge.shrink(held);
+    }
+
+    /// Keeps a finished sample. `held` bytes, which were counted while it was made, are given back.
+    ///
+    /// # Errors
+    /// `ResourceExhausted` if there is no room.
+    pub(super) fn keep(&mut self, index: usize, sample: &impl Serialize, held: u64) -> Result<()> {
+        // Once for the sample, once for its copy in the answer, and once more while it is written.
+        let length = json_bytes(sample);
+        self.hold(3 * length)?;
+        let written = serde_json::value::to_raw_value(sample)
+            .map_err(|e| Error::Internal(format!("a sample cannot be written: {e}")))?;
+        self.charge.shrink(length as u64 + held);
+        self.samples[index] = Some(written);
+        Ok(())
+    }
+
+    /// The answer that `answer` makes of the samples. What was kept is dropped; whoever sends the answer counts it.
+    pub(super) fn finish(&mut self, answer: impl FnOnce(Vec<Box<RawValue>>) -> Bytes) -> Bytes {
+        let answer = answer(std::mem::take(&mut self.samples).into_iter().flatten().collect());
+        self.charge.shrink(self.charge.bytes());
+        answer
+    }
+}
