@@ -36,7 +36,7 @@ say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup browser server demo test test-rust test-python test-trainers fuzz lint miri bench bench-peers \
-	bench-profile bench-operators bench-weight-sync bench-doors page-picture proto fixtures record image-check \
+	bench-profile bench-operators bench-weight-sync bench-doors page-picture status-picture docs proto fixtures record image-check \
 	check-cargo check-python
 
 help: ## this list
@@ -128,6 +128,13 @@ bench-doors: setup server $(MODEL) ## HTTP beside gRPC: groups, a single stream,
 
 page-picture: setup browser server $(MODEL) ## the README's picture of the page: some rounds of a trainer on a real model
 	@$(BIN)/python clients/python/tests/page_picture.py --server $(SERVER) --model $(MODEL) docs/page.png
+
+status-picture: setup server $(MODEL) ## the picture of `rollout status`: some rounds of a trainer on a real model
+	@$(BIN)/python clients/python/tests/status_picture.py --server $(SERVER) --model $(MODEL) docs/status.svg
+
+docs: setup ## the pages of the Python client's API, in target/docs
+	$(call say,The Python API from its docstrings: target/docs/index.html)
+	@$(BIN)/python -m pdoc --output-directory target/docs --no-show-source rollout_client
 
 proto: setup ## after a change in proto/: the descriptors of the Python client
 	$(BIN)/python -m grpc_tools.protoc -Iproto --descriptor_set_out=$(DESCRIPTORS) \

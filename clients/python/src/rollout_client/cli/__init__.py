@@ -10,13 +10,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
 
 from ..errors import RolloutError
-from . import checksum, generate, lifecycle, push_lora, timeline
+from . import checksum, generate, lifecycle, push_lora, status, timeline
 from ._command import CommandError, one_line
 
-_COMMANDS = (generate, push_lora, lifecycle, checksum, timeline)
+_COMMANDS = (status, generate, push_lora, lifecycle, checksum, timeline)
 _FAILED = 1
 # As shells report a process that SIGINT or SIGPIPE has ended.
 _INTERRUPTED = 130
@@ -42,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: with status 2 for wrong usage, and 0 after `--help` or `--version`.
     """
+    with suppress(AttributeError):  # what stands in for standard output may have no encoding
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         options = build_parser().parse_args(arguments)
         status = options.run(options) or 0

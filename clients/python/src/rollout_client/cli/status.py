@@ -1,0 +1,105 @@
+"""`rollout status`: what a server does now, live on a terminal, once into a pipe, or as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import DeadlineExceeded, Unavailable
+from . import _format
+from ._command import CommandError, add_command, connected, explained, positive_seconds
+from ._monitor import Monitor
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# A server that takes longer to say how it is counts as one that does not answer.
+_LOOK_SECONDS = 5.0
+_PUSHES = 20
+
+
+def register(commands: Any) -> None:
+    """Adds the subcommand."""
+    parser = add_command(
+        commands,
+        "status",
+        _run,
+        "shows what the server does, live",
+        "Without a terminal, as in a pipe, it shows it once. Interrupt it to end it.",
+    )
+    parser.add_argument("--once", action="store_true", help="show it once and end")
+    parser.add_argument("--json", action="store_true", help="print it once, as JSON")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write it once, as a picture")
+    parser.add_argument(
+        "--interval", type=positive_seconds, default=1.0, metavar="SECONDS", help="between two looks [1]"
+    )
+    parser.add_argument(
+        "--window", type=positive_seconds, default=60.0, metavar="SECONDS", help="of the strip of phases [60]"
+    )
+
+
+def _run(options: argparse.Namespace) -> None:
+    with connected(options, timeout=_LOOK_SECONDS) as client:
+        monitor = Monitor(client)
+        if options.json:
+            monitor.look()
+            print(_format.to_json(_facts(monitor, options)))
+            return
+        if importlib.util.find_spec("rich") is None:
+            raise CommandError("status needs rich: pip install 'rollout-client[cli]', or use --json")
+        from . import _status_view as shown  # noqa: PLC0415 it needs rich, which no other command does
+
+        console, unicode = shown.console_of(sys.stdout)
+        if options.svg is not None:
+            monitor.look()
+            _write(options.svg, shown.picture(monitor, options.address, options.window))
+        elif options.once or not console.is_terminal or console.is_dumb_terminal:
+            monitor.look()
+            view = shown.StatusView(monitor, options.address, options.window, width=console.width, unicode=unicode)
+            console.print(view.render())
+        else:
+            _watch(monitor, console, unicode, options)
+
+
+def _watch(monitor: Monitor, console: Console, unicode: bool, options: argparse.Namespace) -> None:
+    """Looks and draws until it is interrupted. A server that does not answer is asked again."""
+    from rich.live import Live  # noqa: PLC0415 only this view needs it
+
+    from ._status_view import StatusView  # noqa: PLC0415
+
+    silent_since: float | None = None
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            problem = None
+            try:
+                monitor.look()
+                silent_since = None
+            except (Unavailable, DeadlineExceeded) as error:
+                silent_since = silent_since or time.monotonic()
+                silent = _format.seconds(time.monotonic() - silent_since)
+                problem = f"no answer for {silent}, asking again: {explained(error, options.address)}"
+            view = StatusView(monitor, options.address, options.window, width=console.width, unicode=unicode)
+            live.update(view.render(problem), refresh=True)
+            time.sleep(options.interval)
+
+
+def _facts(monitor: Monitor, options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "address": options.address,
+        "info": monitor.info,
+        "status": monitor.status,
+        "phases": monitor.phases(options.window),
+        "pushes": [asdict(push) for push in monitor.pushes(_PUSHES)],
+    }
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"--svg {path}: {error.strerror}") from None
