@@ -41,6 +41,7 @@ def test_every_option_type_is_exported_and_named_in_the_help_of_its_method():
         "push_full": "PushFullOptions",
         "push_delta": "PushDeltaOptions",
         "push_directory": "PushDirectoryOptions",
+        "begin_push": "BeginPushOptions",
     }
     for name in filter(types.get, types):
         assert getattr(rollout_client, types[name]).__optional_keys__ and types[name] in rollout_client.__all__

@@ -27,6 +27,7 @@ from rollout_client import (
     RolloutClient,
     Unavailable,
     _push,
+    _weights,
 )
 
 TRANSPORTS = ["inline", "shared_memory", "auto"]
@@ -86,7 +87,8 @@ def test_shared_memory_declares_tensors_as_they_are_written(pusher, fake, rng):
     pusher.push_full(gathered(), transport="shared_memory")
     kinds = [request.WhichOneof("kind") for request in requests]
     assert kinds == ["header"] + ["manifest"] * 3 + ["commit"] and declared[-1] > 0
-    assert requests[0].header.total_bytes == sum(array.nbytes for array in state.values())
+    total = sum(array.nbytes for array in state.values())
+    assert requests[0].header.total_bytes == total + _weights.BUFFER_BYTES
     requests.clear()
     pusher.push_full(state, transport="shared_memory", in_place=True)
     assert [request.WhichOneof("kind") for request in requests] == ["header", "commit"]
@@ -129,7 +131,17 @@ def test_an_iterators_total_comes_from_the_model_and_its_first_tensor(pusher, fa
     pusher.push_full(iter(wide.items()), transport="inline")
     hold(fake, state)
     pusher.push_full(iter(wide.items()), transport="inline", total_bytes=10**9)
-    assert totals == [sum(array.nbytes for array in wide.values()), 10**9]
+    assert totals == [sum(array.nbytes for array in wide.values()) + _weights.BUFFER_BYTES, 10**9]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_iterators_later_tensors_may_be_of_a_wider_type(pusher, fake, rng, transport):
+    """As of trainers that keep the norms in float32. In shared memory such a segment grows on the way."""
+    state = {f"t{i}": rng.standard_normal((1 << 20, 3), dtype=np.float32) for i in range(3)}
+    state = {"first": rng.standard_normal(10).astype(ml_dtypes.bfloat16), **state}
+    hold(fake, state)
+    pusher.push_full(iter(state.items()), transport=transport)
+    assert held(fake) == in_bytes(state)
 
 
 def test_tensors_are_read_in_the_callers_thread(pusher, fake, rng):

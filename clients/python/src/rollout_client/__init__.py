@@ -2,6 +2,7 @@
 
 from ._delta import DeltaTensor, make_delta
 from ._segment import SharedBuffer, clean_stale_segments
+from ._session import AsyncPush, Push
 from ._tensors import checksum_of
 from ._timeline import PhaseTime, Span, Timeline
 from ._tls import Tls
@@ -24,11 +25,13 @@ from .errors import (
     Unavailable,
 )
 from .options import (
+    BeginPushOptions,
     GenerateOptions,
     GenerateStreamOptions,
     PushDeltaOptions,
     PushDirectoryOptions,
     PushFullOptions,
+    PushKind,
     PushLoraOptions,
     ScoreOptions,
 )
@@ -75,7 +78,9 @@ __all__ = [
     "AlreadyExists",
     "Asleep",
     "AsyncGenerateStream",
+    "AsyncPush",
     "AsyncRolloutClient",
+    "BeginPushOptions",
     "Cancelled",
     "Chat",
     "ChatMessage",
@@ -102,9 +107,11 @@ __all__ = [
     "PromptInput",
     "PromptLogprobs",
     "PromptOutput",
+    "Push",
     "PushDeltaOptions",
     "PushDirectoryOptions",
     "PushFullOptions",
+    "PushKind",
     "PushLoraOptions",
     "ResourceExhausted",
     "RolloutClient",

@@ -9,10 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from . import _convert_weights, _proto
 from ._segment import SegmentPool
+from ._session import AsyncPush, NamedTensors
 from ._tls import TlsFiles
-from ._weights import NamedTensors
 from .client import RolloutClient
-from .options import PushDeltaOptions, PushDirectoryOptions, PushFullOptions, PushLoraOptions
+from .options import (
+    BeginPushOptions,
+    PushDeltaOptions,
+    PushDirectoryOptions,
+    PushFullOptions,
+    PushKind,
+    PushLoraOptions,
+    check_begin_push,
+)
 from .types import AdapterInfo, OpenUpdate, ParameterInfo, UpdateResult
 
 if TYPE_CHECKING:
@@ -51,6 +59,12 @@ class AsyncWeightSync:
         """As `RolloutClient.push_delta`."""
         return await self._in_thread(lambda client: client.push_delta(old, new, base_version=base_version, **options))
 
+    def begin_push(self, kind: PushKind = "full", config: Any = None, **options: Unpack[BeginPushOptions]) -> AsyncPush:
+        """As `RolloutClient.begin_push`; nothing is sent before the `async with` block, or the first call, begins."""
+        check_begin_push(kind, config, options)
+        client = self._blocking()
+        return AsyncPush(client, lambda: client.begin_push(kind, config, **options))
+
     async def push_directory(
         self, path: str | os.PathLike[str], kind: str = "lora", **options: Unpack[PushDirectoryOptions]
     ) -> UpdateResult:
@@ -82,10 +96,15 @@ class AsyncWeightSync:
         return (await self._call(_proto.REMOVE_ADAPTER, request)).generation
 
     async def _in_thread(self, use: Callable[[RolloutClient], UpdateResult]) -> UpdateResult:
-        """Uses a blocking client whose calls end with this task, and which shares this one's segment."""
-        client = RolloutClient(self.address, self._timeout, self._token, tls=self._tls)
-        client._segments = self._segments
+        """Uses a blocking client whose calls end with this task."""
+        client = self._blocking()
         try:
             return await asyncio.to_thread(use, client)
         finally:
             client._end_calls()
+
+    def _blocking(self) -> RolloutClient:
+        """A blocking client that shares this one's segment."""
+        client = RolloutClient(self.address, self._timeout, self._token, tls=self._tls)
+        client._segments = self._segments
+        return client

@@ -23,6 +23,7 @@ RUNNING_POLICIES = {1: "keep", 2: "recompute", 3: "wait", 4: "abort"}
 DRAIN_MODES = {1: "wait", 2: "abort", 3: "keep"}
 SLEEP_LEVELS = {1: 1, 2: 2}
 UPDATE_KINDS = {1: "lora", 2: "full", 3: "delta"}
+FULL = 2
 
 
 def sleep_request(level: int, mode: str) -> Any:

@@ -49,17 +49,23 @@ def make_delta(old: Mapping[str, Any], new: Mapping[str, Any], dtype: DtypeName 
     """
     if different := sorted(old.keys() ^ new.keys()):
         raise InvalidArgument(f"{different[0]}: is in {'old' if different[0] in old else 'new'} only")
-    compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL)
     for name, tensor in new.items():
-        shape, before = layout_of(name, tensor).shape, layout_of(name, old[name]).shape
-        if shape != before:
-            raise InvalidArgument(f"{name}: has shape {list(before)} in old and {list(shape)} in new")
-        values = bits_of(name, tensor, dtype)
-        indices = np.flatnonzero(values != bits_of(name, old[name], dtype))
-        if not len(indices):
-            continue
-        gaps = np.diff(indices, prepend=0)
-        if gaps.max() > _LARGEST_GAP:
-            raise InvalidArgument(f"{name}: {gaps.max()} unchanged elements in a row are too many; push it whole")
-        payload = compressor.compress(gaps.astype("<u4").tobytes() + values[indices].tobytes())
-        yield DeltaTensor(name, dtype, shape, len(indices), payload)
+        delta = delta_of(name, old[name], tensor, dtype)
+        if delta is not None:
+            yield delta
+
+
+def delta_of(name: str, old: Any, new: Any, dtype: DtypeName) -> DeltaTensor | None:
+    """What turns one tensor into another; None if nothing. Arguments and errors as for `make_delta`."""
+    shape, before = layout_of(name, new).shape, layout_of(name, old).shape
+    if shape != before:
+        raise InvalidArgument(f"{name}: has shape {list(before)} in old and {list(shape)} in new")
+    values = bits_of(name, new, dtype)
+    indices = np.flatnonzero(values != bits_of(name, old, dtype))
+    if not len(indices):
+        return None
+    gaps = np.diff(indices, prepend=0)
+    if gaps.max() > _LARGEST_GAP:
+        raise InvalidArgument(f"{name}: {gaps.max()} unchanged elements in a row are too many; push it whole")
+    payload = zstandard.compress(gaps.astype("<u4").tobytes() + values[indices].tobytes(), _ZSTD_LEVEL)
+    return DeltaTensor(name, dtype, shape, len(indices), payload)

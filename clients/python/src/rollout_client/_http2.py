@@ -136,9 +136,25 @@ class ClientStream:
             raise self._error
         return self._response
 
+    def check(self) -> None:
+        """Raises what the server has ended the call with, if it has.
+
+        Raises:
+            RolloutError: that.
+        """
+        with self._changed:
+            if self._ended:
+                raise self._error or RolloutError("the server has ended the call before its last request")
+
     def cancel(self) -> None:
         """Ends the call, which the server takes as a client that has gone; without effect after the end."""
         self._end(Cancelled("the call was cancelled on this side"))
+
+    def close(self) -> None:
+        """Cancels what has not ended, and closes the connection."""
+        self.cancel()
+        self._reader.join()
+        self._socket.close()
 
     def __enter__(self) -> ClientStream:
         """The call itself."""
@@ -147,10 +163,8 @@ class ClientStream:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Cancels what has not ended."""
-        self.cancel()
-        self._reader.join()
-        self._socket.close()
+        """As `close`."""
+        self.close()
 
     def _connect(self, host: str, port: int) -> socket.socket | TlsSocket:
         left = self._left()
@@ -190,8 +204,7 @@ class ClientStream:
     def _wait_for_room(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._ended or min(self._windows.values()) > 0)
-            if self._ended:
-                raise self._error or RolloutError("the server has ended the call before its last request")
+            self.check()
 
     def _take_room(self, most: int) -> int:
         """Takes bytes of the room for one frame; what there was may have gone with the server's settings."""

@@ -37,6 +37,10 @@ class Progress:
             bar = "█" * filled + "░" * (_BAR_WIDTH - filled)
             print(f"\r\x1b[2K{self._what} {bar} {self._rate()}", end="", file=sys.stderr, flush=True)
 
+    def expect(self, total: int) -> None:
+        """So many bytes are to go in all."""
+        self._total = total
+
     def repeat(self, size: int) -> None:
         """So many bytes go once more, and next; they are not counted twice."""
         self._again += size

@@ -1,24 +1,23 @@
-"""One push: a stream of a header, tensors in chunks or in shared memory, and a commit."""
+"""The ways of one push: a stream of a header, tensors in chunks or in shared memory, and a commit."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import queue
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from . import _proto
 from ._convert_weights import tensor_entry
 from ._http2 import ClientStream
 from ._progress import Progress
-from ._segment import ALIGNMENT, DIRECTORY, MANY_TENSORS, Segment, SegmentPool, SharedBuffer, aligned, digest_of
+from ._segment import DIRECTORY, SegmentLease, SharedBuffer, aligned, digest_of
 from ._tensors import Layout
-from .errors import InvalidArgument, NotFound, ResourceExhausted
+from .errors import InvalidArgument, NotFound
 
 CHUNK_BYTES = 1 << 20
 """Most bytes of a tensor in one message: as many as a frame may have."""
@@ -31,6 +30,8 @@ _SMALL_BYTES = 64 << 10
 _LOCAL = ("localhost:", "127.", "[::1]:")
 # Bytes in a segment that are declared in one message: the server reads them while the next are written.
 _DECLARED_BYTES = 16 << 20
+# What was written waits at most so long to be sent together with more: far below the server's --update-idle-seconds.
+_LATE_SECONDS = 5.0
 # Memory does not feed more, and the trainer has other work for them.
 _DIGEST_THREADS = min(4, os.cpu_count() or 1)
 
@@ -56,19 +57,6 @@ class Outgoing:
         return entry
 
 
-@dataclass(frozen=True)
-class Plan:
-    """All of a push but the way it is sent."""
-
-    header: Any
-    tensors: Iterable[Outgoing]
-    """Taken one by one, in the caller's thread, each sent before the next is taken."""
-    total: int
-    """Bytes of all of them."""
-    upfront: bool
-    """Declare all tensors in the header, which needs them all at once."""
-
-
 StartCall = Callable[[], ClientStream]
 """Starts the RPC."""
 
@@ -85,30 +73,90 @@ def choose_shared_memory(transport: str, address: str, total: int) -> bool:
     return transport == "shared_memory" or (transport == "auto" and local and total >= SHARED_MEMORY_FROM)
 
 
-def push_inline(start: StartCall, plan: Plan, progress: Progress) -> Any:
-    """Sends everything through the stream; returns the `UpdateResponse`."""
-    tensors = plan.tensors
-    if plan.upfront:
-        tensors = list(tensors)
-        plan.header.tensors.extend(tensor.entry(digest_of(tensor.data)) for tensor in tensors)
-    else:
-        plan.header.total_bytes = plan.total
-    with start() as stream:
-        stream.send(_request(header=plan.header))
-        batch = _Batch(stream)
-        index = 0  # counted by hand: `enumerate` keeps the last tensor while the next is gathered
-        for tensor in tensors:
-            if not plan.upfront:
-                batch.declare(tensor.entry(digest_of(tensor.data)))
-            for offset in range(0, len(tensor.data), CHUNK_BYTES):
-                data = tensor.data[offset : offset + CHUNK_BYTES]
-                batch.add(index, offset, data)
-                progress.add(len(data))
-                del data
-            index += 1  # noqa: SIM113
-            del tensor  # before the next is gathered, so that never two are held
-        batch.send()
-        return _commit(stream)
+class Sender(Protocol):
+    """One push on its way: `write` each tensor, then `commit`; `close` without a commit drops it."""
+
+    def write(self, tensor: Outgoing) -> None:
+        """Sends the next tensor. Nothing reads its bytes when this returns, except where `Inline` keeps them.
+
+        Raises:
+            RolloutError: what the server has ended the push with, now or since the tensor before.
+        """
+
+    def commit(self) -> Any:
+        """Ends the push and returns the `UpdateResponse`."""
+
+    def close(self) -> None:
+        """Gives everything back; drops the push if it is not committed."""
+
+
+def _begin_or_close(sender: Inline | Shared) -> None:
+    """Sends the header; whoever fails to make a sender cannot close it."""
+    try:
+        sender.begin()
+    except BaseException:
+        sender.close()
+        raise
+
+
+class Inline:
+    """Sends everything through the stream."""
+
+    def __init__(self, start: StartCall, header: Any, limit: int, progress: Progress, *, upfront: bool) -> None:
+        """Sends the header, unless that is to declare all tensors.
+
+        Args:
+            start: starts the RPC.
+            header: without tensors and source.
+            limit: most bytes of all tensors.
+            progress: told of every byte.
+            upfront: declare all tensors in the header; they are kept, as they are, until the commit.
+        """
+        self._start, self._header, self._progress, self._upfront = start, header, progress, upfront
+        self._kept: list[Outgoing] = []
+        self._stream: ClientStream | None = None
+        self._index = 0
+        if not upfront:
+            header.total_bytes = limit
+            _begin_or_close(self)
+
+    def write(self, tensor: Outgoing) -> None:
+        """As `Sender.write`."""
+        if self._upfront:
+            self._kept.append(tensor)
+            return
+        self._stream.check()
+        self._batch.declare(tensor.entry(digest_of(tensor.data)))
+        self._send(tensor)
+
+    def commit(self) -> Any:
+        """As `Sender.commit`."""
+        if self._upfront:
+            self._header.tensors.extend(tensor.entry(digest_of(tensor.data)) for tensor in self._kept)
+            self.begin()
+            for tensor in self._kept:
+                self._send(tensor)
+        self._batch.send()
+        return _commit(self._stream)
+
+    def close(self) -> None:
+        """As `Sender.close`."""
+        self._kept = []
+        if self._stream is not None:
+            self._stream.close()
+
+    def begin(self) -> None:
+        """Sends the header."""
+        self._stream = self._start()
+        self._stream.send(_request(header=self._header))
+        self._batch = _Batch(self._stream)
+
+    def _send(self, tensor: Outgoing) -> None:
+        for offset in range(0, len(tensor.data), CHUNK_BYTES):
+            data = tensor.data[offset : offset + CHUNK_BYTES]
+            self._batch.add(self._index, offset, data)
+            self._progress.add(len(data))
+        self._index += 1
 
 
 class _Batch:
@@ -119,6 +167,7 @@ class _Batch:
         self._declared: list[Any] = []
         self._chunks: list[bytes] = []
         self._size = 0
+        self._sent = time.monotonic()
 
     def declare(self, entry: Any) -> None:
         self._declared.append(entry)
@@ -132,7 +181,7 @@ class _Batch:
             return
         self._chunks.append(b"".join(request))
         self._size += len(data)
-        if self._size >= CHUNK_BYTES:
+        if self._size >= CHUNK_BYTES or time.monotonic() - self._sent >= _LATE_SECONDS:
             self.send()
 
     def send(self) -> None:
@@ -141,76 +190,123 @@ class _Batch:
             self._stream.send(_request(manifest={"tensors": self._declared}))
         for chunk in self._chunks:
             self._stream.send(chunk)
-        self._declared, self._chunks, self._size = [], [], 0
+        self._declared, self._chunks, self._size, self._sent = [], [], 0, time.monotonic()
 
 
-def push_shared(start: StartCall, plan: Plan, pool: SegmentPool, progress: Progress, *, fall_back: bool) -> Any:
-    """Lays everything into a segment and names it to the server; returns the `UpdateResponse`.
+class Shared:
+    """Lays everything into a segment and names it to the server."""
 
-    Args:
-        fall_back: where there is no room for a segment, or the server has another `/dev/shm`, send it inline.
-    """
-    with ExitStack() as held:
+    def __init__(
+        self,
+        start: StartCall,
+        header: Any,
+        limit: int,
+        progress: Progress,
+        *,
+        upfront: bool,
+        lease: SegmentLease,
+        fall_back: bool,
+    ) -> None:
+        """Sends the header, unless that is to declare all tensors.
+
+        Args:
+            start, header, limit, progress: as for `Inline`.
+            upfront: declare all tensors in the header.
+            lease: of a segment with room for them.
+            fall_back: where the server has another `/dev/shm`, send everything inline.
+        """
+        self._start, self._header, self._limit, self._progress = start, header, limit, progress
+        self._lease, self._fall_back, self._inline = lease, fall_back, None
+        self._inline_upfront = upfront
+        # In place, the server sets less aside for tensors that it knows at once.
+        self._upfront = upfront or header.in_place
+        self._written: list[tuple[str, Layout, int, int, int]] = []
+        self._entries: list[Any] = []
+        self._end = self._declared = 0
+        self._sent = time.monotonic()
+        self._stream: ClientStream | None = None
+        header.source.shared_memory.name = lease.segment.name
+        if not self._upfront:
+            header.total_bytes = limit
+            _begin_or_close(self)
+
+    def write(self, tensor: Outgoing) -> None:
+        """As `Sender.write`."""
+        if self._inline is not None:
+            self._inline.write(tensor)
+            return
+        size, segment = len(tensor.data), self._lease.segment
+        if self._end + size > segment.size:
+            raise InvalidArgument(f"{tensor.name}: goes past the {self._limit} bytes of total_bytes")
+        self._entries.append(tensor.entry(segment.write(self._end, tensor.data), self._end))
+        self._written.append((tensor.name, tensor.layout, self._end, size, tensor.changed))
+        self._progress.add(size)
+        self._end += aligned(size)
+        if self._upfront:
+            return
         try:
-            segment = held.enter_context(pool.segment(plan.total + ALIGNMENT * MANY_TENSORS))
-        except ResourceExhausted:
-            if not fall_back:
+            self._stream.check()
+            if self._end - self._declared >= _DECLARED_BYTES or time.monotonic() - self._sent >= _LATE_SECONDS:
+                self._declare()
+        except NotFound:
+            if not self._fall_back:
                 raise
-        else:
-            return _push_segment(start, plan, segment, progress, fall_back)
-    return push_inline(start, plan, progress)
+            self._repeat_inline()
+
+    def commit(self) -> Any:
+        """As `Sender.commit`."""
+        if self._inline is not None:
+            return self._inline.commit()
+        try:
+            if self._upfront:
+                self._header.tensors.extend(self._entries)
+                self.begin()
+            else:
+                self._declare()
+            return _commit(self._stream)
+        except NotFound:
+            if not self._fall_back:
+                raise
+        self._repeat_inline()
+        return self._inline.commit()
+
+    def close(self) -> None:
+        """As `Sender.close`."""
+        for part in (self._stream, self._inline, self._lease):
+            if part is not None:
+                part.close()
+
+    def begin(self) -> None:
+        """Sends the header."""
+        self._stream = self._start()
+        self._stream.send(_request(header=self._header))
+
+    def _declare(self) -> None:
+        if self._entries:
+            self._stream.send(_request(manifest={"tensors": self._entries}))
+            self._entries, self._declared, self._sent = [], self._end, time.monotonic()
+
+    def _repeat_inline(self) -> None:
+        self._stream.close()
+        self._header.ClearField("source")
+        self._header.ClearField("tensors")
+        self._progress.repeat(sum(size for _, _, _, size, _ in self._written))
+        self._inline = Inline(self._start, self._header, self._limit, self._progress, upfront=self._inline_upfront)
+        for name, layout, offset, size, changed in self._written:
+            self._inline.write(Outgoing(name, layout, self._lease.segment.read(offset, size), changed))
 
 
-def _push_segment(start: StartCall, plan: Plan, segment: Segment, progress: Progress, fall_back: bool) -> Any:
-    written: list[tuple[str, Layout, int, int, int]] = []
-    end = 0
-    tensors = iter(plan.tensors)
-    # In place, the server sets less aside for tensors that it knows at once.
-    upfront = plan.upfront or plan.header.in_place
-    plan.header.source.shared_memory.name = segment.name
-    try:
-        with start() as stream:
-            if not upfront:
-                plan.header.total_bytes = plan.total
-                stream.send(_request(header=plan.header))
-            entries, declared = [], 0
-            for tensor in tensors:
-                size = len(tensor.data)
-                if end + size > segment.size:
-                    raise InvalidArgument(f"{tensor.name}: goes past the {plan.total} bytes of total_bytes")
-                entries.append(tensor.entry(segment.write(end, tensor.data), end))
-                written.append((tensor.name, tensor.layout, end, size, tensor.changed))
-                progress.add(size)
-                end += aligned(size)
-                del tensor  # before the next is gathered, so that never two are held
-                if not upfront and end - declared >= _DECLARED_BYTES:
-                    stream.send(_request(manifest={"tensors": entries}))
-                    entries, declared = [], end
-            if upfront:
-                plan.header.tensors.extend(entries)
-                stream.send(_request(header=plan.header))
-            elif entries:
-                stream.send(_request(manifest={"tensors": entries}))
-            return _commit(stream)
-    except NotFound:
-        if not fall_back:
-            raise
-    plan.header.ClearField("source")
-    plan.header.ClearField("tensors")
-    again = (
-        Outgoing(name, layout, segment.read(offset, size), changed) for name, layout, offset, size, changed in written
-    )
-    progress.repeat(sum(size for _, _, _, size, _ in written))
-    return push_inline(start, replace(plan, tensors=itertools.chain(again, tensors)), progress)
-
-
-def push_buffer(start: StartCall, plan: Plan, buffer: SharedBuffer, progress: Progress, *, fall_back: bool) -> Any:
+def push_buffer(
+    start: StartCall, header: Any, tensors: list[Outgoing], buffer: SharedBuffer, progress: Progress, *, fall_back: bool
+) -> Any:
     """Names a segment to the server in which all tensors lie already; returns the `UpdateResponse`.
 
     Args:
-        fall_back: where the server has another `/dev/shm`, send it inline.
+        start, header, progress: as for `Inline`.
+        tensors: all of them.
+        buffer: where they lie.
+        fall_back: where the server has another `/dev/shm`, send them inline.
     """
-    tensors = list(plan.tensors)
     offsets = [buffer.segment.offset_of(tensor.data) for tensor in tensors]
     for tensor, offset in zip(tensors, offsets, strict=True):
         if offset is None:
@@ -219,18 +315,55 @@ def push_buffer(start: StartCall, plan: Plan, buffer: SharedBuffer, progress: Pr
     # There is nothing to copy that the server could overlap with: both sides take all tensors with all threads.
     digests = _digests([tensor.data for tensor in tensors])
     for tensor, digest, offset in zip(tensors, digests, offsets, strict=True):
-        plan.header.tensors.append(tensor.entry(digest, offset))
-    plan.header.source.shared_memory.name = buffer.segment.name
+        header.tensors.append(tensor.entry(digest, offset))
+    header.source.shared_memory.name = buffer.segment.name
+    total = sum(len(tensor.data) for tensor in tensors)
     try:
-        response = push_header(start, plan.header)
+        response = push_header(start, header)
     except NotFound:
         if not fall_back:
             raise
-        plan.header.ClearField("source")
-        plan.header.ClearField("tensors")
-        return push_inline(start, replace(plan, tensors=tensors), progress)
-    progress.add(plan.total)
+        header.ClearField("source")
+        header.ClearField("tensors")
+        return send_all(Inline(start, header, total, progress, upfront=False), tensors)
+    progress.add(total)
     return response
+
+
+class Gathered:
+    """Keeps copies of all tensors until the commit, for pushes whose tensors are declared at once."""
+
+    def __init__(self, begin: Callable[[int], Sender]) -> None:
+        """`begin` makes what sends them, of so many bytes."""
+        self._begin = begin
+        self._kept: list[Outgoing] = []
+        self._sender: Sender | None = None
+
+    def write(self, tensor: Outgoing) -> None:
+        """As `Sender.write`."""
+        self._kept.append(replace(tensor, data=memoryview(bytes(tensor.data))))
+
+    def commit(self) -> Any:
+        """As `Sender.commit`."""
+        self._sender = self._begin(sum(len(tensor.data) for tensor in self._kept))
+        for tensor in self._kept:
+            self._sender.write(tensor)
+        return self._sender.commit()
+
+    def close(self) -> None:
+        """As `Sender.close`."""
+        self._kept = []
+        if self._sender is not None:
+            self._sender.close()
+
+
+def send_all(sender: Sender, tensors: Iterable[Outgoing]) -> Any:
+    """Sends these tensors, each before the next is taken, and commits; returns the `UpdateResponse`."""
+    with contextlib.closing(sender):
+        for tensor in tensors:
+            sender.write(tensor)
+            del tensor  # before the next is gathered, so that never two are held
+        return sender.commit()
 
 
 def _digests(parts: list[memoryview]) -> list[bytes]:

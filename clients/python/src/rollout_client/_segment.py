@@ -21,8 +21,8 @@ from .errors import InvalidArgument, ResourceExhausted
 DIRECTORY = Path("/dev/shm")
 ALIGNMENT = 64
 OWNER_ONLY = 0o600
-# What may lie between the tensors in a segment: alignment of this many tensors.
-MANY_TENSORS = 16_384
+# What may lie between the tensors in a segment: alignment of 16,384 tensors.
+PADDING = ALIGNMENT * 16_384
 _NAME = re.compile(r"rollout-(\d+)-[0-9a-f]{16}")
 _PIECE = 256 << 10
 
@@ -30,11 +30,12 @@ _PIECE = 256 << 10
 class Segment:
     """A file of `size` bytes that belongs to this process; it goes with `close`, or when the interpreter ends."""
 
-    def __init__(self, size: int, mode: int = OWNER_ONLY) -> None:
+    def __init__(self, size: int, mode: int = OWNER_ONLY, taken: int | None = None) -> None:
         """Creates it, after the removal of what crashed processes have left.
 
         Args:
             size: in bytes.
+            taken: bytes at its start whose memory is taken now; that of others is when they are written. None is all.
             mode: who may read it, as for `chmod`; whatever the process's umask is.
 
         Raises:
@@ -53,19 +54,40 @@ class Segment:
         self._remove = weakref.finalize(self, _remove, path, file, os.getpid())
         try:
             os.fchmod(file, mode)
-            # Takes the pages now: a write into a file system that is full would kill the process.
-            os.posix_fallocate(file, 0, size)
+            os.ftruncate(file, size)
+            self._file, self._taken = file, 0
+            self.take(size if taken is None else taken)
             self._memory = np.frombuffer(mmap.mmap(file, size), np.uint8)
-        except OSError as error:
+        except (OSError, ResourceExhausted) as error:
             self._remove()
-            raise ResourceExhausted(f"no shared memory of {size} bytes below {DIRECTORY}: {error.strerror}") from None
+            if isinstance(error, OSError):
+                raise _no_room(size, error) from None
+            raise
+
+    def take(self, end: int) -> None:
+        """Takes the memory of the bytes before `end`: a write into a file system that is full would kill the process.
+
+        Raises:
+            ResourceExhausted: `/dev/shm` has no room for it.
+        """
+        if end <= self._taken:
+            return
+        try:
+            os.posix_fallocate(self._file, self._taken, end - self._taken)
+        except OSError as error:
+            raise _no_room(end, error) from None
+        self._taken = end
 
     def write(self, offset: int, data: memoryview) -> bytes:
         """Copies `data` to `offset`; returns its XXH3-128.
 
         The two go over each piece while the core's cache has it: on two cores, one of which the server reads with, that
         costs a fifth less than a thread for each.
+
+        Raises:
+            ResourceExhausted: `/dev/shm` has no room for it.
         """
+        self.take(offset + len(data))
         source, target = np.frombuffer(data, np.uint8), self._memory[offset : offset + len(data)]
         digest = xxhash.xxh3_128()
         for start in range(0, len(data), _PIECE):
@@ -113,7 +135,7 @@ class SharedBuffer:
         Raises:
             ResourceExhausted: `/dev/shm` has no room for it, or is not there.
         """
-        self.segment = Segment(size + ALIGNMENT * MANY_TENSORS, segment_mode)
+        self.segment = Segment(size + PADDING, segment_mode)
         self._taken = 0
 
     def take(self, size: int) -> memoryview:
@@ -207,6 +229,10 @@ def _remove(path: Path, file: int, owner: int) -> None:
     os.close(file)
 
 
+def _no_room(size: int, error: OSError) -> ResourceExhausted:
+    return ResourceExhausted(f"no shared memory of {size} bytes below {DIRECTORY}: {error.strerror}")
+
+
 class SegmentPool:
     """The one segment of a client, kept for its next push: fresh pages cost more than the copy."""
 
@@ -215,22 +241,60 @@ class SegmentPool:
         self._mode = mode
         self._lock = threading.Lock()
         self._segment: Segment | None = None
+        self._closed = False
 
-    @contextlib.contextmanager
-    def segment(self, size: int) -> Iterator[Segment]:
-        """A segment of at least `size` bytes, to be used by one push; others wait for it."""
+    def lease(self, size: int, limit: int) -> SegmentLease:
+        """A segment for one push; a further push that begins meanwhile gets one of its own.
+
+        Args:
+            size: bytes whose memory is taken now.
+            limit: bytes that may be written.
+
+        Raises:
+            ResourceExhausted: `/dev/shm` has no room for it, or is not there.
+        """
         with self._lock:
-            if self._segment is None or self._segment.size < size:
-                self._close()
-                self._segment = Segment(size, self._mode)
-            yield self._segment
+            kept, self._segment = self._segment, None
+        if kept is not None and kept.size < limit:
+            kept.close()
+            kept = None
+        if kept is None:
+            kept = Segment(limit, self._mode, size)
+        lease = SegmentLease(self, kept)
+        try:
+            kept.take(size)
+        except ResourceExhausted:
+            lease.close()
+            raise
+        return lease
+
+    def give_back(self, segment: Segment) -> None:
+        """Keeps a segment for the next push, unless there is one or the pool is closed."""
+        with self._lock:
+            keep = self._segment is None and not self._closed
+            if keep:
+                self._segment = segment
+        if not keep:
+            segment.close()
 
     def close(self) -> None:
-        """Removes the segment."""
+        """Removes the segment; one that a push still uses goes when that ends."""
         with self._lock:
-            self._close()
+            kept, self._segment, self._closed = self._segment, None, True
+        if kept is not None:
+            kept.close()
 
-    def _close(self) -> None:
-        if self._segment is not None:
-            self._segment.close()
-            self._segment = None
+
+class SegmentLease:
+    """A segment while one push uses it."""
+
+    def __init__(self, pool: SegmentPool, segment: Segment) -> None:
+        """Of this segment, which the pool has no more."""
+        self._pool, self.segment = pool, segment
+        self._ended = False
+
+    def close(self) -> None:
+        """Gives the segment back to the pool."""
+        if not self._ended:
+            self._ended = True
+            self._pool.give_back(self.segment)

@@ -4,26 +4,49 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import _convert_weights, _proto
-from ._delta import make_delta
+from ._delta import DeltaTensor, delta_of, make_delta
 from ._http2 import ClientStream
-from ._lora import adapter_parts
+from ._lora import adapter_parts, config_json
 from ._progress import Progress
-from ._push import Outgoing, Plan, choose_shared_memory, push_buffer, push_header, push_inline, push_shared
-from ._segment import SegmentPool, SharedBuffer
+from ._push import (
+    Gathered,
+    Inline,
+    Outgoing,
+    Sender,
+    Shared,
+    StartCall,
+    choose_shared_memory,
+    push_buffer,
+    push_header,
+    send_all,
+)
+from ._segment import PADDING, SegmentPool, SharedBuffer
+from ._session import NamedTensors, Push
 from ._tensors import ITEM_SIZES, Layout, bytes_of, layout_of
-from .errors import FailedPrecondition, InvalidArgument
-from .options import PushDeltaOptions, PushDirectoryOptions, PushFullOptions, PushLoraOptions, refuse_unknown
+from .errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from .options import (
+    BeginPushOptions,
+    PushDeltaOptions,
+    PushDirectoryOptions,
+    PushFullOptions,
+    PushKind,
+    PushLoraOptions,
+    check_begin_push,
+    refuse_unknown,
+)
 from .types import AdapterInfo, DtypeName, OpenUpdate, ParameterInfo, UpdateResult
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
-"""Arrays or tensors by name. Taken are arrays of numpy (float32, float16, and bfloat16 of ml_dtypes), tensors of torch,
-and `(bytes, dtype, shape)`; what does not lie in this machine's memory in one piece is copied, the rest is not."""
+# By the kind of a header: what progress is of.
+_WHAT = {1: "adapter", 2: "weights", 3: "changes"}
+BUFFER_BYTES = 1 << 20
+"""Beside the parameters, for buffers that a state dict has and the model does not need."""
 
 
 class WeightSync:
@@ -57,8 +80,7 @@ class WeightSync:
         tensors, adapter_config = adapter_parts(adapter, config)
         header = _convert_weights.update_header("lora", options, adapter_config=adapter_config)
         # Names and shapes are checked against the configuration, all at once.
-        plan = Plan(header, _outgoing(tensors.items()), _total(tensors), upfront=True)
-        return self._push("adapter", plan, options)
+        return self._push(header, _outgoing(tensors.items()), _exactly(_total(tensors)), options)
 
     def push_full(self, named_tensors: NamedTensors, **options: Unpack[PushFullOptions]) -> UpdateResult:
         """Makes these tensors the policy; all parameters must be there.
@@ -71,14 +93,18 @@ class WeightSync:
         """
         refuse_unknown("push_full", options, PushFullOptions)
         header, total_bytes = _convert_weights.update_header("full", options), options.get("total_bytes")
-        if isinstance(named_tensors, Mapping):
-            pairs: Iterator[tuple[str, Any]] = iter(named_tensors.items())
-            total = _total(named_tensors) if total_bytes is None else total_bytes
+        buffer = options.get("buffer")
+        is_mapping = isinstance(named_tensors, Mapping)
+        pairs: Iterator[tuple[str, Any]] = iter(named_tensors.items() if is_mapping else named_tensors)
+        if buffer is not None and options.get("transport", "auto") in ("auto", "shared_memory"):
+            return self._push_buffer(header, _outgoing(pairs), buffer, options)
+        if total_bytes is not None:
+            sizes = _exactly(total_bytes)
+        elif is_mapping:
+            sizes = _exactly(_total(named_tensors))
         else:
-            pairs = iter(named_tensors)
-            total, pairs = (total_bytes, pairs) if total_bytes is not None else self._estimated(pairs)
-        plan = Plan(header, _outgoing(pairs), total, upfront=False)
-        return self._push("weights", plan, options, options.get("buffer"))
+            sizes, pairs = self._estimated(pairs)
+        return self._push(header, _outgoing(pairs), sizes, options)
 
     def push_delta(
         self,
@@ -98,12 +124,29 @@ class WeightSync:
         """
         refuse_unknown("push_delta", options, PushDeltaOptions)
         header = _convert_weights.update_header("delta", {**options, "expected_version": base_version})
-        tensors = [
-            Outgoing(delta.name, Layout(delta.dtype, delta.shape), memoryview(delta.payload), delta.changed)
-            for delta in make_delta(old, new, self._serving_dtype())
-        ]
-        plan = Plan(header, tensors, sum(len(tensor.data) for tensor in tensors), upfront=True)
-        return self._push("changes", plan, options)
+        tensors = list(map(_payload, make_delta(old, new, self._serving_dtype())))
+        return self._push(header, tensors, _exactly(sum(len(tensor.data) for tensor in tensors)), options)
+
+    def begin_push(self, kind: PushKind = "full", config: Any = None, **options: Unpack[BeginPushOptions]) -> Push:
+        """Begins a push whose tensors are handed over by `Push.write`, for trainers that bring them bit by bit.
+
+        A full push is open at the server from here on: no other can come, and one of which nothing is written for the
+        server's `--update-idle-seconds` ends with `Aborted`. Adapters and deltas are sent at the commit.
+
+        Args:
+            kind: `"full"` for every parameter, `"lora"` for an adapter, `"delta"` for changes of some parameters.
+            config: with `"lora"`: a `LoraConfig`, a dict or JSON text; None, with no tensors, is the base itself.
+            options: by keyword, those that `rollout_client.BeginPushOptions` lists and describes.
+        """
+        check_begin_push(kind, config, options)
+        if kind == "full":
+            return self._begin_full(options)
+        if kind == "lora":
+            adapter_config = "" if config is None else config_json(config)
+            header = _convert_weights.update_header("lora", options, adapter_config=adapter_config)
+            return self._begin_gathered(header, _adapter_tensor(config), options)
+        header = _convert_weights.update_header("delta", {**options, "expected_version": options["base_version"]})
+        return self._begin_gathered(header, _changed_tensor(self._serving_dtype()), options)
 
     def push_directory(
         self, path: str | os.PathLike[str], kind: str = "lora", **options: Unpack[PushDirectoryOptions]
@@ -160,39 +203,105 @@ class WeightSync:
         return self._call(_proto.REMOVE_ADAPTER, request).generation
 
     def _push(
-        self, what: str, plan: Plan, options: PushDeltaOptions, buffer: SharedBuffer | None = None
+        self,
+        header: Any,
+        tensors: Iterable[Outgoing],
+        sizes: _Sizes,
+        options: PushFullOptions | PushLoraOptions | PushDeltaOptions,
     ) -> UpdateResult:
-        """Sends a plan, of whatever kind, with the options that all pushes of tensors have."""
-        transport, timeout = options.get("transport", "auto"), options.get("timeout")
-        shared = choose_shared_memory(transport, self.address, plan.total)
-        progress, start = Progress(what, plan.total, options.get("progress")), lambda: self._start_update(timeout)
-        if buffer is not None and transport != "inline":
-            response = push_buffer(start, plan, buffer, progress, fall_back=transport == "auto")
-        elif shared:
-            response = push_shared(start, plan, self._segments, progress, fall_back=transport == "auto")
-        else:
-            response = push_inline(start, plan, progress)
+        """Sends tensors that are there, or come from an iterator."""
+        progress = _progress(header, sizes.total, options)
+        response = send_all(self._sender(header, sizes, progress, options), tensors)
         progress.finish()
         return _convert_weights.update_result(response)
 
-    def _estimated(self, pairs: Iterator[tuple[str, Any]]) -> tuple[int, Iterator[tuple[str, Any]]]:
-        """Most bytes of the whole model in the first tensor's type, and the pairs again."""
+    def _push_buffer(
+        self, header: Any, tensors: Iterable[Outgoing], buffer: SharedBuffer, options: PushFullOptions
+    ) -> UpdateResult:
+        """Sends tensors that lie in a buffer that the server can read."""
+        kept, start = list(tensors), lambda: self._start_update(options.get("timeout"))
+        progress = _progress(header, sum(len(tensor.data) for tensor in kept), options)
+        fall_back = options.get("transport", "auto") == "auto"
+        response = push_buffer(start, header, kept, buffer, progress, fall_back=fall_back)
+        progress.finish()
+        return _convert_weights.update_result(response)
+
+    def _begin_full(self, options: BeginPushOptions) -> Push:
+        header, total_bytes = _convert_weights.update_header("full", options), options.get("total_bytes")
+        sizes = self._model_sizes(None) if total_bytes is None else _exactly(total_bytes)
+        progress = _progress(header, sizes.total, options)
+        return Push(self._sender(header, sizes, progress, options), _tensor, progress)
+
+    def _begin_gathered(
+        self, header: Any, outgoing: Callable[[str, Any, Any], Outgoing | None], options: BeginPushOptions
+    ) -> Push:
+        progress = _progress(header, 0, options)
+
+        def begin(total: int) -> Sender:
+            progress.expect(total)
+            return self._sender(header, _exactly(total), progress, options)
+
+        return Push(Gathered(begin), outgoing, progress)
+
+    def _sender(self, header: Any, sizes: _Sizes, progress: Progress, options: Any) -> Sender:
+        """What sends the tensors of this header, begun."""
+        transport, timeout = options.get("transport", "auto"), options.get("timeout")
+        upfront = header.kind != _convert_weights.FULL
+        start: StartCall = lambda: self._start_update(timeout)  # noqa: E731
+        if not choose_shared_memory(transport, self.address, sizes.total):
+            return Inline(start, header, sizes.limit, progress, upfront=upfront)
+        try:
+            lease = self._segments.lease(sizes.total + PADDING, sizes.limit + PADDING)
+        except ResourceExhausted:
+            if transport != "auto":
+                raise
+            return Inline(start, header, sizes.limit, progress, upfront=upfront)
+        return Shared(start, header, sizes.limit, progress, upfront=upfront, lease=lease, fall_back=transport == "auto")
+
+    def _estimated(self, pairs: Iterator[tuple[str, Any]]) -> tuple[_Sizes, Iterator[tuple[str, Any]]]:
+        """The sizes of a model whose tensors have the first one's type, and the pairs again."""
         first = next(pairs, None)
         if first is None:
-            return 0, pairs
-        item_size = ITEM_SIZES[layout_of(*first).dtype]
-        elements = {
-            parameter.name: Layout(parameter.dtype, parameter.shape).elements for parameter in self.parameters()
-        }
+            return _exactly(0), pairs
+        return self._model_sizes(layout_of(*first).dtype), _rejoined(first, pairs)
+
+    def _model_sizes(self, dtype: DtypeName | None) -> _Sizes:
+        """The sizes of the whole model, all of it in this type, or in that in which it serves."""
+        parameters = self.parameters()
+        elements = {parameter.name: Layout(parameter.dtype, parameter.shape).elements for parameter in parameters}
         # A state dict has the head of a tied model too, as a second name of the embedding.
         head = elements.get("model.embed_tokens.weight", 0) if "lm_head.weight" not in elements else 0
-        return (sum(elements.values()) + head) * item_size, _rejoined(first, pairs)
+        count = sum(elements.values()) + head
+        if dtype is None:
+            dtype = _dtype_of(parameters)
+        return _Sizes(count * ITEM_SIZES[dtype], count * ITEM_SIZES["float32"] + BUFFER_BYTES)
 
     def _serving_dtype(self) -> DtypeName:
-        parameters = self.parameters()
-        if not parameters:
-            raise FailedPrecondition("the server has no parameters")
-        return parameters[0].dtype
+        return _dtype_of(self.parameters())
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of a push."""
+
+    total: int
+    """Of all its tensors, as far as that is known."""
+    limit: int
+    """That may come at most."""
+
+
+def _exactly(total: int) -> _Sizes:
+    return _Sizes(total, total)
+
+
+def _dtype_of(parameters: list[ParameterInfo]) -> DtypeName:
+    if not parameters:
+        raise FailedPrecondition("the server has no parameters")
+    return parameters[0].dtype
+
+
+def _progress(header: Any, total: int, options: Any) -> Progress:
+    return Progress(_WHAT[header.kind], total, options.get("progress"))
 
 
 def _rejoined(first: tuple[str, Any], rest: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
@@ -208,10 +317,40 @@ def _total(tensors: Mapping[str, Any]) -> int:
 
 def _outgoing(pairs: Iterable[tuple[str, Any]]) -> Iterator[Outgoing]:
     for name, tensor in pairs:
-        yield _one(name, tensor)
+        yield _tensor(name, tensor)
         del tensor  # before the next is gathered, so that never two are held
 
 
-def _one(name: str, tensor: Any) -> Outgoing:
+def _tensor(name: str, tensor: Any, old: Any = None) -> Outgoing:
+    """A whole tensor."""
+    if old is not None:
+        raise InvalidArgument(f"{name}: only a delta has an old tensor")
     given = bytes_of(name, tensor)
     return Outgoing(name, given.layout, given.data)
+
+
+def _adapter_tensor(config: Any) -> Callable[[str, Any, Any], Outgoing]:
+    """What makes a tensor of an adapter with this configuration."""
+
+    def outgoing(name: str, tensor: Any, old: Any) -> Outgoing:
+        if config is None:
+            raise InvalidArgument("config: needed with the tensors of an adapter; pass the LoraConfig or its JSON")
+        return _tensor(name, tensor, old)
+
+    return outgoing
+
+
+def _changed_tensor(dtype: DtypeName) -> Callable[[str, Any, Any], Outgoing | None]:
+    """What makes the changes of a tensor, in the type in which the server serves."""
+
+    def outgoing(name: str, tensor: Any, old: Any) -> Outgoing | None:
+        if old is None:
+            raise InvalidArgument(f"{name}: a delta needs the old tensor too: write(name, tensor, old)")
+        delta = delta_of(name, old, tensor, dtype)
+        return None if delta is None else _payload(delta)
+
+    return outgoing
+
+
+def _payload(delta: DeltaTensor) -> Outgoing:
+    return Outgoing(delta.name, Layout(delta.dtype, delta.shape), memoryview(delta.payload), delta.changed)

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypedDict
 
 from ._progress import ProgressArgument
 from ._segment import SharedBuffer
+from .errors import InvalidArgument
 from .types import RunningPolicy, SamplingParams
 
 
@@ -110,6 +111,14 @@ class InPlaceOption(TypedDict, total=False):
     leaves `Lifecycle.WEIGHTS_MISSING`. Default False."""
 
 
+class TotalBytesOption(TypedDict, total=False):
+    """Options of pushes of a whole policy whose tensors the client sends."""
+
+    total_bytes: int | None
+    """Bytes of all tensors, to set memory aside; None, the default, is their sum, or, where they come one by one, what
+    the model takes."""
+
+
 class PushDeltaOptions(UpdateOptions, TransportOptions, total=False):
     """Options of `push_delta`."""
 
@@ -118,19 +127,60 @@ class PushLoraOptions(UpdateOptions, TransportOptions, ExpectedVersionOption, Ad
     """Options of `push_lora`."""
 
 
-class PushFullOptions(UpdateOptions, TransportOptions, ExpectedVersionOption, InPlaceOption, total=False):
+class PushFullOptions(
+    UpdateOptions, TransportOptions, ExpectedVersionOption, InPlaceOption, TotalBytesOption, total=False
+):
     """Options of `push_full`."""
 
-    total_bytes: int | None
-    """Bytes of all tensors, to set memory aside; None, the default, is their sum, or, for an iterator, what the model
-    takes if all tensors have the first one's type."""
     buffer: SharedBuffer | None
     """Shared memory in which all the tensors lie: they are not copied. Instead of `transport="shared_memory"`; default
     None."""
 
 
+class BeginPushOptions(
+    UpdateOptions,
+    TransportOptions,
+    ExpectedVersionOption,
+    AdapterOptions,
+    InPlaceOption,
+    TotalBytesOption,
+    total=False,
+):
+    """Options of `begin_push`: of each kind those of the method that pushes it in one call."""
+
+    base_version: int | None
+    """For a delta, which needs it: the policy's version that the old tensors are. Default None."""
+
+
 class PushDirectoryOptions(UpdateOptions, ExpectedVersionOption, AdapterOptions, InPlaceOption, total=False):
     """Options of `push_directory`."""
+
+
+PushKind = Literal["full", "lora", "delta"]
+"""What a push brings: every parameter, an adapter, or the changed elements of some parameters."""
+
+_KINDS: dict[str, PushKind] = {
+    "config": "lora",
+    "name": "lora",
+    "expected_generation": "lora",
+    "in_place": "full",
+    "total_bytes": "full",
+    "base_version": "delta",
+}
+
+
+def check_begin_push(kind: str, config: object, options: BeginPushOptions) -> None:
+    """Raises `TypeError` or `InvalidArgument` for arguments of `begin_push` that do not fit its kind."""
+    refuse_unknown("begin_push", options, BeginPushOptions)
+    if kind not in ("full", "lora", "delta"):
+        raise InvalidArgument(f"kind: expected 'full', 'lora' or 'delta', got {kind!r}")
+    for option, value in {"config": config, **options}.items():
+        if value and _KINDS.get(option, kind) != kind:
+            raise InvalidArgument(f"{option}: is for {_KINDS[option]!r} pushes only, this is {kind!r}; leave it out")
+    if kind == "delta" and options.get("expected_version") is not None:
+        raise InvalidArgument("expected_version: a delta has base_version instead; leave it out")
+    if kind == "delta" and options.get("base_version") is None:
+        raise InvalidArgument("base_version: missing; name the version that the old tensors are")
 
 
 def refuse_unknown(method: str, options: Mapping[str, object], known: type[Any]) -> None:

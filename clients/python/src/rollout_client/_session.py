@@ -1,0 +1,249 @@
+"""Pushes whose tensors are handed over one by one, by whoever has them, instead of being asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterable, Callable, Iterable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from . import _convert_weights
+from ._progress import Progress
+from ._push import Outgoing, Sender
+from ._tensors import bytes_of
+from .errors import FailedPrecondition, RolloutError
+from .types import UpdateResult
+
+if TYPE_CHECKING:
+    from .client import RolloutClient
+
+NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
+"""Arrays or tensors by name. Taken are arrays of numpy (float32, float16, and bfloat16 of ml_dtypes), tensors of torch,
+and `(bytes, dtype, shape)`; what does not lie in this machine's memory in one piece is copied, the rest is not."""
+
+_T = TypeVar("_T")
+
+
+class Push:
+    """A push that is under way; `RolloutClient.begin_push` begins it. A context manager, for one thread at a time.
+
+        with client.begin_push(version=step) as push:
+            for name, tensor in gathered():
+                push.write(name, tensor)
+        print(push.receipt.digest)
+
+    The end of the `with` block commits; an exception inside it rolls back, and the old policy serves on. What the
+    server refuses meanwhile is raised by the next `write`, or by the commit.
+    """
+
+    def __init__(
+        self, sender: Sender, outgoing: Callable[[str, Any, Any], Outgoing | None], progress: Progress
+    ) -> None:
+        """For `begin_push`.
+
+        Args:
+            sender: takes what `outgoing` makes of a tensor, unless that is None.
+            outgoing: called with the arguments of `write`.
+            progress: of the push.
+        """
+        self._sender, self._outgoing, self._progress = sender, outgoing, progress
+        self._ended: str | None = None
+        self._error: BaseException | None = None
+        self._receipt: UpdateResult | None = None
+
+    @property
+    def receipt(self) -> UpdateResult:
+        """What the server said of the commit.
+
+        Raises:
+            FailedPrecondition: the push is not committed.
+        """
+        if self._receipt is None:
+            raise FailedPrecondition("receipt: the push is not committed")
+        return self._receipt
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was neither committed nor rolled back, and has not failed."""
+        return self._ended is None
+
+    def write(self, name: str, tensor: Any, old: Any = None) -> None:
+        """Sends one tensor, which may change or go as soon as this returns.
+
+        Args:
+            name: as `push_full`, `push_lora` or `push_delta` takes it.
+            tensor: an array, a tensor, or `(bytes, dtype, shape)`; read in this thread. A tensor of an adapter, and
+                what a delta changes, are kept in this process until the commit; others are not.
+            old: for a delta: the tensor as the server has it.
+
+        Raises:
+            InvalidArgument: this tensor cannot be pushed; the push goes on without it.
+            FailedPrecondition: the push has ended.
+            RolloutError: what the server has ended the push with, now or since the tensor before.
+        """
+        self._check_open()
+        outgoing = self._outgoing(name, tensor, old)
+        if outgoing is not None:
+            self._end_on_error(lambda: self._sender.write(outgoing))
+
+    def write_all(self, named_tensors: NamedTensors) -> None:
+        """Writes a state dict, or pairs that are gathered one by one, each sent before the next is taken."""
+        for name, tensor in named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors:
+            self.write(name, tensor)
+            del tensor  # before the next is gathered, so that never two are held
+
+    def commit(self) -> UpdateResult:
+        """Makes what was written the policy; returns the receipt.
+
+        Raises:
+            FailedPrecondition: the push has ended.
+            RolloutError: as the methods that push in one call.
+        """
+        self._check_open()
+        response = self._end_on_error(self._sender.commit)
+        self._receipt = _convert_weights.update_result(response)
+        self._end("is committed")
+        self._progress.finish()
+        return self._receipt
+
+    def rollback(self) -> None:
+        """Drops the push, which never happened then; without effect on one that has failed or was rolled back.
+
+        Raises:
+            FailedPrecondition: the push is committed.
+        """
+        if self._receipt is not None:
+            self._check_open()
+        if self.is_open:
+            self._end("was rolled back")
+
+    def __enter__(self) -> Push:
+        """The push itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Commits, unless the push has ended; after an exception, rolls back. A failure is raised again."""
+        if kind is not None:
+            if self.is_open:
+                self.rollback()
+        elif self.is_open or self._error is not None:
+            self.commit()
+
+    def _check_open(self) -> None:
+        if isinstance(self._error, RolloutError):
+            raise self._error
+        if self._ended is not None:
+            raise FailedPrecondition(f"the push {self._ended}; begin another")
+
+    def _end_on_error(self, use: Callable[[], _T]) -> _T:
+        try:
+            return use()
+        except BaseException as error:
+            # A message that was cut off cannot be continued, whatever it was that cut it off.
+            self._error = error
+            self._end(f"has failed ({type(error).__name__})")
+            raise
+
+    def _end(self, how: str) -> None:
+        self._ended = how
+        self._sender.close()
+
+
+class AsyncPush:
+    """As `Push`, awaited; `AsyncRolloutClient.begin_push` makes it.
+
+        async with client.begin_push(version=step) as push:
+            await push.write(name, tensor)
+
+    Tensors are read and iterators run in the event loop's thread. What waits for the server does so in another, which
+    has only bytes. Cancelling a task that waits for a call of this push drops the push.
+    """
+
+    def __init__(self, client: RolloutClient, begin: Callable[[], Push]) -> None:
+        """For `begin_push`.
+
+        Args:
+            client: of this push alone.
+            begin: begins the push; called in a thread, by the first call or at the start of the `async with` block.
+        """
+        self._client, self._begin = client, begin
+        self._push: Push | None = None
+        self._lock = asyncio.Lock()
+
+    @property
+    def receipt(self) -> UpdateResult:
+        """As `Push.receipt`."""
+        if self._push is None:
+            raise FailedPrecondition("receipt: the push is not committed")
+        return self._push.receipt
+
+    @property
+    def is_open(self) -> bool:
+        """As `Push.is_open`; True also before the first call has begun it."""
+        return self._push is None or self._push.is_open
+
+    async def write(self, name: str, tensor: Any, old: Any = None) -> None:
+        """As `Push.write`."""
+        given, before = _as_bytes(name, tensor), None if old is None else _as_bytes(name, old)
+        await self._use(lambda push: push.write(name, given, before))
+
+    async def write_all(self, named_tensors: NamedTensors | AsyncIterable[tuple[str, Any]]) -> None:
+        """As `Push.write_all`; takes asynchronous iterators too."""
+        if isinstance(named_tensors, AsyncIterable):
+            async for name, tensor in named_tensors:
+                await self.write(name, tensor)
+                del tensor
+            return
+        for name, tensor in named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors:
+            await self.write(name, tensor)
+            del tensor
+
+    async def commit(self) -> UpdateResult:
+        """As `Push.commit`."""
+        return await self._use(Push.commit)
+
+    async def rollback(self) -> None:
+        """As `Push.rollback`."""
+        await self._use(Push.rollback)
+
+    async def __aenter__(self) -> AsyncPush:
+        """The push itself, begun."""
+        await self._use(lambda push: None)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """As `Push.__exit__`."""
+        await self._use(lambda push: push.__exit__(kind, error, trace))
+
+    async def _use(self, use: Callable[[Push], _T]) -> _T:
+        def begun() -> _T:
+            if self._push is None:
+                self._push = self._begin()
+            return use(self._push)
+
+        async with self._lock:
+            working = asyncio.ensure_future(asyncio.to_thread(begun))
+            try:
+                return await asyncio.shield(working)
+            except asyncio.CancelledError:
+                self._client._end_calls()
+                # Until then the thread may read the tensor.
+                await asyncio.wait({working})
+                with contextlib.suppress(Exception):
+                    working.result()
+                if self._push is not None and self._push.is_open:
+                    self._push.rollback()
+                raise
+            finally:
+                if not self.is_open:
+                    self._client._end_calls()
+
+
+def _as_bytes(name: str, tensor: Any) -> tuple[memoryview, str, tuple[int, ...]]:
+    given = bytes_of(name, tensor)
+    return given.data, given.layout.dtype, given.layout.shape
