@@ -11,6 +11,10 @@ import pytest
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TRL_EXPERIMENTAL_SILENCE="1", OMP_NUM_THREADS="1")
 
 import torch
+from tiny import make_model
+
+from rollout_client import ServerProcess
+from serving import SMALL_CACHE, assert_idle
 
 torch.set_num_threads(1)
 
@@ -31,3 +35,27 @@ def pytest_collection():
 def pytest_runtest_protocol():
     foreign_warnings_ignored()
     return (yield)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """Path of the tiny model."""
+    return str(make_model(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="session")
+def float32_server(binary, model):
+    """A server of the tiny model in float32, as the trainers compute."""
+    with ServerProcess(binary, model, [*SMALL_CACHE, "--mem-util", "0.2", "--dtype", "float32"]) as server:
+        yield server
+
+
+@pytest.fixture
+def server(float32_server):
+    """The server that trainers share, at its checkpoint and version 0; each leaves it idle."""
+    client = float32_server.client
+    client.sleep(2)
+    client.wake(reload=True)
+    yield float32_server
+    client.wake()
+    assert_idle(client)

@@ -1,0 +1,106 @@
+"""A `rollout_func` for TRL's `GRPOTrainer`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+
+from ..client import RolloutClient
+from ..types import Sample, SamplingParams
+from ._generation import RolloutGeneration, connect
+from ._sampler import Sampler, sampling_params
+
+RolloutFunc = Callable[[list[Any], Any], dict[str, list[Any]]]
+"""Takes prompts and the trainer, returns one completion per prompt, as `trl.trainer.grpo_trainer.RolloutFunc`."""
+
+
+def rollout_func(server: str | RolloutClient, sampling: SamplingParams | None = None) -> RolloutFunc:
+    """A `rollout_func` that pushes when the trainer's step has changed, and samples on the server.
+
+    TRL repeats each prompt `num_generations` times before it calls; repetitions become the group of one prompt. The
+    answer also has `weight_version`, `finish_reason` and `cached_tokens`, which reward functions get as columns.
+
+    Args:
+        server: `host:port` of gRPC, or a client.
+        sampling: how tokens are chosen; None takes the trainer's settings.
+    """
+    client = connect(server) if isinstance(server, str) else server
+    policy = _Policy(client)
+
+    def roll_out(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+        generation = policy.of(trainer)
+        with generation.rollout():
+            sampler = policy.pushed(trainer)
+            generation.wake()
+            prompt_ids, images, _ = trainer._tokenize_prompts(prompts)
+            if images is not None:
+                sampler.image_features(images)
+            samples = _samples(sampler, prompt_ids, sampling or _settings(trainer))
+        return {
+            "prompt_ids": prompt_ids,
+            "completion_ids": [sample.token_ids for sample in samples],
+            "logprobs": [sample.logprobs.tolist() for sample in samples],
+            "weight_version": [sample.weight_versions[0].weight_version for sample in samples],
+            "finish_reason": [str(sample.finish_reason) for sample in samples],
+            "cached_tokens": [sample.cached_tokens for sample in samples],
+        }
+
+    return roll_out
+
+
+class _Policy:
+    """The policy on the server, and which step of the trainer it is of."""
+
+    def __init__(self, client: RolloutClient) -> None:
+        self._client = client
+        self._sampler = Sampler(client)
+        self._generation: RolloutGeneration | None = None
+        self._step: int | None = None
+
+    def of(self, trainer: Any) -> RolloutGeneration:
+        """What pushes: the trainer's own if it has one (`use_vllm`), else one made for it."""
+        own = getattr(trainer, "vllm_generation", None)
+        if isinstance(own, RolloutGeneration):
+            return own
+        if self._generation is None:
+            self._generation = RolloutGeneration(
+                model=trainer.model,
+                accelerator=trainer.accelerator,
+                processing_class=trainer.processing_class,
+                mode="server",
+                server_timeout=trainer.args.vllm_server_timeout,
+                enable_sleep_mode=trainer.args.vllm_enable_sleep_mode,
+                client=self._client,
+            )
+        return self._generation
+
+    def pushed(self, trainer: Any) -> Sampler:
+        """Pushes if the trainer has made a step since, and asks for what was pushed, on every rank."""
+        generation = self.of(trainer)
+        if trainer.state.global_step != self._step:
+            if generation is self._generation:  # TRL itself pushes with the trainer's own
+                generation.sync_weights()
+            version = generation.last_push.weight_version if trainer.accelerator.is_main_process else None
+            self._sampler.weight_version = broadcast_object_list([version], from_process=0)[0]
+            self._step = trainer.state.global_step
+        return self._sampler
+
+
+def _samples(sampler: Sampler, prompts: list[list[int]], sampling: SamplingParams) -> list[Sample]:
+    """One sample per prompt, in order; equal prompts that follow each other are a group."""
+    groups = [(prompt, len(list(equal))) for prompt, equal in itertools.groupby(prompts)]
+    sizes = {size for _, size in groups}
+    if len(sizes) == 1:
+        outputs = sampler.sample([prompt for prompt, _ in groups], sizes.pop(), sampling)
+    else:
+        outputs = sampler.sample(prompts, 1, sampling)
+    return [sample for output in outputs for sample in output.samples]
+
+
+def _settings(trainer: Any) -> SamplingParams:
+    given = {name: getattr(trainer, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    regex, further = trainer.args.vllm_structured_outputs_regex, trainer.args.generation_kwargs
+    return sampling_params({**given, "max_tokens": trainer.max_completion_length}, regex, further)

@@ -1,0 +1,65 @@
+"""A tiny random Qwen2 with a tokenizer and a chat template, which trains in milliseconds, and what trains on it."""
+
+from __future__ import annotations
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TEXTS = ["hello world what is two plus two", "the answer is four"]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tokenizer(chat_template=CHAT_TEMPLATE):
+    tokenizer = Tokenizer(models.BPE(unk_token=None))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS * 10, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast.chat_template = chat_template
+    return fast
+
+
+def make_model(path, chat_template=CHAT_TEMPLATE):
+    """Saves the model and its tokenizer in a directory; the same each time."""
+    tokenizer = make_tokenizer(chat_template)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def lora():
+    return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+
+
+def prompts(count=16):
+    return Dataset.from_list([{"prompt": [{"role": "user", "content": f"hello world {i}"}]} for i in range(count)])
+
+
+def length_reward(completions, **columns):
+    """Varies within any group of a random model."""
+    return [float(len(completion[0]["content"])) for completion in completions]
