@@ -251,18 +251,20 @@ def test_an_exception_in_the_block_rolls_back_and_is_raised(either, fake, large,
     ("code", "expected"), [(grpc.StatusCode.DATA_LOSS, DataLoss), (grpc.StatusCode.ABORTED, Aborted)]
 )
 def test_what_the_server_refuses_is_raised_by_a_write_and_again_by_the_end(  # noqa: PLR0917
-    either, fake, large, transport, code, expected
+    either, fake, large, transport, code, expected, monkeypatch
 ):
     def refuse(number, request):
         if number == 1:
             raise Refused(code, "the reason")
 
     fake.weights.on_message = refuse
+    monkeypatch.setattr(_push, "_LATE_SECONDS", 0.0)  # the first tensor is sent at once
     with pytest.raises(expected, match="the reason"), either.begin_push(transport=transport) as push:
-        deadline = time.monotonic() + 20
+        push.write("first", np.zeros(1, np.float32))
         with pytest.raises(expected, match="the reason"):
-            while time.monotonic() < deadline:
-                push.write(f"more{time.monotonic()}", np.zeros(1 << 14, np.float32))
+            for i in range(20_000):
+                push.write(f"more{i}", np.zeros(1, np.float32))
+                time.sleep(0.001)
         with pytest.raises(expected, match="the reason"):
             push.write("another", np.zeros(1, np.float32))
     push.rollback()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import _convert_weights, _proto
+from ._model import Model
 from ._segment import SegmentPool
 from ._session import AsyncPush, NamedTensors
 from ._tls import TlsFiles
@@ -44,7 +45,7 @@ class AsyncWeightSync:
         """As `RolloutClient.push_lora`."""
         return await self._in_thread(lambda client: client.push_lora(adapter, config, **options))
 
-    async def push_full(self, named_tensors: NamedTensors, **options: Unpack[PushFullOptions]) -> UpdateResult:
+    async def push_full(self, named_tensors: NamedTensors | Model, **options: Unpack[PushFullOptions]) -> UpdateResult:
         """As `RolloutClient.push_full`."""
         return await self._in_thread(lambda client: client.push_full(named_tensors, **options))
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
+from ._model import has_fsdp_units, is_model, plain_names, unwrapped
 from .errors import InvalidArgument
 
 
@@ -14,23 +15,24 @@ def adapter_parts(adapter: Any, config: Any) -> tuple[Mapping[str, Any], str]:
     """The tensors of an adapter by PEFT's names, and its `adapter_config.json`.
 
     Args:
-        adapter: a PEFT model (its active adapter is meant), a mapping from names to tensors, or None for no adapter.
+        adapter: a PEFT model (its active adapter is meant), which may be wrapped; a mapping from names to tensors, or
+            None for no adapter.
         config: with a mapping: JSON text, a dict, or a `LoraConfig`.
 
     Raises:
         InvalidArgument: what was given is none of these.
     """
-    if hasattr(adapter, "peft_config") and hasattr(adapter, "state_dict"):
+    if is_model(adapter):
         if config is not None:
             raise InvalidArgument("config: a PEFT model brings its own; pass None")
-        return _of_peft_model(adapter)
+        return _of_peft_model(unwrapped(adapter))
     if adapter is None:
         adapter = {}
     if not isinstance(adapter, Mapping):
         raise InvalidArgument(f"adapter: expected a PEFT model or a mapping, got {type(adapter).__name__}")
     if adapter and config is None:
         raise InvalidArgument("config: needed with the tensors of an adapter; pass the LoraConfig or its JSON")
-    return adapter, "" if config is None else config_json(config)
+    return plain_names(adapter), "" if config is None else config_json(config)
 
 
 def config_json(config: Any) -> str:
@@ -59,6 +61,8 @@ def _plain(value: Any) -> Any:
 
 
 def _of_peft_model(model: Any) -> tuple[Mapping[str, Any], str]:
+    if not hasattr(model, "peft_config"):
+        raise InvalidArgument(f"adapter: {type(model).__name__} is no PEFT model; push_full pushes whole models")
     name = model.active_adapter
     if not isinstance(name, str) or name not in model.peft_config:
         raise InvalidArgument(f"adapter: expected one active adapter, the model has {name!r}")
@@ -68,7 +72,8 @@ def _of_peft_model(model: Any) -> tuple[Mapping[str, Any], str]:
         raise InvalidArgument(
             "adapter: PEFT cannot be imported here; pass a mapping of its tensors and the config"
         ) from None
+    # Inside FSDP's `summon_full_params` the parameters are whole, and `state_dict` cannot be called.
+    given = {"state_dict": dict(model.named_parameters())} if has_fsdp_units(model) else {}
     # Embeddings that are not trained are the base's, which the server has.
-    return get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False), config_json(
-        model.peft_config[name]
-    )
+    tensors = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False, **given)
+    return plain_names(tensors), config_json(model.peft_config[name])

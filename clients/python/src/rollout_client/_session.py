@@ -187,8 +187,15 @@ class AsyncPush:
 
     async def write(self, name: str, tensor: Any, old: Any = None) -> None:
         """As `Push.write`."""
-        given, before = _as_bytes(name, tensor), None if old is None else _as_bytes(name, old)
-        await self._use(lambda push: push.write(name, given, before))
+        tensors = [_as_bytes(name, tensor), None if old is None else _as_bytes(name, old)]
+        del tensor, old
+
+        def write(push: Push) -> None:
+            given, before = tensors
+            tensors.clear()  # the thread may keep this function for a moment after its end
+            push.write(name, given, before)
+
+        await self._use(write)
 
     async def write_all(self, named_tensors: NamedTensors | AsyncIterable[tuple[str, Any]]) -> None:
         """As `Push.write_all`; takes asynchronous iterators too."""

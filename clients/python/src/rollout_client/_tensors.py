@@ -54,14 +54,19 @@ def layout_of(name: str, tensor: Any) -> Layout:
     """Type and shape.
 
     Raises:
-        InvalidArgument: no array, tensor or `(bytes, dtype, shape)`, or not of a type that can be pushed.
+        InvalidArgument: no array, tensor or `(bytes, dtype, shape)`, not of a type that can be pushed, or not all of a
+            tensor's values are in this process.
     """
     if _is_raw(tensor):
         _, dtype, shape = tensor
         return Layout(_known_dtype(name, str(dtype)), tuple(int(size) for size in shape))
     if not (hasattr(tensor, "dtype") and hasattr(tensor, "shape")):
         raise InvalidArgument(f"{name}: expected an array, a tensor or (bytes, dtype, shape), got {_type_name(tensor)}")
-    shape = tensor.shape if isinstance(tensor, np.ndarray) else tuple(int(size) for size in tensor.shape)
+    if isinstance(tensor, np.ndarray):
+        shape = tensor.shape
+    else:
+        shape = tuple(int(size) for size in tensor.shape)
+        _refuse_part(name, tensor, shape)
     return Layout(_known_dtype(name, _dtype_name(tensor.dtype)), shape)
 
 
@@ -137,9 +142,35 @@ def _round_to_bfloat16(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return rounded
 
 
+def _refuse_part(name: str, tensor: Any, shape: tuple[int, ...]) -> None:
+    """Raises `InvalidArgument` for a tensor whose values are not all in this process."""
+    whole = getattr(tensor, "ds_shape", None)
+    if (whole is not None and tuple(whole) != shape) or shape == (0,):
+        raise InvalidArgument(
+            f"{name}: is partitioned, of shape {list(shape)} here, as by DeepSpeed ZeRO-3; push inside `with "
+            "deepspeed.zero.GatheredParameters(parameters)`, which every rank must enter, and on one of them"
+        )
+    if _is_distributed(tensor) and not all(placement.is_replicate() for placement in tensor.placements):
+        ranks = tensor.device_mesh.size()
+        if ranks > 1:
+            raise InvalidArgument(
+                f"{name}: is sharded over {ranks} ranks; gather it with `full_tensor()`, which every rank must call, "
+                "and push on one of them what it gives"
+            )
+    if getattr(tensor, "is_meta", False):
+        raise InvalidArgument(f"{name}: has no values (device meta), as of a model that is offloaded or not loaded")
+
+
+def _is_distributed(tensor: Any) -> bool:
+    """Whether it is a `DTensor`, as FSDP2 makes of parameters."""
+    return hasattr(tensor, "full_tensor") and hasattr(tensor, "device_mesh")
+
+
 def _numpy_of(name: str, tensor: Any) -> npt.NDArray[Any]:
     if isinstance(tensor, np.ndarray):
         return tensor
+    if _is_distributed(tensor):  # whole on this rank, or refused by `layout_of`: no other takes part
+        tensor = tensor.full_tensor()
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):
         tensor = tensor.detach().cpu().contiguous()

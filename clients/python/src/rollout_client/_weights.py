@@ -11,6 +11,7 @@ from . import _convert_weights, _proto
 from ._delta import DeltaTensor, delta_of, make_delta
 from ._http2 import ClientStream
 from ._lora import adapter_parts, config_json
+from ._model import Model, is_model, model_parameters, plain_name
 from ._progress import Progress
 from ._push import (
     Gathered,
@@ -71,8 +72,8 @@ class WeightSync:
         `merge_adapter()`, so that a thousand pushes leave no drift.
 
         Args:
-            adapter: a PEFT model, whose active adapter is meant; or tensors by PEFT's names; None or an empty mapping
-                is the base itself.
+            adapter: a PEFT model, whose active adapter is meant, and which may be wrapped as for `push_full`; or
+                tensors by PEFT's names; None or an empty mapping is the base itself.
             config: with tensors: a `LoraConfig`, a dict or JSON text.
             options: by keyword, those that `rollout_client.PushLoraOptions` lists and describes.
         """
@@ -82,18 +83,21 @@ class WeightSync:
         # Names and shapes are checked against the configuration, all at once.
         return self._push(header, _outgoing(tensors.items()), _exactly(_total(tensors)), options)
 
-    def push_full(self, named_tensors: NamedTensors, **options: Unpack[PushFullOptions]) -> UpdateResult:
+    def push_full(self, named_tensors: NamedTensors | Model, **options: Unpack[PushFullOptions]) -> UpdateResult:
         """Makes these tensors the policy; all parameters must be there.
 
         Args:
-            named_tensors: a state dict, or pairs gathered one by one: each is sent before the next is taken, so that
-                an iterator need hold no more than one. Names as in the checkpoint, PEFT's prefixes, `qkv_proj` and
-                `gate_up_proj` are understood.
+            named_tensors: a model (DDP, torch.compile and the like around it are looked through, one that is sharded
+                over several ranks is refused), a state dict, or pairs gathered one by one: each is sent before the next
+                is taken, so that an iterator need hold no more than one. Names as in the checkpoint, PEFT's prefixes,
+                `qkv_proj` and `gate_up_proj` are understood.
             options: by keyword, those that `rollout_client.PushFullOptions` lists and describes.
         """
         refuse_unknown("push_full", options, PushFullOptions)
         header, total_bytes = _convert_weights.update_header("full", options), options.get("total_bytes")
         buffer = options.get("buffer")
+        if is_model(named_tensors):
+            named_tensors = model_parameters(named_tensors)
         is_mapping = isinstance(named_tensors, Mapping)
         pairs: Iterator[tuple[str, Any]] = iter(named_tensors.items() if is_mapping else named_tensors)
         if buffer is not None and options.get("transport", "auto") in ("auto", "shared_memory"):
@@ -335,7 +339,7 @@ def _adapter_tensor(config: Any) -> Callable[[str, Any, Any], Outgoing]:
     def outgoing(name: str, tensor: Any, old: Any) -> Outgoing:
         if config is None:
             raise InvalidArgument("config: needed with the tensors of an adapter; pass the LoraConfig or its JSON")
-        return _tensor(name, tensor, old)
+        return _tensor(plain_name(name), tensor, old)
 
     return outgoing
 
