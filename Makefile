@@ -134,7 +134,7 @@ status-picture: setup server $(MODEL) ## the picture of `rollout status`: some r
 
 docs: setup ## the pages of the Python client's API, in target/docs
 	$(call say,The Python API from its docstrings: target/docs/index.html)
-	@$(BIN)/python -m pdoc --output-directory target/docs --no-show-source rollout_client
+	@$(BIN)/python -m pdoc --output-directory target/docs --no-show-source rollout_client rollout_client.types rollout_client.options
 
 proto: setup ## after a change in proto/: the descriptors of the Python client
 	$(BIN)/python -m grpc_tools.protoc -Iproto --descriptor_set_out=$(DESCRIPTORS) \

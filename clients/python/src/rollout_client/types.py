@@ -309,6 +309,7 @@ DrainMode = Literal["wait", "abort", "keep"]
 """
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
+"""The types of tensors that can be pushed, and of parameters as they serve."""
 
 
 @dataclass(frozen=True)
