@@ -9,7 +9,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let files = ["rollout/v1/rollout.proto", "rollout/v1/weights.proto", "rollout/v1/control.proto"];
     let descriptors = protox::compile(files, ["proto"])?;
     std::fs::write(out.join("rollout_descriptor.bin"), descriptors.encode_to_vec())?;
-    // The data of a chunk of weights stays in the buffer of its message, without a copy.
-    tonic_prost_build::configure().bytes(".rollout.v1.Chunk.data").compile_fds(descriptors)?;
+    tonic_prost_build::configure()
+        // The data of a chunk of weights stays in the buffer of its message, without a copy.
+        .bytes(".rollout.v1.Chunk.data")
+        // Most prompts have none, and a request may have tens of thousands of prompts.
+        .boxed(".rollout.v1.Prompt.sampling")
+        .compile_fds(descriptors)?;
     Ok(())
 }

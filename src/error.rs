@@ -92,6 +92,14 @@ impl Error {
     pub fn invalid(field: impl Into<String>, message: impl Into<String>) -> Self {
         Self::InvalidArgument { field: field.into(), message: message.into() }
     }
+
+    /// The same, with the field of an `InvalidArgument` inside of `outer`.
+    pub fn within(self, outer: &str) -> Self {
+        match self {
+            Self::InvalidArgument { field, message } => Self::invalid(format!("{outer}.{field}"), message),
+            other => other,
+        }
+    }
 }
 
 /// The message of a caught panic, or "no message" if its payload is not a string.

@@ -4,6 +4,7 @@
 mod common;
 
 use common::{Engine, Reply, Request, bits, kernels, random_prompts};
+use rollout_server::engine::OwnSampling;
 use rollout_server::types::{SamplingParams, TokenId, sample_seed};
 
 const VOCAB: u32 = 512;
@@ -236,4 +237,61 @@ fn long_sequences_are_the_same_whole_in_chunks_and_scored() {
             assert!(completion.tokens.iter().map(raw).eq(tail.iter().map(raw)), "{what}, sequence {i}");
         }
     }
+}
+
+#[test]
+fn a_batch_with_sampling_per_prompt_is_its_prompts_alone() {
+    let [plain, rich] = all_params();
+    let seed = rand::random::<u64>();
+    println!("seed {seed}");
+    let params = |i: usize| SamplingParams {
+        max_tokens: 1 + (i as u32 * 7) % NEW_TOKENS,
+        stop_token_ids: (0..i as TokenId * 9).collect(),
+        ..if i.is_multiple_of(2) { &plain } else { &rich }.clone()
+    };
+    let own =
+        |i: usize| OwnSampling { params: params(i).into(), grammar: None, seed: Some(seed.wrapping_add(i as u64)) };
+    let reference = Engine::start("qwen2", &[]);
+    let engine = Engine::start("qwen2", &["--max-batch-tokens", "64"]);
+    // Every third prompt samples as the request says.
+    let has_own = |i: &usize| i % 3 != 2;
+    let mut batch = Request::generate(prompts(), 3, SEED, 0).params(rich.clone());
+    batch.own = (0..prompts().len()).filter(has_own).map(|i| (i as u32, own(i))).collect();
+    let together = engine.generate(batch);
+    let mut lengths = std::collections::BTreeSet::new();
+    for (i, prompt) in prompts().into_iter().enumerate() {
+        reference.reset_prefix_cache();
+        let (params, seed) = if has_own(&i) {
+            (params(i), own(i).seed.unwrap())
+        } else {
+            (rich.clone(), sample_seed(SEED, i as u32, 0))
+        };
+        let alone = reference.generate(Request::generate(vec![prompt], 3, seed, 0).params(params));
+        let of_batch: Vec<_> = together.completions.iter().filter(|c| c.prompt_index == i as u32).collect();
+        let sampled = if has_own(&i) { 3 } else { 1 };
+        for (ours, alone) in of_batch.iter().zip(&alone.completions).take(sampled) {
+            assert_eq!((bits(&ours.tokens), ours.finish_reason), (bits(&alone.tokens), alone.finish_reason), "{i}");
+            assert_eq!(ours.seed, alone.seed);
+            lengths.insert(ours.tokens.len());
+        }
+    }
+    assert!(lengths.len() > 5, "samples of few lengths: {lengths:?}");
+    engine.assert_all_free();
+}
+
+#[test]
+fn equal_prompts_of_one_request_are_no_clones() {
+    let engine = Engine::start("qwen2", &[]);
+    let own = |seed| OwnSampling {
+        params: SamplingParams { max_tokens: NEW_TOKENS, ..Default::default() }.into(),
+        grammar: None,
+        seed,
+    };
+    let prompts = vec![vec![3, 1, 4]; 6];
+    let mut request = Request::generate(prompts, 4, SEED, NEW_TOKENS);
+    // The last two of them sample in a way of their own, and have no seed of their own.
+    request.own = (4..6).map(|i| (i, own(None))).collect();
+    let reply = engine.generate(request);
+    let different: std::collections::BTreeSet<_> = reply.bits().into_iter().collect();
+    assert_eq!((reply.completions.len(), different.len()), (24, 24));
 }

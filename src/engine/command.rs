@@ -1,5 +1,6 @@
 //! Commands to the engine, and their replies. Only the server makes them, from requests that it has checked.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -149,6 +150,8 @@ pub struct GenerateCommand {
     pub params: Arc<SamplingParams>,
     /// What the samples' texts must match; `None` for any text.
     pub grammar: Option<Arc<Grammar>>,
+    /// The prompts, by their index, to which `params` and `grammar` do not apply. Empty for [`RequestKind::Score`].
+    pub own: BTreeMap<u32, OwnSampling>,
     /// Name of the resident adapter to use.
     pub adapter: Option<String>,
     /// The request is refused under a policy of any other version.
@@ -161,8 +164,19 @@ pub struct GenerateCommand {
     pub responder: Responder,
     /// Counts the events that the responder was given and its reader has not taken.
     pub backlog: Backlog,
-    /// Counts what the request holds until its terminal event: prompts, records of its samples, their tokens and texts.
+    /// Counts what the request holds until its terminal event, besides the prompts, which its reply counts: records of
+    /// its samples, their tokens and texts.
     pub charge: Charge,
+}
+
+/// How to sample one prompt of a request.
+#[derive(Clone)]
+pub struct OwnSampling {
+    pub params: Arc<SamplingParams>,
+    /// What the samples' texts must match; `None` for any text.
+    pub grammar: Option<Arc<Grammar>>,
+    /// The seed from which the samples have theirs, as if the prompt were the only one; `None` for the request's.
+    pub seed: Option<u64>,
 }
 
 /// The header of an update.

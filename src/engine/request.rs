@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::command::{CancelFlag, GenerateCommand, RequestKind, Responder};
+use super::command::{CancelFlag, GenerateCommand, OwnSampling, RequestKind, Responder};
 use super::event::{Completion, Event, Summary, tokens_bytes};
 use super::listing::{Progress, RequestStatus};
 use super::text::{FinishedText, SampleText};
@@ -15,7 +15,9 @@ use crate::memory::{Backlog, Charge};
 use crate::observe::Metrics;
 use crate::scheduler::{Group, GroupKind};
 use crate::text::Tokenizer;
-use crate::types::{FinishReason, GroupKey, Owner, RequestKey, SampleKey, TokenLogprobs, WeightVersion, sample_seed};
+use crate::types::{
+    FinishReason, GroupKey, Owner, RequestKey, SampleKey, SamplingParams, TokenLogprobs, WeightVersion, sample_seed,
+};
 
 /// State of a request between admission and its terminal event.
 pub struct Request {
@@ -44,8 +46,7 @@ pub struct Request {
     /// When the first of its prompts was scheduled.
     begun_at: Option<Instant>,
     metrics: Arc<Metrics>,
-    /// Counts its prompts and the records of its samples while it runs, and the tokens and texts of samples until they
-    /// end.
+    /// Counts the records of its samples while it runs, and the tokens and texts of samples until they end.
     charge: Charge,
     /// Counts the events that its reader has not taken.
     backlog: Backlog,
@@ -129,12 +130,15 @@ impl Request {
         metrics: &Arc<Metrics>,
     ) -> (Self, Vec<Group>) {
         let GenerateCommand { request_id, prompts, kind, params, if_weight_version, cancel, responder, .. } = command;
-        let GenerateCommand { charge, backlog, owner, arrived, grammar, .. } = command;
+        let GenerateCommand { charge, backlog, owner, arrived, grammar, mut own, .. } = command;
         let return_text = matches!(kind, RequestKind::Generate { return_text: true, .. });
-        let text = (return_text || !params.stop_strings.is_empty()).then(|| {
-            let tokenizer = tokenizer.expect("a request for text or with stop strings was let in without a tokenizer");
-            SampleText::new(tokenizer, &params.stop_strings, return_text)
-        });
+        let text_of = |params: &SamplingParams| {
+            (return_text || !params.stop_strings.is_empty()).then(|| {
+                let why = "a request for text or with stop strings was let in without a tokenizer";
+                SampleText::new(tokenizer.expect(why), &params.stop_strings, return_text)
+            })
+        };
+        let text = text_of(&params);
         let (n, seed) = match kind {
             RequestKind::Generate { n, seed, .. } => (n, seed),
             RequestKind::Score => (0, 0),
@@ -144,7 +148,13 @@ impl Request {
             Summary { prompt_tokens: prompts.iter().map(|p| p.tokens.len() as u64).sum(), ..Default::default() };
         for (prompt_index, prompt) in (0..).zip(prompts) {
             let group = GroupKey { request: key, prompt_index };
-            let seeds: Vec<u64> = (0..n).map(|i| sample_seed(seed, prompt_index, i)).collect();
+            let (text, params, grammar, seed) = match own.remove(&prompt_index) {
+                None => (text.clone(), params.clone(), grammar.clone(), (seed, prompt_index)),
+                Some(OwnSampling { params, grammar, seed: own }) => {
+                    (text_of(&params), params, grammar, own.map_or((seed, prompt_index), |own| (own, 0)))
+                }
+            };
+            let seeds: Vec<u64> = (0..n).map(|i| sample_seed(seed.0, seed.1, i)).collect();
             for (sample_index, &seed) in (0..).zip(&seeds) {
                 samples.insert(SampleKey { group, sample_index }, Sample::new(seed, text.clone()));
             }
@@ -152,7 +162,7 @@ impl Request {
                 &RequestKind::Generate { prompt_logprobs, .. } => GroupKind::Sample { seeds, prompt_logprobs },
                 RequestKind::Score => GroupKind::Score,
             };
-            groups.push(Group { key: group, prompt, params: params.clone(), salt, kind, grammar: grammar.clone() });
+            groups.push(Group { key: group, prompt, params, salt, kind, grammar });
         }
         let request = Self {
             id: request_id,

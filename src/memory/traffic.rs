@@ -188,6 +188,13 @@ impl Charge {
         self.bytes -= bytes;
     }
 
+    /// Makes `bytes` of the charge, or all of it if that is less, a charge of their own.
+    pub fn split(&mut self, bytes: u64) -> Self {
+        let bytes = bytes.min(self.bytes);
+        self.bytes -= bytes;
+        Self { traffic: self.traffic.clone(), bytes }
+    }
+
     /// Counts `bytes` more while `work` runs.
     ///
     /// # Errors
@@ -240,6 +247,13 @@ mod tests {
         assert_eq!((traffic.used(), one.bytes()), (400, 0));
         drop(two);
         assert_eq!((traffic.used(), traffic.take_high_water(), traffic.take_high_water()), (0, 700, 0));
+        let mut whole = traffic.charge(50).unwrap();
+        let part = whole.split(20);
+        assert_eq!((whole.bytes(), part.bytes(), traffic.used()), (30, 20, 50));
+        let rest = whole.split(100);
+        assert_eq!((whole.bytes(), rest.bytes(), traffic.used()), (0, 30, 50));
+        drop(part);
+        assert_eq!(traffic.used(), 30);
     }
 
     #[test]

@@ -25,7 +25,8 @@ pub(super) trait Ask: Send + 'static {
 impl Ask for pb::GenerateRequest {
     /// A grammar is compiled.
     fn takes_long(&self) -> bool {
-        self.sampling.as_ref().is_some_and(|sampling| sampling.structured_outputs.is_some())
+        let own = self.prompts.iter().filter_map(|prompt| prompt.sampling.as_deref());
+        self.sampling.iter().chain(own).any(|sampling| sampling.structured_outputs.is_some())
     }
 }
 
@@ -82,14 +83,15 @@ where
     let model = context.model.clone();
     let (deadline, owner) = (arrived.deadline.clone(), arrived.owner);
     let parsed = parse(arrived, move |message, charge| convert(message, &model, charge));
-    let (request, charge) = deadline.clone().limit(parsed).await?;
+    let (request, mut charge) = deadline.clone().limit(parsed).await?;
     tracing::debug!(request_id = request.request_id, prompts = request.prompts.len(), "request accepted");
     let size = (request.prompts.len(), request.samples());
     let writer = writer(&request);
+    let prompts = charge.split(request.prompt_bytes());
     let (reply, events) = event_channel(&context);
     let cancel = CancelOnDrop::new(&context.engine);
     context.engine.send(request.into_command((owner, arrived_at), cancel.flag.clone(), reply, charge))?;
-    let guards = StreamGuards { cancel, running, deadline, gate: gate.clone() };
+    let guards = StreamGuards { cancel, running, deadline, gate: gate.clone(), prompts };
     Ok(ReplyStream::new(events, writer, size, guards))
 }
 
@@ -103,7 +105,7 @@ async fn parse<M: Ask>(
     let takes_long = message.takes_long();
     let parse = move || {
         let request = convert(message, &mut charge)?;
-        charge.set(request.bytes())?;
+        charge.set(request.bytes() + request.prompt_bytes())?;
         Ok((request, charge))
     };
     // What takes long is not to be done here, however short its message is.

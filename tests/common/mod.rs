@@ -12,8 +12,8 @@ use rollout_kernels::cpu::Isa;
 use rollout_server::config::Config;
 use rollout_server::engine::{
     Activity, AdapterTarget, CancelFlag, Command, Completion, DrainMode, EngineHandle, Event, GenerateCommand,
-    LifecycleStatus, RequestKind, RunningPolicy, SleepLevel, SleepReply, Status, Summary, UpdateBegin, UpdateReply,
-    WakeTags,
+    LifecycleStatus, OwnSampling, RequestKind, RunningPolicy, SleepLevel, SleepReply, Status, Summary, UpdateBegin,
+    UpdateReply, WakeTags,
 };
 use rollout_server::error::Result;
 use rollout_server::grammar::Grammar;
@@ -86,6 +86,7 @@ impl Engine {
             kind: request.kind,
             params: Arc::new(request.params),
             grammar: request.grammar,
+            own: request.own,
             adapter: request.adapter,
             if_weight_version: request.if_weight_version,
             min_weight_version: request.min_weight_version,
@@ -141,6 +142,7 @@ pub struct Request {
     pub kind: RequestKind,
     pub params: SamplingParams,
     pub grammar: Option<Arc<Grammar>>,
+    pub own: BTreeMap<u32, OwnSampling>,
     pub adapter: Option<String>,
     pub if_weight_version: Option<u64>,
     pub min_weight_version: Option<u64>,
@@ -159,8 +161,8 @@ impl Request {
 
     fn new(prompts: Vec<Vec<TokenId>>, kind: RequestKind, params: SamplingParams) -> Self {
         let id = String::new();
-        let (adapter, grammar) = (None, None);
-        Self { id, prompts, kind, params, grammar, adapter, if_weight_version: None, min_weight_version: None }
+        let (adapter, grammar, own) = (None, None, BTreeMap::new());
+        Self { id, prompts, kind, params, grammar, own, adapter, if_weight_version: None, min_weight_version: None }
     }
 
     /// Gives the request an id. Requests without an id must run one after the other.

@@ -69,7 +69,8 @@ fn prompt(dice: &mut Dice) -> pb::Prompt {
         3 => Some(Kind::Tokens(tokens(dice, CONTEXT - 1))),
         _ => Some(Kind::Tokens(tokens(dice, 40))),
     };
-    pb::Prompt { kind, add_special_tokens: dice.maybe(Dice::coin) }
+    let sampling = if dice.one_in(6) { Some(Box::new(sampling::params(dice))) } else { None };
+    pb::Prompt { kind, add_special_tokens: dice.maybe(Dice::coin), sampling }
 }
 
 fn prompts(dice: &mut Dice) -> Vec<pb::Prompt> {
@@ -99,8 +100,13 @@ fn generate_request(dice: &mut Dice) -> pb::GenerateRequest {
 }
 
 fn most_tokens(request: &pb::GenerateRequest) -> u64 {
-    let each = request.sampling.as_ref().and_then(|s| s.max_tokens).unwrap_or(16).min(CONTEXT);
-    request.prompts.len() as u64 * u64::from(request.n.unwrap_or(1)) * u64::from(each)
+    let each = |prompt| sampling_of(request, prompt).and_then(|s| s.max_tokens).unwrap_or(16).min(CONTEXT);
+    request.prompts.iter().map(|prompt| u64::from(request.n.unwrap_or(1)) * u64::from(each(prompt))).sum()
+}
+
+/// How a prompt is sampled.
+fn sampling_of<'a>(request: &'a pb::GenerateRequest, prompt: &'a pb::Prompt) -> Option<&'a pb::SamplingParams> {
+    prompt.sampling.as_deref().or(request.sampling.as_ref())
 }
 
 pub fn generate(dice: &mut Dice) -> Call {
@@ -143,7 +149,7 @@ pub fn small_generate(dice: &mut Dice) -> Call {
 /// where none may be.
 fn check_generate(request: &pb::GenerateRequest, messages: &[Bytes]) -> Result<(), String> {
     let mut expected = request.prompts.len() * request.n.unwrap_or(1) as usize;
-    let mut summaries = 0;
+    let (mut summaries, mut prompts) = (0, Vec::new());
     for (at, message) in messages.iter().enumerate() {
         let message = pb::GenerateResponse::decode(message.clone()).map_err(|e| format!("message {at}: {e}"))?;
         match message.event.ok_or("an empty message")? {
@@ -157,12 +163,29 @@ fn check_generate(request: &pb::GenerateRequest, messages: &[Bytes]) -> Result<(
             }
             Event::Delta(delta) => check_logprobs(&delta.raw_logprobs).map_err(|why| format!("{why}: {delta:?}"))?,
             Event::Summary(_) => summaries += 1,
+            Event::Prompt(prompt) => {
+                check_prompt(request, &prompt).map_err(|why| format!("{why}: {prompt:?}"))?;
+                prompts.push(prompt.prompt_index);
+            }
         }
     }
     if expected > 0 || summaries != 1 {
         return Err(format!("{expected} completions are missing, and there are {summaries} summaries"));
     }
+    prompts.sort_unstable();
+    if prompts != (0..request.prompts.len() as u32).collect::<Vec<_>>() {
+        return Err(format!("not each prompt was sent back once: {prompts:?}"));
+    }
     Ok(())
+}
+
+fn check_prompt(request: &pb::GenerateRequest, sent: &pb::PromptTokens) -> Result<(), String> {
+    match request.prompts.get(sent.prompt_index as usize).map(|prompt| &prompt.kind) {
+        None => Err("there is no such prompt".into()),
+        Some(Some(Kind::Tokens(tokens))) if tokens.ids != sent.token_ids => Err("it has other tokens".into()),
+        Some(_) if sent.token_ids.is_empty() => Err("it has no tokens".into()),
+        Some(_) => Ok(()),
+    }
 }
 
 fn check_completion(request: &pb::GenerateRequest, completion: &pb::Completion) -> Result<(), String> {
@@ -175,7 +198,8 @@ fn check_completion(request: &pb::GenerateRequest, completion: &pb::Completion) 
     }
     check_logprobs(&completion.raw_logprobs)?;
     check_logprobs(&completion.logprobs)?;
-    let allowed = request.sampling.as_ref().map(|s| &s.allowed_token_ids).filter(|allowed| !allowed.is_empty());
+    let prompt = &request.prompts[completion.prompt_index as usize];
+    let allowed = sampling_of(request, prompt).map(|s| &s.allowed_token_ids).filter(|allowed| !allowed.is_empty());
     let is_allowed = |token: &u32| *token < VOCABULARY && allowed.is_none_or(|allowed| allowed.contains(token));
     if !completion.token_ids.iter().all(is_allowed) {
         return Err("a token that is not allowed".into());

@@ -69,7 +69,7 @@ fn stop_strings(dice: &mut Dice) -> Vec<String> {
 pub fn distribution(dice: &mut Dice) -> pb::SamplingParams {
     pb::SamplingParams {
         temperature: dice.maybe(|dice| dice.float(TEMPERATURES)),
-        top_k: dice.maybe(|dice| if dice.coin() { dice.u32() } else { dice.between(0, VOCABULARY) }),
+        top_k: dice.maybe(|dice| if dice.coin() { dice.u32() as i32 } else { dice.between(0, VOCABULARY) as i32 - 1 }),
         top_p: dice.maybe(|dice| dice.float(TOP_PS)),
         min_p: dice.maybe(|dice| dice.float(MIN_PS)),
         logit_bias: logit_bias(dice),

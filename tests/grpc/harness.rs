@@ -165,8 +165,18 @@ pub fn done() -> Event {
     Event::Done(Summary { prompt_tokens: 3, cached_tokens: 0, completion_tokens: 2, seconds: 0.1 })
 }
 
-/// The next message of a stream; None at its end.
+/// The next message of a stream, but for the prompts that are sent back; None at its end.
 pub async fn next(stream: &mut tonic::Streaming<pb::GenerateResponse>) -> Option<Message> {
+    loop {
+        match any(stream).await {
+            Some(Message::Prompt(_)) => {}
+            other => return other,
+        }
+    }
+}
+
+/// The next message of a stream; None at its end.
+pub async fn any(stream: &mut tonic::Streaming<pb::GenerateResponse>) -> Option<Message> {
     let message = tokio::time::timeout(PATIENCE, stream.message()).await.expect("a message or the end in time");
     message.expect("no error").map(|m| m.event.expect("a message has an event"))
 }

@@ -32,6 +32,7 @@ async fn generate(client: &mut RolloutClient<Channel>, request: pb::GenerateRequ
     while let Some(message) = stream.message().await.expect("the stream goes on") {
         match message.event.expect("an event") {
             Event::Completion(c) => completions.push(c),
+            Event::Prompt(prompt) => assert!(!prompt.token_ids.is_empty()),
             Event::Summary(_) => summaries += 1,
             other => panic!("not asked for: {other:?}"),
         }
@@ -122,6 +123,7 @@ async fn prompt_logprobs_come_beside_every_penalty() {
         let (mut prompts, mut with) = (Vec::new(), Vec::new());
         while let Some(message) = stream.message().await.expect("the stream goes on") {
             match message.event.expect("an event") {
+                Event::Prompt(_) => {}
                 Event::PromptLogprobs(prompt) => prompts.push(prompt),
                 Event::Completion(completion) => with.push(completion),
                 _ => {}

@@ -23,6 +23,8 @@ async fn messages_come_in_the_order_of_the_events_and_end_with_one_summary() {
 
     // Each message arrives while the request still runs.
     (engine.responder)(token_event(1, 7));
+    let Some(Message::Prompt(prompt)) = any(&mut stream).await else { panic!("not a prompt") };
+    assert_eq!((prompt.prompt_index, prompt.token_ids), (0, vec![1, 2, 3]));
     let Some(Message::Delta(delta)) = next(&mut stream).await else { panic!("not a delta") };
     assert_eq!((delta.sample_index, delta.token_ids, delta.raw_logprobs), (1, vec![7], vec![-7.0]));
     (engine.responder)(completion_event(1, &[7, 99], FinishReason::Eos));

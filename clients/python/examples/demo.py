@@ -20,6 +20,7 @@ import numpy as np
 
 from rollout_client import (
     PromptOutput,
+    PromptTokens,
     RolloutClient,
     RolloutError,
     Sample,
@@ -103,6 +104,7 @@ def wait(server: ServerProcess, log: IO[str]) -> None:
 def sample_groups(server: ServerProcess) -> tuple[list[PromptOutput], Summary, float]:
     """All samples of all questions, the server's summary and the seconds it took."""
     groups: list[list[Sample]] = [[] for _ in QUESTIONS]
+    prompts: dict[int, list[int]] = {}
     total = len(QUESTIONS) * SAMPLES
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
     tokens = finished = 0
@@ -113,6 +115,8 @@ def sample_groups(server: ServerProcess) -> tuple[list[PromptOutput], Summary, f
             if isinstance(event, Sample):
                 groups[event.prompt_index].append(event)
                 finished += 1
+            elif isinstance(event, PromptTokens):
+                prompts[event.prompt_index] = event.token_ids
             elif isinstance(event, Summary):
                 summary = event
             else:
@@ -121,7 +125,8 @@ def sample_groups(server: ServerProcess) -> tuple[list[PromptOutput], Summary, f
             progress(line, milestone=isinstance(event, Sample) and finished % SAMPLES == 0)
     clear_progress()
     outputs = [
-        PromptOutput(i, sorted(group, key=lambda sample: sample.sample_index), None) for i, group in enumerate(groups)
+        PromptOutput(i, prompts[i], sorted(group, key=lambda sample: sample.sample_index), None)
+        for i, group in enumerate(groups)
     ]
     return outputs, summary, time.monotonic() - start
 

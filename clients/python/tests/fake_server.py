@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from concurrent import futures
+from itertools import chain
 
 import grpc
 
@@ -17,13 +18,15 @@ GenerateResponse = _proto.GENERATE.response
 class FakeServer:
     """Answers each method with `answers[name](request, context)`; remembers requests and metadata.
 
-    `cancelled` is set once a client has left a call that was still running.
+    Before its answers, Generate sends each prompt back, as `prompts` says. `cancelled` is set once a client has left a
+    call that was still running.
     """
 
     def __init__(self):
         self.answers = {}
         self.requests = []
         self.metadata = []
+        self.prompts = prompts
         self.cancelled = threading.Event()
         self._server = grpc.server(
             futures.ThreadPoolExecutor(max_workers=8),
@@ -50,18 +53,22 @@ class FakeServer:
         def behaviour(request, context):
             self.requests.append(request)
             self.metadata.append(dict(context.invocation_metadata()))
-            return self.answers[name](request, context)
+            answer = self.answers[name](request, context)
+            return chain(self.prompts(request), answer) if name == "Generate" else answer
 
         return make(behaviour, method.request.FromString, method.response.SerializeToString)
 
     def stall(self, *first):
         """A Generate that sends `first`, then nothing until the client leaves."""
 
+        def messages():
+            yield from first
+            self.cancelled.wait(20)
+
         def answer(request, context):
             # Before the first answer: the client may be gone as soon as it has it.
             context.add_callback(self.cancelled.set)
-            yield from first
-            self.cancelled.wait(20)
+            return messages()
 
         self.answers["Generate"] = answer
 
@@ -71,6 +78,12 @@ class FakeServer:
 
     def __exit__(self, *error):
         self._server.stop(grace=None).wait()
+
+
+def prompts(request):
+    """A `GenerateResponse` with the token ids of every prompt; a text or a chat has token 1."""
+    for index, prompt in enumerate(request.prompts):
+        yield GenerateResponse(prompt={"prompt_index": index, "token_ids": prompt.tokens.ids or [1]})
 
 
 def scores(request):

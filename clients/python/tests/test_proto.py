@@ -34,6 +34,7 @@ def test_descriptors_are_those_of_the_proto_files(tmp_path):
         (types.SamplingParams, "SamplingParams"),
         (types.Sample, "Completion"),
         (types.TokenDelta, "TokenDelta"),
+        (types.PromptTokens, "PromptTokens"),
         (types.PromptLogprobs, "PromptLogprobs"),
         (types.Summary, "GenerateSummary"),
         (types.VersionSpan, "VersionSpan"),

@@ -158,6 +158,19 @@ def test_defaults_are_sent_as_the_dataclass_shows_them(call, echo):
     assert not request.sampling.HasField("seed") and not request.sampling.allowed_token_ids
 
 
+def test_each_prompt_may_have_sampling_of_its_own(call, echo):
+    budgets = [SamplingParams(max_tokens=5, seed=1), SamplingParams(max_tokens=9, stop=["x"], top_k=-1)]
+    call(lambda client: client.generate(["a", [2]], sampling=budgets))
+    call(lambda client: client.generate(["a", [2]], sampling=tuple(budgets)))
+    for request in echo.requests:
+        first, second = (prompt.sampling for prompt in request.prompts)
+        assert (first.max_tokens, first.seed, second.max_tokens, second.stop, second.top_k) == (5, 1, 9, ["x"], -1)
+        assert not request.HasField("sampling") and not second.HasField("seed")
+    call(lambda client: client.generate(["a", [2]], sampling=budgets[0]))
+    assert echo.requests[-1].sampling.max_tokens == 5
+    assert not any(prompt.HasField("sampling") for prompt in echo.requests[-1].prompts)
+
+
 def test_random_prompts_arrive_as_they_are(call, echo):
     seed = random.randrange(2**32)
     print(f"seed {seed}")
@@ -247,7 +260,9 @@ def test_empty_token_list_reaches_the_server_as_tokens(call, echo):
         ({"if_weight_version": -1}, "if_weight_version: "),
         ({"min_weight_version": 2**64}, "min_weight_version: "),
         ({"sampling": SamplingParams(temperature="hot")}, "sampling.temperature: "),
-        ({"sampling": SamplingParams(top_k=-1)}, "sampling.top_k: "),
+        ({"sampling": SamplingParams(top_k="5")}, "sampling.top_k: "),
+        ({"sampling": SamplingParams(top_k=5.0)}, "sampling.top_k: "),
+        ({"sampling": SamplingParams(ignore_eos="no")}, "sampling.ignore_eos: "),
         ({"sampling": SamplingParams(max_tokens=None)}, "sampling.max_tokens: "),
         ({"sampling": SamplingParams(seed=-1)}, "sampling.seed: "),
         ({"sampling": SamplingParams(seed=2**64)}, "sampling.seed: "),
@@ -256,6 +271,14 @@ def test_empty_token_list_reaches_the_server_as_tokens(call, echo):
         ({"sampling": SamplingParams(stop_token_ids=[2**32])}, "sampling.stop_token_ids: "),
         ({"sampling": SamplingParams(stop="a")}, "sampling.stop: "),
         ({"sampling": SamplingParams(stop=[1])}, "sampling.stop: "),
+        ({"sampling": SamplingParams(allowed_token_ids=3)}, "sampling.allowed_token_ids: "),
+        ({"sampling": SamplingParams(stop_token_ids=None)}, "sampling.stop_token_ids: "),
+        ({"sampling": SamplingParams(logit_bias=[(1, 1.0)])}, "sampling.logit_bias: expected a dict"),
+        ({"sampling": {"temperature": 0.5}}, "sampling: expected SamplingParams, got dict"),
+        ({"sampling": [SamplingParams()] * 2}, "sampling: 2 for 1 prompts"),
+        ({"sampling": [None]}, "sampling[0]: expected SamplingParams, got NoneType"),
+        ({"sampling": [SamplingParams(stop="a")]}, "sampling[0].stop: "),
+        ({"sampling": [SamplingParams(structured_outputs={})]}, "sampling[0].structured_outputs: "),
         ({"sampling": SamplingParams(logit_bias={-1: 1.0})}, "sampling.logit_bias[-1]: "),
         ({"sampling": SamplingParams(logit_bias={1: "a"})}, "sampling.logit_bias[1]: "),
         ({"sampling": SamplingParams(structured_outputs="a+")}, "sampling.structured_outputs: "),

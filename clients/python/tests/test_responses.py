@@ -24,6 +24,7 @@ from rollout_client import (
     InvalidArgument,
     Lifecycle,
     PromptLogprobs,
+    PromptTokens,
     RolloutClient,
     RolloutError,
     Sample,
@@ -105,8 +106,9 @@ def test_stream_gives_events_as_they_come(fake):
     fake.answers["Generate"] = lambda request, context: iter(answers)
     with RolloutClient(fake.address) as client:
         stream = client.generate_stream(["a"], stream_tokens=True, request_id="r")
-        delta, sample, last = list(stream)
+        prompt, delta, sample, last = list(stream)
     assert fake.requests[0].stream_tokens and stream.request_id == "r"
+    assert prompt == PromptTokens(0, [1])
     assert isinstance(delta, TokenDelta) and (delta.token_ids, delta.text) == ([5], "a")
     assert isinstance(sample, Sample)
     assert last == Summary("r", 3, 1, 1, 0.5)
@@ -193,6 +195,15 @@ def test_a_server_that_breaks_the_contract_is_an_error(call, fake, answers):
         call(lambda client: client.generate(["a", "b"]))
 
 
+def test_each_output_has_the_token_ids_of_its_prompt(call, fake):
+    fake.answers["Generate"] = lambda request, context: iter([completion(1), completion(0), summary()])
+    outputs = call(lambda client: client.generate(["a", [2**21, 7, 7]]))
+    assert [output.prompt_token_ids for output in outputs] == [[1], [2**21, 7, 7]]
+    fake.prompts = lambda request: iter([GenerateResponse(prompt={"prompt_index": 1, "token_ids": [3]})])
+    with pytest.raises(Internal, match="token ids of 1 of 2 prompts"):
+        call(lambda client: client.generate(["a", "b"]))
+
+
 @pytest.mark.parametrize(
     ("code", "cls"),
     [
@@ -253,7 +264,7 @@ def test_leaving_a_stream_tells_the_server(fake):
     fake.stall(completion())
     with RolloutClient(fake.address) as client:
         with client.generate_stream(["a"], n=2) as stream:
-            next(stream)
+            assert [type(next(stream)) for _ in range(2)] == [PromptTokens, Sample]
         assert fake.cancelled.wait(10)
         with pytest.raises(rollout_client.Cancelled):
             next(stream)
@@ -331,9 +342,7 @@ def test_leaving_an_async_stream_tells_the_server(fake):
     async def main():
         async with AsyncRolloutClient(fake.address) as client:
             async with client.generate_stream(["a"], n=2) as stream:
-                async for event in stream:
-                    assert isinstance(event, Sample)
-                    break
+                assert [type(await anext(stream)) for _ in range(2)] == [PromptTokens, Sample]
             assert await asyncio.to_thread(fake.cancelled.wait, 10)
             with pytest.raises(rollout_client.Cancelled):
                 await anext(stream)

@@ -317,7 +317,8 @@ def test_abort_gives_the_tokens_so_far(client, everything):
         result = client.abort(all=True) if everything else client.abort([stream.request_id, "unheard of"])
         assert result.aborted == [stream.request_id]
         assert result.unknown == ([] if everything else ["unheard of"])
-        *samples, summary = stream
+        *events, summary = stream
+    samples = [event for event in events if isinstance(event, Sample)]
     assert isinstance(summary, Summary) and len(samples) == len(LONG_PROMPTS) * LONG_N
     aborted = [sample for sample in samples if sample.finish_reason is FinishReason.ABORTED]
     assert aborted

@@ -1,5 +1,6 @@
 //! An engine that a test drives step by step, over an executor without a model.
 
+use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, TryRecvError, channel, sync_channel};
 
 pub use super::fake::*;
@@ -99,6 +100,7 @@ pub fn ask(id: &str, prompt: usize, max_tokens: u32) -> (GenerateCommand, Asked)
         kind: RequestKind::Generate { n: 1, seed: 1, prompt_logprobs: false, stream_tokens: false, return_text: false },
         params: Arc::new(SamplingParams { max_tokens, ..SamplingParams::default() }),
         grammar: None,
+        own: BTreeMap::new(),
         adapter: None,
         if_weight_version: None,
         min_weight_version: None,

@@ -1,5 +1,6 @@
 //! The engine on its own thread, with an executor without a model: token `t` is followed by `t + 1`.
 
+use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel, sync_channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -144,6 +145,7 @@ impl Fixture {
             kind,
             params: Arc::new(params),
             grammar: None,
+            own: BTreeMap::new(),
             adapter: None,
             if_weight_version: versions.0,
             min_weight_version: versions.1,
@@ -345,6 +347,7 @@ fn a_device_that_fails_ends_every_request() {
         kind: RequestKind::Score,
         params: Arc::new(tokens(1)),
         grammar: None,
+        own: BTreeMap::new(),
         adapter: None,
         if_weight_version: None,
         min_weight_version: None,

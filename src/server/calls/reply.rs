@@ -12,6 +12,7 @@ use super::deadline::{Deadline, exceeded};
 use super::events::{CancelOnDrop, Events};
 use crate::engine::{Event, Summary};
 use crate::error::{Error, Result};
+use crate::memory::Charge;
 use crate::server::gate::{Gate, Running};
 
 /// What an event means for the progress of its request.
@@ -47,6 +48,7 @@ pub(in crate::server) struct ReplyStream<W: Writer> {
     gate: Gate,
     _cancel: CancelOnDrop,
     _running: Running,
+    _prompts: Charge,
 }
 
 /// Guards that a reply stream holds until it ends.
@@ -55,6 +57,8 @@ pub(in crate::server) struct StreamGuards {
     pub(in crate::server) running: Running,
     pub(in crate::server) deadline: Deadline,
     pub(in crate::server) gate: Gate,
+    /// Counts the prompts, which the writer may hold to the end.
+    pub(in crate::server) prompts: Charge,
 }
 
 impl<W: Writer> ReplyStream<W> {
@@ -75,6 +79,7 @@ impl<W: Writer> ReplyStream<W> {
             gate: guards.gate,
             _cancel: guards.cancel,
             _running: guards.running,
+            _prompts: guards.prompts,
         }
     }
 

@@ -4,6 +4,7 @@
 
 mod chat;
 mod lifecycle;
+mod own;
 mod prompt;
 mod sampling;
 mod structured;
@@ -12,6 +13,7 @@ mod tests;
 mod timeline;
 mod update;
 
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -25,7 +27,7 @@ pub(super) use update::{
 use super::calls::ReplyEnd;
 use super::context::ModelFacts;
 use super::pb;
-use crate::engine::{AbortTarget, CancelFlag, Command, GenerateCommand, RequestKind};
+use crate::engine::{AbortTarget, CancelFlag, Command, GenerateCommand, OwnSampling, RequestKind};
 use crate::error::{Error, Result};
 use crate::grammar::Grammar;
 use crate::memory::Charge;
@@ -54,6 +56,7 @@ pub(super) struct ValidRequest {
     pub(super) kind: RequestKind,
     pub(super) params: Arc<SamplingParams>,
     grammar: Option<Arc<Grammar>>,
+    own: BTreeMap<u32, OwnSampling>,
     adapter: Option<String>,
     if_weight_version: Option<WeightVersion>,
     min_weight_version: Option<WeightVersion>,
@@ -76,6 +79,7 @@ impl ValidRequest {
             kind: self.kind,
             params: self.params,
             grammar: self.grammar,
+            own: self.own,
             adapter: self.adapter,
             if_weight_version: self.if_weight_version,
             min_weight_version: self.min_weight_version,
@@ -87,15 +91,32 @@ impl ValidRequest {
         }))
     }
 
-    /// Estimate of the bytes that the request takes while it runs: its prompts, and the engine's and the scheduler's
-    /// records of its samples. Sampled tokens are counted when they are made.
+    /// Estimate of the bytes that the request takes while it runs, besides its prompts: the engine's and the
+    /// scheduler's records of its samples. Sampled tokens are counted when they are made.
     pub(super) fn bytes(&self) -> u64 {
         /// Bytes that one prompt or one sample takes, including its entries in maps and queues.
         const RECORD: usize = 512;
-        let prompts: usize = self.prompts.iter().map(|p| p.heap_bytes() + RECORD).sum();
-        let grammar =
-            self.grammar.as_ref().map_or(0, |grammar| grammar.bytes() + self.samples() * Grammar::SAMPLE_BYTES);
-        (prompts + self.samples() * RECORD + self.params.heap_bytes() + grammar) as u64
+        let own: usize = self.own.values().map(|own| RECORD + own.params.heap_bytes()).sum();
+        let records = self.prompts.len() + self.samples();
+        (records * RECORD + self.params.heap_bytes() + own + self.grammar_bytes()) as u64
+    }
+
+    /// Estimate of the bytes that the prompts take until the end of the reply, which sends each of them back: a copy of
+    /// one at a time, and its encoded bytes.
+    pub(super) fn prompt_bytes(&self) -> u64 {
+        let bytes = self.prompts.iter().map(Prompt::heap_bytes);
+        let longest = bytes.clone().max().unwrap_or(0);
+        (bytes.sum::<usize>() + 2 * longest) as u64
+    }
+
+    /// Bytes of all grammars, of which several prompts may share one.
+    fn grammar_bytes(&self) -> usize {
+        let all = self.grammar.iter().chain(self.own.values().filter_map(|own| own.grammar.as_ref()));
+        let mut counted = HashSet::new();
+        let grammars: usize =
+            all.filter(|grammar| counted.insert(Arc::as_ptr(grammar))).map(|grammar| grammar.bytes()).sum();
+        let samples = if counted.is_empty() { 0 } else { self.samples() };
+        grammars + samples * Grammar::SAMPLE_BYTES
     }
 
     /// Number of completions that the reply will carry.
@@ -112,7 +133,11 @@ impl ValidRequest {
 ///
 /// # Errors
 /// `InvalidArgument` with the path of the field; `ResourceExhausted` if there is no room now to encode its texts.
-pub(super) fn generate(request: pb::GenerateRequest, model: &ModelFacts, charge: &mut Charge) -> Result<ValidRequest> {
+pub(super) fn generate(
+    mut request: pb::GenerateRequest,
+    model: &ModelFacts,
+    charge: &mut Charge,
+) -> Result<ValidRequest> {
     check_versions(request.if_weight_version, request.min_weight_version)?;
     check_top_logprobs(request.top_logprobs, model)?;
     let n = check_n(request.n, request.prompts.len())?;
@@ -123,7 +148,9 @@ pub(super) fn generate(request: pb::GenerateRequest, model: &ModelFacts, charge:
     let params = sampling::for_generate(request.sampling.as_ref(), request.top_logprobs, model)?;
     let structured_outputs = request.sampling.as_ref().and_then(|s| s.structured_outputs.clone());
     let seed = request.sampling.as_ref().and_then(|s| s.seed).unwrap_or_else(rand::random);
+    let shared = own::Shared { top_logprobs: request.top_logprobs, top_logprobs_of };
     Ok(ValidRequest {
+        own: own::own_sampling(&mut request.prompts, &shared, model)?,
         request_id: request_id(request.request_id)?,
         prompts: prompt::prompts(request.prompts, model, charge)?,
         kind: RequestKind::Generate {
@@ -155,6 +182,7 @@ pub(super) fn score(request: pb::ScoreRequest, model: &ModelFacts) -> Result<Val
         kind: RequestKind::Score,
         params: Arc::new(params),
         grammar: None,
+        own: BTreeMap::new(),
         adapter: named(request.adapter)?,
         if_weight_version: request.if_weight_version,
         min_weight_version: request.min_weight_version,

@@ -97,7 +97,7 @@ fn distribution(p: &pb::SamplingParams, top_logprobs: u32, model: &ModelFacts) -
     Ok(SamplingParams {
         // Turns -0 into 0, as later code may look at the bits.
         temperature: temperature.abs(),
-        top_k: p.top_k.unwrap_or(default.top_k),
+        top_k: p.top_k.map_or(Ok(default.top_k), top_k)?,
         top_p: float("top_p", p.top_p, default.top_p, top_p, "a number in (0, 1]")?,
         min_p: float("min_p", p.min_p, default.min_p, min_p, "a number in [0, 1]")?,
         logit_bias: logit_bias(p, model)?,
@@ -105,6 +105,14 @@ fn distribution(p: &pb::SamplingParams, top_logprobs: u32, model: &ModelFacts) -
         top_logprobs,
         ..default
     })
+}
+
+/// 0 for the -1 by which trainers and other servers say that no token is left out.
+fn top_k(given: i32) -> Result<u32> {
+    match given {
+        -1 => Ok(0),
+        k => u32::try_from(k).map_err(|_| Error::invalid("sampling.top_k", format!("{k} is neither -1 nor a count"))),
+    }
 }
 
 fn float(name: &str, given: Option<f32>, default: f32, valid: impl Fn(f32) -> bool, must_be: &str) -> Result<f32> {

@@ -6,7 +6,8 @@ use super::pb::structured_outputs::Kind;
 use super::{ModelFacts, pb};
 use crate::error::{Error, Result};
 use crate::grammar::{Grammar, GrammarSource};
-use crate::types::SamplingParams;
+use crate::server::encoder::PromptEncoder;
+use crate::types::{SamplingParams, TokenId};
 
 const FIELD: &str = "sampling.structured_outputs";
 
@@ -20,24 +21,66 @@ pub(super) fn grammar(
     model: &ModelFacts,
 ) -> Result<Option<Arc<Grammar>>> {
     let Some(given) = given else { return Ok(None) };
-    let Some(encoder) = &model.encoder else {
-        return Err(Error::invalid(FIELD, "this model has no tokenizer, so that no text is known"));
-    };
+    let asked = asked(given, params, model)?;
+    let grammar = asked.compile(model)?;
+    asked.check_start(&grammar, params)?;
+    Ok(Some(Arc::new(grammar)))
+}
+
+/// A grammar that was asked for, and is not compiled yet.
+pub(super) struct Asked {
+    name: &'static str,
+    pub(super) source: GrammarSource,
+    /// The tokens that end a sample.
+    pub(super) ends: Vec<TokenId>,
+}
+
+/// The grammar that is asked for by samples whose other parameters are `params`.
+///
+/// # Errors
+/// `InvalidArgument` with the path of the field.
+pub(super) fn asked(given: pb::StructuredOutputs, params: &SamplingParams, model: &ModelFacts) -> Result<Asked> {
+    let encoder = encoder(model)?;
     let (name, source) = source(given)?;
-    let field = || format!("{FIELD}.{name}");
     // Special tokens have no text, so no grammar can ask for them; others are allowed where their text is.
     let stops = params.stop_token_ids.iter().filter(|token| encoder.tokenizer().is_special(**token));
-    let ends: Vec<_> = params.eos_token_ids.iter().chain(stops).copied().collect();
-    let grammar = encoder.grammars().compile(&source, model.vocab_size, &ends).map_err(|error| match error {
-        Error::InvalidArgument { message, .. } => Error::invalid(field(), message),
-        other => other,
-    })?;
-    if !grammar.can_start(params) {
+    let ends = params.eos_token_ids.iter().chain(stops).copied().collect();
+    Ok(Asked { name, source, ends })
+}
+
+impl Asked {
+    /// Path of the field that asks for it.
+    pub(super) fn field(&self) -> String {
+        format!("{FIELD}.{}", self.name)
+    }
+
+    /// # Errors
+    /// `InvalidArgument` with the path of the field; `ResourceExhausted` if too many grammars are being compiled.
+    pub(super) fn compile(&self, model: &ModelFacts) -> Result<Grammar> {
+        let grammars = encoder(model)?.grammars();
+        grammars.compile(&self.source, model.vocab_size, &self.ends).map_err(|error| match error {
+            Error::InvalidArgument { message, .. } => Error::invalid(self.field(), message),
+            other => other,
+        })
+    }
+
+    /// Checks that samples with `params` can have a first token.
+    ///
+    /// # Errors
+    /// `InvalidArgument` with the path of the field.
+    pub(super) fn check_start(&self, grammar: &Grammar, params: &SamplingParams) -> Result<()> {
+        if grammar.can_start(params) {
+            return Ok(());
+        }
         let message = "leaves no token to begin with; is it satisfiable, and do allowed_token_ids and min_tokens allow \
                        what it asks for?";
-        return Err(Error::invalid(field(), message));
+        Err(Error::invalid(self.field(), message))
     }
-    Ok(Some(Arc::new(grammar)))
+}
+
+fn encoder(model: &ModelFacts) -> Result<&PromptEncoder> {
+    let missing = || Error::invalid(FIELD, "this model has no tokenizer, so that no text is known");
+    model.encoder.as_deref().ok_or_else(missing)
 }
 
 /// What is asked for, and the name of its field.

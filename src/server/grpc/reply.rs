@@ -2,12 +2,12 @@
 
 use std::collections::VecDeque;
 
-use crate::engine::{Completion, Event, RequestKind, Summary};
+use crate::engine::{Completion, Event, Summary};
 use crate::error::{Error, Result};
 use crate::server::calls::{Progress, Writer};
 use crate::server::convert::ValidRequest;
 use crate::server::pb;
-use crate::types::{FinishReason, Prompt, TokenLogprobs, WeightVersion};
+use crate::types::{FinishReason, Prompt, TokenId, TokenLogprobs, WeightVersion};
 use pb::generate_response::Event as Message;
 
 /// Tokens of a sequence in one message of scores: 0.8 MB with 100 most likely tokens at each position.
@@ -16,23 +16,28 @@ const PIECE_TOKENS: usize = 1024;
 /// Turns the events of one `Generate` into its messages.
 pub(super) struct ReplyWriter {
     request_id: String,
-    prompts: Vec<Prompt>,
+    /// The prompts that have not been sent back, by their index.
+    prompts: Vec<Option<Prompt>>,
     /// Whether the request asked for `top_logprobs`.
     top: bool,
 }
 
 impl ReplyWriter {
     pub(super) fn new(request: &ValidRequest) -> Self {
-        let echo_prompts = matches!(request.kind, RequestKind::Generate { prompt_logprobs: true, .. });
         Self {
             request_id: request.request_id.clone(),
-            prompts: if echo_prompts { request.prompts.clone() } else { Vec::new() },
+            prompts: request.prompts.iter().cloned().map(Some).collect(),
             top: request.params.top_logprobs > 0,
         }
     }
 
-    fn messages(&self, event: Event, out: &mut VecDeque<pb::GenerateResponse>) -> Result<Progress> {
+    fn messages(&mut self, event: Event, out: &mut VecDeque<pb::GenerateResponse>) -> Result<Progress> {
+        let prompt = prompt_of(&event).and_then(|index| Some((index, self.prompts.get_mut(index as usize)?.take()?)));
         let mut push = |event| out.push_back(pb::GenerateResponse { event: Some(event) });
+        if let Some((prompt_index, prompt)) = &prompt {
+            let (prompt_index, token_ids) = (*prompt_index, prompt.tokens.to_vec());
+            push(Message::Prompt(pb::PromptTokens { prompt_index, token_ids }));
+        }
         match event {
             Event::Token { prompt_index, sample_index, logprobs, text } => push(Message::Delta(pb::TokenDelta {
                 prompt_index,
@@ -51,7 +56,8 @@ impl ReplyWriter {
                 ..Default::default()
             })),
             Event::PromptLogprobs { prompt_index, logprobs, .. } => {
-                push(Message::PromptLogprobs(self.prompt_logprobs(prompt_index, &logprobs)?));
+                let (_, prompt) = prompt.ok_or_else(|| unasked(prompt_index))?;
+                push(Message::PromptLogprobs(self.prompt_logprobs(prompt_index, &prompt.tokens, &logprobs)?));
             }
             Event::Completion(completion) => push(Message::Completion(self.completion(completion))),
             Event::Done(summary) => {
@@ -82,8 +88,12 @@ impl ReplyWriter {
         }
     }
 
-    fn prompt_logprobs(&self, prompt_index: u32, logprobs: &[TokenLogprobs]) -> Result<pb::PromptLogprobs> {
-        let prompt = &self.prompts.get(prompt_index as usize).ok_or_else(|| unasked(prompt_index))?.tokens;
+    fn prompt_logprobs(
+        &self,
+        prompt_index: u32,
+        prompt: &[TokenId],
+        logprobs: &[TokenLogprobs],
+    ) -> Result<pb::PromptLogprobs> {
         Ok(pb::PromptLogprobs {
             prompt_index,
             token_ids: prompt.to_vec(),
@@ -204,6 +214,16 @@ fn after_first(len: usize, rest: &[TokenLogprobs], value: impl Fn(&TokenLogprobs
         return Err(Error::Internal(format!("{} log-probabilities for a sequence of {len} tokens", rest.len())));
     }
     Ok(std::iter::once(f32::NAN).chain(rest.iter().map(value)).collect())
+}
+
+/// Index of the prompt that the event is about.
+fn prompt_of(event: &Event) -> Option<u32> {
+    match event {
+        Event::Token { prompt_index, .. } | Event::Text { prompt_index, .. } => Some(*prompt_index),
+        Event::PromptLogprobs { prompt_index, .. } => Some(*prompt_index),
+        Event::Completion(completion) => Some(completion.prompt_index),
+        Event::Done(_) | Event::Failed(_) => None,
+    }
 }
 
 fn tops_after_first(rest: &[TokenLogprobs]) -> Vec<pb::TopLogprobs> {

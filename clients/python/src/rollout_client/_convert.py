@@ -22,7 +22,9 @@ from .types import (
     PromptInput,
     PromptLogprobs,
     PromptOutput,
+    PromptTokens,
     Sample,
+    SamplingInput,
     SamplingParams,
     Score,
     ServerInfo,
@@ -52,7 +54,7 @@ _STRUCTURED = ("regex", "json", "choice", "grammar", "json_object")
 
 
 def generate_request(
-    prompts: Sequence[PromptInput], n: int, sampling: SamplingParams | None, options: GenerateStreamOptions
+    prompts: Sequence[PromptInput], n: int, sampling: SamplingInput, options: GenerateStreamOptions
 ) -> Any:
     """The `GenerateRequest` of a call of `generate_stream`.
 
@@ -67,11 +69,14 @@ def generate_request(
     request = _proto.GENERATE.request(
         request_id=request_id if request_id is not None else new_request_id(),
         prompts=[_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)],
-        sampling=_sampling(sampling or SamplingParams()),
         prompt_logprobs=options.get("prompt_logprobs", False),
         return_text=options.get("return_text", True),
         stream_tokens=options.get("stream_tokens", False),
     )
+    if _is_sequence(sampling):
+        _set_sampling_of_prompts(request, sampling)
+    else:
+        request.sampling.CopyFrom(_sampling(SamplingParams() if sampling is None else sampling, "sampling"))
     set_field(request, "n", n, "n")
     distribution = options.get("top_logprobs_of", "raw")
     if distribution not in _DISTRIBUTIONS:
@@ -91,7 +96,7 @@ def score_request(sequences: Sequence[TokenIds], options: ScoreOptions) -> Any:
         extend(request.sequences.add().ids, sequence, f"sequences[{i}]")
     sampling = options.get("sampling")
     if sampling is not None:
-        request.sampling.CopyFrom(_sampling(sampling, scoring=True))
+        request.sampling.CopyFrom(_sampling(sampling, "sampling", scoring=True))
     _set_request_options(request, options)
     return request
 
@@ -174,8 +179,7 @@ _GENERATION_FIELDS = (
 )
 
 
-def _set_structured(message: Any, given: StructuredOutputs) -> None:
-    path = "sampling.structured_outputs"
+def _set_structured(message: Any, given: StructuredOutputs, path: str) -> None:
     if not isinstance(given, Mapping) or len(given) != 1:
         raise InvalidArgument(f"{path}: expected a dict of one of {', '.join(_STRUCTURED)}, got {given!r}")
     ((kind, value),) = given.items()
@@ -195,36 +199,51 @@ def _set_structured(message: Any, given: StructuredOutputs) -> None:
     set_field(message, "json_schema" if kind == "json" else kind, value, f"{path}.{kind}")
 
 
-def _sampling(params: SamplingParams, scoring: bool = False) -> Any:
+def _set_sampling_of_prompts(request: Any, sampling: Sequence[SamplingParams]) -> None:
+    if len(sampling) != len(request.prompts):
+        raise InvalidArgument(
+            f"sampling: {len(sampling)} for {len(request.prompts)} prompts; give one SamplingParams for all, or a list "
+            "with one for each prompt"
+        )
+    for i, (prompt, params) in enumerate(zip(request.prompts, sampling, strict=True)):
+        prompt.sampling.CopyFrom(_sampling(params, f"sampling[{i}]"))
+
+
+def _sampling(params: SamplingParams, path: str, scoring: bool = False) -> Any:
     """Every field is sent, so that what the dataclass shows is what the server does.
 
     Scoring has no use for some of them and the server refuses them, so there they are sent only if the caller has
     changed them.
     """
+    if not isinstance(params, SamplingParams):
+        raise InvalidArgument(f"{path}: expected SamplingParams, got {type(params).__name__}")
     message = _proto.SamplingParamsMessage()
     for name in _DISTRIBUTION_FIELDS + _GENERATION_FIELDS:
         value = getattr(params, name)
         if scoring and name in _GENERATION_FIELDS and value == getattr(SamplingParams, name):
             continue
-        set_field(message, name, value, f"sampling.{name}")
+        set_field(message, name, value, f"{path}.{name}")
     if params.seed is not None:
-        set_field(message, "seed", params.seed, "sampling.seed")
+        set_field(message, "seed", params.seed, f"{path}.seed")
     if params.structured_outputs is not None:
-        _set_structured(message.structured_outputs, params.structured_outputs)
+        _set_structured(message.structured_outputs, params.structured_outputs, f"{path}.structured_outputs")
     if params.allowed_token_ids is not None:
+        extend(message.allowed_token_ids, params.allowed_token_ids, f"{path}.allowed_token_ids")
         # On the wire an empty list is the same as none, that is, all allowed: not what an empty list says here.
-        if len(params.allowed_token_ids) == 0:
-            raise InvalidArgument("sampling.allowed_token_ids: empty; name at least one token, or pass None for all")
-        extend(message.allowed_token_ids, params.allowed_token_ids, "sampling.allowed_token_ids")
-    extend(message.stop_token_ids, params.stop_token_ids, "sampling.stop_token_ids")
+        if not message.allowed_token_ids:
+            raise InvalidArgument(f"{path}.allowed_token_ids: empty; name at least one token, or pass None for all")
+    extend(message.stop_token_ids, params.stop_token_ids, f"{path}.stop_token_ids")
     if isinstance(params.stop, str):
-        raise InvalidArgument("sampling.stop: expected a list of strings, got a single string; put it in a list")
-    extend(message.stop, params.stop, "sampling.stop")
+        raise InvalidArgument(f"{path}.stop: expected a list of strings, got a single string; put it in a list")
+    extend(message.stop, params.stop, f"{path}.stop")
+    if not isinstance(params.logit_bias, Mapping):
+        given = type(params.logit_bias).__name__
+        raise InvalidArgument(f"{path}.logit_bias: expected a dict of token ids and numbers, got {given}")
     for token, bias in params.logit_bias.items():
         try:
             message.logit_bias[token] = bias
         except (TypeError, ValueError) as error:
-            raise InvalidArgument(f"sampling.logit_bias[{token!r}]: {error}") from None
+            raise InvalidArgument(f"{path}.logit_bias[{token!r}]: {error}") from None
     return message
 
 
@@ -246,6 +265,8 @@ def stream_event(response: Any) -> StreamEvent:
         return _sample(response.completion)
     if kind == "delta":
         return _token_delta(response.delta)
+    if kind == "prompt":
+        return PromptTokens(response.prompt.prompt_index, list(response.prompt.token_ids))
     if kind == "prompt_logprobs":
         return _prompt_logprobs(response.prompt_logprobs)
     if kind == "summary":
@@ -267,25 +288,36 @@ class Collector:
         """`n` samples of each of `num_prompts` prompts are expected."""
         self._num_prompts, self._n = num_prompts, n
         self._samples: dict[tuple[int, int], Sample] = {}
+        self._prompts: dict[int, list[int]] = {}
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}
 
     def add(self, event: StreamEvent) -> None:
         """Takes one event; token deltas and the summary add nothing to the result."""
         if isinstance(event, Sample):
             self._samples[event.prompt_index, event.sample_index] = event
+        elif isinstance(event, PromptTokens):
+            self._prompts[event.prompt_index] = event.token_ids
         elif isinstance(event, PromptLogprobs):
             self._prompt_logprobs[event.prompt_index] = event
 
     def outputs(self) -> list[PromptOutput]:
-        """The groups, by prompt; raises `Internal` if a sample never came."""
+        """The groups, by prompt; raises `Internal` if a sample or a prompt's tokens never came."""
         expected = {(p, s) for p in range(self._num_prompts) for s in range(self._n)}
         if self._samples.keys() != expected:
             raise Internal(
                 f"the stream ended with {len(self._samples)} of {len(expected)} samples; "
                 f"first mismatch (prompt, sample): {min(expected ^ self._samples.keys())}"
             )
+        if self._prompts.keys() != set(range(self._num_prompts)):
+            got = f"the stream ended with the token ids of {len(self._prompts)} of {self._num_prompts} prompts"
+            raise Internal(f"{got}; is the server older than this client?")
         return [
-            PromptOutput(p, [self._samples[p, s] for s in range(self._n)], self._prompt_logprobs.get(p))
+            PromptOutput(
+                prompt_index=p,
+                prompt_token_ids=self._prompts[p],
+                samples=[self._samples[p, s] for s in range(self._n)],
+                prompt_logprobs=self._prompt_logprobs.get(p),
+            )
             for p in range(self._num_prompts)
         ]
 

@@ -27,7 +27,7 @@ from .types import (
     MemoryTag,
     PromptInput,
     PromptOutput,
-    SamplingParams,
+    SamplingInput,
     Score,
     ServerInfo,
     ServerStatus,
@@ -69,7 +69,7 @@ class AsyncRolloutClient(AsyncWeightSync):
         self,
         prompts: Sequence[PromptInput],
         n: int = 1,
-        sampling: SamplingParams | None = None,
+        sampling: SamplingInput = None,
         **options: Unpack[GenerateOptions],
     ) -> list[PromptOutput]:
         """As `RolloutClient.generate`."""
@@ -85,7 +85,7 @@ class AsyncRolloutClient(AsyncWeightSync):
         self,
         prompts: Sequence[PromptInput],
         n: int = 1,
-        sampling: SamplingParams | None = None,
+        sampling: SamplingInput = None,
         **options: Unpack[GenerateStreamOptions],
     ) -> AsyncGenerateStream:
         """As `RolloutClient.generate_stream`."""

@@ -28,7 +28,7 @@ from .types import (
     MemoryTag,
     PromptInput,
     PromptOutput,
-    SamplingParams,
+    SamplingInput,
     Score,
     ServerInfo,
     ServerStatus,
@@ -84,7 +84,7 @@ class RolloutClient(WeightSync):
         self,
         prompts: Sequence[PromptInput],
         n: int = 1,
-        sampling: SamplingParams | None = None,
+        sampling: SamplingInput = None,
         **options: Unpack[GenerateOptions],
     ) -> list[PromptOutput]:
         """Samples `n` completions of each prompt and waits for all of them.
@@ -92,7 +92,8 @@ class RolloutClient(WeightSync):
         Args:
             prompts: texts, lists (or arrays) of token ids, or lists of chat messages; they may be mixed.
             n: samples per prompt.
-            sampling: how tokens are chosen; None is `SamplingParams()`.
+            sampling: how tokens are chosen: a `SamplingParams`, or a list with one for each prompt; None is
+                `SamplingParams()`. `rollout_client.SamplingInput` says what a seed means in a list.
             options: by keyword, those that `rollout_client.GenerateOptions` lists and describes.
 
         Returns:
@@ -110,10 +111,10 @@ class RolloutClient(WeightSync):
         self,
         prompts: Sequence[PromptInput],
         n: int = 1,
-        sampling: SamplingParams | None = None,
+        sampling: SamplingInput = None,
         **options: Unpack[GenerateStreamOptions],
     ) -> GenerateStream:
-        """As `generate`, but gives each `Sample` as it finishes, and a `Summary` last.
+        """As `generate`, but gives each prompt's `PromptTokens`, each `Sample` as it finishes, and a `Summary` last.
 
         The request starts at once. Leaving the stream early (`cancel`, or the end of its `with` block) drops the
         work on the server.

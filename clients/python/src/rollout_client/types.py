@@ -88,7 +88,7 @@ class SamplingParams:
     temperature: float = 1.0
     """`>= 0`; 0 is greedy."""
     top_k: int = 0
-    """Keep the `k` most likely tokens; 0 keeps all."""
+    """Keep the `k` most likely tokens; 0 and -1 keep all."""
     top_p: float = 1.0
     """Keep the smallest set of most likely tokens whose mass reaches this, in (0, 1]."""
     min_p: float = 0.0
@@ -115,9 +115,18 @@ class SamplingParams:
     """Do not end at the model's end-of-sequence tokens."""
     seed: int | None = None
     """Each sample uses one derived from (seed, index of its prompt, index of the sample); the first sample of the first
-    prompt the seed itself. So equal prompts of one request get different samples. None: the server draws one."""
+    prompt the seed itself. So equal prompts of one request get different samples. None: the server draws one. In a list
+    of parameters, one for each prompt, it is the prompt's own: see `SamplingInput`."""
     structured_outputs: StructuredOutputs | None = None
     """What the text must match; None is any text."""
+
+
+SamplingInput = SamplingParams | Sequence[SamplingParams] | None
+"""How to sample: the same for all prompts, or a list with one for each of them, so that each trajectory of a multi-turn
+rollout has its own budget; None is `SamplingParams()`.
+
+In a list a seed is the prompt's own: its samples are those that the prompt has alone, wherever it stands in the list.
+So equal prompts want different seeds there. A prompt without one gets one from the server, different for each."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +173,15 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class PromptTokens:
+    """The tokens of a prompt, as the model was given them."""
+
+    prompt_index: int
+    token_ids: list[int]
+    """`[P]`."""
+
+
+@dataclass(frozen=True)
 class PromptLogprobs:
     """Log-probabilities of a prompt's tokens, each given the tokens before it."""
 
@@ -183,6 +201,8 @@ class PromptOutput:
     """All samples of one prompt."""
 
     prompt_index: int
+    prompt_token_ids: list[int]
+    """`[P]`, as the model was given them: for a text or a chat what the server's tokenizer made of it."""
     samples: list[Sample]
     """`[n]`, by `sample_index`."""
     prompt_logprobs: PromptLogprobs | None
@@ -218,8 +238,9 @@ class Summary:
     """From admission to the summary."""
 
 
-StreamEvent = TokenDelta | PromptLogprobs | Sample | Summary
-"""What a generate stream carries: any number of the first three, then one `Summary`."""
+StreamEvent = PromptTokens | TokenDelta | PromptLogprobs | Sample | Summary
+"""What a generate stream carries: for each prompt its `PromptTokens` once, before all else of it; then what was asked
+for, and a `Sample` as each finishes; one `Summary` at the end."""
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,7 @@ fn wrong_numbers_are_refused() {
     check("sampling.presence_penalty", "NaN is not", |r| sampling(r).presence_penalty = Some(f32::NAN));
     check("sampling.frequency_penalty", "-3 is not", |r| sampling(r).frequency_penalty = Some(-3.0));
     check("sampling.frequency_penalty", "NaN is not", |r| sampling(r).frequency_penalty = Some(f32::NAN));
+    check("sampling.top_k", "-2 is neither -1 nor a count", |r| sampling(r).top_k = Some(-2));
     check("sampling.logit_bias[7]", "NaN is not", |r| {
         sampling(r).logit_bias.insert(7, f32::NAN);
     });
@@ -218,6 +219,49 @@ fn every_field_arrives() {
     assert_eq!(valid.prompts, [Prompt::from_tokens([7; 7])]);
     assert_eq!(valid.request_id, "mine");
     assert_eq!((valid.if_weight_version, valid.min_weight_version), (Some(3), Some(3)));
+}
+
+#[test]
+fn a_prompt_s_own_sampling_is_checked_as_the_request_s_and_replaces_it() {
+    let own = |sampling| pb::Prompt { sampling: Some(Box::new(sampling)), ..tokens(&[4]) };
+    let with = |sampling| pb::GenerateRequest {
+        prompts: vec![tokens(&[1]), own(sampling)],
+        sampling: Some(pb::SamplingParams { temperature: Some(0.5), seed: Some(7), ..Default::default() }),
+        top_logprobs: 3,
+        top_logprobs_of: pb::Distribution::Processed.into(),
+        ..Default::default()
+    };
+    let refused = |sampling| refusal(generate(with(sampling), &model()));
+    let (path, message) = refused(pb::SamplingParams { max_tokens: Some(0), ..Default::default() });
+    assert_eq!(path, "prompts[1].sampling.max_tokens", "{message}");
+    let (path, message) = refused(pb::SamplingParams { stop: vec!["x".into()], ..Default::default() });
+    assert_eq!(path, "prompts[1].sampling.stop", "{message}");
+    let structured = pb::StructuredOutputs { kind: Some(pb::structured_outputs::Kind::JsonObject(true)) };
+    let (path, message) = refused(pb::SamplingParams { structured_outputs: Some(structured), ..Default::default() });
+    assert_eq!(path, "prompts[1].sampling.structured_outputs", "{message}");
+
+    let given = pb::SamplingParams { max_tokens: Some(3), seed: Some(8), ..Default::default() };
+    let valid = generate(with(given), &model()).expect("valid");
+    let [(1, own)] = &valid.own.iter().collect::<Vec<_>>()[..] else { panic!("one prompt has its own") };
+    let shared = SamplingParams {
+        eos_token_ids: vec![99],
+        top_logprobs: 3,
+        top_logprobs_of: Distribution::Processed,
+        ..Default::default()
+    };
+    assert_eq!(*own.params, SamplingParams { max_tokens: 3, ..shared.clone() });
+    assert_eq!((own.seed, own.grammar.is_none()), (Some(8), true));
+    assert_eq!(*valid.params, SamplingParams { temperature: 0.5, ..shared });
+    assert!(matches!(valid.kind, RequestKind::Generate { seed: 7, .. }));
+}
+
+#[test]
+fn minus_one_leaves_no_token_out() {
+    for off in [-1, 0] {
+        let mut request = base();
+        sampling(&mut request).top_k = Some(off);
+        assert_eq!(generate(request, &model()).expect("it means off").params.top_k, 0);
+    }
 }
 
 #[test]

@@ -87,7 +87,7 @@ fn special_tokens_come_with_a_text_and_not_with_a_chat_unless_asked() {
         (chat, Some(false), &without),
         (Kind::Tokens(pb::TokenIds { ids: without.clone() }), Some(true), &without),
     ] {
-        let prompts = vec![pb::Prompt { kind: Some(kind.clone()), add_special_tokens: asked }];
+        let prompts = vec![pb::Prompt { kind: Some(kind.clone()), add_special_tokens: asked, sampling: None }];
         let valid = generate(pb::GenerateRequest { prompts, ..Default::default() }, &model).expect("valid");
         assert_eq!(valid.prompts[0].tokens[..], expected[..], "{kind:?}, {asked:?}");
     }
@@ -128,4 +128,28 @@ fn wrong_texts_are_refused() {
     assert_eq!(refused(chat(vec![])).0, "prompts[0].chat.messages");
     assert_eq!(refused(chat(vec![message("user"), message("")])).0, "prompts[0].chat.messages[1].role");
     assert_eq!(refused(chat(vec![message("user")])).0, "prompts[0].chat");
+}
+
+#[test]
+fn prompts_that_ask_for_the_same_grammar_share_it_and_there_is_a_limit() {
+    use pb::structured_outputs::Kind as Grammar;
+    let asking = |regexes: Vec<String>| {
+        let prompt = |regex| {
+            let structured_outputs = Some(pb::StructuredOutputs { kind: Some(Grammar::Regex(regex)) });
+            let sampling = pb::SamplingParams { structured_outputs, ..Default::default() };
+            pb::Prompt { kind: Some(Kind::Text("a".into())), sampling: Some(Box::new(sampling)), ..Default::default() }
+        };
+        pb::GenerateRequest { prompts: regexes.into_iter().map(prompt).collect(), ..Default::default() }
+    };
+    let valid = generate(asking(vec!["a+".into(), "b+".into(), "a+".into()]), &model()).expect("valid");
+    let grammar = |index| valid.own[&index].grammar.as_ref().expect("it was asked for");
+    assert!(Arc::ptr_eq(grammar(0), grammar(2)) && !Arc::ptr_eq(grammar(0), grammar(1)));
+    let model = model();
+    let one = generate(asking(vec!["a+".into()]), &model).expect("valid");
+    let same = generate(asking(vec!["a+".into(); 9]), &model).expect("valid");
+    let each = (one.bytes() - crate::grammar::Grammar::SAMPLE_BYTES as u64) as usize;
+    assert!(same.bytes() < 9 * (each + crate::grammar::Grammar::SAMPLE_BYTES) as u64, "it is counted once");
+    let (field, message) = refused(asking((0..65).map(|i| format!("a{{{i}}}b")).collect()));
+    assert_eq!(field, "prompts[64].sampling.structured_outputs.regex");
+    assert!(message.contains("at most 64"), "{message}");
 }

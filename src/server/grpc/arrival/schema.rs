@@ -8,6 +8,9 @@ use prost_types::{DescriptorProto, FieldDescriptorProto, FileDescriptorSet};
 
 use crate::error::{Error, Result};
 
+/// Fields that prost keeps behind a pointer, as `build.rs` says, so that messages without them are small.
+const BOXED: [(&str, &str); 1] = [(".rollout.v1.Prompt", "sampling")];
+
 /// The request messages of all methods that take one message, and all messages within them.
 pub(super) struct Schema {
     shapes: Vec<Shape>,
@@ -39,6 +42,8 @@ pub(super) struct Field {
     pub(super) name: String,
     pub(super) kind: Kind,
     pub(super) is_repeated: bool,
+    /// Whether its message is behind a pointer.
+    pub(super) is_boxed: bool,
     /// Index of the oneof that the field belongs to. Only one field of a oneof is set at a time.
     oneof: Option<i32>,
 }
@@ -90,7 +95,7 @@ impl Schema {
         let entries: Vec<bool> =
             messages.iter().map(|(_, m)| m.options.as_ref().is_some_and(|o| o.map_entry())).collect();
         for (name, message) in &messages {
-            let field = |f| Field::new(f, |name| ids.get(name).map(|&id| (id, entries[id.0 - first])));
+            let field = |f| Field::new(name, f, |name| ids.get(name).map(|&id| (id, entries[id.0 - first])));
             let mut fields: Vec<_> = message.field.iter().map(field).collect::<Result<_>>()?;
             fields.sort_by_key(|f| f.number);
             self.shapes.push(Shape { name: name.trim_start_matches('.').into(), fields, bytes: 0 });
@@ -122,6 +127,7 @@ impl Schema {
         for field in &self.shape(id).fields {
             let bytes = match field.kind {
                 _ if field.is_repeated => Kind::LIST,
+                Kind::Message(_) if field.is_boxed => Kind::TAG,
                 Kind::Message(inner) => self.struct_bytes(inner, depth + 1)? + Kind::TAG,
                 kind => kind.bytes() + Kind::TAG,
             };
@@ -144,7 +150,11 @@ impl Shape {
 }
 
 impl Field {
-    fn new(field: &FieldDescriptorProto, find: impl Fn(&str) -> Option<(ShapeId, bool)>) -> Result<Self> {
+    fn new(
+        message: &str,
+        field: &FieldDescriptorProto,
+        find: impl Fn(&str) -> Option<(ShapeId, bool)>,
+    ) -> Result<Self> {
         let kind = match field.r#type() {
             Type::Bool => Kind::Varint(1),
             Type::Int32 | Type::Uint32 | Type::Sint32 | Type::Enum => Kind::Varint(4),
@@ -162,7 +172,15 @@ impl Field {
         // Descriptors list a proto3 optional field as a oneof of its own.
         let oneof = field.oneof_index.filter(|_| !field.proto3_optional());
         let is_repeated = field.label() == Label::Repeated;
-        Ok(Self { number: field.number().unsigned_abs(), name: field.name().into(), kind, is_repeated, oneof })
+        let is_boxed = BOXED.contains(&(message, field.name()));
+        Ok(Self {
+            number: field.number().unsigned_abs(),
+            name: field.name().into(),
+            kind,
+            is_repeated,
+            is_boxed,
+            oneof,
+        })
     }
 }
 

@@ -51,7 +51,14 @@ fn random_request(rng: &mut ChaCha8Rng) -> pb::GenerateRequest {
     };
     pb::GenerateRequest {
         request_id: "a request".into(),
-        prompts: kinds.into_iter().map(|kind| pb::Prompt { kind: Some(kind), ..Default::default() }).collect(),
+        prompts: kinds
+            .into_iter()
+            .map(|kind| pb::Prompt {
+                kind: Some(kind),
+                add_special_tokens: None,
+                sampling: rng.random::<bool>().then(|| Box::new(sampling.clone())),
+            })
+            .collect(),
         sampling: Some(sampling),
         return_text: rng.random(),
         min_weight_version: Some(3),
@@ -61,7 +68,12 @@ fn random_request(rng: &mut ChaCha8Rng) -> pb::GenerateRequest {
 
 /// Bytes that prost's decoded request takes, by the capacities of its lists.
 fn bytes_of(request: &pb::GenerateRequest) -> usize {
-    let prompt = |prompt: &pb::Prompt| match &prompt.kind {
+    let sampling = |s: &pb::SamplingParams| {
+        let stop = s.stop.iter().map(String::capacity).sum::<usize>() + s.stop.capacity() * size_of::<String>();
+        s.logit_bias.capacity() * 17 + s.allowed_token_ids.capacity() * 4 + stop
+    };
+    let own = |s: &pb::SamplingParams| size_of::<pb::SamplingParams>() + sampling(s);
+    let content = |prompt: &pb::Prompt| match &prompt.kind {
         None => 0,
         Some(PromptKind::Tokens(tokens)) => tokens.ids.capacity() * 4,
         Some(PromptKind::Text(text)) => text.capacity(),
@@ -72,10 +84,8 @@ fn bytes_of(request: &pb::GenerateRequest) -> usize {
             texts + chat.messages.capacity() * size_of::<pb::ChatMessage>()
         }
     };
-    let sampling = request.sampling.as_ref().map_or(0, |s| {
-        let stop = s.stop.iter().map(String::capacity).sum::<usize>() + s.stop.capacity() * size_of::<String>();
-        s.logit_bias.capacity() * 17 + s.allowed_token_ids.capacity() * 4 + stop
-    });
+    let prompt = |prompt: &pb::Prompt| content(prompt) + prompt.sampling.as_ref().map_or(0, |s| own(s));
+    let sampling = request.sampling.as_ref().map_or(0, sampling);
     let prompts = request.prompts.iter().map(prompt).sum::<usize>();
     let own = size_of::<pb::GenerateRequest>() + request.request_id.capacity();
     own + prompts + request.prompts.capacity() * size_of::<pb::Prompt>() + sampling
@@ -122,6 +132,13 @@ fn small_things_count_as_what_they_become() {
     let many_messages = pb::GenerateRequest { prompts: vec![chat], ..Default::default() };
     let counted = decoded_bytes(&schema(), &many_messages.encode_to_vec()).expect("well formed");
     assert!(counted >= 100_000 * 48, "{counted} for 100,000 messages of 2 bytes");
+    let sampled = |sampling: Option<pb::SamplingParams>| {
+        let prompt = pb::Prompt { sampling: sampling.map(Box::new), ..prompt(ids(1)) };
+        let request = pb::GenerateRequest { prompts: vec![prompt; 1000], ..Default::default() };
+        decoded_bytes(&schema(), &request.encode_to_vec()).expect("well formed") as usize
+    };
+    let (own, size) = (sampled(Some(Default::default())) - sampled(None), size_of::<pb::SamplingParams>());
+    assert!((1000 * size..3000 * size).contains(&own), "{own} for 1,000 prompts with sampling of their own");
 }
 
 #[test]

@@ -94,7 +94,9 @@ fn field_heap(schema: &Schema, field: &Field, value: Value<'_>) -> std::result::
         }
         (Kind::Bytes, Value::Delimited(bytes)) => Ok(listed(field.kind.bytes()) + bytes.len() as u64 + BLOCK),
         (Kind::Message(inner), Value::Delimited(message)) => {
-            Ok(listed(schema.shape(inner).bytes).saturating_add(walk(schema, inner, message)?))
+            let own = schema.shape(inner).bytes;
+            let pointed = if field.is_boxed { own + BLOCK } else { listed(own) };
+            Ok(pointed.saturating_add(walk(schema, inner, message)?))
         }
         (Kind::Entry(entry), Value::Delimited(message)) => {
             Ok((schema.shape(entry).bytes + ENTRY).saturating_add(walk(schema, entry, message)?))

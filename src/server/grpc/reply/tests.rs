@@ -36,13 +36,23 @@ fn request(top_logprobs: u32, prompt_logprobs: bool) -> ValidRequest {
     generate(request, &model(), &mut Traffic::new(1 << 20).charge_always(0)).expect("valid")
 }
 
+/// The messages that the first event of a reply becomes, but for the prompt.
 fn messages(request: &ValidRequest, event: Event) -> Vec<Message> {
+    let mut messages = write(&mut ReplyWriter::new(request), event);
+    assert_eq!(messages.remove(0), sent_back());
+    messages
+}
+
+fn write(writer: &mut ReplyWriter, event: Event) -> Vec<Message> {
     let mut out = VecDeque::new();
-    let mut writer = ReplyWriter::new(request);
     if let Progress::Failed(error) = writer.write(event, &mut out) {
         panic!("{error}");
     }
     out.into_iter().map(|m| m.event.expect("a message has an event")).collect()
+}
+
+fn sent_back() -> Message {
+    Message::Prompt(pb::PromptTokens { prompt_index: 0, token_ids: vec![10, 11, 12] })
 }
 
 fn completion() -> Completion {
@@ -76,6 +86,18 @@ fn expected_completion() -> pb::Completion {
         text: None,
         ranks: Vec::new(),
     }
+}
+
+#[test]
+fn a_prompt_is_sent_back_once_before_all_else_of_it() {
+    let mut writer = ReplyWriter::new(&request(0, true));
+    let logprobs = vec![token(11), token(12)];
+    let first = write(&mut writer, Event::PromptLogprobs { prompt_index: 0, logprobs, weight_version: 0 });
+    assert!(matches!(&first[..], [prompt, Message::PromptLogprobs(_)] if *prompt == sent_back()), "{first:?}");
+    let second = write(&mut writer, Event::Completion(completion()));
+    assert!(matches!(&second[..], [Message::Completion(_)]), "{second:?}");
+    let first = write(&mut ReplyWriter::new(&request(0, false)), Event::Done(Summary::default()));
+    assert!(matches!(&first[..], [Message::Summary(_)]), "{first:?}");
 }
 
 #[test]

@@ -27,7 +27,7 @@ impl PromptInput {
             Self::Text(text) => (pb::prompt::Kind::Text(text), add_special_tokens),
             Self::Tokens(ids) => (pb::prompt::Kind::Tokens(pb::TokenIds { ids }), None),
         };
-        pb::Prompt { kind: Some(kind), add_special_tokens }
+        pb::Prompt { kind: Some(kind), add_special_tokens, sampling: None }
     }
 
     /// The text, if that is what the prompt is.

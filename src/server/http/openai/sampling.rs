@@ -238,13 +238,11 @@ impl Sampling {
         if self.allowed_token_ids.as_ref().is_some_and(Vec::is_empty) {
             return Err(Error::invalid("allowed_token_ids", "is empty, so no token could be sampled; leave it out"));
         }
-        let top_k = match self.top_k {
-            Some(-1) => Some(0),
-            Some(k) => {
-                Some(u32::try_from(k).map_err(|_| Error::invalid("top_k", format!("{k} is neither -1 nor a count")))?)
-            }
-            None => None,
-        };
+        let top_k = self.top_k.map(|given| {
+            let k = i32::try_from(given).ok().filter(|&k| k >= -1);
+            k.ok_or_else(|| Error::invalid("top_k", format!("{given} is neither -1 nor a count")))
+        });
+        let top_k = top_k.transpose()?;
         let top_logprobs_of = match self.reported() {
             LogprobsMode::Processed => pb::Distribution::Processed,
             LogprobsMode::Raw => pb::Distribution::Raw,

@@ -95,7 +95,7 @@ pub(in crate::server::http) async fn tokenize(
         (None, true) => chat.into_message()?,
         (Some(text), false) => {
             let kind = Some(pb::prompt::Kind::Text(text));
-            pb::Prompt { kind, add_special_tokens: chat.add_special_tokens }
+            pb::Prompt { kind, add_special_tokens: chat.add_special_tokens, sampling: None }
         }
         (None, false) => return Err(Error::invalid("prompt", "is missing; give a text, or messages").into()),
         (Some(_), true) => {

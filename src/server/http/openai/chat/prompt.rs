@@ -67,7 +67,8 @@ impl ChatPrompt {
             add_generation_prompt: self.add_generation_prompt,
             continue_final_message: self.continue_final_message.unwrap_or(false),
         };
-        Ok(pb::Prompt { kind: Some(pb::prompt::Kind::Chat(chat)), add_special_tokens: self.add_special_tokens })
+        let (kind, add_special_tokens) = (Some(pb::prompt::Kind::Chat(chat)), self.add_special_tokens);
+        Ok(pb::Prompt { kind, add_special_tokens, sampling: None })
     }
 }
 
