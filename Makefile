@@ -23,6 +23,8 @@ BENCH_FLAGS ?=
 BROWSERS := chromium chromium-browser google-chrome google-chrome-stable chrome microsoft-edge
 export CHROMIUM
 DESCRIPTORS := clients/python/src/rollout_client/rollout.binpb
+# Modules whose pages `make docs` makes; those of the extras need packages of their own.
+API_MODULES := rollout_client rollout_client.types rollout_client.options rollout_client.replay
 PYTHON_SOURCES := clients benches tests docker
 # What needs torch: real trainers in tests, and what makes the fixtures anew. Several GB.
 TRAINERS := .venv-trainers
@@ -134,7 +136,7 @@ status-picture: setup server $(MODEL) ## the picture of `rollout status`: some r
 
 docs: setup ## the pages of the Python client's API, in target/docs
 	$(call say,The Python API from its docstrings: target/docs/index.html)
-	@$(BIN)/python -m pdoc --output-directory target/docs --no-show-source rollout_client rollout_client.types rollout_client.options
+	@$(BIN)/python -m pdoc --output-directory target/docs --no-show-source $(API_MODULES)
 
 proto: setup ## after a change in proto/: the descriptors of the Python client
 	$(BIN)/python -m grpc_tools.protoc -Iproto --descriptor_set_out=$(DESCRIPTORS) \

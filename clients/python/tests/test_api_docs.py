@@ -10,10 +10,8 @@ import pytest
 
 from serving import REPOSITORY
 
-(COMMAND,) = re.findall(r"-m pdoc (.+)$", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
-MODULES = re.findall(r"rollout_client\S*", COMMAND)
-
-
+(LIST,) = re.findall(r"^API_MODULES := (.+)$", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+MODULES = LIST.split()
 # Before Python 3.12 a TypedDict does not know its bases.
 pytestmark = pytest.mark.filterwarnings("ignore:Cannot determine where .* is taken from:UserWarning")
 

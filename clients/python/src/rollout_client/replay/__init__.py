@@ -1,0 +1,27 @@
+"""Receipts of samples, and the same samples again: why did this sample look like that?
+
+```python
+with Recorder(client, "samples.jsonl") as recorder:
+    outputs = recorder.generate(prompts, n=8, sampling=SamplingParams(max_tokens=256))  # as client.generate
+```
+
+A receipt is a line of JSON with all that made one sample: prompt tokens, parameters, seed, versions and digests of the
+weights, what served them, and the sample itself, bit for bit. `replay` makes the samples again and compares.
+"""
+
+from ._receipt import Receipt, SpanReceipt, parse_receipt, read_receipts
+from ._recorder import Recorder, weights_digest
+from ._run import Replayed, Report, Verdict, replay
+
+__all__ = [
+    "Receipt",
+    "Recorder",
+    "Replayed",
+    "Report",
+    "SpanReceipt",
+    "Verdict",
+    "parse_receipt",
+    "read_receipts",
+    "replay",
+    "weights_digest",
+]

@@ -1,0 +1,176 @@
+"""Writes receipts while a trainer samples."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from .. import _convert_weights, _proto
+from ..client import RolloutClient
+from ..types import PromptInput, PromptOutput, Sample, SamplingInput, SamplingParams
+from ._receipt import Receipt, SpanReceipt
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..options import GenerateOptions
+
+# What decides about bits, and what a reader wants to know. docs/numerics.md says which of them may differ.
+_FACTS = (
+    "server_version",
+    "model",
+    "architecture",
+    "parameters",
+    "dtype",
+    "device",
+    "kernel",
+    "tensor_parallel_size",
+)
+
+
+class Recorder:
+    """Appends a receipt of every sample to a file. A context manager; for one thread."""
+
+    def __init__(self, client: RolloutClient, path: str | os.PathLike[str], *, digests: bool = True) -> None:
+        """Opens the file.
+
+        Args:
+            client: of the server that makes the samples; it is asked for its version and its weights' digest.
+            path: of the file, which is made, or appended to.
+            digests: ask for the checksum of the weights once for each new version, for which a token needs the role
+                `control`. The server reads all its weights for it, in pieces between its steps. Without it receipts
+                have the numbers of the versions alone, which say nothing after a restart.
+        """
+        self._client, self._digests = client, digests
+        self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 closed by close()
+        self._process = 0
+        self._facts: dict[str, Any] = {}
+        # By version: the number of pushes when it was learned, and the digest.
+        self._weights: dict[int, tuple[int, str]] = {}
+
+    def generate(
+        self,
+        prompts: Sequence[PromptInput],
+        n: int = 1,
+        sampling: SamplingInput = None,
+        *,
+        note: Any = None,
+        **options: Unpack[GenerateOptions],
+    ) -> list[PromptOutput]:
+        """As `RolloutClient.generate`, and adds the receipts; `note` is as for `add`."""
+        self._look()  # a push may come before the samples are there
+        outputs = self._client.generate(prompts, n, sampling, **options)
+        self.add(outputs, sampling, adapter=options.get("adapter"), note=note)
+        return outputs
+
+    def add(
+        self,
+        outputs: Sequence[PromptOutput],
+        sampling: SamplingInput = None,
+        *,
+        adapter: str | None = None,
+        note: Any = None,
+    ) -> None:
+        """Adds receipts of samples, before the next push: the digest is that of the weights which serve now.
+
+        Args:
+            outputs: of one call of `generate`.
+            sampling, adapter: as they were given to it.
+            note: JSON for each receipt, such as the trainer's step.
+        """
+        for receipt in self.receipts(outputs, sampling, adapter=adapter, note=note):
+            self._file.write(f"{receipt.to_json()}\n")
+        self._file.flush()
+
+    def receipts(
+        self,
+        outputs: Sequence[PromptOutput],
+        sampling: SamplingInput = None,
+        *,
+        adapter: str | None = None,
+        note: Any = None,
+    ) -> list[Receipt]:
+        """The receipts that `add` would write."""
+        self._look()
+        weights = {version: digest for version, (_, digest) in self._weights.items()}
+        generation = None if adapter is None else self._generation(adapter)
+        single = None if isinstance(sampling, Sequence) else sampling or SamplingParams()
+
+        def receipt(output: PromptOutput, sample: Sample) -> Receipt:
+            params = sampling[output.prompt_index] if single is None else single
+            return Receipt(
+                server=self._facts,
+                prompt_index=output.prompt_index,
+                sample_index=sample.sample_index,
+                prompt_token_ids=output.prompt_token_ids,
+                sampling=replace(params, seed=sample.seed),
+                adapter=adapter,
+                adapter_generation=generation,
+                spans=[SpanReceipt(**vars(s), weights=weights.get(s.weight_version)) for s in sample.weight_versions],
+                token_ids=sample.token_ids,
+                logprobs=sample.logprobs,
+                raw_logprobs=sample.raw_logprobs,
+                finish_reason=sample.finish_reason,
+                note=note,
+            )
+
+        return [receipt(output, sample) for output in outputs for sample in output.samples]
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def __enter__(self) -> Recorder:
+        """The recorder itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes the file."""
+        self.close()
+
+    def _look(self) -> None:
+        """Learns the digest of the weights that serve, and forgets what was known of another process here."""
+        started = self._client.timeline(max_spans=1).started
+        if started != self._process:
+            self._process, self._weights = started, {}
+            self._facts = server_facts(self._client)
+        if not self._digests:
+            return
+        status = self._client.status()
+        known = self._weights.get(status.weight_version)
+        if known is None or known[0] != status.updates:
+            version, digest = weights_digest(self._client)
+            # A push in between would make it uncertain whose digest it is.
+            if self._client.status().updates == status.updates:
+                self._weights[version] = status.updates, digest
+
+    def _generation(self, adapter: str) -> int | None:
+        living = [a.generation for a in self._client.adapters() if a.name == adapter and not a.retired]
+        return living[0] if living else None
+
+
+def server_facts(client: RolloutClient) -> dict[str, Any]:
+    """What a receipt has of the server."""
+    info = client.info()
+    return {name: getattr(info, name) for name in _FACTS}
+
+
+def weights_digest(client: RolloutClient) -> tuple[int, str]:
+    """The version of the policy that serves, and the digest of its weights: SHA-256 of what `rollout checksum` prints.
+
+    Equal digests are equal bits of every parameter, whatever their version is called.
+
+    Raises:
+        PermissionDenied: the token has not the role `control`.
+        FailedPrecondition: the weights are asleep or missing.
+    """
+    response = client._call(_proto.CHECKSUM, _convert_weights.checksum_request(None))
+    lines = "".join(f"{digest}  {name}\n" for name, digest in _convert_weights.checksums(response).items())
+    return response.weight_version, hashlib.sha256(lines.encode()).hexdigest()

@@ -1,0 +1,221 @@
+"""Makes recorded samples again, and says what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from ..client import RolloutClient
+from ..errors import Aborted, InvalidArgument, NotFound, PermissionDenied
+from ..types import FinishReason, Sample
+from ._receipt import Receipt, SpanReceipt
+from ._recorder import server_facts, weights_digest
+
+# Requests at once: enough to fill a batch, few enough that their replies take no memory worth a thought.
+_AT_ONCE = 64
+
+
+class Verdict(str, Enum):
+    """What came of a receipt."""
+
+    SAME = "same"
+    """The same tokens, bits of log-probabilities, and end."""
+    SAME_UNTIL_PUSH = "same_until_push"
+    """The same, as far as the weights that serve had made it; a push came in the middle of the sample."""
+    DIFFERS = "differs"
+    REFUSED = "refused"
+    """The server does not take the request any more."""
+
+    def __str__(self) -> str:
+        """The plain value."""
+        return self.value
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A receipt, and what came of it."""
+
+    receipt: Receipt
+    verdict: Verdict
+    token: int | None = None
+    """Index of the first token that differs, or, after a push in the middle, of the first one that others made."""
+    weight_version: int | None = None
+    """The version that made that token."""
+    difference: str = ""
+    """What differs there, or why the request was refused."""
+    reason: str = ""
+    """Why, and what to do."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that was replayed, and by what."""
+
+    results: list[Replayed]
+    weight_version: int
+    """The version that served."""
+    weights: str | None
+    """Digest of its weights; None if the token may not ask for it."""
+
+    @property
+    def same(self) -> bool:
+        """Whether each sample came again, as far as its weights are those that serve."""
+        return all(r.verdict in (Verdict.SAME, Verdict.SAME_UNTIL_PUSH) for r in self.results)
+
+
+@dataclass(frozen=True)
+class _Present:
+    """What serves now."""
+
+    facts: dict[str, Any]
+    weight_version: int
+    weights: str | None
+
+    def has(self, span: SpanReceipt) -> bool:
+        """Whether these weights made the span, as far as the receipt tells."""
+        if span.weights is not None and self.weights is not None:
+            return span.weights == self.weights
+        return span.weight_version == self.weight_version
+
+
+def replay(
+    client: RolloutClient, receipts: Iterable[Receipt], done: Callable[[Replayed], None] | None = None
+) -> Report:
+    """Makes each sample again, with its own seed, and compares all bits.
+
+    Args:
+        client: of a server with the weights in question.
+        receipts: as `read_receipts` gives them.
+        done: called with each result, in order, as it is there.
+
+    Raises:
+        Aborted: a push came while the samples were made.
+        FailedPrecondition: the server sleeps, or has no weights.
+    """
+    before = client.status()
+    try:
+        version, weights = weights_digest(client)
+    except PermissionDenied:
+        version, weights = before.weight_version, None
+    present = _Present(server_facts(client), version, weights)
+    results = []
+    for result in _in_order(lambda receipt: _replayed(client, receipt, present), receipts):
+        results.append(result)
+        if done is not None:
+            done(result)
+    if client.status().updates != before.updates:
+        raise Aborted("a push came during the replay; start it again while nobody pushes")
+    return Report(results, version, weights)
+
+
+def _in_order(work: Callable[[Receipt], Replayed], receipts: Iterable[Receipt]) -> Iterator[Replayed]:
+    """Some at once, without reading more receipts than that."""
+    remaining = iter(receipts)
+    pool = ThreadPoolExecutor(_AT_ONCE)
+    try:
+        while batch := list(islice(remaining, _AT_ONCE)):
+            yield from pool.map(work, batch)
+    finally:
+        # After an exception nobody waits for the rest: the caller closes the client, which ends its calls.
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _replayed(client: RolloutClient, receipt: Receipt, present: _Present) -> Replayed:
+    if receipt.finish_reason is FinishReason.ABORTED and not receipt.token_ids:
+        return Replayed(receipt, Verdict.SAME)
+    try:
+        sample = _again(client, receipt)
+    except (InvalidArgument, NotFound) as error:
+        return Replayed(receipt, Verdict.REFUSED, difference=str(error), reason=_other_server(receipt, present))
+    at = _first_difference(receipt, sample)
+    if at is None:
+        return Replayed(receipt, Verdict.SAME)
+    difference = _difference(receipt, sample, at)
+    if not receipt.spans:
+        return Replayed(receipt, Verdict.DIFFERS, at, None, difference, _other_server(receipt, present))
+    first, span = receipt.spans[0], next((s for s in receipt.spans if at < s.end), receipt.spans[-1])
+    if span is not first and present.has(first) and at == span.start:
+        reason = f"version {span.weight_version} took over in the middle of the sample"
+        return Replayed(receipt, Verdict.SAME_UNTIL_PUSH, at, span.weight_version, difference, reason)
+    # What comes after other weights depends on them, whoever made it.
+    blamed = span if present.has(first) else first
+    reason = _other_server(receipt, present) if present.has(blamed) else _gone(blamed, present)
+    return Replayed(receipt, Verdict.DIFFERS, at, span.weight_version, difference, reason)
+
+
+def _again(client: RolloutClient, receipt: Receipt) -> Sample:
+    sampling = receipt.sampling
+    if receipt.finish_reason is FinishReason.ABORTED:
+        # It was ended from outside. No token depends on where its sample must or may end later.
+        count = len(receipt.token_ids)
+        sampling = replace(sampling, max_tokens=count, min_tokens=min(sampling.min_tokens, count))
+    (output,) = client.generate([receipt.prompt_token_ids], 1, sampling, adapter=receipt.adapter, return_text=False)
+    return output.samples[0]
+
+
+def _first_difference(receipt: Receipt, sample: Sample) -> int | None:
+    """Index of the first token that differs in itself, in a bit of its log-probabilities, or in ending the sample."""
+    count = len(receipt.token_ids)
+    for at in range(max(count, len(sample.token_ids))):
+        if _at(receipt, at) != _at(sample, at):
+            return at
+    ends_alike = sample.finish_reason is receipt.finish_reason or receipt.finish_reason is FinishReason.ABORTED
+    return None if ends_alike else max(0, count - 1)
+
+
+def _at(made: Receipt | Sample, at: int) -> tuple[int, bytes, bytes] | None:
+    if at >= len(made.token_ids):
+        return None
+    return made.token_ids[at], made.logprobs[at].tobytes(), made.raw_logprobs[at].tobytes()
+
+
+def _difference(receipt: Receipt, sample: Sample, at: int) -> str:
+    was, now = _at(receipt, at), _at(sample, at)
+    if now is None:
+        return f"there is none ({sample.finish_reason}), and was {receipt.token_ids[at]}"
+    if was is None:
+        return f"it is {sample.token_ids[at]}, and there was none ({receipt.finish_reason})"
+    if was == now:
+        return f"it ends the sample by {sample.finish_reason}, and did by {receipt.finish_reason}"
+    if was[0] != now[0]:
+        return (
+            f"it is {now[0]} ({_shown(sample.raw_logprobs[at])}), and was {was[0]} ({_shown(receipt.raw_logprobs[at])})"
+        )
+    raw = was[2] != now[2]
+    made = [made.raw_logprobs[at] if raw else made.logprobs[at] for made in (sample, receipt)]
+    return f"its {'raw ' if raw else ''}log-probability is {_shown(made[0])}, and was {_shown(made[1])}"
+
+
+def _shown(value: np.float32) -> str:
+    """The shortest digits that tell it from every other float32."""
+    return str(value)
+
+
+def _gone(span: SpanReceipt, present: _Present) -> str:
+    was = f"version {span.weight_version}" + (f" ({span.weights[:12]}…)" if span.weights else "")
+    now = f"version {present.weight_version}" + (f" ({present.weights[:12]}…)" if present.weights else "")
+    return f"made by the weights of {was}, but the server has {now}: push the former again"
+
+
+def _other_server(receipt: Receipt, present: _Present) -> str:
+    """Why the same weights gave something else."""
+    changed = [
+        f"{name} {receipt.server.get(name)!r} (now {value!r})"
+        for name, value in present.facts.items()
+        if receipt.server.get(name) != value
+    ]
+    if changed:
+        return f"made by a server with {', '.join(changed)}"
+    if receipt.adapter is not None:
+        return f"made with generation {receipt.adapter_generation} of the adapter {receipt.adapter!r}: push it again"
+    if any(span.weights is None for span in receipt.spans) or present.weights is None:
+        return "made by weights of the same version, which may be others: their digests are not known"
+    return (
+        "made by the same weights on the same server: the receipt was changed, or this is a bug, which we want to know"
+    )
