@@ -215,6 +215,25 @@ def test_tokens_come_from_a_file_and_their_want_is_explained(binary, rollout, tm
     assert "expected a token" in rollout("pause", "--token-file", alone)[2]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "\udcff"], "prompts[0]: 'utf-8' codec can't encode"),
+        (["generate", "--chat", "\udcff"], "prompts[0][0].content: 'utf-8' codec can't encode"),
+        (["generate", "--tokens", "1 x"], "--tokens: 'x' is no token id; "),
+        (["generate", "--tokens", "99999"], "prompts[0].tokens.ids[0]: 99999"),
+        (["generate", "x", "--adapter", "\udcff"], "adapter: 'utf-8' codec can't encode"),
+        (["generate", "x", "-n", "0"], "n: 0 samples"),
+        (["status", "--tls-cert", "a"], "give both --tls-cert and --tls-key"),
+        (["status", "--tls-ca", "/dev/null"], "/dev/null has no certificate in PEM"),
+        (["status", "--svg", "/nowhere/status.svg"], "--svg /nowhere/status.svg: No such file"),
+    ],
+)
+def test_what_is_refused_is_one_line(rollout, arguments, message):
+    status, out, error = rollout(*arguments)
+    assert (status, out) == (1, "") and message in error and len(error.splitlines()) == 1
+
+
 def test_interrupted_it_is_quiet_and_what_it_asked_for_ends(running):
     """SIGINT while a long generation runs: status 130, nothing written, and the server is idle again."""
     words = ["--tokens", "1", "--max-tokens", str(LONG.max_tokens), "-n", "64", "--ignore-eos"]

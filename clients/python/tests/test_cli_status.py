@@ -96,7 +96,7 @@ def test_a_terminal_sees_a_batch_a_sleep_a_push_an_outage_and_the_return(binary,
     port = free_port()
     with contextlib.ExitStack() as stack:
         terminal = stack.enter_context(Terminal("status", "--address", f"127.0.0.1:{port}", "--interval", "0.1"))
-        terminal.until("no answer for .* no server answers at")
+        terminal.until("no answer for .* no gRPC server answers at")
         first = stack.enter_context(serving_at(binary, port))
         terminal.until("state +running +version 0")
         with RolloutClient(f"127.0.0.1:{port}") as client:

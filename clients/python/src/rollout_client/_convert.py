@@ -115,7 +115,7 @@ def new_request_id() -> str:
 
 
 def _set_request_options(request: Any, options: RequestOptions) -> None:
-    request.adapter = options.get("adapter") or ""
+    set_field(request, "adapter", options.get("adapter") or "", "adapter")
     set_field(request, "top_logprobs", options.get("top_logprobs", 0), "top_logprobs")
     for name in ("if_weight_version", "min_weight_version"):
         version = options.get(name)
@@ -126,7 +126,7 @@ def _set_request_options(request: Any, options: RequestOptions) -> None:
 def _prompt(prompt: PromptInput, path: str) -> Any:
     message = _proto.Prompt()
     if isinstance(prompt, str):
-        message.text = prompt
+        set_field(message, "text", prompt, path)
     elif isinstance(prompt, Chat):
         _set_chat(message.chat, prompt, path)
     elif isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping):
@@ -147,8 +147,10 @@ def _set_chat(message: Any, chat: Chat, path: str) -> None:
             raise InvalidArgument(f'{path}[{i}]: expected {{"role": ..., "content": ...}}, got {entry!r}')
     if all(set(entry) == {"role", "content"} and isinstance(entry["content"], str) for entry in chat.messages):
         message.SetInParent()
-        for entry in chat.messages:
-            message.messages.add(role=entry["role"], content=entry["content"])
+        for i, entry in enumerate(chat.messages):
+            added = message.messages.add()
+            set_field(added, "role", entry["role"], f"{path}[{i}].role")
+            set_field(added, "content", entry["content"], f"{path}[{i}].content")
     else:
         message.messages_json = _json(list(map(dict, chat.messages)), path)
     for name in ("tools", "documents", "template_arguments"):

@@ -77,6 +77,8 @@ class TlsFiles:
             self._ca = _system_authorities()
         else:
             self._ca = _read("ca", tls.ca)
+            if not self._ca:  # which would mean the system's authorities
+                raise InvalidArgument(f"tls.ca: {tls.ca} has no certificate in PEM: it is empty")
             try:
                 self.context = ssl.create_default_context(cadata=self._ca.decode())
             except (ssl.SSLError, UnicodeDecodeError, ValueError) as error:

@@ -15,6 +15,15 @@ from ..errors import PermissionDenied, Unauthenticated, Unavailable
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 _CONTROL_ROLE = "control"
+# What the client's messages say to whoever writes Python, as options of the command.
+_AS_OPTIONS = {
+    "leave tls= out": "leave --tls out",
+    "give cert= and key= of tls=": "give --tls-cert and --tls-key",
+    "give both cert= and key=, or none": "give both --tls-cert and --tls-key, or none",
+    "as ca= of tls=": "as --tls-ca",
+    "as server_name= of tls=": "as --tls-server-name",
+    "give tls=True, or the authority of its certificate as tls={'ca': path}": "give --tls or --tls-ca",
+}
 
 Run = Callable[[argparse.Namespace], "int | None"]
 
@@ -75,11 +84,11 @@ def connected(options: argparse.Namespace, timeout: float | None = None) -> Iter
     """
     seconds = timeout if options.timeout is None else options.timeout
     token = None if options.token_file is None else _token(options.token_file)
-    with RolloutClient(options.address, timeout=seconds, token=token, tls=_tls(options)) as client:
-        try:
+    try:
+        with RolloutClient(options.address, timeout=seconds, token=token, tls=_tls(options)) as client:
             yield client
-        except (Unavailable, Unauthenticated, PermissionDenied) as error:
-            raise CommandError(explained(error, options.address)) from error
+    except (Unavailable, Unauthenticated, PermissionDenied) as error:
+        raise CommandError(explained(error, options.address)) from error
 
 
 def explained(error: Exception, address: str) -> str:
@@ -90,13 +99,16 @@ def explained(error: Exception, address: str) -> str:
     if isinstance(error, PermissionDenied):
         return f"{address}: {text}; name a token of the role control with --token-file or ROLLOUT_TOKEN_FILE"
     if "failed to connect" in text.lower():
-        return f"no server answers at {address}: start one, or name another with --address or ROLLOUT_ADDRESS"
+        return f"no gRPC server answers at {address}: start one, or name another with --address or ROLLOUT_ADDRESS"
     return text if address in text else f"{address}: {text}"
 
 
 def one_line(error: object) -> str:
-    """The text of an error in one line."""
-    return " ".join(str(error).split())
+    """The text of an error in one line, with the options of the command for the arguments of the client."""
+    text = " ".join(str(error).split())
+    for argument, option in _AS_OPTIONS.items():
+        text = text.replace(argument, option)
+    return text
 
 
 def _address(text: str) -> str:

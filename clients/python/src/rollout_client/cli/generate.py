@@ -64,15 +64,23 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _prompt(text: str, options: argparse.Namespace) -> PromptInput:
-    content = sys.stdin.read() if text == "-" else text
+    content = _standard_input() if text == "-" else text
     if options.chat:
         return Chat([{"role": "user", "content": content}])
     if not options.tokens:
         return content
+    words = content.replace(",", " ").split()
+    for word in words:
+        if not word.isdecimal():
+            raise CommandError(f"--tokens: {word!r} is no token id; give numbers with commas or spaces between")
+    return [int(word) for word in words]
+
+
+def _standard_input() -> str:
     try:
-        return [int(word) for word in content.replace(",", " ").split()]
-    except ValueError as error:
-        raise CommandError(f"--tokens: {error}; give numbers with commas or spaces between") from None
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise CommandError(f"standard input is no text: {error}") from None
 
 
 def _text(sample: Sample) -> str:

@@ -37,7 +37,7 @@ def register(commands: Any) -> None:
     )
     parser.add_argument("--weight-version", type=int, metavar="N", help="only samples that this version has begun")
     parser.add_argument("--line", type=int, action="append", metavar="N", help="only this line; may be repeated")
-    parser.add_argument("--all", action="store_true", help=f"describe every difference, not only {_SHOWN} of a kind")
+    parser.add_argument("--all", action="store_true", help=f"tell every difference, not only {_SHOWN} of a kind")
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each sample")
 
 
@@ -46,14 +46,17 @@ def _run(options: argparse.Namespace) -> int:
     shown = _print_json if options.json else None
     with connected(options) as client:
         report = replay(client, reader, shown)
-    for problem in reader.problems:
+    most = None if options.all else _SHOWN
+    for problem in reader.problems[:most]:
         print(f"rollout: {problem}", file=sys.stderr)
+    if len(reader.problems) > _SHOWN and not options.all:
+        left = len(reader.problems) - _SHOWN
+        print(f"rollout: {options.file}: and {left} more lines that are no receipts: --all names them", file=sys.stderr)
     if not report.results and not reader.problems:
-        raise CommandError(
-            f"{options.file}: no receipts{' of that kind' if options.line or options.weight_version else ''}"
-        )
-    if not options.json:
-        print("\n".join(_summary(report, None if options.all else _SHOWN)))
+        selected = options.line is not None or options.weight_version is not None
+        raise CommandError(f"{options.file}: no receipts{' of that line or version' if selected else ''}")
+    if report.results and not options.json:
+        print("\n".join(_summary(report, most)))
     return 0 if report.same and not reader.problems else 1
 
 
