@@ -1,4 +1,4 @@
-"""How a push tells how far it is."""
+"""How pushes and calls of `generate` tell how far they are."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ import sys
 import time
 from collections.abc import Callable
 
+from .types import Sample, StreamEvent
+
 ProgressArgument = bool | Callable[[int, int], object] | None
 """A function of bytes done and bytes in total; True for a bar on a terminal; None for a line after a long push."""
+
+SampleProgressArgument = bool | Callable[[int, int, int], object]
+"""A function of samples finished, samples in total and the tokens of those that are finished; True for a bar on a
+terminal; False for nothing."""
 
 _LONG_SECONDS = 2.0
 _BAR_SECONDS = 0.1
@@ -19,23 +25,18 @@ class Progress:
 
     def __init__(self, what: str, total: int, shown: ProgressArgument) -> None:
         """`total` bytes of `what` are to go."""
-        self._what, self._total, self._shown = what, total, shown
+        self._bar, self._total, self._shown = _Bar(what), total, shown
         self._done = self._again = 0
-        self._start = self._last = time.monotonic()
 
     def add(self, size: int) -> None:
         """So many bytes more are on their way."""
         again = min(size, self._again)
         self._again -= again
         self._done += size - again
-        now = time.monotonic()
         if callable(self._shown):
             self._shown(self._done, self._total)
-        elif self._shown and now - self._last >= _BAR_SECONDS and sys.stderr.isatty():
-            self._last = now
-            filled = _BAR_WIDTH * self._done // max(self._total, 1)
-            bar = "█" * filled + "░" * (_BAR_WIDTH - filled)
-            print(f"\r\x1b[2K{self._what} {bar} {self._rate()}", end="", file=sys.stderr, flush=True)
+        elif self._shown:
+            self._bar.draw(self._done, self._total, self._rate)
 
     def expect(self, total: int) -> None:
         """So many bytes are to go in all."""
@@ -49,12 +50,72 @@ class Progress:
         """The push is over."""
         if callable(self._shown):
             return
-        long = time.monotonic() - self._start >= _LONG_SECONDS
-        if self._shown or (self._shown is None and long):
-            start = "\r\x1b[2K" if self._shown and sys.stderr.isatty() else ""
-            print(f"{start}{self._what}: {self._rate()}", file=sys.stderr, flush=True)
+        if self._shown or (self._shown is None and self._bar.seconds() >= _LONG_SECONDS):
+            self._bar.finish(self._rate())
 
     def _rate(self) -> str:
-        seconds = max(time.monotonic() - self._start, 1e-9)
+        seconds = self._bar.seconds()
         done, total, rate = self._done / 1e6, self._total / 1e6, self._done / 1e9 / seconds
         return f"{done:,.0f} of {total:,.0f} MB in {seconds:.1f} s ({rate:.2f} GB/s)"
+
+
+class SampleProgress:
+    """Counts samples as they finish and shows them as the caller likes it. A context manager: the call."""
+
+    def __init__(self, total: int, shown: SampleProgressArgument) -> None:
+        """`total` samples are asked for."""
+        self._bar, self._total, self._shown = _Bar("samples"), total, shown
+        self._done = self._tokens = 0
+
+    def add(self, event: StreamEvent) -> None:
+        """Takes an event of the call."""
+        if not self._shown or not isinstance(event, Sample):
+            return
+        self._done += 1
+        self._tokens += len(event.token_ids)
+        if callable(self._shown):
+            self._shown(self._done, self._total, self._tokens)
+        else:
+            self._bar.draw(self._done, self._total, self._rate)
+
+    def __enter__(self) -> SampleProgress:
+        """The count itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The call is over, one way or the other: nothing is drawn over the line any more."""
+        if self._shown and not callable(self._shown):
+            self._bar.finish(self._rate())
+
+    def _rate(self) -> str:
+        seconds = self._bar.seconds()
+        rate = self._tokens / seconds
+        return f"{self._done:,} of {self._total:,} in {seconds:.1f} s ({self._tokens:,} tokens, {rate:,.0f} tokens/s)"
+
+
+class _Bar:
+    """A line on standard error, which is drawn again and again if that is a terminal."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._start = self._last = time.monotonic()
+        self._drawn = False
+
+    def seconds(self) -> float:
+        """Since the start, above 0."""
+        return max(time.monotonic() - self._start, 1e-9)
+
+    def draw(self, done: int, total: int, text: Callable[[], str]) -> None:
+        """Shows how far it is, unless it did so a moment ago, or there is no terminal."""
+        now = time.monotonic()
+        if now - self._last < _BAR_SECONDS or not sys.stderr.isatty():
+            return
+        self._last, self._drawn = now, True
+        filled = _BAR_WIDTH * min(done, total) // max(total, 1)
+        bar = "█" * filled + "░" * (_BAR_WIDTH - filled)
+        print(f"\r\x1b[2K{self._what} {bar} {text()}", end="", file=sys.stderr, flush=True)
+
+    def finish(self, text: str) -> None:
+        """Leaves the last line."""
+        start = "\r\x1b[2K" if self._drawn else ""
+        print(f"{start}{self._what}: {text}", file=sys.stderr, flush=True)

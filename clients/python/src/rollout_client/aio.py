@@ -15,6 +15,7 @@ import grpc.aio
 from . import _convert, _convert_weights, _proto
 from ._aio_weights import AsyncWeightSync
 from ._channel import READY_CALL_SECONDS, READY_POLL_SECONDS, call_metadata, call_timeout, make_channel
+from ._progress import SampleProgress
 from ._segment import OWNER_ONLY, SegmentPool
 from ._timeline import Timeline, timeline, timeline_request
 from ._tls import TlsInput, explained, tls_files
@@ -74,11 +75,14 @@ class AsyncRolloutClient(AsyncWeightSync):
     ) -> list[PromptOutput]:
         """As `RolloutClient.generate`."""
         refuse_unknown("generate", options, GenerateOptions)
+        shown = options.pop("progress", False)
         stream = self.generate_stream(prompts, n, sampling, **options)
         collector = _convert.Collector(len(prompts), n)
-        async with stream:
-            async for event in stream:
-                collector.add(event)
+        with SampleProgress(len(prompts) * n, shown) as progress:
+            async with stream:
+                async for event in stream:
+                    collector.add(event)
+                    progress.add(event)
         return collector.outputs()
 
     def generate_stream(

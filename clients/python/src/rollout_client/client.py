@@ -15,6 +15,7 @@ import grpc
 from . import _convert, _convert_weights, _proto
 from ._channel import READY_CALL_SECONDS, READY_POLL_SECONDS, call_metadata, call_timeout, make_channel
 from ._http2 import ClientStream
+from ._progress import SampleProgress
 from ._segment import OWNER_ONLY, SegmentPool
 from ._timeline import Timeline, timeline, timeline_request
 from ._tls import TlsInput, explained, tls_files
@@ -100,11 +101,13 @@ class RolloutClient(WeightSync):
             One output per prompt, in their order, with `n` samples each.
         """
         refuse_unknown("generate", options, GenerateOptions)
+        shown = options.pop("progress", False)
         stream = self.generate_stream(prompts, n, sampling, **options)
         collector = _convert.Collector(len(prompts), n)
-        with stream:
+        with stream, SampleProgress(len(prompts) * n, shown) as progress:
             for event in stream:
                 collector.add(event)
+                progress.add(event)
         return collector.outputs()
 
     def generate_stream(

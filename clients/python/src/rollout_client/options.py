@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, Literal, TypedDict
 
-from ._progress import ProgressArgument
+from ._progress import ProgressArgument, SampleProgressArgument
 from ._segment import SharedBuffer
 from .errors import InvalidArgument
 from .types import RunningPolicy, SamplingParams
@@ -37,8 +37,8 @@ class RequestOptions(CallOptions, total=False):
     """Wait (until the timeout) for a policy of at least this version; default None."""
 
 
-class GenerateOptions(RequestOptions, total=False):
-    """Options of `generate`."""
+class SampleOptions(RequestOptions, total=False):
+    """Options of requests for samples."""
 
     prompt_logprobs: bool
     """Also the log-probabilities of the prompts' tokens; default False."""
@@ -51,7 +51,15 @@ class GenerateOptions(RequestOptions, total=False):
     """For `abort`; unique among running requests. None, the default, makes one."""
 
 
-class GenerateStreamOptions(GenerateOptions, total=False):
+class GenerateOptions(SampleOptions, total=False):
+    """Options of `generate`."""
+
+    progress: SampleProgressArgument
+    """Called with samples finished, samples in total and the tokens of those that are finished; True is a bar with
+    tokens per second on a terminal, and a line at the end; False, the default, nothing."""
+
+
+class GenerateStreamOptions(SampleOptions, total=False):
     """Options of `generate_stream`."""
 
     stream_tokens: bool
