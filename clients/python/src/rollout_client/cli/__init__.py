@@ -14,10 +14,10 @@ from contextlib import suppress
 from importlib.metadata import version
 
 from ..errors import RolloutError
-from . import checksum, generate, lifecycle, push_lora, replay, status, timeline
+from . import checksum, generate, lifecycle, push_lora, replay, sidecar, status, timeline
 from ._command import CommandError, one_line
 
-_COMMANDS = (status, generate, push_lora, lifecycle, checksum, timeline, replay)
+_COMMANDS = (status, generate, push_lora, lifecycle, checksum, timeline, replay, sidecar)
 _FAILED = 1
 # As shells report a process that SIGINT or SIGPIPE has ended.
 _INTERRUPTED = 130

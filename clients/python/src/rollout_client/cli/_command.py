@@ -83,9 +83,8 @@ def connected(options: argparse.Namespace, timeout: float | None = None) -> Iter
         timeout: seconds for each call, unless the options have their own.
     """
     seconds = timeout if options.timeout is None else options.timeout
-    token = None if options.token_file is None else _token(options.token_file)
     try:
-        with RolloutClient(options.address, timeout=seconds, token=token, tls=_tls(options)) as client:
+        with RolloutClient(options.address, timeout=seconds, token=token_of(options), tls=tls_of(options)) as client:
             yield client
     except (Unavailable, Unauthenticated, PermissionDenied) as error:
         raise CommandError(explained(error, options.address)) from error
@@ -128,6 +127,11 @@ def positive_seconds(text: str) -> float:
     return seconds
 
 
+def token_of(options: argparse.Namespace) -> str | None:
+    """The token that the options name, if they do."""
+    return None if options.token_file is None else _token(options.token_file)
+
+
 def _token(path: Path) -> str:
     """The token of a file: its only word, or that of the line with the most rights."""
     try:
@@ -141,7 +145,8 @@ def _token(path: Path) -> str:
     return words[0][-1]
 
 
-def _tls(options: argparse.Namespace) -> Tls | None:
+def tls_of(options: argparse.Namespace) -> Tls | None:
+    """How the options want TLS; None for none."""
     given = (options.tls_ca, options.tls_cert, options.tls_key, options.tls_server_name)
     if not options.tls and not any(given):
         return None

@@ -1,0 +1,196 @@
+"""The proxy of `rollout sidecar`: all of the server's HTTP routes, and one of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import AsyncIterator, Callable
+from http import HTTPStatus
+from typing import Any
+
+import grpc
+from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, web
+
+from .._adapter_directory import read_adapter
+from .._tls import Tls, TlsFiles
+from ..client import RolloutClient
+from ..errors import Aborted, RolloutError
+
+LOAD = "/v1/load_lora_adapter"
+
+_MAX_ORDER_BYTES = 1 << 20  # a name and a path
+_OF_ONE_CONNECTION = frozenset(
+    {
+        "connection",
+        "expect",
+        "host",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+# As the server's own HTTP port answers.
+_STATUSES = {
+    grpc.StatusCode.INVALID_ARGUMENT: HTTPStatus.BAD_REQUEST,
+    grpc.StatusCode.UNAUTHENTICATED: HTTPStatus.UNAUTHORIZED,
+    grpc.StatusCode.PERMISSION_DENIED: HTTPStatus.FORBIDDEN,
+    grpc.StatusCode.NOT_FOUND: HTTPStatus.NOT_FOUND,
+    grpc.StatusCode.DEADLINE_EXCEEDED: HTTPStatus.REQUEST_TIMEOUT,
+    grpc.StatusCode.FAILED_PRECONDITION: HTTPStatus.CONFLICT,
+    grpc.StatusCode.ABORTED: HTTPStatus.CONFLICT,
+    grpc.StatusCode.ALREADY_EXISTS: HTTPStatus.CONFLICT,
+    grpc.StatusCode.DATA_LOSS: HTTPStatus.UNPROCESSABLE_ENTITY,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: HTTPStatus.TOO_MANY_REQUESTS,
+    grpc.StatusCode.UNAVAILABLE: HTTPStatus.SERVICE_UNAVAILABLE,
+}
+
+
+class Sidecar:
+    """Passes requests on, and pushes adapters that come as directories."""
+
+    def __init__(self, client: RolloutClient, upstream: str, token: str | None, tls: Tls | None) -> None:
+        """Reads the files of `tls`; nothing is connected yet.
+
+        Args:
+            client: pushes the adapters.
+            upstream: `host:port` of the server's HTTP routes.
+            token: for requests that bring none.
+            tls: of the server, if it has TLS.
+        """
+        self.upstream = f"{'http' if tls is None else 'https'}://{upstream}"
+        self._client = client
+        self._token = token
+        self._tls = None if tls is None else TlsFiles(tls)
+        if self._tls is not None:
+            self._tls.context.set_alpn_protocols(["http/1.1"])
+        self._loads = asyncio.Lock()  # the server receives one push at a time
+        self._session: ClientSession | None = None
+
+    def application(self) -> web.Application:
+        """The routes."""
+        application = web.Application(client_max_size=_MAX_ORDER_BYTES)
+        application.cleanup_ctx.append(self._connections)
+        application.router.add_post(LOAD, self._load)
+        application.router.add_route("*", "/{path:.*}", self._pass_on)
+        return application
+
+    async def _connections(self, _: web.Application) -> AsyncIterator[None]:
+        secured = True if self._tls is None else self._tls.context
+        # As many connections as the trainer makes, and a completion may take as long as it does.
+        connector = TCPConnector(limit=0, ssl=secured)
+        async with ClientSession(connector=connector, timeout=ClientTimeout(), auto_decompress=False) as session:
+            self._session = session
+            yield
+
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        answer: web.StreamResponse | None = None
+        try:
+            async with self._session.request(
+                request.method,
+                self.upstream + request.raw_path,
+                headers=self._headers(request),
+                data=request.content if request.body_exists else None,
+                allow_redirects=False,
+                server_hostname=None if self._tls is None else self._tls.server_name,
+            ) as found:
+                answer = web.StreamResponse(status=found.status, reason=found.reason)
+                answer.headers.extend(_end_to_end(found.headers))
+                await answer.prepare(request)
+                async for part in found.content.iter_any():
+                    await answer.write(part)
+        except ClientError as error:
+            if answer is None:
+                return _error(HTTPStatus.BAD_GATEWAY, f"no answer of the server at {self.upstream}: {error}")
+            # Half an answer has gone out, or the trainer has gone: either sees an answer that broke.
+            if request.transport is not None:
+                request.transport.abort()
+            return answer
+        await answer.write_eof()
+        return answer
+
+    def _headers(self, request: web.Request) -> list[tuple[str, str]]:
+        headers = _end_to_end(request.headers)
+        if self._token is not None and "Authorization" not in request.headers:
+            headers.append(("Authorization", f"Bearer {self._token}"))
+        return headers
+
+    async def _load(self, request: web.Request) -> web.Response:
+        """As the server's route, with a directory of this machine."""
+        try:
+            order = json.loads(await request.read())
+            name, path, in_place = order["lora_name"], order["lora_path"], order.get("load_inplace") or False
+        except (ValueError, KeyError, TypeError, AttributeError):
+            name = path = in_place = None
+        if not (isinstance(name, str) and isinstance(path, str) and isinstance(in_place, bool) and name and path):
+            return _error(HTTPStatus.BAD_REQUEST, "Both 'lora_name' and 'lora_path' must be provided, as texts.")
+        try:
+            async with self._loads:
+                await asyncio.to_thread(self._push, name, path, in_place)
+        except _Taken:
+            return _error(
+                HTTPStatus.BAD_REQUEST,
+                f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
+                "'load_inplace' to True.",
+            )
+        except RolloutError as error:
+            status = _STATUSES.get(error.code, HTTPStatus.INTERNAL_SERVER_ERROR)
+            return _error(status, str(error), type(error).__name__)
+        return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
+
+    def _push(self, name: str, path: str, in_place: bool) -> None:
+        if not in_place and self._is_resident(name):
+            raise _Taken
+        tensors, config = read_adapter(path)
+        try:
+            self._client.push_lora(tensors, config, name=name, expected_generation=None if in_place else 0)
+        except Aborted:
+            if not in_place and self._is_resident(name):  # somebody has taken the name meanwhile
+                raise _Taken from None
+            raise
+
+    def _is_resident(self, name: str) -> bool:
+        return any(adapter.name == name and not adapter.retired for adapter in self._client.adapters())
+
+
+class _Taken(Exception):
+    """The name has an adapter already."""
+
+
+async def serve(sidecar: Sidecar, host: str, port: int, ready: Callable[[str], None]) -> None:
+    """Serves until SIGTERM.
+
+    Args:
+        sidecar: what answers.
+        host, port: where; port 0 is any.
+        ready: called with the `host:port` where it listens.
+
+    Raises:
+        OSError: the address cannot be had.
+    """
+    # Without its client a request ends on the server too.
+    runner = web.AppRunner(sidecar.application(), handler_cancellation=True, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+        listening = runner.addresses[0]
+        ready(f"[{listening[0]}]:{listening[1]}" if ":" in listening[0] else f"{listening[0]}:{listening[1]}")
+        ended = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+        await ended.wait()
+    finally:
+        await runner.cleanup()
+
+
+def _end_to_end(headers: Any) -> list[tuple[str, str]]:
+    return [(name, value) for name, value in headers.items() if name.lower() not in _OF_ONE_CONNECTION]
+
+
+def _error(status: HTTPStatus, message: str, kind: str = "") -> web.Response:
+    kind = "BadRequest" if status == HTTPStatus.BAD_REQUEST else kind or status.phrase.replace(" ", "")
+    body = {"message": message, "type": f"{kind}Error", "param": None, "code": status.value}
+    return web.json_response({"error": body}, status=status)
