@@ -142,25 +142,54 @@ def _prompt(prompt: PromptInput, path: str) -> Any:
 
 
 def _set_chat(message: Any, chat: Chat, path: str) -> None:
-    for i, entry in enumerate(chat.messages):
-        if not isinstance(entry, Mapping) or not isinstance(entry.get("role"), str):
-            raise InvalidArgument(f'{path}[{i}]: expected {{"role": ..., "content": ...}}, got {entry!r}')
-    if all(set(entry) == {"role", "content"} and isinstance(entry["content"], str) for entry in chat.messages):
+    if isinstance(chat.messages, (str, Mapping)):
+        raise InvalidArgument(f"{path}: expected a list of messages, got {type(chat.messages).__name__}")
+    messages = [_chat_message(entry, f"{path}[{i}]") for i, entry in enumerate(chat.messages)]
+    if all(set(entry) == {"role", "content"} and isinstance(entry["content"], str) for entry in messages):
         message.SetInParent()
-        for i, entry in enumerate(chat.messages):
-            added = message.messages.add()
-            set_field(added, "role", entry["role"], f"{path}[{i}].role")
-            set_field(added, "content", entry["content"], f"{path}[{i}].content")
+        for entry in messages:
+            message.messages.add(role=entry["role"], content=entry["content"])
     else:
-        message.messages_json = _json(list(map(dict, chat.messages)), path)
+        # Each member on its own, so that an error names it.
+        entries = (
+            {name: _json(value, f"{path}[{i}].{name}") for name, value in entry.items()}
+            for i, entry in enumerate(messages)
+        )
+        message.messages_json = f"[{', '.join(map(_json_object, entries))}]"
     for name in ("tools", "documents", "template_arguments"):
         value = getattr(chat, name)
         if value:
+            _check_container(name, value, f"{path}.{name}")
             plain = dict(value) if isinstance(value, Mapping) else list(value)
             set_field(message, f"{name}_json", _json(plain, f"{path}.{name}"), f"{path}.{name}")
     if chat.add_generation_prompt is not None:
         set_field(message, "add_generation_prompt", chat.add_generation_prompt, f"{path}.add_generation_prompt")
     set_field(message, "continue_final_message", chat.continue_final_message, f"{path}.continue_final_message")
+
+
+def _chat_message(entry: Any, path: str) -> dict[str, Any]:
+    """A message as a dict; one of OpenAI's package becomes one."""
+    if hasattr(entry, "model_dump"):
+        entry = entry.model_dump(exclude_none=True)
+    if not isinstance(entry, Mapping):
+        raise InvalidArgument(f'{path}: expected {{"role": ..., "content": ...}}, got {entry!r}')
+    if not isinstance(entry.get("role"), str):
+        raise InvalidArgument(f"{path}.role: expected a text such as 'user', got {entry.get('role')!r}")
+    for name in entry:
+        if not isinstance(name, str):
+            raise InvalidArgument(f"{path}: {name!r} is no name of a member")
+    return dict(entry)
+
+
+def _check_container(name: str, value: Any, path: str) -> None:
+    wanted, what = (Mapping, "a dict") if name == "template_arguments" else (Sequence, "a list of dicts")
+    if not isinstance(value, wanted) or isinstance(value, str):
+        raise InvalidArgument(f"{path}: expected {what}, got {type(value).__name__}")
+
+
+def _json_object(members: Mapping[str, str]) -> str:
+    """The JSON of an object whose values are JSON already."""
+    return "{" + ", ".join(f"{json.dumps(name, ensure_ascii=False)}: {value}" for name, value in members.items()) + "}"
 
 
 def _json(value: Any, path: str) -> str:

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 ChatMessage = Mapping[str, Any]
 """One message of a chat prompt, as OpenAI's API and chat templates have it: `role`, `content` (text, None or a list of
-text parts), and what else the model's template knows (`tool_calls`, `tool_call_id`, `name`, `reasoning_content`)."""
+text parts), and what else the model's template knows (`tool_calls`, `tool_call_id`, `name`, `reasoning_content`). In a
+`Chat`, and after a first message that is a dict, messages of OpenAI's package are taken too."""
 
 
 @dataclass(frozen=True)
