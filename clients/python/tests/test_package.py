@@ -19,7 +19,7 @@ from serving import REPOSITORY
 PROJECT = REPOSITORY / "clients" / "python"
 PACKAGE = PROJECT / "src" / "rollout_client"
 # What an import of the client must not bring along: too heavy, or not there.
-HEAVY = ["torch", "transformers", "peft", "trl", "swift", "verl", "ray", "rich", "safetensors", "ml_dtypes"]
+HEAVY = ["torch", "transformers", "peft", "trl", "swift", "verl", "ray", "rich", "aiohttp", "safetensors", "ml_dtypes"]
 
 
 def run(*command):

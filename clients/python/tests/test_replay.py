@@ -136,7 +136,9 @@ def test_a_sample_across_a_push_comes_again_up_to_it(serving, path, adapters, ca
     recording = threading.Thread(target=record, args=(serving, path, [[5, 6, 7]], 8, LONG))
     recording.start()
     wait_for(serving, lambda s: s.generated_tokens > 20 and s.running_samples == 8, "generating")
+    serving.pause("keep")
     serving.push_lora(*adapters[1], version=2)
+    serving.resume()
     recording.join(120)
     receipts = list(read_receipts(path))
     assert all([span.weight_version for span in receipt.spans] == [1, 2] for receipt in receipts)
@@ -154,10 +156,12 @@ def test_a_sample_across_a_push_comes_again_up_to_it(serving, path, adapters, ca
 
 def test_an_aborted_sample_is_compared_as_far_as_it_went(serving, path):
     with Recorder(serving, path) as recorder:
-        threading.Thread(target=recorder.generate, args=([[5, 6, 7]], 8, replace(LONG, min_tokens=800))).start()
+        sampling = replace(LONG, min_tokens=800)
+        recording = threading.Thread(target=recorder.generate, args=([[5, 6, 7]], 8, sampling))
+        recording.start()
         wait_for(serving, lambda s: s.generated_tokens > 20 and s.running_samples == 8, "generating")
         serving.abort(all=True)
-        wait_for(serving, lambda _: path.read_text().count("\n") == 8, "recorded")
+        recording.join(120)
     receipts = list(read_receipts(path))
     assert {receipt.finish_reason for receipt in receipts} == {FinishReason.ABORTED}
     assert all(0 < len(receipt.token_ids) < LONG.max_tokens for receipt in receipts)

@@ -72,16 +72,15 @@ def _watch(monitor: Monitor, console: Console, unicode: bool, options: argparse.
 
     from ._status_view import StatusView  # noqa: PLC0415
 
-    silent_since: float | None = None
+    answered = time.monotonic()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             problem = None
             try:
                 monitor.look()
-                silent_since = None
+                answered = time.monotonic()
             except (Unavailable, DeadlineExceeded) as error:
-                silent_since = silent_since or time.monotonic()
-                silent = _format.seconds(time.monotonic() - silent_since)
+                silent = _format.seconds(time.monotonic() - answered)
                 problem = f"no answer for {silent}, asking again: {explained(error, options.address)}"
             view = StatusView(monitor, options.address, options.window, width=console.width, unicode=unicode)
             live.update(view.render(problem), refresh=True)
