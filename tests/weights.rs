@@ -174,8 +174,9 @@ fn running_requests_follow_the_policy() {
     let new = random_weights(engine.parameters(), 41);
     let expected = fresh("llama", &new, &["--dtype", "float32"]);
     for policy in [RunningPolicy::Keep, RunningPolicy::Recompute, RunningPolicy::Wait, RunningPolicy::Abort] {
-        engine.push(Push { new_version: Some(1), ..Push::base() }).expect("back to the base");
-        engine.push(Push { new_version: Some(1), ..Push::full(&random_weights(engine.parameters(), 40)) }).unwrap();
+        let first = |push| Push { new_version: Some(1), force_version: true, ..push };
+        engine.push(first(Push::base())).expect("back to the base");
+        engine.push(first(Push::full(&random_weights(engine.parameters(), 40)))).unwrap();
         let push = Push { new_version: Some(2), running: policy, ..Push::full(&new) };
         let request = running(&engine);
         engine.push(push).expect("pushed");

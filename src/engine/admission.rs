@@ -90,10 +90,13 @@ impl<X: Executor> Engine<X> {
         command.adapter.as_deref().map(|name| self.adapters.find(name)).transpose()
     }
 
-    /// Ends requests, drains, checksums and the open update if their clients are gone.
+    /// Ends requests, drains, checksums and the open update if their clients are gone, and requests whose time is up.
     pub(super) fn drop_cancelled(&mut self) {
-        for key in self.requests.accepted_keys(|_, request| request.is_cancelled()) {
+        for key in self.requests.accepted_keys(|_, request| request.is_given_up()) {
             self.end(key, Ending::Aborted);
+        }
+        for key in self.requests.held_keys(|command| command.cancel.is_expired()) {
+            self.end_held(key);
         }
         for key in self.requests.held_keys(|command| command.cancel.is_cancelled()) {
             self.refuse_held(key, Error::Aborted("the client is gone".into()));
@@ -163,7 +166,22 @@ impl<X: Executor> Engine<X> {
 
     /// Ends an accepted request, and with it the samples that still run. Its blocks are free when this returns.
     pub(super) fn end(&mut self, key: RequestKey, ending: Ending) {
-        let Some(mut request) = self.take(key) else { return };
+        if let Some(request) = self.take(key) {
+            self.close(key, request, ending);
+        }
+    }
+
+    /// Ends a held request as one that was accepted, whose samples have no tokens.
+    fn end_held(&mut self, key: RequestKey) {
+        let Some(command) = self.requests.remove_held(key) else { return };
+        let salt = CacheSalt { epoch: self.policy.epoch(), adapter: None };
+        let metrics = &self.watch.observer.metrics;
+        let (request, _) = Request::new(key, command, salt, self.tokenizer.as_ref(), metrics);
+        self.close(key, request, Ending::Aborted);
+    }
+
+    /// Tells the client of a request that has been taken out that it has ended.
+    fn close(&mut self, key: RequestKey, mut request: Request, ending: Ending) {
         match ending {
             Ending::Aborted => self.statistics.count_aborted_request(),
             Ending::Finished => self.statistics.count_finished_request(),

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
 use super::activity::Activity;
@@ -14,18 +14,33 @@ use crate::memory::{Backlog, Charge, MemoryReport};
 use crate::types::{Owner, Prompt, SamplingParams, WeightVersion};
 use crate::weights::{ShadowWeights, Tensors, UpdateKind, WeightUpdate};
 
-/// Says that the client of a request or command is gone. The engine reads it before each step, and ends what the client
-/// had asked for.
+/// Says that the client of a request or command is gone, or that the time it gave a request is up. The engine reads it
+/// before each step, and ends what the client had asked for.
 #[derive(Clone, Debug, Default)]
-pub struct CancelFlag(Arc<AtomicBool>);
+pub struct CancelFlag(Arc<AtomicU8>);
 
 impl CancelFlag {
+    const WANTED: u8 = 0;
+    const EXPIRED: u8 = 1;
+    const CANCELLED: u8 = 2;
+
+    /// The client is gone.
     pub fn cancel(&self) {
-        self.0.store(true, Ordering::Release);
+        self.0.store(Self::CANCELLED, Ordering::Release);
+    }
+
+    /// The client wants what there is now.
+    pub fn expire(&self) {
+        // It stays as it is if the client is gone.
+        let _ = self.0.compare_exchange(Self::WANTED, Self::EXPIRED, Ordering::AcqRel, Ordering::Acquire);
     }
 
     pub fn is_cancelled(&self) -> bool {
-        self.0.load(Ordering::Acquire)
+        self.0.load(Ordering::Acquire) == Self::CANCELLED
+    }
+
+    pub fn is_expired(&self) -> bool {
+        self.0.load(Ordering::Acquire) == Self::EXPIRED
     }
 }
 
@@ -81,6 +96,8 @@ pub enum Command {
     /// Gives the policy that serves another version, and changes no weight.
     SetVersion {
         version: WeightVersion,
+        /// Whether the version may be one that is not above the present one.
+        force: bool,
         reply: Reply<Result<()>>,
     },
     /// Gives memory back.
@@ -188,6 +205,8 @@ pub struct UpdateBegin {
     pub expected_version: Option<WeightVersion>,
     /// Version of the policy after the update; `None` is one more than before it.
     pub new_version: Option<WeightVersion>,
+    /// Whether `new_version` may be one that is not above the present one.
+    pub force_version: bool,
     pub running: RunningPolicy,
     /// Most bytes that the push takes while it is received.
     pub staging_bytes: u64,
@@ -414,6 +433,12 @@ impl EngineHandle {
     /// Says that the client behind `flag` is gone, and wakes the engine.
     pub fn cancel(&self, flag: &CancelFlag) {
         flag.cancel();
+        self.look();
+    }
+
+    /// Says that the time of the request behind `flag` is up, and wakes the engine.
+    pub fn expire(&self, flag: &CancelFlag) {
+        flag.expire();
         self.look();
     }
 

@@ -354,7 +354,7 @@ impl<X: Executor> Engine<X> {
             }
             Command::CommitUpdate { update, content, reply } => return self.commit_update(update, content, reply),
             Command::CancelUpdate { update, reply } => reply(self.cancel_update(update)),
-            Command::SetVersion { version, reply } => reply(self.set_version(version)),
+            Command::SetVersion { version, force, reply } => reply(self.set_version(version, force)),
             Command::Sleep { level, mode, cancel, reply } => return self.sleep(level, mode, cancel, reply),
             Command::Wake { tags, reload, reply } => {
                 let attempt = self.wake(tags, reload);

@@ -197,8 +197,9 @@ impl Request {
         self.owner
     }
 
-    pub fn is_cancelled(&self) -> bool {
-        self.cancel.is_cancelled()
+    /// Whether its client is gone, or wants what there is now.
+    pub fn is_given_up(&self) -> bool {
+        self.cancel.is_cancelled() || self.cancel.is_expired()
     }
 
     /// Whether the request asks for exactly one version of the policy, and `version` is another.

@@ -107,10 +107,25 @@ impl<X: Executor> Engine<X> {
 
     /// The version of the policy after the update.
     fn new_version(&self, begin: &UpdateBegin) -> Result<WeightVersion> {
-        let next = || self.policy.version().checked_add(1);
-        begin.new_version.or_else(next).ok_or_else(|| {
-            Error::invalid("new_version", format!("must be given: there is none after {}", self.policy.version()))
-        })
+        match begin.new_version {
+            Some(version) => self.check_version(version, begin.force_version).map(|()| version),
+            None => self.policy.version().checked_add(1).ok_or_else(|| {
+                Error::invalid("new_version", format!("must be given: there is none after {}", self.policy.version()))
+            }),
+        }
+    }
+
+    /// Checks that the policy's version does not go back or repeat, unless `force` says that it may. Where there is no
+    /// policy there is no version to stay above, and a trainer brings back the policy that a sleep has dropped.
+    fn check_version(&self, version: WeightVersion, force: bool) -> Result<()> {
+        let have = self.policy.version();
+        if version > have || force || !self.state.has_policy() {
+            return Ok(());
+        }
+        Err(Error::FailedPrecondition(format!(
+            "new_version: {version} is not above {have}, the version of the policy that serves; give a higher one, or set \
+             force_version if it is meant, as where a trainer begins again beside a running server"
+        )))
     }
 
     /// Reserves the memory that an update takes while it is received. Returns whether it is to be written in place.
@@ -353,12 +368,13 @@ impl<X: Executor> Engine<X> {
     }
 
     /// Gives the policy another version. Its weights, and the KV that was computed with them, stay.
-    pub(super) fn set_version(&mut self, version: WeightVersion) -> Result<()> {
+    pub(super) fn set_version(&mut self, version: WeightVersion, force: bool) -> Result<()> {
         self.check_serving()?;
         if !self.state.has_policy() {
             let why = "the weights are missing, so there is no policy to name; push a complete one with its version";
             return Err(Error::FailedPrecondition(why.into()));
         }
+        self.check_version(version, force)?;
         self.policy.rename(version);
         self.refuse_queued_for_others(version);
         Ok(())

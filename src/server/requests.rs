@@ -90,8 +90,10 @@ where
     let prompts = charge.split(request.prompt_bytes());
     let (reply, events) = event_channel(&context);
     let cancel = CancelOnDrop::new(&context.engine);
+    let ends_at = request.time_limit.and_then(|limit| arrived_at.checked_add(limit));
+    let time_limit = ends_at.map(|at| cancel.expire_at(at));
     context.engine.send(request.into_command((owner, arrived_at), cancel.flag.clone(), reply, charge))?;
-    let guards = StreamGuards { cancel, running, deadline, gate: gate.clone(), prompts };
+    let guards = StreamGuards { cancel, running, deadline, gate: gate.clone(), prompts, time_limit };
     Ok(ReplyStream::new(events, writer, size, guards))
 }
 

@@ -306,15 +306,26 @@ pub struct Push {
     pub tensors: Vec<(TensorEntry, Vec<u8>)>,
     pub expected_version: Option<u64>,
     pub new_version: Option<u64>,
+    pub force_version: bool,
     pub running: RunningPolicy,
     pub in_place: bool,
 }
 
 impl Push {
     fn new(kind: UpdateKind, tensors: Vec<(TensorEntry, Vec<u8>)>) -> Self {
-        let (expected_version, new_version) = (None, None);
+        let (expected_version, new_version, force_version) = (None, None, false);
         let (adapter_config, adapter, running) = (String::new(), None, RunningPolicy::Keep);
-        Self { kind, adapter_config, adapter, tensors, expected_version, new_version, running, in_place: false }
+        Self {
+            kind,
+            adapter_config,
+            adapter,
+            tensors,
+            expected_version,
+            new_version,
+            force_version,
+            running,
+            in_place: false,
+        }
     }
 
     pub fn full(weights: &StateDict) -> Self {
@@ -431,6 +442,7 @@ impl Engine {
             adapter: push.adapter,
             expected_version: push.expected_version,
             new_version: push.new_version,
+            force_version: push.force_version,
             running: push.running,
             staging_bytes: receiver.staging_bytes(false),
             in_place_bytes: receiver.staging_bytes(true),

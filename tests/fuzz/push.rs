@@ -285,6 +285,7 @@ pub fn update(dice: &mut Dice, facts: &Facts) -> Call {
     push.header.running = dice.enumeration(4);
     // Mostly version 0, the one that deltas are against.
     push.header.new_version = if dice.one_in(6) { dice.maybe(Dice::u64) } else { Some(0) };
+    push.header.force_version = !dice.one_in(6);
     if !push.tensors.is_empty() && dice.one_in(5) {
         share(dice, &mut push, &facts.segment);
     }

@@ -183,7 +183,12 @@ async fn restore(connection: &Connection) -> Result<(), String> {
     let _: pb::SleepResponse = ask(connection, "rollout.v1.Control/Sleep", &sleep).await?;
     let wake = pb::WakeRequest { tags: Vec::new(), reload: true };
     let _: pb::WakeResponse = ask(connection, "rollout.v1.Control/Wake", &wake).await?;
-    let header = pb::Header { kind: pb::UpdateKind::Lora.into(), new_version: Some(0), ..Default::default() };
+    let header = pb::Header {
+        kind: pb::UpdateKind::Lora.into(),
+        new_version: Some(0),
+        force_version: true,
+        ..Default::default()
+    };
     let kinds = [pb::update_request::Kind::Header(header), pb::update_request::Kind::Commit(pb::Commit {})];
     let body = kinds.map(|kind| envelope(&pb::UpdateRequest { kind: Some(kind) }.encode_to_vec()));
     let started = Instant::now();

@@ -95,8 +95,15 @@ fn generate_request(dice: &mut Dice) -> pb::GenerateRequest {
         adapter: adapter(dice),
         if_weight_version: if dice.one_in(8) { dice.maybe(Dice::u64) } else { None },
         min_weight_version: if dice.one_in(8) { dice.maybe(Dice::u64) } else { None },
+        time_limit_seconds: if dice.one_in(8) { Some(time_limit(dice)) } else { None },
         top_logprobs_of: if dice.is_hostile() { dice.below(5) as i32 - 1 } else { dice.below(3) as i32 },
     }
+}
+
+fn time_limit(dice: &mut Dice) -> f64 {
+    const WRONG: &[f64] = &[f64::NAN, f64::NEG_INFINITY, -1.0, -f64::MIN_POSITIVE];
+    const LIMITS: &[f64] = &[0.0, -0.0, 1e-9, 0.001, 0.03, 1e9, 1e300, f64::INFINITY];
+    if dice.is_hostile() { dice.pick(WRONG) } else { dice.pick(LIMITS) }
 }
 
 fn most_tokens(request: &pb::GenerateRequest) -> u64 {

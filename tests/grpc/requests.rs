@@ -43,6 +43,26 @@ async fn messages_come_in_the_order_of_the_events_and_end_with_one_summary() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_time_limit_asks_the_engine_for_what_there_is() {
+    let server = start().await;
+    let limited = |seconds| pb::GenerateRequest { time_limit_seconds: Some(seconds), ..request() };
+    let (mut stream, mut engine) = server.running(limited(0.01)).await;
+    eventually("the end of the time", || engine.cancel.is_expired()).await;
+    assert!(matches!(server.command(), Command::Look) && !engine.cancel.is_cancelled());
+    (engine.responder)(completion_event(0, &[7], FinishReason::Aborted));
+    (engine.responder)(done());
+    let Some(Message::Completion(partial)) = next(&mut stream).await else { panic!("not a completion") };
+    assert_eq!((partial.token_ids.as_slice(), partial.finish_reason()), ([7].as_slice(), pb::FinishReason::Aborted));
+    assert!(matches!(next(&mut stream).await, Some(Message::Summary(_))));
+    drop(stream);
+    assert!(matches!(server.command(), Command::Look));
+    // A client that goes before is gone, and nothing is left that waits for the time.
+    let (stream, engine) = server.running(limited(3600.0)).await;
+    drop(stream);
+    eventually("the cancel flag", || engine.cancel.is_cancelled()).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nothing_follows_the_terminal_event() {
     let server = start().await;
     let (mut stream, mut engine) = server.running(request()).await;

@@ -89,9 +89,10 @@ def test_a_tensor_that_does_not_fit_is_named_by_a_write_or_the_commit(either):
 
 def test_no_other_push_comes_while_one_is_open(either):
     client, base = either
-    with client.begin_push(version=9) as push:
+    version = client.status().weight_version + 9
+    with client.begin_push(version=version) as push:
         push.write(*next(iter(base.items())))
-        wait_for(client, lambda status: status.update and status.update.new_version == 9, "open")
+        wait_for(client, lambda status: status.update and status.update.new_version == version, "open")
         for transport in ("inline", "shared_memory"):
             with pytest.raises(Aborted, match="under way"):
                 client.push_full(base, transport=transport)

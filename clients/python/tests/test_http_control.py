@@ -327,7 +327,12 @@ def test_a_version_is_set_without_a_push(served):
         assert len(refused.body["error"]["message"]) < 300
     served.done("/update_weight_version", {"new_version": str(2**64 - 1)})
     assert served.get("/weight_info").body == {"weight_version": str(2**64 - 1)}
-    served.done("/update_weight_version", {"new_version": "0"})
+    for old in ("0", str(2**64 - 1)):
+        refused = served.post("/update_weight_version", {"new_version": old})
+        assert refused.status == 409 and "force_version" in refused.body["error"]["message"]
+        refused = served.post("/update_weight_version", {"new_version": old, "force_version": False})
+        assert refused.status == 409
+    served.done("/update_weight_version", {"new_version": "0", "force_version": True})
     served.done("/sleep?level=2")
     assert served.post("/update_weight_version", {"new_version": "5"}).status == 409
 

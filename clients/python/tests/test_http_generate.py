@@ -175,7 +175,7 @@ def test_spans_say_which_version_made_which_tokens(served):
     spans = answers[0].body["choices"][0]["weight_versions"]
     assert [span["version"] for span in spans] == ["0", "7"]
     assert spans[0]["start"] == 0 and spans[0]["end"] == spans[1]["start"] and spans[1]["end"] == 900
-    ask(served.address, "POST", "/update_weight_version", {"new_version": "0"})
+    ask(served.address, "POST", "/update_weight_version", {"new_version": "0", "force_version": True})
 
 
 @pytest.mark.parametrize("how", ["member", "header", "stream"])

@@ -44,7 +44,7 @@ def test_full_pushes_arrive_bit_for_bit(call, fake, rng, transport, new_segments
     assert held(fake) == in_bytes(new)
     (commit,) = fake.weights.commits
     assert (commit.header.new_version, commit.header.running, commit.header.in_place) == (7, 2, False)
-    assert not commit.header.HasField("expected_version")
+    assert not commit.header.HasField("expected_version") and not commit.header.force_version
     assert (result.weight_version, result.parameters, result.adapter_generation) == (7, len(new), None)
     assert result.bytes == sum(array.nbytes for array in new.values())
     assert (result.pause_ms, result.staging_ms, result.pending, len(result.digest)) == (1.5, 2.5, False, 32)
@@ -242,11 +242,12 @@ def test_directories_are_only_named(call, fake):
     headers = []
     fake.weights.on_message = lambda number, request: headers.append(request)
     call(lambda client: client.push_directory("step-3", name="probe"))
-    call(lambda client: client.push_directory(Path("full"), "full", version=4))
+    call(lambda client: client.push_directory(Path("full"), "full", version=4, force_version=True))
     assert [request.WhichOneof("kind") for request in headers] == ["header", "commit"] * 2
     lora, full = headers[0].header, headers[2].header
     assert (lora.kind, lora.source.directory.path, lora.adapter) == (1, "step-3", "probe")
     assert (full.kind, full.source.directory.path, full.new_version) == (2, "full", 4)
+    assert full.force_version
 
 
 @pytest.mark.parametrize(

@@ -235,13 +235,22 @@ def test_no_server_is_unavailable(fake):
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["of the call", "of the client"])
-def test_timeout_is_deadline_exceeded_and_tells_the_server(call, fake, own):
+def test_a_server_that_does_not_answer_at_the_timeout_is_deadline_exceeded(call, fake, own, monkeypatch):
+    monkeypatch.setattr("rollout_client._channel.ANSWER_SECONDS", 0.1)
     fake.stall(completion())
     timeouts = ({"timeout": 0.3}, {}) if own else ({}, {"timeout": 0.3})
     with pytest.raises(DeadlineExceeded) as error:
         call(lambda client: client.generate(["a"], n=2, **timeouts[0]), **timeouts[1])
     assert isinstance(error.value, TimeoutError)
     assert fake.cancelled.wait(10)
+    assert fake.requests[0].time_limit_seconds == 0.3
+
+
+def test_a_timeout_that_is_none_is_refused(call, fake):
+    for wrong in (-1.0, math.nan):
+        with pytest.raises(InvalidArgument, match="timeout: "):
+            call(lambda client, wrong=wrong: client.generate(["a"], timeout=wrong))
+    assert fake.requests == []
 
 
 def test_an_infinite_timeout_overrides_the_clients(call, fake):
@@ -257,7 +266,8 @@ def test_an_infinite_timeout_overrides_the_clients(call, fake):
     call(lambda client: client.generate(["a"]), timeout=5.0)
     # A call without a deadline has "about 292 years" left in some versions of gRPC.
     assert seen[0] is None or seen[0] > 1e6
-    assert seen[1] < 5.1
+    assert 5.1 < seen[1] < 5.1 + rollout_client._channel.ANSWER_SECONDS
+    assert not fake.requests[0].HasField("time_limit_seconds") and fake.requests[1].time_limit_seconds == 5.0
 
 
 def test_leaving_a_stream_tells_the_server(fake):

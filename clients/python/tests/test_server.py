@@ -337,9 +337,10 @@ def test_leaving_a_stream_frees_everything(client):
         pass
 
 
-def test_deadline_frees_everything(client):
+def test_deadline_frees_everything(client, monkeypatch):
+    monkeypatch.setattr("rollout_client._channel.ANSWER_SECONDS", 0.0)
     with pytest.raises(DeadlineExceeded):
-        client.generate(LONG_PROMPTS, n=LONG_N, sampling=LONG, return_text=False, timeout=0.5)
+        client.score([[token % 500 for token in range(1000)]] * 2000, timeout=0.2)
 
 
 def test_what_ran_beside_an_abort_is_unharmed(client, rng):
@@ -359,8 +360,10 @@ def test_weight_versions_are_insisted_on_or_waited_for(client):
     assert client.generate([[1]], if_weight_version=0, min_weight_version=0)
     with pytest.raises(rollout_client.Aborted, match="1"):
         client.generate([[1]], if_weight_version=1)
+    ((sample,),) = (output.samples for output in client.generate([[1]], min_weight_version=1, timeout=0.3))
+    assert (sample.finish_reason, sample.token_ids) == (FinishReason.ABORTED, [])
     with pytest.raises(DeadlineExceeded):
-        client.generate([[1]], min_weight_version=1, timeout=0.3)
+        client.score([[1]], min_weight_version=1, timeout=0.3)
 
 
 @pytest.mark.parametrize(

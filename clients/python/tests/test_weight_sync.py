@@ -24,6 +24,7 @@ from models import (
 )
 from rollout_client import (
     Aborted,
+    FailedPrecondition,
     FinishReason,
     InvalidArgument,
     NotFound,
@@ -88,12 +89,13 @@ def test_full_pushes_are_a_server_started_on_them(pair, rng):
     client, base, fresh = pair
     before, full = seen(client), perturbed(rng, base)
     expected = fresh(full, "full")
-    for version, transport in enumerate(TRANSPORTS, start=10):
+    for transport in TRANSPORTS:
+        version = client.status().weight_version + 9
         result = client.push_full(iter(full.items()), version=version, transport=transport)
         assert (result.weight_version, result.parameters, result.pending) == (version, len(base), False)
         assert result.bytes == sum(array.nbytes for array in full.values())
         assert seen(client) == expected != before
-        client.push_full(base, version=1)
+        client.push_full(base)
         assert seen(client) == before
     with SharedBuffer(sum(array.nbytes for array in full.values())) as buffer:
         gathered = {}
@@ -102,7 +104,7 @@ def test_full_pushes_are_a_server_started_on_them(pair, rng):
             gathered[name][...] = array
         client.push_full(gathered, buffer=buffer)
         assert seen(client) == expected
-    client.push_full(base, version=1)
+    client.push_full(base, version=1, force_version=True)
     client.push_directory("full", "full", expected_version=1, version=12)
     assert seen(client) == expected
 
@@ -307,6 +309,28 @@ def test_requests_can_wait_for_the_policy_or_insist_on_it(at_base, rng):
         client.push_lora(None, expected_version=version)
     with pytest.raises(Aborted, match=str(version + 5)):
         client.push_delta(base, base, base_version=version)
+
+
+def test_versions_that_go_back_or_repeat_must_be_meant(at_base, rng):
+    client, base = at_base
+    version = client.push_lora(None).weight_version
+    before = seen(client)
+    for wrong in (0, version - 1, version):
+        for push in (
+            lambda wrong=wrong, **options: client.push_lora(*random_adapter(rng, base), version=wrong, **options),
+            lambda wrong=wrong, **options: client.push_full(base, version=wrong, **options),
+            lambda wrong=wrong, **options: client.push_delta(
+                base, base, base_version=client.status().weight_version, version=wrong, **options
+            ),
+        ):
+            with pytest.raises(FailedPrecondition, match=rf"{wrong} is not above {version}, .*force_version"):
+                push()
+    assert seen(client) == before and client.status().weight_version == version
+    # A trainer that begins again beside this server.
+    assert client.push_lora(None, version=1, force_version=True).weight_version == 1
+    assert client.push_lora(None, version=2).weight_version == 2
+    assert client.push_lora(None).weight_version == 3
+    assert client.push_lora(None, version=version + 10, force_version=False).weight_version == version + 10
 
 
 # Resident adapters

@@ -2,7 +2,7 @@
 
 use super::rig::*;
 use crate::engine::*;
-use crate::types::{FinishReason, Owner};
+use crate::types::{FinishReason, Owner, Prompt, SamplingParams};
 use crate::weights::UpdateKind;
 
 #[test]
@@ -217,4 +217,69 @@ fn an_owner_ends_its_own_requests_and_learns_of_no_others() {
     assert!(asked.iter().all(|each| each.completion().finish_reason == FinishReason::Aborted));
     assert!(matches!(held.error(), Error::Aborted(_)));
     rig.assert_clean();
+}
+
+#[test]
+fn a_request_whose_time_is_up_ends_with_what_it_has() {
+    let mut rig = Rig::new();
+    let (command, asked) = ask("a", 8, 50);
+    let kind =
+        RequestKind::Generate { n: 2, seed: 1, prompt_logprobs: false, stream_tokens: false, return_text: false };
+    // The first prompt's samples end before, those of the second run, and the third waits behind both.
+    let prompts = [8, 8, 40].map(|len: u32| Prompt::from_tokens((0..len).collect::<Vec<_>>())).to_vec();
+    let short = OwnSampling {
+        params: Arc::new(SamplingParams { max_tokens: 1, ..SamplingParams::default() }),
+        grammar: None,
+        seed: None,
+    };
+    let asked = rig.submit((GenerateCommand { kind, prompts, own: [(0, short)].into(), ..command }, asked));
+    rig.steps(4);
+    let before = asked.events();
+    assert!(
+        matches!(&before[..], [Event::Completion(a), Event::Completion(b)] if (a.prompt_index, b.prompt_index) == (0, 0))
+    );
+    asked.cancel.expire();
+    rig.command(Command::Look);
+    let events = asked.events();
+    let [Event::Completion(a), Event::Completion(b), Event::Completion(c), Event::Completion(d), Event::Done(summary)] =
+        &events[..]
+    else {
+        panic!("{events:?}")
+    };
+    let places: Vec<_> = [a, b, c, d].iter().map(|c| (c.prompt_index, c.sample_index)).collect();
+    assert_eq!(places, [(1, 0), (1, 1), (2, 0), (2, 1)]);
+    assert!([a, b, c, d].iter().all(|c| c.finish_reason == FinishReason::Aborted));
+    let made = [a, b, c, d].map(|c| c.tokens.len());
+    assert!(made[0] > 0 && made[1] > 0 && made[2..] == [0, 0], "{made:?}");
+    assert_eq!(summary.completion_tokens, 2 + made.iter().sum::<usize>() as u64);
+    assert_eq!(rig.status().aborted_requests, 1);
+    rig.assert_clean();
+}
+
+#[test]
+fn a_request_whose_time_is_up_before_it_begins_has_samples_without_tokens() {
+    for wait in ["newer policy", "pause", "none"] {
+        let mut rig = Rig::new();
+        let (command, asked) = ask("a", 3, 4);
+        let min_weight_version = (wait == "newer policy").then_some(9);
+        if wait == "pause" {
+            told(&rig.pause(DrainMode::Wait)).reply().unwrap();
+        }
+        if wait == "none" {
+            asked.cancel.expire();
+        }
+        let asked = rig.submit((GenerateCommand { min_weight_version, ..command }, asked));
+        if wait != "none" {
+            assert_eq!(rig.status().held_requests, 1);
+            asked.cancel.expire();
+            rig.command(Command::Look);
+        }
+        let ended = asked.completion();
+        assert_eq!((ended.tokens.len(), ended.finish_reason, ended.seed), (0, FinishReason::Aborted, 1), "{wait}");
+        assert_eq!((rig.status().held_requests, rig.status().steps), (0, 0));
+        // Whoever is gone gets nothing, also if the time is up as well.
+        asked.cancel.cancel();
+        asked.cancel.expire();
+        assert!(asked.cancel.is_cancelled() && !asked.cancel.is_expired());
+    }
 }

@@ -119,6 +119,7 @@ pub fn begin(kind: UpdateKind) -> UpdateBegin {
         adapter: None,
         expected_version: None,
         new_version: None,
+        force_version: false,
         running: RunningPolicy::Keep,
         staging_bytes: 10,
         in_place_bytes: 1,

@@ -110,7 +110,7 @@ const ORDERS: [(&str, Order); 17] = [
         told(&rig.call(|reply| Command::Abort { target, owner: None, reply }));
         Ok(())
     }),
-    ("version", |rig| told(&rig.call(|reply| Command::SetVersion { version: 9, reply })).reply()),
+    ("version", |rig| told(&rig.call(|reply| Command::SetVersion { version: 9, force: false, reply })).reply()),
 ];
 
 /// For each state, the state that each command of [`ORDERS`] leads to. "!" stands for FAILED_PRECONDITION, which

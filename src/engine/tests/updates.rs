@@ -43,7 +43,7 @@ fn a_prompt_that_a_kept_request_still_holds_is_computed_anew() {
     let mut rig = Rig::new();
     let kept = rig.submit(ask("kept", 8, 9));
     rig.steps(2);
-    rig.push_now(UpdateBegin { new_version: Some(0), ..begin(UpdateKind::Lora) }).unwrap();
+    rig.push_now(UpdateBegin { new_version: Some(0), force_version: true, ..begin(UpdateKind::Lora) }).unwrap();
     let new = rig.submit(ask("new", 8, 1));
     rig.finish();
     let new = new.completion();
@@ -176,7 +176,8 @@ fn versions_are_the_trainers_and_epochs_our_own() {
     };
     assert_eq!((prompt_of(&mut rig), prompt_of(&mut rig)), (0, 8));
     assert_eq!(push(&mut rig, None, None).unwrap().weight_version, 101);
-    assert_eq!(push(&mut rig, Some(100), None).unwrap().weight_version, 100, "a trainer starts again");
+    let again = UpdateBegin { new_version: Some(100), force_version: true, ..begin(UpdateKind::Lora) };
+    assert_eq!(rig.push_now(again).unwrap().weight_version, 100, "a trainer starts again");
     assert_eq!(prompt_of(&mut rig), 0, "the same number, another policy");
     let conflict = push(&mut rig, None, Some(101)).unwrap_err();
     let text = conflict.to_string();
@@ -185,6 +186,42 @@ fn versions_are_the_trainers_and_epochs_our_own() {
     assert!(matches!(push(&mut rig, None, None), Err(Error::InvalidArgument { field, .. }) if field == "new_version"));
     let unnamed = rig.push_now(begin(UpdateKind::Delta)).unwrap_err();
     assert!(matches!(unnamed, Error::InvalidArgument { field, .. } if field == "expected_version"));
+    rig.assert_clean();
+}
+
+#[test]
+fn a_version_that_goes_back_or_repeats_must_be_meant() {
+    let mut rig = Rig::new();
+    let push = |rig: &mut Rig, version, force_version| {
+        rig.push_now(UpdateBegin { new_version: Some(version), force_version, ..begin(UpdateKind::Lora) })
+    };
+    let set =
+        |rig: &mut Rig, version, force| told(&rig.call(|reply| Command::SetVersion { version, force, reply })).reply();
+    let refused = |error: Error| {
+        let text = error.to_string();
+        assert!(matches!(error, Error::FailedPrecondition(_)), "{error:?}");
+        assert!(text.contains("above 7") && text.contains("force_version"), "{text}");
+    };
+    push(&mut rig, 7, false).unwrap();
+    rig.did();
+    for version in [0, 6, 7] {
+        refused(push(&mut rig, version, false).unwrap_err());
+        refused(set(&mut rig, version, false).unwrap_err());
+    }
+    assert_eq!((rig.did(), rig.status().weight_version), (vec![], 7));
+    // A version that was free at the beginning of a push is not at its commit.
+    let ticket = rig.begin(UpdateBegin { new_version: Some(7), force_version: true, ..begin(UpdateKind::Lora) });
+    told(&rig.commit(ticket.unwrap().id, lora())).reply().unwrap();
+    let ticket = rig.begin(UpdateBegin { new_version: Some(9), ..begin(UpdateKind::Lora) }).unwrap();
+    set(&mut rig, 9, false).unwrap();
+    let late = told(&rig.commit(ticket.id, lora())).reply().unwrap_err();
+    assert!(matches!(&late, Error::FailedPrecondition(why) if why.contains("9 is not above 9")), "{late}");
+    set(&mut rig, 3, true).unwrap();
+    assert_eq!(push(&mut rig, 3, true).unwrap().weight_version, 3);
+    assert_eq!(rig.push_lora(RunningPolicy::Keep).weight_version, 4, "one without a version goes on");
+    // Where the weights are missing there is no version to stay above: what a sleep has dropped comes back.
+    told(&rig.sleep(SleepLevel::Two, DrainMode::Wait)).reply().unwrap();
+    assert_eq!(push(&mut rig, 4, false).unwrap().weight_version, 4);
     rig.assert_clean();
 }
 
@@ -218,7 +255,7 @@ fn a_version_without_an_update_keeps_the_cache_and_marks_tokens_from_then_on() {
     rig.step();
     let (command, asked) = ask("queued", 3, 1);
     let queued = rig.submit((GenerateCommand { if_weight_version: Some(0), ..command }, asked));
-    told(&rig.call(|reply| Command::SetVersion { version: 7, reply })).reply().unwrap();
+    told(&rig.call(|reply| Command::SetVersion { version: 7, force: false, reply })).reply().unwrap();
     assert!(matches!(queued.error(), Error::VersionConflict(why) if why.contains("version 7")));
     rig.finish();
     assert_eq!(running.completion().weight_versions, [(0, 0, 3), (7, 3, 4)]);

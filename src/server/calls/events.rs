@@ -1,8 +1,10 @@
 //! The way of a request's events from the engine to the door that its client came through.
 
 use std::task::{Context, Poll, ready};
+use std::time::Instant;
 
 use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
 
 use crate::engine::{CancelFlag, EngineHandle, Event, Responder};
 use crate::memory::Backlog;
@@ -19,11 +21,30 @@ impl CancelOnDrop {
     pub(in crate::server) fn new(engine: &EngineHandle) -> Self {
         Self { flag: CancelFlag::default(), engine: engine.clone() }
     }
+
+    /// Ends the request at this time with what it has. The task is none of the reply's, because a reply whose client
+    /// reads nothing is not polled.
+    pub(in crate::server) fn expire_at(&self, at: Instant) -> TimeLimit {
+        let (flag, engine) = (self.flag.clone(), self.engine.clone());
+        TimeLimit(tokio::spawn(async move {
+            tokio::time::sleep_until(at.into()).await;
+            engine.expire(&flag);
+        }))
+    }
 }
 
 impl Drop for CancelOnDrop {
     fn drop(&mut self) {
         self.engine.cancel(&self.flag);
+    }
+}
+
+/// The end of a request's time, unless it is dropped before.
+pub(in crate::server) struct TimeLimit(JoinHandle<()>);
+
+impl Drop for TimeLimit {
+    fn drop(&mut self) {
+        self.0.abort();
     }
 }
 

@@ -9,7 +9,7 @@ use tokio_stream::Stream;
 
 use super::ask::engine_gone;
 use super::deadline::{Deadline, exceeded};
-use super::events::{CancelOnDrop, Events};
+use super::events::{CancelOnDrop, Events, TimeLimit};
 use crate::engine::{Event, Summary};
 use crate::error::{Error, Result};
 use crate::memory::Charge;
@@ -49,6 +49,7 @@ pub(in crate::server) struct ReplyStream<W: Writer> {
     _cancel: CancelOnDrop,
     _running: Running,
     _prompts: Charge,
+    _time_limit: Option<TimeLimit>,
 }
 
 /// Guards that a reply stream holds until it ends.
@@ -59,6 +60,7 @@ pub(in crate::server) struct StreamGuards {
     pub(in crate::server) gate: Gate,
     /// Counts the prompts, which the writer may hold to the end.
     pub(in crate::server) prompts: Charge,
+    pub(in crate::server) time_limit: Option<TimeLimit>,
 }
 
 impl<W: Writer> ReplyStream<W> {
@@ -80,6 +82,7 @@ impl<W: Writer> ReplyStream<W> {
             _cancel: guards.cancel,
             _running: guards.running,
             _prompts: guards.prompts,
+            _time_limit: guards.time_limit,
         }
     }
 

@@ -15,7 +15,7 @@ mod update;
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 pub(super) use lifecycle::{asleep, drain_mode, lifecycle, sleep_level, sleep_reply, wake_tags};
 pub(super) use prompt::tokens;
@@ -60,6 +60,8 @@ pub(super) struct ValidRequest {
     adapter: Option<String>,
     if_weight_version: Option<WeightVersion>,
     min_weight_version: Option<WeightVersion>,
+    /// Time from its arrival after which it ends with what it has.
+    pub(super) time_limit: Option<Duration>,
 }
 
 impl ValidRequest {
@@ -165,6 +167,7 @@ pub(super) fn generate(
         adapter: named(request.adapter)?,
         if_weight_version: request.if_weight_version,
         min_weight_version: request.min_weight_version,
+        time_limit: request.time_limit_seconds.map(time_limit).transpose()?,
     })
 }
 
@@ -186,6 +189,7 @@ pub(super) fn score(request: pb::ScoreRequest, model: &ModelFacts) -> Result<Val
         adapter: named(request.adapter)?,
         if_weight_version: request.if_weight_version,
         min_weight_version: request.min_weight_version,
+        time_limit: None,
     })
 }
 
@@ -275,6 +279,13 @@ fn check_top_logprobs(k: u32, model: &ModelFacts) -> Result<()> {
         return Err(Error::invalid("top_logprobs", message));
     }
     Ok(())
+}
+
+fn time_limit(seconds: f64) -> Result<Duration> {
+    if seconds.is_nan() || seconds < 0.0 {
+        return Err(Error::invalid("time_limit_seconds", format!("{seconds} is not a number of seconds from 0 on")));
+    }
+    Ok(Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX))
 }
 
 fn distribution(given: i32) -> Result<Distribution> {

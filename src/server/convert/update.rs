@@ -50,6 +50,7 @@ pub(in crate::server) struct Terms {
     pub(in crate::server) adapter: Option<AdapterTarget>,
     pub(in crate::server) expected_version: Option<WeightVersion>,
     pub(in crate::server) new_version: Option<WeightVersion>,
+    pub(in crate::server) force_version: bool,
     pub(in crate::server) running: RunningPolicy,
     pub(in crate::server) in_place: bool,
 }
@@ -86,6 +87,7 @@ pub(in crate::server) fn header(header: pb::Header) -> Result<ValidHeader> {
             kind,
             expected_version: header.expected_version,
             new_version: header.new_version,
+            force_version: header.force_version,
             running,
             in_place: header.in_place,
             adapter: adapter.clone(),

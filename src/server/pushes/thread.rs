@@ -117,6 +117,7 @@ fn begin(terms: Terms, receiver: &Receiver, sender: Sender) -> UpdateBegin {
         adapter: terms.adapter,
         expected_version: terms.expected_version,
         new_version: terms.new_version,
+        force_version: terms.force_version,
         running: terms.running,
         staging_bytes: receiver.staging_bytes(false),
         in_place_bytes: receiver.staging_bytes(true),

@@ -22,6 +22,10 @@ CHANNEL_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 20_000),
 ]
 
+ANSWER_SECONDS = 30.0
+"""From the time limit of a generate call to its deadline, by which all that the server then sends must have come: a
+step ends, and thousands of samples cross the network."""
+
 READY_POLL_SECONDS = 0.05
 """Between two looks at a server that starts."""
 
@@ -47,6 +51,20 @@ def call_metadata(token: str | None) -> tuple[tuple[str, str], ...]:
     if not token or not all("!" <= character <= "~" for character in token):
         raise InvalidArgument("token: is empty, or has spaces, line ends or characters outside of ASCII")
     return (("authorization", f"Bearer {token}"),)
+
+
+def generate_timeouts(timeout: float | None, default: float | None) -> tuple[float | None, float | None]:
+    """The time limit of a generate call, which the server keeps, and the deadline of its stream, which is later.
+
+    Raises:
+        InvalidArgument: it is no time.
+    """
+    limit = call_timeout(timeout, default)
+    if limit is None:
+        return None, None
+    if not limit >= 0:
+        raise InvalidArgument(f"timeout: {limit} is not a number of seconds from 0 on")
+    return limit, limit + ANSWER_SECONDS
 
 
 def call_timeout(timeout: float | None, default: float | None) -> float | None:

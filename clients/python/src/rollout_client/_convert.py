@@ -54,9 +54,13 @@ _STRUCTURED = ("regex", "json", "choice", "grammar", "json_object")
 
 
 def generate_request(
-    prompts: Sequence[PromptInput], n: int, sampling: SamplingInput, options: GenerateStreamOptions
+    prompts: Sequence[PromptInput],
+    n: int,
+    sampling: SamplingInput,
+    options: GenerateStreamOptions,
+    time_limit: float | None = None,
 ) -> Any:
-    """The `GenerateRequest` of a call of `generate_stream`.
+    """The `GenerateRequest` of a call of `generate_stream` that may run for `time_limit` seconds.
 
     Raises:
         TypeError: the call has no such option.
@@ -78,6 +82,8 @@ def generate_request(
     else:
         request.sampling.CopyFrom(_sampling(SamplingParams() if sampling is None else sampling, "sampling"))
     set_field(request, "n", n, "n")
+    if time_limit is not None:
+        request.time_limit_seconds = time_limit
     distribution = options.get("top_logprobs_of", "raw")
     if distribution not in _DISTRIBUTIONS:
         raise InvalidArgument(f"top_logprobs_of: {distribution!r} is neither 'raw' nor 'processed'")

@@ -106,6 +106,7 @@ def update_header(
         kind=number(UPDATE_KINDS, kind, "kind"),
         running=number(RUNNING_POLICIES, options.get("running", "keep"), "running"),
         in_place=options.get("in_place", False),
+        force_version=options.get("force_version", False),
         adapter_config=adapter_config,
     )
     for option in ("version", "expected_version", "expected_generation"):

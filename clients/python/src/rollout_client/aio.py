@@ -14,7 +14,14 @@ import grpc.aio
 
 from . import _convert, _convert_weights, _proto
 from ._aio_weights import AsyncWeightSync
-from ._channel import READY_CALL_SECONDS, READY_POLL_SECONDS, call_metadata, call_timeout, make_channel
+from ._channel import (
+    READY_CALL_SECONDS,
+    READY_POLL_SECONDS,
+    call_metadata,
+    call_timeout,
+    generate_timeouts,
+    make_channel,
+)
 from ._progress import SampleProgress
 from ._segment import OWNER_ONLY, SegmentPool
 from ._timeline import Timeline, timeline, timeline_request
@@ -93,8 +100,9 @@ class AsyncRolloutClient(AsyncWeightSync):
         **options: Unpack[GenerateStreamOptions],
     ) -> AsyncGenerateStream:
         """As `RolloutClient.generate_stream`."""
-        request = _convert.generate_request(prompts, n, sampling, options)
-        call_options = self._call_options(options.get("timeout"))
+        limit, deadline = generate_timeouts(options.get("timeout"), self._timeout)
+        request = _convert.generate_request(prompts, n, sampling, options, limit)
+        call_options = {"timeout": deadline, "metadata": self._metadata}
         return AsyncGenerateStream(
             self._callable(_proto.GENERATE, stream=True), request, call_options, self._translated
         )

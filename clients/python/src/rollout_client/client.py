@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from . import _convert, _convert_weights, _proto
-from ._channel import READY_CALL_SECONDS, READY_POLL_SECONDS, call_metadata, call_timeout, make_channel
+from ._channel import (
+    READY_CALL_SECONDS,
+    READY_POLL_SECONDS,
+    call_metadata,
+    call_timeout,
+    generate_timeouts,
+    make_channel,
+)
 from ._http2 import ClientStream
 from ._progress import SampleProgress
 from ._segment import OWNER_ONLY, SegmentPool
@@ -63,7 +70,7 @@ class RolloutClient(WeightSync):
         Args:
             address: `host:port`.
             timeout: seconds for each call that does not give its own; None is no limit. When it passes, the server
-                drops the work.
+                drops the work and the call raises `DeadlineExceeded`; `generate` returns what there is.
             token: sent as a bearer token with every call, for a server with `--auth-token-file`. It is taken from no
                 environment variable.
             tls: for a server with `--tls-cert`: True trusts the system's authorities, a `Tls` (or a dict of its fields)
@@ -88,7 +95,11 @@ class RolloutClient(WeightSync):
         sampling: SamplingInput = None,
         **options: Unpack[GenerateOptions],
     ) -> list[PromptOutput]:
-        """Samples `n` completions of each prompt and waits for all of them.
+        """Samples `n` completions of each prompt and waits for all of them, or until the timeout.
+
+        When the timeout passes, the samples that have not ended are `FinishReason.ABORTED` and have the tokens so far,
+        which is none where nothing had begun. The others are whole. `DeadlineExceeded` is raised only if the server
+        does not answer then.
 
         Args:
             prompts: texts, lists (or arrays) of token ids, or lists of chat messages; they may be mixed.
@@ -126,8 +137,9 @@ class RolloutClient(WeightSync):
             prompts, n, sampling: as for `generate`.
             options: by keyword, those that `rollout_client.GenerateStreamOptions` lists and describes.
         """
-        request = _convert.generate_request(prompts, n, sampling, options)
-        call_options = self._call_options(options.get("timeout"))
+        limit, deadline = generate_timeouts(options.get("timeout"), self._timeout)
+        request = _convert.generate_request(prompts, n, sampling, options, limit)
+        call_options = {"timeout": deadline, "metadata": self._metadata}
         return GenerateStream(self._callable(_proto.GENERATE, stream=True), request, call_options, self._explained)
 
     def score(self, sequences: Sequence[TokenIds], **options: Unpack[ScoreOptions]) -> list[Score]:

@@ -27,7 +27,7 @@ class ResourceExhausted(RolloutError):
 
 
 class FailedPrecondition(RolloutError):
-    """The server's lifecycle forbids this now."""
+    """The server's lifecycle forbids this now, or a push has a version that goes back or repeats."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
 
@@ -63,7 +63,7 @@ class Unavailable(RolloutError, ConnectionError):
 
 
 class DeadlineExceeded(RolloutError, TimeoutError):
-    """The timeout passed; the server has dropped the work."""
+    """The timeout passed; the server has dropped the work. `generate` returns what there is instead."""
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
 

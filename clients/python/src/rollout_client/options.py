@@ -20,8 +20,10 @@ class CallOptions(TypedDict, total=False):
     """Options of every call that is listed here."""
 
     timeout: float | None
-    """Seconds; None, the default, is the client's, `math.inf` no limit. When it passes, the server drops the work, and
-    after a push the policy is as it was, unless the commit was just being applied: `status().weight_version` tells."""
+    """Seconds; None, the default, is the client's, `math.inf` no limit. When it passes, `generate` ends with what there
+    is: samples that have not finished are `FinishReason.ABORTED` and have the tokens so far. Any other call raises
+    `DeadlineExceeded`: the server drops the work, and after a push the policy is as it was, unless the commit was just
+    being applied: `status().weight_version` tells."""
 
 
 class RequestOptions(CallOptions, total=False):
@@ -78,7 +80,11 @@ class UpdateOptions(CallOptions, total=False):
     """Options of every push."""
 
     version: int | None
-    """The policy's version afterwards, usually the trainer's step; None, the default, is one more than now."""
+    """The policy's version afterwards, usually the trainer's step; None, the default, is one more than now.
+    `FailedPrecondition` if it is not above the policy's: a server starts with version 0, so count pushes from 1."""
+    force_version: bool
+    """Take `version` even if it goes back or repeats, for a trainer that begins again beside a running server; default
+    False."""
     running: RunningPolicy
     """What happens to requests that run; default `"keep"`."""
 

@@ -59,8 +59,8 @@ class FinishReason(str, Enum):
     """No token may follow: the text is complete for `structured_outputs` and no token that ends a sample may be sampled
     (`ignore_eos`, `min_tokens`, a model without one), or other parameters exclude all that it allows."""
     ABORTED = "aborted"
-    """By `abort`, by a push, pause or sleep that aborts what runs, or by the server's shutdown; the tokens so far are
-    valid. A call whose timeout passes raises `DeadlineExceeded` instead."""
+    """By `abort`, by the timeout of the call, by a push, pause or sleep that aborts what runs, or by the server's
+    shutdown; the tokens so far are valid. There are none if nothing had begun."""
 
     def __str__(self) -> str:
         """The plain value, e.g. `length`."""

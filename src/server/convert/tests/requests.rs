@@ -1,5 +1,7 @@
 //! Every wrong field is refused with its path; right ones arrive as they were sent.
 
+use std::time::Duration;
+
 use super::super::{RequestKind, abort, score};
 use super::{generate, model};
 use crate::engine::AbortTarget;
@@ -79,6 +81,8 @@ fn wrong_request_fields_are_refused() {
         r.min_weight_version = Some(2);
     });
     check("request_id", "257 bytes are more than 256", |r| r.request_id = "x".repeat(257));
+    check("time_limit_seconds", "NaN is not a number", |r| r.time_limit_seconds = Some(f64::NAN));
+    check("time_limit_seconds", "-0.5 is not a number", |r| r.time_limit_seconds = Some(-0.5));
 }
 
 #[test]
@@ -253,6 +257,18 @@ fn a_prompt_s_own_sampling_is_checked_as_the_request_s_and_replaces_it() {
     assert_eq!((own.seed, own.grammar.is_none()), (Some(8), true));
     assert_eq!(*valid.params, SamplingParams { temperature: 0.5, ..shared });
     assert!(matches!(valid.kind, RequestKind::Generate { seed: 7, .. }));
+}
+
+#[test]
+fn a_time_limit_may_be_as_long_as_it_likes() {
+    let limit = |time_limit_seconds| {
+        generate(pb::GenerateRequest { time_limit_seconds, ..base() }, &model()).expect("valid").time_limit
+    };
+    assert_eq!(limit(None), None);
+    assert_eq!(limit(Some(0.0)), Some(Duration::ZERO));
+    assert_eq!(limit(Some(0.25)), Some(Duration::from_millis(250)));
+    assert_eq!(limit(Some(1e300)), Some(Duration::MAX));
+    assert_eq!(limit(Some(f64::INFINITY)), Some(Duration::MAX));
 }
 
 #[test]

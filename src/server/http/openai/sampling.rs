@@ -278,6 +278,7 @@ impl Sampling {
             adapter: self.model.filter(|model| model != policy).unwrap_or_default(),
             if_weight_version: self.if_weight_version,
             min_weight_version: self.min_weight_version,
+            time_limit_seconds: None,
         })
     }
 }

@@ -22,6 +22,9 @@ pub(super) struct NewVersion {
     /// A decimal number below 2^64.
     #[schema(pattern = "^(0|[1-9][0-9]{0,18})$")]
     new_version: String,
+    /// Whether the version may go back or stay; not one of vLLM's members.
+    #[serde(default)]
+    force_version: Option<bool>,
 }
 
 /// The version that the policy has now.
@@ -36,7 +39,7 @@ pub(super) struct Versioned {
 #[utoipa::path(post, path = "/update_weight_version", request_body = NewVersion, responses(
     (status = 200, body = Versioned),
     (status = 400, body = ErrorBody),
-    (status = 409, description = "there is no policy", body = ErrorBody),
+    (status = 409, description = "there is no policy, or the version is not above its own", body = ErrorBody),
 ))]
 pub(super) async fn update_weight_version(
     State(door): State<Door>,
@@ -49,7 +52,8 @@ pub(super) async fn update_weight_version(
         HttpError::invalid("new_version", &message)
     })?;
     let (context, _running) = door.gate.admit()?;
-    ask(&context.engine, |reply| Command::SetVersion { version, reply }).await??;
+    let force = body.value.force_version.unwrap_or(false);
+    ask(&context.engine, |reply| Command::SetVersion { version, force, reply }).await??;
     Ok(body.ignored.name_in(Json(Versioned { success: true, new_version: body.value.new_version })))
 }
 
