@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -167,6 +168,33 @@ def test_no_room_for_a_segment_is_inline_or_an_error(pusher, fake, rng, monkeypa
         pusher.push_full(state, transport="shared_memory")
     pusher.push_full(state)
     assert held(fake) == in_bytes(state) and new_segments() == []
+
+
+def test_shared_memory_that_becomes_full_on_the_way_is_left_for_the_stream(pusher, fake, rng, monkeypatch):
+    """Tensors in float32 take twice what a model that serves in bfloat16 lets expect."""
+    state = {f"t{i}": rng.standard_normal((1000, 1500), dtype=np.float32) for i in range(10)}
+    hold(fake, {name: np.zeros_like(array, ml_dtypes.bfloat16) for name, array in state.items()})
+    expected, real = sum(array.nbytes for array in state.values()) // 2, _segment.os.posix_fallocate
+
+    def limited(file, offset, size):
+        if offset + size > expected + _segment.PADDING:
+            raise OSError(28, "No space left on device")
+        real(file, offset, size)
+
+    monkeypatch.setattr(_segment.os, "posix_fallocate", limited)
+    for in_place in (False, True):
+        with (
+            pytest.raises(ResourceExhausted, match="No space left"),
+            pusher.begin_push(transport="shared_memory", in_place=in_place) as push,
+        ):
+            push.write_all(state)
+        told = []
+        with pusher.begin_push(in_place=in_place, progress=lambda done, total, told=told: told.append(done)) as push:
+            push.write_all(state)
+        assert held(fake) == in_bytes(state)
+        assert told == sorted(told) and told[-1] == 2 * expected
+        assert not fake.weights.commits[-1].header.HasField("source")
+        hold(fake, {name: np.zeros_like(array, ml_dtypes.bfloat16) for name, array in state.items()})
 
 
 def test_an_iterator_that_goes_past_its_total_is_refused_by_name(pusher, fake, rng):

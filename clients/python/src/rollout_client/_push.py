@@ -17,7 +17,7 @@ from ._http2 import ClientStream
 from ._progress import Progress
 from ._segment import DIRECTORY, SegmentLease, SharedBuffer, aligned, digest_of
 from ._tensors import Layout
-from .errors import InvalidArgument, NotFound
+from .errors import InvalidArgument, NotFound, ResourceExhausted
 
 CHUNK_BYTES = 1 << 20
 """Most bytes of a tensor in one message: as many as a frame may have."""
@@ -213,7 +213,7 @@ class Shared:
             start, header, limit, progress: as for `Inline`.
             upfront: declare all tensors in the header.
             lease: of a segment with room for them.
-            fall_back: where the server has another `/dev/shm`, send everything inline.
+            fall_back: where the server has another `/dev/shm`, or that becomes full, send everything inline.
         """
         self._start, self._header, self._limit, self._progress = start, header, limit, progress
         self._lease, self._fall_back, self._inline = lease, fall_back, None
@@ -238,7 +238,15 @@ class Shared:
         size, segment = len(tensor.data), self._lease.segment
         if self._end + size > segment.size:
             raise InvalidArgument(f"{tensor.name}: goes past the {self._limit} bytes of total_bytes")
-        self._entries.append(tensor.entry(segment.write(self._end, tensor.data), self._end))
+        try:
+            digest = segment.write(self._end, tensor.data)
+        except ResourceExhausted:  # more than was expected when the segment was made
+            if not self._fall_back:
+                raise
+            self._repeat_inline()
+            self._inline.write(tensor)
+            return
+        self._entries.append(tensor.entry(digest, self._end))
         self._written.append((tensor.name, tensor.layout, self._end, size, tensor.changed))
         self._progress.add(size)
         self._end += aligned(size)
@@ -287,7 +295,10 @@ class Shared:
             self._entries, self._declared, self._sent = [], self._end, time.monotonic()
 
     def _repeat_inline(self) -> None:
-        self._stream.close()
+        """Begins anew, with what was written."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
         self._header.ClearField("source")
         self._header.ClearField("tensors")
         self._progress.repeat(sum(size for _, _, _, size, _ in self._written))
