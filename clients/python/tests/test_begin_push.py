@@ -222,6 +222,22 @@ def test_commit_and_rollback_end_a_push_and_are_final(either, fake, large):
     assert len(fake.weights.commits) == 2
 
 
+def test_an_asynchronous_push_that_is_dropped_before_it_began_sends_nothing(fake):
+    async def main():
+        async with AsyncRolloutClient(fake.address) as client:
+            push = client.begin_push()
+            assert push.is_open
+            await push.rollback()
+            await push.rollback()
+            assert not push.is_open
+            for use in (push.commit(), push.write("a", np.zeros(1, np.float32)), push.__aenter__()):
+                with pytest.raises(FailedPrecondition, match="was rolled back; begin another"):
+                    await use
+
+    asyncio.run(main())
+    assert fake.requests == []
+
+
 def test_there_is_no_receipt_before_the_commit(fake, large):
     with RolloutClient(fake.address) as client, client.begin_push() as push:
         with pytest.raises(FailedPrecondition, match="not committed"):

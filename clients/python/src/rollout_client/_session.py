@@ -171,6 +171,7 @@ class AsyncPush:
         """
         self._client, self._begin = client, begin
         self._push: Push | None = None
+        self._dropped = False
         self._lock = asyncio.Lock()
 
     @property
@@ -183,7 +184,7 @@ class AsyncPush:
     @property
     def is_open(self) -> bool:
         """As `Push.is_open`; True also before the first call has begun it."""
-        return self._push is None or self._push.is_open
+        return not self._dropped if self._push is None else self._push.is_open
 
     async def write(self, name: str, tensor: Any, old: Any = None) -> None:
         """As `Push.write`."""
@@ -214,7 +215,10 @@ class AsyncPush:
 
     async def rollback(self) -> None:
         """As `Push.rollback`."""
-        await self._use(Push.rollback)
+        async with self._lock:  # another task may be beginning it
+            self._dropped = self._push is None
+        if not self._dropped:
+            await self._use(Push.rollback)
 
     async def __aenter__(self) -> AsyncPush:
         """The push itself, begun."""
@@ -229,6 +233,8 @@ class AsyncPush:
 
     async def _use(self, use: Callable[[Push], _T]) -> _T:
         def begun() -> _T:
+            if self._dropped:
+                raise FailedPrecondition("the push was rolled back; begin another")
             if self._push is None:
                 self._push = self._begin()
             return use(self._push)
