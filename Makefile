@@ -30,6 +30,9 @@ PYTHON_SOURCES := clients benches tests docker
 TRAINERS := .venv-trainers
 TRAINER_TESTS := clients/python/tests/trainers
 TRAINER_PINS := $(TRAINER_TESTS)/requirements.txt
+# Trainers that pin other versions of what the rest uses: each has .venv-NAME, with its own pins.
+INTEGRATIONS := clients/python/tests/integrations
+INTEGRATED := swift
 # How long `make fuzz` tries each method; FUZZ_SEED and FUZZ_CASE replay a case (a failure prints them).
 SECONDS_PER_TARGET ?= 60
 
@@ -37,7 +40,7 @@ say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup browser server demo test test-rust test-python test-trainers fuzz lint miri bench bench-peers \
+.PHONY: help setup browser server demo test test-rust test-python test-trainers test-integrations fuzz lint miri bench bench-peers \
 	bench-profile bench-operators bench-weight-sync bench-doors page-picture status-picture docs proto fixtures record image-check \
 	check-cargo check-python
 
@@ -76,6 +79,12 @@ test-python: setup browser server
 test-trainers: $(TRAINERS)/.installed server ## real trainers against the server: TRL, PEFT (installs torch, several GB, into .venv-trainers)
 	$(call say,Trainers against the server)
 	$(TRAINERS)/bin/python -m pytest $(TRAINER_TESTS) --server $(SERVER)
+
+test-integrations: $(INTEGRATED:%=.venv-%/.installed) server ## ms-swift against the server (installs several GB into .venv-swift)
+	@for name in $(INTEGRATED); do \
+		printf '\033[1m==> %s against the server\033[0m\n' $$name; \
+		.venv-$$name/bin/python -m pytest $(INTEGRATIONS)/$$name --server $(SERVER) || exit 1; \
+	done
 
 fuzz: check-cargo ## random calls of every method, with other seeds each time: make fuzz SECONDS_PER_TARGET=60
 	$(call say,Fuzzing each method for $(SECONDS_PER_TARGET) s (stop it when it is enough; a failure says how to replay it))
@@ -216,6 +225,13 @@ $(TRAINERS)/.installed: clients/python/pyproject.toml $(TRAINER_PINS)
 	$(call say,Installing torch and trainers into $(TRAINERS): several GB and some minutes)
 	$(PYTHON) -m venv $(TRAINERS)
 	$(TRAINERS)/bin/pip install --quiet --requirement $(TRAINER_PINS) --editable 'clients/python[dev]'
+	@touch $@
+
+.venv-%/.installed: clients/python/pyproject.toml $(INTEGRATIONS)/%/requirements.txt
+	@$(MAKE) --no-print-directory check-python
+	$(call say,Installing torch and $* into $(@D): several GB and some minutes)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --requirement $(INTEGRATIONS)/$*/requirements.txt --editable 'clients/python[dev]'
 	@touch $@
 
 check-python:

@@ -1,0 +1,314 @@
+"""The client that takes the place of ms-swift's `VLLMClient`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+from .._tls import Tls
+from ..cli._command import tls_of, token_of
+from ..client import RolloutClient
+from ..errors import Aborted, DeadlineExceeded, InvalidArgument, RolloutError, Unavailable
+from ..types import FinishReason, Lifecycle, MemoryTag, Sample, SamplingParams
+from ._pushes import BaseCheck, FullPush, adapter_tensors, in_all, parameter_name, pushes_base, unflattened
+
+if TYPE_CHECKING:
+    from ._encoder import TemplateEncoder
+
+_T = TypeVar("_T")
+
+_POLL_SECONDS = 0.5
+_CALL_SECONDS = 5.0
+_PROBE_SECONDS = 2.0
+_REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (None, 1),
+    "n": (1,),
+    "num_beams": (1,),
+    "prompt_logprobs": (None,),
+    "stream": (False,),
+    "top_logprobs": (None, 0),
+}
+"""Fields of a `RequestConfig` that rollouts do not use, and the values with which they mean nothing."""
+
+
+class RolloutVLLMClient:
+    """What ms-swift's trainers call, on one or several rollout-servers.
+
+    Requests are spread over the servers, equal ones as the group that they are; pushes go to all. With an adapter, only
+    the adapter is pushed; the base, which ms-swift sends at its first synchronisation, is compared with the servers'.
+    """
+
+    def __init__(
+        self,
+        base_urls: Sequence[str] | None = None,
+        hosts: Sequence[str] = ("127.0.0.1",),
+        server_ports: Sequence[int] = (50051,),
+        group_ports: object = None,
+        connection_timeout: float = 240.0,
+    ) -> None:
+        """Waits until all servers answer.
+
+        Args:
+            base_urls: `http://host:port` with the port of gRPC; then `hosts` and `server_ports` mean nothing.
+            hosts, server_ports: of the servers' gRPC ports.
+            group_ports: of no meaning here: nothing goes through NCCL.
+            connection_timeout: seconds.
+
+        Raises:
+            Unavailable: a server does not answer within that time, or the port is another.
+        """
+        del group_ports
+        token, tls = _credentials()
+        addresses = _addresses(base_urls, hosts, server_ports)
+        self._clients = [RolloutClient(address, token=token, tls=tls) for address in addresses]
+        self._asleep = False
+        self._base: FullPush | BaseCheck | None = None
+        self.takes_adapters = True
+        """Whether adapters are pushed as they are; else ms-swift merges them and pushes the whole policy."""
+        self.encoder: TemplateEncoder | None = None
+        """Set by the trainer."""
+        deadline = time.monotonic() + connection_timeout
+        for address in addresses:
+            with RolloutClient(address, timeout=_CALL_SECONDS, token=token, tls=tls) as probe:
+                # As a training that was killed may have left it.
+                self._asleep |= _wait(probe, deadline) in (Lifecycle.ASLEEP, Lifecycle.WEIGHTS_MISSING)
+        self._max_model_len = min(client.info().max_model_len for client in self._clients)
+
+    def init_communicator(self, device: object = 0) -> None:
+        """Nothing is to be set up for pushes."""
+
+    def close_communicator(self) -> None:
+        """Drops a push that is under way."""
+        if self._base is not None:
+            self._base.rollback()
+            self._base = None
+
+    def get_engine_type(self) -> dict[str, Any]:
+        """Sets, and returns, what ms-swift wants to know of a server: turns are the trainer's, adapters are taken."""
+        self.use_async_engine, self.enable_multi_turn, self.use_gym_env = True, False, False
+        self.enable_lora = self.takes_adapters
+        return {
+            "engine_type": "AsyncLLMEngine",
+            "enable_multi_turn": False,
+            "use_gym_env": False,
+            "enable_lora": self.enable_lora,
+        }
+
+    def get_model_state_keys(self) -> list[str]:
+        """Names of the parameters."""
+        return [parameter.name for parameter in self._clients[0].parameters()]
+
+    def reset_prefix_cache(self) -> None:
+        """Nothing to do: no prefix is found again under another policy."""
+
+    def reset_encoder_cache(self) -> None:
+        """There is none."""
+
+    def reset_mm_cache(self) -> None:
+        """There is none."""
+
+    def update_named_param(self, name: str, weights: Any) -> None:
+        """Takes one tensor of a policy; `process_weights_after_loading` makes it one."""
+        self._take([(name, weights)])
+
+    def update_flattened_params(self, metadatas: Sequence[Any], flattened_tensor: Any) -> None:
+        """Takes a bucket of tensors of a policy; `process_weights_after_loading` makes it one."""
+        self._take(unflattened(metadatas, flattened_tensor))
+
+    def update_model_params(self, model: Any) -> None:
+        """Takes all parameters of a model; `process_weights_after_loading` makes them the policy."""
+        self._take((name, parameter.data) for name, parameter in model.named_parameters())
+
+    def process_weights_after_loading(self) -> None:
+        """Commits what was taken."""
+        base, self._base = self._base, None
+        if base is not None:
+            with _no_attribute_error():
+                base.commit()
+
+    def update_adapter_flattened_param(self, peft_config: Any, metadatas: Sequence[Any], flattened_tensor: Any) -> None:
+        """Pushes an adapter from a bucket."""
+        self.update_adapter_param(peft_config, dict(unflattened(metadatas, flattened_tensor)))
+
+    def update_adapter_param(self, peft_config: Any, lora_params: Mapping[str, Any]) -> None:
+        """Pushes an adapter: the policy is then the base with it merged."""
+        with _no_attribute_error():
+            tensors = adapter_tensors(lora_params.items())
+            self._wake(["weights"])
+            self._each(lambda client: client.push_lora(tensors, peft_config))
+
+    def infer(
+        self,
+        infer_requests: Sequence[Any],
+        request_config: Any = None,
+        metrics: object = None,
+        *,
+        use_tqdm: bool | None = None,
+        adapter_request: object = None,
+    ) -> list[Any]:
+        """One sample of each request, in their order; equal requests get different samples.
+
+        Args:
+            infer_requests: ms-swift's requests, or dicts of their fields.
+            request_config: its `RequestConfig`, or a dict.
+            metrics, use_tqdm: of no meaning here.
+            adapter_request: must be None: the policy has the adapter.
+
+        Returns:
+            A `RolloutOutput` for each request.
+        """
+        del metrics, use_tqdm
+        if adapter_request is not None:
+            raise InvalidArgument("adapter_request: the policy has the adapter merged; leave it out")
+        if self.encoder is None:
+            raise RolloutError(
+                "the template is not known: start with python -m rollout_client.swift, or call install()"
+            )
+        if not infer_requests:
+            return []
+        sampling = self._sampling(request_config)
+        self._wake()
+        encoded = [self.encoder.encode(request) for request in infer_requests]
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for index, request in enumerate(encoded):
+            groups.setdefault(tuple(request.prompt), []).append(index)
+        samples = self._generate(list(groups.items()), sampling)
+        return [self.encoder.output(request, samples[index]) for index, request in enumerate(encoded)]
+
+    def sleep(self, level: int) -> None:
+        """Gives the servers' memory back until the next push or request."""
+        self._each(lambda client: client.sleep(level))
+        self._asleep = True
+
+    def _wake(self, tags: Iterable[MemoryTag] | None = None, *, reload: bool = False) -> None:
+        if self._asleep:
+            self._each(lambda client: client.wake(tags, reload=reload))
+            self._asleep = tags is not None
+
+    def _take(self, named_tensors: Iterable[tuple[str, Any]]) -> None:
+        with _no_attribute_error():
+            try:
+                if self._base is None:
+                    self._base = self._begin()
+                for name, tensor in named_tensors:
+                    self._base.write(parameter_name(name), tensor)
+            except BaseException:
+                self.close_communicator()
+                raise
+
+    def _begin(self) -> FullPush | BaseCheck:
+        check = self.takes_adapters and not pushes_base()
+        self._wake(["weights"], reload=check)
+        return BaseCheck(self._clients) if check else FullPush(self._clients)
+
+    def _sampling(self, request_config: Any) -> SamplingParams:
+        config = asdict(request_config) if is_dataclass(request_config) else dict(request_config or {})  # type: ignore[arg-type]
+        for name, allowed in _REFUSED.items():
+            if config.get(name, allowed[0]) not in allowed:
+                raise InvalidArgument(f"{name}: {config[name]!r} has no place in a rollout; leave it out")
+        stop, stop_token_ids = self.encoder.stops(config.get("stop") or [])  # type: ignore[union-attr]
+        names = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed")
+        given = {name: config[name] for name in names if config.get(name) is not None}
+        regex = config.get("structured_outputs_regex")
+        return SamplingParams(
+            **given,
+            top_k=max(config.get("top_k") or 0, 0),
+            max_tokens=config.get("max_tokens") or self._max_model_len,
+            stop=stop,
+            stop_token_ids=stop_token_ids,
+            structured_outputs=None if regex is None else {"regex": regex},
+        )
+
+    def _generate(self, groups: Sequence[tuple[tuple[int, ...], list[int]]], sampling: SamplingParams) -> list[Sample]:
+        """Samples by index of the request; whole groups of equal prompts go to one server."""
+        share = -(-len(groups) // len(self._clients))
+        parts = [groups[start : start + share] for start in range(0, len(groups), share)]
+        work = [(client, part) for client, part in zip(self._clients, parts, strict=False)]
+        samples: dict[int, Sample] = {}
+        for found in in_all(lambda item: _samples(*item, sampling), work):
+            samples.update(found)
+        return [samples[index] for index in range(len(samples))]
+
+    def _each(self, use: Callable[[RolloutClient], _T]) -> list[_T]:
+        return in_all(use, self._clients)
+
+
+def _samples(
+    client: RolloutClient, groups: Sequence[tuple[tuple[int, ...], list[int]]], sampling: SamplingParams
+) -> dict[int, Sample]:
+    """Samples of one server by index of the request."""
+    if len({len(members) for _, members in groups}) > 1:
+        groups = [(prompt, [index]) for prompt, members in groups for index in members]
+    outputs = client.generate(
+        [list(prompt) for prompt, _ in groups], n=len(groups[0][1]), sampling=sampling, return_text=False
+    )
+    samples: dict[int, Sample] = {}
+    for (_, members), output in zip(groups, outputs, strict=True):
+        for index, sample in zip(members, output.samples, strict=True):
+            if sample.finish_reason is FinishReason.ABORTED:
+                raise Aborted(f"{client.address}: a sample was ended by another client or a shutdown")
+            samples[index] = sample
+    return samples
+
+
+@contextmanager
+def _no_attribute_error() -> Iterator[None]:
+    """ms-swift takes an `AttributeError` of a push for one of another version of its own, and starts over."""
+    try:
+        yield
+    except AttributeError as error:
+        raise RuntimeError(f"the push failed: {error}") from error
+
+
+def _addresses(base_urls: Sequence[str] | None, hosts: Sequence[str], ports: Sequence[int]) -> list[str]:
+    if base_urls is not None:
+        parts = [urlsplit(url if "://" in url else f"//{url}") for url in base_urls]
+        return [part.netloc for part in parts]
+    if len(hosts) != len(ports):
+        raise InvalidArgument(f"vllm_server_port: {len(ports)} ports for {len(hosts)} hosts; name one for each")
+    # As an address to listen on it means all, as one to call this machine.
+    hosts = ["127.0.0.1" if host == "0.0.0.0" else host for host in hosts]
+    return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in zip(hosts, ports, strict=True)]
+
+
+def _wait(client: RolloutClient, deadline: float) -> Lifecycle:
+    """The state of a server, as soon as it answers."""
+    while True:
+        try:
+            return client.status().lifecycle
+        except (Unavailable, DeadlineExceeded) as error:
+            if _speaks_http(client.address):
+                raise Unavailable(
+                    f"{client.address} is a port of HTTP: name that of gRPC (--vllm_server_port 50051 by default)"
+                ) from None
+            if time.monotonic() >= deadline:
+                raise Unavailable(f"{client.address} does not answer: {error}") from None
+            time.sleep(_POLL_SECONDS)
+
+
+def _speaks_http(address: str) -> bool:
+    """Whether HTTP/1 is answered there, which a port of gRPC does not."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS) as connection:
+            connection.sendall(f"GET /health HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n".encode())
+            return connection.recv(8).startswith(b"HTTP/1.")
+    except (OSError, ValueError):
+        return False
+
+
+def _credentials() -> tuple[str | None, Tls | None]:
+    """Token and TLS, from files that the environment names, as for the command `rollout`."""
+    token_file = os.environ.get("ROLLOUT_TOKEN_FILE")
+    names = ("ca", "cert", "key", "server_name")
+    tls = {f"tls_{name}": os.environ.get(f"ROLLOUT_TLS_{name.upper()}") or None for name in names}
+    options = argparse.Namespace(token_file=Path(token_file) if token_file else None, tls=False, **tls)
+    return token_of(options), tls_of(options)
