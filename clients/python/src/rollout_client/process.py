@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -42,6 +43,7 @@ class ServerProcess:
         output: IO[Any] | int | None = None,
         token: str | None = None,
         tls: TlsInput = None,
+        prefix: Sequence[str] = (),
     ) -> None:
         """Starts the process; `wait_until_ready` waits for it.
 
@@ -51,6 +53,7 @@ class ServerProcess:
             flags: further command line flags; the ports are chosen here.
             host: address to listen on.
             token, tls: of `client`, for a server whose `flags` ask for them.
+            prefix: a command that starts another one, before the binary: `("numactl", "--cpunodebind=0")`.
             output: where its log goes (a file, `subprocess.DEVNULL`); None is this process's own standard error.
         """
         port, http_port = free_port(host), free_port(host)
@@ -58,7 +61,7 @@ class ServerProcess:
         self.http_address = f"{host}:{http_port}"
         """Where its HTTP routes are, unless `flags` say otherwise."""
         ports = ["--port", str(port), "--http-port", str(http_port)]
-        command = [str(binary), "--model", str(model), "--host", host, *ports, *(flags or [])]
+        command = [*prefix, str(binary), "--model", str(model), "--host", host, *ports, *(flags or [])]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

@@ -1,0 +1,27 @@
+"""Several servers of the same model, used as one: requests are spread over them, and a push reaches all or none.
+
+`Fleet` takes the addresses of servers that somebody else runs (Kubernetes, systemd); `rollout_client.ray.Fleet` starts
+them as actors of Ray.
+"""
+
+from ._aio import AsyncFleet
+from ._fleet import Fleet
+from .types import (
+    FleetReceipt,
+    FleetStatus,
+    PartialCommit,
+    ReplicaReceipt,
+    ReplicaState,
+    ReplicaStatus,
+)
+
+__all__ = [
+    "AsyncFleet",
+    "Fleet",
+    "FleetReceipt",
+    "FleetStatus",
+    "PartialCommit",
+    "ReplicaReceipt",
+    "ReplicaState",
+    "ReplicaStatus",
+]

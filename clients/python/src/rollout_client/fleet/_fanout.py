@@ -1,0 +1,211 @@
+"""One push into several replicas: to what sends it, it is one call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from types import TracebackType
+from typing import Protocol, TypeVar
+
+from .. import _proto
+from .._http2 import ClientStream
+from ..errors import Cancelled, DeadlineExceeded, InvalidArgument, NotFound, RolloutError, Unavailable
+
+COMMIT = _proto.UPDATE.request(commit={}).SerializeToString()
+"""What every push ends with. It is held back until all replicas have been asked whether they are ready for it."""
+
+STALLED_SECONDS = 60.0
+"""A replica that takes none of a push for so long has missed it. Servers end a push that idles as long."""
+
+_T = TypeVar("_T")
+
+
+class Barrier(Protocol):
+    """What the fleet does around the commit."""
+
+    def prepare(self, numbers: list[int]) -> dict[int, RolloutError]:
+        """From here to the end of the push no group begins. Returns which of these replicas are not ready to commit."""
+
+
+class FanOut:
+    """The calls of one push, in place of a `ClientStream`.
+
+    Each message goes to all replicas at the same time, and `send` returns when all have taken it, so that a tensor is
+    read once and no more than it is kept. A replica whose call fails has missed the push and is left out. When fewer
+    than the quorum are left, the push fails, and none has committed. What a replica refuses for the push's contents
+    fails it for all.
+    """
+
+    def __init__(self, starts: Mapping[int, Callable[[], ClientStream]], quorum: int, barrier: Barrier) -> None:
+        """Starts the call of each replica.
+
+        Args:
+            starts: how to start the call, by the replica's number.
+            quorum: how many replicas must be ready to commit.
+            barrier: asked before the commit.
+        """
+        self._quorum, self._barrier, self._replicas = quorum, barrier, len(starts)
+        self._lock = threading.Lock()
+        self._cancelled = False
+        self.errors: dict[int, RolloutError] = {}
+        """Why replicas have missed the push."""
+        self.responses: dict[int, bytes] = {}
+        """What replicas have answered to the commit."""
+        self.committing = False
+        """Whether the commit is on its way: from here on, replicas have it or not, but the push is not taken back."""
+        self._streams: dict[int, ClientStream] = {}
+        self._threads = ThreadPoolExecutor(max(len(starts), 1), thread_name_prefix="rollout-fan-out")
+        try:
+            for number, stream in self._each(dict(starts), lambda start: start(), None).items():
+                self._streams[number] = stream
+            if self._cancelled:
+                self.cancel()
+            self._check_quorum()
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, *parts: bytes | memoryview) -> None:
+        """As `ClientStream.send`, to all. The commit waits for `finish`.
+
+        Raises:
+            RolloutError: too few replicas are left, or one refuses what the push contains.
+        """
+        if parts != (COMMIT,):
+            self._each(self._streams, lambda stream: stream.send(*parts), STALLED_SECONDS)
+            self._check_quorum()
+
+    def check(self) -> None:
+        """As `ClientStream.check`, of all."""
+        self._each(self._streams, lambda stream: stream.check(), None)
+        self._check_quorum()
+
+    def finish(self) -> bytes:
+        """Commits where the push is, and returns the response of one replica; `responses` has all.
+
+        Raises:
+            RolloutError: the push is not committed anywhere, as far as can be known here.
+        """
+        self.check()
+        for number, error in self._barrier.prepare(list(self._streams)).items():
+            self._drop(number, error)
+        self.check()
+        self.committing = True
+
+        def commit(stream: ClientStream) -> bytes:
+            stream.send(COMMIT)
+            return stream.finish()
+
+        self.responses = self._each(self._streams, commit, None)
+        if not self.responses:
+            raise self._failure("the commit of a push failed on all replicas")
+        return self.responses[min(self.responses)]
+
+    def has_ended(self, number: int) -> bool:
+        """Whether a replica has ended its call, or was left out; for any thread."""
+        with self._lock:
+            stream = self._streams.get(number)
+        try:
+            if stream is not None:
+                stream.check()
+        except RolloutError:
+            return True
+        return stream is None
+
+    def drop(self, number: int, error: RolloutError) -> None:
+        """Gives up a replica, which ends whatever waits for it; for any thread."""
+        with self._lock:
+            stream = self._streams.get(number)
+            if stream is not None:
+                self.errors.setdefault(number, error)
+        if stream is not None:
+            stream.cancel()
+
+    def cancel(self) -> None:
+        """As `ClientStream.cancel`, of all; for any thread."""
+        self._cancelled = True
+        with self._lock:
+            streams = list(self._streams.values())
+        for stream in streams:
+            stream.cancel()
+
+    def close(self) -> None:
+        """As `ClientStream.close`, of all."""
+        self.cancel()
+        self._threads.shutdown(wait=True)
+        for stream in self._streams.values():
+            stream.close()
+        self._streams = {}
+
+    def __enter__(self) -> FanOut:
+        """The call itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """As `close`."""
+        self.close()
+
+    def _each(
+        self, targets: Mapping[int, _S], use: Callable[[_S], _T], patience: float | None
+    ) -> dict[int, _T]:
+        """Uses all at the same time; those that fail, or stall for longer than `patience` seconds, are dropped."""
+        targets = dict(targets)
+        if len(targets) == 1 and patience is None:
+            ((number, target),) = targets.items()
+            pending: dict[Future[_T], int] = {_done(use, target): number}
+        else:
+            pending = {self._threads.submit(use, target): number for number, target in targets.items()}
+        results: dict[int, _T] = {}
+        while pending:
+            done, _ = wait(pending, patience, FIRST_COMPLETED)
+            if not done:
+                for number in pending.values():
+                    self.drop(number, DeadlineExceeded(f"took nothing of the push for {patience:g} s"))
+                patience = None
+            for future in done:
+                number = pending.pop(future)
+                try:
+                    results[number] = future.result()
+                except RolloutError as error:
+                    self._drop(number, error)
+        return results
+
+    def _drop(self, number: int, error: RolloutError) -> None:
+        """Leaves a replica out, which has missed the push; another error of it that is known already is its reason."""
+        with self._lock:
+            stream = self._streams.pop(number, None)
+            self.errors.setdefault(number, error)
+        if stream is not None:
+            stream.close()
+
+    def _check_quorum(self) -> None:
+        if self._cancelled:
+            raise Cancelled("the push was cancelled on this side")
+        for error in self.errors.values():
+            if isinstance(error, (InvalidArgument, NotFound)):  # of the push, or of where it lies: alike for all
+                raise error
+        if len(self._streams) < self._quorum:
+            raise self._failure(f"a push needs {self._quorum} of {self._replicas} replicas, and has {len(self._streams)}")
+
+    def _failure(self, what: str) -> RolloutError:
+        """The error of the push, of the class that all of its replicas' errors have, or else `Unavailable`."""
+        kinds = {type(error) for error in self.errors.values()}
+        kind = kinds.pop() if len(kinds) == 1 else Unavailable
+        reasons = "; ".join(f"replica {number}: {error}" for number, error in sorted(self.errors.items()))
+        return kind(f"{what}; the policy is as it was ({reasons})" if reasons else f"{what}; the policy is as it was")
+
+
+_S = TypeVar("_S")
+
+
+def _done(use: Callable[[_S], _T], target: _S) -> Future[_T]:
+    """What a thread would give, made in this one."""
+    future: Future[_T] = Future()
+    try:
+        future.set_result(use(target))
+    except RolloutError as error:
+        future.set_exception(error)
+    return future

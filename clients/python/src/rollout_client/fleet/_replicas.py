@@ -1,0 +1,368 @@
+"""The replicas of a fleet: where they are, how they are, and how those that missed something catch up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from ..aio import AsyncRolloutClient
+from ..errors import DataLoss, FailedPrecondition, RolloutError, Unavailable
+from ..types import Lifecycle, ServerStatus
+from ._policy import Memory, Policy, digest_of_parameters
+from ._router import Route, Router
+from .types import ReplicaState
+
+LOOK_SECONDS = 10.0
+"""How long a replica has to say how it is."""
+HEALTHY_POLL_SECONDS = 2.0
+"""How often one that is current is asked. A broken connection is noticed at once, by the requests on it."""
+LOST_POLL_SECONDS = 0.5
+"""How often one that is lost is looked for."""
+CLOCK_SLACK_SECONDS = 0.2
+"""By how much two clocks may drift between two looks."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where a replica is now."""
+
+    address: str
+    instance: str = ""
+    """Another one after each start, if whoever starts it can tell."""
+    is_local: bool = False
+    """Whether it is on this machine, and shared memory reaches it."""
+
+
+class Place(Protocol):
+    """Where a replica is to be found."""
+
+    async def find(self) -> Found:
+        """Its address now.
+
+        Raises:
+            Unavailable: it has none.
+        """
+
+
+@dataclass(frozen=True)
+class FixedPlace:
+    """A server that is always at the same address, whoever starts it."""
+
+    address: str
+
+    async def find(self) -> Found:
+        """The address."""
+        return Found(self.address, is_local=self.address.startswith(("127.", "localhost:", "[::1]:")))
+
+
+@dataclass(eq=False)
+class Replica:
+    """One server of the fleet."""
+
+    place: Place
+    route: Route
+    address: str = ""
+    client: AsyncRolloutClient | None = None
+    reason: str = "it has not been looked for yet"
+    held: Policy | None = None
+    """What it serves; None is not known."""
+    status: ServerStatus | None = None
+    """The last answer; None if there was none the last time."""
+    instance: str = ""
+    is_local: bool = False
+    started: tuple[float, float] | None = None
+    """Between which times of this process's clock its server started."""
+    stuck: bool = False
+    """Whether it was found to be behind with nothing that could be pushed again: it waits for a push."""
+    looked: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set to have it looked at now."""
+
+    @property
+    def number(self) -> int:
+        """Its place in the fleet."""
+        return self.route.number
+
+    @property
+    def state(self) -> ReplicaState:
+        """Whether it takes requests."""
+        return self.route.state
+
+    def notice_start(self, found: Found, status: ServerStatus, asked: float) -> None:
+        """Forgets what it holds if its server is another than the last time."""
+        begin, end = asked - status.uptime_seconds, time.monotonic() - status.uptime_seconds
+        known = self.started
+        again = known is None or found.instance != self.instance
+        again = again or begin > known[1] + CLOCK_SLACK_SECONDS or end < known[0] - CLOCK_SLACK_SECONDS
+        if again or (self.held is not None and status.weight_version < self.held.version):
+            self.held = None
+        self.instance, self.started = found.instance, (begin, end)
+
+
+class Roster:
+    """All replicas, with the policy that they should have. Owned by one event loop."""
+
+    def __init__(
+        self, places: Sequence[Place], capacity: int, connect: Callable[[str], AsyncRolloutClient], quorum: int
+    ) -> None:
+        """Nothing is looked for before `start`."""
+        self.router = Router(Route(number, capacity) for number in range(len(places)))
+        self.replicas = [Replica(*pair) for pair in zip(places, self.router.routes, strict=True)]
+        self.quorum = quorum
+        self.policy: Policy | None = None
+        """None until the first replica was found."""
+        self.memory = Memory()
+        self.asleep: int | None = None
+        """The level at which the fleet sleeps."""
+        self.updating = asyncio.Lock()
+        """Held by whoever changes the policy of replicas: a push, a sleep, a wake, a replica that catches up."""
+        self.pushing = False
+        """Whether a push holds it."""
+        self.checkpoint = ""
+        """The digest of the checkpoint's parameters, if the first replica had no other policy when it was found."""
+        self.changed = asyncio.Event()
+        """Set, and made anew, whenever a replica's state has changed."""
+        self.on_lost: Callable[[int, RolloutError], None] = lambda number, error: None
+        """Told of replicas that are lost."""
+        self._connect = connect
+        self._watches: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begins to look for the replicas, from now on all the time."""
+        self._watches = [asyncio.create_task(self._watch(replica)) for replica in self.replicas]
+
+    async def close(self) -> None:
+        """Stops looking, and ends the connections."""
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)
+        for replica in self.replicas:
+            if replica.client is not None:
+                await replica.client.close()
+
+    def numbers(self, state: ReplicaState) -> list[int]:
+        """Of the replicas in this state."""
+        return [replica.number for replica in self.replicas if replica.state is state]
+
+    def describe(self) -> str:
+        """Those that are not current, with the reasons."""
+        return "; ".join(
+            f"replica {replica.number} ({replica.address or 'no address'}) is {replica.state}: {replica.reason}"
+            for replica in self.replicas
+            if replica.state is not ReplicaState.CURRENT
+        )
+
+    def set_state(self, replica: Replica, state: ReplicaState, reason: str = "") -> None:
+        """Notes how a replica is; what runs on one that is not current any more goes elsewhere."""
+        replica.reason, replica.stuck = reason, False
+        if replica.state is not state:
+            self.router.set_state(replica.route, state)
+        changed, self.changed = self.changed, asyncio.Event()
+        changed.set()
+
+    def lost(self, replica: Replica, error: RolloutError) -> None:
+        """A replica does not answer."""
+        replica.status = None
+        self.on_lost(replica.number, error)
+        self.set_state(replica, ReplicaState.LOST, str(error))
+
+    def suspect(self, replica: Replica, error: RolloutError) -> None:
+        """A call of a replica failed: it is lost until it answers, and asked at once."""
+        self.lost(replica, error)
+        replica.looked.set()
+
+    def look_again(self) -> None:
+        """Those that are not current may become so now."""
+        for replica in self.replicas:
+            if replica.state is not ReplicaState.CURRENT:
+                replica.stuck = False
+                replica.looked.set()
+
+    def set_asleep(self, level: int | None) -> None:
+        """The fleet sleeps, or is awake again. While it sleeps no group begins."""
+        if (level is None) != (self.asleep is None):
+            (self.router.open_gate if level is None else self.router.close_gate)()
+        self.asleep = level
+
+    def at_checkpoint(self, policy: Policy) -> Policy:
+        """What a policy has become when it was dropped."""
+        return Policy(policy.version, self.checkpoint)
+
+    async def refresh(self, replica: Replica) -> None:
+        """Asks a replica that can be reached for its status."""
+        if replica.state is not ReplicaState.LOST:
+            try:
+                replica.status = await asyncio.wait_for(replica.client.status(), LOOK_SECONDS)
+            except (Unavailable, asyncio.TimeoutError) as error:
+                self.suspect(replica, error if isinstance(error, Unavailable) else silent())
+
+    async def each(self, use: Callable[[AsyncRolloutClient], Awaitable[_T]]) -> dict[int, _T]:
+        """Calls all replicas that can be reached at the same time; those that do not answer are lost.
+
+        Raises:
+            RolloutError: what a replica answered, once all have; or none can be reached.
+        """
+        reached = [replica for replica in self.replicas if replica.state is not ReplicaState.LOST]
+        found = await asyncio.gather(*(use(replica.client) for replica in reached), return_exceptions=True)
+        results: dict[int, _T] = {}
+        failure: BaseException | None = None
+        for replica, result in zip(reached, found, strict=True):
+            if isinstance(result, Unavailable):
+                self.suspect(replica, result)
+            elif isinstance(result, BaseException):
+                failure = failure or result
+            else:
+                results[replica.number] = result
+        if failure is not None:
+            raise failure
+        if not results:
+            raise Unavailable(f"no replica can be reached: {self.describe()}")
+        return results
+
+    async def first(self, use: Callable[[AsyncRolloutClient], Awaitable[_T]]) -> _T:
+        """Calls one replica, of those that are current if there are any.
+
+        Raises:
+            Unavailable: none can be reached.
+        """
+        for state in (ReplicaState.CURRENT, ReplicaState.BEHIND):
+            for replica in self.replicas:
+                if replica.state is state:
+                    return await use(replica.client)
+        raise Unavailable(f"no replica can be reached: {self.describe()}")
+
+    async def look(self, replica: Replica) -> None:
+        """Finds out how a replica is; one that is behind catches up, if it can."""
+        try:
+            status = await self._ask(replica)
+            if self._serves(replica, status):
+                return
+            async with self.updating:
+                status = await self._ask(replica)  # the policy may have changed while this waited
+                if not self._serves(replica, status):
+                    await self._join(replica, status)
+        except (Unavailable, asyncio.TimeoutError) as error:
+            self.lost(replica, error if isinstance(error, Unavailable) else silent())
+        except RolloutError as error:
+            self.set_state(replica, ReplicaState.BEHIND, str(error))
+            replica.stuck = True
+
+    def _serves(self, replica: Replica, status: ServerStatus) -> bool:
+        """Whether nothing has to be done for it."""
+        if replica.state is not ReplicaState.CURRENT:
+            return False
+        return replica.held == self.policy and (self.updating.locked() or _healthy(status, self.policy))
+
+    async def _ask(self, replica: Replica) -> ServerStatus:
+        found = await asyncio.wait_for(replica.place.find(), LOOK_SECONDS)
+        if replica.client is None or found.address != replica.address:
+            if replica.client is not None:
+                await replica.client.close()
+            replica.address, replica.client = found.address, self._connect(found.address)
+        asked = time.monotonic()
+        status = await asyncio.wait_for(replica.client.status(), LOOK_SECONDS)
+        if status.lifecycle is Lifecycle.SHUTTING_DOWN:
+            raise Unavailable("it is shutting down")
+        replica.notice_start(found, status, asked)
+        replica.is_local = found.is_local
+        replica.status = status
+        return status
+
+    async def _join(self, replica: Replica, status: ServerStatus) -> None:
+        """Takes a replica among those that are current, if it has the policy, or can be given it."""
+        client = replica.client
+        if replica.held is None and status.asleep is None:
+            digest = digest_of_parameters(await client.checksum())
+            replica.held = Policy(status.weight_version, digest, residents=await self._residents(replica))
+            if self.policy is None:
+                self.policy, self.checkpoint = replica.held, digest if status.weight_version == 0 else ""
+        if self.asleep is not None and status.asleep is None:
+            await client.sleep(self.asleep, "abort")  # the trainer has the memory now
+        if replica.held is None or (self.asleep is not None and replica.held != self.policy):
+            raise FailedPrecondition("it sleeps, and catches up when the fleet wakes")
+        if replica.held != self.policy:
+            await self._catch_up(replica)
+        if not _healthy(await client.status(), self.policy):
+            raise FailedPrecondition(f"its weights are not those of version {self.policy.version}")
+        self.set_state(replica, ReplicaState.CURRENT)
+
+    async def _residents(self, replica: Replica) -> frozenset[tuple[str, str]]:
+        """Adapters of a server that is new here; their digests are not known, so that they are pushed again."""
+        found = await replica.client.adapters()
+        return frozenset((adapter.name, "") for adapter in found if not adapter.retired)
+
+    async def _catch_up(self, replica: Replica) -> None:
+        """Pushes what a replica lacks, and compares the digests of the receipts.
+
+        Raises:
+            FailedPrecondition: what it lacks cannot be pushed again.
+        """
+        policy, held, version = self.policy, replica.held, self.policy.version
+        if await self._is_twin(replica):
+            replica.held = held = Policy(version, policy.base, policy.adapter, held.residents)
+        if held.base != policy.base:
+            if self.memory.base is None or not policy.base.startswith("full:"):
+                raise FailedPrecondition(
+                    f"its base is not the one of version {version}, which cannot be pushed again: push in full"
+                )
+            result = await self.memory.base(replica.client, version)
+            if f"full:{result.digest}" != policy.base:
+                replica.held = None
+                raise DataLoss(f"what was pushed again has the digest {result.digest}, not that of {policy.base}")
+            replica.held = held = Policy(version, policy.base, None, held.residents)
+        if (held.adapter, held.version) != (policy.adapter, version):
+            await self._give_adapter(replica)
+        for name, digest in sorted(policy.residents - replica.held.residents):
+            redo = self.memory.residents.get(name)
+            result = None if redo is None else await redo(replica.client, version)
+            if result is None or result.digest != digest:
+                raise FailedPrecondition(f"it lacks the adapter {name!r}: push it again")
+        for name in sorted({name for name, _ in replica.held.residents} - {name for name, _ in policy.residents}):
+            await replica.client.remove_adapter(name)
+        replica.held = policy
+
+    async def _give_adapter(self, replica: Replica) -> None:
+        """Merges the adapter that the fleet has into the base of a replica."""
+        policy, redo = self.policy, self.memory.adapter
+        if redo is None:
+            raise FailedPrecondition(f"it missed version {policy.version}: it serves after the next push")
+        result = await redo(replica.client, policy.version)
+        replica.held = Policy(policy.version, policy.base, result.digest, replica.held.residents)
+        if result.digest != policy.adapter:
+            raise DataLoss(f"the adapter that was pushed again has the digest {result.digest}, not {policy.adapter}")
+
+    async def _is_twin(self, replica: Replica) -> bool:
+        """Whether a replica has the policy already: an answer was lost, and the parameters have the same digest."""
+        if replica.status.weight_version != self.policy.version or replica.held.version == self.policy.version:
+            return False
+        others = [other for other in self.replicas if other.held == self.policy and other.status is not None]
+        if not others or self.asleep is not None:
+            return False
+        mine, theirs = await asyncio.gather(replica.client.checksum(), others[0].client.checksum())
+        return mine == theirs
+
+    async def _watch(self, replica: Replica) -> None:
+        """Looks at a replica until the fleet is closed."""
+        while True:
+            replica.looked.clear()
+            await self.look(replica)
+            every = LOST_POLL_SECONDS if replica.state is ReplicaState.LOST else HEALTHY_POLL_SECONDS
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(replica.looked.wait(), every)
+
+
+def silent() -> Unavailable:
+    """The error of a replica that did not answer in time."""
+    return Unavailable(f"no answer within {LOOK_SECONDS:g} s")
+
+
+def _healthy(status: ServerStatus, policy: Policy) -> bool:
+    """Whether a server has a policy of this version; one that sleeps may get it when it wakes."""
+    if status.asleep is not None:
+        return True
+    return status.lifecycle is not Lifecycle.WEIGHTS_MISSING and status.weight_version == policy.version

@@ -1,0 +1,290 @@
+"""Requests of a fleet: each prompt is a group that goes to one replica, and to another if that one is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from .._convert import new_request_id
+from ..aio import AsyncRolloutClient
+from ..errors import AlreadyExists, FailedPrecondition, InvalidArgument, RolloutError, Unavailable
+from ..types import (
+    AbortResult,
+    FinishReason,
+    Lifecycle,
+    PromptInput,
+    PromptOutput,
+    Sample,
+    SamplingParams,
+    Score,
+    TokenIds,
+)
+from ._replicas import LOOK_SECONDS, Replica, Roster
+from ._router import Lease
+from ._seeds import prompt_seed, sample_seed
+from .types import ReplicaState
+
+MAX_ATTEMPTS = 4
+"""A group that was on so many replicas which then were lost may be what loses them; it fails instead."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of `generate` or `score`, of any number of groups."""
+
+    request_id: str
+    deadline: float | None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by an abort: groups that have not begun do not begin any more."""
+    running: dict[str, Replica] = field(default_factory=dict)
+    """The requests on replicas, by their ids."""
+
+    def left(self) -> float | None:
+        """Seconds to the deadline."""
+        return None if self.deadline is None else max(self.deadline - time.monotonic(), 0.0)
+
+
+class Revoked(Exception):
+    """The replica takes no requests any more, or was given up; the group goes elsewhere."""
+
+
+class Ended(Exception):
+    """The call was aborted, or its deadline passed, before the group began."""
+
+
+class Requests:
+    """Generates and scores with the replicas that are current."""
+
+    def __init__(self, roster: Roster, patience: float) -> None:
+        """`patience` is how long, in seconds, a group waits for a replica when none is current."""
+        self._roster, self._patience = roster, patience
+        self._calls: dict[str, Call] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.draining = False
+        """Whether calls end so that the fleet can sleep; none may begin."""
+
+    async def generate(
+        self, prompts: Sequence[PromptInput], n: int, sampling: SamplingParams, options: dict[str, Any]
+    ) -> list[PromptOutput]:
+        """As `Fleet.generate`."""
+        seed = sampling.seed if sampling.seed is not None else random.getrandbits(64)
+        options = dict(options)
+        call = self._begin(options.pop("request_id", None), options.pop("timeout", None))
+
+        async def group(index: int, prompt: PromptInput) -> PromptOutput:
+            own = prompt_seed(seed, index)
+            params = replace(sampling, seed=own)
+
+            async def send(client: AsyncRolloutClient, request_id: str) -> PromptOutput:
+                asked = self._versioned(options) | {"request_id": request_id, "timeout": call.left()}
+                (output,) = await client.generate([prompt], n, params, **asked)
+                return output
+
+            try:
+                output = await self._place(call, index, n, send, _was_cut)
+            except Ended:
+                return _unbegun(index, n, own)
+            return _numbered(output, index)
+
+        return await self._gather(call, [group(index, prompt) for index, prompt in enumerate(prompts)])
+
+    async def score(self, sequences: Sequence[TokenIds], options: dict[str, Any]) -> list[Score]:
+        """As `Fleet.score`."""
+        options = dict(options)
+        call = self._begin(None, options.pop("timeout", None))
+
+        async def one(index: int, sequence: TokenIds) -> Score:
+            async def send(client: AsyncRolloutClient, request_id: str) -> Score:
+                (score,) = await client.score([sequence], **self._versioned(options), timeout=call.left())
+                return score
+
+            return await self._place(call, index, 1, send, lambda score: False)
+
+        return await self._gather(call, [one(index, sequence) for index, sequence in enumerate(sequences)])
+
+    async def abort(self, ids: list[str], *, all: bool) -> AbortResult:
+        """As `Fleet.abort`."""
+        calls = [self._calls[name] for name in (self._calls if all else ids) if name in self._calls]
+        for call in calls:
+            call.ended.set()
+        running: dict[Replica, list[str]] = {}
+        for call in calls:
+            for request_id, replica in call.running.items():
+                running.setdefault(replica, []).append(request_id)
+        sent = [replica.client.abort(names) for replica, names in running.items()]
+        if all:
+            sent = [r.client.abort(all=True) for r in self._roster.replicas if r.state is not ReplicaState.LOST]
+        for result in await asyncio.gather(*sent, return_exceptions=True):
+            if isinstance(result, BaseException) and not isinstance(result, Unavailable):
+                raise result
+        return AbortResult([call.request_id for call in calls], [name for name in ids if name not in self._calls])
+
+    async def drain(self) -> None:
+        """Waits for all calls to end; none begins from now on. `draining` is to be reset by the caller."""
+        self.draining = True
+        await self._idle.wait()
+
+    def end_all(self) -> None:
+        """Lets no group begin that has not."""
+        for call in self._calls.values():
+            call.ended.set()
+
+    def _begin(self, request_id: str | None, timeout: float | None) -> Call:
+        if self.draining or self._roster.asleep is not None:
+            raise FailedPrecondition("the fleet sleeps, or is about to: call wake first")
+        if request_id in self._calls:
+            raise AlreadyExists(f"request_id: {request_id!r} is running already")
+        deadline = None if timeout is None else time.monotonic() + timeout
+        call = Call(request_id if request_id is not None else new_request_id(), deadline)
+        self._calls[call.request_id] = call
+        self._idle.clear()
+        return call
+
+    async def _gather(self, call: Call, groups: list[Awaitable[_T]]) -> list[_T]:
+        """Waits for all groups; the first that fails ends the others."""
+        tasks = [asyncio.ensure_future(group) for group in groups]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+        finally:
+            del self._calls[call.request_id]
+            if not self._calls:
+                self._idle.set()
+
+    def _versioned(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Never served by an older policy than the fleet's: a server that has restarted unseen makes it wait."""
+        return options | {"min_weight_version": max(options.get("min_weight_version") or 0, self._roster.policy.version)}
+
+    async def _place(
+        self,
+        call: Call,
+        index: int,
+        samples: int,
+        send: Callable[[AsyncRolloutClient, str], Awaitable[_T]],
+        was_cut: Callable[[_T], bool],
+    ) -> _T:
+        """Runs a group on a replica, and on others while those are lost."""
+        lost: list[str] = []
+        attempt = 0
+        while len(lost) < MAX_ATTEMPTS:
+            attempt += 1
+            lease = await self._lease(call, samples)
+            replica = self._roster.replicas[lease.route.number]
+            request_id = f"{call.request_id}/{index}" + (f"/{attempt}" if attempt > 1 else "")
+            call.running[request_id] = replica
+            try:
+                result = await self._until_revoked(lease, send(replica.client, request_id))
+                if was_cut(result) and not call.ended.is_set() and call.left() != 0 and not await self._answers(replica):
+                    raise Unavailable("the server was shut down")
+                return result
+            except Revoked:
+                continue
+            except RolloutError as error:
+                if isinstance(error, InvalidArgument):
+                    raise type(error)(str(error).replace("prompts[0]", f"prompts[{index}]")) from error
+                if not isinstance(error, Unavailable) and await self._answers(replica):
+                    raise
+                self._roster.suspect(replica, error if isinstance(error, Unavailable) else Unavailable(str(error)))
+                lost.append(f"replica {replica.number}: {error}")
+            finally:
+                del call.running[request_id]
+                self._roster.router.release(lease)
+        raise Unavailable(f"prompts[{index}]: {MAX_ATTEMPTS} replicas were lost while they had it: {'; '.join(lost)}")
+
+    async def _lease(self, call: Call, samples: int) -> Lease:
+        """A place for a group.
+
+        Raises:
+            Ended: the call was ended first.
+            FailedPrecondition: no replica is current, and none can become so without a push.
+            Unavailable: none became current in time.
+        """
+        roster, since = self._roster, time.monotonic()
+        lease = asyncio.ensure_future(roster.router.lease(samples))
+        ended = asyncio.ensure_future(call.ended.wait())
+        try:
+            while not lease.done():
+                if call.ended.is_set() or call.left() == 0:
+                    raise Ended
+                if any(replica.state is ReplicaState.CURRENT for replica in roster.replicas):
+                    since = time.monotonic()
+                elif all(replica.stuck for replica in roster.replicas):
+                    raise FailedPrecondition(f"no replica has the fleet's policy: {roster.describe()}")
+                elif time.monotonic() - since >= self._patience:
+                    raise Unavailable(f"no replica can be reached for {self._patience:g} s: {roster.describe()}")
+                changed = asyncio.ensure_future(roster.changed.wait())
+                left = call.left()
+                await asyncio.wait(
+                    {lease, ended, changed},
+                    timeout=self._patience if left is None else min(left, self._patience),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                changed.cancel()
+            return lease.result()
+        except BaseException:
+            if lease.done() and not lease.cancelled():
+                roster.router.release(lease.result())
+            raise
+        finally:
+            lease.cancel()
+            ended.cancel()
+
+    async def _until_revoked(self, lease: Lease, sent: Awaitable[_T]) -> _T:
+        """The result, unless the replica is taken out first: what it says after that counts no more."""
+        request, revoked = asyncio.ensure_future(sent), asyncio.ensure_future(lease.revoked.wait())
+        try:
+            await asyncio.wait({request, revoked}, return_when=asyncio.FIRST_COMPLETED)
+            if lease.revoked.is_set():
+                raise Revoked
+            return request.result()
+        finally:
+            revoked.cancel()
+            if not request.done():
+                request.cancel()
+            await asyncio.gather(request, revoked, return_exceptions=True)
+
+    async def _answers(self, replica: Replica) -> bool:
+        """Whether a replica can be reached and goes on serving."""
+        try:
+            status = await asyncio.wait_for(replica.client.status(), LOOK_SECONDS)
+        except (RolloutError, asyncio.TimeoutError):
+            return False
+        return status.lifecycle is not Lifecycle.SHUTTING_DOWN
+
+
+def _was_cut(output: PromptOutput) -> bool:
+    return any(sample.finish_reason is FinishReason.ABORTED for sample in output.samples)
+
+
+def _numbered(output: PromptOutput, index: int) -> PromptOutput:
+    """The output of a prompt that was alone in its request, as the one of that index."""
+    logprobs = output.prompt_logprobs
+    return replace(
+        output,
+        prompt_index=index,
+        samples=[replace(sample, prompt_index=index) for sample in output.samples],
+        prompt_logprobs=None if logprobs is None else replace(logprobs, prompt_index=index),
+    )
+
+
+def _unbegun(index: int, n: int, seed: int) -> PromptOutput:
+    """The output of a group that was ended before it began: samples without tokens."""
+    none = np.zeros(0, np.float32)
+    samples = [
+        Sample(index, i, [], none, none, "", FinishReason.ABORTED, [], sample_seed(seed, i), 0, [], [])
+        for i in range(n)
+    ]
+    return PromptOutput(index, samples, None)

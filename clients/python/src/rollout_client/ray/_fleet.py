@@ -1,0 +1,203 @@
+"""A fleet whose servers are actors of Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from .._segment import OWNER_ONLY
+from .._tls import TlsInput
+from ..errors import InvalidArgument, ResourceExhausted, RolloutError, Unavailable
+from ..fleet import Fleet as AddressFleet
+from ..fleet._fleet import CAPACITY, PATIENCE_SECONDS
+from ..fleet._replicas import Found
+from ..fleet._weights import Resupply
+from ..process import STOP_SECONDS
+from ._actor import ReplicaActor, Settings, Started
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+START_SECONDS = 600.0
+"""For a server to come up: a large model takes minutes to read."""
+
+
+class ActorPlace:
+    """Where the server of an actor is: at another address after each start."""
+
+    def __init__(self, actor: ActorHandle, node_id: str) -> None:
+        """`node_id` is the node of this process."""
+        self._actor, self._node_id = actor, node_id
+        self._asked: asyncio.Future[Started] | None = None
+
+    async def find(self) -> Found:
+        """Asks the actor, which answers when its server is ready."""
+        if self._asked is None or self._asked.done():
+            self._asked = asyncio.ensure_future(self._ask())
+        started = await asyncio.shield(self._asked)
+        return Found(started.address, started.instance, is_local=started.node_id == self._node_id)
+
+    async def _ask(self) -> Started:
+        if not ray.is_initialized():  # a call would start another Ray
+            raise Unavailable("Ray was shut down")
+        try:
+            return await self._actor.started.remote()
+        except RayError as error:
+            raise Unavailable(f"the actor does not answer: {_reason(error)}") from None
+
+
+class Fleet(AddressFleet):
+    """Several servers of the same model as actors of Ray, used as one; see `rollout_client.fleet.Fleet`.
+
+    Ray places the servers, and starts them again when a server, its actor or its node is lost; a server that has been
+    started again gets the policy that it missed. The servers ask for a token that this fleet draws. They end with
+    `close`, or with this process.
+
+    ```python
+    with Fleet("rollout-server", "path/to/model", replicas=2, num_gpus=1) as fleet:
+        fleet.generate(["Hello"], n=8)
+    ```
+    """
+
+    def __init__(
+        self,
+        binary: str | Path,
+        model: str | Path,
+        replicas: int = 2,
+        flags: Sequence[str] = (),
+        *,
+        num_cpus: float = 1,
+        num_gpus: float = 0,
+        placement_group: PlacementGroup | None = None,
+        bundle_indices: Sequence[int] | None = None,
+        strategy: str = "SPREAD",
+        max_restarts: int = -1,
+        start_seconds: float = START_SECONDS,
+        timeout: float | None = None,
+        tls: TlsInput = None,
+        segment_mode: int = OWNER_ONLY,
+        quorum: int | None = None,
+        capacity: int = CAPACITY,
+        patience: float = PATIENCE_SECONDS,
+        resupply: Resupply | None = None,
+    ) -> None:
+        """Starts the actors; `wait_until_ready` waits for their servers.
+
+        Args:
+            binary: the server's program, a path or a name in `PATH`, on every node.
+            model: as `--model` takes it, on every node.
+            replicas: how many servers.
+            flags: further flags of each server. Host, ports and the file of tokens are chosen here.
+            num_cpus, num_gpus: what each replica takes of its bundle.
+            placement_group: where the replicas go, for example into the trainer's bundles; None makes one of
+                `replicas` bundles, which `close` removes.
+            bundle_indices: with `placement_group`: the bundle of each replica; None is the first ones.
+            strategy: without `placement_group`: `"SPREAD"`, `"STRICT_SPREAD"`, `"PACK"` or `"STRICT_PACK"`.
+            max_restarts: how often Ray starts a replica again; -1 is always.
+            start_seconds: how long a server may take to come up.
+            tls: how to reach servers whose `flags` have `--tls-cert`; files must be on every node.
+            timeout, segment_mode, quorum, capacity, patience, resupply: as for `rollout_client.fleet.Fleet`.
+
+        Raises:
+            ResourceExhausted: the cluster has no room for the bundles.
+        """
+        if replicas < 1:
+            raise InvalidArgument(f"replicas: expected at least 1, got {replicas}")
+        indices = list(range(replicas) if bundle_indices is None else bundle_indices)
+        if len(indices) != replicas:
+            raise InvalidArgument(f"bundle_indices: expected {replicas}, one of each replica, got {len(indices)}")
+        if bundle_indices is not None and placement_group is None:
+            raise InvalidArgument("bundle_indices: they are of a placement_group, which was not given")
+        self._own_group: PlacementGroup | None = None
+        self._start_seconds = start_seconds
+        if placement_group is None:
+            resources = {name: amount for name, amount in (("CPU", num_cpus), ("GPU", num_gpus)) if amount}
+            placement_group = self._own_group = _reserved([resources] * replicas, strategy, start_seconds)
+        token = secrets.token_hex(32)
+        settings = Settings(str(binary), str(model), tuple(map(str, flags)), token, tls, start_seconds)
+        actor = ray.remote(ReplicaActor)
+        self.actors: list[ActorHandle] = [
+            actor.options(
+                num_cpus=num_cpus,
+                num_gpus=num_gpus,
+                max_restarts=max_restarts,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group, index),
+            ).remote(settings)
+            for index in indices
+        ]
+        """The actor of each replica, by number."""
+        node_id = ray.get_runtime_context().get_node_id()
+        self._begin(
+            [ActorPlace(handle, node_id) for handle in self.actors],
+            {"timeout": timeout, "token": token, "tls": tls, "segment_mode": segment_mode},
+            quorum=quorum,
+            capacity=capacity,
+            patience=patience,
+            resupply=resupply,
+        )
+
+    def wait_until_ready(self, timeout: float = START_SECONDS) -> None:
+        """Waits until all replicas are current.
+
+        Raises:
+            RolloutError: a server does not start.
+            Unavailable: fewer than the quorum are current within `timeout` seconds.
+        """
+        asked = [actor.started.remote() for actor in self.actors]
+        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=timeout)
+        for number, answer in enumerate(asked):
+            if answer in answered:
+                try:
+                    ray.get(answer)
+                except RayActorError as error:
+                    raise RolloutError(f"replica {number} does not start: {_reason(error)}") from None
+        super().wait_until_ready(timeout)
+
+    def started(self) -> list[Started]:
+        """Where each server is, by number.
+
+        Raises:
+            Unavailable: an actor is gone, or is being started again.
+        """
+        try:
+            return ray.get([actor.started.remote() for actor in self.actors], timeout=self._start_seconds)
+        except (RayActorError, GetTimeoutError) as error:
+            raise Unavailable(_reason(error)) from None
+
+    def close(self) -> None:
+        """Ends calls, connections and servers, and removes the placement group that this fleet has made."""
+        super().close()
+        if not ray.is_initialized():
+            return
+        stopping = [actor.stop.remote() for actor in self.actors]
+        ray.wait(stopping, num_returns=len(stopping), timeout=STOP_SECONDS)
+        for actor in self.actors:
+            ray.kill(actor)
+        if self._own_group is not None:
+            remove_placement_group(self._own_group)
+
+
+def _reserved(bundles: list[dict[str, float]], strategy: str, seconds: float) -> PlacementGroup:
+    group = placement_group(bundles, strategy=strategy)
+    if not group.wait(seconds):
+        remove_placement_group(group)
+        have: dict[str, Any] = {name: amount for name, amount in ray.available_resources().items() if name in bundles[0]}
+        raise ResourceExhausted(
+            f"replicas: the cluster has no room for {len(bundles)} bundles of {bundles[0]} after {seconds:g} s; "
+            f"free are {have}"
+        )
+    return group
+
+
+def _reason(error: Exception) -> str:
+    """The last line of an error of Ray, below the traceback of the actor; its log, which Ray shows, has more."""
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__
