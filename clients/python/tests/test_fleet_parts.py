@@ -186,10 +186,10 @@ def test_a_replica_that_fails_before_the_commit_is_left_out(at):
 def test_below_the_quorum_nothing_is_committed(at):
     broken, whole = Stream(Unavailable("gone"), at), Stream()
     barrier = Barrier({0: Unavailable("gone")} if at == "barrier" else {})
-    with pytest.raises(Unavailable, match=r"needs 2 of 2 replicas, and has 1.*as it was.*replica 0: gone"):
-        with fan_out(2, broken, whole, barrier=barrier) as call:
-            call.send(b"header")
-            call.finish()
+    said = r"needs 2 of 2 replicas, and has 1.*as it was.*replica 0: gone"
+    with pytest.raises(Unavailable, match=said), fan_out(2, broken, whole, barrier=barrier) as call:
+        call.send(b"header")
+        call.finish()
     assert whole.cancelled and not any(fanout.COMMIT in stream.sent for stream in (broken, whole))
 
 
@@ -200,11 +200,14 @@ def test_a_commit_that_fails_on_one_replica_stands_on_the_other():
     assert call.committing and list(call.responses) == [1] and list(call.errors) == [0]
 
 
-@pytest.mark.parametrize(("errors", "expected"), [((DataLoss, DataLoss), DataLoss), ((DataLoss, Cancelled), Unavailable)])
+@pytest.mark.parametrize(
+    ("errors", "expected"), [((DataLoss, DataLoss), DataLoss), ((DataLoss, Cancelled), Unavailable)]
+)
 def test_a_commit_that_fails_everywhere_raises_what_all_say(errors, expected):
-    with fan_out(1, *[Stream(error("no"), "finish") for error in errors]) as call:
-        with pytest.raises(expected, match=r"failed on all replicas.*replica 0: no; replica 1: no"):
-            call.finish()
+    said = r"failed on all replicas.*replica 0: no; replica 1: no"
+    streams = [Stream(error("no"), "finish") for error in errors]
+    with pytest.raises(expected, match=said), fan_out(1, *streams) as call:
+        call.finish()
 
 
 @pytest.mark.parametrize("error", [InvalidArgument, NotFound])

@@ -9,15 +9,18 @@ from contextlib import asynccontextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .._weights import NamedTensors
+from .._session import AsyncPush, NamedTensors
 from ..errors import RolloutError
 from ..options import (
+    BeginPushOptions,
     GenerateOptions,
     PushDeltaOptions,
     PushDirectoryOptions,
     PushFullOptions,
+    PushKind,
     PushLoraOptions,
     ScoreOptions,
+    check_begin_push,
 )
 from ..types import (
     AbortResult,
@@ -35,12 +38,28 @@ from ..types import (
     WakeResult,
 )
 from ._fleet import PATIENCE_SECONDS, Fleet
+from ._push import FleetPush
 from .types import FleetReceipt, FleetStatus
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _T = TypeVar("_T")
+
+
+class _Begun:
+    """A push, and how it is cancelled."""
+
+    def __init__(self) -> None:
+        self._push: FleetPush | None = None
+
+    def note(self, push: FleetPush) -> FleetPush:
+        self._push = push
+        return push
+
+    def _end_calls(self) -> None:
+        if self._push is not None and self._push.is_open:
+            self._push.cancel()
 
 
 class AsyncFleet:
@@ -133,6 +152,12 @@ class AsyncFleet:
     ) -> FleetReceipt:
         """As `Fleet.push_delta`."""
         return await self._pushed(lambda: self.fleet.push_delta(old, new, base_version=base_version, **options))
+
+    def begin_push(self, kind: PushKind = "full", config: Any = None, **options: Unpack[BeginPushOptions]) -> AsyncPush:
+        """As `AsyncRolloutClient.begin_push`, into all replicas; its `receipt` is a `FleetReceipt`."""
+        check_begin_push(kind, config, options)
+        begun = _Begun()
+        return AsyncPush(begun, lambda: begun.note(self.fleet.begin_push(kind, config, **options)))
 
     async def push_directory(
         self, path: str | os.PathLike[str], kind: str = "lora", **options: Unpack[PushDirectoryOptions]

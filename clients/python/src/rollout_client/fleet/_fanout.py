@@ -148,9 +148,7 @@ class FanOut:
         """As `close`."""
         self.close()
 
-    def _each(
-        self, targets: Mapping[int, _S], use: Callable[[_S], _T], patience: float | None
-    ) -> dict[int, _T]:
+    def _each(self, targets: Mapping[int, _S], use: Callable[[_S], _T], patience: float | None) -> dict[int, _T]:
         """Uses all at the same time; those that fail, or stall for longer than `patience` seconds, are dropped."""
         targets = dict(targets)
         if len(targets) == 1 and patience is None:
@@ -188,7 +186,9 @@ class FanOut:
             if isinstance(error, (InvalidArgument, NotFound)):  # of the push, or of where it lies: alike for all
                 raise error
         if len(self._streams) < self._quorum:
-            raise self._failure(f"a push needs {self._quorum} of {self._replicas} replicas, and has {len(self._streams)}")
+            raise self._failure(
+                f"a push needs {self._quorum} of {self._replicas} replicas, and has {len(self._streams)}"
+            )
 
     def _failure(self, what: str) -> RolloutError:
         """The error of the push, of the class that all of its replicas' errors have, or else `Unavailable`."""

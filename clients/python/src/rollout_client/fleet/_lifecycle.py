@@ -75,4 +75,3 @@ class LifecycleOrders:
             if replica.held is not None and status.weight_version == 0:
                 replica.held = replace(replica.held, version=0)
                 roster.policy = replace(roster.policy, version=0)
-

@@ -5,12 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from ..aio import AsyncRolloutClient
+from ..options import PushKind
 from ..types import UpdateResult
-
-PushKind = Literal["lora", "full", "delta"]
 
 Redo = Callable[[AsyncRolloutClient, int], Awaitable[UpdateResult]]
 """Pushes the same again, to one replica, with this version."""

@@ -65,7 +65,9 @@ class Pushes:
             if roster.policy is None:
                 raise Unavailable(f"no replica was found yet: {roster.describe()}")
             if expected not in (None, roster.policy.version):
-                raise Aborted(f"expected_version: the fleet's policy has version {roster.policy.version}, not {expected}")
+                raise Aborted(
+                    f"expected_version: the fleet's policy has version {roster.policy.version}, not {expected}"
+                )
             change = Change(kind, roster.policy.version + 1 if version is None else version, name)
             targets = [
                 replica
@@ -167,7 +169,9 @@ class Pushes:
             self._roster.router.close_gate()
         asked = [self._is_ready(self._roster.replicas[number]) for number in numbers]
         return {
-            number: error for number, error in zip(numbers, await asyncio.gather(*asked), strict=True) if error is not None
+            number: error
+            for number, error in zip(numbers, await asyncio.gather(*asked), strict=True)
+            if error is not None
         }
 
     async def _is_ready(self, replica: Replica) -> RolloutError | None:

@@ -166,7 +166,9 @@ class Requests:
 
     def _versioned(self, options: dict[str, Any]) -> dict[str, Any]:
         """Never served by an older policy than the fleet's: a server that has restarted unseen makes it wait."""
-        return options | {"min_weight_version": max(options.get("min_weight_version") or 0, self._roster.policy.version)}
+        return options | {
+            "min_weight_version": max(options.get("min_weight_version") or 0, self._roster.policy.version)
+        }
 
     async def _place(
         self,
@@ -187,7 +189,12 @@ class Requests:
             call.running[request_id] = replica
             try:
                 result = await self._until_revoked(lease, send(replica.client, request_id))
-                if was_cut(result) and not call.ended.is_set() and call.left() != 0 and not await self._answers(replica):
+                if (
+                    was_cut(result)
+                    and not call.ended.is_set()
+                    and call.left() != 0
+                    and not await self._answers(replica)
+                ):
                     raise Unavailable("the server was shut down")
                 return result
             except Revoked:

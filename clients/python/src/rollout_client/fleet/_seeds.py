@@ -20,7 +20,11 @@ def prompt_seed(seed: int, prompt_index: int) -> int:
 
 
 def sample_seed(seed: int, sample_index: int) -> int:
-    """The seed of one sample of a prompt whose seed this is: SplitMix64 (Steele et al. 2014); the first has it itself."""
+    """The seed of one sample of a prompt with this seed.
+
+    The server's rule: SplitMix64 (Steele et al. 2014) over the seed and the index; the first sample has the seed
+    itself.
+    """
     if sample_index == 0:
         return seed
     mixed = (seed + sample_index * 0x9E37_79B9_7F4A_7C15) & _WORD

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from .._lora import adapter_parts
+from .._lora import adapter_parts, config_json
 from .._segment import SegmentPool
+from .._session import NamedTensors
 from .._tensors import bytes_of
-from .._weights import NamedTensors, WeightSync
-from ..errors import FailedPrecondition, InvalidArgument
-from ..options import PushDeltaOptions, PushDirectoryOptions, PushFullOptions, PushLoraOptions, refuse_unknown
-from ..types import AdapterInfo, ParameterInfo
-from ._fanout import FanOut
+from ..aio import AsyncRolloutClient
+from ..errors import InvalidArgument
+from ..options import (
+    BeginPushOptions,
+    PushDeltaOptions,
+    PushDirectoryOptions,
+    PushFullOptions,
+    PushKind,
+    PushLoraOptions,
+    check_begin_push,
+    refuse_unknown,
+)
+from ..types import AdapterInfo, ParameterInfo, UpdateResult
 from ._loop import Loop
 from ._policy import Redo
-from ._pushes import Pushes, Pushing
+from ._push import FleetPush, Transaction
+from ._pushes import Pushes
 from ._replicas import Roster
 from .types import FleetReceipt
 
@@ -26,23 +35,6 @@ if TYPE_CHECKING:
 
 Resupply = Callable[[], NamedTensors]
 """Gives the tensors of the last full push once more."""
-
-# What stands for the address of all replicas: shared memory reaches the first.
-_THIS_HOST, _OTHER_HOSTS = "localhost:0", "fleet:0"
-
-
-class _Sender(WeightSync):
-    """A client whose pushes go to all replicas of one push of the fleet."""
-
-    def __init__(
-        self, pushing: Pushing, segments: SegmentPool, timeout: float | None, start: Callable[[float | None], FanOut]
-    ) -> None:
-        self.address = _THIS_HOST if pushing.is_local else _OTHER_HOSTS
-        self._segments, self._timeout, self._start_update = segments, timeout, start
-        self._first = pushing.clients[min(pushing.clients)]
-
-    def parameters(self) -> list[ParameterInfo]:
-        return self._first.parameters()
 
 
 class FleetWeights:
@@ -68,14 +60,10 @@ class FleetWeights:
         refuse_unknown("push_lora", options, PushLoraOptions)
         tensors, adapter_config = adapter_parts(adapter, config)
         kept = {name: _copied(name, tensor) for name, tensor in tensors.items()}
-        again: PushLoraOptions = {"name": options.get("name"), "progress": False}
-
-        def redo(client: Any, version: int) -> Any:
-            return client.push_lora(kept, adapter_config or None, **again, **_versioned(again, version))
-
-        with self._pushing("lora", dict(options), redo) as (sender, asked, receipts):
-            sender.push_lora(kept, adapter_config or None, **asked)
-        return receipts[0]
+        redo = _redo_lora(kept, adapter_config or None, options.get("name"))
+        return self._push(
+            "lora", options, redo, lambda to, **asked: to.push_lora(kept, adapter_config or None, **asked)
+        )
 
     def push_full(self, named_tensors: NamedTensors, **options: Unpack[PushFullOptions]) -> FleetReceipt:
         """As `RolloutClient.push_full`, into all replicas. Each tensor is taken once, and sent to all.
@@ -84,14 +72,7 @@ class FleetWeights:
         `resupply` that the fleet was made with.
         """
         refuse_unknown("push_full", options, PushFullOptions)
-        resupply = self._resupply
-
-        def redo(client: Any, version: int) -> Any:
-            return client.push_full(resupply(), version=version, progress=False)
-
-        with self._pushing("full", dict(options), None if resupply is None else redo) as (sender, asked, receipts):
-            sender.push_full(named_tensors, **asked)
-        return receipts[0]
+        return self._push("full", options, self._redo_full(), lambda to, **asked: to.push_full(named_tensors, **asked))
 
     def push_delta(
         self,
@@ -107,9 +88,34 @@ class FleetWeights:
         """
         refuse_unknown("push_delta", options, PushDeltaOptions)
         given = {**options, "expected_version": base_version}
-        with self._pushing("delta", given, None) as (sender, asked, receipts):
-            sender.push_delta(old, new, base_version=base_version, **asked)
-        return receipts[0]
+        return self._push(
+            "delta", given, None, lambda to, **asked: to.push_delta(old, new, base_version=base_version, **asked)
+        )
+
+    def begin_push(self, kind: PushKind = "full", config: Any = None, **options: Unpack[BeginPushOptions]) -> FleetPush:
+        """As `RolloutClient.begin_push`, into all replicas."""
+        check_begin_push(kind, config, options)
+        kept: dict[str, Any] = {}
+        redo, keep = None, _nothing
+        if kind == "lora":
+            adapter_config = None if config is None else config_json(config)
+            redo = _redo_lora(kept, adapter_config, options.get("name"))
+
+            def keep(name: str, tensor: Any) -> None:
+                kept[name] = _copied(name, tensor)
+
+        elif kind == "full":
+            redo = self._redo_full()
+        given = dict(options)
+        if kind == "delta":
+            given["expected_version"] = options["base_version"]
+        transaction = self._transaction(kind, given)
+        try:
+            push = transaction.sender.begin_push(kind, config, **transaction.options)
+        except BaseException:
+            transaction.abandon()
+            raise
+        return FleetPush(transaction, push, redo, keep)
 
     def push_directory(
         self, path: str | os.PathLike[str], kind: str = "lora", **options: Unpack[PushDirectoryOptions]
@@ -118,14 +124,12 @@ class FleetWeights:
         refuse_unknown("push_directory", options, PushDirectoryOptions)
         if kind not in ("lora", "full"):
             raise InvalidArgument(f"kind: expected 'lora' or 'full', got {kind!r}")
-        again: PushDirectoryOptions = {"name": options.get("name")}
+        again = _again(options.get("name"))
 
-        def redo(client: Any, version: int) -> Any:
-            return client.push_directory(path, kind, **again, **_versioned(again, version))
+        def redo(client: AsyncRolloutClient, version: int) -> Awaitable[UpdateResult]:
+            return client.push_directory(path, kind, **again(version))
 
-        with self._pushing(kind, dict(options), redo) as (sender, asked, receipts):
-            sender.push_directory(path, kind, **asked)
-        return receipts[0]
+        return self._push(kind, options, redo, lambda to, **asked: to.push_directory(path, kind, **asked))
 
     def cancel_update(self) -> None:
         """Ends the push that is under way, on all replicas: there `Cancelled` is raised, and it never happened."""
@@ -148,45 +152,49 @@ class FleetWeights:
         """As `RolloutClient.remove_adapter`, on all replicas; those that cannot be reached follow when they can."""
         self._loop.run(self._pushes.remove_adapter(name))
 
-    @contextmanager
-    def _pushing(
-        self, kind: str, options: dict[str, Any], redo: Redo | None
-    ) -> Iterator[tuple[_Sender, dict[str, Any], list[FleetReceipt]]]:
-        """One push of the fleet: what sends it, the options to send it with, and where its receipt will be."""
-        if options.get("expected_generation") is not None:
-            raise InvalidArgument("expected_generation: replicas count generations by themselves; leave it out")
-        version, expected = options.pop("version", None), options.pop("expected_version", None)
-        name, loop = options.get("name"), self._loop
-        pushing = loop.run(self._pushes.begin(kind, version, expected, name))
-        receipts: list[FleetReceipt] = []
-        ended = False
+    def _redo_full(self) -> Redo | None:
+        resupply = self._resupply
+        if resupply is None:
+            return None
+        return lambda client, version: client.push_full(resupply(), version=version, progress=False)
+
+    def _transaction(self, kind: str, options: Mapping[str, Any]) -> Transaction:
+        return Transaction(
+            self._loop, self._pushes, kind, dict(options), segments=self._segments, timeout=self._timeout
+        )
+
+    def _push(
+        self, kind: str, options: Mapping[str, Any], redo: Redo | None, send: Callable[..., object]
+    ) -> FleetReceipt:
+        """A push in one call: `send(sender, **options)`."""
+        transaction = self._transaction(kind, options)
         try:
-            sender = _Sender(
-                pushing,
-                self._segments,
-                self._timeout,
-                lambda timeout: self._pushes.start_call(pushing, timeout, loop.run),
-            )
-            asked = options if name is not None else {**options, "version": pushing.change.version}
-            yield sender, asked, receipts
-            ended = True
-            receipt = loop.run(self._pushes.end(pushing, redo))
-            if receipt is None:
-                raise FailedPrecondition("the push ended without a commit")
-            receipts.append(receipt)
-        finally:
-            if not ended:
-                loop.run(self._pushes.end(pushing, redo))
-            for client in pushing.clients.values():
-                client.close()
+            send(transaction.sender, **transaction.options)
+        except BaseException:
+            transaction.abandon()
+            raise
+        return transaction.finish(redo)
 
 
-def _versioned(options: Mapping[str, Any], version: int) -> dict[str, Any]:
-    """The version of a push that is made again; an adapter that stays resident has none."""
-    return {} if options.get("name") is not None else {"version": version}
+def _again(name: str | None) -> Callable[[int], dict[str, Any]]:
+    """The options of a push that is made again; an adapter that stays resident has no version."""
+    return lambda version: {"version": version} if name is None else {"name": name}
+
+
+def _redo_lora(kept: Mapping[str, Any], config: Any, name: str | None) -> Redo:
+    again = _again(name)
+
+    def redo(client: AsyncRolloutClient, version: int) -> Awaitable[UpdateResult]:
+        return client.push_lora(kept, config, progress=False, **again(version))
+
+    return redo
 
 
 def _copied(name: str, tensor: Any) -> tuple[bytes, str, tuple[int, ...]]:
     """A tensor as it is now, whatever the trainer does to it afterwards."""
     given = bytes_of(name, tensor)
     return bytes(given.data), given.layout.dtype, given.layout.shape
+
+
+def _nothing(name: str, tensor: Any) -> None:
+    """Keeps nothing."""

@@ -189,7 +189,9 @@ def _reserved(bundles: list[dict[str, float]], strategy: str, seconds: float) ->
     group = placement_group(bundles, strategy=strategy)
     if not group.wait(seconds):
         remove_placement_group(group)
-        have: dict[str, Any] = {name: amount for name, amount in ray.available_resources().items() if name in bundles[0]}
+        have: dict[str, Any] = {
+            name: amount for name, amount in ray.available_resources().items() if name in bundles[0]
+        }
         raise ResourceExhausted(
             f"replicas: the cluster has no room for {len(bundles)} bundles of {bundles[0]} after {seconds:g} s; "
             f"free are {have}"
