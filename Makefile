@@ -24,7 +24,7 @@ BROWSERS := chromium chromium-browser google-chrome google-chrome-stable chrome 
 export CHROMIUM
 DESCRIPTORS := clients/python/src/rollout_client/rollout.binpb
 # Modules whose pages `make docs` makes; those of the extras need packages of their own.
-API_MODULES := rollout_client rollout_client.types rollout_client.options rollout_client.replay
+API_MODULES := rollout_client rollout_client.types rollout_client.options rollout_client.replay rollout_client.fleet
 PYTHON_SOURCES := clients benches tests docker
 # What needs torch: real trainers in tests, and what makes the fixtures anew. Several GB.
 TRAINERS := .venv-trainers

@@ -102,6 +102,7 @@ def test_a_fleet_gives_the_bits_of_one_server_for_any_split(fleet, servers):
     expected = ask(first.client, top_logprobs=2, prompt_logprobs=True)
     assert all_bits(found) == all_bits(expected)
     assert [g.prompt_index for g in found] == list(range(len(PROMPTS)))
+    assert [g.prompt_token_ids for g in found] == PROMPTS
     assert [g.prompt_logprobs for g in found] == [g.prompt_logprobs for g in expected]
     assert [s.top_logprobs for g in found for s in g.samples] == [s.top_logprobs for g in expected for s in g.samples]
     scores, alone = fleet.score(PROMPTS), first.client.score(PROMPTS)
@@ -112,6 +113,17 @@ def test_a_small_capacity_changes_no_bits_and_loses_nothing(servers):
     (first, _), proxies = servers
     with Fleet([proxy.address for proxy in proxies], capacity=1) as fleet:
         assert all_bits(ask(fleet)) == all_bits(ask(first.client))
+
+
+def test_prompts_with_sampling_of_their_own(fleet, servers):
+    (first, _), _ = servers
+    each = [SamplingParams(max_tokens=2 + i, seed=40 + i, ignore_eos=True) for i in range(len(PROMPTS))]
+    expected = first.client.generate(PROMPTS, 2, each, return_text=False)
+    assert all_bits(fleet.generate(PROMPTS, 2, each, return_text=False)) == all_bits(expected)
+    with pytest.raises(InvalidArgument, match="9 for 10 prompts"):
+        fleet.generate(PROMPTS, 2, each[1:])
+    with pytest.raises(InvalidArgument, match=r"sampling\[1\]: expected SamplingParams, got dict"):
+        fleet.generate(PROMPTS[:2], 2, [each[0], {}])
 
 
 def test_without_a_seed_each_call_draws_its_own(fleet):
@@ -400,6 +412,7 @@ def test_abort_ends_what_runs_and_what_waits(servers):
         samples = [sample for group in outputs for sample in group.samples]
         assert len(samples) == 20 and {sample.finish_reason for sample in samples} == {FinishReason.ABORTED}
         assert any(sample.token_ids == [] for sample in samples)
+        assert [group.prompt_token_ids for group in outputs] == PROMPTS
         assert len({sample.seed for sample in samples}) == 20
         assert fleet.abort("mine").unknown == ["mine"]
 

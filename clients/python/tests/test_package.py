@@ -83,7 +83,9 @@ def test_version_and_extras_are_those_of_the_project(installed):
     assert run(installed / "rollout", "--version") == f"rollout-client {version}\n"
 
 
-@pytest.mark.parametrize("name", ["rollout_client", "rollout_client.cli", "rollout_client.swift"])
+@pytest.mark.parametrize(
+    "name", ["rollout_client", "rollout_client.cli", "rollout_client.fleet", "rollout_client.swift"]
+)
 def test_an_import_brings_nothing_heavy(installed, name):
     code = f"import {name}, sys; print([name for name in {HEAVY} if name in sys.modules])"
     assert run(installed / "python", "-c", code) == "[]\n"

@@ -30,7 +30,7 @@ from ..types import (
     ParameterInfo,
     PromptInput,
     PromptOutput,
-    SamplingParams,
+    SamplingInput,
     Score,
     ServerInfo,
     SleepResult,
@@ -80,7 +80,7 @@ class AsyncFleet:
         self,
         prompts: Sequence[PromptInput],
         n: int = 1,
-        sampling: SamplingParams | None = None,
+        sampling: SamplingInput = None,
         **options: Unpack[GenerateOptions],
     ) -> list[PromptOutput]:
         """As `Fleet.generate`."""

@@ -22,7 +22,7 @@ from ..types import (
     MemoryTag,
     PromptInput,
     PromptOutput,
-    SamplingParams,
+    SamplingInput,
     Score,
     ServerInfo,
     SleepResult,
@@ -142,7 +142,7 @@ class Fleet(FleetWeights):
         self,
         prompts: Sequence[PromptInput],
         n: int = 1,
-        sampling: SamplingParams | None = None,
+        sampling: SamplingInput = None,
         **options: Unpack[GenerateOptions],
     ) -> list[PromptOutput]:
         """As `RolloutClient.generate`, spread over the replicas: the same samples as one server gives for the seed.
@@ -226,13 +226,13 @@ class Fleet(FleetWeights):
         self.close()
 
     async def _generate(
-        self, prompts: Sequence[PromptInput], n: int, sampling: SamplingParams | None, options: GenerateOptions
+        self, prompts: Sequence[PromptInput], n: int, sampling: SamplingInput, options: GenerateOptions
     ) -> list[PromptOutput]:
         refuse_unknown("generate", options, GenerateOptions)
         if isinstance(prompts, str):
             raise InvalidArgument("prompts: expected a list of prompts, got a single prompt; put it in a list")
         given = {"timeout": self._timeout} | options
-        return await self._requests.generate(prompts, n, sampling or SamplingParams(), given)
+        return await self._requests.generate(prompts, n, sampling, given)
 
     async def _score(self, sequences: Sequence[TokenIds], options: ScoreOptions) -> list[Score]:
         refuse_unknown("score", options, ScoreOptions)

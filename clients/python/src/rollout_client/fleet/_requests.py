@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -16,11 +16,13 @@ from ..aio import AsyncRolloutClient
 from ..errors import AlreadyExists, FailedPrecondition, InvalidArgument, RolloutError, Unavailable
 from ..types import (
     AbortResult,
+    Chat,
     FinishReason,
     Lifecycle,
     PromptInput,
     PromptOutput,
     Sample,
+    SamplingInput,
     SamplingParams,
     Score,
     TokenIds,
@@ -73,16 +75,14 @@ class Requests:
         """Whether calls end so that the fleet can sleep; none may begin."""
 
     async def generate(
-        self, prompts: Sequence[PromptInput], n: int, sampling: SamplingParams, options: dict[str, Any]
+        self, prompts: Sequence[PromptInput], n: int, sampling: SamplingInput, options: dict[str, Any]
     ) -> list[PromptOutput]:
         """As `Fleet.generate`."""
-        seed = sampling.seed if sampling.seed is not None else random.getrandbits(64)
-        options = dict(options)
+        each, options = _sampling_of_prompts(len(prompts), sampling), dict(options)
         call = self._begin(options.pop("request_id", None), options.pop("timeout", None))
 
         async def group(index: int, prompt: PromptInput) -> PromptOutput:
-            own = prompt_seed(seed, index)
-            params = replace(sampling, seed=own)
+            params = each[index]
 
             async def send(client: AsyncRolloutClient, request_id: str) -> PromptOutput:
                 asked = self._versioned(options) | {"request_id": request_id, "timeout": call.left()}
@@ -92,7 +92,7 @@ class Requests:
             try:
                 output = await self._place(call, index, n, send, _was_cut)
             except Ended:
-                return _unbegun(index, n, own)
+                return _unbegun(index, prompt, n, params.seed)
             return _numbered(output, index)
 
         return await self._gather(call, [group(index, prompt) for index, prompt in enumerate(prompts)])
@@ -201,7 +201,7 @@ class Requests:
                 continue
             except RolloutError as error:
                 if isinstance(error, InvalidArgument):
-                    raise type(error)(str(error).replace("prompts[0]", f"prompts[{index}]")) from error
+                    raise InvalidArgument(str(error).replace("prompts[0]", f"prompts[{index}]")) from error
                 if not isinstance(error, Unavailable) and await self._answers(replica):
                     raise
                 self._roster.suspect(replica, error if isinstance(error, Unavailable) else Unavailable(str(error)))
@@ -287,11 +287,26 @@ def _numbered(output: PromptOutput, index: int) -> PromptOutput:
     )
 
 
-def _unbegun(index: int, n: int, seed: int) -> PromptOutput:
-    """The output of a group that was ended before it began: samples without tokens."""
+def _sampling_of_prompts(count: int, sampling: SamplingInput) -> list[SamplingParams]:
+    """How each prompt is sampled, with the seed that it has alone: routes change no samples."""
+    if sampling is None or isinstance(sampling, SamplingParams):
+        given, seed = sampling or SamplingParams(), None if sampling is None else sampling.seed
+        seed = random.getrandbits(64) if seed is None else seed
+        return [replace(given, seed=prompt_seed(seed, index)) for index in range(count)]
+    if len(sampling) != count:
+        raise InvalidArgument(f"sampling: {len(sampling)} for {count} prompts; give one for all, or one for each")
+    for index, params in enumerate(sampling):
+        if not isinstance(params, SamplingParams):
+            raise InvalidArgument(f"sampling[{index}]: expected SamplingParams, got {type(params).__name__}")
+    return [replace(params, seed=random.getrandbits(64)) if params.seed is None else params for params in sampling]
+
+
+def _unbegun(index: int, prompt: PromptInput, n: int, seed: int) -> PromptOutput:
+    """The output of a group that was ended before it began: samples without tokens. Texts have no token ids then."""
     none = np.zeros(0, np.float32)
     samples = [
         Sample(index, i, [], none, none, "", FinishReason.ABORTED, [], sample_seed(seed, i), 0, [], [])
         for i in range(n)
     ]
-    return PromptOutput(index, samples, None)
+    is_text = isinstance(prompt, (str, Chat)) or (len(prompt) > 0 and isinstance(prompt[0], Mapping))
+    return PromptOutput(index, [] if is_text else [int(token) for token in prompt], samples, None)
