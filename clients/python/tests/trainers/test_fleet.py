@@ -29,16 +29,15 @@ TIMEOUT = 120.0
 @pytest.fixture(scope="module")
 def cluster():
     """A local Ray, whose workers find this client."""
+    os.environ["RAY_raylet_start_wait_time_s"] = str(int(TIMEOUT))
     source = str(Path(rollout_client.__file__).parents[1])
-    ray.init(
-        num_cpus=3,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": source}},
-    )
-    yield
-    ray.shutdown()
-    gc.collect()  # here, where warnings of others count for nothing: Ray leaves its processes to the collector
+    environment = {"env_vars": {"PYTHONPATH": source}}
+    try:
+        ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, runtime_env=environment)
+        yield
+    finally:
+        ray.shutdown()
+        gc.collect()  # here, where warnings of others count for nothing: Ray leaves its processes to the collector
 
 
 @pytest.fixture(scope="module")

@@ -128,6 +128,7 @@ class Fleet(FleetWeights):
         """Waits until all replicas are current.
 
         Raises:
+            RolloutError: none can become so by itself, for example for want of a token.
             Unavailable: fewer than the quorum are within `timeout` seconds. With at least the quorum it returns then,
                 and the others follow when they can.
         """
@@ -262,5 +263,7 @@ class Fleet(FleetWeights):
             ready = len(self._roster.numbers(ReplicaState.CURRENT))
             if ready == len(self._roster.replicas) or time.monotonic() >= deadline:
                 return ready
+            if (error := self._roster.hopeless()) is not None:
+                raise error
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._roster.changed.wait(), READY_POLL_SECONDS)

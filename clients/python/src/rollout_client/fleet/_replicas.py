@@ -78,8 +78,8 @@ class Replica:
     is_local: bool = False
     started: tuple[float, float] | None = None
     """Between which times of this process's clock its server started."""
-    stuck: bool = False
-    """Whether it was found to be behind with nothing that could be pushed again: it waits for a push."""
+    stuck: RolloutError | None = None
+    """Why it was found to be behind for good: it waits for a push, or for somebody to mend what is wrong."""
     looked: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to have it looked at now."""
 
@@ -157,9 +157,17 @@ class Roster:
             if replica.state is not ReplicaState.CURRENT
         )
 
+    def hopeless(self) -> RolloutError | None:
+        """The error of requests if no replica can become current by itself: of the class that all of them have."""
+        kinds = {type(replica.stuck) for replica in self.replicas}
+        if type(None) in kinds:
+            return None
+        kind = kinds.pop() if len(kinds) == 1 else FailedPrecondition
+        return kind(f"no replica has the fleet's policy: {self.describe()}")
+
     def set_state(self, replica: Replica, state: ReplicaState, reason: str = "") -> None:
         """Notes how a replica is; what runs on one that is not current any more goes elsewhere."""
-        replica.reason, replica.stuck = reason, False
+        replica.reason, replica.stuck = reason, None
         if replica.state is not state:
             self.router.set_state(replica.route, state)
         changed, self.changed = self.changed, asyncio.Event()
@@ -180,7 +188,7 @@ class Roster:
         """Those that are not current may become so now."""
         for replica in self.replicas:
             if replica.state is not ReplicaState.CURRENT:
-                replica.stuck = False
+                replica.stuck = None
                 replica.looked.set()
 
     def set_asleep(self, level: int | None) -> None:
@@ -250,7 +258,7 @@ class Roster:
             self.lost(replica, error if isinstance(error, Unavailable) else silent())
         except RolloutError as error:
             self.set_state(replica, ReplicaState.BEHIND, str(error))
-            replica.stuck = True
+            replica.stuck = error
 
     def _serves(self, replica: Replica, status: ServerStatus) -> bool:
         """Whether nothing has to be done for it."""

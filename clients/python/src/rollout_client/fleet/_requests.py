@@ -216,7 +216,7 @@ class Requests:
 
         Raises:
             Ended: the call was ended first.
-            FailedPrecondition: no replica is current, and none can become so without a push.
+            RolloutError: no replica is current, and none can become so by itself, for want of a push or of a token.
             Unavailable: none became current in time.
         """
         roster, since = self._roster, time.monotonic()
@@ -228,8 +228,8 @@ class Requests:
                     raise Ended
                 if any(replica.state is ReplicaState.CURRENT for replica in roster.replicas):
                     since = time.monotonic()
-                elif all(replica.stuck for replica in roster.replicas):
-                    raise FailedPrecondition(f"no replica has the fleet's policy: {roster.describe()}")
+                elif (error := roster.hopeless()) is not None:
+                    raise error
                 elif time.monotonic() - since >= self._patience:
                     raise Unavailable(f"no replica can be reached for {self._patience:g} s: {roster.describe()}")
                 changed = asyncio.ensure_future(roster.changed.wait())
