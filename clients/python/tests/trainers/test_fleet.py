@@ -29,7 +29,7 @@ TIMEOUT = 120.0
 @pytest.fixture(scope="module")
 def cluster():
     """A local Ray, whose workers find this client."""
-    os.environ["RAY_raylet_start_wait_time_s"] = str(int(TIMEOUT))
+    os.environ["RAY_raylet_start_wait_time_s"] = str(int(TIMEOUT))  # noqa: SIM112 the name that Ray reads
     source = str(Path(rollout_client.__file__).parents[1])
     environment = {"env_vars": {"PYTHONPATH": source}}
     try:
