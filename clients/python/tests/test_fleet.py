@@ -111,8 +111,11 @@ def test_a_fleet_gives_the_bits_of_one_server_for_any_split(fleet, servers):
 
 def test_a_small_capacity_changes_no_bits_and_loses_nothing(servers):
     (first, _), proxies = servers
+    seen = []
     with Fleet([proxy.address for proxy in proxies], capacity=1) as fleet:
-        assert all_bits(ask(fleet)) == all_bits(ask(first.client))
+        found = ask(fleet, progress=lambda *counts: seen.append(counts))
+    assert all_bits(found) == all_bits(ask(first.client))
+    assert seen == [(done, 30, done * SAMPLING.max_tokens) for done in range(1, 31)]
 
 
 def test_prompts_with_sampling_of_their_own(fleet, servers):
@@ -288,20 +291,22 @@ def test_requests_on_a_replica_that_misses_a_push_begin_anew_elsewhere(fleet, se
     adapter, config = random_adapter(rng, BASE)
     version = fleet.status().weight_version
     long = SamplingParams(max_tokens=1500, seed=5, ignore_eos=True)
-    held = second.client.begin_push("full")
     outputs = []
-    thread = threading.Thread(target=lambda: outputs.extend(fleet.generate(PROMPTS[:4], 1, long, return_text=False)))
-    thread.start()
-    for server in (first, second):
-        wait_for(server.client, lambda status: status.running_samples > 0, "generating")
-    receipt = fleet.push_lora(adapter, config, version=version + 1)
-    assert receipt.missed == [1] and "under way" in receipt.replicas[1].error
-    wait_for(second.client, lambda status: status.running_samples == 0, "without requests")
+    thread = threading.Thread(target=lambda: outputs.extend(fleet.generate(PROMPTS[:4], 4, long, return_text=False)))
+    with contextlib.ExitStack() as stack:
+        stack.callback(second.client.begin_push("full").rollback)
+        thread.start()
+        for server in (first, second):
+            wait_for(server.client, lambda status: status.running_samples > 0, "generating")
+            server.client.pause("keep")
+            stack.callback(server.client.resume)
+        receipt = fleet.push_lora(adapter, config, version=version + 1)
+        assert receipt.missed == [1] and "under way" in receipt.replicas[1].error
+        wait_for(second.client, lambda status: status.running_samples == 0, "without requests")
     thread.join()
-    samples = [group.samples[0] for group in outputs]
-    assert len(samples) == 4 and all(sample.finish_reason is FinishReason.LENGTH for sample in samples)
+    samples = [sample for group in outputs for sample in group.samples]
+    assert len(samples) == 16 and all(sample.finish_reason is FinishReason.LENGTH for sample in samples)
     assert {sample.weight_versions[-1].weight_version for sample in samples} == {version + 1}
-    held.rollback()
     fleet.wait_until_ready(60)
     assert first.client.checksum() == second.client.checksum()
 

@@ -148,7 +148,8 @@ class Fleet(FleetWeights):
     ) -> list[PromptOutput]:
         """As `RolloutClient.generate`, spread over the replicas: the same samples as one server gives for the seed.
 
-        A prompt whose replica is lost, or misses a push, goes to another one, and is begun anew there.
+        A prompt whose replica is lost, or misses a push, goes to another one, and is begun anew there. `progress`
+        counts the samples of whole prompts, and is called in the fleet's thread.
         """
         return self._loop.run(self._generate(prompts, n, sampling, options))
 

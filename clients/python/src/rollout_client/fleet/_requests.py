@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .._convert import new_request_id
+from .._progress import SampleProgress
 from ..aio import AsyncRolloutClient
 from ..errors import AlreadyExists, FailedPrecondition, InvalidArgument, RolloutError, Unavailable
 from ..types import (
@@ -79,6 +80,7 @@ class Requests:
     ) -> list[PromptOutput]:
         """As `Fleet.generate`."""
         each, options = _sampling_of_prompts(len(prompts), sampling), dict(options)
+        progress = SampleProgress(len(prompts) * n, options.pop("progress", False))
         call = self._begin(options.pop("request_id", None), options.pop("timeout", None))
 
         async def group(index: int, prompt: PromptInput) -> PromptOutput:
@@ -92,10 +94,13 @@ class Requests:
             try:
                 output = await self._place(call, index, n, send, _was_cut)
             except Ended:
-                return _unbegun(index, prompt, n, params.seed)
+                output = _unbegun(prompt, n, params.seed)
+            for sample in output.samples:
+                progress.add(sample)
             return _numbered(output, index)
 
-        return await self._gather(call, [group(index, prompt) for index, prompt in enumerate(prompts)])
+        with progress:
+            return await self._gather(call, [group(index, prompt) for index, prompt in enumerate(prompts)])
 
     async def score(self, sequences: Sequence[TokenIds], options: dict[str, Any]) -> list[Score]:
         """As `Fleet.score`."""
@@ -301,12 +306,11 @@ def _sampling_of_prompts(count: int, sampling: SamplingInput) -> list[SamplingPa
     return [replace(params, seed=random.getrandbits(64)) if params.seed is None else params for params in sampling]
 
 
-def _unbegun(index: int, prompt: PromptInput, n: int, seed: int) -> PromptOutput:
+def _unbegun(prompt: PromptInput, n: int, seed: int) -> PromptOutput:
     """The output of a group that was ended before it began: samples without tokens. Texts have no token ids then."""
     none = np.zeros(0, np.float32)
     samples = [
-        Sample(index, i, [], none, none, "", FinishReason.ABORTED, [], sample_seed(seed, i), 0, [], [])
-        for i in range(n)
+        Sample(0, i, [], none, none, "", FinishReason.ABORTED, [], sample_seed(seed, i), 0, [], []) for i in range(n)
     ]
     is_text = isinstance(prompt, (str, Chat)) or (len(prompt) > 0 and isinstance(prompt[0], Mapping))
-    return PromptOutput(index, [] if is_text else [int(token) for token in prompt], samples, None)
+    return PromptOutput(0, [] if is_text else [int(token) for token in prompt], samples, None)
