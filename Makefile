@@ -41,7 +41,7 @@ say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup browser server demo test test-rust test-python test-trainers test-integrations fuzz lint miri bench bench-peers \
-	bench-profile bench-operators bench-weight-sync bench-doors page-picture status-picture docs proto fixtures record image-check \
+	bench-profile bench-operators bench-weight-sync bench-fleet bench-doors page-picture status-picture docs proto fixtures record image-check \
 	check-cargo check-python
 
 help: ## this list
@@ -132,6 +132,10 @@ bench-weight-sync: setup server $(MODEL) ## pushes, sleep and wake beside a copy
 	$(CARGO) build --release -p rollout-kernels --example limits
 	$(call say,Benches: keep the machine quiet for a few minutes)
 	@$(BIN)/python benches/weight_sync.py --server $(SERVER) --limits $(LIMITS) --model $(MODEL)
+
+bench-fleet: setup server $(MODEL) ## a push into 1, 2 and 4 replicas of a fleet
+	$(call say,Benches: keep the machine quiet for a few minutes)
+	@$(BIN)/python benches/fleet.py --server $(SERVER) --model $(MODEL)
 
 bench-doors: setup server $(MODEL) ## HTTP beside gRPC: groups, a single stream, 256 streams at once
 	$(call say,Benches: keep the machine quiet for some minutes)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -157,6 +157,8 @@ class Fleet(AddressFleet):
             if answer in answered:
                 try:
                     ray.get(answer)
+                except ActorUnavailableError:  # it is being started again
+                    continue
                 except RayActorError as error:
                     raise RolloutError(f"replica {number} does not start: {_reason(error)}") from None
         super().wait_until_ready(timeout)
