@@ -381,8 +381,11 @@ def test_level_two_drops_the_policy_and_a_push_or_a_reload_brings_one(fleet, ser
     fleet.wake()
     with pytest.raises(FailedPrecondition, match="weights"):
         ask(fleet)
-    version = fleet.push_full(perturbed(rng, BASE)).weight_version
+    version = fleet.push_full(perturbed(rng, BASE), version=7).weight_version
     assert versions(ask(fleet)) == {version}
+    fleet.sleep(2)
+    fleet.wake()
+    assert fleet.push_full(BASE, version=version).missed == [] and versions(ask(fleet)) == {version}
 
 
 def test_a_sleep_waits_for_all_that_was_asked_and_refuses_during_a_push(fleet):
@@ -398,6 +401,16 @@ def test_a_sleep_waits_for_all_that_was_asked_and_refuses_during_a_push(fleet):
         with pytest.raises(FailedPrecondition, match="push is under way"):
             fleet.sleep()
         push.write_all(BASE)
+
+
+def test_the_timeout_ends_what_runs_and_what_waits(servers):
+    _, proxies = servers
+    long = SamplingParams(max_tokens=1500, seed=5, ignore_eos=True)
+    with Fleet([proxy.address for proxy in proxies], capacity=2) as fleet:
+        outputs = fleet.generate(PROMPTS * 4, 4, long, return_text=False, timeout=0.5)
+        assert states(fleet) == [CURRENT, CURRENT]
+    samples = [sample for group in outputs for sample in group.samples]
+    assert len(samples) == 160 and samples[-1].finish_reason is FinishReason.ABORTED and samples[-1].token_ids == []
 
 
 def test_abort_ends_what_runs_and_what_waits(servers):
@@ -433,6 +446,9 @@ def test_what_is_wrong_is_refused_as_by_one_server(fleet, servers, rng):
         fleet.generate("a text")
     with pytest.raises(Aborted, match="expected_version"):
         fleet.push_lora(None, expected_version=version + 9)
+    with pytest.raises(FailedPrecondition, match="force_version"):
+        fleet.push_lora(None, version=version)
+    assert fleet.push_lora(None, version=version, force_version=True).weight_version == version
     with pytest.raises(InvalidArgument, match="nonsense"):
         fleet.push_full({"nonsense": np.zeros(3, np.float32)})
     with pytest.raises(InvalidArgument, match="expected_generation"):

@@ -61,7 +61,7 @@ class LifecycleOrders:
     def _forget(self) -> None:
         """Level 2 drops the policy: what comes next is the checkpoint's, or pushed."""
         roster = self._roster
-        roster.memory = Memory()
+        roster.memory, roster.dropped = Memory(), True
         roster.policy = roster.at_checkpoint(roster.policy)
         for replica in roster.replicas:
             replica.held = None if replica.held is None else roster.at_checkpoint(replica.held)
@@ -69,6 +69,7 @@ class LifecycleOrders:
     async def _note_reload(self, numbers: list[int]) -> None:
         """What has read the checkpoint again has version 0."""
         roster = self._roster
+        roster.dropped = False
         for number in numbers:
             replica = roster.replicas[number]
             status = await replica.client.status()

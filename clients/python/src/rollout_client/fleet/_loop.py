@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
-from ..errors import FailedPrecondition
+from ..errors import Cancelled, FailedPrecondition
 
 _T = TypeVar("_T")
 
@@ -39,6 +39,8 @@ class Loop:
         future = self.submit(coroutine)
         try:
             return future.result()
+        except CancelledError:
+            raise Cancelled("the fleet was closed") from None
         except BaseException:
             future.cancel()
             raise

@@ -14,7 +14,7 @@ from ..types import ParameterInfo
 from ._fanout import FanOut
 from ._loop import Loop
 from ._policy import Redo
-from ._pushes import Pushes, Pushing
+from ._pushes import Pushes, Pushing, Wanted
 from .types import FleetReceipt
 
 # What stands for the address of all replicas: shared memory reaches the first.
@@ -58,15 +58,19 @@ class Transaction:
         options = dict(options)
         if options.get("expected_generation") is not None:
             raise InvalidArgument("expected_generation: replicas count generations by themselves; leave it out")
-        version, expected, name = (
+        wanted = Wanted(
+            kind,
+            options.get("name"),
             options.pop("version", None),
             options.pop("expected_version", None),
-            options.get("name"),
+            options.pop("force_version", False),
         )
         self._loop, self._pushes = loop, pushes
-        pushing = self._pushing = loop.run(pushes.begin(kind, version, expected, name))
+        pushing = self._pushing = loop.run(pushes.begin(wanted))
         self.sender = Sender(pushing, segments, timeout, lambda left: pushes.start_call(pushing, left, loop.run))
-        self.options = options if name is not None else {**options, "version": pushing.change.version}
+        # A replica that is behind may have any version.
+        versions = {} if wanted.name is not None else {"version": pushing.change.version, "force_version": True}
+        self.options = {**options, **versions}
         """For the sender."""
 
     def finish(self, redo: Redo | None) -> FleetReceipt:

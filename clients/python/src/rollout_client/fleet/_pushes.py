@@ -13,7 +13,8 @@ from .. import _convert_weights, _proto
 from .._http2 import ClientStream
 from ..aio import AsyncRolloutClient
 from ..client import RolloutClient
-from ..errors import Aborted, DataLoss, NotFound, RolloutError, Unavailable
+from ..errors import Aborted, DataLoss, FailedPrecondition, NotFound, RolloutError, Unavailable
+from ..options import PushKind
 from ..types import Lifecycle, UpdateResult
 from ._fanout import FanOut
 from ._policy import Change, Policy, Redo
@@ -23,6 +24,20 @@ from .types import FleetReceipt, PartialCommit, ReplicaReceipt, ReplicaState
 PREPARE_SECONDS = 10.0
 """How long a replica has, before the commit, to say that it holds the push open."""
 PREPARE_POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a caller wants to push."""
+
+    kind: PushKind
+    name: str | None
+    """Under which an adapter is to become resident."""
+    version: int | None
+    expected: int | None
+    """The version that the fleet's policy must have."""
+    force: bool
+    """Whether the version may go back or repeat."""
 
 
 @dataclass(eq=False)
@@ -52,11 +67,12 @@ class Pushes:
         self._now: Pushing | None = None
         roster.on_lost = self._lost
 
-    async def begin(self, kind: str, version: int | None, expected: int | None, name: str | None) -> Pushing:
-        """Waits for its turn, and for the replicas that are being looked at.
+    async def begin(self, wanted: Wanted) -> Pushing:
+        """Waits for its turn.
 
         Raises:
             Aborted: the fleet has another version than the expected one.
+            FailedPrecondition: the version goes back or repeats.
             RolloutError: too few replicas can take part; of the class that says why.
         """
         roster = self._roster
@@ -64,11 +80,7 @@ class Pushes:
         try:
             if roster.policy is None:
                 raise Unavailable(f"no replica was found yet: {roster.describe()}")
-            if expected not in (None, roster.policy.version):
-                raise Aborted(
-                    f"expected_version: the fleet's policy has version {roster.policy.version}, not {expected}"
-                )
-            change = Change(kind, roster.policy.version + 1 if version is None else version, name)
+            change = self._change(wanted, roster.policy.version)
             targets = [
                 replica
                 for replica in roster.replicas
@@ -85,6 +97,17 @@ class Pushes:
         except BaseException:
             roster.updating.release()
             raise
+
+    def _change(self, wanted: Wanted, now: int) -> Change:
+        if wanted.expected not in (None, now):
+            raise Aborted(f"expected_version: the fleet's policy has version {now}, not {wanted.expected}")
+        version = now + 1 if wanted.version is None else wanted.version
+        if wanted.name is None and not wanted.force and version <= now and not self._roster.dropped:
+            raise FailedPrecondition(
+                f"version: {version} is not above {now}, which the fleet's policy has; to go back or repeat, say "
+                "force_version=True"
+            )
+        return Change(wanted.kind, version, wanted.name)
 
     def start_call(self, pushing: Pushing, timeout: float | None, run: Callable[..., object]) -> FanOut:
         """The calls of a push; once more where what lies in shared memory cannot be seen by a replica."""
@@ -218,6 +241,7 @@ class Pushes:
         roster, change = self._roster, pushing.change
         roster.policy = change.applied(roster.policy, digest)
         roster.memory.note(change, redo)
+        roster.dropped = roster.dropped and change.name is not None
         for replica in roster.replicas:
             if replica.number in results:
                 replica.held = change.applied(replica.held or Policy(0, ""), digest)

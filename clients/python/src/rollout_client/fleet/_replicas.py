@@ -121,6 +121,8 @@ class Roster:
         """The level at which the fleet sleeps."""
         self.updating = asyncio.Lock()
         """Held by whoever changes the policy of replicas: a push, a sleep, a wake, a replica that catches up."""
+        self.dropped = False
+        """Whether a sleep has dropped the policy, so that a push may bring it back with its own version."""
         self.pushing = False
         """Whether a push holds it."""
         self.checkpoint = ""

@@ -156,7 +156,8 @@ class FleetWeights:
         resupply = self._resupply
         if resupply is None:
             return None
-        return lambda client, version: client.push_full(resupply(), version=version, progress=False)
+        again = _again(None)
+        return lambda client, version: client.push_full(resupply(), progress=False, **again(version))
 
     def _transaction(self, kind: str, options: Mapping[str, Any]) -> Transaction:
         return Transaction(
@@ -177,8 +178,8 @@ class FleetWeights:
 
 
 def _again(name: str | None) -> Callable[[int], dict[str, Any]]:
-    """The options of a push that is made again; an adapter that stays resident has no version."""
-    return lambda version: {"version": version} if name is None else {"name": name}
+    """The options of a push that is made again, whatever the replica has; an adapter that stays has no version."""
+    return lambda version: {"version": version, "force_version": True} if name is None else {"name": name}
 
 
 def _redo_lora(kept: Mapping[str, Any], config: Any, name: str | None) -> Redo:
