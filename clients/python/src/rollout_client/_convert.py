@@ -153,15 +153,13 @@ def _set_chat(message: Any, chat: Chat, path: str) -> None:
     messages = [_chat_message(entry, f"{path}[{i}]") for i, entry in enumerate(chat.messages)]
     if all(set(entry) == {"role", "content"} and isinstance(entry["content"], str) for entry in messages):
         message.SetInParent()
-        for entry in messages:
-            message.messages.add(role=entry["role"], content=entry["content"])
+        for i, entry in enumerate(messages):
+            sent = message.messages.add()
+            for name, text in entry.items():
+                set_field(sent, name, text, f"{path}[{i}].{name}")
     else:
-        # Each member on its own, so that an error names it.
-        entries = (
-            {name: _json(value, f"{path}[{i}].{name}") for name, value in entry.items()}
-            for i, entry in enumerate(messages)
-        )
-        message.messages_json = f"[{', '.join(map(_json_object, entries))}]"
+        entries = [_json_object(entry, f"{path}[{i}]") for i, entry in enumerate(messages)]
+        message.messages_json = f"[{', '.join(entries)}]"
     for name in ("tools", "documents", "template_arguments"):
         value = getattr(chat, name)
         if value:
@@ -193,14 +191,17 @@ def _check_container(name: str, value: Any, path: str) -> None:
         raise InvalidArgument(f"{path}: expected {what}, got {type(value).__name__}")
 
 
-def _json_object(members: Mapping[str, str]) -> str:
-    """The JSON of an object whose values are JSON already."""
-    return "{" + ", ".join(f"{json.dumps(name, ensure_ascii=False)}: {value}" for name, value in members.items()) + "}"
+def _json_object(members: Mapping[str, Any], path: str) -> str:
+    """The JSON of an object, each member on its own, so that an error names it."""
+    parts = (f"{_json(name, path)}: {_json(value, f'{path}.{name}')}" for name, value in members.items())
+    return "{" + ", ".join(parts) + "}"
 
 
 def _json(value: Any, path: str) -> str:
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()  # half of a surrogate pair has no place in a message
+        return text
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"{path}: {error}") from None
 
