@@ -305,13 +305,16 @@ impl<X: Executor> Engine<X> {
                     scheduler.finish(sample);
                 }
             }
-            Outcome::GrammarFailed { reason, .. } => failed = Some(reason),
+            Outcome::GrammarFailed { sample, reason } => {
+                let field = request.sampling_field(sample.group.prompt_index);
+                failed = Some(Error::invalid(format!("{field}.structured_outputs"), reason));
+            }
         }));
         if let Err(panic) = taken {
             return self.fail(key, &panic_message(&*panic));
         }
-        if let Some(reason) = failed {
-            return self.reject(key, Error::invalid("sampling.structured_outputs", reason));
+        if let Some(error) = failed {
+            return self.reject(key, error);
         }
         if request.is_done() {
             self.end(key, Ending::Finished);

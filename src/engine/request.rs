@@ -1,6 +1,6 @@
 //! One accepted request: the state of its samples, and the events it sends.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -33,6 +33,8 @@ pub struct Request {
     /// Whether any of its prompts has been computed.
     begun: bool,
     prompts: usize,
+    /// Indices of the prompts that have sampling of their own.
+    own: BTreeSet<u32>,
     /// Number of samples that it asks for; 0 if its prompts are scored.
     asked: usize,
     /// Number of tokens that its samples have been given.
@@ -139,6 +141,7 @@ impl Request {
             })
         };
         let text = text_of(&params);
+        let own_indices = own.keys().copied().collect();
         let (n, seed) = match kind {
             RequestKind::Generate { n, seed, .. } => (n, seed),
             RequestKind::Score => (0, 0),
@@ -174,6 +177,7 @@ impl Request {
             adapter: salt.adapter,
             begun: false,
             prompts: groups.len(),
+            own: own_indices,
             asked: samples.len(),
             tokens: 0,
             samples,
@@ -195,6 +199,14 @@ impl Request {
 
     pub fn owner(&self) -> Option<Owner> {
         self.owner
+    }
+
+    /// Path of the field that says how to sample this prompt.
+    pub fn sampling_field(&self, prompt_index: u32) -> String {
+        match self.own.contains(&prompt_index) {
+            true => format!("prompts[{prompt_index}].sampling"),
+            false => "sampling".into(),
+        }
     }
 
     /// Whether its client is gone, or wants what there is now.

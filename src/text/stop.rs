@@ -30,6 +30,12 @@ impl StopStrings {
     pub fn new<S: AsRef<str>>(strings: &[S]) -> Self {
         Self { patterns: strings.iter().map(|s| Pattern::new(s.as_ref().as_bytes())).collect() }
     }
+
+    /// About the bytes that the strings take when they are prepared.
+    pub fn bytes_for<S: AsRef<str>>(strings: &[S]) -> usize {
+        let of_text = |s: &S| s.as_ref().len() * (1 + size_of::<usize>());
+        strings.iter().map(|s| size_of::<Pattern>() + of_text(s)).sum()
+    }
 }
 
 impl Pattern {

@@ -127,6 +127,12 @@ def test_what_is_wrong_with_one_prompt_s_sampling_is_named(client):
             client.generate([[1], [2]], sampling=[good, wrong])
 
 
+def test_a_grammar_that_cannot_go_on_is_named_with_its_prompt(client):
+    bomb = SamplingParams(max_tokens=900, ignore_eos=True, structured_outputs={"grammar": 'start: start start | "a"'})
+    with pytest.raises(InvalidArgument, match=r"^prompts\[1\]\.sampling\.structured_outputs: .*takes too long"):
+        client.generate([[1], [2]], sampling=[SamplingParams(max_tokens=2), bomb])
+
+
 def test_top_k_of_minus_one_is_off_as_0_is(client, rng):
     (prompt,) = random_prompts(rng, 1)
 

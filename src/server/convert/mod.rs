@@ -31,6 +31,7 @@ use crate::engine::{AbortTarget, CancelFlag, Command, GenerateCommand, OwnSampli
 use crate::error::{Error, Result};
 use crate::grammar::Grammar;
 use crate::memory::Charge;
+use crate::text::StopStrings;
 use crate::types::{Distribution, Owner, Prompt, SamplingParams, WeightVersion};
 
 /// Most samples of one prompt: GRPO groups are 4 to 64, best-of-n and pass@k go up to 1,000.
@@ -98,9 +99,11 @@ impl ValidRequest {
     pub(super) fn bytes(&self) -> u64 {
         /// Bytes that one prompt or one sample takes, including its entries in maps and queues.
         const RECORD: usize = 512;
-        let own: usize = self.own.values().map(|own| RECORD + own.params.heap_bytes()).sum();
-        let records = self.prompts.len() + self.samples();
-        (records * RECORD + self.params.heap_bytes() + own + self.grammar_bytes()) as u64
+        let n = self.samples() / self.prompts.len();
+        let shared = params_bytes(&self.params, self.grammar.is_some(), (self.prompts.len() - self.own.len()) * n);
+        let own = self.own.values().map(|own| RECORD + params_bytes(&own.params, own.grammar.is_some(), n));
+        let records = (self.prompts.len() + self.samples()) * RECORD;
+        (records + shared + own.sum::<usize>() + self.grammar_bytes()) as u64
     }
 
     /// Estimate of the bytes that the prompts take until the end of the reply, which sends each of them back: a copy of
@@ -111,14 +114,11 @@ impl ValidRequest {
         (bytes.sum::<usize>() + 2 * longest) as u64
     }
 
-    /// Bytes of all grammars, of which several prompts may share one.
+    /// Bytes of all grammars, of which several prompts may share one, without what each sample has for itself.
     fn grammar_bytes(&self) -> usize {
         let all = self.grammar.iter().chain(self.own.values().filter_map(|own| own.grammar.as_ref()));
         let mut counted = HashSet::new();
-        let grammars: usize =
-            all.filter(|grammar| counted.insert(Arc::as_ptr(grammar))).map(|grammar| grammar.bytes()).sum();
-        let samples = if counted.is_empty() { 0 } else { self.samples() };
-        grammars + samples * Grammar::SAMPLE_BYTES
+        all.filter(|grammar| counted.insert(Arc::as_ptr(grammar))).map(|grammar| grammar.bytes()).sum()
     }
 
     /// Number of completions that the reply will carry.
@@ -128,6 +128,14 @@ impl ValidRequest {
             RequestKind::Score => 0,
         }
     }
+}
+
+/// Bytes that sampling parameters take, with what each of so many samples has for itself to search for stop strings and to
+/// follow a grammar.
+fn params_bytes(params: &SamplingParams, has_grammar: bool, samples: usize) -> usize {
+    let searched = StopStrings::bytes_for(&params.stop_strings);
+    let each = params.stop_strings.len() * size_of::<usize>() + if has_grammar { Grammar::SAMPLE_BYTES } else { 0 };
+    params.heap_bytes() + searched + samples * each
 }
 
 /// Checks a `GenerateRequest`. `charge` is the charge of the request's message; it also covers the memory of encoding

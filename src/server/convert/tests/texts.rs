@@ -8,6 +8,7 @@ use serde_json::json;
 use super::generate;
 use crate::engine::RequestKind;
 use crate::error::Error;
+use crate::grammar::Grammar;
 use crate::memory::Traffic;
 use crate::server::pb::{self, prompt::Kind};
 use crate::server::{ModelFacts, PromptEncoder};
@@ -132,10 +133,10 @@ fn wrong_texts_are_refused() {
 
 #[test]
 fn prompts_that_ask_for_the_same_grammar_share_it_and_there_is_a_limit() {
-    use pb::structured_outputs::Kind as Grammar;
     let asking = |regexes: Vec<String>| {
         let prompt = |regex| {
-            let structured_outputs = Some(pb::StructuredOutputs { kind: Some(Grammar::Regex(regex)) });
+            let kind = Some(pb::structured_outputs::Kind::Regex(regex));
+            let structured_outputs = Some(pb::StructuredOutputs { kind });
             let sampling = pb::SamplingParams { structured_outputs, ..Default::default() };
             pb::Prompt { kind: Some(Kind::Text("a".into())), sampling: Some(Box::new(sampling)), ..Default::default() }
         };
@@ -144,12 +145,31 @@ fn prompts_that_ask_for_the_same_grammar_share_it_and_there_is_a_limit() {
     let valid = generate(asking(vec!["a+".into(), "b+".into(), "a+".into()]), &model()).expect("valid");
     let grammar = |index| valid.own[&index].grammar.as_ref().expect("it was asked for");
     assert!(Arc::ptr_eq(grammar(0), grammar(2)) && !Arc::ptr_eq(grammar(0), grammar(1)));
-    let model = model();
-    let one = generate(asking(vec!["a+".into()]), &model).expect("valid");
-    let same = generate(asking(vec!["a+".into(); 9]), &model).expect("valid");
-    let each = (one.bytes() - crate::grammar::Grammar::SAMPLE_BYTES as u64) as usize;
-    assert!(same.bytes() < 9 * (each + crate::grammar::Grammar::SAMPLE_BYTES) as u64, "it is counted once");
+    let bytes = |regexes| generate(asking(regexes), &model()).expect("valid").bytes();
+    let (one, nine) = (bytes(vec!["a+".into()]), bytes(vec!["a+".into(); 9]));
+    assert!(nine < 9 * one && nine > 9 * Grammar::SAMPLE_BYTES as u64, "{nine}, and {one} for one");
+    let mut two = asking(vec!["a+".into(); 2]);
+    two.prompts[1].sampling = None;
+    two.n = Some(100);
+    let two = generate(two, &model()).expect("valid").bytes();
+    assert!((100..150).contains(&(two / Grammar::SAMPLE_BYTES as u64)), "{two}: only some samples have a grammar");
     let (field, message) = refused(asking((0..65).map(|i| format!("a{{{i}}}b")).collect()));
     assert_eq!(field, "prompts[64].sampling.structured_outputs.regex");
     assert!(message.contains("at most 64"), "{message}");
+}
+
+#[test]
+fn stop_strings_of_each_prompt_are_counted_as_what_they_become() {
+    let stop = vec!["abcdefgh".repeat(128); 64];
+    let own = |own: usize, prompts: usize| {
+        let sampling = pb::SamplingParams { stop: stop.clone(), ..Default::default() };
+        let mut request = text_request("a", &[]);
+        request.prompts = vec![request.prompts.remove(0); prompts];
+        request.prompts[..own].iter_mut().for_each(|prompt| prompt.sampling = Some(Box::new(sampling.clone())));
+        request.n = Some(10);
+        generate(request, &model()).expect("valid").bytes()
+    };
+    let each = (own(30, 40) - own(10, 40)) / 20;
+    let least = 64 * 1024 * (2 + size_of::<usize>() as u64) + 10 * 64 * 8;
+    assert!((least..least * 5 / 4).contains(&each), "{each} bytes for each, which takes {least}");
 }
