@@ -22,7 +22,16 @@ from rollout_client import (
     ServerProcess,
 )
 from rollout_client.cli import main
-from rollout_client.replay import Receipt, Recorder, SpanReceipt, Verdict, parse_receipt, read_receipts, replay
+from rollout_client.replay import (
+    Receipt,
+    Recorder,
+    RecordingClient,
+    SpanReceipt,
+    Verdict,
+    parse_receipt,
+    read_receipts,
+    replay,
+)
 from serving import LONG, PUSH_MODEL, SMALL_CACHE, wait_for
 
 FLAGS = [*SMALL_CACHE, "--mem-util", "0.2", "--max-adapters", "2"]
@@ -324,6 +333,26 @@ def test_an_adapter_that_is_gone_or_another_is_told(serving, path, adapters, cap
     serving.remove_adapter("math")
     status, out, _ = command(serving, path, capsys)
     assert status == 1 and "6 refused" in out[0] and "math" in out[2]
+
+
+def test_a_client_records_for_trainers_that_call_it_themselves(serving, path):
+    with RecordingClient(serving.address, timeout=60, record=path) as client:
+        client.recorder.note = {"run": 3}
+        threads = [threading.Thread(target=client.generate, args=([[1, 2, 3]], 8, SHORT)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        outputs = client.generate(["one"], 2, SHORT, adapter=None)
+        client.recorder.note = None
+        client.generate([[4]], 1, SHORT)
+        serving.sleep()
+        client.recorder.add(outputs, SHORT)
+    receipts = list(read_receipts(path))
+    assert [receipt.note for receipt in receipts] == [{"run": 3}] * 34 + [None] * 3
+    assert all(span.weights for receipt in receipts for span in receipt.spans)
+    serving.wake()
+    assert replay(serving, receipts).same
 
 
 def test_a_push_in_the_middle_ends_the_replay(serving, path, adapters):

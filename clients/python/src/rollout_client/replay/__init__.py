@@ -10,12 +10,13 @@ weights, what served them, and the sample itself, bit for bit. `replay` makes th
 """
 
 from ._receipt import Receipt, SpanReceipt, parse_receipt, read_receipts
-from ._recorder import Recorder, weights_digest
+from ._recorder import Recorder, RecordingClient, weights_digest
 from ._run import Replayed, Report, Verdict, replay
 
 __all__ = [
     "Receipt",
     "Recorder",
+    "RecordingClient",
     "Replayed",
     "Report",
     "SpanReceipt",

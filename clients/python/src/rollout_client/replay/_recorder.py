@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _convert_weights, _proto
 from ..client import RolloutClient
+from ..errors import FailedPrecondition
 from ..types import PromptInput, PromptOutput, Sample, SamplingInput, SamplingParams
 from ._receipt import Receipt, SpanReceipt
 
@@ -34,7 +36,7 @@ _FACTS = (
 
 
 class Recorder:
-    """Appends a receipt of every sample to a file. A context manager; for one thread."""
+    """Appends a receipt of every sample to a file. A context manager; threads may share it."""
 
     def __init__(self, client: RolloutClient, path: str | os.PathLike[str], *, digests: bool = True) -> None:
         """Opens the file.
@@ -46,7 +48,10 @@ class Recorder:
                 `control`. The server reads all its weights for it, in pieces between its steps. Without it receipts
                 have the numbers of the versions alone, which say nothing after a restart.
         """
+        self.note: Any = None
+        """Note of the receipts for which none is given; it may be changed at any time."""
         self._client, self._digests = client, digests
+        self._lock = threading.Lock()
         self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 closed by close()
         self._process = 0
         self._facts: dict[str, Any] = {}
@@ -63,10 +68,15 @@ class Recorder:
         **options: Unpack[GenerateOptions],
     ) -> list[PromptOutput]:
         """As `RolloutClient.generate`, and adds the receipts; `note` is as for `add`."""
-        self._look()  # a push may come before the samples are there
+        self.look()
         outputs = self._client.generate(prompts, n, sampling, **options)
         self.add(outputs, sampling, adapter=options.get("adapter"), note=note)
         return outputs
+
+    def look(self) -> None:
+        """Learns the digest of the weights that serve, before a request during which others may be pushed."""
+        with self._lock:
+            self._look()
 
     def add(
         self,
@@ -81,11 +91,12 @@ class Recorder:
         Args:
             outputs: of one call of `generate`.
             sampling, adapter: as they were given to it.
-            note: JSON for each receipt, such as the trainer's step.
+            note: JSON for each receipt, such as the trainer's step; None is the recorder's own.
         """
-        for receipt in self.receipts(outputs, sampling, adapter=adapter, note=note):
-            self._file.write(f"{receipt.to_json()}\n")
-        self._file.flush()
+        lines = [f"{receipt.to_json()}\n" for receipt in self.receipts(outputs, sampling, adapter=adapter, note=note)]
+        with self._lock:
+            self._file.writelines(lines)
+            self._file.flush()
 
     def receipts(
         self,
@@ -96,15 +107,16 @@ class Recorder:
         note: Any = None,
     ) -> list[Receipt]:
         """The receipts that `add` would write."""
-        self._look()
-        weights = {version: digest for version, (_, digest) in self._weights.items()}
+        with self._lock:
+            self._look()
+            server, weights = self._facts, {version: digest for version, (_, digest) in self._weights.items()}
         generation = None if adapter is None else self._generation(adapter)
         single = None if isinstance(sampling, Sequence) else sampling or SamplingParams()
 
         def receipt(output: PromptOutput, sample: Sample) -> Receipt:
             params = sampling[output.prompt_index] if single is None else single
             return Receipt(
-                server=self._facts,
+                server=server,
                 prompt_index=output.prompt_index,
                 sample_index=sample.sample_index,
                 prompt_token_ids=output.prompt_token_ids,
@@ -116,7 +128,7 @@ class Recorder:
                 logprobs=sample.logprobs,
                 raw_logprobs=sample.raw_logprobs,
                 finish_reason=sample.finish_reason,
-                note=note,
+                note=self.note if note is None else note,
             )
 
         return [receipt(output, sample) for output in outputs for sample in output.samples]
@@ -146,7 +158,10 @@ class Recorder:
         status = self._client.status()
         known = self._weights.get(status.weight_version)
         if known is None or known[0] != status.updates:
-            version, digest = weights_digest(self._client)
+            try:
+                version, digest = weights_digest(self._client)
+            except FailedPrecondition:
+                return  # they sleep: what was sampled before stays without a digest
             # A push in between would make it uncertain whose digest it is.
             if self._client.status().updates == status.updates:
                 self._weights[version] = status.updates, digest
@@ -154,6 +169,49 @@ class Recorder:
     def _generation(self, adapter: str) -> int | None:
         living = [a.generation for a in self._client.adapters() if a.name == adapter and not a.retired]
         return living[0] if living else None
+
+
+class RecordingClient(RolloutClient):
+    """A `RolloutClient` whose `generate` adds receipts, for a trainer that calls it itself.
+
+    ```python
+    client = RecordingClient("127.0.0.1:50051", record="samples.jsonl")
+    trainer = GRPOTrainer(..., client=client)  # of rollout_client.trl
+    client.recorder.note = {"run": 3}
+    ```
+    """
+
+    def __init__(
+        self,
+        address: str,
+        timeout: float | None = None,
+        token: str | None = None,
+        *,
+        record: str | os.PathLike[str],
+        digests: bool = True,
+        **connection: Any,
+    ) -> None:
+        """Args: those of `RolloutClient`; `record` and `digests` are `path` and `digests` of a `Recorder`."""
+        super().__init__(address, timeout, token, **connection)
+        self.recorder = Recorder(self, record, digests=digests)
+
+    def generate(
+        self,
+        prompts: Sequence[PromptInput],
+        n: int = 1,
+        sampling: SamplingInput = None,
+        **options: Unpack[GenerateOptions],
+    ) -> list[PromptOutput]:
+        """As `RolloutClient.generate`, and adds the receipts."""
+        self.recorder.look()
+        outputs = super().generate(prompts, n, sampling, **options)
+        self.recorder.add(outputs, sampling, adapter=options.get("adapter"))
+        return outputs
+
+    def close(self) -> None:
+        """Ends the connection, and closes the file."""
+        super().close()
+        self.recorder.close()
 
 
 def server_facts(client: RolloutClient) -> dict[str, Any]:
