@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 from ..errors import RolloutError
 from . import checksum, generate, lifecycle, push_lora, replay, sidecar, status, timeline
@@ -27,7 +27,7 @@ _READER_LEFT = 141
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the command, with every subcommand registered."""
     parser = argparse.ArgumentParser(prog="rollout", description="Looks at a rollout-server and gives it orders.")
-    parser.add_argument("--version", action="version", version=f"rollout-client {version('rollout-client')}")
+    parser.add_argument("--version", action="version", version=f"rollout-client {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in _COMMANDS:
         module.register(commands)
@@ -59,3 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"rollout: {one_line(error)}", file=sys.stderr)
         return _FAILED
     return status
+
+
+def _version() -> str:
+    try:
+        return version("rollout-client")
+    except PackageNotFoundError:
+        return "that was not installed, but found by PYTHONPATH"
