@@ -121,6 +121,9 @@ def test_push_lora_gives_what_the_client_gives(binary, rollout, rng, tmp_path):
         pushed = server.client.checksum()
         assert (status, json.loads(out)["weight_version"]) == (0, 7)
         assert pushed != checksums(base, "bfloat16")
+        assert "force_version" in rollout("push-lora", directory, "--version", 6, *at)[2]
+        assert rollout("push-lora", directory, "--version", 6, "--force-version", *at)[0] == 0
+        assert server.client.status().weight_version == 6
         server.client.push_lora(tensors, config)
         assert server.client.checksum() == pushed
         assert "adapter math, generation 1" in rollout("push-lora", directory, "--name", "math", *at)[1]

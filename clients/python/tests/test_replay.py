@@ -355,6 +355,17 @@ def test_a_client_records_for_trainers_that_call_it_themselves(serving, path):
     assert replay(serving, receipts).same
 
 
+def test_a_request_that_is_ended_early_is_no_difference(serving, path):
+    """A paused server, which answers with nothing when the time has passed."""
+    record(serving, path)
+    serving.pause()
+    with RolloutClient(serving.address, timeout=0.5) as client:
+        report = replay(client, read_receipts(path))
+    assert {result.verdict for result in report.results} == {Verdict.REFUSED} and not report.same
+    serving.resume()
+    assert replay(serving, read_receipts(path)).same
+
+
 def test_a_push_in_the_middle_ends_the_replay(serving, path, adapters):
     record(serving, path, n=40)
     pushes = iter([lambda: serving.push_lora(*adapters[0])])

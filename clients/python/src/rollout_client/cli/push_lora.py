@@ -27,6 +27,7 @@ def register(commands: Any) -> None:
     )
     parser.add_argument("--name", help="keep it resident under this name, unmerged, beside the policy")
     parser.add_argument("--version", type=int, metavar="N", help="of the policy afterwards [one more than now]")
+    parser.add_argument("--force-version", action="store_true", help="take --version even if it goes back or repeats")
     parser.add_argument(
         "--running", choices=get_args(RunningPolicy), default="keep", help="what happens to requests that run [keep]"
     )
@@ -35,7 +36,12 @@ def register(commands: Any) -> None:
 
 def _run(options: argparse.Namespace) -> None:
     tensors, config = read_adapter(options.directory)
-    push: PushLoraOptions = {"version": options.version, "running": options.running, "name": options.name}
+    push: PushLoraOptions = {
+        "version": options.version,
+        "force_version": options.force_version,
+        "running": options.running,
+        "name": options.name,
+    }
     with connected(options) as client:
         result = client.push_lora(tensors, config, **push)
     if options.json:

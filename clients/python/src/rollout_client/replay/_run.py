@@ -19,6 +19,7 @@ from ._recorder import server_facts, weights_digest
 
 # Requests at once: enough to fill a batch, few enough that their replies take no memory worth a thought.
 _AT_ONCE = 64
+_ENDED = "ended by the timeout of the call, or by an order to the server: replay it again, with more time"
 
 
 class Verdict(str, Enum):
@@ -30,7 +31,7 @@ class Verdict(str, Enum):
     """The same, as far as the weights that serve had made it; a push came in the middle of the sample."""
     DIFFERS = "differs"
     REFUSED = "refused"
-    """The server does not take the request any more."""
+    """The server does not take the request any more, or the request was ended early."""
 
     def __str__(self) -> str:
         """The plain value."""
@@ -131,8 +132,9 @@ def _replayed(client: RolloutClient, receipt: Receipt, present: _Present) -> Rep
         return Replayed(receipt, Verdict.SAME)
     try:
         sample = _again(client, receipt)
-    except (InvalidArgument, NotFound) as error:
-        return Replayed(receipt, Verdict.REFUSED, difference=str(error), reason=_other_server(receipt, present))
+    except (InvalidArgument, NotFound, Aborted) as error:
+        reason = _ENDED if isinstance(error, Aborted) else _other_server(receipt, present)
+        return Replayed(receipt, Verdict.REFUSED, difference=str(error), reason=reason)
     at = _first_difference(receipt, sample)
     if at is None:
         return Replayed(receipt, Verdict.SAME)
@@ -156,7 +158,10 @@ def _again(client: RolloutClient, receipt: Receipt) -> Sample:
         count = len(receipt.token_ids)
         sampling = replace(sampling, max_tokens=count, min_tokens=min(sampling.min_tokens, count))
     (output,) = client.generate([receipt.prompt_token_ids], 1, sampling, adapter=receipt.adapter, return_text=False)
-    return output.samples[0]
+    sample = output.samples[0]
+    if sample.finish_reason is FinishReason.ABORTED:
+        raise Aborted("it was ended before it was whole")
+    return sample
 
 
 def _first_difference(receipt: Receipt, sample: Sample) -> int | None:
