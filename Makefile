@@ -32,7 +32,7 @@ TRAINER_TESTS := clients/python/tests/trainers
 TRAINER_PINS := $(TRAINER_TESTS)/requirements.txt
 # Trainers that pin other versions of what the rest uses: each has .venv-NAME, with its own pins.
 INTEGRATIONS := clients/python/tests/integrations
-INTEGRATED := swift
+INTEGRATED := swift verl
 # How long `make fuzz` tries each method; FUZZ_SEED and FUZZ_CASE replay a case (a failure prints them).
 SECONDS_PER_TARGET ?= 60
 
@@ -80,10 +80,10 @@ test-trainers: $(TRAINERS)/.installed server ## real trainers against the server
 	$(call say,Trainers against the server)
 	$(TRAINERS)/bin/python -m pytest $(TRAINER_TESTS) --server $(SERVER)
 
-test-integrations: $(INTEGRATED:%=.venv-%/.installed) server ## ms-swift against the server (installs several GB into .venv-swift)
+test-integrations: $(INTEGRATED:%=.venv-%/.installed) server ## ms-swift and verl against the server (installs torch into .venv-swift and .venv-verl)
 	@for name in $(INTEGRATED); do \
 		printf '\033[1m==> %s against the server\033[0m\n' $$name; \
-		.venv-$$name/bin/python -m pytest $(INTEGRATIONS)/$$name --server $(SERVER) || exit 1; \
+		.venv-$$name/bin/python -m pytest -p no:asyncio $(INTEGRATIONS)/$$name --server $(SERVER) || exit 1; \
 	done
 
 fuzz: check-cargo ## random calls of every method, with other seeds each time: make fuzz SECONDS_PER_TARGET=60

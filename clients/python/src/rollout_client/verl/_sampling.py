@@ -1,0 +1,102 @@
+"""verl's parameters of sampling and its outputs, in this client's words."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import InvalidArgument
+from ..types import FinishReason, Sample, SamplingParams
+from ._settings import Settings
+
+_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}
+# What vLLM's parameters have beside ours, with the only values that mean what happens here.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "prompt_logprobs": (None,),
+    "include_stop_str_in_output": (False, True),  # of the text, which verl does not take
+    "skip_special_tokens": (False, True),
+    "spaces_between_special_tokens": (False, True),
+    "detokenize": (False, True),
+}
+
+
+def sampling_params(
+    given: Mapping[str, Any], prompt_tokens: int, settings: Settings, max_model_len: int
+) -> SamplingParams:
+    """What a request of verl asks for.
+
+    `max_tokens` (or `max_new_tokens`) is cut to what the context has room for; without it, it is `response_length`, and
+    at most what `prompt_length + response_length` leaves.
+
+    Raises:
+        InvalidArgument: a parameter is unknown here, or the prompt fills the context.
+    """
+    room = max_model_len - prompt_tokens
+    if room < 1:
+        raise InvalidArgument(
+            f"prompt_ids: {prompt_tokens} tokens leave no room for an answer in a context of {max_model_len}"
+        )
+    values = {**settings.sampling_defaults, **given}
+    values.pop("logprobs", None)
+    new_tokens = values.pop("max_new_tokens", None)
+    wanted = values.pop("max_tokens", None)
+    if wanted is None:
+        wanted = new_tokens
+    if wanted is None:
+        wanted = min(settings.response_length, settings.prompt_length + settings.response_length - prompt_tokens)
+    for name, allowed in _ONLY.items():
+        value = values.pop(name, allowed[0])
+        if value not in allowed:
+            raise InvalidArgument(f"sampling_params[{name!r}]: {value!r} is not supported by rollout-server's plug-in")
+    unknown = sorted(values.keys() - _FIELDS)
+    if unknown:
+        raise InvalidArgument(f"sampling_params[{unknown[0]!r}]: rollout-server has no such parameter")
+    if values.get("top_k") == -1:
+        values["top_k"] = 0
+    stop = values.get("stop")
+    values["stop"] = [stop] if isinstance(stop, str) else stop or ()
+    values["stop_token_ids"] = values.get("stop_token_ids") or ()
+    values["logit_bias"] = values.get("logit_bias") or {}
+    return SamplingParams(max_tokens=max(1, min(wanted, room)), **values)
+
+
+def request_seed(seed: int, request_id: str, prompt_tokens: int, global_steps: int | None) -> int:
+    """The seed of one request where all must be the same again in a second run (`full_determinism`).
+
+    A group's samples are requests of their own, so each has another; on which replica it runs does not matter. Turns of
+    one conversation differ by their prompts' lengths.
+    """
+    text = f"{seed}/{request_id}/{prompt_tokens}/{global_steps}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1  # 63 bits, as elsewhere
+
+
+def output_fields(sample: Sample, settings: Settings, logprobs: bool, global_steps: int | None) -> dict[str, Any]:
+    """What verl's `TokenOutput` has of a sample.
+
+    Args:
+        sample: as it came.
+        settings: of the replica.
+        logprobs: whether verl wants them.
+        global_steps: version of the policy, for a sample without tokens.
+    """
+    versions = [span.weight_version for span in sample.weight_versions] or [global_steps]
+    return {
+        "token_ids": sample.token_ids,
+        "log_probs": getattr(sample, settings.logprobs_field).tolist() if logprobs else None,
+        "stop_reason": "aborted" if sample.finish_reason is FinishReason.ABORTED else "completed",
+        "extra_fields": {
+            "global_steps": versions[-1],
+            "min_global_steps": min(versions),
+            "max_global_steps": max(versions),
+            "num_cached_tokens": sample.cached_tokens,
+        },
+    }
+
+
+def aborted_fields(global_steps: int | None) -> dict[str, Any]:
+    """`TokenOutput` of a request that was turned away."""
+    extra = {"global_steps": global_steps, "min_global_steps": global_steps, "max_global_steps": global_steps}
+    return {"token_ids": [], "log_probs": None, "stop_reason": "aborted", "extra_fields": extra}

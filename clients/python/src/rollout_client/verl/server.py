@@ -1,0 +1,256 @@
+"""The Ray actor of a replica: it runs (or knows) one rollout-server and does what verl asks of it."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import ray
+from verl.utils import normalize_token_ids
+from verl.utils.fs import copy_to_local
+from verl.workers.rollout.replica import RolloutMode, TokenOutput
+
+from ..aio import AsyncRolloutClient
+from ..errors import InvalidArgument, RolloutError
+from ..process import ServerProcess
+from ._sampling import aborted_fields, output_fields, request_seed, sampling_params
+from ._settings import Settings, command_line, find_binary
+
+LOG_LINES = 20
+"""Of the server's log, in the error of a start that failed."""
+
+
+class RolloutServer:
+    """What runs in the actor. All methods are called by verl, by these names and arguments."""
+
+    def __init__(self, settings: Settings, rollout_mode: RolloutMode | None) -> None:
+        """Starts nothing yet; `launch_server` does.
+
+        Args:
+            settings: of the replica.
+            rollout_mode: whether the server shares memory with a trainer, and so sleeps when it is told.
+        """
+        self._settings = settings
+        self._mode = rollout_mode
+        self._process: ServerProcess | None = None
+        self._global_steps: int | None = None
+        self._running: set[str] = set()
+        self._open = asyncio.Event()
+        self._open.set()
+        self._rejecting = False
+        self._profile_since = 0
+
+    async def launch_server(self) -> None:
+        """Starts the server on this machine, or connects to the one that was named, and waits until it runs.
+
+        Raises:
+            RolloutError: the server ended, with the last lines of its log; or it is not there.
+        """
+        settings = self._settings
+        token = None if settings.token_file is None else Path(settings.token_file).read_text().strip()
+        if settings.address is None:
+            await self._start(token)
+            assert self._process is not None
+            self._address, self._http_address = self._process.address, self._process.http_address
+        else:
+            self._address = self._http_address = settings.address
+        self._token = token
+        self._client = AsyncRolloutClient(self._address, token=token, tls=settings.tls)
+        info = await self._client.info()
+        self._max_model_len = min(settings.max_model_len or info.max_model_len, info.max_model_len)
+
+    async def get_server_address(self) -> tuple[str, str]:
+        """This machine's address, and the port of the server's HTTP routes (of gRPC, for a server that was named)."""
+        host, port = self._http_address.rsplit(":", 1)
+        return (ray.util.get_node_ip_address() if self._process else host), port
+
+    async def get_push_target(self) -> dict[str, Any]:
+        """What the trainer's rank needs to push: `address`, `token`, `tls`, and the `node` that the server runs on."""
+        node = ray.get_runtime_context().get_node_id() if self._process else None
+        return {"address": self._address, "token": self._token, "tls": self._settings.tls, "node": node}
+
+    async def generate(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **others: Any
+    ) -> TokenOutput:
+        """Samples one completion. While `abort_all_requests` is in force it waits, or is turned away.
+
+        Args:
+            prompt_ids: the prompt, with the tokens so far for a sample that goes on after an abort.
+            sampling_params: as vLLM has them.
+            request_id: unique among running requests.
+            others: images and the like, of which there must be none.
+
+        Returns:
+            Tokens, log-probabilities and, in `extra_fields`, the oldest and the newest policy that made them.
+
+        Raises:
+            RolloutError: as the server said it.
+        """
+        for name, value in others.items():
+            if value:
+                raise InvalidArgument(f"{name}: rollout-server takes prompts of token ids only")
+        prompt_ids = normalize_token_ids(prompt_ids)
+        wanted = self._sampling(sampling_params, request_id, len(prompt_ids))
+        while not self._open.is_set():
+            if self._rejecting:
+                return TokenOutput(**aborted_fields(self._global_steps))
+            await self._open.wait()
+        self._running.add(request_id)
+        try:
+            outputs = await self._client.generate(
+                [prompt_ids], sampling=wanted, return_text=False, request_id=request_id
+            )
+        finally:
+            self._running.discard(request_id)
+        logprobs = sampling_params.get("logprobs", False) not in (None, False)
+        return TokenOutput(**output_fields(outputs[0].samples[0], self._settings, logprobs, self._global_steps))
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Takes the memory again: all of it, or `weights`, or `kv_cache`."""
+        if self._sleeps():
+            await self._client.wake(tags)
+
+    async def sleep(self) -> None:
+        """Gives the memory to the trainer."""
+        if self._sleeps():
+            await self._sleep()
+
+    async def clear_kv_cache(self) -> None:
+        """Forgets cached prefixes. A push needs it not: prefixes of an older policy are never found."""
+        await self._client.reset_prefix_cache()
+
+    async def release_kv_cache(self) -> None:
+        """Gives the KV cache back for the time of a push."""
+        if self._settings.free_cache_engine and self._mode is not RolloutMode.COLOCATED:
+            await self._sleep()
+            await self._client.wake(["weights"])
+
+    async def resume_kv_cache(self) -> None:
+        """Takes the KV cache again."""
+        if self._settings.free_cache_engine and self._mode is not RolloutMode.COLOCATED:
+            await self._client.wake(["kv_cache"])
+
+    async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
+        """Ends what runs, with the tokens so far, and lets nothing begin until `resume_generation`.
+
+        Args:
+            reset_prefix_cache: also forget cached prefixes.
+            reject_request: turn requests away that come meanwhile, instead of letting them wait.
+
+        Returns:
+            `aborted_count` and `request_ids`.
+        """
+        self._rejecting = reject_request
+        self._open.clear()
+        request_ids = sorted(self._running)
+        # One order, so that nothing begins between the end of what runs and the pause.
+        await self._client.pause("abort")
+        if reset_prefix_cache:
+            await self._client.reset_prefix_cache()
+        return {"aborted_count": len(request_ids), "request_ids": request_ids}
+
+    async def resume_generation(self) -> None:
+        """Ends `abort_all_requests`."""
+        await self._client.resume()
+        self._rejecting = False
+        self._open.set()
+
+    async def set_global_steps(self, global_steps: int) -> None:
+        """Takes note of the trainer's step whose weights serve now."""
+        self._global_steps = global_steps
+
+    async def get_global_steps(self) -> int | None:
+        """The last `set_global_steps`."""
+        return self._global_steps
+
+    async def start_profile(self, **_options: Any) -> None:
+        """Begins a stretch of the timeline that `stop_profile` writes down."""
+        if self._settings.save_path is not None:
+            self._profile_since = (await self._client.timeline(max_spans=1)).now
+
+    async def stop_profile(self) -> None:
+        """Writes where the server's time went since `start_profile`, as a trace that Perfetto opens."""
+        if self._settings.save_path is None:
+            return
+        timeline = await self._client.timeline(since=self._profile_since)
+        events = [
+            {
+                "name": span.phase,
+                "ph": "X",
+                "pid": self._settings.replica_rank,
+                "tid": span.track,
+                "ts": span.start / 1000,
+                "dur": ((span.end or timeline.now) - span.start) / 1000,
+                "args": {"steps": span.steps, "tokens": span.sampled_tokens, "weight_version": span.weight_version},
+            }
+            for span in timeline.spans
+        ]
+        folder = Path(self._settings.save_path)
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"rollout_server_replica{self._settings.replica_rank}_step{self._global_steps}.json"
+        (folder / name).write_text(json.dumps({"traceEvents": events}))
+
+    async def _start(self, token: str | None) -> None:
+        settings = self._settings
+        flags = dict(settings.flags)
+        host = flags.pop("host", "127.0.0.1")
+        binary = find_binary(settings.binary)
+        model = await asyncio.to_thread(copy_to_local, settings.model)
+        log = _Log()
+        # In this thread, which lives as long as the actor.
+        self._process = ServerProcess(
+            binary, model, command_line(flags), host=host, output=log.sink, token=token, tls=settings.tls
+        )
+        log.close_sink()
+        try:
+            await asyncio.to_thread(self._process.wait_until_ready, settings.start_seconds)
+        except RolloutError as error:
+            await asyncio.to_thread(self._process.stop)
+            raise RolloutError(f"replica {settings.replica_rank}: {error}\n{log.tail()}") from None
+
+    def _sampling(self, given: dict[str, Any], request_id: str, prompt_tokens: int) -> Any:
+        if self._settings.seed is not None:
+            seed = request_seed(self._settings.seed, request_id, prompt_tokens, self._global_steps)
+            given = {"seed": seed, **given}
+        return sampling_params(given, prompt_tokens, self._settings, self._max_model_len)
+
+    def _sleeps(self) -> bool:
+        """Whether memory is shared with a trainer: a server of its own has it to itself."""
+        return self._settings.free_cache_engine and self._mode is not RolloutMode.STANDALONE
+
+    async def _sleep(self) -> None:
+        # What an adapter is merged into, and what no push brings again, must be kept.
+        keeps = self._settings.adapter or self._mode is RolloutMode.COLOCATED
+        # What came to a paused server just before the pause would stand still forever; verl sends it again.
+        await self._client.sleep(1 if keeps else 2, "wait" if self._open.is_set() else "abort")
+
+
+class _Log:
+    """Passes on what the server logs, to where Ray collects it, and keeps the last lines."""
+
+    def __init__(self) -> None:
+        source, self.sink = os.pipe()
+        self._lines: collections.deque[str] = collections.deque(maxlen=LOG_LINES)
+        self._thread = threading.Thread(target=self._pass_on, args=(source,), daemon=True)
+        self._thread.start()
+
+    def close_sink(self) -> None:
+        """This process's end; the server has its own now, with which the log ends."""
+        os.close(self.sink)
+
+    def tail(self) -> str:
+        """The last lines of a server that has ended."""
+        self._thread.join()
+        return "".join(self._lines)
+
+    def _pass_on(self, source: int) -> None:
+        with open(source, encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                self._lines.append(line)
+                sys.stderr.write(line)
