@@ -130,8 +130,8 @@ impl ValidRequest {
     }
 }
 
-/// Bytes that sampling parameters take, with what each of so many samples has for itself to search for stop strings and to
-/// follow a grammar.
+/// Bytes that sampling parameters take, with what each of so many samples has for itself to search for stop strings and
+/// to follow a grammar.
 fn params_bytes(params: &SamplingParams, has_grammar: bool, samples: usize) -> usize {
     let searched = StopStrings::bytes_for(&params.stop_strings);
     let each = params.stop_strings.len() * size_of::<usize>() + if has_grammar { Grammar::SAMPLE_BYTES } else { 0 };
