@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from fake_server import completion, summary
 from models import checksums, merged, perturbed, random_adapter, read_model
 from rollout_client import (
+    Aborted,
     FailedPrecondition,
     InvalidArgument,
     Lifecycle,
@@ -19,6 +20,7 @@ from rollout_client import (
     SamplingParams,
     ServerProcess,
     Unavailable,
+    _proto,
 )
 from rollout_client.process import free_port
 from rollout_client.swift import RolloutVLLMClient
@@ -236,23 +238,12 @@ def test_every_field_of_a_request_is_used_or_refused(pair):
         client.infer(requests([(1, 2)]), CONFIG)
 
 
-def test_samples_that_somebody_ends_are_an_error(pair):
-    first, _, _ = pair
-    errors = []
-
-    def infer():
-        try:
-            connected(first).infer(requests([(1, 2, 3)] * 8), CONFIG | {"max_tokens": 900})
-        except RolloutError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=infer)
-    thread.start()
-    while thread.is_alive() and not first.client.status().running_samples:
-        pass
-    first.client.abort(all=True)
-    thread.join(60)
-    assert len(errors) == 1 and "ended by another client" in str(errors[0])
+def test_samples_that_somebody_ends_are_an_error(fake):
+    fake.answers["GetStatus"] = lambda request, context: _proto.GET_STATUS.response(lifecycle=1)
+    fake.answers["GetInfo"] = lambda request, context: _proto.GET_INFO.response(max_model_len=64)
+    fake.answers["Generate"] = lambda request, context: [completion(finish_reason=5), summary()]
+    with pytest.raises(Aborted, match="ended by another client"):
+        connected(fake).infer(requests([(1, 2, 3)]), CONFIG)
 
 
 @pytest.mark.parametrize("level", [1, 2])
