@@ -338,13 +338,19 @@ def test_a_server_that_starts_again_gets_the_policy_before_any_request(binary, r
         assert [a.name for a in third.client.adapters()] == ["probe"]
         assert all_bits(ask(fleet)) == all_bits(expected[0])
         assert all_bits(ask(fleet, adapter="probe")) == all_bits(expected[1])
+        fourth = stack.enter_context(ServerProcess(binary, PUSH_MODEL, FLAGS))
+        proxy.redirect(fourth.address)
+        third.process.kill()
+        third.process.wait()
+        assert all_bits(ask(fleet)) == all_bits(expected[0]), "not by the checkpoint that the new server has"
+        fleet.wait_until_ready(60)
         fleet.remove_adapter("probe")
         assert fleet.adapters() == {0: [], 1: []}
         with pytest.raises(NotFound, match="probe"):
             fleet.remove_adapter("probe")
-        tokens = third.client.status().generated_tokens
+        tokens = fourth.client.status().generated_tokens
         ask(fleet)
-        assert third.client.status().generated_tokens > tokens
+        assert fourth.client.status().generated_tokens > tokens
 
 
 def test_all_sleep_and_wake_and_one_that_comes_back_meanwhile_sleeps_too(fleet, servers, rng):
@@ -440,6 +446,8 @@ def test_what_is_wrong_is_refused_as_by_one_server(fleet, servers, rng):
     version = fleet.status().weight_version
     with pytest.raises(InvalidArgument, match=r"prompts\[3\]"):
         ask(fleet, [*PROMPTS[:3], []])
+    with pytest.raises(InvalidArgument, match=r"sequences\[1\]"):
+        fleet.score([[1], []])
     with pytest.raises(TypeError, match="Did you mean 'adapter'"):
         ask(fleet, adaptor="probe")
     with pytest.raises(InvalidArgument, match="put it in a list"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,9 @@ from .types import ReplicaState
 
 MAX_ATTEMPTS = 4
 """A group that was on so many replicas which then were lost may be what loses them; it fails instead."""
+
+# What a message of a server names that has one prompt or sequence of the call.
+_FIRST = re.compile(r"^(prompts|sequences)\[0\]")
 
 _T = TypeVar("_T")
 
@@ -206,7 +210,7 @@ class Requests:
                 continue
             except RolloutError as error:
                 if isinstance(error, InvalidArgument):
-                    raise InvalidArgument(str(error).replace("prompts[0]", f"prompts[{index}]")) from error
+                    raise InvalidArgument(_FIRST.sub(rf"\g<1>[{index}]", str(error))) from error
                 if not isinstance(error, Unavailable) and await self._answers(replica):
                     raise
                 self._roster.suspect(replica, error if isinstance(error, Unavailable) else Unavailable(str(error)))

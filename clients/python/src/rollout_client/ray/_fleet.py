@@ -121,7 +121,8 @@ class Fleet(AddressFleet):
         if placement_group is None:
             resources = {name: amount for name, amount in (("CPU", num_cpus), ("GPU", num_gpus)) if amount}
             placement_group = self._own_group = _reserved([resources] * replicas, strategy, start_seconds)
-        token = secrets.token_hex(32)
+        self.token = token = secrets.token_hex(32)
+        """Of all servers, for further clients of them."""
         settings = Settings(str(binary), str(model), tuple(map(str, flags)), token, tls, start_seconds)
         actor = ray.remote(ReplicaActor)
         self.actors: list[ActorHandle] = [
