@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from trl import GRPOConfig
 
+from rollout_client import checksum_of
+
 # Of float32 on both sides: what is beyond it is a wrong policy, not rounding.
 EXACT = 1e-4
 STEPS = 3
@@ -43,3 +45,15 @@ def assert_on_policy(trainer, steps=STEPS):
     differences = logged(trainer, "sampling/sampling_logp_difference/max")
     assert len(differences) == steps and max(differences) < EXACT, differences
     assert min(logged(trainer, "grad_norm")) > 0
+
+
+def serving_checksums(model):
+    """What the server says of itself when it serves this model, adapters merged."""
+    if hasattr(model, "merge_adapter"):
+        model.merge_adapter()
+        model = model.base_model.model
+    return {
+        name.replace(".base_layer", ""): checksum_of(tensor, "float32")
+        for name, tensor in model.named_parameters()
+        if "lora_" not in name
+    }

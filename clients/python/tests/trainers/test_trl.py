@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import trl
-from runs import EXACT, STEPS, assert_on_policy, config, logged
+from runs import EXACT, STEPS, assert_on_policy, config, logged, serving_checksums
 from tiny import length_reward, lora, prompts
 from trl import GRPOConfig, RLOOConfig
 from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 
-from rollout_client import InvalidArgument, Lifecycle, RolloutClient, checksum_of
+from rollout_client import InvalidArgument, Lifecycle, RolloutClient
 from rollout_client.process import free_port
 from rollout_client.trl import GRPOTrainer, RLOOTrainer, RolloutGeneration, use_rollout_server
 from rollout_client.trl._sampler import Sampler, sampling_params
@@ -21,18 +26,6 @@ from rollout_client.trl._sampler import Sampler, sampling_params
 LINEAR_LAYERS = 14
 """Of the tiny model: what an adapter for "all-linear" changes."""
 ADAPTERS = pytest.mark.parametrize("peft_config", [lora(), None], ids=["LoRA", "full"])
-
-
-def serving_checksums(model):
-    """What the server says of itself when it serves this model, adapters merged."""
-    if hasattr(model, "merge_adapter"):
-        model.merge_adapter()
-        model = model.base_model.model
-    return {
-        name.replace(".base_layer", ""): checksum_of(tensor, "float32")
-        for name, tensor in model.named_parameters()
-        if "lora_" not in name
-    }
 
 
 @ADAPTERS
@@ -225,3 +218,26 @@ def test_an_adapter_for_another_base_is_refused(server, model, tmp_path):
     server.client.wake(reload=True)
     trainer.train()
     assert_on_policy(trainer, 2)
+
+
+def test_two_ranks(server, model, tmp_path):
+    """Each has half of every batch and rank 0 pushes; then models that FSDP 2 has sharded over both are pushed."""
+    script = Path(__file__).with_name("ranks_run.py")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    ended = subprocess.run(
+        [*launch, model, str(tmp_path), server.address],
+        env={**os.environ, "PYTHONPATH": str(script.parent)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    lines = [line.removeprefix("RANK 0 ") for line in ended.stdout.splitlines() if line.startswith("RANK 0 ")]
+    assert ended.returncode == 0 and len(lines) == 1, ended.stderr
+    result = json.loads(lines[0])
+    assert result["ranks"] == 2
+    differences = result["log"]["sampling/sampling_logp_difference/max"]
+    assert len(differences) == STEPS and max(differences) < EXACT
+    assert result["requests"] == [[4, 4]] * STEPS, "one for all ranks: 4 groups of 4"
+    assert result["sharded"]["adapter"] == result["expected"]["adapter"]
+    assert result["sharded"]["full"] == result["expected"]["full"] != result["expected"]["adapter"]
