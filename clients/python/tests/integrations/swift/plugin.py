@@ -18,12 +18,12 @@ from swift.rollout import MultiTurnScheduler, multi_turns
 from rollout_client import RolloutClient, checksum_of
 
 
-class Letters(ORM):
-    """More of the letter e is better."""
+class Codes(ORM):
+    """Other texts have other rewards: the mean of the characters' codes."""
 
     def __call__(self, completions, **columns):
-        Letters.infos = columns["rollout_infos"]
-        return [completion.count("e") / (1 + len(completion)) for completion in completions]
+        Codes.infos = columns["rollout_infos"]
+        return [sum(map(ord, completion)) / 1000 / (1 + len(completion)) for completion in completions]
 
 
 class Again(MultiTurnScheduler):
@@ -65,7 +65,7 @@ def recorded(original):
             "lifecycles": lifecycles(),
             "weights": weights,
             "frozen": frozen,
-            "infos": Letters.infos,
+            "infos": Codes.infos,
         }
         with open(f"{os.environ['RECORD']}.{self.accelerator.process_index}", "a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
@@ -74,6 +74,6 @@ def recorded(original):
     return compute
 
 
-orms["letters"] = Letters
+orms["codes"] = Codes
 multi_turns["again"] = Again
 GRPOTrainer._compute_rollout_offpolicy_metrics = recorded(GRPOTrainer._compute_rollout_offpolicy_metrics)

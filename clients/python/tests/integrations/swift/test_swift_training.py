@@ -34,7 +34,7 @@ LORA = [
     "--lora_dropout",
     "0",
     "--learning_rate",
-    "5e-2",
+    "5e-3",
 ]
 FULL = ["--tuner_type", "full", "--learning_rate", "1e-3"]
 # Of the trainer: small, on the CPU, in float32 as the server, and quiet.
@@ -43,7 +43,7 @@ SMALL = {
     "model_type": "qwen2",
     "template": "chatml",
     "check_model": "false",
-    "reward_funcs": "letters",
+    "reward_funcs": "codes",
     "external_plugins": str(PLUGIN),
     "max_steps": str(STEPS),
     "num_generations": "4",
@@ -86,9 +86,10 @@ class Training:
         policies = [json.dumps(entry["weights"]) for entry in self.steps[0]]
         assert len(set(policies)) == STEPS
         assert len(self.log) == STEPS
+        # Later a policy may well have learned to say one thing.
+        assert self.log[0]["frac_reward_zero_std"] < 1, "equal prompts are no clones"
         for metrics in self.log:
             assert abs(metrics["rollout_correction/is_weight_mean"] - 1) < 1e-4, "importance sampling is on"
-            assert metrics["frac_reward_zero_std"] < 1, "equal prompts are no clones"
 
     def assert_base_untouched(self):
         """What is not trained has the bits it had: the trainer's base is not merged with the adapter and unmerged."""
