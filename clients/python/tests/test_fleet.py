@@ -301,6 +301,7 @@ def test_requests_on_a_replica_that_misses_a_push_begin_anew_elsewhere(fleet, se
             server.client.pause("keep")
             stack.callback(server.client.resume)
         receipt = fleet.push_lora(adapter, config, version=version + 1)
+        assert states(fleet) == [CURRENT, BEHIND]
         assert receipt.missed == [1] and "under way" in receipt.replicas[1].error
         wait_for(second.client, lambda status: status.running_samples == 0, "without requests")
     thread.join()
