@@ -68,7 +68,15 @@ def count_of_e(data_source, solution_str, ground_truth, extra_info=None, **other
 """
 
 
-@pytest.mark.parametrize("model", [{}, {"actor_rollout_ref.model.lora_rank": 4}], ids=["full", "lora"])
+# Two ranks that gather each tensor together, of which one pushes it; and adapters of one rank.
+TWO_RANKS = {
+    "trainer.n_gpus_per_node": 2,
+    "+ray_kwargs.ray_init.num_gpus": 2,
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
+}
+
+
+@pytest.mark.parametrize("model", [TWO_RANKS, {"actor_rollout_ref.model.lora_rank": 4}], ids=["full", "lora"])
 def test_verls_trainer_runs_and_agrees_with_what_the_server_says(binary, tmp_path, model):
     prompts = [
         {
