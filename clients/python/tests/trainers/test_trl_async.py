@@ -21,7 +21,7 @@ from tiny import length_reward, lora, make_model, prompts
 from trl.experimental.async_grpo import async_grpo_trainer, packing
 
 from rollout_client import Lifecycle, ServerProcess
-from rollout_client.trl.async_grpo import AsyncGRPOTrainer
+from rollout_client.trl.async_grpo import AsyncGRPOTrainer, RolloutWeightTransfer
 from serving import SMALL_CACHE
 from sidecars import sidecar
 from vllm_answers import ask
@@ -112,8 +112,7 @@ def test_trls_own_trainer_unmodified(serve, chat_model, tmp_path):
         assert ask(behind.http_address, "POST", "/v1/load_lora_adapter", order).status == 400
 
 
-@pytest.mark.parametrize("peft_config", [lora(), None], ids=["LoRA", "full"])
-def test_weights_over_grpc(serve, chat_model, tmp_path, monkeypatch, peft_config):
+def test_an_adapter_over_grpc(serve, chat_model, tmp_path, monkeypatch):
     """The merged policy serves, adapters are not resident, and vLLM is not there."""
     for module, name in REPLACED:
         monkeypatch.setattr(module, name, getattr(module, name))
@@ -121,17 +120,34 @@ def test_weights_over_grpc(serve, chat_model, tmp_path, monkeypatch, peft_config
     with serve() as server:
         args = settings(tmp_path, f"http://{server.http_address}")
         trainer = AsyncGRPOTrainer(
-            chat_model, length_reward, args, prompts(), peft_config=peft_config, client=server.address
+            chat_model, length_reward, args, prompts(), peft_config=lora(), client=server.address
         )
         trainer.train()
         assert_on_policy(trainer.state.log_history)
         transfer, client = trainer.weight_transfer, server.client
         assert client.status().weight_version == transfer.last_push.weight_version == trainer.model_version == STEPS + 1
         assert client.status().lifecycle is Lifecycle.RUNNING and client.adapters() == []
-        assert (transfer.last_push.bytes < 100_000) == (peft_config is not None), "an adapter travels alone"
-        trained = trainer.model
-        if peft_config is not None:  # TRL's own merges have left the base of the trainer a little off
-            trained.save_pretrained(tmp_path / "adapter")
-            base = transformers.AutoModelForCausalLM.from_pretrained(chat_model)
-            trained = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
-        assert client.checksum() == serving_checksums(trained)
+        assert transfer.last_push.bytes < 100_000, "an adapter travels alone"
+        # TRL's own merges have left the base of the trainer a little off.
+        trainer.model.save_pretrained(tmp_path / "adapter")
+        base = transformers.AutoModelForCausalLM.from_pretrained(chat_model)
+        assert client.checksum() == serving_checksums(peft.PeftModel.from_pretrained(base, tmp_path / "adapter"))
+
+
+def test_every_parameter_over_grpc(serve, chat_model):
+    """In the order in which TRL calls a `WeightTransferProtocol`."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(chat_model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    with serve() as server:
+        transfer, client = RolloutWeightTransfer(server.address), server.client
+        transfer.init_weight_transfer()
+        transfer.pause()
+        assert client.status().lifecycle is Lifecycle.PAUSED
+        transfer.send_weights(iter(model.named_parameters()))
+        transfer.resume()
+        transfer.destroy()
+        assert client.status().lifecycle is Lifecycle.RUNNING
+        assert transfer.last_push.weight_version == client.status().weight_version == 1
+        assert client.checksum() == serving_checksums(model)
