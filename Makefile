@@ -40,7 +40,7 @@ TRAINED_smollm2 := $(MODELS)/SmolLM2-135M-Instruct
 TRAINED = $(or $(TRAINED_$(MODEL)),$(error MODEL=$(MODEL): make train knows tiny and smollm2))
 # Settings of examples/grpo.py: the larger model learns more slowly, and its steps take a hundred times as long.
 TRAIN_FLAGS_tiny :=
-TRAIN_FLAGS_smollm2 := --steps 40 --questions 4 --rank 16 --learning-rate 1e-4
+TRAIN_FLAGS_smollm2 := --steps 40 --questions 4 --rank 16 --learning-rate 3e-4
 TRAIN_FLAGS ?= $(TRAIN_FLAGS_$(MODEL))
 # One thread for a tiny model: two would wait for each other longer than they compute.
 TRAIN_THREADS_tiny := OMP_NUM_THREADS=1
