@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,8 @@ from serving import FIXTURES, PUSH_MODEL, REPOSITORY, SMALL_CACHE, assert_idle, 
 
 # Servers that tests start by themselves take any port for HTTP, because several may run at once.
 os.environ.setdefault("ROLLOUT_HTTP_PORT", "0")
+# A shell starts its background jobs with SIGINT ignored, which Python and all that the tests start would leave so.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser):

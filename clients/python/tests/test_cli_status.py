@@ -75,7 +75,7 @@ class Terminal:
         """Interrupts it; its exit status and standard error."""
         self.process.send_signal(signal.SIGINT)
         with contextlib.suppress(OSError):  # Linux: nobody holds the other end any more
-            while os.read(self._master, 1 << 16):
+            while select.select([self._master], [], [], PATIENCE)[0] and os.read(self._master, 1 << 16):
                 pass
         return self.process.wait(PATIENCE), self.process.stderr.read()
 

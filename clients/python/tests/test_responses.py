@@ -288,15 +288,6 @@ def test_a_forgotten_stream_tells_the_server(fake):
         assert fake.cancelled.wait(10)
 
 
-@pytest.fixture
-def interruptible():
-    """A shell's background jobs are started with SIGINT ignored, which Python then leaves so."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("use", ["generate", "generate_stream", "score"])
 def test_keyboard_interrupt_tells_the_server(fake, use):
     fake.stall(completion())
