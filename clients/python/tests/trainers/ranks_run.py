@@ -1,10 +1,13 @@
-"""What each of several ranks does (`torchrun`): MODEL OUTPUT_DIR SERVER_ADDRESS. Rank 0 prints what it saw."""
+"""What each of several ranks does (`torchrun`): MODEL OUTPUT_DIR SERVER_ADDRESS. Rank 0 leaves what it saw in
+`OUTPUT_DIR/result.json`; lines of both on one output would mix.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -60,7 +63,8 @@ def main():
         made = policy(model, adapted=kind == "adapter")
         result["expected"][kind] = serving_checksums(copy.deepcopy(made))
         result["sharded"][kind] = pushed_from_shards(made, accelerator, address)
-    print(f"RANK {accelerator.process_index} {json.dumps(result)}", flush=True)
+    if accelerator.is_main_process:
+        (Path(output_dir) / "result.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
