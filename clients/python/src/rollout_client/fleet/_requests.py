@@ -37,6 +37,8 @@ from .types import ReplicaState
 MAX_ATTEMPTS = 4
 """A group that was on so many replicas which then were lost may be what loses them; it fails instead."""
 
+_ABORT_AGAIN_SECONDS = 0.05
+
 # What a message of a server names that has one prompt or sequence of the call.
 _FIRST = re.compile(r"^(prompts|sequences)\[0\]")
 
@@ -123,19 +125,20 @@ class Requests:
     async def abort(self, ids: list[str], *, all: bool) -> AbortResult:
         """As `Fleet.abort`."""
         calls = [self._calls[name] for name in (self._calls if all else ids) if name in self._calls]
+        unknown = [name for name in ids if name not in self._calls]
         for call in calls:
             call.ended.set()
-        running: dict[Replica, list[str]] = {}
+        running: dict[Replica, dict[str, Call]] = {}
         for call in calls:
             for request_id, replica in call.running.items():
-                running.setdefault(replica, []).append(request_id)
-        sent = [replica.client.abort(names) for replica, names in running.items()]
+                running.setdefault(replica, {})[request_id] = call
+        sent = [_abort_on(replica, requests) for replica, requests in running.items()]
         if all:
             sent = [r.client.abort(all=True) for r in self._roster.replicas if r.state is not ReplicaState.LOST]
         for result in await asyncio.gather(*sent, return_exceptions=True):
             if isinstance(result, BaseException) and not isinstance(result, Unavailable):
                 raise result
-        return AbortResult([call.request_id for call in calls], [name for name in ids if name not in self._calls])
+        return AbortResult([call.request_id for call in calls], unknown)
 
     async def drain(self) -> None:
         """Waits for all calls to end; none begins from now on. `draining` is to be reset by the caller."""
@@ -279,6 +282,16 @@ class Requests:
         except (RolloutError, asyncio.TimeoutError):
             return False
         return status.lifecycle is not Lifecycle.SHUTTING_DOWN
+
+
+async def _abort_on(replica: Replica, requests: dict[str, Call]) -> AbortResult:
+    """Aborts requests on one replica, again and again while it does not know one: that may be on its way to it."""
+    while True:
+        result = await replica.client.abort(requests)
+        requests = {name: requests[name] for name in result.unknown if requests[name].running.get(name) is replica}
+        if not requests:
+            return result
+        await asyncio.sleep(_ABORT_AGAIN_SECONDS)
 
 
 def _was_cut(output: PromptOutput) -> bool:
