@@ -59,7 +59,7 @@ def call(request, fake):
 
 @pytest.fixture(scope="session")
 def binary(request):
-    path = Path(request.config.getoption("--server"))
+    path = Path(request.config.getoption("--server")).absolute()
     if not path.is_file():
         pytest.fail(f"no server at {path}: build it (`make server`), or say --server PATH", pytrace=False)
     return path
