@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import warnings
 
 import pytest
 
@@ -13,25 +12,9 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_TH
 
 import torch
 
+from foreign_warnings import pytest_collection, pytest_runtest_protocol  # noqa: F401 hooks
+
 torch.set_num_threads(1)
-
-
-def foreign_warnings_ignored():
-    """Ignores the warnings of trainers and what they use; those of our own code stay errors."""
-    warnings.filterwarnings("ignore")
-    warnings.filterwarnings("error", module=r"rollout_client(\.|$)")
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection():
-    foreign_warnings_ignored()
-    return (yield)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol():
-    foreign_warnings_ignored()
-    return (yield)
 
 
 @pytest.fixture(scope="session")
