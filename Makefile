@@ -157,10 +157,10 @@ bench-doors: setup server $(SMOLLM2) ## HTTP beside gRPC: groups, a single strea
 	$(call say,Benches: keep the machine quiet for some minutes)
 	@$(BIN)/python benches/doors.py --server $(SERVER) --model $(SMOLLM2)
 
-bench-loop: $(TRAINERS)/.installed server ## parts of a trainer's loop on SmolLM2, beside the same loop with transformers' generate
+bench-loop: $(TRAINERS)/.installed server ## parts of a trainer's loop on SmolLM2, beside the same loop with transformers and, if installed, vLLM
 	@$(MAKE) --no-print-directory $(TRAINED_smollm2)/model.safetensors
 	$(call say,Benches: keep the machine quiet for some minutes)
-	@$(TRAINERS)/bin/python benches/loop.py --server $(SERVER) --model $(TRAINED_smollm2)
+	@$(TRAINERS)/bin/python benches/loop.py --server $(SERVER) --model $(TRAINED_smollm2) --peers-dir $(PEERS)
 
 page-picture: setup browser server $(SMOLLM2) ## the README's picture of the page: some rounds of a trainer on a real model
 	@$(BIN)/python clients/python/tests/page_picture.py --server $(SERVER) --model $(SMOLLM2) docs/page.png
