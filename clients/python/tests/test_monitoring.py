@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import urllib.request
+from pathlib import Path
 
 import pytest
 import yaml
@@ -74,8 +75,17 @@ def test_compose_starts_prometheus_and_grafana_with_the_profile():
     (target,) = scrape[0]["static_configs"][0]["targets"]
     service, port = target.split(":")
     assert service in services and any(p.endswith(f":{port}") for p in services[service]["ports"])
-    provisioning = DOCKER / "monitoring/grafana/provisioning"
-    source = yaml.safe_load((provisioning / "datasources/prometheus.yml").read_text())["datasources"][0]
+
+
+def test_grafana_finds_what_is_provisioned():
+    grafana = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]["grafana"]
+    mounted = {target: DOCKER / source for source, target, _ in (volume.split(":") for volume in grafana["volumes"])}
+    # A mount of all would hide the other directories of the image, and Grafana logs an error for each that it misses.
+    sources, providers = "/etc/grafana/provisioning/datasources", "/etc/grafana/provisioning/dashboards"
+    assert {target for target in mounted if target.startswith("/etc/")} == {sources, providers}
+    (source,) = yaml.safe_load((mounted[sources] / "prometheus.yml").read_text())["datasources"]
     assert (source["uid"], source["url"]) == ("prometheus", "http://prometheus:9090")
-    (provider,) = yaml.safe_load((provisioning / "dashboards/rollout.yml").read_text())["providers"]
-    assert any(volume.split(":")[1] == provider["options"]["path"] for volume in services["grafana"]["volumes"])
+    (provider,) = yaml.safe_load((mounted[providers] / "rollout.yml").read_text())["providers"]
+    dashboards = provider["options"]["path"]
+    home = Path(grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
+    assert str(home.parent) == dashboards and (mounted[dashboards] / home.name).is_file()
