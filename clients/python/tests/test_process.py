@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+import select
+import signal
 import subprocess
+import sys
+import threading
 
 import pytest
 
-from rollout_client import RolloutError, ServerProcess, Unavailable
+from rollout_client import NotFound, RolloutError, ServerProcess, Unavailable
+
+# A trainer that has started a server, says which, and ends with its standard input.
+TRAINER = """
+import subprocess, sys
+from rollout_client import ServerProcess
+server = ServerProcess(sys.argv[1], "m", output=subprocess.DEVNULL)
+print(server.process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def end_of(pid):
+    """Gives a function that waits so many seconds for a process of somebody else, and says whether it has ended."""
+    process = os.pidfd_open(pid)
+    try:
+        yield lambda seconds: bool(select.select([process], [], [], seconds)[0])
+    finally:
+        os.close(process)
 
 
 @pytest.fixture
@@ -49,3 +75,44 @@ def test_a_server_that_ignores_sigterm_is_killed(script):
     with pytest.raises(Unavailable):
         server.wait_until_ready(0.3)
     assert server.stop(timeout=0.3) == -9
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends a server with its parent")
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL, None], ids=["terminated", "killed", "at its end"])
+def test_a_server_ends_with_the_process_that_started_it(script, sent):
+    path = script("trap '' TERM INT HUP; while :; do sleep 0.05; done")
+    command = [sys.executable, "-c", TRAINER, str(path)]
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer,
+        end_of(int(trainer.stdout.readline())) as ended,
+    ):
+        assert not ended(0), "it serves as long as the trainer runs"
+        if sent is None:
+            trainer.stdin.close()
+        else:
+            trainer.send_signal(sent)
+        assert ended(60)
+
+
+def test_a_server_outlives_the_thread_that_started_it(script):
+    started = []
+    path = script("trap 'exit 7' TERM; while :; do sleep 0.05; done")
+    thread = threading.Thread(target=lambda: started.append(ServerProcess(path, "m")))
+    thread.start()
+    thread.join()
+    (server,) = started
+    with pytest.raises(Unavailable):
+        server.wait_until_ready(0.3)
+    assert server.stop() == 7
+    for thread in threading.enumerate():
+        if thread.name == "rollout-server":
+            thread.join(60)
+            assert not thread.is_alive(), "stopped, it leaves no thread"
+
+
+@pytest.mark.parametrize("name", ["nowhere/rollout-server", "no-rollout-server", "not-executable"])
+def test_a_binary_that_is_not_there_is_named(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "not-executable").touch()
+    with pytest.raises(NotFound, match=f"no program {re.escape(repr(name))} on this machine"):
+        ServerProcess(name, "m")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
 import threading
 import time
 import uuid
 import warnings
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +19,6 @@ from .._tls import TlsInput
 from ..errors import NotFound, RolloutError
 from ..process import ServerProcess
 
-_DIE_WITH_PARENT = Path(__file__).with_name("_die_with_parent.py")
 _FAILURE = 1
 """An exit status that Ray takes for a failure: it starts the actor again."""
 RESTART_SECONDS = 5.0
@@ -65,20 +62,16 @@ class ReplicaActor:
         self._settings = settings
         self._directory = tempfile.TemporaryDirectory(prefix="rollout-replica-")
         self._instance = uuid.uuid4().hex
-        self._ready = self._stopping = False
-        made: Future[ServerProcess] = Future()
-        threading.Thread(target=self._keep, args=(made,), name="rollout-server", daemon=True).start()
+        self._stopping = False
         try:
-            self._server = made.result()
+            self._server = self._start()
             self._server.wait_until_ready(settings.start_seconds)
         except RolloutError:
             if _was_started_again():
                 time.sleep(RESTART_SECONDS)
                 os._exit(_FAILURE)
             raise
-        self._ready = True
-        if self._server.process.poll() is not None:  # its thread may have looked before this was ready
-            os._exit(_FAILURE)
+        threading.Thread(target=self._end_with_server, name="rollout-replica", daemon=True).start()
 
     def started(self) -> Started:
         """Where the server is."""
@@ -91,16 +84,9 @@ class ReplicaActor:
         self._stopping = True
         return self._server.stop()
 
-    def _keep(self, made: Future[ServerProcess]) -> None:
-        """Starts the server, and ends the actor when it ends. The kernel ends the server with this thread."""
-        try:
-            server = self._start()
-        except BaseException as error:
-            made.set_exception(error)
-            return
-        made.set_result(server)
-        server.process.wait()
-        if self._ready and not self._stopping:
+    def _end_with_server(self) -> None:
+        self._server.process.wait()
+        if not self._stopping:
             os._exit(_FAILURE)
 
     def _start(self) -> ServerProcess:
@@ -118,7 +104,6 @@ class ReplicaActor:
             host=ray.util.get_node_ip_address(),
             token=settings.token,
             tls=settings.tls,
-            prefix=(sys.executable, "-I", str(_DIE_WITH_PARENT), str(os.getpid())),
         )
 
 

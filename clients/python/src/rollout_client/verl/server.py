@@ -203,7 +203,6 @@ class RolloutServer:
         binary = find_binary(settings.binary)
         model = await asyncio.to_thread(copy_to_local, settings.model)
         log = _Log()
-        # In this thread, which lives as long as the actor.
         self._process = ServerProcess(
             binary, model, command_line(flags), host=host, output=log.sink, token=token, tls=settings.tls
         )

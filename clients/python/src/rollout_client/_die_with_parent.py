@@ -1,7 +1,6 @@
 """Becomes another program that the kernel kills when the thread which started it ends: `python FILE PARENT COMMAND…`.
 
-A worker of Ray that is killed has no time to end its server, which would keep the device's memory. On systems other
-than Linux the program is started without this.
+A process that is killed has no time to end its server, which would keep the device's memory. Only Linux has this.
 """
 
 import ctypes
@@ -15,10 +14,9 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Replaces this process."""
     parent, command = int(sys.argv[1]), sys.argv[2:]
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before the kernel was told
-            sys.exit(1)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the kernel was told
+        sys.exit(1)
     os.execvp(command[0], command)
 
 
