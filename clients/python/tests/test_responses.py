@@ -185,9 +185,8 @@ def test_timeline(call, fake):
         [completion(0), summary()],
         [completion(0), completion(1), completion(2), summary()],
         [completion(0), completion(1, finish_reason=0), summary()],
-        [GenerateResponse()],
     ],
-    ids=["no sample", "one missing", "one too many", "unknown enum value", "unknown event"],
+    ids=["no sample", "one missing", "one too many", "unknown enum value"],
 )
 def test_a_server_that_breaks_the_contract_is_an_error(call, fake, answers):
     fake.answers["Generate"] = lambda request, context: iter(answers)
@@ -202,6 +201,29 @@ def test_each_output_has_the_token_ids_of_its_prompt(call, fake):
     fake.prompts = lambda request: iter([GenerateResponse(prompt={"prompt_index": 1, "token_ids": [3]})])
     with pytest.raises(Internal, match="token ids of 1 of 2 prompts"):
         call(lambda client: client.generate(["a", "b"]))
+
+
+def test_events_that_only_a_newer_server_has_are_passed_over(call, fake):
+    newer = GenerateResponse.FromString(b"\xf2\x07\x02ok")  # field 126, a message
+    fake.answers["Generate"] = lambda request, context: iter([newer, completion(), newer, summary(), newer])
+    (output,) = call(lambda client: client.generate(["a"]))
+    assert [sample.token_ids for sample in output.samples] == [[5]]
+
+    with RolloutClient(fake.address) as client:
+        assert [type(event) for event in client.generate_stream(["a"])] == [PromptTokens, Sample, Summary]
+
+
+def test_an_older_server_which_sends_no_prompts_is_said_to_be_older(call, fake):
+    fake.prompts = lambda request: iter([])
+    fake.answers["Generate"] = lambda request, context: iter([completion(), summary()])
+    with pytest.raises(Internal, match="the server is older than this client: update rollout-server"):
+        call(lambda client: client.generate(["a"]))
+
+
+def test_a_call_that_an_older_server_does_not_know_says_so(call, fake):
+    fake.answers["GetTimeline"] = lambda request, context: context.abort(grpc.StatusCode.UNIMPLEMENTED, "")
+    with pytest.raises(RolloutError, match="older than this client; update rollout-server"):
+        call(lambda client: client.timeline())
 
 
 @pytest.mark.parametrize(

@@ -296,8 +296,8 @@ def _is_int(value: object) -> bool:
 # Responses
 
 
-def stream_event(response: Any) -> StreamEvent:
-    """The event of one `GenerateResponse`."""
+def stream_event(response: Any) -> StreamEvent | None:
+    """The event of one `GenerateResponse`; None for one that only newer servers have, which adds to what is known."""
     kind = response.WhichOneof("event")
     if kind == "completion":
         return _sample(response.completion)
@@ -316,7 +316,7 @@ def stream_event(response: Any) -> StreamEvent:
             completion_tokens=summary.completion_tokens,
             seconds=summary.seconds,
         )
-    raise Internal("the server sent an event that this client does not know; update rollout-client")
+    return None
 
 
 class Collector:
@@ -346,9 +346,10 @@ class Collector:
                 f"the stream ended with {len(self._samples)} of {len(expected)} samples; "
                 f"first mismatch (prompt, sample): {min(expected ^ self._samples.keys())}"
             )
+        if not self._prompts and self._num_prompts:
+            raise Internal("no token ids of prompts came: the server is older than this client: update rollout-server")
         if self._prompts.keys() != set(range(self._num_prompts)):
-            got = f"the stream ended with the token ids of {len(self._prompts)} of {self._num_prompts} prompts"
-            raise Internal(f"{got}; is the server older than this client?")
+            raise Internal(f"the stream ended with the token ids of {len(self._prompts)} of {self._num_prompts} prompts")
         return [
             PromptOutput(
                 prompt_index=p,

@@ -254,7 +254,10 @@ class AsyncGenerateStream(AsyncIterator[StreamEvent]):
         """The next event; waits until there is one."""
         async with self._in_call():
             try:
-                return _convert.stream_event(await self._messages.__anext__())
+                event = None
+                while event is None:
+                    event = _convert.stream_event(await self._messages.__anext__())
+                return event
             except (StopAsyncIteration, grpc.RpcError):
                 raise
             except BaseException as error:  # the task is cancelled, or an answer makes no sense

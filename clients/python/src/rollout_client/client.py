@@ -343,7 +343,10 @@ class GenerateStream(Iterator[StreamEvent]):
         """The next event; blocks until there is one."""
         with translated(self._explain):
             try:
-                return _convert.stream_event(next(self._call))
+                event = None
+                while event is None:
+                    event = _convert.stream_event(next(self._call))
+                return event
             except (StopIteration, grpc.RpcError):
                 raise
             except BaseException:  # KeyboardInterrupt in the wait, or an answer that makes no sense

@@ -120,6 +120,8 @@ def from_status(number: int, details: str) -> RolloutError:
     code = _CODES.get(number, grpc.StatusCode.UNKNOWN)
     if code in _BY_CODE:
         return _BY_CODE[code](details)
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        details = details or "the server has no such call: it is older than this client; update rollout-server"
     result = RolloutError(f"{code.name}: {details}")
     result.code = code
     return result
