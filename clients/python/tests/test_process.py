@@ -95,7 +95,7 @@ def test_a_server_ends_with_the_process_that_started_it(script, sent):
 
 
 def test_a_server_outlives_the_thread_that_started_it(script):
-    started = []
+    others, started = set(threading.enumerate()), []
     path = script("trap 'exit 7' TERM; while :; do sleep 0.05; done")
     thread = threading.Thread(target=lambda: started.append(ServerProcess(path, "m")))
     thread.start()
@@ -104,10 +104,9 @@ def test_a_server_outlives_the_thread_that_started_it(script):
     with pytest.raises(Unavailable):
         server.wait_until_ready(0.3)
     assert server.stop() == 7
-    for thread in threading.enumerate():
-        if thread.name == "rollout-server":
-            thread.join(60)
-            assert not thread.is_alive(), "stopped, it leaves no thread"
+    for left in set(threading.enumerate()) - others:
+        left.join(60)
+        assert not left.is_alive(), "stopped, it leaves no thread"
 
 
 @pytest.mark.parametrize("name", ["nowhere/rollout-server", "no-rollout-server", "not-executable"])

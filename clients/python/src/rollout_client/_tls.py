@@ -1,4 +1,4 @@
-"""TLS of the client's connections, and what is wrong where one cannot be made."""
+"""TLS of the client's connections, and what is wrong where a connection cannot be made."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import re
 import socket
 import ssl
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from .errors import InvalidArgument, RolloutError, Unavailable
+from .errors import InvalidArgument, Misdirected, RolloutError, Unavailable
 
 ADDRESS = re.compile(
     r"(?:dns:(?://[^/]*/)?|ipv[46]:)?(?P<authority>(?:\[(?P<v6>[^]]+)]|(?P<host>[^:/]+)):(?P<port>\d{1,5}))"
@@ -38,9 +39,10 @@ _MEANINGS = [
     (("ALERT_CERTIFICATE_EXPIRED",), "the server refuses this client's certificate: it has expired"),
     (("APPLICATION_PROTOCOL",), "the server does not speak gRPC on this port"),
 ]
+_IS_HTTP = "a port of HTTP; name that of gRPC, which is 50051 unless the server was given another"
 # What gRPC says of a connection that ended without an answer, which may be for want of TLS or of a certificate.
 _UNEXPLAINED = re.compile(
-    "handshake|closed|reset|eof|stream removed|goaway|protocol error|verification|corrupted", re.IGNORECASE
+    "handshake|closed|reset|eof|stream removed|goaway|protocol error|verification|corrupted|http", re.IGNORECASE
 )
 
 
@@ -153,7 +155,7 @@ def reason(error: OSError) -> str | None:
 
 
 def explained(error: RolloutError, address: str, tls: TlsFiles | None) -> RolloutError:
-    """The error of a call with a better message, if the connection failed for want of TLS or of a certificate.
+    """The error of a call, or `Misdirected` with a better message, if something else is at the address.
 
     gRPC says no more of that than that the connection is closed, so this connects once more and looks.
     """
@@ -161,11 +163,13 @@ def explained(error: RolloutError, address: str, tls: TlsFiles | None) -> Rollou
     if not isinstance(error, Unavailable) or found is None or not _UNEXPLAINED.search(str(error)):
         return error
     why = _look(found["v6"] or found["host"], int(found["port"]), tls)
-    return error if why is None else Unavailable(f"{address}: {why}")
+    return error if why is None else Misdirected(f"{address}: {why}")
 
 
 def _look(host: str, port: int, tls: TlsFiles | None) -> str | None:
     try:
+        if tls is None and _speaks_http(host, port):
+            return _IS_HTTP
         with socket.create_connection((host, port), _PROBE_SECONDS) as connected:
             if tls is None:
                 return _speaks_tls(connected)
@@ -175,6 +179,14 @@ def _look(host: str, port: int, tls: TlsFiles | None) -> str | None:
     except OSError as error:
         return None if tls is None else reason(error)
     return None
+
+
+def _speaks_http(host: str, port: int) -> bool:
+    """Whether HTTP/1 is answered there, which a port of gRPC does not."""
+    with suppress(OSError), socket.create_connection((host, port), _PROBE_SECONDS) as connected:
+        connected.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        return connected.recv(8).startswith(b"HTTP/1.")
+    return False
 
 
 def _speaks_tls(connected: socket.socket) -> str | None:

@@ -26,7 +26,7 @@ from ._progress import SampleProgress
 from ._segment import OWNER_ONLY, SegmentPool
 from ._timeline import Timeline, timeline, timeline_request
 from ._tls import TlsInput, explained, tls_files
-from .errors import Cancelled, DeadlineExceeded, RolloutError, Unavailable, translated
+from .errors import Cancelled, DeadlineExceeded, Misdirected, RolloutError, Unavailable, translated
 from .options import GenerateOptions, GenerateStreamOptions, ScoreOptions, refuse_unknown
 from .types import (
     AbortResult,
@@ -176,6 +176,8 @@ class AsyncRolloutClient(AsyncWeightSync):
                 if state is Lifecycle.RUNNING:
                     return
                 last = f"the server is {state}"
+            except Misdirected:
+                raise
             except (Unavailable, DeadlineExceeded) as error:
                 last = str(error)
             if time.monotonic() >= deadline:

@@ -27,7 +27,7 @@ from ._segment import OWNER_ONLY, SegmentPool
 from ._timeline import Timeline, timeline, timeline_request
 from ._tls import TlsInput, explained, tls_files
 from ._weights import WeightSync
-from .errors import DeadlineExceeded, RolloutError, Unavailable, translated
+from .errors import DeadlineExceeded, Misdirected, RolloutError, Unavailable, translated
 from .options import GenerateOptions, GenerateStreamOptions, ScoreOptions, refuse_unknown
 from .types import (
     AbortResult,
@@ -242,6 +242,7 @@ class RolloutClient(WeightSync):
 
         Raises:
             Unavailable: it does not within `timeout` seconds, with the last answer in the message.
+            Misdirected: something else is at the address; at once.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -254,6 +255,8 @@ class RolloutClient(WeightSync):
                 if state is Lifecycle.RUNNING:
                     return
                 last = f"the server is {state}"
+            except Misdirected:
+                raise
             except (Unavailable, DeadlineExceeded) as error:
                 last = str(error)
             if time.monotonic() >= deadline:

@@ -62,6 +62,10 @@ class Unavailable(RolloutError, ConnectionError):
     code = grpc.StatusCode.UNAVAILABLE
 
 
+class Misdirected(Unavailable):
+    """Something else answers there: a port of HTTP, a server with other TLS. Trying again does not help."""
+
+
 class DeadlineExceeded(RolloutError, TimeoutError):
     """The timeout passed; the server has dropped the work. `generate` returns what there is instead."""
 

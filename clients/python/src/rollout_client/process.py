@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from ._tls import TlsInput
 from .client import RolloutClient
-from .errors import NotFound, RolloutError, Unavailable
+from .errors import Misdirected, NotFound, RolloutError, Unavailable
 
 STOP_SECONDS = 40.0
 """For a stop: the server's own grace period for running requests (30 s) and some more."""
@@ -95,6 +95,8 @@ class ServerProcess:
             try:
                 self.client.wait_until_ready(step)
                 return
+            except Misdirected:
+                raise
             except Unavailable as error:
                 if self.process.poll() is not None:
                     raise RolloutError(f"the server ended with status {self.process.returncode}; see its log") from None
