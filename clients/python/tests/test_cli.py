@@ -13,10 +13,11 @@ import sys
 import numpy as np
 import pytest
 
+from fake_server import completion, summary
 from models import checksums, random_adapter, read_model, write_safetensors
-from rollout_client import InvalidArgument, RolloutClient, SamplingParams, ServerProcess
+from rollout_client import InvalidArgument, RolloutClient, SamplingParams, ServerProcess, _proto
 from rollout_client._adapter_directory import read_adapter
-from rollout_client.cli import main
+from rollout_client.cli import build_parser, main
 from rollout_client.process import free_port
 from serving import FIXTURES, LONG, PUSH_MODEL, SMALL_CACHE, wait_for
 
@@ -178,7 +179,16 @@ def test_what_is_no_adapter_is_refused_by_name(rng, tmp_path, change, message):
         ["sleep", "--level", "3"],
         ["wake", "everything"],
         ["status", "--address", "localhost"],
+        ["status", "--address", "localhost:65536"],
         ["status", "--timeout", "0"],
+        ["status", "--timeout", "nan"],
+        ["status", "--interval", "inf"],
+        ["status", "--window", "1e300"],
+        ["timeline", "--last", "inf"],
+        ["status", "--json", "--svg", "status.svg"],
+        ["sidecar", "--listen", "127.0.0.1"],
+        ["sidecar", "--listen", "127.0.0.1:65536"],
+        ["sidecar", "--http-address", "http://127.0.0.1:8000"],
         ["generate"],
         ["generate", "--chat", "--tokens", "1"],
     ],
@@ -186,6 +196,34 @@ def test_what_is_no_adapter_is_refused_by_name(rng, tmp_path, change, message):
 def test_wrong_usage_is_status_2(rollout, arguments):
     status, out, error = rollout(*arguments)
     assert (status, out) == (2, "") and error.startswith("usage: rollout")
+
+
+def test_an_address_in_the_environment_that_is_empty_is_none(monkeypatch):
+    monkeypatch.setenv("ROLLOUT_ADDRESS", "")
+    monkeypatch.setenv("ROLLOUT_HTTP_ADDRESS", "")
+    options = build_parser().parse_args(["sidecar"])
+    assert (options.address, options.http_address) == ("127.0.0.1:50051", None)
+
+
+def test_a_port_of_http_is_said_to_be_one(rollout, running):
+    status, _, error = rollout("pause", "--address", running.http_address)
+    assert status == 1 and f"{running.http_address}: a port of HTTP; name that of gRPC" in error
+
+
+def test_a_server_that_does_not_answer_in_time_is_named_with_the_time(rollout, fake):
+    fake.answers["GetStatus"] = lambda request, context: fake.cancelled.wait(20)
+    status, _, error = rollout("status", "--once", "--timeout", "0.2", "--address", fake.address)
+    fake.cancelled.set()
+    assert (status, error) == (1, f"rollout: {fake.address}: no answer within 0.2 s (--timeout)\n")
+
+
+def test_samples_that_were_ended_early_are_shown_and_said_to_be_parts(rollout, fake):
+    fake.answers["GetInfo"] = lambda request, context: _proto.GET_INFO.response()
+    samples = [completion(sample_index=i, token_ids=[i], finish_reason=reason) for i, reason in enumerate((4, 5))]
+    fake.answers["Generate"] = lambda request, context: [*samples, summary()]
+    status, out, error = rollout("generate", "--tokens", 1, "-n", 2, "--address", fake.address)
+    assert status == 1 and re.findall("^[01]$", out, re.MULTILINE) == ["0", "1"]
+    assert error == "rollout: 1 of 2 samples were ended early, by --timeout or by another client\n"
 
 
 def test_a_server_that_is_not_there_is_one_line(rollout):

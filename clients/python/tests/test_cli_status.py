@@ -71,12 +71,12 @@ class Terminal:
         self.drawn = b""
         return found
 
-    def end(self):
-        """Interrupts it; its exit status and standard error."""
-        self.process.send_signal(signal.SIGINT)
+    def end(self, by=signal.SIGINT):
+        """Ends it by a signal; its exit status and standard error. What it has drawn last is in `drawn`."""
+        self.process.send_signal(by)
         with contextlib.suppress(OSError):  # Linux: nobody holds the other end any more
-            while select.select([self._master], [], [], PATIENCE)[0] and os.read(self._master, 1 << 16):
-                pass
+            while select.select([self._master], [], [], PATIENCE)[0] and (part := os.read(self._master, 1 << 16)):
+                self.drawn += part
         return self.process.wait(PATIENCE), self.process.stderr.read()
 
 
@@ -118,6 +118,15 @@ def test_a_terminal_sees_a_batch_a_sleep_a_push_an_outage_and_the_return(binary,
         terminal.until("state +running +version 0")
         terminal.until("pushes +none")
         assert terminal.end() == (130, b"")
+
+
+@pytest.mark.parametrize(("by", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_terminal_is_left_as_it_was(running, by, status):
+    with Terminal("status", "--address", running.address) as terminal:
+        terminal.until("state +running")
+        assert terminal.end(by) == (status, b"")
+        assert b"\x1b[?1049l" in terminal.drawn, "the screen that was there before"
+        assert b"\x1b[?25h" in terminal.drawn, "the cursor"
 
 
 def look(client):

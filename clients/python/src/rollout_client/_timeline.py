@@ -8,6 +8,9 @@ from typing import Any
 from . import _proto
 from ._fields import set_field
 
+_FACTS = ("steps", "computed_tokens", "sampled_tokens", "weight_version", "bytes", "push", "level")
+"""Of a span, those that a trace tells where they are not 0."""
+
 
 @dataclass(frozen=True)
 class PhaseTime:
@@ -83,6 +86,27 @@ def timeline(response: Any) -> Timeline:
         spans=[_span(span) for span in response.spans],
         phases=_times(response.phases),
     )
+
+
+def trace_events(timeline: Timeline, pid: int = 1, name: str = "rollout-server") -> list[dict[str, Any]]:
+    """Events in Chrome's trace format, which Perfetto opens as a JSON list. Times are in microseconds.
+
+    Args:
+        timeline: of one server.
+        pid, name: of the process that the server is in the trace; several in one trace need different ones.
+    """
+    tracks = list(dict.fromkeys(("engine", "push", *(span.track for span in timeline.spans))))
+    events = [{"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": name}}]
+    for tid, track in enumerate(tracks, start=1):
+        events.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": track}})
+    for span in timeline.spans:
+        end = timeline.now if span.end is None else span.end
+        facts = {fact: getattr(span, fact) for fact in _FACTS if getattr(span, fact)}
+        facts |= {f"{part.phase}_us": round(part.seconds * 1e6) for part in span.parts}
+        times = {"ts": span.start / 1000, "dur": max(0, end - span.start) / 1000}
+        tid = 1 + tracks.index(span.track)
+        events.append({"name": span.phase, "ph": "X", "pid": pid, "tid": tid, **times, "args": facts})
+    return events
 
 
 def _span(span: Any) -> Span:

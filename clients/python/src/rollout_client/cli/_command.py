@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from .._tls import ADDRESS, Tls
+from .._token import read_token
 from ..client import RolloutClient
-from ..errors import PermissionDenied, Unauthenticated, Unavailable
+from ..errors import DeadlineExceeded, PermissionDenied, Unauthenticated, Unavailable
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
-_CONTROL_ROLE = "control"
+_MOST_SECONDS = 1e9  # more than clocks and gRPC count with
+_MOST_PORT = 65535
 # What the client's messages say to whoever writes Python, as options of the command.
 _AS_OPTIONS = {
     "leave tls= out": "leave --tls out",
@@ -48,9 +50,9 @@ def add_command(commands: Any, name: str, run: Run, summary: str, details: str =
     group = parser.add_argument_group("connection")
     group.add_argument(
         "--address",
-        type=_address,
+        type=address,
         metavar="HOST:PORT",
-        default=os.environ.get("ROLLOUT_ADDRESS", DEFAULT_ADDRESS),
+        default=os.environ.get("ROLLOUT_ADDRESS") or DEFAULT_ADDRESS,
         help=f"of the server's gRPC port [ROLLOUT_ADDRESS, else {DEFAULT_ADDRESS}]",
     )
     group.add_argument(
@@ -86,6 +88,8 @@ def connected(options: argparse.Namespace, timeout: float | None = None) -> Iter
     try:
         with RolloutClient(options.address, timeout=seconds, token=token_of(options), tls=tls_of(options)) as client:
             yield client
+    except DeadlineExceeded as error:
+        raise CommandError(f"{options.address}: no answer within {seconds:g} s (--timeout)") from error
     except (Unavailable, Unauthenticated, PermissionDenied) as error:
         raise CommandError(explained(error, options.address)) from error
 
@@ -110,10 +114,18 @@ def one_line(error: object) -> str:
     return text
 
 
-def _address(text: str) -> str:
-    if not ADDRESS.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
+def address(text: str) -> str:
+    """The value of an option that is an address."""
+    host_and_port(text)
     return text
+
+
+def host_and_port(text: str) -> tuple[str, int]:
+    """The host, without brackets, and the port of an option that is an address."""
+    found = ADDRESS.fullmatch(text)
+    if found is None or int(found["port"]) > _MOST_PORT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
+    return found["v6"] or found["host"], int(found["port"])
 
 
 def positive_seconds(text: str) -> float:
@@ -122,27 +134,14 @@ def positive_seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not seconds > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    if not 0 < seconds <= _MOST_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0 and up to {_MOST_SECONDS:g}")
     return seconds
 
 
 def token_of(options: argparse.Namespace) -> str | None:
     """The token that the options name, if they do."""
-    return None if options.token_file is None else _token(options.token_file)
-
-
-def _token(path: Path) -> str:
-    """The token of a file: its only word, or that of the line with the most rights."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"--token-file {path}: {getattr(error, 'strerror', None) or error}") from None
-    words = [line.split() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-    words.sort(key=lambda line: line[0] != _CONTROL_ROLE)
-    if not words or len(words[0]) > 2:  # noqa: PLR2004 a role and a token
-        raise CommandError(f"--token-file {path}: expected a token, alone or behind its role")
-    return words[0][-1]
+    return None if options.token_file is None else read_token(options.token_file)
 
 
 def tls_of(options: argparse.Namespace) -> Tls | None:

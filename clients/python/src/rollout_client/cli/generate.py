@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from ..types import Chat, PromptInput, PromptOutput, Sample, SamplingParams
+from ..types import Chat, FinishReason, PromptInput, PromptOutput, Sample, SamplingParams
 from . import _format
 from ._command import CommandError, add_command, connected
 
@@ -61,6 +61,9 @@ def _run(options: argparse.Namespace) -> None:
         print(_text(samples[0]))
     else:
         print("\n\n".join(f"{_heading(outputs, sample)}\n{_text(sample)}" for sample in samples))
+    parts = sum(sample.finish_reason is FinishReason.ABORTED for sample in samples)
+    if parts:
+        raise CommandError(f"{parts} of {len(samples)} samples were ended early, by --timeout or by another client")
 
 
 def _prompt(text: str, options: argparse.Namespace) -> PromptInput:

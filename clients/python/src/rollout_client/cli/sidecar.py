@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any
 
-from ._command import CommandError, add_command, connected, tls_of, token_of
+from ._command import CommandError, add_command, address, connected, host_and_port, tls_of, token_of
 
 DEFAULT_LISTEN = "127.0.0.1:8001"
 HTTP_PORT = 8000
@@ -28,12 +28,14 @@ def register(commands: Any) -> None:
     )
     parser.add_argument(
         "--http-address",
+        type=address,
         metavar="HOST:PORT",
-        default=os.environ.get("ROLLOUT_HTTP_ADDRESS"),
+        default=os.environ.get("ROLLOUT_HTTP_ADDRESS") or None,
         help=f"of the server's HTTP port [ROLLOUT_HTTP_ADDRESS, else {HTTP_PORT} of the host of --address]",
     )
     parser.add_argument(
         "--listen",
+        type=address,
         metavar="HOST:PORT",
         default=DEFAULT_LISTEN,
         help=f"where the trainer connects, port 0 is any [{DEFAULT_LISTEN}]",
@@ -45,7 +47,6 @@ def _run(options: argparse.Namespace) -> None:
         raise CommandError("sidecar needs aiohttp: pip install 'rollout-client[cli]'")
     from ._sidecar import Sidecar, serve  # noqa: PLC0415 it needs aiohttp, which no other command does
 
-    host, port = _host_and_port("--listen", options.listen)
     with connected(options) as client:
         capacity = client.info().max_adapters
         if capacity == 0:
@@ -56,22 +57,15 @@ def _run(options: argparse.Namespace) -> None:
         upstream = options.http_address or f"{options.address.rpartition(':')[0]}:{HTTP_PORT}"
         sidecar = Sidecar(client, upstream, token_of(options), tls_of(options))
 
-        def ready(address: str) -> None:
+        def ready(listening: str) -> None:
             print(
-                f"http://{address} is {sidecar.upstream}; adapters go to {options.address}, which keeps {capacity} "
+                f"http://{listening} is {sidecar.upstream}; adapters go to {options.address}, which keeps {capacity} "
                 "(its --max-adapters)",
                 file=sys.stderr,
                 flush=True,
             )
 
         try:
-            asyncio.run(serve(sidecar, host, port, ready))
+            asyncio.run(serve(sidecar, *host_and_port(options.listen), ready))
         except OSError as error:
             raise CommandError(f"--listen {options.listen}: {error.strerror or error}") from None
-
-
-def _host_and_port(option: str, text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal():
-        raise CommandError(f"{option}: {text!r} is not HOST:PORT")
-    return host.strip("[]"), int(port)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import signal
 import sys
 import time
 from dataclasses import asdict
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 # A server that takes longer to say how it is counts as one that does not answer.
 _LOOK_SECONDS = 5.0
 _PUSHES = 20
+# As shells report a process that SIGTERM has ended.
+_TERMINATED = 143
 
 
 def register(commands: Any) -> None:
@@ -33,8 +36,9 @@ def register(commands: Any) -> None:
         "Without a terminal, as in a pipe, it shows it once. Interrupt it to end it.",
     )
     parser.add_argument("--once", action="store_true", help="show it once and end")
-    parser.add_argument("--json", action="store_true", help="print it once, as JSON")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write it once, as a picture")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print it once, as JSON")
+    form.add_argument("--svg", type=Path, metavar="FILE", help="write it once, as a picture")
     parser.add_argument(
         "--interval", type=positive_seconds, default=1.0, metavar="SECONDS", help="between two looks [1]"
     )
@@ -72,6 +76,7 @@ def _watch(monitor: Monitor, console: Console, unicode: bool, options: argparse.
 
     from ._status_view import StatusView  # noqa: PLC0415
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))  # else the terminal would stay as it is now
     answered = time.monotonic()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:

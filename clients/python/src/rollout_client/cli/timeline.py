@@ -6,14 +6,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .._timeline import Span, Timeline
+from .._timeline import Timeline, trace_events
 from ..client import RolloutClient
 from . import _format
 from ._command import CommandError, add_command, connected, positive_seconds
 
 _BILLION = 1_000_000_000
-_TRACKS = ("engine", "push")
-_FACTS = ("steps", "computed_tokens", "sampled_tokens", "weight_version", "bytes", "push", "level")
 
 
 def register(commands: Any) -> None:
@@ -48,30 +46,6 @@ def since(client: RolloutClient, last: float | None) -> Timeline:
         return client.timeline()
     now = client.timeline(max_spans=1).now
     return client.timeline(since=max(1, now - round(last * _BILLION)))
-
-
-def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
-    """The events of Chrome's trace format, which Perfetto reads. Times are in microseconds."""
-    names = [{"name": "process_name", "ph": "M", "pid": 1, "tid": 0, "args": {"name": "rollout-server"}}] + [
-        {"name": "thread_name", "ph": "M", "pid": 1, "tid": tid, "args": {"name": track}}
-        for tid, track in enumerate(_TRACKS, start=1)
-    ]
-    return names + [_event(span, timeline.now) for span in timeline.spans]
-
-
-def _event(span: Span, now: int) -> dict[str, Any]:
-    end = now if span.end is None else span.end
-    facts: dict[str, Any] = {name: getattr(span, name) for name in _FACTS if getattr(span, name)}
-    facts |= {f"{part.phase}_us": round(part.seconds * 1e6) for part in span.parts}
-    return {
-        "name": span.phase,
-        "ph": "X",
-        "pid": 1,
-        "tid": 1 + _TRACKS.index(span.track),
-        "ts": span.start / 1000,
-        "dur": max(0, end - span.start) / 1000,
-        "args": facts,
-    }
 
 
 def _table(timeline: Timeline) -> list[str]:
