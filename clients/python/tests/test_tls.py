@@ -10,6 +10,7 @@ import re
 import signal
 import socket
 import ssl
+import threading
 import time
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from models import checksums, random_adapter, read_model
 from rollout_client import (
     AsyncRolloutClient,
     InvalidArgument,
+    Misdirected,
     ResourceExhausted,
     RolloutClient,
     SamplingParams,
@@ -171,7 +173,23 @@ def test_what_is_refused_says_why(servers, files, name, tls, said):
         if said is None:
             assert not isinstance(found, Exception), found
         else:
-            assert isinstance(found, Unavailable) and re.search(said, str(found)), found
+            assert isinstance(found, Misdirected) and re.search(said, str(found)), found
+
+
+def test_a_connection_that_is_closed_before_tls_may_be_of_a_server_that_starts(files):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        threading.Thread(target=close_all, args=(listener,), daemon=True).start()
+        for found in calls(address, files.tls()):
+            assert type(found) is Unavailable, found
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def close_all(listener):
+    """Accepts and closes, as a proxy whose server is not there yet."""
+    with contextlib.suppress(OSError):
+        while True:
+            listener.accept()[0].close()
 
 
 def test_files_that_are_wrong_are_named_by_the_client(files, tmp_path):

@@ -349,7 +349,9 @@ class Collector:
         if not self._prompts and self._num_prompts:
             raise Internal("no token ids of prompts came: the server is older than this client: update rollout-server")
         if self._prompts.keys() != set(range(self._num_prompts)):
-            raise Internal(f"the stream ended with the token ids of {len(self._prompts)} of {self._num_prompts} prompts")
+            raise Internal(
+                f"the stream ended with the token ids of {len(self._prompts)} of {self._num_prompts} prompts"
+            )
         return [
             PromptOutput(
                 prompt_index=p,

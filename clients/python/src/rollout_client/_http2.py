@@ -20,7 +20,7 @@ from urllib.parse import unquote
 import hpack
 from hyperframe import frame as frames
 
-from ._tls import ADDRESS, TlsFiles, explained, reason
+from ._tls import ADDRESS, TlsFiles, explained, failure
 from ._tls_socket import TlsSocket
 from .errors import Cancelled, DeadlineExceeded, Internal, InvalidArgument, RolloutError, Unavailable, from_status
 
@@ -196,10 +196,12 @@ class ClientStream:
     def _broken(self, error: Exception) -> RolloutError:
         if self._deadline is not None and time.monotonic() >= self._deadline:
             return DeadlineExceeded(f"{self._address} did not answer before the timeout")
-        why = reason(error) if self._tls is not None and isinstance(error, OSError) else None
-        found = Unavailable(f"{self._address}: {why or error}")
+        of_tls = failure(error, self._address) if self._tls is not None and isinstance(error, OSError) else None
+        if of_tls is not None:
+            return of_tls
+        found = Unavailable(f"{self._address}: {error}")
         # A server that has said its settings speaks what this does.
-        return found if why or self._settings else explained(found, self._address, self._tls)
+        return found if self._settings else explained(found, self._address, self._tls)
 
     def _wait_for_room(self) -> None:
         with self._changed:

@@ -39,6 +39,7 @@ _MEANINGS = [
     (("ALERT_CERTIFICATE_EXPIRED",), "the server refuses this client's certificate: it has expired"),
     (("APPLICATION_PROTOCOL",), "the server does not speak gRPC on this port"),
 ]
+_SPEAKS_TLS = "the server speaks TLS; give tls=True, or the authority of its certificate as tls={'ca': path}"
 _IS_HTTP = "a port of HTTP; name that of gRPC, which is 50051 unless the server was given another"
 # What gRPC says of a connection that ended without an answer, which may be for want of TLS or of a certificate.
 _UNEXPLAINED = re.compile(
@@ -138,8 +139,15 @@ def tls_files(tls: TlsInput) -> TlsFiles | None:
     return TlsFiles(tls)
 
 
-def reason(error: OSError) -> str | None:
-    """What a failure of TLS means; None for other failures."""
+def failure(error: OSError, address: str) -> Unavailable | None:
+    """The error of a connection on which TLS failed: `Misdirected` if it will fail again. None for other failures."""
+    meaning = _meaning(error)
+    if meaning is not None:
+        return Misdirected(f"{address}: {meaning}")
+    return Unavailable(f"{address}: TLS: {error}") if isinstance(error, ssl.SSLError) else None
+
+
+def _meaning(error: OSError) -> str | None:
     if isinstance(error, ssl.SSLCertVerificationError):
         why = error.verify_message.rstrip(".")
         hint = ""
@@ -151,7 +159,7 @@ def reason(error: OSError) -> str | None:
     if not isinstance(error, ssl.SSLError):
         return None
     said = f"{error.reason or ''} {error}".upper().replace(" ", "_")
-    return next((meaning for parts, meaning in _MEANINGS if any(part in said for part in parts)), f"TLS: {error}")
+    return next((meaning for parts, meaning in _MEANINGS if any(part in said for part in parts)), None)
 
 
 def explained(error: RolloutError, address: str, tls: TlsFiles | None) -> RolloutError:
@@ -162,22 +170,21 @@ def explained(error: RolloutError, address: str, tls: TlsFiles | None) -> Rollou
     found = ADDRESS.fullmatch(address)
     if not isinstance(error, Unavailable) or found is None or not _UNEXPLAINED.search(str(error)):
         return error
-    why = _look(found["v6"] or found["host"], int(found["port"]), tls)
+    host, port = found["v6"] or found["host"], int(found["port"])
+    if tls is not None:
+        return _with_tls(address, host, port, tls) or error
+    why = _IS_HTTP if _speaks_http(host, port) else _SPEAKS_TLS if _speaks_tls(host, port) else None
     return error if why is None else Misdirected(f"{address}: {why}")
 
 
-def _look(host: str, port: int, tls: TlsFiles | None) -> str | None:
+def _with_tls(address: str, host: str, port: int, tls: TlsFiles) -> Unavailable | None:
     try:
-        if tls is None and _speaks_http(host, port):
-            return _IS_HTTP
-        with socket.create_connection((host, port), _PROBE_SECONDS) as connected:
-            if tls is None:
-                return _speaks_tls(connected)
-            with tls.wrap(connected, host) as wrapped:
-                # In TLS 1.3 the server looks at the client's certificate when the client has done its part.
-                wrapped.recv(1)
+        connected = socket.create_connection((host, port), _PROBE_SECONDS)
+        with connected, tls.wrap(connected, host) as wrapped:
+            # In TLS 1.3 the server looks at the client's certificate when the client has done its part.
+            wrapped.recv(1)
     except OSError as error:
-        return None if tls is None else reason(error)
+        return failure(error, address)
     return None
 
 
@@ -189,17 +196,19 @@ def _speaks_http(host: str, port: int) -> bool:
     return False
 
 
-def _speaks_tls(connected: socket.socket) -> str | None:
+def _speaks_tls(host: str, port: int) -> bool:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
-    speaks = "the server speaks TLS; give tls=True, or the authority of its certificate as tls={'ca': path}"
     try:
-        with context.wrap_socket(connected):
-            return speaks
+        connected = socket.create_connection((host, port), _PROBE_SECONDS)
+        with connected, context.wrap_socket(connected):
+            return True
     except ssl.SSLError as error:
         # An alert is an answer in TLS.
-        return speaks if "ALERT" in (error.reason or "").upper() else None
+        return "ALERT" in (error.reason or "").upper()
+    except OSError:
+        return False
 
 
 def _read(field: str, path: str | os.PathLike[str]) -> bytes:
