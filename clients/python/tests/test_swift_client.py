@@ -16,9 +16,11 @@ from rollout_client import (
     FailedPrecondition,
     InvalidArgument,
     Lifecycle,
+    Misdirected,
     RolloutError,
     SamplingParams,
     ServerProcess,
+    Unauthenticated,
     Unavailable,
     _proto,
 )
@@ -173,6 +175,14 @@ def test_another_base_below_an_adapter_is_an_error_that_says_what_to_do(pair, rn
     assert first.client.checksum() == second.client.checksum() == expected
 
 
+def test_a_base_of_which_the_server_knows_no_name_is_not_taken_for_compared(pair):
+    first, _, base = pair
+    with pytest.raises(
+        FailedPrecondition, match=r"none of .* parameters by name, first text\.model\.embed_tokens\.weight"
+    ):
+        synchronise(connected(first), {f"text.{name}": array for name, array in base.items()})
+
+
 def test_a_push_that_fails_raises_no_attribute_error_and_never_happened(pair, rng):
     # ms-swift takes an AttributeError for a client of another version, and sends the bucket again in another way.
     first, second, base = pair
@@ -291,12 +301,16 @@ def test_addresses(pair):
         assert RolloutVLLMClient(*arguments, group_ports=[51216]).get_model_state_keys()
     with pytest.raises(InvalidArgument, match="1 ports for 2 hosts"):
         RolloutVLLMClient(None, ["a", "b"], [8000])
+    with pytest.raises(InvalidArgument, match=r"vllm_server_base_url: 'http://localhost' .* http://HOST:50051"):
+        RolloutVLLMClient(["http://localhost"])
 
 
 def test_a_wrong_port_says_so(pair):
     first, _, _ = pair
-    with pytest.raises(Unavailable, match="is a port of HTTP: name that of gRPC"):
+    with pytest.raises(Misdirected, match=r"a port of HTTP; name that of gRPC.*--vllm_server_port"):
         RolloutVLLMClient([f"http://{first.http_address}"])
+    with pytest.raises(Misdirected, match=r"does not speak TLS.*ROLLOUT_TLS_CA"):
+        RolloutVLLMClient([f"https://{first.address}"])
     port = free_port()
     with pytest.raises(Unavailable, match=f"127.0.0.1:{port} does not answer"):
         RolloutVLLMClient([f"http://127.0.0.1:{port}"], connection_timeout=0.2)
@@ -312,6 +326,12 @@ def test_a_token_comes_from_the_file_that_the_environment_names(binary, tmp_path
         base = read_model(PUSH_MODEL)
         synchronise(client, {name: array.astype(np.float32) for name, array in base.items()})
         assert len(client.infer(requests([(1, 2)] * 3), CONFIG)) == 3
+        monkeypatch.delenv("ROLLOUT_TOKEN_FILE")
+        with pytest.raises(Unauthenticated, match=f"{process.address}: .*ROLLOUT_TOKEN_FILE"):
+            connected(process)
+        monkeypatch.setenv("ROLLOUT_TOKEN_FILE", str(tmp_path / "none"))
+        with pytest.raises(InvalidArgument, match=f"token file {tmp_path}/none: No such file"):
+            connected(process)
 
 
 def run(code, *path):

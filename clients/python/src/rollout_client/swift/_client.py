@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import os
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, is_dataclass
-from pathlib import Path
+from dataclasses import asdict, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from .._tls import Tls
-from ..cli._command import tls_of, token_of
+from .._tls import ADDRESS, Tls
+from .._token import read_token
 from ..client import RolloutClient
-from ..errors import Aborted, DeadlineExceeded, InvalidArgument, RolloutError, Unavailable
+from ..errors import (
+    Aborted,
+    DeadlineExceeded,
+    InvalidArgument,
+    Misdirected,
+    RolloutError,
+    Unauthenticated,
+    Unavailable,
+)
 from ..types import FinishReason, Lifecycle, MemoryTag, Sample, SamplingParams
 from ._pushes import BaseCheck, FullPush, adapter_tensors, in_all, parameter_name, pushes_base, unflattened
 
@@ -27,7 +32,6 @@ _T = TypeVar("_T")
 
 _POLL_SECONDS = 0.5
 _CALL_SECONDS = 5.0
-_PROBE_SECONDS = 2.0
 _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "n": (1,),
@@ -57,17 +61,21 @@ class RolloutVLLMClient:
         """Waits until all servers answer.
 
         Args:
-            base_urls: `http://host:port` with the port of gRPC; then `hosts` and `server_ports` mean nothing.
+            base_urls: `http://host:port` with the port of gRPC, `https` for TLS; then `hosts` and `server_ports` mean
+                nothing.
             hosts, server_ports: of the servers' gRPC ports.
             group_ports: of no meaning here: nothing goes through NCCL.
             connection_timeout: seconds.
 
         Raises:
-            Unavailable: a server does not answer within that time, or the port is another.
+            Unavailable: a server does not answer within that time.
+            Misdirected: the port is another, or the server wants other TLS.
         """
         del group_ports
         token, tls = _credentials()
         addresses = _addresses(base_urls, hosts, server_ports)
+        if tls is None and any(url.startswith("https:") for url in base_urls or ()):
+            tls = Tls()
         self._clients = [RolloutClient(address, token=token, tls=tls) for address in addresses]
         self._asleep = False
         self._base: FullPush | BaseCheck | None = None
@@ -207,7 +215,7 @@ class RolloutVLLMClient:
     def _begin(self) -> FullPush | BaseCheck:
         check = self.takes_adapters and not pushes_base()
         self._wake(["weights"], reload=check)
-        return BaseCheck(self._clients) if check else FullPush(self._clients)
+        return BaseCheck(self._clients) if check else FullPush(self._clients, in_place=self._asleep)
 
     def _sampling(self, request_config: Any) -> SamplingParams:
         config = asdict(request_config) if is_dataclass(request_config) else dict(request_config or {})  # type: ignore[arg-type]
@@ -270,8 +278,11 @@ def _no_attribute_error() -> Iterator[None]:
 
 def _addresses(base_urls: Sequence[str] | None, hosts: Sequence[str], ports: Sequence[int]) -> list[str]:
     if base_urls is not None:
-        parts = [urlsplit(url if "://" in url else f"//{url}") for url in base_urls]
-        return [part.netloc for part in parts]
+        addresses = [urlsplit(url if "://" in url else f"//{url}").netloc for url in base_urls]
+        for url, address in zip(base_urls, addresses, strict=True):
+            if not ADDRESS.fullmatch(address):
+                raise InvalidArgument(f"vllm_server_base_url: {url!r} is no address of gRPC, as http://HOST:50051")
+        return addresses
     if len(hosts) != len(ports):
         raise InvalidArgument(f"vllm_server_port: {len(ports)} ports for {len(hosts)} hosts; name one for each")
     # As an address to listen on it means all, as one to call this machine.
@@ -284,31 +295,18 @@ def _wait(client: RolloutClient, deadline: float) -> Lifecycle:
     while True:
         try:
             return client.status().lifecycle
+        except Misdirected as error:
+            raise Misdirected(f"{error} (the port is --vllm_server_port; tls= is ROLLOUT_TLS_CA and others)") from None
+        except Unauthenticated as error:
+            raise Unauthenticated(f"{client.address}: {error}; ROLLOUT_TOKEN_FILE names the file of one") from None
         except (Unavailable, DeadlineExceeded) as error:
-            if _speaks_http(client.address):
-                raise Unavailable(
-                    f"{client.address} is a port of HTTP: name that of gRPC (--vllm_server_port 50051 by default)"
-                ) from None
             if time.monotonic() >= deadline:
                 raise Unavailable(f"{client.address} does not answer: {error}") from None
             time.sleep(_POLL_SECONDS)
 
 
-def _speaks_http(address: str) -> bool:
-    """Whether HTTP/1 is answered there, which a port of gRPC does not."""
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS) as connection:
-            connection.sendall(f"GET /health HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n".encode())
-            return connection.recv(8).startswith(b"HTTP/1.")
-    except (OSError, ValueError):
-        return False
-
-
 def _credentials() -> tuple[str | None, Tls | None]:
-    """Token and TLS, from files that the environment names, as for the command `rollout`."""
+    """Token and TLS, from files that the environment names."""
     token_file = os.environ.get("ROLLOUT_TOKEN_FILE")
-    names = ("ca", "cert", "key", "server_name")
-    tls = {f"tls_{name}": os.environ.get(f"ROLLOUT_TLS_{name.upper()}") or None for name in names}
-    options = argparse.Namespace(token_file=Path(token_file) if token_file else None, tls=False, **tls)
-    return token_of(options), tls_of(options)
+    tls = {field.name: os.environ.get(f"ROLLOUT_TLS_{field.name.upper()}") or None for field in fields(Tls)}
+    return read_token(token_file) if token_file else None, Tls(**tls) if any(tls.values()) else None

@@ -55,12 +55,12 @@ def adapter_tensors(named_tensors: Iterable[tuple[str, Any]]) -> Mapping[str, An
 class FullPush:
     """A push of all parameters to all servers at once; each tensor is sent to all before the next is taken."""
 
-    def __init__(self, clients: Sequence[RolloutClient]) -> None:
-        """Begins it."""
+    def __init__(self, clients: Sequence[RolloutClient], *, in_place: bool) -> None:
+        """Begins it. `in_place`: over the policy that is there, on a server that sleeps and cannot hold both."""
         self._pushes: list[Push] = []
         try:
             for client in clients:
-                self._pushes.append(client.begin_push("full"))
+                self._pushes.append(client.begin_push("full", in_place=in_place))
         except BaseException:
             self.rollback()
             raise
@@ -103,23 +103,34 @@ class BaseCheck:
             client.push_lora(None)
             self._served.append((client.address, client.parameters()[0].dtype, client.checksum()))
         self._differing: dict[str, list[str]] = {}
+        self._unknown: list[str] = []
+        self._compared = 0
 
     def write(self, name: str, tensor: Any) -> None:
         """Compares one tensor. Those that no server could serve as they are, of quantised layers, are left out."""
         own = tensor[1] if isinstance(tensor, tuple) else str(tensor.dtype).removeprefix("torch.")
         if own not in ITEM_SIZES:
             return
+        if not any(name in served for _, _, served in self._served):
+            self._unknown.append(name)
+            return
+        self._compared += 1
         checksums = {dtype: checksum_of(tensor, dtype) for dtype in {dtype for _, dtype, _ in self._served}}
         for address, dtype, served in self._served:
-            if name in served and served[name] != checksums[dtype]:
+            if served.get(name) != checksums[dtype]:
                 self._differing.setdefault(address, []).append(f"{name} ({own} here, {dtype} there)")
 
     def commit(self) -> None:
         """Says whether they are the same.
 
         Raises:
-            FailedPrecondition: they are not.
+            FailedPrecondition: they are not, or nothing could be compared.
         """
+        if self._unknown and not self._compared:
+            raise FailedPrecondition(
+                f"the servers know none of the trainer's {len(self._unknown)} parameters by name, first "
+                f"{self._unknown[0]}: start them with the --model that is trained"
+            )
         for address, names in self._differing.items():
             raise FailedPrecondition(
                 f"{address}: the base there is not the trainer's: {len(names)} parameters differ, first {names[0]}. "
