@@ -16,6 +16,8 @@ from verl.utils import normalize_token_ids
 from verl.utils.fs import copy_to_local
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 
+from .._timeline import trace_events
+from .._token import read_token
 from ..aio import AsyncRolloutClient
 from ..errors import InvalidArgument, RolloutError
 from ..process import ServerProcess
@@ -53,7 +55,7 @@ class RolloutServer:
             RolloutError: the server ended, with the last lines of its log; or it is not there.
         """
         settings = self._settings
-        token = None if settings.token_file is None else Path(settings.token_file).read_text().strip()
+        token = None if settings.token_file is None else read_token(settings.token_file)
         if settings.address is None:
             await self._start(token)
             assert self._process is not None
@@ -179,22 +181,11 @@ class RolloutServer:
         if self._settings.save_path is None:
             return
         timeline = await self._client.timeline(since=self._profile_since)
-        events = [
-            {
-                "name": span.phase,
-                "ph": "X",
-                "pid": self._settings.replica_rank,
-                "tid": span.track,
-                "ts": span.start / 1000,
-                "dur": ((span.end or timeline.now) - span.start) / 1000,
-                "args": {"steps": span.steps, "tokens": span.sampled_tokens, "weight_version": span.weight_version},
-            }
-            for span in timeline.spans
-        ]
+        rank = self._settings.replica_rank
         folder = Path(self._settings.save_path)
         folder.mkdir(parents=True, exist_ok=True)
-        name = f"rollout_server_replica{self._settings.replica_rank}_step{self._global_steps}.json"
-        (folder / name).write_text(json.dumps({"traceEvents": events}))
+        name = f"rollout_server_replica{rank}_step{self._global_steps}.json"
+        (folder / name).write_text(json.dumps(trace_events(timeline, pid=rank, name=f"replica {rank}")))
 
     async def _start(self, token: str | None) -> None:
         settings = self._settings

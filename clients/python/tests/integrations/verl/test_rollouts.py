@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from replicas import (
     GREEDY,
+    MODEL,
     PROMPT,
     SAMPLING,
     Rollouts,
@@ -24,10 +26,11 @@ from replicas import (
     server_alone,
     versions,
 )
+from verl.utils.profiler import ProfilerConfig
 from verl.workers.rollout.replica import RolloutMode
 
-from rollout_client import FailedPrecondition, InvalidArgument, RolloutError
-from serving import held, resident_bytes, wait_for
+from rollout_client import FailedPrecondition, InvalidArgument, RolloutError, ServerProcess
+from serving import SMALL_CACHE, held, resident_bytes, wait_for
 
 LONG = {**SAMPLING, "max_tokens": 400}
 
@@ -278,6 +281,39 @@ def test_a_server_of_its_own_machine_does_not_sleep_and_stays_when_its_actor_end
     asleep, output, address = in_time(steps())
     assert asleep is None and len(output.token_ids) == 24
     assert ":".join(address) == running.address
+
+
+def test_the_file_of_the_token_may_be_the_servers_own(binary, tmp_path):
+    tokens = tmp_path / "tokens"
+    tokens.write_text("generate samples-only-0123456789\ncontrol controls-all-0123456789\n")
+    flags = [*SMALL_CACHE, "--mem-util", "0.1", "--auth-token-file", str(tokens)]
+
+    async def steps(address):
+        server = server_alone(rollout_config(None, {"addresses": [address], "token_file": str(tokens)}))
+        await server.launch_server()
+        await server.clear_kv_cache()
+        return await server.generate(PROMPT, dict(SAMPLING), "alone")
+
+    with ServerProcess(binary, MODEL, flags, token="controls-all-0123456789") as process:
+        assert len(in_time(steps(process.address)).token_ids) == 24
+
+
+def test_a_profile_is_a_trace_of_the_time_between_its_start_and_its_end(running, tmp_path):
+    profiler = ProfilerConfig(enable=True, save_path=str(tmp_path / "profiles"))
+
+    async def steps():
+        server = server_alone(rollout_config(None, {"addresses": [running.address]}, profiler=profiler))
+        await server.launch_server()
+        await server.set_global_steps(7)
+        await server.start_profile()
+        await server.generate(PROMPT, dict(SAMPLING), "profiled")
+        await server.stop_profile()
+
+    in_time(steps())
+    events = json.loads((tmp_path / "profiles" / "rollout_server_replica0_step7.json").read_text())
+    assert {"name": "thread_name", "ph": "M", "pid": 0, "tid": 1, "args": {"name": "engine"}} in events
+    assert {event["tid"] for event in events if event["ph"] == "X"} <= {1, 2}
+    assert sum(event["args"].get("sampled_tokens", 0) for event in events) >= 24
 
 
 def test_full_determinism_gives_the_same_group_again(running):
