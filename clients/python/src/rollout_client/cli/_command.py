@@ -89,6 +89,8 @@ def connected(options: argparse.Namespace, timeout: float | None = None) -> Iter
         with RolloutClient(options.address, timeout=seconds, token=token_of(options), tls=tls_of(options)) as client:
             yield client
     except DeadlineExceeded as error:
+        if seconds is None:  # the server's own limit has passed
+            raise
         raise CommandError(f"{options.address}: no answer within {seconds:g} s (--timeout)") from error
     except (Unavailable, Unauthenticated, PermissionDenied) as error:
         raise CommandError(explained(error, options.address)) from error
