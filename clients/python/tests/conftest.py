@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from fake_server import FakeServer
+from fleets import fleet, pair, servers  # noqa: F401 fixtures
 from models import checksums, read_model
 from rollout_client import AsyncRolloutClient, RolloutClient, ServerProcess
 from serving import FIXTURES, PUSH_MODEL, REPOSITORY, SMALL_CACHE, assert_idle, held, outputs, server

@@ -16,6 +16,8 @@ class Proxy:
         self._sockets: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._cut = False
+        self._flows = threading.Event()
+        self._flows.set()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
@@ -25,12 +27,18 @@ class Proxy:
         with self._lock:
             self._cut = True
             sockets, self._sockets = self._sockets, set()
+        self._flows.set()
         for end in sockets:
             _close(end)
 
     def mend(self):
         """Lets connections through again."""
         self._cut = False
+        self._flows.set()
+
+    def stall(self):
+        """Passes nothing on until `mend`, over connections that stay: a server that hangs."""
+        self._flows.clear()
 
     def redirect(self, target):
         """Leads connections that come from now on to another server."""
@@ -61,12 +69,13 @@ class Proxy:
                     _close(near), _close(far)
                     continue
                 for ends in ((near, far), (far, near)):
-                    threading.Thread(target=_pump, args=ends, daemon=True).start()
+                    threading.Thread(target=_pump, args=(*ends, self._flows), daemon=True).start()
 
 
-def _pump(source, target):
+def _pump(source, target, flows):
     with contextlib.suppress(OSError):
         while data := source.recv(1 << 16):
+            flows.wait()
             target.sendall(data)
     _close(source), _close(target)
 

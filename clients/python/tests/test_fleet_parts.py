@@ -82,13 +82,14 @@ def test_no_group_begins_while_the_gate_is_closed():
 def test_a_group_that_gives_up_leaves_its_place(rng):
     async def main():
         router = routed(4, 4)
-        waiting, held = [], []
+        waiting, held, gone = [], [], []
         for _ in range(3000):
             action = rng.integers(6)
             if action == 0:
                 waiting.append(asyncio.ensure_future(router.lease(int(rng.integers(1, 7)))))
             elif action == 1 and waiting:
-                waiting.pop(rng.integers(len(waiting))).cancel()
+                gone.append(waiting.pop(rng.integers(len(waiting))))
+                gone[-1].cancel()
             elif action == 2 and held:
                 router.release(held.pop(rng.integers(len(held))))
             elif action == 3:
@@ -102,7 +103,7 @@ def test_a_group_that_gives_up_leaves_its_place(rng):
                 assert len(route.leases) == 1 or route.samples <= route.capacity or not route.leases
         for task in waiting:
             task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
+        await asyncio.gather(*waiting, *gone, return_exceptions=True)
         for lease in held:
             router.release(lease)
         assert router.waiting == 0 and not any(route.leases for route in router.routes)

@@ -37,8 +37,11 @@ from ..types import (
     TokenIds,
     WakeResult,
 )
-from ._fleet import PATIENCE_SECONDS, Fleet
-from ._push import FleetPush
+from ._fleet import Fleet
+from ._loop import closed
+from ._policy import Redo
+from ._push import Transaction
+from ._weights import FleetWeights
 from .types import FleetReceipt, FleetStatus
 
 if TYPE_CHECKING:
@@ -47,19 +50,21 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-class _Begun:
-    """A push, and how it is cancelled."""
+class _OnePush(FleetWeights):
+    """The fleet for one push, which can be ended from another thread, wherever it is."""
 
-    def __init__(self) -> None:
-        self._push: FleetPush | None = None
+    def __init__(self, fleet: Fleet) -> None:
+        self._loop, self._roster, self._pushes = fleet._loop, fleet._roster, fleet._pushes
+        self._segments, self._timeout, self._resupply = fleet._segments, fleet._timeout, fleet._resupply
+        self._begun: Transaction | None = None
 
-    def note(self, push: FleetPush) -> FleetPush:
-        self._push = push
-        return push
+    def _transaction(self, kind: PushKind, options: Mapping[str, Any], redo: Redo | None) -> Transaction:
+        self._begun = super()._transaction(kind, options, redo)
+        return self._begun
 
     def _end_calls(self) -> None:
-        if self._push is not None and self._push.is_open:
-            self._push.cancel()
+        if self._begun is not None:
+            self._begun.cancel()
 
 
 class AsyncFleet:
@@ -72,9 +77,9 @@ class AsyncFleet:
         """Uses a fleet, which `close` closes."""
         self.fleet = fleet
 
-    async def wait_until_ready(self, timeout: float = PATIENCE_SECONDS) -> None:
+    async def wait_until_ready(self, timeout: float | None = None) -> None:
         """As `Fleet.wait_until_ready`."""
-        await asyncio.to_thread(self.fleet.wait_until_ready, timeout)
+        await self._submitted(self.fleet._until_ready(timeout))
 
     async def generate(
         self,
@@ -96,7 +101,7 @@ class AsyncFleet:
 
     async def info(self) -> ServerInfo:
         """As `Fleet.info`."""
-        return await asyncio.to_thread(self.fleet.info)
+        return await self._submitted(self.fleet._info())
 
     async def status(self) -> FleetStatus:
         """As `Fleet.status`."""
@@ -104,7 +109,7 @@ class AsyncFleet:
 
     async def reset_prefix_cache(self) -> int:
         """As `Fleet.reset_prefix_cache`."""
-        return await asyncio.to_thread(self.fleet.reset_prefix_cache)
+        return await self._submitted(self.fleet._reset_prefix_cache())
 
     async def sleep(self, level: int = 1, mode: DrainMode = "wait") -> dict[int, SleepResult]:
         """As `Fleet.sleep`."""
@@ -136,11 +141,11 @@ class AsyncFleet:
 
     async def push_lora(self, adapter: Any, config: Any = None, **options: Unpack[PushLoraOptions]) -> FleetReceipt:
         """As `Fleet.push_lora`."""
-        return await self._pushed(lambda: self.fleet.push_lora(adapter, config, **options))
+        return await self._pushed(lambda weights: weights.push_lora(adapter, config, **options))
 
     async def push_full(self, named_tensors: NamedTensors, **options: Unpack[PushFullOptions]) -> FleetReceipt:
         """As `Fleet.push_full`; an iterator is called in a thread of its own."""
-        return await self._pushed(lambda: self.fleet.push_full(named_tensors, **options))
+        return await self._pushed(lambda weights: weights.push_full(named_tensors, **options))
 
     async def push_delta(
         self,
@@ -151,19 +156,19 @@ class AsyncFleet:
         **options: Unpack[PushDeltaOptions],
     ) -> FleetReceipt:
         """As `Fleet.push_delta`."""
-        return await self._pushed(lambda: self.fleet.push_delta(old, new, base_version=base_version, **options))
+        return await self._pushed(lambda weights: weights.push_delta(old, new, base_version=base_version, **options))
 
     def begin_push(self, kind: PushKind = "full", config: Any = None, **options: Unpack[BeginPushOptions]) -> AsyncPush:
         """As `AsyncRolloutClient.begin_push`, into all replicas; its `receipt` is a `FleetReceipt`."""
         check_begin_push(kind, config, options)
-        begun = _Begun()
-        return AsyncPush(begun, lambda: begun.note(self.fleet.begin_push(kind, config, **options)))
+        weights = _OnePush(self.fleet)
+        return AsyncPush(weights, lambda: weights.begin_push(kind, config, **options))
 
     async def push_directory(
         self, path: str | os.PathLike[str], kind: str = "lora", **options: Unpack[PushDirectoryOptions]
     ) -> FleetReceipt:
         """As `Fleet.push_directory`."""
-        return await self._pushed(lambda: self.fleet.push_directory(path, kind, **options))
+        return await self._pushed(lambda weights: weights.push_directory(path, kind, **options))
 
     async def cancel_update(self) -> None:
         """As `Fleet.cancel_update`."""
@@ -171,19 +176,19 @@ class AsyncFleet:
 
     async def parameters(self) -> list[ParameterInfo]:
         """As `Fleet.parameters`."""
-        return await asyncio.to_thread(self.fleet.parameters)
+        return await self._submitted(self.fleet._parameters())
 
     async def checksum(self, names: Iterable[str] | None = None) -> dict[int, dict[str, str]]:
         """As `Fleet.checksum`."""
-        return await asyncio.to_thread(self.fleet.checksum, names)
+        return await self._submitted(self.fleet._checksum(names))
 
     async def adapters(self) -> dict[int, list[AdapterInfo]]:
         """As `Fleet.adapters`."""
-        return await asyncio.to_thread(self.fleet.adapters)
+        return await self._submitted(self.fleet._adapters())
 
     async def remove_adapter(self, name: str) -> None:
         """As `Fleet.remove_adapter`."""
-        await asyncio.to_thread(self.fleet.remove_adapter, name)
+        await self._submitted(self.fleet._pushes.remove_adapter(name))
 
     async def close(self) -> None:
         """As `Fleet.close`."""
@@ -205,15 +210,24 @@ class AsyncFleet:
         await self.close()
 
     async def _submitted(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        return await asyncio.wrap_future(self.fleet._loop.submit(coroutine))
+        future = asyncio.wrap_future(self.fleet._loop.submit(coroutine))
+        try:
+            await asyncio.wait({future})
+        finally:
+            future.cancel()
+        if future.cancelled():  # and not this task
+            raise closed()
+        return future.result()
 
-    async def _pushed(self, push: Callable[[], FleetReceipt]) -> FleetReceipt:
-        """Pushes in a thread; a task that is cancelled ends the push."""
-        running = asyncio.ensure_future(asyncio.to_thread(push))
+    async def _pushed(self, push: Callable[[FleetWeights], FleetReceipt]) -> FleetReceipt:
+        """Pushes in a thread; a task that is cancelled ends its push."""
+        weights = _OnePush(self.fleet)
+        running = asyncio.ensure_future(asyncio.to_thread(push, weights))
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
-            self.fleet.cancel_update()
-            with suppress(RolloutError):
-                await running
+            weights._end_calls()
+            await asyncio.wait({running})  # until then the thread may read tensors
+            with suppress(Exception):
+                running.result()
             raise

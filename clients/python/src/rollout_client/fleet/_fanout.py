@@ -52,15 +52,13 @@ class FanOut:
         """Why replicas have missed the push."""
         self.responses: dict[int, bytes] = {}
         """What replicas have answered to the commit."""
-        self.committing = False
-        """Whether the commit is on its way: from here on, replicas have it or not, but the push is not taken back."""
+        self.committing: frozenset[int] = frozenset()
+        """Replicas to which the commit is on its way: they have it or not, but the push is not taken back."""
         self._streams: dict[int, ClientStream] = {}
         self._threads = ThreadPoolExecutor(max(len(starts), 1), thread_name_prefix="rollout-fan-out")
         try:
             for number, stream in self._each(dict(starts), lambda start: start(), None).items():
                 self._streams[number] = stream
-            if self._cancelled:
-                self.cancel()
             self._check_quorum()
         except BaseException:
             self.close()
@@ -91,13 +89,14 @@ class FanOut:
         for number, error in self._barrier.prepare(list(self._streams)).items():
             self._drop(number, error)
         self.check()
-        self.committing = True
+        self.committing = frozenset(self._streams)
 
-        def commit(stream: ClientStream) -> bytes:
+        def commit(number: int) -> None:
+            stream = self._streams[number]
             stream.send(COMMIT)
-            return stream.finish()
+            self.responses[number] = stream.finish()  # also if nobody waits any more
 
-        self.responses = self._each(self._streams, commit, None)
+        self._each({number: number for number in self._streams}, commit, None)
         if not self.responses:
             raise self._failure("the commit of a push failed on all replicas")
         return self.responses[min(self.responses)]

@@ -32,8 +32,9 @@ from ..types import (
 from ._lifecycle import LifecycleOrders
 from ._loop import Loop
 from ._pushes import Pushes
-from ._replicas import FixedPlace, Place, Roster
+from ._replica import FixedPlace, Place
 from ._requests import Requests
+from ._roster import Roster
 from ._weights import FleetWeights, Resupply
 from .types import FleetStatus, ReplicaState, ReplicaStatus
 
@@ -110,13 +111,13 @@ class Fleet(FleetWeights):
             raise InvalidArgument(f"quorum: expected a number from 1 to {len(places)}, got {quorum}")
         if capacity < 1:
             raise InvalidArgument(f"capacity: expected at least 1, got {capacity}")
-        self._timeout, self._resupply = connection["timeout"], resupply
+        self._timeout, self._resupply, self._patience = connection["timeout"], resupply, patience
         self._segments = SegmentPool(connection["segment_mode"])
         loop = self._loop = Loop()
 
         def make() -> Roster:
             roster = Roster(places, capacity, lambda address: AsyncRolloutClient(address, **connection), quorum)
-            self._requests = Requests(roster, patience)
+            self._requests = Requests(roster, patience, connection["timeout"])
             self._pushes = Pushes(roster, lambda address: RolloutClient(address, **connection))
             self._orders = LifecycleOrders(roster, self._requests)
             roster.start()
@@ -124,20 +125,18 @@ class Fleet(FleetWeights):
 
         self._roster = loop.make(make)
 
-    def wait_until_ready(self, timeout: float = PATIENCE_SECONDS) -> None:
+    def wait_until_ready(self, timeout: float | None = None) -> None:
         """Waits until all replicas are current.
+
+        Args:
+            timeout: in seconds; None is the fleet's `patience`.
 
         Raises:
             RolloutError: none can become so by itself, for example for want of a token.
-            Unavailable: fewer than the quorum are within `timeout` seconds. With at least the quorum it returns then,
-                and the others follow when they can.
+            Unavailable: fewer than the quorum are within the timeout. With at least the quorum it returns then, and the
+                others follow when they can.
         """
-        ready = self._loop.run(self._ready(timeout))
-        if ready < self._roster.quorum:
-            raise Unavailable(
-                f"{ready} of {len(self._roster.replicas)} replicas are ready after {timeout:g} s: "
-                f"{self._loop.make(self._roster.describe)}"
-            )
+        self._loop.run(self._until_ready(timeout))
 
     def generate(
         self,
@@ -163,7 +162,7 @@ class Fleet(FleetWeights):
 
     def info(self) -> ServerInfo:
         """As `RolloutClient.info`, of one replica."""
-        return self._loop.run(self._roster.first(lambda client: client.info()))
+        return self._loop.run(self._info())
 
     def status(self) -> FleetStatus:
         """The policy's version, and every replica's state; asks each server that can be reached."""
@@ -171,7 +170,7 @@ class Fleet(FleetWeights):
 
     def reset_prefix_cache(self) -> int:
         """As `RolloutClient.reset_prefix_cache`, of all replicas; returns the sum of the blocks."""
-        return sum(self._loop.run(self._roster.each(lambda client: client.reset_prefix_cache())).values())
+        return self._loop.run(self._reset_prefix_cache())
 
     def sleep(self, level: int = 1, mode: DrainMode = "wait") -> dict[int, SleepResult]:
         """As `RolloutClient.sleep`, of all replicas; returns what each says, by its number.
@@ -206,10 +205,9 @@ class Fleet(FleetWeights):
 
     def close(self) -> None:
         """Ends the calls that run, and all connections; the servers go on."""
-        self._pushes.cancel()
-        with suppress(RolloutError):
-            self._loop.run(self._roster.close())
-        self._loop.close()
+        with suppress(RolloutError):  # it is closed already
+            self.cancel_update()
+        self._loop.close(self._roster.close)
         self._segments.close()
 
     def __enter__(self) -> Self:
@@ -233,18 +231,23 @@ class Fleet(FleetWeights):
         refuse_unknown("generate", options, GenerateOptions)
         if isinstance(prompts, str):
             raise InvalidArgument("prompts: expected a list of prompts, got a single prompt; put it in a list")
-        given = {"timeout": self._timeout} | options
-        return await self._requests.generate(prompts, n, sampling, given)
+        return await self._requests.generate(prompts, n, sampling, dict(options))
 
     async def _score(self, sequences: Sequence[TokenIds], options: ScoreOptions) -> list[Score]:
         refuse_unknown("score", options, ScoreOptions)
-        return await self._requests.score(sequences, {"timeout": self._timeout} | options)
+        return await self._requests.score(sequences, dict(options))
 
     async def _abort(self, request_ids: str | Iterable[str], all: bool) -> AbortResult:
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         if bool(ids) == all:
             raise InvalidArgument("request_ids: name the requests to abort, or pass all=True, but not both")
         return await self._requests.abort(ids, all=all)
+
+    async def _info(self) -> ServerInfo:
+        return await self._roster.first(lambda client: client.info())
+
+    async def _reset_prefix_cache(self) -> int:
+        return sum((await self._roster.each(lambda client: client.reset_prefix_cache())).values())
 
     async def _status(self) -> FleetStatus:
         roster = self._roster
@@ -257,14 +260,17 @@ class Fleet(FleetWeights):
         version = 0 if roster.policy is None else roster.policy.version
         return FleetStatus(lifecycle, version, roster.quorum, replicas)
 
-    async def _ready(self, timeout: float) -> int:
-        """How many replicas are current, once all are or the time is over."""
+    async def _until_ready(self, timeout: float | None) -> None:
+        roster, timeout = self._roster, self._patience if timeout is None else timeout
         deadline = time.monotonic() + timeout
-        while True:
-            ready = len(self._roster.numbers(ReplicaState.CURRENT))
-            if ready == len(self._roster.replicas) or time.monotonic() >= deadline:
-                return ready
-            if (error := self._roster.hopeless()) is not None:
+        while (ready := len(roster.numbers(ReplicaState.CURRENT))) < len(roster.replicas):
+            if time.monotonic() >= deadline:
+                break
+            if (error := roster.hopeless()) is not None:
                 raise error
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._roster.changed.wait(), READY_POLL_SECONDS)
+                await asyncio.wait_for(roster.changed.wait(), READY_POLL_SECONDS)
+        if ready < roster.quorum:
+            raise Unavailable(
+                f"{ready} of {len(roster.replicas)} replicas are ready after {timeout:g} s: {roster.describe()}"
+            )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
-from ..errors import FailedPrecondition
+from ..errors import Unavailable
 from ..types import DrainMode, Lifecycle, MemoryTag, SleepResult, WakeResult
 from ._policy import Memory
-from ._replicas import Roster
 from ._requests import Requests
+from ._roster import Roster
+from .types import ReplicaState
 
 
 class LifecycleOrders:
@@ -27,13 +29,15 @@ class LifecycleOrders:
                 await self._requests.drain()
             elif mode == "abort":
                 self._requests.end_all()
-            if roster.pushing:
-                raise FailedPrecondition("a push is under way: the fleet sleeps after it, or after cancel_update")
-            async with roster.updating:
-                results = await roster.each(lambda client: client.sleep(level, mode))
-                roster.set_asleep(level)
+            async with roster.turn():
+                roster.router.close_gate()
+                try:
+                    results = await roster.each(lambda client: client.sleep(level, mode))
+                    roster.set_asleep(level)
+                finally:
+                    roster.router.open_gate()
                 if level > 1:
-                    self._forget()
+                    self._forget(results)
         finally:
             self._requests.draining = False
         return results
@@ -41,9 +45,12 @@ class LifecycleOrders:
     async def wake(self, tags: list[MemoryTag] | None, reload: bool) -> dict[int, WakeResult]:
         """As `Fleet.wake`."""
         roster = self._roster
-        async with roster.updating:
+        async with roster.turn():
             results = await roster.each(lambda client: client.wake(tags, reload=reload))
-            if all(result.lifecycle is not Lifecycle.ASLEEP for result in results.values()):
+            asleep = [number for number, result in results.items() if result.lifecycle is Lifecycle.ASLEEP]
+            if len(asleep) < len(results):
+                for number in asleep:
+                    roster.set_state(roster.replicas[number], ReplicaState.BEHIND, "it has missed a wake")
                 roster.set_asleep(None)
             if reload:
                 await self._note_reload(list(results))
@@ -58,13 +65,14 @@ class LifecycleOrders:
         """As `Fleet.resume`."""
         await self._roster.each(lambda client: client.resume())
 
-    def _forget(self) -> None:
-        """Level 2 drops the policy: what comes next is the checkpoint's, or pushed."""
+    def _forget(self, asleep: Collection[int]) -> None:
+        """Level 2 drops the policy of those that sleep: what comes next is the checkpoint's, or pushed."""
         roster = self._roster
         roster.memory, roster.dropped = Memory(), True
-        roster.policy = roster.at_checkpoint(roster.policy)
+        roster.policy = None if roster.policy is None else roster.at_checkpoint(roster.policy)
         for replica in roster.replicas:
-            replica.held = None if replica.held is None else roster.at_checkpoint(replica.held)
+            known = replica.number in asleep and replica.held is not None
+            replica.held = roster.at_checkpoint(replica.held) if known else None
 
     async def _note_reload(self, numbers: list[int]) -> None:
         """What has read the checkpoint again has version 0."""
@@ -72,7 +80,11 @@ class LifecycleOrders:
         roster.dropped = False
         for number in numbers:
             replica = roster.replicas[number]
-            status = await replica.client.status()
+            try:
+                status = await replica.ask()
+            except Unavailable as error:
+                roster.suspect(replica, error)
+                continue
             if replica.held is not None and status.weight_version == 0:
                 replica.held = replace(replica.held, version=0)
                 roster.policy = replace(roster.policy, version=0)

@@ -21,6 +21,8 @@ class Loop:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-fleet", daemon=True)
         self._thread.start()
+        # What is submitted before the close is cancelled by it, and nothing is submitted after.
+        self._lock = threading.Lock()
         self._closed = False
 
     def submit(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
@@ -29,21 +31,24 @@ class Loop:
         Raises:
             FailedPrecondition: the loop is closed.
         """
-        if self._closed:
-            coroutine.close()
-            raise FailedPrecondition("the fleet is closed")
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        with self._lock:
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        coroutine.close()
+        raise FailedPrecondition("the fleet is closed")
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Waits for a coroutine; what interrupts the wait cancels it."""
-        future = self.submit(coroutine)
+        future = self._submit_to_wait(coroutine)
         try:
-            return future.result()
-        except CancelledError:
-            raise Cancelled("the fleet was closed") from None
+            return _result(future)
         except BaseException:
             future.cancel()
             raise
+
+    def complete(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """As `run`, but a coroutine whose wait is interrupted goes on."""
+        return _result(self._submit_to_wait(coroutine))
 
     def make(self, make: Callable[[], _T]) -> _T:
         """Calls a function in the loop's thread."""
@@ -53,20 +58,43 @@ class Loop:
 
         return self.run(call())
 
-    def close(self) -> None:
-        """Ends the thread; what still runs is cancelled."""
-        if self._closed:
-            return
-        self.run(_cancel_others())
-        self._closed = True
+    def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Ends the thread; what still runs is cancelled, and `last` runs then."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        asyncio.run_coroutine_threadsafe(_end(last), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
 
+    def _submit_to_wait(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise FailedPrecondition(
+                "called in the fleet's own thread (by a function for `progress`?), which would wait for itself: call "
+                "it in another thread"
+            )
+        return self.submit(coroutine)
 
-async def _cancel_others() -> None:
+
+def _result(future: Future[_T]) -> _T:
+    try:
+        return future.result()
+    except CancelledError:
+        raise closed() from None
+
+
+def closed() -> Cancelled:
+    """The error of a call that ran when the fleet was closed."""
+    return Cancelled("the fleet was closed")
+
+
+async def _end(last: Callable[[], Coroutine[Any, Any, None]]) -> None:
     tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+    await last()
+    await asyncio.get_running_loop().shutdown_default_executor()

@@ -10,6 +10,9 @@ from ..aio import AsyncRolloutClient
 from ..options import PushKind
 from ..types import UpdateResult
 
+UNPROVED = "unproved"
+"""In place of the digest of a push that a replica has perhaps applied: no push has it."""
+
 Redo = Callable[[AsyncRolloutClient, int], Awaitable[UpdateResult]]
 """Pushes the same again, to one replica, with this version."""
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
 from .._segment import SegmentPool
 from .._session import NamedTensors, Push
 from .._weights import WeightSync
-from ..errors import FailedPrecondition, InvalidArgument
+from ..errors import FailedPrecondition, InvalidArgument, RolloutError
+from ..options import PushKind
 from ..types import ParameterInfo
 from ._fanout import FanOut
 from ._loop import Loop
@@ -38,67 +40,95 @@ class Sender(WeightSync):
 
 
 class Transaction:
-    """A push that has its turn. Ends once, with `finish` or `abandon`."""
+    """A push, from its wait for the turn (`begin`) to its end, once, by `finish` or `abandon`."""
 
     def __init__(
         self,
         loop: Loop,
         pushes: Pushes,
-        kind: str,
-        options: dict[str, Any],
+        kind: PushKind,
+        options: Mapping[str, Any],
+        redo: Redo | None,
         *,
         segments: SegmentPool,
         timeout: float | None,
     ) -> None:
-        """Waits for the turn.
+        """Nothing is asked for yet.
 
-        Raises:
-            RolloutError: the push cannot begin; the policy is as it was.
+        Args:
+            loop: of the fleet.
+            pushes: of the fleet.
+            kind: of the push.
+            options: of the push.
+            redo: pushes the same again, for replicas that miss it.
+            segments: for its tensors.
+            timeout: of calls without their own.
         """
         options = dict(options)
         if options.get("expected_generation") is not None:
             raise InvalidArgument("expected_generation: replicas count generations by themselves; leave it out")
-        wanted = Wanted(
-            kind,
-            options.get("name"),
-            options.pop("version", None),
-            options.pop("expected_version", None),
-            options.pop("force_version", False),
+        self._loop, self._pushes, self._redo = loop, pushes, redo
+        self._segments, self._timeout = segments, timeout
+        self._pushing = Pushing(
+            Wanted(
+                kind,
+                options.get("name"),
+                options.pop("version", None),
+                options.pop("expected_version", None),
+                options.pop("force_version", False),
+            )
         )
-        self._loop, self._pushes = loop, pushes
-        pushing = self._pushing = loop.run(pushes.begin(wanted))
-        self.sender = Sender(pushing, segments, timeout, lambda left: pushes.start_call(pushing, left, loop.run))
-        # A replica that is behind may have any version.
-        versions = {} if wanted.name is not None else {"version": pushing.change.version, "force_version": True}
-        self.options = {**options, **versions}
+        self.options = options
         """For the sender."""
 
-    def finish(self, redo: Redo | None) -> FleetReceipt:
-        """Ends a push that was committed.
+    def begin(self) -> Sender:
+        """Waits for the turn; what sends the push then.
 
-        Args:
-            redo: pushes the same again, for replicas that missed it.
+        Raises:
+            RolloutError: the push cannot begin; the policy is as it was.
+        """
+        pushing = self._pushing
+        try:
+            self._loop.run(self._pushes.begin(pushing))
+        except BaseException:  # a wait that was interrupted may have had its turn just then
+            with contextlib.suppress(RolloutError):
+                self._loop.make(lambda: self._pushes.give_up(pushing))
+            raise
+        if pushing.wanted.name is None:  # a replica that is behind may have any version
+            self.options |= {"version": pushing.change.version, "force_version": True}
+        return Sender(
+            pushing,
+            self._segments,
+            self._timeout,
+            lambda left: self._pushes.start_call(pushing, left, self._loop.run),
+        )
+
+    def finish(self) -> FleetReceipt:
+        """Ends a push that was committed.
 
         Raises:
             PartialCommit: by fewer replicas than the quorum.
         """
-        receipt = self._end(redo)
+        receipt = self._end()
         if receipt is None:
             raise FailedPrecondition("the push ended without a commit")
         return receipt
 
     def abandon(self) -> None:
-        """Ends a push that was not committed."""
-        self._end(None)
+        """Ends a push that has failed, whose error says more than what is left of it."""
+        with contextlib.suppress(RolloutError):
+            self._end()
 
     def cancel(self) -> None:
-        """Makes whatever the sender does raise `Cancelled`; for any thread."""
-        if self._pushing.fan_out is not None:
-            self._pushing.fan_out.cancel()
+        """Makes whatever is done for it raise `Cancelled`; for any thread. Without effect on one that has ended."""
+        if not self._pushing.ended:
+            with contextlib.suppress(FailedPrecondition):  # the fleet is closed
+                self._loop.make(lambda: self._pushes.cancel(self._pushing))
 
-    def _end(self, redo: Redo | None) -> FleetReceipt | None:
+    def _end(self) -> FleetReceipt | None:
         try:
-            return self._loop.run(self._pushes.end(self._pushing, redo))
+            # What replicas have committed is the fleet's policy, whoever interrupts the wait here.
+            return self._loop.complete(self._pushes.end(self._pushing, self._redo))
         finally:
             for client in self._pushing.clients.values():
                 client.close()
@@ -107,18 +137,15 @@ class Transaction:
 class FleetPush:
     """A push that is under way: `Fleet.begin_push` makes it. As `rollout_client.Push`, into all replicas."""
 
-    def __init__(
-        self, transaction: Transaction, push: Push, redo: Redo | None, keep: Callable[[str, Any], None]
-    ) -> None:
+    def __init__(self, transaction: Transaction, push: Push, keep: Callable[[str, Any], None]) -> None:
         """For `begin_push`.
 
         Args:
             transaction: its turn.
             push: what sends the tensors.
-            redo: pushes the same again.
             keep: is given each tensor that was written.
         """
-        self._transaction, self._push, self._redo, self._keep = transaction, push, redo, keep
+        self._transaction, self._push, self._keep = transaction, push, keep
         self._receipt: FleetReceipt | None = None
         self._ended = False
 
@@ -157,7 +184,7 @@ class FleetPush:
         """
         self._sent(self._push.commit)
         self._ended = True
-        self._receipt = self._transaction.finish(self._redo)
+        self._receipt = self._transaction.finish()
         return self._receipt
 
     def rollback(self) -> None:

@@ -6,24 +6,38 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from .. import _convert_weights, _proto
 from .._http2 import ClientStream
 from ..aio import AsyncRolloutClient
 from ..client import RolloutClient
-from ..errors import Aborted, DataLoss, FailedPrecondition, NotFound, RolloutError, Unavailable
+from ..errors import (
+    Aborted,
+    Cancelled,
+    DataLoss,
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    NotFound,
+    RolloutError,
+    Unavailable,
+)
 from ..options import PushKind
 from ..types import Lifecycle, UpdateResult
 from ._fanout import FanOut
-from ._policy import Change, Policy, Redo
-from ._replicas import LOOK_SECONDS, Replica, Roster, silent
+from ._policy import UNPROVED, Change, Policy, Redo
+from ._replica import Replica, Unanswered
+from ._roster import Roster
 from .types import FleetReceipt, PartialCommit, ReplicaReceipt, ReplicaState
 
 PREPARE_SECONDS = 10.0
 """How long a replica has, before the commit, to say that it holds the push open."""
 PREPARE_POLL_SECONDS = 0.02
+
+# Errors of a commit that may have been applied all the same: not the server's own no.
+_NO_ANSWER = (Unavailable, Cancelled, DeadlineExceeded, Internal)
 
 
 @dataclass(frozen=True)
@@ -44,13 +58,22 @@ class Wanted:
 class Pushing:
     """One push of the fleet, from `begin` to `end`."""
 
-    change: Change
-    targets: list[Replica]
+    wanted: Wanted
+    change: Change | None = None
+    """What it makes of the policy; from its turn on."""
+    targets: Sequence[Replica] = ()
     """Those that can be reached, and that come to the fleet's policy by this push."""
     clients: dict[int, RolloutClient] = field(default_factory=dict)
     """Whose calls the push makes, in the caller's thread."""
     fan_out: FanOut | None = None
     gate_closed: bool = False
+    updates: dict[int, int] = field(default_factory=dict)
+    """Pushes that each replica had applied before the commit."""
+    waiting: asyncio.Task[None] | None = None
+    """What waits for the turn, and for what has to be known then."""
+    has_turn: bool = False
+    cancelled: bool = False
+    ended: bool = False
 
     @property
     def is_local(self) -> bool:
@@ -67,36 +90,78 @@ class Pushes:
         self._now: Pushing | None = None
         roster.on_lost = self._lost
 
-    async def begin(self, wanted: Wanted) -> Pushing:
-        """Waits for its turn.
+    async def begin(self, pushing: Pushing) -> None:
+        """Waits for its turn, while a replica catches up.
 
         Raises:
-            Aborted: the fleet has another version than the expected one.
+            Aborted: another push is under way, or the fleet has another version than the expected one.
             FailedPrecondition: the version goes back or repeats.
+            Cancelled: by `cancel`.
             RolloutError: too few replicas can take part; of the class that says why.
         """
         roster = self._roster
-        await roster.updating.acquire()
+        if pushing.cancelled:
+            raise _cancelled()
+        if roster.pushing:
+            raise Aborted("another push of this fleet is under way; try again when it has ended, or call cancel_update")
+        roster.pushing, self._now = True, pushing
         try:
-            if roster.policy is None:
-                raise Unavailable(f"no replica was found yet: {roster.describe()}")
-            change = self._change(wanted, roster.policy.version)
-            targets = [
-                replica
-                for replica in roster.replicas
-                if replica.state is not ReplicaState.LOST and change.fits(replica.held, roster.policy)
-            ]
-            if len(targets) < roster.quorum:
-                raise Unavailable(
-                    f"a push needs {roster.quorum} of {len(roster.replicas)} replicas, and {len(targets)} can take it; "
-                    f"the policy is as it was ({roster.describe()})"
-                )
-            self._now = Pushing(change, targets, {r.number: self._connect(r.address) for r in targets})
-            roster.pushing = True
-            return self._now
+            await self._turn(pushing)
+            self._admit(pushing)
         except BaseException:
-            roster.updating.release()
+            self._leave(pushing)
             raise
+
+    async def _turn(self, pushing: Pushing) -> None:
+        pushing.waiting = asyncio.current_task()
+        try:
+            await self._roster.updating.acquire()
+            pushing.has_turn = True
+            await self._roster.settle()
+        except asyncio.CancelledError:
+            if pushing.cancelled:
+                raise _cancelled() from None
+            raise
+        finally:
+            pushing.waiting = None
+
+    def _admit(self, pushing: Pushing) -> None:
+        """Decides who takes part."""
+        roster = self._roster
+        if roster.policy is None:
+            raise Unavailable(f"no replica was found yet: {roster.describe()}")
+        change = pushing.change = self._change(pushing.wanted, roster.policy.version)
+        pushing.targets = [
+            replica
+            for replica in roster.replicas
+            if replica.state is not ReplicaState.LOST
+            and change.fits(replica.held if replica.is_known else None, roster.policy)
+        ]
+        if len(pushing.targets) < roster.quorum:
+            raise Unavailable(
+                f"a push needs {roster.quorum} of {len(roster.replicas)} replicas, and {len(pushing.targets)} can take "
+                f"it; the policy is as it was ({roster.describe()})"
+            )
+        pushing.clients = {replica.number: self._connect(replica.address) for replica in pushing.targets}
+
+    def _leave(self, pushing: Pushing) -> None:
+        """Lets groups, and others who change the policy, begin again."""
+        roster = self._roster
+        if pushing.ended:
+            return
+        pushing.ended = True
+        self._now, roster.pushing = None, False
+        if pushing.gate_closed:
+            roster.router.open_gate()
+        if pushing.has_turn:
+            roster.updating.release()
+            roster.look_again()
+
+    def give_up(self, pushing: Pushing) -> None:
+        """Ends a push whose sender has left before it began to send."""
+        self.cancel(pushing)
+        if pushing.has_turn:
+            self._leave(pushing)
 
     def _change(self, wanted: Wanted, now: int) -> Change:
         if wanted.expected not in (None, now):
@@ -121,6 +186,8 @@ class Pushes:
 
         starts = {number: start(client) for number, client in pushing.clients.items()}
         pushing.fan_out = FanOut(starts, self._roster.quorum, Barrier())
+        if pushing.cancelled:
+            pushing.fan_out.cancel()
         return pushing.fan_out
 
     async def end(self, pushing: Pushing, redo: Redo | None) -> FleetReceipt | None:
@@ -140,13 +207,14 @@ class Pushes:
                 for number, response in (fan_out.responses if fan_out is not None else {}).items()
             }
             errors: dict[int, RolloutError] = dict(fan_out.errors) if fan_out is not None else {}
-            if fan_out is not None and fan_out.committing:
-                await self._note_unknown(pushing, results)
+            if fan_out is not None:
+                self._note_unanswered(pushing, fan_out.committing - results.keys(), errors)
             if not results:
                 return None
             digest, _ = Counter(result.digest for result in results.values()).most_common(1)[0]
             for number in [n for n, result in results.items() if result.digest != digest]:
                 errors[number] = DataLoss(f"it reports the digest {results.pop(number).digest}, others {digest}")
+                roster.replicas[number].held = None
             self._apply(pushing, results, errors, digest, redo)
             receipt = self._receipt(pushing, results, errors, digest)
             if len(results) < roster.quorum:
@@ -157,21 +225,23 @@ class Pushes:
                 )
             return receipt
         finally:
-            self._now, roster.pushing = None, False
-            if pushing.gate_closed:
-                roster.router.open_gate()
-            roster.updating.release()
-            roster.look_again()
+            self._leave(pushing)
 
-    def cancel(self) -> None:
-        """Ends the push that is under way."""
-        if self._now is not None and self._now.fan_out is not None:
-            self._now.fan_out.cancel()
+    def cancel(self, pushing: Pushing | None = None) -> None:
+        """Ends a push; None is the one that is under way."""
+        pushing = self._now if pushing is None else pushing
+        if pushing is None or pushing.ended:
+            return
+        pushing.cancelled = True
+        if pushing.waiting is not None:
+            pushing.waiting.cancel()
+        if pushing.fan_out is not None:
+            pushing.fan_out.cancel()
 
     async def remove_adapter(self, name: str) -> None:
         """Takes a resident adapter out of the policy, and off all replicas that can be reached."""
         roster = self._roster
-        async with roster.updating:
+        async with roster.turn():
             if roster.policy is None or name not in dict(roster.policy.residents):
                 raise NotFound(f"adapter: the fleet has no resident adapter {name!r}")
             roster.memory.residents.pop(name, None)
@@ -190,43 +260,39 @@ class Pushes:
         if not pushing.gate_closed:
             pushing.gate_closed = True
             self._roster.router.close_gate()
-        asked = [self._is_ready(self._roster.replicas[number]) for number in numbers]
+        asked = [self._is_ready(pushing, self._roster.replicas[number]) for number in numbers]
         return {
             number: error
             for number, error in zip(numbers, await asyncio.gather(*asked), strict=True)
             if error is not None
         }
 
-    async def _is_ready(self, replica: Replica) -> RolloutError | None:
+    async def _is_ready(self, pushing: Pushing, replica: Replica) -> RolloutError | None:
         deadline = time.monotonic() + PREPARE_SECONDS
         try:
             while True:
-                status = await asyncio.wait_for(replica.client.status(), LOOK_SECONDS)
+                status = await replica.ask()
                 if status.lifecycle is Lifecycle.SHUTTING_DOWN:
                     return Unavailable("it is shutting down")
+                pushing.updates[replica.number] = status.updates
                 # The header may still be on its way; a call that has ended is noticed after this, with its own error.
-                if status.update is not None or self._now.fan_out.has_ended(replica.number):
+                if status.update is not None or pushing.fan_out.has_ended(replica.number):
                     return None
                 if time.monotonic() >= deadline:
                     return Unavailable(f"it does not hold the push open after {PREPARE_SECONDS:g} s")
                 await asyncio.sleep(PREPARE_POLL_SECONDS)
-        except asyncio.TimeoutError:
-            return silent()
         except RolloutError as error:
             return error
 
-    async def _note_unknown(self, pushing: Pushing, results: dict[int, UpdateResult]) -> None:
-        """Of replicas whose answer to the commit was lost: those that have it all the same are out until verified."""
-        for replica in pushing.targets:
-            if replica.number in results or replica.state is ReplicaState.LOST:
+    def _note_unanswered(self, pushing: Pushing, numbers: Collection[int], errors: dict[int, RolloutError]) -> None:
+        """Of replicas whose answer to the commit was lost it is to be found out whether they have applied it."""
+        for number in numbers:
+            replica, error = self._roster.replicas[number], errors.get(number)
+            if error is not None and not isinstance(error, _NO_ANSWER):
                 continue
-            try:
-                status = await asyncio.wait_for(replica.client.status(), LOOK_SECONDS)
-            except (RolloutError, asyncio.TimeoutError) as error:
-                self._roster.lost(replica, error if isinstance(error, RolloutError) else silent())
-                continue
-            if replica.held is not None and status.weight_version != replica.held.version:
-                replica.status = status
+            after = pushing.change.applied(replica.held or Policy(0, ""), UNPROVED)
+            replica.unanswered = Unanswered(pushing.updates[number], after)
+            if replica.state is not ReplicaState.LOST:
                 self._roster.set_state(replica, ReplicaState.BEHIND, "its answer to the commit was lost")
 
     def _apply(
@@ -244,7 +310,7 @@ class Pushes:
         roster.dropped = roster.dropped and change.name is not None
         for replica in roster.replicas:
             if replica.number in results:
-                replica.held = change.applied(replica.held or Policy(0, ""), digest)
+                replica.held, replica.unanswered = change.applied(replica.held or Policy(0, ""), digest), None
             if replica.number in results and replica.held == roster.policy:
                 roster.set_state(replica, ReplicaState.CURRENT)
             elif replica.state is not ReplicaState.LOST:
@@ -279,3 +345,7 @@ class Pushes:
         """A replica that is lost can hold up a push no longer."""
         if self._now is not None and self._now.fan_out is not None:
             self._now.fan_out.drop(number, error)
+
+
+def _cancelled() -> Cancelled:
+    return Cancelled("the push was cancelled on this side")

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
+from .._channel import call_timeout, generate_timeouts
 from .._convert import new_request_id
 from .._progress import SampleProgress
 from ..aio import AsyncRolloutClient
-from ..errors import AlreadyExists, FailedPrecondition, InvalidArgument, RolloutError, Unavailable
+from ..errors import (
+    Aborted,
+    AlreadyExists,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    RolloutError,
+    Unavailable,
+)
 from ..types import (
     AbortResult,
     Chat,
@@ -29,7 +40,8 @@ from ..types import (
     Score,
     TokenIds,
 )
-from ._replicas import LOOK_SECONDS, Replica, Roster
+from ._replica import Replica
+from ._roster import Roster
 from ._router import Lease
 from ._seeds import prompt_seed, sample_seed
 from .types import ReplicaState
@@ -54,11 +66,11 @@ class Call:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by an abort: groups that have not begun do not begin any more."""
     running: dict[str, Replica] = field(default_factory=dict)
-    """The requests on replicas, by their ids."""
+    """The requests for samples on replicas, by their ids."""
 
-    def left(self) -> float | None:
+    def left(self) -> float:
         """Seconds to the deadline."""
-        return None if self.deadline is None else max(self.deadline - time.monotonic(), 0.0)
+        return math.inf if self.deadline is None else max(self.deadline - time.monotonic(), 0.0)
 
 
 class Revoked(Exception):
@@ -72,22 +84,35 @@ class Ended(Exception):
 class Requests:
     """Generates and scores with the replicas that are current."""
 
-    def __init__(self, roster: Roster, patience: float) -> None:
-        """`patience` is how long, in seconds, a group waits for a replica when none is current."""
-        self._roster, self._patience = roster, patience
+    def __init__(self, roster: Roster, patience: float, timeout: float | None) -> None:
+        """Of these replicas.
+
+        Args:
+            roster: the replicas.
+            patience: how long, in seconds, a group waits for a replica when none is current.
+            timeout: seconds for each call that does not give its own; None is no limit.
+        """
+        self._roster, self._patience, self._timeout = roster, patience, timeout
         self._calls: dict[str, Call] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self.draining = False
         """Whether calls end so that the fleet can sleep; none may begin."""
 
+    @property
+    def rests(self) -> bool:
+        """Whether the fleet sleeps, or is about to."""
+        return self.draining or self._roster.asleep is not None
+
     async def generate(
         self, prompts: Sequence[PromptInput], n: int, sampling: SamplingInput, options: dict[str, Any]
     ) -> list[PromptOutput]:
         """As `Fleet.generate`."""
+        if len(prompts) == 0:
+            raise InvalidArgument("prompts: is empty; give at least one prompt")
         each, options = _sampling_of_prompts(len(prompts), sampling), dict(options)
+        limit, _ = generate_timeouts(options.pop("timeout", None), self._timeout)
         progress = SampleProgress(len(prompts) * n, options.pop("progress", False))
-        call = self._begin(options.pop("request_id", None), options.pop("timeout", None))
 
         async def group(index: int, prompt: PromptInput) -> PromptOutput:
             params = each[index]
@@ -105,22 +130,30 @@ class Requests:
                 progress.add(sample)
             return _numbered(output, index)
 
-        with progress:
-            return await self._gather(call, [group(index, prompt) for index, prompt in enumerate(prompts)])
+        with self._call(options.pop("request_id", None), limit) as call, progress:
+            return await _gather([group(index, prompt) for index, prompt in enumerate(prompts)])
 
     async def score(self, sequences: Sequence[TokenIds], options: dict[str, Any]) -> list[Score]:
         """As `Fleet.score`."""
-        options = dict(options)
-        call = self._begin(None, options.pop("timeout", None))
+        sequences, options = list(sequences), dict(options)
+        if not sequences:
+            raise InvalidArgument("sequences: is empty; give at least one sequence")
+        limit = call_timeout(options.pop("timeout", None), self._timeout)
 
         async def one(index: int, sequence: TokenIds) -> Score:
             async def send(client: AsyncRolloutClient, request_id: str) -> Score:
                 (score,) = await client.score([sequence], **self._versioned(options), timeout=call.left())
                 return score
 
-            return await self._place(call, index, 1, send, lambda score: False)
+            try:
+                return await self._place(call, index, 1, send, None)
+            except Ended:
+                if call.ended.is_set():
+                    raise Aborted("the call was ended by an order to the fleet") from None
+                raise DeadlineExceeded("the deadline passed before the work was done") from None
 
-        return await self._gather(call, [one(index, sequence) for index, sequence in enumerate(sequences)])
+        with self._call(None, limit) as call:
+            return await _gather([one(index, sequence) for index, sequence in enumerate(sequences)])
 
     async def abort(self, ids: list[str], *, all: bool) -> AbortResult:
         """As `Fleet.abort`."""
@@ -133,8 +166,8 @@ class Requests:
             for request_id, replica in call.running.items():
                 running.setdefault(replica, {})[request_id] = call
         sent = [_abort_on(replica, requests) for replica, requests in running.items()]
-        if all:
-            sent = [r.client.abort(all=True) for r in self._roster.replicas if r.state is not ReplicaState.LOST]
+        if all:  # also what others have asked, and what has no id: scores
+            sent += [r.client.abort(all=True) for r in self._roster.replicas if r.state is not ReplicaState.LOST]
         for result in await asyncio.gather(*sent, return_exceptions=True):
             if isinstance(result, BaseException) and not isinstance(result, Unavailable):
                 raise result
@@ -150,27 +183,19 @@ class Requests:
         for call in self._calls.values():
             call.ended.set()
 
-    def _begin(self, request_id: str | None, timeout: float | None) -> Call:
-        if self.draining or self._roster.asleep is not None:
+    @contextmanager
+    def _call(self, request_id: str | None, limit: float | None) -> Iterator[Call]:
+        """A call that may take `limit` seconds, from its begin to its end."""
+        if self.rests:
             raise FailedPrecondition("the fleet sleeps, or is about to: call wake first")
         if request_id in self._calls:
             raise AlreadyExists(f"request_id: {request_id!r} is running already")
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if limit is None else time.monotonic() + limit
         call = Call(request_id if request_id is not None else new_request_id(), deadline)
         self._calls[call.request_id] = call
         self._idle.clear()
-        return call
-
-    async def _gather(self, call: Call, groups: list[Awaitable[_T]]) -> list[_T]:
-        """Waits for all groups; the first that fails ends the others."""
-        tasks = [asyncio.ensure_future(group) for group in groups]
         try:
-            return list(await asyncio.gather(*tasks))
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
+            yield call
         finally:
             del self._calls[call.request_id]
             if not self._calls:
@@ -178,9 +203,10 @@ class Requests:
 
     def _versioned(self, options: dict[str, Any]) -> dict[str, Any]:
         """Never served by an older policy than the fleet's: a server that has restarted unseen makes it wait."""
-        return options | {
-            "min_weight_version": max(options.get("min_weight_version") or 0, self._roster.policy.version)
-        }
+        version, exact = self._roster.policy.version, options.get("if_weight_version")
+        if exact is not None and exact < version:
+            raise Aborted(f"if_weight_version: {exact} is not the fleet's policy; that is version {version}")
+        return options | {"min_weight_version": max(options.get("min_weight_version") or 0, version)}
 
     async def _place(
         self,
@@ -188,9 +214,17 @@ class Requests:
         index: int,
         samples: int,
         send: Callable[[AsyncRolloutClient, str], Awaitable[_T]],
-        was_cut: Callable[[_T], bool],
+        was_cut: Callable[[_T], bool] | None,
     ) -> _T:
-        """Runs a group on a replica, and on others while those are lost."""
+        """Runs a group on a replica, and on others while those are lost.
+
+        Args:
+            call: whose group it is.
+            index: of the group in the call.
+            samples: of the group.
+            send: asks a client, under an id of the request.
+            was_cut: whether a result was ended from outside; None for requests that have no id on the server.
+        """
         lost: list[str] = []
         attempt = 0
         while len(lost) < MAX_ATTEMPTS:
@@ -198,13 +232,15 @@ class Requests:
             lease = await self._lease(call, samples)
             replica = self._roster.replicas[lease.route.number]
             request_id = f"{call.request_id}/{index}" + (f"/{attempt}" if attempt > 1 else "")
-            call.running[request_id] = replica
+            if was_cut is not None:
+                call.running[request_id] = replica
             try:
                 result = await self._until_revoked(lease, send(replica.client, request_id))
                 if (
-                    was_cut(result)
+                    was_cut is not None
+                    and was_cut(result)
                     and not call.ended.is_set()
-                    and call.left() != 0
+                    and call.left() > 0
                     and not await self._answers(replica)
                 ):
                     raise Unavailable("the server was shut down")
@@ -214,12 +250,14 @@ class Requests:
             except RolloutError as error:
                 if isinstance(error, InvalidArgument):
                     raise InvalidArgument(_FIRST.sub(rf"\g<1>[{index}]", str(error))) from error
+                if isinstance(error, FailedPrecondition) and self.rests:
+                    continue  # it has met a server that sleeps already, and ends or waits as what has not begun
                 if not isinstance(error, Unavailable) and await self._answers(replica):
                     raise
                 self._roster.suspect(replica, error if isinstance(error, Unavailable) else Unavailable(str(error)))
                 lost.append(f"replica {replica.number}: {error}")
             finally:
-                del call.running[request_id]
+                call.running.pop(request_id, None)
                 self._roster.router.release(lease)
         raise Unavailable(f"prompts[{index}]: {MAX_ATTEMPTS} replicas were lost while they had it: {'; '.join(lost)}")
 
@@ -231,24 +269,22 @@ class Requests:
             RolloutError: no replica is current, and none can become so by itself, for want of a push or of a token.
             Unavailable: none became current in time.
         """
-        roster, since = self._roster, time.monotonic()
+        roster, begun = self._roster, time.monotonic()
         lease = asyncio.ensure_future(roster.router.lease(samples))
         ended = asyncio.ensure_future(call.ended.wait())
         try:
             while not lease.done():
                 if call.ended.is_set() or call.left() == 0:
                     raise Ended
-                if any(replica.state is ReplicaState.CURRENT for replica in roster.replicas):
-                    since = time.monotonic()
-                elif (error := roster.hopeless()) is not None:
-                    raise error
-                elif time.monotonic() - since >= self._patience:
-                    raise Unavailable(f"no replica can be reached for {self._patience:g} s: {roster.describe()}")
+                if roster.none_since is not None:
+                    if (error := roster.hopeless()) is not None:
+                        raise error
+                    if time.monotonic() - max(begun, roster.none_since) >= self._patience:
+                        raise Unavailable(f"no replica can be reached for {self._patience:g} s: {roster.describe()}")
                 changed = asyncio.ensure_future(roster.changed.wait())
-                left = call.left()
                 await asyncio.wait(
                     {lease, ended, changed},
-                    timeout=self._patience if left is None else min(left, self._patience),
+                    timeout=min(call.left(), self._patience),
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 changed.cancel()
@@ -276,12 +312,24 @@ class Requests:
             await asyncio.gather(request, revoked, return_exceptions=True)
 
     async def _answers(self, replica: Replica) -> bool:
-        """Whether a replica can be reached and goes on serving."""
+        """Whether a replica can be reached and goes on serving; the fleet is awake."""
         try:
-            status = await asyncio.wait_for(replica.client.status(), LOOK_SECONDS)
-        except (RolloutError, asyncio.TimeoutError):
+            status = await replica.ask()
+        except RolloutError:
             return False
-        return status.lifecycle is not Lifecycle.SHUTTING_DOWN
+        return status.lifecycle is not Lifecycle.SHUTTING_DOWN and status.asleep is None
+
+
+async def _gather(groups: list[Awaitable[_T]]) -> list[_T]:
+    """Waits for all groups; the first that fails ends the others."""
+    tasks = [asyncio.ensure_future(group) for group in groups]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 async def _abort_on(replica: Replica, requests: dict[str, Call]) -> AbortResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from ._loop import Loop
 from ._policy import Redo
 from ._push import FleetPush, Transaction
 from ._pushes import Pushes
-from ._replicas import Roster
+from ._roster import Roster
 from .types import FleetReceipt
 
 if TYPE_CHECKING:
@@ -109,13 +110,14 @@ class FleetWeights:
         given = dict(options)
         if kind == "delta":
             given["expected_version"] = options["base_version"]
-        transaction = self._transaction(kind, given)
+        transaction = self._transaction(kind, given, redo)
+        sender = transaction.begin()
         try:
-            push = transaction.sender.begin_push(kind, config, **transaction.options)
+            push = sender.begin_push(kind, config, **transaction.options)
         except BaseException:
             transaction.abandon()
             raise
-        return FleetPush(transaction, push, redo, keep)
+        return FleetPush(transaction, push, keep)
 
     def push_directory(
         self, path: str | os.PathLike[str], kind: str = "lora", **options: Unpack[PushDirectoryOptions]
@@ -137,44 +139,60 @@ class FleetWeights:
 
     def parameters(self) -> list[ParameterInfo]:
         """As `RolloutClient.parameters`; they are the same for all replicas."""
-        return self._loop.run(self._roster.first(lambda client: client.parameters()))
+        return self._loop.run(self._parameters())
 
     def checksum(self, names: Iterable[str] | None = None) -> dict[int, dict[str, str]]:
         """As `RolloutClient.checksum`, of every replica that can be reached, by its number."""
-        checked = None if names is None else list(names)
-        return self._loop.run(self._roster.each(lambda client: client.checksum(checked)))
+        return self._loop.run(self._checksum(names))
 
     def adapters(self) -> dict[int, list[AdapterInfo]]:
         """As `RolloutClient.adapters`, of every replica that can be reached, by its number."""
-        return self._loop.run(self._roster.each(lambda client: client.adapters()))
+        return self._loop.run(self._adapters())
 
     def remove_adapter(self, name: str) -> None:
         """As `RolloutClient.remove_adapter`, on all replicas; those that cannot be reached follow when they can."""
         self._loop.run(self._pushes.remove_adapter(name))
+
+    async def _parameters(self) -> list[ParameterInfo]:
+        return await self._roster.first(lambda client: client.parameters())
+
+    async def _checksum(self, names: Iterable[str] | None) -> dict[int, dict[str, str]]:
+        checked = None if names is None else list(names)
+        return await self._roster.each(lambda client: client.checksum(checked))
+
+    async def _adapters(self) -> dict[int, list[AdapterInfo]]:
+        return await self._roster.each(lambda client: client.adapters())
 
     def _redo_full(self) -> Redo | None:
         resupply = self._resupply
         if resupply is None:
             return None
         again = _again(None)
-        return lambda client, version: client.push_full(resupply(), progress=False, **again(version))
 
-    def _transaction(self, kind: str, options: Mapping[str, Any]) -> Transaction:
+        async def redo(client: AsyncRolloutClient, version: int) -> UpdateResult:
+            tensors = await asyncio.to_thread(resupply)
+            return await client.push_full(tensors, progress=False, **again(version))
+
+        return redo
+
+    def _transaction(self, kind: PushKind, options: Mapping[str, Any], redo: Redo | None) -> Transaction:
+        """A push that waits for nothing yet."""
         return Transaction(
-            self._loop, self._pushes, kind, dict(options), segments=self._segments, timeout=self._timeout
+            self._loop, self._pushes, kind, options, redo, segments=self._segments, timeout=self._timeout
         )
 
     def _push(
-        self, kind: str, options: Mapping[str, Any], redo: Redo | None, send: Callable[..., object]
+        self, kind: PushKind, options: Mapping[str, Any], redo: Redo | None, send: Callable[..., object]
     ) -> FleetReceipt:
         """A push in one call: `send(sender, **options)`."""
-        transaction = self._transaction(kind, options)
+        transaction = self._transaction(kind, options, redo)
+        sender = transaction.begin()
         try:
-            send(transaction.sender, **transaction.options)
+            send(sender, **transaction.options)
         except BaseException:
             transaction.abandon()
             raise
-        return transaction.finish(redo)
+        return transaction.finish()
 
 
 def _again(name: str | None) -> Callable[[int], dict[str, Any]]:

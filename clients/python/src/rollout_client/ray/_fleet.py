@@ -18,7 +18,7 @@ from .._tls import TlsInput
 from ..errors import InvalidArgument, ResourceExhausted, RolloutError, Unavailable
 from ..fleet import Fleet as AddressFleet
 from ..fleet._fleet import CAPACITY, PATIENCE_SECONDS
-from ..fleet._replicas import Found
+from ..fleet._replica import Found
 from ..fleet._weights import Resupply
 from ..process import STOP_SECONDS
 from ._actor import ReplicaActor, Settings, Started

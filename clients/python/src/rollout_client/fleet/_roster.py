@@ -5,103 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from ..aio import AsyncRolloutClient
 from ..errors import DataLoss, FailedPrecondition, RolloutError, Unavailable
 from ..types import Lifecycle, ServerStatus
 from ._policy import Memory, Policy, digest_of_parameters
+from ._replica import LOOK_SECONDS, Place, Replica
 from ._router import Route, Router
 from .types import ReplicaState
 
-LOOK_SECONDS = 10.0
-"""How long a replica has to say how it is."""
 HEALTHY_POLL_SECONDS = 2.0
 """How often one that is current is asked. A broken connection is noticed at once, by the requests on it."""
 LOST_POLL_SECONDS = 0.5
 """How often one that is lost is looked for."""
-CLOCK_SLACK_SECONDS = 0.2
-"""By how much two clocks may drift between two looks."""
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class Found:
-    """Where a replica is now."""
-
-    address: str
-    instance: str = ""
-    """Another one after each start, if whoever starts it can tell."""
-    is_local: bool = False
-    """Whether it is on this machine, and shared memory reaches it."""
-
-
-class Place(Protocol):
-    """Where a replica is to be found."""
-
-    async def find(self) -> Found:
-        """Its address now.
-
-        Raises:
-            Unavailable: it has none.
-        """
-
-
-@dataclass(frozen=True)
-class FixedPlace:
-    """A server that is always at the same address, whoever starts it."""
-
-    address: str
-
-    async def find(self) -> Found:
-        """The address."""
-        return Found(self.address, is_local=self.address.startswith(("127.", "localhost:", "[::1]:")))
-
-
-@dataclass(eq=False)
-class Replica:
-    """One server of the fleet."""
-
-    place: Place
-    route: Route
-    address: str = ""
-    client: AsyncRolloutClient | None = None
-    reason: str = "it has not been looked for yet"
-    held: Policy | None = None
-    """What it serves; None is not known."""
-    status: ServerStatus | None = None
-    """The last answer; None if there was none the last time."""
-    instance: str = ""
-    is_local: bool = False
-    started: tuple[float, float] | None = None
-    """Between which times of this process's clock its server started."""
-    stuck: RolloutError | None = None
-    """Why it was found to be behind for good: it waits for a push, or for somebody to mend what is wrong."""
-    looked: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set to have it looked at now."""
-
-    @property
-    def number(self) -> int:
-        """Its place in the fleet."""
-        return self.route.number
-
-    @property
-    def state(self) -> ReplicaState:
-        """Whether it takes requests."""
-        return self.route.state
-
-    def notice_start(self, found: Found, status: ServerStatus, asked: float) -> None:
-        """Forgets what it holds if its server is another than the last time."""
-        begin, end = asked - status.uptime_seconds, time.monotonic() - status.uptime_seconds
-        known = self.started
-        again = known is None or found.instance != self.instance
-        again = again or begin > known[1] + CLOCK_SLACK_SECONDS or end < known[0] - CLOCK_SLACK_SECONDS
-        if again or (self.held is not None and status.weight_version < self.held.version):
-            self.held = None
-        self.instance, self.started = found.instance, (begin, end)
 
 
 class Roster:
@@ -124,11 +44,13 @@ class Roster:
         self.dropped = False
         """Whether a sleep has dropped the policy, so that a push may bring it back with its own version."""
         self.pushing = False
-        """Whether a push holds it."""
+        """Whether a push holds it, or waits for it."""
         self.checkpoint = ""
         """The digest of the checkpoint's parameters, if the first replica had no other policy when it was found."""
         self.changed = asyncio.Event()
         """Set, and made anew, whenever a replica's state has changed."""
+        self.none_since: float | None = time.monotonic()
+        """Since when no replica is current; None if one is."""
         self.on_lost: Callable[[int, RolloutError], None] = lambda number, error: None
         """Told of replicas that are lost."""
         self._connect = connect
@@ -172,6 +94,10 @@ class Roster:
         replica.reason, replica.stuck = reason, None
         if replica.state is not state:
             self.router.set_state(replica.route, state)
+        if self.numbers(ReplicaState.CURRENT):
+            self.none_since = None
+        elif self.none_since is None:
+            self.none_since = time.monotonic()
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()
 
@@ -185,6 +111,23 @@ class Roster:
         """A call of a replica failed: it is lost until it answers, and asked at once."""
         self.lost(replica, error)
         replica.looked.set()
+
+    def stick(self, replica: Replica, error: RolloutError) -> None:
+        """A replica answers, and cannot serve for now."""
+        self.set_state(replica, ReplicaState.BEHIND, str(error))
+        replica.stuck = error
+
+    @contextlib.asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Waits for the turn to change the policy of replicas.
+
+        Raises:
+            FailedPrecondition: a push is under way, which may be the caller's own.
+        """
+        if self.pushing:
+            raise FailedPrecondition("a push is under way: do this after its end, or after cancel_update")
+        async with self.updating:
+            yield
 
     def look_again(self) -> None:
         """Those that are not current may become so now."""
@@ -207,9 +150,23 @@ class Roster:
         """Asks a replica that can be reached for its status."""
         if replica.state is not ReplicaState.LOST:
             try:
-                replica.status = await asyncio.wait_for(replica.client.status(), LOOK_SECONDS)
-            except (Unavailable, asyncio.TimeoutError) as error:
-                self.suspect(replica, error if isinstance(error, Unavailable) else silent())
+                replica.status = await replica.ask()
+            except Unavailable as error:
+                self.suspect(replica, error)
+            except RolloutError as error:
+                replica.status = None
+                self.stick(replica, error)
+
+    async def settle(self) -> None:
+        """Finds out what those replicas hold whose answer to a commit was lost, as far as they can be reached."""
+        for replica in self.replicas:
+            if replica.unanswered is not None and replica.state is not ReplicaState.LOST:
+                try:
+                    await self._ask(replica)
+                except Unavailable as error:
+                    self.suspect(replica, error)
+                except RolloutError as error:
+                    self.stick(replica, error)
 
     async def each(self, use: Callable[[AsyncRolloutClient], Awaitable[_T]]) -> dict[int, _T]:
         """Calls all replicas that can be reached at the same time; those that do not answer are lost.
@@ -218,7 +175,7 @@ class Roster:
             RolloutError: what a replica answered, once all have; or none can be reached.
         """
         reached = [replica for replica in self.replicas if replica.state is not ReplicaState.LOST]
-        found = await asyncio.gather(*(use(replica.client) for replica in reached), return_exceptions=True)
+        found = await asyncio.gather(*(replica.call(use) for replica in reached), return_exceptions=True)
         results: dict[int, _T] = {}
         failure: BaseException | None = None
         for replica, result in zip(reached, found, strict=True):
@@ -243,49 +200,81 @@ class Roster:
         for state in (ReplicaState.CURRENT, ReplicaState.BEHIND):
             for replica in self.replicas:
                 if replica.state is state:
-                    return await use(replica.client)
+                    return await replica.call(use)
         raise Unavailable(f"no replica can be reached: {self.describe()}")
 
     async def look(self, replica: Replica) -> None:
         """Finds out how a replica is; one that is behind catches up, if it can."""
         try:
             status = await self._ask(replica)
-            if self._serves(replica, status):
-                return
-            async with self.updating:
-                status = await self._ask(replica)  # the policy may have changed while this waited
-                if not self._serves(replica, status):
-                    await self._join(replica, status)
-        except (Unavailable, asyncio.TimeoutError) as error:
-            self.lost(replica, error if isinstance(error, Unavailable) else silent())
+            if not self._serves(replica, status):
+                await self._while_it_answers(replica, self._join_in_turn(replica))
+        except Unavailable as error:
+            self.lost(replica, error)
         except RolloutError as error:
-            self.set_state(replica, ReplicaState.BEHIND, str(error))
-            replica.stuck = error
+            self.stick(replica, error)
+        except (
+            Exception
+        ) as error:  # of `resupply`, which is the caller's: whatever it is, the replica is looked at again
+            self.stick(replica, RolloutError(f"it could not catch up: {type(error).__name__}: {error}"))
+
+    async def _while_it_answers(self, replica: Replica, work: Coroutine[Any, Any, None]) -> None:
+        """Works for a replica, which may take long: others push first, or much is pushed to it.
+
+        Raises:
+            RolloutError: what the work raises, or the replica when it is asked meanwhile, which ends the work.
+        """
+        working = asyncio.ensure_future(work)
+        try:
+            while not working.done():
+                await asyncio.wait({working}, timeout=HEALTHY_POLL_SECONDS)
+                if not working.done():
+                    await replica.ask()
+        finally:
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+        working.result()
 
     def _serves(self, replica: Replica, status: ServerStatus) -> bool:
         """Whether nothing has to be done for it."""
         if replica.state is not ReplicaState.CURRENT:
             return False
-        return replica.held == self.policy and (self.updating.locked() or _healthy(status, self.policy))
+        return replica.held == self.policy and (self.updating.locked() or self._is_healthy(status))
+
+    def _is_healthy(self, status: ServerStatus) -> bool:
+        """Whether a server sleeps if the fleet does, and has a policy of the fleet's version otherwise."""
+        if self.asleep is not None or status.asleep is not None:
+            return self.asleep is not None and status.asleep is not None
+        return status.lifecycle is not Lifecycle.WEIGHTS_MISSING and status.weight_version == self.policy.version
 
     async def _ask(self, replica: Replica) -> ServerStatus:
-        found = await asyncio.wait_for(replica.place.find(), LOOK_SECONDS)
-        if replica.client is None or found.address != replica.address:
+        try:
+            found = await asyncio.wait_for(replica.place.find(), LOOK_SECONDS)
+        except asyncio.TimeoutError:
+            raise Unavailable(f"its address is not known after {LOOK_SECONDS:g} s") from None
+        if found.address != replica.address:
             if replica.client is not None:
+                self.lost(replica, Unavailable(f"it was lost at {replica.address}"))
                 await replica.client.close()
             replica.address, replica.client = found.address, self._connect(found.address)
         asked = time.monotonic()
-        status = await asyncio.wait_for(replica.client.status(), LOOK_SECONDS)
+        status = await replica.ask()
         if status.lifecycle is Lifecycle.SHUTTING_DOWN:
             raise Unavailable("it is shutting down")
-        replica.notice_start(found, status, asked)
-        replica.is_local = found.is_local
-        replica.status = status
+        replica.notice(found, status, asked)
         return status
+
+    async def _join_in_turn(self, replica: Replica) -> None:
+        async with self.updating:
+            status = await self._ask(replica)  # the policy may have changed while this waited
+            if not self._serves(replica, status):
+                await self._join(replica, status)
 
     async def _join(self, replica: Replica, status: ServerStatus) -> None:
         """Takes a replica among those that are current, if it has the policy, or can be given it."""
         client = replica.client
+        if replica.unanswered is not None:
+            raise FailedPrecondition("a push is under way on it, whose sender has left")
         if replica.held is None and status.asleep is None:
             digest = digest_of_parameters(await client.checksum())
             replica.held = Policy(status.weight_version, digest, residents=await self._residents(replica))
@@ -295,11 +284,20 @@ class Roster:
             await client.sleep(self.asleep, "abort")  # the trainer has the memory now
         if replica.held is None or (self.asleep is not None and replica.held != self.policy):
             raise FailedPrecondition("it sleeps, and catches up when the fleet wakes")
+        if self.asleep is None and status.asleep is not None:
+            await self._wake(replica, status.asleep.level)
         if replica.held != self.policy:
             await self._catch_up(replica)
-        if not _healthy(await client.status(), self.policy):
+        if not self._is_healthy(await client.status()):
             raise FailedPrecondition(f"its weights are not those of version {self.policy.version}")
         self.set_state(replica, ReplicaState.CURRENT)
+
+    async def _wake(self, replica: Replica, level: int) -> None:
+        """Wakes a replica that has missed a wake of the fleet."""
+        reloads = level > 1 and self.policy.base == self.checkpoint
+        await replica.client.wake(reload=reloads)
+        if reloads:
+            replica.held = Policy(0, self.checkpoint, residents=replica.held.residents)
 
     async def _residents(self, replica: Replica) -> frozenset[tuple[str, str]]:
         """Adapters of a server that is new here; their digests are not known, so that they are pushed again."""
@@ -348,12 +346,17 @@ class Roster:
 
     async def _is_twin(self, replica: Replica) -> bool:
         """Whether a replica has the policy already: an answer was lost, and the parameters have the same digest."""
-        if replica.status.weight_version != self.policy.version or replica.held.version == self.policy.version:
+        policy, held = self.policy, replica.held
+        if replica.status.weight_version != policy.version or (held.base, held.adapter) == (
+            policy.base,
+            policy.adapter,
+        ):
             return False
-        others = [other for other in self.replicas if other.held == self.policy and other.status is not None]
+        others = [other for other in self.replicas if other.held == policy and other.status is not None]
         if not others or self.asleep is not None:
             return False
-        mine, theirs = await asyncio.gather(replica.client.checksum(), others[0].client.checksum())
+        checked = (twin.call(lambda client: client.checksum()) for twin in (replica, others[0]))
+        mine, theirs = await asyncio.gather(*checked)
         return mine == theirs
 
     async def _watch(self, replica: Replica) -> None:
@@ -364,15 +367,3 @@ class Roster:
             every = LOST_POLL_SECONDS if replica.state is ReplicaState.LOST else HEALTHY_POLL_SECONDS
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(replica.looked.wait(), every)
-
-
-def silent() -> Unavailable:
-    """The error of a replica that did not answer in time."""
-    return Unavailable(f"no answer within {LOOK_SECONDS:g} s")
-
-
-def _healthy(status: ServerStatus, policy: Policy) -> bool:
-    """Whether a server has a policy of this version; one that sleeps may get it when it wakes."""
-    if status.asleep is not None:
-        return True
-    return status.lifecycle is not Lifecycle.WEIGHTS_MISSING and status.weight_version == policy.version
