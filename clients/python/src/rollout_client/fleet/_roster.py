@@ -253,10 +253,11 @@ class Roster:
         except asyncio.TimeoutError:
             raise Unavailable(f"its address is not known after {LOOK_SECONDS:g} s") from None
         if found.address != replica.address:
-            if replica.client is not None:
-                self.lost(replica, Unavailable(f"it was lost at {replica.address}"))
-                await replica.client.close()
-            replica.address, replica.client = found.address, self._connect(found.address)
+            before, replica.client = replica.client, self._connect(found.address)
+            where, replica.address = replica.address, found.address
+            if before is not None:
+                self.lost(replica, Unavailable(f"it was lost at {where}"))
+                await before.close()
         asked = time.monotonic()
         status = await replica.ask()
         if status.lifecycle is Lifecycle.SHUTTING_DOWN:
