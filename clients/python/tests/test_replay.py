@@ -246,6 +246,16 @@ def test_lines_that_are_no_receipts_are_named_and_the_others_replayed(serving, p
     assert status == 1 and "No such file" in error
 
 
+def test_a_line_that_was_cut_off_costs_no_other(serving, path):
+    """The process was killed as it wrote."""
+    record(serving, path, prompts=[[1, 2, 3]], n=2)
+    path.write_text(path.read_text()[:-20])
+    record(serving, path, prompts=[[1, 2, 3]], n=2)
+    lines = path.read_text().splitlines()
+    assert len(lines) == 4 and path.read_text().endswith("\n")
+    assert [parse_receipt(lines[i]).sample_index for i in (0, 2, 3)] == [0, 0, 1]
+
+
 @pytest.mark.parametrize(
     "broken",
     [

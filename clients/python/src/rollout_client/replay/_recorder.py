@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from .. import _convert_weights, _proto
 from ..client import RolloutClient
@@ -53,6 +53,8 @@ class Recorder:
         self._client, self._digests = client, digests
         self._lock = threading.Lock()
         self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 closed by close()
+        if _ends_in_a_line(self._file):
+            self._file.write("\n")  # of a process that was killed as it wrote: the next receipt is a line of its own
         self._process = 0
         self._facts: dict[str, Any] = {}
         # By version: the number of pushes when it was learned, and the digest.
@@ -212,6 +214,14 @@ class RecordingClient(RolloutClient):
         """Ends the connection, and closes the file."""
         super().close()
         self.recorder.close()
+
+
+def _ends_in_a_line(file: TextIO) -> bool:
+    """Whether the last line of a file has no end."""
+    with Path(file.name).open("rb") as written:
+        size = written.seek(0, os.SEEK_END)
+        written.seek(max(size - 1, 0))
+        return written.read(1) not in (b"", b"\n")
 
 
 def server_facts(client: RolloutClient) -> dict[str, Any]:
