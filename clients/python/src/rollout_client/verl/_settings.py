@@ -131,8 +131,9 @@ def find_binary(given: str | None) -> Path:
     found = shutil.which(BINARY)
     if found is None:
         raise InvalidArgument(
-            f"no {BINARY} in PATH on this machine: build it (`make server`) and say {OPTIONS}.binary=PATH or "
-            f"{BINARY_VARIABLE}=PATH, or name servers that run in {OPTIONS}.addresses"
+            f"no {BINARY} in PATH on this machine: build it (`make server`) and say +{OPTIONS}.binary=PATH or "
+            f"{BINARY_VARIABLE}=PATH, or name servers that run in +{OPTIONS}.addresses (the + is for Hydra, which else "
+            "refuses names that are new to it)"
         )
     return Path(found)
 

@@ -83,7 +83,7 @@ def test_the_binary_is_the_one_given_or_that_of_the_environment_or_of_the_path(t
 
     monkeypatch.delenv(BINARY_VARIABLE, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    with pytest.raises(InvalidArgument, match=f"no rollout-server in PATH.*{OPTIONS}.binary=PATH"):
+    with pytest.raises(InvalidArgument, match=rf"no rollout-server in PATH.* \+{OPTIONS}.binary=PATH"):
         find_binary(None)
     in_path = executable("bin/rollout-server")
     assert find_binary(None) == in_path
