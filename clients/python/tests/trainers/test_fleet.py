@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import os
 import signal
+import tempfile
 import threading
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 
 from models import perturbed, random_adapter, read_model
 from rollout_client import InvalidArgument, ResourceExhausted, RolloutError, SamplingParams, ServerProcess, Unavailable
-from rollout_client.ray import Fleet, ReplicaState
+from rollout_client.ray import AsyncFleet, Fleet, ReplicaState
 from serving import PUSH_MODEL, SMALL_CACHE, bits
 
 CURRENT, LOST = ReplicaState.CURRENT, ReplicaState.LOST
@@ -143,15 +145,48 @@ def test_a_replica_that_is_lost_while_all_sleep_comes_back_asleep(fleet):
     assert fleet.generate(PROMPTS, 1, LONG, return_text=False, if_weight_version=version)
 
 
-def test_replicas_go_into_bundles_that_the_caller_has(cluster, binary, fleet):
-    group = placement_group([{"CPU": 0.5}, {"CPU": 0.5}], strategy="PACK")
-    options = {"num_cpus": 0.5, "placement_group": group, "bundle_indices": [1], "flags": FLAGS}
+def kept_tokens():
+    """Directories with the token of a server."""
+    return set(Path(tempfile.gettempdir()).glob("rollout-replica-*"))
+
+
+def made_groups():
+    return [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
+
+
+@pytest.fixture
+def bundles(cluster):
+    """A placement group of the caller: two bundles."""
+    group = placement_group([{"CPU": 0.5}, {"CPU": 0.1}], strategy="PACK")
+    yield group
+    remove_placement_group(group)
+
+
+def test_replicas_go_into_bundles_that_the_caller_has(bundles, binary, fleet):
+    options = {"num_cpus": 0.1, "placement_group": bundles, "bundle_indices": [1], "flags": FLAGS}
+    before = kept_tokens()
     with Fleet(binary, PUSH_MODEL, 1, **options) as other:
         assert other.generate(PROMPTS[:1], 1, SamplingParams(max_tokens=2), return_text=False)
         pid = other.started()[0].pid
-    assert not Path(f"/proc/{pid}").exists()
-    assert placement_group_table(group)["state"] == "CREATED", "it is the caller's"
-    remove_placement_group(group)
+        assert len(kept_tokens() - before) == 1
+    assert not Path(f"/proc/{pid}").exists() and kept_tokens() == before
+    assert placement_group_table(bundles)["state"] == "CREATED", "it is the caller's"
+    other.close()
+
+
+def test_a_fleet_that_cannot_be_made_leaves_nothing(cluster, binary, fleet):
+    before = len(made_groups())
+    with pytest.raises(InvalidArgument, match="quorum"):
+        Fleet(binary, PUSH_MODEL, 1, num_cpus=0.1, quorum=2)
+    until(lambda: len(made_groups()) == before)
+
+
+def test_it_is_waited_for_as_long_as_a_server_may_take_to_start(bundles, binary):
+    """Both replicas want the same bundle, which has room for one."""
+    options = {"num_cpus": 0.1, "placement_group": bundles, "bundle_indices": [1, 1], "flags": FLAGS}
+    fleet = Fleet(binary, PUSH_MODEL, 2, **options, quorum=2, start_seconds=5.0)
+    with contextlib.closing(fleet), pytest.raises(Unavailable, match="of 2 replicas are ready after 5 s"):
+        asyncio.run(AsyncFleet(fleet).wait_until_ready())
 
 
 def test_what_cannot_start_says_why(cluster, binary, tmp_path):

@@ -261,8 +261,12 @@ class Fleet(FleetWeights):
         return FleetStatus(lifecycle, version, roster.quorum, replicas)
 
     async def _until_ready(self, timeout: float | None) -> None:
-        roster, timeout = self._roster, self._patience if timeout is None else timeout
-        deadline = time.monotonic() + timeout
+        timeout = self._patience if timeout is None else timeout
+        await self._until_current(timeout, time.monotonic() + timeout)
+
+    async def _until_current(self, timeout: float, deadline: float) -> None:
+        """Waits for the replicas until the deadline, which is after `timeout` seconds."""
+        roster = self._roster
         while (ready := len(roster.numbers(ReplicaState.CURRENT))) < len(roster.replicas):
             if time.monotonic() >= deadline:
                 break

@@ -11,6 +11,7 @@ import uuid
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import ray
 import ray.util
@@ -69,7 +70,7 @@ class ReplicaActor:
         except RolloutError:
             if _was_started_again():
                 time.sleep(RESTART_SECONDS)
-                os._exit(_FAILURE)
+                self._end()
             raise
         threading.Thread(target=self._end_with_server, name="rollout-replica", daemon=True).start()
 
@@ -82,12 +83,19 @@ class ReplicaActor:
     def stop(self) -> int:
         """Ends the server as SIGTERM does, and returns its exit status."""
         self._stopping = True
-        return self._server.stop()
+        status = self._server.stop()
+        self._directory.cleanup()
+        return status
 
     def _end_with_server(self) -> None:
         self._server.process.wait()
         if not self._stopping:
-            os._exit(_FAILURE)
+            self._end()
+
+    def _end(self) -> NoReturn:
+        """Ends the actor, so that Ray starts it again. No token stays behind."""
+        self._directory.cleanup()
+        os._exit(_FAILURE)
 
     def _start(self) -> ServerProcess:
         settings = self._settings

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,10 +40,14 @@ class ActorPlace:
         self._asked: asyncio.Future[Started] | None = None
 
     async def find(self) -> Found:
-        """Asks the actor, which answers when its server is ready."""
-        if self._asked is None or self._asked.done():
+        """Asks the actor, which answers when its server is ready: perhaps the next call of this."""
+        if self._asked is None:
             self._asked = asyncio.ensure_future(self._ask())
-        started = await asyncio.shield(self._asked)
+        try:
+            started = await asyncio.shield(self._asked)
+        finally:
+            if self._asked.done():
+                self._asked = None
         return Found(started.address, started.instance, is_local=started.node_id == self._node_id)
 
     async def _ask(self) -> Started:
@@ -118,51 +123,61 @@ class Fleet(AddressFleet):
             raise InvalidArgument("bundle_indices: they are of a placement_group, which was not given")
         self._own_group: PlacementGroup | None = None
         self._start_seconds = start_seconds
-        if placement_group is None:
-            resources = {name: amount for name, amount in (("CPU", num_cpus), ("GPU", num_gpus)) if amount}
-            placement_group = self._own_group = _reserved([resources] * replicas, strategy, start_seconds)
-        self.token = token = secrets.token_hex(32)
+        self.token = secrets.token_hex(32)
         """Of all servers, for further clients of them."""
-        settings = Settings(str(binary), str(model), tuple(map(str, flags)), token, tls, start_seconds)
-        actor = ray.remote(ReplicaActor)
-        self.actors: list[ActorHandle] = [
-            actor.options(
-                num_cpus=num_cpus,
-                num_gpus=num_gpus,
-                max_restarts=max_restarts,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group, index),
-            ).remote(settings)
-            for index in indices
-        ]
+        settings = Settings(str(binary), str(model), tuple(map(str, flags)), self.token, tls, start_seconds)
+        self.actors: list[ActorHandle] = []
         """The actor of each replica, by number."""
-        node_id = ray.get_runtime_context().get_node_id()
-        self._begin(
-            [ActorPlace(handle, node_id) for handle in self.actors],
-            {"timeout": timeout, "token": token, "tls": tls, "segment_mode": segment_mode},
-            quorum=quorum,
-            capacity=capacity,
-            patience=patience,
-            resupply=resupply,
-        )
+        try:
+            if placement_group is None:
+                resources = {name: amount for name, amount in (("CPU", num_cpus), ("GPU", num_gpus)) if amount}
+                placement_group = self._own_group = _reserved([resources] * replicas, strategy, start_seconds)
+            actor = ray.remote(ReplicaActor)
+            for index in indices:
+                where = PlacementGroupSchedulingStrategy(placement_group, index)
+                wants = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_restarts": max_restarts}
+                self.actors.append(actor.options(**wants, scheduling_strategy=where).remote(settings))
+            node_id = ray.get_runtime_context().get_node_id()
+            self._begin(
+                [ActorPlace(handle, node_id) for handle in self.actors],
+                {"timeout": timeout, "token": self.token, "tls": tls, "segment_mode": segment_mode},
+                quorum=quorum,
+                capacity=capacity,
+                patience=patience,
+                resupply=resupply,
+            )
+        except BaseException:
+            self._end_actors(0.0)
+            raise
 
-    def wait_until_ready(self, timeout: float = START_SECONDS) -> None:
+    def wait_until_ready(self, timeout: float | None = None) -> None:
         """Waits until all replicas are current.
+
+        Args:
+            timeout: in seconds; None is the fleet's `start_seconds`.
 
         Raises:
             RolloutError: a server does not start.
-            Unavailable: fewer than the quorum are current within `timeout` seconds.
+            Unavailable: fewer than the quorum are current within the timeout.
         """
-        asked = [actor.started.remote() for actor in self.actors]
-        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=timeout)
-        for number, answer in enumerate(asked):
-            if answer in answered:
-                try:
-                    ray.get(answer)
-                except ActorUnavailableError:  # it is being started again
-                    continue
-                except RayActorError as error:
-                    raise RolloutError(f"replica {number} does not start: {_reason(error)}") from None
         super().wait_until_ready(timeout)
+
+    async def _until_ready(self, timeout: float | None) -> None:
+        timeout = self._start_seconds if timeout is None else timeout
+        deadline = time.monotonic() + timeout
+        asked = [asyncio.ensure_future(_answer(actor.started.remote())) for actor in self.actors]
+        try:
+            await asyncio.wait(asked, timeout=timeout)
+            for number, answer in enumerate(asked):
+                error = answer.exception() if answer.done() else None
+                # One that is unavailable is being started again.
+                if isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError):
+                    raise RolloutError(f"replica {number} does not start: {_reason(error)}") from None
+        finally:
+            for answer in asked:
+                answer.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+        await self._until_current(timeout, deadline)
 
     def started(self) -> list[Started]:
         """Where each server is, by number.
@@ -178,19 +193,33 @@ class Fleet(AddressFleet):
     def close(self) -> None:
         """Ends calls, connections and servers, and removes the placement group that this fleet has made."""
         super().close()
+        self._end_actors(STOP_SECONDS)
+
+    def _end_actors(self, seconds: float) -> None:
+        """Ends the servers, after this time by force."""
         if not ray.is_initialized():
             return
         stopping = [actor.stop.remote() for actor in self.actors]
-        ray.wait(stopping, num_returns=len(stopping), timeout=STOP_SECONDS)
+        if stopping:
+            ray.wait(stopping, num_returns=len(stopping), timeout=seconds)
         for actor in self.actors:
             ray.kill(actor)
         if self._own_group is not None:
             remove_placement_group(self._own_group)
 
 
+async def _answer(asked: Awaitable[Started]) -> Started:
+    return await asked
+
+
 def _reserved(bundles: list[dict[str, float]], strategy: str, seconds: float) -> PlacementGroup:
     group = placement_group(bundles, strategy=strategy)
-    if not group.wait(seconds):
+    try:
+        has_room = group.wait(seconds)
+    except BaseException:  # KeyboardInterrupt in the wait
+        remove_placement_group(group)
+        raise
+    if not has_room:
         remove_placement_group(group)
         have: dict[str, Any] = {
             name: amount for name, amount in ray.available_resources().items() if name in bundles[0]
