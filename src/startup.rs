@@ -277,18 +277,28 @@ fn reserve_fixed(
     let needed: u64 = entries.iter().map(|e| e.1).sum();
     let requests = config.request_bytes.unwrap_or(MIN_REQUEST_BYTES);
     let least = needed + requests + block_bytes(model, layout) * blocks_for(layout.max_model_len, layout);
+    let total = budget.report().total;
     for (used_for, bytes) in entries {
         budget.reserve(used_for, bytes).map_err(|e| {
             Error::ResourceExhausted(format!(
-                "--mem-util {}: {e}; this model with --max-model-len {} needs at least {} in all, --mem-util {:.3}",
+                "--mem-util {}: {e}; this model with --max-model-len {} needs at least {} in all, {}",
                 config.mem_util,
                 layout.max_model_len,
                 human_bytes(least),
-                least as f64 / budget.report().total as f64,
+                share_of(total, least),
             ))
         })?;
     }
     Ok(decoders)
+}
+
+/// What gives the server so many bytes: a `--mem-util`, or other than that more memory.
+fn share_of(total: u64, bytes: u64) -> String {
+    if bytes > total {
+        return format!("and this machine or container has {}", human_bytes(total));
+    }
+    // Rounded up, so that it is enough.
+    format!("--mem-util {:.3}", (bytes as f64 / total as f64 * 1000.0).ceil() / 1000.0)
 }
 
 /// Bytes set aside for TLS on both ports, with all their connections open.
@@ -460,4 +470,17 @@ fn count_weights(checkpoint: &Checkpoint, model: &ModelConfig) -> u64 {
     let is_copy = |name: &str| model.tie_word_embeddings && name == "lm_head.weight";
     let elements = |name: &&str| checkpoint.shape(name).map_or(0, |s| s.iter().product::<usize>() as u64);
     checkpoint.names().iter().filter(|name| !is_copy(name)).map(elements).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::share_of;
+
+    #[test]
+    fn a_share_is_enough_or_there_is_none() {
+        assert_eq!(share_of(8 << 30, 2 << 30), "--mem-util 0.250");
+        assert_eq!(share_of(3, 1), "--mem-util 0.334");
+        assert_eq!(share_of(1 << 30, 1 << 30), "--mem-util 1.000");
+        assert_eq!(share_of(300 << 20, 698 << 20), "and this machine or container has 300.0 MiB");
+    }
 }

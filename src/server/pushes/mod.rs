@@ -31,7 +31,10 @@ where
     R: Future<Output = Result<VerifiedPush>>,
 {
     let noted = gate.observer.journal.push();
-    unnoted(gate, peer, &noted, receive).await.inspect_err(|error| noted.failed(error))
+    unnoted(gate, peer, &noted, receive).await.inspect_err(|error| {
+        noted.failed(error);
+        tracing::info!("push failed: {error}");
+    })
 }
 
 /// One transaction, from its opening to the engine's answer to the commit. `receive` takes the push and verifies it up

@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use super::unreadable;
 use crate::error::{Error, Result};
 use crate::memory::BorrowedMap;
 
@@ -47,7 +48,7 @@ impl MappedFile {
     /// # Errors
     /// `Config` naming the file if it cannot be read.
     pub fn open(path: &Path) -> Result<Self> {
-        let fail = |e: std::io::Error| Error::Config(format!("cannot read {}: {e}", path.display()));
+        let fail = |e: std::io::Error| unreadable(path, &e);
         let file = File::open(path).map_err(fail)?;
         let map = BorrowedMap::new(&file).map_err(fail)?;
         let opened = Stamp::of(&file.metadata().map_err(fail)?);

@@ -9,7 +9,9 @@ mod mapped;
 mod safetensors;
 mod source;
 
+use std::io::{self, ErrorKind};
 use std::ops::Range;
+use std::path::Path;
 
 use rollout_kernels::WeightDtype;
 use rollout_kernels::host::to_f32;
@@ -17,6 +19,7 @@ use rollout_kernels::host::to_f32;
 use self::mapped::MappedFile;
 use super::parameters::{ParamSpec, Partition, Slice, TensorData, matrix_shape};
 use crate::error::{Error, Result};
+use crate::memory::Identity;
 
 pub use gguf::{GgufCheckpoint, GgufMetadata};
 pub use mapped::Stamp;
@@ -193,6 +196,38 @@ impl Checkpoint {
 
 fn missing(name: &str) -> Error {
     Error::Config(format!("the checkpoint has no tensor {name}; its files and config.json do not belong together"))
+}
+
+/// Whether the model has the file.
+///
+/// # Errors
+/// `Config` if that cannot be seen, or if it is a link to a file that is not there: the hub's cache keeps files so.
+fn is_there(path: &Path) -> Result<bool> {
+    match path.metadata() {
+        Ok(_) => Ok(true),
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(unreadable(path, &error)),
+        Err(_) => match path.read_link() {
+            Ok(target) => Err(Error::Config(format!(
+                "{} is a link to {}, which is not there; a container needs a mount that has both, such as the hub's \
+                 whole cache",
+                path.display(),
+                target.display()
+            ))),
+            Err(_) => Ok(false),
+        },
+    }
+}
+
+/// The error for a file that cannot be read. In a container the server is seldom the user who has made it.
+fn unreadable(path: &Path, error: &io::Error) -> Error {
+    let advice = match error.kind() {
+        ErrorKind::PermissionDenied => {
+            let user = Identity::of_process().user();
+            format!("; let user {user}, as whom the server runs, read it and the directories above it")
+        }
+        _ => String::new(),
+    };
+    Error::Config(format!("cannot read {}: {error}{advice}", path.display()))
 }
 
 #[cfg(test)]

@@ -9,6 +9,7 @@ use safetensors::SafeTensors;
 
 use super::digest::digest_of_rows;
 use super::mapped::MappedFile;
+use super::{is_there, unreadable};
 use crate::error::{Error, Result};
 use crate::weights::parameters::{Dtype, Slice, TensorData, matrix_shape};
 
@@ -50,12 +51,12 @@ impl SafetensorsCheckpoint {
     /// type that is not a float of 16 or 32 bits.
     pub fn open(dir: &Path) -> Result<Self> {
         let mut checkpoint = Self { files: Vec::new(), entries: BTreeMap::new() };
-        if dir.join(SINGLE).exists() {
+        if is_there(&dir.join(SINGLE))? {
             checkpoint.add_file(&dir.join(SINGLE))?;
             return Ok(checkpoint);
         }
         let path = dir.join(INDEX);
-        if !path.exists() {
+        if !is_there(&path)? {
             return Err(Error::Config(format!(
                 "{} has neither {SINGLE} nor {INDEX}; give a directory with safetensors weights or a .gguf file",
                 dir.display()
@@ -64,7 +65,7 @@ impl SafetensorsCheckpoint {
         let index = read_index(&path)?;
         for shard in index.weight_map.values().collect::<BTreeSet<_>>() {
             let shard = dir.join(shard);
-            if !shard.exists() {
+            if !is_there(&shard)? {
                 let (shard, index) = (shard.display(), path.display());
                 return Err(Error::Config(format!(
                     "shard {shard} is missing, but {index} names it; download it again"
@@ -170,7 +171,7 @@ impl SafetensorsCheckpoint {
 
 fn read_index(path: &Path) -> Result<Index> {
     let fail = |e: String| Error::Config(format!("{}: {e}", path.display()));
-    let text = std::fs::read_to_string(path).map_err(|e| fail(e.to_string()))?;
+    let text = std::fs::read_to_string(path).map_err(|e| unreadable(path, &e))?;
     let index: Index = serde_json::from_str(&text).map_err(|e| fail(format!("not a safetensors index: {e}")))?;
     for shard in index.weight_map.values() {
         // A name with a path in it could point out of the model's directory.

@@ -1,14 +1,16 @@
 //! Where the files of a model come from: a directory, a GGUF file, or the hub.
 
+use std::fs::Metadata;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde_json::Value;
 
-use super::Checkpoint;
 use super::gguf::{GgufCheckpoint, GgufMetadata};
 use super::hub;
 use super::safetensors::SafetensorsCheckpoint;
+use super::{Checkpoint, is_there, unreadable};
 use crate::error::{Error, Result};
 
 /// What `--model` names.
@@ -55,14 +57,19 @@ impl ModelSource {
     /// it names a repository of the hub.
     ///
     /// # Errors
-    /// `Config` if there is no file at the path, or the value is neither a path nor the name of a repository.
+    /// `Config` if there is no file at the path, or none that may be looked at, or the value is neither a path nor the
+    /// name of a repository.
     pub fn parse(model: &str) -> Result<Self> {
         let path = Path::new(model);
         let is_gguf = path.extension().is_some_and(|e| e.eq_ignore_ascii_case("gguf"));
-        if path.is_dir() {
+        let found = match path.metadata() {
+            Err(e) if e.kind() == ErrorKind::PermissionDenied => return Err(unreadable(path, &e)),
+            found => found.ok(),
+        };
+        if found.as_ref().is_some_and(Metadata::is_dir) {
             return Ok(Self::Directory(path.to_path_buf()));
         }
-        if path.is_file() {
+        if found.is_some_and(|found| found.is_file()) {
             return if is_gguf {
                 Ok(Self::GgufFile(path.to_path_buf()))
             } else {
@@ -109,29 +116,31 @@ impl ModelSource {
 }
 
 fn open_directory(dir: &Path, name: String) -> Result<ModelFiles> {
-    let existing = |file: &str| Some(dir.join(file)).filter(|path| path.exists());
+    let existing = |file: &str| -> Result<Option<PathBuf>> {
+        let path = dir.join(file);
+        Ok(is_there(&path)?.then_some(path))
+    };
     let required = |file: &str| {
-        existing(file).ok_or_else(|| {
+        existing(file)?.ok_or_else(|| {
             Error::Config(format!("{} has no {file}; it is not a whole Hugging Face model directory", dir.display()))
         })
     };
     Ok(ModelFiles {
         name,
         config: read_json(&required("config.json")?)?,
-        generation_config: existing("generation_config.json").map(|path| read_json(&path)).transpose()?,
+        generation_config: existing("generation_config.json")?.map(|path| read_json(&path)).transpose()?,
         tokenizer: TokenizerFiles::HuggingFace {
             tokenizer_json: required("tokenizer.json")?,
-            tokenizer_config_json: existing("tokenizer_config.json"),
-            chat_template: existing("chat_template.jinja"),
+            tokenizer_config_json: existing("tokenizer_config.json")?,
+            chat_template: existing("chat_template.jinja")?,
         },
         checkpoint: Checkpoint::Safetensors(SafetensorsCheckpoint::open(dir)?),
     })
 }
 
 fn read_json(path: &Path) -> Result<Value> {
-    let fail = |e: String| Error::Config(format!("{}: {e}", path.display()));
-    let text = std::fs::read_to_string(path).map_err(|e| fail(e.to_string()))?;
-    serde_json::from_str(&text).map_err(|e| fail(format!("not JSON: {e}")))
+    let text = std::fs::read_to_string(path).map_err(|e| unreadable(path, &e))?;
+    serde_json::from_str(&text).map_err(|e| Error::Config(format!("{}: not JSON: {e}", path.display())))
 }
 
 /// The last part of a path. A path like `.` is resolved first.

@@ -50,3 +50,20 @@ fn incomplete_directories_are_named() {
     std::fs::write(temp.path().join("tokenizer.json"), "{}").unwrap();
     assert!(config_error(source.open()).contains("has neither model.safetensors"));
 }
+
+#[test]
+fn a_link_to_nowhere_is_told_from_no_file() {
+    let temp = tempfile::tempdir().unwrap();
+    let path = temp.path().join("config.json");
+    assert!(!is_there(&path).unwrap());
+    std::os::unix::fs::symlink("../../blobs/1f", &path).unwrap();
+    let message = config_error(ModelSource::Directory(temp.path().to_path_buf()).open());
+    assert!(message.starts_with(&format!("{} is a link to ../../blobs/1f, which is not there", path.display())));
+}
+
+/// Of the error alone, because root, as whom tests may run, reads everything.
+#[test]
+fn a_file_of_others_is_refused_with_the_user_that_reads() {
+    let message = unreadable(Path::new("/models/x"), &ErrorKind::PermissionDenied.into()).to_string();
+    assert!(message.starts_with("cannot read /models/x: permission denied; let user "), "{message}");
+}
