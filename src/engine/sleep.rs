@@ -204,6 +204,10 @@ impl<X: Executor> Engine<X> {
         self.watch.enter(if reload { Phase::Reload } else { Phase::Wake });
         let wake_weights = tags.weights && !self.state.weights_awake();
         let wake_kv = tags.kv_cache && !self.state.kv_awake();
+        if wake_kv {
+            // A FULL push beside the sleeping cache has left it, in memory that is the cache's.
+            drop(self.take_spare());
+        }
         let mut ledger = self.budget.clone();
         if wake_weights {
             ledger.set(MemoryUse::Weights, self.awake_bytes.weights).map_err(Failure::Refused)?;

@@ -26,7 +26,7 @@ from rollout_client import (
 )
 from rollout_client.process import free_port
 from rollout_client.swift import RolloutVLLMClient
-from serving import PUSH_MODEL, SMALL_CACHE, server, wait_for
+from serving import PUSH_MODEL, SMALL_CACHE, no_room, server, wait_for
 
 FLOAT32 = ["--dtype", "float32"]
 CONFIG = {"max_tokens": 8, "temperature": 0.9, "top_k": -1, "top_p": 1.0, "min_p": None, "stop": [], "n": 1}
@@ -281,6 +281,16 @@ def test_servers_sleep_between_rollouts_and_wake_for_a_push(binary, rng, level, 
             client.sleep(level)
             client.infer(requests([(1, 2)]), CONFIG)
             assert control.checksum() == checksums(state, "float32"), "without a push the policy is the same"
+
+
+def test_a_policy_that_does_not_fit_beside_the_old_one_takes_its_place_while_the_server_sleeps(binary, rng):
+    with server(binary, PUSH_MODEL, *no_room(binary), *FLOAT32) as control:
+        client = connected(control, takes_adapters=False)
+        client.sleep(1)
+        state = perturbed(rng, read_model(PUSH_MODEL, np.float32))
+        synchronise(client, state)
+        client.infer(requests([(1, 2)]), CONFIG)
+        assert control.checksum() == checksums(state, "float32")
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -4,7 +4,7 @@ use super::rig::*;
 use crate::engine::*;
 use crate::executor::Memory;
 use crate::memory::MemoryUse;
-use crate::weights::UpdateKind;
+use crate::weights::{UpdateKind, WeightUpdate};
 
 type Reach = fn(&mut Rig);
 
@@ -308,4 +308,17 @@ fn a_checksum_is_of_the_bytes_that_serve() {
     assert_eq!(rig.checksum(&PARAMETERS[1..]).unwrap().parameters, [(PARAMETERS[1].into(), sha)]);
     let error = rig.checksum(&[PARAMETERS[1], "x"]).unwrap_err();
     assert!(matches!(&error, Error::InvalidArgument { message, .. } if message.contains("\"x\"")), "{error}");
+}
+
+#[test]
+fn what_a_packed_push_replaced_while_the_cache_slept_goes_as_that_wakes() {
+    let mut rig = Rig::new();
+    told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply().unwrap();
+    rig.wake(true, false, false).unwrap();
+    let ticket = rig.begin(begin(UpdateKind::Full)).unwrap();
+    told(&rig.commit(ticket.id, WeightUpdate::Packed(ticket.shadow.unwrap()))).reply().unwrap();
+    assert!(rig.engine.updates.has_spare());
+    rig.wake(false, true, false).unwrap();
+    assert_eq!((rig.reserved(MemoryUse::SpareWeights), rig.engine.updates.has_spare()), (0, false));
+    rig.assert_clean();
 }
