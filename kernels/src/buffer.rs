@@ -6,6 +6,7 @@ use std::sync::Arc;
 use candle_core::{Result, Tensor};
 use half::bf16;
 
+use crate::activations::Activations;
 use crate::backend::storage::MemoryImpl;
 use crate::weights::{WeightDtype, WeightRows};
 
@@ -13,12 +14,12 @@ use crate::weights::{WeightDtype, WeightRows};
 /// embedding.
 pub struct Buffer {
     memory: Arc<dyn MemoryImpl>,
-    values: Tensor,
+    values: Activations,
 }
 
 impl Buffer {
     /// `values` has one dimension.
-    pub(crate) fn new(memory: Arc<dyn MemoryImpl>, values: Tensor) -> Self {
+    pub(crate) fn new(memory: Arc<dyn MemoryImpl>, values: Activations) -> Self {
         Self { memory, values }
     }
 

@@ -2,9 +2,8 @@
 
 use std::sync::Arc;
 
-use candle_core::Tensor;
-
 use crate::Backend;
+use crate::activations::Activations;
 use crate::backend::device::{DeviceImpl, DeviceOptions, ModelShape};
 use crate::backend::storage::MemoryImpl;
 use crate::buffer::Buffer;
@@ -84,7 +83,7 @@ impl Device {
     ///
     /// # Errors
     /// If the device has not as much memory.
-    pub fn activations(&self, rows: usize, width: usize) -> candle_core::Result<Tensor> {
+    pub fn activations(&self, rows: usize, width: usize) -> candle_core::Result<Activations> {
         self.0.activations(rows, width)
     }
 

@@ -7,9 +7,12 @@
 //! Whatever the device, every reduction order depends on nothing but the row's own inputs, so that a row's result is
 //! the same bits alone or in any batch.
 
+mod activations;
 mod backend;
 mod buffer;
 pub mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod device;
 mod error;
 pub mod host;
@@ -24,6 +27,7 @@ mod step;
 mod tensor;
 mod weights;
 
+pub use activations::Activations;
 pub use backend::device::{DeviceOptions, ModelShape};
 pub use buffer::Buffer;
 pub use device::{Device, Devices};
@@ -47,17 +51,27 @@ pub use weights::{
 pub enum Backend {
     /// The processor, with its vector instructions.
     Cpu,
+    /// An NVIDIA GPU for each rank.
+    #[cfg(feature = "cuda")]
+    Cuda,
     /// Plain loops in float64, which the others are compared with.
     Reference,
 }
 
 impl Backend {
-    pub const ALL: &'static [Backend] = &[Backend::Cpu, Backend::Reference];
+    pub const ALL: &'static [Backend] = &[
+        Backend::Cpu,
+        #[cfg(feature = "cuda")]
+        Backend::Cuda,
+        Backend::Reference,
+    ];
 
     /// As `--device` takes it and `GetServerInfo` shows it.
     pub fn name(self) -> &'static str {
         match self {
             Backend::Cpu => "cpu",
+            #[cfg(feature = "cuda")]
+            Backend::Cuda => "cuda",
             Backend::Reference => "reference",
         }
     }
@@ -66,6 +80,8 @@ impl Backend {
     pub fn is_for_serving(self) -> bool {
         match self {
             Backend::Cpu => true,
+            #[cfg(feature = "cuda")]
+            Backend::Cuda => true,
             Backend::Reference => false,
         }
     }
@@ -77,6 +93,8 @@ impl Backend {
     pub fn open(self, options: &DeviceOptions<'_>) -> Result<Device, DeviceError> {
         match self {
             Backend::Cpu => cpu::CpuDevice::open(options).map(Device::new),
+            #[cfg(feature = "cuda")]
+            Backend::Cuda => cuda::CudaDevice::open(options).map(Device::new),
             Backend::Reference => reference::ReferenceDevice::open(options).map(Device::new),
         }
     }

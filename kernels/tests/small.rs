@@ -6,9 +6,9 @@ use std::ops::Range;
 use candle_core::Tensor;
 use rollout_kernels::cpu::Isa;
 use rollout_kernels::{
-    AttentionSequence, AttentionShape, Backend, BlockCopy, Device, DeviceOptions, Distribution, KvDtype, KvLayout,
-    LoraDelta, LowRank, Matrix, MatrixShape, Merge, MergeBase, Ops, RowBits, RowTasks, SamplingTask, StepInput,
-    WeightChange, WeightDtype, WeightRows, reduction_leaves,
+    Activations, AttentionSequence, AttentionShape, Backend, BlockCopy, Device, DeviceOptions, Distribution, KvDtype,
+    KvLayout, LoraDelta, LowRank, Matrix, MatrixShape, Merge, MergeBase, Ops, RowBits, RowTasks, SamplingTask,
+    StepInput, WeightChange, WeightDtype, WeightRows, reduction_leaves,
 };
 
 const EMPTY: StepInput<'static> =
@@ -32,11 +32,11 @@ impl Rank {
         Self { ops: device.ops(), device, found: Vec::new() }
     }
 
-    fn zeros(&self, rows: usize, width: usize) -> Tensor {
+    fn zeros(&self, rows: usize, width: usize) -> Activations {
         self.device.activations(rows, width).unwrap()
     }
 
-    fn tensor(&self, rows: usize, width: usize) -> Tensor {
+    fn tensor(&self, rows: usize, width: usize) -> Activations {
         let tensor = self.zeros(rows, width);
         let source = Tensor::from_vec(values(rows * width), (rows, width), tensor.device()).unwrap();
         tensor.slice_set(&source, 0, 0).unwrap();

@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use candle_core::Tensor;
-use rollout_kernels::{Matrix, MatrixShape, Ops, WeightDtype, WeightRows};
+use rollout_kernels::{Activations, Matrix, MatrixShape, Ops, WeightDtype, WeightRows};
 
 use crate::comm::Communicator;
 use crate::error::Result;
@@ -75,9 +75,9 @@ struct UpFactor {
 
 /// Scratch for some rows at a time, flat: the input `x`, `a x` and `b (a x)`.
 struct Buffers {
-    x: Tensor,
-    ranks: Tensor,
-    y: Tensor,
+    x: Activations,
+    ranks: Activations,
+    y: Activations,
     values: usize,
 }
 
@@ -221,13 +221,13 @@ impl Additions for BatchAdapters<'_> {
 
 impl Buffers {
     fn new(build: &Build, values: usize) -> Result<Self> {
-        let make = || build.device.activations(1, values)?.flatten_all();
+        let make = || build.device.activations(1, values);
         Ok(Self { x: make()?, ranks: make()?, y: make()?, values })
     }
 
     /// The beginning of a flat buffer as dense rows.
     fn rows(buffer: &Tensor, rows: usize, width: usize) -> Result<Tensor> {
-        Ok(buffer.narrow(0, 0, rows * width)?.reshape((rows, width))?)
+        Ok(buffer.flatten_all()?.narrow(0, 0, rows * width)?.reshape((rows, width))?)
     }
 }
 

@@ -1,7 +1,9 @@
 //! Buffers of a rank that are made once: the activations of one step, and the KV caches.
 
+use std::sync::Arc;
+
 use candle_core::{Result, Tensor};
-use rollout_kernels::{KvCache, KvDtype, KvLayout};
+use rollout_kernels::{Activations, KvCache, KvDtype, KvLayout};
 
 use super::config::ModelConfig;
 use super::layers::{Build, HeadDims};
@@ -31,6 +33,8 @@ pub struct Workspace {
     pub gate_up: Tensor,
     pub activation: Tensor,
     head: LogitsRows,
+    /// What the tensors are views of: their memory goes back to the device with the last of these.
+    memory: Arc<[Activations]>,
 }
 
 /// Buffers of the head, `[LOGITS_ROWS, width]` each.
@@ -45,7 +49,13 @@ impl Workspace {
     pub fn new(shape: &WorkspaceShape) -> Result<Self> {
         let WorkspaceShape { config, build, max_batch_tokens } = shape;
         let widths = Widths::new(config, build);
-        let make = |rows: usize, width: usize| build.device.activations(rows, width);
+        let mut memory = Vec::new();
+        let mut make = |rows: usize, width: usize| -> Result<Tensor> {
+            let activations = build.device.activations(rows, width)?;
+            let tensor = Tensor::clone(&activations);
+            memory.push(activations);
+            Ok(tensor)
+        };
         let rows = *max_batch_tokens;
         let local_logits = make(LOGITS_ROWS, widths.local_vocab)?;
         // On a single rank the local logits are all logits, and need no second buffer to be gathered into.
@@ -60,6 +70,7 @@ impl Workspace {
             gate_up: make(rows, 2 * widths.intermediate)?,
             activation: make(rows, widths.intermediate)?,
             head: LogitsRows { selected: make(LOGITS_ROWS, widths.hidden)?, local_logits, logits },
+            memory: memory.into(),
         })
     }
 
@@ -84,6 +95,7 @@ impl Workspace {
             gate_up: part(&self.gate_up)?,
             activation: part(&self.activation)?,
             head: self.head.clone(),
+            memory: self.memory.clone(),
         })
     }
 

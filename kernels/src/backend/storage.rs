@@ -6,6 +6,7 @@ use std::ops::Range;
 
 use candle_core::{Result, Tensor};
 
+use crate::activations::Activations;
 use crate::error::DeviceError;
 use crate::kv_layout::KvLayout;
 use crate::weights::{MatrixShape, RowBits, WeightRows};
@@ -18,8 +19,8 @@ pub(crate) trait MemoryImpl: Send + Sync + 'static {
     fn matrix(&self, shape: MatrixShape) -> std::result::Result<Box<dyn MatrixImpl>, DeviceError>;
     fn kv_cache(&self, layout: KvLayout) -> std::result::Result<Box<dyn KvCacheImpl>, DeviceError>;
     /// `len` float32 zeros in one dimension.
-    fn zeros(&self, len: usize) -> Result<Tensor>;
-    fn activations(&self, rows: usize, width: usize) -> Result<Tensor>;
+    fn zeros(&self, len: usize) -> Result<Activations>;
+    fn activations(&self, rows: usize, width: usize) -> Result<Activations>;
     /// Writes to a tensor of [`MemoryImpl::zeros`].
     fn write(&self, to: &Tensor, start: usize, values: &[f32]) -> Result<()>;
     /// Reads a tensor of [`MemoryImpl::zeros`].

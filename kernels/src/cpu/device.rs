@@ -9,6 +9,7 @@ use super::kv::KvBlocks;
 use super::ops::CpuOps;
 use super::packed::{PANEL, PackedMatrix};
 use super::pool::Cpu;
+use crate::activations::Activations;
 use crate::backend::device::{DeviceImpl, DeviceOptions, ModelShape};
 use crate::backend::operators::OpsImpl;
 use crate::backend::storage::{KvCacheImpl, MatrixImpl, MemoryImpl};
@@ -99,16 +100,16 @@ impl MemoryImpl for CpuDevice {
         Ok(Box::new(cache))
     }
 
-    fn zeros(&self, len: usize) -> Result<Tensor> {
-        Tensor::zeros(len, DType::F32, &Device::Cpu)
+    fn zeros(&self, len: usize) -> Result<Activations> {
+        Tensor::zeros(len, DType::F32, &Device::Cpu).map(Activations::owned)
     }
 
     /// The first row starts at a cache line. Rows of whole cache lines then all do, so that a vector is stored to one
     /// line and not to two.
-    fn activations(&self, rows: usize, width: usize) -> Result<Tensor> {
-        let memory = self.zeros(rows * width + LINE / size_of::<f32>())?;
+    fn activations(&self, rows: usize, width: usize) -> Result<Activations> {
+        let memory = Tensor::zeros(rows * width + LINE / size_of::<f32>(), DType::F32, &Device::Cpu)?;
         let start = with_f32(&memory, |values| values.as_ptr().align_offset(LINE))?;
-        memory.narrow(0, start, rows * width)?.reshape((rows, width))
+        memory.narrow(0, start, rows * width)?.reshape((rows, width)).map(Activations::owned)
     }
 
     fn write(&self, to: &Tensor, start: usize, values: &[f32]) -> Result<()> {

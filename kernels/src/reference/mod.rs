@@ -14,6 +14,7 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor};
 
+use crate::activations::Activations;
 use crate::backend::device::{DeviceImpl, DeviceOptions, ModelShape};
 use crate::backend::operators::OpsImpl;
 use crate::backend::storage::{KvCacheImpl, MatrixImpl, MemoryImpl};
@@ -86,12 +87,12 @@ impl MemoryImpl for ReferenceDevice {
         Ok(Box::new(Slots::new(layout)))
     }
 
-    fn zeros(&self, len: usize) -> Result<Tensor> {
-        Tensor::zeros(len, DType::F32, &Device::Cpu)
+    fn zeros(&self, len: usize) -> Result<Activations> {
+        Tensor::zeros(len, DType::F32, &Device::Cpu).map(Activations::owned)
     }
 
-    fn activations(&self, rows: usize, width: usize) -> Result<Tensor> {
-        Tensor::zeros((rows, width), DType::F32, &Device::Cpu)
+    fn activations(&self, rows: usize, width: usize) -> Result<Activations> {
+        Tensor::zeros((rows, width), DType::F32, &Device::Cpu).map(Activations::owned)
     }
 
     fn write(&self, to: &Tensor, start: usize, values: &[f32]) -> Result<()> {

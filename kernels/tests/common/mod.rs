@@ -8,7 +8,8 @@ use half::bf16;
 pub use random::Random;
 use rollout_kernels::cpu::Isa;
 use rollout_kernels::{
-    AttentionSequence, Backend, BlockCopy, Device, DeviceOptions, KvDtype, Ops, StepInput, TokenLogprobs, WeightDtype,
+    Activations, AttentionSequence, Backend, BlockCopy, Device, DeviceOptions, KvDtype, Ops, StepInput, TokenLogprobs,
+    WeightDtype,
 };
 
 /// A step without rows.
@@ -28,7 +29,16 @@ fn rank(backend: Backend, kernel: &str) -> Rank {
 
 /// Every device but the reference, with each of its kernels that this machine can run.
 pub fn devices() -> Vec<Rank> {
-    Isa::all().into_iter().map(|isa| rank(Backend::Cpu, isa.name())).collect()
+    let cpus = Isa::all().into_iter().map(|isa| rank(Backend::Cpu, isa.name()));
+    cpus.chain(cuda()).collect()
+}
+
+/// The first GPU, where the tests are built for one: a card or the emulator.
+fn cuda() -> Option<Rank> {
+    #[cfg(feature = "cuda")]
+    return Some(rank(Backend::Cuda, "auto"));
+    #[cfg(not(feature = "cuda"))]
+    None
 }
 
 pub fn reference() -> Rank {
@@ -42,7 +52,7 @@ impl Rank {
 
     /// Whether activations that meet bfloat16 are rounded to it.
     pub fn rounds_activations(&self) -> bool {
-        Isa::from_name(self.name()).is_some_and(Isa::rounds_activations)
+        self.name() == "cuda" || Isa::from_name(self.name()).is_some_and(Isa::rounds_activations)
     }
 
     /// These activations as they are multiplied with bfloat16.
@@ -51,11 +61,11 @@ impl Rank {
         x.iter().map(|x| if rounds { bf16::from_f32(*x).to_f32() } else { *x }).collect()
     }
 
-    pub fn zeros(&self, rows: usize, width: usize) -> Tensor {
+    pub fn zeros(&self, rows: usize, width: usize) -> Activations {
         self.device.activations(rows, width).unwrap()
     }
 
-    pub fn tensor(&self, values: &[f32], rows: usize, width: usize) -> Tensor {
+    pub fn tensor(&self, values: &[f32], rows: usize, width: usize) -> Activations {
         let tensor = self.zeros(rows, width);
         let source = Tensor::from_slice(values, (rows, width), tensor.device()).unwrap();
         tensor.slice_set(&source, 0, 0).unwrap();

@@ -1,0 +1,101 @@
+//! What a rank's device is made of: candle's handle of it, its stream, and an arena for each kind of memory.
+
+use std::sync::Arc;
+
+use candle_core::Result;
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::{CudaStream, LaunchConfig, sys};
+use candle_core::cuda_backend::{CudaDevice as CandleDevice, CudaError};
+
+use super::arena::{Allocation, Arena};
+use super::copy::Copies;
+use crate::error::DeviceError;
+
+/// The device of one rank.
+pub(super) struct Context {
+    pub candle: CandleDevice,
+    /// On which all operators of the rank run, one after the other.
+    pub stream: Arc<CudaStream>,
+    /// Weight matrices.
+    pub weights: Arc<Arena>,
+    /// Keys and values.
+    pub kv: Arc<Arena>,
+    /// Activations, vectors, and what operators keep between them.
+    pub workspace: Arc<Arena>,
+    /// To and from the host.
+    pub copies: Copies,
+    /// Bytes of the device that were free before the process took its context.
+    free_before: u64,
+    /// Bytes that the context itself takes: code, stacks, libraries.
+    context_bytes: u64,
+    pub total_bytes: u64,
+    pub capability: (i32, i32),
+    pub processors: u32,
+}
+
+impl Context {
+    /// Takes the device with this number.
+    ///
+    /// # Errors
+    /// [`DeviceError::Unsupported`] if there is none, or it is too old.
+    pub fn open(ordinal: usize) -> std::result::Result<Self, DeviceError> {
+        Self::try_open(ordinal)
+            .map_err(|e| DeviceError::Unsupported(format!("--device cuda: device {ordinal} cannot be used: {e}")))
+    }
+
+    fn try_open(ordinal: usize) -> Result<Self> {
+        let candle = CandleDevice::new_with_stream(ordinal)?;
+        // SAFETY: all tensors of the device are used on its one stream, and copies wait for it.
+        unsafe { candle.disable_event_tracking() };
+        let stream = candle.cuda_stream();
+        let context = stream.context().clone();
+        let (free, total) = context.mem_get_info().w()?;
+        let attribute = |which| context.attribute(which).w();
+        let capability = (
+            attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        );
+        if capability.0 < 8 {
+            let (major, minor) = capability;
+            candle_core::bail!("its compute capability is {major}.{minor}; the kernels need 8.0 (Ampere) or newer");
+        }
+        let processors = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
+        let arena = || Arena::reserve(&stream).map_err(candle_core::Error::wrap);
+        Ok(Self {
+            copies: Copies::new(&stream)?,
+            weights: arena()?,
+            kv: arena()?,
+            workspace: arena()?,
+            candle,
+            free_before: free as u64,
+            context_bytes: 0,
+            total_bytes: total as u64,
+            capability,
+            processors,
+            stream,
+        })
+    }
+
+    /// Bytes of the device that the process takes: its context and what its arenas have mapped.
+    pub fn used_bytes(&self) -> u64 {
+        self.context_bytes
+            + [&self.weights, &self.kv, &self.workspace].map(|arena| arena.mapped_bytes()).iter().sum::<u64>()
+    }
+
+    /// Gives what nothing uses back to the driver.
+    pub fn trim(&self) {
+        [&self.weights, &self.kv, &self.workspace].into_iter().for_each(|arena| arena.trim());
+    }
+
+    /// Zeros, on the rank's stream, in new memory.
+    pub fn zeros(&self, arena: &Arc<Arena>, bytes: usize) -> std::result::Result<Allocation, DeviceError> {
+        let allocation = arena.allocate(bytes)?;
+        self.copies.zero(allocation.pointer, bytes).map_err(|e| DeviceError::Unsupported(e.to_string()))?;
+        Ok(allocation)
+    }
+}
+
+/// A launch of `blocks` blocks of `threads` threads with `shared` bytes of dynamic shared memory.
+pub(super) fn grid(blocks: (u32, u32, u32), threads: u32, shared: u32) -> LaunchConfig {
+    LaunchConfig { grid_dim: blocks, block_dim: (threads, 1, 1), shared_mem_bytes: shared }
+}

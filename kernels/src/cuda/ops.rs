@@ -1,0 +1,219 @@
+//! The operators of a rank on its GPU: hands the memory of tensors to the launchers.
+
+use std::any::Any;
+use std::ops::Range;
+use std::sync::Arc;
+
+use candle_core::{Result, Tensor};
+
+use super::activation::Activation;
+use super::attention::Attention;
+use super::context::Context;
+use super::kv::CudaKv;
+use super::linear::Linear;
+use super::matrix::CudaMatrix;
+use super::merge::Merger;
+use super::norm::Norms;
+use super::pack::Packer;
+use super::rope::Rope;
+use super::rows::RowCopies;
+use super::sampling::Sampler;
+use super::staging::Staging;
+use super::step::CudaStep;
+use super::tensor::{pointer, rows};
+use crate::backend::operators::OpsImpl;
+use crate::buffer::Buffer;
+use crate::cpu::ThreadPool;
+use crate::kv_cache::KvCache;
+use crate::kv_layout::BlockCopy;
+use crate::matrix::Matrix;
+use crate::merge::Merge;
+use crate::sampling::Sampled;
+use crate::step::{AttentionShape, Step, StepInput};
+use crate::weights::{ReadRows, WriteElements};
+
+/// The kernels, and the memory that they reuse.
+pub(super) struct CudaOps {
+    context: Arc<Context>,
+    /// Reads what the host has, such as the base of a merge.
+    host: ThreadPool,
+    staging: Staging,
+    linear: Linear,
+    activation: Activation,
+    norms: Norms,
+    rope: Rope,
+    rows: RowCopies,
+    attention: Attention,
+    packer: Packer,
+    merger: Merger,
+    sampler: Sampler,
+}
+
+impl CudaOps {
+    /// Loads the kernels.
+    ///
+    /// # Errors
+    /// If the driver does not take them.
+    pub fn new(context: Arc<Context>, threads: usize) -> Result<Self> {
+        Ok(Self {
+            host: ThreadPool::new(threads),
+            staging: Staging::new(&context.stream),
+            linear: Linear::load(&context)?,
+            activation: Activation::load(&context)?,
+            norms: Norms::load(&context)?,
+            rope: Rope::load(&context)?,
+            rows: RowCopies::load(&context)?,
+            attention: Attention::load(&context)?,
+            packer: Packer::load(&context)?,
+            merger: Merger::load(&context)?,
+            sampler: Sampler::load(&context)?,
+            context,
+        })
+    }
+}
+
+fn stored(w: &Matrix) -> &CudaMatrix {
+    w.storage()
+}
+
+fn stored_mut(w: &mut Matrix) -> &mut CudaMatrix {
+    w.storage_mut()
+}
+
+fn blocks(cache: &KvCache) -> &CudaKv {
+    cache.storage()
+}
+
+fn prepared<'a>(step: &'a Step<'_>) -> &'a CudaStep {
+    step.prepared()
+}
+
+/// Address of a vector, 0 if there is none.
+fn vector(buffer: Option<&Buffer>) -> Result<u64> {
+    buffer.map_or(Ok(0), |buffer| pointer(buffer.tensor()))
+}
+
+impl OpsImpl for CudaOps {
+    fn prepare(&self, input: &StepInput<'_>) -> Result<Box<dyn Any>> {
+        Ok(Box::new(CudaStep::upload(&self.context, &self.staging, input)?))
+    }
+
+    fn embed(&self, table: &Matrix, first_token: usize, step: &Step<'_>, out: &Tensor) -> Result<()> {
+        self.rows.embed(stored(table), first_token, prepared(step).tokens(), rows(out)?)
+    }
+
+    fn linear(&self, x: &Tensor, w: &Matrix, bias: Option<&Buffer>, out: &Tensor) -> Result<()> {
+        self.linear.product(rows(x)?, stored(w), vector(bias)?, rows(out)?)
+    }
+
+    fn linear_silu_mul(
+        &self,
+        x: &Tensor,
+        w: &Matrix,
+        bias: Option<&Buffer>,
+        gate_up: &Tensor,
+        out: &Tensor,
+    ) -> Result<()> {
+        self.linear(x, w, bias, gate_up)?;
+        self.silu_mul(gate_up, out)
+    }
+
+    fn silu_mul(&self, gate_up: &Tensor, out: &Tensor) -> Result<()> {
+        self.activation.silu_mul(rows(gate_up)?, rows(out)?)
+    }
+
+    fn rms_norm(&self, x: &Tensor, weight: &Buffer, eps: f32, out: &Tensor) -> Result<()> {
+        self.norms.rms_norm(rows(x)?, pointer(weight.tensor())?, eps, rows(out)?)
+    }
+
+    fn add_rms_norm(
+        &self,
+        residual: &Tensor,
+        x: &Tensor,
+        bias: Option<&Buffer>,
+        weight: &Buffer,
+        eps: f32,
+        out: &Tensor,
+    ) -> Result<()> {
+        let (residual, x, out) = (rows(residual)?, rows(x)?, rows(out)?);
+        self.norms.add_rms_norm(residual, x, vector(bias)?, pointer(weight.tensor())?, eps, out)
+    }
+
+    fn rms_norm_heads(&self, x: &Tensor, weight: &Buffer, eps: f32) -> Result<()> {
+        self.norms.rms_norm_heads(rows(x)?, pointer(weight.tensor())?, weight.len(), eps)
+    }
+
+    fn rope(&self, x: &Tensor, head_dim: usize, step: &Step<'_>, cos: &Buffer, sin: &Buffer) -> Result<()> {
+        let (cos, sin) = (pointer(cos.tensor())?, pointer(sin.tensor())?);
+        self.rope.rotate(rows(x)?, head_dim, prepared(step).positions(), cos, sin)
+    }
+
+    fn write_kv(&self, k: &Tensor, v: &Tensor, step: &Step<'_>, cache: &mut KvCache) -> Result<()> {
+        self.attention.write_kv(rows(k)?, rows(v)?, prepared(step).slots(), blocks(cache))
+    }
+
+    fn copy_blocks(&self, cache: &mut KvCache, copies: &[BlockCopy]) -> Result<()> {
+        self.attention.copy_blocks(&self.staging, blocks(cache), copies)
+    }
+
+    fn paged_attention(
+        &self,
+        q: &Tensor,
+        shape: &AttentionShape,
+        step: &Step<'_>,
+        cache: &KvCache,
+        out: &Tensor,
+    ) -> Result<()> {
+        self.attention.attend(rows(q)?, shape, prepared(step), blocks(cache), rows(out)?)
+    }
+
+    fn select_logits_rows(&self, x: &Tensor, step: &Step<'_>, wanted: Range<usize>, out: &Tensor) -> Result<()> {
+        let indices = prepared(step).logits_rows() + (wanted.start * size_of::<u32>()) as u64;
+        self.rows.select(rows(x)?, indices, wanted.len(), rows(out)?)
+    }
+
+    fn sample(&self, logits: &Tensor, step: &Step<'_>, wanted: Range<usize>) -> Result<Sampled> {
+        let StepInput { logits: all, tasks, .. } = *step.input();
+        self.sampler.sample(&self.host, rows(logits)?, &all[wanted], tasks)
+    }
+
+    fn select_rows(&self, x: &Tensor, indices: &[u32], out: &Tensor) -> Result<()> {
+        self.rows.select_listed(&self.staging, rows(x)?, indices, rows(out)?)
+    }
+
+    fn add_rows(&self, x: &Tensor, indices: &[u32], out: &Tensor) -> Result<()> {
+        self.rows.add_listed(&self.staging, rows(x)?, indices, rows(out)?)
+    }
+
+    fn store_rows(&self, w: &mut Matrix, rows: Range<usize>, read: &ReadRows<'_>) -> Result<()> {
+        self.packer.store_rows(&self.host, stored_mut(w), rows, read)
+    }
+
+    fn copy_rows(&self, from: &Matrix, rows: Range<usize>, to: &mut Matrix) -> Result<()> {
+        self.packer.copy_rows(stored(from), rows, stored_mut(to))
+    }
+
+    fn merge_rows(&self, w: &mut Matrix, first_row: usize, merge: &Merge<'_>) -> Result<()> {
+        self.merger.merge_rows(&self.host, stored_mut(w), first_row, merge)
+    }
+
+    fn write_elements(&self, w: &mut Matrix, rows: Range<usize>, write: &WriteElements<'_>) -> Result<()> {
+        self.packer.write_elements(&self.host, stored_mut(w), rows, write)
+    }
+
+    fn unpack(&self, w: &Matrix, out: &Tensor) -> Result<()> {
+        self.packer.unpack(stored(w), pointer(out)?)
+    }
+
+    fn run_on_host(&self, tasks: usize, task: &(dyn Fn(usize) + Sync)) {
+        self.host.run(tasks, task);
+    }
+
+    fn release(&self) {
+        self.linear.release();
+        self.attention.release();
+        self.merger.release();
+        self.sampler.release();
+        self.staging.release();
+    }
+}

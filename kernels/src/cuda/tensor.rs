@@ -1,0 +1,91 @@
+//! The device's view of float32 tensors in its memory.
+
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::cudarc::driver::{DevicePtr, sys};
+use candle_core::op::BackpropOp;
+use candle_core::{CpuStorage, CudaStorage, InplaceOp1, Layout, Result, Shape, Storage, Tensor, bail};
+
+use super::arena::Allocation;
+use super::context::Context;
+use crate::activations::Activations;
+
+/// Rows of float32 values in device memory, each contiguous.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Rows {
+    pub pointer: sys::CUdeviceptr,
+    pub rows: usize,
+    pub width: usize,
+    /// Values from the start of a row to that of the next.
+    pub stride: usize,
+}
+
+/// The address of a tensor's first element.
+///
+/// # Errors
+/// If the tensor is not float32 on a CUDA device.
+pub(super) fn pointer(t: &Tensor) -> Result<sys::CUdeviceptr> {
+    let (storage, layout) = t.storage_and_layout();
+    let Storage::Cuda(storage) = &*storage else {
+        bail!("a tensor on a CUDA device is needed, not on {:?}", t.device().location())
+    };
+    let slice = storage.as_cuda_slice::<f32>()?;
+    let (start, _) = slice.device_ptr(slice.stream());
+    Ok(start + (layout.start_offset() * size_of::<f32>()) as u64)
+}
+
+/// The rows of a 2-dimensional tensor with contiguous rows.
+pub(super) fn rows(t: &Tensor) -> Result<Rows> {
+    let (rows, width) = t.dims2()?;
+    match t.stride() {
+        [stride, 1] => Ok(Rows { pointer: pointer(t)?, rows, width, stride: *stride }),
+        stride => bail!("rows must be contiguous, the strides are {stride:?}"),
+    }
+}
+
+/// A tensor `[rows, width]` over an allocation, which goes back to its arena when the activations are dropped.
+pub(super) fn over(context: &Context, allocation: Allocation, shape: impl Into<Shape>) -> Result<Activations> {
+    let shape = shape.into();
+    let len = shape.elem_count();
+    // SAFETY: the allocation has as many bytes, and `Lent` takes the slice out of the tensor before the memory goes.
+    let slice = unsafe { context.stream.upgrade_device_ptr::<f32>(allocation.pointer, len) };
+    let storage = Storage::Cuda(CudaStorage::wrap_cuda_slice(slice, context.candle.clone()));
+    let tensor = Tensor::from_storage(storage, shape, BackpropOp::none(), false);
+    Ok(Activations::over(tensor.clone(), Lent { tensor, _allocation: allocation }))
+}
+
+/// Memory that a tensor has for as long as this lives. candle frees the memory of its tensors through the driver, which
+/// knows nothing of parts of an arena: so the tensor is given memory of the driver's before it is dropped.
+struct Lent {
+    tensor: Tensor,
+    _allocation: Allocation,
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        if let Err(error) = self.tensor.inplace_op1(&TakeSlice) {
+            tracing::error!("memory of activations was not given back: {error}");
+        }
+    }
+}
+
+/// Replaces the memory of a tensor by one value of the driver's own.
+struct TakeSlice;
+
+impl InplaceOp1 for TakeSlice {
+    fn name(&self) -> &'static str {
+        "take the memory"
+    }
+
+    fn cpu_fwd(&self, _: &mut CpuStorage, _: &Layout) -> Result<()> {
+        bail!("a tensor of the host keeps its memory itself")
+    }
+
+    fn cuda_fwd(&self, storage: &mut CudaStorage, _: &Layout) -> Result<()> {
+        let device = storage.device().clone();
+        // SAFETY: the value is never read.
+        let one = unsafe { device.alloc::<f32>(1)? };
+        let lent = std::mem::replace(storage.as_cuda_slice_mut::<f32>()?, one);
+        lent.leak();
+        Ok(())
+    }
+}
