@@ -1,0 +1,125 @@
+//! Comparisons and selections.
+
+use super::super::body::Body;
+use super::super::error::Result;
+use super::super::statement::Instruction;
+use super::super::types::Type;
+
+const COMPARISONS: [&str; 18] = [
+    "eq", "ne", "lt", "le", "gt", "ge", "lo", "ls", "hi", "hs", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan",
+];
+
+/// A comparison of two C values; those with a `u` at the end hold of not-a-number.
+fn comparison(i: &Instruction<'_>, ty: Type, a: &str, b: &str) -> Result<String> {
+    let name = i.which(&COMPARISONS)?;
+    Ok(match (name, ty.is_float()) {
+        ("eq", _) => format!("{a} == {b}"),
+        ("ne", false) | ("neu", true) => format!("{a} != {b}"),
+        ("lt", _) | ("lo", false) => format!("{a} < {b}"),
+        ("le", _) | ("ls", false) => format!("{a} <= {b}"),
+        ("gt", _) | ("hi", false) => format!("{a} > {b}"),
+        ("ge", _) | ("hs", false) => format!("{a} >= {b}"),
+        ("ne", true) => format!("({a} < {b} || {a} > {b})"),
+        ("equ", true) => format!("!({a} < {b} || {a} > {b})"),
+        ("ltu", true) => format!("!({a} >= {b})"),
+        ("leu", true) => format!("!({a} > {b})"),
+        ("gtu", true) => format!("!({a} <= {b})"),
+        ("geu", true) => format!("!({a} < {b})"),
+        ("num", true) => format!("(!isnan({a}) && !isnan({b}))"),
+        ("nan", true) => format!("(isnan({a}) || isnan({b}))"),
+        _ => return Err(i.not_emulated()),
+    })
+}
+
+/// The comparison of operands 1 and 2.
+fn compared(body: &Body<'_, '_>, i: &Instruction<'_>, ty: Type) -> Result<String> {
+    let flushes = ty == Type::F32 && i.has("ftz");
+    let flush = |value: String| if flushes { format!("ftz({value})") } else { value };
+    let (a, b) = (flush(body.value(i.operand(1)?, ty)?), flush(body.value(i.operand(2)?, ty)?));
+    comparison(i, ty, &a, &b)
+}
+
+/// A C condition, combined with the predicate in operand 3 if there is one.
+fn combined(body: &Body<'_, '_>, i: &Instruction<'_>, condition: &str) -> Result<String> {
+    let Some(with) = i.operands.get(3) else { return Ok(condition.into()) };
+    let sign = match i.which(&["and", "or", "xor"])? {
+        "and" => "&&",
+        "or" => "||",
+        _ => "!=",
+    };
+    Ok(format!("({condition}) {sign} {}", body.raw(with, 1)?))
+}
+
+pub(super) fn setp(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+    let ty = i.ty()?;
+    if let Some(element) = ty.element() {
+        return setp_packed(body, i, element);
+    }
+    let (p, q) = Body::pair(i)?;
+    let mut c = format!("u8 c = {}; ", compared(body, i, ty)?);
+    let (yes, no) = (combined(body, i, "c")?, combined(body, i, "!c")?);
+    // Neither result may be read by the other's combination.
+    c += &format!("u8 yes = {yes}, no = {no}; (void)no; ");
+    c += &body.set(p, Type::Pred, "yes")?;
+    if let Some(q) = q {
+        c += &body.set(q, Type::Pred, "no")?;
+    }
+    Ok(c)
+}
+
+/// A predicate for each half.
+fn setp_packed(body: &Body<'_, '_>, i: &Instruction<'_>, element: Type) -> Result<String> {
+    let (p, q) = Body::pair(i)?;
+    let q = q.ok_or_else(|| i.not_emulated())?;
+    let (a, b) = (body.raw(i.operand(1)?, 4)?, body.raw(i.operand(2)?, 4)?);
+    let convert = if element == Type::F16 { "F16" } else { "BF16" };
+    let half = |shift: usize| {
+        let (a, b) = (format!("{convert}({a} >> {shift})"), format!("{convert}({b} >> {shift})"));
+        combined(body, i, &comparison(i, element, &a, &b)?)
+    };
+    let c = format!("u8 low = {}, high = {}; ", half(0)?, half(16)?);
+    Ok(c + &body.set(p, Type::Pred, "low")? + &body.set(q, Type::Pred, "high")?)
+}
+
+/// All ones or 1.0 where the comparison holds.
+pub(super) fn set(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+    let [to, from] = i.types()[..] else { return Err(i.not_emulated()) };
+    if to.element().is_some() || from.element().is_some() {
+        return Err(i.not_emulated());
+    }
+    let condition = compared(body, i, from)?;
+    let condition = combined(body, i, &condition)?;
+    body.set(i.operand(0)?, to, &format!("({condition}) ? {} : 0", if to.is_float() { "1.0" } else { "-1" }))
+}
+
+pub(super) fn selp(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+    let ty = i.ty()?;
+    let (a, b) = (body.raw(i.operand(1)?, ty.bytes())?, body.raw(i.operand(2)?, ty.bytes())?);
+    let p = body.raw(i.operand(3)?, 1)?;
+    body.set(i.operand(0)?, ty.as_bits(), &format!("{p} ? {a} : {b}"))
+}
+
+/// Selects by the sign of the third source.
+pub(super) fn slct(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+    let [ty, by] = i.types()[..] else { return Err(i.not_emulated()) };
+    let (a, b) = (body.raw(i.operand(1)?, ty.bytes())?, body.raw(i.operand(2)?, ty.bytes())?);
+    let mut c = body.value(i.operand(3)?, by)?;
+    if i.has("ftz") {
+        c = format!("ftz({c})");
+    }
+    body.set(i.operand(0)?, ty.as_bits(), &format!("{c} >= 0 ? {a} : {b}"))
+}
+
+pub(super) fn testp(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
+    let x = body.value(i.operand(1)?, i.ty()?)?;
+    let test = match i.which(&["finite", "infinite", "number", "notanumber", "normal", "subnormal"])? {
+        "finite" => format!("isfinite({x})"),
+        "infinite" => format!("isinf({x})"),
+        "number" => format!("!isnan({x})"),
+        "notanumber" => format!("isnan({x})"),
+        // As PTX says it, zero is normal.
+        "normal" => format!("isnormal({x}) || {x} == 0"),
+        _ => format!("fpclassify({x}) == FP_SUBNORMAL"),
+    };
+    body.set(i.operand(0)?, Type::Pred, &test)
+}

@@ -1,0 +1,204 @@
+//! Reads a module's text: its variables and functions.
+
+use std::collections::BTreeMap;
+
+use super::Variable;
+use super::error::{Cause, Error, Result};
+use super::operand::number;
+use super::statement::{Line, split, statements};
+use super::types::Type;
+
+/// A function as it was read.
+#[derive(Debug)]
+pub(super) struct Function {
+    pub name: String,
+    pub entry: bool,
+    pub returns: Vec<Variable>,
+    pub params: Vec<Variable>,
+    /// `.maxntid` or `.reqntid`.
+    pub max_threads: Option<u32>,
+    /// `None`: declared only.
+    pub body: Option<Vec<Line>>,
+    pub line: usize,
+}
+
+/// A module as it was read.
+#[derive(Debug, Default)]
+pub(super) struct Source {
+    pub variables: Vec<Variable>,
+    pub functions: BTreeMap<String, Function>,
+}
+
+impl Source {
+    pub fn parse(text: &str) -> Result<Self, Error> {
+        let text = without_comments(text);
+        let (mut source, mut rest, mut line) = (Self::default(), text.as_str(), 1);
+        loop {
+            let skipped = rest.len() - rest.trim_start().len();
+            line += rest[..skipped].matches('\n').count();
+            rest = &rest[skipped..];
+            if rest.is_empty() || rest.starts_with('\0') {
+                return Ok(source);
+            }
+            let item = Item::first(rest);
+            source.add(&item, line)?;
+            line += item.text.matches('\n').count();
+            rest = &rest[item.text.len()..];
+        }
+    }
+
+    fn add(&mut self, item: &Item<'_>, line: usize) -> Result<(), Error> {
+        let head = item.head();
+        let failed = |cause| Error { line, statement: head.lines().next().unwrap_or("").to_owned(), cause };
+        if item.is_line || [".section", ".alias", ".pragma"].iter().any(|d| head.starts_with(d)) {
+            return Ok(());
+        }
+        let is_function = |word: &str| word == ".entry" || word.starts_with(".func");
+        if !head.split_whitespace().take(4).any(is_function) {
+            self.variables.push(variable(item.text.trim_end_matches(';')).map_err(failed)?);
+            return Ok(());
+        }
+        let mut function = function(head, line).map_err(failed)?;
+        if let Some(at) = item.body {
+            let first = line + item.text[..at].matches('\n').count();
+            function.body = Some(statements(&item.text[at + 1..item.text.len() - 1], first)?);
+        }
+        if function.body.is_some() || !self.functions.contains_key(&function.name) {
+            self.functions.insert(function.name.clone(), function);
+        }
+        Ok(())
+    }
+}
+
+/// A directive, variable or function of a module.
+struct Item<'a> {
+    text: &'a str,
+    /// Where the brace of a function's body is.
+    body: Option<usize>,
+    /// It ends with its line.
+    is_line: bool,
+}
+
+impl<'a> Item<'a> {
+    /// The first item of a text that begins with one.
+    fn first(text: &'a str) -> Self {
+        if [".version", ".target", ".address_size", ".file"].iter().any(|d| text.starts_with(d)) {
+            return Self { text: &text[..text.find('\n').unwrap_or(text.len())], body: None, is_line: true };
+        }
+        let (mut depth, mut body, mut has_value) = (0, None, false);
+        for (i, c) in text.char_indices() {
+            match c {
+                '=' if depth == 0 => has_value = true,
+                '{' if depth == 0 && !has_value => {
+                    body = Some(i);
+                    depth = 1;
+                }
+                '{' | '(' => depth += 1,
+                '}' | ')' => depth -= 1,
+                _ => {}
+            }
+            if depth == 0 && (c == ';' || c == '}' && body.is_some()) {
+                return Self { text: &text[..=i], body, is_line: false };
+            }
+        }
+        Self { text, body: None, is_line: false }
+    }
+
+    fn head(&self) -> &'a str {
+        self.text[..self.body.unwrap_or(self.text.len())].trim().trim_end_matches(';')
+    }
+}
+
+/// The text with its comments blanked, on the same lines.
+fn without_comments(text: &str) -> String {
+    let (mut out, mut rest) = (String::with_capacity(text.len()), text);
+    while let Some(at) = rest.find(['/', '"']) {
+        out.push_str(&rest[..at]);
+        rest = &rest[at..];
+        let end = if rest.starts_with("//") {
+            rest.find('\n').unwrap_or(rest.len())
+        } else if rest.starts_with("/*") {
+            let end = rest.find("*/").map_or(rest.len(), |end| end + 2);
+            out.extend(rest[..end].chars().filter(|&c| c == '\n'));
+            end
+        } else {
+            let quoted = rest.starts_with('"').then(|| rest[1..].find(['"', '\n'])).flatten();
+            let end = quoted.map_or(1, |end| end + 2);
+            out.push_str(&rest[..end]);
+            end
+        };
+        rest = &rest[end..];
+    }
+    out + rest
+}
+
+/// `.param .align 8 .b8 name[16]`, `.shared .b32 name`, `.extern .shared .align 16 .b8 name[]`
+pub(super) fn variable(text: &str) -> Result<Variable> {
+    let (declaration, value) = text.split_once('=').map_or((text, None), |(d, v)| (d, Some(v)));
+    let (mut v, mut element, mut lanes) = (Variable::default(), None, 1);
+    let mut words = declaration.split_whitespace();
+    while let Some(word) = words.next() {
+        match word {
+            ".align" => {
+                let align = words.next().and_then(|word| word.parse().ok());
+                v.align = v.align.max(align.ok_or(Cause::Syntax("an alignment is no number"))?);
+            }
+            ".extern" => v.external = true,
+            ".v2" => lanes = 2,
+            ".v4" => lanes = 4,
+            ".visible" | ".weak" | ".common" | ".ptr" => {}
+            ".shared" | ".global" | ".const" | ".local" | ".param" if element.is_none() => v.space = word[1..].into(),
+            word if word.starts_with(".attribute") => {}
+            word if word.starts_with('.') && element.is_none() => {
+                element = Some(Type::parse(&word[1..])?.bytes() * lanes)
+            }
+            // `.param .u64 .ptr .global .align 1 name` says where a pointer points to.
+            word if word.starts_with('.') => {}
+            word => v.name.push_str(word),
+        }
+    }
+    let element = element.ok_or(Cause::Syntax("a variable has no type"))?;
+    v.bytes = element;
+    if let Some(at) = v.name.find('[') {
+        let lengths = v.name.split_off(at);
+        for length in lengths.split('[').skip(1) {
+            v.bytes *= length.trim_end_matches(']').parse::<usize>().unwrap_or(0);
+        }
+    }
+    v.align = v.align.max(element);
+    for x in value.map_or_else(Vec::new, |value| split(value.trim().trim_start_matches('{').trim_end_matches('}'))) {
+        let bits = number(&x, element).ok_or_else(|| Cause::Operand(x.clone()))?;
+        v.value.extend_from_slice(&bits.to_le_bytes()[..element.min(8)]);
+    }
+    Ok(v)
+}
+
+/// `(.param .b32 result) name (.param .b64 a) .maxntid 256, 1, 1`
+fn function(head: &str, line: usize) -> Result<Function> {
+    const HEAD: Cause = Cause::Syntax("the head of a function is not whole");
+    let entry = head.contains(".entry");
+    let rest = head.split_once(if entry { ".entry" } else { ".func" }).ok_or(HEAD)?.1.trim();
+    let rest = rest.strip_prefix(".noreturn").unwrap_or(rest).trim();
+    let group = |text: &str| -> Result<(Vec<Variable>, usize)> {
+        let end = text.find(')').ok_or(HEAD)?;
+        Ok((split(&text[1..end]).iter().map(|p| variable(p)).collect::<Result<_>>()?, end + 1))
+    };
+    let (mut returns, mut params, mut rest) = (Vec::new(), Vec::new(), rest);
+    if rest.starts_with('(') {
+        let (list, end) = group(rest)?;
+        (returns, rest) = (list, rest[end..].trim());
+    }
+    let end = rest.find(|c: char| c == '(' || c.is_whitespace()).unwrap_or(rest.len());
+    let name = rest[..end].to_owned();
+    rest = rest[end..].trim();
+    if rest.starts_with('(') {
+        let (list, end) = group(rest)?;
+        (params, rest) = (list, &rest[end..]);
+    }
+    let threads = [".maxntid", ".reqntid"].iter().find_map(|d| rest.split_once(d));
+    let max_threads = threads.map(|(_, list)| {
+        let list = list.split('.').next().unwrap_or("");
+        list.split(',').filter_map(|n| n.trim().parse::<u32>().ok()).product()
+    });
+    Ok(Function { name, entry, returns, params, max_threads, body: None, line })
+}

@@ -1,0 +1,112 @@
+//! The C of one entry point: the function, those that it calls, and the places of its shared memory.
+
+use std::collections::{HashMap, HashSet};
+use std::fmt::Write;
+
+use super::body::Body;
+use super::error::{Cause, Error, Result};
+use super::operand::mangle;
+use super::parse::{Function, Source};
+use super::{Code, Variable};
+
+/// An entry point on its way to C.
+pub(super) struct Unit<'a> {
+    pub source: &'a Source,
+    /// Where each shared variable lies.
+    pub shared: HashMap<String, usize>,
+    shared_bytes: usize,
+    /// No instruction so far waits for other threads.
+    pub alone: bool,
+    /// Functions that are called; those that are not written yet follow.
+    pub called: Vec<&'a Function>,
+    declarations: String,
+    definitions: String,
+}
+
+/// Translates an entry point.
+pub(super) fn translate<'a>(source: &'a Source, entry: &'a Function) -> Result<Code, Error> {
+    let mut unit = Unit {
+        source,
+        shared: HashMap::new(),
+        shared_bytes: 0,
+        alone: true,
+        called: vec![entry],
+        declarations: String::new(),
+        definitions: String::new(),
+    };
+    let shared = || source.variables.iter().filter(|v| v.space == "shared");
+    for v in shared().filter(|v| !v.external) {
+        unit.place_shared(v);
+    }
+    let mut written = HashSet::new();
+    while let Some(f) = unit.called.pop() {
+        if written.insert(&f.name) {
+            unit.function(f)?;
+        }
+    }
+    // Dynamic shared memory has one place, whatever its names.
+    let align = shared().filter(|v| v.external).map(|v| v.align).fold(16, usize::max);
+    let dynamic = unit.shared_bytes.next_multiple_of(align);
+    let mut c = String::from("#include \"runtime.h\"\n");
+    write_line(&mut c, format_args!("enum {{ STATIC_SHARED = {dynamic} }};"));
+    for v in shared().filter(|v| v.external) {
+        write_line(&mut c, format_args!("#define DYNAMIC_{} {dynamic}u", mangle(&v.name)));
+    }
+    c += &unit.declarations;
+    c += &unit.definitions;
+    Ok(Code {
+        c,
+        shared: dynamic,
+        params: places(&entry.params),
+        max_threads: entry.max_threads.unwrap_or(1024),
+        alone: unit.alone,
+    })
+}
+
+/// Offset and bytes of each parameter.
+fn places(params: &[Variable]) -> Vec<(usize, usize)> {
+    let mut end: usize = 0;
+    let place = |p: &Variable| {
+        let at = end.next_multiple_of(p.align);
+        end = at + p.bytes;
+        (at, p.bytes)
+    };
+    params.iter().map(place).collect()
+}
+
+/// Appends a line; a string takes any.
+pub(super) fn write_line(c: &mut String, line: std::fmt::Arguments<'_>) {
+    writeln!(c, "{line}").expect("a string takes any line");
+}
+
+impl<'a> Unit<'a> {
+    /// Gives a variable a place in shared memory.
+    pub fn place_shared(&mut self, v: &Variable) {
+        let at = self.shared_bytes.next_multiple_of(v.align);
+        self.shared.insert(v.name.clone(), at);
+        self.shared_bytes = at + v.bytes;
+    }
+
+    /// Writes a function.
+    fn function(&mut self, f: &'a Function) -> Result<(), Error> {
+        let failed = |cause| Error { line: f.line, statement: f.name.clone(), cause };
+        let lines = f.body.as_deref().ok_or_else(|| failed(Cause::NoFunction(f.name.clone())))?;
+        let head = if f.entry {
+            "void kernel(Thread *T, const u8 *P)".to_owned()
+        } else {
+            let params = f.returns.iter().chain(&f.params).map(|p| format!(", u8 *{}", mangle(&p.name)));
+            format!("static void {}(Thread *T{})", mangle(&f.name), params.collect::<String>())
+        };
+        write_line(&mut self.declarations, format_args!("{head};"));
+        let mut body = Body::new(self, f);
+        if f.entry {
+            for (p, (at, _)) in f.params.iter().zip(places(&f.params)) {
+                body.write(format_args!("const u8 *const {} = P + {at};", mangle(&p.name)));
+            }
+        }
+        body.lines(lines)?;
+        let text = body.finish();
+        write_line(&mut self.definitions, format_args!("{head} {{\n{text}}}"));
+        Ok(())
+    }
+}
