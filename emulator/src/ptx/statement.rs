@@ -54,7 +54,9 @@ fn statement(text: &str) -> Result<(Option<Statement>, usize)> {
         b'{' => return Ok((Some(Statement::Open), 1)),
         b'}' => return Ok((Some(Statement::Close), 1)),
         b';' => return Ok((None, 1)),
-        _ if text.starts_with(".loc ") || text.starts_with(".loc\t") => return Ok((None, text.find('\n').unwrap_or(text.len()))),
+        _ if text.starts_with(".loc ") || text.starts_with(".loc\t") => {
+            return Ok((None, text.find('\n').unwrap_or(text.len())));
+        }
         _ => {}
     }
     const NO_END: Cause = Cause::Syntax("a statement has no end");
