@@ -2,7 +2,6 @@
 
 mod common;
 
-use candle_core::Tensor;
 use common::{Case, Random, Rank, close, devices, of_device, reference, values_of};
 use rollout_kernels::{
     AttentionSequence, AttentionShape, Distribution, Dtype, KvCache, KvDtype, KvLayout, LoraDelta, LowRank, Magnitude,
@@ -346,7 +345,7 @@ fn log_probabilities_are_those_of_the_reference() {
         let answers = |rank: &Rank, tasks: &[SamplingTask<'_>]| -> Vec<TokenLogprobs> {
             let input = StepInput { tokens: &tokens, logits: &wanted, tasks, ..common::NOTHING };
             let step = rank.ops.prepare(input).unwrap();
-            let logits: Tensor = rank.tensor(&logits, rows, vocab);
+            let logits = rank.tensor(&logits, rows, vocab);
             let middle = rows / 2;
             let parts = [0..middle, middle..rows].into_iter().filter(|part| !part.is_empty());
             let sample = |part: std::ops::Range<usize>| {

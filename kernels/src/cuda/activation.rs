@@ -2,24 +2,32 @@
 
 use std::sync::Arc;
 
-use candle_core::{Result, bail};
+use candle_core::Result;
+use candle_core::cuda_backend::cudarc::driver::CudaFunction;
 
 use super::context::Context;
+use super::launch::{Launch, rows_grid};
+use super::module::{Module, fat_binary};
 use super::tensor::Rows;
 
 /// The kernel of [`Ops::silu_mul`](crate::Ops::silu_mul).
 pub(super) struct Activation {
     context: Arc<Context>,
+    silu_mul: CudaFunction,
 }
 
 impl Activation {
     pub fn load(context: &Arc<Context>) -> Result<Self> {
-        Ok(Self { context: context.clone() })
+        let module = Module::load(context.stream.context(), fat_binary!("activation"))?;
+        Ok(Self { context: context.clone(), silu_mul: module.function("silu_mul")? })
     }
 
     /// `out = silu(left half of gate_up) * right half`.
     pub fn silu_mul(&self, gate_up: Rows, out: Rows) -> Result<()> {
-        let _ = (&self.context, gate_up, out);
-        bail!("silu_mul")
+        assert_eq!((gate_up.rows, gate_up.width), (out.rows, 2 * out.width), "rows and width of a gated layer");
+        let mut launch = Launch::of(&self.context.stream, &self.silu_mul);
+        launch.rows(gate_up).rows(out).int(out.width);
+        // SAFETY: the kernel reads and writes the rows that were named, which tensors own.
+        unsafe { launch.start(rows_grid(out.rows)) }
     }
 }

@@ -10,8 +10,8 @@ use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaStream, sys};
 
 use crate::error::DeviceError;
 
-/// Addresses of an arena. The physical memory of any device is less; addresses cost nothing.
-const RESERVED_BYTES: usize = 1 << 40;
+/// Addresses of an arena per byte of the device: room for gaps between allocations. Addresses cost nothing.
+const ADDRESSES_PER_BYTE: usize = 2;
 /// Smallest part of an arena that is mapped at once; a multiple of the driver's granularity of 2 MiB. Fewer and larger
 /// mappings make a wake faster, and waste at most this much.
 const PAGE_BYTES: usize = 8 << 20;
@@ -23,6 +23,8 @@ pub(super) struct Arena {
     /// Released with the last allocation; its streams are waited for before pages are unmapped.
     context: Arc<CudaContext>,
     stream: Arc<CudaStream>,
+    /// Addresses that are reserved, in bytes.
+    reserved: usize,
     state: Mutex<State>,
 }
 
@@ -42,19 +44,20 @@ pub(super) struct Allocation {
 }
 
 impl Arena {
-    /// Reserves addresses; takes no memory.
+    /// Reserves addresses on a device of `device_bytes`; takes no memory.
     ///
     /// # Errors
     /// [`DeviceError::Unsupported`] if the driver has no virtual memory management.
-    pub fn reserve(stream: &Arc<CudaStream>) -> Result<Arc<Self>, DeviceError> {
+    pub fn reserve(stream: &Arc<CudaStream>, device_bytes: usize) -> Result<Arc<Self>, DeviceError> {
         let context = stream.context().clone();
         bind(&context)?;
+        let reserved = (ADDRESSES_PER_BYTE * device_bytes).next_multiple_of(PAGE_BYTES);
         let mut base = 0;
         // SAFETY: `base` is written; no fixed address is asked for.
-        let result = unsafe { sys::cuMemAddressReserve(&raw mut base, RESERVED_BYTES, PAGE_BYTES, 0, 0) };
+        let result = unsafe { sys::cuMemAddressReserve(&raw mut base, reserved, PAGE_BYTES, 0, 0) };
         result.result().map_err(|e| DeviceError::Unsupported(format!("the driver reserves no addresses: {e}")))?;
         let state = State { base, taken: BTreeMap::new(), pages: BTreeMap::new() };
-        Ok(Arc::new(Self { context, stream: stream.clone(), state: Mutex::new(state) }))
+        Ok(Arc::new(Self { context, stream: stream.clone(), reserved, state: Mutex::new(state) }))
     }
 
     /// Takes `bytes`, at the lowest free address. What they hold is unspecified.
@@ -66,7 +69,7 @@ impl Arena {
         let mut state = self.lock();
         let len = bytes.max(1).next_multiple_of(ALIGNMENT);
         let offset = state.first_gap(len);
-        if offset + len > RESERVED_BYTES {
+        if offset + len > self.reserved {
             return Err(out_of_memory(bytes, "the arena has no addresses left"));
         }
         state.map(offset..offset + len, &self.context).map_err(|e| out_of_memory(bytes, &e))?;
@@ -184,7 +187,7 @@ impl Drop for Arena {
         self.trim();
         let base = self.lock().base;
         // SAFETY: no allocation is left, so nothing is mapped in the range.
-        let _ = unsafe { sys::cuMemAddressFree(base, RESERVED_BYTES) };
+        let _ = unsafe { sys::cuMemAddressFree(base, self.reserved) };
     }
 }
 

@@ -3,12 +3,13 @@
 use std::sync::Arc;
 
 use candle_core::Result;
+use candle_core::cuda_backend::CudaDevice as CandleDevice;
 use candle_core::cuda_backend::WrapErr;
-use candle_core::cuda_backend::cudarc::driver::{CudaStream, LaunchConfig, sys};
-use candle_core::cuda_backend::{CudaDevice as CandleDevice, CudaError};
+use candle_core::cuda_backend::cudarc::driver::{CudaStream, sys};
 
 use super::arena::{Allocation, Arena};
 use super::copy::Copies;
+use super::staging::Staging;
 use crate::error::DeviceError;
 
 /// The device of one rank.
@@ -60,7 +61,7 @@ impl Context {
             candle_core::bail!("its compute capability is {major}.{minor}; the kernels need 8.0 (Ampere) or newer");
         }
         let processors = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
-        let arena = || Arena::reserve(&stream).map_err(candle_core::Error::wrap);
+        let arena = || Arena::reserve(&stream, total).map_err(candle_core::Error::wrap);
         Ok(Self {
             copies: Copies::new(&stream)?,
             weights: arena()?,
@@ -87,15 +88,18 @@ impl Context {
         [&self.weights, &self.kv, &self.workspace].into_iter().for_each(|arena| arena.trim());
     }
 
+    /// Copies words to new memory of the workspace. The memory may be dropped when what uses it has been started: what
+    /// takes it next runs behind that on the stream.
+    pub fn upload(&self, staging: &Staging, words: &[u32]) -> Result<Allocation> {
+        let memory = self.workspace.allocate(size_of_val(words)).map_err(candle_core::Error::wrap)?;
+        staging.copy(words, memory.pointer).w()?;
+        Ok(memory)
+    }
+
     /// Zeros, on the rank's stream, in new memory.
     pub fn zeros(&self, arena: &Arc<Arena>, bytes: usize) -> std::result::Result<Allocation, DeviceError> {
         let allocation = arena.allocate(bytes)?;
         self.copies.zero(allocation.pointer, bytes).map_err(|e| DeviceError::Unsupported(e.to_string()))?;
         Ok(allocation)
     }
-}
-
-/// A launch of `blocks` blocks of `threads` threads with `shared` bytes of dynamic shared memory.
-pub(super) fn grid(blocks: (u32, u32, u32), threads: u32, shared: u32) -> LaunchConfig {
-    LaunchConfig { grid_dim: blocks, block_dim: (threads, 1, 1), shared_mem_bytes: shared }
 }

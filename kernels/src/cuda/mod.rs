@@ -11,6 +11,7 @@ mod context;
 mod copy;
 mod device;
 mod kv;
+mod launch;
 mod linear;
 mod matrix;
 mod merge;

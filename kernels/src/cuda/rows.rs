@@ -2,44 +2,84 @@
 
 use std::sync::Arc;
 
-use candle_core::{Result, bail};
+use candle_core::Result;
+use candle_core::cuda_backend::cudarc::driver::CudaFunction;
 
 use super::context::Context;
+use super::launch::{Launch, columns_grid, rows_grid};
 use super::matrix::CudaMatrix;
+use super::module::{Module, fat_binary};
 use super::staging::Staging;
 use super::tensor::Rows;
+use crate::weights::WeightDtype;
 
 /// The kernels that copy rows by their indices.
 pub(super) struct RowCopies {
     context: Arc<Context>,
+    embed_bf16: CudaFunction,
+    embed_f32: CudaFunction,
+    select: CudaFunction,
+    add: CudaFunction,
 }
 
 impl RowCopies {
     pub fn load(context: &Arc<Context>) -> Result<Self> {
-        Ok(Self { context: context.clone() })
+        let module = Module::load(context.stream.context(), fat_binary!("rows"))?;
+        Ok(Self {
+            context: context.clone(),
+            embed_bf16: module.function("embed_bf16")?,
+            embed_f32: module.function("embed_f32")?,
+            select: module.function("select_rows")?,
+            add: module.function("add_rows")?,
+        })
     }
 
     /// `tokens` is the address of the token of each row of `out`.
     pub fn embed(&self, table: &CudaMatrix, first_token: usize, tokens: u64, out: Rows) -> Result<()> {
-        let _ = (&self.context, table, first_token, tokens, out);
-        bail!("embed")
+        let function = match table.shape.dtype {
+            WeightDtype::Bf16 => &self.embed_bf16,
+            WeightDtype::F32 => &self.embed_f32,
+        };
+        let layout = table.layout();
+        assert_eq!(table.shape.k, out.width, "columns of an embedding");
+        let mut launch = Launch::of(&self.context.stream, function);
+        launch.pointer(table.row(0)).int(first_token).int(table.shape.n);
+        launch.int(layout.stride()).int(layout.run).int(layout.padded_run);
+        launch.pointer(tokens).rows(out).int(out.width);
+        // SAFETY: the kernel reads rows of the table that it has, and writes those of a tensor.
+        unsafe { launch.start(rows_grid(out.rows)) }
     }
 
     /// `out[i] = x[indices[i]]` for `count` indices at an address.
     pub fn select(&self, x: Rows, indices: u64, count: usize, out: Rows) -> Result<()> {
-        let _ = (&self.context, x, indices, count, out);
-        bail!("select")
+        assert!(count <= out.rows && x.width == out.width, "{count} rows of {x:?} for {out:?}");
+        let mut launch = Launch::of(&self.context.stream, &self.select);
+        launch.rows(x).pointer(indices).rows(out).int(out.width);
+        // SAFETY: the rows are of tensors, and the callers' indices are of rows of `x`.
+        unsafe { launch.start(rows_grid(count)) }
     }
 
     /// As [`RowCopies::select`], with indices of the host.
+    ///
+    /// # Panics
+    /// If an index is of no row of `x`.
     pub fn select_listed(&self, staging: &Staging, x: Rows, indices: &[u32], out: Rows) -> Result<()> {
-        let _ = (&self.context, staging, x, indices, out);
-        bail!("select_rows")
+        assert!(indices.iter().all(|index| (*index as usize) < x.rows), "rows {indices:?} of {}", x.rows);
+        let memory = self.context.upload(staging, indices)?;
+        self.select(x, memory.pointer, indices.len(), out)
     }
 
-    /// `out[indices[i]] += x[i]`, with indices of the host, each at most once.
+    /// `out[indices[i]] += x[i]`, with indices of the host, in the order of `i`.
+    ///
+    /// # Panics
+    /// If an index is of no row of `out`.
     pub fn add_listed(&self, staging: &Staging, x: Rows, indices: &[u32], out: Rows) -> Result<()> {
-        let _ = (&self.context, staging, x, indices, out);
-        bail!("add_rows")
+        assert!(indices.iter().all(|index| (*index as usize) < out.rows), "rows {indices:?} of {}", out.rows);
+        assert!(indices.len() <= x.rows && x.width == out.width, "{} rows of {x:?} for {out:?}", indices.len());
+        let memory = self.context.upload(staging, indices)?;
+        let mut launch = Launch::of(&self.context.stream, &self.add);
+        launch.rows(x).pointer(memory.pointer).int(indices.len()).rows(out).int(out.width);
+        // SAFETY: the rows are of tensors, and the indices were checked.
+        unsafe { launch.start(columns_grid(out.width)) }
     }
 }

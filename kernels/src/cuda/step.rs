@@ -3,7 +3,6 @@
 use std::sync::Arc;
 
 use candle_core::Result;
-use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::sys;
 
 use super::arena::Allocation;
@@ -36,8 +35,7 @@ impl CudaStep {
         words.extend(input.logits.iter().map(|wanted| wanted.row));
         let attention = words.len();
         let plan = AttentionPlan::write(input.sequences, &mut words);
-        let memory = context.workspace.allocate(words.len() * size_of::<u32>()).map_err(candle_core::Error::wrap)?;
-        staging.copy(&words, memory.pointer).w()?;
+        let memory = context.upload(staging, &words)?;
         Ok(Self { memory, positions: rows, slots: 2 * rows, logits_rows: 3 * rows, attention, plan })
     }
 
