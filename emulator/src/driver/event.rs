@@ -1,0 +1,34 @@
+//! Events.
+
+use super::{Out, put};
+use crate::entry_points::entry_points;
+use crate::error::NOT_READY;
+use crate::handles::{Handle, Handles};
+use crate::stream::{Event, check_device, current_device, stream};
+
+static EVENTS: Handles<Event> = Handles::new();
+
+/// `CU_EVENT_DISABLE_TIMING`
+const DISABLE_TIMING: u32 = 2;
+
+entry_points! {
+    fn cuEventCreate(out: Out<Handle>, flags: u32) {
+        check_device(current_device()?)?;
+        put(out, EVENTS.add(Event::new(flags & DISABLE_TIMING == 0)))
+    }
+    fn cuEventDestroy_v2(event: Handle) { EVENTS.remove(event).map(drop) }
+    fn cuEventRecord(event: Handle, on: Handle) { EVENTS.get(event)?.record(&*stream(on)?) }
+    fn cuEventRecordWithFlags(event: Handle, on: Handle, _flags: u32) { EVENTS.get(event)?.record(&*stream(on)?) }
+    fn cuEventQuery(event: Handle) {
+        check_device(current_device()?)?;
+        if EVENTS.get(event)?.is_done() { Ok(()) } else { Err(NOT_READY) }
+    }
+    fn cuEventSynchronize(event: Handle) { EVENTS.get(event)?.wait(current_device()?) }
+    fn cuEventElapsedTime(out: Out<f32>, start: Handle, end: Handle) {
+        put(out, EVENTS.get(end)?.milliseconds_since(&*EVENTS.get(start)?)?)
+    }
+    fn cuEventElapsedTime_v2(out: Out<f32>, start: Handle, end: Handle) {
+        put(out, EVENTS.get(end)?.milliseconds_since(&*EVENTS.get(start)?)?)
+    }
+    fn cuStreamWaitEvent(on: Handle, event: Handle, _flags: u32) { EVENTS.get(event)?.hold(&*stream(on)?) }
+}

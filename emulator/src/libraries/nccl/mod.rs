@@ -1,0 +1,286 @@
+//! NCCL. Ranks are threads of this process or of others on this machine. A collective waits for all ranks where the
+//! real one does; a rank that never comes holds the others until they abort.
+
+mod hub;
+mod wire;
+
+use std::cell::Cell;
+use std::ffi::c_char;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+
+use crate::entry_points::{entry_points, missing};
+use crate::error::{Code, LAUNCH_FAILED, Result};
+use crate::handles::{Handle, Handles};
+use crate::memory;
+use crate::stream::{Kind as OperationKind, Operation, current_device, stream};
+use hub::{Call, Failure, Hub, Kind};
+use wire::{Connection, Request, type_of};
+
+const UNHANDLED_CUDA_ERROR: i32 = 1;
+const SYSTEM_ERROR: i32 = 2;
+const INVALID_ARGUMENT: i32 = 4;
+const INVALID_USAGE: i32 = 5;
+const REMOTE_ERROR: i32 = 6;
+
+/// The library's status for a code, which may be one already.
+fn status_of(code: Code) -> i32 {
+    if (1..=7).contains(&code) { code } else { UNHANDLED_CUDA_ERROR }
+}
+
+/// `ncclUniqueId`: the process that made it, its number there, and the port on which that process listens.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct UniqueId([u64; 16]);
+
+/// How a rank reaches its hub.
+enum Link {
+    Local(Arc<Hub>),
+    Remote(Connection),
+}
+
+struct Comm {
+    link: Link,
+    rank: usize,
+    ranks: usize,
+    device: usize,
+    aborted: Mutex<bool>,
+    abort: Condvar,
+    /// The connection has ended.
+    lost: AtomicBool,
+}
+
+static COMMS: Handles<Comm> = Handles::new();
+
+thread_local!(static GROUP: Cell<u32> = const { Cell::new(0) });
+
+impl Comm {
+    fn new(link: Link, rank: usize, ranks: usize, device: usize) -> Self {
+        let (aborted, abort) = (Mutex::new(false), Condvar::new());
+        Self { link, rank, ranks, device, aborted, abort, lost: AtomicBool::new(false) }
+    }
+
+    fn join(id: UniqueId, ranks: i32, rank: i32) -> Result<Self> {
+        let device = current_device().map_err(|_| UNHANDLED_CUDA_ERROR)?;
+        if ranks < 1 || !(0..ranks).contains(&rank) {
+            return Err(INVALID_ARGUMENT);
+        }
+        let (ranks, rank) = (ranks as usize, rank as usize);
+        let [process, number, port, ..] = id.0;
+        let link = if process == u64::from(std::process::id()) {
+            let hub = wire::hub(number, ranks);
+            if hub.ranks != ranks {
+                return Err(INVALID_ARGUMENT);
+            }
+            hub.join();
+            Link::Local(hub)
+        } else {
+            let port = u16::try_from(port).map_err(|_| INVALID_ARGUMENT)?;
+            Link::Remote(Connection::open(port, number, ranks, rank).map_err(|_| SYSTEM_ERROR)?)
+        };
+        Ok(Self::new(link, rank, ranks, device))
+    }
+
+    /// What the hub answers, or nothing once the rank has aborted.
+    fn ask(&self, request: Request) -> Option<Result<Vec<u8>>> {
+        let answer = match &self.link {
+            Link::Local(hub) => request.answer(hub, self.rank),
+            Link::Remote(connection) => match connection.ask(&request) {
+                Ok(answer) => answer,
+                Err(_) => {
+                    self.lost.store(true, Ordering::SeqCst);
+                    // As in NCCL, who waits for a rank that is gone waits until its communicator is aborted.
+                    let mut aborted = self.aborted.lock().unwrap();
+                    while !*aborted {
+                        aborted = self.abort.wait(aborted).unwrap();
+                    }
+                    Err(Failure::Aborted)
+                }
+            },
+        };
+        match answer {
+            Ok(data) => Some(Ok(data)),
+            Err(Failure::Disagreement) => Some(Err(LAUNCH_FAILED)),
+            Err(Failure::Aborted) => None,
+        }
+    }
+
+    fn wait_for_all(&self) -> Result {
+        match self.ask(Request::WaitForAll) {
+            Some(Ok(_)) => Ok(()),
+            _ => Err(REMOTE_ERROR),
+        }
+    }
+
+    fn abort(&self) {
+        *self.aborted.lock().unwrap() = true;
+        self.abort.notify_all();
+        match &self.link {
+            Link::Local(hub) => hub.abort(self.rank),
+            Link::Remote(connection) => connection.close(),
+        }
+    }
+
+    fn async_error(&self) -> i32 {
+        let lost = match &self.link {
+            Link::Local(hub) => hub.has_lost(),
+            Link::Remote(_) => self.lost.load(Ordering::SeqCst),
+        };
+        if lost { REMOTE_ERROR } else { 0 }
+    }
+}
+
+/// Bytes of the device's memory.
+fn read(at: u64, bytes: usize) -> Result<Vec<u8>> {
+    let from = memory::get().bytes_at_run(at, bytes)?;
+    // SAFETY: the device's memory is checked. Of no bytes, none is read.
+    Ok(if bytes == 0 { Vec::new() } else { unsafe { std::slice::from_raw_parts(from, bytes) }.to_vec() })
+}
+
+fn write(at: u64, data: &[u8]) -> Result {
+    let to = memory::get().bytes_at_run(at, data.len())?;
+    // SAFETY: the device's memory is checked.
+    unsafe { to.copy_from(data.as_ptr(), data.len()) };
+    Ok(())
+}
+
+/// An operation of a stream that brings bytes to the hub and writes what comes back.
+fn push(
+    comm: Handle,
+    on: Handle,
+    from: (u64, usize),
+    to: u64,
+    request: impl Fn(Vec<u8>) -> Request + Send + Sync + 'static,
+) -> Result {
+    let comm = COMMS.get(comm).map_err(|_| INVALID_ARGUMENT)?;
+    stream(on)?.push(Operation::new(OperationKind::Kernel, move || {
+        let data = read(from.0, from.1)?;
+        comm.ask(request(data)).map_or(Ok(()), |answer| write(to, &answer?))
+    }))
+}
+
+fn collective(
+    comm: Handle,
+    on: Handle,
+    from: u64,
+    to: u64,
+    kind: Kind,
+    (count, ty, op, root): (usize, i32, i32, i32),
+) -> Result {
+    let own = COMMS.get(comm).map_err(|_| INVALID_ARGUMENT)?;
+    let ty = u8::try_from(ty).ok().and_then(type_of).ok_or(INVALID_ARGUMENT)?;
+    let op = u8::try_from(op).ok().filter(|op| *op <= 4).ok_or(INVALID_ARGUMENT)?;
+    if root < 0 || root as usize >= own.ranks {
+        return Err(INVALID_ARGUMENT);
+    }
+    let call = Call { kind, count: count as u64, ty, op, root: root as u32 };
+    let bytes = call.input_bytes(own.rank, own.ranks);
+    push(comm, on, (from, bytes), to, move |data| Request::Collective(call, data))
+}
+
+fn init(out: *mut Handle, ranks: i32, id: UniqueId, rank: i32) -> Result {
+    let comm = Arc::new(Comm::join(id, ranks, rank)?);
+    // In a group the others may be made by this thread later.
+    if GROUP.get() == 0 {
+        comm.wait_for_all()?;
+    }
+    // SAFETY: the caller's pointer is valid for a handle.
+    unsafe { out.write(COMMS.add(comm)) };
+    Ok(())
+}
+
+fn of(comm: Handle) -> Result<Arc<Comm>> {
+    COMMS.get(comm).map_err(|_| INVALID_ARGUMENT)
+}
+
+entry_points! {
+    status status_of;
+    fn ncclGetVersion(out: *mut i32) { *out = 22809; Ok(()) }
+    fn ncclGetUniqueId(out: *mut UniqueId) {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let mut id = [0; 16];
+        id[0] = u64::from(std::process::id());
+        id[1] = NEXT.fetch_add(1, Ordering::Relaxed);
+        id[2] = u64::from(wire::listen().map_err(|_| SYSTEM_ERROR)?);
+        *out = UniqueId(id);
+        Ok(())
+    }
+    fn ncclCommInitRank(out: *mut Handle, ranks: i32, id: UniqueId, rank: i32) { init(out, ranks, id, rank) }
+    fn ncclCommInitRankConfig(out: *mut Handle, ranks: i32, id: UniqueId, rank: i32, _config: Handle) {
+        init(out, ranks, id, rank)
+    }
+    fn ncclCommInitAll(out: *mut Handle, ranks: i32, devices: *const i32) {
+        let ranks = usize::try_from(ranks).map_err(|_| INVALID_ARGUMENT)?;
+        let hub = Hub::new(ranks);
+        for rank in 0..ranks {
+            let device = if devices.is_null() { rank } else { *devices.add(rank) as usize };
+            hub.join();
+            out.add(rank).write(COMMS.add(Arc::new(Comm::new(Link::Local(hub.clone()), rank, ranks, device))));
+        }
+        Ok(())
+    }
+    fn ncclCommCount(comm: Handle, out: *mut i32) { *out = of(comm)?.ranks as i32; Ok(()) }
+    fn ncclCommUserRank(comm: Handle, out: *mut i32) { *out = of(comm)?.rank as i32; Ok(()) }
+    fn ncclCommCuDevice(comm: Handle, out: *mut i32) { *out = of(comm)?.device as i32; Ok(()) }
+    fn ncclCommGetAsyncError(comm: Handle, out: *mut i32) { *out = of(comm)?.async_error(); Ok(()) }
+    fn ncclCommFinalize(comm: Handle) { of(comm).map(drop) }
+    fn ncclCommDestroy(comm: Handle) { COMMS.remove(comm).map(drop).map_err(|_| INVALID_ARGUMENT) }
+    fn ncclCommAbort(comm: Handle) {
+        COMMS.remove(comm).map_err(|_| INVALID_ARGUMENT)?.abort();
+        Ok(())
+    }
+    fn ncclGroupStart() { GROUP.set(GROUP.get() + 1); Ok(()) }
+    fn ncclGroupEnd() { GROUP.set(GROUP.get().checked_sub(1).ok_or(INVALID_USAGE)?); Ok(()) }
+    fn ncclAllReduce(from: u64, to: u64, count: usize, ty: i32, op: i32, comm: Handle, on: Handle) {
+        collective(comm, on, from, to, Kind::AllReduce, (count, ty, op, 0))
+    }
+    fn ncclReduce(from: u64, to: u64, count: usize, ty: i32, op: i32, root: i32, comm: Handle, on: Handle) {
+        collective(comm, on, from, to, Kind::Reduce, (count, ty, op, root))
+    }
+    fn ncclBroadcast(from: u64, to: u64, count: usize, ty: i32, root: i32, comm: Handle, on: Handle) {
+        collective(comm, on, from, to, Kind::Broadcast, (count, ty, 0, root))
+    }
+    fn ncclBcast(at: u64, count: usize, ty: i32, root: i32, comm: Handle, on: Handle) {
+        collective(comm, on, at, at, Kind::Broadcast, (count, ty, 0, root))
+    }
+    fn ncclAllGather(from: u64, to: u64, count: usize, ty: i32, comm: Handle, on: Handle) {
+        collective(comm, on, from, to, Kind::AllGather, (count, ty, 0, 0))
+    }
+    fn ncclReduceScatter(from: u64, to: u64, count: usize, ty: i32, op: i32, comm: Handle, on: Handle) {
+        collective(comm, on, from, to, Kind::ReduceScatter, (count, ty, op, 0))
+    }
+    fn ncclSend(from: u64, count: usize, ty: i32, peer: i32, comm: Handle, on: Handle) {
+        let ty = u8::try_from(ty).ok().and_then(type_of).ok_or(INVALID_ARGUMENT)?;
+        push(comm, on, (from, count * ty.bytes()), 0, move |data| Request::Send(peer as usize, data))
+    }
+    fn ncclRecv(to: u64, _count: usize, ty: i32, peer: i32, comm: Handle, on: Handle) {
+        u8::try_from(ty).ok().and_then(type_of).ok_or(INVALID_ARGUMENT)?;
+        push(comm, on, (0, 0), to, move |_| Request::Receive(peer as usize))
+    }
+}
+
+missing! {
+    status INVALID_USAGE;
+    ncclCommSplit ncclRedOpCreatePreMulSum ncclRedOpDestroy ncclMemAlloc ncclMemFree ncclCommRegister ncclCommDeregister
+    ncclCommShrink ncclCommWindowRegister ncclCommWindowDeregister ncclCommInitRankScalable ncclAlltoAll ncclGather
+    ncclScatter
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn ncclGetErrorString(status: i32) -> *const c_char {
+    let text = match status {
+        0 => c"no error",
+        UNHANDLED_CUDA_ERROR => c"unhandled cuda error",
+        SYSTEM_ERROR => c"unhandled system error",
+        INVALID_ARGUMENT => c"invalid argument",
+        INVALID_USAGE => c"invalid usage",
+        REMOTE_ERROR => c"remote process exited or there was a network error",
+        _ => c"internal error",
+    };
+    text.as_ptr()
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn ncclGetLastError(_comm: Handle) -> *const c_char {
+    c"see the messages of the emulator".as_ptr()
+}

@@ -1,0 +1,97 @@
+//! Who holds how much of each device's memory. Processes that name the same file in `CUEMU_LEDGER` share devices: what
+//! one holds is missing from what the others find free. A process that has died holds nothing.
+
+use std::fs::OpenOptions;
+use std::os::fd::AsRawFd;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::error::{OUT_OF_MEMORY, Result};
+use crate::settings::{self, MAX_DEVICES};
+
+/// Most processes that share a device.
+const SLOTS: usize = 64;
+
+/// What one process holds. Zeros are a slot that nobody has.
+#[repr(C)]
+struct Slot {
+    process: AtomicU64,
+    held: [AtomicU64; MAX_DEVICES],
+}
+
+pub struct Ledger {
+    slots: &'static [Slot],
+    own: usize,
+    /// What a neighbour that tests make up holds.
+    neighbour: [AtomicU64; MAX_DEVICES],
+}
+
+/// The slots in the file at `path`, or in memory of this process alone.
+fn open(path: Option<&Path>) -> &'static [Slot] {
+    let bytes = SLOTS * size_of::<Slot>();
+    let file = path.map(|path| {
+        let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path);
+        let file = file.unwrap_or_else(|e| panic!("CUEMU_LEDGER is «{}»: {e}", path.display()));
+        file.set_len(bytes as u64).expect("room for the ledger");
+        file
+    });
+    let (flags, descriptor) =
+        file.as_ref().map_or((libc::MAP_SHARED | libc::MAP_ANONYMOUS, -1), |file| (libc::MAP_SHARED, file.as_raw_fd()));
+    let protection = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: a new mapping at an address that the system chooses, which is never unmapped.
+    let start = unsafe { libc::mmap(std::ptr::null_mut(), bytes, protection, flags, descriptor, 0) };
+    assert!(start != libc::MAP_FAILED, "the ledger: {}", std::io::Error::last_os_error());
+    // SAFETY: the mapping has this many slots, of atomics for which any bytes are valid.
+    unsafe { std::slice::from_raw_parts(start.cast::<Slot>(), SLOTS) }
+}
+
+fn is_alive(process: u64) -> bool {
+    // SAFETY: signal 0 is not sent, it only asks whether the process is there.
+    process != 0 && unsafe { libc::kill(process as i32, 0) } == 0
+}
+
+impl Ledger {
+    pub fn new() -> Self {
+        let slots = open(settings::get().ledger.as_deref());
+        let process = u64::from(std::process::id());
+        let claim = |slot: &Slot| {
+            let owner = slot.process.load(Ordering::SeqCst);
+            !is_alive(owner)
+                && slot.process.compare_exchange(owner, process, Ordering::SeqCst, Ordering::SeqCst).is_ok()
+        };
+        let own = slots.iter().position(claim).expect("no more than 64 processes share a device");
+        slots[own].held.iter().for_each(|held| held.store(0, Ordering::SeqCst));
+        Self { slots, own, neighbour: Default::default() }
+    }
+
+    /// Bytes of `device` that nobody holds, less than none where two processes take the last of it at once.
+    fn left(&self, device: usize) -> i64 {
+        let is_held = |(i, slot): &(usize, &Slot)| *i == self.own || is_alive(slot.process.load(Ordering::SeqCst));
+        let slots = self.slots.iter().enumerate().filter(is_held);
+        let held: u64 = slots.map(|(_, slot)| slot.held[device].load(Ordering::SeqCst)).sum();
+        settings::get().memory as i64 - (held + self.neighbour[device].load(Ordering::SeqCst)) as i64
+    }
+
+    pub fn free(&self, device: usize) -> u64 {
+        self.left(device).max(0) as u64
+    }
+
+    /// Takes `bytes` of `device`.
+    pub fn take(&self, device: usize, bytes: u64) -> Result {
+        self.slots[self.own].held[device].fetch_add(bytes, Ordering::SeqCst);
+        if self.left(device) >= 0 {
+            return Ok(());
+        }
+        self.give_back(device, bytes);
+        Err(OUT_OF_MEMORY)
+    }
+
+    pub fn give_back(&self, device: usize, bytes: u64) {
+        self.slots[self.own].held[device].fetch_sub(bytes, Ordering::SeqCst);
+    }
+
+    /// Lets a neighbour hold so much of `device` from now on.
+    pub fn set_neighbour(&self, device: usize, bytes: u64) {
+        self.neighbour[device].store(bytes, Ordering::SeqCst);
+    }
+}

@@ -1,0 +1,152 @@
+//! The address space of the devices. A device address is not where its bytes are: the window of device addresses is
+//! reserved and unreadable, so that a host that follows one faults as it would with a GPU, and the bytes stand at the
+//! same place in a second window. A table says how many bytes of each page are allocated, so that each access of a
+//! kernel or of a copy is checked to the byte.
+
+use std::ffi::c_void;
+
+use crate::settings;
+
+/// Where device addresses begin.
+pub const DEVICE: u64 = 1 << 44;
+/// Where the bytes of the device addresses stand.
+pub const STORE: u64 = 2 << 44;
+/// Where page-locked host memory stands.
+pub const PINNED: u64 = 3 << 44;
+/// Where the stacks of CUDA threads stand, and so their local memory. (The window 4 << 44 is shared memory's.)
+pub const LOCAL: u64 = 5 << 44;
+/// Bytes of each of these windows.
+pub const WINDOW: u64 = 1 << 40;
+pub const PAGE: u64 = 4096;
+
+const UNUSED: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+pub const READ_WRITE: i32 = libc::PROT_READ | libc::PROT_WRITE;
+/// NaN in every floating-point type, and an index far out of range as an integer.
+const POISON: u16 = 0x7fff;
+
+/// Maps pages, at `at` unless that is zero.
+///
+/// # Safety
+/// With `MAP_FIXED` nobody may use what was mapped at these addresses.
+unsafe fn map(at: u64, bytes: u64, protection: i32, flags: i32, file: i32, offset: u64) -> *mut c_void {
+    // SAFETY: the caller answers for the addresses; a failure is seen below.
+    let start = unsafe { libc::mmap(at as *mut c_void, bytes as usize, protection, flags, file, offset as i64) };
+    assert!(start != libc::MAP_FAILED, "mmap of {bytes} bytes: {}", std::io::Error::last_os_error());
+    start
+}
+
+/// Keeps addresses that nothing else may get, and that nobody can read.
+pub fn reserve(at: u64, bytes: u64) {
+    // SAFETY: MAP_FIXED_NOREPLACE takes only addresses that are free.
+    unsafe { map(at, bytes, libc::PROT_NONE, UNUSED | libc::MAP_FIXED_NOREPLACE, -1, 0) };
+}
+
+/// Sets what may be done with reserved pages.
+pub fn protect(at: u64, bytes: u64, protection: i32) {
+    // SAFETY: the addresses are in a window of the emulator, which nothing else uses.
+    let done = unsafe { libc::mprotect(at as *mut c_void, bytes as usize, protection) };
+    assert!(done == 0, "mprotect: {}", std::io::Error::last_os_error());
+}
+
+/// Gives `bytes` of the window [`PINNED`] fresh pages, or takes them away.
+pub fn host_pages(at: u64, bytes: u64, there: bool) {
+    let protection = if there { READ_WRITE } else { libc::PROT_NONE };
+    // SAFETY: the addresses are in a window of the emulator, and are given out once.
+    unsafe { map(at, bytes, protection, UNUSED | libc::MAP_FIXED, -1, 0) };
+}
+
+/// The windows, the file that holds the devices' bytes, and the table of limits.
+pub struct Space {
+    pub file: i32,
+    limits: *mut u16,
+}
+
+// SAFETY: the table is written and read by volatile accesses of whole entries, and lives as long as the process.
+unsafe impl Send for Space {}
+// SAFETY: as above.
+unsafe impl Sync for Space {}
+
+impl Space {
+    pub fn new() -> Self {
+        // SAFETY: the name is a C string.
+        let file = unsafe { libc::memfd_create(c"device".as_ptr(), libc::MFD_CLOEXEC) };
+        // SAFETY: an ordinary call on the new file. Its pages take memory only once they are written.
+        assert!(file >= 0 && unsafe { libc::ftruncate(file, 1 << 50) } == 0, "a file for the devices' memory");
+        for window in [DEVICE, STORE, PINNED] {
+            reserve(window, WINDOW);
+        }
+        // SAFETY: an anonymous mapping at an address that the system chooses.
+        let limits = unsafe { map(0, WINDOW / PAGE * 2, READ_WRITE, UNUSED, -1, 0) };
+        Self { file, limits: limits.cast() }
+    }
+
+    /// For each page of the window: how many of its bytes are allocated.
+    pub fn limits(&self) -> *const u16 {
+        self.limits
+    }
+
+    fn limit(&self, page: u64) -> *mut u16 {
+        assert!(page < WINDOW / PAGE);
+        // SAFETY: the table has an entry for each page of the window.
+        unsafe { self.limits.add(page as usize) }
+    }
+
+    /// Allows accesses to `bytes` bytes at `at`, where a page begins, or to none of them.
+    pub fn allow(&self, at: u64, bytes: u64, allowed: bool) {
+        let page = (at - DEVICE) / PAGE;
+        for i in 0..bytes.div_ceil(PAGE) {
+            let limit = if allowed { (bytes - i * PAGE).min(PAGE) as u16 } else { 0 };
+            // SAFETY: `limit` gives an entry of the table.
+            unsafe { self.limit(page + i).write_volatile(limit) };
+        }
+    }
+
+    /// Puts pages of a file behind device addresses.
+    pub fn show(&self, at: u64, bytes: u64, file: i32, offset: u64, protection: i32) {
+        let flags = libc::MAP_SHARED | libc::MAP_FIXED;
+        // SAFETY: the addresses are in the window STORE, and the region that they are of is given out once.
+        unsafe { map(at + (STORE - DEVICE), bytes, protection, flags, file, offset) };
+    }
+
+    /// Takes away what is behind device addresses.
+    pub fn hide(&self, at: u64, bytes: u64) {
+        self.allow(at, bytes, false);
+        // SAFETY: the addresses are in the window STORE; who uses them still has an error, which shows as a fault.
+        unsafe { map(at + (STORE - DEVICE), bytes, libc::PROT_NONE, UNUSED | libc::MAP_FIXED, -1, 0) };
+    }
+
+    /// Gives pages of the file back to the system.
+    pub fn discard(&self, offset: u64, bytes: u64) {
+        let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        // SAFETY: an ordinary call on the emulator's file.
+        unsafe { libc::fallocate(self.file, mode, offset as i64, bytes as i64) };
+    }
+
+    /// Fills fresh memory with NaN, as far as the settings ask for it.
+    pub fn poison(&self, at: u64, bytes: u64) {
+        let bytes = bytes.min(settings::get().poison);
+        // SAFETY: the caller has just shown these pages, and nobody else has their addresses yet.
+        let values = unsafe { std::slice::from_raw_parts_mut((at + STORE - DEVICE) as *mut u16, bytes as usize / 2) };
+        values.fill(POISON);
+    }
+
+    /// Where the bytes at an address are, or the first address among them that is not allocated. What is no device
+    /// address is the host's, and is left to the host.
+    pub fn bytes_at(&self, at: u64, bytes: usize) -> Result<*mut u8, u64> {
+        if !(DEVICE..DEVICE + WINDOW).contains(&at) {
+            return Ok(at as *mut u8);
+        }
+        let (mut here, end) = (at, at + bytes as u64);
+        while here < end {
+            let page = (here - DEVICE) / PAGE;
+            let (page_start, page_end) = (DEVICE + page * PAGE, DEVICE + (page + 1) * PAGE);
+            // SAFETY: `limit` gives an entry of the table.
+            let limit = u64::from(unsafe { self.limit(page).read_volatile() });
+            if end.min(page_end) - page_start > limit {
+                return Err(here.max(page_start + limit));
+            }
+            here = page_end;
+        }
+        Ok((at + (STORE - DEVICE)) as *mut u8)
+    }
+}
