@@ -1,8 +1,12 @@
 //! Each instruction against the same arithmetic written in Rust, through the driver's calls.
 
+mod atomics;
 mod conversions;
+mod copies;
 mod device;
+mod faults;
 mod floats;
+mod flow;
 mod half;
 mod halves;
 mod integers;
