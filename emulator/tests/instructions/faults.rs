@@ -171,9 +171,9 @@ fn order() {
 
 #[test]
 fn ordered_accesses_are_no_races() {
-    for case in 0..ORDERED.len() {
+    for (case, (body, _)) in ORDERED.iter().enumerate() {
         let (runs, error) = process("faults::order", case);
-        assert!(runs, "{}\n{error}", ORDERED[case].0);
+        assert!(runs, "{body}\n{error}");
     }
 }
 

@@ -21,10 +21,10 @@ fn sums_and_products() {
         op!("add.s32 %d32, %a32, %b32;", |a, b, _| a.wrapping_add(b)),
         op!("sub.u64 %d64, %a64, %b64;", |a, b, _| a.wrapping_sub(b)),
         op!("mul.lo.s32 %d32, %a32, %b32;", |a, b, _| a.wrapping_mul(b)),
-        op!("mul.hi.s32 %d32, %a32, %b32;", |a, b, _| (i64::from(a as i32) * i64::from(b as i32) >> 32) as u64),
-        op!("mul.hi.u32 %d32, %a32, %b32;", |a, b, _| u64::from(a as u32) * u64::from(b as u32) >> 32),
-        op!("mul.hi.u64 %d64, %a64, %b64;", |a, b, _| (u128::from(a) * u128::from(b) >> 64) as u64),
-        op!("mul.hi.s64 %d64, %a64, %b64;", |a, b, _| (i128::from(a as i64) * i128::from(b as i64) >> 64) as u64),
+        op!("mul.hi.s32 %d32, %a32, %b32;", |a, b, _| ((i64::from(a as i32) * i64::from(b as i32)) >> 32) as u64),
+        op!("mul.hi.u32 %d32, %a32, %b32;", |a, b, _| (u64::from(a as u32) * u64::from(b as u32)) >> 32),
+        op!("mul.hi.u64 %d64, %a64, %b64;", |a, b, _| ((u128::from(a) * u128::from(b)) >> 64) as u64),
+        op!("mul.hi.s64 %d64, %a64, %b64;", |a, b, _| ((i128::from(a as i64) * i128::from(b as i64)) >> 64) as u64),
         op!("mul.wide.s32 %d64, %a32, %b32;", |a, b, _| (i64::from(a as i32) * i64::from(b as i32)) as u64),
         op!("mul.wide.u16 %d32, %a16, %b16;", |a, b, _| u64::from(a as u16) * u64::from(b as u16)),
         op!("mad.lo.s32 %d32, %a32, %b32, %c32;", |a, b, c| a.wrapping_mul(b).wrapping_add(c)),
@@ -32,7 +32,7 @@ fn sums_and_products() {
             (u64::from(a as u32) * u64::from(b as u32)).wrapping_add(c)
         }),
         op!("mad.hi.u32 %d32, %a32, %b32, %c32;", |a, b, c| {
-            (u64::from(a as u32) * u64::from(b as u32) >> 32).wrapping_add(c)
+            ((u64::from(a as u32) * u64::from(b as u32)) >> 32).wrapping_add(c)
         }),
         op!("add.sat.s32 %d32, %a32, %b32;", |a, b, _| signed((a as i32).saturating_add(b as i32) as u32)),
         op!("sub.sat.s32 %d32, %a32, %b32;", |a, b, _| signed((a as i32).saturating_sub(b as i32) as u32)),
@@ -40,7 +40,7 @@ fn sums_and_products() {
             signed((a as i32).abs_diff(b as i32).wrapping_add(c as u32))
         }),
         op!("add.cc.u32 %e32, %a32, %b32; addc.u32 %d32, %a32, %c32;", |a, b, c| {
-            let carry = u64::from(a as u32) + u64::from(b as u32) >> 32;
+            let carry = (u64::from(a as u32) + u64::from(b as u32)) >> 32;
             a.wrapping_add(c).wrapping_add(carry)
         }),
         op!("sub.cc.u32 %e32, %a32, %b32; subc.u32 %d32, %a32, %c32;", |a, b, c| {
@@ -48,7 +48,7 @@ fn sums_and_products() {
         }),
         op!("mad.lo.cc.u64 %e64, %a64, %b64, %c64; madc.hi.u64 %d64, %a64, %b64, 0;", |a, b, c| {
             let product = u128::from(a) * u128::from(b);
-            let carry = (product & u128::from(u64::MAX)) + u128::from(c) >> 64;
+            let carry = ((product & u128::from(u64::MAX)) + u128::from(c)) >> 64;
             ((product >> 64) + carry) as u64
         }),
     ];

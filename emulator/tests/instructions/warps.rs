@@ -107,7 +107,7 @@ fn reductions_of_a_warp() {
 
 #[test]
 fn matches_and_elections() {
-    let input = (0..32).map(|lane| lane * 7 % 5 | lane * 7 % 5 << 33).collect::<Vec<u64>>();
+    let input = (0..32).map(|lane| (lane * 7 % 5) | ((lane * 7 % 5) << 33)).collect::<Vec<u64>>();
     let body = "
         ld.global.u64 %d0, [%mine_in];
         match.any.sync.b64 %r0, %d0, 0xffffffff;
