@@ -101,4 +101,12 @@ extern "C" fn host(address: u64, bytes: u32) -> u64 {
 ///
 /// # Safety
 /// Called by the C code of a kernel in the fiber of `thread`.
-unsafe extern "C" fn print(_thread: *mut Thread, _format: u64, _arguments: u64) {}
+unsafe extern "C" fn print(_: *mut Thread, format: u64, arguments: u64) {
+    let read = |at| {
+        let byte = memory::get().bytes_at(at, 1).ok()?;
+        // SAFETY: the byte is allocated.
+        Some(unsafe { *byte })
+    };
+    // SAFETY: nvcc puts the arguments that the format asks for into the thread's local memory.
+    unsafe { crate::print::print(read, format, arguments as *const u8) }
+}

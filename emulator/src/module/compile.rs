@@ -12,7 +12,7 @@ use crate::{ptx, settings};
 pub type Compiled = unsafe extern "C" fn(*mut c_void, *const u8);
 
 /// Contraction and reassociation would make other numbers than the PTX says.
-const FLAGS: &str = "-O2 -march=native -std=gnu17 -shared -fPIC -ffp-contract=off -fwrapv -fno-math-errno \
+const FLAGS: &str = "-O1 -march=native -std=gnu17 -shared -fPIC -ffp-contract=off -fwrapv -fno-math-errno \
     -fno-strict-aliasing -fno-stack-protector -fcf-protection=none -w";
 
 pub fn compile(name: &str, c: &str, races: bool) -> Result<Compiled, String> {

@@ -47,14 +47,6 @@ const MISTAKES: &[(&str, &str, u32, &[&str])] = &[
         &["bar.sync 1", "bar.sync 2"],
     ),
     (
-        "a barrier after some threads have exited",
-        "setp.lt.u32 %p0, %t, 32;
-        @%p0 exit;
-        bar.sync 0;",
-        64,
-        &["bar.sync 0"],
-    ),
-    (
         "one barrier of all at two places",
         "setp.lt.u32 %p0, %t, 32;
         @%p0 bra FIRST;

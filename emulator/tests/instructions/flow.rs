@@ -83,6 +83,7 @@ fn threads_leave_at_different_times() {
         st.global.u32 [%mine_out], 3;
         setp.gt.u32 %p1, %t, 10;
         @%p1 ret;
+        bar.sync 0; // of those that are left
         st.global.u32 [%mine_out+4], 1;";
     let expected = (0..32).map(|t| if t % 2 == 1 { 0 } else { 3 | u64::from(t <= 10) << 32 });
     assert_eq!(run("", body, 32, &[], 32), expected.collect::<Vec<u64>>());

@@ -175,3 +175,27 @@ fn barriers_of_some_warps() {
     let expected = (0..96).map(|t| if t < 64 { (t ^ 32) * 8 } else { 0 });
     assert_eq!(run("", body, 96, &[], 96), expected.collect::<Vec<u64>>());
 }
+
+#[test]
+fn one_warp_arrives_and_another_waits() {
+    // The first warp hands its words over without waiting, and leaves.
+    let body = "
+        .shared .align 8 .b8 words[256];
+        mov.u32 %r0, words;
+        setp.ge.u32 %p0, %t, 32;
+        @%p0 bra TAKE;
+        mad.lo.u32 %r1, %t, 8, %r0;
+        st.shared.u64 [%r1], %mine_in;
+        bar.arrive 1, 64;
+        bra DONE;
+        TAKE:
+        bar.sync 1, 64;
+        sub.u32 %r1, 63, %t;
+        mad.lo.u32 %r1, %r1, 8, %r0;
+        ld.shared.u64 %d0, [%r1];
+        sub.u64 %d0, %d0, %in;
+        st.global.u64 [%mine_out], %d0;
+        DONE:";
+    let expected = (0..64).map(|t| if t < 32 { 0 } else { (63 - t) * 8 });
+    assert_eq!(run("", body, 64, &[], 64), expected.collect::<Vec<u64>>());
+}

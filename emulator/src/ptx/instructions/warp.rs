@@ -18,6 +18,10 @@ pub(super) fn barrier(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<St
         let count = i.operands.get(1).map_or(Ok("0".into()), |count| body.raw(count, 4))?;
         return Ok(format!("{at} T->b->rt->barrier(T, {}, {count}, 0, 0);", body.raw(i.operand(0)?, 4)?));
     }
+    if i.has("arrive") {
+        let (id, count) = (body.raw(i.operand(0)?, 4)?, body.raw(i.operand(1)?, 4)?);
+        return Ok(format!("{at} T->b->rt->barrier(T, {id}, {count}, 4, 0);"));
+    }
     if !i.has("red") {
         return Err(i.not_emulated());
     }
