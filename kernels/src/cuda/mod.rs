@@ -22,6 +22,7 @@ mod pack;
 mod rope;
 mod rows;
 mod sampling;
+mod scratch;
 mod staging;
 mod step;
 mod tensor;

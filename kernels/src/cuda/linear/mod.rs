@@ -1,0 +1,143 @@
+//! Linear layers.
+//!
+//! The input of a bfloat16 layer is rounded and packed as the weights are; then blocks of `cu/linear_bf16.cu` or
+//! `cu/linear_f32.cu` each sum some leaves of a tile of the output, which `add_parts` adds where there are several.
+
+mod plan;
+#[cfg(test)]
+mod tests;
+
+use std::sync::Arc;
+
+use candle_core::Result;
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::{CudaFunction, LaunchConfig, sys};
+use half::bf16;
+
+use super::context::Context;
+use super::launch::{Launch, grid};
+use super::matrix::CudaMatrix;
+use super::module::{Module, fat_binary};
+use super::scratch::Scratch;
+use super::tensor::Rows;
+use crate::weights::WeightDtype;
+use plan::{Plan, Size, TILES, Tile};
+
+/// Threads of a block of the kernels before and after a product.
+const THREADS: u32 = 256;
+/// Values that a thread of `pack_bf16` packs.
+const PACKED_VALUES: usize = 8;
+
+/// The kernels of linear layers, and the memory that they reuse.
+pub(super) struct Linear {
+    context: Arc<Context>,
+    pack: CudaFunction,
+    add_parts: CudaFunction,
+    /// Those of [`TILES`].
+    products: Vec<CudaFunction>,
+    /// The input as bfloat16.
+    packed: Scratch,
+    /// Sums of some leaves each, `[splits, m, n]`.
+    parts: Scratch,
+}
+
+/// The input as the kernels of a product read it.
+struct Input {
+    pointer: sys::CUdeviceptr,
+    stride: usize,
+    /// Values from the start of a run to that of the next.
+    run: usize,
+}
+
+impl Linear {
+    pub fn load(context: &Arc<Context>) -> Result<Self> {
+        let load = |binary| Module::load(context.stream.context(), binary);
+        let common = load(fat_binary!("linear"))?;
+        let (of_bf16, of_f32) = (load(fat_binary!("linear_bf16"))?, load(fat_binary!("linear_f32"))?);
+        let product = |tile: &Tile| {
+            let module = if tile.dtype == WeightDtype::Bf16 { &of_bf16 } else { &of_f32 };
+            let function = module.function(tile.kernel)?;
+            let shared = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            function.set_attribute(shared, tile.shared as i32).w()?;
+            Ok(function)
+        };
+        Ok(Self {
+            context: context.clone(),
+            pack: common.function("pack_bf16")?,
+            add_parts: common.function("add_parts")?,
+            products: TILES.iter().map(product).collect::<Result<_>>()?,
+            packed: Scratch::new(context),
+            parts: Scratch::new(context),
+        })
+    }
+
+    /// `out = x wᵀ + bias`; the address of the bias is 0 if there is none.
+    pub fn product(&self, x: Rows, w: &CudaMatrix, bias: sys::CUdeviceptr, out: Rows) -> Result<()> {
+        let size = Size { dtype: w.shape.dtype, m: x.rows, n: w.shape.n, leaves: w.shape.leaves };
+        self.product_by(Plan::of(size, self.context.processors as usize), x, w, bias, out)
+    }
+
+    fn product_by(&self, plan: Plan, x: Rows, w: &CudaMatrix, bias: sys::CUdeviceptr, out: Rows) -> Result<()> {
+        let (n, k) = (w.shape.n, w.shape.k);
+        assert_eq!((x.rows, x.width, n), (out.rows, k, out.width), "rows and widths of a linear layer");
+        let input = self.input(x, w)?;
+        if plan.splits == 1 {
+            return self.multiply(plan, &input, w, bias, out, 0);
+        }
+        let part = x.rows * n;
+        let parts = self.parts.take(plan.splits * part * size_of::<f32>())?;
+        self.multiply(plan, &input, w, 0, Rows { pointer: parts, rows: x.rows, width: n, stride: n }, part)?;
+        let mut launch = Launch::of(&self.context.stream, &self.add_parts);
+        launch.rows(out).pointer(parts).int(plan.splits).pointer(bias).int(n);
+        // SAFETY: the parts are `[splits, m, n]`, the bias `[n]`, and the rows of `out` those of a tensor.
+        unsafe { launch.start(by_rows(out.rows, n)) }
+    }
+
+    /// The input itself for float32 weights, and packed for bfloat16.
+    fn input(&self, x: Rows, w: &CudaMatrix) -> Result<Input> {
+        let layout = w.layout();
+        if w.shape.dtype == WeightDtype::F32 {
+            return Ok(Input { pointer: x.pointer, stride: x.stride, run: layout.run });
+        }
+        let pointer = self.packed.take(x.rows * layout.stride() * size_of::<bf16>())?;
+        let mut launch = Launch::of(&self.context.stream, &self.pack);
+        launch.pointer(pointer).rows(x).int(layout.leaves).int(layout.run).int(layout.padded_run);
+        // SAFETY: the memory has a padded row for each of the tensor.
+        unsafe { launch.start(by_rows(x.rows, layout.stride() / PACKED_VALUES)) }?;
+        Ok(Input { pointer, stride: layout.stride(), run: layout.padded_run })
+    }
+
+    /// Starts the blocks of a product, whose sums are `part` values apart for each of the splits.
+    fn multiply(
+        &self,
+        plan: Plan,
+        x: &Input,
+        w: &CudaMatrix,
+        bias: sys::CUdeviceptr,
+        out: Rows,
+        part: usize,
+    ) -> Result<()> {
+        let (layout, tile) = (w.layout(), &TILES[plan.tile]);
+        let mut launch = Launch::of(&self.context.stream, &self.products[plan.tile]);
+        launch.rows(out).long(part).pointer(x.pointer).long(x.stride).int(x.run).int(layout.run);
+        launch.pointer(w.row(0)).long(layout.stride()).int(layout.padded_run).pointer(bias);
+        launch.int(out.rows).int(out.width).int(layout.leaves / plan.splits);
+        let blocks = [out.rows.div_ceil(tile.rows), out.width.div_ceil(tile.columns), plan.splits];
+        let [x, y, z] = blocks.map(|blocks| u32::try_from(blocks).expect("blocks of a product"));
+        // SAFETY: the input has a run for each leaf, and `out` memory for each of the splits.
+        unsafe { launch.start(grid((x, y, z), tile.threads, tile.shared)) }
+    }
+
+    /// Gives the memory back.
+    pub fn release(&self) {
+        self.packed.release();
+        self.parts.release();
+    }
+}
+
+/// Blocks for each row, of a thread for each of `threads` places in it.
+fn by_rows(rows: usize, threads: usize) -> LaunchConfig {
+    let blocks = [rows, threads.div_ceil(THREADS as usize)];
+    let [x, y] = blocks.map(|blocks| u32::try_from(blocks).expect("rows and columns of a batch"));
+    grid((x, y, 1), THREADS, 0)
+}

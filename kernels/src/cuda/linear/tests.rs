@@ -1,0 +1,133 @@
+//! Every way to compute a product gives the same bits.
+
+use std::sync::Arc;
+
+use half::bf16;
+
+use super::plan::{Plan, Size};
+use super::*;
+use crate::backend::storage::MatrixImpl;
+use crate::cpu::testing::Random;
+use crate::cuda::arena::Allocation;
+use crate::weights::{MatrixShape, WeightRows};
+
+const DTYPES: [WeightDtype; 2] = [WeightDtype::Bf16, WeightDtype::F32];
+
+struct Device {
+    context: Arc<Context>,
+    linear: Linear,
+}
+
+/// Rows on the device, and the memory they are in.
+struct Values {
+    memory: Allocation,
+    rows: Rows,
+}
+
+impl Device {
+    fn open() -> Self {
+        let context = Arc::new(Context::open(0).unwrap());
+        Self { linear: Linear::load(&context).unwrap(), context }
+    }
+
+    /// Rows of `width` of the values, `stride` apart.
+    fn rows(&self, values: &[f32], width: usize, stride: usize) -> Values {
+        let memory = self.context.workspace.allocate(size_of_val(values)).unwrap();
+        self.context.copies.write(memory.pointer, values).unwrap();
+        let rows = Rows { pointer: memory.pointer, rows: values.len() / stride, width, stride };
+        Values { memory, rows }
+    }
+
+    fn matrix(&self, shape: MatrixShape, weights: &[f32]) -> CudaMatrix {
+        let mut matrix = CudaMatrix::zeros(&self.context, shape).unwrap();
+        matrix.write_columns(0, WeightRows::F32(weights), shape.k, 0);
+        matrix
+    }
+
+    /// The bits of a product.
+    fn product(&self, plan: Plan, x: &Values, w: &CudaMatrix, bias: &Values) -> Vec<u32> {
+        let (m, n) = (x.rows.rows, w.shape.n);
+        let out = self.rows(&vec![f32::NAN; m * n], n, n);
+        self.linear.product_by(plan, x.rows, w, bias.rows.pointer, out.rows).unwrap();
+        let mut bits = vec![0; m * n];
+        self.context.copies.read(out.memory.pointer, &mut bits).unwrap();
+        bits
+    }
+}
+
+/// The sums in the order that the module documents, for float32: a chain for each leaf, then a balanced tree.
+fn in_order(x: &[f32], w: &[f32], leaves: usize) -> f32 {
+    if leaves > 1 {
+        let ((x, more_x), (w, more_w)) = (x.split_at(x.len() / 2), w.split_at(w.len() / 2));
+        return in_order(x, w, leaves / 2) + in_order(more_x, more_w, leaves / 2);
+    }
+    x.iter().zip(w).fold(0.0, |sum, (x, w)| x.mul_add(*w, sum))
+}
+
+#[test]
+fn every_plan_gives_the_same_bits() {
+    let device = Device::open();
+    let cases = [(1, 33, 32, 1), (7, 70, 208, 2), (33, 129, 240, 8), (65, 40, 152, 4), (130, 131, 35, 1)];
+    for (seed, (m, n, k, leaves)) in cases.into_iter().enumerate() {
+        let mut random = Random::new(seed as u64);
+        let (x, weights, bias) = (random.normals(m * k, 1.0), random.normals(n * k, 1.0), random.normals(n, 1.0));
+        for dtype in DTYPES {
+            let w = device.matrix(MatrixShape { dtype, n, k, leaves }, &weights);
+            let (x, bias) = (device.rows(&x, k, k), device.rows(&bias, n, n));
+            let plans = Plan::all(Size { dtype, m, n, leaves });
+            assert!(plans.len() > 1, "{plans:?}");
+            let expected = device.product(plans[0], &x, &w, &bias);
+            for plan in &plans[1..] {
+                let same = device.product(*plan, &x, &w, &bias) == expected;
+                assert!(same, "seed {seed}, {dtype:?}: {plan:?} and {:?} differ", plans[0]);
+            }
+        }
+    }
+}
+
+#[test]
+fn float32_products_are_sums_in_the_documented_order() {
+    let device = Device::open();
+    for (seed, (m, n, k, leaves)) in [(3, 9, 40, 4), (2, 5, 35, 1), (1, 4, 128, 8)].into_iter().enumerate() {
+        let mut random = Random::new(seed as u64);
+        let (x, weights, bias) = (random.normals(m * k, 1.0), random.normals(n * k, 1.0), random.normals(n, 1.0));
+        let w = device.matrix(MatrixShape { dtype: WeightDtype::F32, n, k, leaves }, &weights);
+        let plan = Plan::of(Size { dtype: WeightDtype::F32, m, n, leaves }, 132);
+        let found = device.product(plan, &device.rows(&x, k, k), &w, &device.rows(&bias, n, n));
+        for (i, found) in found.into_iter().enumerate() {
+            let (row, column) = (i / n, i % n);
+            let sum = in_order(&x[row * k..][..k], &weights[column * k..][..k], leaves) + bias[column];
+            assert_eq!(f32::from_bits(found), sum, "seed {seed}: row {row}, column {column}");
+        }
+    }
+}
+
+#[test]
+fn strided_rows_give_the_bits_of_dense_ones() {
+    let device = Device::open();
+    let mut random = Random::new(0);
+    let (m, n, k, stride) = (6, 20, 64, 71);
+    let (wide, weights, bias) = (random.normals(m * stride, 1.0), random.normals(n * k, 1.0), random.normals(n, 1.0));
+    let dense: Vec<f32> = wide.chunks_exact(stride).flat_map(|row| &row[..k]).copied().collect();
+    for dtype in DTYPES {
+        let w = device.matrix(MatrixShape { dtype, n, k, leaves: 4 }, &weights);
+        let plan = Plan::of(Size { dtype, m, n, leaves: 4 }, 132);
+        let bias = device.rows(&bias, n, n);
+        let found = device.product(plan, &device.rows(&wide, k, stride), &w, &bias);
+        assert!(found == device.product(plan, &device.rows(&dense, k, k), &w, &bias), "{dtype:?}");
+    }
+}
+
+#[test]
+fn large_products_take_large_tiles_and_small_ones_all_multiprocessors() {
+    let tile = |m, n, leaves| {
+        let plan = Plan::of(Size { dtype: WeightDtype::Bf16, m, n, leaves }, 132);
+        (TILES[plan.tile].kernel, plan.splits)
+    };
+    assert_eq!(tile(1, 37888, 1), ("bf16_16x32_leaf", 1));
+    assert_eq!(tile(1, 3584, 8), ("bf16_16x32_leaves", 4));
+    assert_eq!(tile(1, 896, 8), ("bf16_16x32_leaf", 8));
+    assert_eq!(tile(64, 37888, 1), ("bf16_64x64_leaf", 1));
+    assert_eq!(tile(4096, 37888, 1), ("bf16_128x128_leaf", 1));
+    assert_eq!(tile(4096, 3584, 8), ("bf16_64x128_leaves", 1));
+}
