@@ -1,0 +1,11 @@
+//! The driver's calls, as a program would make them.
+
+mod device;
+mod failures;
+mod faults;
+mod graphs;
+mod memory;
+mod nccl;
+mod processes;
+mod streams;
+mod virtual_memory;
