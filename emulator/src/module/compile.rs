@@ -1,6 +1,7 @@
 //! The C of a kernel to machine code, by the system's C compiler, kept on disk under the digest of the C.
 
 use std::ffi::{CStr, CString, c_void};
+use std::fs::File;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::Path;
 use std::process::Command;
@@ -15,6 +16,7 @@ pub type Compiled = unsafe extern "C" fn(*mut c_void, *const u8);
 const FLAGS: &str = "-O1 -march=native -std=gnu17 -shared -fPIC -ffp-contract=off -fwrapv -fno-math-errno \
     -fno-strict-aliasing -fno-stack-protector -fcf-protection=none -w";
 
+/// The machine code of a kernel's C. Threads and processes that ask for the same at once build it once.
 pub fn compile(name: &str, c: &str, races: bool) -> Result<Compiled, String> {
     let settings = settings::get();
     std::fs::create_dir_all(&settings.cache).map_err(|e| format!("{}: {e}", settings.cache.display()))?;
@@ -22,7 +24,12 @@ pub fn compile(name: &str, c: &str, races: bool) -> Result<Compiled, String> {
     (ptx::RUNTIME, c, FLAGS, races, &settings.compiler).hash(&mut hash);
     let library = settings.cache.join(format!("{name:.60}-{:016x}.so", hash.finish()));
     if !library.exists() {
-        build(&library, c, races)?;
+        let lock = File::create(library.with_extension("lock")).map_err(|e| e.to_string())?;
+        lock.lock().map_err(|e| e.to_string())?;
+        // Whoever had the lock before may have built it.
+        if !library.exists() {
+            build(&library, c, races)?;
+        }
     }
     load(&library)
 }

@@ -82,9 +82,9 @@ impl Module {
 
     /// The function of a name, compiled.
     pub fn kernel(&self, name: &str) -> Result<Arc<Kernel>> {
-        let mut kernels = self.kernels.lock().unwrap();
-        if let Some(kernel) = kernels.iter().find(|kernel| kernel.name == name) {
-            return Ok(kernel.clone());
+        let find = |kernels: &[Arc<Kernel>]| kernels.iter().find(|kernel| kernel.name == name).cloned();
+        if let Some(kernel) = find(&self.kernels.lock().unwrap()) {
+            return Ok(kernel);
         }
         let code = self.entries.get(name).ok_or(NOT_FOUND)?;
         let races = settings::get().races;
@@ -101,6 +101,11 @@ impl Module {
             dynamic_limit: AtomicU32::new(DYNAMIC_SHARED),
             text: self.text.clone(),
         });
+        // Other functions were compiled meanwhile, and maybe this one by another thread.
+        let mut kernels = self.kernels.lock().unwrap();
+        if let Some(first) = find(&kernels) {
+            return Ok(first);
+        }
         kernels.push(kernel.clone());
         Ok(kernel)
     }

@@ -1,8 +1,27 @@
 //! PTX to C: what nvcc's front end and optimiser really made, with a C statement for each instruction. Every CUDA thread
 //! runs the function as a fiber of its own, so control flow, divergence included, needs no care here.
 //!
-//! [`Module::parse`] reads a module's text and translates each entry point with the functions that it calls, so that an
-//! instruction that is not emulated fails there, by its name. [`instructions`] has the table of what is emulated.
+//! | step | file |
+//! |---|---|
+//! | text to variables and functions | [`parse`] |
+//! | a function's body to statements | [`statement`] |
+//! | an entry point with the functions that it calls to one unit of C | [`unit`] |
+//! | scopes, declarations, guards | [`body`] |
+//! | registers, numbers, addresses | [`operand`] |
+//! | each instruction, by families | [`instructions`] |
+//! | what that C stands on | `emulator/runtime/*.h` |
+//!
+//! A PTX register is a C variable of its width, and each instruction reads it as the type that it names. Labels, jumps
+//! and scopes are C's own. What a register or local memory holds before it is written is not a number.
+//!
+//! [`Module::parse`] translates everything, so that an instruction that is not emulated fails when the module is loaded,
+//! by its name and line; so does one with a modifier that its function never asked for. To add an instruction: a line in
+//! the table of [`instructions`], a function in the file of its family, and a test in `tests/instructions` against the
+//! same arithmetic in Rust.
+//!
+//! Not as on a GPU: the last bits of `approx` instructions; the order in which tensor cores sum (here k ascending, in
+//! float32); `activemask`, which gives each thread itself alone; the bits of what is not a number; and `mul` and `add`
+//! of float32 without `.rn`, which ptxas may fuse and the emulator never does: `nvcc --fmad=false` writes `.rn`.
 
 mod body;
 mod error;
@@ -76,5 +95,50 @@ impl Module {
         let entries =
             entries.map(|f| Ok((f.name.clone(), unit::translate(&source, f)?))).collect::<Result<_, Error>>()?;
         Ok(Self { variables: source.variables, entries })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is wrong with an entry point that has this statement in its fourth line.
+    fn error(statement: &str) -> (usize, String) {
+        let text = format!(".version 8.8\n.entry k() {{\n.reg .b32 %r<4>; .reg .f32 %f<4>;\n{statement}\n}}");
+        let error = Module::parse(&text).expect_err(statement);
+        (error.line, error.cause.to_string())
+    }
+
+    #[test]
+    fn what_is_not_emulated_is_named_with_its_line() {
+        let cases = [
+            ("tcgen05.alloc.cta_group::1 [%r1], 32;", "tcgen05.alloc.cta_group::1 is not emulated"),
+            ("add.wrong.s32 %r1, %r2, 3;", "add with .wrong is not emulated"),
+            ("cvt.rn.satfinite.e4m3x2.f32 %r1, %f1, %f2;", "cvt.rn.satfinite.e4m3x2.f32 is not emulated"),
+            ("add.s32 %r1, %r2, %missing;", "the operand %missing is not known"),
+            ("add.s32 %r1, %r2;", "operands are missing"),
+            ("call.uni away, (%r1);", "the function away has no body in this module"),
+            (".reg .e4m3 %x;", "the type .e4m3 is not emulated here"),
+            ("cp.async.cg.shared.global [%r1], [%r2], 8;", "the operand 8 is not known"),
+            ("atom.global.min.f32 %f1, [%r1], %f2;", "atom.global.min.f32 is not emulated"),
+        ];
+        for (statement, cause) in cases {
+            assert_eq!(error(statement), (4, cause.into()), "{statement}");
+        }
+    }
+
+    #[test]
+    fn places_of_parameters_and_shared_memory() {
+        let text = ".extern .shared .align 128 .b8 dynamic[];
+            .entry k(.param .u8 a, .param .u64 b, .param .align 8 .b8 c[12], .param .u16 d) .reqntid 64 {
+            .shared .align 16 .b8 tile[20];
+            .reg .b32 %r;
+            mov.u32 %r, dynamic;
+            bar.sync 0;
+            }";
+        let module = Module::parse(text).expect("a module");
+        let code = &module.entries["k"];
+        assert_eq!(code.params, [(0, 1), (8, 8), (16, 12), (28, 2)]);
+        assert_eq!((code.shared, code.max_threads, code.alone), (128, 64, false));
     }
 }

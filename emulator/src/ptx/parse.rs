@@ -202,3 +202,44 @@ fn function(head: &str, line: usize) -> Result<Function> {
     });
     Ok(Function { name, entry, returns, params, max_threads, body: None, line })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn comments_and_quoted_text_keep_their_lines() {
+        let text = "// a\n.file 1 \"/a//b.cu\" /* one\ntwo */\n.global .b32 x;";
+        assert_eq!(without_comments(text), "\n.file 1 \"/a//b.cu\" \n\n.global .b32 x;");
+    }
+
+    #[test]
+    fn variables() {
+        let v = variable(".visible .global .align 4 .b8 table[2][3] = {1, -1, 0x10}").expect("a variable");
+        assert_eq!((v.name.as_str(), v.space.as_str(), v.align, v.bytes), ("table", "global", 4, 6));
+        assert_eq!(v.value, [1, 255, 16]);
+        let v = variable(".extern .shared .align 16 .b8 dynamic[]").expect("a variable");
+        assert_eq!((v.external, v.bytes, v.align), (true, 0, 16));
+        let v = variable(".param .u64 .ptr .global .align 1 pointer").expect("a parameter");
+        assert_eq!((v.name.as_str(), v.space.as_str(), v.bytes, v.align), ("pointer", "param", 8, 8));
+        assert_eq!(variable(".global .e4m3 x"), Err(Cause::Type(".e4m3".into())));
+    }
+
+    #[test]
+    fn heads_of_functions() {
+        let head = ".visible .entry norm(.param .u64 a, .param .f32 b) .maxntid 256, 2, 1 .minnctapersm 2";
+        let f = function(head, 1).expect("a head");
+        assert_eq!((f.name.as_str(), f.entry, f.params.len(), f.max_threads), ("norm", true, 2, Some(512)));
+        let f = function(".func (.param .b32 r) f(.param .b32 x)", 1).expect("a head");
+        assert_eq!((f.name.as_str(), f.entry, f.returns.len(), f.params.len()), ("f", false, 1, 1));
+        let f = function(".func  (.param .b32 r) g\n(\n.param .b64 x\n)\n", 1).expect("a head");
+        assert_eq!((f.name.as_str(), f.params.len(), f.max_threads), ("g", 1, None));
+    }
+
+    #[test]
+    fn sections_of_debug_information_are_passed_over() {
+        let text = ".version 8.0\n.entry k()\n{\nret;\n}\n.section .debug_str\n{\n$L1:\n.b8 1,2\n}\n.global .u32 x;";
+        let source = Source::parse(text).expect("a module");
+        assert_eq!((source.functions.len(), source.variables.len()), (1, 1));
+    }
+}

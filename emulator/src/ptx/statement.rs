@@ -188,3 +188,41 @@ impl<'a> Instruction<'a> {
         format!("T->line = {};", self.line)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn statements_keep_their_lines() {
+        let text = "\n.reg .b32 %r<2>;\n.loc 1 2 3\nLOOP:\n@%p1 bra LOOP;\nt: .branchtargets A,\n B;\n{ ret; }";
+        let lines = statements(text, 10).expect("statements");
+        let found = lines.iter().map(|line| (line.number, line.statement.clone())).collect::<Vec<_>>();
+        let expected = [
+            (11, Statement::Declaration(".reg .b32 %r<2>".into())),
+            (13, Statement::Label("LOOP".into())),
+            (14, Statement::Instruction("@%p1 bra LOOP".into())),
+            (15, Statement::JumpTable("t".into(), vec!["A".into(), "B".into()])),
+            (17, Statement::Open),
+            (17, Statement::Instruction("ret".into())),
+            (17, Statement::Close),
+        ];
+        assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn a_body_without_an_end_says_where() {
+        let error = statements("ret;\nadd.s32 %r1, %r2, 3", 5).expect_err("no semicolon");
+        assert_eq!((error.line, error.statement.as_str()), (6, "add.s32 %r1, %r2, 3"));
+    }
+
+    #[test]
+    fn a_modifier_is_understood_once_it_was_asked_for() {
+        let i = Instruction::new("fma.rn.ftz.f32 %f1, {%f2, %f3}, [%r1+4]", 1);
+        assert_eq!(i.operands, ["%f1", "{%f2, %f3}", "[%r1+4]"]);
+        assert!(i.has("rn") && !i.has("sat"));
+        assert_eq!((i.ty(), i.unused()), (Ok(Type::F32), Some("ftz")));
+        assert_eq!(i.which(&["ftz", "sat"]), Ok("ftz"));
+        assert_eq!(i.unused(), None);
+    }
+}
