@@ -20,7 +20,7 @@ struct Conversion {
 }
 
 /// Bytes until the first zero, by a function that reads one; what cannot be read ends the text.
-fn text(read: impl Fn(u64) -> Option<u8>, address: u64) -> Vec<u8> {
+pub(crate) fn text(read: impl Fn(u64) -> Option<u8>, address: u64) -> Vec<u8> {
     (address..).map_while(|at| read(at).filter(|&byte| byte != 0)).collect()
 }
 

@@ -13,8 +13,8 @@ mod workers;
 use std::sync::Arc;
 
 use crate::error::{ASSERT, ILLEGAL_ADDRESS, LAUNCH_FAILED, MISALIGNED_ADDRESS, Result};
-use crate::memory;
 use crate::module::Kernel;
+use crate::{memory, print};
 use abi::{Runtime, Thread};
 pub use fiber::MAX_THREADS;
 use team::{Fault, fail};
@@ -49,7 +49,7 @@ static RUNTIME: Runtime = Runtime {
     race: race::race,
     host,
     pause: wait::pause,
-    print,
+    print: print_text,
     ordered: wait::ordered,
 };
 
@@ -79,7 +79,7 @@ unsafe extern "C" fn fault(thread: *mut Thread, kind: u32, address: u64, bytes: 
         }
         2 => (MISALIGNED_ADDRESS, format!("{bytes} bytes at {address:#x}, which is not aligned")),
         3 => (ILLEGAL_ADDRESS, format!("{bytes} bytes at {address:#x} of shared memory, past its {shared} bytes")),
-        5 => (ASSERT, "assertion".into()),
+        5 => (ASSERT, format!("assertion `{}`", String::from_utf8_lossy(&print::text(byte_of_text, address)))),
         6 => (LAUNCH_FAILED, "a matrix instruction needs all 32 lanes of its warp".into()),
         7 => {
             let what = "which is no mbarrier that was initialised, or has more arrivals than it expects";
@@ -97,16 +97,18 @@ extern "C" fn host(address: u64, bytes: u32) -> u64 {
     u64::from(memory::get().pinned.holds(address, u64::from(bytes)))
 }
 
+/// A byte of a text in device memory.
+fn byte_of_text(at: u64) -> Option<u8> {
+    let byte = memory::get().bytes_at(at, 1).ok()?;
+    // SAFETY: the byte is allocated.
+    Some(unsafe { *byte })
+}
+
 /// `printf`
 ///
 /// # Safety
 /// Called by the C code of a kernel in the fiber of `thread`.
-unsafe extern "C" fn print(_: *mut Thread, format: u64, arguments: u64) {
-    let read = |at| {
-        let byte = memory::get().bytes_at(at, 1).ok()?;
-        // SAFETY: the byte is allocated.
-        Some(unsafe { *byte })
-    };
+unsafe extern "C" fn print_text(_: *mut Thread, format: u64, arguments: u64) {
     // SAFETY: nvcc puts the arguments that the format asks for into the thread's local memory.
-    unsafe { crate::print::print(read, format, arguments as *const u8) }
+    unsafe { print::print(byte_of_text, format, arguments as *const u8) }
 }

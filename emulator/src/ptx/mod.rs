@@ -5,7 +5,7 @@
 //! |---|---|
 //! | text to variables and functions | [`parse`] |
 //! | a function's body to statements | [`statement`] |
-//! | an entry point with the functions that it calls to one unit of C | [`unit`] |
+//! | an entry point with the functions that it calls to one unit of C | [`mod@unit`] |
 //! | scopes, declarations, guards | [`body`] |
 //! | registers, numbers, addresses | [`operand`] |
 //! | each instruction, by families | [`instructions`] |

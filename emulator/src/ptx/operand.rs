@@ -25,6 +25,8 @@ pub(super) fn number(text: &str, bytes: usize) -> Option<u64> {
     let prefixed = |prefixes: [&str; 2]| prefixes.iter().find_map(|prefix| digits.strip_prefix(prefix));
     let value = if let Some(hexadecimal) = prefixed(["0x", "0X"]) {
         u64::from_str_radix(hexadecimal, 16).ok()?
+    } else if let Some(binary) = prefixed(["0b", "0B"]) {
+        u64::from_str_radix(binary, 2).ok()?
     } else if let Some(bits) = prefixed(["0f", "0F"]).or(prefixed(["0d", "0D"])) {
         u64::from_str_radix(bits, 16).ok()?
     } else if digits.contains('.') {
@@ -192,5 +194,37 @@ impl Body<'_, '_> {
     pub fn pair<'i>(i: &'i Instruction<'_>) -> Result<(&'i str, Option<&'i str>)> {
         let operand = i.operand(0)?;
         Ok(operand.split_once('|').map_or((operand, None), |(p, q)| (p.trim(), Some(q.trim()))))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers() {
+        let cases: [(&str, u64); 10] = [
+            ("42", 42),
+            ("-1", u64::MAX),
+            ("0x1F", 31),
+            ("0xffffffffU", 0xffff_ffff),
+            ("017", 15),
+            ("0b101", 5),
+            ("0f3F800000", 0x3f80_0000),
+            ("0d3FF0000000000000", 0x3ff0_0000_0000_0000),
+            ("0", 0),
+            ("-8", -8i64 as u64),
+        ];
+        for (text, bits) in cases {
+            assert_eq!(number(text, 8), Some(bits), "{text}");
+        }
+        assert_eq!((number("1.5", 4), number("1.5", 8)), (Some(0x3fc0_0000), Some(0x3ff8_0000_0000_0000)));
+        assert_eq!((number("%r1", 4), number("name", 4), number("", 4)), (None, None, None));
+    }
+
+    #[test]
+    fn names_of_each_kind_stay_apart() {
+        let names = ["%r1", "$r1", "r1", "r_1"].map(mangle);
+        assert_eq!(names, ["r_r1", "l_r1", "n_r1", "n_r_1"]);
     }
 }

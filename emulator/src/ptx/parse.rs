@@ -200,6 +200,10 @@ fn function(head: &str, line: usize) -> Result<Function> {
         let list = list.split('.').next().unwrap_or("");
         list.split(',').filter_map(|n| n.trim().parse::<u32>().ok()).product()
     });
+    let cluster = rest.split_once(".reqnctapercluster").map_or("1", |(_, list)| list.split('.').next().unwrap_or(""));
+    if cluster.split(',').any(|n| n.trim() != "1") {
+        return Err(Cause::NotEmulated("a cluster of several blocks".into()));
+    }
     Ok(Function { name, entry, returns, params, max_threads, body: None, line })
 }
 
@@ -234,6 +238,12 @@ mod tests {
         assert_eq!((f.name.as_str(), f.entry, f.returns.len(), f.params.len()), ("f", false, 1, 1));
         let f = function(".func  (.param .b32 r) g\n(\n.param .b64 x\n)\n", 1).expect("a head");
         assert_eq!((f.name.as_str(), f.params.len(), f.max_threads), ("g", 1, None));
+    }
+
+    #[test]
+    fn clusters_are_not_emulated() {
+        assert!(function(".entry k() .reqnctapercluster 1, 1, 1 .maxntid 64", 1).is_ok());
+        assert!(function(".entry k() .reqnctapercluster 2, 1, 1", 1).is_err());
     }
 
     #[test]

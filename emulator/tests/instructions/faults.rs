@@ -14,6 +14,15 @@ const MISTAKES: &[(&str, &str, u32, &[&str])] = &[
     ("no local memory", "mov.u64 %d0, 64; st.local.u32 [%d0], 1;", 1, &["st.local.u32", "local memory"]),
     ("a trap", "trap;", 1, &["trap"]),
     (
+        "an assertion",
+        "mov.u64 %d0, condition; cvta.global.u64 %d0, %d0;
+        { .param .b64 message; .param .b64 file; .param .b32 line; .param .b64 function; .param .b64 size;
+          st.param.b64 [message], %d0;
+          call.uni __assertfail, (message, file, line, function, size); }",
+        1,
+        &["assertion `x < y`"],
+    ),
+    (
         "a barrier that was not initialised",
         ".shared .align 8 .b8 word[8]; mbarrier.arrive.shared.b64 %d0, [word];",
         1,
@@ -132,8 +141,13 @@ fn case() -> usize {
     std::env::var("EMULATOR_TEST_CASE").ok().and_then(|n| n.parse().ok()).expect("the parent names a case")
 }
 
+/// What the kernels declare.
+const BEFORE: &str = "
+    .extern .func __assertfail(.param .b64 a, .param .b64 b, .param .b32 c, .param .b64 d, .param .b64 e);
+    .global .align 1 .b8 condition[6] = {120, 32, 60, 32, 121, 0};";
+
 fn start(body: &str, threads: u32) -> Result<(), i32> {
-    device::launch(&module("", body), 1, threads, 0, &[device::upload(&[0; 64]), device::upload(&[0; 64])])
+    device::launch(&module(BEFORE, body), 1, threads, 0, &[device::upload(&[0; 64]), device::upload(&[0; 64])])
 }
 
 #[test]

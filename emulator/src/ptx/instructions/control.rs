@@ -35,7 +35,7 @@ pub(super) fn call(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<Strin
     let (returns, params) = (names(returns), names(params));
     let at = i.at();
     match (name, &returns[..], &params[..]) {
-        ("__assertfail", ..) => return Ok(format!("{at} fault(T, F_ASSERT, 0, 0);")),
+        ("__assertfail", _, [message, ..]) => return Ok(format!("{at} fault(T, F_ASSERT, *(u64 *){message}, 0);")),
         ("vprintf", [_], [format, arguments]) => {
             return Ok(format!("{at} T->b->rt->print(T, *(u64 *){format}, *(u64 *){arguments});"));
         }
