@@ -24,7 +24,7 @@ static inline u8 *global_at(Thread *T, u64 a, u32 n, u32 align, u32 access) {
     if (__builtin_expect(a % align != 0, 0)) fault(T, F_ALIGN, a, n);
     if (__builtin_expect(a >> 44 != DEVICE, 0)) return other_at(T, a, n, align, access);
     const u64 at = a & ((1ull << 44) - 1);
-    if (__builtin_expect(at >> 40 || (at & 4095) + n > T->b->limits[at >> 12], 0)) fault(T, F_ADDRESS, a, n);
+    if (__builtin_expect((at & 4095) + n > T->b->limits[at >> 12], 0)) fault(T, F_ADDRESS, a, n);
     return (u8 *)(a + (1ull << 44));
 }
 

@@ -135,8 +135,8 @@ entry_points! {
         put(out, i32::from(device(one)? != device(other)?))
     }
     fn cuDeviceGetP2PAttribute(out: Out<i32>, which: i32, one: i32, other: i32) {
-        (device(one)?, device(other)?);
-        put(out, i32::from(which == 2)) // access
+        let is_access = which == 2;
+        put(out, i32::from(is_access && device(one)? != device(other)?))
     }
 
     fn cuDevicePrimaryCtxRetain(out: Out<Handle>, number: i32) {

@@ -51,7 +51,8 @@ unsafe fn copy(to: u64, from: u64, bytes: usize) -> Result {
 unsafe fn copy_async(to: u64, from: u64, bytes: usize, stream: &Stream) -> Result {
     check_device(stream.device)?;
     let memory = memory::get();
-    (memory.bytes_at(to, bytes)?, memory.bytes_at(from, bytes)?);
+    memory.bytes_at(to, bytes)?;
+    memory.bytes_at(from, bytes)?;
     let is_pageable = |at| !is_device_address(at) && !memory.pinned.holds(at, bytes as u64);
     if bytes == 0 {
         return Ok(());
@@ -185,12 +186,14 @@ entry_points! {
     fn cuMemcpyHtoD_v2(to: u64, from: u64, bytes: usize) { copy(to, from, bytes) }
     fn cuMemcpyDtoH_v2(to: u64, from: u64, bytes: usize) { copy(to, from, bytes) }
     fn cuMemcpyDtoD_v2(to: u64, from: u64, bytes: usize) { copy(to, from, bytes) }
-    fn cuMemcpyPeer(to: u64, _to: Handle, from: u64, _from: Handle, bytes: usize) { copy(to, from, bytes) }
+    fn cuMemcpyPeer(to: u64, _to_context: Handle, from: u64, _from_context: Handle, bytes: usize) { copy(to, from, bytes) }
     fn cuMemcpyAsync(to: u64, from: u64, bytes: usize, on: Handle) { copy_async(to, from, bytes, &*stream(on)?) }
     fn cuMemcpyHtoDAsync_v2(to: u64, from: u64, bytes: usize, on: Handle) { copy_async(to, from, bytes, &*stream(on)?) }
     fn cuMemcpyDtoHAsync_v2(to: u64, from: u64, bytes: usize, on: Handle) { copy_async(to, from, bytes, &*stream(on)?) }
     fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, bytes: usize, on: Handle) { copy_async(to, from, bytes, &*stream(on)?) }
-    fn cuMemcpyPeerAsync(to: u64, _to: Handle, from: u64, _from: Handle, bytes: usize, on: Handle) {
+    fn cuMemcpyPeerAsync(
+        to: u64, _to_context: Handle, from: u64, _from_context: Handle, bytes: usize, on: Handle
+    ) {
         copy_async(to, from, bytes, &*stream(on)?)
     }
 

@@ -14,7 +14,7 @@ use crate::memory;
 pub unsafe extern "C" fn copy_async(thread: *mut Thread, to: u32, from: u64, bytes: u32, valid: u32) {
     // SAFETY: the thread is the caller's, and so is its team.
     unsafe {
-        if to % bytes != 0 || from % u64::from(bytes) != 0 {
+        if !to.is_multiple_of(bytes) || !from.is_multiple_of(u64::from(bytes)) {
             let text = format!("asynchronous copy from {from:#x} to {to:#x}, not aligned to {bytes}");
             fail(thread, Fault { code: MISALIGNED_ADDRESS, text });
         }

@@ -66,8 +66,8 @@ impl Shadow {
     /// The access that this one races with, if there is one.
     fn conflict(&self, access: Access) -> Option<Access> {
         let earlier = if access.kind.writes() { &[self.write, self.read, self.other][..] } else { &[self.write] };
-        let races =
-            |earlier: &Access| !earlier.is_before(access) && !(earlier.kind.is_strong() && access.kind.is_strong());
+        let both_strong = |earlier: &Access| earlier.kind.is_strong() && access.kind.is_strong();
+        let races = |earlier: &Access| !earlier.is_before(access) && !both_strong(earlier);
         earlier.iter().copied().find(races)
     }
 

@@ -109,8 +109,7 @@ impl Team {
                     (*team).start_fiber(i, run_thread);
                 }
             }
-            loop {
-                let Some(next) = (*team).ready.take() else { break };
+            while let Some(next) = (*team).ready.take() {
                 let to = (*(*team).thread(next)).stack;
                 switch(&raw mut (*team).host, to);
                 if let Some(fault) = (*team).fault.take() {

@@ -72,13 +72,12 @@ impl Matrices {
     }
 
     /// The bytes of one matrix.
-    fn bytes(&self, number: usize, rows: usize, columns: usize) -> Result<&mut [u8]> {
+    fn bytes(&self, number: usize, rows: usize, columns: usize) -> Result<*mut [u8]> {
         let at = self.at.wrapping_add_signed(self.stride * number as i64 * self.ty.bytes() as i64);
         let last = if rows == 0 || columns == 0 { 0 } else { self.index(rows - 1, columns - 1) + 1 };
         let bytes = last * self.ty.bytes();
         let start = memory::get().bytes_at_run(at, bytes)?;
-        // SAFETY: the device's memory is checked; a device has no references into it.
-        Ok(unsafe { std::slice::from_raw_parts_mut(start, bytes) })
+        Ok(std::ptr::slice_from_raw_parts_mut(start, bytes))
     }
 
     fn get(&self, bytes: &[u8], row: usize, column: usize) -> f64 {
@@ -130,6 +129,8 @@ impl Product {
         let (m, n, k) = (self.m, self.n, self.k);
         for i in 0..self.batch {
             let (a, b, c) = (self.a.bytes(i, m, k)?, self.b.bytes(i, k, n)?, self.c.bytes(i, m, n)?);
+            // SAFETY: the device's memory is checked, and the result is no part of what is multiplied.
+            let (a, b, c) = unsafe { (&*a, &*b, &mut *c) };
             let row = |r: usize| (0..k).map(|j| self.a.get(a, r, j)).collect::<Vec<_>>();
             let column = |j: usize| (0..k).map(|r| self.b.get(b, r, j)).collect::<Vec<_>>();
             let (rows, columns) = ((0..m).map(row).collect::<Vec<_>>(), (0..n).map(column).collect::<Vec<_>>());

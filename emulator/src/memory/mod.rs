@@ -1,5 +1,5 @@
-//! Memory of the devices and page-locked memory of the host. No address is given out twice, so that use after free is
-//! always seen.
+//! Memory of the devices and page-locked memory of the host. Addresses of what was allocated are not given out twice, so
+//! that use after free is always seen. Addresses that were reserved are, once most of the window has been given out.
 
 mod ledger;
 mod pinned;
@@ -51,6 +51,8 @@ struct State {
     /// The next place in the file to give out.
     next_physical: u64,
     regions: BTreeMap<u64, Region>,
+    /// Addresses that were reserved and freed, by how many they are.
+    unreserved: BTreeMap<u64, Vec<u64>>,
     /// Physical memory by its handle.
     physical: BTreeMap<u64, Physical>,
     /// What is mapped into reserved addresses: bytes and handle.

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 
-use super::space::{PAGE, PINNED, WINDOW, host_pages};
+use super::space::{PAGE, PINNED, PINNED_WINDOW, host_pages};
 use crate::error::{HOST_MEMORY_ALREADY_REGISTERED, HOST_MEMORY_NOT_REGISTERED, INVALID_VALUE, OUT_OF_MEMORY, Result};
 
 #[derive(Default)]
@@ -24,7 +24,7 @@ impl Pinned {
         }
         let mut state = self.0.lock().unwrap();
         let (at, pages) = (PINNED + state.given, bytes.checked_next_multiple_of(PAGE).ok_or(OUT_OF_MEMORY)?);
-        if pages >= WINDOW - state.given {
+        if pages >= PINNED_WINDOW - state.given {
             return Err(OUT_OF_MEMORY);
         }
         // An unreadable page follows.

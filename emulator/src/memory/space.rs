@@ -15,8 +15,10 @@ pub const STORE: u64 = 2 << 44;
 pub const PINNED: u64 = 3 << 44;
 /// Where the stacks of CUDA threads stand, and so their local memory. (The window 4 << 44 is shared memory's.)
 pub const LOCAL: u64 = 5 << 44;
-/// Bytes of each of these windows.
-pub const WINDOW: u64 = 1 << 40;
+/// Bytes of the devices' windows. Programs reserve many times the memory that they have.
+pub const WINDOW: u64 = 1 << 44;
+/// Bytes of the window of page-locked memory.
+pub const PINNED_WINDOW: u64 = 1 << 40;
 pub const PAGE: u64 = 4096;
 
 const UNUSED: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
@@ -72,8 +74,8 @@ impl Space {
         let file = unsafe { libc::memfd_create(c"device".as_ptr(), libc::MFD_CLOEXEC) };
         // SAFETY: an ordinary call on the new file. Its pages take memory only once they are written.
         assert!(file >= 0 && unsafe { libc::ftruncate(file, 1 << 50) } == 0, "a file for the devices' memory");
-        for window in [DEVICE, STORE, PINNED] {
-            reserve(window, WINDOW);
+        for (window, bytes) in [(DEVICE, WINDOW), (STORE, WINDOW), (PINNED, PINNED_WINDOW)] {
+            reserve(window, bytes);
         }
         // SAFETY: an anonymous mapping at an address that the system chooses.
         let limits = unsafe { map(0, WINDOW / PAGE * 2, READ_WRITE, UNUSED, -1, 0) };

@@ -1,11 +1,14 @@
 //! Virtual memory: addresses are reserved, physical memory is created, and the one is mapped to the other.
 
-use super::space::READ_WRITE;
+use super::space::{DEVICE, READ_WRITE, STORE, WINDOW, protect};
 use super::{Kind, Memory, Region, State};
 use crate::error::{INVALID_VALUE, Result};
 
 /// Sizes and addresses of virtual memory are multiples of this.
 pub const GRANULARITY: u64 = 2 << 20;
+
+/// From here on, addresses that were reserved and freed are given out again.
+const USE_AGAIN: u64 = DEVICE + WINDOW / 2;
 
 /// Physical memory that a handle stands for.
 pub struct Physical {
@@ -42,7 +45,15 @@ impl Memory {
             return Err(INVALID_VALUE);
         }
         let mut state = self.state();
-        let at = state.addresses(bytes, align.max(GRANULARITY));
+        let align = align.max(GRANULARITY);
+        let used_again = if state.next > USE_AGAIN {
+            let of_size = state.unreserved.entry(bytes).or_default();
+            let fitting = of_size.iter().position(|at| at.is_multiple_of(align));
+            fitting.map(|i| of_size.remove(i))
+        } else {
+            None
+        };
+        let at = used_again.unwrap_or_else(|| state.addresses(bytes, align));
         state.regions.insert(at, Region { bytes, kind: Kind::Reserved });
         Ok(at)
     }
@@ -54,6 +65,7 @@ impl Memory {
             return Err(INVALID_VALUE);
         }
         state.regions.remove(&at);
+        state.unreserved.entry(bytes).or_default().push(at);
         Ok(())
     }
 
@@ -93,7 +105,7 @@ impl Memory {
     pub fn allow_access(&self, at: u64, bytes: u64) -> Result {
         let mut state = self.state();
         for (at, bytes, handle) in state.mappings(at, bytes)? {
-            super::space::protect(at + (super::space::STORE - super::DEVICE), bytes, READ_WRITE);
+            protect(at + (STORE - DEVICE), bytes, READ_WRITE);
             let physical = state.physical.get_mut(&handle).expect("a mapping's handle lives as long as the mapping");
             if std::mem::take(&mut physical.fresh) {
                 self.space.poison(at, bytes);

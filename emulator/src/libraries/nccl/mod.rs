@@ -133,8 +133,10 @@ impl Comm {
 /// Bytes of the device's memory.
 fn read(at: u64, bytes: usize) -> Result<Vec<u8>> {
     let from = memory::get().bytes_at_run(at, bytes)?;
-    // SAFETY: the device's memory is checked. Of no bytes, none is read.
-    Ok(if bytes == 0 { Vec::new() } else { unsafe { std::slice::from_raw_parts(from, bytes) }.to_vec() })
+    let mut data = vec![0; bytes];
+    // SAFETY: the device's memory is checked.
+    unsafe { from.copy_to(data.as_mut_ptr(), bytes) };
+    Ok(data)
 }
 
 fn write(at: u64, data: &[u8]) -> Result {
