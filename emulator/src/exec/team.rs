@@ -5,7 +5,7 @@ use std::cell::UnsafeCell;
 use std::collections::{BTreeMap, VecDeque};
 
 use super::abi::{Block, Thread};
-use super::fiber::{Stacks, switch};
+use super::fiber::{MAX_THREADS, Stacks, switch};
 use super::race::Shadow;
 use super::ready::Ready;
 use super::wait::{Barrier, Warp};
@@ -61,7 +61,8 @@ impl Team {
         Box::new(Self {
             launch: std::ptr::null(),
             block,
-            threads: Vec::new(),
+            // As many as a block may have, so that they never move: fibers point to them.
+            threads: Vec::with_capacity(MAX_THREADS as usize),
             warps: Vec::new(),
             barriers: Default::default(),
             ready: Ready::default(),
@@ -174,6 +175,7 @@ impl Team {
             thread.groups.clear();
             return;
         }
+        assert!(this.threads.len() < this.threads.capacity(), "threads must not move");
         this.threads.push(UnsafeCell::new(Thread {
             tid,
             lane: index % 32,
