@@ -143,7 +143,7 @@ fn from_halves() {
         op!("cvt.f32.f16 %d32, %a16;", |a, _, _| (f16(a as u16) as f32).to_bits().into()),
         op!("cvt.f32.bf16 %d32, %a16;", |a, _, _| (bf16(a as u16) as f32).to_bits().into()),
         op!("cvt.rzi.s32.f16 %d32, %a16;", |a, _, _| f16(a as u16) as i32 as u64),
-        op!("cvt.rni.u16.bf16 %d32, %a16;", |a, _, _| u64::from(bf16(a as u16).round_ties_even() as u16)),
+        op!("cvt.rni.u16.bf16 %d16, %a16;", |a, _, _| u64::from(bf16(a as u16).round_ties_even() as u16)),
     ];
     check(40, Equal::F32, |random| random.halves(false), &operations);
 }

@@ -46,6 +46,7 @@ fn sums_and_products() {
         op!("sub.cc.u32 %e32, %a32, %b32; subc.u32 %d32, %a32, %c32;", |a, b, c| {
             a.wrapping_sub(c).wrapping_sub(u64::from((a as u32) < b as u32))
         }),
+        op!("sub.cc.u32 %e32, %a32, %b32; addc.u32 %d32, 0, 0;", |a, b, _| u64::from(a as u32 >= b as u32)),
         op!("mad.lo.cc.u64 %e64, %a64, %b64, %c64; madc.hi.u64 %d64, %a64, %b64, 0;", |a, b, c| {
             let product = u128::from(a) * u128::from(b);
             let carry = ((product & u128::from(u64::MAX)) + u128::from(c)) >> 64;

@@ -63,15 +63,20 @@ fn saturated(i: &Instruction<'_>, ty: Type, a: &[String]) -> Result<String> {
     }
 }
 
-/// `add.cc`, `addc`, `sub.cc`, `subc`, `mad.cc`, `madc`: `CC` is the carry.
+/// `add.cc`, `addc`, `sub.cc`, `subc`, `mad.cc`, `madc`: `CC` is the carry. A difference is the sum of a, the complement
+/// of b and 1, so that its carry is 1 where nothing is borrowed: nvcc's division of 128 bits asks for it with `addc`.
 pub(super) fn with_carry(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     let ty = i.ty()?;
     let bits = ty.bits();
     let unsigned = |n: usize| Ok(format!("(u128)(u{bits})({})", body.raw(i.operand(n)?, bits / 8)?));
-    let carry = if i.opcode.ends_with('c') { "CC" } else { "0" };
+    let carry = match i.opcode {
+        "addc" | "subc" | "madc" => "CC",
+        "sub" => "1",
+        _ => "0",
+    };
     let sum = match i.opcode {
         "add" | "addc" => format!("{} + {} + {carry}", unsigned(1)?, unsigned(2)?),
-        "sub" | "subc" => format!("{} - {} - {carry}", unsigned(1)?, unsigned(2)?),
+        "sub" | "subc" => format!("{} + (u{bits})~{} + {carry}", unsigned(1)?, unsigned(2)?),
         "mad" | "madc" => {
             let a = [body.value(i.operand(1)?, ty)?, body.value(i.operand(2)?, ty)?];
             format!("(u128)(u{bits}){} + {} + {carry}", product(i, ty, &a), unsigned(3)?)
