@@ -15,6 +15,7 @@ constexpr int DEPTH = 64;
 // Values of one asynchronous copy, and of one row of the matrices that a warp loads.
 constexpr int CHUNK = 8;
 constexpr int CHUNKS = DEPTH / CHUNK;
+constexpr int CHUNK_BYTES = CHUNK * sizeof(bf16), ROW_BYTES = DEPTH * sizeof(bf16);
 
 // A block's share of the product: `BM` rows by `BN` columns, by `WARPS_M` times `WARPS_N` warps, with `STAGES` stages
 // of shared memory. `MANY_LEAVES` is whether blocks sum more than one leaf.
@@ -27,60 +28,64 @@ struct Tile {
     static constexpr int WM = BM / WARPS_M, WN = BN / WARPS_N;
     // Instructions of a warp along rows and columns.
     static constexpr int MT = WM / 16, NT = WN / 8;
-    // Chunks of a stage that a thread copies, and how many of them are of `x`.
-    static constexpr int COPIES = (BM + BN) * CHUNKS / THREADS, X_COPIES = BM * CHUNKS / THREADS;
-    static constexpr int STAGE_BYTES = (BM + BN) * DEPTH * sizeof(bf16);
+    // Rows of `x`, then of `w`, whose chunks all threads copy at once; how often they do for a stage, and for its `x`.
+    static constexpr int COPY_ROWS = THREADS / CHUNKS, COPIES = (BM + BN) / COPY_ROWS, X_COPIES = BM / COPY_ROWS;
+    static constexpr int STAGE_BYTES = (BM + BN) * ROW_BYTES;
     static_assert(WM % 16 == 0 && WN % 16 == 0, "a warp loads matrices of 16 rows");
-    static_assert(BM * CHUNKS % THREADS == 0 && BN * CHUNKS % THREADS == 0, "all threads copy as many chunks");
+    static_assert(BM % COPY_ROWS == 0 && BN % COPY_ROWS == 0, "all threads copy as many chunks");
+    static_assert(COPY_ROWS % CHUNKS == 0, "chunks that a thread copies are exchanged alike");
 
-    // Address of a chunk of a stage in shared memory. Chunks of a row are exchanged by its number, so that the eight
-    // rows of a matrix are in different banks.
-    static __device__ __forceinline__ uint32_t place(uint32_t stage, int row, int chunk) {
-        return stage + row * DEPTH * sizeof(bf16) + (chunk ^ row % CHUNKS) * CHUNK * sizeof(bf16);
+    // Bytes from the start of a stage to a chunk of a row. Chunks of a row are exchanged by its number, so that the
+    // eight rows of a matrix are in different banks.
+    static __device__ __forceinline__ uint32_t place(int row, int chunk) {
+        return row * ROW_BYTES + (chunk ^ row % CHUNKS) * CHUNK_BYTES;
     }
 
     // Copies stages from global to shared memory, in the order in which they are multiplied.
     struct Loader {
-        const bf16* from[COPIES];
-        bool valid[COPIES];
-        uint32_t shared;
-        // Where the next stage begins in a row, and in its run.
-        int64_t at;
-        int at_in_run;
+        // The next chunk of the first row of `x` and of `w` that this thread copies. Others follow every `COPY_ROWS` rows;
+        // nothing is read at those that do not exist, which the bits of `exists` tell.
+        const bf16 *x, *w;
+        int64_t distance;
+        uint32_t exists;
+        // The first of these chunks in shared memory; the others follow at equal distances.
+        uint32_t to;
+        // The next stage, how many of its run's values come before it, and leaves from this one on.
+        int stage, at, leaves;
         int run;
-        int leaves;
-        int stage;
 
         __device__ __forceinline__ Loader(const Product& p, uint32_t shared)
-            : shared(shared), at(0), at_in_run(0), run(p.w_run), leaves(p.leaves), stage(0) {
-            const int64_t first = static_cast<int64_t>(blockIdx.z) * p.leaves * p.w_run + threadIdx.x % CHUNKS * CHUNK;
+            : distance(COPY_ROWS * p.w_stride), exists(0), stage(0), at(0), leaves(p.leaves), run(p.w_run) {
+            const int row0 = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+            const int x_row = blockIdx.x * BM + row0, w_row = blockIdx.y * BN + row0;
+            const int64_t first = static_cast<int64_t>(blockIdx.z) * p.leaves * p.w_run + chunk * CHUNK;
+            x = static_cast<const bf16*>(p.x) + x_row * p.x_stride + first;
+            w = static_cast<const bf16*>(p.w) + w_row * p.w_stride + first;
+            to = shared + place(row0, chunk);
 #pragma unroll
             for (int i = 0; i < COPIES; ++i) {
                 const bool is_x = i < X_COPIES;
-                const int in_tile = (threadIdx.x + i * THREADS) / CHUNKS - (is_x ? 0 : BM);
-                const int row = in_tile + (is_x ? blockIdx.x * BM : blockIdx.y * BN);
-                const bf16* base = static_cast<const bf16*>(is_x ? p.x : p.w) + first;
-                valid[i] = row < (is_x ? p.m : p.n);
-                from[i] = base + (valid[i] ? row * p.w_stride : 0);
+                const int row = is_x ? x_row + i * COPY_ROWS : w_row + (i - X_COPIES) * COPY_ROWS;
+                exists |= (row < (is_x ? p.m : p.n)) << i;
             }
         }
 
         // Starts to copy the next stage, if there is one.
         __device__ __forceinline__ void next() {
             if (leaves > 0) {
-                const int chunk = threadIdx.x % CHUNKS;
-                const bool in_run = at_in_run + chunk * CHUNK < run;
+                const int values = min(DEPTH, run - at);
+                const uint32_t copied = threadIdx.x % CHUNKS * CHUNK < values ? exists : 0;
 #pragma unroll
                 for (int i = 0; i < COPIES; ++i) {
-                    const uint32_t to = place(shared + stage * STAGE_BYTES, (threadIdx.x + i * THREADS) / CHUNKS, chunk);
-                    const bool copies = valid[i] && in_run;
-                    copy_async_16(to, copies ? from[i] + at : from[i], copies);
+                    const uint32_t place = to + stage * STAGE_BYTES + i * COPY_ROWS * ROW_BYTES;
+                    const bf16* from = i < X_COPIES ? x + i * distance : w + (i - X_COPIES) * distance;
+                    copy_async_16(place, from, copied >> i & 1);
                 }
-                const int step = min(DEPTH, run - at_in_run);
-                at += step;
-                at_in_run += step;
-                if (at_in_run == run) {
-                    at_in_run = 0;
+                x += values;
+                w += values;
+                at += values;
+                if (at == run) {
+                    at = 0;
                     --leaves;
                 }
                 stage = stage + 1 == STAGES ? 0 : stage + 1;
@@ -93,13 +98,14 @@ struct Tile {
     struct Fragments {
         uint32_t x[MT][4], w[NT / 2][4];
 
-        __device__ __forceinline__ void load(uint32_t stage, int step) {
-            const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-            const int x_row = warp / WARPS_N * WM + lane % 16, w_row = BM + warp % WARPS_N * WN + lane % 8 + lane / 16 * 8;
+        // Loads a step of a stage: `from_x` and `from_w` are the first matrices of its first step.
+        __device__ __forceinline__ void load(uint32_t from_x, uint32_t from_w, int step) {
+            // A step is two chunks, so its number makes two bits of the address, which are exchanged as in `place`.
+            const uint32_t exchanged = step * 2 * CHUNK_BYTES;
 #pragma unroll
-            for (int i = 0; i < MT; ++i) load_matrices(x[i], place(stage, x_row + 16 * i, 2 * step + lane / 16));
+            for (int i = 0; i < MT; ++i) load_matrices(x[i], (from_x ^ exchanged) + i * 16 * ROW_BYTES);
 #pragma unroll
-            for (int i = 0; i < NT / 2; ++i) load_matrices(w[i], place(stage, w_row + 16 * i, 2 * step + lane / 8 % 2));
+            for (int i = 0; i < NT / 2; ++i) load_matrices(w[i], (from_w ^ exchanged) + i * 16 * ROW_BYTES);
         }
 
         __device__ __forceinline__ void multiply(float (&sums)[MT * NT][4]) const {
@@ -113,23 +119,23 @@ struct Tile {
         }
     };
 
-    // Adds the products of a stage with `steps` steps.
-    static __device__ __forceinline__ void multiply_stage(uint32_t stage, int steps, float (&sums)[MT * NT][4]) {
+    // Adds the products of a stage with `steps` steps, from its first matrices on.
+    static __device__ __forceinline__ void multiply_stage(uint32_t x, uint32_t w, int steps, float (&sums)[MT * NT][4]) {
         if (steps < DEPTH / STEP) {
             Fragments fragments;
 #pragma unroll 1
             for (int step = 0; step < steps; ++step) {
-                fragments.load(stage, step);
+                fragments.load(x, w, step);
                 fragments.multiply(sums);
             }
             return;
         }
         // The next step is loaded while this one is multiplied.
         Fragments fragments[2];
-        fragments[0].load(stage, 0);
+        fragments[0].load(x, w, 0);
 #pragma unroll
         for (int step = 0; step < DEPTH / STEP; ++step) {
-            if (step + 1 < DEPTH / STEP) fragments[(step + 1) % 2].load(stage, step + 1);
+            if (step + 1 < DEPTH / STEP) fragments[(step + 1) % 2].load(x, w, step + 1);
             fragments[step % 2].multiply(sums);
         }
     }
@@ -163,6 +169,9 @@ struct Tile {
     static __device__ __forceinline__ void run(const Product& p) {
         extern __shared__ __align__(128) uint8_t stages[];
         const uint32_t shared = shared_address(stages);
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const uint32_t x = shared + place(warp / WARPS_N * WM + lane % 16, lane / 16);
+        const uint32_t w = shared + place(BM + warp % WARPS_N * WN + lane % 8 + lane / 16 * 8, lane / 8 % 2);
         float sums[MT * NT][4] = {};
         LeafSums<MT * NT> leaf_sums;
         Loader loader(p, shared);
@@ -175,7 +184,8 @@ struct Tile {
                 // All threads see the stage, and have multiplied the one that is overwritten next.
                 __syncthreads();
                 loader.next();
-                multiply_stage(shared + stage * STAGE_BYTES, min(DEPTH, p.w_run - at) / STEP, sums);
+                const uint32_t offset = stage * STAGE_BYTES;
+                multiply_stage(x + offset, w + offset, min(DEPTH, p.w_run - at) / STEP, sums);
                 stage = stage + 1 == STAGES ? 0 : stage + 1;
             }
             if constexpr (MANY_LEAVES) {

@@ -28,7 +28,7 @@ mod rows;
 mod sampling;
 mod storage;
 #[cfg(test)]
-mod testing;
+pub(crate) mod testing;
 mod tile;
 
 pub use activation::silu_mul;

@@ -34,7 +34,7 @@ pub fn devices() -> Vec<Rank> {
 }
 
 /// The first GPU, where the tests are built for one: a card or the emulator.
-fn cuda() -> Option<Rank> {
+pub fn cuda() -> Option<Rank> {
     #[cfg(feature = "cuda")]
     return Some(rank(Backend::Cuda, "auto"));
     #[cfg(not(feature = "cuda"))]

@@ -2,8 +2,6 @@
 
 use std::sync::Arc;
 
-use half::bf16;
-
 use super::plan::{Plan, Size};
 use super::*;
 use crate::backend::storage::MatrixImpl;
@@ -67,7 +65,8 @@ fn in_order(x: &[f32], w: &[f32], leaves: usize) -> f32 {
 #[test]
 fn every_plan_gives_the_same_bits() {
     let device = Device::open();
-    let cases = [(1, 33, 32, 1), (7, 70, 208, 2), (33, 129, 240, 8), (65, 40, 152, 4), (130, 131, 35, 1)];
+    let cases =
+        [(1, 33, 32, 1), (7, 70, 208, 2), (33, 129, 240, 8), (65, 40, 152, 4), (130, 131, 35, 1), (20, 40, 2100, 2)];
     for (seed, (m, n, k, leaves)) in cases.into_iter().enumerate() {
         let mut random = Random::new(seed as u64);
         let (x, weights, bias) = (random.normals(m * k, 1.0), random.normals(n * k, 1.0), random.normals(n, 1.0));
