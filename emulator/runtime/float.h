@@ -28,13 +28,17 @@ static inline u16 round_bf16(float f) {
     const u32 x = B32(f);
     return isnan(f) ? 0x7fff : (x + 0x7fff + (x >> 16 & 1)) >> 16;
 }
-static inline u16 round_f16_rz(float f) {
-    const u16 x = round_f16(f);
-    return isnan(f) || isinf(f) || fabs(F16(x)) <= fabsf(f) ? x : x - 1;
-}
-static inline u16 round_bf16_rz(float f) { return isnan(f) ? 0x7fff : B32(f) >> 16; }
 static inline u16 B16(double d) { return round_f16(odd_f32(d)); }
 static inline u16 BB16(double d) { return round_bf16(odd_f32(d)); }
+// A half rounded down (1), up (2) or to zero (3): the neighbour of the nearest one where that is on the other side.
+static inline u16 directed_half(double d, u32 mode, bool is_bf16) {
+    const u16 x = is_bf16 ? BB16(d) : B16(d);
+    const double nearest = is_bf16 ? BF16(x) : F16(x);
+    const bool down = mode == 1 || (mode == 3 && d > 0);
+    if (down && nearest > d) return x >> 15 ? x + 1 : x - 1;
+    if (!down && nearest < d) return x >> 15 ? x - 1 : x + 1;
+    return x;
+}
 static inline float round_tf32_rna(float f) { return isfinite(f) ? F32((B32(f) + 0x1000) & ~0x1fffu) : f; }
 static inline float round_tf32_rn(float f) { const u32 x = B32(f); return isfinite(f) ? F32((x + 0xfff + (x >> 13 & 1)) & ~0x1fffu) : f; }
 

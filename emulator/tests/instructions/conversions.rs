@@ -107,18 +107,53 @@ fn between_floats() {
     check(35, Equal::Bits, doubles, &operations);
 }
 
-/// Bits of one that are cut off.
-fn cut_f16(x: f32) -> u64 {
-    let nearest = f16_of(x.into());
-    let too_far = x.is_finite() && f16(nearest).abs() > f64::from(x.abs());
-    u64::from(if too_far { nearest - 1 } else { nearest })
+/// The half below (or above) a number, or the number: `nearest` is the half nearest to it.
+fn directed(nearest: u16, value: fn(u16) -> f64, x: f64, up: bool) -> u64 {
+    let found = value(nearest);
+    let away = |bits: u16| bits + 1;
+    let toward = |bits: u16| bits - 1;
+    let is_negative = nearest >> 15 == 1;
+    u64::from(if found < x && up {
+        if is_negative { toward(nearest) } else { away(nearest) }
+    } else if found > x && !up {
+        if is_negative { away(nearest) } else { toward(nearest) }
+    } else {
+        nearest
+    })
+}
+
+fn directed_f16(x: f64, up: bool) -> u64 {
+    directed(f16_of(x), f16, x, up)
+}
+
+fn directed_bf16(x: f64, up: bool) -> u64 {
+    directed(bf16_of(x), bf16, x, up)
+}
+
+#[test]
+fn to_halves_in_a_direction() {
+    let operations = [
+        op!("cvt.rm.f16.f32 %d16, %a32;", |a, _, _| directed_f16(f(a).into(), false)),
+        op!("cvt.rp.f16.f32 %d16, %a32;", |a, _, _| directed_f16(f(a).into(), true)),
+        op!("cvt.rz.f16.f32 %d16, %a32;", |a, _, _| directed_f16(f(a).into(), f(a) < 0.0)),
+    ];
+    check(41, Equal::F16, floats, &operations);
+    let operations = [
+        op!("cvt.rm.bf16.f32 %d16, %a32;", |a, _, _| directed_bf16(f(a).into(), false)),
+        op!("cvt.rp.bf16.f32 %d16, %a32;", |a, _, _| directed_bf16(f(a).into(), true)),
+    ];
+    check(42, Equal::Bf16, floats, &operations);
+    let operations = [
+        op!("cvt.rz.f16.s32 %d16, %a32;", |a, _, _| directed_f16(f64::from(a as i32), (a as i32) < 0)),
+        op!("cvt.rp.bf16.u32 %d16, %a32;", |a, _, _| directed_bf16(f64::from(a as u32), true)),
+    ];
+    check(43, Equal::Bits, Random::integer, &operations);
 }
 
 #[test]
 fn to_halves() {
     let f16_operations = [
         op!("cvt.rn.f16.f32 %d16, %a32;", |a, _, _| f16_of(f(a).into()).into()),
-        op!("cvt.rz.f16.f32 %d16, %a32;", |a, _, _| cut_f16(f(a))),
         op!("cvt.rn.f16x2.f32 %e32, %a32, %b32; mov.b32 {_, %d16}, %e32;", |a, _, _| f16_of(f(a).into()).into()),
         op!("cvt.rn.f16x2.f32 %e32, %a32, %b32; mov.b32 {%d16, _}, %e32;", |_, b, _| f16_of(f(b).into()).into()),
     ];

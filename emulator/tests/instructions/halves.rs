@@ -54,6 +54,12 @@ fn float16() {
             fma_f16(high(a), high(b), high(c))
         }),
         op!("add.f16x2 %e32, %a32, %b32; mov.b32 {_, %d16}, %e32;", |a, b, _| fma_f16(high(a), ONE_F16, high(b))),
+        op!("set.lt.f16x2.f16x2 %e32, %a32, %b32; mov.b32 {_, %d16}, %e32;", |a, b, _| {
+            if f16(high(a) as u16) < f16(high(b) as u16) { ONE_F16 } else { 0 }
+        }),
+        op!("set.geu.u32.f16x2 %e32, %a32, %b32; mov.b32 {%d16, _}, %e32;", |a, b, _| {
+            if f16(a as u16) < f16(b as u16) { 0 } else { 0xffff }
+        }),
         op!("neg.f16x2 %e32, %a32; mov.b32 {_, %d16}, %e32;", |a, _, _| minus(high(a))),
         op!("setp.gt.f16x2 %p|%q, %a32, %b32; selp.b16 %d16, 1, 0, %q;", |a, b, _| {
             u64::from(f16(high(a) as u16) > f16(high(b) as u16))
@@ -86,6 +92,9 @@ fn bfloat16() {
         }),
         op!("mul.rn.bf16x2 %e32, %a32, %b32; mov.b32 {_, %d16}, %e32;", |a, b, _| {
             rounded(bf16(high(a) as u16) * bf16(high(b) as u16), 0.0, 7).into()
+        }),
+        op!("set.gtu.bf16x2.bf16x2 %e32, %a32, %b32; mov.b32 {_, %d16}, %e32;", |a, b, _| {
+            if bf16(high(a) as u16) <= bf16(high(b) as u16) { 0 } else { ONE_BF16 }
         }),
         op!("abs.bf16x2 %e32, %a32; mov.b32 {_, %d16}, %e32;", |a, _, _| high(a) & 0x7fff),
         op!("min.NaN.bf16x2 %e32, %a32, %b32; mov.b32 {%d16, _}, %e32;", |a, b, _| {

@@ -67,25 +67,37 @@ pub(super) fn setp(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<Strin
     Ok(c)
 }
 
-/// A predicate for each half.
-fn setp_packed(body: &Body<'_, '_>, i: &Instruction<'_>, element: Type) -> Result<String> {
-    let (p, q) = Body::pair(i)?;
-    let q = q.ok_or_else(|| i.not_emulated())?;
+/// C that compares the halves of operands 1 and 2 into `low` and `high`.
+fn compared_halves(body: &Body<'_, '_>, i: &Instruction<'_>, element: Type) -> Result<String> {
     let (a, b) = (body.raw(i.operand(1)?, 4)?, body.raw(i.operand(2)?, 4)?);
     let convert = if element == Type::F16 { "F16" } else { "BF16" };
     let half = |shift: usize| {
         let (a, b) = (format!("{convert}({a} >> {shift})"), format!("{convert}({b} >> {shift})"));
         combined(body, i, &comparison(i, element, &a, &b)?)
     };
-    let c = format!("u8 low = {}, high = {}; ", half(0)?, half(16)?);
+    Ok(format!("u8 low = {}, high = {}; ", half(0)?, half(16)?))
+}
+
+/// A predicate for each half.
+fn setp_packed(body: &Body<'_, '_>, i: &Instruction<'_>, element: Type) -> Result<String> {
+    let (p, q) = Body::pair(i)?;
+    let q = q.ok_or_else(|| i.not_emulated())?;
+    let c = compared_halves(body, i, element)?;
     Ok(c + &body.set(p, Type::Pred, "low")? + &body.set(q, Type::Pred, "high")?)
 }
 
 /// All ones or 1.0 where the comparison holds.
 pub(super) fn set(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     let [to, from] = i.types()[..] else { return Err(i.not_emulated()) };
-    if to.element().is_some() || from.element().is_some() {
-        return Err(i.not_emulated());
+    if let Some(element) = from.element() {
+        let one = match to {
+            Type::F16x2 => "0x3c00u",
+            Type::Bf16x2 => "0x3f80u",
+            Type::Unsigned(32) | Type::Signed(32) => "0xffffu",
+            _ => return Err(i.not_emulated()),
+        };
+        let c = compared_halves(body, i, element)?;
+        return Ok(c + &body.set(i.operand(0)?, Type::Bits(32), &format!("low * {one} | high * {one} << 16"))?);
     }
     let condition = compared(body, i, from)?;
     let condition = combined(body, i, &condition)?;

@@ -54,25 +54,21 @@ fn packed(body: &Body<'_, '_>, i: &Instruction<'_>, element: Type, from: Type) -
         return Err(i.not_emulated());
     }
     let relu = i.has("relu");
-    let name = rounding(i, element)?;
     let part = |operand: usize| {
         let value = body.value(i.operand(operand)?, from)?;
-        Ok(if relu { format!("{name}(relu({value}))") } else { format!("{name}({value})") })
+        rounded(i, element, &if relu { format!("relu({value})") } else { value })
     };
     body.set(i.operand(0)?, Type::Bits(32), &format!("(u32){} << 16 | {}", part(1)?, part(2)?))
 }
 
-/// The C function that rounds float32 to a shorter type.
-fn rounding(i: &Instruction<'_>, to: Type) -> Result<&'static str> {
-    Ok(match (to, i.which(&["rn", "rz", "rna"])?) {
-        (Type::F16, "rn") => "round_f16",
-        (Type::F16, "rz") => "round_f16_rz",
-        (Type::Bf16, "rn") => "round_bf16",
-        (Type::Bf16, "rz") => "round_bf16_rz",
-        (Type::Tf32, "rn") => "round_tf32_rn",
-        (Type::Tf32, "rna") => "round_tf32_rna",
-        _ => return Err(i.not_emulated()),
-    })
+/// The bits of a float32 or double rounded to a half.
+fn rounded(i: &Instruction<'_>, to: Type, x: &str) -> Result<String> {
+    match (direction(i), to) {
+        (Some(mode), _) => Ok(format!("directed_half({x}, {mode}, {})", to == Type::Bf16)),
+        (None, _) if !i.has("rn") => Err(i.not_emulated()),
+        (None, Type::F16) => Ok(format!("round_f16({x})")),
+        (None, _) => Ok(format!("round_bf16({x})")),
+    }
 }
 
 /// The number of a rounding to an integer: to even, to zero, down, up.
@@ -97,8 +93,8 @@ fn between_floats(i: &Instruction<'_>, from: Type, to: Type, x: String) -> Resul
     let x = if relu { format!("relu({x})") } else { x };
     let x = if i.has("sat") { format!("sat({x})") } else { x };
     match (from, to) {
-        (Type::F32, Type::F16 | Type::Bf16) => Ok(Value::Bits(format!("{}({x})", rounding(i, to)?))),
-        (Type::F32, Type::Tf32) => Ok(Value::Number(format!("{}({x})", rounding(i, to)?))),
+        (Type::F32, Type::F16 | Type::Bf16) => Ok(Value::Bits(rounded(i, to, &x)?)),
+        (Type::F32, Type::Tf32) => Ok(Value::Number(format!("round_tf32_{}({x})", i.which(&["rn", "rna"])?))),
         (Type::F64, Type::F32) => Ok(Value::Number(match direction(i) {
             Some(mode) => format!("f32_of_f64({x}, 0, 0, {mode})"),
             None if i.has("rn") => format!("(float)({x})"),
@@ -136,7 +132,10 @@ fn integer_to_float(i: &Instruction<'_>, from: Type, to: Type, x: &str) -> Resul
     let source = if from.is_signed() { "s64" } else { "u64" };
     let c_type = if to == Type::F32 { "float" } else { "double" };
     Ok(Value::Number(match direction(i) {
-        Some(_) if to.is_half() => return Err(i.not_emulated()),
+        Some(mode) if to.is_half() => {
+            let bits = format!("directed_half(odd_{source}({x}), {mode}, {})", to == Type::Bf16);
+            return Ok(Value::Bits(bits));
+        }
         Some(mode) => format!("{}_of_{source}({x}, 0, 0, {mode})", to.name()),
         None if !i.has("rn") => return Err(i.not_emulated()),
         None if to.is_half() => format!("odd_{source}({x})"),
