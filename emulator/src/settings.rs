@@ -33,7 +33,7 @@ pub struct Settings {
     pub cache: PathBuf,
     /// The C compiler.
     pub compiler: String,
-    /// Calls that fail, as [`crate::driver::failures`] reads them.
+    /// Calls that fail, as [`crate::failures`] reads them.
     pub failures: String,
 }
 

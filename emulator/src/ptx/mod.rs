@@ -141,4 +141,17 @@ mod tests {
         assert_eq!(code.params, [(0, 1), (8, 8), (16, 12), (28, 2)]);
         assert_eq!((code.shared, code.max_threads, code.alone), (128, 64, false));
     }
+
+    #[test]
+    fn an_entry_point_has_the_shared_variables_that_it_uses() {
+        let text = ".shared .align 4 .b8 first[100];
+            .shared .align 4 .b8 second[300];
+            .func f() { .reg .b32 %r; ld.shared.u32 %r, [second]; ret; }
+            .entry one() { .reg .b32 %r; ld.shared.u32 %r, [first]; ret; }
+            .entry both() { .reg .b32 %r; mov.u32 %r, first; call.uni f; ret; }
+            .entry none() { ret; }";
+        let module = Module::parse(text).expect("a module");
+        let bytes = ["one", "both", "none"].map(|name| module.entries[name].shared);
+        assert_eq!(bytes, [112, 400, 0]);
+    }
 }

@@ -7,6 +7,7 @@ use super::body::Body;
 use super::error::{Cause, Error, Result};
 use super::operand::mangle;
 use super::parse::{Function, Source};
+use super::statement::{Line, Statement};
 use super::{Code, Variable};
 
 /// An entry point on its way to C.
@@ -35,9 +36,6 @@ pub(super) fn translate<'a>(source: &'a Source, entry: &'a Function) -> Result<C
         definitions: String::new(),
     };
     let shared = || source.variables.iter().filter(|v| v.space == "shared");
-    for v in shared().filter(|v| !v.external) {
-        unit.place_shared(v);
-    }
     let mut written = HashSet::new();
     while let Some(f) = unit.called.pop() {
         if written.insert(&f.name) {
@@ -74,6 +72,18 @@ fn places(params: &[Variable]) -> Vec<(usize, usize)> {
     params.iter().map(place).collect()
 }
 
+/// The names in a body's instructions: an entry point has only the shared variables of the module that it uses.
+fn names(lines: &[Line]) -> HashSet<&str> {
+    let is_name = |c: char| c.is_ascii_alphanumeric() || "_$%".contains(c);
+    let mut names = HashSet::new();
+    for line in lines {
+        if let Statement::Instruction(text) = &line.statement {
+            names.extend(text.split(|c| !is_name(c)));
+        }
+    }
+    names
+}
+
 /// Appends a line; a string takes any.
 pub(super) fn write_line(c: &mut String, line: std::fmt::Arguments<'_>) {
     writeln!(c, "{line}").expect("a string takes any line");
@@ -89,6 +99,7 @@ impl<'a> Unit<'a> {
 
     /// Writes a function.
     fn function(&mut self, f: &'a Function) -> Result<(), Error> {
+        let source = self.source;
         let failed = |cause| Error { line: f.line, statement: f.name.clone(), cause };
         let lines = f.body.as_deref().ok_or_else(|| failed(Cause::NoFunction(f.name.clone())))?;
         let head = if f.entry {
@@ -98,6 +109,12 @@ impl<'a> Unit<'a> {
             format!("static void {}(Thread *T{})", mangle(&f.name), params.collect::<String>())
         };
         write_line(&mut self.declarations, format_args!("{head};"));
+        let names = names(lines);
+        for v in source.variables.iter().filter(|v| v.space == "shared" && !v.external) {
+            if names.contains(v.name.as_str()) && !self.shared.contains_key(&v.name) {
+                self.place_shared(v);
+            }
+        }
         let mut body = Body::new(self, f);
         if f.entry {
             for (p, (at, _)) in f.params.iter().zip(places(&f.params)) {
