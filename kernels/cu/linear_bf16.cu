@@ -4,6 +4,7 @@
 // then the leaves as a balanced tree; then the bias. So a row's bits do not depend on the shape that is chosen for the
 // number of rows.
 
+#include "activation.cuh"
 #include "leaves.cuh"
 #include "linear.cuh"
 #include "ptx.cuh"
@@ -17,23 +18,36 @@ constexpr int CHUNK = 8;
 constexpr int CHUNKS = DEPTH / CHUNK;
 constexpr int CHUNK_BYTES = CHUNK * sizeof(bf16), ROW_BYTES = DEPTH * sizeof(bf16);
 
-// A block's share of the product: `BM` rows by `BN` columns, by `WARPS_M` times `WARPS_N` warps, with `STAGES` stages
-// of shared memory. `MANY_LEAVES` is whether blocks sum more than one leaf.
-template <int BM, int BN, int WARPS_M, int WARPS_N, int STAGES, bool MANY_LEAVES>
+// What blocks make of the sums of their leaves.
+enum Kind {
+    // They sum one leaf.
+    LEAF,
+    // They add several as a tree.
+    LEAVES,
+    // They sum one, and write the SiLU of the left half of the columns times the right half.
+    GATED,
+};
+
+// A block's share of the product: `BM` rows by `BN` rows of the weights, by `WARPS_M` times `WARPS_N` warps, with
+// `STAGES` stages of shared memory. If `GATED`, a warp has the same columns of both halves, one after the other.
+template <int BM, int BN, int WARPS_M, int WARPS_N, int STAGES, Kind KIND>
 struct Tile {
     static constexpr int THREADS = 32 * WARPS_M * WARPS_N;
     // Blocks that a processor has at once at least: sums that wait need registers.
-    static constexpr int MIN_BLOCKS = MANY_LEAVES ? 1 : 2;
+    static constexpr int MIN_BLOCKS = KIND == LEAVES ? 1 : 2;
     // Rows and columns of a warp.
     static constexpr int WM = BM / WARPS_M, WN = BN / WARPS_N;
     // Instructions of a warp along rows and columns.
     static constexpr int MT = WM / 16, NT = WN / 8;
-    // Rows of `x`, then of `w`, whose chunks all threads copy at once; how often they do for a stage, and for its `x`.
-    static constexpr int COPY_ROWS = THREADS / CHUNKS, COPIES = (BM + BN) / COPY_ROWS, X_COPIES = BM / COPY_ROWS;
+    // Columns of the output of a block and of a warp.
+    static constexpr int HALVES = KIND == GATED ? 2 : 1, COLUMNS = BN / HALVES, WARP_COLUMNS = WN / HALVES;
+    // Rows whose chunks all threads copy at once; how often they do for a stage's `x`, and for each half of its `w`.
+    static constexpr int COPY_ROWS = THREADS / CHUNKS, X_COPIES = BM / COPY_ROWS, W_COPIES = COLUMNS / COPY_ROWS;
     static constexpr int STAGE_BYTES = (BM + BN) * ROW_BYTES;
     static_assert(WM % 16 == 0 && WN % 16 == 0, "a warp loads matrices of 16 rows");
-    static_assert(BM % COPY_ROWS == 0 && BN % COPY_ROWS == 0, "all threads copy as many chunks");
+    static_assert(BM % COPY_ROWS == 0 && COLUMNS % COPY_ROWS == 0, "all threads copy as many chunks");
     static_assert(COPY_ROWS % CHUNKS == 0, "chunks that a thread copies are exchanged alike");
+    static_assert(KIND != GATED || COPY_ROWS % WARP_COLUMNS == 0, "chunks that a thread copies are at equal distances");
 
     // Bytes from the start of a stage to a chunk of a row. Chunks of a row are exchanged by its number, so that the
     // eight rows of a matrix are in different banks.
@@ -43,31 +57,31 @@ struct Tile {
 
     // Copies stages from global to shared memory, in the order in which they are multiplied.
     struct Loader {
-        // The next chunk of the first row of `x` and of `w` that this thread copies. Others follow every `COPY_ROWS` rows;
-        // nothing is read at those that do not exist, which the bits of `exists` tell.
+        // The next chunk of the first row of `x` and of `w` that this thread copies. Others follow every `COPY_ROWS` rows,
+        // and in the other half of `w`, as `x` is packed like `w`; nothing is read at those that do not exist, which the bits of `exists` tell.
         const bf16 *x, *w;
-        int64_t distance;
+        int64_t distance, half;
         uint32_t exists;
-        // The first of these chunks in shared memory; the others follow at equal distances.
-        uint32_t to;
+        // Where the first of these chunks go in shared memory.
+        uint32_t to_x, to_w;
         // The next stage, how many of its run's values come before it, and leaves from this one on.
         int stage, at, leaves;
         int run;
 
         __device__ __forceinline__ Loader(const Product& p, uint32_t shared)
-            : distance(COPY_ROWS * p.w_stride), exists(0), stage(0), at(0), leaves(p.leaves), run(p.w_run) {
-            const int row0 = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
-            const int x_row = blockIdx.x * BM + row0, w_row = blockIdx.y * BN + row0;
+            : distance(COPY_ROWS * p.w_stride), half(p.n * p.w_stride), exists(0), stage(0), at(0), leaves(p.leaves),
+              run(p.w_run) {
+            const int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+            const int x_row = blockIdx.x * BM + row, column = blockIdx.y * COLUMNS + row;
             const int64_t first = static_cast<int64_t>(blockIdx.z) * p.leaves * p.w_run + chunk * CHUNK;
             x = static_cast<const bf16*>(p.x) + x_row * p.x_stride + first;
-            w = static_cast<const bf16*>(p.w) + w_row * p.w_stride + first;
-            to = shared + place(row0, chunk);
+            w = static_cast<const bf16*>(p.w) + column * p.w_stride + first;
+            to_x = shared + place(row, chunk);
+            to_w = shared + place(BM + row / WARP_COLUMNS * WN + row % WARP_COLUMNS, chunk);
 #pragma unroll
-            for (int i = 0; i < COPIES; ++i) {
-                const bool is_x = i < X_COPIES;
-                const int row = is_x ? x_row + i * COPY_ROWS : w_row + (i - X_COPIES) * COPY_ROWS;
-                exists |= (row < (is_x ? p.m : p.n)) << i;
-            }
+            for (int i = 0; i < X_COPIES; ++i) exists |= (x_row + i * COPY_ROWS < p.m) << i;
+#pragma unroll
+            for (int i = 0; i < W_COPIES; ++i) exists |= (column + i * COPY_ROWS < p.n) << (X_COPIES + i);
         }
 
         // Starts to copy the next stage, if there is one.
@@ -75,11 +89,16 @@ struct Tile {
             if (leaves > 0) {
                 const int values = min(DEPTH, run - at);
                 const uint32_t copied = threadIdx.x % CHUNKS * CHUNK < values ? exists : 0;
+                const uint32_t offset = stage * STAGE_BYTES;
 #pragma unroll
-                for (int i = 0; i < COPIES; ++i) {
-                    const uint32_t place = to + stage * STAGE_BYTES + i * COPY_ROWS * ROW_BYTES;
-                    const bf16* from = i < X_COPIES ? x + i * distance : w + (i - X_COPIES) * distance;
-                    copy_async_16(place, from, copied >> i & 1);
+                for (int i = 0; i < X_COPIES; ++i) {
+                    copy_async_16(to_x + offset + i * COPY_ROWS * ROW_BYTES, x + i * distance, copied >> i & 1);
+                }
+#pragma unroll
+                for (int i = 0; i < HALVES * W_COPIES; ++i) {
+                    const int part = i / W_COPIES, j = i % W_COPIES;
+                    const uint32_t to = to_w + offset + (j * COPY_ROWS * HALVES + part * WARP_COLUMNS) * ROW_BYTES;
+                    copy_async_16(to, w + j * distance + part * half, copied >> (X_COPIES + j) & 1);
                 }
                 x += values;
                 w += values;
@@ -140,22 +159,31 @@ struct Tile {
         }
     }
 
-    // Writes sums, with the bias if there is one.
+    // The value for a column: its sum, with the bias if there is one, and gated by that of the other half.
+    static __device__ __forceinline__ float value(const Product& p, int column, float sum, float other) {
+        if (p.bias && column < p.n) {
+            sum += p.bias[column];
+            if (KIND == GATED) other += p.bias[p.n + column];
+        }
+        return KIND == GATED ? silu(sum) * other : sum;
+    }
+
     static __device__ __forceinline__ void store(const Product& p, const float (&sums)[MT * NT][4]) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const int row0 = blockIdx.x * BM + warp / WARPS_N * WM + lane / 4;
-        const int column0 = blockIdx.y * BN + warp % WARPS_N * WN + lane % 4 * 2;
+        const int column0 = blockIdx.y * COLUMNS + warp % WARPS_N * WARP_COLUMNS + lane % 4 * 2;
 #pragma unroll
         for (int i = 0; i < MT * 2; ++i) {
             const int row = row0 + 8 * i;
             if (row >= p.m) return;
             float* out = p.out + blockIdx.z * p.out_part + row * p.out_stride;
 #pragma unroll
-            for (int j = 0; j < NT; ++j) {
-                const int column = column0 + 8 * j;
-                float2 pair = {sums[i / 2 * NT + j][i % 2 * 2], sums[i / 2 * NT + j][i % 2 * 2 + 1]};
-                if (p.bias && column < p.n) pair.x += p.bias[column];
-                if (p.bias && column + 1 < p.n) pair.y += p.bias[column + 1];
+            for (int j = 0; j < NT / HALVES; ++j) {
+                const int column = column0 + 8 * j, left = i % 2 * 2;
+                const float(&sum)[4] = sums[i / 2 * NT + j];
+                const float(&other)[4] = sums[i / 2 * NT + j + (HALVES - 1) * NT / 2];
+                const float2 pair = {value(p, column, sum[left], other[left]),
+                                     value(p, column + 1, sum[left + 1], other[left + 1])};
                 if (column + 1 < p.n && reinterpret_cast<uintptr_t>(out + column) % sizeof(float2) == 0) {
                     *reinterpret_cast<float2*>(out + column) = pair;
                 } else {
@@ -188,7 +216,7 @@ struct Tile {
                 multiply_stage(x + offset, w + offset, min(DEPTH, p.w_run - at) / STEP, sums);
                 stage = stage + 1 == STAGES ? 0 : stage + 1;
             }
-            if constexpr (MANY_LEAVES) {
+            if constexpr (KIND == LEAVES) {
                 leaf_sums.add(leaf, sums);
                 if (leaf + 1 < p.leaves) {
 #pragma unroll
@@ -200,11 +228,15 @@ struct Tile {
     }
 };
 
-PRODUCT_KERNEL(bf16_16x32_leaf, Tile<16, 32, 1, 2, 8, false>)
-PRODUCT_KERNEL(bf16_32x64_leaf, Tile<32, 64, 1, 4, 5, false>)
-PRODUCT_KERNEL(bf16_64x64_leaf, Tile<64, 64, 2, 2, 4, false>)
-PRODUCT_KERNEL(bf16_128x128_leaf, Tile<128, 128, 2, 4, 3, false>)
-PRODUCT_KERNEL(bf16_16x32_leaves, Tile<16, 32, 1, 2, 8, true>)
-PRODUCT_KERNEL(bf16_32x64_leaves, Tile<32, 64, 1, 4, 5, true>)
-PRODUCT_KERNEL(bf16_64x64_leaves, Tile<64, 64, 2, 2, 4, true>)
-PRODUCT_KERNEL(bf16_64x128_leaves, Tile<64, 128, 2, 4, 3, true>)
+PRODUCT_KERNEL(bf16_16x32_leaf, Tile<16, 32, 1, 2, 8, LEAF>)
+PRODUCT_KERNEL(bf16_32x64_leaf, Tile<32, 64, 1, 4, 5, LEAF>)
+PRODUCT_KERNEL(bf16_64x64_leaf, Tile<64, 64, 2, 2, 4, LEAF>)
+PRODUCT_KERNEL(bf16_128x128_leaf, Tile<128, 128, 2, 4, 3, LEAF>)
+PRODUCT_KERNEL(bf16_16x32_leaves, Tile<16, 32, 1, 2, 8, LEAVES>)
+PRODUCT_KERNEL(bf16_32x64_leaves, Tile<32, 64, 1, 4, 5, LEAVES>)
+PRODUCT_KERNEL(bf16_64x64_leaves, Tile<64, 64, 2, 2, 4, LEAVES>)
+PRODUCT_KERNEL(bf16_64x128_leaves, Tile<64, 128, 2, 4, 3, LEAVES>)
+PRODUCT_KERNEL(bf16_16x16_gated, Tile<16, 32, 1, 2, 8, GATED>)
+PRODUCT_KERNEL(bf16_32x32_gated, Tile<32, 64, 1, 4, 5, GATED>)
+PRODUCT_KERNEL(bf16_64x32_gated, Tile<64, 64, 2, 2, 4, GATED>)
+PRODUCT_KERNEL(bf16_128x64_gated, Tile<128, 128, 2, 4, 3, GATED>)

@@ -114,6 +114,9 @@ impl OpsImpl for CudaOps {
         gate_up: &Tensor,
         out: &Tensor,
     ) -> Result<()> {
+        if self.linear.gates(stored(w)) {
+            return self.linear.gated(rows(x)?, stored(w), vector(bias)?, rows(out)?);
+        }
         self.linear(x, w, bias, gate_up)?;
         self.silu_mul(gate_up, out)
     }

@@ -20,7 +20,7 @@ use super::matrix::CudaMatrix;
 use super::module::{Module, fat_binary};
 use super::scratch::Scratch;
 use super::tensor::Rows;
-use crate::weights::WeightDtype;
+use crate::weights::{MatrixShape, WeightDtype};
 use plan::{Plan, Size, TILES, Tile};
 
 /// Threads of a block of the kernels before and after a product.
@@ -73,24 +73,39 @@ impl Linear {
 
     /// `out = x wᵀ + bias`; the address of the bias is 0 if there is none.
     pub fn product(&self, x: Rows, w: &CudaMatrix, bias: sys::CUdeviceptr, out: Rows) -> Result<()> {
-        let size = Size { dtype: w.shape.dtype, m: x.rows, n: w.shape.n, leaves: w.shape.leaves };
-        self.product_by(Plan::of(size, self.context.processors as usize), x, w, bias, out)
+        assert_eq!((x.rows, x.width, w.shape.n), (out.rows, w.shape.k, out.width), "rows and widths of a linear layer");
+        let MatrixShape { dtype, n, leaves, .. } = w.shape;
+        let size = Size { dtype, m: x.rows, n, leaves, is_gated: false };
+        self.run(Plan::of(size, self.context.processors as usize), x, w, bias, out)
     }
 
-    fn product_by(&self, plan: Plan, x: Rows, w: &CudaMatrix, bias: sys::CUdeviceptr, out: Rows) -> Result<()> {
-        let (n, k) = (w.shape.n, w.shape.k);
-        assert_eq!((x.rows, x.width, n), (out.rows, k, out.width), "rows and widths of a linear layer");
+    /// Whether [`Self::gated`] takes these weights.
+    pub fn gates(&self, w: &CudaMatrix) -> bool {
+        w.shape.dtype == WeightDtype::Bf16 && w.shape.leaves == 1
+    }
+
+    /// `out = silu(left half) * right half` of `x wᵀ + bias`, with the bits of the product and the activation one after
+    /// the other.
+    pub fn gated(&self, x: Rows, w: &CudaMatrix, bias: sys::CUdeviceptr, out: Rows) -> Result<()> {
+        let MatrixShape { dtype, n, k, leaves } = w.shape;
+        assert_eq!((x.rows, x.width, n), (out.rows, k, 2 * out.width), "rows and widths of a gated layer");
+        let size = Size { dtype, m: x.rows, n: out.width, leaves, is_gated: true };
+        self.run(Plan::of(size, self.context.processors as usize), x, w, bias, out)
+    }
+
+    fn run(&self, plan: Plan, x: Rows, w: &CudaMatrix, bias: sys::CUdeviceptr, out: Rows) -> Result<()> {
         let input = self.input(x, w)?;
         if plan.splits == 1 {
             return self.multiply(plan, &input, w, bias, out, 0);
         }
-        let part = x.rows * n;
+        let part = out.rows * out.width;
         let parts = self.parts.take(plan.splits * part * size_of::<f32>())?;
-        self.multiply(plan, &input, w, 0, Rows { pointer: parts, rows: x.rows, width: n, stride: n }, part)?;
+        let rows = Rows { pointer: parts, stride: out.width, ..out };
+        self.multiply(plan, &input, w, 0, rows, part)?;
         let mut launch = Launch::of(&self.context.stream, &self.add_parts);
-        launch.rows(out).pointer(parts).int(plan.splits).pointer(bias).int(n);
+        launch.rows(out).pointer(parts).int(plan.splits).pointer(bias).int(out.width);
         // SAFETY: the parts are `[splits, m, n]`, the bias `[n]`, and the rows of `out` those of a tensor.
-        unsafe { launch.start(by_rows(out.rows, n)) }
+        unsafe { launch.start(by_rows(out.rows, out.width)) }
     }
 
     /// The input itself for float32 weights, and packed for bfloat16.

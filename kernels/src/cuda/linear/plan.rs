@@ -2,41 +2,56 @@
 
 use crate::weights::WeightDtype;
 
+/// What blocks make of the sums of leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// They sum one leaf.
+    Leaf,
+    /// They add several as a tree, or write one.
+    Leaves,
+    /// They sum one, and write the SiLU of the left half of the columns times the right half.
+    Gated,
+}
+
 /// The outputs of a block, and what it needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Tile {
     pub kernel: &'static str,
     pub dtype: WeightDtype,
+    pub kind: Kind,
     pub rows: usize,
     pub columns: usize,
     pub threads: u32,
     /// Bytes of dynamic shared memory.
     pub shared: u32,
-    /// Whether a block may sum several leaves: their sums wait in registers.
-    pub sums_leaves: bool,
 }
 
-const fn bf16(kernel: &'static str, [rows, columns]: [usize; 2], warps: u32, stages: u32, sums_leaves: bool) -> Tile {
+const fn bf16(kernel: &'static str, kind: Kind, [rows, columns]: [usize; 2], warps: u32, stages: u32) -> Tile {
     /// Values of `k` in a stage of the kernels' pipeline.
     const DEPTH: usize = 64;
-    let shared = stages * ((rows + columns) * DEPTH * size_of::<half::bf16>()) as u32;
-    Tile { kernel, dtype: WeightDtype::Bf16, rows, columns, threads: 32 * warps, shared, sums_leaves }
+    let halves = if matches!(kind, Kind::Gated) { 2 } else { 1 };
+    let shared = stages * ((rows + halves * columns) * DEPTH * size_of::<half::bf16>()) as u32;
+    Tile { kernel, dtype: WeightDtype::Bf16, kind, rows, columns, threads: 32 * warps, shared }
 }
 
 const fn f32(kernel: &'static str, [rows, columns]: [usize; 2], threads: u32) -> Tile {
-    Tile { kernel, dtype: WeightDtype::F32, rows, columns, threads, shared: 0, sums_leaves: true }
+    Tile { kernel, dtype: WeightDtype::F32, kind: Kind::Leaves, rows, columns, threads, shared: 0 }
 }
 
-/// The tiles of `cu/linear_bf16.cu` and `cu/linear_f32.cu`.
-pub(super) const TILES: [Tile; 10] = [
-    bf16("bf16_16x32_leaf", [16, 32], 2, 8, false),
-    bf16("bf16_32x64_leaf", [32, 64], 4, 5, false),
-    bf16("bf16_64x64_leaf", [64, 64], 4, 4, false),
-    bf16("bf16_128x128_leaf", [128, 128], 8, 3, false),
-    bf16("bf16_16x32_leaves", [16, 32], 2, 8, true),
-    bf16("bf16_32x64_leaves", [32, 64], 4, 5, true),
-    bf16("bf16_64x64_leaves", [64, 64], 4, 4, true),
-    bf16("bf16_64x128_leaves", [64, 128], 8, 3, true),
+/// The tiles of `cu/linear_bf16.cu` and `cu/linear_f32.cu`; those of one type and kind from small to large.
+pub(super) const TILES: [Tile; 14] = [
+    bf16("bf16_16x32_leaf", Kind::Leaf, [16, 32], 2, 8),
+    bf16("bf16_32x64_leaf", Kind::Leaf, [32, 64], 4, 5),
+    bf16("bf16_64x64_leaf", Kind::Leaf, [64, 64], 4, 4),
+    bf16("bf16_128x128_leaf", Kind::Leaf, [128, 128], 8, 3),
+    bf16("bf16_16x32_leaves", Kind::Leaves, [16, 32], 2, 8),
+    bf16("bf16_32x64_leaves", Kind::Leaves, [32, 64], 4, 5),
+    bf16("bf16_64x64_leaves", Kind::Leaves, [64, 64], 4, 4),
+    bf16("bf16_64x128_leaves", Kind::Leaves, [64, 128], 8, 3),
+    bf16("bf16_16x16_gated", Kind::Gated, [16, 16], 2, 8),
+    bf16("bf16_32x32_gated", Kind::Gated, [32, 32], 4, 5),
+    bf16("bf16_64x32_gated", Kind::Gated, [64, 32], 4, 4),
+    bf16("bf16_128x64_gated", Kind::Gated, [128, 64], 8, 3),
     f32("f32_16x32", [16, 32], 128),
     f32("f32_64x64", [64, 64], 256),
 ];
@@ -55,50 +70,62 @@ pub(super) struct Plan {
 pub(super) struct Size {
     pub dtype: WeightDtype,
     pub m: usize,
+    /// Columns of the output.
     pub n: usize,
     pub leaves: usize,
+    pub is_gated: bool,
+}
+
+impl Size {
+    /// What blocks do that sum as many leaves.
+    fn kind(self, leaves: usize) -> Kind {
+        match leaves {
+            _ if self.is_gated => Kind::Gated,
+            1 => Kind::Leaf,
+            _ => Kind::Leaves,
+        }
+    }
+
+    fn blocks(self, tile: &Tile) -> usize {
+        self.m.div_ceil(tile.rows) * self.n.div_ceil(tile.columns)
+    }
 }
 
 impl Plan {
     /// The fastest way for a device with this many multiprocessors.
     pub fn of(size: Size, processors: usize) -> Self {
-        let tile = largest_tile(size, size.leaves > 1, processors);
+        let tile = largest_tile(size, size.leaves, processors);
         let mut splits = 1;
-        while splits < size.leaves && splits * blocks(&TILES[tile], size) < 2 * processors {
+        while splits < size.leaves && splits * size.blocks(&TILES[tile]) < 2 * processors {
             splits *= 2;
         }
-        Self { tile: largest_tile(size, size.leaves > splits, processors), splits }
+        Self { tile: largest_tile(size, size.leaves / splits, processors), splits }
     }
 
     /// All ways there are.
     #[cfg(test)]
     pub fn all(size: Size) -> Vec<Self> {
         let divided = |tile| (0..=size.leaves.ilog2()).map(move |power| Self { tile, splits: 1 << power });
-        let fits = |plan: &Self| fits(&TILES[plan.tile], size.dtype, size.leaves > plan.splits);
+        let fits = |plan: &Self| {
+            let (tile, kind) = (&TILES[plan.tile], size.kind(size.leaves / plan.splits));
+            tile.dtype == size.dtype && (tile.kind == kind || (tile.kind, kind) == (Kind::Leaves, Kind::Leaf))
+        };
         (0..TILES.len()).flat_map(divided).filter(fits).collect()
     }
 }
 
-fn blocks(tile: &Tile, size: Size) -> usize {
-    size.m.div_ceil(tile.rows) * size.n.div_ceil(tile.columns)
-}
-
-fn fits(tile: &Tile, dtype: WeightDtype, sums_leaves: bool) -> bool {
-    tile.dtype == dtype && (tile.sums_leaves || !sums_leaves)
-}
-
 /// The largest tile of which no more than half is outside the product and that keeps all multiprocessors busy, or else
-/// the smallest. A large one reads less, a small one makes more blocks.
-fn largest_tile(size: Size, sums_leaves: bool, processors: usize) -> usize {
-    let of_kind = |i: &usize| {
-        let tile = &TILES[*i];
-        fits(tile, size.dtype, sums_leaves) && (tile.sums_leaves == sums_leaves || size.dtype == WeightDtype::F32)
+/// the smallest: a large one reads less, a small one makes more blocks. Blocks sum this many leaves.
+fn largest_tile(size: Size, leaves: usize, processors: usize) -> usize {
+    let is_of_kind = |tile: &Tile| match size.dtype {
+        WeightDtype::Bf16 => tile.kind == size.kind(leaves),
+        WeightDtype::F32 => true,
     };
     let is_busy = |i: &usize| {
         let tile = &TILES[*i];
-        tile.rows < 2 * size.m && blocks(tile, size) * size.leaves >= processors
+        tile.rows < 2 * size.m && size.blocks(tile) * size.leaves >= processors
     };
-    let mut tiles = (0..TILES.len()).filter(of_kind);
-    let smallest = tiles.next().expect("each type has a tile");
+    let mut tiles = (0..TILES.len()).filter(|i| TILES[*i].dtype == size.dtype && is_of_kind(&TILES[*i]));
+    let smallest = tiles.next().expect("each type and kind has a tile");
     tiles.filter(is_busy).next_back().unwrap_or(smallest)
 }

@@ -6,8 +6,9 @@ use super::plan::{Plan, Size};
 use super::*;
 use crate::backend::storage::MatrixImpl;
 use crate::cpu::testing::Random;
+use crate::cuda::activation::Activation;
 use crate::cuda::arena::Allocation;
-use crate::weights::{MatrixShape, WeightRows};
+use crate::weights::WeightRows;
 
 const DTYPES: [WeightDtype; 2] = [WeightDtype::Bf16, WeightDtype::F32];
 
@@ -42,15 +43,22 @@ impl Device {
         matrix
     }
 
-    /// The bits of a product.
-    fn product(&self, plan: Plan, x: &Values, w: &CudaMatrix, bias: &Values) -> Vec<u32> {
-        let (m, n) = (x.rows.rows, w.shape.n);
-        let out = self.rows(&vec![f32::NAN; m * n], n, n);
-        self.linear.product_by(plan, x.rows, w, bias.rows.pointer, out.rows).unwrap();
-        let mut bits = vec![0; m * n];
-        self.context.copies.read(out.memory.pointer, &mut bits).unwrap();
+    /// The bits of a product with `n` columns.
+    fn product(&self, plan: Plan, x: &Values, w: &CudaMatrix, bias: &Values, n: usize) -> Vec<u32> {
+        let out = self.rows(&vec![f32::NAN; x.rows.rows * n], n, n);
+        self.linear.run(plan, x.rows, w, bias.rows.pointer, out.rows).unwrap();
+        self.bits(&out)
+    }
+
+    fn bits(&self, values: &Values) -> Vec<u32> {
+        let mut bits = vec![0; values.rows.rows * values.rows.width];
+        self.context.copies.read(values.memory.pointer, &mut bits).unwrap();
         bits
     }
+}
+
+fn size(dtype: WeightDtype, m: usize, n: usize, leaves: usize) -> Size {
+    Size { dtype, m, n, leaves, is_gated: false }
 }
 
 /// The sums in the order that the module documents, for float32: a chain for each leaf, then a balanced tree.
@@ -73,13 +81,35 @@ fn every_plan_gives_the_same_bits() {
         for dtype in DTYPES {
             let w = device.matrix(MatrixShape { dtype, n, k, leaves }, &weights);
             let (x, bias) = (device.rows(&x, k, k), device.rows(&bias, n, n));
-            let plans = Plan::all(Size { dtype, m, n, leaves });
+            let plans = Plan::all(size(dtype, m, n, leaves));
             assert!(plans.len() > 1, "{plans:?}");
-            let expected = device.product(plans[0], &x, &w, &bias);
+            let expected = device.product(plans[0], &x, &w, &bias, n);
             for plan in &plans[1..] {
-                let same = device.product(*plan, &x, &w, &bias) == expected;
+                let same = device.product(*plan, &x, &w, &bias, n) == expected;
                 assert!(same, "seed {seed}, {dtype:?}: {plan:?} and {:?} differ", plans[0]);
             }
+        }
+    }
+}
+
+#[test]
+fn every_gated_plan_gives_the_bits_of_the_two_steps() {
+    let device = Device::open();
+    let activation = Activation::load(&device.context).unwrap();
+    for (seed, (m, n, k)) in [(1, 33, 48), (40, 70, 700), (130, 129, 80)].into_iter().enumerate() {
+        let mut random = Random::new(seed as u64);
+        let (x, weights) = (random.normals(m * k, 1.0), random.normals(2 * n * k, 0.3));
+        let bias = device.rows(&random.normals(2 * n, 1.0), 2 * n, 2 * n);
+        let w = device.matrix(MatrixShape { dtype: WeightDtype::Bf16, n: 2 * n, k, leaves: 1 }, &weights);
+        let x = device.rows(&x, k, k);
+        let [between, out] = [2 * n, n].map(|width| device.rows(&vec![f32::NAN; m * width], width, width));
+        device.linear.product(x.rows, &w, bias.rows.pointer, between.rows).unwrap();
+        activation.silu_mul(between.rows, out.rows).unwrap();
+        let expected = device.bits(&out);
+        let plans = Plan::all(Size { is_gated: true, ..size(WeightDtype::Bf16, m, n, 1) });
+        assert_eq!(plans.len(), 4);
+        for plan in plans {
+            assert!(device.product(plan, &x, &w, &bias, n) == expected, "seed {seed}: {plan:?}");
         }
     }
 }
@@ -91,8 +121,8 @@ fn float32_products_are_sums_in_the_documented_order() {
         let mut random = Random::new(seed as u64);
         let (x, weights, bias) = (random.normals(m * k, 1.0), random.normals(n * k, 1.0), random.normals(n, 1.0));
         let w = device.matrix(MatrixShape { dtype: WeightDtype::F32, n, k, leaves }, &weights);
-        let plan = Plan::of(Size { dtype: WeightDtype::F32, m, n, leaves }, 132);
-        let found = device.product(plan, &device.rows(&x, k, k), &w, &device.rows(&bias, n, n));
+        let plan = Plan::of(size(WeightDtype::F32, m, n, leaves), 132);
+        let found = device.product(plan, &device.rows(&x, k, k), &w, &device.rows(&bias, n, n), n);
         for (i, found) in found.into_iter().enumerate() {
             let (row, column) = (i / n, i % n);
             let sum = in_order(&x[row * k..][..k], &weights[column * k..][..k], leaves) + bias[column];
@@ -110,17 +140,17 @@ fn strided_rows_give_the_bits_of_dense_ones() {
     let dense: Vec<f32> = wide.chunks_exact(stride).flat_map(|row| &row[..k]).copied().collect();
     for dtype in DTYPES {
         let w = device.matrix(MatrixShape { dtype, n, k, leaves: 4 }, &weights);
-        let plan = Plan::of(Size { dtype, m, n, leaves: 4 }, 132);
+        let plan = Plan::of(size(dtype, m, n, 4), 132);
         let bias = device.rows(&bias, n, n);
-        let found = device.product(plan, &device.rows(&wide, k, stride), &w, &bias);
-        assert!(found == device.product(plan, &device.rows(&dense, k, k), &w, &bias), "{dtype:?}");
+        let found = device.product(plan, &device.rows(&wide, k, stride), &w, &bias, n);
+        assert!(found == device.product(plan, &device.rows(&dense, k, k), &w, &bias, n), "{dtype:?}");
     }
 }
 
 #[test]
 fn large_products_take_large_tiles_and_small_ones_all_multiprocessors() {
     let tile = |m, n, leaves| {
-        let plan = Plan::of(Size { dtype: WeightDtype::Bf16, m, n, leaves }, 132);
+        let plan = Plan::of(size(WeightDtype::Bf16, m, n, leaves), 132);
         (TILES[plan.tile].kernel, plan.splits)
     };
     assert_eq!(tile(1, 37888, 1), ("bf16_16x32_leaf", 1));
