@@ -25,7 +25,7 @@ export CHROMIUM
 DESCRIPTORS := clients/python/src/rollout_client/rollout.binpb
 # Modules whose pages `make docs` makes; those of the extras need packages of their own.
 API_MODULES := rollout_client rollout_client.types rollout_client.options rollout_client.replay rollout_client.fleet
-PYTHON_SOURCES := clients benches tests docker examples
+PYTHON_SOURCES := clients benches tests docker examples scripts
 # What needs torch: real trainers in tests, and what makes the fixtures anew. Several GB.
 TRAINERS := .venv-trainers
 TRAINER_TESTS := clients/python/tests/trainers
@@ -51,7 +51,13 @@ say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup browser server demo train test test-rust test-python test-trainers test-integrations fuzz lint miri bench bench-peers \
+# The CUDA toolkit, the emulator's libraries, and what is built with them: other features make other crates.
+CUDA := .cuda
+CUDA_TARGET := target/cuda
+EMULATOR := target/emulator
+cuda_environment = environment=$$(PYTHON=$(PYTHON) scripts/cuda-toolkit.sh $(CUDA)) && eval "$$environment"
+
+.PHONY: help setup browser server demo train test test-rust test-python test-trainers test-integrations cuda cuda-test cuda-check fuzz lint miri bench bench-peers \
 	bench-profile bench-operators bench-weight-sync bench-fleet bench-doors bench-loop page-picture status-picture docs proto fixtures record image-check \
 	check-cargo check-python
 
@@ -101,6 +107,21 @@ test-integrations: $(INTEGRATED:%=.venv-%/.installed) server ## ms-swift and ver
 		printf '\033[1m==> %s against the server\033[0m\n' $$name; \
 		.venv-$$name/bin/python -m pytest -p no:asyncio $(INTEGRATIONS)/$$name --server $(SERVER) || exit 1; \
 	done
+
+cuda: check-cargo check-python ## build the server for NVIDIA GPUs (needs none; installs the CUDA toolkit, 1.5 GB, into .cuda)
+	$(call say,Building the server for NVIDIA GPUs: $(CUDA_TARGET)/release/rollout-server)
+	@$(cuda_environment) && CARGO_TARGET_DIR=$(CUDA_TARGET) $(CARGO) build --release --features cuda --bin rollout-server
+
+# Code for one card is enough here, as the emulator takes the PTX. `cuda` is the tests' own feature of both crates.
+cuda-test: check-cargo check-python ## the kernels and the server on an emulated GPU
+	$(call say,Building the emulator of a GPU)
+	@emulator/build.sh $(EMULATOR)
+	$(call say,Kernels and server on the emulated GPU)
+	@$(cuda_environment) && export CARGO_TARGET_DIR=$(CUDA_TARGET) CUDA_CARDS=80 LD_LIBRARY_PATH=$(abspath $(EMULATOR)) && \
+		$(CARGO) test --release --workspace --exclude cuda-emulator --features cuda --test devices --test cuda
+
+cuda-check: check-cargo check-python ## registers, spills and instructions of each kernel for each card, beside the committed table
+	@$(cuda_environment) && $(PYTHON) scripts/cuda_check.py kernels/cu
 
 fuzz: check-cargo ## random calls of every method, with other seeds each time: make fuzz SECONDS_PER_TARGET=60
 	$(call say,Fuzzing each method for $(SECONDS_PER_TARGET) s (stop it when it is enough; a failure says how to replay it))

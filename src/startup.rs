@@ -134,6 +134,7 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
     let files = ModelSource::parse(&config.model)?.open()?;
     let model = ModelConfig::from_files(&files)?;
     model.check_tensor_parallel(config.tp)?;
+    check_ranks(config)?;
     let layout = Layout::new(config, &model)?;
     let text = Text::open(&files.tokenizer)?;
 
@@ -193,6 +194,16 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
         kernel: layout.devices.of_rank(0).kernel(),
         text,
     })
+}
+
+/// # Errors
+/// `Config` if the ranks of the device cannot reach one another.
+fn check_ranks(config: &Config) -> Result<()> {
+    if config.tp == 1 || config.device.is_on_the_host() {
+        return Ok(());
+    }
+    let (tp, device) = (config.tp, config.device.name());
+    Err(Error::Config(format!("--tp {tp}: --device {device} has no communication between ranks yet; use --tp 1")))
 }
 
 impl Layout {

@@ -86,6 +86,15 @@ impl Backend {
         }
     }
 
+    /// Whether ranks reach one another's activations in the host's memory.
+    pub fn is_on_the_host(self) -> bool {
+        match self {
+            Backend::Cpu | Backend::Reference => true,
+            #[cfg(feature = "cuda")]
+            Backend::Cuda => false,
+        }
+    }
+
     /// Makes the device of one rank ready; takes no memory and starts no thread yet.
     ///
     /// # Errors

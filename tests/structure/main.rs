@@ -28,7 +28,7 @@ const MAX_FILE_LINES: usize = 500;
 /// Longest line of a comment in characters, as rustfmt.toml has it for code.
 const MAX_COMMENT_CHARS: usize = 120;
 const OWN_CODE: &[&str] = &["src", "kernels/src"];
-const ALL_CODE: &[&str] = &["src", "kernels/src", "tests"];
+const ALL_CODE: &[&str] = &["src", "kernels/src", "kernels/tests", "emulator/src", "emulator/tests", "tests"];
 
 /// Fails with `rule` and the list of offenders, if there are any.
 fn assert_none(offenders: &[String], rule: &str) {
@@ -191,7 +191,8 @@ fn only_the_server_knows_the_network_and_the_runtime() {
 
 #[test]
 fn no_file_above_the_kernels_names_a_device() {
-    const DEVICES: &[&str] = &["Cpu", "cpu::", "Reference", "reference::", "Isa", "PackedMatrix", "KvBlocks"];
+    const DEVICES: &[&str] =
+        &["Cpu", "cpu::", "Cuda", "cuda::", "cudarc::", "Reference", "reference::", "Isa", "PackedMatrix", "KvBlocks"];
     /// Names through which code reads the host's memory directly.
     const HOST: &[&str] = &["host::", "with_f32", "with_f32_mut"];
     /// Modules that must not assume that a tensor lies in the host's memory.
@@ -283,7 +284,7 @@ fn dependencies_without_reason(manifest: &str) -> Vec<&str> {
 #[test]
 fn every_dependency_has_its_reason() {
     let mut offenders = Vec::new();
-    for path in ["Cargo.toml", "kernels/Cargo.toml"] {
+    for path in ["Cargo.toml", "kernels/Cargo.toml", "emulator/Cargo.toml"] {
         let manifest = std::fs::read_to_string(root().join(path)).unwrap_or_else(|e| panic!("{path}: {e}"));
         offenders.extend(dependencies_without_reason(&manifest).iter().map(|line| format!("{path}: {line}")));
     }
@@ -312,7 +313,7 @@ fn the_image_is_built_of_all_that_cargo_asks_for() {
     let copied: Vec<&str> =
         dockerfile.lines().filter_map(|line| line.strip_prefix("COPY ")).flat_map(str::split_whitespace).collect();
     let mut needed = named_targets(&read("Cargo.toml"));
-    needed.extend(["Cargo.toml", "Cargo.lock", "build.rs", "src", "proto", "kernels"].map(String::from));
+    needed.extend(["Cargo.toml", "Cargo.lock", "build.rs", "src", "proto", "kernels", "emulator"].map(String::from));
     needed.retain(|file| !copied.contains(&file.as_str()));
     assert_none(
         &needed,
