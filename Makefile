@@ -122,6 +122,8 @@ cuda-test: check-cargo check-python ## the kernels and the server on an emulated
 
 cuda-check: check-cargo check-python ## registers, spills and instructions of each kernel for each card, beside the committed table
 	@$(cuda_environment) && $(PYTHON) scripts/cuda_check.py kernels/cu
+	@$(cuda_environment) && CARGO_TARGET_DIR=$(CUDA_TARGET) CUDA_CARDS=80 \
+		$(CARGO) clippy --workspace --release --features cuda --all-targets -- -D warnings
 
 fuzz: check-cargo ## random calls of every method, with other seeds each time: make fuzz SECONDS_PER_TARGET=60
 	$(call say,Fuzzing each method for $(SECONDS_PER_TARGET) s (stop it when it is enough; a failure says how to replay it))
