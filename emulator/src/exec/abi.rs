@@ -61,7 +61,8 @@ pub struct Thread {
     pub stack: *mut u8,
     /// What a barrier gives it.
     pub result: u32,
-    /// Copies of the group that is not committed yet.
-    pub copies: Vec<AsyncCopy>,
-    pub groups: VecDeque<Vec<AsyncCopy>>,
+    /// Copies that have not come, in the order in which they were asked for.
+    pub copies: VecDeque<AsyncCopy>,
+    /// How many of them are in each group that was committed.
+    pub groups: VecDeque<usize>,
 }

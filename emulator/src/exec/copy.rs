@@ -24,7 +24,8 @@ pub unsafe extern "C" fn copy_async(thread: *mut Thread, to: u32, from: u64, byt
         }
         // From here on the bytes may change at any time.
         touch(thread, to, bytes, Kind::Write);
-        (*thread).copies.push(AsyncCopy { to, from, bytes, valid });
+        let valid = valid.min(bytes);
+        (*thread).copies.push_back(AsyncCopy { to, from, bytes, valid });
     }
 }
 
@@ -33,10 +34,11 @@ pub unsafe extern "C" fn copy_async(thread: *mut Thread, to: u32, from: u64, byt
 /// # Safety
 /// As for [`copy_async`].
 pub unsafe extern "C" fn copy_commit(thread: *mut Thread) {
-    // SAFETY: the thread is the caller's.
+    // SAFETY: the thread is the caller's; references to it end here.
     unsafe {
-        let copies = std::mem::take(&mut (*thread).copies);
-        (*thread).groups.push_back(copies);
+        let (copies, groups) = (&(*thread).copies, &mut (*thread).groups);
+        let committed: usize = groups.iter().sum();
+        groups.push_back(copies.len() - committed);
     }
 }
 
@@ -45,15 +47,17 @@ pub unsafe extern "C" fn copy_commit(thread: *mut Thread) {
 /// # Safety
 /// As for [`copy_async`].
 pub unsafe extern "C" fn copy_wait(thread: *mut Thread, left: u32) {
-    // SAFETY: the thread is the caller's.
+    // SAFETY: the thread is the caller's; references to it end before its copies come.
     unsafe {
-        if left == 0 && !(*thread).copies.is_empty() {
+        if left == 0 {
             copy_commit(thread);
         }
-        while (*thread).groups.len() > left as usize {
-            let group = (*thread).groups.pop_front().unwrap_or_default();
-            for copy in &group {
-                arrive(thread, copy);
+        while (&(*thread).groups).len() > left as usize {
+            let count = (&mut (*thread).groups).pop_front().unwrap_or_default();
+            for _ in 0..count {
+                if let Some(copy) = (&mut (*thread).copies).pop_front() {
+                    arrive(thread, &copy);
+                }
             }
         }
     }
@@ -66,7 +70,7 @@ pub unsafe extern "C" fn copy_wait(thread: *mut Thread, left: u32) {
 pub unsafe fn finish(thread: *mut Thread) {
     // SAFETY: the thread is the caller's.
     unsafe {
-        if !(*thread).groups.is_empty() || !(*thread).copies.is_empty() {
+        if !(&(*thread).groups).is_empty() || !(&(*thread).copies).is_empty() {
             copy_wait(thread, 0);
         }
     }
@@ -75,18 +79,19 @@ pub unsafe fn finish(thread: *mut Thread) {
 /// # Safety
 /// As for [`copy_async`].
 unsafe fn arrive(thread: *mut Thread, copy: &AsyncCopy) {
-    let valid = copy.valid.min(copy.bytes) as usize;
     // SAFETY: `copy_async` has checked that the bytes are in shared memory; those it reads are checked here.
     unsafe {
         let to = (*(*thread).team).block.shared.add(copy.to as usize);
-        to.write_bytes(0, copy.bytes as usize);
-        if valid > 0 {
-            match memory::get().bytes_at(copy.from, valid) {
-                Ok(from) => to.copy_from_nonoverlapping(from, valid),
-                Err(code) => {
-                    let text = format!("asynchronous copy from {:#x}", copy.from);
-                    fail(thread, Fault { code, text });
-                }
+        match memory::get().bytes_at(copy.from, copy.valid as usize) {
+            // The size that kernels use, so that this is one load and one store.
+            Ok(from) if copy.valid == 16 => to.cast::<[u8; 16]>().write(from.cast::<[u8; 16]>().read()),
+            Ok(from) => {
+                to.copy_from_nonoverlapping(from, copy.valid as usize);
+                to.add(copy.valid as usize).write_bytes(0, (copy.bytes - copy.valid) as usize);
+            }
+            Err(code) => {
+                let text = format!("asynchronous copy from {:#x}", copy.from);
+                fail(thread, Fault { code, text });
             }
         }
         touch(thread, copy.to, copy.bytes, Kind::Write);

@@ -186,7 +186,7 @@ impl Team {
             index,
             stack: std::ptr::null_mut(),
             result: 0,
-            copies: Vec::new(),
+            copies: VecDeque::new(),
             groups: VecDeque::new(),
         }));
     }
