@@ -4,10 +4,20 @@
 constexpr int MAX_LEAVES = 8;
 
 // Adds the sums of leaves, `GROUPS` times four of each, as they become ready one after the other: those of a subtree
-// wait here until its sibling is ready.
-template <int GROUPS>
+// wait until its sibling is ready. The lowest `LEVELS` of the three levels of the tree wait in registers.
+template <int GROUPS, int LEVELS = 3>
 struct LeafSums {
-    float waiting[3][GROUPS][4];
+    // Of shared memory that the others wait in.
+    static constexpr int BYTES_PER_THREAD = (3 - LEVELS) * GROUPS * sizeof(float4);
+
+    float4 registers[LEVELS][GROUPS];
+    float4* shared;
+
+    // Where sums of a level wait. Neighbours in a warp have neighbouring places of shared memory.
+    __device__ __forceinline__ float4& waiting(int level, int group) {
+        if (level < LEVELS) return registers[level][group];
+        return shared[((level - LEVELS) * GROUPS + group) * blockDim.x + threadIdx.x];
+    }
 
     // Takes the sums of leaf number `leaf`; makes them those of the whole tree if it is the last.
     __device__ __forceinline__ void add(int leaf, float (&sums)[GROUPS][4]) {
@@ -15,13 +25,17 @@ struct LeafSums {
         for (int level = 0; level < 3; ++level) {
             const bool is_right = leaf >> level & 1;
 #pragma unroll
-            for (int i = 0; i < 4 * GROUPS; ++i) {
-                float& waits = waiting[level][i / 4][i % 4];
-                float& sum = sums[i / 4][i % 4];
+            for (int i = 0; i < GROUPS; ++i) {
+                float(&sum)[4] = sums[i];
+                float4& waits = waiting(level, i);
                 if (is_right) {
-                    sum = waits + sum;
+                    const float4 left = waits;
+                    sum[0] = left.x + sum[0];
+                    sum[1] = left.y + sum[1];
+                    sum[2] = left.z + sum[2];
+                    sum[3] = left.w + sum[3];
                 } else {
-                    waits = sum;
+                    waits = float4{sum[0], sum[1], sum[2], sum[3]};
                 }
             }
             if (!is_right) return;

@@ -29,16 +29,17 @@ enum Kind {
 };
 
 // A block's share of the product: `BM` rows by `BN` rows of the weights, by `WARPS_M` times `WARPS_N` warps, with
-// `STAGES` stages of shared memory. If `GATED`, a warp has the same columns of both halves, one after the other.
-template <int BM, int BN, int WARPS_M, int WARPS_N, int STAGES, Kind KIND>
+// `STAGES` stages of shared memory. If `GATED`, a warp has the same columns of both halves, one after the other; if
+// `LEAVES`, the sums of `LEVELS` levels of the tree wait in registers, the others behind the stages.
+template <int BM, int BN, int WARPS_M, int WARPS_N, int STAGES, Kind KIND, int LEVELS = 3>
 struct Tile {
     static constexpr int THREADS = 32 * WARPS_M * WARPS_N;
-    // Blocks that a processor has at once at least: sums that wait need registers.
-    static constexpr int MIN_BLOCKS = KIND == LEAVES ? 1 : 2;
     // Rows and columns of a warp.
     static constexpr int WM = BM / WARPS_M, WN = BN / WARPS_N;
     // Instructions of a warp along rows and columns.
     static constexpr int MT = WM / 16, NT = WN / 8;
+    // Blocks that a processor has at once at least: many sums need many registers.
+    static constexpr int MIN_BLOCKS = KIND == LEAVES || MT * NT > 16 ? 1 : 2;
     // Columns of the output of a block and of a warp.
     static constexpr int HALVES = KIND == GATED ? 2 : 1, COLUMNS = BN / HALVES, WARP_COLUMNS = WN / HALVES;
     // Rows whose chunks all threads copy at once; how often they do for a stage's `x`, and for each half of its `w`.
@@ -57,8 +58,9 @@ struct Tile {
 
     // Copies stages from global to shared memory, in the order in which they are multiplied.
     struct Loader {
-        // The next chunk of the first row of `x` and of `w` that this thread copies. Others follow every `COPY_ROWS` rows,
-        // and in the other half of `w`, as `x` is packed like `w`; nothing is read at those that do not exist, which the bits of `exists` tell.
+        // The next chunk of the first row of `x` and of `w` that this thread copies. Others follow every `COPY_ROWS`
+        // rows, as `x` is packed like `w`, and in the other half of `w`. Nothing is read at those that do not exist,
+        // which the bits of `exists` tell.
         const bf16 *x, *w;
         int64_t distance, half;
         uint32_t exists;
@@ -139,7 +141,8 @@ struct Tile {
     };
 
     // Adds the products of a stage with `steps` steps, from its first matrices on.
-    static __device__ __forceinline__ void multiply_stage(uint32_t x, uint32_t w, int steps, float (&sums)[MT * NT][4]) {
+    static __device__ __forceinline__ void multiply_stage(uint32_t x, uint32_t w, int steps,
+                                                          float (&sums)[MT * NT][4]) {
         if (steps < DEPTH / STEP) {
             Fragments fragments;
 #pragma unroll 1
@@ -201,7 +204,8 @@ struct Tile {
         const uint32_t x = shared + place(warp / WARPS_N * WM + lane % 16, lane / 16);
         const uint32_t w = shared + place(BM + warp % WARPS_N * WN + lane % 8 + lane / 16 * 8, lane / 8 % 2);
         float sums[MT * NT][4] = {};
-        LeafSums<MT * NT> leaf_sums;
+        LeafSums<MT * NT, LEVELS> leaf_sums;
+        leaf_sums.shared = reinterpret_cast<float4*>(stages + STAGES * STAGE_BYTES);
         Loader loader(p, shared);
 #pragma unroll
         for (int i = 0; i < STAGES - 1; ++i) loader.next();
@@ -232,11 +236,14 @@ PRODUCT_KERNEL(bf16_16x32_leaf, Tile<16, 32, 1, 2, 8, LEAF>)
 PRODUCT_KERNEL(bf16_32x64_leaf, Tile<32, 64, 1, 4, 5, LEAF>)
 PRODUCT_KERNEL(bf16_64x64_leaf, Tile<64, 64, 2, 2, 4, LEAF>)
 PRODUCT_KERNEL(bf16_128x128_leaf, Tile<128, 128, 2, 4, 3, LEAF>)
+PRODUCT_KERNEL(bf16_128x256_leaf, Tile<128, 256, 2, 4, 3, LEAF>)
 PRODUCT_KERNEL(bf16_16x32_leaves, Tile<16, 32, 1, 2, 8, LEAVES>)
 PRODUCT_KERNEL(bf16_32x64_leaves, Tile<32, 64, 1, 4, 5, LEAVES>)
 PRODUCT_KERNEL(bf16_64x64_leaves, Tile<64, 64, 2, 2, 4, LEAVES>)
 PRODUCT_KERNEL(bf16_64x128_leaves, Tile<64, 128, 2, 4, 3, LEAVES>)
+PRODUCT_KERNEL(bf16_128x128_leaves, Tile<128, 128, 2, 4, 3, LEAVES, 1>)
 PRODUCT_KERNEL(bf16_16x16_gated, Tile<16, 32, 1, 2, 8, GATED>)
 PRODUCT_KERNEL(bf16_32x32_gated, Tile<32, 64, 1, 4, 5, GATED>)
 PRODUCT_KERNEL(bf16_64x32_gated, Tile<64, 64, 2, 2, 4, GATED>)
 PRODUCT_KERNEL(bf16_128x64_gated, Tile<128, 128, 2, 4, 3, GATED>)
+PRODUCT_KERNEL(bf16_128x128_gated, Tile<128, 256, 2, 4, 3, GATED>)

@@ -8,14 +8,17 @@
 
 // Values of k of a stage; runs of the weights are padded to a multiple of it.
 constexpr int DEPTH = 16;
+// Fours of values of a row of a stage.
+constexpr int FOURS = DEPTH / 4;
 
 // A block's share of the product: `BM` rows by `BN` columns, of which a thread sums `TM` by 4.
 template <int BM, int BN, int TM>
 struct Tile {
     static constexpr int THREADS_N = BN / 4, THREADS = BM / TM * THREADS_N, MIN_BLOCKS = 2;
     // What a thread brings to a stage: values of `x`, and fours of values of `w`.
-    static constexpr int X_VALUES = BM * DEPTH / THREADS, W_FOURS = BN * DEPTH / 4 / THREADS;
-    static_assert(BM * DEPTH % THREADS == 0 && BN * DEPTH / 4 % THREADS == 0, "all threads bring as many values");
+    static constexpr int X_VALUES = BM * DEPTH / THREADS, W_FOURS = BN * FOURS / THREADS;
+    static_assert(THREADS % DEPTH == 0 && BM * DEPTH % THREADS == 0, "all threads bring as many values of whole rows");
+    static_assert(BN * FOURS % THREADS == 0, "all threads bring as many fours");
 
     // Values by k; padding keeps what a warp stores in different banks.
     struct Stage {
@@ -30,32 +33,30 @@ struct Tile {
 
         // Loads from `at` on in the runs of leaf number `leaf`.
         __device__ __forceinline__ void load(const Product& p, int leaf, int at) {
+            const int x_row = blockIdx.x * BM + threadIdx.x / DEPTH, x_at = at + threadIdx.x % DEPTH;
+            const float* from_x = static_cast<const float*>(p.x) + x_row * p.x_stride + leaf * p.x_run + x_at;
 #pragma unroll
             for (int i = 0; i < X_VALUES; ++i) {
-                const int value = threadIdx.x + i * THREADS;
-                const int row = blockIdx.x * BM + value / DEPTH, k = at + value % DEPTH;
-                const float* from = static_cast<const float*>(p.x) + row * p.x_stride + leaf * p.x_run + k;
-                x[i] = row < p.m && k < p.x_values ? *from : 0.0f;
+                const int rows = i * (THREADS / DEPTH);
+                x[i] = x_row + rows < p.m && x_at < p.x_values ? from_x[rows * p.x_stride] : 0.0f;
             }
+            const int w_row = blockIdx.y * BN + threadIdx.x / FOURS, w_at = at + threadIdx.x % FOURS * 4;
+            const float* from_w = static_cast<const float*>(p.w) + w_row * p.w_stride + leaf * p.w_run + w_at;
 #pragma unroll
             for (int i = 0; i < W_FOURS; ++i) {
-                const int four = threadIdx.x + i * THREADS;
-                const int row = blockIdx.y * BN + four / (DEPTH / 4), k = at + four % (DEPTH / 4) * 4;
-                const float* from = static_cast<const float*>(p.w) + row * p.w_stride + leaf * p.w_run + k;
-                w[i] = row < p.n ? *reinterpret_cast<const float4*>(from) : float4{};
+                const int rows = i * (THREADS / FOURS);
+                w[i] = w_row + rows < p.n ? *reinterpret_cast<const float4*>(from_w + rows * p.w_stride) : float4{};
             }
         }
 
         __device__ __forceinline__ void store(Stage& stage) const {
 #pragma unroll
             for (int i = 0; i < X_VALUES; ++i) {
-                const int value = threadIdx.x + i * THREADS;
-                stage.x[value % DEPTH][value / DEPTH] = x[i];
+                stage.x[threadIdx.x % DEPTH][threadIdx.x / DEPTH + i * (THREADS / DEPTH)] = x[i];
             }
 #pragma unroll
             for (int i = 0; i < W_FOURS; ++i) {
-                const int four = threadIdx.x + i * THREADS;
-                const int row = four / (DEPTH / 4), k = four % (DEPTH / 4) * 4;
+                const int row = threadIdx.x / FOURS + i * (THREADS / FOURS), k = threadIdx.x % FOURS * 4;
                 stage.w[k][row] = w[i].x;
                 stage.w[k + 1][row] = w[i].y;
                 stage.w[k + 2][row] = w[i].z;

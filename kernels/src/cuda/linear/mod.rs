@@ -21,7 +21,7 @@ use super::module::{Module, fat_binary};
 use super::scratch::Scratch;
 use super::tensor::Rows;
 use crate::weights::{MatrixShape, WeightDtype};
-use plan::{Plan, Size, TILES, Tile};
+use plan::{Limits, Plan, Size, TILES, Tile};
 
 /// Threads of a block of the kernels before and after a product.
 const THREADS: u32 = 256;
@@ -31,6 +31,7 @@ const PACKED_VALUES: usize = 8;
 /// The kernels of linear layers, and the memory that they reuse.
 pub(super) struct Linear {
     context: Arc<Context>,
+    limits: Limits,
     pack: CudaFunction,
     add_parts: CudaFunction,
     /// Those of [`TILES`].
@@ -51,6 +52,9 @@ struct Input {
 
 impl Linear {
     pub fn load(context: &Arc<Context>) -> Result<Self> {
+        let shared = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
+        let shared = context.stream.context().attribute(shared).w()? as u32;
+        let limits = Limits { processors: context.processors as usize, shared };
         let load = |binary| Module::load(context.stream.context(), binary);
         let common = load(fat_binary!("linear"))?;
         let (of_bf16, of_f32) = (load(fat_binary!("linear_bf16"))?, load(fat_binary!("linear_f32"))?);
@@ -58,11 +62,14 @@ impl Linear {
             let module = if tile.dtype == WeightDtype::Bf16 { &of_bf16 } else { &of_f32 };
             let function = module.function(tile.kernel)?;
             let shared = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            function.set_attribute(shared, tile.shared as i32).w()?;
+            if limits.fit(tile) {
+                function.set_attribute(shared, tile.shared as i32).w()?;
+            }
             Ok(function)
         };
         Ok(Self {
             context: context.clone(),
+            limits,
             pack: common.function("pack_bf16")?,
             add_parts: common.function("add_parts")?,
             products: TILES.iter().map(product).collect::<Result<_>>()?,
@@ -76,7 +83,7 @@ impl Linear {
         assert_eq!((x.rows, x.width, w.shape.n), (out.rows, w.shape.k, out.width), "rows and widths of a linear layer");
         let MatrixShape { dtype, n, leaves, .. } = w.shape;
         let size = Size { dtype, m: x.rows, n, leaves, is_gated: false };
-        self.run(Plan::of(size, self.context.processors as usize), x, w, bias, out)
+        self.run(Plan::of(size, self.limits), x, w, bias, out)
     }
 
     /// Whether [`Self::gated`] takes these weights.
@@ -90,7 +97,7 @@ impl Linear {
         let MatrixShape { dtype, n, k, leaves } = w.shape;
         assert_eq!((x.rows, x.width, n), (out.rows, k, 2 * out.width), "rows and widths of a gated layer");
         let size = Size { dtype, m: x.rows, n: out.width, leaves, is_gated: true };
-        self.run(Plan::of(size, self.context.processors as usize), x, w, bias, out)
+        self.run(Plan::of(size, self.limits), x, w, bias, out)
     }
 
     fn run(&self, plan: Plan, x: Rows, w: &CudaMatrix, bias: sys::CUdeviceptr, out: Rows) -> Result<()> {

@@ -34,24 +34,33 @@ const fn bf16(kernel: &'static str, kind: Kind, [rows, columns]: [usize; 2], war
     Tile { kernel, dtype: WeightDtype::Bf16, kind, rows, columns, threads: 32 * warps, shared }
 }
 
+/// A tile of which the sums of two levels of the tree wait in shared memory.
+const fn waiting_in_shared(tile: Tile) -> Tile {
+    let sums = (tile.rows * tile.columns * size_of::<f32>()) as u32;
+    Tile { shared: tile.shared + 2 * sums, ..tile }
+}
+
 const fn f32(kernel: &'static str, [rows, columns]: [usize; 2], threads: u32) -> Tile {
     Tile { kernel, dtype: WeightDtype::F32, kind: Kind::Leaves, rows, columns, threads, shared: 0 }
 }
 
 /// The tiles of `cu/linear_bf16.cu` and `cu/linear_f32.cu`; those of one type and kind from small to large.
-pub(super) const TILES: [Tile; 14] = [
+pub(super) const TILES: [Tile; 17] = [
     bf16("bf16_16x32_leaf", Kind::Leaf, [16, 32], 2, 8),
     bf16("bf16_32x64_leaf", Kind::Leaf, [32, 64], 4, 5),
     bf16("bf16_64x64_leaf", Kind::Leaf, [64, 64], 4, 4),
     bf16("bf16_128x128_leaf", Kind::Leaf, [128, 128], 8, 3),
+    bf16("bf16_128x256_leaf", Kind::Leaf, [128, 256], 8, 3),
     bf16("bf16_16x32_leaves", Kind::Leaves, [16, 32], 2, 8),
     bf16("bf16_32x64_leaves", Kind::Leaves, [32, 64], 4, 5),
     bf16("bf16_64x64_leaves", Kind::Leaves, [64, 64], 4, 4),
     bf16("bf16_64x128_leaves", Kind::Leaves, [64, 128], 8, 3),
+    waiting_in_shared(bf16("bf16_128x128_leaves", Kind::Leaves, [128, 128], 8, 3)),
     bf16("bf16_16x16_gated", Kind::Gated, [16, 16], 2, 8),
     bf16("bf16_32x32_gated", Kind::Gated, [32, 32], 4, 5),
     bf16("bf16_64x32_gated", Kind::Gated, [64, 32], 4, 4),
     bf16("bf16_128x64_gated", Kind::Gated, [128, 64], 8, 3),
+    bf16("bf16_128x128_gated", Kind::Gated, [128, 128], 8, 3),
     f32("f32_16x32", [16, 32], 128),
     f32("f32_64x64", [64, 64], 256),
 ];
@@ -76,6 +85,15 @@ pub(super) struct Size {
     pub is_gated: bool,
 }
 
+/// What a device has.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Limits {
+    /// Multiprocessors.
+    pub processors: usize,
+    /// Bytes of shared memory that a block can have.
+    pub shared: u32,
+}
+
 impl Size {
     /// What blocks do that sum as many leaves.
     fn kind(self, leaves: usize) -> Kind {
@@ -92,38 +110,46 @@ impl Size {
 }
 
 impl Plan {
-    /// The fastest way for a device with this many multiprocessors.
-    pub fn of(size: Size, processors: usize) -> Self {
-        let tile = largest_tile(size, size.leaves, processors);
+    /// The fastest way for a device.
+    pub fn of(size: Size, limits: Limits) -> Self {
+        let tile = largest_tile(size, size.leaves, limits);
         let mut splits = 1;
-        while splits < size.leaves && splits * size.blocks(&TILES[tile]) < 2 * processors {
+        while splits < size.leaves && splits * size.blocks(&TILES[tile]) < 2 * limits.processors {
             splits *= 2;
         }
-        Self { tile: largest_tile(size, size.leaves / splits, processors), splits }
+        Self { tile: largest_tile(size, size.leaves / splits, limits), splits }
     }
 
-    /// All ways there are.
+    /// All ways there are on a device.
     #[cfg(test)]
-    pub fn all(size: Size) -> Vec<Self> {
+    pub fn all(size: Size, limits: Limits) -> Vec<Self> {
         let divided = |tile| (0..=size.leaves.ilog2()).map(move |power| Self { tile, splits: 1 << power });
         let fits = |plan: &Self| {
             let (tile, kind) = (&TILES[plan.tile], size.kind(size.leaves / plan.splits));
-            tile.dtype == size.dtype && (tile.kind == kind || (tile.kind, kind) == (Kind::Leaves, Kind::Leaf))
+            limits.fit(tile)
+                && tile.dtype == size.dtype
+                && (tile.kind == kind || (tile.kind, kind) == (Kind::Leaves, Kind::Leaf))
         };
         (0..TILES.len()).flat_map(divided).filter(fits).collect()
     }
 }
 
+impl Limits {
+    pub fn fit(self, tile: &Tile) -> bool {
+        tile.shared <= self.shared
+    }
+}
+
 /// The largest tile of which no more than half is outside the product and that keeps all multiprocessors busy, or else
 /// the smallest: a large one reads less, a small one makes more blocks. Blocks sum this many leaves.
-fn largest_tile(size: Size, leaves: usize, processors: usize) -> usize {
+fn largest_tile(size: Size, leaves: usize, limits: Limits) -> usize {
     let is_of_kind = |tile: &Tile| match size.dtype {
         WeightDtype::Bf16 => tile.kind == size.kind(leaves),
         WeightDtype::F32 => true,
     };
     let is_busy = |i: &usize| {
         let tile = &TILES[*i];
-        tile.rows < 2 * size.m && size.blocks(tile) * size.leaves >= processors
+        limits.fit(tile) && tile.rows < 2 * size.m && size.blocks(tile) * size.leaves >= limits.processors
     };
     let mut tiles = (0..TILES.len()).filter(|i| TILES[*i].dtype == size.dtype && is_of_kind(&TILES[*i]));
     let smallest = tiles.next().expect("each type and kind has a tile");

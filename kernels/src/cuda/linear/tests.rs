@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use super::plan::{Plan, Size};
 use super::*;
 use crate::backend::storage::MatrixImpl;
 use crate::cpu::testing::Random;
@@ -81,7 +80,7 @@ fn every_plan_gives_the_same_bits() {
         for dtype in DTYPES {
             let w = device.matrix(MatrixShape { dtype, n, k, leaves }, &weights);
             let (x, bias) = (device.rows(&x, k, k), device.rows(&bias, n, n));
-            let plans = Plan::all(size(dtype, m, n, leaves));
+            let plans = Plan::all(size(dtype, m, n, leaves), device.linear.limits);
             assert!(plans.len() > 1, "{plans:?}");
             let expected = device.product(plans[0], &x, &w, &bias, n);
             for plan in &plans[1..] {
@@ -106,8 +105,8 @@ fn every_gated_plan_gives_the_bits_of_the_two_steps() {
         device.linear.product(x.rows, &w, bias.rows.pointer, between.rows).unwrap();
         activation.silu_mul(between.rows, out.rows).unwrap();
         let expected = device.bits(&out);
-        let plans = Plan::all(Size { is_gated: true, ..size(WeightDtype::Bf16, m, n, 1) });
-        assert_eq!(plans.len(), 4);
+        let plans = Plan::all(Size { is_gated: true, ..size(WeightDtype::Bf16, m, n, 1) }, device.linear.limits);
+        assert_eq!(plans.len(), 5);
         for plan in plans {
             assert!(device.product(plan, &x, &w, &bias, n) == expected, "seed {seed}: {plan:?}");
         }
@@ -121,7 +120,7 @@ fn float32_products_are_sums_in_the_documented_order() {
         let mut random = Random::new(seed as u64);
         let (x, weights, bias) = (random.normals(m * k, 1.0), random.normals(n * k, 1.0), random.normals(n, 1.0));
         let w = device.matrix(MatrixShape { dtype: WeightDtype::F32, n, k, leaves }, &weights);
-        let plan = Plan::of(size(WeightDtype::F32, m, n, leaves), 132);
+        let plan = Plan::of(size(WeightDtype::F32, m, n, leaves), device.linear.limits);
         let found = device.product(plan, &device.rows(&x, k, k), &w, &device.rows(&bias, n, n), n);
         for (i, found) in found.into_iter().enumerate() {
             let (row, column) = (i / n, i % n);
@@ -140,7 +139,7 @@ fn strided_rows_give_the_bits_of_dense_ones() {
     let dense: Vec<f32> = wide.chunks_exact(stride).flat_map(|row| &row[..k]).copied().collect();
     for dtype in DTYPES {
         let w = device.matrix(MatrixShape { dtype, n, k, leaves: 4 }, &weights);
-        let plan = Plan::of(size(dtype, m, n, 4), 132);
+        let plan = Plan::of(size(dtype, m, n, 4), device.linear.limits);
         let bias = device.rows(&bias, n, n);
         let found = device.product(plan, &device.rows(&wide, k, stride), &w, &bias, n);
         assert!(found == device.product(plan, &device.rows(&dense, k, k), &w, &bias, n), "{dtype:?}");
@@ -149,14 +148,18 @@ fn strided_rows_give_the_bits_of_dense_ones() {
 
 #[test]
 fn large_products_take_large_tiles_and_small_ones_all_multiprocessors() {
-    let tile = |m, n, leaves| {
-        let plan = Plan::of(size(WeightDtype::Bf16, m, n, leaves), 132);
+    let tile = |m, n, leaves, shared| {
+        let limits = Limits { processors: 132, shared };
+        let plan = Plan::of(size(WeightDtype::Bf16, m, n, leaves), limits);
         (TILES[plan.tile].kernel, plan.splits)
     };
-    assert_eq!(tile(1, 37888, 1), ("bf16_16x32_leaf", 1));
-    assert_eq!(tile(1, 3584, 8), ("bf16_16x32_leaves", 4));
-    assert_eq!(tile(1, 896, 8), ("bf16_16x32_leaf", 8));
-    assert_eq!(tile(64, 37888, 1), ("bf16_64x64_leaf", 1));
-    assert_eq!(tile(4096, 37888, 1), ("bf16_128x128_leaf", 1));
-    assert_eq!(tile(4096, 3584, 8), ("bf16_64x128_leaves", 1));
+    let [a100, h100] = [163 << 10, 227 << 10];
+    assert_eq!(tile(1, 37888, 1, h100), ("bf16_16x32_leaf", 1));
+    assert_eq!(tile(1, 3584, 8, h100), ("bf16_16x32_leaves", 4));
+    assert_eq!(tile(1, 896, 8, h100), ("bf16_16x32_leaf", 8));
+    assert_eq!(tile(64, 37888, 1, h100), ("bf16_64x64_leaf", 1));
+    assert_eq!(tile(4096, 37888, 1, h100), ("bf16_128x256_leaf", 1));
+    assert_eq!(tile(4096, 3584, 8, h100), ("bf16_128x128_leaves", 1));
+    assert_eq!(tile(4096, 3584, 8, a100), ("bf16_64x128_leaves", 1));
+    assert_eq!(tile(4096, 3584, 8, 99 << 10), ("bf16_64x128_leaves", 1));
 }
