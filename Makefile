@@ -118,7 +118,8 @@ cuda-test: check-cargo check-python ## the kernels and the server on an emulated
 	@emulator/build.sh $(EMULATOR)
 	$(call say,Kernels and server on the emulated GPU)
 	@$(cuda_environment) && export CARGO_TARGET_DIR=$(CUDA_TARGET) CUDA_CARDS=80 LD_LIBRARY_PATH=$(abspath $(EMULATOR)) && \
-		$(CARGO) test --release --workspace --exclude cuda-emulator --features cuda --test devices --test cuda
+		tests='$(CARGO) test --release --workspace --exclude cuda-emulator --features cuda' && \
+		$$tests --test devices --test cuda && $$tests --lib -- cuda::
 
 cuda-check: check-cargo check-python ## registers, spills and instructions of each kernel for each card, beside the committed table
 	@$(cuda_environment) && $(PYTHON) scripts/cuda_check.py kernels/cu
