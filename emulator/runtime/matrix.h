@@ -1,79 +1,99 @@
-// Matrix instructions of a whole warp.
-typedef struct { Thread *t; u32 d[4]; u64 a; u32 n, trans; } Rows; // 8 x 8 matrices of halves and the addresses of their rows
-static void whole_warp(Thread *T, u32 mask) { if (mask != ~0u) fault(T, F_WARP, 0, 0); }
-static void meet_ldmatrix(void **slots, u32 mask) {
-    Rows *first = slots[__builtin_ctz(mask)];
-    whole_warp(first->t, mask);
-    for (u32 i = 0; i < first->n; ++i) {
-        u16 m[8][8];
-        for (u32 r = 0; r < 8; ++r) {
-            Rows *s = slots[i * 8 + r];
-            memcpy(m[r], shared_at(s->t, s->a, 16, 16, READ), 16);
-        }
-        for (u32 l = 0; l < 32; ++l) {
-            const u32 r = l / 4, c = l % 4 * 2;
-            ((Rows *)slots[l])->d[i] = first->trans ? m[c][r] | (u32)m[c + 1][r] << 16 : m[r][c] | (u32)m[r][c + 1] << 16;
+// Matrix instructions of a whole warp. Lanes meet once for a batch of them; what a lane brings are words, of which `at`
+// says which an instruction reads and writes.
+typedef struct { Thread *t; u32 w[]; } Words;
+static Words **whole_warp(void **slots, u32 mask) {
+    if (mask != ~0u) fault(((Words *)slots[__builtin_ctz(mask)])->t, F_WARP, 0, 0);
+    return (Words **)slots;
+}
+
+#define UNROLL _Pragma("GCC unroll 8") // -O1 does not by itself
+
+// The rows of matrix i, whose addresses the lanes 8 i to 8 i + 7 bring in word `address`.
+static void matrix_rows(Words **lanes, u32 line, u32 i, u32 address, u32 access, u8 *rows[8]) {
+    for (u32 r = 0; r < 8; ++r) {
+        Words *lane = lanes[i * 8 + r];
+        lane->t->line = line;
+        rows[r] = shared_at(lane->t, lane->w[address], 16, 16, access);
+    }
+}
+// at: the address, then a word for each of n matrices of 8 x 8 halves.
+static void ldmatrix(Words **lanes, u32 line, u32 n, bool trans, const u16 *at) {
+    for (u32 i = 0; i < n; ++i) {
+        u8 *rows[8];
+        matrix_rows(lanes, line, i, at[0], READ, rows);
+        const u32 to = at[1 + i];
+        for (u32 g = 0; g < 8; ++g) {
+            UNROLL for (u32 t = 0; t < 4; ++t) {
+                u32 *d = &lanes[g * 4 + t]->w[to];
+                if (trans) {
+                    u16 low, high;
+                    memcpy(&low, rows[t * 2] + g * 2, 2), memcpy(&high, rows[t * 2 + 1] + g * 2, 2);
+                    *d = low | (u32)high << 16;
+                } else {
+                    memcpy(d, rows[g] + t * 4, 4);
+                }
+            }
         }
     }
 }
-static void meet_stmatrix(void **slots, u32 mask) {
-    Rows *first = slots[__builtin_ctz(mask)];
-    whole_warp(first->t, mask);
-    for (u32 i = 0; i < first->n; ++i) {
-        u16 m[8][8];
+static void stmatrix(Words **lanes, u32 line, u32 n, bool trans, const u16 *at) {
+    for (u32 i = 0; i < n; ++i) {
+        u8 *rows[8];
+        matrix_rows(lanes, line, i, at[0], WRITE, rows);
         for (u32 l = 0; l < 32; ++l) {
-            const u32 r = l / 4, c = l % 4 * 2, d = ((Rows *)slots[l])->d[i];
-            if (first->trans) m[c][r] = d, m[c + 1][r] = d >> 16; else m[r][c] = d, m[r][c + 1] = d >> 16;
-        }
-        for (u32 r = 0; r < 8; ++r) {
-            Rows *s = slots[i * 8 + r];
-            memcpy(shared_at(s->t, s->a, 16, 16, WRITE), m[r], 16);
+            const u32 d = lanes[l]->w[at[1 + i]];
+            if (trans) {
+                const u16 low = d, high = d >> 16;
+                memcpy(rows[l % 4 * 2] + l / 4 * 2, &low, 2), memcpy(rows[l % 4 * 2 + 1] + l / 4 * 2, &high, 2);
+            } else {
+                memcpy(rows[l / 4] + l % 4 * 4, &d, 4);
+            }
         }
     }
 }
-static void meet_movmatrix(void **slots, u32 mask) {
-    whole_warp(((Rows *)slots[__builtin_ctz(mask)])->t, mask);
+// at: the result, then the source.
+static void movmatrix(Words **lanes, const u16 *at) {
     u16 m[8][8];
-    for (u32 l = 0; l < 32; ++l) {
-        const u32 d = ((Rows *)slots[l])->d[0];
-        m[l / 4][l % 4 * 2] = d, m[l / 4][l % 4 * 2 + 1] = d >> 16;
-    }
-    for (u32 l = 0; l < 32; ++l) ((Rows *)slots[l])->d[0] = m[l % 4 * 2][l / 4] | (u32)m[l % 4 * 2 + 1][l / 4] << 16;
+    for (u32 l = 0; l < 32; ++l) memcpy(&m[l / 4][l % 4 * 2], &lanes[l]->w[at[1]], 4);
+    for (u32 l = 0; l < 32; ++l) lanes[l]->w[at[0]] = m[l % 4 * 2][l / 4] | (u32)m[l % 4 * 2 + 1][l / 4] << 16;
 }
 
 // d[16 x 8] = a[16 x K] b[K x 8] + c, one float32 sum for each element, k ascending, each product exact. How tensor cores
-// round inside is not documented.
-typedef struct { Thread *t; u32 a[4], b[2], c[4], d[4]; } Mma;
+// round inside is not documented. at: four words of d, then those of a, of b and four of c.
 typedef u32 Row __attribute__((vector_size(32)));
 typedef float Sums __attribute__((vector_size(32)));
 enum { MMA_BF16, MMA_F16, MMA_TF32 };
-// Two halves as float32 bits, the lower half in the lower word; and the 19 bits of tf32 that take part.
+#define TF32_BITS 0xffffe000u // the bits of a float32 that take part
+// Two halves as the bits of float32, the lower half in the lower word.
 static inline u64 mma_pair(u32 x, u32 type) {
     if (type == MMA_BF16) return (u64)(x & 0xffff0000u) << 32 | (u32)(x << 16);
     return (u64)B32(F16(x >> 16)) << 32 | B32(F16(x));
 }
-static inline __attribute__((always_inline)) void mma(void **slots, u32 mask, u32 K, u32 type) {
-    whole_warp(((Mma *)slots[__builtin_ctz(mask)])->t, mask);
+static inline __attribute__((always_inline)) void mma(Words **lanes, u32 K, u32 type, const u16 *at) {
+    const u32 words_of_a = type == MMA_TF32 ? K / 2 : K / 4;
+    const u16 *at_a = at + 4, *at_b = at_a + words_of_a, *at_c = at_b + words_of_a / 2;
     u32 a[16][16];
     union { u32 words[16][8]; Row row[16]; } b;
     union { u32 words[16][8]; Sums row[16]; } c;
     for (u32 l = 0; l < 32; ++l) {
-        const Mma *s = slots[l];
-        const u32 row = l / 4, at = l % 4;
-        if (type == MMA_TF32) {
-            a[row][at] = s->a[0] & ~0x1fffu, a[row + 8][at] = s->a[1] & ~0x1fffu, b.words[at][row] = s->b[0] & ~0x1fffu;
-            if (K == 8) a[row][at + 4] = s->a[2] & ~0x1fffu, a[row + 8][at + 4] = s->a[3] & ~0x1fffu, b.words[at + 4][row] = s->b[1] & ~0x1fffu;
-        } else {
-            const u64 a0 = mma_pair(s->a[0], type), a1 = mma_pair(s->a[1], type), b0 = mma_pair(s->b[0], type);
-            memcpy(&a[row][at * 2], &a0, 8), memcpy(&a[row + 8][at * 2], &a1, 8);
-            b.words[at * 2][row] = b0, b.words[at * 2 + 1][row] = b0 >> 32;
-            if (K == 16) {
-                const u64 a2 = mma_pair(s->a[2], type), a3 = mma_pair(s->a[3], type), b1 = mma_pair(s->b[1], type);
-                memcpy(&a[row][at * 2 + 8], &a2, 8), memcpy(&a[row + 8][at * 2 + 8], &a3, 8);
-                b.words[at * 2 + 8][row] = b1, b.words[at * 2 + 9][row] = b1 >> 32;
+        const u32 *w = lanes[l]->w, g = l / 4, t = l % 4;
+        UNROLL for (u32 j = 0; j < words_of_a; ++j) { // rows g and g + 8 in turn, then the next columns
+            if (type == MMA_TF32) {
+                a[g + j % 2 * 8][t + j / 2 * 4] = w[at_a[j]] & TF32_BITS;
+            } else {
+                const u64 pair = mma_pair(w[at_a[j]], type);
+                memcpy(&a[g + j % 2 * 8][t * 2 + j / 2 * 8], &pair, 8);
             }
         }
-        memcpy(&c.words[row][at * 2], s->c, 8), memcpy(&c.words[row + 8][at * 2], s->c + 2, 8);
+        UNROLL for (u32 j = 0; j < words_of_a / 2; ++j) {
+            if (type == MMA_TF32) {
+                b.words[t + j * 4][g] = w[at_b[j]] & TF32_BITS;
+            } else {
+                const u64 pair = mma_pair(w[at_b[j]], type);
+                b.words[t * 2 + j * 8][g] = pair, b.words[t * 2 + j * 8 + 1][g] = pair >> 32;
+            }
+        }
+        UNROLL for (u32 e = 0; e < 4; ++e) c.words[g + e / 2 * 8][t * 2 + e % 2] = w[at_c[e]];
     }
     for (u32 r = 0; r < 16; r += 8) { // eight sums at a time hide the latency of each
         Sums s0 = c.row[r], s1 = c.row[r + 1], s2 = c.row[r + 2], s3 = c.row[r + 3];
@@ -86,12 +106,10 @@ static inline __attribute__((always_inline)) void mma(void **slots, u32 mask, u3
         c.row[r] = s0, c.row[r + 1] = s1, c.row[r + 2] = s2, c.row[r + 3] = s3;
         c.row[r + 4] = s4, c.row[r + 5] = s5, c.row[r + 6] = s6, c.row[r + 7] = s7;
     }
-    for (u32 l = 0; l < 32; ++l) {
-        Mma *s = slots[l];
-        memcpy(s->d, &c.words[l / 4][l % 4 * 2], 8), memcpy(s->d + 2, &c.words[l / 4 + 8][l % 4 * 2], 8);
-    }
+    for (u32 l = 0; l < 32; ++l)
+        UNROLL for (u32 e = 0; e < 4; ++e) lanes[l]->w[at[e]] = c.words[l / 4 + e / 2 * 8][l % 4 * 2 + e % 2];
 }
-#define MMA(shape, K, name, type) static void meet_mma_##shape##_##name(void **slots, u32 mask) { mma(slots, mask, K, type); }
+#define MMA(shape, K, name, type) static void mma_##shape##_##name(Words **lanes, const u16 *at) { mma(lanes, K, type, at); }
 MMA(m16n8k16, 16, bf16, MMA_BF16) MMA(m16n8k8, 8, bf16, MMA_BF16)
 MMA(m16n8k16, 16, f16, MMA_F16) MMA(m16n8k8, 8, f16, MMA_F16)
 MMA(m16n8k8, 8, tf32, MMA_TF32) MMA(m16n8k4, 4, tf32, MMA_TF32)

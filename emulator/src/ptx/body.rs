@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::fmt::Arguments;
 
+use super::batch::Batch;
 use super::error::{Cause, Error, Result};
 use super::instructions;
 use super::operand::mangle;
@@ -27,13 +28,25 @@ pub(super) struct Body<'u, 'a> {
     /// The names of each open scope.
     scopes: Vec<HashMap<String, Name>>,
     tables: HashMap<String, Vec<String>>,
+    /// Matrix instructions that have not been done yet.
+    pub batch: Batch,
+    /// The words that the largest batch needs.
+    pub words: usize,
     c: String,
 }
 
 impl<'u, 'a> Body<'u, 'a> {
     pub fn new(unit: &'u mut Unit<'a>, f: &Function) -> Self {
         let params = f.returns.iter().chain(&f.params).map(|p| (p.name.clone(), Name::Memory));
-        Self { unit, is_entry: f.entry, scopes: vec![params.collect()], tables: HashMap::new(), c: String::new() }
+        Self {
+            unit,
+            is_entry: f.entry,
+            scopes: vec![params.collect()],
+            tables: HashMap::new(),
+            batch: Batch::default(),
+            words: 0,
+            c: String::new(),
+        }
     }
 
     /// Appends a line of C.
@@ -44,7 +57,11 @@ impl<'u, 'a> Body<'u, 'a> {
     /// The C of the lines so far.
     pub fn finish(self) -> String {
         // `CC` is the carry of add.cc and its kind; a label needs a statement behind it.
-        format!("u8 CC = 0; (void)CC;\n{}return;\n", self.c)
+        let words = match self.words {
+            0 => String::new(),
+            words => format!("struct {{ Thread *t; u32 w[{words}]; }} W; W.t = T;\n"),
+        };
+        format!("u8 CC = 0; (void)CC;\n{words}{}return;\n", self.c)
     }
 
     /// Writes the lines of a body.
@@ -56,6 +73,9 @@ impl<'u, 'a> Body<'u, 'a> {
             }
         }
         for (i, line) in lines.iter().enumerate() {
+            if matches!(line.statement, Statement::Open | Statement::Close | Statement::Label(_)) {
+                self.close_batch();
+            }
             match &line.statement {
                 Statement::Open => self.open(&lines[i + 1..]),
                 Statement::Close => {
@@ -73,6 +93,7 @@ impl<'u, 'a> Body<'u, 'a> {
                 }
             }
         }
+        self.close_batch();
         Ok(())
     }
 
@@ -162,10 +183,23 @@ impl<'u, 'a> Body<'u, 'a> {
             }
             None => (None, text),
         };
-        let code = instructions::translate(self, &Instruction::new(text, line))?;
-        match guard {
-            Some(guard) => self.write(format_args!("if ({guard}) {{ {code} }}")),
-            None => self.write(format_args!("{{ {code} }}")),
+        let i = Instruction::new(text, line);
+        let joins = instructions::is_matrix(i.opcode);
+        if self.batch.is_open() && (guard.is_some() || !self.batch.lets_pass(&i) || self.batch.is_full()) {
+            self.close_batch();
+        }
+        if let Some(guard) = &guard {
+            self.write(format_args!("if ({guard}) {{"));
+        }
+        let code = instructions::translate(self, &i)?;
+        if joins && (guard.is_some() || i.opcode == "stmatrix") {
+            self.close_batch();
+        }
+        if !code.is_empty() {
+            self.write(format_args!("{{ {code} }}"));
+        }
+        if guard.is_some() {
+            self.write(format_args!("}}"));
         }
         Ok(())
     }

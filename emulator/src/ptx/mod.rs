@@ -7,6 +7,7 @@
 //! | a function's body to statements | [`statement`] |
 //! | an entry point with the functions that it calls to one unit of C | [`mod@unit`] |
 //! | scopes, declarations, guards | [`body`] |
+//! | matrix instructions that a warp does at one meeting | [`batch`] |
 //! | registers, numbers, addresses | [`operand`] |
 //! | each instruction, by families | [`instructions`] |
 //! | what that C stands on | `emulator/runtime/*.h` |
@@ -23,6 +24,7 @@
 //! float32); `activemask`, which gives each thread itself alone; the bits of what is not a number; and `mul` and `add`
 //! of float32 without `.rn`, which ptxas may fuse and the emulator never does: `nvcc --fmad=false` writes `.rn`.
 
+mod batch;
 mod body;
 mod error;
 mod instructions;

@@ -20,7 +20,9 @@ pub(super) struct Unit<'a> {
     pub alone: bool,
     /// Functions that are called; those that are not written yet follow.
     pub called: Vec<&'a Function>,
-    declarations: String,
+    /// Batches of matrix instructions so far: each has a function of its own.
+    pub batches: usize,
+    pub declarations: String,
     definitions: String,
 }
 
@@ -32,6 +34,7 @@ pub(super) fn translate<'a>(source: &'a Source, entry: &'a Function) -> Result<C
         shared_bytes: 0,
         alone: true,
         called: vec![entry],
+        batches: 0,
         declarations: String::new(),
         definitions: String::new(),
     };

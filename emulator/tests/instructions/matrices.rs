@@ -180,3 +180,62 @@ fn movmatrix() {
     let expected = (0..32).map(|lane| fragment(0, lane, true)).collect::<Vec<_>>();
     assert_eq!(run("", body, 32, &input, 32), expected);
 }
+
+#[test]
+fn a_warp_meets_once_for_instructions_in_a_row() {
+    // The second product takes the first one's sums and a register that changes between; a guarded one follows, and a
+    // store to shared memory between two loads of it.
+    let body = "
+        .shared .align 16 .b8 tile[512];
+        mov.u32 %r0, tile;
+        mad.lo.u32 %r1, %t, 16, %r0;
+        mad.wide.u32 %d0, %t, 16, %in;
+        ld.global.v4.u32 {%r2, %r3, %r4, %r5}, [%d0];
+        st.shared.v4.u32 [%r1], {%r2, %r3, %r4, %r5};
+        bar.sync 0;
+        mov.f32 %f0, 0f00000000;
+        ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r10, %r11, %r12, %r13}, [%r1];
+        xor.b32 %r6, %r1, 128;
+        ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%r14, %r15}, [%r6];
+        mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f1, %f2, %f3, %f4}, {%r10, %r11, %r12, %r13},
+            {%r14, %r15}, {%f0, %f0, %f0, %f0};
+        mov.f32 %f0, 0f3F800000;
+        mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f1, %f2, %f3, %f4}, {%r10, %r11, %r12, %r13},
+            {%r14, %r15}, {%f1, %f2, %f3, %f0};
+        add.f32 %f4, %f4, %f4;
+        setp.lt.u32 %p0, %t, 32;
+        @%p0 mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f5, %f6, %f7, %f8}, {%r10, %r11, %r12, %r13},
+            {%r14, %r15}, {%f1, %f2, %f3, %f4};
+        bar.warp.sync 0xffffffff;
+        st.shared.u32 [%r1], 0;
+        bar.warp.sync 0xffffffff;
+        ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r20}, [%r1];
+        mad.wide.u32 %d1, %t, 24, %out;
+        st.global.v2.f32 [%d1], {%f5, %f6};
+        st.global.v2.f32 [%d1+8], {%f7, %f8};
+        st.global.u32 [%d1+16], %r20;";
+    let mut random = Random(67);
+    let halves = (0..256).map(|_| half(&mut random, true)).collect::<Vec<_>>();
+    let input = halves.chunks(4).map(|h| h.iter().rev().fold(0, |word, &h| word << 16 | u64::from(h)));
+    let out = run("", body, 32, &input.collect::<Vec<_>>(), 96);
+    // Element (row, column) of matrix m of the tile: rows of 8 halves, 8 rows for each matrix.
+    let at = |m: usize, row: usize, column: usize| bf16(halves[m * 64 + row * 8 + column]) as f32;
+    let a = |row: usize, k: usize| at(row / 8 + k / 8 * 2, row % 8, k % 8);
+    // Lane l brings row l of the second load from address l ^ 8: matrices 1 and 0.
+    let b = |k: usize, column: usize| at(1 - k / 8, column, k % 8);
+    for lane in 0..32 {
+        for n in 0..4 {
+            let (row, column) = place_of_sum(lane, n);
+            let product = |start: f32| (0..16).fold(start, |sum, k| sum + a(row, k) * b(k, column));
+            let second = product(if n == 3 { 1.0 } else { product(0.0) });
+            let third = product(if n == 3 { second + second } else { second });
+            let found = f32::from_bits((out[lane * 3 + n / 2] >> (n % 2 * 32)) as u32);
+            assert_eq!(found, third, "lane {lane}, element {n}");
+        }
+        // The store has cleared the first word of each row.
+        let pair = lane / 4 * 8 + lane % 4 * 2;
+        let kept = u64::from(halves[pair]) | u64::from(halves[pair + 1]) << 16;
+        let expected = if lane % 4 == 0 { 0 } else { kept };
+        assert_eq!(out[lane * 3 + 2], expected, "lane {lane}");
+    }
+}

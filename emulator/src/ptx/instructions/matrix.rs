@@ -1,4 +1,4 @@
-//! Matrix instructions of a whole warp.
+//! Matrix instructions of a whole warp. They join a [batch](super::super::batch).
 
 use super::super::body::Body;
 use super::super::error::Result;
@@ -6,9 +6,13 @@ use super::super::operand::list;
 use super::super::statement::Instruction;
 use super::super::types::Type;
 
+/// Whether an instruction joins a batch; its function then writes no C itself.
+pub(in super::super) fn is_matrix(opcode: &str) -> bool {
+    matches!(opcode, "mma" | "ldmatrix" | "stmatrix" | "movmatrix")
+}
+
 /// `mma` with float32 sums.
 pub(super) fn mma(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
-    body.unit.alone = false;
     if !(i.has("sync") && i.has("aligned") && i.has("row") && i.has("col")) {
         return Err(i.not_emulated());
     }
@@ -24,24 +28,18 @@ pub(super) fn mma(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String
     if element != other || operands.iter().map(Vec::len).ne(registers) {
         return Err(i.not_emulated());
     }
-    let mut c = format!("{} Mma s; s.t = T; ", i.at());
-    for (field, registers) in ["a", "b", "c"].iter().zip(&operands[1..]) {
-        for (n, register) in registers.iter().enumerate() {
-            c += &format!("s.{field}[{n}] = {}; ", body.raw(register, 4)?);
-        }
+    let mut sources = Vec::new();
+    for source in operands[1..].iter().flatten() {
+        sources.push(body.batch_operand(source)?);
     }
-    c += &format!("MEET(~0u, 0, meet_mma_{shape}_{}, &s); ", element.name());
-    Ok(c + &set_each(body, &operands[0])?)
+    let results = operands[0].iter().map(|register| body.batch_result(register)).collect::<Result<Vec<_>>>()?;
+    let words = [results, sources].concat();
+    body.batch_call(i.line, &format!("mma_{shape}_{}(lanes,", element.name()), &words);
+    Ok(String::new())
 }
 
-/// C that writes `s.d` into registers.
-fn set_each(body: &Body<'_, '_>, registers: &[String]) -> Result<String> {
-    registers.iter().enumerate().map(|(n, register)| body.set(register, Type::Bits(32), &format!("s.d[{n}]"))).collect()
-}
-
-/// Checks the modifiers of `ldmatrix` and `stmatrix`, and gives the C that begins them.
-fn rows(body: &mut Body<'_, '_>, i: &Instruction<'_>, address: usize, registers: &[String]) -> Result<String> {
-    body.unit.alone = false;
+/// Checks `ldmatrix` or `stmatrix`, and gives the call that does it but its last argument.
+fn rows(i: &Instruction<'_>, registers: &[String]) -> Result<String> {
     let count = match i.which(&["x1", "x2", "x4"])? {
         "x1" => 1,
         "x2" => 2,
@@ -51,30 +49,39 @@ fn rows(body: &mut Body<'_, '_>, i: &Instruction<'_>, address: usize, registers:
     if !(i.has("sync") && i.has("aligned") && i.has("m8n8")) || i.ty()? != Type::Bits(16) || registers.len() != count {
         return Err(i.not_emulated());
     }
-    let address = body.address(i.operand(address)?)?;
-    Ok(format!("{} Rows s = {{T, {{0}}, {address}, {count}, {}}}; ", i.at(), i.has("trans")))
+    Ok(format!("{}(lanes, {}, {count}, {},", i.opcode, i.line, i.has("trans")))
 }
 
 pub(super) fn ldmatrix(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     let registers = list(i.operand(0)?);
-    let c = rows(body, i, 1, &registers)? + "MEET(~0u, 0, meet_ldmatrix, &s); ";
-    Ok(c + &set_each(body, &registers)?)
+    let call = rows(i, &registers)?;
+    let address = body.address(i.operand(1)?)?;
+    let mut words = vec![body.batch_value(&address)];
+    for register in &registers {
+        words.push(body.batch_result(register)?);
+    }
+    body.batch_call(i.line, &call, &words);
+    Ok(String::new())
 }
 
 pub(super) fn stmatrix(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     let registers = list(i.operand(1)?);
-    let mut c = rows(body, i, 0, &registers)?;
-    for (n, register) in registers.iter().enumerate() {
-        c += &format!("s.d[{n}] = {}; ", body.raw(register, 4)?);
+    let call = rows(i, &registers)?;
+    let address = body.address(i.operand(0)?)?;
+    let mut words = vec![body.batch_value(&address)];
+    for register in &registers {
+        words.push(body.batch_operand(register)?);
     }
-    Ok(c + "MEET(~0u, 0, meet_stmatrix, &s);")
+    body.batch_call(i.line, &call, &words);
+    Ok(String::new())
 }
 
 pub(super) fn movmatrix(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
-    body.unit.alone = false;
     if !(i.has("sync") && i.has("aligned") && i.has("m8n8") && i.has("trans")) || i.ty()? != Type::Bits(16) {
         return Err(i.not_emulated());
     }
-    let c = format!("{} Rows s = {{T, {{{}}}, 0, 1, 1}}; ", i.at(), body.raw(i.operand(1)?, 4)?);
-    Ok(c + "MEET(~0u, 0, meet_movmatrix, &s); " + &body.set(i.operand(0)?, Type::Bits(32), "s.d[0]")?)
+    let source = body.batch_operand(i.operand(1)?)?;
+    let result = body.batch_result(i.operand(0)?)?;
+    body.batch_call(i.line, "movmatrix(lanes,", &[result, source]);
+    Ok(String::new())
 }

@@ -14,6 +14,8 @@ mod mbarrier;
 mod memory;
 mod warp;
 
+pub(super) use matrix::is_matrix;
+
 use super::body::Body;
 use super::error::{Cause, Result};
 use super::statement::Instruction;
@@ -86,6 +88,15 @@ fn emitter(opcode: &str) -> Option<Emitter> {
         "mbarrier" => mbarrier::mbarrier,
         _ => return None,
     })
+}
+
+/// Whether an instruction does nothing but compute registers from registers.
+pub(super) fn is_computation(opcode: &str) -> bool {
+    const COMPUTATIONS: [&str; 24] = [
+        "mov", "add", "sub", "mul", "mad", "fma", "min", "max", "neg", "abs", "and", "or", "xor", "not", "shl", "shr",
+        "shf", "bfe", "bfi", "prmt", "lop3", "setp", "selp", "cvt",
+    ];
+    COMPUTATIONS.contains(&opcode)
 }
 
 /// Writes an instruction in C, every part of it.
