@@ -31,8 +31,9 @@ fn compile(source: &Path, out: &Path, cards: &str) {
     let nvcc = env::var("NVCC").unwrap_or_else(|_| "nvcc".into());
     let binary = out.join(source.file_stem().expect("a name")).with_extension("fatbin");
     let mut command = Command::new(&nvcc);
-    // The emulator reads the PTX of the fat binary, which must not be compressed for that.
-    command.args(["-O3", "-std=c++17", "-lineinfo", "-fatbin", "--compress-mode=none", "-Icu"]);
+    // The emulator reads the PTX of the fat binary, which must not be compressed for that. Without `--fmad=false` ptxas
+    // may fuse a product and a sum where the PTX has two instructions: a kernel that wants that says `fmaf`.
+    command.args(["-O3", "-std=c++17", "-lineinfo", "-fatbin", "--compress-mode=none", "--fmad=false", "-Icu"]);
     for (i, card) in cards.split(',').enumerate() {
         let code = if i == 0 { format!("[sm_{card},compute_{card}]") } else { format!("sm_{card}") };
         command.arg(format!("-gencode=arch=compute_{card},code={code}"));

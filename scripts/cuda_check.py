@@ -27,7 +27,8 @@ CARDS = ["80", "90", "100", "120"]
 INSTRUCTIONS = ["HMMA", "LDGSTS", "LDSM"]
 REGISTERS = 65536
 """Of a multiprocessor, on all of these cards."""
-COMPILE = ["-O3", "-std=c++17", "-cubin", "-Xptxas", "-v"]
+COMPILE = ["-O3", "-std=c++17", "--fmad=false", "-cubin", "-Xptxas", "-v"]
+"""As kernels/build.rs compiles, and with a report."""
 ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 USED = re.compile(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?")
