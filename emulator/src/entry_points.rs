@@ -1,7 +1,7 @@
 //! How the entry points of the driver and of the libraries are written.
 
-/// Defines entry points. A body gives what the call fails with, as a code of the driver, which `status_of` makes a status
-/// of the library.
+/// Defines entry points. A body gives what the call fails with, as a code of the driver, of which `status_of` makes a
+/// status of the library.
 macro_rules! entry_points {
     (status $status_of:path; $(
         fn $name:ident($($argument:ident: $type:ty),* $(,)?) $body:block

@@ -57,8 +57,8 @@ fn attribute(which: i32) -> i32 {
         97 => settings.shared as i32,
         106 => 32,   // blocks of a processor
         111 => 1024, // shared memory of a block that the system takes
-        // Host memory can be mapped, kernels run at once, copies meanwhile, addresses are unified, registered memory has
-        // the host's addresses, priorities, registration of host memory, virtual memory, pools.
+        // Host memory can be mapped, kernels run at once, copies meanwhile, addresses are unified, registered memory
+        // has the host's addresses, priorities, registration of host memory, virtual memory, pools.
         15 | 19 | 31 | 40 | 41 | 78 | 91 | 99 | 102 | 115 => 1,
         33 => 1, // PCI bus
         _ => 0,

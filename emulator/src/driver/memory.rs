@@ -186,7 +186,9 @@ entry_points! {
     fn cuMemcpyHtoD_v2(to: u64, from: u64, bytes: usize) { copy(to, from, bytes) }
     fn cuMemcpyDtoH_v2(to: u64, from: u64, bytes: usize) { copy(to, from, bytes) }
     fn cuMemcpyDtoD_v2(to: u64, from: u64, bytes: usize) { copy(to, from, bytes) }
-    fn cuMemcpyPeer(to: u64, _to_context: Handle, from: u64, _from_context: Handle, bytes: usize) { copy(to, from, bytes) }
+    fn cuMemcpyPeer(to: u64, _to_context: Handle, from: u64, _from_context: Handle, bytes: usize) {
+        copy(to, from, bytes)
+    }
     fn cuMemcpyAsync(to: u64, from: u64, bytes: usize, on: Handle) { copy_async(to, from, bytes, &*stream(on)?) }
     fn cuMemcpyHtoDAsync_v2(to: u64, from: u64, bytes: usize, on: Handle) { copy_async(to, from, bytes, &*stream(on)?) }
     fn cuMemcpyDtoHAsync_v2(to: u64, from: u64, bytes: usize, on: Handle) { copy_async(to, from, bytes, &*stream(on)?) }
@@ -201,6 +203,8 @@ entry_points! {
     fn cuMemsetD16_v2(at: u64, value: u16, count: usize) { fill_now(at, value.into(), 2, count) }
     fn cuMemsetD32_v2(at: u64, value: u32, count: usize) { fill_now(at, value, 4, count) }
     fn cuMemsetD8Async(at: u64, value: u8, count: usize, on: Handle) { fill(at, value.into(), 1, count, &*stream(on)?) }
-    fn cuMemsetD16Async(at: u64, value: u16, count: usize, on: Handle) { fill(at, value.into(), 2, count, &*stream(on)?) }
+    fn cuMemsetD16Async(at: u64, value: u16, count: usize, on: Handle) {
+        fill(at, value.into(), 2, count, &*stream(on)?)
+    }
     fn cuMemsetD32Async(at: u64, value: u32, count: usize, on: Handle) { fill(at, value, 4, count, &*stream(on)?) }
 }

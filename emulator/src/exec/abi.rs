@@ -1,4 +1,5 @@
-//! What the C code of a kernel shares with the emulator: these structures have the layout that `runtime/types.h` gives them.
+//! What the C code of a kernel shares with the emulator: these structures have the layout that `runtime/types.h` gives
+//! them.
 
 use std::collections::VecDeque;
 use std::ffi::c_void;

@@ -52,10 +52,10 @@ pub unsafe extern "C" fn copy_wait(thread: *mut Thread, left: u32) {
         if left == 0 {
             copy_commit(thread);
         }
-        while (&(*thread).groups).len() > left as usize {
-            let count = (&mut (*thread).groups).pop_front().unwrap_or_default();
+        while (*thread).groups.len() > left as usize {
+            let count = (*thread).groups.pop_front().unwrap_or_default();
             for _ in 0..count {
-                if let Some(copy) = (&mut (*thread).copies).pop_front() {
+                if let Some(copy) = (*thread).copies.pop_front() {
                     arrive(thread, &copy);
                 }
             }
@@ -70,7 +70,7 @@ pub unsafe extern "C" fn copy_wait(thread: *mut Thread, left: u32) {
 pub unsafe fn finish(thread: *mut Thread) {
     // SAFETY: the thread is the caller's.
     unsafe {
-        if !(&(*thread).groups).is_empty() || !(&(*thread).copies).is_empty() {
+        if !(*thread).groups.is_empty() || !(*thread).copies.is_empty() {
             copy_wait(thread, 0);
         }
     }

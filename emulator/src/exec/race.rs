@@ -1,4 +1,5 @@
-//! Looks for races in shared memory: two accesses to a byte, one of them a write, by two threads with no barrier between.
+//! Looks for races in shared memory: two accesses to a byte, one of them a write, by two threads with no barrier
+//! between.
 
 use super::abi::Thread;
 use super::team::{Fault, fail};

@@ -72,8 +72,12 @@ entry_points! {
         GENERATORS.get(generator)?.state.fetch_add(offset.wrapping_mul(0x9e37_79b9_7f4a_7c15), Ordering::Relaxed);
         Ok(())
     }
-    fn curandGenerateUniform(generator: Handle, at: u64, n: usize) { generate(generator, at, n, |g| g.uniform() as f32) }
-    fn curandGenerateUniformDouble(generator: Handle, at: u64, n: usize) { generate(generator, at, n, Generator::uniform) }
+    fn curandGenerateUniform(generator: Handle, at: u64, n: usize) {
+        generate(generator, at, n, |g| g.uniform() as f32)
+    }
+    fn curandGenerateUniformDouble(generator: Handle, at: u64, n: usize) {
+        generate(generator, at, n, Generator::uniform)
+    }
     fn curandGenerateNormal(generator: Handle, at: u64, n: usize, mean: f32, deviation: f32) {
         generate(generator, at, n, move |g| mean + deviation * g.normal() as f32)
     }

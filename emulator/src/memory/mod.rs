@@ -1,5 +1,5 @@
-//! Memory of the devices and page-locked memory of the host. Addresses of what was allocated are not given out twice, so
-//! that use after free is always seen. Addresses that were reserved are, once most of the window has been given out.
+//! Memory of the devices and page-locked memory of the host. Addresses of what was allocated are not given out twice,
+//! so that use after free is always seen. Addresses that were reserved are, once most of the window has been given out.
 
 mod ledger;
 mod pinned;

@@ -12,8 +12,8 @@ use crate::{ptx, settings};
 /// A kernel's machine code: it takes the thread and the parameters.
 pub type Compiled = unsafe extern "C" fn(*mut c_void, *const u8);
 
-/// Contraction and reassociation would make other numbers than the PTX says. The expensive optimisations are for the one
-/// that clears the upper halves of vector registers: else all code that follows a kernel's runs at half its speed.
+/// Contraction and reassociation would make other numbers than the PTX says. The expensive optimisations are for the
+/// one that clears the upper halves of vector registers: else all code that follows a kernel's runs at half its speed.
 const FLAGS: &str = "-O1 -fexpensive-optimizations -march=native -std=gnu17 -shared -fPIC -ffp-contract=off -fwrapv \
     -fno-math-errno -fno-strict-aliasing -fno-stack-protector -fcf-protection=none -w";
 
