@@ -47,20 +47,27 @@ pub(super) fn merge_rows(cpu: &Cpu, w: &mut PackedMatrix, first_row: usize, merg
 
 /// Writes merged rows to `w`, from row `first_row` on; `read` gives the values of the base.
 fn fill(cpu: &Cpu, w: &mut PackedMatrix, first_row: usize, merge: &Merge<'_>, read: &ReadValues<'_>) {
-    let Merge { change, rows: all, columns, width, .. } = merge;
-    let merged = |rows: Range<usize>, columns: Range<usize>, values: &mut [f32]| {
-        read(rows.clone(), columns.clone(), values);
-        change.apply(cpu.isa(), rows, columns, values);
-    };
-    w.fill_rows(cpu.pool(), first_row..first_row + all.len(), &|rows, values| {
-        let rows = all.start + rows.start - first_row..all.start + rows.end - first_row;
-        if !merge.goes_by_whole_rows() {
-            return merged(rows, columns.clone(), values);
-        }
-        let mut whole = vec![0.0; rows.len() * width];
-        merged(rows, 0..*width, &mut whole);
-        copy_columns(whole.chunks_exact(*width), columns.clone(), values);
+    w.fill_rows(cpu.pool(), first_row..first_row + merge.rows.len(), &|rows, values| {
+        let start = merge.rows.start + rows.start - first_row;
+        merge.values(cpu.isa(), start..start + rows.len(), read, values);
     });
+}
+
+impl Merge<'_> {
+    /// Computes the merged values of some rows of the whole weight, in the columns that the matrix has, row-major
+    /// float32 and not yet rounded; `read` gives those of the base. One thread.
+    pub(crate) fn values(&self, isa: Isa, rows: Range<usize>, read: &ReadValues<'_>, out: &mut [f32]) {
+        let merged = |columns: Range<usize>, values: &mut [f32]| {
+            read(rows.clone(), columns.clone(), values);
+            self.change.apply(isa, rows.clone(), columns, values);
+        };
+        if !self.goes_by_whole_rows() {
+            return merged(self.columns.clone(), out);
+        }
+        let mut whole = vec![0.0; rows.len() * self.width];
+        merged(0..self.width, &mut whole);
+        copy_columns(whole.chunks_exact(self.width), self.columns.clone(), out);
+    }
 }
 
 /// Copies `columns` of each row to `out`, whose rows have just these columns.

@@ -45,4 +45,8 @@ pub use norm::{add_rms_norm, head_rms_norm, rms_norm};
 pub use packed::{Fill, PANEL, PackedMatrix, gather_rows, to_f32};
 pub use pool::{Cpu, ThreadPool};
 pub use rope::rope;
+#[cfg(feature = "cuda")]
+pub(crate) use rows::SharedSlice;
 pub use rows::{Rows, RowsMut};
+#[cfg(feature = "cuda")]
+pub(crate) use storage::Plain;

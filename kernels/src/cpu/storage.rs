@@ -15,10 +15,12 @@ const SMALLEST_ADVISED: usize = 256 << 10;
 /// # Safety
 /// Every bit pattern of the type is a value, it has no padding, and its alignment is at most a cache line.
 pub(crate) unsafe trait Plain: Copy + Send + Sync + 'static {}
-// SAFETY: numbers of 2 and 4 bytes, and a pair of such, of which every bit pattern is one.
+// SAFETY: numbers, and a pair of such, of which every bit pattern is one.
 unsafe impl Plain for f32 {}
 // SAFETY: as above.
 unsafe impl Plain for bf16 {}
+// SAFETY: as above.
+unsafe impl Plain for u8 {}
 // SAFETY: as above.
 unsafe impl Plain for u16 {}
 // SAFETY: as above.

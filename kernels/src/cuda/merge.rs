@@ -1,29 +1,219 @@
 //! Adapters merged into weights.
+//!
+//! The base is put into the matrix, where it is exact, and the low-rank delta is added to it there. Other changes go
+//! through the host, by the functions of the CPU's merge.
 
+use std::ops::Range;
 use std::sync::Arc;
 
-use candle_core::{Result, bail};
+use candle_core::Result;
+use candle_core::cuda_backend::cudarc::driver::CudaFunction;
 
+use super::arena::Allocation;
 use super::context::Context;
-use super::matrix::CudaMatrix;
-use crate::cpu::ThreadPool;
-use crate::merge::Merge;
+use super::host::Host;
+use super::launch::{Launch, grid};
+use super::layout::RowLayout;
+use super::matrix::{CudaMatrix, DeviceRows};
+use super::module::{Module, fat_binary};
+use super::pack::Packer;
+use super::tensor;
+use crate::cpu::Isa;
+use crate::merge::{Dtype, LoraDelta, LowRank, Merge, MergeBase, ReadValues, Replacement, StoredValues};
+use crate::weights::{RowBits, WeightDtype, WeightRows};
+
+/// What a block of `cu/merge.cu` adds to, and its threads.
+const TILE_ROWS: usize = 128;
+const TILE_COLUMNS: usize = 64;
+const THREADS: u32 = 256;
 
 /// Merges with the arithmetic of PEFT's `merge_adapter()` on the CPU, bit by bit.
 pub(super) struct Merger {
     context: Arc<Context>,
+    isa: Isa,
+    add_low_rank_bf16: CudaFunction,
+    add_low_rank_f32: CudaFunction,
 }
 
 impl Merger {
     pub fn load(context: &Arc<Context>) -> Result<Self> {
-        Ok(Self { context: context.clone() })
+        let module = Module::load(context.stream.context(), fat_binary!("merge"))?;
+        Ok(Self {
+            context: context.clone(),
+            isa: Isa::detect(),
+            add_low_rank_bf16: module.function("add_low_rank_bf16")?,
+            add_low_rank_f32: module.function("add_low_rank_f32")?,
+        })
     }
 
-    pub fn merge_rows(&self, host: &ThreadPool, w: &mut CudaMatrix, first_row: usize, merge: &Merge<'_>) -> Result<()> {
-        let _ = (&self.context, host, w, first_row, merge);
-        bail!("merge_rows")
+    /// Writes merged rows to `w`, from row `first_row` on.
+    ///
+    /// # Panics
+    /// If they pass the end, or have other columns than `w`.
+    pub fn merge_rows(
+        &self,
+        packer: &Packer,
+        host: Host<'_>,
+        w: &CudaMatrix,
+        first_row: usize,
+        merge: &Merge<'_>,
+    ) -> Result<()> {
+        assert_eq!(merge.columns.len(), w.shape.k, "columns of a merge");
+        let rows = first_row..first_row + merge.rows.len();
+        match (&merge.change.replacement, &merge.change.delta) {
+            (Some(replacement), None) => replace(packer, host, w, rows, merge, replacement),
+            (None, None) => self.put_base(packer, host, w, rows, merge),
+            (None, Some(LoraDelta::LowRank(low_rank))) if low_rank.magnitude.is_none() => {
+                self.put_base(packer, host, w, rows, merge)?;
+                self.add_low_rank(host, w, first_row, merge, low_rank)
+            }
+            _ => self.merge_on_host(packer, host, w, rows, merge),
+        }
     }
 
-    /// Gives the staging memory back.
-    pub fn release(&self) {}
+    /// Stores the rows of the base.
+    fn put_base(
+        &self,
+        packer: &Packer,
+        host: Host<'_>,
+        w: &CudaMatrix,
+        rows: Range<usize>,
+        merge: &Merge<'_>,
+    ) -> Result<()> {
+        match &merge.base {
+            MergeBase::Read(read) => packer.fill_rows(host, w, rows.clone(), &|some, values| {
+                read(of_weight(merge, &rows, some), merge.columns.clone(), values);
+            }),
+            MergeBase::Matrix(base) => packer.copy_rows(base.storage(), 0..rows.len(), w, rows.start),
+            MergeBase::WholeRows(base) => {
+                let base = tensor::rows(base)?;
+                assert!(rows.len() <= base.rows && merge.width == base.width, "{rows:?} of {base:?}");
+                let first = (merge.columns.start * size_of::<f32>()) as u64;
+                let layout = RowLayout::dense(merge.columns.len());
+                let from =
+                    DeviceRows { pointer: base.pointer + first, dtype: WeightDtype::F32, stride: base.stride, layout };
+                packer.copy(from, w.rows(rows.start), rows.len())
+            }
+        }
+    }
+
+    /// Adds `scaling * b a` to rows from `first_row` on.
+    fn add_low_rank(
+        &self,
+        host: Host<'_>,
+        w: &CudaMatrix,
+        first_row: usize,
+        merge: &Merge<'_>,
+        low_rank: &LowRank,
+    ) -> Result<()> {
+        let (rank, rows, columns) = (low_rank.rank, merge.rows.clone(), merge.columns.clone());
+        let a = self.upload(host, 0..rank, columns.len(), &|i| &low_rank.a[i * low_rank.cols..][columns.clone()])?;
+        let b = self.upload(host, rows.clone(), rank, &|i| &low_rank.b[i * rank..(i + 1) * rank])?;
+        let function = match w.shape.dtype {
+            WeightDtype::Bf16 => &self.add_low_rank_bf16,
+            WeightDtype::F32 => &self.add_low_rank_f32,
+        };
+        let to = w.rows(first_row);
+        let mut launch = Launch::of(&self.context.stream, function);
+        launch.pointer(to.pointer).long(to.stride).int(to.layout.run).int(to.layout.padded_run);
+        launch.pointer(a.pointer).pointer(b.pointer).int(rows.len()).int(columns.len()).int(rank);
+        launch.float(low_rank.scaling).int(rounding_code(&low_rank.roundings));
+        let blocks = [rows.len().div_ceil(TILE_ROWS), columns.len().div_ceil(TILE_COLUMNS)];
+        let [x, y] = blocks.map(|blocks| u32::try_from(blocks).expect("tiles of a matrix"));
+        // SAFETY: `a` is `[rank, columns]` and `b` `[rows, rank]`, and the matrix has these rows and columns.
+        unsafe { launch.start(grid((x, y, 1), THREADS, 0)) }
+    }
+
+    /// Copies rows of float32 values to new memory, which may be dropped once what uses it has been started.
+    fn upload<'a>(
+        &self,
+        host: Host<'_>,
+        rows: Range<usize>,
+        width: usize,
+        row: &(dyn Fn(usize) -> &'a [f32] + Sync),
+    ) -> Result<Allocation> {
+        let bytes = rows.len() * width * size_of::<f32>();
+        let memory = self.context.workspace.allocate(bytes).map_err(candle_core::Error::wrap)?;
+        host.send(memory.pointer, rows, width, 0, &|rows, packed: &mut [f32], _| {
+            rows.zip(packed.chunks_exact_mut(width.max(1))).for_each(|(i, packed)| packed.copy_from_slice(row(i)));
+        })?;
+        Ok(memory)
+    }
+
+    /// Merges on the host's threads, and stores the result.
+    fn merge_on_host(
+        &self,
+        packer: &Packer,
+        host: Host<'_>,
+        w: &CudaMatrix,
+        rows: Range<usize>,
+        merge: &Merge<'_>,
+    ) -> Result<()> {
+        let fill = |read: &ReadValues<'_>| {
+            packer.fill_rows(host, w, rows.clone(), &|some, values| {
+                merge.values(self.isa, of_weight(merge, &rows, some), read, values);
+            })
+        };
+        match &merge.base {
+            MergeBase::Read(read) => fill(*read),
+            MergeBase::Matrix(base) => {
+                assert!(!merge.goes_by_whole_rows(), "a merge that needs whole rows has a part of them");
+                fill(&|rows, _, values| base.read_rows(rows.start - merge.rows.start, RowBits::F32(values)))
+            }
+            MergeBase::WholeRows(base) => {
+                let base = tensor::rows(base)?;
+                assert!(rows.len() <= base.rows && merge.width == base.width, "{rows:?} of {base:?}");
+                fill(&|rows, columns, values| {
+                    for (row, values) in rows.zip(values.chunks_exact_mut(columns.len())) {
+                        let first = (row - merge.rows.start) * base.stride + columns.start;
+                        let at = base.pointer + (first * size_of::<f32>()) as u64;
+                        let read = self.context.copies.read(at, values);
+                        read.unwrap_or_else(|e| panic!("the base of a merge was not read: {e}"));
+                    }
+                })
+            }
+        }
+    }
+}
+
+/// Stores the values that replace the base's.
+fn replace(
+    packer: &Packer,
+    host: Host<'_>,
+    w: &CudaMatrix,
+    rows: Range<usize>,
+    merge: &Merge<'_>,
+    replacement: &Replacement,
+) -> Result<()> {
+    let columns = replacement.cols;
+    let values = match &replacement.values {
+        StoredValues::F32(values) => WeightRows::F32(values),
+        StoredValues::F16(values) => WeightRows::F16(values),
+        StoredValues::Bf16(values) => WeightRows::Bf16(values),
+    };
+    packer.store_columns(host, w, rows.clone(), columns, merge.columns.start, &|some, store| {
+        let rows = of_weight(merge, &rows, some);
+        store(values.part(rows.start * columns..rows.end * columns));
+    })
+}
+
+/// Rows of the whole weight by those of the matrix.
+fn of_weight(merge: &Merge<'_>, all: &Range<usize>, some: Range<usize>) -> Range<usize> {
+    let start = merge.rows.start + some.start - all.start;
+    start..start + some.len()
+}
+
+/// The roundings as the kernel takes them: two bits for each, the first lowest.
+///
+/// # Panics
+/// If there are more than fit.
+fn rounding_code(roundings: &[Dtype]) -> usize {
+    let codes = roundings.iter().filter_map(|dtype| match dtype {
+        Dtype::F32 => None,
+        Dtype::F16 => Some(1),
+        Dtype::Bf16 => Some(2),
+    });
+    let code = codes.rev().fold(0_u64, |code, next| code << 2 | next);
+    assert!(roundings.len() < 16, "{} roundings of a delta", roundings.len());
+    code as usize
 }

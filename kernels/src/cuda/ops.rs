@@ -9,6 +9,7 @@ use candle_core::{Result, Tensor};
 use super::activation::Activation;
 use super::attention::Attention;
 use super::context::Context;
+use super::host::Host;
 use super::kv::CudaKv;
 use super::linear::Linear;
 use super::matrix::CudaMatrix;
@@ -36,7 +37,7 @@ use crate::weights::{ReadRows, WriteElements};
 pub(super) struct CudaOps {
     context: Arc<Context>,
     /// Reads what the host has, such as the base of a merge.
-    host: ThreadPool,
+    pool: ThreadPool,
     staging: Staging,
     linear: Linear,
     activation: Activation,
@@ -56,7 +57,7 @@ impl CudaOps {
     /// If the driver does not take them.
     pub fn new(context: Arc<Context>, threads: usize) -> Result<Self> {
         Ok(Self {
-            host: ThreadPool::new(threads),
+            pool: ThreadPool::new(threads),
             staging: Staging::new(&context.stream),
             linear: Linear::load(&context)?,
             activation: Activation::load(&context)?,
@@ -69,6 +70,10 @@ impl CudaOps {
             sampler: Sampler::load(&context)?,
             context,
         })
+    }
+
+    fn host(&self) -> Host<'_> {
+        Host { pool: &self.pool, staging: &self.staging }
     }
 }
 
@@ -177,7 +182,7 @@ impl OpsImpl for CudaOps {
 
     fn sample(&self, logits: &Tensor, step: &Step<'_>, wanted: Range<usize>) -> Result<Sampled> {
         let StepInput { logits: all, tasks, .. } = *step.input();
-        self.sampler.sample(&self.host, rows(logits)?, &all[wanted], tasks)
+        self.sampler.sample(&self.pool, rows(logits)?, &all[wanted], tasks)
     }
 
     fn select_rows(&self, x: &Tensor, indices: &[u32], out: &Tensor) -> Result<()> {
@@ -189,19 +194,19 @@ impl OpsImpl for CudaOps {
     }
 
     fn store_rows(&self, w: &mut Matrix, rows: Range<usize>, read: &ReadRows<'_>) -> Result<()> {
-        self.packer.store_rows(&self.host, stored_mut(w), rows, read)
+        self.packer.store_rows(self.host(), stored_mut(w), rows, read)
     }
 
     fn copy_rows(&self, from: &Matrix, rows: Range<usize>, to: &mut Matrix) -> Result<()> {
-        self.packer.copy_rows(stored(from), rows, stored_mut(to))
+        self.packer.copy_rows(stored(from), rows, stored_mut(to), 0)
     }
 
     fn merge_rows(&self, w: &mut Matrix, first_row: usize, merge: &Merge<'_>) -> Result<()> {
-        self.merger.merge_rows(&self.host, stored_mut(w), first_row, merge)
+        self.merger.merge_rows(&self.packer, self.host(), stored_mut(w), first_row, merge)
     }
 
     fn write_elements(&self, w: &mut Matrix, rows: Range<usize>, write: &WriteElements<'_>) -> Result<()> {
-        self.packer.write_elements(&self.host, stored_mut(w), rows, write)
+        self.packer.write_elements(self.host(), stored_mut(w), rows, write)
     }
 
     fn unpack(&self, w: &Matrix, out: &Tensor) -> Result<()> {
@@ -209,13 +214,12 @@ impl OpsImpl for CudaOps {
     }
 
     fn run_on_host(&self, tasks: usize, task: &(dyn Fn(usize) + Sync)) {
-        self.host.run(tasks, task);
+        self.pool.run(tasks, task);
     }
 
     fn release(&self) {
         self.linear.release();
         self.attention.release();
-        self.merger.release();
         self.sampler.release();
         self.staging.release();
     }

@@ -1,55 +1,227 @@
 //! Weights on their way into and out of matrices.
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
-use candle_core::{Result, bail};
+use candle_core::Result;
+use candle_core::cuda_backend::cudarc::driver::{CudaFunction, sys};
+use half::bf16;
 
 use super::context::Context;
-use super::matrix::CudaMatrix;
-use crate::cpu::ThreadPool;
-use crate::weights::{ReadRows, WriteElements};
+use super::host::Host;
+use super::launch::{Launch, grid};
+use super::layout::{RowLayout, Weight};
+use super::matrix::{CudaMatrix, DeviceRows};
+use super::module::{Module, fat_binary};
+use crate::weights::{MatrixShape, ROW_GROUP, ReadRows, WeightDtype, WeightRows, WriteElements};
+
+/// Threads of a block.
+const THREADS: usize = 128;
+/// Values that a thread copies: `CHUNK` of `cu/pack.cu`.
+const CHUNK: usize = 8;
+/// Values of the rows whose changed elements are collected at once.
+const SCANNED_VALUES: usize = 1 << 20;
+/// Words of an element: its row, its place there, and its value.
+const ELEMENT_WORDS: usize = 3;
+
+/// Computes the values of some whole rows into a row-major slice, whose content is unspecified before. It is called
+/// from several threads.
+pub(super) type Fill<'a> = dyn Fn(Range<usize>, &mut [f32]) + Sync + 'a;
 
 /// Moves weights between the host and matrices, and between matrices.
 pub(super) struct Packer {
     context: Arc<Context>,
+    /// By the types that are copied from and to.
+    copy: [[CudaFunction; 2]; 2],
+    write_elements: [CudaFunction; 2],
+}
+
+/// The index of a type among functions.
+fn index(dtype: WeightDtype) -> usize {
+    match dtype {
+        WeightDtype::Bf16 => 0,
+        WeightDtype::F32 => 1,
+    }
 }
 
 impl Packer {
     pub fn load(context: &Arc<Context>) -> Result<Self> {
-        Ok(Self { context: context.clone() })
+        let module = Module::load(context.stream.context(), fat_binary!("pack"))?;
+        let load = |name| module.function(name);
+        Ok(Self {
+            context: context.clone(),
+            copy: [[load("copy_bf16_bf16")?, load("copy_bf16_f32")?], [load("copy_f32_bf16")?, load("copy_f32_f32")?]],
+            write_elements: [load("write_elements_bf16")?, load("write_elements_f32")?],
+        })
     }
 
-    pub fn store_rows(
+    /// Stores `rows` as `read` gives them, rounded to nearest even.
+    ///
+    /// # Panics
+    /// If they pass the end, or another number of values is given.
+    pub fn store_rows(&self, host: Host<'_>, w: &CudaMatrix, rows: Range<usize>, read: &ReadRows<'_>) -> Result<()> {
+        self.store_columns(host, w, rows, w.shape.k, 0, read)
+    }
+
+    /// As [`Packer::store_rows`], from rows of `width` values, of which it takes the columns from `first_column` on.
+    ///
+    /// # Panics
+    /// As [`Packer::store_rows`], and if they have too few columns.
+    pub fn store_columns(
         &self,
-        host: &ThreadPool,
-        w: &mut CudaMatrix,
+        host: Host<'_>,
+        w: &CudaMatrix,
         rows: Range<usize>,
+        width: usize,
+        first_column: usize,
         read: &ReadRows<'_>,
     ) -> Result<()> {
-        let _ = (&self.context, host, w, rows, read);
-        bail!("store_rows")
+        match w.shape.dtype {
+            WeightDtype::Bf16 => self.store_as::<bf16>(host, w, rows, width, first_column, read),
+            WeightDtype::F32 => self.store_as::<f32>(host, w, rows, width, first_column, read),
+        }
     }
 
-    pub fn copy_rows(&self, from: &CudaMatrix, rows: Range<usize>, to: &mut CudaMatrix) -> Result<()> {
-        let _ = (&self.context, from, rows, to);
-        bail!("copy_rows")
-    }
-
-    pub fn write_elements(
+    fn store_as<T: Weight>(
         &self,
-        host: &ThreadPool,
-        w: &mut CudaMatrix,
+        host: Host<'_>,
+        w: &CudaMatrix,
         rows: Range<usize>,
-        write: &WriteElements<'_>,
+        width: usize,
+        first_column: usize,
+        read: &ReadRows<'_>,
     ) -> Result<()> {
-        let _ = (&self.context, host, w, rows, write);
-        bail!("write_elements")
+        check(w, &rows);
+        let layout = w.layout();
+        assert!(first_column + w.shape.k <= width, "{} columns from {first_column} on of {width}", w.shape.k);
+        host.send(w.row(rows.start), rows, layout.stride(), 0, &|rows, packed: &mut [T], _| {
+            read(rows.clone(), &mut |values| {
+                assert_eq!(values.len(), rows.len() * width, "values of rows {rows:?}");
+                T::pack(layout, values, width, first_column, packed);
+            });
+        })
+    }
+
+    /// Stores `rows` as `fill` computes them, rounded to nearest even.
+    ///
+    /// # Panics
+    /// If they pass the end.
+    pub fn fill_rows(&self, host: Host<'_>, w: &CudaMatrix, rows: Range<usize>, fill: &Fill<'_>) -> Result<()> {
+        match w.shape.dtype {
+            WeightDtype::Bf16 => self.fill_as::<bf16>(host, w, rows, fill),
+            WeightDtype::F32 => self.fill_as::<f32>(host, w, rows, fill),
+        }
+    }
+
+    fn fill_as<T: Weight>(&self, host: Host<'_>, w: &CudaMatrix, rows: Range<usize>, fill: &Fill<'_>) -> Result<()> {
+        check(w, &rows);
+        let (layout, k) = (w.layout(), w.shape.k);
+        host.send(w.row(rows.start), rows, layout.stride(), k, &|rows, packed: &mut [T], values| {
+            fill(rows, values);
+            T::pack(layout, WeightRows::F32(values), k, 0, packed);
+        })
+    }
+
+    /// Copies `rows` of a matrix to another's rows from `first_row` on.
+    ///
+    /// # Panics
+    /// If they pass the end of one, or these have other widths.
+    pub fn copy_rows(&self, from: &CudaMatrix, rows: Range<usize>, to: &CudaMatrix, first_row: usize) -> Result<()> {
+        check(from, &rows);
+        check(to, &(first_row..first_row + rows.len()));
+        self.copy(from.rows(rows.start), to.rows(first_row), rows.len())
     }
 
     /// Writes all of `w`, without padding, as float32 to the address `out`.
-    pub fn unpack(&self, w: &CudaMatrix, out: u64) -> Result<()> {
-        let _ = (&self.context, w, out);
-        bail!("unpack")
+    pub fn unpack(&self, w: &CudaMatrix, out: sys::CUdeviceptr) -> Result<()> {
+        let MatrixShape { n, k, .. } = w.shape;
+        let layout = RowLayout::dense(k);
+        self.copy(w.rows(0), DeviceRows { pointer: out, dtype: WeightDtype::F32, stride: k, layout }, n)
     }
+
+    /// Copies `count` rows, rounded to nearest even where that is needed.
+    ///
+    /// # Panics
+    /// If they have different widths.
+    pub fn copy(&self, from: DeviceRows, to: DeviceRows, count: usize) -> Result<()> {
+        let columns = from.layout.columns();
+        assert_eq!(columns, to.layout.columns(), "columns of rows that are copied");
+        let mut launch = Launch::of(&self.context.stream, &self.copy[index(from.dtype)][index(to.dtype)]);
+        for rows in [from, to] {
+            launch.pointer(rows.pointer).long(rows.stride).int(rows.layout.run).int(rows.layout.padded_run);
+        }
+        launch.int(columns);
+        let blocks = [count, columns.div_ceil(CHUNK * THREADS)];
+        let [x, y] = blocks.map(|blocks| u32::try_from(blocks).expect("rows and columns of a matrix"));
+        // SAFETY: callers give rows of matrices or tensors, which have as many columns.
+        unsafe { launch.start(grid((x, y, 1), THREADS as u32, 0)) }
+    }
+
+    /// Stores the single elements of `rows` that `write` names, rounded to nearest even. If one is named twice, the
+    /// later value stays.
+    ///
+    /// # Panics
+    /// If `rows` pass the end, or an element is outside the rows it was asked for.
+    pub fn write_elements(
+        &self,
+        host: Host<'_>,
+        w: &CudaMatrix,
+        rows: Range<usize>,
+        write: &WriteElements<'_>,
+    ) -> Result<()> {
+        check(w, &rows);
+        let scanned = (SCANNED_VALUES / w.shape.k).max(1).next_multiple_of(ROW_GROUP);
+        for first in rows.clone().step_by(scanned) {
+            let mine = first..rows.end.min(first + scanned);
+            let mut groups: Vec<Mutex<Vec<[u32; ELEMENT_WORDS]>>> = Vec::new();
+            groups.resize_with(mine.len().div_ceil(ROW_GROUP), Mutex::default);
+            host.pool.run(groups.len(), |group| {
+                let start = first + group * ROW_GROUP;
+                let rows = start..mine.end.min(start + ROW_GROUP);
+                *groups[group].lock().expect("each group is taken once") = elements(w, rows, write);
+            });
+            let groups = groups.into_iter().map(|group| group.into_inner().expect("no task has failed"));
+            let elements: Vec<[u32; ELEMENT_WORDS]> = groups.flatten().collect();
+            self.scatter(host, w, &elements)?;
+        }
+        Ok(())
+    }
+
+    /// Writes elements at different places.
+    fn scatter(&self, host: Host<'_>, w: &CudaMatrix, elements: &[[u32; ELEMENT_WORDS]]) -> Result<()> {
+        if elements.is_empty() {
+            return Ok(());
+        }
+        let memory = self.context.upload(host.staging, elements.as_flattened())?;
+        let mut launch = Launch::of(&self.context.stream, &self.write_elements[index(w.shape.dtype)]);
+        launch.pointer(w.row(0)).long(w.layout().stride()).pointer(memory.pointer).int(elements.len());
+        let blocks = elements.len().div_ceil(THREADS) as u32;
+        // SAFETY: the elements are of the matrix, and no two of one place.
+        unsafe { launch.start(grid((blocks, 1, 1), THREADS as u32, 0)) }
+    }
+}
+
+/// The elements of some rows that `write` names, in the order of their places, each place once.
+fn elements(w: &CudaMatrix, rows: Range<usize>, write: &WriteElements<'_>) -> Vec<[u32; ELEMENT_WORDS]> {
+    let (layout, k) = (w.layout(), w.shape.k);
+    let mut elements = Vec::new();
+    write(rows.clone(), &mut |row, column, value| {
+        assert!(rows.contains(&row) && column < k, "row {row}, column {column} of rows {rows:?} of {k}");
+        elements.push([row as u32, layout.place(column) as u32, value.to_bits()]);
+    });
+    let place = |element: &[u32; ELEMENT_WORDS]| (element[0], element[1]);
+    if !elements.is_sorted_by(|a, b| place(a) < place(b)) {
+        // The sort is stable: of each place the last that was named comes first, and stays.
+        elements.reverse();
+        elements.sort_by_key(place);
+        elements.dedup_by_key(|element| place(element));
+    }
+    elements
+}
+
+/// # Panics
+/// If the rows pass the end.
+fn check(w: &CudaMatrix, rows: &Range<usize>) {
+    let n = w.shape.n;
+    assert!(rows.start <= rows.end && rows.end <= n, "rows {rows:?} of a matrix of {n} rows");
 }
