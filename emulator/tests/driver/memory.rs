@@ -105,7 +105,6 @@ fn a_pool_keeps_what_is_freed_until_a_synchronisation() {
             let at = get(|out| cuMemAllocAsync(out, 100 * MIB, stream));
             assert_eq!((memory_mib().0, used(7), used(5)), (92, 100, 100));
             ok(cuMemFreeAsync(at, stream));
-            ok(cuStreamQuery(stream).min(0));
             // The pool's memory is used again, even where the device has no more.
             let at = get(|out| cuMemAllocAsync(out, 150 * MIB, stream));
             ok(cuMemFreeAsync(at, stream));
