@@ -153,5 +153,5 @@ fn largest_tile(size: Size, leaves: usize, limits: Limits) -> usize {
     };
     let mut tiles = (0..TILES.len()).filter(|i| TILES[*i].dtype == size.dtype && is_of_kind(&TILES[*i]));
     let smallest = tiles.next().expect("each type and kind has a tile");
-    tiles.filter(is_busy).next_back().unwrap_or(smallest)
+    tiles.rfind(is_busy).unwrap_or(smallest)
 }
