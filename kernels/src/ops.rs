@@ -139,7 +139,7 @@ impl Ops {
 
     /// Answers the tasks of these rows of [`StepInput::logits`] from their logits `[rows, vocabulary]`, which are read
     /// before any later operator writes to them.
-    pub fn sample(&self, logits: &Tensor, step: &Step<'_>, rows: Range<usize>) -> Result<Sampled> {
+    pub fn sample<'a>(&'a self, logits: &Tensor, step: &'a Step<'_>, rows: Range<usize>) -> Result<Sampled<'a>> {
         let _span = trace_span!("sampling").entered();
         self.0.sample(logits, step, rows)
     }

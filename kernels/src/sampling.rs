@@ -83,6 +83,32 @@ pub enum Distribution {
 }
 
 impl SamplingTask<'_> {
+    /// Whether the task changes logits before the temperature.
+    pub(crate) fn edits(&self) -> bool {
+        let is_restricted = self.allowed.is_some() || self.mask.is_some() || self.banned.iter().any(|b| !b.is_empty());
+        is_restricted || !self.logit_bias.is_empty() || self.history.is_some()
+    }
+
+    /// Factor of the logits: the temperature's inverse, clamped to normal numbers, so that `0 * scale` is 0 and
+    /// `-inf * scale` is `-inf`.
+    pub(crate) fn scale(&self) -> f32 {
+        self.temperature.recip().clamp(f32::MIN_POSITIVE, f32::MAX)
+    }
+
+    /// Whether any filter can drop a token of a vocabulary of this size.
+    pub(crate) fn filters(&self, vocab: usize) -> bool {
+        self.top_k_applies(vocab) || self.top_p < 1.0 || self.min_p > 0.0
+    }
+
+    pub(crate) fn top_k_applies(&self, vocab: usize) -> bool {
+        self.top_k > 0 && (self.top_k as usize) < vocab
+    }
+
+    /// How far from the highest logit min-p keeps logits: at most 0. The task must have a min-p.
+    pub(crate) fn min_p_depth(&self) -> f64 {
+        f64::from(self.min_p).ln() / f64::from(self.scale())
+    }
+
     /// The token that is taken where no token has a logit above `-inf`.
     pub(crate) fn lowest(&self) -> u32 {
         let lowest_allowed = self.allowed.map_or(0, |allowed| allowed[0]);
@@ -139,11 +165,11 @@ pub struct SampledTokens {
 }
 
 /// Answers that the device may still be computing.
-pub struct Sampled(Box<dyn FnOnce() -> Result<SampledTokens>>);
+pub struct Sampled<'a>(Box<dyn FnOnce() -> Result<SampledTokens> + 'a>);
 
-impl Sampled {
+impl<'a> Sampled<'a> {
     /// `read` waits for the device and copies what it has written.
-    pub(crate) fn new(read: impl FnOnce() -> Result<SampledTokens> + 'static) -> Self {
+    pub(crate) fn new(read: impl FnOnce() -> Result<SampledTokens> + 'a) -> Self {
         Self(Box::new(read))
     }
 

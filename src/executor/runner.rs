@@ -168,7 +168,7 @@ impl ModelRunner {
 }
 
 /// Waits for the answers to `rows` of the plan and appends them to `output`.
-fn collect(sampled: Sampled, rows: &[&LogitsRow], output: &mut StepOutput) -> Result<()> {
+fn collect(sampled: Sampled<'_>, rows: &[&LogitsRow], output: &mut StepOutput) -> Result<()> {
     let SampledTokens { tokens, failed } = sampled.read()?;
     output.tokens.extend(tokens);
     let failures =

@@ -51,7 +51,7 @@ pub(crate) trait OpsImpl: Send {
         out: &Tensor,
     ) -> Result<()>;
     fn select_logits_rows(&self, x: &Tensor, step: &Step<'_>, rows: Range<usize>, out: &Tensor) -> Result<()>;
-    fn sample(&self, logits: &Tensor, step: &Step<'_>, rows: Range<usize>) -> Result<Sampled>;
+    fn sample<'a>(&'a self, logits: &Tensor, step: &'a Step<'_>, rows: Range<usize>) -> Result<Sampled<'a>>;
 
     fn select_rows(&self, x: &Tensor, rows: &[u32], out: &Tensor) -> Result<()>;
     fn add_rows(&self, x: &Tensor, rows: &[u32], out: &Tensor) -> Result<()>;

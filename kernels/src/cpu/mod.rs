@@ -49,4 +49,6 @@ pub use rope::rope;
 pub(crate) use rows::SharedSlice;
 pub use rows::{Rows, RowsMut};
 #[cfg(feature = "cuda")]
+pub(crate) use sampling::{Question, Samplers, certain_logprob, logprob};
+#[cfg(feature = "cuda")]
 pub(crate) use storage::Plain;

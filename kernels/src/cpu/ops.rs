@@ -1,7 +1,6 @@
 //! The operators of a rank on the CPU: applies the operators over slices to tensors.
 
 use std::any::Any;
-use std::cell::RefCell;
 use std::ops::Range;
 
 use candle_core::{Result, Tensor};
@@ -9,7 +8,7 @@ use candle_core::{Result, Tensor};
 use super::kv::KvBlocks;
 use super::packed::PackedMatrix;
 use super::pool::Cpu;
-use super::sampling::Sampler;
+use super::sampling::{Question, Samplers};
 use super::{linear, merge};
 use crate::backend::operators::OpsImpl;
 use crate::buffer::Buffer;
@@ -17,7 +16,7 @@ use crate::kv_cache::KvCache;
 use crate::kv_layout::BlockCopy;
 use crate::matrix::Matrix;
 use crate::merge::Merge;
-use crate::sampling::{Sampled, SampledTokens};
+use crate::sampling::Sampled;
 use crate::step::{AttentionShape, Step, StepInput};
 use crate::tensor::{rows, rows_mut, with_f32, with_f32_mut};
 use crate::weights::{ReadRows, RowBits, WriteElements};
@@ -25,8 +24,7 @@ use crate::weights::{ReadRows, RowBits, WriteElements};
 /// The thread pool of a rank, with the memory that operators reuse.
 pub(crate) struct CpuOps {
     cpu: Cpu,
-    /// The sampler of each thread.
-    samplers: RefCell<Vec<Sampler>>,
+    samplers: Samplers,
 }
 
 /// The part of a step that is prepared for the operators on the CPU; they read the rest from [`StepInput`].
@@ -37,7 +35,7 @@ struct CpuStep {
 
 impl CpuOps {
     pub fn new(cpu: Cpu) -> Self {
-        Self { cpu, samplers: RefCell::default() }
+        Self { samplers: Samplers::new(cpu.isa()), cpu }
     }
 }
 
@@ -161,24 +159,13 @@ impl OpsImpl for CpuOps {
         self.select_rows(x, &step.prepared::<CpuStep>().logits_rows[rows], out)
     }
 
-    fn sample(&self, logits: &Tensor, step: &Step<'_>, rows: Range<usize>) -> Result<Sampled> {
-        let (vocab, threads) = (logits.dim(1)?, self.cpu.pool().threads());
-        let StepInput { logits: wanted, tasks, .. } = *step.input();
-        let wanted = &wanted[rows];
-        let mut samplers = self.samplers.borrow_mut();
-        samplers.resize_with(threads, || Sampler::new(self.cpu.isa()));
-        with_f32(logits, |logits| {
-            self.cpu.pool().run_chunks(&mut samplers, 1, |thread, sampler| {
-                let first = wanted.len() * thread / threads;
-                let own = first..wanted.len() * (thread + 1) / threads;
-                let logits = logits[first * vocab..].chunks_exact(vocab);
-                for (row, (logits, wanted)) in (first..).zip(logits.zip(&wanted[own])) {
-                    sampler[0].answer(row, logits, &tasks[wanted.tasks.clone()]);
-                }
-            });
+    fn sample<'a>(&'a self, logits: &Tensor, step: &'a Step<'_>, rows: Range<usize>) -> Result<Sampled<'a>> {
+        let (vocab, input) = (logits.dim(1)?, step.input());
+        let tasks = input.logits[rows].iter().map(|wanted| &input.tasks[wanted.tasks.clone()]);
+        let sampled = with_f32(logits, |logits| {
+            let questions: Vec<Question<'_>> = logits.chunks_exact(vocab).zip(tasks).collect();
+            self.samplers.answer(self.cpu.pool(), &questions)
         })?;
-        let mut sampled = SampledTokens::default();
-        samplers.iter_mut().for_each(|sampler| sampler.hand_over(&mut sampled));
         Ok(Sampled::new(|| Ok(sampled)))
     }
 
@@ -234,6 +221,6 @@ impl OpsImpl for CpuOps {
 
     fn release(&self) {
         self.cpu.release();
-        self.samplers.take();
+        self.samplers.release();
     }
 }

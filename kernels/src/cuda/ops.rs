@@ -180,9 +180,9 @@ impl OpsImpl for CudaOps {
         self.rows.select(rows(x)?, indices, wanted.len(), rows(out)?)
     }
 
-    fn sample(&self, logits: &Tensor, step: &Step<'_>, wanted: Range<usize>) -> Result<Sampled> {
+    fn sample<'a>(&'a self, logits: &Tensor, step: &'a Step<'_>, wanted: Range<usize>) -> Result<Sampled<'a>> {
         let StepInput { logits: all, tasks, .. } = *step.input();
-        self.sampler.sample(&self.pool, rows(logits)?, &all[wanted], tasks)
+        self.sampler.sample(&self.pool, &self.staging, rows(logits)?, &all[wanted], tasks)
     }
 
     fn select_rows(&self, x: &Tensor, indices: &[u32], out: &Tensor) -> Result<()> {

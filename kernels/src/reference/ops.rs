@@ -127,7 +127,7 @@ impl OpsImpl for ReferenceOps {
         self.select_rows(x, &rows, out)
     }
 
-    fn sample(&self, logits: &Tensor, step: &Step<'_>, wanted: Range<usize>) -> Result<Sampled> {
+    fn sample<'a>(&'a self, logits: &Tensor, step: &'a Step<'_>, wanted: Range<usize>) -> Result<Sampled<'a>> {
         let StepInput { logits: all, tasks, .. } = *step.input();
         let tokens = rows(logits, |logits| {
             let answers = |(i, wanted): (usize, usize)| {

@@ -5,3 +5,4 @@
 #[allow(dead_code, reason = "the tests of all devices use the rest of it")]
 mod common;
 mod linear;
+mod sampling;

@@ -9,9 +9,7 @@ const IN_PROMPT: u32 = 1 << 31;
 /// Writes the edited row to `edited` and returns true, or returns false if the task edits nothing. `counts` is all zero
 /// (or shorter than the row) before and after the call.
 pub fn apply(logits: &[f32], task: &SamplingTask<'_>, edited: &mut Vec<f32>, counts: &mut Vec<u32>) -> bool {
-    let mut banned = task.banned.into_iter().flatten().peekable();
-    let is_restricted = task.allowed.is_some() || task.mask.is_some() || banned.peek().is_some();
-    if !is_restricted && task.logit_bias.is_empty() && task.history.is_none() {
+    if !task.edits() {
         return false;
     }
     edited.clear();
@@ -25,7 +23,7 @@ pub fn apply(logits: &[f32], task: &SamplingTask<'_>, edited: &mut Vec<f32>, cou
             }
         }
     }
-    for &token in banned {
+    for &token in task.banned.into_iter().flatten() {
         // A configuration may name an end-of-sequence token beyond the vocabulary, which cannot be sampled anyway.
         if let Some(x) = edited.get_mut(token as usize) {
             *x = f32::NEG_INFINITY;

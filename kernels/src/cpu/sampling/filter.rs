@@ -29,15 +29,6 @@ pub fn descending(a: &Candidate, b: &Candidate) -> Ordering {
     b.logit.partial_cmp(&a.logit).expect("no NaN is a candidate").then(a.id.cmp(&b.id))
 }
 
-/// Whether any filter of the task can drop a token of a vocabulary of this size.
-pub fn applies(task: &SamplingTask<'_>, vocab: usize) -> bool {
-    top_k_applies(task, vocab) || task.top_p < 1.0 || task.min_p > 0.0
-}
-
-fn top_k_applies(task: &SamplingTask<'_>, vocab: usize) -> bool {
-    task.top_k > 0 && (task.top_k as usize) < vocab
-}
-
 /// The last token that passes all filters of the task. The row's maximum must be finite; the most likely token always
 /// passes. `total` is the row's sum `Σ e^((x - max) * scale)` if it is known; `sums` is overwritten.
 pub fn bound(
@@ -51,9 +42,9 @@ pub fn bound(
 ) -> Bound {
     let mut bound = Bound::NONE;
     if task.min_p > 0.0 {
-        bound.logit = (f64::from(row.max) + f64::from(task.min_p).ln() / f64::from(scale)) as f32;
+        bound.logit = (f64::from(row.max) + task.min_p_depth()) as f32;
     }
-    if top_k_applies(task, row.logits.len()) {
+    if task.top_k_applies(row.logits.len()) {
         let k = task.top_k as usize;
         let head = if k <= row.maxima.len() { k } else { HEAD };
         let floor = nth_block_maximum(row.maxima, head, &mut selection.floors).max(bound.logit);

@@ -7,27 +7,66 @@ mod filter;
 mod tests;
 
 use std::any::Any;
+use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::isa::Isa;
 use super::logits::{self, Bound, Row, VOCAB_BLOCK};
+use super::pool::ThreadPool;
 use crate::sampling::{Distribution, SampledTokens, SamplingTask, TokenLogprobs, uniform};
 
+/// A row of logits and what is asked of it.
+pub(crate) type Question<'a> = (&'a [f32], &'a [SamplingTask<'a>]);
+
+/// The sampler of each thread of a pool.
+pub(crate) struct Samplers {
+    isa: Isa,
+    threads: RefCell<Vec<Sampler>>,
+}
+
+impl Samplers {
+    pub fn new(isa: Isa) -> Self {
+        Self { isa, threads: RefCell::default() }
+    }
+
+    /// Answers the questions in their order.
+    pub fn answer(&self, pool: &ThreadPool, questions: &[Question<'_>]) -> SampledTokens {
+        let threads = pool.threads();
+        let mut samplers = self.threads.borrow_mut();
+        samplers.resize_with(threads, || Sampler::new(self.isa));
+        pool.run_chunks(&mut samplers, 1, |thread, sampler| {
+            let first = questions.len() * thread / threads;
+            let own = &questions[first..questions.len() * (thread + 1) / threads];
+            for (row, (logits, tasks)) in (first..).zip(own) {
+                sampler[0].answer(row, logits, tasks);
+            }
+        });
+        let mut sampled = SampledTokens::default();
+        samplers.iter_mut().for_each(|sampler| sampler.hand_over(&mut sampled));
+        sampled
+    }
+
+    /// Gives the memory that samplers reuse back.
+    pub fn release(&self) {
+        self.threads.take();
+    }
+}
+
 /// The answers of one thread, and the buffers that it needs to compute them.
-pub(super) struct Sampler {
+struct Sampler {
     scratch: SamplerScratch,
     tokens: Vec<TokenLogprobs>,
     failed: Vec<(usize, Box<dyn Any + Send>)>,
 }
 
 impl Sampler {
-    pub fn new(isa: Isa) -> Self {
+    fn new(isa: Isa) -> Self {
         Self { scratch: SamplerScratch::new(isa), tokens: Vec::new(), failed: Vec::new() }
     }
 
     /// Answers the tasks of row `row`. A panic costs that row's answers and nothing else: tasks only read the logits,
     /// and the scratch, which may be half written, is replaced.
-    pub fn answer(&mut self, row: usize, logits: &[f32], tasks: &[SamplingTask<'_>]) {
+    fn answer(&mut self, row: usize, logits: &[f32], tasks: &[SamplingTask<'_>]) {
         let Self { scratch, tokens, failed } = self;
         let answered = tokens.len();
         let answers = AssertUnwindSafe(|| answer_row(logits, tasks, scratch, tokens));
@@ -39,7 +78,7 @@ impl Sampler {
     }
 
     /// Moves the answers to the end of `all`.
-    pub fn hand_over(&mut self, all: &mut SampledTokens) {
+    fn hand_over(&mut self, all: &mut SampledTokens) {
         all.tokens.append(&mut self.tokens);
         all.failed.append(&mut self.failed);
     }
@@ -127,7 +166,7 @@ struct Ranking {
 
 /// The log-probability of a token with logit `x`, where the highest logit is `max` and `total` is the sum
 /// `Σ e^((x - max) / temperature)`.
-fn logprob(x: f32, max: f32, temperature: f32, total: f64) -> f32 {
+pub(crate) fn logprob(x: f32, max: f32, temperature: f32, total: f64) -> f32 {
     if x == f32::NEG_INFINITY && !total.is_nan() {
         return f32::NEG_INFINITY;
     }
@@ -138,8 +177,7 @@ fn logprob(x: f32, max: f32, temperature: f32, total: f64) -> f32 {
 fn choose(raw: &Raw, task: &SamplingTask<'_>, work: &mut TaskScratch) -> Choice {
     let isa = raw.isa;
     let TaskScratch { edited, maxima, sums, counts, selection } = work;
-    // The scale is clamped to normal numbers, so that `0 * scale` is 0 and `-inf * scale` is `-inf`.
-    let scale = task.temperature.recip().clamp(f32::MIN_POSITIVE, f32::MAX);
+    let scale = task.scale();
     let is_edited = edit::apply(raw.row.logits, task, edited, counts);
     let (row, total) = if is_edited {
         let (max, total) = logits::summarise(isa, edited, scale, maxima, sums);
@@ -151,7 +189,7 @@ fn choose(raw: &Raw, task: &SamplingTask<'_>, work: &mut TaskScratch) -> Choice 
     if broken || !row.max.is_finite() || task.temperature == 0.0 {
         return greedy(argmax(row, task), task, broken);
     }
-    let filtered = filter::applies(task, row.logits.len());
+    let filtered = task.filters(row.logits.len());
     let bound = if filtered { filter::bound(isa, &row, task, scale, total, sums, selection) } else { Bound::NONE };
     let (sums, total) = match total {
         Some(total) if !filtered => (if is_edited { sums } else { raw.sums }, total),
@@ -190,10 +228,19 @@ fn choose(raw: &Raw, task: &SamplingTask<'_>, work: &mut TaskScratch) -> Choice 
 /// number.
 fn greedy(choice: u32, task: &SamplingTask<'_>, broken: bool) -> Choice {
     let token = task.target.unwrap_or(choice);
-    let logprob = |x: f32| if broken { f32::NAN } else { x };
-    let processed = logprob(if token == choice { 0.0 } else { f32::NEG_INFINITY });
-    let ranking = || Ranking { top: vec![(choice, logprob(0.0))], rank: 1 + u32::from(token != choice) };
+    let processed = certain_logprob(token == choice, broken);
+    let top = || vec![(choice, certain_logprob(true, broken))];
+    let ranking = || Ranking { top: top(), rank: 1 + u32::from(token != choice) };
     Choice { token, processed, ranking: asks_for_processed(task).then(ranking) }
+}
+
+/// The processed log-probability where one token is certain, of that one or of another.
+pub(crate) fn certain_logprob(is_certain: bool, broken: bool) -> f32 {
+    match is_certain {
+        _ if broken => f32::NAN,
+        true => 0.0,
+        false => f32::NEG_INFINITY,
+    }
 }
 
 fn asks_for_processed(task: &SamplingTask<'_>) -> bool {

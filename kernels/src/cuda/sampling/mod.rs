@@ -1,0 +1,125 @@
+//! Tokens and log-probabilities from logits.
+//!
+//! The device answers rows whose tasks edit no logits and list no likely tokens. The logits of the others are copied to
+//! the host. Either way the bits are those of the CPU.
+
+mod landing;
+mod on_device;
+
+use std::sync::Arc;
+
+use candle_core::Result;
+use candle_core::cuda_backend::WrapErr;
+
+use self::landing::{Landing, Landings};
+use self::on_device::{Answers, DeviceSampler, Questions};
+use super::context::Context;
+use super::staging::Staging;
+use super::tensor::Rows;
+use crate::cpu::{Isa, Question, Samplers, ThreadPool};
+use crate::sampling::{Sampled, SampledTokens, SamplingTask};
+use crate::step::RowTasks;
+
+/// How many calls may have logits on the way to the host. A further one waits for its own, so that a long prompt
+/// cannot pin memory without bound.
+const COPIES: usize = 2;
+
+/// Answers tasks; the answers are those of the CPU for the same logits.
+pub(super) struct Sampler {
+    context: Arc<Context>,
+    on_device: DeviceSampler,
+    on_host: Samplers,
+    logits: Landings<f32>,
+}
+
+impl Sampler {
+    pub fn load(context: &Arc<Context>) -> Result<Self> {
+        Ok(Self {
+            on_device: DeviceSampler::load(context)?,
+            on_host: Samplers::new(Isa::detect()),
+            logits: Landings::new(&context.stream),
+            context: context.clone(),
+        })
+    }
+
+    /// Starts to answer the tasks of `wanted`, whose logits are the rows of `logits`. What the device does not answer
+    /// the host computes when the answers are read.
+    pub fn sample<'a>(
+        &'a self,
+        host: &'a ThreadPool,
+        staging: &Staging,
+        logits: Rows,
+        wanted: &'a [RowTasks],
+        tasks: &'a [SamplingTask<'a>],
+    ) -> Result<Sampled<'a>> {
+        self.context.stream.context().bind_to_thread().w()?;
+        let wanted: Vec<_> = wanted.iter().map(|wanted| &tasks[wanted.tasks.clone()]).collect();
+        let (mut questions, mut host_rows) = (Questions::default(), Vec::new());
+        for (row, tasks) in wanted.iter().enumerate() {
+            if tasks.iter().all(|task| Questions::take(task, logits.width)) {
+                questions.push(row, tasks, logits.width);
+            } else {
+                host_rows.push(row);
+            }
+        }
+        let in_time = host_rows.is_empty() || self.logits.lent() < COPIES;
+        let answers = self.on_device.start(staging, logits, &questions)?;
+        let landed = if host_rows.is_empty() { None } else { Some(self.land(logits, &host_rows)?) };
+        let read = move || {
+            let of_host = match landed {
+                Some(landed) => {
+                    let rows = landed.read()?.chunks_exact(logits.width).zip(&host_rows);
+                    let questions: Vec<Question<'_>> = rows.map(|(logits, row)| (logits, wanted[*row])).collect();
+                    self.on_host.answer(host, &questions)
+                }
+                None => SampledTokens::default(),
+            };
+            let answers = answers.as_ref().map_or(Ok(&[][..]), Landing::read)?;
+            Ok(merged(&wanted, &host_rows, of_host, Answers::new(answers)))
+        };
+        if in_time {
+            return Ok(Sampled::new(read));
+        }
+        let sampled = read()?;
+        Ok(Sampled::new(|| Ok(sampled)))
+    }
+
+    /// Starts to copy these rows to the host.
+    fn land(&self, logits: Rows, rows: &[usize]) -> Result<Landing<'_, f32>> {
+        let mut landing = self.logits.take(rows.len() * logits.width)?;
+        for (row, to) in rows.iter().zip(landing.places(logits.width)) {
+            let from = logits.pointer + (row * logits.stride * size_of::<f32>()) as u64;
+            // SAFETY: the rows are in the device's memory, and the landing is read when the copies have been made.
+            unsafe { self.logits.copy(from, to)? };
+        }
+        landing.record()?;
+        Ok(landing)
+    }
+
+    /// Gives the memory that samplers reuse back.
+    pub fn release(&self) {
+        self.on_device.release();
+        self.on_host.release();
+        self.logits.release();
+    }
+}
+
+/// The answers to all tasks in their order, of which the host has answered those of `host_rows`.
+fn merged(
+    wanted: &[&[SamplingTask<'_>]],
+    host_rows: &[usize],
+    of_host: SampledTokens,
+    mut of_device: Answers<'_>,
+) -> SampledTokens {
+    let SampledTokens { tokens, failed } = of_host;
+    let (mut of_host, mut rows) = (tokens.into_iter(), host_rows.iter().peekable());
+    let mut tokens = Vec::with_capacity(wanted.iter().map(|tasks| tasks.len()).sum());
+    for (row, tasks) in wanted.iter().enumerate() {
+        if rows.next_if(|host_row| **host_row == row).is_some() {
+            tokens.extend(of_host.by_ref().take(tasks.len()));
+        } else {
+            tokens.extend(tasks.iter().map(|task| of_device.next(task)));
+        }
+    }
+    SampledTokens { tokens, failed: failed.into_iter().map(|(i, panic)| (host_rows[i], panic)).collect() }
+}
