@@ -95,7 +95,9 @@ impl Weight for bf16 {
 impl Weight for f32 {
     fn pack(layout: RowLayout, rows: WeightRows<'_>, width: usize, first_column: usize, out: &mut [Self]) {
         match rows {
-            WeightRows::Bf16(rows) => layout.pack(rows, width, first_column, out, bf16::to_f32),
+            WeightRows::Bf16(rows) => {
+                layout.pack(rows, width, first_column, out, |x| f32::from_bits(u32::from(x.to_bits()) << 16));
+            }
             WeightRows::F16(rows) => layout.pack(rows, width, first_column, out, widen_f16),
             WeightRows::F32(rows) => layout.pack(rows, width, first_column, out, |x| x),
         }

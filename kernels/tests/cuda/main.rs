@@ -5,4 +5,5 @@
 #[allow(dead_code, reason = "the tests of all devices use the rest of it")]
 mod common;
 mod linear;
+mod merge;
 mod sampling;
