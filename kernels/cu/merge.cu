@@ -78,9 +78,8 @@ __device__ __forceinline__ void add_low_rank(T* w, int64_t stride, int run, int 
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             if (row0 + i >= rows) break;
-            // These functions keep the compiler from fusing the product and the sum.
-            const float delta = rounded_by(roundings, __fmul_rn(sums[i][j], scaling));
-            to[i * stride] = rounded<T>(__fadd_rn(widen(to[i * stride]), delta));
+            const float delta = rounded_by(roundings, sums[i][j] * scaling);
+            to[i * stride] = rounded<T>(widen(to[i * stride]) + delta);
         }
     }
 }
