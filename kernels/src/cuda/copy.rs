@@ -52,7 +52,7 @@ impl Copies {
         self.stream.synchronize().w()
     }
 
-    /// Copies `len` values that `fill` writes to the device; what they are before is unspecified. Waits for no operator.
+    /// Copies `len` values that `fill` writes to the device; they are unspecified before. Waits for no operator.
     pub fn upload<T: Plain>(&self, to: sys::CUdeviceptr, len: usize, fill: impl FnOnce(&mut [T])) -> Result<()> {
         let bytes = len * size_of::<T>();
         self.with_buffer(bytes, |buffer| {
