@@ -170,7 +170,8 @@ pub(crate) fn logprob(x: f32, max: f32, temperature: f32, total: f64) -> f32 {
     if x == f32::NEG_INFINITY && !total.is_nan() {
         return f32::NEG_INFINITY;
     }
-    ((f64::from(x) - f64::from(max)) / f64::from(temperature) - total.ln()) as f32
+    // Adding 0 makes -0 of a certain token 0, whichever zero is the highest logit.
+    ((f64::from(x) - f64::from(max)) / f64::from(temperature) - total.ln()) as f32 + 0.0
 }
 
 /// The task's token, its processed log-probability, and its ranking in the processed distribution.
