@@ -25,12 +25,7 @@ pub(super) struct Context {
     pub workspace: Arc<Arena>,
     /// To and from the host.
     pub copies: Copies,
-    /// Bytes of the device that were free before the process took its context.
-    free_before: u64,
-    /// Bytes that the context itself takes: code, stacks, libraries.
-    context_bytes: u64,
     pub total_bytes: u64,
-    pub capability: (i32, i32),
     pub processors: u32,
 }
 
@@ -50,14 +45,13 @@ impl Context {
         unsafe { candle.disable_event_tracking() };
         let stream = candle.cuda_stream();
         let context = stream.context().clone();
-        let (free, total) = context.mem_get_info().w()?;
+        let (_, total) = context.mem_get_info().w()?;
         let attribute = |which| context.attribute(which).w();
-        let capability = (
+        let (major, minor) = (
             attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
             attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
         );
-        if capability.0 < 8 {
-            let (major, minor) = capability;
+        if major < 8 {
             candle_core::bail!("its compute capability is {major}.{minor}; the kernels need 8.0 (Ampere) or newer");
         }
         let processors = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
@@ -68,19 +62,16 @@ impl Context {
             kv: arena()?,
             workspace: arena()?,
             candle,
-            free_before: free as u64,
-            context_bytes: 0,
             total_bytes: total as u64,
-            capability,
             processors,
             stream,
         })
     }
 
-    /// Bytes of the device that the process takes: its context and what its arenas have mapped.
+    /// Bytes of the device that the arenas have mapped. What the driver takes for the process's context, code and
+    /// stacks is not in it: no call of the driver tells it apart from what other processes take.
     pub fn used_bytes(&self) -> u64 {
-        self.context_bytes
-            + [&self.weights, &self.kv, &self.workspace].map(|arena| arena.mapped_bytes()).iter().sum::<u64>()
+        [&self.weights, &self.kv, &self.workspace].map(|arena| arena.mapped_bytes()).iter().sum()
     }
 
     /// Gives what nothing uses back to the driver.
