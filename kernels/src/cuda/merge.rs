@@ -155,7 +155,7 @@ impl Merger {
             })
         };
         match &merge.base {
-            MergeBase::Read(read) => fill(*read),
+            MergeBase::Read(read) => fill(read),
             MergeBase::Matrix(base) => {
                 assert!(!merge.goes_by_whole_rows(), "a merge that needs whole rows has a part of them");
                 fill(&|rows, _, values| base.read_rows(rows.start - merge.rows.start, RowBits::F32(values)))

@@ -141,7 +141,7 @@ fn chunks_and_single_tokens_have_the_bits_of_the_whole() {
 
 #[test]
 fn a_sequence_has_the_same_bits_alone_and_in_any_batch() {
-    for case in 0..LAYERS.len() {
+    for (case, shape) in LAYERS.iter().enumerate() {
         let mut random = Random::new(case as u64);
         let mut layer = Layer::new(case, 120, 16);
         let mut free = shuffled(&mut random, 120);
@@ -153,19 +153,19 @@ fn a_sequence_has_the_same_bits_alone_and_in_any_batch() {
             let together = layer.attend(&parts);
             for (part, together) in parts.iter().zip(&together) {
                 let alone = layer.attend(std::slice::from_ref(part)).remove(0);
-                assert!(alone == *together, "{:?}: rows {:?} of {rows:?}", LAYERS[case], part.1);
+                assert!(alone == *together, "{:?}: rows {:?} of {rows:?}", shape, part.1);
             }
             // More sequences than one block of the search for them has threads.
             let many: Vec<_> = (0..45).map(|i| parts[i % 3].clone()).collect();
             let all_same = layer.attend(&many).iter().enumerate().all(|(i, found)| *found == together[i % 3]);
-            assert!(all_same, "{:?}: {rows:?} fifteen times", LAYERS[case]);
+            assert!(all_same, "{:?}: {rows:?} fifteen times", shape);
         }
     }
 }
 
 #[test]
 fn a_shared_prefix_has_the_bits_of_its_copy() {
-    for case in 0..LAYERS.len() {
+    for (case, shape) in LAYERS.iter().enumerate() {
         let mut random = Random::new(case as u64);
         let mut layer = Layer::new(case, 60, 16);
         let mut free = shuffled(&mut random, 60);
@@ -183,7 +183,7 @@ fn a_shared_prefix_has_the_bits_of_its_copy() {
         second.table[..full].copy_from_slice(&first.table[..full]);
         layer.rank.ops.copy_blocks(&mut layer.cache, &[copy]).unwrap();
         let together = layer.attend(&[(&first, 0..first.len), (&second, shared..second.len)]);
-        assert!(together[1] == alone[0], "{:?}", LAYERS[case]);
+        assert!(together[1] == alone[0], "{:?}", shape);
     }
 }
 

@@ -6,6 +6,8 @@
 
 mod cache;
 mod plan;
+#[cfg(test)]
+mod tests;
 
 use std::f32::consts::LOG2_E;
 use std::sync::Arc;
@@ -26,7 +28,7 @@ use crate::kv_layout::{BlockCopy, KvDtype, KvLayout};
 use crate::step::AttentionShape;
 use cache::CacheWrites;
 pub(super) use plan::AttentionPlan;
-use plan::{TILES, Tile};
+use plan::{TILES, Tile, Way};
 
 /// Threads of a block of `fold_spans`.
 const FOLD_THREADS: u32 = 64;
@@ -77,13 +79,13 @@ impl Attention {
     /// # Panics
     /// If shapes do not agree, or a block table is too short or names a block outside the cache.
     pub fn attend(&self, q: Rows, shape: &AttentionShape, step: &CudaStep, cache: &CudaKv, out: Rows) -> Result<()> {
-        let launch = step.plan.launch(&cache.layout, shape, self.context.processors as usize);
-        self.attend_by(launch, q, shape, step, cache, out)
+        let way = step.plan.way(&cache.layout, shape, self.context.processors as usize);
+        self.attend_by(way, q, shape, step, cache, out)
     }
 
     fn attend_by(
         &self,
-        launch: plan::Launch,
+        way: Way,
         q: Rows,
         shape: &AttentionShape,
         step: &CudaStep,
@@ -95,7 +97,7 @@ impl Attention {
         plan.check(layout, q.rows);
         assert!(shape.heads.is_multiple_of(kv_heads), "{} heads share {kv_heads} KV heads", shape.heads);
         assert_eq!((q.rows, q.width, out.width), (out.rows, shape.heads * head_dim, q.width), "{q:?} and {out:?}");
-        let partials = if launch.spans == 1 { 0 } else { plan.partials * shape.heads };
+        let partials = if way.spans == 1 { 0 } else { plan.partials * shape.heads };
         let values = if partials == 0 { 0 } else { self.partials.take(partials * plan::partial_bytes(layout))? };
         let softmaxes = values + (partials * head_dim * size_of::<f32>()) as u64;
         let start = |function, blocks: [usize; 3], threads, shared| {
@@ -109,9 +111,9 @@ impl Attention {
             // SAFETY: shapes and block tables were checked, and there is memory for each partial result.
             unsafe { launch.start(grid((x, y, z), threads, shared)) }
         };
-        let tile = &TILES[launch.tile];
-        let blocks = [plan.blocks(launch.tile, layout, shape), kv_heads, launch.spans];
-        start(&self.tiles[launch.tile], blocks, tile.threads, tile.shared)?;
+        let tile = &TILES[way.tile];
+        let blocks = [plan.blocks(way.tile, layout, shape), kv_heads, way.spans];
+        start(&self.tiles[way.tile], blocks, tile.threads, tile.shared)?;
         if partials == 0 {
             return Ok(());
         }

@@ -64,7 +64,7 @@ const fn f32(kernel: &'static str, head_dim: usize) -> Tile {
     Tile { kernel, dtype: KvDtype::F32, head_dim, queries, threads: 128, shared: shared as u32 }
 }
 
-/// The kernels of `cu/attention_bf16.cu` and `cu/attention_f32.cu`; those for more queries behind those for few, as they
+/// The kernels of `cu/attention_bf16.cu` and `cu/attention_f32.cu`; those for more queries behind those for few: they
 /// share what is read.
 pub(super) const TILES: [Tile; 9] = [
     bf16("attention_bf16_32_x1", 32, 1, 3),
@@ -80,7 +80,7 @@ pub(super) const TILES: [Tile; 9] = [
 
 /// How one call is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Launch {
+pub(super) struct Way {
     /// Which of [`TILES`].
     pub tile: usize,
     /// Blocks that share the spans of the same queries, whose results another kernel folds; 1 if one block has all.
@@ -133,19 +133,19 @@ impl AttentionPlan {
     }
 
     /// The fastest way for a device with this many multiprocessors.
-    pub(super) fn launch(&self, layout: &KvLayout, shape: &AttentionShape, processors: usize) -> Launch {
-        let whole = Launch { tile: self.tile(layout, shape), spans: 1 };
+    pub(super) fn way(&self, layout: &KvLayout, shape: &AttentionShape, processors: usize) -> Way {
+        let whole = Way { tile: self.tile(layout, shape), spans: 1 };
         let is_busy = self.blocks(whole.tile, layout, shape) * layout.kv_heads >= BUSY_BLOCKS * processors;
         let fits = self.partials * shape.heads * partial_bytes(layout) <= MAX_PARTIAL_BYTES;
-        if is_busy || !fits { whole } else { Launch { spans: self.spans(whole.tile, shape), ..whole } }
+        if is_busy || !fits { whole } else { Way { spans: self.spans(whole.tile, shape), ..whole } }
     }
 
     /// All ways there are.
     #[cfg(test)]
-    pub(super) fn launches(&self, layout: &KvLayout, shape: &AttentionShape) -> Vec<Launch> {
+    pub(super) fn ways(&self, layout: &KvLayout, shape: &AttentionShape) -> Vec<Way> {
         let tiles = (0..TILES.len()).filter(|tile| fits(&TILES[*tile], layout));
-        let launches = |tile| [1, self.spans(tile, shape)].map(|spans| Launch { tile, spans });
-        tiles.flat_map(launches).collect()
+        let ways = |tile| [1, self.spans(tile, shape)].map(|spans| Way { tile, spans });
+        tiles.flat_map(ways).collect()
     }
 
     /// That of the smallest head dimension that fits; the one for few queries, unless a sequence has more.

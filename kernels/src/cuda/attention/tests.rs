@@ -1,0 +1,95 @@
+//! Every way to compute a call gives the same bits.
+
+use half::bf16;
+
+use super::*;
+use crate::cpu::testing::Random;
+use crate::step::{AttentionSequence, StepInput};
+
+const PROCESSORS: usize = 132;
+
+fn layout(dtype: KvDtype, kv_heads: usize, head_dim: usize) -> KvLayout {
+    KvLayout { blocks: 60, block_size: 16, kv_heads, head_dim, dtype }
+}
+
+/// Sequences `(rows, start)` behind each other, whose tables are parts of `blocks`.
+fn sequences<'a>(parts: &[(usize, usize)], mut blocks: &'a [u32]) -> Vec<AttentionSequence<'a>> {
+    let mut first_row = 0;
+    let sequence = |(rows, start_position): &(usize, usize)| {
+        let block_table;
+        (block_table, blocks) = blocks.split_at((start_position + rows).div_ceil(16));
+        first_row += rows;
+        AttentionSequence { first_row: first_row - rows, rows: *rows, start_position: *start_position, block_table }
+    };
+    parts.iter().map(sequence).collect()
+}
+
+/// A cache of normal values.
+fn cache(context: &Context, layout: KvLayout, random: &mut Random) -> CudaKv {
+    let cache = CudaKv::new(context, layout).unwrap();
+    let values = random.normals(layout.blocks * layout.bytes_per_block() / layout.dtype.bytes(), 1.0);
+    let narrow = || values.iter().copied().map(bf16::from_f32).collect::<Vec<_>>();
+    match layout.dtype {
+        KvDtype::Bf16 => context.copies.write(cache.keys(), &narrow()).unwrap(),
+        KvDtype::F32 => context.copies.write(cache.keys(), &values).unwrap(),
+    }
+    cache
+}
+
+#[test]
+fn every_way_gives_the_same_bits() {
+    let context = Arc::new(Context::open(0).unwrap());
+    let (attention, staging) = (Attention::load(&context).unwrap(), Staging::new(&context.stream));
+    let layers = [(KvDtype::Bf16, 32, 3, None), (KvDtype::Bf16, 80, 7, Some(100)), (KvDtype::F32, 48, 2, Some(300))];
+    for (seed, (dtype, head_dim, group, sliding_window)) in layers.into_iter().enumerate() {
+        let mut random = Random::new(seed as u64);
+        let layout = layout(dtype, 2, head_dim);
+        let cache = cache(&context, layout, &mut random);
+        let blocks: Vec<u32> = (0..60).rev().collect();
+        let parts = [(1, 299), (37, 240), (3, 0), (20, 250)];
+        let (rows, width) = (61, 2 * group * head_dim);
+        let tokens = vec![0; rows];
+        let sequences = sequences(&parts, &blocks);
+        let input =
+            StepInput { tokens: &tokens, positions: &[], slots: &[], sequences: &sequences, logits: &[], tasks: &[] };
+        let step = CudaStep::upload(&context, &staging, &input).unwrap();
+        let shape = AttentionShape { heads: 2 * group, scale: 0.1, sliding_window };
+        let rows_of = |values: &[f32]| {
+            let memory = context.workspace.allocate(size_of_val(values)).unwrap();
+            context.copies.write(memory.pointer, values).unwrap();
+            (Rows { pointer: memory.pointer, rows, width, stride: width }, memory)
+        };
+        let (q, _q) = rows_of(&random.normals(rows * width, 1.0));
+        let run = |way| {
+            let (out, memory) = rows_of(&vec![f32::NAN; rows * width]);
+            attention.attend_by(way, q, &shape, &step, &cache, out).unwrap();
+            let mut bits = vec![0_u32; rows * width];
+            context.copies.read(memory.pointer, &mut bits).unwrap();
+            bits
+        };
+        let ways = step.plan.ways(&layout, &shape);
+        let expected = run(ways[0]);
+        for way in &ways[1..] {
+            assert!(run(*way) == expected, "seed {seed}: {way:?} and {:?} differ", ways[0]);
+        }
+    }
+}
+
+#[test]
+fn few_queries_are_split_by_spans_and_many_share_what_they_read() {
+    let way = |parts: &[(usize, usize)], dtype, head_dim, sliding_window| {
+        let blocks = vec![0; 100_000];
+        let plan = AttentionPlan::write(&sequences(parts, &blocks), &mut Vec::new());
+        let shape = AttentionShape { heads: 28, scale: 1.0, sliding_window };
+        let Way { tile, spans } = plan.way(&layout(dtype, 4, head_dim), &shape, PROCESSORS);
+        (TILES[tile].kernel, spans)
+    };
+    assert_eq!(way(&[(1, 5000)], KvDtype::Bf16, 128, None), ("attention_bf16_128_x1", 20));
+    assert_eq!(way(&[(1, 5000)], KvDtype::Bf16, 128, Some(1000)), ("attention_bf16_128_x1", 5));
+    assert_eq!(way(&[(1, 255)], KvDtype::Bf16, 128, None), ("attention_bf16_128_x1", 1), "one span");
+    assert_eq!(way(&[(1, 5000); 200], KvDtype::Bf16, 64, None), ("attention_bf16_64_x1", 1), "many sequences");
+    assert_eq!(way(&[(1, 500), (512, 0)], KvDtype::Bf16, 80, None), ("attention_bf16_128_x4", 2));
+    assert_eq!(way(&[(512, 30000)], KvDtype::Bf16, 96, None), ("attention_bf16_128_x4", 1), "too many results");
+    assert_eq!(way(&[(9, 0)], KvDtype::Bf16, 192, None), ("attention_bf16_256_x2", 1));
+    assert_eq!(way(&[(9, 0)], KvDtype::F32, 64, None), ("attention_f32", 1));
+}
