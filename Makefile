@@ -55,6 +55,8 @@ say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 CUDA := .cuda
 CUDA_TARGET := target/cuda
 EMULATOR := target/emulator
+# Where the emulator keeps the kernels that it has compiled.
+export CUEMU_CACHE := $(abspath $(EMULATOR))/cache
 cuda_environment = environment=$$(PYTHON=$(PYTHON) scripts/cuda-toolkit.sh $(CUDA)) && eval "$$environment"
 
 .PHONY: help setup browser server demo train test test-rust test-python test-trainers test-integrations cuda cuda-test cuda-check fuzz lint miri bench bench-peers \
