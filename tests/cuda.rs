@@ -1,6 +1,6 @@
-//! Whole engines on a CUDA device, a card or the emulator: log-probabilities against transformers, the equalities of the
-//! numerics contract, pushes and sleep against the CPU's bits. `make cuda-test` runs them on the emulator, where a step
-//! takes tens of milliseconds, so sequences are short.
+//! Whole engines on a CUDA device, a card or the emulator: log-probabilities against transformers, the equalities of
+//! the numerics contract, pushes and sleep against the CPU's bits. `make cuda-test` runs them on the emulator, where a
+//! step takes tens of milliseconds, so sequences are short.
 
 mod common;
 

@@ -1,5 +1,5 @@
-//! PTX to C: what nvcc's front end and optimiser really made, with a C statement for each instruction. Every CUDA thread
-//! runs the function as a fiber of its own, so control flow, divergence included, needs no care here.
+//! PTX to C: what nvcc's front end and optimiser really made, with a C statement for each instruction. Every CUDA
+//! thread runs the function as a fiber of its own, so control flow, divergence included, needs no care here.
 //!
 //! | step | file |
 //! |---|---|
@@ -15,10 +15,10 @@
 //! A PTX register is a C variable of its width, and each instruction reads it as the type that it names. Labels, jumps
 //! and scopes are C's own. What a register or local memory holds before it is written is not a number.
 //!
-//! [`Module::parse`] translates everything, so that an instruction that is not emulated fails when the module is loaded,
-//! by its name and line; so does one with a modifier that its function never asked for. To add an instruction: a line in
-//! the table of [`instructions`], a function in the file of its family, and a test in `tests/instructions` against the
-//! same arithmetic in Rust.
+//! [`Module::parse`] translates everything, so that an instruction that is not emulated fails when the module is
+//! loaded, by its name and line; so does one with a modifier that its function never asked for. To add an instruction:
+//! a line in the table of [`instructions`], a function in the file of its family, and a test in `tests/instructions`
+//! against the same arithmetic in Rust.
 //!
 //! Not as on a GPU: the last bits of `approx` instructions; the order in which tensor cores sum (here k ascending, in
 //! float32); `activemask`, which gives each thread itself alone; the bits of what is not a number; and `mul` and `add`

@@ -1,4 +1,5 @@
-//! Halves by their definition, in exact arithmetic: a value of two doubles is rounded by comparing it with the neighbours.
+//! Halves by their definition, in exact arithmetic: a value of two doubles is rounded by comparing it with the
+//! neighbours.
 
 /// The value of float16 bits.
 pub fn f16(bits: u16) -> f64 {

@@ -6,7 +6,7 @@ use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::sys;
 
 use super::arena::Allocation;
-use super::attention::AttentionPlan;
+use super::attention::plan::AttentionPlan;
 use super::context::Context;
 use super::staging::Staging;
 use crate::step::StepInput;

@@ -63,8 +63,9 @@ fn saturated(i: &Instruction<'_>, ty: Type, a: &[String]) -> Result<String> {
     }
 }
 
-/// `add.cc`, `addc`, `sub.cc`, `subc`, `mad.cc`, `madc`: `CC` is the carry. A difference is the sum of a, the complement
-/// of b and 1, so that its carry is 1 where nothing is borrowed: nvcc's division of 128 bits asks for it with `addc`.
+/// `add.cc`, `addc`, `sub.cc`, `subc`, `mad.cc`, `madc`: `CC` is the carry. A difference is the sum of a, the
+/// complement of b and 1, so that its carry is 1 where nothing is borrowed: nvcc's division of 128 bits asks for it
+/// with `addc`.
 pub(super) fn with_carry(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     let ty = i.ty()?;
     let bits = ty.bits();

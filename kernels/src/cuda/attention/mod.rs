@@ -5,7 +5,7 @@
 //! same order.
 
 mod cache;
-mod plan;
+pub(super) mod plan;
 #[cfg(test)]
 mod tests;
 
@@ -27,7 +27,6 @@ use super::tensor::Rows;
 use crate::kv_layout::{BlockCopy, KvDtype, KvLayout};
 use crate::step::AttentionShape;
 use cache::CacheWrites;
-pub(super) use plan::AttentionPlan;
 use plan::{TILES, Tile, Way};
 
 /// Threads of a block of `fold_spans`.
