@@ -2,6 +2,7 @@
 
 use half::bf16;
 
+use super::plan::AttentionPlan;
 use super::*;
 use crate::cpu::testing::Random;
 use crate::step::{AttentionSequence, StepInput};
