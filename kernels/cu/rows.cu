@@ -3,12 +3,9 @@
 #include <cuda_bf16.h>
 #include <stdint.h>
 
-namespace {
+#include "weights.cuh"
 
-// Where the value of a column lies in a row of a matrix: see `RowLayout` in src/cuda/matrix.rs.
-__device__ int place(int column, int run, int padded_run) {
-    return column / run * padded_run + column % run;
-}
+namespace {
 
 template <typename T>
 __device__ void embed(const T *table, int first, int tokens, int stride, int run, int padded_run, const uint32_t *wanted,
