@@ -59,7 +59,7 @@ EMULATOR := target/emulator
 export CUEMU_CACHE := $(abspath $(EMULATOR))/cache
 cuda_environment = environment=$$(PYTHON=$(PYTHON) scripts/cuda-toolkit.sh $(CUDA)) && eval "$$environment"
 
-.PHONY: help setup browser server demo train test test-rust test-python test-trainers test-integrations cuda cuda-test cuda-check fuzz lint miri bench bench-peers \
+.PHONY: help setup browser server demo train test test-rust test-python test-trainers test-integrations cuda cuda-test cuda-test-trainers cuda-check gpu-check gpu-check-binaries fuzz lint miri bench bench-peers \
 	bench-profile bench-operators bench-weight-sync bench-fleet bench-doors bench-loop page-picture status-picture docs proto fixtures record image-check \
 	check-cargo check-python
 
@@ -119,14 +119,41 @@ cuda-test: check-cargo check-python ## the kernels and the server on an emulated
 	$(call say,Building the emulator of a GPU)
 	@emulator/build.sh $(EMULATOR)
 	$(call say,Kernels and server on the emulated GPU)
-	@$(cuda_environment) && export CARGO_TARGET_DIR=$(CUDA_TARGET) CUDA_CARDS=80 LD_LIBRARY_PATH=$(abspath $(EMULATOR)) && \
+	@$(cuda_environment) && export CARGO_TARGET_DIR=$(CUDA_TARGET) CUDA_CARDS=80 LD_LIBRARY_PATH=$(abspath $(EMULATOR)) CUEMU_DEVICES=4 && \
 		tests='$(CARGO) test --release --workspace --exclude cuda-emulator --features cuda' && \
-		$$tests --test devices --test cuda && $$tests --lib -- cuda::
+		$$tests --test devices --test cuda --test cuda_ranks --test cuda_memory --test cuda_ceiling --test cuda_failures --test cuda_graphs --test cuda_transport --test cuda_settings --test cuda_broadcast && $$tests --lib -- cuda:: && \
+		CUEMU_SHARED=101376 $$tests --test cuda
+
+# Both sides of the group are emulated, and torch's store is the real one.
+cuda-test-trainers: $(TRAINERS)/.installed check-cargo check-python ## TRL's own trainer, which broadcasts its weights to an emulated GPU
+	$(call say,Building the emulator of a GPU and the server)
+	@emulator/build.sh $(EMULATOR)
+	@$(cuda_environment) && CARGO_TARGET_DIR=$(CUDA_TARGET) CUDA_CARDS=80 $(CARGO) build --release --features cuda --bin rollout-server
+	@$(cuda_environment) && ROLLOUT_CUDA_SERVER=$(abspath $(CUDA_TARGET))/release/rollout-server EMULATOR=$(abspath $(EMULATOR)) \
+		$(TRAINERS)/bin/python -m pytest $(TRAINER_TESTS)/test_trl_broadcast.py --server $(CUDA_TARGET)/release/rollout-server
 
 cuda-check: check-cargo check-python ## registers, spills and instructions of each kernel for each card, beside the committed table
 	@$(cuda_environment) && $(PYTHON) scripts/cuda_check.py kernels/cu
 	@$(cuda_environment) && CARGO_TARGET_DIR=$(CUDA_TARGET) CUDA_CARDS=80 \
 		$(CARGO) clippy --workspace --release --features cuda --all-targets -- -D warnings
+
+# compute-sanitizer of the toolkit's version.
+SANITIZER := nvidia-cuda-sanitizer-api==13.0.85
+
+# On another machine with a card: copy the checkout, target/gpu-check and the libraries to the same paths, run the last line.
+gpu-check: check-python ## the same tests on a card, in the order to try first; skips without one
+	@if $(PYTHON) scripts/gpu_check.py card; then $(MAKE) --no-print-directory gpu-check-binaries && \
+		$(BIN)/python scripts/gpu_check.py run target/gpu-check --libraries $(CUDA)/nvidia/cu13/lib \
+			$(if $(wildcard $(TRAINERS)/.installed),--peer-python $(TRAINERS)/bin/python); fi
+
+gpu-check-binaries: setup check-cargo
+	$(call say,Building the tests for NVIDIA GPUs: target/gpu-check)
+	@mkdir -p target/gpu-check && $(cuda_environment) && export CARGO_TARGET_DIR=$(CUDA_TARGET) && \
+		$(CARGO) test --release --workspace --exclude cuda-emulator --features cuda --lib --test devices --test cuda --test cuda_ranks --test cuda_transport \
+		--no-run --message-format json-render-diagnostics >target/gpu-check/messages
+	@$(PYTHON) scripts/gpu_check.py collect target/gpu-check <target/gpu-check/messages
+	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --root-user-action=ignore --no-deps --upgrade \
+		--target target/gpu-check/sanitizer $(SANITIZER)
 
 fuzz: check-cargo ## random calls of every method, with other seeds each time: make fuzz SECONDS_PER_TARGET=60
 	$(call say,Fuzzing each method for $(SECONDS_PER_TARGET) s (stop it when it is enough; a failure says how to replay it))

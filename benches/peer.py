@@ -2,6 +2,7 @@
 """Runs one peer in its own Python: takes workloads as lines of JSON on standard input, and answers each with a line.
 
     .peers/vllm/bin/python benches/peer.py vllm CHECKPOINT
+    python benches/peer.py transformers CHECKPOINT cuda
 
 The first line it prints has the peer's version. A line of input is an `Order`. Its answer is {"seconds"}: the wall
 time of the whole workload from a cold prefix cache, including the reading of every sampled token's log-probability.
@@ -65,13 +66,13 @@ def vllm(checkpoint: str) -> tuple[str, Runner, Callable[[], object]]:
     return library.__version__, run, llm.reset_prefix_cache
 
 
-def transformers(checkpoint: str) -> tuple[str, Runner, Callable[[], object]]:
+def transformers(checkpoint: str, device: str = "cpu") -> tuple[str, Runner, Callable[[], object]]:
     """transformers: `generate` with all sequences in one batch. Prompts have equal lengths, so nothing is padded."""
     import torch  # noqa: PLC0415 only this peer's Python has it
     import transformers as library  # noqa: PLC0415
 
     torch.set_num_threads(os.cpu_count() or 1)
-    model = library.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
+    model = library.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval().to(device)
 
     class KeepLogprobs(library.LogitsProcessor):
         """Keeps the log-probability of each sampled token, so that only one step's logits are alive at a time."""
@@ -89,7 +90,7 @@ def transformers(checkpoint: str) -> tuple[str, Runner, Callable[[], object]]:
             return scores
 
     def run(order: Order) -> int:
-        rows = torch.tensor([prompt for prompt in order["prompts"] for _ in range(order["n"])])
+        rows = torch.tensor([prompt for prompt in order["prompts"] for _ in range(order["n"])], device=device)
         is_greedy = order["temperature"] == 0
         sampling = {} if is_greedy else {"temperature": order["temperature"], "top_k": 0, "top_p": 1.0}
         keep = KeepLogprobs()

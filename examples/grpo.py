@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """GRPO with LoRA in plain torch and PEFT: the whole loop, written out. It teaches a model to sort three digits.
 
-    make train                  # a tiny model, made on the spot: two minutes
-    make train MODEL=smollm2    # SmolLM2-135M-Instruct, which takes longer
+    make train                  # a tiny model, made on the spot: under a minute
+    make train MODEL=smollm2    # SmolLM2-135M-Instruct, five minutes
     python examples/grpo.py --server target/release/rollout-server --model .models/tiny --out runs/tiny
 
 Each step wakes the server, pushes the newest adapter into it, lets it sample a group of answers to each question, and

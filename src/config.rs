@@ -25,10 +25,24 @@ pub struct Config {
     #[arg(long, env = "ROLLOUT_TP", default_value_t = 1, value_name = "N")]
     pub tp: usize,
 
+    /// How sums over ranks are added: in one tree, so that results do not depend on --tp, or as NCCL adds them.
+    #[arg(long, env = "ROLLOUT_ALL_REDUCE", value_enum, default_value_t = AllReduceChoice::Tree)]
+    pub all_reduce: AllReduceChoice,
+
     /// Ceiling on all that the process takes, as a fraction of the device's memory (for the CPU: of the smaller of
     /// the machine's and its cgroup's).
     #[arg(long, env = "ROLLOUT_MEM_UTIL", default_value_t = 0.5, value_name = "F")]
     pub mem_util: f64,
+
+    /// With a device that has memory of its own: ceiling on what the process takes of the host's, e.g. 64GiB [default:
+    /// half of the smaller of the machine's and its cgroup's].
+    #[arg(long, env = "ROLLOUT_HOST_MEMORY", value_parser = parse_bytes, value_name = "BYTES")]
+    pub host_memory: Option<u64>,
+
+    /// Whether the launches of steps that sample one token of each sequence are recorded and repeated, where the device
+    /// can (auto: with one rank, on: with several too), or made one by one.
+    #[arg(long, env = "ROLLOUT_GRAPHS", value_enum, default_value_t = GraphsChoice::Auto)]
+    pub graphs: GraphsChoice,
 
     /// Where the model runs.
     #[arg(long, env = "ROLLOUT_DEVICE", value_parser = device_parser(), default_value = Backend::ALL[0].name())]
@@ -204,6 +218,19 @@ pub enum KernelChoice {
 pub enum SpeculationChoice {
     /// Speculate in the steps where it is likely to save time.
     Auto,
+    Off,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum AllReduceChoice {
+    Tree,
+    Nccl,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum GraphsChoice {
+    Auto,
+    On,
     Off,
 }
 

@@ -119,7 +119,7 @@ impl From<rollout_kernels::DeviceError> for Error {
 
 impl From<candle_core::Error> for Error {
     fn from(e: candle_core::Error) -> Self {
-        Self::Internal(e.to_string())
+        rollout_kernels::out_of_memory(&e).map_or_else(|| Self::Internal(e.to_string()), Self::ResourceExhausted)
     }
 }
 

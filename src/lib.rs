@@ -17,9 +17,9 @@
 //!    clients send, so that every check and default is there once; each door makes its own answers of the engine's
 //!    events.
 //! 2. [`engine`] adds each prompt with its samples as a group to the [`scheduler`].
-//! 3. Each `step()`: `schedule → launch → collect → update → emit`. The scheduler decides, as plain data (a
+//! 3. Each `step()`: `schedule → launch → collect → update`. The scheduler decides, as plain data (a
 //!    [`types::StepPlan`]), which tokens of which sequences run; the [`executor`]'s ranks run them and sample; the
-//!    scheduler takes note; the engine emits events.
+//!    scheduler takes note. The engine emits the events of a step while the ranks compute the next one.
 //! 4. A sample ends by a stop rule, by a stop string, by abort or because its client is gone. Its blocks go back at
 //!    once. When all samples of a request have ended it gets its one terminal event.
 //!

@@ -1,47 +1,34 @@
 //! From a configuration to a running engine: opens the model, divides the memory, builds the ranks.
 
+mod memory;
+mod ranks;
+
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::sync_channel;
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use clap::ValueEnum;
-use rollout_kernels::{Devices, KvDtype, ModelShape, WeightDtype};
+use rollout_kernels::{AllReduce, Devices, KvDtype, ModelShape, WeightDtype};
 
 use crate::cache::KvCacheManager;
-use crate::comm::{Communicator, LocalGroup, Solo};
-use crate::config::{Config, DTypeChoice, SpeculationChoice};
+use crate::comm::Trainers;
+use crate::config::{AllReduceChoice, Config, DTypeChoice, GraphsChoice, SpeculationChoice};
 use crate::engine::{COMMAND_QUEUE, Engine, EngineHandle, Setup};
 use crate::error::{Error, Result};
-use crate::executor::{ModelRunner, RankWeights, Ranks, resident_adapter_bytes};
-use crate::memory::{MemoryBudget, MemoryReport, MemoryUse, Traffic, human_bytes};
+use crate::memory::Traffic;
 use crate::model::config::ModelConfig;
-use crate::model::{Build, Decoder, Parameterized, Workspace, WorkspaceShape, kv_bytes_per_block, kv_caches};
-use crate::observe::{Observer, Recorder, TIMELINE_BYTES};
+use crate::model::{Build, Decoder, Parameterized};
+use crate::observe::{Observer, Recorder};
 use crate::scheduler::{Scheduler, SchedulerConfig, Speculation};
 use crate::server::{ModelFacts, PromptEncoder, ServerInfo, ServingContext};
 use crate::text::{ChatTemplate, Tokenizer};
-use crate::weights::{Checkpoint, Dtype, ModelFiles, ModelSource, Parameters, Partition, Sources, TokenizerFiles};
-
-/// Bytes set aside for what is not reserved one by one: code, threads, tokenizer, and the allocator's slack. With
-/// SmolLM2-135M, resident memory less the reservations touched: 45 MiB when idle, an estimated 115 MiB after 64 samples
-/// (the touched part of the cache is counted from its blocks). What the transport holds of frames that are not whole
-/// comes out of it too: 32 MiB of long ones, and 96 KiB at most for each connection; and so do the 4 MiB of the
-/// timeline.
-const PROCESS_BYTES: u64 = 192 << 20;
-const _: () = assert!(TIMELINE_BYTES < 4 << 20, "docs/observability.md says so");
-
-/// Most bytes that TLS holds of one connection: two records as they are read, one that arrives, its decrypted bytes,
-/// and one that is sent, with what a growing buffer takes more.
-const TLS_CONNECTION_BYTES: u64 = 96 << 10;
-
-/// Most bytes that are set aside for requests and replies in flight where `--request-bytes` is not given: what several
-/// batches of a large trainer take while they are decoded.
-const MAX_REQUEST_BYTES: u64 = 512 << 20;
-/// Fewest bytes that are set aside for requests and replies in flight: a request of a few prompts, its text being
-/// encoded, and its reply.
-const MIN_REQUEST_BYTES: u64 = 8 << 20;
+use crate::weights::{
+    BROADCAST_BUFFER_BYTES, Checkpoint, Dtype, ModelFiles, ModelSource, Parameters, Partition, Sources, TokenizerFiles,
+    largest_broadcast,
+};
+use memory::Plan;
+use ranks::{Ingredients, Meeting, Progress, start_ranks};
 
 /// A running engine and what is known about it.
 pub struct Started {
@@ -57,13 +44,17 @@ pub struct Started {
     /// Number of weights (elements of all parameters); a tied head counts once.
     pub num_weights: u64,
     pub kernel: &'static str,
+    pub devices: Devices,
     pub text: Text,
+    /// What can join groups of trainers.
+    pub trainers: Trainers,
 }
 
 impl Started {
     /// What the server needs, and the engine's thread.
     pub fn into_context(self, config: &Config) -> (ServingContext, JoinHandle<Result<()>>) {
         let Self { engine, thread, model, text, .. } = self;
+        let sources = Arc::new(Sources::new(config.weights_dir.clone()).with_devices(self.devices));
         let info = ServerInfo {
             model: self.model_name,
             architecture: model.architecture_name().into(),
@@ -77,6 +68,7 @@ impl Started {
             kernel: self.kernel.into(),
             max_adapters: config.max_adapters,
             max_lora_rank: config.max_lora_rank,
+            device_uuids: sources.device_uuids(),
         };
         let facts = ModelFacts {
             vocab_size: model.vocab_size,
@@ -84,10 +76,11 @@ impl Started {
             eos_token_ids: model.eos_token_ids,
             encoder: text.tokenizer.map(|tokenizer| Arc::new(PromptEncoder::new(tokenizer, text.chat_template))),
         };
-        let sources = Arc::new(Sources::new(config.weights_dir.clone()));
         let update_idle = Duration::from_secs(config.update_idle_seconds);
         let (traffic, parameters) = (self.traffic, self.parameters);
-        (ServingContext { model: Arc::new(facts), info, engine, traffic, parameters, sources, update_idle }, thread)
+        let trainers = self.trainers;
+        let model = Arc::new(facts);
+        (ServingContext { model, info, engine, traffic, parameters, sources, update_idle, trainers }, thread)
     }
 }
 
@@ -121,6 +114,8 @@ struct Layout {
     max_model_len: usize,
     max_batch_tokens: usize,
     block_size: usize,
+    /// Whether devices may record passes and repeat them.
+    records: bool,
     devices: Devices,
 }
 
@@ -134,16 +129,17 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
     let files = ModelSource::parse(&config.model)?.open()?;
     let model = ModelConfig::from_files(&files)?;
     model.check_tensor_parallel(config.tp)?;
-    check_ranks(config)?;
     let layout = Layout::new(config, &model)?;
+    let meetings = Meeting::plan(&layout.devices, config.tp, all_reduce(config))?;
     let text = Text::open(&files.tokenizer)?;
 
-    let mut budget = MemoryBudget::new(layout.devices.total_bytes(), config.mem_util);
-    let mut decoders = reserve_fixed(&mut budget, config, &model, &layout)?;
-    let traffic = reserve_requests(&mut budget, config, &model, &layout)?;
-    let blocks = reserve_kv(&mut budget, config, &model, &layout)?;
+    let mut decoders: Vec<_> = (0..layout.world)
+        .map(|rank| Decoder::new(&model, &layout.build(rank), layout.max_model_len))
+        .collect::<Result<_>>()?;
     let parameters = Arc::new(parameters(&mut decoders[0], &model, &layout)?);
-    print_ledger(&budget.report(), blocks, &layout);
+    let trainers = Trainers::new(&layout.devices);
+    let broadcast = trainers.ranks() as u64 * largest_broadcast(&parameters, BROADCAST_BUFFER_BYTES);
+    let Plan { budget, traffic, blocks } = Plan::new(config, &model, &layout, &decoders, broadcast)?;
 
     let ModelFiles { name: model_name, checkpoint, .. } = files;
     let num_weights = count_weights(&checkpoint, &model);
@@ -155,7 +151,7 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
         blocks,
         progress,
     };
-    let executor = start_ranks(decoders, ingredients)?;
+    let executor = start_ranks(decoders, meetings, ingredients)?;
     let scheduler = Scheduler::new(
         SchedulerConfig {
             max_num_seqs: config.max_num_seqs,
@@ -191,19 +187,18 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
         model_name,
         parameters,
         num_weights,
+        trainers,
         kernel: layout.devices.of_rank(0).kernel(),
+        devices: layout.devices,
         text,
     })
 }
 
-/// # Errors
-/// `Config` if the ranks of the device cannot reach one another.
-fn check_ranks(config: &Config) -> Result<()> {
-    if config.tp == 1 || config.device.is_on_the_host() {
-        return Ok(());
+fn all_reduce(config: &Config) -> AllReduce {
+    match config.all_reduce {
+        AllReduceChoice::Tree => AllReduce::Tree,
+        AllReduceChoice::Nccl => AllReduce::Library,
     }
-    let (tp, device) = (config.tp, config.device.name());
-    Err(Error::Config(format!("--tp {tp}: --device {device} has no communication between ranks yet; use --tp 1")))
 }
 
 impl Layout {
@@ -232,6 +227,12 @@ impl Layout {
             max_model_len,
             max_batch_tokens: config.max_batch_tokens,
             block_size: config.block_size,
+            records: match config.graphs {
+                // Recordings of several devices in one process can deadlock, says NCCL, and no card has run them yet.
+                GraphsChoice::Auto => config.tp == 1,
+                GraphsChoice::On => true,
+                GraphsChoice::Off => false,
+            },
             devices,
         })
     }
@@ -260,121 +261,6 @@ fn open_devices(config: &Config) -> Result<Devices> {
     Ok(Devices::open(config.device, config.tp, threads, kernel.get_name())?)
 }
 
-/// Reserves everything whose size does not depend on the KV cache, and makes the ranks' decoders, whose matrices take
-/// their memory only when the ranks load them.
-fn reserve_fixed(
-    budget: &mut MemoryBudget,
-    config: &Config,
-    model: &ModelConfig,
-    layout: &Layout,
-) -> Result<Vec<Decoder>> {
-    let decoders: Vec<_> = (0..layout.world)
-        .map(|rank| Decoder::new(model, &layout.build(rank), layout.max_model_len))
-        .collect::<Result<_>>()?;
-    let workspace = Workspace::bytes(model, &layout.build(0), layout.max_batch_tokens) * layout.world as u64;
-    let adapters = decoders.iter().enumerate().map(|(rank, decoder)| {
-        resident_adapter_bytes(decoder, &layout.build(rank), config.max_lora_rank, config.max_adapters)
-    });
-    let adapters = adapters.sum::<Result<u64>>()?;
-    let weights = decoders.iter().map(Parameterized::bytes).sum();
-    let mut entries = vec![
-        (MemoryUse::Process, PROCESS_BYTES + tls_bytes(config)),
-        (MemoryUse::Weights, weights),
-        (MemoryUse::Workspace, workspace),
-    ];
-    if adapters > 0 {
-        entries.push((MemoryUse::Adapters, adapters));
-    }
-    let needed: u64 = entries.iter().map(|e| e.1).sum();
-    let requests = config.request_bytes.unwrap_or(MIN_REQUEST_BYTES);
-    let least = needed + requests + block_bytes(model, layout) * blocks_for(layout.max_model_len, layout);
-    let total = budget.report().total;
-    for (used_for, bytes) in entries {
-        budget.reserve(used_for, bytes).map_err(|e| {
-            Error::ResourceExhausted(format!(
-                "--mem-util {}: {e}; this model with --max-model-len {} needs at least {} in all, {}",
-                config.mem_util,
-                layout.max_model_len,
-                human_bytes(least),
-                share_of(total, least),
-            ))
-        })?;
-    }
-    Ok(decoders)
-}
-
-/// What gives the server so many bytes: a `--mem-util`, or other than that more memory.
-fn share_of(total: u64, bytes: u64) -> String {
-    if bytes > total {
-        return format!("and this machine or container has {}", human_bytes(total));
-    }
-    // Rounded up, so that it is enough.
-    format!("--mem-util {:.3}", (bytes as f64 / total as f64 * 1000.0).ceil() / 1000.0)
-}
-
-/// Bytes set aside for TLS on both ports, with all their connections open.
-fn tls_bytes(config: &Config) -> u64 {
-    let ports = 1 + u64::from(config.http_port.is_some());
-    if config.tls_cert.is_some() { ports * config.max_connections as u64 * TLS_CONNECTION_BYTES } else { 0 }
-}
-
-/// Reserves the memory of requests and replies in flight, and makes the counter that holds them to it.
-fn reserve_requests(
-    budget: &mut MemoryBudget,
-    config: &Config,
-    model: &ModelConfig,
-    layout: &Layout,
-) -> Result<Traffic> {
-    let one_sequence = block_bytes(model, layout) * blocks_for(layout.max_model_len, layout);
-    let default = || {
-        // A KV cache of one longest sequence must fit beside them.
-        let share = (budget.remaining() / 4).min(budget.remaining().saturating_sub(one_sequence));
-        share.clamp(MIN_REQUEST_BYTES, MAX_REQUEST_BYTES)
-    };
-    let bytes = config.request_bytes.unwrap_or_else(default);
-    budget.reserve(MemoryUse::Requests, bytes).map_err(|e| {
-        Error::ResourceExhausted(format!("--request-bytes {bytes}: {e}; lower it, or raise --mem-util"))
-    })?;
-    Ok(Traffic::new(bytes))
-}
-
-/// Reserves the KV cache, as large as asked for or all that is left, and returns its number of blocks.
-fn reserve_kv(budget: &mut MemoryBudget, config: &Config, model: &ModelConfig, layout: &Layout) -> Result<usize> {
-    let per_block = block_bytes(model, layout);
-    let needed = blocks_for(layout.max_model_len, layout);
-    let bytes = config.kv_cache_bytes.unwrap_or_else(|| {
-        let left = budget.remaining() - staging_room(budget, config);
-        // One sequence must fit; the room for pushes is what is left of the rest, unless it was asked for.
-        if config.staging_bytes.is_some() { left } else { left.max(needed * per_block).min(budget.remaining()) }
-    });
-    let blocks = bytes / per_block;
-    if blocks < needed {
-        let tokens = blocks * layout.block_size as u64;
-        let staging = config.staging_bytes.map(|bytes| format!("beside --staging-bytes {bytes} ")).unwrap_or_default();
-        return Err(Error::ResourceExhausted(format!(
-            "{staging}the KV cache of {} holds {tokens} tokens, but one sequence of --max-model-len {} needs {}; raise \
-             --mem-util to at least {:.3}, or lower --max-model-len to at most {tokens}",
-            human_bytes(bytes),
-            layout.max_model_len,
-            human_bytes(needed * per_block),
-            budget.utilization_for(needed * per_block),
-        )));
-    }
-    budget.reserve(MemoryUse::KvCache, blocks * per_block).map_err(|e| {
-        Error::ResourceExhausted(format!("--kv-cache-bytes {bytes}: {e}; lower it, or raise --mem-util"))
-    })?;
-    usize::try_from(blocks).ok().filter(|&b| b <= u32::MAX as usize / layout.block_size).ok_or_else(|| {
-        Error::Config(format!("a KV cache of {blocks} blocks is more than slots can number; give --kv-cache-bytes"))
-    })
-}
-
-/// Bytes that the KV cache leaves free for pushes: shadow weights for a FULL push, or copies of replaced bases below an
-/// adapter, and the adapter itself.
-fn staging_room(budget: &MemoryBudget, config: &Config) -> u64 {
-    let (weights, remaining) = (budget.reserved(MemoryUse::Weights), budget.remaining());
-    config.staging_bytes.unwrap_or_else(|| (weights + weights / 2).min(remaining / 4)).min(remaining)
-}
-
 /// All parameters of the model, and how they serve.
 fn parameters(decoder: &mut Decoder, model: &ModelConfig, layout: &Layout) -> Result<Parameters> {
     let mut specs = Vec::new();
@@ -389,109 +275,9 @@ fn parameters(decoder: &mut Decoder, model: &ModelConfig, layout: &Layout) -> Re
     Ok(Parameters::new(specs, dtype, layout.world, model.tie_word_embeddings))
 }
 
-/// Bytes of one KV block on all ranks together.
-fn block_bytes(model: &ModelConfig, layout: &Layout) -> u64 {
-    let one = kv_bytes_per_block(model, &layout.build(0), layout.kv, layout.block_size);
-    one * layout.world as u64
-}
-
-fn blocks_for(tokens: usize, layout: &Layout) -> u64 {
-    tokens.div_ceil(layout.block_size) as u64
-}
-
-fn print_ledger(report: &MemoryReport, blocks: usize, layout: &Layout) {
-    let share = report.ceiling as f64 / report.total as f64;
-    tracing::info!("memory: {} of {} ({share:.2})", human_bytes(report.ceiling), human_bytes(report.total));
-    for (name, bytes) in &report.entries {
-        tracing::info!("memory: {name:<9} {:>10}", human_bytes(*bytes));
-    }
-    let tokens = blocks * layout.block_size;
-    tracing::info!("memory: the KV cache is {blocks} blocks of {} tokens, {tokens} tokens", layout.block_size);
-}
-
-/// What every rank is built from, shared by their threads.
-struct Ingredients {
-    model: ModelConfig,
-    layout: Layout,
-    checkpoint: Arc<Checkpoint>,
-    blocks: usize,
-    progress: Progress,
-}
-
-impl Ingredients {
-    /// Builds one rank and loads its weights; runs on the rank's own thread.
-    fn make(&self, rank: usize, decoder: Decoder, comm: Box<dyn Communicator>) -> Result<ModelRunner> {
-        let Self { model, layout, checkpoint, blocks, progress } = self;
-        let build = layout.build(rank);
-        let ops = build.device.ops();
-        let loaded = |bytes| progress.add(bytes);
-        let weights = RankWeights::load(&ops, decoder, build.clone(), checkpoint.clone(), &loaded)?;
-        let kv = kv_caches(model, &build, layout.kv, *blocks, layout.block_size);
-        let workspace = WorkspaceShape { config: model.clone(), build, max_batch_tokens: layout.max_batch_tokens };
-        ModelRunner::new(ops, comm, weights, kv, workspace, layout.block_size)
-    }
-}
-
-fn start_ranks(decoders: Vec<Decoder>, ingredients: Ingredients) -> Result<Ranks> {
-    let world = ingredients.layout.world;
-    let comms: Vec<Box<dyn Communicator>> = match world {
-        1 => vec![Box::new(Solo)],
-        world => LocalGroup::create(world).into_iter().map(|g| Box::new(g) as _).collect(),
-    };
-    let ingredients = Arc::new(ingredients);
-    let makers = decoders.into_iter().zip(comms).enumerate().map(|(rank, (decoder, comm))| {
-        let ingredients = ingredients.clone();
-        move || ingredients.make(rank, decoder, comm)
-    });
-    let ranks = Ranks::start(ingredients.layout.devices.clone(), makers)?;
-    ingredients.progress.done();
-    Ok(ranks)
-}
-
-/// Logs the progress of loading at each tenth.
-struct Progress {
-    total: u64,
-    loaded: AtomicU64,
-    started: Instant,
-}
-
-impl Progress {
-    fn new(checkpoint: &Checkpoint, world: usize) -> Self {
-        let total: u64 =
-            checkpoint.names().iter().filter_map(|n| checkpoint.stored_bytes(n).ok()).map(|b| b as u64).sum();
-        Self { total: total * world as u64, loaded: AtomicU64::new(0), started: Instant::now() }
-    }
-
-    fn add(&self, bytes: u64) {
-        let before = self.loaded.fetch_add(bytes, Ordering::Relaxed);
-        let tenth = |b: u64| 10 * b / self.total.max(1);
-        if tenth(before) != tenth(before + bytes) {
-            tracing::info!("loading: {} %", 10 * tenth(before + bytes));
-        }
-    }
-
-    fn done(&self) {
-        let (bytes, seconds) = (self.loaded.load(Ordering::Relaxed), self.started.elapsed().as_secs_f64());
-        tracing::info!("loaded {} in {seconds:.2} s", human_bytes(bytes));
-    }
-}
-
 /// Number of weights (elements of all parameters); a tied head counts once.
 fn count_weights(checkpoint: &Checkpoint, model: &ModelConfig) -> u64 {
     let is_copy = |name: &str| model.tie_word_embeddings && name == "lm_head.weight";
     let elements = |name: &&str| checkpoint.shape(name).map_or(0, |s| s.iter().product::<usize>() as u64);
     checkpoint.names().iter().filter(|name| !is_copy(name)).map(elements).sum()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::share_of;
-
-    #[test]
-    fn a_share_is_enough_or_there_is_none() {
-        assert_eq!(share_of(8 << 30, 2 << 30), "--mem-util 0.250");
-        assert_eq!(share_of(3, 1), "--mem-util 0.334");
-        assert_eq!(share_of(1 << 30, 1 << 30), "--mem-util 1.000");
-        assert_eq!(share_of(300 << 20, 698 << 20), "and this machine or container has 300.0 MiB");
-    }
 }

@@ -8,6 +8,17 @@ pub const MAX_DEVICES: usize = 16;
 
 const MIB: u64 = 1 << 20;
 
+/// How much NVML tells.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Nvml {
+    /// What each process holds.
+    Processes,
+    /// What all hold together, as in some containers.
+    Device,
+    /// Nothing: it does not start.
+    Off,
+}
+
 pub struct Settings {
     pub devices: usize,
     /// Memory of each device in bytes.
@@ -16,6 +27,7 @@ pub struct Settings {
     pub context: u64,
     /// A file through which the processes that name it share the memory of their devices.
     pub ledger: Option<PathBuf>,
+    pub nvml: Nvml,
     pub races: bool,
     pub seed: u64,
     pub jitter_us: u64,
@@ -54,6 +66,12 @@ fn read() -> Settings {
         memory: number("CUEMU_MEMORY_MIB", 4096) * MIB,
         context: number("CUEMU_CONTEXT_MIB", 64) * MIB,
         ledger: text("CUEMU_LEDGER").map(PathBuf::from),
+        nvml: match text("CUEMU_NVML").as_deref() {
+            None | Some("processes") => Nvml::Processes,
+            Some("device") => Nvml::Device,
+            Some("off") => Nvml::Off,
+            Some(other) => panic!("CUEMU_NVML is «{other}»; it must be processes, device or off"),
+        },
         races: number("CUEMU_RACES", 0) != 0,
         seed: number("CUEMU_SEED", 0),
         jitter_us: number("CUEMU_JITTER_US", 0),

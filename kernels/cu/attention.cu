@@ -3,7 +3,7 @@
 #include "attention.cuh"
 
 // Folds the spans of a query in ascending order. Block `x` of the grid is of the `x`-th row of all sequences, block `y`
-// of a head; a thread has four dimensions.
+// of a head; a thread has four dimensions. Rows behind those of all sequences are of an empty one.
 struct FoldSpans {
     static constexpr int THREADS = 64;
 
@@ -12,7 +12,7 @@ struct FoldSpans {
         const int index = find_sequence(a.count, [&](int i) { return a.sequences[i].rows_before <= in_step; });
         const Sequence s = a.sequences[index];
         const int row = in_step - s.rows_before, head = blockIdx.y, position = s.start + row, d = threadIdx.x * 4;
-        if (d >= a.head_dim) return;
+        if (row >= static_cast<int>(s.rows) || d >= a.head_dim) return;
         Softmax whole = empty_softmax();
         float sums[4] = {};
         for (int span = a.first_seen(position) / SPAN; span <= position / SPAN; ++span) {

@@ -5,12 +5,16 @@
 
 namespace {
 
+// Slot of a row that nobody reads. NO_SLOT in src/cuda/step.rs.
+constexpr uint32_t NO_SLOT = ~0u;
+
 // Puts keys and values of a row, `[kv_heads * head_dim]`, into its slot, rounded to nearest even. A block for each row.
 template <typename T>
 __device__ __forceinline__ void write(const float* k, int64_t k_stride, const float* v, int64_t v_stride,
                                       const uint32_t* slots, T* keys, T* values, int kv_heads, int head_dim,
                                       int block_size) {
     const int64_t row = blockIdx.x;
+    if (slots[row] == NO_SLOT) return;
     const int slot = slots[row], block = slot / block_size, in_block = slot % block_size;
     for (int column = threadIdx.x; column < kv_heads * head_dim; column += blockDim.x) {
         const int64_t head = static_cast<int64_t>(block) * kv_heads + column / head_dim;

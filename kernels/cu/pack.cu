@@ -1,4 +1,4 @@
-// Weights copied between matrices, and written one by one.
+// Weights copied to matrices, from others or as they were pushed, and written one by one.
 
 #include "weights.cuh"
 
@@ -15,6 +15,14 @@ __device__ __forceinline__ void convert(Bf16 from, Bf16& to) {
 }
 
 __device__ __forceinline__ void convert(Bf16 from, float& to) {
+    to = widen(from);
+}
+
+__device__ __forceinline__ void convert(F16 from, Bf16& to) {
+    to = rounded<Bf16>(widen(from));
+}
+
+__device__ __forceinline__ void convert(F16 from, float& to) {
     to = widen(from);
 }
 
@@ -79,6 +87,8 @@ __device__ __forceinline__ void write_elements(T* w, int64_t stride, const Eleme
 
 COPY(copy_bf16_bf16, Bf16, Bf16)
 COPY(copy_bf16_f32, Bf16, float)
+COPY(copy_f16_bf16, F16, Bf16)
+COPY(copy_f16_f32, F16, float)
 COPY(copy_f32_bf16, float, Bf16)
 COPY(copy_f32_f32, float, float)
 

@@ -9,6 +9,11 @@ struct Bf16 {
     uint16_t bits;
 };
 
+// An IEEE half by its bits.
+struct F16 {
+    uint16_t bits;
+};
+
 // Where the value of a column lies in a row whose runs of `run` values are `padded_run` apart.
 __device__ __forceinline__ int place(int column, int run, int padded_run) {
     return column / run * padded_run + column % run;
@@ -16,6 +21,10 @@ __device__ __forceinline__ int place(int column, int run, int padded_run) {
 
 __device__ __forceinline__ float widen(Bf16 x) {
     return __uint_as_float(static_cast<uint32_t>(x.bits) << 16);
+}
+
+__device__ __forceinline__ float widen(F16 x) {
+    return __half2float(__ushort_as_half(x.bits));
 }
 
 __device__ __forceinline__ float widen(float x) {

@@ -1,13 +1,18 @@
 //! A device as everything above this crate sees it.
 
+use std::fmt;
 use std::sync::Arc;
 
 use crate::Backend;
 use crate::activations::Activations;
 use crate::backend::device::{DeviceImpl, DeviceOptions, ModelShape};
+use crate::backend::feed::{GiveUp, Place};
 use crate::backend::storage::MemoryImpl;
+use crate::borrowed::{BorrowedMemory, MemoryHandle};
 use crate::buffer::Buffer;
 use crate::error::DeviceError;
+use crate::feed::Feed;
+use crate::group::{Group, GroupId, Membership};
 use crate::kv_cache::KvCache;
 use crate::kv_layout::KvLayout;
 use crate::matrix::Matrix;
@@ -34,6 +39,56 @@ impl Device {
     /// [`DeviceError::Unsupported`] naming the value that it cannot take.
     pub fn check(&self, model: &ModelShape) -> Result<(), DeviceError> {
         self.0.check(model)
+    }
+
+    /// Bytes of its memory that nobody holds, other processes included, as its driver reports them. `None` where there
+    /// is no driver, or it has failed.
+    pub fn free_bytes(&self) -> Option<u64> {
+        self.0.free_bytes()
+    }
+
+    /// Whether its memory is not the host's.
+    pub fn has_own_memory(&self) -> bool {
+        self.0.has_own_memory()
+    }
+
+    /// Moves what its matrices and buffers hold, those that are not released, to memory of the host, so that the device
+    /// has theirs back. They must not be used until [`Device::bring_back`]. Does nothing on a device whose memory is
+    /// the host's.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfMemory`] if the host would then keep more than `most` bytes, or has not as much; nothing has
+    /// changed then.
+    pub fn offload(&self, most: u64) -> Result<(), DeviceError> {
+        self.0.offload(most)
+    }
+
+    /// Bytes that the host keeps of what was offloaded.
+    pub fn offloaded_bytes(&self) -> u64 {
+        self.0.offloaded_bytes()
+    }
+
+    /// Brings what was offloaded back, to the same addresses.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfMemory`] if the device has not as much; nothing has changed then.
+    pub fn bring_back(&self) -> Result<(), DeviceError> {
+        self.0.bring_back()
+    }
+
+    /// What tells it from all other devices, whatever numbers processes give them: a UUID as text. `None` where memory
+    /// of other processes cannot be borrowed.
+    pub fn uuid(&self) -> Option<String> {
+        self.0.uuid()
+    }
+
+    /// Opens an allocation that another process has in this device's memory.
+    ///
+    /// # Errors
+    /// [`DeviceError::Unsupported`] if there is no such allocation, or none of other processes can be opened;
+    /// [`DeviceError::OutOfMemory`].
+    pub fn borrow_memory(&self, handle: &MemoryHandle) -> Result<BorrowedMemory, DeviceError> {
+        self.0.borrow_memory(handle)
     }
 
     /// Starts the operators of the rank.
@@ -87,13 +142,57 @@ impl Device {
         self.0.activations(rows, width)
     }
 
+    /// The id of a new group of ranks on devices like this one, or `None` where ranks reach one another's activations
+    /// in the host's memory.
+    ///
+    /// # Errors
+    /// [`DeviceError::Unsupported`] if ranks cannot reach one another on this machine.
+    pub fn group_id(&self) -> Result<Option<GroupId>, DeviceError> {
+        self.0.group_id()
+    }
+
+    /// Joins a group; waits until all its ranks have, each on a thread and a device of its own.
+    ///
+    /// # Errors
+    /// If the ranks cannot reach one another, or are too many.
+    ///
+    /// # Panics
+    /// If the id is not of such devices.
+    pub fn join(&self, membership: &Membership) -> candle_core::Result<Group> {
+        Ok(Group::new(self.0.join(membership)?, membership.rank, membership.world))
+    }
+
+    /// Bytes of its memory that operators take at most while they run, beside their inputs and outputs; those of them
+    /// that [`Device::exchange_bytes`] counts are not in it.
+    pub fn scratch_bytes(&self) -> usize {
+        self.0.scratch_bytes()
+    }
+
+    /// Bytes of its memory that a rank in a group exchanges values through.
+    pub fn exchange_bytes(&self) -> usize {
+        self.0.exchange_bytes()
+    }
+
+    /// Name of the library by which other processes can send to the device from theirs; `None` if they cannot.
+    pub fn feeds_by(&self) -> Option<&'static str> {
+        self.0.feeds_by()
+    }
+
+    /// Joins a group with another process; waits until all its ranks have, or `give_up` says so.
+    ///
+    /// # Errors
+    /// [`DeviceError::Unsupported`] if the ranks cannot reach one another, or the wait was given up.
+    pub fn join_feed(&self, place: &Place, give_up: GiveUp<'_>) -> Result<Feed, DeviceError> {
+        self.0.join_feed(place, give_up).map(Feed::new)
+    }
+
     fn memory(&self) -> Arc<dyn MemoryImpl> {
         self.0.clone()
     }
 }
 
-/// The devices of all ranks, and the memory that they have together.
-#[derive(Clone)]
+/// The devices of all ranks, and the memory that they have together. The default has none.
+#[derive(Clone, Default)]
 pub struct Devices(Vec<Device>);
 
 impl Devices {
@@ -121,9 +220,47 @@ impl Devices {
         self.0.iter()
     }
 
-    /// Bytes of memory that the process may use of them at most, before any share is applied.
+    /// Bytes of memory that the process may use of them at most, before any share is applied. Each counts as much as
+    /// the smallest, as ranks take the same of each.
     pub fn total_bytes(&self) -> u64 {
-        self.memories().map(|device| device.0.total_bytes()).sum()
+        let smallest = self.memories().map(|device| device.0.total_bytes()).min();
+        smallest.map_or(0, |bytes| bytes * self.memories().count() as u64)
+    }
+
+    /// Whether their memory is not the host's.
+    pub fn have_own_memory(&self) -> bool {
+        self.0.iter().any(Device::has_own_memory)
+    }
+
+    /// Bytes of their memory that the process takes before anything is stored there, with what `ranks` ranks need to
+    /// reach one another; as measured where that can be. 0 where the memory is the host's.
+    pub fn context_bytes(&self, ranks: usize) -> u64 {
+        self.largest(|device| device.context_bytes(ranks))
+    }
+
+    /// Bytes of their memory that are to be set aside because they give whole pages. 0 where the memory is the host's.
+    pub fn rounding_bytes(&self) -> u64 {
+        self.largest(|device| device.rounding_bytes())
+    }
+
+    /// Bytes of page-locked memory of the host through which values go to them and come back, at most, where rank 0
+    /// samples from `logits_bytes` bytes of logits at once. 0 where the memory is the host's.
+    pub fn host_bytes(&self, logits_bytes: usize) -> u64 {
+        let logits = |rank: usize| if rank == 0 { logits_bytes } else { 0 };
+        self.memories().enumerate().map(|(rank, device)| device.0.host_bytes(logits(rank))).sum()
+    }
+
+    /// Lets them take no more than `bytes` of their memory in all from now on, each the same: what does not fit is
+    /// refused with [`DeviceError::OutOfMemory`]. Does nothing where the memory is the host's.
+    pub fn limit(&self, bytes: u64) {
+        let each = bytes / self.memories().count().max(1) as u64;
+        self.memories().for_each(|device| device.0.limit(each));
+    }
+
+    /// What all take if each takes as much as that which takes most.
+    fn largest(&self, bytes: impl Fn(&dyn DeviceImpl) -> u64) -> u64 {
+        let most = self.memories().map(|device| bytes(&*device.0)).max();
+        most.map_or(0, |bytes| bytes * self.memories().count() as u64)
     }
 
     /// Bytes of their memory that the process takes now.
@@ -140,5 +277,11 @@ impl Devices {
     fn memories(&self) -> impl Iterator<Item = &Device> {
         let is_first = |i: usize| self.0[..i].iter().all(|other| other.0.memory() != self.0[i].0.memory());
         self.0.iter().enumerate().filter(move |(i, _)| is_first(*i)).map(|(_, device)| device)
+    }
+}
+
+impl fmt::Debug for Devices {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Devices({})", self.0.len())
     }
 }

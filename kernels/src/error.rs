@@ -20,3 +20,25 @@ impl fmt::Display for DeviceError {
 }
 
 impl std::error::Error for DeviceError {}
+
+/// A device that refuses inside an operator.
+impl From<DeviceError> for candle_core::Error {
+    fn from(error: DeviceError) -> Self {
+        Self::Cuda(Box::new(error))
+    }
+}
+
+/// The text of an error of an operator that has failed because the device, or the host, has not as much memory.
+pub fn out_of_memory(error: &candle_core::Error) -> Option<String> {
+    match error {
+        candle_core::Error::WithBacktrace { inner, .. } => out_of_memory(inner),
+        candle_core::Error::Cuda(cause) => match cause.downcast_ref::<DeviceError>() {
+            Some(DeviceError::OutOfMemory(why)) => Some(why.clone()),
+            Some(DeviceError::Unsupported(_)) => None,
+            #[cfg(feature = "cuda")]
+            None if crate::cuda::is_out_of_memory(&**cause) => Some(cause.to_string()),
+            None => None,
+        },
+        _ => None,
+    }
+}

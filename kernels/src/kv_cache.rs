@@ -13,11 +13,13 @@ pub struct KvCache {
     layout: KvLayout,
     /// `None` while it is released.
     storage: Option<Box<dyn KvCacheImpl>>,
+    /// Storage without memory, whose address is kept while it is released.
+    released: Option<Box<dyn KvCacheImpl>>,
 }
 
 impl KvCache {
     pub(crate) fn new(memory: Arc<dyn MemoryImpl>, layout: KvLayout) -> Self {
-        Self { memory, layout, storage: None }
+        Self { memory, layout, storage: None, released: None }
     }
 
     pub fn layout(&self) -> &KvLayout {
@@ -29,15 +31,22 @@ impl KvCache {
     /// # Errors
     /// [`DeviceError::OutOfMemory`].
     pub fn restore(&mut self) -> Result<(), DeviceError> {
+        if let Some(released) = &mut self.released {
+            released.restore()?;
+            self.storage = self.released.take();
+        }
         if self.storage.is_none() {
             self.storage = Some(self.memory.kv_cache(self.layout)?);
         }
         Ok(())
     }
 
-    /// Gives its memory back to the system.
+    /// Gives its memory back to the system. On devices whose memory has addresses of its own, it gets the same address
+    /// again.
     pub fn release(&mut self) {
-        self.storage = None;
+        if let Some(mut storage) = self.storage.take() {
+            self.released = storage.release().then_some(storage);
+        }
     }
 
     /// The device's own storage.

@@ -9,12 +9,15 @@
 
 mod activations;
 mod backend;
+mod borrowed;
 mod buffer;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod device;
 mod error;
+mod feed;
+mod group;
 pub mod host;
 mod kv_cache;
 mod kv_layout;
@@ -29,20 +32,24 @@ mod weights;
 
 pub use activations::Activations;
 pub use backend::device::{DeviceOptions, ModelShape};
+pub use backend::feed::{Broadcast, GiveUp, Place, Take};
+pub use backend::storage::{BorrowedRows, Digested};
+pub use borrowed::{BorrowedMemory, MemoryHandle};
 pub use buffer::Buffer;
 pub use device::{Device, Devices};
-pub use error::DeviceError;
+pub use error::{DeviceError, out_of_memory};
+pub use feed::Feed;
+pub use group::{AllReduce, Group, GroupId, Membership};
 pub use kv_cache::KvCache;
 pub use kv_layout::{BlockCopy, KvDtype, KvLayout};
 pub use matrix::Matrix;
-pub use merge::{
-    Dtype, LoraDelta, LowRank, Magnitude, Merge, MergeBase, ReadValues, Replacement, StoredValues, WeightChange,
-};
+pub use merge::{LoraDelta, LowRank, Magnitude, Merge, MergeBase, ReadValues, Replacement, StoredValues, WeightChange};
 pub use ops::Ops;
 pub use sampling::{Distribution, Sampled, SampledTokens, SamplingTask, TokenLogprobs};
-pub use step::{AttentionSequence, AttentionShape, RowTasks, Step, StepInput};
+pub use step::{AttentionSequence, AttentionShape, Least, Padding, RowTasks, Step, StepInput};
 pub use weights::{
-    MAX_LEAVES, MatrixShape, ROW_GROUP, ReadRows, RowBits, WeightDtype, WeightRows, WriteElements, reduction_leaves,
+    Dtype, MAX_LEAVES, MatrixShape, ROW_GROUP, ReadRows, RowBits, WeightDtype, WeightRows, WriteElements,
+    reduction_leaves,
 };
 
 /// The devices there are. Another one is a room of this crate that implements the traits of `backend`, and a variant
@@ -83,15 +90,6 @@ impl Backend {
             #[cfg(feature = "cuda")]
             Backend::Cuda => true,
             Backend::Reference => false,
-        }
-    }
-
-    /// Whether ranks reach one another's activations in the host's memory.
-    pub fn is_on_the_host(self) -> bool {
-        match self {
-            Backend::Cpu | Backend::Reference => true,
-            #[cfg(feature = "cuda")]
-            Backend::Cuda => false,
         }
     }
 

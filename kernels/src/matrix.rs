@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use crate::backend::storage::{MatrixImpl, MemoryImpl};
+use crate::backend::storage::{BorrowedRows, MatrixImpl, MemoryImpl};
 use crate::error::DeviceError;
 use crate::weights::{MatrixShape, RowBits, WeightRows};
 
@@ -13,11 +13,13 @@ pub struct Matrix {
     shape: MatrixShape,
     /// `None` while it is released.
     storage: Option<Box<dyn MatrixImpl>>,
+    /// Storage without memory, whose address is kept while it is released.
+    released: Option<Box<dyn MatrixImpl>>,
 }
 
 impl Matrix {
     pub(crate) fn new(memory: Arc<dyn MemoryImpl>, shape: MatrixShape) -> Self {
-        Self { memory, shape, storage: None }
+        Self { memory, shape, storage: None, released: None }
     }
 
     pub fn shape(&self) -> MatrixShape {
@@ -44,15 +46,22 @@ impl Matrix {
     /// # Errors
     /// [`DeviceError::OutOfMemory`].
     pub fn restore(&mut self) -> Result<(), DeviceError> {
+        if let Some(released) = &mut self.released {
+            released.restore()?;
+            self.storage = self.released.take();
+        }
         if self.storage.is_none() {
             self.storage = Some(self.memory.matrix(self.shape)?);
         }
         Ok(())
     }
 
-    /// Gives its memory back to the system; its values are lost.
+    /// Gives its memory back to the system; its values are lost. On devices whose memory has addresses of its own, it
+    /// gets the same address again.
     pub fn release(&mut self) {
-        self.storage = None;
+        if let Some(mut storage) = self.storage.take() {
+            self.released = storage.release().then_some(storage);
+        }
     }
 
     /// A matrix of zeros with the same shape on the same device.
@@ -81,6 +90,31 @@ impl Matrix {
     /// `first_column` on.
     pub fn write_columns(&mut self, row0: usize, rows: WeightRows<'_>, width: usize, first_column: usize) {
         self.storage.as_deref_mut().expect(RELEASED).write_columns(row0, rows, width, first_column);
+    }
+
+    /// Whether [`Matrix::copy_columns`] takes these rows: they are in the same device's memory, and aligned there.
+    ///
+    /// # Panics
+    /// If it is released.
+    pub fn can_copy(&self, from: &BorrowedRows<'_>) -> bool {
+        self.storage.as_deref().expect(RELEASED).can_copy(from)
+    }
+
+    /// As [`Matrix::write_columns`], of rows that the device copies itself; only if [`Matrix::can_copy`]. They are
+    /// copied when it returns.
+    ///
+    /// # Errors
+    /// If the device cannot copy them.
+    ///
+    /// # Panics
+    /// As [`Matrix::write_columns`].
+    pub fn copy_columns(
+        &mut self,
+        row0: usize,
+        from: &BorrowedRows<'_>,
+        first_column: usize,
+    ) -> candle_core::Result<()> {
+        self.storage.as_deref_mut().expect(RELEASED).copy_columns(row0, from, first_column)
     }
 
     /// Copies whole rows from `row0` on as they are stored; bfloat16 may also be read as float32, which is exact.

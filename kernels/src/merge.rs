@@ -6,24 +6,7 @@ use candle_core::Tensor;
 use half::{bf16, f16};
 
 use crate::matrix::Matrix;
-
-/// A type that values are rounded to or come in.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Dtype {
-    F32,
-    F16,
-    Bf16,
-}
-
-impl Dtype {
-    /// Bytes of one value.
-    pub fn size(self) -> usize {
-        match self {
-            Self::F32 => 4,
-            Self::F16 | Self::Bf16 => 2,
-        }
-    }
-}
+use crate::weights::Dtype;
 
 /// Values in the host's memory as they came.
 #[derive(Debug)]

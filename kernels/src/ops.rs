@@ -4,7 +4,7 @@
 use std::ops::Range;
 use std::sync::Mutex;
 
-use candle_core::{Result, Tensor};
+use candle_core::{Error, Result, Tensor};
 use tracing::{Span, trace_span};
 
 use crate::backend::operators::OpsImpl;
@@ -14,7 +14,7 @@ use crate::kv_layout::BlockCopy;
 use crate::matrix::Matrix;
 use crate::merge::Merge;
 use crate::sampling::Sampled;
-use crate::step::{AttentionSequence, AttentionShape, Step, StepInput};
+use crate::step::{AttentionSequence, AttentionShape, Least, Padding, Step, StepInput};
 use crate::weights::{ReadRows, WriteElements};
 
 /// The operators of one rank. Each that a step uses is a trace-level span, which costs the comparison of two levels
@@ -32,7 +32,75 @@ impl Ops {
     /// If the device fails.
     pub fn prepare<'a>(&self, input: StepInput<'a>) -> Result<Step<'a>> {
         let prepared = self.0.prepare(&input)?;
-        Ok(Step::new(input, prepared))
+        Ok(Step::new(input, input.tokens.len(), prepared))
+    }
+
+    /// As [`Ops::prepare`], for a step in which each sequence has one row, like many others: where the device repeats
+    /// passes ([`Ops::pass`]) it may get rows behind those of its input, so that there are fewer kinds of steps. What
+    /// operators compute for these is read by nobody, and nothing of them is written to a cache. The step lasts until
+    /// the next is prepared so.
+    ///
+    /// # Errors
+    /// If the device fails.
+    ///
+    /// # Panics
+    /// If a sequence has not one row, or there are more than [`Padding::most_rows`].
+    pub fn prepare_padded<'a>(&self, input: StepInput<'a>, padding: Padding) -> Result<Step<'a>> {
+        let (rows, prepared) = self.0.prepare_padded(&input, padding)?;
+        Ok(Step::new(input, rows, prepared))
+    }
+
+    /// Does what `launches` does, operators of a prepared step and nothing else. For a padded step the device may
+    /// record it, and repeat what it has recorded for the next such steps instead: those passes must be of the same
+    /// operators, matrices, buffers and caches, until [`Ops::forget_passes`].
+    ///
+    /// `ranks` is `None` for a rank alone. In a [`Group`](crate::Group), whose calls `launches` may make too, all ranks
+    /// make passes over the same steps, and agree by `ranks` on each whether it is recorded or repeated.
+    ///
+    /// # Errors
+    /// Those of `launches`; or if the device fails. The other ranks of a group may wait for this one then, as they
+    /// would in a call of the group.
+    pub fn pass<E: From<Error>>(
+        &self,
+        step: &Step<'_>,
+        ranks: Option<Least<'_>>,
+        mut launches: impl FnMut() -> std::result::Result<(), E>,
+    ) -> std::result::Result<(), E> {
+        let mut done = Ok(());
+        let passed = self.0.pass(step, ranks, &mut || {
+            done = launches();
+            done.is_ok()
+        });
+        done?;
+        Ok(passed?)
+    }
+
+    /// Whether a padded step's tasks are answered in its pass, by [`Ops::sample_in_pass`] for all of its rows, and read
+    /// by [`Ops::sampled`]; where not, [`Ops::sample`] answers them behind it.
+    pub fn samples_in_pass(&self, step: &Step<'_>) -> bool {
+        self.0.samples_in_pass(step)
+    }
+
+    /// Answers the tasks of these rows of the step from their logits `[rows, vocabulary]`, in a pass.
+    ///
+    /// # Panics
+    /// If the step's tasks are not answered in passes.
+    pub fn sample_in_pass(&self, logits: &Tensor, step: &Step<'_>, rows: Range<usize>) -> Result<()> {
+        let _span = trace_span!("sampling").entered();
+        self.0.sample_in_pass(logits, step, rows)
+    }
+
+    /// The answers to a step's tasks, after the pass that has answered them.
+    ///
+    /// # Panics
+    /// As [`Ops::sample_in_pass`].
+    pub fn sampled<'a>(&'a self, step: &'a Step<'_>) -> Result<Sampled<'a>> {
+        self.0.sampled(step)
+    }
+
+    /// Says that what passes use is going to change: what was recorded is not repeated.
+    pub fn forget_passes(&self) {
+        self.0.forget_passes();
     }
 
     /// `out[i]` = row `token of row i - first_token` of `table`, or zeros if the table has no such row.

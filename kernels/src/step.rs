@@ -54,22 +54,36 @@ pub struct StepInput<'a> {
     pub tasks: &'a [SamplingTask<'a>],
 }
 
+/// What a step may be padded to ([`Ops::prepare_padded`](crate::Ops::prepare_padded)).
+#[derive(Clone, Copy, Debug)]
+pub struct Padding {
+    /// Rows that there are buffers for.
+    pub most_rows: usize,
+    /// Columns of logits.
+    pub vocabulary: usize,
+}
+
+/// The least of what all ranks of a group say, on the host: each rank calls it on its own thread, and gets an answer
+/// when all have ([`Ops::pass`](crate::Ops::pass)).
+pub type Least<'a> = &'a dyn Fn(u32) -> u32;
+
 /// A step that a device has prepared ([`Ops::prepare`](crate::Ops::prepare)): what its operators take their indices
 /// from.
 pub struct Step<'a> {
     input: StepInput<'a>,
+    rows: usize,
     prepared: Box<dyn Any>,
 }
 
 impl<'a> Step<'a> {
     /// `prepared` is the device's own: what it has copied to its memory, for example.
-    pub(crate) fn new(input: StepInput<'a>, prepared: Box<dyn Any>) -> Self {
-        Self { input, prepared }
+    pub(crate) fn new(input: StepInput<'a>, rows: usize, prepared: Box<dyn Any>) -> Self {
+        Self { input, rows, prepared }
     }
 
-    /// Number of rows.
+    /// Number of rows: those of the input, and those that it was padded with.
     pub fn rows(&self) -> usize {
-        self.input.tokens.len()
+        self.rows
     }
 
     pub(crate) fn input(&self) -> &StepInput<'a> {

@@ -9,6 +9,7 @@ use rollout_kernels::host::{with_f32, with_f32_mut};
 use tracing::trace_span;
 
 use super::Communicator;
+use super::accord::Accord;
 use crate::error::Result;
 
 /// The state that the ranks of one group share.
@@ -22,6 +23,7 @@ struct Shared {
 pub struct LocalGroup {
     rank: usize,
     shared: Arc<Shared>,
+    accord: Accord,
 }
 
 impl LocalGroup {
@@ -31,7 +33,8 @@ impl LocalGroup {
             barrier: Barrier::new(world),
             buffers: (0..world).map(|_| AtomicPtr::new(std::ptr::null_mut())).collect(),
         });
-        (0..world).map(|rank| Self { rank, shared: shared.clone() }).collect()
+        let ranks = Accord::create(world).into_iter().enumerate();
+        ranks.map(|(rank, accord)| Self { rank, shared: shared.clone(), accord }).collect()
     }
 
     /// Shows `buffer` to all ranks, runs `body` when every rank has shown its own, and returns when every rank has run
@@ -99,6 +102,10 @@ impl Communicator for LocalGroup {
             })
         })??;
         Ok(())
+    }
+
+    fn least(&self, mine: u32) -> u32 {
+        self.accord.least(mine)
     }
 }
 

@@ -3,13 +3,19 @@
 //! Sums are added in a fixed binary tree of ranks. Together with the leaves in each rank's linear layer they form the
 //! same tree for every number of ranks that is a power of two.
 
+mod accord;
+mod device;
 mod local;
+mod trainer;
 
 use candle_core::Tensor;
 
 use crate::error::Result;
 
+pub use accord::Accord;
+pub use device::DeviceGroup;
 pub use local::LocalGroup;
+pub use trainer::{Meeting, Patience, Pieces, Places, TrainerGroup, Trainers};
 
 /// The collective operations of the ranks of one model. All ranks make the same calls in the same order.
 pub trait Communicator: Send {
@@ -20,6 +26,18 @@ pub trait Communicator: Send {
     /// Gathers the columns of all ranks: `local` is this rank's `[rows, n]`, and `out` becomes `[rows, n * world]` with
     /// rank 0's columns first. With one rank both are the same tensor, and nothing happens.
     fn all_gather_columns(&self, local: &Tensor, out: &Tensor) -> Result<()>;
+    /// The least of what all ranks say, by the hosts' threads alone: no device waits.
+    fn least(&self, mine: u32) -> u32;
+    /// Takes the memory that calls reuse, where it is not there: a rank that lacked it in a call would leave the others
+    /// waiting.
+    ///
+    /// # Errors
+    /// `ResourceExhausted` if the device has not as much.
+    fn restore(&self) -> Result<()> {
+        Ok(())
+    }
+    /// Gives the memory back that calls reuse.
+    fn release(&self) {}
 }
 
 /// A single rank, which has nothing to exchange.
@@ -41,5 +59,9 @@ impl Communicator for Solo {
     fn all_gather_columns(&self, local: &Tensor, out: &Tensor) -> Result<()> {
         assert_eq!(local.shape(), out.shape(), "one rank's columns are all columns");
         Ok(())
+    }
+
+    fn least(&self, mine: u32) -> u32 {
+        mine
     }
 }

@@ -157,15 +157,22 @@ fn check_generation(name: &str, have: u64, expected: Option<u64>) -> Result<()> 
 
 impl<X: Executor> Engine<X> {
     /// Makes an adapter resident and returns its generation. An adapter that had its name is dropped with its last
-    /// lease.
+    /// lease, to make room: also where the device then turns out to have no memory for the new one.
     pub(super) fn add_adapter(&mut self, target: &AdapterTarget, adapter: Arc<Adapter>) -> Attempt<u64> {
         adapter.check_unmerged().map_err(Failure::Refused)?;
         self.adapters.check_rank(adapter.rank()).map_err(Failure::Refused)?;
         self.adapters.check_target(target).map_err(Failure::Refused)?;
         let generation = self.adapters.insert(&target.name, &adapter);
         self.drop_unused_adapters().map_err(Failure::Fatal)?;
-        self.order(WeightOrder::AddAdapter { generation, adapter })?;
-        Ok(generation)
+        match self.executor.write(WeightOrder::AddAdapter { generation, adapter }) {
+            Err(error @ Error::ResourceExhausted(_)) => {
+                // Other ranks may have had the memory.
+                self.adapters.of(generation).status.retired = true;
+                self.drop_unused_adapters().map_err(Failure::Fatal)?;
+                Err(Failure::Refused(error))
+            }
+            added => added.map(|()| generation).map_err(Failure::Fatal),
+        }
     }
 
     /// Retires an adapter. The caller is answered when it has been dropped.

@@ -85,6 +85,8 @@ pub enum Command {
     CommitUpdate {
         update: u64,
         content: WeightUpdate,
+        /// The policy's version after the update, where it was not known when the update began.
+        new_version: Option<WeightVersion>,
         reply: Reply<Result<UpdateReply>>,
     },
     /// Cancels the open update, if its number is `update` or no number is given. Answered with what was known of it, or
@@ -210,6 +212,8 @@ pub struct UpdateBegin {
     pub running: RunningPolicy,
     /// Most bytes that the push takes while it is received.
     pub staging_bytes: u64,
+    /// Of these, the bytes of shadow weights, and of what is broadcast to where these are.
+    pub shadow_bytes: u64,
     /// Most bytes that the push takes while it is received if it is written in place.
     pub in_place_bytes: u64,
     /// For FULL: whether the push may be written in place if there is no room for it beside the weights.
@@ -387,6 +391,8 @@ pub struct AbortReply {
 pub struct Status {
     pub lifecycle: LifecycleStatus,
     pub memory: MemoryReport,
+    /// The host's memory, where the device has its own.
+    pub host_memory: Option<MemoryReport>,
     /// Bytes that requests and replies under way take.
     pub traffic_bytes: u64,
     /// Number of requests that wait to be accepted: for a newer policy, for `Resume`, or for a drain to end.

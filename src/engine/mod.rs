@@ -1,7 +1,8 @@
 //! The engine: one thread that owns every piece of mutable serving state.
 //!
 //! It takes [`Command`]s from a bounded queue and sends [`Event`]s through each request's responder. While there is
-//! work it steps, `schedule → launch → collect → update → emit`, and takes the commands that wait between two steps.
+//! work it steps, `schedule → launch → collect → update`, and takes the commands that wait between two steps. What a
+//! step has brought is emitted to its requests while the ranks compute the next one, or before anything else happens.
 //! While nothing may step it blocks on the queue.
 //!
 //! # Requests
@@ -41,6 +42,7 @@ mod request;
 mod requests;
 mod sleep;
 mod stats;
+mod step;
 #[cfg(test)]
 mod tests;
 mod text;
@@ -48,7 +50,6 @@ mod transaction;
 mod update;
 mod watch;
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Instant;
@@ -58,15 +59,12 @@ pub use command::*;
 pub use event::{Completion, Event, Summary};
 pub use listing::{Progress, RequestList, RequestStatus};
 
-use tracing::trace_span;
-
-use crate::error::{Error, Result, panic_message};
+use crate::error::{Error, Result};
 use crate::executor::{Executor, WeightOrder};
 use crate::memory::{MemoryBudget, Traffic};
 use crate::observe::{Observer, Recorder};
-use crate::scheduler::{Outcome, Scheduler};
+use crate::scheduler::Scheduler;
 use crate::text::Tokenizer;
-use crate::types::RequestKey;
 use crate::weights::Parameters;
 use adapters::Adapters;
 use checksum::Checksums;
@@ -77,6 +75,7 @@ use request::Request;
 use requests::Requests;
 use sleep::AwakeBytes;
 use stats::Statistics;
+use step::Untold;
 use transaction::{Transaction, Updates};
 use watch::Watch;
 
@@ -116,6 +115,8 @@ pub struct Engine<X: Executor> {
     adapters: Adapters,
     updates: Updates,
     requests: Requests,
+    /// What the last step has brought and its requests have not been given yet.
+    untold: Option<Untold>,
     drains: Drains,
     checksums: Checksums,
     /// When the running requests are aborted; set by `Shutdown`.
@@ -132,6 +133,16 @@ enum Failure {
     Refused(Error),
     /// The executor failed while it carried the command out; the engine ends.
     Fatal(Error),
+}
+
+impl Failure {
+    /// A refusal for want of memory that leaves weights half changed, which nothing can undo.
+    fn or_fatal(self) -> Self {
+        match self {
+            Self::Refused(error @ Error::ResourceExhausted(_)) => Self::Fatal(error),
+            failure => failure,
+        }
+    }
 }
 
 /// Result of carrying out a command.
@@ -173,6 +184,7 @@ impl<X: Executor> Engine<X> {
             adapters: Adapters::new(max_adapters, max_lora_rank),
             updates: Updates::default(),
             requests: Requests::default(),
+            untold: None,
             drains: Drains::default(),
             checksums: Checksums::default(),
             deadline: None,
@@ -187,6 +199,7 @@ impl<X: Executor> Engine<X> {
     /// The executor's error, if it fails. Every request has got its terminal event nevertheless.
     pub fn run(mut self) -> Result<()> {
         let result = self.serve();
+        self.emit();
         if let Err(error) = &result {
             tracing::error!("the engine ends: {error}");
         }
@@ -239,6 +252,9 @@ impl<X: Executor> Engine<X> {
 
     /// Does everything that commands, a step or the passing of time have made due.
     fn settle(&mut self) -> Result<()> {
+        if !self.can_step() || !self.drains.is_empty() || self.deadline.is_some() {
+            self.emit();
+        }
         self.drop_cancelled();
         if self.deadline.is_some_and(|deadline| self.state != State::Running || Instant::now() >= deadline) {
             self.abort_all();
@@ -249,102 +265,12 @@ impl<X: Executor> Engine<X> {
         self.drop_unused_adapters()
     }
 
-    /// Runs one step: `schedule → launch → collect → update → emit`.
-    fn step(&mut self) -> Result<()> {
-        let _step = trace_span!("step").entered();
-        let begun = Instant::now();
-        let plan = Arc::new(trace_span!("schedule").in_scope(|| self.scheduler.schedule()));
-        if plan.is_empty() {
-            return Ok(());
-        }
-        let kind = self.watch.begin_step(begun, &plan);
-        for group in self.scheduler.begun() {
-            self.requests.get_mut(group.request).into_iter().for_each(|request| request.begin(begun));
-        }
-        trace_span!("launch").in_scope(|| self.executor.launch(plan.clone()))?;
-        let output = trace_span!("wait for the ranks").in_scope(|| self.executor.collect())?;
-        for (request, panic) in &output.failed {
-            self.fail(*request, panic);
-        }
-        let outcomes = trace_span!("update").in_scope(|| self.scheduler.update(&plan, output));
-        let ended = Instant::now();
-        let sampled = self.statistics.count_step(ended - begun, &outcomes);
-        self.watch.end_step(kind, (begun, ended), &plan, sampled, self.policy.version());
-        let _emit = trace_span!("emit").entered();
-        for outcome in outcomes {
-            self.emit(outcome, ended);
-        }
-        Ok(())
-    }
-
-    /// Gives an outcome of a step, which has ended `now`, to its request.
-    fn emit(&mut self, outcome: Outcome, now: Instant) {
-        let key = match &outcome {
-            Outcome::PromptDone { group, .. } => group.request,
-            Outcome::Token { sample, .. } | Outcome::GrammarFailed { sample, .. } => sample.group.request,
-        };
-        let Some(request) = self.requests.get_mut(key) else {
-            if matches!(outcome, Outcome::Token { .. }) {
-                self.statistics.count_dropped_token();
-            }
-            return;
-        };
-        let version = self.policy.version();
-        let scheduler = &mut self.scheduler;
-        let mut failed = None;
-        let taken = catch_unwind(AssertUnwindSafe(|| match outcome {
-            Outcome::PromptDone { group, cached_tokens, logprobs } => {
-                request.prompt_done(group, cached_tokens, logprobs, version);
-            }
-            // A step may give a sample several tokens. Those after a stop string are dropped.
-            Outcome::Token { sample, .. } if !request.is_running(sample) => self.statistics.count_dropped_token(),
-            Outcome::Token { sample, logprobs, finish, grammar_bytes } => {
-                let stopped = request.token(sample, logprobs, finish, grammar_bytes, (version, now));
-                if stopped && finish.is_none() {
-                    // The scheduler knows no text, so it has to be told of a stop string.
-                    scheduler.finish(sample);
-                }
-            }
-            Outcome::GrammarFailed { sample, reason } => {
-                let field = request.sampling_field(sample.group.prompt_index);
-                failed = Some(Error::invalid(format!("{field}.structured_outputs"), reason));
-            }
-        }));
-        if let Err(panic) = taken {
-            return self.fail(key, &panic_message(&*panic));
-        }
-        if let Some(error) = failed {
-            return self.reject(key, error);
-        }
-        if request.is_done() {
-            self.end(key, Ending::Finished);
-        }
-    }
-
-    /// Ends a request whose answer panicked. Some of its events may be lost, but nothing else of the engine was being
-    /// changed, so all other requests go on.
-    fn fail(&mut self, key: RequestKey, panic: &str) {
-        if let Some(mut request) = self.take(key) {
-            self.statistics.count_aborted_request();
-            self.report_panic(key, &mut request, panic);
-        }
-    }
-
-    /// Tells the client of a request that has been taken out that its answer panicked.
-    fn report_panic(&mut self, key: RequestKey, request: &mut Request, panic: &str) {
-        tracing::error!(request = key.0, "a request ends because its answer panicked: {panic}");
-        self.statistics.count_internal_error();
-        let error = Error::Internal(format!("the answer to this request panicked: {panic}; other requests go on"));
-        if catch_unwind(AssertUnwindSafe(|| request.fail(error))).is_err() {
-            tracing::error!(request = key.0, "its client could not be told");
-        }
-    }
-
     /// Carries out a command, or begins to.
     ///
     /// # Errors
     /// If the executor fails.
     fn handle(&mut self, command: Command) -> Result<()> {
+        self.emit();
         match command {
             Command::Generate(generate) => self.receive(*generate),
             Command::Abort { target, owner, reply } => reply(self.abort(target, owner)),
@@ -355,7 +281,9 @@ impl<X: Executor> Engine<X> {
                 let attempt = self.write_part(update, tensors);
                 return answer(reply, attempt);
             }
-            Command::CommitUpdate { update, content, reply } => return self.commit_update(update, content, reply),
+            Command::CommitUpdate { update, content, new_version, reply } => {
+                return self.commit_update(update, content, new_version, reply);
+            }
             Command::CancelUpdate { update, reply } => reply(self.cancel_update(update)),
             Command::SetVersion { version, force, reply } => reply(self.set_version(version, force)),
             Command::Sleep { level, mode, cancel, reply } => return self.sleep(level, mode, cancel, reply),
@@ -380,10 +308,12 @@ impl<X: Executor> Engine<X> {
         Ok(())
     }
 
-    /// Gives the ranks an order that changes the weights.
+    /// Gives the ranks an order that changes the weights. If one of them has not the memory for it, it is refused, and
+    /// some weights may have changed.
     fn order(&mut self, order: WeightOrder) -> Attempt<()> {
         match self.executor.write(order) {
             Err(Error::DataLoss(damage)) => Err(self.lose_policy(&damage)),
+            Err(error @ Error::ResourceExhausted(_)) => Err(Failure::Refused(error)),
             done => done.map_err(Failure::Fatal),
         }
     }
@@ -404,7 +334,8 @@ impl<X: Executor> Engine<X> {
         let s = self.scheduler.stats();
         let mut status = Status {
             lifecycle: self.lifecycle(),
-            memory: self.budget.report(),
+            memory: self.budget.report().clone(),
+            host_memory: self.budget.host_report().cloned(),
             traffic_bytes: self.traffic.used(),
             held_requests: self.requests.num_held(),
             update: self.updates.open().map(Transaction::facts),

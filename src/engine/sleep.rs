@@ -107,7 +107,7 @@ impl<X: Executor> Engine<X> {
         if self.state.kv_awake() {
             for (memory, used_for) in [(Memory::KvCache, MemoryUse::KvCache), (Memory::Workspace, MemoryUse::Workspace)]
             {
-                kv_cache_bytes += self.executor.release(memory).map_err(Failure::Fatal)?.freed;
+                kv_cache_bytes += self.release_memory(memory)?.freed;
                 self.budget.free(used_for);
             }
         }
@@ -131,16 +131,25 @@ impl<X: Executor> Engine<X> {
     fn release_weights(&mut self, level: SleepLevel) -> Attempt<Released> {
         let awake = self.state.weights_awake();
         let released = match level {
-            SleepLevel::One if awake => self.executor.release(Memory::Weights).map_err(Failure::Fatal)?,
-            SleepLevel::One => Released { freed: 0, kept: self.budget.reserved(MemoryUse::Weights) },
-            SleepLevel::Two if awake || self.policy.has_replaced() => {
-                self.executor.release(Memory::WeightsAndBase).map_err(Failure::Fatal)?
-            }
+            SleepLevel::One if awake => self.release_memory(Memory::Weights)?,
+            SleepLevel::One => Released { kept: self.budget.reserved(MemoryUse::Weights), ..Released::default() },
+            SleepLevel::Two if awake || self.policy.has_replaced() => self.release_memory(Memory::WeightsAndBase)?,
             SleepLevel::Two => Released::default(),
         };
         if level == SleepLevel::Two {
             self.forget_policy();
         }
+        Ok(released)
+    }
+
+    /// Gives memory back. What the device moves to the host's memory meanwhile is reserved there first: all that is
+    /// left of it, and then what it has taken.
+    fn release_memory(&mut self, memory: Memory) -> Attempt<Released> {
+        let held = self.budget.reserved(MemoryUse::Offloaded);
+        let most = held + self.budget.remaining_for(MemoryUse::Offloaded);
+        self.budget.set(MemoryUse::Offloaded, most).expect("it is what is left");
+        let released = self.executor.release(memory, most).map_err(Failure::Fatal)?;
+        self.budget.lower(MemoryUse::Offloaded, released.offloaded);
         Ok(released)
     }
 
@@ -152,8 +161,9 @@ impl<X: Executor> Engine<X> {
 
     /// Drops the content of the weights, and makes the checkpoint the base that the next load reads.
     pub(super) fn reset_base(&mut self) -> Attempt<()> {
-        self.executor.release(Memory::WeightsAndBase).map_err(Failure::Fatal)?;
+        self.release_memory(Memory::WeightsAndBase)?;
         self.executor.restore(Memory::Weights).map_err(Failure::Fatal)?;
+        self.budget.free(MemoryUse::Offloaded);
         self.forget_policy();
         Ok(())
     }
@@ -161,7 +171,8 @@ impl<X: Executor> Engine<X> {
     /// Checks, before an order that reads the checkpoint, that its files are what was loaded.
     ///
     /// # Errors
-    /// Refused with `DataLoss` if they are not.
+    /// Refused with `DataLoss` if they are not, and with `ResourceExhausted` if the device has not the memory that the
+    /// order needs.
     pub(super) fn check_checkpoint(&mut self, order: &WeightOrder) -> Attempt<()> {
         self.executor.check(order).map_err(|error| match error {
             Error::DataLoss(damage) => {
@@ -172,6 +183,7 @@ impl<X: Executor> Engine<X> {
                 let why = format!("{damage}; nothing has changed: put it back as it was and call again, or {instead}");
                 Failure::Refused(Error::DataLoss(why))
             }
+            error @ Error::ResourceExhausted(_) => Failure::Refused(error),
             error => Failure::Fatal(error),
         })
     }
@@ -189,6 +201,25 @@ impl<X: Executor> Engine<X> {
             "{damage}, while it was read: the weights are missing now; push a complete policy (FULL), or put it back \
              as it was and call Wake with reload"
         )))
+    }
+
+    /// Takes the memory of all of `memories`, or of none.
+    fn restore(&mut self, memories: &[Memory]) -> Attempt<()> {
+        for (i, memory) in memories.iter().enumerate() {
+            match self.executor.restore(*memory) {
+                Err(error @ Error::ResourceExhausted(_)) => {
+                    // The one that has failed may have taken a part.
+                    self.give_back(&memories[..=i])?;
+                    return Err(Failure::Refused(error));
+                }
+                restored => restored.map_err(Failure::Fatal)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn give_back(&mut self, memories: &[Memory]) -> Attempt<()> {
+        memories.iter().try_for_each(|memory| self.release_memory(*memory).map(drop))
     }
 
     /// Takes memory back. The weights are loaded with the policy that was kept, or that was pushed while they were
@@ -211,6 +242,7 @@ impl<X: Executor> Engine<X> {
         let mut ledger = self.budget.clone();
         if wake_weights {
             ledger.set(MemoryUse::Weights, self.awake_bytes.weights).map_err(Failure::Refused)?;
+            ledger.free(MemoryUse::Offloaded);
         }
         if wake_kv {
             ledger.set(MemoryUse::Workspace, self.awake_bytes.workspace).map_err(Failure::Refused)?;
@@ -222,24 +254,28 @@ impl<X: Executor> Engine<X> {
         if loads {
             self.check_checkpoint(&load)?;
         }
-        self.budget = ledger;
-        if wake_weights {
-            self.executor.restore(Memory::Weights).map_err(Failure::Fatal)?;
-        } else if reload {
+        let weights = wake_weights.then_some(Memory::Weights);
+        let cache = if wake_kv { &[Memory::Workspace, Memory::KvCache][..] } else { &[] };
+        let woken: Vec<Memory> = weights.into_iter().chain(cache.iter().copied()).collect();
+        self.restore(&woken)?;
+        let asleep = std::mem::replace(&mut self.budget, ledger);
+        if reload && !wake_weights {
             self.reset_base()?;
         }
         if loads {
             // Resetting the base has forgotten what was merged, so this order may differ from the one that was checked.
             let loaded = self.order(WeightOrder::Load { adapter: self.policy.merged() });
-            if loaded.is_err() && wake_kv {
-                self.budget.free(MemoryUse::Workspace);
-                self.budget.free(MemoryUse::KvCache);
+            if let Err(Failure::Refused(Error::ResourceExhausted(_))) = loaded {
+                self.budget = asleep;
+                self.give_back(&woken)?;
+            } else if loaded.is_err() {
+                self.give_back(cache)?;
+                if wake_kv {
+                    self.budget.free(MemoryUse::Workspace);
+                    self.budget.free(MemoryUse::KvCache);
+                }
             }
             loaded?;
-        }
-        if wake_kv {
-            self.executor.restore(Memory::Workspace).map_err(Failure::Fatal)?;
-            self.executor.restore(Memory::KvCache).map_err(Failure::Fatal)?;
         }
         if reload {
             self.change_policy(0, RunningPolicy::Keep);

@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::command::{OpenUpdate, UpdateBegin};
+use crate::types::WeightVersion;
 use crate::weights::ShadowWeights;
 
 /// An open update: its header, from `BeginUpdate` until it is applied, refused or rolled back.
@@ -86,6 +87,15 @@ impl Updates {
     /// The open update if it is number `id` and its commit has not come.
     pub fn uncommitted(&self, id: u64) -> Option<&Transaction> {
         self.open().filter(|open| open.id == id && !open.committed)
+    }
+
+    /// The open update's version after it, if it is given with the commit.
+    ///
+    /// # Panics
+    /// If none is open.
+    pub fn name_version(&mut self, version: Option<WeightVersion>) {
+        let begin = &mut self.open.as_mut().expect("a commit is of an open update").begin;
+        begin.new_version = version.or(begin.new_version);
     }
 
     /// The open update's commit has come, and waits for requests to end.

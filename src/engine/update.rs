@@ -130,17 +130,26 @@ impl<X: Executor> Engine<X> {
 
     /// Reserves the memory that an update takes while it is received. Returns whether it is to be written in place.
     fn reserve_staging(&mut self, begin: &UpdateBegin) -> Result<bool> {
-        let Err(error) = self.budget.set(MemoryUse::UpdateStaging, begin.staging_bytes) else { return Ok(false) };
+        let of_host = begin.staging_bytes - begin.shadow_bytes;
+        let reserved = self.budget.set_parts(MemoryUse::UpdateStaging, begin.shadow_bytes, of_host);
+        let Err(error) = reserved else { return Ok(false) };
         let at_rest = self.state != State::Running && self.state.weights_awake();
-        let result = match (begin.in_place && begin.kind == UpdateKind::Full, at_rest) {
-            (true, true) => self.budget.set(MemoryUse::UpdateStaging, begin.in_place_bytes).map(|()| true),
-            _ => Err(error),
+        let in_place = begin.in_place && begin.kind == UpdateKind::Full && at_rest;
+        let (result, of_host) = match in_place {
+            true => (self.budget.set(MemoryUse::UpdateStaging, begin.in_place_bytes), begin.in_place_bytes),
+            false => (Err(error), of_host),
         };
-        result.map_err(|error| match error {
-            Error::ResourceExhausted(ledger) => Error::ResourceExhausted(format!(
-                "{ledger}; sleep with the KV cache first, or (FULL) pause or sleep and set in_place, or start \
-                 the server with a larger --staging-bytes"
-            )),
+        let is_host_short =
+            self.budget.host_report().is_some() && of_host > self.budget.remaining_for(MemoryUse::UpdateStaging);
+        let instead = match is_host_short {
+            true => "start the server with a larger --host-memory",
+            false => {
+                "sleep with the KV cache first, or (FULL) pause or sleep and set in_place, or start the server with a \
+                 larger --staging-bytes"
+            }
+        };
+        result.map(|()| true).map_err(|error| match error {
+            Error::ResourceExhausted(ledger) => Error::ResourceExhausted(format!("{ledger}; {instead}")),
             other => other,
         })
     }
@@ -163,7 +172,7 @@ impl<X: Executor> Engine<X> {
         let next = self.state.written_in_part().map_err(Failure::Refused)?;
         self.watch.apply_push(update);
         self.policy.replace(tensors.names().map(String::from));
-        self.order(WeightOrder::Replace { tensors })?;
+        self.order(WeightOrder::Replace { tensors }).map_err(Failure::or_fatal)?;
         if self.state.has_policy() {
             self.abort_accepted(|_, _| true);
         }
@@ -176,6 +185,7 @@ impl<X: Executor> Engine<X> {
         &mut self,
         update: u64,
         content: WeightUpdate,
+        new_version: Option<WeightVersion>,
         reply: Reply<Result<UpdateReply>>,
     ) -> Result<()> {
         let begin = match self.open_update(update) {
@@ -187,6 +197,7 @@ impl<X: Executor> Engine<X> {
         };
         let waits = begin.adapter.is_none() && begin.running == RunningPolicy::Wait;
         let cancel = begin.cancel.clone();
+        self.updates.name_version(new_version);
         let commit = Commit { content, reply };
         if waits && self.must_drain() {
             self.updates.note_commit();
@@ -287,9 +298,15 @@ impl<X: Executor> Engine<X> {
             self.budget.clone().set(MemoryUse::BaseCopies, most).map_err(Failure::Refused)?;
             let ledger = self.ledger_with(&after, copies).map_err(Failure::Refused)?;
             if self.state.weights_awake() {
-                let order = WeightOrder::Merge { before, after: after.clone() };
+                let order = WeightOrder::Merge { before: before.clone(), after: after.clone() };
                 self.check_checkpoint(&order)?;
-                self.order(order)?;
+                let merged = self.order(order);
+                if let Err(Failure::Refused(Error::ResourceExhausted(_))) = merged {
+                    let back = WeightOrder::Merge { before: after, after: before };
+                    self.order(back).map_err(Failure::or_fatal)?;
+                    return merged;
+                }
+                merged?;
             }
             self.budget = ledger;
         }
@@ -309,7 +326,7 @@ impl<X: Executor> Engine<X> {
 
     /// Replaces all parameters by tensors, of which some may have been written before.
     fn apply_full(&mut self, tensors: Arc<Tensors>) -> Attempt<()> {
-        self.order(WeightOrder::Replace { tensors })?;
+        self.order(WeightOrder::Replace { tensors }).map_err(Failure::or_fatal)?;
         self.replace_all();
         Ok(())
     }
@@ -334,7 +351,8 @@ impl<X: Executor> Engine<X> {
     /// Changes parameters of the policy that serves. What was merged into it becomes part of the base.
     fn apply_delta(&mut self, delta: Arc<Delta>) -> Attempt<()> {
         let merged = self.policy.merged();
-        self.order(WeightOrder::Patch { delta: delta.clone(), merged: merged.clone() })?;
+        let order = WeightOrder::Patch { delta: delta.clone(), merged: merged.clone() };
+        self.order(order).map_err(Failure::or_fatal)?;
         let changed = delta.names().chain(merged.parameters()).map(String::from);
         self.policy.replace(changed);
         self.forget_merged();

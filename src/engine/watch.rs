@@ -129,7 +129,7 @@ impl<X: Executor> Engine<X> {
             resident_adapters: self.adapters.num_resident(),
             internal_errors: self.statistics.internal_errors(),
         });
-        metrics.publish_memory(self.budget.entries(), self.budget.total(), self.budget.ceiling());
+        metrics.publish_memory(self.budget.report(), self.budget.host_report());
         let (lifecycle, sleep) = lifecycle(self.lifecycle());
         metrics.publish_lifecycle(lifecycle, sleep);
     }

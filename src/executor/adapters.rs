@@ -104,8 +104,9 @@ impl ResidentAdapters {
                 terms.insert(site, Term::new(&self.build, &adapted)?);
             }
         }
+        self.ensure_buffers(decoder)?;
         self.generations.insert(generation, terms);
-        self.take_buffers(decoder)
+        Ok(())
     }
 
     pub fn remove(&mut self, generation: u64) {
@@ -117,7 +118,11 @@ impl ResidentAdapters {
 
     /// Takes the buffers' memory, if there are adapters that need them.
     pub fn take_buffers(&mut self, decoder: &Decoder) -> Result<()> {
-        if self.buffers.is_none() && !self.generations.is_empty() {
+        if self.generations.is_empty() { Ok(()) } else { self.ensure_buffers(decoder) }
+    }
+
+    fn ensure_buffers(&mut self, decoder: &Decoder) -> Result<()> {
+        if self.buffers.is_none() {
             self.buffers = Some(Buffers::new(&self.build, buffer_values(decoder, &self.build)?)?);
         }
         Ok(())

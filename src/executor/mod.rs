@@ -18,7 +18,7 @@ use crate::weights::{Adapter, Delta, ParamSpec, ShadowWeights, Tensors};
 pub use adapters::resident_adapter_bytes;
 pub use ranks::Ranks;
 pub use runner::ModelRunner;
-pub use weights::RankWeights;
+pub use weights::{Left, RankWeights};
 
 /// Runs steps, at most one at a time. `launch` and `collect` are two calls so that the engine can work while the ranks
 /// compute. All other calls come between a `collect` and the next `launch`; each returns when all ranks have done it.
@@ -27,15 +27,17 @@ pub trait Executor {
     fn launch(&mut self, plan: Arc<StepPlan>) -> Result<()>;
     /// Waits for the launched step. The answers are in the plan's order of tasks.
     fn collect(&mut self) -> Result<StepOutput>;
-    /// Checks that the parts of the checkpoint that `order` will read are what was loaded. Changes nothing.
+    /// Checks that the parts of the checkpoint that `order` will read are what was loaded, and takes the memory that it
+    /// needs. Changes no weights.
     ///
     /// # Errors
-    /// `DataLoss` naming a file that has changed.
+    /// `DataLoss` naming a file that has changed; `ResourceExhausted` if the device has not as much memory.
     fn check(&mut self, order: &WeightOrder) -> Result<()>;
     /// Changes the weights.
     ///
     /// # Errors
-    /// `DataLoss` if the checkpoint changed while it was read: the weights are of no policy then.
+    /// `DataLoss` if the checkpoint changed while it was read: the weights are of no policy then. `ResourceExhausted`
+    /// if a device has not the memory for it.
     fn write(&mut self, order: WeightOrder) -> Result<()>;
     /// Maps shadow weights: storage of the serving weights' shapes beside them. Its pages take memory as they are
     /// written.
@@ -49,8 +51,9 @@ pub trait Executor {
     /// Bytes of whole rows of a parameter in the dtype in which it serves (row-major, little-endian), gathered from the
     /// ranks.
     fn read(&mut self, spec: &ParamSpec, rows: Range<usize>) -> Result<Vec<u8>>;
-    /// Gives memory back to the system. What is released must be restored before it is used.
-    fn release(&mut self, memory: Memory) -> Result<Released>;
+    /// Gives memory back to the system. What is released must be restored before it is used. What has to be kept, a
+    /// device with memory of its own moves to the host's, of which it may take `host_bytes` in all.
+    fn release(&mut self, memory: Memory, host_bytes: u64) -> Result<Released>;
     /// Takes released memory again; its content is unspecified.
     ///
     /// # Errors
@@ -70,6 +73,8 @@ pub struct Released {
     pub freed: u64,
     /// Bytes of weights that stay because their values are nowhere else; 0 for other memory.
     pub kept: u64,
+    /// Bytes of the host's memory that hold now what was moved there, by this release or before it.
+    pub offloaded: u64,
 }
 
 /// A kind of memory that a rank can release and restore.

@@ -1,12 +1,13 @@
 //! The tensor-parallel ranks: a thread for each. All of them get the same orders in the same sequence.
 
+use std::mem::ManuallyDrop;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
-use super::{Executor, Memory, ModelRunner, Released, WeightOrder};
+use super::{Executor, Left, Memory, ModelRunner, Released, WeightOrder};
 use rollout_kernels::Devices;
 
 use crate::error::{Error, Result};
@@ -28,11 +29,12 @@ enum Order {
 enum Task {
     Check(WeightOrder),
     Reopen,
+    Prepare(WeightOrder),
     Write(WeightOrder),
     Shadow,
     Exchange(Vec<ShadowShard>),
     Read { spec: Arc<ParamSpec>, rows: Range<usize> },
-    Release(Memory),
+    Release { memory: Memory, host_bytes: u64 },
     Restore(Memory),
     Discard(Vec<ShadowShard>),
 }
@@ -41,8 +43,8 @@ enum Task {
 enum Answer {
     Done,
     Read(Vec<u8>),
-    /// Bytes of weights that were not released.
-    Kept(u64),
+    /// What a release has left.
+    Left(Left),
     Storage(Vec<ShadowShard>),
 }
 
@@ -71,16 +73,15 @@ impl Ranks {
         for (rank, make) in makers.enumerate() {
             let (sender, receiver) = channel();
             let (ready, answer) = (ready.clone(), answer.clone());
-            let body = move || {
-                end_process_on_panic(rank, || match make() {
-                    Ok(runner) => {
-                        let _ = ready.send(Ok(()));
-                        serve(rank, runner, &receiver, &answer);
-                    }
-                    Err(e) => {
-                        let _ = ready.send(Err(e));
-                    }
-                })
+            let body = move || match end_process_on_panic(rank, make) {
+                Ok(mut runner) => {
+                    let _ = ready.send(Ok(()));
+                    // After a panic nobody drops the runner: its communicator would wait for ranks that wait for it.
+                    end_process_on_panic(rank, || serve(rank, &mut runner, &receiver, &answer));
+                }
+                Err(e) => {
+                    let _ = ready.send(Err(e));
+                }
             };
             let thread = std::thread::Builder::new().name(format!("rank-{rank}")).spawn(body);
             threads.push(thread.map_err(|e| Error::Internal(format!("rank {rank}'s thread did not start: {e}")))?);
@@ -153,6 +154,8 @@ impl Executor for Ranks {
     }
 
     fn write(&mut self, order: WeightOrder) -> Result<()> {
+        // A rank that lacked memory in the middle would leave the others waiting for its part of what they exchange.
+        self.perform(|| Task::Prepare(order.clone()))?;
         self.perform(|| Task::Write(order.clone())).map(|_| ())
     }
 
@@ -175,10 +178,18 @@ impl Executor for Ranks {
         gather(spec, &rows, &answers.into_iter().map(part).collect::<Vec<_>>())
     }
 
-    fn release(&mut self, memory: Memory) -> Result<Released> {
-        let kept = |answer: &Answer| if let Answer::Kept(bytes) = answer { *bytes } else { 0 };
-        let (freed, answers) = self.measured(|| Task::Release(memory))?;
-        Ok(Released { freed, kept: answers.iter().map(kept).sum() })
+    fn release(&mut self, memory: Memory, host_bytes: u64) -> Result<Released> {
+        // Ranks hold the same, but for what cannot be divided.
+        let host_bytes = host_bytes / self.orders.len() as u64;
+        let (freed, answers) = self.measured(|| Task::Release { memory, host_bytes })?;
+        let mut released = Released { freed, ..Released::default() };
+        for answer in answers {
+            if let Answer::Left(Left { kept, offloaded }) = answer {
+                released.kept += kept;
+                released.offloaded += offloaded;
+            }
+        }
+        Ok(released)
     }
 
     fn restore(&mut self, memory: Memory) -> Result<()> {
@@ -206,7 +217,7 @@ impl Drop for Ranks {
     }
 }
 
-fn serve(rank: usize, mut runner: ModelRunner, orders: &Receiver<Order>, steps: &Sender<StepOutput>) {
+fn serve(rank: usize, runner: &mut ModelRunner, orders: &Receiver<Order>, steps: &Sender<StepOutput>) {
     while let Ok(order) = orders.recv() {
         // An error in a step is a panic, because a rank that stops half way leaves the others in a collective for ever.
         let heard = match order {
@@ -215,13 +226,15 @@ fn serve(rank: usize, mut runner: ModelRunner, orders: &Receiver<Order>, steps: 
                 rank != 0 || steps.send(output).is_ok()
             }
             Order::Task { task, answer } => {
-                let done = match perform(&mut runner, task) {
+                // After a panic nobody hears that the channel is closed before the process ends.
+                let answer = ManuallyDrop::new(answer);
+                let done = match perform(runner, task) {
                     Err(e) if !matches!(e, Error::ResourceExhausted(_) | Error::DataLoss(_)) => {
                         panic!("rank {rank} failed: {e}")
                     }
                     done => done,
                 };
-                answer.send((rank, done)).is_ok()
+                ManuallyDrop::into_inner(answer).send((rank, done)).is_ok()
             }
         };
         if !heard {
@@ -235,11 +248,12 @@ fn perform(runner: &mut ModelRunner, task: Task) -> Result<Answer> {
     match task {
         Task::Check(order) => runner.check(&order)?,
         Task::Reopen => runner.reopen()?,
+        Task::Prepare(order) => runner.prepare(&order)?,
         Task::Write(order) => runner.write(&order)?,
         Task::Shadow => return runner.shadow_shards().map(Answer::Storage),
         Task::Exchange(shards) => return runner.exchange(shards).map(Answer::Storage),
         Task::Read { spec, rows } => return runner.read(&spec, rows).map(Answer::Read),
-        Task::Release(memory) => return runner.release(memory).map(Answer::Kept),
+        Task::Release { memory, host_bytes } => return runner.release(memory, host_bytes).map(Answer::Left),
         Task::Restore(memory) => runner.restore(memory)?,
         Task::Discard(shards) => drop(shards),
     }
@@ -263,11 +277,12 @@ fn gather(spec: &ParamSpec, rows: &Range<usize>, parts: &[Vec<u8>]) -> Result<Ve
     Ok(gathered)
 }
 
-/// Runs a rank's thread, and ends the process if it panics: the other ranks would wait for the dead one for ever.
+/// Runs a part of a rank's thread, and ends the process if it panics: the other ranks would wait for the dead one for
+/// ever. What `body` borrows is not dropped then, as a device that has failed refuses each call, with a message each.
 #[expect(clippy::exit, reason = "a rank that has failed leaves a step half done, which all requests use")]
-fn end_process_on_panic(rank: usize, body: impl FnOnce()) {
-    if catch_unwind(AssertUnwindSafe(body)).is_err() {
+fn end_process_on_panic<T>(rank: usize, body: impl FnOnce() -> T) -> T {
+    catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|_| {
         tracing::error!("rank {rank} has failed (its message is above); the server ends");
-        std::process::exit(RANK_FAILED);
-    }
+        std::process::exit(RANK_FAILED)
+    })
 }

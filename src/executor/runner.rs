@@ -2,15 +2,15 @@
 
 use std::ops::Range;
 
-use rollout_kernels::{KvCache, Ops, Sampled, SampledTokens};
+use rollout_kernels::{KvCache, Least, Ops, Padding, Sampled, SampledTokens};
 use tracing::trace_span;
 
 use super::adapters::ResidentAdapters;
 use super::input::{FlatBatch, PlanView};
-use super::weights::RankWeights;
+use super::weights::{Left, RankWeights};
 use super::{Memory, WeightOrder};
 use crate::comm::Communicator;
-use crate::error::{Result, panic_message};
+use crate::error::{Error, Result, panic_message};
 use crate::model::{Additions, Input, LOGITS_ROWS, Workspace, WorkspaceShape};
 use crate::types::{LogitsRow, StepOutput, StepPlan};
 use crate::weights::{ParamSpec, ShadowShard};
@@ -26,30 +26,40 @@ pub struct ModelRunner {
     /// `None` while it is released.
     workspace: Option<Workspace>,
     block_size: usize,
+    /// Whether the device may record passes and repeat them.
+    records: bool,
     batch: FlatBatch,
 }
 
 impl ModelRunner {
+    /// Calls `join` when all else is done: a rank that has joined waits for the others when it goes.
+    ///
     /// # Errors
-    /// `ResourceExhausted` if the device has not as much memory as the KV cache and the workspace take.
+    /// `ResourceExhausted` if the device has not as much memory as the KV cache and the workspace take; and those of
+    /// `join`.
     pub fn new(
         ops: Ops,
-        comm: Box<dyn Communicator>,
+        join: impl FnOnce() -> Result<Box<dyn Communicator>>,
         weights: RankWeights,
         mut kv: Vec<KvCache>,
         workspace_shape: WorkspaceShape,
         block_size: usize,
+        records: bool,
     ) -> Result<Self> {
         kv.iter_mut().try_for_each(KvCache::restore)?;
+        let workspace = Some(Workspace::new(&workspace_shape)?);
+        let comm = join()?;
+        comm.restore()?;
         Ok(Self {
-            ops,
             comm,
+            ops,
             weights,
             adapters: ResidentAdapters::new(workspace_shape.build.clone()),
             kv,
-            workspace: Some(Workspace::new(&workspace_shape)?),
+            workspace,
             workspace_shape,
             block_size,
+            records,
             batch: FlatBatch::default(),
         })
     }
@@ -71,20 +81,38 @@ impl ModelRunner {
         let prepare = trace_span!("prepare").entered();
         self.batch.fill(plan, self.block_size);
         let view = PlanView::new(plan);
-        let step = self.ops.prepare(self.batch.step(&view))?;
+        let step = match self.repeats(plan) {
+            true => self.ops.prepare_padded(self.batch.step(&view), self.padding())?,
+            false => self.ops.prepare(self.batch.step(&view))?,
+        };
         let adapters = self.adapters.of_rows(self.batch.adapters.iter().copied());
         let input = Input { step: &step, additions: adapters.as_ref().map(|a| a as &dyn Additions) };
         drop(prepare);
-        model.forward(&self.ops, &*self.comm, input, &mut self.kv, workspace)?;
+        let samples_in_pass = self.ops.samples_in_pass(&step);
+        let is_first = self.comm.rank() == 0;
+        let least = |mine| self.comm.least(mine);
+        let ranks: Option<Least<'_>> = if self.comm.world() > 1 { Some(&least) } else { None };
+        self.ops.pass(&step, ranks, || {
+            model.forward(&self.ops, &*self.comm, input, &mut self.kv, workspace)?;
+            for rows in parts(if samples_in_pass { step.rows() } else { 0 }) {
+                let logits = model.logits(&self.ops, &*self.comm, &step, rows.clone(), workspace, None)?;
+                if is_first {
+                    self.ops.sample_in_pass(&logits, &step, rows)?;
+                }
+            }
+            Ok::<_, Error>(())
+        })?;
         let wanted: Vec<&LogitsRow> = plan.sequences.iter().flat_map(|s| &s.logits).collect();
         let mut sampled = Vec::new();
-        for first in (0..wanted.len()).step_by(LOGITS_ROWS) {
-            let rows = first..wanted.len().min(first + LOGITS_ROWS);
+        if samples_in_pass && is_first {
+            sampled.push((0..wanted.len(), self.ops.sampled(&step)?));
+        }
+        for rows in parts(if samples_in_pass { 0 } else { wanted.len() }) {
             let of_rows = self.batch.logits[rows.clone()].iter().map(|row| self.batch.adapters[row.row as usize]);
             let adapters = self.adapters.of_rows(of_rows);
             let additions = adapters.as_ref().map(|a| a as &dyn Additions);
             let logits = model.logits(&self.ops, &*self.comm, &step, rows.clone(), workspace, additions)?;
-            if self.comm.rank() == 0 {
+            if is_first {
                 sampled.push((rows.clone(), self.ops.sample(&logits, &step, rows)?));
             }
         }
@@ -95,9 +123,29 @@ impl ModelRunner {
         Ok(output)
     }
 
+    /// Whether a step is one of many alike: a row of each sequence, and nothing added to what the weights give. All
+    /// ranks say the same of it.
+    fn repeats(&self, plan: &StepPlan) -> bool {
+        let is_plain = |adapter: &Option<u64>| adapter.is_none();
+        self.records
+            && !plan.is_empty()
+            && plan.sequences.iter().all(|s| s.tokens.len() == 1)
+            && self.batch.adapters.iter().all(is_plain)
+    }
+
+    fn padding(&self) -> Padding {
+        let WorkspaceShape { config, max_batch_tokens, .. } = &self.workspace_shape;
+        Padding { most_rows: *max_batch_tokens, vocabulary: config.vocab_size }
+    }
+
     /// See [`RankWeights::check`].
     pub fn check(&mut self, order: &WeightOrder) -> Result<()> {
-        self.weights.check(&self.ops, order)
+        self.weights.check(&self.ops, &*self.comm, order)
+    }
+
+    /// See [`RankWeights::prepare`].
+    pub fn prepare(&mut self, order: &WeightOrder) -> Result<()> {
+        self.weights.prepare(&self.ops, &*self.comm, order)
     }
 
     /// See [`RankWeights::reopen`].
@@ -107,6 +155,7 @@ impl ModelRunner {
 
     /// Changes the weights or the resident adapters.
     pub fn write(&mut self, order: &WeightOrder) -> Result<()> {
+        self.ops.forget_passes();
         match order {
             WeightOrder::AddAdapter { generation, adapter } => {
                 self.adapters.add(self.weights.shapes(), *generation, adapter)
@@ -126,6 +175,7 @@ impl ModelRunner {
 
     /// See [`RankWeights::exchange`].
     pub fn exchange(&mut self, shards: Vec<ShadowShard>) -> Result<Vec<ShadowShard>> {
+        self.ops.forget_passes();
         self.weights.exchange(shards)
     }
 
@@ -134,8 +184,9 @@ impl ModelRunner {
         self.weights.read(spec, rows)
     }
 
-    /// Gives memory back to the system. Returns the bytes of weights that stay; see [`RankWeights::release`].
-    pub fn release(&mut self, memory: Memory) -> Result<u64> {
+    /// Gives memory back to the system; see [`RankWeights::release`].
+    pub fn release(&mut self, memory: Memory, host_bytes: u64) -> Result<Left> {
+        self.ops.forget_passes();
         match memory {
             Memory::KvCache => self.kv.iter_mut().for_each(KvCache::release),
             Memory::Workspace => {
@@ -143,11 +194,18 @@ impl ModelRunner {
                 self.batch = FlatBatch::default();
                 self.adapters.release_buffers();
                 self.ops.release();
+                self.comm.release();
             }
-            Memory::Weights => return self.weights.release(true),
-            Memory::WeightsAndBase => return self.weights.release(false),
+            Memory::Weights | Memory::WeightsAndBase => {
+                // A push while the KV cache sleeps has left what its operators keep.
+                if self.workspace.is_none() {
+                    self.ops.release();
+                    self.comm.release();
+                }
+                return self.weights.release(memory == Memory::Weights, host_bytes);
+            }
         }
-        Ok(0)
+        Ok(Left { kept: 0, offloaded: self.workspace_shape.build.device.offloaded_bytes() })
     }
 
     /// Takes released memory again; its content is unspecified.
@@ -159,12 +217,18 @@ impl ModelRunner {
             Memory::KvCache => self.kv.iter_mut().try_for_each(KvCache::restore)?,
             Memory::Workspace => {
                 self.workspace = Some(Workspace::new(&self.workspace_shape)?);
+                self.comm.restore()?;
                 self.adapters.take_buffers(self.weights.shapes())?;
             }
             Memory::Weights | Memory::WeightsAndBase => self.weights.restore()?,
         }
         Ok(())
     }
+}
+
+/// Parts of so many rows of logits that there are buffers for.
+fn parts(rows: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..rows).step_by(LOGITS_ROWS).map(move |first| first..rows.min(first + LOGITS_ROWS))
 }
 
 /// Waits for the answers to `rows` of the plan and appends them to `output`.

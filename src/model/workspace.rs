@@ -74,13 +74,15 @@ impl Workspace {
         })
     }
 
-    /// Bytes that one rank's workspace takes, with the packed copy of its input that a linear layer's kernel makes.
+    /// Bytes that one rank's workspace takes, with the packed copy of its input that a linear layer's kernel makes, and
+    /// what it exchanges with other ranks through.
     pub fn bytes(config: &ModelConfig, build: &Build, max_batch_tokens: usize) -> u64 {
         let widths = Widths::new(config, build);
         let row = 3 * widths.hidden + widths.qkv + widths.attention + 3 * widths.intermediate;
         let packed_input = widths.hidden.max(widths.attention).max(widths.intermediate);
         let head = config.vocab_size + widths.local_vocab + widths.hidden;
-        4 * (max_batch_tokens * (row + packed_input) + LOGITS_ROWS * head) as u64
+        let exchanged = if build.partition.is_whole() { 0 } else { build.device.exchange_bytes() };
+        (4 * (max_batch_tokens * (row + packed_input) + LOGITS_ROWS * head) + exchanged) as u64
     }
 
     /// The first `rows` rows of each activation.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::encoder::PromptEncoder;
+use crate::comm::Trainers;
 use crate::engine::EngineHandle;
 use crate::memory::Traffic;
 use crate::types::TokenId;
@@ -23,6 +24,8 @@ pub struct ServingContext {
     pub sources: Arc<Sources>,
     /// Time without a message after which a push is ended.
     pub update_idle: Duration,
+    /// Joins groups of trainers that broadcast their weights.
+    pub trainers: Trainers,
 }
 
 /// Facts of the model that requests are checked against.
@@ -55,4 +58,6 @@ pub struct ServerInfo {
     pub kernel: String,
     pub max_adapters: usize,
     pub max_lora_rank: usize,
+    /// UUIDs of the devices in whose memory pushes may lie.
+    pub device_uuids: Vec<String>,
 }

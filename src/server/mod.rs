@@ -23,6 +23,7 @@ mod security;
 mod shutdown;
 mod slot;
 mod socket;
+mod transfer;
 
 use std::convert::Infallible;
 use std::future::Future;

@@ -1,6 +1,9 @@
 //! Runs an engine on a fixture checkpoint, without the server, and sends it requests and pushes.
 #![allow(dead_code)] // each test binary uses a part of this module
 
+pub mod emulator;
+pub mod large;
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -400,7 +403,8 @@ impl Push {
 fn entry(name: &str, shape: &[usize], dtype: Dtype, changed: Option<u64>, bytes: Vec<u8>) -> (TensorEntry, Vec<u8>) {
     let digest = xxhash_rust::xxh3::xxh3_128(&bytes).to_be_bytes();
     let payload = changed.map(|changed| (changed, bytes.len() as u64));
-    (TensorEntry { name: name.into(), dtype, shape: shape.to_vec(), digest, payload, offset: 0 }, bytes)
+    let (name, shape, allocation) = (name.into(), shape.to_vec(), None);
+    (TensorEntry { name, dtype, shape, digest: Some(digest), payload, offset: 0, allocation }, bytes)
 }
 
 impl Engine {
@@ -445,6 +449,7 @@ impl Engine {
             force_version: push.force_version,
             running: push.running,
             staging_bytes: receiver.staging_bytes(false),
+            shadow_bytes: receiver.shadow_bytes(),
             in_place_bytes: receiver.staging_bytes(true),
             in_place: push.in_place,
             cancel: CancelFlag::default(),
@@ -468,7 +473,7 @@ impl Engine {
             }
         }
         let (update, content) = (ticket.id, receiver.finish()?.update);
-        Ok(self.ask_later(|reply| Command::CommitUpdate { update, content, reply }))
+        Ok(self.ask_later(|reply| Command::CommitUpdate { update, content, new_version: None, reply }))
     }
 
     pub fn push(&self, push: Push) -> Result<UpdateReply> {

@@ -133,7 +133,7 @@ fn directory(dice: &mut Dice) -> Push {
 /// Puts wrong facts into the header and the declarations.
 fn spoil(dice: &mut Dice, push: &mut Push) {
     let header = &mut push.header;
-    match dice.below(20) {
+    match dice.below(21) {
         0 => header.kind = dice.pick(&[0, -1, 4, 1, 2, 3]),
         1 => header.running = dice.pick(&[-1, 5, i32::MAX]),
         2 => header.total_bytes = Some(dice.u64()),
@@ -170,6 +170,7 @@ fn spoil_tensor(dice: &mut Dice, tensors: &mut Vec<Sent>, number: usize, at: usi
         16 => tensor.offset = dice.u64(),
         17 => drop(tensors.remove(at)),
         18 => tensors.push(tensors[at].clone()),
+        19 => tensor.allocation = Some(allocation(dice)),
         _ => tensors.swap(at, other),
     }
 }
@@ -187,6 +188,20 @@ fn share(dice: &mut Dice, push: &mut Push, segment: &Segment) {
     std::fs::write(&segment.path, &content).expect("room for a segment");
     let name = segment.name.clone();
     push.header.source = Some(pb::Source { kind: Some(pb::source::Kind::SharedMemory(pb::SharedMemory { name })) });
+}
+
+/// Says that the push lies in device memory, which no server of these tests can open.
+fn lend(dice: &mut Dice, push: &mut Push) {
+    for (tensor, bytes) in &mut push.tensors {
+        bytes.clear();
+        tensor.allocation = dice.maybe(allocation);
+    }
+    push.header.source = Some(pb::Source { kind: Some(pb::source::Kind::DeviceMemory(pb::DeviceMemory {})) });
+}
+
+fn allocation(dice: &mut Dice) -> pb::DeviceAllocation {
+    let handle = if dice.one_in(4) { dice.bytes(200) } else { vec![dice.u32() as u8; 64] };
+    pb::DeviceAllocation { device_uuid: dice.text(), handle }
 }
 
 /// A shared-memory segment of this process, which is removed on drop.
@@ -288,6 +303,9 @@ pub fn update(dice: &mut Dice, facts: &Facts) -> Call {
     push.header.force_version = !dice.one_in(6);
     if !push.tensors.is_empty() && dice.one_in(5) {
         share(dice, &mut push, &facts.segment);
+    }
+    if !push.tensors.is_empty() && dice.one_in(20) {
+        lend(dice, &mut push);
     }
     (0..dice.pick(&[0, 0, 1, 1, 2])).for_each(|_| spoil(dice, &mut push));
     let what = describe(&push);

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::{Duration, Instant};
 
+use rollout_server::comm::Trainers;
 use rollout_server::engine::{Command, Completion, EngineHandle, Event, GenerateCommand, Summary};
 use rollout_server::error::Result;
 use rollout_server::memory::Traffic;
@@ -53,7 +54,8 @@ pub fn context(engine: EngineHandle) -> ServingContext {
     let parameters = Arc::new(Parameters::new(specs, Dtype::F32, 1, false));
     let traffic = Traffic::new(1 << 30);
     let update_idle = Duration::from_secs(3600);
-    ServingContext { model: Arc::new(model), info, engine, traffic, parameters, sources: Arc::default(), update_idle }
+    let (model, sources, trainers) = (Arc::new(model), Arc::default(), Trainers::default());
+    ServingContext { model, info, engine, traffic, parameters, sources, update_idle, trainers }
 }
 
 /// Starts a server whose command queue holds `queue` commands.

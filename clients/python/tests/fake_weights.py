@@ -48,6 +48,8 @@ class FakeWeights:
         self.messages = 0
         self.hide_shared_memory = False
         self.segment_mode = 0o600
+        self.device_memory = {}
+        """UUID and handle of each allocation that can be opened to its bytes."""
         self.largest_message = 0
         self.on_message = lambda number, request: None
 
@@ -137,6 +139,7 @@ class Incoming:
             mode = path.stat().st_mode & 0o777
             assert mode == weights.segment_mode, oct(mode)
             self.segment = path
+        self.device_memory = weights.device_memory if header.source.HasField("device_memory") else None
         self.entries, self.buffers, self.spans = [], [], []
         self.declare(header.tensors)
 
@@ -151,6 +154,12 @@ class Incoming:
                 with self.segment.open("rb") as file:
                     file.seek(entry.offset)
                     self.buffers[-1][:] = file.read(len(self.buffers[-1]))
+            if self.device_memory is not None:
+                allocation = self.device_memory.get((entry.allocation.device_uuid, entry.allocation.handle))
+                if allocation is None:
+                    raise Refused(grpc.StatusCode.NOT_FOUND, f"{entry.name}: no such allocation")
+                assert entry.offset + len(self.buffers[-1]) <= len(allocation)
+                self.buffers[-1][:] = bytes(allocation[entry.offset : entry.offset + len(self.buffers[-1])])
             self.spans.append([])
         if self.header.HasField("total_bytes"):
             declared = sum(map(len, self.buffers))
@@ -171,9 +180,14 @@ class Incoming:
         tensors = {}
         for entry, buffer, spans in zip(self.entries, self.buffers, self.spans, strict=True):
             data = bytes(buffer)
-            if self.segment is None and sum(end - start for start, end in spans) != len(buffer):
+            if (
+                self.segment is None
+                and self.device_memory is None
+                and sum(end - start for start, end in spans) != len(buffer)
+            ):
                 raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{entry.name}: incomplete")
-            if xxhash.xxh3_128_hexdigest(data) != entry.digest.hex():
+            has_digest = entry.digest or self.device_memory is None
+            if has_digest and xxhash.xxh3_128_hexdigest(data) != entry.digest.hex():
                 raise Refused(grpc.StatusCode.DATA_LOSS, f"{entry.name}: another digest")
             if entry.name in tensors:
                 raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{entry.name}: twice")

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import termios
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
@@ -23,7 +24,7 @@ import pytest
 from rich.console import Console
 
 from models import random_adapter, read_model
-from rollout_client import PhaseTime, RolloutClient, SamplingParams, Span, Timeline
+from rollout_client import MemoryLedger, PhaseTime, RolloutClient, SamplingParams, Span, Timeline
 from rollout_client.cli import main
 from rollout_client.cli._monitor import BILLION, Monitor
 from rollout_client.cli._status_view import StatusView
@@ -112,6 +113,10 @@ def test_a_terminal_sees_a_batch_a_sleep_a_push_an_outage_and_the_return(binary,
             client.wake()
             client.push_lora(*random_adapter(rng, read_model(PUSH_MODEL)))
             terminal.until("paused [0-9.]+ ms, version 1")
+            with contextlib.suppress(InterruptedError), client.begin_push():
+                terminal.until("full .* so far, open for ")
+                raise InterruptedError
+            terminal.until("full .*, not applied, ")
         first.kill()
         terminal.until("no answer for ")
         stack.enter_context(serving_at(binary, port))
@@ -147,6 +152,18 @@ def test_no_line_is_wider_than_the_terminal(push_target, columns, unicode):
     assert max(map(len, lines)) <= columns
     assert unicode or file.getvalue().isascii()
     assert any(line.startswith("memory") for line in lines)
+
+
+def test_the_hosts_ledger_stands_below_the_devices(running):
+    monitor, file = look(running.client), io.StringIO()
+    host = MemoryLedger(4 << 30, 2 << 30, {"process": 448 << 20, "offloaded": 1 << 30}, 512 << 20)
+    monitor.status = replace(monitor.status, host_memory=host)
+    Console(file=file, width=100).print(StatusView(monitor, running.address, 60.0, width=100).render())
+    shown = file.getvalue()
+    assert not re.search("^memory", shown, re.MULTILINE)
+    device, host = (re.search(f"^{name} .*", shown, re.MULTILINE).group() for name in ("device", "host"))
+    assert "resident" not in device and "1.4 GiB of 2.0 GiB; 512 MiB resident" in host
+    assert "offloaded" in shown and "weights" in shown
 
 
 def test_into_a_pipe_it_is_shown_once_without_colours(running, capsys):
@@ -265,3 +282,4 @@ def test_pushes_are_told_by_their_number_and_keep_the_kind_that_was_seen():
     assert (first.number, first.bytes, first.seconds, first.weight_version) == (1, 99, 2.0, 7)
     assert first.pause_seconds == 0.25 and first.kind is None
     assert (second.kind, second.adapter, second.seconds, second.weight_version) == ("lora", "math", 1.0, None)
+    assert second.is_open and not first.is_open

@@ -7,7 +7,15 @@ import asyncio
 import numpy as np
 import pytest
 
-from rollout_client import AsyncRolloutClient, FinishReason, PromptTokens, Sample, SamplingParams, Summary
+from rollout_client import (
+    AsyncRolloutClient,
+    DeadlineExceeded,
+    FinishReason,
+    PromptTokens,
+    Sample,
+    SamplingParams,
+    Summary,
+)
 from serving import bits
 
 PROMPTS, N = [[i + 3, 5, 7] for i in range(16)], 64
@@ -77,3 +85,14 @@ def test_a_request_that_is_done_in_time_is_whole(client):
     (first,) = client.generate([[5, 6]], sampling=sampling, timeout=100)[0].samples
     (second,) = client.generate([[5, 6]], sampling=sampling)[0].samples
     assert bits(first) == bits(second) and first.finish_reason is FinishReason.LENGTH
+
+
+def test_a_deadline_that_passes_on_this_side_first_has_the_words_of_the_server(fake, call):
+    def never(request, context):
+        fake.cancelled.wait(20)
+        yield from ()
+
+    fake.answers["Score"] = never
+    with pytest.raises(DeadlineExceeded, match=r"^the deadline passed before the work was done"):
+        call(lambda client: client.score([[1]], timeout=0.05))
+    fake.cancelled.set()

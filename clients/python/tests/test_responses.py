@@ -155,8 +155,20 @@ def test_abort_info_status_reset(call, fake):
     status = call(lambda client: client.status())
     assert status.lifecycle is Lifecycle.RUNNING
     assert status.memory == rollout_client.MemoryLedger(10, 5, {"weights": 3}, 4)
+    assert status.host_memory is None
     assert (status.total_blocks, status.free_blocks, status.tokens_per_second) == (8, 7, 1.5)
     assert call(lambda client: client.reset_prefix_cache()) == 9
+
+
+def test_a_device_with_memory_of_its_own_has_a_ledger_beside_the_hosts(call, fake):
+    memory = {"total_bytes": 10, "ceiling_bytes": 5, "entries": [{"name": "context", "bytes": 3}]}
+    host = {"total_bytes": 90, "ceiling_bytes": 45, "entries": [{"name": "process", "bytes": 7}], "traffic_bytes": 1}
+    fake.answers["GetStatus"] = lambda request, context: _proto.GET_STATUS.response(
+        lifecycle=1, memory=memory, host_memory=host
+    )
+    status = call(lambda client: client.status())
+    assert status.memory == rollout_client.MemoryLedger(10, 5, {"context": 3}, 0)
+    assert status.host_memory == rollout_client.MemoryLedger(90, 45, {"process": 7}, 0, 1)
 
 
 def test_timeline(call, fake):

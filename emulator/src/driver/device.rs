@@ -89,6 +89,19 @@ fn uuid(device: usize) -> [u8; 16] {
     uuid
 }
 
+/// As tools write it.
+pub fn uuid_text(device: usize) -> String {
+    let digits: String = uuid(device).iter().map(|byte| format!("{byte:02x}")).collect();
+    [&digits[..8], &digits[8..12], &digits[12..16], &digits[16..20], &digits[20..]].join("-")
+}
+
+/// The most bytes of a device that this process has held at a time since the last call, and -1 if there is no such
+/// device.
+#[unsafe(no_mangle)]
+pub extern "C" fn cuemu_peak(number: i32) -> i64 {
+    device(number).map_or(-1, |device| memory::get().take_peak(device) as i64)
+}
+
 /// Lets a made-up neighbour hold `bytes` bytes of a device from now on.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuemu_neighbour(number: i32, bytes: u64) -> i32 {

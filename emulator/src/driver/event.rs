@@ -4,7 +4,7 @@ use super::{Out, put};
 use crate::entry_points::entry_points;
 use crate::error::NOT_READY;
 use crate::handles::{Handle, Handles};
-use crate::stream::{Event, check_device, current_device, stream};
+use crate::stream::{Event, check_device, current_device, forbid_while_capturing, stream};
 
 static EVENTS: Handles<Event> = Handles::new();
 
@@ -21,9 +21,17 @@ entry_points! {
     fn cuEventRecordWithFlags(event: Handle, on: Handle, _flags: u32) { EVENTS.get(event)?.record(&*stream(on)?) }
     fn cuEventQuery(event: Handle) {
         check_device(current_device()?)?;
-        if EVENTS.get(event)?.is_done() { Ok(()) } else { Err(NOT_READY) }
+        let event = EVENTS.get(event)?;
+        event.forbid_capture()?;
+        forbid_while_capturing()?;
+        if event.is_done() { Ok(()) } else { Err(NOT_READY) }
     }
-    fn cuEventSynchronize(event: Handle) { EVENTS.get(event)?.wait(current_device()?) }
+    fn cuEventSynchronize(event: Handle) {
+        let event = EVENTS.get(event)?;
+        event.forbid_capture()?;
+        forbid_while_capturing()?;
+        event.wait(current_device()?)
+    }
     fn cuEventElapsedTime(out: Out<f32>, start: Handle, end: Handle) {
         put(out, EVENTS.get(end)?.milliseconds_since(&*EVENTS.get(start)?)?)
     }

@@ -12,7 +12,7 @@ use crate::failures;
 use crate::handles::{Handle, Handles};
 use crate::module::{Kernel, Module};
 use crate::settings;
-use crate::stream::{Kind, Operation, break_device, check_device, current_device, stream};
+use crate::stream::{Kind, Operation, break_device, check_device, current_device, forbid_while_capturing, stream};
 
 static MODULES: Handles<Module> = Handles::new();
 static FUNCTIONS: Handles<Kernel> = Handles::new();
@@ -34,6 +34,7 @@ pub struct Config {
 /// # Safety
 /// As [`Module::load`].
 unsafe fn load(image: *const u8) -> Result<Handle> {
+    forbid_while_capturing()?;
     let device = current_device()?;
     check_device(device)?;
     if image.is_null() {

@@ -7,8 +7,8 @@ use crate::handles::Handle;
 use crate::memory::{self, is_device_address};
 use crate::settings;
 use crate::stream::{
-    Kind, Operation, Stream, check_device, current_device, current_stream, forbid_while_capturing, stream,
-    wait_for_default, wait_for_device,
+    Kind, Operation, Stream, check_device, current_device, current_stream, drain_device, forbid_while_capturing,
+    stream, wait_for_default,
 };
 
 /// Copies where the bytes are now.
@@ -144,7 +144,7 @@ entry_points! {
     }
     fn cuMemFree_v2(at: u64) {
         forbid_while_capturing()?;
-        wait_for_device(current_device()?)?;
+        drain_device(current_device()?)?;
         memory::get().free(at)
     }
     fn cuMemGetAddressRange_v2(start: Out<u64>, bytes: Out<usize>, at: u64) {
@@ -156,23 +156,28 @@ entry_points! {
     fn cuPointerGetAttribute(out: Out<u64>, which: i32, at: u64) { pointer_attribute(out, which, at) }
 
     fn cuMemHostAlloc(out: Out<u64>, bytes: usize, _flags: u32) {
+        forbid_while_capturing()?;
         check_device(current_device()?)?;
         put(out, memory::get().pinned.allocate(bytes as u64)?)
     }
     fn cuMemAllocHost_v2(out: Out<u64>, bytes: usize) {
+        forbid_while_capturing()?;
         check_device(current_device()?)?;
         put(out, memory::get().pinned.allocate(bytes as u64)?)
     }
     fn cuMemFreeHost(at: u64) {
-        wait_for_device(current_device()?)?;
+        forbid_while_capturing()?;
+        drain_device(current_device()?)?;
         memory::get().pinned.free(at)
     }
     fn cuMemHostRegister_v2(at: u64, bytes: usize, _flags: u32) {
+        forbid_while_capturing()?;
         check_device(current_device()?)?;
         memory::get().pinned.register(at, bytes as u64)
     }
     fn cuMemHostUnregister(at: u64) {
-        wait_for_device(current_device()?)?;
+        forbid_while_capturing()?;
+        drain_device(current_device()?)?;
         memory::get().pinned.unregister(at)
     }
     fn cuMemHostGetDevicePointer_v2(out: Out<u64>, at: u64, _flags: u32) {

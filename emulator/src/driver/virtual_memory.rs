@@ -4,7 +4,7 @@ use super::{Out, device::device, put};
 use crate::entry_points::entry_points;
 use crate::error::{INVALID_VALUE, NOT_SUPPORTED, Result};
 use crate::memory::{self, GRANULARITY, IpcKey};
-use crate::stream::{check_device, current_device, wait_for_device};
+use crate::stream::{check_device, current_device, drain_device, forbid_while_capturing};
 
 /// `CUmemLocation`
 #[repr(C)]
@@ -69,12 +69,14 @@ entry_points! {
     fn cuMemAddressFree(at: u64, bytes: usize) { memory::get().free_addresses(at, bytes as u64) }
     fn cuMemCreate(out: Out<u64>, bytes: usize, properties: *const Properties, flags: u64) {
         if flags != 0 { return Err(INVALID_VALUE) }
+        forbid_while_capturing()?;
         let device = device_for(properties)?;
         check_device(device)?;
         put(out, memory::get().create(device, bytes as u64)?)
     }
     fn cuMemMap(at: u64, bytes: usize, offset: usize, handle: u64, flags: u64) {
         if flags != 0 { return Err(INVALID_VALUE) }
+        forbid_while_capturing()?;
         memory::get().map(at, bytes as u64, offset as u64, handle)
     }
     fn cuMemSetAccess(at: u64, bytes: usize, access: *const Access, count: usize) {
@@ -89,8 +91,14 @@ entry_points! {
         }
         memory::get().allow_access(at, bytes as u64)
     }
-    fn cuMemUnmap(at: u64, bytes: usize) { memory::get().unmap(at, bytes as u64) }
-    fn cuMemRelease(handle: u64) { memory::get().release(handle) }
+    fn cuMemUnmap(at: u64, bytes: usize) {
+        forbid_while_capturing()?;
+        memory::get().unmap(at, bytes as u64)
+    }
+    fn cuMemRelease(handle: u64) {
+        forbid_while_capturing()?;
+        memory::get().release(handle)
+    }
 
     fn cuIpcGetMemHandle(out: Out<IpcHandle>, at: u64) { put(out, IpcHandle(memory::get().export(at)?)) }
     fn cuIpcOpenMemHandle_v2(out: Out<u64>, handle: IpcHandle, _flags: u32) {
@@ -98,7 +106,8 @@ entry_points! {
         put(out, memory::get().import(handle.0)?)
     }
     fn cuIpcCloseMemHandle(at: u64) {
-        wait_for_device(current_device()?)?;
+        forbid_while_capturing()?;
+        drain_device(current_device()?)?;
         memory::get().close(at)
     }
 }

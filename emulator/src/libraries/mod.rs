@@ -4,3 +4,4 @@ pub mod cublas;
 pub mod curand;
 pub mod nccl;
 mod number;
+pub mod nvml;

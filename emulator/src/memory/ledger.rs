@@ -24,6 +24,8 @@ pub struct Ledger {
     own: usize,
     /// What a neighbour that tests make up holds.
     neighbour: [AtomicU64; MAX_DEVICES],
+    /// The most that this process has held.
+    peak: [AtomicU64; MAX_DEVICES],
 }
 
 /// The slots in the file at `path`, or in memory of this process alone.
@@ -61,7 +63,7 @@ impl Ledger {
         };
         let own = slots.iter().position(claim).expect("no more than 64 processes share a device");
         slots[own].held.iter().for_each(|held| held.store(0, Ordering::SeqCst));
-        Self { slots, own, neighbour: Default::default() }
+        Self { slots, own, neighbour: Default::default(), peak: Default::default() }
     }
 
     /// Bytes of `device` that nobody holds, less than none where two processes take the last of it at once.
@@ -78,8 +80,9 @@ impl Ledger {
 
     /// Takes `bytes` of `device`.
     pub fn take(&self, device: usize, bytes: u64) -> Result {
-        self.slots[self.own].held[device].fetch_add(bytes, Ordering::SeqCst);
+        let held = self.slots[self.own].held[device].fetch_add(bytes, Ordering::SeqCst) + bytes;
         if self.left(device) >= 0 {
+            self.peak[device].fetch_max(held, Ordering::SeqCst);
             return Ok(());
         }
         self.give_back(device, bytes);
@@ -88,6 +91,20 @@ impl Ledger {
 
     pub fn give_back(&self, device: usize, bytes: u64) {
         self.slots[self.own].held[device].fetch_sub(bytes, Ordering::SeqCst);
+    }
+
+    /// The processes that hold some of `device`, and how much. The made-up neighbour is process 1.
+    pub fn holders(&self, device: usize) -> Vec<(u32, u64)> {
+        let held = |slot: &Slot| slot.held[device].load(Ordering::SeqCst);
+        let processes = self.slots.iter().map(|slot| (slot.process.load(Ordering::SeqCst), held(slot)));
+        let neighbour = (1, self.neighbour[device].load(Ordering::SeqCst));
+        let alive = processes.filter(|(process, _)| is_alive(*process)).chain([neighbour]);
+        alive.filter(|(_, held)| *held > 0).map(|(process, held)| (process as u32, held)).collect()
+    }
+
+    /// The most bytes of `device` that this process has held at a time since the last call.
+    pub fn take_peak(&self, device: usize) -> u64 {
+        self.peak[device].swap(self.slots[self.own].held[device].load(Ordering::SeqCst), Ordering::SeqCst)
     }
 
     /// Lets a neighbour hold so much of `device` from now on.

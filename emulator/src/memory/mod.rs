@@ -127,6 +127,16 @@ impl Memory {
         self.ledger.give_back(device, settings::get().context);
     }
 
+    /// The processes that hold some of `device`, and how much. The made-up neighbour is process 1.
+    pub fn holders(&self, device: usize) -> Vec<(u32, u64)> {
+        self.ledger.holders(device)
+    }
+
+    /// The most bytes of `device` that this process has held at a time since the last call.
+    pub fn take_peak(&self, device: usize) -> u64 {
+        self.ledger.take_peak(device)
+    }
+
     pub fn set_neighbour(&self, device: usize, bytes: u64) {
         self.ledger.set_neighbour(device, bytes);
     }

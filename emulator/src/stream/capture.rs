@@ -6,7 +6,8 @@ use std::thread::ThreadId;
 
 use super::{Kind, Operation, STREAMS, Stream};
 use crate::error::{
-    GRAPH_EXEC_UPDATE_FAILURE, Result, STREAM_CAPTURE_INVALIDATED, STREAM_CAPTURE_UNMATCHED, STREAM_CAPTURE_UNSUPPORTED,
+    GRAPH_EXEC_UPDATE_FAILURE, Result, STREAM_CAPTURE_INVALIDATED, STREAM_CAPTURE_UNMATCHED,
+    STREAM_CAPTURE_UNSUPPORTED, STREAM_CAPTURE_WRONG_THREAD,
 };
 use crate::memory;
 
@@ -67,6 +68,9 @@ impl Capture {
     /// Ends the capture of `stream` and of the streams that have joined it.
     pub fn end(stream: &Stream) -> Result<Arc<Graph>> {
         let capture = stream.capture().ok_or(STREAM_CAPTURE_UNMATCHED)?;
+        if capture.mode != CaptureMode::Relaxed && capture.thread != std::thread::current().id() {
+            return Err(STREAM_CAPTURE_WRONG_THREAD);
+        }
         capture.ended.store(true, Ordering::SeqCst);
         CAPTURES.lock().unwrap().retain(|other| !Arc::ptr_eq(other, &capture));
         stream.capture.lock().unwrap().take();

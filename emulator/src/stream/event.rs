@@ -5,7 +5,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use super::{Capture, Kind, Operation, Stream, check_device};
-use crate::error::{INVALID_HANDLE, NOT_READY, Result};
+use crate::error::{CAPTURED_EVENT, INVALID_HANDLE, NOT_READY, Result, STREAM_CAPTURE_ISOLATION};
 
 /// How often a thread that waits for an event looks whether its device has failed.
 const POLL: Duration = Duration::from_millis(20);
@@ -47,6 +47,14 @@ impl Event {
         }))
     }
 
+    /// Fails for an event of a capture that goes on, as the host cannot ask for it.
+    pub fn forbid_capture(&self) -> Result {
+        match &*self.capture.lock().unwrap() {
+            Some(capture) if capture.is_going_on() => Err(CAPTURED_EVENT),
+            _ => Ok(()),
+        }
+    }
+
     pub fn is_done(&self) -> bool {
         self.done.lock().unwrap().0 >= self.recorded.load(Ordering::SeqCst)
     }
@@ -72,6 +80,10 @@ impl Event {
         if let Some(capture) = capture.filter(|capture| capture.is_going_on()) {
             stream.capture.lock().unwrap().get_or_insert(capture);
             return Ok(());
+        }
+        if let Some(capture) = stream.capture() {
+            capture.break_off();
+            return Err(STREAM_CAPTURE_ISOLATION);
         }
         let (event, record, device) = (self.clone(), self.recorded.load(Ordering::SeqCst), stream.device);
         stream.push(Operation::new(Kind::Empty, move || event.wait_for(record, device)))

@@ -60,13 +60,15 @@ fn streams_of(device: usize) -> Vec<Arc<Stream>> {
 /// Waits for all that the device was given.
 pub fn wait_for_device(device: usize) -> Result {
     check_device(device)?;
-    let streams = streams_of(device);
-    for stream in &streams {
-        stream.forbid_capture()?;
-    }
-    for stream in &streams {
-        stream.wait()?;
-    }
+    streams_of(device).iter().try_for_each(|stream| stream.forbid_capture())?;
+    drain_device(device)
+}
+
+/// As [`wait_for_device`], for calls that wait although the program has not asked for it: they may come from other
+/// threads while a capture of this device goes on.
+pub fn drain_device(device: usize) -> Result {
+    check_device(device)?;
+    streams_of(device).iter().try_for_each(|stream| stream.wait())?;
     memory::get().trim(device, None);
     Ok(())
 }

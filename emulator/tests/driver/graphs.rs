@@ -3,12 +3,12 @@
 use crate::device::*;
 
 /// Begins a capture that other threads do not disturb.
-fn begin(stream: usize) {
+pub fn begin(stream: usize) {
     // SAFETY: any handle may be given.
     ok(unsafe { cuStreamBeginCapture_v2(stream, 1) });
 }
 
-fn end(stream: usize) -> Result<usize, i32> {
+pub fn end(stream: usize) -> Result<usize, i32> {
     let mut graph = 0;
     // SAFETY: the pointer is valid.
     match unsafe { cuStreamEndCapture(stream, &raw mut graph) } {
@@ -17,12 +17,12 @@ fn end(stream: usize) -> Result<usize, i32> {
     }
 }
 
-fn instantiate(graph: usize) -> usize {
+pub fn instantiate(graph: usize) -> usize {
     // SAFETY: the pointer is valid.
     get(|out| unsafe { cuGraphInstantiateWithFlags(out, graph, 0) })
 }
 
-fn replay(exec: usize, stream: usize) {
+pub fn replay(exec: usize, stream: usize) {
     // SAFETY: any handle may be given.
     ok(unsafe { cuGraphLaunch(exec, stream) });
 }
@@ -93,6 +93,66 @@ fn waiting_breaks_a_capture() {
     assert_eq!(unsafe { cuMemAlloc_v2(&mut 0, 8) }, 900, "the thread captures");
     assert_eq!(end(stream), Err(901));
     assert_eq!(end(stream), Err(903));
+}
+
+#[test]
+fn what_the_host_would_wait_for_or_take_breaks_a_capture() {
+    open(0);
+    let (stream, other, at) = (new_stream(), new_stream(), upload(&[0.0; 8]));
+    // SAFETY: the pointer is valid.
+    let event = get(|out| unsafe { cuEventCreate(out, 2) });
+    // SAFETY: any handle may be given.
+    ok(unsafe { cuEventRecord(event, other) });
+    let pageable = [1.0_f32; 8];
+    // SAFETY: the pointers are valid, and the values as long as is said.
+    let calls: [(&str, i32, &dyn Fn() -> i32); 9] = unsafe {
+        [
+            ("cuEventQuery", 900, &|| cuEventQuery(event)),
+            ("cuEventSynchronize", 900, &|| cuEventSynchronize(event)),
+            ("cuStreamWaitEvent", 905, &|| cuStreamWaitEvent(stream, event, 0)),
+            ("cuMemHostAlloc", 900, &|| cuMemHostAlloc(&mut 0, 64, 0)),
+            ("cuMemCreate", 900, &|| cuMemCreate(&mut 0, 2 << 20, [1, 0, 1, 0, 0, 0, 0, 0].as_ptr().cast(), 0)),
+            ("cuMemUnmap", 900, &|| cuMemUnmap(1 << 40, 2 << 20)),
+            ("cuModuleLoadData", 900, &|| cuModuleLoadData(&mut 0, std::ptr::null())),
+            ("cuMemcpyHtoD", 900, &|| cuMemcpyHtoD_v2(at, pageable.as_ptr() as u64, 32)),
+            ("cuMemcpyHtoDAsync", 900, &|| cuMemcpyHtoDAsync_v2(at, pageable.as_ptr() as u64, 32, stream)),
+        ]
+    };
+    for (name, code, call) in calls {
+        begin(stream);
+        assert_eq!(call(), code, "{name}");
+        assert_eq!(end(stream), Err(901), "{name}");
+    }
+    ok(synchronize(other));
+}
+
+#[test]
+fn a_capture_has_its_own_events_and_thread() {
+    open(0);
+    let (stream, increment, at) = (new_stream(), function("increment"), upload(&[0.0; 8]));
+    // SAFETY: the pointer is valid.
+    let event = get(|out| unsafe { cuEventCreate(out, 2) });
+    begin(stream);
+    // SAFETY: any handle may be given.
+    unsafe {
+        ok(cuEventRecord(event, stream));
+        assert_eq!((cuEventQuery(event), cuEventSynchronize(event)), (907, 907));
+    }
+    ok(launch(increment, 1, 8, at, 8, stream));
+    let ended = std::thread::spawn(move || {
+        open(0);
+        // Another thread may take memory meanwhile, and cannot end the capture.
+        // SAFETY: the pointer is valid, and the memory its own.
+        unsafe {
+            let own = get(|out| cuMemHostAlloc(out, 64, 0));
+            ok(cuMemFreeHost(own));
+        }
+        end(stream)
+    });
+    assert_eq!(ended.join().unwrap(), Err(908));
+    replay(instantiate(end(stream).unwrap()), stream);
+    ok(synchronize(stream));
+    assert_eq!(download(at, 1), Ok(vec![1.0]));
 }
 
 #[test]

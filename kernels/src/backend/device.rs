@@ -1,8 +1,12 @@
 //! What a device's room implements beside storage and operators.
 
+use super::feed::{FeedImpl, GiveUp, Place};
+use super::group::GroupImpl;
 use super::operators::OpsImpl;
 use super::storage::MemoryImpl;
+use crate::borrowed::{BorrowedMemory, MemoryHandle};
 use crate::error::DeviceError;
+use crate::group::{GroupId, Membership};
 use crate::kv_layout::KvDtype;
 use crate::weights::WeightDtype;
 
@@ -35,6 +39,55 @@ pub(crate) trait DeviceImpl: MemoryImpl {
     fn memory(&self) -> usize;
     fn total_bytes(&self) -> u64;
     fn used_bytes(&self) -> u64;
+    fn free_bytes(&self) -> Option<u64> {
+        None
+    }
     fn trim(&self);
+    fn has_own_memory(&self) -> bool {
+        false
+    }
+    fn context_bytes(&self, _ranks: usize) -> u64 {
+        0
+    }
+    fn rounding_bytes(&self) -> u64 {
+        0
+    }
+    fn scratch_bytes(&self) -> usize {
+        0
+    }
+    fn host_bytes(&self, _logits_bytes: usize) -> u64 {
+        0
+    }
+    fn limit(&self, _bytes: u64) {}
+    fn offload(&self, _most: u64) -> Result<(), DeviceError> {
+        Ok(())
+    }
+    fn offloaded_bytes(&self) -> u64 {
+        0
+    }
+    fn bring_back(&self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+    fn uuid(&self) -> Option<String> {
+        None
+    }
+    fn borrow_memory(&self, _: &MemoryHandle) -> Result<BorrowedMemory, DeviceError> {
+        Err(DeviceError::Unsupported("this device has no memory of other processes".into()))
+    }
     fn ops(&self) -> Box<dyn OpsImpl>;
+    fn group_id(&self) -> Result<Option<GroupId>, DeviceError> {
+        Ok(None)
+    }
+    fn join(&self, _: &Membership) -> candle_core::Result<Box<dyn GroupImpl>> {
+        unreachable!("there is no id of a group of such devices")
+    }
+    fn exchange_bytes(&self) -> usize {
+        0
+    }
+    fn feeds_by(&self) -> Option<&'static str> {
+        None
+    }
+    fn join_feed(&self, _: &Place, _: GiveUp<'_>) -> Result<Box<dyn FeedImpl>, DeviceError> {
+        Err(DeviceError::Unsupported("other processes cannot send to such a device".into()))
+    }
 }

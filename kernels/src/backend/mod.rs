@@ -3,5 +3,7 @@
 //! this crate sees them.
 
 pub(crate) mod device;
+pub(crate) mod feed;
+pub(crate) mod group;
 pub(crate) mod operators;
 pub(crate) mod storage;

@@ -11,12 +11,31 @@ use crate::kv_layout::BlockCopy;
 use crate::matrix::Matrix;
 use crate::merge::Merge;
 use crate::sampling::Sampled;
-use crate::step::{AttentionShape, Step, StepInput};
+use crate::step::{AttentionShape, Least, Padding, Step, StepInput};
 use crate::weights::{ReadRows, WriteElements};
 
 /// The operators of one rank. Called from its thread alone.
 pub(crate) trait OpsImpl: Send {
     fn prepare(&self, input: &StepInput<'_>) -> Result<Box<dyn Any>>;
+    /// The number of rows comes first.
+    fn prepare_padded(&self, input: &StepInput<'_>, _padding: Padding) -> Result<(usize, Box<dyn Any>)> {
+        Ok((input.tokens.len(), self.prepare(input)?))
+    }
+    /// `launches` says whether all went well, and is called again where what it has started does not run.
+    fn pass(&self, _step: &Step<'_>, _ranks: Option<Least<'_>>, launches: &mut dyn FnMut() -> bool) -> Result<()> {
+        launches();
+        Ok(())
+    }
+    fn forget_passes(&self) {}
+    fn samples_in_pass(&self, _step: &Step<'_>) -> bool {
+        false
+    }
+    fn sample_in_pass(&self, _logits: &Tensor, _step: &Step<'_>, _rows: Range<usize>) -> Result<()> {
+        unreachable!("tasks are answered after a pass")
+    }
+    fn sampled<'a>(&'a self, _step: &'a Step<'_>) -> Result<Sampled<'a>> {
+        unreachable!("tasks are answered after a pass")
+    }
     fn embed(&self, table: &Matrix, first_token: usize, step: &Step<'_>, out: &Tensor) -> Result<()>;
     fn linear(&self, x: &Tensor, w: &Matrix, bias: Option<&Buffer>, out: &Tensor) -> Result<()>;
     fn linear_silu_mul(

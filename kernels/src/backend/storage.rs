@@ -9,7 +9,7 @@ use candle_core::{Result, Tensor};
 use crate::activations::Activations;
 use crate::error::DeviceError;
 use crate::kv_layout::KvLayout;
-use crate::weights::{MatrixShape, RowBits, WeightRows};
+use crate::weights::{Dtype, MatrixShape, RowBits, WeightRows};
 
 /// The memory of one rank's device.
 pub(crate) trait MemoryImpl: Send + Sync + 'static {
@@ -29,9 +29,66 @@ pub(crate) trait MemoryImpl: Send + Sync + 'static {
 
 /// A device's storage of a matrix. Its methods are called from any thread, beside the operators.
 pub(crate) trait MatrixImpl: Any + Send + Sync {
+    /// Gives the memory back and keeps its address, for [`MatrixImpl::restore`]. False where a device cannot: then it
+    /// is to be dropped.
+    fn release(&mut self) -> bool {
+        false
+    }
+    /// Takes memory again after a release, with zeros.
+    fn restore(&mut self) -> std::result::Result<(), DeviceError> {
+        Ok(())
+    }
     fn write_columns(&mut self, row0: usize, rows: WeightRows<'_>, width: usize, first_column: usize);
     fn read_rows(&self, row0: usize, out: RowBits<'_>);
+    fn can_copy(&self, _from: &BorrowedRows<'_>) -> bool {
+        false
+    }
+    fn copy_columns(&mut self, _row0: usize, _from: &BorrowedRows<'_>, _first_column: usize) -> Result<()> {
+        unreachable!("such a matrix copies no borrowed rows")
+    }
+}
+
+/// An allocation of another process. [`BorrowedMemory`](crate::BorrowedMemory) documents what each method does.
+pub(crate) trait BorrowedImpl: Any + Send + Sync {
+    fn bytes(&self) -> u64;
+    /// Calls `take` once.
+    fn read(&self, part: Range<u64>, take: &mut dyn FnMut(&[u8])) -> Result<()>;
+    /// Of rows of this memory.
+    fn can_digest(&self, rows: &BorrowedRows<'_>) -> bool;
+    /// Whether both are of one device.
+    fn is_beside(&self, other: &(dyn BorrowedImpl + 'static)) -> bool;
+    /// Of rows of this memory and others beside it, all of which can be digested.
+    fn digest(&self, all: &[BorrowedRows<'_>]) -> Result<Vec<Digested>>;
+}
+
+/// Rows of values in memory of another process, one after the other: of a tensor as it was pushed.
+#[derive(Clone, Copy)]
+pub struct BorrowedRows<'a> {
+    pub(crate) memory: &'a (dyn BorrowedImpl + 'static),
+    /// The first value's offset in the allocation, in bytes.
+    pub(crate) offset: u64,
+    pub(crate) dtype: Dtype,
+    pub(crate) rows: usize,
+    pub(crate) columns: usize,
+}
+
+/// What a device says of values.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Digested {
+    /// XXH3-128 of their bytes, big-endian.
+    pub digest: [u8; 16],
+    /// Index of the first value that is not finite.
+    pub not_finite: Option<usize>,
 }
 
 /// A device's storage of a layer's keys and values.
-pub(crate) trait KvCacheImpl: Any + Send {}
+pub(crate) trait KvCacheImpl: Any + Send {
+    /// As [`MatrixImpl::release`].
+    fn release(&mut self) -> bool {
+        false
+    }
+    /// As [`MatrixImpl::restore`], with unspecified content.
+    fn restore(&mut self) -> std::result::Result<(), DeviceError> {
+        Ok(())
+    }
+}

@@ -15,9 +15,9 @@ use super::math::round_bf16;
 use super::packed::PackedMatrix;
 use super::pool::Cpu;
 use super::rows::{Rows, RowsMut};
-use crate::merge::{Dtype, LoraDelta, LowRank, Magnitude, Merge, MergeBase, ReadValues, Replacement, WeightChange};
+use crate::merge::{LoraDelta, LowRank, Magnitude, Merge, MergeBase, ReadValues, Replacement, WeightChange};
 use crate::tensor::with_f32;
-use crate::weights::RowBits;
+use crate::weights::{Dtype, RowBits};
 
 /// Rows of which the delta is held at once, where it cannot be added to the base directly.
 const DELTA_ROWS: usize = 16;

@@ -26,6 +26,8 @@ unsafe impl Plain for u16 {}
 // SAFETY: as above.
 unsafe impl Plain for u32 {}
 // SAFETY: as above.
+unsafe impl Plain for u64 {}
+// SAFETY: as above.
 unsafe impl Plain for [f32; 2] {}
 
 impl Mapping {

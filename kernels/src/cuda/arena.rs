@@ -1,22 +1,53 @@
 //! Device memory in one reserved range of addresses: pages are mapped as they are needed and unmapped when nothing uses
-//! them any more, so that what is released really goes back to the driver, and what is taken again in the same order
-//! has the same addresses.
+//! them any more, so that what is released really goes back to the driver.
+//!
+//! An allocation has its address from the beginning to its end, whether there is memory behind it or not: while it is
+//! released it has none, and while it is offloaded the host keeps what it holds. New allocations get the lowest
+//! addresses that are free, so that the same ones in the same order get the same addresses again.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::slice::from_ref;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaStream, sys};
 
+use super::offloaded::Offloaded;
 use crate::error::DeviceError;
 
 /// Addresses of an arena per byte of the device: room for gaps between allocations. Addresses cost nothing.
 const ADDRESSES_PER_BYTE: usize = 2;
 /// Smallest part of an arena that is mapped at once; a multiple of the driver's granularity of 2 MiB. Fewer and larger
 /// mappings make a wake faster, and waste at most this much.
-const PAGE_BYTES: usize = 8 << 20;
+pub(super) const PAGE_BYTES: usize = 8 << 20;
 /// Alignment of allocations: wide loads and the copy engines want it.
 const ALIGNMENT: usize = 512;
+
+/// What the arenas of a device may map together.
+///
+/// The ledger above this crate refuses what does not fit before anything is touched. This holds the process to it where
+/// memory is cut into pieces: pages that nothing uses any more go back first, then a request is refused.
+pub(super) struct Quota {
+    most: AtomicU64,
+    mapped: AtomicU64,
+    arenas: Mutex<Vec<Weak<Arena>>>,
+}
+
+/// Why pages were not mapped.
+enum Shortage {
+    /// The arenas may not map as much.
+    Quota,
+    Driver(String),
+}
+
+/// Whether memory may be refused.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Need {
+    MayBeRefused,
+    /// A step cannot go back. What it takes is set aside, so that it fits unless pieces of pages are lost between.
+    OfStep,
+}
 
 /// A range of addresses of one device, and the physical memory behind parts of it.
 pub(super) struct Arena {
@@ -25,15 +56,34 @@ pub(super) struct Arena {
     stream: Arc<CudaStream>,
     /// Addresses that are reserved, in bytes.
     reserved: usize,
+    quota: Arc<Quota>,
     state: Mutex<State>,
 }
 
 struct State {
     base: sys::CUdeviceptr,
-    /// Allocated ranges, as offsets from `base`: start to end.
-    taken: BTreeMap<usize, usize>,
+    quota: Arc<Quota>,
+    /// Allocated ranges by their start, as offsets from `base`.
+    taken: BTreeMap<usize, Taken>,
     /// Physical memory by the number of its page.
     pages: BTreeMap<usize, sys::CUmemGenericAllocationHandle>,
+    /// What offloaded allocations hold.
+    offloaded: Vec<Offloaded>,
+}
+
+/// An allocated range.
+struct Taken {
+    end: usize,
+    place: Place,
+}
+
+/// Where the content of an allocation is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Place {
+    Device,
+    Host,
+    /// It has none.
+    Nowhere,
 }
 
 /// Memory of an arena, which goes back to it when this is dropped. The pages stay mapped until [`Arena::trim`].
@@ -44,11 +94,15 @@ pub(super) struct Allocation {
 }
 
 impl Arena {
-    /// Reserves addresses on a device of `device_bytes`; takes no memory.
+    /// Reserves addresses on a device of `device_bytes`; takes no memory. Its pages count in `quota`.
     ///
     /// # Errors
     /// [`DeviceError::Unsupported`] if the driver has no virtual memory management.
-    pub fn reserve(stream: &Arc<CudaStream>, device_bytes: usize) -> Result<Arc<Self>, DeviceError> {
+    pub fn reserve(
+        stream: &Arc<CudaStream>,
+        device_bytes: usize,
+        quota: &Arc<Quota>,
+    ) -> Result<Arc<Self>, DeviceError> {
         let context = stream.context().clone();
         bind(&context)?;
         let reserved = (ADDRESSES_PER_BYTE * device_bytes).next_multiple_of(PAGE_BYTES);
@@ -56,8 +110,11 @@ impl Arena {
         // SAFETY: `base` is written; no fixed address is asked for.
         let result = unsafe { sys::cuMemAddressReserve(&raw mut base, reserved, PAGE_BYTES, 0, 0) };
         result.result().map_err(|e| DeviceError::Unsupported(format!("the driver reserves no addresses: {e}")))?;
-        let state = State { base, taken: BTreeMap::new(), pages: BTreeMap::new() };
-        Ok(Arc::new(Self { context, stream: stream.clone(), reserved, state: Mutex::new(state) }))
+        let (quota, taken, pages) = (quota.clone(), BTreeMap::new(), BTreeMap::new());
+        let state = Mutex::new(State { base, quota: quota.clone(), taken, pages, offloaded: Vec::new() });
+        let arena = Arc::new(Self { context, stream: stream.clone(), reserved, quota, state });
+        arena.quota.arenas().push(Arc::downgrade(&arena));
+        Ok(arena)
     }
 
     /// Takes `bytes`, at the lowest free address. What they hold is unspecified.
@@ -65,17 +122,54 @@ impl Arena {
     /// # Errors
     /// [`DeviceError::OutOfMemory`] if the device has not as much; nothing is taken then.
     pub fn allocate(self: &Arc<Self>, bytes: usize) -> Result<Allocation, DeviceError> {
+        self.take(bytes, Need::MayBeRefused)
+    }
+
+    /// As [`Arena::allocate`], for what a step needs: only the driver refuses it.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfMemory`] if the device has not as much; nothing is taken then.
+    pub fn allocate_for_step(self: &Arc<Self>, bytes: usize) -> Result<Allocation, DeviceError> {
+        self.take(bytes, Need::OfStep)
+    }
+
+    fn take(self: &Arc<Self>, bytes: usize, need: Need) -> Result<Allocation, DeviceError> {
         bind(&self.context)?;
-        let mut state = self.lock();
         let len = bytes.max(1).next_multiple_of(ALIGNMENT);
-        let offset = state.first_gap(len);
-        if offset + len > self.reserved {
-            return Err(out_of_memory(bytes, "the arena has no addresses left"));
-        }
-        state.map(offset..offset + len, &self.context).map_err(|e| out_of_memory(bytes, &e))?;
-        state.taken.insert(offset, offset + len);
-        let pointer = state.base + offset as u64;
-        Ok(Allocation { arena: self.clone(), offset, pointer })
+        self.with_pages(bytes, need, |state, beyond| {
+            let offset = state.first_gap(len);
+            if offset + len > self.reserved {
+                return Err(Shortage::Driver("the arena has no addresses left".into()));
+            }
+            state.map(from_ref(&(offset..offset + len)), &self.context, beyond)?;
+            state.taken.insert(offset, Taken { end: offset + len, place: Place::Device });
+            Ok(Allocation { arena: self.clone(), offset, pointer: state.base + offset as u64 })
+        })
+    }
+
+    /// Has `map` map pages. If all arenas together have too many, it is called again when those that nothing uses have
+    /// gone back, and told whether it may then map beyond what is allowed.
+    fn with_pages<T>(
+        &self,
+        bytes: usize,
+        need: Need,
+        mut map: impl FnMut(&mut State, bool) -> Result<T, Shortage>,
+    ) -> Result<T, DeviceError> {
+        let first = map(&mut self.lock(), false);
+        let mapped = match first {
+            Err(Shortage::Quota) => {
+                self.quota.trim();
+                map(&mut self.lock(), need == Need::OfStep)
+            }
+            mapped => mapped,
+        };
+        mapped.map_err(|shortage| match shortage {
+            Shortage::Quota => {
+                let [mapped, most] = [&self.quota.mapped, &self.quota.most].map(|bytes| bytes.load(Ordering::SeqCst));
+                out_of_memory(bytes, &format!("{mapped} of the {most} that the process may store there are taken"))
+            }
+            Shortage::Driver(why) => out_of_memory(bytes, &why),
+        })
     }
 
     /// Gives the pages that no allocation uses back to the driver, after what uses them has run.
@@ -84,12 +178,63 @@ impl Arena {
             tracing::error!("pages of the device stay mapped: {error}");
             return;
         }
-        self.lock().unmap_unused();
+        let mut state = self.lock();
+        state.unmap_unused();
+        let of_host = state.ranges(Place::Host);
+        state.offloaded.retain(|offloaded| of_host.iter().any(|range| offloaded.has_part_of(range)));
     }
 
-    /// Bytes of the device that are mapped.
-    pub fn mapped_bytes(&self) -> u64 {
-        (self.lock().pages.len() * PAGE_BYTES) as u64
+    /// Moves what the allocations hold to page-locked memory of the host, and gives all pages back to the driver.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfMemory`] if the host would then keep more than `most` bytes of this arena, or has not as
+    /// much; nothing has changed then.
+    pub fn offload(&self, most: u64) -> Result<(), DeviceError> {
+        bind(&self.context)?;
+        self.trim();
+        let mut state = self.lock();
+        let ranges = state.ranges(Place::Device);
+        let bytes = state.offloaded_bytes() + ranges.iter().map(|range| range.len() as u64).sum::<u64>();
+        if bytes > most {
+            return Err(DeviceError::OutOfMemory(format!(
+                "they take {bytes} bytes of the host's memory, of which the ledger has {most}"
+            )));
+        }
+        let mut offloaded = Vec::new();
+        let taken = ranges.into_iter().try_for_each(|range| {
+            offloaded.push(Offloaded::take(&self.stream, state.base, range)?);
+            Ok(())
+        });
+        synchronize(&self.stream)?;
+        taken?;
+        state.offloaded.append(&mut offloaded);
+        state.move_all(Place::Device, Place::Host);
+        state.unmap_unused();
+        Ok(())
+    }
+
+    /// Brings what was offloaded back to its addresses.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfMemory`] if the device has not as much; nothing has changed then.
+    pub fn bring_back(&self) -> Result<(), DeviceError> {
+        bind(&self.context)?;
+        let bytes = self.lock().ranges(Place::Host).iter().map(Range::len).sum();
+        self.with_pages(bytes, Need::MayBeRefused, |state, beyond| {
+            let ranges = state.ranges(Place::Host);
+            state.map(&ranges, &self.context, beyond)?;
+            Ok(state.copy_back(&ranges, &self.stream))
+        })?
+    }
+
+    /// The stream on which all that uses the memory runs.
+    pub fn stream(&self) -> &Arc<CudaStream> {
+        &self.stream
+    }
+
+    /// Bytes of the host that hold what was offloaded.
+    pub fn offloaded_bytes(&self) -> u64 {
+        self.lock().offloaded_bytes()
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, State> {
@@ -101,25 +246,60 @@ impl State {
     /// The lowest offset with `len` free bytes.
     fn first_gap(&self, len: usize) -> usize {
         let mut start = 0;
-        for (&taken, &end) in &self.taken {
+        for (&taken, Taken { end, .. }) in &self.taken {
             if taken - start >= len {
                 break;
             }
-            start = end;
+            start = *end;
         }
         start
     }
 
-    /// Maps the pages of `range` that have no memory yet: all of them or none.
-    fn map(&mut self, range: Range<usize>, context: &CudaContext) -> Result<(), String> {
-        let pages = range.start / PAGE_BYTES..range.end.div_ceil(PAGE_BYTES);
-        let missing: Vec<usize> = pages.filter(|page| !self.pages.contains_key(page)).collect();
+    /// The ranges of all allocations whose content is in `place`; neighbours are one range.
+    fn ranges(&self, place: Place) -> Vec<Range<usize>> {
+        let mut ranges: Vec<Range<usize>> = Vec::new();
+        for (&start, taken) in self.taken.iter().filter(|(_, taken)| taken.place == place) {
+            match ranges.last_mut() {
+                Some(last) if last.end == start => last.end = taken.end,
+                _ => ranges.push(start..taken.end),
+            }
+        }
+        ranges
+    }
+
+    fn move_all(&mut self, from: Place, to: Place) {
+        self.taken.values_mut().filter(|taken| taken.place == from).for_each(|taken| taken.place = to);
+    }
+
+    /// Copies what was offloaded to `ranges`, all that the host has, which are mapped.
+    fn copy_back(&mut self, ranges: &[Range<usize>], stream: &CudaStream) -> Result<(), DeviceError> {
+        for range in ranges {
+            self.offloaded.iter().try_for_each(|offloaded| offloaded.copy_back(stream, self.base, range))?;
+        }
+        synchronize(stream)?;
+        self.move_all(Place::Host, Place::Device);
+        self.offloaded.clear();
+        Ok(())
+    }
+
+    fn offloaded_bytes(&self) -> u64 {
+        self.offloaded.iter().map(Offloaded::bytes).sum()
+    }
+
+    /// Maps the pages of `ranges` that have no memory yet: all of them or none. `beyond`: even if there are more then
+    /// than is allowed.
+    fn map(&mut self, ranges: &[Range<usize>], context: &CudaContext, beyond: bool) -> Result<(), Shortage> {
+        let missing: BTreeSet<usize> =
+            ranges.iter().flat_map(pages_of).filter(|page| !self.pages.contains_key(page)).collect();
+        let missing: Vec<usize> = missing.into_iter().collect();
+        self.quota.take(missing.len(), beyond)?;
         for (done, &page) in missing.iter().enumerate() {
             match map_page(self.base + (page * PAGE_BYTES) as u64, context.ordinal()) {
                 Ok(handle) => drop(self.pages.insert(page, handle)),
                 Err(error) => {
                     missing[..done].iter().for_each(|page| self.unmap(*page));
-                    return Err(error);
+                    self.quota.give_back(missing.len() - done);
+                    return Err(Shortage::Driver(error));
                 }
             }
         }
@@ -128,6 +308,7 @@ impl State {
 
     fn unmap(&mut self, page: usize) {
         let Some(handle) = self.pages.remove(&page) else { return };
+        self.quota.give_back(1);
         let address = self.base + (page * PAGE_BYTES) as u64;
         // SAFETY: the page is mapped by this handle, and nothing that runs uses it.
         let result =
@@ -138,11 +319,15 @@ impl State {
     }
 
     fn unmap_unused(&mut self) {
-        let used: std::collections::BTreeSet<usize> =
-            self.taken.iter().flat_map(|(start, end)| start / PAGE_BYTES..end.div_ceil(PAGE_BYTES)).collect();
+        let used: BTreeSet<usize> = self.ranges(Place::Device).iter().flat_map(pages_of).collect();
         let unused: Vec<usize> = self.pages.keys().copied().filter(|page| !used.contains(page)).collect();
         unused.into_iter().for_each(|page| self.unmap(page));
     }
+}
+
+/// The numbers of the pages in which a range lies.
+fn pages_of(range: &Range<usize>) -> Range<usize> {
+    range.start / PAGE_BYTES..range.end.div_ceil(PAGE_BYTES)
 }
 
 /// Creates physical memory and maps it at `address`, to be read and written by device `ordinal`.
@@ -176,6 +361,80 @@ fn map_page(address: sys::CUdeviceptr, ordinal: usize) -> Result<sys::CUmemGener
     Ok(handle)
 }
 
+impl Allocation {
+    /// Gives the memory back and keeps the address; what it holds is lost.
+    pub fn release(&self) {
+        self.set_place(&mut self.arena.lock(), Place::Nowhere);
+    }
+
+    /// Takes memory at the same address again, if it was released. What it holds is unspecified.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfMemory`] if the device has not as much; nothing is taken then.
+    pub fn restore(&self) -> Result<(), DeviceError> {
+        self.restore_as(Need::MayBeRefused)
+    }
+
+    /// As [`Allocation::restore`], for what a step needs: only the driver refuses it.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfMemory`] if the device has not as much; nothing is taken then.
+    pub fn restore_for_step(&self) -> Result<(), DeviceError> {
+        self.restore_as(Need::OfStep)
+    }
+
+    fn restore_as(&self, need: Need) -> Result<(), DeviceError> {
+        bind(&self.arena.context)?;
+        let end = self.arena.lock().taken[&self.offset].end;
+        self.arena.with_pages(end - self.offset, need, |state, beyond| {
+            state.map(from_ref(&(self.offset..end)), &self.arena.context, beyond)?;
+            self.set_place(state, Place::Device);
+            Ok(())
+        })
+    }
+
+    fn set_place(&self, state: &mut State, place: Place) {
+        state.taken.get_mut(&self.offset).expect("it is taken until it is dropped").place = place;
+    }
+}
+
+impl Quota {
+    /// One that allows everything.
+    pub fn new() -> Arc<Self> {
+        Arc::new(Self { most: AtomicU64::new(u64::MAX), mapped: AtomicU64::new(0), arenas: Mutex::default() })
+    }
+
+    /// Allows `bytes` from now on. What is mapped already stays.
+    pub fn limit(&self, bytes: u64) {
+        self.most.store(bytes, Ordering::SeqCst);
+    }
+
+    /// Bytes that all arenas have mapped.
+    pub fn mapped_bytes(&self) -> u64 {
+        self.mapped.load(Ordering::SeqCst)
+    }
+
+    fn take(&self, pages: usize, beyond: bool) -> Result<(), Shortage> {
+        let (bytes, most) = ((pages * PAGE_BYTES) as u64, self.most.load(Ordering::SeqCst));
+        let more = |mapped: u64| (bytes == 0 || beyond || mapped + bytes <= most).then_some(mapped + bytes);
+        self.mapped.fetch_update(Ordering::SeqCst, Ordering::SeqCst, more).map(drop).map_err(|_| Shortage::Quota)
+    }
+
+    fn give_back(&self, pages: usize) {
+        self.mapped.fetch_sub((pages * PAGE_BYTES) as u64, Ordering::SeqCst);
+    }
+
+    /// Gives the pages of all arenas that nothing uses back to the driver.
+    pub fn trim(&self) {
+        let arenas: Vec<_> = self.arenas().iter().filter_map(Weak::upgrade).collect();
+        arenas.iter().for_each(|arena| arena.trim());
+    }
+
+    fn arenas(&self) -> std::sync::MutexGuard<'_, Vec<Weak<Arena>>> {
+        self.arenas.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 impl Drop for Allocation {
     fn drop(&mut self) {
         self.arena.lock().taken.remove(&self.offset);
@@ -202,3 +461,6 @@ fn synchronize(stream: &CudaStream) -> Result<(), DeviceError> {
 fn out_of_memory(bytes: usize, why: &str) -> DeviceError {
     DeviceError::OutOfMemory(format!("the device cannot give {bytes} bytes: {why}"))
 }
+
+#[cfg(test)]
+mod tests;

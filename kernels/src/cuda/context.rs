@@ -1,32 +1,86 @@
 //! What a rank's device is made of: candle's handle of it, its stream, and an arena for each kind of memory.
 
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use candle_core::Result;
 use candle_core::cuda_backend::CudaDevice as CandleDevice;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, sys};
 
-use super::arena::{Allocation, Arena};
+use super::arena::{Allocation, Arena, PAGE_BYTES, Quota};
 use super::copy::Copies;
+use super::digest::Digests;
+use super::row_copy::RowCopies;
 use super::staging::Staging;
 use crate::error::DeviceError;
+
+/// Threads of the process that record launches. Locked while a device is opened: who opens one waits for all its
+/// streams, which none of them allows that is being recorded.
+static RECORDING: Mutex<usize> = Mutex::new(0);
+/// One thread fewer records.
+static RECORDED: Condvar = Condvar::new();
+
+/// Says, until it is dropped, that this thread records launches. Others may too, and a thread that waits to open a
+/// device does not keep them from it: ranks wait for one another while they record.
+pub(super) struct RecordingThread(());
+
+impl RecordingThread {
+    pub fn begin() -> Self {
+        *recording() += 1;
+        Self(())
+    }
+}
+
+impl Drop for RecordingThread {
+    fn drop(&mut self) {
+        *recording() -= 1;
+        RECORDED.notify_all();
+    }
+}
+
+fn recording() -> MutexGuard<'static, usize> {
+    RECORDING.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Waits until no thread records launches, and lets none of the process do so or open a device until it is dropped.
+pub(super) fn none_records() -> MutexGuard<'static, usize> {
+    RECORDED.wait_while(recording(), |threads| *threads > 0).unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What the driver's own pool of memory holds where anything is of it: candle's tensors take a value of it when they
+/// are dropped. Not measured on a card; the default pool grows by 32 MiB.
+const POOL_BYTES: u64 = 32 << 20;
+/// Pages that are lost at the edges of what lies in the arenas: two for each of the four.
+const LOST_PAGES: u64 = 8;
+/// Bytes that the process may take of a device beside the context and what is stored there.
+pub(super) const ROUNDING_BYTES: u64 = POOL_BYTES + LOST_PAGES * PAGE_BYTES as u64;
 
 /// The device of one rank.
 pub(super) struct Context {
     pub candle: CandleDevice,
     /// On which all operators of the rank run, one after the other.
     pub stream: Arc<CudaStream>,
-    /// Weight matrices.
+    /// Weights: matrices and vectors.
     pub weights: Arc<Arena>,
     /// Keys and values.
     pub kv: Arc<Arena>,
-    /// Activations, vectors, and what operators keep between them.
+    /// Activations.
     pub workspace: Arc<Arena>,
+    /// What operators take while they run, and keep between them.
+    pub scratch: Arc<Arena>,
+    pub quota: Arc<Quota>,
+    /// What other processes send, on a stream of its own.
+    pub feeds: Arc<Arena>,
+    feed_quota: Arc<Quota>,
     /// To and from the host.
     pub copies: Copies,
+    pub row_copies: RowCopies,
+    pub digests: Digests,
     pub total_bytes: u64,
     pub processors: u32,
+    /// How often memory that operators keep got another address.
+    moves: AtomicU64,
 }
 
 impl Context {
@@ -40,6 +94,7 @@ impl Context {
     }
 
     fn try_open(ordinal: usize) -> Result<Self> {
+        let _alone = none_records();
         let candle = CandleDevice::new_with_stream(ordinal)?;
         // SAFETY: all tensors of the device are used on its one stream, and copies wait for it.
         unsafe { candle.disable_event_tracking() };
@@ -55,34 +110,65 @@ impl Context {
             candle_core::bail!("its compute capability is {major}.{minor}; the kernels need 8.0 (Ampere) or newer");
         }
         let processors = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
-        let arena = || Arena::reserve(&stream, total).map_err(candle_core::Error::wrap);
+        let (quota, feed_quota) = (Quota::new(), Quota::new());
+        let arena = || Arena::reserve(&stream, total, &quota);
         Ok(Self {
             copies: Copies::new(&stream)?,
+            row_copies: RowCopies::load(&context)?,
+            digests: Digests::load(&context)?,
             weights: arena()?,
             kv: arena()?,
             workspace: arena()?,
+            scratch: arena()?,
+            quota: quota.clone(),
+            // What it holds goes back by itself: its stream may wait for another process.
+            feeds: Arena::reserve(&context.new_stream().w()?, total, &feed_quota)?,
+            feed_quota: feed_quota.clone(),
             candle,
             total_bytes: total as u64,
             processors,
             stream,
+            moves: AtomicU64::new(0),
         })
     }
 
-    /// Bytes of the device that the arenas have mapped. What the driver takes for the process's context, code and
-    /// stacks is not in it: no call of the driver tells it apart from what other processes take.
-    pub fn used_bytes(&self) -> u64 {
-        [&self.weights, &self.kv, &self.workspace].map(|arena| arena.mapped_bytes()).iter().sum()
+    /// Bytes of the device that the arenas have mapped.
+    pub fn mapped_bytes(&self) -> u64 {
+        self.quota.mapped_bytes() + self.feed_quota.mapped_bytes()
     }
 
-    /// Gives what nothing uses back to the driver.
+    /// Lets the arenas and the driver's pool take no more than `bytes` together from now on.
+    pub fn limit(&self, bytes: u64) {
+        self.quota.limit(bytes.saturating_sub(POOL_BYTES));
+    }
+
+    /// Bytes of the device that nobody holds, as the driver reports them.
+    pub fn free_bytes(&self) -> Result<u64> {
+        let context = self.stream.context();
+        context.bind_to_thread().w()?;
+        context.mem_get_info().w().map(|(free, _)| free as u64)
+    }
+
+    /// Gives what nothing uses back to the driver. Feeds do so themselves, as their stream may wait for others.
     pub fn trim(&self) {
-        [&self.weights, &self.kv, &self.workspace].into_iter().for_each(|arena| arena.trim());
+        self.quota.trim();
+        self.copies.release();
     }
 
-    /// Copies words to new memory of the workspace. The memory may be dropped when what uses it has been started: what
-    /// takes it next runs behind that on the stream.
+    /// Says that memory that operators keep gets another address.
+    pub fn moved(&self) {
+        self.moves.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// A number that is another after a move.
+    pub fn moves(&self) -> u64 {
+        self.moves.load(Ordering::Relaxed)
+    }
+
+    /// Copies words to new memory for an operator of a step. The memory may be dropped when what uses it has been
+    /// started: what takes it next runs behind that on the stream.
     pub fn upload(&self, staging: &Staging, words: &[u32]) -> Result<Allocation> {
-        let memory = self.workspace.allocate(size_of_val(words)).map_err(candle_core::Error::wrap)?;
+        let memory = self.scratch.allocate_for_step(size_of_val(words))?;
         staging.copy(words, memory.pointer).w()?;
         Ok(memory)
     }
@@ -90,7 +176,11 @@ impl Context {
     /// Zeros, on the rank's stream, in new memory.
     pub fn zeros(&self, arena: &Arc<Arena>, bytes: usize) -> std::result::Result<Allocation, DeviceError> {
         let allocation = arena.allocate(bytes)?;
-        self.copies.zero(allocation.pointer, bytes).map_err(|e| DeviceError::Unsupported(e.to_string()))?;
+        self.fill_with_zeros(&allocation, bytes)?;
         Ok(allocation)
+    }
+
+    pub fn fill_with_zeros(&self, memory: &Allocation, bytes: usize) -> std::result::Result<(), DeviceError> {
+        self.copies.zero(memory.pointer, bytes).map_err(|e| DeviceError::Unsupported(e.to_string()))
     }
 }

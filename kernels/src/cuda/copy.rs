@@ -1,6 +1,6 @@
 //! Copies between host and device.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::Result;
 use candle_core::cuda_backend::WrapErr;
@@ -13,6 +13,8 @@ use crate::cpu::Plain;
 pub(super) struct Copies {
     operators: Arc<CudaStream>,
     stream: Arc<CudaStream>,
+    /// Held while launches of the operators are recorded: what is recorded does not run, and cannot be waited for.
+    recording: Mutex<()>,
     /// Those that no copy uses: there are as many as threads have copied at the same time.
     buffers: Mutex<Vec<Pinned>>,
 }
@@ -20,11 +22,17 @@ pub(super) struct Copies {
 impl Copies {
     pub fn new(operators: &Arc<CudaStream>) -> Result<Self> {
         let stream = operators.context().new_stream().w()?;
-        Ok(Self { operators: operators.clone(), stream, buffers: Mutex::default() })
+        Ok(Self { operators: operators.clone(), stream, recording: Mutex::default(), buffers: Mutex::default() })
+    }
+
+    /// Keeps other threads from waiting for the operators, until it is dropped.
+    pub fn recording(&self) -> MutexGuard<'_, ()> {
+        self.recording.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Lets the copies from now on run after what the operators have been given before.
     pub fn wait_for_operators(&self) -> Result<()> {
+        let _turn = self.recording();
         self.stream.wait(&self.operators.record_event(None).w()?).w()
     }
 
@@ -67,6 +75,23 @@ impl Copies {
             buffer.download(&self.stream, len * size_of::<T>(), from)?;
             buffer.values(len).map(|values| take(values))
         })
+    }
+
+    /// Has `start` start something on the stream, and waits until it is done, also after an error. Waits for no
+    /// operator.
+    ///
+    /// # Errors
+    /// Those of `start`; if the device has failed.
+    pub fn run(&self, start: impl FnOnce(&CudaStream) -> Result<()>) -> Result<()> {
+        self.operators.context().bind_to_thread().w()?;
+        let started = start(&self.stream);
+        let done = self.stream.synchronize().w();
+        started.and(done)
+    }
+
+    /// Gives the buffers back.
+    pub fn release(&self) {
+        self.buffers.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 
     /// Calls `copy` with a buffer of at least `bytes`, and waits for what it has started.

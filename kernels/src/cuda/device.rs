@@ -3,18 +3,33 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use candle_core::{Result, Tensor};
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::{CudaContext, result, sys};
+use candle_core::{Result, Tensor, bail};
 
-use super::context::Context;
+use super::attention::plan::MAX_PARTIAL_BYTES;
+use super::borrowed::CudaBorrowed;
+use super::context::{Context, ROUNDING_BYTES};
+use super::feed::CudaFeed;
+use super::footprint::{self, Attempt};
+use super::group::{self, CudaGroup, EXCHANGE_BYTES};
 use super::kv::CudaKv;
-use super::matrix::CudaMatrix;
+use super::linear::plan::most_part_bytes;
+use super::matrix::{COPIED_BYTES, CudaMatrix};
+use super::nvml::Monitor;
 use super::ops::CudaOps;
+use super::sampling::most_landing_bytes;
+use super::staging;
 use super::tensor::{over, pointer};
 use crate::activations::Activations;
 use crate::backend::device::{DeviceImpl, DeviceOptions, ModelShape};
+use crate::backend::feed::{FeedImpl, GiveUp, Place};
+use crate::backend::group::GroupImpl;
 use crate::backend::operators::OpsImpl;
 use crate::backend::storage::{KvCacheImpl, MatrixImpl, MemoryImpl};
+use crate::borrowed::{BorrowedMemory, MemoryHandle};
 use crate::error::DeviceError;
+use crate::group::{GroupId, Membership};
 use crate::kv_layout::KvLayout;
 use crate::weights::MatrixShape;
 
@@ -23,11 +38,21 @@ const MAX_HEAD_DIM: usize = 256;
 /// What a head dimension must be a multiple of: the `k` of one tensor-core instruction.
 const HEAD_DIM_STEP: usize = 16;
 
+/// What is set aside for NCCL's own memory on each GPU of several: buffers of its channels. Not measured on a card.
+const NCCL_BYTES: u64 = 256 << 20;
+/// Most bytes that operators take for what they read of a step (block tables, questions to the sampler), and lose at
+/// the edges of pages.
+const LIST_BYTES: usize = 48 << 20;
+/// Threads that copy weights at the same time, beside those of the rank: a push that is packed, and a checksum.
+const OTHER_COPIES: usize = 2;
+
 /// The GPU with the number of the rank.
 pub(crate) struct CudaDevice {
     context: Arc<Context>,
     ordinal: usize,
     threads: usize,
+    /// What the driver has taken of the device to open it.
+    footprint: u64,
 }
 
 impl CudaDevice {
@@ -38,9 +63,43 @@ impl CudaDevice {
             let kernel = options.kernel;
             return Err(DeviceError::Unsupported(format!("--kernel {kernel}: a CUDA device has only auto")));
         }
-        let context = Arc::new(Context::open(options.rank)?);
-        Ok(Self { context, ordinal: options.rank, threads: options.threads })
+        let (ordinal, threads) = (options.rank, options.threads);
+        // Without any device the context says why.
+        if let Ok(count @ 1..) = CudaContext::device_count()
+            && ordinal >= count as usize
+        {
+            return Err(DeviceError::Unsupported(format!(
+                "--tp: each rank needs a GPU of its own, and rank {ordinal} has none: this process sees {count}"
+            )));
+        }
+        let footprint = footprint::of_device(ordinal, || open_and_close(ordinal).map_err(|e| e.to_string()));
+        Ok(Self { context: Arc::new(Context::open(ordinal)?), ordinal, threads, footprint })
     }
+}
+
+/// Opens the device with all that it needs, and closes it again.
+///
+/// # Errors
+/// If the process has it open already, or nobody says what is held of it.
+fn open_and_close(ordinal: usize) -> Result<Attempt> {
+    result::init().w()?;
+    let device = result::device::get(ordinal as i32).w()?;
+    let (mut uuid, mut flags, mut is_open) = (sys::CUuuid { bytes: [0; 16] }, 0, 0);
+    // SAFETY: the results are written; the driver is initialised, and the device one of its.
+    unsafe {
+        sys::cuDeviceGetUuid_v2(&raw mut uuid, device).result().w()?;
+        sys::cuDevicePrimaryCtxGetState(device, &raw mut flags, &raw mut is_open).result().w()?;
+    }
+    if is_open != 0 {
+        bail!("the process has opened it before");
+    }
+    let monitor = Monitor::of(uuid).map_err(candle_core::Error::msg)?;
+    let read = || monitor.read().map_err(candle_core::Error::msg);
+    let before = read()?;
+    let opened = CudaOps::new(Arc::new(Context::open(ordinal)?), 1)?;
+    let open = read()?;
+    drop(opened);
+    Ok([before, open, read()?])
 }
 
 impl DeviceImpl for CudaDevice {
@@ -68,16 +127,88 @@ impl DeviceImpl for CudaDevice {
     }
 
     fn used_bytes(&self) -> u64 {
-        self.context.used_bytes()
+        self.footprint + self.context.mapped_bytes()
+    }
+
+    fn has_own_memory(&self) -> bool {
+        true
+    }
+
+    fn context_bytes(&self, ranks: usize) -> u64 {
+        self.footprint + if ranks > 1 { NCCL_BYTES } else { 0 }
+    }
+
+    fn rounding_bytes(&self) -> u64 {
+        ROUNDING_BYTES
+    }
+
+    fn scratch_bytes(&self) -> usize {
+        most_part_bytes(self.context.processors as usize) + MAX_PARTIAL_BYTES + LIST_BYTES
+    }
+
+    fn host_bytes(&self, logits_bytes: usize) -> u64 {
+        let copies = (self.threads + OTHER_COPIES) * COPIED_BYTES;
+        staging::MOST_BYTES + copies as u64 + most_landing_bytes(logits_bytes)
+    }
+
+    fn limit(&self, bytes: u64) {
+        self.context.limit(bytes);
+    }
+
+    fn free_bytes(&self) -> Option<u64> {
+        self.context.free_bytes().ok()
     }
 
     fn trim(&self) {
         self.context.trim();
     }
 
+    fn offload(&self, most: u64) -> std::result::Result<(), DeviceError> {
+        self.context.weights.offload(most)
+    }
+
+    fn offloaded_bytes(&self) -> u64 {
+        self.context.weights.offloaded_bytes()
+    }
+
+    fn bring_back(&self) -> std::result::Result<(), DeviceError> {
+        self.context.weights.bring_back()
+    }
+
+    fn uuid(&self) -> Option<String> {
+        let uuid = self.context.stream.context().uuid().ok()?;
+        let hex: String = uuid.bytes.iter().map(|byte| format!("{:02x}", byte.cast_unsigned())).collect();
+        let ends = [0, 8, 12, 16, 20, 32];
+        Some(ends.windows(2).map(|part| &hex[part[0]..part[1]]).collect::<Vec<_>>().join("-"))
+    }
+
+    fn borrow_memory(&self, handle: &MemoryHandle) -> std::result::Result<BorrowedMemory, DeviceError> {
+        CudaBorrowed::open(&self.context, handle).map(BorrowedMemory::new)
+    }
+
     fn ops(&self) -> Box<dyn OpsImpl> {
         let ops = CudaOps::new(self.context.clone(), self.threads);
         Box::new(ops.unwrap_or_else(|e| panic!("the kernels of device {} were not loaded: {e}", self.ordinal)))
+    }
+
+    fn group_id(&self) -> std::result::Result<Option<GroupId>, DeviceError> {
+        group::new_id().map(Some)
+    }
+
+    fn join(&self, membership: &Membership) -> Result<Box<dyn GroupImpl>> {
+        Ok(Box::new(CudaGroup::join(&self.context, membership)?))
+    }
+
+    fn exchange_bytes(&self) -> usize {
+        EXCHANGE_BYTES
+    }
+
+    fn feeds_by(&self) -> Option<&'static str> {
+        Some("nccl")
+    }
+
+    fn join_feed(&self, place: &Place, give_up: GiveUp<'_>) -> std::result::Result<Box<dyn FeedImpl>, DeviceError> {
+        Ok(Box::new(CudaFeed::join(&self.context, place, give_up)?))
     }
 }
 
@@ -95,13 +226,13 @@ impl MemoryImpl for CudaDevice {
     }
 
     fn zeros(&self, len: usize) -> Result<Activations> {
-        let allocation = self.context.zeros(&self.context.workspace, len * size_of::<f32>());
-        over(&self.context, allocation.map_err(candle_core::Error::wrap)?, len)
+        let allocation = self.context.zeros(&self.context.weights, len * size_of::<f32>())?;
+        over(&self.context.candle, allocation, len)
     }
 
     fn activations(&self, rows: usize, width: usize) -> Result<Activations> {
-        let allocation = self.context.zeros(&self.context.workspace, rows * width * size_of::<f32>());
-        over(&self.context, allocation.map_err(candle_core::Error::wrap)?, (rows, width))
+        let allocation = self.context.zeros(&self.context.workspace, rows * width * size_of::<f32>())?;
+        over(&self.context.candle, allocation, (rows, width))
     }
 
     fn write(&self, to: &Tensor, start: usize, values: &[f32]) -> Result<()> {

@@ -32,4 +32,13 @@ impl CudaKv {
     }
 }
 
-impl KvCacheImpl for CudaKv {}
+impl KvCacheImpl for CudaKv {
+    fn release(&mut self) -> bool {
+        self.memory.release();
+        true
+    }
+
+    fn restore(&mut self) -> Result<(), DeviceError> {
+        self.memory.restore()
+    }
+}

@@ -1,10 +1,11 @@
 //! How weights lie in device memory.
 
+use candle_core::cuda_backend::cudarc::driver::sys;
 use half::bf16;
 
 use crate::cpu::Plain;
 use crate::cpu::math::{round_bf16, widen_f16};
-use crate::weights::{MatrixShape, WeightRows};
+use crate::weights::{MatrixShape, WeightDtype, WeightRows};
 
 /// Values that a run of a row is padded to: the `k` of one tensor-core instruction.
 const RUN_VALUES: usize = 16;
@@ -74,6 +75,16 @@ impl RowLayout {
             }
         }
     }
+}
+
+/// Rows of weights in device memory, as kernels see them.
+#[derive(Clone, Copy)]
+pub(super) struct DeviceRows {
+    pub pointer: sys::CUdeviceptr,
+    pub dtype: WeightDtype,
+    /// Values from the start of a row to that of the next.
+    pub stride: usize,
+    pub layout: RowLayout,
 }
 
 /// A type of stored weights.

@@ -8,14 +8,15 @@ use candle_core::cuda_backend::cudarc::driver::sys;
 use half::bf16;
 
 use super::arena::Allocation;
+use super::borrowed::copied_rows;
 use super::context::Context;
-use super::layout::{RowLayout, Weight};
-use crate::backend::storage::MatrixImpl;
+use super::layout::{DeviceRows, RowLayout, Weight};
+use crate::backend::storage::{BorrowedRows, MatrixImpl};
 use crate::error::DeviceError;
 use crate::weights::{MatrixShape, RowBits, WeightDtype, WeightRows};
 
 /// Bytes of packed rows that are copied at once.
-const COPIED_BYTES: usize = 4 << 20;
+pub(super) const COPIED_BYTES: usize = 4 << 20;
 
 /// Weights `[n, k]`, row by row; a row is as [`RowLayout`] says, and its padding is always zero.
 pub(super) struct CudaMatrix {
@@ -25,16 +26,6 @@ pub(super) struct CudaMatrix {
     /// Whether an operator has been given the matrix. Copies need not wait for the operators where none has: a push
     /// writes new matrices while steps run.
     is_used: AtomicBool,
-}
-
-/// Rows of weights in device memory, as kernels see them.
-#[derive(Clone, Copy)]
-pub(super) struct DeviceRows {
-    pub pointer: sys::CUdeviceptr,
-    pub dtype: WeightDtype,
-    /// Values from the start of a row to that of the next.
-    pub stride: usize,
-    pub layout: RowLayout,
 }
 
 impl CudaMatrix {
@@ -60,8 +51,12 @@ impl CudaMatrix {
 
     /// The rows from `row` on, for an operator.
     pub fn rows(&self, row: usize) -> DeviceRows {
+        DeviceRows { pointer: self.row(row), ..self.device_rows(row) }
+    }
+
+    fn device_rows(&self, row: usize) -> DeviceRows {
         let layout = self.layout();
-        DeviceRows { pointer: self.row(row), dtype: self.shape.dtype, stride: layout.stride(), layout }
+        DeviceRows { pointer: self.address(row), dtype: self.shape.dtype, stride: layout.stride(), layout }
     }
 
     fn address(&self, row: usize) -> sys::CUdeviceptr {
@@ -77,12 +72,28 @@ impl CudaMatrix {
         (COPIED_BYTES / self.row_bytes()).max(1)
     }
 
+    /// Lets the copies from now on run after the operators that have used the matrix.
     fn wait_for_operators(&self) -> Result<()> {
         if self.is_used.load(Ordering::Relaxed) { self.context.copies.wait_for_operators() } else { Ok(()) }
     }
 
-    fn write<T: Weight>(&self, row0: usize, rows: WeightRows<'_>, width: usize, first_column: usize) -> Result<()> {
+    /// As [`CudaMatrix::wait_for_operators`], once: no operator can use the matrix while it is written.
+    fn wait_for_last_operator(&mut self) -> Result<()> {
         self.wait_for_operators()?;
+        *self.is_used.get_mut() = false;
+        Ok(())
+    }
+
+    /// # Panics
+    /// If so many rows of `width` values do not fit from `row0` on, or have too few columns.
+    fn check(&self, row0: usize, count: usize, width: usize, first_column: usize) {
+        let (MatrixShape { n, k, .. }, end) = (self.shape, row0 + count);
+        assert!(end <= n, "rows {row0}..{end} pass the end of a matrix of {n} rows");
+        assert!(first_column + k <= width, "{k} columns from {first_column} on of {width}");
+    }
+
+    fn write<T: Weight>(&mut self, row0: usize, rows: WeightRows<'_>, width: usize, first_column: usize) -> Result<()> {
+        self.wait_for_last_operator()?;
         let (layout, count) = (self.layout(), rows.len() / width);
         for first in (0..count).step_by(self.rows_at_once()) {
             let end = count.min(first + self.rows_at_once());
@@ -107,13 +118,20 @@ impl CudaMatrix {
 }
 
 impl MatrixImpl for CudaMatrix {
+    fn release(&mut self) -> bool {
+        self.memory.release();
+        true
+    }
+
+    fn restore(&mut self) -> std::result::Result<(), DeviceError> {
+        self.memory.restore()?;
+        self.context.fill_with_zeros(&self.memory, Self::bytes_for(self.shape))
+    }
+
     fn write_columns(&mut self, row0: usize, rows: WeightRows<'_>, width: usize, first_column: usize) {
-        let MatrixShape { dtype, n, k, .. } = self.shape;
         assert!(rows.len().is_multiple_of(width), "{} values are no whole rows of {width}", rows.len());
-        let end = row0 + rows.len() / width;
-        assert!(end <= n, "rows {row0}..{end} pass the end of a matrix of {n} rows");
-        assert!(first_column + k <= width, "{k} columns from {first_column} on of {width}");
-        let written = match dtype {
+        self.check(row0, rows.len() / width, width, first_column);
+        let written = match self.shape.dtype {
             WeightDtype::Bf16 => self.write::<bf16>(row0, rows, width, first_column),
             WeightDtype::F32 => self.write::<f32>(row0, rows, width, first_column),
         };
@@ -132,5 +150,17 @@ impl MatrixImpl for CudaMatrix {
             (RowBits::Bf16(_), WeightDtype::F32) => panic!("a float32 matrix cannot be read as bfloat16"),
         };
         read.unwrap_or_else(|e| panic!("weights were not read: {e}"));
+    }
+
+    fn can_copy(&self, from: &BorrowedRows<'_>) -> bool {
+        copied_rows(&self.context, from, 0..from.columns).is_some()
+    }
+
+    fn copy_columns(&mut self, row0: usize, from: &BorrowedRows<'_>, first_column: usize) -> Result<()> {
+        self.check(row0, from.rows, from.columns, first_column);
+        self.wait_for_last_operator()?;
+        let rows = copied_rows(&self.context, from, first_column..first_column + self.shape.k);
+        let (rows, to) = (rows.expect("rows that it can copy"), self.device_rows(row0));
+        self.context.copies.run(|stream| self.context.row_copies.start(stream, rows, to, from.rows))
     }
 }

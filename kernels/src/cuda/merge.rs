@@ -13,14 +13,15 @@ use super::arena::Allocation;
 use super::context::Context;
 use super::host::Host;
 use super::launch::{Launch, grid};
-use super::layout::RowLayout;
-use super::matrix::{CudaMatrix, DeviceRows};
+use super::layout::{DeviceRows, RowLayout};
+use super::matrix::CudaMatrix;
 use super::module::{Module, fat_binary};
 use super::pack::Packer;
 use super::tensor;
 use crate::cpu::Isa;
-use crate::merge::{Dtype, LoraDelta, LowRank, Merge, MergeBase, ReadValues, Replacement, StoredValues};
-use crate::weights::{RowBits, WeightDtype, WeightRows};
+use crate::error::out_of_memory;
+use crate::merge::{LoraDelta, LowRank, Merge, MergeBase, ReadValues, Replacement, StoredValues};
+use crate::weights::{Dtype, RowBits, WeightDtype, WeightRows};
 
 /// What a block of `cu/merge.cu` adds to, and its threads.
 const TILE_ROWS: usize = 128;
@@ -64,8 +65,15 @@ impl Merger {
             (Some(replacement), None) => replace(packer, host, w, rows, merge, replacement),
             (None, None) => self.put_base(packer, host, w, rows, merge),
             (None, Some(LoraDelta::LowRank(low_rank))) if low_rank.magnitude.is_none() => {
-                self.put_base(packer, host, w, rows, merge)?;
-                self.add_low_rank(host, w, first_row, merge, low_rank)
+                match self.upload_factors(host, merge, low_rank) {
+                    Ok(factors) => {
+                        self.put_base(packer, host, w, rows, merge)?;
+                        self.add_low_rank(factors, w, first_row, merge, low_rank)
+                    }
+                    // A push that has begun cannot go back. The host's bits are the same.
+                    Err(error) if out_of_memory(&error).is_some() => self.merge_on_host(packer, host, w, rows, merge),
+                    Err(error) => Err(error),
+                }
             }
             _ => self.merge_on_host(packer, host, w, rows, merge),
         }
@@ -97,18 +105,24 @@ impl Merger {
         }
     }
 
+    /// The parts of `a` and `b` that a merge needs, in the device's memory.
+    fn upload_factors(&self, host: Host<'_>, merge: &Merge<'_>, low_rank: &LowRank) -> Result<[Allocation; 2]> {
+        let (rank, rows, columns) = (low_rank.rank, merge.rows.clone(), merge.columns.clone());
+        let a = self.upload(host, 0..rank, columns.len(), &|i| &low_rank.a[i * low_rank.cols..][columns.clone()])?;
+        let b = self.upload(host, rows, rank, &|i| &low_rank.b[i * rank..(i + 1) * rank])?;
+        Ok([a, b])
+    }
+
     /// Adds `scaling * b a` to rows from `first_row` on.
     fn add_low_rank(
         &self,
-        host: Host<'_>,
+        [a, b]: [Allocation; 2],
         w: &CudaMatrix,
         first_row: usize,
         merge: &Merge<'_>,
         low_rank: &LowRank,
     ) -> Result<()> {
-        let (rank, rows, columns) = (low_rank.rank, merge.rows.clone(), merge.columns.clone());
-        let a = self.upload(host, 0..rank, columns.len(), &|i| &low_rank.a[i * low_rank.cols..][columns.clone()])?;
-        let b = self.upload(host, rows.clone(), rank, &|i| &low_rank.b[i * rank..(i + 1) * rank])?;
+        let (rank, rows, columns) = (low_rank.rank, &merge.rows, &merge.columns);
         let function = match w.shape.dtype {
             WeightDtype::Bf16 => &self.add_low_rank_bf16,
             WeightDtype::F32 => &self.add_low_rank_f32,
@@ -133,7 +147,7 @@ impl Merger {
         row: &(dyn Fn(usize) -> &'a [f32] + Sync),
     ) -> Result<Allocation> {
         let bytes = rows.len() * width * size_of::<f32>();
-        let memory = self.context.workspace.allocate(bytes).map_err(candle_core::Error::wrap)?;
+        let memory = self.context.scratch.allocate(bytes)?;
         host.send(memory.pointer, rows, width, 0, &|rows, packed: &mut [f32], _| {
             rows.zip(packed.chunks_exact_mut(width.max(1))).for_each(|(i, packed)| packed.copy_from_slice(row(i)));
         })?;

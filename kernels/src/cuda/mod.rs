@@ -7,22 +7,33 @@
 mod activation;
 mod arena;
 mod attention;
+mod borrowed;
 mod context;
 mod copy;
 mod device;
+mod digest;
+mod feed;
+mod footprint;
+mod group;
 mod host;
 mod kv;
 mod launch;
 mod layout;
+mod library;
 mod linear;
 mod matrix;
 mod merge;
 mod module;
+mod nccl;
 mod norm;
+mod nvml;
+mod offloaded;
 mod ops;
 mod pack;
+mod passes;
 mod pinned;
 mod rope;
+mod row_copy;
 mod rows;
 mod sampling;
 mod scratch;
@@ -31,3 +42,15 @@ mod step;
 mod tensor;
 
 pub(crate) use device::CudaDevice;
+
+/// Whether an error of candle's is the driver's word that there is not as much memory, of the device or page-locked.
+pub(crate) fn is_out_of_memory(error: &(dyn std::error::Error + Send + Sync + 'static)) -> bool {
+    use candle_core::cuda_backend::CudaError;
+    use candle_core::cuda_backend::cudarc::driver::{DriverError, sys::cudaError_enum::CUDA_ERROR_OUT_OF_MEMORY};
+    let is_it = |error: &DriverError| error.0 == CUDA_ERROR_OUT_OF_MEMORY;
+    match error.downcast_ref::<CudaError>() {
+        Some(CudaError::Cuda(error)) => is_it(error),
+        Some(_) => false,
+        None => error.downcast_ref::<DriverError>().is_some_and(is_it),
+    }
+}

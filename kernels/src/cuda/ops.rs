@@ -16,9 +16,11 @@ use super::matrix::CudaMatrix;
 use super::merge::Merger;
 use super::norm::Norms;
 use super::pack::Packer;
+use super::passes::Passes;
 use super::rope::Rope;
 use super::rows::RowCopies;
 use super::sampling::Sampler;
+use super::scratch::Scratch;
 use super::staging::Staging;
 use super::step::CudaStep;
 use super::tensor::{pointer, rows};
@@ -30,7 +32,7 @@ use crate::kv_layout::BlockCopy;
 use crate::matrix::Matrix;
 use crate::merge::Merge;
 use crate::sampling::Sampled;
-use crate::step::{AttentionShape, Step, StepInput};
+use crate::step::{AttentionShape, Least, Padding, Step, StepInput};
 use crate::weights::{ReadRows, WriteElements};
 
 /// The kernels, and the memory that they reuse.
@@ -39,6 +41,8 @@ pub(super) struct CudaOps {
     /// Reads what the host has, such as the base of a merge.
     pool: ThreadPool,
     staging: Staging,
+    /// What is read of padded steps: at one address, which recordings name.
+    padded_step: Scratch,
     linear: Linear,
     activation: Activation,
     norms: Norms,
@@ -48,6 +52,7 @@ pub(super) struct CudaOps {
     packer: Packer,
     merger: Merger,
     sampler: Sampler,
+    passes: Passes,
 }
 
 impl CudaOps {
@@ -59,6 +64,7 @@ impl CudaOps {
         Ok(Self {
             pool: ThreadPool::new(threads),
             staging: Staging::new(&context.stream),
+            padded_step: Scratch::new(&context),
             linear: Linear::load(&context)?,
             activation: Activation::load(&context)?,
             norms: Norms::load(&context)?,
@@ -68,6 +74,7 @@ impl CudaOps {
             packer: Packer::load(&context)?,
             merger: Merger::load(&context)?,
             sampler: Sampler::load(&context)?,
+            passes: Passes::new(&context),
             context,
         })
     }
@@ -93,6 +100,11 @@ fn prepared<'a>(step: &'a Step<'_>) -> &'a CudaStep {
     step.prepared()
 }
 
+/// Rows that a step with so many is padded to: the fewer numbers there are, the fewer passes are recorded.
+fn bucket(rows: usize) -> usize {
+    if rows <= 8 { rows.next_power_of_two() } else { rows.next_multiple_of(8) }
+}
+
 /// Address of a vector, 0 if there is none.
 fn vector(buffer: Option<&Buffer>) -> Result<u64> {
     buffer.map_or(Ok(0), |buffer| pointer(buffer.tensor()))
@@ -101,6 +113,36 @@ fn vector(buffer: Option<&Buffer>) -> Result<u64> {
 impl OpsImpl for CudaOps {
     fn prepare(&self, input: &StepInput<'_>) -> Result<Box<dyn Any>> {
         Ok(Box::new(CudaStep::upload(&self.context, &self.staging, input)?))
+    }
+
+    fn prepare_padded(&self, input: &StepInput<'_>, padding: Padding) -> Result<(usize, Box<dyn Any>)> {
+        let rows = bucket(input.tokens.len()).min(padding.most_rows);
+        let step = CudaStep::upload_padded(&self.padded_step, &self.staging, input, rows, padding.vocabulary)?;
+        Ok((rows, Box::new(step)))
+    }
+
+    fn pass(&self, step: &Step<'_>, ranks: Option<Least<'_>>, launches: &mut dyn FnMut() -> bool) -> Result<()> {
+        self.passes.run(prepared(step), ranks, launches)
+    }
+
+    fn forget_passes(&self) {
+        self.passes.forget();
+    }
+
+    fn samples_in_pass(&self, step: &Step<'_>) -> bool {
+        prepared(step).questions().is_some()
+    }
+
+    fn sample_in_pass(&self, logits: &Tensor, step: &Step<'_>, wanted: Range<usize>) -> Result<()> {
+        let (asked, counts, vocabulary) = prepared(step).questions().expect("its tasks are answered in passes");
+        let logits = rows(logits)?;
+        assert_eq!(logits.width, vocabulary, "the vocabulary");
+        self.sampler.answer(asked, counts, logits, wanted)
+    }
+
+    fn sampled<'a>(&'a self, step: &'a Step<'_>) -> Result<Sampled<'a>> {
+        let (asked, counts, vocabulary) = prepared(step).questions().expect("its tasks are answered in passes");
+        self.sampler.answered(asked, counts, vocabulary, step.input().tasks)
     }
 
     fn embed(&self, table: &Matrix, first_token: usize, step: &Step<'_>, out: &Tensor) -> Result<()> {
@@ -172,6 +214,7 @@ impl OpsImpl for CudaOps {
         cache: &KvCache,
         out: &Tensor,
     ) -> Result<()> {
+        self.passes.reads(blocks(cache).layout);
         self.attention.attend(rows(q)?, shape, prepared(step), blocks(cache), rows(out)?)
     }
 
@@ -218,6 +261,8 @@ impl OpsImpl for CudaOps {
     }
 
     fn release(&self) {
+        self.passes.forget();
+        self.padded_step.release();
         self.linear.release();
         self.attention.release();
         self.sampler.release();

@@ -4,21 +4,23 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use candle_core::Result;
+use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{CudaFunction, sys};
 use half::bf16;
 
+use super::arena::Allocation;
 use super::context::Context;
 use super::host::Host;
 use super::launch::{Launch, grid};
-use super::layout::{RowLayout, Weight};
-use super::matrix::{CudaMatrix, DeviceRows};
+use super::layout::{DeviceRows, RowLayout, Weight};
+use super::matrix::CudaMatrix;
 use super::module::{Module, fat_binary};
+use crate::cpu::math::round_bf16;
+use crate::error::out_of_memory;
 use crate::weights::{MatrixShape, ROW_GROUP, ReadRows, WeightDtype, WeightRows, WriteElements};
 
 /// Threads of a block.
 const THREADS: usize = 128;
-/// Values that a thread copies: `CHUNK` of `cu/pack.cu`.
-const CHUNK: usize = 8;
 /// Values of the rows whose changed elements are collected at once.
 const SCANNED_VALUES: usize = 1 << 20;
 /// Words of an element: its row, its place there, and its value.
@@ -31,8 +33,6 @@ pub(super) type Fill<'a> = dyn Fn(Range<usize>, &mut [f32]) + Sync + 'a;
 /// Moves weights between the host and matrices, and between matrices.
 pub(super) struct Packer {
     context: Arc<Context>,
-    /// By the types that are copied from and to.
-    copy: [[CudaFunction; 2]; 2],
     write_elements: [CudaFunction; 2],
 }
 
@@ -50,7 +50,6 @@ impl Packer {
         let load = |name| module.function(name);
         Ok(Self {
             context: context.clone(),
-            copy: [[load("copy_bf16_bf16")?, load("copy_bf16_f32")?], [load("copy_f32_bf16")?, load("copy_f32_f32")?]],
             write_elements: [load("write_elements_bf16")?, load("write_elements_f32")?],
         })
     }
@@ -144,17 +143,7 @@ impl Packer {
     /// # Panics
     /// If they have different widths.
     pub fn copy(&self, from: DeviceRows, to: DeviceRows, count: usize) -> Result<()> {
-        let columns = from.layout.columns();
-        assert_eq!(columns, to.layout.columns(), "columns of rows that are copied");
-        let mut launch = Launch::of(&self.context.stream, &self.copy[index(from.dtype)][index(to.dtype)]);
-        for rows in [from, to] {
-            launch.pointer(rows.pointer).long(rows.stride).int(rows.layout.run).int(rows.layout.padded_run);
-        }
-        launch.int(columns);
-        let blocks = [count, columns.div_ceil(CHUNK * THREADS)];
-        let [x, y] = blocks.map(|blocks| u32::try_from(blocks).expect("rows and columns of a matrix"));
-        // SAFETY: callers give rows of matrices or tensors, which have as many columns.
-        unsafe { launch.start(grid((x, y, 1), THREADS as u32, 0)) }
+        self.context.row_copies.start(&self.context.stream, from.into(), to, count)
     }
 
     /// Stores the single elements of `rows` that `write` names, rounded to nearest even. If one is named twice, the
@@ -192,12 +181,33 @@ impl Packer {
         if elements.is_empty() {
             return Ok(());
         }
-        let memory = self.context.upload(host.staging, elements.as_flattened())?;
+        let upload = || -> Result<Allocation> {
+            let memory = self.context.scratch.allocate(size_of_val(elements))?;
+            host.staging.copy(elements.as_flattened(), memory.pointer).w()?;
+            Ok(memory)
+        };
+        let memory = match upload() {
+            // A push that has begun cannot go back.
+            Err(error) if out_of_memory(&error).is_some() => return self.write_one_by_one(w, elements),
+            memory => memory?,
+        };
         let mut launch = Launch::of(&self.context.stream, &self.write_elements[index(w.shape.dtype)]);
         launch.pointer(w.row(0)).long(w.layout().stride()).pointer(memory.pointer).int(elements.len());
         let blocks = elements.len().div_ceil(THREADS) as u32;
         // SAFETY: the elements are of the matrix, and no two of one place.
         unsafe { launch.start(grid((blocks, 1, 1), THREADS as u32, 0)) }
+    }
+
+    /// Writes elements at different places without any memory of the device.
+    fn write_one_by_one(&self, w: &CudaMatrix, elements: &[[u32; ELEMENT_WORDS]]) -> Result<()> {
+        elements.iter().try_for_each(|[row, place, bits]| {
+            let at = w.row(*row as usize) + (*place as usize * w.shape.dtype.bytes()) as u64;
+            let value = f32::from_bits(*bits);
+            match w.shape.dtype {
+                WeightDtype::Bf16 => self.context.copies.write(at, &[round_bf16(value)]),
+                WeightDtype::F32 => self.context.copies.write(at, &[value]),
+            }
+        })
     }
 }
 

@@ -1,9 +1,9 @@
-//! Page-locked memory of the host, which the device copies from and to by itself.
+//! Memory of the host for copies from and to the device.
 
 use std::sync::Arc;
 
 use candle_core::cuda_backend::cudarc::driver::{
-    CudaContext, CudaEvent, CudaStream, DriverError, PinnedHostSlice, result, sys,
+    CudaContext, CudaEvent, CudaStream, DeviceRepr, DriverError, PinnedHostSlice, ValidAsZeroBits, result, sys,
 };
 
 use crate::cpu::Plain;
@@ -11,9 +11,55 @@ use crate::cpu::Plain;
 /// Bytes of the smallest buffer.
 const LEAST_BYTES: usize = 64 << 10;
 
-/// Page-locked memory for one copy at a time.
+/// Memory of the host, page-locked so that the device copies from and to it by itself. Where the system locks no more
+/// it is ordinary memory, which the driver copies through its own before its call returns: slower, but a push that has
+/// begun cannot go back.
+pub(super) enum HostMemory<T> {
+    Locked(PinnedHostSlice<T>),
+    Ordinary(Vec<T>),
+}
+
+impl<T: DeviceRepr + ValidAsZeroBits + Default + Clone> HostMemory<T> {
+    /// # Errors
+    /// If the device has failed.
+    pub fn new(context: &Arc<CudaContext>, len: usize) -> Result<Self, DriverError> {
+        // SAFETY: every bit pattern is a value.
+        match unsafe { context.alloc_pinned_with_flags(len, 0) } {
+            Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => Ok(Self::Ordinary(vec![T::default(); len])),
+            memory => memory.map(Self::Locked),
+        }
+    }
+
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Locked(memory) => memory.len(),
+            Self::Ordinary(memory) => memory.len(),
+        }
+    }
+
+    /// # Errors
+    /// If the device has failed.
+    pub fn as_slice(&self) -> Result<&[T], DriverError> {
+        match self {
+            Self::Locked(memory) => memory.as_slice(),
+            Self::Ordinary(memory) => Ok(memory),
+        }
+    }
+
+    /// # Errors
+    /// If the device has failed.
+    pub fn as_mut_slice(&mut self) -> Result<&mut [T], DriverError> {
+        match self {
+            Self::Locked(memory) => memory.as_mut_slice(),
+            Self::Ordinary(memory) => Ok(memory),
+        }
+    }
+}
+
+/// Memory for one copy at a time.
 pub(super) struct Pinned {
-    memory: PinnedHostSlice<u8>,
+    /// Words, so that it can hold values of any plain type.
+    memory: HostMemory<u64>,
     /// Recorded behind the last copy.
     copied: CudaEvent,
 }
@@ -22,16 +68,15 @@ impl Pinned {
     /// A buffer of at least `bytes`.
     ///
     /// # Errors
-    /// If the system cannot lock as much memory.
+    /// If the device has failed.
     pub fn new(context: &Arc<CudaContext>, bytes: usize) -> Result<Self, DriverError> {
         let len = bytes.max(LEAST_BYTES).next_power_of_two();
-        // SAFETY: any bytes are values of the types that the buffer is used as.
-        let memory = unsafe { context.alloc_pinned_with_flags(len, 0) }?;
+        let memory = HostMemory::new(context, len / size_of::<u64>())?;
         Ok(Self { memory, copied: context.new_event(None)? })
     }
 
     pub fn bytes(&self) -> usize {
-        self.memory.len()
+        self.memory.len() * size_of::<u64>()
     }
 
     /// The first `len` values, after the last copy has been made. What they are is unspecified.
@@ -40,9 +85,9 @@ impl Pinned {
     /// If the device has failed.
     pub fn values<T: Plain>(&mut self, len: usize) -> Result<&mut [T], DriverError> {
         self.wait()?;
-        let bytes = &mut self.memory.as_mut_slice()?[..len * size_of::<T>()];
-        // SAFETY: a plain type has no invalid bits, and the memory starts with a page.
-        Ok(unsafe { std::slice::from_raw_parts_mut(bytes.as_mut_ptr().cast(), len) })
+        let words = &mut self.memory.as_mut_slice()?[..(len * size_of::<T>()).div_ceil(size_of::<u64>())];
+        // SAFETY: a plain type has no invalid bits, and is aligned as a word is.
+        Ok(unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), len) })
     }
 
     /// Waits until the last copy has been made.

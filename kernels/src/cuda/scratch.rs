@@ -9,10 +9,17 @@ use candle_core::cuda_backend::cudarc::driver::sys;
 use super::arena::Allocation;
 use super::context::Context;
 
-/// Memory that grows to the most that was asked for, so that a step that repeats allocates nothing.
+/// Memory that grows to the most that was asked for, so that a step that repeats allocates nothing. Until it grows it
+/// has one address, also from one release to the next.
 pub(super) struct Scratch {
     context: Arc<Context>,
-    held: RefCell<Option<(usize, Allocation)>>,
+    held: RefCell<Option<Held>>,
+}
+
+struct Held {
+    bytes: usize,
+    memory: Allocation,
+    is_released: bool,
 }
 
 impl Scratch {
@@ -26,19 +33,25 @@ impl Scratch {
     /// If the device has not as much memory.
     pub fn take(&self, bytes: usize) -> Result<sys::CUdeviceptr> {
         let mut held = self.held.borrow_mut();
-        match &*held {
-            Some((size, memory)) if *size >= bytes => Ok(memory.pointer),
-            _ => {
-                // Kernels that still use what was held run before those that get its addresses next: on one stream.
-                *held = None;
-                let memory = self.context.workspace.allocate(bytes).map_err(candle_core::Error::wrap)?;
-                Ok(held.insert((bytes, memory)).1.pointer)
+        if let Some(held) = held.as_mut().filter(|held| held.bytes >= bytes) {
+            if held.is_released {
+                held.memory.restore_for_step()?;
+                held.is_released = false;
             }
+            return Ok(held.memory.pointer);
         }
+        // Kernels that still use what was held run before those that get its addresses next: on one stream.
+        *held = None;
+        self.context.moved();
+        let memory = self.context.scratch.allocate_for_step(bytes)?;
+        Ok(held.insert(Held { bytes, memory, is_released: false }).memory.pointer)
     }
 
     /// Gives the memory back.
     pub fn release(&self) {
-        self.held.take();
+        if let Some(held) = &mut *self.held.borrow_mut() {
+            held.memory.release();
+            held.is_released = true;
+        }
     }
 }

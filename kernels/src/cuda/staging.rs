@@ -11,6 +11,9 @@ use crate::cpu::Plain;
 /// Buffers in turn: the next is filled while the copy from the one before may still run.
 const BUFFERS: usize = 2;
 
+/// Bytes of the host that they take at most: no copy is longer.
+pub(super) const MOST_BYTES: u64 = (BUFFERS * (16 << 20)) as u64;
+
 /// Page-locked memory from which values are copied to the device on the rank's stream.
 pub(super) struct Staging {
     stream: Arc<CudaStream>,

@@ -1,12 +1,14 @@
 //! The device's view of float32 tensors in its memory.
 
+use std::mem::ManuallyDrop;
+
 use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::CudaDevice as CandleDevice;
 use candle_core::cuda_backend::cudarc::driver::{DevicePtr, sys};
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CudaStorage, InplaceOp1, Layout, Result, Shape, Storage, Tensor, bail};
 
 use super::arena::Allocation;
-use super::context::Context;
 use crate::activations::Activations;
 
 /// Rows of float32 values in device memory, each contiguous.
@@ -43,27 +45,30 @@ pub(super) fn rows(t: &Tensor) -> Result<Rows> {
 }
 
 /// A tensor `[rows, width]` over an allocation, which goes back to its arena when the activations are dropped.
-pub(super) fn over(context: &Context, allocation: Allocation, shape: impl Into<Shape>) -> Result<Activations> {
+pub(super) fn over(device: &CandleDevice, allocation: Allocation, shape: impl Into<Shape>) -> Result<Activations> {
     let shape = shape.into();
     let len = shape.elem_count();
     // SAFETY: the allocation has as many bytes, and `Lent` takes the slice out of the tensor before the memory goes.
-    let slice = unsafe { context.stream.upgrade_device_ptr::<f32>(allocation.pointer, len) };
-    let storage = Storage::Cuda(CudaStorage::wrap_cuda_slice(slice, context.candle.clone()));
+    let slice = unsafe { device.cuda_stream().upgrade_device_ptr::<f32>(allocation.pointer, len) };
+    let storage = Storage::Cuda(CudaStorage::wrap_cuda_slice(slice, device.clone()));
     let tensor = Tensor::from_storage(storage, shape, BackpropOp::none(), false);
-    Ok(Activations::over(tensor.clone(), Lent { tensor, _allocation: allocation }))
+    Ok(Activations::over(tensor.clone(), Lent { tensor: ManuallyDrop::new(tensor), _allocation: allocation }))
 }
 
 /// Memory that a tensor has for as long as this lives. candle frees the memory of its tensors through the driver, which
-/// knows nothing of parts of an arena: so the tensor is given memory of the driver's before it is dropped.
+/// knows nothing of parts of an arena: so the tensor is given memory of the driver's before it is dropped. Where there
+/// is none, the tensor (some hundred bytes of the host) is never dropped.
 struct Lent {
-    tensor: Tensor,
+    tensor: ManuallyDrop<Tensor>,
     _allocation: Allocation,
 }
 
 impl Drop for Lent {
     fn drop(&mut self) {
-        if let Err(error) = self.tensor.inplace_op1(&TakeSlice) {
-            tracing::error!("memory of activations was not given back: {error}");
+        match self.tensor.inplace_op1(&TakeSlice) {
+            // SAFETY: the tensor is dropped here alone, and not used after.
+            Ok(()) => unsafe { ManuallyDrop::drop(&mut self.tensor) },
+            Err(error) => tracing::debug!("a tensor without memory stays: {error}"),
         }
     }
 }

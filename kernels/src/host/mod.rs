@@ -7,9 +7,8 @@ use candle_core::quantized::GgmlDType;
 
 use crate::cpu::{self, Isa};
 pub use crate::cpu::{StoredBits, first_saturated};
-use crate::merge::Dtype;
 pub use crate::tensor::{with_f32, with_f32_mut};
-use crate::weights::{WeightDtype, WeightRows};
+use crate::weights::{Dtype, WeightDtype, WeightRows};
 
 /// De-quantises blocks as a GGUF file has them, at any address; one thread. `out` gets the values as a matrix of
 /// `precision` would hold them.

@@ -16,11 +16,11 @@ use crate::kv_cache::KvCache;
 use crate::kv_layout::BlockCopy;
 use crate::matrix::Matrix;
 use crate::merge::Merge;
-use crate::merge::{Dtype, LoraDelta, LowRank, MergeBase, WeightChange};
+use crate::merge::{LoraDelta, LowRank, MergeBase, WeightChange};
 use crate::sampling::{Sampled, SampledTokens};
 use crate::step::{AttentionShape, Step, StepInput};
 use crate::tensor::{rows, rows_mut, with_f32, with_f32_mut};
-use crate::weights::{ReadRows, RowBits, WriteElements};
+use crate::weights::{Dtype, ReadRows, RowBits, WriteElements};
 
 /// All operators, without any state.
 pub(super) struct ReferenceOps;

@@ -39,6 +39,11 @@ pub struct Fake {
     pub did: Vec<Did>,
     /// Bytes of weights that stay at level 1.
     pub kept: u64,
+    /// Bytes of the host's memory that they need instead, on a device that can move them there.
+    pub moved: u64,
+    /// Whether the device has no memory for the values of weights that wake.
+    pub no_room: bool,
+    offloaded: u64,
     /// The oldest policy in the context of each sequence of the last step.
     pub oldest_kv: Vec<TokenId>,
     /// Requests whose answers panic in the next step, with the panics' messages.
@@ -68,6 +73,9 @@ impl Fake {
             adapters: Vec::new(),
             did: Vec::new(),
             kept: 0,
+            moved: 0,
+            no_room: false,
+            offloaded: 0,
             oldest_kv: Vec::new(),
             failing: Vec::new(),
             damage: None,
@@ -134,6 +142,9 @@ impl Executor for Fake {
 
     fn write(&mut self, order: WeightOrder) -> Result<()> {
         assert!(self.plan.is_none(), "{order:?} while a step is under way");
+        if self.no_room {
+            return Err(Error::ResourceExhausted("a neighbour has the memory".into()));
+        }
         let reads = matches!(order, WeightOrder::Load { .. } | WeightOrder::Merge { .. });
         if reads && self.damage == Some(Damage::Write) {
             self.whole = false;
@@ -199,7 +210,7 @@ impl Executor for Fake {
         Ok(rows.flat_map(|row| vec![row as u8 ^ self.policy as u8; row_bytes]).collect())
     }
 
-    fn release(&mut self, memory: Memory) -> Result<Released> {
+    fn release(&mut self, memory: Memory, host_bytes: u64) -> Result<Released> {
         match memory {
             Memory::WeightsAndBase => {
                 self.awake.retain(|&m| m != Memory::Weights);
@@ -216,7 +227,17 @@ impl Executor for Fake {
             Memory::Workspace => self.fall_asleep(memory),
         }
         self.did.push(Did::Release(memory));
-        Ok(Released { freed: 0, kept: if memory == Memory::Weights { self.kept } else { 0 } })
+        let fits = self.moved <= host_bytes;
+        match memory {
+            Memory::Weights | Memory::WeightsAndBase => self.offloaded = if fits { self.moved } else { 0 },
+            Memory::KvCache | Memory::Workspace => {}
+        }
+        let kept = match memory {
+            Memory::Weights if fits => self.kept,
+            Memory::Weights => self.kept + self.moved,
+            _ => 0,
+        };
+        Ok(Released { freed: 0, kept, offloaded: self.offloaded })
     }
 
     fn discard(&mut self, _: ShadowWeights) -> Result<u64> {
@@ -231,6 +252,9 @@ impl Executor for Fake {
     fn restore(&mut self, memory: Memory) -> Result<()> {
         assert!(!self.is_awake(memory) && memory != Memory::WeightsAndBase, "{memory:?} is restored twice");
         self.awake.push(memory);
+        if memory == Memory::Weights {
+            self.offloaded = 0;
+        }
         self.did.push(Did::Restore(memory));
         Ok(())
     }

@@ -7,6 +7,7 @@ mod checksums;
 mod crashes;
 mod damage;
 mod fake;
+mod host_memory;
 mod isolation;
 mod requests;
 mod rig;

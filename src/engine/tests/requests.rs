@@ -17,9 +17,31 @@ fn held_requests_start_in_the_order_in_which_they_came() {
         // A step takes one prompt of eight tokens, if nothing of it is cached.
         told(&rig.call(|reply| Command::ResetPrefixCache { reply })).reply().unwrap();
         rig.step();
+        rig.status();
         first.completion();
         assert!(asked[i + 1..].iter().all(|later| later.events().is_empty()), "{i}");
     }
+    rig.assert_clean();
+}
+
+#[test]
+fn what_a_step_has_brought_is_told_while_the_next_one_runs_or_before_a_command() {
+    let mut rig = Rig::new();
+    let (mut command, asked) = ask("a", 3, 5);
+    command.kind =
+        RequestKind::Generate { n: 1, seed: 1, prompt_logprobs: false, stream_tokens: true, return_text: false };
+    let asked = rig.submit((command, asked));
+    let told = || asked.events().iter().filter(|event| matches!(event, Event::Token { .. })).count();
+    rig.step();
+    assert_eq!(told(), 0, "the next step may begin first");
+    rig.step();
+    assert_eq!(told(), 1, "of the first step");
+    rig.status();
+    assert_eq!(told(), 1, "of the second step");
+    rig.status();
+    assert_eq!(told(), 0);
+    rig.finish();
+    assert_eq!(told(), 3, "of all others: nothing is left to step");
     rig.assert_clean();
 }
 

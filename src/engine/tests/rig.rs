@@ -122,6 +122,7 @@ pub fn begin(kind: UpdateKind) -> UpdateBegin {
         force_version: false,
         running: RunningPolicy::Keep,
         staging_bytes: 10,
+        shadow_bytes: 0,
         in_place_bytes: 1,
         in_place: false,
         cancel: CancelFlag::default(),
@@ -138,9 +139,10 @@ pub fn adapter(parameters: &Parameters, layers: usize, rank: usize) -> Arc<Adapt
         name: format!("base_model.model.{}", name.replace("weight", part)),
         dtype: Dtype::F32,
         shape,
-        digest: [0; 16],
+        digest: Some([0; 16]),
         payload: None,
         offset: 0,
+        allocation: None,
     };
     let entries: Vec<_> = PARAMETERS[..layers]
         .iter()
@@ -174,6 +176,15 @@ impl Rig {
 
     /// A rig whose engine takes commands from a queue, so that it can run on a thread of its own.
     pub fn with_commands(commands: Receiver<Command>) -> Self {
+        Self::with(commands, MemoryBudget::new(1000, 1.0))
+    }
+
+    /// A rig on a device with memory of its own, beside so many bytes of the host's.
+    pub fn beside_host(bytes: u64) -> Self {
+        Self::with(sync_channel(1).1, MemoryBudget::beside_host(1000, 1.0, 10_000, bytes))
+    }
+
+    fn with(commands: Receiver<Command>, mut budget: MemoryBudget) -> Self {
         let config = SchedulerConfig {
             max_num_seqs: 4,
             max_batch_tokens: 8,
@@ -183,7 +194,6 @@ impl Rig {
         };
         let scheduler = Scheduler::new(config, KvCacheManager::new(BLOCKS, BLOCK_SIZE));
         let specs = PARAMETERS.map(|name| ParamSpec::new(name, vec![5, 3], ShardRule::Replicated));
-        let mut budget = MemoryBudget::new(1000, 1.0);
         for (used_for, bytes) in [
             (MemoryUse::Process, 100),
             (MemoryUse::Weights, 120),
@@ -271,7 +281,7 @@ impl Rig {
     }
 
     pub fn commit(&mut self, update: u64, content: WeightUpdate) -> Receiver<Result<UpdateReply>> {
-        self.call(|reply| Command::CommitUpdate { update, content, reply })
+        self.call(|reply| Command::CommitUpdate { update, content, new_version: None, reply })
     }
 
     pub fn write_part(&mut self, update: u64) -> Result<()> {

@@ -67,7 +67,7 @@ impl Executor for Counting {
         Err(Error::Internal("the read went wrong".into()))
     }
 
-    fn release(&mut self, memory: Memory) -> Result<Released> {
+    fn release(&mut self, memory: Memory, _: u64) -> Result<Released> {
         Err(Error::Internal(format!("{memory:?} went wrong")))
     }
 

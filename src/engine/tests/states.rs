@@ -243,7 +243,7 @@ fn sleep_gives_back_in_order_and_wake_loads_once() {
     // No parameter was replaced, so the second sleep had nothing to give back.
     assert_eq!(rig.did(), released);
     rig.wake(true, true, true).unwrap();
-    assert_eq!(rig.did(), [Restore(Weights), Load, Restore(Workspace), Restore(KvCache)]);
+    assert_eq!(rig.did(), [Restore(Weights), Restore(Workspace), Restore(KvCache), Load]);
     assert_eq!((rig.status().weight_version, rig.status().updates), (0, 3));
     sleep(&mut rig, SleepLevel::Two);
     assert_eq!(rig.did(), [Release(KvCache), Release(Workspace), Release(WeightsAndBase)]);

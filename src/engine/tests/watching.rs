@@ -78,7 +78,9 @@ fn phases_follow_each_other_without_gaps_and_cover_the_wall_clock() {
     engine.call(|reply| Command::Resume { reply }).unwrap();
     engine.settles(Phase::Idle);
     let mut ticket = engine.call(|reply| Command::BeginUpdate { begin: begin(UpdateKind::Lora), reply }).unwrap();
-    engine.call(|reply| Command::CommitUpdate { update: ticket.id, content: lora(), reply }).unwrap();
+    engine
+        .call(|reply| Command::CommitUpdate { update: ticket.id, content: lora(), new_version: None, reply })
+        .unwrap();
     engine.settles(Phase::Idle);
     let (level, mode) = (SleepLevel::Two, DrainMode::Wait);
     engine.call(|reply| Command::Sleep { level, mode, cancel: cancel(), reply }).unwrap();

@@ -48,7 +48,7 @@ fn the_reference_device_serves_every_kind_of_push_and_wakes_with_it() {
                 setup.assert_serves(&mut ranks, &serves(&pushed), "a FULL push");
                 let before = outputs(&mut ranks);
                 for memory in [Memory::KvCache, Memory::Workspace, Memory::Weights] {
-                    ranks.release(memory).unwrap();
+                    ranks.release(memory, u64::MAX).unwrap();
                     ranks.restore(memory).unwrap();
                 }
                 ranks.write(WeightOrder::Load { adapter: none }).unwrap();

@@ -99,7 +99,7 @@ impl Setup {
                 let dtype = if build.weights == WeightDtype::Bf16 { KvDtype::Bf16 } else { KvDtype::F32 };
                 let kv = kv_caches(&config, &build, dtype, blocks, BLOCK_SIZE);
                 let workspace = WorkspaceShape { config, build, max_batch_tokens: MAX_TOKENS };
-                ModelRunner::new(ops, comm, weights, kv, workspace, BLOCK_SIZE)
+                ModelRunner::new(ops, || Ok(comm), weights, kv, workspace, BLOCK_SIZE, true)
             }
         });
         Ranks::start(self.devices.clone(), makers).unwrap()
@@ -316,7 +316,8 @@ fn float_tensors(tensors: Vec<(String, Vec<usize>, Vec<f32>)>) -> Vec<(TensorEnt
 
 fn entry(name: &str, shape: Vec<usize>, bytes: &[u8]) -> TensorEntry {
     let digest = xxh3_128(bytes).to_be_bytes();
-    TensorEntry { name: name.into(), dtype: Dtype::F32, shape, digest, payload: None, offset: 0 }
+    let (digest, payload, allocation) = (Some(digest), None, None);
+    TensorEntry { name: name.into(), dtype: Dtype::F32, shape, digest, payload, offset: 0, allocation }
 }
 
 /// A prompt of one sequence in its own blocks, every row of which is scored against the next token.

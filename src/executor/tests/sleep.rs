@@ -36,7 +36,7 @@ fn what_wakes_is_what_slept() {
                 let (serving, before) = (setup.snapshot(&mut ranks), outputs(&mut ranks));
                 let all = [Memory::KvCache, Memory::Workspace, Memory::Weights];
                 for memory in &all {
-                    ranks.release(*memory).unwrap();
+                    ranks.release(*memory, u64::MAX).unwrap();
                 }
                 all.iter().for_each(|memory| ranks.restore(*memory).unwrap());
                 ranks.write(WeightOrder::Load { adapter: merged.clone() }).unwrap();
@@ -44,13 +44,13 @@ fn what_wakes_is_what_slept() {
                 assert_eq!(outputs(&mut ranks), before, "after step {i}");
             }
             // The deep sleep: what was pushed is gone.
-            ranks.release(Memory::WeightsAndBase).unwrap();
+            ranks.release(Memory::WeightsAndBase, u64::MAX).unwrap();
             ranks.restore(Memory::WeightsAndBase).unwrap();
             ranks.write(WeightOrder::Load { adapter: none }).unwrap();
             let fresh = setup.snapshot(&mut setup.ranks());
             setup.assert_serves(&mut ranks, &fresh, "after the deep sleep");
             // Or it is brought by a packed push.
-            ranks.release(Memory::WeightsAndBase).unwrap();
+            ranks.release(Memory::WeightsAndBase, u64::MAX).unwrap();
             ranks.restore(Memory::WeightsAndBase).unwrap();
             let shadow = setup.staged(&mut ranks, &pushed);
             drop(ranks.exchange(shadow).unwrap());
@@ -70,7 +70,7 @@ fn a_released_cache_is_back_with_the_system() {
     ranks.launch(Arc::new(StepPlan { copies, sequences: vec![sequence(0, &[1], None)] })).unwrap();
     ranks.collect().unwrap();
     let filled = resident_bytes();
-    ranks.release(Memory::KvCache).unwrap();
+    ranks.release(Memory::KvCache, u64::MAX).unwrap();
     let fallen = filled.saturating_sub(resident_bytes());
     // Two layers of keys and values of four heads of 16 float32 each: 1 KiB a token. Other tests come and go meanwhile.
     let bytes = u64::from(BLOCKS) * BLOCK_SIZE as u64 * 1024;
@@ -95,7 +95,7 @@ fn a_matrix_of_which_a_part_was_changed_stays_whole_and_is_counted() {
         let rows: usize = ["q_proj", "k_proj", "v_proj"].iter().map(|of| local(of).0).sum();
         let matrix = MatrixShape { dtype: DTYPES[1], n: rows, k: local("q_proj").1, leaves: 1 };
         let matrix = setup.build(0).device.matrix(matrix).bytes();
-        assert_eq!(ranks.release(Memory::Weights).unwrap().kept, (world * matrix) as u64, "{world} ranks");
+        assert_eq!(ranks.release(Memory::Weights, u64::MAX).unwrap().kept, (world * matrix) as u64, "{world} ranks");
         ranks.restore(Memory::Weights).unwrap();
         ranks.write(WeightOrder::Load { adapter: Arc::new(Adapter::none()) }).unwrap();
         setup.assert_serves(&mut ranks, &expected, "awake");
@@ -107,6 +107,6 @@ fn a_matrix_of_which_a_part_was_changed_stays_whole_and_is_counted() {
 fn nothing_is_computed_with_weights_that_are_gone() {
     let mut weights = Setup::open(&fixture("llama"), DTYPES[0], 1).weights();
     weights.decoder();
-    weights.release(true).unwrap();
+    weights.release(true, u64::MAX).unwrap();
     weights.decoder();
 }

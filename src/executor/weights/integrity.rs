@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use rollout_kernels::{Ops, WeightDtype, WeightRows};
 
 use super::RankWeights;
+use crate::comm::Communicator;
 use crate::error::{Error, Result};
 use crate::executor::WeightOrder;
 use crate::weights::{Adapter, Checkpoint, Slice, Stamp};
@@ -142,11 +143,12 @@ impl Reader<'_> {
 }
 
 impl RankWeights {
-    /// Checks, before an order, that the parts of the checkpoint that it will read are what was loaded.
+    /// Checks, before an order, that the parts of the checkpoint that it will read are what was loaded, and prepares a
+    /// merge. A load is prepared when it begins: the weights that it fills may be released until then.
     ///
     /// # Errors
-    /// `DataLoss` naming a file.
-    pub fn check(&mut self, ops: &Ops, order: &WeightOrder) -> Result<()> {
+    /// `DataLoss` naming a file; and those of [`RankWeights::prepare`].
+    pub fn check(&mut self, ops: &Ops, comm: &dyn Communicator, order: &WeightOrder) -> Result<()> {
         let touched = |by: &Adapter, name: &str| by.touches(name);
         let reads = |name: &str| match order {
             WeightOrder::Load { .. } => true,
@@ -157,7 +159,10 @@ impl RankWeights {
         if bases.base.digests.keys().any(|name| reads(name) && !bases.replaced.contains(name)) {
             bases.base.verify(ops)?;
         }
-        Ok(())
+        match order {
+            WeightOrder::Merge { .. } => self.prepare(ops, comm, order),
+            _ => Ok(()),
+        }
     }
 
     /// Opens the checkpoint's files anew, after [`RankWeights::check`] has failed.

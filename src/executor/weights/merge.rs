@@ -1,6 +1,9 @@
 //! Parameters written from their base, with an adapter merged or without.
 
-use rollout_kernels::{Matrix, MatrixShape, Merge, MergeBase, Ops, ReadValues, RowBits, WeightChange, WeightRows};
+use candle_core::Tensor;
+use rollout_kernels::{
+    Activations, Matrix, MatrixShape, Merge, MergeBase, Ops, ReadValues, RowBits, WeightChange, WeightRows,
+};
 
 use crate::comm::Communicator;
 use crate::error::Result;
@@ -28,6 +31,34 @@ pub(super) fn tensor_rows<'a>(
     name: &'a str,
 ) -> impl Fn(&Slice, &mut dyn FnMut(WeightRows<'_>)) + Sync + 'a {
     move |slice, store| store(tensors.read(name, slice).expect("the push has this parameter").as_rows())
+}
+
+/// Memory in which ranks gather whole rows of a parameter of which each has some of the columns. A rank that takes it
+/// before the ranks begin an order cannot lack it while the others wait for its part.
+pub(super) struct Gathering {
+    local: Activations,
+    whole: Activations,
+}
+
+impl Gathering {
+    /// For at most `elements` elements of whole rows.
+    ///
+    /// # Errors
+    /// `ResourceExhausted` if the device has not as much memory.
+    pub fn new(build: &Build, elements: usize) -> Result<Self> {
+        let of = |elements| build.device.activations(1, elements);
+        Ok(Self { local: of(build.partition.share(elements))?, whole: of(elements)? })
+    }
+
+    /// Most elements of whole rows that it has room for.
+    pub fn elements(&self) -> usize {
+        self.whole.elem_count()
+    }
+}
+
+/// The first `rows * width` elements of a tensor, as rows.
+fn first_rows(t: &Tensor, rows: usize, width: usize) -> Result<Tensor> {
+    Ok(t.narrow(1, 0, rows * width)?.reshape((rows, width))?)
 }
 
 impl<'a> LocalParameter<'a> {
@@ -75,16 +106,33 @@ impl<'a> LocalParameter<'a> {
         self.merge_from(ops, adapter, MergeBase::Read(base))
     }
 
-    /// As [`LocalParameter::merge`], with the base in `copy`, which has this rank's part of it. All ranks must call it
-    /// together: where the adapter needs whole rows and each rank has some of the columns, they gather them.
-    pub fn merge_from_copy(self, ops: &Ops, comm: &dyn Communicator, adapter: &Adapter, copy: &Matrix) -> Result<()> {
-        let has_whole_rows = self.slice.cols == Slice::whole(&self.spec.shape).cols;
+    /// Elements of whole rows that the ranks gather for a merge from a copy; 0 where each merges what it has.
+    pub fn gathered_elements(&self, adapter: &Adapter) -> usize {
+        let whole = Slice::whole(&self.spec.shape);
         let needs_whole_rows = adapter.change(&self.spec.name).is_some_and(|change| change.needs_whole_rows());
-        if has_whole_rows || !needs_whole_rows {
+        if needs_whole_rows && self.slice.cols != whole.cols { self.slice.rows.len() * whole.cols.len() } else { 0 }
+    }
+
+    /// As [`LocalParameter::merge`], with the base in `copy`, which has this rank's part of it. All ranks must call it
+    /// together: where the adapter needs whole rows and each rank has some of the columns, they gather them in
+    /// `gathering`.
+    ///
+    /// # Panics
+    /// If they gather and there is no `gathering`, or it is too small.
+    pub fn merge_from_copy(
+        self,
+        ops: &Ops,
+        comm: &dyn Communicator,
+        adapter: &Adapter,
+        copy: &Matrix,
+        gathering: Option<&Gathering>,
+    ) -> Result<()> {
+        if self.gathered_elements(adapter) == 0 {
             return self.merge_from(ops, adapter, MergeBase::Matrix(copy));
         }
-        let local = self.build.device.activations(copy.n(), copy.k())?;
-        let whole = self.build.device.activations(copy.n(), copy.k() * comm.world())?;
+        let gathering = gathering.expect("the order was prepared");
+        let local = first_rows(&gathering.local, copy.n(), copy.k())?;
+        let whole = first_rows(&gathering.whole, copy.n(), copy.k() * comm.world())?;
         ops.unpack(copy, &local)?;
         comm.all_gather_columns(&local, &whole)?;
         self.merge_from(ops, adapter, MergeBase::WholeRows(&whole))

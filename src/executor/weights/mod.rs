@@ -16,10 +16,10 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use half::bf16;
-use rollout_kernels::{Matrix, Ops, RowBits, WeightDtype};
+use rollout_kernels::{DeviceError, Matrix, Ops, RowBits, WeightDtype};
 
 use integrity::Base;
-use merge::{LocalParameter, tensor_rows};
+use merge::{Gathering, LocalParameter, tensor_rows};
 
 use super::WeightOrder;
 use crate::comm::Communicator;
@@ -35,6 +35,15 @@ pub struct RankWeights {
     missing: HashSet<String>,
 }
 
+/// What a rank has left of its weights.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Left {
+    /// Bytes of matrices that stay on the device because their values are nowhere else.
+    pub kept: u64,
+    /// Bytes of the host's memory that hold what was moved there.
+    pub offloaded: u64,
+}
+
 /// Where the base of each parameter is.
 struct Bases {
     build: Build,
@@ -44,6 +53,8 @@ struct Bases {
     /// Copies of the base of replaced parameters, for as long as an adapter is merged into them: then nothing else has
     /// their base. A replaced parameter without a copy serves its base. A vector is stored as one column.
     copies: HashMap<String, Matrix>,
+    /// From [`RankWeights::prepare`] until the order was carried out, if it needs one.
+    gathering: Option<Gathering>,
 }
 
 impl RankWeights {
@@ -60,7 +71,13 @@ impl RankWeights {
         checkpoint: Arc<Checkpoint>,
         progress: &dyn Fn(u64),
     ) -> Result<Self> {
-        let bases = Bases { build, base: Base::new(checkpoint), replaced: HashSet::new(), copies: HashMap::new() };
+        let bases = Bases {
+            build,
+            base: Base::new(checkpoint),
+            replaced: HashSet::new(),
+            copies: HashMap::new(),
+            gathering: None,
+        };
         let mut this = Self { decoder, bases, missing: HashSet::new() };
         this.restore()?;
         let base = Adapter::none();
@@ -90,7 +107,33 @@ impl RankWeights {
         &self.decoder
     }
 
-    /// Carries out a change of the weights. Resident adapters are the [`ModelRunner`](super::ModelRunner)'s own.
+    /// Takes the memory that this rank needs for an order, and changes no weights. Ranks wait for each other while they
+    /// carry an order out, so all of them must have prepared it before one begins.
+    ///
+    /// # Errors
+    /// `ResourceExhausted` if the device has not as much.
+    pub fn prepare(&mut self, ops: &Ops, comm: &dyn Communicator, order: &WeightOrder) -> Result<()> {
+        let (WeightOrder::Load { adapter } | WeightOrder::Merge { after: adapter, .. }) = order else {
+            return Ok(());
+        };
+        self.take_copies(ops, adapter)?;
+        let Self { decoder, bases, .. } = self;
+        let mut most = 0;
+        decoder.visit(&mut |spec, slot| {
+            if bases.copies.contains_key(&spec.name) {
+                most = most.max(LocalParameter::new(&bases.build, spec, slot)?.gathered_elements(adapter));
+            }
+            Ok(())
+        })?;
+        if most > bases.gathering.as_ref().map_or(0, Gathering::elements) {
+            bases.gathering = Some(Gathering::new(&bases.build, most)?);
+            comm.restore()?;
+        }
+        Ok(())
+    }
+
+    /// Carries out a change of the weights, which was prepared. Resident adapters are the
+    /// [`ModelRunner`](super::ModelRunner)'s own.
     ///
     /// # Errors
     /// `DataLoss` if the checkpoint turned out not to be what was loaded: the weights are of no policy then.
@@ -117,14 +160,37 @@ impl RankWeights {
         chosen: &dyn Fn(&str) -> bool,
     ) -> Result<()> {
         let Self { decoder, bases, missing } = self;
-        decoder.visit(&mut |spec, slot| {
+        let filled = decoder.visit(&mut |spec, slot| {
             if chosen(&spec.name) {
                 bases.fill(ops, comm, spec, slot, adapter)?;
                 missing.remove(&spec.name);
             }
             Ok(())
-        })?;
+        });
+        if bases.gathering.take().is_some() {
+            filled.unwrap_or_else(|e| panic!("a merge for which other ranks wait: {e}"));
+        } else {
+            filled?;
+        }
         bases.base.settle()
+    }
+
+    /// Copies the base of replaced parameters that `adapter` touches and that serve it: all of them or none.
+    ///
+    /// # Errors
+    /// `ResourceExhausted` if the device has not as much memory.
+    fn take_copies(&mut self, ops: &Ops, adapter: &Adapter) -> Result<()> {
+        let Self { decoder, bases, .. } = self;
+        let mut copies = HashMap::new();
+        decoder.visit(&mut |spec, slot| {
+            let name = &spec.name;
+            if bases.replaced.contains(name) && adapter.touches(name) && !bases.copies.contains_key(name) {
+                copies.insert(name.clone(), LocalParameter::new(&bases.build, spec, slot)?.copy(ops)?);
+            }
+            Ok(())
+        })?;
+        bases.copies.extend(copies);
+        Ok(())
     }
 
     fn replace(&mut self, ops: &Ops, tensors: &Tensors) -> Result<()> {
@@ -178,13 +244,15 @@ impl RankWeights {
     /// # Errors
     /// `ResourceExhausted` if the device has not as much.
     pub fn restore(&mut self) -> Result<()> {
+        self.bases.build.device.bring_back()?;
         self.decoder.visit_matrices(&mut |_, matrix| Ok(matrix.restore()?))
     }
 
-    /// Gives the memory of matrices back to the system, and returns the bytes of those that stay. With `keep_replaced`
+    /// Gives the memory of matrices back to the system. With `keep_replaced`
     /// a matrix stays if it has the only values of a parameter that a push has replaced; without, all go, and the
-    /// copies of replaced bases with them.
-    pub fn release(&mut self, keep_replaced: bool) -> Result<u64> {
+    /// copies of replaced bases with them. A device with memory of its own moves what stays to the host, if it takes
+    /// no more than `host_bytes` there.
+    pub fn release(&mut self, keep_replaced: bool, host_bytes: u64) -> Result<Left> {
         let Self { decoder, bases, missing } = self;
         if !keep_replaced {
             bases.replaced.clear();
@@ -205,7 +273,14 @@ impl RankWeights {
             }
             Ok(())
         })?;
-        Ok(kept)
+        let device = &bases.build.device;
+        match device.offload(host_bytes) {
+            Ok(()) if device.has_own_memory() => kept = 0,
+            Ok(()) => {}
+            Err(DeviceError::OutOfMemory(why)) => tracing::warn!("weights stay on the device while it sleeps: {why}"),
+            Err(error) => return Err(error.into()),
+        }
+        Ok(Left { kept, offloaded: device.offloaded_bytes() })
     }
 }
 
@@ -223,11 +298,8 @@ impl Bases {
             return self.fill_from_checkpoint(ops, spec, slot, adapter);
         }
         let local = LocalParameter::new(&self.build, spec, slot)?;
-        if adapter.touches(&spec.name) && !self.copies.contains_key(&spec.name) {
-            self.copies.insert(spec.name.clone(), local.copy(ops)?);
-        }
         let Some(copy) = self.copies.get(&spec.name) else { return Ok(()) };
-        local.merge_from_copy(ops, comm, adapter, copy)?;
+        local.merge_from_copy(ops, comm, adapter, copy, self.gathering.as_ref())?;
         if !adapter.touches(&spec.name) {
             self.copies.remove(&spec.name);
         }

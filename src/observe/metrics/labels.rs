@@ -58,8 +58,11 @@ label! {
     /// How the tensors of a push come.
     pub enum Transport {
         Inline = "inline",
+        Broadcast = "broadcast",
         SharedMemory = "shared_memory",
         Directory = "directory",
+        /// Device memory of the sender.
+        DeviceMemory = "device_memory",
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::labels::Label;
 use super::{EngineSnapshot, Lifecycle, Metrics};
-use crate::memory::{MemoryReport, MemoryUse};
+use crate::memory::MemoryReport;
 
 impl Metrics {
     /// What the engine has published last.
@@ -37,14 +37,14 @@ impl Metrics {
         }
     }
 
-    /// The ledger as it was published last, with the entries that have any bytes.
-    pub fn ledger(&self) -> MemoryReport {
-        let entries = MemoryUse::ALL.into_iter().zip(&self.memory).map(|(used_for, gauge)| (used_for, gauge.get()));
-        MemoryReport {
-            total: self.memory_total.get(),
-            ceiling: self.memory_ceiling.get(),
-            entries: entries.filter(|entry| entry.1 > 0).collect(),
-        }
+    /// The ledger as it was published last, and the host's where that is another, with the entries that have any bytes.
+    pub fn ledgers(&self) -> (MemoryReport, Option<MemoryReport>) {
+        let [device, host] = [0, 1].map(|i| {
+            let mut report = self.ledgers[i].report();
+            report.entries.retain(|entry| entry.1 > 0);
+            report
+        });
+        (device, (host.total > 0).then_some(host))
     }
 
     /// Name of the state of the lifecycle.

@@ -7,6 +7,7 @@
 mod calls;
 mod exposition;
 mod labels;
+mod ledger;
 mod look;
 mod number;
 mod render;
@@ -18,12 +19,13 @@ use std::time::Duration;
 pub use calls::CallCounts;
 use labels::{Finished, Label};
 pub use labels::{Lifecycle, PushKind, SleepState, StepKind, Transport};
+use ledger::LedgerGauges;
 pub use number::{Counter, Gauge, Histogram};
 use number::{LATENCY, ORDER, SAMPLES, STEP, TOKENS, Unit};
 pub use render::ServerFacts;
 
 use crate::error::Error;
-use crate::memory::MemoryUse;
+use crate::memory::MemoryReport;
 use crate::types::FinishReason;
 
 /// Outcome of a request whose samples have all ended by themselves. Other requests have the kind of an error, that of
@@ -101,9 +103,8 @@ pub struct Metrics {
     updates: Counter,
     resident_adapters: Gauge,
     internal_errors: Counter,
-    memory: [Gauge; MemoryUse::ALL.len()],
-    memory_total: Gauge,
-    memory_ceiling: Gauge,
+    /// Of the device, and of the host's memory where that is another.
+    ledgers: [LedgerGauges; 2],
     lifecycle: State,
     sleep_state: State,
 
@@ -175,9 +176,7 @@ impl Default for Metrics {
             updates: Counter::default(),
             resident_adapters: Gauge::default(),
             internal_errors: Counter::default(),
-            memory: from_fn(|_| Gauge::default()),
-            memory_total: Gauge::default(),
-            memory_ceiling: Gauge::default(),
+            ledgers: from_fn(|_| LedgerGauges::new()),
             lifecycle: State::default(),
             sleep_state: State::default(),
             finished: from_fn(|_| Counter::default()),
@@ -235,14 +234,11 @@ impl Metrics {
         self.weight_version.set(s.weight_version);
     }
 
-    /// Takes over the ledger.
-    pub fn publish_memory(&self, entries: &[(MemoryUse, u64)], total: u64, ceiling: u64) {
-        self.memory_total.set(total);
-        self.memory_ceiling.set(ceiling);
-        for (used_for, gauge) in MemoryUse::ALL.iter().zip(&self.memory) {
-            let entry = entries.iter().find(|entry| entry.0 == *used_for);
-            gauge.set(entry.map_or(0, |entry| entry.1));
-        }
+    /// Takes over the ledger, and the host's where that is another.
+    pub fn publish_memory(&self, device: &MemoryReport, host: Option<&MemoryReport>) {
+        let [of_device, of_host] = &self.ledgers;
+        of_device.publish(device);
+        host.into_iter().for_each(|report| of_host.publish(report));
     }
 
     pub fn publish_lifecycle(&self, lifecycle: Lifecycle, sleep: SleepState) {

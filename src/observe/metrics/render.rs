@@ -3,7 +3,7 @@
 use super::exposition::Exposition;
 use super::labels::{Finished, Label};
 use super::{Histogram, Lifecycle, Metrics, PushKind, SleepState, StepKind, TRANSPORTS, Transport};
-use crate::memory::MemoryUse;
+use crate::memory::MemoryReport;
 use crate::observe::Timeline;
 
 /// What is known outside of the engine, at the time of a scrape.
@@ -196,13 +196,25 @@ impl Metrics {
     }
 
     fn memory(&self, text: &mut Exposition, facts: &ServerFacts) {
-        text.begin("rollout:memory_bytes", G, "The ledger: bytes reserved, by use.");
-        for (used_for, gauge) in MemoryUse::ALL.iter().zip(&self.memory) {
-            text.sample(&[("use", used_for.name())], gauge.get());
-        }
-        let help = "Bytes that --mem-util allows the process.";
-        text.single("rollout:memory_ceiling_bytes", G, help, self.memory_ceiling.get());
-        text.single("rollout:memory_total_bytes", G, "Bytes of the device's memory.", self.memory_total.get());
+        let [device, host] = &self.ledgers;
+        let [names, help] = [
+            ["rollout:memory_bytes", "rollout:memory_ceiling_bytes", "rollout:memory_total_bytes"],
+            [
+                "The ledger: bytes reserved, by use.",
+                "Bytes that --mem-util allows the process.",
+                "Bytes of the device's memory.",
+            ],
+        ];
+        ledger(text, &device.report(), names, help);
+        let [names, help] = [
+            ["rollout:host_memory_bytes", "rollout:host_memory_ceiling_bytes", "rollout:host_memory_total_bytes"],
+            [
+                "The host's ledger, where the device has memory of its own: bytes reserved, by use.",
+                "Bytes of the host's memory that --host-memory allows the process; 0 where that is the device's.",
+                "Bytes of the host's memory; 0 where that is the device's.",
+            ],
+        ];
+        ledger(text, &host.report(), names, help);
         let help = "Bytes that requests and replies under way take.";
         text.single("rollout:request_bytes", G, help, facts.traffic_bytes);
         let help = "Resident memory of the process.";
@@ -237,4 +249,14 @@ impl Metrics {
         }
         text.single("process_max_fds", G, "Most file descriptors.", facts.max_open_files);
     }
+}
+
+/// A ledger as three families: its entries, its ceiling, and the memory that there is.
+fn ledger(text: &mut Exposition, report: &MemoryReport, names: [&'static str; 3], help: [&str; 3]) {
+    text.begin(names[0], G, help[0]);
+    for (used_for, bytes) in &report.entries {
+        text.sample(&[("use", used_for.name())], bytes);
+    }
+    text.single(names[1], G, help[1], report.ceiling);
+    text.single(names[2], G, help[2], report.total);
 }

@@ -9,7 +9,7 @@ use crate::observe::{PushGuard, PushKind, Transport};
 use crate::server::context::ServerInfo;
 use crate::server::pb;
 use crate::types::WeightVersion;
-use crate::weights::{Dtype, Received, Source, TensorEntry, UpdateKind, UpdateSpec};
+use crate::weights::{Allocation, Dtype, Received, Source, TensorEntry, UpdateKind, UpdateSpec};
 
 /// Longest adapter_config.json in bytes: one that names each module of a large model has some 100 KiB.
 const MAX_ADAPTER_CONFIG_BYTES: usize = 1 << 20;
@@ -17,6 +17,8 @@ const MAX_ADAPTER_CONFIG_BYTES: usize = 1 << 20;
 const MAX_SEGMENT_NAME_BYTES: usize = 255;
 /// Longest path of a directory in bytes; the limit of the file system.
 const MAX_PATH_BYTES: usize = 4096;
+/// Longest UUID of a device in bytes, with room for a prefix.
+const MAX_UUID_BYTES: usize = 64;
 
 /// A checked `Header`: what is pushed, and under which conditions.
 #[derive(Debug)]
@@ -36,8 +38,10 @@ impl ValidHeader {
         };
         let transport = match self.spec.source {
             Source::Inline => Transport::Inline,
+            Source::Broadcast { .. } => Transport::Broadcast,
             Source::SharedMemory(_) => Transport::SharedMemory,
             Source::Directory(_) => Transport::Directory,
+            Source::DeviceMemory => Transport::DeviceMemory,
         };
         push.is(kind, transport, self.terms.adapter.as_ref().map(|adapter| adapter.name.as_str()));
     }
@@ -123,17 +127,26 @@ fn tensor(index: usize, tensor: pb::Tensor) -> Result<TensorEntry> {
             return Err(Error::invalid(field("dtype"), message));
         }
     };
-    let digest = <[u8; 16]>::try_from(tensor.digest.as_slice()).map_err(|_| {
-        let message = format!("{} bytes of {}; an XXH3-128 has 16", tensor.digest.len(), tensor.name);
-        Error::invalid(field("digest"), message)
-    })?;
+    let digest = match tensor.digest.as_slice() {
+        [] => None,
+        bytes => Some(<[u8; 16]>::try_from(bytes).map_err(|_| {
+            let message = format!("{} bytes of {}; an XXH3-128 has 16", bytes.len(), tensor.name);
+            Error::invalid(field("digest"), message)
+        })?),
+    };
+    let allocation = tensor.allocation.map(|given| allocation(&field("allocation"), given)).transpose()?;
     let shape = tensor.shape.iter().map(|&d| usize::try_from(d)).collect::<std::result::Result<_, _>>();
     let shape = shape.map_err(|_| Error::invalid(field("shape"), format!("{:?} is too large", tensor.shape)))?;
     let payload = match (tensor.changed, tensor.payload_bytes) {
         (0, 0) => None,
         both => Some(both),
     };
-    Ok(TensorEntry { name: tensor.name, dtype, shape, digest, payload, offset: tensor.offset })
+    Ok(TensorEntry { name: tensor.name, dtype, shape, digest, payload, offset: tensor.offset, allocation })
+}
+
+fn allocation(path: &str, given: pb::DeviceAllocation) -> Result<Allocation> {
+    check_length(&format!("{path}.device_uuid"), &given.device_uuid, MAX_UUID_BYTES)?;
+    Allocation::new(given.device_uuid, &given.handle).map_err(|error| error.within(path))
 }
 
 fn running_policy(value: i32) -> Result<RunningPolicy> {
@@ -160,9 +173,11 @@ fn source(source: Option<pb::Source>) -> Result<Source> {
             check_length("header.source.directory.path", &d.path, MAX_PATH_BYTES)?;
             Ok(Source::Directory(d.path))
         }
-        Some(None) => {
-            Err(Error::invalid("header.source", "is empty; name shared_memory or a directory, or leave it out"))
-        }
+        Some(Some(pb::source::Kind::DeviceMemory(pb::DeviceMemory {}))) => Ok(Source::DeviceMemory),
+        Some(None) => Err(Error::invalid(
+            "header.source",
+            "is empty; name shared_memory, a directory or device_memory, or leave it out",
+        )),
     }
 }
 

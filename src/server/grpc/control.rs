@@ -8,7 +8,7 @@ use super::deadline::{answer, deadline_of};
 use super::status::to_status;
 use crate::engine::{self, Command};
 use crate::error::Result;
-use crate::memory::{MemoryUse, resident_bytes};
+use crate::memory::{MemoryReport, MemoryUse, resident_bytes};
 use crate::server::calls::ask;
 use crate::server::context::ServingContext;
 use crate::server::convert;
@@ -131,22 +131,17 @@ fn info_response(context: &ServingContext) -> pb::GetInfoResponse {
         has_chat_template: model.encoder.as_ref().is_some_and(|e| e.has_chat_template()),
         max_adapters: count(info.max_adapters),
         max_lora_rank: count(info.max_lora_rank),
+        device_uuids: info.device_uuids.clone(),
     }
 }
 
 /// The reply to GetStatus, except for the uptime.
 fn status_response(s: &engine::Status) -> pb::GetStatusResponse {
-    let entry = |&(used_for, bytes): &(MemoryUse, u64)| pb::MemoryEntry { name: used_for.name().into(), bytes };
     pb::GetStatusResponse {
         lifecycle: convert::lifecycle(s.lifecycle).into(),
         weight_version: s.weight_version,
-        memory: Some(pb::MemoryLedger {
-            total_bytes: s.memory.total,
-            ceiling_bytes: s.memory.ceiling,
-            entries: s.memory.entries.iter().map(entry).collect(),
-            resident_bytes: resident_bytes(),
-            traffic_bytes: s.traffic_bytes,
-        }),
+        memory: Some(ledger(&s.memory, s)),
+        host_memory: s.host_memory.as_ref().map(|report| ledger(report, s)),
         total_blocks: count(s.total_blocks),
         free_blocks: count(s.free_blocks),
         cached_blocks: count(s.cached_blocks),
@@ -170,6 +165,17 @@ fn status_response(s: &engine::Status) -> pb::GetStatusResponse {
         updating: s.update.is_some(),
         updates: s.updates,
         update: s.update.as_ref().map(convert::open_update),
+    }
+}
+
+fn ledger(report: &MemoryReport, s: &engine::Status) -> pb::MemoryLedger {
+    let entry = |&(used_for, bytes): &(MemoryUse, u64)| pb::MemoryEntry { name: used_for.name().into(), bytes };
+    pb::MemoryLedger {
+        total_bytes: report.total,
+        ceiling_bytes: report.ceiling,
+        entries: report.entries.iter().map(entry).collect(),
+        resident_bytes: resident_bytes(),
+        traffic_bytes: s.traffic_bytes,
     }
 }
 

@@ -10,6 +10,7 @@ use tonic::{Code, Request};
 use super::control::ControlService;
 use super::note_call;
 use super::rollout::RolloutService;
+use crate::comm::Trainers;
 use crate::engine::{self, Command, EngineHandle};
 use crate::memory::Traffic;
 use crate::observe::Observer;
@@ -31,6 +32,7 @@ pub(super) fn open() -> (GateKeeper, Gate, Receiver<Command>) {
         parameters: Arc::new(Parameters::new(Vec::new(), Dtype::F32, 1, false)),
         sources: Arc::default(),
         update_idle: Duration::from_secs(3600),
+        trainers: Trainers::default(),
     }));
     (keeper, gate, commands)
 }

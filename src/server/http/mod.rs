@@ -45,6 +45,7 @@ use super::gate::Gate;
 use super::panics::Panics;
 use super::role::Role;
 use super::security::Access;
+use super::transfer::Transfers;
 use error::HttpError;
 use events::Feeds;
 use guard::guarded;
@@ -60,6 +61,8 @@ pub(super) struct Door {
     /// One permit, which a load of an adapter has while it is under way.
     loads: Arc<Semaphore>,
     feeds: Feeds,
+    /// Pushes of a trainer that broadcasts its weights.
+    transfers: Transfers,
 }
 
 /// A route with its handlers and their description.
@@ -104,6 +107,7 @@ pub(super) fn router(gate: &Gate, access: &Access, stop: watch::Receiver<bool>) 
         description: description.into(),
         loads: Arc::new(Semaphore::new(1)),
         feeds: Feeds::new(stop),
+        transfers: Transfers::start(gate),
     };
     let router = router
         .route("/openapi.json", guarded(get(openapi), Role::Generate, access))

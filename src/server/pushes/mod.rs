@@ -64,9 +64,9 @@ where
         () = gate.ending() => return Err(Error::Unavailable("the server is shutting down".into())),
     };
     let took = started.elapsed();
-    let VerifiedPush { update, content, facts } = verified;
+    let VerifiedPush { update, content, facts, new_version } = verified;
     noted.commits(facts.bytes, facts.digest);
-    let commit = |reply| Command::CommitUpdate { update, content, reply };
+    let commit = |reply| Command::CommitUpdate { update, content, new_version, reply };
     let reply = match ask_patiently(&context.engine, commit).await? {
         // CancelUpdate came just before the commit.
         Err(error) => return Err(cancelled.try_recv().unwrap_or(error)),

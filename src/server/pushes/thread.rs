@@ -14,6 +14,7 @@ use crate::server::calls::{ask, engine_gone, reply_channel};
 use crate::server::context::ServingContext;
 use crate::server::convert::{ReceivedFacts, Terms, ValidHeader};
 use crate::server::pb;
+use crate::types::WeightVersion;
 use crate::weights::{Received, Receiver, TensorEntry, WeightUpdate};
 
 /// Messages between the stream and the thread: further chunks arrive while one is being hashed.
@@ -33,6 +34,8 @@ pub(in crate::server) struct VerifiedPush {
     pub(super) update: u64,
     pub(super) content: WeightUpdate,
     pub(super) facts: ReceivedFacts,
+    /// The version of the policy, where it comes with the commit.
+    pub(in crate::server) new_version: Option<WeightVersion>,
 }
 
 /// The sender of a push, as the engine reports it.
@@ -95,7 +98,7 @@ impl PushThread {
         self.send(PushMessage::Finish).await?;
         let received = self.thread.await.map_err(failed)??;
         let facts = ReceivedFacts::from(&received);
-        Ok(VerifiedPush { update: self.update, content: received.update, facts })
+        Ok(VerifiedPush { update: self.update, content: received.update, facts, new_version: None })
     }
 
     /// Sends a message to the thread. If the thread has ended, returns the error that it ended with.
@@ -120,6 +123,7 @@ fn begin(terms: Terms, receiver: &Receiver, sender: Sender) -> UpdateBegin {
         force_version: terms.force_version,
         running: terms.running,
         staging_bytes: receiver.staging_bytes(false),
+        shadow_bytes: receiver.shadow_bytes(),
         in_place_bytes: receiver.staging_bytes(true),
         in_place: terms.in_place,
         cancel,

@@ -22,6 +22,11 @@ impl Partition {
         Self { rank, world }
     }
 
+    /// Whether the only rank has the whole model.
+    pub fn is_whole(self) -> bool {
+        self.world == 1
+    }
+
     /// The part of a parameter that this rank holds.
     ///
     /// # Errors

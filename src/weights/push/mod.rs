@@ -14,14 +14,16 @@
 //! commit ──> Receiver::finish: every tensor is whole and verified ─> Received <──────────────────┘
 //! ```
 //!
-//! Tensors that come from files take the same ways by `Receipt::read` and `Receipt::stream_file`. What verified means
-//! is in `verify`.
+//! Tensors that come from files take the same ways by `Receipt::read` and `Receipt::stream_file`; those of a FULL push
+//! that lie on the device of their weights are packed and verified there, in `on_device`. What verified means is in
+//! `verify`.
 
 mod adapter;
 mod buffer;
 mod delta;
 mod manifest;
 mod names;
+mod on_device;
 mod receipt;
 mod receiver;
 mod reservation;
@@ -39,8 +41,9 @@ use super::parameters::Dtype;
 
 pub use delta::{Changes, Delta};
 pub use receiver::Receiver;
+pub(crate) use reservation::{BROADCAST_BUFFER_BYTES, largest_broadcast, most_announced};
 pub use shadow::{ShadowShard, ShadowWeights};
-pub use source::{Segments, Source, Sources};
+pub use source::{Allocation, Segments, Source, Sources};
 pub use tensors::Tensors;
 
 /// What a push brings.
@@ -61,12 +64,14 @@ pub struct TensorEntry {
     pub dtype: Dtype,
     /// The shape of the whole tensor.
     pub shape: Vec<usize>,
-    /// XXH3-128, big-endian, of the tensor's bytes as transported.
-    pub digest: [u8; 16],
+    /// XXH3-128, big-endian, of the tensor's bytes as transported; `None` where only the server computes it.
+    pub digest: Option<[u8; 16]>,
     /// DELTA: how many elements have changed, and the bytes of the payload that has them.
     pub payload: Option<(u64, u64)>,
-    /// Shared memory or a file: the offset of the tensor's first byte.
+    /// Shared memory, a file or an allocation: the offset of the tensor's first byte.
     pub offset: u64,
+    /// Device memory: the allocation that the tensor lies in.
+    pub allocation: Option<Allocation>,
 }
 
 impl<'a> From<&'a TensorEntry> for AdapterTensor<'a> {

@@ -2,10 +2,12 @@
 
 use std::ops::Range;
 
+use rollout_kernels::Digested;
+
 use super::buffer::Buffer;
 use super::row_stream::{RowLayout, RowSink, RowStream};
 use super::source::SourceFile;
-use super::verify::{Digest, Verifier};
+use super::verify::{Digest, Verifier, verify};
 use crate::error::{Error, Result};
 use crate::weights::Dtype;
 
@@ -17,7 +19,7 @@ const PIECE_BYTES: usize = 256 << 10;
 const MAX_PIECES: usize = 4096;
 
 /// What of one tensor has come. Either the tensor is kept ([`Receipt::gather`], [`Receipt::read`]), or its rows are
-/// passed on ([`Receipt::stream`], [`Receipt::stream_file`]).
+/// passed on ([`Receipt::stream`], [`Receipt::stream_file`], [`Receipt::take_digested`]).
 pub(super) struct Receipt {
     /// Bytes of the tensor as transported.
     bytes: usize,
@@ -205,13 +207,22 @@ impl Receipt {
         sink: &mut RowSink<'_>,
     ) -> Result<()> {
         let mut stream = RowStream::new(layout);
-        let most = layout.piece_rows() * layout.row_bytes();
+        let most = layout.piece_rows() * layout.row_bytes() * file.pieces_at_once();
         while stream.done() < self.bytes {
             let done = stream.done();
             let piece = (offset + done as u64, most.min(self.bytes - done));
             file.with(name, piece, room, |bytes| stream.take(done, bytes, sink))?;
         }
         self.state = State::Taken { digest: stream.verify(name, self.announced)? };
+        Ok(())
+    }
+
+    /// Takes note that the whole tensor `name` was passed on and digested where it lies.
+    ///
+    /// # Errors
+    /// As for [`Verifier::verify`].
+    pub fn take_digested(&mut self, name: &str, digested: &Digested) -> Result<()> {
+        self.state = State::Taken { digest: verify(name, digested, self.announced)? };
         Ok(())
     }
 

@@ -9,11 +9,12 @@ use twox_hash::xxhash3_128::Hasher;
 use super::adapter::PushedAdapter;
 use super::delta::{Delta, Payload};
 use super::manifest::{Declared, Manifest};
+use super::on_device::{OnDevice, rows_on_device, take_on_device};
 use super::receipt::Receipt;
 use super::reservation::Reservation;
 use super::row_stream::{RowLayout, Rows};
 use super::shadow::ShadowWeights;
-use super::source::{Directory, OpenedSource, Source, SourceFile, Sources, open_directory};
+use super::source::{Allocations, Directory, OpenedSource, Source, SourceFile, Sources, open_directory};
 use super::tensors::{KeptTensor, Tensors};
 use super::threads::{MAX_THREADS, in_parallel, in_parallel_with};
 use super::verify::Digest;
@@ -69,7 +70,8 @@ impl Receiver {
     /// Checks what the header declares, and opens the source. Takes no memory for tensors yet.
     ///
     /// # Errors
-    /// `InvalidArgument` naming the tensor or field; `NotFound` for a segment or directory that is not there.
+    /// `InvalidArgument` naming the tensor or field; `NotFound` for a segment, directory or allocation that is not
+    /// there; `FailedPrecondition` for device memory that is of no device of this server.
     pub fn open(spec: UpdateSpec, parameters: Arc<Parameters>, sources: &Sources) -> Result<Self> {
         let UpdateSpec { kind, adapter_config: mut config, unmerged, mut tensors, total_bytes, source } = spec;
         if kind != UpdateKind::Lora && !config.is_empty() {
@@ -77,6 +79,7 @@ impl Receiver {
         }
         let source = match source {
             Source::Inline => OpenedSource::Stream,
+            Source::Broadcast { room } => OpenedSource::Broadcast { room },
             Source::SharedMemory(name) => {
                 OpenedSource::Segment(SourceFile::mapped(&name, sources.segments.open(&name)?))
             }
@@ -92,6 +95,7 @@ impl Receiver {
                 (tensors, config) = (directory.tensors, directory.adapter_config);
                 OpenedSource::Directory { files, places }
             }
+            Source::DeviceMemory => OpenedSource::DeviceMemory(Allocations::new(&sources.devices)?),
         };
         let mut receiver = Self {
             manifest: Manifest::new(kind, parameters, total_bytes),
@@ -106,7 +110,7 @@ impl Receiver {
             // What later tensors decompress to could not be reserved.
             return Err(Error::invalid("total_bytes", "a DELTA declares all its tensors in the header"));
         }
-        receiver.reservation = Reservation::new(&receiver.manifest, receiver.source.is_stream())?;
+        receiver.reservation = Reservation::new(&receiver.manifest, receiver.source.is_unordered())?;
         Ok(receiver)
     }
 
@@ -116,8 +120,17 @@ impl Receiver {
     pub fn staging_bytes(&self, in_place: bool) -> u64 {
         match self.manifest.kind() {
             UpdateKind::Full if in_place => self.reservation.in_place,
-            _ => self.reservation.staging_bytes(&self.manifest, self.adapter.spec()),
+            _ => {
+                let staging = self.reservation.staging_bytes(&self.manifest, self.adapter.spec());
+                staging.saturating_add(self.source.room())
+            }
         }
+    }
+
+    /// Of [`Receiver::staging_bytes`] of a push that is not in place, those of its shadow weights, and of what is
+    /// broadcast to where these are.
+    pub fn shadow_bytes(&self) -> u64 {
+        self.reservation.shadow_bytes(self.manifest.kind()).saturating_add(self.source.room())
     }
 
     /// Packs the tensors of a FULL push into `shadow` from now on, as they come.
@@ -134,7 +147,7 @@ impl Receiver {
     /// # Errors
     /// As for [`Receiver::open`]; also if the tensors pass the announced total.
     pub fn declare(&mut self, tensors: Vec<TensorEntry>) -> Result<()> {
-        if !self.source.has_digests() {
+        if !self.source.is_declared() {
             return Err(Error::invalid("tensors", "the directory declares the tensors"));
         }
         if tensors.is_empty() {
@@ -146,18 +159,17 @@ impl Receiver {
 
     fn add(&mut self, tensors: Vec<TensorEntry>) -> Result<()> {
         self.manifest.add(tensors)?;
-        let (kind, has_digests) = (self.manifest.kind(), self.source.has_digests());
+        let kind = self.manifest.kind();
         for (index, tensor) in self.manifest.tensors().iter().enumerate().skip(self.receipts.len()) {
             let entry = &tensor.entry;
+            self.source.add(index, entry)?;
             if let Some(file) = self.source.file(index) {
                 file.check(&entry.name, entry.offset, tensor.bytes)?;
             }
             let dtype = (kind != UpdateKind::Delta).then_some(entry.dtype);
-            self.receipts.push(Receipt::new(tensor.bytes, dtype, has_digests.then_some(entry.digest)));
+            self.receipts.push(Receipt::new(tensor.bytes, dtype, entry.digest));
         }
-        if has_digests {
-            self.manifest.check_head(|i| self.manifest.tensors()[i].entry.digest)?;
-        }
+        self.manifest.check_head(|i| self.manifest.tensors()[i].entry.digest)?;
         if self.manifest.is_final() {
             self.manifest.check_complete()?;
             self.adapter.check(&self.manifest)?;
@@ -297,13 +309,21 @@ impl Packing {
     /// tensor are packed by one thread.
     fn read_files(&mut self, manifest: &Manifest, receipts: &mut [Receipt], source: &OpenedSource) -> Result<()> {
         let mut shares: BTreeMap<Option<usize>, (usize, Vec<_>)> = BTreeMap::new();
+        let mut on_device = Vec::new();
         for ((index, receipt), tensor) in receipts.iter_mut().enumerate().zip(manifest.tensors()).skip(self.next) {
             let Some(file) = source.file(index) else { continue };
-            let (bytes, share) = shares.entry(self.destination(manifest, index)?).or_default();
+            let destination = self.destination(manifest, index)?;
+            let shadow = destination.map(|i| self.shadow.tensor(i));
+            if let Some(rows) = rows_on_device(file, tensor, shadow) {
+                on_device.push(OnDevice { receipt, tensor, rows, destination });
+                continue;
+            }
+            let (bytes, share) = shares.entry(destination).or_default();
             *bytes += tensor.bytes;
             share.push((receipt, file, tensor));
         }
         self.next = manifest.tensors().len();
+        take_on_device(on_device, &mut self.shadow)?;
         let (mut tensors, mut passed) = (self.shadow.tensors_mut().iter_mut(), 0);
         let mut work = Vec::new();
         for (destination, (bytes, share)) in shares {
@@ -379,7 +399,7 @@ impl Receiver {
         self.manifest.check_complete()?;
         self.read_rest()?;
         let digests = self.digests()?;
-        self.manifest.check_head(|i| digests[i])?;
+        self.manifest.check_head(|i| Some(digests[i]))?;
         let mut hasher = Hasher::new();
         self.manifest.by_name().into_iter().for_each(|i| hasher.write(&digests[i]));
         let (digest, bytes) = (hasher.finish_128().to_be_bytes(), self.manifest.declared());

@@ -5,6 +5,7 @@ use super::delta::decoded_bytes;
 use super::manifest::Manifest;
 use super::names;
 use crate::error::{Error, Result};
+use crate::weights::Parameters;
 use crate::weights::lora::AdapterSpec;
 
 /// Most times that an adapter takes the bytes of its tensors as transported: it is float32 once it is read.
@@ -31,14 +32,19 @@ impl Reservation {
     ///
     /// # Errors
     /// `InvalidArgument` if a FULL push announces more bytes than a model can have.
-    pub fn new(manifest: &Manifest, is_stream: bool) -> Result<Self> {
+    pub fn new(manifest: &Manifest, is_unordered: bool) -> Result<Self> {
         check_total(manifest)?;
         let parameters = manifest.parameters();
         let serving = parameters.iter().map(|spec| parameters.bytes_on_ranks(spec)).sum::<Result<u64>>()?;
         let (largest, total) = (largest(manifest), manifest.total());
-        let early = if is_stream { EARLY_BYTES.min(largest).min(total) } else { 0 };
+        let early = if is_unordered { EARLY_BYTES.min(largest).min(total) } else { 0 };
         // The largest tensor, and as much again so that senders may begin the next before one is whole.
         Ok(Self { serving, early, in_place: largest.saturating_mul(2).min(total) })
+    }
+
+    /// Of the staging bytes of a push that is not in place, those of its shadow weights.
+    pub fn shadow_bytes(&self, kind: UpdateKind) -> u64 {
+        if kind == UpdateKind::Full { self.serving } else { 0 }
     }
 
     /// Most bytes that the push takes at any time until it is applied. `adapter` is that of a LORA push once all its
@@ -58,15 +64,40 @@ pub(super) fn adapter_bytes(total: u64) -> u64 {
     total.saturating_mul(ADAPTER_GROWTH)
 }
 
+/// Bytes from which on vLLM's trainers broadcast the tensors that they have put together, unless they say otherwise.
+pub(crate) const BROADCAST_BUFFER_BYTES: u64 = 1 << 30;
+
+/// Most bytes that a trainer broadcasts at once, if a broadcast ends behind the tensor with which it has more than
+/// `buffer` bytes.
+pub(crate) fn largest_broadcast(parameters: &Parameters, buffer: u64) -> u64 {
+    buffer.saturating_add(largest_tensor(parameters)).min(most_announced(parameters))
+}
+
+/// Most bytes that a FULL push may announce.
+pub(crate) fn most_announced(parameters: &Parameters) -> u64 {
+    // Twice, because a head that is the embedding can come beside it.
+    float32_bytes(parameters).saturating_mul(2).saturating_add(BUFFER_BYTES)
+}
+
+/// Bytes of all parameters in float32.
+fn float32_bytes(parameters: &Parameters) -> u64 {
+    let elements = parameters.iter().map(|spec| spec.shape.iter().product::<usize>() as u64);
+    elements.sum::<u64>().saturating_mul(size_of::<f32>() as u64)
+}
+
+/// Bytes of the largest tensor of a FULL push that the model needs, in float32.
+fn largest_tensor(parameters: &Parameters) -> u64 {
+    (names::largest(parameters) as u64).saturating_mul(size_of::<f32>() as u64)
+}
+
 /// Checks that a FULL push announces no more than the model can have. The memory for it is that of the serving weights,
 /// whatever is announced, so that nothing else would refuse nonsense.
 fn check_total(manifest: &Manifest) -> Result<()> {
-    let elements = manifest.parameters().iter().map(|spec| spec.shape.iter().product::<usize>() as u64);
-    let (float32, total) = (elements.sum::<u64>().saturating_mul(size_of::<f32>() as u64), manifest.total());
-    // Twice, because a head that is the embedding can come beside it.
-    if manifest.kind() != UpdateKind::Full || total <= float32.saturating_mul(2).saturating_add(BUFFER_BYTES) {
+    let (parameters, total) = (manifest.parameters(), manifest.total());
+    if manifest.kind() != UpdateKind::Full || total <= most_announced(parameters) {
         return Ok(());
     }
+    let float32 = float32_bytes(parameters);
     let what = format!("{total} bytes are announced, but all parameters have {float32} in float32");
     Err(Error::invalid("total_bytes", what))
 }
@@ -83,6 +114,6 @@ fn decoded(manifest: &Manifest) -> impl Iterator<Item = u64> {
 fn largest(manifest: &Manifest) -> u64 {
     let declared = manifest.tensors().iter().map(|tensor| tensor.bytes as u64).max().unwrap_or(0);
     // What is declared later can be any tensor of the model, in float32.
-    let later = (names::largest(manifest.parameters()) as u64).saturating_mul(size_of::<f32>() as u64);
+    let later = largest_tensor(manifest.parameters());
     if manifest.is_final() { declared } else { declared.max(later) }
 }

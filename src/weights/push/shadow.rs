@@ -7,11 +7,12 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::ops::Range;
 
-use rollout_kernels::{Matrix, WeightDtype, host};
+use rollout_kernels::{BorrowedRows, Matrix, WeightDtype, host};
 
 use super::names::ParameterMapping;
-use super::row_stream::Rows;
+use super::row_stream::{RowLayout, Rows};
 use crate::error::{Error, Result};
 use crate::weights::{Slice, TensorData};
 
@@ -42,6 +43,18 @@ struct Placement {
     slice: Slice,
     /// The row of the matrix, or element of the vectors, that this part begins at.
     start: usize,
+}
+
+/// Where some rows of a pushed tensor go.
+struct Landing {
+    /// The index of the shard.
+    shard: usize,
+    /// The tensor's rows.
+    rows: Range<usize>,
+    /// The row of the matrix, or element of the vectors, that the first of them becomes.
+    start: usize,
+    /// The first of the columns that the rank holds.
+    first_column: usize,
 }
 
 enum Storage {
@@ -76,6 +89,10 @@ impl ShadowWeights {
         ranks
     }
 
+    pub(super) fn tensor(&self, index: usize) -> &ShadowTensor {
+        &self.tensors[index]
+    }
+
     pub(super) fn tensors_mut(&mut self) -> &mut [ShadowTensor] {
         &mut self.tensors
     }
@@ -104,19 +121,55 @@ impl fmt::Debug for ShadowWeights {
 impl ShadowTensor {
     /// Packs some rows of a pushed tensor, on every rank. `mapping` says which parameters the tensor brings.
     pub fn write_rows(&mut self, mapping: &ParameterMapping, rows: Rows<'_>) {
-        let (range, columns) = (rows.range(), rows.layout.columns);
-        let ends = mapping.parts.iter().skip(1).map(|part| part.first_row).chain([usize::MAX]);
-        for (part, end) in mapping.parts.iter().zip(ends) {
-            let mine = range.start.max(part.first_row)..range.end.min(end);
-            if mine.is_empty() {
-                continue;
-            }
-            let slice = Slice { rows: mine.start - range.start..mine.end - range.start, cols: 0..columns };
-            let values = TensorData::of_bytes(rows.layout.dtype, rows.bytes, columns, &slice);
-            for shard in &mut self.shards {
-                shard.write_rows(&part.parameter, mine.start - part.first_row, &values, columns);
+        let RowLayout { dtype, columns } = rows.layout;
+        for Landing { shard, rows: mine, start, first_column } in self.landings(mapping, rows.range()) {
+            let slice = Slice { rows: mine.start - rows.first..mine.end - rows.first, cols: 0..columns };
+            let values = TensorData::of_bytes(dtype, rows.bytes, columns, &slice);
+            match &mut self.shards[shard].storage {
+                Storage::Matrix(matrix) => matrix.write_columns(start, values.as_rows(), columns, first_column),
+                Storage::Vectors { values: all, dtype } => {
+                    host::to_f32(values.as_rows(), *dtype, &mut all[start..start + mine.len()]);
+                }
             }
         }
+    }
+
+    /// Whether every rank's device copies the rows of a pushed tensor itself. Vectors are the host's.
+    pub fn can_copy(&self, rows: &BorrowedRows<'_>) -> bool {
+        self.shards.iter().all(|shard| match &shard.storage {
+            Storage::Matrix(matrix) => matrix.can_copy(rows),
+            Storage::Vectors { .. } => false,
+        })
+    }
+
+    /// As [`ShadowTensor::write_rows`], of all rows of a pushed tensor; only if [`ShadowTensor::can_copy`].
+    ///
+    /// # Errors
+    /// If a device cannot copy them.
+    pub fn copy_rows(&mut self, mapping: &ParameterMapping, rows: &BorrowedRows<'_>) -> candle_core::Result<()> {
+        self.landings(mapping, 0..rows.rows()).into_iter().try_for_each(|landing| {
+            let Landing { shard, rows: mine, start, first_column } = landing;
+            let matrix = self.shards[shard].as_matrix_mut().expect("vectors are not copied");
+            matrix.copy_columns(start, &rows.part(mine), first_column)
+        })
+    }
+
+    /// Where the rows `range` of a pushed tensor go.
+    fn landings(&self, mapping: &ParameterMapping, range: Range<usize>) -> Vec<Landing> {
+        let ends = mapping.parts.iter().skip(1).map(|part| part.first_row).chain([usize::MAX]);
+        let mut landings = Vec::new();
+        for (part, end) in mapping.parts.iter().zip(ends) {
+            for (shard, ShadowShard { placements, .. }) in self.shards.iter().enumerate() {
+                let Placement { slice, start } = &placements[&part.parameter];
+                let held = part.first_row + slice.rows.start..end.min(part.first_row + slice.rows.end);
+                let rows = range.start.max(held.start)..range.end.min(held.end);
+                if !rows.is_empty() {
+                    let start = start + rows.start - held.start;
+                    landings.push(Landing { shard, rows, start, first_column: slice.cols.start });
+                }
+            }
+        }
+        landings
     }
 }
 
@@ -146,23 +199,6 @@ impl ShadowShard {
         let Storage::Vectors { values, .. } = &self.storage else { return None };
         let Placement { slice, start } = self.placements.get(parameter)?;
         Some(&values[*start..start + slice.rows.len()])
-    }
-
-    /// Stores the part that the rank holds of some rows of a parameter. `rows` are `columns` wide and begin with the
-    /// parameter's row `first_row`.
-    fn write_rows(&mut self, parameter: &str, first_row: usize, rows: &TensorData<'_>, columns: usize) {
-        let Placement { slice, start } = &self.placements[parameter];
-        let count = rows.len() / columns;
-        let mine = slice.rows.start.max(first_row)..slice.rows.end.min(first_row + count);
-        if mine.is_empty() {
-            return;
-        }
-        let rows = rows.as_rows().part((mine.start - first_row) * columns..(mine.end - first_row) * columns);
-        let place = start + mine.start - slice.rows.start;
-        match &mut self.storage {
-            Storage::Matrix(matrix) => matrix.write_columns(place, rows, columns, slice.cols.start),
-            Storage::Vectors { values, dtype } => host::to_f32(rows, *dtype, &mut values[place..place + mine.len()]),
-        }
     }
 }
 

@@ -1,6 +1,7 @@
 //! Random pushes, compared with a direct copy of their values, and pushes that must be refused.
 
 mod adapters;
+mod device_memory;
 mod names;
 mod owners;
 mod packing;
@@ -60,7 +61,8 @@ struct Sent {
 impl Sent {
     fn new(name: &str, dtype: Dtype, shape: &[usize], bytes: Vec<u8>) -> Self {
         let digest = xxh3_128(&bytes).to_be_bytes();
-        let entry = TensorEntry { name: name.into(), dtype, shape: shape.to_vec(), digest, payload: None, offset: 0 };
+        let (name, shape, payload, allocation) = (name.into(), shape.to_vec(), None, None);
+        let entry = TensorEntry { name, dtype, shape, digest: Some(digest), payload, offset: 0, allocation };
         Self { entry, bytes }
     }
 
@@ -74,7 +76,7 @@ impl Sent {
     /// The same tensor with other bytes and their digest.
     fn with(&self, bytes: Vec<u8>) -> Self {
         let digest = xxh3_128(&bytes).to_be_bytes();
-        Self { entry: TensorEntry { digest, ..self.entry.clone() }, bytes }
+        Self { entry: TensorEntry { digest: Some(digest), ..self.entry.clone() }, bytes }
     }
 
     fn renamed(&self, name: &str) -> Self {

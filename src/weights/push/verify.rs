@@ -1,5 +1,6 @@
 //! Verification of a pushed tensor: its bytes have the announced digest, and its values are finite.
 
+use rollout_kernels::Digested;
 use rollout_kernels::host::first_saturated;
 use twox_hash::xxhash3_128::Hasher;
 
@@ -42,20 +43,29 @@ impl Verifier {
     /// `DataLoss` if the digest is not the announced one, else `InvalidArgument` if a value is not finite.
     pub fn verify(&self, name: &str, announced: Option<Digest>) -> Result<Digest> {
         let digest = self.hasher.finish_128().to_be_bytes();
-        if announced.is_some_and(|announced| announced != digest) {
-            // Without the digests: a sender would learn what lies in a file that only the server can read.
-            return Err(Error::DataLoss(format!(
-                "tensor {name:?}: XXH3-128 of the bytes that came is not the announced one; send it again"
-            )));
-        }
-        if let Some(index) = self.not_finite {
-            return Err(Error::invalid(
-                "tensors",
-                format!("tensor {name:?} is not finite at element {index}; the trainer has diverged or sent garbage"),
-            ));
-        }
-        Ok(digest)
+        verify(name, &Digested { digest, not_finite: self.not_finite }, announced)
     }
+}
+
+/// The digest of the tensor `name`, all of whose bytes were hashed and checked. `announced` is the sender's digest, if
+/// it gave one.
+///
+/// # Errors
+/// As for [`Verifier::verify`].
+pub(super) fn verify(name: &str, digested: &Digested, announced: Option<Digest>) -> Result<Digest> {
+    if announced.is_some_and(|announced| announced != digested.digest) {
+        // Without the digests: a sender would learn what lies in a file that only the server can read.
+        return Err(Error::DataLoss(format!(
+            "tensor {name:?}: XXH3-128 of the bytes that came is not the announced one; send it again"
+        )));
+    }
+    if let Some(index) = digested.not_finite {
+        return Err(Error::invalid(
+            "tensors",
+            format!("tensor {name:?} is not finite at element {index}; the trainer has diverged or sent garbage"),
+        ));
+    }
+    Ok(digested.digest)
 }
 
 /// Index of the first infinity or NaN among little-endian values.

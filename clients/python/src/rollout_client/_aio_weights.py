@@ -13,6 +13,7 @@ from ._segment import SegmentPool
 from ._session import AsyncPush, NamedTensors
 from ._tls import TlsFiles
 from .client import RolloutClient
+from .errors import InvalidArgument
 from .options import (
     BeginPushOptions,
     PushDeltaOptions,
@@ -63,6 +64,8 @@ class AsyncWeightSync:
     def begin_push(self, kind: PushKind = "full", config: Any = None, **options: Unpack[BeginPushOptions]) -> AsyncPush:
         """As `RolloutClient.begin_push`; nothing is sent before the `async with` block, or the first call, begins."""
         check_begin_push(kind, config, options)
+        if options.get("transport") == "device_memory":
+            raise InvalidArgument("transport: 'device_memory' is for push_full and push_lora, or the blocking client")
         client = self._blocking()
         return AsyncPush(client, lambda: client.begin_push(kind, config, **options))
 

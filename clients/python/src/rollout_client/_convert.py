@@ -391,23 +391,29 @@ def abort_result(response: Any) -> AbortResult:
 def server_info(response: Any) -> ServerInfo:
     """The facts of a `GetInfoResponse`."""
     values = {name: getattr(response, name) for name in ServerInfo.__dataclass_fields__}
-    return ServerInfo(**{**values, "eos_token_ids": list(response.eos_token_ids)})
+    lists = {name: list(values[name]) for name in ("eos_token_ids", "device_uuids")}
+    return ServerInfo(**{**values, **lists})
 
 
 def server_status(response: Any) -> ServerStatus:
     """The state of a `GetStatusResponse`."""
     values = {name: getattr(response, name) for name in ServerStatus.__dataclass_fields__}
-    values["memory"] = MemoryLedger(
-        total_bytes=response.memory.total_bytes,
-        ceiling_bytes=response.memory.ceiling_bytes,
-        entries={entry.name: entry.bytes for entry in response.memory.entries},
-        resident_bytes=response.memory.resident_bytes,
-        traffic_bytes=response.memory.traffic_bytes,
-    )
+    values["memory"] = _ledger(response.memory)
+    values["host_memory"] = _ledger(response.host_memory) if response.HasField("host_memory") else None
     values["lifecycle"] = known(LIFECYCLES, response.lifecycle)
     values["update"] = open_update(response.update) if response.HasField("update") else None
     values["asleep"] = asleep(response.asleep) if response.HasField("asleep") else None
     return ServerStatus(**values)
+
+
+def _ledger(memory: Any) -> MemoryLedger:
+    return MemoryLedger(
+        total_bytes=memory.total_bytes,
+        ceiling_bytes=memory.ceiling_bytes,
+        entries={entry.name: entry.bytes for entry in memory.entries},
+        resident_bytes=memory.resident_bytes,
+        traffic_bytes=memory.traffic_bytes,
+    )
 
 
 def _sample(completion: Any) -> Sample:

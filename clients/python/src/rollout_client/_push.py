@@ -67,8 +67,11 @@ def choose_shared_memory(transport: str, address: str, total: int) -> bool:
     Raises:
         InvalidArgument: `transport` is unknown.
     """
+    if transport == "device_memory":
+        raise InvalidArgument("transport: 'device_memory' is for whole tensors; a delta is made in this process")
     if transport not in ("auto", "inline", "shared_memory"):
-        raise InvalidArgument(f"transport: expected 'auto', 'inline' or 'shared_memory', got {transport!r}")
+        known = "'auto', 'inline', 'shared_memory' or 'device_memory'"
+        raise InvalidArgument(f"transport: expected {known}, got {transport!r}")
     local = address.startswith(_LOCAL) and DIRECTORY.is_dir()
     return transport == "shared_memory" or (transport == "auto" and local and total >= SHARED_MEMORY_FROM)
 
@@ -137,7 +140,7 @@ class Inline:
             for tensor in self._kept:
                 self._send(tensor)
         self._batch.send()
-        return _commit(self._stream)
+        return commit(self._stream)
 
     def close(self) -> None:
         """As `Sender.close`."""
@@ -148,7 +151,7 @@ class Inline:
     def begin(self) -> None:
         """Sends the header."""
         self._stream = self._start()
-        self._stream.send(_request(header=self._header))
+        self._stream.send(request(header=self._header))
         self._batch = _Batch(self._stream)
 
     def _send(self, tensor: Outgoing) -> None:
@@ -174,12 +177,12 @@ class _Batch:
 
     def add(self, tensor: int, offset: int, data: memoryview) -> None:
         """Takes a chunk of a tensor that was declared; nothing reads `data` any more when this returns."""
-        request = chunk_request(tensor, offset, data)
+        parts = chunk_request(tensor, offset, data)
         if len(data) >= _SMALL_BYTES:
             self.send()
-            self._stream.send(*request)
+            self._stream.send(*parts)
             return
-        self._chunks.append(b"".join(request))
+        self._chunks.append(b"".join(parts))
         self._size += len(data)
         if self._size >= CHUNK_BYTES or time.monotonic() - self._sent >= _LATE_SECONDS:
             self.send()
@@ -187,7 +190,7 @@ class _Batch:
     def send(self) -> None:
         """Hands over what waits."""
         if self._declared:
-            self._stream.send(_request(manifest={"tensors": self._declared}))
+            self._stream.send(request(manifest={"tensors": self._declared}))
         for chunk in self._chunks:
             self._stream.send(chunk)
         self._declared, self._chunks, self._size, self._sent = [], [], 0, time.monotonic()
@@ -271,7 +274,7 @@ class Shared:
                 self.begin()
             else:
                 self._declare()
-            return _commit(self._stream)
+            return commit(self._stream)
         except NotFound:
             if not self._fall_back:
                 raise
@@ -287,11 +290,11 @@ class Shared:
     def begin(self) -> None:
         """Sends the header."""
         self._stream = self._start()
-        self._stream.send(_request(header=self._header))
+        self._stream.send(request(header=self._header))
 
     def _declare(self) -> None:
         if self._entries:
-            self._stream.send(_request(manifest={"tensors": self._entries}))
+            self._stream.send(request(manifest={"tensors": self._entries}))
             self._entries, self._declared, self._sent = [], self._end, time.monotonic()
 
     def _repeat_inline(self) -> None:
@@ -401,8 +404,8 @@ def _digests(parts: list[memoryview]) -> list[bytes]:
 def push_header(start: StartCall, header: Any) -> Any:
     """A push whose tensors the server finds by itself; returns the `UpdateResponse`."""
     with start() as stream:
-        stream.send(_request(header=header))
-        return _commit(stream)
+        stream.send(request(header=header))
+        return commit(stream)
 
 
 def chunk_request(tensor: int, offset: int, data: memoryview | bytes) -> tuple[bytes, memoryview | bytes]:
@@ -411,12 +414,14 @@ def chunk_request(tensor: int, offset: int, data: memoryview | bytes) -> tuple[b
     return b"\x1a" + _varint(len(fields) + len(data)) + fields, data
 
 
-def _commit(stream: ClientStream) -> Any:
-    stream.send(_request(commit={}))
+def commit(stream: ClientStream) -> Any:
+    """Commits the push of a stream; returns the `UpdateResponse`."""
+    stream.send(request(commit={}))
     return _proto.UPDATE.response.FromString(stream.finish())
 
 
-def _request(**kind: Any) -> bytes:
+def request(**kind: Any) -> bytes:
+    """An `UpdateRequest` of this kind, encoded."""
     return _proto.UPDATE.request(**kind).SerializeToString()
 
 

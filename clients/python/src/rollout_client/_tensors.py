@@ -91,6 +91,12 @@ def bytes_of(name: str, tensor: Any) -> TensorBytes:
     return TensorBytes(layout, data)
 
 
+def local_tensor(tensor: Any) -> Any:
+    """The tensor that a `DTensor` stands for, which `layout_of` has let pass; any other as it is."""
+    # Whole on this rank: no other takes part.
+    return tensor.full_tensor() if _is_distributed(tensor) else tensor
+
+
 def bits_of(name: str, tensor: Any, dtype: DtypeName) -> npt.NDArray[np.unsignedinteger]:
     """The values in `dtype` as flat unsigned integers of its width; rounds to nearest, ties to even."""
     _known_dtype(name, dtype)
@@ -169,8 +175,7 @@ def _is_distributed(tensor: Any) -> bool:
 def _numpy_of(name: str, tensor: Any) -> npt.NDArray[Any]:
     if isinstance(tensor, np.ndarray):
         return tensor
-    if _is_distributed(tensor):  # whole on this rank, or refused by `layout_of`: no other takes part
-        tensor = tensor.full_tensor()
+    tensor = local_tensor(tensor)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):
         tensor = tensor.detach().cpu().contiguous()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from . import _convert_weights, _proto
 from ._delta import DeltaTensor, delta_of, make_delta
 from ._http2 import ClientStream
+from ._lent import Lender, Lent, NotLentError, is_on_device
 from ._lora import adapter_parts, config_json
 from ._model import Model, is_model, model_parameters, plain_name
 from ._progress import Progress
@@ -28,7 +29,7 @@ from ._push import (
 from ._segment import PADDING, SegmentPool, SharedBuffer
 from ._session import NamedTensors, Push
 from ._tensors import ITEM_SIZES, Layout, bytes_of, layout_of
-from .errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from .errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from .options import (
     BeginPushOptions,
     PushDeltaOptions,
@@ -80,6 +81,9 @@ class WeightSync:
         refuse_unknown("push_lora", options, PushLoraOptions)
         tensors, adapter_config = adapter_parts(adapter, config)
         header = _convert_weights.update_header("lora", options, adapter_config=adapter_config)
+        lent = self._push_lent(header, tensors, options)
+        if lent is not None:
+            return lent
         # Names and shapes are checked against the configuration, all at once.
         return self._push(header, _outgoing(tensors.items()), _exactly(_total(tensors)), options)
 
@@ -98,6 +102,9 @@ class WeightSync:
         buffer = options.get("buffer")
         if is_model(named_tensors):
             named_tensors = model_parameters(named_tensors)
+        lent = self._push_lent(header, named_tensors, options) if buffer is None else None
+        if lent is not None:
+            return lent
         is_mapping = isinstance(named_tensors, Mapping)
         pairs: Iterator[tuple[str, Any]] = iter(named_tensors.items() if is_mapping else named_tensors)
         if buffer is not None and options.get("transport", "auto") in ("auto", "shared_memory"):
@@ -148,6 +155,8 @@ class WeightSync:
         if kind == "lora":
             adapter_config = "" if config is None else config_json(config)
             header = _convert_weights.update_header("lora", options, adapter_config=adapter_config)
+            if options.get("transport") == "device_memory":
+                return self._begin_lent(header, options)
             return self._begin_gathered(header, _adapter_tensor(config), options)
         header = _convert_weights.update_header("delta", {**options, "expected_version": options["base_version"]})
         return self._begin_gathered(header, _changed_tensor(self._serving_dtype()), options)
@@ -219,6 +228,34 @@ class WeightSync:
         progress.finish()
         return _convert_weights.update_result(response)
 
+    def _push_lent(
+        self, header: Any, tensors: NamedTensors, options: PushFullOptions | PushLoraOptions
+    ) -> UpdateResult | None:
+        """Has the server read tensors in device memory; None if they are to be sent in another way."""
+        transport, is_mapping = options.get("transport", "auto"), isinstance(tensors, Mapping)
+        if transport == "auto":
+            # What an iterator gathers is not to be held as a whole.
+            if not is_mapping or not tensors or not all(map(is_on_device, tensors.values())):
+                return None
+        elif transport != "device_memory":
+            return None
+        own, pairs = type(header)(), tensors.items() if is_mapping else tensors
+        own.CopyFrom(header)
+        progress = _progress(header, _total(tensors) if is_mapping else 0, options)
+        lender = self._lender()
+        try:
+            sender = Lent(lambda: self._start_update(options.get("timeout")), own, progress)
+            response = send_all(sender, (lender.lend(name, tensor) for name, tensor in pairs))
+        except (NotFound, NotLentError):
+            if transport != "auto":
+                raise
+            return None
+        progress.finish()
+        return _convert_weights.update_result(response)
+
+    def _lender(self) -> Lender:
+        return Lender(self._call(_proto.GET_INFO, _proto.GET_INFO.request()).device_uuids)
+
     def _push_buffer(
         self, header: Any, tensors: Iterable[Outgoing], buffer: SharedBuffer, options: PushFullOptions
     ) -> UpdateResult:
@@ -232,6 +269,8 @@ class WeightSync:
 
     def _begin_full(self, options: BeginPushOptions) -> Push:
         header, total_bytes = _convert_weights.update_header("full", options), options.get("total_bytes")
+        if options.get("transport") == "device_memory":
+            return self._begin_lent(header, options)
         sizes = self._model_sizes(None) if total_bytes is None else _exactly(total_bytes)
         progress = _progress(header, sizes.total, options)
         return Push(self._sender(header, sizes, progress, options), _tensor, progress)
@@ -246,6 +285,11 @@ class WeightSync:
             return self._sender(header, _exactly(total), progress, options)
 
         return Push(Gathered(begin), outgoing, progress)
+
+    def _begin_lent(self, header: Any, options: BeginPushOptions) -> Push:
+        lender, progress = self._lender(), _progress(header, 0, options)
+        sender = Lent(lambda: self._start_update(options.get("timeout")), header, progress)
+        return Push(sender, lambda name, tensor, old: lender.lend(plain_name(name), tensor, old), progress)
 
     def _sender(self, header: Any, sizes: _Sizes, progress: Progress, options: Any) -> Sender:
         """What sends the tensors of this header, begun."""

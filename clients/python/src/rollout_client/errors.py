@@ -118,10 +118,16 @@ _BY_CODE: dict[grpc.StatusCode, type[RolloutError]] = {
 
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 
+# What gRPC says where the deadline passes on this side first, and the words that the server has for the same.
+_OWN_DEADLINE = "Deadline Exceeded"
+DEADLINE_PASSED = "the deadline passed before the work was done"
+
 
 def from_status(number: int, details: str) -> RolloutError:
     """The typed error of this gRPC status. One without a class of its own keeps its code on a `RolloutError`."""
     code = _CODES.get(number, grpc.StatusCode.UNKNOWN)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED and details == _OWN_DEADLINE:
+        details = DEADLINE_PASSED
     if code in _BY_CODE:
         return _BY_CODE[code](details)
     if code is grpc.StatusCode.UNIMPLEMENTED:

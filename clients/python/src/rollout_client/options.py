@@ -93,8 +93,10 @@ class TransportOptions(TypedDict, total=False):
     """Options of pushes whose tensors the client sends."""
 
     transport: str
-    """`"inline"` through the connection; `"shared_memory"` for a server on this host; `"auto"`, the default, is shared
-    memory for large pushes to a local server that can see it, else inline."""
+    """`"inline"` through the connection; `"shared_memory"` for a server on this host; `"device_memory"` for one that
+    computes on the same GPU and reads the tensors where they lie (CUDA IPC): they must not change until the push is
+    committed, and cannot be a delta. `"auto"`, the default, is device memory for a model or mapping on a GPU of the
+    server's, shared memory for other large pushes to a local server that can see it, else inline."""
     progress: ProgressArgument
     """Called with bytes done and bytes in total; True is a bar on a terminal; None, the default, a line on standard
     error after a push of more than two seconds; False nothing."""

@@ -294,6 +294,8 @@ class ServerInfo:
     max_adapters: int
     """Most resident adapters; 0 if there is no room for any."""
     max_lora_rank: int
+    device_uuids: list[str]
+    """UUIDs of the GPUs that the server computes on, in whose memory pushes may lie; empty on the CPU."""
 
 
 class Lifecycle(str, Enum):
@@ -414,12 +416,12 @@ class AdapterInfo:
 
 @dataclass(frozen=True)
 class MemoryLedger:
-    """Where the server's memory goes, in bytes."""
+    """Where the server's memory goes, in bytes: that of the device, or that of the host beside it."""
 
     total_bytes: int
     """Of the device, or of the machine and its cgroup, whichever is smaller."""
     ceiling_bytes: int
-    """What `--mem-util` allows."""
+    """What `--mem-util` allows; of the host's ledger, `--host-memory`."""
     entries: dict[str, int]
     """Reservations by name ("weights", "kv_cache", ...); their sum is at most the ceiling."""
     resident_bytes: int
@@ -490,3 +492,6 @@ class ServerStatus:
     """The push that is under way."""
     internal_errors: int
     """Requests that ended with INTERNAL because answering them panicked: a bug, of which the log has more."""
+    host_memory: MemoryLedger | None = None
+    """The ledger of the host's memory where the device has memory of its own; None where they are one, and from servers
+    that do not tell."""

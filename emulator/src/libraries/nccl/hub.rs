@@ -29,6 +29,10 @@ pub struct Call {
     pub ty: Type,
     pub op: u8,
     pub root: u32,
+    /// How many collectives the rank has called before it, those that were captured too.
+    pub index: u64,
+    /// Whether a graph has launched it.
+    pub is_captured: bool,
 }
 
 /// Why a rank gets nothing.
@@ -61,6 +65,18 @@ pub struct Hub {
 }
 
 impl Call {
+    /// What is wrong about calls that are not all the same.
+    fn disagreement(calls: &[Self]) -> &'static str {
+        let all_are = |same: fn(&Self, &Self) -> bool| calls.iter().all(|call| same(call, &calls[0]));
+        if !all_are(|a, b| a.is_captured == b.is_captured) {
+            "some ranks launch a graph that has it, others do not"
+        } else if all_are(|a, b| Self { index: 0, ..*a } == Self { index: 0, ..*b }) {
+            "ranks launch graphs of different captures, or some have captured collectives and others have not"
+        } else {
+            "ranks call different ones"
+        }
+    }
+
     /// Bytes that `rank` of `ranks` gives.
     pub fn input_bytes(&self, rank: usize, ranks: usize) -> usize {
         let bytes = self.count as usize * self.ty.bytes();
@@ -150,7 +166,8 @@ impl Hub {
                 let results = call.results(&inputs);
                 state.results = results.into_iter().map(|result| Some(Ok(result))).collect();
             } else {
-                eprintln!("emulator: the ranks of a communicator disagree about a collective: {calls:?}");
+                let what = Call::disagreement(&calls);
+                eprintln!("emulator: the ranks of a communicator disagree about a collective: {what}: {calls:?}");
                 state.results = vec![Some(Err(Failure::Disagreement)); self.ranks];
             }
             self.change.notify_all();

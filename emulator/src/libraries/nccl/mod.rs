@@ -1,5 +1,8 @@
 //! NCCL. Ranks are threads of this process or of others on this machine. A collective waits for all ranks where the
 //! real one does; a rank that never comes holds the others until they abort.
+//!
+//! Captured collectives are nodes of their graph. Each call has its number in its communicator, so that ranks are found
+//! that do not launch the graphs of one capture, or of which not all have captured a call.
 
 mod hub;
 mod wire;
@@ -8,6 +11,7 @@ use std::cell::Cell;
 use std::ffi::c_char;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
 
 use crate::entry_points::{entry_points, missing};
 use crate::error::{Code, LAUNCH_FAILED, Result};
@@ -22,6 +26,11 @@ const SYSTEM_ERROR: i32 = 2;
 const INVALID_ARGUMENT: i32 = 4;
 const INVALID_USAGE: i32 = 5;
 const REMOTE_ERROR: i32 = 6;
+const IN_PROGRESS: i32 = 7;
+/// How long a communicator that ends waits for launches of graphs that have been destroyed.
+const END_OF_GRAPHS: Duration = Duration::from_secs(2);
+/// What `ncclConfig_t` says of itself.
+const CONFIG_MAGIC: u32 = 0xcafe_beef;
 
 /// The library's status for a code, which may be one already.
 fn status_of(code: Code) -> i32 {
@@ -32,6 +41,15 @@ fn status_of(code: Code) -> i32 {
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct UniqueId([u64; 16]);
+
+/// The first members of `ncclConfig_t`, as since version 2.14.
+#[repr(C)]
+pub struct Config {
+    size: usize,
+    magic: u32,
+    version: u32,
+    blocking: i32,
+}
 
 /// How a rank reaches its hub.
 enum Link {
@@ -48,6 +66,12 @@ struct Comm {
     abort: Condvar,
     /// The connection has ended.
     lost: AtomicBool,
+    /// It does not block, and others have not joined yet.
+    joining: AtomicBool,
+    /// Collectives that were called.
+    calls: AtomicU64,
+    /// Held by each operation that a graph has.
+    in_graphs: Arc<()>,
 }
 
 static COMMS: Handles<Comm> = Handles::new();
@@ -57,7 +81,9 @@ thread_local!(static GROUP: Cell<u32> = const { Cell::new(0) });
 impl Comm {
     fn new(link: Link, rank: usize, ranks: usize, device: usize) -> Self {
         let (aborted, abort) = (Mutex::new(false), Condvar::new());
-        Self { link, rank, ranks, device, aborted, abort, lost: AtomicBool::new(false) }
+        let [lost, joining] = [const { AtomicBool::new(false) }; 2];
+        let (calls, in_graphs) = (AtomicU64::new(0), Arc::new(()));
+        Self { link, rank, ranks, device, aborted, abort, lost, joining, calls, in_graphs }
     }
 
     fn join(id: UniqueId, ranks: i32, rank: i32) -> Result<Self> {
@@ -112,6 +138,19 @@ impl Comm {
         }
     }
 
+    /// Fails where graphs still have operations of it. Those that were destroyed end before.
+    fn leave_graphs(&self) -> Result {
+        let started = Instant::now();
+        while Arc::strong_count(&self.in_graphs) > 1 {
+            if started.elapsed() > END_OF_GRAPHS {
+                eprintln!("emulator: graphs have operations of a communicator that ends: the real one waits for ever");
+                return Err(INVALID_USAGE);
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
+    }
+
     fn abort(&self) {
         *self.aborted.lock().unwrap() = true;
         self.abort.notify_all();
@@ -122,6 +161,9 @@ impl Comm {
     }
 
     fn async_error(&self) -> i32 {
+        if self.joining.load(Ordering::SeqCst) {
+            return IN_PROGRESS;
+        }
         let lost = match &self.link {
             Link::Local(hub) => hub.has_lost(),
             Link::Remote(_) => self.lost.load(Ordering::SeqCst),
@@ -154,8 +196,10 @@ fn push(
     to: u64,
     request: impl Fn(Vec<u8>) -> Request + Send + Sync + 'static,
 ) -> Result {
-    let comm = COMMS.get(comm).map_err(|_| INVALID_ARGUMENT)?;
-    stream(on)?.push(Operation::new(OperationKind::Kernel, move || {
+    let (comm, stream) = (of(comm)?, stream(on)?);
+    let in_graph = stream.capture().map(|_| comm.in_graphs.clone());
+    stream.push(Operation::new(OperationKind::Kernel, move || {
+        let _held = &in_graph;
         let data = read(from.0, from.1)?;
         comm.ask(request(data)).map_or(Ok(()), |answer| write(to, &answer?))
     }))
@@ -169,21 +213,29 @@ fn collective(
     kind: Kind,
     (count, ty, op, root): (usize, i32, i32, i32),
 ) -> Result {
-    let own = COMMS.get(comm).map_err(|_| INVALID_ARGUMENT)?;
+    let own = of(comm)?;
     let ty = u8::try_from(ty).ok().and_then(type_of).ok_or(INVALID_ARGUMENT)?;
     let op = u8::try_from(op).ok().filter(|op| *op <= 4).ok_or(INVALID_ARGUMENT)?;
     if root < 0 || root as usize >= own.ranks {
         return Err(INVALID_ARGUMENT);
     }
-    let call = Call { kind, count: count as u64, ty, op, root: root as u32 };
+    let (index, is_captured) = (own.calls.fetch_add(1, Ordering::Relaxed), stream(on)?.capture().is_some());
+    let call = Call { kind, count: count as u64, ty, op, root: root as u32, index, is_captured };
     let bytes = call.input_bytes(own.rank, own.ranks);
     push(comm, on, (from, bytes), to, move |data| Request::Collective(call, data))
 }
 
-fn init(out: *mut Handle, ranks: i32, id: UniqueId, rank: i32) -> Result {
+fn init(out: *mut Handle, ranks: i32, id: UniqueId, rank: i32, blocks: bool) -> Result {
     let comm = Arc::new(Comm::join(id, ranks, rank)?);
-    // In a group the others may be made by this thread later.
-    if GROUP.get() == 0 {
+    if !blocks {
+        comm.joining.store(true, Ordering::SeqCst);
+        let joins = comm.clone();
+        std::thread::spawn(move || {
+            let _ = joins.wait_for_all();
+            joins.joining.store(false, Ordering::SeqCst);
+        });
+    } else if GROUP.get() == 0 {
+        // In a group the others may be made by this thread later.
         comm.wait_for_all()?;
     }
     // SAFETY: the caller's pointer is valid for a handle.
@@ -207,9 +259,13 @@ entry_points! {
         *out = UniqueId(id);
         Ok(())
     }
-    fn ncclCommInitRank(out: *mut Handle, ranks: i32, id: UniqueId, rank: i32) { init(out, ranks, id, rank) }
-    fn ncclCommInitRankConfig(out: *mut Handle, ranks: i32, id: UniqueId, rank: i32, _config: Handle) {
-        init(out, ranks, id, rank)
+    fn ncclCommInitRank(out: *mut Handle, ranks: i32, id: UniqueId, rank: i32) { init(out, ranks, id, rank, true) }
+    fn ncclCommInitRankConfig(out: *mut Handle, ranks: i32, id: UniqueId, rank: i32, config: *const Config) {
+        if !config.is_null() && ((*config).magic != CONFIG_MAGIC || (*config).size < size_of::<Config>()) {
+            return Err(INVALID_ARGUMENT);
+        }
+        init(out, ranks, id, rank, config.is_null() || (*config).blocking != 0)?;
+        if !config.is_null() && (*config).blocking == 0 { Err(IN_PROGRESS) } else { Ok(()) }
     }
     fn ncclCommInitAll(out: *mut Handle, ranks: i32, devices: *const i32) {
         let ranks = usize::try_from(ranks).map_err(|_| INVALID_ARGUMENT)?;
@@ -226,10 +282,11 @@ entry_points! {
     fn ncclCommCuDevice(comm: Handle, out: *mut i32) { *out = of(comm)?.device as i32; Ok(()) }
     fn ncclCommGetAsyncError(comm: Handle, out: *mut i32) { *out = of(comm)?.async_error(); Ok(()) }
     fn ncclCommFinalize(comm: Handle) { of(comm).map(drop) }
-    fn ncclCommDestroy(comm: Handle) { COMMS.remove(comm).map(drop).map_err(|_| INVALID_ARGUMENT) }
+    fn ncclCommDestroy(comm: Handle) { COMMS.remove(comm).map_err(|_| INVALID_ARGUMENT)?.leave_graphs() }
     fn ncclCommAbort(comm: Handle) {
-        COMMS.remove(comm).map_err(|_| INVALID_ARGUMENT)?.abort();
-        Ok(())
+        let comm = COMMS.remove(comm).map_err(|_| INVALID_ARGUMENT)?;
+        comm.abort();
+        comm.leave_graphs()
     }
     fn ncclGroupStart() { GROUP.set(GROUP.get() + 1); Ok(()) }
     fn ncclGroupEnd() { GROUP.set(GROUP.get().checked_sub(1).ok_or(INVALID_USAGE)?); Ok(()) }
@@ -276,6 +333,7 @@ pub extern "C" fn ncclGetErrorString(status: i32) -> *const c_char {
         SYSTEM_ERROR => c"unhandled system error",
         INVALID_ARGUMENT => c"invalid argument",
         INVALID_USAGE => c"invalid usage",
+        IN_PROGRESS => c"NCCL operation in progress",
         REMOTE_ERROR => c"remote process exited or there was a network error",
         _ => c"internal error",
     };

@@ -60,7 +60,8 @@ impl Request {
             Self::Collective(call, data) => {
                 let kind = KINDS.iter().position(|kind| *kind == call.kind).expect("each kind is listed");
                 write_number(to, 1)?;
-                for number in [kind as u64, call.count, u64::from(code_of(call.ty)), call.op.into(), call.root.into()] {
+                let (ty, is_captured) = (u64::from(code_of(call.ty)), call.is_captured.into());
+                for number in [kind as u64, call.count, ty, call.op.into(), call.root.into(), call.index, is_captured] {
                     write_number(to, number)?;
                 }
                 write_data(to, data)
@@ -86,7 +87,8 @@ impl Request {
                 let count = read_number(from)?;
                 let ty = type_of(read_number(from)? as u8).ok_or_else(wrong)?;
                 let (op, root) = (read_number(from)? as u8, read_number(from)? as u32);
-                Self::Collective(Call { kind, count, ty, op, root }, read_data(from)?)
+                let (index, is_captured) = (read_number(from)?, read_number(from)? != 0);
+                Self::Collective(Call { kind, count, ty, op, root, index, is_captured }, read_data(from)?)
             }
             2 => Self::Send(read_number(from)? as usize, read_data(from)?),
             3 => Self::Receive(read_number(from)? as usize),
@@ -212,7 +214,8 @@ mod tests {
 
     #[test]
     fn requests_come_as_they_were_sent() {
-        let call = Call { kind: Kind::ReduceScatter, count: 7, ty: Type::Bf16, op: 4, root: 3 };
+        let (kind, ty) = (Kind::ReduceScatter, Type::Bf16);
+        let call = Call { kind, count: 7, ty, op: 4, root: 3, index: 9, is_captured: true };
         let requests = [
             Request::WaitForAll,
             Request::Collective(call, vec![1, 2, 3]),

@@ -10,7 +10,7 @@ const UNIT: usize = 32;
 /// Words of a sequence. `Sequence` in `cu/attention.cuh`.
 const SEQUENCE_WORDS: usize = 6;
 /// Most memory for partial results: beyond it there is enough to do for whole queries.
-const MAX_PARTIAL_BYTES: usize = 64 << 20;
+pub(in crate::cuda) const MAX_PARTIAL_BYTES: usize = 64 << 20;
 /// So many blocks for each multiprocessor keep it busy.
 const BUSY_BLOCKS: usize = 4;
 
@@ -18,7 +18,9 @@ const BUSY_BLOCKS: usize = 4;
 #[derive(Default)]
 pub(in crate::cuda) struct AttentionPlan {
     sequences: Vec<Extent>,
-    /// Of all sequences.
+    /// Sequences without rows behind them.
+    empty: usize,
+    /// Of all sequences, and one for each empty one.
     pub rows: usize,
     /// Of one sequence.
     most_rows: usize,
@@ -26,6 +28,8 @@ pub(in crate::cuda) struct AttentionPlan {
     end: usize,
     /// Spans of each row, those below a window too.
     pub partials: usize,
+    /// Spans of the longest sequence.
+    pub spans: usize,
     /// The largest number of a block in a table.
     last_block: u32,
 }
@@ -93,10 +97,29 @@ impl AttentionPlan {
     /// # Panics
     /// If sequences share rows.
     pub fn write(sequences: &[AttentionSequence<'_>], words: &mut Vec<u32>) -> Self {
+        Self::with_empty(sequences, 0, words)
+    }
+
+    /// As [`AttentionPlan::write`], for sequences of one row, with so many empty ones behind them that there are
+    /// `rows`. The kernels are started alike for all steps of as many rows and [`AttentionPlan::spans`].
+    ///
+    /// # Panics
+    /// If a sequence has not one row, or there are more than `rows`.
+    pub fn write_padded(sequences: &[AttentionSequence<'_>], rows: usize, words: &mut Vec<u32>) -> Self {
+        assert!(sequences.iter().all(|s| s.rows == 1), "a padded step has sequences of one row");
+        let empty = rows.checked_sub(sequences.len()).expect("no more sequences than rows");
+        let mut plan = Self::with_empty(sequences, empty, words);
+        plan.rows = rows;
+        plan.spans = plan.spans.next_power_of_two();
+        plan.partials = rows * plan.spans;
+        plan
+    }
+
+    fn with_empty(sequences: &[AttentionSequence<'_>], empty: usize, words: &mut Vec<u32>) -> Self {
         let word = |count: usize| u32::try_from(count).expect("rows and positions of a step fit into 32 bits");
-        let mut plan = Self::default();
+        let mut plan = Self { empty, ..Self::default() };
         let with_rows: Vec<_> = sequences.iter().filter(|s| s.rows > 0).collect();
-        let mut table = SEQUENCE_WORDS * with_rows.len();
+        let mut table = SEQUENCE_WORDS * (with_rows.len() + empty);
         for s in &with_rows {
             assert!(s.first_row >= plan.end, "row {} is of two sequences", s.first_row);
             plan.end = s.first_row + s.rows;
@@ -109,15 +132,20 @@ impl AttentionPlan {
             plan.rows += s.rows;
             plan.most_rows = plan.most_rows.max(s.rows);
             plan.partials += s.rows * len.div_ceil(SPAN);
+            plan.spans = plan.spans.max(len.div_ceil(SPAN));
             plan.last_block = s.block_table.iter().copied().fold(plan.last_block, u32::max);
             table += s.block_table.len();
+        }
+        for _ in 0..empty {
+            words.extend([plan.rows, plan.end, 0, 0, 0, 0].map(word));
         }
         with_rows.iter().for_each(|s| words.extend_from_slice(s.block_table));
         plan
     }
 
+    /// Sequences, empty ones too.
     pub fn sequences(&self) -> usize {
-        self.sequences.len()
+        self.sequences.len() + self.empty
     }
 
     /// # Panics
@@ -161,15 +189,14 @@ impl AttentionPlan {
 
     /// Blocks of each KV head, as many as `Work` in `cu/attention.cuh` counts.
     pub(super) fn blocks(&self, tile: usize, layout: &KvLayout, shape: &AttentionShape) -> usize {
-        self.rows * (shape.heads / layout.kv_heads) / TILES[tile].queries + self.sequences.len()
+        self.rows * (shape.heads / layout.kv_heads) / TILES[tile].queries + self.sequences()
     }
 
     /// Most spans that the queries of a block see.
     fn spans(&self, tile: usize, shape: &AttentionShape) -> usize {
-        let longest = self.sequences.iter().map(|s| s.len).max().unwrap_or(1);
         // A window of a block's queries begins and ends inside a span.
         let of_window = |window: usize| window.saturating_add(TILES[tile].queries).div_ceil(SPAN) + 1;
-        shape.sliding_window.map_or(usize::MAX, of_window).min(longest.div_ceil(SPAN))
+        shape.sliding_window.map_or(usize::MAX, of_window).min(self.spans.max(1))
     }
 }
 

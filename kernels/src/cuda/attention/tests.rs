@@ -56,7 +56,7 @@ fn every_way_gives_the_same_bits() {
         let step = CudaStep::upload(&context, &staging, &input).unwrap();
         let shape = AttentionShape { heads: 2 * group, scale: 0.1, sliding_window };
         let rows_of = |values: &[f32]| {
-            let memory = context.workspace.allocate(size_of_val(values)).unwrap();
+            let memory = context.scratch.allocate(size_of_val(values)).unwrap();
             context.copies.write(memory.pointer, values).unwrap();
             (Rows { pointer: memory.pointer, rows, width, stride: width }, memory)
         };
@@ -93,4 +93,27 @@ fn few_queries_are_split_by_spans_and_many_share_what_they_read() {
     assert_eq!(way(&[(512, 30000)], KvDtype::Bf16, 96, None), ("attention_bf16_128_x4", 1), "too many results");
     assert_eq!(way(&[(9, 0)], KvDtype::Bf16, 192, None), ("attention_bf16_256_x2", 1));
     assert_eq!(way(&[(9, 0)], KvDtype::F32, 64, None), ("attention_f32", 1));
+}
+
+#[test]
+fn padded_steps_of_as_many_rows_and_spans_are_launched_alike() {
+    let blocks = vec![0; 1000];
+    let launches = |lengths: &[usize]| {
+        let parts: Vec<_> = lengths.iter().map(|len| (1, len - 1)).collect();
+        let sequences = sequences(&parts, &blocks);
+        let (mut words, layout) = (Vec::new(), layout(KvDtype::Bf16, 2, 64));
+        let plan = AttentionPlan::write_padded(&sequences, 8, &mut words);
+        let shape = AttentionShape { heads: 14, scale: 1.0, sliding_window: None };
+        let way = plan.way(&layout, &shape, PROCESSORS);
+        let needed = AttentionPlan::write(&sequences, &mut Vec::new()).partials;
+        assert!(needed <= plan.partials && plan.partials == 8 * plan.spans, "{lengths:?}");
+        assert!(words.len() >= 6 * 8, "a sequence for each row");
+        (way, plan.blocks(way.tile, &layout, &shape), plan.rows, plan.sequences(), plan.partials)
+    };
+    let expected = launches(&[1025]);
+    assert_eq!(expected.0.spans, 8);
+    for lengths in [&[2048, 1, 300][..], &[1025; 8], &[1, 1, 1, 1, 1500]] {
+        assert_eq!(launches(lengths), expected, "{lengths:?}");
+    }
+    assert_ne!(launches(&[1024]), expected, "four spans");
 }

@@ -3,7 +3,7 @@
 //! The input of a bfloat16 layer is rounded and packed as the weights are; then blocks of `cu/linear_bf16.cu` or
 //! `cu/linear_f32.cu` each sum some leaves of a tile of the output, which `add_parts` adds where there are several.
 
-mod plan;
+pub(super) mod plan;
 #[cfg(test)]
 mod tests;
 

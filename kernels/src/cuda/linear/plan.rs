@@ -65,6 +65,13 @@ pub(super) const TILES: [Tile; 17] = [
     f32("f32_64x64", [64, 64], 256),
 ];
 
+/// Most bytes of the sums of leaves that blocks share: a product is divided while there are fewer than two blocks for
+/// each multiprocessor, so into fewer than four, each with the sums of one tile.
+pub(in crate::cuda) fn most_part_bytes(processors: usize) -> usize {
+    let outputs = TILES.iter().map(|tile| tile.rows * tile.columns).max().expect("there are tiles");
+    4 * processors * outputs * size_of::<f32>()
+}
+
 /// How a product is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Plan {

@@ -30,7 +30,7 @@ impl Device {
 
     /// Rows of `width` of the values, `stride` apart.
     fn rows(&self, values: &[f32], width: usize, stride: usize) -> Values {
-        let memory = self.context.workspace.allocate(size_of_val(values)).unwrap();
+        let memory = self.context.scratch.allocate(size_of_val(values)).unwrap();
         self.context.copies.write(memory.pointer, values).unwrap();
         let rows = Rows { pointer: memory.pointer, rows: values.len() / stride, width, stride };
         Values { memory, rows }

@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use candle_core::Result;
 use candle_core::cuda_backend::WrapErr;
-use candle_core::cuda_backend::cudarc::driver::{
-    CudaEvent, CudaStream, DeviceRepr, PinnedHostSlice, ValidAsZeroBits, result, sys,
-};
+use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, DeviceRepr, ValidAsZeroBits, result, sys};
+
+use super::super::pinned::HostMemory;
 
 /// Pinned memory of the host that is lent for one copy at a time, and kept.
 pub(super) struct Landings<T> {
@@ -17,20 +17,20 @@ pub(super) struct Landings<T> {
 }
 
 struct Buffer<T> {
-    memory: PinnedHostSlice<T>,
+    memory: HostMemory<T>,
     /// Recorded behind the last copy to it.
     copied: CudaEvent,
 }
 
 /// Values that the device may still be copying.
-pub(super) struct Landing<'a, T: DeviceRepr + ValidAsZeroBits> {
+pub(super) struct Landing<'a, T: DeviceRepr + ValidAsZeroBits + Default + Clone> {
     of: &'a Landings<T>,
     /// Taken when it is dropped.
     buffer: Option<Buffer<T>>,
     len: usize,
 }
 
-impl<T: DeviceRepr + ValidAsZeroBits> Landings<T> {
+impl<T: DeviceRepr + ValidAsZeroBits + Default + Clone> Landings<T> {
     pub fn new(stream: &Arc<CudaStream>) -> Self {
         Self { stream: stream.clone(), free: RefCell::default(), lent: Cell::new(0) }
     }
@@ -49,8 +49,7 @@ impl<T: DeviceRepr + ValidAsZeroBits> Landings<T> {
             None => {
                 free.pop(); // too small: the new one takes its place
                 let context = self.stream.context();
-                // SAFETY: every bit pattern is a value.
-                let memory = unsafe { context.alloc_pinned_with_flags(len.next_power_of_two(), 0) }.w()?;
+                let memory = HostMemory::new(context, len.next_power_of_two()).w()?;
                 Buffer { memory, copied: context.new_event(None).w()? }
             }
         };
@@ -73,7 +72,7 @@ impl<T: DeviceRepr + ValidAsZeroBits> Landings<T> {
     }
 }
 
-impl<T: DeviceRepr + ValidAsZeroBits> Landing<'_, T> {
+impl<T: DeviceRepr + ValidAsZeroBits + Default + Clone> Landing<'_, T> {
     /// The places of runs of `len` values each.
     pub fn places(&mut self, len: usize) -> impl Iterator<Item = &mut [T]> {
         let buffer = self.buffer.as_mut().expect("until it is dropped");
@@ -97,7 +96,7 @@ impl<T: DeviceRepr + ValidAsZeroBits> Landing<'_, T> {
     }
 }
 
-impl<T: DeviceRepr + ValidAsZeroBits> Drop for Landing<'_, T> {
+impl<T: DeviceRepr + ValidAsZeroBits + Default + Clone> Drop for Landing<'_, T> {
     /// Nothing may be copied to memory that is lent again, or given back: an unread landing waits here.
     fn drop(&mut self) {
         let buffer = self.buffer.take().expect("dropped once");

@@ -6,13 +6,15 @@
 mod landing;
 mod on_device;
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::Result;
 use candle_core::cuda_backend::WrapErr;
 
 use self::landing::{Landing, Landings};
-use self::on_device::{Answers, DeviceSampler, Questions};
+use self::on_device::{Answers, DeviceSampler};
+pub(super) use self::on_device::{Counts, Questions};
 use super::context::Context;
 use super::staging::Staging;
 use super::tensor::Rows;
@@ -23,6 +25,13 @@ use crate::step::RowTasks;
 /// How many calls may have logits on the way to the host. A further one waits for its own, so that a long prompt
 /// cannot pin memory without bound.
 const COPIES: usize = 2;
+
+/// Bytes of the host that logits are copied to at most, where `bytes` of them are sampled at once: one call more than
+/// [`COPIES`] waits for its own.
+pub(super) fn most_landing_bytes(bytes: usize) -> u64 {
+    let each = if bytes == 0 { 0 } else { bytes.next_power_of_two() };
+    (each * (COPIES + 1)) as u64
+}
 
 /// Answers tasks; the answers are those of the CPU for the same logits.
 pub(super) struct Sampler {
@@ -82,6 +91,27 @@ impl Sampler {
         }
         let sampled = read()?;
         Ok(Sampled::new(|| Ok(sampled)))
+    }
+
+    /// Answers the tasks of these rows of a step, one of each, by questions at an address.
+    pub fn answer(&self, asked: u64, counts: Counts, logits: Rows, rows: Range<usize>) -> Result<()> {
+        self.on_device.answer(asked, counts, logits, rows)
+    }
+
+    /// The answers to `tasks`, which [`Sampler::answer`] has answered.
+    pub fn answered<'a>(
+        &'a self,
+        asked: u64,
+        counts: Counts,
+        vocab: usize,
+        tasks: &'a [SamplingTask<'a>],
+    ) -> Result<Sampled<'a>> {
+        let answers = self.on_device.answered(asked, counts, vocab, tasks.len())?;
+        Ok(Sampled::new(move || {
+            let mut answers = Answers::new(answers.read()?);
+            let tokens = tasks.iter().map(|task| answers.next(task)).collect();
+            Ok(SampledTokens { tokens, failed: Vec::new() })
+        }))
     }
 
     /// Starts to copy these rows to the host.

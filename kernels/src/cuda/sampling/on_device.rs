@@ -1,5 +1,6 @@
 //! The questions that the device answers itself, and what it says.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::Result;
@@ -26,7 +27,10 @@ const NO_TARGET: u32 = u32::MAX;
 
 /// Words of the structures of `cu/sampling.cu`.
 const ROW_WORDS: usize = 3;
+const TASK_WORDS: usize = 12;
 const ANSWER_WORDS: usize = 10;
+/// Scales of a row with one task, at most: that of the raw distribution and its own.
+const OWN_SCALES: usize = 2;
 
 /// The kernels.
 pub(super) struct DeviceSampler {
@@ -40,7 +44,7 @@ pub(super) struct DeviceSampler {
 
 /// Rows and their tasks as the kernels read them.
 #[derive(Default)]
-pub(super) struct Questions {
+pub(in crate::cuda) struct Questions {
     tasks: Vec<u32>,
     rows: Vec<u32>,
     scales: Vec<f32>,
@@ -51,6 +55,30 @@ impl Questions {
     /// Whether the device answers a task on a row of `vocab` logits.
     pub fn take(task: &SamplingTask<'_>, vocab: usize) -> bool {
         !task.edits() && task.top_logprobs == 0 && vocab.div_ceil(VOCAB_BLOCK) <= MAX_BLOCKS
+    }
+
+    /// One question to each of `rows` rows; those behind the tasks' get the last one's. `None` if the device does not
+    /// answer all of them.
+    pub fn one_of_each(tasks: &[SamplingTask<'_>], rows: usize, vocab: usize) -> Option<Self> {
+        if tasks.is_empty() || !tasks.iter().all(|task| Self::take(task, vocab)) {
+            return None;
+        }
+        let mut questions = Self::default();
+        for row in 0..rows {
+            questions.push(row, &tasks[row.min(tasks.len() - 1)..][..1], vocab);
+            questions.scales.resize(OWN_SCALES * (row + 1), 1.0);
+        }
+        Some(questions)
+    }
+
+    pub fn counts(&self) -> Counts {
+        Counts { tasks: self.count, rows: self.rows.len() / ROW_WORDS, scales: self.scales.len() }
+    }
+
+    /// As the kernels read them: tasks, which are aligned as float64 is, rows, scales.
+    pub fn words(&self) -> impl Iterator<Item = u32> {
+        let Self { tasks, rows, scales, .. } = self;
+        tasks.iter().chain(rows).copied().chain(scales.iter().map(|x| x.to_bits()))
     }
 
     /// Adds the tasks of row `row` of the logits.
@@ -78,6 +106,29 @@ impl Questions {
     }
 }
 
+/// How many there are of what questions consist of.
+#[derive(Clone, Copy)]
+pub(in crate::cuda) struct Counts {
+    tasks: usize,
+    rows: usize,
+    scales: usize,
+}
+
+/// Addresses of questions, and of what they are answered with.
+struct Places {
+    tasks: u64,
+    rows: u64,
+    scales: u64,
+    answers: u64,
+    maxima: u64,
+    sums: u64,
+}
+
+/// The address of the word so many places behind that at `first`.
+fn word(first: u64, index: usize) -> u64 {
+    first + (index * size_of::<u32>()) as u64
+}
+
 fn words(x: f64) -> [u32; 2] {
     [x.to_bits() as u32, (x.to_bits() >> 32) as u32]
 }
@@ -96,34 +147,66 @@ impl DeviceSampler {
 
     /// Starts to answer the questions, about these rows; `None` if there are none.
     pub fn start(&self, staging: &Staging, logits: Rows, questions: &Questions) -> Result<Option<Landing<'_, u32>>> {
-        let Questions { tasks, rows, scales, count } = questions;
-        let (word, blocks) = (size_of::<u32>(), logits.width.div_ceil(VOCAB_BLOCK));
-        if *count == 0 {
+        let counts = questions.counts();
+        if counts.tasks == 0 {
             return Ok(None);
         }
-        let mut landing = self.answers.take(count * ANSWER_WORDS)?;
-        let row_count = rows.len() / ROW_WORDS;
-        let asked: Vec<u32> =
-            [&tasks[..], rows].concat().into_iter().chain(scales.iter().map(|x| x.to_bits())).collect();
-        let asked = self.context.upload(staging, &asked)?;
-        let rows = asked.pointer + (tasks.len() * word) as u64;
-        let scale_values = rows + (row_count * ROW_WORDS * word) as u64;
-        let answers = self.scratch.take((count * ANSWER_WORDS + (row_count + scales.len()) * blocks) * word)?;
-        let maxima = answers + (count * ANSWER_WORDS * word) as u64;
-        let sums = maxima + (row_count * blocks * word) as u64;
+        let words: Vec<u32> = questions.words().collect();
+        let asked = self.context.upload(staging, &words)?;
+        let places = self.places(asked.pointer, counts, logits.width)?;
+        self.launch(&places, logits, 0..counts.rows, 0..counts.tasks)?;
+        self.land(counts, &places).map(Some)
+    }
+
+    /// Answers the questions of these rows, one of each, which are at an address with those of other rows.
+    pub fn answer(&self, asked: u64, counts: Counts, logits: Rows, rows: Range<usize>) -> Result<()> {
+        assert!(rows.len() <= logits.rows && rows.end <= counts.rows, "{rows:?} of {}: {logits:?}", counts.rows);
+        let places = self.places(asked, counts, logits.width)?;
+        // The rows' numbers are those of the step.
+        let before = (rows.start * logits.stride * size_of::<f32>()) as u64;
+        let logits = Rows { pointer: logits.pointer.wrapping_sub(before), ..logits };
+        self.launch(&places, logits, rows.clone(), rows)
+    }
+
+    /// Starts to copy the answers to the first `wanted` questions that [`DeviceSampler::answer`] has answered.
+    pub fn answered(&self, asked: u64, counts: Counts, vocab: usize, wanted: usize) -> Result<Landing<'_, u32>> {
+        self.land(Counts { tasks: wanted, ..counts }, &self.places(asked, counts, vocab)?)
+    }
+
+    /// Where everything is, for questions at this address.
+    fn places(&self, tasks: u64, counts: Counts, vocab: usize) -> Result<Places> {
+        let blocks = vocab.div_ceil(VOCAB_BLOCK);
+        let rows = word(tasks, counts.tasks * TASK_WORDS);
+        let scales = word(rows, counts.rows * ROW_WORDS);
+        let needed = counts.tasks * ANSWER_WORDS + (counts.rows + counts.scales) * blocks;
+        let answers = self.scratch.take(needed * size_of::<u32>())?;
+        let maxima = word(answers, counts.tasks * ANSWER_WORDS);
+        Ok(Places { tasks, rows, scales, answers, maxima, sums: word(maxima, counts.rows * blocks) })
+    }
+
+    /// Starts the kernels, for some of the rows and their tasks.
+    fn launch(&self, places: &Places, logits: Rows, rows: Range<usize>, tasks: Range<usize>) -> Result<()> {
+        let Places { answers, maxima, sums, scales, .. } = *places;
+        let blocks = logits.width.div_ceil(VOCAB_BLOCK);
         let mut launch = Launch::of(&self.context.stream, &self.summarise);
-        launch.pointer(maxima).pointer(sums).rows(logits).int(logits.width).pointer(rows).pointer(scale_values);
+        launch.pointer(word(maxima, rows.start * blocks)).pointer(sums).rows(logits).int(logits.width);
+        launch.pointer(word(places.rows, rows.start * ROW_WORDS)).pointer(scales);
         // SAFETY: the parameters are those of the kernel, and the memory has their sizes.
-        unsafe { launch.start(grid((blocks.div_ceil(BLOCKS_AT_ONCE) as u32, row_count as u32, 1), THREADS, 0))? };
+        unsafe { launch.start(grid((blocks.div_ceil(BLOCKS_AT_ONCE) as u32, rows.len() as u32, 1), THREADS, 0))? };
         let mut launch = Launch::of(&self.context.stream, &self.answer);
-        launch.pointer(answers).pointer(asked.pointer).pointer(rows).pointer(scale_values);
-        launch.pointer(maxima).pointer(sums).rows(logits).int(logits.width);
+        launch.pointer(word(answers, tasks.start * ANSWER_WORDS)).pointer(word(places.tasks, tasks.start * TASK_WORDS));
+        launch.pointer(places.rows).pointer(scales).pointer(maxima).pointer(sums).rows(logits).int(logits.width);
         // SAFETY: as above.
-        unsafe { launch.start(grid((*count as u32, 1, 1), THREADS, (2 * blocks * word) as u32))? };
+        unsafe { launch.start(grid((tasks.len() as u32, 1, 1), THREADS, (2 * blocks * size_of::<u32>()) as u32)) }
+    }
+
+    fn land(&self, counts: Counts, places: &Places) -> Result<Landing<'_, u32>> {
+        let len = counts.tasks * ANSWER_WORDS;
+        let mut landing = self.answers.take(len)?;
         // SAFETY: the answers are of this length, and read when they have been copied.
-        landing.places(count * ANSWER_WORDS).try_for_each(|to| unsafe { self.answers.copy(answers, to) })?;
+        landing.places(len).try_for_each(|to| unsafe { self.answers.copy(places.answers, to) })?;
         landing.record()?;
-        Ok(Some(landing))
+        Ok(landing)
     }
 
     /// Gives the memory that is reused back.

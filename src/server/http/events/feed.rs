@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use super::requests::Board;
 use crate::engine::RequestStatus;
 use crate::error::shown;
-use crate::memory::resident_bytes;
+use crate::memory::{MemoryReport, resident_bytes};
 use crate::observe::{ErrorNote, Follower, Phase, PushNote, Span};
 use crate::server::context::ServingContext;
 use crate::server::gate::Gate;
@@ -129,12 +129,12 @@ impl Feed {
 
     /// The ledger in bytes, beside what the process really takes.
     fn memory(&self, context: Option<&ServingContext>) -> Value {
-        let ledger = self.gate.observer.metrics.ledger();
-        let entries: Vec<_> = ledger.entries.iter().map(|(used_for, bytes)| (used_for.name(), bytes)).collect();
+        let (ledger, host) = self.gate.observer.metrics.ledgers();
         json!({
             "total": ledger.total,
             "ceiling": ledger.ceiling,
-            "entries": entries,
+            "entries": named(&ledger),
+            "host": host.map(|host| json!({"total": host.total, "ceiling": host.ceiling, "entries": named(&host)})),
             "resident": resident_bytes(),
             "under_way": context.map_or(0, |context| context.traffic.used()),
         })
@@ -232,6 +232,11 @@ fn millis(time: SystemTime) -> u64 {
 
 fn hex(digest: [u8; 16]) -> String {
     format!("{:032x}", u128::from_be_bytes(digest))
+}
+
+/// The entries of a ledger by their names.
+fn named(ledger: &MemoryReport) -> Vec<(&'static str, u64)> {
+    ledger.entries.iter().map(|(used_for, bytes)| (used_for.name(), *bytes)).collect()
 }
 
 #[cfg(test)]

@@ -21,6 +21,10 @@ const MEMORY = {
   base_copies: "Base copies",
   update_staging: "Push that arrives",
   spare_weights: "Spare weights",
+  context: "Context of the device",
+  page_rounding: "Whole pages",
+  copy_buffers: "Copy buffers",
+  offloaded: "Weights asleep",
 };
 const TRANSPORTS = { inline: "inline", shared_memory: "by shared memory", directory: "from a directory" };
 
@@ -98,9 +102,11 @@ function bar(id, parts) {
   );
 }
 
-export function memory({ total, ceiling, entries, resident, under_way: underWay }) {
+export function memory({ total, ceiling, entries, host, resident, under_way: underWay }) {
   const reserved = entries.reduce((sum, entry) => sum + entry[1], 0);
-  const whole = Math.max(ceiling, reserved, resident, 1);
+  // Beside a device with memory of its own the process' resident memory is another one.
+  const whole = Math.max(ceiling, reserved, host ? 0 : resident, 1);
+  byId("resident").hidden = Boolean(host);
   const color = (name) => `var(--m${Math.max(0, Object.keys(MEMORY).indexOf(name))})`;
   bar("memory-bar", entries.map(([name, size]) => [MEMORY[name] ?? name, size / whole, color(name)]));
   byId("resident").style.left = `${(resident / whole) * 100}%`;
@@ -108,14 +114,21 @@ export function memory({ total, ceiling, entries, resident, under_way: underWay 
   write("memory-sum", `${bytes(reserved)} reserved of ${bytes(ceiling)}`);
   write(
     "memory-note",
-    `The bar is the ceiling${total > 0 ? `, ${percent(ceiling / total)} of ${bytes(total)}` : ""}. The mark is what ` +
-      `the process really holds: ${bytes(resident)}. Requests under way take ${bytes(underWay)}.`,
+    `The bar is the ceiling${total > 0 ? `, ${percent(ceiling / total)} of ${bytes(total)}` : ""}. ` +
+      (host ? hostNote(host, resident) : `The mark is what the process really holds: ${bytes(resident)}.`) +
+      ` Requests under way take ${bytes(underWay)}.`,
   );
   byId("memory").replaceChildren(
     ...entries.map(([name, size]) =>
       element("li", "", swatch(color(name)), element("span", "", MEMORY[name] ?? name), element("span", "num", bytes(size))),
     ),
   );
+}
+
+// The ledger of the host's memory, in words.
+function hostNote({ ceiling, entries }, resident) {
+  const parts = entries.map(([name, size]) => `${MEMORY[name] ?? name} ${bytes(size)}`);
+  return `Of the host's memory, at most ${bytes(ceiling)}: ${parts.join(", ")}; the process holds ${bytes(resident)}.`;
 }
 
 // A table anew: names of columns, each with its class, and rows of cells.

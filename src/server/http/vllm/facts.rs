@@ -119,10 +119,16 @@ struct VllmConfig {
     /// Null without `--max-adapters`.
     lora_config: Option<LoraConfig>,
     parallel_config: ParallelConfig,
-    /// Always null: weights come over gRPC, in shared memory or from files.
-    weight_transfer_config: Option<Empty>,
+    /// Null on devices to which no trainer can broadcast weights; they come over gRPC, in shared memory or from files.
+    weight_transfer_config: Option<WeightTransferConfig>,
     cache_config: CacheConfig,
     scheduler_config: SchedulerConfig,
+}
+
+#[derive(Serialize, ToSchema)]
+struct WeightTransferConfig {
+    /// The library by which trainers broadcast.
+    backend: &'static str,
 }
 
 #[derive(Serialize, ToSchema)]
@@ -208,6 +214,6 @@ fn config(context: &ServingContext) -> VllmConfig {
             max_num_seqs: info.max_num_seqs,
             max_num_batched_tokens: info.max_batch_tokens,
         },
-        weight_transfer_config: None,
+        weight_transfer_config: context.trainers.library().map(|backend| WeightTransferConfig { backend }),
     }
 }

@@ -4,6 +4,7 @@ mod control;
 mod facts;
 mod generate;
 mod lora;
+mod transfer;
 mod unsupported;
 mod weights;
 
@@ -33,6 +34,11 @@ pub(super) fn table() -> Vec<(Role, Route)> {
         (Role::Generate, routes!(control::abort_requests_by_id)),
         (Role::Control, routes!(lora::load)),
         (Role::Control, routes!(lora::unload)),
+        (Role::Control, routes!(transfer::init_weight_transfer_engine)),
+        (Role::Control, routes!(transfer::start_weight_update)),
+        (Role::Control, routes!(transfer::update_weights)),
+        (Role::Control, routes!(transfer::finish_weight_update)),
+        (Role::Control, routes!(transfer::shutdown_weight_transfer_engine)),
         (Role::Control, routes!(weights::update_weight_version)),
         (Role::Control, routes!(weights::weight_checker)),
     ];

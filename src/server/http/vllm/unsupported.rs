@@ -10,26 +10,16 @@ use crate::server::http::error::HttpError;
 use crate::server::http::query::Query;
 use crate::server::role::Role;
 
-const TRANSFER: &str = "weights do not come over NCCL or CUDA IPC here. Push tensors over gRPC (Weights.Update; \
-                        push_lora, push_full and push_delta of rollout_client), or save an adapter below \
-                        --weights-dir and POST /v1/load_lora_adapter, as TRL's AsyncGRPOTrainer does if the server \
-                        has --max-adapters";
+const DRAFT: &str = "drafts come from the text itself, so there is no draft model whose weights could be pushed; \
+                     push_full of rollout_client and POST /start_weight_update push those of the policy";
 const WORKERS: &str = "vLLM's workers and their methods do not exist here; for reload_weights POST /sleep?level=2 and \
                        /wake_up?reload=true";
 const CACHE: &str = "the KV cache is given back by POST /sleep, after which /wake_up?tags=weights brings back the \
                      weights alone";
 
 /// Paths, and what to use instead.
-const INSTEAD: [(&str, &str); 8] = [
-    ("/init_weight_transfer_engine", TRANSFER),
-    ("/start_weight_update", TRANSFER),
-    ("/start_draft_weight_update", TRANSFER),
-    ("/update_weights", TRANSFER),
-    ("/finish_weight_update", TRANSFER),
-    ("/shutdown_weight_transfer_engine", TRANSFER),
-    ("/collective_rpc", WORKERS),
-    ("/release_kv_cache_memory", CACHE),
-];
+const INSTEAD: [(&str, &str); 3] =
+    [("/start_draft_weight_update", DRAFT), ("/collective_rpc", WORKERS), ("/release_kv_cache_memory", CACHE)];
 
 /// The routes. Each changes weights or memory where vLLM serves it, so each needs that role.
 pub(super) fn routes() -> impl Iterator<Item = (Role, Route)> {

@@ -15,6 +15,7 @@ use crate::server::calls::{CancelOnDrop, ask};
 use crate::server::http::Door;
 use crate::server::http::body::JsonBody;
 use crate::server::http::error::{ErrorBody, HttpError};
+use crate::types::WeightVersion;
 
 /// A version for the policy that serves.
 #[derive(Deserialize, ToSchema)]
@@ -45,16 +46,23 @@ pub(super) async fn update_weight_version(
     State(door): State<Door>,
     body: JsonBody<NewVersion>,
 ) -> Result<Response, HttpError> {
-    let given = &body.value.new_version;
-    let version = given.parse().ok().filter(|version: &u64| version.to_string() == *given).ok_or_else(|| {
-        let given = shown(given, 100);
-        let message = format!("{given:?} is not a version; versions are decimal numbers here, such as \"7\"");
-        HttpError::invalid("new_version", &message)
-    })?;
+    let version = version_of("new_version", &body.value.new_version)?;
     let (context, _running) = door.gate.admit()?;
     let force = body.value.force_version.unwrap_or(false);
     ask(&context.engine, |reply| Command::SetVersion { version, force, reply }).await??;
     Ok(body.ignored.name_in(Json(Versioned { success: true, new_version: body.value.new_version })))
+}
+
+/// The version that the member `name` gives.
+///
+/// # Errors
+/// 400 with the member.
+pub(super) fn version_of(name: &str, given: &str) -> Result<WeightVersion, HttpError> {
+    given.parse().ok().filter(|version: &u64| version.to_string() == *given).ok_or_else(|| {
+        let given = shown(given, 100);
+        let message = format!("{given:?} is not a version; versions are decimal numbers here, such as \"7\"");
+        HttpError::invalid(name, &message)
+    })
 }
 
 /// What to do with checksums.

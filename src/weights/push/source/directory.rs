@@ -170,7 +170,8 @@ fn read_header(file: &SourceFile) -> Result<Vec<TensorEntry>> {
             other => return Err(fail(format!("{name} is stored as {other:?}; supported are F32, F16 and BF16"))),
         };
         let offset = data + info.data_offsets.0 as u64;
-        tensors.push(TensorEntry { name, dtype, shape: info.shape.clone(), digest: [0; 16], payload: None, offset });
+        let (shape, digest, payload, allocation) = (info.shape.clone(), None, None, None);
+        tensors.push(TensorEntry { name, dtype, shape, digest, payload, offset, allocation });
     }
     Ok(tensors)
 }

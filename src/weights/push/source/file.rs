@@ -1,13 +1,18 @@
-//! Files that the tensors of a push are read from.
+//! Files that the tensors of a push are read from, and device memory that is read as they are.
 
 use std::fmt::Display;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
+use rollout_kernels::{BorrowedMemory, out_of_memory};
+
 use super::regular::check_regular;
 use super::shared_memory::Segment;
 use crate::error::{Error, Result};
+
+/// Pieces of a tensor that are copied from a device at once.
+const DEVICE_PIECES: usize = 16;
 
 /// An open file with tensors of a push. Its owner may cut it short at any time.
 #[derive(Debug)]
@@ -22,6 +27,7 @@ pub(in crate::weights::push) struct SourceFile {
 enum Access {
     Read(File),
     Mapped(Arc<Segment>),
+    Borrowed(BorrowedMemory),
 }
 
 impl SourceFile {
@@ -39,12 +45,25 @@ impl SourceFile {
         Self { name: name.into(), bytes: segment.map().bytes() as u64, access: Access::Mapped(segment) }
     }
 
+    /// Device memory whose bytes are copied.
+    pub fn borrowed(name: &str, memory: BorrowedMemory) -> Self {
+        Self { name: name.into(), bytes: memory.bytes(), access: Access::Borrowed(memory) }
+    }
+
     pub fn name(&self) -> &str {
         &self.name
     }
 
     pub fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// The device memory that it is, if it is such.
+    pub fn device_memory(&self) -> Option<&BorrowedMemory> {
+        match &self.access {
+            Access::Borrowed(memory) => Some(memory),
+            Access::Read(_) | Access::Mapped(_) => None,
+        }
     }
 
     /// Checks that a tensor of `bytes` bytes from `offset` on is inside the file.
@@ -74,7 +93,16 @@ impl SourceFile {
             Access::Mapped(segment) => {
                 self.look(segment, what, (offset, out.len()), |bytes| out.copy_from_slice(bytes))
             }
+            Access::Borrowed(memory) => {
+                self.copy(memory, what, (offset, out.len()), |bytes| out.copy_from_slice(bytes))
+            }
         }
+    }
+
+    /// How many pieces of a tensor are best read at once: a copy from a device wants to be larger than what is hashed
+    /// in one go.
+    pub fn pieces_at_once(&self) -> usize {
+        if let Access::Borrowed(_) = self.access { DEVICE_PIECES } else { 1 }
     }
 
     /// Calls `use_bytes` with the `bytes` bytes at `offset`, which [`SourceFile::check`] has let pass: where they are
@@ -98,6 +126,7 @@ impl SourceFile {
                 Ok(use_bytes(&room[..bytes]))
             }
             Access::Mapped(segment) => self.look(segment, what, (offset, bytes), use_bytes),
+            Access::Borrowed(memory) => self.copy(memory, what, (offset, bytes), use_bytes),
         }
     }
 
@@ -112,6 +141,20 @@ impl SourceFile {
         let start = offset as usize;
         let used = segment.map().read(start..start + bytes, use_bytes);
         used.ok_or_else(|| self.lost(what, offset, bytes, &"it was cut short"))
+    }
+
+    /// Calls `use_bytes` with a copy of the `bytes` bytes at `offset` of device memory.
+    fn copy<T>(
+        &self,
+        memory: &BorrowedMemory,
+        what: &str,
+        (offset, bytes): (u64, usize),
+        use_bytes: impl FnOnce(&[u8]) -> T,
+    ) -> Result<T> {
+        memory.read(offset..offset + bytes as u64, use_bytes).map_err(|error| match out_of_memory(&error) {
+            Some(why) => Error::ResourceExhausted(format!("{what:?}: no memory to copy it: {why}")),
+            None => self.lost(what, offset, bytes, &error),
+        })
     }
 
     fn lost(&self, what: &str, offset: u64, bytes: usize, why: &dyn Display) -> Error {

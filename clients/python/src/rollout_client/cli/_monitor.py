@@ -29,6 +29,8 @@ class Push:
     """In nanoseconds since 1970."""
     seconds: float
     """From its first byte to its end, or until now."""
+    is_open: bool
+    """Whether it is under way."""
     bytes: int
     pause_seconds: float
     """How long generation stood still for it."""
@@ -122,6 +124,7 @@ class Monitor:
             adapter=adapter,
             start=start,
             seconds=(end - start) / BILLION,
+            is_open=any(span.end is None for span in arriving),
             bytes=max(span.bytes for span in arriving),
             pause_seconds=sum((self.now if s.end is None else s.end) - s.start for s in applied) / BILLION,
             weight_version=max((span.weight_version for span in applied), default=None),

@@ -108,7 +108,11 @@ class StatusView:
         rows.add_row(f"last {self._window:.0f} s", self._strip())
         rows.add_row("pushes", self._pushes())
         # Last, because its many lines are what a low terminal can do without.
-        rows.add_row("memory", self._memory(status.memory))
+        if status.host_memory is None:
+            rows.add_row("memory", self._memory(status.memory, status.memory.resident_bytes))
+        else:
+            rows.add_row("device", self._memory(status.memory, None))
+            rows.add_row("host", self._memory(status.host_memory, status.host_memory.resident_bytes))
         return rows
 
     def _state(self, status: ServerStatus) -> Text:
@@ -147,12 +151,11 @@ class StatusView:
             f" {used:,} of {status.total_blocks:,} blocks, {status.cached_blocks:,} cached"
         )
 
-    def _memory(self, ledger: MemoryLedger) -> RenderableType:
-        reserved = sum(ledger.entries.values())
-        ceiling, resident = _format.size(ledger.ceiling_bytes), _format.size(ledger.resident_bytes)
-        whole = self._bar(reserved, ledger.ceiling_bytes, "blue").append(
-            f" {_format.size(reserved)} of {ceiling}; {resident} resident"
-        )
+    def _memory(self, ledger: MemoryLedger, resident: int | None) -> RenderableType:
+        reserved, ceiling = sum(ledger.entries.values()), _format.size(ledger.ceiling_bytes)
+        held = "" if resident is None else f"; {_format.size(resident)} resident"
+        taken = f" {_format.size(reserved)} of {ceiling}{held}"
+        whole = self._bar(reserved, ledger.ceiling_bytes, "blue").append(taken)
         entries = sorted(ledger.entries.items(), key=lambda entry: -entry[1])
         return Group(
             whole,
@@ -191,6 +194,8 @@ class StatusView:
         what = push.kind or "push"
         if push.adapter is not None:
             what = f"adapter {push.adapter!r}"
+        if push.is_open:
+            return f"{what} {_format.size(push.bytes)} so far, open for {_format.seconds(push.seconds)}"
         done = "not applied"
         if push.weight_version is not None:
             done = f"paused {_format.seconds(push.pause_seconds)}, version {push.weight_version}"

@@ -19,6 +19,7 @@ from .._convert import new_request_id
 from .._progress import SampleProgress
 from ..aio import AsyncRolloutClient
 from ..errors import (
+    DEADLINE_PASSED,
     Aborted,
     AlreadyExists,
     DeadlineExceeded,
@@ -150,7 +151,7 @@ class Requests:
             except Ended:
                 if call.ended.is_set():
                     raise Aborted("the call was ended by an order to the fleet") from None
-                raise DeadlineExceeded("the deadline passed before the work was done") from None
+                raise DeadlineExceeded(DEADLINE_PASSED) from None
 
         with self._call(None, limit) as call:
             return await _gather([one(index, sequence) for index, sequence in enumerate(sequences)])

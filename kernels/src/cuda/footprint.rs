@@ -1,0 +1,153 @@
+//! What the driver takes of a device for a process before anything is stored there: the context, the kernels, the
+//! libraries' own memory. Nothing computes it, so it is measured when the process opens the device for the first time.
+//!
+//! Everything is opened and closed again once, with a reading of NVML before, between and after. Best is the driver's
+//! figure for the process itself, which no neighbour changes. It is not looked up by our number alone, since in a
+//! container NVML may give the numbers of the host, and a neighbour can have ours: it is the one entry that comes when
+//! we open and goes when we close. Where the driver gives no such figure (in some containers, parts of devices) it is
+//! the change of what all hold together, and that counts if it went up by as much as it went down again: what a
+//! neighbour takes or frees meanwhile makes one of the two larger and the other smaller. If no attempt is quiet, the
+//! median of all changes stands, in which such errors cancel.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
+
+use super::nvml::Reading;
+
+/// What is set aside where nothing can be measured. Contexts of recent cards with the kernels and cuBLAS are said to
+/// take 300 to 600 MiB; not measured on a card.
+pub(super) const UNMEASURED_BYTES: u64 = 512 << 20;
+/// Attempts to measure while neighbours take and free memory.
+const ATTEMPTS: usize = 5;
+/// Changes of which the difference is at most a page of the driver are equal.
+const PAGE: u64 = 2 << 20;
+
+/// Measured bytes by the number of the device. The process has one context of each, which lives as long as anything
+/// uses it: only the first time shows what it takes.
+static MEASURED: Mutex<BTreeMap<usize, u64>> = Mutex::new(BTreeMap::new());
+
+/// Before, while and after everything was open.
+pub(super) type Attempt = [Reading; 3];
+
+/// What device `ordinal` loses to a context, by attempts of `measure`, which opens and closes everything.
+pub(super) fn of_device(ordinal: usize, measure: impl FnMut() -> Result<Attempt, String>) -> u64 {
+    let mut measured = MEASURED.lock().unwrap_or_else(PoisonError::into_inner);
+    *measured.entry(ordinal).or_insert_with(|| {
+        from_attempts(measure).unwrap_or_else(|why| {
+            let mib = UNMEASURED_BYTES >> 20;
+            tracing::warn!(
+                "device {ordinal}: what its context takes was not measured ({why}); {mib} MiB are set aside"
+            );
+            UNMEASURED_BYTES
+        })
+    })
+}
+
+fn from_attempts(mut measure: impl FnMut() -> Result<Attempt, String>) -> Result<u64, String> {
+    let mut changes = Vec::new();
+    for _ in 0..ATTEMPTS {
+        let attempt = measure()?;
+        if let Some(bytes) = own(&attempt, std::process::id()) {
+            return Ok(bytes);
+        }
+        let [before, open, after] = attempt.map(|reading| reading.used as i64);
+        let (up, down) = (open - before, open - after);
+        if up > 0 && up.abs_diff(down) <= PAGE {
+            return Ok(up.max(down) as u64);
+        }
+        changes.extend([up, down]);
+    }
+    changes.sort_unstable();
+    let middle = (changes[ATTEMPTS - 1] + changes[ATTEMPTS]) / 2;
+    u64::try_from(middle).ok().filter(|bytes| *bytes > 0).ok_or_else(|| "other processes change what they hold".into())
+}
+
+/// What the one process holds that is there only while everything is open. If another one came and went just then, it
+/// is the one that has our number.
+fn own([before, open, after]: &Attempt, our_number: u32) -> Option<u64> {
+    let is_in = |reading: &Reading, pid: u32| reading.processes.iter().any(|process| process.0 == pid);
+    let came_and_went = |process: &&(u32, u64)| !is_in(before, process.0) && !is_in(after, process.0);
+    let candidates: Vec<_> = open.processes.iter().filter(came_and_went).collect();
+    let ours = match candidates[..] {
+        [ours] => Some(ours),
+        _ => candidates.into_iter().find(|process| process.0 == our_number),
+    };
+    ours.map(|process| process.1).filter(|bytes| *bytes > 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+
+    use super::*;
+
+    const CONTEXT: u64 = 300 << 20;
+
+    fn reading(used: u64, processes: &[(u32, u64)]) -> Reading {
+        Reading { used, processes: processes.to_vec() }
+    }
+
+    /// What is made of attempts that come in turn.
+    fn of(attempts: impl IntoIterator<Item = Attempt>) -> Result<u64, String> {
+        let mut attempts: VecDeque<Attempt> = attempts.into_iter().collect();
+        from_attempts(|| attempts.pop_front().ok_or_else(|| "there are no more".into()))
+    }
+
+    #[test]
+    fn the_entry_that_comes_and_goes_with_us_counts_whatever_neighbours_do() {
+        let (trainer, other) = ((7, 9 << 30), (8, 1 << 30));
+        let mine = |pid| (pid, CONTEXT);
+        // Our number is another one's on the host, and neighbours grow, come and go.
+        for attempt in [
+            [reading(5, &[trainer]), reading(0, &[trainer, mine(1)]), reading(90 << 30, &[trainer])],
+            [reading(5, &[trainer]), reading(0, &[other, mine(4711)]), reading(0, &[other])],
+            [reading(5, &[other]), reading(0, &[mine(4711), (7, 3)]), reading(0, &[(7, 12 << 30)])],
+        ] {
+            assert_eq!(of([attempt]), Ok(CONTEXT));
+        }
+    }
+
+    #[test]
+    fn without_an_entry_a_quiet_attempt_counts() {
+        let quiet = |held: u64| [held, held + CONTEXT, held].map(|used| reading(used, &[]));
+        assert_eq!(of([quiet(1 << 30)]), Ok(CONTEXT));
+        // One neighbour takes memory while we open, another gives some back while we close.
+        let took = [0, CONTEXT + (50 << 20), 50 << 20].map(|used| reading(used, &[]));
+        let gave = [1 << 30, (1 << 30) + CONTEXT, (1 << 30) - (70 << 20)].map(|used| reading(used, &[]));
+        assert_eq!(of([took, gave, quiet(3)]), Ok(CONTEXT));
+        // Two new processes at once: neither is known to be ours, unless it has our number.
+        let both = |pid| [reading(0, &[]), reading(5 << 30, &[(pid, CONTEXT), (0, 5 << 30)]), reading(1 << 30, &[])];
+        assert_eq!(own(&both(1), 2), None);
+        assert_eq!(own(&both(2), 2), Some(CONTEXT));
+        assert_eq!(of([both(std::process::id())]), Ok(CONTEXT));
+    }
+
+    #[test]
+    fn steady_growth_and_noise_do_not_count() {
+        // A neighbour takes, or frees, as much in each interval.
+        for step in [100 << 20, -(100 << 20)] {
+            let held = |interval: i64| (20 << 30) + step * interval;
+            let attempt = |i: i64| {
+                let used = [held(3 * i), held(3 * i + 1) + CONTEXT as i64, held(3 * i + 2)];
+                used.map(|used| reading(used as u64, &[]))
+            };
+            assert_eq!(of((0..5).map(attempt)), Ok(CONTEXT), "{step}");
+        }
+        // No attempt is quiet: what stands is no farther off than the disturbances are large.
+        let noisy = |x: i64| [4 << 30, (4 << 30) + CONTEXT as i64 + x, 4 << 30].map(|used| reading(used as u64, &[]));
+        let one_sided = |x: i64| {
+            let [before, open, mut after] = noisy(x);
+            after.used += (3 << 20) + x.unsigned_abs();
+            [before, open, after]
+        };
+        let bytes = of([1 << 20, -(3 << 20), 40 << 20, 2 << 20, 0].map(one_sided)).unwrap();
+        assert!(bytes.abs_diff(CONTEXT) <= 40 << 20, "{bytes}");
+    }
+
+    #[test]
+    fn what_cannot_be_measured_is_said() {
+        assert!(of([]).unwrap_err().contains("there are no more"));
+        let falling = |i: u64| [30, 20, 30].map(|used| reading((used - i) << 30, &[]));
+        assert!(of((0..5).map(falling)).unwrap_err().contains("other processes"));
+    }
+}

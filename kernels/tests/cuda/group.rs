@@ -1,0 +1,257 @@
+//! Groups of ranks. A machine with fewer GPUs than ranks cannot run these: the emulator has as many as
+//! `CUEMU_DEVICES` says.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Barrier, Mutex, MutexGuard, PoisonError};
+
+use rollout_kernels::{
+    Activations, AllReduce, AttentionSequence, Backend, Device, Devices, Group, Matrix, MatrixShape, Membership, Ops,
+    Padding, StepInput, WeightDtype, WeightRows,
+};
+
+use crate::common::{NOTHING, Random, values_of};
+
+/// Numbers of ranks, odd ones too.
+const WORLDS: [usize; 3] = [2, 3, 4];
+
+/// NCCL may hang where a device has operations of two groups under way: one test at a time has a group.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What `body` gives on each rank of a group.
+fn on_ranks<T: Send>(world: usize, all_reduce: AllReduce, body: impl Fn(&Device, &Group) -> T + Sync) -> Vec<T> {
+    let devices = Devices::open(Backend::Cuda, world, 1, "auto").unwrap();
+    let id = devices.of_rank(0).group_id().unwrap().expect("a GPU is not reached through the host");
+    std::thread::scope(|scope| {
+        let (devices, body) = (&devices, &body);
+        let run = |rank| {
+            let device = devices.of_rank(rank);
+            let group = device.join(&Membership { id, rank, world, all_reduce }).unwrap();
+            body(device, &group)
+        };
+        let threads: Vec<_> = (0..world).map(|rank| scope.spawn(move || run(rank))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+fn tensor(device: &Device, values: &[f32], rows: usize, width: usize) -> rollout_kernels::Activations {
+    let tensor = device.activations(rows, width).unwrap();
+    let source = candle_core::Tensor::from_slice(values, (rows, width), tensor.device()).unwrap();
+    tensor.slice_set(&source, 0, 0).unwrap();
+    tensor
+}
+
+/// The sum of a balanced binary tree: the sum of the first half plus the sum of the second half.
+fn tree_sum(terms: &[f32]) -> f32 {
+    match terms {
+        [one] => *one,
+        _ => {
+            let (a, b) = terms.split_at(terms.len() / 2);
+            tree_sum(a) + tree_sum(b)
+        }
+    }
+}
+
+#[test]
+fn every_rank_gets_the_bits_of_the_tree() {
+    let _alone = alone();
+    for (seed, world) in WORLDS.into_iter().enumerate() {
+        println!("seed {seed}, {world} ranks");
+        let mut random = Random::new(seed as u64);
+        let shapes: Vec<_> = (0..5).map(|_| (random.between(1, 40), random.between(1, 90))).collect();
+        // Of very different sizes, so that another order gives other bits.
+        let mut terms = |len: usize| -> Vec<f32> {
+            random.normals(len, 1.0).iter().zip(random.normals(len, 8.0)).map(|(x, power)| x * power.exp2()).collect()
+        };
+        let values: Vec<Vec<Vec<f32>>> =
+            (0..world).map(|_| shapes.iter().map(|(rows, width)| terms(rows * width)).collect()).collect();
+        let found = on_ranks(world, AllReduce::Tree, |device, group| {
+            // Calls one after the other, without a wait between them.
+            let mine = shapes.iter().zip(&values[group.rank()]);
+            let sums: Vec<_> = mine.map(|((rows, width), values)| tensor(device, values, *rows, *width)).collect();
+            sums.iter().for_each(|x| group.all_reduce_sum(x).unwrap());
+            sums.iter().map(|x| values_of(x)).collect::<Vec<_>>()
+        });
+        for (i, (rows, width)) in shapes.iter().enumerate() {
+            let of_ranks = |at: usize| values.iter().map(|of| of[i][at]).collect::<Vec<f32>>();
+            let expected: Vec<f32> = (0..rows * width).map(|at| tree_sum(&of_ranks(at))).collect();
+            assert!(found.iter().all(|of| of[i] == expected), "seed {seed}, {world} ranks: {rows} x {width}");
+        }
+    }
+}
+
+#[test]
+fn a_sum_longer_than_the_memory_between_ranks_goes_in_parts() {
+    let _alone = alone();
+    // A little more than half of the memory, which two ranks have to share.
+    let (rows, width) = (1100, 4096);
+    assert!(
+        2 * rows * width * size_of::<f32>()
+            > Devices::open(Backend::Cuda, 1, 1, "auto").unwrap().of_rank(0).exchange_bytes()
+    );
+    let value = |rank: usize, i: usize| (i % 1001 + rank) as f32;
+    let sums = on_ranks(2, AllReduce::Tree, |device, group| {
+        let values: Vec<f32> = (0..rows * width).map(|i| value(group.rank(), i)).collect();
+        let (x, whole) = (tensor(device, &values, rows, width), device.activations(rows, 2 * width).unwrap());
+        group.all_gather_columns(&x, &whole).unwrap();
+        let row = |row: usize| values_of(&whole.narrow(0, row, 1).unwrap());
+        for at in [0, 511, 1024, rows - 1] {
+            let of = |rank| (at * width..(at + 1) * width).map(move |i| value(rank, i));
+            assert!(row(at) == of(0).chain(of(1)).collect::<Vec<_>>(), "row {at}");
+        }
+        group.all_reduce_sum(&x).unwrap();
+        values_of(&x)
+    });
+    let is_sum = |(i, x): (usize, &f32)| *x == value(0, i) + value(1, i);
+    assert!(sums.iter().all(|sum| sum.iter().enumerate().all(is_sum)));
+}
+
+#[test]
+fn columns_come_in_the_order_of_ranks() {
+    let _alone = alone();
+    for (seed, world) in WORLDS.into_iter().enumerate() {
+        println!("seed {seed}, {world} ranks");
+        let mut random = Random::new(seed as u64);
+        let (rows, width) = (random.between(1, 20), random.between(1, 300));
+        let values: Vec<Vec<f32>> = (0..world).map(|_| random.normals(rows * width, 1.0)).collect();
+        let joined: Vec<f32> =
+            (0..rows).flat_map(|row| values.iter().flat_map(move |of| &of[row * width..][..width])).copied().collect();
+        let found = on_ranks(world, AllReduce::Tree, |device, group| {
+            let out = device.activations(rows, world * width).unwrap();
+            group.all_gather_columns(&tensor(device, &values[group.rank()], rows, width), &out).unwrap();
+            group.release();
+            values_of(&out)
+        });
+        assert!(found.iter().all(|out| *out == joined), "seed {seed}, {world} ranks: {rows} x {width}");
+    }
+}
+
+#[test]
+fn the_library_adds_the_same_numbers() {
+    let _alone = alone();
+    let sums = on_ranks(4, AllReduce::Library, |device, group| {
+        let x = tensor(device, &[group.rank() as f32, 0.5, -1.0], 1, 3);
+        group.all_reduce_sum(&x).unwrap();
+        values_of(&x)
+    });
+    assert!(sums.iter().all(|sum| *sum == [6.0, 2.0, -4.0]), "{sums:?}");
+}
+
+/// The least of what the ranks of a group say.
+struct Accord {
+    said: Vec<AtomicU32>,
+    barrier: Barrier,
+}
+
+impl Accord {
+    fn new(world: usize) -> Self {
+        Self { said: (0..world).map(|_| AtomicU32::new(0)).collect(), barrier: Barrier::new(world) }
+    }
+
+    fn least(&self, rank: usize, mine: u32) -> u32 {
+        self.said[rank].store(mine, Ordering::SeqCst);
+        self.barrier.wait();
+        let least = self.said.iter().map(|said| said.load(Ordering::SeqCst)).min();
+        self.barrier.wait();
+        least.expect("there are ranks")
+    }
+}
+
+const WIDTH: usize = 64;
+const VOCAB: usize = 30;
+const PADDING: Padding = Padding { most_rows: 64, vocabulary: VOCAB };
+
+/// What a rank has for a token: small integers, so that their sums are exact.
+fn embedding(rank: usize, token: u32) -> Vec<f32> {
+    (0..WIDTH).map(|i| ((token as usize * 7 + i * (rank + 3)) % 101) as f32).collect()
+}
+
+/// A rank whose passes sum what all ranks have for some tokens.
+struct Summing<'a> {
+    device: &'a Device,
+    group: &'a Group,
+    accord: &'a Accord,
+    ops: Ops,
+    table: Matrix,
+    square: Matrix,
+    out: Activations,
+}
+
+impl<'a> Summing<'a> {
+    fn new(device: &'a Device, group: &'a Group, accord: &'a Accord) -> Self {
+        let zeros = |dtype, n| device.zeros(MatrixShape { dtype, n, k: WIDTH, leaves: 1 }).unwrap();
+        let (mut table, square) = (zeros(WeightDtype::F32, VOCAB), zeros(WeightDtype::Bf16, WIDTH));
+        let values: Vec<f32> = (0..VOCAB as u32).flat_map(|token| embedding(group.rank(), token)).collect();
+        table.write_rows(0, WeightRows::F32(&values));
+        let (ops, out) = (device.ops(), device.activations(PADDING.most_rows, WIDTH).unwrap());
+        Self { device, group, accord, ops, table, square, out }
+    }
+
+    /// The sums, and whether the pass' operators were called.
+    fn pass(&self, tokens: &[u32]) -> (Vec<f32>, bool) {
+        let sequence = |first_row| AttentionSequence { first_row, rows: 1, start_position: 0, block_table: &[0] };
+        let sequences: Vec<_> = (0..tokens.len()).map(sequence).collect();
+        let step = self.ops.prepare_padded(StepInput { tokens, sequences: &sequences, ..NOTHING }, PADDING).unwrap();
+        let mut is_called = false;
+        let launches = || {
+            is_called = true;
+            let out = self.out.narrow(0, 0, step.rows())?;
+            self.ops.embed(&self.table, 0, &step, &out)?;
+            self.group.all_reduce_sum(&out)
+        };
+        let least = |mine| self.accord.least(self.group.rank(), mine);
+        self.ops.pass::<candle_core::Error>(&step, Some(&least), launches).unwrap();
+        (values_of(&self.out.narrow(0, 0, tokens.len()).unwrap()), is_called)
+    }
+
+    /// Has operators take more memory than they keep, which moves it.
+    fn grow(&self, rows: usize) {
+        let [x, out] = [(); 2].map(|()| self.device.activations(rows, WIDTH).unwrap());
+        self.ops.linear(&x, &self.square, None, &out).unwrap();
+    }
+}
+
+#[test]
+fn ranks_record_and_repeat_passes_together_whatever_happens_to_one_of_them() {
+    let _alone = alone();
+    for (seed, world) in WORLDS.into_iter().enumerate() {
+        println!("seed {seed}, {world} ranks");
+        let accord = Accord::new(world);
+        let called = on_ranks(world, AllReduce::Tree, |device, group| {
+            let rank = Summing::new(device, group, &accord);
+            // All ranks draw the same.
+            let mut random = Random::new(seed as u64);
+            let mut one = |i: usize| {
+                let (event, is_mine) = (random.below(12), random.below(world) == group.rank());
+                match event {
+                    0 if is_mine => rank.ops.forget_passes(),
+                    1 if is_mine => rank.grow(2000 + 500 * i),
+                    _ => {}
+                }
+                let rows = [1, 2, 3, 7][random.below(4)];
+                let tokens: Vec<u32> = (0..rows).map(|_| random.below(VOCAB) as u32).collect();
+                let (found, is_called) = rank.pass(&tokens);
+                let of_ranks = |token: u32| (0..world).map(move |rank| embedding(rank, token));
+                let sum = |a: Vec<f32>, b: Vec<f32>| a.iter().zip(b).map(|(a, b)| a + b).collect();
+                let expected = tokens.iter().flat_map(|token| of_ranks(*token).reduce(sum).unwrap());
+                assert!(found == expected.collect::<Vec<f32>>(), "pass {i}");
+                assert!(is_called || event > 1, "pass {i}: what one rank has lost is repeated");
+                is_called
+            };
+            (0..80).map(&mut one).collect::<Vec<_>>()
+        });
+        let repeated = called[0].iter().filter(|is_called| !**is_called).count();
+        println!("{repeated} passes were repeated");
+        assert!(called.iter().all(|of_rank| *of_rank == called[0]), "ranks that do not the same: {called:?}");
+        assert!(repeated > 5);
+    }
+}
+
+#[test]
+fn more_ranks_than_devices_are_refused_with_their_number() {
+    let count = (1..64).find(|ranks| Devices::open(Backend::Cuda, ranks + 1, 1, "auto").is_err()).unwrap();
+    let error = Devices::open(Backend::Cuda, count + 1, 1, "auto").err().unwrap().to_string();
+    assert!(error.contains(&format!("rank {count} has none: this process sees {count}")), "{error}");
+}

@@ -1,0 +1,337 @@
+//! Passes that are recorded and repeated: the bits of those that are not, whatever comes between them.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use candle_core::{Error, Tensor};
+use rollout_kernels::{
+    Activations, AttentionSequence, AttentionShape, Buffer, KvCache, KvDtype, KvLayout, Matrix, MatrixShape, Ops,
+    Padding, RowBits, Step, StepInput, WeightDtype, WeightRows,
+};
+
+use crate::common::{NOTHING, Random, Rank, cuda, values_of};
+
+const HEAD_DIM: usize = 16;
+const HEADS: usize = 4;
+const KV_HEADS: usize = 2;
+const WIDTH: usize = HEADS * HEAD_DIM;
+const KV_WIDTH: usize = KV_HEADS * HEAD_DIM;
+const BLOCK_SIZE: usize = 16;
+const VOCAB: usize = 50;
+const POSITIONS: usize = 600;
+/// Rows of the buffers: no bucket.
+const MOST_ROWS: usize = 301;
+const PADDING: Padding = Padding { most_rows: MOST_ROWS, vocabulary: VOCAB };
+/// Sequences, and blocks of each.
+const SEQUENCES: usize = 21;
+const BLOCKS: usize = POSITIONS / BLOCK_SIZE + 1;
+
+/// One layer with its weights, its cache and its buffers.
+struct Layer {
+    weights: [Matrix; 4],
+    table: Matrix,
+    angles: [Buffer; 2],
+    cache: KvCache,
+    /// Inputs, queries, keys, values and outputs.
+    buffers: [Activations; 5],
+}
+
+/// A layer and its device.
+struct Bench {
+    rank: Rank,
+    layer: Layer,
+}
+
+/// A sequence that grows.
+#[derive(Clone)]
+struct Sequence {
+    len: usize,
+    table: Vec<u32>,
+}
+
+fn sequences(random: &mut Random) -> Vec<Sequence> {
+    let mut blocks: Vec<u32> = (0..(SEQUENCES * BLOCKS) as u32).collect();
+    random.shuffle(&mut blocks);
+    blocks.chunks_exact(BLOCKS).map(|table| Sequence { len: 0, table: table.to_vec() }).collect()
+}
+
+impl Layer {
+    fn new(rank: &Rank, dtype: WeightDtype) -> Self {
+        let mut random = Random::new(7);
+        let mut matrix = |n: usize, k: usize| {
+            let mut matrix = rank.device.zeros(MatrixShape { dtype, n, k, leaves: 1 }).unwrap();
+            matrix.write_rows(0, WeightRows::F32(&random.normals(n * k, 0.2)));
+            matrix
+        };
+        let weights = [WIDTH, KV_WIDTH, KV_WIDTH, WIDTH].map(|n| matrix(n, WIDTH));
+        let table = matrix(VOCAB, WIDTH);
+        let angles = [f32::cos, f32::sin].map(|f| {
+            let values: Vec<f32> = (0..POSITIONS * HEAD_DIM / 2).map(|i| f(i as f32 / 7.0)).collect();
+            rank.device.upload(&values).unwrap()
+        });
+        let mut cache = rank.device.kv_cache(KvLayout {
+            blocks: SEQUENCES * BLOCKS,
+            block_size: BLOCK_SIZE,
+            kv_heads: KV_HEADS,
+            head_dim: HEAD_DIM,
+            dtype: if dtype == WeightDtype::Bf16 { KvDtype::Bf16 } else { KvDtype::F32 },
+        });
+        cache.restore().unwrap();
+        let buffers = [WIDTH, WIDTH, KV_WIDTH, KV_WIDTH, WIDTH].map(|width| rank.zeros(MOST_ROWS, width));
+        Self { weights, table, angles, cache, buffers }
+    }
+
+    fn forward(&mut self, ops: &Ops, step: &Step<'_>) -> Result<(), Error> {
+        let part = |buffer: &Activations| Tensor::narrow(buffer, 0, 0, step.rows()).unwrap();
+        let [hidden, q, k, v, out] = self.buffers.each_ref().map(part);
+        let ([wq, wk, wv, wo], [cos, sin]) = (&self.weights, &self.angles);
+        ops.embed(&self.table, 0, step, &hidden)?;
+        ops.linear(&hidden, wq, None, &q)?;
+        ops.linear(&hidden, wk, None, &k)?;
+        ops.linear(&hidden, wv, None, &v)?;
+        ops.rope(&q, HEAD_DIM, step, cos, sin)?;
+        ops.rope(&k, HEAD_DIM, step, cos, sin)?;
+        ops.write_kv(&k, &v, step, &mut self.cache)?;
+        let shape = AttentionShape { heads: HEADS, scale: 0.3, sliding_window: None };
+        ops.paged_attention(&q, &shape, step, &self.cache, &out)?;
+        ops.linear(&out, wo, None, &q)
+    }
+}
+
+impl Bench {
+    fn new(dtype: WeightDtype) -> Self {
+        let rank = cuda().unwrap();
+        Self { layer: Layer::new(&rank, dtype), rank }
+    }
+
+    /// A pass over further tokens of sequences. `each` is called whenever its operators are.
+    fn pass(&mut self, parts: &[(&Sequence, &[u32])], is_padded: bool, mut each: impl FnMut()) -> Vec<f32> {
+        let (mut tokens, mut positions, mut slots, mut all) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        for (Sequence { len, table }, next) in parts {
+            let (first_row, rows) = (tokens.len(), next.len());
+            all.push(AttentionSequence { first_row, rows, start_position: *len, block_table: table });
+            tokens.extend_from_slice(next);
+            for position in *len..len + rows {
+                positions.push(position as u32);
+                slots.push(table[position / BLOCK_SIZE] * BLOCK_SIZE as u32 + (position % BLOCK_SIZE) as u32);
+            }
+        }
+        let input = StepInput { tokens: &tokens, positions: &positions, slots: &slots, sequences: &all, ..NOTHING };
+        let Self { rank: Rank { ops, .. }, layer } = self;
+        let step = if is_padded { ops.prepare_padded(input, PADDING) } else { ops.prepare(input) }.unwrap();
+        assert!(step.rows() >= tokens.len() && step.rows() <= MOST_ROWS);
+        let forward = || {
+            each();
+            layer.forward(ops, &step)
+        };
+        ops.pass(&step, None, forward).unwrap();
+        values_of(&layer.buffers[1].narrow(0, 0, tokens.len()).unwrap())
+    }
+
+    /// As [`Bench::pass`], padded; also whether the operators were called.
+    fn padded(&mut self, parts: &[(&Sequence, &[u32])]) -> (Vec<f32>, bool) {
+        let mut is_called = false;
+        let out = self.pass(parts, true, || is_called = true);
+        (out, is_called)
+    }
+
+    fn plain(&mut self, parts: &[(&Sequence, &[u32])]) -> Vec<f32> {
+        self.pass(parts, false, || ())
+    }
+}
+
+/// Gives each of `sequences` so many tokens, the same in both.
+fn fill(benches: [&mut Bench; 2], sequences: &mut [Sequence], lengths: &[usize], random: &mut Random) {
+    let tokens: Vec<Vec<u32>> =
+        lengths.iter().map(|len| (0..*len).map(|_| random.below(VOCAB) as u32).collect()).collect();
+    for bench in benches {
+        for (sequence, tokens) in sequences.iter().zip(&tokens) {
+            for (chunk, i) in tokens.chunks(MOST_ROWS).zip(0..) {
+                let part = Sequence { len: i * MOST_ROWS, ..sequence.clone() };
+                bench.plain(&[(&part, chunk)]);
+            }
+        }
+    }
+    sequences.iter_mut().zip(lengths).for_each(|(sequence, len)| sequence.len = *len);
+}
+
+/// Two benches, and sequences of which one is about to be longer than a span, and one than two.
+fn start(dtype: WeightDtype, random: &mut Random) -> (Bench, Bench, Vec<Sequence>) {
+    let (mut ours, mut other) = (Bench::new(dtype), Bench::new(dtype));
+    let mut sequences = sequences(random);
+    let mut lengths: Vec<usize> = (0..SEQUENCES).map(|_| random.between(1, 40)).collect();
+    (lengths[0], lengths[1]) = (250, 506);
+    fill([&mut ours, &mut other], &mut sequences, &lengths, random);
+    (ours, other, sequences)
+}
+
+#[test]
+fn passes_have_the_bits_of_those_that_are_not_recorded() {
+    for (seed, dtype) in [WeightDtype::Bf16, WeightDtype::F32].into_iter().enumerate() {
+        let mut random = Random::new(seed as u64);
+        let (mut ours, mut other, mut sequences) = start(dtype, &mut random);
+        let (mut repeated, passes) = (0, 60);
+        for pass in 0..passes {
+            // Some batch, several times.
+            let mut chosen: Vec<usize> = (0..SEQUENCES).collect();
+            random.shuffle(&mut chosen);
+            chosen.truncate([1, 2, 3, 5, 7, 8, 9, 12, 16, 21][random.below(10)]);
+            for _ in 0..random.between(1, 4) {
+                let tokens: Vec<[u32; 1]> = chosen.iter().map(|_| [random.below(VOCAB) as u32]).collect();
+                let parts: Vec<_> = chosen.iter().zip(&tokens).map(|(i, token)| (&sequences[*i], &token[..])).collect();
+                let expected = other.plain(&parts);
+                let (found, is_called) = ours.padded(&parts);
+                assert!(found == expected, "seed {seed}, {dtype:?}, pass {pass}: {} rows differ", chosen.len());
+                repeated += usize::from(!is_called);
+                chosen.iter().for_each(|i| sequences[*i].len += 1);
+            }
+        }
+        println!("{dtype:?}: {repeated} passes were repeated");
+        assert!(repeated > 0);
+    }
+}
+
+#[test]
+fn a_pass_is_made_once_recorded_once_and_then_repeated_until_it_is_forgotten() {
+    let mut random = Random::new(3);
+    let (mut ours, mut other, mut sequences) = start(WeightDtype::Bf16, &mut random);
+    let mut calls = |ours: &mut Bench, chosen: &[usize], times: usize| -> Vec<bool> {
+        let mut one = || {
+            let parts: Vec<_> = chosen.iter().map(|i| (&sequences[*i], &[3][..])).collect();
+            let expected = other.plain(&parts);
+            let (found, is_called) = ours.padded(&parts);
+            assert!(found == expected, "{chosen:?}");
+            chosen.iter().for_each(|i| sequences[*i].len += 1);
+            is_called
+        };
+        (0..times).map(|_| one()).collect()
+    };
+    assert_eq!(calls(&mut ours, &[4, 5, 6], 4), [true, true, false, false]);
+    assert_eq!(calls(&mut ours, &[7, 8, 9, 10], 1), [false], "as many rows, with those that nobody reads");
+    assert_eq!(calls(&mut ours, &[7, 8, 9, 10, 11], 3), [true, true, false]);
+    assert_eq!(calls(&mut ours, &[0, 8, 9], 5), [false, false, false, false, false], "one span");
+    // The sequence has 255 tokens, and then more than one span.
+    assert_eq!(calls(&mut ours, &[0, 8, 9], 5), [false, true, true, false, false], "two spans");
+    ours.rank.ops.forget_passes();
+    assert_eq!(calls(&mut ours, &[4, 5, 6], 3), [true, true, false]);
+    ours.rank.ops.release();
+    assert_eq!(calls(&mut ours, &[4, 5, 6], 3), [true, true, false], "after memory was given back");
+    // More rows than before: what operators keep grows, and moves.
+    let (x, wide) = (ours.rank.zeros(2000, WIDTH), ours.rank.zeros(2000, WIDTH));
+    ours.rank.ops.linear(&x, &ours.layer.weights[0], None, &wide).unwrap();
+    assert_eq!(calls(&mut ours, &[4, 5, 6], 3), [true, true, false], "after it has grown");
+}
+
+#[test]
+fn the_passes_that_were_used_last_are_kept() {
+    let rank = cuda().unwrap();
+    let table = rank.device.zeros(MatrixShape { dtype: WeightDtype::F32, n: 4, k: 4, leaves: 1 }).unwrap();
+    let out = rank.zeros(1000, 4);
+    let is_called = |rows: usize| {
+        let tokens = vec![1; rows];
+        let sequence = |first_row| AttentionSequence { first_row, rows: 1, start_position: 0, block_table: &[0] };
+        let all: Vec<_> = (0..rows).map(sequence).collect();
+        let input = StepInput { tokens: &tokens, sequences: &all, ..NOTHING };
+        let step = rank.ops.prepare_padded(input, Padding { most_rows: 1000, ..PADDING }).unwrap();
+        let mut is_called = false;
+        let embed = || {
+            is_called = true;
+            rank.ops.embed(&table, 0, &step, &out.narrow(0, 0, step.rows()).unwrap())
+        };
+        rank.ops.pass(&step, None, embed).unwrap();
+        is_called
+    };
+    for kind in 1..=70 {
+        assert_eq!([(); 3].map(|()| is_called(8 * kind)), [true, true, false], "{kind}");
+        assert!(!is_called(8), "the first is used all the time");
+        is_called(8 * kind);
+    }
+    assert!(!is_called(8 * 70) && !is_called(8 * 10), "of the last 64");
+    assert!(is_called(8 * 3), "a kind that was not used for long");
+}
+
+#[test]
+fn a_repeated_pass_checks_its_step() {
+    let mut random = Random::new(5);
+    let (mut ours, _, sequences) = start(WeightDtype::Bf16, &mut random);
+    let outside = [(SEQUENCES * BLOCKS) as u32; BLOCKS];
+    for (table, len) in [(&outside[..], 3), (&sequences[4].table[..1], BLOCK_SIZE)] {
+        (0..3).for_each(|_| drop(ours.padded(&[(&sequences[4], &[1])])));
+        let all = [AttentionSequence { first_row: 0, rows: 1, start_position: len, block_table: table }];
+        let input = StepInput { tokens: &[1], positions: &[0], slots: &[0], sequences: &all, ..NOTHING };
+        let step = ours.rank.ops.prepare_padded(input, PADDING).unwrap();
+        let recorded = || -> Result<(), Error> { panic!("the pass is not repeated") };
+        let failed = catch_unwind(AssertUnwindSafe(|| ours.rank.ops.pass(&step, None, recorded)));
+        let why = failed.expect_err("the step is wrong");
+        let why = why.downcast_ref::<String>().expect("a message of the check");
+        assert!(why.contains("block"), "{why}");
+    }
+}
+
+#[test]
+fn an_error_of_a_pass_is_its_callers() {
+    let rank = cuda().unwrap();
+    let sequences = [AttentionSequence { first_row: 0, rows: 1, start_position: 0, block_table: &[0] }];
+    let input = StepInput { tokens: &[1], sequences: &sequences, ..NOTHING };
+    for _ in 0..4 {
+        let step = rank.ops.prepare_padded(input, PADDING).unwrap();
+        let error = rank.ops.pass(&step, None, || Err(Error::Msg("no".into()))).unwrap_err();
+        assert_eq!(error.to_string(), "no");
+    }
+}
+
+#[test]
+fn other_threads_write_weights_while_a_pass_is_recorded() {
+    let mut random = Random::new(6);
+    let (mut ours, mut other, mut sequences) = start(WeightDtype::Bf16, &mut random);
+    // Used by an operator, so that a write waits for them.
+    let mut used = ours.rank.device.zeros(ours.layer.weights[0].shape()).unwrap();
+    let (x, out) = (ours.rank.zeros(1, WIDTH), ours.rank.zeros(1, WIDTH));
+    ours.rank.ops.linear(&x, &used, None, &out).unwrap();
+    let values = random.normals(WIDTH * WIDTH, 1.0);
+    let (now, is_now) = channel();
+    let now = &now;
+    std::thread::scope(|scope| {
+        let (used, values) = (&mut used, &values);
+        scope.spawn(move || {
+            for _ in 0..2 {
+                is_now.recv().unwrap();
+                used.write_rows(0, WeightRows::F32(values));
+            }
+        });
+        for pass in 0..6 {
+            let parts = [(&sequences[4], &[9][..]), (&sequences[5], &[8])];
+            let expected = other.plain(&parts);
+            let found = ours.pass(&parts, true, || {
+                now.send(()).unwrap();
+                std::thread::sleep(Duration::from_millis(50));
+            });
+            assert!(found == expected, "pass {pass}");
+            sequences.iter_mut().for_each(|sequence| sequence.len += usize::from(sequence.len < 100));
+        }
+    });
+    let mut read = vec![0.0; WIDTH * WIDTH];
+    used.read_rows(0, RowBits::F32(&mut read));
+    let stored: Vec<f32> = values.iter().map(|x| half::bf16::from_f32(*x).to_f32()).collect();
+    assert!(read == stored, "what was written while launches were recorded");
+}
+
+#[test]
+fn a_device_is_opened_while_a_pass_is_recorded() {
+    let mut random = Random::new(8);
+    let (mut ours, mut other, sequences) = start(WeightDtype::F32, &mut random);
+    let (now, is_now) = channel();
+    let opening = std::thread::spawn(move || is_now.iter().inspect(|()| drop(cuda().unwrap())).count());
+    for pass in 0..4 {
+        let parts = [(&sequences[4], &[9][..])];
+        let expected = other.plain(&parts);
+        let found = ours.pass(&parts, true, || {
+            now.send(()).unwrap();
+            std::thread::sleep(Duration::from_millis(50));
+        });
+        assert!(found == expected, "pass {pass}");
+    }
+    drop(now);
+    assert_eq!(opening.join().unwrap(), 2, "made once and recorded once");
+}

@@ -1,0 +1,267 @@
+#!/usr/bin/env python3
+"""The tests of the kernels and of whole engines on a card, in the order in which they should first be tried.
+
+    make gpu-check                                  builds and runs; skips with status 0 where there is no card
+    scripts/gpu_check.py card                       status 0 if there is a card
+    scripts/gpu_check.py collect DIR <MESSAGES      copies the binaries that cargo's JSON messages name to DIR
+    scripts/gpu_check.py run DIR --libraries LIBS   runs them; --emulator FOLDER puts the emulator in the card's place
+
+A step that fails does not end the check: the steps after it say how far the fault reaches. docs/cuda.md says what a
+failure means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+BENCHES = Path(__file__).resolve().parents[1] / "benches"
+sys.path.insert(0, str(BENCHES))
+
+from card import Card, NoCardError  # noqa: E402 of benches/, which is no package
+
+CHECK_SECONDS = 480.0
+"""For all steps on a card."""
+MOST_OF_SPEEDS = 300.0
+"""Seconds of the last step."""
+SPEEDS = "free memory and speed of random 1.5B and 7B shapes"
+"""Title of the last step."""
+PASSED, FAILED, ABSENT, LATE = "passed", "FAILED", "left out", "NOT RUN"
+RESULT = re.compile(r"^test result: \w+\. (\d+) passed; (\d+) failed", re.MULTILINE)
+BINARIES = {
+    ("rollout_kernels", "lib"): "kernels",
+    ("devices", "test"): "devices",
+    ("rollout-kernels", "cuda", "test"): "equalities",
+    ("rollout-server", "cuda", "test"): "engines",
+    ("cuda_ranks", "test"): "ranks",
+    ("cuda_transport", "test"): "transport",
+}
+"""Names here of what cargo builds, by target and kind, and by package where two share a name."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Some tests of a binary."""
+
+    title: str
+    binary: str
+    filters: tuple[str, ...] = ()
+    """Parts of the tests' names; all of the binary's tests if empty."""
+    tool: str | None = None
+    """Of compute-sanitizer, which then runs the tests."""
+    devices: int = 1
+    """Without so many the step is left out."""
+
+
+STEPS = [
+    Step("products: every tile has the same bits", "kernels", ("cuda::linear",)),
+    Step("products: any batch has the same bits", "equalities", ("linear::",)),
+    Step("operators beside the reference", "devices"),
+    Step("attention: every way has the same bits", "kernels", ("cuda::attention",)),
+    Step("attention: any batch has the same bits", "equalities", ("attention::",)),
+    Step("sampler: the processor's tokens", "equalities", ("sampling::",)),
+    Step("merge: the processor's bits", "equalities", ("merge::",)),
+    Step("memory: pages mapped, unmapped and mapped again", "engines", ("sleep",)),
+    Step("graphs", "equalities", ("passes::",)),
+    Step("device memory of another process", "transport"),
+    Step("sums of ranks by NCCL", "equalities", ("group::",), devices=4),
+    Step("ranks on several cards", "ranks", devices=4),
+    Step("whole engines", "engines"),
+    Step("memcheck", "equalities", ("linear::the_same", "sampling::answers_are_read"), "memcheck"),
+    Step("racecheck", "equalities", ("linear::the_same",), "racecheck"),
+]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step has come to."""
+
+    outcome: str
+    detail: str
+    seconds: float = 0.0
+
+
+def judge(status: int, output: str) -> Outcome:
+    """The outcome of a binary of tests by its exit status and what it has printed."""
+    found = RESULT.findall(output)
+    passed, failed = (sum(int(result[i]) for result in found) for i in (0, 1))
+    if status or not found:
+        return Outcome(FAILED, f"status {status}, {failed} failed, {passed} passed")
+    if passed == 0:
+        return Outcome(ABSENT, "no such tests yet")
+    return Outcome(PASSED, f"{passed} tests")
+
+
+def sanitizer(directory: Path) -> str | None:
+    """Path of compute-sanitizer: beside the binaries, or in PATH."""
+    beside = directory / "sanitizer/nvidia/cu13/bin/compute-sanitizer"
+    return str(beside.resolve()) if beside.exists() else shutil.which("compute-sanitizer")
+
+
+def run_step(step: Step, args: argparse.Namespace, environment: dict[str, str], seconds: float) -> Outcome:
+    """Runs a step within this time."""
+    if args.devices < step.devices:
+        return Outcome(ABSENT, f"wants {step.devices} cards, here are {args.devices}")
+    binary = args.directory / step.binary
+    if not binary.exists():
+        return Outcome(FAILED, f"no {binary}")
+    command = [str(binary.resolve()), *step.filters]
+    if step.tool:
+        tool = None if args.emulator else sanitizer(args.directory)
+        if tool is None:
+            return Outcome(ABSENT, "the emulator checks this itself" if args.emulator else "no compute-sanitizer")
+        command = [tool, "--tool", step.tool, "--error-exitcode", "9", *command, "--test-threads", "1"]
+    if seconds <= 0:
+        return Outcome(LATE, f"{CHECK_SECONDS:.0f} s are over")
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Outcome(FAILED, "did not end in time", time.monotonic() - start)
+    outcome = judge(done.returncode, done.stdout)
+    if outcome.outcome == FAILED:
+        print(done.stdout[-6000:], flush=True)
+    return Outcome(outcome.outcome, outcome.detail, time.monotonic() - start)
+
+
+def table(outcomes: list[tuple[str, Outcome]]) -> str:
+    """The outcomes as Markdown."""
+    rows = [f"| {title} | {o.outcome} | {o.seconds:.0f} | {o.detail} |" for title, o in outcomes]
+    return "\n".join(["| step | outcome | s | |", "|---|---|---|---|", *rows])
+
+
+def limits(args: argparse.Namespace, environment: dict[str, str]) -> Outcome:
+    """The card and what it reaches at best, by a process of its own that leaves nothing on it."""
+    command = [sys.executable, str(BENCHES / "card.py"), *["--emulated"] * bool(args.emulator)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    print(done.stdout, done.stderr, sep="", end="", flush=True)
+    if done.returncode:
+        return Outcome(FAILED, (done.stdout or done.stderr).strip().splitlines()[-1])
+    said = json.loads(done.stdout)
+    args.devices = said["devices"]
+    copies, products = said["copy_gb_per_s"], said["bf16_tflops"]
+    return Outcome(PASSED, f"{said['name']}: copies {copies:.0f} GB/s, bfloat16 {products:.3g} TFLOP/s")
+
+
+def run(args: argparse.Namespace) -> int:
+    libraries = args.emulator or args.libraries
+    found = [str(libraries.resolve())] if libraries else []
+    # The emulator in the caller's path would stand in for the card unasked.
+    kept = [] if args.emulator else [p for p in [os.environ.get("LD_LIBRARY_PATH")] if p]
+    environment = os.environ | {"LD_LIBRARY_PATH": ":".join([*found, *kept])}
+    if args.emulator:
+        # Processes that name the same file share the emulated device.
+        environment["CUEMU_DEVICES"] = "4"
+        environment["CUEMU_LEDGER"] = str(Path(tempfile.mkdtemp()) / "ledger")
+    args.devices = 1
+    outcomes = [("the card and its limits", limits(args, environment))]
+    end = time.monotonic() + (float("inf") if args.emulator else CHECK_SECONDS)
+    for step in (step for step in STEPS if re.search(args.only, step.title)):
+        print(f"==> {step.title}", flush=True)
+        left = end - time.monotonic()
+        outcome = run_step(step, args, environment, min(left, args.step_seconds))
+        print(f"    {outcome.outcome}, {outcome.seconds:.1f} s: {outcome.detail}", flush=True)
+        outcomes.append((step.title, outcome))
+    if re.search(args.only, SPEEDS):
+        print(f"==> {SPEEDS}", flush=True)
+        outcomes.append((SPEEDS, speeds(args, environment, min(end - time.monotonic(), MOST_OF_SPEEDS))))
+    where = "an emulated card" if args.emulator else "this card"
+    print(f"\nOn {where}:\n\n{table(outcomes)}")
+    return int(any(outcome.outcome in (FAILED, LATE) for _, outcome in outcomes))
+
+
+def speeds(args: argparse.Namespace, environment: dict[str, str], seconds: float) -> Outcome:
+    """Free memory and throughput, by benches/gpu.py, whose table goes to standard output."""
+    if subprocess.run(
+        [sys.executable, "-c", "import numpy, rollout_client"], capture_output=True, check=False
+    ).returncode:
+        return Outcome(ABSENT, f"{sys.executable} has no rollout_client: make setup")
+    if seconds <= 0:
+        return Outcome(LATE, f"{CHECK_SECONDS:.0f} s are over")
+    peer = ["--peer-python", args.peer_python] if args.peer_python else []
+    emulated = ["--emulated", "--mem-util", "0.5", "--model", str(BENCHES.parent / "tests/fixtures/qwen2")]
+    command = [sys.executable, str(BENCHES / "gpu.py"), "--server", str(args.directory / "rollout-server")]
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            [*command, *peer, *emulated * bool(args.emulator)], env=environment, timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Outcome(FAILED, "did not end in time", time.monotonic() - start)
+    taken = time.monotonic() - start
+    return Outcome(FAILED, f"status {done.returncode}", taken) if done.returncode else Outcome(PASSED, "", taken)
+
+
+def collect(directory: Path) -> int:
+    """Copies what cargo has built, by its messages on standard input."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for message in map(json.loads, filter(lambda line: line.startswith("{"), sys.stdin)):
+        if name := name_of(message):
+            shutil.copy2(message["executable"], directory / name)
+    return 0
+
+
+def name_of(message: dict) -> str | None:
+    """Name here of the binary that a message of cargo is about; None if it is not needed."""
+    if not message.get("executable"):
+        return None
+    target, kind = message["target"]["name"], message["target"]["kind"][0]
+    if not message["profile"]["test"]:
+        return target if (target, kind) == ("rollout-server", "bin") else None
+    package = "rollout-kernels" if "/kernels#" in message["package_id"] else "rollout-server"
+    return BINARIES.get((package, target, kind)) or BINARIES.get((target, kind))
+
+
+def has_card() -> int:
+    try:
+        Card().close()
+    except NoCardError as error:
+        print(f"gpu-check: skipped, as there is no card here: {error}")
+        return 1
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("card")
+    commands.add_parser("collect").add_argument("directory", type=Path)
+    runs = commands.add_parser("run")
+    runs.add_argument("directory", type=Path, help="of the binaries")
+    runs.add_argument("--libraries", type=Path, help="directory of NVIDIA's libraries")
+    runs.add_argument("--emulator", type=Path, help="folder of emulator/build.sh, in the card's place")
+    runs.add_argument("--only", default="", help="steps whose title has this expression")
+    runs.add_argument(
+        "--peer-python", help="a Python with transformers and torch, whose speed the last step measures too"
+    )
+    runs.add_argument("--step-seconds", type=float, default=180.0, help="most that a step may take")
+    args = parser.parse_args()
+    if args.command == "card":
+        return has_card()
+    if args.command == "collect":
+        return collect(args.directory)
+    if not args.emulator and has_card():
+        return 0
+    return run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+//! The group of a trainer, which broadcasts its weights from its devices to ours. The trainer is rank 0 and may vanish
+//! at any time: whatever waits for it gives up after a while, and then the group is left.
+
+mod group;
+mod id;
+mod patience;
+mod store;
+
+use rollout_kernels::{Devices, GroupId};
+
+use crate::error::{Error, Result};
+use store::Store;
+
+pub use group::{Pieces, TrainerGroup};
+pub use patience::Patience;
+
+/// The name of vLLM's first broadcast from rank 0: the id of the group.
+const ID_KEY: &str = "/broadcast_from/0/0";
+/// Where torch counts the ranks that have come; rank 0 waits for all.
+const JOINED_KEY: &str = "init/";
+/// Most bytes of what is broadcast there.
+const MAX_ID_BYTES: usize = 4096;
+
+/// Where the ranks of a group find one another.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Meeting {
+    /// torch's TCPStore, which the trainer serves.
+    Store { host: String, port: u16 },
+    /// The id of the group.
+    Id([u8; 128]),
+}
+
+/// Our places in a group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Places {
+    /// The rank of our first one; the others follow.
+    pub first: usize,
+    /// Number of ranks of all processes.
+    pub world: usize,
+}
+
+/// Joins groups of trainers, with the devices of all ranks.
+#[derive(Clone, Default)]
+pub struct Trainers(Option<Devices>);
+
+impl Trainers {
+    /// Joins with these devices, if they can be sent to.
+    pub fn new(devices: &Devices) -> Self {
+        let can = devices.iter().all(|device| device.feeds_by().is_some());
+        Self(can.then(|| devices.clone()))
+    }
+
+    /// Name of the library by which trainers send; `None` if the devices cannot be sent to.
+    pub fn library(&self) -> Option<&'static str> {
+        self.0.as_ref().and_then(|devices| devices.of_rank(0).feeds_by())
+    }
+
+    /// How many ranks join a group.
+    pub fn ranks(&self) -> usize {
+        self.0.as_ref().map_or(0, |devices| devices.iter().count())
+    }
+
+    /// Joins a group with all ranks; waits until all of its ranks have. For threads that may wait.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the group has no places for all ranks; `DeadlineExceeded` or `Aborted` if it does not come
+    /// about.
+    pub fn join(&self, meeting: &Meeting, places: Places, patience: &Patience) -> Result<TrainerGroup> {
+        let Some(devices) = &self.0 else {
+            return Err(Error::FailedPrecondition("no trainer can send to this device".into()));
+        };
+        let (ranks, Places { first, world }) = (self.ranks(), places);
+        if first == 0 || first.checked_add(ranks).is_none_or(|end| end > world) {
+            return Err(Error::invalid(
+                "rank_offset",
+                format!("ranks {first} to {first} + {ranks} - 1 are not within 1 to {world} - 1, as world_size has it"),
+            ));
+        }
+        let id = match meeting {
+            Meeting::Id(id) => *id,
+            Meeting::Store { host, port } => {
+                let mut store = Store::connect(host, *port, patience)?;
+                store.add(JOINED_KEY, ranks as i64)?;
+                let broadcast = store.get(ID_KEY, MAX_ID_BYTES)?;
+                id::from_pickle(&broadcast).ok_or_else(|| {
+                    let bytes = broadcast.len();
+                    Error::invalid(
+                        "master_port",
+                        format!("{ID_KEY} has {bytes} bytes, which are no id as vLLM writes it"),
+                    )
+                })?
+            }
+        };
+        TrainerGroup::join(devices, GroupId(id), places, patience)
+    }
+}

@@ -1,0 +1,123 @@
+//! A step, and what it brings to the requests.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::Instant;
+
+use tracing::trace_span;
+
+use super::{Ending, Engine, Request};
+use crate::error::{Error, Result, panic_message};
+use crate::executor::Executor;
+use crate::scheduler::Outcome;
+use crate::types::{RequestKey, WeightVersion};
+
+/// What a step has brought and its requests have not been given yet.
+pub(super) struct Untold {
+    outcomes: Vec<Outcome>,
+    /// Version of the policy that made it.
+    version: WeightVersion,
+    /// When the step ended.
+    ended: Instant,
+}
+
+impl<X: Executor> Engine<X> {
+    /// Runs one step: `schedule → launch → collect → update`. Emits what the step before has brought while the ranks
+    /// compute this one.
+    pub(super) fn step(&mut self) -> Result<()> {
+        let _step = trace_span!("step").entered();
+        let begun = Instant::now();
+        let plan = Arc::new(trace_span!("schedule").in_scope(|| self.scheduler.schedule()));
+        if plan.is_empty() {
+            self.emit();
+            return Ok(());
+        }
+        let kind = self.watch.begin_step(begun, &plan);
+        for group in self.scheduler.begun() {
+            self.requests.get_mut(group.request).into_iter().for_each(|request| request.begin(begun));
+        }
+        trace_span!("launch").in_scope(|| self.executor.launch(plan.clone()))?;
+        self.emit();
+        let output = trace_span!("wait for the ranks").in_scope(|| self.executor.collect())?;
+        for (request, panic) in &output.failed {
+            self.fail(*request, panic);
+        }
+        let outcomes = trace_span!("update").in_scope(|| self.scheduler.update(&plan, output));
+        let ended = Instant::now();
+        let sampled = self.statistics.count_step(ended - begun, &outcomes);
+        self.watch.end_step(kind, (begun, ended), &plan, sampled, self.policy.version());
+        self.untold = Some(Untold { outcomes, version: self.policy.version(), ended });
+        Ok(())
+    }
+
+    /// Gives the requests what the last step has brought, unless they have it.
+    pub(super) fn emit(&mut self) {
+        let Some(Untold { outcomes, version, ended }) = self.untold.take() else { return };
+        let _emit = trace_span!("emit").entered();
+        for outcome in outcomes {
+            self.emit_one(outcome, version, ended);
+        }
+    }
+
+    /// Gives an outcome of a step, which the policy `version` has made and which has ended `now`, to its request.
+    fn emit_one(&mut self, outcome: Outcome, version: WeightVersion, now: Instant) {
+        let key = match &outcome {
+            Outcome::PromptDone { group, .. } => group.request,
+            Outcome::Token { sample, .. } | Outcome::GrammarFailed { sample, .. } => sample.group.request,
+        };
+        let Some(request) = self.requests.get_mut(key) else {
+            if matches!(outcome, Outcome::Token { .. }) {
+                self.statistics.count_dropped_token();
+            }
+            return;
+        };
+        let scheduler = &mut self.scheduler;
+        let mut failed = None;
+        let taken = catch_unwind(AssertUnwindSafe(|| match outcome {
+            Outcome::PromptDone { group, cached_tokens, logprobs } => {
+                request.prompt_done(group, cached_tokens, logprobs, version);
+            }
+            // A step may give a sample several tokens. Those after a stop string are dropped.
+            Outcome::Token { sample, .. } if !request.is_running(sample) => self.statistics.count_dropped_token(),
+            Outcome::Token { sample, logprobs, finish, grammar_bytes } => {
+                let stopped = request.token(sample, logprobs, finish, grammar_bytes, (version, now));
+                if stopped && finish.is_none() {
+                    // The scheduler knows no text, so it has to be told of a stop string.
+                    scheduler.finish(sample);
+                }
+            }
+            Outcome::GrammarFailed { sample, reason } => {
+                let field = request.sampling_field(sample.group.prompt_index);
+                failed = Some(Error::invalid(format!("{field}.structured_outputs"), reason));
+            }
+        }));
+        if let Err(panic) = taken {
+            return self.fail(key, &panic_message(&*panic));
+        }
+        if let Some(error) = failed {
+            return self.reject(key, error);
+        }
+        if request.is_done() {
+            self.end(key, Ending::Finished);
+        }
+    }
+
+    /// Ends a request whose answer panicked. Some of its events may be lost, but nothing else of the engine was being
+    /// changed, so all other requests go on.
+    fn fail(&mut self, key: RequestKey, panic: &str) {
+        if let Some(mut request) = self.take(key) {
+            self.statistics.count_aborted_request();
+            self.report_panic(key, &mut request, panic);
+        }
+    }
+
+    /// Tells the client of a request that has been taken out that its answer panicked.
+    pub(super) fn report_panic(&mut self, key: RequestKey, request: &mut Request, panic: &str) {
+        tracing::error!(request = key.0, "a request ends because its answer panicked: {panic}");
+        self.statistics.count_internal_error();
+        let error = Error::Internal(format!("the answer to this request panicked: {panic}; other requests go on"));
+        if catch_unwind(AssertUnwindSafe(|| request.fail(error))).is_err() {
+            tracing::error!(request = key.0, "its client could not be told");
+        }
+    }
+}

@@ -1,0 +1,225 @@
+//! One ledger: a ceiling in bytes, and reservations below it by use.
+
+use std::fmt;
+
+use crate::error::{Error, Result};
+
+/// What memory is reserved for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MemoryUse {
+    /// Code, threads, tokenizer, and whatever no other entry counts.
+    Process,
+    /// What the driver takes of a device with memory of its own before anything is stored there: the context, the
+    /// kernels, and the library by which ranks exchange values.
+    Context,
+    /// The serving weights of all ranks.
+    Weights,
+    /// Activations of one step.
+    Workspace,
+    /// Requests and replies under way.
+    Requests,
+    /// The blocks of the KV cache.
+    KvCache,
+    /// The slots of all resident adapters, used or not.
+    Adapters,
+    /// The adapter that is merged into the weights, kept so that it can be merged again after a sleep.
+    MergedAdapter,
+    /// Base parameters that FULL and DELTA pushes have replaced, kept as copies where an adapter is merged into them.
+    BaseCopies,
+    /// The push that is being received.
+    UpdateStaging,
+    /// The weights that the last FULL push has replaced, kept as storage for the next one.
+    SpareWeights,
+    /// What a device with memory of its own takes beyond the bytes that are stored, as it gives whole pages.
+    PageRounding,
+    /// Page-locked memory through which the host and the device exchange values.
+    CopyBuffers,
+    /// What a sleep has moved from the device to page-locked memory.
+    Offloaded,
+}
+
+/// Which memory something takes where the device has memory of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Home {
+    Device,
+    Host,
+}
+
+impl MemoryUse {
+    pub const ALL: [Self; 14] = [
+        Self::Process,
+        Self::Context,
+        Self::Weights,
+        Self::Workspace,
+        Self::Requests,
+        Self::KvCache,
+        Self::Adapters,
+        Self::MergedAdapter,
+        Self::BaseCopies,
+        Self::UpdateStaging,
+        Self::SpareWeights,
+        Self::PageRounding,
+        Self::CopyBuffers,
+        Self::Offloaded,
+    ];
+
+    /// Name of the entry in `GetStatus` and in the log.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Process => "process",
+            Self::Context => "context",
+            Self::Weights => "weights",
+            Self::Workspace => "workspace",
+            Self::Requests => "requests",
+            Self::KvCache => "kv_cache",
+            Self::Adapters => "adapters",
+            Self::MergedAdapter => "merged_adapter",
+            Self::BaseCopies => "base_copies",
+            Self::UpdateStaging => "update_staging",
+            Self::SpareWeights => "spare_weights",
+            Self::PageRounding => "page_rounding",
+            Self::CopyBuffers => "copy_buffers",
+            Self::Offloaded => "offloaded",
+        }
+    }
+
+    /// Where it lies. A push lies in the host's memory but for its shadow weights, which
+    /// [`MemoryBudget::set_parts`](super::MemoryBudget::set_parts) reserves beside it.
+    pub(super) fn home(self) -> Home {
+        match self {
+            Self::Process
+            | Self::Requests
+            | Self::MergedAdapter
+            | Self::UpdateStaging
+            | Self::CopyBuffers
+            | Self::Offloaded => Home::Host,
+            Self::Context
+            | Self::Weights
+            | Self::Workspace
+            | Self::KvCache
+            | Self::Adapters
+            | Self::BaseCopies
+            | Self::SpareWeights
+            | Self::PageRounding => Home::Device,
+        }
+    }
+}
+
+impl fmt::Display for MemoryUse {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// Snapshot of a ledger, in bytes.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct MemoryReport {
+    /// The memory that there is.
+    pub total: u64,
+    /// What may be reserved of it.
+    pub ceiling: u64,
+    pub entries: Vec<(MemoryUse, u64)>,
+}
+
+/// Reservations of one memory.
+#[derive(Clone, Debug)]
+pub(super) struct Ledger {
+    /// What messages call its ceiling.
+    name: &'static str,
+    report: MemoryReport,
+}
+
+impl Ledger {
+    pub fn new(name: &'static str, total: u64, ceiling: u64) -> Self {
+        Self { name, report: MemoryReport { total, ceiling, entries: Vec::new() } }
+    }
+
+    pub fn report(&self) -> &MemoryReport {
+        &self.report
+    }
+
+    pub fn reserve(&mut self, used_for: MemoryUse, bytes: u64) -> Result<()> {
+        if bytes > self.remaining() {
+            return Err(Error::ResourceExhausted(format!(
+                "{used_for} needs {} but only {} of {} of {} is left ({})",
+                human_bytes(bytes),
+                human_bytes(self.remaining()),
+                self.name,
+                human_bytes(self.report.ceiling),
+                self.describe_entries(),
+            )));
+        }
+        self.report.entries.push((used_for, bytes));
+        Ok(())
+    }
+
+    pub fn set(&mut self, used_for: MemoryUse, bytes: u64) -> Result<()> {
+        let before = self.report.entries.clone();
+        let entries = &mut self.report.entries;
+        let place = entries.iter().position(|e| e.0 == used_for);
+        if let Some(place) = place {
+            entries.remove(place);
+        }
+        if bytes == 0 {
+            return Ok(());
+        }
+        if let Err(error) = self.reserve(used_for, bytes) {
+            self.report.entries = before;
+            return Err(error);
+        }
+        let entries = &mut self.report.entries;
+        let entry = entries.pop().expect("it was reserved");
+        entries.insert(place.unwrap_or(entries.len()), entry);
+        Ok(())
+    }
+
+    pub fn lower(&mut self, used_for: MemoryUse, bytes: u64) {
+        let reserved = self.reserved(used_for);
+        assert!(bytes <= reserved, "{used_for}: {bytes} are more than the {reserved} that are set aside");
+        self.set(used_for, bytes).expect("less always fits");
+    }
+
+    pub fn reserved(&self, used_for: MemoryUse) -> u64 {
+        self.report.entries.iter().find(|e| e.0 == used_for).map_or(0, |e| e.1)
+    }
+
+    pub fn remaining(&self) -> u64 {
+        self.report.ceiling - self.report.entries.iter().map(|e| e.1).sum::<u64>()
+    }
+
+    fn describe_entries(&self) -> String {
+        if self.report.entries.is_empty() {
+            return "nothing is reserved yet".into();
+        }
+        let entry = |(used_for, bytes): &(MemoryUse, u64)| format!("{used_for} {}", human_bytes(*bytes));
+        let parts: Vec<_> = self.report.entries.iter().map(entry).collect();
+        format!("reserved: {}", parts.join(", "))
+    }
+}
+
+/// `bytes` for people to read: "1.5 GiB", "300 MiB".
+pub fn human_bytes(bytes: u64) -> String {
+    const UNITS: [&str; 4] = ["KiB", "MiB", "GiB", "TiB"];
+    if bytes < 1024 {
+        return format!("{bytes} B");
+    }
+    let mut value = bytes as f64 / 1024.0;
+    let mut unit = 0;
+    while value >= 1024.0 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    if value < 10.0 { format!("{value:.2} {}", UNITS[unit]) } else { format!("{value:.1} {}", UNITS[unit]) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_are_readable() {
+        for (bytes, text) in [(5, "5 B"), (1024, "1.00 KiB"), (300 << 20, "300.0 MiB"), (3 << 29, "1.50 GiB")] {
+            assert_eq!(human_bytes(bytes), text);
+        }
+    }
+}

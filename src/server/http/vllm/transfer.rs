@@ -1,0 +1,286 @@
+//! The weight transfer engine: a trainer makes a group with the server's ranks and broadcasts its weights to them. The
+//! trainer waits in the same broadcasts as the server, so it makes these calls beside them.
+
+use axum::Json;
+use axum::extract::{FromRequest as _, Request, State};
+use axum::http::StatusCode;
+use axum::http::header::CONTENT_LENGTH;
+use axum::response::Response;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use super::weights::version_of;
+use crate::comm::{Meeting, Places};
+use crate::error::{Error, shown};
+use crate::server::http::Door;
+use crate::server::http::body::{Ignored, JsonBody};
+use crate::server::http::error::{ErrorBody, HttpError};
+use crate::server::http::query::Query;
+use crate::server::transfer::{Announced, Packing, dtype};
+use crate::weights::TensorEntry;
+
+/// Bytes of a group's id.
+const ID_BYTES: usize = 128;
+/// The id in base64.
+const ID_TEXT_BYTES: usize = ID_BYTES.div_ceil(3) * 4;
+
+/// The group to join.
+#[derive(Deserialize, ToSchema)]
+pub(super) struct Init {
+    init_info: InitInfo,
+}
+
+/// Where the ranks of a group find one another, and how its trainer will broadcast.
+#[derive(Deserialize, ToSchema)]
+struct InitInfo {
+    /// Where the trainer, rank 0, serves torch's `TCPStore`.
+    #[serde(default)]
+    master_address: Option<String>,
+    #[serde(default)]
+    #[schema(minimum = 1)]
+    master_port: Option<u16>,
+    /// The group's id instead: its 128 bytes in base64.
+    #[serde(default)]
+    nccl_unique_id_b64: Option<String>,
+    /// Rank of the server's first rank in the group.
+    #[schema(minimum = 1)]
+    rank_offset: usize,
+    /// Number of ranks: those of the trainer, and as many as `/get_world_size` answers.
+    #[schema(minimum = 2)]
+    world_size: usize,
+    /// Whether several tensors are broadcast at once, as bytes; false if left out.
+    #[serde(default)]
+    packed: Option<bool>,
+    /// A broadcast ends behind the tensor with which it has more bytes than this; 1 GiB if left out.
+    #[serde(default)]
+    packed_buffer_size_bytes: Option<u64>,
+}
+
+/// The tensors that the trainer broadcasts now.
+#[derive(Deserialize, ToSchema)]
+pub(super) struct Update {
+    update_info: UpdateInfo,
+}
+
+/// Tensors in the order in which they are broadcast. Without names they are those of the last time.
+#[derive(Deserialize, ToSchema)]
+struct UpdateInfo {
+    #[serde(default)]
+    names: Vec<String>,
+    /// `float32`, `bfloat16` or `float16`.
+    #[serde(default)]
+    dtype_names: Vec<String>,
+    #[serde(default)]
+    shapes: Vec<Vec<usize>>,
+    /// As at the group's beginning, if left out.
+    #[serde(default)]
+    packed: Option<bool>,
+    #[serde(default)]
+    packed_buffer_size_bytes: Option<u64>,
+}
+
+/// The end of an update.
+#[derive(Default, Deserialize, ToSchema)]
+pub(super) struct Finish {
+    /// The policy's version from now on, a decimal number below 2^64 above the present one; one more if left out.
+    #[serde(default)]
+    #[schema(pattern = "^(0|[1-9][0-9]{0,18})$")]
+    weight_version: Option<String>,
+}
+
+/// What was done.
+#[derive(Serialize, ToSchema)]
+pub(super) struct Transferred {
+    message: &'static str,
+}
+
+/// Joins a trainer's group with all ranks, in place of the group there may be; answers when all ranks of the group have
+/// joined.
+#[utoipa::path(post, path = "/init_weight_transfer_engine", request_body = Init, responses(
+    (status = 200, body = Transferred),
+    (status = 400, body = ErrorBody),
+    (status = 408, description = "the trainer did not come within --update-idle-seconds", body = ErrorBody),
+    (status = 409, description = "the group did not come about", body = ErrorBody),
+    (status = 501, description = "no trainer can broadcast to the server's device", body = ErrorBody),
+))]
+pub(super) async fn init_weight_transfer_engine(
+    State(door): State<Door>,
+    request: Request,
+) -> Result<Response, HttpError> {
+    let JsonBody { value: Init { init_info }, ignored, .. } = body(&door, request).await?;
+    let meeting = meeting(&init_info)?;
+    let places = Places { first: init_info.rank_offset, world: init_info.world_size };
+    let packing = Packing { packed: init_info.packed, buffer_bytes: init_info.packed_buffer_size_bytes };
+    door.transfers.join(meeting, places, packing).await?;
+    Ok(done(&ignored, "Weight transfer initialized"))
+}
+
+/// Begins a push of every parameter. What serves does not change before its end.
+#[utoipa::path(post, path = "/start_weight_update", responses(
+    (status = 200, body = Transferred),
+    (status = 409, description = "no trainer has joined, another push is under way, or the state forbids it",
+        body = ErrorBody),
+    (status = 429, description = "no room under the memory ceiling", body = ErrorBody),
+    (status = 501, description = "no trainer can broadcast to the server's device", body = ErrorBody),
+))]
+pub(super) async fn start_weight_update(State(door): State<Door>, query: Query) -> Result<Response, HttpError> {
+    check_device(&door, "/start_weight_update")?;
+    door.transfers.begin().await?;
+    Ok(done(&query.ignored(&[]), "Weight update started"))
+}
+
+/// Receives tensors of the push that was begun; answers when the trainer has broadcast all of them. Tensors that are
+/// refused are received all the same, so that the trainer comes to the end of its broadcasts.
+#[utoipa::path(post, path = "/update_weights", request_body = Update, responses(
+    (status = 200, body = Transferred),
+    (status = 400, description = "a tensor that the model does not have so; the push is dropped", body = ErrorBody),
+    (status = 408, description = "the trainer broadcast nothing for --update-idle-seconds; the push is dropped, and \
+        the group left", body = ErrorBody),
+    (status = 409, description = "no push was begun, or the trainer has vanished", body = ErrorBody),
+    (status = 429, description = "no room on a device; the push is dropped, and the group left", body = ErrorBody),
+    (status = 501, description = "no trainer can broadcast to the server's device", body = ErrorBody),
+))]
+pub(super) async fn update_weights(State(door): State<Door>, request: Request) -> Result<Response, HttpError> {
+    let JsonBody { value: Update { update_info }, ignored, charge, .. } = body(&door, request).await?;
+    let announced = announced(update_info)?;
+    door.transfers.receive(announced).await?;
+    drop(charge);
+    Ok(done(&ignored, "Weights updated"))
+}
+
+/// Ends the push: all its parameters serve from the next step on, or it is refused and nothing has changed.
+#[utoipa::path(post, path = "/finish_weight_update", request_body = Option<Finish>, responses(
+    (status = 200, body = Transferred),
+    (status = 400, description = "parameters are missing; nothing has changed", body = ErrorBody),
+    (status = 409, description = "no push was begun, or the version is not above the policy's", body = ErrorBody),
+    (status = 501, description = "no trainer can broadcast to the server's device", body = ErrorBody),
+))]
+pub(super) async fn finish_weight_update(State(door): State<Door>, request: Request) -> Result<Response, HttpError> {
+    let is_empty = request.headers().get(CONTENT_LENGTH).is_none_or(|length| length == "0");
+    let (finish, ignored) = if is_empty {
+        check_device(&door, request.uri().path())?;
+        Default::default()
+    } else {
+        let JsonBody { value, ignored, .. } = body(&door, request).await?;
+        (value, ignored)
+    };
+    let Finish { weight_version } = finish;
+    let version = weight_version.map(|text| version_of("weight_version", &text)).transpose()?;
+    door.transfers.finish(version).await?;
+    Ok(done(&ignored, "Weight update finished"))
+}
+
+/// Leaves the trainer's group, and drops the push that is open.
+#[utoipa::path(post, path = "/shutdown_weight_transfer_engine", responses(
+    (status = 200, body = Transferred),
+    (status = 501, description = "no trainer can broadcast to the server's device", body = ErrorBody),
+))]
+pub(super) async fn shutdown_weight_transfer_engine(
+    State(door): State<Door>,
+    query: Query,
+) -> Result<Response, HttpError> {
+    check_device(&door, "/shutdown_weight_transfer_engine")?;
+    door.transfers.leave().await?;
+    Ok(done(&query.ignored(&[]), "Weight transfer shut down"))
+}
+
+fn done(ignored: &Ignored, message: &'static str) -> Response {
+    ignored.name_in(Json(Transferred { message }))
+}
+
+/// The body, after a look whether there is any use for it.
+async fn body<T: DeserializeOwned + Send + 'static>(door: &Door, request: Request) -> Result<JsonBody<T>, HttpError> {
+    if let Err(refused) = check_device(door, request.uri().path()) {
+        // Receives the body first, so that its connection can be used again.
+        Query::from_request(request, door).await?;
+        return Err(refused);
+    }
+    JsonBody::from_request(request, door).await
+}
+
+/// Whether trainers can broadcast to the device.
+fn check_device(door: &Door, path: &str) -> Result<(), HttpError> {
+    let context = door.gate.look()?;
+    if context.trainers.library().is_some() {
+        return Ok(());
+    }
+    let message = format!(
+        "{path}: a trainer broadcasts weights from its device to the server's, which is not possible with --device {}. \
+         Push tensors over gRPC (Weights.Update; push_lora, push_full and push_delta of rollout_client), or save an \
+         adapter below --weights-dir and POST /v1/load_lora_adapter, as TRL's AsyncGRPOTrainer does if the server has \
+         --max-adapters",
+        context.info.device
+    );
+    Err(HttpError::new(StatusCode::NOT_IMPLEMENTED, "NotImplementedError", None, &message))
+}
+
+fn meeting(info: &InitInfo) -> Result<Meeting, Error> {
+    match (&info.master_address, info.master_port, &info.nccl_unique_id_b64) {
+        (Some(host), Some(port), None) if !host.is_empty() && port > 0 => {
+            Ok(Meeting::Store { host: host.clone(), port })
+        }
+        (None, None, Some(text)) => id(text).map(Meeting::Id).ok_or_else(|| {
+            let message = format!("{:?} is not {ID_BYTES} bytes in base64", shown(text, 200));
+            Error::invalid("init_info.nccl_unique_id_b64", message)
+        }),
+        _ => {
+            let message = "give master_address and master_port, or nccl_unique_id_b64";
+            Err(Error::invalid("init_info", message))
+        }
+    }
+}
+
+/// The bytes of an id in base64, as RFC 4648 has it.
+fn id(text: &str) -> Option<[u8; ID_BYTES]> {
+    let value = |letter: u8| match letter {
+        b'A'..=b'Z' => Some(letter - b'A'),
+        b'a'..=b'z' => Some(letter - b'a' + 26),
+        b'0'..=b'9' => Some(letter - b'0' + 52),
+        b'+' => Some(62),
+        b'/' => Some(63),
+        _ => None,
+    };
+    let text = text.strip_suffix('=').filter(|text| text.len() == ID_TEXT_BYTES - 1)?;
+    let mut id = [0; ID_BYTES];
+    for (bytes, letters) in id.chunks_mut(3).zip(text.as_bytes().chunks(4)) {
+        let mut bits = letters.iter().try_fold(0u32, |bits, &letter| Some(bits << 6 | u32::from(value(letter)?)))?;
+        bits <<= 6 * (4 - letters.len());
+        bytes.copy_from_slice(&bits.to_be_bytes()[1..=bytes.len()]);
+    }
+    Some(id)
+}
+
+fn announced(info: UpdateInfo) -> Result<Announced, Error> {
+    let UpdateInfo { names, dtype_names, shapes, packed, packed_buffer_size_bytes } = info;
+    for (field, count) in [("dtype_names", dtype_names.len()), ("shapes", shapes.len())] {
+        if count != names.len() {
+            let message = format!("has {count} entries, and names has {}", names.len());
+            return Err(Error::invalid(format!("update_info.{field}"), message));
+        }
+    }
+    let tensors = names.into_iter().zip(dtype_names).zip(shapes).map(|((name, dtype_name), shape)| {
+        let dtype = dtype(&dtype_name)?;
+        Ok(TensorEntry { name, dtype, shape, digest: None, payload: None, offset: 0, allocation: None })
+    });
+    let packing = Packing { packed, buffer_bytes: packed_buffer_size_bytes };
+    Ok(Announced { tensors: tensors.collect::<Result<_, Error>>()?, packing })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_are_read_as_python_writes_them() {
+        // base64.b64encode(bytes(range(128)))
+        let text = "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8gISIjJCUmJygpKissLS4vMDEyMzQ1Njc4OTo7PD0+P0BBQkNERUZHSElKS0xN\
+                    Tk9QUVJTVFVWV1hZWltcXV5fYGFiY2RlZmdoaWprbG1ub3BxcnN0dXZ3eHl6e3x9fn8=";
+        let expected: Vec<u8> = (0..128).collect();
+        assert_eq!(id(text).expect("an id")[..], expected);
+        for wrong in [&text[..text.len() - 4], &text.replace('+', "-"), &text.replace('=', "A"), "", "=", "é"] {
+            assert!(id(wrong).is_none(), "{wrong}");
+        }
+        assert!(id(&format!("{text}AAAA")).is_none());
+    }
+}

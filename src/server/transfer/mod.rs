@@ -1,0 +1,115 @@
+//! Pushes of a trainer that broadcasts its weights to the devices, as vLLM's weight transfer engine takes them: the
+//! trainer makes a group with all ranks, and then drives each push by several calls, which are one transaction here.
+//!
+//! One task has the group and the push that is open; the calls are its orders, which it carries out one after the
+//! other. Whatever goes wrong, nothing of the push has happened. The trainer does not see errors while it broadcasts,
+//! and what it broadcasts comes in turn: so a push that is refused is received to its end all the same, and where that
+//! is not possible the group is left, so that the next push never gets the bytes of this one.
+
+mod layout;
+mod session;
+
+use tokio::sync::{mpsc, oneshot};
+
+use super::calls::engine_gone;
+use super::gate::Gate;
+use crate::comm::{Meeting, Places};
+use crate::error::Result;
+use crate::types::WeightVersion;
+use session::Link;
+
+pub(super) use layout::{Announced, Packing, dtype};
+
+/// Orders that wait for those before them.
+const QUEUE: usize = 4;
+
+/// What a trainer orders.
+enum Order {
+    /// Make a group with these, in place of the one there may be.
+    Join(Meeting, Places, Packing),
+    /// Leave the group.
+    Leave,
+    /// Begin a push.
+    Begin,
+    /// Receive some tensors of the push.
+    Receive(Announced),
+    /// Verify the push, and let the policy have this version; the next one if none is given.
+    Finish(Option<WeightVersion>),
+}
+
+/// An order, and who waits for it.
+type Call = (Order, Waiter);
+
+/// Who waits for an order to be carried out.
+struct Waiter(oneshot::Sender<Result<()>>);
+
+impl Waiter {
+    fn answer(self, result: Result<()>) {
+        // Fails if the caller is gone.
+        let _ = self.0.send(result);
+    }
+
+    /// Returns once nobody waits any more.
+    async fn gone(&mut self) {
+        self.0.closed().await;
+    }
+}
+
+/// The way to the task that carries out a trainer's orders. It ends when all of these are gone.
+#[derive(Clone)]
+pub(super) struct Transfers(mpsc::Sender<Call>);
+
+impl Transfers {
+    /// Starts the task.
+    pub(super) fn start(gate: &Gate) -> Self {
+        let (calls, orders) = mpsc::channel(QUEUE);
+        tokio::spawn(Link::new(gate.clone(), orders).run());
+        Self(calls)
+    }
+
+    /// Makes a group with a trainer; waits until all its ranks have joined. A group that there was is left.
+    ///
+    /// # Errors
+    /// As for [`Trainers::join`](crate::comm::Trainers::join).
+    pub(super) async fn join(&self, meeting: Meeting, places: Places, packing: Packing) -> Result<()> {
+        self.order(Order::Join(meeting, places, packing)).await
+    }
+
+    /// Leaves the group, if there is one, and drops the push that is open.
+    ///
+    /// # Errors
+    /// `Unavailable` if the server ends.
+    pub(super) async fn leave(&self) -> Result<()> {
+        self.order(Order::Leave).await
+    }
+
+    /// Begins a push.
+    ///
+    /// # Errors
+    /// `FailedPrecondition` without a group, or if a push of the trainer is open; those of the engine.
+    pub(super) async fn begin(&self) -> Result<()> {
+        self.order(Order::Begin).await
+    }
+
+    /// Receives tensors of the push that is open.
+    ///
+    /// # Errors
+    /// `FailedPrecondition` without a push; what is wrong with the tensors, which ends the push.
+    pub(super) async fn receive(&self, tensors: Announced) -> Result<()> {
+        self.order(Order::Receive(tensors)).await
+    }
+
+    /// Ends the push that is open: the engine applies it, or refuses it as a whole.
+    ///
+    /// # Errors
+    /// `FailedPrecondition` without a push; what is wrong with it.
+    pub(super) async fn finish(&self, version: Option<WeightVersion>) -> Result<()> {
+        self.order(Order::Finish(version)).await
+    }
+
+    async fn order(&self, order: Order) -> Result<()> {
+        let (waiter, answer) = oneshot::channel();
+        self.0.send((order, Waiter(waiter))).await.map_err(|_| engine_gone())?;
+        answer.await.map_err(|_| engine_gone())?
+    }
+}

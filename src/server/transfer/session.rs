@@ -1,0 +1,284 @@
+//! The task that has a trainer's group and the push that is open.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use tokio::sync::mpsc;
+use tokio::task::spawn_blocking;
+use tokio::time::timeout;
+
+use super::layout::{Announced, Cursor, Packing, broadcasts};
+use super::{Call, Order, Waiter};
+use crate::comm::{Patience, Pieces, TrainerGroup};
+use crate::engine::RunningPolicy;
+use crate::error::{Error, Result};
+use crate::server::context::ServingContext;
+use crate::server::convert::{Terms, ValidHeader};
+use crate::server::gate::Gate;
+use crate::server::pushes::{PushThread, Sender, VerifiedPush, transact};
+use crate::weights::{Source, TensorEntry, UpdateKind, UpdateSpec, largest_broadcast, most_announced};
+
+/// Pieces of what is broadcast that wait for those before them.
+const PIECES: usize = 2;
+/// Bytes of the host that pieces take on their way from the device to where they are packed.
+const PIECES_BYTES: u64 = 32 << 20;
+
+/// A trainer's group.
+#[derive(Clone)]
+struct Joined {
+    group: Arc<TrainerGroup>,
+    packing: Packing,
+    /// The tensors of the last push, for one that names none.
+    last: Arc<Vec<TensorEntry>>,
+}
+
+/// The task's state.
+pub(super) struct Link {
+    gate: Gate,
+    calls: mpsc::Receiver<Call>,
+    joined: Option<Joined>,
+    /// An order that has ended a push, and is still to be carried out.
+    next: Option<Call>,
+}
+
+/// Ends the waits of a call whose work is dropped.
+struct EndOnDrop(Patience);
+
+impl Drop for EndOnDrop {
+    fn drop(&mut self) {
+        self.0.end();
+    }
+}
+
+impl Link {
+    pub(super) fn new(gate: Gate, calls: mpsc::Receiver<Call>) -> Self {
+        Self { gate, calls, joined: None, next: None }
+    }
+
+    /// Carries out orders until nobody can give any.
+    pub(super) async fn run(mut self) {
+        loop {
+            let call = match self.next.take() {
+                None => self.calls.recv().await,
+                next => next,
+            };
+            let Some((order, mut waiter)) = call else { break };
+            match order {
+                Order::Join(meeting, places, packing) => {
+                    self.leave().await;
+                    let join = move |context: &ServingContext, patience: &Patience| {
+                        context.trainers.join(&meeting, places, patience)
+                    };
+                    let result = self.join(join, packing, &mut waiter).await;
+                    waiter.answer(result);
+                }
+                Order::Leave => {
+                    self.leave().await;
+                    waiter.answer(Ok(()));
+                }
+                Order::Begin => self.push(waiter).await,
+                Order::Receive(_) => {
+                    // Nobody will receive what the trainer broadcasts now.
+                    self.leave().await;
+                    waiter.answer(Err(no_update()));
+                }
+                Order::Finish(_) => waiter.answer(Err(no_update())),
+            }
+        }
+        self.leave().await;
+    }
+
+    async fn join(
+        &mut self,
+        join: impl FnOnce(&ServingContext, &Patience) -> Result<TrainerGroup> + Send + 'static,
+        packing: Packing,
+        waiter: &mut Waiter,
+    ) -> Result<()> {
+        let (context, _running) = self.gate.admit()?;
+        let patience = Patience::new(context.update_idle);
+        let _end = EndOnDrop(patience.clone());
+        let joining = spawn_blocking(move || join(&context, &patience));
+        let group = tokio::select! {
+            group = joining => group.map_err(|e| Error::Internal(format!("joining a trainer failed: {e}")))??,
+            () = waiter.gone() => return Err(Error::Aborted("the trainer is gone".into())),
+            () = self.gate.ending() => return Err(Error::Unavailable("the server is shutting down".into())),
+        };
+        self.joined = Some(Joined { group: Arc::new(group), packing, last: Arc::default() });
+        Ok(())
+    }
+
+    /// Leaves the group, if there is one. On the blocking pool, because its threads end before.
+    async fn leave(&mut self) {
+        if let Some(joined) = self.joined.take() {
+            let _ = spawn_blocking(move || drop(joined)).await;
+        }
+    }
+
+    /// One push, from the order to begin it to the order that ends it.
+    async fn push(&mut self, waiter: Waiter) {
+        if self.joined.is_none() {
+            return waiter.answer(Err(no_group()));
+        }
+        let (gate, mut waiter) = (self.gate.clone(), Some(waiter));
+        let (link, slot) = (&mut *self, &mut waiter);
+        let receive = |context, sender| async move { link.receive_push(context, sender, slot).await };
+        let result = transact(&gate, "a trainer's broadcasts".into(), receive).await;
+        if let Some(waiter) = waiter {
+            waiter.answer(result.map(drop));
+        }
+    }
+
+    /// Receives a push up to its commit. `waiter` waits for what is done at the moment.
+    async fn receive_push(
+        &mut self,
+        context: Arc<ServingContext>,
+        sender: Sender,
+        waiter: &mut Option<Waiter>,
+    ) -> Result<VerifiedPush> {
+        let activity = sender.activity.clone();
+        let room = self.joined.as_ref().map_or(0, |joined| room(&context, joined.packing));
+        let mut push = PushThread::open(&context, header(&context, room), sender).await?;
+        let mut declared = 0;
+        loop {
+            if let Some(waiter) = waiter.take() {
+                waiter.answer(Ok(()));
+            }
+            activity.touch();
+            let call = timeout(context.update_idle, self.calls.recv()).await.map_err(|_| silent(&context))?;
+            let (order, caller) = call.ok_or_else(|| Error::Unavailable("the server is shutting down".into()))?;
+            match order {
+                Order::Receive(announced) => {
+                    let waiter = waiter.insert(caller);
+                    declared += self.receive(&context, &mut push, declared, announced, waiter).await?;
+                }
+                Order::Finish(version) => {
+                    *waiter = Some(caller);
+                    let mut verified = push.finish().await?;
+                    verified.new_version = version;
+                    return Ok(verified);
+                }
+                Order::Begin => {
+                    let why = "a weight update is under way; POST /finish_weight_update first";
+                    caller.answer(Err(Error::FailedPrecondition(why.into())));
+                }
+                order @ (Order::Join(..) | Order::Leave) => {
+                    self.next = Some((order, caller));
+                    return Err(Error::Aborted("the trainer has left, or another has come".into()));
+                }
+            }
+        }
+    }
+
+    /// Receives tensors of a push, of which `declared` have come. Returns how many they are.
+    async fn receive(
+        &mut self,
+        context: &ServingContext,
+        push: &mut PushThread,
+        declared: usize,
+        announced: Announced,
+        waiter: &mut Waiter,
+    ) -> Result<usize> {
+        // Where this future is dropped, the group goes with it.
+        let mut joined = self.joined.take().ok_or_else(no_group)?;
+        let received = receive(context, push, declared, announced, &mut joined, waiter).await;
+        self.joined = Some(joined);
+        if received.is_err() {
+            self.leave().await;
+        }
+        received?
+    }
+}
+
+/// Receives tensors of a push, of which `declared` have come. The inner result is that of the push; the outer one is an
+/// error if the trainer may still broadcast something of it.
+async fn receive(
+    context: &ServingContext,
+    push: &mut PushThread,
+    declared: usize,
+    announced: Announced,
+    joined: &mut Joined,
+    waiter: &mut Waiter,
+) -> Result<Result<usize>> {
+    if !announced.tensors.is_empty() {
+        joined.last = Arc::new(announced.tensors);
+    }
+    let tensors = joined.last.to_vec();
+    if tensors.is_empty() {
+        return Err(Error::invalid("update_info.names", "is empty, and there are no names of before"));
+    }
+    let (count, most) = (tensors.len(), broadcast_bytes(context, joined.packing));
+    let (broadcasts, sizes) = broadcasts(&tensors, announced.packing.or(joined.packing))?;
+    if let Some(larger) = broadcasts.iter().find(|broadcast| broadcast.bytes() as u64 > most) {
+        let message = format!("{} bytes are broadcast at once; for this model they are {most} at most", larger.bytes());
+        return Err(Error::invalid("update_info.shapes", message));
+    }
+    let mut refused = push.declare(tensors).await;
+    let patience = Patience::new(context.update_idle);
+    let _end = EndOnDrop(patience.clone());
+    let (sender, mut pieces) = mpsc::channel(PIECES);
+    let take: Pieces = Box::new(move |piece| sender.blocking_send(Bytes::copy_from_slice(piece)).is_ok());
+    let group = joined.group.clone();
+    let receiving = spawn_blocking(move || group.receive(broadcasts, take, &patience));
+    let mut cursor = Cursor::new(declared as u32, sizes);
+    let received = async {
+        while let (Ok(()), Some(mut piece)) = (&refused, pieces.recv().await) {
+            while let (Ok(()), Some(chunk)) = (&refused, cursor.split(&mut piece)) {
+                refused = push.chunk(chunk).await;
+            }
+        }
+        drop(pieces);
+        receiving.await.map_err(|e| Error::Internal(format!("receiving from the trainer failed: {e}")))?
+    };
+    tokio::select! {
+        received = received => received?,
+        () = waiter.gone() => return Err(Error::Aborted("the trainer is gone".into())),
+    }
+    Ok(refused.map(|()| count))
+}
+
+/// Most bytes that a trainer broadcasts at once.
+fn broadcast_bytes(context: &ServingContext, packing: Packing) -> u64 {
+    largest_broadcast(&context.parameters, packing.buffer())
+}
+
+/// Bytes that receiving takes: on each device for one broadcast, and on the host for what is on its way from there.
+fn room(context: &ServingContext, packing: Packing) -> u64 {
+    (context.trainers.ranks() as u64).saturating_mul(broadcast_bytes(context, packing)).saturating_add(PIECES_BYTES)
+}
+
+/// The header of a push whose tensors are declared as they come.
+fn header(context: &ServingContext, room: u64) -> ValidHeader {
+    let spec = UpdateSpec {
+        kind: UpdateKind::Full,
+        adapter_config: String::new(),
+        unmerged: false,
+        tensors: Vec::new(),
+        total_bytes: Some(most_announced(&context.parameters)),
+        source: Source::Broadcast { room },
+    };
+    let terms = Terms {
+        kind: UpdateKind::Full,
+        adapter: None,
+        expected_version: None,
+        new_version: None,
+        force_version: false,
+        running: RunningPolicy::Keep,
+        in_place: false,
+    };
+    ValidHeader { spec, terms }
+}
+
+fn no_update() -> Error {
+    let why = "no weight update is under way: it has failed, or none was started; POST /start_weight_update";
+    Error::FailedPrecondition(why.into())
+}
+
+fn no_group() -> Error {
+    let why = "no trainer has joined, or its group was left after a failure; POST /init_weight_transfer_engine";
+    Error::FailedPrecondition(why.into())
+}
+
+fn silent(context: &ServingContext) -> Error {
+    let seconds = context.update_idle.as_secs_f64();
+    Error::Aborted(format!("the trainer has ordered nothing for {seconds:.1} s (--update-idle-seconds)"))
+}

@@ -1,0 +1,287 @@
+//! Divides the memory among its uses, before anything of it is taken.
+
+use rollout_kernels::Devices;
+
+use super::Layout;
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::executor::resident_adapter_bytes;
+use crate::memory::{MemoryBudget, MemoryReport, MemoryUse, Traffic, human_bytes, total_bytes};
+use crate::model::config::ModelConfig;
+use crate::model::{Decoder, LOGITS_ROWS, Parameterized, Workspace, kv_bytes_per_block};
+use crate::observe::TIMELINE_BYTES;
+
+/// Bytes set aside for what is not reserved one by one: code, threads, tokenizer, and the allocator's slack. With
+/// SmolLM2-135M, resident memory less the reservations touched: 45 MiB when idle, an estimated 115 MiB after 64 samples
+/// (the touched part of the cache is counted from its blocks). What the transport holds of frames that are not whole
+/// comes out of it too: 32 MiB of long ones, and 96 KiB at most for each connection; and so do the 4 MiB of the
+/// timeline.
+const PROCESS_BYTES: u64 = 192 << 20;
+const _: () = assert!(TIMELINE_BYTES < 4 << 20, "docs/observability.md says so");
+
+/// What the driver of a device with memory of its own, and its libraries, take of the host's. Not measured on a card.
+const DRIVER_BYTES: u64 = 256 << 20;
+
+/// Most bytes that TLS holds of one connection: two records as they are read, one that arrives, its decrypted bytes,
+/// and one that is sent, with what a growing buffer takes more.
+const TLS_CONNECTION_BYTES: u64 = 96 << 10;
+
+/// Most bytes that are set aside for requests and replies in flight where `--request-bytes` is not given: what several
+/// batches of a large trainer take while they are decoded.
+const MAX_REQUEST_BYTES: u64 = 512 << 20;
+/// Fewest bytes that are set aside for requests and replies in flight: a request of a few prompts, its text being
+/// encoded, and its reply.
+const MIN_REQUEST_BYTES: u64 = 8 << 20;
+
+/// What is reserved at the start.
+pub(super) struct Plan {
+    pub budget: MemoryBudget,
+    /// The counter that holds requests and replies to their reservation.
+    pub traffic: Traffic,
+    /// Of the KV cache.
+    pub blocks: usize,
+}
+
+impl Plan {
+    /// Divides the memory, logs it, and lets the devices take no more of theirs. Matrices of `decoders` have no memory
+    /// yet. `broadcast` is what a broadcast of weights takes on all ranks.
+    ///
+    /// # Errors
+    /// `Config` or `ResourceExhausted`, with one message that says what to change.
+    pub fn new(
+        config: &Config,
+        model: &ModelConfig,
+        layout: &Layout,
+        decoders: &[Decoder],
+        broadcast: u64,
+    ) -> Result<Self> {
+        let mut budget = new_budget(config, &layout.devices)?;
+        reserve_fixed(&mut budget, config, model, layout, decoders)?;
+        let traffic = reserve_requests(&mut budget, config, model, layout)?;
+        let blocks = reserve_kv(&mut budget, config, model, layout, broadcast)?;
+        layout.devices.limit(budget.report().ceiling - budget.reserved(MemoryUse::Context));
+        print_ledgers(&budget);
+        let tokens = blocks * layout.block_size;
+        tracing::info!("memory: the KV cache is {blocks} blocks of {} tokens, {tokens} tokens", layout.block_size);
+        Ok(Self { budget, traffic, blocks })
+    }
+}
+
+/// One ledger, or another of the host's memory where the devices have their own.
+fn new_budget(config: &Config, devices: &Devices) -> Result<MemoryBudget> {
+    let (total, of_host) = (devices.total_bytes(), total_bytes());
+    match config.host_memory {
+        None if !devices.have_own_memory() => Ok(MemoryBudget::new(total, config.mem_util)),
+        Some(bytes) if !devices.have_own_memory() => {
+            let device = config.device.name();
+            Err(Error::Config(format!(
+                "--host-memory {bytes}: with --device {device} there is one memory, and --mem-util is its ceiling; \
+                 leave --host-memory out"
+            )))
+        }
+        Some(bytes) if bytes > of_host => {
+            let has = human_bytes(of_host);
+            Err(Error::Config(format!("--host-memory {bytes}: this machine or container has {has}; lower it")))
+        }
+        given => Ok(MemoryBudget::beside_host(total, config.mem_util, of_host, given.unwrap_or(of_host / 2))),
+    }
+}
+
+/// Reserves everything whose size does not depend on the KV cache.
+fn reserve_fixed(
+    budget: &mut MemoryBudget,
+    config: &Config,
+    model: &ModelConfig,
+    layout: &Layout,
+    decoders: &[Decoder],
+) -> Result<()> {
+    let entries = fixed_entries(config, model, layout, decoders)?;
+    let later = [
+        (MemoryUse::Requests, config.request_bytes.unwrap_or(MIN_REQUEST_BYTES)),
+        (MemoryUse::KvCache, block_bytes(model, layout) * blocks_for(layout.max_model_len, layout)),
+    ];
+    let least_below = |flag: &str| -> u64 {
+        let all = entries.iter().chain(&later).filter(|entry| budget.flag_for(entry.0) == flag);
+        all.map(|entry| entry.1).sum()
+    };
+    let [least, least_of_host] = ["--mem-util", "--host-memory"].map(least_below);
+    let total = budget.report().total;
+    for (used_for, bytes) in entries {
+        let flag = budget.flag_for(used_for);
+        budget.reserve(used_for, bytes).map_err(|e| {
+            Error::ResourceExhausted(match flag {
+                "--mem-util" => format!(
+                    "--mem-util {}: {e}; this model with --max-model-len {} needs at least {} in all, {}",
+                    config.mem_util,
+                    layout.max_model_len,
+                    human_bytes(least),
+                    share_of(total, least),
+                ),
+                flag => {
+                    let least = human_bytes(least_of_host);
+                    format!("{flag}: {e}; the host needs at least {least}, {flag} {least_of_host}")
+                }
+            })
+        })?;
+    }
+    Ok(())
+}
+
+/// What is reserved first, in the order of the ledger.
+fn fixed_entries(
+    config: &Config,
+    model: &ModelConfig,
+    layout: &Layout,
+    decoders: &[Decoder],
+) -> Result<Vec<(MemoryUse, u64)>> {
+    let (world, devices) = (layout.world, &layout.devices);
+    let activations = Workspace::bytes(model, &layout.build(0), layout.max_batch_tokens);
+    let scratch = devices.of_rank(0).scratch_bytes() as u64;
+    let adapters = decoders.iter().enumerate().map(|(rank, decoder)| {
+        resident_adapter_bytes(decoder, &layout.build(rank), config.max_lora_rank, config.max_adapters)
+    });
+    let driver = if devices.have_own_memory() { DRIVER_BYTES } else { 0 };
+    let entries = [
+        (MemoryUse::Process, PROCESS_BYTES + tls_bytes(config) + driver),
+        (MemoryUse::Context, devices.context_bytes(world)),
+        (MemoryUse::Weights, decoders.iter().map(Parameterized::bytes).sum()),
+        (MemoryUse::Workspace, (activations + scratch) * world as u64),
+        (MemoryUse::Adapters, adapters.sum::<Result<u64>>()?),
+        (MemoryUse::PageRounding, devices.rounding_bytes()),
+        (MemoryUse::CopyBuffers, devices.host_bytes(LOGITS_ROWS * model.vocab_size * size_of::<f32>())),
+    ];
+    Ok(entries.into_iter().filter(|entry| entry.1 > 0).collect())
+}
+
+/// What gives the server so many bytes: a `--mem-util`, or other than that more memory.
+fn share_of(total: u64, bytes: u64) -> String {
+    if bytes > total {
+        return format!("and this machine or container has {}", human_bytes(total));
+    }
+    // Rounded up, so that it is enough.
+    format!("--mem-util {:.3}", (bytes as f64 / total as f64 * 1000.0).ceil() / 1000.0)
+}
+
+/// Bytes set aside for TLS on both ports, with all their connections open.
+fn tls_bytes(config: &Config) -> u64 {
+    let ports = 1 + u64::from(config.http_port.is_some());
+    if config.tls_cert.is_some() { ports * config.max_connections as u64 * TLS_CONNECTION_BYTES } else { 0 }
+}
+
+/// Reserves the memory of requests and replies in flight, and makes the counter that holds them to it.
+fn reserve_requests(
+    budget: &mut MemoryBudget,
+    config: &Config,
+    model: &ModelConfig,
+    layout: &Layout,
+) -> Result<Traffic> {
+    let one_sequence = block_bytes(model, layout) * blocks_for(layout.max_model_len, layout);
+    let default = || {
+        let left = budget.remaining_for(MemoryUse::Requests);
+        // A KV cache of one longest sequence must fit beside them, where that takes the same memory.
+        let beside = if budget.host_report().is_some() { 0 } else { one_sequence };
+        (left / 4).min(left.saturating_sub(beside)).clamp(MIN_REQUEST_BYTES, MAX_REQUEST_BYTES)
+    };
+    let bytes = config.request_bytes.unwrap_or_else(default);
+    let flag = budget.flag_for(MemoryUse::Requests);
+    budget
+        .reserve(MemoryUse::Requests, bytes)
+        .map_err(|e| Error::ResourceExhausted(format!("--request-bytes {bytes}: {e}; lower it, or raise {flag}")))?;
+    Ok(Traffic::new(bytes))
+}
+
+/// Reserves the KV cache, as large as asked for or all that is left, and returns its number of blocks. `broadcast` is
+/// what a broadcast of weights takes on all ranks.
+fn reserve_kv(
+    budget: &mut MemoryBudget,
+    config: &Config,
+    model: &ModelConfig,
+    layout: &Layout,
+    broadcast: u64,
+) -> Result<usize> {
+    let per_block = block_bytes(model, layout);
+    let needed = blocks_for(layout.max_model_len, layout);
+    let bytes = config.kv_cache_bytes.unwrap_or_else(|| {
+        let left = budget.remaining() - staging_room(budget, config, broadcast);
+        // One sequence must fit; the room for pushes is what is left of the rest, unless it was asked for.
+        if config.staging_bytes.is_some() { left } else { left.max(needed * per_block).min(budget.remaining()) }
+    });
+    let blocks = bytes / per_block;
+    if blocks < needed {
+        let tokens = blocks * layout.block_size as u64;
+        let staging = config.staging_bytes.map(|bytes| format!("beside --staging-bytes {bytes} ")).unwrap_or_default();
+        return Err(Error::ResourceExhausted(format!(
+            "{staging}the KV cache of {} holds {tokens} tokens, but one sequence of --max-model-len {} needs {}; raise \
+             --mem-util to at least {:.3}, or lower --max-model-len to at most {tokens}",
+            human_bytes(bytes),
+            layout.max_model_len,
+            human_bytes(needed * per_block),
+            budget.utilization_for(needed * per_block),
+        )));
+    }
+    budget.reserve(MemoryUse::KvCache, blocks * per_block).map_err(|e| {
+        Error::ResourceExhausted(format!("--kv-cache-bytes {bytes}: {e}; lower it, or raise --mem-util"))
+    })?;
+    usize::try_from(blocks).ok().filter(|&b| b <= u32::MAX as usize / layout.block_size).ok_or_else(|| {
+        Error::Config(format!("a KV cache of {blocks} blocks is more than slots can number; give --kv-cache-bytes"))
+    })
+}
+
+/// Bytes that the KV cache leaves free for pushes: shadow weights for a FULL push, or copies of replaced bases below an
+/// adapter, and the adapter itself; and what is broadcast.
+fn staging_room(budget: &MemoryBudget, config: &Config, broadcast: u64) -> u64 {
+    let (weights, remaining) = (budget.reserved(MemoryUse::Weights), budget.remaining());
+    config.staging_bytes.unwrap_or_else(|| (weights + weights / 2 + broadcast).min(remaining / 4)).min(remaining)
+}
+
+/// Bytes of one KV block on all ranks together.
+fn block_bytes(model: &ModelConfig, layout: &Layout) -> u64 {
+    let one = kv_bytes_per_block(model, &layout.build(0), layout.kv, layout.block_size);
+    one * layout.world as u64
+}
+
+fn blocks_for(tokens: usize, layout: &Layout) -> u64 {
+    tokens.div_ceil(layout.block_size) as u64
+}
+
+fn print_ledgers(budget: &MemoryBudget) {
+    print_ledger("memory", budget.report());
+    if let Some(host) = budget.host_report() {
+        print_ledger("host memory", host);
+    }
+}
+
+fn print_ledger(what: &str, report: &MemoryReport) {
+    let share = report.ceiling as f64 / report.total as f64;
+    tracing::info!("{what}: {} of {} ({share:.2})", human_bytes(report.ceiling), human_bytes(report.total));
+    for (name, bytes) in &report.entries {
+        tracing::info!("{what}: {name:<14} {:>10}", human_bytes(*bytes));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+    use rollout_kernels::Backend;
+
+    use super::*;
+
+    #[test]
+    fn one_memory_has_one_ceiling() {
+        let devices = Devices::open(Backend::Cpu, 2, 1, "auto").unwrap();
+        let config =
+            |flags: &[&str]| Config::try_parse_from(["rollout-server", "--model", "m"].iter().chain(flags)).unwrap();
+        let budget = new_budget(&config(&[]), &devices).unwrap();
+        assert_eq!((budget.report().total, budget.host_report()), (total_bytes(), None));
+        let error = new_budget(&config(&["--host-memory", "1GiB"]), &devices).unwrap_err().to_string();
+        assert!(error.contains("--host-memory 1073741824: with --device cpu there is one memory"), "{error}");
+    }
+
+    #[test]
+    fn a_share_is_enough_or_there_is_none() {
+        assert_eq!(share_of(8 << 30, 2 << 30), "--mem-util 0.250");
+        assert_eq!(share_of(3, 1), "--mem-util 0.334");
+        assert_eq!(share_of(1 << 30, 1 << 30), "--mem-util 1.000");
+        assert_eq!(share_of(300 << 20, 698 << 20), "and this machine or container has 300.0 MiB");
+    }
+}

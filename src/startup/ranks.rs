@@ -1,0 +1,125 @@
+//! Builds the ranks, each on its own thread: operators, weights, and its end of the communicator.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use rollout_kernels::{AllReduce, Device, Devices, GroupId, Membership};
+
+use super::Layout;
+use crate::comm::{Accord, Communicator, DeviceGroup, LocalGroup, Solo};
+use crate::error::{Error, Result};
+use crate::executor::{ModelRunner, RankWeights, Ranks};
+use crate::memory::human_bytes;
+use crate::model::config::ModelConfig;
+use crate::model::{Decoder, WorkspaceShape, kv_caches};
+use crate::weights::Checkpoint;
+
+/// How a rank comes to its communicator, on its own thread.
+pub(super) enum Meeting {
+    Solo,
+    /// Ranks that reach one another's activations in the host's memory.
+    Local(LocalGroup),
+    /// Ranks whose devices exchange them.
+    Devices(GroupId, AllReduce, Accord),
+}
+
+impl Meeting {
+    /// That of each rank.
+    ///
+    /// # Errors
+    /// `Config` if the devices cannot reach one another, or add sums otherwise.
+    pub fn plan(devices: &Devices, world: usize, all_reduce: AllReduce) -> Result<Vec<Self>> {
+        if world == 1 {
+            return Ok(vec![Self::Solo]);
+        }
+        match devices.of_rank(0).group_id()? {
+            Some(id) => {
+                let ranks = Accord::create(world).into_iter();
+                Ok(ranks.map(|accord| Self::Devices(id, all_reduce, accord)).collect())
+            }
+            None if all_reduce == AllReduce::Tree => {
+                Ok(LocalGroup::create(world).into_iter().map(Self::Local).collect())
+            }
+            None => Err(Error::Config("--all-reduce nccl: ranks on the CPU add their sums as a tree alone".into())),
+        }
+    }
+
+    /// Waits, where devices exchange activations, until all ranks have come.
+    fn join(self, device: &Device, rank: usize, world: usize) -> Result<Box<dyn Communicator>> {
+        Ok(match self {
+            Self::Solo => Box::new(Solo),
+            Self::Local(group) => Box::new(group),
+            Self::Devices(id, all_reduce, accord) => {
+                Box::new(DeviceGroup::new(device.join(&Membership { id, rank, world, all_reduce })?, accord))
+            }
+        })
+    }
+}
+
+/// What every rank is built from, shared by their threads.
+pub(super) struct Ingredients {
+    pub model: ModelConfig,
+    pub layout: Layout,
+    pub checkpoint: Arc<Checkpoint>,
+    pub blocks: usize,
+    pub progress: Progress,
+}
+
+impl Ingredients {
+    /// Builds one rank and loads its weights; runs on the rank's own thread.
+    fn make(&self, rank: usize, decoder: Decoder, meeting: Meeting) -> Result<ModelRunner> {
+        let Self { model, layout, checkpoint, blocks, progress } = self;
+        let build = layout.build(rank);
+        let ops = build.device.ops();
+        let loaded = |bytes| progress.add(bytes);
+        let weights = RankWeights::load(&ops, decoder, build.clone(), checkpoint.clone(), &loaded)?;
+        let kv = kv_caches(model, &build, layout.kv, *blocks, layout.block_size);
+        let join = || meeting.join(layout.devices.of_rank(rank), rank, layout.world);
+        let workspace = WorkspaceShape { config: model.clone(), build, max_batch_tokens: layout.max_batch_tokens };
+        ModelRunner::new(ops, join, weights, kv, workspace, layout.block_size, layout.records)
+    }
+}
+
+/// Starts the ranks that come to these meetings.
+///
+/// # Errors
+/// The first of a rank.
+pub(super) fn start_ranks(decoders: Vec<Decoder>, meetings: Vec<Meeting>, ingredients: Ingredients) -> Result<Ranks> {
+    let ingredients = Arc::new(ingredients);
+    let makers = decoders.into_iter().zip(meetings).enumerate().map(|(rank, (decoder, meeting))| {
+        let ingredients = ingredients.clone();
+        move || ingredients.make(rank, decoder, meeting)
+    });
+    let ranks = Ranks::start(ingredients.layout.devices.clone(), makers)?;
+    ingredients.progress.done();
+    Ok(ranks)
+}
+
+/// Logs the progress of loading at each tenth.
+pub(super) struct Progress {
+    total: u64,
+    loaded: AtomicU64,
+    started: Instant,
+}
+
+impl Progress {
+    pub fn new(checkpoint: &Checkpoint, world: usize) -> Self {
+        let total: u64 =
+            checkpoint.names().iter().filter_map(|n| checkpoint.stored_bytes(n).ok()).map(|b| b as u64).sum();
+        Self { total: total * world as u64, loaded: AtomicU64::new(0), started: Instant::now() }
+    }
+
+    fn add(&self, bytes: u64) {
+        let before = self.loaded.fetch_add(bytes, Ordering::Relaxed);
+        let tenth = |b: u64| 10 * b / self.total.max(1);
+        if tenth(before) != tenth(before + bytes) {
+            tracing::info!("loading: {} %", 10 * tenth(before + bytes));
+        }
+    }
+
+    fn done(&self) {
+        let (bytes, seconds) = (self.loaded.load(Ordering::Relaxed), self.started.elapsed().as_secs_f64());
+        tracing::info!("loaded {} in {seconds:.2} s", human_bytes(bytes));
+    }
+}

@@ -1,0 +1,136 @@
+//! The server as a process of its own, and a client of its HTTP door.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{Read as _, Write as _};
+use std::net::TcpStream;
+use std::process::{Child, Command, Stdio};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+use super::common::fixture;
+
+/// Longest wait for an answer; a longer one is a hang.
+const PATIENCE: Duration = Duration::from_secs(240);
+
+/// An answer: its status and body.
+pub type Answer = (u16, Value);
+
+pub struct Server {
+    child: Child,
+    dir: tempfile::TempDir,
+    pub http: Http,
+}
+
+/// The address of the HTTP door.
+#[derive(Clone)]
+pub struct Http(pub String);
+
+impl Server {
+    pub fn start(model: &str, flags: &[&str]) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let log = File::create(dir.path().join("log")).unwrap();
+        let child = Command::new(env!("CARGO_BIN_EXE_rollout-server"))
+            .args(["--port", "0", "--http-port", "0", "--device", "cuda", "--dtype", "bfloat16"])
+            .args(["--kv-cache-bytes", "4MiB", "--threads", "2", "--model"])
+            .arg(fixture(model))
+            .args(flags)
+            .stderr(log)
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        let mut server = Self { child, dir, http: Http(String::new()) };
+        let started = Instant::now();
+        loop {
+            let log = server.log();
+            let ready = log.lines().find_map(|line| line.contains("ready").then(|| line.split_once(" http="))?);
+            if let Some((_, http)) = ready {
+                server.http = Http(http.trim().into());
+                return server;
+            }
+            assert!(server.child.try_wait().unwrap().is_none() && started.elapsed() < PATIENCE, "no start:\n{log}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    pub fn log(&self) -> String {
+        String::from_utf8_lossy(&std::fs::read(self.dir.path().join("log")).unwrap()).into_owned()
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("the server's log:\n{}", self.log());
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Http {
+    /// The answer of a question that must succeed.
+    pub fn get(&self, path: &str) -> Value {
+        let (status, answer) = self.ask("GET", path, "");
+        assert_eq!(status, 200, "{path}: {answer}");
+        answer
+    }
+
+    pub fn post(&self, path: &str, body: &Value) -> Answer {
+        self.ask("POST", path, &body.to_string())
+    }
+
+    fn ask(&self, method: &str, path: &str, body: &str) -> Answer {
+        let mut stream = TcpStream::connect(&self.0).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        let length = body.len();
+        let head = format!("{method} {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\n");
+        let kind = "content-type: application/json\r\n";
+        stream.write_all(format!("{head}{kind}content-length: {length}\r\n\r\n{body}").as_bytes()).unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap_or_else(|e| panic!("{path}: {e}"));
+        let (head, body) = answer.split_once("\r\n\r\n").unwrap_or_else(|| panic!("{path}: {answer:?}"));
+        let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+        (status, serde_json::from_str(body).unwrap_or_else(|_| panic!("{path}: {answer}")))
+    }
+
+    /// Posts on a thread of its own, as trainers do whose call waits for what they broadcast.
+    pub fn post_later(&self, path: &'static str, body: Value) -> JoinHandle<Answer> {
+        let http = self.clone();
+        std::thread::spawn(move || http.post(path, &body))
+    }
+
+    /// The answer of a call that must succeed.
+    pub fn done(&self, path: &str, body: &Value) -> Value {
+        let (status, answer) = self.post(path, body);
+        assert_eq!(status, 200, "{path}: {answer}");
+        answer
+    }
+
+    /// The message of a call that must be refused with this status.
+    pub fn refused(&self, path: &str, body: &Value, status: u16) -> String {
+        refusal(self.post(path, body), status)
+    }
+
+    /// SHA-256 of each parameter.
+    pub fn checksums(&self) -> BTreeMap<String, String> {
+        let answer = self.done("/weight_checker", &json!({"action": "checksum"}));
+        serde_json::from_value(answer["checksums"].clone()).unwrap()
+    }
+
+    /// What can be seen of a policy: checksums, version, tokens and log-probabilities.
+    pub fn seen(&self) -> (BTreeMap<String, String>, Value) {
+        let body = json!({"model": null, "prompt": [[3, 1, 4, 1, 5], [9, 2, 6]], "max_tokens": 4, "seed": 5,
+            "temperature": 0.9, "logprobs": 0, "return_token_ids": true});
+        let mut answer = self.done("/v1/completions", &body);
+        (self.checksums(), answer["choices"].take())
+    }
+}
+
+/// The message of an answer that must refuse with this status.
+pub fn refusal((status, answer): Answer, expected: u16) -> String {
+    assert_eq!(status, expected, "{answer}");
+    answer["error"]["message"].as_str().unwrap().to_owned()
+}
