@@ -10,7 +10,7 @@ use candle_core::cuda_backend::cudarc::driver::{DriverError, sys};
 use super::context::{Context, none_records};
 use super::digest::{DeviceRange, MOST_SHORT_BYTES};
 use super::layout::RowLayout;
-use super::row_copy::CopiedRows;
+use super::weight_row_copy::CopiedRows;
 use crate::backend::storage::{BorrowedImpl, BorrowedRows, Digested};
 use crate::borrowed::MemoryHandle;
 use crate::error::DeviceError;

@@ -11,8 +11,8 @@ use candle_core::cuda_backend::cudarc::driver::{CudaStream, sys};
 use super::arena::{Allocation, Arena, PAGE_BYTES, Quota};
 use super::copy::Copies;
 use super::digest::Digests;
-use super::row_copy::RowCopies;
 use super::staging::Staging;
+use super::weight_row_copy::WeightRowCopies;
 use crate::error::DeviceError;
 
 /// Threads of the process that record launches. Locked while a device is opened: who opens one waits for all its
@@ -75,7 +75,7 @@ pub(super) struct Context {
     feed_quota: Arc<Quota>,
     /// To and from the host.
     pub copies: Copies,
-    pub row_copies: RowCopies,
+    pub weight_row_copies: WeightRowCopies,
     pub digests: Digests,
     pub total_bytes: u64,
     pub processors: u32,
@@ -114,7 +114,7 @@ impl Context {
         let arena = || Arena::reserve(&stream, total, &quota);
         Ok(Self {
             copies: Copies::new(&stream)?,
-            row_copies: RowCopies::load(&context)?,
+            weight_row_copies: WeightRowCopies::load(&context)?,
             digests: Digests::load(&context)?,
             weights: arena()?,
             kv: arena()?,

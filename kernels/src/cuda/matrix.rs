@@ -161,6 +161,6 @@ impl MatrixImpl for CudaMatrix {
         self.wait_for_last_operator()?;
         let rows = copied_rows(&self.context, from, first_column..first_column + self.shape.k);
         let (rows, to) = (rows.expect("rows that it can copy"), self.device_rows(row0));
-        self.context.copies.run(|stream| self.context.row_copies.start(stream, rows, to, from.rows))
+        self.context.copies.run(|stream| self.context.weight_row_copies.start(stream, rows, to, from.rows))
     }
 }

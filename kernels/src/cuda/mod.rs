@@ -33,13 +33,13 @@ mod pack;
 mod passes;
 mod pinned;
 mod rope;
-mod row_copy;
 mod rows;
 mod sampling;
 mod scratch;
 mod staging;
 mod step;
 mod tensor;
+mod weight_row_copy;
 
 pub(crate) use device::CudaDevice;
 

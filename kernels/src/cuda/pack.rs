@@ -143,7 +143,7 @@ impl Packer {
     /// # Panics
     /// If they have different widths.
     pub fn copy(&self, from: DeviceRows, to: DeviceRows, count: usize) -> Result<()> {
-        self.context.row_copies.start(&self.context.stream, from.into(), to, count)
+        self.context.weight_row_copies.start(&self.context.stream, from.into(), to, count)
     }
 
     /// Stores the single elements of `rows` that `write` names, rounded to nearest even. If one is named twice, the

@@ -37,12 +37,12 @@ impl From<DeviceRows> for CopiedRows {
 }
 
 /// The kernels that copy rows.
-pub(super) struct RowCopies {
+pub(super) struct WeightRowCopies {
     /// By the types that are copied from and to.
     functions: [[CudaFunction; 2]; 3],
 }
 
-impl RowCopies {
+impl WeightRowCopies {
     pub fn load(context: &Arc<CudaContext>) -> Result<Self> {
         let module = Module::load(context, fat_binary!("pack"))?;
         let load = |from: &str| -> Result<[CudaFunction; 2]> {
