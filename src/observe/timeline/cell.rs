@@ -15,8 +15,8 @@ pub(super) struct Cell<const N: usize> {
 }
 
 impl<const N: usize> Cell<N> {
-    pub fn new() -> Self {
-        Self { writes: AtomicU64::new(0), words: [const { AtomicU64::new(0) }; N] }
+    pub fn new(words: [u64; N]) -> Self {
+        Self { writes: AtomicU64::new(0), words: words.map(AtomicU64::new) }
     }
 
     /// Replaces all words. Only one thread may write.
@@ -56,7 +56,7 @@ mod tests {
 
     #[test]
     fn a_reader_never_sees_half_a_write() {
-        let (cell, done) = (Arc::new(Cell::<8>::new()), Arc::new(AtomicBool::new(false)));
+        let (cell, done) = (Arc::new(Cell::new([0; 8])), Arc::new(AtomicBool::new(false)));
         let reader = std::thread::spawn({
             let (cell, done) = (cell.clone(), done.clone());
             move || {

@@ -82,7 +82,7 @@ impl Timeline {
     /// A timeline that begins now, and the writers of its tracks.
     pub(super) fn new() -> (Self, Recorder, PushTrack) {
         let (engine, pushes) = (Ring::new(ENGINE_SPANS), Ring::new(PUSH_SPANS));
-        let sums = Arc::new(Cell::new());
+        let sums = Arc::new(Cell::new([0; SUM_WORDS]));
         let origin_unix = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, nanos);
         let timeline = Self { origin: Instant::now(), origin_unix, engine, pushes, sums };
         let recorder = Recorder::new(timeline.origin, timeline.engine.clone(), timeline.sums.clone());
