@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import math
 import os
 import subprocess
 import sys
@@ -26,6 +27,7 @@ ATTRIBUTES = {"major": 75, "minor": 76, "multiprocessors": 16}
 """Numbers of CUdevice_attribute."""
 BF16, SUMS_IN_F32, ANY_ALGORITHM, OF_ROWS = 14, 68, -1, 1
 """Of cuBLAS: CUDA_R_16BF, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT, CUBLAS_OP_T."""
+ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 RUNS = 5
 """Each limit is the best of so many runs, since other processes can only slow a run down."""
 
@@ -64,6 +66,28 @@ class CardLimits:
     to_host_gb_per_s: float
     bf16_tflops: float
     """Of cuBLAS, with float32 sums."""
+
+
+@dataclass(frozen=True)
+class DeviceTensor:
+    """What the client asks of a tensor of torch on a GPU."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    address: int
+    is_cuda = True
+
+    def detach(self) -> DeviceTensor:
+        """Itself, as it knows no gradients."""
+        return self
+
+    def is_contiguous(self) -> bool:
+        """Always."""
+        return True
+
+    def data_ptr(self) -> int:
+        """Address of its first value."""
+        return self.address
 
 
 class Card:
@@ -139,6 +163,21 @@ class Card:
         address = c_uint64()
         self.call("cuMemAlloc_v2", byref(address), c_size_t(size))
         return address
+
+    def tensor(self, dtype: str, shape: tuple[int, ...], values: bytes | None = None) -> DeviceTensor:
+        """A tensor in an allocation of its own, with these bytes, or else with the number 2^-7 everywhere if it is
+        bfloat16.
+        """
+        tensor = DeviceTensor(dtype, shape, self.allocate(math.prod(shape) * ITEM_BYTES[dtype]).value)
+        if values is None:
+            self.call("cuMemsetD16_v2", c_uint64(tensor.address), 0x3C00, c_size_t(math.prod(shape)))
+        else:
+            self.call("cuMemcpyHtoD_v2", c_uint64(tensor.address), values, c_size_t(len(values)))
+        return tensor
+
+    def free(self, tensor: DeviceTensor) -> None:
+        """Gives its memory back."""
+        self.call("cuMemFree_v2", c_uint64(tensor.address))
 
     def seconds(self, work: Callable[[c_void_p], None], repeats: int) -> float:
         """Least time of one `work(stream)`, by events of the device around `repeats` of them."""

@@ -16,7 +16,7 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -96,10 +96,33 @@ def beside(ours: dict[str, float], python: str, model: Path, vocab: int, *, emul
     return rows
 
 
-def pushes(client: RolloutClient) -> list[Row]:
-    adapter, config = random_adapter(client.parameters())
-    pauses = [client.push_lora(adapter, config, progress=False).pause_ms for _ in range(RUNS + 1)][1:]
-    return [("LoRA r=16 from the host, pause", f"{min(pauses):.1f} ms", "150 ms (7B)")]
+def pushes(client: RolloutClient, card: Card, limits: CardLimits) -> list[Row]:
+    """An adapter from the host and from the device, and the whole model from the device."""
+    parameters = client.parameters()
+    adapter, config = random_adapter(parameters)
+
+    def pause(tensors: Mapping[str, object], transport: str) -> str:
+        def push() -> float:
+            return client.push_lora(tensors, config, transport=transport, progress=False).pause_ms
+
+        return f"{min([push() for _ in range(RUNS + 1)][1:]):.1f} ms"
+
+    from_host = pause(adapter, "auto")
+    lent = {name: card.tensor("float32", values.shape, values.tobytes()) for name, values in adapter.items()}
+    from_device = pause(lent, "device_memory")
+    model = {p.name: card.tensor("bfloat16", tuple(p.shape)) for p in parameters}
+    push = partial(client.push_full, model, transport="device_memory", progress=False)
+    taken, result = min((timed(push) for _ in range(RUNS)), key=lambda run: run[0])
+    # A copy reads and writes each byte, and two digests read it once more each.
+    share = sum(2 * math.prod(p.shape) for p in parameters) * 4 / 1e9 / limits.copy_gb_per_s / taken
+    for tensor in [*lent.values(), *model.values()]:
+        card.free(tensor)
+    return [
+        ("LoRA r=16 from the host, pause", from_host, "150 ms (7B)"),
+        ("LoRA r=16 from the device, pause", from_device, "30 ms (7B)"),
+        ("the whole model from the device", f"{taken * 1e3:.0f} ms, {share:.0%} of the copy rate", ""),
+        ("the whole model from the device, pause", f"{result.pause_ms:.1f} ms", ""),
+    ]
 
 
 def sleeps(client: RolloutClient, card: Card, before: int, weights: int, limits: CardLimits) -> list[Row]:
@@ -130,7 +153,7 @@ def measure(args: argparse.Namespace, card: Card, limits: CardLimits, name: str,
         client = server.client
         shape, vocab = shape_of(client, model), client.info().vocab_size
         seconds = fastest(partial(run_once, client), vocab, emulated=args.emulated)
-        rows = speeds(seconds, shape, limits, emulated=args.emulated) + pushes(client)
+        rows = speeds(seconds, shape, limits, emulated=args.emulated) + pushes(client, card, limits)
         rows += sleeps(client, card, before, int(2 * shape.parameters), limits)
     left = before - card.memory()[0]
     rows.append(("held after the end", f"{left / 2**20:,.0f} MiB", "0 MiB"))

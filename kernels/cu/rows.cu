@@ -18,6 +18,10 @@ __device__ void embed(const T *table, int first, int tokens, int stride, int run
     }
 }
 
+__device__ void add_row(const float *x, float *out, int width) {
+    for (int column = threadIdx.x; column < width; column += blockDim.x) out[column] += x[column];
+}
+
 }  // namespace
 
 extern "C" __global__ void embed_bf16(const __nv_bfloat16 *table, int first, int tokens, int stride, int run,
@@ -39,10 +43,13 @@ extern "C" __global__ void select_rows(const float *x, int64_t x_stride, const u
     for (int column = threadIdx.x; column < width; column += blockDim.x) to[column] = from[column];
 }
 
-// out[indices[i]] += x[i] in the order of i, for `count` indices. One thread for each column.
-extern "C" __global__ void add_rows(const float *x, int64_t x_stride, const uint32_t *indices, int count, float *out,
+// out[indices[i]] += x[i], for indices that are all different.
+extern "C" __global__ void add_rows(const float *x, int64_t x_stride, const uint32_t *indices, float *out,
                                     int64_t out_stride, int width) {
-    int column = blockIdx.x * blockDim.x + threadIdx.x;
-    if (column >= width) return;
-    for (int i = 0; i < count; i++) out[indices[i] * out_stride + column] += x[i * x_stride + column];
+    add_row(x + blockIdx.x * x_stride, out + indices[blockIdx.x] * out_stride, width);
+}
+
+// out += x
+extern "C" __global__ void add(const float *x, int64_t x_stride, float *out, int64_t out_stride, int width) {
+    add_row(x + blockIdx.x * x_stride, out + blockIdx.x * out_stride, width);
 }

@@ -219,9 +219,19 @@ impl Ops {
     }
 
     /// `out[rows[i]] += x[i]`.
+    ///
+    /// # Panics
+    /// If the rows are not ascending: each is added to once.
     pub fn add_rows(&self, x: &Tensor, rows: &[u32], out: &Tensor) -> Result<()> {
         let _span = trace_span!("add_rows").entered();
+        assert!(rows.is_sorted_by(|row, next| row < next), "rows {rows:?} are ascending");
         self.0.add_rows(x, rows, out)
+    }
+
+    /// `out += x`.
+    pub fn add(&self, x: &Tensor, out: &Tensor) -> Result<()> {
+        let _span = trace_span!("add").entered();
+        self.0.add(x, out)
     }
 
     /// Stores rows of `w` as `read` gives them, some at a time; rounds to nearest even where the matrix is bfloat16.

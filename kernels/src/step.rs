@@ -61,6 +61,9 @@ pub struct Padding {
     pub most_rows: usize,
     /// Columns of logits.
     pub vocabulary: usize,
+    /// What launches depend on that is neither in the step nor in the weights: passes over steps of different kinds
+    /// start other operators. The same on all ranks.
+    pub kind: Option<u64>,
 }
 
 /// The least of what all ranks of a group say, on the host: each rank calls it on its own thread, and gets an answer

@@ -133,6 +133,7 @@ fn rows_and_their_rotations_are_those_of_the_reference() {
         let tokens: Vec<u32> = (0..rows).map(|_| random.below(vocab) as u32).collect();
         let table = random.normals(40 * width, 1.0);
         let chosen: Vec<u32> = (0..random.between(1, rows)).map(|_| random.below(rows) as u32).collect();
+        let added_to: Vec<u32> = (0..rows as u32).filter(|row| chosen.contains(row)).collect();
         let wanted: Vec<RowTasks> = chosen.iter().map(|row| RowTasks { row: *row, tasks: 0..0 }).collect();
         let input = StepInput { tokens: &tokens, positions: &at, logits: &wanted, ..common::NOTHING };
         let run = |rank: &Rank| {
@@ -147,7 +148,8 @@ fn rows_and_their_rotations_are_those_of_the_reference() {
             let again = rank.zeros(chosen.len(), width);
             rank.ops.select_rows(&embedded, &chosen, &again).unwrap();
             let added = rank.tensor(&x[..rows * width], rows, width);
-            rank.ops.add_rows(&selected, &chosen, &added).unwrap();
+            rank.ops.add_rows(&again, &added_to, &added).unwrap();
+            rank.ops.add(&selected, &added.narrow(0, 0, chosen.len()).unwrap()).unwrap();
             [wide, embedded, selected, again, added].map(|tensor| values_of(&tensor))
         };
         let expected = run(&reference);

@@ -195,7 +195,9 @@ impl Term {
         let widest = x.dim(1)?.max(out.dim(1)?).max(self.a.n());
         for rows in rows.chunks((buffers.values / widest).clamp(1, ROWS_AT_ONCE)) {
             let (first, end) = (rows[0] as usize, rows[rows.len() - 1] as usize + 1);
-            let selected = if end - first == rows.len() {
+            // Rows behind each other need no list of them, which a device would have to be sent.
+            let is_dense = end - first == rows.len();
+            let selected = if is_dense {
                 x.narrow(0, first, rows.len())?
             } else {
                 let selected = Buffers::rows(&buffers.x, rows.len(), x.dim(1)?)?;
@@ -210,7 +212,11 @@ impl Term {
             for UpFactor { b, first_rank, first_column } in &self.up {
                 let y = Buffers::rows(&buffers.y, rows.len(), b.n())?;
                 ops.linear(&ranks.narrow(1, *first_rank, b.k())?, b, None, &y)?;
-                ops.add_rows(&y, rows, &out.narrow(1, *first_column, b.n())?)?;
+                let out = out.narrow(1, *first_column, b.n())?;
+                match is_dense {
+                    true => ops.add(&y, &out.narrow(0, first, rows.len())?)?,
+                    false => ops.add_rows(&y, rows, &out)?,
+                }
             }
         }
         Ok(())

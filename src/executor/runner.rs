@@ -1,5 +1,6 @@
 //! One rank at work: the forward pass of a step, and on rank 0 the sampling of its tasks.
 
+use std::iter::repeat_n;
 use std::ops::Range;
 
 use rollout_kernels::{KvCache, Least, Ops, Padding, Sampled, SampledTokens};
@@ -85,7 +86,10 @@ impl ModelRunner {
             true => self.ops.prepare_padded(self.batch.step(&view), self.padding())?,
             false => self.ops.prepare(self.batch.step(&view))?,
         };
-        let adapters = self.adapters.of_rows(self.batch.adapters.iter().copied());
+        // Rows that pad a step use what its own do.
+        let kind = self.batch.adapters.last().copied().flatten();
+        let padded = repeat_n(kind, step.rows() - self.batch.adapters.len());
+        let adapters = self.adapters.of_rows(self.batch.adapters.iter().copied().chain(padded));
         let input = Input { step: &step, additions: adapters.as_ref().map(|a| a as &dyn Additions) };
         drop(prepare);
         let samples_in_pass = self.ops.samples_in_pass(&step);
@@ -95,7 +99,9 @@ impl ModelRunner {
         self.ops.pass(&step, ranks, || {
             model.forward(&self.ops, &*self.comm, input, &mut self.kv, workspace)?;
             for rows in parts(if samples_in_pass { step.rows() } else { 0 }) {
-                let logits = model.logits(&self.ops, &*self.comm, &step, rows.clone(), workspace, None)?;
+                let adapters = self.adapters.of_rows(repeat_n(kind, rows.len()));
+                let additions = adapters.as_ref().map(|a| a as &dyn Additions);
+                let logits = model.logits(&self.ops, &*self.comm, &step, rows.clone(), workspace, additions)?;
                 if is_first {
                     self.ops.sample_in_pass(&logits, &step, rows)?;
                 }
@@ -123,19 +129,20 @@ impl ModelRunner {
         Ok(output)
     }
 
-    /// Whether a step is one of many alike: a row of each sequence, and nothing added to what the weights give. All
-    /// ranks say the same of it.
+    /// Whether a step is one of many alike: a row of each sequence, and all with the same adapter or none. All ranks
+    /// say the same of it.
     fn repeats(&self, plan: &StepPlan) -> bool {
-        let is_plain = |adapter: &Option<u64>| adapter.is_none();
         self.records
             && !plan.is_empty()
             && plan.sequences.iter().all(|s| s.tokens.len() == 1)
-            && self.batch.adapters.iter().all(is_plain)
+            && self.batch.adapters.windows(2).all(|rows| rows[0] == rows[1])
     }
 
+    /// What a step that repeats may be padded to. Its adapter is its kind.
     fn padding(&self) -> Padding {
         let WorkspaceShape { config, max_batch_tokens, .. } = &self.workspace_shape;
-        Padding { most_rows: *max_batch_tokens, vocabulary: config.vocab_size }
+        let kind = self.batch.adapters.last().copied().flatten();
+        Padding { most_rows: *max_batch_tokens, vocabulary: config.vocab_size, kind }
     }
 
     /// See [`RankWeights::check`].

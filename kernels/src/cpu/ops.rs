@@ -189,6 +189,17 @@ impl OpsImpl for CpuOps {
         })?
     }
 
+    fn add(&self, x: &Tensor, out: &Tensor) -> Result<()> {
+        let count = out.dim(0)?;
+        rows(x, |x| {
+            rows_mut(out, |mut out| {
+                for i in 0..count {
+                    out.row_mut(i).iter_mut().zip(x.row(i)).for_each(|(out, x)| *out += x);
+                }
+            })
+        })?
+    }
+
     fn store_rows(&self, w: &mut Matrix, rows: Range<usize>, read: &ReadRows<'_>) -> Result<()> {
         packed_mut(w).store_rows(self.cpu.pool(), rows, read);
         Ok(())

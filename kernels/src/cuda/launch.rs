@@ -91,9 +91,3 @@ pub(super) fn grid(blocks: (u32, u32, u32), threads: u32, shared: u32) -> Launch
 pub(super) fn rows_grid(rows: usize) -> LaunchConfig {
     grid((u32::try_from(rows).expect("rows of a batch"), 1, 1), ROW_THREADS, 0)
 }
-
-/// A thread for each of `columns` columns.
-pub(super) fn columns_grid(columns: usize) -> LaunchConfig {
-    let blocks = columns.div_ceil(ROW_THREADS as usize);
-    grid((u32::try_from(blocks).expect("columns of a row"), 1, 1), ROW_THREADS, 0)
-}

@@ -117,7 +117,7 @@ impl OpsImpl for CudaOps {
 
     fn prepare_padded(&self, input: &StepInput<'_>, padding: Padding) -> Result<(usize, Box<dyn Any>)> {
         let rows = bucket(input.tokens.len()).min(padding.most_rows);
-        let step = CudaStep::upload_padded(&self.padded_step, &self.staging, input, rows, padding.vocabulary)?;
+        let step = CudaStep::upload_padded(&self.padded_step, &self.staging, input, rows, padding)?;
         Ok((rows, Box::new(step)))
     }
 
@@ -234,6 +234,10 @@ impl OpsImpl for CudaOps {
 
     fn add_rows(&self, x: &Tensor, indices: &[u32], out: &Tensor) -> Result<()> {
         self.rows.add_listed(&self.staging, rows(x)?, indices, rows(out)?)
+    }
+
+    fn add(&self, x: &Tensor, out: &Tensor) -> Result<()> {
+        self.rows.add(rows(x)?, rows(out)?)
     }
 
     fn store_rows(&self, w: &mut Matrix, rows: Range<usize>, read: &ReadRows<'_>) -> Result<()> {

@@ -6,7 +6,7 @@ use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::CudaFunction;
 
 use super::context::Context;
-use super::launch::{Launch, columns_grid, rows_grid};
+use super::launch::{Launch, rows_grid};
 use super::matrix::CudaMatrix;
 use super::module::{Module, fat_binary};
 use super::staging::Staging;
@@ -19,6 +19,7 @@ pub(super) struct RowCopies {
     embed_bf16: CudaFunction,
     embed_f32: CudaFunction,
     select: CudaFunction,
+    add_rows: CudaFunction,
     add: CudaFunction,
 }
 
@@ -30,7 +31,8 @@ impl RowCopies {
             embed_bf16: module.function("embed_bf16")?,
             embed_f32: module.function("embed_f32")?,
             select: module.function("select_rows")?,
-            add: module.function("add_rows")?,
+            add_rows: module.function("add_rows")?,
+            add: module.function("add")?,
         })
     }
 
@@ -69,7 +71,7 @@ impl RowCopies {
         self.select(x, memory.pointer, indices.len(), out)
     }
 
-    /// `out[indices[i]] += x[i]`, with indices of the host, in the order of `i`.
+    /// `out[indices[i]] += x[i]`, with indices of the host that are all different.
     ///
     /// # Panics
     /// If an index is of no row of `out`.
@@ -77,9 +79,18 @@ impl RowCopies {
         assert!(indices.iter().all(|index| (*index as usize) < out.rows), "rows {indices:?} of {}", out.rows);
         assert!(indices.len() <= x.rows && x.width == out.width, "{} rows of {x:?} for {out:?}", indices.len());
         let memory = self.context.upload(staging, indices)?;
-        let mut launch = Launch::of(&self.context.stream, &self.add);
-        launch.rows(x).pointer(memory.pointer).int(indices.len()).rows(out).int(out.width);
+        let mut launch = Launch::of(&self.context.stream, &self.add_rows);
+        launch.rows(x).pointer(memory.pointer).rows(out).int(out.width);
         // SAFETY: the rows are of tensors, and the indices were checked.
-        unsafe { launch.start(columns_grid(out.width)) }
+        unsafe { launch.start(rows_grid(indices.len())) }
+    }
+
+    /// `out += x`.
+    pub fn add(&self, x: Rows, out: Rows) -> Result<()> {
+        assert_eq!((x.rows, x.width), (out.rows, out.width), "rows and widths that are added");
+        let mut launch = Launch::of(&self.context.stream, &self.add);
+        launch.rows(x).rows(out).int(out.width);
+        // SAFETY: the rows are of tensors.
+        unsafe { launch.start(rows_grid(out.rows)) }
     }
 }

@@ -12,7 +12,7 @@ use super::context::Context;
 use super::sampling::{Counts, Questions};
 use super::scratch::Scratch;
 use super::staging::Staging;
-use crate::step::{RowTasks, StepInput};
+use crate::step::{Padding, RowTasks, StepInput};
 
 /// Slot of a row that nobody reads: nothing is written there. `NO_SLOT` in `cu/kv.cu`.
 const NO_SLOT: u32 = u32::MAX;
@@ -29,7 +29,8 @@ pub(super) struct CudaStep {
     /// Where the words of the plan begin.
     attention: usize,
     pub plan: AttentionPlan,
-    is_padded: bool,
+    /// Of a padded step.
+    padding: Option<Padding>,
     questions: Option<Asked>,
 }
 
@@ -48,6 +49,8 @@ pub(super) struct Key {
     spans: usize,
     /// Whether tasks are answered.
     samples: bool,
+    /// That of [`Padding::kind`].
+    kind: Option<u64>,
 }
 
 impl CudaStep {
@@ -59,7 +62,7 @@ impl CudaStep {
         let plan = AttentionPlan::write(input.sequences, &mut words);
         let memory = context.upload(staging, &words)?;
         let (words, _memory) = (memory.pointer, Some(memory));
-        Ok(Self { words, _memory, rows, attention, plan, is_padded: false, questions: None })
+        Ok(Self { words, _memory, rows, attention, plan, padding: None, questions: None })
     }
 
     /// As [`CudaStep::upload`], with rows that nobody reads behind those of the input. The step lasts until the next is
@@ -72,9 +75,9 @@ impl CudaStep {
         staging: &Staging,
         input: &StepInput<'_>,
         rows: usize,
-        vocabulary: usize,
+        padding: Padding,
     ) -> Result<Self> {
-        let mut words = indices(input, rows);
+        let (mut words, vocabulary) = (indices(input, rows), padding.vocabulary);
         // Everything but the block tables, which come last, has its place by the number of rows.
         words.resize(4 * rows, 0);
         let is_asked_once = |(wanted, i): (&RowTasks, usize)| wanted.row as usize == i && wanted.tasks == (i..i + 1);
@@ -89,13 +92,13 @@ impl CudaStep {
         let plan = AttentionPlan::write_padded(input.sequences, rows, &mut words);
         let at = memory.take(size_of_val(&words[..]).next_power_of_two().max(LEAST_BYTES))?;
         staging.copy(&words, at).w()?;
-        Ok(Self { words: at, _memory: None, rows, attention, plan, is_padded: true, questions })
+        Ok(Self { words: at, _memory: None, rows, attention, plan, padding: Some(padding), questions })
     }
 
     /// What the launches of a pass over a padded step depend on.
     pub fn key(&self) -> Option<Key> {
-        let Self { rows, plan, questions, .. } = self;
-        self.is_padded.then_some(Key { rows: *rows, spans: plan.spans, samples: questions.is_some() })
+        let Padding { kind, .. } = self.padding?;
+        Some(Key { rows: self.rows, spans: self.plan.spans, samples: self.questions.is_some(), kind })
     }
 
     /// Where the questions are that a pass answers, how many, and about how many logits.

@@ -158,6 +158,15 @@ impl OpsImpl for ReferenceOps {
         })?
     }
 
+    fn add(&self, x: &Tensor, out: &Tensor) -> Result<()> {
+        let count = out.dim(0)?;
+        rows(x, |x| {
+            rows_mut(out, |mut out| {
+                (0..count).for_each(|i| out.row_mut(i).iter_mut().zip(x.row(i)).for_each(|(out, x)| *out += x));
+            })
+        })?
+    }
+
     fn store_rows(&self, w: &mut Matrix, rows: Range<usize>, read: &ReadRows<'_>) -> Result<()> {
         let (first, width) = (rows.start, w.k());
         let stored: &mut RowMajor = w.storage_mut();

@@ -161,7 +161,7 @@ impl Accord {
 
 const WIDTH: usize = 64;
 const VOCAB: usize = 30;
-const PADDING: Padding = Padding { most_rows: 64, vocabulary: VOCAB };
+const PADDING: Padding = Padding { most_rows: 64, vocabulary: VOCAB, kind: None };
 
 /// What a rank has for a token: small integers, so that their sums are exact.
 fn embedding(rank: usize, token: u32) -> Vec<f32> {

@@ -22,7 +22,7 @@ const VOCAB: usize = 50;
 const POSITIONS: usize = 600;
 /// Rows of the buffers: no bucket.
 const MOST_ROWS: usize = 301;
-const PADDING: Padding = Padding { most_rows: MOST_ROWS, vocabulary: VOCAB };
+const PADDING: Padding = Padding { most_rows: MOST_ROWS, vocabulary: VOCAB, kind: None };
 /// Sequences, and blocks of each.
 const SEQUENCES: usize = 21;
 const BLOCKS: usize = POSITIONS / BLOCK_SIZE + 1;

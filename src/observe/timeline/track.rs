@@ -22,8 +22,8 @@ pub(super) const fn ring_bytes(spans: usize) -> usize {
 }
 
 impl Ring {
-    /// A ring whose slots are of no span. It holds all of its memory from now on: slots of zeros would be pages that the
-    /// system gives as they are written, and the process would seem to leak until the ring has gone round.
+    /// A ring whose slots are of no span. It holds all of its memory from now on: slots of zeros would be pages that
+    /// the system gives as they are written, and the process would seem to leak until the ring has gone round.
     pub fn new(spans: usize) -> Arc<Self> {
         let slots = (0..spans).map(|_| Cell::new([u64::MAX; SPAN_WORDS])).collect();
         Arc::new(Self { slots, written: AtomicU64::new(0), settled: AtomicU64::new(0) })
