@@ -36,6 +36,8 @@ enum Work {
     Full,
     Delta,
     Resident,
+    /// Of pushed weights and a resident adapter, which wait on the host.
+    Sleep,
     Wake,
     WakeWithoutPolicy,
     /// An adapter whose merge wants whole rows, into pushed weights, on two ranks that gather them.
@@ -85,8 +87,11 @@ impl Bench {
         let engine = Engine::start("qwen2", &[&["--device", "cuda"], &flags[..]].concat());
         let [first, second] = [1, 2].map(|seed| random_weights(engine.parameters(), seed));
         let bench = Self { engine, work, first, second };
-        if matches!(work, Work::LoraOfPushed | Work::Full | Work::Delta) || work.is_on_two_ranks() {
+        if matches!(work, Work::LoraOfPushed | Work::Full | Work::Delta | Work::Sleep) || work.is_on_two_ranks() {
             bench.full(&bench.first).unwrap();
+        }
+        if work == Work::Sleep {
+            bench.resident().unwrap();
         }
         if work == Work::WakeWithDoraOnTwoRanks {
             bench.dora().unwrap();
@@ -108,13 +113,19 @@ impl Bench {
         self.engine.push(with_magnitudes(Push::lora_of_all(self.engine.parameters()))).map(drop)
     }
 
+    fn resident(&self) -> Result<()> {
+        let target = AdapterTarget { name: "one".into(), expected_generation: Some(0) };
+        let push = Push { adapter: Some(target), ..Push::lora_of_all(self.engine.parameters()) };
+        self.engine.push(push).map(drop)
+    }
+
     fn wake(&self) -> Result<()> {
         self.engine.wake(true, true).map(drop)
     }
 
     fn generate(&self) -> Result<Vec<Vec<(TokenId, u32, u32)>>> {
         self.engine.reset_prefix_cache();
-        let adapter = (self.work == Work::Resident && !self.adapters().is_empty()).then(|| "one".to_string());
+        let adapter = (!self.adapters().is_empty()).then(|| "one".to_string());
         let params = SamplingParams { max_tokens: 3, temperature: 0.8, top_p: 0.9, ..Default::default() };
         let prompts = random_prompts(5, 2, 3..20, 250);
         let reply = self.engine.generate(Request { adapter, ..Request::generate(prompts, 1, 7, 0) }.params(params));
@@ -145,12 +156,8 @@ impl Bench {
             Work::Lora | Work::LoraOfPushed => self.engine.push(Push::lora("peft/bfloat16")).map(drop),
             Work::Full => self.full(&self.second),
             Work::Delta => self.delta(&self.first, &self.second),
-            Work::Resident => {
-                let target = AdapterTarget { name: "one".into(), expected_generation: Some(0) };
-                self.engine
-                    .push(Push { adapter: Some(target), ..Push::lora_of_all(self.engine.parameters()) })
-                    .map(drop)
-            }
+            Work::Resident => self.resident(),
+            Work::Sleep => self.engine.sleep(SleepLevel::One, DrainMode::Abort).map(drop),
             Work::DoraOfPushedOnTwoRanks => self.dora(),
             Work::Wake | Work::WakeWithoutPolicy | Work::WakeWithDoraOnTwoRanks => self.wake(),
             Work::Step => self.generate().map(drop),
@@ -171,12 +178,19 @@ impl Bench {
                 };
                 self.engine.ask(remove).unwrap();
             }
+            Work::Sleep => self.wake().unwrap(),
             Work::Wake | Work::WakeWithoutPolicy | Work::WakeWithDoraOnTwoRanks | Work::Step => {}
         }
         self.prepare();
     }
 
     fn seen(&self) -> Option<Seen> {
+        if self.work == Work::Sleep && self.engine.status().lifecycle == LifecycleStatus::Asleep {
+            ..
+        }
+        {
+            self.wake().unwrap();
+        }
         let has_policy = self.engine.status().lifecycle == LifecycleStatus::Running;
         has_policy.then(|| (self.engine.checksums(), self.generate().unwrap()))
     }
@@ -200,7 +214,7 @@ fn child(work: Work, order: &str) {
     let count = calls(&call) - made;
     let after = bench.seen();
     bench.undo();
-    let most = if code == OUT_OF_MEMORY { SOME_ALLOCATIONS } else { SOME_OTHERS };
+    let most = if call.as_c_str() == c"allocation" { SOME_ALLOCATIONS } else { SOME_OTHERS };
     let cases = if variable("CUDA_FAILURES_ALL").is_some() { count } else { count.min(most) };
     println!("\nof {count} calls, cases {cases}");
     for case in from.parse().unwrap()..cases {
@@ -234,7 +248,9 @@ fn check(name: &str, work: Work) {
     if let Some(order) = variable(CHILD) {
         return child(work, &order);
     }
-    for (call, code) in [("allocation", OUT_OF_MEMORY), ("launch", LAUNCH_FAILED), ("copy", LAUNCH_FAILED)] {
+    let out_of_memory = ["allocation", "mapping"].map(|call| (call, OUT_OF_MEMORY));
+    let failed = ["launch", "copy"].map(|call| (call, LAUNCH_FAILED));
+    for (call, code) in [out_of_memory, failed].concat() {
         let (mut from, mut counts, mut ended) = (0, [0; 2], 0);
         loop {
             let child = Process::new(std::env::current_exe().unwrap())
@@ -292,6 +308,11 @@ fn a_delta_push() {
 #[test]
 fn a_resident_adapter() {
     check("a_resident_adapter", Work::Resident);
+}
+
+#[test]
+fn a_sleep() {
+    check("a_sleep", Work::Sleep);
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Counts the calls of a program and makes those fail that a test has chosen.
 //!
-//! A call is chosen by its name (`cuMemAllocAsync`), by the group that it is of (`allocation`, `copy`, `fill`,
-//! `launch`, `blas`, `nccl`), by `any`, by `launch:` and the name of a kernel, or by `kernel:` and the name of a
+//! A call is chosen by its name (`cuMemAllocAsync`), by the group that it is of (`allocation`, `mapping`, `copy`,
+//! `fill`, `launch`, `blas`, `nccl`), by `any`, by `launch:` and the name of a kernel, or by `kernel:` and the name of a
 //! kernel, which then fails on the device after its launch went well.
 
 use std::collections::HashMap;
@@ -47,6 +47,8 @@ fn group(name: &str) -> &'static str {
         ("cuMemAlloc", "allocation"),
         ("cuMemHostAlloc", "allocation"),
         ("cuMemCreate", "allocation"),
+        ("cuMemMap", "mapping"),
+        ("cuMemSetAccess", "mapping"),
         ("cuMemcpy", "copy"),
         ("cuMemset", "fill"),
         ("cuLaunch", "launch"),
