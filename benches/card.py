@@ -27,6 +27,8 @@ ATTRIBUTES = {"major": 75, "minor": 76, "multiprocessors": 16}
 """Numbers of CUdevice_attribute."""
 BF16, SUMS_IN_F32, ANY_ALGORITHM, OF_ROWS = 14, 68, -1, 1
 """Of cuBLAS: CUDA_R_16BF, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT, CUBLAS_OP_T."""
+BLOCK_BYTES = 2 << 20
+"""Smaller allocations share a block of the driver's, and a handle for other processes is of the whole block."""
 ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 RUNS = 5
 """Each limit is the best of so many runs, since other processes can only slow a run down."""
@@ -93,16 +95,19 @@ class DeviceTensor:
 class Card:
     """The first device of the driver, with a context of this process."""
 
-    def __init__(self) -> None:
-        """Opens it.
+    def __init__(self, *, emulated: bool = False) -> None:
+        """Opens it, or the emulator's.
 
         Raises:
             NoCardError: there is no driver, or it has no device.
+            CardError: the driver refuses; there is the emulator unasked.
         """
         try:
             self.driver = ctypes.CDLL(DRIVER)
         except OSError as error:
             raise NoCardError(f"no driver: {error}") from None
+        if hasattr(self.driver, "cuemu_calls") and not emulated:
+            raise CardError(f"{DRIVER} is the emulator's: LD_LIBRARY_PATH names its folder")
         if status := self.driver.cuInit(0):
             raise NoCardError(f"{DRIVER} is there, but cuInit gives {self.name_of(status)}")
         count, self.device = c_int(), c_int()
@@ -168,7 +173,8 @@ class Card:
         """A tensor in an allocation of its own, with these bytes, or else with the number 2^-7 everywhere if it is
         bfloat16.
         """
-        tensor = DeviceTensor(dtype, shape, self.allocate(math.prod(shape) * ITEM_BYTES[dtype]).value)
+        size = -(-math.prod(shape) * ITEM_BYTES[dtype] // BLOCK_BYTES) * BLOCK_BYTES
+        tensor = DeviceTensor(dtype, shape, self.allocate(size).value)
         if values is None:
             self.call("cuMemsetD16_v2", c_uint64(tensor.address), 0x3C00, c_size_t(math.prod(shape)))
         else:
@@ -263,7 +269,7 @@ class Card:
 def context_bytes(card: Card) -> int:
     """What the context of a process that does nothing takes of the device's memory, by another process that has one."""
     before, _ = card.memory()
-    command = [sys.executable, __file__, "--hold"]
+    command = [sys.executable, __file__, "--hold", *["--emulated"] * hasattr(card.driver, "cuemu_calls")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         if holder.stdout.readline().strip() != "held":
@@ -280,7 +286,7 @@ def main() -> int:
     parser.add_argument("--emulated", action="store_true", help="small sizes, for the emulator")
     args = parser.parse_args()
     try:
-        card = Card()
+        card = Card(emulated=args.emulated)
     except NoCardError as error:
         print(error)
         return 1

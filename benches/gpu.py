@@ -173,7 +173,7 @@ def main() -> int:
     parser.add_argument("flags", nargs="*", help="further flags of the server, after --")
     args = parser.parse_args()
     try:
-        card = Card()
+        card = Card(emulated=args.emulated)
     except NoCardError as error:
         print(f"skipped, as there is no card here: {error}")
         return 0

@@ -185,10 +185,8 @@ impl Bench {
     }
 
     fn seen(&self) -> Option<Seen> {
-        if self.work == Work::Sleep && self.engine.status().lifecycle == LifecycleStatus::Asleep {
-            ..
-        }
-        {
+        let is_asleep = matches!(self.engine.status().lifecycle, LifecycleStatus::Asleep { .. });
+        if self.work == Work::Sleep && is_asleep {
             self.wake().unwrap();
         }
         let has_policy = self.engine.status().lifecycle == LifecycleStatus::Running;

@@ -28,6 +28,7 @@ const CHILD: &str = "CUDA_GRAPHS_CHILD";
 const OUT_OF_MEMORY: i32 = 2;
 const NOT_SUPPORTED: i32 = 801;
 const LAUNCH_FAILED: i32 = 719;
+const CAPTURE_INVALIDATED: i32 = 901;
 /// The exit status of a process whose rank has failed.
 const RANK_FAILED: i32 = 70;
 /// Longest wait for a child; a longer one is a hang.
@@ -255,7 +256,9 @@ fn check_adapters(model: &str, tp: &str) {
     let keep = |name: &str, push: Push| {
         let target = AdapterTarget { name: name.into(), expected_generation: None };
         let push = Push { adapter: Some(target), ..push };
-        [&ours, &other].iter().for_each(|engine| drop(engine.push(push.clone()).expect("it becomes resident")));
+        for engine in [&ours, &other] {
+            engine.push(push.clone()).expect("it becomes resident");
+        }
     };
     // Several samples of prompts with these adapters in turn, of which both engines give the same bits. How many
     // recordings were launched.
@@ -454,4 +457,14 @@ fn a_launch_that_is_not_recorded_is_made_plainly() {
     }
     // The rows of the embedding: launched for the prompts, for the first step, and for the second, which is recorded.
     assert_is_plain(fails(name, 1, "launch:embed_bf16", 2, OUT_OF_MEMORY));
+}
+
+#[test]
+fn a_recording_that_another_thread_breaks_off_is_made_again() {
+    let name = "a_recording_that_another_thread_breaks_off_is_made_again";
+    if let Some(order) = of_the_parent() {
+        return child(&order);
+    }
+    let (status, log, repeated) = fails(name, 1, "launch:embed_bf16", 2, CAPTURE_INVALIDATED);
+    assert!(status == Some(0) && repeated > Some(0) && !log.contains(" WARN "), "{log}");
 }

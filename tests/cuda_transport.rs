@@ -14,7 +14,7 @@ use rollout_server::engine::{Activity, CancelFlag, Command, DrainMode, Lifecycle
 use rollout_server::error::{Error, Result};
 use rollout_server::types::{SamplingParams, TokenId};
 use rollout_server::weights::{Allocation, Receiver, Source, Sources, TensorEntry, UpdateSpec};
-use trainer::{Trainer, lend, open, uuid};
+use trainer::{BLOCK_BYTES, Trainer, lend, open, uuid};
 
 const FLAGS: [&str; 6] = ["--device", "cuda", "--dtype", "bfloat16", "--kv-cache-bytes", "2MiB"];
 const OUT_OF_MEMORY: i32 = 2;
@@ -183,7 +183,11 @@ fn what_does_not_fit_is_refused_by_the_tensors_name_and_changes_nothing() {
         ("invalid_argument", Box::new(|entry| entry.offset += 1 << 40), "are outside"),
         ("invalid_argument", Box::new(|entry| entry.offset = u64::MAX), "are outside"),
         ("invalid_argument", Box::new(|entry| entry.offset = u64::MAX - 3), "are outside"),
-        ("invalid_argument", Box::new(|entry| entry.allocation = Some(own.clone())), "are outside"),
+        (
+            "invalid_argument",
+            Box::new(|entry| (entry.allocation, entry.offset) = (Some(own.clone()), BLOCK_BYTES as u64)),
+            "are outside",
+        ),
         ("not_found", Box::new(|entry| entry.allocation = garbage(0)), "cannot be opened"),
         ("not_found", Box::new(|entry| entry.allocation = garbage(0x5a)), "cannot be opened"),
         (

@@ -92,7 +92,12 @@ impl<X: Executor> Engine<X> {
 
     /// Ends requests, drains, checksums and the open update if their clients are gone, and requests whose time is up.
     pub(super) fn drop_cancelled(&mut self) {
-        for key in self.requests.accepted_keys(|_, request| request.is_given_up()) {
+        let given_up = self.requests.accepted_keys(|_, request| request.is_given_up());
+        if !given_up.is_empty() {
+            // What the last step has brought them is theirs, and may be their end.
+            self.emit();
+        }
+        for key in given_up {
             self.end(key, Ending::Aborted);
         }
         for key in self.requests.held_keys(|command| command.cancel.is_expired()) {

@@ -262,7 +262,12 @@ impl<X: Executor> Engine<X> {
         self.settle_drains()?;
         self.admit_held();
         self.suspend_laggards();
-        self.drop_unused_adapters()
+        self.drop_unused_adapters()?;
+        if self.untold.is_some() && !self.can_step() {
+            // The last request that could step is suspended, so no step will come behind which the others are told.
+            return self.settle();
+        }
+        Ok(())
     }
 
     /// Carries out a command, or begins to.

@@ -133,7 +133,11 @@ impl<X: Executor> Engine<X> {
         let released = match level {
             SleepLevel::One if awake => self.release_memory(Memory::Weights)?,
             SleepLevel::One => Released { kept: self.budget.reserved(MemoryUse::Weights), ..Released::default() },
-            SleepLevel::Two if awake || self.policy.has_replaced() => self.release_memory(Memory::WeightsAndBase)?,
+            SleepLevel::Two
+                if awake || self.policy.has_replaced() || self.budget.reserved(MemoryUse::Offloaded) > 0 =>
+            {
+                self.release_memory(Memory::WeightsAndBase)?
+            }
             SleepLevel::Two => Released::default(),
         };
         if level == SleepLevel::Two {

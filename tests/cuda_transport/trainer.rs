@@ -12,6 +12,9 @@ use rollout_server::weights::Allocation;
 
 use crate::common::Push;
 
+/// Allocations of a multiple of so many bytes share no block of the driver's with others.
+pub const BLOCK_BYTES: usize = 2 << 20;
+
 /// A device of this process; its context stays open as long as it.
 pub fn open(rank: usize) -> std::result::Result<Device, DeviceError> {
     let backend = Backend::ALL.iter().find(|backend| backend.name() == "cuda").expect("it is built with it");
@@ -98,7 +101,8 @@ pub fn serve() {
                 unsafe {
                     succeed(cuDevicePrimaryCtxRetain(&raw mut context, device.parse().unwrap()));
                     succeed(cuCtxSetCurrent(context));
-                    succeed(cuMemAlloc_v2(&raw mut at, bytes.len()));
+                    // Smaller ones share a block on a card, and a handle is of the whole block.
+                    succeed(cuMemAlloc_v2(&raw mut at, bytes.len().next_multiple_of(BLOCK_BYTES)));
                     succeed(cuMemcpyHtoD_v2(at, bytes.as_ptr().cast(), bytes.len()));
                     succeed(cuCtxSynchronize());
                     succeed(cuIpcGetMemHandle(&raw mut handle, at));

@@ -250,6 +250,28 @@ def test_what_cannot_be_lent_is_an_error_and_auto_sends_it(call, fake, gpus, sta
     assert not fake.weights.commits[-1].header.source.HasField("device_memory")
 
 
+def test_a_server_that_cannot_open_memory_is_asked_once(fake, gpus, state, rng, caplog):
+    tensors = on_gpus(gpus, new_of(rng, state))
+    fake.weights.device_memory = {}
+    caplog.set_level("INFO", "rollout_client")
+    with RolloutClient(fake.address) as client:
+        for version in (1, 2, 3):
+            client.push_full(tensors, version=version)
+    assert fake.weights.version == 3
+    assert len(gpus.synchronized) == 1, "named to the server once"
+    assert caplog.text.count("cannot read them where they lie") == 1
+
+
+def test_a_device_that_has_failed_is_an_error_of_the_push(fake, gpus, state, rng, monkeypatch):
+    def broken():
+        raise DriverError("cuCtxSynchronize: CUDA_ERROR_ECC_UNCORRECTABLE (214)")
+
+    monkeypatch.setattr(gpus, "synchronize", broken)
+    tensors = on_gpus(gpus, new_of(rng, state))
+    with RolloutClient(fake.address) as client, pytest.raises(InvalidArgument, match="device 0 has failed.*ECC"):
+        client.push_full(tensors, transport="device_memory")
+
+
 def test_errors_of_the_server_are_raised_and_not_tried_otherwise(fake, gpus, state, rng):
     tensors = packed(gpus, new_of(rng, state))
     fake.weights.device_memory = gpus.opened()

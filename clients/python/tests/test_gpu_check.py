@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -21,7 +23,7 @@ DOCKERFILE = (REPOSITORY / "docker/Dockerfile").read_text()
     ("status", "output", "outcome"),
     [
         (0, "test result: ok. 3 passed; 0 failed; 0 ignored", gpu_check.PASSED),
-        (0, "test result: ok. 0 passed; 0 failed; 0 ignored", gpu_check.ABSENT),
+        (0, "test result: ok. 0 passed; 0 failed; 0 ignored", gpu_check.FAILED),
         (101, "test result: FAILED. 2 passed; 1 failed; 0 ignored", gpu_check.FAILED),
         (9, "test result: ok. 3 passed; 0 failed; 0 ignored", gpu_check.FAILED),
         (-11, "running 3 tests", gpu_check.FAILED),
@@ -30,6 +32,35 @@ DOCKERFILE = (REPOSITORY / "docker/Dockerfile").read_text()
 )
 def test_outcomes(status, output, outcome):
     assert gpu_check.judge(status, output).outcome == outcome
+
+
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [
+        ("import os; os._exit(7)", "status 7"),
+        ("raise SystemExit('CardError: cuCtxSetCurrent gives CUDA_ERROR_ECC')", "CardError: cuCtxSetCurrent gives"),
+        ("import time; time.sleep(60)", "did not end in time"),
+    ],
+)
+def test_a_card_that_cannot_be_used_is_said(tmp_path, monkeypatch, program, says):
+    (tmp_path / "card.py").write_text(program)
+    monkeypatch.setattr(gpu_check, "BENCHES", tmp_path)
+    args = SimpleNamespace(emulator=None, step_seconds=3.0)
+    found = gpu_check.limits(args, dict(os.environ))
+    assert found.outcome == gpu_check.FAILED and found.detail.startswith(says)
+
+
+def test_a_machine_without_a_card_is_no_failure(monkeypatch, capsys):
+    def absent():
+        raise gpu_check.NoCardError("no driver")
+
+    def broken():
+        raise gpu_check.CardError("cuDevicePrimaryCtxRetain gives CUDA_ERROR_DEVICE_UNAVAILABLE")
+
+    for card, status, says in [(absent, gpu_check.NO_CARD, "skipped"), (broken, 1, "DEVICE_UNAVAILABLE")]:
+        monkeypatch.setattr(gpu_check, "Card", card)
+        assert gpu_check.has_card() == status
+        assert says in capsys.readouterr().out
 
 
 def test_binaries_are_told_apart_by_package():

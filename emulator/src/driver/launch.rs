@@ -6,7 +6,9 @@ use std::sync::atomic::Ordering;
 
 use super::{Out, put, put_if_asked};
 use crate::entry_points::entry_points;
-use crate::error::{FILE_NOT_FOUND, INVALID_VALUE, NOT_FOUND, NOT_SUPPORTED, Result, is_sticky};
+use crate::error::{
+    FILE_NOT_FOUND, INVALID_VALUE, NOT_FOUND, NOT_SUPPORTED, Result, STREAM_CAPTURE_INVALIDATED, is_sticky,
+};
 use crate::exec::{self, Launch};
 use crate::failures;
 use crate::handles::{Handle, Handles};
@@ -117,6 +119,10 @@ unsafe fn launch(
     failures::begin_launch(&kernel.name).inspect_err(|&code| {
         if is_sticky(code) {
             break_device(stream.device, code);
+        }
+        // A test says so that another thread has broken it off.
+        if let (STREAM_CAPTURE_INVALIDATED, Some(capture)) = (code, stream.capture()) {
+            capture.break_off();
         }
     })?;
     // SAFETY: the caller keeps what this asks for.

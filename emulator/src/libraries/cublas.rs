@@ -12,7 +12,7 @@ use crate::error::{Code, OUT_OF_MEMORY, Result};
 use crate::handles::{Handle, Handles};
 use crate::memory;
 use crate::settings;
-use crate::stream::{Kind, Operation, stream};
+use crate::stream::{Kind, Operation, current_device, stream, wait_for_device};
 
 const ALLOC_FAILED: i32 = 3;
 const INVALID_VALUE: i32 = 7;
@@ -173,7 +173,11 @@ fn sizes<const N: usize>(sizes: [i32; N]) -> Result<[usize; N]> {
 entry_points! {
     status status_of;
     fn cublasCreate_v2(out: *mut Handle) { *out = HANDLES.add(Arc::new(Blas(AtomicUsize::new(0)))); Ok(()) }
-    fn cublasDestroy_v2(handle: Handle) { HANDLES.remove(handle).map(drop) }
+    fn cublasDestroy_v2(handle: Handle) {
+        // As its documentation says: also streams that are being captured.
+        wait_for_device(current_device()?)?;
+        HANDLES.remove(handle).map(drop)
+    }
     fn cublasSetStream_v2(handle: Handle, on: Handle) { HANDLES.get(handle)?.0.store(on, Ordering::Relaxed); Ok(()) }
     fn cublasSetWorkspace_v2(handle: Handle, _at: u64, _bytes: usize) { HANDLES.get(handle).map(drop) }
     fn cublasSetMathMode(handle: Handle, _mode: i32) { HANDLES.get(handle).map(drop) }

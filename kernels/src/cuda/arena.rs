@@ -14,6 +14,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaStream, sys};
 
 use super::offloaded::Offloaded;
+use super::recording::{Turn, this_thread_records};
 use crate::error::DeviceError;
 
 /// Addresses of an arena per byte of the device: room for gaps between allocations. Addresses cost nothing.
@@ -54,6 +55,8 @@ pub(super) struct Arena {
     /// Released with the last allocation; its streams are waited for before pages are unmapped.
     context: Arc<CudaContext>,
     stream: Arc<CudaStream>,
+    /// With the stream.
+    turn: Turn,
     /// Addresses that are reserved, in bytes.
     reserved: usize,
     quota: Arc<Quota>,
@@ -100,6 +103,7 @@ impl Arena {
     /// [`DeviceError::Unsupported`] if the driver has no virtual memory management.
     pub fn reserve(
         stream: &Arc<CudaStream>,
+        turn: &Turn,
         device_bytes: usize,
         quota: &Arc<Quota>,
     ) -> Result<Arc<Self>, DeviceError> {
@@ -108,11 +112,12 @@ impl Arena {
         let reserved = (ADDRESSES_PER_BYTE * device_bytes).next_multiple_of(PAGE_BYTES);
         let mut base = 0;
         // SAFETY: `base` is written; no fixed address is asked for.
-        let result = unsafe { sys::cuMemAddressReserve(&raw mut base, reserved, PAGE_BYTES, 0, 0) };
+        let result = unsafe { sys::cuMemAddressReserve(&raw mut base, reserved, 0, 0, 0) };
         result.result().map_err(|e| DeviceError::Unsupported(format!("the driver reserves no addresses: {e}")))?;
         let (quota, taken, pages) = (quota.clone(), BTreeMap::new(), BTreeMap::new());
         let state = Mutex::new(State { base, quota: quota.clone(), taken, pages, offloaded: Vec::new() });
-        let arena = Arc::new(Self { context, stream: stream.clone(), reserved, quota, state });
+        let (stream, turn) = (stream.clone(), turn.clone());
+        let arena = Arc::new(Self { context, stream, turn, reserved, quota, state });
         arena.quota.arenas().push(Arc::downgrade(&arena));
         Ok(arena)
     }
@@ -172,13 +177,19 @@ impl Arena {
         })
     }
 
-    /// Gives the pages that no allocation uses back to the driver, after what uses them has run.
+    /// Gives the pages that no allocation uses back to the driver, after what uses them has run. Does nothing on a
+    /// thread that records launches, which cannot be waited for.
     pub fn trim(&self) {
+        if this_thread_records() {
+            return;
+        }
+        let _turn = self.turn.take();
+        // Locked before the wait: memory that is given back later may still be in use when the wait is over.
+        let mut state = self.lock();
         if let Err(error) = bind(&self.context).and_then(|()| synchronize(&self.stream)) {
             tracing::error!("pages of the device stay mapped: {error}");
             return;
         }
-        let mut state = self.lock();
         state.unmap_unused();
         let of_host = state.ranges(Place::Host);
         state.offloaded.retain(|offloaded| of_host.iter().any(|range| offloaded.has_part_of(range)));

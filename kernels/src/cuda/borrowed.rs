@@ -7,9 +7,10 @@ use std::sync::Arc;
 use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::{DriverError, sys};
 
-use super::context::{Context, none_records};
+use super::context::Context;
 use super::digest::{DeviceRange, MOST_SHORT_BYTES};
 use super::layout::RowLayout;
+use super::recording::none_records;
 use super::weight_row_copy::CopiedRows;
 use crate::backend::storage::{BorrowedImpl, BorrowedRows, Digested};
 use crate::borrowed::MemoryHandle;

@@ -1,7 +1,8 @@
 //! What a rank's device is made of: candle's handle of it, its stream, and an arena for each kind of memory.
 
+use std::mem::ManuallyDrop;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use candle_core::Result;
 use candle_core::cuda_backend::CudaDevice as CandleDevice;
@@ -11,42 +12,10 @@ use candle_core::cuda_backend::cudarc::driver::{CudaStream, sys};
 use super::arena::{Allocation, Arena, PAGE_BYTES, Quota};
 use super::copy::Copies;
 use super::digest::Digests;
+use super::recording::{Turn, none_records};
 use super::staging::Staging;
 use super::weight_row_copy::WeightRowCopies;
 use crate::error::DeviceError;
-
-/// Threads of the process that record launches. Locked while a device is opened: who opens one waits for all its
-/// streams, which none of them allows that is being recorded.
-static RECORDING: Mutex<usize> = Mutex::new(0);
-/// One thread fewer records.
-static RECORDED: Condvar = Condvar::new();
-
-/// Says, until it is dropped, that this thread records launches. Others may too, and a thread that waits to open a
-/// device does not keep them from it: ranks wait for one another while they record.
-pub(super) struct RecordingThread(());
-
-impl RecordingThread {
-    pub fn begin() -> Self {
-        *recording() += 1;
-        Self(())
-    }
-}
-
-impl Drop for RecordingThread {
-    fn drop(&mut self) {
-        *recording() -= 1;
-        RECORDED.notify_all();
-    }
-}
-
-fn recording() -> MutexGuard<'static, usize> {
-    RECORDING.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Waits until no thread records launches, and lets none of the process do so or open a device until it is dropped.
-pub(super) fn none_records() -> MutexGuard<'static, usize> {
-    RECORDED.wait_while(recording(), |threads| *threads > 0).unwrap_or_else(PoisonError::into_inner)
-}
 
 /// What the driver's own pool of memory holds where anything is of it: candle's tensors take a value of it when they
 /// are dropped. Not measured on a card; the default pool grows by 32 MiB.
@@ -58,7 +27,7 @@ pub(super) const ROUNDING_BYTES: u64 = POOL_BYTES + LOST_PAGES * PAGE_BYTES as u
 
 /// The device of one rank.
 pub(super) struct Context {
-    pub candle: CandleDevice,
+    pub candle: ManuallyDrop<CandleDevice>,
     /// On which all operators of the rank run, one after the other.
     pub stream: Arc<CudaStream>,
     /// Weights: matrices and vectors.
@@ -111,9 +80,10 @@ impl Context {
         }
         let processors = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
         let (quota, feed_quota) = (Quota::new(), Quota::new());
-        let arena = || Arena::reserve(&stream, total, &quota);
+        let turn = Turn::default();
+        let arena = || Arena::reserve(&stream, &turn, total, &quota);
         Ok(Self {
-            copies: Copies::new(&stream)?,
+            copies: Copies::new(&stream, &turn)?,
             weight_row_copies: WeightRowCopies::load(&context)?,
             digests: Digests::load(&context)?,
             weights: arena()?,
@@ -122,9 +92,9 @@ impl Context {
             scratch: arena()?,
             quota: quota.clone(),
             // What it holds goes back by itself: its stream may wait for another process.
-            feeds: Arena::reserve(&context.new_stream().w()?, total, &feed_quota)?,
+            feeds: Arena::reserve(&context.new_stream().w()?, &Turn::default(), total, &feed_quota)?,
             feed_quota: feed_quota.clone(),
-            candle,
+            candle: ManuallyDrop::new(candle),
             total_bytes: total as u64,
             processors,
             stream,
@@ -182,5 +152,14 @@ impl Context {
 
     pub fn fill_with_zeros(&self, memory: &Allocation, bytes: usize) -> std::result::Result<(), DeviceError> {
         self.copies.zero(memory.pointer, bytes).map_err(|e| DeviceError::Unsupported(e.to_string()))
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // Its handle of cuBLAS waits for all streams of the device as it goes.
+        let _alone = none_records();
+        // SAFETY: it is not used any more.
+        unsafe { ManuallyDrop::drop(&mut self.candle) };
     }
 }

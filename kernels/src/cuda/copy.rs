@@ -1,38 +1,39 @@
 //! Copies between host and device.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::Result;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, DriverError, result, sys};
 
 use super::pinned::Pinned;
+use super::recording::Turn;
 use crate::cpu::Plain;
 
 /// Copies of any thread, beside the operators, on a stream of their own. Each copy has been made when its call returns.
 pub(super) struct Copies {
     operators: Arc<CudaStream>,
     stream: Arc<CudaStream>,
-    /// Held while launches of the operators are recorded: what is recorded does not run, and cannot be waited for.
-    recording: Mutex<()>,
+    /// With the stream of the operators.
+    turn: Turn,
     /// Those that no copy uses: there are as many as threads have copied at the same time.
     buffers: Mutex<Vec<Pinned>>,
 }
 
 impl Copies {
-    pub fn new(operators: &Arc<CudaStream>) -> Result<Self> {
+    pub fn new(operators: &Arc<CudaStream>, turn: &Turn) -> Result<Self> {
         let stream = operators.context().new_stream().w()?;
-        Ok(Self { operators: operators.clone(), stream, recording: Mutex::default(), buffers: Mutex::default() })
+        Ok(Self { operators: operators.clone(), stream, turn: turn.clone(), buffers: Mutex::default() })
     }
 
-    /// Keeps other threads from waiting for the operators, until it is dropped.
-    pub fn recording(&self) -> MutexGuard<'_, ()> {
-        self.recording.lock().unwrap_or_else(PoisonError::into_inner)
+    /// With the stream of the operators, for who records on it or waits for it.
+    pub fn turn(&self) -> &Turn {
+        &self.turn
     }
 
     /// Lets the copies from now on run after what the operators have been given before.
     pub fn wait_for_operators(&self) -> Result<()> {
-        let _turn = self.recording();
+        let _turn = self.turn.take();
         self.stream.wait(&self.operators.record_event(None).w()?).w()
     }
 

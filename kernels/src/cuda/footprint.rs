@@ -7,7 +7,8 @@
 //! we open and goes when we close. Where the driver gives no such figure (in some containers, parts of devices) it is
 //! the change of what all hold together, and that counts if it went up by as much as it went down again: what a
 //! neighbour takes or frees meanwhile makes one of the two larger and the other smaller. If no attempt is quiet, the
-//! median of all changes stands, in which such errors cancel.
+//! median of all changes stands, in which such errors cancel. A library may keep the context when everything is closed
+//! again; then there is one attempt, and what came with it counts.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
@@ -44,18 +45,22 @@ pub(super) fn of_device(ordinal: usize, measure: impl FnMut() -> Result<Attempt,
 }
 
 fn from_attempts(mut measure: impl FnMut() -> Result<Attempt, String>) -> Result<u64, String> {
-    let mut changes = Vec::new();
+    let (mut changes, mut last) = (Vec::new(), None);
     for _ in 0..ATTEMPTS {
-        let attempt = measure()?;
+        let attempt = match (measure(), last) {
+            (Ok(attempt), _) => attempt,
+            (Err(why), last) => return last.and_then(|last| came(&last, std::process::id())).ok_or(why),
+        };
         if let Some(bytes) = own(&attempt, std::process::id()) {
             return Ok(bytes);
         }
-        let [before, open, after] = attempt.map(|reading| reading.used as i64);
+        let [before, open, after] = attempt.each_ref().map(|reading| reading.used as i64);
         let (up, down) = (open - before, open - after);
         if up > 0 && up.abs_diff(down) <= PAGE {
             return Ok(up.max(down) as u64);
         }
         changes.extend([up, down]);
+        last = Some(attempt);
     }
     changes.sort_unstable();
     let middle = (changes[ATTEMPTS - 1] + changes[ATTEMPTS]) / 2;
@@ -65,9 +70,19 @@ fn from_attempts(mut measure: impl FnMut() -> Result<Attempt, String>) -> Result
 /// What the one process holds that is there only while everything is open. If another one came and went just then, it
 /// is the one that has our number.
 fn own([before, open, after]: &Attempt, our_number: u32) -> Option<u64> {
-    let is_in = |reading: &Reading, pid: u32| reading.processes.iter().any(|process| process.0 == pid);
-    let came_and_went = |process: &&(u32, u64)| !is_in(before, process.0) && !is_in(after, process.0);
-    let candidates: Vec<_> = open.processes.iter().filter(came_and_went).collect();
+    ours(open, &[before, after], our_number)
+}
+
+/// What the one process holds that came as everything was opened, or else what all hold more than before.
+fn came([before, open, _]: &Attempt, our_number: u32) -> Option<u64> {
+    let more = open.used.checked_sub(before.used).filter(|bytes| *bytes > 0);
+    ours(open, &[before], our_number).or(more)
+}
+
+/// What the one process holds that is in no other reading; if there are several such, the one with our number.
+fn ours(open: &Reading, others: &[&Reading], our_number: u32) -> Option<u64> {
+    let is_elsewhere = |pid: u32| others.iter().any(|other| other.processes.iter().any(|process| process.0 == pid));
+    let candidates: Vec<_> = open.processes.iter().filter(|process| !is_elsewhere(process.0)).collect();
     let ours = match candidates[..] {
         [ours] => Some(ours),
         _ => candidates.into_iter().find(|process| process.0 == our_number),
@@ -142,6 +157,15 @@ mod tests {
         };
         let bytes = of([1 << 20, -(3 << 20), 40 << 20, 2 << 20, 0].map(one_sided)).unwrap();
         assert!(bytes.abs_diff(CONTEXT) <= 40 << 20, "{bytes}");
+    }
+
+    #[test]
+    fn what_came_counts_where_the_context_stays() {
+        let (trainer, mine) = ((7, 9 << 30), (1, CONTEXT));
+        let listed = [reading(5, &[trainer]), reading(90 << 30, &[trainer, mine]), reading(90 << 30, &[mine, trainer])];
+        assert_eq!(of([listed]), Ok(CONTEXT));
+        let unlisted = [1 << 30, (1 << 30) + CONTEXT, (1 << 30) + CONTEXT].map(|used| reading(used, &[]));
+        assert_eq!(of([unlisted]), Ok(CONTEXT));
     }
 
     #[test]

@@ -32,6 +32,7 @@ mod ops;
 mod pack;
 mod passes;
 mod pinned;
+mod recording;
 mod rope;
 mod rows;
 mod sampling;

@@ -53,6 +53,8 @@ struct Functions {
     async_error: unsafe extern "C" fn(Handle, *mut Status) -> Status,
     abort: unsafe extern "C" fn(Handle) -> Status,
     error_string: unsafe extern "C" fn(Status) -> *const c_char,
+    last_error: unsafe extern "C" fn(Handle) -> *const c_char,
+    version: unsafe extern "C" fn(*mut c_int) -> Status,
 }
 
 /// What NCCL says is wrong.
@@ -80,6 +82,8 @@ impl Functions {
                 async_error: library.find(c"ncclCommGetAsyncError")?,
                 abort: library.find(c"ncclCommAbort")?,
                 error_string: library.find(c"ncclGetErrorString")?,
+                last_error: library.find(c"ncclGetLastError")?,
+                version: library.find(c"ncclGetVersion")?,
             })
         }
     }
@@ -204,7 +208,20 @@ impl Endpoint {
         // SAFETY: the status is written.
         let asked = unsafe { (self.library.async_error)(self.handle, &raw mut status) };
         self.library.check("ncclCommGetAsyncError", asked)?;
-        self.library.begun("the group", status).map(|()| status == 0)
+        self.library.begun("the group", status).map(|()| status == 0).map_err(|why| self.explained(&why))
+    }
+
+    /// An error of the group with what else NCCL says of it. It takes no group of different versions, and does not say
+    /// so in the error.
+    fn explained(&self, why: &str) -> String {
+        let mut version = 0;
+        // SAFETY: the version is written; the communicator is one, and the text is read before the next call.
+        let (_, last) = unsafe { ((self.library.version)(&raw mut version), (self.library.last_error)(self.handle)) };
+        // SAFETY: if there is a text, it ends with a zero.
+        let last = if last.is_null() { "".into() } else { unsafe { CStr::from_ptr(last) }.to_string_lossy() };
+        let [major, minor, patch] = [version / 10_000, version / 100 % 100, version % 100];
+        let ours = format!("this is NCCL {major}.{minor}.{patch}, and all of a group must have the same version");
+        if last.is_empty() { format!("{why} ({ours})") } else { format!("{why}: {last} ({ours})") }
     }
 
     /// Begins to receive `count` values that rank 0 broadcasts; bytes without a type.

@@ -14,14 +14,18 @@ use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
 use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::sys::CUstreamCaptureStatus as CaptureStatus;
 use candle_core::cuda_backend::cudarc::driver::{CudaGraph, sys};
 use candle_core::{Result, bail};
 
-use super::context::{Context, RecordingThread};
+use super::context::Context;
+use super::recording::RecordingThread;
 use super::step::{CudaStep, Key};
 use crate::kv_layout::KvLayout;
 use crate::step::Least;
 
+/// Most recordings in a row that may be broken off from outside before no more are made.
+const MOST_BROKEN_OFF: u32 = 3;
 /// Most kinds of passes that are kept: numbers of rows times lengths of the longest sequence.
 const MOST_PASSES: usize = 64;
 
@@ -33,6 +37,8 @@ pub(super) struct Passes {
     /// Caches that the pass that is being recorded reads.
     read: RefCell<Option<Vec<KvLayout>>>,
     is_refused: Cell<bool>,
+    /// Recordings in a row that were broken off.
+    broken_off: Cell<u32>,
 }
 
 struct Pass {
@@ -77,7 +83,7 @@ unsafe impl Send for Recording {}
 impl Passes {
     pub fn new(context: &Arc<Context>) -> Self {
         let (known, read) = (RefCell::default(), RefCell::default());
-        Self { context: context.clone(), known, read, is_refused: Cell::new(false) }
+        Self { context: context.clone(), known, read, is_refused: Cell::default(), broken_off: Cell::default() }
     }
 
     /// Starts what `launches` starts, which says whether that went well, or does so by a recording.
@@ -168,14 +174,14 @@ impl Passes {
     }
 
     /// Records what `launches` starts; nothing of it has run then. `None` if it is not recorded on all ranks: they have
-    /// all refused.
+    /// all refused, or the recording of a rank alone was broken off.
     ///
     /// # Errors
     /// If the stream records on, or others have recorded what this rank has not.
     fn record(&self, ranks: Option<Least<'_>>, launches: &mut dyn FnMut() -> bool) -> Result<Option<Recording>> {
         let stream = &self.context.stream;
         let moves = self.context.moves();
-        let turns = (RecordingThread::begin(), self.context.copies.recording());
+        let turns = (RecordingThread::begin(), self.context.copies.turn().take());
         // Other threads may take memory meanwhile, and copy through streams of their own.
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         let begun = stream.begin_capture(mode);
@@ -187,14 +193,21 @@ impl Passes {
         self.read.replace(Some(Vec::new()));
         let went_well = all_record && launches();
         let caches = self.read.take().unwrap_or_default();
+        let is_broken_off = stream.capture_status() == Ok(CaptureStatus::CU_STREAM_CAPTURE_STATUS_INVALIDATED);
         // Also where a launch has failed: the stream records until then.
         let graph = stream.end_capture(sys::CUgraphInstantiate_flags(0));
         drop(turns);
-        if graph.is_err() && stream.capture_status().w()? != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
+        if graph.is_err() && stream.capture_status().w()? != CaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
             bail!("the driver does not end a recording");
         }
         if !all_record {
             return Ok(self.refuse(None));
+        }
+        if is_broken_off && ranks.is_none() && self.broken_off.get() < MOST_BROKEN_OFF {
+            // By another thread, as libraries do that wait for the whole device: the next pass is recorded again.
+            tracing::debug!("a recording was broken off");
+            self.broken_off.update(|count| count + 1);
+            return Ok(None);
         }
         if !went_well && ranks.is_some() {
             bail!("a launch was not recorded, and other ranks have recorded what they exchange behind it");
@@ -210,6 +223,7 @@ impl Passes {
         if !all(ranks, graph.is_ok()) {
             return Ok(self.refuse(graph.err()));
         }
+        self.broken_off.set(0);
         Ok(graph.ok().map(|graph| Recording { graph, caches }))
     }
 

@@ -45,6 +45,43 @@ fn a_request_whose_reader_lags_is_held_back_without_blocks_until_it_has_caught_u
 }
 
 #[test]
+fn a_request_that_ends_in_the_step_after_which_the_others_are_held_back_is_told() {
+    let mut rig = Rig::new();
+    let traffic = rig.engine.traffic.clone();
+    let (command, slow, backlog) = ask_with_backlog("slow", &traffic, 6);
+    let slow = rig.submit((command, slow));
+    let quick = rig.submit(ask("quick", 3, 2));
+    rig.step();
+    backlog.add(UNREAD);
+    rig.step();
+    assert!(!rig.engine.can_step());
+    assert_eq!(sampled(&quick.completion()), [0; 2]);
+    assert!(backlog.take(UNREAD));
+    rig.command(Command::Look);
+    rig.finish();
+    assert_eq!(sampled(&slow.completion()), [0; 6]);
+    rig.assert_clean();
+}
+
+#[test]
+fn a_request_that_is_given_up_gets_what_the_last_step_has_brought() {
+    let mut rig = Rig::new();
+    let [ended, cut, other] =
+        [("ended", 2), ("cut", 3), ("other", 4)].map(|(id, tokens)| rig.submit(ask(id, 2, tokens)));
+    rig.step();
+    ended.cancel.expire();
+    cut.cancel.expire();
+    rig.step();
+    let completion = ended.completion();
+    assert_eq!((sampled(&completion).len(), completion.finish_reason), (2, crate::types::FinishReason::Length));
+    let completion = cut.completion();
+    assert_eq!((sampled(&completion).len(), completion.finish_reason), (2, crate::types::FinishReason::Aborted));
+    rig.finish();
+    assert_eq!(sampled(&other.completion()).len(), 4);
+    rig.assert_clean();
+}
+
+#[test]
 fn a_request_that_is_held_back_can_end_and_change_its_policy() {
     let mut rig = Rig::new();
     let traffic = rig.engine.traffic.clone();

@@ -74,6 +74,19 @@ fn what_sleeps_in_the_hosts_memory_is_in_its_ledger() {
 }
 
 #[test]
+fn a_deeper_sleep_gives_back_what_slept_in_the_hosts_memory() {
+    let mut rig = rig();
+    rig.engine.executor.moved = 150;
+    sleep(&mut rig, SleepLevel::One);
+    assert_eq!(entries(&mut rig, MemoryUse::Offloaded), (0, 150));
+    rig.engine.executor.moved = 0;
+    sleep(&mut rig, SleepLevel::Two);
+    assert_eq!(entries(&mut rig, MemoryUse::Offloaded), (0, 0));
+    rig.wake(true, true, true).unwrap();
+    assert_eq!(entries(&mut rig, MemoryUse::Weights), (120, 0));
+}
+
+#[test]
 fn what_the_host_has_no_room_for_stays_on_the_device() {
     let mut rig = rig();
     let before = rig.status();

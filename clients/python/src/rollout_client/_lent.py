@@ -124,8 +124,11 @@ class Lent:
         """As `Sender.commit`."""
         # What writes to the tensors was started before, on whichever streams.
         for device in {tensor.device for tensor in self._kept}:
-            with driver().on(device):
-                driver().synchronize()
+            try:
+                with driver().on(device):
+                    driver().synchronize()
+            except DriverError as error:
+                raise NotLentError(f"device {device} has failed, and with it what was to be pushed: {error}") from None
         entries = [tensor.entry() for tensor in self._kept]
         header, total = self._header, sum(tensor.layout.size for tensor in self._kept)
         header.source.device_memory.SetInParent()

@@ -69,7 +69,8 @@ class Push:
         return self._ended is None
 
     def write(self, name: str, tensor: Any, old: Any = None) -> None:
-        """Sends one tensor, which may change or go as soon as this returns.
+        """Sends one tensor, which may change or go as soon as this returns; with `transport="device_memory"` it must
+        stay as it is until the commit, and is kept alive until then.
 
         Args:
             name: as `push_full`, `push_lora` or `push_delta` takes it.

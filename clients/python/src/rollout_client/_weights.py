@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ from .types import AdapterInfo, DtypeName, OpenUpdate, ParameterInfo, UpdateResu
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+_log = logging.getLogger(__name__)
 # By the kind of a header: what progress is of.
 _WHAT = {1: "adapter", 2: "weights", 3: "changes"}
 BUFFER_BYTES = 1 << 20
@@ -61,6 +63,7 @@ class WeightSync:
     """
 
     address: str
+    _may_lend = True
     _segments: SegmentPool
     _timeout: float | None
     _call: Callable[..., Any]
@@ -235,7 +238,7 @@ class WeightSync:
         transport, is_mapping = options.get("transport", "auto"), isinstance(tensors, Mapping)
         if transport == "auto":
             # What an iterator gathers is not to be held as a whole.
-            if not is_mapping or not tensors or not all(map(is_on_device, tensors.values())):
+            if not self._may_lend or not is_mapping or not tensors or not all(map(is_on_device, tensors.values())):
                 return None
         elif transport != "device_memory":
             return None
@@ -246,9 +249,12 @@ class WeightSync:
         try:
             sender = Lent(lambda: self._start_update(options.get("timeout")), own, progress)
             response = send_all(sender, (lender.lend(name, tensor) for name, tensor in pairs))
-        except (NotFound, NotLentError):
+        except (NotFound, NotLentError) as error:
             if transport != "auto":
                 raise
+            # A server that cannot open this process's memory never can, and counts each such push as one that failed.
+            self._may_lend = not isinstance(error, NotFound)
+            _log.info("the tensors of this push are sent, as the server cannot read them where they lie: %s", error)
             return None
         progress.finish()
         return _convert_weights.update_result(response)
