@@ -31,8 +31,11 @@ fn status_of(code: Code) -> i32 {
     }
 }
 
-/// A handle: the stream that it works in.
-struct Blas(AtomicUsize);
+/// A handle: the stream that it works in, and the device on which it was made.
+struct Blas {
+    stream: AtomicUsize,
+    device: usize,
+}
 
 static HANDLES: Handles<Blas> = Handles::new();
 
@@ -146,7 +149,7 @@ impl Product {
     }
 
     fn push(self, handle: Handle) -> Result {
-        let on = HANDLES.get(handle)?.0.load(Ordering::Relaxed);
+        let on = HANDLES.get(handle)?.stream.load(Ordering::Relaxed);
         stream(on)?.push(Operation::new(Kind::Kernel, move || self.run()))
     }
 }
@@ -172,13 +175,19 @@ fn sizes<const N: usize>(sizes: [i32; N]) -> Result<[usize; N]> {
 
 entry_points! {
     status status_of;
-    fn cublasCreate_v2(out: *mut Handle) { *out = HANDLES.add(Arc::new(Blas(AtomicUsize::new(0)))); Ok(()) }
+    fn cublasCreate_v2(out: *mut Handle) {
+        *out = HANDLES.add(Arc::new(Blas { stream: AtomicUsize::new(0), device: current_device()? }));
+        Ok(())
+    }
     fn cublasDestroy_v2(handle: Handle) {
         // As its documentation says: also streams that are being captured.
-        wait_for_device(current_device()?)?;
+        wait_for_device(HANDLES.get(handle)?.device)?;
         HANDLES.remove(handle).map(drop)
     }
-    fn cublasSetStream_v2(handle: Handle, on: Handle) { HANDLES.get(handle)?.0.store(on, Ordering::Relaxed); Ok(()) }
+    fn cublasSetStream_v2(handle: Handle, on: Handle) {
+        HANDLES.get(handle)?.stream.store(on, Ordering::Relaxed);
+        Ok(())
+    }
     fn cublasSetWorkspace_v2(handle: Handle, _at: u64, _bytes: usize) { HANDLES.get(handle).map(drop) }
     fn cublasSetMathMode(handle: Handle, _mode: i32) { HANDLES.get(handle).map(drop) }
     fn cublasGemmStridedBatchedEx(

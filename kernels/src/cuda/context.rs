@@ -157,8 +157,11 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // Its handle of cuBLAS waits for all streams of the device as it goes.
+        // Its handle of cuBLAS waits for all streams of the device as it goes: that of this context, on any thread.
         let _alone = none_records();
+        if let Err(error) = self.stream.context().bind_to_thread() {
+            tracing::debug!("the device has failed: {error}");
+        }
         // SAFETY: it is not used any more.
         unsafe { ManuallyDrop::drop(&mut self.candle) };
     }

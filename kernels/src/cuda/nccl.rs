@@ -217,8 +217,11 @@ impl Endpoint {
         let mut version = 0;
         // SAFETY: the version is written; the communicator is one, and the text is read before the next call.
         let (_, last) = unsafe { ((self.library.version)(&raw mut version), (self.library.last_error)(self.handle)) };
-        // SAFETY: if there is a text, it ends with a zero.
-        let last = if last.is_null() { "".into() } else { unsafe { CStr::from_ptr(last) }.to_string_lossy() };
+        let last = match last.is_null() {
+            true => "".into(),
+            // SAFETY: a text that there is ends with a zero.
+            false => unsafe { CStr::from_ptr(last) }.to_string_lossy(),
+        };
         let [major, minor, patch] = [version / 10_000, version / 100 % 100, version % 100];
         let ours = format!("this is NCCL {major}.{minor}.{patch}, and all of a group must have the same version");
         if last.is_empty() { format!("{why} ({ours})") } else { format!("{why}: {last} ({ours})") }
