@@ -15,7 +15,7 @@ use std::process::{Child, Command, Stdio};
 
 use common::{Engine, Push, StateDict, random_weights};
 use serde_json::{Value, json};
-use server::{Http, Server, refusal};
+use server::{Http, Server, refusal, until};
 use trainer::{Tensors, Trainer, broadcasts, info, new_id, tensors};
 
 const MODEL: &str = "qwen2";
@@ -196,7 +196,16 @@ fn a_group_whose_bytes_were_not_received_is_left() {
     huge["shapes"][0] = json!([1 << 20, 1 << 20]);
     let (mut none, mut other) = (info(&good), info(&good));
     (none["shapes"][0], other["dtype_names"][0]) = (json!([0]), json!("float64"));
-    for (info, word) in [(huge, "at most"), (none, "cannot be broadcast"), (empty(), "names")] {
+    let uneven = json!({"names": ["a"], "dtype_names": [], "shapes": [[1]]});
+    // The last three are refused at the door, where the trainer broadcasts beside its call all the same.
+    for (info, word) in [
+        (huge, "at most"),
+        (none, "cannot be broadcast"),
+        (empty(), "names"),
+        (other, "float64"),
+        (uneven, "dtype_names"),
+        (json!(7), "update_info"),
+    ] {
         let _trainer = Trainer::join(http, 1, Some(BUFFER));
         http.done("/start_weight_update", &empty());
         let message = http.refused("/update_weights", &json!({"update_info": info}), 400);
@@ -204,12 +213,16 @@ fn a_group_whose_bytes_were_not_received_is_left() {
         let left = http.refused("/start_weight_update", &empty(), 409);
         assert!(left.contains("/init_weight_transfer_engine"), "{left}");
     }
+    // So it is with a call of which a part has come when its connection breaks.
     let trainer = Trainer::join(http, 1, Some(BUFFER));
-    // What is no update is refused at the door, before the trainer broadcasts anything.
     http.done("/start_weight_update", &empty());
-    assert!(http.refused("/update_weights", &json!({"update_info": other}), 400).contains("float64"));
-    let uneven = json!({"update_info": {"names": ["a"], "dtype_names": [], "shapes": [[1]]}});
-    assert!(http.refused("/update_weights", &uneven, 400).contains("dtype_names"));
+    http.break_off("/update_weights", r#"{"update_info": {"names": ["#);
+    until(|| http.refused("/start_weight_update", &empty(), 409).contains("/init_weight_transfer_engine"));
+    drop(trainer);
+    // The group is left without a push, too.
+    let trainer = Trainer::join(http, 1, Some(BUFFER));
+    http.refused("/update_weights", &json!({}), 400);
+    assert!(http.refused("/start_weight_update", &empty(), 409).contains("/init_weight_transfer_engine"));
     // A trainer that starts anew ends what it has left open; so does one that leaves.
     drop(trainer);
     let trainer = Trainer::join(http, 1, None);
@@ -311,6 +324,12 @@ fn a_trainer_that_stands_still_is_given_up() {
     let message = refusal(call.join().unwrap(), 408);
     assert!(message.contains("--update-idle-seconds"), "{message}");
     assert_eq!(http.seen(), old);
+    drop(trainer);
+    // It begins a push and is silent then. What it has broadcast meanwhile is not the next push's.
+    let trainer = Trainer::join(http, 1, Some(BUFFER));
+    http.done("/start_weight_update", &empty());
+    until(|| server.log().contains("the trainer has ordered nothing"));
+    assert!(http.refused("/start_weight_update", &empty(), 409).contains("/init_weight_transfer_engine"));
     drop(trainer);
     Trainer::join(http, 1, Some(BUFFER)).update(&all, 1, &empty());
     assert!(http.checksums() == expected);

@@ -96,6 +96,13 @@ impl Http {
         (status, serde_json::from_str(body).unwrap_or_else(|_| panic!("{path}: {answer}")))
     }
 
+    /// Begins to post, and breaks the connection behind a part of the body.
+    pub fn break_off(&self, path: &str, part: &str) {
+        let mut stream = TcpStream::connect(&self.0).unwrap();
+        let head = format!("POST {path} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\n");
+        stream.write_all(format!("{head}content-length: 1000\r\n\r\n{part}").as_bytes()).unwrap();
+    }
+
     /// Posts on a thread of its own, as trainers do whose call waits for what they broadcast.
     pub fn post_later(&self, path: &'static str, body: Value) -> JoinHandle<Answer> {
         let http = self.clone();
@@ -126,6 +133,15 @@ impl Http {
             "temperature": 0.9, "logprobs": 0, "return_token_ids": true});
         let mut answer = self.done("/v1/completions", &body);
         (self.checksums(), answer["choices"].take())
+    }
+}
+
+/// Waits until something is so.
+pub fn until(is_so: impl Fn() -> bool) {
+    let started = Instant::now();
+    while !is_so() {
+        assert!(started.elapsed() < PATIENCE / 8, "it takes too long");
+        std::thread::sleep(Duration::from_millis(20));
     }
 }
 

@@ -72,7 +72,7 @@ impl Link {
                     let result = self.join(join, packing, &mut waiter).await;
                     waiter.answer(result);
                 }
-                Order::Leave => {
+                Order::Leave | Order::Lose(_) => {
                     self.leave().await;
                     waiter.answer(Ok(()));
                 }
@@ -123,8 +123,10 @@ impl Link {
         let (link, slot) = (&mut *self, &mut waiter);
         let receive = |context, sender| async move { link.receive_push(context, sender, slot).await };
         let result = transact(&gate, "a trainer's broadcasts".into(), receive).await;
-        if let Some(waiter) = waiter {
-            waiter.answer(result.map(drop));
+        match waiter {
+            Some(waiter) => waiter.answer(result.map(drop)),
+            // It has ended between two calls, and nobody receives what the trainer may have broadcast since.
+            None => self.leave().await,
         }
     }
 
@@ -164,6 +166,11 @@ impl Link {
                 order @ (Order::Join(..) | Order::Leave) => {
                     self.next = Some((order, caller));
                     return Err(Error::Aborted("the trainer has left, or another has come".into()));
+                }
+                Order::Lose(why) => {
+                    let error = Error::Aborted(format!("/update_weights was refused: {why}"));
+                    self.next = Some((Order::Lose(why), caller));
+                    return Err(error);
                 }
             }
         }

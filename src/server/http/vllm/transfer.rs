@@ -13,6 +13,7 @@ use utoipa::ToSchema;
 use super::weights::version_of;
 use crate::comm::{Meeting, Places};
 use crate::error::{Error, shown};
+use crate::memory::Charge;
 use crate::server::http::Door;
 use crate::server::http::body::{Ignored, JsonBody};
 use crate::server::http::error::{ErrorBody, HttpError};
@@ -131,22 +132,37 @@ pub(super) async fn start_weight_update(State(door): State<Door>, query: Query) 
 }
 
 /// Receives tensors of the push that was begun; answers when the trainer has broadcast all of them. Tensors that are
-/// refused are received all the same, so that the trainer comes to the end of its broadcasts.
+/// refused are received all the same, so that the trainer comes to the end of its broadcasts. Where the call cannot be
+/// read, the group is left.
 #[utoipa::path(post, path = "/update_weights", request_body = Update, responses(
     (status = 200, body = Transferred),
-    (status = 400, description = "a tensor that the model does not have so; the push is dropped", body = ErrorBody),
+    (status = 400, description = "a tensor that the model does not have so; the push is dropped. A member that is \
+        wrong; the group is left, too", body = ErrorBody),
     (status = 408, description = "the trainer broadcast nothing for --update-idle-seconds; the push is dropped, and \
         the group left", body = ErrorBody),
     (status = 409, description = "no push was begun, or the trainer has vanished", body = ErrorBody),
-    (status = 429, description = "no room on a device; the push is dropped, and the group left", body = ErrorBody),
+    (status = 429, description = "no room on a device, or for the body; the push is dropped, and the group left",
+        body = ErrorBody),
     (status = 501, description = "no trainer can broadcast to the server's device", body = ErrorBody),
 ))]
 pub(super) async fn update_weights(State(door): State<Door>, request: Request) -> Result<Response, HttpError> {
-    let JsonBody { value: Update { update_info }, ignored, charge, .. } = body(&door, request).await?;
-    let announced = announced(update_info)?;
-    door.transfers.receive(announced).await?;
+    let announcement = door.transfers.announcement();
+    let (announced, ignored, charge) = match read(&door, request).await {
+        Ok(read) => read,
+        Err(refused) => {
+            announcement.refuse(refused.message()).await?;
+            return Err(refused);
+        }
+    };
+    announcement.receive(announced).await?;
     drop(charge);
     Ok(done(&ignored, "Weights updated"))
+}
+
+/// What a call announces, what of it has had no effect, and what covers its tensors.
+async fn read(door: &Door, request: Request) -> Result<(Announced, Ignored, Charge), HttpError> {
+    let JsonBody { value: Update { update_info }, ignored, charge, .. } = body(door, request).await?;
+    Ok((announced(update_info)?, ignored, charge))
 }
 
 /// Ends the push: all its parameters serve from the next step on, or it is refused and nothing has changed.
