@@ -24,7 +24,6 @@ const PIECES: usize = 2;
 const PIECES_BYTES: u64 = 32 << 20;
 
 /// A trainer's group.
-#[derive(Clone)]
 struct Joined {
     group: Arc<TrainerGroup>,
     packing: Packing,
@@ -37,6 +36,8 @@ pub(super) struct Link {
     gate: Gate,
     calls: mpsc::Receiver<Call>,
     joined: Option<Joined>,
+    /// Whether something is received that the trainer may not have broadcast to its end.
+    is_receiving: bool,
     /// An order that has ended a push, and is still to be carried out.
     next: Option<Call>,
 }
@@ -52,7 +53,7 @@ impl Drop for EndOnDrop {
 
 impl Link {
     pub(super) fn new(gate: Gate, calls: mpsc::Receiver<Call>) -> Self {
-        Self { gate, calls, joined: None, next: None }
+        Self { gate, calls, joined: None, is_receiving: false, next: None }
     }
 
     /// Carries out orders until nobody can give any.
@@ -123,10 +124,12 @@ impl Link {
         let (link, slot) = (&mut *self, &mut waiter);
         let receive = |context, sender| async move { link.receive_push(context, sender, slot).await };
         let result = transact(&gate, "a trainer's broadcasts".into(), receive).await;
-        match waiter {
-            Some(waiter) => waiter.answer(result.map(drop)),
-            // It has ended between two calls, and nobody receives what the trainer may have broadcast since.
-            None => self.leave().await,
+        // It has ended in the middle of receiving, or between two calls: nobody receives what is broadcast from now on.
+        if std::mem::take(&mut self.is_receiving) || waiter.is_none() {
+            self.leave().await;
+        }
+        if let Some(waiter) = waiter {
+            waiter.answer(result.map(drop));
         }
     }
 
@@ -176,7 +179,8 @@ impl Link {
         }
     }
 
-    /// Receives tensors of a push, of which `declared` have come. Returns how many they are.
+    /// Receives tensors of a push, of which `declared` have come. Returns how many they are. Where this ends early, or is
+    /// dropped, the group is left with the push.
     async fn receive(
         &mut self,
         context: &ServingContext,
@@ -185,14 +189,11 @@ impl Link {
         announced: Announced,
         waiter: &mut Waiter,
     ) -> Result<usize> {
-        // Where this future is dropped, the group goes with it.
-        let mut joined = self.joined.take().ok_or_else(no_group)?;
-        let received = receive(context, push, declared, announced, &mut joined, waiter).await;
-        self.joined = Some(joined);
-        if received.is_err() {
-            self.leave().await;
-        }
-        received?
+        self.is_receiving = true;
+        let joined = self.joined.as_mut().ok_or_else(no_group)?;
+        let received = receive(context, push, declared, announced, joined, waiter).await?;
+        self.is_receiving = false;
+        received
     }
 }
 
