@@ -186,6 +186,25 @@ fn pushes_that_are_refused_change_nothing() {
 }
 
 #[test]
+fn a_refused_call_leaves_group_and_names_as_they_were() {
+    let (oracle, server) = (Oracle::new(), Server::start(MODEL, &[]));
+    let http = &server.http;
+    let trainer = Trainer::join(http, 1, Some(BUFFER));
+    let (weights, _) = oracle.weights(1);
+    trainer.update(&tensors(&weights, |_| true), 1, &empty());
+    let (weights, expected) = oracle.weights(2);
+    let all = tensors(&weights, |_| true);
+    // Names that were refused are not those of the last time.
+    let mut other = all.clone();
+    other[3].0 = "model.no.such".into();
+    trainer.refused(&other, 400);
+    http.done("/start_weight_update", &empty());
+    assert_eq!(trainer.send(&all, &empty()).0, 200, "the names are those of the last time");
+    http.done("/finish_weight_update", &empty());
+    assert!(http.checksums() == expected);
+}
+
+#[test]
 fn a_group_whose_bytes_were_not_received_is_left() {
     let (oracle, server) = (Oracle::new(), Server::start(MODEL, &[]));
     let http = &server.http;

@@ -27,8 +27,9 @@ const PIECES_BYTES: u64 = 32 << 20;
 struct Joined {
     group: Arc<TrainerGroup>,
     packing: Packing,
-    /// The tensors of the last push, for one that names none.
-    last: Arc<Vec<TensorEntry>>,
+    /// The tensors that the last push received last, for one that names none. They were verified, so that the model
+    /// bounds what they take.
+    last: Vec<TensorEntry>,
 }
 
 /// The task's state.
@@ -104,7 +105,7 @@ impl Link {
             () = waiter.gone() => return Err(Error::Aborted("the trainer is gone".into())),
             () = self.gate.ending() => return Err(Error::Unavailable("the server is shutting down".into())),
         };
-        self.joined = Some(Joined { group: Arc::new(group), packing, last: Arc::default() });
+        self.joined = Some(Joined { group: Arc::new(group), packing, last: Vec::new() });
         Ok(())
     }
 
@@ -143,7 +144,7 @@ impl Link {
         let activity = sender.activity.clone();
         let room = self.joined.as_ref().map_or(0, |joined| room(&context, joined.packing));
         let mut push = PushThread::open(&context, header(&context, room), sender).await?;
-        let mut declared = 0;
+        let (mut declared, mut last) = (0, Vec::new());
         loop {
             if let Some(waiter) = waiter.take() {
                 waiter.answer(Ok(()));
@@ -154,12 +155,16 @@ impl Link {
             match order {
                 Order::Receive(announced) => {
                     let waiter = waiter.insert(caller);
-                    declared += self.receive(&context, &mut push, declared, announced, waiter).await?;
+                    last = self.receive(&context, &mut push, declared, announced, waiter).await?;
+                    declared += last.len();
                 }
                 Order::Finish(version) => {
                     *waiter = Some(caller);
                     let mut verified = push.finish().await?;
                     verified.new_version = version;
+                    if let Some(joined) = &mut self.joined {
+                        joined.last = last;
+                    }
                     return Ok(verified);
                 }
                 Order::Begin => {
@@ -179,7 +184,7 @@ impl Link {
         }
     }
 
-    /// Receives tensors of a push, of which `declared` have come. Returns how many they are. Where this ends early, or is
+    /// Receives tensors of a push, of which `declared` have come, and returns them. Where this ends early, or is
     /// dropped, the group is left with the push.
     async fn receive(
         &mut self,
@@ -188,9 +193,9 @@ impl Link {
         declared: usize,
         announced: Announced,
         waiter: &mut Waiter,
-    ) -> Result<usize> {
+    ) -> Result<Vec<TensorEntry>> {
         self.is_receiving = true;
-        let joined = self.joined.as_mut().ok_or_else(no_group)?;
+        let joined = self.joined.as_ref().ok_or_else(no_group)?;
         let received = receive(context, push, declared, announced, joined, waiter).await?;
         self.is_receiving = false;
         received
@@ -204,23 +209,20 @@ async fn receive(
     push: &mut PushThread,
     declared: usize,
     announced: Announced,
-    joined: &mut Joined,
+    joined: &Joined,
     waiter: &mut Waiter,
-) -> Result<Result<usize>> {
-    if !announced.tensors.is_empty() {
-        joined.last = Arc::new(announced.tensors);
-    }
-    let tensors = joined.last.to_vec();
+) -> Result<Result<Vec<TensorEntry>>> {
+    let tensors = if announced.tensors.is_empty() { joined.last.clone() } else { announced.tensors };
     if tensors.is_empty() {
         return Err(Error::invalid("update_info.names", "is empty, and there are no names of before"));
     }
-    let (count, most) = (tensors.len(), broadcast_bytes(context, joined.packing));
+    let most = broadcast_bytes(context, joined.packing);
     let (broadcasts, sizes) = broadcasts(&tensors, announced.packing.or(joined.packing))?;
     if let Some(larger) = broadcasts.iter().find(|broadcast| broadcast.bytes() as u64 > most) {
         let message = format!("{} bytes are broadcast at once; for this model they are {most} at most", larger.bytes());
         return Err(Error::invalid("update_info.shapes", message));
     }
-    let mut refused = push.declare(tensors).await;
+    let mut refused = push.declare(tensors.clone()).await;
     let patience = Patience::new(context.update_idle);
     let _end = EndOnDrop(patience.clone());
     let (sender, mut pieces) = mpsc::channel(PIECES);
@@ -241,7 +243,7 @@ async fn receive(
         received = received => received?,
         () = waiter.gone() => return Err(Error::Aborted("the trainer is gone".into())),
     }
-    Ok(refused.map(|()| count))
+    Ok(refused.map(|()| tensors))
 }
 
 /// Most bytes that a trainer broadcasts at once.
