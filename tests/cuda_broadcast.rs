@@ -213,12 +213,15 @@ fn a_group_whose_bytes_were_not_received_is_left() {
     let old = http.seen();
     let mut huge = info(&good);
     huge["shapes"][0] = json!([1 << 20, 1 << 20]);
+    let mut larger = info(&good);
+    (larger["packed"], larger["packed_buffer_size_bytes"]) = (true.into(), (4u64 << 30).into());
     let (mut none, mut other) = (info(&good), info(&good));
     (none["shapes"][0], other["dtype_names"][0]) = (json!([0]), json!("float64"));
     let uneven = json!({"names": ["a"], "dtype_names": [], "shapes": [[1]]});
     // The last three are refused at the door, where the trainer broadcasts beside its call all the same.
     for (info, word) in [
         (huge, "at most"),
+        (larger, "update_info.packed_buffer_size_bytes: 4294967296 is more than the 40000 of init_info"),
         (none, "cannot be broadcast"),
         (empty(), "names"),
         (other, "float64"),

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
+use rollout_kernels::Broadcast;
 use tokio::sync::mpsc;
 use tokio::task::spawn_blocking;
 use tokio::time::timeout;
@@ -216,12 +217,9 @@ async fn receive(
     if tensors.is_empty() {
         return Err(Error::invalid("update_info.names", "is empty, and there are no names of before"));
     }
-    let most = broadcast_bytes(context, joined.packing);
-    let (broadcasts, sizes) = broadcasts(&tensors, announced.packing.or(joined.packing))?;
-    if let Some(larger) = broadcasts.iter().find(|broadcast| broadcast.bytes() as u64 > most) {
-        let message = format!("{} bytes are broadcast at once; for this model they are {most} at most", larger.bytes());
-        return Err(Error::invalid("update_info.shapes", message));
-    }
+    let packing = announced.packing.or(joined.packing);
+    let (broadcasts, sizes) = broadcasts(&tensors, packing)?;
+    check_room(context, &broadcasts, packing, joined.packing)?;
     let mut refused = push.declare(tensors.clone()).await;
     let patience = Patience::new(context.update_idle);
     let _end = EndOnDrop(patience.clone());
@@ -244,6 +242,22 @@ async fn receive(
         () = waiter.gone() => return Err(Error::Aborted("the trainer is gone".into())),
     }
     Ok(refused.map(|()| tensors))
+}
+
+/// Checks that there is room for each of these broadcasts, which is set aside by what the group began with.
+fn check_room(context: &ServingContext, broadcasts: &[Broadcast], packing: Packing, begun: Packing) -> Result<()> {
+    let most = broadcast_bytes(context, begun);
+    let Some(larger) = broadcasts.iter().find(|broadcast| broadcast.bytes() as u64 > most) else { return Ok(()) };
+    if packing.is_packed() && packing.buffer() > begun.buffer() {
+        let message = format!(
+            "{} is more than the {} of init_info, for which room is set aside; give it with init_info",
+            packing.buffer(),
+            begun.buffer()
+        );
+        return Err(Error::invalid("update_info.packed_buffer_size_bytes", message));
+    }
+    let message = format!("{} bytes are broadcast at once; for this model they are {most} at most", larger.bytes());
+    Err(Error::invalid("update_info.shapes", message))
 }
 
 /// Most bytes that a trainer broadcasts at once.
