@@ -142,6 +142,7 @@ fn begin(terms: Terms, receiver: &Receiver, sender: Sender) -> UpdateBegin {
         shadow_bytes: receiver.shadow_bytes(),
         in_place_bytes: receiver.staging_bytes(true),
         in_place: terms.in_place,
+        is_broadcast: receiver.is_broadcast(),
         cancel,
         peer,
         activity,

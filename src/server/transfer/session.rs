@@ -17,7 +17,7 @@ use crate::server::context::ServingContext;
 use crate::server::convert::{Terms, ValidHeader};
 use crate::server::gate::Gate;
 use crate::server::pushes::{PushThread, Sender, VerifiedPush, transact};
-use crate::weights::{Source, TensorEntry, UpdateKind, UpdateSpec, largest_broadcast, most_announced};
+use crate::weights::{BroadcastRoom, Source, TensorEntry, UpdateKind, UpdateSpec, largest_broadcast, most_announced};
 
 /// Pieces of what is broadcast that wait for those before them.
 const PIECES: usize = 2;
@@ -143,8 +143,9 @@ impl Link {
         waiter: &mut Option<Waiter>,
     ) -> Result<VerifiedPush> {
         let activity = sender.activity.clone();
-        let room = self.joined.as_ref().map_or(0, |joined| room(&context, joined.packing));
-        let mut push = PushThread::open(&context, header(&context, room), sender).await?;
+        let packing = self.joined.as_ref().ok_or_else(no_group)?.packing;
+        let header = header(&context, room(&context, packing));
+        let mut push = PushThread::open(&context, header, sender).await?;
         let (mut declared, mut last) = (0, Vec::new());
         loop {
             if let Some(waiter) = waiter.take() {
@@ -265,20 +266,21 @@ fn broadcast_bytes(context: &ServingContext, packing: Packing) -> u64 {
     largest_broadcast(&context.parameters, packing.buffer())
 }
 
-/// Bytes that receiving takes: on each device for one broadcast, and on the host for what is on its way from there.
-fn room(context: &ServingContext, packing: Packing) -> u64 {
-    (context.trainers.ranks() as u64).saturating_mul(broadcast_bytes(context, packing)).saturating_add(PIECES_BYTES)
+/// What receiving takes: on each device one broadcast, and on the host what is on its way from there.
+fn room(context: &ServingContext, packing: Packing) -> BroadcastRoom {
+    let of_devices = (context.trainers.ranks() as u64).saturating_mul(broadcast_bytes(context, packing));
+    BroadcastRoom { of_devices, of_host: PIECES_BYTES }
 }
 
 /// The header of a push whose tensors are declared as they come.
-fn header(context: &ServingContext, room: u64) -> ValidHeader {
+fn header(context: &ServingContext, room: BroadcastRoom) -> ValidHeader {
     let spec = UpdateSpec {
         kind: UpdateKind::Full,
         adapter_config: String::new(),
         unmerged: false,
         tensors: Vec::new(),
         total_bytes: Some(most_announced(&context.parameters)),
-        source: Source::Broadcast { room },
+        source: Source::Broadcast(room),
     };
     let terms = Terms {
         kind: UpdateKind::Full,
