@@ -200,7 +200,9 @@ fn a_refused_call_leaves_group_and_names_as_they_were() {
     trainer.refused(&other, 400);
     http.done("/start_weight_update", &empty());
     assert_eq!(trainer.send(&all, &empty()).0, 200, "the names are those of the last time");
-    http.done("/finish_weight_update", &empty());
+    // A body that comes in chunks is read, too.
+    let (status, answer) = http.post_in_chunks("/finish_weight_update", &json!({"weight_version": "70"}));
+    assert_eq!((status, version(http)), (200, 70), "{answer}");
     assert!(http.checksums() == expected);
 }
 

@@ -82,13 +82,23 @@ impl Http {
         self.ask("POST", path, &body.to_string())
     }
 
+    /// Posts a body whose length is not known before its end.
+    pub fn post_in_chunks(&self, path: &str, body: &Value) -> Answer {
+        let body = body.to_string();
+        let chunks = format!("{:x}\r\n{body}\r\n0\r\n\r\n", body.len());
+        self.exchange("POST", path, &format!("transfer-encoding: chunked\r\n\r\n{chunks}"))
+    }
+
     fn ask(&self, method: &str, path: &str, body: &str) -> Answer {
+        self.exchange(method, path, &format!("content-length: {}\r\n\r\n{body}", body.len()))
+    }
+
+    /// The answer to a request, of which `rest` begins with the header of its body's length.
+    fn exchange(&self, method: &str, path: &str, rest: &str) -> Answer {
         let mut stream = TcpStream::connect(&self.0).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
-        let length = body.len();
         let head = format!("{method} {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\n");
-        let kind = "content-type: application/json\r\n";
-        stream.write_all(format!("{head}{kind}content-length: {length}\r\n\r\n{body}").as_bytes()).unwrap();
+        stream.write_all(format!("{head}content-type: application/json\r\n{rest}").as_bytes()).unwrap();
         let mut answer = String::new();
         stream.read_to_string(&mut answer).unwrap_or_else(|e| panic!("{path}: {e}"));
         let (head, body) = answer.split_once("\r\n\r\n").unwrap_or_else(|| panic!("{path}: {answer:?}"));

@@ -4,7 +4,6 @@
 use axum::Json;
 use axum::extract::{FromRequest as _, Request, State};
 use axum::http::StatusCode;
-use axum::http::header::CONTENT_LENGTH;
 use axum::response::Response;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -17,7 +16,7 @@ use crate::memory::Charge;
 use crate::server::http::Door;
 use crate::server::http::body::{Ignored, JsonBody};
 use crate::server::http::error::{ErrorBody, HttpError};
-use crate::server::http::query::Query;
+use crate::server::http::query::{Query, has_body};
 use crate::server::transfer::{Announced, Packing, dtype};
 use crate::weights::TensorEntry;
 
@@ -173,13 +172,12 @@ async fn read(door: &Door, request: Request) -> Result<(Announced, Ignored, Char
     (status = 501, description = "no trainer can broadcast to the server's device", body = ErrorBody),
 ))]
 pub(super) async fn finish_weight_update(State(door): State<Door>, request: Request) -> Result<Response, HttpError> {
-    let is_empty = request.headers().get(CONTENT_LENGTH).is_none_or(|length| length == "0");
-    let (finish, ignored) = if is_empty {
-        check_device(&door, request.uri().path())?;
-        Default::default()
-    } else {
+    let (finish, ignored) = if has_body(request.headers()) {
         let JsonBody { value, ignored, .. } = body(&door, request).await?;
         (value, ignored)
+    } else {
+        check_device(&door, request.uri().path())?;
+        Default::default()
     };
     let Finish { weight_version } = finish;
     let version = weight_version.map(|text| version_of("weight_version", &text)).transpose()?;
