@@ -194,12 +194,21 @@ fn a_refused_call_leaves_group_and_names_as_they_were() {
     trainer.update(&tensors(&weights, |_| true), 1, &empty());
     let (weights, expected) = oracle.weights(2);
     let all = tensors(&weights, |_| true);
+    // Places that a group cannot have, of which the second are those of this one in their last 32 bits.
+    for (first, world) in [(0, 2), (1u64 + (1 << 32), 2u64 + (1 << 32)), (1, 1)] {
+        let id = trainer::base64(&new_id().0);
+        let init = json!({"nccl_unique_id_b64": id, "rank_offset": first, "world_size": world});
+        let message = http.refused("/init_weight_transfer_engine", &json!({"init_info": init}), 400);
+        assert!(message.contains("rank_offset") || message.contains("world_size"), "{message}");
+    }
     // Names that were refused are not those of the last time.
     let mut other = all.clone();
     other[3].0 = "model.no.such".into();
     trainer.refused(&other, 400);
     http.done("/start_weight_update", &empty());
-    assert_eq!(trainer.send(&all, &empty()).0, 200, "the names are those of the last time");
+    let init = json!({"nccl_unique_id_b64": trainer::base64(&new_id().0), "rank_offset": 2, "world_size": 2});
+    http.refused("/init_weight_transfer_engine", &json!({"init_info": init}), 400);
+    assert_eq!(trainer.send(&all, &empty()).0, 200, "the push is open, its names are those of the last time");
     // A body that comes in chunks is read, too.
     let (status, answer) = http.post_in_chunks("/finish_weight_update", &json!({"weight_version": "70"}));
     assert_eq!((status, version(http)), (200, 70), "{answer}");

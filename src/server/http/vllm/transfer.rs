@@ -1,10 +1,10 @@
 //! The weight transfer engine: a trainer makes a group with the server's ranks and broadcasts its weights to them. The
 //! trainer waits in the same broadcasts as the server, so it makes these calls beside them.
 
-use axum::Json;
 use axum::extract::{FromRequest as _, Request, State};
 use axum::http::StatusCode;
 use axum::response::Response;
+use axum::Json;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -112,6 +112,8 @@ pub(super) async fn init_weight_transfer_engine(
     let meeting = meeting(&init_info)?;
     let places = Places { first: init_info.rank_offset, world: init_info.world_size };
     let packing = Packing { packed: init_info.packed, buffer_bytes: init_info.packed_buffer_size_bytes };
+    // Before the order, which ends the push that is open and leaves the group that there is.
+    door.gate.look()?.trainers.check(places)?;
     door.transfers.join(meeting, places, packing).await?;
     Ok(done(&ignored, "Weight transfer initialized"))
 }
