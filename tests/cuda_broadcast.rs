@@ -216,6 +216,17 @@ fn a_refused_call_leaves_group_and_names_as_they_were() {
 }
 
 #[test]
+fn the_status_says_who_sends() {
+    let server = Server::start(MODEL, &[]);
+    let http = &server.http;
+    let trainer = Trainer::join(http, 1, Some(BUFFER));
+    http.done("/start_weight_update", &empty());
+    let peer = server.update_peer();
+    assert!(peer.starts_with("127.0.0.1:"), "{peer}");
+    drop(trainer);
+}
+
+#[test]
 fn a_group_whose_bytes_were_not_received_is_left() {
     let (oracle, server) = (Oracle::new(), Server::start(MODEL, &[]));
     let http = &server.http;

@@ -8,6 +8,8 @@ use std::process::{Child, Command, Stdio};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use rollout_server::server::pb::GetStatusRequest;
+use rollout_server::server::pb::control_client::ControlClient;
 use serde_json::{Value, json};
 
 use super::common::fixture;
@@ -53,6 +55,18 @@ impl Server {
             assert!(server.child.try_wait().unwrap().is_none() && started.elapsed() < PATIENCE, "no start:\n{log}");
             std::thread::sleep(Duration::from_millis(20));
         }
+    }
+
+    /// Address of the sender of the push that is open, as gRPC tells it.
+    pub fn update_peer(&self) -> String {
+        let log = self.log();
+        let (_, address) = log.split_once(" address=").unwrap();
+        let address = format!("http://{}", address.split(' ').next().unwrap());
+        tokio::runtime::Runtime::new().unwrap().block_on(async {
+            let mut client = ControlClient::connect(address).await.unwrap();
+            let status = client.get_status(GetStatusRequest {}).await.unwrap().into_inner();
+            status.update.unwrap().peer
+        })
     }
 
     pub fn log(&self) -> String {

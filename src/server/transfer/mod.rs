@@ -30,8 +30,8 @@ enum Order {
     Join(Meeting, Places, Packing),
     /// Leave the group.
     Leave,
-    /// Begin a push.
-    Begin,
+    /// Begin a push of the trainer with this address.
+    Begin(String),
     /// Receive some tensors of the push.
     Receive(Announced),
     /// Leave the group, because a call to receive was refused for this reason, and nobody knows what is broadcast.
@@ -86,12 +86,12 @@ impl Transfers {
         self.order(Order::Leave).await
     }
 
-    /// Begins a push.
+    /// Begins a push of the trainer with the address `peer`.
     ///
     /// # Errors
     /// `FailedPrecondition` without a group, or if a push of the trainer is open; those of the engine.
-    pub(super) async fn begin(&self) -> Result<()> {
-        self.order(Order::Begin).await
+    pub(super) async fn begin(&self, peer: String) -> Result<()> {
+        self.order(Order::Begin(peer)).await
     }
 
     /// Takes note of a call that announces tensors, before it is read: the trainer broadcasts them beside it, whether

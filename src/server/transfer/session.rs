@@ -79,7 +79,7 @@ impl Link {
                     self.leave().await;
                     waiter.answer(Ok(()));
                 }
-                Order::Begin => self.push(waiter).await,
+                Order::Begin(peer) => self.push(peer, waiter).await,
                 Order::Receive(_) => {
                     // Nobody will receive what the trainer broadcasts now.
                     self.leave().await;
@@ -117,15 +117,15 @@ impl Link {
         }
     }
 
-    /// One push, from the order to begin it to the order that ends it.
-    async fn push(&mut self, waiter: Waiter) {
+    /// One push of `peer`, from the order to begin it to the order that ends it.
+    async fn push(&mut self, peer: String, waiter: Waiter) {
         if self.joined.is_none() {
             return waiter.answer(Err(no_group()));
         }
         let (gate, mut waiter) = (self.gate.clone(), Some(waiter));
         let (link, slot) = (&mut *self, &mut waiter);
         let receive = |context, sender| async move { link.receive_push(context, sender, slot).await };
-        let result = transact(&gate, "a trainer's broadcasts".into(), receive).await;
+        let result = transact(&gate, peer, receive).await;
         // It has ended in the middle of receiving, or between two calls: nobody receives what is broadcast from now on.
         if std::mem::take(&mut self.is_receiving) || waiter.is_none() {
             self.leave().await;
@@ -169,7 +169,7 @@ impl Link {
                     }
                     return Ok(verified);
                 }
-                Order::Begin => {
+                Order::Begin(_) => {
                     let why = "a weight update is under way; POST /finish_weight_update first";
                     caller.answer(Err(Error::FailedPrecondition(why.into())));
                 }

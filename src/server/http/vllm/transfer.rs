@@ -4,7 +4,7 @@
 use axum::extract::{FromRequest as _, Request, State};
 use axum::http::StatusCode;
 use axum::response::Response;
-use axum::Json;
+use axum::{Extension, Json};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -16,6 +16,7 @@ use crate::memory::Charge;
 use crate::server::http::Door;
 use crate::server::http::body::{Ignored, JsonBody};
 use crate::server::http::error::{ErrorBody, HttpError};
+use crate::server::http::listener::Peer;
 use crate::server::http::query::{Query, has_body};
 use crate::server::transfer::{Announced, Packing, dtype};
 use crate::weights::TensorEntry;
@@ -126,9 +127,13 @@ pub(super) async fn init_weight_transfer_engine(
     (status = 429, description = "no room under the memory ceiling", body = ErrorBody),
     (status = 501, description = "no trainer can broadcast to the server's device", body = ErrorBody),
 ))]
-pub(super) async fn start_weight_update(State(door): State<Door>, query: Query) -> Result<Response, HttpError> {
+pub(super) async fn start_weight_update(
+    State(door): State<Door>,
+    Extension(peer): Extension<Peer>,
+    query: Query,
+) -> Result<Response, HttpError> {
     check_device(&door, "/start_weight_update")?;
-    door.transfers.begin().await?;
+    door.transfers.begin(peer.0).await?;
     Ok(done(&query.ignored(&[]), "Weight update started"))
 }
 
