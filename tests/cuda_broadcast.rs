@@ -216,14 +216,33 @@ fn a_refused_call_leaves_group_and_names_as_they_were() {
 }
 
 #[test]
-fn the_status_says_who_sends() {
-    let server = Server::start(MODEL, &[]);
+fn others_see_who_sends_and_can_end_the_push() {
+    let (oracle, server) = (Oracle::new(), Server::start(MODEL, &[]));
     let http = &server.http;
-    let trainer = Trainer::join(http, 1, Some(BUFFER));
-    http.done("/start_weight_update", &empty());
-    let peer = server.update_peer();
-    assert!(peer.starts_with("127.0.0.1:"), "{peer}");
-    drop(trainer);
+    let (weights, expected) = oracle.weights(1);
+    let all = tensors(&weights, |_| true);
+    let old = http.seen();
+    // Between two calls, and while tensors are received: what is broadcast from then on is not the next push's.
+    for is_receiving in [false, true] {
+        let trainer = Trainer::join(http, 1, Some(BUFFER));
+        http.done("/start_weight_update", &empty());
+        let peer = server.update_peer();
+        assert!(peer.starts_with("127.0.0.1:"), "{peer}");
+        let call = is_receiving.then(|| http.post_later("/update_weights", json!({"update_info": info(&all)})));
+        if is_receiving {
+            let (bytes, dtype) = &broadcasts(&all, trainer.buffer)[0];
+            trainer.broadcast(bytes, *dtype);
+        }
+        server.cancel_update();
+        if let Some(call) = call {
+            let message = refusal(call.join().unwrap(), 409);
+            assert!(message.contains("CancelUpdate"), "{message}");
+        }
+        until(|| http.refused("/start_weight_update", &empty(), 409).contains("/init_weight_transfer_engine"));
+    }
+    assert_eq!(http.seen(), old);
+    Trainer::join(http, 1, Some(BUFFER)).update(&all, 1, &empty());
+    assert!(http.checksums() == expected);
 }
 
 #[test]

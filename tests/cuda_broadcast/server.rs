@@ -8,9 +8,11 @@ use std::process::{Child, Command, Stdio};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use rollout_server::server::pb::GetStatusRequest;
 use rollout_server::server::pb::control_client::ControlClient;
+use rollout_server::server::pb::weights_client::WeightsClient;
+use rollout_server::server::pb::{CancelUpdateRequest, GetStatusRequest};
 use serde_json::{Value, json};
+use tokio::runtime::Runtime;
 
 use super::common::fixture;
 
@@ -59,14 +61,25 @@ impl Server {
 
     /// Address of the sender of the push that is open, as gRPC tells it.
     pub fn update_peer(&self) -> String {
-        let log = self.log();
-        let (_, address) = log.split_once(" address=").unwrap();
-        let address = format!("http://{}", address.split(' ').next().unwrap());
-        tokio::runtime::Runtime::new().unwrap().block_on(async {
-            let mut client = ControlClient::connect(address).await.unwrap();
+        Runtime::new().unwrap().block_on(async {
+            let mut client = ControlClient::connect(self.grpc()).await.unwrap();
             let status = client.get_status(GetStatusRequest {}).await.unwrap().into_inner();
             status.update.unwrap().peer
         })
+    }
+
+    /// Ends the push that is open, as another client may over gRPC.
+    pub fn cancel_update(&self) {
+        Runtime::new().unwrap().block_on(async {
+            let mut client = WeightsClient::connect(self.grpc()).await.unwrap();
+            client.cancel_update(CancelUpdateRequest::default()).await.unwrap();
+        });
+    }
+
+    fn grpc(&self) -> String {
+        let log = self.log();
+        let (_, address) = log.split_once(" address=").unwrap();
+        format!("http://{}", address.split(' ').next().unwrap())
     }
 
     pub fn log(&self) -> String {
