@@ -15,7 +15,7 @@ use std::process::{Child, Command, Stdio};
 
 use common::{Engine, Push, StateDict, random_weights};
 use serde_json::{Value, json};
-use server::{Http, Server, refusal};
+use server::{Http, Server, refusal, until};
 use trainer::{Tensors, Trainer, broadcasts, info, new_id, tensors};
 
 const MODEL: &str = "qwen2";
@@ -186,6 +186,66 @@ fn pushes_that_are_refused_change_nothing() {
 }
 
 #[test]
+fn a_refused_call_leaves_group_and_names_as_they_were() {
+    let (oracle, server) = (Oracle::new(), Server::start(MODEL, &[]));
+    let http = &server.http;
+    let trainer = Trainer::join(http, 1, Some(BUFFER));
+    let (weights, _) = oracle.weights(1);
+    trainer.update(&tensors(&weights, |_| true), 1, &empty());
+    let (weights, expected) = oracle.weights(2);
+    let all = tensors(&weights, |_| true);
+    // Places that a group cannot have, of which the second are those of this one in their last 32 bits.
+    for (first, world) in [(0, 2), (1u64 + (1 << 32), 2u64 + (1 << 32)), (1, 1)] {
+        let id = trainer::base64(&new_id().0);
+        let init = json!({"nccl_unique_id_b64": id, "rank_offset": first, "world_size": world});
+        let message = http.refused("/init_weight_transfer_engine", &json!({"init_info": init}), 400);
+        assert!(message.contains("rank_offset") || message.contains("world_size"), "{message}");
+    }
+    // Names that were refused are not those of the last time.
+    let mut other = all.clone();
+    other[3].0 = "model.no.such".into();
+    trainer.refused(&other, 400);
+    http.done("/start_weight_update", &empty());
+    let init = json!({"nccl_unique_id_b64": trainer::base64(&new_id().0), "rank_offset": 2, "world_size": 2});
+    http.refused("/init_weight_transfer_engine", &json!({"init_info": init}), 400);
+    assert_eq!(trainer.send(&all, &empty()).0, 200, "the push is open, its names are those of the last time");
+    // A body that comes in chunks is read, too.
+    let (status, answer) = http.post_in_chunks("/finish_weight_update", &json!({"weight_version": "70"}));
+    assert_eq!((status, version(http)), (200, 70), "{answer}");
+    assert!(http.checksums() == expected);
+}
+
+#[test]
+fn others_see_who_sends_and_can_end_the_push() {
+    let (oracle, server) = (Oracle::new(), Server::start(MODEL, &[]));
+    let http = &server.http;
+    let (weights, expected) = oracle.weights(1);
+    let all = tensors(&weights, |_| true);
+    let old = http.seen();
+    // Between two calls, and while tensors are received: what is broadcast from then on is not the next push's.
+    for is_receiving in [false, true] {
+        let trainer = Trainer::join(http, 1, Some(BUFFER));
+        http.done("/start_weight_update", &empty());
+        let peer = server.update_peer();
+        assert!(peer.starts_with("127.0.0.1:"), "{peer}");
+        let call = is_receiving.then(|| http.post_later("/update_weights", json!({"update_info": info(&all)})));
+        if is_receiving {
+            let (bytes, dtype) = &broadcasts(&all, trainer.buffer)[0];
+            trainer.broadcast(bytes, *dtype);
+        }
+        server.cancel_update();
+        if let Some(call) = call {
+            let message = refusal(call.join().unwrap(), 409);
+            assert!(message.contains("CancelUpdate"), "{message}");
+        }
+        until(|| http.refused("/start_weight_update", &empty(), 409).contains("/init_weight_transfer_engine"));
+    }
+    assert_eq!(http.seen(), old);
+    Trainer::join(http, 1, Some(BUFFER)).update(&all, 1, &empty());
+    assert!(http.checksums() == expected);
+}
+
+#[test]
 fn a_group_whose_bytes_were_not_received_is_left() {
     let (oracle, server) = (Oracle::new(), Server::start(MODEL, &[]));
     let http = &server.http;
@@ -194,9 +254,21 @@ fn a_group_whose_bytes_were_not_received_is_left() {
     let old = http.seen();
     let mut huge = info(&good);
     huge["shapes"][0] = json!([1 << 20, 1 << 20]);
+    let mut larger = info(&good);
+    (larger["packed"], larger["packed_buffer_size_bytes"]) = (true.into(), (4u64 << 30).into());
     let (mut none, mut other) = (info(&good), info(&good));
     (none["shapes"][0], other["dtype_names"][0]) = (json!([0]), json!("float64"));
-    for (info, word) in [(huge, "at most"), (none, "cannot be broadcast"), (empty(), "names")] {
+    let uneven = json!({"names": ["a"], "dtype_names": [], "shapes": [[1]]});
+    // The last three are refused at the door, where the trainer broadcasts beside its call all the same.
+    for (info, word) in [
+        (huge, "at most"),
+        (larger, "update_info.packed_buffer_size_bytes: 4294967296 is more than the 40000 of init_info"),
+        (none, "cannot be broadcast"),
+        (empty(), "names"),
+        (other, "float64"),
+        (uneven, "dtype_names"),
+        (json!(7), "update_info"),
+    ] {
         let _trainer = Trainer::join(http, 1, Some(BUFFER));
         http.done("/start_weight_update", &empty());
         let message = http.refused("/update_weights", &json!({"update_info": info}), 400);
@@ -204,12 +276,16 @@ fn a_group_whose_bytes_were_not_received_is_left() {
         let left = http.refused("/start_weight_update", &empty(), 409);
         assert!(left.contains("/init_weight_transfer_engine"), "{left}");
     }
+    // So it is with a call of which a part has come when its connection breaks.
     let trainer = Trainer::join(http, 1, Some(BUFFER));
-    // What is no update is refused at the door, before the trainer broadcasts anything.
     http.done("/start_weight_update", &empty());
-    assert!(http.refused("/update_weights", &json!({"update_info": other}), 400).contains("float64"));
-    let uneven = json!({"update_info": {"names": ["a"], "dtype_names": [], "shapes": [[1]]}});
-    assert!(http.refused("/update_weights", &uneven, 400).contains("dtype_names"));
+    http.break_off("/update_weights", r#"{"update_info": {"names": ["#);
+    until(|| http.refused("/start_weight_update", &empty(), 409).contains("/init_weight_transfer_engine"));
+    drop(trainer);
+    // The group is left without a push, too.
+    let trainer = Trainer::join(http, 1, Some(BUFFER));
+    http.refused("/update_weights", &json!({}), 400);
+    assert!(http.refused("/start_weight_update", &empty(), 409).contains("/init_weight_transfer_engine"));
     // A trainer that starts anew ends what it has left open; so does one that leaves.
     drop(trainer);
     let trainer = Trainer::join(http, 1, None);
@@ -311,6 +387,12 @@ fn a_trainer_that_stands_still_is_given_up() {
     let message = refusal(call.join().unwrap(), 408);
     assert!(message.contains("--update-idle-seconds"), "{message}");
     assert_eq!(http.seen(), old);
+    drop(trainer);
+    // It begins a push and is silent then. What it has broadcast meanwhile is not the next push's.
+    let trainer = Trainer::join(http, 1, Some(BUFFER));
+    http.done("/start_weight_update", &empty());
+    until(|| server.log().contains("the trainer has ordered nothing"));
+    assert!(http.refused("/start_weight_update", &empty(), 409).contains("/init_weight_transfer_engine"));
     drop(trainer);
     Trainer::join(http, 1, Some(BUFFER)).update(&all, 1, &empty());
     assert!(http.checksums() == expected);

@@ -86,6 +86,7 @@ fn push_lent(engine: &Engine, push: &Push, later: Vec<TensorEntry>, between: imp
         running: push.running,
         staging_bytes: receiver.staging_bytes(false),
         in_place_bytes: receiver.staging_bytes(true),
+        is_broadcast: receiver.is_broadcast(),
         shadow_bytes: receiver.shadow_bytes(),
         in_place: push.in_place,
         cancel: cancel.clone(),

@@ -1,8 +1,8 @@
 //! Counts the calls of a program and makes those fail that a test has chosen.
 //!
 //! A call is chosen by its name (`cuMemAllocAsync`), by the group that it is of (`allocation`, `mapping`, `copy`,
-//! `fill`, `launch`, `blas`, `nccl`), by `any`, by `launch:` and the name of a kernel, or by `kernel:` and the name of a
-//! kernel, which then fails on the device after its launch went well.
+//! `fill`, `launch`, `blas`, `nccl`), by `any`, by `launch:` and the name of a kernel, or by `kernel:` and the name of
+//! a kernel, which then fails on the device after its launch went well.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char};

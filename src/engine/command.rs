@@ -218,6 +218,8 @@ pub struct UpdateBegin {
     pub in_place_bytes: u64,
     /// For FULL: whether the push may be written in place if there is no room for it beside the weights.
     pub in_place: bool,
+    /// Whether its tensors are broadcast; then it is never written in place.
+    pub is_broadcast: bool,
     /// Set when the sender's stream breaks, which rolls the update back.
     pub cancel: CancelFlag,
     /// Address of the sender.

@@ -141,9 +141,13 @@ impl<X: Executor> Engine<X> {
         };
         let is_host_short =
             self.budget.host_report().is_some() && of_host > self.budget.remaining_for(MemoryUse::UpdateStaging);
-        let instead = match is_host_short {
-            true => "start the server with a larger --host-memory",
-            false => {
+        let instead = match (is_host_short, begin.is_broadcast) {
+            (true, _) => "start the server with a larger --host-memory",
+            (false, true) => {
+                "sleep with the KV cache first, or POST /init_weight_transfer_engine with a smaller \
+                 packed_buffer_size_bytes, or start the server with a larger --staging-bytes"
+            }
+            (false, false) => {
                 "sleep with the KV cache first, or (FULL) pause or sleep and set in_place, or start the server with a \
                  larger --staging-bytes"
             }

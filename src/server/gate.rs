@@ -20,6 +20,14 @@ enum Stage {
     Ended(Arc<ServingContext>),
 }
 
+impl Stage {
+    /// Whether the server has been told to end. Where the engine has ended by itself, the stage before that passes
+    /// unseen.
+    fn is_ending(&self) -> bool {
+        matches!(self, Self::Ending(_) | Self::Ended(_))
+    }
+}
+
 /// Changes the stage. Only `serve` has it.
 pub(super) struct GateKeeper {
     stage: watch::Sender<Stage>,
@@ -92,7 +100,7 @@ impl Gate {
 
     /// Whether the server has been told to end.
     pub(super) fn is_ending(&self) -> bool {
-        matches!(&*self.stage.borrow(), Stage::Ending(_))
+        self.stage.borrow().is_ending()
     }
 
     /// The count of the bytes of requests and replies.
@@ -107,7 +115,7 @@ impl Gate {
     pub(super) async fn ending(&self) {
         let mut stage = self.stage.clone();
         // If the keeper is gone, the server has ended.
-        let _ = stage.wait_for(|stage| matches!(stage, Stage::Ending(_))).await;
+        let _ = stage.wait_for(Stage::is_ending).await;
     }
 
     /// Lets in a question, which is answered until the very end.

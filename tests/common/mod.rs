@@ -451,6 +451,7 @@ impl Engine {
             staging_bytes: receiver.staging_bytes(false),
             shadow_bytes: receiver.shadow_bytes(),
             in_place_bytes: receiver.staging_bytes(true),
+            is_broadcast: receiver.is_broadcast(),
             in_place: push.in_place,
             cancel: CancelFlag::default(),
             peer: "10.0.0.7:4711".into(),

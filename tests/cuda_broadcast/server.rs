@@ -8,7 +8,11 @@ use std::process::{Child, Command, Stdio};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use rollout_server::server::pb::control_client::ControlClient;
+use rollout_server::server::pb::weights_client::WeightsClient;
+use rollout_server::server::pb::{CancelUpdateRequest, GetStatusRequest};
 use serde_json::{Value, json};
+use tokio::runtime::Runtime;
 
 use super::common::fixture;
 
@@ -55,6 +59,29 @@ impl Server {
         }
     }
 
+    /// Address of the sender of the push that is open, as gRPC tells it.
+    pub fn update_peer(&self) -> String {
+        Runtime::new().unwrap().block_on(async {
+            let mut client = ControlClient::connect(self.grpc()).await.unwrap();
+            let status = client.get_status(GetStatusRequest {}).await.unwrap().into_inner();
+            status.update.unwrap().peer
+        })
+    }
+
+    /// Ends the push that is open, as another client may over gRPC.
+    pub fn cancel_update(&self) {
+        Runtime::new().unwrap().block_on(async {
+            let mut client = WeightsClient::connect(self.grpc()).await.unwrap();
+            client.cancel_update(CancelUpdateRequest::default()).await.unwrap();
+        });
+    }
+
+    fn grpc(&self) -> String {
+        let log = self.log();
+        let (_, address) = log.split_once(" address=").unwrap();
+        format!("http://{}", address.split(' ').next().unwrap())
+    }
+
     pub fn log(&self) -> String {
         String::from_utf8_lossy(&std::fs::read(self.dir.path().join("log")).unwrap()).into_owned()
     }
@@ -82,18 +109,35 @@ impl Http {
         self.ask("POST", path, &body.to_string())
     }
 
+    /// Posts a body whose length is not known before its end.
+    pub fn post_in_chunks(&self, path: &str, body: &Value) -> Answer {
+        let body = body.to_string();
+        let chunks = format!("{:x}\r\n{body}\r\n0\r\n\r\n", body.len());
+        self.exchange("POST", path, &format!("transfer-encoding: chunked\r\n\r\n{chunks}"))
+    }
+
     fn ask(&self, method: &str, path: &str, body: &str) -> Answer {
+        self.exchange(method, path, &format!("content-length: {}\r\n\r\n{body}", body.len()))
+    }
+
+    /// The answer to a request, of which `rest` begins with the header of its body's length.
+    fn exchange(&self, method: &str, path: &str, rest: &str) -> Answer {
         let mut stream = TcpStream::connect(&self.0).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
-        let length = body.len();
         let head = format!("{method} {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\n");
-        let kind = "content-type: application/json\r\n";
-        stream.write_all(format!("{head}{kind}content-length: {length}\r\n\r\n{body}").as_bytes()).unwrap();
+        stream.write_all(format!("{head}content-type: application/json\r\n{rest}").as_bytes()).unwrap();
         let mut answer = String::new();
         stream.read_to_string(&mut answer).unwrap_or_else(|e| panic!("{path}: {e}"));
         let (head, body) = answer.split_once("\r\n\r\n").unwrap_or_else(|| panic!("{path}: {answer:?}"));
         let status = head.split(' ').nth(1).unwrap().parse().unwrap();
         (status, serde_json::from_str(body).unwrap_or_else(|_| panic!("{path}: {answer}")))
+    }
+
+    /// Begins to post, and breaks the connection behind a part of the body.
+    pub fn break_off(&self, path: &str, part: &str) {
+        let mut stream = TcpStream::connect(&self.0).unwrap();
+        let head = format!("POST {path} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\n");
+        stream.write_all(format!("{head}content-length: 1000\r\n\r\n{part}").as_bytes()).unwrap();
     }
 
     /// Posts on a thread of its own, as trainers do whose call waits for what they broadcast.
@@ -126,6 +170,15 @@ impl Http {
             "temperature": 0.9, "logprobs": 0, "return_token_ids": true});
         let mut answer = self.done("/v1/completions", &body);
         (self.checksums(), answer["choices"].take())
+    }
+}
+
+/// Waits until something is so.
+pub fn until(is_so: impl Fn() -> bool) {
+    let started = Instant::now();
+    while !is_so() {
+        assert!(started.elapsed() < PATIENCE / 8, "it takes too long");
+        std::thread::sleep(Duration::from_millis(20));
     }
 }
 

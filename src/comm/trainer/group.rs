@@ -43,7 +43,7 @@ impl TrainerGroup {
         });
         let group = Self { members: members.collect::<Result<_>>()? };
         drop(joined);
-        all_done(&results, patience).map(|()| group)
+        all_done(&results, group.members.len(), patience).map(|()| group)
     }
 
     /// Receives broadcasts of the trainer. Those that `take` does not want any more are received all the same, so that
@@ -65,18 +65,23 @@ impl TrainerGroup {
             member.give(work)?;
         }
         drop(done);
-        all_done(&results, patience)
+        all_done(&results, self.members.len(), patience)
     }
 }
 
 /// Waits for the results of all ranks. After the first error the others give up, and it is the result.
-fn all_done(results: &Receiver<Result<()>>, patience: &Patience) -> Result<()> {
-    let mut first = Ok(());
+fn all_done(results: &Receiver<Result<()>>, ranks: usize, patience: &Patience) -> Result<()> {
+    let (mut first, mut count) = (Ok(()), 0);
     for result in results {
+        count += 1;
         if first.is_ok() && result.is_err() {
             patience.end();
             first = result;
         }
+    }
+    // A rank whose thread has panicked sends none.
+    if first.is_ok() && count < ranks {
+        return Err(Error::Internal("a thread that receives from the trainer has ended".into()));
     }
     first
 }
@@ -151,5 +156,30 @@ fn refusal(error: DeviceError, other: impl FnOnce(&str) -> Error) -> Error {
     match error {
         DeviceError::OutOfMemory(why) => Error::ResourceExhausted(why),
         DeviceError::Unsupported(why) => other(&why),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn all_are_done_when_each_rank_has_said_so() {
+        let patience = Patience::new(Duration::from_secs(3600));
+        let all = |said: &[Result<()>]| {
+            let (sender, results) = channel();
+            said.iter().for_each(|result| sender.send(result.clone()).expect("it is received"));
+            drop(sender);
+            all_done(&results, 2, &patience)
+        };
+        all(&[Ok(()), Ok(())]).expect("both");
+        // The thread of the other has panicked.
+        assert!(matches!(all(&[Ok(())]), Err(Error::Internal(_))));
+        assert!(matches!(all(&[]), Err(Error::Internal(_))));
+        let gone = Error::Aborted("it has vanished".into());
+        assert!(matches!(all(&[Err(gone.clone()), Ok(())]), Err(Error::Aborted(_))));
+        assert!(matches!(all(&[Err(gone)]), Err(Error::Aborted(_))));
     }
 }

@@ -60,27 +60,42 @@ impl Trainers {
         self.0.as_ref().map_or(0, |devices| devices.iter().count())
     }
 
-    /// Joins a group with all ranks; waits until all of its ranks have. For threads that may wait.
+    /// Checks that all ranks have places in a group.
     ///
     /// # Errors
-    /// `InvalidArgument` if the group has no places for all ranks; `DeadlineExceeded` or `Aborted` if it does not come
-    /// about.
-    pub fn join(&self, meeting: &Meeting, places: Places, patience: &Patience) -> Result<TrainerGroup> {
-        let Some(devices) = &self.0 else {
-            return Err(Error::FailedPrecondition("no trainer can send to this device".into()));
-        };
-        let (ranks, Places { first, world }) = (self.ranks(), places);
+    /// `InvalidArgument` if they do not fit, or the group is larger than NCCL can count.
+    pub fn check(&self, Places { first, world }: Places) -> Result<()> {
+        if i32::try_from(world).is_err() {
+            return Err(Error::invalid(
+                "world_size",
+                format!("{world} ranks are more than a group can have, {}", i32::MAX),
+            ));
+        }
+        let ranks = self.ranks();
         if first == 0 || first.checked_add(ranks).is_none_or(|end| end > world) {
             return Err(Error::invalid(
                 "rank_offset",
                 format!("ranks {first} to {first} + {ranks} - 1 are not within 1 to {world} - 1, as world_size has it"),
             ));
         }
+        Ok(())
+    }
+
+    /// Joins a group with all ranks; waits until all of its ranks have. For threads that may wait.
+    ///
+    /// # Errors
+    /// As for [`Trainers::check`]; `DeadlineExceeded` or `Aborted` if it does not come
+    /// about.
+    pub fn join(&self, meeting: &Meeting, places: Places, patience: &Patience) -> Result<TrainerGroup> {
+        let Some(devices) = &self.0 else {
+            return Err(Error::FailedPrecondition("no trainer can send to this device".into()));
+        };
+        self.check(places)?;
         let id = match meeting {
             Meeting::Id(id) => *id,
             Meeting::Store { host, port } => {
                 let mut store = Store::connect(host, *port, patience)?;
-                store.add(JOINED_KEY, ranks as i64)?;
+                store.add(JOINED_KEY, self.ranks() as i64)?;
                 let broadcast = store.get(ID_KEY, MAX_ID_BYTES)?;
                 id::from_pickle(&broadcast).ok_or_else(|| {
                     let bytes = broadcast.len();

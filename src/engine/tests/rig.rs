@@ -124,6 +124,7 @@ pub fn begin(kind: UpdateKind) -> UpdateBegin {
         staging_bytes: 10,
         shadow_bytes: 0,
         in_place_bytes: 1,
+        is_broadcast: false,
         in_place: false,
         cancel: CancelFlag::default(),
         peer: "10.0.0.7:4711".into(),

@@ -279,6 +279,9 @@ fn memory_is_set_aside_or_the_update_is_refused_before_it_starts() {
     {
         assert!(text.contains(part), "{part:?} is missing in {text}");
     }
+    let broadcast = UpdateBegin { is_broadcast: true, ..full(STAGING + 1, false) };
+    let text = rig.begin(broadcast).unwrap_err().to_string();
+    assert!(text.contains("packed_buffer_size_bytes") && !text.contains("in_place"), "{text}");
     assert!(matches!(rig.begin(full(STAGING + 1, true)), Err(Error::ResourceExhausted(_))), "it runs");
     assert!(rig.status().update.is_none());
     let ticket = rig.begin(full(STAGING, true)).unwrap();

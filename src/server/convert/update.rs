@@ -38,7 +38,7 @@ impl ValidHeader {
         };
         let transport = match self.spec.source {
             Source::Inline => Transport::Inline,
-            Source::Broadcast { .. } => Transport::Broadcast,
+            Source::Broadcast(_) => Transport::Broadcast,
             Source::SharedMemory(_) => Transport::SharedMemory,
             Source::Directory(_) => Transport::Directory,
             Source::DeviceMemory => Transport::DeviceMemory,

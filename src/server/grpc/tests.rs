@@ -79,6 +79,23 @@ async fn questions_do_not_outlive_their_deadline() {
 }
 
 #[tokio::test]
+async fn an_engine_that_ends_by_itself_ends_what_waits_for_the_server() {
+    let (keeper, gate, _commands) = open();
+    let context = gate.look().expect("it serves");
+    let waits = tokio::spawn({
+        let gate = gate.clone();
+        async move { gate.ending().await }
+    });
+    tokio::task::yield_now().await;
+    assert!(!gate.is_ending());
+    // As `serve` does, without a moment between the two.
+    keeper.ending(context.clone());
+    keeper.ended(context);
+    in_time(waits).await.expect("it returns");
+    assert!(gate.is_ending());
+}
+
+#[tokio::test]
 async fn a_refused_request_is_not_running() {
     let (keeper, gate, commands) = open();
     let wrong = Request::new(pb::GenerateRequest::default());

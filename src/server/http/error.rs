@@ -76,6 +76,10 @@ impl HttpError {
         Self::new(StatusCode::METHOD_NOT_ALLOWED, "MethodNotAllowedError", None, message)
     }
 
+    pub(super) fn message(&self) -> &str {
+        &self.facts.message
+    }
+
     /// The body, for an error in the middle of a stream, whose status has been sent already.
     pub(super) fn into_body(self) -> ErrorBody {
         ErrorBody { error: self.facts }

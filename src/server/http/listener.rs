@@ -24,6 +24,10 @@ const BUFFER_BYTES: usize = 16 << 10;
 /// Most header lines of a request.
 const MAX_HEADERS: usize = 64;
 
+/// Address of a connection's client, among the extensions of its requests.
+#[derive(Clone)]
+pub(super) struct Peer(pub(super) String);
+
 /// Ends a connection whose client does not read what it has asked for.
 #[derive(Clone, Default)]
 pub(super) struct HangUp(Arc<Notify>);
@@ -63,9 +67,11 @@ pub(in crate::server) async fn serve_connections(
 async fn serve_connection(accepted: Accepted, routes: Router, mut stop: watch::Receiver<bool>) {
     let Accepted { socket, slot: _slot } = accepted;
     let (watched, hang_up) = (Watch::new(socket.tcp()), HangUp::default());
+    let peer = Peer(socket.peer().map_or_else(|| "an unknown address".into(), |peer| peer.to_string()));
     let routes = TowerToHyperService::new(routes);
     let serve = service_fn(|mut request: Request<hyper::body::Incoming>| {
         request.extensions_mut().insert(hang_up.clone());
+        request.extensions_mut().insert(peer.clone());
         routes.call(request)
     });
     let connection = http1::Builder::new()

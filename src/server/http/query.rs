@@ -48,7 +48,8 @@ async fn discard(body: Body) {
     let _ = timeout(DISCARD, to_bytes(body, DISCARDED_BYTES)).await;
 }
 
-fn has_body(headers: &HeaderMap) -> bool {
+/// Whether a body comes, as far as the headers say.
+pub(super) fn has_body(headers: &HeaderMap) -> bool {
     headers.contains_key(TRANSFER_ENCODING) || headers.get(CONTENT_LENGTH).is_some_and(|length| length != "0")
 }
 

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 use tokio::task::{JoinHandle, spawn_blocking};
 
 use crate::engine::{Activity, CancelFlag, Command, EngineHandle, Reply, UpdateBegin, UpdateTicket};
@@ -69,12 +69,28 @@ impl PushThread {
         let (parameters, sources) = (context.parameters.clone(), context.sources.clone());
         let opened = spawn_blocking(move || Receiver::open(spec, parameters, &sources)).await;
         let receiver = opened.map_err(failed)??;
-        let activity = sender.activity.clone();
+        let (engine, activity) = (context.engine.clone(), sender.activity.clone());
         let begin = begin(terms, &receiver, sender);
-        let ticket = ask(&context.engine, |reply| Command::BeginUpdate { begin, reply }).await??;
         let (messages, queue) = mpsc::channel(QUEUE);
-        let (engine, update) = (context.engine.clone(), ticket.id);
-        let thread = spawn_blocking(move || receive(receiver, queue, ticket, &engine, &activity));
+        // The thread has the receiver from here on, because dropping it closes what it has opened of device memory.
+        let (begun, ticket) = oneshot::channel();
+        let thread = spawn_blocking(move || match ticket.blocking_recv() {
+            Ok(ticket) => receive(receiver, queue, ticket, &engine, &activity),
+            Err(_) => Err(Error::Aborted("the push was not begun".into())),
+        });
+        let asked = ask(&context.engine, |reply| Command::BeginUpdate { begin, reply }).await;
+        let ticket = match asked.and_then(|answer| answer) {
+            Ok(ticket) => ticket,
+            Err(error) => {
+                // The sender may free its memory once it has the error.
+                drop(begun);
+                let _ = thread.await;
+                return Err(error);
+            }
+        };
+        let update = ticket.id;
+        // Fails only if the thread has died, which the next message finds.
+        let _ = begun.send(ticket);
         noted.receives(update);
         Ok(Self { messages, thread, update, declared, noted })
     }
@@ -126,6 +142,7 @@ fn begin(terms: Terms, receiver: &Receiver, sender: Sender) -> UpdateBegin {
         shadow_bytes: receiver.shadow_bytes(),
         in_place_bytes: receiver.staging_bytes(true),
         in_place: terms.in_place,
+        is_broadcast: receiver.is_broadcast(),
         cancel,
         peer,
         activity,

@@ -23,6 +23,11 @@ impl Packing {
         Self { packed: self.packed.or(before.packed), buffer_bytes: self.buffer_bytes.or(before.buffer_bytes) }
     }
 
+    /// Whether several tensors are broadcast at once.
+    pub(super) fn is_packed(self) -> bool {
+        self.packed.unwrap_or(false)
+    }
+
     /// The bytes with more than which a broadcast ends.
     pub(super) fn buffer(self) -> u64 {
         self.buffer_bytes.unwrap_or(BROADCAST_BUFFER_BYTES)
@@ -54,7 +59,7 @@ pub(super) fn broadcasts(tensors: &[TensorEntry], packing: Packing) -> Result<(V
         .map(|tensor| Ok(Broadcast { count: elements(tensor)?, dtype: Some(tensor.dtype) }))
         .collect::<Result<_>>()?;
     let bytes = single.iter().map(|broadcast| broadcast.bytes() as u64).collect();
-    Ok((if packing.packed.unwrap_or(false) { pack(&single, packing)? } else { single }, bytes))
+    Ok((if packing.is_packed() { pack(&single, packing)? } else { single }, bytes))
 }
 
 /// Puts broadcasts together, as vLLM's trainer does (`pack_tensors` of its `packed_tensor.py`).

@@ -9,6 +9,7 @@
 mod layout;
 mod session;
 
+use tokio::runtime::Handle;
 use tokio::sync::{mpsc, oneshot};
 
 use super::calls::engine_gone;
@@ -29,10 +30,12 @@ enum Order {
     Join(Meeting, Places, Packing),
     /// Leave the group.
     Leave,
-    /// Begin a push.
-    Begin,
+    /// Begin a push of the trainer with this address.
+    Begin(String),
     /// Receive some tensors of the push.
     Receive(Announced),
+    /// Leave the group, because a call to receive was refused for this reason, and nobody knows what is broadcast.
+    Lose(String),
     /// Verify the push, and let the policy have this version; the next one if none is given.
     Finish(Option<WeightVersion>),
 }
@@ -83,20 +86,18 @@ impl Transfers {
         self.order(Order::Leave).await
     }
 
-    /// Begins a push.
+    /// Begins a push of the trainer with the address `peer`.
     ///
     /// # Errors
     /// `FailedPrecondition` without a group, or if a push of the trainer is open; those of the engine.
-    pub(super) async fn begin(&self) -> Result<()> {
-        self.order(Order::Begin).await
+    pub(super) async fn begin(&self, peer: String) -> Result<()> {
+        self.order(Order::Begin(peer)).await
     }
 
-    /// Receives tensors of the push that is open.
-    ///
-    /// # Errors
-    /// `FailedPrecondition` without a push; what is wrong with the tensors, which ends the push.
-    pub(super) async fn receive(&self, tensors: Announced) -> Result<()> {
-        self.order(Order::Receive(tensors)).await
+    /// Takes note of a call that announces tensors, before it is read: the trainer broadcasts them beside it, whether
+    /// it is understood or not.
+    pub(super) fn announcement(&self) -> Announcement {
+        Announcement { transfers: Some(self.clone()), runtime: Handle::current() }
     }
 
     /// Ends the push that is open: the engine applies it, or refuses it as a whole.
@@ -111,5 +112,45 @@ impl Transfers {
         let (waiter, answer) = oneshot::channel();
         self.0.send((order, Waiter(waiter))).await.map_err(|_| engine_gone())?;
         answer.await.map_err(|_| engine_gone())?
+    }
+}
+
+/// A call that announces tensors. If it is dropped before its order was carried out, because its connection broke, the
+/// group is left.
+pub(super) struct Announcement {
+    /// None once its order was carried out.
+    transfers: Option<Transfers>,
+    runtime: Handle,
+}
+
+impl Announcement {
+    /// Receives these tensors, of the push that is open.
+    ///
+    /// # Errors
+    /// `FailedPrecondition` without a push; what is wrong with the tensors, which ends the push.
+    pub(super) async fn receive(mut self, tensors: Announced) -> Result<()> {
+        self.order(Order::Receive(tensors)).await
+    }
+
+    /// Leaves the group and drops the push that is open, because the call was refused for the reason `why`.
+    ///
+    /// # Errors
+    /// `Unavailable` if the server ends.
+    pub(super) async fn refuse(mut self, why: &str) -> Result<()> {
+        self.order(Order::Lose(why.into())).await
+    }
+
+    async fn order(&mut self, order: Order) -> Result<()> {
+        let result = self.transfers.as_ref().expect("it gives one order").order(order).await;
+        self.transfers = None;
+        result
+    }
+}
+
+impl Drop for Announcement {
+    fn drop(&mut self) {
+        if let Some(transfers) = self.transfers.take() {
+            self.runtime.spawn(async move { transfers.order(Order::Lose("its connection broke".into())).await });
+        }
     }
 }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
+use rollout_kernels::Broadcast;
 use tokio::sync::mpsc;
 use tokio::task::spawn_blocking;
 use tokio::time::timeout;
@@ -16,7 +17,7 @@ use crate::server::context::ServingContext;
 use crate::server::convert::{Terms, ValidHeader};
 use crate::server::gate::Gate;
 use crate::server::pushes::{PushThread, Sender, VerifiedPush, transact};
-use crate::weights::{Source, TensorEntry, UpdateKind, UpdateSpec, largest_broadcast, most_announced};
+use crate::weights::{BroadcastRoom, Source, TensorEntry, UpdateKind, UpdateSpec, largest_broadcast, most_announced};
 
 /// Pieces of what is broadcast that wait for those before them.
 const PIECES: usize = 2;
@@ -24,12 +25,12 @@ const PIECES: usize = 2;
 const PIECES_BYTES: u64 = 32 << 20;
 
 /// A trainer's group.
-#[derive(Clone)]
 struct Joined {
     group: Arc<TrainerGroup>,
     packing: Packing,
-    /// The tensors of the last push, for one that names none.
-    last: Arc<Vec<TensorEntry>>,
+    /// The tensors that the last push received last, for one that names none. They were verified, so that the model
+    /// bounds what they take.
+    last: Vec<TensorEntry>,
 }
 
 /// The task's state.
@@ -37,6 +38,8 @@ pub(super) struct Link {
     gate: Gate,
     calls: mpsc::Receiver<Call>,
     joined: Option<Joined>,
+    /// Whether something is received that the trainer may not have broadcast to its end.
+    is_receiving: bool,
     /// An order that has ended a push, and is still to be carried out.
     next: Option<Call>,
 }
@@ -52,7 +55,7 @@ impl Drop for EndOnDrop {
 
 impl Link {
     pub(super) fn new(gate: Gate, calls: mpsc::Receiver<Call>) -> Self {
-        Self { gate, calls, joined: None, next: None }
+        Self { gate, calls, joined: None, is_receiving: false, next: None }
     }
 
     /// Carries out orders until nobody can give any.
@@ -72,11 +75,11 @@ impl Link {
                     let result = self.join(join, packing, &mut waiter).await;
                     waiter.answer(result);
                 }
-                Order::Leave => {
+                Order::Leave | Order::Lose(_) => {
                     self.leave().await;
                     waiter.answer(Ok(()));
                 }
-                Order::Begin => self.push(waiter).await,
+                Order::Begin(peer) => self.push(peer, waiter).await,
                 Order::Receive(_) => {
                     // Nobody will receive what the trainer broadcasts now.
                     self.leave().await;
@@ -103,7 +106,7 @@ impl Link {
             () = waiter.gone() => return Err(Error::Aborted("the trainer is gone".into())),
             () = self.gate.ending() => return Err(Error::Unavailable("the server is shutting down".into())),
         };
-        self.joined = Some(Joined { group: Arc::new(group), packing, last: Arc::default() });
+        self.joined = Some(Joined { group: Arc::new(group), packing, last: Vec::new() });
         Ok(())
     }
 
@@ -114,15 +117,19 @@ impl Link {
         }
     }
 
-    /// One push, from the order to begin it to the order that ends it.
-    async fn push(&mut self, waiter: Waiter) {
+    /// One push of `peer`, from the order to begin it to the order that ends it.
+    async fn push(&mut self, peer: String, waiter: Waiter) {
         if self.joined.is_none() {
             return waiter.answer(Err(no_group()));
         }
         let (gate, mut waiter) = (self.gate.clone(), Some(waiter));
         let (link, slot) = (&mut *self, &mut waiter);
         let receive = |context, sender| async move { link.receive_push(context, sender, slot).await };
-        let result = transact(&gate, "a trainer's broadcasts".into(), receive).await;
+        let result = transact(&gate, peer, receive).await;
+        // It has ended in the middle of receiving, or between two calls: nobody receives what is broadcast from now on.
+        if std::mem::take(&mut self.is_receiving) || waiter.is_none() {
+            self.leave().await;
+        }
         if let Some(waiter) = waiter {
             waiter.answer(result.map(drop));
         }
@@ -136,9 +143,10 @@ impl Link {
         waiter: &mut Option<Waiter>,
     ) -> Result<VerifiedPush> {
         let activity = sender.activity.clone();
-        let room = self.joined.as_ref().map_or(0, |joined| room(&context, joined.packing));
-        let mut push = PushThread::open(&context, header(&context, room), sender).await?;
-        let mut declared = 0;
+        let packing = self.joined.as_ref().ok_or_else(no_group)?.packing;
+        let header = header(&context, room(&context, packing));
+        let mut push = PushThread::open(&context, header, sender).await?;
+        let (mut declared, mut last) = (0, Vec::new());
         loop {
             if let Some(waiter) = waiter.take() {
                 waiter.answer(Ok(()));
@@ -149,15 +157,19 @@ impl Link {
             match order {
                 Order::Receive(announced) => {
                     let waiter = waiter.insert(caller);
-                    declared += self.receive(&context, &mut push, declared, announced, waiter).await?;
+                    last = self.receive(&context, &mut push, declared, announced, waiter).await?;
+                    declared += last.len();
                 }
                 Order::Finish(version) => {
                     *waiter = Some(caller);
                     let mut verified = push.finish().await?;
                     verified.new_version = version;
+                    if let Some(joined) = &mut self.joined {
+                        joined.last = last;
+                    }
                     return Ok(verified);
                 }
-                Order::Begin => {
+                Order::Begin(_) => {
                     let why = "a weight update is under way; POST /finish_weight_update first";
                     caller.answer(Err(Error::FailedPrecondition(why.into())));
                 }
@@ -165,11 +177,17 @@ impl Link {
                     self.next = Some((order, caller));
                     return Err(Error::Aborted("the trainer has left, or another has come".into()));
                 }
+                Order::Lose(why) => {
+                    let error = Error::Aborted(format!("/update_weights was refused: {why}"));
+                    self.next = Some((Order::Lose(why), caller));
+                    return Err(error);
+                }
             }
         }
     }
 
-    /// Receives tensors of a push, of which `declared` have come. Returns how many they are.
+    /// Receives tensors of a push, of which `declared` have come, and returns them. Where this ends early, or is
+    /// dropped, the group is left with the push.
     async fn receive(
         &mut self,
         context: &ServingContext,
@@ -177,15 +195,12 @@ impl Link {
         declared: usize,
         announced: Announced,
         waiter: &mut Waiter,
-    ) -> Result<usize> {
-        // Where this future is dropped, the group goes with it.
-        let mut joined = self.joined.take().ok_or_else(no_group)?;
-        let received = receive(context, push, declared, announced, &mut joined, waiter).await;
-        self.joined = Some(joined);
-        if received.is_err() {
-            self.leave().await;
-        }
-        received?
+    ) -> Result<Vec<TensorEntry>> {
+        self.is_receiving = true;
+        let joined = self.joined.as_ref().ok_or_else(no_group)?;
+        let received = receive(context, push, declared, announced, joined, waiter).await?;
+        self.is_receiving = false;
+        received
     }
 }
 
@@ -196,23 +211,17 @@ async fn receive(
     push: &mut PushThread,
     declared: usize,
     announced: Announced,
-    joined: &mut Joined,
+    joined: &Joined,
     waiter: &mut Waiter,
-) -> Result<Result<usize>> {
-    if !announced.tensors.is_empty() {
-        joined.last = Arc::new(announced.tensors);
-    }
-    let tensors = joined.last.to_vec();
+) -> Result<Result<Vec<TensorEntry>>> {
+    let tensors = if announced.tensors.is_empty() { joined.last.clone() } else { announced.tensors };
     if tensors.is_empty() {
         return Err(Error::invalid("update_info.names", "is empty, and there are no names of before"));
     }
-    let (count, most) = (tensors.len(), broadcast_bytes(context, joined.packing));
-    let (broadcasts, sizes) = broadcasts(&tensors, announced.packing.or(joined.packing))?;
-    if let Some(larger) = broadcasts.iter().find(|broadcast| broadcast.bytes() as u64 > most) {
-        let message = format!("{} bytes are broadcast at once; for this model they are {most} at most", larger.bytes());
-        return Err(Error::invalid("update_info.shapes", message));
-    }
-    let mut refused = push.declare(tensors).await;
+    let packing = announced.packing.or(joined.packing);
+    let (broadcasts, sizes) = broadcasts(&tensors, packing)?;
+    check_room(context, &broadcasts, packing, joined.packing)?;
+    let mut refused = push.declare(tensors.clone()).await;
     let patience = Patience::new(context.update_idle);
     let _end = EndOnDrop(patience.clone());
     let (sender, mut pieces) = mpsc::channel(PIECES);
@@ -233,7 +242,23 @@ async fn receive(
         received = received => received?,
         () = waiter.gone() => return Err(Error::Aborted("the trainer is gone".into())),
     }
-    Ok(refused.map(|()| count))
+    Ok(refused.map(|()| tensors))
+}
+
+/// Checks that there is room for each of these broadcasts, which is set aside by what the group began with.
+fn check_room(context: &ServingContext, broadcasts: &[Broadcast], packing: Packing, begun: Packing) -> Result<()> {
+    let most = broadcast_bytes(context, begun);
+    let Some(larger) = broadcasts.iter().find(|broadcast| broadcast.bytes() as u64 > most) else { return Ok(()) };
+    if packing.is_packed() && packing.buffer() > begun.buffer() {
+        let message = format!(
+            "{} is more than the {} of init_info, for which room is set aside; give it with init_info",
+            packing.buffer(),
+            begun.buffer()
+        );
+        return Err(Error::invalid("update_info.packed_buffer_size_bytes", message));
+    }
+    let message = format!("{} bytes are broadcast at once; for this model they are {most} at most", larger.bytes());
+    Err(Error::invalid("update_info.shapes", message))
 }
 
 /// Most bytes that a trainer broadcasts at once.
@@ -241,20 +266,21 @@ fn broadcast_bytes(context: &ServingContext, packing: Packing) -> u64 {
     largest_broadcast(&context.parameters, packing.buffer())
 }
 
-/// Bytes that receiving takes: on each device for one broadcast, and on the host for what is on its way from there.
-fn room(context: &ServingContext, packing: Packing) -> u64 {
-    (context.trainers.ranks() as u64).saturating_mul(broadcast_bytes(context, packing)).saturating_add(PIECES_BYTES)
+/// What receiving takes: on each device one broadcast, and on the host what is on its way from there.
+fn room(context: &ServingContext, packing: Packing) -> BroadcastRoom {
+    let of_devices = (context.trainers.ranks() as u64).saturating_mul(broadcast_bytes(context, packing));
+    BroadcastRoom { of_devices, of_host: PIECES_BYTES }
 }
 
 /// The header of a push whose tensors are declared as they come.
-fn header(context: &ServingContext, room: u64) -> ValidHeader {
+fn header(context: &ServingContext, room: BroadcastRoom) -> ValidHeader {
     let spec = UpdateSpec {
         kind: UpdateKind::Full,
         adapter_config: String::new(),
         unmerged: false,
         tensors: Vec::new(),
         total_bytes: Some(most_announced(&context.parameters)),
-        source: Source::Broadcast { room },
+        source: Source::Broadcast(room),
     };
     let terms = Terms {
         kind: UpdateKind::Full,

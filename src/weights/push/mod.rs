@@ -43,7 +43,7 @@ pub use delta::{Changes, Delta};
 pub use receiver::Receiver;
 pub(crate) use reservation::{BROADCAST_BUFFER_BYTES, largest_broadcast, most_announced};
 pub use shadow::{ShadowShard, ShadowWeights};
-pub use source::{Allocation, Segments, Source, Sources};
+pub use source::{Allocation, BroadcastRoom, Segments, Source, Sources};
 pub use tensors::Tensors;
 
 /// What a push brings.

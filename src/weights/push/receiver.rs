@@ -14,7 +14,7 @@ use super::receipt::Receipt;
 use super::reservation::Reservation;
 use super::row_stream::{RowLayout, Rows};
 use super::shadow::ShadowWeights;
-use super::source::{Allocations, Directory, OpenedSource, Source, SourceFile, Sources, open_directory};
+use super::source::{Allocations, BroadcastRoom, Directory, OpenedSource, Source, SourceFile, Sources, open_directory};
 use super::tensors::{KeptTensor, Tensors};
 use super::threads::{MAX_THREADS, in_parallel, in_parallel_with};
 use super::verify::Digest;
@@ -79,7 +79,7 @@ impl Receiver {
         }
         let source = match source {
             Source::Inline => OpenedSource::Stream,
-            Source::Broadcast { room } => OpenedSource::Broadcast { room },
+            Source::Broadcast(room) => OpenedSource::Broadcast(room),
             Source::SharedMemory(name) => {
                 OpenedSource::Segment(SourceFile::mapped(&name, sources.segments.open(&name)?))
             }
@@ -122,7 +122,8 @@ impl Receiver {
             UpdateKind::Full if in_place => self.reservation.in_place,
             _ => {
                 let staging = self.reservation.staging_bytes(&self.manifest, self.adapter.spec());
-                staging.saturating_add(self.source.room())
+                let BroadcastRoom { of_devices, of_host } = self.source.room();
+                staging.saturating_add(of_devices).saturating_add(of_host)
             }
         }
     }
@@ -130,7 +131,12 @@ impl Receiver {
     /// Of [`Receiver::staging_bytes`] of a push that is not in place, those of its shadow weights, and of what is
     /// broadcast to where these are.
     pub fn shadow_bytes(&self) -> u64 {
-        self.reservation.shadow_bytes(self.manifest.kind()).saturating_add(self.source.room())
+        self.reservation.shadow_bytes(self.manifest.kind()).saturating_add(self.source.room().of_devices)
+    }
+
+    /// Whether the tensors are broadcast.
+    pub fn is_broadcast(&self) -> bool {
+        self.source.is_broadcast()
     }
 
     /// Packs the tensors of a FULL push into `shadow` from now on, as they come.

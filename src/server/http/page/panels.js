@@ -26,7 +26,13 @@ const MEMORY = {
   copy_buffers: "Copy buffers",
   offloaded: "Weights asleep",
 };
-const TRANSPORTS = { inline: "inline", shared_memory: "by shared memory", directory: "from a directory" };
+const TRANSPORTS = {
+  inline: "inline",
+  shared_memory: "by shared memory",
+  directory: "from a directory",
+  device_memory: "from device memory",
+  broadcast: "by broadcasts",
+};
 
 export function lifecycle(state) {
   return LIFECYCLES[state] ?? [state, "warn"];

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use axum::Extension;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::Response;
@@ -15,6 +16,7 @@ use crate::server::context::ServingContext;
 use crate::server::http::Door;
 use crate::server::http::body::JsonBody;
 use crate::server::http::error::{ErrorBody, HttpError};
+use crate::server::http::listener::Peer;
 use crate::server::pushes::{PushThread, Sender, transact};
 use crate::server::{convert, pb};
 
@@ -43,7 +45,11 @@ pub(super) struct LoadAdapter {
     (status = 409, description = "another push is under way, or the state forbids it", body = ErrorBody),
     (status = 429, description = "no free slot, or no room under the memory ceiling", body = ErrorBody),
 ))]
-pub(super) async fn load(State(door): State<Door>, body: JsonBody<LoadAdapter>) -> Result<Response, HttpError> {
+pub(super) async fn load(
+    State(door): State<Door>,
+    Extension(peer): Extension<Peer>,
+    body: JsonBody<LoadAdapter>,
+) -> Result<Response, HttpError> {
     let LoadAdapter { lora_name: name, lora_path: path, load_inplace } = body.value;
     if name.is_empty() || path.is_empty() {
         return Err(wrong("Both 'lora_name' and 'lora_path' must be provided."));
@@ -66,7 +72,7 @@ pub(super) async fn load(State(door): State<Door>, body: JsonBody<LoadAdapter>) 
     let receive = |context: Arc<ServingContext>, sender: Sender| async move {
         PushThread::open(&context, header, sender).await?.finish().await
     };
-    match transact(&door.gate, "an HTTP client".into(), receive).await {
+    match transact(&door.gate, peer.0, receive).await {
         Ok(_) => Ok(body.ignored.name_in(format!("Success: LoRA adapter '{name}' added successfully."))),
         // Somebody has taken the name over gRPC meanwhile.
         Err(Error::VersionConflict(_)) if !load_inplace && is_resident(&context, &name).await? => Err(taken(&name)),

@@ -1,11 +1,10 @@
 //! The weight transfer engine: a trainer makes a group with the server's ranks and broadcasts its weights to them. The
 //! trainer waits in the same broadcasts as the server, so it makes these calls beside them.
 
-use axum::Json;
 use axum::extract::{FromRequest as _, Request, State};
 use axum::http::StatusCode;
-use axum::http::header::CONTENT_LENGTH;
 use axum::response::Response;
+use axum::{Extension, Json};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -13,10 +12,12 @@ use utoipa::ToSchema;
 use super::weights::version_of;
 use crate::comm::{Meeting, Places};
 use crate::error::{Error, shown};
+use crate::memory::Charge;
 use crate::server::http::Door;
 use crate::server::http::body::{Ignored, JsonBody};
 use crate::server::http::error::{ErrorBody, HttpError};
-use crate::server::http::query::Query;
+use crate::server::http::listener::Peer;
+use crate::server::http::query::{Query, has_body};
 use crate::server::transfer::{Announced, Packing, dtype};
 use crate::weights::TensorEntry;
 
@@ -112,6 +113,8 @@ pub(super) async fn init_weight_transfer_engine(
     let meeting = meeting(&init_info)?;
     let places = Places { first: init_info.rank_offset, world: init_info.world_size };
     let packing = Packing { packed: init_info.packed, buffer_bytes: init_info.packed_buffer_size_bytes };
+    // Before the order, which ends the push that is open and leaves the group that there is.
+    door.gate.look()?.trainers.check(places)?;
     door.transfers.join(meeting, places, packing).await?;
     Ok(done(&ignored, "Weight transfer initialized"))
 }
@@ -124,29 +127,48 @@ pub(super) async fn init_weight_transfer_engine(
     (status = 429, description = "no room under the memory ceiling", body = ErrorBody),
     (status = 501, description = "no trainer can broadcast to the server's device", body = ErrorBody),
 ))]
-pub(super) async fn start_weight_update(State(door): State<Door>, query: Query) -> Result<Response, HttpError> {
+pub(super) async fn start_weight_update(
+    State(door): State<Door>,
+    Extension(peer): Extension<Peer>,
+    query: Query,
+) -> Result<Response, HttpError> {
     check_device(&door, "/start_weight_update")?;
-    door.transfers.begin().await?;
+    door.transfers.begin(peer.0).await?;
     Ok(done(&query.ignored(&[]), "Weight update started"))
 }
 
 /// Receives tensors of the push that was begun; answers when the trainer has broadcast all of them. Tensors that are
-/// refused are received all the same, so that the trainer comes to the end of its broadcasts.
+/// refused are received all the same, so that the trainer comes to the end of its broadcasts. Where the call cannot be
+/// read, the group is left.
 #[utoipa::path(post, path = "/update_weights", request_body = Update, responses(
     (status = 200, body = Transferred),
-    (status = 400, description = "a tensor that the model does not have so; the push is dropped", body = ErrorBody),
+    (status = 400, description = "a tensor that the model does not have so; the push is dropped. A member that is \
+        wrong; the group is left, too", body = ErrorBody),
     (status = 408, description = "the trainer broadcast nothing for --update-idle-seconds; the push is dropped, and \
         the group left", body = ErrorBody),
     (status = 409, description = "no push was begun, or the trainer has vanished", body = ErrorBody),
-    (status = 429, description = "no room on a device; the push is dropped, and the group left", body = ErrorBody),
+    (status = 429, description = "no room on a device, or for the body; the push is dropped, and the group left",
+        body = ErrorBody),
     (status = 501, description = "no trainer can broadcast to the server's device", body = ErrorBody),
 ))]
 pub(super) async fn update_weights(State(door): State<Door>, request: Request) -> Result<Response, HttpError> {
-    let JsonBody { value: Update { update_info }, ignored, charge, .. } = body(&door, request).await?;
-    let announced = announced(update_info)?;
-    door.transfers.receive(announced).await?;
+    let announcement = door.transfers.announcement();
+    let (announced, ignored, charge) = match read(&door, request).await {
+        Ok(read) => read,
+        Err(refused) => {
+            announcement.refuse(refused.message()).await?;
+            return Err(refused);
+        }
+    };
+    announcement.receive(announced).await?;
     drop(charge);
     Ok(done(&ignored, "Weights updated"))
+}
+
+/// What a call announces, what of it has had no effect, and what covers its tensors.
+async fn read(door: &Door, request: Request) -> Result<(Announced, Ignored, Charge), HttpError> {
+    let JsonBody { value: Update { update_info }, ignored, charge, .. } = body(door, request).await?;
+    Ok((announced(update_info)?, ignored, charge))
 }
 
 /// Ends the push: all its parameters serve from the next step on, or it is refused and nothing has changed.
@@ -157,13 +179,12 @@ pub(super) async fn update_weights(State(door): State<Door>, request: Request) -
     (status = 501, description = "no trainer can broadcast to the server's device", body = ErrorBody),
 ))]
 pub(super) async fn finish_weight_update(State(door): State<Door>, request: Request) -> Result<Response, HttpError> {
-    let is_empty = request.headers().get(CONTENT_LENGTH).is_none_or(|length| length == "0");
-    let (finish, ignored) = if is_empty {
-        check_device(&door, request.uri().path())?;
-        Default::default()
-    } else {
+    let (finish, ignored) = if has_body(request.headers()) {
         let JsonBody { value, ignored, .. } = body(&door, request).await?;
         (value, ignored)
+    } else {
+        check_device(&door, request.uri().path())?;
+        Default::default()
     };
     let Finish { weight_version } = finish;
     let version = weight_version.map(|text| version_of("weight_version", &text)).transpose()?;

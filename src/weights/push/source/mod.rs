@@ -24,15 +24,22 @@ use crate::error::{Error, Result};
 pub enum Source {
     /// Chunks in the push's own stream, which go to [`Receiver::write`](super::Receiver::write).
     Inline,
-    /// What a trainer broadcasts, which goes there too. Nobody announces its digests. Receiving takes `room` bytes
-    /// beside what is made of them.
-    Broadcast { room: u64 },
+    /// What a trainer broadcasts, which goes there too. Nobody announces its digests.
+    Broadcast(BroadcastRoom),
     /// A segment of shared memory: the name of a file below `/dev/shm`.
     SharedMemory(String),
     /// The path of a directory below `--weights-dir`.
     Directory(String),
     /// Device memory of the sender: each tensor names its allocation.
     DeviceMemory,
+}
+
+/// Bytes that receiving broadcasts takes beside what is made of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BroadcastRoom {
+    /// Of all devices together.
+    pub of_devices: u64,
+    pub of_host: u64,
 }
 
 /// What pushes may be read from, other than their own streams.
@@ -72,7 +79,7 @@ pub(super) enum OpenedSource {
     /// Chunks of the push's own stream.
     Stream,
     /// What a trainer broadcasts, in the order of the tensors.
-    Broadcast { room: u64 },
+    Broadcast(BroadcastRoom),
     /// A segment of shared memory.
     Segment(SourceFile),
     /// Files of a directory.
@@ -87,7 +94,7 @@ pub(super) enum OpenedSource {
 
 impl OpenedSource {
     pub fn is_stream(&self) -> bool {
-        matches!(self, Self::Stream | Self::Broadcast { .. })
+        matches!(self, Self::Stream | Self::Broadcast(_))
     }
 
     /// Whether bytes of a tensor may come before those in front of them.
@@ -124,18 +131,22 @@ impl OpenedSource {
         }
     }
 
-    /// Bytes that receiving takes beside what is made of them.
-    pub fn room(&self) -> u64 {
+    pub fn is_broadcast(&self) -> bool {
+        matches!(self, Self::Broadcast(_))
+    }
+
+    /// What receiving broadcasts takes.
+    pub fn room(&self) -> BroadcastRoom {
         match self {
-            Self::Broadcast { room } => *room,
-            _ => 0,
+            Self::Broadcast(room) => *room,
+            _ => BroadcastRoom::default(),
         }
     }
 
     /// The file that tensor `index` is read from; `None` if it comes in the stream.
     pub fn file(&self, index: usize) -> Option<&SourceFile> {
         match self {
-            Self::Stream | Self::Broadcast { .. } => None,
+            Self::Stream | Self::Broadcast(_) => None,
             Self::Segment(file) => Some(file),
             Self::Directory { files, places } => files.get(*places.get(index)?),
             Self::DeviceMemory(allocations) => allocations.file(index),

@@ -280,6 +280,18 @@ fn more_than_a_model_can_have_is_not_announced() {
 }
 
 #[test]
+fn what_broadcasts_take_of_the_host_is_not_the_devices() {
+    let parameters = model_of(Dtype::Bf16, 2, false);
+    let room = BroadcastRoom { of_devices: 1000, of_host: 70 };
+    let broadcast =
+        UpdateSpec { total_bytes: Some(1 << 20), source: Source::Broadcast(room), ..spec(UpdateKind::Full, &[]) };
+    let receiver = Receiver::open(broadcast, parameters.clone(), &Sources::default()).unwrap();
+    let serving: u64 = parameters.iter().map(|spec| parameters.bytes_on_ranks(spec).unwrap()).sum();
+    assert_eq!(receiver.shadow_bytes(), serving + 1000);
+    assert_eq!(receiver.staging_bytes(false), serving + 1070);
+}
+
+#[test]
 fn no_more_waits_than_is_set_aside() {
     let parameters = model_of(Dtype::Bf16, 2, false);
     let push = random_push(&mut rng(4), &parameters);
