@@ -268,7 +268,7 @@ def test_a_device_that_has_failed_is_an_error_of_the_push(fake, gpus, state, rng
 
     monkeypatch.setattr(gpus, "synchronize", broken)
     tensors = on_gpus(gpus, new_of(rng, state))
-    with RolloutClient(fake.address) as client, pytest.raises(InvalidArgument, match="device 0 has failed.*ECC"):
+    with RolloutClient(fake.address) as client, pytest.raises(InvalidArgument, match=r"device 0 has failed.*ECC"):
         client.push_full(tensors, transport="device_memory")
 
 
