@@ -39,6 +39,7 @@ def servers(pair):
         proxy.mend()
         if server.client.status().lifecycle is Lifecycle.ASLEEP:
             server.client.wake()
+        server.client.resume()
         for adapter in server.client.adapters():
             server.client.remove_adapter(adapter.name)
         server.client.push_full(BASE, version=server.client.status().weight_version + 1)

@@ -33,6 +33,7 @@ from rollout_client import (
     Cancelled,
     FailedPrecondition,
     FinishReason,
+    InvalidArgument,
     Lifecycle,
     RolloutError,
     Unauthenticated,
@@ -437,6 +438,69 @@ def test_a_replica_that_missed_a_part_of_a_wake_holds_up_nobody(fleet, servers):
     assert len(samples_of(ask(fleet))) == 3 * len(PROMPTS)
     fleet.wait_until_ready(TIMEOUT)
     assert second.client.status().lifecycle is Lifecycle.RUNNING
+
+
+def test_a_replica_that_missed_a_resume_serves_again(fleet, servers):
+    (first, second), (_, far) = servers
+    fleet.pause("keep")
+    far.cut()
+    wait_until(fleet, [CURRENT, LOST])
+    fleet.resume()
+    far.mend()
+    wait_until(fleet, [CURRENT, CURRENT])
+    assert [server.client.status().lifecycle for server in (first, second)] == [Lifecycle.RUNNING] * 2
+    assert len(samples_of(ask(fleet, timeout=TIMEOUT))) == 3 * len(PROMPTS)
+
+
+def test_a_replica_that_comes_while_the_fleet_is_paused_is_paused(fleet, servers):
+    (_, second), (_, far) = servers
+    far.cut()
+    wait_until(fleet, [CURRENT, LOST])
+    fleet.pause("keep")
+    far.mend()
+    wait_until(fleet, [CURRENT, CURRENT])
+    assert second.client.status().lifecycle is Lifecycle.PAUSED
+    fleet.resume()
+    assert second.client.status().lifecycle is Lifecycle.RUNNING
+
+
+def test_servers_that_a_killed_trainer_left_paused_are_resumed(servers):
+    (first, second), proxies = servers
+    first.client.pause("keep")
+    with Fleet([proxy.address for proxy in proxies]) as fleet:
+        assert len(samples_of(ask(fleet, timeout=TIMEOUT))) == 3 * len(PROMPTS)
+    assert [server.client.status().lifecycle for server in (first, second)] == [Lifecycle.RUNNING] * 2
+
+
+class GpuTensor:
+    """What the client asks of a tensor of torch on a GPU, which it can read only by a copy to the host."""
+
+    is_cuda = True
+
+    def __init__(self, array):
+        self._array, self.dtype, self.shape = array, array.dtype, array.shape
+
+    def detach(self):
+        return self
+
+    def data_ptr(self):
+        raise AssertionError("its address is of no use to a fleet")
+
+    def __array__(self, dtype=None, copy=None):
+        return self._array
+
+
+def test_tensors_on_a_gpu_are_sent_to_all_replicas(fleet, servers, rng):
+    new = perturbed(rng, BASE)
+    on_gpu = {name: GpuTensor(array) for name, array in new.items()}
+    fleet.push_full(new)
+    expected = [server.client.checksum() for server in servers[0]]
+    fleet.push_full(BASE)
+    fleet.push_full(on_gpu)
+    assert [server.client.checksum() for server in servers[0]] == expected
+    with pytest.raises(InvalidArgument, match="transport: a fleet does not read device memory"):
+        fleet.push_full(on_gpu, transport="device_memory")
+    fleet.push_lora(None)
 
 
 class Moving:

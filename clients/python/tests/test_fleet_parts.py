@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from rollout_client import Cancelled, DataLoss, DeadlineExceeded, InvalidArgument, NotFound, Unavailable
-from rollout_client.fleet import ReplicaState
+from rollout_client.fleet import ReplicaState, _replica
 from rollout_client.fleet import _fanout as fanout
 from rollout_client.fleet._policy import Change, Memory, Policy, digest_of_parameters
 from rollout_client.fleet._router import Route, Router
@@ -239,6 +240,30 @@ def test_seeds_differ_and_the_first_is_the_one_given():
     assert prompt_seed(7, 0) == sample_seed(7, 0) == 7
     seeds = {sample_seed(prompt_seed(7, prompt), sample) for prompt in range(50) for sample in range(50)}
     assert len(seeds) == 2500 and all(0 <= seed < 2**64 for seed in seeds)
+
+
+def replica_that(status, info):
+    """One whose calls take so many seconds, or never end."""
+
+    def after(seconds, answer):
+        async def call():
+            await (asyncio.Event().wait() if seconds is None else asyncio.sleep(seconds))
+            return answer
+
+        return call
+
+    client = SimpleNamespace(status=after(status, "status"), info=after(info, "info"))
+    return _replica.Replica(_replica.FixedPlace("127.0.0.1:1"), Route(0, 1), client=client)
+
+
+def test_a_replica_whose_engine_is_busy_is_waited_for(monkeypatch):
+    monkeypatch.setattr(_replica, "LOOK_SECONDS", 0.05)
+    assert asyncio.run(replica_that(0.3, 0).ask()) == "status"
+    with pytest.raises(Unavailable, match=r"no answer within 0\.05 s"):
+        asyncio.run(replica_that(None, None).ask())
+    monkeypatch.setattr(_replica, "BUSY_SECONDS", 0.3)
+    with pytest.raises(Unavailable, match=r"its engine has not answered for 0\.3 s"):
+        asyncio.run(replica_that(None, 0).ask())
 
 
 def test_policies_are_equal_only_after_the_same_pushes():

@@ -204,7 +204,7 @@ impl Passes {
             return Ok(self.refuse(None));
         }
         if is_broken_off && ranks.is_none() && self.broken_off.get() < MOST_BROKEN_OFF {
-            // By another thread, as libraries do that wait for the whole device: the next pass is recorded again.
+            // By another thread, as libraries do that wait for the whole device. The pass is begun anew.
             tracing::debug!("a recording was broken off");
             self.broken_off.update(|count| count + 1);
             return Ok(None);

@@ -38,6 +38,7 @@ class AsyncWeightSync:
     address: str
     _segments: SegmentPool
     _timeout: float | None
+    _may_lend = True
     _token: str | None
     _tls: TlsFiles | None
     _call: Callable[..., Any]
@@ -106,9 +107,10 @@ class AsyncWeightSync:
             return await asyncio.to_thread(use, client)
         finally:
             client._end_calls()
+            self._may_lend = client._may_lend
 
     def _blocking(self) -> RolloutClient:
         """A blocking client that shares this one's segment."""
         client = RolloutClient(self.address, self._timeout, self._token, tls=self._tls)
-        client._segments = self._segments
+        client._segments, client._may_lend = self._segments, self._may_lend
         return client

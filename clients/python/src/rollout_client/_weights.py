@@ -244,8 +244,8 @@ class WeightSync:
             return None
         own, pairs = type(header)(), tensors.items() if is_mapping else tensors
         own.CopyFrom(header)
-        progress = _progress(header, _total(tensors) if is_mapping else 0, options)
         lender = self._lender()
+        progress = _progress(header, _total(tensors) if is_mapping else 0, options)
         try:
             sender = Lent(lambda: self._start_update(options.get("timeout")), own, progress)
             response = send_all(sender, (lender.lend(name, tensor) for name, tensor in pairs))

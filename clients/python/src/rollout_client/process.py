@@ -79,9 +79,14 @@ class ServerProcess:
         ports = ["--port", str(port), "--http-port", str(http_port)]
         command = [*prefix, str(binary), "--model", str(model), "--host", host, *ports, *(flags or [])]
         self._stopped = threading.Event()
-        self.process = _start(command, STANDARD_ERROR if output is None else output, self._stopped)
+        # Before the process, which nobody could stop if this raised.
         self.client = RolloutClient(self.address, token=token, tls=tls)
         """A client of this server; closed by `stop`."""
+        try:
+            self.process = _start(command, STANDARD_ERROR if output is None else output, self._stopped)
+        except BaseException:
+            self.client.close()
+            raise
 
     def wait_until_ready(self, timeout: float = 120.0) -> None:
         """Waits until the server runs.

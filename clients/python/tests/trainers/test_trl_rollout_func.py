@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from runs import STEPS, assert_on_policy, config, logged
@@ -9,8 +11,10 @@ from tiny import length_reward, lora, prompts
 from trl import GRPOConfig
 from trl import GRPOTrainer as TrlsGRPOTrainer
 
-from rollout_client import Lifecycle, RolloutClient, SamplingParams
+from rollout_client import Aborted, Lifecycle, RolloutClient, SamplingParams
 from rollout_client.trl import GRPOTrainer, rollout_func
+from rollout_client.trl._rollout_func import _seeded
+from rollout_client.trl._sampler import Sampler
 
 
 class Watched:
@@ -27,6 +31,25 @@ class Watched:
         for score, logprobs in zip(self.client.score(sequences), answer["logprobs"], strict=True):
             self.gaps.append(np.abs(score.logprobs[-len(logprobs) :] - np.float32(logprobs)).max())
         return answer
+
+
+def test_samples_that_were_cut_from_outside_are_an_error(server):
+    with RolloutClient(server.address, timeout=0.05) as impatient:
+        sampling = SamplingParams(max_tokens=1500, ignore_eos=True)
+        with pytest.raises(
+            Aborted, match=r"of 2 samples were cut from outside.*the timeout that the client was made with"
+        ):
+            Sampler(impatient).sample([[1, 2, 3]], 2, sampling)
+
+
+def test_a_seed_differs_by_rank_and_step():
+    def seed(given, step, rank):
+        place = {"state": SimpleNamespace(global_step=step), "accelerator": SimpleNamespace(process_index=rank)}
+        return _seeded(SamplingParams(seed=given), SimpleNamespace(**place)).seed
+
+    assert seed(7, 0, 0) == seed(7, 0, 0)
+    assert len({seed(*place) for place in [(7, 0, 0), (7, 0, 1), (7, 1, 0), (8, 0, 0)]}) == 4
+    assert seed(None, 0, 0) is None
 
 
 @pytest.mark.parametrize("peft_config", [lora(), None], ids=["LoRA", "full"])

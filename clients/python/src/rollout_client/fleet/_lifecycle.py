@@ -59,11 +59,15 @@ class LifecycleOrders:
 
     async def pause(self, mode: DrainMode) -> None:
         """As `Fleet.pause`."""
+        self._roster.paused = None
         await self._roster.each(lambda client: client.pause(mode))
+        self._roster.paused = True
 
     async def resume(self) -> None:
         """As `Fleet.resume`."""
+        self._roster.paused = None
         await self._roster.each(lambda client: client.resume())
+        self._roster.paused = False
 
     def _forget(self, asleep: Collection[int]) -> None:
         """Level 2 drops the policy of those that sleep: what comes next is the checkpoint's, or pushed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from .._segment import SegmentPool
 from .._session import NamedTensors, Push
@@ -26,6 +26,8 @@ _THIS_HOST, _OTHER_HOSTS = "localhost:0", "fleet:0"
 class Sender(WeightSync):
     """A client whose pushes go to all replicas of one push of the fleet."""
 
+    _may_lend = False  # each replica is a process of its own, on a machine of its own
+
     def __init__(
         self, pushing: Pushing, segments: SegmentPool, timeout: float | None, start: Callable[[float | None], FanOut]
     ) -> None:
@@ -37,6 +39,9 @@ class Sender(WeightSync):
     def parameters(self) -> list[ParameterInfo]:
         """As `RolloutClient.parameters`, of one replica."""
         return self._first.parameters()
+
+    def _lender(self) -> NoReturn:
+        raise InvalidArgument('transport: a fleet does not read device memory; use "auto", or push to one server')
 
 
 class Transaction:

@@ -17,6 +17,8 @@ from .types import ReplicaState
 
 LOOK_SECONDS = 10.0
 """How long a replica has to say how it is."""
+BUSY_SECONDS = 600.0
+"""How long its engine may do nothing but one thing, as a merge or a load of weights, while its server answers."""
 CLOCK_SLACK_SECONDS = 0.2
 """By how much two clocks may drift between two looks."""
 
@@ -128,12 +130,21 @@ class Replica:
             Unavailable: it does not answer in time.
             RolloutError: what it answers.
         """
+        begun = time.monotonic()
+        asked = asyncio.ensure_future(self.call(lambda client: client.status()))
         try:
-            return await asyncio.wait_for(self.call(lambda client: client.status()), LOOK_SECONDS)
+            while not (await asyncio.wait({asked}, timeout=LOOK_SECONDS))[0]:
+                if time.monotonic() - begun >= BUSY_SECONDS:
+                    raise Unavailable(f"its engine has not answered for {BUSY_SECONDS:g} s")
+                # The engine answers between two of its orders, the server beside it at once.
+                await asyncio.wait_for(self.call(lambda client: client.info()), LOOK_SECONDS)
+            return asked.result()
         except DeadlineExceeded as error:  # of the fleet's own timeout
             raise Unavailable(str(error)) from error
         except asyncio.TimeoutError:
             raise Unavailable(f"no answer within {LOOK_SECONDS:g} s") from None
+        finally:
+            asked.cancel()
 
     def notice(self, found: Found, status: ServerStatus, asked: float) -> None:
         """Learns from its status what it holds: nothing that is known if its server is another than the last time."""

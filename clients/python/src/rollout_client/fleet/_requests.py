@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 import re
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -362,14 +362,14 @@ def _sampling_of_prompts(count: int, sampling: SamplingInput) -> list[SamplingPa
     """How each prompt is sampled, with the seed that it has alone: routes change no samples."""
     if sampling is None or isinstance(sampling, SamplingParams):
         given, seed = sampling or SamplingParams(), None if sampling is None else sampling.seed
-        seed = random.getrandbits(64) if seed is None else seed
+        seed = secrets.randbits(64) if seed is None else int(seed)
         return [replace(given, seed=prompt_seed(seed, index)) for index in range(count)]
     if len(sampling) != count:
         raise InvalidArgument(f"sampling: {len(sampling)} for {count} prompts; give one for all, or one for each")
     for index, params in enumerate(sampling):
         if not isinstance(params, SamplingParams):
             raise InvalidArgument(f"sampling[{index}]: expected SamplingParams, got {type(params).__name__}")
-    return [replace(params, seed=random.getrandbits(64)) if params.seed is None else params for params in sampling]
+    return [replace(params, seed=secrets.randbits(64)) if params.seed is None else params for params in sampling]
 
 
 def _unbegun(prompt: PromptInput, n: int, seed: int) -> PromptOutput:

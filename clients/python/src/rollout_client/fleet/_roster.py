@@ -39,6 +39,8 @@ class Roster:
         self.memory = Memory()
         self.asleep: int | None = None
         """The level at which the fleet sleeps."""
+        self.paused: bool | None = False
+        """Whether the fleet is paused; None while that changes, or was not told to all."""
         self.updating = asyncio.Lock()
         """Held by whoever changes the policy of replicas: a push, a sleep, a wake, a replica that catches up."""
         self.dropped = False
@@ -289,9 +291,20 @@ class Roster:
             await self._wake(replica, status.asleep.level)
         if replica.held != self.policy:
             await self._catch_up(replica)
+        await self._pause_as_the_fleet(replica)
         if not self._is_healthy(await client.status()):
             raise FailedPrecondition(f"its weights are not those of version {self.policy.version}")
         self.set_state(replica, ReplicaState.CURRENT)
+
+    async def _pause_as_the_fleet(self, replica: Replica) -> None:
+        """Pauses a replica that has missed that, and resumes one that a resume or a killed trainer has left paused."""
+        if self.paused is None or self.asleep is not None:
+            return
+        is_paused = (await replica.client.status()).lifecycle is Lifecycle.PAUSED
+        if self.paused and not is_paused:
+            await replica.client.pause("keep")
+        elif is_paused and not self.paused:
+            await replica.client.resume()
 
     async def _wake(self, replica: Replica, level: int) -> None:
         """Wakes a replica that has missed a wake of the fleet."""

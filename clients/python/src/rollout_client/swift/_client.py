@@ -87,7 +87,10 @@ class RolloutVLLMClient:
         for address in addresses:
             with RolloutClient(address, timeout=_CALL_SECONDS, token=token, tls=tls) as probe:
                 # As a training that was killed may have left it.
-                self._asleep |= _wait(probe, deadline) in (Lifecycle.ASLEEP, Lifecycle.WEIGHTS_MISSING)
+                lifecycle = _wait(probe, deadline)
+                self._asleep |= lifecycle in (Lifecycle.ASLEEP, Lifecycle.WEIGHTS_MISSING)
+                if lifecycle is Lifecycle.PAUSED:
+                    probe.resume()
         self._max_model_len = min(client.info().max_model_len for client in self._clients)
 
     def init_communicator(self, device: object = 0) -> None:

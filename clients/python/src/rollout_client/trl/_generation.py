@@ -18,7 +18,7 @@ from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 from .._tensors import checksum_of
 from ..client import RolloutClient
 from ..errors import RolloutError, Unavailable
-from ..types import MemoryTag, UpdateResult
+from ..types import Lifecycle, MemoryTag, UpdateResult
 from ._sampler import Sampler
 
 logger = logging.getLogger(__name__)
@@ -111,6 +111,7 @@ class RolloutGeneration(VLLMGeneration):
 
     def _sleep(self) -> None:
         if self.enable_sleep_mode:
+            self.accelerator.wait_for_everyone()  # no rank's request meets a server that sleeps
             if self.accelerator.is_main_process:
                 self.vllm_client.client.sleep()
             self.accelerator.wait_for_everyone()  # no rank trains before the server's memory is free
@@ -231,8 +232,11 @@ def wait_for_server(client: RolloutClient, timeout: float) -> None:
         ConnectionError: it does not within `timeout` seconds, or its HTTP port was given.
     """
     with suppress(Unavailable):
-        # Asleep from an earlier run is as good as running: a rollout wakes it, and without sleep mode this does.
+        # Asleep from an earlier run is as good as running: a rollout wakes it, and without sleep mode this does. One
+        # that was killed during a push may have left it paused.
         client.wake()
+        if client.status().lifecycle is Lifecycle.PAUSED:
+            client.resume()
         return
     if _answers_http(client.address):
         raise ConnectionError(

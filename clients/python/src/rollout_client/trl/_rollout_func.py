@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +40,7 @@ def rollout_func(server: str | RolloutClient, sampling: SamplingParams | None = 
             prompt_ids, images, _ = trainer._tokenize_prompts(prompts)
             if images is not None:
                 sampler.image_features(images)
-            samples = _samples(sampler, prompt_ids, sampling or _settings(trainer))
+            samples = _samples(sampler, prompt_ids, _seeded(sampling or _settings(trainer), trainer))
         return {
             "prompt_ids": prompt_ids,
             "completion_ids": [sample.token_ids for sample in samples],
@@ -98,6 +100,15 @@ def _samples(sampler: Sampler, prompts: list[list[int]], sampling: SamplingParam
     else:
         outputs = sampler.sample(prompts, 1, sampling)
     return [sample for output in outputs for sample in output.samples]
+
+
+def _seeded(sampling: SamplingParams, trainer: Any) -> SamplingParams:
+    """With a seed of this rank and step, if one was given: a group may lie on ranks that ask each for itself."""
+    if sampling.seed is None:
+        return sampling
+    place = f"{sampling.seed} {trainer.state.global_step} {trainer.accelerator.process_index}"
+    seed = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little")
+    return dataclasses.replace(sampling, seed=seed)
 
 
 def _settings(trainer: Any) -> SamplingParams:

@@ -7,7 +7,8 @@ import logging
 from typing import Any, NoReturn
 
 from ..client import RolloutClient
-from ..types import PromptOutput, SamplingParams
+from ..errors import Aborted
+from ..types import FinishReason, PromptOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +85,21 @@ class Sampler:
         }
 
     def sample(self, prompts: list[list[int]], n: int, sampling: SamplingParams) -> list[PromptOutput]:
-        """Samples of the policy that was pushed last, without texts."""
-        return self.client.generate(prompts, n, sampling, return_text=False, if_weight_version=self.weight_version)
+        """Samples of the policy that was pushed last, without texts.
+
+        Raises:
+            Aborted: some were cut from outside.
+        """
+        outputs = self.client.generate(prompts, n, sampling, return_text=False, if_weight_version=self.weight_version)
+        for output in outputs:
+            cut = sum(sample.finish_reason is FinishReason.ABORTED for sample in output.samples)
+            if cut:
+                raise Aborted(
+                    f"prompts[{output.prompt_index}]: {cut} of {n} samples were cut from outside, and would be trained "
+                    "on as if the model had ended them: by an abort, a pause, a push with running='abort', the end of "
+                    "the server, or the timeout that the client was made with"
+                )
+        return outputs
 
 
 def sampling_params(

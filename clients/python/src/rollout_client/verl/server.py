@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from .._timeline import trace_events
 from .._token import read_token
 from ..aio import AsyncRolloutClient
-from ..errors import InvalidArgument, RolloutError
+from ..errors import FailedPrecondition, InvalidArgument, RolloutError
 from ..process import ServerProcess
 from ._sampling import aborted_fields, output_fields, request_seed, sampling_params
 from ._settings import Settings, command_line, find_binary
@@ -110,7 +111,8 @@ class RolloutServer:
             )
         finally:
             self._running.discard(request_id)
-        logprobs = sampling_params.get("logprobs", False) not in (None, False)
+        wanted_logprobs = sampling_params.get("logprobs")
+        logprobs = wanted_logprobs is not None and wanted_logprobs is not False  # 0 asks for the sampled token's
         return TokenOutput(**output_fields(outputs[0].samples[0], self._settings, logprobs, self._global_steps))
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
@@ -151,17 +153,32 @@ class RolloutServer:
         self._rejecting = reject_request
         self._open.clear()
         request_ids = sorted(self._running)
-        # One order, so that nothing begins between the end of what runs and the pause.
-        await self._client.pause("abort")
+        try:
+            # One order, so that nothing begins between the end of what runs and the pause.
+            await self._unless_asleep(self._client.pause("abort"))
+        except BaseException:
+            self._rejecting = False
+            self._open.set()
+            raise
         if reset_prefix_cache:
             await self._client.reset_prefix_cache()
         return {"aborted_count": len(request_ids), "request_ids": request_ids}
 
     async def resume_generation(self) -> None:
         """Ends `abort_all_requests`."""
-        await self._client.resume()
-        self._rejecting = False
-        self._open.set()
+        try:
+            await self._unless_asleep(self._client.resume())
+        finally:
+            self._rejecting = False
+            self._open.set()
+
+    async def _unless_asleep(self, order: Awaitable[object]) -> None:
+        """Gives an order that a server refuses, and needs not, while it sleeps."""
+        try:
+            await order
+        except FailedPrecondition:
+            if (await self._client.status()).asleep is None:
+                raise
 
     async def set_global_steps(self, global_steps: int) -> None:
         """Takes note of the trainer's step whose weights serve now."""
