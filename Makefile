@@ -54,12 +54,14 @@ say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 # The CUDA toolkit, the emulator's libraries, and what is built with them: other features make other crates.
 CUDA := .cuda
 CUDA_TARGET := target/cuda
+# With cuda,flash-attn the server has --attention flash too, and the check on a card compares with it.
+FEATURES := cuda
 EMULATOR := target/emulator
 # Where the emulator keeps the kernels that it has compiled.
 export CUEMU_CACHE := $(abspath $(EMULATOR))/cache
 cuda_environment = environment=$$(PYTHON=$(PYTHON) scripts/cuda-toolkit.sh $(CUDA)) && eval "$$environment"
 
-.PHONY: help setup browser server demo train test test-rust test-python test-trainers test-integrations cuda cuda-toolkit cuda-test cuda-test-trainers cuda-check gpu-check gpu-check-binaries fuzz lint miri bench bench-peers \
+.PHONY: help setup browser server demo train test test-rust test-python test-trainers test-integrations cuda cuda-toolkit cuda-test cuda-test-flash cuda-test-trainers cuda-check gpu-check gpu-check-binaries fuzz lint miri bench bench-peers \
 	bench-profile bench-operators bench-weight-sync bench-fleet bench-doors bench-loop page-picture status-picture docs proto fixtures record image-check \
 	check-cargo check-python
 
@@ -115,7 +117,7 @@ cuda-toolkit: check-python
 
 cuda: check-cargo check-python ## build the server for NVIDIA GPUs (needs none; installs the CUDA toolkit, 1.5 GB, into .cuda)
 	$(call say,Building the server for NVIDIA GPUs: $(CUDA_TARGET)/release/rollout-server)
-	@$(cuda_environment) && CARGO_TARGET_DIR=$(CUDA_TARGET) $(CARGO) build --release --features cuda --bin rollout-server
+	@$(cuda_environment) && CARGO_TARGET_DIR=$(CUDA_TARGET) $(CARGO) build --release --features $(FEATURES) --bin rollout-server
 
 # Code for one card is enough here, as the emulator takes the PTX. `cuda` is the tests' own feature of both crates.
 cuda-test: check-cargo check-python ## the kernels and the server on an emulated GPU
@@ -127,6 +129,14 @@ cuda-test: check-cargo check-python ## the kernels and the server on an emulated
 		$$tests --test devices --test cuda --test cuda_ranks --test cuda_memory --test cuda_ceiling --test cuda_failures --test cuda_graphs --test cuda_transport --test cuda_settings --test cuda_broadcast && \
 		$$tests --lib -- cuda:: && \
 		CUEMU_SHARED=101376 $$tests --test cuda -- linear:: attention::
+
+cuda-test-flash: check-cargo check-python ## candle-flash-attn's kernels on an emulated GPU, beside our own (minutes to compile)
+	$(call say,Building the emulator of a GPU)
+	@emulator/build.sh $(EMULATOR)
+	$(call say,FlashAttention on the emulated GPU)
+	@$(cuda_environment) && export CARGO_TARGET_DIR=$(CUDA_TARGET) CUDA_CARDS=80 LD_LIBRARY_PATH=$(abspath $(EMULATOR)) CUEMU_DEVICES=2 && \
+		tests='$(CARGO) test --release --workspace --exclude cuda-emulator --features flash-attn' && \
+		$$tests --test cuda_flash && $$tests --lib -- attention::flash
 
 # Both sides of the group are emulated, and torch's store is the real one.
 cuda-test-trainers: $(TRAINERS)/.installed check-cargo check-python ## TRL's own trainer, which broadcasts its weights to an emulated GPU
@@ -155,7 +165,8 @@ gpu-check: check-python ## the same tests on a card, in the order to try first; 
 gpu-check-binaries: setup check-cargo
 	$(call say,Building the tests for NVIDIA GPUs: target/gpu-check)
 	@mkdir -p target/gpu-check && $(cuda_environment) && export CARGO_TARGET_DIR=$(CUDA_TARGET) && \
-		$(CARGO) test --release --workspace --exclude cuda-emulator --features cuda --lib --test devices --test cuda --test cuda_ranks --test cuda_transport \
+		$(CARGO) test --release --workspace --exclude cuda-emulator --features $(FEATURES) --lib --test devices --test cuda --test cuda_ranks --test cuda_transport \
+		$(if $(findstring flash-attn,$(FEATURES)),--test cuda_flash) \
 		--no-run --message-format json-render-diagnostics >target/gpu-check/messages
 	@$(PYTHON) scripts/gpu_check.py collect target/gpu-check <target/gpu-check/messages
 	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --root-user-action=ignore --no-deps --upgrade \

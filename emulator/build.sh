@@ -10,6 +10,6 @@ mkdir -p "$out"
 # Renamed over the old one, so that a program that runs keeps the library that it has.
 cp "$target/release/libcuda.so" "$out/.libcuda.so.1.new"
 mv "$out/.libcuda.so.1.new" "$out/libcuda.so.1"
-for name in libcublas.so.13 libcublasLt.so.13 libcurand.so.10 libnccl.so.2 libnvidia-ml.so.1; do
+for name in libcublas.so.13 libcublasLt.so.13 libcudart.so.13 libcurand.so.10 libnccl.so.2 libnvidia-ml.so.1; do
     ln -sf libcuda.so.1 "$out/$name"
 done

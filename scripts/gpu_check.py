@@ -37,6 +37,9 @@ SPEEDS = "free memory and speed of random 1.5B and 7B shapes"
 """Title of the last step."""
 NO_CARD = 3
 """Exit status: not that of a card that is there and cannot be used."""
+NO_BINARY = "there is no such binary"
+NO_TEST = "no test has such a name"
+NO_FLASH = "built without it: FEATURES=cuda,flash-attn"
 PASSED, FAILED, ABSENT, LATE = "passed", "FAILED", "left out", "NOT RUN"
 RESULT = re.compile(r"^test result: \w+\. (\d+) passed; (\d+) failed", re.MULTILINE)
 BINARIES = {
@@ -46,6 +49,7 @@ BINARIES = {
     ("rollout-server", "cuda", "test"): "engines",
     ("cuda_ranks", "test"): "ranks",
     ("cuda_transport", "test"): "transport",
+    ("cuda_flash", "test"): "flash",
 }
 """Names here of what cargo builds, by target and kind, and by package where two share a name."""
 
@@ -62,14 +66,17 @@ class Step:
     """Of compute-sanitizer, which then runs the tests."""
     devices: int = 1
     """Without so many the step is left out."""
+    is_optional: bool = False
+    """Left out where the build has not the tests."""
 
 
 STEPS = [
     Step("products: every tile has the same bits", "kernels", ("cuda::linear",)),
     Step("products: any batch has the same bits", "equalities", ("linear::",)),
     Step("operators beside the reference", "devices"),
-    Step("attention: every way has the same bits", "kernels", ("cuda::attention",)),
+    Step("attention: every way has the same bits", "kernels", ("cuda::attention::tests",)),
     Step("attention: any batch has the same bits", "equalities", ("attention::",)),
+    Step("attention beside FlashAttention", "kernels", ("attention::flash::tests",), is_optional=True),
     Step("sampler: the processor's tokens", "equalities", ("sampling::",)),
     Step("merge: the processor's bits", "equalities", ("merge::",)),
     Step("memory: pages mapped, unmapped and mapped again", "engines", ("sleep",)),
@@ -78,6 +85,7 @@ STEPS = [
     Step("sums of ranks by NCCL", "equalities", ("group::",), devices=4),
     Step("ranks on several cards", "ranks", devices=4),
     Step("whole engines", "engines"),
+    Step("whole engines by FlashAttention", "flash", is_optional=True),
     Step("memcheck", "equalities", ("linear::the_same", "sampling::answers_are_read"), "memcheck"),
     Step("racecheck", "equalities", ("linear::the_same",), "racecheck"),
 ]
@@ -99,7 +107,7 @@ def judge(status: int, output: str) -> Outcome:
     if status or not found:
         return Outcome(FAILED, f"status {status}, {failed} failed, {passed} passed")
     if passed == 0:
-        return Outcome(FAILED, "no test has such a name")
+        return Outcome(FAILED, NO_TEST)
     return Outcome(PASSED, f"{passed} tests")
 
 
@@ -115,7 +123,7 @@ def run_step(step: Step, args: argparse.Namespace, environment: dict[str, str], 
         return Outcome(ABSENT, f"wants {step.devices} cards, here are {args.devices}")
     binary = args.directory / step.binary
     if not binary.exists():
-        return Outcome(FAILED, f"no {binary}")
+        return Outcome(FAILED, NO_BINARY)
     command = [str(binary.resolve()), *step.filters]
     if step.tool:
         tool = None if args.emulator else sanitizer(args.directory)
@@ -188,6 +196,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"==> {step.title}", flush=True)
         left = end - time.monotonic()
         outcome = run_step(step, args, environment, min(left, args.step_seconds))
+        if step.is_optional and outcome.detail in (NO_BINARY, NO_TEST):
+            outcome = Outcome(ABSENT, NO_FLASH)
         print(f"    {outcome.outcome}, {outcome.seconds:.1f} s: {outcome.detail}", flush=True)
         outcomes.append((step.title, outcome))
     if re.search(args.only, SPEEDS):

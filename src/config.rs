@@ -29,6 +29,11 @@ pub struct Config {
     #[arg(long, env = "ROLLOUT_ALL_REDUCE", value_enum, default_value_t = AllReduceChoice::Tree)]
     pub all_reduce: AllReduceChoice,
 
+    /// Which kernels compute the attention of prompts: the server's own, whose results depend on nothing beside a row,
+    /// or FlashAttention 2, where the build has it.
+    #[arg(long, env = "ROLLOUT_ATTENTION", value_enum, default_value_t = AttentionChoice::Invariant)]
+    pub attention: AttentionChoice,
+
     /// Ceiling on all that the process takes, as a fraction of the device's memory (for the CPU: of the smaller of
     /// the machine's and its cgroup's).
     #[arg(long, env = "ROLLOUT_MEM_UTIL", default_value_t = 0.5, value_name = "F")]
@@ -228,6 +233,12 @@ pub enum AllReduceChoice {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum AttentionChoice {
+    Invariant,
+    Flash,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum GraphsChoice {
     Auto,
     On,
@@ -244,6 +255,11 @@ impl Config {
     /// Compute threads of all ranks together: `--threads`, or one per core.
     pub fn threads(&self) -> usize {
         self.threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
+    }
+
+    /// Whether a row's results are the same bits whatever is computed beside it.
+    pub fn is_batch_invariant(&self) -> bool {
+        self.attention == AttentionChoice::Invariant && (self.tp == 1 || self.all_reduce == AllReduceChoice::Tree)
     }
 
     /// Checks the bounds of each flag that do not depend on other flags, the model or the machine.
@@ -351,6 +367,16 @@ mod tests {
         assert!(parse_bytes("3 parsecs").unwrap_err().contains("parsecs"));
         assert!(parse_bytes("GiB").is_err());
         assert!(parse_bytes("18446744073709551615").is_err() && parse_bytes("99999999999999GiB").is_err());
+    }
+
+    #[test]
+    fn flags_that_give_up_equal_bits_are_known() {
+        let is_invariant = |flags: &[&str]| {
+            let line = ["rollout-server", "--model", "m"].iter().chain(flags);
+            Config::try_parse_from(line).unwrap().is_batch_invariant()
+        };
+        assert!(is_invariant(&[]) && is_invariant(&["--tp", "2"]) && is_invariant(&["--all-reduce", "nccl"]));
+        assert!(!is_invariant(&["--tp", "2", "--all-reduce", "nccl"]) && !is_invariant(&["--attention", "flash"]));
     }
 
     #[test]

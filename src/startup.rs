@@ -9,11 +9,11 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use clap::ValueEnum;
-use rollout_kernels::{AllReduce, Devices, KvDtype, ModelShape, WeightDtype};
+use rollout_kernels::{AllReduce, AttentionKernel, DeviceOptions, Devices, KvDtype, ModelShape, WeightDtype};
 
 use crate::cache::KvCacheManager;
 use crate::comm::Trainers;
-use crate::config::{AllReduceChoice, Config, DTypeChoice, GraphsChoice, SpeculationChoice};
+use crate::config::{AllReduceChoice, AttentionChoice, Config, DTypeChoice, GraphsChoice, SpeculationChoice};
 use crate::engine::{COMMAND_QUEUE, Engine, EngineHandle, Setup};
 use crate::error::{Error, Result};
 use crate::memory::Traffic;
@@ -69,6 +69,7 @@ impl Started {
             max_adapters: config.max_adapters,
             max_lora_rank: config.max_lora_rank,
             device_uuids: sources.device_uuids(),
+            batch_invariant: config.is_batch_invariant(),
         };
         let facts = ModelFacts {
             vocab_size: model.vocab_size,
@@ -251,14 +252,26 @@ impl Layout {
 }
 
 /// The devices of the ranks. Each has threads of its own; together they are as many as asked for, and at least one
-/// each.
+/// each. Warns if their results depend on what is computed beside them.
 ///
 /// # Errors
-/// `Config` if there is no such device, or it has not the kernel that is asked for.
+/// `Config` if there is no such device, or it has not the kernels that are asked for.
 fn open_devices(config: &Config) -> Result<Devices> {
     let kernel = config.kernel.to_possible_value().expect("every choice has a name");
     let threads = (config.threads() / config.tp).max(1);
-    Ok(Devices::open(config.device, config.tp, threads, kernel.get_name())?)
+    let attention = match config.attention {
+        AttentionChoice::Invariant => AttentionKernel::Invariant,
+        AttentionChoice::Flash => AttentionKernel::Flash,
+    };
+    let options = DeviceOptions { threads, kernel: kernel.get_name(), attention, ..DeviceOptions::default() };
+    let devices = Devices::open(config.device, config.tp, &options)?;
+    if !config.is_batch_invariant() {
+        tracing::warn!(
+            "results depend on what is computed beside them (--attention flash, or --all-reduce nccl with --tp): a \
+             sample cannot be replayed bit for bit, and a log-probability need not be that of the same tokens scored"
+        );
+    }
+    Ok(devices)
 }
 
 /// All parameters of the model, and how they serve.

@@ -12,6 +12,7 @@ mod trainer;
 use std::collections::BTreeMap;
 use std::io::{BufRead as _, BufReader};
 use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
 use common::{Engine, Push, StateDict, random_weights};
 use serde_json::{Value, json};
@@ -363,6 +364,36 @@ fn a_trainer_that_dies_changes_nothing() {
     assert_eq!(http.seen(), old);
     trainer.update(&all, 1, &empty());
     assert!(http.checksums() == expected);
+}
+
+#[test]
+fn a_call_of_a_trainer_that_has_left_takes_nothing_from_the_next() {
+    let (oracle, server) = (Oracle::new(), Server::start(MODEL, &[]));
+    let http = &server.http;
+    let (weights, expected) = oracle.weights(1);
+    let all = tensors(&weights, |_| true);
+    // One call breaks before the next trainer's push, one within it.
+    for begins_before in [false, true] {
+        let former = Trainer::join(http, 1, Some(BUFFER));
+        http.done("/start_weight_update", &empty());
+        let call = http.begin("/update_weights");
+        drop(former);
+        let trainer = Trainer::join(http, 1, Some(BUFFER));
+        if begins_before {
+            http.done("/start_weight_update", &empty());
+        }
+        drop(call);
+        // The server has noticed by then, in most runs.
+        std::thread::sleep(Duration::from_millis(300));
+        if begins_before {
+            let message = http.refused("/start_weight_update", &empty(), 409);
+            assert!(message.contains("under way"), "{message}");
+            http.done("/shutdown_weight_transfer_engine", &empty());
+        } else {
+            trainer.update(&all, 1, &empty());
+            assert!(http.checksums() == expected);
+        }
+    }
 }
 
 #[test]

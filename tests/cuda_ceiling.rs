@@ -165,7 +165,7 @@ impl Drop for Neighbour {
 fn take_and_free() -> ! {
     let backend = Backend::ALL.iter().find(|backend| backend.name() == "cuda").expect("it is built with it");
     for i in 0.. {
-        let device = backend.open(&DeviceOptions { rank: 0, threads: 1, kernel: "auto" }).expect("there is a device");
+        let device = backend.open(&DeviceOptions::default()).expect("there is a device");
         let buffers = (0..1 + i % 3).map(|_| device.buffer(3 << 20).expect("there is memory"));
         drop(buffers.collect::<Vec<_>>());
     }

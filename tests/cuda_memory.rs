@@ -25,7 +25,7 @@ fn turn() -> MutexGuard<'static, ()> {
 /// The device without an engine: its context stays open, and nothing else of it is held.
 fn device() -> Device {
     let backend = Backend::ALL.iter().find(|backend| backend.name() == "cuda").expect("it is built with it");
-    backend.open(&DeviceOptions { rank: 0, threads: 1, kernel: "auto" }).expect("there is a device")
+    backend.open(&DeviceOptions::default()).expect("there is a device")
 }
 
 fn free(device: &Device) -> u64 {

@@ -4,6 +4,8 @@
 mod common;
 #[path = "cuda_transport/on_device.rs"]
 mod on_device;
+#[path = "cuda_transport/ranks.rs"]
+mod ranks;
 #[path = "cuda_transport/trainer.rs"]
 mod trainer;
 
@@ -29,6 +31,15 @@ fn alone() -> MutexGuard<'static, ()> {
 
 fn start(model: &str, flags: &[&str]) -> Engine {
     Engine::start(model, &[&FLAGS, flags].concat())
+}
+
+/// Whether there are as many devices as ranks; says so if not.
+fn there_are_devices(ranks: usize) -> bool {
+    let there_are = open(ranks - 1).is_ok();
+    if !there_are {
+        println!("skipped: there are fewer than {ranks} devices");
+    }
+    there_are
 }
 
 #[test]
@@ -133,12 +144,11 @@ fn delta(engine: &Engine, before: &StateDict, after: &StateDict) -> Push {
 #[test]
 fn pushes_from_device_memory_are_those_inline() {
     let _alone = alone();
-    for (tp, allocations) in [("1", 3), ("2", 4)] {
-        if tp == "2" && open(1).is_err() {
-            println!("there is one card only");
+    for (tp, allocations) in [(1, 3), (2, 4)] {
+        if !there_are_devices(tp) {
             continue;
         }
-        let (inline, lent) = (start("qwen2", &["--tp", tp]), start("qwen2", &["--tp", tp]));
+        let [inline, lent] = [(); 2].map(|()| start("qwen2", &["--tp", &tp.to_string()]));
         let [first, second] = [1, 2].map(|seed| random_weights(inline.parameters(), seed));
         let mut trainer = Trainer::new();
         for (i, what) in ["an adapter", "a FULL push", "an adapter on it", "a DELTA", "no digests"].iter().enumerate() {
@@ -149,7 +159,7 @@ fn pushes_from_device_memory_are_those_inline() {
                 _ => Push::full(&second),
             };
             inline.push(given.clone()).expect(what);
-            let allocations = lend(&mut trainer, &mut given, allocations, tp.parse().unwrap(), Some(4), i as u64);
+            let allocations = lend(&mut trainer, &mut given, allocations, tp, Some(4), i as u64);
             if *what == "no digests" {
                 given.tensors.iter_mut().for_each(|(entry, _)| entry.digest = None);
             }
@@ -307,32 +317,34 @@ fn calls_that_fail_are_typed_errors_and_the_old_policy_serves_on() {
 #[test]
 fn after_a_sleep_a_push_comes_from_device_memory() {
     let _alone = alone();
-    // The processor's, which takes nothing of the device.
-    let (lent, inline) = (start("qwen2", &[]), Engine::start("qwen2", &FLAGS[2..]));
-    let weights = random_weights(lent.parameters(), 8);
-    let mut trainer = Trainer::new();
-    let [mut full, mut lora] = [Push::full(&weights), Push::lora("peft/bfloat16")];
-    let own = open(0).unwrap();
-    lend(&mut trainer, &mut full, 2, 1, None, 13);
-    lend(&mut trainer, &mut lora, 2, 1, None, 14);
-    let asleep = || {
-        lent.sleep(SleepLevel::One, DrainMode::Wait).expect("sleeps");
-        own.free_bytes()
-    };
-    let bare = asleep();
-    lent.wake(true, true).expect("wakes");
-    for level in [SleepLevel::One, SleepLevel::Two] {
-        for (given, is_full) in [(&full, true), (&lora, false)] {
-            lent.sleep(level, DrainMode::Wait).expect("sleeps");
-            lent.wake(true, false).expect("wakes");
-            push(&lent, given).expect("pushed while there is no cache");
-            assert_eq!(lent.wake(false, true).expect("wakes"), LifecycleStatus::Running);
-            inline.push(if is_full { Push::full(&weights) } else { Push::lora("peft/bfloat16") }).expect("inline");
-            if is_full || level == SleepLevel::One {
-                assert!(lent.checksums() == inline.checksums(), "{level:?}");
+    for ranks in [1, 2].into_iter().filter(|&ranks| there_are_devices(ranks)) {
+        // The processor's, which takes nothing of the device.
+        let (lent, inline) = (start("qwen2", &["--tp", &ranks.to_string()]), Engine::start("qwen2", &FLAGS[2..]));
+        let weights = random_weights(lent.parameters(), 8);
+        let mut trainer = Trainer::new();
+        let [mut full, mut lora] = [Push::full(&weights), Push::lora("peft/bfloat16")];
+        let own: Vec<_> = (0..ranks).map(|rank| open(rank).unwrap()).collect();
+        lend(&mut trainer, &mut full, 2, 1, None, 13);
+        lend(&mut trainer, &mut lora, 2, 1, None, 14);
+        let asleep = || {
+            lent.sleep(SleepLevel::One, DrainMode::Wait).expect("sleeps");
+            own.iter().map(|device| device.free_bytes()).collect::<Vec<_>>()
+        };
+        let bare = asleep();
+        lent.wake(true, true).expect("wakes");
+        for level in [SleepLevel::One, SleepLevel::Two] {
+            for (given, is_full) in [(&full, true), (&lora, false)] {
+                lent.sleep(level, DrainMode::Wait).expect("sleeps");
+                lent.wake(true, false).expect("wakes");
+                push(&lent, given).expect("pushed while there is no cache");
+                assert_eq!(lent.wake(false, true).expect("wakes"), LifecycleStatus::Running);
+                inline.push(if is_full { Push::full(&weights) } else { Push::lora("peft/bfloat16") }).expect("inline");
+                if is_full || level == SleepLevel::One {
+                    assert!(lent.checksums() == inline.checksums(), "{level:?}");
+                }
+                assert_eq!(asleep(), bare, "of what was pushed nothing is left on the device");
+                lent.wake(true, true).expect("wakes");
             }
-            assert_eq!(asleep(), bare, "of what was pushed nothing is left on the device");
-            lent.wake(true, true).expect("wakes");
         }
     }
 }

@@ -18,6 +18,8 @@ struct FoldSpans {
         for (int span = a.first_seen(position) / SPAN; span <= position / SPAN; ++span) {
             const int64_t partial = a.partial(s, span, row, head);
             const float2 softmax = a.partial_sums[partial];
+            // All scores are NaN or minus infinity: nothing lies there to be folded.
+            if (softmax.x == -CUDART_INF_F) continue;
             const float4 next = *reinterpret_cast<const float4*>(&a.partials[partial * a.head_dim + d]);
             const Factors factors = fold(whole, {softmax.x, softmax.y});
             sums[0] = factors.add(sums[0], next.x);

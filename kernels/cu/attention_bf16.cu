@@ -242,14 +242,16 @@ struct TensorCores {
         }
     }
 
-    // Writes a thread's part of the partial results of a span.
+    // Writes a thread's part of the partial results of a span; of one without a largest score, that there is none.
     static __device__ __forceinline__ void store(const Attention& a, const Work<QUERIES>& work, const Queries& queries,
                                                  const Sums& sums) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            if (sums.softmax[i].largest == -CUDART_INF_F) continue;
             const int query = queries.numbers[i];
+            if (query >= work.queries) return;
             const int64_t partial = a.partial(work.sequence, work.low / SPAN, work.row(query), work.head(query));
+            if (threadIdx.x % 4 == 0) a.partial_sums[partial] = {sums.softmax[i].largest, sums.softmax[i].sum};
+            if (sums.softmax[i].largest == -CUDART_INF_F) continue;
             float* out = a.partials + partial * a.head_dim;
 #pragma unroll
             for (int j = 0; j < DIMS; ++j) {
@@ -257,7 +259,6 @@ struct TensorCores {
                 const float2 values = {sums.values[j][i * 2], sums.values[j][i * 2 + 1]};
                 if (d < a.head_dim) *reinterpret_cast<float2*>(out + d) = values;
             }
-            if (threadIdx.x % 4 == 0) a.partial_sums[partial] = {sums.softmax[i].largest, sums.softmax[i].sum};
         }
     }
 

@@ -153,7 +153,7 @@ struct Chains {
         if (!exists) return;
         if (!a.partials) {
             store(a.out + row * a.out_stride + column, a.head_dim, whole_sums, whole.sum);
-        } else if (span.largest != -CUDART_INF_F) {
+        } else {
             const int64_t partial = a.partial(work.sequence, work.low / SPAN, work.row(query), work.head(query));
             store(a.partials + partial * a.head_dim, a.head_dim, sums, 1.0f);
             if (lane == 0) a.partial_sums[partial] = {span.largest, span.sum};

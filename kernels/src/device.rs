@@ -91,6 +91,11 @@ impl Device {
         self.0.borrow_memory(handle)
     }
 
+    /// Bytes of its memory through which rows come that [`Matrix::copy_columns`] takes out of another device's.
+    pub fn arriving_bytes(&self) -> usize {
+        self.0.arriving_bytes()
+    }
+
     /// Starts the operators of the rank.
     pub fn ops(&self) -> Ops {
         Ops::new(self.0.ops())
@@ -196,15 +201,12 @@ impl Device {
 pub struct Devices(Vec<Device>);
 
 impl Devices {
-    /// Opens a device for each of `ranks`, each with `threads` threads of the host; see [`DeviceOptions`].
+    /// Opens a device for each of `ranks`, with what `options` asks for beside the rank.
     ///
     /// # Errors
     /// As for [`Backend::open`].
-    pub fn open(backend: Backend, ranks: usize, threads: usize, kernel: &str) -> Result<Self, DeviceError> {
-        (0..ranks)
-            .map(|rank| backend.open(&DeviceOptions { rank, threads, kernel }))
-            .collect::<Result<_, _>>()
-            .map(Self)
+    pub fn open(backend: Backend, ranks: usize, options: &DeviceOptions<'_>) -> Result<Self, DeviceError> {
+        (0..ranks).map(|rank| backend.open(&DeviceOptions { rank, ..*options })).collect::<Result<_, _>>().map(Self)
     }
 
     /// The device of a rank.

@@ -31,7 +31,7 @@ mod tensor;
 mod weights;
 
 pub use activations::Activations;
-pub use backend::device::{DeviceOptions, ModelShape};
+pub use backend::device::{AttentionKernel, DeviceOptions, ModelShape};
 pub use backend::feed::{Broadcast, GiveUp, Place, Take};
 pub use backend::storage::{BorrowedRows, Digested};
 pub use borrowed::{BorrowedMemory, MemoryHandle};
@@ -98,6 +98,10 @@ impl Backend {
     /// # Errors
     /// [`DeviceError::Unsupported`] if this machine has no such device, or not the kernel that is asked for.
     pub fn open(self, options: &DeviceOptions<'_>) -> Result<Device, DeviceError> {
+        if options.attention == AttentionKernel::Flash && matches!(self, Backend::Cpu | Backend::Reference) {
+            let name = self.name();
+            return Err(DeviceError::Unsupported(format!("--attention flash: --device {name} has only invariant")));
+        }
         match self {
             Backend::Cpu => cpu::CpuDevice::open(options).map(Device::new),
             #[cfg(feature = "cuda")]

@@ -92,7 +92,8 @@ impl Matrix {
         self.storage.as_deref_mut().expect(RELEASED).write_columns(row0, rows, width, first_column);
     }
 
-    /// Whether [`Matrix::copy_columns`] takes these rows: they are in the same device's memory, and aligned there.
+    /// Whether [`Matrix::copy_columns`] takes these rows: they are in memory of a device of the same kind, and aligned
+    /// there.
     ///
     /// # Panics
     /// If it is released.
@@ -100,11 +101,12 @@ impl Matrix {
         self.storage.as_deref().expect(RELEASED).can_copy(from)
     }
 
-    /// As [`Matrix::write_columns`], of rows that the device copies itself; only if [`Matrix::can_copy`]. They are
-    /// copied when it returns.
+    /// As [`Matrix::write_columns`], of rows that devices copy; only if [`Matrix::can_copy`]. They are copied when it
+    /// returns. Those of another device come through [`Device::arriving_bytes`](crate::Device::arriving_bytes) of this
+    /// one's memory.
     ///
     /// # Errors
-    /// If the device cannot copy them.
+    /// If a device cannot copy them, or there is no memory through which they come.
     ///
     /// # Panics
     /// As [`Matrix::write_columns`].
@@ -151,7 +153,7 @@ mod tests {
 
     #[test]
     fn a_released_matrix_comes_back_as_zeros_and_can_be_written_again() {
-        let options = DeviceOptions { rank: 0, threads: 1, kernel: "auto" };
+        let options = DeviceOptions::default();
         for backend in Backend::ALL {
             let device = backend.open(&options).unwrap();
             let shape = MatrixShape { dtype: WeightDtype::F32, n: 20, k: 9, leaves: 1 };

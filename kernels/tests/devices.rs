@@ -4,9 +4,9 @@ mod common;
 
 use common::{Case, Random, Rank, close, devices, of_device, reference, values_of};
 use rollout_kernels::{
-    AttentionSequence, AttentionShape, Distribution, Dtype, KvCache, KvDtype, KvLayout, LoraDelta, LowRank, Magnitude,
-    Matrix, MatrixShape, Merge, MergeBase, Replacement, RowBits, RowTasks, SamplingTask, StepInput, StoredValues,
-    TokenLogprobs, WeightChange, WeightDtype, WeightRows, reduction_leaves,
+    AttentionKernel, AttentionSequence, AttentionShape, Backend, DeviceOptions, Distribution, Dtype, KvCache, KvDtype,
+    KvLayout, LoraDelta, LowRank, Magnitude, Matrix, MatrixShape, Merge, MergeBase, Replacement, RowBits, RowTasks,
+    SamplingTask, StepInput, StoredValues, TokenLogprobs, WeightChange, WeightDtype, WeightRows, reduction_leaves,
 };
 
 const DTYPES: [WeightDtype; 2] = [WeightDtype::Bf16, WeightDtype::F32];
@@ -23,6 +23,16 @@ fn stored(matrix: &Matrix) -> Vec<f32> {
     let mut values = vec![f32::NAN; matrix.n() * matrix.k()];
     matrix.read_rows(0, RowBits::F32(&mut values));
     values
+}
+
+#[test]
+fn attention_that_a_device_has_not_is_refused() {
+    let refused = Backend::ALL.iter().filter(|backend| !cfg!(feature = "flash-attn") || backend.name() != "cuda");
+    for backend in refused {
+        let options = DeviceOptions { attention: AttentionKernel::Flash, ..DeviceOptions::default() };
+        let error = backend.open(&options).err().expect("it has it not").to_string();
+        assert!(error.contains("--attention flash"), "{error}");
+    }
 }
 
 #[test]

@@ -28,7 +28,7 @@ struct Rank {
 
 impl Rank {
     fn new(kernel: &str, threads: usize) -> Self {
-        let device = Backend::Cpu.open(&DeviceOptions { rank: 0, threads, kernel }).unwrap();
+        let device = Backend::Cpu.open(&DeviceOptions { threads, kernel, ..DeviceOptions::default() }).unwrap();
         Self { ops: device.ops(), device, found: Vec::new() }
     }
 

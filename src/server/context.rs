@@ -60,4 +60,6 @@ pub struct ServerInfo {
     pub max_lora_rank: usize,
     /// UUIDs of the devices in whose memory pushes may lie.
     pub device_uuids: Vec<String>,
+    /// Whether a result is the same bits whatever is computed beside it.
+    pub batch_invariant: bool,
 }

@@ -262,13 +262,13 @@ fn print_ledger(what: &str, report: &MemoryReport) {
 #[cfg(test)]
 mod tests {
     use clap::Parser;
-    use rollout_kernels::Backend;
+    use rollout_kernels::{Backend, DeviceOptions};
 
     use super::*;
 
     #[test]
     fn one_memory_has_one_ceiling() {
-        let devices = Devices::open(Backend::Cpu, 2, 1, "auto").unwrap();
+        let devices = Devices::open(Backend::Cpu, 2, &DeviceOptions::default()).unwrap();
         let config =
             |flags: &[&str]| Config::try_parse_from(["rollout-server", "--model", "m"].iter().chain(flags)).unwrap();
         let budget = new_budget(&config(&[]), &devices).unwrap();

@@ -12,7 +12,7 @@ pub use checkpoint::{
 pub use lora::{Adapter, AdapterSpec, AdapterTensor, Factors};
 pub use parameters::{Dtype, ParamSpec, Parameters, Partition, ShardRule, Slice, TensorData, head_range, matrix_shape};
 pub use push::{
-    Allocation, BroadcastRoom, Changes, Delta, Received, Receiver, Segments, ShadowShard, ShadowWeights, Source,
-    Sources, TensorEntry, Tensors, UpdateKind, UpdateSpec, WeightUpdate,
+    Allocation, Changes, Delta, Received, Receiver, Segments, ShadowShard, ShadowWeights, Source, SourceRoom, Sources,
+    TensorEntry, Tensors, UpdateKind, UpdateSpec, WeightUpdate,
 };
 pub(crate) use push::{BROADCAST_BUFFER_BYTES, largest_broadcast, most_announced};

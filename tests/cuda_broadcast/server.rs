@@ -140,6 +140,18 @@ impl Http {
         stream.write_all(format!("{head}content-length: 1000\r\n\r\n{part}").as_bytes()).unwrap();
     }
 
+    /// Begins to post, and gives the connection when the server waits for the body.
+    pub fn begin(&self, path: &str) -> TcpStream {
+        let mut stream = TcpStream::connect(&self.0).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        let head = format!("POST {path} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\n");
+        stream.write_all(format!("{head}expect: 100-continue\r\ncontent-length: 1000\r\n\r\n").as_bytes()).unwrap();
+        let mut answer = [0; 21];
+        stream.read_exact(&mut answer).unwrap();
+        assert_eq!(&answer, b"HTTP/1.1 100 Continue");
+        stream
+    }
+
     /// Posts on a thread of its own, as trainers do whose call waits for what they broadcast.
     pub fn post_later(&self, path: &'static str, body: Value) -> JoinHandle<Answer> {
         let http = self.clone();

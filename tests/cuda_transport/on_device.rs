@@ -9,12 +9,12 @@ use xxhash_rust::xxh3::xxh3_128;
 use super::*;
 
 /// How often this process has started the kernel that digests, and copied from a device to the host.
-fn digests_and_copies_to_the_host() -> [u64; 2] {
+pub fn digests_and_copies_to_the_host() -> [u64; 2] {
     [c"launch:digest", c"cuMemcpyDtoHAsync_v2"].map(emulator::calls)
 }
 
 /// A push of float32 in another type.
-fn in_dtype(push: &Push, dtype: Dtype) -> Push {
+pub fn in_dtype(push: &Push, dtype: Dtype) -> Push {
     let mut push = push.clone();
     for (entry, bytes) in &mut push.tensors {
         let values = bytes.as_chunks().0.iter().map(|value| f32::from_le_bytes(*value));
@@ -61,39 +61,43 @@ fn what_goes_to_matrices_does_not_pass_the_host() {
 #[test]
 fn what_the_device_finds_wrong_is_refused_by_the_tensors_name_and_changes_nothing() {
     let _alone = alone();
-    let engine = start("llama", &[]);
-    let weights = Push::full(&random_weights(engine.parameters(), 24));
-    let expected = seen(&engine);
-    let mut rng = ChaCha8Rng::seed_from_u64(25);
-    println!("places from seed 25");
-    for dtype in [Dtype::Bf16, Dtype::F16, Dtype::F32] {
-        let good = in_dtype(&weights, dtype);
-        let matrices: Vec<usize> = (0..good.tensors.len()).filter(|&i| good.tensors[i].0.shape.len() == 2).collect();
-        let victim = matrices[rng.random_range(0..matrices.len())];
-        let (size, count) = (dtype.size(), good.tensors[victim].1.len() / dtype.size());
-        let at = rng.random_range(0..count);
-        let not_finite: &[u8] = match dtype {
-            Dtype::Bf16 => &[0x80, 0xff],
-            Dtype::F16 => &[0x00, 0x7c],
-            Dtype::F32 => &[1, 0, 0x80, 0x7f],
-        };
-        let mut spoiled = good.clone();
-        let (entry, bytes) = &mut spoiled.tensors[victim];
-        bytes[at * size..(at + 1) * size].copy_from_slice(not_finite);
-        entry.digest = Some(xxh3_128(bytes).to_be_bytes());
-        let mut other_digest = good.clone();
-        other_digest.tensors[victim].0.digest = Some([7; 16]);
-        let place = format!("is not finite at element {at};");
-        for (mut given, kind, says) in [(spoiled, "invalid_argument", &*place), (other_digest, "data_loss", "XXH3-128")]
-        {
-            let mut trainer = Trainer::new();
-            lend(&mut trainer, &mut given, 2, 1, None, 26);
-            let before = emulator::is_there().then(digests_and_copies_to_the_host);
-            let error = push(&engine, &given).expect_err(says);
-            let (said, name) = (error.to_string(), &given.tensors[victim].0.name);
-            assert!(error.kind() == kind && said.contains(says) && said.contains(name), "{kind}, {says}: {error}");
-            assert!(before.is_none_or(|[before, _]| digests_and_copies_to_the_host()[0] > before), "by the device");
-            assert!(seen(&engine) == expected, "{dtype:?}: {says}");
+    for ranks in [1, 2].into_iter().filter(|&ranks| there_are_devices(ranks)) {
+        let engine = start("llama", &["--tp", &ranks.to_string()]);
+        let weights = Push::full(&random_weights(engine.parameters(), 24));
+        let expected = seen(&engine);
+        let mut rng = ChaCha8Rng::seed_from_u64(25);
+        println!("places from seed 25");
+        for dtype in [Dtype::Bf16, Dtype::F16, Dtype::F32] {
+            let good = in_dtype(&weights, dtype);
+            let matrices: Vec<usize> =
+                (0..good.tensors.len()).filter(|&i| good.tensors[i].0.shape.len() == 2).collect();
+            let victim = matrices[rng.random_range(0..matrices.len())];
+            let (size, count) = (dtype.size(), good.tensors[victim].1.len() / dtype.size());
+            let at = rng.random_range(0..count);
+            let not_finite: &[u8] = match dtype {
+                Dtype::Bf16 => &[0x80, 0xff],
+                Dtype::F16 => &[0x00, 0x7c],
+                Dtype::F32 => &[1, 0, 0x80, 0x7f],
+            };
+            let mut spoiled = good.clone();
+            let (entry, bytes) = &mut spoiled.tensors[victim];
+            bytes[at * size..(at + 1) * size].copy_from_slice(not_finite);
+            entry.digest = Some(xxh3_128(bytes).to_be_bytes());
+            let mut other_digest = good.clone();
+            other_digest.tensors[victim].0.digest = Some([7; 16]);
+            let place = format!("is not finite at element {at};");
+            for (mut given, kind, says) in
+                [(spoiled, "invalid_argument", &*place), (other_digest, "data_loss", "XXH3-128")]
+            {
+                let mut trainer = Trainer::new();
+                lend(&mut trainer, &mut given, 2, ranks, None, 26);
+                let before = emulator::is_there().then(digests_and_copies_to_the_host);
+                let error = push(&engine, &given).expect_err(says);
+                let (said, name) = (error.to_string(), &given.tensors[victim].0.name);
+                assert!(error.kind() == kind && said.contains(says) && said.contains(name), "{kind}, {says}: {error}");
+                assert!(before.is_none_or(|[before, _]| digests_and_copies_to_the_host()[0] > before), "by the device");
+                assert!(seen(&engine) == expected, "{dtype:?}: {says}");
+            }
         }
     }
 }
@@ -130,22 +134,24 @@ fn launches_that_fail_are_typed_errors_and_the_old_policy_serves_on() {
 #[test]
 fn samples_go_on_while_tensors_are_copied_on_their_device() {
     let _alone = alone();
-    let engine = start("llama", &[]);
-    let mut trainer = Trainer::new();
-    let pushes = [40, 41].map(|seed| {
-        let mut given = Push::full(&random_weights(engine.parameters(), seed));
-        lend(&mut trainer, &mut given, 2, 1, None, seed);
-        given
-    });
-    // The second is packed into the matrices that have served until the first.
-    for given in pushes {
-        let running = engine.send(Request::generate(random_prompts(42, 3, 5..9, 250), 1, 7, 40));
-        push(&engine, &given).expect("from device memory");
-        let reply = running.wait();
-        assert!(reply.error.is_none(), "{:?}", reply.error);
-        assert!(reply.bits().iter().all(|sample| sample.len() == 40));
+    for ranks in [1, 2].into_iter().filter(|&ranks| there_are_devices(ranks)) {
+        let engine = start("llama", &["--tp", &ranks.to_string()]);
+        let mut trainer = Trainer::new();
+        let pushes = [40, 41].map(|seed| {
+            let mut given = Push::full(&random_weights(engine.parameters(), seed));
+            lend(&mut trainer, &mut given, 2, 1, None, seed);
+            given
+        });
+        // The second is packed into the matrices that have served until the first.
+        for given in pushes {
+            let running = engine.send(Request::generate(random_prompts(42, 3, 5..9, 250), 1, 7, 40));
+            push(&engine, &given).expect("from device memory");
+            let reply = running.wait();
+            assert!(reply.error.is_none(), "{:?}", reply.error);
+            assert!(reply.bits().iter().all(|sample| sample.len() == 40));
+        }
+        let inline = start("llama", &[]);
+        inline.push(Push::full(&random_weights(inline.parameters(), 41))).expect("inline");
+        assert!(seen(&engine) == seen(&inline));
     }
-    let inline = start("llama", &[]);
-    inline.push(Push::full(&random_weights(inline.parameters(), 41))).expect("inline");
-    assert!(seen(&engine) == seen(&inline));
 }

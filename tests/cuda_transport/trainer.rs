@@ -4,6 +4,7 @@ use std::ffi::c_void;
 use std::fmt::Write as _;
 use std::io::{BufRead, BufReader, Lines, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command as Process, Stdio};
+use std::sync::mpsc::{Sender, channel};
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -18,7 +19,7 @@ pub const BLOCK_BYTES: usize = 2 << 20;
 /// A device of this process; its context stays open as long as it.
 pub fn open(rank: usize) -> std::result::Result<Device, DeviceError> {
     let backend = Backend::ALL.iter().find(|backend| backend.name() == "cuda").expect("it is built with it");
-    backend.open(&DeviceOptions { rank, threads: 1, kernel: "auto" })
+    backend.open(&DeviceOptions { rank, ..DeviceOptions::default() })
 }
 
 pub fn uuid(rank: usize) -> String {
@@ -83,9 +84,34 @@ impl Drop for Trainer {
     }
 }
 
+fn succeed(code: i32) {
+    assert_eq!(code, 0, "a call of the driver");
+}
+
+/// Makes a device the thread's.
+fn use_device(device: i32) {
+    let mut context = std::ptr::null_mut();
+    // SAFETY: the context is written before it is read.
+    unsafe {
+        succeed(cuDevicePrimaryCtxRetain(&raw mut context, device));
+        succeed(cuCtxSetCurrent(context));
+    }
+}
+
+/// Writes one finite float32 after the other to an address, until the process ends. Says when it has begun.
+fn change(device: i32, at: u64, begun: &Sender<()>) {
+    use_device(device);
+    for i in 0.. {
+        let value = f32::from_bits(1f32.to_bits() + i % (1 << 20));
+        // SAFETY: the value lives through the call, and the address is of an allocation.
+        succeed(unsafe { cuMemcpyHtoD_v2(at, (&raw const value).cast(), 4) });
+        // Nobody listens any more after the first.
+        let _ = begun.send(());
+    }
+}
+
 /// What the child does: what it reads from its standard input.
 pub fn serve() {
-    let succeed = |code: i32| assert_eq!(code, 0, "a call of the driver");
     // SAFETY: the driver can be opened at any time.
     succeed(unsafe { cuInit(0) });
     let mut allocations = Vec::new();
@@ -96,11 +122,10 @@ pub fn serve() {
         match words[..] {
             ["allocate", device, path] => {
                 let bytes = std::fs::read(path).unwrap();
-                let (mut context, mut at, mut handle) = (std::ptr::null_mut(), 0, [0; 64]);
+                let (mut at, mut handle) = (0, [0; 64]);
+                use_device(device.parse().unwrap());
                 // SAFETY: all is written to places that live through the calls; the allocation is as long as `bytes`.
                 unsafe {
-                    succeed(cuDevicePrimaryCtxRetain(&raw mut context, device.parse().unwrap()));
-                    succeed(cuCtxSetCurrent(context));
                     // Smaller ones share a block on a card, and a handle is of the whole block.
                     succeed(cuMemAlloc_v2(&raw mut at, bytes.len().next_multiple_of(BLOCK_BYTES)));
                     succeed(cuMemcpyHtoD_v2(at, bytes.as_ptr().cast(), bytes.len()));
@@ -109,6 +134,13 @@ pub fn serve() {
                 }
                 allocations.push(at);
                 handle.iter().for_each(|byte| write!(answer, "{byte:02x}").unwrap());
+            }
+            ["change", device, allocation, offset] => {
+                let [device, allocation] = [device, allocation].map(|number| number.parse::<usize>().unwrap());
+                let at = allocations[allocation] + offset.parse::<u64>().unwrap();
+                let (begun, begins) = channel();
+                std::thread::spawn(move || change(device as i32, at, &begun));
+                begins.recv().unwrap();
             }
             ["free"] => {
                 // SAFETY: they were allocated above.

@@ -375,6 +375,29 @@ def test_a_client_that_closes_ends_its_open_pushes(fake, large, new_segments):
     assert fake.weights.commits == []
 
 
+@pytest.mark.parametrize("transport", ["inline", "shared_memory"])
+def test_an_asyncio_client_that_closes_ends_its_open_pushes(fake, large, transport, new_segments):
+    taken = threading.Event()
+
+    def stall(requests, context):
+        context.add_callback(fake.cancelled.set)
+        taken.set()
+        fake.cancelled.wait(20)
+
+    fake.answers["Update"] = stall
+
+    async def main():
+        client = AsyncRolloutClient(fake.address)
+        task = asyncio.create_task(client.push_full(large, transport=transport))
+        await asyncio.to_thread(taken.wait, 10)
+        await client.close()
+        with pytest.raises(Cancelled):
+            await asyncio.wait_for(task, 10)
+
+    asyncio.run(main())
+    assert fake.cancelled.wait(10) and fake.weights.commits == [] and new_segments() == []
+
+
 def test_small_tensors_do_not_wait_for_long_to_be_sent_together(either, fake, rng, monkeypatch):
     """The server would take a push that sends nothing for idle."""
     monkeypatch.setattr(_push, "_LATE_SECONDS", 0.0)

@@ -201,6 +201,15 @@ def test_a_forged_receipt_is_found_at_its_token(serving, path, capsys, change, t
     assert re.match(f"    line 2, prompt 0, sample 1, token {told}", out[2]), out[2]
 
 
+def test_a_server_that_promises_no_equal_bits_is_no_bug(serving, path, capsys, monkeypatch):
+    record(serving, path, prompts=[[1, 2, 3]])
+    forged(path, 2, lambda r: replace(r, raw_logprobs=flipped(r.raw_logprobs, 6)))
+    info = RolloutClient.info
+    monkeypatch.setattr(RolloutClient, "info", lambda self: replace(info(self), batch_invariant=False))
+    _, out, _ = command(serving, path, capsys)
+    assert "a server that promises no equal bits (--attention flash" in out[1]
+
+
 def flipped(values, at):
     """The last bit of one float is another."""
     bits = values.copy().view(np.uint32)

@@ -6,7 +6,9 @@ use std::sync::Mutex;
 
 use super::{Out, put, put_if_asked};
 use crate::entry_points::entry_points;
-use crate::error::{CODES, INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, NOT_SUPPORTED, Result};
+use crate::error::{
+    CODES, INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, NOT_SUPPORTED, PEER_ACCESS_ALREADY_ENABLED, Result,
+};
 use crate::handles::Handle;
 use crate::settings::{self, MAX_DEVICES};
 use crate::stream::{current_device, set_current_device, wait_for_device};
@@ -23,7 +25,7 @@ pub fn device(number: i32) -> Result<usize> {
 }
 
 /// The device of a context.
-fn device_of(context: Handle) -> Result<Option<usize>> {
+pub fn device_of(context: Handle) -> Result<Option<usize>> {
     match context.checked_sub(1) {
         Some(device) if device >= settings::get().devices => Err(INVALID_CONTEXT),
         device => Ok(device),
@@ -200,8 +202,11 @@ entry_points! {
         put_if_asked(greatest, -5);
         Ok(())
     }
-    fn cuCtxEnablePeerAccess(context: Handle, _flags: u32) {
-        if device_of(context)?.is_some() { Ok(()) } else { Err(INVALID_CONTEXT) }
+    fn cuCtxEnablePeerAccess(context: Handle, flags: u32) {
+        let (own, other) = (current_device()?, device_of(context)?.ok_or(INVALID_CONTEXT)?);
+        if flags != 0 { return Err(INVALID_VALUE) }
+        if own == other { return Err(INVALID_DEVICE) }
+        if memory::get().enable_peer(own, other) { Ok(()) } else { Err(PEER_ACCESS_ALREADY_ENABLED) }
     }
     fn cuCtxDisablePeerAccess(_context: Handle) { Err(NOT_SUPPORTED) }
     fn cuProfilerStart() { Ok(()) }

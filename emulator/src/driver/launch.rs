@@ -46,6 +46,16 @@ unsafe fn load(image: *const u8) -> Result<Handle> {
     Ok(MODULES.add(Arc::new(unsafe { Module::load(device, image) }?)))
 }
 
+/// The handle of a function of an image, which is loaded on the current device.
+///
+/// # Safety
+/// As [`Module::load`].
+pub(crate) unsafe fn load_function(image: *const u8, name: &str) -> Result<Handle> {
+    // SAFETY: the caller keeps what this asks for.
+    let module = MODULES.get(unsafe { load(image) }?)?;
+    Ok(FUNCTIONS.add(module.kernel(name)?))
+}
+
 /// # Safety
 /// `name` is a C string.
 unsafe fn text(name: *const c_char) -> String {
@@ -127,7 +137,7 @@ unsafe fn launch(
     })?;
     // SAFETY: the caller keeps what this asks for.
     let params = unsafe { parameters(&kernel, params, extra) }?;
-    let launch = Arc::new(Launch { kernel, grid, block, dynamic_shared, params });
+    let launch = Arc::new(Launch { device: stream.device, kernel, grid, block, dynamic_shared, params });
     if let Some(what) = refusal(&launch) {
         let name = &launch.kernel.name;
         eprintln!("emulator: {name}: {what} (grid {grid:?}, block {block:?}, {dynamic_shared} bytes)");

@@ -1,8 +1,9 @@
 //! Memory, copies and fills.
 
+use super::device::device_of;
 use super::{Out, put, put_if_asked};
 use crate::entry_points::entry_points;
-use crate::error::{INVALID_VALUE, Result};
+use crate::error::{INVALID_VALUE, NOT_SUPPORTED, Result};
 use crate::handles::Handle;
 use crate::memory::{self, is_device_address};
 use crate::settings;
@@ -31,6 +32,90 @@ fn copy_operation(to: u64, from: u64, bytes: usize) -> Operation {
         unsafe { from.copy_to(to, bytes) };
         Ok(())
     })
+}
+
+/// Rows in the memory of a device: a half of `CUDA_MEMCPY3D_PEER`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct PeerRows {
+    x: usize,
+    y: usize,
+    z: usize,
+    lod: usize,
+    kind: i32,
+    host: u64,
+    at: u64,
+    array: u64,
+    context: Handle,
+    pitch: usize,
+    height: usize,
+}
+
+/// `CUDA_MEMCPY3D_PEER`
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct PeerCopy {
+    from: PeerRows,
+    to: PeerRows,
+    width: usize,
+    height: usize,
+    depth: usize,
+}
+
+impl PeerRows {
+    /// `CU_MEMORYTYPE_DEVICE`
+    const DEVICE: i32 = 2;
+
+    /// `bytes` bytes at an address.
+    fn one(at: u64, context: Handle, bytes: usize) -> Self {
+        Self { x: 0, y: 0, z: 0, lod: 0, kind: Self::DEVICE, host: 0, at, array: 0, context, pitch: bytes, height: 1 }
+    }
+
+    /// The address of a row.
+    fn row(&self, row: usize) -> u64 {
+        self.at + (row * self.pitch) as u64
+    }
+
+    /// Fails unless they are `height` rows of `width` bytes in memory of the context's device.
+    fn check(&self, width: usize, height: usize) -> Result {
+        let Self { x, y, z, lod, kind, at, context, pitch, .. } = *self;
+        if kind != Self::DEVICE || [x, y, z, lod] != [0; 4] {
+            eprintln!("emulator: copies between devices from or to the middle of a box, or no device memory");
+            return Err(NOT_SUPPORTED);
+        }
+        let memory = memory::get();
+        if pitch < width || context == 0 || memory.device_of(at) != device_of(context)? {
+            eprintln!("emulator: {width} bytes of each {pitch} at {at:#x} are not rows of the context's device");
+            return Err(INVALID_VALUE);
+        }
+        (0..height).try_for_each(|row| memory.bytes_at(self.row(row), width).map(drop))
+    }
+}
+
+impl PeerCopy {
+    /// Does the copy in a stream.
+    fn start(self, stream: &Stream) -> Result {
+        check_device(stream.device)?;
+        let Self { from, to, width, height, depth } = self;
+        if depth > 1 {
+            eprintln!("emulator: copies of several layers between devices");
+            return Err(NOT_SUPPORTED);
+        }
+        if width * height * depth == 0 {
+            return Ok(());
+        }
+        from.check(width, height)?;
+        to.check(width, height)?;
+        stream.push(Operation::new(Kind::Copy, move || {
+            let memory = memory::get();
+            for row in 0..height {
+                let from = memory.bytes_at_run(from.row(row), width)?;
+                // SAFETY: both are memory of devices, and checked.
+                unsafe { from.copy_to(memory.bytes_at_run(to.row(row), width)?, width) };
+            }
+            Ok(())
+        }))
+    }
 }
 
 /// A copy that is not asynchronous: after all that the default stream waits for.
@@ -199,9 +284,13 @@ entry_points! {
     fn cuMemcpyDtoHAsync_v2(to: u64, from: u64, bytes: usize, on: Handle) { copy_async(to, from, bytes, &*stream(on)?) }
     fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, bytes: usize, on: Handle) { copy_async(to, from, bytes, &*stream(on)?) }
     fn cuMemcpyPeerAsync(
-        to: u64, _to_context: Handle, from: u64, _from_context: Handle, bytes: usize, on: Handle
+        to: u64, to_context: Handle, from: u64, from_context: Handle, bytes: usize, on: Handle
     ) {
-        copy_async(to, from, bytes, &*stream(on)?)
+        let (from, to) = (PeerRows::one(from, from_context, bytes), PeerRows::one(to, to_context, bytes));
+        PeerCopy { from, to, width: bytes, height: 1, depth: 1 }.start(&*stream(on)?)
+    }
+    fn cuMemcpy3DPeerAsync(copy: *const PeerCopy, on: Handle) {
+        copy.as_ref().ok_or(INVALID_VALUE)?.start(&*stream(on)?)
     }
 
     fn cuMemsetD8_v2(at: u64, value: u8, count: usize) { fill_now(at, value.into(), 1, count) }

@@ -82,14 +82,15 @@ entry_points! {
     fn cuMemSetAccess(at: u64, bytes: usize, access: *const Access, count: usize) {
         let access = if access.is_null() { &[] } else { std::slice::from_raw_parts(access, count) };
         if access.is_empty() { return Err(INVALID_VALUE) }
+        let mut devices = 0;
         for access in access {
-            access.location.device()?;
+            devices |= 1 << access.location.device()?;
             if access.flags != READ_WRITE {
                 eprintln!("emulator: access other than to read and write is not emulated");
                 return Err(NOT_SUPPORTED);
             }
         }
-        memory::get().allow_access(at, bytes as u64)
+        memory::get().allow_access(at, bytes as u64, devices)
     }
     fn cuMemUnmap(at: u64, bytes: usize) {
         forbid_while_capturing()?;
@@ -102,8 +103,9 @@ entry_points! {
 
     fn cuIpcGetMemHandle(out: Out<IpcHandle>, at: u64) { put(out, IpcHandle(memory::get().export(at)?)) }
     fn cuIpcOpenMemHandle_v2(out: Out<u64>, handle: IpcHandle, _flags: u32) {
-        check_device(current_device()?)?;
-        put(out, memory::get().import(handle.0)?)
+        let device = current_device()?;
+        check_device(device)?;
+        put(out, memory::get().import(device, handle.0)?)
     }
     fn cuIpcCloseMemHandle(at: u64) {
         forbid_while_capturing()?;

@@ -21,6 +21,7 @@ use team::{Fault, fail};
 
 /// A kernel with all that a launch gives it.
 pub struct Launch {
+    pub device: usize,
     pub kernel: Arc<Kernel>,
     pub grid: [u32; 3],
     pub block: [u32; 3],
@@ -70,7 +71,7 @@ unsafe extern "C" fn fault(thread: *mut Thread, kind: u32, address: u64, bytes: 
     let shared = unsafe { (*(*thread).team).block.shared_size };
     let (code, text) = match kind {
         1 if address >> 44 == memory::DEVICE >> 44 => {
-            let what = "which is not allocated or past the end of an allocation";
+            let what = "which is not allocated, or another device's, or past the end of an allocation";
             (ILLEGAL_ADDRESS, format!("{bytes} bytes at {address:#x}, {what}"))
         }
         1 => {

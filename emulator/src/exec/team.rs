@@ -55,7 +55,7 @@ impl Team {
             shared_size: 0,
             shared: std::ptr::null_mut(),
             globals: std::ptr::null(),
-            limits: memory::get().limits(),
+            limits: std::ptr::null(),
             runtime: &RUNTIME,
         };
         Box::new(Self {
@@ -150,6 +150,7 @@ impl Team {
         (self.block.ntid, self.block.nctaid) = (launch.block, launch.grid);
         self.block.shared_size = shared as u32;
         self.block.shared = self.shared.as_mut_ptr().cast();
+        self.block.limits = memory::get().limits(launch.device);
         self.block.globals = launch.kernel.globals.as_ptr();
         self.ready.clear(settings::get().seed, index);
         (self.epoch, self.pauses, self.alive) = (0, 0, threads);

@@ -12,7 +12,7 @@ use std::sync::{Mutex, MutexGuard, OnceLock};
 
 pub use pinned::Pinned;
 pub use shared::IpcKey;
-pub use space::{DEVICE, LOCAL, PAGE, READ_WRITE, protect, reserve};
+pub use space::{DEVICE, DeviceSet, LOCAL, PAGE, READ_WRITE, protect, reserve};
 pub use virtual_memory::GRANULARITY;
 
 use crate::error::{ILLEGAL_ADDRESS, INVALID_VALUE, OUT_OF_MEMORY, Result};
@@ -57,6 +57,8 @@ struct State {
     physical: BTreeMap<u64, Physical>,
     /// What is mapped into reserved addresses: bytes and handle.
     mapped: BTreeMap<u64, (u64, u64)>,
+    /// Of each device, those whose kernels may access what is allocated there.
+    peers: [DeviceSet; MAX_DEVICES],
     /// Bytes that the pool of each device has given out.
     pool_used: [u64; MAX_DEVICES],
     /// Bytes that were freed into the pool of each device and not yet given back to the device.
@@ -96,6 +98,11 @@ impl State {
         at
     }
 
+    /// The devices whose kernels may access what is allocated on a device.
+    fn accessors(&self, device: usize) -> DeviceSet {
+        self.peers[device] | 1 << device
+    }
+
     fn place_in_file(&mut self, bytes: u64) -> u64 {
         let place = self.next_physical;
         self.next_physical += bytes.next_multiple_of(PAGE);
@@ -108,9 +115,9 @@ impl Memory {
         self.state.lock().unwrap()
     }
 
-    /// For each page of the devices' addresses: how many of its bytes are allocated.
-    pub fn limits(&self) -> *const u16 {
-        self.space.limits()
+    /// For each page of the devices' addresses: how many of its bytes kernels of a device may access.
+    pub fn limits(&self, device: usize) -> *const u16 {
+        self.space.limits(device)
     }
 
     /// Bytes of `device` that nobody holds, this process's pool included.
@@ -175,8 +182,22 @@ impl Memory {
         state.regions.insert(at, Region { bytes, kind });
         self.space.show(at, pages, self.space.file, physical, READ_WRITE);
         self.space.poison(at, bytes);
-        self.space.allow(at, bytes, true);
+        // As in CUDA, peers have access to a pool only where they ask it, which is not emulated.
+        self.space.allow(at, bytes, if pool { 1 << device } else { state.accessors(device) });
         Ok(at)
+    }
+
+    /// Lets kernels of `device` access what is, and will be, allocated on `other`. False if they could before.
+    pub fn enable_peer(&self, device: usize, other: usize) -> bool {
+        let mut state = self.state();
+        let is_new = state.peers[other] >> device & 1 == 0;
+        state.peers[other] |= 1 << device;
+        for (at, region) in &state.regions {
+            if matches!(region.kind, Kind::Allocated { device, pool: false, .. } if device == other) {
+                self.space.allow(*at, region.bytes, 1 << device);
+            }
+        }
+        is_new
     }
 
     /// Frees what [`Memory::allocate`] gave.
@@ -264,7 +285,7 @@ impl Memory {
         let (start, region) = state.regions.range(..=at).next_back()?;
         match &region.kind {
             Kind::Allocated { device, .. } => (at < start + region.bytes).then_some(*device),
-            Kind::Imported { .. } => (at < start + region.bytes).then_some(0),
+            Kind::Imported { key, .. } => (at < start + region.bytes).then_some(key[4] as usize),
             Kind::Reserved => {
                 let (start, (bytes, handle)) = state.mapped.range(..=at).next_back()?;
                 (at < start + bytes).then(|| state.physical[handle].device)

@@ -5,7 +5,7 @@ use super::space::{PAGE, READ_WRITE};
 use super::{Kind, Memory, Region};
 use crate::error::{INVALID_CONTEXT, INVALID_VALUE, Result};
 
-/// What the 64 bytes of a handle hold: process, file, place in the file, bytes.
+/// What the 64 bytes of a handle hold: process, file, place in the file, bytes, device.
 pub type IpcKey = [u64; 8];
 
 impl Memory {
@@ -13,16 +13,17 @@ impl Memory {
     pub fn export(&self, at: u64) -> Result<IpcKey> {
         let mut state = self.state();
         match state.regions.get_mut(&at) {
-            Some(Region { bytes, kind: Kind::Allocated { physical, pool: false, exported, .. } }) => {
+            Some(Region { bytes, kind: Kind::Allocated { device, physical, pool: false, exported } }) => {
                 *exported = true;
-                Ok([u64::from(std::process::id()), self.space.file as u64, *physical, *bytes, 0, 0, 0, 0])
+                Ok([u64::from(std::process::id()), self.space.file as u64, *physical, *bytes, *device as u64, 0, 0, 0])
             }
             _ => Err(INVALID_VALUE),
         }
     }
 
-    /// The address of another process's memory in this one. Who opens a handle twice gets the same address.
-    pub fn import(&self, key: IpcKey) -> Result<u64> {
+    /// The address of another process's memory in this one, for kernels of `device`. Who opens a handle twice gets the
+    /// same address.
+    pub fn import(&self, device: usize, key: IpcKey) -> Result<u64> {
         let [process, file, physical, bytes, ..] = key;
         if process == u64::from(std::process::id()) {
             return Err(INVALID_CONTEXT);
@@ -33,6 +34,7 @@ impl Memory {
                 && *other == key
             {
                 *opened += 1;
+                self.space.allow(*at, bytes, 1 << device);
                 return Ok(*at);
             }
         }
@@ -45,7 +47,7 @@ impl Memory {
         let at = state.addresses(bytes, PAGE);
         state.regions.insert(at, Region { bytes, kind: Kind::Imported { file, key, opened: 1 } });
         self.space.show(at, bytes.next_multiple_of(PAGE), file, physical, READ_WRITE);
-        self.space.allow(at, bytes, true);
+        self.space.allow(at, bytes, 1 << device);
         Ok(at)
     }
 

@@ -1,7 +1,7 @@
 //! The address space of the devices. A device address is not where its bytes are: the window of device addresses is
 //! reserved and unreadable, so that a host that follows one faults as it would with a GPU, and the bytes stand at the
-//! same place in a second window. A table says how many bytes of each page are allocated, so that each access of a
-//! kernel or of a copy is checked to the byte.
+//! same place in a second window. A table of each device says how many bytes of each page its kernels may access, so
+//! that each access of a kernel or of a copy is checked to the byte.
 
 use std::ffi::c_void;
 
@@ -57,13 +57,27 @@ pub fn host_pages(at: u64, bytes: u64, there: bool) {
     unsafe { map(at, bytes, protection, UNUSED | libc::MAP_FIXED, -1, 0) };
 }
 
-/// The windows, the file that holds the devices' bytes, and the table of limits.
-pub struct Space {
-    pub file: i32,
-    limits: *mut u16,
+/// Sets what a table says of each page of `bytes` bytes at `at`, where a page begins.
+fn set_limits(table: *mut u16, at: u64, bytes: u64, limit: impl Fn(u64) -> u16) {
+    let page = (at - DEVICE) / PAGE;
+    assert!(page + bytes.div_ceil(PAGE) <= WINDOW / PAGE);
+    for i in 0..bytes.div_ceil(PAGE) {
+        // SAFETY: a table has an entry for each page of the window.
+        unsafe { table.add((page + i) as usize).write_volatile(limit(i)) };
+    }
 }
 
-// SAFETY: the table is written and read by volatile accesses of whole entries, and lives as long as the process.
+/// Devices as bits of a number.
+pub type DeviceSet = u16;
+
+/// The windows, the file that holds the devices' bytes, and the limits.
+pub struct Space {
+    pub file: i32,
+    /// A table of each device.
+    limits: Vec<*mut u16>,
+}
+
+// SAFETY: the tables are written and read by volatile accesses of whole entries, and live as long as the process.
 unsafe impl Send for Space {}
 // SAFETY: as above.
 unsafe impl Sync for Space {}
@@ -77,30 +91,29 @@ impl Space {
         for (window, bytes) in [(DEVICE, WINDOW), (STORE, WINDOW), (PINNED, PINNED_WINDOW)] {
             reserve(window, bytes);
         }
+        // Pages of the tables take memory once they are written.
         // SAFETY: an anonymous mapping at an address that the system chooses.
-        let limits = unsafe { map(0, WINDOW / PAGE * 2, READ_WRITE, UNUSED, -1, 0) };
-        Self { file, limits: limits.cast() }
+        let table = |_| unsafe { map(0, WINDOW / PAGE * 2, READ_WRITE, UNUSED, -1, 0) }.cast();
+        Self { file, limits: (0..settings::get().devices).map(table).collect() }
     }
 
-    /// For each page of the window: how many of its bytes are allocated.
-    pub fn limits(&self) -> *const u16 {
-        self.limits
+    /// For each page of the window: how many of its bytes kernels of a device may access.
+    pub fn limits(&self, device: usize) -> *const u16 {
+        self.limits[device]
     }
 
-    fn limit(&self, page: u64) -> *mut u16 {
+    /// How many bytes of a page are allocated: kernels of some device may access them.
+    fn limit(&self, page: u64) -> u64 {
         assert!(page < WINDOW / PAGE);
-        // SAFETY: the table has an entry for each page of the window.
-        unsafe { self.limits.add(page as usize) }
+        // SAFETY: each table has an entry for each page of the window.
+        let limits = self.limits.iter().map(|table| unsafe { table.add(page as usize).read_volatile() });
+        limits.max().unwrap_or_default().into()
     }
 
-    /// Allows accesses to `bytes` bytes at `at`, where a page begins, or to none of them.
-    pub fn allow(&self, at: u64, bytes: u64, allowed: bool) {
-        let page = (at - DEVICE) / PAGE;
-        for i in 0..bytes.div_ceil(PAGE) {
-            let limit = if allowed { (bytes - i * PAGE).min(PAGE) as u16 } else { 0 };
-            // SAFETY: `limit` gives an entry of the table.
-            unsafe { self.limit(page + i).write_volatile(limit) };
-        }
+    /// Lets kernels of these devices access `bytes` bytes at `at`, where a page begins.
+    pub fn allow(&self, at: u64, bytes: u64, devices: DeviceSet) {
+        let tables = self.limits.iter().enumerate().filter(|(device, _)| devices >> device & 1 == 1);
+        tables.for_each(|(_, table)| set_limits(*table, at, bytes, |i| (bytes - i * PAGE).min(PAGE) as u16));
     }
 
     /// Puts pages of a file behind device addresses.
@@ -112,7 +125,7 @@ impl Space {
 
     /// Takes away what is behind device addresses.
     pub fn hide(&self, at: u64, bytes: u64) {
-        self.allow(at, bytes, false);
+        self.limits.iter().for_each(|table| set_limits(*table, at, bytes, |_| 0));
         // SAFETY: the addresses are in the window STORE; who uses them still has an error, which shows as a fault.
         unsafe { map(at + (STORE - DEVICE), bytes, libc::PROT_NONE, UNUSED | libc::MAP_FIXED, -1, 0) };
     }
@@ -142,8 +155,7 @@ impl Space {
         while here < end {
             let page = (here - DEVICE) / PAGE;
             let (page_start, page_end) = (DEVICE + page * PAGE, DEVICE + (page + 1) * PAGE);
-            // SAFETY: `limit` gives an entry of the table.
-            let limit = u64::from(unsafe { self.limit(page).read_volatile() });
+            let limit = self.limit(page);
             if end.min(page_end) - page_start > limit {
                 return Err(here.max(page_start + limit));
             }

@@ -1,6 +1,6 @@
 //! Virtual memory: addresses are reserved, physical memory is created, and the one is mapped to the other.
 
-use super::space::{DEVICE, READ_WRITE, STORE, WINDOW, protect};
+use super::space::{DEVICE, DeviceSet, READ_WRITE, STORE, WINDOW, protect};
 use super::{Kind, Memory, Region, State};
 use crate::error::{INVALID_VALUE, Result};
 
@@ -101,8 +101,8 @@ impl Memory {
         Ok(())
     }
 
-    /// Lets the devices read and write what is mapped.
-    pub fn allow_access(&self, at: u64, bytes: u64) -> Result {
+    /// Lets these devices read and write what is mapped.
+    pub fn allow_access(&self, at: u64, bytes: u64, devices: DeviceSet) -> Result {
         let mut state = self.state();
         for (at, bytes, handle) in state.mappings(at, bytes)? {
             protect(at + (STORE - DEVICE), bytes, READ_WRITE);
@@ -111,7 +111,7 @@ impl Memory {
                 self.space.poison(at, bytes);
             }
         }
-        self.space.allow(at, bytes, true);
+        self.space.allow(at, bytes, devices);
         Ok(())
     }
 

@@ -120,8 +120,17 @@ impl<'a> Unit<'a> {
         }
         let mut body = Body::new(self, f);
         if f.entry {
-            for (p, (at, _)) in f.params.iter().zip(places(&f.params)) {
-                body.write(format_args!("const u8 *const {} = P + {at};", mangle(&p.name)));
+            let takes_address =
+                |line: &Line| matches!(&line.statement, Statement::Instruction(t) if t.contains("cvta.param"));
+            let are_local = lines.iter().any(takes_address);
+            for (p, (at, bytes)) in f.params.iter().zip(places(&f.params)) {
+                let name = mangle(&p.name);
+                if are_local {
+                    body.write(format_args!("u8 {name}[{bytes}] __attribute__((aligned(16)));"));
+                    body.write(format_args!("memcpy({name}, P + {at}, {bytes});"));
+                } else {
+                    body.write(format_args!("const u8 *const {name} = P + {at};"));
+                }
             }
         }
         body.lines(lines)?;

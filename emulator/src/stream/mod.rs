@@ -13,7 +13,7 @@ use std::time::Duration;
 pub use capture::{Capture, CaptureMode, Graph, GraphExec, forbid_while_capturing};
 pub use event::Event;
 pub use table::{
-    STREAMS, current_device, current_stream, drain_device, set_current_device, stream, wait_for_default,
+    PER_THREAD, STREAMS, current_device, current_stream, drain_device, set_current_device, stream, wait_for_default,
     wait_for_device,
 };
 

@@ -11,7 +11,7 @@ use crate::memory;
 use crate::settings::MAX_DEVICES;
 
 /// The default stream of a thread (`CU_STREAM_PER_THREAD`).
-const PER_THREAD: Handle = 2;
+pub const PER_THREAD: Handle = 2;
 
 pub static STREAMS: Handles<Stream> = Handles::new();
 

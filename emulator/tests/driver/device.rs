@@ -17,7 +17,7 @@ pub use cuda::failures::{cuemu_calls, cuemu_fail};
 /// Says in a process that it runs the body of a test.
 const BODY: &str = "CUEMU_TEST_BODY";
 
-const KERNELS: &str = r"
+pub const KERNELS: &str = r"
 .version 8.8
 .target sm_80
 .address_size 64

@@ -6,6 +6,8 @@ mod faults;
 mod graphs;
 mod memory;
 mod nccl;
+mod peers;
 mod processes;
+mod runtime;
 mod streams;
 mod virtual_memory;

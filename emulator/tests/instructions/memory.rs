@@ -155,3 +155,26 @@ fn what_was_not_written_is_not_a_number() {
         st.global.u64 [%out], %d1;";
     assert_eq!(run("", body, 1, &[], 1), [1]);
 }
+
+#[test]
+fn parameters_of_an_entry_have_generic_addresses_that_functions_read() {
+    let before = "
+        .func (.param .b64 result) follow(.param .b64 at) {
+            .reg .b64 %d<3>;
+            ld.param.b64 %d1, [at];
+            ld.u64 %d2, [%d1];
+            st.param.b64 [result], %d2;
+            ret;
+        }";
+    let body = "
+        mov.b64 %d0, in;
+        cvta.param.u64 %d1, %d0;
+        { .param .b64 at; .param .b64 followed;
+          st.param.b64 [at], %d1;
+          call.uni (followed), follow, (at);
+          ld.param.b64 %d2, [followed]; }
+        sub.u64 %d2, %d2, %in;
+        add.u64 %d2, %d2, 7;
+        st.global.u64 [%mine_out], %d2;";
+    assert_eq!(run(before, body, 3, &[0], 3), [7; 3]);
+}

@@ -19,6 +19,24 @@ pub struct DeviceOptions<'a> {
     pub threads: usize,
     /// Name of the variant of the operators (an instruction set of the processor), or `auto` for the fastest there is.
     pub kernel: &'a str,
+    pub attention: AttentionKernel,
+}
+
+impl Default for DeviceOptions<'_> {
+    /// Of the first rank, with one thread.
+    fn default() -> Self {
+        Self { rank: 0, threads: 1, kernel: "auto", attention: AttentionKernel::Invariant }
+    }
+}
+
+/// Which kernels compute attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AttentionKernel {
+    /// The device's own: a row's bits depend on nothing but the row's own inputs.
+    Invariant,
+    /// candle-flash-attn for sequences with several rows in a step, prompts above all: a row's bits may be others with
+    /// other rows beside it. On CUDA devices, in builds that have it.
+    Flash,
 }
 
 /// What a model asks of a device.
@@ -73,6 +91,9 @@ pub(crate) trait DeviceImpl: MemoryImpl {
     }
     fn borrow_memory(&self, _: &MemoryHandle) -> Result<BorrowedMemory, DeviceError> {
         Err(DeviceError::Unsupported("this device has no memory of other processes".into()))
+    }
+    fn arriving_bytes(&self) -> usize {
+        0
     }
     fn ops(&self) -> Box<dyn OpsImpl>;
     fn group_id(&self) -> Result<Option<GroupId>, DeviceError> {

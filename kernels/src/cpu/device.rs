@@ -161,7 +161,7 @@ mod tests {
 
     #[test]
     fn activations_start_with_a_cache_line() {
-        let device = CpuDevice::open(&DeviceOptions { rank: 0, threads: 1, kernel: "auto" }).unwrap();
+        let device = CpuDevice::open(&DeviceOptions::default()).unwrap();
         for (rows, width) in [(1, 1), (3, 16), (7, 100)] {
             let activations = device.activations(rows, width).unwrap();
             assert_eq!(activations.dims(), [rows, width]);

@@ -5,11 +5,12 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::Result;
-use candle_core::cuda_backend::cudarc::driver::{DriverError, sys};
+use candle_core::cuda_backend::cudarc::driver::{CudaStream, DriverError, sys};
 
 use super::context::Context;
 use super::digest::{DeviceRange, MOST_SHORT_BYTES};
 use super::layout::RowLayout;
+use super::peer::{self, RowsOf};
 use super::recording::none_records;
 use super::weight_row_copy::CopiedRows;
 use crate::backend::storage::{BorrowedImpl, BorrowedRows, Digested};
@@ -18,6 +19,9 @@ use crate::error::DeviceError;
 
 /// Most digests that are computed at once: more than models have matrices, and no more memory for them than one matrix.
 const MOST_DIGESTS: usize = 4096;
+
+/// Bytes of rows that come from another device at a time. One row alone may be more.
+pub(super) const ARRIVING_BYTES: usize = 8 << 20;
 
 /// An allocation that `cuIpcGetMemHandle` of another process has named.
 pub(super) struct CudaBorrowed {
@@ -77,13 +81,13 @@ impl BorrowedImpl for CudaBorrowed {
     }
 
     fn is_beside(&self, other: &(dyn BorrowedImpl + 'static)) -> bool {
-        opened_on(&self.context, other).is_some()
+        opened(other).is_some_and(|other| Arc::ptr_eq(&other.context, &self.context))
     }
 
     fn digest(&self, all: &[BorrowedRows<'_>]) -> Result<Vec<Digested>> {
         let range = |rows: &BorrowedRows<'_>| {
-            let pointer = pointer_on(&self.context, rows).expect("rows in memory of this device");
-            DeviceRange { pointer, bytes: rows.bytes(), dtype: rows.dtype }
+            let memory = opened(rows.memory).expect("rows in memory of this device");
+            DeviceRange { pointer: memory.pointer + rows.offset, bytes: rows.bytes(), dtype: rows.dtype }
         };
         let ranges: Vec<_> = all.iter().map(range).collect();
         let Context { digests, scratch, copies, .. } = &*self.context;
@@ -92,28 +96,56 @@ impl BorrowedImpl for CudaBorrowed {
     }
 }
 
-/// Some columns of borrowed rows as kernels of the device see them; `None` unless the rows are in its memory, and
-/// aligned there.
-pub(super) fn copied_rows(
+/// Whether kernels can be given borrowed rows by [`with_columns`]: they are in memory of such a device, and aligned
+/// there.
+pub(super) fn can_be_given(rows: &BorrowedRows<'_>) -> bool {
+    opened(rows.memory).is_some_and(|memory| (memory.pointer + rows.offset).is_multiple_of(rows.dtype.size() as u64))
+}
+
+/// Has `start` start what kernels of a device do with some columns of borrowed rows, and waits until that is done.
+/// Where the rows are in the device's own memory they are given at once, where they lie. Those of another device come
+/// to this one before, at most [`ARRIVING_BYTES`] at a time: `start` is called again for the next ones, with their
+/// numbers.
+///
+/// # Errors
+/// If the device has no memory for those that come, or a device has failed; those of `start`.
+///
+/// # Panics
+/// Unless [`can_be_given`].
+pub(super) fn with_columns(
     context: &Arc<Context>,
     rows: &BorrowedRows<'_>,
     columns: Range<usize>,
-) -> Option<CopiedRows> {
-    let BorrowedRows { dtype, columns: stride, .. } = *rows;
-    let start = pointer_on(context, rows).filter(|start| start.is_multiple_of(dtype.size() as u64))?;
-    let pointer = start + (columns.start * dtype.size()) as u64;
-    Some(CopiedRows { pointer, dtype, stride, layout: RowLayout::dense(columns.len()) })
+    start: impl Fn(&CudaStream, CopiedRows, Range<usize>) -> Result<()>,
+) -> Result<()> {
+    let memory = opened(rows.memory).expect("rows of such a device");
+    let (dtype, layout) = (rows.dtype, RowLayout::dense(columns.len()));
+    let pointer = memory.pointer + rows.offset + (columns.start * dtype.size()) as u64;
+    if Arc::ptr_eq(&memory.context, context) {
+        let whole = CopiedRows { pointer, dtype, stride: rows.columns, layout };
+        return context.copies.run(|stream| start(stream, whole, 0..rows.rows));
+    }
+    let [stride_bytes, row_bytes] = [rows.columns, columns.len()].map(|values| values * dtype.size());
+    let at_once = (ARRIVING_BYTES / row_bytes).clamp(1, rows.rows.max(1));
+    let arriving = context.scratch.allocate(at_once * row_bytes)?;
+    // Operators that have used these addresses may still run.
+    context.copies.wait_for_operators()?;
+    context.copies.run(|stream| {
+        (0..rows.rows).step_by(at_once).try_for_each(|first| {
+            let part = first..rows.rows.min(first + at_once);
+            let from = pointer + (first * stride_bytes) as u64;
+            let from = RowsOf { device: &memory.context, pointer: from, stride_bytes };
+            let to = RowsOf { device: context, pointer: arriving.pointer, stride_bytes: row_bytes };
+            peer::start(stream, &from, &to, part.len(), row_bytes)?;
+            start(stream, CopiedRows { pointer: to.pointer, dtype, stride: columns.len(), layout }, part)
+        })
+    })
 }
 
-/// The address of borrowed rows, if they are in memory that was opened on the device.
-fn pointer_on(context: &Arc<Context>, rows: &BorrowedRows<'_>) -> Option<sys::CUdeviceptr> {
-    opened_on(context, rows.memory).map(|memory| memory.pointer + rows.offset)
-}
-
-/// The memory, if it was opened on the device.
-fn opened_on<'a>(context: &Arc<Context>, memory: &'a (dyn BorrowedImpl + 'static)) -> Option<&'a CudaBorrowed> {
+/// The memory, if it was opened on such a device.
+fn opened<'a>(memory: &'a (dyn BorrowedImpl + 'static)) -> Option<&'a CudaBorrowed> {
     let memory: &dyn Any = memory;
-    memory.downcast_ref::<CudaBorrowed>().filter(|memory| Arc::ptr_eq(&memory.context, context))
+    memory.downcast_ref()
 }
 
 impl Drop for CudaBorrowed {

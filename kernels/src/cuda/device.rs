@@ -7,8 +7,9 @@ use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, result, sys};
 use candle_core::{Result, Tensor, bail};
 
+use super::attention::flash;
 use super::attention::plan::MAX_PARTIAL_BYTES;
-use super::borrowed::CudaBorrowed;
+use super::borrowed::{ARRIVING_BYTES, CudaBorrowed};
 use super::context::{Context, ROUNDING_BYTES};
 use super::feed::CudaFeed;
 use super::footprint::{self, Attempt};
@@ -22,7 +23,7 @@ use super::sampling::most_landing_bytes;
 use super::staging;
 use super::tensor::{over, pointer};
 use crate::activations::Activations;
-use crate::backend::device::{DeviceImpl, DeviceOptions, ModelShape};
+use crate::backend::device::{AttentionKernel, DeviceImpl, DeviceOptions, ModelShape};
 use crate::backend::feed::{FeedImpl, GiveUp, Place};
 use crate::backend::group::GroupImpl;
 use crate::backend::operators::OpsImpl;
@@ -51,6 +52,7 @@ pub(crate) struct CudaDevice {
     context: Arc<Context>,
     ordinal: usize,
     threads: usize,
+    attention: AttentionKernel,
     /// What the driver has taken of the device to open it.
     footprint: u64,
 }
@@ -63,7 +65,13 @@ impl CudaDevice {
             let kernel = options.kernel;
             return Err(DeviceError::Unsupported(format!("--kernel {kernel}: a CUDA device has only auto")));
         }
-        let (ordinal, threads) = (options.rank, options.threads);
+        let DeviceOptions { rank: ordinal, threads, attention, .. } = *options;
+        if attention == AttentionKernel::Flash && !flash::IS_BUILT_IN {
+            let how = "make cuda FEATURES=cuda,flash-attn";
+            return Err(DeviceError::Unsupported(format!(
+                "--attention flash: this binary was built without it ({how})"
+            )));
+        }
         // Without any device the context says why.
         if let Ok(count @ 1..) = CudaContext::device_count()
             && ordinal >= count as usize
@@ -73,7 +81,7 @@ impl CudaDevice {
             )));
         }
         let footprint = footprint::of_device(ordinal, || open_and_close(ordinal).map_err(|e| e.to_string()));
-        Ok(Self { context: Arc::new(Context::open(ordinal)?), ordinal, threads, footprint })
+        Ok(Self { context: Arc::new(Context::open(ordinal)?), ordinal, threads, attention, footprint })
     }
 }
 
@@ -96,7 +104,7 @@ fn open_and_close(ordinal: usize) -> Result<Attempt> {
     let monitor = Monitor::of(uuid).map_err(candle_core::Error::msg)?;
     let read = || monitor.read().map_err(candle_core::Error::msg);
     let before = read()?;
-    let opened = CudaOps::new(Arc::new(Context::open(ordinal)?), 1)?;
+    let opened = CudaOps::new(Arc::new(Context::open(ordinal)?), 1, AttentionKernel::Invariant)?;
     let open = read()?;
     drop(opened);
     Ok([before, open, read()?])
@@ -104,18 +112,24 @@ fn open_and_close(ordinal: usize) -> Result<Attempt> {
 
 impl DeviceImpl for CudaDevice {
     fn kernel(&self) -> &'static str {
-        "cuda"
+        match self.attention {
+            AttentionKernel::Invariant => "cuda",
+            AttentionKernel::Flash => "cuda_flash",
+        }
     }
 
     fn check(&self, model: &ModelShape) -> std::result::Result<(), DeviceError> {
         let head_dim = model.head_dim;
-        if head_dim.is_multiple_of(HEAD_DIM_STEP) && head_dim <= MAX_HEAD_DIM {
-            return Ok(());
+        if !head_dim.is_multiple_of(HEAD_DIM_STEP) || head_dim > MAX_HEAD_DIM {
+            return Err(DeviceError::Unsupported(format!(
+                "config.json: head_dim is {head_dim}; the attention kernel takes multiples of {HEAD_DIM_STEP} up to \
+                 {MAX_HEAD_DIM}"
+            )));
         }
-        Err(DeviceError::Unsupported(format!(
-            "config.json: head_dim is {head_dim}; the attention kernel takes multiples of {HEAD_DIM_STEP} up to \
-             {MAX_HEAD_DIM}"
-        )))
+        match self.attention {
+            AttentionKernel::Invariant => Ok(()),
+            AttentionKernel::Flash => flash::check(&self.context, model),
+        }
     }
 
     fn memory(&self) -> usize {
@@ -143,7 +157,7 @@ impl DeviceImpl for CudaDevice {
     }
 
     fn scratch_bytes(&self) -> usize {
-        most_part_bytes(self.context.processors as usize) + MAX_PARTIAL_BYTES + LIST_BYTES
+        most_part_bytes(self.context.processors as usize) + MAX_PARTIAL_BYTES + LIST_BYTES + flash::SUM_BYTES
     }
 
     fn host_bytes(&self, logits_bytes: usize) -> u64 {
@@ -186,8 +200,12 @@ impl DeviceImpl for CudaDevice {
         CudaBorrowed::open(&self.context, handle).map(BorrowedMemory::new)
     }
 
+    fn arriving_bytes(&self) -> usize {
+        ARRIVING_BYTES
+    }
+
     fn ops(&self) -> Box<dyn OpsImpl> {
-        let ops = CudaOps::new(self.context.clone(), self.threads);
+        let ops = CudaOps::new(self.context.clone(), self.threads, self.attention);
         Box::new(ops.unwrap_or_else(|e| panic!("the kernels of device {} were not loaded: {e}", self.ordinal)))
     }
 

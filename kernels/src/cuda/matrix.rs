@@ -8,7 +8,7 @@ use candle_core::cuda_backend::cudarc::driver::sys;
 use half::bf16;
 
 use super::arena::Allocation;
-use super::borrowed::copied_rows;
+use super::borrowed::{can_be_given, with_columns};
 use super::context::Context;
 use super::layout::{DeviceRows, RowLayout, Weight};
 use crate::backend::storage::{BorrowedRows, MatrixImpl};
@@ -153,14 +153,16 @@ impl MatrixImpl for CudaMatrix {
     }
 
     fn can_copy(&self, from: &BorrowedRows<'_>) -> bool {
-        copied_rows(&self.context, from, 0..from.columns).is_some()
+        can_be_given(from)
     }
 
     fn copy_columns(&mut self, row0: usize, from: &BorrowedRows<'_>, first_column: usize) -> Result<()> {
         self.check(row0, from.rows, from.columns, first_column);
         self.wait_for_last_operator()?;
-        let rows = copied_rows(&self.context, from, first_column..first_column + self.shape.k);
-        let (rows, to) = (rows.expect("rows that it can copy"), self.device_rows(row0));
-        self.context.copies.run(|stream| self.context.weight_row_copies.start(stream, rows, to, from.rows))
+        let columns = first_column..first_column + self.shape.k;
+        with_columns(&self.context, from, columns, |stream, rows, part| {
+            let to = self.device_rows(row0 + part.start);
+            self.context.weight_row_copies.start(stream, rows, to, part.len())
+        })
     }
 }

@@ -31,6 +31,7 @@ mod offloaded;
 mod ops;
 mod pack;
 mod passes;
+mod peer;
 mod pinned;
 mod recording;
 mod rope;

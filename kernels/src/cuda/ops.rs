@@ -24,6 +24,7 @@ use super::scratch::Scratch;
 use super::staging::Staging;
 use super::step::CudaStep;
 use super::tensor::{pointer, rows};
+use crate::backend::device::AttentionKernel;
 use crate::backend::operators::OpsImpl;
 use crate::buffer::Buffer;
 use crate::cpu::ThreadPool;
@@ -60,7 +61,7 @@ impl CudaOps {
     ///
     /// # Errors
     /// If the driver does not take them.
-    pub fn new(context: Arc<Context>, threads: usize) -> Result<Self> {
+    pub fn new(context: Arc<Context>, threads: usize, attention: AttentionKernel) -> Result<Self> {
         Ok(Self {
             pool: ThreadPool::new(threads),
             staging: Staging::new(&context.stream),
@@ -70,7 +71,7 @@ impl CudaOps {
             norms: Norms::load(&context)?,
             rope: Rope::load(&context)?,
             rows: RowCopies::load(&context)?,
-            attention: Attention::load(&context)?,
+            attention: Attention::load(&context, attention)?,
             packer: Packer::load(&context)?,
             merger: Merger::load(&context)?,
             sampler: Sampler::load(&context)?,
@@ -112,7 +113,7 @@ fn vector(buffer: Option<&Buffer>) -> Result<u64> {
 
 impl OpsImpl for CudaOps {
     fn prepare(&self, input: &StepInput<'_>) -> Result<Box<dyn Any>> {
-        Ok(Box::new(CudaStep::upload(&self.context, &self.staging, input)?))
+        Ok(Box::new(CudaStep::upload(&self.context, &self.staging, input, self.attention.kernel())?))
     }
 
     fn prepare_padded(&self, input: &StepInput<'_>, padding: Padding) -> Result<(usize, Box<dyn Any>)> {

@@ -7,12 +7,14 @@ use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::sys;
 
 use super::arena::Allocation;
+use super::attention::flash::plan::{FlashPlan, is_of_flash};
 use super::attention::plan::AttentionPlan;
 use super::context::Context;
 use super::sampling::{Counts, Questions};
 use super::scratch::Scratch;
 use super::staging::Staging;
-use crate::step::{Padding, RowTasks, StepInput};
+use crate::backend::device::AttentionKernel;
+use crate::step::{AttentionSequence, Padding, RowTasks, StepInput};
 
 /// Slot of a row that nobody reads: nothing is written there. `NO_SLOT` in `cu/kv.cu`.
 const NO_SLOT: u32 = u32::MAX;
@@ -28,7 +30,9 @@ pub(super) struct CudaStep {
     pub rows: usize,
     /// Where the words of the plan begin.
     attention: usize,
+    /// Of all sequences but those of `flash`.
     pub plan: AttentionPlan,
+    pub flash: Option<FlashPlan>,
     /// Of a padded step.
     padding: Option<Padding>,
     questions: Option<Asked>,
@@ -55,14 +59,22 @@ pub(super) struct Key {
 
 impl CudaStep {
     /// Starts the copy on the rank's stream.
-    pub fn upload(context: &Arc<Context>, staging: &Staging, input: &StepInput<'_>) -> Result<Self> {
+    pub fn upload(
+        context: &Arc<Context>,
+        staging: &Staging,
+        input: &StepInput<'_>,
+        by: AttentionKernel,
+    ) -> Result<Self> {
         let rows = input.tokens.len();
         let mut words = indices(input, rows);
+        let is_of_flash = |sequence: &AttentionSequence<'_>| by == AttentionKernel::Flash && is_of_flash(sequence);
+        let (of_flash, others): (Vec<_>, Vec<_>) = input.sequences.iter().copied().partition(is_of_flash);
+        let flash = FlashPlan::write(&of_flash, &mut words);
         let attention = words.len();
-        let plan = AttentionPlan::write(input.sequences, &mut words);
+        let plan = AttentionPlan::write(&others, &mut words);
         let memory = context.upload(staging, &words)?;
         let (words, _memory) = (memory.pointer, Some(memory));
-        Ok(Self { words, _memory, rows, attention, plan, padding: None, questions: None })
+        Ok(Self { words, _memory, rows, attention, plan, flash, padding: None, questions: None })
     }
 
     /// As [`CudaStep::upload`], with rows that nobody reads behind those of the input. The step lasts until the next is
@@ -92,7 +104,7 @@ impl CudaStep {
         let plan = AttentionPlan::write_padded(input.sequences, rows, &mut words);
         let at = memory.take(size_of_val(&words[..]).next_power_of_two().max(LEAST_BYTES))?;
         staging.copy(&words, at).w()?;
-        Ok(Self { words: at, _memory: None, rows, attention, plan, padding: Some(padding), questions })
+        Ok(Self { words: at, _memory: None, rows, attention, plan, flash: None, padding: Some(padding), questions })
     }
 
     /// What the launches of a pass over a padded step depend on.
@@ -131,7 +143,8 @@ impl CudaStep {
         self.word(self.attention)
     }
 
-    fn word(&self, index: usize) -> sys::CUdeviceptr {
+    /// Address of a word by its index.
+    pub fn word(&self, index: usize) -> sys::CUdeviceptr {
         self.words + (index * size_of::<u32>()) as u64
     }
 }

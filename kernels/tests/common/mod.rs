@@ -23,7 +23,7 @@ pub struct Rank {
 }
 
 fn rank(backend: Backend, kernel: &str) -> Rank {
-    let device = backend.open(&DeviceOptions { rank: 0, threads: 2, kernel }).unwrap();
+    let device = backend.open(&DeviceOptions { threads: 2, kernel, ..DeviceOptions::default() }).unwrap();
     Rank { ops: device.ops(), device }
 }
 

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Barrier, Mutex, MutexGuard, PoisonError};
 
 use rollout_kernels::{
-    Activations, AllReduce, AttentionSequence, Backend, Device, Devices, Group, Matrix, MatrixShape, Membership, Ops,
-    Padding, StepInput, WeightDtype, WeightRows,
+    Activations, AllReduce, AttentionSequence, Backend, Device, DeviceOptions, Devices, Group, Matrix, MatrixShape,
+    Membership, Ops, Padding, StepInput, WeightDtype, WeightRows,
 };
 
 use crate::common::{NOTHING, Random, values_of};
@@ -22,7 +22,7 @@ fn alone() -> MutexGuard<'static, ()> {
 
 /// What `body` gives on each rank of a group.
 fn on_ranks<T: Send>(world: usize, all_reduce: AllReduce, body: impl Fn(&Device, &Group) -> T + Sync) -> Vec<T> {
-    let devices = Devices::open(Backend::Cuda, world, 1, "auto").unwrap();
+    let devices = Devices::open(Backend::Cuda, world, &DeviceOptions::default()).unwrap();
     let id = devices.of_rank(0).group_id().unwrap().expect("a GPU is not reached through the host");
     std::thread::scope(|scope| {
         let (devices, body) = (&devices, &body);
@@ -89,7 +89,7 @@ fn a_sum_longer_than_the_memory_between_ranks_goes_in_parts() {
     let (rows, width) = (1100, 4096);
     assert!(
         2 * rows * width * size_of::<f32>()
-            > Devices::open(Backend::Cuda, 1, 1, "auto").unwrap().of_rank(0).exchange_bytes()
+            > Devices::open(Backend::Cuda, 1, &DeviceOptions::default()).unwrap().of_rank(0).exchange_bytes()
     );
     let value = |rank: usize, i: usize| (i % 1001 + rank) as f32;
     let sums = on_ranks(2, AllReduce::Tree, |device, group| {
@@ -251,7 +251,8 @@ fn ranks_record_and_repeat_passes_together_whatever_happens_to_one_of_them() {
 
 #[test]
 fn more_ranks_than_devices_are_refused_with_their_number() {
-    let count = (1..64).find(|ranks| Devices::open(Backend::Cuda, ranks + 1, 1, "auto").is_err()).unwrap();
-    let error = Devices::open(Backend::Cuda, count + 1, 1, "auto").err().unwrap().to_string();
+    let count =
+        (1..64).find(|ranks| Devices::open(Backend::Cuda, ranks + 1, &DeviceOptions::default()).is_err()).unwrap();
+    let error = Devices::open(Backend::Cuda, count + 1, &DeviceOptions::default()).err().unwrap().to_string();
     assert!(error.contains(&format!("rank {count} has none: this process sees {count}")), "{error}");
 }

@@ -11,7 +11,7 @@ use crate::common::{Random, Rank, cuda, stored, values_of};
 const DTYPES: [WeightDtype; 2] = [WeightDtype::Bf16, WeightDtype::F32];
 
 fn cpu() -> Rank {
-    let device = Backend::Cpu.open(&DeviceOptions { rank: 0, threads: 2, kernel: "auto" }).unwrap();
+    let device = Backend::Cpu.open(&DeviceOptions { threads: 2, ..DeviceOptions::default() }).unwrap();
     Rank { ops: device.ops(), device }
 }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use half::bf16;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use rollout_kernels::{Backend, Devices, KvDtype, WeightDtype};
+use rollout_kernels::{Backend, DeviceOptions, Devices, KvDtype, WeightDtype};
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::comm::{Communicator, LocalGroup, Solo};
@@ -60,7 +60,8 @@ impl Setup {
     pub fn open_on(backend: Backend, model: &Path, weights: WeightDtype, world: usize) -> Self {
         let files = ModelSource::parse(model.to_str().unwrap()).unwrap().open().unwrap();
         let config = ModelConfig::from_files(&files).unwrap();
-        let devices = Devices::open(backend, world, 2, "auto").unwrap();
+        let options = DeviceOptions { threads: 2, ..DeviceOptions::default() };
+        let devices = Devices::open(backend, world, &options).unwrap();
         let build = Build { device: devices.of_rank(0).clone(), partition: Partition::new(0, 1), weights };
         let mut specs = Vec::new();
         let visitor = &mut |spec: &ParamSpec, _: ParamSlot<'_>| {

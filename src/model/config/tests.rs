@@ -226,7 +226,7 @@ fn every_number_of_ranks_is_built_or_refused_with_those_that_are() {
             "intermediate_size": intermediate, "vocab_size": vocabulary, "eos_token_id": 1
         }));
         let sizes = config.tensor_parallel_sizes();
-        let device = Backend::Cpu.open(&DeviceOptions { rank: 0, threads: 1, kernel: "auto" }).unwrap();
+        let device = Backend::Cpu.open(&DeviceOptions::default()).unwrap();
         for world in 1..=MAX_RANKS {
             if let Err(error) = config.check_tensor_parallel(world) {
                 let listed: Vec<String> = sizes.iter().map(usize::to_string).collect();

@@ -132,6 +132,7 @@ fn info_response(context: &ServingContext) -> pb::GetInfoResponse {
         max_adapters: count(info.max_adapters),
         max_lora_rank: count(info.max_lora_rank),
         device_uuids: info.device_uuids.clone(),
+        batch_invariant: info.batch_invariant,
     }
 }
 

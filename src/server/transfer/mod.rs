@@ -9,6 +9,9 @@
 mod layout;
 mod session;
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use tokio::runtime::Handle;
 use tokio::sync::{mpsc, oneshot};
 
@@ -32,10 +35,11 @@ enum Order {
     Leave,
     /// Begin a push of the trainer with this address.
     Begin(String),
-    /// Receive some tensors of the push.
-    Receive(Announced),
-    /// Leave the group, because a call to receive was refused for this reason, and nobody knows what is broadcast.
-    Lose(String),
+    /// Receive some tensors of the push, from the group with this number.
+    Receive(u64, Announced),
+    /// Leave the group with this number, because a call to receive was refused for this reason, and nobody knows what
+    /// is broadcast.
+    Lose(u64, String),
     /// Verify the push, and let the policy have this version; the next one if none is given.
     Finish(Option<WeightVersion>),
 }
@@ -60,14 +64,32 @@ impl Waiter {
 
 /// The way to the task that carries out a trainer's orders. It ends when all of these are gone.
 #[derive(Clone)]
-pub(super) struct Transfers(mpsc::Sender<Call>);
+pub(super) struct Transfers {
+    calls: mpsc::Sender<Call>,
+    groups: Groups,
+}
+
+/// How many groups were made: the number of the last one. A call that came before it is of a trainer that has left.
+#[derive(Clone, Default)]
+struct Groups(Arc<AtomicU64>);
+
+impl Groups {
+    fn last(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    fn add(&self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+}
 
 impl Transfers {
     /// Starts the task.
     pub(super) fn start(gate: &Gate) -> Self {
         let (calls, orders) = mpsc::channel(QUEUE);
-        tokio::spawn(Link::new(gate.clone(), orders).run());
-        Self(calls)
+        let groups = Groups::default();
+        tokio::spawn(Link::new(gate.clone(), orders, groups.clone()).run());
+        Self { calls, groups }
     }
 
     /// Makes a group with a trainer; waits until all its ranks have joined. A group that there was is left.
@@ -97,7 +119,7 @@ impl Transfers {
     /// Takes note of a call that announces tensors, before it is read: the trainer broadcasts them beside it, whether
     /// it is understood or not.
     pub(super) fn announcement(&self) -> Announcement {
-        Announcement { transfers: Some(self.clone()), runtime: Handle::current() }
+        Announcement { transfers: Some(self.clone()), group: self.groups.last(), runtime: Handle::current() }
     }
 
     /// Ends the push that is open: the engine applies it, or refuses it as a whole.
@@ -110,16 +132,18 @@ impl Transfers {
 
     async fn order(&self, order: Order) -> Result<()> {
         let (waiter, answer) = oneshot::channel();
-        self.0.send((order, Waiter(waiter))).await.map_err(|_| engine_gone())?;
+        self.calls.send((order, Waiter(waiter))).await.map_err(|_| engine_gone())?;
         answer.await.map_err(|_| engine_gone())?
     }
 }
 
 /// A call that announces tensors. If it is dropped before its order was carried out, because its connection broke, the
-/// group is left.
+/// group that there was when it came is left.
 pub(super) struct Announcement {
     /// None once its order was carried out.
     transfers: Option<Transfers>,
+    /// Number of the group that broadcasts them.
+    group: u64,
     runtime: Handle,
 }
 
@@ -129,7 +153,7 @@ impl Announcement {
     /// # Errors
     /// `FailedPrecondition` without a push; what is wrong with the tensors, which ends the push.
     pub(super) async fn receive(mut self, tensors: Announced) -> Result<()> {
-        self.order(Order::Receive(tensors)).await
+        self.order(Order::Receive(self.group, tensors)).await
     }
 
     /// Leaves the group and drops the push that is open, because the call was refused for the reason `why`.
@@ -137,7 +161,7 @@ impl Announcement {
     /// # Errors
     /// `Unavailable` if the server ends.
     pub(super) async fn refuse(mut self, why: &str) -> Result<()> {
-        self.order(Order::Lose(why.into())).await
+        self.order(Order::Lose(self.group, why.into())).await
     }
 
     async fn order(&mut self, order: Order) -> Result<()> {
@@ -150,7 +174,8 @@ impl Announcement {
 impl Drop for Announcement {
     fn drop(&mut self) {
         if let Some(transfers) = self.transfers.take() {
-            self.runtime.spawn(async move { transfers.order(Order::Lose("its connection broke".into())).await });
+            let lose = Order::Lose(self.group, "its connection broke".into());
+            self.runtime.spawn(async move { transfers.order(lose).await });
         }
     }
 }

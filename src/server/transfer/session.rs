@@ -9,7 +9,7 @@ use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 
 use super::layout::{Announced, Cursor, Packing, broadcasts};
-use super::{Call, Order, Waiter};
+use super::{Call, Groups, Order, Waiter};
 use crate::comm::{Patience, Pieces, TrainerGroup};
 use crate::engine::RunningPolicy;
 use crate::error::{Error, Result};
@@ -17,7 +17,7 @@ use crate::server::context::ServingContext;
 use crate::server::convert::{Terms, ValidHeader};
 use crate::server::gate::Gate;
 use crate::server::pushes::{PushThread, Sender, VerifiedPush, transact};
-use crate::weights::{BroadcastRoom, Source, TensorEntry, UpdateKind, UpdateSpec, largest_broadcast, most_announced};
+use crate::weights::{Source, SourceRoom, TensorEntry, UpdateKind, UpdateSpec, largest_broadcast, most_announced};
 
 /// Pieces of what is broadcast that wait for those before them.
 const PIECES: usize = 2;
@@ -37,6 +37,7 @@ struct Joined {
 pub(super) struct Link {
     gate: Gate,
     calls: mpsc::Receiver<Call>,
+    groups: Groups,
     joined: Option<Joined>,
     /// Whether something is received that the trainer may not have broadcast to its end.
     is_receiving: bool,
@@ -54,8 +55,8 @@ impl Drop for EndOnDrop {
 }
 
 impl Link {
-    pub(super) fn new(gate: Gate, calls: mpsc::Receiver<Call>) -> Self {
-        Self { gate, calls, joined: None, is_receiving: false, next: None }
+    pub(super) fn new(gate: Gate, calls: mpsc::Receiver<Call>, groups: Groups) -> Self {
+        Self { gate, calls, groups, joined: None, is_receiving: false, next: None }
     }
 
     /// Carries out orders until nobody can give any.
@@ -67,6 +68,7 @@ impl Link {
             };
             let Some((order, mut waiter)) = call else { break };
             match order {
+                order if self.is_late(&order) => waiter.answer(Err(no_update())),
                 Order::Join(meeting, places, packing) => {
                     self.leave().await;
                     let join = move |context: &ServingContext, patience: &Patience| {
@@ -75,12 +77,12 @@ impl Link {
                     let result = self.join(join, packing, &mut waiter).await;
                     waiter.answer(result);
                 }
-                Order::Leave | Order::Lose(_) => {
+                Order::Leave | Order::Lose(..) => {
                     self.leave().await;
                     waiter.answer(Ok(()));
                 }
                 Order::Begin(peer) => self.push(peer, waiter).await,
-                Order::Receive(_) => {
+                Order::Receive(..) => {
                     // Nobody will receive what the trainer broadcasts now.
                     self.leave().await;
                     waiter.answer(Err(no_update()));
@@ -89,6 +91,11 @@ impl Link {
             }
         }
         self.leave().await;
+    }
+
+    /// Whether an order is of a call that came before the group was made: its trainer has left.
+    fn is_late(&self, order: &Order) -> bool {
+        matches!(order, Order::Receive(group, _) | Order::Lose(group, _) if *group != self.groups.last())
     }
 
     async fn join(
@@ -106,6 +113,7 @@ impl Link {
             () = waiter.gone() => return Err(Error::Aborted("the trainer is gone".into())),
             () = self.gate.ending() => return Err(Error::Unavailable("the server is shutting down".into())),
         };
+        self.groups.add();
         self.joined = Some(Joined { group: Arc::new(group), packing, last: Vec::new() });
         Ok(())
     }
@@ -155,7 +163,8 @@ impl Link {
             let call = timeout(context.update_idle, self.calls.recv()).await.map_err(|_| silent(&context))?;
             let (order, caller) = call.ok_or_else(|| Error::Unavailable("the server is shutting down".into()))?;
             match order {
-                Order::Receive(announced) => {
+                order if self.is_late(&order) => caller.answer(Err(no_update())),
+                Order::Receive(_, announced) => {
                     let waiter = waiter.insert(caller);
                     last = self.receive(&context, &mut push, declared, announced, waiter).await?;
                     declared += last.len();
@@ -177,9 +186,9 @@ impl Link {
                     self.next = Some((order, caller));
                     return Err(Error::Aborted("the trainer has left, or another has come".into()));
                 }
-                Order::Lose(why) => {
+                Order::Lose(group, why) => {
                     let error = Error::Aborted(format!("/update_weights was refused: {why}"));
-                    self.next = Some((Order::Lose(why), caller));
+                    self.next = Some((Order::Lose(group, why), caller));
                     return Err(error);
                 }
             }
@@ -267,13 +276,13 @@ fn broadcast_bytes(context: &ServingContext, packing: Packing) -> u64 {
 }
 
 /// What receiving takes: on each device one broadcast, and on the host what is on its way from there.
-fn room(context: &ServingContext, packing: Packing) -> BroadcastRoom {
+fn room(context: &ServingContext, packing: Packing) -> SourceRoom {
     let of_devices = (context.trainers.ranks() as u64).saturating_mul(broadcast_bytes(context, packing));
-    BroadcastRoom { of_devices, of_host: PIECES_BYTES }
+    SourceRoom { of_devices, of_host: PIECES_BYTES }
 }
 
 /// The header of a push whose tensors are declared as they come.
-fn header(context: &ServingContext, room: BroadcastRoom) -> ValidHeader {
+fn header(context: &ServingContext, room: SourceRoom) -> ValidHeader {
     let spec = UpdateSpec {
         kind: UpdateKind::Full,
         adapter_config: String::new(),

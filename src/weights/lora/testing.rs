@@ -14,7 +14,7 @@ impl Adapter {
         if slice.cols == (0..1) && change.low_rank().is_none() {
             return change.apply_to_vector(slice.rows.clone(), values);
         }
-        let device = Backend::Cpu.open(&DeviceOptions { rank: 0, threads: 1, kernel }).unwrap();
+        let device = Backend::Cpu.open(&DeviceOptions { kernel, ..DeviceOptions::default() }).unwrap();
         let (n, k) = (slice.rows.len(), slice.cols.len());
         let mut merged = device.zeros(MatrixShape { dtype: WeightDtype::F32, n, k, leaves: 1 }).unwrap();
         let base = values.to_vec();

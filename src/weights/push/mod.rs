@@ -15,8 +15,8 @@
 //! ```
 //!
 //! Tensors that come from files take the same ways by `Receipt::read` and `Receipt::stream_file`; those of a FULL push
-//! that lie on the device of their weights are packed and verified there, in `on_device`. What verified means is in
-//! `verify`.
+//! that lie in device memory go from there to the devices of their weights, and are verified where they lie, in
+//! `on_device`. What verified means is in `verify`.
 
 mod adapter;
 mod buffer;
@@ -43,7 +43,7 @@ pub use delta::{Changes, Delta};
 pub use receiver::Receiver;
 pub(crate) use reservation::{BROADCAST_BUFFER_BYTES, largest_broadcast, most_announced};
 pub use shadow::{ShadowShard, ShadowWeights};
-pub use source::{Allocation, BroadcastRoom, Segments, Source, Sources};
+pub use source::{Allocation, Segments, Source, SourceRoom, Sources};
 pub use tensors::Tensors;
 
 /// What a push brings.

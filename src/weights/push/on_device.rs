@@ -1,4 +1,5 @@
-//! Tensors that lie in the memory of the device that their weights are on: they are packed and verified there.
+//! Tensors that lie in the memory of a device of the ranks: each rank takes what it holds of them to its own device,
+//! and packs it there. They are verified where they lie.
 
 use rollout_kernels::{BorrowedRows, Digested, out_of_memory};
 
@@ -20,8 +21,8 @@ pub(super) struct OnDevice<'a> {
 }
 
 /// The values of a tensor where they lie, if devices can do all that has to be done with them: it is the one place that
-/// decides which way a tensor takes. The host takes all others: from files, short ones, and those that go to vectors,
-/// to a rank on another device, or do not lie at a multiple of a value's bytes.
+/// decides which way a tensor takes. The host takes all others: from files, short ones, and those that go to vectors or
+/// do not lie at a multiple of a value's bytes.
 pub(super) fn rows_on_device<'a>(
     file: &'a SourceFile,
     Declared { entry, .. }: &Declared,

@@ -14,7 +14,7 @@ use super::receipt::Receipt;
 use super::reservation::Reservation;
 use super::row_stream::{RowLayout, Rows};
 use super::shadow::ShadowWeights;
-use super::source::{Allocations, BroadcastRoom, Directory, OpenedSource, Source, SourceFile, Sources, open_directory};
+use super::source::{Allocations, Directory, OpenedSource, Source, SourceFile, SourceRoom, Sources, open_directory};
 use super::tensors::{KeptTensor, Tensors};
 use super::threads::{MAX_THREADS, in_parallel, in_parallel_with};
 use super::verify::Digest;
@@ -122,16 +122,21 @@ impl Receiver {
             UpdateKind::Full if in_place => self.reservation.in_place,
             _ => {
                 let staging = self.reservation.staging_bytes(&self.manifest, self.adapter.spec());
-                let BroadcastRoom { of_devices, of_host } = self.source.room();
+                let SourceRoom { of_devices, of_host } = self.room();
                 staging.saturating_add(of_devices).saturating_add(of_host)
             }
         }
     }
 
     /// Of [`Receiver::staging_bytes`] of a push that is not in place, those of its shadow weights, and of what is
-    /// broadcast to where these are.
+    /// on its way to them where these are.
     pub fn shadow_bytes(&self) -> u64 {
-        self.reservation.shadow_bytes(self.manifest.kind()).saturating_add(self.source.room().of_devices)
+        self.reservation.shadow_bytes(self.manifest.kind()).saturating_add(self.room().of_devices)
+    }
+
+    /// What the tensors take on their way into shadow weights.
+    fn room(&self) -> SourceRoom {
+        if self.manifest.kind() == UpdateKind::Full { self.source.room() } else { SourceRoom::default() }
     }
 
     /// Whether the tensors are broadcast.

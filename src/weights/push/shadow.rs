@@ -134,7 +134,7 @@ impl ShadowTensor {
         }
     }
 
-    /// Whether every rank's device copies the rows of a pushed tensor itself. Vectors are the host's.
+    /// Whether every rank's device takes the rows of a pushed tensor by itself. Vectors are the host's.
     pub fn can_copy(&self, rows: &BorrowedRows<'_>) -> bool {
         self.shards.iter().all(|shard| match &shard.storage {
             Storage::Matrix(matrix) => matrix.can_copy(rows),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,8 @@ class AsyncWeightSync:
 
     address: str
     _segments: SegmentPool
+    _pushing: weakref.WeakSet[RolloutClient]
+    """Clients of pushes that may still run."""
     _timeout: float | None
     _may_lend = True
     _token: str | None
@@ -113,4 +116,9 @@ class AsyncWeightSync:
         """A blocking client that shares this one's segment."""
         client = RolloutClient(self.address, self._timeout, self._token, tls=self._tls)
         client._segments, client._may_lend = self._segments, self._may_lend
+        self._pushing.add(client)
         return client
+
+    def _end_pushes(self) -> None:
+        for client in list(self._pushing):
+            client._end_calls()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from types import TracebackType
@@ -70,6 +71,7 @@ class AsyncRolloutClient(AsyncWeightSync):
         self._token = token
         self._metadata = call_metadata(token)
         self._segments = SegmentPool(segment_mode)
+        self._pushing = weakref.WeakSet()
         self._tls = tls_files(tls)
         self._channel = make_channel(grpc.aio, address, self._tls)
 
@@ -186,6 +188,7 @@ class AsyncRolloutClient(AsyncWeightSync):
 
     async def close(self) -> None:
         """As `RolloutClient.close`."""
+        self._end_pushes()
         await self._channel.close()
         await asyncio.to_thread(self._segments.close)
 

@@ -288,7 +288,7 @@ class ServerInfo:
     eos_token_ids: list[int]
     parameters: int
     kernel: str
-    """The instruction set of the kernels: what `--kernel` chose."""
+    """The instruction set of the kernels: what `--kernel` chose. `cuda`, or `cuda_flash` with `--attention flash`."""
     has_tokenizer: bool
     has_chat_template: bool
     max_adapters: int
@@ -296,6 +296,9 @@ class ServerInfo:
     max_lora_rank: int
     device_uuids: list[str]
     """UUIDs of the GPUs that the server computes on, in whose memory pushes may lie; empty on the CPU."""
+    batch_invariant: bool
+    """Whether a result is the same bits whatever is computed beside it: not with `--attention flash`, nor with
+    `--all-reduce nccl` on several ranks."""
 
 
 class Lifecycle(str, Enum):

@@ -70,14 +70,15 @@ pub(super) fn mov(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String
     body.set(to, if ty == Type::Pred { ty } else { ty.as_bits() }, &value)
 }
 
-/// A generic address is the window's number above 44 bits of offset; those of local and global memory are so already.
+/// A generic address is the window's number above 44 bits of offset; those of local and global memory are so already,
+/// and those of an entry's parameters, which lie in local memory if their address is asked for.
 pub(super) fn cvta(body: &mut Body<'_, '_>, i: &Instruction<'_>) -> Result<String> {
     let (ty, to_space) = (i.ty()?, i.has("to"));
     let address = body.raw(i.operand(1)?, 8)?;
     let value = match (space(i), to_space) {
         (Space::Shared, false) => format!("SHARED << 44 | (u32)({address})"),
         (Space::Shared, true) => format!("(u64)(u32)({address})"),
-        (Space::Global | Space::Local, _) => address,
+        (Space::Global | Space::Local, _) | (Space::Param, false) => address,
         _ => return Err(i.not_emulated()),
     };
     body.set(i.operand(0)?, ty, &value)

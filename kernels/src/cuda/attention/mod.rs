@@ -5,6 +5,7 @@
 //! same order.
 
 mod cache;
+pub(super) mod flash;
 pub(super) mod plan;
 #[cfg(test)]
 mod tests;
@@ -24,9 +25,11 @@ use super::scratch::Scratch;
 use super::staging::Staging;
 use super::step::CudaStep;
 use super::tensor::Rows;
+use crate::backend::device::AttentionKernel;
 use crate::kv_layout::{BlockCopy, KvDtype, KvLayout};
 use crate::step::AttentionShape;
 use cache::CacheWrites;
+use flash::Flash;
 use plan::{TILES, Tile, Way};
 
 /// Threads of a block of `fold_spans`.
@@ -39,12 +42,13 @@ pub(super) struct Attention {
     /// Those of [`TILES`].
     tiles: Vec<CudaFunction>,
     fold: CudaFunction,
+    flash: Option<Flash>,
     /// Weighted values, then softmaxes, of spans.
     partials: Scratch,
 }
 
 impl Attention {
-    pub fn load(context: &Arc<Context>) -> Result<Self> {
+    pub fn load(context: &Arc<Context>, kernel: AttentionKernel) -> Result<Self> {
         let load = |binary| Module::load(context.stream.context(), binary);
         let (of_bf16, of_f32) = (load(fat_binary!("attention_bf16"))?, load(fat_binary!("attention_f32"))?);
         let tile = |tile: &Tile| {
@@ -59,8 +63,14 @@ impl Attention {
             cache: CacheWrites::load(context)?,
             tiles: TILES.iter().map(tile).collect::<Result<_>>()?,
             fold: load(fat_binary!("attention"))?.function("fold_spans")?,
+            flash: (kernel == AttentionKernel::Flash).then(|| Flash::load(context)).transpose()?,
             partials: Scratch::new(context),
         })
+    }
+
+    /// For which steps are made.
+    pub fn kernel(&self) -> AttentionKernel {
+        if self.flash.is_some() { AttentionKernel::Flash } else { AttentionKernel::Invariant }
     }
 
     /// `slots` is the address of the slot of each row.
@@ -78,6 +88,11 @@ impl Attention {
     /// # Panics
     /// If shapes do not agree, or a block table is too short or names a block outside the cache.
     pub fn attend(&self, q: Rows, shape: &AttentionShape, step: &CudaStep, cache: &CudaKv, out: Rows) -> Result<()> {
+        if let Some(plan) = &step.flash {
+            let flash = self.flash.as_ref().expect("steps are made for what was loaded");
+            // What it writes between the rows of its sequences is overwritten by ours.
+            flash.attend(plan, q, shape, step, cache, out)?;
+        }
         let way = step.plan.way(&cache.layout, shape, self.context.processors as usize);
         self.attend_by(way, q, shape, step, cache, out)
     }
@@ -122,5 +137,6 @@ impl Attention {
     /// Gives the partial results back.
     pub fn release(&self) {
         self.partials.release();
+        self.flash.iter().for_each(Flash::release);
     }
 }

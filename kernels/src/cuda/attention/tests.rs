@@ -26,7 +26,7 @@ fn sequences<'a>(parts: &[(usize, usize)], mut blocks: &'a [u32]) -> Vec<Attenti
 }
 
 /// A cache of normal values.
-fn cache(context: &Context, layout: KvLayout, random: &mut Random) -> CudaKv {
+pub(super) fn cache(context: &Context, layout: KvLayout, random: &mut Random) -> CudaKv {
     let cache = CudaKv::new(context, layout).unwrap();
     let values = random.normals(layout.blocks * layout.bytes_per_block() / layout.dtype.bytes(), 1.0);
     let narrow = || values.iter().copied().map(bf16::from_f32).collect::<Vec<_>>();
@@ -40,7 +40,8 @@ fn cache(context: &Context, layout: KvLayout, random: &mut Random) -> CudaKv {
 #[test]
 fn every_way_gives_the_same_bits() {
     let context = Arc::new(Context::open(0).unwrap());
-    let (attention, staging) = (Attention::load(&context).unwrap(), Staging::new(&context.stream));
+    let (attention, staging) =
+        (Attention::load(&context, AttentionKernel::Invariant).unwrap(), Staging::new(&context.stream));
     let layers = [(KvDtype::Bf16, 32, 3, None), (KvDtype::Bf16, 80, 7, Some(100)), (KvDtype::F32, 48, 2, Some(300))];
     for (seed, (dtype, head_dim, group, sliding_window)) in layers.into_iter().enumerate() {
         let mut random = Random::new(seed as u64);
@@ -53,7 +54,7 @@ fn every_way_gives_the_same_bits() {
         let sequences = sequences(&parts, &blocks);
         let input =
             StepInput { tokens: &tokens, positions: &[], slots: &[], sequences: &sequences, logits: &[], tasks: &[] };
-        let step = CudaStep::upload(&context, &staging, &input).unwrap();
+        let step = CudaStep::upload(&context, &staging, &input, AttentionKernel::Invariant).unwrap();
         let shape = AttentionShape { heads: 2 * group, scale: 0.1, sliding_window };
         let rows_of = |values: &[f32]| {
             let memory = context.scratch.allocate(size_of_val(values)).unwrap();
@@ -72,6 +73,45 @@ fn every_way_gives_the_same_bits() {
         let expected = run(ways[0]);
         for way in &ways[1..] {
             assert!(run(*way) == expected, "seed {seed}: {way:?} and {:?} differ", ways[0]);
+        }
+    }
+}
+
+/// The spans of a row without a largest score have no partial results: those of the call before must not be folded.
+#[test]
+fn a_row_whose_scores_are_no_numbers_has_no_results_of_another_call() {
+    let context = Arc::new(Context::open(0).unwrap());
+    let attention = Attention::load(&context, AttentionKernel::Invariant).unwrap();
+    let staging = Staging::new(&context.stream);
+    for dtype in [KvDtype::Bf16, KvDtype::F32] {
+        let mut random = Random::new(7);
+        let layout = layout(dtype, 1, 64);
+        let cache = cache(&context, layout, &mut random);
+        let blocks: Vec<u32> = (0..60).collect();
+        let sequences = sequences(&[(2, 600)], &blocks);
+        let input =
+            StepInput { tokens: &[0; 2], positions: &[], slots: &[], sequences: &sequences, logits: &[], tasks: &[] };
+        let step = CudaStep::upload(&context, &staging, &input, AttentionKernel::Invariant).unwrap();
+        let shape = AttentionShape { heads: 1, scale: 0.1, sliding_window: None };
+        let mut queries = random.normals(2 * 64, 1.0);
+        let memory = context.scratch.allocate(4 * size_of_val(&queries[..])).unwrap();
+        let q = Rows { pointer: memory.pointer, rows: 2, width: 64, stride: 64 };
+        let out = Rows { pointer: memory.pointer + size_of_val(&queries[..]) as u64, ..q };
+        let run = |queries: &[f32], way| {
+            context.copies.write(q.pointer, queries).unwrap();
+            attention.attend_by(way, q, &shape, &step, &cache, out).unwrap();
+            let mut values = vec![0.0_f32; 2 * 64];
+            context.copies.read(out.pointer, &mut values).unwrap();
+            values
+        };
+        for way in step.plan.ways(&layout, &shape) {
+            let expected = run(&queries, way);
+            assert!(expected.iter().all(|value| value.is_finite()), "{way:?}");
+            let kept = std::mem::replace(&mut queries[3], f32::NAN);
+            let values = run(&queries, way);
+            queries[3] = kept;
+            assert!(values[..64].iter().all(|value| value.is_nan()), "{way:?}: {values:?}");
+            assert!(values[64..] == expected[64..], "{way:?}");
         }
     }
 }

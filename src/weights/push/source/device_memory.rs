@@ -4,6 +4,7 @@ use std::collections::HashMap;
 
 use rollout_kernels::{Device, DeviceError, Devices, MemoryHandle};
 
+use super::SourceRoom;
 use super::file::SourceFile;
 use crate::error::{Error, Result, shown};
 use crate::weights::TensorEntry;
@@ -56,6 +57,12 @@ impl Allocations {
             ));
         }
         Ok(Self { devices, opened: Vec::new(), indices: HashMap::new(), places: Vec::new() })
+    }
+
+    /// What tensors take that come to a device from another one's memory: nothing where there is one device.
+    pub fn room(&self) -> SourceRoom {
+        let arriving = self.devices.iter().map(|(_, device)| device.arriving_bytes() as u64);
+        SourceRoom { of_devices: if self.devices.len() > 1 { arriving.sum() } else { 0 }, of_host: 0 }
     }
 
     /// Takes note of the next tensor's allocation, and opens it if no tensor before has named it.

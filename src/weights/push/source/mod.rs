@@ -25,7 +25,7 @@ pub enum Source {
     /// Chunks in the push's own stream, which go to [`Receiver::write`](super::Receiver::write).
     Inline,
     /// What a trainer broadcasts, which goes there too. Nobody announces its digests.
-    Broadcast(BroadcastRoom),
+    Broadcast(SourceRoom),
     /// A segment of shared memory: the name of a file below `/dev/shm`.
     SharedMemory(String),
     /// The path of a directory below `--weights-dir`.
@@ -34,9 +34,9 @@ pub enum Source {
     DeviceMemory,
 }
 
-/// Bytes that receiving broadcasts takes beside what is made of them.
+/// Bytes that a FULL push takes for the way of its tensors to what is made of them, beside that.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct BroadcastRoom {
+pub struct SourceRoom {
     /// Of all devices together.
     pub of_devices: u64,
     pub of_host: u64,
@@ -79,7 +79,7 @@ pub(super) enum OpenedSource {
     /// Chunks of the push's own stream.
     Stream,
     /// What a trainer broadcasts, in the order of the tensors.
-    Broadcast(BroadcastRoom),
+    Broadcast(SourceRoom),
     /// A segment of shared memory.
     Segment(SourceFile),
     /// Files of a directory.
@@ -135,11 +135,12 @@ impl OpenedSource {
         matches!(self, Self::Broadcast(_))
     }
 
-    /// What receiving broadcasts takes.
-    pub fn room(&self) -> BroadcastRoom {
+    /// What the tensors of a FULL push take on their way.
+    pub fn room(&self) -> SourceRoom {
         match self {
             Self::Broadcast(room) => *room,
-            _ => BroadcastRoom::default(),
+            Self::DeviceMemory(allocations) => allocations.room(),
+            Self::Stream | Self::Segment(_) | Self::Directory { .. } => SourceRoom::default(),
         }
     }
 

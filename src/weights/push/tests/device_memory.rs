@@ -1,11 +1,11 @@
 //! What can be refused of pushes from device memory without a device; `tests/cuda_transport.rs` has the others.
 
-use rollout_kernels::{Backend, Devices};
+use rollout_kernels::{Backend, DeviceOptions, Devices};
 
 use super::*;
 
 fn opened(push: &[Sent], source: Source, parameters: &Arc<Parameters>) -> Result<Receiver> {
-    let devices = Devices::open(Backend::Reference, 2, 1, "auto").unwrap();
+    let devices = Devices::open(Backend::Reference, 2, &DeviceOptions::default()).unwrap();
     let spec = UpdateSpec { source, ..spec(UpdateKind::Full, push) };
     Receiver::open(spec, parameters.clone(), &Sources::default().with_devices(devices))
 }

@@ -41,7 +41,7 @@ fn precision(parameters: &Parameters) -> WeightDtype {
 /// Shadow weights as the ranks would give them.
 fn shadow_weights(parameters: &Parameters) -> ShadowWeights {
     let dtype = precision(parameters);
-    let device = Backend::Cpu.open(&DeviceOptions { rank: 0, threads: 1, kernel: "auto" }).unwrap();
+    let device = Backend::Cpu.open(&DeviceOptions::default()).unwrap();
     let shards = |rank| {
         let part = |spec: &&ParamSpec| (spec.name.clone(), slice(spec, rank, parameters));
         let mut shards = Vec::new();
@@ -282,7 +282,7 @@ fn more_than_a_model_can_have_is_not_announced() {
 #[test]
 fn what_broadcasts_take_of_the_host_is_not_the_devices() {
     let parameters = model_of(Dtype::Bf16, 2, false);
-    let room = BroadcastRoom { of_devices: 1000, of_host: 70 };
+    let room = SourceRoom { of_devices: 1000, of_host: 70 };
     let broadcast =
         UpdateSpec { total_bytes: Some(1 << 20), source: Source::Broadcast(room), ..spec(UpdateKind::Full, &[]) };
     let receiver = Receiver::open(broadcast, parameters.clone(), &Sources::default()).unwrap();

@@ -75,6 +75,7 @@ class _Present:
     """What serves now."""
 
     facts: dict[str, Any]
+    is_batch_invariant: bool
     weight_version: int
     weights: str | None
 
@@ -104,7 +105,7 @@ def replay(
         version, weights = weights_digest(client)
     except PermissionDenied:
         version, weights = before.weight_version, None
-    present = _Present(server_facts(client), version, weights)
+    present = _Present(server_facts(client), client.info().batch_invariant, version, weights)
     results = []
     for result in _in_order(lambda receipt: _replayed(client, receipt, present), receipts):
         results.append(result)
@@ -217,6 +218,8 @@ def _other_server(receipt: Receipt, present: _Present) -> str:
     ]
     if changed:
         return f"made by a server with {', '.join(changed)}"
+    if not present.is_batch_invariant:
+        return "made by a server that promises no equal bits (--attention flash, or --all-reduce nccl)"
     if receipt.adapter is not None:
         return f"made with generation {receipt.adapter_generation} of the adapter {receipt.adapter!r}: push it again"
     if any(span.weights is None for span in receipt.spans) or present.weights is None:
