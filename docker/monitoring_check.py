@@ -18,7 +18,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 MONITORING = Path(__file__).resolve().parent / "monitoring"
 ADDRESS = "127.0.0.1:9090"
@@ -27,23 +27,47 @@ SCRAPES = 6
 """So many of them have what the panels show: `rate` needs two within its range."""
 GRAFANA = {"__rate_interval": "20s"}
 """What Grafana puts in place of its own variable: four scrapes. Those of the dashboard stand for any value."""
+ONLY_WITH = re.compile(r"Only with --device (\w+): ")
+"""How the description of a panel begins that has data on one device alone."""
 
 
-def panels(node: Any) -> Iterator[tuple[str, str]]:
-    """Title and query of all panels of a dashboard, those in rows included."""
+class Query(NamedTuple):
+    """A query of the dashboard."""
+
+    title: str
+    """Of the panel, annotation or variable."""
+    expression: str
+    """PromQL with Grafana's variables."""
+    device: str | None = None
+    """The only device on which it has data; None: it has on all."""
+
+
+def panels(node: Any) -> Iterator[Query]:
+    """The queries of all panels of a dashboard, those in rows included."""
     for panel in node.get("panels", []):
         yield from panels(panel)
+        only = ONLY_WITH.match(panel.get("description", ""))
         for target in panel.get("targets", []):
-            yield panel["title"], target["expr"]
+            yield Query(panel["title"], target["expr"], only and only[1])
 
 
-def queries(dashboard: Any) -> Iterator[tuple[str, str]]:
-    """Those of the panels, of the marks in all of them, and of the variables, which list the values of a label."""
+def queries(dashboard: Any) -> Iterator[Query]:
+    """The queries of panels, annotations and variables; a variable lists the values of a label."""
     yield from panels(dashboard)
     for annotation in dashboard["annotations"]["list"]:
-        yield annotation["name"], annotation["expr"]
+        yield Query(annotation["name"], annotation["expr"])
     for variable in dashboard["templating"]["list"]:
-        yield variable["name"], re.sub(r"label_values\((.+), (\w+)\)", r"count by (\2) (\1)", variable["definition"])
+        listed = re.sub(r"label_values\((.+), (\w+)\)", r"count by (\2) (\1)", variable["definition"])
+        yield Query(variable["name"], listed)
+
+
+def check_data(has_data: dict[Query, bool], device: str) -> None:
+    """Fails if on `device` a query has no data, or has data although its panel says that it is for another device."""
+    foreign = [query for query in has_data if query.device not in (None, device)]
+    empty = [query for query, data in has_data.items() if not data and query not in foreign]
+    assert has_data and not empty, f"no data on {device}: {empty}"
+    wrong = [query for query in foreign if has_data[query]]
+    assert not wrong, f"data on {device}, but the panel says that it is for another device: {wrong}"
 
 
 def ask(path: str, **parameters: str) -> Any:
@@ -105,8 +129,8 @@ def scrapes() -> int:
 
 
 def check(program: str, work: Callable[[], None]) -> str:
-    """Scrapes while `work` is repeated; what there was to see, in a line. Fails for a target that is down or a panel
-    without data."""
+    """Scrapes while `work` is repeated; what there was to see, in a line. Fails for a target that is down, or as
+    `check_data` does."""
     with tempfile.TemporaryDirectory() as directory, prometheus(program, Path(directory)):
         until(answers, "Prometheus did not answer")
         while scrapes() < SCRAPES:
@@ -116,9 +140,15 @@ def check(program: str, work: Callable[[], None]) -> str:
         down = [(target["scrapeUrl"], target["lastError"]) for target in targets if target["health"] != "up"]
         assert targets and not down, down
         dashboards = [json.loads(path.read_text()) for path in sorted(MONITORING.glob("grafana/dashboards/*.json"))]
-        values = {query: evaluate(query[1]) for dashboard in dashboards for query in queries(dashboard)}
-        empty = [query for query, series in values.items() if not series]
-        assert values and not empty, f"no data: {empty}"
-        unknown = [title for (title, _), series in values.items() if all(math.isnan(value) for value in series)]
-        series = sum(len(series) for series in values.values())
-        return f"{len(targets)} target up, {len(values)} queries gave {series} series; without a value yet: {unknown}"
+        values = {query: evaluate(query.expression) for dashboard in dashboards for query in queries(dashboard)}
+        (server,) = ask("query", query="rollout:server_info")["result"]
+        device = server["metric"]["device"]
+        check_data({query: bool(series) for query, series in values.items()}, device)
+        given = {query: series for query, series in values.items() if series}
+        unknown = [query.title for query, series in given.items() if all(math.isnan(value) for value in series)]
+        series = sum(len(series) for series in given.values())
+        others = len(values) - len(given)
+        return (
+            f"{len(targets)} target up, {len(given)} queries gave {series} series, {others} are not for {device}; "
+            f"without a value yet: {unknown}"
+        )
