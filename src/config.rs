@@ -158,7 +158,7 @@ pub struct Config {
     pub insecure: bool,
 
     /// Host name by which clients reach the HTTP port, without a port; may be given several times. On 127.0.0.1, and
-    /// wherever this is given, only IP addresses, localhost, --host and these names are taken.
+    /// wherever this is given, only IP addresses, localhost, --host and these names are served.
     #[arg(long, env = "ROLLOUT_ALLOW_HOST", value_delimiter = ',', value_parser = parse_host_name, value_name = "NAME")]
     pub allow_host: Vec<String>,
 
