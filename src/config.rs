@@ -157,6 +157,11 @@ pub struct Config {
     #[arg(long, env = "ROLLOUT_INSECURE")]
     pub insecure: bool,
 
+    /// Host name by which clients reach the HTTP port, without a port; may be given several times. On 127.0.0.1, and
+    /// wherever this is given, only IP addresses, localhost, --host and these names are served.
+    #[arg(long, env = "ROLLOUT_ALLOW_HOST", value_delimiter = ',', value_parser = parse_host_name, value_name = "NAME")]
+    pub allow_host: Vec<String>,
+
     /// Seconds that running requests get to finish after SIGTERM.
     #[arg(long, env = "ROLLOUT_SHUTDOWN_GRACE_SECONDS", default_value_t = 30, value_name = "SECONDS")]
     pub shutdown_grace_seconds: u64,
@@ -195,6 +200,14 @@ fn parse_port(text: &str) -> std::result::Result<HttpPort, String> {
         return Ok(None);
     }
     text.parse().map(Some).map_err(|_| "is neither a port from 0 to 65535 nor off".into())
+}
+
+/// A host name without scheme and port.
+fn parse_host_name(text: &str) -> std::result::Result<String, String> {
+    if text.is_empty() || !text.chars().all(|c| c.is_ascii_alphanumeric() || "-._".contains(c)) {
+        return Err("is not a host name; give the name alone, such as rollout.example".into());
+    }
+    Ok(text.to_owned())
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -367,6 +380,19 @@ mod tests {
         assert!(parse_bytes("3 parsecs").unwrap_err().contains("parsecs"));
         assert!(parse_bytes("GiB").is_err());
         assert!(parse_bytes("18446744073709551615").is_err() && parse_bytes("99999999999999GiB").is_err());
+    }
+
+    #[test]
+    fn host_names_have_no_scheme_and_no_port() {
+        let names = |value: &str| {
+            let line = ["rollout-server", "--model", "m", "--allow-host", value];
+            Config::try_parse_from(line).map(|config| config.allow_host)
+        };
+        assert_eq!(names("rollout.example,gpu-box").expect("two names"), ["rollout.example", "gpu-box"]);
+        for wrong in ["", "http://rollout.example", "rollout.example:8000", "*", "a b", "a,,b"] {
+            let error = names(wrong).expect_err("no name").to_string();
+            assert!(error.contains("--allow-host") && error.contains("is not a host name"), "{error}");
+        }
     }
 
     #[test]

@@ -104,7 +104,12 @@ fn run(config: Config, profile: Option<Profile>, logs: &LogWriter) -> Result<()>
 fn security(config: &Config) -> SecurityConfig {
     let tls = config.tls_cert.clone().zip(config.tls_key.clone());
     let tls = tls.map(|(cert, key)| TlsFiles { cert, key, client_ca: config.tls_client_ca.clone() });
-    SecurityConfig { tls, auth_token_file: config.auth_token_file.clone(), insecure: config.insecure }
+    SecurityConfig {
+        tls,
+        auth_token_file: config.auth_token_file.clone(),
+        insecure: config.insecure,
+        allow_host: config.allow_host.clone(),
+    }
 }
 
 /// `--max-connections`, which is of each port, lowered to what the process's limit of open files allows.

@@ -55,6 +55,7 @@ use connections::Incoming;
 use frames::FrameRoom;
 use gate::{Gate, GateKeeper};
 use greeting::Connection;
+use http::AllowedHosts;
 use security::{Access, Protocol, Security};
 use shutdown::Order;
 
@@ -114,6 +115,7 @@ pub struct Bound {
     max_connections: usize,
     shutdown_grace: Duration,
     security: Security,
+    hosts: AllowedHosts,
 }
 
 /// A listening port.
@@ -149,11 +151,16 @@ impl Bound {
     /// without a token and nobody has said that they may.
     pub fn new(config: &ServerConfig) -> Result<Self> {
         let ServerConfig { host, port, http_port, max_connections, shutdown_grace, security } = config;
+        let mut allowed = security.allow_host.clone();
         let security = Security::load(security)?;
         let grpc = Listening::new(host, *port, "--port")?;
         security.check_address(host, grpc.address.ip())?;
         let http = http_port.map(|port| Listening::new(host, port, "--http-port")).transpose()?;
-        Ok(Self { grpc, http, max_connections: *max_connections, shutdown_grace: *shutdown_grace, security })
+        // A name in --allow-host says that the operator knows all by which clients come.
+        let only_these = grpc.address.ip().to_canonical().is_loopback() || !allowed.is_empty();
+        allowed.push(host.clone());
+        let hosts = AllowedHosts::new(allowed, only_these);
+        Ok(Self { grpc, http, max_connections: *max_connections, shutdown_grace: *shutdown_grace, security, hosts })
     }
 
     /// The address that gRPC really listens on.
@@ -307,8 +314,8 @@ fn transport(
     health: HealthServer<impl Health>,
     stopped: watch::Receiver<bool>,
 ) -> Result<impl Future<Output = Result<()>> + Send + 'static> {
-    let Bound { grpc, http, max_connections, security, .. } = bound;
-    let routes = http::router(gate, &security.access, stopped.clone());
+    let Bound { grpc, http, max_connections, security, hosts, .. } = bound;
+    let routes = http::router(gate, &security.access, hosts, stopped.clone());
     let incoming = |door: Listening, protocol| {
         let failed = |e| Error::Internal(format!("cannot listen on {}: {e}", door.address));
         Incoming::new(door.listener, max_connections, security.tls(protocol), &gate.observer.metrics).map_err(failed)

@@ -124,7 +124,7 @@ impl Http {
     fn exchange(&self, method: &str, path: &str, rest: &str) -> Answer {
         let mut stream = TcpStream::connect(&self.0).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
-        let head = format!("{method} {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\n");
+        let head = format!("{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n");
         stream.write_all(format!("{head}content-type: application/json\r\n{rest}").as_bytes()).unwrap();
         let mut answer = String::new();
         stream.read_to_string(&mut answer).unwrap_or_else(|e| panic!("{path}: {e}"));
@@ -136,7 +136,7 @@ impl Http {
     /// Begins to post, and breaks the connection behind a part of the body.
     pub fn break_off(&self, path: &str, part: &str) {
         let mut stream = TcpStream::connect(&self.0).unwrap();
-        let head = format!("POST {path} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\n");
+        let head = format!("POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n");
         stream.write_all(format!("{head}content-length: 1000\r\n\r\n{part}").as_bytes()).unwrap();
     }
 
@@ -144,7 +144,7 @@ impl Http {
     pub fn begin(&self, path: &str) -> TcpStream {
         let mut stream = TcpStream::connect(&self.0).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
-        let head = format!("POST {path} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\n");
+        let head = format!("POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n");
         stream.write_all(format!("{head}expect: 100-continue\r\ncontent-length: 1000\r\n\r\n").as_bytes()).unwrap();
         let mut answer = [0; 21];
         stream.read_exact(&mut answer).unwrap();

@@ -22,9 +22,9 @@ def find_browser() -> str:
 
 
 @contextlib.contextmanager
-def chromium():
-    """A headless browser. Its sandbox needs a user other than root."""
-    flags = ["--no-sandbox"] if os.geteuid() == 0 else []
+def chromium(*flags):
+    """A headless browser, with further flags. Its sandbox needs a user other than root."""
+    flags = [*flags, "--no-sandbox"] if os.geteuid() == 0 else list(flags)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=find_browser(), args=flags)
         try:

@@ -247,7 +247,7 @@ def test_a_client_that_vanishes_takes_its_request_along(served):
             "sampling_params": {"max_tokens": 900, "n": 8, "ignore_eos": True},
         }
         text = json.dumps(body)
-        head = "POST /inference/v1/generate HTTP/1.1\r\nhost: h\r\ncontent-type: application/json"
+        head = "POST /inference/v1/generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json"
         aborted = served.client.status().aborted_requests
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(f"{head}\r\ncontent-length: {len(text)}\r\n\r\n{text}".encode())

@@ -327,7 +327,7 @@ def test_adapters_come_and_go_while_paused_but_not_asleep(served):
 def test_a_client_that_vanishes_leaves_nothing_behind(served):
     host, _, port = served.address.rpartition(":")
     body = json.dumps({"lora_name": "gone", "lora_path": "two", "load_inplace": True})
-    request = f"POST /v1/load_lora_adapter HTTP/1.1\r\nhost: h\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n{body}"  # noqa: E501
+    request = f"POST /v1/load_lora_adapter HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n{body}"  # noqa: E501
     for pause in (0, 0.0005, 0.001, 0.002, 0.005, 0.01):
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(request.encode())

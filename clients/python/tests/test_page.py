@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import itertools
 import re
+import socket
 import tempfile
 
 import numpy as np
@@ -22,6 +23,8 @@ HOSTILE = "<img src=x onerror=\"document.title='taken over'\"><script>alert(1)</
 USER, OTHER, TRAINER = "user-token-0123456789", "other-token-0123456789", "trainer-token-0123456789"
 FEEDS = 32
 """Most feeds that a server has, as docs/observability.md says."""
+MOST_ERRORS = 20
+"""Errors in the page's list."""
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +182,48 @@ def test_feeds_are_bounded_and_a_hidden_tab_has_none(browser, served):
         connection.close()
         page.page.evaluate(hide, False)
         page.wait_for_text("#feed", "Live")
+
+
+def unread_feed(address):
+    """A feed whose reader has little room and does not read."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    host, _, port = address.rpartition(":")
+    connection.connect((host, int(port)))
+    connection.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert connection.recv(12, socket.MSG_PEEK).startswith(b"HTTP/1.1 200")
+    return connection
+
+
+def test_feeds_that_nobody_reads_give_way_to_a_new_one(served):
+    def refused(number):
+        """Adds an error to the list, which is then in the next event of each feed and makes that long."""
+        wrong = {"prompt": [1], "max_tokens": f"number {number} " + '"' * 300}
+        assert ask(served.http_address, "POST", "/v1/completions", wrong).status == 400
+
+    for number in range(MOST_ERRORS):
+        refused(f"-{number}")
+    with contextlib.ExitStack() as stack:
+        for _ in range(FEEDS - 1):
+            stack.enter_context(unread_feed(served.http_address))
+        connection, read = feed(served.http_address)
+        stack.callback(connection.close)
+        stack.callback(read.close)
+        events, status = [], 429
+        while status == 429:
+            assert len(events) < 40, (
+                f"{FEEDS - 1} feeds have left events of {events} bytes unread, and keep new ones out"
+            )
+            refused(len(events))
+            while f"number {len(events)} ".encode() not in (event := read.readline()):
+                assert event, "the feed that is read goes on"
+            events.append(len(event))
+            connection, new = feed(served.http_address)
+            status = new.status
+            new.close()
+            connection.close()
+        assert status == 200
+        assert read.readline() == b"\n" and read.readline().startswith(b'data: {"now":'), "it is read, and goes on"
 
 
 def test_it_survives_a_restart_and_does_not_delay_the_end(browser, binary, monkeypatch):

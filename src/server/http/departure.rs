@@ -24,6 +24,9 @@ const LOOK: Duration = Duration::from_secs(2);
 /// 0.2 s to 2 min, for as long as a client does not read: one that had not read for long is noticed after some minutes.
 const LOST_MS: u32 = 15_000;
 const RETRIES: u32 = 2;
+/// Most bytes that the system keeps of an answer while the client's machine has no room for them. By itself it would
+/// keep megabytes, and a client that does not read would be noticed only after those.
+const UNSENT_BYTES: u32 = 16 << 10;
 /// States of a connection whose client has closed it, or whose system has: TCP_CLOSE and TCP_CLOSE_WAIT of Linux.
 const CLOSED: [u8; 2] = [7, 8];
 
@@ -34,8 +37,10 @@ impl Watch {
     /// Lets the system close the connection of a client that vanishes while it waits.
     pub(super) fn new(stream: &TcpStream) -> Self {
         let keepalive = TcpKeepalive::new().with_time(SILENCE).with_interval(QUESTION).with_retries(QUESTIONS);
-        // Fails only for a connection that has already broken, which its first read reports.
-        let _ = SockRef::from(stream).set_tcp_keepalive(&keepalive);
+        let socket = SockRef::from(stream);
+        // Either fails only for a connection that has already broken, which its first read reports.
+        let _ = socket.set_tcp_keepalive(&keepalive);
+        let _ = socket.set_tcp_notsent_lowat(UNSENT_BYTES);
         Self(stream.as_raw_fd())
     }
 
@@ -113,6 +118,7 @@ mod tests {
         assert_eq!(socket.tcp_keepalive_time().expect("an option"), SILENCE);
         assert_eq!(socket.tcp_keepalive_interval().expect("an option"), QUESTION);
         assert_eq!(socket.tcp_keepalive_retries().expect("an option"), QUESTIONS);
+        assert_eq!(socket.tcp_notsent_lowat().expect("an option"), UNSENT_BYTES);
         let state = || info(watch.0).map(|info| (CLOSED.contains(&info.tcpi_state), info.tcpi_retransmits));
         assert_eq!(state().expect("it is open"), (false, 0));
         drop(client);

@@ -29,7 +29,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use axum::Router;
 use axum::extract::{Request, State};
 use axum::http::header::CONTENT_TYPE;
-use axum::middleware::{Next, from_fn, from_fn_with_state};
+use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use tokio::sync::{Semaphore, watch};
@@ -40,6 +40,7 @@ use utoipa_axum::router::{OpenApiRouter, UtoipaMethodRouter};
 use utoipa_axum::routes;
 
 pub(super) use listener::serve_connections;
+pub(super) use origin::AllowedHosts;
 
 use super::gate::Gate;
 use super::panics::Panics;
@@ -90,7 +91,7 @@ fn table() -> Vec<(Role, Route)> {
 }
 
 /// The routes and their description, ready to serve. Feeds end once `stop` is true.
-pub(super) fn router(gate: &Gate, access: &Access, stop: watch::Receiver<bool>) -> Router {
+pub(super) fn router(gate: &Gate, access: &Access, hosts: AllowedHosts, stop: watch::Receiver<bool>) -> Router {
     let described = OpenApiRouter::with_openapi(OpenApi::new(
         Info::new("rollout-server", env!("CARGO_PKG_VERSION")),
         utoipa::openapi::path::Paths::new(),
@@ -115,8 +116,8 @@ pub(super) fn router(gate: &Gate, access: &Access, stop: watch::Receiver<bool>) 
         .route("/events", guarded(get(events::events), Role::Generate, access))
         .fallback(|| async { HttpError::no_route() })
         .method_not_allowed_fallback(|| async { HttpError::wrong_method() })
-        .layer(from_fn_with_state(gate.panics.clone(), isolate));
-    let router = if access.is_open() { router.layer(from_fn(origin::guard)) } else { router };
+        .layer(from_fn_with_state(gate.panics.clone(), isolate))
+        .layer(from_fn_with_state(hosts, origin::guard));
     router.layer(from_fn_with_state(gate.observer.clone(), observe::count)).with_state(door)
 }
 

@@ -34,11 +34,6 @@ impl Access {
         Self { tokens, warned: Arc::default() }
     }
 
-    /// Whether nobody is asked for a token.
-    pub(in crate::server) fn is_open(&self) -> bool {
-        self.tokens.is_none()
-    }
-
     /// Lets a call with these headers in, if it may do what needs `role`. `what` names it in the refusal.
     ///
     /// # Errors

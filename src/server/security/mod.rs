@@ -31,6 +31,8 @@ pub struct SecurityConfig {
     pub auth_token_file: Option<PathBuf>,
     /// Whether to listen beyond this machine without tokens.
     pub insecure: bool,
+    /// Host names by which clients may reach the HTTP port, beside IP addresses and localhost.
+    pub allow_host: Vec<String>,
 }
 
 /// Files of TLS, in PEM.

@@ -5,6 +5,7 @@
 
 mod feed;
 mod requests;
+mod unread;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,11 +25,12 @@ use tokio_stream::wrappers::ReceiverStream;
 use super::Door;
 use super::error::HttpError;
 use super::listener::{HangUp, stopped};
-use crate::error::Error;
+use crate::error::{Error, Result};
 use crate::server::panics::Panics;
 use crate::server::security::Caller;
 use feed::Feed;
 use requests::Board;
+use unread::Unread;
 
 /// Most feeds at the same time: a few pages for each who looks after a server, and far below `--max-connections`.
 const MOST_FEEDS: usize = 32;
@@ -48,6 +50,7 @@ struct Pace {
 #[derive(Clone)]
 pub(super) struct Feeds {
     free: Arc<Semaphore>,
+    unread: Unread,
     board: Board,
     stop: watch::Receiver<bool>,
 }
@@ -55,7 +58,23 @@ pub(super) struct Feeds {
 impl Feeds {
     /// Feeds that end once `stop` is true.
     pub(super) fn new(stop: watch::Receiver<bool>) -> Self {
-        Self { free: Arc::new(Semaphore::new(MOST_FEEDS)), board: Board::default(), stop }
+        Self { free: Arc::new(Semaphore::new(MOST_FEEDS)), unread: Unread::default(), board: Board::default(), stop }
+    }
+
+    /// The place of a new feed. If there is none left, the feed that has been unread for longest gives its own.
+    ///
+    /// # Errors
+    /// `ResourceExhausted` if all feeds are read.
+    async fn place(&self) -> Result<OwnedSemaphorePermit> {
+        if let Ok(place) = self.free.clone().try_acquire_owned() {
+            return Ok(place);
+        }
+        if !self.unread.hang_up_oldest() {
+            let message = format!("{MOST_FEEDS} feeds are open, the most there may be; close a page and try again");
+            return Err(Error::ResourceExhausted(message));
+        }
+        // The place comes back with the connection that ends.
+        Ok(self.free.clone().acquire_owned().await.expect("the semaphore is never closed"))
     }
 }
 
@@ -67,17 +86,14 @@ pub(super) async fn events(
     State(door): State<Door>,
     Extension(caller): Extension<Caller>,
     request: Request,
-) -> Result<Response, HttpError> {
+) -> std::result::Result<Response, HttpError> {
     let feeds = door.feeds.clone();
-    let Ok(place) = feeds.free.clone().try_acquire_owned() else {
-        let message = format!("{MOST_FEEDS} feeds are open, the most there may be; close a page and try again");
-        return Err(Error::ResourceExhausted(message).into());
-    };
-    let hang_up = request.extensions().get::<HangUp>().cloned();
+    let hang_up = request.extensions().get::<HangUp>().cloned().unwrap_or_default();
+    let place = feeds.place().await?;
     // One event, so that a reader that stops holds no more.
     let (sender, receiver) = mpsc::channel(1);
     let feed = Feed::new(&door.gate, feeds.board, caller);
-    tokio::spawn(run(feed, sender, (feeds.stop, door.gate.panics.clone()), hang_up, PACE));
+    tokio::spawn(run(feed, sender, (feeds.stop, door.gate.panics.clone()), (hang_up, feeds.unread), PACE));
     let body = Body::from_stream(ReceiverStream::new(receiver).map(move |event: Bytes| {
         let _: &OwnedSemaphorePermit = &place;
         Ok::<_, std::convert::Infallible>(event)
@@ -91,7 +107,7 @@ async fn run(
     mut feed: Feed,
     sender: mpsc::Sender<Bytes>,
     (mut stop, panics): (watch::Receiver<bool>, Panics),
-    hang_up: Option<HangUp>,
+    (hang_up, unread): (HangUp, Unread),
     pace: Pace,
 ) {
     let mut ticks = interval(pace.tick);
@@ -100,15 +116,15 @@ async fn run(
         tokio::select! {
             _ = ticks.tick() => {}
             () = sender.closed() => return,
-            () = stopped(&mut stop) => return end(&sender, hang_up),
+            () = stopped(&mut stop) => return end(&sender, &hang_up),
         }
         loop {
             // A panic ends this feed alone.
             let Ok((event, has_more)) = panics.catch(|| feed.next()) else { return };
             tokio::select! {
                 sent = sender.send(event) => if sent.is_err() { return },
-                () = stopped(&mut stop) => return end(&sender, hang_up),
-                () = sleep(pace.stall) => return end(&sender, hang_up),
+                () = stopped(&mut stop) => return end(&sender, &hang_up),
+                () = stalled(&unread, &hang_up, pace) => return end(&sender, &hang_up),
             }
             if !has_more {
                 break;
@@ -117,10 +133,17 @@ async fn run(
     }
 }
 
+/// Returns once an event has been unread for too long. From the next event on its feed may have to give way.
+async fn stalled(unread: &Unread, hang_up: &HangUp, pace: Pace) {
+    sleep(pace.tick).await;
+    let _unread = unread.note(hang_up);
+    sleep(pace.stall.saturating_sub(pace.tick)).await;
+}
+
 /// Ends a feed, and the connection with it if its reader has left an event unread: the rest would wait for it.
-fn end(sender: &mpsc::Sender<Bytes>, hang_up: Option<HangUp>) {
+fn end(sender: &mpsc::Sender<Bytes>, hang_up: &HangUp) {
     if sender.capacity() == 0 {
-        hang_up.into_iter().for_each(|connection| connection.hang_up());
+        hang_up.hang_up();
     }
 }
 
@@ -134,19 +157,22 @@ mod tests {
     const PATIENT: Pace = Pace { stall: Duration::from_secs(3600), ..FAST };
 
     /// A feed with its reader's end, what stops it, and what it hangs up.
-    fn feed(pace: Pace) -> (mpsc::Receiver<Bytes>, watch::Sender<bool>, HangUp, tokio::task::JoinHandle<()>) {
+    fn feed(
+        pace: Pace,
+        unread: &Unread,
+    ) -> (mpsc::Receiver<Bytes>, watch::Sender<bool>, HangUp, tokio::task::JoinHandle<()>) {
         let (observer, _recorder) = Observer::new();
         let (_keeper, gate) = gate(observer);
         let (sender, receiver) = mpsc::channel(1);
         let (stop, stopped) = watch::channel(false);
         let (hang_up, feed) = (HangUp::default(), Feed::new(&gate, Board::default(), Caller::default()));
-        let running = tokio::spawn(run(feed, sender, (stopped, gate.panics), Some(hang_up.clone()), pace));
+        let running = tokio::spawn(run(feed, sender, (stopped, gate.panics), (hang_up.clone(), unread.clone()), pace));
         (receiver, stop, hang_up, running)
     }
 
     #[tokio::test]
     async fn a_reader_that_stops_is_hung_up_on() {
-        let (mut receiver, _stop, hang_up, running) = feed(FAST);
+        let (mut receiver, _stop, hang_up, running) = feed(FAST, &Unread::default());
         assert!(receiver.recv().await.is_some());
         hang_up.asked().await;
         running.await.expect("no panic");
@@ -156,23 +182,54 @@ mod tests {
 
     #[tokio::test]
     async fn a_feed_ends_with_its_reader_and_with_the_server() {
-        let (receiver, _stop, _, running) = feed(PATIENT);
+        let (receiver, _stop, _, running) = feed(PATIENT, &Unread::default());
         drop(receiver);
         running.await.expect("no panic");
 
         // Somebody reads, or nobody does: then the connection would keep the server from ending.
-        let (mut receiver, stop, _, running) = feed(PATIENT);
+        let (mut receiver, stop, _, running) = feed(PATIENT, &Unread::default());
         let reader = tokio::spawn(async move { while receiver.recv().await.is_some() {} });
         stop.send_replace(true);
         running.await.expect("no panic");
         reader.await.expect("no panic");
 
-        let (receiver, stop, hang_up, running) = feed(PATIENT);
+        let (receiver, stop, hang_up, running) = feed(PATIENT, &Unread::default());
         while receiver.is_empty() {
             tokio::task::yield_now().await;
         }
         stop.send_replace(true);
         hang_up.asked().await;
+        running.await.expect("no panic");
+    }
+
+    #[tokio::test]
+    async fn the_feed_that_has_been_unread_for_longest_gives_way() {
+        let (_stop, stopped) = watch::channel(false);
+        let feeds = Feeds::new(stopped);
+        let mut places = Vec::new();
+        for _ in 0..MOST_FEEDS {
+            places.push(feeds.place().await.expect("a place"));
+        }
+        let (mut read, _stop, _, _running) = feed(PATIENT, &feeds.unread);
+        tokio::spawn(async move { while read.recv().await.is_some() {} });
+        assert!(matches!(feeds.place().await, Err(Error::ResourceExhausted(_))), "all are read");
+
+        let (receiver, _stop, hang_up, running) = feed(PATIENT, &feeds.unread);
+        let place = loop {
+            // Its connection ends, and drops the place.
+            let connection = async {
+                hang_up.asked().await;
+                places.pop();
+                std::future::pending::<()>().await
+            };
+            tokio::select! {
+                place = feeds.place() => if let Ok(place) = place { break place },
+                () = connection => {}
+            }
+            tokio::task::yield_now().await;
+        };
+        assert_eq!((places.len(), feeds.free.available_permits()), (MOST_FEEDS - 1, 0));
+        drop((place, receiver));
         running.await.expect("no panic");
     }
 }

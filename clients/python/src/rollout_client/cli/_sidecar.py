@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -16,6 +16,7 @@ from .._adapter_directory import read_adapter
 from .._tls import Tls, TlsFiles
 from ..client import RolloutClient
 from ..errors import Aborted, RolloutError
+from ._origins import AllowedHosts
 
 LOAD = "/v1/load_lora_adapter"
 
@@ -24,7 +25,7 @@ _OF_ONE_CONNECTION = frozenset(
     {
         "connection",
         "expect",
-        "host",
+        "host",  # passed on beside Origin alone
         "keep-alive",
         "proxy-authenticate",
         "proxy-authorization",
@@ -53,7 +54,9 @@ _STATUSES = {
 class Sidecar:
     """Passes requests on, and pushes adapters that come as directories."""
 
-    def __init__(self, client: RolloutClient, upstream: str, token: str | None, tls: Tls | None) -> None:
+    def __init__(
+        self, client: RolloutClient, upstream: str, token: str | None, tls: Tls | None, hosts: AllowedHosts
+    ) -> None:
         """Reads the files of `tls`; nothing is connected yet.
 
         Args:
@@ -61,10 +64,12 @@ class Sidecar:
             upstream: `host:port` of the server's HTTP routes.
             token: for requests that bring none.
             tls: of the server, if it has TLS.
+            hosts: by which clients reach the sidecar.
         """
         self.upstream = f"{'http' if tls is None else 'https'}://{upstream}"
         self._client = client
         self._token = token
+        self._hosts = hosts
         self._tls = None if tls is None else TlsFiles(tls)
         if self._tls is not None:
             self._tls.context.set_alpn_protocols(["http/1.1"])
@@ -73,7 +78,7 @@ class Sidecar:
 
     def application(self) -> web.Application:
         """The routes."""
-        application = web.Application(client_max_size=_MAX_ORDER_BYTES)
+        application = web.Application(client_max_size=_MAX_ORDER_BYTES, middlewares=[self._guard])
         application.cleanup_ctx.append(self._connections)
         application.router.add_post(LOAD, self._load)
         application.router.add_route("*", "/{path:.*}", self._pass_on)
@@ -86,6 +91,22 @@ class Sidecar:
         async with ClientSession(connector=connector, timeout=ClientTimeout(), auto_decompress=False) as session:
             self._session = session
             yield
+
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Refuses what a web page of another origin may have sent, since the token would be added to it."""
+        why = self._hosts.refusal(request.headers)
+        if why is not None:
+            return _error(HTTPStatus.FORBIDDEN, why, "PermissionDenied")
+        if not request.raw_path.startswith("/"):
+            return _error(HTTPStatus.BAD_REQUEST, f"target {request.raw_path[:100]!r}: must be a path")
+        # Pages may send other kinds of bodies to another origin without asking first.
+        if request.body_exists and request.content_type != "application/json":
+            given = request.headers.get("Content-Type", "")[:100]
+            return _error(HTTPStatus.BAD_REQUEST, f"content-type: {given!r} is not application/json")
+        return await handler(request)
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         answer: web.StreamResponse | None = None
@@ -115,6 +136,10 @@ class Sidecar:
 
     def _headers(self, request: web.Request) -> list[tuple[str, str]]:
         headers = _end_to_end(request.headers)
+        # The server compares the two. Without an Origin the host is the server's own, by which a proxy in front of it
+        # tells its servers apart.
+        if "Origin" in request.headers:
+            headers += [("Host", host) for host in request.headers.getall("Host", [])[:1]]
         if self._token is not None and "Authorization" not in request.headers:
             headers.append(("Authorization", f"Bearer {self._token}"))
         return headers

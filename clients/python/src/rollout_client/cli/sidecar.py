@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from ._command import CommandError, add_command, address, connected, host_and_port, tls_of, token_of
+from ._origins import AllowedHosts, host_name
 
 DEFAULT_LISTEN = "127.0.0.1:8001"
 HTTP_PORT = 8000
@@ -24,7 +25,8 @@ def register(commands: Any) -> None:
         "serves the server's HTTP routes here, and takes adapters from directories of this machine",
         "For trainers that hand over adapters as directories, such as TRL's AsyncGRPOTrainer: every request goes on to "
         "the server's HTTP port, except /v1/load_lora_adapter, whose files are read here and pushed over gRPC. The "
-        "token is added to requests that bring none, so whoever can connect has its rights.",
+        "token is added to requests that bring none, so every program that can connect has its rights. Web pages of "
+        "other origins are refused.",
     )
     parser.add_argument(
         "--http-address",
@@ -39,6 +41,15 @@ def register(commands: Any) -> None:
         metavar="HOST:PORT",
         default=DEFAULT_LISTEN,
         help=f"where the trainer connects, port 0 is any [{DEFAULT_LISTEN}]",
+    )
+    parser.add_argument(
+        "--allow-host",
+        type=host_name,
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="host name by which the trainer connects, if that is neither an IP address, localhost nor the host of "
+        "--listen; may be given several times",
     )
 
 
@@ -55,7 +66,9 @@ def _run(options: argparse.Namespace) -> None:
                 "max_staleness + 2, which is 6 with the defaults of TRL's AsyncGRPOTrainer"
             )
         upstream = options.http_address or f"{options.address.rpartition(':')[0]}:{HTTP_PORT}"
-        sidecar = Sidecar(client, upstream, token_of(options), tls_of(options))
+        host, port = host_and_port(options.listen)
+        hosts = AllowedHosts([host, *options.allow_host])
+        sidecar = Sidecar(client, upstream, token_of(options), tls_of(options), hosts)
 
         def ready(listening: str) -> None:
             print(
@@ -66,6 +79,6 @@ def _run(options: argparse.Namespace) -> None:
             )
 
         try:
-            asyncio.run(serve(sidecar, *host_and_port(options.listen), ready))
+            asyncio.run(serve(sidecar, host, port, ready))
         except OSError as error:
             raise CommandError(f"--listen {options.listen}: {error.strerror or error}") from None
