@@ -27,7 +27,9 @@ def main() -> int:
             result = run(first + runs)
         except AssertionError as error:
             print(error)
-            print(f"run {runs + 1} fails after {time.monotonic() - begun:.1f} s; repeat it with --once --seed {first + runs}")
+            print(
+                f"run {runs + 1} fails after {time.monotonic() - begun:.1f} s; repeat it with --once --seed {first + runs}"
+            )
             return 1
         runs, seconds, turns = runs + 1, seconds + result.seconds, turns + result.turns
         outcomes, faults = outcomes + result.outcomes, faults + result.faults
@@ -41,4 +43,5 @@ def main() -> int:
     return 0
 
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

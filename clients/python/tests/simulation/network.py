@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import re
 from collections import Counter, deque
@@ -144,8 +145,8 @@ class Network:
     def on_apply(self, machine: Machine, process: Process, kind: int) -> None:
         self.oracle.applied(machine.number, process.version, process.policy)
 
-    def serve(self, process: Process, work: Coroutine[Any, Any, Any]) -> Any:
-        """Runs a handler of a process in the world's loop; a future of the running loop."""
+    def serve(self, process: Process, work: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
+        """Runs a handler of a process in the world's loop."""
 
         async def serving() -> Any:
             task = asyncio.current_task()
@@ -155,7 +156,7 @@ class Network:
             finally:
                 self.serving.pop(task, None)
 
-        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(serving(), self.world))
+        return asyncio.run_coroutine_threadsafe(serving(), self.world)
 
     async def connect(self, address: str) -> tuple[Machine, Process, Connection]:
         """Whatever answers at an address."""
@@ -179,17 +180,24 @@ class Network:
             raise RpcError("UNAVAILABLE", "the connection broke")
 
 
-async def answered(network: Network, machine: Machine, connection: Connection, serving: asyncio.Future) -> Any:
+async def answered(
+    network: Network, machine: Machine, connection: Connection, served: concurrent.futures.Future[Any]
+) -> Any:
     """What a handler returns, unless the connection breaks or its process is stopped for too long."""
     loop = asyncio.get_running_loop()
-    broken = loop.create_future()
+    serving, broken = loop.create_future(), loop.create_future()
 
     def end() -> None:
         loop.call_soon_threadsafe(lambda: broken.done() or broken.set_result(None))
 
+    def ended(future: object) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(lambda: serving.done() or serving.set_result(None))
+
     connection.on_break(end)
     if connection.broken:
         end()
+    served.add_done_callback(ended)
     try:
         stopped_since: float | None = None
         while not serving.done() and not broken.done():
@@ -197,13 +205,14 @@ async def answered(network: Network, machine: Machine, connection: Connection, s
             stopped_since = (stopped_since or loop.time()) if machine.stopped else None
             if stopped_since is not None and loop.time() - stopped_since >= KEEPALIVE_SECONDS:
                 raise RpcError("UNAVAILABLE", "keepalive watchdog timeout")
-        if broken.done() or serving.cancelled():
+        if broken.done() or served.cancelled():
             raise RpcError("UNAVAILABLE", "the connection broke")
-        return serving.result()
+        return served.result()
     finally:
         connection.forget(end)
-        if not serving.done():  # the server hears of it a little later
-            loop.call_later(network.latency(machine), serving.cancel)
+        if not served.done():  # the server learns of it a little later
+            world = network.world
+            world.call_soon_threadsafe(world.call_later, network.latency(machine), served.cancel)
 
 
 class Channel:

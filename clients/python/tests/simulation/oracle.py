@@ -123,7 +123,9 @@ class Oracle:
         changed = (found, policy.version) != (now.content, now.version)
         self.require(must is None or changed == must, f"the policy has changed: {changed}, and should have: {must}")
         if changed:
-            self.require(policy.version > now.version or self.may_repeat, f"version {policy.version} follows {now.version}")
+            self.require(
+                policy.version > now.version or self.may_repeat, f"version {policy.version} follows {now.version}"
+            )
             self.require(expected is None or found == expected, f"the policy is {found}, and {expected} was pushed")
             now.end, self.may_repeat = self.clock(), False
             self.eras.append(Era(found, policy.version, self._push_began))

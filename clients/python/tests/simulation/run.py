@@ -82,12 +82,14 @@ class Run:
         self.seed, rng = seed, Random(seed)
         self.rng = rng
         self.problems: list[str] = []
+        self.loops: list[VirtualLoop] = []
         self.scheduler = Scheduler(Random(rng.getrandbits(64)))
         self.oracle = Oracle(self.scheduler.monotonic)
         self.names = Random(rng.getrandbits(64))
         self.think, self.calm = rng.choice([0.2, 1.0, 5.0]), rng.choice([2.0, 10.0, 30.0])
         self.may_lie, self.poison = rng.random() < 0.2, rng.random() < 0.1
         self.lied = False
+        self.past = rng.choices(["fresh", "pushed", "paused", "asleep"], [6, 2, 1, 1])[0]
         self.supply: dict[str, Any] = {}
         self.fleet: Fleet | None = None
 
@@ -100,11 +102,15 @@ class Run:
         Raises:
             AssertionError: a promise was not kept.
         """
+        gc.disable()  # it would run at other times in another process
         with self._simulated():
             try:
                 self.scheduler.run(self._main)
             finally:
                 self.scheduler.close()
+                for loop in self.loops:
+                    loop.close()
+                gc.enable()
         assert not self.problems, self.problems
         return Result(
             self.seed,
@@ -129,7 +135,7 @@ class Run:
             (_loop, "threading", threading_of(scheduler)),
             (_fanout, "ThreadPoolExecutor", Executor),
             (concurrent.futures._base, "threading", SimpleNamespace(Condition=Condition, Event=Event, Lock=Condition)),
-            (asyncio, "new_event_loop", lambda: VirtualLoop(scheduler, self.problems.append)),
+            (asyncio, "new_event_loop", self._new_loop),
             (client, "ClientStream", PushStream),
             (_fleet, "RolloutClient", _FanOutClient),
             (_requests, "secrets", SimpleNamespace(randbits=self.names.getrandbits)),
@@ -143,6 +149,10 @@ class Run:
             for module, name, value in changes:
                 stack.enter_context(mock.patch.object(module, name, value))
             yield
+
+    def _new_loop(self) -> VirtualLoop:
+        self.loops.append(VirtualLoop(self.scheduler, self.problems.append))
+        return self.loops[-1]
 
     def _channel(self, library: Any, address: str, tls: object) -> Channel:
         return Channel(self.network, address, blocks=library is grpc)
@@ -177,9 +187,8 @@ class Run:
 
     def _prepare_servers(self) -> None:
         """Sometimes servers have a past."""
-        rng, machines = self.rng, self.network.machines
-        past = rng.choices(["fresh", "pushed", "paused", "asleep"], [6, 2, 1, 1])[0]
-        for machine in machines:
+        past = self.past
+        for machine in self.network.machines:
             process = machine.process
             if past in ("pushed", "asleep"):
                 process.version, process.content, process.updates = 7, (PAST, None), 7
@@ -198,24 +207,25 @@ class Run:
             machine.kill()
             self.network.world.call_later(2.0, lambda: machine.process or machine.start())
 
-    async def _live(self) -> None:
-        rng, oracle, network = self.rng, self.oracle, self.network
-        capacity = rng.choice([1, 4, 512])
-        tells = rng.random() < 0.5
-        places = [Place(machine, tells_instance=tells) for machine in network.machines]
+    async def _open(self, *, tells_instance: bool, **options: Any) -> None:
+        """Begins a fleet over the servers, and waits for it."""
+        places = [Place(machine, tells_instance=tells_instance) for machine in self.network.machines]
         connection = {"timeout": None, "token": None, "tls": None, "segment_mode": 0o600}
-        self.fleet = fleet = object.__new__(Fleet)
-        fleet._begin(
-            places,
-            connection,
+        self.fleet = object.__new__(Fleet)
+        self.fleet._begin(places, connection, **options)
+        await AsyncFleet(self.fleet).wait_until_ready(60.0)
+        self.oracle.set_policy(self.fleet._roster.policy)
+        await self.until_settled(30.0)
+
+    async def _live(self) -> None:
+        rng, network = self.rng, self.network
+        await self._open(
+            tells_instance=rng.random() < 0.5,
             quorum=rng.choice([None, None, 1, 3]),
-            capacity=capacity,
+            capacity=rng.choice([1, 4, 512]),
             patience=rng.choice([5.0, 60.0, 300.0]),
             resupply=self._resupply if rng.random() < 0.5 else None,
         )
-        await AsyncFleet(fleet).wait_until_ready(60.0)
-        oracle.set_policy(fleet._roster.policy)
-        await self._until_settled(30.0)
         if rng.random() < 0.8:
             network.weather = self._weather()
             faults = Faults(self, Random(rng.getrandbits(64)))
@@ -278,7 +288,7 @@ class Run:
         await AsyncFleet(fleet).wake()
         await self.resumed()
         trainer._note_policy()
-        await self._until_settled(CALM_SECONDS)
+        await self.until_settled(CALM_SECONDS)
         policy = fleet._roster.policy
         for machine, replica in zip(network.machines, fleet._roster.replicas, strict=True):
             process = machine.process
@@ -302,7 +312,7 @@ class Run:
         self.poison = False
         await Generator(self, Random(self.seed), 99).generate("last", checked=True)
 
-    async def _until_settled(self, seconds: float) -> None:
+    async def until_settled(self, seconds: float) -> None:
         """Waits until all replicas are current, or for so long."""
         for _ in range(int(seconds)):
             if len(self.fleet._roster.numbers(ReplicaState.CURRENT)) == REPLICAS:
@@ -392,7 +402,8 @@ class Run:
             self.scheduler.interrupt(thread)
         result, error = await future
         if isinstance(error, KeyboardInterrupt):
-            error.__traceback__ = error = None  # whose frames hold a push that was dropped
+            error.__traceback__ = None  # whose frames hold a push that was dropped
+            del error
             raise Interrupted
         if error is not None:
             raise error
@@ -400,8 +411,9 @@ class Run:
 
     async def push_has_ended(self) -> None:
         """Waits until the fleet has ended a push whose sender is gone."""
-        gc.collect()
-        for _ in range(3000):
+        for attempt in range(3000):
+            if attempt == 10:  # what refers to nothing but itself
+                gc.collect()
             if not self.fleet._roster.pushing or self.fleet._loop._closed:
                 return
             await asyncio.sleep(0.1)
@@ -409,7 +421,9 @@ class Run:
 
     async def resumed(self) -> None:
         """Resumes, whatever goes wrong meanwhile."""
-        for _ in range(100):
+        for _ in range(10):  # servers without weights refuse it until the next push
+            if self.fleet._loop._closed:
+                return
             try:
                 await AsyncFleet(self.fleet).resume()
                 return

@@ -326,7 +326,17 @@ class Faults:
 
     async def work(self) -> None:
         rng, run = self.rng, self.run
-        kinds = [self.kill, self.shut_down, self.cut, self.stop, self.reset, self.refuse, self.lie, self.slow, self.move]
+        kinds = [
+            self.kill,
+            self.shut_down,
+            self.cut,
+            self.stop,
+            self.reset,
+            self.refuse,
+            self.lie,
+            self.slow,
+            self.move,
+        ]
         chosen = rng.sample(kinds, rng.randint(1, len(kinds)))
         while not self.ended:
             await asyncio.sleep(rng.expovariate(1 / run.calm))
