@@ -27,9 +27,8 @@ def main() -> int:
             result = run(first + runs)
         except AssertionError as error:
             print(error)
-            print(
-                f"run {runs + 1} fails after {time.monotonic() - begun:.1f} s; repeat it with --once --seed {first + runs}"
-            )
+            took = time.monotonic() - begun
+            print(f"run {runs + 1} fails after {took:.1f} s; repeat it with --once --seed {first + runs}")
             return 1
         runs, seconds, turns = runs + 1, seconds + result.seconds, turns + result.turns
         outcomes, faults = outcomes + result.outcomes, faults + result.faults

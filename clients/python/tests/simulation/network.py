@@ -1,6 +1,6 @@
 """The network between the fleet's clients and the simulated servers, with all that can go wrong there.
 
-`Channel` stands in place of gRPC's channels, `PushStream` in place of `rollout_client._http2.ClientStream`.
+`Channel` stands in place of gRPC's channels.
 """
 
 from __future__ import annotations
@@ -10,20 +10,18 @@ import concurrent.futures
 import contextlib
 import re
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
 from rollout_client import _proto
-from rollout_client.errors import Cancelled, DeadlineExceeded, RolloutError, Unavailable, from_rpc_error
 
-from .scheduler import Condition, Scheduler, VirtualLoop
-from .server import IDLE_SECONDS, Process, RpcError, Session
+from .scheduler import Scheduler, VirtualLoop
+from .server import Process, RpcError
 
 KEEPALIVE_SECONDS = 50.0
 """After which gRPC gives a connection up whose server does not answer pings."""
-_STREAMED = ("generate", "score")
 
 
 @dataclass
@@ -112,7 +110,7 @@ class Network:
         self.weather = Weather()
         self.machines: list[Machine] = []
         self.serving: dict[asyncio.Task, Process] = {}
-        self.streams: list[PushStream] = []
+        self.streams: list[Any] = []
         self.faults: Counter[str] = Counter()
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future]] = []
 
@@ -364,141 +362,6 @@ class StreamCall:
             network.oracle.answered(sent)
         finally:
             serving.cancel()
-
-
-class PushStream:
-    """In place of `ClientStream`, for simulated threads."""
-
-    network: Network
-    of_push = False
-    """Whether it is of a push of the fleet, and not of a replica that catches up."""
-
-    def __init__(
-        self, address: str, path: str, metadata: Iterable[tuple[str, str]], timeout: float | None, tls: object = None
-    ) -> None:
-        network, self._address = self.network, address
-        self._changed = Condition()
-        self._ended, self._error, self._response = False, None, b""
-        self._inbox: deque[bytes] = deque()
-        self._arrived: asyncio.Event | None = None
-        self._is_final = self.is_committing = False
-        self._stopped = False
-        connecting = asyncio.run_coroutine_threadsafe(network.connect(address), network.world)
-        try:
-            self._machine, self._process, self._connection = connecting.result()
-        except RpcError as error:
-            raise from_rpc_error(error) from None
-        except BaseException:
-            connecting.cancel()
-            raise
-        network.streams.append(self)
-        network.world.call_soon_threadsafe(self._start, timeout)
-
-    def send(self, *parts: bytes | memoryview) -> None:
-        self.check()
-        message = b"".join(map(bytes, parts))
-        while self._machine.stopped and not self._ended and len(self._inbox) > 1:  # its window is full
-            self._changed.wait(1.0)
-        self.check()
-        if _proto.UPDATE.request.FromString(message).WhichOneof("kind") == "commit":
-            self.is_committing = True
-        self._put(message)
-
-    def finish(self) -> bytes:
-        self._changed.wait_for(lambda: self._ended)
-        if self._error is not None:
-            raise self._error
-        return self._response
-
-    def check(self) -> None:
-        if self._ended:
-            raise self._error or RolloutError("the server has ended the call before its last request")
-
-    def cancel(self) -> None:
-        self._end(Cancelled("the call was cancelled on this side"))
-
-    def close(self) -> None:
-        self.cancel()
-
-    def __enter__(self) -> PushStream:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def _put(self, message: bytes) -> None:
-        self._inbox.append(message)
-        self.network.world.call_soon_threadsafe(lambda: self._arrived is None or self._arrived.set())
-
-    def _end(self, error: RolloutError | None) -> None:
-        if self._ended:
-            return
-        self._ended, self._error, self.is_committing = True, error, False
-        self.network.streams.remove(self)
-        self._changed.notify_all()
-        self.network.world.call_soon_threadsafe(lambda: self._running.cancel())
-
-    def _start(self, timeout: float | None) -> None:
-        loop = self.network.world
-        self._arrived = asyncio.Event()
-        self._running = loop.create_task(self._run())
-        if timeout is not None:
-            loop.call_later(timeout, lambda: self._end(DeadlineExceeded("the deadline passed")))
-
-    async def _run(self) -> None:
-        """In the world's loop: carries the messages to the server."""
-        machine, process, network, loop = self._machine, self._process, self.network, self.network.world
-        session: Session | None = None
-
-        def broken() -> None:
-            self._end(Unavailable(f"{self._address}: the connection broke"))
-
-        self._connection.on_break(broken)
-        if self._connection.broken:
-            broken()
-        try:
-            while True:
-                deadline = loop.time() + IDLE_SECONDS
-                while not self._inbox:
-                    self._arrived.clear()
-                    if session is not None and process.session is not session:
-                        raise RpcError("ABORTED", "the update was ended")
-                    if session is not None and loop.time() >= deadline:
-                        raise RpcError("ABORTED", f"nothing came of the update for {IDLE_SECONDS:g} s")
-                    with contextlib.suppress(asyncio.TimeoutError):
-                        await asyncio.wait_for(self._arrived.wait(), 5.0)
-                await network.cross(machine, self._connection)
-                if network.happens("cut_push"):
-                    return broken()
-                message = _proto.UPDATE.request.FromString(self._inbox.popleft())
-                self._changed.notify_all()
-                kind = message.WhichOneof("kind")
-                await machine.awake()
-                if kind == "header":
-                    session = process.begin(message.header)
-                elif kind == "manifest":
-                    process.declare(session, message.manifest.tensors)
-                elif kind == "chunk":
-                    chunk = message.chunk
-                    if network.happens("corrupt"):
-                        chunk.data = bytes([chunk.data[0] ^ 1]) + chunk.data[1:]
-                    process.write(session, chunk)
-                else:
-                    handled = network.serve(process, process.commit(session))
-                    response = (await answered(network, machine, self._connection, handled)).SerializeToString()
-                    if network.happens("lost_commit_reply"):
-                        return broken()
-                    await network.cross(machine, self._connection)
-                    self._response = response
-                    return self._end(None)
-        except RpcError as error:
-            with contextlib.suppress(RpcError):
-                await network.cross(machine, self._connection)
-            self._end(from_rpc_error(error))
-        finally:
-            self._connection.forget(broken)
-            if session is not None:
-                loop.call_later(network.latency(machine), process.drop, session)
 
 
 def _snake(path: str) -> str:

@@ -103,9 +103,9 @@ class Oracle:
         """A server has applied a push."""
         self.note(f"server {number} has version {version}: {content}")
         now = self.eras[-1]
-        if self.push_is_open and (content, version) != (now.content, now.version):
-            if not any((era.content, era.version) == (content, version) for era in self.candidates):
-                self.candidates.append(Era(content, version, self._push_began))
+        known = [(era.content, era.version) for era in (now, *self.candidates)]
+        if self.push_is_open and (content, version) not in known:
+            self.candidates.append(Era(content, version, self._push_began))
 
     # Of pushes.
 
@@ -161,14 +161,14 @@ class Oracle:
     def check_outputs(
         self,
         request_id: str,
+        *,
         begun: float,
         prompts: Sequence[Sequence[int]],
         n: int,
         params: SamplingParams,
         timeout: float | None,
+        if_version: int | None,
         outputs: list[PromptOutput],
-        *,
-        if_version: int | None = None,
     ) -> None:
         require = self.require
         require(len(outputs) == len(prompts), f"{len(outputs)} outputs of {len(prompts)} prompts")
@@ -188,12 +188,12 @@ class Oracle:
                 whole = sample.finish_reason is FinishReason.LENGTH
                 require(whole or may_be_cut, f"{what}: ended early without an order, {sample.finish_reason}")
                 require(not whole or len(sample.token_ids) == params.max_tokens, f"{what}: is not whole")
-                self._check_tokens(what, sample, tuple(prompt), start, if_version)
+                self._check_tokens(what, sample, tuple(prompt), start)
+                made = [span.weight_version for span in sample.weight_versions[:1]]
+                require(if_version is None or made in ([], [if_version]), f"{what}: {made} instead of {if_version}")
 
-    def _check_tokens(
-        self, what: str, sample: Any, prompt: tuple[int, ...], start: float, if_version: int | None
-    ) -> None:
-        position, version = 0, -1
+    def _check_tokens(self, what: str, sample: Any, prompt: tuple[int, ...], start: float) -> None:
+        position = 0
         allowed = self._allowed(start, self.clock())
         for span in sample.weight_versions:
             self.require(span.start == position and span.end > position, f"{what}: spans {sample.weight_versions}")
@@ -206,7 +206,7 @@ class Oracle:
                 if made == [token(sample.seed, prompt, content, span.start + i) for i in range(len(made))]
             ]
             self.require(bool(fits), f"{what}: tokens of version {span.weight_version} are not those of its policy")
-            position, version = span.end, span.weight_version
+            position = span.end
         self.require(position == len(sample.token_ids), f"{what}: spans {sample.weight_versions}")
 
     def check_score(self, begun: float, version: int) -> None:

@@ -19,13 +19,24 @@ from unittest import mock
 import grpc
 
 from rollout_client import RolloutError, _convert, _progress, _push, aio, client
-from rollout_client.fleet import AsyncFleet, Fleet, ReplicaState, _fanout, _fleet, _loop, _pushes
-from rollout_client.fleet import _replica, _requests, _roster
+from rollout_client.fleet import (
+    AsyncFleet,
+    Fleet,
+    ReplicaState,
+    _fanout,
+    _fleet,
+    _loop,
+    _pushes,
+    _replica,
+    _requests,
+    _roster,
+)
 from rollout_client.fleet._replica import Found
 from rollout_client.fleet._router import Lease
 
-from .network import Channel, Machine, Network, PushStream, Weather
+from .network import Channel, Machine, Network, Weather
 from .oracle import Oracle, content_of
+from .push_stream import PushStream
 from .scheduler import Condition, Event, Executor, Scheduler, Thread, VirtualLoop, by_serial, threading_of
 from .server import CHECKPOINT, PAST
 from .workload import POISON, Faults, Generator, Interrupted, Trainer

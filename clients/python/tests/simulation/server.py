@@ -400,9 +400,9 @@ class Process:
     def _check_version(self, header: Any) -> None:
         if header.HasField("expected_version") and header.expected_version != self.version:
             raise RpcError("ABORTED", f"expected_version: the policy has version {self.version}")
-        if header.HasField("new_version") and not header.force_version and self.whole:
-            if header.new_version <= self.version:
-                raise RpcError("FAILED_PRECONDITION", f"new_version: {header.new_version} is not above {self.version}")
+        may_repeat = header.force_version or not self.whole or not header.HasField("new_version")
+        if not may_repeat and header.new_version <= self.version:
+            raise RpcError("FAILED_PRECONDITION", f"new_version: {header.new_version} is not above {self.version}")
 
     async def _admitted(self, running: Running, request: Any, deadline: float | None) -> None:
         """Waits until a request may begin."""

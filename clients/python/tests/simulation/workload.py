@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from rollout_client import Cancelled, FailedPrecondition, RolloutError, SamplingParams
-from rollout_client.errors import Aborted, AlreadyExists, DeadlineExceeded, Unavailable
+from rollout_client.errors import Aborted, DataLoss, DeadlineExceeded, Unavailable
 from rollout_client.fleet import AsyncFleet, Fleet, FleetReceipt, PartialCommit
 
 from .oracle import content_of
@@ -25,7 +25,7 @@ KINDS = {"lora": LORA, "full": FULL, "delta": DELTA}
 POISON = 666
 """A prompt that begins with this ends the server that runs it."""
 # What a request may end with, for faults, orders and deadlines; anything else is a broken promise.
-REQUEST_ERRORS = (Unavailable, FailedPrecondition, DeadlineExceeded, Cancelled, Aborted)
+REQUEST_ERRORS = (Unavailable, FailedPrecondition, DeadlineExceeded, Cancelled, Aborted, DataLoss)
 
 
 class Interrupted(Exception):
@@ -227,7 +227,7 @@ class Trainer:
         if (now.content, now.version) != (content_of(policy), policy.version):
             self.oracle.require(content_of(policy).startswith("checkpoint|None"), f"an order has made it {policy}")
             self.oracle.set_policy(policy)
-            self.oracle.may_repeat = True
+        self.oracle.may_repeat |= self.fleet._roster.dropped
 
     async def pause(self) -> None:
         mode = self.rng.choice(["wait", "abort", "keep"])
@@ -300,7 +300,16 @@ class Generator:
             return
         oracle.note(f"{name}: done")
         oracle.outcomes["generate: done"] += 1
-        oracle.check_outputs(name, begun, prompts, n, params, timeout, outputs)
+        oracle.check_outputs(
+            name,
+            begun=begun,
+            prompts=prompts,
+            n=n,
+            params=params,
+            timeout=timeout,
+            if_version=options.get("if_weight_version"),
+            outputs=outputs,
+        )
 
     async def score(self) -> None:
         run, oracle, begun = self.run, self.run.oracle, self.run.clock()

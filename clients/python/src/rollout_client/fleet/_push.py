@@ -125,7 +125,7 @@ class Transaction:
             self._end()
 
     def drop(self, roll_back: Callable[[], None]) -> None:
-        """Ends a push that nothing refers to any more. Waits for nothing: the garbage collector calls it, in any thread.
+        """Ends a push that nothing refers to. Does not block: the garbage collector calls it, in any thread.
 
         Args:
             roll_back: closes the calls; called in a thread of its own.

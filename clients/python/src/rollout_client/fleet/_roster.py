@@ -172,7 +172,7 @@ class Roster:
                 self.stick(replica, error)
 
     def doubt(self) -> None:
-        """An order to drop the policy has failed: any replica may have followed it, and serves nothing until it tells."""
+        """Takes out all replicas, after a failed order to drop the policy, until their status says what they hold."""
         for replica in self.replicas:
             replica.may_have_dropped = True
             if replica.state is not ReplicaState.LOST:
