@@ -358,7 +358,7 @@ class Faults:
 
     async def kill(self, machine: Any) -> None:
         machine.kill()
-        await asyncio.sleep(self.rng.uniform(1, 20))
+        await asyncio.sleep(self.rng.choice([self.rng.uniform(0.3, 1), self.rng.uniform(1, 20)]))
         if machine.process is None:
             machine.start()
 
