@@ -36,7 +36,7 @@ def test_a_fleet_keeps_its_promises_for_new_seeds():
 def test_a_seed_repeats_a_run_in_another_process():
     source = Path(rollout_client.__file__).parents[1]
     paths = os.pathsep.join([str(source), str(Path(__file__).parent)])
-    program = "from simulation.run import run; print([run(seed).digest for seed in (3, 7, 11)])"
+    program = "from simulation.run import run; print([run(seed).digest for seed in (2, 5)])"
     found = {
         subprocess.run(
             [sys.executable, "-c", program],

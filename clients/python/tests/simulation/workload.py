@@ -189,6 +189,12 @@ class Trainer:
         """Sleep, some time later wake, and what a trainer does around it."""
         rng, oracle, run = self.rng, self.oracle, self.run
         level, mode = rng.choice([1, 1, 2]), rng.choice(["wait", "abort", "keep"])
+        absent = rng.choice(run.network.machines) if rng.random() < 0.3 else None
+        if absent is not None:  # it misses the sleep, and the wake
+            oracle.note(f"server {absent.number} is cut off")
+            absent.cut = True
+            absent.break_connections()
+            await asyncio.sleep(1.0)
         order = lambda fleet: fleet.sleep(level, mode)  # noqa: E731
         try:
             with oracle.cutting():
@@ -201,6 +207,8 @@ class Trainer:
         finally:
             self._note_policy()
             await self._wake(level)
+            if absent is not None:
+                absent.cut = False
 
     async def _wake(self, level: int) -> None:
         rng, oracle = self.rng, self.oracle
