@@ -212,14 +212,14 @@ class AsyncPush:
 
     async def commit(self) -> UpdateResult:
         """As `Push.commit`."""
-        return await self._use(Push.commit)
+        return await self._use(lambda push: push.commit())
 
     async def rollback(self) -> None:
         """As `Push.rollback`."""
         async with self._lock:  # another task may be beginning it
             self._dropped = self._push is None
         if not self._dropped:
-            await self._use(Push.rollback)
+            await self._use(lambda push: push.rollback())
 
     async def __aenter__(self) -> AsyncPush:
         """The push itself, begun."""

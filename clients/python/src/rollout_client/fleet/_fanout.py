@@ -167,7 +167,8 @@ class FanOut:
                 try:
                     results[number] = future.result()
                 except RolloutError as error:
-                    self._drop(number, error)
+                    # Its frames refer to the sender, which could not be collected while this call is kept.
+                    self._drop(number, error.with_traceback(None))
         return results
 
     def _drop(self, number: int, error: RolloutError) -> None:

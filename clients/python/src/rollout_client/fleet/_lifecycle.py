@@ -34,6 +34,10 @@ class LifecycleOrders:
                 try:
                     results = await roster.each(lambda client: client.sleep(level, mode))
                     roster.set_asleep(level)
+                except BaseException:
+                    if level > 1:
+                        roster.doubt()
+                    raise
                 finally:
                     roster.router.open_gate()
                 if level > 1:
@@ -81,7 +85,7 @@ class LifecycleOrders:
     async def _note_reload(self, numbers: list[int]) -> None:
         """What has read the checkpoint again has version 0."""
         roster = self._roster
-        roster.dropped = False
+        was_dropped, roster.dropped = roster.dropped, False
         for number in numbers:
             replica = roster.replicas[number]
             try:
@@ -89,6 +93,11 @@ class LifecycleOrders:
             except Unavailable as error:
                 roster.suspect(replica, error)
                 continue
-            if replica.held is not None and status.weight_version == 0:
+            if replica.held is None or status.weight_version != 0 or replica.held.version == 0:
+                continue
+            if was_dropped:
                 replica.held = replace(replica.held, version=0)
                 roster.policy = replace(roster.policy, version=0)
+            else:  # a sleep that has failed has made it drop a policy that the fleet still has
+                replica.held = None
+                roster.set_state(replica, ReplicaState.BEHIND, "it has read its checkpoint again")

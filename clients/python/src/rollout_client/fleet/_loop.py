@@ -21,8 +21,9 @@ class Loop:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-fleet", daemon=True)
         self._thread.start()
-        # What is submitted before the close is cancelled by it, and nothing is submitted after.
-        self._lock = threading.Lock()
+        # What is submitted before the close is cancelled by it, and nothing is submitted after. Reentrant, because the
+        # garbage collector may submit the end of a push while this thread holds the lock.
+        self._lock = threading.RLock()
         self._closed = False
 
     def submit(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:

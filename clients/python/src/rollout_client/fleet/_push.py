@@ -124,6 +124,15 @@ class Transaction:
         with contextlib.suppress(RolloutError):
             self._end()
 
+    def drop(self, roll_back: Callable[[], None]) -> None:
+        """Ends a push that nothing refers to. Does not block: the garbage collector calls it, in any thread.
+
+        Args:
+            roll_back: closes the calls; called in a thread of its own.
+        """
+        with contextlib.suppress(FailedPrecondition):  # the fleet is closed
+            self._loop.submit(self._pushes.drop(self._pushing, roll_back))
+
     def cancel(self) -> None:
         """Makes whatever is done for it raise `Cancelled`; for any thread. Without effect on one that has ended."""
         if not self._pushing.ended:
@@ -217,6 +226,11 @@ class FleetPush:
             self.commit()
         elif self._receipt is None:
             self._push.__exit__(None, None, None)
+
+    def __del__(self) -> None:
+        """A push that was dropped without its `with` block is rolled back."""
+        if not self._ended:
+            self._transaction.drop(self._push.rollback)
 
     def _sent(self, use: Callable[[], object]) -> None:
         try:

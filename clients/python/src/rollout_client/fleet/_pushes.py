@@ -227,6 +227,15 @@ class Pushes:
         finally:
             self._leave(pushing)
 
+    async def drop(self, pushing: Pushing, roll_back: Callable[[], None]) -> None:
+        """Rolls back a push whose sender does not refer to it any more."""
+        try:
+            await asyncio.to_thread(roll_back)
+            for client in pushing.clients.values():
+                await asyncio.to_thread(client.close)
+        finally:
+            self._leave(pushing)
+
     def cancel(self, pushing: Pushing | None = None) -> None:
         """Ends a push; None is the one that is under way."""
         pushing = self._now if pushing is None else pushing

@@ -81,6 +81,8 @@ class Replica:
     """What it serves; None is not known."""
     unanswered: Unanswered | None = None
     """Until it is known whether `held` is what was before this commit or after it."""
+    may_have_dropped: bool = False
+    """Whether it was told to drop its policy and has not confirmed it. Its status tells whether it has."""
     status: ServerStatus | None = None
     """The last answer; None if there was none the last time."""
     instance: str = ""
@@ -105,7 +107,7 @@ class Replica:
     @property
     def is_known(self) -> bool:
         """Whether it is known what it holds."""
-        return self.held is not None and self.unanswered is None
+        return self.held is not None and self.unanswered is None and not self.may_have_dropped
 
     async def call(self, use: Callable[[AsyncRolloutClient], Awaitable[_T]]) -> _T:
         """Calls it.
@@ -158,5 +160,6 @@ class Replica:
             if status.updates != self.unanswered.updates:
                 self.held = self.unanswered.policy
             self.unanswered = None
+        self.may_have_dropped = False
         self.instance, self.started = found.instance, (begin, end)
         self.is_local, self.status = found.is_local, status

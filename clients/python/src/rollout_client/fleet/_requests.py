@@ -247,7 +247,8 @@ class Requests:
                     raise Unavailable("the server was shut down")
                 return result
             except Revoked:
-                continue
+                if replica.state is ReplicaState.LOST:
+                    lost.append(f"replica {replica.number}: {replica.reason}")
             except RolloutError as error:
                 if isinstance(error, InvalidArgument):
                     raise InvalidArgument(_FIRST.sub(rf"\g<1>[{index}]", str(error))) from error
@@ -283,12 +284,14 @@ class Requests:
                     if time.monotonic() - max(begun, roster.none_since) >= self._patience:
                         raise Unavailable(f"no replica can be reached for {self._patience:g} s: {roster.describe()}")
                 changed = asyncio.ensure_future(roster.changed.wait())
-                await asyncio.wait(
-                    {lease, ended, changed},
-                    timeout=min(call.left(), self._patience),
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                changed.cancel()
+                try:
+                    await asyncio.wait(
+                        {lease, ended, changed},
+                        timeout=min(call.left(), self._patience),
+                        return_when=asyncio.FIRST_COMPLETED,
+                    )
+                finally:
+                    changed.cancel()
             return lease.result()
         except BaseException:
             if lease.done() and not lease.cancelled():

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from ..aio import AsyncRolloutClient
@@ -48,7 +49,7 @@ class Roster:
         self.pushing = False
         """Whether a push holds it, or waits for it."""
         self.checkpoint = ""
-        """The digest of the checkpoint's parameters, if the first replica had no other policy when it was found."""
+        """The digest of the checkpoint's parameters; empty until a replica was found that serves the checkpoint."""
         self.changed = asyncio.Event()
         """Set, and made anew, whenever a replica's state has changed."""
         self.none_since: float | None = time.monotonic()
@@ -148,6 +149,17 @@ class Roster:
         """What a policy has become when it was dropped."""
         return Policy(policy.version, self.checkpoint)
 
+    def learn_checkpoint(self, digest: str) -> None:
+        """A replica serves the checkpoint. Policies on the checkpoint had an empty base until now."""
+        if self.checkpoint:
+            return
+        self.checkpoint = digest
+        if self.policy is not None and not self.policy.base:
+            self.policy = replace(self.policy, base=digest)
+        for replica in self.replicas:
+            if replica.held is not None and not replica.held.base:
+                replica.held = replace(replica.held, base=digest)
+
     async def refresh(self, replica: Replica) -> None:
         """Asks a replica that can be reached for its status."""
         if replica.state is not ReplicaState.LOST:
@@ -159,10 +171,19 @@ class Roster:
                 replica.status = None
                 self.stick(replica, error)
 
-    async def settle(self) -> None:
-        """Finds out what those replicas hold whose answer to a commit was lost, as far as they can be reached."""
+    def doubt(self) -> None:
+        """Takes out all replicas, after a failed order to drop the policy, until their status says what they hold."""
         for replica in self.replicas:
-            if replica.unanswered is not None and replica.state is not ReplicaState.LOST:
+            replica.may_have_dropped = True
+            if replica.state is not ReplicaState.LOST:
+                self.set_state(replica, ReplicaState.BEHIND, "it was told to drop its policy, and has not confirmed it")
+            replica.looked.set()
+
+    async def settle(self) -> None:
+        """Finds out what those replicas hold whose answer to an order was lost, as far as they can be reached."""
+        for replica in self.replicas:
+            is_unsure = replica.unanswered is not None or replica.may_have_dropped
+            if is_unsure and replica.state is not ReplicaState.LOST:
                 try:
                     await self._ask(replica)
                 except Unavailable as error:
@@ -265,6 +286,8 @@ class Roster:
         if status.lifecycle is Lifecycle.SHUTTING_DOWN:
             raise Unavailable("it is shutting down")
         replica.notice(found, status, asked)
+        if replica.held is not None and _has_no_policy(status):
+            replica.held = self.at_checkpoint(replica.held)
         return status
 
     async def _join_in_turn(self, replica: Replica) -> None:
@@ -278,17 +301,20 @@ class Roster:
         client = replica.client
         if replica.unanswered is not None:
             raise FailedPrecondition("a push is under way on it, whose sender has left")
+        if self.asleep is None and self._needs_wake(status):
+            await self._wake(replica)
+            status = await self._ask(replica)
         if replica.held is None and status.asleep is None:
             digest = digest_of_parameters(await client.checksum())
             replica.held = Policy(status.weight_version, digest, residents=await self._residents(replica))
+            if status.weight_version == 0:
+                self.learn_checkpoint(digest)
             if self.policy is None:
-                self.policy, self.checkpoint = replica.held, digest if status.weight_version == 0 else ""
+                self.policy = replica.held
         if self.asleep is not None and status.asleep is None:
             await client.sleep(self.asleep, "abort")  # the trainer has the memory now
         if replica.held is None or (self.asleep is not None and replica.held != self.policy):
             raise FailedPrecondition("it sleeps, and catches up when the fleet wakes")
-        if self.asleep is None and status.asleep is not None:
-            await self._wake(replica, status.asleep.level)
         if replica.held != self.policy:
             await self._catch_up(replica)
         await self._pause_as_the_fleet(replica)
@@ -306,12 +332,14 @@ class Roster:
         elif is_paused and not self.paused:
             await replica.client.resume()
 
-    async def _wake(self, replica: Replica, level: int) -> None:
-        """Wakes a replica that has missed a wake of the fleet."""
-        reloads = level > 1 and self.policy.base == self.checkpoint
-        await replica.client.wake(reload=reloads)
-        if reloads:
-            replica.held = Policy(0, self.checkpoint, residents=replica.held.residents)
+    def _needs_wake(self, status: ServerStatus) -> bool:
+        """Whether a server sleeps, or has no policy though the fleet's was not dropped, and the fleet is awake."""
+        return status.asleep is not None or (status.lifecycle is Lifecycle.WEIGHTS_MISSING and not self.dropped)
+
+    async def _wake(self, replica: Replica) -> None:
+        """Wakes a replica that has missed a wake of the fleet, or that a killed trainer has left asleep."""
+        reload = self.policy is None or self.policy.base == self.checkpoint
+        await replica.client.wake(reload=reload)
 
     async def _residents(self, replica: Replica) -> frozenset[tuple[str, str]]:
         """Adapters of a server that is new here; their digests are not known, so that they are pushed again."""
@@ -381,3 +409,10 @@ class Roster:
             every = LOST_POLL_SECONDS if replica.state is ReplicaState.LOST else HEALTHY_POLL_SECONDS
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(replica.looked.wait(), every)
+
+
+def _has_no_policy(status: ServerStatus) -> bool:
+    """Whether a server has dropped its policy, so that an adapter is merged into the checkpoint."""
+    if status.asleep is None:
+        return status.lifecycle is Lifecycle.WEIGHTS_MISSING
+    return status.asleep.level > 1 and "weights" not in status.asleep.resident and not status.asleep.pending_update
