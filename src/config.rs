@@ -34,13 +34,13 @@ pub struct Config {
     #[arg(long, env = "ROLLOUT_ATTENTION", value_enum, default_value_t = AttentionChoice::Invariant)]
     pub attention: AttentionChoice,
 
-    /// Ceiling on all that the process takes, as a fraction of the device's memory (for the CPU: of the smaller of
-    /// the machine's and its cgroup's).
+    /// Ceiling on all that the process takes, as a fraction of the device's memory (for the CPU: of the smallest of
+    /// the machine's, its cgroup's and the limits of `ulimit -v` and `ulimit -d`).
     #[arg(long, env = "ROLLOUT_MEM_UTIL", default_value_t = 0.5, value_name = "F")]
     pub mem_util: f64,
 
     /// With a device that has memory of its own: ceiling on what the process takes of the host's, e.g. 64GiB [default:
-    /// half of the smaller of the machine's and its cgroup's].
+    /// half of the smallest of the machine's, its cgroup's and the limits of `ulimit -v` and `ulimit -d`].
     #[arg(long, env = "ROLLOUT_HOST_MEMORY", value_parser = parse_bytes, value_name = "BYTES")]
     pub host_memory: Option<u64>,
 

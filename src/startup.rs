@@ -54,7 +54,8 @@ impl Started {
     /// What the server needs, and the engine's thread.
     pub fn into_context(self, config: &Config) -> (ServingContext, JoinHandle<Result<()>>) {
         let Self { engine, thread, model, text, .. } = self;
-        let sources = Arc::new(Sources::new(config.weights_dir.clone()).with_devices(self.devices));
+        let sources = Sources::new(config.weights_dir.clone()).with_devices(self.devices);
+        let sources = Arc::new(sources.with_traffic(self.traffic.clone()));
         let info = ServerInfo {
             model: self.model_name,
             architecture: model.architecture_name().into(),

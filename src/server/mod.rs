@@ -49,7 +49,7 @@ pub use shutdown::{ShutdownHandle, ShutdownOrders, shutdown_channel, watch_signa
 use crate::engine::{Command, EngineHandle};
 use crate::error::{Error, Result};
 use crate::memory::{Traffic, trim};
-use crate::observe::Observer;
+use crate::observe::{Metrics, Observer};
 use crate::weights::Segments;
 use connections::Incoming;
 use frames::FrameRoom;
@@ -197,6 +197,7 @@ pub async fn serve(
     context: impl Future<Output = Result<ServingContext>>,
     mut orders: ShutdownOrders,
 ) -> Result<Ended> {
+    let metrics = observer.metrics.clone();
     let (keeper, gate) = gate::gate(observer);
     let (health, health_service) = tonic_health::server::health_reporter();
     report(&health, ServingStatus::NotServing).await;
@@ -223,7 +224,7 @@ pub async fn serve(
         order = orders.next() => order,
         ended = &mut transport.0 => return Err(Error::Internal(format!("the transport ended by itself: {ended:?}"))),
         never = release_removed(context.sources.segments()) => match never {},
-        never = give_memory_back(&context.traffic, &frame_room) => match never {},
+        never = give_memory_back(&context.traffic, &frame_room, &metrics) => match never {},
     };
 
     tracing::info!(grace_seconds = grace.as_secs_f64(), "ending: running requests may finish");
@@ -252,17 +253,18 @@ async fn release_removed(segments: &Segments) -> Infallible {
     }
 }
 
-/// Trims the heap when requests and replies take much less memory than they did, or when many connections have ended.
-/// The allocator keeps what is freed, so that the memory of a burst would stay in the process for ever.
-async fn give_memory_back(traffic: &Traffic, frame_room: &FrameRoom) -> Infallible {
+/// Trims the heap when requests and replies take much less memory than they did, when many connections have ended, and
+/// when a push has ended. The allocator keeps what is freed, so that the memory of a burst would stay in the process.
+async fn give_memory_back(traffic: &Traffic, frame_room: &FrameRoom, metrics: &Metrics) -> Infallible {
     let mut ticks = tokio::time::interval(TRIM_INTERVAL);
-    let (mut most, mut dropped) = (0, 0);
+    let (mut most, mut dropped, mut pushes) = (0, 0, 0);
     loop {
         ticks.tick().await;
         most = traffic.take_high_water().max(most);
         dropped += frame_room.take_dropped();
-        if most.saturating_sub(traffic.used()) + dropped >= TRIM_BYTES {
-            (most, dropped) = (traffic.used(), 0);
+        let ended = metrics.pushes_ended();
+        if ended > pushes || most.saturating_sub(traffic.used()) + dropped >= TRIM_BYTES {
+            (most, dropped, pushes) = (traffic.used(), 0, ended);
             // On the blocking pool, because it takes the allocator's locks one after the other. If it fails, the next
             // trim does its work.
             let _ = tokio::task::spawn_blocking(trim).await;

@@ -69,14 +69,21 @@ def everybody_else(address):
     assert not failed, failed
 
 
-@pytest.fixture(scope="module")
-def server(binary):
+@contextlib.contextmanager
+def limited(binary, ceiling, *flags):
+    """A server with this ceiling."""
     with ServerProcess(binary, MODEL, [*CACHE, "--mem-util", "0.2"]) as process:
         machine = process.client.status().memory.total_bytes
-    with ServerProcess(binary, MODEL, [*CACHE, "--mem-util", f"{CEILING / machine:.6f}"]) as process:
+    with ServerProcess(binary, MODEL, [*CACHE, "--mem-util", f"{ceiling / machine:.6f}", *flags]) as process:
         # Until all that a server touches once is touched: the cache, each thread's stack.
         process.client.generate([[i % 500, i % 7] for i in range(300)], n=4, sampling=WARM)
         process.client.score([[i % 500 for i in range(1000)]] * 4, top_logprobs=10)
+        yield process
+
+
+@pytest.fixture(scope="module")
+def server(binary):
+    with limited(binary, CEILING) as process:
         yield process
 
 
@@ -93,7 +100,7 @@ def bounded(server):
         yield server
     assert server.process.poll() is None, "the server has died"
     peak = memory(pid, "VmHWM")
-    assert peak <= CEILING, f"{peak >> 20} MiB were resident"
+    assert peak <= server.client.status().memory.ceiling_bytes, f"{peak >> 20} MiB were resident"
     deadline = time.monotonic() + PATIENCE
     while memory(pid, "VmRSS") > idle + BACK_WITHIN and time.monotonic() < deadline:
         time.sleep(0.1)

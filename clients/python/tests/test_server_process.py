@@ -88,6 +88,22 @@ def test_resident_memory_stays_below_the_ceiling_while_the_whole_cache_is_used(b
         assert 0.5 * used < peak <= after.memory.ceiling_bytes, (peak, after.memory)
 
 
+@pytest.mark.parametrize("option", ["d", "v"])
+def test_the_resource_limits_of_the_process_count(binary, option):
+    """`ulimit -d` is the memory that `--mem-util` is a share of; of `ulimit -v` the mapped checkpoint comes off."""
+    limit, model = 2 << 30, FIXTURES / "llama-tied"
+    prefix = ("sh", "-c", f'ulimit -{option} {limit >> 10}; exec "$@"', "sh")
+    with ServerProcess(binary, model, [*SMALL_CACHE, "--mem-util", "0.5"], prefix=prefix) as server:
+        ledger = server.client.status().memory
+        if option == "d":
+            assert ledger.total_bytes == limit
+        else:
+            mapped = (model / "model.safetensors").stat().st_size + Path(binary).stat().st_size // 2
+            assert limit // 2 < ledger.total_bytes < limit - mapped
+        assert ledger.ceiling_bytes == ledger.total_bytes // 2
+        server.client.generate([[1, 2, 3]], n=4, sampling=SamplingParams(max_tokens=8))
+
+
 def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(binary):
     with ServerProcess(binary, FIXTURES / "llama-tied", SMALL_CACHE) as server:
         sampling = SamplingParams(max_tokens=600, ignore_eos=True)

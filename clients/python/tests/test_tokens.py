@@ -26,6 +26,7 @@ from rollout_client import (
     Unauthenticated,
     _proto,
 )
+from rollout_client._convert_weights import update_header
 from serving import FIXTURES, LONG, SMALL_CACHE, assert_idle, wait_for
 
 MODEL = FIXTURES / "llama-tied"
@@ -289,6 +290,37 @@ def test_a_request_belongs_to_the_token_that_started_it(guarded):
         assert user.abort("a").aborted == ["a"]
         assert sorted(trainer.abort(["b", "d"]).aborted) == ["b", "d"]
         assert ended(running["a"]) == ended(running["b"]) == ended(running["d"]) == {FinishReason.ABORTED}
+
+
+def test_the_adapter_of_a_push_that_may_fail_shows_to_the_role_control_alone(binary, tmp_path):
+    tokens = token_file(tmp_path / "tokens", f"control {TRAINER}", f"generate {USER}")
+    flags = [*SMALL_CACHE, "--auth-token-file", str(tokens), "--max-adapters", "1"]
+    message = _proto.UPDATE.request(header=update_header("lora", {"adapter": "secret-plan"}))
+    message.header.total_bytes = 1000
+
+    def page(address, token):
+        """The first event of the page."""
+        host, _, port = address.rpartition(":")
+        connection = http.client.HTTPConnection(host, int(port), timeout=60)
+        connection.request("GET", "/events", headers={"authorization": f"Bearer {token}"})
+        event = json.loads(connection.getresponse().readline().removeprefix(b"data: "))
+        connection.close()
+        return event
+
+    with (
+        ServerProcess(binary, MODEL, flags, token=TRAINER) as process,
+        RolloutClient(process.address, token=USER) as user,
+    ):
+        with process.client._start_update(60) as stream:
+            stream.send(message.SerializeToString())
+            wait_for(process.client, lambda status: status.update and status.update.adapter == "secret-plan", "open")
+            update = user.status().update
+            assert (update.kind, update.adapter) == ("lora", None)
+        wait_for(process.client, lambda status: status.update is None, "ended")
+        for token, adapter in [(USER, None), (TRAINER, "secret-plan")]:
+            event = page(process.http_address, token)
+            assert [push["adapter"] for push in event["pushes"]] == [adapter]
+            assert ("secret-plan" in json.dumps(event)) == (token == TRAINER)
 
 
 def test_messages_without_a_token_are_not_received(guarded):

@@ -258,8 +258,11 @@ def test_a_killed_trainer_never_pushed(unchanged, transport):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout.readline() == "under way\n"
         wait_for(client, lambda status: status.updating, "updating")
+        left = f"rollout-{child.pid}-*"
+        assert len(list(Path("/dev/shm").glob(left))) == (transport == "shared_memory")
         child.kill()
     wait_for(client, lambda status: not status.updating, "without a push")
+    wait_for(client, lambda _: not list(Path("/dev/shm").glob(left)), "without the segment of the dead trainer")
 
 
 @pytest.mark.parametrize("left", [0.0, 0.3, 0.9])

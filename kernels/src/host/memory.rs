@@ -12,20 +12,46 @@ static STATM: OnceLock<Option<File>> = OnceLock::new();
 /// Bytes of the buffer that `statm` is read to. Its seven numbers have fewer digits.
 const STATM_BYTES: usize = 256;
 
-/// The memory in bytes that this process can count on: the smallest of the machine's memory and the limits of all
-/// cgroups that it is in.
+/// The memory in bytes that this process can count on: the smallest of the machine's memory, the limits of all cgroups
+/// that it is in, and what its resource limits leave for data.
 pub fn total_bytes() -> u64 {
-    cgroup_limit(Path::new("/sys/fs/cgroup"), &read("/proc/self/cgroup"))
-        .map_or_else(machine_bytes, |limit| limit.min(machine_bytes()))
+    let cgroup = cgroup_limit(Path::new("/sys/fs/cgroup"), &read("/proc/self/cgroup"));
+    cgroup.into_iter().fold(machine_bytes(), u64::min).min(data_bytes(
+        resource_limit(libc::RLIMIT_AS),
+        resource_limit(libc::RLIMIT_DATA),
+        statm(Statm::Size).saturating_sub(statm(Statm::Data)),
+    ))
+}
+
+/// Bytes of data that fit below the limits of the address space and of the data. `other` is what else of the address
+/// space is mapped: code and libraries, and the checkpoint's files, which stay mapped and which the ledger does not
+/// count.
+fn data_bytes(address_space: u64, data: u64, other: u64) -> u64 {
+    if address_space == libc::RLIM_INFINITY { data } else { data.min(address_space.saturating_sub(other)) }
 }
 
 /// The resident memory of the process in bytes, or 0 where the system does not report it. After the first call it can
 /// be read even when no file descriptor is left.
 pub fn resident_bytes() -> u64 {
+    statm(Statm::Resident)
+}
+
+/// Numbers of `/proc/self/statm`, by their place in it.
+#[derive(Clone, Copy)]
+enum Statm {
+    /// All that is mapped.
+    Size = 0,
+    Resident = 1,
+    /// What is mapped private and writable: heap, stacks, anonymous memory.
+    Data = 5,
+}
+
+/// A number of `/proc/self/statm` in bytes, or 0 where the system does not report it.
+fn statm(number: Statm) -> u64 {
     let read = |file: &File| {
         let mut text = [0; STATM_BYTES];
         let bytes = file.read_at(&mut text, 0).ok()?;
-        let pages = std::str::from_utf8(&text[..bytes]).ok()?.split_whitespace().nth(1)?;
+        let pages = std::str::from_utf8(&text[..bytes]).ok()?.split_whitespace().nth(number as usize)?;
         pages.parse::<u64>().ok()
     };
     STATM.get_or_init(|| File::open("/proc/self/statm").ok()).as_ref().and_then(read).unwrap_or(0) * page_bytes()
@@ -33,9 +59,20 @@ pub fn resident_bytes() -> u64 {
 
 /// How many file descriptors the process may have; `u64::MAX` if there is no limit.
 pub fn open_files_limit() -> u64 {
+    resource_limit(libc::RLIMIT_NOFILE)
+}
+
+/// The type of `RLIMIT_AS` and its like.
+#[cfg(target_env = "gnu")]
+type Resource = libc::__rlimit_resource_t;
+#[cfg(not(target_env = "gnu"))]
+type Resource = libc::c_int;
+
+/// A soft limit of this process; `RLIM_INFINITY`, which is `u64::MAX`, if there is none.
+fn resource_limit(resource: Resource) -> u64 {
     let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
     // SAFETY: getrlimit writes one rlimit, to which the pointer points; if it fails the limit stays as it is.
-    unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) };
+    unsafe { libc::getrlimit(resource, &raw mut limit) };
     limit.rlim_cur
 }
 
@@ -119,6 +156,17 @@ mod tests {
         trim();
         let freed = held.saturating_sub(resident_bytes());
         assert!(!cfg!(target_env = "gnu") || freed > 32 << 20, "{freed} bytes went back");
+    }
+
+    #[test]
+    fn limits_of_the_process_count_and_what_is_mapped_comes_off_the_address_space() {
+        let none = libc::RLIM_INFINITY;
+        assert_eq!(data_bytes(none, none, 700), none);
+        assert_eq!(data_bytes(none, 1000, 700), 1000);
+        assert_eq!(data_bytes(1500, none, 700), 800);
+        assert_eq!(data_bytes(1500, 600, 700), 600);
+        assert_eq!(data_bytes(500, none, 700), 0);
+        assert!(statm(Statm::Size) > statm(Statm::Data) && statm(Statm::Data) > 0);
     }
 
     #[test]

@@ -150,7 +150,7 @@ pub fn adapter(parameters: &Parameters, layers: usize, rank: usize) -> Arc<Adapt
         .flat_map(|name| [entry(name, "lora_A.weight", vec![rank, 3]), entry(name, "lora_B.weight", vec![5, rank])])
         .collect();
     let tensors: Vec<_> = entries.iter().map(AdapterTensor::from).collect();
-    let spec = AdapterSpec::new(&config, &tensors, parameters).unwrap();
+    let spec = AdapterSpec::new(&config, &tensors, parameters, &Traffic::new(u64::MAX)).unwrap();
     Arc::new(spec.build(&|i| TensorData::F32(vec![1.0; entries[i].shape.iter().product()].into())))
 }
 

@@ -316,6 +316,11 @@ impl Metrics {
         self.of_push(kind, transport).failed.add(1);
     }
 
+    /// Pushes that have ended, applied or not.
+    pub fn pushes_ended(&self) -> u64 {
+        self.pushes.iter().flatten().map(|push| push.applied.get() + push.failed.get()).sum()
+    }
+
     /// A sleep at `level` has given back so many bytes of weights and of KV cache.
     pub fn slept(&self, level: u64, took: Duration, weights: u64, kv_cache: u64) {
         self.sleep_time[usize::from(level == 2)].observe(took);

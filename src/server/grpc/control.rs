@@ -5,6 +5,7 @@ use std::time::Instant;
 use tonic::{Request, Response};
 
 use super::deadline::{answer, deadline_of};
+use super::guard::caller_of;
 use super::status::to_status;
 use crate::engine::{self, Command};
 use crate::error::Result;
@@ -13,6 +14,7 @@ use crate::server::calls::ask;
 use crate::server::context::ServingContext;
 use crate::server::convert;
 use crate::server::gate::Gate;
+use crate::server::security::Caller;
 use crate::server::{orders, pb};
 
 pub(super) struct ControlService {
@@ -25,10 +27,15 @@ impl ControlService {
         Self { gate, started: Instant::now() }
     }
 
-    async fn status(&self) -> Result<pb::GetStatusResponse> {
+    /// The status. A caller that may end only its own requests does not see the adapter of an open push, which may
+    /// fail: others' adapters show once they are resident.
+    async fn status(&self, caller: Caller) -> Result<pb::GetStatusResponse> {
         let context = self.gate.look()?;
         let engine = ask(&context.engine, |reply| Command::Status { reply }).await?;
-        let status = status_response(&engine);
+        let mut status = status_response(&engine);
+        if let Some(update) = status.update.as_mut().filter(|_| caller.limited_to.is_some()) {
+            update.adapter.clear();
+        }
         Ok(pb::GetStatusResponse {
             uptime_seconds: self.started.elapsed().as_secs_f64(),
             internal_errors: status.internal_errors + self.gate.panics.count(),
@@ -76,7 +83,7 @@ impl pb::control_server::Control for ControlService {
         &self,
         request: Request<pb::GetStatusRequest>,
     ) -> tonic::Result<Response<pb::GetStatusResponse>> {
-        answer(deadline_of(&request), self.status()).await
+        answer(deadline_of(&request), self.status(caller_of(&request))).await
     }
 
     async fn get_timeline(

@@ -7,6 +7,7 @@ use super::config::{AdapterConfig, TrainedBias};
 use super::names::{PREFIX, Role, TensorName};
 use super::spec::{AdapterSpec, ChangeSpec, DeltaSpec, Kind, LowRankSpec, WholeSpec};
 use crate::error::{Error, Result};
+use crate::memory::Traffic;
 use crate::weights::parameters::{Dtype, Parameters, matrix_shape};
 
 const EMBEDDING: &str = "model.embed_tokens";
@@ -17,16 +18,22 @@ type Module = BTreeMap<Role, usize>;
 
 impl AdapterSpec {
     /// Checks an adapter's tensors against `config`, the text of `adapter_config.json`, and the model. Without a
-    /// configuration and tensors it is the adapter that changes nothing.
+    /// configuration and tensors it is the adapter that changes nothing. What the check takes is counted in `traffic`
+    /// meanwhile.
     ///
     /// # Errors
     /// `InvalidArgument` naming the tensor or the configuration's field that is unknown, missing, twice, of another
-    /// shape, or not supported.
-    pub fn new(config: &str, tensors: &[AdapterTensor<'_>], parameters: &Parameters) -> Result<Self> {
+    /// shape, or not supported; `ResourceExhausted` if there is no memory to read the configuration.
+    pub fn new(
+        config: &str,
+        tensors: &[AdapterTensor<'_>],
+        parameters: &Parameters,
+        traffic: &Traffic,
+    ) -> Result<Self> {
         let changes = if config.trim().is_empty() && tensors.is_empty() {
             BTreeMap::new()
         } else {
-            check(config, tensors, parameters)?
+            check(config, tensors, parameters, traffic)?
         };
         Ok(Self { changes, serving: parameters.dtype() })
     }
@@ -36,8 +43,13 @@ impl AdapterSpec {
 ///
 /// # Errors
 /// See [`AdapterSpec::new`](super::AdapterSpec::new).
-fn check(config: &str, tensors: &[AdapterTensor<'_>], parameters: &Parameters) -> Result<BTreeMap<String, ChangeSpec>> {
-    let config = AdapterConfig::parse(config)?;
+fn check(
+    config: &str,
+    tensors: &[AdapterTensor<'_>],
+    parameters: &Parameters,
+    traffic: &Traffic,
+) -> Result<BTreeMap<String, ChangeSpec>> {
+    let config = AdapterConfig::parse(config, traffic)?;
     if tensors.is_empty() {
         return Err(Error::invalid(
             "tensors",

@@ -2,10 +2,11 @@
 
 use std::fmt;
 
-use regex::{Regex, RegexBuilder};
 use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 
+use super::patterns::Patterns;
 use crate::error::{Error, Result};
+use crate::memory::{Charge, Traffic};
 
 /// Fields that change what the adapter computes; each must be unset.
 const UNSUPPORTED: [&str; 11] = [
@@ -24,17 +25,15 @@ const UNSUPPORTED: [&str; 11] = [
 /// Beginnings of the values of `init_lora_weights` with which the trainer adapts another base than the checkpoint, or
 /// PEFT rounds the merge in another way.
 const OTHER_BASES: [&str; 6] = ["pissa", "corda", "olora", "loftq", "lora_ga", "mica"];
-/// Most entries of a pattern table. One for every layer of a large model fits; more would only cost memory.
-const MAX_PATTERNS: usize = 4096;
-/// Most bytes of a compiled pattern. The name of a module takes a few KiB.
-const PATTERN_BYTES: usize = 1 << 16;
+/// What each byte of the text takes as fields. Most are taken by lists of short lists: 52 bytes.
+const FIELD_BYTES: u64 = 64;
 
 /// The fields of PEFT's `LoraConfig` that decide a merge. Fields that are missing have PEFT's defaults.
 pub(super) struct AdapterConfig {
     rank: u32,
     alpha: f64,
-    rank_pattern: Vec<(Regex, u32)>,
-    alpha_pattern: Vec<(Regex, f64)>,
+    rank_pattern: Patterns<u32>,
+    alpha_pattern: Patterns<f64>,
     rank_stabilised: bool,
     pub dora: bool,
     /// Whether `lora_B` has a bias.
@@ -43,6 +42,8 @@ pub(super) struct AdapterConfig {
     pub modules_to_save: Vec<String>,
     /// Whether a head that is the embedding stays so where `modules_to_save` names either.
     pub ensure_weight_tying: bool,
+    /// Counts what the configuration takes, and what reading it has taken.
+    _charge: Charge,
 }
 
 /// Which of the base's biases the adapter replaces: the field `bias`.
@@ -55,11 +56,13 @@ pub(super) enum TrainedBias {
 }
 
 impl AdapterConfig {
-    /// Reads the text of `adapter_config.json`.
+    /// Reads the text of `adapter_config.json`. What that takes is counted in `traffic` before.
     ///
     /// # Errors
-    /// `InvalidArgument` naming the field that is wrong or not supported.
-    pub fn parse(json: &str) -> Result<Self> {
+    /// `InvalidArgument` naming the field that is wrong or not supported; `ResourceExhausted` if there is no memory to
+    /// read it.
+    pub fn parse(json: &str, traffic: &Traffic) -> Result<Self> {
+        let mut charge = traffic.charge(json.len() as u64 * FIELD_BYTES)?;
         let fields: Field = serde_json::from_str(json)
             .map_err(|e| Error::invalid("adapter_config", format!("not the JSON of adapter_config.json: {e}")))?;
         let fields = Fields::of(&fields)?;
@@ -67,20 +70,21 @@ impl AdapterConfig {
         Ok(Self {
             rank: fields.get("r").map_or(Ok(8), |r| rank("r", r))?,
             alpha: fields.get("lora_alpha").map_or(Ok(8.0), |alpha| number("lora_alpha", alpha))?,
-            rank_pattern: fields.pattern("rank_pattern", rank)?,
-            alpha_pattern: fields.pattern("alpha_pattern", number)?,
+            rank_pattern: fields.patterns("rank_pattern", rank, &mut charge)?,
+            alpha_pattern: fields.patterns("alpha_pattern", number, &mut charge)?,
             rank_stabilised: fields.flag("use_rslora")?,
             dora: fields.flag("use_dora")?,
             lora_bias: fields.flag("lora_bias")?,
             bias: fields.bias()?,
             modules_to_save: fields.texts("modules_to_save")?,
             ensure_weight_tying: fields.flag("ensure_weight_tying")?,
+            _charge: charge,
         })
     }
 
     /// The rank of the module with this name in the base model. The first pattern that matches wins.
     pub fn rank(&self, module: &str) -> u32 {
-        first_match(&self.rank_pattern, module).unwrap_or(self.rank)
+        self.rank_pattern.get(module).unwrap_or(self.rank)
     }
 
     /// The scaling of the module with this name: computed in float64 as Python does, then rounded to float32 as PyTorch
@@ -90,17 +94,13 @@ impl AdapterConfig {
     /// `InvalidArgument` if it is not finite in float32.
     pub fn scaling(&self, module: &str) -> Result<f32> {
         let rank = f64::from(self.rank(module));
-        let alpha = first_match(&self.alpha_pattern, module).unwrap_or(self.alpha);
+        let alpha = self.alpha_pattern.get(module).unwrap_or(self.alpha);
         let scaling = (alpha / if self.rank_stabilised { rank.sqrt() } else { rank }) as f32;
         if !scaling.is_finite() {
             return Err(bad("lora_alpha", format!("{alpha} of {module} is beyond float32; give a smaller one")));
         }
         Ok(scaling)
     }
-}
-
-fn first_match<T: Copy>(pattern: &[(Regex, T)], module: &str) -> Option<T> {
-    pattern.iter().find(|(regex, _)| regex.is_match(module)).map(|(_, value)| *value)
 }
 
 fn bad(field: &str, message: String) -> Error {
@@ -182,25 +182,20 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// The compiled module patterns of a table with their values. PEFT matches them by
-    /// `re.match(rf"(.*\.)?({key})$", module)`.
-    fn pattern<T>(&self, name: &str, value: impl Fn(&str, &Field) -> Result<T>) -> Result<Vec<(Regex, T)>> {
-        let entries = match self.get(name) {
-            None => return Ok(Vec::new()),
+    /// The module patterns of a table with their values.
+    fn patterns<T: Copy>(
+        &self,
+        name: &str,
+        value: impl Fn(&str, &Field) -> Result<T>,
+        charge: &mut Charge,
+    ) -> Result<Patterns<T>> {
+        let entries: &[(String, Field)] = match self.get(name) {
+            None => &[],
             Some(Field::Table(entries)) => entries,
             Some(other) => return Err(bad(name, format!("{other} is no table of module names"))),
         };
-        if entries.len() > MAX_PATTERNS {
-            return Err(bad(name, format!("{} entries are more than the {MAX_PATTERNS} allowed", entries.len())));
-        }
-        let compiled = entries.iter().map(|(key, field)| {
-            let regex = RegexBuilder::new(&format!(r"^(?:(.*\.)?({key})$)"))
-                .size_limit(PATTERN_BYTES)
-                .build()
-                .map_err(|e| bad(name, format!("{key:?} is no regular expression that is understood here: {e}")))?;
-            Ok((regex, value(&format!("{name}.{key}"), field)?))
-        });
-        compiled.collect()
+        let table = entries.iter().map(|(key, field)| Ok((key.as_str(), value(&format!("{name}.{key}"), field)?)));
+        Patterns::new(name, table.collect::<Result<_>>()?, charge)
     }
 }
 

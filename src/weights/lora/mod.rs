@@ -5,12 +5,13 @@
 //! adapter_config.json + names, dtypes, shapes ─ check ─> AdapterSpec ─ build, with the values ─> Adapter ─> merge
 //! ```
 //!
-//! `config` reads the configuration, `names` takes the names of tensors apart, and `check` compares both with the
-//! model.
+//! `config` reads the configuration, `patterns` its tables of modules, `names` takes the names of tensors apart, and
+//! `check` compares them with the model.
 
 mod check;
 mod config;
 mod names;
+mod patterns;
 mod spec;
 #[cfg(test)]
 mod testing;

@@ -1,6 +1,7 @@
 //! Adapters, merged on every instruction set and compared with PEFT, and adapters that must be refused.
 
 mod manifest;
+mod patterns;
 mod peft;
 
 use half::{bf16, f16};
@@ -10,6 +11,7 @@ use rand::{Rng, SeedableRng};
 use rollout_kernels::cpu::Isa;
 
 use super::*;
+use crate::memory::Traffic;
 use crate::weights::parameters::{Dtype, ParamSpec, Parameters, ShardRule, Slice, TensorData, matrix_shape};
 
 /// An adapter as it is pushed.
@@ -48,7 +50,7 @@ impl Push {
     fn check(&self, parameters: &Parameters) -> Result<AdapterSpec> {
         let tensors = self.tensors.iter().map(|(name, dtype, shape)| AdapterTensor { name, dtype: *dtype, shape });
         let tensors: Vec<_> = tensors.collect();
-        AdapterSpec::new(&self.config, &tensors, parameters)
+        AdapterSpec::new(&self.config, &tensors, parameters, &Traffic::new(u64::MAX))
     }
 
     fn build(&self, parameters: &Parameters) -> Adapter {

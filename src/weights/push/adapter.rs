@@ -5,7 +5,7 @@ use super::manifest::{Declared, Manifest};
 use super::receipt::Receipt;
 use super::reservation::adapter_bytes;
 use crate::error::{Error, Result};
-use crate::memory::human_bytes;
+use crate::memory::{Traffic, human_bytes};
 use crate::weights::lora::{Adapter, AdapterSpec, AdapterTensor};
 use crate::weights::{Slice, TensorData};
 
@@ -17,11 +17,13 @@ pub(super) struct PushedAdapter {
     unmerged: bool,
     /// The checked adapter, once all its tensors are declared. `None` for a push of nothing, which means the base.
     spec: Option<AdapterSpec>,
+    /// Counts what reading the configuration takes.
+    traffic: Traffic,
 }
 
 impl PushedAdapter {
-    pub fn new(config: String, unmerged: bool) -> Self {
-        Self { config, unmerged, spec: None }
+    pub fn new(config: String, unmerged: bool, traffic: Traffic) -> Self {
+        Self { config, unmerged, spec: None, traffic }
     }
 
     /// The checked adapter, once all its tensors are declared and unless it is the base.
@@ -38,7 +40,7 @@ impl PushedAdapter {
             return Ok(());
         }
         let tensors: Vec<_> = manifest.tensors().iter().map(|tensor| AdapterTensor::from(&tensor.entry)).collect();
-        self.spec = Some(AdapterSpec::new(&self.config, &tensors, manifest.parameters())?);
+        self.spec = Some(AdapterSpec::new(&self.config, &tensors, manifest.parameters(), &self.traffic)?);
         Ok(())
     }
 

@@ -90,10 +90,10 @@ impl Receiver {
                         "the directory declares the tensors and the adapter's configuration; leave both out",
                     ));
                 }
-                let directory = open_directory(kind, &path, sources.weights_dir.as_deref())?;
-                let Directory { files, places, .. } = directory;
+                let directory = open_directory(kind, &path, sources, parameters.len())?;
+                let Directory { files, places, charge, .. } = directory;
                 (tensors, config) = (directory.tensors, directory.adapter_config);
-                OpenedSource::Directory { files, places }
+                OpenedSource::Directory { files, places, _charge: charge }
             }
             Source::DeviceMemory => OpenedSource::DeviceMemory(Allocations::new(&sources.devices)?),
         };
@@ -101,7 +101,7 @@ impl Receiver {
             manifest: Manifest::new(kind, parameters, total_bytes),
             receipts: Vec::new(),
             source,
-            adapter: PushedAdapter::new(config, unmerged),
+            adapter: PushedAdapter::new(config, unmerged, sources.traffic.clone()),
             reservation: Reservation::default(),
             mode: Mode::Kept,
         };

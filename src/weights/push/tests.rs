@@ -2,10 +2,12 @@
 
 mod adapters;
 mod device_memory;
+mod headers;
 mod names;
 mod owners;
 mod packing;
 mod payloads;
+mod segments;
 mod sources;
 mod streams;
 

@@ -422,7 +422,7 @@ class MemoryLedger:
     """Where the server's memory goes, in bytes: that of the device, or that of the host beside it."""
 
     total_bytes: int
-    """Of the device, or of the machine and its cgroup, whichever is smaller."""
+    """Of the device, or the smallest of the machine's, its cgroup's and the process's resource limits."""
     ceiling_bytes: int
     """What `--mem-util` allows; of the host's ledger, `--host-memory`."""
     entries: dict[str, int]
@@ -444,7 +444,7 @@ class OpenUpdate:
     kind: str
     """`"lora"`, `"full"` or `"delta"`."""
     adapter: str | None
-    """Name under which an adapter is to become resident."""
+    """Name under which an adapter is to become resident. None too for callers of the role `generate`."""
     new_version: int | None
     """As its sender gave it."""
     open_seconds: float

@@ -146,12 +146,14 @@ impl Feed {
     }
 
     fn push(&self, push: &PushNote) -> Value {
+        // An adapter that a push has made resident is in everybody's list of models; that of a failed push is not.
+        let adapter = push.adapter.as_ref().filter(|_| push.error.is_none() || self.sees_all());
         json!({
             "at": millis(push.at),
             "number": push.number,
             "kind": push.kind.name(),
             "transport": push.transport.name(),
-            "adapter": push.adapter,
+            "adapter": adapter,
             "bytes": push.bytes,
             "staging": push.staging.as_secs_f64(),
             "pause": push.pause.map(|pause| pause.as_secs_f64()),
@@ -287,13 +289,17 @@ mod tests {
         let (_keeper, gate) = gate(observer.clone());
         observer.journal.error(&Error::NotFound("secret".into()), Some("secret"));
         let push = observer.journal.push();
-        push.is(PushKind::Lora, Transport::Inline, None);
+        push.is(PushKind::Adapter, Transport::Inline, Some("secret"));
         push.failed(&Error::DataLoss("secret".into()));
+        let push = observer.journal.push();
+        push.is(PushKind::Adapter, Transport::Inline, Some("resident"));
+        push.applied(1, Duration::ZERO);
         let (own, other) = (Owner(1), Owner(2));
         let limited = Caller { owner: Some(own), limited_to: Some(own) };
         let mut feed = Feed::new(&gate, Board::default(), limited);
         let seen = event(&mut feed).to_string();
         assert!(!seen.contains("secret") && seen.contains("not_found") && seen.contains("data_loss"), "{seen}");
+        assert!(seen.contains("resident"), "{seen}");
         let request = |owner| RequestStatus {
             id: "id".into(),
             owner,
@@ -308,7 +314,7 @@ mod tests {
         assert_eq!(feed.request(&request(Some(own)), 0)["id"], "id");
         assert_eq!(feed.request(&request(Some(other)), 0)["id"], Value::Null);
         let mut all = Feed::new(&gate, Board::default(), Caller { owner: Some(own), limited_to: None });
-        assert_eq!(event(&mut all).to_string().matches("secret").count(), 3);
+        assert_eq!(event(&mut all).to_string().matches("secret").count(), 4);
         assert_eq!(all.request(&request(Some(other)), 0)["id"], "id");
     }
 }

@@ -5,11 +5,13 @@ use std::path::{Path, PathBuf};
 
 use cap_std::ambient_authority;
 use cap_std::fs::{Dir, OpenOptions, OpenOptionsExt};
-use safetensors::tensor::Metadata;
 
+use super::Sources;
 use super::file::SourceFile;
-use crate::error::{Error, Result};
-use crate::weights::{Dtype, TensorEntry, UpdateKind};
+use super::header::Header;
+use crate::error::{Error, Result, shown};
+use crate::memory::{Charge, human_bytes};
+use crate::weights::{TensorEntry, UpdateKind};
 
 /// The field of the push that errors name.
 const FIELD: &str = "source.directory";
@@ -17,8 +19,16 @@ const ADAPTER_CONFIG: &str = "adapter_config.json";
 const ADAPTER: &str = "adapter_model.safetensors";
 /// Most files of a directory. Each stays open until it is read, and a process can have about a thousand files open.
 const MAX_FILES: usize = 512;
-/// Most bytes of a safetensors header, which takes some hundred for each tensor.
-const MAX_HEADER_BYTES: u64 = 16 << 20;
+/// Most bytes of the safetensors headers of a directory, unless the model has so many parameters that it needs more.
+const MAX_HEADER_BYTES: u64 = 4 << 20;
+/// Bytes of headers that the model needs for each parameter: a tensor takes some hundred, and an adapter has up to six
+/// tensors for a parameter.
+const HEADER_BYTES_PER_PARAMETER: u64 = 1 << 10;
+/// What each byte of a header takes: itself, the tensors it declares, and what is noted of them until the push ends.
+/// Most are taken by tensors with short names.
+const DECLARED_BYTES: u64 = 24;
+/// Most bytes of an error about a header, which can quote it.
+const MAX_QUOTED_BYTES: usize = 300;
 /// Most bytes of an `adapter_config.json`.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
 /// Most bytes of a path: the system's own limit, checked here because errors repeat the path.
@@ -32,15 +42,23 @@ pub(in crate::weights::push) struct Directory {
     pub places: Vec<usize>,
     /// The text of `adapter_config.json`. Empty unless the push is LORA.
     pub adapter_config: String,
+    /// Counts what the files have declared.
+    pub charge: Charge,
 }
 
-/// Opens the files of a directory and reads what they declare.
+/// Opens the files of a directory and reads what they declare, for a model with so many parameters. What that takes is
+/// counted before it is taken.
 ///
 /// # Errors
 /// `InvalidArgument` on `source.directory` if the server reads from no directory, the path is outside of it, or a file
-/// is not what it should be; `NotFound`.
-pub(in crate::weights::push) fn open(kind: UpdateKind, path: &str, weights_dir: Option<&Path>) -> Result<Directory> {
-    let weights_dir = weights_dir.ok_or_else(|| {
+/// is not what it should be; `NotFound`; `ResourceExhausted` if there is no memory for what the files declare.
+pub(in crate::weights::push) fn open(
+    kind: UpdateKind,
+    path: &str,
+    sources: &Sources,
+    parameters: usize,
+) -> Result<Directory> {
+    let weights_dir = sources.weights_dir.as_deref().ok_or_else(|| {
         refuse("this server reads weights from no directory; start it with --weights-dir".to_string())
     })?;
     let path = relative(path, weights_dir)?;
@@ -51,10 +69,12 @@ pub(in crate::weights::push) fn open(kind: UpdateKind, path: &str, weights_dir: 
         UpdateKind::Full => (safetensors_of(&root, &path)?, String::new()),
         UpdateKind::Delta => return Err(refuse("a DELTA comes in the stream or in shared memory".to_string())),
     };
-    let mut directory = Directory { files: Vec::new(), tensors: Vec::new(), places: Vec::new(), adapter_config };
+    let charge = sources.traffic.charge(0)?;
+    let mut directory = Directory { files: Vec::new(), tensors: Vec::new(), places: Vec::new(), adapter_config, charge };
+    let mut left = MAX_HEADER_BYTES.max(HEADER_BYTES_PER_PARAMETER * parameters as u64);
     for name in names {
         let file = open_file(&root, &name)?;
-        let tensors = read_header(&file)?;
+        let tensors = read_header(&file, &mut left, &mut directory.charge)?;
         directory.places.resize(directory.places.len() + tensors.len(), directory.files.len());
         directory.tensors.extend(tensors);
         directory.files.push(file);
@@ -135,8 +155,9 @@ fn read_text(root: &Dir, path: &Path) -> Result<String> {
     String::from_utf8(text).map_err(|e| refuse(format!("{}: {e}", path.display())))
 }
 
-/// The tensors of a safetensors file, in the order of their bytes.
-fn read_header(file: &SourceFile) -> Result<Vec<TensorEntry>> {
+/// The tensors of a safetensors file, in the order of their bytes. `left` is how long the headers of the files that are
+/// still to be read may be together.
+fn read_header(file: &SourceFile, left: &mut u64, charge: &mut Charge) -> Result<Vec<TensorEntry>> {
     const PREFIX: u64 = size_of::<u64>() as u64;
     let fail = |what: String| refuse(format!("{}: {what}", file.name()));
     let mut prefix = [0; PREFIX as usize];
@@ -145,33 +166,32 @@ fn read_header(file: &SourceFile) -> Result<Vec<TensorEntry>> {
     }
     file.read(file.name(), 0, &mut prefix)?;
     let header_bytes = u64::from_le_bytes(prefix);
-    if header_bytes > MAX_HEADER_BYTES || header_bytes > file.bytes() - PREFIX {
+    if header_bytes > file.bytes() - PREFIX {
         return Err(fail(format!("not a whole safetensors file; its header would have {header_bytes} bytes")));
     }
-    let mut header = vec![0; header_bytes as usize];
-    file.read(file.name(), PREFIX, &mut header)?;
-    let metadata: Metadata =
-        serde_json::from_slice(&header).map_err(|e| fail(format!("not a safetensors header: {e}")))?;
+    if header_bytes > *left {
+        return Err(fail(format!(
+            "its header has {}, and those of a push to this model may have {} more; no adapter or checkpoint of it \
+             needs as much",
+            human_bytes(header_bytes),
+            human_bytes(*left)
+        )));
+    }
+    *left -= header_bytes;
+    charge.grow(header_bytes * DECLARED_BYTES)?;
+    let mut text = vec![0; header_bytes as usize];
+    file.read(file.name(), PREFIX, &mut text)?;
+    let header = Header::parse(&text)
+        .map_err(|e| fail(format!("not a safetensors header: {}", shown(&e.to_string(), MAX_QUOTED_BYTES))))?;
     let data = PREFIX + header_bytes;
-    if file.bytes() - data != metadata.data_len() as u64 {
+    if file.bytes() - data != header.data_bytes() {
         return Err(fail(format!(
             "not a whole safetensors file; it has {} bytes of tensors and its header declares {}",
             file.bytes() - data,
-            metadata.data_len()
+            header.data_bytes()
         )));
     }
-    let mut tensors = Vec::new();
-    for name in metadata.offset_keys() {
-        let info = metadata.info(&name).expect("it is one of its names");
-        let dtype = match info.dtype {
-            safetensors::Dtype::F32 => Dtype::F32,
-            safetensors::Dtype::F16 => Dtype::F16,
-            safetensors::Dtype::BF16 => Dtype::Bf16,
-            other => return Err(fail(format!("{name} is stored as {other:?}; supported are F32, F16 and BF16"))),
-        };
-        let offset = data + info.data_offsets.0 as u64;
-        let (shape, digest, payload, allocation) = (info.shape.clone(), None, None, None);
-        tensors.push(TensorEntry { name, dtype, shape, digest, payload, offset, allocation });
-    }
+    let mut tensors = header.0;
+    tensors.iter_mut().for_each(|tensor| tensor.offset += data);
     Ok(tensors)
 }

@@ -3,6 +3,7 @@
 mod device_memory;
 mod directory;
 mod file;
+mod header;
 mod regular;
 mod shared_memory;
 
@@ -18,6 +19,7 @@ pub use shared_memory::Segments;
 
 use super::TensorEntry;
 use crate::error::{Error, Result};
+use crate::memory::{Charge, Traffic};
 
 /// Where the tensors of a push come from, as its header says.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,13 +45,23 @@ pub struct SourceRoom {
 }
 
 /// What pushes may be read from, other than their own streams.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Sources {
     /// The directory below which pushes may name directories.
     pub(super) weights_dir: Option<PathBuf>,
     pub(super) segments: Segments,
     /// The devices in whose memory tensors may lie.
     pub(super) devices: Devices,
+    /// Counts what is taken for a push before the ledger has its entry.
+    pub(super) traffic: Traffic,
+}
+
+impl Default for Sources {
+    /// Nothing but segments of shared memory, without a limit on what declarations take.
+    fn default() -> Self {
+        let (weights_dir, segments, devices) = (None, Segments::default(), Devices::default());
+        Self { weights_dir, segments, devices, traffic: Traffic::new(u64::MAX) }
+    }
 }
 
 impl Sources {
@@ -61,6 +73,11 @@ impl Sources {
     /// The same, and devices in whose memory the tensors of pushes may lie.
     pub fn with_devices(self, devices: Devices) -> Self {
         Self { devices, ..self }
+    }
+
+    /// The same, with what pushes declare counted in `traffic`.
+    pub fn with_traffic(self, traffic: Traffic) -> Self {
+        Self { traffic, ..self }
     }
 
     /// UUIDs of the devices in whose memory the tensors of pushes may lie, in the order of the ranks.
@@ -87,6 +104,8 @@ pub(super) enum OpenedSource {
         files: Vec<SourceFile>,
         /// The index of each tensor's file.
         places: Vec<usize>,
+        /// Counts what the files have declared.
+        _charge: Charge,
     },
     /// Device memory of another process.
     DeviceMemory(Allocations),
@@ -149,7 +168,7 @@ impl OpenedSource {
         match self {
             Self::Stream | Self::Broadcast(_) => None,
             Self::Segment(file) => Some(file),
-            Self::Directory { files, places } => files.get(*places.get(index)?),
+            Self::Directory { files, places, .. } => files.get(*places.get(index)?),
             Self::DeviceMemory(allocations) => allocations.file(index),
         }
     }

@@ -1,9 +1,10 @@
-//! Segments of shared memory: files below `/dev/shm` that a client on the same machine writes and removes.
+//! Segments of shared memory: files below `/dev/shm` that a client on the same machine writes and removes. The server
+//! removes those of clients that have died.
 
-use std::fs::{File, Metadata, OpenOptions};
+use std::fs::{File, Metadata, OpenOptions, TryLockError};
 use std::io::ErrorKind;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::regular::check_regular;
@@ -16,6 +17,8 @@ const FIELD: &str = "source.shared_memory";
 const PREFIX: &str = "rollout-";
 /// Most bytes of a segment's name: the system's own limit, checked here because errors repeat the name.
 const MAX_NAME_BYTES: usize = 255;
+/// Most segments that are watched at a time: one for each trainer process that has pushed, and an open file each.
+const MAX_WATCHED: usize = 64;
 
 /// A mapped segment.
 #[derive(Debug)]
@@ -37,13 +40,73 @@ impl Segment {
 
     /// Whether this segment maps the whole of the file that has `metadata`.
     fn is(&self, metadata: &Metadata) -> bool {
-        let identity = |metadata: &Metadata| (metadata.dev(), metadata.ino(), metadata.len());
-        !self.map.is_lost() && identity(&self.metadata) == identity(metadata)
+        !self.map.is_lost() && is_same(&self.metadata, metadata) && self.metadata.len() == metadata.len()
     }
 
-    /// Whether the segment's owner has removed it, so that only this process keeps its memory in use.
+    /// Whether the segment was removed, so that only this process keeps its memory in use.
     fn is_removed(&self) -> bool {
-        self.file.metadata().map_or(true, |metadata| metadata.nlink() == 0)
+        is_removed(&self.file)
+    }
+}
+
+/// A segment that a push has named, whose client held its lock then and so says with it that it lives. The lock goes
+/// with the client's process, however that ends and in whichever namespace of process ids it is.
+#[derive(Debug)]
+struct Watched {
+    file: File,
+    path: PathBuf,
+}
+
+impl Watched {
+    /// The open file `name`; `None` if nobody holds its lock, so that it does not tell when its client dies.
+    fn new(name: &str, file: &File) -> Option<Self> {
+        if !is_locked(file) {
+            return None;
+        }
+        Some(Self { file: file.try_clone().ok()?, path: path_of(name) })
+    }
+
+    fn is(&self, metadata: &Metadata) -> bool {
+        self.file.metadata().is_ok_and(|own| is_same(&own, metadata))
+    }
+
+    /// Removes the file if its client has died without doing so. Returns whether the client still has it.
+    fn look(&self) -> bool {
+        if is_removed(&self.file) {
+            return false;
+        }
+        if is_locked(&self.file) {
+            return true;
+        }
+        // The name may be another file's by now.
+        if self.path.symlink_metadata().is_ok_and(|there| self.is(&there)) {
+            match std::fs::remove_file(&self.path) {
+                Ok(()) => tracing::info!("removed {}, which a dead client has left", self.path.display()),
+                Err(e) => tracing::warn!("a dead client has left {}, which cannot be removed: {e}", self.path.display()),
+            }
+        }
+        false
+    }
+}
+
+fn is_same(one: &Metadata, other: &Metadata) -> bool {
+    (one.dev(), one.ino()) == (other.dev(), other.ino())
+}
+
+fn is_removed(file: &File) -> bool {
+    file.metadata().map_or(true, |metadata| metadata.nlink() == 0)
+}
+
+/// Whether another process holds the lock of the file (flock), as clients do for as long as they live.
+fn is_locked(file: &File) -> bool {
+    // A shared lock, so that servers that look at the same time do not take each other for the client.
+    match file.try_lock_shared() {
+        Ok(()) => {
+            // It was locked through this file alone, so that it can be unlocked through it.
+            file.unlock().expect("the file is open and locked");
+            false
+        }
+        Err(error) => matches!(error, TryLockError::WouldBlock),
     }
 }
 
@@ -52,6 +115,7 @@ impl Segment {
 #[derive(Debug, Default)]
 pub struct Segments {
     kept: Mutex<Option<Arc<Segment>>>,
+    watched: Mutex<Vec<Watched>>,
 }
 
 impl Segments {
@@ -60,8 +124,9 @@ impl Segments {
         self.kept().take();
     }
 
-    /// Unmaps the segment that is kept if its owner has removed it.
+    /// Removes segments whose clients have died, and unmaps the one that is kept if it was removed.
     pub fn release_removed(&self) {
+        self.watched().retain(Watched::look);
         self.kept().take_if(|segment| segment.is_removed());
     }
 
@@ -77,6 +142,7 @@ impl Segments {
         if !Identity::of_process().is_let_read(&metadata) {
             return Err(not_found(name));
         }
+        self.watch(name, &file, &metadata);
         let mut kept = self.kept();
         let segment = match &*kept {
             Some(segment) if segment.is(&metadata) => segment.clone(),
@@ -86,6 +152,14 @@ impl Segments {
         Ok(segment)
     }
 
+    /// Watches an open file from now on, if its client can be seen to live.
+    fn watch(&self, name: &str, file: &File, metadata: &Metadata) {
+        let mut watched = self.watched();
+        if watched.len() < MAX_WATCHED && !watched.iter().any(|segment| segment.is(metadata)) {
+            watched.extend(Watched::new(name, file));
+        }
+    }
+
     #[cfg(test)]
     pub(in crate::weights::push) fn last(&self) -> Option<Arc<Segment>> {
         self.kept().clone()
@@ -93,6 +167,10 @@ impl Segments {
 
     fn kept(&self) -> MutexGuard<'_, Option<Arc<Segment>>> {
         self.kept.lock().expect("nobody panics with the segment")
+    }
+
+    fn watched(&self) -> MutexGuard<'_, Vec<Watched>> {
+        self.watched.lock().expect("nobody panics with the list")
     }
 }
 
@@ -109,11 +187,15 @@ fn open(name: &str) -> Result<File> {
     }
     // A link must not lead elsewhere, and opening a pipe must not wait for its other end.
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-    let path = Path::new("/dev/shm").join(name);
+    let path = path_of(name);
     OpenOptions::new().read(true).custom_flags(flags).open(&path).map_err(|e| match e.kind() {
         ErrorKind::NotFound | ErrorKind::PermissionDenied => not_found(name),
         _ => Error::invalid(FIELD, format!("cannot open {}: {e}", path.display())),
     })
+}
+
+fn path_of(name: &str) -> PathBuf {
+    Path::new("/dev/shm").join(name)
 }
 
 /// The error for a segment that is not there, and for one that the server may not read: the same, so that nobody learns
