@@ -15,15 +15,17 @@ use crate::memory::{Charge, Traffic};
 pub(super) const FUEL: u64 = 20_000_000;
 /// Most bytes that one render makes, whether it still holds them or not. A million bytes of messages take 5 to 20 million.
 const MAX_BYTES: u64 = 1 << 30;
-/// Most values that are looked at to measure lists and maps: as many as instructions.
-const MAX_VISITS: u64 = FUEL;
+/// Most values that are looked at to measure lists and maps, about half a second: 10,000 messages with five members
+/// each can be sliced or filtered 80 times.
+const MAX_VISITS: u64 = 4_000_000;
 /// Most elements of a list that an operation makes: minijinja's own limit for `range`.
 pub(super) const MAX_ITEMS: usize = 100_000;
 /// Deepest nesting of lists and maps that an operation makes. JSON of requests has up to 128 levels, and arguments of
 /// calls in it as many again. Each level takes a part of the thread's stack when a value is written or dropped.
 const MAX_DEPTH: usize = 400;
-/// Longest time of a render. Real ones take milliseconds; a loaded machine has a thousand times as long.
-const MAX_TIME: Duration = Duration::from_secs(10);
+/// Longest time of a render. Real ones take milliseconds; the limits above end most others within seconds, and this one
+/// those that compare or search large values.
+const MAX_TIME: Duration = Duration::from_secs(30);
 /// Bytes that an element of a list or a map takes.
 pub(super) const ITEM_BYTES: u64 = 64;
 /// Bytes that are charged at once, so that small texts do not count one by one.

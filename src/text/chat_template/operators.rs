@@ -129,12 +129,22 @@ fn native(state: &State, operation: &str, left: Value, right: Value) -> Result<V
 /// A value that is kept in a namespace. Namespaces are the only values that change, so one that is kept in another could
 /// contain itself.
 pub(super) fn stored(value: Value) -> Result<Value, Error> {
-    let is_namespace = value.as_object().is_some_and(|object| object.type_name().ends_with("Namespace"));
-    let has_namespace = || value.try_iter().into_iter().flatten().any(|item| stored(item).is_err());
-    if is_namespace || (value.kind() == ValueKind::Seq && has_namespace()) {
+    if has_namespace(&value) {
         return Err(Error::new(ErrorKind::InvalidOperation, "a namespace cannot be kept in a namespace"));
     }
     Ok(value)
+}
+
+fn has_namespace(value: &Value) -> bool {
+    let Some(object) = value.as_object() else { return false };
+    if object.type_name().ends_with("::Namespace") {
+        return true;
+    }
+    match value.kind() {
+        ValueKind::Seq => value.try_iter().into_iter().flatten().any(|element| has_namespace(&element)),
+        ValueKind::Map => object.try_iter_pairs().into_iter().flatten().any(|(_, element)| has_namespace(&element)),
+        _ => false,
+    }
 }
 
 fn is_list(value: &Value) -> bool {

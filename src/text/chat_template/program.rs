@@ -21,13 +21,13 @@ use crate::memory::{Charge, Traffic};
 
 /// Most bytes of a template. The largest in use, which write tools in several languages, have about 100 KiB.
 pub(super) const MAX_SOURCE_BYTES: usize = 1 << 20;
-/// Most tags of a template. The largest in use have about 500. Tags nest, and each level takes stack when it is parsed.
+/// Most tags of a template. The largest in use have about 500. Each branch of an `if` takes stack when it is parsed.
 const MAX_TAGS: usize = 10_000;
 /// Most tokens of a tag. The largest in use have about 100; each can be a level of an expression.
 const MAX_TAG_TOKENS: usize = 4096;
 /// Most bytes that tags make of constants alone, such as `'-' * 40`: they are made when the template is parsed.
 const MAX_CONSTANT_BYTES: u64 = 16 << 20;
-/// Stack of the thread that parses a template: 10,000 nested tags take about a tenth of it.
+/// Stack of the thread that parses a template, for 10,000 branches of an `if`. Only what is used takes memory.
 const PARSE_STACK_BYTES: usize = 256 << 20;
 
 /// Names of our functions. No template can call or hide them, because they are no identifiers.
