@@ -151,7 +151,10 @@ def test_adapters_that_peft_saved_are_read_as_the_server_reads_them(at_base, nam
     [
         (lambda d: (d / "adapter_config.json").unlink(), "adapter_config.json: No such file"),
         (lambda d: (d / "adapter_config.json").write_text("{"), "adapter_config.json: no JSON"),
-        (lambda d: (d / "adapter_config.json").write_text("[" * 100_000), "adapter_config.json: no JSON that can be read"),
+        (
+            lambda d: (d / "adapter_config.json").write_text("[" * 100_000),
+            "adapter_config.json: no JSON that can be read",
+        ),
         (lambda d: (d / "adapter_config.json").write_text("[]"), "expected an object, got list"),
         (lambda d: (d / "adapter_model.safetensors").unlink(), "adapter_model.safetensors: No such file"),
         (lambda d: (d / "adapter_model.safetensors").rename(d / "adapter_model.bin"), "a pickle; save the adapter"),

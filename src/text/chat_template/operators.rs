@@ -75,7 +75,7 @@ fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Resul
             _ => 0,
         },
         // The receiver is what stands between the elements.
-        (Some(_), "join") => joined_bytes(&args.first().into_iter().chain([value]).cloned().collect::<Vec<_>>())?,
+        (Some(_), "join") => args.first().map_or(Ok(0), |list| joined_bytes(&[list.clone(), value.clone()]))?,
         (Some(_), "format") => formatted_bytes(&all)?,
         (Some(_), "split") => split_bytes(&all)?,
         (Some(text), "splitlines") => text.len() as u64 + (lines(text) + 1) * ITEM_BYTES,
@@ -187,7 +187,7 @@ fn elements_bytes(args: &[Value]) -> Result<u64, Error> {
 
 /// Lists of parts, whose number or size is an argument.
 fn parts_bytes(args: &[Value]) -> Result<u64, Error> {
-    if args.iter().any(|arg| arg.is_number() && arg.as_usize().is_none_or(|count| count > MAX_ITEMS)) {
+    if args.get(1).is_some_and(|count| count.as_usize().is_none_or(|count| count > MAX_ITEMS)) {
         return Err(too_many_items());
     }
     elements_bytes(args)
@@ -210,23 +210,28 @@ pub(super) fn check_width(width: u64) -> Result<(), Error> {
     Err(exceeded(&format!("pads text by more than {MAX_WIDTH} characters")))
 }
 
-/// A text in which `%s` or `{}` stand for arguments, with widths that it names itself or that are arguments.
+/// A text in which `%s` or `{}` stand for arguments. Widths that are arguments themselves are refused.
 fn formatted_bytes(args: &[Value]) -> Result<u64, Error> {
     let Some(format) = args.first().and_then(Value::as_str) else { return Ok(0) };
-    let (mut is_spec, mut number, mut fields) = (false, 0_u64, 1_u64);
+    // What has opened the part of the text that stands for an argument: `%`, its name in `(`, `{`, or its format after `:`.
+    let (mut opened, mut last, mut number, mut fields) = (None, ' ', 0_u64, 1_u64);
     for c in format.chars() {
-        match (is_spec, c) {
-            // A width that is an argument.
-            (true, '*') => check_width(u64::MAX)?,
-            (true, '{') if number > 0 => check_width(u64::MAX)?,
-            (_, '%' | '{') => (is_spec, number, fields) = (true, 0, fields + 1),
-            (true, '0'..='9') => number = number.saturating_mul(10) + u64::from(c as u32 - '0' as u32),
-            (true, '}') => is_spec = false,
-            (true, c) if c.is_alphabetic() => number = 0,
-            (true, _) => number = 0,
-            (false, _) => {}
+        match (opened, c) {
+            (None, '%' | '{') => (opened, number, fields) = (Some(c), 0, fields + 1),
+            (Some('%'), '*') | (Some(':'), '{') => check_width(u64::MAX)?,
+            (Some('%'), '(') | (Some('{'), ':') => opened = Some(c),
+            (Some('('), ')') => opened = Some('%'),
+            (Some('{'), '{') if last == '{' => opened = None,
+            (Some('{' | ':'), '}') | (Some('%'), '%') => opened = None,
+            (Some('%'), c) if c.is_alphabetic() => opened = None,
+            (Some('%' | ':'), '0'..='9') => {
+                number = number.saturating_mul(10).saturating_add(u64::from(c) - u64::from('0'));
+                check_width(number)?;
+            }
+            (Some(_), _) => number = 0,
+            (None, _) => {}
         }
-        check_width(number)?;
+        last = c;
     }
     let shown = args.iter().map(shown_bytes).sum::<Result<u64, Error>>()?;
     Ok((shown.saturating_mul(fields)).saturating_add(fields * MAX_WIDTH))

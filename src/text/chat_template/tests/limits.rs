@@ -76,6 +76,19 @@ fn what_makes_much_of_little_is_refused_before_it_is_made() {
 }
 
 #[test]
+fn texts_with_numbers_are_formatted() {
+    for (source, text) in [
+        ("{{ '%s of 5000000' | format(1) }}", "1 of 5000000"),
+        ("{{ '%5d%%|%-4s|' | format(7, 'a') }}", "    7%|a   |"),
+        ("{{ 'in 2026: {:>4} {{}}'.format('x') }}", "in 2026:    x {}"),
+        ("{{ '{}, {:.2f} and 100000'.format(1, 2.5) }}", "1, 2.50 and 100000"),
+        ("{{ 'a\nb' | indent(2) }}{{ [1] | batch(2, 'fill') | list }}", "a\n  b[[1, \"fill\"]]"),
+    ] {
+        assert_eq!(render(&template(source), nothing()).expect(source), text, "{source}");
+    }
+}
+
+#[test]
 fn a_template_that_would_not_end_is_ended() {
     let nested = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}";
     assert!(refused(nested, &room()).contains("takes more than 20000000 instructions"));
