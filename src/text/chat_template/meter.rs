@@ -13,8 +13,9 @@ use crate::memory::{Charge, Traffic};
 /// Most instructions of one render. The templates of Qwen, Llama and Mistral take about a hundred for each message, so
 /// this is enough for 100,000 messages; it takes about a second.
 pub(super) const FUEL: u64 = 20_000_000;
-/// Most bytes that one render makes, whether it still holds them or not. A million bytes of messages take 5 to 20 million.
-const MAX_BYTES: u64 = 1 << 30;
+/// Most bytes that one render makes, whether it still holds them or not. A million bytes of messages take 5 to 20
+/// million, and a text that is longer than ten million bytes fits no model's context.
+const MAX_BYTES: u64 = 256 << 20;
 /// Most values that are looked at to measure lists and maps, about half a second: 10,000 messages with five members
 /// each can be sliced or filtered 80 times.
 const MAX_VISITS: u64 = 4_000_000;

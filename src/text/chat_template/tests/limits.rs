@@ -2,7 +2,7 @@
 
 use super::*;
 
-const TOO_MUCH: &str = "the model's chat template makes more than 1073741824 bytes";
+const TOO_MUCH: &str = "the model's chat template makes more than 268435456 bytes";
 const TOO_MANY: &str = "the model's chat template makes a list of more than 100000 elements";
 
 /// What the template is refused with, and the bytes that are still charged.
@@ -39,7 +39,7 @@ fn what_makes_much_of_little_is_refused_before_it_is_made() {
         format!("{{% set x %}}{{% for i in range(100000) %}}{}{{% endfor %}}{{% endset %}}", "a".repeat(10_000)),
         "{% set n = 90000000 %}{% set x = 'a' * n %}{% for i in range(100) %}{{ x.strip() | length }}{% endfor %}"
             .into(),
-        "{% set n = 60000000 %}{{ (('a ' * n).split(' ')) | length }}".into(),
+        "{% set n = 40000000 %}{{ (('a ' * n).split(' ')) | length }}".into(),
         "{% set n = 60000000 %}{{ ('a' * n) | list | length }}".into(),
     ];
     for source in &texts {
@@ -90,7 +90,7 @@ fn texts_with_numbers_are_formatted() {
 
 #[test]
 fn a_template_that_would_not_end_is_ended() {
-    let nested = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}";
+    let nested = "{% set r = range(100000) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}";
     assert!(refused(nested, &room()).contains("takes more than 20000000 instructions"));
     // Each element is the list before it twice: comparing two of them would visit a million million elements.
     let doubling = |operation: &str| {
