@@ -152,6 +152,11 @@ impl Charge {
         self.bytes
     }
 
+    /// Where the bytes are counted.
+    pub fn traffic(&self) -> &Traffic {
+        &self.traffic
+    }
+
     /// Counts `bytes` more.
     ///
     /// # Errors

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::grammar::GrammarCompiler;
-use crate::memory::Charge;
+use crate::memory::{Charge, Traffic};
 use crate::text::{ChatTemplate, Conversation, Tokenizer, ToolFormat};
 use crate::types::TokenId;
 
@@ -72,16 +72,16 @@ impl PromptEncoder {
             .hold(text.len() as u64 * ENCODING, || self.tokenizer.encode(text, add_special).map_err(|e| at(path, e)))?
     }
 
-    /// The text of a chat by the model's template.
+    /// The text of a chat by the model's template, and the charge that covers it.
     ///
     /// # Errors
-    /// `InvalidArgument` for the field `path`.
-    pub(super) fn render(&self, path: &str, conversation: Conversation) -> Result<String> {
+    /// `InvalidArgument` for the field `path`; `ResourceExhausted` if there is no room for the text now.
+    pub(super) fn render(&self, path: &str, conversation: Conversation, traffic: &Traffic) -> Result<(String, Charge)> {
         let template = self
             .chat_template
             .as_ref()
             .ok_or_else(|| Error::invalid(path, "this model has no chat template; give text or token ids"))?;
-        template.render(conversation).map_err(|e| at(path, e))
+        template.render(conversation, traffic).map_err(|e| at(path, e))
     }
 }
 

@@ -118,6 +118,12 @@ impl Gate {
         let _ = stage.wait_for(Stage::is_ending).await;
     }
 
+    /// Waits until the server is told to end. Returns the error for requests that the engine does not have yet.
+    pub(super) async fn refused(&self) -> Error {
+        self.ending().await;
+        ending()
+    }
+
     /// Lets in a question, which is answered until the very end.
     ///
     /// # Errors

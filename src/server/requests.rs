@@ -23,10 +23,11 @@ pub(super) trait Ask: Send + 'static {
 }
 
 impl Ask for pb::GenerateRequest {
-    /// A grammar is compiled.
+    /// A grammar is compiled, or a chat is rendered.
     fn takes_long(&self) -> bool {
         let own = self.prompts.iter().filter_map(|prompt| prompt.sampling.as_deref());
         self.sampling.iter().chain(own).any(|sampling| sampling.structured_outputs.is_some())
+            || self.prompts.iter().any(is_chat)
     }
 }
 
@@ -34,6 +35,11 @@ impl Ask for pb::ScoreRequest {
     fn takes_long(&self) -> bool {
         false
     }
+}
+
+/// Whether a prompt is a chat. The model's template may take seconds for a short one.
+pub(super) fn is_chat(prompt: &pb::Prompt) -> bool {
+    matches!(prompt.kind, Some(pb::prompt::Kind::Chat(_)))
 }
 
 /// A message that asks for a Generate or Score, and is not checked yet.
@@ -52,7 +58,7 @@ pub(super) struct Arrived<M> {
 /// `writer` returns.
 ///
 /// # Errors
-/// The errors of `convert`; `Unavailable` while the server starts or ends; `ResourceExhausted` if the engine's queue is
+/// The errors of `convert`; `Unavailable` while the server starts, or if it ends before the engine has the request; `ResourceExhausted` if the engine's queue is
 /// full; `DeadlineExceeded`. They are counted here; once the engine has the request it counts it.
 pub(super) async fn start<M, W>(
     gate: &Gate,
@@ -83,7 +89,12 @@ where
     let model = context.model.clone();
     let (deadline, owner) = (arrived.deadline.clone(), arrived.owner);
     let parsed = parse(arrived, move |message, charge| convert(message, &model, charge));
-    let (request, mut charge) = deadline.clone().limit(parsed).await?;
+    // A template that is still rendered must not hold up the server's end.
+    let (request, mut charge) = tokio::select! {
+        biased;
+        parsed = deadline.clone().limit(parsed) => parsed?,
+        error = gate.refused() => return Err(error),
+    };
     tracing::debug!(request_id = request.request_id, prompts = request.prompts.len(), "request accepted");
     let size = (request.prompts.len(), request.samples());
     let writer = writer(&request);
@@ -110,16 +121,16 @@ async fn parse<M: Ask>(
         charge.set(request.bytes() + request.prompt_bytes())?;
         Ok((request, charge))
     };
-    // What takes long is not to be done here, however short its message is.
-    off_thread(if takes_long { usize::MAX } else { bytes }, parse).await
+    off_thread(takes_long, bytes, parse).await
 }
 
-/// The result of parsing `bytes` bytes, on the blocking pool if they are many.
+/// The result of parsing `bytes` bytes, on the blocking pool if they are many or if it takes long.
 pub(super) async fn off_thread<T: Send + 'static>(
+    takes_long: bool,
     bytes: usize,
     parse: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {
-    if bytes <= INLINE_PARSE_BYTES {
+    if !takes_long && bytes <= INLINE_PARSE_BYTES {
         return parse();
     }
     let parsed = tokio::task::spawn_blocking(parse).await;

@@ -1,5 +1,8 @@
 //! Chat templates: they render messages to the text format that the model was trained on, as transformers does.
 
+mod meter;
+mod operators;
+mod program;
 mod strftime;
 mod tojson;
 
@@ -8,15 +11,15 @@ use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use candle_core::quantized::gguf_file::Value as GgufValue;
-use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Serde, Value};
 use minijinja::{Environment, ErrorKind};
-use minijinja_contrib::pycompat::unknown_method_callback;
 use serde_json::Value as Json;
 
 use super::gguf;
 use super::tool_calls::ToolFormat;
 use crate::error::{Error, Result};
+use crate::memory::{Charge, Traffic};
+use program::Program;
 
 /// Name of the template in its environment. It has no file extension, so minijinja does not escape for HTML.
 const NAME: &str = "chat_template";
@@ -45,7 +48,7 @@ pub struct Conversation {
 /// A compiled chat template and the special tokens that it may name. Immutable; share it in an [`std::sync::Arc`].
 #[derive(Debug)]
 pub struct ChatTemplate {
-    environment: Environment<'static>,
+    program: Program,
     /// Text of each special token by its variable in the template: `bos_token`, `eos_token` and so on.
     special_tokens: BTreeMap<String, String>,
     /// Whether it shows the parts of a content that is a list. Others take a text.
@@ -60,17 +63,12 @@ impl ChatTemplate {
     /// `Config` with the line if `source` is not a template.
     pub fn new(source: String, special_tokens: BTreeMap<String, String>) -> Result<Self> {
         let mut environment = Environment::new();
-        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
-        environment.set_syntax(syntax.map_err(|e| Error::Internal(e.to_string()))?);
-        environment.set_unknown_method_callback(unknown_method_callback);
         environment.add_function("raise_exception", raise_exception);
         environment.add_function("strftime_now", strftime_now);
         environment.add_filter("tojson", tojson::tojson);
         let (takes_parts, tool_format) = (loops_over_content(&source), ToolFormat::of_template(&source));
-        environment
-            .add_template_owned(NAME, source)
-            .map_err(|e| Error::Config(format!("the model's chat template cannot be compiled: {e}")))?;
-        Ok(Self { environment, special_tokens, takes_parts, tool_format })
+        let program = Program::new(NAME, source, environment)?;
+        Ok(Self { program, special_tokens, takes_parts, tool_format })
     }
 
     /// Reads the template of a Hugging Face directory: `chat_template.jinja` if there is one, else `chat_template` in
@@ -113,12 +111,13 @@ impl ChatTemplate {
         self.tool_format
     }
 
-    /// Renders a conversation to text.
+    /// Renders a conversation to text. Returns it with the charge that covers it: everything that was made on the way.
     ///
     /// # Errors
-    /// `InvalidArgument` with the template's message if the template refuses the messages, or if the last one cannot be
-    /// continued.
-    pub fn render(&self, mut conversation: Conversation) -> Result<String> {
+    /// `InvalidArgument` with the template's message if the template refuses the messages, if the last one cannot be
+    /// continued, or if the template makes more of them than a render may; `ResourceExhausted` if `traffic` has no room
+    /// for it now, or if it takes too long.
+    pub fn render(&self, mut conversation: Conversation, traffic: &Traffic) -> Result<(String, Charge)> {
         if !self.takes_parts {
             conversation.messages.iter_mut().for_each(join_parts);
         }
@@ -133,14 +132,10 @@ impl ChatTemplate {
         context.insert("tools", Value::from(Serde(&conversation.tools)));
         context.insert("documents", Value::from(Serde(&conversation.documents)));
         context.insert("add_generation_prompt", Value::from(conversation.add_generation_prompt));
-        let template = self.environment.get_template(NAME).expect("added when this was made");
-        let text = template.render(Value::from(context)).map_err(|e| {
-            let message = e.detail().map_or_else(|| e.to_string(), str::to_string);
-            Error::invalid("messages", format!("the model's chat template refuses them: {message}"))
-        })?;
+        let (text, charge) = self.program.render(context, traffic).map_err(|error| meter::typed(&error))?;
         match continued {
-            Some(last) => cut_after(text, &last),
-            None => Ok(text),
+            Some(last) => Ok((cut_after(text, &last)?, charge)),
+            None => Ok((text, charge)),
         }
     }
 }

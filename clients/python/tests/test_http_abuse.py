@@ -278,6 +278,17 @@ def test_a_client_that_leaves_behind_another_request_leaves_nothing(http, client
         wait_for(client, lambda status: status.held_requests == 0, "given up")
 
 
+def test_a_wait_for_a_version_ends_at_the_time_limit(http):
+    limited = {**SMALL, "min_weight_version": 1 << 60, "time_limit_seconds": 0.1}
+    answer = ask(http, post(COMPLETIONS, limited))
+    (choice,) = json.loads(answer.body)["choices"]
+    assert (answer.status, choice["finish_reason"], choice["text"]) == (200, "abort", "")
+    assert (
+        "time_limit_seconds"
+        in json.loads(ask(http, post(COMPLETIONS, {**SMALL, "time_limit_seconds": -1})).body)["error"]["message"]
+    )
+
+
 def test_connections_beyond_the_limit_are_closed_and_the_others_served(binary, tmp_path):
     path = tmp_path / "log"
     flags = [*SMALL_CACHE, "--max-connections", "4"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import socket
 import time
@@ -69,3 +70,21 @@ def test_a_server_that_ends_says_so(binary):
         server.process.send_signal(signal.SIGTERM)
         events = b"".join(stream.chunks())
         assert b'"error"' in events or b'"finish_reason":"abort"' in events
+
+
+def test_a_chat_that_is_still_rendered_does_not_keep_the_server(binary, tmp_path):
+    model = shutil.copytree(FIXTURES / "llama-tied", tmp_path / "model")
+    # Each search reads 5 MB, and the render's own limit of time is half a minute.
+    slow = (
+        "{% set n = 5000000 %}{% set t = 'a' * n %}{% for i in range(100000) %}{% if 'b' in t %}{% endif %}{% endfor %}"
+    )
+    (model / "chat_template.jinja").write_text(slow)
+    chat = post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})
+    with ServerProcess(binary, model, SMALL_CACHE) as server, Wire(server.http_address, chat) as wire:
+        wait_for(server.client, lambda status: status.memory.traffic_bytes > 5_000_000, "rendering")
+        # Other calls are answered meanwhile.
+        assert ask(server.http_address, request("GET", "/health")).status == 200
+        server.process.send_signal(signal.SIGTERM)
+        answer = wire.answer()
+        assert answer.status == 503 and b"shutting down" in answer.body
+        assert server.process.wait(60) == 0

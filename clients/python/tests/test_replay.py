@@ -265,6 +265,24 @@ def test_a_line_that_was_cut_off_costs_no_other(serving, path):
     assert [parse_receipt(lines[i]).sample_index for i in (0, 2, 3)] == [0, 0, 1]
 
 
+@pytest.mark.parametrize("line", ["[" * 100_000, '{"note": ' * 100_000], ids=["lists", "objects"])
+def test_a_line_that_is_nested_too_deeply_is_named(serving, path, capsys, line):
+    record(serving, path, prompts=[[1, 2, 3]], n=1)
+    with path.open("a") as file:
+        file.write(f"{line}\n")
+    status, out, error = command(serving, path, capsys)
+    assert (status, out[0]) == (1, "version 0: 1 sample: 1 the same bits")
+    assert error == f"rollout: {path}, line 2: no receipt: its JSON is nested too deeply\n"
+
+
+def test_a_note_that_is_nested_too_deeply_is_refused():
+    note = []
+    for _ in range(100_000):
+        note = [note]
+    with pytest.raises(InvalidArgument, match="note: nested too deeply"):
+        example(note=note).to_json()
+
+
 @pytest.mark.parametrize(
     "broken",
     [

@@ -6,8 +6,8 @@ use super::pb;
 use crate::error::{Error, Result, shown};
 use crate::text::Conversation;
 
-/// Most bytes that rendering takes for a byte of the chat's texts: copies as JSON values and as values of the template,
-/// and the rendered text.
+/// Most bytes that a byte of the chat's texts takes besides what the template makes of it: copies as JSON values and as
+/// values of the template.
 const RENDERING: u64 = 8;
 /// Bytes that a value of JSON takes besides its text, as a value of JSON and of the template, in maps that grow.
 const VALUE: u64 = 512;

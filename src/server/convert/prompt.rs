@@ -62,7 +62,10 @@ fn encoded(
             let path = format!("{path}.chat");
             let encoder = encoder(&path, model)?;
             let bytes = chat::rendering_bytes(&chat);
-            let text = charge.hold(bytes, || encoder.render(&path, chat::conversation(&path, chat)?))??;
+            let traffic = charge.traffic().clone();
+            let render = || encoder.render(&path, chat::conversation(&path, chat)?, &traffic);
+            // What was made for the text is counted until it is encoded.
+            let (text, _rendered) = charge.hold(bytes, render)??;
             let ids = encoder.encode_text(&path, &text, special.unwrap_or(false), most, charge)?;
             (path, ids)
         }

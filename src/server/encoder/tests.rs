@@ -23,7 +23,7 @@ fn encode_text(encoder: &PromptEncoder, text: &str) -> Result<Vec<TokenId>> {
 fn encode_chat(encoder: &PromptEncoder, path: &str, messages: &[(&str, &str)]) -> Result<Vec<TokenId>> {
     let messages = messages.iter().map(|(role, content)| json!({ "role": role, "content": content })).collect();
     let conversation = Conversation { messages, add_generation_prompt: true, ..Default::default() };
-    encode_text(encoder, &encoder.render(path, conversation)?)
+    encode_text(encoder, &encoder.render(path, conversation, &Traffic::new(1 << 20))?.0)
 }
 
 #[test]

@@ -27,6 +27,15 @@ fn template(source: &str) -> ChatTemplate {
     ChatTemplate::new(source.to_string(), tokens).unwrap()
 }
 
+/// Room for all that a render makes.
+fn room() -> Traffic {
+    Traffic::new(1 << 40)
+}
+
+fn render(template: &ChatTemplate, conversation: Conversation) -> Result<String> {
+    template.render(conversation, &room()).map(|(text, _)| text)
+}
+
 /// `cases.json` has what transformers renders; `make.py` beside it made it.
 #[test]
 fn renders_as_transformers_does() {
@@ -34,7 +43,7 @@ fn renders_as_transformers_does() {
     assert!(cases.len() > 120);
     for case in &cases {
         let source = read(Path::new(&format!("{FIXTURES}/{}", case["template"].as_str().unwrap()))).unwrap();
-        match (template(&source).render(conversation(case)), case["error"].as_str()) {
+        match (render(&template(&source), conversation(case)), case["error"].as_str()) {
             (Ok(text), None) => assert_eq!(text, case["text"], "{case}"),
             (Err(Error::InvalidArgument { field, message }), Some(error)) => {
                 assert_eq!(field, "messages");
@@ -47,11 +56,12 @@ fn renders_as_transformers_does() {
 
 #[test]
 fn date_of_today_and_json_arguments() {
-    let text = template("{{ strftime_now('%Y') }}").render(nothing()).unwrap();
+    let text = render(&template("{{ strftime_now('%Y') }}"), nothing()).unwrap();
     assert!((2025..3000).contains(&text.parse::<i32>().unwrap()), "{text}");
     let variables = json!({ "x": { "a": "<é>'\"", "b": [1, 0.5, true, null], "c": {} } });
     let arguments = variables.as_object().unwrap();
-    let render = |source| template(source).render(Conversation { arguments: arguments.clone(), ..nothing() }).unwrap();
+    let render =
+        |source| render(&template(source), Conversation { arguments: arguments.clone(), ..nothing() }).unwrap();
     assert_eq!(render("{{ x | tojson }}"), r#"{"a": "<é>'\"", "b": [1, 0.5, true, null], "c": {}}"#);
     assert_eq!(render("{{ x.b | tojson(indent=1, ensure_ascii=false) }}"), "[\n 1,\n 0.5,\n true,\n null\n]");
 }
@@ -63,11 +73,11 @@ fn failures_say_what_the_template_says() {
     for source in
         ["{{ raise_exception('no ' ~ 1) }}", "{% macro f() %}{{ raise_exception('no 1') }}{% endmacro %}{{ f() }}"]
     {
-        let error = template(source).render(nothing()).unwrap_err();
+        let error = render(&template(source), nothing()).unwrap_err();
         assert_eq!(error.to_string(), "messages: the model's chat template refuses them: no 1");
     }
     for source in ["{{ messages[3].content }}", "{{ nothing() }}", "{{ x.y }}", "{{ strftime_now('%Q') }}"] {
-        assert!(matches!(template(source).render(nothing()), Err(Error::InvalidArgument { .. })), "{source}");
+        assert!(matches!(render(&template(source), nothing()), Err(Error::InvalidArgument { .. })), "{source}");
     }
 }
 
@@ -83,7 +93,7 @@ fn sources_and_their_precedence() {
         let config = write("tokenizer_config.json", &config.to_string());
         ChatTemplate::from_files(Some(&config), jinja)
     };
-    let text = |template: Result<Option<ChatTemplate>>| template.unwrap().unwrap().render(nothing()).unwrap();
+    let text = |template: Result<Option<ChatTemplate>>| render(&template.unwrap().unwrap(), nothing()).unwrap();
     let plain = json!({ "chat_template": "{{ bos_token }} config {{ eos_token }}{{ pad_token }}", "bos_token": "<b>",
         "eos_token": { "content": "<e>", "lstrip": false }, "pad_token": null, "add_bos_token": true });
     assert_eq!(text(load(plain.clone(), None)), "<b> config <e>");
@@ -114,5 +124,7 @@ fn gguf_metadata_names_the_template_and_its_tokens() {
     assert!(ChatTemplate::from_gguf(&metadata).unwrap().is_none());
     metadata.insert("tokenizer.chat_template".to_string(), string("{{ bos_token }}{{ pad_token }}{{ eos_token }}"));
     let template = ChatTemplate::from_gguf(&metadata).unwrap().unwrap();
-    assert_eq!(template.render(nothing()).unwrap(), "<b><e>");
+    assert_eq!(render(&template, nothing()).unwrap(), "<b><e>");
 }
+
+mod limits;

@@ -3,18 +3,22 @@
 use std::io::{self, Write};
 
 use minijinja::value::{Kwargs, Value};
-use minijinja::{Error, ErrorKind};
+use minijinja::{Error, ErrorKind, State};
 use serde::Serialize as _;
 use serde_json::Serializer;
 use serde_json::ser::Formatter;
 
+use super::meter::Meter;
+use super::operators::check_width;
+
 /// Python's `json.dumps(value, ensure_ascii=False, indent=indent, separators=separators)`.
-pub(super) fn tojson(value: &Value, options: Kwargs) -> Result<String, Error> {
+pub(super) fn tojson(state: &mut State, value: &Value, options: Kwargs) -> Result<String, Error> {
     let indent: Option<usize> = options.get("indent")?;
     let separators: Option<Vec<String>> = options.get("separators")?;
     // Templates pass this argument to ask for what this filter does in any case.
     let _: Option<bool> = options.get("ensure_ascii")?;
     options.assert_all_used()?;
+    check_width(indent.unwrap_or(0) as u64)?;
     let (item, member) = match separators.as_deref() {
         Some([item, member]) => (item.clone(), member.clone()),
         Some(_) => return Err(Error::new(ErrorKind::InvalidOperation, "separators are two texts")),
@@ -22,10 +26,41 @@ pub(super) fn tojson(value: &Value, options: Kwargs) -> Result<String, Error> {
         None => (", ".to_owned(), ": ".to_owned()),
     };
     let format = PythonFormat { item, member, indent, depth: 0, has_items: false };
-    let mut json = Vec::new();
+    let mut json = Counted { meter: Meter::of(state)?, text: Vec::new(), refusal: None };
     let written = value.serialize(&mut Serializer::with_formatter(&mut json, format));
-    written.map_err(|e| Error::new(ErrorKind::InvalidOperation, e.to_string()))?;
-    Ok(String::from_utf8(json).expect("JSON is UTF-8"))
+    let Counted { text, refusal, .. } = json;
+    written.map_err(|e| refusal.unwrap_or_else(|| Error::new(ErrorKind::InvalidOperation, e.to_string())))?;
+    Ok(String::from_utf8(text).expect("JSON is UTF-8"))
+}
+
+/// A text that is counted before it grows.
+struct Counted<'a> {
+    meter: &'a mut Meter,
+    text: Vec<u8>,
+    /// Why it could not grow.
+    refusal: Option<Error>,
+}
+
+impl Write for Counted<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        /// Bytes of a new text: most values are short.
+        const FIRST: usize = 256;
+        let needed = self.text.len() + bytes.len();
+        if needed > self.text.capacity() {
+            let capacity = needed.max(2 * self.text.capacity()).max(FIRST);
+            if let Err(refusal) = self.meter.spend(capacity as u64) {
+                self.refusal = Some(refusal);
+                return Err(io::ErrorKind::OutOfMemory.into());
+            }
+            self.text.reserve_exact(capacity - self.text.len());
+        }
+        self.text.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 /// Writes JSON as Python does.

@@ -47,6 +47,8 @@ def _config(path: Path) -> dict[str, Any]:
         raise InvalidArgument(f"{path}: {error.strerror}") from None
     except ValueError as error:
         raise InvalidArgument(f"{path}: no JSON: {error}") from None
+    except RecursionError:
+        raise InvalidArgument(f"{path}: no JSON that can be read: it is nested too deeply") from None
     if not isinstance(config, dict):
         raise InvalidArgument(f"{path}: expected an object, got {type(config).__name__}")
     return config
@@ -65,6 +67,8 @@ def _tensors(path: Path) -> dict[str, FileTensor]:
         return {name: _tensor(name, entry, body) for name, entry in header.items() if name != "__metadata__"}
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidArgument(f"{path}: no file of safetensors: {error}") from None
+    except RecursionError:
+        raise InvalidArgument(f"{path}: no file of safetensors: its header is nested too deeply") from None
 
 
 def _tensor(name: str, entry: dict[str, Any], body: memoryview) -> FileTensor:

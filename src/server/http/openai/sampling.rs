@@ -80,8 +80,11 @@ members! {
         pub(in crate::server::http) request_id: String,
         /// Refuse the request unless the policy has this version when it starts.
         if_weight_version: u64,
-        /// Wait for a policy of at least this version.
+        /// Wait for a policy of at least this version, until `time_limit_seconds` if there is one.
         min_weight_version: u64,
+        /// End the request this many seconds after its arrival, at least 0: samples that have not ended have the finish
+        /// reason `abort` and the tokens so far (default: no limit).
+        time_limit_seconds: f64,
     }
 }
 
@@ -278,7 +281,7 @@ impl Sampling {
             adapter: self.model.filter(|model| model != policy).unwrap_or_default(),
             if_weight_version: self.if_weight_version,
             min_weight_version: self.min_weight_version,
-            time_limit_seconds: None,
+            time_limit_seconds: self.time_limit_seconds,
         })
     }
 }

@@ -15,7 +15,7 @@ use crate::server::http::body::JsonBody;
 use crate::server::http::error::{ErrorBody, HttpError};
 use crate::server::http::members::{BodyOf, members};
 use crate::server::http::reply::counted;
-use crate::server::requests::off_thread;
+use crate::server::requests::{is_chat, off_thread};
 use crate::server::{ServingContext, convert, pb};
 use crate::text::Tokenizer;
 use crate::types::TokenId;
@@ -103,7 +103,7 @@ pub(in crate::server::http) async fn tokenize(
         }
     };
     let (model, names) = (context.model.clone(), text.return_token_strs.unwrap_or(false));
-    let (tokens, token_strs, charge) = off_thread(bytes, move || {
+    let (tokens, token_strs, charge) = off_thread(is_chat(&prompt), bytes, move || {
         let tokens = convert::tokens(prompt, &model, &mut charge)?;
         charge.grow(tokens.len() as u64 * TOKEN)?;
         let strings = model.encoder.as_ref().filter(|_| names).map(|e| token_strings(e.tokenizer(), &tokens));
@@ -141,7 +141,7 @@ pub(in crate::server::http) async fn detokenize(
     let encoder = context.model.encoder.clone();
     let encoder = encoder.ok_or_else(|| Error::invalid("tokens", "this model has no tokenizer"))?;
     let longest = encoder.max_bytes_per_token().map_or(TOKEN, |longest| longest as u64);
-    let (prompt, charge) = off_thread(bytes, move || {
+    let (prompt, charge) = off_thread(false, bytes, move || {
         charge.grow(tokens.len() as u64 * longest)?;
         Ok((encoder.tokenizer().decode(&tokens, false), charge))
     })

@@ -84,6 +84,8 @@ class Receipt:
             return json.dumps(read | {"digest": _digest(read)})
         except (TypeError, ValueError) as error:
             raise InvalidArgument(f"note: {error}") from None
+        except RecursionError:
+            raise InvalidArgument("note: nested too deeply for JSON; flatten it") from None
 
 
 def parse_receipt(line: str, number: int = 0) -> Receipt:
@@ -96,6 +98,13 @@ def parse_receipt(line: str, number: int = 0) -> Receipt:
     Raises:
         InvalidArgument: it is not that, or it has been changed since.
     """
+    try:
+        return _parsed(line, number)
+    except RecursionError:
+        raise InvalidArgument("no receipt: its JSON is nested too deeply") from None
+
+
+def _parsed(line: str, number: int) -> Receipt:
     try:
         content = json.loads(line)
     except ValueError as error:

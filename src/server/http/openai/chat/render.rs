@@ -123,7 +123,7 @@ pub(in crate::server::http) async fn render(
     let grammar = message.sampling.as_mut().and_then(|sampling| sampling.structured_outputs.take());
     let seed = message.sampling.as_ref().and_then(|sampling| sampling.seed).map(u64::cast_signed);
     let model = context.model.clone();
-    let request = off_thread(bytes, move || convert::generate(message, &model, &mut charge)).await?;
+    let request = off_thread(true, bytes, move || convert::generate(message, &model, &mut charge)).await?;
     let rendered = Rendered {
         request_id: format!("chatcmpl-{}", request.request_id),
         token_ids: request.prompts.first().map_or_else(Vec::new, |prompt| prompt.tokens.to_vec()),

@@ -1,9 +1,18 @@
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use serde_json::json;
+
 use super::*;
 use crate::memory::Traffic;
+use crate::server::convert::tokens;
 use crate::server::http::body::parse;
 use crate::server::http::heap::peak_of;
 use crate::server::http::weight::parsed_bytes;
 use crate::server::security::Caller;
+use crate::server::{ModelFacts, PromptEncoder};
+use crate::text::{ChatTemplate, Tokenizer};
 
 /// `part` repeated to a list that is about a megabyte long.
 fn list_of(part: &str) -> String {
@@ -39,4 +48,46 @@ fn flags_are_booleans_or_0_and_1() {
     for wrong in ["5", "-1", "\"true\"", "1.0", "[]"] {
         assert_eq!(read(wrong), None, "{wrong}");
     }
+}
+
+/// What a thread holds while a chat becomes token ids is charged before it is held, whatever the template does to it.
+#[test]
+fn a_chat_is_charged_at_its_peak() {
+    let file = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/tokenizer/tokenizer.json");
+    let tokenizer = Arc::new(Tokenizer::from_file(Path::new(file)).expect("the fixture is there"));
+    let content = "words ".repeat(100_000);
+    for source in [
+        "{{ messages[0].content }}",
+        "{{ messages[0].content ~ messages[0].content ~ messages[0].content }}",
+        "{% set x %}{{ messages[0].content }}{{ messages[0].content }}{% endset %}{{ x }}{{ x }}",
+        "{% macro f(x) %}{{ x }}{{ x }}{% endmacro %}{{ f(messages[0].content) }}",
+        "{{ messages | tojson(indent=4) }}",
+        "{{ messages[0].content.split(' ') | join('-') }}",
+        "{{ messages[0].content.replace(' ', '        ') }}",
+    ] {
+        // Encoding, which is charged by far more, would hide what rendering takes.
+        let refusing = format!("{source}{{{{ raise_exception('no') }}}}");
+        let template = ChatTemplate::new(refusing, BTreeMap::new()).expect("a template");
+        let encoder = Some(Arc::new(PromptEncoder::new(tokenizer.clone(), Some(template))));
+        let model = ModelFacts { vocab_size: 513, max_model_len: 16, eos_token_ids: vec![2], encoder };
+        let messages_json = json!([{ "role": "user", "content": content }]).to_string();
+        let chat = pb::Chat { messages_json, ..Default::default() };
+        let prompt = pb::Prompt { kind: Some(pb::prompt::Kind::Chat(chat)), add_special_tokens: None, sampling: None };
+        let traffic = Traffic::new(1 << 40);
+        let mut charge = traffic.charge_always(0);
+        let (peak, refused) = peak_of(|| tokens(prompt, &model, &mut charge));
+        let charged = traffic.take_high_water();
+        assert!(refused.expect_err("the template refuses").to_string().contains("no"), "{source}");
+        assert!(peak <= charged, "{source}: {peak} bytes are held, and {charged} are charged");
+    }
+}
+
+#[test]
+fn a_time_limit_arrives_as_grpcs() {
+    let limit = |body: &str| {
+        let BodyOf(sampling) = serde_json::from_str::<BodyOf<Sampling>>(body).expect("a body");
+        sampling.into_message(Vec::new(), None, 0, "m").expect("valid").time_limit_seconds
+    };
+    assert_eq!(limit(r#"{"min_weight_version": 3, "time_limit_seconds": 0.5}"#), Some(0.5));
+    assert_eq!((limit(r#"{"time_limit_seconds": null}"#), limit("{}")), (None, None));
 }

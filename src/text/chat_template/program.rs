@@ -1,0 +1,248 @@
+//! A template as instructions of minijinja's machine, with calls between them that count what they make.
+//!
+//! minijinja's fuel counts instructions, and no hook of its stable interface sees what an operator makes: `{% set x = x ~
+//! x %}` forty times is a terabyte. So operators become calls of our own functions, and the results of all other
+//! operations pass through one that counts them.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use minijinja::machinery::{
+    CompiledTemplate, Instruction, Instructions, TemplateConfig, Token, eval, make_string_output, tokenize,
+};
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Object, Value};
+use minijinja::{AutoEscape, Environment, State};
+
+use super::meter::{FUEL, Meter, made};
+use super::operators;
+use crate::error::{Error, Result};
+use crate::memory::{Charge, Traffic};
+
+/// Most bytes of a template. The largest in use, which write tools in several languages, have about 100 KiB.
+pub(super) const MAX_SOURCE_BYTES: usize = 1 << 20;
+/// Most tags of a template. The largest in use have about 500. Each branch of an `if` takes stack when it is parsed.
+const MAX_TAGS: usize = 10_000;
+/// Most tokens of a tag. The largest in use have about 100; each can be a level of an expression.
+const MAX_TAG_TOKENS: usize = 4096;
+/// Most bytes that tags make of constants alone, such as `'-' * 40`: they are made when the template is parsed.
+const MAX_CONSTANT_BYTES: u64 = 16 << 20;
+/// Stack of the thread that parses a template, for 10,000 branches of an `if`. Only what is used takes memory.
+const PARSE_STACK_BYTES: usize = 256 << 20;
+
+/// Names of our functions. No template can call or hide them, because they are no identifiers.
+const BEGIN: &str = "<begin>";
+const MADE: &str = "<made>";
+const STORED: &str = "<stored>";
+const CONCAT: &str = "<concat>";
+const ADD: &str = "<add>";
+const MULTIPLY: &str = "<multiply>";
+/// Name under which a render finds the [`Room`].
+const ROOM: &str = "<room>";
+
+/// A parsed template, which can be rendered by many threads at once.
+pub(super) struct Program {
+    environment: Environment<'static>,
+    main: Instructions<'static>,
+    blocks: BTreeMap<&'static str, Instructions<'static>>,
+}
+
+/// Where the bytes of a render are counted.
+#[derive(Debug)]
+struct Room(Traffic);
+
+impl Object for Room {}
+
+impl Program {
+    /// Parses `source` for `environment`, whose filters and functions it uses.
+    ///
+    /// # Errors
+    /// `Config` if it is too large, or not a template.
+    pub(super) fn new(name: &'static str, source: String, mut environment: Environment<'static>) -> Result<Self> {
+        if source.len() > MAX_SOURCE_BYTES {
+            let bytes = source.len();
+            return Err(Error::Config(format!(
+                "the model's chat template has {bytes} bytes, and at most {MAX_SOURCE_BYTES} are read; shorten it"
+            )));
+        }
+        environment.set_fuel(Some(FUEL));
+        operators::install(&mut environment);
+        environment.add_function(BEGIN, |state: &mut State, room: &Value| {
+            if let Some(Room(traffic)) = room.downcast_object_ref() {
+                let meter = Meter::new(traffic);
+                state.get_or_insert_extension(meter);
+            }
+        });
+        environment.add_function(MADE, made);
+        environment.add_function(STORED, operators::stored);
+        environment.add_function(CONCAT, operators::concat);
+        environment.add_function(ADD, operators::add);
+        environment.add_function(MULTIPLY, operators::multiply);
+        // The instructions borrow their source, and both live as long as the process: it serves one template.
+        let source: &'static str = source.leak();
+        // On a thread of its own, because nested tags and long expressions take more stack than others have.
+        let thread = std::thread::Builder::new().name("chat-template".into()).stack_size(PARSE_STACK_BYTES);
+        let parsing = thread.spawn(move || parse(name, source));
+        let parsing = parsing.map_err(|e| Error::Internal(format!("the thread for the chat template: {e}")))?;
+        let (main, blocks) =
+            parsing.join().map_err(|_| Error::Internal("parsing the chat template panicked".into()))??;
+        Ok(Self { environment, main, blocks })
+    }
+
+    /// The text that the template makes of `variables`, and the charge that covers it: all that the render has made.
+    ///
+    /// # Errors
+    /// The template's own, and those of the [`Meter`].
+    pub(super) fn render(
+        &self,
+        mut variables: BTreeMap<&str, Value>,
+        traffic: &Traffic,
+    ) -> std::result::Result<(String, Charge), minijinja::Error> {
+        variables.insert(ROOM, Value::from_object(Room(traffic.clone())));
+        let mut text = String::new();
+        let root = Value::from(variables);
+        let mut out = make_string_output(&mut text);
+        let (_, mut state) = eval(&self.environment, &self.main, root, &self.blocks, &mut out, AutoEscape::None)?;
+        let charge = Meter::of(&mut state)?.take_charge();
+        drop(state);
+        Ok((text, charge))
+    }
+}
+
+impl std::fmt::Debug for Program {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Program")
+    }
+}
+
+pub(super) fn syntax() -> Result<SyntaxConfig> {
+    let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+    syntax.map_err(|e| Error::Internal(e.to_string()))
+}
+
+type Parsed = (Instructions<'static>, BTreeMap<&'static str, Instructions<'static>>);
+
+fn parse(name: &'static str, source: &'static str) -> Result<Parsed> {
+    check_tags(source)?;
+    let config = TemplateConfig { syntax_config: syntax()?, default_auto_escape: Arc::new(|_| AutoEscape::None) };
+    let compiled = CompiledTemplate::new(name, source, &config)
+        .map_err(|e| Error::Config(format!("the model's chat template cannot be compiled: {e}")))?;
+    let mut main = Instructions::new(name, source);
+    for instruction in [Instruction::Lookup(ROOM), Instruction::CallFunction(BEGIN, Some(1)), Instruction::DiscardTop] {
+        main.add(instruction);
+    }
+    let main = counted(&compiled.instructions, main);
+    let blocks = compiled.blocks.iter();
+    let blocks = blocks.map(|(name, block)| (*name, counted(block, Instructions::new(name, source)))).collect();
+    Ok((main, blocks))
+}
+
+/// Refuses tags that would take too much stack or memory when they are parsed. What is not a token is left to the parser.
+fn check_tags(source: &str) -> Result<()> {
+    let refuse =
+        |line: u16, what: String| Err(Error::Config(format!("the model's chat template: line {line}: {what}")));
+    let (mut tags, mut tokens, mut constants) = (0, 0, 0_u64);
+    // Of a tag: its longest text, a bound of what its numbers multiply to, and whether it multiplies texts or lists.
+    let (mut longest, mut product, mut multiplies, mut has_text) = (0_u64, 1_u64, false, false);
+    for (token, span) in tokenize(source, false, syntax()?).map_while(std::result::Result::ok) {
+        match token {
+            Token::VariableStart | Token::BlockStart => {
+                tags += 1;
+                (tokens, longest, product, multiplies, has_text) = (0, 0, 1, false, false);
+            }
+            Token::VariableEnd | Token::BlockEnd if multiplies && has_text => {
+                constants = constants.saturating_add(product.saturating_mul(longest + size_of::<Value>() as u64));
+            }
+            Token::Str(text) => (longest, has_text) = (longest.max(text.len() as u64), true),
+            Token::String(text) => (longest, has_text) = (longest.max(text.len() as u64), true),
+            Token::BracketOpen | Token::Comma => has_text = true,
+            Token::Int(number) => product = product.saturating_mul(number.saturating_add(1)),
+            Token::Ident("true" | "True") => product = product.saturating_mul(2),
+            Token::Mul => multiplies = true,
+            Token::Int128(_) | Token::Pow => (product, multiplies) = (u64::MAX, true),
+            _ => {}
+        }
+        tokens += 1;
+        if tags > MAX_TAGS {
+            return refuse(span.start_line, format!("more than {MAX_TAGS} tags; shorten the template"));
+        }
+        if tokens > MAX_TAG_TOKENS {
+            return refuse(span.start_line, format!("more than {MAX_TAG_TOKENS} tokens in one tag; split it with set"));
+        }
+        if constants > MAX_CONSTANT_BYTES {
+            let what = format!("constants multiplied to more than {MAX_CONSTANT_BYTES} bytes; write shorter ones");
+            return refuse(span.start_line, what);
+        }
+    }
+    Ok(())
+}
+
+/// The instructions of `given`, after those of `program`, with calls between them that count what they make.
+fn counted(given: &Instructions<'static>, mut program: Instructions<'static>) -> Instructions<'static> {
+    let expanded: Vec<_> = (0..).map_while(|index| given.get(index)).map(expand).collect();
+    let mut next = (0..).find(|&index| program.get(index).is_none()).unwrap_or(0);
+    // Where each instruction begins now; one more for jumps behind the last.
+    let mut starts = Vec::with_capacity(expanded.len() + 1);
+    for instructions in &expanded {
+        starts.push(next);
+        next += instructions.len() as u32;
+    }
+    starts.push(next);
+    for (index, instruction) in (0..).zip(expanded).flat_map(|(index, all)| all.into_iter().map(move |i| (index, i))) {
+        let instruction = retargeted(instruction, &starts);
+        match (given.get_span(index), given.get_line(index)) {
+            (Some(span), _) => program.add_with_span(instruction, span),
+            (None, Some(line)) => program.add_with_line(instruction, u16::try_from(line).unwrap_or(u16::MAX)),
+            (None, None) => program.add(instruction),
+        };
+    }
+    program
+}
+
+/// What stands in an instruction's place.
+fn expand(instruction: &Instruction<'static>) -> Vec<Instruction<'static>> {
+    use Instruction as I;
+    let count = || I::CallFunction(MADE, Some(1));
+    match instruction {
+        // What is written raw passes no hook.
+        I::EmitRaw(text) => vec![I::LoadConst(Value::from(*text)), I::Emit],
+        I::StringConcat => vec![I::CallFunction(CONCAT, Some(2)), count()],
+        I::Add => vec![I::CallFunction(ADD, Some(2)), count()],
+        I::Mul => vec![I::CallFunction(MULTIPLY, Some(2)), count()],
+        I::SetAttr(_) => vec![I::Swap, I::CallFunction(STORED, Some(1)), I::Swap, instruction.clone()],
+        I::Slice
+        | I::BuildMap(_)
+        | I::BuildList(_)
+        | I::BuildTuple(_)
+        | I::EndCapture
+        | I::ApplyFilter(..)
+        | I::PerformTest(..)
+        | I::CallFunction(..)
+        | I::CallMethod(..)
+        | I::CallObject(_)
+        | I::Eq
+        | I::Ne
+        | I::Gt
+        | I::Gte
+        | I::Lt
+        | I::Lte
+        | I::In
+        | I::CompareAndPreserve(_) => vec![instruction.clone(), count()],
+        _ => vec![instruction.clone()],
+    }
+}
+
+/// The instruction, with its target where that begins now.
+fn retargeted(mut instruction: Instruction<'static>, starts: &[u32]) -> Instruction<'static> {
+    use Instruction as I;
+    if let I::Iterate(target)
+    | I::Jump(target)
+    | I::JumpIfFalse(target)
+    | I::JumpIfFalseOrPop(target)
+    | I::JumpIfTrueOrPop(target)
+    | I::BuildMacro(_, target, _) = &mut instruction
+    {
+        *target = starts[*target as usize];
+    }
+    instruction
+}
