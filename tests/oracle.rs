@@ -112,6 +112,17 @@ fn every_checkpoint_of_the_fixtures_is_in_the_list() {
     assert_eq!(found, FIXTURES.map(|(name, _)| name.to_owned()).into());
 }
 
+/// As on a machine to which the tests were copied, where the path of the build does not exist.
+#[test]
+fn fixtures_are_where_the_environment_says() {
+    let elsewhere = tempfile::tempdir().unwrap();
+    for (place, finds) in [(fixture(""), true), (elsewhere.path().to_owned(), false)] {
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", "every_checkpoint_of_the_fixtures_is_in_the_list"]).env("ROLLOUT_FIXTURES", &place);
+        assert_eq!(child.output().unwrap().status.success(), finds, "{}", place.display());
+    }
+}
+
 #[test]
 fn random_shapes_have_candles_log_probabilities() {
     for (architecture, first) in ARCHITECTURES.into_iter().zip((0..).step_by(SHAPES)) {

@@ -34,8 +34,16 @@ pub use weights::{StateDict, random_weights, to_bytes, write_checkpoint};
 /// Longest wait for an answer; a longer one is a hang.
 const PATIENCE: Duration = Duration::from_secs(120);
 
+/// A file or directory of `tests/fixtures`; `ROLLOUT_FIXTURES` says where that is, where a test does not run in the
+/// checkout that it was built in.
 pub fn fixture(name: &str) -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+    path_of("ROLLOUT_FIXTURES", concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures")).join(name)
+}
+
+/// The path that a variable of the environment names, or `built` if it is not set.
+#[expect(clippy::disallowed_methods, reason = "the tests may run on another machine than that which built them")]
+pub fn path_of(variable: &str, built: &str) -> PathBuf {
+    std::env::var_os(variable).map_or_else(|| built.into(), PathBuf::from)
 }
 
 /// Instruction sets on which results are checked: all that this processor has, and avx512_bf16, whose results differ
