@@ -1,5 +1,6 @@
-//! Steps whose launches are recorded and repeated: the bits of steps that are launched kernel by kernel, after everything
-//! that changes weights or memory, with far fewer launches, which the emulator counts; and drivers that record nothing.
+//! Steps whose launches are recorded and repeated: the bits of steps that are launched kernel by kernel, after
+//! everything that changes weights or memory, with far fewer launches, which the emulator counts; and drivers that
+//! record nothing.
 
 mod common;
 
@@ -281,8 +282,8 @@ fn check_adapters(model: &str, ranks: usize) {
             engine.push(push.clone()).expect("it becomes resident");
         }
     };
-    // Several samples of prompts with these adapters in turn, of which both engines give the same bits. Whether recordings
-    // were launched for most steps, as far as that is counted.
+    // Several samples of prompts with these adapters in turn, of which both engines give the same bits. Whether
+    // recordings were launched for most steps, as far as that is counted.
     let mut seen = Vec::new();
     let mut same = |what: &str, adapters: &[Option<&str>]| {
         let before = repeats();

@@ -1,5 +1,5 @@
-//! Log-probabilities of candle-transformers' models beside ours, in float32 on the CPU: a second oracle, by another hand
-//! than transformers and without Python, which any shape can be asked of.
+//! Log-probabilities of candle-transformers' models beside ours, in float32 on the CPU: a second oracle beside
+//! transformers (`tests/parity.rs`). It needs no Python, so random shapes are compared too.
 
 #[path = "oracle/candle.rs"]
 mod candle;

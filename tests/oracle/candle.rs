@@ -55,8 +55,8 @@ impl Candle {
 
     /// Log-probabilities of all tokens but the first.
     ///
-    /// Each comes of a run over all tokens before it, since candle's models give the logits of the last token alone, and
-    /// forget windows where they decode with a cache.
+    /// Each is computed by a run over all tokens before it: candle's models return the logits of the last token only,
+    /// and ignore sliding windows when they decode with a cache.
     pub fn logprobs(&mut self, tokens: &[TokenId]) -> Vec<f32> {
         (1..tokens.len())
             .map(|end| {
