@@ -119,6 +119,9 @@ cuda: check-cargo check-python ## build the server for NVIDIA GPUs (needs none; 
 	$(call say,Building the server for NVIDIA GPUs: $(CUDA_TARGET)/release/rollout-server)
 	@$(cuda_environment) && CARGO_TARGET_DIR=$(CUDA_TARGET) $(CARGO) build --release --features $(FEATURES) --bin rollout-server
 
+# The tests for GPUs, on the emulator and on a card.
+CUDA_TESTS := devices cuda cuda_ranks cuda_memory cuda_ceiling cuda_failures cuda_graphs cuda_transport cuda_settings cuda_broadcast
+
 # Code for one card is enough here, as the emulator takes the PTX. `cuda` is the tests' own feature of both crates.
 cuda-test: check-cargo check-python ## the kernels and the server on an emulated GPU
 	$(call say,Building the emulator of a GPU)
@@ -126,7 +129,7 @@ cuda-test: check-cargo check-python ## the kernels and the server on an emulated
 	$(call say,Kernels and server on the emulated GPU)
 	@$(cuda_environment) && export CARGO_TARGET_DIR=$(CUDA_TARGET) CUDA_CARDS=80 LD_LIBRARY_PATH=$(abspath $(EMULATOR)) CUEMU_DEVICES=4 && \
 		tests='$(CARGO) test --release --workspace --exclude cuda-emulator --features cuda' && \
-		$$tests --test devices --test cuda --test cuda_ranks --test cuda_memory --test cuda_ceiling --test cuda_failures --test cuda_graphs --test cuda_transport --test cuda_settings --test cuda_broadcast && \
+		$$tests $(addprefix --test ,$(CUDA_TESTS)) && \
 		$$tests --lib -- cuda:: && \
 		CUEMU_SHARED=101376 $$tests --test cuda -- linear:: attention::
 
@@ -154,18 +157,18 @@ cuda-check: check-cargo check-python ## registers, spills and instructions of ea
 # compute-sanitizer of the toolkit's version.
 SANITIZER := nvidia-cuda-sanitizer-api==13.0.85
 
-# On another machine with a card: copy the checkout, target/gpu-check and the libraries to the same paths, run the last line.
-gpu-check: check-python ## the same tests on a card, in the order to try first; skips without one
-	@status=0; $(PYTHON) scripts/gpu_check.py card || status=$$?; \
-	if [ $$status = 3 ]; then exit 0; elif [ $$status != 0 ]; then exit $$status; fi; \
-	$(MAKE) --no-print-directory gpu-check-binaries && \
-		$(BIN)/python scripts/gpu_check.py run target/gpu-check --libraries $(CUDA)/nvidia/cu13/lib \
-			$(if $(wildcard $(TRAINERS)/.installed),--peer-python $(TRAINERS)/bin/python)
+# Without a card the script ends with 77, which make reports as `Error 77` and its own status 2: nothing was checked.
+# On another machine with a card: copy the checkout, target/gpu-check and the libraries, run the last line.
+gpu-check: check-python ## the same tests on a card, in the order to try first; status 77 of the script without one
+	@$(PYTHON) scripts/gpu_check.py card
+	@$(MAKE) --no-print-directory gpu-check-binaries
+	@$(BIN)/python scripts/gpu_check.py run target/gpu-check --must-measure --libraries $(CUDA)/nvidia/cu13/lib \
+		$(if $(wildcard $(TRAINERS)/.installed),--peer-python $(TRAINERS)/bin/python)
 
 gpu-check-binaries: setup check-cargo
 	$(call say,Building the tests for NVIDIA GPUs: target/gpu-check)
 	@mkdir -p target/gpu-check && $(cuda_environment) && export CARGO_TARGET_DIR=$(CUDA_TARGET) && \
-		$(CARGO) test --release --workspace --exclude cuda-emulator --features $(FEATURES) --lib --test devices --test cuda --test cuda_ranks --test cuda_transport \
+		$(CARGO) test --release --workspace --exclude cuda-emulator --features $(FEATURES) --lib $(addprefix --test ,$(CUDA_TESTS)) \
 		$(if $(findstring flash-attn,$(FEATURES)),--test cuda_flash) \
 		--no-run --message-format json-render-diagnostics >target/gpu-check/messages
 	@$(PYTHON) scripts/gpu_check.py collect target/gpu-check <target/gpu-check/messages

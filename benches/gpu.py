@@ -31,6 +31,8 @@ from rollout_client import RolloutClient, ServerProcess
 
 RANDOM = {"1.5B, random": QWEN_1_5B, "7B, random": QWEN_7B}
 RUNS = 3
+NO_CARD = 77
+"""Exit status, as of scripts/gpu_check.py."""
 Row = tuple[str, str, str]
 """What, the figure, and what issue 16 wants of it on an H200."""
 
@@ -176,7 +178,7 @@ def main() -> int:
         card = Card(emulated=args.emulated)
     except NoCardError as error:
         print(f"skipped, as there is no card here: {error}")
-        return 0
+        return NO_CARD
     limits = card.limits(EMULATED if args.emulated else ON_A_CARD)
     print(card.describe(), limits, "\n")
     if args.model:

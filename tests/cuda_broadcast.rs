@@ -1,5 +1,6 @@
 //! Pushes of a trainer that broadcasts its weights by NCCL, as TRL's synchronous trainers drive vLLM: the server is a
-//! process of its own with an emulated GPU for each rank, the trainer is rank 0 here, or a child that dies.
+//! process of its own with a GPU for each rank, the trainer is rank 0 here, or a child that dies. On cards the trainer
+//! has the GPU behind the server's, as NCCL takes no GPU twice.
 
 mod common;
 #[path = "cuda_broadcast/server.rs"]
@@ -14,6 +15,7 @@ use std::io::{BufRead as _, BufReader};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
+use common::emulator::there_are_gpus;
 use common::{Engine, Push, StateDict, random_weights};
 use serde_json::{Value, json};
 use server::{Http, Server, refusal, until};
@@ -52,6 +54,9 @@ fn empty() -> Value {
 
 #[test]
 fn pushes_leave_the_weights_of_the_inline_way() {
+    if !there_are_gpus(2) {
+        return;
+    }
     let (oracle, server) = (Oracle::new(), Server::start(MODEL, &[]));
     let http = &server.http;
     let config = http.get("/server_info?config_format=json");
@@ -83,6 +88,9 @@ fn pushes_leave_the_weights_of_the_inline_way() {
 
 #[test]
 fn pushes_come_while_the_server_sleeps_and_after_it_has() {
+    if !there_are_gpus(2) {
+        return;
+    }
     let (oracle, server) = (Oracle::new(), Server::start(MODEL, &[]));
     let http = &server.http;
     let trainer = Trainer::join(http, 1, Some(BUFFER));
@@ -116,6 +124,9 @@ fn pushes_come_while_the_server_sleeps_and_after_it_has() {
 
 #[test]
 fn every_rank_receives_the_weights() {
+    if !there_are_gpus(3) {
+        return;
+    }
     let (oracle, server) = (Oracle::new(), Server::start(MODEL, &["--tp", "2"]));
     let http = &server.http;
     assert_eq!(http.get("/get_world_size")["world_size"], 2);
@@ -131,6 +142,9 @@ fn every_rank_receives_the_weights() {
 
 #[test]
 fn pushes_that_are_refused_change_nothing() {
+    if !there_are_gpus(2) {
+        return;
+    }
     let (oracle, server) = (Oracle::new(), Server::start(MODEL, &[]));
     let http = &server.http;
     for path in ["/start_weight_update", "/finish_weight_update"] {
@@ -188,6 +202,9 @@ fn pushes_that_are_refused_change_nothing() {
 
 #[test]
 fn a_refused_call_leaves_group_and_names_as_they_were() {
+    if !there_are_gpus(2) {
+        return;
+    }
     let (oracle, server) = (Oracle::new(), Server::start(MODEL, &[]));
     let http = &server.http;
     let trainer = Trainer::join(http, 1, Some(BUFFER));
@@ -218,6 +235,9 @@ fn a_refused_call_leaves_group_and_names_as_they_were() {
 
 #[test]
 fn others_see_who_sends_and_can_end_the_push() {
+    if !there_are_gpus(2) {
+        return;
+    }
     let (oracle, server) = (Oracle::new(), Server::start(MODEL, &[]));
     let http = &server.http;
     let (weights, expected) = oracle.weights(1);
@@ -248,6 +268,9 @@ fn others_see_who_sends_and_can_end_the_push() {
 
 #[test]
 fn a_group_whose_bytes_were_not_received_is_left() {
+    if !there_are_gpus(2) {
+        return;
+    }
     let (oracle, server) = (Oracle::new(), Server::start(MODEL, &[]));
     let http = &server.http;
     let (weights, expected) = oracle.weights(1);
@@ -342,6 +365,9 @@ fn a_trainer_that_dies() {
 
 #[test]
 fn a_trainer_that_dies_changes_nothing() {
+    if !there_are_gpus(2) {
+        return;
+    }
     let (oracle, server) = (Oracle::new(), Server::start(MODEL, &[]));
     let http = &server.http;
     let (weights, expected) = oracle.weights(1);
@@ -368,6 +394,9 @@ fn a_trainer_that_dies_changes_nothing() {
 
 #[test]
 fn a_call_of_a_trainer_that_has_left_takes_nothing_from_the_next() {
+    if !there_are_gpus(2) {
+        return;
+    }
     let (oracle, server) = (Oracle::new(), Server::start(MODEL, &[]));
     let http = &server.http;
     let (weights, expected) = oracle.weights(1);
@@ -398,6 +427,9 @@ fn a_call_of_a_trainer_that_has_left_takes_nothing_from_the_next() {
 
 #[test]
 fn a_trainer_that_stands_still_is_given_up() {
+    if !there_are_gpus(2) {
+        return;
+    }
     let (oracle, server) = (Oracle::new(), Server::start(MODEL, &["--update-idle-seconds", "5"]));
     let http = &server.http;
     let (weights, expected) = oracle.weights(1);
@@ -431,6 +463,9 @@ fn a_trainer_that_stands_still_is_given_up() {
 
 #[test]
 fn the_store_of_a_trainer_is_found() {
+    if !there_are_gpus(3) {
+        return;
+    }
     let (oracle, server) = (Oracle::new(), Server::start(MODEL, &["--tp", "2"]));
     let http = &server.http;
     let (weights, expected) = oracle.weights(1);

@@ -25,6 +25,8 @@ const MIB: u64 = 1 << 20;
 /// So small that the cache takes what is left.
 const DEVICE: [(&str, &str); 2] = [("CUEMU_MEMORY_MIB", "1024"), ("CUEMU_CONTEXT_MIB", "70")];
 const CONTEXT_BYTES: u64 = 70 * MIB;
+/// Why a test is left out on a card.
+const COUNTED: &str = "the device is small, and what a process holds is counted";
 
 #[expect(clippy::disallowed_methods, reason = "a child gets its task")]
 fn task() -> Option<String> {
@@ -72,7 +74,7 @@ struct Watch {
 
 impl Watch {
     fn check(&self, what: &str) {
-        let peak = emulator::peak(0).expect("it runs on the emulator");
+        let peak = emulator::peak(0);
         println!("{what}: {} of {} MiB", peak / MIB, self.ceiling / MIB);
         assert!(peak <= self.ceiling, "{what}: {peak} of {}", self.ceiling);
         assert!(peak >= CONTEXT_BYTES, "{what}: {peak}");
@@ -144,8 +146,10 @@ fn work_below_the_ceiling() {
 #[test]
 fn what_the_driver_counts_never_passes_the_ceiling() {
     const NAME: &str = "what_the_driver_counts_never_passes_the_ceiling";
+    if !emulator::or_left_out(COUNTED) {
+        return;
+    }
     match task() {
-        Some(_) if emulator::peak(0).is_none() => {}
         Some(_) => work_below_the_ceiling(),
         None => ["processes", "device"].iter().for_each(|nvml| drop(run(NAME, "work", &[("CUEMU_NVML", nvml)]))),
     }
@@ -175,9 +179,11 @@ fn take_and_free() -> ! {
 #[test]
 fn neighbours_who_come_and_go_are_not_billed() {
     const NAME: &str = "neighbours_who_come_and_go_are_not_billed";
+    if !emulator::or_left_out(COUNTED) {
+        return;
+    }
     match task().as_deref() {
         Some("neighbour") => take_and_free(),
-        Some(_) if emulator::peak(0).is_none() => {}
         Some(_) => {
             let engine = start(&[]).expect("it starts");
             assert_eq!(entry(&engine.status().memory, MemoryUse::Context), CONTEXT_BYTES);
@@ -201,8 +207,10 @@ fn neighbours_who_come_and_go_are_not_billed() {
 #[test]
 fn without_nvml_a_constant_is_set_aside_and_said() {
     const NAME: &str = "without_nvml_a_constant_is_set_aside_and_said";
+    if !emulator::or_left_out(COUNTED) {
+        return;
+    }
     match task() {
-        Some(_) if emulator::peak(0).is_none() => {}
         Some(_) => {
             let engine = Engine::start("qwen2", &["--device", "cuda", "--kv-cache-bytes", "2MiB"]);
             assert_eq!(entry(&engine.status().memory, MemoryUse::Context), 512 * MIB);
@@ -232,8 +240,10 @@ fn in_bfloat16(mut push: Push) -> Push {
 #[test]
 fn host_memory_bounds_what_sleeps() {
     const NAME: &str = "host_memory_bounds_what_sleeps";
+    if !emulator::or_left_out(COUNTED) {
+        return;
+    }
     match task() {
-        Some(_) if emulator::peak(0).is_none() => return,
         Some(_) => {}
         None => return drop(run(NAME, "work", &[])),
     }

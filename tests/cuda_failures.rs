@@ -10,7 +10,7 @@ use std::ffi::CString;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::{Command as Process, Stdio};
 
-use common::emulator::{calls, fail};
+use common::emulator::{calls, fail, or_left_out};
 use common::{Engine, Push, Request, StateDict, random_prompts, random_weights};
 use rollout_server::engine::{AdapterTarget, Command, DrainMode, LifecycleStatus, SleepLevel};
 use rollout_server::error::{Error, Result};
@@ -244,6 +244,9 @@ fn child(work: Work, order: &str) {
 
 /// Runs the cases of `work`, which the test `name` is about, and says how they went.
 fn check(name: &str, work: Work) {
+    if !or_left_out("calls of the driver fail") {
+        return;
+    }
     if let Some(order) = variable(CHILD) {
         return child(work, &order);
     }

@@ -1,7 +1,9 @@
 //! What only the emulator of a GPU has: counters of calls, calls that fail because a test asks, and who holds how
-//! much of the memory.
+//! much of the memory. And how a test says that it is left out for lack of it, or of devices.
 
 use std::ffi::{CStr, c_char, c_void};
+
+use rollout_kernels::{Backend, DeviceOptions, Devices};
 
 unsafe extern "C" {
     fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
@@ -10,6 +12,24 @@ unsafe extern "C" {
 /// Whether there is the emulator, and not a card.
 pub fn is_there() -> bool {
     find(c"cuemu_calls").is_some()
+}
+
+/// Whether there is the emulator. On a card the running test says that it is left out, because `why`.
+pub fn or_left_out(why: &str) -> bool {
+    is_there() || left_out(&format!("{why}; only the emulator does that"))
+}
+
+/// Whether there are as many GPUs, which the emulator has. Without them the running test says that it is left out.
+pub fn there_are_gpus(count: usize) -> bool {
+    let is_cuda = |backend: &&Backend| backend.name() == "cuda";
+    let open = || Devices::open(*Backend::ALL.iter().find(is_cuda).unwrap(), count, &DeviceOptions::default());
+    is_there() || open().is_ok() || left_out(&format!("it needs {count} GPUs"))
+}
+
+/// Always false. `scripts/gpu_check.py` reads the line, and does not count the running test as passed.
+pub fn left_out(why: &str) -> bool {
+    println!("left out: {why}");
+    false
 }
 
 /// The address of a function that only the emulator has, if this is one.
@@ -41,25 +61,17 @@ pub fn calls(call: &CStr) -> u64 {
     unsafe { calls(call.as_ptr()) }
 }
 
-/// Lets a neighbour, who is made up, hold so many bytes of device 0. False on a card.
-pub fn neighbour(bytes: u64) -> bool {
-    let Some(address) = find(c"cuemu_neighbour") else {
-        println!("skipped: a neighbour who holds memory is made up by the emulator alone");
-        return false;
-    };
+/// Lets a neighbour, who is made up, hold so many bytes of device 0.
+pub fn neighbour(bytes: u64) {
+    type Neighbour = extern "C" fn(i32, u64) -> i32;
     // SAFETY: the emulator's function has this type.
-    let call: extern "C" fn(i32, u64) -> i32 = unsafe { std::mem::transmute(address) };
+    let call = unsafe { std::mem::transmute::<*mut c_void, Neighbour>(of_the_emulator(c"cuemu_neighbour")) };
     assert_eq!(call(0, bytes), 0);
-    true
 }
 
-/// The most bytes of a device that this process has held at a time since the last call; `None` on a card.
-pub fn peak(device: i32) -> Option<u64> {
-    let Some(address) = find(c"cuemu_peak") else {
-        println!("skipped: the most that a process has held is known to the emulator alone");
-        return None;
-    };
+/// The most bytes of a device that this process has held at a time since the last call.
+pub fn peak(device: i32) -> u64 {
     // SAFETY: the emulator's function has this type.
-    let call: extern "C" fn(i32) -> i64 = unsafe { std::mem::transmute(address) };
-    Some(u64::try_from(call(device)).expect("there is such a device"))
+    let call: extern "C" fn(i32) -> i64 = unsafe { std::mem::transmute(of_the_emulator(c"cuemu_peak")) };
+    u64::try_from(call(device)).expect("there is such a device")
 }

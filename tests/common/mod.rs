@@ -3,6 +3,7 @@
 
 pub mod emulator;
 pub mod large;
+mod weights;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -25,15 +26,24 @@ use rollout_server::observe::Observer;
 use rollout_server::startup::{self, Started};
 use rollout_server::types::{Prompt, SamplingParams, TokenId, TokenLogprobs};
 use rollout_server::weights::{
-    Dtype, ParamSpec, Parameters, Receiver as WeightReceiver, Source, Sources, TensorEntry, UpdateKind, UpdateSpec,
+    Dtype, Parameters, Receiver as WeightReceiver, Source, Sources, TensorEntry, UpdateKind, UpdateSpec,
 };
 use safetensors::tensor::TensorView;
+pub use weights::{StateDict, random_weights, to_bytes, write_checkpoint};
 
 /// Longest wait for an answer; a longer one is a hang.
 const PATIENCE: Duration = Duration::from_secs(120);
 
+/// A file or directory of `tests/fixtures`; `ROLLOUT_FIXTURES` says where that is, where a test does not run in the
+/// checkout that it was built in.
 pub fn fixture(name: &str) -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+    path_of("ROLLOUT_FIXTURES", concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures")).join(name)
+}
+
+/// The path that a variable of the environment names, or `built` if it is not set.
+#[expect(clippy::disallowed_methods, reason = "the tests may run on another machine than that which built them")]
+pub fn path_of(variable: &str, built: &str) -> PathBuf {
+    std::env::var_os(variable).map_or_else(|| built.into(), PathBuf::from)
 }
 
 /// Instruction sets on which results are checked: all that this processor has, and avx512_bf16, whose results differ
@@ -261,43 +271,6 @@ pub fn random_prompts(seed: u64, count: usize, lengths: std::ops::Range<usize>, 
     println!("prompts from seed {seed}");
     let mut rng = rand_chacha::ChaCha8Rng::seed_from_u64(seed);
     (0..count).map(|_| (0..rng.random_range(lengths.clone())).map(|_| rng.random_range(0..vocab)).collect()).collect()
-}
-
-/// Shape and values of whole parameters, by name.
-pub type StateDict = BTreeMap<String, (Vec<usize>, Vec<f32>)>;
-
-/// Random values for every parameter, as large as weights are, and representable in bfloat16.
-pub fn random_weights(parameters: &Parameters, seed: u64) -> StateDict {
-    use rand::{Rng, SeedableRng};
-    println!("weights from seed {seed}");
-    let mut rng = rand_chacha::ChaCha8Rng::seed_from_u64(seed);
-    let mut value = |is_norm: bool| {
-        let x: f32 = rng.random_range(-0.2..0.2);
-        half::bf16::from_f32(if is_norm { 1.0 + x } else { x }).to_f32()
-    };
-    let mut tensor = |spec: &ParamSpec| {
-        let is_norm = spec.name.ends_with("norm.weight");
-        let values = (0..spec.shape.iter().product()).map(|_| value(is_norm)).collect();
-        (spec.name.clone(), (spec.shape.clone(), values))
-    };
-    parameters.iter().map(&mut tensor).collect()
-}
-
-/// Writes a checkpoint with these weights and everything else of the fixture `like`.
-pub fn write_checkpoint(like: &str, weights: &StateDict) -> tempfile::TempDir {
-    let dir = tempfile::tempdir().unwrap();
-    for name in ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"] {
-        std::fs::copy(fixture(like).join(name), dir.path().join(name)).unwrap();
-    }
-    let stored: Vec<_> = weights.iter().map(|(name, (shape, v))| (name, shape.clone(), to_bytes(v))).collect();
-    let view = |shape: &Vec<usize>, bytes| TensorView::new(safetensors::Dtype::F32, shape.clone(), bytes).unwrap();
-    let views = stored.iter().map(|(name, shape, bytes)| (name, view(shape, bytes)));
-    safetensors::serialize_to_file(views, None, &dir.path().join("model.safetensors")).unwrap();
-    dir
-}
-
-pub fn to_bytes(values: &[f32]) -> Vec<u8> {
-    values.iter().flat_map(|v| v.to_le_bytes()).collect()
 }
 
 /// Builder of a push.

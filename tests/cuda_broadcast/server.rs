@@ -14,7 +14,7 @@ use rollout_server::server::pb::{CancelUpdateRequest, GetStatusRequest};
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 
-use super::common::fixture;
+use super::common::{fixture, path_of};
 
 /// Longest wait for an answer; a longer one is a hang.
 const PATIENCE: Duration = Duration::from_secs(240);
@@ -36,7 +36,7 @@ impl Server {
     pub fn start(model: &str, flags: &[&str]) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let log = File::create(dir.path().join("log")).unwrap();
-        let child = Command::new(env!("CARGO_BIN_EXE_rollout-server"))
+        let child = Command::new(path_of("ROLLOUT_SERVER_BINARY", env!("CARGO_BIN_EXE_rollout-server")))
             .args(["--port", "0", "--http-port", "0", "--device", "cuda", "--dtype", "bfloat16"])
             .args(["--kv-cache-bytes", "4MiB", "--threads", "2", "--model"])
             .arg(fixture(model))

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaStream, result, sys};
 use serde_json::{Value, json};
 
-use super::common::StateDict;
+use super::common::{StateDict, emulator};
 use super::server::{Answer, Http, refusal};
 
 const UINT8: c_int = 1;
@@ -111,7 +111,7 @@ impl Trainer {
 
     /// Joins as rank 0, and adds up a value with all ranks, as vLLM's `PyNcclCommunicator` does.
     pub fn enter(http: &Http, id: Id, ranks: usize, buffer: Option<usize>) -> Self {
-        let context = CudaContext::new(0).unwrap();
+        let context = CudaContext::new(if emulator::is_there() { 0 } else { ranks }).unwrap();
         let stream = context.new_stream().unwrap();
         let init: unsafe extern "C" fn(*mut Comm, c_int, Id, c_int) -> c_int = nccl(c"ncclCommInitRank");
         let mut comm = std::ptr::null_mut();
