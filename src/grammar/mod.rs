@@ -10,6 +10,7 @@
 
 mod cache;
 mod compiler;
+mod queue;
 mod source;
 mod state;
 #[cfg(test)]
@@ -18,5 +19,6 @@ mod vocabulary;
 mod watchdog;
 
 pub use compiler::GrammarCompiler;
+pub use queue::{MaskDone, MaskJob, MaskQueue};
 pub use source::GrammarSource;
-pub use state::{Grammar, GrammarState};
+pub use state::{Grammar, GrammarError, GrammarState, MaskBudget};
