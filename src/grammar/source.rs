@@ -65,7 +65,8 @@ impl GrammarSource {
             Self::Regex(regex) if regex.is_empty() => Err(invalid("is empty, and would match nothing but no text")),
             Self::Regex(regex) => Ok(TopLevelGrammar::from_regex(regex)),
             Self::JsonSchema(schema) => {
-                let mut schema: Value = serde_json::from_str(schema).map_err(|e| invalid(format!("is not JSON: {e}")))?;
+                let mut schema: Value =
+                    serde_json::from_str(schema).map_err(|e| invalid(format!("is not JSON: {e}")))?;
                 if !schema.is_object() && !schema.is_boolean() {
                     return Err(invalid("is no JSON schema: a schema is an object, or true"));
                 }
@@ -175,7 +176,9 @@ fn check_pattern_work(value: Option<&Value>, times: usize) -> Result<()> {
                 count += members.len();
                 bytes += members.keys().map(String::len).sum::<usize>();
             }
-            Value::Object(members) => rest.extend(members.iter().map(|(name, value)| (value, name == "patternProperties"))),
+            Value::Object(members) => {
+                rest.extend(members.iter().map(|(name, value)| (value, name == "patternProperties")))
+            }
             _ => {}
         }
     }

@@ -115,8 +115,7 @@ impl Grammar {
         let counted = Arc::new(AtomicUsize::new(self.0.shared_bytes()));
         let parser = self.0.parser.deep_clone();
         let start = Arc::new(parser.clone());
-        let mut state =
-            GrammarState { parser, start, ends, counted, excess: Arc::default(), ..self.0.clone() };
+        let mut state = GrammarState { parser, start, ends, counted, excess: Arc::default(), ..self.0.clone() };
         state.allow_ends();
         Self(state)
     }

@@ -6,7 +6,8 @@ use super::{Group, GroupKind};
 use crate::cache::{BlockTable, CacheSalt, HashChain, KvCacheManager};
 use crate::grammar::GrammarState;
 use crate::types::{
-    FinishReason, History, LogitsRow, LogitsTask, PlanSequence, Prompt, SampleKey, SamplingParams, TokenId, TokenLogprobs, TokenMask,
+    FinishReason, History, LogitsRow, LogitsTask, PlanSequence, Prompt, SampleKey, SamplingParams, TokenId,
+    TokenLogprobs, TokenMask,
 };
 
 /// Name of a sequence inside the scheduler. Ascending ids are the order of age, the oldest sequence first.
