@@ -149,7 +149,7 @@ impl GrammarCompiler {
             Err(RecvTimeoutError::Timeout) => {
                 self.0.leave_alone(number);
                 Err(Error::ResourceExhausted(format!(
-                    "takes more than {} s to compile; simplify the grammar",
+                    "a grammar takes more than {} s to compile; simplify it",
                     longest.as_secs_f32()
                 )))
             }
