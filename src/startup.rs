@@ -72,11 +72,13 @@ impl Started {
             device_uuids: sources.device_uuids(),
             batch_invariant: config.is_batch_invariant(),
         };
+        let encoder = text.tokenizer.map(|tokenizer| Arc::new(PromptEncoder::new(tokenizer, text.chat_template)));
+        encoder.iter().for_each(|encoder| encoder.prepare_grammars(model.vocab_size));
         let facts = ModelFacts {
             vocab_size: model.vocab_size,
             max_model_len: self.max_model_len,
             eos_token_ids: model.eos_token_ids,
-            encoder: text.tokenizer.map(|tokenizer| Arc::new(PromptEncoder::new(tokenizer, text.chat_template))),
+            encoder,
         };
         let update_idle = Duration::from_secs(config.update_idle_seconds);
         let (traffic, parameters) = (self.traffic, self.parameters);

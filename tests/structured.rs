@@ -4,9 +4,12 @@
 mod common;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 
 use common::{Engine, Reply, Request, fixture, random_prompts};
-use rollout_server::engine::Completion;
+use rollout_server::engine::{Completion, Event};
+use rollout_server::error::Error;
 use rollout_server::grammar::{Grammar, GrammarCompiler, GrammarSource};
 use rollout_server::text::Tokenizer;
 use rollout_server::types::{FinishReason, SamplingParams, TokenId, sample_seed};
@@ -163,20 +166,86 @@ fn raw_log_probabilities_are_those_of_the_score() {
     }
 }
 
+/// Texts of a and b, which this grammar reads in so many ways that a mask soon takes milliseconds.
+const AMBIGUOUS: &str = "start: e\ne: e e e | e e | \"a\" | \"b\" | ";
+
+fn lark(text: &str) -> Arc<Grammar> {
+    let tokenizer = Tokenizer::from_file(&fixture("llama-tied/tokenizer.json")).unwrap();
+    let compiler = GrammarCompiler::new(Arc::new(tokenizer));
+    Arc::new(compiler.compile(&GrammarSource::Lark(text.into()), VOCAB as usize, &[]).unwrap())
+}
+
+fn ambiguous(n: u32, max_tokens: u32, grammar: &Arc<Grammar>) -> Request {
+    let mut request = Request::generate(vec![vec![5, 6, 7]], n, SEED, max_tokens).named("ambiguous");
+    request.grammar = Some(grammar.clone());
+    request
+}
+
 /// A grammar that takes too long ends its request alone, with the reason.
 #[test]
 fn a_grammar_that_takes_too_long_ends_its_request() {
     let engine = Engine::start("llama-tied", &[]);
-    let tokenizer = Tokenizer::from_file(&fixture("llama-tied/tokenizer.json")).unwrap();
-    let source = GrammarSource::Lark("start: start start | \"a\"".into());
-    let bomb = Arc::new(GrammarCompiler::new(Arc::new(tokenizer)).compile(&source, VOCAB as usize, &[]).unwrap());
-    let params = SamplingParams { max_tokens: 800, ..Default::default() };
     let other = engine.send(Request::generate(prompts(), 2, SEED, 300).named("other"));
-    let mut request = Request::generate(vec![vec![5, 6, 7]], 2, SEED, 0).params(params).named("bomb");
-    request.grammar = Some(bomb);
-    let reply = engine.generate(request);
-    let error = reply.error.expect("it takes minutes").to_string();
-    assert!(error.contains("sampling.structured_outputs") && error.contains("takes too long"), "{error}");
+    let reply = engine.generate(ambiguous(2, 800, &lark(AMBIGUOUS)));
+    let error = reply.error.expect("it takes minutes");
+    assert!(matches!(error, Error::ResourceExhausted(_)), "{error:?}");
+    let text = error.to_string();
+    assert!(text.contains("sampling.structured_outputs") && text.contains("processor time"), "{text}");
     assert_eq!(other.wait().completions.len(), 10);
+    engine.assert_all_free();
+}
+
+/// While masks take long, the samples that wait for them leave their places, and others are given more tokens than they.
+#[test]
+fn a_grammar_that_takes_long_holds_no_other_request_up() {
+    let engine = Engine::start("llama-tied", &["--max-num-seqs", "8", "--speculation", "off"]);
+    let (n, grammar) = (32, lark(AMBIGUOUS));
+    for round in 0..2 {
+        let before = engine.status().generated_tokens;
+        let attack = engine.send(ambiguous(n, 800, &grammar));
+        let mut others = 0;
+        let error = loop {
+            match attack.events.try_recv() {
+                Ok(Event::Failed(error)) => break error,
+                Ok(event) => panic!("{event:?}"),
+                Err(_) => {}
+            }
+            let reply = engine.generate(Request::generate(vec![vec![9, 8, 7]], 1, SEED, 10).named("other"));
+            others += reply.completions[0].tokens.len() as u64;
+        };
+        let of_attack = (engine.status().generated_tokens - before - others) / u64::from(n);
+        println!("round {round}: {others} tokens beside {of_attack} of each ambiguous sample; {error}");
+        assert!(others > 2 * of_attack, "{others} beside {of_attack}");
+        engine.assert_all_free();
+    }
+}
+
+/// How long a mask takes decides when a sample is given its next token, and never which.
+#[test]
+fn a_machine_with_other_work_samples_the_same() {
+    let engine = Engine::start("llama-tied", &[]);
+    let samples = |grammar: &Arc<Grammar>| {
+        let reply = engine.generate(ambiguous(3, 45, grammar));
+        assert!(reply.error.is_none(), "{:?}", reply.error);
+        reply.completions.iter().map(seen).collect::<Vec<_>>()
+    };
+    let grammar = lark(AMBIGUOUS);
+    let idle = samples(&grammar);
+    let stop = AtomicBool::new(false);
+    let busy = thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                while !stop.load(Ordering::Relaxed) {
+                    std::hint::spin_loop();
+                }
+            });
+        }
+        let other = engine.send(Request::generate(prompts(), 8, SEED, 100).named("other"));
+        let samples = samples(&grammar);
+        stop.store(true, Ordering::Relaxed);
+        assert!(other.wait().error.is_none());
+        samples
+    });
+    assert_eq!(busy, idle);
     engine.assert_all_free();
 }

@@ -52,7 +52,7 @@ mod watch;
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 pub use activity::{Activity, BusyGuard};
 pub use command::*;
@@ -61,6 +61,7 @@ pub use listing::{Progress, RequestList, RequestStatus};
 
 use crate::error::{Error, Result};
 use crate::executor::{Executor, WeightOrder};
+use crate::grammar::MaskQueue;
 use crate::memory::{MemoryBudget, Traffic};
 use crate::observe::{Observer, Recorder};
 use crate::scheduler::Scheduler;
@@ -83,6 +84,9 @@ use watch::Watch;
 /// within one step; further callers are told to try again.
 pub const COMMAND_QUEUE: usize = 1024;
 
+/// Longest time that the engine waits for a mask before it looks for commands, while nothing else can run.
+const MASK_WAIT: Duration = Duration::from_millis(5);
+
 /// Facts and limits that an engine is given, besides the components it drives.
 pub struct Setup {
     pub parameters: Arc<Parameters>,
@@ -103,6 +107,8 @@ pub struct Setup {
 pub struct Engine<X: Executor> {
     executor: X,
     scheduler: Scheduler,
+    /// Computes the masks that the scheduler has no time for.
+    masks: MaskQueue,
     /// Makes the text of samples, for replies and for stop strings; `None` for a model without a tokenizer.
     tokenizer: Option<Arc<Tokenizer>>,
     commands: Receiver<Command>,
@@ -173,6 +179,7 @@ impl<X: Executor> Engine<X> {
         Self {
             executor,
             scheduler,
+            masks: MaskQueue::default(),
             tokenizer,
             commands,
             parameters,
@@ -216,7 +223,9 @@ impl<X: Executor> Engine<X> {
             if self.deadline.is_some() && self.requests.num_accepted() == 0 {
                 return Ok(());
             }
-            if !self.can_step() && self.checksums.is_empty() {
+            if !self.can_step() && !self.masks.is_empty() {
+                self.take_masks(MASK_WAIT);
+            } else if !self.can_step() && self.checksums.is_empty() {
                 self.scheduler.check_integrity();
                 self.watch.enter(self.waiting_phase());
                 match self.wait_for_command() {
@@ -229,6 +238,7 @@ impl<X: Executor> Engine<X> {
             for command in self.commands.try_iter().take(COMMAND_QUEUE).collect::<Vec<_>>() {
                 self.handle(command)?;
             }
+            self.take_masks(Duration::ZERO);
             self.settle()?;
             if self.can_step() {
                 self.step()?;

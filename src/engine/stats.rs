@@ -31,6 +31,13 @@ impl Statistics {
         sampled
     }
 
+    /// Counts the outcome of a step that came after it.
+    pub fn count_late(&mut self, outcome: &Outcome) {
+        if matches!(outcome, Outcome::Token { .. }) {
+            self.throughput.record(Duration::ZERO, 1);
+        }
+    }
+
     /// Counts a sampled token that was given to nobody, since its request or sample had ended.
     pub fn count_dropped_token(&mut self) {
         self.dropped_tokens += 1;

@@ -2,13 +2,14 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tracing::trace_span;
 
 use super::{Ending, Engine, Request};
 use crate::error::{Error, Result, panic_message};
 use crate::executor::Executor;
+use crate::grammar::GrammarError;
 use crate::scheduler::Outcome;
 use crate::types::{RequestKey, WeightVersion};
 
@@ -43,11 +44,26 @@ impl<X: Executor> Engine<X> {
             self.fail(*request, panic);
         }
         let outcomes = trace_span!("update").in_scope(|| self.scheduler.update(&plan, output));
+        for job in self.scheduler.take_mask_jobs() {
+            self.masks.push(job, self.policy.version());
+        }
         let ended = Instant::now();
         let sampled = self.statistics.count_step(ended - begun, &outcomes);
         self.watch.end_step(kind, (begun, ended), &plan, sampled, self.policy.version());
         self.untold = Some(Untold { outcomes, version: self.policy.version(), ended });
         Ok(())
+    }
+
+    /// Lets the samples run on whose masks have been computed since the last call, and gives their requests the tokens
+    /// before them. If there are none yet, waits for one up to `longest`.
+    pub(super) fn take_masks(&mut self, longest: Duration) {
+        for (done, version) in self.masks.take(longest) {
+            self.emit();
+            if let Some(outcome) = self.scheduler.advance_grammar(done) {
+                self.statistics.count_late(&outcome);
+                self.emit_one(outcome, version, Instant::now());
+            }
+        }
     }
 
     /// Gives the requests what the last step has brought, unless they have it.
@@ -86,9 +102,14 @@ impl<X: Executor> Engine<X> {
                     scheduler.finish(sample);
                 }
             }
-            Outcome::GrammarFailed { sample, reason } => {
-                let field = request.sampling_field(sample.group.prompt_index);
-                failed = Some(Error::invalid(format!("{field}.structured_outputs"), reason));
+            Outcome::GrammarFailed { sample, error } => {
+                let field = format!("{}.structured_outputs", request.sampling_field(sample.group.prompt_index));
+                failed = Some(match error {
+                    GrammarError::TooMuchWork(reason) => Error::invalid(field, reason),
+                    GrammarError::TooMuchTime(reason) => Error::ResourceExhausted(format!(
+                        "{field}: {reason} to find which tokens may follow; make the grammar less ambiguous"
+                    )),
+                });
             }
         }));
         if let Err(panic) = taken {

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -22,12 +22,15 @@ use crate::types::TokenId;
 const STACK_BYTES: usize = 64 << 20;
 /// Longest time for compiling one grammar. Large schemas of real interfaces take a tenth of a second.
 const LONGEST: Duration = Duration::from_secs(10);
+/// Most compilations that run on after they have passed [`LONGEST`], each on a thread that cannot be ended. While there
+/// are as many, no new grammar is compiled.
+const MOST_STRAYS: usize = 2;
 /// Most grammars that wait to be compiled. Each holds a thread of the pool that parses requests.
 const MOST_WAITING: usize = 32;
 /// Longest message of the compiler that is passed on, in bytes.
 const MAX_MESSAGE_BYTES: usize = 500;
 
-/// What a grammar may take. A mask that takes more than the two limits of a step ends its request.
+/// What a grammar may take. A mask that takes more than the limits of a step or a row ends its request.
 fn limits() -> ParserLimits {
     ParserLimits {
         max_items_in_row: 2000,
@@ -48,10 +51,23 @@ pub struct GrammarCompiler(Arc<Shared>);
 struct Shared {
     tokenizer: Arc<Tokenizer>,
     vocabulary: OnceLock<std::result::Result<Vocabulary, String>>,
+    /// The grammar of JSON objects, for which no request waits.
+    json_object: OnceLock<Arc<Grammar>>,
     cache: Mutex<Cache>,
-    /// Held while a grammar is compiled.
-    turn: Mutex<()>,
+    turns: Mutex<Turns>,
+    turn_ended: Condvar,
     waiting: AtomicUsize,
+}
+
+/// Which compilation has its turn.
+#[derive(Default)]
+struct Turns {
+    /// Number of turns that have been given.
+    given: u64,
+    /// The turn that runs.
+    running: Option<u64>,
+    /// Number of compilations that have lost their turn and run on.
+    strays: usize,
 }
 
 impl GrammarCompiler {
@@ -60,8 +76,10 @@ impl GrammarCompiler {
         Self(Arc::new(Shared {
             tokenizer,
             vocabulary: OnceLock::new(),
+            json_object: OnceLock::new(),
             cache: Mutex::default(),
-            turn: Mutex::default(),
+            turns: Mutex::default(),
+            turn_ended: Condvar::new(),
             waiting: AtomicUsize::new(0),
         }))
     }
@@ -73,55 +91,128 @@ impl GrammarCompiler {
     /// `InvalidArgument` if the grammar is wrong or takes more than the limits; the field is left to the caller.
     /// `ResourceExhausted` if too many others are being compiled.
     pub fn compile(&self, source: &GrammarSource, logits: usize, ends: &[TokenId]) -> Result<Grammar> {
-        let known = lock(&self.0.cache).get(source);
+        let known = match source {
+            GrammarSource::JsonObject => self.0.json_object.get().cloned(),
+            _ => lock(&self.0.cache).get(source),
+        };
         let grammar = match known {
             Some(grammar) => grammar,
-            None => {
-                let grammar = Arc::new(self.compile_new(source, logits)?);
+            None => self.keep(source, self.compile_new(source, logits)?),
+        };
+        Ok(grammar.for_request(ends))
+    }
+
+    /// Compiles the grammar of JSON objects ahead of any request. If the tokenizer cannot be used, the requests say so.
+    pub fn prepare(&self, logits: usize) {
+        if let Ok(grammar) = self.compile_new(&GrammarSource::JsonObject, logits) {
+            self.keep(&GrammarSource::JsonObject, grammar);
+        }
+    }
+
+    fn keep(&self, source: &GrammarSource, grammar: Grammar) -> Arc<Grammar> {
+        let grammar = Arc::new(grammar);
+        match source {
+            GrammarSource::JsonObject => self.0.json_object.get_or_init(|| grammar).clone(),
+            _ => {
                 lock(&self.0.cache).insert(source.clone(), grammar.clone());
                 grammar
             }
-        };
-        Ok(grammar.for_request(ends))
+        }
     }
 
     /// Compiles on a thread of its own, which has stack enough, and can be left alone if it takes too long.
     fn compile_new(&self, source: &GrammarSource, logits: usize) -> Result<Grammar> {
         let top_level = source.grammar()?;
-        let waiting = Waiting::enter(&self.0)?;
-        let (sender, result) = mpsc::channel();
         let shared = self.0.clone();
+        self.on_a_thread(LONGEST, move || shared.compile(top_level, logits))
+    }
+
+    /// The result of `work`, for which this waits its turn. Work that takes longer than `longest` gives its turn back
+    /// and runs on as a stray.
+    fn on_a_thread<T: Send + 'static>(
+        &self,
+        longest: Duration,
+        work: impl FnOnce() -> std::result::Result<T, String> + Send + 'static,
+    ) -> Result<T> {
+        let _waiting = Waiting::enter(&self.0)?;
+        let turn = Turn::wait(&self.0, longest)?;
+        let number = turn.number;
+        let (sender, result) = mpsc::channel();
         let work = move || {
-            let _waiting = waiting;
-            let _turn = lock(&shared.turn);
-            // The one that waits may have given up meanwhile.
-            if sender.send(None).is_ok() {
-                let _ = sender.send(Some(shared.compile(top_level, logits)));
-            }
+            let _turn = turn;
+            let _ = sender.send(work());
         };
         let thread = thread::Builder::new().name("grammar".into()).stack_size(STACK_BYTES);
         thread.spawn(work).map_err(|e| Error::Internal(format!("a thread for the grammar cannot start: {e}")))?;
-        match result.recv_timeout(LONGEST) {
-            Ok(None) => {}
-            _ => return Err(Error::ResourceExhausted("other grammars are being compiled; try again later".into())),
-        }
-        match result.recv_timeout(LONGEST) {
-            Ok(grammar) => grammar.expect("the second message is the grammar").map_err(|e| refusal(&e)),
+        match result.recv_timeout(longest) {
+            Ok(result) => result.map_err(|e| refusal(&e)),
             Err(RecvTimeoutError::Timeout) => {
-                Err(invalid(format!("takes more than {} s to compile; simplify the grammar", LONGEST.as_secs())))
+                self.0.leave_alone(number);
+                Err(Error::ResourceExhausted(format!(
+                    "a grammar takes more than {} s to compile; simplify it",
+                    longest.as_secs_f32()
+                )))
             }
             Err(RecvTimeoutError::Disconnected) => Err(Error::Internal("the thread of a grammar ended".into())),
         }
     }
 }
 
+/// The turn of one compilation. It ends with the compilation, or when that becomes a stray.
+struct Turn {
+    shared: Arc<Shared>,
+    number: u64,
+}
+
+impl Turn {
+    /// # Errors
+    /// `ResourceExhausted` if the turn does not come within `longest`, or if there are too many strays.
+    fn wait(shared: &Arc<Shared>, longest: Duration) -> Result<Self> {
+        let turns = lock(&shared.turns);
+        let waited = shared.turn_ended.wait_timeout_while(turns, longest, |turns| turns.running.is_some());
+        let (mut turns, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        if turns.running.is_some() {
+            return Err(Error::ResourceExhausted("other grammars are being compiled; try again later".into()));
+        }
+        if turns.strays == MOST_STRAYS {
+            return Err(Error::ResourceExhausted(format!(
+                "{MOST_STRAYS} grammars that passed their time limit are still being compiled; try again later"
+            )));
+        }
+        turns.given += 1;
+        turns.running = Some(turns.given);
+        Ok(Self { shared: shared.clone(), number: turns.given })
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        let mut turns = lock(&self.shared.turns);
+        match turns.running == Some(self.number) {
+            true => turns.running = None,
+            false => turns.strays -= 1,
+        }
+        self.shared.turn_ended.notify_one();
+    }
+}
+
 impl Shared {
+    /// Gives the turn `number` to the next compilation, unless it has ended just now.
+    fn leave_alone(&self, number: u64) {
+        let mut turns = lock(&self.turns);
+        if turns.running == Some(number) {
+            turns.running = None;
+            turns.strays += 1;
+            self.turn_ended.notify_one();
+        }
+    }
+
     fn compile(&self, grammar: TopLevelGrammar, logits: usize) -> std::result::Result<Grammar, String> {
         let vocabulary = self.vocabulary.get_or_init(|| Vocabulary::new(&self.tokenizer, logits, limits()));
         let vocabulary = vocabulary.as_ref().map_err(|e| format!("the tokenizer cannot be used: {e}"))?;
         let mut parser: TokenParser = vocabulary.factory.create_parser(grammar).map_err(|e| e.to_string())?;
         parser.start_without_prompt();
-        Grammar::new(parser, vocabulary.len, vocabulary.watchdog.clone(), LONGEST)
+        Grammar::new(parser, vocabulary.len, vocabulary.watchdog.clone())
     }
 }
 
@@ -157,5 +248,42 @@ fn refusal(message: &str) -> Error {
 
 /// A panic under one of these locks leaves what they guard as it was.
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+
+    use super::*;
+
+    #[test]
+    fn work_that_takes_too_long_gives_its_turn_back() {
+        let file = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/tokenizer/tokenizer.json");
+        let compiler = GrammarCompiler::new(Arc::new(Tokenizer::from_file(file.as_ref()).unwrap()));
+        let compile = |source| compiler.compile(&source, 512, &[2]).map(drop);
+        let lark = |i: usize| GrammarSource::Lark(format!("start: \"{i}\""));
+        compiler.prepare(512);
+        let mut ends = Vec::new();
+        for stray in 0..MOST_STRAYS {
+            compile(lark(stray)).expect("there are fewer strays than the most");
+            let (end, ended) = channel::<()>();
+            ends.push(end);
+            let done = compiler.on_a_thread(Duration::from_millis(20), move || {
+                let _ = ended.recv();
+                Ok(())
+            });
+            assert!(matches!(done, Err(Error::ResourceExhausted(_))), "{done:?}");
+        }
+        let refused = compile(lark(100));
+        assert!(matches!(&refused, Err(Error::ResourceExhausted(why)) if why.contains("2 grammars")), "{refused:?}");
+        compile(lark(0)).expect("it is compiled already");
+        compile(GrammarSource::JsonObject).expect("it is compiled from the start");
+        ends.pop();
+        // The stray's thread ends by itself, at some time.
+        while matches!(compile(lark(101)), Err(Error::ResourceExhausted(_))) {
+            thread::yield_now();
+        }
+        compile(lark(102)).unwrap();
+    }
 }

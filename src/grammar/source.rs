@@ -1,6 +1,7 @@
 //! What a client may ask for.
 
 use llguidance::api::TopLevelGrammar;
+use regex::Regex;
 use serde_json::Value;
 
 use crate::error::{Error, Result};
@@ -12,6 +13,19 @@ const MAX_BYTES: usize = 128 << 10;
 const MAX_CHOICES: usize = 4096;
 /// Largest least common multiple of all `multipleOf`. Steps of 0.01, 15 minutes or 1000 are far below.
 const MAX_MULTIPLE: u64 = 10_000;
+
+/// Most work for comparing the patterns of one `patternProperties`: their number squared, times their mean length in
+/// bytes. Each pattern is compared with every other one, by llguidance, within no limit: 400 patterns of 12 bytes take
+/// 25 s, and these a second.
+const MAX_PATTERN_WORK: usize = 50_000;
+/// Values of `$schema` that llguidance knows, without the `#` that may follow. It refuses others at the root.
+const KNOWN_DRAFTS: [&str; 5] = [
+    "https://json-schema.org/draft/2020-12/schema",
+    "https://json-schema.org/draft/2019-09/schema",
+    "http://json-schema.org/draft-07/schema",
+    "http://json-schema.org/draft-06/schema",
+    "http://json-schema.org/draft-04/schema",
+];
 
 /// The texts that a sample may have.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -51,16 +65,22 @@ impl GrammarSource {
             Self::Regex(regex) if regex.is_empty() => Err(invalid("is empty, and would match nothing but no text")),
             Self::Regex(regex) => Ok(TopLevelGrammar::from_regex(regex)),
             Self::JsonSchema(schema) => {
-                let schema: Value = serde_json::from_str(schema).map_err(|e| invalid(format!("is not JSON: {e}")))?;
+                let mut schema: Value =
+                    serde_json::from_str(schema).map_err(|e| invalid(format!("is not JSON: {e}")))?;
                 if !schema.is_object() && !schema.is_boolean() {
                     return Err(invalid("is no JSON schema: a schema is an object, or true"));
                 }
+                drop_unknown_draft(&mut schema);
                 check_multiples([&schema])?;
+                check_patterns(&schema)?;
                 Ok(TopLevelGrammar::from_json_schema(schema))
             }
             Self::Choice(choices) => choice(choices),
             Self::Lark(lark) => {
-                check_multiples(&schemas_within(lark))?;
+                check_attributes(lark)?;
+                let schemas = schemas_within(lark);
+                check_multiples(&schemas)?;
+                schemas.iter().try_for_each(check_patterns)?;
                 Ok(TopLevelGrammar::from_lark(lark.clone()))
             }
             Self::JsonObject => Ok(TopLevelGrammar::from_json_schema(serde_json::json!({ "type": "object" }))),
@@ -114,6 +134,72 @@ fn check_multiples<'a>(schemas: impl IntoIterator<Item = &'a Value>) -> Result<(
         }
     }
     Ok(())
+}
+
+/// Removes a `$schema` that names no draft that is known. genson writes `http://json-schema.org/schema#`, for any draft.
+fn drop_unknown_draft(schema: &mut Value) {
+    let Some(members) = schema.as_object_mut() else { return };
+    let is_known = |draft: &str| KNOWN_DRAFTS.contains(&draft.trim_end_matches('#'));
+    if members.get("$schema").and_then(Value::as_str).is_some_and(|draft| !is_known(draft)) {
+        members.shift_remove("$schema");
+    }
+}
+
+/// Checks that no `patternProperties` have more patterns than can be compared in a short time. Those of the members of
+/// an `allOf` are compared as if they were of one schema, once for each member.
+fn check_patterns(schema: &Value) -> Result<()> {
+    let mut rest = vec![schema];
+    while let Some(value) = rest.pop() {
+        match value {
+            Value::Array(values) => rest.extend(values),
+            Value::Object(members) => {
+                rest.extend(members.values());
+                check_pattern_work(members.get("patternProperties"), 1)?;
+                let all_of = members.get("allOf").and_then(Value::as_array);
+                check_pattern_work(members.get("allOf"), all_of.map_or(1, Vec::len))?;
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// Checks the names of `patternProperties` members in `value`, or those of `value` itself.
+fn check_pattern_work(value: Option<&Value>, times: usize) -> Result<()> {
+    let Some(value) = value else { return Ok(()) };
+    let (mut count, mut bytes) = (0usize, 0usize);
+    let mut rest = vec![(value, value.is_object())];
+    while let Some((value, is_patterns)) = rest.pop() {
+        match value {
+            Value::Array(values) => rest.extend(values.iter().map(|value| (value, false))),
+            Value::Object(members) if is_patterns => {
+                count += members.len();
+                bytes += members.keys().map(String::len).sum::<usize>();
+            }
+            Value::Object(members) => {
+                rest.extend(members.iter().map(|(name, value)| (value, name == "patternProperties")))
+            }
+            _ => {}
+        }
+    }
+    if count > 1 && count.saturating_mul(bytes).saturating_mul(times) > MAX_PATTERN_WORK {
+        return Err(invalid(format!(
+            "patternProperties has {count} patterns of {bytes} bytes together; their number times these bytes may be at \
+             most {MAX_PATTERN_WORK}, and less by the number of schemas in allOf"
+        )));
+    }
+    Ok(())
+}
+
+/// Checks that no rule has an attribute that would be ignored.
+fn check_attributes(lark: &str) -> Result<()> {
+    // Texts, regular expressions and comments, so that what is in them is passed over.
+    let text = r#""(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|(?:\#|//)[^\n]*"#;
+    let attribute = Regex::new(&format!(r"{text}|\b(temperature)\s*=")).expect("a valid pattern");
+    match attribute.captures_iter(lark).find(|found| found.get(1).is_some()) {
+        Some(_) => Err(invalid("temperature= is not supported in a grammar; set the request's temperature")),
+        None => Ok(()),
+    }
 }
 
 /// The digits of a number without its sign, decimal point and zeros at the end; None if there are too many, or none.

@@ -3,22 +3,54 @@
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use llguidance::TokenParser;
 use llguidance::api::StopReason;
+use rustix::time::{ClockId, clock_gettime};
 
 use super::watchdog::Watchdog;
 use crate::error::panic_message;
 use crate::types::{SamplingParams, TokenId, TokenMask};
 
-/// Time for each token that work on the grammar may take, on average over a sample's tokens. Masks of real schemas take
-/// some tens of microseconds.
+/// Processor time for one token that is not counted. Masks of real schemas take some tens of microseconds, the first
+/// ones of a large schema a few milliseconds.
 const TIME_PER_TOKEN: Duration = Duration::from_millis(5);
-/// Time that may be saved up for one token, and that a sample begins with. The first masks of a large grammar take
-/// longest.
-const MOST_TIME: Duration = Duration::from_millis(500);
+/// Most processor time that all tokens of a request's samples may take together beyond [`TIME_PER_TOKEN`] each.
+/// llguidance counts the items of its tables, but not the comparisons between them, of which an ambiguous grammar needs
+/// the third power. So only time bounds those.
+const MOST_EXCESS: Duration = Duration::from_secs(2);
+/// Longest time for one token's mask. Masks within the limits that are counted take less than a second.
+const LONGEST_MASK: Duration = Duration::from_secs(10);
+/// Time that the masks of one step may take on the engine's thread: those of 256 samples with real schemas.
+const STEP_TIME: Duration = Duration::from_millis(20);
+
+/// Why a grammar cannot say which tokens may follow.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum GrammarError {
+    /// It passes a limit that is counted, so it always does at this place.
+    TooMuchWork(String),
+    /// It passes a limit of time.
+    TooMuchTime(String),
+}
+
+/// What is left of the time that masks may take on the engine's thread in one step. It decides where and when a mask is
+/// computed, never what it is.
+#[derive(Clone, Debug)]
+pub struct MaskBudget(Duration);
+
+impl MaskBudget {
+    pub fn of(time: Duration) -> Self {
+        Self(time)
+    }
+}
+
+impl Default for MaskBudget {
+    fn default() -> Self {
+        Self::of(STEP_TIME)
+    }
+}
 
 /// A compiled grammar, ready for the samples of one request.
 #[derive(Clone)]
@@ -35,8 +67,14 @@ pub struct GrammarState {
     ends: Arc<[TokenId]>,
     mask: TokenMask,
     is_complete: bool,
-    /// Time that the next token may take.
-    time: Duration,
+    /// The parser before the first token.
+    start: Arc<TokenParser>,
+    /// Whether `parser` has lost its place, and must be given the sample's tokens again.
+    is_lost: bool,
+    /// Processor time that the last mask took.
+    took: Duration,
+    /// Microseconds that the request's samples have taken beyond [`TIME_PER_TOKEN`].
+    excess: Arc<AtomicU64>,
     /// The bytes of what the request's samples share, as they were counted last.
     counted: Arc<AtomicUsize>,
 }
@@ -45,30 +83,29 @@ impl Grammar {
     /// About the bytes of a sample's state before its first token.
     pub const SAMPLE_BYTES: usize = 16 << 10;
 
-    /// The grammar of a parser that has taken no token. Its first mask may take `most`.
+    /// The grammar of a parser that has taken no token.
     ///
     /// # Errors
     /// Why no mask can be computed.
-    pub(super) fn new(
-        mut parser: TokenParser,
-        vocabulary: usize,
-        watchdog: Watchdog,
-        most: Duration,
-    ) -> Result<Self, String> {
+    pub(super) fn new(mut parser: TokenParser, vocabulary: usize, watchdog: Watchdog) -> Result<Self, String> {
         parser.enable_cancellation();
-        let (ends, mask, time) = (Arc::default(), TokenMask::from_words([]), most);
         let mut state = GrammarState {
+            start: Arc::new(parser.clone()),
             parser,
             vocabulary,
             watchdog,
-            ends,
-            mask,
+            ends: Arc::default(),
+            mask: TokenMask::from_words([]),
             is_complete: false,
-            time,
+            is_lost: false,
+            took: Duration::ZERO,
+            excess: Arc::default(),
             counted: Arc::default(),
         };
-        state.within_limits(GrammarState::compute_mask)?;
-        Ok(Self(state))
+        match state.within(LONGEST_MASK, GrammarState::compute_mask)? {
+            true => Ok(Self(state)),
+            false => Err("its first mask takes too long; simplify the grammar".into()),
+        }
     }
 
     /// The grammar for the samples of one request, which end by `ends`. What they learn of it is theirs alone, so that
@@ -76,8 +113,9 @@ impl Grammar {
     pub(super) fn for_request(&self, ends: &[TokenId]) -> Self {
         let ends = ends.iter().copied().filter(|end| (*end as usize) < self.0.vocabulary).collect();
         let counted = Arc::new(AtomicUsize::new(self.0.shared_bytes()));
-        let (parser, time) = (self.0.parser.deep_clone(), MOST_TIME);
-        let mut state = GrammarState { parser, ends, counted, time, ..self.0.clone() };
+        let parser = self.0.parser.deep_clone();
+        let start = Arc::new(parser.clone());
+        let mut state = GrammarState { parser, start, ends, counted, excess: Arc::default(), ..self.0.clone() };
         state.allow_ends();
         Self(state)
     }
@@ -113,32 +151,68 @@ impl GrammarState {
         self.mask.tokens().any(|token| params.may_sample(token, num_outputs))
     }
 
-    /// Notes that the sample has been given `token`, which the mask allows and which does not end it. Returns the bytes
-    /// that the grammar takes more than before, of which [`GrammarState::BYTES_PER_TOKEN`] are the sample's own.
+    /// Notes that the sample has been given `token`, which the mask allows and which does not end it, if the mask after
+    /// it can be computed within `budget`. Returns the bytes that the grammar takes more than before, of which
+    /// [`GrammarState::BYTES_PER_TOKEN`] are the sample's own. `None` leaves it to [`GrammarState::advance`].
     ///
     /// # Errors
-    /// Why the grammar cannot go on: it takes more work at this place than a step may have.
-    pub fn advance(&mut self, token: TokenId) -> Result<usize, String> {
-        self.time = MOST_TIME.min(self.time + TIME_PER_TOKEN);
-        self.within_limits(|state| {
-            let before = state.parser.num_tokens();
-            state.parser.consume_token(token).map_err(|e| e.to_string())?;
-            if state.parser.num_tokens() != before + 1 {
-                return Err("takes back text that was sampled (`stop`), which is not supported; use `suffix`".into());
+    /// Why the grammar cannot say which tokens may follow.
+    pub fn advance_within(&mut self, token: TokenId, budget: &mut MaskBudget) -> Result<Option<usize>, GrammarError> {
+        // A mask that took long is followed by another one that does.
+        if self.is_lost || self.took > TIME_PER_TOKEN || budget.0.is_zero() {
+            return Ok(None);
+        }
+        let started = Instant::now();
+        let advanced = self.take(token, budget.0);
+        budget.0 = budget.0.saturating_sub(started.elapsed());
+        match advanced? {
+            true => Ok(Some(self.grown())),
+            false => {
+                self.lose();
+                Ok(None)
             }
-            state.compute_mask()
-        })?;
-        let shared = self.shared_bytes();
-        Ok(Self::BYTES_PER_TOKEN + shared.saturating_sub(self.counted.fetch_max(shared, Ordering::Relaxed)))
+        }
     }
 
-    /// The masks after each of `drafts`, up to the first one that the grammar forbids or that would end the sample.
-    pub fn masks_after(&self, drafts: &[TokenId]) -> Vec<TokenMask> {
+    /// Leaves a parser that can be used no more. [`GrammarState::advance`] gives its tokens to a new one.
+    pub(super) fn lose(&mut self) {
+        self.parser = (*self.start).clone();
+        self.is_lost = true;
+    }
+
+    /// Notes that the sample has been given the last of its tokens `outputs`, however long the mask after it takes
+    /// within the request's limits. Returns what [`GrammarState::advance_within`] does.
+    ///
+    /// # Errors
+    /// Why the grammar cannot say which tokens may follow.
+    pub fn advance(&mut self, outputs: &[TokenId]) -> Result<usize, GrammarError> {
+        let (token, before) = outputs.split_last().expect("a sample that advances has a token");
+        let too_long = || GrammarError::TooMuchTime(format!("takes more than {} s", LONGEST_MASK.as_secs()));
+        if std::mem::take(&mut self.is_lost) {
+            for token in before {
+                self.take(*token, LONGEST_MASK)?.then_some(()).ok_or_else(too_long)?;
+            }
+        }
+        self.take(*token, LONGEST_MASK)?.then_some(()).ok_or_else(too_long)?;
+        let excess = self.took.saturating_sub(TIME_PER_TOKEN).as_micros() as u64;
+        if self.excess.fetch_add(excess, Ordering::Relaxed) + excess > MOST_EXCESS.as_micros() as u64 {
+            return Err(GrammarError::TooMuchTime(format!(
+                "its samples have taken {} s of processor time beyond {} ms for each token",
+                MOST_EXCESS.as_secs(),
+                TIME_PER_TOKEN.as_millis()
+            )));
+        }
+        Ok(self.grown())
+    }
+
+    /// The masks after each of `drafts`, up to the first one that the grammar forbids, that would end the sample, or
+    /// whose mask takes more than `budget`.
+    pub fn masks_after(&self, drafts: &[TokenId], budget: &mut MaskBudget) -> Vec<TokenMask> {
         let mut ahead = self.clone();
         let mut masks = Vec::new();
         for &draft in drafts {
             let is_tried = ahead.mask.contains(draft) && !ahead.ends.contains(&draft);
-            if !is_tried || ahead.advance(draft).is_err() {
+            if !is_tried || !matches!(ahead.advance_within(draft, budget), Ok(Some(_))) {
                 break;
             }
             masks.push(ahead.mask.clone());
@@ -149,6 +223,26 @@ impl GrammarState {
     /// Bytes that all samples of a request share: the automaton of the grammar's words, which grows as it is used.
     pub fn shared_bytes(&self) -> usize {
         self.parser.parser.lexer_stats().num_bytes
+    }
+
+    /// Gives the parser `token` and computes the mask after it. Returns false, and leaves a parser that cannot be used,
+    /// if that takes longer than `most`.
+    fn take(&mut self, token: TokenId, most: Duration) -> Result<bool, GrammarError> {
+        let taken = self.within(most, |state| {
+            let before = state.parser.num_tokens();
+            state.parser.consume_token(token).map_err(|e| e.to_string())?;
+            if state.parser.num_tokens() != before + 1 {
+                return Err("takes back text that was sampled (`stop`), which is not supported; use `suffix`".into());
+            }
+            state.compute_mask()
+        });
+        taken.map_err(GrammarError::TooMuchWork)
+    }
+
+    /// The bytes that the sample's last token has added.
+    fn grown(&self) -> usize {
+        let shared = self.shared_bytes();
+        Self::BYTES_PER_TOKEN + shared.saturating_sub(self.counted.fetch_max(shared, Ordering::Relaxed))
     }
 
     fn compute_mask(&mut self) -> Result<(), String> {
@@ -183,18 +277,25 @@ impl GrammarState {
         }
     }
 
-    /// Calls `work`, for no longer than the sample has time. A panic in it is an error.
-    fn within_limits(&mut self, work: impl FnOnce(&mut Self) -> Result<(), String>) -> Result<(), String> {
+    /// Calls `work`, and returns false if it was cancelled because it took longer than `most`. A panic in it is an error.
+    fn within(&mut self, most: Duration, work: impl FnOnce(&mut Self) -> Result<(), String>) -> Result<bool, String> {
         let handle = self.parser.cancellation_handle().expect("a parser can be cancelled");
-        let (watchdog, most, started) = (self.watchdog.clone(), self.time, Instant::now());
+        let (watchdog, started) = (self.watchdog.clone(), processor_time());
+        let most = most.min(LONGEST_MASK);
         let done = watchdog.limit(most, handle.clone(), || catch_unwind(AssertUnwindSafe(|| work(self))));
-        self.time = most.saturating_sub(started.elapsed());
+        self.took = processor_time().saturating_sub(started);
         match done {
-            _ if handle.is_cancelled() => Err("takes too long to say which tokens may follow; simplify it".into()),
-            Ok(done) => done,
+            _ if handle.is_cancelled() => Ok(false),
+            Ok(done) => done.map(|()| true),
             Err(panic) => Err(panic_message(&*panic)),
         }
     }
+}
+
+/// Processor time of this thread. Unlike the time that passes it is about the same on a machine with other work.
+fn processor_time() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
 impl fmt::Debug for Grammar {

@@ -1,5 +1,6 @@
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::*;
 use crate::error::Error;
@@ -21,6 +22,10 @@ fn compiler() -> GrammarCompiler {
 
 fn regex(text: &str) -> GrammarSource {
     GrammarSource::Regex(text.into())
+}
+
+fn unlimited() -> MaskBudget {
+    MaskBudget::of(Duration::MAX)
 }
 
 fn lark(text: &str) -> GrammarSource {
@@ -51,7 +56,7 @@ fn walk(
             break;
         }
         taken.push(choose(&tokens));
-        state.advance(taken[taken.len() - 1])?;
+        state.advance(&taken).map_err(|error| format!("{error:?}"))?;
     }
     Ok(taken)
 }
@@ -72,7 +77,7 @@ fn a_mask_has_the_tokens_that_some_text_goes_on_with() {
             assert_eq!(state.mask().contains(token), goes_on || ends, "{token} after {text:?}");
             if goes_on {
                 let mut state = state.clone();
-                state.advance(token).unwrap();
+                state.advance(&[token]).unwrap();
                 open.push((state, next));
                 seen += 1;
             }
@@ -86,18 +91,18 @@ fn the_masks_after_drafts_are_those_of_the_tokens() {
     let grammar = compiler().compile(&regex("(ab|ac)*d"), LOGITS, &[EOS]).unwrap();
     let tokens: Vec<TokenId> = tokenizer().encode("ababacab", false).unwrap();
     let (start, mut state) = (grammar.start(), grammar.start());
-    let masks = start.masks_after(&tokens);
+    let masks = start.masks_after(&tokens, &mut unlimited());
     assert_eq!(masks.len(), tokens.len());
     for (token, mask) in tokens.iter().zip(&masks) {
-        assert!(state.advance(*token).unwrap() >= GrammarState::BYTES_PER_TOKEN);
+        assert!(state.advance(&[*token]).unwrap() >= GrammarState::BYTES_PER_TOKEN);
         assert_eq!(state.mask(), mask);
     }
     assert_eq!(start.mask(), grammar.start().mask(), "a look ahead changes nothing");
     let wrong = [&tokens[..2], &tokenizer().encode("zz", false).unwrap(), &tokens[2..]].concat();
-    assert_eq!(start.masks_after(&wrong), masks[..2], "up to the first one that is forbidden");
+    assert_eq!(start.masks_after(&wrong, &mut unlimited()), masks[..2], "up to the first one that is forbidden");
     let complete = tokenizer().encode("abd", false).unwrap();
     let ended = [&complete[..], &[EOS], &tokens].concat();
-    assert_eq!(start.masks_after(&ended).len(), complete.len(), "an end is not tried");
+    assert_eq!(start.masks_after(&ended, &mut unlimited()).len(), complete.len(), "an end is not tried");
 }
 
 #[test]
@@ -109,13 +114,13 @@ fn parameters_may_leave_no_token() {
     assert!(grammar.can_start(&SamplingParams::default()) && grammar.can_start(&only(&[a])));
     assert!(!grammar.can_start(&only(&[a + 1])));
     let mut state = grammar.start();
-    state.advance(a).unwrap();
+    state.advance(&[a]).unwrap();
     assert_eq!(state.mask().tokens().collect::<Vec<_>>(), [EOS]);
     let late = SamplingParams { min_tokens: 2, eos_token_ids: vec![EOS], ..Default::default() };
     assert!(state.goes_on(&late, 2) && !state.goes_on(&late, 1) && !state.goes_on(&only(&[a]), 1));
     let without_end = compiler.compile(&regex("a"), LOGITS, &[]).unwrap();
     let mut state = without_end.start();
-    state.advance(a).unwrap();
+    state.advance(&[a]).unwrap();
     assert!(!state.goes_on(&SamplingParams::default(), 1));
 }
 
@@ -137,11 +142,87 @@ fn what_is_wrong_is_refused_with_its_reason() {
         (GrammarSource::Choice(vec![String::new()]), "choice 0 is empty"),
         (GrammarSource::Choice(vec!["a".into(); 5000]), "5000 choices"),
         (lark("begin: \"a\""), "start"),
+        (lark("start: a\na[temperature=0.5]: /[a-z]+/"), "temperature= is not supported"),
+        (lark("start: a\na [max_tokens=3, temperature = 1]: /[a-z]+/"), "temperature= is not supported"),
+        (schema(patterns(400)), "400 patterns"),
+        (schema(format!(r#"{{"properties":{{"a":{}}}}}"#, patterns(400))), "400 patterns"),
+        (schema(format!(r#"{{"allOf":[{},{0},{0}]}}"#, patterns(60))), "180 patterns"),
+        (lark(&format!("start: %json {}", patterns(400))), "400 patterns"),
     ] {
         let message = refusal(&compiler, &source);
         assert!(message.contains(reason), "{source:?}: {message}");
         assert!(message.len() < 600 && !message.contains('\n') && !message.contains("verbose"), "{message:?}");
     }
+}
+
+/// A schema with `n` patterns for names, of which no two have a name in common.
+fn patterns(n: usize) -> String {
+    let patterns = (0..n).map(|i| format!(r#""^p{i}_[a-z]+$":{{"type":"integer"}}"#)).collect::<Vec<_>>();
+    format!(r#"{{"type":"object","patternProperties":{{{}}}}}"#, patterns.join(","))
+}
+
+#[test]
+fn what_is_not_wrong_is_taken() {
+    let compiler = compiler();
+    for source in [
+        schema(r#"{"$schema":"http://json-schema.org/schema#","type":"object","properties":{"a":{"type":"string"}}}"#),
+        schema(r#"{"$schema":"urn:my-registry","type":"integer"}"#),
+        schema(r#"{"$schema":"http://json-schema.org/draft-07/schema#","type":"integer"}"#),
+        schema(patterns(40)),
+        lark("start: \"temperature=\" /[0-9]+ temperature=/ // temperature=1\n# temperature=1\n"),
+        lark("start: temperature\ntemperature: \"a\""),
+    ] {
+        compiler.compile(&source, LOGITS, &[EOS]).unwrap_or_else(|error| panic!("{source:?}: {error}"));
+    }
+}
+
+/// A mask is the same wherever it is computed, and whether the attempt before it was given up.
+#[test]
+fn a_mask_that_is_computed_later_is_the_same() {
+    let compiler = compiler();
+    for source in [
+        regex(r"\p{L}{3,20}[!?]"),
+        schema(r#"{"type":"object","properties":{"a":{"type":"string","minLength":30}},"required":["a"]}"#),
+        lark("start: a+\na: \"x\"? a? \"x\"?"),
+    ] {
+        let grammar = compiler.compile(&source, LOGITS, &[EOS]).unwrap();
+        let (mut here, mut there, mut lost) = (grammar.start(), grammar.start(), grammar.start());
+        let mut outputs = Vec::new();
+        for step in 0..20 {
+            let tokens: Vec<TokenId> = here.mask().tokens().filter(|token| *token != EOS).collect();
+            let Some(&token) = tokens.get(step * 7 % tokens.len().max(1)) else { break };
+            outputs.push(token);
+            here.advance(&outputs).unwrap();
+            assert_eq!(there.advance_within(token, &mut MaskBudget::of(Duration::ZERO)), Ok(None), "no time, no mask");
+            if step % 3 == 0 {
+                lost.lose();
+            }
+            for state in [&mut there, &mut lost] {
+                state.advance(&outputs).unwrap();
+                assert_eq!(state.mask(), here.mask(), "{source:?} after {outputs:?}");
+            }
+        }
+        assert!(outputs.len() > 5, "{source:?}");
+    }
+}
+
+/// The samples of a request have one allowance of time, and the first that passes it ends the request as one that can
+/// be tried again: no count says how ambiguous a grammar is.
+#[test]
+fn the_samples_of_a_request_share_their_time() {
+    let grammar = compiler().compile(&lark("start: start start | \"a\""), LOGITS, &[EOS]).unwrap();
+    let (mut first, mut second) = (grammar.start(), grammar.start());
+    let token = first.mask().tokens().find(|token| *token != EOS).unwrap();
+    let mut outputs = vec![token];
+    let error = loop {
+        match first.advance(&outputs) {
+            Ok(_) => outputs.push(token),
+            Err(error) => break error,
+        }
+    };
+    assert!(matches!(error, GrammarError::TooMuchTime(_)), "{error:?} after {} tokens", outputs.len());
+    let ended = second.advance(&outputs[..1]);
+    assert!(matches!(ended, Err(GrammarError::TooMuchTime(_))), "{ended:?}");
 }
 
 /// Grammars that would take much time or memory are refused when they are compiled or, at the latest, when a mask of
@@ -168,6 +249,7 @@ fn bombs_are_refused() {
         lark(r#"start: %json {"type":"integer","multipleOf":999983}"#),
         lark(&format!("start: {}\"a\"{}", "(".repeat(20_000), ")".repeat(20_000))),
         lark("start: start start | \"a\""),
+        lark("start: a+\na: \"x\"? a? \"x\"?"),
         lark("start: e\ne: e e e | e e | \"a\" | \"b\" | "),
         lark("start: a\na: b\nb: a"),
         schema(r##"{"$ref":"#/$defs/a","$defs":{"a":{"$ref":"#/$defs/b"},"b":{"$ref":"#/$defs/a"}}}"##),

@@ -9,7 +9,7 @@ impl Scheduler {
     /// a long sequence that waits for blocks would starve if short ones passed it.
     pub(super) fn admit(&mut self, builder: &mut PlanBuilder) {
         while builder.budget > 0 && self.running.len() < self.config.max_num_seqs {
-            let next = self.waiting.first_key_value().map(|(&id, _)| id);
+            let next = self.waiting.iter().find(|(_, sequence)| sequence.pending.is_none()).map(|(&id, _)| id);
             let Some(id) = next.or_else(|| self.dequeue()) else { return };
             if !self.try_admit(id, builder) {
                 return;

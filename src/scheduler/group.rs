@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::cache::CacheSalt;
-use crate::grammar::Grammar;
+use crate::grammar::{Grammar, GrammarError};
 use crate::types::{FinishReason, GroupKey, Prompt, SampleKey, SamplingParams, TokenLogprobs};
 
 /// One prompt, to be sampled from or scored.
@@ -72,5 +72,5 @@ pub enum Outcome {
     Token { sample: SampleKey, logprobs: TokenLogprobs, finish: Option<FinishReason>, grammar_bytes: usize },
     /// A sample's grammar cannot say which tokens may follow, for this reason. The sample has ended, and its request
     /// cannot go on.
-    GrammarFailed { sample: SampleKey, reason: String },
+    GrammarFailed { sample: SampleKey, error: GrammarError },
 }

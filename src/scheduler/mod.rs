@@ -19,10 +19,12 @@
 //!    output again, and finds most of them in the prefix cache.
 //! 6. Where a step has few rows, a sample that decodes may get drafts of its next tokens (`speculation`). They save it
 //!    steps if they turn out right, and change nothing else.
-//! 7. A sample ends by a rule ([`stop_reason`]), by [`Scheduler::finish`] (a stop string) or by [`Scheduler::abort`].
-//! 8. Between two steps a request whose reader lags may be suspended ([`Scheduler::suspend`]) until it is resumed.
-//! 9. Between two steps the policy may change ([`Scheduler::change_policy`]), or all blocks may be given back
-//!    ([`Scheduler::release_all`]). The sequences then compute again what they have lost, and go on.
+//! 7. A sample with a grammar that takes long is left out of the steps until the mask after its last token has been
+//!    computed elsewhere ([`Scheduler::take_mask_jobs`], [`Scheduler::advance_grammar`]).
+//! 8. A sample ends by a rule ([`stop_reason`]), by [`Scheduler::finish`] (a stop string) or by [`Scheduler::abort`].
+//! 9. Between two steps a request whose reader lags may be suspended ([`Scheduler::suspend`]) until it is resumed.
+//! 10. Between two steps the policy may change ([`Scheduler::change_policy`]), or all blocks may be given back
+//!     ([`Scheduler::release_all`]). The sequences then compute again what they have lost, and go on.
 //!
 //! # Order and progress
 //!
@@ -36,6 +38,7 @@
 
 mod admission;
 mod group;
+mod masks;
 mod policy;
 mod queue;
 mod schedule;
@@ -54,6 +57,7 @@ pub use stop::stop_reason;
 
 use crate::cache::KvCacheManager;
 use crate::error::{Error, Result};
+use crate::grammar::{MaskBudget, MaskJob};
 use crate::types::{GroupKey, RequestKey, SampleKey, TokenId};
 use queue::AdmissionQueue;
 use sequence::{SeqId, Sequence};
@@ -106,7 +110,7 @@ pub struct Scheduler {
     /// Sequences with a place in the batch.
     running: BTreeMap<SeqId, Sequence>,
     /// Sequences without a place in the batch: preempted ones, which have no blocks, forked ones, which share blocks,
-    /// and at most one new group.
+    /// those whose mask is being computed, and at most one new group.
     waiting: BTreeMap<SeqId, Sequence>,
     /// Sequences of suspended requests. They have no blocks.
     suspended: BTreeMap<SeqId, Sequence>,
@@ -116,6 +120,9 @@ pub struct Scheduler {
     in_flight: Vec<SeqId>,
     /// Groups whose first tokens are in the last plan.
     begun: Vec<GroupKey>,
+    /// What the masks of the current step may still take here, and those that it has no room for.
+    mask_budget: MaskBudget,
+    mask_jobs: Vec<MaskJob>,
     /// Number of samples that have not ended, queued ones included; a scored prompt counts as one.
     live_samples: usize,
     /// Number of groups that have left the queue.
@@ -165,6 +172,8 @@ impl Scheduler {
             groups: HashMap::new(),
             in_flight: Vec::new(),
             begun: Vec::new(),
+            mask_budget: MaskBudget::default(),
+            mask_jobs: Vec::new(),
             live_samples: 0,
             next_admission: 0,
             counters: Counters::default(),
@@ -232,7 +241,8 @@ impl Scheduler {
     pub fn finish(&mut self, sample: SampleKey) {
         let Some(group) = self.groups.get(&sample.group) else { return };
         let id = SeqId { admission: group.admission, sample_index: sample.sample_index };
-        let Some(sequence) = self.running.remove(&id).or_else(|| self.waiting.remove(&id)) else { return };
+        let maps = [&mut self.running, &mut self.waiting, &mut self.suspended];
+        let Some(sequence) = maps.into_iter().find_map(|map| map.remove(&id)) else { return };
         assert!(sequence.is_forked(), "{sample:?} is finished before its first token");
         self.end_sample(sequence);
     }
@@ -257,9 +267,9 @@ impl Scheduler {
         aborted
     }
 
-    /// Whether anything is left to run that is not suspended. The next plan is empty exactly if not.
+    /// Whether anything can run: it is not suspended, and its mask is there. The next plan is empty exactly if not.
     pub fn has_work(&self) -> bool {
-        !(self.running.is_empty() && self.waiting.is_empty() && self.queue.is_empty())
+        !(self.running.is_empty() && self.queue.is_empty()) || self.waiting.values().any(|s| s.pending.is_none())
     }
 
     /// Groups whose first tokens are in the last plan.
@@ -309,6 +319,9 @@ impl Scheduler {
         assert_eq!(self.live_samples, live, "live samples");
         for id in self.waiting.keys() {
             assert!(!self.running.contains_key(id), "{id:?} waits and runs");
+        }
+        for (id, sequence) in &self.running {
+            assert!(sequence.pending.is_none(), "{id:?} runs without its mask");
         }
         for (id, sequence) in &self.suspended {
             assert!(!self.running.contains_key(id) && !self.waiting.contains_key(id), "{id:?} is suspended and not");

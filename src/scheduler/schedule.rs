@@ -1,6 +1,7 @@
 //! Making a step's plan: running sequences first, oldest first, then admission, then drafts.
 
 use super::{Scheduler, SeqId};
+use crate::grammar::MaskBudget;
 use crate::types::StepPlan;
 
 /// The plan of a step while it is being made.
@@ -19,6 +20,7 @@ impl Scheduler {
     pub fn schedule(&mut self) -> StepPlan {
         assert!(self.in_flight.is_empty(), "the last plan has not been answered");
         self.begun.clear();
+        self.mask_budget = MaskBudget::default();
         let mut builder = PlanBuilder { plan: StepPlan::default(), budget: self.config.max_batch_tokens };
         let oldest_first: Vec<SeqId> = self.running.keys().copied().collect();
         for id in oldest_first {

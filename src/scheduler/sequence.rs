@@ -6,7 +6,8 @@ use super::{Group, GroupKind};
 use crate::cache::{BlockTable, CacheSalt, HashChain, KvCacheManager};
 use crate::grammar::GrammarState;
 use crate::types::{
-    History, LogitsRow, LogitsTask, PlanSequence, Prompt, SampleKey, SamplingParams, TokenId, TokenLogprobs, TokenMask,
+    FinishReason, History, LogitsRow, LogitsTask, PlanSequence, Prompt, SampleKey, SamplingParams, TokenId,
+    TokenLogprobs, TokenMask,
 };
 
 /// Name of a sequence inside the scheduler. Ascending ids are the order of age, the oldest sequence first.
@@ -34,6 +35,8 @@ pub(super) struct Sequence {
     pub outputs: Vec<TokenId>,
     /// What its grammar lets follow, if it has one: a function of `outputs`, kept through a preemption as they are.
     pub grammar: Option<Box<GrammarState>>,
+    /// The last output, while the mask after it is being computed elsewhere; `grammar` is there too.
+    pub pending: Option<PendingToken>,
     pub num_computed: usize,
     /// Blocks of the tokens `[0, num_computed)` and, while a step is under way, of the tokens that it computes.
     pub table: BlockTable,
@@ -50,6 +53,15 @@ pub(super) struct Sequence {
     pub cached_tokens: Option<u32>,
     /// Number of context tokens that matched where the drafts of the step under way were found.
     pub matched: usize,
+}
+
+/// A token whose outcome is not known before the mask after it.
+#[derive(Debug)]
+pub(super) struct PendingToken {
+    pub logprobs: TokenLogprobs,
+    pub finish: Option<FinishReason>,
+    /// Dropped with the sequence, so that the mask of a sample that has ended is not computed.
+    pub _wanted: Arc<()>,
 }
 
 impl Sequence {
@@ -72,6 +84,7 @@ impl Sequence {
             salt: group.salt,
             outputs: Vec::new(),
             grammar: group.grammar.map(|grammar| Box::new(grammar.start())),
+            pending: None,
             num_computed: 0,
             table: BlockTable::default(),
             hashes,
@@ -95,6 +108,7 @@ impl Sequence {
             salt: self.salt,
             outputs: self.outputs.clone(),
             grammar: self.grammar.clone(),
+            pending: None,
             num_computed: self.num_computed,
             table,
             hashes: self.hashes.clone(),
@@ -268,6 +282,7 @@ impl Sequence {
     pub fn check_integrity(&self, cache: &KvCacheManager, in_flight: bool) {
         let (key, computed) = (self.key, self.num_computed);
         assert!(computed < self.num_tokens(), "{key:?} has nothing to compute");
+        assert!(self.pending.is_none() || self.grammar.is_none(), "{key:?} has a mask and waits for it");
         let covered = cache.blocks_for(computed);
         assert!(self.table.len() == covered || in_flight && self.table.len() > covered, "{key:?}: its table");
         let full = computed / cache.block_size();

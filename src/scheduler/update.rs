@@ -85,7 +85,8 @@ impl Scheduler {
     }
 
     /// Appends the token that was sampled after a sequence's last one. As long as what was sampled is the next draft,
-    /// the answer to that draft is appended too. Returns the sequence unless it has ended.
+    /// the answer to that draft is appended too. Returns the sequence if it can run on; it may have ended, or wait for
+    /// its mask.
     fn append_tokens(
         &mut self,
         mut sequence: Sequence,
@@ -94,66 +95,66 @@ impl Scheduler {
         outcomes: &mut Vec<Outcome>,
     ) -> Option<Sequence> {
         let mut accepted = 0;
-        let has_ended = loop {
+        let appended = loop {
             let logprobs = answers.next().expect("one answer for each sample and each draft");
             let token = logprobs.token;
-            let has_ended = self.append_token(&mut sequence, logprobs, outcomes);
+            let appended = self.append_token(&mut sequence, logprobs, outcomes);
             let is_right = match draft.get(accepted) {
-                Some(&drafted) if !has_ended => drafted == token,
-                _ => break has_ended,
+                Some(&drafted) if appended == Appended::RunsOn => drafted == token,
+                _ => break appended,
             };
             let group = self.groups.get_mut(&sequence.key.group).expect("a live sample has a group");
             group.acceptance.record(sequence.matched + accepted, is_right);
             if !is_right {
-                break false;
+                break Appended::RunsOn;
             }
             accepted += 1;
         };
         self.counters.accepted_tokens += accepted as u64;
         sequence.advance(sequence.num_tokens() - 1, &mut self.cache);
         self.cache.truncate(&mut sequence.table, sequence.num_computed);
-        if !has_ended {
-            return Some(sequence);
+        match appended {
+            Appended::RunsOn => return Some(sequence),
+            Appended::Ended => self.end_sample(sequence),
+            Appended::Pending => self.wait_for_mask(sequence),
         }
-        self.end_sample(sequence);
         None
     }
 
-    /// Appends one token, and returns whether the sequence ends with it.
-    fn append_token(&mut self, sequence: &mut Sequence, logprobs: TokenLogprobs, outcomes: &mut Vec<Outcome>) -> bool {
+    /// Appends one token to a sequence.
+    fn append_token(
+        &mut self,
+        sequence: &mut Sequence,
+        logprobs: TokenLogprobs,
+        outcomes: &mut Vec<Outcome>,
+    ) -> Appended {
         let token = logprobs.token;
         sequence.outputs.push(token);
-        self.counters.generated_tokens += 1;
         let (num_outputs, prompt_len) = (sequence.outputs.len(), sequence.prompt.tokens.len());
         let finish = stop_reason(&sequence.params, token, num_outputs, prompt_len, self.config.max_model_len);
-        let sample = sequence.key;
-        match follow_grammar(sequence, token, finish) {
-            Ok((finish, grammar_bytes)) => {
-                outcomes.push(Outcome::Token { sample, logprobs, finish, grammar_bytes });
-                finish.is_some()
+        let advanced = match &mut sequence.grammar {
+            Some(grammar) if !matches!(finish, Some(FinishReason::Eos | FinishReason::StopToken)) => {
+                grammar.advance_within(token, &mut self.mask_budget)
             }
-            Err(reason) => {
-                outcomes.push(Outcome::GrammarFailed { sample, reason });
-                true
-            }
-        }
+            _ => Ok(Some(0)),
+        };
+        let Some(advanced) = advanced.transpose() else {
+            self.postpone(sequence, logprobs, finish);
+            return Appended::Pending;
+        };
+        let (outcome, has_ended) = self.outcome(sequence, logprobs, finish, advanced);
+        outcomes.push(outcome);
+        if has_ended { Appended::Ended } else { Appended::RunsOn }
     }
 }
 
-/// Tells a sequence's grammar of `token`, which its outputs end with. Returns why the sequence ends with it, if it does
-/// by `finish` or because no token may follow, and the bytes that the grammar takes more than before.
-fn follow_grammar(
-    sequence: &mut Sequence,
-    token: TokenId,
-    finish: Option<FinishReason>,
-) -> Result<(Option<FinishReason>, usize), String> {
-    let Some(grammar) = &mut sequence.grammar else { return Ok((finish, 0)) };
-    if matches!(finish, Some(FinishReason::Eos | FinishReason::StopToken)) {
-        return Ok((finish, 0));
-    }
-    let grown = grammar.advance(token)?;
-    let goes_on = grammar.goes_on(&sequence.params, sequence.outputs.len());
-    Ok((if goes_on { finish } else { Some(FinishReason::Grammar) }, grown))
+/// What has become of a sequence that was given a token.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Appended {
+    RunsOn,
+    Ended,
+    /// The mask after the token is computed elsewhere.
+    Pending,
 }
 
 fn prompt_done(sequence: &mut Sequence) -> Outcome {

@@ -23,6 +23,11 @@ impl PromptEncoder {
         Self { grammars: GrammarCompiler::new(tokenizer.clone()), tokenizer, chat_template }
     }
 
+    /// Compiles the grammar of JSON objects, for a model with `logits` logits in a row.
+    pub fn prepare_grammars(&self, logits: usize) {
+        self.grammars.prepare(logits);
+    }
+
     pub(super) fn tokenizer(&self) -> &Arc<Tokenizer> {
         &self.tokenizer
     }

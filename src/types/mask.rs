@@ -27,7 +27,8 @@ impl TokenMask {
     /// The tokens of the set, ascending.
     pub fn tokens(&self) -> impl Iterator<Item = TokenId> {
         let of_word = |(first, &word): (TokenId, &u32)| {
-            let bits = std::iter::successors(Some(word), |rest| Some(rest & (rest - 1))).take_while(|rest| *rest != 0);
+            let bits = std::iter::successors(Some(word), |rest| Some(rest & rest.wrapping_sub(1)))
+                .take_while(|rest| *rest != 0);
             bits.map(move |rest| first + rest.trailing_zeros())
         };
         (0..).step_by(32).zip(&*self.0).flat_map(of_word)

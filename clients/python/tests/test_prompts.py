@@ -14,6 +14,7 @@ from rollout_client import (
     FinishReason,
     InvalidArgument,
     PromptTokens,
+    ResourceExhausted,
     Sample,
     SamplingParams,
     Summary,
@@ -129,7 +130,7 @@ def test_what_is_wrong_with_one_prompt_s_sampling_is_named(client):
 
 def test_a_grammar_that_cannot_go_on_is_named_with_its_prompt(client):
     bomb = SamplingParams(max_tokens=900, ignore_eos=True, structured_outputs={"grammar": 'start: start start | "a"'})
-    with pytest.raises(InvalidArgument, match=r"^prompts\[1\]\.sampling\.structured_outputs: .*takes too long"):
+    with pytest.raises(ResourceExhausted, match=r"^prompts\[1\]\.sampling\.structured_outputs: .*processor time"):
         client.generate([[1], [2]], sampling=[SamplingParams(max_tokens=2), bomb])
 
 

@@ -13,7 +13,14 @@ import jsonschema
 import numpy as np
 import pytest
 
-from rollout_client import DeadlineExceeded, FinishReason, InvalidArgument, RolloutClient, SamplingParams
+from rollout_client import (
+    DeadlineExceeded,
+    FinishReason,
+    InvalidArgument,
+    ResourceExhausted,
+    RolloutClient,
+    SamplingParams,
+)
 from serving import FIXTURES, assert_idle, bits, server
 
 # Documents have no space between their parts, which a random model would go on with for ever.
@@ -246,7 +253,7 @@ def test_bombs_leave_others_alone(running, client):
         stream = other.generate_stream([[1, 2]], n=2, sampling=bomb, stream_tokens=True)
         next(stream)
         assert [bits(sample) for sample in client.generate([[5, 6]], n=8, sampling=quiet)[0].samples] == expected
-        with pytest.raises(InvalidArgument, match=r"sampling\.structured_outputs.*takes too long"):
+        with pytest.raises(ResourceExhausted, match=r"sampling\.structured_outputs.*processor time"):
             list(stream)
     assert_idle(client)
 

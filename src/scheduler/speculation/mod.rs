@@ -10,7 +10,7 @@
 //! including the first one that differs from its draft. KV of a wrong draft is never read: `num_computed` counts
 //! accepted tokens only, and the slot is written again.
 //!
-//! A draft that the sample's grammar forbids is not tried, and each row has the mask after the drafts before it.
+//! A draft that the sample's grammar forbids, or whose mask takes long, is not tried, and each row has the mask after the drafts before it.
 //!
 //! Drafts are added after everything else is planned, into rows and blocks that are left over.
 
@@ -122,7 +122,7 @@ impl Scheduler {
         let known = sequence.num_tokens();
         let room = self.cache.room(&sequence.table) - known;
         let mut draft = &draft[..draft.len().min(room)];
-        let masks = sequence.grammar.as_ref().map(|grammar| grammar.masks_after(draft));
+        let masks = sequence.grammar.as_ref().map(|grammar| grammar.masks_after(draft, &mut self.mask_budget));
         if let Some(masks) = &masks {
             draft = &draft[..masks.len()];
         }

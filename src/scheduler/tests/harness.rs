@@ -329,7 +329,7 @@ impl Harness {
                 result.prompt_logprobs = logprobs;
                 result.done = is_score;
             }
-            Outcome::GrammarFailed { sample, reason } => panic!("{sample:?}: {reason}"),
+            Outcome::GrammarFailed { sample, error } => panic!("{sample:?}: {error:?}"),
             Outcome::Token { sample, logprobs, finish, .. } => {
                 let result = self.results.get_mut(&sample.group).expect("a known group");
                 assert!(result.cached_tokens.is_some() && !result.aborted, "{sample:?}");

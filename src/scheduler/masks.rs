@@ -1,0 +1,76 @@
+//! Masks that are not computed within a step. Their samples wait without a place in the batch, as if they were
+//! preempted, and the others run. What a sample is given does not depend on when its mask is ready.
+
+use super::sequence::PendingToken;
+use super::{Outcome, Scheduler, SeqId, Sequence};
+use crate::grammar::{GrammarError, MaskDone, MaskJob};
+use crate::types::{FinishReason, TokenLogprobs};
+
+impl Scheduler {
+    /// Takes the masks that the last step had no room for. Each is to be computed and given to
+    /// [`Scheduler::advance_grammar`].
+    pub fn take_mask_jobs(&mut self) -> Vec<MaskJob> {
+        std::mem::take(&mut self.mask_jobs)
+    }
+
+    /// Lets a sample run on whose mask has been computed. Returns the outcome of its last token, or `None` if the sample
+    /// has ended meanwhile.
+    ///
+    /// # Panics
+    /// If the last plan has not been answered.
+    pub fn advance_grammar(&mut self, done: MaskDone) -> Option<Outcome> {
+        assert!(self.in_flight.is_empty(), "the last plan has not been answered");
+        let MaskDone { sample, state, advanced } = done;
+        let id = SeqId { admission: self.groups.get(&sample.group)?.admission, sample_index: sample.sample_index };
+        let is_suspended = self.suspended.contains_key(&id);
+        let mut sequence = if is_suspended { self.suspended.remove(&id) } else { self.waiting.remove(&id) }?;
+        let PendingToken { logprobs, finish, .. } = sequence.pending.take().expect("a mask is computed once");
+        sequence.grammar = Some(state);
+        let (outcome, has_ended) = self.outcome(&sequence, logprobs, finish, advanced);
+        if has_ended {
+            self.end_sample(sequence);
+        } else {
+            let map = if is_suspended { &mut self.suspended } else { &mut self.waiting };
+            map.insert(id, sequence);
+        }
+        Some(outcome)
+    }
+
+    /// Leaves the mask after the sequence's last token to a job.
+    pub(super) fn postpone(&mut self, sequence: &mut Sequence, logprobs: TokenLogprobs, finish: Option<FinishReason>) {
+        let state = sequence.grammar.take().expect("only a sequence with a grammar has a mask");
+        let (job, wanted) = MaskJob::new(sequence.key, sequence.outputs.clone(), state);
+        self.mask_jobs.push(job);
+        sequence.pending = Some(PendingToken { logprobs, finish, _wanted: wanted });
+    }
+
+    /// Keeps a sequence until its mask has been computed.
+    pub(super) fn wait_for_mask(&mut self, sequence: Sequence) {
+        let admission = self.groups[&sequence.key.group].admission;
+        self.waiting.insert(SeqId { admission, sample_index: sequence.key.sample_index }, sequence);
+    }
+
+    /// The outcome of a sequence's last token, and whether the sequence ends with it.
+    pub(super) fn outcome(
+        &mut self,
+        sequence: &Sequence,
+        logprobs: TokenLogprobs,
+        finish: Option<FinishReason>,
+        advanced: Result<usize, GrammarError>,
+    ) -> (Outcome, bool) {
+        self.counters.generated_tokens += 1;
+        let sample = sequence.key;
+        let grammar_bytes = match advanced {
+            Ok(bytes) => bytes,
+            Err(error) => return (Outcome::GrammarFailed { sample, error }, true),
+        };
+        let is_text_complete = matches!(finish, Some(FinishReason::Eos | FinishReason::StopToken));
+        let can_run_on = is_text_complete
+            || sequence
+                .grammar
+                .as_ref()
+                .is_none_or(|grammar| grammar.goes_on(&sequence.params, sequence.outputs.len()));
+        let finish = if can_run_on { finish } else { Some(FinishReason::Grammar) };
+        (Outcome::Token { sample, logprobs, finish, grammar_bytes }, finish.is_some())
+    }
+}
