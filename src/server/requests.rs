@@ -58,8 +58,9 @@ pub(super) struct Arrived<M> {
 /// `writer` returns.
 ///
 /// # Errors
-/// The errors of `convert`; `Unavailable` while the server starts, or if it ends before the engine has the request; `ResourceExhausted` if the engine's queue is
-/// full; `DeadlineExceeded`. They are counted here; once the engine has the request it counts it.
+/// The errors of `convert`; `Unavailable` while the server starts, or if it ends before the engine has the request;
+/// `ResourceExhausted` if the engine's queue is full; `DeadlineExceeded`. They are counted here; once the engine has
+/// the request it counts it.
 pub(super) async fn start<M, W>(
     gate: &Gate,
     arrived: Arrived<M>,

@@ -126,8 +126,8 @@ fn native(state: &State, operation: &str, left: Value, right: Value) -> Result<V
     state.env().compile_expression(operation)?.eval(context! { left, right })
 }
 
-/// A value that is kept in a namespace. Namespaces are the only values that change, so one that is kept in another could
-/// contain itself.
+/// A value that is kept in a namespace. Namespaces are the only values that change, so one that is kept in another
+/// could contain itself.
 pub(super) fn stored(value: Value) -> Result<Value, Error> {
     if has_namespace(&value) {
         return Err(Error::new(ErrorKind::InvalidOperation, "a namespace cannot be kept in a namespace"));
@@ -213,7 +213,8 @@ pub(super) fn check_width(width: u64) -> Result<(), Error> {
 /// A text in which `%s` or `{}` stand for arguments. Widths that are arguments themselves are refused.
 fn formatted_bytes(args: &[Value]) -> Result<u64, Error> {
     let Some(format) = args.first().and_then(Value::as_str) else { return Ok(0) };
-    // What has opened the part of the text that stands for an argument: `%`, its name in `(`, `{`, or its format after `:`.
+    // What has opened the part of the text that stands for an argument: `%`, its name in `(`, `{`, or its format after
+    // `:`.
     let (mut opened, mut last, mut number, mut fields) = (None, ' ', 0_u64, 1_u64);
     for c in format.chars() {
         match (opened, c) {

@@ -1,7 +1,7 @@
 //! A template as instructions of minijinja's machine, with calls between them that count what they make.
 //!
-//! minijinja's fuel counts instructions, and no hook of its stable interface sees what an operator makes: `{% set x = x ~
-//! x %}` forty times is a terabyte. So operators become calls of our own functions, and the results of all other
+//! minijinja's fuel counts instructions, and no hook of its stable interface sees what an operator makes: doubling a
+//! text forty times makes a terabyte. So operators become calls of our own functions, and the results of all other
 //! operations pass through one that counts them.
 
 use std::collections::BTreeMap;
@@ -137,7 +137,8 @@ fn parse(name: &'static str, source: &'static str) -> Result<Parsed> {
     Ok((main, blocks))
 }
 
-/// Refuses tags that would take too much stack or memory when they are parsed. What is not a token is left to the parser.
+/// Refuses tags that would take too much stack or memory when they are parsed. What is not a token is left to the
+/// parser.
 fn check_tags(source: &str) -> Result<()> {
     let refuse =
         |line: u16, what: String| Err(Error::Config(format!("the model's chat template: line {line}: {what}")));

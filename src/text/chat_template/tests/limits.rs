@@ -24,6 +24,7 @@ fn what_makes_much_of_little_is_refused_before_it_is_made() {
     let texts = [
         doubled("'abcdefghij' * 1000", "{% set ns.x = ns.x ~ ns.x %}"),
         doubled("'abcdefghij' * 1000", "{% set ns.x = ns.x + ns.x %}"),
+        doubled("'abcdefghij'", "{% set ns.x = ns.x * 2 %}"),
         doubled("'aaaaaaaaaa'", "{% set ns.x = ns.x | replace('a', 'aaaa') %}"),
         doubled("'aaaaaaaaaa'", "{% set ns.x = ns.x.replace('a', 'aaaa') %}"),
         doubled("'aaaaaaaaaa'", "{% set ns.x = [ns.x, ns.x] | join(ns.x) %}"),
@@ -49,8 +50,6 @@ fn what_makes_much_of_little_is_refused_before_it_is_made() {
         let error = refused(source, &Traffic::new(64 << 20));
         assert!(error.contains("--request-bytes"), "{source:.200}: {error}");
     }
-    let error = refused(&doubled("'abcdefghij'", "{% set ns.x = ns.x * 2 %}"), &room());
-    assert!(error.contains("repeated string is too large"), "{error}");
     for source in [
         "{% set n = 1000000 %}{{ ([1] * n) | length }}",
         "{% set ns = namespace(x=[1]) %}{% for i in range(40) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
@@ -82,7 +81,7 @@ fn texts_with_numbers_are_formatted() {
         ("{{ '%5d%%|%-4s|' | format(7, 'a') }}", "    7%|a   |"),
         ("{{ 'in 2026: {:>4} {{}}'.format('x') }}", "in 2026:    x {}"),
         ("{{ '{}, {:.2f} and 100000'.format(1, 2.5) }}", "1, 2.50 and 100000"),
-        ("{{ 'a\nb' | indent(2) }}{{ [1] | batch(2, 'fill') | list }}", "a\n  b[[1, \"fill\"]]"),
+        ("{{ 'a\nb' | indent(2) }}{{ [1] | batch(2, 'fill') | list }}", "a\n  b[[1, 'fill']]"),
     ] {
         assert_eq!(render(&template(source), nothing()).expect(source), text, "{source}");
     }
