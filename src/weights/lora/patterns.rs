@@ -128,7 +128,8 @@ fn compile(field: String, expressions: &[&str], charge: &mut Charge) -> Result<R
         ));
     }
     let size_limit = (COMPILED_BYTES_EACH * expressions.len()).min(COMPILED_BYTES);
-    let wrapped: Vec<String> = expressions.iter().map(|key| format!(r"^(?:(.*\.)?({key})$)")).collect();
+    // Names of modules are ASCII. A `.` of all Unicode would take more than most keys do.
+    let wrapped: Vec<String> = expressions.iter().map(|key| format!(r"^(?:([[:ascii:]]*\.)?({key})$)")).collect();
     let parsing: u64 = wrapped.iter().map(|text| text.len() as u64 * PARSED_BYTES).sum();
     let classes: usize = expressions.iter().map(|key| key.matches('\\').count() - key.matches(r"\.").count()).sum();
     charge.grow(parsing + classes as u64 * CLASS_BYTES + size_limit as u64 * COMPILING)?;
