@@ -1,7 +1,8 @@
 //! `rank_pattern` and `alpha_pattern`: tables of module patterns, of which the first that matches counts.
 //!
-//! PEFT matches each key by `re.match(rf"(.*\.)?({key})$", module)`. Nearly all keys are names of modules or their ends.
-//! Those are compared byte by byte. The others are compiled together, so that what they take is limited and known.
+//! PEFT matches each key by `re.match(rf"(.*\.)?({key})$", module)`. Nearly all keys are names of modules or their
+//! ends. Those are compared byte by byte. The others are compiled together, so that what they take is limited and
+//! known.
 
 use std::collections::HashMap;
 
