@@ -1,6 +1,6 @@
-//! Freed memory goes back to the system, whichever thread took it, and what a push declares takes no more than is counted
-//! for it. The measured process must have no other threads and must start as the server does, so this file has a `main`
-//! of its own instead of the test harness.
+//! Freed memory goes back to the system, whichever thread took it, and what a push declares takes no more than is
+//! counted for it. The measured process must have no other threads and must start as the server does, so this file has
+//! a `main` of its own instead of the test harness.
 
 use std::fmt::Write as _;
 use std::sync::Arc;

@@ -295,7 +295,7 @@ def test_a_request_belongs_to_the_token_that_started_it(guarded):
 def test_the_adapter_of_a_push_that_may_fail_shows_to_the_role_control_alone(binary, tmp_path):
     tokens = token_file(tmp_path / "tokens", f"control {TRAINER}", f"generate {USER}")
     flags = [*SMALL_CACHE, "--auth-token-file", str(tokens), "--max-adapters", "1"]
-    message = _proto.UPDATE.request(header=update_header("lora", {"adapter": "secret-plan"}))
+    message = _proto.UPDATE.request(header=update_header("lora", {"name": "secret-plan"}))
     message.header.total_bytes = 1000
 
     def page(address, token):

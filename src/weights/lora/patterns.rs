@@ -1,7 +1,8 @@
 //! `rank_pattern` and `alpha_pattern`: tables of module patterns, of which the first that matches counts.
 //!
-//! PEFT matches each key by `re.match(rf"(.*\.)?({key})$", module)`. Nearly all keys are names of modules or their ends.
-//! Those are compared byte by byte. The others are compiled together, so that what they take is limited and known.
+//! PEFT matches each key by `re.match(rf"(.*\.)?({key})$", module)`. Nearly all keys are names of modules or their
+//! ends. Those are compared byte by byte. The others are compiled together, so that what they take is limited and
+//! known.
 
 use std::collections::HashMap;
 
@@ -128,7 +129,8 @@ fn compile(field: String, expressions: &[&str], charge: &mut Charge) -> Result<R
         ));
     }
     let size_limit = (COMPILED_BYTES_EACH * expressions.len()).min(COMPILED_BYTES);
-    let wrapped: Vec<String> = expressions.iter().map(|key| format!(r"^(?:(.*\.)?({key})$)")).collect();
+    // Names of modules are ASCII. A `.` of all Unicode would take more than most keys do.
+    let wrapped: Vec<String> = expressions.iter().map(|key| format!(r"^(?:([[:ascii:]]*\.)?({key})$)")).collect();
     let parsing: u64 = wrapped.iter().map(|text| text.len() as u64 * PARSED_BYTES).sum();
     let classes: usize = expressions.iter().map(|key| key.matches('\\').count() - key.matches(r"\.").count()).sum();
     charge.grow(parsing + classes as u64 * CLASS_BYTES + size_limit as u64 * COMPILING)?;

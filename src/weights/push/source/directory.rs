@@ -70,7 +70,8 @@ pub(in crate::weights::push) fn open(
         UpdateKind::Delta => return Err(refuse("a DELTA comes in the stream or in shared memory".to_string())),
     };
     let charge = sources.traffic.charge(0)?;
-    let mut directory = Directory { files: Vec::new(), tensors: Vec::new(), places: Vec::new(), adapter_config, charge };
+    let mut directory =
+        Directory { files: Vec::new(), tensors: Vec::new(), places: Vec::new(), adapter_config, charge };
     let mut left = MAX_HEADER_BYTES.max(HEADER_BYTES_PER_PARAMETER * parameters as u64);
     for name in names {
         let file = open_file(&root, &name)?;

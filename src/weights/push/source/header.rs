@@ -92,7 +92,9 @@ impl<'de> Deserialize<'de> for Header {
                 for tensor in &tensors {
                     if tensor.offset != end {
                         let TensorEntry { name, offset, .. } = tensor;
-                        return Err(A::Error::custom(format!("{name} begins at {offset}, and the one before ends at {end}")));
+                        return Err(A::Error::custom(format!(
+                            "{name} begins at {offset}, and the one before ends at {end}"
+                        )));
                     }
                     end += bytes_of(tensor).unwrap_or(0);
                 }

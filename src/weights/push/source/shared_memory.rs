@@ -82,7 +82,9 @@ impl Watched {
         if self.path.symlink_metadata().is_ok_and(|there| self.is(&there)) {
             match std::fs::remove_file(&self.path) {
                 Ok(()) => tracing::info!("removed {}, which a dead client has left", self.path.display()),
-                Err(e) => tracing::warn!("a dead client has left {}, which cannot be removed: {e}", self.path.display()),
+                Err(e) => {
+                    tracing::warn!("a dead client has left {}, which cannot be removed: {e}", self.path.display())
+                }
             }
         }
         false
