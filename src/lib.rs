@@ -94,7 +94,7 @@
 //!
 //! ```text
 //! main, startup → server → engine → scheduler, executor → cache | model | grammar → weights, text, observe
-//!   → comm, memory → types, config, logs, profile → error
+//!   → comm, memory → types, clock, config, logs, profile → error
 //! ```
 //!
 //! The crate [`rollout_kernels`] below all of them holds the devices: a closed set of backends behind one set of types,
@@ -132,6 +132,7 @@
 //!     roles for each door; a method or route without a role fails a test.
 
 pub mod cache;
+pub mod clock;
 pub mod comm;
 pub mod config;
 pub mod engine;

@@ -26,7 +26,7 @@ impl<X: Executor> Engine<X> {
     /// compute this one.
     pub(super) fn step(&mut self) -> Result<()> {
         let _step = trace_span!("step").entered();
-        let begun = Instant::now();
+        let begun = self.clock.now();
         let plan = Arc::new(trace_span!("schedule").in_scope(|| self.scheduler.schedule()));
         if plan.is_empty() {
             self.emit();
@@ -43,7 +43,7 @@ impl<X: Executor> Engine<X> {
             self.fail(*request, panic);
         }
         let outcomes = trace_span!("update").in_scope(|| self.scheduler.update(&plan, output));
-        let ended = Instant::now();
+        let ended = self.clock.now();
         let sampled = self.statistics.count_step(ended - begun, &outcomes);
         self.watch.end_step(kind, (begun, ended), &plan, sampled, self.policy.version());
         self.untold = Some(Untold { outcomes, version: self.policy.version(), ended });

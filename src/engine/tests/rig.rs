@@ -206,7 +206,16 @@ impl Rig {
         let parameters = Arc::new(Parameters::new(specs.into(), Dtype::F32, 1, false));
         let traffic = Traffic::new(TRAFFIC_BYTES);
         let (observer, recorder) = Observer::new();
-        let setup = Setup { parameters, budget, traffic, max_adapters: 2, max_lora_rank: 8, observer, recorder };
+        let setup = Setup {
+            parameters,
+            budget,
+            traffic,
+            max_adapters: 2,
+            max_lora_rank: 8,
+            clock: Clock::System,
+            observer,
+            recorder,
+        };
         Self { engine: Engine::new(Fake::new(), scheduler, None, commands, setup) }
     }
 
