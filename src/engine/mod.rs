@@ -302,8 +302,11 @@ impl<X: Executor> Engine<X> {
         self.admit_held();
         self.suspend_laggards();
         self.drop_unused_adapters()?;
-        if self.untold.is_some() && !self.can_step() {
-            // The last request that could step is suspended, so no step will come behind which the others are told.
+        let is_late = self.untold.is_some() && !self.can_step();
+        let may_drain = !self.drains.is_empty() && !self.must_drain();
+        if is_late || may_drain {
+            // The last request that could step was suspended or ended just now, and the next turn may wait for a
+            // command.
             return self.settle();
         }
         Ok(())

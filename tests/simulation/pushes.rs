@@ -184,7 +184,8 @@ impl World {
     fn write_part(&mut self, at: usize, part: usize) {
         let push = &self.pushes[at];
         let (cancel, update) = (push.cancel.clone(), push.update.unwrap_or(0));
-        let tensors = self.catalog.tensors[push.index][part].clone();
+        let all = &self.catalog.tensors;
+        let tensors = all[push.index % all.len()][part].clone();
         self.call(
             "WritePart",
             &cancel,

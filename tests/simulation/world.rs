@@ -245,7 +245,7 @@ impl World {
 
     fn settle_all(&mut self) -> std::result::Result<(), ()> {
         let mut rounds = 0;
-        while !self.is_at_rest() {
+        while !self.is_at_rest() || self.engine.status().update.is_some() {
             rounds += 1;
             assert!(rounds < MOST_TURNS_TO_END, "requests or calls never end: {:?}", self.engine.status());
             if self.state != Turn::Again && self.queued == 0 {
@@ -390,6 +390,7 @@ impl World {
                 true => false,
                 false => {
                     let bytes = request.unread.drain(..).sum();
+                    request.full_turns = 0;
                     request.backlog.take(bytes)
                 }
             };
