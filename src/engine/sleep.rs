@@ -24,6 +24,14 @@ impl AwakeBytes {
         Self { weights, workspace, kv_cache }
     }
 
+    /// Reserves all of it, whatever is reserved of it already.
+    pub fn reserve(self, ledger: &mut MemoryBudget) -> Result<()> {
+        ledger.free(MemoryUse::Offloaded);
+        ledger.set(MemoryUse::Weights, self.weights)?;
+        ledger.set(MemoryUse::Workspace, self.workspace)?;
+        ledger.set(MemoryUse::KvCache, self.kv_cache)
+    }
+
     pub fn weights(self) -> u64 {
         self.weights
     }

@@ -324,7 +324,18 @@ impl<X: Executor> Engine<X> {
         ledger.free(MemoryUse::UpdateStaging);
         ledger.set(MemoryUse::MergedAdapter, merged.bytes())?;
         ledger.set(MemoryUse::BaseCopies, base_copies)?;
+        self.check_wake(ledger.clone())?;
         Ok(ledger)
+    }
+
+    /// Checks that what sleeps can still wake beside what `ledger` holds.
+    fn check_wake(&self, mut ledger: MemoryBudget) -> Result<()> {
+        self.awake_bytes.reserve(&mut ledger).map_err(|error| match error {
+            Error::ResourceExhausted(why) => Error::ResourceExhausted(format!(
+                "with this update the server could not wake: {why}; push a smaller adapter, or wake first"
+            )),
+            other => other,
+        })
     }
 
     /// Replaces all parameters by tensors, of which some may have been written before.

@@ -26,6 +26,8 @@ pub enum Note {
     ReplyDropped(usize),
     /// The answer to the header of a push.
     Ticket(usize, Result<UpdateTicket>),
+    /// Whether a part of a push was written in place.
+    PartWritten(usize, bool),
     /// A push has ended: it was applied, refused or called off.
     PushEnded(usize),
 }

@@ -15,7 +15,7 @@ pub struct Call {
     /// The turn before which it was sent.
     pub sent: u64,
     is_open: bool,
-    /// Whether its command was not sent.
+    /// Whether its command was not sent, or may not have been looked at.
     is_withdrawn: bool,
 }
 
@@ -49,6 +49,11 @@ impl Calls {
     /// The command of a call was not sent.
     pub fn withdraw(&mut self, call: usize) {
         self.calls[call].is_withdrawn = true;
+    }
+
+    /// The engine has died while it took the commands that were sent from turn `sent` on.
+    pub fn excuse(&mut self, sent: u64) {
+        self.calls.iter_mut().rev().take_while(|call| call.sent >= sent).for_each(|call| call.is_withdrawn = true);
     }
 
     pub fn num_open(&self) -> usize {

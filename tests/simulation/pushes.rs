@@ -24,6 +24,10 @@ enum Progress {
         parts: usize,
         shadow: Option<ShadowWeights>,
     },
+    /// A part was sent, which is to be written in place as number `parts` of them.
+    Writing {
+        parts: usize,
+    },
     /// Its commit was sent.
     Committed,
     Ended,
@@ -163,7 +167,7 @@ impl World {
         let Progress::Open { in_place, parts, .. } = &mut push.progress else { return };
         if *in_place && *parts < PARAMETERS {
             let part = *parts;
-            *parts += 1;
+            push.progress = Progress::Writing { parts: part + 1 };
             return self.write_part(at, part);
         }
         self.commit_push(at);
@@ -190,8 +194,24 @@ impl World {
             "WritePart",
             &cancel,
             |reply| Command::WritePart { update, tensors, reply },
-            |book, written: Result<()>| book.note_part(&written),
+            move |book, written: Result<()>| {
+                book.note_part(&written);
+                book.notes.push(Note::PartWritten(at, written.is_ok()));
+            },
         );
+    }
+
+    /// The sender goes on when a part is written, and the server ends its push if it cannot be.
+    pub fn note_part_written(&mut self, at: usize, is_written: bool) {
+        let push = &mut self.pushes[at];
+        let Progress::Writing { parts } = push.progress else { return };
+        if is_written {
+            push.progress = Progress::Open { in_place: true, parts, shadow: None };
+            return;
+        }
+        push.cancel.cancel();
+        push.end();
+        self.look();
     }
 
     fn commit_push(&mut self, at: usize) {
@@ -235,7 +255,8 @@ impl World {
     pub fn send_late(&mut self) {
         self.count(Fault::Late);
         let Some(at) = self.pushes.len().checked_sub(1 + self.dice.below(4)) else { return };
-        let is_open = matches!(self.pushes[at].progress, Progress::Open { .. } | Progress::Begun);
+        let is_open =
+            matches!(self.pushes[at].progress, Progress::Open { .. } | Progress::Writing { .. } | Progress::Begun);
         match self.dice.below(3) {
             0 => self.cancel_update(self.pushes[at].update),
             1 if !is_open => self.write_part(at, 0),

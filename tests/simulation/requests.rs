@@ -44,6 +44,8 @@ pub struct Request {
     completed: Vec<(u32, u32)>,
     scored: Vec<u32>,
     pub has_ended: bool,
+    /// Whether the engine may have died before it has looked at it.
+    pub is_excused: bool,
     /// Turns in a row, before this one, after which more was unread than may ever be.
     pub full_turns: u32,
 }
@@ -90,6 +92,7 @@ impl Request {
             completed: Vec::new(),
             scored: Vec::new(),
             has_ended: false,
+            is_excused: false,
             full_turns: 0,
         }
     }
@@ -193,7 +196,10 @@ impl Request {
         let tokens = &self.prompts[prompt_index as usize].tokens;
         assert_eq!(logprobs.len(), tokens.len() - 1, "{}: scores of prompt {prompt_index}", self.id);
         let Some(first) = logprobs.first() else { return };
-        let served = book.known.served.contains(&(version, first.rank));
+        // A policy may be renamed, or wake from a sleep, while it computes a prompt.
+        let weights = |number: u32| book.device.history[number as usize].weights;
+        let is_same = |served: &(WeightVersion, u32)| served.0 == version && weights(served.1) == weights(first.rank);
+        let served = book.known.served.iter().any(is_same);
         assert!(served, "{}: policy {} did not serve as version {version}", self.id, first.rank);
         let mut alone = Alone::new(computer(first, book));
         for (i, scored) in logprobs.iter().enumerate() {

@@ -204,6 +204,11 @@ impl World {
         self.turn += 1;
         self.queued = 0;
         let result = self.engine.turn(None);
+        if result.is_err() {
+            // The engine dies with the commands that it has just taken.
+            self.calls.excuse(self.turn - 1);
+            self.requests.iter_mut().filter(|request| request.sent + 1 >= self.turn).for_each(|r| r.is_excused = true);
+        }
         self.take_notes();
         match result {
             Ok(state) => self.state = state,
@@ -348,11 +353,16 @@ impl World {
                 }
                 Note::ResponderGone(request) => {
                     let request = &self.requests[request];
-                    assert!(request.has_ended, "{}: its responder is gone before a terminal event", request.id);
+                    assert!(
+                        request.has_ended || request.is_excused,
+                        "{}: its responder is gone before a terminal event",
+                        request.id
+                    );
                 }
                 Note::Answered(call) => self.calls.close(call),
                 Note::ReplyDropped(call) => self.calls.close_unanswered(call),
                 Note::Ticket(push, ticket) => self.take_ticket(push, ticket),
+                Note::PartWritten(push, is_written) => self.note_part_written(push, is_written),
                 Note::PushEnded(push) => self.pushes[push].end(),
             }
         }
