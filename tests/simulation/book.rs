@@ -161,6 +161,7 @@ impl Book {
 
     pub fn note_sleep(&mut self, level: SleepLevel, is_asleep: bool) {
         if is_asleep && level == SleepLevel::Two {
+            assert!(!self.device.has_adapters(), "adapters are resident after a sleep at level 2");
             self.serve(Policy::CHECKPOINT);
             self.known.is_lost = true;
         }

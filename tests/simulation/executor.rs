@@ -122,6 +122,10 @@ impl Device {
         self.history.last_mut().expect("a policy serves").is_fresh = true;
     }
 
+    pub fn has_adapters(&self) -> bool {
+        !self.adapters.is_empty()
+    }
+
     /// One number for what serves.
     pub fn fingerprint(&self) -> u64 {
         fingerprint(self.values)

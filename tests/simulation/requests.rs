@@ -44,6 +44,8 @@ pub struct Request {
     completed: Vec<(u32, u32)>,
     scored: Vec<u32>,
     pub has_ended: bool,
+    /// Whether its client has vanished or its time is up, so that the next turn ends it.
+    pub must_end: bool,
     /// Whether the engine may have died before it has looked at it.
     pub is_excused: bool,
     /// Turns in a row, before this one, after which more was unread than may ever be.
@@ -92,6 +94,7 @@ impl Request {
             completed: Vec::new(),
             scored: Vec::new(),
             has_ended: false,
+            must_end: false,
             is_excused: false,
             full_turns: 0,
         }

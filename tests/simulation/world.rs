@@ -170,7 +170,9 @@ impl World {
     pub fn run(mut self) -> Summary {
         while self.turn < self.habits.turns && self.state != Turn::Ended {
             if self.dice.one_in(self.habits.calm) || !self.is_due() {
-                self.act();
+                // Now and then many at once, which are taken in one turn or find the queue full.
+                let count = if self.dice.one_in(40) { self.dice.between(2, 12) } else { 1 };
+                (0..count).for_each(|_| self.act());
             }
             if let Err(()) = self.turn() {
                 return self.finish(true);
@@ -217,7 +219,7 @@ impl World {
         self.engine.check_integrity();
         let version = self.engine.weight_version();
         assert_eq!(version, self.book.lock().unwrap().known.version, "the version that clients know");
-        self.note_full_backlogs();
+        self.check_requests();
         if self.state == Turn::Ended { self.bury(Ok(())) } else { Ok(()) }
     }
 
@@ -376,10 +378,12 @@ impl World {
             let request = &mut self.requests[self.live[at]];
             let flag = request.cancel.clone();
             if request.expires.take_if(|expires| *expires <= now).is_some() && !request.has_ended {
+                request.must_end = true;
                 flag.expire();
                 self.count(Fault::DeadlinePasses);
                 self.look();
             } else if request.vanishes_at.take_if(|event| *event <= request.events).is_some() {
+                request.must_end = true;
                 flag.cancel();
                 self.count(Fault::ClientVanishes);
                 self.look();
@@ -412,12 +416,13 @@ impl World {
         self.live.retain(|&at| !requests[at].has_ended || !requests[at].unread.is_empty());
     }
 
-    /// Notes requests of which more is unread than a reader may ever leave.
-    fn note_full_backlogs(&mut self) {
+    /// Checks that given up requests have ended, and notes those of which more is unread than may ever be.
+    fn check_requests(&mut self) {
         let bulk = self.traffic.admission_limit() - self.traffic.admission_limit() / 4;
         let most = (bulk / 8).max(LEAST_BACKLOG);
         for &at in &self.live {
             let request = &mut self.requests[at];
+            assert!(request.has_ended || !request.must_end, "{} runs on, and its client is gone", request.id);
             request.full_turns = if request.backlog.bytes() > most { request.full_turns + 1 } else { 0 };
         }
     }
