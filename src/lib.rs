@@ -101,6 +101,13 @@
 //! `Device`, `Ops`, `Matrix`, `KvCache` and `Buffer`. No file here names a device. [`profile`] sums the trace-level
 //! spans of both crates. No two files name each other in a circle.
 //!
+//! # How it is simulated
+//!
+//! The engine takes two things from outside: the time, from a [`clock::Clock`], and commands, whose answers and events
+//! leave through closures. [`engine::Engine::turn`] is one iteration of its loop and never blocks. So `tests/simulation`
+//! runs the engine and all below it in one thread on a virtual clock, with random clients and faults, and asserts the
+//! invariants after every turn ([`engine::Engine::check_integrity`]).
+//!
 //! # Invariants
 //!
 //! 1. [`scheduler`] and [`cache`] know no device, clock, channel or runtime. Only [`server`] (and `main`) knows tonic,

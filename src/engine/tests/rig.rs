@@ -223,7 +223,7 @@ impl Rig {
     pub fn command(&mut self, command: Command) {
         self.engine.handle(command).unwrap();
         self.engine.settle().unwrap();
-        self.engine.scheduler.check_integrity();
+        self.engine.check_integrity();
     }
 
     /// Gives the engine a command that is answered, and returns where the reply comes.
@@ -237,7 +237,7 @@ impl Rig {
         assert!(self.engine.can_step(), "nothing can step");
         self.engine.step().unwrap();
         self.engine.settle().unwrap();
-        self.engine.scheduler.check_integrity();
+        self.engine.check_integrity();
     }
 
     pub fn steps(&mut self, count: usize) {
