@@ -77,12 +77,23 @@ def build(cargo: str, tree: Path) -> Path:
 
 def find(program: Path, number: int, first: int, seconds: int) -> tuple[str, float]:
     """The seed and the steps after which a bug is found, and how long it took; an empty text if it is not found."""
-    settings = {VARIABLE: str(number), "SIMULATE_SEED": str(first), "SIMULATE_SECONDS": str(seconds), "RUST_BACKTRACE": "0"}
+    settings = {
+        VARIABLE: str(number),
+        "SIMULATE_SEED": str(first),
+        "SIMULATE_SECONDS": str(seconds),
+        "RUST_BACKTRACE": "0",
+    }
     started = time.monotonic()
     command = [str(program), "--nocapture", "the_engine_keeps_its_invariants"]
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=seconds + 60
+            command,
+            cwd=ROOT,
+            env=os.environ | settings,
+            capture_output=True,
+            text=True,
+            timeout=seconds + 60,
+            check=False,
         )
         output, failed = done.stdout + done.stderr, done.returncode != 0
     except subprocess.TimeoutExpired:
