@@ -46,6 +46,9 @@ TRAIN_FLAGS ?= $(TRAIN_FLAGS_$(MODEL))
 TRAIN_THREADS_tiny := OMP_NUM_THREADS=1
 # How long `make fuzz` tries each method; FUZZ_SEED and FUZZ_CASE replay a case (a failure prints them).
 SECONDS_PER_TARGET ?= 60
+# How long `make simulate` runs, and its first seed; SEED alone, with SECONDS empty, repeats one run.
+SECONDS ?= 60
+SEED ?=
 
 say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 
@@ -61,7 +64,7 @@ EMULATOR := target/emulator
 export CUEMU_CACHE := $(abspath $(EMULATOR))/cache
 cuda_environment = environment=$$(PYTHON=$(PYTHON) scripts/cuda-toolkit.sh $(CUDA)) && eval "$$environment"
 
-.PHONY: help setup browser server demo train test test-rust test-python test-trainers test-integrations cuda cuda-toolkit cuda-test cuda-test-flash cuda-test-trainers cuda-check gpu-check gpu-check-binaries fuzz lint miri bench bench-peers \
+.PHONY: help setup browser server demo train test test-rust test-python test-trainers test-integrations cuda cuda-toolkit cuda-test cuda-test-flash cuda-test-trainers cuda-check gpu-check gpu-check-binaries fuzz simulate simulate-mutants lint miri bench bench-peers \
 	bench-profile bench-operators bench-weight-sync bench-fleet bench-doors bench-loop page-picture status-picture docs proto fixtures record image-check \
 	check-cargo check-python
 
@@ -178,6 +181,14 @@ gpu-check-binaries: setup check-cargo
 fuzz: check-cargo ## random calls of every method, with other seeds each time: make fuzz SECONDS_PER_TARGET=60
 	$(call say,Fuzzing each method for $(SECONDS_PER_TARGET) s (stop it when it is enough; a failure says how to replay it))
 	FUZZ_SECONDS=$(SECONDS_PER_TARGET) $(CARGO) test --release --test fuzz -- --nocapture
+
+simulate: check-cargo ## the engine with random clients and faults on a virtual clock: make simulate SECONDS=60, SEED=... with SECONDS= repeats a run
+	$(call say,Simulating the engine)
+	SIMULATE_SECONDS=$(SECONDS) SIMULATE_SEED=$(SEED) $(CARGO) test --release --test simulation -- --nocapture the_engine
+
+simulate-mutants: check-cargo check-python ## plant bugs in a copy of the tree; the simulation must find each within ten minutes
+	$(call say,Planting bugs in target/mutants)
+	$(PYTHON) scripts/simulate_mutants.py --cargo $(CARGO)
 
 lint: setup check-cargo ## formatting, clippy, rustdoc and ruff
 	$(call say,Formatting)

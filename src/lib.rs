@@ -94,12 +94,19 @@
 //!
 //! ```text
 //! main, startup → server → engine → scheduler, executor → cache | model | grammar → weights, text, observe
-//!   → comm, memory → types, config, logs, profile → error
+//!   → comm, memory → types, clock, config, logs, profile → error
 //! ```
 //!
 //! The crate [`rollout_kernels`] below all of them holds the devices: a closed set of backends behind one set of types,
 //! `Device`, `Ops`, `Matrix`, `KvCache` and `Buffer`. No file here names a device. [`profile`] sums the trace-level
 //! spans of both crates. No two files name each other in a circle.
+//!
+//! # How it is simulated
+//!
+//! The engine takes two things from outside: the time, from a [`clock::Clock`], and commands, whose answers and events
+//! leave through closures. [`engine::Engine::turn`] is one iteration of its loop and never blocks. So `tests/simulation`
+//! runs the engine and all below it in one thread on a virtual clock, with random clients and faults, and asserts the
+//! invariants after every turn ([`engine::Engine::check_integrity`]).
 //!
 //! # Invariants
 //!
@@ -132,6 +139,7 @@
 //!     roles for each door; a method or route without a role fails a test.
 
 pub mod cache;
+pub mod clock;
 pub mod comm;
 pub mod config;
 pub mod engine;

@@ -12,6 +12,7 @@ use clap::ValueEnum;
 use rollout_kernels::{AllReduce, AttentionKernel, DeviceOptions, Devices, KvDtype, ModelShape, WeightDtype};
 
 use crate::cache::KvCacheManager;
+use crate::clock::Clock;
 use crate::comm::Trainers;
 use crate::config::{AllReduceChoice, AttentionChoice, Config, DTypeChoice, GraphsChoice, SpeculationChoice};
 use crate::engine::{COMMAND_QUEUE, Engine, EngineHandle, Setup};
@@ -176,6 +177,7 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
         traffic: traffic.clone(),
         max_adapters: config.max_adapters,
         max_lora_rank: config.max_lora_rank,
+        clock: Clock::System,
         observer,
         recorder,
     };

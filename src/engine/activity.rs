@@ -4,6 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::clock::Clock;
+
 /// When a push last showed a sign of life: bytes that arrived, or work that the server did for it. Clones share the
 /// time.
 #[derive(Clone, Debug)]
@@ -11,6 +13,7 @@ pub struct Activity(Arc<ActivityState>);
 
 #[derive(Debug)]
 struct ActivityState {
+    clock: Clock,
     since: Instant,
     /// The last sign of life, in milliseconds after `since`.
     last: AtomicU64,
@@ -21,12 +24,18 @@ struct ActivityState {
 impl Activity {
     /// Starts with a sign of life now.
     pub fn start() -> Self {
-        Self(Arc::new(ActivityState { since: Instant::now(), last: AtomicU64::new(0), busy: AtomicUsize::new(0) }))
+        Self::by(Clock::System)
+    }
+
+    /// Starts with a sign of life now, by another clock than the system's.
+    pub fn by(clock: Clock) -> Self {
+        let (last, busy) = (AtomicU64::new(0), AtomicUsize::new(0));
+        Self(Arc::new(ActivityState { since: clock.now(), clock, last, busy }))
     }
 
     /// Notes a sign of life.
     pub fn touch(&self) {
-        let now = u64::try_from(self.0.since.elapsed().as_millis()).unwrap_or(u64::MAX);
+        let now = u64::try_from(self.0.clock.since(self.0.since).as_millis()).unwrap_or(u64::MAX);
         self.0.last.fetch_max(now, Ordering::Relaxed);
     }
 
@@ -41,7 +50,7 @@ impl Activity {
         if self.0.busy.load(Ordering::Acquire) > 0 {
             return Duration::ZERO;
         }
-        self.0.since.elapsed().saturating_sub(Duration::from_millis(self.0.last.load(Ordering::Relaxed)))
+        self.0.clock.since(self.0.since).saturating_sub(Duration::from_millis(self.0.last.load(Ordering::Relaxed)))
     }
 }
 

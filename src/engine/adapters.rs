@@ -120,6 +120,19 @@ impl Adapters {
         }
     }
 
+    /// Asserts that each adapter has as many leases as `leases_of` says for its generation, that none is kept without
+    /// need, and that names and slots suffice.
+    pub fn check_integrity(&self, leases_of: impl Fn(u64) -> usize) {
+        assert!(self.resident.len() <= self.max_adapters, "{} adapters are resident", self.resident.len());
+        for Resident { status, removals } in &self.resident {
+            assert_eq!(status.leases, leases_of(status.generation), "leases of {status:?}");
+            assert!(!status.retired || status.leases > 0, "{status:?} is retired and unused");
+            assert!(removals.is_empty() || status.retired, "{status:?} is to be removed and not retired");
+            let named = self.resident.iter().filter(|resident| is_named(resident, &status.name)).count();
+            assert!(named <= 1, "{named} adapters are named {:?}", status.name);
+        }
+    }
+
     fn named(&self, name: &str) -> Option<&Resident> {
         self.resident.iter().find(|resident| is_named(resident, name))
     }

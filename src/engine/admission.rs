@@ -1,7 +1,6 @@
 //! Requests from their arrival to their end: held, accepted, refused, aborted.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::time::Instant;
 
 use super::lifecycle::State;
 use super::transaction::Transaction;
@@ -36,7 +35,7 @@ impl<X: Executor> Engine<X> {
     }
 
     /// Whether no request is accepted now, because nothing steps or a drain waits for the accepted ones to end.
-    fn is_holding(&self) -> bool {
+    pub(super) fn is_holding(&self) -> bool {
         self.state != State::Running || !self.drains.is_empty()
     }
 
@@ -46,7 +45,7 @@ impl<X: Executor> Engine<X> {
 
     /// Whether the request asks for a newer policy than the one that serves. A request that asks for exactly one
     /// version does not wait: it is checked when it is accepted.
-    fn wants_newer(&self, command: &GenerateCommand) -> bool {
+    pub(super) fn wants_newer(&self, command: &GenerateCommand) -> bool {
         command.if_weight_version.is_none() && command.min_weight_version.is_some_and(|v| v > self.policy.version())
     }
 
@@ -138,7 +137,7 @@ impl<X: Executor> Engine<X> {
     /// At most so many of the requests that have not ended: the accepted ones, then those that are held, the oldest of
     /// each first.
     pub(super) fn list_requests(&self, most: usize) -> RequestList {
-        let now = Instant::now();
+        let now = self.clock.now();
         let accepted = self.requests.accepted_keys(|_, _| true);
         let running = accepted.iter().filter_map(|key| self.requests.get(*key)).map(|request| request.status(now));
         let held = self.requests.held().map(|command| command.status(now));
@@ -191,7 +190,8 @@ impl<X: Executor> Engine<X> {
             Ending::Aborted => self.statistics.count_aborted_request(),
             Ending::Finished => self.statistics.count_finished_request(),
         }
-        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| request.end())) {
+        let now = self.clock.now();
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| request.end(now))) {
             self.report_panic(key, &mut request, &panic_message(&*panic));
         }
     }

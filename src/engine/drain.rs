@@ -34,7 +34,12 @@ impl Drains {
     }
 
     pub fn has_sleep(&self) -> bool {
-        self.0.iter().any(|drain| matches!(drain.then, AfterDrain::Sleep(..)))
+        self.count(|then| matches!(then, AfterDrain::Sleep(..))) > 0
+    }
+
+    /// Number of commands for which `which` is true.
+    pub fn count(&self, which: impl Fn(&AfterDrain) -> bool) -> usize {
+        self.0.iter().filter(|drain| which(&drain.then)).count()
     }
 
     /// Takes the command that came first.

@@ -35,6 +35,7 @@ mod checksum;
 mod command;
 mod drain;
 mod event;
+mod integrity;
 mod lifecycle;
 mod listing;
 mod policy;
@@ -59,6 +60,7 @@ pub use command::*;
 pub use event::{Completion, Event, Summary};
 pub use listing::{Progress, RequestList, RequestStatus};
 
+use crate::clock::Clock;
 use crate::error::{Error, Result};
 use crate::executor::{Executor, WeightOrder};
 use crate::grammar::MaskQueue;
@@ -66,6 +68,7 @@ use crate::memory::{MemoryBudget, Traffic};
 use crate::observe::{Observer, Recorder};
 use crate::scheduler::Scheduler;
 use crate::text::Tokenizer;
+use crate::types::WeightVersion;
 use crate::weights::Parameters;
 use adapters::Adapters;
 use checksum::Checksums;
@@ -97,6 +100,8 @@ pub struct Setup {
     /// Most adapters that are resident at the same time; retired ones count until their last lease has ended.
     pub max_adapters: usize,
     pub max_lora_rank: usize,
+    /// The clock by which the engine measures and waits.
+    pub clock: Clock,
     /// Takes the engine's numbers.
     pub observer: Observer,
     /// Takes the engine's phases.
@@ -112,6 +117,7 @@ pub struct Engine<X: Executor> {
     /// Makes the text of samples, for replies and for stop strings; `None` for a model without a tokenizer.
     tokenizer: Option<Arc<Tokenizer>>,
     commands: Receiver<Command>,
+    clock: Clock,
     parameters: Arc<Parameters>,
     budget: MemoryBudget,
     traffic: Traffic,
@@ -129,6 +135,21 @@ pub struct Engine<X: Executor> {
     deadline: Option<Instant>,
     statistics: Statistics,
     watch: Watch,
+}
+
+/// What the engine waits for after a turn of its loop.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Turn {
+    /// Nothing: there is more to do.
+    Again,
+    /// A mask that is being computed on another thread, without which nothing can run.
+    WaitForMasks,
+    /// A command.
+    Wait,
+    /// A command, until this time at most: the server shuts down, and requests whose readers lag may catch up.
+    WaitUntil(Instant),
+    /// The engine has ended.
+    Ended,
 }
 
 /// Why a command was not carried out.
@@ -175,13 +196,14 @@ impl<X: Executor> Engine<X> {
         commands: Receiver<Command>,
         setup: Setup,
     ) -> Self {
-        let Setup { parameters, budget, traffic, max_adapters, max_lora_rank, observer, recorder } = setup;
+        let Setup { parameters, budget, traffic, max_adapters, max_lora_rank, clock, observer, recorder } = setup;
         Self {
             executor,
             scheduler,
             masks: MaskQueue::default(),
             tokenizer,
             commands,
+            clock: clock.clone(),
             parameters,
             awake_bytes: AwakeBytes::of(&budget),
             budget,
@@ -196,7 +218,7 @@ impl<X: Executor> Engine<X> {
             checksums: Checksums::default(),
             deadline: None,
             statistics: Statistics::default(),
-            watch: Watch::new(observer, recorder),
+            watch: Watch::new(clock, observer, recorder),
         }
     }
 
@@ -206,54 +228,78 @@ impl<X: Executor> Engine<X> {
     /// The executor's error, if it fails. Every request has got its terminal event nevertheless.
     pub fn run(mut self) -> Result<()> {
         let result = self.serve();
+        self.end_all(&result);
+        result
+    }
+
+    fn serve(&mut self) -> Result<()> {
+        let mut received = None;
+        loop {
+            let waiting = match self.turn(received.take())? {
+                Turn::Again => continue,
+                Turn::WaitForMasks => {
+                    self.take_masks(MASK_WAIT);
+                    continue;
+                }
+                Turn::Ended => return Ok(()),
+                Turn::Wait => self.commands.recv().map_err(|_| RecvTimeoutError::Disconnected),
+                Turn::WaitUntil(deadline) => {
+                    self.commands.recv_timeout(deadline.saturating_duration_since(self.clock.now()))
+                }
+            };
+            match waiting {
+                Ok(command) => received = Some(command),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return Ok(()),
+            }
+        }
+    }
+
+    /// One turn of the loop, which never blocks: carries out `received` and the commands that wait in the queue, steps
+    /// if it can, and says what to wait for before the next turn.
+    ///
+    /// [`Engine::run`] is made of these; a simulation calls them itself, and [`Engine::end_all`] after the last one.
+    ///
+    /// # Errors
+    /// If the executor fails. There is no next turn then.
+    pub fn turn(&mut self, received: Option<Command>) -> Result<Turn> {
+        // A limited number: callers that ask faster than they are answered would keep the queue full for ever.
+        let waiting = self.commands.try_iter().take(COMMAND_QUEUE).collect::<Vec<_>>();
+        for command in received.into_iter().chain(waiting) {
+            self.handle(command)?;
+        }
+        self.take_masks(Duration::ZERO);
+        self.settle()?;
+        if self.can_step() {
+            self.step()?;
+        }
+        self.continue_checksum()?;
+        self.settle()?;
+        self.publish();
+        if self.deadline.is_some() && self.requests.num_accepted() == 0 {
+            return Ok(Turn::Ended);
+        }
+        if self.can_step() || !self.checksums.is_empty() {
+            return Ok(Turn::Again);
+        }
+        if !self.masks.is_empty() {
+            return Ok(Turn::WaitForMasks);
+        }
+        self.scheduler.check_integrity();
+        self.watch.enter(self.waiting_phase());
+        Ok(self.deadline.map_or(Turn::Wait, Turn::WaitUntil))
+    }
+
+    /// Ends whatever has not ended, after the last turn, which ended with `result`: each request gets its terminal
+    /// event, and each command that waits its answer.
+    pub fn end_all(&mut self, result: &Result<()>) {
         self.emit();
-        if let Err(error) = &result {
+        if let Err(error) = result {
             tracing::error!("the engine ends: {error}");
         }
         self.refuse_waiting();
         self.checksums.refuse(&shutting_down());
         self.abort_all();
-        result
-    }
-
-    fn serve(&mut self) -> Result<()> {
-        loop {
-            self.settle()?;
-            self.publish();
-            if self.deadline.is_some() && self.requests.num_accepted() == 0 {
-                return Ok(());
-            }
-            if !self.can_step() && !self.masks.is_empty() {
-                self.take_masks(MASK_WAIT);
-            } else if !self.can_step() && self.checksums.is_empty() {
-                self.scheduler.check_integrity();
-                self.watch.enter(self.waiting_phase());
-                match self.wait_for_command() {
-                    Ok(command) => self.handle(command)?,
-                    Err(RecvTimeoutError::Timeout) => continue,
-                    Err(RecvTimeoutError::Disconnected) => return Ok(()),
-                }
-            }
-            // A limited number: callers that ask faster than they are answered would keep the queue full for ever.
-            for command in self.commands.try_iter().take(COMMAND_QUEUE).collect::<Vec<_>>() {
-                self.handle(command)?;
-            }
-            self.take_masks(Duration::ZERO);
-            self.settle()?;
-            if self.can_step() {
-                self.step()?;
-            }
-            self.continue_checksum()?;
-        }
-    }
-
-    /// Blocks until a command comes. While the server shuts down with suspended requests, blocks until the deadline at
-    /// most.
-    fn wait_for_command(&self) -> std::result::Result<Command, RecvTimeoutError> {
-        match self.deadline {
-            Some(deadline) => self.commands.recv_timeout(deadline.saturating_duration_since(Instant::now())),
-            None => self.commands.recv().map_err(|_| RecvTimeoutError::Disconnected),
-        }
     }
 
     fn can_step(&self) -> bool {
@@ -266,15 +312,18 @@ impl<X: Executor> Engine<X> {
             self.emit();
         }
         self.drop_cancelled();
-        if self.deadline.is_some_and(|deadline| self.state != State::Running || Instant::now() >= deadline) {
+        if self.deadline.is_some_and(|deadline| self.state != State::Running || self.clock.now() >= deadline) {
             self.abort_all();
         }
         self.settle_drains()?;
         self.admit_held();
         self.suspend_laggards();
         self.drop_unused_adapters()?;
-        if self.untold.is_some() && !self.can_step() {
-            // The last request that could step is suspended, so no step will come behind which the others are told.
+        let is_late = self.untold.is_some() && !self.can_step();
+        let may_drain = !self.drains.is_empty() && !self.must_drain();
+        if is_late || may_drain {
+            // The last request that could step was suspended or ended just now, and the next turn may wait for a
+            // command.
             return self.settle();
         }
         Ok(())
@@ -316,7 +365,7 @@ impl<X: Executor> Engine<X> {
             }
             Command::Look => self.drop_cancelled(),
             Command::Shutdown { grace } => {
-                self.deadline = Some(Instant::now() + grace);
+                self.deadline = Some(self.clock.now() + grace);
                 self.refuse_waiting();
             }
         }
@@ -345,7 +394,13 @@ impl<X: Executor> Engine<X> {
         if self.deadline.is_some() { LifecycleStatus::ShuttingDown } else { self.state.status() }
     }
 
-    fn status(&self) -> Status {
+    /// Version of the policy that serves.
+    pub fn weight_version(&self) -> WeightVersion {
+        self.policy.version()
+    }
+
+    /// Snapshot between two steps, as [`Command::Status`] is answered with.
+    pub fn status(&self) -> Status {
         let s = self.scheduler.stats();
         let mut status = Status {
             lifecycle: self.lifecycle(),
@@ -353,7 +408,7 @@ impl<X: Executor> Engine<X> {
             host_memory: self.budget.host_report().cloned(),
             traffic_bytes: self.traffic.used(),
             held_requests: self.requests.num_held(),
-            update: self.updates.open().map(Transaction::facts),
+            update: self.updates.open().map(|open| open.facts(self.clock.now())),
             updates: self.updates.applied(),
             weight_version: self.policy.version(),
             total_blocks: s.total_blocks,

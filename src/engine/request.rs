@@ -357,13 +357,13 @@ impl Request {
         self.samples.is_empty() && self.scores_left == 0
     }
 
-    /// Ends samples that still run as aborted, and sends the terminal event.
-    pub fn end(&mut self) {
+    /// Ends samples that still run as aborted, and sends the terminal event. The time is `now`.
+    pub fn end(&mut self, now: Instant) {
         let is_aborted = !self.is_done();
         for (key, sample) in std::mem::take(&mut self.samples) {
             self.complete(key, sample, FinishReason::Aborted);
         }
-        let took = self.arrived.elapsed();
+        let took = now.saturating_duration_since(self.arrived);
         self.summary.seconds = took.as_secs_f64();
         self.metrics.request_done(is_aborted, self.summary.prompt_tokens, took);
         (self.responder)(Event::Done(self.summary.clone()));

@@ -87,6 +87,16 @@ impl Requests {
         self.held.values()
     }
 
+    /// Asserts that each request can be found by its id.
+    pub fn check_integrity(&self) {
+        assert_eq!(self.keys.len(), self.accepted.len() + self.held.len(), "ids of requests");
+        let accepted = self.accepted.iter().map(|(key, request)| (key, request.id(), request.owner()));
+        let held = self.held.iter().map(|(key, command)| (key, &command.request_id[..], command.owner));
+        for (key, id, owner) in accepted.chain(held) {
+            assert_eq!(self.keys.get(id), Some(&(*key, owner)), "the request with the id {id:?}");
+        }
+    }
+
     pub fn num_accepted(&self) -> usize {
         self.accepted.len()
     }

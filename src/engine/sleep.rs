@@ -1,7 +1,5 @@
 //! Pause, sleep, wake and resume.
 
-use std::time::Instant;
-
 use super::command::{CancelFlag, DrainMode, LifecycleStatus, Reply, SleepLevel, SleepReply, WakeTags};
 use super::drain::AfterDrain;
 use super::lifecycle::State;
@@ -24,6 +22,23 @@ impl AwakeBytes {
         let [weights, workspace, kv_cache] =
             [MemoryUse::Weights, MemoryUse::Workspace, MemoryUse::KvCache].map(|used_for| budget.reserved(used_for));
         Self { weights, workspace, kv_cache }
+    }
+
+    /// Reserves all of it, whatever is reserved of it already.
+    pub fn reserve(self, ledger: &mut MemoryBudget) -> Result<()> {
+        ledger.free(MemoryUse::Offloaded);
+        ledger.set(MemoryUse::Weights, self.weights)?;
+        ledger.set(MemoryUse::Workspace, self.workspace)?;
+        ledger.set(MemoryUse::KvCache, self.kv_cache)
+    }
+
+    pub fn weights(self) -> u64 {
+        self.weights
+    }
+
+    /// Of the workspace and of the KV cache.
+    pub fn cache(self) -> [u64; 2] {
+        [self.workspace, self.kv_cache]
     }
 }
 
@@ -96,7 +111,7 @@ impl<X: Executor> Engine<X> {
     /// Gives back the memory of everything that is awake, and measures it. No accepted request may be running.
     fn release(&mut self, level: SleepLevel) -> Attempt<SleepReply> {
         let next = self.state.sleep(level).map_err(Failure::Refused)?;
-        let started = Instant::now();
+        let started = self.clock.now();
         self.watch.enter(Phase::Sleep);
         if level == SleepLevel::Two {
             self.abort_accepted(|_, request| request.adapter().is_some());
@@ -122,7 +137,7 @@ impl<X: Executor> Engine<X> {
             weights_bytes: spare + weights.freed,
             kv_cache_bytes,
             resident_bytes: self.executor.used_bytes(),
-            took: started.elapsed(),
+            took: self.clock.since(started),
         };
         self.watch.note_sleep(level, &reply);
         Ok(reply)
@@ -235,7 +250,7 @@ impl<X: Executor> Engine<X> {
             let why = "an update is under way, and will bring the policy; wake without reload";
             return Err(Failure::Refused(Error::FailedPrecondition(why.into())));
         }
-        let started = Instant::now();
+        let started = self.clock.now();
         self.watch.enter(if reload { Phase::Reload } else { Phase::Wake });
         let wake_weights = tags.weights && !self.state.weights_awake();
         let wake_kv = tags.kv_cache && !self.state.kv_awake();
@@ -285,7 +300,7 @@ impl<X: Executor> Engine<X> {
             self.change_policy(0, RunningPolicy::Keep);
         }
         self.state = self.state.wake(tags, reload);
-        self.watch.note_wake(reload, started.elapsed(), taken);
+        self.watch.note_wake(reload, self.clock.since(started), taken);
         Ok(self.state.status())
     }
 }

@@ -27,7 +27,7 @@ impl<X: Executor> Engine<X> {
     /// compute this one.
     pub(super) fn step(&mut self) -> Result<()> {
         let _step = trace_span!("step").entered();
-        let begun = Instant::now();
+        let begun = self.clock.now();
         let plan = Arc::new(trace_span!("schedule").in_scope(|| self.scheduler.schedule()));
         if plan.is_empty() {
             self.emit();
@@ -47,7 +47,7 @@ impl<X: Executor> Engine<X> {
         for job in self.scheduler.take_mask_jobs() {
             self.masks.push(job, self.policy.version());
         }
-        let ended = Instant::now();
+        let ended = self.clock.now();
         let sampled = self.statistics.count_step(ended - begun, &outcomes);
         self.watch.end_step(kind, (begun, ended), &plan, sampled, self.policy.version());
         self.untold = Some(Untold { outcomes, version: self.policy.version(), ended });
@@ -61,7 +61,7 @@ impl<X: Executor> Engine<X> {
             self.emit();
             if let Some(outcome) = self.scheduler.advance_grammar(done) {
                 self.statistics.count_late(&outcome);
-                self.emit_one(outcome, version, Instant::now());
+                self.emit_one(outcome, version, self.clock.now());
             }
         }
     }

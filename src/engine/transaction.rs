@@ -35,10 +35,10 @@ impl Transaction {
         self.begin.cancel.is_cancelled()
     }
 
-    /// What clients are told of it.
-    pub fn facts(&self) -> OpenUpdate {
+    /// What clients are told of it at the time `now`.
+    pub fn facts(&self, now: Instant) -> OpenUpdate {
         let UpdateBegin { peer, kind, adapter, new_version, activity, .. } = &self.begin;
-        let open_for = self.opened.elapsed();
+        let open_for = now.saturating_duration_since(self.opened);
         OpenUpdate {
             id: self.id,
             peer: peer.clone(),
@@ -68,15 +68,15 @@ pub(super) struct Updates {
 }
 
 impl Updates {
-    /// Opens an update and returns its number, which no other update has.
+    /// Opens an update at the time `opened`, and returns its number, which no other update has.
     ///
     /// # Panics
     /// If one is open.
-    pub fn begin(&mut self, begin: UpdateBegin, in_place: bool) -> u64 {
+    pub fn begin(&mut self, begin: UpdateBegin, in_place: bool, opened: Instant) -> u64 {
         assert!(self.open.is_none(), "two updates are open");
         self.begun += 1;
         let id = self.begun;
-        self.open = Some(Transaction { id, begin, in_place, committed: false, opened: Instant::now() });
+        self.open = Some(Transaction { id, begin, in_place, committed: false, opened });
         id
     }
 

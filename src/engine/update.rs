@@ -5,7 +5,6 @@
 //! another complete push is committed.
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use super::command::{OpenUpdate, Reply, RunningPolicy, UpdateBegin, UpdateReply, UpdateTicket};
 use super::drain::{AfterDrain, Commit};
@@ -37,7 +36,7 @@ impl<X: Executor> Engine<X> {
         self.check_serving()?;
         self.drop_cancelled();
         if let Some(open) = self.updates.open() {
-            let OpenUpdate { peer, open_for, idle_for, .. } = open.facts();
+            let OpenUpdate { peer, open_for, idle_for, .. } = open.facts(self.clock.now());
             return Err(Error::VersionConflict(format!(
                 "another update is under way (from {peer}, since {:.1} s, idle for {:.1} s); try again when it has \
                  ended, or end it with CancelUpdate",
@@ -58,7 +57,7 @@ impl<X: Executor> Engine<X> {
             None => Some(self.shadow_weights()?),
             spare => spare,
         };
-        let id = self.updates.begin(begin, in_place);
+        let id = self.updates.begin(begin, in_place, self.clock.now());
         Ok(UpdateTicket { id, in_place, shadow })
     }
 
@@ -238,7 +237,7 @@ impl<X: Executor> Engine<X> {
         self.drop_cancelled();
         let open = self.updates.end(update)?;
         self.budget.free(MemoryUse::UpdateStaging);
-        let facts = open.facts();
+        let facts = open.facts(self.clock.now());
         let left = if self.state.has_policy() { "nothing has changed" } else { "the weights are still missing" };
         let error = Error::Aborted(format!("the update was ended by CancelUpdate; {left}"));
         self.drains.refuse(&error, |then| matches!(then, AfterDrain::Commit(_)));
@@ -248,7 +247,7 @@ impl<X: Executor> Engine<X> {
 
     /// Carries an update out, if it still can be.
     fn apply(&mut self, begin: &UpdateBegin, content: WeightUpdate) -> Attempt<UpdateReply> {
-        let started = Instant::now();
+        let started = self.clock.now();
         self.check_begin(begin).map_err(Failure::Refused)?;
         let adapter_generation = match (content, &begin.adapter) {
             (WeightUpdate::Lora(adapter), Some(target)) => Some(self.add_adapter(target, adapter)?),
@@ -273,7 +272,7 @@ impl<X: Executor> Engine<X> {
         self.watch.note_version(self.policy.version());
         Ok(UpdateReply {
             weight_version: self.policy.version(),
-            pause: started.elapsed(),
+            pause: self.clock.since(started),
             pending: begin.adapter.is_none() && !self.state.weights_awake(),
             adapter_generation,
         })
@@ -325,7 +324,18 @@ impl<X: Executor> Engine<X> {
         ledger.free(MemoryUse::UpdateStaging);
         ledger.set(MemoryUse::MergedAdapter, merged.bytes())?;
         ledger.set(MemoryUse::BaseCopies, base_copies)?;
+        self.check_wake(ledger.clone())?;
         Ok(ledger)
+    }
+
+    /// Checks that what sleeps can still wake beside what `ledger` holds.
+    fn check_wake(&self, mut ledger: MemoryBudget) -> Result<()> {
+        self.awake_bytes.reserve(&mut ledger).map_err(|error| match error {
+            Error::ResourceExhausted(why) => Error::ResourceExhausted(format!(
+                "with this update the server could not wake: {why}; push a smaller adapter, or wake first"
+            )),
+            other => other,
+        })
     }
 
     /// Replaces all parameters by tensors, of which some may have been written before.

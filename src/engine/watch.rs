@@ -5,24 +5,26 @@ use std::time::{Duration, Instant};
 use super::command::{LifecycleStatus, SleepLevel, SleepReply};
 use super::lifecycle::State;
 use super::{Engine, Transaction};
+use crate::clock::Clock;
 use crate::executor::Executor;
 use crate::observe::{EngineSnapshot, Lifecycle, Observer, Phase, Recorder, SleepState, StepKind};
 use crate::types::{StepPlan, WeightVersion};
 
 /// The engine's pen for observers.
 pub(super) struct Watch {
+    clock: Clock,
     pub observer: Observer,
     recorder: Recorder,
 }
 
 impl Watch {
-    pub fn new(observer: Observer, recorder: Recorder) -> Self {
-        Self { observer, recorder }
+    pub fn new(clock: Clock, observer: Observer, recorder: Recorder) -> Self {
+        Self { clock, observer, recorder }
     }
 
     /// The engine is in `phase` from now on.
     pub fn enter(&mut self, phase: Phase) {
-        self.recorder.enter(phase, Instant::now());
+        self.recorder.enter(phase, self.clock.now());
     }
 
     /// A step that was begun at `begun` runs this plan.

@@ -20,7 +20,7 @@ const LAYERS: &[&[&str]] = &[
     &["cache", "model", "grammar"],
     &["weights", "text", "observe"],
     &["comm", "memory"],
-    &["types", "config", "logs", "profile"],
+    &["types", "clock", "config", "logs", "profile"],
     &["error"],
 ];
 /// Longest file in lines. (Clippy counts the lines of functions.)

@@ -186,3 +186,16 @@ fn an_adapter_above_the_rank_is_refused() {
     assert_eq!(list(&mut rig), [("x".into(), 1, 0, false)]);
     rig.assert_clean();
 }
+
+#[test]
+fn an_adapter_beside_which_the_server_could_not_wake_is_refused_when_it_is_pushed() {
+    let mut rig = Rig::new();
+    told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply().unwrap();
+    let large = adapter(&rig.engine.parameters, 2, 8);
+    assert!(large.bytes() > STAGING);
+    let ticket = rig.begin(begin(UpdateKind::Lora)).unwrap();
+    let error = told(&rig.commit(ticket.id, WeightUpdate::Lora(large))).reply().unwrap_err();
+    assert!(matches!(&error, Error::ResourceExhausted(why) if why.contains("could not wake")), "{error}");
+    assert_eq!(rig.wake(true, true, false).unwrap(), LifecycleStatus::Running);
+    rig.assert_clean();
+}

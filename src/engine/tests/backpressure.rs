@@ -166,3 +166,19 @@ fn an_end_does_not_wait_for_readers_longer_than_its_grace() {
     rig.engine.run().unwrap();
     assert_eq!(asked.completion().finish_reason, crate::types::FinishReason::Aborted);
 }
+
+#[test]
+fn a_pause_that_waits_for_a_request_which_ends_for_want_of_memory_takes_effect() {
+    let mut rig = Rig::new();
+    let traffic = rig.engine.traffic.clone();
+    let asked = rig.submit(ask("a", 3, 6));
+    rig.step();
+    let pause = rig.pause(DrainMode::Wait);
+    assert!(told(&pause).is_waiting());
+    let rest = traffic.charge_always(TRAFFIC_BYTES);
+    rig.command(Command::Look);
+    assert!(matches!(asked.error(), Error::ResourceExhausted(_)));
+    told(&pause).reply().unwrap();
+    drop(rest);
+    rig.assert_clean();
+}

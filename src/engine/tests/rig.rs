@@ -206,7 +206,16 @@ impl Rig {
         let parameters = Arc::new(Parameters::new(specs.into(), Dtype::F32, 1, false));
         let traffic = Traffic::new(TRAFFIC_BYTES);
         let (observer, recorder) = Observer::new();
-        let setup = Setup { parameters, budget, traffic, max_adapters: 2, max_lora_rank: 8, observer, recorder };
+        let setup = Setup {
+            parameters,
+            budget,
+            traffic,
+            max_adapters: 2,
+            max_lora_rank: 8,
+            clock: Clock::System,
+            observer,
+            recorder,
+        };
         Self { engine: Engine::new(Fake::new(), scheduler, None, commands, setup) }
     }
 
@@ -214,7 +223,7 @@ impl Rig {
     pub fn command(&mut self, command: Command) {
         self.engine.handle(command).unwrap();
         self.engine.settle().unwrap();
-        self.engine.scheduler.check_integrity();
+        self.engine.check_integrity();
     }
 
     /// Gives the engine a command that is answered, and returns where the reply comes.
@@ -228,7 +237,7 @@ impl Rig {
         assert!(self.engine.can_step(), "nothing can step");
         self.engine.step().unwrap();
         self.engine.settle().unwrap();
-        self.engine.scheduler.check_integrity();
+        self.engine.check_integrity();
     }
 
     pub fn steps(&mut self, count: usize) {

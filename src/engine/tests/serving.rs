@@ -110,6 +110,7 @@ impl Fixture {
             traffic: Traffic::new(TRAFFIC_BYTES),
             max_adapters: 0,
             max_lora_rank: 1,
+            clock: Clock::System,
             observer,
             recorder,
         };

@@ -33,7 +33,7 @@ fn tell(text: &str, stop: &str, finish: Option<FinishReason>, (stream_tokens, re
             break;
         }
     }
-    request.end();
+    request.end(Instant::now());
     let (mut pieces, mut rest, mut completion) = (Vec::new(), None, None);
     for event in asked.events() {
         match event {
