@@ -195,14 +195,14 @@ fn a_grammar_that_takes_too_long_ends_its_request() {
     engine.assert_all_free();
 }
 
-/// While masks take long, the samples that wait for them leave their places, and others are given more tokens than they.
+/// While masks take long, the samples that wait for them leave their places, and other requests get more tokens.
 #[test]
 fn a_grammar_that_takes_long_holds_no_other_request_up() {
     let engine = Engine::start("llama-tied", &["--max-num-seqs", "8", "--speculation", "off"]);
-    let (n, grammar) = (32, lark(AMBIGUOUS));
+    let n = 32;
     for round in 0..2 {
         let before = engine.status().generated_tokens;
-        let attack = engine.send(ambiguous(n, 800, &grammar));
+        let attack = engine.send(ambiguous(n, 800, &lark(AMBIGUOUS)));
         let mut others = 0;
         let error = loop {
             match attack.events.try_recv() {
@@ -224,13 +224,12 @@ fn a_grammar_that_takes_long_holds_no_other_request_up() {
 #[test]
 fn a_machine_with_other_work_samples_the_same() {
     let engine = Engine::start("llama-tied", &[]);
-    let samples = |grammar: &Arc<Grammar>| {
-        let reply = engine.generate(ambiguous(3, 45, grammar));
+    let samples = || {
+        let reply = engine.generate(ambiguous(3, 45, &lark(AMBIGUOUS)));
         assert!(reply.error.is_none(), "{:?}", reply.error);
         reply.completions.iter().map(seen).collect::<Vec<_>>()
     };
-    let grammar = lark(AMBIGUOUS);
-    let idle = samples(&grammar);
+    let idle = samples();
     let stop = AtomicBool::new(false);
     let busy = thread::scope(|scope| {
         for _ in 0..8 {
@@ -241,7 +240,7 @@ fn a_machine_with_other_work_samples_the_same() {
             });
         }
         let other = engine.send(Request::generate(prompts(), 8, SEED, 100).named("other"));
-        let samples = samples(&grammar);
+        let samples = samples();
         stop.store(true, Ordering::Relaxed);
         assert!(other.wait().error.is_none());
         samples

@@ -5,8 +5,8 @@
 //! [`GrammarState`], which knows what may follow the sample's tokens: it is a function of the grammar and of those
 //! tokens alone, so it stays as it is through a preemption, and is never stored anywhere else.
 //!
-//! Masks are computed on the engine's thread within a budget of each step ([`MaskBudget`]), and the others on a thread of
-//! the [`MaskQueue`]. Time decides where and when a mask is computed, and may end a request; it never changes a mask.
+//! Masks are computed on the engine's thread within each step's [`MaskBudget`], and the others on a thread of the
+//! [`MaskQueue`]. Time decides where and when a mask is computed, and may end a request; it never changes a mask.
 //!
 //! A token is allowed if the sample's text can still become one that the grammar accepts, however its bytes are cut
 //! into tokens. Where the text is complete, the tokens that end a sample are allowed as well.

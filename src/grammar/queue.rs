@@ -50,6 +50,9 @@ pub struct MaskDone {
 /// A job with the version of the policy that sampled its token.
 type Versioned<T> = (T, WeightVersion);
 
+/// The ways to the thread and from it. A job that is no longer wanted comes back as `None`.
+type MaskThread = (Sender<Versioned<MaskJob>>, Receiver<Versioned<Option<MaskDone>>>);
+
 /// The jobs that wait or are under way. There is at most one for each sample, so the scheduler's limits bound their
 /// number.
 #[derive(Default)]
@@ -59,7 +62,7 @@ pub struct MaskQueue {
     /// Masks that were computed here because no thread could be started.
     computed: Vec<Versioned<MaskDone>>,
     /// Started with the first job.
-    thread: Option<(Sender<Versioned<MaskJob>>, Receiver<Versioned<Option<MaskDone>>>)>,
+    thread: Option<MaskThread>,
 }
 
 impl MaskQueue {
@@ -117,7 +120,7 @@ impl MaskQueue {
 }
 
 /// The thread ends with its queue, after the mask that it is computing.
-fn start() -> std::io::Result<(Sender<Versioned<MaskJob>>, Receiver<Versioned<Option<MaskDone>>>)> {
+fn start() -> std::io::Result<MaskThread> {
     let (to_thread, jobs) = channel::<Versioned<MaskJob>>();
     let (results, from_thread) = channel();
     let work = move || {

@@ -136,7 +136,7 @@ fn check_multiples<'a>(schemas: impl IntoIterator<Item = &'a Value>) -> Result<(
     Ok(())
 }
 
-/// Removes a `$schema` that names no draft that is known. genson writes `http://json-schema.org/schema#`, for any draft.
+/// Removes a `$schema` that names none of [`KNOWN_DRAFTS`]; genson writes `http://json-schema.org/schema#`.
 fn drop_unknown_draft(schema: &mut Value) {
     let Some(members) = schema.as_object_mut() else { return };
     let is_known = |draft: &str| KNOWN_DRAFTS.contains(&draft.trim_end_matches('#'));

@@ -277,7 +277,7 @@ impl GrammarState {
         }
     }
 
-    /// Calls `work`, and returns false if it was cancelled because it took longer than `most`. A panic in it is an error.
+    /// Calls `work`, and returns false if it took longer than `most` and was cancelled. A panic in it is an error.
     fn within(&mut self, most: Duration, work: impl FnOnce(&mut Self) -> Result<(), String>) -> Result<bool, String> {
         let handle = self.parser.cancellation_handle().expect("a parser can be cancelled");
         let (watchdog, started) = (self.watchdog.clone(), processor_time());

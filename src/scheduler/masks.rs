@@ -13,8 +13,8 @@ impl Scheduler {
         std::mem::take(&mut self.mask_jobs)
     }
 
-    /// Lets a sample run on whose mask has been computed. Returns the outcome of its last token, or `None` if the sample
-    /// has ended meanwhile.
+    /// Takes a computed mask, so that its sample can run again. Returns the outcome of the sample's last token, or
+    /// `None` if the sample has ended.
     ///
     /// # Panics
     /// If the last plan has not been answered.

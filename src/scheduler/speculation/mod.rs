@@ -10,7 +10,8 @@
 //! including the first one that differs from its draft. KV of a wrong draft is never read: `num_computed` counts
 //! accepted tokens only, and the slot is written again.
 //!
-//! A draft that the sample's grammar forbids, or whose mask takes long, is not tried, and each row has the mask after the drafts before it.
+//! A draft that the sample's grammar forbids, or whose mask takes long, is not tried, and each row has the mask after
+//! the drafts before it.
 //!
 //! Drafts are added after everything else is planned, into rows and blocks that are left over.
 
