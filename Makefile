@@ -49,6 +49,7 @@ SECONDS_PER_TARGET ?= 60
 # How long `make simulate` runs, and its first seed; SEED alone, with SECONDS empty, repeats one run.
 SECONDS ?= 60
 SEED ?=
+FLEET_SIMULATION := clients/python/src:clients/python/tests
 
 say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 
@@ -64,7 +65,7 @@ EMULATOR := target/emulator
 export CUEMU_CACHE := $(abspath $(EMULATOR))/cache
 cuda_environment = environment=$$(PYTHON=$(PYTHON) scripts/cuda-toolkit.sh $(CUDA)) && eval "$$environment"
 
-.PHONY: help setup browser server demo train test test-rust test-python test-trainers test-integrations cuda cuda-toolkit cuda-test cuda-test-flash cuda-test-trainers cuda-check gpu-check gpu-check-binaries fuzz simulate simulate-mutants lint miri bench bench-peers \
+.PHONY: help setup browser server demo train test test-rust test-python test-trainers test-integrations cuda cuda-toolkit cuda-test cuda-test-flash cuda-test-trainers cuda-check gpu-check gpu-check-binaries fuzz simulate simulate-engine simulate-fleet simulate-mutants lint miri bench bench-peers \
 	bench-profile bench-operators bench-weight-sync bench-fleet bench-doors bench-loop page-picture status-picture docs proto fixtures record image-check \
 	check-cargo check-python
 
@@ -182,13 +183,21 @@ fuzz: check-cargo ## random calls of every method, with other seeds each time: m
 	$(call say,Fuzzing each method for $(SECONDS_PER_TARGET) s (stop it when it is enough; a failure says how to replay it))
 	FUZZ_SECONDS=$(SECONDS_PER_TARGET) $(CARGO) test --release --test fuzz -- --nocapture
 
-simulate: check-cargo ## the engine with random clients and faults on a virtual clock: make simulate SECONDS=60, SEED=... with SECONDS= repeats a run
+simulate: simulate-engine simulate-fleet ## the engine, then fleets, with random clients and faults on a virtual clock: make simulate SECONDS=60 SEED=...
+
+simulate-engine: check-cargo ## the engine alone; SEED=... with SECONDS= repeats a run
 	$(call say,Simulating the engine)
 	SIMULATE_SECONDS=$(SECONDS) SIMULATE_SEED=$(SEED) $(CARGO) test --release --test simulation -- --nocapture the_engine
 
-simulate-mutants: check-cargo check-python ## plant bugs in a copy of the tree; the simulation must find each within ten minutes
+simulate-fleet: setup ## fleets alone; SEED=... with SECONDS= repeats a run
+	$(call say,Simulating fleets)
+	PYTHONPATH=$(FLEET_SIMULATION) $(BIN)/python -m simulation $(if $(SECONDS),--seconds $(SECONDS),--once) $(if $(SEED),--seed $(SEED))
+
+simulate-mutants: setup check-cargo ## plant bugs in copies of the engine and of the fleet; the simulations must find each within ten minutes
 	$(call say,Planting bugs in target/mutants)
 	$(PYTHON) scripts/simulate_mutants.py --cargo $(CARGO)
+	$(call say,Planting bugs in the fleet)
+	PYTHONPATH=$(FLEET_SIMULATION) $(BIN)/python -m simulation.planted
 
 lint: setup check-cargo ## formatting, clippy, rustdoc and ruff
 	$(call say,Formatting)

@@ -109,21 +109,32 @@ PLANTED = [
 ]
 
 
+def simulate(source: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the simulation on a copy of the package."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(source), str(Path(__file__).parents[1])])}
+    command = [sys.executable, "-m", "simulation", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
 def found(bug: Planted, seconds: float, seed: int) -> bool:
-    """Whether the simulation finds a bug in time; prints how."""
+    """Whether the simulation finds a bug in time, with a seed that passes without the bug; prints how."""
     with tempfile.TemporaryDirectory() as directory:
         copy = Path(directory) / "src"
         shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("__pycache__"))
         path = copy / PACKAGE / bug.file
         path.write_text(path.read_text().replace(bug.before, bug.after))
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(copy), str(Path(__file__).parents[1])])}
-        command = [sys.executable, "-m", "simulation", "--seconds", str(seconds), "--seed", str(seed)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    failed = re.search(r"^run \d+ fails after .*$", done.stdout, re.MULTILINE)
-    how = failed[0].partition(";")[0] if failed else f"NOT FOUND\n{done.stdout}{done.stderr}"
-    why = [line for line in done.stdout.splitlines() if line.startswith("seed ")]
-    print(f"{bug.breaks}\n    {how}\n    {why[-1] if why else ''}", flush=True)
-    return failed is not None
+        done = simulate(copy, "--seconds", str(seconds), "--seed", str(seed))
+    failed = re.search(r"^run \d+ fails after .* --seed (\d+)$", done.stdout, re.MULTILINE)
+    if failed is None:
+        print(f"{bug.breaks}\n    NOT FOUND\n{done.stdout}{done.stderr}", flush=True)
+        return False
+    how = failed[0].partition(";")[0]
+    why = next((line for line in reversed(done.stdout.splitlines()) if line.startswith("seed ")), "")
+    print(f"{bug.breaks}\n    {how}, seed {failed[1]}\n    {why}", flush=True)
+    if simulate(SOURCE, "--once", "--seed", failed[1]).returncode != 0:
+        print("    NOT FOUND: this seed fails without the bug too", flush=True)
+        return False
+    return True
 
 
 def main() -> int:
