@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use minijinja::value::{Rest, Value, ValueKind};
+use minijinja::value::{Rest, Value, ValueKind, ValueOrKwargs};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, Output, State, context, escape_formatter, filters};
 use minijinja_contrib::pycompat::unknown_method_callback;
 
@@ -51,7 +51,8 @@ fn guard(
     native: Value,
     bytes: fn(&[Value]) -> Result<u64, Error>,
 ) {
-    environment.add_filter(name, move |state: &mut State, args: Rest<Value>| {
+    environment.add_filter(name, move |state: &mut State, args: Rest<ValueOrKwargs>| {
+        let args = args.into_values();
         let bytes = bytes(&args)?;
         Meter::of(state)?.spend(bytes)?;
         native.call(state, &args)

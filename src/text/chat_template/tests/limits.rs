@@ -75,6 +75,23 @@ fn what_makes_much_of_little_is_refused_before_it_is_made() {
 }
 
 #[test]
+fn counted_filters_take_arguments_by_name() {
+    for (expression, text) in [
+        ("x | map(attribute='a') | list", "[2, 1, 2]"),
+        ("x | map(attribute='b', default='?') | join(', ')", "?, ?, ?"),
+        ("x | join(d='-', attribute='a')", "2-1-2"),
+        ("x | sum(attribute='a')", "5"),
+        ("x | sort(attribute='a', reverse=true) | map(attribute='a') | list", "[2, 2, 1]"),
+        ("x | unique(attribute='a') | list | length", "2"),
+        ("'a\nb' | indent(width=2, first=true)", "  a\n  b"),
+        ("x | batch(2, 0) | list | length", "2"),
+    ] {
+        let source = format!("{{% set x = [{{'a': 2}}, {{'a': 1}}, {{'a': 2}}] %}}{{{{ {expression} }}}}");
+        assert_eq!(render(&template(&source), nothing()).expect(expression), text, "{expression}");
+    }
+}
+
+#[test]
 fn texts_with_numbers_are_formatted() {
     for (source, text) in [
         ("{{ '%s of 5000000' | format(1) }}", "1 of 5000000"),

@@ -61,6 +61,7 @@ fn a_chat_is_charged_at_its_peak() {
         "{{ messages[0].content ~ messages[0].content ~ messages[0].content }}",
         "{% set x %}{{ messages[0].content }}{{ messages[0].content }}{% endset %}{{ x }}{{ x }}",
         "{% macro f(x) %}{{ x }}{{ x }}{% endmacro %}{{ f(messages[0].content) }}",
+        "{% set c = messages[0].content %}{% set c = c ~ c ~ c ~ c ~ c ~ c ~ c ~ c %}{{ c ~ c }}",
         "{{ messages | tojson(indent=4) }}",
         "{{ messages[0].content.split(' ') | join('-') }}",
         "{{ messages[0].content.replace(' ', '        ') }}",
