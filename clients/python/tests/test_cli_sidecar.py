@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import urllib.error
+import urllib.request
 
 import numpy as np
 import pytest
@@ -108,6 +110,15 @@ def test_an_order_without_name_or_path_is_refused(served, body):
     answer = ask(served[1], "POST", "/v1/load_lora_adapter", body)
     assert (answer.status, answer.body["error"]["code"]) == (400, 400)
     assert "'lora_name' and 'lora_path'" in answer.body["error"]["message"]
+
+
+def test_an_order_that_is_nested_too_deeply_is_refused(served):
+    request = urllib.request.Request(
+        f"http://{served[1]}/v1/load_lora_adapter", b"[" * 100_000, {"Content-Type": "application/json"}
+    )
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=30)
+    assert refused.value.code == 400
 
 
 def test_orders_queries_and_errors_pass_through(served):

@@ -149,7 +149,7 @@ class Sidecar:
         try:
             order = json.loads(await request.read())
             name, path, in_place = order["lora_name"], order["lora_path"], order.get("load_inplace") or False
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             name = path = in_place = None
         if not (isinstance(name, str) and isinstance(path, str) and isinstance(in_place, bool) and name and path):
             return _error(HTTPStatus.BAD_REQUEST, "Both 'lora_name' and 'lora_path' must be provided, as texts.")
