@@ -209,6 +209,12 @@ impl World {
             push.progress = Progress::Open { in_place: true, parts, shadow: None };
             return;
         }
+        self.give_up(at);
+    }
+
+    /// The server ends a push that the engine does not take.
+    fn give_up(&mut self, at: usize) {
+        let push = &mut self.pushes[at];
         push.cancel.cancel();
         push.end();
         self.look();
@@ -229,7 +235,10 @@ impl World {
             },
         };
         let again = self.dice.one_in(self.habits.faults);
-        self.send_commit(at, content);
+        if !self.send_commit(at, content) {
+            // The queue is full, and the server ends the push.
+            return self.give_up(at);
+        }
         if again {
             // Of a push that is committed already, or has ended.
             self.count(Fault::Twice);
@@ -237,7 +246,7 @@ impl World {
         }
     }
 
-    fn send_commit(&mut self, at: usize, content: WeightUpdate) {
+    fn send_commit(&mut self, at: usize, content: WeightUpdate) -> bool {
         let push = &self.pushes[at];
         let (facts, cancel, update) = (push.facts, push.cancel.clone(), push.update.unwrap_or(0));
         self.call(
@@ -248,7 +257,7 @@ impl World {
                 book.note_commit(facts, &reply);
                 book.notes.push(Note::PushEnded(at));
             },
-        );
+        )
     }
 
     /// A message of a push that has ended, or has not begun.
@@ -260,7 +269,9 @@ impl World {
         match self.dice.below(3) {
             0 => self.cancel_update(self.pushes[at].update),
             1 if !is_open => self.write_part(at, 0),
-            _ if !is_open => self.send_commit(at, WeightUpdate::Lora(Arc::default())),
+            _ if !is_open => {
+                self.send_commit(at, WeightUpdate::Lora(Arc::default()));
+            }
             _ => {}
         }
     }

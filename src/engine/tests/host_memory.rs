@@ -91,12 +91,12 @@ fn what_the_host_has_no_room_for_stays_on_the_device() {
     let mut rig = rig();
     let before = rig.status();
     rig.engine.executor.moved = 120;
-    rig.engine.budget.set(MemoryUse::MergedAdapter, ROOM - 119).unwrap();
+    rig.engine.budget.set(MemoryUse::CopyBuffers, ROOM - 119).unwrap();
     sleep(&mut rig, SleepLevel::One);
     assert_eq!(entries(&mut rig, MemoryUse::Offloaded), (0, 0));
     assert_eq!(entries(&mut rig, MemoryUse::Weights), (120, 0), "it stays");
     rig.wake(true, true, false).unwrap();
-    rig.engine.budget.free(MemoryUse::MergedAdapter);
+    rig.engine.budget.free(MemoryUse::CopyBuffers);
     assert_eq!((rig.status().memory, rig.status().host_memory), (before.memory, before.host_memory));
 }
 
