@@ -188,7 +188,7 @@ class Trainer:
     async def sleep(self) -> None:
         """Sleep, some time later wake, and what a trainer does around it."""
         rng, oracle, run = self.rng, self.oracle, self.run
-        level, mode = rng.choice([1, 1, 2]), rng.choice(["wait", "abort", "keep"])
+        level, mode = rng.choice([1, 2]), rng.choice(["wait", "abort", "keep"])
         absent = rng.choice(run.network.machines) if rng.random() < 0.3 else None
         if absent is not None:  # it misses the sleep, and the wake
             oracle.note(f"server {absent.number} is cut off")
@@ -203,6 +203,8 @@ class Trainer:
             run.check_asleep(slept)
         except (RolloutError, Interrupted):
             oracle.sleeps = False
+            if level == 2 and rng.random() < 0.7:  # before anybody has looked at the replicas
+                await self.push("lora")
             raise
         finally:
             self._note_policy()
@@ -345,6 +347,7 @@ class Faults:
         rng, run = self.rng, self.run
         kinds = [
             self.kill,
+            self.restart,
             self.shut_down,
             self.cut,
             self.stop,
@@ -367,6 +370,13 @@ class Faults:
     async def kill(self, machine: Any) -> None:
         machine.kill()
         await asyncio.sleep(self.rng.choice([self.rng.uniform(0.3, 1), self.rng.uniform(1, 20)]))
+        if machine.process is None:
+            machine.start()
+
+    async def restart(self, machine: Any) -> None:
+        """So soon that only a call that runs notices it."""
+        machine.kill()
+        await asyncio.sleep(0.3)
         if machine.process is None:
             machine.start()
 
