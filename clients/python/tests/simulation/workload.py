@@ -15,7 +15,7 @@ from rollout_client import Cancelled, FailedPrecondition, RolloutError, Sampling
 from rollout_client.errors import Aborted, DataLoss, DeadlineExceeded, Unavailable
 from rollout_client.fleet import AsyncFleet, Fleet, FleetReceipt, PartialCommit
 
-from .oracle import content_of
+from .oracle import Era, content_of
 from .server import DELTA, FULL, LORA, content_after, digest_of_push
 
 if TYPE_CHECKING:
@@ -217,6 +217,8 @@ class Trainer:
         await asyncio.sleep(rng.uniform(0, 8))
         self.oracle.sleeps = False
         reload = level == 2 and rng.random() < 0.5
+        if reload:  # what stood still goes on by the checkpoint before the order returns
+            oracle.eras.insert(0, Era("checkpoint|None", 0, self.run.clock(), self.run.clock() + 60.0))
         for _ in range(20):
             wake = lambda fleet: fleet.wake(None, reload=reload)  # noqa: E731
             try:
