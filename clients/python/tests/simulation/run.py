@@ -361,7 +361,7 @@ class Run:
         weather = Weather()
         for name in Weather.__dataclass_fields__:
             if rng.random() < 0.4:
-                worst = 0.15 if name in ("cut_push", "lost_commit_reply", "corrupt") else 0.01
+                worst = {"cut_push": 0.15, "lost_commit_reply": 0.5, "corrupt": 0.15}.get(name, 0.01)
                 setattr(weather, name, rng.uniform(0, worst))
         return weather
 

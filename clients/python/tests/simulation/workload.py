@@ -15,7 +15,7 @@ from rollout_client import Cancelled, FailedPrecondition, RolloutError, Sampling
 from rollout_client.errors import Aborted, DataLoss, DeadlineExceeded, Unavailable
 from rollout_client.fleet import AsyncFleet, Fleet, FleetReceipt, PartialCommit
 
-from .oracle import content_of
+from .oracle import Era, content_of
 from .server import DELTA, FULL, LORA, content_after, digest_of_push
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ class Trainer:
     async def sleep(self) -> None:
         """Sleep, some time later wake, and what a trainer does around it."""
         rng, oracle, run = self.rng, self.oracle, self.run
-        level, mode = rng.choice([1, 1, 2]), rng.choice(["wait", "abort", "keep"])
+        level, mode = rng.choice([1, 2]), rng.choice(["wait", "abort", "keep"])
         absent = rng.choice(run.network.machines) if rng.random() < 0.3 else None
         if absent is not None:  # it misses the sleep, and the wake
             oracle.note(f"server {absent.number} is cut off")
@@ -203,6 +203,8 @@ class Trainer:
             run.check_asleep(slept)
         except (RolloutError, Interrupted):
             oracle.sleeps = False
+            if level == 2 and rng.random() < 0.7:  # before anybody has looked at the replicas
+                await self.push("lora")
             raise
         finally:
             self._note_policy()
@@ -215,6 +217,8 @@ class Trainer:
         await asyncio.sleep(rng.uniform(0, 8))
         self.oracle.sleeps = False
         reload = level == 2 and rng.random() < 0.5
+        if reload:  # what stood still goes on by the checkpoint before the order returns
+            oracle.eras.insert(0, Era("checkpoint|None", 0, self.run.clock(), self.run.clock() + 60.0))
         for _ in range(20):
             wake = lambda fleet: fleet.wake(None, reload=reload)  # noqa: E731
             try:
@@ -345,6 +349,7 @@ class Faults:
         rng, run = self.rng, self.run
         kinds = [
             self.kill,
+            self.restart,
             self.shut_down,
             self.cut,
             self.stop,
@@ -367,6 +372,13 @@ class Faults:
     async def kill(self, machine: Any) -> None:
         machine.kill()
         await asyncio.sleep(self.rng.choice([self.rng.uniform(0.3, 1), self.rng.uniform(1, 20)]))
+        if machine.process is None:
+            machine.start()
+
+    async def restart(self, machine: Any) -> None:
+        """So soon that only a call that runs notices it."""
+        machine.kill()
+        await asyncio.sleep(0.3)
         if machine.process is None:
             machine.start()
 
