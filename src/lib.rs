@@ -104,9 +104,10 @@
 //! # How it is simulated
 //!
 //! The engine takes two things from outside: the time, from a [`clock::Clock`], and commands, whose answers and events
-//! leave through closures. [`engine::Engine::turn`] is one iteration of its loop and never blocks. So `tests/simulation`
-//! runs the engine and all below it in one thread on a virtual clock, with random clients and faults, and asserts the
-//! invariants after every turn ([`engine::Engine::check_integrity`]).
+//! leave through closures. [`engine::Engine::turn`] is one iteration of its loop and never blocks. `tests/simulation`
+//! runs the engine and the layers below it in one thread on a virtual clock, with random clients and faults, and asserts
+//! the invariants after every turn ([`engine::Engine::check_integrity`]). It leaves out grammars, whose slow masks are
+//! computed on a thread of their own ([`grammar::MaskQueue`]).
 //!
 //! # Invariants
 //!

@@ -1,6 +1,6 @@
 //! The list of planted bugs, `mutants.json`: a file, a text in it, what the bug makes of the text, and what it breaks.
-//! `make simulate-mutants` builds a copy of the tree with all of them and switches one on at a time; the simulation must
-//! find each within ten minutes.
+//! `make simulate-mutants` builds a copy of the tree with all of them and switches on one at a time; the simulation
+//! must find each within ten minutes.
 
 use std::path::Path;
 
