@@ -105,9 +105,9 @@
 //!
 //! The engine takes two things from outside: the time, from a [`clock::Clock`], and commands, whose answers and events
 //! leave through closures. [`engine::Engine::turn`] is one iteration of its loop and never blocks. `tests/simulation`
-//! runs the engine and the layers below it in one thread on a virtual clock, with random clients and faults, and asserts
-//! the invariants after every turn ([`engine::Engine::check_integrity`]). It leaves out grammars, whose slow masks are
-//! computed on a thread of their own ([`grammar::MaskQueue`]).
+//! runs the engine and the layers below it in one thread on a virtual clock, with random clients and faults, and
+//! asserts the invariants after every turn ([`engine::Engine::check_integrity`]). It leaves out grammars, whose slow
+//! masks are computed on a thread of their own ([`grammar::MaskQueue`]).
 //!
 //! # Invariants
 //!
