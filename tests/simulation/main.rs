@@ -2,10 +2,10 @@
 //! one thread on a virtual clock, with random clients and faults, each run from one integer.
 //!
 //! `make test` runs the same 150 seeds each time; `make simulate` runs others for as long as asked. A failure prints
-//! the seed that repeats it. `world` is a run; `clients` and `pushes` are what its clients do, `faults` what goes wrong.
-//! `executor` takes the device's place and `model` the model's: unlike the one in the engine's unit tests, which sees
-//! private types, it samples by what it reads of the KV cache. `requests` and `book` say what must be true of every
-//! answer, and `policy` which weights clients may expect. `mutants` plants bugs that a run must find.
+//! the seed that repeats it. `world` is a run; `clients` and `pushes` are what its clients do, `faults` what goes
+//! wrong. `executor` takes the device's place and `model` the model's: unlike the one in the engine's unit tests,
+//! which sees private types, it samples by what it reads of the KV cache. `requests` and `book` say what must be true
+//! of every answer, and `policy` which weights clients may expect. `mutants` plants bugs that a run must find.
 
 mod book;
 mod calls;
