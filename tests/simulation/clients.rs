@@ -17,8 +17,10 @@ use super::faults::{Fault, PLANNED_PANIC};
 use super::requests::{Asked, INFLATION, Request};
 use super::world::World;
 
-/// A kind of action, and how often it is chosen beside the others.
-const ACTIONS: &[(u32, fn(&mut World))] = &[
+type Action = fn(&mut World);
+
+/// Each action, with its weight in the random choice.
+const ACTIONS: &[(u32, Action)] = &[
     (30, World::generate),
     (14, World::advance_push),
     (6, World::begin_push),

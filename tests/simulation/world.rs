@@ -304,7 +304,7 @@ impl World {
         let taken = |sent: u64| sent < last && !(is_dead && sent + 1 >= last);
         let left = self.requests.iter().find(|request| !request.has_ended && taken(request.sent));
         assert!(left.is_none(), "{} has no terminal event", left.map_or("", |request| &request.id));
-        self.calls.check_end(&taken);
+        self.calls.check_end(taken);
         self.handle = None;
         let book = self.book.lock().unwrap();
         let (steps, turns, faults) = (book.steps, self.turn, book.faults.clone());

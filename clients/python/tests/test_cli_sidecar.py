@@ -118,7 +118,8 @@ def test_an_order_that_is_nested_too_deeply_is_refused(served):
     )
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(request, timeout=30)
-    assert refused.value.code == 400
+    with refused.value as answer:
+        assert answer.code == 400
 
 
 def test_orders_queries_and_errors_pass_through(served):
