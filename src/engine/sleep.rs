@@ -237,6 +237,23 @@ impl<X: Executor> Engine<X> {
         Ok(())
     }
 
+    /// The ledger once the weights, the KV cache or both are awake.
+    ///
+    /// # Errors
+    /// `ResourceExhausted` if they exceed the ceiling.
+    fn ledger_awake(&self, weights: bool, kv_cache: bool) -> Result<MemoryBudget> {
+        let mut ledger = self.budget.clone();
+        if weights {
+            ledger.free(MemoryUse::Offloaded);
+            ledger.set(MemoryUse::Weights, self.awake_bytes.weights)?;
+        }
+        if kv_cache {
+            ledger.set(MemoryUse::Workspace, self.awake_bytes.workspace)?;
+            ledger.set(MemoryUse::KvCache, self.awake_bytes.kv_cache)?;
+        }
+        Ok(ledger)
+    }
+
     fn give_back(&mut self, memories: &[Memory]) -> Attempt<()> {
         memories.iter().try_for_each(|memory| self.release_memory(*memory).map(drop))
     }
@@ -258,15 +275,7 @@ impl<X: Executor> Engine<X> {
             // A FULL push beside the sleeping cache has left it, in memory that is the cache's.
             drop(self.take_spare());
         }
-        let mut ledger = self.budget.clone();
-        if wake_weights {
-            ledger.set(MemoryUse::Weights, self.awake_bytes.weights).map_err(Failure::Refused)?;
-            ledger.free(MemoryUse::Offloaded);
-        }
-        if wake_kv {
-            ledger.set(MemoryUse::Workspace, self.awake_bytes.workspace).map_err(Failure::Refused)?;
-            ledger.set(MemoryUse::KvCache, self.awake_bytes.kv_cache).map_err(Failure::Refused)?;
-        }
+        let mut ledger = self.ledger_awake(wake_weights, wake_kv).map_err(Failure::Refused)?;
         let taken = self.budget.remaining() - ledger.remaining();
         let load = WeightOrder::Load { adapter: self.policy.merged() };
         let loads = reload || wake_weights && self.state.has_policy();
@@ -277,10 +286,12 @@ impl<X: Executor> Engine<X> {
         let cache = if wake_kv { &[Memory::Workspace, Memory::KvCache][..] } else { &[] };
         let woken: Vec<Memory> = weights.into_iter().chain(cache.iter().copied()).collect();
         self.restore(&woken)?;
-        let asleep = std::mem::replace(&mut self.budget, ledger);
         if reload && !wake_weights {
+            // Both ledgers, the one of a load that fails too, are without what the base has forgotten.
             self.reset_base()?;
+            ledger = self.ledger_awake(wake_weights, wake_kv).map_err(Failure::Refused)?;
         }
+        let asleep = std::mem::replace(&mut self.budget, ledger);
         if loads {
             // Resetting the base has forgotten what was merged, so this order may differ from the one that was checked.
             let loaded = self.order(WeightOrder::Load { adapter: self.policy.merged() });

@@ -123,6 +123,29 @@ fn in_place_after_the_first_write_only_a_complete_push_helps() {
 }
 
 #[test]
+fn a_reload_that_fails_leaves_no_entry_of_the_adapter_it_has_forgotten() {
+    let mut rig = Rig::new();
+    let ticket = rig.begin(super::rig::begin(UpdateKind::Lora)).unwrap();
+    let merged = WeightUpdate::Lora(adapter(&rig.engine.parameters, 1, 1));
+    told(&rig.commit(ticket.id, merged)).reply().unwrap();
+    assert!(rig.reserved(MemoryUse::MergedAdapter) > 0);
+    told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply().unwrap();
+    rig.wake(true, false, false).unwrap();
+    let (begin, cancel) = fragile(UpdateKind::Full, RunningPolicy::Keep);
+    let ticket = rig.begin(UpdateBegin { staging_bytes: 2000, in_place: true, ..begin }).unwrap();
+    rig.write_part(ticket.id).unwrap();
+    cancel.cancel();
+    rig.command(Command::Look);
+    rig.engine.executor.no_room = true;
+    let error = rig.wake(true, true, true).unwrap_err();
+    assert!(matches!(error, Error::ResourceExhausted(_)), "{error}");
+    assert_eq!(rig.reserved(MemoryUse::MergedAdapter), 0);
+    rig.engine.executor.no_room = false;
+    assert_eq!(rig.wake(true, true, true).unwrap(), LifecycleStatus::Running);
+    rig.assert_clean();
+}
+
+#[test]
 fn a_caller_of_a_pause_or_sleep_that_vanishes_calls_it_off() {
     for sleep in [false, true] {
         let mut rig = Rig::new();
