@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::rig::*;
 use crate::engine::*;
 use crate::memory::MemoryUse;
-use crate::weights::UpdateKind;
+use crate::weights::{UpdateKind, WeightUpdate};
 
 /// The header of an update, and the flag that says that its client has vanished.
 fn fragile(kind: UpdateKind, running: RunningPolicy) -> (UpdateBegin, CancelFlag) {
