@@ -29,6 +29,10 @@ class Stuck(AssertionError):
     """No thread can run, or none makes progress."""
 
 
+TURN_SECONDS = 1e-8
+"""Virtual time of a turn of the fleet's loop."""
+
+
 class Scheduler:
     """Runs simulated threads, one at a time. Created in the greenlet that calls `run`."""
 
@@ -54,7 +58,8 @@ class Scheduler:
         while not thread.future.done():
             if not self._queue:
                 raise Stuck(f"no thread can run: {', '.join(t.name for t in self.threads)}")
-            self.now, _, use = heapq.heappop(self._queue)
+            when, _, use = heapq.heappop(self._queue)
+            self.now = max(self.now, when)
             self.turns += 1
             if self.now > MAX_SECONDS or self.turns > MAX_TURNS:
                 raise Stuck(f"no end after {self.now:g} virtual seconds and {self.turns} turns")
@@ -248,7 +253,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return _Future(loop=self)
 
     def select(self, timeout: float | None) -> tuple[()]:
-        """As a selector: waits for timers and other threads. Sometimes others have a turn though this one has work."""
+        """As a selector: waits for timers and other threads. Sometimes others have a turn though this one has work.
+
+        Each turn takes time, so that what waits for less than the clock can tell apart does not wait without end.
+        """
+        self._scheduler.now += TURN_SECONDS
         if timeout != 0 or self._scheduler.rng.random() < 0.2:
             self._scheduler.block(self._register, timeout)
             self._wake = None
