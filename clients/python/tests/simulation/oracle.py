@@ -77,7 +77,7 @@ class Oracle:
     def note(self, what: str) -> None:
         self.trace.append(f"{self.clock():9.3f} {what}")
 
-    # What the network tells.
+    # Called by the simulated network.
 
     def sent(self, address: str, name: str, request: Any) -> Sent:
         self.require(not self.sleeps, f"a {name} was sent while the fleet sleeps")
@@ -107,7 +107,7 @@ class Oracle:
         if self.push_is_open and (content, version) not in known:
             self.candidates.append(Era(content, version, self._push_began))
 
-    # Of pushes.
+    # Pushes.
 
     push_is_open = False
     may_repeat = False
@@ -146,7 +146,7 @@ class Oracle:
         open_now = self.candidates if self.push_is_open else []
         return [era for era in [*self.eras, *open_now] if era.start <= end and era.end >= start]
 
-    # Of requests.
+    # Requests.
 
     @contextmanager
     def cutting(self) -> Iterator[None]:

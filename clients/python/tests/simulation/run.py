@@ -266,7 +266,7 @@ class Run:
         self._check_world()
 
     async def _close(self, working: list[asyncio.Future]) -> None:
-        """Closes the fleet; whoever waits for it gets an error."""
+        """Closes the fleet; pending calls raise an error."""
         loop = self.fleet._loop._loop
         await AsyncFleet(self.fleet).close()
         self.oracle.require(not asyncio.all_tasks(loop), f"tasks are left: {asyncio.all_tasks(loop)}")

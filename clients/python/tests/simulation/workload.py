@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 KINDS = {"lora": LORA, "full": FULL, "delta": DELTA}
 POISON = 666
 """A prompt that begins with this ends the server that runs it."""
-# What a request may end with, for faults, orders and deadlines; anything else is a broken promise.
+# The errors that faults, lifecycle calls and deadlines may cause. A request that ends with another one is a failure.
 REQUEST_ERRORS = (Unavailable, FailedPrecondition, DeadlineExceeded, Cancelled, Aborted, DataLoss)
 
 
@@ -217,7 +217,7 @@ class Trainer:
         await asyncio.sleep(rng.uniform(0, 8))
         self.oracle.sleeps = False
         reload = level == 2 and rng.random() < 0.5
-        if reload:  # what stood still goes on by the checkpoint before the order returns
+        if reload:  # suspended requests resume on the checkpoint before wake() returns
             oracle.eras.insert(0, Era("checkpoint|None", 0, self.run.clock(), self.run.clock() + 60.0))
         for _ in range(20):
             wake = lambda fleet: fleet.wake(None, reload=reload)  # noqa: E731
