@@ -21,8 +21,8 @@ class Loop:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-fleet", daemon=True)
         self._thread.start()
-        # Orders submissions and the close: close() cancels earlier submissions and rejects later ones. Reentrant, because
-        # the garbage collector may submit the end of a push while this thread holds the lock.
+        # Orders submissions and the close: close() cancels earlier submissions and rejects later ones. Reentrant,
+        # because the garbage collector may submit the end of a push while this thread holds the lock.
         self._lock = threading.RLock()
         self._closed = False
 
