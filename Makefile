@@ -124,7 +124,7 @@ cuda: check-cargo check-python ## build the server for NVIDIA GPUs (needs none; 
 	@$(cuda_environment) && CARGO_TARGET_DIR=$(CUDA_TARGET) $(CARGO) build --release --features $(FEATURES) --bin rollout-server
 
 # The tests for GPUs, on the emulator and on a card.
-CUDA_TESTS := devices cuda cuda_ranks cuda_memory cuda_ceiling cuda_failures cuda_graphs cuda_transport cuda_settings cuda_broadcast
+CUDA_TESTS := devices cuda
 
 # Code for one card is enough here, as the emulator takes the PTX. `cuda` is the tests' own feature of both crates.
 cuda-test: check-cargo check-python ## the kernels and the server on an emulated GPU
@@ -143,7 +143,7 @@ cuda-test-flash: check-cargo check-python ## candle-flash-attn's kernels on an e
 	$(call say,FlashAttention on the emulated GPU)
 	@$(cuda_environment) && export CARGO_TARGET_DIR=$(CUDA_TARGET) CUDA_CARDS=80 LD_LIBRARY_PATH=$(abspath $(EMULATOR)) CUEMU_DEVICES=2 && \
 		tests='$(CARGO) test --release --workspace --exclude cuda-emulator --features flash-attn' && \
-		$$tests --test cuda_flash && $$tests --lib -- attention::flash
+		$$tests --test cuda -- flash:: && $$tests --lib -- attention::flash
 
 # Both sides of the group are emulated, and torch's store is the real one.
 cuda-test-trainers: $(TRAINERS)/.installed check-cargo check-python ## TRL's own trainer, which broadcasts its weights to an emulated GPU
@@ -173,7 +173,6 @@ gpu-check-binaries: setup check-cargo
 	$(call say,Building the tests for NVIDIA GPUs: target/gpu-check)
 	@mkdir -p target/gpu-check && $(cuda_environment) && export CARGO_TARGET_DIR=$(CUDA_TARGET) && \
 		$(CARGO) test --release --workspace --exclude cuda-emulator --features $(FEATURES) --lib $(addprefix --test ,$(CUDA_TESTS)) \
-		$(if $(findstring flash-attn,$(FEATURES)),--test cuda_flash) \
 		--no-run --message-format json-render-diagnostics >target/gpu-check/messages
 	@$(PYTHON) scripts/gpu_check.py collect target/gpu-check <target/gpu-check/messages
 	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --root-user-action=ignore --no-deps --upgrade \
@@ -181,7 +180,7 @@ gpu-check-binaries: setup check-cargo
 
 fuzz: check-cargo ## random calls of every method, with other seeds each time: make fuzz SECONDS_PER_TARGET=60
 	$(call say,Fuzzing each method for $(SECONDS_PER_TARGET) s (stop it when it is enough; a failure says how to replay it))
-	FUZZ_SECONDS=$(SECONDS_PER_TARGET) $(CARGO) test --release --test fuzz -- --nocapture
+	FUZZ_SECONDS=$(SECONDS_PER_TARGET) $(CARGO) test --release --test server -- --nocapture fuzz::
 
 simulate: simulate-engine simulate-fleet ## the engine, then fleets, with random clients and faults on a virtual clock: make simulate SECONDS=60 SEED=...
 

@@ -99,9 +99,9 @@ print("test result: ok. 1 passed; 0 failed; 0 ignored")
 
 @pytest.fixture
 def check(tmp_path, monkeypatch, capsys):
-    """Runs the check with fake binaries on a fake card: `check({"engines": PASSES}, *flags)` gives status and output.
+    """Runs the check with fake binaries on a fake card: `check({"engines::": FAILS}, *flags)` gives status and output.
 
-    Binaries that are not given pass. All write their arguments and environment to NAME.json.
+    Steps pass whose first filter is not given. Each binary writes its arguments and environment to NAME.json.
     """
     benches = tmp_path / "benches"
     benches.mkdir()
@@ -114,7 +114,8 @@ def check(tmp_path, monkeypatch, capsys):
         for name in gpu_check.BINARIES.values():
             seen = tmp_path / f"{name}.json"
             notes = f"import json, os, sys\njson.dump([sys.argv[1:], dict(os.environ)], open({str(seen)!r}, 'w'))"
-            (tmp_path / name).write_text(f"#!{sys.executable}\n{notes}\n{programs.get(name, PASSES)}\n")
+            body = f"exec({programs!r}.get(sys.argv[1], {PASSES!r}))"
+            (tmp_path / name).write_text(f"#!{sys.executable}\n{notes}\n{body}\n")
             (tmp_path / name).chmod(0o755)
         monkeypatch.setattr(sys, "argv", ["gpu_check.py", "run", str(tmp_path), *flags])
         return gpu_check.main(), capsys.readouterr().out
@@ -129,7 +130,7 @@ def row(output, title):
 
 
 def test_tests_that_are_left_out_are_named_and_do_not_count_as_passed(check):
-    status, output = check({"failures": LEFT_OUT}, "--only", "engines$|fail|several cards")
+    status, output = check({"failures::": LEFT_OUT}, "--only", "engines$|fail|several cards")
     assert status == 0
     named = "calls (calls of the driver fail; only the emulator does that)"
     assert row(output, "whole engines") == (gpu_check.PASSED, f"1 tests; left out: {named}")
@@ -138,7 +139,7 @@ def test_tests_that_are_left_out_are_named_and_do_not_count_as_passed(check):
 
 
 def test_each_step_leaves_its_whole_output_in_a_file(check, tmp_path):
-    status, output = check({"engines": FAILS}, "--logs", str(tmp_path / "kept"))
+    status, output = check({"engines::": FAILS}, "--logs", str(tmp_path / "kept"))
     assert status == 1 and row(output, "whole engines")[0] == gpu_check.FAILED
     logs = {path.name: path.read_text() for path in (tmp_path / "kept").iterdir()}
     titles = [gpu_check.LIMITS, *(step.title for step in gpu_check.STEPS), gpu_check.SPEEDS]
@@ -164,9 +165,9 @@ def test_a_step_that_hangs_leaves_what_it_has_said(tmp_path, monkeypatch):
 
 
 def test_tests_are_told_where_fixtures_and_server_are(check, tmp_path):
-    check({}, "--only", "whole engines$")
+    check({}, "--only", "^whole engines$")
     arguments, environment = json.loads((tmp_path / "engines.json").read_text())
-    assert arguments == ["--show-output"], "without it no test that passes can say that it was left out"
+    assert arguments == ["engines::", "--show-output"], "without it no test that passes can say that it was left out"
     assert environment["ROLLOUT_FIXTURES"] == str(REPOSITORY / "tests/fixtures")
     assert environment["ROLLOUT_SERVER_BINARY"] == str(tmp_path / "rollout-server")
 
@@ -202,9 +203,8 @@ def test_make_runs_every_test_for_gpus_and_fails_without_a_card():
     tests = re.search(r"^CUDA_TESTS := (.*)$", makefile, re.MULTILINE)[1].split()
     assert makefile.count("$(addprefix --test ,$(CUDA_TESTS))") == 2, "on the emulator and on a card"
     files = {path.stem for folder in ("tests", "kernels/tests") for path in (REPOSITORY / folder).glob("cuda*")}
-    assert {*tests, "cuda_flash"} == files | {"devices"}
-    binaries = {name for *_, name, kind in gpu_check.BINARIES if kind == "test"}
-    assert binaries == {*tests, "cuda_flash"}
+    assert set(tests) == files | {"devices"}
+    assert set(tests) == {name for *_, name, kind in gpu_check.BINARIES if kind == "test"}
     recipe = makefile.split("\ngpu-check:")[1].split("\n\n")[0]
     assert "--must-measure" in recipe and re.search(r"gpu_check\.py card$", recipe, re.MULTILINE)
 
@@ -218,7 +218,7 @@ def test_what_tests_print_is_what_is_read():
         assert silent is None, f"{path}: {silent[0]}"
 
 
-def test_every_test_of_the_kernels_is_in_a_step():
+def test_every_test_for_gpus_is_in_a_step():
     def filters(binary):
         return [f for step in gpu_check.STEPS if step.binary == binary and not step.tool for f in step.filters]
 
@@ -229,10 +229,10 @@ def test_every_test_of_the_kernels_is_in_a_step():
         if "#[test]" in path.read_text()
     }
     assert modules and [m for m in modules if not any(f in f"{m}::" for f in filters("kernels"))] == []
-    main = (REPOSITORY / "kernels/tests/cuda/main.rs").read_text()
-    groups = set(re.findall(r"^mod (\w+);$", main, re.MULTILINE)) - {"common"}
-    with_tests = {g for g in groups if "#[test]" in (REPOSITORY / f"kernels/tests/cuda/{g}.rs").read_text()}
-    assert with_tests and [g for g in with_tests if f"{g}::" not in filters("equalities")] == []
+    for folder, binary in [("kernels/tests/cuda", "equalities"), ("tests/cuda", "engines")]:
+        main = (REPOSITORY / folder / "main.rs").read_text()
+        groups = set(re.findall(r"^mod (\w+);$", main, re.MULTILINE)) - {"common"}
+        assert groups and sorted(g for g in groups if f"{g}::" not in filters(binary)) == [], binary
 
 
 def test_the_images_stages():

@@ -1,4 +1,4 @@
-//! What can be refused of pushes from device memory without a device; `tests/cuda_transport.rs` has the others.
+//! What can be refused of pushes from device memory without a device; `tests/cuda/transport` has the others.
 
 use rollout_kernels::{Backend, DeviceOptions, Devices};
 

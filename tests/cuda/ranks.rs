@@ -1,0 +1,157 @@
+//! Engines with several ranks on CUDA devices: the bits of one rank, pushes with the CPU's checksums, sleep, and ranks
+//! that fail. `make cuda-test` gives the emulator four devices for them.
+
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use rollout_server::engine::{AdapterTarget, DrainMode, LifecycleStatus, SleepLevel};
+use rollout_server::types::{SamplingParams, TokenId};
+
+use crate::common::{Engine, Push, Request, random_prompts, random_weights};
+use crate::own_driver;
+
+/// Longest wait for a process that ends when a rank dies; a longer one is a hang.
+const PATIENCE: Duration = Duration::from_secs(120);
+/// Exit status after a rank has failed.
+const RANK_FAILED: i32 = 70;
+
+fn start(model: &str, tp: usize, flags: &[&str]) -> Engine {
+    Engine::start(model, &[&["--device", "cuda", "--tp", &tp.to_string()], flags].concat())
+}
+
+fn prompts() -> Vec<Vec<TokenId>> {
+    random_prompts(11, 4, 1..30, 250)
+}
+
+/// For each prompt, the tokens and the bits of both log-probabilities of its sample.
+type Bits = Vec<Vec<(TokenId, u32, u32)>>;
+
+fn sampled(engine: &Engine, adapter: Option<&str>) -> Bits {
+    let params = SamplingParams { max_tokens: 4, temperature: 0.8, top_p: 0.9, ..Default::default() };
+    let mut request = Request::generate(prompts(), 1, 42, 0).params(params);
+    request.adapter = adapter.map(Into::into);
+    let reply = engine.generate(request);
+    assert!(reply.error.is_none(), "{:?}", reply.error);
+    reply.bits()
+}
+
+#[test]
+fn results_have_the_same_bits_on_any_number_of_ranks() {
+    let _own = own_driver();
+    for (model, dtype) in [("qwen2", "bfloat16"), ("qwen3", "float32"), ("llama-tied", "bfloat16")] {
+        let expected = sampled(&start(model, 1, &["--dtype", dtype]), None);
+        for tp in [2, 4] {
+            let engine = start(model, tp, &["--dtype", dtype]);
+            assert_eq!(sampled(&engine, None), expected, "{model} {dtype} --tp {tp}");
+            assert_eq!(sampled(&engine, None), expected, "{model} {dtype} --tp {tp}: from the prefix cache");
+        }
+        let chunked = start(model, 2, &["--dtype", dtype, "--max-batch-tokens", "7"]);
+        assert_eq!(sampled(&chunked, None), expected, "{model} {dtype} --tp 2: in chunks");
+    }
+}
+
+#[test]
+fn pushes_and_sleep_leave_the_weights_of_the_processor_and_the_bits_of_one_rank() {
+    let _own = own_driver();
+    let flags = ["--dtype", "bfloat16", "--kv-cache-bytes", "32MiB"];
+    let (cpu, one, two) = (Engine::start("qwen2", &flags), start("qwen2", 1, &flags), start("qwen2", 2, &flags));
+    let engines = [&cpu, &one, &two];
+    let weights = random_weights(cpu.parameters(), 21);
+    for (what, push) in [
+        ("an adapter", Push::lora("peft/bfloat16")),
+        ("a FULL push", Push::full(&weights)),
+        ("an adapter on it", Push::lora_of_all(cpu.parameters())),
+    ] {
+        for engine in engines {
+            engine.push(push.clone()).expect(what);
+        }
+        assert!(two.checksums() == cpu.checksums(), "{what}");
+        assert_eq!(sampled(&two, None), sampled(&one, None), "{what}");
+    }
+    let (sums, expected) = (two.checksums(), sampled(&two, None));
+    let slept = two.sleep(SleepLevel::One, DrainMode::Wait).expect("sleeps");
+    assert!(slept.kv_cache_bytes >= 32 << 20, "{slept:?}");
+    assert_eq!(two.wake(true, true).expect("wakes"), LifecycleStatus::Running);
+    assert!(two.checksums() == sums, "after level 1");
+    assert_eq!(sampled(&two, None), expected, "after level 1");
+    two.sleep(SleepLevel::Two, DrainMode::Wait).expect("sleeps");
+    assert_eq!(two.wake(true, true).expect("wakes"), LifecycleStatus::WeightsMissing);
+    for engine in [&one, &two] {
+        engine.push(Push::full(&weights)).expect("pushed");
+    }
+    assert_eq!(sampled(&two, None), sampled(&one, None), "after level 2");
+}
+
+#[test]
+fn resident_adapters_have_the_same_bits_on_any_number_of_ranks() {
+    let _own = own_driver();
+    let results = [1, 2, 4].map(|tp| {
+        let engine = start("qwen2", tp, &["--dtype", "bfloat16", "--max-adapters", "1"]);
+        let base = sampled(&engine, None);
+        let adapter = Some(AdapterTarget { name: "a".into(), expected_generation: None });
+        engine.push(Push { adapter, ..Push::lora_of_all(engine.parameters()) }).expect("resident");
+        let adapted = sampled(&engine, Some("a"));
+        assert_ne!(adapted, base);
+        (base, adapted)
+    });
+    assert!(results[1] == results[0], "--tp 2");
+    assert!(results[2] == results[0], "--tp 4");
+}
+
+#[test]
+fn sums_by_nccl_are_near_and_are_refused_on_the_processor() {
+    let _own = own_driver();
+    let score = |tp, flags: &[&str]| -> Vec<f32> {
+        let reply = start("llama", tp, flags).generate(Request::score(prompts()));
+        reply.prompt_logprobs.iter().flat_map(|(_, tokens)| tokens.iter().map(|t| t.raw)).collect()
+    };
+    let by_nccl = score(4, &["--dtype", "float32", "--all-reduce", "nccl"]);
+    let apart = by_nccl.iter().zip(score(1, &["--dtype", "float32"])).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    println!("{apart:e} from one rank");
+    assert!(apart < 1e-4, "{apart:e}");
+    let refused = Engine::try_start("llama", &["--tp", "2", "--all-reduce", "nccl"]).err().expect("it is refused");
+    assert!(refused.to_string().contains("--all-reduce nccl"), "{refused}");
+}
+
+/// Runs a rank's death in a process of its own, where the emulator has been told which call fails.
+#[test]
+fn a_rank_that_dies_ends_the_process_with_a_message() {
+    let _own = own_driver();
+    // The first collectives of a step, of any rank; and a kernel that fails on the device, behind which others wait.
+    for failure in ["ncclAllGather@3=2", "kernel:join_columns@1=700"] {
+        let mut child = crate::child("ranks::a_step_that_fails")
+            .env("CUEMU_FAIL", failure)
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let started = Instant::now();
+        let status = loop {
+            if let Some(status) = child.try_wait().unwrap() {
+                break status;
+            }
+            if started.elapsed() > PATIENCE {
+                child.kill().unwrap();
+                panic!("{failure}: the process hangs");
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        };
+        let said = std::io::read_to_string(child.stderr.take().unwrap()).unwrap();
+        assert_eq!(status.code(), Some(RANK_FAILED), "{failure}: {said}");
+        assert!(said.contains("failed in a step"), "{failure}: {said}");
+    }
+}
+
+#[test]
+#[ignore = "ends the process: a_rank_that_dies_ends_the_process_with_a_message runs it"]
+fn a_step_that_fails() {
+    let engine = start("llama", 4, &["--dtype", "float32"]);
+    sampled(&engine, None);
+    unreachable!("a rank fails");
+}
+
+#[test]
+fn ranks_that_do_not_divide_the_model_are_refused_with_those_that_do() {
+    let refused = Engine::try_start("llama", &["--device", "cuda", "--tp", "3"]).err().expect("3 of 8 heads");
+    assert!(refused.to_string().contains("these work: 1, 2, 4, 8"), "{refused}");
+}

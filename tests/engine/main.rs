@@ -1,0 +1,13 @@
+//! Whole engines on the processor, without the server: what they compute, load, merge and speculate.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod checkpoint;
+mod equalities;
+mod oracle;
+mod parity;
+mod speculation;
+mod structured;
+mod tensor_parallel;
+mod weights;
