@@ -13,10 +13,7 @@ from serving import REPOSITORY
 MARKDOWN = ["*.md", "docs/*.md", ".github/*.md", "clients/python/README.md"]
 COMMENTS = ["src/**/*.rs", "proto/**/*.proto", "clients/python/src/**/*.py"]
 NOT_YET = (
-    *(f"docs/{page}.md" for page in ("cuda", "docker", "kubernetes", "lifecycle", "memory", "ms-swift", "numerics")),
-    *(f"docs/{page}.md" for page in ("ray", "replay", "training", "trl", "verl", "weights")),
     "clients/python/src/",
-    "proto/",
     "src/",
 )
 BEGIN = r"(?:^|[.?!:] |[*-] |\| )"
