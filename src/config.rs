@@ -8,7 +8,7 @@ use rollout_kernels::Backend;
 
 use crate::error::{Error, Result};
 
-/// Largest `--tp`: more ranks than any machine has devices. Without a limit a typing error would start that many
+/// Largest `--tp`: more ranks than any machine has devices. Without a limit, a typing error would start that many
 /// threads.
 pub const MAX_RANKS: usize = 64;
 
@@ -17,43 +17,43 @@ pub const MAX_RANKS: usize = 64;
 #[derive(Clone, Debug, Parser)]
 #[command(name = "rollout-server", version)]
 pub struct Config {
-    /// A Hugging Face directory, a GGUF file, or a model of the hub as org/name or org/name@revision.
+    /// Model to serve: a Hugging Face directory, a GGUF file, or org/name or org/name@revision on the hub.
     #[arg(long, env = "ROLLOUT_MODEL", value_name = "DIR|FILE.gguf|ORG/NAME[@REV]")]
     pub model: String,
 
-    /// Tensor-parallel ranks.
+    /// Number of tensor-parallel ranks.
     #[arg(long, env = "ROLLOUT_TP", default_value_t = 1, value_name = "N")]
     pub tp: usize,
 
-    /// How sums over ranks are added: in one tree, so that results do not depend on --tp, or as NCCL adds them.
+    /// How sums over ranks are added: in one tree, so that results do not depend on --tp, or by NCCL.
     #[arg(long, env = "ROLLOUT_ALL_REDUCE", value_enum, default_value_t = AllReduceChoice::Tree)]
     pub all_reduce: AllReduceChoice,
 
-    /// Which kernels compute the attention of prompts: the server's own, whose results depend on nothing beside a row,
-    /// or FlashAttention 2, where the build has it.
+    /// Kernels for the attention of prompts: the server's own, which keep results independent of the batch, or
+    /// FlashAttention 2, if the build has it.
     #[arg(long, env = "ROLLOUT_ATTENTION", value_enum, default_value_t = AttentionChoice::Invariant)]
     pub attention: AttentionChoice,
 
-    /// Ceiling on all that the process takes, as a fraction of the device's memory (for the CPU: of the smallest of
-    /// the machine's, its cgroup's and the limits of `ulimit -v` and `ulimit -d`).
+    /// Ceiling on the memory of the whole process, as a fraction of the device's memory (on the CPU: of the smallest of
+    /// the machine's memory, its cgroup's limit and the limits of `ulimit -v` and `ulimit -d`).
     #[arg(long, env = "ROLLOUT_MEM_UTIL", default_value_t = 0.5, value_name = "F")]
     pub mem_util: f64,
 
-    /// With a device that has memory of its own: ceiling on what the process takes of the host's, e.g. 64GiB [default:
-    /// half of the smallest of the machine's, its cgroup's and the limits of `ulimit -v` and `ulimit -d`].
+    /// Ceiling on the host memory of the process if the device has its own memory, e.g. 64GiB [default: half of the
+    /// smallest of the machine's memory, its cgroup's limit and the limits of `ulimit -v` and `ulimit -d`].
     #[arg(long, env = "ROLLOUT_HOST_MEMORY", value_parser = parse_bytes, value_name = "BYTES")]
     pub host_memory: Option<u64>,
 
-    /// Whether the launches of steps that sample one token of each sequence are recorded and repeated, where the device
-    /// can (auto: with one rank, on: with several too), or made one by one.
+    /// Whether steps that sample one token of each sequence are captured as CUDA graphs and replayed, if the device
+    /// can: auto with one rank, on with several ranks too; off launches each kernel by itself.
     #[arg(long, env = "ROLLOUT_GRAPHS", value_enum, default_value_t = GraphsChoice::Auto)]
     pub graphs: GraphsChoice,
 
-    /// Where the model runs.
+    /// Device that runs the model.
     #[arg(long, env = "ROLLOUT_DEVICE", value_parser = device_parser(), default_value = Backend::ALL[0].name())]
     pub device: Backend,
 
-    /// Precision of weights and KV cache; auto is the checkpoint's (bfloat16 for float16 and quantised ones).
+    /// Type of weights and KV cache; auto takes the checkpoint's (bfloat16 for float16 and quantised checkpoints).
     #[arg(long, env = "ROLLOUT_DTYPE", value_enum, default_value_t = DTypeChoice::Auto)]
     pub dtype: DTypeChoice,
 
@@ -61,57 +61,58 @@ pub struct Config {
     #[arg(long, env = "ROLLOUT_KERNEL", value_enum, default_value_t = KernelChoice::Auto)]
     pub kernel: KernelChoice,
 
-    /// Most tokens that a prompt and its completion may have together [default: the model's].
+    /// Maximum tokens of a prompt and its completion together [default: the model's].
     #[arg(long, env = "ROLLOUT_MAX_MODEL_LEN", value_name = "TOKENS")]
     pub max_model_len: Option<usize>,
 
-    /// Most samples that run in one step.
+    /// Maximum samples in one step.
     #[arg(long, env = "ROLLOUT_MAX_NUM_SEQS", default_value_t = 256, value_name = "N")]
     pub max_num_seqs: usize,
 
-    /// Most tokens that one step computes.
+    /// Maximum tokens computed in one step; longer prompts are prefilled in chunks.
     #[arg(long, env = "ROLLOUT_MAX_BATCH_TOKENS", default_value_t = 1024, value_name = "TOKENS")]
     pub max_batch_tokens: usize,
 
-    /// Most samples that may wait; more are refused with RESOURCE_EXHAUSTED.
+    /// Maximum samples that wait; further requests fail with RESOURCE_EXHAUSTED.
     #[arg(long, env = "ROLLOUT_MAX_QUEUED_SAMPLES", default_value_t = 65_536, value_name = "N")]
     pub max_queued_samples: usize,
 
-    /// Whether steps with few rows also try tokens that the group has produced before: same results in fewer steps.
+    /// Whether steps with few rows also verify drafts, tokens that the group has produced before: the results are the
+    /// same, in fewer steps.
     #[arg(long, env = "ROLLOUT_SPECULATION", value_enum, default_value_t = SpeculationChoice::Auto)]
     pub speculation: SpeculationChoice,
 
-    /// Tokens per block of the KV cache.
+    /// Tokens per KV block.
     #[arg(long, env = "ROLLOUT_BLOCK_SIZE", default_value_t = 16, value_name = "TOKENS")]
     pub block_size: usize,
 
-    /// Size of the KV cache, e.g. 2GiB [default: what remains below the ceiling].
+    /// Size of the KV cache, e.g. 2GiB [default: the rest of the ceiling].
     #[arg(long, env = "ROLLOUT_KV_CACHE_BYTES", value_parser = parse_bytes, value_name = "BYTES")]
     pub kv_cache_bytes: Option<u64>,
 
-    /// Memory that the KV cache leaves free for pushes, e.g. 1GiB [default: one and a half times the weights' size, at
-    /// most a quarter of what remains beside them].
+    /// Memory that the KV cache leaves free for pushes, e.g. 1GiB [default: 1.5 times the weights' size, at most a
+    /// quarter of the memory beside them].
     #[arg(long, env = "ROLLOUT_STAGING_BYTES", value_parser = parse_bytes, value_name = "BYTES")]
     pub staging_bytes: Option<u64>,
 
-    /// Memory that requests and replies under way may take together, e.g. 256MiB; beyond it requests are refused with
-    /// RESOURCE_EXHAUSTED [default: a quarter of what remains beside the weights, at most 512 MiB].
+    /// Memory for all requests and replies in flight, e.g. 256MiB; beyond it requests fail with RESOURCE_EXHAUSTED
+    /// [default: a quarter of the memory beside the weights, at most 512 MiB].
     #[arg(long, env = "ROLLOUT_REQUEST_BYTES", value_parser = parse_bytes, value_name = "BYTES")]
     pub request_bytes: Option<u64>,
 
-    /// Adapters that can be resident at once, not merged into the weights.
+    /// Maximum resident adapters, which stay unmerged beside the weights.
     #[arg(long, env = "ROLLOUT_MAX_ADAPTERS", default_value_t = 0, value_name = "N")]
     pub max_adapters: usize,
 
-    /// Largest rank of a resident adapter.
+    /// Maximum rank of a resident adapter.
     #[arg(long, env = "ROLLOUT_MAX_LORA_RANK", default_value_t = 16, value_name = "R")]
     pub max_lora_rank: usize,
 
-    /// Directory below which pushes may name files and folders; without it pushes can name none.
+    /// Existing directory; pushes may name files and directories below it [default: pushes name none].
     #[arg(long, env = "ROLLOUT_WEIGHTS_DIR", value_name = "DIR")]
     pub weights_dir: Option<PathBuf>,
 
-    /// Seconds without a message after which an open push is ended and dropped.
+    /// Seconds after which an open push that sends nothing ends without effect.
     #[arg(long, env = "ROLLOUT_UPDATE_IDLE_SECONDS", default_value_t = 60, value_name = "SECONDS")]
     pub update_idle_seconds: u64,
 
@@ -123,21 +124,21 @@ pub struct Config {
     #[arg(long, env = "ROLLOUT_HOST", default_value = "127.0.0.1")]
     pub host: String,
 
-    /// Port of gRPC; 0 takes a free one and prints it.
+    /// Port of gRPC; 0 picks a free one and prints it.
     #[arg(long, env = "ROLLOUT_PORT", default_value_t = 50051)]
     pub port: u16,
 
-    /// Port of the HTTP routes (OpenAI's API, vLLM's routes for trainers, metrics, the page); 0 takes a free one and
-    /// prints it, off serves none.
+    /// Port of HTTP (OpenAI's API, vLLM's routes for trainers, metrics, the page); 0 picks a free one and prints it,
+    /// off disables HTTP.
     #[arg(long, env = "ROLLOUT_HTTP_PORT", default_value = "8000", value_parser = parse_port, value_name = "PORT|off")]
     pub http_port: HttpPort,
 
-    /// Most connections at once to each port; further ones are closed as they come. Lowered if the process may not open
-    /// so many files.
+    /// Maximum connections per port; further ones are closed at once. Lowered if the process may not open that many
+    /// files.
     #[arg(long, env = "ROLLOUT_MAX_CONNECTIONS", default_value_t = 1024, value_name = "N")]
     pub max_connections: usize,
 
-    /// Certificate of the server in PEM, followed by those between it and its authority; both ports then speak TLS.
+    /// Server certificate in PEM, followed by its intermediate certificates; both ports then use TLS.
     #[arg(long, env = "ROLLOUT_TLS_CERT", value_name = "FILE")]
     pub tls_cert: Option<PathBuf>,
 
@@ -145,20 +146,21 @@ pub struct Config {
     #[arg(long, env = "ROLLOUT_TLS_KEY", value_name = "FILE")]
     pub tls_key: Option<PathBuf>,
 
-    /// Authorities in PEM, by one of which every client must have a certificate.
+    /// Authorities in PEM; every client must have a certificate from one of them.
     #[arg(long, env = "ROLLOUT_TLS_CLIENT_CA", value_name = "FILE")]
     pub tls_client_ca: Option<PathBuf>,
 
-    /// File of tokens that calls must have, each line `generate TOKEN` or `control TOKEN`; read again when it changes.
+    /// File of the accepted tokens, one `generate TOKEN` or `control TOKEN` per line; reloaded when it changes.
     #[arg(long, env = "ROLLOUT_AUTH_TOKEN_FILE", value_name = "FILE")]
     pub auth_token_file: Option<PathBuf>,
 
-    /// Listen beyond this machine without --auth-token-file: whoever reaches the server can use and change the model.
+    /// Allow listening beyond this machine without --auth-token-file: anyone who reaches the server can then use and
+    /// change the model.
     #[arg(long, env = "ROLLOUT_INSECURE")]
     pub insecure: bool,
 
-    /// Host name by which clients reach the HTTP port, without a port; may be given several times. On 127.0.0.1, and
-    /// wherever this is given, only IP addresses, localhost, --host and these names are served.
+    /// Host name, without a port, that clients use for the HTTP port; repeatable. On 127.0.0.1, and whenever this is
+    /// given, the server accepts only IP addresses, localhost, --host and these names.
     #[arg(long, env = "ROLLOUT_ALLOW_HOST", value_delimiter = ',', value_parser = parse_host_name, value_name = "NAME")]
     pub allow_host: Vec<String>,
 
@@ -166,12 +168,12 @@ pub struct Config {
     #[arg(long, env = "ROLLOUT_SHUTDOWN_GRACE_SECONDS", default_value_t = 30, value_name = "SECONDS")]
     pub shutdown_grace_seconds: u64,
 
-    /// Print where the time of the steps went: at the end, and at each SIGUSR1 for the time since the last report.
+    /// Print the time of each part of a step: at the end, and at each SIGUSR1 for the time since the last report.
     #[arg(long, env = "ROLLOUT_PROFILE")]
     pub profile: bool,
 
-    /// File to which the phases of the engine and of pushes are written as they end, in Chrome's trace format, which
-    /// Perfetto opens.
+    /// File for the phases of the engine and of pushes, written as they end, in Chrome's trace format, which Perfetto
+    /// opens.
     #[arg(long, env = "ROLLOUT_TRACE_FILE", value_name = "FILE")]
     pub trace_file: Option<PathBuf>,
 
@@ -179,19 +181,19 @@ pub struct Config {
     #[arg(long, env = "ROLLOUT_LOG_FORMAT", value_enum, default_value_t = LogFormat::Text)]
     pub log_format: LogFormat,
 
-    /// Level of the log: error, warn, info, debug, trace, or a tracing filter.
+    /// Log level (error, warn, info, debug, trace) or a filter of the tracing crate.
     #[arg(long, env = "ROLLOUT_LOG", default_value = "info")]
     pub log: String,
 }
 
-/// Takes the name of a device; `--help` lists those that people serve from.
+/// Parses the name of a device; `--help` lists only devices that are for serving.
 fn device_parser() -> impl TypedValueParser<Value = Backend> {
     let value = |device: &Backend| PossibleValue::new(device.name()).hide(!device.is_for_serving());
     let named = |name: String| Backend::ALL.iter().copied().find(|device| device.name() == name);
     PossibleValuesParser::new(Backend::ALL.iter().map(value)).map(move |name| named(name).expect("one of the names"))
 }
 
-/// The port of HTTP; None serves no HTTP.
+/// The port of HTTP; `None` disables HTTP.
 pub type HttpPort = Option<u16>;
 
 /// A port, or `off`.
@@ -199,13 +201,13 @@ fn parse_port(text: &str) -> std::result::Result<HttpPort, String> {
     if text.eq_ignore_ascii_case("off") {
         return Ok(None);
     }
-    text.parse().map(Some).map_err(|_| "is neither a port from 0 to 65535 nor off".into())
+    text.parse().map(Some).map_err(|_| "expected a port from 0 to 65535, or off".into())
 }
 
 /// A host name without scheme and port.
 fn parse_host_name(text: &str) -> std::result::Result<String, String> {
     if text.is_empty() || !text.chars().all(|c| c.is_ascii_alphanumeric() || "-._".contains(c)) {
-        return Err("is not a host name; give the name alone, such as rollout.example".into());
+        return Err("is not a host name; give it without scheme and port, such as rollout.example".into());
     }
     Ok(text.to_owned())
 }
@@ -270,15 +272,15 @@ impl Config {
         self.threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
     }
 
-    /// Whether a row's results are the same bits whatever is computed beside it.
+    /// Whether a row's results have the same bits in every batch.
     pub fn is_batch_invariant(&self) -> bool {
         self.attention == AttentionChoice::Invariant && (self.tp == 1 || self.all_reduce == AllReduceChoice::Tree)
     }
 
-    /// Checks the bounds of each flag that do not depend on other flags, the model or the machine.
+    /// Checks each flag's bounds, as far as they do not depend on the model or the machine.
     ///
     /// # Errors
-    /// `Config` with the flag, its value and the values allowed.
+    /// `Config` with the flag, its value and the allowed values.
     pub fn check(&self) -> Result<()> {
         let fail = |flag: &str, value: &dyn std::fmt::Display, want: &str| {
             Err(Error::Config(format!("--{flag} {value}: must be {want}")))
@@ -315,19 +317,19 @@ impl Config {
         if !(1..=65_536).contains(&self.max_connections) {
             return fail("max-connections", &self.max_connections, "from 1 to 65536");
         }
-        // At most a day: longer is no grace, and sums of times must not overflow.
+        // At most a day, so that sums of times do not overflow.
         if self.shutdown_grace_seconds > 86_400 {
-            return fail("shutdown-grace-seconds", &self.shutdown_grace_seconds, "at most 86400, which is a day");
+            return fail("shutdown-grace-seconds", &self.shutdown_grace_seconds, "at most 86400 (one day)");
         }
-        // At least many times what a request of one prompt takes together with its reply.
+        // At least many times the memory of a request of one prompt and its reply.
         if self.request_bytes.is_some_and(|bytes| bytes < 1 << 20) {
             return fail("request-bytes", &self.request_bytes.unwrap_or(0), "at least 1MiB");
         }
         if let Some(dir) = self.weights_dir.as_ref().filter(|dir| !dir.is_dir()) {
-            let want = "a directory that exists; pushes name files below it";
+            let want = "an existing directory, below which pushes name files";
             return fail("weights-dir", &dir.display(), want);
         }
-        // At most a week: a sender that is silent for longer has forgotten the push.
+        // At most a week: a sender that is silent for longer has abandoned the push.
         if !(1..=604_800).contains(&self.update_idle_seconds) {
             return fail("update-idle-seconds", &self.update_idle_seconds, "from 1 to 604800");
         }
@@ -363,7 +365,7 @@ fn parse_bytes(text: &str) -> std::result::Result<u64, String> {
     let value: f64 = number.parse().map_err(|_| format!("{number:?} is not a number"))?;
     let bytes = value * factor as f64;
     if bytes >= u64::MAX as f64 {
-        return Err("is more than any machine has".into());
+        return Err("is more memory than any machine has".into());
     }
     Ok(bytes as u64)
 }
@@ -396,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn flags_that_give_up_equal_bits_are_known() {
+    fn flags_that_give_up_batch_invariance_are_known() {
         let is_invariant = |flags: &[&str]| {
             let line = ["rollout-server", "--model", "m"].iter().chain(flags);
             Config::try_parse_from(line).unwrap().is_batch_invariant()
@@ -413,13 +415,13 @@ mod tests {
             (&["--tp", "0"], "--tp 0: must be from 1 to 64"),
             (&["--block-size", "0"], "--block-size 0"),
             (&["--max-model-len", "1"], "--max-model-len 1"),
-            (&["--weights-dir", "/does/not/exist"], "--weights-dir /does/not/exist: must be a directory"),
+            (&["--weights-dir", "/does/not/exist"], "--weights-dir /does/not/exist: must be an existing directory"),
             (&["--update-idle-seconds", "0"], "--update-idle-seconds 0: must be from 1 to"),
             (&["--update-idle-seconds", "18446744073709551615"], "--update-idle-seconds 18446744073709551615"),
             (&["--tls-cert", "a.pem"], "--tls-cert a.pem: must be given together with --tls-key"),
             (&["--tls-key", "a.pem"], "--tls-key a.pem: must be given together with --tls-cert"),
             (&["--tls-client-ca", "a.pem"], "--tls-client-ca a.pem: must be given together with --tls-cert and"),
-            (&["--weights-dir", "/dev/null"], "--weights-dir /dev/null: must be a directory"),
+            (&["--weights-dir", "/dev/null"], "--weights-dir /dev/null: must be an existing directory"),
             (&["--max-queued-samples", "18446744073709551615"], "--max-queued-samples 18446744073709551615: must be"),
             (&["--max-connections", "0"], "--max-connections 0: must be from 1 to 65536"),
             (&["--shutdown-grace-seconds", "86401"], "--shutdown-grace-seconds 86401: must be at most 86400"),

@@ -1,5 +1,5 @@
-//! The errors of the server, typed by what the caller can do about them. Each door
-//! maps them to its own statuses: `server::grpc::status`, `server::http::error`.
+//! The errors of the server, typed by how the caller can react. gRPC and HTTP map them to their own statuses:
+//! `server::grpc::status`, `server::http::error`.
 
 /// A failure; its text names the offending value and says what to do.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -10,37 +10,37 @@ pub enum Error {
     /// A queue is full, or the memory ceiling leaves no room; trying later can help. gRPC RESOURCE_EXHAUSTED.
     #[error("{0}")]
     ResourceExhausted(String),
-    /// The server's lifecycle state forbids this order. gRPC FAILED_PRECONDITION.
+    /// The server's lifecycle state does not allow this command. gRPC FAILED_PRECONDITION.
     #[error("{0}")]
     FailedPrecondition(String),
-    /// The policy does not have the version that the request insists on. gRPC ABORTED.
+    /// The policy does not have the version that the request requires. gRPC ABORTED.
     #[error("{0}")]
     VersionConflict(String),
-    /// Nothing has the given name or id. gRPC NOT_FOUND.
+    /// The given name or id does not exist. gRPC NOT_FOUND.
     #[error("{0}")]
     NotFound(String),
     /// The given name is already in use. gRPC ALREADY_EXISTS.
     #[error("{0}")]
     AlreadyExists(String),
-    /// The call was ended by an order, or because it was idle, before it had a result. gRPC ABORTED.
+    /// Another command, or idleness, ended the call before it had a result. gRPC ABORTED.
     #[error("{0}")]
     Aborted(String),
-    /// The bytes received are not those that were announced. gRPC DATA_LOSS.
+    /// Received bytes do not match their digest, or a file changed while it was in use. gRPC DATA_LOSS.
     #[error("{0}")]
     DataLoss(String),
-    /// The client took longer than it is allowed to. gRPC DEADLINE_EXCEEDED.
+    /// The client exceeded a deadline. gRPC DEADLINE_EXCEEDED.
     #[error("{0}")]
     DeadlineExceeded(String),
-    /// The call has no token, or one that the server does not know. gRPC UNAUTHENTICATED.
+    /// The call has no bearer token, or an unknown one. gRPC UNAUTHENTICATED.
     #[error("{0}")]
     Unauthenticated(String),
-    /// The call's token has a role that may not do this. gRPC PERMISSION_DENIED.
+    /// The role of the call's token does not allow this. gRPC PERMISSION_DENIED.
     #[error("{0}")]
     PermissionDenied(String),
     /// The server is shutting down. gRPC UNAVAILABLE.
     #[error("{0}")]
     Unavailable(String),
-    /// A checkpoint, flag or file is wrong. Ends the start of the server.
+    /// A checkpoint, flag or file is invalid; the server does not start.
     #[error("{0}")]
     Config(String),
     /// A bug of the server or a fault of the machine. gRPC INTERNAL.
@@ -51,7 +51,7 @@ pub enum Error {
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// What [`Error::kind`] may give.
+    /// All values of [`Error::kind`].
     pub const KINDS: &[&str] = &[
         "invalid_argument",
         "resource_exhausted",
@@ -69,7 +69,7 @@ impl Error {
         "internal",
     ];
 
-    /// Name of the variant, as metrics and notes of errors have it.
+    /// Name of the variant in metrics and error details.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::InvalidArgument { .. } => "invalid_argument",
@@ -93,7 +93,7 @@ impl Error {
         Self::InvalidArgument { field: field.into(), message: message.into() }
     }
 
-    /// The same, with the field of an `InvalidArgument` inside of `outer`.
+    /// Prefixes the field of an `InvalidArgument` with `outer`.
     pub fn within(self, outer: &str) -> Self {
         match self {
             Self::InvalidArgument { field, message } => Self::invalid(format!("{outer}.{field}"), message),
@@ -123,8 +123,8 @@ impl From<candle_core::Error> for Error {
     }
 }
 
-/// `text`, which comes from a client, made safe for a status or a log line: control characters are escaped, and more
-/// than `most` bytes are cut off, with a note of the full length.
+/// `text`, which comes from a client, made safe for a status or a log line: control characters are escaped, and bytes
+/// beyond `most` are replaced by a note of the full length.
 pub fn shown(text: &str, most: usize) -> String {
     let mut shown = String::with_capacity(text.len().min(most));
     for c in text.chars() {

@@ -52,7 +52,7 @@ impl LogWriter {
         let counts = Arc::new(Counts::default());
         let shared = counts.clone();
         let thread = std::thread::Builder::new().name("logs".into()).spawn(move || write_lines(out, &queue, &shared));
-        thread.map_err(|e| Error::Internal(format!("the thread of the logs did not start: {e}")))?;
+        thread.map_err(|e| Error::Internal(format!("cannot start the log thread: {e}")))?;
         Ok(Self { lines, counts })
     }
 
@@ -83,7 +83,7 @@ impl LogWriter {
 fn write_lines(mut out: impl Write, queue: &Receiver<Vec<u8>>, counts: &Counts) {
     let mut reported = 0;
     for line in queue {
-        // If the reader of standard error has gone, there is nobody to tell.
+        // If standard error has no reader any more, the error cannot be reported anywhere.
         let _ = out.write_all(&line).and_then(|()| out.flush());
         let queued = counts.queued_bytes.fetch_sub(line.len(), Ordering::AcqRel) - line.len();
         let dropped = counts.dropped.load(Ordering::Relaxed);
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_waits_for_a_reader_and_what_has_no_room_is_counted() {
+    fn writers_never_wait_for_a_reader_and_dropped_lines_are_counted() {
         let (pipe, reader) = sync_channel(0);
         let logs = LogWriter::new(Pipe(pipe)).expect("a thread");
         let (mut lines, room) = (0, MAX_QUEUED_BYTES / line(0).len());

@@ -1,4 +1,4 @@
-//! The server process: reads the configuration, starts the engine, and serves until it is told to stop.
+//! The server process: reads the configuration, starts the engine, and serves until a signal or a failure ends it.
 
 use std::io::IsTerminal;
 use std::process::ExitCode;
@@ -30,7 +30,7 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    // From here on only the writer's thread writes to standard error, because its reader may be stuck.
+    // From here on only the writer's thread writes to standard error, because the pipe's reader may hang.
     let _flush = FlushOnDrop(logs.clone());
     let result = init_logs(&config, &logs).and_then(|profile| {
         let result = run(config, profile.clone(), &logs);
@@ -52,7 +52,8 @@ fn run(config: Config, profile: Option<Profile>, logs: &LogWriter) -> Result<()>
     observer.logs = Some(logs.clone());
     let trace =
         config.trace_file.as_deref().map(|path| TraceFile::create(path, observer.timeline.clone())).transpose()?;
-    let runtime = tokio::runtime::Runtime::new().map_err(|e| Error::Internal(format!("no runtime: {e}")))?;
+    let runtime =
+        tokio::runtime::Runtime::new().map_err(|e| Error::Internal(format!("cannot start the async runtime: {e}")))?;
     let bound = Bound::new(&ServerConfig {
         host: config.host.clone(),
         port: config.port,
@@ -88,7 +89,7 @@ fn run(config: Config, profile: Option<Profile>, logs: &LogWriter) -> Result<()>
         };
         serve(bound, observer, context, orders).await
     });
-    // Does not wait for a load of the model that the end has cut short.
+    // Does not wait for a model that is still loading.
     runtime.shutdown_background();
     if let Some(trace) = trace {
         trace.finish();
@@ -112,7 +113,7 @@ fn security(config: &Config) -> SecurityConfig {
     }
 }
 
-/// `--max-connections`, which is of each port, lowered to what the process's limit of open files allows.
+/// `--max-connections` per port, lowered to the process's limit of open files.
 fn max_connections(config: &Config) -> usize {
     let open_files = open_files_limit();
     let ports = 1 + usize::from(config.http_port.is_some());
@@ -129,7 +130,7 @@ fn max_connections(config: &Config) -> usize {
 /// Installs the subscriber for logs. Returns the profile if `--profile` asks for one.
 fn init_logs(config: &Config, logs: &LogWriter) -> Result<Option<Profile>> {
     let filter = EnvFilter::try_new(&config.log)
-        .map_err(|e| Error::Config(format!("--log {:?} is not a log filter: {e}; try info or debug", config.log)))?;
+        .map_err(|e| Error::Config(format!("--log {:?}: not a log filter ({e}); try info or debug", config.log)))?;
     let lines = tracing_subscriber::fmt::layer()
         .with_target(false)
         .with_ansi(std::io::stderr().is_terminal())

@@ -31,7 +31,7 @@ use crate::weights::{
 use memory::Plan;
 use ranks::{Ingredients, Meeting, Progress, start_ranks};
 
-/// A running engine and what is known about it.
+/// A running engine and the facts about it that the server reports.
 pub struct Started {
     pub engine: EngineHandle,
     pub traffic: Traffic,
@@ -47,12 +47,12 @@ pub struct Started {
     pub kernel: &'static str,
     pub devices: Devices,
     pub text: Text,
-    /// What can join groups of trainers.
+    /// Joins the groups of trainers that broadcast weights.
     pub trainers: Trainers,
 }
 
 impl Started {
-    /// What the server needs, and the engine's thread.
+    /// Everything that the server needs, and the engine's thread.
     pub fn into_context(self, config: &Config) -> (ServingContext, JoinHandle<Result<()>>) {
         let Self { engine, thread, model, text, .. } = self;
         let sources = Sources::new(config.weights_dir.clone()).with_devices(self.devices);
@@ -110,7 +110,7 @@ impl Text {
     }
 }
 
-/// Everything that all ranks are built alike with: sizes, precisions and devices.
+/// The sizes, precisions and devices that all ranks share.
 #[derive(Clone)]
 struct Layout {
     world: usize,
@@ -119,7 +119,7 @@ struct Layout {
     max_model_len: usize,
     max_batch_tokens: usize,
     block_size: usize,
-    /// Whether devices may record passes and repeat them.
+    /// Whether devices may capture steps as CUDA graphs and replay them.
     records: bool,
     devices: Devices,
 }
@@ -186,7 +186,7 @@ pub fn start(config: &Config, observer: Observer, recorder: Recorder) -> Result<
     Ok(Started {
         engine: EngineHandle::new(sender),
         traffic,
-        thread: thread.map_err(|e| Error::Internal(format!("the engine's thread did not start: {e}")))?,
+        thread: thread.map_err(|e| Error::Internal(format!("cannot start the engine's thread: {e}")))?,
         dtype: layout.dtype_name(),
         max_model_len: layout.max_model_len,
         model,
@@ -223,7 +223,7 @@ impl Layout {
         let max_model_len = config.max_model_len.unwrap_or(longest);
         if max_model_len > longest {
             return Err(Error::Config(format!(
-                "--max-model-len {max_model_len}: the model's positions end at {longest}; give at most that"
+                "--max-model-len {max_model_len}: must be at most {longest}, the positions that the model has"
             )));
         }
         Ok(Self {
@@ -234,7 +234,7 @@ impl Layout {
             max_batch_tokens: config.max_batch_tokens,
             block_size: config.block_size,
             records: match config.graphs {
-                // Recordings of several devices in one process can deadlock, says NCCL, and no card has run them yet.
+                // According to NCCL, captures of several devices in one process can deadlock; no card has run them yet.
                 GraphsChoice::Auto => config.tp == 1,
                 GraphsChoice::On => true,
                 GraphsChoice::Off => false,
@@ -256,11 +256,11 @@ impl Layout {
     }
 }
 
-/// The devices of the ranks. Each has threads of its own; together they are as many as asked for, and at least one
-/// each. Warns if their results depend on what is computed beside them.
+/// Opens the devices of the ranks. They share the configured number of threads evenly, with at least one each. Warns
+/// if results are not batch-invariant.
 ///
 /// # Errors
-/// `Config` if there is no such device, or it has not the kernels that are asked for.
+/// `Config` if the device does not exist or lacks the requested kernels.
 fn open_devices(config: &Config) -> Result<Devices> {
     let kernel = config.kernel.to_possible_value().expect("every choice has a name");
     let threads = (config.threads() / config.tp).max(1);
@@ -272,14 +272,14 @@ fn open_devices(config: &Config) -> Result<Devices> {
     let devices = Devices::open(config.device, config.tp, &options)?;
     if !config.is_batch_invariant() {
         tracing::warn!(
-            "results depend on what is computed beside them (--attention flash, or --all-reduce nccl with --tp): a \
-             sample cannot be replayed bit for bit, and a log-probability need not be that of the same tokens scored"
+            "results depend on the batch (--attention flash, or --all-reduce nccl with several ranks): samples cannot \
+             be replayed bit for bit, and their log-probabilities may differ from scored ones"
         );
     }
     Ok(devices)
 }
 
-/// All parameters of the model, and how they serve.
+/// All parameters of the model, with their serving type and shards.
 fn parameters(decoder: &mut Decoder, model: &ModelConfig, layout: &Layout) -> Result<Parameters> {
     let mut specs = Vec::new();
     decoder.visit(&mut |spec, _| {

@@ -145,14 +145,14 @@ impl ModelConfig {
     }
 
     /// # Errors
-    /// `Config` if `world` ranks do not divide the model, naming what stands in the way and the numbers that work.
+    /// `Config` if the model cannot be divided among `world` ranks; the message has the obstacle and the valid numbers.
     pub fn check_tensor_parallel(&self, world: usize) -> Result<()> {
         let Some(obstacle) = self.tensor_parallel_obstacle(world) else { return Ok(()) };
         let sizes: Vec<String> = self.tensor_parallel_sizes().iter().map(usize::to_string).collect();
-        Err(bad(format!("--tp {world} does not divide {obstacle}; these work: {}", sizes.join(", "))))
+        Err(bad(format!("`--tp {world}` is incompatible with {obstacle}. Valid here: {}.", sizes.join(", "))))
     }
 
-    /// Shards are even, the vocabulary's too: padding it would give logits of tokens that do not exist.
+    /// Shards are even, including the vocabulary's: padding it would give logits of tokens that do not exist.
     fn tensor_parallel_obstacle(&self, world: usize) -> Option<String> {
         let even = [
             ("attention heads", self.num_heads),
@@ -160,10 +160,11 @@ impl ModelConfig {
             ("tokens of the vocabulary", self.vocab_size),
         ];
         if let Some((what, n)) = even.into_iter().find(|(_, n)| world == 0 || !n.is_multiple_of(world)) {
-            return Some(format!("the model's {n} {what}"));
+            return Some(format!("{n} {what}: it must divide them"));
         }
         let kv_heads = self.num_kv_heads;
-        head_range(kv_heads, 0, world).err().map(|_| format!("the model's {kv_heads} key-value heads, nor they it"))
+        let uneven = || format!("{kv_heads} key-value heads: one must be a multiple of the other");
+        head_range(kv_heads, 0, world).err().map(|_| uneven())
     }
 
     fn check_shapes(&self) -> Result<()> {

@@ -1,4 +1,4 @@
-//! Divides the memory among its uses, before anything of it is taken.
+//! Divides the memory among its uses before any of it is allocated.
 
 use rollout_kernels::Devices;
 
@@ -11,29 +11,26 @@ use crate::model::config::ModelConfig;
 use crate::model::{Decoder, LOGITS_ROWS, Parameterized, Workspace, kv_bytes_per_block};
 use crate::observe::TIMELINE_BYTES;
 
-/// Bytes set aside for what is not reserved one by one: code, threads, tokenizer, and the allocator's slack. With
-/// SmolLM2-135M, resident memory less the reservations touched: 45 MiB when idle, an estimated 115 MiB after 64 samples
-/// (the touched part of the cache is counted from its blocks). What the transport holds of frames that are not whole
-/// comes out of it too: 32 MiB of long ones, and 96 KiB at most for each connection; and so do the 4 MiB of the
-/// timeline.
+/// Bytes for everything without an entry of its own: code, threads, tokenizer, and the allocator's slack. With
+/// SmolLM2-135M, resident memory beside the touched reservations was 45 MiB when idle, and an estimated 115 MiB after
+/// 64 samples (the touched part of the cache is counted from its blocks). The entry also covers incomplete frames in
+/// the transport (32 MiB of long ones, and at most 96 KiB for each connection) and the timeline's 4 MiB.
 const PROCESS_BYTES: u64 = 192 << 20;
 const _: () = assert!(TIMELINE_BYTES < 4 << 20, "docs/observability.md says so");
 
-/// What the driver of a device with memory of its own, and its libraries, take of the host's. Not measured on a card.
+/// Host memory of the driver and its libraries, for a device with memory of its own. Not measured on a card.
 const DRIVER_BYTES: u64 = 256 << 20;
 
-/// Most bytes that TLS holds of one connection: two records as they are read, one that arrives, its decrypted bytes,
-/// and one that is sent, with what a growing buffer takes more.
+/// Most bytes that TLS holds for one connection: two records that are being read, one that arrives, its decrypted
+/// bytes, and one that is sent, with the slack of growing buffers.
 const TLS_CONNECTION_BYTES: u64 = 96 << 10;
 
-/// Most bytes that are set aside for requests and replies in flight where `--request-bytes` is not given: what several
-/// batches of a large trainer take while they are decoded.
+/// Largest default of `--request-bytes`: several batches of a large trainer while they are decoded.
 const MAX_REQUEST_BYTES: u64 = 512 << 20;
-/// Fewest bytes that are set aside for requests and replies in flight: a request of a few prompts, its text being
-/// encoded, and its reply.
+/// Smallest default of `--request-bytes`: a request of a few prompts while its text is encoded, and its reply.
 const MIN_REQUEST_BYTES: u64 = 8 << 20;
 
-/// What is reserved at the start.
+/// The reservations of the start.
 pub(super) struct Plan {
     pub budget: MemoryBudget,
     /// The counter that holds requests and replies to their reservation.
@@ -43,8 +40,8 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// Divides the memory, logs it, and lets the devices take no more of theirs. Matrices of `decoders` have no memory
-    /// yet. `broadcast` is what a broadcast of weights takes on all ranks.
+    /// Divides the memory, logs the ledger, and limits the devices to their ceiling. The matrices of `decoders` have no
+    /// memory yet. `broadcast` is the number of bytes that a broadcast of weights takes on all ranks together.
     ///
     /// # Errors
     /// `Config` or `ResourceExhausted`, with one message that says what to change.
@@ -67,7 +64,7 @@ impl Plan {
     }
 }
 
-/// One ledger, or another of the host's memory where the devices have their own.
+/// One ledger, and a second one for the host if the devices have memory of their own.
 fn new_budget(config: &Config, devices: &Devices) -> Result<MemoryBudget> {
     let (total, of_host) = (devices.total_bytes(), total_bytes());
     match config.host_memory {
@@ -75,13 +72,15 @@ fn new_budget(config: &Config, devices: &Devices) -> Result<MemoryBudget> {
         Some(bytes) if !devices.have_own_memory() => {
             let device = config.device.name();
             Err(Error::Config(format!(
-                "--host-memory {bytes}: with --device {device} there is one memory, and --mem-util is its ceiling; \
-                 leave --host-memory out"
+                "--host-memory {bytes}: --device {device} computes in the host's memory, whose ceiling is --mem-util; \
+                 remove --host-memory"
             )))
         }
         Some(bytes) if bytes > of_host => {
             let has = human_bytes(of_host);
-            Err(Error::Config(format!("--host-memory {bytes}: this machine or container has {has}; lower it")))
+            Err(Error::Config(format!(
+                "--host-memory {bytes}: must be at most {has}, the memory of this machine or container"
+            )))
         }
         given => Ok(MemoryBudget::beside_host(total, config.mem_util, of_host, given.unwrap_or(of_host / 2))),
     }
@@ -111,7 +110,7 @@ fn reserve_fixed(
         budget.reserve(used_for, bytes).map_err(|e| {
             Error::ResourceExhausted(match flag {
                 "--mem-util" => format!(
-                    "--mem-util {}: {e}; this model with --max-model-len {} needs at least {} in all, {}",
+                    "--mem-util {}: {e}; this model with --max-model-len {} needs at least {}: {}",
                     config.mem_util,
                     layout.max_model_len,
                     human_bytes(least),
@@ -119,7 +118,7 @@ fn reserve_fixed(
                 ),
                 flag => {
                     let least = human_bytes(least_of_host);
-                    format!("{flag}: {e}; the host needs at least {least}, {flag} {least_of_host}")
+                    format!("{flag}: {e}; the host needs at least {least}: use {flag} {least_of_host}")
                 }
             })
         })?;
@@ -127,7 +126,7 @@ fn reserve_fixed(
     Ok(())
 }
 
-/// What is reserved first, in the order of the ledger.
+/// The reservations whose size does not depend on the KV cache, in the order of the ledger.
 fn fixed_entries(
     config: &Config,
     model: &ModelConfig,
@@ -153,22 +152,22 @@ fn fixed_entries(
     Ok(entries.into_iter().filter(|entry| entry.1 > 0).collect())
 }
 
-/// What gives the server so many bytes: a `--mem-util`, or other than that more memory.
+/// How to give the server `bytes`: the `--mem-util` that allows them, or the news that there is too little memory.
 fn share_of(total: u64, bytes: u64) -> String {
     if bytes > total {
-        return format!("and this machine or container has {}", human_bytes(total));
+        return format!("more than the {} of this machine or container", human_bytes(total));
     }
     // Rounded up, so that it is enough.
-    format!("--mem-util {:.3}", (bytes as f64 / total as f64 * 1000.0).ceil() / 1000.0)
+    format!("use --mem-util {:.3}", (bytes as f64 / total as f64 * 1000.0).ceil() / 1000.0)
 }
 
-/// Bytes set aside for TLS on both ports, with all their connections open.
+/// Bytes for TLS on all ports, with all their connections open.
 fn tls_bytes(config: &Config) -> u64 {
     let ports = 1 + u64::from(config.http_port.is_some());
     if config.tls_cert.is_some() { ports * config.max_connections as u64 * TLS_CONNECTION_BYTES } else { 0 }
 }
 
-/// Reserves the memory of requests and replies in flight, and makes the counter that holds them to it.
+/// Reserves the memory of requests and replies in flight, and creates the counter that limits them to it.
 fn reserve_requests(
     budget: &mut MemoryBudget,
     config: &Config,
@@ -178,7 +177,7 @@ fn reserve_requests(
     let one_sequence = block_bytes(model, layout) * blocks_for(layout.max_model_len, layout);
     let default = || {
         let left = budget.remaining_for(MemoryUse::Requests);
-        // A KV cache of one longest sequence must fit beside them, where that takes the same memory.
+        // A KV cache for one sequence of the maximum length must fit beside them, if both take the same memory.
         let beside = if budget.host_report().is_some() { 0 } else { one_sequence };
         (left / 4).min(left.saturating_sub(beside)).clamp(MIN_REQUEST_BYTES, MAX_REQUEST_BYTES)
     };
@@ -190,8 +189,8 @@ fn reserve_requests(
     Ok(Traffic::new(bytes))
 }
 
-/// Reserves the KV cache, as large as asked for or all that is left, and returns its number of blocks. `broadcast` is
-/// what a broadcast of weights takes on all ranks.
+/// Reserves the KV cache, with the configured size or all remaining memory, and returns its number of blocks.
+/// `broadcast` is the number of bytes that a broadcast of weights takes on all ranks together.
 fn reserve_kv(
     budget: &mut MemoryBudget,
     config: &Config,
@@ -203,16 +202,16 @@ fn reserve_kv(
     let needed = blocks_for(layout.max_model_len, layout);
     let bytes = config.kv_cache_bytes.unwrap_or_else(|| {
         let left = budget.remaining() - staging_room(budget, config, broadcast);
-        // One sequence must fit; the room for pushes is what is left of the rest, unless it was asked for.
+        // One sequence must fit, so the default room for pushes shrinks if necessary.
         if config.staging_bytes.is_some() { left } else { left.max(needed * per_block).min(budget.remaining()) }
     });
     let blocks = bytes / per_block;
     if blocks < needed {
         let tokens = blocks * layout.block_size as u64;
-        let staging = config.staging_bytes.map(|bytes| format!("beside --staging-bytes {bytes} ")).unwrap_or_default();
+        let staging = config.staging_bytes.map(|bytes| format!(" beside --staging-bytes {bytes}")).unwrap_or_default();
         return Err(Error::ResourceExhausted(format!(
-            "{staging}the KV cache of {} holds {tokens} tokens, but one sequence of --max-model-len {} needs {}; raise \
-             --mem-util to at least {:.3}, or lower --max-model-len to at most {tokens}",
+            "the KV cache of {}{staging} has room for {tokens} tokens, but one sequence of --max-model-len {} needs \
+             {}; raise --mem-util to at least {:.3}, or lower --max-model-len to at most {tokens}",
             human_bytes(bytes),
             layout.max_model_len,
             human_bytes(needed * per_block),
@@ -223,12 +222,14 @@ fn reserve_kv(
         Error::ResourceExhausted(format!("--kv-cache-bytes {bytes}: {e}; lower it, or raise --mem-util"))
     })?;
     usize::try_from(blocks).ok().filter(|&b| b <= u32::MAX as usize / layout.block_size).ok_or_else(|| {
-        Error::Config(format!("a KV cache of {blocks} blocks is more than slots can number; give --kv-cache-bytes"))
+        Error::Config(format!(
+            "a KV cache of {blocks} blocks has more slots than an index can count; set a smaller --kv-cache-bytes"
+        ))
     })
 }
 
-/// Bytes that the KV cache leaves free for pushes: shadow weights for a FULL push, or copies of replaced bases below an
-/// adapter, and the adapter itself; and what is broadcast.
+/// Bytes that the KV cache leaves free for pushes: shadow weights for a FULL push, or an adapter with copies of the
+/// base values below it; and the buffers of a broadcast.
 fn staging_room(budget: &MemoryBudget, config: &Config, broadcast: u64) -> u64 {
     let (weights, remaining) = (budget.reserved(MemoryUse::Weights), budget.remaining());
     config.staging_bytes.unwrap_or_else(|| (weights + weights / 2 + broadcast).min(remaining / 4)).min(remaining)
@@ -274,14 +275,14 @@ mod tests {
         let budget = new_budget(&config(&[]), &devices).unwrap();
         assert_eq!((budget.report().total, budget.host_report()), (total_bytes(), None));
         let error = new_budget(&config(&["--host-memory", "1GiB"]), &devices).unwrap_err().to_string();
-        assert!(error.contains("--host-memory 1073741824: with --device cpu there is one memory"), "{error}");
+        assert!(error.contains("--host-memory 1073741824: --device cpu computes in the host's memory"), "{error}");
     }
 
     #[test]
     fn a_share_is_enough_or_there_is_none() {
-        assert_eq!(share_of(8 << 30, 2 << 30), "--mem-util 0.250");
-        assert_eq!(share_of(3, 1), "--mem-util 0.334");
-        assert_eq!(share_of(1 << 30, 1 << 30), "--mem-util 1.000");
-        assert_eq!(share_of(300 << 20, 698 << 20), "and this machine or container has 300.0 MiB");
+        assert_eq!(share_of(8 << 30, 2 << 30), "use --mem-util 0.250");
+        assert_eq!(share_of(3, 1), "use --mem-util 0.334");
+        assert_eq!(share_of(1 << 30, 1 << 30), "use --mem-util 1.000");
+        assert_eq!(share_of(300 << 20, 698 << 20), "more than the 300.0 MiB of this machine or container");
     }
 }

@@ -15,20 +15,20 @@ use crate::model::config::ModelConfig;
 use crate::model::{Decoder, WorkspaceShape, kv_caches};
 use crate::weights::Checkpoint;
 
-/// How a rank comes to its communicator, on its own thread.
+/// How a rank gets its communicator, on its own thread.
 pub(super) enum Meeting {
     Solo,
-    /// Ranks that reach one another's activations in the host's memory.
+    /// Ranks that share activations in the host's memory.
     Local(LocalGroup),
-    /// Ranks whose devices exchange them.
+    /// Ranks whose devices exchange activations.
     Devices(GroupId, AllReduce, Accord),
 }
 
 impl Meeting {
-    /// That of each rank.
+    /// One for each rank.
     ///
     /// # Errors
-    /// `Config` if the devices cannot reach one another, or add sums otherwise.
+    /// `Config` if the devices cannot reach one another, or do not support `all_reduce`.
     pub fn plan(devices: &Devices, world: usize, all_reduce: AllReduce) -> Result<Vec<Self>> {
         if world == 1 {
             return Ok(vec![Self::Solo]);
@@ -41,11 +41,11 @@ impl Meeting {
             None if all_reduce == AllReduce::Tree => {
                 Ok(LocalGroup::create(world).into_iter().map(Self::Local).collect())
             }
-            None => Err(Error::Config("--all-reduce nccl: ranks on the CPU add their sums as a tree alone".into())),
+            None => Err(Error::Config("--all-reduce nccl: ranks on the CPU support only --all-reduce tree".into())),
         }
     }
 
-    /// Waits, where devices exchange activations, until all ranks have come.
+    /// Returns the communicator; if devices exchange activations, waits until all ranks have joined.
     fn join(self, device: &Device, rank: usize, world: usize) -> Result<Box<dyn Communicator>> {
         Ok(match self {
             Self::Solo => Box::new(Solo),
@@ -57,7 +57,7 @@ impl Meeting {
     }
 }
 
-/// What every rank is built from, shared by their threads.
+/// The parts that every rank is built from, shared by their threads.
 pub(super) struct Ingredients {
     pub model: ModelConfig,
     pub layout: Layout,
@@ -81,10 +81,10 @@ impl Ingredients {
     }
 }
 
-/// Starts the ranks that come to these meetings.
+/// Starts the ranks.
 ///
 /// # Errors
-/// The first of a rank.
+/// The first error of a rank.
 pub(super) fn start_ranks(decoders: Vec<Decoder>, meetings: Vec<Meeting>, ingredients: Ingredients) -> Result<Ranks> {
     let ingredients = Arc::new(ingredients);
     let makers = decoders.into_iter().zip(meetings).enumerate().map(|(rank, (decoder, meeting))| {

@@ -153,5 +153,5 @@ fn a_step_that_fails() {
 #[test]
 fn ranks_that_do_not_divide_the_model_are_refused_with_those_that_do() {
     let refused = Engine::try_start("llama", &["--device", "cuda", "--tp", "3"]).err().expect("3 of 8 heads");
-    assert!(refused.to_string().contains("these work: 1, 2, 4, 8"), "{refused}");
+    assert!(refused.to_string().contains("Valid here: 1, 2, 4, 8."), "{refused}");
 }

@@ -81,7 +81,8 @@ fn every_listed_number_of_ranks_serves_the_model_of_one() {
         let checkpoint = shape.checkpoint();
         let refused = Engine::try_start_at(checkpoint.path(), &["--tp", "7"]).err().expect("7 divide nothing");
         let refused = refused.to_string();
-        let list = refused.split("these work: ").nth(1).unwrap_or_else(|| panic!("no list: {refused}"));
+        let list = refused.split("Valid here: ").nth(1).and_then(|list| list.strip_suffix('.'));
+        let list = list.unwrap_or_else(|| panic!("no list: {refused}"));
         assert_eq!(list, listed);
         for dtype in ["float32", "bfloat16"] {
             let score = |tp: &str| -> Vec<f32> {

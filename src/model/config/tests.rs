@@ -194,9 +194,9 @@ fn tensor_parallel_sizes_are_those_that_divide_everything() {
     let smol = parse(&smol);
     assert_eq!(smol.tensor_parallel_sizes(), [1, 3]);
     let Err(Error::Config(message)) = smol.check_tensor_parallel(2) else { panic!("9 heads in 2") };
-    assert_eq!(message, "--tp 2 does not divide the model's 9 attention heads; these work: 1, 3");
+    assert_eq!(message, "`--tp 2` is incompatible with 9 attention heads: it must divide them. Valid here: 1, 3.");
     let Err(Error::Config(message)) = smol.check_tensor_parallel(9) else { panic!("1536 features in 9") };
-    assert!(message.contains("1536 intermediate features; these work: 1, 3"), "{message}");
+    assert!(message.contains("with 1536 intermediate features: it must divide them. Valid here: 1, 3."), "{message}");
     assert!(smol.check_tensor_parallel(0).is_err() && smol.check_tensor_parallel(3).is_ok());
     let few = json!({"num_attention_heads": 12, "hidden_size": 96, "num_key_value_heads": 4, "vocab_size": 510,
         "intermediate_size": 96});

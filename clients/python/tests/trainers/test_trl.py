@@ -143,7 +143,7 @@ def test_arguments_of_trl_become_sampling_params(caplog):
     assert sampling_params({"top_k": 7}).top_k == 7
     assert sampling_params({}, "b", {"structured_outputs": {"regex": "a"}}).structured_outputs == {"regex": "b"}
     assert "takes precedence" in caplog.text
-    with pytest.raises(ValueError, match="'bad_words' is no sampling parameter here; there are temperature"):
+    with pytest.raises(ValueError, match="unknown sampling parameter 'bad_words'; the server has temperature"):
         sampling_params({}, None, {"bad_words": ["no"]})
 
 
@@ -160,7 +160,7 @@ def test_what_is_not_served_is_refused(server):
 def test_a_configuration_that_means_another_backend_is_refused(server, model, tmp_path):
     with pytest.raises(ValueError, match="set use_vllm=True, vllm_mode='server'"):
         GRPOTrainer(model, length_reward, config(GRPOConfig, output_dir=tmp_path), prompts())
-    with pytest.raises(ValueError, match="vllm_mode='colocate': rollout-server is a process of its own"):
+    with pytest.raises(ValueError, match="vllm_mode='colocate': rollout-server runs as a separate process"):
         settings = config(GRPOConfig, server, tmp_path, vllm_mode="colocate")
         GRPOTrainer(model, length_reward, settings, prompts())
 
@@ -212,7 +212,7 @@ def test_an_adapter_for_another_base_is_refused(server, model, tmp_path):
     settings = config(GRPOConfig, server, tmp_path, max_steps=2)
     GRPOTrainer(model, length_reward, settings, prompts()).train()
     trainer = GRPOTrainer(model, length_reward, settings, prompts(), peft_config=lora())
-    with pytest.raises(ValueError, match=r"is another on the server than in the model that is trained"):
+    with pytest.raises(ValueError, match=r"differs between the server and the model that is trained"):
         trainer.train()
     server.client.sleep(2)
     server.client.wake(reload=True)

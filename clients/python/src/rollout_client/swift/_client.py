@@ -1,4 +1,4 @@
-"""The client that takes the place of ms-swift's `VLLMClient`."""
+"""The client that replaces ms-swift's `VLLMClient`."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "stream": (False,),
     "top_logprobs": (None, 0),
 }
-"""Fields of a `RequestConfig` that rollouts do not use, and the values with which they mean nothing."""
+"""Fields of a `RequestConfig` that rollouts do not use, with the values that have no effect."""
 
 
 class RolloutVLLMClient:
-    """What ms-swift's trainers call, on one or several rollout-servers.
+    """The client that ms-swift's trainers call, for one or several servers.
 
-    Requests are spread over the servers, equal ones as the group that they are; pushes go to all. With an adapter, only
-    the adapter is pushed; the base, which ms-swift sends at its first synchronisation, is compared with the servers'.
+    Requests are spread over the servers, with equal ones as one group; pushes go to all. When an adapter is trained,
+    only the adapter is pushed; the base that ms-swift sends at its first synchronisation is compared with the servers'.
     """
 
     def __init__(
@@ -61,15 +61,14 @@ class RolloutVLLMClient:
         """Waits until all servers answer.
 
         Args:
-            base_urls: `http://host:port` with the port of gRPC, `https` for TLS; then `hosts` and `server_ports` mean
-                nothing.
-            hosts, server_ports: of the servers' gRPC ports.
-            group_ports: of no meaning here: nothing goes through NCCL.
+            base_urls: `http://host:port` with the gRPC port, or `https` for TLS; replaces `hosts` and `server_ports`.
+            hosts, server_ports: hosts and gRPC ports of the servers.
+            group_ports: ignored, because pushes do not use NCCL.
             connection_timeout: seconds.
 
         Raises:
             Unavailable: a server does not answer within that time.
-            Misdirected: the port is another, or the server wants other TLS.
+            Misdirected: the port is not the gRPC port, or the TLS settings do not match the server's.
         """
         del group_ports
         token, tls = _credentials()
@@ -80,13 +79,13 @@ class RolloutVLLMClient:
         self._asleep = False
         self._base: FullPush | BaseCheck | None = None
         self.takes_adapters = True
-        """Whether adapters are pushed as they are; else ms-swift merges them and pushes the whole policy."""
+        """Whether adapters are pushed alone; otherwise ms-swift merges them and pushes the whole policy."""
         self.encoder: TemplateEncoder | None = None
         """Set by the trainer."""
         deadline = time.monotonic() + connection_timeout
         for address in addresses:
             with RolloutClient(address, timeout=_CALL_SECONDS, token=token, tls=tls) as probe:
-                # As a training that was killed may have left it.
+                # A killed training may have left the server asleep or paused.
                 lifecycle = _wait(probe, deadline)
                 self._asleep |= lifecycle in (Lifecycle.ASLEEP, Lifecycle.WEIGHTS_MISSING)
                 if lifecycle is Lifecycle.PAUSED:
@@ -94,16 +93,16 @@ class RolloutVLLMClient:
         self._max_model_len = min(client.info().max_model_len for client in self._clients)
 
     def init_communicator(self, device: object = 0) -> None:
-        """Nothing is to be set up for pushes."""
+        """Does nothing: pushes need no communicator."""
 
     def close_communicator(self) -> None:
-        """Drops a push that is under way."""
+        """Rolls back an open push."""
         if self._base is not None:
             self._base.rollback()
             self._base = None
 
     def get_engine_type(self) -> dict[str, Any]:
-        """Sets, and returns, what ms-swift wants to know of a server: turns are the trainer's, adapters are taken."""
+        """Sets and returns the server's features for ms-swift: the trainer runs the turns, adapters are accepted."""
         self.use_async_engine, self.enable_multi_turn, self.use_gym_env = True, False, False
         self.enable_lora = self.takes_adapters
         return {
@@ -118,28 +117,28 @@ class RolloutVLLMClient:
         return [parameter.name for parameter in self._clients[0].parameters()]
 
     def reset_prefix_cache(self) -> None:
-        """Nothing to do: no prefix is found again under another policy."""
+        """Does nothing: a new policy never uses an older one's prefixes."""
 
     def reset_encoder_cache(self) -> None:
-        """There is none."""
+        """Does nothing: the server has no encoder cache."""
 
     def reset_mm_cache(self) -> None:
-        """There is none."""
+        """Does nothing: the server has no multi-modal cache."""
 
     def update_named_param(self, name: str, weights: Any) -> None:
-        """Takes one tensor of a policy; `process_weights_after_loading` makes it one."""
+        """Takes one tensor of a policy; `process_weights_after_loading` commits the push."""
         self._take([(name, weights)])
 
     def update_flattened_params(self, metadatas: Sequence[Any], flattened_tensor: Any) -> None:
-        """Takes a bucket of tensors of a policy; `process_weights_after_loading` makes it one."""
+        """Takes a bucket of tensors of a policy; `process_weights_after_loading` commits the push."""
         self._take(unflattened(metadatas, flattened_tensor))
 
     def update_model_params(self, model: Any) -> None:
-        """Takes all parameters of a model; `process_weights_after_loading` makes them the policy."""
+        """Takes all parameters of a model; `process_weights_after_loading` commits the push."""
         self._take((name, parameter.data) for name, parameter in model.named_parameters())
 
     def process_weights_after_loading(self) -> None:
-        """Commits what was taken."""
+        """Commits the tensors that were taken."""
         base, self._base = self._base, None
         if base is not None:
             with _no_attribute_error():
@@ -150,7 +149,7 @@ class RolloutVLLMClient:
         self.update_adapter_param(peft_config, dict(unflattened(metadatas, flattened_tensor)))
 
     def update_adapter_param(self, peft_config: Any, lora_params: Mapping[str, Any]) -> None:
-        """Pushes an adapter: the policy is then the base with it merged."""
+        """Pushes an adapter, which the servers merge into the base."""
         with _no_attribute_error():
             tensors = adapter_tensors(lora_params.items())
             self._wake(["weights"])
@@ -165,20 +164,20 @@ class RolloutVLLMClient:
         use_tqdm: bool | None = None,
         adapter_request: object = None,
     ) -> list[Any]:
-        """One sample of each request, in their order; equal requests get different samples.
+        """Returns one sample for each request, in order; equal requests get different samples.
 
         Args:
             infer_requests: ms-swift's requests, or dicts of their fields.
             request_config: its `RequestConfig`, or a dict.
-            metrics, use_tqdm: of no meaning here.
-            adapter_request: must be None: the policy has the adapter.
+            metrics, use_tqdm: ignored.
+            adapter_request: must be None, because the adapter is merged into the policy.
 
         Returns:
             A `RolloutOutput` for each request.
         """
         del metrics, use_tqdm
         if adapter_request is not None:
-            raise InvalidArgument("adapter_request: the policy has the adapter merged; leave it out")
+            raise InvalidArgument("adapter_request: the adapter is merged into the policy; leave it out")
         if self.encoder is None:
             raise RolloutError(
                 "the template is not known: start with python -m rollout_client.swift, or call install()"
@@ -195,7 +194,7 @@ class RolloutVLLMClient:
         return [self.encoder.output(request, samples[index]) for index, request in enumerate(encoded)]
 
     def sleep(self, level: int) -> None:
-        """Gives the servers' memory back until the next push or request."""
+        """Puts the servers to sleep until the next push or request."""
         self._each(lambda client: client.sleep(level))
         self._asleep = True
 
@@ -224,7 +223,7 @@ class RolloutVLLMClient:
         config = asdict(request_config) if is_dataclass(request_config) else dict(request_config or {})  # type: ignore[arg-type]
         for name, allowed in _REFUSED.items():
             if config.get(name, allowed[0]) not in allowed:
-                raise InvalidArgument(f"{name}: {config[name]!r} has no place in a rollout; leave it out")
+                raise InvalidArgument(f"{name}: {config[name]!r} is not supported in rollouts; leave it out")
         stop, stop_token_ids = self.encoder.stops(config.get("stop") or [])  # type: ignore[union-attr]
         names = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed")
         given = {name: config[name] for name in names if config.get(name) is not None}
@@ -239,7 +238,7 @@ class RolloutVLLMClient:
         )
 
     def _generate(self, groups: Sequence[tuple[tuple[int, ...], list[int]]], sampling: SamplingParams) -> list[Sample]:
-        """Samples by index of the request; whole groups of equal prompts go to one server."""
+        """Samples by the request's index; a group of equal prompts goes to one server."""
         share = -(-len(groups) // len(self._clients))
         parts = [groups[start : start + share] for start in range(0, len(groups), share)]
         work = [(client, part) for client, part in zip(self._clients, parts, strict=False)]
@@ -255,7 +254,7 @@ class RolloutVLLMClient:
 def _samples(
     client: RolloutClient, groups: Sequence[tuple[tuple[int, ...], list[int]]], sampling: SamplingParams
 ) -> dict[int, Sample]:
-    """Samples of one server by index of the request."""
+    """Samples of one server by the request's index."""
     if len({len(members) for _, members in groups}) > 1:
         groups = [(prompt, [index]) for prompt, members in groups for index in members]
     outputs = client.generate(
@@ -272,7 +271,7 @@ def _samples(
 
 @contextmanager
 def _no_attribute_error() -> Iterator[None]:
-    """ms-swift takes an `AttributeError` of a push for one of another version of its own, and starts over."""
+    """Converts `AttributeError`, which ms-swift would take for an older server of its own and repeat the push."""
     try:
         yield
     except AttributeError as error:
@@ -284,24 +283,24 @@ def _addresses(base_urls: Sequence[str] | None, hosts: Sequence[str], ports: Seq
         addresses = [urlsplit(url if "://" in url else f"//{url}").netloc for url in base_urls]
         for url, address in zip(base_urls, addresses, strict=True):
             if not ADDRESS.fullmatch(address):
-                raise InvalidArgument(f"vllm_server_base_url: {url!r} is no address of gRPC, as http://HOST:50051")
+                raise InvalidArgument(f"vllm_server_base_url: {url!r} is not a gRPC address such as http://HOST:50051")
         return addresses
     if len(hosts) != len(ports):
         raise InvalidArgument(f"vllm_server_port: {len(ports)} ports for {len(hosts)} hosts; name one for each")
-    # As an address to listen on it means all, as one to call this machine.
+    # 0.0.0.0 is an address to listen on; connect to this machine instead.
     hosts = ["127.0.0.1" if host == "0.0.0.0" else host for host in hosts]
     return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in zip(hosts, ports, strict=True)]
 
 
 def _wait(client: RolloutClient, deadline: float) -> Lifecycle:
-    """The state of a server, as soon as it answers."""
+    """Waits until a server answers, and returns its state."""
     while True:
         try:
             return client.status().lifecycle
         except Misdirected as error:
-            raise Misdirected(f"{error} (the port is --vllm_server_port; tls= is ROLLOUT_TLS_CA and others)") from None
+            raise Misdirected(f"{error} (set the port with --vllm_server_port, and TLS with ROLLOUT_TLS_CA)") from None
         except Unauthenticated as error:
-            raise Unauthenticated(f"{client.address}: {error}; ROLLOUT_TOKEN_FILE names the file of one") from None
+            raise Unauthenticated(f"{client.address}: {error}; set ROLLOUT_TOKEN_FILE to a file with a token") from None
         except (Unavailable, DeadlineExceeded) as error:
             if time.monotonic() >= deadline:
                 raise Unavailable(f"{client.address} does not answer: {error}") from None
@@ -309,7 +308,7 @@ def _wait(client: RolloutClient, deadline: float) -> Lifecycle:
 
 
 def _credentials() -> tuple[str | None, Tls | None]:
-    """Token and TLS, from files that the environment names."""
+    """Token and TLS settings from the environment."""
     token_file = os.environ.get("ROLLOUT_TOKEN_FILE")
     tls = {field.name: os.environ.get(f"ROLLOUT_TLS_{field.name.upper()}") or None for field in fields(Tls)}
     return read_token(token_file) if token_file else None, Tls(**tls) if any(tls.values()) else None

@@ -1,4 +1,4 @@
-"""Between ms-swift's requests and ours: messages become token ids by its template, samples its answers."""
+"""Converts between ms-swift and the server: messages to token ids by its template, samples to its responses."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class EncodedRequest:
     request_id: str
     prompt: list[int]
     template_inputs: Any
-    """What the template has made of the messages, for the way back."""
+    """The template's inputs from the messages, for decoding."""
 
 
 class TemplateEncoder:
-    """Does on this side what a server of ms-swift would do: its template, its stop words, its calls of tools."""
+    """Applies ms-swift's template, stop words and tool-call parser, as a server of ms-swift would."""
 
     def __init__(self, template: Any) -> None:
-        """With the trainer's template; a copy of it encodes as ms-swift's own engine does."""
+        """Takes the trainer's template; a copy of it encodes like ms-swift's own engine."""
         template = copy(template)
         template.padding_free = False
         template.sequence_parallel_size = 1
@@ -44,10 +44,10 @@ class TemplateEncoder:
         self._engine = _Engine(template)
 
     def encode(self, request: Mapping[str, Any] | RolloutInferRequest) -> EncodedRequest:
-        """The request as token ids.
+        """Encodes a request as token ids.
 
         Raises:
-            InvalidArgument: it has images, audios or videos.
+            InvalidArgument: the request has images, audio or videos.
         """
         if not isinstance(request, RolloutInferRequest):
             known = {field.name for field in fields(RolloutInferRequest)}
@@ -59,13 +59,13 @@ class TemplateEncoder:
         return EncodedRequest(request.uuid or "", list(inputs["input_ids"]), inputs["template_inputs"])
 
     def stops(self, words: Sequence[str]) -> tuple[list[str], list[int]]:
-        """Strings and token ids that end a sample: the template's and those of the request."""
+        """Strings and token ids that end a sample, from the template and the request."""
         engine = self._engine
         all_words = [*words, *engine.template.template_meta.stop_words]
         return engine._get_stop_words(all_words), engine._get_stop_token_ids(all_words)
 
     def output(self, request: EncodedRequest, sample: Sample) -> RolloutOutput:
-        """A sample as ms-swift's engine answers a request, with the id of that request."""
+        """Converts a sample to the response of ms-swift's engine, with the request's id."""
         engine, token_ids = self._engine, sample.token_ids
         text = engine.template.decode_generate_ids(token_ids, template_inputs=request.template_inputs)
         tool_calls = engine._get_toolcall(text, template_inputs=request.template_inputs)
@@ -89,7 +89,7 @@ class TemplateEncoder:
 
 
 class _Engine(InferEngine):  # type: ignore[misc]
-    """For what engines of ms-swift do before and after inference."""
+    """Reuses the steps of ms-swift's engines before and after inference."""
 
     async def infer_async(self, *_arguments: Any, **_options: Any) -> Any:
         raise NotImplementedError("requests go through RolloutVLLMClient.infer")

@@ -1,4 +1,4 @@
-"""Pushes as ms-swift makes them: buckets of tensors, then a word that they were all."""
+"""Pushes in ms-swift's form: buckets of tensors, then a call that ends them."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ PUSH_BASE = "ROLLOUT_PUSH_BASE"
 
 
 def pushes_base() -> bool:
-    """Whether the base below an adapter is pushed, instead of being compared with the server's."""
+    """Whether the base of an adapter is pushed, instead of being compared with the server's."""
     return os.environ.get(PUSH_BASE, "") not in ("", "0", "false")
 
 
 def unflattened(
     metadatas: Sequence[Any], flattened: Any
 ) -> Iterator[tuple[str, tuple[memoryview, str, tuple[int, ...]]]]:
-    """The tensors of a bucket of ms-swift: names, and bytes with type and shape.
+    """The tensors of one of ms-swift's buckets: names, and bytes with dtype and shape.
 
     Args:
-        metadatas: of each tensor: `name`, `dtype` (as torch writes it), `shape`, and its bytes `[start_idx, end_idx)`.
-        flattened: the bytes of all of them, a tensor of uint8.
+        metadatas: for each tensor `name`, `dtype` (as torch writes it), `shape`, and its bytes `[start_idx, end_idx)`.
+        flattened: the bytes of all tensors, as a tensor of uint8.
     """
     if hasattr(flattened, "detach"):
         flattened = flattened.detach().cpu().contiguous().numpy()
@@ -43,20 +43,20 @@ def unflattened(
 
 
 def parameter_name(name: str) -> str:
-    """The checkpoint's name of a parameter as a model with adapters names it."""
+    """The checkpoint's name for a parameter of a model with adapters."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 def adapter_tensors(named_tensors: Iterable[tuple[str, Any]]) -> Mapping[str, Any]:
-    """Without the weights of embeddings that adapters lie on, which PEFT adds and the server has."""
+    """Drops the base weights of adapted embeddings, which PEFT adds and the server has."""
     return {name: tensor for name, tensor in named_tensors if not name.endswith(".base_layer.weight")}
 
 
 class FullPush:
-    """A push of all parameters to all servers at once; each tensor is sent to all before the next is taken."""
+    """A full push to all servers; each tensor is sent to all of them before the next is taken."""
 
     def __init__(self, clients: Sequence[RolloutClient], *, in_place: bool) -> None:
-        """Begins it. `in_place`: over the policy that is there, on a server that sleeps and cannot hold both."""
+        """Begins the push. `in_place`: overwrite the old policy on a sleeping server that cannot hold both."""
         self._pushes: list[Push] = []
         try:
             for client in clients:
@@ -71,7 +71,7 @@ class FullPush:
             push.write(name, tensor)
 
     def commit(self) -> None:
-        """Makes what was written the policy; where one server refuses it, others may have it already."""
+        """Commits on all servers; if one rejects the push, others may already have applied it."""
         try:
             in_all(lambda push: push.commit(), self._pushes)
         except BaseException:
@@ -79,14 +79,14 @@ class FullPush:
             raise
 
     def rollback(self) -> None:
-        """Drops what is not committed."""
+        """Rolls back the pushes that are not committed."""
         for push in self._pushes:
             with suppress(FailedPrecondition):
                 push.rollback()
 
 
 def in_all(use: Callable[[_Item], _T], items: Sequence[_Item]) -> list[_T]:
-    """The results for all items, in threads if there are several; every one ends before an error is raised."""
+    """The results for all items, in threads if there are several; all calls end before an error is raised."""
     if len(items) == 1:
         return [use(items[0])]
     with ThreadPoolExecutor(len(items), thread_name_prefix="rollout-swift") as threads:
@@ -94,10 +94,10 @@ def in_all(use: Callable[[_Item], _T], items: Sequence[_Item]) -> list[_T]:
 
 
 class BaseCheck:
-    """Compares the base below an adapter with the servers' instead of pushing it, by SHA-256 of what would serve."""
+    """Compares the base of an adapter with the servers' by SHA-256 of the serving parameters, instead of pushing it."""
 
     def __init__(self, clients: Sequence[RolloutClient]) -> None:
-        """Takes adapters of earlier trainings out, and asks each server what it has."""
+        """Removes adapters of earlier trainings, and gets the checksums of each server."""
         self._served: list[tuple[str, DtypeName, dict[str, str]]] = []
         for client in clients:
             client.push_lora(None)
@@ -107,7 +107,7 @@ class BaseCheck:
         self._compared = 0
 
     def write(self, name: str, tensor: Any) -> None:
-        """Compares one tensor. Those that no server could serve as they are, of quantised layers, are left out."""
+        """Compares one tensor. Skips those of quantised layers, which no server could serve unchanged."""
         own = tensor[1] if isinstance(tensor, tuple) else str(tensor.dtype).removeprefix("torch.")
         if own not in ITEM_SIZES:
             return
@@ -121,10 +121,10 @@ class BaseCheck:
                 self._differing.setdefault(address, []).append(f"{name} ({own} here, {dtype} there)")
 
     def commit(self) -> None:
-        """Says whether they are the same.
+        """Checks that all compared tensors were equal.
 
         Raises:
-            FailedPrecondition: they are not, or nothing could be compared.
+            FailedPrecondition: some differ, or none could be compared.
         """
         if self._unknown and not self._compared:
             raise FailedPrecondition(
@@ -133,10 +133,10 @@ class BaseCheck:
             )
         for address, names in self._differing.items():
             raise FailedPrecondition(
-                f"{address}: the base there is not the trainer's: {len(names)} parameters differ, first {names[0]}. "
-                "Start the server with the --model that is trained, and with --dtype as the trainer's or coarser; or "
-                f"set {PUSH_BASE}=1 to push the trainer's base"
+                f"{address}: the server's base differs from the trainer's: {len(names)} parameters differ, first "
+                f"{names[0]}. Start the server with the --model that is trained and the trainer's --dtype or a coarser "
+                f"one, or set {PUSH_BASE}=1 to push the trainer's base"
             )
 
     def rollback(self) -> None:
-        """There is nothing to drop."""
+        """Does nothing: nothing was sent."""

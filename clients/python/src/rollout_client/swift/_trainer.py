@@ -1,4 +1,4 @@
-"""What is changed in ms-swift: its client, and the few places of its trainers that know what the client cannot."""
+"""Patches ms-swift: its client, and the few methods of its trainers with facts that the client needs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ._client import RolloutVLLMClient
 from ._encoder import TemplateEncoder
 from ._pushes import pushes_base
 
-# Ways to start an adapter that change the base, so that the adapter alone says nothing.
+# Initialisations of an adapter that change the base, so that pushing only the adapter is not enough.
 _CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora-ga", "lora_ga", "mica")
 
 
 def patch() -> None:
-    """Changes ms-swift's modules in this process.
+    """Patches ms-swift's modules in this process.
 
     Raises:
-        ImportError: ms-swift is not installed, or a part that is changed is not there.
+        ImportError: ms-swift is not installed, or lacks a patched method.
     """
     import swift.rlhf_trainers  # noqa: PLC0415 takes seconds and needs torch
     import swift.rlhf_trainers.vllm_client  # noqa: PLC0415
@@ -34,7 +34,9 @@ def patch() -> None:
     ]
     missing = [f"{owner.__name__}.{name}" for owner, name, _ in wrappers if not hasattr(owner, name)]
     if missing:
-        raise ImportError(f"rollout_client.swift knows ms-swift 4.6; the one installed has no {', '.join(missing)}")
+        raise ImportError(
+            f"rollout_client.swift supports ms-swift 4.6; the installed version lacks {', '.join(missing)}"
+        )
     for owner, name, wrapper in wrappers:
         original = getattr(owner, name)
         setattr(owner, name, functools.wraps(original)(wrapper(original)))
@@ -43,14 +45,14 @@ def patch() -> None:
 
 
 def _arguments(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """What the arguments say of the rollouts, before ms-swift sets some of it to 0 in server mode."""
+    """Reads the arguments for rollouts before ms-swift resets some of them in server mode."""
 
     def post_init(self: Any) -> None:
         sleep_level = getattr(self, "sleep_level", 0)
         if self.use_vllm and self.vllm_mode == "colocate":
-            raise ValueError("vllm_mode: colocate is vLLM in the trainer; rollout_client.swift needs server")
+            raise ValueError("vllm_mode: colocate runs vLLM in the trainer; rollout_client.swift needs server")
         if sleep_level and self.async_generate:
-            raise ValueError("sleep_level: with async_generate a rollout is always under way; leave one of them out")
+            raise ValueError("sleep_level: with async_generate a rollout is always in flight; leave one of them out")
         original(self)
         _State.sleep_level = sleep_level
         client = self.vllm_client
@@ -62,13 +64,13 @@ def _arguments(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 class _State:
-    """What all ranks know of the arguments."""
+    """Arguments that all ranks share."""
 
     sleep_level = 0
 
 
 def _prepare(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """The client encodes prompts with the trainer's own template."""
+    """Makes the client encode prompts with the trainer's own template."""
 
     def prepare(self: Any) -> None:
         client = self.vllm_client
@@ -80,7 +82,7 @@ def _prepare(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _move_adapter(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """ms-swift merges the adapter to collect it, and takes it out again: in bfloat16 the base drifts, for nothing."""
+    """Skips the merge and unmerge with which ms-swift collects an adapter: in bfloat16 they make the base drift."""
 
     def move(self: Any) -> None:
         with _unmerged(self.model):
@@ -91,7 +93,7 @@ def _move_adapter(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 @contextmanager
 def _unmerged(model: Any) -> Iterator[None]:
-    """For its time, `merge_adapter` and `unmerge_adapter` of the model do nothing."""
+    """Disables the model's `merge_adapter` and `unmerge_adapter` inside the block."""
     names = ("merge_adapter", "unmerge_adapter")
     for name in names:
         model.__dict__[name] = lambda *_arguments, **_options: None
@@ -103,7 +105,7 @@ def _unmerged(model: Any) -> Iterator[None]:
 
 
 def _rollouts(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """After the rollouts of a step, all turns of them, the servers sleep while the trainer trains."""
+    """Puts the servers to sleep after all turns of a step's rollouts, while the trainer trains."""
 
     def fast_infer(self: Any, samples: Any) -> Any:
         outputs = original(self, samples)
@@ -112,7 +114,7 @@ def _rollouts(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
             if isinstance(client, RolloutVLLMClient):
                 client.sleep(_State.sleep_level)
             if _State.sleep_level > 1:
-                # The policy is gone: the next rollouts, of the same step too, begin with a push of what was pushed.
+                # The policy is discarded: the next rollouts, even of the same step, begin with the same push.
                 self._last_loaded_step = -1
                 self.base_sync_done = self.base_sync_done and not pushes_base()
         return outputs

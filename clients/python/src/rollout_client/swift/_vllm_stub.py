@@ -1,7 +1,6 @@
-"""A stand-in for the package vllm, which ms-swift imports names from and never calls in server mode.
+"""A stand-in for the package vllm: ms-swift imports names from it, but never calls them in server mode.
 
-Its version is one that both ms-swift (for importance sampling at least 0.10.2) and the TRL below it (at most 0.12.0)
-take.
+Both ms-swift (for importance sampling at least 0.10.2) and the TRL below it (at most 0.12.0) accept its version.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 VERSION = "0.12.0"
 
-# Module: names that are imported from it.
+# Modules, with the names that are imported from them.
 _NAMES: dict[str, tuple[str, ...]] = {
     "vllm": ("LLM", "RequestOutput", "SamplingParams"),
     "vllm.distributed": (),
@@ -28,24 +27,22 @@ _NAMES: dict[str, tuple[str, ...]] = {
 
 
 class _Placeholder:
-    """Something of vLLM that may be subclassed and annotated with, but not made."""
+    """A class of vLLM that can be subclassed and used in annotations, but not instantiated."""
 
     def __init__(self, *_arguments: Any, **_options: Any) -> None:
         raise RuntimeError(
-            f"{type(self).__name__}: vLLM is not installed, and rollout_client.swift stands in for it only with "
+            f"{type(self).__name__}: vLLM is not installed, and rollout_client.swift replaces it only with "
             "--use_vllm true --vllm_mode server"
         )
 
     @staticmethod
     def create(host: str, port: int, rank: int, world_size: int, **_options: Any) -> None:
-        """Has the arguments of `StatelessProcessGroup.create`, which ms-swift looks at."""
-        raise RuntimeError(
-            f"no process group is made with rollout-server (asked for {host}:{port}, {rank}/{world_size})"
-        )
+        """Has the arguments of `StatelessProcessGroup.create`, which ms-swift inspects."""
+        raise RuntimeError(f"rollout-server has no process group (requested: {host}:{port}, {rank}/{world_size})")
 
 
 def install_stub() -> bool:
-    """Makes `import vllm` work where vLLM is not installed; returns whether it did."""
+    """Makes `import vllm` work if vLLM is not installed; returns whether it did."""
     if "vllm" in sys.modules or importlib.util.find_spec("vllm") is not None:
         return False
     for name, members in _NAMES.items():

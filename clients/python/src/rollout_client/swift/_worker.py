@@ -1,4 +1,4 @@
-"""What runs in each process of a training: ms-swift's own `rlhf` script, after `install()`.
+"""Runs ms-swift's own `rlhf` script after `install()`, in each process of a training.
 
 ms-swift's command line starts this file as a script, alone or through torchrun.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def run() -> None:
-    """Installs our client and runs ms-swift's script."""
+    """Installs the client and runs ms-swift's script."""
     from rollout_client.swift import install  # noqa: PLC0415 as a script, this module has no package
 
     install()
@@ -19,7 +19,7 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    # Of a script, the first entry is its own directory, whose modules are those of the package.
+    # A script's first path entry is its own directory, whose modules would shadow others.
     if sys.path and Path(sys.path[0]) == Path(__file__).parent:
         del sys.path[0]
     run()

@@ -1,8 +1,8 @@
-"""TRL's trainers on a rollout-server: `from rollout_client.trl import GRPOTrainer` in place of TRL's, without vLLM.
+"""TRL's trainers with rollout-server instead of vLLM: `from rollout_client.trl import GRPOTrainer`.
 
-`GRPOTrainer` and `RLOOTrainer` take the place of TRL's, `use_rollout_server` does the same with another trainer or one
-of your own, `rollout_func` is for `GRPOTrainer(rollout_func=...)`, and `rollout_client.trl.async_grpo` has what
-`AsyncGRPOTrainer` needs. docs/trl.md says how to use them.
+`GRPOTrainer` and `RLOOTrainer` replace TRL's, `use_rollout_server` adapts another trainer or your own, `rollout_func`
+is for `GRPOTrainer(rollout_func=...)`, and `rollout_client.trl.async_grpo` supports `AsyncGRPOTrainer`. docs/trl.md
+explains how to use them.
 """
 
 from ._generation import RolloutGeneration

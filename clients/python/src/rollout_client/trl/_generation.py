@@ -1,4 +1,4 @@
-"""`VLLMGeneration` of TRL with a rollout-server behind it."""
+"""TRL's `VLLMGeneration` backed by rollout-server."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _HTTP_PROBE_SECONDS = 5
 
 
 class RolloutGeneration(VLLMGeneration):
-    """Pushes with `push_lora` or `push_full` and samples over gRPC, in place of vLLM's NCCL and HTTP.
+    """Pushes with `push_lora` or `push_full` and samples over gRPC, instead of vLLM's NCCL and HTTP.
 
-    What TRL's `generate` does around it stays: rank 0 gathers the prompts of all ranks, asks once for each group, and
-    hands the completions out.
+    The rest of TRL's `generate` stays: rank 0 gathers the prompts of all ranks, sends one request with a group for each
+    prompt, and distributes the completions.
     """
 
     def __init__(self, *args: Any, client: RolloutClient | None = None, **options: Any) -> None:
@@ -39,7 +39,7 @@ class RolloutGeneration(VLLMGeneration):
 
         Args:
             args, options: of TRL's `VLLMGeneration`; `mode` must be `"server"`.
-            client: a connection with a token or TLS; None makes one of `server_base_url`, or of `server_host` and
+            client: a client with a token or TLS; None connects to `server_base_url`, or to `server_host` and
                 `server_port`.
         """
         self._given_client = client
@@ -52,7 +52,7 @@ class RolloutGeneration(VLLMGeneration):
     def _init_vllm(self) -> None:
         if self.mode != "server":
             raise ValueError(
-                f"vllm_mode={self.mode!r}: rollout-server is a process of its own; set vllm_mode='server' and "
+                f"vllm_mode={self.mode!r}: rollout-server runs as a separate process; set vllm_mode='server' and "
                 "vllm_server_base_url to its gRPC address"
             )
         if self.accelerator.is_main_process:
@@ -64,7 +64,7 @@ class RolloutGeneration(VLLMGeneration):
         self._sleep()
 
     def sync_weights(self) -> None:
-        """Pushes the model: the adapter alone if it is a LoRA, else every parameter. All ranks call it together."""
+        """Pushes the model: only the adapter if it is a LoRA, else every parameter. All ranks must call it."""
         self.wake(["weights"])
         model = self.accelerator.unwrap_model(self.model)
         if is_peft_model(model) and model.peft_config[model.active_adapters[0]].peft_type == "LORA":
@@ -75,17 +75,17 @@ class RolloutGeneration(VLLMGeneration):
         self.accelerator.wait_for_everyone()
 
     def generate(self, *args: Any, **options: Any) -> tuple:
-        """As TRL's, of the policy that was pushed last; a server that sleeps is woken for it."""
+        """Samples like TRL's, from the policy that was pushed last; wakes a sleeping server."""
         with self.rollout():
             self.wake()
             return super().generate(*args, **options)
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
-        """With `enable_sleep_mode` the server sleeps again at the end of the outermost of these blocks, not before.
+        """With `enable_sleep_mode`, puts the server to sleep at the end of the outermost of these blocks.
 
-        The turns of one rollout stay in one block, so that each finds its prefix in the cache. All ranks enter and
-        leave together; an exception ends what runs on the server.
+        The turns of one rollout stay in one block, so that each finds its prefix in the prefix cache. All ranks enter
+        and leave together; an exception aborts the requests on the server.
         """
         self._rollouts += 1
         try:
@@ -101,26 +101,26 @@ class RolloutGeneration(VLLMGeneration):
             self._sleep()
 
     def wake(self, tags: list[MemoryTag] | None = None) -> None:
-        """With `enable_sleep_mode`: wakes the server, `tags` as for `RolloutClient.wake`. All ranks call it at once."""
+        """With `enable_sleep_mode`, wakes the server; `tags` as for `RolloutClient.wake`. All ranks must call it."""
         if self.enable_sleep_mode:
             empty_cache()
-            self.accelerator.wait_for_everyone()  # every rank's memory is free before the server takes its own
+            self.accelerator.wait_for_everyone()  # every rank has freed its memory before the server takes it
             if self.accelerator.is_main_process:
                 self.vllm_client.client.wake(tags)
             self.accelerator.wait_for_everyone()
 
     def _sleep(self) -> None:
         if self.enable_sleep_mode:
-            self.accelerator.wait_for_everyone()  # no rank's request meets a server that sleeps
+            self.accelerator.wait_for_everyone()  # no rank has a request in flight
             if self.accelerator.is_main_process:
                 self.vllm_client.client.sleep()
             self.accelerator.wait_for_everyone()  # no rank trains before the server's memory is free
 
     def _check_base(self, model: Any) -> None:
-        """Once, before the first adapter: what it is merged into there must be what it is trained on here.
+        """Checks once, before the first adapter, that the server has the base that the adapter is trained on.
 
         Raises:
-            ValueError: it is not; an earlier run has pushed a whole policy, or the server has another checkpoint.
+            ValueError: it has another: an earlier run has pushed a whole policy, or `--model` is another checkpoint.
         """
         if self._base_is_known or self._dist.fsdp_version == 1:
             return
@@ -135,36 +135,36 @@ class RolloutGeneration(VLLMGeneration):
                 for name, tensor in tensors.items():
                     if served.get(name) != checksum_of(tensor, dtype):
                         raise ValueError(
-                            f"{name} is another on the server than in the model that is trained: its --model is "
+                            f"{name} differs between the server and the model that is trained: the server's --model is "
                             "another checkpoint, or an earlier run has pushed a whole policy. Restart the server, or "
-                            "have it read its checkpoint again: client.sleep(2); client.wake(reload=True)"
+                            "make it read its checkpoint again: client.sleep(2); client.wake(reload=True)"
                         )
         self._base_is_known = True
 
     def _push_adapter(self, model: Any) -> None:
-        # `lora_` is also what is frozen of an adapter, such as the A matrices of LoRA-FA.
+        # Names with `lora_` include frozen parts of an adapter, such as the A matrices of LoRA-FA.
         parts = {name: part for name, part in model.named_parameters() if "lora_" in name or part.requires_grad}
         with self._dist.gather_params(list(parts.values())):
             state = self._fsdp1_tensors(model, parts) if self._dist.fsdp_version == 1 else self._tensors(parts)
             if self.accelerator.is_main_process:
                 name = model.active_adapters[0]
-                # Embeddings that are not trained are the base's, which the server has.
+                # Untrained embeddings belong to the base, which the server has.
                 tensors = get_peft_model_state_dict(model, state, adapter_name=name, save_embedding_layers=False)
                 self._note(self.vllm_client.client.push_lora(tensors, model.peft_config[name]))
 
     def _tensors(self, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Whole tensors by PEFT's names; of FSDP 2 every rank takes part in gathering each."""
+        """Whole tensors by PEFT's names; with FSDP 2 every rank takes part in gathering each."""
         return {self._fix_param_name_to_vllm(name): self._whole(part.detach()) for name, part in parts.items()}
 
     def _fsdp1_tensors(self, model: Any, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The same of FSDP 1, which has a module's tensors whole only while it is summoned."""
+        """The same for FSDP 1, where a module's tensors are whole only while it is summoned."""
         names = {self._fix_param_name_to_vllm(name, ["_fsdp_wrapped_module."]) for name in parts}
         return {name: tensor.to("cpu", copy=True) for name, tensor in self._iter_fsdp1_params(model) if name in names}
 
     def _push_full(self) -> None:
         named_tensors = ((name, tensor.detach()) for name, tensor in self._iter_named_params())
         if self.accelerator.is_main_process:
-            # A server that sleeps around generation has no room for two policies, nor a request that needs the old one.
+            # A server that sleeps around generation has no room for two policies, and no request needs the old one.
             self._note(
                 self.vllm_client.client.push_full(
                     named_tensors, total_bytes=self._total_bytes(), in_place=self.enable_sleep_mode
@@ -175,15 +175,15 @@ class RolloutGeneration(VLLMGeneration):
                 pass
 
     def _total_bytes(self) -> int | None:
-        """Of all parameters; None where this rank sees parts only, and the client makes an estimate."""
+        """Bytes of all parameters; None if this rank sees only parts, so that the client estimates them."""
         if self._dist.fsdp_version == 1:
             return None
-        # ZeRO-3 keeps the size of the whole beside the part.
+        # With ZeRO-3, `ds_numel` is the size of the whole parameter.
         return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in self.model.parameters())
 
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):
-            # Parameters that are offloaded must be where the ranks can exchange them.
+            # Offloaded parameters must be on the device through which the ranks exchange them.
             return tensor.to(self.accelerator.device).full_tensor()
         return tensor
 
@@ -197,50 +197,51 @@ class RolloutGeneration(VLLMGeneration):
         served = client.info().dtype
         if served != trained:
             logger.warning(
-                "The server computes in %s and the trainer in %s, which shows in sampling/sampling_logp_difference and "
-                "in importance ratios: start the server with --dtype %s, or train in %s.",
+                "The server computes in %s and the trainer in %s, which adds to sampling/sampling_logp_difference and "
+                "distorts importance ratios: start the server with --dtype %s, or train in %s.",
                 *(served, trained, trained, served),
             )
 
 
 def base_samples(model: Any) -> dict[str, torch.Tensor]:
-    """The vectors of an adapted model and its smallest matrix, by the checkpoint's names: they tell its base."""
+    """The vectors and the smallest matrix of an adapted model by the checkpoint's names, which identify its base."""
     frozen = {
         name.removeprefix("base_model.model.").replace(".base_layer", ""): part
         for name, part in model.named_parameters()
         if not part.requires_grad and part.is_floating_point() and "lora_" not in name and "original_module" not in name
     }
-    sizes = {name: getattr(part, "ds_shape", part.shape) for name, part in frozen.items()}  # ds_shape: whole, of ZeRO-3
+    sizes = {
+        name: getattr(part, "ds_shape", part.shape) for name, part in frozen.items()
+    }  # ZeRO-3: ds_shape is the whole
     vectors = [name for name, shape in sizes.items() if len(shape) == 1]
     matrices = [name for name, shape in sizes.items() if len(shape) > 1]
     return {name: frozen[name] for name in (*vectors, *sorted(matrices, key=lambda name: sizes[name].numel())[:1])}
 
 
 def connect(address: str) -> RolloutClient:
-    """A client of `host:port`, `http://host:port` or, with TLS, `https://host:port`: gRPC's port, 50051 if none."""
+    """A client for `host:port`, `http://host:port` or, with TLS, `https://host:port`; the default port is 50051."""
     parts = urlsplit(address if "://" in address else f"http://{address}")
-    # TRL's default host means this machine; as an address only the server uses it, to listen everywhere.
+    # TRL's default host, 0.0.0.0, means this machine; it is an address to listen on, not one to connect to.
     host = "127.0.0.1" if parts.hostname in (None, "0.0.0.0") else parts.hostname
     host = f"[{host}]" if ":" in host else host
     return RolloutClient(f"{host}:{parts.port or GRPC_PORT}", tls=True if parts.scheme in ("https", "grpcs") else None)
 
 
 def wait_for_server(client: RolloutClient, timeout: float) -> None:
-    """Waits until the server answers, asleep or not.
+    """Waits until the server answers, and wakes or resumes it.
 
     Raises:
-        ConnectionError: it does not within `timeout` seconds, or its HTTP port was given.
+        ConnectionError: the server does not answer within `timeout` seconds, or the address is its HTTP port.
     """
     with suppress(Unavailable):
-        # Asleep from an earlier run is as good as running: a rollout wakes it, and without sleep mode this does. One
-        # that was killed during a push may have left it paused.
+        # An earlier run may have left the server asleep, or paused if it was killed during a push.
         client.wake()
         if client.status().lifecycle is Lifecycle.PAUSED:
             client.resume()
         return
     if _answers_http(client.address):
         raise ConnectionError(
-            f"{client.address} is an HTTP port: vllm_server_base_url (or vllm_server_port) takes the port of gRPC, "
+            f"{client.address} is an HTTP port: vllm_server_base_url (or vllm_server_port) takes the gRPC port, "
             f"{GRPC_PORT} unless the server was started with --port"
         )
     try:

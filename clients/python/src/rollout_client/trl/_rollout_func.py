@@ -16,18 +16,18 @@ from ._generation import RolloutGeneration, connect
 from ._sampler import Sampler, sampling_params
 
 RolloutFunc = Callable[[list[Any], Any], dict[str, list[Any]]]
-"""Takes prompts and the trainer, returns one completion per prompt, as `trl.trainer.grpo_trainer.RolloutFunc`."""
+"""Takes prompts and the trainer, returns one completion per prompt, like `trl.trainer.grpo_trainer.RolloutFunc`."""
 
 
 def rollout_func(server: str | RolloutClient, sampling: SamplingParams | None = None) -> RolloutFunc:
-    """A `rollout_func` that pushes when the trainer's step has changed, and samples on the server.
+    """Returns a `rollout_func` that pushes when the trainer's step has changed, and samples on the server.
 
-    TRL repeats each prompt `num_generations` times before it calls; repetitions become the group of one prompt. The
-    answer also has `weight_version`, `finish_reason` and `cached_tokens`, which reward functions get as columns.
+    TRL repeats each prompt `num_generations` times before the call; the repetitions become one group. The result also
+    has `weight_version`, `finish_reason` and `cached_tokens`, which reward functions get as columns.
 
     Args:
-        server: `host:port` of gRPC, or a client.
-        sampling: how tokens are chosen; None takes the trainer's settings.
+        server: the gRPC address as `host:port`, or a client.
+        sampling: sampling parameters; None takes the trainer's settings.
     """
     client = connect(server) if isinstance(server, str) else server
     policy = _Policy(client)
@@ -54,7 +54,7 @@ def rollout_func(server: str | RolloutClient, sampling: SamplingParams | None = 
 
 
 class _Policy:
-    """The policy on the server, and which step of the trainer it is of."""
+    """The policy on the server, and the trainer's step that it comes from."""
 
     def __init__(self, client: RolloutClient) -> None:
         self._client = client
@@ -63,7 +63,7 @@ class _Policy:
         self._step: int | None = None
 
     def of(self, trainer: Any) -> RolloutGeneration:
-        """What pushes: the trainer's own if it has one (`use_vllm`), else one made for it."""
+        """The generation that pushes: the trainer's own if it has one (`use_vllm`), else one created here."""
         own = getattr(trainer, "vllm_generation", None)
         if isinstance(own, RolloutGeneration):
             return own
@@ -80,7 +80,7 @@ class _Policy:
         return self._generation
 
     def pushed(self, trainer: Any) -> Sampler:
-        """Pushes if the trainer has made a step since, and asks for what was pushed, on every rank."""
+        """Pushes if the trainer has made a step since the last push; every rank then requires that version."""
         generation = self.of(trainer)
         if trainer.state.global_step != self._step:
             if generation is self._generation:  # TRL itself pushes with the trainer's own
@@ -92,7 +92,7 @@ class _Policy:
 
 
 def _samples(sampler: Sampler, prompts: list[list[int]], sampling: SamplingParams) -> list[Sample]:
-    """One sample per prompt, in order; equal prompts that follow each other are a group."""
+    """One sample per prompt, in order; consecutive equal prompts are a group."""
     groups = [(prompt, len(list(equal))) for prompt, equal in itertools.groupby(prompts)]
     sizes = {size for _, size in groups}
     if len(sizes) == 1:
@@ -103,7 +103,7 @@ def _samples(sampler: Sampler, prompts: list[list[int]], sampling: SamplingParam
 
 
 def _seeded(sampling: SamplingParams, trainer: Any) -> SamplingParams:
-    """With a seed of this rank and step, if one was given: a group may lie on ranks that ask each for itself."""
+    """Derives a seed for this rank and step, if one was given: a group may be split over ranks with own requests."""
     if sampling.seed is None:
         return sampling
     place = f"{sampling.seed} {trainer.state.global_step} {trainer.accelerator.process_index}"

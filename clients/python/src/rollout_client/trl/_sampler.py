@@ -1,4 +1,4 @@
-"""Generation as TRL asks for it: what `VLLMGeneration` and its trainers use of TRL's `VLLMClient`."""
+"""The part of TRL's `VLLMClient` that `VLLMGeneration` and its trainers use."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from ..types import FinishReason, PromptOutput, SamplingParams
 logger = logging.getLogger(__name__)
 
 _OFF = (None, -1)
-"""Values of `top_k` that trainers write for "keep all"; TRL's own is 0."""
+"""Values of `top_k` that mean "keep all", beside TRL's 0."""
 
 _KNOWN = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
 
 class Sampler:
-    """Samples on the server with TRL's arguments; stands where a trainer looks for its `vllm_client`."""
+    """Samples on the server with TRL's arguments; the trainer's `vllm_client`."""
 
     def __init__(self, client: RolloutClient) -> None:
-        """Takes the connection; the version to ask for is set after each push."""
+        """Takes the client; `weight_version` is set after each push."""
         self.client = client
         self.weight_version: int | None = None
-        """What was pushed last. Requests ask for it, so that samples of another policy never train this one."""
+        """The last pushed version. Requests require it, so that samples of another policy never train this one."""
 
     def get_server_info(self) -> dict[str, Any]:
-        """What TRL asks before it corrects by importance sampling: which log-probabilities come."""
+        """The kind of log-probabilities, which TRL checks before it corrects by importance sampling."""
         return {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
     def image_features(self, images: object) -> NoReturn:
-        """Refuses prompts with images.
+        """Rejects prompts with images.
 
         Raises:
             ValueError: always.
@@ -56,25 +56,25 @@ class Sampler:
 
         Args:
             prompts: token ids.
-            features: of images; only None is served.
+            features: features of images; must be None.
             n: completions per prompt.
-            logprobs: how many of the most likely tokens TRL wants besides the sampled one; 0 and None are served.
-            structured_outputs_regex: what each completion must match.
+            logprobs: number of most likely tokens that TRL wants beside the sampled one; must be 0 or None.
+            structured_outputs_regex: regular expression that each completion must match.
             generation_kwargs: further sampling parameters, which take precedence.
             sampling: `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty` and `max_tokens`.
 
         Returns:
-            `prompt_ids` by prompt, and by completion `completion_ids`, `logprobs` and `logprob_token_ids`, which have a
-            list of one for each token.
+            `prompt_ids` by prompt, and `completion_ids`, `logprobs` and `logprob_token_ids` by completion; the last two
+            have a list of one element for each token.
 
         Raises:
-            ValueError: something is asked for that the server does not have.
-            RolloutError: the server says no.
+            ValueError: the server does not support an argument.
+            RolloutError: the server rejects the request.
         """
         if features is not None:
             self.image_features(features)
         if logprobs not in (0, None):
-            raise ValueError(f"logprobs={logprobs}: only the sampled token's log-probability is served here; use 0")
+            raise ValueError(f"logprobs={logprobs}: only the sampled token's log-probability is supported; use 0")
         outputs = self.sample(prompts, n, sampling_params(sampling, structured_outputs_regex, generation_kwargs))
         samples = [sample for output in outputs for sample in output.samples]
         return {
@@ -85,19 +85,19 @@ class Sampler:
         }
 
     def sample(self, prompts: list[list[int]], n: int, sampling: SamplingParams) -> list[PromptOutput]:
-        """Samples of the policy that was pushed last, without texts.
+        """Samples from the policy that was pushed last, without texts.
 
         Raises:
-            Aborted: some were cut from outside.
+            Aborted: some samples were aborted.
         """
         outputs = self.client.generate(prompts, n, sampling, return_text=False, if_weight_version=self.weight_version)
         for output in outputs:
             cut = sum(sample.finish_reason is FinishReason.ABORTED for sample in output.samples)
             if cut:
                 raise Aborted(
-                    f"prompts[{output.prompt_index}]: {cut} of {n} samples were cut from outside, and would be trained "
-                    "on as if the model had ended them: by an abort, a pause, a push with running='abort', the end of "
-                    "the server, or the timeout that the client was made with"
+                    f"prompts[{output.prompt_index}]: {cut} of {n} samples were aborted, and must not be trained on as "
+                    "if the model had ended them. The cause is an abort, a pause, a push with running='abort', the "
+                    "server's shutdown, or the client's timeout"
                 )
         return outputs
 
@@ -105,10 +105,10 @@ class Sampler:
 def sampling_params(
     given: dict[str, Any], regex: str | None = None, generation_kwargs: dict[str, Any] | None = None
 ) -> SamplingParams:
-    """`SamplingParams` of TRL's arguments, with `generation_kwargs` over them as TRL does.
+    """`SamplingParams` from TRL's arguments; `generation_kwargs` take precedence, as in TRL.
 
     Raises:
-        ValueError: a key of `generation_kwargs` is no sampling parameter of the server.
+        ValueError: the server has no such sampling parameter as a key of `generation_kwargs`.
     """
     further = dict(generation_kwargs or {})
     if regex is not None:
@@ -120,7 +120,7 @@ def sampling_params(
     for name in further:
         if name not in _KNOWN:
             raise ValueError(
-                f"generation_kwargs: {name!r} is no sampling parameter here; there are {', '.join(_KNOWN)}"
+                f"generation_kwargs: unknown sampling parameter {name!r}; the server has {', '.join(_KNOWN)}"
             )
     merged = {**given, **further}
     if merged.get("top_k") in _OFF:

@@ -1,4 +1,4 @@
-"""TRL's trainers with `RolloutGeneration` in the place of vLLM."""
+"""TRL's trainers with `RolloutGeneration` instead of vLLM."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Trainer = TypeVar("Trainer", bound=type)
 
 _NAME = "VLLMGeneration"
 _SWAPPED = threading.Lock()
-"""Held while a trainer is made, because the name that is replaced belongs to TRL's modules."""
+"""Held while a trainer is created, because the replaced name belongs to TRL's modules."""
 
 
 def use_rollout_server(trainer: Trainer) -> Trainer:
-    """A subclass of a trainer that generates with rollout-server where the trainer would with vLLM.
+    """Returns a subclass of a trainer that generates with rollout-server instead of vLLM.
 
     Args:
         trainer: a class of TRL that has `use_vllm` (GRPO, RLOO, and others that generate through `VLLMGeneration`),
             or a subclass of one.
 
     Returns:
-        The class, whose constructor takes `client=RolloutClient(...)` besides, for a server with tokens or TLS.
+        The class. Its constructor also takes `client=RolloutClient(...)`, for a server with tokens or TLS.
     """
 
     class OnRolloutServer(trainer):
@@ -54,7 +54,7 @@ def use_rollout_server(trainer: Trainer) -> Trainer:
 
 @contextmanager
 def _generation_of(trainer: type, make: Callable[..., RolloutGeneration]) -> Iterator[None]:
-    """Has the modules of a trainer and its bases make another `VLLMGeneration`."""
+    """Replaces `VLLMGeneration` in the modules of a trainer and its bases."""
     modules = {sys.modules[base.__module__] for base in trainer.__mro__ if base.__module__ in sys.modules}
     modules = {module for module in modules if hasattr(module, _NAME)} | {trl_generation}
     with _SWAPPED:

@@ -1,6 +1,6 @@
-"""TRL's AsyncGRPOTrainer with pushes over gRPC: a `WeightTransferProtocol`, and the trainer with it built in.
+"""TRL's AsyncGRPOTrainer with pushes over gRPC: a `WeightTransferProtocol`, and a trainer that uses it.
 
-TRL's own trainer works with rollout-server too, unmodified, if it trains an adapter: docs/trl.md compares the two ways.
+To train an adapter, TRL's own trainer works with rollout-server unmodified: docs/trl.md compares the two ways.
 """
 
 from __future__ import annotations
@@ -21,62 +21,62 @@ from ..types import UpdateResult
 from ._generation import connect, wait_for_server
 
 READY_SECONDS = 240.0
-"""How long training waits for the server to come up, as TRL's `vllm_server_timeout` does."""
+"""How long training waits for the server to start, like TRL's `vllm_server_timeout`."""
 
 _WITHOUT_VLLM = threading.Lock()
 
 
 class RolloutWeightTransfer:
-    """Brings the trainer's weights to a rollout-server: for `AsyncGRPOTrainer(weight_transfer=...)`.
+    """Pushes the trainer's weights to rollout-server: for `AsyncGRPOTrainer(weight_transfer=...)`.
 
-    Requests that run stand still for the push and go on under the new policy, as TRL has it with vLLM.
+    Running requests pause for the push and continue under the new policy, as they do with vLLM.
     """
 
     def __init__(self, server: str | RolloutClient) -> None:
         """Connects at the start of the training.
 
         Args:
-            server: `host:port` of gRPC, or a client.
+            server: the gRPC address as `host:port`, or a client.
         """
         self.client = connect(server) if isinstance(server, str) else server
         self.trainer: Any = None
-        """Set it to the trainer: an adapter is then pushed alone, not every merged parameter, and TRL's worker asks for
-        the model by the server's name of it."""
+        """Set it to the trainer: then only the adapter is pushed, not every merged parameter, and TRL's worker requests
+        the model by the server's name for it."""
         self.last_push: UpdateResult | None = None
         """The receipt of the last push."""
 
     def init_weight_transfer(self) -> None:
-        """Waits for the server, and has TRL's worker ask for its model by the name that the server gives it.
+        """Waits for the server, and makes TRL's worker request the model by the server's name for it.
 
         Raises:
-            ConnectionError: it does not answer.
+            ConnectionError: the server does not answer.
         """
         wait_for_server(self.client, READY_SECONDS)
         worker = getattr(self.trainer, "rollout_worker", None)
         if isinstance(worker, async_rollout_worker.AsyncRolloutWorker):
-            worker._loop_kwargs["model_name"] = self.client.info().model  # TRL's is the path or the name on the hub
+            worker._loop_kwargs["model_name"] = self.client.info().model  # TRL uses the path or the name on the hub
 
     def pause(self) -> None:
-        """Requests that run stand still."""
+        """Stops running requests until `resume`."""
         self.client.pause("keep")
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Pushes the adapter, or all that the iterator gives."""
+        """Pushes the adapter, or all tensors of the iterator."""
         model = self._adapted()
         if model is None:
             self.last_push = self.client.push_full((name, tensor.detach()) for name, tensor in iterator)
-        else:  # the merge that the iterator would show is made on the server, from the untouched base
+        else:  # the server merges the adapter, from the untouched base
             self.last_push = self.client.push_lora(model)
 
     def resume(self) -> None:
-        """Requests go on."""
+        """Continues the stopped requests."""
         self.client.resume()
 
     def destroy(self) -> None:
-        """Nothing is left to release: the client stays the caller's."""
+        """Does nothing: the client belongs to the caller."""
 
     def _adapted(self) -> Any:
-        """The model, if its adapter can be read on this rank alone."""
+        """The model, if this rank has its whole adapter."""
         if self.trainer is None:
             return None
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
@@ -86,17 +86,17 @@ class RolloutWeightTransfer:
 
 
 class AsyncGRPOTrainer(TrlAsyncGRPOTrainer):
-    """TRL's `AsyncGRPOTrainer` with `RolloutWeightTransfer`, and without the vllm package."""
+    """TRL's `AsyncGRPOTrainer` with `RolloutWeightTransfer`, which does not need the package vllm."""
 
     def __init__(self, *args: Any, client: str | RolloutClient, **options: Any) -> None:
-        """Takes what TRL's takes but `weight_transfer`.
+        """Takes the arguments of TRL's trainer except `weight_transfer`.
 
         Args:
-            args, options: of TRL's trainer; `vllm_server_base_url` of its configuration is the server's HTTP port.
-            client: `host:port` of the same server's gRPC port, or a client.
+            args, options: of TRL's trainer; `vllm_server_base_url` in its configuration is the server's HTTP port.
+            client: the gRPC address of the same server as `host:port`, or a client.
         """
         transfer = RolloutWeightTransfer(client)
-        # The worker asks for vLLM to be installed, and uses nothing of it.
+        # The worker requires that vLLM is installed, but uses nothing from it.
         with _WITHOUT_VLLM, mock.patch.object(async_rollout_worker, "is_vllm_available", return_value=True):
             super().__init__(*args, weight_transfer=transfer, **options)
         transfer.trainer = self

@@ -1,7 +1,7 @@
-"""verl's rollouts by rollout-server: `actor_rollout_ref.rollout.name=rollout_server`.
+"""Rollouts for verl from rollout-server: `actor_rollout_ref.rollout.name=rollout_server`.
 
-verl imports this module by its entry point group `verl.plugins`, in every process, whenever verl itself is imported; so
-it only registers names, and what they stand for is imported when it is used.
+verl imports this module through its entry point group `verl.plugins`, in every process that imports verl. So the module
+only registers names; the classes behind them are imported on use.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 
 NAME = "rollout_server"
-"""What `actor_rollout_ref.rollout.name` is."""
+"""The value of `actor_rollout_ref.rollout.name`."""
 
 
 def register() -> None:
-    """Makes `NAME` known to verl. Called when this module is imported; calling it again changes nothing."""
-    from verl.workers.rollout import base, replica  # noqa: PLC0415 half of verl may be imported yet
+    """Registers `NAME` with verl. Importing this module calls it; further calls change nothing."""
+    from verl.workers.rollout import base, replica  # noqa: PLC0415 verl may be imported only in part
 
     base._ROLLOUT_REGISTRY[(NAME, "async")] = f"{__name__}.adapter.ServerAdapter"  # verl has no function for it
     replica.RolloutReplicaRegistry.register(NAME, _replica_class)
@@ -29,6 +29,6 @@ def _replica_class() -> type:
 try:
     register()
 except Exception:
-    # verl itself says nothing of plug-ins that fail, and later that there is no rollout of this name.
-    logging.getLogger(__name__).exception("rollout.name=%s is not there: this verl could not be extended", NAME)
+    # verl itself does not report a plug-in that fails; it later fails with an unknown name.
+    logging.getLogger(__name__).exception("rollout.name=%s is not available: the plug-in does not fit this verl", NAME)
     raise

@@ -1,4 +1,4 @@
-"""verl's parameters of sampling and its outputs, in this client's words."""
+"""Converts verl's sampling parameters and outputs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..types import FinishReason, Sample, SamplingParams
 from ._settings import Settings
 
 _FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}
-# What vLLM's parameters have beside ours, with the only values that mean what happens here.
+# vLLM's further parameters, with the values that match this server's behaviour.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "prompt_logprobs": (None,),
-    "include_stop_str_in_output": (False, True),  # of the text, which verl does not take
+    "include_stop_str_in_output": (False, True),  # affects only the text, which verl ignores
     "skip_special_tokens": (False, True),
     "spaces_between_special_tokens": (False, True),
     "detokenize": (False, True),
@@ -26,13 +26,13 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 def sampling_params(
     given: Mapping[str, Any], prompt_tokens: int, settings: Settings, max_model_len: int
 ) -> SamplingParams:
-    """What a request of verl asks for.
+    """The sampling parameters of one of verl's requests.
 
-    `max_tokens` (or `max_new_tokens`) is cut to what the context has room for; without it, it is `response_length`, and
-    at most what `prompt_length + response_length` leaves.
+    `max_tokens` (or `max_new_tokens`) is limited to the room in the context. The default is `response_length`, but at
+    most the room that `prompt_length + response_length` leaves.
 
     Raises:
-        InvalidArgument: a parameter is unknown here, or the prompt fills the context.
+        InvalidArgument: the server has no such parameter, or the prompt fills the context.
     """
     room = max_model_len - prompt_tokens
     if room < 1:
@@ -64,22 +64,22 @@ def sampling_params(
 
 
 def request_seed(seed: int, request_id: str, prompt_tokens: int, global_steps: int | None) -> int:
-    """The seed of one request where all must be the same again in a second run (`full_determinism`).
+    """The seed of a request with `full_determinism`, where a second run must return the same samples.
 
-    A group's samples are requests of their own, so each has another; on which replica it runs does not matter. Turns of
-    one conversation differ by their prompts' lengths.
+    A group's samples are separate requests, so each gets its own seed, whichever replica it runs on. Turns of one
+    conversation differ by the length of their prompts.
     """
     text = f"{seed}/{request_id}/{prompt_tokens}/{global_steps}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1  # 63 bits, as elsewhere
 
 
 def output_fields(sample: Sample, settings: Settings, logprobs: bool, global_steps: int | None) -> dict[str, Any]:
-    """What verl's `TokenOutput` has of a sample.
+    """The fields of verl's `TokenOutput` for a sample.
 
     Args:
-        sample: as it came.
-        settings: of the replica.
-        logprobs: whether verl wants them.
+        sample: the sample.
+        settings: settings of the replica.
+        logprobs: whether verl requested log-probabilities.
         global_steps: version of the policy, for a sample without tokens.
     """
     versions = [span.weight_version for span in sample.weight_versions] or [global_steps]
@@ -97,6 +97,6 @@ def output_fields(sample: Sample, settings: Settings, logprobs: bool, global_ste
 
 
 def aborted_fields(global_steps: int | None) -> dict[str, Any]:
-    """`TokenOutput` of a request that was turned away."""
+    """The fields of verl's `TokenOutput` for a rejected request."""
     extra = {"global_steps": global_steps, "min_global_steps": global_steps, "max_global_steps": global_steps}
     return {"token_ids": [], "log_probs": None, "stop_reason": "aborted", "extra_fields": extra}

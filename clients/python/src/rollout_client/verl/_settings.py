@@ -1,4 +1,4 @@
-"""How a replica's server is started or found: read from verl's configuration, checked before anything starts."""
+"""Reads and checks verl's configuration: how a replica's server is started or found."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from . import NAME
 BINARY = "rollout-server"
 BINARY_VARIABLE = "ROLLOUT_SERVER_BINARY"
 START_SECONDS = 600.0
-"""For a start: a checkpoint of some 100 GB from a disk of 200 MB/s."""
+"""Default limit for a start: enough to read 100 GB from a disk at 200 MB/s."""
 
 OPTIONS = f"actor_rollout_ref.rollout.engine_kwargs.{NAME}"
-"""Where the options that are not verl's own stand."""
+"""The place of the options that verl itself does not have."""
 
 LOGPROBS = {"processed_logprobs": "logprobs", "raw_logprobs": "raw_logprobs"}
 """verl's `logprobs_mode` and the field of a sample."""
 
-# verl's settings that change what is sampled, or how, and that this server cannot follow, with what they may be.
+# verl's settings that affect sampling and that this server does not support in full, with their allowed values.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "data_parallel_size": (1,),
     "pipeline_model_parallel_size": (1,),
@@ -33,37 +33,41 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "logprobs_mode": tuple(LOGPROBS),
     "dtype": ("auto", "bfloat16", "float32"),
 }
-_RESERVED = {"port": "is chosen here", "http_port": "is chosen here", "model": "is actor_rollout_ref.model.path"}
+_RESERVED = {
+    "port": "is chosen automatically",
+    "http_port": "is chosen automatically",
+    "model": "is actor_rollout_ref.model.path",
+}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the actor of a replica needs to know."""
+    """Settings of a replica's actor."""
 
     replica_rank: int
     model: str
-    """As `--model` takes it; on the host of the actor it may still have to be copied there."""
+    """The value of `--model`; the actor may have to copy it to its host first."""
     flags: dict[str, Any]
-    """Flags of the command line by their names."""
+    """Command-line flags by name."""
     address: str | None
-    """`host:port` of a server that runs already, instead of starting one."""
+    """`host:port` of a running server; None starts one."""
     binary: str | None
     token_file: str | None
     tls: Any
     start_seconds: float
     adapter: bool
-    """Whether pushes are LoRA adapters, so that a sleep must keep what they change: the checkpoint."""
+    """Whether pushes are LoRA adapters, so that a sleep must keep their base."""
     free_cache_engine: bool
     max_model_len: int | None
     prompt_length: int
     response_length: int
     sampling_defaults: dict[str, Any]
-    """verl's parameters of sampling where a request has none."""
+    """verl's sampling parameters for requests without their own."""
     logprobs_field: str
     seed: int | None
-    """With `full_determinism`, what the samples' seeds are made from."""
+    """With `full_determinism`, the source of the samples' seeds."""
     save_path: str | None
-    """Where profiles go; None if none are wanted."""
+    """Directory for profiles; None writes none."""
 
 
 def read_settings(config: Any, model_config: Any, replica_rank: int, replicas_per_node: int) -> Settings:
@@ -73,10 +77,10 @@ def read_settings(config: Any, model_config: Any, replica_rank: int, replicas_pe
         config: verl's `RolloutConfig`.
         model_config: verl's `HFModelConfig`, or the `DictConfig` of one.
         replica_rank: number of the replica.
-        replicas_per_node: how many share a machine, and so its memory and its cores.
+        replicas_per_node: how many replicas share a machine, its memory and its cores.
 
     Raises:
-        InvalidArgument: a setting asks for what this server cannot do; the message names it.
+        InvalidArgument: the server does not support a setting; the message names it.
     """
     _refuse_unsupported(config)
     options = _options(config)
@@ -107,7 +111,7 @@ def read_settings(config: Any, model_config: Any, replica_rank: int, replicas_pe
 
 
 def command_line(flags: Mapping[str, Any]) -> list[str]:
-    """`{"mem_util": 0.3, "profile": True}` as `["--mem-util", "0.3", "--profile"]`; None and False leave a flag out."""
+    """`{"mem_util": 0.3, "profile": True}` as `["--mem-util", "0.3", "--profile"]`; None and False omit a flag."""
     line = []
     for name, value in flags.items():
         if value is None or value is False:
@@ -117,10 +121,10 @@ def command_line(flags: Mapping[str, Any]) -> list[str]:
 
 
 def find_binary(given: str | None) -> Path:
-    """The server's executable: `given`, or the one that the environment names, or the first in `PATH`.
+    """The server's executable: `given`, or the one in the environment variable, or the first in `PATH`.
 
     Raises:
-        InvalidArgument: there is none.
+        InvalidArgument: it does not exist or is not executable.
     """
     variable = os.environ.get(BINARY_VARIABLE)
     for where, path in ((f"{OPTIONS}.binary", given), (BINARY_VARIABLE, variable)):
@@ -131,9 +135,9 @@ def find_binary(given: str | None) -> Path:
     found = shutil.which(BINARY)
     if found is None:
         raise InvalidArgument(
-            f"no {BINARY} in PATH on this machine: build it (`make server`) and say +{OPTIONS}.binary=PATH or "
-            f"{BINARY_VARIABLE}=PATH, or name servers that run in +{OPTIONS}.addresses (the + is for Hydra, which else "
-            "refuses names that are new to it)"
+            f"no {BINARY} in PATH on this machine: build it (`make server`) and set +{OPTIONS}.binary=PATH or "
+            f"{BINARY_VARIABLE}=PATH, or list running servers in +{OPTIONS}.addresses (without the +, Hydra rejects "
+            "names that it does not know)"
         )
     return Path(found)
 
@@ -148,10 +152,10 @@ def _options(config: Any) -> dict[str, Any]:
 def _flags(config: Any, replicas_per_node: int) -> dict[str, Any]:
     flags: dict[str, Any] = {
         "tp": config.tensor_model_parallel_size,
-        # As with one accelerator for each replica, all of a machine's take this fraction of it together.
+        # All replicas of a machine take this fraction of its memory together, as they would of one accelerator each.
         "mem_util": round(config.gpu_memory_utilization / replicas_per_node, 6),
         "dtype": config.dtype,
-        "log": "warn",  # a line for each request is too much where each sample is one
+        "log": "warn",  # every sample is a request, so one line per request is too much
         "max_model_len": config.max_model_len,
     }
     if replicas_per_node > 1:
@@ -163,13 +167,15 @@ def _address(addresses: Any, options: Mapping[str, Any], replica_rank: int) -> s
     if addresses is None:
         return None
     if options:
-        raise InvalidArgument(f"{OPTIONS}.{next(iter(options))}: not with addresses, whose servers run already")
+        raise InvalidArgument(
+            f"{OPTIONS}.{next(iter(options))}: not allowed with addresses, whose servers are already running"
+        )
     if isinstance(addresses, str):
         addresses = [addresses]
     if replica_rank >= len(addresses):
         raise InvalidArgument(
-            f"{OPTIONS}.addresses: {len(addresses)} for replicas 0 to {replica_rank} at least: verl makes one replica "
-            "for each tensor_model_parallel_size ranks of the trainer, and each needs a server of its own"
+            f"{OPTIONS}.addresses: {len(addresses)} for replicas 0 to {replica_rank} at least: verl creates a replica "
+            "for each tensor_model_parallel_size ranks of the trainer, and each needs its own server"
         )
     return str(addresses[replica_rank])
 

@@ -1,4 +1,4 @@
-"""What lives in the trainer's ranks: it gives the replica's server new weights, and its memory back."""
+"""The part in the trainer's ranks: it pushes weights to the replica's server, and lets it sleep and wake."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .replica import actor_name
 
 
 class ServerAdapter(BaseRollout):
-    """One in each rank. The first rank of a replica pushes; all take every tensor, since gathering is collective."""
+    """One for each rank. A replica's first rank pushes; all ranks take every tensor, as gathering is collective."""
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
-        """Connects to nothing yet: the server is started after this.
+        """Does not connect yet: the server is started later.
 
         Args:
             config: verl's `RolloutConfig`.
             model_config: verl's `HFModelConfig`.
             device_mesh: not used.
-            replica_rank: number of the replica; -1: that of this rank of the trainer.
+            replica_rank: number of the replica; -1 takes that of this rank.
         """
         super().__init__(config, model_config, device_mesh)
         world_size = self.config.tensor_model_parallel_size
@@ -41,7 +41,7 @@ class ServerAdapter(BaseRollout):
             await self._server().wake_up.remote(tags=tags)
 
     async def release(self) -> None:
-        """Lets the server sleep."""
+        """Puts the server to sleep."""
         if self.config.free_cache_engine and self.is_leader_rank:
             await self._server().sleep.remote()
 
@@ -54,24 +54,24 @@ class ServerAdapter(BaseRollout):
         global_steps: int | None = None,
         **_options: Any,
     ) -> None:
-        """Makes these weights the policy, all at once; a push that fails leaves the one that serves.
+        """Pushes the weights in one transaction; if the push fails, the serving policy stays.
 
         Args:
-            weights: names with tensors, gathered as they are taken, by a generator that may be asynchronous.
-            wire_format: `named_tensors`.
-            peft_config: of a LoRA adapter, whose tensors `weights` then are, if `base_sync_done`.
+            weights: pairs of name and tensor from a generator, which may be asynchronous and gathers each tensor.
+            wire_format: must be `named_tensors`.
+            peft_config: configuration of the LoRA adapter that `weights` contains if `base_sync_done`.
             base_sync_done: whether the server has the base, so that the adapter's tensors suffice.
-            global_steps: the trainer's step, which is the policy's version; None: the one that it has.
+            global_steps: the trainer's step, which becomes the weight version; None keeps the current one.
 
         Raises:
-            NotImplementedError: the format is another.
-            RolloutError: the server does not take the weights. It is raised when all tensors were taken, so that other
-                ranks do not wait for this one.
+            NotImplementedError: another `wire_format`.
+            RolloutError: the server rejects the weights. It is raised after all tensors have been taken, so that other
+                ranks do not hang.
         """
         if wire_format != "named_tensors":
             raise NotImplementedError(
                 f"rollout.name=rollout_server takes named tensors, not wire_format={wire_format!r}: "
-                "set rollout.checkpoint_engine.backend to another than delta_sharded"
+                "set rollout.checkpoint_engine.backend to a value other than delta_sharded"
             )
         pairs = _gathered(weights)
         try:
@@ -86,16 +86,16 @@ class ServerAdapter(BaseRollout):
     ) -> None:
         server, client = self._server(), await self._connected()
         version = await server.get_global_steps.remote() if global_steps is None else global_steps
-        # In place where both policies do not fit: verl sends all of one before it samples from it.
+        # In place if both policies do not fit: verl sends a whole policy before it samples from it.
         options = {"in_place": True} if peft_config is None else {}
         kind = "full" if peft_config is None else "lora"
-        # verl counts: from 0, the same for a base and its adapter, and for what it pushes again.
+        # verl's count starts at 0, and does not change between a base and its adapter or when it repeats a push.
         with client.begin_push(
             kind, peft_config, version=version, force_version=version is not None, **options
         ) as push:
             async for name, tensor in pairs:
                 push.write(name, tensor)
-                del tensor  # before the next is gathered
+                del tensor  # frees it before the next is gathered
         if version is not None:
             await server.set_global_steps.remote(version)
 
@@ -110,15 +110,15 @@ class ServerAdapter(BaseRollout):
             node = target.pop("node")
             if target["address"].startswith("127.") and node not in (None, ray.get_runtime_context().get_node_id()):
                 raise InvalidArgument(
-                    f"replica {self.replica_rank} listens on {target['address']} of another machine than this rank's; "
-                    "give its server a host that this one reaches, and tokens (docs/verl.md)"
+                    f"replica {self.replica_rank} listens on {target['address']} of another machine; "
+                    "set host to an address that this machine can reach, and use tokens (docs/verl.md)"
                 )
             self._client = RolloutClient(**target)
         return self._client
 
 
 async def _gathered(weights: Any) -> AsyncIterator[tuple[str, Any]]:
-    """The pairs, with sharded tensors made whole, which all ranks do together."""
+    """The pairs with whole tensors; all ranks gather sharded ones together."""
     async for name, tensor in ensure_async_iterator(weights):
         yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         del tensor

@@ -1,4 +1,4 @@
-"""A replica: one rollout-server, with the actor through which verl reaches it."""
+"""A replica: one rollout-server and the Ray actor that connects verl to it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .server import RolloutServer
 
 
 def actor_name(replica_rank: int, kind: str = "", suffix: str = "") -> str:
-    """Name of a replica's actor. `kind` is empty for the policy that is trained, else `reward_` or `teacher_`."""
+    """Name of a replica's actor. `kind` is empty for the trained policy, else `reward_` or `teacher_`."""
     return f"{NAME}_{kind}{replica_rank}{suffix}"
 
 
 class RolloutServerReplica(RolloutReplica):
-    """What verl makes for each `tensor_model_parallel_size` ranks of the trainer."""
+    """One replica for each `tensor_model_parallel_size` ranks of the trainer."""
 
     async def launch_servers(self) -> None:
         """Starts the actor on the machine of the replica's workers, and the server in it.
 
         Raises:
-            InvalidArgument: verl's settings ask for what this server cannot do, or for more ranks than there are.
+            InvalidArgument: the server does not support verl's settings, or there are too few ranks.
             RolloutError: the server does not start.
         """
         if self.nnodes > 1:
@@ -54,7 +54,7 @@ class RolloutServerReplica(RolloutReplica):
         self.servers, self._server_handle, self._server_address = [server], server, f"{host}:{port}"
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
-        """Ends what runs; returns `aborted_count` and `request_ids`."""
+        """Ends in-flight requests; returns `aborted_count` and `request_ids`."""
         return await self._server_handle.abort_all_requests.remote(reject_request=reject_request)
 
     async def _placement(self) -> dict[str, Any]:

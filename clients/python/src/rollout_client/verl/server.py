@@ -1,4 +1,4 @@
-"""The Ray actor of a replica: it runs (or knows) one rollout-server and does what verl asks of it."""
+"""The Ray actor of a replica: it runs or connects to one rollout-server, and serves verl's calls with it."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from ._sampling import aborted_fields, output_fields, request_seed, sampling_par
 from ._settings import Settings, command_line, find_binary
 
 LOG_LINES = 20
-"""Of the server's log, in the error of a start that failed."""
+"""Lines of the server's log in the error of a failed start."""
 
 
 class RolloutServer:
-    """What runs in the actor. All methods are called by verl, by these names and arguments."""
+    """The actor's class. verl calls all methods, with these names and arguments."""
 
     def __init__(self, settings: Settings, rollout_mode: RolloutMode | None) -> None:
-        """Starts nothing yet; `launch_server` does.
+        """Does not start the server yet; `launch_server` does.
 
         Args:
-            settings: of the replica.
-            rollout_mode: whether the server shares memory with a trainer, and so sleeps when it is told.
+            settings: settings of the replica.
+            rollout_mode: whether the server shares memory with a trainer, and so sleeps on request.
         """
         self._settings = settings
         self._mode = rollout_mode
@@ -50,10 +50,10 @@ class RolloutServer:
         self._profile_since = 0
 
     async def launch_server(self) -> None:
-        """Starts the server on this machine, or connects to the one that was named, and waits until it runs.
+        """Starts the server on this machine, or connects to the configured one, and waits until it runs.
 
         Raises:
-            RolloutError: the server ended, with the last lines of its log; or it is not there.
+            RolloutError: the server exited (the message has the last lines of its log) or cannot be reached.
         """
         settings = self._settings
         token = None if settings.token_file is None else read_token(settings.token_file)
@@ -69,31 +69,31 @@ class RolloutServer:
         self._max_model_len = min(settings.max_model_len or info.max_model_len, info.max_model_len)
 
     async def get_server_address(self) -> tuple[str, str]:
-        """This machine's address, and the port of the server's HTTP routes (of gRPC, for a server that was named)."""
+        """This machine's address and the server's HTTP port; for a configured server, its gRPC address."""
         host, port = self._http_address.rsplit(":", 1)
         return (ray.util.get_node_ip_address() if self._process else host), port
 
     async def get_push_target(self) -> dict[str, Any]:
-        """What the trainer's rank needs to push: `address`, `token`, `tls`, and the `node` that the server runs on."""
+        """The arguments with which the trainer's rank pushes: `address`, `token`, `tls`, and the server's `node`."""
         node = ray.get_runtime_context().get_node_id() if self._process else None
         return {"address": self._address, "token": self._token, "tls": self._settings.tls, "node": node}
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **others: Any
     ) -> TokenOutput:
-        """Samples one completion. While `abort_all_requests` is in force it waits, or is turned away.
+        """Samples one completion. Between `abort_all_requests` and `resume_generation` it waits or is rejected.
 
         Args:
-            prompt_ids: the prompt, with the tokens so far for a sample that goes on after an abort.
-            sampling_params: as vLLM has them.
+            prompt_ids: the prompt, followed by the tokens so far if the sample continues after an abort.
+            sampling_params: vLLM's sampling parameters.
             request_id: unique among running requests.
-            others: images and the like, of which there must be none.
+            others: images and other media, which must be empty.
 
         Returns:
-            Tokens, log-probabilities and, in `extra_fields`, the oldest and the newest policy that made them.
+            Tokens, log-probabilities and, in `extra_fields`, the oldest and newest policy that sampled them.
 
         Raises:
-            RolloutError: as the server said it.
+            RolloutError: the server's error.
         """
         for name, value in others.items():
             if value:
@@ -112,40 +112,40 @@ class RolloutServer:
         finally:
             self._running.discard(request_id)
         wanted_logprobs = sampling_params.get("logprobs")
-        logprobs = wanted_logprobs is not None and wanted_logprobs is not False  # 0 asks for the sampled token's
+        logprobs = wanted_logprobs is not None and wanted_logprobs is not False  # 0 requests those of sampled tokens
         return TokenOutput(**output_fields(outputs[0].samples[0], self._settings, logprobs, self._global_steps))
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Takes the memory again: all of it, or `weights`, or `kv_cache`."""
+        """Wakes the server: all of it, or `weights`, or `kv_cache`."""
         if self._sleeps():
             await self._client.wake(tags)
 
     async def sleep(self) -> None:
-        """Gives the memory to the trainer."""
+        """Puts the server to sleep."""
         if self._sleeps():
             await self._sleep()
 
     async def clear_kv_cache(self) -> None:
-        """Forgets cached prefixes. A push needs it not: prefixes of an older policy are never found."""
+        """Clears the prefix cache. A push does not need it: a new policy never uses an older one's prefixes."""
         await self._client.reset_prefix_cache()
 
     async def release_kv_cache(self) -> None:
-        """Gives the KV cache back for the time of a push."""
+        """Frees the KV cache until `resume_kv_cache`, so that a push has room."""
         if self._settings.free_cache_engine and self._mode is not RolloutMode.COLOCATED:
             await self._sleep()
             await self._client.wake(["weights"])
 
     async def resume_kv_cache(self) -> None:
-        """Takes the KV cache again."""
+        """Allocates the KV cache again."""
         if self._settings.free_cache_engine and self._mode is not RolloutMode.COLOCATED:
             await self._client.wake(["kv_cache"])
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
-        """Ends what runs, with the tokens so far, and lets nothing begin until `resume_generation`.
+        """Ends in-flight requests with their tokens so far; no request starts before `resume_generation`.
 
         Args:
-            reset_prefix_cache: also forget cached prefixes.
-            reject_request: turn requests away that come meanwhile, instead of letting them wait.
+            reset_prefix_cache: also clear the prefix cache.
+            reject_request: reject requests that arrive meanwhile, instead of letting them wait.
 
         Returns:
             `aborted_count` and `request_ids`.
@@ -154,7 +154,7 @@ class RolloutServer:
         self._open.clear()
         request_ids = sorted(self._running)
         try:
-            # One order, so that nothing begins between the end of what runs and the pause.
+            # One command, so that no request starts between the abort and the pause.
             await self._unless_asleep(self._client.pause("abort"))
         except BaseException:
             self._rejecting = False
@@ -172,16 +172,16 @@ class RolloutServer:
             self._rejecting = False
             self._open.set()
 
-    async def _unless_asleep(self, order: Awaitable[object]) -> None:
-        """Gives an order that a server refuses, and needs not, while it sleeps."""
+    async def _unless_asleep(self, command: Awaitable[object]) -> None:
+        """Sends a command that a sleeping server rejects and does not need."""
         try:
-            await order
+            await command
         except FailedPrecondition:
             if (await self._client.status()).asleep is None:
                 raise
 
     async def set_global_steps(self, global_steps: int) -> None:
-        """Takes note of the trainer's step whose weights serve now."""
+        """Stores the trainer's step whose weights serve now."""
         self._global_steps = global_steps
 
     async def get_global_steps(self) -> int | None:
@@ -189,12 +189,12 @@ class RolloutServer:
         return self._global_steps
 
     async def start_profile(self, **_options: Any) -> None:
-        """Begins a stretch of the timeline that `stop_profile` writes down."""
+        """Marks the start of the timeline that `stop_profile` writes."""
         if self._settings.save_path is not None:
             self._profile_since = (await self._client.timeline(max_spans=1)).now
 
     async def stop_profile(self) -> None:
-        """Writes where the server's time went since `start_profile`, as a trace that Perfetto opens."""
+        """Writes the server's phases since `start_profile` as a trace for Perfetto."""
         if self._settings.save_path is None:
             return
         timeline = await self._client.timeline(since=self._profile_since)
@@ -228,18 +228,18 @@ class RolloutServer:
         return sampling_params(given, prompt_tokens, self._settings, self._max_model_len)
 
     def _sleeps(self) -> bool:
-        """Whether memory is shared with a trainer: a server of its own has it to itself."""
+        """Whether the server shares memory with a trainer; a standalone one does not sleep."""
         return self._settings.free_cache_engine and self._mode is not RolloutMode.STANDALONE
 
     async def _sleep(self) -> None:
-        # What an adapter is merged into, and what no push brings again, must be kept.
+        # Keep the base of adapters, and weights that no push sends again.
         keeps = self._settings.adapter or self._mode is RolloutMode.COLOCATED
-        # What came to a paused server just before the pause would stand still forever; verl sends it again.
+        # Requests that arrived just before the pause would never end; verl sends them again.
         await self._client.sleep(1 if keeps else 2, "wait" if self._open.is_set() else "abort")
 
 
 class _Log:
-    """Passes on what the server logs, to where Ray collects it, and keeps the last lines."""
+    """Forwards the server's log to standard error, where Ray collects it, and keeps the last lines."""
 
     def __init__(self) -> None:
         source, self.sink = os.pipe()
@@ -248,11 +248,11 @@ class _Log:
         self._thread.start()
 
     def close_sink(self) -> None:
-        """This process's end; the server has its own now, with which the log ends."""
+        """Closes this process's end of the pipe, so that the log ends when the server exits."""
         os.close(self.sink)
 
     def tail(self) -> str:
-        """The last lines of a server that has ended."""
+        """The last lines of a server that has exited."""
         self._thread.join()
         return "".join(self._lines)
 
