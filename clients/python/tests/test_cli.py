@@ -80,11 +80,11 @@ def test_a_text_that_the_terminal_cannot_show_is_written_escaped(running):
 
 
 def test_lifecycle(rollout, client):
-    assert rollout("sleep", "--level", 1)[1].startswith("asleep, after ")
+    assert rollout("sleep", "--level", 1)[1].startswith("asleep after ")
     status, out, error = rollout("generate", "--tokens", 1)
     assert (status, out) == (1, "") and "asleep" in error and len(error.splitlines()) == 1
-    assert rollout("wake", "weights")[1].startswith("asleep, after ")
-    assert rollout("wake")[1].startswith("running, after ")
+    assert rollout("wake", "weights")[1].startswith("asleep after ")
+    assert rollout("wake")[1].startswith("running after ")
     assert rollout("pause", "--mode", "keep")[:2] == (0, "paused\n")
     assert rollout("resume")[:2] == (0, "running\n")
     assert client.status().lifecycle == "running"
@@ -269,7 +269,7 @@ def test_tokens_come_from_a_file_and_their_want_is_explained(binary, rollout, tm
     [
         (["generate", "\udcff"], "prompts[0]: 'utf-8' codec can't encode"),
         (["generate", "--chat", "\udcff"], "prompts[0][0].content: 'utf-8' codec can't encode"),
-        (["generate", "--tokens", "1 x"], "--tokens: 'x' is no token id; "),
+        (["generate", "--tokens", "1 x"], "--tokens: 'x' is not a token id; "),
         (["generate", "--tokens", "99999"], "prompts[0].tokens.ids[0]: 99999"),
         (["generate", "x", "--adapter", "\udcff"], "adapter: 'utf-8' codec can't encode"),
         (["generate", "x", "-n", "0"], "n: 0 samples"),

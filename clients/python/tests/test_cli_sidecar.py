@@ -178,7 +178,7 @@ def test_a_server_that_is_gone_is_said_to_be(binary):
         with sidecar("--address", server.address, "--http-address", gone) as (address, _):
             answer = ask(address, "GET", "/health")
     assert answer.status == 502
-    assert f"no answer of the server at http://{gone}" in answer.body["error"]["message"]
+    assert f"the server at http://{gone} does not answer" in answer.body["error"]["message"]
 
 
 def test_a_server_that_keeps_no_adapters_is_named_with_its_flag(running):

@@ -182,13 +182,13 @@ def test_an_aborted_sample_is_compared_as_far_as_it_went(serving, path):
     [
         (
             lambda r: replace(r, token_ids=[*r.token_ids[:4], r.token_ids[4] ^ 1, *r.token_ids[5:]]),
-            "4: it is .*, and was",
+            "4: now .*, was",
         ),
-        (lambda r: replace(r, raw_logprobs=flipped(r.raw_logprobs, 6)), "6: its raw log-probability is .*, and was"),
-        (lambda r: replace(r, logprobs=flipped(r.logprobs, 0)), "0: its log-probability is .*, and was"),
-        (lambda r: shortened(r, 5), "5: it is [0-9]+, and there was none"),
-        (lambda r: replace(r, sampling=replace(r.sampling, max_tokens=9)), "9: there is none .*, and was [0-9]+"),
-        (lambda r: replace(r, finish_reason=FinishReason.EOS), "11: it ends the sample by length, and did by eos"),
+        (lambda r: replace(r, raw_logprobs=flipped(r.raw_logprobs, 6)), "6: raw log-probability now .*, was"),
+        (lambda r: replace(r, logprobs=flipped(r.logprobs, 0)), "0: log-probability now .*, was"),
+        (lambda r: shortened(r, 5), "5: now [0-9]+, was missing"),
+        (lambda r: replace(r, sampling=replace(r.sampling, max_tokens=9)), "9: missing .*, was [0-9]+"),
+        (lambda r: replace(r, finish_reason=FinishReason.EOS), "11: now ends the sample by length, ended it by eos"),
     ],
 )
 def test_a_forged_receipt_is_found_at_its_token(serving, path, capsys, change, told):
@@ -201,13 +201,13 @@ def test_a_forged_receipt_is_found_at_its_token(serving, path, capsys, change, t
     assert re.match(f"    line 2, prompt 0, sample 1, token {told}", out[2]), out[2]
 
 
-def test_a_server_that_promises_no_equal_bits_is_no_bug(serving, path, capsys, monkeypatch):
+def test_a_server_without_batch_invariance_is_not_a_bug(serving, path, capsys, monkeypatch):
     record(serving, path, prompts=[[1, 2, 3]])
     forged(path, 2, lambda r: replace(r, raw_logprobs=flipped(r.raw_logprobs, 6)))
     info = RolloutClient.info
     monkeypatch.setattr(RolloutClient, "info", lambda self: replace(info(self), batch_invariant=False))
     _, out, _ = command(serving, path, capsys)
-    assert "a server that promises no equal bits (--attention flash" in out[1]
+    assert "a server without batch invariance (--attention flash" in out[1]
 
 
 def flipped(values, at):
@@ -238,12 +238,12 @@ def test_lines_that_are_no_receipts_are_named_and_the_others_replayed(serving, p
     status, out, error = command(serving, path, capsys)
     assert (status, out[0]) == (1, "version 0: 2 samples: 2 the same bits")
     told = error.splitlines()
-    assert [re.findall("line ([0-9]+): (no JSON|changed|no receipt)", line) for line in told] == [
-        [("2", "no JSON")],
+    assert [re.findall("line ([0-9]+): (not JSON|changed|not a receipt)", line) for line in told] == [
+        [("2", "not JSON")],
         [("3", "changed")],
-        [("4", "no receipt")],
-        [("5", "no JSON")],
-        [("8", "no receipt")],
+        [("4", "not a receipt")],
+        [("5", "not JSON")],
+        [("8", "not a receipt")],
     ]
     with pytest.raises(InvalidArgument, match=re.escape(f"{path}, line 2: ")):
         list(read_receipts(path))
@@ -272,7 +272,7 @@ def test_a_line_that_is_nested_too_deeply_is_named(serving, path, capsys, line):
         file.write(f"{line}\n")
     status, out, error = command(serving, path, capsys)
     assert (status, out[0]) == (1, "version 0: 1 sample: 1 the same bits")
-    assert error == f"rollout: {path}, line 2: no receipt: its JSON is nested too deeply\n"
+    assert error == f"rollout: {path}, line 2: not a receipt: its JSON is nested too deeply\n"
 
 
 def test_a_note_that_is_nested_too_deeply_is_refused():
@@ -303,7 +303,7 @@ def test_a_receipt_that_makes_no_sense_is_refused(broken):
 
     content = json.loads(example().to_json()) | broken
     content.pop("digest")
-    with pytest.raises(InvalidArgument, match="no receipt"):
+    with pytest.raises(InvalidArgument, match="not a receipt"):
         parse_receipt(json.dumps(content | {"digest": _digest(content)}))
 
 

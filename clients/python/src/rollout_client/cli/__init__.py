@@ -1,7 +1,7 @@
-"""The command `rollout`: looks at a server and gives it orders from a shell.
+"""The command `rollout`, which watches and controls a server from a shell.
 
 Each subcommand is a module with `register`, which adds its parser; its function takes the parsed options and returns an
-exit status, or None for 0. Statuses: 0 done, 1 the server (or a file) said no, 2 wrong usage, 130 interrupted.
+exit status, or None for 0. Statuses: 0 success, 1 an error of the server or a file, 2 wrong usage, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ._command import CommandError, one_line
 
 _COMMANDS = (status, generate, push_lora, lifecycle, checksum, timeline, replay, sidecar)
 _FAILED = 1
-# As shells report a process that SIGINT or SIGPIPE has ended.
+# The statuses that shells report for a process that SIGINT or SIGPIPE has ended.
 _INTERRUPTED = 130
 _READER_LEFT = 141
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the command, with every subcommand registered."""
-    parser = argparse.ArgumentParser(prog="rollout", description="Looks at a rollout-server and gives it orders.")
+    parser = argparse.ArgumentParser(prog="rollout", description="Watches and controls a rollout-server.")
     parser.add_argument("--version", action="version", version=f"rollout-client {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in _COMMANDS:
@@ -35,15 +35,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status. What is expected to fail is one line on standard error.
+    """Runs the command and returns its exit status. Prints expected errors as one line on standard error.
 
     Args:
-        arguments: of the command line, without the program's name; None is this process's own.
+        arguments: the command line without the program's name; None takes this process's own.
 
     Raises:
         SystemExit: with status 2 for wrong usage, and 0 after `--help` or `--version`.
     """
-    with suppress(AttributeError):  # what stands in for standard output may have no encoding
+    with suppress(AttributeError):  # a replacement of standard output may have no encoding
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         options = build_parser().parse_args(arguments)
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        # The interpreter flushes standard output once more at its end, which must not fail again.
+        # The interpreter flushes standard output once more at exit, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _READER_LEFT
     except (CommandError, RolloutError) as error:
@@ -65,4 +65,4 @@ def _version() -> str:
     try:
         return version("rollout-client")
     except PackageNotFoundError:
-        return "that was not installed, but found by PYTHONPATH"
+        return "(not installed; found through PYTHONPATH)"

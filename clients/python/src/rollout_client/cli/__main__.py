@@ -1,4 +1,4 @@
-"""`python -m rollout_client.cli`, where the script `rollout` is not in PATH."""
+"""`python -m rollout_client.cli`, if the script `rollout` is not in PATH."""
 
 import sys
 

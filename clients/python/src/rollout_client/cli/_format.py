@@ -1,4 +1,4 @@
-"""How the subcommands write sizes, times and JSON."""
+"""Formats sizes, times and JSON for the subcommands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def size(count: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A duration in the unit that fits."""
+    """A duration in a suitable unit."""
     minute, hour = 60, 3600
     if value >= hour:
         return f"{value // hour:.0f} h {value % hour // minute:.0f} min"
@@ -30,7 +30,7 @@ def seconds(value: float) -> str:
 
 
 def to_json(value: Any) -> str:
-    """JSON of one of the client's dataclasses, or of values that hold some, in one line."""
+    """One line of JSON from one of the client's dataclasses, or from values that contain some."""
     return json.dumps(value, default=_plain, ensure_ascii=False)
 
 
@@ -41,4 +41,4 @@ def _plain(value: Any) -> Any:
         return value.value
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"{type(value).__name__} has no place in JSON")
+    raise TypeError(f"{type(value).__name__} cannot be converted to JSON")

@@ -1,4 +1,4 @@
-"""What `rollout status` knows of a server: its last answers, and what two of them say together."""
+"""The data of `rollout status`: a server's last replies, and rates between two of them."""
 
 from __future__ import annotations
 
@@ -17,50 +17,50 @@ _PUSH_TRACK = "push"
 
 @dataclass(frozen=True)
 class Push:
-    """A push that has been seen in the timeline."""
+    """A push in the timeline."""
 
     number: int
     """Since the server's start."""
     kind: str | None
-    """`"lora"`, `"full"` or `"delta"`, if it was open at one of the looks."""
+    """`"lora"`, `"full"` or `"delta"`, if the push was open during a poll."""
     adapter: str | None
-    """The name under which it became resident, as far as `kind` is known."""
+    """The name of the resident adapter, if `kind` is known."""
     start: int
     """In nanoseconds since 1970."""
     seconds: float
     """From its first byte to its end, or until now."""
     is_open: bool
-    """Whether it is under way."""
+    """Whether the push is still open."""
     bytes: int
     pause_seconds: float
-    """How long generation stood still for it."""
+    """How long generation paused for it."""
     weight_version: int | None
-    """The policy's version after it; None as long as it has not been applied."""
+    """The policy's version after the push; None before it is applied."""
 
 
 @dataclass
 class Monitor:
-    """Looks at a server again and again. A server that was started anew begins a new history."""
+    """Polls a server. A restarted server begins a new history."""
 
     client: RolloutClient
     info: ServerInfo | None = None
     status: ServerStatus | None = None
     now: int = 0
-    """The server's clock at the last look, in nanoseconds since 1970."""
+    """The server's clock at the last poll, in nanoseconds since 1970."""
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=_RATES))
-    """Generated tokens per second between two looks, the newest last."""
+    """Generated tokens per second between polls, the newest last."""
     prompt_rate: float | None = None
-    """Prompt tokens per second between the last two looks."""
+    """Prompt tokens per second between the last two polls."""
     _started: int = 0
     _spans: dict[tuple[str, int], Span] = field(default_factory=dict)
     _kinds: dict[int, tuple[str, str | None]] = field(default_factory=dict)
 
     def look(self) -> None:
-        """Asks the server; raises `RolloutError` if it does not answer, and then keeps what was known."""
+        """Polls the server; raises `RolloutError` if it does not answer, and then keeps the last data."""
         status = self.client.status()
         timeline = self.client.timeline(since=self.now)
         if timeline.started != self._started:
-            # Another process: its counters begin at 0 and its spans at number 0.
+            # The server has restarted: its counters and span numbers begin at 0.
             timeline = self.client.timeline()
             self.info, self.status, self._started = self.client.info(), None, timeline.started
             self.rates.clear()
@@ -82,13 +82,13 @@ class Monitor:
         self.prompt_rate = max(0, status.prompt_tokens - self.status.prompt_tokens) / seconds
 
     def phases(self, seconds: float) -> dict[str, float]:
-        """Share of each phase of the engine in the last so many seconds, the largest first."""
+        """Share of each phase of the engine in the last `seconds`, the largest first."""
         columns = self.strip(seconds, 1)[0]
         whole = sum(columns.values())
         return {phase: time / whole for phase, time in sorted(columns.items(), key=lambda item: -item[1])}
 
     def strip(self, seconds: float, columns: int) -> list[dict[str, float]]:
-        """Seconds of each phase of the engine, in each of equal parts of the last so many seconds."""
+        """Seconds of each phase of the engine, in each of `columns` equal parts of the last `seconds`."""
         begin, width = self.now - seconds * BILLION, seconds * BILLION / columns
         parts: list[dict[str, float]] = [{} for _ in range(columns)]
         for (track, _), span in self._spans.items():

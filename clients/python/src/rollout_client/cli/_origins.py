@@ -1,4 +1,4 @@
-"""Which requests web pages may have sent: the same rules as the server's own (`src/server/http/origin.rs`)."""
+"""Detects requests from web pages, by the same rules as the server (`src/server/http/origin.rs`)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _OWN_SITES = frozenset({"same-origin", "none"})
 
 
 class Headers(Protocol):
-    """Headers of a request, of which each may be there several times."""
+    """Headers of a request, each of which may occur several times."""
 
     def getall(self, name: str, default: list[str]) -> list[str]:
-        """All values of the header, or the default if there is none."""
+        """All values of the header, or the default if the request does not have it."""
 
 
 class AllowedHosts:
@@ -66,7 +66,9 @@ def _authority(origin: str) -> str | None:
 
 
 def host_name(text: str) -> str:
-    """The value of an option that is a host name."""
+    """Parses an option that is a host name."""
     if _NAME.fullmatch(text) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a host name; give the name alone, such as trainer.example")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a host name; give it without scheme and port, such as trainer.example"
+        )
     return text

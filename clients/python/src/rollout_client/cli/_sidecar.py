@@ -1,4 +1,4 @@
-"""The proxy of `rollout sidecar`: all of the server's HTTP routes, and one of its own."""
+"""The proxy of `rollout sidecar`: forwards the server's HTTP routes, and implements one itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OF_ONE_CONNECTION = frozenset(
     {
         "connection",
         "expect",
-        "host",  # passed on beside Origin alone
+        "host",  # forwarded only together with Origin
         "keep-alive",
         "proxy-authenticate",
         "proxy-authorization",
@@ -35,7 +35,7 @@ _OF_ONE_CONNECTION = frozenset(
         "upgrade",
     }
 )
-# As the server's own HTTP port answers.
+# The statuses of the server's own HTTP port.
 _STATUSES = {
     grpc.StatusCode.INVALID_ARGUMENT: HTTPStatus.BAD_REQUEST,
     grpc.StatusCode.UNAUTHENTICATED: HTTPStatus.UNAUTHORIZED,
@@ -52,19 +52,19 @@ _STATUSES = {
 
 
 class Sidecar:
-    """Passes requests on, and pushes adapters that come as directories."""
+    """Forwards requests, and pushes adapters from local directories."""
 
     def __init__(
         self, client: RolloutClient, upstream: str, token: str | None, tls: Tls | None, hosts: AllowedHosts
     ) -> None:
-        """Reads the files of `tls`; nothing is connected yet.
+        """Reads the files of `tls`; does not connect yet.
 
         Args:
-            client: pushes the adapters.
-            upstream: `host:port` of the server's HTTP routes.
-            token: for requests that bring none.
-            tls: of the server, if it has TLS.
-            hosts: by which clients reach the sidecar.
+            client: the client that pushes adapters.
+            upstream: `host:port` of the server's HTTP port.
+            token: token for requests without one.
+            tls: TLS settings, if the server uses TLS.
+            hosts: host names by which clients may reach the sidecar.
         """
         self.upstream = f"{'http' if tls is None else 'https'}://{upstream}"
         self._client = client
@@ -86,7 +86,7 @@ class Sidecar:
 
     async def _connections(self, _: web.Application) -> AsyncIterator[None]:
         secured = True if self._tls is None else self._tls.context
-        # As many connections as the trainer makes, and a completion may take as long as it does.
+        # No limit on connections, because the trainer chooses their number, or on the time of a completion.
         connector = TCPConnector(limit=0, ssl=secured)
         async with ClientSession(connector=connector, timeout=ClientTimeout(), auto_decompress=False) as session:
             self._session = session
@@ -96,13 +96,13 @@ class Sidecar:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Refuses what a web page of another origin may have sent, since the token would be added to it."""
+        """Rejects requests that a web page of another origin may have sent, because they would get the token."""
         why = self._hosts.refusal(request.headers)
         if why is not None:
             return _error(HTTPStatus.FORBIDDEN, why, "PermissionDenied")
         if not request.raw_path.startswith("/"):
             return _error(HTTPStatus.BAD_REQUEST, f"target {request.raw_path[:100]!r}: must be a path")
-        # Pages may send other kinds of bodies to another origin without asking first.
+        # Browsers send bodies of other types to another origin without a preflight request.
         if request.body_exists and request.content_type != "application/json":
             given = request.headers.get("Content-Type", "")[:100]
             return _error(HTTPStatus.BAD_REQUEST, f"content-type: {given!r} is not application/json")
@@ -126,8 +126,8 @@ class Sidecar:
                     await answer.write(part)
         except ClientError as error:
             if answer is None:
-                return _error(HTTPStatus.BAD_GATEWAY, f"no answer of the server at {self.upstream}: {error}")
-            # Half an answer has gone out, or the trainer has gone: either sees an answer that broke.
+                return _error(HTTPStatus.BAD_GATEWAY, f"the server at {self.upstream} does not answer: {error}")
+            # Part of the response has been sent, or the trainer has disconnected: abort the connection.
             if request.transport is not None:
                 request.transport.abort()
             return answer
@@ -136,8 +136,8 @@ class Sidecar:
 
     def _headers(self, request: web.Request) -> list[tuple[str, str]]:
         headers = _end_to_end(request.headers)
-        # The server compares the two. Without an Origin the host is the server's own, by which a proxy in front of it
-        # tells its servers apart.
+        # The server compares Host with Origin. Without Origin, Host is the server's own, which a proxy in front of it
+        # may need for routing.
         if "Origin" in request.headers:
             headers += [("Host", host) for host in request.headers.getall("Host", [])[:1]]
         if self._token is not None and "Authorization" not in request.headers:
@@ -145,7 +145,7 @@ class Sidecar:
         return headers
 
     async def _load(self, request: web.Request) -> web.Response:
-        """As the server's route, with a directory of this machine."""
+        """Implements the server's route with a directory of this machine."""
         try:
             order = json.loads(await request.read())
             name, path, in_place = order["lora_name"], order["lora_path"], order.get("load_inplace") or False
@@ -174,7 +174,7 @@ class Sidecar:
         try:
             self._client.push_lora(tensors, config, name=name, expected_generation=None if in_place else 0)
         except Aborted:
-            if not in_place and self._is_resident(name):  # somebody has taken the name meanwhile
+            if not in_place and self._is_resident(name):  # another client has taken the name meanwhile
                 raise _Taken from None
             raise
 
@@ -183,21 +183,21 @@ class Sidecar:
 
 
 class _Taken(Exception):
-    """The name has an adapter already."""
+    """An adapter with this name is already resident."""
 
 
 async def serve(sidecar: Sidecar, host: str, port: int, ready: Callable[[str], None]) -> None:
     """Serves until SIGTERM.
 
     Args:
-        sidecar: what answers.
-        host, port: where; port 0 is any.
-        ready: called with the `host:port` where it listens.
+        sidecar: the sidecar.
+        host, port: address to listen on; port 0 picks a free one.
+        ready: called with the `host:port` on which it listens.
 
     Raises:
-        OSError: the address cannot be had.
+        OSError: it cannot listen on the address.
     """
-    # Without its client a request ends on the server too.
+    # When a client disconnects, its request ends on the server too.
     runner = web.AppRunner(sidecar.application(), handler_cancellation=True, access_log=None)
     await runner.setup()
     try:

@@ -1,4 +1,4 @@
-"""The view of `rollout status`, made with rich. It reads the same without colours, and without Unicode."""
+"""The view of `rollout status`, drawn with rich. It is readable without colours and without Unicode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ._monitor import BILLION, Monitor, Push
 
 _LABEL = 10
 _MOST_BAR, _LEAST_BAR, _MOST_COLUMNS = 48, 8, 120
-# Columns that the texts beside a bar need.
+# Columns for the text beside a bar.
 _BESIDE_BAR = 44
 _MOST_PUSHES = 5
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -35,13 +35,13 @@ _LIFECYCLE_STYLES = {
 
 @dataclass(frozen=True)
 class _Mark:
-    """How a phase looks in the strip."""
+    """The sign of a phase in the strip."""
 
     sign: str
     plain: str
     style: str
     stands_out: bool = False
-    """Rare and short: it is shown where it has any time, however little."""
+    """A rare and short phase, which is shown wherever it has any time."""
 
 
 _MARKS = {
@@ -67,7 +67,7 @@ _UNKNOWN = _Mark("?", "?", "dim")
 
 
 class StatusView:
-    """Draws what a `Monitor` knows for consoles of one width and set of characters."""
+    """Draws the data of a `Monitor` for a console width and character set."""
 
     def __init__(self, monitor: Monitor, address: str, window: float, *, width: int, unicode: bool = True) -> None:
         """`window` is the seconds of the strip, `width` the columns; `unicode` allows block characters."""
@@ -107,7 +107,7 @@ class StatusView:
         rows.add_row("KV cache", self._blocks(status))
         rows.add_row(f"last {self._window:.0f} s", self._strip())
         rows.add_row("pushes", self._pushes())
-        # Last, because its many lines are what a low terminal can do without.
+        # Last, because a low terminal cuts off the last lines.
         if status.host_memory is None:
             rows.add_row("memory", self._memory(status.memory, status.memory.resident_bytes))
         else:
@@ -178,7 +178,7 @@ class StatusView:
         legend, space = Text(), "\N{NO-BREAK SPACE}" if self._unicode else " "
         for phase, share in shares:
             mark = _MARKS.get(phase, _UNKNOWN)
-            if share >= 0.001 or mark.stands_out:  # noqa: PLR2004 what one digit behind the point can show
+            if share >= 0.001 or mark.stands_out:  # noqa: PLR2004 the smallest share with one decimal digit
                 legend.append(self._sign(mark), mark.style)
                 legend.append(f"{space}{phase}{space}{share:.1%}  ")
         return legend
@@ -186,7 +186,7 @@ class StatusView:
     def _pushes(self) -> RenderableType:
         pushes = self._monitor.pushes(_MOST_PUSHES)
         if not pushes:
-            return Text("none in the last quarter of an hour", "dim")
+            return Text("none in the last 15 minutes", "dim")
         return Group(*(Text(self._push(push)) for push in pushes))
 
     def _push(self, push: Push) -> str:
@@ -223,13 +223,13 @@ def _most_telling(times: dict[str, float]) -> _Mark:
 
 
 def console_of(file: io.TextIOBase) -> tuple[Console, bool]:
-    """A console that writes there, and whether it can show block characters."""
+    """A console that writes to `file`, and whether it can show block characters."""
     console = Console(file=file, highlight=False)
     return console, console.encoding.lower().startswith("utf")
 
 
 def picture(monitor: Monitor, address: str, window: float) -> str:
-    """The view as SVG that needs nothing else."""
+    """The view as self-contained SVG."""
     console = Console(
         record=True,
         file=io.StringIO(),

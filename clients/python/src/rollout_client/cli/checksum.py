@@ -1,4 +1,4 @@
-"""`rollout checksum`: the parameters as they serve now."""
+"""`rollout checksum`: checksums of the serving parameters."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def register(commands: Any) -> None:
         "checksum",
         _run,
         "prints the SHA-256 of parameters as they serve now",
-        "A line for each, as sha256sum writes it: digest, two spaces, name.",
+        "Each line has the format of sha256sum: digest, two spaces, name.",
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="of parameters; all if none is named")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="names of parameters [all]")
     parser.add_argument("--json", action="store_true", help="print an object of digests by name")
 
 

@@ -1,4 +1,4 @@
-"""`rollout generate`: samples of prompts, on standard output."""
+"""`rollout generate`: samples completions and prints them."""
 
 from __future__ import annotations
 
@@ -14,27 +14,33 @@ from ._command import CommandError, add_command, connected
 def register(commands: Any) -> None:
     """Adds the subcommand."""
     parser = add_command(commands, "generate", _run, "samples completions of prompts")
-    parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="a text; - is all of standard input")
+    parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="a text; - reads standard input")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--chat", action="store_true", help="each prompt is a user's message in the model's template")
-    form.add_argument("--tokens", action="store_true", help="each prompt is token ids, with commas or spaces between")
+    form.add_argument("--chat", action="store_true", help="each prompt is a user message for the model's chat template")
+    form.add_argument("--tokens", action="store_true", help="each prompt is token ids, separated by commas or spaces")
     parser.add_argument("-n", type=int, default=1, help="samples of each prompt [1]")
-    parser.add_argument("--adapter", metavar="NAME", help="a resident adapter")
-    parser.add_argument("--json", action="store_true", help="print a line of JSON for each sample, with its numbers")
+    parser.add_argument("--adapter", metavar="NAME", help="resident adapter to use")
+    parser.add_argument(
+        "--json", action="store_true", help="print a line of JSON for each sample, with all its numbers"
+    )
     sampling = parser.add_argument_group("sampling")
     for name, kind, what in (
-        ("max-tokens", int, "most tokens of a sample"),
+        ("max-tokens", int, "maximum tokens of a sample"),
         ("temperature", float, "0 is greedy"),
         ("top-k", int, "keep the k most likely tokens; 0 keeps all"),
-        ("top-p", float, "keep the most likely tokens with so much probability"),
+        ("top-p", float, "keep the most likely tokens with this much probability"),
         ("min-p", float, "keep tokens with at least this fraction of the best one's probability"),
-        ("repetition-penalty", float, "of tokens seen in the prompt or the output"),
+        ("repetition-penalty", float, "penalty for tokens in the prompt or the output"),
     ):
         default = getattr(SamplingParams, name.replace("-", "_"))
         sampling.add_argument(f"--{name}", type=kind, default=default, help=f"{what} [{default}]")
-    sampling.add_argument("--seed", type=int, help="of the request; a sample's own, with -n 1, repeats it [drawn]")
-    sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends a sample; may be repeated")
-    sampling.add_argument("--ignore-eos", action="store_true", help="do not end at the model's end-of-sequence tokens")
+    sampling.add_argument(
+        "--seed", type=int, help="seed of the request; with a sample's own seed, -n 1 repeats the sample [random]"
+    )
+    sampling.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="text that ends a sample; repeatable"
+    )
+    sampling.add_argument("--ignore-eos", action="store_true", help="continue after the model's end-of-sequence tokens")
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -75,7 +81,7 @@ def _prompt(text: str, options: argparse.Namespace) -> PromptInput:
     words = content.replace(",", " ").split()
     for word in words:
         if not word.isdecimal():
-            raise CommandError(f"--tokens: {word!r} is no token id; give numbers with commas or spaces between")
+            raise CommandError(f"--tokens: {word!r} is not a token id; give numbers separated by commas or spaces")
     return [int(word) for word in words]
 
 
@@ -83,7 +89,7 @@ def _standard_input() -> str:
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
-        raise CommandError(f"standard input is no text: {error}") from None
+        raise CommandError(f"standard input is not text: {error}") from None
 
 
 def _text(sample: Sample) -> str:

@@ -1,4 +1,4 @@
-"""`rollout push-lora`: a saved adapter becomes the policy."""
+"""`rollout push-lora`: pushes a saved adapter."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ def register(commands: Any) -> None:
         "push-lora",
         _run,
         "pushes an adapter that PEFT has saved",
-        "The files are read here and travel to the server, which needs no access to them.",
+        "The files are read on this machine; the server needs no access to them.",
     )
     parser.add_argument(
-        "directory", type=Path, metavar="DIR", help="with adapter_config.json and adapter_model.safetensors"
+        "directory", type=Path, metavar="DIR", help="directory with adapter_config.json and adapter_model.safetensors"
     )
-    parser.add_argument("--name", help="keep it resident under this name, unmerged, beside the policy")
-    parser.add_argument("--version", type=int, metavar="N", help="of the policy afterwards [one more than now]")
-    parser.add_argument("--force-version", action="store_true", help="take --version even if it goes back or repeats")
+    parser.add_argument("--name", help="keep the adapter resident under this name instead of merging it")
+    parser.add_argument("--version", type=int, metavar="N", help="weight version of the new policy [one more than now]")
     parser.add_argument(
-        "--running", choices=get_args(RunningPolicy), default="keep", help="what happens to requests that run [keep]"
+        "--force-version", action="store_true", help="accept a --version that is not above the current one"
+    )
+    parser.add_argument(
+        "--running", choices=get_args(RunningPolicy), default="keep", help="how to treat running requests [keep]"
     )
     parser.add_argument("--json", action="store_true", help="print the receipt as JSON")
 

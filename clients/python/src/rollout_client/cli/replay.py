@@ -1,4 +1,4 @@
-"""`rollout replay`: recorded samples again, and what differs."""
+"""`rollout replay`: generates recorded samples again and reports the differences."""
 
 from __future__ import annotations
 
@@ -29,15 +29,13 @@ def register(commands: Any) -> None:
         commands,
         "replay",
         _run,
-        "makes recorded samples again and says which differ",
-        "Exit status 0: each has the same bits, as far as its weights are those that serve.",
+        "generates recorded samples again and reports which differ",
+        "The exit status is 0 if each sample has the same bits, as far as the serving weights sampled it.",
     )
-    parser.add_argument(
-        "file", type=Path, metavar="FILE", help="receipts, as rollout_client.replay.Recorder writes them"
-    )
-    parser.add_argument("--weight-version", type=int, metavar="N", help="only samples that this version has begun")
-    parser.add_argument("--line", type=int, action="append", metavar="N", help="only this line; may be repeated")
-    parser.add_argument("--all", action="store_true", help=f"tell every difference, not only {_SHOWN} of a kind")
+    parser.add_argument("file", type=Path, metavar="FILE", help="receipts from rollout_client.replay.Recorder")
+    parser.add_argument("--weight-version", type=int, metavar="N", help="only samples that began with this version")
+    parser.add_argument("--line", type=int, action="append", metavar="N", help="only this line; repeatable")
+    parser.add_argument("--all", action="store_true", help=f"print every difference, not only {_SHOWN} for each reason")
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each sample")
 
 
@@ -51,7 +49,7 @@ def _run(options: argparse.Namespace) -> int:
         print(f"rollout: {problem}", file=sys.stderr)
     if len(reader.problems) > _SHOWN and not options.all:
         left = len(reader.problems) - _SHOWN
-        print(f"rollout: {options.file}: and {left} more lines that are no receipts: --all names them", file=sys.stderr)
+        print(f"rollout: {options.file}: and {left} more invalid lines: --all prints them", file=sys.stderr)
     if not report.results and not reader.problems:
         selected = options.line is not None or options.weight_version is not None
         raise CommandError(f"{options.file}: no receipts{' of that line or version' if selected else ''}")
@@ -61,10 +59,10 @@ def _run(options: argparse.Namespace) -> int:
 
 
 class _Reader:
-    """The receipts that were asked for; lines that are none are remembered."""
+    """The selected receipts; collects a problem for each invalid line."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        """Reads nothing yet."""
+        """Opens the file only when iterated."""
         self.problems: list[str] = []
         self._path, self._lines, self._version = options.file, options.line, options.weight_version
 
@@ -108,21 +106,22 @@ def _summary(report: Report, most: int | None) -> list[str]:
     for version, results in _grouped(report.results, _first_version).items():
         name = "no version" if version is None else f"version {version}"
         counts = Counter(_WORDS[result.verdict] for result in results)
-        told = ", ".join(f"{count} {words}" for words, count in counts.items())
-        lines.append(f"{name}: {_count(len(results))}: {told}")
+        totals = ", ".join(f"{count} {words}" for words, count in counts.items())
+        lines.append(f"{name}: {_count(len(results))}: {totals}")
         for reason, alike in _grouped((r for r in results if r.reason), lambda result: result.reason).items():
             lines.append(f"  {reason}")
-            lines += [f"    {_told(result)}" for result in alike[:most]]
+            lines += [f"    {_described(result)}" for result in alike[:most]]
             if most is not None and len(alike) > most:
-                lines.append(f"    and {len(alike) - most} more: --all tells them")
+                lines.append(f"    and {len(alike) - most} more: --all prints them")
     same = sum(result.verdict is Verdict.SAME for result in report.results)
     digest = "" if report.weights is None else f", weights {report.weights}"
     served = f"the server has version {report.weight_version}{digest}"
-    return [*lines, f"{same} of {_count(len(report.results))} came again with the same bits; {served}"]
+    have = "has" if len(report.results) == 1 else "have"
+    return [*lines, f"{same} of {_count(len(report.results))} {have} the same bits; {served}"]
 
 
 def _grouped(results: Iterable[Replayed], key: Callable[[Replayed], Any]) -> dict[Any, list[Replayed]]:
-    """Results by what `key` gives for them, in the order of the file."""
+    """Results grouped by `key`, in the order of the file."""
     groups: dict[Any, list[Replayed]] = {}
     for result in results:
         groups.setdefault(key(result), []).append(result)
@@ -130,7 +129,7 @@ def _grouped(results: Iterable[Replayed], key: Callable[[Replayed], Any]) -> dic
 
 
 def _first_version(result: Replayed) -> int | None:
-    """The version that began the sample; one without tokens has none."""
+    """The version that sampled the first token; None for a sample without tokens."""
     spans = result.receipt.spans
     return spans[0].weight_version if spans else None
 
@@ -139,7 +138,7 @@ def _count(number: int) -> str:
     return "1 sample" if number == 1 else f"{number} samples"
 
 
-def _told(result: Replayed) -> str:
+def _described(result: Replayed) -> str:
     receipt = result.receipt
     where = f"line {receipt.line}, prompt {receipt.prompt_index}, sample {receipt.sample_index}"
     if result.token is not None:

@@ -1,4 +1,4 @@
-"""`rollout sidecar`: the server's HTTP routes on the trainer's machine, where adapters are directories."""
+"""`rollout sidecar`: serves the server's HTTP routes on the trainer's machine, with adapters from its directories."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ def register(commands: Any) -> None:
         commands,
         "sidecar",
         _run,
-        "serves the server's HTTP routes here, and takes adapters from directories of this machine",
-        "For trainers that hand over adapters as directories, such as TRL's AsyncGRPOTrainer: every request goes on to "
-        "the server's HTTP port, except /v1/load_lora_adapter, whose files are read here and pushed over gRPC. The "
-        "token is added to requests that bring none, so every program that can connect has its rights. Web pages of "
-        "other origins are refused.",
+        "forwards HTTP requests to the server, and pushes adapters from directories of this machine",
+        "Use it with trainers that send adapters as directories, such as TRL's AsyncGRPOTrainer. It forwards every "
+        "request to the server's HTTP port, except /v1/load_lora_adapter, whose files it reads on this machine and "
+        "pushes over gRPC. It adds the token to requests without one, so every program that can connect to it has the "
+        "token's rights. It rejects web pages of other origins.",
     )
     parser.add_argument(
         "--http-address",
         type=address,
         metavar="HOST:PORT",
         default=os.environ.get("ROLLOUT_HTTP_ADDRESS") or None,
-        help=f"of the server's HTTP port [ROLLOUT_HTTP_ADDRESS, else {HTTP_PORT} of the host of --address]",
+        help=f"address of the server's HTTP port [ROLLOUT_HTTP_ADDRESS, else port {HTTP_PORT} of the --address]",
     )
     parser.add_argument(
         "--listen",
         type=address,
         metavar="HOST:PORT",
         default=DEFAULT_LISTEN,
-        help=f"where the trainer connects, port 0 is any [{DEFAULT_LISTEN}]",
+        help=f"address to listen on, to which the trainer connects; port 0 picks a free one [{DEFAULT_LISTEN}]",
     )
     parser.add_argument(
         "--allow-host",
@@ -48,8 +48,8 @@ def register(commands: Any) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="host name by which the trainer connects, if that is neither an IP address, localhost nor the host of "
-        "--listen; may be given several times",
+        help="host name by which the trainer connects, unless it is an IP address, localhost or the host of --listen; "
+        "repeatable",
     )
 
 
@@ -62,7 +62,7 @@ def _run(options: argparse.Namespace) -> None:
         capacity = client.info().max_adapters
         if capacity == 0:
             raise CommandError(
-                f"{options.address}: the server keeps no adapters; start it with --max-adapters of at least "
+                f"{options.address}: the server keeps no resident adapters; start it with --max-adapters of at least "
                 "max_staleness + 2, which is 6 with the defaults of TRL's AsyncGRPOTrainer"
             )
         upstream = options.http_address or f"{options.address.rpartition(':')[0]}:{HTTP_PORT}"

@@ -1,4 +1,4 @@
-"""`rollout status`: what a server does now, live on a terminal, once into a pipe, or as JSON."""
+"""`rollout status`: a server's state, live in a terminal, once in a pipe, or as JSON."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ._monitor import Monitor
 if TYPE_CHECKING:
     from rich.console import Console
 
-# A server that takes longer to say how it is counts as one that does not answer.
+# A server whose status takes longer counts as not answering.
 _LOOK_SECONDS = 5.0
 _PUSHES = 20
-# As shells report a process that SIGTERM has ended.
+# The status that shells report for a process that SIGTERM has ended.
 _TERMINATED = 143
 
 
@@ -33,17 +33,21 @@ def register(commands: Any) -> None:
         "status",
         _run,
         "shows what the server does, live",
-        "Without a terminal, as in a pipe, it shows it once. Interrupt it to end it.",
+        "In a pipe it prints the state once. Interrupt it with Ctrl-C.",
     )
-    parser.add_argument("--once", action="store_true", help="show it once and end")
+    parser.add_argument("--once", action="store_true", help="print the view once")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print it once, as JSON")
-    form.add_argument("--svg", type=Path, metavar="FILE", help="write it once, as a picture")
+    form.add_argument("--json", action="store_true", help="print the state once as JSON")
+    form.add_argument("--svg", type=Path, metavar="FILE", help="write the view once as a picture")
     parser.add_argument(
-        "--interval", type=positive_seconds, default=1.0, metavar="SECONDS", help="between two looks [1]"
+        "--interval", type=positive_seconds, default=1.0, metavar="SECONDS", help="time between two polls [1]"
     )
     parser.add_argument(
-        "--window", type=positive_seconds, default=60.0, metavar="SECONDS", help="of the strip of phases [60]"
+        "--window",
+        type=positive_seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="time that the strip of phases covers [60]",
     )
 
 
@@ -71,12 +75,12 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _watch(monitor: Monitor, console: Console, unicode: bool, options: argparse.Namespace) -> None:
-    """Looks and draws until it is interrupted. A server that does not answer is asked again."""
+    """Polls and draws until interrupted. Retries while the server does not answer."""
     from rich.live import Live  # noqa: PLC0415 only this view needs it
 
     from ._status_view import StatusView  # noqa: PLC0415
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))  # else the terminal would stay as it is now
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))  # restores the terminal
     answered = time.monotonic()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
@@ -86,7 +90,7 @@ def _watch(monitor: Monitor, console: Console, unicode: bool, options: argparse.
                 answered = time.monotonic()
             except (Unavailable, DeadlineExceeded) as error:
                 silent = _format.seconds(time.monotonic() - answered)
-                problem = f"no answer for {silent}, asking again: {explained(error, options.address)}"
+                problem = f"no answer for {silent}, retrying: {explained(error, options.address)}"
             view = StatusView(monitor, options.address, options.window, width=console.width, unicode=unicode)
             live.update(view.render(problem), refresh=True)
             time.sleep(options.interval)

@@ -1,4 +1,4 @@
-"""`rollout timeline`: where the engine's time went, as a table, JSON, or a file that Perfetto opens."""
+"""`rollout timeline`: the engine's time by phase, as a table, JSON, or a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def register(commands: Any) -> None:
     """Adds the subcommand."""
     parser = add_command(commands, "timeline", _run, "shows where the engine's time went")
     parser.add_argument(
-        "--last", type=positive_seconds, metavar="SECONDS", help="only so much of the past [all that is kept]"
+        "--last", type=positive_seconds, metavar="SECONDS", help="only the last SECONDS [all that the server keeps]"
     )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--trace", type=Path, metavar="FILE", help="write events for ui.perfetto.dev instead of a table")
+    form.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for ui.perfetto.dev instead of a table")
     form.add_argument("--json", action="store_true", help="print the spans as JSON")
 
 
@@ -41,7 +41,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def since(client: RolloutClient, last: float | None) -> Timeline:
-    """The timeline of the last so many seconds by the server's clock; None is all that is kept."""
+    """The timeline of the last seconds by the server's clock; None returns all that the server keeps."""
     if last is None:
         return client.timeline()
     now = client.timeline(max_spans=1).now

@@ -1,4 +1,4 @@
-"""A fleet of servers as actors of Ray. Needs `pip install 'rollout-client[ray]'`."""
+"""A fleet of servers as Ray actors. Needs `pip install 'rollout-client[ray]'`."""
 
 from ..fleet import (
     AsyncFleet,

@@ -21,14 +21,14 @@ from ..errors import NotFound, RolloutError
 from ..process import ServerProcess
 
 _FAILURE = 1
-"""An exit status that Ray takes for a failure: it starts the actor again."""
+"""An exit status that Ray treats as a failure, so that it restarts the actor."""
 RESTART_SECONDS = 5.0
-"""Before another attempt, when a server that was started again did not come up: its memory may not be free yet."""
+"""Delay after a failed restart: the old server's memory may not be free yet."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How each replica starts its server."""
+    """Arguments with which each replica starts its server."""
 
     binary: str
     model: str
@@ -45,20 +45,21 @@ class Started:
     address: str
     http_address: str
     instance: str
-    """Another one after each start."""
+    """Unique for each start."""
     node_id: str
     pid: int
-    """Of the server's process, on its node."""
+    """Process id of the server on its node."""
 
 
 class ReplicaActor:
-    """A rollout-server, from its start to its end: when the server ends, the actor does, and Ray starts both again."""
+    """Runs one server. When the server exits, the actor exits too, and Ray restarts both."""
 
     def __init__(self, settings: Settings) -> None:
         """Starts the server and waits until it is ready.
 
         Raises:
-            RolloutError: it does not start. After a restart by Ray the actor ends instead, for another attempt.
+            RolloutError: the server does not start. After a restart by Ray the actor exits instead, so that Ray tries
+                again.
         """
         self._settings = settings
         self._directory = tempfile.TemporaryDirectory(prefix="rollout-replica-")
@@ -75,13 +76,13 @@ class ReplicaActor:
         threading.Thread(target=self._end_with_server, name="rollout-replica", daemon=True).start()
 
     def started(self) -> Started:
-        """Where the server is."""
+        """The server's addresses, node and process."""
         context = ray.get_runtime_context()
         server = self._server
         return Started(server.address, server.http_address, self._instance, context.get_node_id(), server.process.pid)
 
     def stop(self) -> int:
-        """Ends the server as SIGTERM does, and returns its exit status."""
+        """Stops the server with SIGTERM, and returns its exit status."""
         self._stopping = True
         status = self._server.stop()
         self._directory.cleanup()
@@ -93,7 +94,7 @@ class ReplicaActor:
             self._end()
 
     def _end(self) -> NoReturn:
-        """Ends the actor, so that Ray starts it again. No token stays behind."""
+        """Exits the actor, so that Ray restarts it, and removes the token file."""
         self._directory.cleanup()
         os._exit(_FAILURE)
 
@@ -116,7 +117,7 @@ class ReplicaActor:
 
 
 def _was_started_again() -> bool:
-    """Whether Ray has started this actor before."""
+    """Whether this actor is a restart by Ray."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Ray's property uses one that Ray has deprecated
+        warnings.simplefilter("ignore")  # Ray's property uses another one that Ray has deprecated
         return ray.get_runtime_context().was_current_actor_reconstructed

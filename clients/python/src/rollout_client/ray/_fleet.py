@@ -1,4 +1,4 @@
-"""A fleet whose servers are actors of Ray."""
+"""A fleet whose servers run in Ray actors."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 START_SECONDS = 600.0
-"""For a server to come up: a large model takes minutes to read."""
+"""Default limit for a server's start: reading a large model takes minutes."""
 
 
 class ActorPlace:
-    """Where the server of an actor is: at another address after each start."""
+    """Finds the server of an actor, whose address changes with each start."""
 
     def __init__(self, actor: ActorHandle, node_id: str) -> None:
         """`node_id` is the node of this process."""
@@ -40,7 +40,7 @@ class ActorPlace:
         self._asked: asyncio.Future[Started] | None = None
 
     async def find(self) -> Found:
-        """Asks the actor, which answers when its server is ready: perhaps the next call of this."""
+        """Asks the actor, which answers once its server is ready; a later call may get the answer of this one."""
         if self._asked is None:
             self._asked = asyncio.ensure_future(self._ask())
         try:
@@ -60,11 +60,11 @@ class ActorPlace:
 
 
 class Fleet(AddressFleet):
-    """Several servers of the same model as actors of Ray, used as one; see `rollout_client.fleet.Fleet`.
+    """Several servers of the same model in Ray actors, used as one; see `rollout_client.fleet.Fleet`.
 
-    Ray places the servers, and starts them again when a server, its actor or its node is lost; a server that has been
-    started again gets the policy that it missed. The servers ask for a token that this fleet draws. They end with
-    `close`, or with this process.
+    Ray places the servers and restarts them when a server, its actor or its node is lost; a restarted server gets the
+    policy that it missed. The servers require a token that this fleet draws. They exit with `close` or with this
+    process.
 
     ```python
     with Fleet("rollout-server", "path/to/model", replicas=2, num_gpus=1) as fleet:
@@ -98,17 +98,17 @@ class Fleet(AddressFleet):
 
         Args:
             binary: the server's program, a path or a name in `PATH`, on every node.
-            model: as `--model` takes it, on every node.
-            replicas: how many servers.
-            flags: further flags of each server. Host, ports and the file of tokens are chosen here.
-            num_cpus, num_gpus: what each replica takes of its bundle.
-            placement_group: where the replicas go, for example into the trainer's bundles; None makes one of
-                `replicas` bundles, which `close` removes.
-            bundle_indices: with `placement_group`: the bundle of each replica; None is the first ones.
-            strategy: without `placement_group`: `"SPREAD"`, `"STRICT_SPREAD"`, `"PACK"` or `"STRICT_PACK"`.
-            max_restarts: how often Ray starts a replica again; -1 is always.
-            start_seconds: how long a server may take to come up.
-            tls: how to reach servers whose `flags` have `--tls-cert`; files must be on every node.
+            model: the value of `--model`, on every node.
+            replicas: number of servers.
+            flags: further flags of each server. The fleet sets host, ports and token file.
+            num_cpus, num_gpus: resources that each replica takes from its bundle.
+            placement_group: placement group of the replicas, such as the trainer's; None creates one with `replicas`
+                bundles, which `close` removes.
+            bundle_indices: with `placement_group`, the bundle of each replica; None takes the first ones.
+            strategy: without `placement_group`, `"SPREAD"`, `"STRICT_SPREAD"`, `"PACK"` or `"STRICT_PACK"`.
+            max_restarts: how often Ray restarts a replica; -1 is unlimited.
+            start_seconds: the longest time that a server's start may take.
+            tls: TLS settings for servers whose `flags` have `--tls-cert`; files must be on every node.
             timeout, segment_mode, quorum, capacity, patience, resupply: as for `rollout_client.fleet.Fleet`.
 
         Raises:
@@ -118,13 +118,13 @@ class Fleet(AddressFleet):
             raise InvalidArgument(f"replicas: expected at least 1, got {replicas}")
         indices = list(range(replicas) if bundle_indices is None else bundle_indices)
         if len(indices) != replicas:
-            raise InvalidArgument(f"bundle_indices: expected {replicas}, one of each replica, got {len(indices)}")
+            raise InvalidArgument(f"bundle_indices: expected {replicas}, one for each replica, got {len(indices)}")
         if bundle_indices is not None and placement_group is None:
-            raise InvalidArgument("bundle_indices: they are of a placement_group, which was not given")
+            raise InvalidArgument("bundle_indices: needs placement_group")
         self._own_group: PlacementGroup | None = None
         self._start_seconds = start_seconds
         self.token = secrets.token_hex(32)
-        """Of all servers, for further clients of them."""
+        """The token of all servers, for further clients."""
         settings = Settings(str(binary), str(model), tuple(map(str, flags)), self.token, tls, start_seconds)
         self.actors: list[ActorHandle] = []
         """The actor of each replica, by number."""
@@ -154,7 +154,7 @@ class Fleet(AddressFleet):
         """Waits until all replicas are current.
 
         Args:
-            timeout: in seconds; None is the fleet's `start_seconds`.
+            timeout: in seconds; None takes the fleet's `start_seconds`.
 
         Raises:
             RolloutError: a server does not start.
@@ -170,7 +170,7 @@ class Fleet(AddressFleet):
             await asyncio.wait(asked, timeout=timeout)
             for number, answer in enumerate(asked):
                 error = answer.exception() if answer.done() else None
-                # One that is unavailable is being started again.
+                # An unavailable actor is being restarted.
                 if isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError):
                     raise RolloutError(f"replica {number} does not start: {_reason(error)}") from None
         finally:
@@ -180,10 +180,10 @@ class Fleet(AddressFleet):
         await self._until_current(timeout, deadline)
 
     def started(self) -> list[Started]:
-        """Where each server is, by number.
+        """The server of each replica, by number.
 
         Raises:
-            Unavailable: an actor is gone, or is being started again.
+            Unavailable: an actor is gone, or is being restarted.
         """
         try:
             return ray.get([actor.started.remote() for actor in self.actors], timeout=self._start_seconds)
@@ -191,12 +191,12 @@ class Fleet(AddressFleet):
             raise Unavailable(_reason(error)) from None
 
     def close(self) -> None:
-        """Ends calls, connections and servers, and removes the placement group that this fleet has made."""
+        """Ends calls, connections and servers, and removes the placement group that this fleet created."""
         super().close()
         self._end_actors(STOP_SECONDS)
 
     def _end_actors(self, seconds: float) -> None:
-        """Ends the servers, after this time by force."""
+        """Stops the servers, and kills them after this time."""
         if not ray.is_initialized():
             return
         stopping = [actor.stop.remote() for actor in self.actors]
@@ -225,13 +225,13 @@ def _reserved(bundles: list[dict[str, float]], strategy: str, seconds: float) ->
             name: amount for name, amount in ray.available_resources().items() if name in bundles[0]
         }
         raise ResourceExhausted(
-            f"replicas: the cluster has no room for {len(bundles)} bundles of {bundles[0]} after {seconds:g} s; "
-            f"free are {have}"
+            f"replicas: the cluster has no room for {len(bundles)} bundles of {bundles[0]} after {seconds:g} s; it has "
+            f"{have} free"
         )
     return group
 
 
 def _reason(error: Exception) -> str:
-    """The last line of an error of Ray, below the traceback of the actor; its log, which Ray shows, has more."""
+    """The last line of one of Ray's errors, after the actor's traceback; the log, which Ray shows, has more."""
     lines = str(error).strip().splitlines()
     return lines[-1] if lines else type(error).__name__

@@ -1,12 +1,13 @@
-"""Receipts of samples, and the same samples again: why did this sample look like that?
+"""Records samples as receipts, and replays them bit for bit: why did this sample look like that?
 
 ```python
 with Recorder(client, "samples.jsonl") as recorder:
-    outputs = recorder.generate(prompts, n=8, sampling=SamplingParams(max_tokens=256))  # as client.generate
+    outputs = recorder.generate(prompts, n=8, sampling=SamplingParams(max_tokens=256))  # like client.generate
 ```
 
-A receipt is a line of JSON with all that made one sample: prompt tokens, parameters, seed, versions and digests of the
-weights, what served them, and the sample itself, bit for bit. `replay` makes the samples again and compares.
+A receipt is a line of JSON with everything that determined one sample: prompt tokens, parameters, seed, versions and
+digests of the weights, the server, and the sample itself, bit for bit. `replay` generates the samples again and
+compares.
 """
 
 from ._receipt import Receipt, SpanReceipt, parse_receipt, read_receipts

@@ -1,4 +1,4 @@
-"""Receipts, to JSON and back without losing a bit."""
+"""Receipts, written as JSON and read back without losing a bit."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ _SEED_LIMIT = 1 << 64
 
 @dataclass(frozen=True)
 class SpanReceipt:
-    """Tokens `[start, end)` of a sample were made by these weights."""
+    """The weights that sampled tokens `[start, end)`."""
 
     weight_version: int
     start: int
     end: int
     weights: str | None
-    """Digest of the policy's weights, as `weights_digest` gives it; None if nobody asked, or they were gone when the
-    receipt was made."""
+    """Digest of the policy's weights, from `weights_digest`; None if digests are off, or the weights were gone when the
+    receipt was written."""
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """All that made one sample, and the sample."""
+    """Everything that determined one sample, and the sample."""
 
     server: Mapping[str, Any]
-    """What served: the server's version, model, architecture, parameters, dtype, device, kernel and ranks."""
+    """The server's version, model, architecture, parameters, dtype, device, kernel and ranks."""
     prompt_index: int
     sample_index: int
     prompt_token_ids: list[int]
     sampling: SamplingParams
-    """With the sample's own seed, so that a request with `n=1` and these gives the sample again."""
+    """With the sample's own seed: a request with these and `n=1` returns the sample again."""
     adapter: str | None
     """Name of the resident adapter."""
     adapter_generation: int | None
@@ -57,12 +57,12 @@ class Receipt:
     """`[T]`."""
     finish_reason: FinishReason
     note: Any = None
-    """Whatever the recorder was given: a step, a reward. JSON."""
+    """The recorder's note: any JSON value, such as a step or a reward."""
     line: int = field(default=0, compare=False)
-    """Where it stands in its file, from 1 on; 0 if it was not read from one."""
+    """Line number in its file, from 1 on; 0 if it was not read from a file."""
 
     def to_json(self) -> str:
-        """One line, without the line end. Log-probabilities are written so that they are read as the same float32."""
+        """One line, without the line end. Log-probabilities read back as the same float32."""
         content = {
             "format": FORMAT,
             "server": dict(self.server),
@@ -89,41 +89,41 @@ class Receipt:
 
 
 def parse_receipt(line: str, number: int = 0) -> Receipt:
-    """The receipt of one line.
+    """Parses one line.
 
     Args:
-        line: what `Receipt.to_json` has written.
-        number: of the line, for `Receipt.line`.
+        line: a line that `Receipt.to_json` has written.
+        number: the line's number, for `Receipt.line`.
 
     Raises:
-        InvalidArgument: it is not that, or it has been changed since.
+        InvalidArgument: the line is not a receipt, or was changed after it was written.
     """
     try:
         return _parsed(line, number)
     except RecursionError:
-        raise InvalidArgument("no receipt: its JSON is nested too deeply") from None
+        raise InvalidArgument("not a receipt: its JSON is nested too deeply") from None
 
 
 def _parsed(line: str, number: int) -> Receipt:
     try:
         content = json.loads(line)
     except ValueError as error:
-        raise InvalidArgument(f"no JSON: {error}") from None
+        raise InvalidArgument(f"not JSON: {error}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise InvalidArgument(f"no receipt: an object with format {FORMAT!r} is expected")
+        raise InvalidArgument(f"not a receipt: expected an object with format {FORMAT!r}")
     if content.pop("digest", None) != _digest(content):
-        raise InvalidArgument("changed since it was written: its digest is of other content")
+        raise InvalidArgument("changed after it was written: the digest does not match the content")
     try:
         return _receipt(content, number)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InvalidArgument(f"no receipt: {type(error).__name__}: {error}") from None
+        raise InvalidArgument(f"not a receipt: {type(error).__name__}: {error}") from None
 
 
 def read_receipts(path: str | os.PathLike[str]) -> Iterator[Receipt]:
     """The receipts of a file, in order.
 
     Raises:
-        InvalidArgument: a line is none; the message has the file's name and the line's number.
+        InvalidArgument: a line is not a receipt; the message has the file's name and the line's number.
     """
     for number, line in _lines(path):
         try:
@@ -180,7 +180,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def _floats_to_json(values: npt.NDArray[np.float32]) -> list[float | str]:
-    """Every float32 is a double, whose decimal digits Python writes without loss. JSON has no infinities and no NaN."""
+    """Python writes doubles, and so float32, without loss. NaN and infinities, which JSON lacks, become strings."""
     return [value if math.isfinite(value) else str(value) for value in values.tolist()]
 
 
@@ -206,6 +206,6 @@ def _sampling_from_json(content: dict[str, Any]) -> SamplingParams:
 
 
 def _plain(value: Any) -> Any:
-    """A scalar of numpy as one of Python; all else as it is."""
+    """Converts a numpy scalar to Python's; returns other values unchanged."""
     item: Callable[[], Any] | None = getattr(value, "item", None)
     return value if item is None else item()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ..options import GenerateOptions
 
-# What decides about bits, and what a reader wants to know. docs/numerics.md says which of them may differ.
+# The facts that affect bits, and that help a reader. docs/numerics.md says which of them may differ.
 _FACTS = (
     "server_version",
     "model",
@@ -36,25 +36,25 @@ _FACTS = (
 
 
 class Recorder:
-    """Appends a receipt of every sample to a file. A context manager; threads may share it."""
+    """Appends a receipt for every sample to a file. A context manager; threads may share it."""
 
     def __init__(self, client: RolloutClient, path: str | os.PathLike[str], *, digests: bool = True) -> None:
         """Opens the file.
 
         Args:
-            client: of the server that makes the samples; it is asked for its version and its weights' digest.
-            path: of the file, which is made, or appended to.
-            digests: ask for the checksum of the weights once for each new version, for which a token needs the role
-                `control`. The server reads all its weights for it, in pieces between its steps. Without it receipts
-                have the numbers of the versions alone, which say nothing after a restart.
+            client: a client of the server that samples, from which the recorder gets versions and digests.
+            path: the file, which is created or appended to.
+            digests: request the checksums of the weights once for each new version, which needs a token with the role
+                `control`. The server reads all its weights for it, in pieces between steps. Without digests, receipts
+                have only version numbers, which have no meaning after a restart.
         """
         self.note: Any = None
-        """Note of the receipts for which none is given; it may be changed at any time."""
+        """The default note of receipts; it may be changed at any time."""
         self._client, self._digests = client, digests
         self._lock = threading.Lock()
         self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 closed by close()
         if _ends_in_a_line(self._file):
-            self._file.write("\n")  # of a process that was killed as it wrote: the next receipt is a line of its own
+            self._file.write("\n")  # a process was killed while it wrote: start a new line
         self._process = 0
         self._facts: dict[str, Any] = {}
         # By version: the number of pushes when it was learned, and the digest.
@@ -69,14 +69,14 @@ class Recorder:
         note: Any = None,
         **options: Unpack[GenerateOptions],
     ) -> list[PromptOutput]:
-        """As `RolloutClient.generate`, and adds the receipts; `note` is as for `add`."""
+        """Calls `RolloutClient.generate` and adds the receipts; `note` as for `add`."""
         self.look()
         outputs = self._client.generate(prompts, n, sampling, **options)
         self.add(outputs, sampling, adapter=options.get("adapter"), note=note)
         return outputs
 
     def look(self) -> None:
-        """Learns the digest of the weights that serve, before a request during which others may be pushed."""
+        """Gets the digest of the serving weights before a request during which others may be pushed."""
         with self._lock:
             self._look()
 
@@ -88,12 +88,12 @@ class Recorder:
         adapter: str | None = None,
         note: Any = None,
     ) -> None:
-        """Adds receipts of samples, before the next push: the digest is that of the weights which serve now.
+        """Adds receipts of samples. Call it before the next push: the digest is that of the weights which serve now.
 
         Args:
-            outputs: of one call of `generate`.
-            sampling, adapter: as they were given to it.
-            note: JSON for each receipt, such as the trainer's step; None is the recorder's own.
+            outputs: the result of one call of `generate`.
+            sampling, adapter: the arguments of that call.
+            note: JSON value for each receipt, such as the trainer's step; None takes the recorder's note.
         """
         lines = [f"{receipt.to_json()}\n" for receipt in self.receipts(outputs, sampling, adapter=adapter, note=note)]
         with self._lock:
@@ -150,7 +150,7 @@ class Recorder:
         self.close()
 
     def _look(self) -> None:
-        """Learns the digest of the weights that serve, and forgets what was known of another process here."""
+        """Gets the digest of the serving weights, and drops facts about an earlier server process."""
         started = self._client.timeline(max_spans=1).started
         if started != self._process:
             self._process, self._weights = started, {}
@@ -163,8 +163,8 @@ class Recorder:
             try:
                 version, digest = weights_digest(self._client)
             except FailedPrecondition:
-                return  # they sleep: what was sampled before stays without a digest
-            # A push in between would make it uncertain whose digest it is.
+                return  # the weights sleep, so earlier samples get no digest
+            # After a push in between, the digest may belong to either policy.
             if self._client.status().updates == status.updates:
                 self._weights[version] = status.updates, digest
 
@@ -174,7 +174,7 @@ class Recorder:
 
 
 class RecordingClient(RolloutClient):
-    """A `RolloutClient` whose `generate` adds receipts, for a trainer that calls it itself.
+    """A `RolloutClient` whose `generate` adds receipts, for trainers that call it themselves.
 
     ```python
     client = RecordingClient("127.0.0.1:50051", record="samples.jsonl")
@@ -193,7 +193,7 @@ class RecordingClient(RolloutClient):
         digests: bool = True,
         **connection: Any,
     ) -> None:
-        """Args: those of `RolloutClient`; `record` and `digests` are `path` and `digests` of a `Recorder`."""
+        """Takes the arguments of `RolloutClient`; `record` and `digests` are `path` and `digests` of a `Recorder`."""
         super().__init__(address, timeout, token, **connection)
         self.recorder = Recorder(self, record, digests=digests)
 
@@ -204,20 +204,20 @@ class RecordingClient(RolloutClient):
         sampling: SamplingInput = None,
         **options: Unpack[GenerateOptions],
     ) -> list[PromptOutput]:
-        """As `RolloutClient.generate`, and adds the receipts."""
+        """Calls `RolloutClient.generate` and adds the receipts."""
         self.recorder.look()
         outputs = super().generate(prompts, n, sampling, **options)
         self.recorder.add(outputs, sampling, adapter=options.get("adapter"))
         return outputs
 
     def close(self) -> None:
-        """Ends the connection, and closes the file."""
+        """Closes the connection and the file."""
         super().close()
         self.recorder.close()
 
 
 def _ends_in_a_line(file: TextIO) -> bool:
-    """Whether the last line of a file has no end."""
+    """Whether a file ends within a line."""
     with Path(file.name).open("rb") as written:
         size = written.seek(0, os.SEEK_END)
         written.seek(max(size - 1, 0))
@@ -225,18 +225,18 @@ def _ends_in_a_line(file: TextIO) -> bool:
 
 
 def server_facts(client: RolloutClient) -> dict[str, Any]:
-    """What a receipt has of the server."""
+    """The facts about the server that a receipt has."""
     info = client.info()
     return {name: getattr(info, name) for name in _FACTS}
 
 
 def weights_digest(client: RolloutClient) -> tuple[int, str]:
-    """The version of the policy that serves, and the digest of its weights: SHA-256 of what `rollout checksum` prints.
+    """The serving version and the digest of its weights: the SHA-256 of the output of `rollout checksum`.
 
-    Equal digests are equal bits of every parameter, whatever their version is called.
+    Equal digests mean that every parameter has the same bits, whatever the versions are.
 
     Raises:
-        PermissionDenied: the token has not the role `control`.
+        PermissionDenied: the token does not have the role `control`.
         FailedPrecondition: the weights are asleep or missing.
     """
     response = client._call(_proto.CHECKSUM, _convert_weights.checksum_request(None))

@@ -1,4 +1,4 @@
-"""Makes recorded samples again, and says what differs."""
+"""Generates recorded samples again and reports the differences."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from ..types import FinishReason, Sample
 from ._receipt import Receipt, SpanReceipt
 from ._recorder import server_facts, weights_digest
 
-# Requests at once: enough to fill a batch, few enough that their replies take no memory worth a thought.
+# Concurrent requests: enough to fill a batch, and few enough that their replies take little memory.
 _AT_ONCE = 64
-_ENDED = "ended by the timeout of the call, or by an order to the server: replay it again, with more time"
+_ENDED = "ended by the call's timeout or by a command to the server: replay it again with a longer timeout"
 
 
 class Verdict(str, Enum):
-    """What came of a receipt."""
+    """The result of replaying a receipt."""
 
     SAME = "same"
     """The same tokens, bits of log-probabilities, and end."""
     SAME_UNTIL_PUSH = "same_until_push"
-    """The same, as far as the weights that serve had made it; a push came in the middle of the sample."""
+    """The tokens of the serving weights are the same; a push came in the middle of the sample."""
     DIFFERS = "differs"
     REFUSED = "refused"
-    """The server does not take the request any more, or the request was ended early."""
+    """The server rejects the request, or the request was ended early."""
 
     def __str__(self) -> str:
         """The plain value."""
@@ -40,39 +40,39 @@ class Verdict(str, Enum):
 
 @dataclass(frozen=True)
 class Replayed:
-    """A receipt, and what came of it."""
+    """A receipt with the result of its replay."""
 
     receipt: Receipt
     verdict: Verdict
     token: int | None = None
-    """Index of the first token that differs, or, after a push in the middle, of the first one that others made."""
+    """Index of the first token that differs; after a push in the middle, of the first token of the other weights."""
     weight_version: int | None = None
-    """The version that made that token."""
+    """The version that sampled that token."""
     difference: str = ""
-    """What differs there, or why the request was refused."""
+    """The difference at that token, or why the request was rejected."""
     reason: str = ""
-    """Why, and what to do."""
+    """The reason, and what to do."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """All that was replayed, and by what."""
+    """The results of a replay, and the weights that served."""
 
     results: list[Replayed]
     weight_version: int
     """The version that served."""
     weights: str | None
-    """Digest of its weights; None if the token may not ask for it."""
+    """Digest of its weights; None if the token's role does not allow to request it."""
 
     @property
     def same(self) -> bool:
-        """Whether each sample came again, as far as its weights are those that serve."""
+        """Whether each sample has the same bits, as far as the serving weights sampled it."""
         return all(r.verdict in (Verdict.SAME, Verdict.SAME_UNTIL_PUSH) for r in self.results)
 
 
 @dataclass(frozen=True)
 class _Present:
-    """What serves now."""
+    """The server and the weights that serve now."""
 
     facts: dict[str, Any]
     is_batch_invariant: bool
@@ -80,7 +80,7 @@ class _Present:
     weights: str | None
 
     def has(self, span: SpanReceipt) -> bool:
-        """Whether these weights made the span, as far as the receipt tells."""
+        """Whether these weights sampled the span, according to the receipt."""
         if span.weights is not None and self.weights is not None:
             return span.weights == self.weights
         return span.weight_version == self.weight_version
@@ -89,15 +89,15 @@ class _Present:
 def replay(
     client: RolloutClient, receipts: Iterable[Receipt], done: Callable[[Replayed], None] | None = None
 ) -> Report:
-    """Makes each sample again, with its own seed, and compares all bits.
+    """Generates each sample again with its own seed, and compares all bits.
 
     Args:
-        client: of a server with the weights in question.
-        receipts: as `read_receipts` gives them.
-        done: called with each result, in order, as it is there.
+        client: a client of a server with the weights in question.
+        receipts: the receipts, for example from `read_receipts`.
+        done: called with each result, in order.
 
     Raises:
-        Aborted: a push came while the samples were made.
+        Aborted: the policy was pushed during the replay.
         FailedPrecondition: the server sleeps, or has no weights.
     """
     before = client.status()
@@ -112,19 +112,19 @@ def replay(
         if done is not None:
             done(result)
     if client.status().updates != before.updates:
-        raise Aborted("a push came during the replay; start it again while nobody pushes")
+        raise Aborted("a push came during the replay; repeat it while no client pushes")
     return Report(results, version, weights)
 
 
 def _in_order(work: Callable[[Receipt], Replayed], receipts: Iterable[Receipt]) -> Iterator[Replayed]:
-    """Some at once, without reading more receipts than that."""
+    """Runs `_AT_ONCE` at a time, without reading further ahead."""
     remaining = iter(receipts)
     pool = ThreadPoolExecutor(_AT_ONCE)
     try:
         while batch := list(islice(remaining, _AT_ONCE)):
             yield from pool.map(work, batch)
     finally:
-        # After an exception nobody waits for the rest: the caller closes the client, which ends its calls.
+        # After an exception the rest is not awaited: the caller closes the client, which ends its calls.
         pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -146,7 +146,7 @@ def _replayed(client: RolloutClient, receipt: Receipt, present: _Present) -> Rep
     if span is not first and present.has(first) and at == span.start:
         reason = f"version {span.weight_version} took over in the middle of the sample"
         return Replayed(receipt, Verdict.SAME_UNTIL_PUSH, at, span.weight_version, difference, reason)
-    # What comes after other weights depends on them, whoever made it.
+    # Tokens after those of other weights depend on them, whichever weights sampled them.
     blamed = span if present.has(first) else first
     reason = _other_server(receipt, present) if present.has(blamed) else _gone(blamed, present)
     return Replayed(receipt, Verdict.DIFFERS, at, span.weight_version, difference, reason)
@@ -155,18 +155,18 @@ def _replayed(client: RolloutClient, receipt: Receipt, present: _Present) -> Rep
 def _again(client: RolloutClient, receipt: Receipt) -> Sample:
     sampling = receipt.sampling
     if receipt.finish_reason is FinishReason.ABORTED:
-        # It was ended from outside. No token depends on where its sample must or may end later.
+        # The sample was aborted. No token depends on where its sample must or may end later.
         count = len(receipt.token_ids)
         sampling = replace(sampling, max_tokens=count, min_tokens=min(sampling.min_tokens, count))
     (output,) = client.generate([receipt.prompt_token_ids], 1, sampling, adapter=receipt.adapter, return_text=False)
     sample = output.samples[0]
     if sample.finish_reason is FinishReason.ABORTED:
-        raise Aborted("it was ended before it was whole")
+        raise Aborted("it was ended before it was complete")
     return sample
 
 
 def _first_difference(receipt: Receipt, sample: Sample) -> int | None:
-    """Index of the first token that differs in itself, in a bit of its log-probabilities, or in ending the sample."""
+    """Index of the first token that differs in its id, in a bit of its log-probabilities, or in ending the sample."""
     count = len(receipt.token_ids)
     for at in range(max(count, len(sample.token_ids))):
         if _at(receipt, at) != _at(sample, at):
@@ -184,33 +184,31 @@ def _at(made: Receipt | Sample, at: int) -> tuple[int, bytes, bytes] | None:
 def _difference(receipt: Receipt, sample: Sample, at: int) -> str:
     was, now = _at(receipt, at), _at(sample, at)
     if now is None:
-        return f"there is none ({sample.finish_reason}), and was {receipt.token_ids[at]}"
+        return f"missing ({sample.finish_reason}), was {receipt.token_ids[at]}"
     if was is None:
-        return f"it is {sample.token_ids[at]}, and there was none ({receipt.finish_reason})"
+        return f"now {sample.token_ids[at]}, was missing ({receipt.finish_reason})"
     if was == now:
-        return f"it ends the sample by {sample.finish_reason}, and did by {receipt.finish_reason}"
+        return f"now ends the sample by {sample.finish_reason}, ended it by {receipt.finish_reason}"
     if was[0] != now[0]:
-        return (
-            f"it is {now[0]} ({_shown(sample.raw_logprobs[at])}), and was {was[0]} ({_shown(receipt.raw_logprobs[at])})"
-        )
+        return f"now {now[0]} ({_shown(sample.raw_logprobs[at])}), was {was[0]} ({_shown(receipt.raw_logprobs[at])})"
     raw = was[2] != now[2]
     made = [made.raw_logprobs[at] if raw else made.logprobs[at] for made in (sample, receipt)]
-    return f"its {'raw ' if raw else ''}log-probability is {_shown(made[0])}, and was {_shown(made[1])}"
+    return f"{'raw ' if raw else ''}log-probability now {_shown(made[0])}, was {_shown(made[1])}"
 
 
 def _shown(value: np.float32) -> str:
-    """The shortest digits that tell it from every other float32."""
+    """The shortest digits that identify a float32."""
     return str(value)
 
 
 def _gone(span: SpanReceipt, present: _Present) -> str:
     was = f"version {span.weight_version}" + (f" ({span.weights[:12]}…)" if span.weights else "")
     now = f"version {present.weight_version}" + (f" ({present.weights[:12]}…)" if present.weights else "")
-    return f"made by the weights of {was}, but the server has {now}: push the former again"
+    return f"made by the weights of {was}, but the server has {now}: push the recorded ones again"
 
 
 def _other_server(receipt: Receipt, present: _Present) -> str:
-    """Why the same weights gave something else."""
+    """Why the same weights gave a different result."""
     changed = [
         f"{name} {receipt.server.get(name)!r} (now {value!r})"
         for name, value in present.facts.items()
@@ -219,11 +217,9 @@ def _other_server(receipt: Receipt, present: _Present) -> str:
     if changed:
         return f"made by a server with {', '.join(changed)}"
     if not present.is_batch_invariant:
-        return "made by a server that promises no equal bits (--attention flash, or --all-reduce nccl)"
+        return "made by a server without batch invariance (--attention flash, or --all-reduce nccl)"
     if receipt.adapter is not None:
         return f"made with generation {receipt.adapter_generation} of the adapter {receipt.adapter!r}: push it again"
     if any(span.weights is None for span in receipt.spans) or present.weights is None:
-        return "made by weights of the same version, which may be others: their digests are not known"
-    return (
-        "made by the same weights on the same server: the receipt was changed, or this is a bug, which we want to know"
-    )
+        return "made by weights of the same version that may differ: their digests are unknown"
+    return "made by the same weights on the same server: the receipt was changed, or this is a bug; please report it"
