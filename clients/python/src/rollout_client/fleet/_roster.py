@@ -281,8 +281,10 @@ class Roster:
             if before is not None:
                 self.lost(replica, Unavailable(f"it was lost at {where}"))
                 await before.close()
-        asked = time.monotonic()
-        status = await replica.ask()
+        changes = None
+        while changes != replica.changes:  # an answer may be as late as a push that it does not know of
+            changes, asked = replica.changes, time.monotonic()
+            status = await replica.ask()
         if status.lifecycle is Lifecycle.SHUTTING_DOWN:
             raise Unavailable("it is shutting down")
         replica.notice(found, status, asked)
