@@ -190,6 +190,20 @@ def test_a_status_from_before_a_commit_does_not_say_that_it_was_not_applied():
     Script(script).execute()
 
 
+def test_a_checkpoint_that_was_read_again_serves_though_replicas_told_of_it_before_the_wake_had_ended():
+    async def script(run, fleet):
+        await fleet.push_lora(*ADAPTER, transport="inline")
+        await fleet.sleep(2)
+        answer_late(run, "wake", 5.0)
+        await fleet.wake(reload=True)
+        await asyncio.sleep(10.0)
+        assert run.states() == CURRENT, run.fleet._roster.describe()
+        (output,) = await fleet.generate([[1]], return_text=False)
+        assert output.samples[0].weight_versions[0].weight_version == 0
+
+    Script(script).execute()
+
+
 @pytest.mark.parametrize("reload", [False, True])
 def test_no_adapter_is_merged_into_what_an_interrupted_sleep_has_dropped(reload):
     async def script(run, fleet):
