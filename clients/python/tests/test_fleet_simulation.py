@@ -204,6 +204,18 @@ def test_a_checkpoint_that_was_read_again_serves_though_replicas_told_of_it_befo
     Script(script).execute()
 
 
+def test_a_replica_that_has_started_again_unseen_misses_what_cannot_be_merged_into_its_checkpoint():
+    async def script(run, fleet):
+        await fleet.push_delta({"w": np.zeros(4, np.float32)}, ADAPTER[0], base_version=0, transport="inline")
+        run.network.machines[0].kill()
+        run.network.machines[0].start()
+        receipt = await fleet.push_lora(*ADAPTER, transport="inline")
+        assert receipt.missed == [0], receipt
+        assert "started again" in receipt.replicas[0].error
+
+    Script(script).execute()
+
+
 @pytest.mark.parametrize("reload", [False, True])
 def test_no_adapter_is_merged_into_what_an_interrupted_sleep_has_dropped(reload):
     async def script(run, fleet):
