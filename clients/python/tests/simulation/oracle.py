@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout_client import FinishReason, PromptOutput, SamplingParams
+from rollout_client.fleet import FleetReceipt
 from rollout_client.fleet._policy import Policy, digest_of_parameters
 from rollout_client.fleet._requests import MAX_ATTEMPTS
 
@@ -67,6 +68,10 @@ class Oracle:
         self.cuts: list[list[float]] = []
         """From when to when something may have ended samples early, by an order."""
         self.trace: list[str] = []
+        self.has_applied: dict[int, tuple[str, int]] = {}
+        """What each server has after the push that is under way, or the last."""
+        self._reload: Era | None = None
+        """While servers may read the checkpoint again."""
         self.poison: Callable[[Any, Any], None] = lambda machine, request: None
         self.outcomes: dict[str, int] = defaultdict(int)
 
@@ -102,6 +107,7 @@ class Oracle:
     def applied(self, number: int, version: int, content: str) -> None:
         """A server has applied a push."""
         self.note(f"server {number} has version {version}: {content}")
+        self.has_applied[number] = (content, version)
         now = self.eras[-1]
         known = [(era.content, era.version) for era in (now, *self.candidates)]
         if self.push_is_open and (content, version) not in known:
@@ -116,6 +122,7 @@ class Oracle:
 
     def begin_push(self) -> None:
         self.push_is_open, self._push_began, self.candidates = True, self.clock(), []
+        self.has_applied = {}
 
     def end_push(self, policy: Policy, expected: str | None, must: bool | None) -> None:
         """A push has ended: `must` says whether it is the fleet's policy now; None is not known to its caller."""
@@ -128,6 +135,7 @@ class Oracle:
             )
             self.require(expected is None or found == expected, f"the policy is {found}, and {expected} was pushed")
             now.end, self.may_repeat = self.clock(), False
+            self.end_reload()
             self.eras.append(Era(found, policy.version, self._push_began))
         for era in self.candidates:  # what was not committed may have made tokens meanwhile
             if (era.content, era.version) != (found, policy.version):
@@ -136,10 +144,37 @@ class Oracle:
         self.push_is_open = False
         self.note(f"the policy is {found}, version {policy.version}")
 
+    def check_receipt(self, receipt: FleetReceipt) -> None:
+        """Who has the policy by a receipt has it."""
+        era = self.eras[-1]
+        self.require(receipt.weight_version == era.version, f"the receipt has version {receipt.weight_version}")
+        digests = {replica.digest for replica in receipt.replicas} - {None}
+        self.require(digests == {receipt.digest}, f"a receipt with the digests {digests}")
+        for replica in receipt.replicas:
+            has = self.has_applied.get(replica.number)
+            self.require(
+                replica.result is None or has == (era.content, era.version),
+                f"by the receipt replica {replica.number} has {era.content}, version {era.version}, and it has {has}",
+            )
+
+    def begin_reload(self) -> None:
+        """A wake begins after which the checkpoint serves.
+
+        What was suspended resumes on it, server by server, before the wake returns or a failed one is repeated.
+        """
+        self._reload = Era(f"{CHECKPOINT}|None", 0, self.clock())
+        self.eras.insert(0, self._reload)
+
+    def end_reload(self) -> None:
+        """The wake has returned, or another policy has come instead."""
+        if self._reload is not None:
+            self._reload.end, self._reload = self.clock(), None
+
     def set_policy(self, policy: Policy) -> None:
         """The fleet has found its first policy, or has gone back to the checkpoint."""
         if self.eras:
             self.eras[-1].end = self.clock()
+            self.end_reload()
         self.eras.append(Era(content_of(policy), policy.version, self.clock()))
 
     def _allowed(self, start: float, end: float) -> list[Era]:

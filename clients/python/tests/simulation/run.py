@@ -303,7 +303,9 @@ class Run:
         policy = fleet._roster.policy
         for machine, replica in zip(network.machines, fleet._roster.replicas, strict=True):
             process = machine.process
-            same = (process.policy, process.version) == (content_of(policy), policy.version) and process.whole
+            # A policy that was dropped comes back with a push; its version is no server's until then.
+            same = process.policy == content_of(policy) and process.whole
+            same = same and (process.version == policy.version or not fleet._roster.dropped)
             fresh = process.content == (CHECKPOINT, None) and content_of(policy).startswith(f"{CHECKPOINT}|")
             catches_up = fresh and process.whole and policy.adapter is not None
             oracle.require(

@@ -13,9 +13,9 @@ import xxhash
 
 from rollout_client import Cancelled, FailedPrecondition, RolloutError, SamplingParams
 from rollout_client.errors import Aborted, DataLoss, DeadlineExceeded, Unavailable
-from rollout_client.fleet import AsyncFleet, Fleet, FleetReceipt, PartialCommit
+from rollout_client.fleet import AsyncFleet, Fleet, PartialCommit
 
-from .oracle import Era, content_of
+from .oracle import content_of
 from .server import DELTA, FULL, LORA, content_after, digest_of_push
 
 if TYPE_CHECKING:
@@ -175,13 +175,7 @@ class Trainer:
                 if kind == "full":
                     self.run.supply = new
             if receipt is not None:
-                self._check_receipt(receipt)
-
-    def _check_receipt(self, receipt: FleetReceipt) -> None:
-        require, era = self.oracle.require, self.oracle.eras[-1]
-        require(receipt.weight_version == era.version, f"the receipt has version {receipt.weight_version}")
-        digests = {replica.digest for replica in receipt.replicas} - {None}
-        require(digests == {receipt.digest}, f"a receipt with the digests {digests}")
+                oracle.check_receipt(receipt)
 
     # Orders.
 
@@ -217,13 +211,15 @@ class Trainer:
         await asyncio.sleep(rng.uniform(0, 8))
         self.oracle.sleeps = False
         reload = level == 2 and rng.random() < 0.5
-        if reload:  # suspended requests resume on the checkpoint before wake() returns
-            oracle.eras.insert(0, Era("checkpoint|None", 0, self.run.clock(), self.run.clock() + 60.0))
+        if reload:
+            oracle.begin_reload()
         for _ in range(20):
             wake = lambda fleet: fleet.wake(None, reload=reload)  # noqa: E731
             try:
                 with oracle.cutting():
                     await self.interruptible(wake, wake)
+                self._note_policy()
+                oracle.end_reload()
                 break
             except (RolloutError, Interrupted) as error:
                 oracle.note(f"trainer: wake: {type(error).__name__}: {error}")
