@@ -64,6 +64,9 @@ class Oracle:
         self.is_committing: Callable[[], bool] = lambda: False
         self.sleeps = False
         """From the return of a sleep to the next wake."""
+        self.sleep_failed = False
+        self._told: dict[str, float] = {}
+        """When servers were told to drop their policy that have not told how they are since then, by address."""
         self.requests: dict[str, list[Sent]] = defaultdict(list)
         self.cuts: list[list[float]] = []
         """From when to when something may have ended samples early, by an order."""
@@ -87,6 +90,10 @@ class Oracle:
     def sent(self, address: str, name: str, request: Any) -> Sent:
         self.require(not self.sleeps, f"a {name} was sent while the fleet sleeps")
         self.require(not self.is_committing(), f"a {name} was sent between the first commit of a push and the last")
+        self.require(
+            not self.sleep_failed or address not in self._told,
+            f"a {name} was sent to {address}, which was told to drop its policy and has not said if it has",
+        )
         sent = Sent(getattr(request, "request_id", ""), address, self.clock())
         if sent.request_id:
             key = re.match(r"[^/]*/\d+", sent.request_id)[0]
@@ -97,6 +104,22 @@ class Oracle:
             )
         self.note(f"{name} {sent.request_id} to {address}")
         return sent
+
+    def told_to_drop(self, address: str) -> None:
+        """A sleep of level 2 is on its way to a server."""
+        self._told[address] = self.clock()
+
+    def heard(self, address: str, asked: float) -> None:
+        """The status of a server has come, for which it was asked then."""
+        if self._told.get(address, math.inf) <= asked:
+            del self._told[address]
+
+    def begin_sleep(self) -> None:
+        self.sleep_failed, self._told = False, {}
+
+    def end_sleep(self, *, failed: bool) -> None:
+        """A sleep has returned, or has failed: then servers take no requests until they say if they have a policy."""
+        self.sleeps, self.sleep_failed = not failed, failed
 
     def begins(self, machine: Any, request: Any) -> None:
         self.poison(machine, request)

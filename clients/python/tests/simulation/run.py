@@ -9,7 +9,7 @@ import gc
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from types import SimpleNamespace
@@ -377,10 +377,15 @@ class Run:
         self.scheduler.block(lambda wake: None, seconds)
 
     async def called(
-        self, rng: Random, use: Callable[[AsyncFleet], Awaitable[Any]], plain: Callable[[Fleet], Any]
+        self,
+        rng: Random,
+        use: Callable[[AsyncFleet], Awaitable[Any]],
+        plain: Callable[[Fleet], Any],
+        often: float = 0.25,
+        seconds: Sequence[float] = (0.02, 0.5, 10.0),
     ) -> Any:
-        """Calls the fleet from a thread, or awaits the asyncio fleet; one in four callers gives up early."""
-        patience = rng.expovariate(1 / rng.choice([0.02, 0.5, 10.0])) if rng.random() < 0.25 else None
+        """Calls the fleet from a thread, or awaits the asyncio fleet; so often the caller gives up after seconds."""
+        patience = rng.expovariate(1 / rng.choice(seconds)) if rng.random() < often else None
         if rng.random() < 0.5:
             return await self._threaded(plain, patience)
         return await self._awaited(use, patience)
