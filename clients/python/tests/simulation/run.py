@@ -299,6 +299,7 @@ class Run:
         await AsyncFleet(fleet).wake()
         await self.resumed()
         trainer._note_policy()
+        await asyncio.sleep(10.0)  # whoever has started again unseen is looked at
         await self.until_settled(CALM_SECONDS)
         policy = fleet._roster.policy
         for machine, replica in zip(network.machines, fleet._roster.replicas, strict=True):
@@ -306,6 +307,12 @@ class Run:
             # A policy that was dropped comes back with a push; its version is no server's until then.
             same = process.policy == content_of(policy) and process.whole
             same = same and (process.version == policy.version or not fleet._roster.dropped)
+            serves = (process.policy, process.version)
+            wrong = process.whole and serves != (content_of(policy), policy.version)
+            oracle.require(
+                not wrong or replica.state is not ReplicaState.CURRENT,
+                f"replica {replica.number} is current, and serves {serves} instead of {policy}",
+            )
             fresh = process.content == (CHECKPOINT, None) and content_of(policy).startswith(f"{CHECKPOINT}|")
             catches_up = fresh and process.whole and policy.adapter is not None
             oracle.require(
