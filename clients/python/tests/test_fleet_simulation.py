@@ -143,6 +143,79 @@ def test_a_prompt_that_ends_its_server_ends_no_more_than_four():
     Script(script).execute()
 
 
+def answer_late(run, name, seconds):
+    """The next call of this name is done at once on each server, and its answer comes so much later."""
+
+    def of(process):
+        handler = getattr(process, name)
+
+        async def late(request):
+            setattr(process, name, handler)
+            answer = await handler(request)
+            await asyncio.sleep(seconds)
+            return answer
+
+        setattr(process, name, late)
+
+    for machine in run.network.machines:
+        of(machine.process)
+
+
+def test_a_status_from_before_a_push_does_not_make_a_replica_forget_it():
+    async def script(run, fleet):
+        answer_late(run, "get_status", 8.0)
+        await asyncio.sleep(3.0)  # they are asked meanwhile
+        old = {"w": np.zeros(4, np.float32)}
+        await fleet.push_delta(old, ADAPTER[0], base_version=0, transport="inline")
+        for number in (0, 2):  # no other can prove what it holds
+            run.network.machines[number].kill()
+        await asyncio.sleep(20.0)
+        assert run.states()[1] is ReplicaState.CURRENT, run.fleet._roster.describe()
+
+    Script(script).execute()
+
+
+def test_a_status_from_before_a_commit_does_not_say_that_it_was_not_applied():
+    async def script(run, fleet):
+        answer_late(run, "get_status", 8.0)
+        await asyncio.sleep(3.0)
+        run.network.weather.lost_commit_reply = 1.0
+        with pytest.raises(Unavailable, match="failed on all replicas"):
+            await fleet.push_full(ADAPTER[0], transport="inline")
+        run.network.weather.lost_commit_reply = 0.0
+        await asyncio.sleep(12.0)
+        with pytest.raises(Unavailable, match="0 can take it"):  # all have applied it, and no base of the fleet's
+            await fleet.push_lora(*ADAPTER, transport="inline")
+
+    Script(script).execute()
+
+
+def test_a_checkpoint_that_was_read_again_serves_though_replicas_told_of_it_before_the_wake_had_ended():
+    async def script(run, fleet):
+        await fleet.push_lora(*ADAPTER, transport="inline")
+        await fleet.sleep(2)
+        answer_late(run, "wake", 5.0)
+        await fleet.wake(reload=True)
+        await asyncio.sleep(10.0)
+        assert run.states() == CURRENT, run.fleet._roster.describe()
+        (output,) = await fleet.generate([[1]], return_text=False)
+        assert output.samples[0].weight_versions[0].weight_version == 0
+
+    Script(script).execute()
+
+
+def test_a_replica_that_has_started_again_unseen_misses_what_cannot_be_merged_into_its_checkpoint():
+    async def script(run, fleet):
+        await fleet.push_delta({"w": np.zeros(4, np.float32)}, ADAPTER[0], base_version=0, transport="inline")
+        run.network.machines[0].kill()
+        run.network.machines[0].start()
+        receipt = await fleet.push_lora(*ADAPTER, transport="inline")
+        assert receipt.missed == [0], receipt
+        assert "started again" in receipt.replicas[0].error
+
+    Script(script).execute()
+
+
 @pytest.mark.parametrize("reload", [False, True])
 def test_no_adapter_is_merged_into_what_an_interrupted_sleep_has_dropped(reload):
     async def script(run, fleet):

@@ -74,6 +74,7 @@ class Machine:
         network = self.network
         self.process = process = Process(network.world, self.awake)
         process.step_seconds *= self.slow
+        process.order_seconds = network.rng.choice([0.0, 0.0, 0.3, 5.0])
         process.on_apply = lambda process, kind: network.on_apply(self, process, kind)
         return process
 
@@ -277,12 +278,15 @@ class Channel:
             self._calls.pop(task, None)
 
     async def _unary(self, name: str, data: bytes) -> bytes:
-        network = self._network
+        network, begun = self._network, self._network.scheduler.now
+        request = getattr(_proto, name.upper()).request.FromString(data)
+        if name == "sleep" and request.level == 2:
+            network.oracle.told_to_drop(self._address)
         machine, process, connection = await network.connect(self._address)
         await network.cross(machine, connection)
         if network.happens("lost_request"):
             raise RpcError("UNAVAILABLE", "the connection broke before the request")
-        handler, request = getattr(process, name), getattr(_proto, name.upper()).request.FromString(data)
+        handler = getattr(process, name)
 
         async def handled() -> Any:
             await machine.awake()
@@ -295,6 +299,8 @@ class Channel:
         if network.happens("lost_reply"):
             raise RpcError("UNAVAILABLE", "the connection broke before the answer")
         await network.cross(machine, connection)
+        if name == "get_status":
+            network.oracle.heard(self._address, begun)
         return response.SerializeToString()
 
 

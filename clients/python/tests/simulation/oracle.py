@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout_client import FinishReason, PromptOutput, SamplingParams
+from rollout_client.fleet import FleetReceipt
 from rollout_client.fleet._policy import Policy, digest_of_parameters
 from rollout_client.fleet._requests import MAX_ATTEMPTS
 
@@ -63,10 +64,17 @@ class Oracle:
         self.is_committing: Callable[[], bool] = lambda: False
         self.sleeps = False
         """From the return of a sleep to the next wake."""
+        self.sleep_failed = False
+        self._told: dict[str, float] = {}
+        """When servers were told to drop their policy that have not told how they are since then, by address."""
         self.requests: dict[str, list[Sent]] = defaultdict(list)
         self.cuts: list[list[float]] = []
         """From when to when something may have ended samples early, by an order."""
         self.trace: list[str] = []
+        self.has_applied: dict[int, tuple[str, int]] = {}
+        """What each server has after the push that is under way, or the last."""
+        self._reload: Era | None = None
+        """While servers may read the checkpoint again."""
         self.poison: Callable[[Any, Any], None] = lambda machine, request: None
         self.outcomes: dict[str, int] = defaultdict(int)
 
@@ -82,6 +90,10 @@ class Oracle:
     def sent(self, address: str, name: str, request: Any) -> Sent:
         self.require(not self.sleeps, f"a {name} was sent while the fleet sleeps")
         self.require(not self.is_committing(), f"a {name} was sent between the first commit of a push and the last")
+        self.require(
+            not self.sleep_failed or address not in self._told,
+            f"a {name} was sent to {address}, which was told to drop its policy and has not said if it has",
+        )
         sent = Sent(getattr(request, "request_id", ""), address, self.clock())
         if sent.request_id:
             key = re.match(r"[^/]*/\d+", sent.request_id)[0]
@@ -93,6 +105,22 @@ class Oracle:
         self.note(f"{name} {sent.request_id} to {address}")
         return sent
 
+    def told_to_drop(self, address: str) -> None:
+        """A sleep of level 2 is on its way to a server."""
+        self._told[address] = self.clock()
+
+    def heard(self, address: str, asked: float) -> None:
+        """The status of a server has come, for which it was asked then."""
+        if self._told.get(address, math.inf) <= asked:
+            del self._told[address]
+
+    def begin_sleep(self) -> None:
+        self.sleep_failed, self._told = False, {}
+
+    def end_sleep(self, *, failed: bool) -> None:
+        """A sleep has returned, or has failed: then servers take no requests until they say if they have a policy."""
+        self.sleeps, self.sleep_failed = not failed, failed
+
     def begins(self, machine: Any, request: Any) -> None:
         self.poison(machine, request)
 
@@ -102,6 +130,7 @@ class Oracle:
     def applied(self, number: int, version: int, content: str) -> None:
         """A server has applied a push."""
         self.note(f"server {number} has version {version}: {content}")
+        self.has_applied[number] = (content, version)
         now = self.eras[-1]
         known = [(era.content, era.version) for era in (now, *self.candidates)]
         if self.push_is_open and (content, version) not in known:
@@ -116,6 +145,7 @@ class Oracle:
 
     def begin_push(self) -> None:
         self.push_is_open, self._push_began, self.candidates = True, self.clock(), []
+        self.has_applied = {}
 
     def end_push(self, policy: Policy, expected: str | None, must: bool | None) -> None:
         """A push has ended: `must` says whether it is the fleet's policy now; None is not known to its caller."""
@@ -128,6 +158,7 @@ class Oracle:
             )
             self.require(expected is None or found == expected, f"the policy is {found}, and {expected} was pushed")
             now.end, self.may_repeat = self.clock(), False
+            self.end_reload()
             self.eras.append(Era(found, policy.version, self._push_began))
         for era in self.candidates:  # what was not committed may have made tokens meanwhile
             if (era.content, era.version) != (found, policy.version):
@@ -136,10 +167,37 @@ class Oracle:
         self.push_is_open = False
         self.note(f"the policy is {found}, version {policy.version}")
 
+    def check_receipt(self, receipt: FleetReceipt) -> None:
+        """Who has the policy by a receipt has it."""
+        era = self.eras[-1]
+        self.require(receipt.weight_version == era.version, f"the receipt has version {receipt.weight_version}")
+        digests = {replica.digest for replica in receipt.replicas} - {None}
+        self.require(digests == {receipt.digest}, f"a receipt with the digests {digests}")
+        for replica in receipt.replicas:
+            has = self.has_applied.get(replica.number)
+            self.require(
+                replica.result is None or has == (era.content, era.version),
+                f"by the receipt replica {replica.number} has {era.content}, version {era.version}, and it has {has}",
+            )
+
+    def begin_reload(self) -> None:
+        """A wake begins after which the checkpoint serves.
+
+        What was suspended resumes on it, server by server, before the wake returns or a failed one is repeated.
+        """
+        self._reload = Era(f"{CHECKPOINT}|None", 0, self.clock())
+        self.eras.insert(0, self._reload)
+
+    def end_reload(self) -> None:
+        """The wake has returned, or another policy has come instead."""
+        if self._reload is not None:
+            self._reload.end, self._reload = self.clock(), None
+
     def set_policy(self, policy: Policy) -> None:
         """The fleet has found its first policy, or has gone back to the checkpoint."""
         if self.eras:
             self.eras[-1].end = self.clock()
+            self.end_reload()
         self.eras.append(Era(content_of(policy), policy.version, self.clock()))
 
     def _allowed(self, start: float, end: float) -> list[Era]:
@@ -189,8 +247,14 @@ class Oracle:
                 require(whole or may_be_cut, f"{what}: ended early without an order, {sample.finish_reason}")
                 require(not whole or len(sample.token_ids) == params.max_tokens, f"{what}: is not whole")
                 self._check_tokens(what, sample, tuple(prompt), start)
-                made = [span.weight_version for span in sample.weight_versions[:1]]
-                require(if_version is None or made in ([], [if_version]), f"{what}: {made} instead of {if_version}")
+                self._check_version(what, sample, if_version, start)
+
+    def _check_version(self, what: str, sample: Any, wanted: int | None, start: float) -> None:
+        """A sample that is wanted by one version begins while that serves; what lets it go on may change it then."""
+        if wanted is not None and sample.token_ids:
+            made = sample.weight_versions[0].weight_version
+            began = made == wanted or any(era.version == wanted for era in self._allowed(start, self.clock()))
+            self.require(began, f"{what}: {made} instead of {wanted}")
 
     def _check_tokens(self, what: str, sample: Any, prompt: tuple[int, ...], start: float) -> None:
         position = 0

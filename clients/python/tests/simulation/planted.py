@@ -86,7 +86,7 @@ PLANTED = [
         "_lifecycle.py",
         "                    if level > 1:\n                        roster.doubt()\n",
         "",
-        "sleep: adapters are merged into the checkpoint after a sleep of level 2 that was interrupted",
+        "sleep: after one that has failed, replicas take requests before they say whether they have dropped the policy",
     ),
     Planted(
         "_lifecycle.py",

@@ -9,7 +9,7 @@ import gc
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from types import SimpleNamespace
@@ -299,11 +299,20 @@ class Run:
         await AsyncFleet(fleet).wake()
         await self.resumed()
         trainer._note_policy()
+        await asyncio.sleep(10.0)  # whoever has started again unseen is looked at
         await self.until_settled(CALM_SECONDS)
         policy = fleet._roster.policy
         for machine, replica in zip(network.machines, fleet._roster.replicas, strict=True):
             process = machine.process
-            same = (process.policy, process.version) == (content_of(policy), policy.version) and process.whole
+            # A policy that was dropped comes back with a push; its version is no server's until then.
+            same = process.policy == content_of(policy) and process.whole
+            same = same and (process.version == policy.version or not fleet._roster.dropped)
+            serves = (process.policy, process.version)
+            wrong = process.whole and serves != (content_of(policy), policy.version)
+            oracle.require(
+                not wrong or replica.state is not ReplicaState.CURRENT,
+                f"replica {replica.number} is current, and serves {serves} instead of {policy}",
+            )
             fresh = process.content == (CHECKPOINT, None) and content_of(policy).startswith(f"{CHECKPOINT}|")
             catches_up = fresh and process.whole and policy.adapter is not None
             oracle.require(
@@ -375,10 +384,15 @@ class Run:
         self.scheduler.block(lambda wake: None, seconds)
 
     async def called(
-        self, rng: Random, use: Callable[[AsyncFleet], Awaitable[Any]], plain: Callable[[Fleet], Any]
+        self,
+        rng: Random,
+        use: Callable[[AsyncFleet], Awaitable[Any]],
+        plain: Callable[[Fleet], Any],
+        often: float = 0.25,
+        seconds: Sequence[float] = (0.02, 0.5, 10.0),
     ) -> Any:
-        """Calls the fleet from a thread, or awaits the asyncio fleet; one in four callers gives up early."""
-        patience = rng.expovariate(1 / rng.choice([0.02, 0.5, 10.0])) if rng.random() < 0.25 else None
+        """Calls the fleet from a thread, or awaits the asyncio fleet; so often the caller gives up after seconds."""
+        patience = rng.expovariate(1 / rng.choice(seconds)) if rng.random() < often else None
         if rng.random() < 0.5:
             return await self._threaded(plain, patience)
         return await self._awaited(use, patience)

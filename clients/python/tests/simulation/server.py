@@ -122,6 +122,9 @@ class Process:
         self.session: Session | None = None
         self.requests: dict[str, Running] = {}
         self.step_seconds = 0.02
+        self.order_seconds = 0.0
+        """How long its engine does nothing but sleep, or wake."""
+        self._busy_until = 0.0
         self.refuse_header: tuple[str, str] | None = None
         self.lies = b""
         self.on_apply: Callable[[Process, int], None] = lambda process, kind: None
@@ -235,6 +238,7 @@ class Process:
         return _proto.GET_INFO.response(model="simulated", max_num_seqs=256)
 
     async def get_status(self, request: Any) -> Any:
+        await self._rest_of_order()
         status = _proto.GET_STATUS.response(
             lifecycle=self.lifecycle,
             weight_version=self.version,
@@ -258,6 +262,7 @@ class Process:
         if request.level > 1:
             self.whole, self.pending, self.content = False, False, (CHECKPOINT, None)
         self.change()
+        await self._obey()
         return _proto.SLEEP.response(released=[{"tag": WEIGHTS, "bytes": 1}], resident_bytes=1)
 
     async def wake(self, request: Any) -> Any:
@@ -274,6 +279,7 @@ class Process:
         if self.asleep is not None and self.resident == [WEIGHTS, KV_CACHE]:
             self.asleep, self.paused = None, False
         self.change()
+        await self._obey()
         return _proto.WAKE.response(lifecycle=self.lifecycle)
 
     async def pause(self, request: Any) -> Any:
@@ -403,6 +409,14 @@ class Process:
         may_repeat = header.force_version or not self.whole or not header.HasField("new_version")
         if not may_repeat and header.new_version <= self.version:
             raise RpcError("FAILED_PRECONDITION", f"new_version: {header.new_version} is not above {self.version}")
+
+    async def _obey(self) -> None:
+        """An order takes its time, also if nobody waits for it any more."""
+        self._busy_until = self.loop.time() + self.order_seconds
+        await self._rest_of_order()
+
+    async def _rest_of_order(self) -> None:
+        await asyncio.sleep(max(self._busy_until - self.loop.time(), 0.0))
 
     async def _admitted(self, running: Running, request: Any, deadline: float | None) -> None:
         """Waits until a request may begin."""

@@ -13,9 +13,9 @@ import xxhash
 
 from rollout_client import Cancelled, FailedPrecondition, RolloutError, SamplingParams
 from rollout_client.errors import Aborted, DataLoss, DeadlineExceeded, Unavailable
-from rollout_client.fleet import AsyncFleet, Fleet, FleetReceipt, PartialCommit
+from rollout_client.fleet import AsyncFleet, Fleet, PartialCommit
 
-from .oracle import Era, content_of
+from .oracle import content_of
 from .server import DELTA, FULL, LORA, content_after, digest_of_push
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ class Trainer:
         self.run, self.rng, self.oracle = run, rng, run.oracle
         self.state = {"w": np.zeros(4, np.float32)}
         self.names = itertools.count()
+        self.asked: list[asyncio.Future[None]] = []
+        """Requests that were to run as an order came."""
 
     @property
     def fleet(self) -> Fleet:
@@ -47,18 +49,25 @@ class Trainer:
     async def work(self, actions: int) -> None:
         """Does so many things."""
         rng = self.rng
-        deeds = [self.push] * 8 + [self.push_bit_by_bit] * 3 + [self.sleep] * 2 + [self.pause, self.abort, self.look]
-        for _ in range(actions):
-            await asyncio.sleep(rng.expovariate(1 / self.run.think))
-            deed = rng.choice(deeds)
-            self.oracle.note(f"trainer: {deed.__name__}")
-            try:
-                await deed()
-            except (RolloutError, Interrupted) as error:
-                self.oracle.note(f"trainer: {type(error).__name__}: {error}")
-                self.oracle.outcomes[f"{deed.__name__}: {type(error).__name__}"] += 1
-            else:
-                self.oracle.outcomes[f"{deed.__name__}: done"] += 1
+        deeds = [self.push] * 8 + [self.push_bit_by_bit] * 3 + [self.sleep] * 3 + [self.pause, self.abort, self.look]
+        try:
+            for _ in range(actions):
+                await asyncio.sleep(rng.expovariate(1 / self.run.think))
+                await self._do(rng.choice(deeds))
+            await asyncio.gather(*self.asked)
+        finally:
+            for task in self.asked:
+                task.cancel()
+
+    async def _do(self, deed: Callable[[], Awaitable[None]]) -> None:
+        self.oracle.note(f"trainer: {deed.__name__}")
+        try:
+            await deed()
+        except (RolloutError, Interrupted) as error:
+            self.oracle.note(f"trainer: {type(error).__name__}: {error}")
+            self.oracle.outcomes[f"{deed.__name__}: {type(error).__name__}"] += 1
+        else:
+            self.oracle.outcomes[f"{deed.__name__}: done"] += 1
 
     async def interruptible(self, use: Callable[[AsyncFleet], Awaitable[Any]], plain: Callable[[Fleet], Any]) -> Any:
         """Calls the fleet or the asyncio fleet; sometimes the caller is gone before the end."""
@@ -175,15 +184,13 @@ class Trainer:
                 if kind == "full":
                     self.run.supply = new
             if receipt is not None:
-                self._check_receipt(receipt)
-
-    def _check_receipt(self, receipt: FleetReceipt) -> None:
-        require, era = self.oracle.require, self.oracle.eras[-1]
-        require(receipt.weight_version == era.version, f"the receipt has version {receipt.weight_version}")
-        digests = {replica.digest for replica in receipt.replicas} - {None}
-        require(digests == {receipt.digest}, f"a receipt with the digests {digests}")
+                oracle.check_receipt(receipt)
 
     # Orders.
+
+    async def order(self, use: Callable[[AsyncFleet], Awaitable[Any]]) -> Any:
+        """Calls the fleet or the asyncio fleet; often the caller is gone while servers have the order."""
+        return await self.run.called(self.rng, use, use, often=0.4, seconds=(0.005, 0.02, 0.5, 2.0))
 
     async def sleep(self) -> None:
         """Sleep, some time later wake, and what a trainer does around it."""
@@ -195,15 +202,18 @@ class Trainer:
             absent.cut = True
             absent.break_connections()
             await asyncio.sleep(1.0)
+        if rng.random() < 0.7:
+            await self._ask()
         order = lambda fleet: fleet.sleep(level, mode)  # noqa: E731
         try:
             with oracle.cutting():
-                slept = await self.interruptible(order, order)
-            oracle.sleeps = True
+                oracle.begin_sleep()
+                slept = await self.order(order)
+            oracle.end_sleep(failed=False)
             run.check_asleep(slept)
         except (RolloutError, Interrupted):
-            oracle.sleeps = False
-            if level == 2 and rng.random() < 0.7:  # before anybody has looked at the replicas
+            oracle.end_sleep(failed=True)
+            if level == 2 and rng.random() < 0.4:  # before anybody has looked at the replicas
                 await self.push("lora")
             raise
         finally:
@@ -212,18 +222,26 @@ class Trainer:
             if absent is not None:
                 absent.cut = False
 
+    async def _ask(self) -> None:
+        """Requests that run now."""
+        generator = Generator(self.run, Random(self.rng.getrandbits(64)), 50 + len(self.asked))
+        self.asked.append(asyncio.ensure_future(generator.generate(f"asked-{len(self.asked)}")))
+        await asyncio.sleep(self.rng.uniform(0.0, 0.2))
+
     async def _wake(self, level: int) -> None:
         rng, oracle = self.rng, self.oracle
         await asyncio.sleep(rng.uniform(0, 8))
         self.oracle.sleeps = False
         reload = level == 2 and rng.random() < 0.5
-        if reload:  # suspended requests resume on the checkpoint before wake() returns
-            oracle.eras.insert(0, Era("checkpoint|None", 0, self.run.clock(), self.run.clock() + 60.0))
+        if reload and self.fleet._roster.dropped:  # a policy that a failed sleep has not dropped goes on
+            oracle.begin_reload()
         for _ in range(20):
             wake = lambda fleet: fleet.wake(None, reload=reload)  # noqa: E731
             try:
                 with oracle.cutting():
-                    await self.interruptible(wake, wake)
+                    await self.order(wake)
+                self._note_policy()
+                oracle.end_reload()
                 break
             except (RolloutError, Interrupted) as error:
                 oracle.note(f"trainer: wake: {type(error).__name__}: {error}")
@@ -246,7 +264,7 @@ class Trainer:
         order = lambda fleet: fleet.pause(mode)  # noqa: E731
         try:
             with self.oracle.cutting():
-                await self.interruptible(order, order)
+                await self.order(order)
             await asyncio.sleep(self.rng.uniform(0, 8))
         finally:
             await self.run.resumed()
@@ -254,7 +272,7 @@ class Trainer:
     async def abort(self) -> None:
         order = lambda fleet: fleet.abort(all=True)  # noqa: E731
         with self.oracle.cutting():
-            await self.interruptible(order, order)
+            await self.order(order)
 
     async def look(self) -> None:
         looks = [
@@ -266,7 +284,7 @@ class Trainer:
             lambda fleet: fleet.reset_prefix_cache(),
         ]
         look = self.rng.choice(looks)
-        await self.interruptible(look, look)
+        await self.order(look)
 
 
 class Generator:

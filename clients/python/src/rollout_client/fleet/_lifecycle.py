@@ -93,11 +93,13 @@ class LifecycleOrders:
             except Unavailable as error:
                 roster.suspect(replica, error)
                 continue
-            if replica.held is None or status.weight_version != 0 or replica.held.version == 0:
+            if status.weight_version != 0:
                 continue
+            held = replica.held  # None if it has told of this before the others had woken
             if was_dropped:
-                replica.held = replace(replica.held, version=0)
-                roster.policy = replace(roster.policy, version=0)
-            else:  # a sleep that has failed has made it drop a policy that the fleet still has
+                replica.held = None if held is None else replace(held, version=0)
+                roster.policy = None if roster.policy is None else replace(roster.policy, version=0)
+            elif held is not None and held.version != 0:
+                # a sleep that has failed has made it drop a policy that the fleet still has
                 replica.held = None
                 roster.set_state(replica, ReplicaState.BEHIND, "it has read its checkpoint again")

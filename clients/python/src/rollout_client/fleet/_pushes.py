@@ -25,7 +25,7 @@ from ..errors import (
     Unavailable,
 )
 from ..options import PushKind
-from ..types import Lifecycle, UpdateResult
+from ..types import UpdateResult
 from ._fanout import FanOut
 from ._policy import UNPROVED, Change, Policy, Redo
 from ._replica import Replica, Unanswered
@@ -130,12 +130,11 @@ class Pushes:
         roster = self._roster
         if roster.policy is None:
             raise Unavailable(f"no replica was found yet: {roster.describe()}")
-        change = pushing.change = self._change(pushing.wanted, roster.policy.version)
+        pushing.change = self._change(pushing.wanted, roster.policy.version)
         pushing.targets = [
             replica
             for replica in roster.replicas
-            if replica.state is not ReplicaState.LOST
-            and change.fits(replica.held if replica.is_known else None, roster.policy)
+            if replica.state is not ReplicaState.LOST and self._fits(pushing, replica)
         ]
         if len(pushing.targets) < roster.quorum:
             raise Unavailable(
@@ -143,6 +142,10 @@ class Pushes:
                 f"it; the policy is as it was ({roster.describe()})"
             )
         pushing.clients = {replica.number: self._connect(replica.address) for replica in pushing.targets}
+
+    def _fits(self, pushing: Pushing, replica: Replica) -> bool:
+        """Whether a replica comes to the fleet's policy by a push."""
+        return pushing.change.fits(replica.held if replica.is_known else None, self._roster.policy)
 
     def _leave(self, pushing: Pushing) -> None:
         """Lets groups, and others who change the policy, begin again."""
@@ -265,7 +268,7 @@ class Pushes:
                 replica.held = None if replica.held is None else replica.held.without(name)
 
     async def _prepare(self, pushing: Pushing, numbers: list[int]) -> dict[int, RolloutError]:
-        """Closes the gate, and asks whether each replica holds the push open and goes on serving."""
+        """Closes the gate, and asks whether each replica holds the push open, on what it is a push to."""
         if not pushing.gate_closed:
             pushing.gate_closed = True
             self._roster.router.close_gate()
@@ -280,9 +283,9 @@ class Pushes:
         deadline = time.monotonic() + PREPARE_SECONDS
         try:
             while True:
-                status = await replica.ask()
-                if status.lifecycle is Lifecycle.SHUTTING_DOWN:
-                    return Unavailable("it is shutting down")
+                status = await self._roster.ask(replica)
+                if not self._fits(pushing, replica):
+                    return Unavailable("it has started again, or has dropped its policy, since the push began")
                 pushing.updates[replica.number] = status.updates
                 # The header may still be on its way; a call that has ended is noticed after this, with its own error.
                 if status.update is not None or pushing.fan_out.has_ended(replica.number):

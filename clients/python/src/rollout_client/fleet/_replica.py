@@ -83,6 +83,8 @@ class Replica:
     """Until it is known whether `held` is what was before this commit or after it."""
     may_have_dropped: bool = False
     """Whether it was told to drop its policy and has not confirmed it. Its status tells whether it has."""
+    changes: int = 0
+    """How often one of these three was set. A status that was asked for before tells of the time before."""
     status: ServerStatus | None = None
     """The last answer; None if there was none the last time."""
     instance: str = ""
@@ -93,6 +95,12 @@ class Replica:
     """Why it was found to be behind for good: it waits for a push, or for somebody to mend what is wrong."""
     looked: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to have it looked at now."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Counts what is learned of its policy, whoever learns it."""
+        if name in ("held", "unanswered", "may_have_dropped"):
+            self.changes = getattr(self, "changes", 0) + 1
+        object.__setattr__(self, name, value)
 
     @property
     def number(self) -> int:

@@ -185,7 +185,7 @@ class Roster:
             is_unsure = replica.unanswered is not None or replica.may_have_dropped
             if is_unsure and replica.state is not ReplicaState.LOST:
                 try:
-                    await self._ask(replica)
+                    await self.ask(replica)
                 except Unavailable as error:
                     self.suspect(replica, error)
                 except RolloutError as error:
@@ -229,7 +229,7 @@ class Roster:
     async def look(self, replica: Replica) -> None:
         """Finds out how a replica is; one that is behind catches up, if it can."""
         try:
-            status = await self._ask(replica)
+            status = await self.ask(replica)
             if not self._serves(replica, status):
                 await self._while_it_answers(replica, self._join_in_turn(replica))
         except Unavailable as error:
@@ -270,7 +270,13 @@ class Roster:
             return self.asleep is not None and status.asleep is not None
         return status.lifecycle is not Lifecycle.WEIGHTS_MISSING and status.weight_version == self.policy.version
 
-    async def _ask(self, replica: Replica) -> ServerStatus:
+    async def ask(self, replica: Replica) -> ServerStatus:
+        """Asks a replica how it is, where it is now, and notes what it holds by that.
+
+        Raises:
+            Unavailable: it does not answer, or shuts down.
+            RolloutError: what it answers.
+        """
         try:
             found = await asyncio.wait_for(replica.place.find(), LOOK_SECONDS)
         except asyncio.TimeoutError:
@@ -281,8 +287,10 @@ class Roster:
             if before is not None:
                 self.lost(replica, Unavailable(f"it was lost at {where}"))
                 await before.close()
-        asked = time.monotonic()
-        status = await replica.ask()
+        changes = None
+        while changes != replica.changes:  # an answer may be so late that it does not know of a push that has ended
+            changes, asked = replica.changes, time.monotonic()
+            status = await replica.ask()
         if status.lifecycle is Lifecycle.SHUTTING_DOWN:
             raise Unavailable("it is shutting down")
         replica.notice(found, status, asked)
@@ -292,7 +300,7 @@ class Roster:
 
     async def _join_in_turn(self, replica: Replica) -> None:
         async with self.updating:
-            status = await self._ask(replica)  # the policy may have changed while this waited
+            status = await self.ask(replica)  # the policy may have changed while this waited
             if not self._serves(replica, status):
                 await self._join(replica, status)
 
@@ -303,7 +311,7 @@ class Roster:
             raise FailedPrecondition("a push is under way on it, whose sender has left")
         if self.asleep is None and self._needs_wake(status):
             await self._wake(replica)
-            status = await self._ask(replica)
+            status = await self.ask(replica)
         if replica.held is None and status.asleep is None:
             digest = digest_of_parameters(await client.checksum())
             replica.held = Policy(status.weight_version, digest, residents=await self._residents(replica))
