@@ -199,14 +199,15 @@ def test_without_a_card_the_status_is_77(check, monkeypatch):
 
 
 def test_make_runs_every_test_for_gpus_and_fails_without_a_card():
-    makefile = (REPOSITORY / "Makefile").read_text()
-    tests = re.search(r"^CUDA_TESTS := (.*)$", makefile, re.MULTILINE)[1].split()
-    assert makefile.count("$(addprefix --test ,$(CUDA_TESTS))") == 2, "on the emulator and on a card"
+    script = (REPOSITORY / "scripts/cuda.sh").read_text()
+    tests = re.search(r"^tests=\((.*)\)$", script, re.MULTILINE)[1].split()[1::2]
+    assert script.count('"${tests[@]}"') == 2, "on the emulator and on a card"
     files = {path.stem for folder in ("tests", "kernels/tests") for path in (REPOSITORY / folder).glob("cuda*")}
     assert set(tests) == files | {"devices"}
     assert set(tests) == {name for *_, name, kind in gpu_check.BINARIES if kind == "test"}
-    recipe = makefile.split("\ngpu-check:")[1].split("\n\n")[0]
-    assert "--must-measure" in recipe and re.search(r"gpu_check\.py card$", recipe, re.MULTILINE)
+    recipe = (REPOSITORY / "Makefile").read_text().split("\ngpu-check:")[1].split("\n\n")[0]
+    assert re.search(r"gpu_check\.py card$", recipe, re.MULTILINE)
+    assert "gpu_check.py run target/gpu-check --must-measure" in script
 
 
 def test_what_tests_print_is_what_is_read():
