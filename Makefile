@@ -105,6 +105,9 @@ cuda: $(CUDA_TOOLS) ## build the server for NVIDIA GPUs (needs none; installs th
 cuda-test: $(CUDA_TOOLS) ## the kernels and the server on an emulated GPU
 	$(cuda_sh) test
 
+cuda-test-binaries: $(CUDA_TOOLS)
+	$(cuda_sh) test-binaries
+
 cuda-test-flash: $(CUDA_TOOLS) ## candle-flash-attn's kernels on an emulated GPU, beside our own (minutes to compile)
 	$(cuda_sh) test-flash
 

@@ -35,6 +35,12 @@ build)
     use_toolkit
     "$CARGO" build --release --features "$FEATURES" --bin rollout-server
     ;;
+test-binaries)
+    build_emulator
+    use_toolkit
+    say "Building the tests of kernels and server"
+    emulated 4 --features cuda --lib "${tests[@]}" --no-run
+    ;;
 test)
     build_emulator
     use_toolkit
