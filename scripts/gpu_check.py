@@ -49,7 +49,7 @@ RESULT = re.compile(r"^test result: \w+\. (\d+) passed; (\d+) failed", re.MULTIL
 SECTION = re.compile(r"^---- (\S+) stdout ----$", re.MULTILINE)
 """Of a test's output. libtest repeats it for each test at its end (`--show-output`)."""
 LEFT_OUT = re.compile(r"^left out: (.+)$", re.MULTILINE)
-"""What a test prints that cannot run here: see tests/common/emulator.rs."""
+"""What a test prints that cannot run here: see kernels/src/cpu/testing/require.rs."""
 BINARIES = {
     ("rollout_kernels", "lib"): "kernels",
     ("devices", "test"): "devices",

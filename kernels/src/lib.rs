@@ -73,7 +73,7 @@ impl Backend {
         Backend::Reference,
     ];
 
-    /// As `--device` takes it and `GetServerInfo` shows it.
+    /// As `--device` takes it and `GetInfo` shows it.
     pub fn name(self) -> &'static str {
         match self {
             Backend::Cpu => "cpu",

@@ -1,8 +1,6 @@
 //! Runs an engine on a fixture checkpoint, without the server, and sends it requests and pushes.
 #![allow(dead_code)] // each test binary uses a part of this module
 
-pub mod emulator;
-pub mod large;
 mod weights;
 
 use std::collections::BTreeMap;

@@ -13,7 +13,10 @@ use rollout_server::observe::Observer;
 use rollout_server::startup;
 use rollout_server::weights::Dtype;
 
-use crate::common::{Engine, Push, Request, emulator, large, random_prompts, random_weights};
+use crate::common::{Engine, Push, Request, random_prompts, random_weights};
+use crate::emulator::{self, emulated};
+use crate::large;
+use crate::require::require;
 
 /// What a child does.
 const CHILD: &str = "CUDA_CEILING_CHILD";
@@ -142,9 +145,7 @@ fn work_below_the_ceiling() {
 #[test]
 fn what_the_driver_counts_never_passes_the_ceiling() {
     const NAME: &str = "what_the_driver_counts_never_passes_the_ceiling";
-    if !emulator::or_left_out(COUNTED) {
-        return;
-    }
+    require!(emulated(COUNTED));
     match task() {
         Some(_) => work_below_the_ceiling(),
         None => ["processes", "device"].iter().for_each(|nvml| drop(run(NAME, "work", &[("CUEMU_NVML", nvml)]))),
@@ -175,9 +176,7 @@ fn take_and_free() -> ! {
 #[test]
 fn neighbours_who_come_and_go_are_not_billed() {
     const NAME: &str = "neighbours_who_come_and_go_are_not_billed";
-    if !emulator::or_left_out(COUNTED) {
-        return;
-    }
+    require!(emulated(COUNTED));
     match task().as_deref() {
         Some("neighbour") => take_and_free(),
         Some(_) => {
@@ -203,9 +202,7 @@ fn neighbours_who_come_and_go_are_not_billed() {
 #[test]
 fn without_nvml_a_constant_is_set_aside_and_said() {
     const NAME: &str = "without_nvml_a_constant_is_set_aside_and_said";
-    if !emulator::or_left_out(COUNTED) {
-        return;
-    }
+    require!(emulated(COUNTED));
     match task() {
         Some(_) => {
             let engine = Engine::start("qwen2", &["--device", "cuda", "--kv-cache-bytes", "2MiB"]);
@@ -236,9 +233,7 @@ fn in_bfloat16(mut push: Push) -> Push {
 #[test]
 fn host_memory_bounds_what_sleeps() {
     const NAME: &str = "host_memory_bounds_what_sleeps";
-    if !emulator::or_left_out(COUNTED) {
-        return;
-    }
+    require!(emulated(COUNTED));
     match task() {
         Some(_) => {}
         None => return drop(run(NAME, "work", &[])),

@@ -12,8 +12,9 @@ use rollout_server::error::{Error, Result};
 use rollout_server::types::{SamplingParams, TokenId};
 use rollout_server::weights::{Dtype, TensorEntry};
 
-use crate::common::emulator::{calls, fail, or_left_out};
 use crate::common::{Engine, Push, Request, StateDict, random_prompts, random_weights};
+use crate::emulator::{calls, emulated, fail};
+use crate::require::require;
 
 /// What a child does: the call that fails, the code, and the first case, separated by spaces.
 const CHILD: &str = "CUDA_FAILURES_CHILD";
@@ -242,9 +243,7 @@ fn child(work: Work, order: &str) {
 
 /// Runs the cases of `work`, which the test `name` is about, and says how they went.
 fn check(name: &str, work: Work) {
-    if !or_left_out("calls of the driver fail") {
-        return;
-    }
+    require!(emulated("calls of the driver fail"));
     if let Some(order) = variable(CHILD) {
         return child(work, &order);
     }

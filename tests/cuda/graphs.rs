@@ -9,9 +9,10 @@ use std::time::{Duration, Instant};
 use rollout_server::engine::{AdapterTarget, DrainMode, LifecycleStatus, SleepLevel};
 use rollout_server::types::{SamplingParams, TokenId, sample_seed};
 
-use crate::common::emulator::{self, calls, fail, or_left_out, there_are_gpus};
 use crate::common::{Engine, Push, Request, random_prompts, random_weights};
+use crate::emulator::{self, calls, emulated, fail, gpus};
 use crate::own_driver;
+use crate::require::require;
 
 const MODELS: [(&str, &str); 5] = [
     ("llama", "bfloat16"),
@@ -84,9 +85,7 @@ fn alone(engine: &Engine, max_tokens: impl Fn(usize) -> u32) -> Bits {
 
 #[test]
 fn a_step_is_launched_at_once() {
-    if !or_left_out("launches are counted") {
-        return;
-    }
+    require!(emulated("launches are counted"));
     let _own = own_driver();
     // What one more step of one sequence launches: kernels, and recordings.
     let more = |graphs: &str| {
@@ -126,9 +125,7 @@ fn every_model_has_the_same_bits_alone_in_a_batch_and_in_chunks() {
 
 #[test]
 fn ranks_repeat_their_steps_together() {
-    if !there_are_gpus(4) {
-        return;
-    }
+    require!(gpus(4));
     let _own = own_driver();
     for (model, dtype, worlds) in [("qwen2", "bfloat16", &[2, 4][..]), ("llama-tied", "float32", &[2])] {
         let expected = generate(&start(model, dtype, &["--graphs", "off"]), prompts(), 8);
@@ -157,7 +154,7 @@ fn ranks_repeat_their_steps_together() {
 fn answers_are_the_same_from_a_recording_and_behind_it() {
     let _own = own_driver();
     let other = start("qwen2", "bfloat16", &["--graphs", "off"]);
-    for tp in [1, 2].into_iter().filter(|&tp| there_are_gpus(tp)) {
+    for tp in [1, 2].into_iter().filter(|&tp| gpus(tp)) {
         check_answers(&start("qwen2", "bfloat16", &["--tp", &tp.to_string()]), &other);
         other.reset_prefix_cache();
     }
@@ -216,7 +213,7 @@ fn batches_grow_and_shrink() {
 fn preempted_sequences_have_the_same_bits() {
     let _own = own_driver();
     let expected = alone(&start("llama", "float32", &["--graphs", "off"]), |_| 24);
-    for tp in [1, 2].into_iter().filter(|&tp| there_are_gpus(tp)) {
+    for tp in [1, 2].into_iter().filter(|&tp| gpus(tp)) {
         let flags = ["--tp", &tp.to_string(), "--kv-cache-bytes", "192KiB", "--max-model-len", "128"];
         let engine = start("llama", "float32", &flags);
         let before = repeats();
@@ -250,9 +247,7 @@ fn pushes_sleeps_and_resident_adapters_change_what_is_repeated() {
 
 #[test]
 fn pushes_sleeps_and_resident_adapters_change_what_ranks_repeat() {
-    if !there_are_gpus(2) {
-        return;
-    }
+    require!(gpus(2));
     let _own = own_driver();
     check_changes("2");
 }
@@ -260,7 +255,7 @@ fn pushes_sleeps_and_resident_adapters_change_what_ranks_repeat() {
 #[test]
 fn steps_of_one_resident_adapter_are_repeated() {
     let _own = own_driver();
-    for ranks in [1, 2].into_iter().filter(|&ranks| there_are_gpus(ranks)) {
+    for ranks in [1, 2].into_iter().filter(|&ranks| gpus(ranks)) {
         check_adapters("qwen2", ranks);
     }
 }
@@ -388,7 +383,7 @@ fn child(order: &str) {
 
 /// Whether the test is to judge its children. A child obeys its order here, and on a card the test is left out.
 fn is_parent() -> bool {
-    if !or_left_out("calls of the driver fail") {
+    if !emulated("calls of the driver fail") {
         return false;
     }
     let order = of_the_parent();

@@ -6,14 +6,18 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+#[path = "../../kernels/src/cpu/testing/require.rs"]
+mod require;
 
 mod broadcast;
 mod ceiling;
+mod emulator;
 mod engines;
 mod failures;
 #[cfg(feature = "flash-attn")]
 mod flash;
 mod graphs;
+mod large;
 mod memory;
 mod ranks;
 mod settings;

@@ -6,9 +6,11 @@ use rollout_server::engine::{DrainMode, LifecycleStatus, SleepLevel};
 use rollout_server::error::Error;
 use rollout_server::types::{SamplingParams, TokenId};
 
-use crate::common::emulator::{neighbour, or_left_out};
-use crate::common::{Engine, Push, Request, large, random_prompts, random_weights};
+use crate::common::{Engine, Push, Request, random_prompts, random_weights};
+use crate::emulator::{emulated, neighbour};
+use crate::large;
 use crate::own_driver;
+use crate::require::require;
 
 const FLAGS: [&str; 6] = ["--device", "cuda", "--dtype", "bfloat16", "--kv-cache-bytes", "32MiB"];
 const SEED: u64 = 7;
@@ -102,9 +104,7 @@ fn asleep_at_either_level_the_device_has_everything_back_but_the_context() {
 
 #[test]
 fn a_wake_without_memory_is_refused_and_succeeds_when_the_neighbour_has_gone() {
-    if !or_left_out(TAKEN) {
-        return;
-    }
+    require!(emulated(TAKEN));
     let (_own, device) = (own_driver(), device());
     let engine = start("qwen2");
     let weights = random_weights(engine.parameters(), 32);
@@ -129,9 +129,7 @@ fn a_wake_without_memory_is_refused_and_succeeds_when_the_neighbour_has_gone() {
 
 #[test]
 fn a_push_without_memory_is_refused_and_the_old_policy_serves_on() {
-    if !or_left_out(TAKEN) {
-        return;
-    }
+    require!(emulated(TAKEN));
     let (_own, device) = (own_driver(), device());
     // Pages that are mapped already would do for the weights of a small model: two of them, at the ends of what serves,
     // have up to 16 MiB to spare, and this embedding has 20 MiB.
@@ -161,9 +159,7 @@ fn a_push_without_memory_is_refused_and_the_old_policy_serves_on() {
 
 #[test]
 fn a_start_without_memory_ends_with_a_message() {
-    if !or_left_out(TAKEN) {
-        return;
-    }
+    require!(emulated(TAKEN));
     let (_own, device) = (own_driver(), device());
     let bare = free(&device);
     for left in [0, 9 << 20, 30 << 20] {

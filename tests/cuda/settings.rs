@@ -8,7 +8,9 @@ use std::ffi::CString;
 use rollout_server::engine::{AdapterTarget, DrainMode, SleepLevel};
 use rollout_server::types::SamplingParams;
 
-use crate::common::{Engine, Push, Request, emulator, random_prompts};
+use crate::common::{Engine, Push, Request, random_prompts};
+use crate::emulator::{self, emulated};
+use crate::require::require;
 
 /// Flags of a child's engine.
 const CHILD: &str = "CUDA_SETTINGS_CHILD";
@@ -106,9 +108,7 @@ fn seen(name: &str, flags: &str, settings: &[(&str, &str)]) -> String {
 
 /// Compares engines of `dtype` under these settings.
 fn check(name: &str, dtype: &str, all: &[&[(&str, &str)]]) {
-    if !emulator::or_left_out("threads run in orders of a seed, and races are looked for") {
-        return;
-    }
+    require!(emulated("threads run in orders of a seed, and races are looked for"));
     if let Some(flags) = of_the_parent() {
         println!("\nSEEN\n{}\nEND\n", work(&flags.split(' ').collect::<Vec<_>>()));
         return;

@@ -199,18 +199,20 @@ def test_without_a_card_the_status_is_77(check, monkeypatch):
 
 
 def test_make_runs_every_test_for_gpus_and_fails_without_a_card():
-    makefile = (REPOSITORY / "Makefile").read_text()
-    tests = re.search(r"^CUDA_TESTS := (.*)$", makefile, re.MULTILINE)[1].split()
-    assert makefile.count("$(addprefix --test ,$(CUDA_TESTS))") == 2, "on the emulator and on a card"
+    script = (REPOSITORY / "scripts/cuda.sh").read_text()
+    tests = re.search(r"^tests=\((.*)\)$", script, re.MULTILINE)[1].split()[1::2]
+    assert script.count('"${tests[@]}"') == 2, "on the emulator and on a card"
     files = {path.stem for folder in ("tests", "kernels/tests") for path in (REPOSITORY / folder).glob("cuda*")}
     assert set(tests) == files | {"devices"}
     assert set(tests) == {name for *_, name, kind in gpu_check.BINARIES if kind == "test"}
-    recipe = makefile.split("\ngpu-check:")[1].split("\n\n")[0]
-    assert "--must-measure" in recipe and re.search(r"gpu_check\.py card$", recipe, re.MULTILINE)
+    recipe = (REPOSITORY / "Makefile").read_text().split("\ngpu-check:")[1].split("\n\n")[0]
+    assert re.search(r"gpu_check\.py card$", recipe, re.MULTILINE)
+    assert "gpu_check.py run target/gpu-check --must-measure" in script
 
 
 def test_what_tests_print_is_what_is_read():
-    printed = re.search(r'println!\("(left out: )\{', (REPOSITORY / "tests/common/emulator.rs").read_text())[1]
+    source = (REPOSITORY / "kernels/src/cpu/testing/require.rs").read_text()
+    printed = re.search(r'println!\("(left out: )\{', source)[1]
     assert gpu_check.LEFT_OUT.search(f"{printed}it needs 2 GPUs")[1] == "it needs 2 GPUs"
     # Neither an early return without a word nor another word.
     for path in (REPOSITORY / "tests").rglob("*.rs"):
@@ -222,6 +224,10 @@ def test_every_test_for_gpus_is_in_a_step():
     def filters(binary):
         return [f for step in gpu_check.STEPS if step.binary == binary and not step.tool for f in step.filters]
 
+    def has_tests(folder, module):
+        sources = [*folder.glob(f"{module}.rs"), *folder.glob(f"{module}/*.rs")]
+        return any("#[test]" in path.read_text() for path in sources)
+
     sources = REPOSITORY / "kernels/src"
     modules = {
         "::".join(path.relative_to(sources).with_suffix("").parts)
@@ -231,7 +237,7 @@ def test_every_test_for_gpus_is_in_a_step():
     assert modules and [m for m in modules if not any(f in f"{m}::" for f in filters("kernels"))] == []
     for folder, binary in [("kernels/tests/cuda", "equalities"), ("tests/cuda", "engines")]:
         main = (REPOSITORY / folder / "main.rs").read_text()
-        groups = set(re.findall(r"^mod (\w+);$", main, re.MULTILINE)) - {"common"}
+        groups = {g for g in re.findall(r"^mod (\w+);$", main, re.MULTILINE) if has_tests(REPOSITORY / folder, g)}
         assert groups and sorted(g for g in groups if f"{g}::" not in filters(binary)) == [], binary
 
 

@@ -1,6 +1,7 @@
 //! Helpers that the tests of the operators share.
 
 mod random;
+pub mod require;
 pub use random::Random;
 
 /// The result of vdpbf16ps in one lane, `sum + x[1] w[1]` and then `+ x[0] w[0]`, without a fused multiply-add: the
@@ -39,4 +40,32 @@ pub fn close(value: f32, expected: f64, tolerance: f64, what: &str) {
 /// The bits of the values, so that a comparison tells -0 from 0 and accepts equal NaNs.
 pub fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|x| x.to_bits()).collect()
+}
+
+mod tests {
+    use std::process::{Command, Output};
+
+    use super::require::{left_out, require};
+
+    const VARIABLE: &str = "ROLLOUT_REQUIRE_ISA";
+
+    #[test]
+    #[ignore = "no machine can run it: a_test_that_cannot_run_is_counted_or_fails does"]
+    fn impossible() {
+        require!(left_out(VARIABLE, "no processor can"));
+        unreachable!("it is left out");
+    }
+
+    #[test]
+    fn a_test_that_cannot_run_is_counted_or_fails() {
+        let run = |variable: Option<&str>| -> Output {
+            let mut child = Command::new(std::env::current_exe().expect("the path of this binary"));
+            child.args(["--exact", "cpu::testing::tests::impossible", "--ignored"]).env_remove(VARIABLE);
+            child.envs(variable.map(|name| (name, "1"))).output().expect("it runs")
+        };
+        let counted = run(None);
+        let log = String::from_utf8_lossy(&counted.stderr);
+        assert!(counted.status.success() && log.contains("1 left out: cpu::testing::tests::impossible"), "{log}");
+        assert!(!run(Some(VARIABLE)).status.success());
+    }
 }

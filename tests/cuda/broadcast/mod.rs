@@ -15,8 +15,9 @@ use serde_json::{Value, json};
 use server::{Http, Server, refusal, until};
 use trainer::{Tensors, Trainer, broadcasts, info, new_id, tensors};
 
-use crate::common::emulator::there_are_gpus;
 use crate::common::{Engine, Push, StateDict, random_weights};
+use crate::emulator::gpus;
+use crate::require::require;
 use crate::share_driver;
 
 const MODEL: &str = "qwen2";
@@ -52,9 +53,7 @@ fn empty() -> Value {
 
 #[test]
 fn pushes_leave_the_weights_of_the_inline_way() {
-    if !there_are_gpus(2) {
-        return;
-    }
+    require!(gpus(2));
     let _shared = share_driver();
     let (oracle, server) = (Oracle::new(), Server::start(MODEL, &[]));
     let http = &server.http;
@@ -87,9 +86,7 @@ fn pushes_leave_the_weights_of_the_inline_way() {
 
 #[test]
 fn pushes_come_while_the_server_sleeps_and_after_it_has() {
-    if !there_are_gpus(2) {
-        return;
-    }
+    require!(gpus(2));
     let _shared = share_driver();
     let (oracle, server) = (Oracle::new(), Server::start(MODEL, &[]));
     let http = &server.http;
@@ -124,9 +121,7 @@ fn pushes_come_while_the_server_sleeps_and_after_it_has() {
 
 #[test]
 fn every_rank_receives_the_weights() {
-    if !there_are_gpus(3) {
-        return;
-    }
+    require!(gpus(3));
     let _shared = share_driver();
     let (oracle, server) = (Oracle::new(), Server::start(MODEL, &["--tp", "2"]));
     let http = &server.http;
@@ -143,9 +138,7 @@ fn every_rank_receives_the_weights() {
 
 #[test]
 fn pushes_that_are_refused_change_nothing() {
-    if !there_are_gpus(2) {
-        return;
-    }
+    require!(gpus(2));
     let _shared = share_driver();
     let (oracle, server) = (Oracle::new(), Server::start(MODEL, &[]));
     let http = &server.http;
@@ -204,9 +197,7 @@ fn pushes_that_are_refused_change_nothing() {
 
 #[test]
 fn a_refused_call_leaves_group_and_names_as_they_were() {
-    if !there_are_gpus(2) {
-        return;
-    }
+    require!(gpus(2));
     let _shared = share_driver();
     let (oracle, server) = (Oracle::new(), Server::start(MODEL, &[]));
     let http = &server.http;
@@ -238,9 +229,7 @@ fn a_refused_call_leaves_group_and_names_as_they_were() {
 
 #[test]
 fn others_see_who_sends_and_can_end_the_push() {
-    if !there_are_gpus(2) {
-        return;
-    }
+    require!(gpus(2));
     let _shared = share_driver();
     let (oracle, server) = (Oracle::new(), Server::start(MODEL, &[]));
     let http = &server.http;
@@ -272,9 +261,7 @@ fn others_see_who_sends_and_can_end_the_push() {
 
 #[test]
 fn a_group_whose_bytes_were_not_received_is_left() {
-    if !there_are_gpus(2) {
-        return;
-    }
+    require!(gpus(2));
     let _shared = share_driver();
     let (oracle, server) = (Oracle::new(), Server::start(MODEL, &[]));
     let http = &server.http;
@@ -369,9 +356,7 @@ fn a_trainer_that_dies() {
 
 #[test]
 fn a_trainer_that_dies_changes_nothing() {
-    if !there_are_gpus(2) {
-        return;
-    }
+    require!(gpus(2));
     let _shared = share_driver();
     let (oracle, server) = (Oracle::new(), Server::start(MODEL, &[]));
     let http = &server.http;
@@ -399,9 +384,7 @@ fn a_trainer_that_dies_changes_nothing() {
 
 #[test]
 fn a_call_of_a_trainer_that_has_left_takes_nothing_from_the_next() {
-    if !there_are_gpus(2) {
-        return;
-    }
+    require!(gpus(2));
     let _shared = share_driver();
     let (oracle, server) = (Oracle::new(), Server::start(MODEL, &[]));
     let http = &server.http;
@@ -433,9 +416,7 @@ fn a_call_of_a_trainer_that_has_left_takes_nothing_from_the_next() {
 
 #[test]
 fn a_trainer_that_stands_still_is_given_up() {
-    if !there_are_gpus(2) {
-        return;
-    }
+    require!(gpus(2));
     let _shared = share_driver();
     let (oracle, server) = (Oracle::new(), Server::start(MODEL, &["--update-idle-seconds", "5"]));
     let http = &server.http;
@@ -470,9 +451,7 @@ fn a_trainer_that_stands_still_is_given_up() {
 
 #[test]
 fn the_store_of_a_trainer_is_found() {
-    if !there_are_gpus(3) {
-        return;
-    }
+    require!(gpus(3));
     let _shared = share_driver();
     let (oracle, server) = (Oracle::new(), Server::start(MODEL, &["--tp", "2"]));
     let http = &server.http;

@@ -9,7 +9,8 @@ use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaStream, result,
 use serde_json::{Value, json};
 
 use super::server::{Answer, Http, refusal};
-use crate::common::{StateDict, emulator};
+use crate::common::StateDict;
+use crate::emulator;
 
 const UINT8: c_int = 1;
 const FLOAT32: c_int = 7;

@@ -11,8 +11,10 @@ use rollout_server::types::{SamplingParams, TokenId};
 use rollout_server::weights::{Allocation, Receiver, Source, Sources, TensorEntry, UpdateSpec};
 use trainer::{BLOCK_BYTES, Trainer, lend, open, uuid};
 
-use crate::common::{Engine, Push, Request, StateDict, emulator, random_prompts, random_weights};
+use crate::common::{Engine, Push, Request, StateDict, random_prompts, random_weights};
+use crate::emulator::{self, emulated, gpus};
 use crate::own_driver;
+use crate::require::require;
 
 const FLAGS: [&str; 6] = ["--device", "cuda", "--dtype", "bfloat16", "--kv-cache-bytes", "2MiB"];
 const OUT_OF_MEMORY: i32 = 2;
@@ -21,11 +23,6 @@ const INVALID_VALUE: i32 = 1;
 
 fn start(model: &str, flags: &[&str]) -> Engine {
     Engine::start(model, &[&FLAGS, flags].concat())
-}
-
-/// Whether there are as many devices as ranks; says so if not.
-fn there_are_devices(ranks: usize) -> bool {
-    open(ranks - 1).is_ok() || emulator::left_out(&format!("it needs {ranks} GPUs"))
 }
 
 #[test]
@@ -131,7 +128,7 @@ fn delta(engine: &Engine, before: &StateDict, after: &StateDict) -> Push {
 fn pushes_from_device_memory_are_those_inline() {
     let _own = own_driver();
     for (tp, allocations) in [(1, 3), (2, 4)] {
-        if !there_are_devices(tp) {
+        if !gpus(tp) {
             continue;
         }
         let [inline, lent] = [(); 2].map(|()| start("qwen2", &["--tp", &tp.to_string()]));
@@ -255,9 +252,7 @@ fn a_trainer_that_dies_or_frees_its_memory_leaves_the_old_policy() {
 #[test]
 fn calls_that_fail_are_typed_errors_and_the_old_policy_serves_on() {
     let _own = own_driver();
-    if !emulator::or_left_out("calls of the driver fail") {
-        return;
-    }
+    require!(emulated("calls of the driver fail"));
     let engine = start("llama", &[]);
     let [first, second] = [6, 7].map(|seed| random_weights(engine.parameters(), seed));
     let mut trainer = Trainer::new();
@@ -302,7 +297,7 @@ fn calls_that_fail_are_typed_errors_and_the_old_policy_serves_on() {
 #[test]
 fn after_a_sleep_a_push_comes_from_device_memory() {
     let _own = own_driver();
-    for ranks in [1, 2].into_iter().filter(|&ranks| there_are_devices(ranks)) {
+    for ranks in [1, 2].into_iter().filter(|&ranks| gpus(ranks)) {
         // The processor's, which takes nothing of the device.
         let (lent, inline) = (start("qwen2", &["--tp", &ranks.to_string()]), Engine::start("qwen2", &FLAGS[2..]));
         let weights = random_weights(lent.parameters(), 8);

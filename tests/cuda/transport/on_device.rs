@@ -61,7 +61,7 @@ fn what_goes_to_matrices_does_not_pass_the_host() {
 #[test]
 fn what_the_device_finds_wrong_is_refused_by_the_tensors_name_and_changes_nothing() {
     let _own = own_driver();
-    for ranks in [1, 2].into_iter().filter(|&ranks| there_are_devices(ranks)) {
+    for ranks in [1, 2].into_iter().filter(|&ranks| gpus(ranks)) {
         let engine = start("llama", &["--tp", &ranks.to_string()]);
         let weights = Push::full(&random_weights(engine.parameters(), 24));
         let expected = seen(&engine);
@@ -105,9 +105,7 @@ fn what_the_device_finds_wrong_is_refused_by_the_tensors_name_and_changes_nothin
 #[test]
 fn launches_that_fail_are_typed_errors_and_the_old_policy_serves_on() {
     let _own = own_driver();
-    if !emulator::or_left_out("launches fail") {
-        return;
-    }
+    require!(emulated("launches fail"));
     let (engine, inline) = (start("llama", &[]), start("llama", &[]));
     let mut given = Push::full(&random_weights(engine.parameters(), 27));
     inline.push(given.clone()).expect("inline");
@@ -133,7 +131,7 @@ fn launches_that_fail_are_typed_errors_and_the_old_policy_serves_on() {
 #[test]
 fn samples_go_on_while_tensors_are_copied_on_their_device() {
     let _own = own_driver();
-    for ranks in [1, 2].into_iter().filter(|&ranks| there_are_devices(ranks)) {
+    for ranks in [1, 2].into_iter().filter(|&ranks| gpus(ranks)) {
         let engine = start("llama", &["--tp", &ranks.to_string()]);
         let mut trainer = Trainer::new();
         let pushes = [40, 41].map(|seed| {

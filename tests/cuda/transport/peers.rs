@@ -11,7 +11,7 @@ use rollout_server::weights::Dtype;
 
 use super::on_device::{digests_and_copies_to_the_host, in_dtype};
 use super::*;
-use crate::common::large;
+use crate::large;
 
 /// A copy from the memory of one device to that of another.
 const PEER_COPY: &std::ffi::CStr = c"cuMemcpy3DPeerAsync";
@@ -44,7 +44,7 @@ fn ranks_take_their_parts_from_device_to_device() {
             })
             .collect();
         for (ranks, devices) in [(1, 1), (2, 1), (2, 2), (4, 1), (4, 3)] {
-            if !there_are_devices(ranks) {
+            if !gpus(ranks) {
                 continue;
             }
             let [inline, lent] = [(); 2].map(|()| start_on(model, ranks, served));
@@ -79,9 +79,7 @@ fn ranks_take_their_parts_from_device_to_device() {
 #[test]
 fn a_large_tensor_comes_in_parts_for_which_there_is_room_in_the_ledger() {
     let _own = own_driver();
-    if !there_are_devices(2) {
-        return;
-    }
+    require!(gpus(2));
     // Each rank's half of the embedding is 10 MiB of float32.
     let checkpoint = large::checkpoint(40_960);
     let model = checkpoint.path().to_str().unwrap();
@@ -116,9 +114,8 @@ fn a_large_tensor_comes_in_parts_for_which_there_is_room_in_the_ledger() {
 #[test]
 fn copies_between_devices_that_fail_are_typed_errors_and_the_old_policy_serves_on() {
     let _own = own_driver();
-    if !emulator::or_left_out("calls of the driver fail") || !there_are_devices(2) {
-        return;
-    }
+    require!(emulated("calls of the driver fail"));
+    require!(gpus(2));
     let [engine, inline] = [(); 2].map(|()| start("llama", &["--tp", "2"]));
     let mut given = Push::full(&random_weights(engine.parameters(), 63));
     inline.push(given.clone()).expect("inline");
@@ -165,7 +162,7 @@ fn copies_between_devices_that_fail_are_typed_errors_and_the_old_policy_serves_o
 #[test]
 fn what_changes_while_it_is_copied_is_lost() {
     let _own = own_driver();
-    for ranks in [1, 2].into_iter().filter(|&ranks| there_are_devices(ranks)) {
+    for ranks in [1, 2].into_iter().filter(|&ranks| gpus(ranks)) {
         let engine = start("llama", &["--tp", &ranks.to_string()]);
         let expected = seen(&engine);
         let mut trainer = Trainer::new();

@@ -7,9 +7,9 @@
 //! blocks lie in memory. So chunked prefill gives the bits of whole prefill, and a sequence alone gives the bits that
 //! it has in any batch.
 //!
-//! There are two arithmetics. [`tile`] and [`mod@unit`] multiply in float32 and widen keys and values as they are read.
-//! [`dots`] and [`dot_tile`] multiply pairs of bfloat16, for an instruction set that has an instruction for these dot
-//! products.
+//! There are two kinds of arithmetic. [`tile`] and [`mod@unit`] multiply in float32 and widen keys and values as they
+//! are read. [`dots`] and [`dot_tile`] multiply pairs of bfloat16, for an instruction set that has an instruction for
+//! these dot products.
 
 use super::isa::Isa;
 use super::kv::KvBlocks;

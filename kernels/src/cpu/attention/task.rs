@@ -1,4 +1,4 @@
-//! The parts of an attention task that both arithmetics share: where its queries are in the input and output, in which
+//! The parts of an attention task that both kinds share: where its queries are in the input and output, in which
 //! order they pass over which positions, and where the results go.
 
 use super::plan::{AttentionTask, SplitTask};

@@ -96,7 +96,7 @@ pub(super) async fn get_world_size(State(door): State<Door>, query: Query) -> Re
 pub(super) struct ServerInfo {
     /// The members that trainers read of vLLM's.
     vllm_config: Config,
-    /// Empty: the environment is nobody's business.
+    /// Always empty: the server does not report its environment.
     vllm_env: Empty,
     /// Empty.
     system_env: Empty,

@@ -1,9 +1,14 @@
 //! What only the emulator of a GPU has: counters of calls, calls that fail because a test asks, and who holds how
-//! much of the memory. And how a test says that it is left out for lack of it, or of devices.
+//! much of the memory. And tests that need it, or more than one device: `require!(emulated("launches are counted"))`.
 
 use std::ffi::{CStr, c_char, c_void};
 
 use rollout_kernels::{Backend, DeviceOptions, Devices};
+
+use crate::require::left_out;
+
+/// With it no test may be left out.
+const VARIABLE: &str = "ROLLOUT_REQUIRE_GPU";
 
 unsafe extern "C" {
     fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
@@ -14,22 +19,16 @@ pub fn is_there() -> bool {
     find(c"cuemu_calls").is_some()
 }
 
-/// Whether there is the emulator. On a card the running test says that it is left out, because `why`.
-pub fn or_left_out(why: &str) -> bool {
-    is_there() || left_out(&format!("{why}; only the emulator does that"))
+/// Whether there is the emulator; on a card the running test is left out, because `why`.
+pub fn emulated(why: &str) -> bool {
+    is_there() || left_out(VARIABLE, &format!("{why}; only the emulator does that"))
 }
 
-/// Whether there are as many GPUs, which the emulator has. Without them the running test says that it is left out.
-pub fn there_are_gpus(count: usize) -> bool {
+/// Whether there are as many GPUs, which the emulator has; without them the running test is left out.
+pub fn gpus(count: usize) -> bool {
     let is_cuda = |backend: &&Backend| backend.name() == "cuda";
     let open = || Devices::open(*Backend::ALL.iter().find(is_cuda).unwrap(), count, &DeviceOptions::default());
-    is_there() || open().is_ok() || left_out(&format!("it needs {count} GPUs"))
-}
-
-/// Always false. `scripts/gpu_check.py` reads the line, and does not count the running test as passed.
-pub fn left_out(why: &str) -> bool {
-    println!("left out: {why}");
-    false
+    is_there() || open().is_ok() || left_out(VARIABLE, &format!("it needs {count} GPUs"))
 }
 
 /// The address of a function that only the emulator has, if this is one.
@@ -49,7 +48,7 @@ pub fn fail(call: &CStr, after: u64, code: i32) {
     // SAFETY: the function has this type.
     let fail = unsafe { std::mem::transmute::<*mut c_void, Fail>(of_the_emulator(c"cuemu_fail")) };
     // SAFETY: the name is a C string.
-    unsafe { fail(call.as_ptr(), after as u32, code) };
+    unsafe { fail(call.as_ptr(), u32::try_from(after).expect("fewer calls"), code) };
 }
 
 /// How often this process has made a call.

@@ -1,6 +1,6 @@
 //! A checkpoint whose weights fill pages of a device's memory, which the fixtures' do not.
 
-use super::{Engine, fixture, random_weights, write_checkpoint};
+use crate::common::{Engine, fixture, random_weights, write_checkpoint};
 
 /// The fixture `qwen2` with a larger vocabulary and other weights. Each entry takes 256 bytes in bfloat16.
 pub fn checkpoint(vocabulary: usize) -> tempfile::TempDir {
