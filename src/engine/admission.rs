@@ -1,12 +1,12 @@
 //! Requests from their arrival to their end: held, accepted, refused, aborted.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
-
+use super::core::{Ending, shutting_down};
 use super::lifecycle::State;
+use super::request::Request;
 use super::transaction::Transaction;
-use super::{AbortReply, AbortTarget, Ending, Engine, Event, GenerateCommand, Request, RequestList, shutting_down};
+use super::{AbortReply, AbortTarget, Engine, Event, GenerateCommand, RequestList};
 use crate::cache::CacheSalt;
-use crate::error::{Error, Result, panic_message};
+use crate::error::{Error, Result};
 use crate::executor::Executor;
 use crate::types::{Owner, RequestKey};
 
@@ -16,27 +16,27 @@ impl<X: Executor> Engine<X> {
         if let Err(error) = self.check_new(&command) {
             return self.refuse(command, error);
         }
-        let key = self.requests.next_key();
+        let key = self.core.requests.next_key();
         if self.must_wait(&command) {
-            return self.requests.hold(key, command);
+            return self.core.requests.hold(key, command);
         }
         self.admit(key, command);
     }
 
     /// Checks what can be checked when a request arrives.
     fn check_new(&self, command: &GenerateCommand) -> Result<()> {
-        self.check_serving()?;
-        self.state.check_request()?;
-        if self.requests.find(&command.request_id).is_some() {
+        self.core.check_serving()?;
+        self.core.state.check_request()?;
+        if self.core.requests.find(&command.request_id).is_some() {
             let id = &command.request_id;
             return Err(Error::AlreadyExists(format!("request_id: {id:?} is running already")));
         }
-        self.scheduler.check_room(command.num_samples(), self.requests.num_held_samples())
+        self.core.scheduler.check_room(command.num_samples(), self.core.requests.num_held_samples())
     }
 
     /// Whether no request is accepted now, because nothing steps or a drain waits for the accepted ones to end.
     pub(super) fn is_holding(&self) -> bool {
-        self.state != State::Running || !self.drains.is_empty()
+        self.core.state != State::Running || !self.drains.is_empty()
     }
 
     fn must_wait(&self, command: &GenerateCommand) -> bool {
@@ -46,7 +46,8 @@ impl<X: Executor> Engine<X> {
     /// Whether the request asks for a newer policy than the one that serves. A request that asks for exactly one
     /// version does not wait: it is checked when it is accepted.
     pub(super) fn wants_newer(&self, command: &GenerateCommand) -> bool {
-        command.if_weight_version.is_none() && command.min_weight_version.is_some_and(|v| v > self.policy.version())
+        command.if_weight_version.is_none()
+            && command.min_weight_version.is_some_and(|v| v > self.core.policy.version())
     }
 
     /// Accepts the held requests that need not wait any more, in the order of arrival.
@@ -54,8 +55,8 @@ impl<X: Executor> Engine<X> {
         if self.is_holding() {
             return;
         }
-        for key in self.requests.held_keys(|command| !self.wants_newer(command)) {
-            let command = self.requests.remove_held(key).expect("its key was just found");
+        for key in self.core.requests.held_keys(|command| !self.wants_newer(command)) {
+            let command = self.core.requests.remove_held(key).expect("its key was just found");
             self.admit(key, command);
         }
     }
@@ -66,13 +67,12 @@ impl<X: Executor> Engine<X> {
             Ok(adapter) => adapter,
             Err(error) => return self.refuse(command, error),
         };
-        let salt = CacheSalt { epoch: self.policy.epoch(), adapter };
+        let salt = CacheSalt { epoch: self.core.policy.epoch(), adapter };
         let (mut request, groups) =
-            Request::new(key, command, salt, self.tokenizer.as_ref(), &self.watch.observer.metrics);
-        match self.scheduler.add(groups) {
+            Request::new(key, command, salt, self.core.tokenizer.as_ref(), &self.core.watch.observer.metrics);
+        match self.core.scheduler.add(groups) {
             Ok(()) => {
-                self.requests.accept(key, request);
-                adapter.into_iter().for_each(|generation| self.adapters.lease(generation));
+                self.core.requests.accept(key, request);
             }
             Err(error) => request.fail(error),
         }
@@ -80,37 +80,37 @@ impl<X: Executor> Engine<X> {
 
     /// Checks that the request asks for the policy that serves, and returns the generation of the adapter it names.
     fn check_policy(&self, command: &GenerateCommand) -> Result<Option<u64>> {
-        let have = self.policy.version();
+        let have = self.core.policy.version();
         if let Some(wanted) = command.if_weight_version.filter(|&wanted| wanted != have) {
             return Err(Error::VersionConflict(format!(
                 "if_weight_version: {wanted} is not the policy that serves; that is version {have}"
             )));
         }
-        command.adapter.as_deref().map(|name| self.adapters.find(name)).transpose()
+        command.adapter.as_deref().map(|name| self.adapters.find(&self.core, name)).transpose()
     }
 
     /// Ends requests, drains, checksums and the open update if their clients are gone, and requests whose time is up.
     pub(super) fn drop_cancelled(&mut self) {
-        let given_up = self.requests.accepted_keys(|_, request| request.is_given_up());
+        let given_up = self.core.requests.accepted_keys(|_, request| request.is_given_up());
         if !given_up.is_empty() {
             // What the last step has brought them is theirs, and may be their end.
             self.emit();
         }
         for key in given_up {
-            self.end(key, Ending::Aborted);
+            self.core.end(key, Ending::Aborted);
         }
-        for key in self.requests.held_keys(|command| command.cancel.is_expired()) {
+        for key in self.core.requests.held_keys(|command| command.cancel.is_expired()) {
             self.end_held(key);
         }
-        for key in self.requests.held_keys(|command| command.cancel.is_cancelled()) {
+        for key in self.core.requests.held_keys(|command| command.cancel.is_cancelled()) {
             self.refuse_held(key, Error::Aborted("the client is gone".into()));
         }
         // A client may vanish at any time. The update's flag is read once, so that the update and its commit, which may
         // be among the drains, are dropped together.
-        let update_is_gone = self.updates.open().is_some_and(Transaction::is_cancelled);
+        let update_is_gone = self.updates.opened().is_some_and(Transaction::is_cancelled);
         self.drains.drop_cancelled(update_is_gone);
         if update_is_gone {
-            self.roll_back();
+            self.updates.roll_back(&mut self.core);
         }
         self.adapters.drop_cancelled();
         self.checksums.drop_cancelled();
@@ -120,11 +120,11 @@ impl<X: Executor> Engine<X> {
     pub(super) fn abort(&mut self, target: AbortTarget, owner: Option<Owner>) -> AbortReply {
         let ids = match target {
             AbortTarget::Requests(ids) => ids,
-            AbortTarget::All => self.requests.ids_for(owner),
+            AbortTarget::All => self.core.requests.ids_for(owner),
         };
-        let (aborted, unknown) = ids.into_iter().partition(|id| match self.requests.find_for(id, owner) {
+        let (aborted, unknown) = ids.into_iter().partition(|id| match self.core.requests.find_for(id, owner) {
             Some(key) => {
-                self.end(key, Ending::Aborted);
+                self.core.end(key, Ending::Aborted);
                 let why = "aborted while it waited, before anything was computed";
                 self.refuse_held(key, Error::Aborted(why.into()));
                 true
@@ -137,12 +137,12 @@ impl<X: Executor> Engine<X> {
     /// At most so many of the requests that have not ended: the accepted ones, then those that are held, the oldest of
     /// each first.
     pub(super) fn list_requests(&self, most: usize) -> RequestList {
-        let now = self.clock.now();
-        let accepted = self.requests.accepted_keys(|_, _| true);
-        let running = accepted.iter().filter_map(|key| self.requests.get(*key)).map(|request| request.status(now));
-        let held = self.requests.held().map(|command| command.status(now));
+        let now = self.core.clock.now();
+        let accepted = self.core.requests.accepted_keys(|_, _| true);
+        let running = accepted.iter().filter_map(|key| self.core.requests.get(*key)).map(|request| request.status(now));
+        let held = self.core.requests.held().map(|command| command.status(now));
         RequestList {
-            total: self.requests.num_accepted() + self.requests.num_held(),
+            total: self.core.requests.num_accepted() + self.core.requests.num_held(),
             oldest: running.chain(held).take(most).collect(),
         }
     }
@@ -151,76 +151,34 @@ impl<X: Executor> Engine<X> {
         self.abort(AbortTarget::All, None);
     }
 
-    /// Aborts the accepted requests for which `which` is true. Held requests stay.
-    pub(super) fn abort_accepted(&mut self, which: impl Fn(RequestKey, &Request) -> bool) {
-        for key in self.requests.accepted_keys(which) {
-            self.end(key, Ending::Aborted);
-        }
-    }
-
     /// Tells all callers that wait that the server is shutting down. Accepted requests run on.
     pub(super) fn refuse_waiting(&mut self) {
-        for key in self.requests.held_keys(|_| true) {
+        for key in self.core.requests.held_keys(|_| true) {
             self.refuse_held(key, shutting_down());
         }
         self.drains.refuse(&shutting_down(), |_| true);
         self.adapters.refuse_removals(&shutting_down());
-        self.roll_back();
-    }
-
-    /// Ends an accepted request, and with it the samples that still run. Its blocks are free when this returns.
-    pub(super) fn end(&mut self, key: RequestKey, ending: Ending) {
-        if let Some(request) = self.take(key) {
-            self.close(key, request, ending);
-        }
+        self.updates.roll_back(&mut self.core);
     }
 
     /// Ends a held request as one that was accepted, whose samples have no tokens.
     fn end_held(&mut self, key: RequestKey) {
-        let Some(command) = self.requests.remove_held(key) else { return };
-        let salt = CacheSalt { epoch: self.policy.epoch(), adapter: None };
-        let metrics = &self.watch.observer.metrics;
-        let (request, _) = Request::new(key, command, salt, self.tokenizer.as_ref(), metrics);
-        self.close(key, request, Ending::Aborted);
-    }
-
-    /// Tells the client of a request that has been taken out that it has ended.
-    fn close(&mut self, key: RequestKey, mut request: Request, ending: Ending) {
-        match ending {
-            Ending::Aborted => self.statistics.count_aborted_request(),
-            Ending::Finished => self.statistics.count_finished_request(),
-        }
-        let now = self.clock.now();
-        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| request.end(now))) {
-            self.report_panic(key, &mut request, &panic_message(&*panic));
-        }
-    }
-
-    /// Ends an accepted request with an error.
-    pub(super) fn reject(&mut self, key: RequestKey, error: Error) {
-        if let Some(mut request) = self.take(key) {
-            self.statistics.count_aborted_request();
-            request.fail(error);
-        }
+        let Some(command) = self.core.requests.remove_held(key) else { return };
+        let salt = CacheSalt { epoch: self.core.policy.epoch(), adapter: None };
+        let metrics = &self.core.watch.observer.metrics;
+        let (request, _) = Request::new(key, command, salt, self.core.tokenizer.as_ref(), metrics);
+        self.core.close(key, request, Ending::Aborted);
     }
 
     fn refuse_held(&mut self, key: RequestKey, error: Error) {
-        if let Some(command) = self.requests.remove_held(key) {
+        if let Some(command) = self.core.requests.remove_held(key) {
             self.refuse(command, error);
         }
     }
 
     /// Tells the client of a request that is not accepted why.
     fn refuse(&self, mut command: GenerateCommand, error: Error) {
-        self.watch.observer.metrics.request_failed(&error);
+        self.core.watch.observer.metrics.request_failed(&error);
         (command.responder)(Event::Failed(error));
-    }
-
-    /// Takes an accepted request out and gives back what it holds: blocks, queue places, the lease of its adapter.
-    pub(super) fn take(&mut self, key: RequestKey) -> Option<Request> {
-        let request = self.requests.remove_accepted(key)?;
-        self.scheduler.abort(key);
-        request.adapter().into_iter().for_each(|generation| self.adapters.give_back(generation));
-        Some(request)
     }
 }

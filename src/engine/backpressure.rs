@@ -14,20 +14,20 @@ impl<X: Executor> Engine<X> {
     /// No request stays suspended for ever: at least one runs while any reader keeps up, and the reader of a request
     /// that lags wakes the engine when it has caught up.
     pub(super) fn suspend_laggards(&mut self) {
-        if self.traffic.level() == Level::Full {
+        if self.core.traffic.level() == Level::Full {
             self.end_largest();
         }
-        if self.traffic.level() == Level::Free {
+        if self.core.traffic.level() == Level::Free {
             // This runs at every step, and most of the time there is nothing to change.
-            for key in self.requests.accepted_keys(|_, request| request.lags() != request.is_suspended()) {
-                let is_suspended = self.requests.get_mut(key).is_some_and(|request| request.is_suspended());
+            for key in self.core.requests.accepted_keys(|_, request| request.lags() != request.is_suspended()) {
+                let is_suspended = self.core.requests.get_mut(key).is_some_and(|request| request.is_suspended());
                 self.set_suspended(key, !is_suspended);
             }
             return;
         }
         let mut one_runs = false;
-        for key in self.requests.accepted_keys(|_, _| true) {
-            let suspend = one_runs || self.requests.get_mut(key).is_some_and(|request| request.lags());
+        for key in self.core.requests.accepted_keys(|_, _| true) {
+            let suspend = one_runs || self.core.requests.get_mut(key).is_some_and(|request| request.lags());
             one_runs |= !suspend;
             self.set_suspended(key, suspend);
         }
@@ -35,26 +35,26 @@ impl<X: Executor> Engine<X> {
 
     /// Suspends or resumes a request, if it is not suspended or running already.
     fn set_suspended(&mut self, key: RequestKey, suspend: bool) {
-        let Some(request) = self.requests.get_mut(key) else { return };
+        let Some(request) = self.core.requests.get_mut(key) else { return };
         if suspend == request.is_suspended() {
             return;
         }
         request.note_suspended(suspend);
         match suspend {
-            true => self.scheduler.suspend(key),
-            false => self.scheduler.resume(key),
+            true => self.core.scheduler.suspend(key),
+            false => self.core.scheduler.resume(key),
         }
     }
 
     /// Ends the request that holds the most bytes.
     fn end_largest(&mut self) {
         let Some((bytes, key)) = self.largest() else { return };
-        self.reject(
+        self.core.reject(
             key,
             Error::ResourceExhausted(format!(
                 "requests and replies under way hold all of --request-bytes {}, and this request more than any other, \
                  {}; ask for fewer samples or top_logprobs at once, or raise --request-bytes",
-                human_bytes(self.traffic.limit()),
+                human_bytes(self.core.traffic.limit()),
                 human_bytes(bytes),
             )),
         );
@@ -62,7 +62,7 @@ impl<X: Executor> Engine<X> {
 
     /// The accepted request that holds the most bytes.
     fn largest(&mut self) -> Option<(u64, RequestKey)> {
-        let keys = self.requests.accepted_keys(|_, _| true);
-        keys.into_iter().filter_map(|key| Some((self.requests.get_mut(key)?.bytes(), key))).max()
+        let keys = self.core.requests.accepted_keys(|_, _| true);
+        keys.into_iter().filter_map(|key| Some((self.core.requests.get_mut(key)?.bytes(), key))).max()
     }
 }

@@ -33,6 +33,7 @@ mod admission;
 mod backpressure;
 mod checksum;
 mod command;
+mod core;
 mod drain;
 mod event;
 mod integrity;
@@ -60,9 +61,10 @@ pub use command::*;
 pub use event::{Completion, Event, Summary};
 pub use listing::{Progress, RequestList, RequestStatus};
 
+use self::core::{EngineCore, answer, shutting_down};
 use crate::clock::Clock;
 use crate::error::{Error, Result};
-use crate::executor::{Executor, WeightOrder};
+use crate::executor::Executor;
 use crate::grammar::MaskQueue;
 use crate::memory::{MemoryBudget, Traffic};
 use crate::observe::{Observer, Recorder};
@@ -72,15 +74,15 @@ use crate::types::WeightVersion;
 use crate::weights::Parameters;
 use adapters::Adapters;
 use checksum::Checksums;
-use drain::Drains;
+use drain::{Commit, Drain, Drains};
 use lifecycle::State;
 use policy::Policy;
-use request::Request;
 use requests::Requests;
 use sleep::AwakeBytes;
 use stats::Statistics;
 use step::Untold;
-use transaction::{Transaction, Updates};
+use transaction::Updates;
+use update::set_version;
 use watch::Watch;
 
 /// Most commands that wait for the engine. It takes them between two steps, so the queue is full only if this many come
@@ -110,31 +112,17 @@ pub struct Setup {
 
 /// All serving state. The module's page says how it is used.
 pub struct Engine<X: Executor> {
-    executor: X,
-    scheduler: Scheduler,
+    commands: Receiver<Command>,
+    core: EngineCore<X>,
     /// Computes the masks that the scheduler has no time for.
     masks: MaskQueue,
-    /// Makes the text of samples, for replies and for stop strings; `None` for a model without a tokenizer.
-    tokenizer: Option<Arc<Tokenizer>>,
-    commands: Receiver<Command>,
-    clock: Clock,
-    parameters: Arc<Parameters>,
-    budget: MemoryBudget,
-    traffic: Traffic,
-    awake_bytes: AwakeBytes,
-    state: State,
-    policy: Policy,
-    adapters: Adapters,
-    updates: Updates,
-    requests: Requests,
     /// What the last step has brought and its requests have not been given yet.
     untold: Option<Untold>,
+    awake: AwakeBytes,
+    adapters: Adapters,
+    updates: Updates,
     drains: Drains,
     checksums: Checksums,
-    /// When the running requests are aborted; set by `Shutdown`.
-    deadline: Option<Instant>,
-    statistics: Statistics,
-    watch: Watch,
 }
 
 /// What the engine waits for after a turn of its loop.
@@ -152,42 +140,6 @@ pub enum Turn {
     Ended,
 }
 
-/// Why a command was not carried out.
-enum Failure {
-    /// The command was refused and the engine goes on: nothing has been touched, or the state says what is missing.
-    /// There is no conversion from [`Error`], so that each check says `map_err(Failure::Refused)` itself, and no `?`
-    /// after an effect is taken for a refusal.
-    Refused(Error),
-    /// The executor failed while it carried the command out; the engine ends.
-    Fatal(Error),
-}
-
-impl Failure {
-    /// A refusal for want of memory that leaves weights half changed, which nothing can undo.
-    fn or_fatal(self) -> Self {
-        match self {
-            Self::Refused(error @ Error::ResourceExhausted(_)) => Self::Fatal(error),
-            failure => failure,
-        }
-    }
-}
-
-/// Result of carrying out a command.
-type Attempt<T> = std::result::Result<T, Failure>;
-
-/// Replies with the result of a command, and returns the error if it ends the engine.
-fn answer<T>(reply: Reply<Result<T>>, attempt: Attempt<T>) -> Result<()> {
-    match attempt {
-        Ok(value) => reply(Ok(value)),
-        Err(Failure::Refused(error)) => reply(Err(error)),
-        Err(Failure::Fatal(error)) => {
-            reply(Err(error.clone()));
-            return Err(error);
-        }
-    }
-    Ok(())
-}
-
 impl<X: Executor> Engine<X> {
     pub fn new(
         executor: X,
@@ -197,28 +149,33 @@ impl<X: Executor> Engine<X> {
         setup: Setup,
     ) -> Self {
         let Setup { parameters, budget, traffic, max_adapters, max_lora_rank, clock, observer, recorder } = setup;
-        Self {
+        let awake = AwakeBytes::of(&budget);
+        let core = EngineCore {
             executor,
             scheduler,
-            masks: MaskQueue::default(),
-            tokenizer,
-            commands,
             clock: clock.clone(),
             parameters,
-            awake_bytes: AwakeBytes::of(&budget),
             budget,
             traffic,
+            tokenizer,
             state: State::default(),
-            policy: Policy::checkpoint(),
-            adapters: Adapters::new(max_adapters, max_lora_rank),
-            updates: Updates::default(),
-            requests: Requests::default(),
-            untold: None,
-            drains: Drains::default(),
-            checksums: Checksums::default(),
             deadline: None,
+            policy: Policy::checkpoint(),
+            spare: None,
+            requests: Requests::default(),
             statistics: Statistics::default(),
             watch: Watch::new(clock, observer, recorder),
+        };
+        Self {
+            commands,
+            core,
+            masks: MaskQueue::default(),
+            untold: None,
+            awake,
+            adapters: Adapters::new(max_adapters, max_lora_rank),
+            updates: Updates::new(awake),
+            drains: Drains::default(),
+            checksums: Checksums::default(),
         }
     }
 
@@ -244,7 +201,7 @@ impl<X: Executor> Engine<X> {
                 Turn::Ended => return Ok(()),
                 Turn::Wait => self.commands.recv().map_err(|_| RecvTimeoutError::Disconnected),
                 Turn::WaitUntil(deadline) => {
-                    self.commands.recv_timeout(deadline.saturating_duration_since(self.clock.now()))
+                    self.commands.recv_timeout(deadline.saturating_duration_since(self.core.clock.now()))
                 }
             };
             match waiting {
@@ -270,24 +227,24 @@ impl<X: Executor> Engine<X> {
         }
         self.take_masks(Duration::ZERO);
         self.settle()?;
-        if self.can_step() {
+        if self.core.can_step() {
             self.step()?;
         }
-        self.continue_checksum()?;
+        self.checksums.compute_piece(&mut self.core)?;
         self.settle()?;
         self.publish();
-        if self.deadline.is_some() && self.requests.num_accepted() == 0 {
+        if self.core.deadline.is_some() && self.core.requests.num_accepted() == 0 {
             return Ok(Turn::Ended);
         }
-        if self.can_step() || !self.checksums.is_empty() {
+        if self.core.can_step() || !self.checksums.is_empty() {
             return Ok(Turn::Again);
         }
         if !self.masks.is_empty() {
             return Ok(Turn::WaitForMasks);
         }
-        self.scheduler.check_integrity();
-        self.watch.enter(self.waiting_phase());
-        Ok(self.deadline.map_or(Turn::Wait, Turn::WaitUntil))
+        self.core.scheduler.check_integrity();
+        self.core.watch.enter(self.waiting_phase());
+        Ok(self.core.deadline.map_or(Turn::Wait, Turn::WaitUntil))
     }
 
     /// Ends whatever has not ended, after the last turn, which ended with `result`: each request gets its terminal
@@ -302,25 +259,25 @@ impl<X: Executor> Engine<X> {
         self.abort_all();
     }
 
-    fn can_step(&self) -> bool {
-        self.state == State::Running && self.scheduler.has_work()
-    }
-
     /// Does everything that commands, a step or the passing of time have made due.
     fn settle(&mut self) -> Result<()> {
-        if !self.can_step() || !self.drains.is_empty() || self.deadline.is_some() {
+        if !self.core.can_step() || !self.drains.is_empty() || self.core.deadline.is_some() {
             self.emit();
         }
         self.drop_cancelled();
-        if self.deadline.is_some_and(|deadline| self.state != State::Running || self.clock.now() >= deadline) {
+        if self
+            .core
+            .deadline
+            .is_some_and(|deadline| self.core.state != State::Running || self.core.clock.now() >= deadline)
+        {
             self.abort_all();
         }
         self.settle_drains()?;
         self.admit_held();
         self.suspend_laggards();
-        self.drop_unused_adapters()?;
-        let is_late = self.untold.is_some() && !self.can_step();
-        let may_drain = !self.drains.is_empty() && !self.must_drain();
+        self.adapters.drop_unused(&mut self.core)?;
+        let is_late = self.untold.is_some() && !self.core.can_step();
+        let may_drain = !self.drains.is_empty() && !self.core.must_drain();
         if is_late || may_drain {
             // The last request that could step was suspended or ended just now, and the next turn may wait for a
             // command.
@@ -339,82 +296,133 @@ impl<X: Executor> Engine<X> {
             Command::Generate(generate) => self.receive(*generate),
             Command::Abort { target, owner, reply } => reply(self.abort(target, owner)),
             Command::Status { reply } => reply(self.status()),
-            Command::ResetPrefixCache { reply } => reply(Ok(self.scheduler.reset_prefix_cache())),
-            Command::BeginUpdate { begin, reply } => reply(self.begin_update(begin)),
+            Command::ResetPrefixCache { reply } => reply(Ok(self.core.scheduler.reset_prefix_cache())),
+            Command::BeginUpdate { begin, reply } => {
+                self.drop_cancelled();
+                reply(self.updates.begin(&mut self.core, &self.adapters, &self.drains, begin));
+            }
             Command::WritePart { update, tensors, reply } => {
-                let attempt = self.write_part(update, tensors);
+                self.drop_cancelled();
+                let attempt = self.updates.write_part(&mut self.core, update, tensors);
                 return answer(reply, attempt);
             }
             Command::CommitUpdate { update, content, new_version, reply } => {
-                return self.commit_update(update, content, new_version, reply);
+                self.drop_cancelled();
+                match self.updates.commit(&self.core, update, new_version) {
+                    Err(error) => reply(Err(error)),
+                    Ok(true) => self.drains.push(Drain::Commit(Commit { content, reply })),
+                    Ok(false) => return self.finish(Drain::Commit(Commit { content, reply })),
+                }
             }
-            Command::CancelUpdate { update, reply } => reply(self.cancel_update(update)),
-            Command::SetVersion { version, force, reply } => reply(self.set_version(version, force)),
-            Command::Sleep { level, mode, cancel, reply } => return self.sleep(level, mode, cancel, reply),
+            Command::CancelUpdate { update, reply } => {
+                self.drop_cancelled();
+                reply(self.updates.cancel(&mut self.core, &mut self.drains, update));
+            }
+            Command::SetVersion { version, force, reply } => reply(set_version(&mut self.core, version, force)),
+            Command::Sleep { level, mode, cancel, reply } => {
+                return self.drain(mode, Drain::Sleep { level, cancel, reply });
+            }
             Command::Wake { tags, reload, reply } => {
                 let attempt = self.wake(tags, reload);
                 return answer(reply, attempt);
             }
-            Command::Pause { mode, cancel, reply } => self.pause(mode, cancel, reply),
+            Command::Pause { mode, cancel, reply } => return self.drain(mode, Drain::Pause { cancel, reply }),
             Command::Resume { reply } => reply(self.resume()),
-            Command::Checksum { names, cancel, reply } => self.begin_checksum(&names, cancel, reply),
+            Command::Checksum { names, cancel, reply } => {
+                self.drop_cancelled();
+                self.checksums.begin(&self.core, &names, cancel, reply);
+            }
             Command::ListRequests { most, reply } => reply(self.list_requests(most)),
-            Command::ListAdapters { reply } => reply(self.adapters.list()),
+            Command::ListAdapters { reply } => reply(self.adapters.list(&self.core)),
             Command::RemoveAdapter { name, expected_generation, cancel, reply } => {
-                self.remove_adapter(&name, expected_generation, cancel, reply);
+                self.adapters.remove(&self.core, &name, expected_generation, cancel, reply);
             }
             Command::Look => self.drop_cancelled(),
             Command::Shutdown { grace } => {
-                self.deadline = Some(self.clock.now() + grace);
+                self.core.deadline = Some(self.core.clock.now() + grace);
                 self.refuse_waiting();
             }
         }
         Ok(())
     }
 
-    /// Gives the ranks an order that changes the weights. If one of them has not the memory for it, it is refused, and
-    /// some weights may have changed.
-    fn order(&mut self, order: WeightOrder) -> Attempt<()> {
-        match self.executor.write(order) {
-            Err(Error::DataLoss(damage)) => Err(self.lose_policy(&damage)),
-            Err(error @ Error::ResourceExhausted(_)) => Err(Failure::Refused(error)),
-            done => done.map_err(Failure::Fatal),
+    /// Begins a pause or a sleep: at once, or with `Wait` when the accepted requests have ended.
+    fn drain(&mut self, mode: DrainMode, drain: Drain) -> Result<()> {
+        if let Err(error) = self.check_drain(mode, &drain) {
+            drain.refuse(error);
+            return Ok(());
+        }
+        match mode {
+            DrainMode::Wait if self.core.must_drain() => {
+                self.drains.push(drain);
+                return Ok(());
+            }
+            DrainMode::Abort => self.core.abort_accepted(|_, _| true),
+            DrainMode::Wait | DrainMode::Keep => {}
+        }
+        self.finish(drain)
+    }
+
+    fn check_drain(&self, mode: DrainMode, drain: &Drain) -> Result<()> {
+        match drain {
+            Drain::Pause { .. } => self.core.check_serving().and_then(|()| self.core.state.pause()).map(drop),
+            Drain::Sleep { level, .. } => self.check_sleep(*level, mode),
+            Drain::Commit(_) => Ok(()),
         }
     }
 
-    /// Checks that the server is not shutting down.
-    ///
-    /// # Errors
-    /// `Unavailable` after `Shutdown`.
-    fn check_serving(&self) -> Result<()> {
-        if self.deadline.is_some() { Err(shutting_down()) } else { Ok(()) }
+    /// Runs a command whose drain has ended, or that needs none.
+    fn finish(&mut self, drain: Drain) -> Result<()> {
+        match drain {
+            Drain::Pause { reply, .. } => reply(self.core.state.pause().map(|next| self.core.state = next)),
+            Drain::Sleep { level, reply, .. } => {
+                let attempt = self.release(level);
+                return answer(reply, attempt);
+            }
+            Drain::Commit(commit) => return self.updates.finish_commit(&mut self.core, &mut self.adapters, commit),
+        }
+        Ok(())
     }
 
-    fn lifecycle(&self) -> LifecycleStatus {
-        if self.deadline.is_some() { LifecycleStatus::ShuttingDown } else { self.state.status() }
+    /// Runs, in order, the commands that have waited for the accepted requests to end. If a pause or a sleep that keeps
+    /// them has stopped the requests instead, the commands could wait without end and are cancelled.
+    fn settle_drains(&mut self) -> Result<()> {
+        while !self.core.must_drain() {
+            let Some(drain) = self.drains.next() else { break };
+            if self.core.is_frozen() {
+                if drain.is_commit() {
+                    self.updates.roll_back(&mut self.core);
+                }
+                let why = "the requests it waited for were made to stand still meanwhile; call again";
+                drain.refuse(Error::Aborted(why.into()));
+            } else {
+                self.drain(DrainMode::Wait, drain)?;
+            }
+        }
+        Ok(())
     }
 
     /// Version of the policy that serves.
     pub fn weight_version(&self) -> WeightVersion {
-        self.policy.version()
+        self.core.policy.version()
     }
 
     /// Snapshot between two steps, as [`Command::Status`] is answered with.
     pub fn status(&self) -> Status {
-        let s = self.scheduler.stats();
+        let s = self.core.scheduler.stats();
         let mut status = Status {
-            lifecycle: self.lifecycle(),
-            memory: self.budget.report().clone(),
-            host_memory: self.budget.host_report().cloned(),
-            traffic_bytes: self.traffic.used(),
-            held_requests: self.requests.num_held(),
-            update: self.updates.open().map(|open| open.facts(self.clock.now())),
+            lifecycle: self.core.lifecycle(),
+            memory: self.core.budget.report().clone(),
+            host_memory: self.core.budget.host_report().cloned(),
+            traffic_bytes: self.core.traffic.used(),
+            held_requests: self.core.requests.num_held(),
+            update: self.updates.opened().map(|open| open.facts(self.core.clock.now())),
             updates: self.updates.applied(),
-            weight_version: self.policy.version(),
+            weight_version: self.core.policy.version(),
             total_blocks: s.total_blocks,
             free_blocks: s.free_blocks,
             cached_blocks: s.cached_blocks,
-            running_requests: self.requests.num_accepted(),
+            running_requests: self.core.requests.num_accepted(),
             running_samples: s.running_samples,
             waiting_samples: s.waiting_samples,
             prompt_tokens: s.prompt_tokens,
@@ -425,17 +433,7 @@ impl<X: Executor> Engine<X> {
             accepted_tokens: s.accepted_tokens,
             ..Status::default()
         };
-        self.statistics.report(&mut status);
+        self.core.statistics.report(&mut status);
         status
     }
-}
-
-/// How a request that was accepted ends.
-enum Ending {
-    Finished,
-    Aborted,
-}
-
-fn shutting_down() -> Error {
-    Error::Unavailable("the server is shutting down".into())
 }

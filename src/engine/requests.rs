@@ -2,7 +2,8 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use super::{GenerateCommand, Request};
+use super::GenerateCommand;
+use super::request::Request;
 use crate::types::{Owner, RequestKey};
 
 /// The accepted and the held requests. Keys are given in the order of arrival.

@@ -1,9 +1,9 @@
 //! Pause, sleep, wake and resume.
 
-use super::command::{CancelFlag, DrainMode, LifecycleStatus, Reply, SleepLevel, SleepReply, WakeTags};
-use super::drain::AfterDrain;
-use super::lifecycle::State;
-use super::{Attempt, Engine, Failure, RunningPolicy, answer};
+use super::command::{DrainMode, LifecycleStatus, SleepLevel, SleepReply, WakeTags};
+use super::core::{Attempt, Failure};
+use super::drain::Drain;
+use super::{Engine, RunningPolicy};
 use crate::error::{Error, Result};
 use crate::executor::{Executor, Memory, Released, WeightOrder};
 use crate::memory::{MemoryBudget, MemoryUse};
@@ -43,189 +43,87 @@ impl AwakeBytes {
 }
 
 impl<X: Executor> Engine<X> {
-    /// Stops stepping: at once, or with `Wait` when the accepted requests have ended.
-    pub(super) fn pause(&mut self, mode: DrainMode, cancel: CancelFlag, reply: Reply<Result<()>>) {
-        match self.check_serving().and_then(|()| self.state.pause()) {
-            Err(error) => reply(Err(error)),
-            Ok(_) if mode == DrainMode::Wait && self.must_drain() => {
-                self.drains.push(cancel, AfterDrain::Pause(reply));
-            }
-            Ok(next) => {
-                if mode == DrainMode::Abort {
-                    self.abort_accepted(|_, _| true);
-                }
-                self.state = next;
-                reply(Ok(()));
-            }
-        }
-    }
-
-    /// Lets the engine step again. A pause that still waits is called off.
+    /// Lets the engine step again. A pause that still waits is cancelled.
     pub(super) fn resume(&mut self) -> Result<()> {
-        self.check_serving()?;
-        self.state = self.state.resume()?;
+        self.core.check_serving()?;
+        self.core.state = self.core.state.resume()?;
         let error = Error::Aborted("Resume came before the running requests had ended".into());
-        self.drains.refuse(&error, |then| matches!(then, AfterDrain::Pause(_)));
+        self.drains.refuse(&error, |drain| matches!(drain, Drain::Pause { .. }));
         Ok(())
     }
 
-    /// Gives memory back: at once, or with `Wait` when the accepted requests have ended. Requests that are kept compute
-    /// their tokens again after `Wake`. At level 2 the resident adapters are dropped, so requests that use one end.
-    pub(super) fn sleep(
-        &mut self,
-        level: SleepLevel,
-        mode: DrainMode,
-        cancel: CancelFlag,
-        reply: Reply<Result<SleepReply>>,
-    ) -> Result<()> {
-        if let Err(error) = self.check_sleep(level, mode) {
-            reply(Err(error));
-            return Ok(());
-        }
-        if mode == DrainMode::Wait && self.must_drain() {
-            self.drains.push(cancel, AfterDrain::Sleep(level, reply));
-            return Ok(());
-        }
-        if mode == DrainMode::Abort {
-            self.abort_accepted(|_, _| true);
-        }
-        let attempt = self.release(level);
-        answer(reply, attempt)
-    }
-
-    fn check_sleep(&self, level: SleepLevel, mode: DrainMode) -> Result<()> {
-        self.check_serving()?;
-        self.state.sleep(level)?;
-        if self.updates.open().is_some() {
+    pub(super) fn check_sleep(&self, level: SleepLevel, mode: DrainMode) -> Result<()> {
+        self.core.check_serving()?;
+        self.core.state.sleep(level)?;
+        if self.updates.opened().is_some() {
             return Err(Error::FailedPrecondition("an update is under way; sleep when it has ended".into()));
         }
-        if mode == DrainMode::Wait && self.is_frozen() {
+        if mode == DrainMode::Wait && self.core.is_frozen() {
             return Err(Error::FailedPrecondition(format!(
                 "{} requests stand still and cannot end: call Resume first, or sleep with mode ABORT or KEEP",
-                self.requests.num_accepted()
+                self.core.requests.num_accepted()
             )));
         }
         Ok(())
     }
 
     /// Gives back the memory of everything that is awake, and measures it. No accepted request may be running.
-    fn release(&mut self, level: SleepLevel) -> Attempt<SleepReply> {
-        let next = self.state.sleep(level).map_err(Failure::Refused)?;
-        let started = self.clock.now();
-        self.watch.enter(Phase::Sleep);
+    pub(super) fn release(&mut self, level: SleepLevel) -> Attempt<SleepReply> {
+        let next = self.core.state.sleep(level).map_err(Failure::Refused)?;
+        let started = self.core.clock.now();
+        self.core.watch.enter(Phase::Sleep);
         if level == SleepLevel::Two {
-            self.abort_accepted(|_, request| request.adapter().is_some());
-            self.drop_all_adapters()?;
+            self.core.abort_accepted(|_, request| request.adapter().is_some());
+            self.adapters.drop_all(&mut self.core)?;
         }
-        self.scheduler.release_all();
+        self.core.scheduler.release_all();
         let mut kv_cache_bytes = 0;
-        if self.state.kv_awake() {
+        if self.core.state.kv_awake() {
             for (memory, used_for) in [(Memory::KvCache, MemoryUse::KvCache), (Memory::Workspace, MemoryUse::Workspace)]
             {
-                kv_cache_bytes += self.release_memory(memory)?.freed;
-                self.budget.free(used_for);
+                kv_cache_bytes += self.core.release_memory(memory)?.freed;
+                self.core.budget.free(used_for);
             }
         }
-        let spare = match self.take_spare() {
-            Some(shadow) => self.executor.discard(shadow).map_err(Failure::Fatal)?,
+        let spare = match self.core.take_spare() {
+            Some(shadow) => self.core.executor.discard(shadow).map_err(Failure::Fatal)?,
             None => 0,
         };
         let weights = self.release_weights(level)?;
-        self.budget.lower(MemoryUse::Weights, weights.kept);
-        self.state = next;
+        self.core.budget.lower(MemoryUse::Weights, weights.kept);
+        self.core.state = next;
         let reply = SleepReply {
             weights_bytes: spare + weights.freed,
             kv_cache_bytes,
-            resident_bytes: self.executor.used_bytes(),
-            took: self.clock.since(started),
+            resident_bytes: self.core.executor.used_bytes(),
+            took: self.core.clock.since(started),
         };
-        self.watch.note_sleep(level, &reply);
+        self.core.watch.note_sleep(level, &reply);
         Ok(reply)
     }
 
     fn release_weights(&mut self, level: SleepLevel) -> Attempt<Released> {
-        let awake = self.state.weights_awake();
+        let awake = self.core.state.weights_awake();
         let released = match level {
-            SleepLevel::One if awake => self.release_memory(Memory::Weights)?,
-            SleepLevel::One => Released { kept: self.budget.reserved(MemoryUse::Weights), ..Released::default() },
+            SleepLevel::One if awake => self.core.release_memory(Memory::Weights)?,
+            SleepLevel::One => Released { kept: self.core.budget.reserved(MemoryUse::Weights), ..Released::default() },
             SleepLevel::Two
-                if awake || self.policy.has_replaced() || self.budget.reserved(MemoryUse::Offloaded) > 0 =>
+                if awake || self.core.policy.has_replaced() || self.core.budget.reserved(MemoryUse::Offloaded) > 0 =>
             {
-                self.release_memory(Memory::WeightsAndBase)?
+                self.core.release_memory(Memory::WeightsAndBase)?
             }
             SleepLevel::Two => Released::default(),
         };
         if level == SleepLevel::Two {
-            self.forget_policy();
+            self.core.forget_policy();
         }
         Ok(released)
-    }
-
-    /// Gives memory back. What the device moves to the host's memory meanwhile is reserved there first: all that is
-    /// left of it, and then what it has taken.
-    fn release_memory(&mut self, memory: Memory) -> Attempt<Released> {
-        let held = self.budget.reserved(MemoryUse::Offloaded);
-        let most = held + self.budget.remaining_for(MemoryUse::Offloaded);
-        self.budget.set(MemoryUse::Offloaded, most).expect("it is what is left");
-        let released = self.executor.release(memory, most).map_err(Failure::Fatal)?;
-        self.budget.lower(MemoryUse::Offloaded, released.offloaded);
-        Ok(released)
-    }
-
-    /// Notes that the base is the checkpoint again, with nothing merged into it.
-    fn forget_policy(&mut self) {
-        self.policy.reset();
-        self.free_merged();
-    }
-
-    /// Drops the content of the weights, and makes the checkpoint the base that the next load reads.
-    pub(super) fn reset_base(&mut self) -> Attempt<()> {
-        self.release_memory(Memory::WeightsAndBase)?;
-        self.executor.restore(Memory::Weights).map_err(Failure::Fatal)?;
-        self.budget.free(MemoryUse::Offloaded);
-        self.forget_policy();
-        Ok(())
-    }
-
-    /// Checks, before an order that reads the checkpoint, that its files are what was loaded.
-    ///
-    /// # Errors
-    /// Refused with `DataLoss` if they are not, and with `ResourceExhausted` if the device has not the memory that the
-    /// order needs.
-    pub(super) fn check_checkpoint(&mut self, order: &WeightOrder) -> Attempt<()> {
-        self.executor.check(order).map_err(|error| match error {
-            Error::DataLoss(damage) => {
-                let instead = match self.state {
-                    State::Asleep(_) => "sleep at level 2, wake and push a complete policy (FULL)",
-                    _ => "push a complete policy (FULL)",
-                };
-                let why = format!("{damage}; nothing has changed: put it back as it was and call again, or {instead}");
-                Failure::Refused(Error::DataLoss(why))
-            }
-            error @ Error::ResourceExhausted(_) => Failure::Refused(error),
-            error => Failure::Fatal(error),
-        })
-    }
-
-    /// Gives the policy up because the checkpoint changed while an order read it: the weights are of no policy now. All
-    /// accepted requests end. Returns what the caller of the order is told.
-    pub(super) fn lose_policy(&mut self, damage: &str) -> Failure {
-        tracing::error!("the weights are lost: {damage}");
-        self.abort_accepted(|_, _| true);
-        self.state = self.state.lost();
-        if let Err(failure) = self.reset_base() {
-            return failure;
-        }
-        Failure::Refused(Error::DataLoss(format!(
-            "{damage}, while it was read: the weights are missing now; push a complete policy (FULL), or put it back \
-             as it was and call Wake with reload"
-        )))
     }
 
     /// Takes the memory of all of `memories`, or of none.
     fn restore(&mut self, memories: &[Memory]) -> Attempt<()> {
         for (i, memory) in memories.iter().enumerate() {
-            match self.executor.restore(*memory) {
+            match self.core.executor.restore(*memory) {
                 Err(error @ Error::ResourceExhausted(_)) => {
                     // The one that has failed may have taken a part.
                     self.give_back(&memories[..=i])?;
@@ -242,45 +140,45 @@ impl<X: Executor> Engine<X> {
     /// # Errors
     /// `ResourceExhausted` if they exceed the ceiling.
     fn ledger_awake(&self, weights: bool, kv_cache: bool) -> Result<MemoryBudget> {
-        let mut ledger = self.budget.clone();
+        let mut ledger = self.core.budget.clone();
         if weights {
             ledger.free(MemoryUse::Offloaded);
-            ledger.set(MemoryUse::Weights, self.awake_bytes.weights)?;
+            ledger.set(MemoryUse::Weights, self.awake.weights)?;
         }
         if kv_cache {
-            ledger.set(MemoryUse::Workspace, self.awake_bytes.workspace)?;
-            ledger.set(MemoryUse::KvCache, self.awake_bytes.kv_cache)?;
+            ledger.set(MemoryUse::Workspace, self.awake.workspace)?;
+            ledger.set(MemoryUse::KvCache, self.awake.kv_cache)?;
         }
         Ok(ledger)
     }
 
     fn give_back(&mut self, memories: &[Memory]) -> Attempt<()> {
-        memories.iter().try_for_each(|memory| self.release_memory(*memory).map(drop))
+        memories.iter().try_for_each(|memory| self.core.release_memory(*memory).map(drop))
     }
 
     /// Takes memory back. The weights are loaded with the policy that was kept, or that was pushed while they were
     /// asleep; where there is no policy, `reload` loads the checkpoint. When everything is awake, serving goes on.
     pub(super) fn wake(&mut self, tags: WakeTags, reload: bool) -> Attempt<LifecycleStatus> {
-        self.check_serving().map_err(Failure::Refused)?;
-        let reload = reload && tags.weights && !self.state.has_policy();
-        if reload && self.updates.open().is_some() {
+        self.core.check_serving().map_err(Failure::Refused)?;
+        let reload = reload && tags.weights && !self.core.state.has_policy();
+        if reload && self.updates.opened().is_some() {
             let why = "an update is under way, and will bring the policy; wake without reload";
             return Err(Failure::Refused(Error::FailedPrecondition(why.into())));
         }
-        let started = self.clock.now();
-        self.watch.enter(if reload { Phase::Reload } else { Phase::Wake });
-        let wake_weights = tags.weights && !self.state.weights_awake();
-        let wake_kv = tags.kv_cache && !self.state.kv_awake();
+        let started = self.core.clock.now();
+        self.core.watch.enter(if reload { Phase::Reload } else { Phase::Wake });
+        let wake_weights = tags.weights && !self.core.state.weights_awake();
+        let wake_kv = tags.kv_cache && !self.core.state.kv_awake();
         if wake_kv {
             // A FULL push beside the sleeping cache has left it, in memory that is the cache's.
-            drop(self.take_spare());
+            drop(self.core.take_spare());
         }
         let mut ledger = self.ledger_awake(wake_weights, wake_kv).map_err(Failure::Refused)?;
-        let taken = self.budget.remaining() - ledger.remaining();
-        let load = WeightOrder::Load { adapter: self.policy.merged() };
-        let loads = reload || wake_weights && self.state.has_policy();
+        let taken = self.core.budget.remaining() - ledger.remaining();
+        let load = WeightOrder::Load { adapter: self.core.policy.merged() };
+        let loads = reload || wake_weights && self.core.state.has_policy();
         if loads {
-            self.check_checkpoint(&load)?;
+            self.core.check_checkpoint(&load)?;
         }
         let weights = wake_weights.then_some(Memory::Weights);
         let cache = if wake_kv { &[Memory::Workspace, Memory::KvCache][..] } else { &[] };
@@ -288,30 +186,30 @@ impl<X: Executor> Engine<X> {
         self.restore(&woken)?;
         if reload && !wake_weights {
             // Both ledgers, the one of a load that fails too, are without what the base has forgotten.
-            self.reset_base()?;
+            self.core.reset_base()?;
             ledger = self.ledger_awake(wake_weights, wake_kv).map_err(Failure::Refused)?;
         }
-        let asleep = std::mem::replace(&mut self.budget, ledger);
+        let asleep = std::mem::replace(&mut self.core.budget, ledger);
         if loads {
             // Resetting the base has forgotten what was merged, so this order may differ from the one that was checked.
-            let loaded = self.order(WeightOrder::Load { adapter: self.policy.merged() });
+            let loaded = self.core.order(WeightOrder::Load { adapter: self.core.policy.merged() });
             if let Err(Failure::Refused(Error::ResourceExhausted(_))) = loaded {
-                self.budget = asleep;
+                self.core.budget = asleep;
                 self.give_back(&woken)?;
             } else if loaded.is_err() {
                 self.give_back(cache)?;
                 if wake_kv {
-                    self.budget.free(MemoryUse::Workspace);
-                    self.budget.free(MemoryUse::KvCache);
+                    self.core.budget.free(MemoryUse::Workspace);
+                    self.core.budget.free(MemoryUse::KvCache);
                 }
             }
             loaded?;
         }
         if reload {
-            self.change_policy(0, RunningPolicy::Keep);
+            self.core.change_policy(0, RunningPolicy::Keep);
         }
-        self.state = self.state.wake(tags, reload);
-        self.watch.note_wake(reload, self.clock.since(started), taken);
-        Ok(self.state.status())
+        self.core.state = self.core.state.wake(tags, reload);
+        self.core.watch.note_wake(reload, self.core.clock.since(started), taken);
+        Ok(self.core.state.status())
     }
 }

@@ -6,12 +6,13 @@ use std::time::{Duration, Instant};
 
 use tracing::trace_span;
 
-use super::{Ending, Engine, Request};
+use super::Engine;
+use super::core::Ending;
 use crate::error::{Error, Result, panic_message};
 use crate::executor::Executor;
 use crate::grammar::GrammarError;
 use crate::scheduler::Outcome;
-use crate::types::{RequestKey, WeightVersion};
+use crate::types::WeightVersion;
 
 /// What a step has brought and its requests have not been given yet.
 pub(super) struct Untold {
@@ -27,30 +28,30 @@ impl<X: Executor> Engine<X> {
     /// compute this one.
     pub(super) fn step(&mut self) -> Result<()> {
         let _step = trace_span!("step").entered();
-        let begun = self.clock.now();
-        let plan = Arc::new(trace_span!("schedule").in_scope(|| self.scheduler.schedule()));
+        let begun = self.core.clock.now();
+        let plan = Arc::new(trace_span!("schedule").in_scope(|| self.core.scheduler.schedule()));
         if plan.is_empty() {
             self.emit();
             return Ok(());
         }
-        let kind = self.watch.begin_step(begun, &plan);
-        for group in self.scheduler.begun() {
-            self.requests.get_mut(group.request).into_iter().for_each(|request| request.begin(begun));
+        let kind = self.core.watch.begin_step(begun, &plan);
+        for group in self.core.scheduler.begun() {
+            self.core.requests.get_mut(group.request).into_iter().for_each(|request| request.begin(begun));
         }
-        trace_span!("launch").in_scope(|| self.executor.launch(plan.clone()))?;
+        trace_span!("launch").in_scope(|| self.core.executor.launch(plan.clone()))?;
         self.emit();
-        let output = trace_span!("wait for the ranks").in_scope(|| self.executor.collect())?;
+        let output = trace_span!("wait for the ranks").in_scope(|| self.core.executor.collect())?;
         for (request, panic) in &output.failed {
-            self.fail(*request, panic);
+            self.core.fail(*request, panic);
         }
-        let outcomes = trace_span!("update").in_scope(|| self.scheduler.update(&plan, output));
-        for job in self.scheduler.take_mask_jobs() {
-            self.masks.push(job, self.policy.version());
+        let outcomes = trace_span!("update").in_scope(|| self.core.scheduler.update(&plan, output));
+        for job in self.core.scheduler.take_mask_jobs() {
+            self.masks.push(job, self.core.policy.version());
         }
-        let ended = self.clock.now();
-        let sampled = self.statistics.count_step(ended - begun, &outcomes);
-        self.watch.end_step(kind, (begun, ended), &plan, sampled, self.policy.version());
-        self.untold = Some(Untold { outcomes, version: self.policy.version(), ended });
+        let ended = self.core.clock.now();
+        let sampled = self.core.statistics.count_step(ended - begun, &outcomes);
+        self.core.watch.end_step(kind, (begun, ended), &plan, sampled, self.core.policy.version());
+        self.untold = Some(Untold { outcomes, version: self.core.policy.version(), ended });
         Ok(())
     }
 
@@ -59,9 +60,9 @@ impl<X: Executor> Engine<X> {
     pub(super) fn take_masks(&mut self, longest: Duration) {
         for (done, version) in self.masks.take(longest) {
             self.emit();
-            if let Some(outcome) = self.scheduler.advance_grammar(done) {
-                self.statistics.count_late(&outcome);
-                self.emit_one(outcome, version, self.clock.now());
+            if let Some(outcome) = self.core.scheduler.advance_grammar(done) {
+                self.core.statistics.count_late(&outcome);
+                self.emit_one(outcome, version, self.core.clock.now());
             }
         }
     }
@@ -81,20 +82,20 @@ impl<X: Executor> Engine<X> {
             Outcome::PromptDone { group, .. } => group.request,
             Outcome::Token { sample, .. } | Outcome::GrammarFailed { sample, .. } => sample.group.request,
         };
-        let Some(request) = self.requests.get_mut(key) else {
+        let Some(request) = self.core.requests.get_mut(key) else {
             if matches!(outcome, Outcome::Token { .. }) {
-                self.statistics.count_dropped_token();
+                self.core.statistics.count_dropped_token();
             }
             return;
         };
-        let scheduler = &mut self.scheduler;
+        let scheduler = &mut self.core.scheduler;
         let mut failed = None;
         let taken = catch_unwind(AssertUnwindSafe(|| match outcome {
             Outcome::PromptDone { group, cached_tokens, logprobs } => {
                 request.prompt_done(group, cached_tokens, logprobs, version);
             }
             // A step may give a sample several tokens. Those after a stop string are dropped.
-            Outcome::Token { sample, .. } if !request.is_running(sample) => self.statistics.count_dropped_token(),
+            Outcome::Token { sample, .. } if !request.is_running(sample) => self.core.statistics.count_dropped_token(),
             Outcome::Token { sample, logprobs, finish, grammar_bytes } => {
                 let stopped = request.token(sample, logprobs, finish, grammar_bytes, (version, now));
                 if stopped && finish.is_none() {
@@ -113,32 +114,13 @@ impl<X: Executor> Engine<X> {
             }
         }));
         if let Err(panic) = taken {
-            return self.fail(key, &panic_message(&*panic));
+            return self.core.fail(key, &panic_message(&*panic));
         }
         if let Some(error) = failed {
-            return self.reject(key, error);
+            return self.core.reject(key, error);
         }
         if request.is_done() {
-            self.end(key, Ending::Finished);
-        }
-    }
-
-    /// Ends a request whose answer panicked. Some of its events may be lost, but nothing else of the engine was being
-    /// changed, so all other requests go on.
-    fn fail(&mut self, key: RequestKey, panic: &str) {
-        if let Some(mut request) = self.take(key) {
-            self.statistics.count_aborted_request();
-            self.report_panic(key, &mut request, panic);
-        }
-    }
-
-    /// Tells the client of a request that has been taken out that its answer panicked.
-    pub(super) fn report_panic(&mut self, key: RequestKey, request: &mut Request, panic: &str) {
-        tracing::error!(request = key.0, "a request ends because its answer panicked: {panic}");
-        self.statistics.count_internal_error();
-        let error = Error::Internal(format!("the answer to this request panicked: {panic}; other requests go on"));
-        if catch_unwind(AssertUnwindSafe(|| request.fail(error))).is_err() {
-            tracing::error!(request = key.0, "its client could not be told");
+            self.core.end(key, Ending::Finished);
         }
     }
 }

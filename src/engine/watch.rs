@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
+use super::Engine;
 use super::command::{LifecycleStatus, SleepLevel, SleepReply};
 use super::lifecycle::State;
-use super::{Engine, Transaction};
 use crate::clock::Clock;
 use crate::executor::Executor;
 use crate::observe::{EngineSnapshot, Lifecycle, Observer, Phase, Recorder, SleepState, StepKind};
@@ -99,46 +99,41 @@ fn kind(plan: &StepPlan) -> StepKind {
 impl<X: Executor> Engine<X> {
     /// What the engine waits for while nothing can step.
     pub(super) fn waiting_phase(&self) -> Phase {
-        match self.state {
+        match self.core.state {
             State::Paused => Phase::Paused,
             State::Asleep(_) => Phase::Asleep,
             State::WeightsMissing { .. } => Phase::WeightsMissing,
-            State::Running if self.requests.num_accepted() > 0 => Phase::WaitReaders,
-            State::Running if self.requests.num_held() > 0 => Phase::WaitVersion,
+            State::Running if self.core.requests.num_accepted() > 0 => Phase::WaitReaders,
+            State::Running if self.core.requests.num_held() > 0 => Phase::WaitVersion,
             State::Running => Phase::Idle,
         }
     }
 
     /// Gives observers the engine's numbers, as they are between two steps.
     pub(super) fn publish(&self) {
-        let (s, metrics) = (self.scheduler.stats(), &self.watch.observer.metrics);
+        let (s, metrics) = (self.core.scheduler.stats(), &self.core.watch.observer.metrics);
         metrics.publish(&EngineSnapshot {
             running_samples: s.running_samples,
             waiting_samples: s.waiting_samples,
-            accepted_requests: self.requests.num_accepted(),
-            held_requests: self.requests.num_held(),
+            accepted_requests: self.core.requests.num_accepted(),
+            held_requests: self.core.requests.num_held(),
             total_blocks: s.total_blocks,
             free_blocks: s.free_blocks,
             cached_blocks: s.cached_blocks,
             prompt_tokens: s.prompt_tokens,
             cached_tokens: s.cached_tokens,
-            generated_tokens: s.generated_tokens - self.statistics.dropped_tokens(),
+            generated_tokens: s.generated_tokens - self.core.statistics.dropped_tokens(),
             preemptions: s.preemptions,
             drafted_tokens: s.drafted_tokens,
             accepted_tokens: s.accepted_tokens,
-            weight_version: self.policy.version(),
+            weight_version: self.core.policy.version(),
             updates: self.updates.applied(),
             resident_adapters: self.adapters.num_resident(),
-            internal_errors: self.statistics.internal_errors(),
+            internal_errors: self.core.statistics.internal_errors(),
         });
-        metrics.publish_memory(self.budget.report(), self.budget.host_report());
-        let (lifecycle, sleep) = lifecycle(self.lifecycle());
+        metrics.publish_memory(self.core.budget.report(), self.core.budget.host_report());
+        let (lifecycle, sleep) = lifecycle(self.core.lifecycle());
         metrics.publish_lifecycle(lifecycle, sleep);
-    }
-
-    /// The number of the open update.
-    pub(super) fn open_number(&self) -> u64 {
-        self.updates.open().map_or(0, Transaction::id)
     }
 }
 

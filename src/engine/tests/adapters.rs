@@ -46,7 +46,7 @@ fn requests_of_several_adapters_run_in_one_step_and_share_no_kv() {
     }
     let [x, y] = ["x", "y"].map(|name| rig.submit(ask_with(name, name, 4)));
     let base = rig.submit(ask("base", 9, 4));
-    let mut planned = rig.engine.scheduler.schedule().sequences.into_iter().map(|s| s.adapter).collect::<Vec<_>>();
+    let mut planned = rig.engine.core.scheduler.schedule().sequences.into_iter().map(|s| s.adapter).collect::<Vec<_>>();
     planned.sort();
     assert_eq!(planned[1..], [Some(1), Some(2)], "of the base's prompt eight of nine tokens have to wait");
     drop((x, y, base));
@@ -177,7 +177,7 @@ fn shutdown_tells_who_waits_for_a_removal() {
 #[test]
 fn an_adapter_above_the_rank_is_refused() {
     let mut rig = Rig::new();
-    let parameters = rig.engine.parameters.clone();
+    let parameters = rig.engine.core.parameters.clone();
     for (rank, fits) in [(8, true), (9, false)] {
         let ticket = rig.begin(resident("x", None)).unwrap();
         let reply = told(&rig.commit(ticket.id, WeightUpdate::Lora(adapter(&parameters, 1, rank)))).reply();
@@ -191,7 +191,7 @@ fn an_adapter_above_the_rank_is_refused() {
 fn an_adapter_beside_which_the_server_could_not_wake_is_refused_when_it_is_pushed() {
     let mut rig = Rig::new();
     told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply().unwrap();
-    let large = adapter(&rig.engine.parameters, 2, 8);
+    let large = adapter(&rig.engine.core.parameters, 2, 8);
     assert!(large.bytes() > STAGING);
     let ticket = rig.begin(begin(UpdateKind::Lora)).unwrap();
     let error = told(&rig.commit(ticket.id, WeightUpdate::Lora(large))).reply().unwrap_err();

@@ -118,7 +118,7 @@ fn in_place_after_the_first_write_only_a_complete_push_helps() {
     rig.push_now(super::rig::begin(UpdateKind::Full)).unwrap();
     let asked = rig.submit(ask("a", 3, 1));
     rig.finish();
-    assert_eq!(sampled(&asked.completion()), [rig.engine.executor.policy]);
+    assert_eq!(sampled(&asked.completion()), [rig.engine.core.executor.policy]);
     rig.assert_clean();
 }
 
@@ -126,7 +126,7 @@ fn in_place_after_the_first_write_only_a_complete_push_helps() {
 fn a_reload_that_fails_leaves_no_entry_of_the_adapter_it_has_forgotten() {
     let mut rig = Rig::new();
     let ticket = rig.begin(super::rig::begin(UpdateKind::Lora)).unwrap();
-    let merged = WeightUpdate::Lora(adapter(&rig.engine.parameters, 1, 1));
+    let merged = WeightUpdate::Lora(adapter(&rig.engine.core.parameters, 1, 1));
     told(&rig.commit(ticket.id, merged)).reply().unwrap();
     assert!(rig.reserved(MemoryUse::MergedAdapter) > 0);
     told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply().unwrap();
@@ -136,11 +136,11 @@ fn a_reload_that_fails_leaves_no_entry_of_the_adapter_it_has_forgotten() {
     rig.write_part(ticket.id).unwrap();
     cancel.cancel();
     rig.command(Command::Look);
-    rig.engine.executor.no_room = true;
+    rig.engine.core.executor.no_room = true;
     let error = rig.wake(true, true, true).unwrap_err();
     assert!(matches!(error, Error::ResourceExhausted(_)), "{error}");
     assert_eq!(rig.reserved(MemoryUse::MergedAdapter), 0);
-    rig.engine.executor.no_room = false;
+    rig.engine.core.executor.no_room = false;
     assert_eq!(rig.wake(true, true, true).unwrap(), LifecycleStatus::Running);
     rig.assert_clean();
 }

@@ -19,8 +19,8 @@ fn a_panic_in_an_answer_ends_its_request_alone() {
     let mut rig = Rig::new();
     let [bad, good] = ["bad", "good"].map(|id| rig.submit(ask(id, 3, 4)));
     rig.step();
-    let key = rig.engine.requests.find("bad").unwrap();
-    rig.engine.executor.failing = vec![(key, "index out of bounds".into())];
+    let key = rig.engine.core.requests.find("bad").unwrap();
+    rig.engine.core.executor.failing = vec![(key, "index out of bounds".into())];
     rig.step();
     assert!(internal(&bad).contains("index out of bounds"));
     rig.finish();
@@ -150,7 +150,7 @@ fn an_abort_of_many_ids_looks_each_up_once() {
     let reply = told(&rig.call(|reply| Command::Abort { target, owner: None, reply })).reply();
     assert_eq!((reply.aborted.len(), reply.unknown.len()), (MAX_QUEUED, 200_000 - MAX_QUEUED));
     assert!(held.iter().all(|asked| matches!(asked.error(), Error::Aborted(_))));
-    assert_eq!(rig.engine.requests.find("r0"), None::<RequestKey>);
+    assert_eq!(rig.engine.core.requests.find("r0"), None::<RequestKey>);
     rig.resume().unwrap();
     rig.assert_clean();
 }

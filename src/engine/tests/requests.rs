@@ -11,7 +11,7 @@ fn held_requests_start_in_the_order_in_which_they_came() {
     told(&rig.pause(DrainMode::Wait)).reply().unwrap();
     let asked: Vec<_> = (0..4).map(|i| rig.submit(ask(&i.to_string(), 8, 1))).collect();
     assert_eq!(rig.status().held_requests, 4);
-    assert!(!rig.engine.can_step());
+    assert!(!rig.engine.core.can_step());
     rig.resume().unwrap();
     for (i, first) in asked.iter().enumerate() {
         // A step takes one prompt of eight tokens, if nothing of it is cached.
@@ -114,7 +114,7 @@ fn a_pause_waits_aborts_or_keeps() {
             rig.abort_held();
         }
         told(&reply).reply().unwrap();
-        assert!(!rig.engine.can_step());
+        assert!(!rig.engine.core.can_step());
         rig.resume().unwrap();
         rig.finish();
         assert_eq!(asked.completion().tokens.len(), tokens, "{mode:?}");

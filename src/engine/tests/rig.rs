@@ -234,7 +234,7 @@ impl Rig {
     }
 
     pub fn step(&mut self) {
-        assert!(self.engine.can_step(), "nothing can step");
+        assert!(self.engine.core.can_step(), "nothing can step");
         self.engine.step().unwrap();
         self.engine.settle().unwrap();
         self.engine.check_integrity();
@@ -246,7 +246,7 @@ impl Rig {
 
     /// Steps while there is anything to step.
     pub fn finish(&mut self) {
-        while self.engine.can_step() {
+        while self.engine.core.can_step() {
             self.step();
         }
     }
@@ -262,11 +262,11 @@ impl Rig {
 
     /// The executor's orders since the last call.
     pub fn did(&mut self) -> Vec<Did> {
-        std::mem::take(&mut self.engine.executor.did)
+        std::mem::take(&mut self.engine.core.executor.did)
     }
 
     pub fn reserved(&self, used_for: MemoryUse) -> u64 {
-        self.engine.budget.reserved(used_for)
+        self.engine.core.budget.reserved(used_for)
     }
 
     pub fn pause(&mut self, mode: DrainMode) -> Receiver<Result<()>> {

@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::rig::TRAFFIC_BYTES;
 use crate::cache::KvCacheManager;
 use crate::engine::*;
-use crate::executor::{Memory, Released};
+use crate::executor::{Memory, Released, WeightOrder};
 use crate::memory::Backlog;
 use crate::scheduler::{SchedulerConfig, Speculation};
 use crate::types::{FinishReason, Prompt, SamplingParams, StepOutput, StepPlan, TokenId, TokenLogprobs, WeightVersion};

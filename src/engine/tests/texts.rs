@@ -4,6 +4,7 @@ use std::path::Path;
 
 use super::rig::*;
 use crate::cache::CacheSalt;
+use crate::engine::request::Request;
 use crate::engine::*;
 use crate::types::{FinishReason, GroupKey, RequestKey, SampleKey, SamplingParams, TokenLogprobs};
 

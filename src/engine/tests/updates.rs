@@ -25,7 +25,7 @@ fn kept_requests_go_on_and_each_token_has_its_version() {
     let reply = rig.push_lora(RunningPolicy::Keep);
     assert_eq!((reply.weight_version, reply.pending, reply.adapter_generation), (1, false, None));
     rig.step();
-    assert_eq!(rig.engine.executor.oldest_kv[0], 0, "its KV is of both");
+    assert_eq!(rig.engine.core.executor.oldest_kv[0], 0, "its KV is of both");
     rig.finish();
     let samples = samples.completion();
     assert_eq!(sampled(&samples), [0, 0, 0, 1, 1, 1]);
@@ -34,7 +34,7 @@ fn kept_requests_go_on_and_each_token_has_its_version() {
         let completion = asked.completion();
         assert_eq!((sampled(&completion), completion.weight_versions), (vec![1, 1], vec![(1, 0, 2)]));
     }
-    assert!(rig.engine.executor.oldest_kv.iter().all(|&policy| policy == 1), "prompts started again");
+    assert!(rig.engine.core.executor.oldest_kv.iter().all(|&policy| policy == 1), "prompts started again");
     rig.assert_clean();
 }
 
@@ -51,7 +51,7 @@ fn a_prompt_that_a_kept_request_still_holds_is_computed_anew() {
     assert_eq!(kept.completion().weight_versions, [(0, 0, 9)], "another policy of the same version");
     let again = rig.submit(ask("again", 8, 1));
     rig.step();
-    assert_eq!(rig.engine.executor.oldest_kv, [1]);
+    assert_eq!(rig.engine.core.executor.oldest_kv, [1]);
     assert_eq!(again.completion().cached_tokens, 4, "what the new one computed is found");
     rig.assert_clean();
 }
@@ -61,9 +61,9 @@ fn recomputed_requests_read_no_kv_of_the_old_policy() {
     let mut rig = Rig::new();
     let asked = three_stages(&mut rig);
     rig.push_lora(RunningPolicy::Recompute);
-    while rig.engine.can_step() {
+    while rig.engine.core.can_step() {
         rig.step();
-        assert!(rig.engine.executor.oldest_kv.iter().all(|&policy| policy == 1));
+        assert!(rig.engine.core.executor.oldest_kv.iter().all(|&policy| policy == 1));
     }
     let [samples, prompt, queued] = asked.map(|asked| asked.completion().weight_versions);
     assert_eq!(samples, [(0, 0, 3), (1, 3, 6)]);
@@ -94,7 +94,7 @@ fn a_request_of_which_one_prompt_is_done_has_started() {
     command.if_weight_version = Some(0);
     rig.command(Command::Generate(Box::new(command)));
     rig.step();
-    assert!(rig.engine.scheduler.started_requests().is_empty(), "one is done, one is queued");
+    assert!(rig.engine.core.scheduler.started_requests().is_empty(), "one is done, one is queued");
     rig.push_lora(RunningPolicy::Abort);
     let events = asked.events();
     let reasons: Vec<_> = events
@@ -292,7 +292,7 @@ fn memory_is_set_aside_or_the_update_is_refused_before_it_starts() {
     told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply().unwrap();
     rig.wake(true, false, false).unwrap();
     assert!(!rig.begin(full(780, true)).unwrap().in_place, "the KV cache made room");
-    rig.engine.roll_back();
+    rig.engine.updates.roll_back(&mut rig.engine.core);
     rig.assert_clean();
 }
 
@@ -310,14 +310,14 @@ fn a_packed_push_is_exchanged_at_its_commit() {
     assert_eq!(rig.reserved(MemoryUse::SpareWeights), rig.reserved(MemoryUse::Weights));
     assert!(rig.begin(begin(UpdateKind::Full)).unwrap().shadow.is_some());
     assert_eq!((rig.reserved(MemoryUse::SpareWeights), rig.did()), (0, vec![]));
-    rig.engine.roll_back();
+    rig.engine.updates.roll_back(&mut rig.engine.core);
     // The pushed weights are the base now, so the parts that the next adapter is merged into are copied.
     let ticket = rig.begin(begin(UpdateKind::Lora)).unwrap();
-    let merged = WeightUpdate::Lora(adapter(&rig.engine.parameters, 1, 1));
+    let merged = WeightUpdate::Lora(adapter(&rig.engine.core.parameters, 1, 1));
     told(&rig.commit(ticket.id, merged)).reply().unwrap();
     assert_eq!(rig.reserved(MemoryUse::BaseCopies), 60);
     assert!(rig.begin(begin(UpdateKind::Lora)).unwrap().shadow.is_none());
-    rig.engine.roll_back();
+    rig.engine.updates.roll_back(&mut rig.engine.core);
     rig.assert_clean();
 }
 
@@ -328,11 +328,11 @@ fn what_a_packed_push_replaced_goes_with_a_sleep() {
         let ticket = rig.begin(begin(UpdateKind::Full)).unwrap();
         told(&rig.commit(ticket.id, WeightUpdate::Packed(ticket.shadow.unwrap()))).reply().unwrap();
         assert_eq!(
-            (rig.reserved(MemoryUse::SpareWeights), rig.engine.updates.has_spare()),
+            (rig.reserved(MemoryUse::SpareWeights), rig.engine.core.spare.is_some()),
             (rig.reserved(MemoryUse::Weights), true)
         );
         told(&rig.sleep(level, DrainMode::Wait)).reply().unwrap();
-        assert_eq!((rig.reserved(MemoryUse::SpareWeights), rig.engine.updates.has_spare()), (0, false), "{level:?}");
+        assert_eq!((rig.reserved(MemoryUse::SpareWeights), rig.engine.core.spare.is_some()), (0, false), "{level:?}");
         rig.wake(true, true, level == SleepLevel::Two).unwrap();
         rig.assert_clean();
     }
@@ -402,7 +402,7 @@ fn frozen_requests_cannot_be_waited_for() {
 #[test]
 fn the_ledger_shows_what_a_merged_adapter_costs() {
     let mut rig = Rig::new();
-    let parameters = rig.engine.parameters.clone();
+    let parameters = rig.engine.core.parameters.clone();
     let push = |rig: &mut Rig, layers, staging_bytes| {
         let ticket = rig.begin(UpdateBegin { staging_bytes, ..begin(UpdateKind::Lora) }).unwrap();
         told(&rig.commit(ticket.id, WeightUpdate::Lora(adapter(&parameters, layers, 1)))).reply()
@@ -434,14 +434,14 @@ fn the_ledger_shows_what_a_merged_adapter_costs() {
 #[test]
 fn a_delta_makes_what_serves_the_base() {
     let mut rig = Rig::new();
-    let parameters = rig.engine.parameters.clone();
+    let parameters = rig.engine.core.parameters.clone();
     let ticket = rig.begin(begin(UpdateKind::Lora)).unwrap();
     told(&rig.commit(ticket.id, WeightUpdate::Lora(adapter(&parameters, 1, 1)))).reply().unwrap();
     rig.push_now(UpdateBegin { expected_version: Some(1), ..begin(UpdateKind::Delta) }).unwrap();
     assert_eq!(rig.reserved(MemoryUse::MergedAdapter), 0);
-    let replaced = PARAMETERS.map(|name| rig.engine.policy.is_replaced(name));
+    let replaced = PARAMETERS.map(|name| rig.engine.core.policy.is_replaced(name));
     assert_eq!(replaced, [true, false], "the adapter is part of it now");
-    rig.engine.executor.kept = 77;
+    rig.engine.core.executor.kept = 77;
     told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply().unwrap();
     assert_eq!(rig.reserved(MemoryUse::Weights), 77, "what the executor could not give back");
 }

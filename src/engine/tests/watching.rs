@@ -19,7 +19,7 @@ impl Served {
     fn new() -> Self {
         let (sender, commands) = sync_channel(COMMAND_QUEUE);
         let engine = Rig::with_commands(commands).engine;
-        let observer = engine.watch.observer.clone();
+        let observer = engine.core.watch.observer.clone();
         Self { handle: EngineHandle::new(sender), observer, thread: std::thread::spawn(move || engine.run()) }
     }
 
