@@ -4,7 +4,7 @@
 mod common;
 
 use common::{Engine, Reply, Request, bits, kernels, random_prompts};
-use rollout_server::engine::OwnSampling;
+use rollout_server::engine::PromptSampling;
 use rollout_server::types::{SamplingParams, TokenId, sample_seed};
 
 const VOCAB: u32 = 512;
@@ -250,7 +250,7 @@ fn a_batch_with_sampling_per_prompt_is_its_prompts_alone() {
         ..if i.is_multiple_of(2) { &plain } else { &rich }.clone()
     };
     let own =
-        |i: usize| OwnSampling { params: params(i).into(), grammar: None, seed: Some(seed.wrapping_add(i as u64)) };
+        |i: usize| PromptSampling { params: params(i).into(), grammar: None, seed: Some(seed.wrapping_add(i as u64)) };
     let reference = Engine::start("qwen2", &[]);
     let engine = Engine::start("qwen2", &["--max-batch-tokens", "64"]);
     // Every third prompt samples as the request says.
@@ -282,7 +282,7 @@ fn a_batch_with_sampling_per_prompt_is_its_prompts_alone() {
 #[test]
 fn equal_prompts_of_one_request_are_no_clones() {
     let engine = Engine::start("qwen2", &[]);
-    let own = |seed| OwnSampling {
+    let own = |seed| PromptSampling {
         params: SamplingParams { max_tokens: NEW_TOKENS, ..Default::default() }.into(),
         grammar: None,
         seed,

@@ -197,7 +197,7 @@ impl Adapters {
             let named = self.resident.iter().filter(|resident| resident.is_named(name)).count();
             assert!(named <= 1, "{named} adapters are named {name:?}");
         }
-        let leasing = core.requests.accepted_keys(|_, request| request.adapter().is_some()).len();
+        let leasing = core.requests.keys(|_, request| request.adapter().is_some()).len();
         assert_eq!(leases, leasing, "requests that use a resident adapter");
     }
 

@@ -8,7 +8,7 @@ use std::time::Instant;
 use super::command::{LifecycleStatus, Reply, RunningPolicy};
 use super::lifecycle::State;
 use super::policy::Policy;
-use super::request::Request;
+use super::request_state::RequestState;
 use super::requests::Requests;
 use super::stats::Statistics;
 use super::watch::Watch;
@@ -16,8 +16,8 @@ use crate::clock::Clock;
 use crate::error::{Error, Result, panic_message};
 use crate::executor::{Executor, Memory, Released, WeightOrder};
 use crate::memory::{MemoryBudget, MemoryUse, Traffic};
+use crate::observe::Metrics;
 use crate::scheduler::{RunningKv, Scheduler};
-use crate::text::Tokenizer;
 use crate::types::{RequestKey, WeightVersion};
 use crate::weights::{Parameters, ShadowWeights};
 
@@ -29,14 +29,13 @@ pub(super) struct EngineCore<X: Executor> {
     /// The ledger.
     pub budget: MemoryBudget,
     pub traffic: Traffic,
-    /// Makes the text of samples, for replies and for stop strings; `None` for a model without a tokenizer.
-    pub tokenizer: Option<Arc<Tokenizer>>,
     pub state: State,
     /// When the running requests are aborted; set by `Shutdown`.
     pub deadline: Option<Instant>,
     pub policy: Policy,
     /// The weights that the last FULL push replaced. The next FULL push is packed into their storage.
     pub spare: Option<ShadowWeights>,
+    /// The accepted requests, whose groups the scheduler has.
     pub requests: Requests,
     pub statistics: Statistics,
     pub watch: Watch,
@@ -108,12 +107,12 @@ impl<X: Executor> EngineCore<X> {
 
     /// Whether accepted requests are running, so that a command can wait for them to end.
     pub fn must_drain(&self) -> bool {
-        self.state == State::Running && self.requests.num_accepted() > 0
+        self.state == State::Running && !self.requests.is_empty()
     }
 
     /// Whether there are accepted requests that cannot end, because nothing steps.
     pub fn is_frozen(&self) -> bool {
-        self.state != State::Running && self.requests.num_accepted() > 0
+        self.state != State::Running && !self.requests.is_empty()
     }
 }
 
@@ -127,7 +126,7 @@ impl<X: Executor> EngineCore<X> {
     }
 
     /// Sends the terminal event of a request that has been taken out.
-    pub fn close(&mut self, key: RequestKey, mut request: Request, ending: Ending) {
+    pub fn close(&mut self, key: RequestKey, mut request: RequestState, ending: Ending) {
         match ending {
             Ending::Aborted => self.statistics.count_aborted_request(),
             Ending::Finished => self.statistics.count_finished_request(),
@@ -156,26 +155,30 @@ impl<X: Executor> EngineCore<X> {
     }
 
     /// Ends the accepted requests for which `which` is true. Held requests stay.
-    pub fn abort_accepted(&mut self, which: impl Fn(RequestKey, &Request) -> bool) {
-        for key in self.requests.accepted_keys(which) {
+    pub fn abort_accepted(&mut self, which: impl Fn(RequestKey, &RequestState) -> bool) {
+        for key in self.requests.keys(which) {
             self.end(key, Ending::Aborted);
         }
     }
 
+    pub fn metrics(&self) -> &Arc<Metrics> {
+        &self.watch.observer.metrics
+    }
+
     /// Number of accepted requests that use the resident adapter of this generation.
     pub fn leases(&self, generation: u64) -> usize {
-        self.requests.accepted_keys(|_, request| request.adapter() == Some(generation)).len()
+        self.requests.keys(|_, request| request.adapter() == Some(generation)).len()
     }
 
     /// Takes an accepted request out and frees its blocks and its places in queues.
-    fn take(&mut self, key: RequestKey) -> Option<Request> {
-        let request = self.requests.remove_accepted(key)?;
+    fn take(&mut self, key: RequestKey) -> Option<RequestState> {
+        let request = self.requests.remove(key)?;
         self.scheduler.abort(key);
         Some(request)
     }
 
     /// Reports to the client of a request that has been taken out that its answer panicked.
-    fn report_panic(&mut self, key: RequestKey, request: &mut Request, panic: &str) {
+    fn report_panic(&mut self, key: RequestKey, request: &mut RequestState, panic: &str) {
         tracing::error!(request = key.0, "a request ends because its answer panicked: {panic}");
         self.statistics.count_internal_error();
         let error = Error::Internal(format!("the answer to this request panicked: {panic}; other requests go on"));
@@ -277,7 +280,7 @@ impl<X: Executor> EngineCore<X> {
         self.reject_queued_for_others(version);
         if running == RunningPolicy::Abort {
             let computing = self.scheduler.started_requests();
-            let is_queued = |key, request: &Request| !request.has_begun() && !computing.contains(&key);
+            let is_queued = |key, request: &RequestState| !request.has_begun() && !computing.contains(&key);
             self.abort_accepted(|key, request| !is_queued(key, request));
         }
         let kv = if running == RunningPolicy::Recompute { RunningKv::Recompute } else { RunningKv::Keep };
@@ -287,10 +290,10 @@ impl<X: Executor> EngineCore<X> {
     /// Ends requests that have not begun and ask for exactly another version than `version`.
     pub fn reject_queued_for_others(&mut self, version: WeightVersion) {
         let computing = self.scheduler.started_requests();
-        let insists = |key, request: &Request| {
+        let insists = |key, request: &RequestState| {
             !request.has_begun() && !computing.contains(&key) && request.insists_on_other_than(version)
         };
-        for key in self.requests.accepted_keys(insists) {
+        for key in self.requests.keys(insists) {
             let why = format!("if_weight_version: the policy became version {version} before the request could start");
             self.reject(key, Error::VersionConflict(why));
         }

@@ -30,17 +30,14 @@
 mod activity;
 mod adapters;
 mod admission;
-mod backpressure;
 mod checksum;
 mod command;
 mod core;
 mod drain;
-mod event;
-mod integrity;
 mod lifecycle;
-mod listing;
 mod policy;
 mod request;
+mod request_state;
 mod requests;
 mod sleep;
 mod stats;
@@ -58,30 +55,33 @@ use std::time::{Duration, Instant};
 
 pub use activity::{Activity, BusyGuard};
 pub use command::*;
-pub use event::{Completion, Event, Summary};
-pub use listing::{Progress, RequestList, RequestStatus};
+pub use request::{
+    Completion, Event, GenerateCommand, Progress, PromptSampling, RequestClient, RequestKind, RequestList,
+    RequestStatus, Responder, Summary, ValidRequest,
+};
 
-use self::core::{EngineCore, answer, shutting_down};
+use self::core::{Ending, EngineCore, answer, shutting_down};
 use crate::clock::Clock;
 use crate::error::{Error, Result};
 use crate::executor::Executor;
-use crate::grammar::MaskQueue;
-use crate::memory::{MemoryBudget, Traffic};
+use crate::memory::{MemoryBudget, MemoryUse, Traffic};
 use crate::observe::{Observer, Recorder};
 use crate::scheduler::Scheduler;
 use crate::text::Tokenizer;
 use crate::types::WeightVersion;
 use crate::weights::Parameters;
 use adapters::Adapters;
+use admission::{Admission, suspend_laggards};
 use checksum::Checksums;
 use drain::{Commit, Drain, Drains};
 use lifecycle::State;
 use policy::Policy;
+use request_state::RequestState;
 use requests::Requests;
-use sleep::AwakeBytes;
+use sleep::{AwakeBytes, Sleep};
 use stats::Statistics;
-use step::Untold;
-use transaction::Updates;
+use step::Steps;
+use transaction::{Transaction, Updates};
 use update::set_version;
 use watch::Watch;
 
@@ -114,11 +114,9 @@ pub struct Setup {
 pub struct Engine<X: Executor> {
     commands: Receiver<Command>,
     core: EngineCore<X>,
-    /// Computes the masks that the scheduler has no time for.
-    masks: MaskQueue,
-    /// What the last step has brought and its requests have not been given yet.
-    untold: Option<Untold>,
-    awake: AwakeBytes,
+    steps: Steps,
+    admission: Admission,
+    sleep: Sleep,
     adapters: Adapters,
     updates: Updates,
     drains: Drains,
@@ -157,7 +155,6 @@ impl<X: Executor> Engine<X> {
             parameters,
             budget,
             traffic,
-            tokenizer,
             state: State::default(),
             deadline: None,
             policy: Policy::checkpoint(),
@@ -169,9 +166,9 @@ impl<X: Executor> Engine<X> {
         Self {
             commands,
             core,
-            masks: MaskQueue::default(),
-            untold: None,
-            awake,
+            steps: Steps::default(),
+            admission: Admission::new(tokenizer),
+            sleep: Sleep::new(awake),
             adapters: Adapters::new(max_adapters, max_lora_rank),
             updates: Updates::new(awake),
             drains: Drains::default(),
@@ -195,7 +192,7 @@ impl<X: Executor> Engine<X> {
             let waiting = match self.turn(received.take())? {
                 Turn::Again => continue,
                 Turn::WaitForMasks => {
-                    self.take_masks(MASK_WAIT);
+                    self.steps.take_masks(&mut self.core, MASK_WAIT);
                     continue;
                 }
                 Turn::Ended => return Ok(()),
@@ -225,21 +222,21 @@ impl<X: Executor> Engine<X> {
         for command in received.into_iter().chain(waiting) {
             self.handle(command)?;
         }
-        self.take_masks(Duration::ZERO);
+        self.steps.take_masks(&mut self.core, Duration::ZERO);
         self.settle()?;
         if self.core.can_step() {
-            self.step()?;
+            self.steps.run(&mut self.core)?;
         }
         self.checksums.compute_piece(&mut self.core)?;
         self.settle()?;
         self.publish();
-        if self.core.deadline.is_some() && self.core.requests.num_accepted() == 0 {
+        if self.core.deadline.is_some() && self.core.requests.is_empty() {
             return Ok(Turn::Ended);
         }
         if self.core.can_step() || !self.checksums.is_empty() {
             return Ok(Turn::Again);
         }
-        if !self.masks.is_empty() {
+        if self.steps.awaits_masks() {
             return Ok(Turn::WaitForMasks);
         }
         self.core.scheduler.check_integrity();
@@ -250,11 +247,11 @@ impl<X: Executor> Engine<X> {
     /// Ends whatever has not ended, after the last turn, which ended with `result`: each request gets its terminal
     /// event, and each command that waits its answer.
     pub fn end_all(&mut self, result: &Result<()>) {
-        self.emit();
+        self.steps.emit(&mut self.core);
         if let Err(error) = result {
             tracing::error!("the engine ends: {error}");
         }
-        self.refuse_waiting();
+        self.reject_waiting();
         self.checksums.refuse(&shutting_down());
         self.abort_all();
     }
@@ -262,7 +259,7 @@ impl<X: Executor> Engine<X> {
     /// Does everything that commands, a step or the passing of time have made due.
     fn settle(&mut self) -> Result<()> {
         if !self.core.can_step() || !self.drains.is_empty() || self.core.deadline.is_some() {
-            self.emit();
+            self.steps.emit(&mut self.core);
         }
         self.drop_cancelled();
         if self
@@ -273,10 +270,12 @@ impl<X: Executor> Engine<X> {
             self.abort_all();
         }
         self.settle_drains()?;
-        self.admit_held();
-        self.suspend_laggards();
+        if !self.is_holding() {
+            self.admission.accept_held(&mut self.core, &self.adapters);
+        }
+        suspend_laggards(&mut self.core);
         self.adapters.drop_unused(&mut self.core)?;
-        let is_late = self.untold.is_some() && !self.core.can_step();
+        let is_late = self.steps.has_pending() && !self.core.can_step();
         let may_drain = !self.drains.is_empty() && !self.core.must_drain();
         if is_late || may_drain {
             // The last request that could step was suspended or ended just now, and the next turn may wait for a
@@ -291,10 +290,13 @@ impl<X: Executor> Engine<X> {
     /// # Errors
     /// If the executor fails.
     fn handle(&mut self, command: Command) -> Result<()> {
-        self.emit();
+        self.steps.emit(&mut self.core);
         match command {
-            Command::Generate(generate) => self.receive(*generate),
-            Command::Abort { target, owner, reply } => reply(self.abort(target, owner)),
+            Command::Generate(command) => {
+                let holds_all = self.is_holding();
+                self.admission.receive(&mut self.core, &self.adapters, holds_all, *command);
+            }
+            Command::Abort { target, owner, reply } => reply(self.admission.abort(&mut self.core, target, owner)),
             Command::Status { reply } => reply(self.status()),
             Command::ResetPrefixCache { reply } => reply(Ok(self.core.scheduler.reset_prefix_cache())),
             Command::BeginUpdate { begin, reply } => {
@@ -323,7 +325,7 @@ impl<X: Executor> Engine<X> {
                 return self.drain(mode, Drain::Sleep { level, cancel, reply });
             }
             Command::Wake { tags, reload, reply } => {
-                let attempt = self.wake(tags, reload);
+                let attempt = self.sleep.wake(&mut self.core, &self.updates, tags, reload);
                 return answer(reply, attempt);
             }
             Command::Pause { mode, cancel, reply } => return self.drain(mode, Drain::Pause { cancel, reply }),
@@ -332,7 +334,7 @@ impl<X: Executor> Engine<X> {
                 self.drop_cancelled();
                 self.checksums.begin(&self.core, &names, cancel, reply);
             }
-            Command::ListRequests { most, reply } => reply(self.list_requests(most)),
+            Command::ListRequests { most, reply } => reply(self.admission.list(&self.core, most)),
             Command::ListAdapters { reply } => reply(self.adapters.list(&self.core)),
             Command::RemoveAdapter { name, expected_generation, cancel, reply } => {
                 self.adapters.remove(&self.core, &name, expected_generation, cancel, reply);
@@ -340,10 +342,50 @@ impl<X: Executor> Engine<X> {
             Command::Look => self.drop_cancelled(),
             Command::Shutdown { grace } => {
                 self.core.deadline = Some(self.core.clock.now() + grace);
-                self.refuse_waiting();
+                self.reject_waiting();
             }
         }
         Ok(())
+    }
+
+    /// Whether no request is accepted now, because nothing steps or a drain waits for the accepted ones to end.
+    fn is_holding(&self) -> bool {
+        self.core.state != State::Running || !self.drains.is_empty()
+    }
+
+    /// Ends requests, drains, checksums and the open update if their clients are gone, and requests whose time is up.
+    fn drop_cancelled(&mut self) {
+        let ended = |request: &RequestState| request.cancel().is_cancelled() || request.cancel().is_expired();
+        let ended = self.core.requests.keys(|_, request| ended(request));
+        if !ended.is_empty() {
+            // The outcomes of the last step are theirs, and may be their end.
+            self.steps.emit(&mut self.core);
+        }
+        for key in ended {
+            self.core.end(key, Ending::Aborted);
+        }
+        self.admission.drop_cancelled(&mut self.core);
+        // A client may vanish at any time. The update's flag is read once, so that the update and its commit, which may
+        // be among the drains, are dropped together.
+        let update_is_gone = self.updates.opened().is_some_and(Transaction::is_cancelled);
+        self.drains.drop_cancelled(update_is_gone);
+        if update_is_gone {
+            self.updates.roll_back(&mut self.core);
+        }
+        self.adapters.drop_cancelled();
+        self.checksums.drop_cancelled();
+    }
+
+    fn abort_all(&mut self) {
+        self.admission.abort(&mut self.core, AbortTarget::All, None);
+    }
+
+    /// Rejects all callers that wait, because the server is shutting down. Accepted requests keep running.
+    fn reject_waiting(&mut self) {
+        self.admission.reject_held();
+        self.drains.refuse(&shutting_down(), |_| true);
+        self.adapters.refuse_removals(&shutting_down());
+        self.updates.roll_back(&mut self.core);
     }
 
     /// Begins a pause or a sleep: at once, or with `Wait` when the accepted requests have ended.
@@ -363,10 +405,19 @@ impl<X: Executor> Engine<X> {
         self.finish(drain)
     }
 
+    /// Lets the engine step again. A pause that still waits is cancelled.
+    fn resume(&mut self) -> Result<()> {
+        self.core.check_serving()?;
+        self.core.state = self.core.state.resume()?;
+        let error = Error::Aborted("Resume came before the running requests had ended".into());
+        self.drains.refuse(&error, |drain| matches!(drain, Drain::Pause { .. }));
+        Ok(())
+    }
+
     fn check_drain(&self, mode: DrainMode, drain: &Drain) -> Result<()> {
         match drain {
             Drain::Pause { .. } => self.core.check_serving().and_then(|()| self.core.state.pause()).map(drop),
-            Drain::Sleep { level, .. } => self.check_sleep(*level, mode),
+            Drain::Sleep { level, .. } => self.sleep.check(&self.core, &self.updates, *level, mode),
             Drain::Commit(_) => Ok(()),
         }
     }
@@ -376,7 +427,7 @@ impl<X: Executor> Engine<X> {
         match drain {
             Drain::Pause { reply, .. } => reply(self.core.state.pause().map(|next| self.core.state = next)),
             Drain::Sleep { level, reply, .. } => {
-                let attempt = self.release(level);
+                let attempt = self.sleep.sleep(&mut self.core, &mut self.adapters, level);
                 return answer(reply, attempt);
             }
             Drain::Commit(commit) => return self.updates.finish_commit(&mut self.core, &mut self.adapters, commit),
@@ -415,14 +466,14 @@ impl<X: Executor> Engine<X> {
             memory: self.core.budget.report().clone(),
             host_memory: self.core.budget.host_report().cloned(),
             traffic_bytes: self.core.traffic.used(),
-            held_requests: self.core.requests.num_held(),
+            held_requests: self.admission.num_held(),
             update: self.updates.opened().map(|open| open.facts(self.core.clock.now())),
             updates: self.updates.applied(),
             weight_version: self.core.policy.version(),
             total_blocks: s.total_blocks,
             free_blocks: s.free_blocks,
             cached_blocks: s.cached_blocks,
-            running_requests: self.core.requests.num_accepted(),
+            running_requests: self.core.requests.len(),
             running_samples: s.running_samples,
             waiting_samples: s.waiting_samples,
             prompt_tokens: s.prompt_tokens,
@@ -435,5 +486,32 @@ impl<X: Executor> Engine<X> {
         };
         self.core.statistics.report(&mut status);
         status
+    }
+
+    /// Asserts every invariant that must hold between two turns: those of the scheduler and its cache, leases, drains,
+    /// the open update and the ledger. It walks all requests and blocks.
+    pub fn check_integrity(&self) {
+        let core = &self.core;
+        core.scheduler.check_integrity();
+        core.requests.check_integrity();
+        self.adapters.check_integrity(core);
+        self.admission.check_integrity(core, self.is_holding());
+        self.sleep.check_integrity(core);
+        assert!(!self.steps.has_pending() || core.can_step(), "events are kept back, and no step follows");
+        assert!(self.drains.is_empty() || core.must_drain(), "a drain waits for no request");
+        let update = self.updates.opened();
+        let committed = update.is_some_and(|open| open.facts(core.clock.now()).committed);
+        assert_eq!(self.drains.num_commits(), usize::from(committed), "commits among the drains");
+        let reserved = |used_for| core.budget.reserved(used_for);
+        let staged = reserved(MemoryUse::UpdateStaging);
+        assert!(staged == 0 || update.is_some(), "{staged} bytes are reserved for no update");
+        let spare = reserved(MemoryUse::SpareWeights);
+        assert_eq!(spare > 0, core.spare.is_some(), "{spare} bytes are reserved for spare weights");
+        let merged = core.policy.merged().bytes();
+        assert_eq!(reserved(MemoryUse::MergedAdapter), merged, "the merged adapter's entry");
+        if core.deadline.is_some() {
+            assert_eq!(self.admission.num_held(), 0, "held requests during the shutdown");
+            assert!(self.drains.is_empty() && update.is_none(), "drains or an update during the shutdown");
+        }
     }
 }

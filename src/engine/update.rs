@@ -292,7 +292,7 @@ fn check_begin<X: Executor>(core: &EngineCore<X>, adapters: &Adapters, begin: &U
         return Err(Error::FailedPrecondition(format!(
             "running: {} requests stand still and cannot end before the update; call Resume first, or push with \
              KEEP, RECOMPUTE or ABORT",
-            core.requests.num_accepted()
+            core.requests.len()
         )));
     }
     Ok(())

@@ -103,8 +103,8 @@ impl<X: Executor> Engine<X> {
             State::Paused => Phase::Paused,
             State::Asleep(_) => Phase::Asleep,
             State::WeightsMissing { .. } => Phase::WeightsMissing,
-            State::Running if self.core.requests.num_accepted() > 0 => Phase::WaitReaders,
-            State::Running if self.core.requests.num_held() > 0 => Phase::WaitVersion,
+            State::Running if !self.core.requests.is_empty() => Phase::WaitReaders,
+            State::Running if self.admission.num_held() > 0 => Phase::WaitVersion,
             State::Running => Phase::Idle,
         }
     }
@@ -115,8 +115,8 @@ impl<X: Executor> Engine<X> {
         metrics.publish(&EngineSnapshot {
             running_samples: s.running_samples,
             waiting_samples: s.waiting_samples,
-            accepted_requests: self.core.requests.num_accepted(),
-            held_requests: self.core.requests.num_held(),
+            accepted_requests: self.core.requests.len(),
+            held_requests: self.admission.num_held(),
             total_blocks: s.total_blocks,
             free_blocks: s.free_blocks,
             cached_blocks: s.cached_blocks,

@@ -16,8 +16,8 @@ use rollout_kernels::cpu::Isa;
 use rollout_server::config::Config;
 use rollout_server::engine::{
     Activity, AdapterTarget, CancelFlag, Command, Completion, DrainMode, EngineHandle, Event, GenerateCommand,
-    LifecycleStatus, OwnSampling, RequestKind, RunningPolicy, SleepLevel, SleepReply, Status, Summary, UpdateBegin,
-    UpdateReply, WakeTags,
+    LifecycleStatus, PromptSampling, RequestClient, RequestKind, RunningPolicy, SleepLevel, SleepReply, Status,
+    Summary, UpdateBegin, UpdateReply, ValidRequest, WakeTags,
 };
 use rollout_server::error::Result;
 use rollout_server::grammar::Grammar;
@@ -92,17 +92,20 @@ impl Engine {
         let (sender, events) = channel();
         let cancel = CancelFlag::default();
         let traffic = &self.started.as_ref().unwrap().traffic;
-        let command = GenerateCommand {
+        let request = ValidRequest {
             request_id: request.id,
-            owner: None,
             prompts: request.prompts.into_iter().map(Prompt::from_tokens).collect(),
             kind: request.kind,
             params: Arc::new(request.params),
             grammar: request.grammar,
-            own: request.own,
+            prompt_sampling: request.own,
             adapter: request.adapter,
             if_weight_version: request.if_weight_version,
             min_weight_version: request.min_weight_version,
+            time_limit: None,
+        };
+        let client = RequestClient {
+            owner: None,
             arrived: std::time::Instant::now(),
             cancel: cancel.clone(),
             responder: Box::new(move |event| {
@@ -111,7 +114,7 @@ impl Engine {
             backlog: Backlog::new(traffic),
             charge: traffic.charge_always(0),
         };
-        self.handle().send(Command::Generate(Box::new(command))).unwrap();
+        self.handle().send(Command::Generate(Box::new(GenerateCommand { request, client }))).unwrap();
         Running { events, cancel }
     }
 
@@ -155,7 +158,7 @@ pub struct Request {
     pub kind: RequestKind,
     pub params: SamplingParams,
     pub grammar: Option<Arc<Grammar>>,
-    pub own: BTreeMap<u32, OwnSampling>,
+    pub own: BTreeMap<u32, PromptSampling>,
     pub adapter: Option<String>,
     pub if_weight_version: Option<u64>,
     pub min_weight_version: Option<u64>,

@@ -15,8 +15,9 @@ fn add(rig: &mut Rig, name: &str) -> u64 {
 }
 
 fn ask_with(name: &str, adapter: &str, max_tokens: u32) -> (GenerateCommand, Asked) {
-    let (command, asked) = ask(name, 9, max_tokens);
-    (GenerateCommand { adapter: Some(adapter.into()), ..command }, asked)
+    let (mut command, asked) = ask(name, 9, max_tokens);
+    command.request.adapter = Some(adapter.into());
+    (command, asked)
 }
 
 fn remove(rig: &mut Rig, name: &str, expected_generation: Option<u64>) -> std::sync::mpsc::Receiver<Result<u64>> {

@@ -13,9 +13,9 @@ const UNREAD: u64 = 32 << 20;
 /// A request with a backlog that the test fills and drains.
 fn ask_with_backlog(id: &str, traffic: &Traffic, max_tokens: u32) -> (GenerateCommand, Asked, Backlog) {
     let (mut command, asked) = ask(id, 3, max_tokens);
-    command.backlog = Backlog::new(traffic);
-    command.charge = traffic.charge_always(0);
-    let backlog = command.backlog.clone();
+    command.client.backlog = Backlog::new(traffic);
+    command.client.charge = traffic.charge_always(0);
+    let backlog = command.client.backlog.clone();
     (command, asked, backlog)
 }
 
@@ -129,7 +129,7 @@ fn where_no_memory_is_left_the_request_that_holds_most_ends() {
     let traffic = rig.engine.core.traffic.clone();
     let small = rig.submit(ask("small", 3, 4));
     let (mut command, large, _) = ask_with_backlog("large", &traffic, 4);
-    command.charge = traffic.charge_always(TRAFFIC_BYTES);
+    command.client.charge = traffic.charge_always(TRAFFIC_BYTES);
     let large = rig.submit((command, large));
     assert!(matches!(large.error(), Error::ResourceExhausted(why) if why.contains("--request-bytes")));
     rig.finish();

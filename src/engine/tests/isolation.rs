@@ -33,11 +33,11 @@ fn a_panic_in_an_answer_ends_its_request_alone() {
 /// A request whose responder panics at event number `at`, counted from 0, and at all events after it if `always`.
 fn panicking(id: &str, at: usize, always: bool) -> (GenerateCommand, Receiver<Event>) {
     let (mut command, _) = ask(id, 3, 4);
-    command.kind =
+    command.request.kind =
         RequestKind::Generate { n: 2, seed: 1, prompt_logprobs: true, stream_tokens: true, return_text: false };
     let (sender, events) = channel();
     let mut seen = 0;
-    command.responder = Box::new(move |event| {
+    command.client.responder = Box::new(move |event| {
         seen += 1;
         assert!(seen != at + 1 && !(always && seen > at), "a responder that panics");
         drop(sender.send(event));
@@ -163,8 +163,9 @@ fn an_id_is_free_again_when_its_request_has_ended() {
         assert!(matches!(rig.submit(ask("a", 3, 2)).error(), Error::AlreadyExists(_)), "round {round}");
         rig.finish();
         asked.completion();
-        let held = ask("held", 3, 1);
-        let held = rig.submit((GenerateCommand { min_weight_version: Some(9), ..held.0 }, held.1));
+        let (mut command, held) = ask("held", 3, 1);
+        command.request.min_weight_version = Some(9);
+        let held = rig.submit((command, held));
         assert!(matches!(rig.submit(ask("held", 3, 1)).error(), Error::AlreadyExists(_)), "round {round}");
         held.cancel.cancel();
         rig.command(Command::Look);

@@ -93,24 +93,27 @@ pub fn ask(id: &str, prompt: usize, max_tokens: u32) -> (GenerateCommand, Asked)
     let (sender, events) = channel();
     let cancel = CancelFlag::default();
     let traffic = Traffic::new(TRAFFIC_BYTES);
-    let command = GenerateCommand {
+    let request = ValidRequest {
         request_id: id.into(),
-        owner: None,
         prompts: vec![Prompt::from_tokens((900..900 + prompt as TokenId).collect::<Vec<_>>())],
         kind: RequestKind::Generate { n: 1, seed: 1, prompt_logprobs: false, stream_tokens: false, return_text: false },
         params: Arc::new(SamplingParams { max_tokens, ..SamplingParams::default() }),
         grammar: None,
-        own: BTreeMap::new(),
+        prompt_sampling: BTreeMap::new(),
         adapter: None,
         if_weight_version: None,
         min_weight_version: None,
+        time_limit: None,
+    };
+    let client = RequestClient {
+        owner: None,
         arrived: std::time::Instant::now(),
         cancel: cancel.clone(),
         responder: Box::new(move |event| drop(sender.send(event))),
         backlog: Backlog::new(&traffic),
         charge: traffic.charge_always(0),
     };
-    (command, Asked { events, cancel })
+    (GenerateCommand { request, client }, Asked { events, cancel })
 }
 
 pub fn begin(kind: UpdateKind) -> UpdateBegin {
@@ -235,7 +238,7 @@ impl Rig {
 
     pub fn step(&mut self) {
         assert!(self.engine.core.can_step(), "nothing can step");
-        self.engine.step().unwrap();
+        self.engine.steps.run(&mut self.engine.core).unwrap();
         self.engine.settle().unwrap();
         self.engine.check_integrity();
     }

@@ -5,7 +5,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel, sync_channel}
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use super::rig::TRAFFIC_BYTES;
+use super::rig::{TRAFFIC_BYTES, ask};
 use crate::cache::KvCacheManager;
 use crate::engine::*;
 use crate::executor::{Memory, Released, WeightOrder};
@@ -139,23 +139,27 @@ impl Fixture {
         let (sender, events) = channel();
         let cancel = CancelFlag::default();
         let traffic = Traffic::new(TRAFFIC_BYTES);
-        let command = GenerateCommand {
+        let request = ValidRequest {
             request_id: id.into(),
-            owner: None,
             prompts: prompts.iter().map(|&p| Prompt::from_tokens(p)).collect(),
             kind,
             params: Arc::new(params),
             grammar: None,
-            own: BTreeMap::new(),
+            prompt_sampling: BTreeMap::new(),
             adapter: None,
             if_weight_version: versions.0,
             min_weight_version: versions.1,
+            time_limit: None,
+        };
+        let client = RequestClient {
+            owner: None,
             arrived: std::time::Instant::now(),
             cancel: cancel.clone(),
             responder: Box::new(move |event| drop(sender.send(event))),
             backlog: Backlog::new(&traffic),
             charge: traffic.charge_always(0),
         };
+        let command = GenerateCommand { request, client };
         self.handle.send(Command::Generate(Box::new(command))).unwrap();
         (events, cancel)
     }
@@ -339,27 +343,10 @@ fn the_end_of_grace_aborts_what_still_runs() {
 fn a_device_that_fails_ends_every_request() {
     let Fixture { handle, permits, thread } = Fixture::new();
     drop(permits);
-    let (sender, events) = channel();
-    let traffic = Traffic::new(TRAFFIC_BYTES);
-    let command = GenerateCommand {
-        request_id: "a".into(),
-        owner: None,
-        prompts: vec![Prompt::from_tokens([1])],
-        kind: RequestKind::Score,
-        params: Arc::new(tokens(1)),
-        grammar: None,
-        own: BTreeMap::new(),
-        adapter: None,
-        if_weight_version: None,
-        min_weight_version: None,
-        arrived: std::time::Instant::now(),
-        cancel: CancelFlag::default(),
-        responder: Box::new(move |event| drop(sender.send(event))),
-        backlog: Backlog::new(&traffic),
-        charge: traffic.charge_always(0),
-    };
+    let (mut command, asked) = ask("a", 1, 1);
+    command.request.kind = RequestKind::Score;
     handle.send(Command::Generate(Box::new(command))).unwrap();
-    assert!(matches!(drain(&events)[..], [Event::Done(_)]));
+    assert!(matches!(drain(&asked.events)[..], [Event::Done(_)]));
     assert!(thread.join().unwrap().unwrap_err().to_string().contains("the device is gone"));
 }
 

@@ -90,8 +90,8 @@ fn an_abort_ends_what_has_started_and_nothing_else() {
 fn a_request_of_which_one_prompt_is_done_has_started() {
     let mut rig = Rig::new();
     let (mut command, asked) = ask("two", 8, 1);
-    command.prompts.push(command.prompts[0].clone());
-    command.if_weight_version = Some(0);
+    command.request.prompts.push(command.request.prompts[0].clone());
+    command.request.if_weight_version = Some(0);
     rig.command(Command::Generate(Box::new(command)));
     rig.step();
     assert!(rig.engine.core.scheduler.started_requests().is_empty(), "one is done, one is queued");
@@ -139,7 +139,7 @@ fn prompt_logprobs_are_of_one_policy_under_every_policy_for_running_requests() {
         for score in [false, true] {
             let mut rig = Rig::new();
             let (mut command, asked) = ask("a", 20, 2);
-            command.kind = match score {
+            command.request.kind = match score {
                 true => RequestKind::Score,
                 false => RequestKind::Generate {
                     n: 2,
@@ -229,8 +229,9 @@ fn a_version_that_goes_back_or_repeats_must_be_meant() {
 fn a_queued_request_that_insists_on_the_old_policy_is_told() {
     let mut rig = Rig::new();
     let insist = |id: &str, prompt| {
-        let (command, asked) = ask(id, prompt, 4);
-        (GenerateCommand { if_weight_version: Some(0), ..command }, asked)
+        let (mut command, asked) = ask(id, prompt, 4);
+        command.request.if_weight_version = Some(0);
+        (command, asked)
     };
     let running = rig.submit(insist("running", 8));
     rig.step();
@@ -253,8 +254,9 @@ fn a_version_without_an_update_keeps_the_cache_and_marks_tokens_from_then_on() {
     rig.steps(2);
     let filler = rig.submit(ask("filler", 40, 1));
     rig.step();
-    let (command, asked) = ask("queued", 3, 1);
-    let queued = rig.submit((GenerateCommand { if_weight_version: Some(0), ..command }, asked));
+    let (mut command, asked) = ask("queued", 3, 1);
+    command.request.if_weight_version = Some(0);
+    let queued = rig.submit((command, asked));
     told(&rig.call(|reply| Command::SetVersion { version: 7, force: false, reply })).reply().unwrap();
     assert!(matches!(queued.error(), Error::VersionConflict(why) if why.contains("version 7")));
     rig.finish();

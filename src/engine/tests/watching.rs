@@ -138,8 +138,8 @@ fn numbers_are_exact_and_agree_with_the_status() {
     let engine = Served::new();
     engine.generate("a", 5, 20);
     engine.generate("b", 9, 1);
-    let (refused, asked) = ask("c", 5, 1);
-    let refused = GenerateCommand { if_weight_version: Some(9), ..refused };
+    let (mut refused, asked) = ask("c", 5, 1);
+    refused.request.if_weight_version = Some(9);
     engine.handle.send(Command::Generate(Box::new(refused))).unwrap();
     assert!(matches!(asked.events.recv(), Ok(Event::Failed(_))));
     let status = engine.call(|reply| Command::Status { reply });
@@ -181,8 +181,8 @@ fn numbers_are_exact_and_agree_with_the_status() {
 #[test]
 fn an_engine_that_waits_says_what_for() {
     let engine = Served::new();
-    let (command, newer) = ask("newer", 3, 1);
-    let command = GenerateCommand { min_weight_version: Some(1), ..command };
+    let (mut command, newer) = ask("newer", 3, 1);
+    command.request.min_weight_version = Some(1);
     engine.handle.send(Command::Generate(Box::new(command))).unwrap();
     engine.settles(Phase::WaitVersion);
     newer.cancel.cancel();
@@ -190,7 +190,7 @@ fn an_engine_that_waits_says_what_for() {
     engine.settles(Phase::Idle);
 
     let (command, lagging) = ask("lagging", 3, 50);
-    let backlog = command.backlog.clone();
+    let backlog = command.client.backlog.clone();
     backlog.add(u64::MAX / 4);
     engine.handle.send(Command::Generate(Box::new(command))).unwrap();
     engine.settles(Phase::WaitReaders);
@@ -208,18 +208,18 @@ fn the_oldest_requests_are_listed_with_what_they_have() {
     let (mut asked, mut replies) = (Vec::new(), Vec::new());
     for (id, version) in [("first", None), ("second", None), ("held", Some(9))] {
         let (mut command, answer) = ask(id, 5, 40);
-        command.min_weight_version = version;
-        rig.engine.receive(command);
+        command.request.min_weight_version = version;
+        rig.command(Command::Generate(Box::new(command)));
         asked.push(id);
         replies.push(answer);
     }
-    let queued = rig.engine.list_requests(50);
+    let queued = rig.engine.admission.list(&rig.engine.core, 50);
     let ids: Vec<_> = queued.oldest.iter().map(|request| request.id.as_str()).collect();
     assert_eq!((queued.total, ids), (3, asked));
     let progress: Vec<_> = queued.oldest.iter().map(|request| request.progress).collect();
     assert_eq!(progress, [Progress::Queued, Progress::Queued, Progress::Held]);
-    (0..4).for_each(|_| rig.engine.step().unwrap());
-    let list = rig.engine.list_requests(1);
+    (0..4).for_each(|_| rig.engine.steps.run(&mut rig.engine.core).unwrap());
+    let list = rig.engine.admission.list(&rig.engine.core, 1);
     assert_eq!((list.total, list.oldest.len()), (3, 1));
     let first = &list.oldest[0];
     assert_eq!((first.progress, first.prompts, first.prompt_tokens), (Progress::Running, 1, 5));

@@ -60,7 +60,7 @@ async fn a_score_past_its_deadline_is_cancelled() {
     drop(stream);
     assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
     let Ok(Command::Generate(command)) = commands.try_recv() else { panic!("not a request") };
-    assert!(command.cancel.is_cancelled());
+    assert!(command.client.cancel.is_cancelled());
     in_time(keeper.drained()).await;
 }
 
