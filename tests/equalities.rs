@@ -128,9 +128,9 @@ fn preempted_is_not_preempted() {
         "llama-tied",
         &["--kv-cache-bytes", PREEMPTING_CACHE, "--max-model-len", "128"],
         |engine, params, alone| {
-            let before = engine.status().preemptions;
+            let before = engine.status().stats.preemptions;
             assert_eq!(&generate(engine, prompts(), 1, params).bits(), alone);
-            let preemptions = engine.status().preemptions - before;
+            let preemptions = engine.status().stats.preemptions - before;
             assert!(preemptions > 0, "nothing was preempted: {:?}", engine.status());
             engine.assert_all_free();
         },

@@ -88,7 +88,7 @@ impl Checksums {
     pub fn compute_piece<X: Executor>(&mut self, core: &mut EngineCore<X>) -> Result<()> {
         let Some(mut checksum) = self.0.pop_front() else { return Ok(()) };
         if !core.can_step() {
-            core.watch.enter(Phase::Checksum);
+            core.telemetry.enter(Phase::Checksum);
         }
         if let Err(error) = core.state.check_checksum() {
             checksum.refuse(error);

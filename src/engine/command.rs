@@ -8,7 +8,7 @@ use super::activity::Activity;
 use super::request::{GenerateCommand, RequestList};
 use crate::error::{Error, Result};
 use crate::memory::MemoryReport;
-use crate::types::{Owner, WeightVersion};
+use crate::types::{EngineStats, Owner, WeightVersion};
 use crate::weights::{ShadowWeights, Tensors, UpdateKind, WeightUpdate};
 
 /// Says that the client of a request or command is gone, or that the time it gave a request is up. The engine reads it
@@ -56,7 +56,7 @@ pub enum Command {
         reply: Reply<AbortReply>,
     },
     Status {
-        reply: Reply<Status>,
+        reply: Reply<EngineStatus>,
     },
     /// Forgets the prefixes that no sequence holds. Answered with the number of their blocks.
     ResetPrefixCache {
@@ -328,41 +328,18 @@ pub struct AbortReply {
     pub unknown: Vec<String>,
 }
 
-/// Snapshot of the engine between two steps.
+/// The engine between two steps.
 #[derive(Clone, Debug, Default)]
-pub struct Status {
+pub struct EngineStatus {
     pub lifecycle: LifecycleStatus,
     pub memory: MemoryReport,
     /// The host's memory, where the device has its own.
     pub host_memory: Option<MemoryReport>,
     /// Bytes that requests and replies under way take.
     pub traffic_bytes: u64,
-    /// Number of requests that wait to be accepted: for a newer policy, for `Resume`, or for a drain to end.
-    pub held_requests: usize,
     /// The open update.
     pub update: Option<OpenUpdate>,
-    /// Number of updates applied since the start.
-    pub updates: u64,
-    pub weight_version: WeightVersion,
-    pub total_blocks: usize,
-    pub free_blocks: usize,
-    pub cached_blocks: usize,
-    pub running_requests: usize,
-    pub running_samples: usize,
-    pub waiting_samples: usize,
-    pub steps: u64,
-    pub prompt_tokens: u64,
-    pub generated_tokens: u64,
-    pub cached_tokens: u64,
-    pub preemptions: u64,
-    /// Draft tokens that were run.
-    pub drafted_tokens: u64,
-    /// Draft tokens that turned out right, each of which is a generated token as well.
-    pub accepted_tokens: u64,
-    pub finished_requests: u64,
-    pub aborted_requests: u64,
-    /// Number of requests that ended because their answer panicked.
-    pub internal_errors: u64,
+    pub stats: EngineStats,
     /// Sampled tokens per second, over the last ten seconds that were spent in steps.
     pub tokens_per_second: f64,
 }

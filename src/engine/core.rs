@@ -10,17 +10,35 @@ use super::lifecycle::State;
 use super::policy::Policy;
 use super::request_state::RequestState;
 use super::requests::Requests;
-use super::stats::Statistics;
-use super::watch::Watch;
+use super::telemetry::Telemetry;
 use crate::clock::Clock;
 use crate::error::{Error, Result, panic_message};
 use crate::executor::{Executor, Memory, Released, WeightOrder};
 use crate::memory::{MemoryBudget, MemoryUse, Traffic};
-use crate::observe::Metrics;
+use crate::observe::{Metrics, Observer, Recorder};
 use crate::scheduler::{RunningKv, Scheduler};
-use crate::types::{RequestKey, WeightVersion};
+use crate::types::{EngineStats, RequestKey, WeightVersion};
 use crate::weights::{Parameters, ShadowWeights};
 
+/// Facts and limits that an engine is given, besides the components it drives.
+pub struct Setup {
+    pub parameters: Arc<Parameters>,
+    /// The ledger, with all reservations that do not come from pushes.
+    pub budget: MemoryBudget,
+    /// Count of the bytes of requests and replies under way, for which the ledger has an entry.
+    pub traffic: Traffic,
+    /// Most adapters that are resident at the same time; retired ones count until their last lease has ended.
+    pub max_adapters: usize,
+    pub max_lora_rank: usize,
+    /// The clock by which the engine measures and waits.
+    pub clock: Clock,
+    /// Takes the engine's numbers.
+    pub observer: Observer,
+    /// Takes the engine's phases.
+    pub recorder: Recorder,
+}
+
+/// The shared part of an [`Engine`](super::Engine).
 pub(super) struct EngineCore<X: Executor> {
     pub executor: X,
     pub scheduler: Scheduler,
@@ -37,8 +55,9 @@ pub(super) struct EngineCore<X: Executor> {
     pub spare: Option<ShadowWeights>,
     /// The accepted requests, whose groups the scheduler has.
     pub requests: Requests,
-    pub statistics: Statistics,
-    pub watch: Watch,
+    /// The numbers that the scheduler does not count.
+    pub stats: EngineStats,
+    pub telemetry: Telemetry,
 }
 
 /// Why a command failed.
@@ -87,6 +106,27 @@ pub(super) fn shutting_down() -> Error {
     Error::Unavailable("the server is shutting down".into())
 }
 
+impl<X: Executor> EngineCore<X> {
+    pub fn new(executor: X, scheduler: Scheduler, setup: Setup) -> Self {
+        let Setup { parameters, budget, traffic, clock, observer, recorder, .. } = setup;
+        Self {
+            executor,
+            scheduler,
+            clock: clock.clone(),
+            parameters,
+            budget,
+            traffic,
+            state: State::default(),
+            deadline: None,
+            policy: Policy::checkpoint(),
+            spare: None,
+            requests: Requests::default(),
+            stats: EngineStats::default(),
+            telemetry: Telemetry::new(clock, observer, recorder),
+        }
+    }
+}
+
 /// The lifecycle.
 impl<X: Executor> EngineCore<X> {
     /// Checks that the server is not shutting down.
@@ -116,6 +156,20 @@ impl<X: Executor> EngineCore<X> {
     }
 }
 
+/// Integrity, for simulations and tests.
+impl<X: Executor> EngineCore<X> {
+    /// Asserts the invariants of the scheduler and its cache, of the accepted requests, and of the ledger's entries for
+    /// what updates have left.
+    pub fn check_integrity(&self) {
+        self.scheduler.check_integrity();
+        self.requests.check_integrity();
+        let spare = self.budget.reserved(MemoryUse::SpareWeights);
+        assert_eq!(spare > 0, self.spare.is_some(), "{spare} bytes are reserved for spare weights");
+        let merged = self.budget.reserved(MemoryUse::MergedAdapter);
+        assert_eq!(merged, self.policy.merged().bytes(), "the merged adapter's entry");
+    }
+}
+
 /// The end of accepted requests.
 impl<X: Executor> EngineCore<X> {
     /// Ends an accepted request, and with it the samples that still run. Its blocks are free when this returns.
@@ -128,8 +182,8 @@ impl<X: Executor> EngineCore<X> {
     /// Sends the terminal event of a request that has been taken out.
     pub fn close(&mut self, key: RequestKey, mut request: RequestState, ending: Ending) {
         match ending {
-            Ending::Aborted => self.statistics.count_aborted_request(),
-            Ending::Finished => self.statistics.count_finished_request(),
+            Ending::Aborted => self.stats.aborted_requests += 1,
+            Ending::Finished => self.stats.finished_requests += 1,
         }
         let now = self.clock.now();
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| request.end(now))) {
@@ -140,7 +194,7 @@ impl<X: Executor> EngineCore<X> {
     /// Ends an accepted request with an error.
     pub fn reject(&mut self, key: RequestKey, error: Error) {
         if let Some(mut request) = self.take(key) {
-            self.statistics.count_aborted_request();
+            self.stats.aborted_requests += 1;
             request.fail(error);
         }
     }
@@ -149,7 +203,7 @@ impl<X: Executor> EngineCore<X> {
     /// code changes nothing that they use.
     pub fn fail(&mut self, key: RequestKey, panic: &str) {
         if let Some(mut request) = self.take(key) {
-            self.statistics.count_aborted_request();
+            self.stats.aborted_requests += 1;
             self.report_panic(key, &mut request, panic);
         }
     }
@@ -162,7 +216,7 @@ impl<X: Executor> EngineCore<X> {
     }
 
     pub fn metrics(&self) -> &Arc<Metrics> {
-        &self.watch.observer.metrics
+        &self.telemetry.observer.metrics
     }
 
     /// Number of accepted requests that use the resident adapter of this generation.
@@ -180,7 +234,7 @@ impl<X: Executor> EngineCore<X> {
     /// Reports to the client of a request that has been taken out that its answer panicked.
     fn report_panic(&mut self, key: RequestKey, request: &mut RequestState, panic: &str) {
         tracing::error!(request = key.0, "a request ends because its answer panicked: {panic}");
-        self.statistics.count_internal_error();
+        self.stats.internal_errors += 1;
         let error = Error::Internal(format!("the answer to this request panicked: {panic}; other requests go on"));
         if catch_unwind(AssertUnwindSafe(|| request.fail(error))).is_err() {
             tracing::error!(request = key.0, "its client could not be told");

@@ -1,9 +1,17 @@
 //! The engine: one thread that owns every piece of mutable serving state.
 //!
 //! It takes [`Command`]s from a bounded queue and sends [`Event`]s through each request's responder. While there is
-//! work it steps, `schedule → launch → collect → update`, and takes the commands that wait between two steps. What a
-//! step has brought is emitted to its requests while the ranks compute the next one, or before anything else happens.
-//! While nothing may step it blocks on the queue.
+//! work it steps, `schedule → launch → collect → update`, and takes waiting commands between two steps. The outcomes of
+//! a step are emitted to its requests while the ranks compute the next one, or before anything else happens. While
+//! nothing can step it blocks on the queue.
+//!
+//! # Components
+//!
+//! [`Engine`] is the loop and the wiring. `core` is what its components share, and each component owns the rest of its
+//! state with its methods: `step` runs steps and emits their outcomes, `admission` holds and accepts requests, `sleep`
+//! releases memory and takes it back, `update` applies pushes, `adapters` keeps the resident adapters, `drain` the
+//! commands that wait for requests to end, and `checksum` the checksums under way. `lifecycle` says which command is
+//! allowed in which state.
 //!
 //! # Requests
 //!
@@ -11,15 +19,14 @@
 //! *drain* (a pause, a sleep or an update) waits for the accepted requests to end, and while the policy is older than
 //! the request asks for. Held requests keep the order of their arrival and count against the queue's limit. Their
 //! versions and adapters are checked when they are accepted. While the server is asleep or its weights are missing, new
-//! requests are refused.
+//! requests are rejected.
 //!
-//! # What changes the weights
+//! # Changes of the weights
 //!
-//! `lifecycle` says which command is taken in which state; `sleep`, `update` and `adapters` carry the commands out,
-//! always between two steps. Everything that can be refused, damaged checkpoint files included, is checked before
-//! anything is touched. If the executor then fails to carry out an order, the content of the weights is unknown, and
-//! the engine ends. The one exception is a checkpoint that somebody writes to while an order reads it: the policy is
-//! lost then and the weights are missing, but the engine goes on.
+//! The weights change only between two steps. Everything that can be rejected, damaged checkpoint files included, is
+//! checked before anything is touched. If the executor then fails to carry out an order, the content of the weights is
+//! unknown, and the engine ends. The one exception is a checkpoint that changes while an order reads it: the policy is
+//! lost and the weights are missing, but the engine keeps running.
 //!
 //! # Panics
 //!
@@ -40,14 +47,13 @@ mod request;
 mod request_state;
 mod requests;
 mod sleep;
-mod stats;
 mod step;
+mod telemetry;
 #[cfg(test)]
 mod tests;
 mod text;
 mod transaction;
 mod update;
-mod watch;
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -60,30 +66,24 @@ pub use request::{
     RequestStatus, Responder, Summary, ValidRequest,
 };
 
+pub use self::core::Setup;
 use self::core::{Ending, EngineCore, answer, shutting_down};
-use crate::clock::Clock;
 use crate::error::{Error, Result};
 use crate::executor::Executor;
-use crate::memory::{MemoryBudget, MemoryUse, Traffic};
-use crate::observe::{Observer, Recorder};
+use crate::observe::Phase;
 use crate::scheduler::Scheduler;
 use crate::text::Tokenizer;
-use crate::types::WeightVersion;
-use crate::weights::Parameters;
+use crate::types::{EngineStats, WeightVersion};
 use adapters::Adapters;
 use admission::{Admission, suspend_laggards};
 use checksum::Checksums;
 use drain::{Commit, Drain, Drains};
 use lifecycle::State;
-use policy::Policy;
 use request_state::RequestState;
-use requests::Requests;
 use sleep::{AwakeBytes, Sleep};
-use stats::Statistics;
 use step::Steps;
 use transaction::{Transaction, Updates};
 use update::set_version;
-use watch::Watch;
 
 /// Most commands that wait for the engine. It takes them between two steps, so the queue is full only if this many come
 /// within one step; further callers are told to try again.
@@ -91,24 +91,6 @@ pub const COMMAND_QUEUE: usize = 1024;
 
 /// Longest time that the engine waits for a mask before it looks for commands, while nothing else can run.
 const MASK_WAIT: Duration = Duration::from_millis(5);
-
-/// Facts and limits that an engine is given, besides the components it drives.
-pub struct Setup {
-    pub parameters: Arc<Parameters>,
-    /// The ledger, with all reservations that do not come from pushes.
-    pub budget: MemoryBudget,
-    /// Count of the bytes of requests and replies under way, for which the ledger has an entry.
-    pub traffic: Traffic,
-    /// Most adapters that are resident at the same time; retired ones count until their last lease has ended.
-    pub max_adapters: usize,
-    pub max_lora_rank: usize,
-    /// The clock by which the engine measures and waits.
-    pub clock: Clock,
-    /// Takes the engine's numbers.
-    pub observer: Observer,
-    /// Takes the engine's phases.
-    pub recorder: Recorder,
-}
 
 /// All serving state. The module's page says how it is used.
 pub struct Engine<X: Executor> {
@@ -146,23 +128,9 @@ impl<X: Executor> Engine<X> {
         commands: Receiver<Command>,
         setup: Setup,
     ) -> Self {
-        let Setup { parameters, budget, traffic, max_adapters, max_lora_rank, clock, observer, recorder } = setup;
-        let awake = AwakeBytes::of(&budget);
-        let core = EngineCore {
-            executor,
-            scheduler,
-            clock: clock.clone(),
-            parameters,
-            budget,
-            traffic,
-            state: State::default(),
-            deadline: None,
-            policy: Policy::checkpoint(),
-            spare: None,
-            requests: Requests::default(),
-            statistics: Statistics::default(),
-            watch: Watch::new(clock, observer, recorder),
-        };
+        let (max_adapters, max_lora_rank) = (setup.max_adapters, setup.max_lora_rank);
+        let core = EngineCore::new(executor, scheduler, setup);
+        let awake = AwakeBytes::of(&core.budget);
         Self {
             commands,
             core,
@@ -229,7 +197,7 @@ impl<X: Executor> Engine<X> {
         }
         self.checksums.compute_piece(&mut self.core)?;
         self.settle()?;
-        self.publish();
+        self.core.telemetry.publish(&self.stats(), &self.core.budget, self.core.lifecycle());
         if self.core.deadline.is_some() && self.core.requests.is_empty() {
             return Ok(Turn::Ended);
         }
@@ -240,7 +208,7 @@ impl<X: Executor> Engine<X> {
             return Ok(Turn::WaitForMasks);
         }
         self.core.scheduler.check_integrity();
-        self.core.watch.enter(self.waiting_phase());
+        self.core.telemetry.enter(self.waiting_phase());
         Ok(self.core.deadline.map_or(Turn::Wait, Turn::WaitUntil))
     }
 
@@ -459,59 +427,57 @@ impl<X: Executor> Engine<X> {
     }
 
     /// Snapshot between two steps, as [`Command::Status`] is answered with.
-    pub fn status(&self) -> Status {
-        let s = self.core.scheduler.stats();
-        let mut status = Status {
-            lifecycle: self.core.lifecycle(),
-            memory: self.core.budget.report().clone(),
-            host_memory: self.core.budget.host_report().cloned(),
-            traffic_bytes: self.core.traffic.used(),
-            held_requests: self.admission.num_held(),
-            update: self.updates.opened().map(|open| open.facts(self.core.clock.now())),
-            updates: self.updates.applied(),
-            weight_version: self.core.policy.version(),
-            total_blocks: s.total_blocks,
-            free_blocks: s.free_blocks,
-            cached_blocks: s.cached_blocks,
-            running_requests: self.core.requests.len(),
-            running_samples: s.running_samples,
-            waiting_samples: s.waiting_samples,
-            prompt_tokens: s.prompt_tokens,
-            generated_tokens: s.generated_tokens,
-            cached_tokens: s.cached_tokens,
-            preemptions: s.preemptions,
-            drafted_tokens: s.drafted_tokens,
-            accepted_tokens: s.accepted_tokens,
-            ..Status::default()
-        };
-        self.core.statistics.report(&mut status);
-        status
+    pub fn status(&self) -> EngineStatus {
+        let core = &self.core;
+        EngineStatus {
+            lifecycle: core.lifecycle(),
+            memory: core.budget.report().clone(),
+            host_memory: core.budget.host_report().cloned(),
+            traffic_bytes: core.traffic.used(),
+            update: self.updates.opened().map(|open| open.facts(core.clock.now())),
+            stats: self.stats(),
+            tokens_per_second: self.steps.tokens_per_second(),
+        }
     }
 
-    /// Asserts every invariant that must hold between two turns: those of the scheduler and its cache, leases, drains,
-    /// the open update and the ledger. It walks all requests and blocks.
+    fn stats(&self) -> EngineStats {
+        let stats = self.core.stats + self.core.scheduler.stats();
+        EngineStats {
+            accepted_requests: self.core.requests.len() as u64,
+            held_requests: self.admission.num_held() as u64,
+            generated_tokens: stats.generated_tokens - stats.dropped_tokens,
+            weight_version: self.core.policy.version(),
+            updates: self.updates.applied(),
+            adapters: self.adapters.num_resident() as u64,
+            ..stats
+        }
+    }
+
+    /// The reason for which nothing steps.
+    fn waiting_phase(&self) -> Phase {
+        match self.core.state {
+            State::Paused => Phase::Paused,
+            State::Asleep(_) => Phase::Asleep,
+            State::WeightsMissing { .. } => Phase::WeightsMissing,
+            State::Running if !self.core.requests.is_empty() => Phase::WaitReaders,
+            State::Running if self.admission.num_held() > 0 => Phase::WaitVersion,
+            State::Running => Phase::Idle,
+        }
+    }
+
+    /// Asserts every invariant that must hold between two turns. It walks all requests and blocks.
     pub fn check_integrity(&self) {
         let core = &self.core;
-        core.scheduler.check_integrity();
-        core.requests.check_integrity();
+        core.check_integrity();
         self.adapters.check_integrity(core);
         self.admission.check_integrity(core, self.is_holding());
         self.sleep.check_integrity(core);
+        self.updates.check_integrity(core, &self.drains);
         assert!(!self.steps.has_pending() || core.can_step(), "events are kept back, and no step follows");
         assert!(self.drains.is_empty() || core.must_drain(), "a drain waits for no request");
-        let update = self.updates.opened();
-        let committed = update.is_some_and(|open| open.facts(core.clock.now()).committed);
-        assert_eq!(self.drains.num_commits(), usize::from(committed), "commits among the drains");
-        let reserved = |used_for| core.budget.reserved(used_for);
-        let staged = reserved(MemoryUse::UpdateStaging);
-        assert!(staged == 0 || update.is_some(), "{staged} bytes are reserved for no update");
-        let spare = reserved(MemoryUse::SpareWeights);
-        assert_eq!(spare > 0, core.spare.is_some(), "{spare} bytes are reserved for spare weights");
-        let merged = core.policy.merged().bytes();
-        assert_eq!(reserved(MemoryUse::MergedAdapter), merged, "the merged adapter's entry");
         if core.deadline.is_some() {
             assert_eq!(self.admission.num_held(), 0, "held requests during the shutdown");
-            assert!(self.drains.is_empty() && update.is_none(), "drains or an update during the shutdown");
+            assert!(self.drains.is_empty() && self.updates.opened().is_none(), "drains or an update in the shutdown");
         }
     }
 }

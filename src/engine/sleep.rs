@@ -88,7 +88,7 @@ impl Sleep {
     ) -> Attempt<SleepReply> {
         let next = core.state.sleep(level).map_err(Failure::Refused)?;
         let started = core.clock.now();
-        core.watch.enter(Phase::Sleep);
+        core.telemetry.enter(Phase::Sleep);
         if level == SleepLevel::Two {
             core.abort_accepted(|_, request| request.adapter().is_some());
             adapters.drop_all(core)?;
@@ -115,7 +115,7 @@ impl Sleep {
             resident_bytes: core.executor.used_bytes(),
             took: core.clock.since(started),
         };
-        core.watch.note_sleep(level, &reply);
+        core.telemetry.note_sleep(level, &reply);
         Ok(reply)
     }
 
@@ -158,7 +158,7 @@ impl Sleep {
             return Err(Failure::Refused(Error::FailedPrecondition(why.into())));
         }
         let started = core.clock.now();
-        core.watch.enter(if reload { Phase::Reload } else { Phase::Wake });
+        core.telemetry.enter(if reload { Phase::Reload } else { Phase::Wake });
         let wake_weights = tags.weights && !core.state.weights_awake();
         let wake_kv = tags.kv_cache && !core.state.kv_awake();
         if wake_kv {
@@ -201,7 +201,7 @@ impl Sleep {
             core.change_policy(0, RunningPolicy::Keep);
         }
         core.state = core.state.wake(tags, reload);
-        core.watch.note_wake(reload, core.clock.since(started), taken);
+        core.telemetry.note_wake(reload, core.clock.since(started), taken);
         Ok(core.state.status())
     }
 }

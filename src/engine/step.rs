@@ -1,5 +1,6 @@
 //! Steps, and the outcomes that they bring to the requests.
 
+use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,6 +13,9 @@ use crate::executor::Executor;
 use crate::grammar::{GrammarError, MaskQueue};
 use crate::scheduler::Outcome;
 use crate::types::WeightVersion;
+
+/// Stepping time over which the throughput is measured.
+const WINDOW: Duration = Duration::from_secs(10);
 
 /// The outcomes of a step.
 struct StepOutcomes {
@@ -29,6 +33,7 @@ pub(super) struct Steps {
     pending: Option<StepOutcomes>,
     /// Computes the masks that the scheduler has no time for.
     masks: MaskQueue,
+    throughput: Throughput,
 }
 
 impl Steps {
@@ -42,6 +47,10 @@ impl Steps {
         !self.masks.is_empty()
     }
 
+    pub fn tokens_per_second(&self) -> f64 {
+        self.throughput.tokens_per_second()
+    }
+
     /// Runs one step: `schedule → launch → collect → update`. Emits the outcomes of the step before while the ranks
     /// compute this one.
     pub fn run<X: Executor>(&mut self, core: &mut EngineCore<X>) -> Result<()> {
@@ -52,7 +61,7 @@ impl Steps {
             self.emit(core);
             return Ok(());
         }
-        let kind = core.watch.begin_step(begun, &plan);
+        let kind = core.telemetry.begin_step(begun, &plan);
         for group in core.scheduler.begun() {
             core.requests.get_mut(group.request).into_iter().for_each(|request| request.begin(begun));
         }
@@ -67,8 +76,10 @@ impl Steps {
             self.masks.push(job, core.policy.version());
         }
         let ended = core.clock.now();
-        let sampled = core.statistics.count_step(ended - begun, &outcomes);
-        core.watch.end_step(kind, (begun, ended), &plan, sampled, core.policy.version());
+        let sampled = outcomes.iter().filter(|outcome| matches!(outcome, Outcome::Token { .. })).count();
+        core.stats.steps += 1;
+        self.throughput.record(ended - begun, sampled);
+        core.telemetry.end_step(kind, (begun, ended), &plan, sampled, core.policy.version());
         self.pending = Some(StepOutcomes { outcomes, version: core.policy.version(), ended });
         Ok(())
     }
@@ -79,7 +90,9 @@ impl Steps {
         for (done, version) in self.masks.take(longest) {
             self.emit(core);
             if let Some(outcome) = core.scheduler.advance_grammar(done) {
-                core.statistics.count_late(&outcome);
+                if matches!(outcome, Outcome::Token { .. }) {
+                    self.throughput.record(Duration::ZERO, 1);
+                }
                 emit_one(core, outcome, version, core.clock.now());
             }
         }
@@ -103,7 +116,7 @@ fn emit_one<X: Executor>(core: &mut EngineCore<X>, outcome: Outcome, version: We
     };
     let Some(request) = core.requests.get_mut(key) else {
         if matches!(outcome, Outcome::Token { .. }) {
-            core.statistics.count_dropped_token();
+            core.stats.dropped_tokens += 1;
         }
         return;
     };
@@ -114,7 +127,7 @@ fn emit_one<X: Executor>(core: &mut EngineCore<X>, outcome: Outcome, version: We
             request.prompt_done(group, cached_tokens, logprobs, version);
         }
         // A step may give a sample several tokens. Those after a stop string are dropped.
-        Outcome::Token { sample, .. } if !request.is_running(sample) => core.statistics.count_dropped_token(),
+        Outcome::Token { sample, .. } if !request.is_running(sample) => core.stats.dropped_tokens += 1,
         Outcome::Token { sample, logprobs, finish, grammar_bytes } => {
             let stopped = request.token(sample, logprobs, finish, grammar_bytes, (version, now));
             if stopped && finish.is_none() {
@@ -140,5 +153,51 @@ fn emit_one<X: Executor>(core: &mut EngineCore<X>, outcome: Outcome, version: We
     }
     if request.is_done() {
         core.end(key, Ending::Finished);
+    }
+}
+
+/// Sampled tokens over the last ten seconds spent in steps. Idle time does not count, so the figure stays what the
+/// server reached when it last worked.
+#[derive(Debug, Default)]
+struct Throughput {
+    /// Durations and numbers of sampled tokens of the steps in the window, the oldest first.
+    steps: VecDeque<(Duration, usize)>,
+    /// Sums over `steps`.
+    time: Duration,
+    tokens: usize,
+}
+
+impl Throughput {
+    fn record(&mut self, time: Duration, tokens: usize) {
+        self.steps.push_back((time, tokens));
+        self.time += time;
+        self.tokens += tokens;
+        while self.time > WINDOW && self.steps.len() > 1 {
+            let (time, tokens) = self.steps.pop_front().expect("more than one step");
+            self.time -= time;
+            self.tokens -= tokens;
+        }
+    }
+
+    fn tokens_per_second(&self) -> f64 {
+        if self.time.is_zero() { 0.0 } else { self.tokens as f64 / self.time.as_secs_f64() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_last_ten_seconds_of_stepping_count() {
+        let mut throughput = Throughput::default();
+        assert_eq!(throughput.tokens_per_second(), 0.0);
+        for _ in 0..20 {
+            throughput.record(Duration::from_secs(1), 1_000);
+        }
+        for _ in 0..10 {
+            throughput.record(Duration::from_secs(1), 30);
+        }
+        assert_eq!(throughput.tokens_per_second(), 30.0);
     }
 }

@@ -3,7 +3,11 @@
 use std::time::{Duration, Instant};
 
 use super::command::{OpenUpdate, UpdateBegin};
+use super::core::EngineCore;
+use super::drain::Drains;
 use super::sleep::AwakeBytes;
+use crate::executor::Executor;
+use crate::memory::MemoryUse;
 use crate::types::WeightVersion;
 
 /// An open update: its header, from `BeginUpdate` until it is applied, refused or rolled back.
@@ -126,5 +130,13 @@ impl Updates {
     /// The number of the open update, or 0.
     pub fn open_number(&self) -> u64 {
         self.opened().map_or(0, Transaction::id)
+    }
+
+    /// Asserts that a commit waits exactly if the open update says so, and that memory is reserved for no other update.
+    pub fn check_integrity<X: Executor>(&self, core: &EngineCore<X>, drains: &Drains) {
+        let committed = self.open.as_ref().is_some_and(|open| open.committed);
+        assert_eq!(drains.num_commits(), usize::from(committed), "commits among the drains");
+        let staged = core.budget.reserved(MemoryUse::UpdateStaging);
+        assert!(staged == 0 || self.open.is_some(), "{staged} bytes are reserved for no update");
     }
 }

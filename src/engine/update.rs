@@ -54,7 +54,7 @@ impl Updates {
             return Err(Error::FailedPrecondition(why.into()));
         }
         check_begin(core, adapters, &begin)?;
-        core.watch.reserve_push();
+        core.telemetry.reserve_push();
         let spare = core.take_spare();
         let in_place = reserve_staging(core, &begin)?;
         let shadow = match spare {
@@ -86,7 +86,7 @@ impl Updates {
             return Err(Failure::Refused(Error::FailedPrecondition(why.into())));
         }
         let next = core.state.written_in_part().map_err(Failure::Refused)?;
-        core.watch.apply_push(update);
+        core.telemetry.apply_push(update);
         core.policy.replace(tensors.names().map(String::from));
         core.order(WeightOrder::Replace { tensors }).map_err(Failure::or_fatal)?;
         if core.state.has_policy() {
@@ -119,7 +119,7 @@ impl Updates {
         adapters: &mut Adapters,
         Commit { content, reply }: Commit,
     ) -> Result<()> {
-        core.watch.apply_push(self.open_number());
+        core.telemetry.apply_push(self.open_number());
         let open = self.end(None).expect("a commit is of an open update");
         let attempt = self.apply(core, adapters, open.begin(), content);
         core.budget.free(MemoryUse::UpdateStaging);
@@ -186,7 +186,7 @@ impl Updates {
             }
         };
         self.count_applied();
-        core.watch.note_version(core.policy.version());
+        core.telemetry.note_version(core.policy.version());
         Ok(UpdateReply {
             weight_version: core.policy.version(),
             pause: core.clock.since(started),

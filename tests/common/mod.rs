@@ -15,9 +15,9 @@ use clap::Parser;
 use rollout_kernels::cpu::Isa;
 use rollout_server::config::Config;
 use rollout_server::engine::{
-    Activity, AdapterTarget, CancelFlag, Command, Completion, DrainMode, EngineHandle, Event, GenerateCommand,
-    LifecycleStatus, PromptSampling, RequestClient, RequestKind, RunningPolicy, SleepLevel, SleepReply, Status,
-    Summary, UpdateBegin, UpdateReply, ValidRequest, WakeTags,
+    Activity, AdapterTarget, CancelFlag, Command, Completion, DrainMode, EngineHandle, EngineStatus, Event,
+    GenerateCommand, LifecycleStatus, PromptSampling, RequestClient, RequestKind, RunningPolicy, SleepLevel,
+    SleepReply, Summary, UpdateBegin, UpdateReply, ValidRequest, WakeTags,
 };
 use rollout_server::error::Result;
 use rollout_server::grammar::Grammar;
@@ -122,7 +122,7 @@ impl Engine {
         self.send(request).wait()
     }
 
-    pub fn status(&self) -> Status {
+    pub fn status(&self) -> EngineStatus {
         self.ask(|reply| Command::Status { reply })
     }
 
@@ -133,8 +133,11 @@ impl Engine {
     /// Waits until no request runs, and checks that every block is free.
     pub fn assert_all_free(&self) {
         let status = self.status();
-        assert_eq!(status.free_blocks, status.total_blocks, "{status:?}");
-        assert_eq!((status.running_requests, status.running_samples, status.waiting_samples), (0, 0, 0));
+        assert_eq!(status.stats.free_blocks, status.stats.total_blocks, "{status:?}");
+        assert_eq!(
+            (status.stats.accepted_requests, status.stats.running_samples, status.stats.waiting_samples),
+            (0, 0, 0)
+        );
     }
 }
 

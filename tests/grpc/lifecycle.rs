@@ -3,7 +3,7 @@
 use std::sync::mpsc::sync_channel;
 use std::time::Duration;
 
-use rollout_server::engine::{Command, EngineHandle, LifecycleStatus, Status};
+use rollout_server::engine::{Command, EngineHandle, LifecycleStatus, EngineStatus};
 use rollout_server::error::Error;
 use rollout_server::observe::Observer;
 use rollout_server::server::pb::rollout_client::RolloutClient;
@@ -146,7 +146,7 @@ async fn shutdown_lets_running_requests_finish_and_refuses_new_ones() {
     assert_eq!((status.code(), status.message()), (Code::Unavailable, "the server is shutting down"));
     let asking = tokio::spawn(async move { control.get_status(pb::GetStatusRequest {}).await });
     let Command::Status { reply } = server.command() else { panic!("not a Status") };
-    reply(Status { lifecycle: LifecycleStatus::ShuttingDown, ..Default::default() });
+    reply(EngineStatus { lifecycle: LifecycleStatus::ShuttingDown, ..Default::default() });
     let status = asking.await.expect("no panic").expect("still answered").into_inner();
     assert_eq!(status.lifecycle(), pb::Lifecycle::ShuttingDown);
     assert!(!server.server.is_finished());

@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use rollout_server::engine::{
-    AbortReply, AbortTarget, Command, Event, LifecycleStatus, RequestKind, SleepLevel, Status, Summary, WakeTags,
+    AbortReply, AbortTarget, Command, EngineStatus, Event, LifecycleStatus, RequestKind, SleepLevel, Summary, WakeTags,
 };
 use rollout_server::error::Error;
 use rollout_server::memory::{MemoryReport, MemoryUse};
 use rollout_server::server::pb::{self, generate_response::Event as Message};
-use rollout_server::types::{FinishReason, Prompt};
+use rollout_server::types::{EngineStats, FinishReason, Prompt};
 use tonic::{Code, Request};
 
 use crate::harness::*;
@@ -282,7 +282,7 @@ async fn control_tells_what_it_was_given() {
     let call = tokio::spawn(async move { asking.get_status(pb::GetStatusRequest {}).await });
     let Command::Status { reply } = server.command() else { panic!("not a Status") };
     let entries = vec![(MemoryUse::Weights, 300), (MemoryUse::KvCache, 100)];
-    reply(Status {
+    reply(EngineStatus {
         lifecycle: LifecycleStatus::Asleep {
             level: SleepLevel::Two,
             resident: WakeTags { weights: true, kv_cache: false },
@@ -290,14 +290,17 @@ async fn control_tells_what_it_was_given() {
         },
         memory: MemoryReport { total: 1000, ceiling: 500, entries },
         traffic_bytes: 17,
-        weight_version: 7,
-        total_blocks: 9,
-        free_blocks: 8,
-        preemptions: 3,
-        drafted_tokens: 6,
-        accepted_tokens: 5,
-        held_requests: 2,
-        updates: 4,
+        stats: EngineStats {
+            weight_version: 7,
+            total_blocks: 9,
+            free_blocks: 8,
+            preemptions: 3,
+            drafted_tokens: 6,
+            accepted_tokens: 5,
+            held_requests: 2,
+            updates: 4,
+            ..Default::default()
+        },
         ..Default::default()
     });
     let status = call.await.expect("no panic").expect("status").into_inner();

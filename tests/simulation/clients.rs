@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rollout_server::engine::{
-    AbortReply, AbortTarget, AdapterStatus, CancelFlag, ChecksumReply, Command, DrainMode, Event, GenerateCommand,
-    LifecycleStatus, OpenUpdate, RequestClient, RequestKind, RequestList, SleepLevel, SleepReply, Status, ValidRequest,
-    WakeTags,
+    AbortReply, AbortTarget, AdapterStatus, CancelFlag, ChecksumReply, Command, DrainMode, EngineStatus, Event,
+    GenerateCommand, LifecycleStatus, OpenUpdate, RequestClient, RequestKind, RequestList, SleepLevel, SleepReply,
+    ValidRequest, WakeTags,
 };
 use rollout_server::error::Result;
 use rollout_server::memory::Backlog;
@@ -225,7 +225,7 @@ impl World {
     fn look_around(&mut self) {
         let none = CancelFlag::default();
         match self.dice.below(3) {
-            0 => self.call("GetStatus", &none, |reply| Command::Status { reply }, |_, _: Status| ()),
+            0 => self.call("GetStatus", &none, |reply| Command::Status { reply }, |_, _: EngineStatus| ()),
             1 => {
                 self.call("ListAdapters", &none, |reply| Command::ListAdapters { reply }, |_, _: Vec<AdapterStatus>| ())
             }

@@ -36,7 +36,7 @@ fn requests_of_several_adapters_run_in_one_step_and_share_no_kv() {
     let mut rig = Rig::new();
     let generations = [add(&mut rig, "x"), add(&mut rig, "y")];
     assert_eq!(generations, [1, 2]);
-    assert_eq!((rig.did(), rig.status().weight_version), (vec![Did::Add(1), Did::Add(2)], 0));
+    assert_eq!((rig.did(), rig.status().stats.weight_version), (vec![Did::Add(1), Did::Add(2)], 0));
     for i in 0..2 {
         let cached = ["x", "y"].map(|name| {
             let asked = rig.submit(ask_with(name, name, 1));

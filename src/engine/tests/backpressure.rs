@@ -33,7 +33,7 @@ fn a_request_whose_reader_lags_is_held_back_without_blocks_until_it_has_caught_u
     assert_eq!(sampled(&quick.completion()), [0; 6]);
     assert!(slow.events().is_empty());
     let status = rig.status();
-    assert_eq!((status.running_requests, status.free_blocks), (1, status.total_blocks));
+    assert_eq!((status.stats.accepted_requests, status.stats.free_blocks), (1, status.stats.total_blocks));
     assert!(!backlog.take(UNREAD / 16), "it lags as before");
     rig.command(Command::Look);
     assert!(!rig.engine.core.can_step());
@@ -114,7 +114,7 @@ fn where_memory_is_tight_requests_go_on_one_by_one() {
     rig.command(Command::Look);
     while rig.engine.core.can_step() {
         rig.step();
-        assert!(rig.status().running_samples <= 1);
+        assert!(rig.status().stats.running_samples <= 1);
         let done = |asked: &Asked| asked.events().iter().any(|event| matches!(event, Event::Done(_)));
         ended.extend(asked.iter().enumerate().filter(|(_, asked)| done(asked)).map(|(i, _)| i));
     }

@@ -20,7 +20,7 @@ fn serves_the_old_policy(rig: &mut Rig) {
     rig.finish();
     assert_eq!(sampled(&asked.completion()), [0, 0]);
     let status = rig.status();
-    assert_eq!((status.weight_version, status.updates), (0, 0));
+    assert_eq!((status.stats.weight_version, status.stats.updates), (0, 0));
     rig.assert_clean();
     rig.push_lora(RunningPolicy::Keep);
 }
@@ -81,7 +81,7 @@ fn a_client_that_vanishes_after_its_commit_has_changed_the_policy() {
     told(&rig.commit(ticket.id, lora())).reply().unwrap();
     cancel.cancel();
     rig.command(Command::Look);
-    assert_eq!(rig.status().weight_version, 1);
+    assert_eq!(rig.status().stats.weight_version, 1);
     rig.assert_clean();
 }
 
@@ -158,10 +158,10 @@ fn a_caller_of_a_pause_or_sleep_that_vanishes_calls_it_off() {
             rig.call(|reply| Command::Pause { mode, cancel, reply });
         }
         let late = rig.submit(ask("late", 3, 1));
-        assert_eq!(rig.status().held_requests, 1);
+        assert_eq!(rig.status().stats.held_requests, 1);
         flag.cancel();
         rig.command(Command::Look);
-        assert_eq!((rig.status().held_requests, rig.status().lifecycle), (0, LifecycleStatus::Running));
+        assert_eq!((rig.status().stats.held_requests, rig.status().lifecycle), (0, LifecycleStatus::Running));
         rig.finish();
         [asked, late].iter().for_each(|asked| drop(asked.completion()));
         rig.assert_clean();
@@ -248,7 +248,9 @@ fn nothing_is_stepped_while_nothing_may_step() {
     });
     let steps = || {
         let (sender, reply) = channel();
-        handle.send(Command::Status { reply: Box::new(move |s: Status| sender.send(s.steps).unwrap()) }).unwrap();
+        handle
+            .send(Command::Status { reply: Box::new(move |s: EngineStatus| sender.send(s.stats.steps).unwrap()) })
+            .unwrap();
         reply.recv_timeout(Duration::from_secs(20)).unwrap()
     };
     assert_eq!((steps(), steps()), (0, 0));

@@ -77,7 +77,11 @@ fn damage_that_is_found_before_leaves_everything_as_it_was() {
         let after = rig.status();
         assert_eq!((rig.did(), rig.engine.core.executor.policy), (vec![], policy), "{what}");
         assert_eq!((after.lifecycle, after.memory), (before.lifecycle, before.memory), "{what}");
-        assert_eq!((after.running_requests, after.weight_version), (1, before.weight_version), "{what}");
+        assert_eq!(
+            (after.stats.accepted_requests, after.stats.weight_version),
+            (1, before.stats.weight_version),
+            "{what}"
+        );
         rig.engine.core.executor.damage = None;
         act(&mut rig).unwrap_or_else(|e| panic!("{what}, healed: {e}"));
         goes_on(&mut rig, what);
@@ -104,7 +108,8 @@ fn damage_that_is_found_while_it_is_read_leaves_no_policy_and_a_server_that_live
             assert_eq!(held, expected + kv_cache, "{what}");
             // The lost policy can be neither kept in a sleep nor changed.
             assert!(told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply().is_err(), "{what}");
-            let delta = UpdateBegin { expected_version: Some(rig.status().weight_version), ..begin(UpdateKind::Delta) };
+            let delta =
+                UpdateBegin { expected_version: Some(rig.status().stats.weight_version), ..begin(UpdateKind::Delta) };
             assert!(matches!(rig.push_now(delta), Err(Error::FailedPrecondition(_))), "{what}");
             rig.engine.core.executor.damage = None;
             match heal {

@@ -26,7 +26,10 @@ fn a_panic_in_an_answer_ends_its_request_alone() {
     rig.finish();
     assert_eq!(sampled(&good.completion()), [0; 4]);
     let status = rig.status();
-    assert_eq!((status.internal_errors, status.finished_requests, status.aborted_requests), (1, 1, 1));
+    assert_eq!(
+        (status.stats.internal_errors, status.stats.finished_requests, status.stats.aborted_requests),
+        (1, 1, 1)
+    );
     rig.assert_clean();
 }
 
@@ -59,7 +62,7 @@ fn a_panic_while_events_are_made_ends_their_request_alone() {
             true => assert!(last.is_none()),
         }
         assert_eq!(sampled(&good.completion()), [0; 4]);
-        assert_eq!(rig.status().internal_errors, 1);
+        assert_eq!(rig.status().stats.internal_errors, 1);
         rig.assert_clean();
     }
 }
@@ -78,7 +81,7 @@ fn a_panic_while_an_aborted_request_is_told_ends_that_one_alone() {
     assert!(matches!(last, Some(Event::Failed(Error::Internal(_)))), "{last:?}");
     rig.finish();
     assert_eq!(sampled(&good.completion()), [0; 4]);
-    assert_eq!(rig.status().internal_errors, 1);
+    assert_eq!(rig.status().stats.internal_errors, 1);
     rig.assert_clean();
 }
 
@@ -125,8 +128,8 @@ fn a_flood_of_commands_does_not_keep_the_engine_from_stepping() {
     /// Asks again from the reply itself, on the engine's thread, so that there always is a command.
     fn ask_for_ever(sender: std::sync::mpsc::SyncSender<Command>) {
         let again = sender.clone();
-        let reply = Box::new(move |status: Status| {
-            if status.finished_requests == 0 {
+        let reply = Box::new(move |status: EngineStatus| {
+            if status.stats.finished_requests == 0 {
                 ask_for_ever(again);
             }
         });

@@ -10,7 +10,7 @@ fn held_requests_start_in_the_order_in_which_they_came() {
     let mut rig = Rig::new();
     told(&rig.pause(DrainMode::Wait)).reply().unwrap();
     let asked: Vec<_> = (0..4).map(|i| rig.submit(ask(&i.to_string(), 8, 1))).collect();
-    assert_eq!(rig.status().held_requests, 4);
+    assert_eq!(rig.status().stats.held_requests, 4);
     assert!(!rig.engine.core.can_step());
     rig.resume().unwrap();
     for (i, first) in asked.iter().enumerate() {
@@ -93,7 +93,7 @@ fn held_requests_are_cancelled_aborted_and_checked_when_they_start() {
     assert!(matches!(old.error(), Error::VersionConflict(_)));
     rig.finish();
     assert_eq!(sampled(&new.completion()), [1]);
-    assert_eq!(rig.status().held_requests, 1);
+    assert_eq!(rig.status().stats.held_requests, 1);
     rig.push_lora(RunningPolicy::Keep);
     rig.finish();
     assert_eq!(sampled(&newer.completion()), [2]);
@@ -147,7 +147,7 @@ fn what_waits_for_requests_that_are_made_to_stand_still_is_called_off() {
     told(&rig.pause(DrainMode::Keep)).reply().unwrap();
     assert!(matches!(told(&pause).reply(), Err(Error::Aborted(_))));
     assert!(matches!(told(&update).reply(), Err(Error::Aborted(_))));
-    assert_eq!((rig.status().update.is_some(), rig.status().weight_version), (false, 0));
+    assert_eq!((rig.status().update.is_some(), rig.status().stats.weight_version), (false, 0));
     rig.resume().unwrap();
     rig.finish();
     assert_eq!(asked.completion().tokens.len(), 4);
@@ -189,7 +189,7 @@ fn a_sleep_keeps_requests_or_ends_them() {
         rig.steps(2);
         let slept = told(&rig.sleep(SleepLevel::One, mode)).reply().unwrap();
         assert!(slept.resident_bytes > 0);
-        let (free, total) = (rig.status().free_blocks, rig.status().total_blocks);
+        let (free, total) = (rig.status().stats.free_blocks, rig.status().stats.total_blocks);
         assert_eq!(free, total, "kept requests hold no blocks");
         rig.wake(true, true, false).unwrap();
         rig.finish();
@@ -278,7 +278,7 @@ fn a_request_whose_time_is_up_ends_with_what_it_has() {
     let made = [a, b, c, d].map(|c| c.tokens.len());
     assert!(made[0] > 0 && made[1] > 0 && made[2..] == [0, 0], "{made:?}");
     assert_eq!(summary.completion_tokens, 2 + made.iter().sum::<usize>() as u64);
-    assert_eq!(rig.status().aborted_requests, 1);
+    assert_eq!(rig.status().stats.aborted_requests, 1);
     rig.assert_clean();
 }
 
@@ -296,13 +296,13 @@ fn a_request_whose_time_is_up_before_it_begins_has_samples_without_tokens() {
         }
         let asked = rig.submit((command, asked));
         if wait != "none" {
-            assert_eq!(rig.status().held_requests, 1);
+            assert_eq!(rig.status().stats.held_requests, 1);
             asked.cancel.expire();
             rig.command(Command::Look);
         }
         let ended = asked.completion();
         assert_eq!((ended.tokens.len(), ended.finish_reason, ended.seed), (0, FinishReason::Aborted, 1), "{wait}");
-        assert_eq!((rig.status().held_requests, rig.status().steps), (0, 0));
+        assert_eq!((rig.status().stats.held_requests, rig.status().stats.steps), (0, 0));
         // Whoever is gone gets nothing, also if the time is up as well.
         asked.cancel.cancel();
         asked.cancel.expire();

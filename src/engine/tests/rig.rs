@@ -5,13 +5,15 @@ use std::sync::mpsc::{Receiver, TryRecvError, channel, sync_channel};
 
 pub use super::fake::*;
 use crate::cache::KvCacheManager;
+use crate::clock::Clock;
 use crate::engine::*;
-use crate::memory::{Backlog, MemoryUse};
+use crate::memory::{Backlog, MemoryBudget, MemoryUse, Traffic};
+use crate::observe::Observer;
 use crate::scheduler::{SchedulerConfig, Speculation};
 use crate::types::{Prompt, SamplingParams, TokenId};
 use crate::weights::{
-    Adapter, AdapterSpec, AdapterTensor, Delta, Dtype, ParamSpec, ShardRule, TensorData, TensorEntry, Tensors,
-    UpdateKind, WeightUpdate,
+    Adapter, AdapterSpec, AdapterTensor, Delta, Dtype, ParamSpec, Parameters, ShardRule, TensorData, TensorEntry,
+    Tensors, UpdateKind, WeightUpdate,
 };
 
 pub const BLOCK_SIZE: usize = 4;
@@ -259,7 +261,7 @@ impl Rig {
         asked
     }
 
-    pub fn status(&mut self) -> Status {
+    pub fn status(&mut self) -> EngineStatus {
         told(&self.call(|reply| Command::Status { reply })).reply()
     }
 
@@ -321,8 +323,11 @@ impl Rig {
     /// Asserts that nothing is left behind: no request, no held block, no update and no reservation for one.
     pub fn assert_clean(&mut self) {
         let status = self.status();
-        assert_eq!((status.running_requests, status.held_requests, status.update.is_some()), (0, 0, false));
-        assert_eq!(status.free_blocks, status.total_blocks);
+        assert_eq!(
+            (status.stats.accepted_requests, status.stats.held_requests, status.update.is_some()),
+            (0, 0, false)
+        );
+        assert_eq!(status.stats.free_blocks, status.stats.total_blocks);
         assert_eq!(self.reserved(MemoryUse::UpdateStaging), 0);
         assert!(self.engine.drains.is_empty());
     }

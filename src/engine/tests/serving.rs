@@ -7,12 +7,14 @@ use std::time::Duration;
 
 use super::rig::{TRAFFIC_BYTES, ask};
 use crate::cache::KvCacheManager;
+use crate::clock::Clock;
 use crate::engine::*;
 use crate::executor::{Memory, Released, WeightOrder};
-use crate::memory::Backlog;
+use crate::memory::{Backlog, MemoryBudget, Traffic};
+use crate::observe::Observer;
 use crate::scheduler::{SchedulerConfig, Speculation};
 use crate::types::{FinishReason, Prompt, SamplingParams, StepOutput, StepPlan, TokenId, TokenLogprobs, WeightVersion};
-use crate::weights::{Dtype, ParamSpec, ShadowWeights};
+use crate::weights::{Dtype, ParamSpec, Parameters, ShadowWeights};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -171,7 +173,7 @@ impl Fixture {
         reply.recv_timeout(PATIENCE).unwrap()
     }
 
-    fn status(&self) -> Status {
+    fn status(&self) -> EngineStatus {
         let (sender, reply) = channel();
         self.handle.send(Command::Status { reply: Box::new(move |s| sender.send(s).unwrap()) }).unwrap();
         reply.recv_timeout(PATIENCE).unwrap()
@@ -225,8 +227,11 @@ fn a_request_gets_its_completions_and_one_summary() {
     let Some(Event::Done(summary)) = events.last() else { panic!("{events:?}") };
     assert_eq!((summary.prompt_tokens, summary.completion_tokens), (3, 12));
     let status = engine.status();
-    assert_eq!((status.finished_requests, status.running_requests, status.generated_tokens), (1, 0, 12));
-    assert_eq!(status.free_blocks, status.total_blocks);
+    assert_eq!(
+        (status.stats.finished_requests, status.stats.accepted_requests, status.stats.generated_tokens),
+        (1, 0, 12)
+    );
+    assert_eq!(status.stats.free_blocks, status.stats.total_blocks);
     engine.end().unwrap();
 }
 
@@ -255,8 +260,8 @@ fn an_abort_delivers_what_there_is_and_frees_every_block() {
     engine.steps(4);
     assert_eq!(completions(&drain(&b))[0].2, [31, 32, 33, 34]);
     let status = engine.status();
-    assert_eq!((status.aborted_requests, status.finished_requests), (1, 1));
-    assert_eq!(status.free_blocks, status.total_blocks);
+    assert_eq!((status.stats.aborted_requests, status.stats.finished_requests), (1, 1));
+    assert_eq!(status.stats.free_blocks, status.stats.total_blocks);
     engine.end().unwrap();
 }
 
@@ -269,9 +274,9 @@ fn a_client_that_vanishes_costs_nothing() {
     engine.handle.cancel(&cancel);
     engine.steps(1);
     let status = engine.status();
-    assert_eq!((status.running_requests, status.running_samples, status.waiting_samples), (0, 0, 0));
-    assert_eq!(status.free_blocks, status.total_blocks);
-    assert_eq!(status.aborted_requests, 1);
+    assert_eq!((status.stats.accepted_requests, status.stats.running_samples, status.stats.waiting_samples), (0, 0, 0));
+    assert_eq!(status.stats.free_blocks, status.stats.total_blocks);
+    assert_eq!(status.stats.aborted_requests, 1);
     engine.end().unwrap();
 }
 

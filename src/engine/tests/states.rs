@@ -165,7 +165,7 @@ fn every_order_in_every_state_leads_where_the_table_says() {
             let after = rig.status();
             if expected == "!" {
                 assert!(matches!(result, Err(Error::FailedPrecondition(_))), "{order} in {name}: {result:?}");
-                let what = |s: &Status| (s.lifecycle, s.memory.clone(), s.weight_version, s.updates);
+                let what = |s: &EngineStatus| (s.lifecycle, s.memory.clone(), s.stats.weight_version, s.stats.updates);
                 assert_eq!(what(&after), what(&before), "{order} in {name}");
             } else {
                 assert!(result.is_ok(), "{order} in {name}: {result:?}");
@@ -228,7 +228,7 @@ fn sleep_gives_back_in_order_and_wake_loads_once() {
     );
     rig.push_lora(RunningPolicy::Keep);
     rig.push_lora(RunningPolicy::Keep);
-    assert_eq!((rig.did(), rig.status().weight_version), (vec![], 2));
+    assert_eq!((rig.did(), rig.status().stats.weight_version), (vec![], 2));
     rig.wake(true, false, false).unwrap();
     assert_eq!(rig.did(), [Restore(Weights), Load]);
     assert_eq!(
@@ -245,7 +245,7 @@ fn sleep_gives_back_in_order_and_wake_loads_once() {
     assert_eq!(rig.did(), released);
     rig.wake(true, true, true).unwrap();
     assert_eq!(rig.did(), [Restore(Weights), Restore(Workspace), Restore(KvCache), Load]);
-    assert_eq!((rig.status().weight_version, rig.status().updates), (0, 3));
+    assert_eq!((rig.status().stats.weight_version, rig.status().stats.updates), (0, 3));
     sleep(&mut rig, SleepLevel::Two);
     assert_eq!(rig.did(), [Release(KvCache), Release(Workspace), Release(WeightsAndBase)]);
 }

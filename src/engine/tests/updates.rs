@@ -115,7 +115,7 @@ fn a_waiting_update_lets_the_accepted_finish_and_holds_the_new() {
     let reply = rig.push(UpdateBegin { running: RunningPolicy::Wait, ..begin(UpdateKind::Full) }).unwrap();
     let late = ["late", "later"].map(|id| rig.submit(ask(id, 2, 1)));
     let status = rig.status();
-    assert_eq!((status.held_requests, status.running_requests, status.update.is_some()), (2, 3, true));
+    assert_eq!((status.stats.held_requests, status.stats.accepted_requests, status.update.is_some()), (2, 3, true));
     let second = rig.begin(begin(UpdateKind::Lora)).unwrap_err();
     assert!(matches!(&second, Error::VersionConflict(why) if why.contains("another update is under way")), "{second}");
     assert_eq!(rig.did(), [Did::Shadow]);
@@ -208,7 +208,7 @@ fn a_version_that_goes_back_or_repeats_must_be_meant() {
         refused(push(&mut rig, version, false).unwrap_err());
         refused(set(&mut rig, version, false).unwrap_err());
     }
-    assert_eq!((rig.did(), rig.status().weight_version), (vec![], 7));
+    assert_eq!((rig.did(), rig.status().stats.weight_version), (vec![], 7));
     // A version that was free at the beginning of a push is not at its commit.
     let ticket = rig.begin(UpdateBegin { new_version: Some(7), force_version: true, ..begin(UpdateKind::Lora) });
     told(&rig.commit(ticket.unwrap().id, lora())).reply().unwrap();
@@ -266,7 +266,7 @@ fn a_version_without_an_update_keeps_the_cache_and_marks_tokens_from_then_on() {
     rig.finish();
     let again = again.completion();
     assert_eq!((again.cached_tokens, again.weight_versions), (4, vec![(7, 0, 1)]));
-    assert_eq!((rig.status().weight_version, rig.status().updates, rig.did()), (7, 0, vec![]));
+    assert_eq!((rig.status().stats.weight_version, rig.status().stats.updates, rig.did()), (7, 0, vec![]));
     assert_eq!(rig.push_lora(RunningPolicy::Keep).weight_version, 8);
     rig.assert_clean();
 }
@@ -423,7 +423,7 @@ fn the_ledger_shows_what_a_merged_adapter_costs() {
     rig.did();
     let error = push(&mut rig, 2, 180).unwrap_err();
     assert!(matches!(&error, Error::ResourceExhausted(why) if why.contains("base_copies")), "{error}");
-    assert_eq!((costs(&rig), rig.did(), rig.status().weight_version), ([32, 60, 0], vec![], 3));
+    assert_eq!((costs(&rig), rig.did(), rig.status().stats.weight_version), ([32, 60, 0], vec![], 3));
     push(&mut rig, 2, 100).unwrap();
     assert_eq!(costs(&rig), [64, 120, 0]);
     rig.push_lora(RunningPolicy::Keep);
@@ -486,7 +486,7 @@ fn a_commit_that_waits_can_be_cancelled() {
     let cancelled = told(&rig.call(|reply| Command::CancelUpdate { update: None, reply })).reply();
     assert!(cancelled.expect("it was there").committed);
     assert!(matches!(told(&reply).reply(), Err(Error::Aborted(_))));
-    assert!(rig.status().update.is_none() && rig.status().held_requests == 0, "what waited for it goes on");
+    assert!(rig.status().update.is_none() && rig.status().stats.held_requests == 0, "what waited for it goes on");
     rig.finish();
     assert_eq!((asked.completion().tokens.len(), held.completion().tokens.len()), (9, 1));
     assert_eq!(rig.did(), [Did::Shadow]);

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::rig::*;
 use crate::engine::*;
-use crate::observe::{Phase, ServerFacts, Span, TrackName};
+use crate::observe::{Observer, Phase, ServerFacts, Span, TrackName};
 use crate::weights::UpdateKind;
 
 /// An engine on a thread of its own.
@@ -19,7 +19,7 @@ impl Served {
     fn new() -> Self {
         let (sender, commands) = sync_channel(COMMAND_QUEUE);
         let engine = Rig::with_commands(commands).engine;
-        let observer = engine.core.watch.observer.clone();
+        let observer = engine.core.telemetry.observer.clone();
         Self { handle: EngineHandle::new(sender), observer, thread: std::thread::spawn(move || engine.run()) }
     }
 
@@ -145,11 +145,11 @@ fn numbers_are_exact_and_agree_with_the_status() {
     let status = engine.call(|reply| Command::Status { reply });
     engine.settles(Phase::Idle);
     let expected = [
-        ("rollout:prompt_tokens_total", status.prompt_tokens),
+        ("rollout:prompt_tokens_total", status.stats.prompt_tokens),
         ("rollout:prompt_tokens_total", 14),
-        ("rollout:generation_tokens_total", status.generated_tokens),
+        ("rollout:generation_tokens_total", status.stats.generated_tokens),
         ("rollout:generation_tokens_total", 21),
-        ("rollout:prompt_tokens_cached_total", status.cached_tokens),
+        ("rollout:prompt_tokens_cached_total", status.stats.cached_tokens),
         ("rollout:requests_total{outcome=\"finished\"}", 2),
         ("rollout:requests_total{outcome=\"version_conflict\"}", 1),
         ("rollout:requests_total{outcome=\"aborted\"}", 0),
@@ -162,8 +162,8 @@ fn numbers_are_exact_and_agree_with_the_status() {
         ("rollout:request_prompt_tokens_sum", 14),
         ("rollout:e2e_request_latency_seconds_count", 2),
         ("rollout:step_time_seconds_count{kind=\"decode\"}", 19),
-        ("rollout:iteration_tokens_total_count", status.steps),
-        ("rollout:iteration_tokens_total_sum", 14 - status.cached_tokens + 19),
+        ("rollout:iteration_tokens_total_count", status.stats.steps),
+        ("rollout:iteration_tokens_total_sum", 14 - status.stats.cached_tokens + 19),
         ("rollout:num_requests_running", 0),
         ("rollout:kv_cache_blocks{state=\"used\"}", 0),
         ("rollout:lifecycle{state=\"running\"}", 1),
