@@ -1,226 +1,235 @@
-//! Requests from their arrival to their end: held, accepted, refused, aborted.
+//! Admission: whether a request is accepted, held or rejected, and how requests end at the wish of their clients.
+//! Backpressure: accepted requests whose readers lag are suspended.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 
-use super::lifecycle::State;
-use super::transaction::Transaction;
-use super::{AbortReply, AbortTarget, Ending, Engine, Event, GenerateCommand, Request, RequestList, shutting_down};
+use super::adapters::Adapters;
+use super::command::{AbortReply, AbortTarget};
+use super::core::{Ending, EngineCore, shutting_down};
+use super::request::{GenerateCommand, RequestList, ValidRequest};
+use super::request_state::RequestState;
+use super::requests::Requests;
 use crate::cache::CacheSalt;
-use crate::error::{Error, Result, panic_message};
+use crate::error::{Error, Result};
 use crate::executor::Executor;
+use crate::memory::{Level, human_bytes};
+use crate::text::Tokenizer;
 use crate::types::{Owner, RequestKey};
 
-impl<X: Executor> Engine<X> {
-    /// Accepts a new request, holds it, or refuses it.
-    pub(super) fn receive(&mut self, command: GenerateCommand) {
-        if let Err(error) = self.check_new(&command) {
-            return self.refuse(command, error);
-        }
-        let key = self.requests.next_key();
-        if self.must_wait(&command) {
-            return self.requests.hold(key, command);
-        }
-        self.admit(key, command);
+/// The requests that wait to be accepted: while nothing steps, while a drain waits for the accepted ones to end, or for
+/// a newer policy.
+pub(super) struct Admission {
+    held: Requests,
+    /// The last key that a request was given.
+    last_key: u64,
+    /// Makes the text of samples, for replies and for stop strings; `None` for a model without a tokenizer.
+    tokenizer: Option<Arc<Tokenizer>>,
+}
+
+impl Admission {
+    pub fn new(tokenizer: Option<Arc<Tokenizer>>) -> Self {
+        Self { held: Requests::default(), last_key: 0, tokenizer }
     }
 
-    /// Checks what can be checked when a request arrives.
-    fn check_new(&self, command: &GenerateCommand) -> Result<()> {
-        self.check_serving()?;
-        self.state.check_request()?;
-        if self.requests.find(&command.request_id).is_some() {
-            let id = &command.request_id;
+    pub fn num_held(&self) -> usize {
+        self.held.len()
+    }
+
+    /// Accepts a new request, holds it, or rejects it. No request is accepted if `holds_all`.
+    pub fn receive<X: Executor>(
+        &mut self,
+        core: &mut EngineCore<X>,
+        adapters: &Adapters,
+        holds_all: bool,
+        command: GenerateCommand,
+    ) {
+        let mut request = RequestState::new(command, core.metrics());
+        if let Err(error) = self.check_new(core, &request) {
+            return request.fail(error);
+        }
+        self.last_key += 1;
+        let key = RequestKey(self.last_key);
+        if holds_all || wants_newer(core, &request) {
+            return self.held.insert(key, request);
+        }
+        self.accept(core, adapters, key, request);
+    }
+
+    /// Checks the conditions that a request must meet when it arrives.
+    fn check_new<X: Executor>(&self, core: &EngineCore<X>, request: &RequestState) -> Result<()> {
+        core.check_serving()?;
+        core.state.check_request()?;
+        let id = request.id();
+        if self.held.find(id).or_else(|| core.requests.find(id)).is_some() {
             return Err(Error::AlreadyExists(format!("request_id: {id:?} is running already")));
         }
-        self.scheduler.check_room(command.num_samples(), self.requests.num_held_samples())
+        let held = self.held.iter().map(|request| request.request().num_queued()).sum();
+        core.scheduler.check_room(request.request().num_queued(), held)
     }
 
-    /// Whether no request is accepted now, because nothing steps or a drain waits for the accepted ones to end.
-    pub(super) fn is_holding(&self) -> bool {
-        self.state != State::Running || !self.drains.is_empty()
-    }
-
-    fn must_wait(&self, command: &GenerateCommand) -> bool {
-        self.is_holding() || self.wants_newer(command)
-    }
-
-    /// Whether the request asks for a newer policy than the one that serves. A request that asks for exactly one
-    /// version does not wait: it is checked when it is accepted.
-    pub(super) fn wants_newer(&self, command: &GenerateCommand) -> bool {
-        command.if_weight_version.is_none() && command.min_weight_version.is_some_and(|v| v > self.policy.version())
-    }
-
-    /// Accepts the held requests that need not wait any more, in the order of arrival.
-    pub(super) fn admit_held(&mut self) {
-        if self.is_holding() {
-            return;
-        }
-        for key in self.requests.held_keys(|command| !self.wants_newer(command)) {
-            let command = self.requests.remove_held(key).expect("its key was just found");
-            self.admit(key, command);
+    /// Accepts the held requests that no longer have to wait, in the order of arrival.
+    pub fn accept_held<X: Executor>(&mut self, core: &mut EngineCore<X>, adapters: &Adapters) {
+        for key in self.held.keys(|_, request| !wants_newer(core, request)) {
+            let request = self.held.remove(key).expect("its key was just found");
+            self.accept(core, adapters, key, request);
         }
     }
 
-    /// Gives a request to the scheduler, or refuses it.
-    fn admit(&mut self, key: RequestKey, command: GenerateCommand) {
-        let adapter = match self.check_policy(&command) {
-            Ok(adapter) => adapter,
-            Err(error) => return self.refuse(command, error),
-        };
-        let salt = CacheSalt { epoch: self.policy.epoch(), adapter };
-        let (mut request, groups) =
-            Request::new(key, command, salt, self.tokenizer.as_ref(), &self.watch.observer.metrics);
-        match self.scheduler.add(groups) {
-            Ok(()) => {
-                self.requests.accept(key, request);
-                adapter.into_iter().for_each(|generation| self.adapters.lease(generation));
-            }
+    /// Gives a request to the scheduler, or rejects it.
+    fn accept<X: Executor>(
+        &self,
+        core: &mut EngineCore<X>,
+        adapters: &Adapters,
+        key: RequestKey,
+        mut request: RequestState,
+    ) {
+        let accepted = check_policy(core, adapters, request.request()).and_then(|adapter| {
+            let salt = CacheSalt { epoch: core.policy.epoch(), adapter };
+            core.scheduler.add(request.accept(key, salt, self.tokenizer.as_ref()))
+        });
+        match accepted {
+            Ok(()) => core.requests.insert(key, request),
             Err(error) => request.fail(error),
         }
     }
 
-    /// Checks that the request asks for the policy that serves, and returns the generation of the adapter it names.
-    fn check_policy(&self, command: &GenerateCommand) -> Result<Option<u64>> {
-        let have = self.policy.version();
-        if let Some(wanted) = command.if_weight_version.filter(|&wanted| wanted != have) {
-            return Err(Error::VersionConflict(format!(
-                "if_weight_version: {wanted} is not the policy that serves; that is version {have}"
-            )));
+    /// Ends held requests whose clients are gone or whose time is up.
+    pub fn drop_cancelled<X: Executor>(&mut self, core: &mut EngineCore<X>) {
+        for key in self.held.keys(|_, request| request.cancel().is_expired()) {
+            // It ends as an accepted one does, with samples that have no tokens.
+            let mut request = self.held.remove(key).expect("its key was just found");
+            request.accept(key, CacheSalt { epoch: core.policy.epoch(), adapter: None }, self.tokenizer.as_ref());
+            core.close(key, request, Ending::Aborted);
         }
-        command.adapter.as_deref().map(|name| self.adapters.find(name)).transpose()
-    }
-
-    /// Ends requests, drains, checksums and the open update if their clients are gone, and requests whose time is up.
-    pub(super) fn drop_cancelled(&mut self) {
-        let given_up = self.requests.accepted_keys(|_, request| request.is_given_up());
-        if !given_up.is_empty() {
-            // What the last step has brought them is theirs, and may be their end.
-            self.emit();
+        for key in self.held.keys(|_, request| request.cancel().is_cancelled()) {
+            self.reject(key, Error::Aborted("the client is gone".into()));
         }
-        for key in given_up {
-            self.end(key, Ending::Aborted);
-        }
-        for key in self.requests.held_keys(|command| command.cancel.is_expired()) {
-            self.end_held(key);
-        }
-        for key in self.requests.held_keys(|command| command.cancel.is_cancelled()) {
-            self.refuse_held(key, Error::Aborted("the client is gone".into()));
-        }
-        // A client may vanish at any time. The update's flag is read once, so that the update and its commit, which may
-        // be among the drains, are dropped together.
-        let update_is_gone = self.updates.open().is_some_and(Transaction::is_cancelled);
-        self.drains.drop_cancelled(update_is_gone);
-        if update_is_gone {
-            self.roll_back();
-        }
-        self.adapters.drop_cancelled();
-        self.checksums.drop_cancelled();
     }
 
     /// Ends requests by their ids, accepted and held ones; with an owner only that owner's.
-    pub(super) fn abort(&mut self, target: AbortTarget, owner: Option<Owner>) -> AbortReply {
+    pub fn abort<X: Executor>(
+        &mut self,
+        core: &mut EngineCore<X>,
+        target: AbortTarget,
+        owner: Option<Owner>,
+    ) -> AbortReply {
         let ids = match target {
             AbortTarget::Requests(ids) => ids,
-            AbortTarget::All => self.requests.ids_for(owner),
+            AbortTarget::All => core.requests.ids_for(owner).chain(self.held.ids_for(owner)).collect(),
         };
-        let (aborted, unknown) = ids.into_iter().partition(|id| match self.requests.find_for(id, owner) {
-            Some(key) => {
-                self.end(key, Ending::Aborted);
-                let why = "aborted while it waited, before anything was computed";
-                self.refuse_held(key, Error::Aborted(why.into()));
-                true
+        let (aborted, unknown) = ids.into_iter().partition(|id| {
+            if let Some(key) = core.requests.find_for(id, owner) {
+                core.end(key, Ending::Aborted);
+                return true;
             }
-            None => false,
+            let held = self.held.find_for(id, owner);
+            let why = "aborted while it waited, before anything was computed";
+            held.into_iter().for_each(|key| self.reject(key, Error::Aborted(why.into())));
+            held.is_some()
         });
         AbortReply { aborted, unknown }
     }
 
-    /// At most so many of the requests that have not ended: the accepted ones, then those that are held, the oldest of
-    /// each first.
-    pub(super) fn list_requests(&self, most: usize) -> RequestList {
-        let now = self.clock.now();
-        let accepted = self.requests.accepted_keys(|_, _| true);
-        let running = accepted.iter().filter_map(|key| self.requests.get(*key)).map(|request| request.status(now));
-        let held = self.requests.held().map(|command| command.status(now));
-        RequestList {
-            total: self.requests.num_accepted() + self.requests.num_held(),
-            oldest: running.chain(held).take(most).collect(),
-        }
+    /// Rejects all held requests because the server is shutting down.
+    pub fn reject_held(&mut self) {
+        self.held.keys(|_, _| true).into_iter().for_each(|key| self.reject(key, shutting_down()));
     }
 
-    pub(super) fn abort_all(&mut self) {
-        self.abort(AbortTarget::All, None);
-    }
-
-    /// Aborts the accepted requests for which `which` is true. Held requests stay.
-    pub(super) fn abort_accepted(&mut self, which: impl Fn(RequestKey, &Request) -> bool) {
-        for key in self.requests.accepted_keys(which) {
-            self.end(key, Ending::Aborted);
-        }
-    }
-
-    /// Tells all callers that wait that the server is shutting down. Accepted requests run on.
-    pub(super) fn refuse_waiting(&mut self) {
-        for key in self.requests.held_keys(|_| true) {
-            self.refuse_held(key, shutting_down());
-        }
-        self.drains.refuse(&shutting_down(), |_| true);
-        self.adapters.refuse_removals(&shutting_down());
-        self.roll_back();
-    }
-
-    /// Ends an accepted request, and with it the samples that still run. Its blocks are free when this returns.
-    pub(super) fn end(&mut self, key: RequestKey, ending: Ending) {
-        if let Some(request) = self.take(key) {
-            self.close(key, request, ending);
-        }
-    }
-
-    /// Ends a held request as one that was accepted, whose samples have no tokens.
-    fn end_held(&mut self, key: RequestKey) {
-        let Some(command) = self.requests.remove_held(key) else { return };
-        let salt = CacheSalt { epoch: self.policy.epoch(), adapter: None };
-        let metrics = &self.watch.observer.metrics;
-        let (request, _) = Request::new(key, command, salt, self.tokenizer.as_ref(), metrics);
-        self.close(key, request, Ending::Aborted);
-    }
-
-    /// Tells the client of a request that has been taken out that it has ended.
-    fn close(&mut self, key: RequestKey, mut request: Request, ending: Ending) {
-        match ending {
-            Ending::Aborted => self.statistics.count_aborted_request(),
-            Ending::Finished => self.statistics.count_finished_request(),
-        }
-        let now = self.clock.now();
-        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| request.end(now))) {
-            self.report_panic(key, &mut request, &panic_message(&*panic));
-        }
-    }
-
-    /// Ends an accepted request with an error.
-    pub(super) fn reject(&mut self, key: RequestKey, error: Error) {
-        if let Some(mut request) = self.take(key) {
-            self.statistics.count_aborted_request();
+    fn reject(&mut self, key: RequestKey, error: Error) {
+        if let Some(mut request) = self.held.remove(key) {
             request.fail(error);
         }
     }
 
-    fn refuse_held(&mut self, key: RequestKey, error: Error) {
-        if let Some(command) = self.requests.remove_held(key) {
-            self.refuse(command, error);
+    /// At most so many of the requests that have not ended: the accepted ones, then those that are held, the oldest of
+    /// each first.
+    pub fn list<X: Executor>(&self, core: &EngineCore<X>, most: usize) -> RequestList {
+        let now = core.clock.now();
+        let all = core.requests.iter().chain(self.held.iter());
+        RequestList {
+            total: core.requests.len() + self.held.len(),
+            oldest: all.take(most).map(|request| request.status(now)).collect(),
         }
     }
 
-    /// Tells the client of a request that is not accepted why.
-    fn refuse(&self, mut command: GenerateCommand, error: Error) {
-        self.watch.observer.metrics.request_failed(&error);
-        (command.responder)(Event::Failed(error));
+    /// Asserts that no request is held without need.
+    pub fn check_integrity<X: Executor>(&self, core: &EngineCore<X>, holds_all: bool) {
+        self.held.check_integrity();
+        let startable = self.held.keys(|_, request| !wants_newer(core, request));
+        assert!(holds_all || startable.is_empty(), "held requests may start: {startable:?}");
     }
+}
 
-    /// Takes an accepted request out and gives back what it holds: blocks, queue places, the lease of its adapter.
-    pub(super) fn take(&mut self, key: RequestKey) -> Option<Request> {
-        let request = self.requests.remove_accepted(key)?;
-        self.scheduler.abort(key);
-        request.adapter().into_iter().for_each(|generation| self.adapters.give_back(generation));
-        Some(request)
+/// Whether the request asks for a newer policy than the one that serves. A request that asks for exactly one version
+/// does not wait: it is checked when it is accepted.
+fn wants_newer<X: Executor>(core: &EngineCore<X>, request: &RequestState) -> bool {
+    let ValidRequest { if_weight_version, min_weight_version, .. } = request.request();
+    if_weight_version.is_none() && min_weight_version.is_some_and(|version| version > core.policy.version())
+}
+
+/// Checks that the request asks for the policy that serves, and returns the generation of the adapter it names.
+fn check_policy<X: Executor>(core: &EngineCore<X>, adapters: &Adapters, request: &ValidRequest) -> Result<Option<u64>> {
+    let have = core.policy.version();
+    if let Some(wanted) = request.if_weight_version.filter(|&wanted| wanted != have) {
+        return Err(Error::VersionConflict(format!(
+            "if_weight_version: {wanted} is not the policy that serves; that is version {have}"
+        )));
     }
+    request.adapter.as_deref().map(|name| adapters.find(core, name)).transpose()
+}
+
+/// Suspends the accepted requests whose readers lag, and resumes those whose readers have caught up. If memory for
+/// requests is tight, only the oldest request whose reader keeps up runs, so that it can finish and free what it holds.
+/// If none is left, the request that holds most is ended.
+///
+/// Every suspended request is resumed: at least one runs while any reader keeps up, and the reader of a request that
+/// lags wakes the engine when it has caught up.
+pub(super) fn suspend_laggards<X: Executor>(core: &mut EngineCore<X>) {
+    if core.traffic.level() == Level::Full {
+        end_largest(core);
+    }
+    if core.traffic.level() == Level::Free {
+        // This runs at every step, and most of the time there is nothing to change.
+        for key in core.requests.keys(|_, request| request.lags() != request.is_suspended()) {
+            let is_suspended = core.requests.get(key).is_some_and(RequestState::is_suspended);
+            set_suspended(core, key, !is_suspended);
+        }
+        return;
+    }
+    let mut one_runs = false;
+    for key in core.requests.keys(|_, _| true) {
+        let suspend = one_runs || core.requests.get(key).is_some_and(RequestState::lags);
+        one_runs |= !suspend;
+        set_suspended(core, key, suspend);
+    }
+}
+
+/// Suspends or resumes a request, if it is not suspended or running already.
+fn set_suspended<X: Executor>(core: &mut EngineCore<X>, key: RequestKey, suspend: bool) {
+    let Some(request) = core.requests.get_mut(key) else { return };
+    if suspend == request.is_suspended() {
+        return;
+    }
+    request.note_suspended(suspend);
+    match suspend {
+        true => core.scheduler.suspend(key),
+        false => core.scheduler.resume(key),
+    }
+}
+
+/// Ends the accepted request that holds the most bytes.
+fn end_largest<X: Executor>(core: &mut EngineCore<X>) {
+    let bytes = |key| core.requests.get(key).map_or(0, RequestState::bytes);
+    let Some((bytes, key)) = core.requests.keys(|_, _| true).into_iter().map(|key| (bytes(key), key)).max() else {
+        return;
+    };
+    core.reject(
+        key,
+        Error::ResourceExhausted(format!(
+            "requests and replies under way hold all of --request-bytes {}, and this request more than any other, {}; \
+             ask for fewer samples or top_logprobs at once, or raise --request-bytes",
+            human_bytes(core.traffic.limit()),
+            human_bytes(bytes),
+        )),
+    );
 }

@@ -5,7 +5,8 @@ use std::collections::{HashSet, VecDeque};
 
 use sha2::{Digest, Sha256};
 
-use super::{CancelFlag, ChecksumReply, Engine, Reply};
+use super::command::{CancelFlag, ChecksumReply, Reply};
+use super::core::EngineCore;
 use crate::error::{Error, Result};
 use crate::executor::Executor;
 use crate::observe::Phase;
@@ -39,6 +40,89 @@ impl Checksums {
     pub fn refuse(&mut self, error: &Error) {
         self.0.drain(..).for_each(|checksum| checksum.refuse(error.clone()));
     }
+
+    /// Begins a checksum of the parameters `names`, or of all parameters if there are no names: the SHA-256 of each as
+    /// it serves, in the model's order.
+    pub fn begin<X: Executor>(
+        &mut self,
+        core: &EngineCore<X>,
+        names: &[String],
+        cancel: CancelFlag,
+        reply: Reply<Result<ChecksumReply>>,
+    ) {
+        match self.check(core, names) {
+            Err(error) => reply(Err(error)),
+            Ok(parameters) => self.0.push_back(Checksum {
+                parameters,
+                epoch: core.policy.epoch(),
+                sha: Sha256::new(),
+                rows: 0,
+                done: Vec::new(),
+                cancel,
+                reply,
+            }),
+        }
+    }
+
+    /// Checks that a checksum can begin, and returns the indices of its parameters.
+    fn check<X: Executor>(&self, core: &EngineCore<X>, names: &[String]) -> Result<Vec<usize>> {
+        core.state.check_checksum()?;
+        if self.len() >= MOST_WAITING {
+            return Err(Error::ResourceExhausted(format!("{MOST_WAITING} checksums wait already; try again later")));
+        }
+        let unknown: Vec<_> = names.iter().filter(|name| core.parameters.get(name).is_none()).collect();
+        if !unknown.is_empty() {
+            let (shown, count) = (&unknown[..unknown.len().min(8)], unknown.len());
+            let message = format!("{count} are no parameters of the model: {shown:?}; see ListParameters");
+            return Err(Error::invalid("names", message));
+        }
+        let wanted: HashSet<_> = names.iter().collect();
+        let all = core.parameters.iter().enumerate();
+        Ok(all.filter(|(_, spec)| wanted.is_empty() || wanted.contains(&spec.name)).map(|(i, _)| i).collect())
+    }
+
+    /// Computes a piece of the oldest checksum, and answers its caller if it is complete.
+    ///
+    /// # Errors
+    /// If the executor fails.
+    pub fn compute_piece<X: Executor>(&mut self, core: &mut EngineCore<X>) -> Result<()> {
+        let Some(mut checksum) = self.0.pop_front() else { return Ok(()) };
+        if !core.can_step() {
+            core.telemetry.enter(Phase::Checksum);
+        }
+        if let Err(error) = core.state.check_checksum() {
+            checksum.refuse(error);
+            return Ok(());
+        }
+        if checksum.epoch != core.policy.epoch() {
+            checksum.begin_again(core.policy.epoch());
+        }
+        let Some(&index) = checksum.parameters.get(checksum.done.len()) else {
+            let Checksum { done: parameters, reply, .. } = checksum;
+            reply(Ok(ChecksumReply { weight_version: core.policy.version(), parameters }));
+            return Ok(());
+        };
+        let parameters = core.parameters.clone();
+        let spec = parameters.iter().nth(index).expect("its index was found among them");
+        let (rows, columns) = matrix_shape(&spec.shape);
+        let row_bytes = columns * parameters.dtype().size();
+        let end = rows.min(checksum.rows + (PIECE_BYTES / row_bytes.max(1)).max(1));
+        let piece = core.executor.read(spec, checksum.rows..end);
+        match piece {
+            Ok(bytes) => checksum.sha.update(bytes),
+            Err(error) => {
+                checksum.refuse(error.clone());
+                return Err(error);
+            }
+        }
+        checksum.rows = end;
+        if end == rows {
+            checksum.done.push((spec.name.clone(), std::mem::take(&mut checksum.sha).finalize().into()));
+            checksum.rows = 0;
+        }
+        self.0.push_front(checksum);
+        Ok(())
+    }
 }
 
 /// A checksum under way.
@@ -66,85 +150,5 @@ impl Checksum {
         self.sha = Sha256::new();
         self.rows = 0;
         self.done.clear();
-    }
-}
-
-impl<X: Executor> Engine<X> {
-    /// Begins a checksum of the parameters `names`, or of all parameters if there are no names: the SHA-256 of each as
-    /// it serves, in the model's order.
-    pub(super) fn begin_checksum(&mut self, names: &[String], cancel: CancelFlag, reply: Reply<Result<ChecksumReply>>) {
-        self.drop_cancelled();
-        match self.check_checksum(names) {
-            Err(error) => reply(Err(error)),
-            Ok(parameters) => self.checksums.0.push_back(Checksum {
-                parameters,
-                epoch: self.policy.epoch(),
-                sha: Sha256::new(),
-                rows: 0,
-                done: Vec::new(),
-                cancel,
-                reply,
-            }),
-        }
-    }
-
-    /// Checks that a checksum can begin, and returns the indices of its parameters.
-    fn check_checksum(&self, names: &[String]) -> Result<Vec<usize>> {
-        self.state.check_checksum()?;
-        if self.checksums.len() >= MOST_WAITING {
-            return Err(Error::ResourceExhausted(format!("{MOST_WAITING} checksums wait already; try again later")));
-        }
-        let unknown: Vec<_> = names.iter().filter(|name| self.parameters.get(name).is_none()).collect();
-        if !unknown.is_empty() {
-            let (shown, count) = (&unknown[..unknown.len().min(8)], unknown.len());
-            let message = format!("{count} are no parameters of the model: {shown:?}; see ListParameters");
-            return Err(Error::invalid("names", message));
-        }
-        let wanted: HashSet<_> = names.iter().collect();
-        let all = self.parameters.iter().enumerate();
-        Ok(all.filter(|(_, spec)| wanted.is_empty() || wanted.contains(&spec.name)).map(|(i, _)| i).collect())
-    }
-
-    /// Computes a piece of the oldest checksum, and answers its caller if it is complete.
-    ///
-    /// # Errors
-    /// If the executor fails.
-    pub(super) fn continue_checksum(&mut self) -> Result<()> {
-        let Some(mut checksum) = self.checksums.0.pop_front() else { return Ok(()) };
-        if !self.can_step() {
-            self.watch.enter(Phase::Checksum);
-        }
-        if let Err(error) = self.state.check_checksum() {
-            checksum.refuse(error);
-            return Ok(());
-        }
-        if checksum.epoch != self.policy.epoch() {
-            checksum.begin_again(self.policy.epoch());
-        }
-        let Some(&index) = checksum.parameters.get(checksum.done.len()) else {
-            let Checksum { done: parameters, reply, .. } = checksum;
-            reply(Ok(ChecksumReply { weight_version: self.policy.version(), parameters }));
-            return Ok(());
-        };
-        let parameters = self.parameters.clone();
-        let spec = parameters.iter().nth(index).expect("its index was found among them");
-        let (rows, columns) = matrix_shape(&spec.shape);
-        let row_bytes = columns * parameters.dtype().size();
-        let end = rows.min(checksum.rows + (PIECE_BYTES / row_bytes.max(1)).max(1));
-        let piece = self.executor.read(spec, checksum.rows..end);
-        match piece {
-            Ok(bytes) => checksum.sha.update(bytes),
-            Err(error) => {
-                checksum.refuse(error.clone());
-                return Err(error);
-            }
-        }
-        checksum.rows = end;
-        if end == rows {
-            checksum.done.push((spec.name.clone(), std::mem::take(&mut checksum.sha).finalize().into()));
-            checksum.rows = 0;
-        }
-        self.checksums.0.push_front(checksum);
-        Ok(())
     }
 }

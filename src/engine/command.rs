@@ -1,17 +1,14 @@
 //! Commands to the engine, and their replies. Only the server makes them, from requests that it has checked.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::activity::Activity;
-use super::event::Event;
-use super::listing::RequestList;
+use super::request::{GenerateCommand, RequestList};
 use crate::error::{Error, Result};
-use crate::grammar::Grammar;
-use crate::memory::{Backlog, Charge, MemoryReport};
-use crate::types::{Owner, Prompt, SamplingParams, WeightVersion};
+use crate::memory::MemoryReport;
+use crate::types::{EngineStats, Owner, WeightVersion};
 use crate::weights::{ShadowWeights, Tensors, UpdateKind, WeightUpdate};
 
 /// Says that the client of a request or command is gone, or that the time it gave a request is up. The engine reads it
@@ -44,10 +41,6 @@ impl CancelFlag {
     }
 }
 
-/// Takes the events of a request, without blocking. The last one is a terminal event ([`Event::Done`] or
-/// [`Event::Failed`]), and there is exactly one of these.
-pub type Responder = Box<dyn FnMut(Event) + Send>;
-
 /// Takes the answer to a command.
 pub type Reply<T> = Box<dyn FnOnce(T) + Send>;
 
@@ -63,7 +56,7 @@ pub enum Command {
         reply: Reply<AbortReply>,
     },
     Status {
-        reply: Reply<Status>,
+        reply: Reply<EngineStatus>,
     },
     /// Forgets the prefixes that no sequence holds. Answered with the number of their blocks.
     ResetPrefixCache {
@@ -154,48 +147,6 @@ pub enum Command {
     Shutdown {
         grace: Duration,
     },
-}
-
-/// A request, of which the server has checked every field against the model.
-pub struct GenerateCommand {
-    /// Id given by the client. No two requests under way may have the same.
-    pub request_id: String,
-    /// Who may end the request, beside callers who may end all.
-    pub owner: Option<Owner>,
-    /// Prompts of at least one token, all tokens below the vocabulary size. They have fewer tokens than the context, or
-    /// for [`RequestKind::Score`] at most as many.
-    pub prompts: Vec<Prompt>,
-    pub kind: RequestKind,
-    pub params: Arc<SamplingParams>,
-    /// What the samples' texts must match; `None` for any text.
-    pub grammar: Option<Arc<Grammar>>,
-    /// The prompts, by their index, to which `params` and `grammar` do not apply. Empty for [`RequestKind::Score`].
-    pub own: BTreeMap<u32, OwnSampling>,
-    /// Name of the resident adapter to use.
-    pub adapter: Option<String>,
-    /// The request is refused under a policy of any other version.
-    pub if_weight_version: Option<WeightVersion>,
-    /// The request is held while the policy's version is lower.
-    pub min_weight_version: Option<WeightVersion>,
-    /// When its message had come.
-    pub arrived: Instant,
-    pub cancel: CancelFlag,
-    pub responder: Responder,
-    /// Counts the events that the responder was given and its reader has not taken.
-    pub backlog: Backlog,
-    /// Counts what the request holds until its terminal event, besides the prompts, which its reply counts: records of
-    /// its samples, their tokens and texts.
-    pub charge: Charge,
-}
-
-/// How to sample one prompt of a request.
-#[derive(Clone)]
-pub struct OwnSampling {
-    pub params: Arc<SamplingParams>,
-    /// What the samples' texts must match; `None` for any text.
-    pub grammar: Option<Arc<Grammar>>,
-    /// The seed from which the samples have theirs, as if the prompt were the only one; `None` for the request's.
-    pub seed: Option<u64>,
 }
 
 /// The header of an update.
@@ -362,17 +313,6 @@ pub struct AdapterStatus {
     pub retired: bool,
 }
 
-/// What a request asks of its prompts.
-#[derive(Clone, Debug, PartialEq)]
-pub enum RequestKind {
-    /// `n` samples of each prompt. With `prompt_logprobs`, each prompt's log-probabilities too. With `stream_tokens`,
-    /// each token is sent as it is sampled. With `return_text`, streamed tokens and completions have text, for which
-    /// the model must have a tokenizer.
-    Generate { n: u32, seed: u64, prompt_logprobs: bool, stream_tokens: bool, return_text: bool },
-    /// Log-probabilities of each prompt's tokens from the second on. Nothing is sampled.
-    Score,
-}
-
 /// The requests that an abort ends.
 #[derive(Clone, Debug, PartialEq)]
 pub enum AbortTarget {
@@ -388,41 +328,18 @@ pub struct AbortReply {
     pub unknown: Vec<String>,
 }
 
-/// Snapshot of the engine between two steps.
+/// The engine between two steps.
 #[derive(Clone, Debug, Default)]
-pub struct Status {
+pub struct EngineStatus {
     pub lifecycle: LifecycleStatus,
     pub memory: MemoryReport,
     /// The host's memory, where the device has its own.
     pub host_memory: Option<MemoryReport>,
     /// Bytes that requests and replies under way take.
     pub traffic_bytes: u64,
-    /// Number of requests that wait to be accepted: for a newer policy, for `Resume`, or for a drain to end.
-    pub held_requests: usize,
     /// The open update.
     pub update: Option<OpenUpdate>,
-    /// Number of updates applied since the start.
-    pub updates: u64,
-    pub weight_version: WeightVersion,
-    pub total_blocks: usize,
-    pub free_blocks: usize,
-    pub cached_blocks: usize,
-    pub running_requests: usize,
-    pub running_samples: usize,
-    pub waiting_samples: usize,
-    pub steps: u64,
-    pub prompt_tokens: u64,
-    pub generated_tokens: u64,
-    pub cached_tokens: u64,
-    pub preemptions: u64,
-    /// Draft tokens that were run.
-    pub drafted_tokens: u64,
-    /// Draft tokens that turned out right, each of which is a generated token as well.
-    pub accepted_tokens: u64,
-    pub finished_requests: u64,
-    pub aborted_requests: u64,
-    /// Number of requests that ended because their answer panicked.
-    pub internal_errors: u64,
+    pub stats: EngineStats,
     /// Sampled tokens per second, over the last ten seconds that were spent in steps.
     pub tokens_per_second: f64,
 }

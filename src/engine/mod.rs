@@ -1,9 +1,17 @@
 //! The engine: one thread that owns every piece of mutable serving state.
 //!
 //! It takes [`Command`]s from a bounded queue and sends [`Event`]s through each request's responder. While there is
-//! work it steps, `schedule → launch → collect → update`, and takes the commands that wait between two steps. What a
-//! step has brought is emitted to its requests while the ranks compute the next one, or before anything else happens.
-//! While nothing may step it blocks on the queue.
+//! work it steps, `schedule → launch → collect → update`, and takes waiting commands between two steps. The outcomes of
+//! a step are emitted to its requests while the ranks compute the next one, or before anything else happens. While
+//! nothing can step it blocks on the queue.
+//!
+//! # Components
+//!
+//! [`Engine`] is the loop and the wiring. `core` is what its components share, and each component owns the rest of its
+//! state with its methods: `step` runs steps and emits their outcomes, `admission` holds and accepts requests, `sleep`
+//! releases memory and takes it back, `update` applies pushes, `adapters` keeps the resident adapters, `drain` the
+//! commands that wait for requests to end, and `checksum` the checksums under way. `lifecycle` says which command is
+//! allowed in which state.
 //!
 //! # Requests
 //!
@@ -11,15 +19,14 @@
 //! *drain* (a pause, a sleep or an update) waits for the accepted requests to end, and while the policy is older than
 //! the request asks for. Held requests keep the order of their arrival and count against the queue's limit. Their
 //! versions and adapters are checked when they are accepted. While the server is asleep or its weights are missing, new
-//! requests are refused.
+//! requests are rejected.
 //!
-//! # What changes the weights
+//! # Changes of the weights
 //!
-//! `lifecycle` says which command is taken in which state; `sleep`, `update` and `adapters` carry the commands out,
-//! always between two steps. Everything that can be refused, damaged checkpoint files included, is checked before
-//! anything is touched. If the executor then fails to carry out an order, the content of the weights is unknown, and
-//! the engine ends. The one exception is a checkpoint that somebody writes to while an order reads it: the policy is
-//! lost then and the weights are missing, but the engine goes on.
+//! The weights change only between two steps. Everything that can be rejected, damaged checkpoint files included, is
+//! checked before anything is touched. If the executor then fails to carry out an order, the content of the weights is
+//! unknown, and the engine ends. The one exception is a checkpoint that changes while an order reads it: the policy is
+//! lost and the weights are missing, but the engine keeps running.
 //!
 //! # Panics
 //!
@@ -30,26 +37,23 @@
 mod activity;
 mod adapters;
 mod admission;
-mod backpressure;
 mod checksum;
 mod command;
+mod core;
 mod drain;
-mod event;
-mod integrity;
 mod lifecycle;
-mod listing;
 mod policy;
 mod request;
+mod request_state;
 mod requests;
 mod sleep;
-mod stats;
 mod step;
+mod telemetry;
 #[cfg(test)]
 mod tests;
 mod text;
 mod transaction;
 mod update;
-mod watch;
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -57,31 +61,29 @@ use std::time::{Duration, Instant};
 
 pub use activity::{Activity, BusyGuard};
 pub use command::*;
-pub use event::{Completion, Event, Summary};
-pub use listing::{Progress, RequestList, RequestStatus};
+pub use request::{
+    Completion, Event, GenerateCommand, Progress, PromptSampling, RequestClient, RequestKind, RequestList,
+    RequestStatus, Responder, Summary, ValidRequest,
+};
 
-use crate::clock::Clock;
+pub use self::core::Setup;
+use self::core::{Ending, EngineCore, answer, shutting_down};
 use crate::error::{Error, Result};
-use crate::executor::{Executor, WeightOrder};
-use crate::grammar::MaskQueue;
-use crate::memory::{MemoryBudget, Traffic};
-use crate::observe::{Observer, Recorder};
+use crate::executor::Executor;
+use crate::observe::Phase;
 use crate::scheduler::Scheduler;
 use crate::text::Tokenizer;
-use crate::types::WeightVersion;
-use crate::weights::Parameters;
+use crate::types::{EngineStats, WeightVersion};
 use adapters::Adapters;
+use admission::{Admission, suspend_laggards};
 use checksum::Checksums;
-use drain::Drains;
+use drain::{Commit, Drain, Drains};
 use lifecycle::State;
-use policy::Policy;
-use request::Request;
-use requests::Requests;
-use sleep::AwakeBytes;
-use stats::Statistics;
-use step::Untold;
+use request_state::RequestState;
+use sleep::{AwakeBytes, Sleep};
+use step::Steps;
 use transaction::{Transaction, Updates};
-use watch::Watch;
+use update::set_version;
 
 /// Most commands that wait for the engine. It takes them between two steps, so the queue is full only if this many come
 /// within one step; further callers are told to try again.
@@ -90,51 +92,17 @@ pub const COMMAND_QUEUE: usize = 1024;
 /// Longest time that the engine waits for a mask before it looks for commands, while nothing else can run.
 const MASK_WAIT: Duration = Duration::from_millis(5);
 
-/// Facts and limits that an engine is given, besides the components it drives.
-pub struct Setup {
-    pub parameters: Arc<Parameters>,
-    /// The ledger, with all reservations that do not come from pushes.
-    pub budget: MemoryBudget,
-    /// Count of the bytes of requests and replies under way, for which the ledger has an entry.
-    pub traffic: Traffic,
-    /// Most adapters that are resident at the same time; retired ones count until their last lease has ended.
-    pub max_adapters: usize,
-    pub max_lora_rank: usize,
-    /// The clock by which the engine measures and waits.
-    pub clock: Clock,
-    /// Takes the engine's numbers.
-    pub observer: Observer,
-    /// Takes the engine's phases.
-    pub recorder: Recorder,
-}
-
 /// All serving state. The module's page says how it is used.
 pub struct Engine<X: Executor> {
-    executor: X,
-    scheduler: Scheduler,
-    /// Computes the masks that the scheduler has no time for.
-    masks: MaskQueue,
-    /// Makes the text of samples, for replies and for stop strings; `None` for a model without a tokenizer.
-    tokenizer: Option<Arc<Tokenizer>>,
     commands: Receiver<Command>,
-    clock: Clock,
-    parameters: Arc<Parameters>,
-    budget: MemoryBudget,
-    traffic: Traffic,
-    awake_bytes: AwakeBytes,
-    state: State,
-    policy: Policy,
+    core: EngineCore<X>,
+    steps: Steps,
+    admission: Admission,
+    sleep: Sleep,
     adapters: Adapters,
     updates: Updates,
-    requests: Requests,
-    /// What the last step has brought and its requests have not been given yet.
-    untold: Option<Untold>,
     drains: Drains,
     checksums: Checksums,
-    /// When the running requests are aborted; set by `Shutdown`.
-    deadline: Option<Instant>,
-    statistics: Statistics,
-    watch: Watch,
 }
 
 /// What the engine waits for after a turn of its loop.
@@ -152,42 +120,6 @@ pub enum Turn {
     Ended,
 }
 
-/// Why a command was not carried out.
-enum Failure {
-    /// The command was refused and the engine goes on: nothing has been touched, or the state says what is missing.
-    /// There is no conversion from [`Error`], so that each check says `map_err(Failure::Refused)` itself, and no `?`
-    /// after an effect is taken for a refusal.
-    Refused(Error),
-    /// The executor failed while it carried the command out; the engine ends.
-    Fatal(Error),
-}
-
-impl Failure {
-    /// A refusal for want of memory that leaves weights half changed, which nothing can undo.
-    fn or_fatal(self) -> Self {
-        match self {
-            Self::Refused(error @ Error::ResourceExhausted(_)) => Self::Fatal(error),
-            failure => failure,
-        }
-    }
-}
-
-/// Result of carrying out a command.
-type Attempt<T> = std::result::Result<T, Failure>;
-
-/// Replies with the result of a command, and returns the error if it ends the engine.
-fn answer<T>(reply: Reply<Result<T>>, attempt: Attempt<T>) -> Result<()> {
-    match attempt {
-        Ok(value) => reply(Ok(value)),
-        Err(Failure::Refused(error)) => reply(Err(error)),
-        Err(Failure::Fatal(error)) => {
-            reply(Err(error.clone()));
-            return Err(error);
-        }
-    }
-    Ok(())
-}
-
 impl<X: Executor> Engine<X> {
     pub fn new(
         executor: X,
@@ -196,29 +128,19 @@ impl<X: Executor> Engine<X> {
         commands: Receiver<Command>,
         setup: Setup,
     ) -> Self {
-        let Setup { parameters, budget, traffic, max_adapters, max_lora_rank, clock, observer, recorder } = setup;
+        let (max_adapters, max_lora_rank) = (setup.max_adapters, setup.max_lora_rank);
+        let core = EngineCore::new(executor, scheduler, setup);
+        let awake = AwakeBytes::of(&core.budget);
         Self {
-            executor,
-            scheduler,
-            masks: MaskQueue::default(),
-            tokenizer,
             commands,
-            clock: clock.clone(),
-            parameters,
-            awake_bytes: AwakeBytes::of(&budget),
-            budget,
-            traffic,
-            state: State::default(),
-            policy: Policy::checkpoint(),
+            core,
+            steps: Steps::default(),
+            admission: Admission::new(tokenizer),
+            sleep: Sleep::new(awake),
             adapters: Adapters::new(max_adapters, max_lora_rank),
-            updates: Updates::default(),
-            requests: Requests::default(),
-            untold: None,
+            updates: Updates::new(awake),
             drains: Drains::default(),
             checksums: Checksums::default(),
-            deadline: None,
-            statistics: Statistics::default(),
-            watch: Watch::new(clock, observer, recorder),
         }
     }
 
@@ -238,13 +160,13 @@ impl<X: Executor> Engine<X> {
             let waiting = match self.turn(received.take())? {
                 Turn::Again => continue,
                 Turn::WaitForMasks => {
-                    self.take_masks(MASK_WAIT);
+                    self.steps.take_masks(&mut self.core, MASK_WAIT);
                     continue;
                 }
                 Turn::Ended => return Ok(()),
                 Turn::Wait => self.commands.recv().map_err(|_| RecvTimeoutError::Disconnected),
                 Turn::WaitUntil(deadline) => {
-                    self.commands.recv_timeout(deadline.saturating_duration_since(self.clock.now()))
+                    self.commands.recv_timeout(deadline.saturating_duration_since(self.core.clock.now()))
                 }
             };
             match waiting {
@@ -268,59 +190,61 @@ impl<X: Executor> Engine<X> {
         for command in received.into_iter().chain(waiting) {
             self.handle(command)?;
         }
-        self.take_masks(Duration::ZERO);
+        self.steps.take_masks(&mut self.core, Duration::ZERO);
         self.settle()?;
-        if self.can_step() {
-            self.step()?;
+        if self.core.can_step() {
+            self.steps.run(&mut self.core)?;
         }
-        self.continue_checksum()?;
+        self.checksums.compute_piece(&mut self.core)?;
         self.settle()?;
-        self.publish();
-        if self.deadline.is_some() && self.requests.num_accepted() == 0 {
+        self.core.telemetry.publish(&self.stats(), &self.core.budget, self.core.lifecycle());
+        if self.core.deadline.is_some() && self.core.requests.is_empty() {
             return Ok(Turn::Ended);
         }
-        if self.can_step() || !self.checksums.is_empty() {
+        if self.core.can_step() || !self.checksums.is_empty() {
             return Ok(Turn::Again);
         }
-        if !self.masks.is_empty() {
+        if self.steps.awaits_masks() {
             return Ok(Turn::WaitForMasks);
         }
-        self.scheduler.check_integrity();
-        self.watch.enter(self.waiting_phase());
-        Ok(self.deadline.map_or(Turn::Wait, Turn::WaitUntil))
+        self.core.scheduler.check_integrity();
+        self.core.telemetry.enter(self.waiting_phase());
+        Ok(self.core.deadline.map_or(Turn::Wait, Turn::WaitUntil))
     }
 
     /// Ends whatever has not ended, after the last turn, which ended with `result`: each request gets its terminal
     /// event, and each command that waits its answer.
     pub fn end_all(&mut self, result: &Result<()>) {
-        self.emit();
+        self.steps.emit(&mut self.core);
         if let Err(error) = result {
             tracing::error!("the engine ends: {error}");
         }
-        self.refuse_waiting();
+        self.reject_waiting();
         self.checksums.refuse(&shutting_down());
         self.abort_all();
     }
 
-    fn can_step(&self) -> bool {
-        self.state == State::Running && self.scheduler.has_work()
-    }
-
     /// Does everything that commands, a step or the passing of time have made due.
     fn settle(&mut self) -> Result<()> {
-        if !self.can_step() || !self.drains.is_empty() || self.deadline.is_some() {
-            self.emit();
+        if !self.core.can_step() || !self.drains.is_empty() || self.core.deadline.is_some() {
+            self.steps.emit(&mut self.core);
         }
         self.drop_cancelled();
-        if self.deadline.is_some_and(|deadline| self.state != State::Running || self.clock.now() >= deadline) {
+        if self
+            .core
+            .deadline
+            .is_some_and(|deadline| self.core.state != State::Running || self.core.clock.now() >= deadline)
+        {
             self.abort_all();
         }
         self.settle_drains()?;
-        self.admit_held();
-        self.suspend_laggards();
-        self.drop_unused_adapters()?;
-        let is_late = self.untold.is_some() && !self.can_step();
-        let may_drain = !self.drains.is_empty() && !self.must_drain();
+        if !self.is_holding() {
+            self.admission.accept_held(&mut self.core, &self.adapters);
+        }
+        suspend_laggards(&mut self.core);
+        self.adapters.drop_unused(&mut self.core)?;
+        let is_late = self.steps.has_pending() && !self.core.can_step();
+        let may_drain = !self.drains.is_empty() && !self.core.must_drain();
         if is_late || may_drain {
             // The last request that could step was suspended or ended just now, and the next turn may wait for a
             // command.
@@ -334,108 +258,226 @@ impl<X: Executor> Engine<X> {
     /// # Errors
     /// If the executor fails.
     fn handle(&mut self, command: Command) -> Result<()> {
-        self.emit();
+        self.steps.emit(&mut self.core);
         match command {
-            Command::Generate(generate) => self.receive(*generate),
-            Command::Abort { target, owner, reply } => reply(self.abort(target, owner)),
+            Command::Generate(command) => {
+                let holds_all = self.is_holding();
+                self.admission.receive(&mut self.core, &self.adapters, holds_all, *command);
+            }
+            Command::Abort { target, owner, reply } => reply(self.admission.abort(&mut self.core, target, owner)),
             Command::Status { reply } => reply(self.status()),
-            Command::ResetPrefixCache { reply } => reply(Ok(self.scheduler.reset_prefix_cache())),
-            Command::BeginUpdate { begin, reply } => reply(self.begin_update(begin)),
+            Command::ResetPrefixCache { reply } => reply(Ok(self.core.scheduler.reset_prefix_cache())),
+            Command::BeginUpdate { begin, reply } => {
+                self.drop_cancelled();
+                reply(self.updates.begin(&mut self.core, &self.adapters, &self.drains, begin));
+            }
             Command::WritePart { update, tensors, reply } => {
-                let attempt = self.write_part(update, tensors);
+                self.drop_cancelled();
+                let attempt = self.updates.write_part(&mut self.core, update, tensors);
                 return answer(reply, attempt);
             }
             Command::CommitUpdate { update, content, new_version, reply } => {
-                return self.commit_update(update, content, new_version, reply);
+                self.drop_cancelled();
+                match self.updates.commit(&self.core, update, new_version) {
+                    Err(error) => reply(Err(error)),
+                    Ok(true) => self.drains.push(Drain::Commit(Commit { content, reply })),
+                    Ok(false) => return self.finish(Drain::Commit(Commit { content, reply })),
+                }
             }
-            Command::CancelUpdate { update, reply } => reply(self.cancel_update(update)),
-            Command::SetVersion { version, force, reply } => reply(self.set_version(version, force)),
-            Command::Sleep { level, mode, cancel, reply } => return self.sleep(level, mode, cancel, reply),
+            Command::CancelUpdate { update, reply } => {
+                self.drop_cancelled();
+                reply(self.updates.cancel(&mut self.core, &mut self.drains, update));
+            }
+            Command::SetVersion { version, force, reply } => reply(set_version(&mut self.core, version, force)),
+            Command::Sleep { level, mode, cancel, reply } => {
+                return self.drain(mode, Drain::Sleep { level, cancel, reply });
+            }
             Command::Wake { tags, reload, reply } => {
-                let attempt = self.wake(tags, reload);
+                let attempt = self.sleep.wake(&mut self.core, &self.updates, tags, reload);
                 return answer(reply, attempt);
             }
-            Command::Pause { mode, cancel, reply } => self.pause(mode, cancel, reply),
+            Command::Pause { mode, cancel, reply } => return self.drain(mode, Drain::Pause { cancel, reply }),
             Command::Resume { reply } => reply(self.resume()),
-            Command::Checksum { names, cancel, reply } => self.begin_checksum(&names, cancel, reply),
-            Command::ListRequests { most, reply } => reply(self.list_requests(most)),
-            Command::ListAdapters { reply } => reply(self.adapters.list()),
+            Command::Checksum { names, cancel, reply } => {
+                self.drop_cancelled();
+                self.checksums.begin(&self.core, &names, cancel, reply);
+            }
+            Command::ListRequests { most, reply } => reply(self.admission.list(&self.core, most)),
+            Command::ListAdapters { reply } => reply(self.adapters.list(&self.core)),
             Command::RemoveAdapter { name, expected_generation, cancel, reply } => {
-                self.remove_adapter(&name, expected_generation, cancel, reply);
+                self.adapters.remove(&self.core, &name, expected_generation, cancel, reply);
             }
             Command::Look => self.drop_cancelled(),
             Command::Shutdown { grace } => {
-                self.deadline = Some(self.clock.now() + grace);
-                self.refuse_waiting();
+                self.core.deadline = Some(self.core.clock.now() + grace);
+                self.reject_waiting();
             }
         }
         Ok(())
     }
 
-    /// Gives the ranks an order that changes the weights. If one of them has not the memory for it, it is refused, and
-    /// some weights may have changed.
-    fn order(&mut self, order: WeightOrder) -> Attempt<()> {
-        match self.executor.write(order) {
-            Err(Error::DataLoss(damage)) => Err(self.lose_policy(&damage)),
-            Err(error @ Error::ResourceExhausted(_)) => Err(Failure::Refused(error)),
-            done => done.map_err(Failure::Fatal),
+    /// Whether no request is accepted now, because nothing steps or a drain waits for the accepted ones to end.
+    fn is_holding(&self) -> bool {
+        self.core.state != State::Running || !self.drains.is_empty()
+    }
+
+    /// Ends requests, drains, checksums and the open update if their clients are gone, and requests whose time is up.
+    fn drop_cancelled(&mut self) {
+        let ended = |request: &RequestState| request.cancel().is_cancelled() || request.cancel().is_expired();
+        let ended = self.core.requests.keys(|_, request| ended(request));
+        if !ended.is_empty() {
+            // The outcomes of the last step are theirs, and may be their end.
+            self.steps.emit(&mut self.core);
+        }
+        for key in ended {
+            self.core.end(key, Ending::Aborted);
+        }
+        self.admission.drop_cancelled(&mut self.core);
+        // A client may vanish at any time. The update's flag is read once, so that the update and its commit, which may
+        // be among the drains, are dropped together.
+        let update_is_gone = self.updates.opened().is_some_and(Transaction::is_cancelled);
+        self.drains.drop_cancelled(update_is_gone);
+        if update_is_gone {
+            self.updates.roll_back(&mut self.core);
+        }
+        self.adapters.drop_cancelled();
+        self.checksums.drop_cancelled();
+    }
+
+    fn abort_all(&mut self) {
+        self.admission.abort(&mut self.core, AbortTarget::All, None);
+    }
+
+    /// Rejects all callers that wait, because the server is shutting down. Accepted requests keep running.
+    fn reject_waiting(&mut self) {
+        self.admission.reject_held();
+        self.drains.refuse(&shutting_down(), |_| true);
+        self.adapters.refuse_removals(&shutting_down());
+        self.updates.roll_back(&mut self.core);
+    }
+
+    /// Begins a pause or a sleep: at once, or with `Wait` when the accepted requests have ended.
+    fn drain(&mut self, mode: DrainMode, drain: Drain) -> Result<()> {
+        if let Err(error) = self.check_drain(mode, &drain) {
+            drain.refuse(error);
+            return Ok(());
+        }
+        match mode {
+            DrainMode::Wait if self.core.must_drain() => {
+                self.drains.push(drain);
+                return Ok(());
+            }
+            DrainMode::Abort => self.core.abort_accepted(|_, _| true),
+            DrainMode::Wait | DrainMode::Keep => {}
+        }
+        self.finish(drain)
+    }
+
+    /// Lets the engine step again. A pause that still waits is cancelled.
+    fn resume(&mut self) -> Result<()> {
+        self.core.check_serving()?;
+        self.core.state = self.core.state.resume()?;
+        let error = Error::Aborted("Resume came before the running requests had ended".into());
+        self.drains.refuse(&error, |drain| matches!(drain, Drain::Pause { .. }));
+        Ok(())
+    }
+
+    fn check_drain(&self, mode: DrainMode, drain: &Drain) -> Result<()> {
+        match drain {
+            Drain::Pause { .. } => self.core.check_serving().and_then(|()| self.core.state.pause()).map(drop),
+            Drain::Sleep { level, .. } => self.sleep.check(&self.core, &self.updates, *level, mode),
+            Drain::Commit(_) => Ok(()),
         }
     }
 
-    /// Checks that the server is not shutting down.
-    ///
-    /// # Errors
-    /// `Unavailable` after `Shutdown`.
-    fn check_serving(&self) -> Result<()> {
-        if self.deadline.is_some() { Err(shutting_down()) } else { Ok(()) }
+    /// Runs a command whose drain has ended, or that needs none.
+    fn finish(&mut self, drain: Drain) -> Result<()> {
+        match drain {
+            Drain::Pause { reply, .. } => reply(self.core.state.pause().map(|next| self.core.state = next)),
+            Drain::Sleep { level, reply, .. } => {
+                let attempt = self.sleep.sleep(&mut self.core, &mut self.adapters, level);
+                return answer(reply, attempt);
+            }
+            Drain::Commit(commit) => return self.updates.finish_commit(&mut self.core, &mut self.adapters, commit),
+        }
+        Ok(())
     }
 
-    fn lifecycle(&self) -> LifecycleStatus {
-        if self.deadline.is_some() { LifecycleStatus::ShuttingDown } else { self.state.status() }
+    /// Runs, in order, the commands that have waited for the accepted requests to end. If a pause or a sleep that keeps
+    /// them has stopped the requests instead, the commands could wait without end and are cancelled.
+    fn settle_drains(&mut self) -> Result<()> {
+        while !self.core.must_drain() {
+            let Some(drain) = self.drains.next() else { break };
+            if self.core.is_frozen() {
+                if drain.is_commit() {
+                    self.updates.roll_back(&mut self.core);
+                }
+                let why = "the requests it waited for were made to stand still meanwhile; call again";
+                drain.refuse(Error::Aborted(why.into()));
+            } else {
+                self.drain(DrainMode::Wait, drain)?;
+            }
+        }
+        Ok(())
     }
 
     /// Version of the policy that serves.
     pub fn weight_version(&self) -> WeightVersion {
-        self.policy.version()
+        self.core.policy.version()
     }
 
     /// Snapshot between two steps, as [`Command::Status`] is answered with.
-    pub fn status(&self) -> Status {
-        let s = self.scheduler.stats();
-        let mut status = Status {
-            lifecycle: self.lifecycle(),
-            memory: self.budget.report().clone(),
-            host_memory: self.budget.host_report().cloned(),
-            traffic_bytes: self.traffic.used(),
-            held_requests: self.requests.num_held(),
-            update: self.updates.open().map(|open| open.facts(self.clock.now())),
-            updates: self.updates.applied(),
-            weight_version: self.policy.version(),
-            total_blocks: s.total_blocks,
-            free_blocks: s.free_blocks,
-            cached_blocks: s.cached_blocks,
-            running_requests: self.requests.num_accepted(),
-            running_samples: s.running_samples,
-            waiting_samples: s.waiting_samples,
-            prompt_tokens: s.prompt_tokens,
-            generated_tokens: s.generated_tokens,
-            cached_tokens: s.cached_tokens,
-            preemptions: s.preemptions,
-            drafted_tokens: s.drafted_tokens,
-            accepted_tokens: s.accepted_tokens,
-            ..Status::default()
-        };
-        self.statistics.report(&mut status);
-        status
+    pub fn status(&self) -> EngineStatus {
+        let core = &self.core;
+        EngineStatus {
+            lifecycle: core.lifecycle(),
+            memory: core.budget.report().clone(),
+            host_memory: core.budget.host_report().cloned(),
+            traffic_bytes: core.traffic.used(),
+            update: self.updates.opened().map(|open| open.facts(core.clock.now())),
+            stats: self.stats(),
+            tokens_per_second: self.steps.tokens_per_second(),
+        }
     }
-}
 
-/// How a request that was accepted ends.
-enum Ending {
-    Finished,
-    Aborted,
-}
+    fn stats(&self) -> EngineStats {
+        let stats = self.core.stats + self.core.scheduler.stats();
+        EngineStats {
+            accepted_requests: self.core.requests.len() as u64,
+            held_requests: self.admission.num_held() as u64,
+            generated_tokens: stats.generated_tokens - stats.dropped_tokens,
+            weight_version: self.core.policy.version(),
+            updates: self.updates.applied(),
+            adapters: self.adapters.num_resident() as u64,
+            ..stats
+        }
+    }
 
-fn shutting_down() -> Error {
-    Error::Unavailable("the server is shutting down".into())
+    /// The reason for which nothing steps.
+    fn waiting_phase(&self) -> Phase {
+        match self.core.state {
+            State::Paused => Phase::Paused,
+            State::Asleep(_) => Phase::Asleep,
+            State::WeightsMissing { .. } => Phase::WeightsMissing,
+            State::Running if !self.core.requests.is_empty() => Phase::WaitReaders,
+            State::Running if self.admission.num_held() > 0 => Phase::WaitVersion,
+            State::Running => Phase::Idle,
+        }
+    }
+
+    /// Asserts every invariant that must hold between two turns. It walks all requests and blocks.
+    pub fn check_integrity(&self) {
+        let core = &self.core;
+        core.check_integrity();
+        self.adapters.check_integrity(core);
+        self.admission.check_integrity(core, self.is_holding());
+        self.sleep.check_integrity(core);
+        self.updates.check_integrity(core, &self.drains);
+        assert!(!self.steps.has_pending() || core.can_step(), "events are kept back, and no step follows");
+        assert!(self.drains.is_empty() || core.must_drain(), "a drain waits for no request");
+        if core.deadline.is_some() {
+            assert_eq!(self.admission.num_held(), 0, "held requests during the shutdown");
+            assert!(self.drains.is_empty() && self.updates.opened().is_none(), "drains or an update in the shutdown");
+        }
+    }
 }

@@ -1,117 +1,79 @@
-//! All requests that have arrived and not ended, by their key and by the id that their client gave them.
+//! Requests by the key that the engine gives them and by the id that their client gave them.
 
 use std::collections::{BTreeMap, HashMap};
 
-use super::{GenerateCommand, Request};
+use super::request_state::RequestState;
 use crate::types::{Owner, RequestKey};
 
-/// The accepted and the held requests. Keys are given in the order of arrival.
+/// Requests in the order of their arrival, which is the order of their keys.
 #[derive(Default)]
 pub(super) struct Requests {
-    /// Requests whose groups the scheduler has.
-    accepted: HashMap<RequestKey, Request>,
-    /// Requests that wait to be accepted, in the order of arrival.
-    held: BTreeMap<RequestKey, GenerateCommand>,
-    /// Key and owner of every request, accepted or held, by its id.
-    keys: HashMap<String, (RequestKey, Option<Owner>)>,
-    /// The last key that was given.
-    last_key: u64,
+    requests: BTreeMap<RequestKey, RequestState>,
+    keys: HashMap<String, RequestKey>,
 }
 
 impl Requests {
-    pub fn next_key(&mut self) -> RequestKey {
-        self.last_key += 1;
-        RequestKey(self.last_key)
+    pub fn insert(&mut self, key: RequestKey, request: RequestState) {
+        self.keys.insert(request.id().into(), key);
+        self.requests.insert(key, request);
     }
 
-    pub fn accept(&mut self, key: RequestKey, request: Request) {
-        self.keys.insert(request.id().into(), (key, request.owner()));
-        self.accepted.insert(key, request);
-    }
-
-    pub fn hold(&mut self, key: RequestKey, command: GenerateCommand) {
-        self.keys.insert(command.request_id.clone(), (key, command.owner));
-        self.held.insert(key, command);
-    }
-
-    pub fn find(&self, id: &str) -> Option<RequestKey> {
-        self.keys.get(id).map(|(key, _)| *key)
-    }
-
-    /// The request with this id, if `owner` is its owner or None.
-    pub fn find_for(&self, id: &str, owner: Option<Owner>) -> Option<RequestKey> {
-        self.keys.get(id).filter(|(_, theirs)| may_end(owner, *theirs)).map(|(key, _)| *key)
-    }
-
-    /// Ids of the requests of `owner`, or of all if it is None, in no particular order.
-    pub fn ids_for(&self, owner: Option<Owner>) -> Vec<String> {
-        let chosen = self.keys.iter().filter(|(_, (_, theirs))| may_end(owner, *theirs));
-        chosen.map(|(id, _)| id.clone()).collect()
-    }
-
-    pub fn get(&self, key: RequestKey) -> Option<&Request> {
-        self.accepted.get(&key)
-    }
-
-    pub fn get_mut(&mut self, key: RequestKey) -> Option<&mut Request> {
-        self.accepted.get_mut(&key)
-    }
-
-    pub fn remove_accepted(&mut self, key: RequestKey) -> Option<Request> {
-        let request = self.accepted.remove(&key)?;
+    pub fn remove(&mut self, key: RequestKey) -> Option<RequestState> {
+        let request = self.requests.remove(&key)?;
         self.keys.remove(request.id());
         Some(request)
     }
 
-    pub fn remove_held(&mut self, key: RequestKey) -> Option<GenerateCommand> {
-        let command = self.held.remove(&key)?;
-        self.keys.remove(&command.request_id);
-        Some(command)
+    pub fn find(&self, id: &str) -> Option<RequestKey> {
+        self.keys.get(id).copied()
     }
 
-    /// Keys of the accepted requests for which `which` is true, the oldest first.
-    pub fn accepted_keys(&self, which: impl Fn(RequestKey, &Request) -> bool) -> Vec<RequestKey> {
-        let chosen = self.accepted.iter().filter(|(key, request)| which(**key, request));
-        let mut keys: Vec<_> = chosen.map(|(key, _)| *key).collect();
-        keys.sort_unstable();
-        keys
+    /// The request with this id, if `caller` may end it.
+    pub fn find_for(&self, id: &str, caller: Option<Owner>) -> Option<RequestKey> {
+        self.find(id).filter(|key| may_end(caller, &self.requests[key]))
     }
 
-    /// Keys of the held requests for which `which` is true, in the order of arrival.
-    pub fn held_keys(&self, which: impl Fn(&GenerateCommand) -> bool) -> Vec<RequestKey> {
-        self.held.iter().filter(|(_, command)| which(command)).map(|(key, _)| *key).collect()
+    /// Ids of the requests that `caller` may end, the oldest first.
+    pub fn ids_for(&self, caller: Option<Owner>) -> impl Iterator<Item = String> {
+        self.iter().filter(move |request| may_end(caller, request)).map(|request| request.id().to_owned())
     }
 
-    /// The held requests in the order of arrival.
-    pub fn held(&self) -> impl Iterator<Item = &GenerateCommand> {
-        self.held.values()
+    pub fn get(&self, key: RequestKey) -> Option<&RequestState> {
+        self.requests.get(&key)
+    }
+
+    pub fn get_mut(&mut self, key: RequestKey) -> Option<&mut RequestState> {
+        self.requests.get_mut(&key)
+    }
+
+    /// The requests, the oldest first.
+    pub fn iter(&self) -> impl Iterator<Item = &RequestState> {
+        self.requests.values()
+    }
+
+    /// Keys of the requests for which `which` is true, the oldest first.
+    pub fn keys(&self, which: impl Fn(RequestKey, &RequestState) -> bool) -> Vec<RequestKey> {
+        self.requests.iter().filter(|(key, request)| which(**key, request)).map(|(key, _)| *key).collect()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.requests.is_empty()
+    }
+
+    pub fn len(&self) -> usize {
+        self.requests.len()
     }
 
     /// Asserts that each request can be found by its id.
     pub fn check_integrity(&self) {
-        assert_eq!(self.keys.len(), self.accepted.len() + self.held.len(), "ids of requests");
-        let accepted = self.accepted.iter().map(|(key, request)| (key, request.id(), request.owner()));
-        let held = self.held.iter().map(|(key, command)| (key, &command.request_id[..], command.owner));
-        for (key, id, owner) in accepted.chain(held) {
-            assert_eq!(self.keys.get(id), Some(&(*key, owner)), "the request with the id {id:?}");
+        assert_eq!(self.keys.len(), self.requests.len(), "ids of requests");
+        for (key, request) in &self.requests {
+            assert_eq!(self.find(request.id()), Some(*key), "the request with the id {:?}", request.id());
         }
-    }
-
-    pub fn num_accepted(&self) -> usize {
-        self.accepted.len()
-    }
-
-    pub fn num_held(&self) -> usize {
-        self.held.len()
-    }
-
-    /// Number of samples that the held requests count for in the queue.
-    pub fn num_held_samples(&self) -> usize {
-        self.held.values().map(GenerateCommand::num_samples).sum()
     }
 }
 
-/// Whether `caller` may end a request of `owner`; None as a caller may end all.
-fn may_end(caller: Option<Owner>, owner: Option<Owner>) -> bool {
-    caller.is_none() || caller == owner
+/// Whether `caller` may end a request; `None` may end all.
+fn may_end(caller: Option<Owner>, request: &RequestState) -> bool {
+    caller.is_none() || caller == request.owner()
 }

@@ -1,144 +1,203 @@
-//! A step, and what it brings to the requests.
+//! Steps, and the outcomes that they bring to the requests.
 
+use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tracing::trace_span;
 
-use super::{Ending, Engine, Request};
+use super::core::{Ending, EngineCore};
 use crate::error::{Error, Result, panic_message};
 use crate::executor::Executor;
-use crate::grammar::GrammarError;
+use crate::grammar::{GrammarError, MaskQueue};
 use crate::scheduler::Outcome;
-use crate::types::{RequestKey, WeightVersion};
+use crate::types::WeightVersion;
 
-/// What a step has brought and its requests have not been given yet.
-pub(super) struct Untold {
+/// Stepping time over which the throughput is measured.
+const WINDOW: Duration = Duration::from_secs(10);
+
+/// The outcomes of a step.
+struct StepOutcomes {
     outcomes: Vec<Outcome>,
-    /// Version of the policy that made it.
+    /// Version of the policy that made them.
     version: WeightVersion,
     /// When the step ended.
     ended: Instant,
 }
 
-impl<X: Executor> Engine<X> {
-    /// Runs one step: `schedule → launch → collect → update`. Emits what the step before has brought while the ranks
+/// Runs steps, and emits their outcomes to the requests.
+#[derive(Default)]
+pub(super) struct Steps {
+    /// The outcomes of the last step, until they are emitted.
+    pending: Option<StepOutcomes>,
+    /// Computes the masks that the scheduler has no time for.
+    masks: MaskQueue,
+    throughput: Throughput,
+}
+
+impl Steps {
+    /// Whether the outcomes of the last step are not emitted yet.
+    pub fn has_pending(&self) -> bool {
+        self.pending.is_some()
+    }
+
+    /// Whether masks are being computed on another thread.
+    pub fn awaits_masks(&self) -> bool {
+        !self.masks.is_empty()
+    }
+
+    pub fn tokens_per_second(&self) -> f64 {
+        self.throughput.tokens_per_second()
+    }
+
+    /// Runs one step: `schedule → launch → collect → update`. Emits the outcomes of the step before while the ranks
     /// compute this one.
-    pub(super) fn step(&mut self) -> Result<()> {
+    pub fn run<X: Executor>(&mut self, core: &mut EngineCore<X>) -> Result<()> {
         let _step = trace_span!("step").entered();
-        let begun = self.clock.now();
-        let plan = Arc::new(trace_span!("schedule").in_scope(|| self.scheduler.schedule()));
+        let begun = core.clock.now();
+        let plan = Arc::new(trace_span!("schedule").in_scope(|| core.scheduler.schedule()));
         if plan.is_empty() {
-            self.emit();
+            self.emit(core);
             return Ok(());
         }
-        let kind = self.watch.begin_step(begun, &plan);
-        for group in self.scheduler.begun() {
-            self.requests.get_mut(group.request).into_iter().for_each(|request| request.begin(begun));
+        let kind = core.telemetry.begin_step(begun, &plan);
+        for group in core.scheduler.begun() {
+            core.requests.get_mut(group.request).into_iter().for_each(|request| request.begin(begun));
         }
-        trace_span!("launch").in_scope(|| self.executor.launch(plan.clone()))?;
-        self.emit();
-        let output = trace_span!("wait for the ranks").in_scope(|| self.executor.collect())?;
+        trace_span!("launch").in_scope(|| core.executor.launch(plan.clone()))?;
+        self.emit(core);
+        let output = trace_span!("wait for the ranks").in_scope(|| core.executor.collect())?;
         for (request, panic) in &output.failed {
-            self.fail(*request, panic);
+            core.fail(*request, panic);
         }
-        let outcomes = trace_span!("update").in_scope(|| self.scheduler.update(&plan, output));
-        for job in self.scheduler.take_mask_jobs() {
-            self.masks.push(job, self.policy.version());
+        let outcomes = trace_span!("update").in_scope(|| core.scheduler.update(&plan, output));
+        for job in core.scheduler.take_mask_jobs() {
+            self.masks.push(job, core.policy.version());
         }
-        let ended = self.clock.now();
-        let sampled = self.statistics.count_step(ended - begun, &outcomes);
-        self.watch.end_step(kind, (begun, ended), &plan, sampled, self.policy.version());
-        self.untold = Some(Untold { outcomes, version: self.policy.version(), ended });
+        let ended = core.clock.now();
+        let sampled = outcomes.iter().filter(|outcome| matches!(outcome, Outcome::Token { .. })).count();
+        core.stats.steps += 1;
+        self.throughput.record(ended - begun, sampled);
+        core.telemetry.end_step(kind, (begun, ended), &plan, sampled, core.policy.version());
+        self.pending = Some(StepOutcomes { outcomes, version: core.policy.version(), ended });
         Ok(())
     }
 
     /// Lets the samples run on whose masks have been computed since the last call, and gives their requests the tokens
     /// before them. If there are none yet, waits for one up to `longest`.
-    pub(super) fn take_masks(&mut self, longest: Duration) {
+    pub fn take_masks<X: Executor>(&mut self, core: &mut EngineCore<X>, longest: Duration) {
         for (done, version) in self.masks.take(longest) {
-            self.emit();
-            if let Some(outcome) = self.scheduler.advance_grammar(done) {
-                self.statistics.count_late(&outcome);
-                self.emit_one(outcome, version, self.clock.now());
+            self.emit(core);
+            if let Some(outcome) = core.scheduler.advance_grammar(done) {
+                if matches!(outcome, Outcome::Token { .. }) {
+                    self.throughput.record(Duration::ZERO, 1);
+                }
+                emit_one(core, outcome, version, core.clock.now());
             }
         }
     }
 
-    /// Gives the requests what the last step has brought, unless they have it.
-    pub(super) fn emit(&mut self) {
-        let Some(Untold { outcomes, version, ended }) = self.untold.take() else { return };
+    /// Emits the outcomes of the last step, if that is not done yet.
+    pub fn emit<X: Executor>(&mut self, core: &mut EngineCore<X>) {
+        let Some(StepOutcomes { outcomes, version, ended }) = self.pending.take() else { return };
         let _emit = trace_span!("emit").entered();
         for outcome in outcomes {
-            self.emit_one(outcome, version, ended);
+            emit_one(core, outcome, version, ended);
+        }
+    }
+}
+
+/// Gives an outcome of a step, which the policy `version` has made and which has ended `now`, to its request.
+fn emit_one<X: Executor>(core: &mut EngineCore<X>, outcome: Outcome, version: WeightVersion, now: Instant) {
+    let key = match &outcome {
+        Outcome::PromptDone { group, .. } => group.request,
+        Outcome::Token { sample, .. } | Outcome::GrammarFailed { sample, .. } => sample.group.request,
+    };
+    let Some(request) = core.requests.get_mut(key) else {
+        if matches!(outcome, Outcome::Token { .. }) {
+            core.stats.dropped_tokens += 1;
+        }
+        return;
+    };
+    let scheduler = &mut core.scheduler;
+    let mut failed = None;
+    let taken = catch_unwind(AssertUnwindSafe(|| match outcome {
+        Outcome::PromptDone { group, cached_tokens, logprobs } => {
+            request.prompt_done(group, cached_tokens, logprobs, version);
+        }
+        // A step may give a sample several tokens. Those after a stop string are dropped.
+        Outcome::Token { sample, .. } if !request.is_running(sample) => core.stats.dropped_tokens += 1,
+        Outcome::Token { sample, logprobs, finish, grammar_bytes } => {
+            let stopped = request.token(sample, logprobs, finish, grammar_bytes, (version, now));
+            if stopped && finish.is_none() {
+                // The scheduler knows no text, so it has to be told of a stop string.
+                scheduler.finish(sample);
+            }
+        }
+        Outcome::GrammarFailed { sample, error } => {
+            let field = format!("{}.structured_outputs", request.sampling_field(sample.group.prompt_index));
+            failed = Some(match error {
+                GrammarError::TooMuchWork(reason) => Error::invalid(field, reason),
+                GrammarError::TooMuchTime(reason) => Error::ResourceExhausted(format!(
+                    "{field}: {reason} to find which tokens may follow; make the grammar less ambiguous"
+                )),
+            });
+        }
+    }));
+    if let Err(panic) = taken {
+        return core.fail(key, &panic_message(&*panic));
+    }
+    if let Some(error) = failed {
+        return core.reject(key, error);
+    }
+    if request.is_done() {
+        core.end(key, Ending::Finished);
+    }
+}
+
+/// Sampled tokens over the last ten seconds spent in steps. Idle time does not count, so the figure stays what the
+/// server reached when it last worked.
+#[derive(Debug, Default)]
+struct Throughput {
+    /// Durations and numbers of sampled tokens of the steps in the window, the oldest first.
+    steps: VecDeque<(Duration, usize)>,
+    /// Sums over `steps`.
+    time: Duration,
+    tokens: usize,
+}
+
+impl Throughput {
+    fn record(&mut self, time: Duration, tokens: usize) {
+        self.steps.push_back((time, tokens));
+        self.time += time;
+        self.tokens += tokens;
+        while self.time > WINDOW && self.steps.len() > 1 {
+            let (time, tokens) = self.steps.pop_front().expect("more than one step");
+            self.time -= time;
+            self.tokens -= tokens;
         }
     }
 
-    /// Gives an outcome of a step, which the policy `version` has made and which has ended `now`, to its request.
-    fn emit_one(&mut self, outcome: Outcome, version: WeightVersion, now: Instant) {
-        let key = match &outcome {
-            Outcome::PromptDone { group, .. } => group.request,
-            Outcome::Token { sample, .. } | Outcome::GrammarFailed { sample, .. } => sample.group.request,
-        };
-        let Some(request) = self.requests.get_mut(key) else {
-            if matches!(outcome, Outcome::Token { .. }) {
-                self.statistics.count_dropped_token();
-            }
-            return;
-        };
-        let scheduler = &mut self.scheduler;
-        let mut failed = None;
-        let taken = catch_unwind(AssertUnwindSafe(|| match outcome {
-            Outcome::PromptDone { group, cached_tokens, logprobs } => {
-                request.prompt_done(group, cached_tokens, logprobs, version);
-            }
-            // A step may give a sample several tokens. Those after a stop string are dropped.
-            Outcome::Token { sample, .. } if !request.is_running(sample) => self.statistics.count_dropped_token(),
-            Outcome::Token { sample, logprobs, finish, grammar_bytes } => {
-                let stopped = request.token(sample, logprobs, finish, grammar_bytes, (version, now));
-                if stopped && finish.is_none() {
-                    // The scheduler knows no text, so it has to be told of a stop string.
-                    scheduler.finish(sample);
-                }
-            }
-            Outcome::GrammarFailed { sample, error } => {
-                let field = format!("{}.structured_outputs", request.sampling_field(sample.group.prompt_index));
-                failed = Some(match error {
-                    GrammarError::TooMuchWork(reason) => Error::invalid(field, reason),
-                    GrammarError::TooMuchTime(reason) => Error::ResourceExhausted(format!(
-                        "{field}: {reason} to find which tokens may follow; make the grammar less ambiguous"
-                    )),
-                });
-            }
-        }));
-        if let Err(panic) = taken {
-            return self.fail(key, &panic_message(&*panic));
-        }
-        if let Some(error) = failed {
-            return self.reject(key, error);
-        }
-        if request.is_done() {
-            self.end(key, Ending::Finished);
-        }
+    fn tokens_per_second(&self) -> f64 {
+        if self.time.is_zero() { 0.0 } else { self.tokens as f64 / self.time.as_secs_f64() }
     }
+}
 
-    /// Ends a request whose answer panicked. Some of its events may be lost, but nothing else of the engine was being
-    /// changed, so all other requests go on.
-    fn fail(&mut self, key: RequestKey, panic: &str) {
-        if let Some(mut request) = self.take(key) {
-            self.statistics.count_aborted_request();
-            self.report_panic(key, &mut request, panic);
-        }
-    }
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-    /// Tells the client of a request that has been taken out that its answer panicked.
-    pub(super) fn report_panic(&mut self, key: RequestKey, request: &mut Request, panic: &str) {
-        tracing::error!(request = key.0, "a request ends because its answer panicked: {panic}");
-        self.statistics.count_internal_error();
-        let error = Error::Internal(format!("the answer to this request panicked: {panic}; other requests go on"));
-        if catch_unwind(AssertUnwindSafe(|| request.fail(error))).is_err() {
-            tracing::error!(request = key.0, "its client could not be told");
+    #[test]
+    fn only_the_last_ten_seconds_of_stepping_count() {
+        let mut throughput = Throughput::default();
+        assert_eq!(throughput.tokens_per_second(), 0.0);
+        for _ in 0..20 {
+            throughput.record(Duration::from_secs(1), 1_000);
         }
+        for _ in 0..10 {
+            throughput.record(Duration::from_secs(1), 30);
+        }
+        assert_eq!(throughput.tokens_per_second(), 30.0);
     }
 }

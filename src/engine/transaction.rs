@@ -3,8 +3,12 @@
 use std::time::{Duration, Instant};
 
 use super::command::{OpenUpdate, UpdateBegin};
+use super::core::EngineCore;
+use super::drain::Drains;
+use super::sleep::AwakeBytes;
+use crate::executor::Executor;
+use crate::memory::MemoryUse;
 use crate::types::WeightVersion;
-use crate::weights::ShadowWeights;
 
 /// An open update: its header, from `BeginUpdate` until it is applied, refused or rolled back.
 pub(super) struct Transaction {
@@ -58,21 +62,24 @@ impl Transaction {
 }
 
 /// All updates of the engine: at most one is open, the others have ended.
-#[derive(Default)]
 pub(super) struct Updates {
+    /// What must fit into the ledger beside an update once everything wakes.
+    pub(super) awake: AwakeBytes,
     open: Option<Transaction>,
-    /// The weights that the last FULL push replaced. The next FULL push is packed into their storage.
-    spare: Option<ShadowWeights>,
     begun: u64,
     applied: u64,
 }
 
 impl Updates {
+    pub fn new(awake: AwakeBytes) -> Self {
+        Self { awake, open: None, begun: 0, applied: 0 }
+    }
+
     /// Opens an update at the time `opened`, and returns its number, which no other update has.
     ///
     /// # Panics
     /// If one is open.
-    pub fn begin(&mut self, begin: UpdateBegin, in_place: bool, opened: Instant) -> u64 {
+    pub fn open(&mut self, begin: UpdateBegin, in_place: bool, opened: Instant) -> u64 {
         assert!(self.open.is_none(), "two updates are open");
         self.begun += 1;
         let id = self.begun;
@@ -80,13 +87,13 @@ impl Updates {
         id
     }
 
-    pub fn open(&self) -> Option<&Transaction> {
+    pub fn opened(&self) -> Option<&Transaction> {
         self.open.as_ref()
     }
 
     /// The open update if it is number `id` and its commit has not come.
     pub fn uncommitted(&self, id: u64) -> Option<&Transaction> {
-        self.open().filter(|open| open.id == id && !open.committed)
+        self.opened().filter(|open| open.id == id && !open.committed)
     }
 
     /// The open update's version after it, if it is given with the commit.
@@ -120,16 +127,16 @@ impl Updates {
         self.applied
     }
 
-    /// Keeps replaced weights as storage for the next FULL push, or none; what was kept before is freed.
-    pub fn set_spare(&mut self, spare: Option<ShadowWeights>) {
-        self.spare = spare;
+    /// The number of the open update, or 0.
+    pub fn open_number(&self) -> u64 {
+        self.opened().map_or(0, Transaction::id)
     }
 
-    pub fn has_spare(&self) -> bool {
-        self.spare.is_some()
-    }
-
-    pub fn take_spare(&mut self) -> Option<ShadowWeights> {
-        self.spare.take()
+    /// Asserts that a commit waits exactly if the open update says so, and that memory is reserved for no other update.
+    pub fn check_integrity<X: Executor>(&self, core: &EngineCore<X>, drains: &Drains) {
+        let committed = self.open.as_ref().is_some_and(|open| open.committed);
+        assert_eq!(drains.num_commits(), usize::from(committed), "commits among the drains");
+        let staged = core.budget.reserved(MemoryUse::UpdateStaging);
+        assert!(staged == 0 || self.open.is_some(), "{staged} bytes are reserved for no update");
     }
 }

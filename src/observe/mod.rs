@@ -14,8 +14,7 @@ use crate::logs::LogWriter;
 
 pub use journal::{ErrorNote, Journal, PushGuard, PushNote};
 pub use metrics::{
-    CallCounts, Counter, EngineSnapshot, Gauge, Histogram, Lifecycle, Metrics, PushKind, ServerFacts, SleepState,
-    StepKind, Transport,
+    CallCounts, Counter, Gauge, Histogram, Lifecycle, Metrics, PushKind, ServerFacts, SleepState, StepKind, Transport,
 };
 pub use timeline::{Follower, News, Phase, Recorder, Span, TIMELINE_BYTES, Timeline, TraceFile, TrackName, Window};
 

@@ -84,8 +84,8 @@ impl Scheduler {
         if sequence.cached_tokens.is_none() {
             sequence.cached_tokens = Some(sequence.num_computed as u32);
             self.begun.push(sequence.key.group);
-            self.counters.prompt_tokens += sequence.prompt.tokens.len() as u64;
-            self.counters.cached_tokens += sequence.num_computed as u64;
+            self.stats.prompt_tokens += sequence.prompt.tokens.len() as u64;
+            self.stats.cached_tokens += sequence.num_computed as u64;
         }
     }
 }

@@ -58,7 +58,7 @@ impl Scheduler {
         finish: Option<FinishReason>,
         advanced: Result<usize, GrammarError>,
     ) -> (Outcome, bool) {
-        self.counters.generated_tokens += 1;
+        self.stats.generated_tokens += 1;
         let sample = sequence.key;
         let grammar_bytes = match advanced {
             Ok(bytes) => bytes,

@@ -58,7 +58,7 @@ pub use stop::stop_reason;
 use crate::cache::KvCacheManager;
 use crate::error::{Error, Result};
 use crate::grammar::{MaskBudget, MaskJob};
-use crate::types::{GroupKey, RequestKey, SampleKey, TokenId};
+use crate::types::{EngineStats, GroupKey, RequestKey, SampleKey, TokenId};
 use queue::AdmissionQueue;
 use sequence::{SeqId, Sequence};
 use speculation::{Acceptance, NgramIndex};
@@ -76,29 +76,6 @@ pub struct SchedulerConfig {
     /// Most samples that wait; bounds the memory that requests take before they run.
     pub max_queued_samples: usize,
     pub speculation: Speculation,
-}
-
-/// Snapshot of the scheduler between two steps. The numbers of tokens and of preemptions count from the start.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct SchedulerStats {
-    pub running_samples: usize,
-    /// Samples that are queued, preempted, suspended, or forked and without a place.
-    pub waiting_samples: usize,
-    pub total_blocks: usize,
-    /// Blocks that no sequence holds, whether cached or not.
-    pub free_blocks: usize,
-    /// Free blocks that still hold a cached prefix.
-    pub cached_blocks: usize,
-    /// Tokens of admitted prompts, once per group.
-    pub prompt_tokens: u64,
-    /// Prompt tokens that were found in the prefix cache.
-    pub cached_tokens: u64,
-    pub generated_tokens: u64,
-    pub preemptions: u64,
-    /// Draft tokens that were run.
-    pub drafted_tokens: u64,
-    /// Draft tokens that turned out right, each of which is a generated token as well.
-    pub accepted_tokens: u64,
 }
 
 /// Continuous batching over one KV cache. The module's page says how it works.
@@ -127,7 +104,8 @@ pub struct Scheduler {
     live_samples: usize,
     /// Number of groups that have left the queue.
     next_admission: u64,
-    counters: Counters,
+    /// Counts of tokens and preemptions.
+    stats: EngineStats,
 }
 
 /// What the scheduler keeps of a group beside its sequences.
@@ -142,16 +120,6 @@ struct GroupState {
     /// Index in which drafts are looked for. Only groups that are decoding in the current step have one.
     index: Option<NgramIndex>,
     acceptance: Acceptance,
-}
-
-#[derive(Clone, Copy, Debug, Default)]
-struct Counters {
-    prompt_tokens: u64,
-    cached_tokens: u64,
-    generated_tokens: u64,
-    preemptions: u64,
-    drafted_tokens: u64,
-    accepted_tokens: u64,
 }
 
 impl Scheduler {
@@ -176,7 +144,7 @@ impl Scheduler {
             mask_jobs: Vec::new(),
             live_samples: 0,
             next_admission: 0,
-            counters: Counters::default(),
+            stats: EngineStats::default(),
         }
     }
 
@@ -282,20 +250,16 @@ impl Scheduler {
         self.cache.reset_prefix_cache()
     }
 
-    pub fn stats(&self) -> SchedulerStats {
+    /// The scheduler's part of the engine's numbers.
+    pub fn stats(&self) -> EngineStats {
         let blocks = self.cache.counts();
-        SchedulerStats {
-            running_samples: self.running.len(),
-            waiting_samples: self.num_waiting(),
-            total_blocks: blocks.total,
-            free_blocks: blocks.free,
-            cached_blocks: blocks.cached,
-            prompt_tokens: self.counters.prompt_tokens,
-            cached_tokens: self.counters.cached_tokens,
-            generated_tokens: self.counters.generated_tokens,
-            preemptions: self.counters.preemptions,
-            drafted_tokens: self.counters.drafted_tokens,
-            accepted_tokens: self.counters.accepted_tokens,
+        EngineStats {
+            running_samples: self.running.len() as u64,
+            waiting_samples: self.num_waiting() as u64,
+            total_blocks: blocks.total as u64,
+            free_blocks: blocks.free as u64,
+            cached_blocks: blocks.cached as u64,
+            ..self.stats
         }
     }
 

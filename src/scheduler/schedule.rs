@@ -68,7 +68,7 @@ impl Scheduler {
         let holders = self.waiting.iter().rev().filter(|(_, sequence)| !sequence.table.is_empty());
         let waiting = holders.map(|(&holder, _)| holder).find(|&holder| holder != id);
         let Some(victim) = running.max(waiting) else { return false };
-        self.counters.preemptions += 1;
+        self.stats.preemptions += 1;
         if let Some(sequence) = self.running.remove(&victim) {
             self.waiting.insert(victim, sequence);
         }

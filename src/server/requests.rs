@@ -3,11 +3,11 @@
 
 use std::time::Instant;
 
-use super::calls::{CancelOnDrop, Deadline, ReplyStream, StreamGuards, Writer, event_channel};
+use super::calls::{CancelOnDrop, Deadline, ReplyEnd, ReplyStream, StreamGuards, Writer, event_channel};
 use super::context::ModelFacts;
-use super::convert::ValidRequest;
 use super::gate::Gate;
 use super::pb;
+use crate::engine::{Command, GenerateCommand, RequestClient, ValidRequest};
 use crate::error::{Error, Result};
 use crate::memory::Charge;
 use crate::types::Owner;
@@ -85,7 +85,7 @@ where
     M: Ask,
     W: Writer,
 {
-    let arrived_at = Instant::now();
+    let at = Instant::now();
     let (context, running) = gate.admit()?;
     let model = context.model.clone();
     let (deadline, owner) = (arrived.deadline.clone(), arrived.owner);
@@ -97,14 +97,15 @@ where
         error = gate.refused() => return Err(error),
     };
     tracing::debug!(request_id = request.request_id, prompts = request.prompts.len(), "request accepted");
-    let size = (request.prompts.len(), request.samples());
+    let size = (request.prompts.len(), request.num_samples());
     let writer = writer(&request);
     let prompts = charge.split(request.prompt_bytes());
-    let (reply, events) = event_channel(&context);
+    let (ReplyEnd { responder, backlog }, events) = event_channel(&context);
     let cancel = CancelOnDrop::new(&context.engine);
-    let ends_at = request.time_limit.and_then(|limit| arrived_at.checked_add(limit));
+    let ends_at = request.time_limit.and_then(|limit| at.checked_add(limit));
     let time_limit = ends_at.map(|at| cancel.expire_at(at));
-    context.engine.send(request.into_command((owner, arrived_at), cancel.flag.clone(), reply, charge))?;
+    let client = RequestClient { owner, arrived: at, cancel: cancel.flag.clone(), responder, backlog, charge };
+    context.engine.send(Command::Generate(Box::new(GenerateCommand { request, client })))?;
     let guards = StreamGuards { cancel, running, deadline, gate: gate.clone(), prompts, time_limit };
     Ok(ReplyStream::new(events, writer, size, guards))
 }

@@ -6,12 +6,14 @@ mod mask;
 mod plan;
 mod prompt;
 mod sampling;
+mod stats;
 
 pub use mask::TokenMask;
 pub use plan::{BlockCopy, BlockId, History, LogitsRow, LogitsTask, PlanSequence, StepOutput, StepPlan};
 pub use prompt::{MediaItem, Prompt};
 pub use rollout_kernels::{Distribution, TokenLogprobs};
 pub use sampling::{FinishReason, SamplingParams, sample_seed};
+pub use stats::{ENGINE_STATS, EngineStats};
 
 /// Index of a token in the vocabulary.
 pub type TokenId = u32;

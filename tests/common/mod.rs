@@ -13,9 +13,9 @@ use clap::Parser;
 use rollout_kernels::cpu::Isa;
 use rollout_server::config::Config;
 use rollout_server::engine::{
-    Activity, AdapterTarget, CancelFlag, Command, Completion, DrainMode, EngineHandle, Event, GenerateCommand,
-    LifecycleStatus, OwnSampling, RequestKind, RunningPolicy, SleepLevel, SleepReply, Status, Summary, UpdateBegin,
-    UpdateReply, WakeTags,
+    Activity, AdapterTarget, CancelFlag, Command, Completion, DrainMode, EngineHandle, EngineStatus, Event,
+    GenerateCommand, LifecycleStatus, PromptSampling, RequestClient, RequestKind, RunningPolicy, SleepLevel,
+    SleepReply, Summary, UpdateBegin, UpdateReply, ValidRequest, WakeTags,
 };
 use rollout_server::error::Result;
 use rollout_server::grammar::Grammar;
@@ -90,17 +90,20 @@ impl Engine {
         let (sender, events) = channel();
         let cancel = CancelFlag::default();
         let traffic = &self.started.as_ref().unwrap().traffic;
-        let command = GenerateCommand {
+        let request = ValidRequest {
             request_id: request.id,
-            owner: None,
             prompts: request.prompts.into_iter().map(Prompt::from_tokens).collect(),
             kind: request.kind,
             params: Arc::new(request.params),
             grammar: request.grammar,
-            own: request.own,
+            prompt_sampling: request.own,
             adapter: request.adapter,
             if_weight_version: request.if_weight_version,
             min_weight_version: request.min_weight_version,
+            time_limit: None,
+        };
+        let client = RequestClient {
+            owner: None,
             arrived: std::time::Instant::now(),
             cancel: cancel.clone(),
             responder: Box::new(move |event| {
@@ -109,7 +112,7 @@ impl Engine {
             backlog: Backlog::new(traffic),
             charge: traffic.charge_always(0),
         };
-        self.handle().send(Command::Generate(Box::new(command))).unwrap();
+        self.handle().send(Command::Generate(Box::new(GenerateCommand { request, client }))).unwrap();
         Running { events, cancel }
     }
 
@@ -117,7 +120,7 @@ impl Engine {
         self.send(request).wait()
     }
 
-    pub fn status(&self) -> Status {
+    pub fn status(&self) -> EngineStatus {
         self.ask(|reply| Command::Status { reply })
     }
 
@@ -128,8 +131,11 @@ impl Engine {
     /// Waits until no request runs, and checks that every block is free.
     pub fn assert_all_free(&self) {
         let status = self.status();
-        assert_eq!(status.free_blocks, status.total_blocks, "{status:?}");
-        assert_eq!((status.running_requests, status.running_samples, status.waiting_samples), (0, 0, 0));
+        assert_eq!(status.stats.free_blocks, status.stats.total_blocks, "{status:?}");
+        assert_eq!(
+            (status.stats.accepted_requests, status.stats.running_samples, status.stats.waiting_samples),
+            (0, 0, 0)
+        );
     }
 }
 
@@ -153,7 +159,7 @@ pub struct Request {
     pub kind: RequestKind,
     pub params: SamplingParams,
     pub grammar: Option<Arc<Grammar>>,
-    pub own: BTreeMap<u32, OwnSampling>,
+    pub own: BTreeMap<u32, PromptSampling>,
     pub adapter: Option<String>,
     pub if_weight_version: Option<u64>,
     pub min_weight_version: Option<u64>,

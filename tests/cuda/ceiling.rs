@@ -6,7 +6,7 @@ use std::process::{Child, Command as Process, Stdio};
 use clap::Parser;
 use rollout_kernels::{Backend, DeviceOptions};
 use rollout_server::config::Config;
-use rollout_server::engine::{AdapterTarget, DrainMode, LifecycleStatus, SleepLevel, Status};
+use rollout_server::engine::{AdapterTarget, DrainMode, EngineStatus, LifecycleStatus, SleepLevel};
 use rollout_server::error::{Error, Result};
 use rollout_server::memory::{MemoryReport, MemoryUse};
 use rollout_server::observe::Observer;
@@ -62,7 +62,7 @@ fn entry(report: &MemoryReport, used_for: MemoryUse) -> u64 {
     report.entries.iter().find(|entry| entry.0 == used_for).map_or(0, |entry| entry.1)
 }
 
-fn host(status: &Status) -> &MemoryReport {
+fn host(status: &EngineStatus) -> &MemoryReport {
     status.host_memory.as_ref().expect("the device has memory of its own")
 }
 
@@ -105,7 +105,7 @@ fn work_below_the_ceiling() {
         samples(&engine);
         watch.check(what);
     };
-    let delta = |engine: &Engine| Push::delta(&others, &weights, engine.status().weight_version);
+    let delta = |engine: &Engine| Push::delta(&others, &weights, engine.status().stats.weight_version);
     for round in 0..2 {
         push("an adapter", Push::lora("peft/bfloat16"));
         push("the base", Push::base());

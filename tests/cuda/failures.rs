@@ -105,7 +105,7 @@ impl Bench {
     }
 
     fn delta(&self, before: &StateDict, after: &StateDict) -> Result<()> {
-        let version = self.engine.status().weight_version;
+        let version = self.engine.status().stats.weight_version;
         self.engine.push(Push::delta(before, after, version)).map(drop)
     }
 

@@ -219,7 +219,7 @@ fn preempted_sequences_have_the_same_bits() {
         let before = repeats();
         assert_eq!(generate(&engine, prompts(), 24), expected, "--tp {tp}");
         assert_ne!(repeats_since(before), Some(0), "--tp {tp}");
-        assert!(engine.status().preemptions > 0, "--tp {tp}: {:?}", engine.status());
+        assert!(engine.status().stats.preemptions > 0, "--tp {tp}: {:?}", engine.status());
     }
 }
 

@@ -65,7 +65,7 @@ fn work(flags: &[&str]) -> String {
     engine.push(Push::full(&weights)).expect("pushed");
     engine.push(Push::lora("peft/bfloat16")).expect("merged");
     engine.push(Push::base()).expect("back to the base");
-    engine.push(Push::delta(&weights, &after, engine.status().weight_version)).expect("changed");
+    engine.push(Push::delta(&weights, &after, engine.status().stats.weight_version)).expect("changed");
     engine.push(Push::lora("peft/rslora_patterns")).expect("merged");
     engine.sleep(SleepLevel::One, DrainMode::Wait).expect("sleeps");
     engine.wake(true, true).expect("wakes");

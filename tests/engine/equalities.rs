@@ -1,7 +1,7 @@
 //! Results have the same bits alone or in a batch, prefilled whole or in chunks, cached or not, preempted or not,
 //! sampled or scored, in a group or replayed, on one rank or on several.
 
-use rollout_server::engine::OwnSampling;
+use rollout_server::engine::PromptSampling;
 use rollout_server::types::{SamplingParams, TokenId, sample_seed};
 
 use crate::common::{Engine, Reply, Request, bits, kernels, random_prompts};
@@ -127,9 +127,9 @@ fn preempted_is_not_preempted() {
         "llama-tied",
         &["--kv-cache-bytes", PREEMPTING_CACHE, "--max-model-len", "128"],
         |engine, params, alone| {
-            let before = engine.status().preemptions;
+            let before = engine.status().stats.preemptions;
             assert_eq!(&generate(engine, prompts(), 1, params).bits(), alone);
-            let preemptions = engine.status().preemptions - before;
+            let preemptions = engine.status().stats.preemptions - before;
             assert!(preemptions > 0, "nothing was preempted: {:?}", engine.status());
             engine.assert_all_free();
         },
@@ -249,7 +249,7 @@ fn a_batch_with_sampling_per_prompt_is_its_prompts_alone() {
         ..if i.is_multiple_of(2) { &plain } else { &rich }.clone()
     };
     let own =
-        |i: usize| OwnSampling { params: params(i).into(), grammar: None, seed: Some(seed.wrapping_add(i as u64)) };
+        |i: usize| PromptSampling { params: params(i).into(), grammar: None, seed: Some(seed.wrapping_add(i as u64)) };
     let reference = Engine::start("qwen2", &[]);
     let engine = Engine::start("qwen2", &["--max-batch-tokens", "64"]);
     // Every third prompt samples as the request says.
@@ -281,7 +281,7 @@ fn a_batch_with_sampling_per_prompt_is_its_prompts_alone() {
 #[test]
 fn equal_prompts_of_one_request_are_no_clones() {
     let engine = Engine::start("qwen2", &[]);
-    let own = |seed| OwnSampling {
+    let own = |seed| PromptSampling {
         params: SamplingParams { max_tokens: NEW_TOKENS, ..Default::default() }.into(),
         grammar: None,
         seed,

@@ -54,7 +54,11 @@ fn generate(engine: &Engine, params: &SamplingParams) -> Reply {
         assert_eq!(Some(streamed), c.text.as_deref(), "the pieces of a text add up to it");
         assert!(params.stop_strings.iter().all(|stop| !streamed.contains(stop)), "{streamed:?} has a stop string");
     }
-    assert_eq!(engine.status().generated_tokens - before.generated_tokens, tokens as u64, "tokens that are counted");
+    assert_eq!(
+        engine.status().stats.generated_tokens - before.generated_tokens,
+        tokens as u64,
+        "tokens that are counted"
+    );
     engine.assert_all_free();
     reply
 }
@@ -70,8 +74,8 @@ fn assert_same(a: &Reply, b: &Reply, what: &str) {
 
 fn accepted(engine: &Engine) -> u64 {
     let status = engine.status();
-    assert!(status.accepted_tokens <= status.drafted_tokens, "{status:?}");
-    status.accepted_tokens
+    assert!(status.stats.accepted_tokens <= status.stats.drafted_tokens, "{status:?}");
+    status.stats.accepted_tokens
 }
 
 #[test]
@@ -155,9 +159,9 @@ fn a_push_under_running_samples_changes_nothing_but_the_version() {
     let params = SamplingParams { max_tokens: 300, temperature: 0.1, ..Default::default() };
     let request = Request::generate(prompts(), 2, SEED, 0).params(params);
     let expected = without.generate(request.clone());
-    let before = with.status().generated_tokens;
+    let before = with.status().stats.generated_tokens;
     let running = with.send(request);
-    while with.status().generated_tokens < before + 60 {
+    while with.status().stats.generated_tokens < before + 60 {
         std::thread::sleep(Duration::from_millis(1));
     }
     with.push(Push::full(&weights)).expect("pushed");

@@ -143,8 +143,8 @@ fn alone_in_a_batch_in_chunks_preempted_and_with_drafts_are_the_same() {
     }
     println!("{} ended by length, {} by their end, {} by their grammar", ends[0], ends[1], ends[2]);
     assert!(ends.iter().all(|count| *count > 20), "{ends:?}");
-    assert!(engines[0].1.status().accepted_tokens > 100, "{:?}", engines[0].1.status());
-    assert!(engines[2].1.status().preemptions > 0, "{:?}", engines[2].1.status());
+    assert!(engines[0].1.status().stats.accepted_tokens > 100, "{:?}", engines[0].1.status());
+    assert!(engines[2].1.status().stats.preemptions > 0, "{:?}", engines[2].1.status());
 }
 
 #[test]
@@ -200,7 +200,7 @@ fn a_grammar_that_takes_long_holds_no_other_request_up() {
     let engine = Engine::start("llama-tied", &["--max-num-seqs", "8", "--speculation", "off"]);
     let n = 32;
     for round in 0..2 {
-        let before = engine.status().generated_tokens;
+        let before = engine.status().stats.generated_tokens;
         let attack = engine.send(ambiguous(n, 800, &lark(AMBIGUOUS)));
         let mut others = 0;
         let error = loop {
@@ -212,7 +212,7 @@ fn a_grammar_that_takes_long_holds_no_other_request_up() {
             let reply = engine.generate(Request::generate(vec![vec![9, 8, 7]], 1, SEED, 10).named("other"));
             others += reply.completions[0].tokens.len() as u64;
         };
-        let of_attack = (engine.status().generated_tokens - before - others) / u64::from(n);
+        let of_attack = (engine.status().stats.generated_tokens - before - others) / u64::from(n);
         println!("round {round}: {others} tokens beside {of_attack} of each ambiguous sample; {error}");
         assert!(others > 2 * of_attack, "{others} beside {of_attack}");
         engine.assert_all_free();

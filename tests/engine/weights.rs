@@ -161,9 +161,9 @@ fn pause(
 
 /// Starts a request that is longer than any push takes, and waits until the engine is some steps into it.
 fn running(engine: &Engine) -> crate::common::Running {
-    let before = engine.status().generated_tokens;
+    let before = engine.status().stats.generated_tokens;
     let running = engine.send(Request::generate(prompts(7), 2, 9, 800).named("long"));
-    while engine.status().generated_tokens < before + 30 {
+    while engine.status().stats.generated_tokens < before + 30 {
         std::thread::sleep(Duration::from_millis(1));
     }
     running

@@ -5,8 +5,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rollout_server::engine::{
-    AbortReply, AbortTarget, AdapterStatus, CancelFlag, ChecksumReply, Command, DrainMode, Event, GenerateCommand,
-    LifecycleStatus, OpenUpdate, RequestKind, RequestList, SleepLevel, SleepReply, Status, WakeTags,
+    AbortReply, AbortTarget, AdapterStatus, CancelFlag, ChecksumReply, Command, DrainMode, EngineStatus, Event,
+    GenerateCommand, LifecycleStatus, OpenUpdate, RequestClient, RequestKind, RequestList, SleepLevel, SleepReply,
+    ValidRequest, WakeTags,
 };
 use rollout_server::error::Result;
 use rollout_server::memory::Backlog;
@@ -145,23 +146,28 @@ impl World {
         let Ok(charge) = self.traffic.charge(charged) else { return };
         let (number, cancel, backlog) = (self.requests.len(), CancelFlag::default(), Backlog::new(&self.traffic));
         let panics_at = self.dice.maybe(self.habits.faults * 4, |dice| dice.below(6) as u32);
-        let command = GenerateCommand {
+        let owner = self.owner();
+        let spec = ValidRequest {
             request_id: asked.id.clone(),
-            owner: self.owner(),
             prompts: asked.prompts.clone(),
             kind: asked.kind.clone(),
             params: asked.params.clone(),
             grammar: None,
-            own: BTreeMap::new(),
+            prompt_sampling: BTreeMap::new(),
             adapter: asked.adapter.map(|name| name.to_string()),
             if_weight_version: asked.if_version,
             min_weight_version: asked.min_version,
+            time_limit: None,
+        };
+        let client = RequestClient {
+            owner,
             arrived: self.now(),
             cancel: cancel.clone(),
             responder: self.responder(number, &backlog, panics_at),
             backlog: backlog.clone(),
             charge,
         };
+        let command = GenerateCommand { request: spec, client };
         let sent = (self.turn, self.book.lock().unwrap().known.changes);
         let mut request = Request::new(asked, self.habits.max_model_len, sent, cancel, backlog);
         request.expires = self
@@ -219,7 +225,7 @@ impl World {
     fn look_around(&mut self) {
         let none = CancelFlag::default();
         match self.dice.below(3) {
-            0 => self.call("GetStatus", &none, |reply| Command::Status { reply }, |_, _: Status| ()),
+            0 => self.call("GetStatus", &none, |reply| Command::Status { reply }, |_, _: EngineStatus| ()),
             1 => {
                 self.call("ListAdapters", &none, |reply| Command::ListAdapters { reply }, |_, _: Vec<AdapterStatus>| ())
             }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use rollout_server::cache::KvCacheManager;
 use rollout_server::clock::{Clock, VirtualClock};
-use rollout_server::engine::{Command, Engine, EngineHandle, LifecycleStatus, Setup, Status, Turn};
+use rollout_server::engine::{Command, Engine, EngineHandle, EngineStatus, LifecycleStatus, Setup, Turn};
 use rollout_server::error::Result;
 use rollout_server::memory::{MemoryBudget, MemoryUse, Traffic};
 use rollout_server::observe::Observer;
@@ -275,7 +275,7 @@ impl World {
             _ if status.update.is_some() => self.cancel_update(None),
             LifecycleStatus::Asleep { .. } | LifecycleStatus::WeightsMissing => self.wake((true, true), true),
             LifecycleStatus::Paused => self.resume(),
-            _ if status.held_requests > 0 => self.set_version(1 << 40, true),
+            _ if status.stats.held_requests > 0 => self.set_version(1 << 40, true),
             _ => {}
         }
     }
@@ -283,16 +283,16 @@ impl World {
     /// After everything has ended the engine is as it was at the start.
     fn check_rest(&mut self) -> std::result::Result<(), ()> {
         let status = self.engine.status();
-        assert_eq!((status.running_requests, status.held_requests), (0, 0), "requests are left");
+        assert_eq!((status.stats.accepted_requests, status.stats.held_requests), (0, 0), "requests are left");
         assert!(status.update.is_none(), "an update is left");
-        assert_eq!(status.free_blocks, status.total_blocks, "blocks are held");
+        assert_eq!(status.stats.free_blocks, status.stats.total_blocks, "blocks are held");
         assert_eq!(self.traffic.used(), 0, "bytes of requests are counted");
         if self.dice.coin() {
             self.sleep_deeply();
             self.settle_all()?;
             self.wake((true, true), true);
             self.settle_all()?;
-            let status: Status = self.engine.status();
+            let status: EngineStatus = self.engine.status();
             assert_eq!(status.memory.entries, self.ledger, "the ledger is not what it was");
         }
         Ok(())

@@ -15,8 +15,9 @@ fn add(rig: &mut Rig, name: &str) -> u64 {
 }
 
 fn ask_with(name: &str, adapter: &str, max_tokens: u32) -> (GenerateCommand, Asked) {
-    let (command, asked) = ask(name, 9, max_tokens);
-    (GenerateCommand { adapter: Some(adapter.into()), ..command }, asked)
+    let (mut command, asked) = ask(name, 9, max_tokens);
+    command.request.adapter = Some(adapter.into());
+    (command, asked)
 }
 
 fn remove(rig: &mut Rig, name: &str, expected_generation: Option<u64>) -> std::sync::mpsc::Receiver<Result<u64>> {
@@ -35,7 +36,7 @@ fn requests_of_several_adapters_run_in_one_step_and_share_no_kv() {
     let mut rig = Rig::new();
     let generations = [add(&mut rig, "x"), add(&mut rig, "y")];
     assert_eq!(generations, [1, 2]);
-    assert_eq!((rig.did(), rig.status().weight_version), (vec![Did::Add(1), Did::Add(2)], 0));
+    assert_eq!((rig.did(), rig.status().stats.weight_version), (vec![Did::Add(1), Did::Add(2)], 0));
     for i in 0..2 {
         let cached = ["x", "y"].map(|name| {
             let asked = rig.submit(ask_with(name, name, 1));
@@ -46,7 +47,7 @@ fn requests_of_several_adapters_run_in_one_step_and_share_no_kv() {
     }
     let [x, y] = ["x", "y"].map(|name| rig.submit(ask_with(name, name, 4)));
     let base = rig.submit(ask("base", 9, 4));
-    let mut planned = rig.engine.scheduler.schedule().sequences.into_iter().map(|s| s.adapter).collect::<Vec<_>>();
+    let mut planned = rig.engine.core.scheduler.schedule().sequences.into_iter().map(|s| s.adapter).collect::<Vec<_>>();
     planned.sort();
     assert_eq!(planned[1..], [Some(1), Some(2)], "of the base's prompt eight of nine tokens have to wait");
     drop((x, y, base));
@@ -177,7 +178,7 @@ fn shutdown_tells_who_waits_for_a_removal() {
 #[test]
 fn an_adapter_above_the_rank_is_refused() {
     let mut rig = Rig::new();
-    let parameters = rig.engine.parameters.clone();
+    let parameters = rig.engine.core.parameters.clone();
     for (rank, fits) in [(8, true), (9, false)] {
         let ticket = rig.begin(resident("x", None)).unwrap();
         let reply = told(&rig.commit(ticket.id, WeightUpdate::Lora(adapter(&parameters, 1, rank)))).reply();
@@ -191,7 +192,7 @@ fn an_adapter_above_the_rank_is_refused() {
 fn an_adapter_beside_which_the_server_could_not_wake_is_refused_when_it_is_pushed() {
     let mut rig = Rig::new();
     told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply().unwrap();
-    let large = adapter(&rig.engine.parameters, 2, 8);
+    let large = adapter(&rig.engine.core.parameters, 2, 8);
     assert!(large.bytes() > STAGING);
     let ticket = rig.begin(begin(UpdateKind::Lora)).unwrap();
     let error = told(&rig.commit(ticket.id, WeightUpdate::Lora(large))).reply().unwrap_err();

@@ -13,16 +13,16 @@ const UNREAD: u64 = 32 << 20;
 /// A request with a backlog that the test fills and drains.
 fn ask_with_backlog(id: &str, traffic: &Traffic, max_tokens: u32) -> (GenerateCommand, Asked, Backlog) {
     let (mut command, asked) = ask(id, 3, max_tokens);
-    command.backlog = Backlog::new(traffic);
-    command.charge = traffic.charge_always(0);
-    let backlog = command.backlog.clone();
+    command.client.backlog = Backlog::new(traffic);
+    command.client.charge = traffic.charge_always(0);
+    let backlog = command.client.backlog.clone();
     (command, asked, backlog)
 }
 
 #[test]
 fn a_request_whose_reader_lags_is_held_back_without_blocks_until_it_has_caught_up() {
     let mut rig = Rig::new();
-    let traffic = rig.engine.traffic.clone();
+    let traffic = rig.engine.core.traffic.clone();
     let (command, slow, backlog) = ask_with_backlog("slow", &traffic, 6);
     let slow = rig.submit((command, slow));
     let quick = rig.submit(ask("quick", 3, 6));
@@ -33,10 +33,10 @@ fn a_request_whose_reader_lags_is_held_back_without_blocks_until_it_has_caught_u
     assert_eq!(sampled(&quick.completion()), [0; 6]);
     assert!(slow.events().is_empty());
     let status = rig.status();
-    assert_eq!((status.running_requests, status.free_blocks), (1, status.total_blocks));
+    assert_eq!((status.stats.accepted_requests, status.stats.free_blocks), (1, status.stats.total_blocks));
     assert!(!backlog.take(UNREAD / 16), "it lags as before");
     rig.command(Command::Look);
-    assert!(!rig.engine.can_step());
+    assert!(!rig.engine.core.can_step());
     assert!(backlog.take(UNREAD / 16 * 15), "the engine is to look again");
     rig.command(Command::Look);
     rig.finish();
@@ -47,14 +47,14 @@ fn a_request_whose_reader_lags_is_held_back_without_blocks_until_it_has_caught_u
 #[test]
 fn a_request_that_ends_in_the_step_after_which_the_others_are_held_back_is_told() {
     let mut rig = Rig::new();
-    let traffic = rig.engine.traffic.clone();
+    let traffic = rig.engine.core.traffic.clone();
     let (command, slow, backlog) = ask_with_backlog("slow", &traffic, 6);
     let slow = rig.submit((command, slow));
     let quick = rig.submit(ask("quick", 3, 2));
     rig.step();
     backlog.add(UNREAD);
     rig.step();
-    assert!(!rig.engine.can_step());
+    assert!(!rig.engine.core.can_step());
     assert_eq!(sampled(&quick.completion()), [0; 2]);
     assert!(backlog.take(UNREAD));
     rig.command(Command::Look);
@@ -84,13 +84,13 @@ fn a_request_that_is_given_up_gets_what_the_last_step_has_brought() {
 #[test]
 fn a_request_that_is_held_back_can_end_and_change_its_policy() {
     let mut rig = Rig::new();
-    let traffic = rig.engine.traffic.clone();
+    let traffic = rig.engine.core.traffic.clone();
     let [a, b] = ["a", "b"].map(|id| {
         let (command, asked, backlog) = ask_with_backlog(id, &traffic, 3);
         backlog.add(UNREAD);
         (rig.submit((command, asked)), backlog)
     });
-    assert!(!rig.engine.can_step());
+    assert!(!rig.engine.core.can_step());
     rig.push_lora(RunningPolicy::Keep);
     a.0.cancel.cancel();
     rig.command(Command::Look);
@@ -106,15 +106,15 @@ fn a_request_that_is_held_back_can_end_and_change_its_policy() {
 #[test]
 fn where_memory_is_tight_requests_go_on_one_by_one() {
     let mut rig = Rig::new();
-    let traffic = rig.engine.traffic.clone();
+    let traffic = rig.engine.core.traffic.clone();
     let asked = ["a", "b", "c"].map(|id| rig.submit(ask(id, 3, 4)));
     rig.step();
     let others = traffic.charge_always(TRAFFIC_BYTES / 16 * 15);
     let mut ended = Vec::new();
     rig.command(Command::Look);
-    while rig.engine.can_step() {
+    while rig.engine.core.can_step() {
         rig.step();
-        assert!(rig.status().running_samples <= 1);
+        assert!(rig.status().stats.running_samples <= 1);
         let done = |asked: &Asked| asked.events().iter().any(|event| matches!(event, Event::Done(_)));
         ended.extend(asked.iter().enumerate().filter(|(_, asked)| done(asked)).map(|(i, _)| i));
     }
@@ -126,10 +126,10 @@ fn where_memory_is_tight_requests_go_on_one_by_one() {
 #[test]
 fn where_no_memory_is_left_the_request_that_holds_most_ends() {
     let mut rig = Rig::new();
-    let traffic = rig.engine.traffic.clone();
+    let traffic = rig.engine.core.traffic.clone();
     let small = rig.submit(ask("small", 3, 4));
     let (mut command, large, _) = ask_with_backlog("large", &traffic, 4);
-    command.charge = traffic.charge_always(TRAFFIC_BYTES);
+    command.client.charge = traffic.charge_always(TRAFFIC_BYTES);
     let large = rig.submit((command, large));
     assert!(matches!(large.error(), Error::ResourceExhausted(why) if why.contains("--request-bytes")));
     rig.finish();
@@ -141,11 +141,11 @@ fn where_no_memory_is_left_the_request_that_holds_most_ends() {
 #[test]
 fn tokens_count_until_their_sample_is_given_away() {
     let mut rig = Rig::new();
-    let traffic = rig.engine.traffic.clone();
+    let traffic = rig.engine.core.traffic.clone();
     let (command, asked, _) = ask_with_backlog("a", &traffic, 5);
     let asked = rig.submit((command, asked));
     let mut used = vec![traffic.used()];
-    while rig.engine.can_step() {
+    while rig.engine.core.can_step() {
         rig.step();
         used.push(traffic.used());
     }
@@ -159,7 +159,7 @@ fn tokens_count_until_their_sample_is_given_away() {
 fn an_end_does_not_wait_for_readers_longer_than_its_grace() {
     let (sender, commands) = sync_channel(2);
     let rig = Rig::with_commands(commands);
-    let (command, asked, backlog) = ask_with_backlog("slow", &rig.engine.traffic, 4);
+    let (command, asked, backlog) = ask_with_backlog("slow", &rig.engine.core.traffic, 4);
     backlog.add(UNREAD);
     sender.send(Command::Generate(Box::new(command))).unwrap();
     sender.send(Command::Shutdown { grace: Duration::from_millis(20) }).unwrap();
@@ -170,7 +170,7 @@ fn an_end_does_not_wait_for_readers_longer_than_its_grace() {
 #[test]
 fn a_pause_that_waits_for_a_request_which_ends_for_want_of_memory_takes_effect() {
     let mut rig = Rig::new();
-    let traffic = rig.engine.traffic.clone();
+    let traffic = rig.engine.core.traffic.clone();
     let asked = rig.submit(ask("a", 3, 6));
     rig.step();
     let pause = rig.pause(DrainMode::Wait);

@@ -12,10 +12,14 @@ impl Rig {
         self.call(|reply| Command::Checksum { names, cancel, reply })
     }
 
+    fn continue_checksum(&mut self) -> Result<()> {
+        self.engine.checksums.compute_piece(&mut self.engine.core)
+    }
+
     /// Computes all checksums to their end, without a step between their pieces.
     pub fn finish_checksums(&mut self) {
         while !self.engine.checksums.is_empty() {
-            self.engine.continue_checksum().unwrap();
+            self.continue_checksum().unwrap();
         }
     }
 
@@ -33,9 +37,9 @@ fn generation_goes_on_beside_checksums() {
     let asked = rig.submit(ask("a", 3, 4));
     let replies = [0; 4].map(|_| rig.begin_checksum(&[], &CancelFlag::default()));
     let mut pieces = 0;
-    while rig.engine.can_step() {
+    while rig.engine.core.can_step() {
         rig.step();
-        rig.engine.continue_checksum().unwrap();
+        rig.continue_checksum().unwrap();
         pieces += 1;
     }
     assert_eq!((sampled(&asked.completion()).len(), pieces), (4, 4), "one piece for each step");
@@ -48,7 +52,7 @@ fn generation_goes_on_beside_checksums() {
 fn a_checksum_is_of_one_policy() {
     let mut rig = Rig::new();
     let reply = rig.begin_checksum(&[], &CancelFlag::default());
-    (0..5).for_each(|_| rig.engine.continue_checksum().unwrap());
+    (0..5).for_each(|_| rig.continue_checksum().unwrap());
     rig.push_lora(RunningPolicy::Keep);
     rig.finish_checksums();
     let checksum = told(&reply).reply().unwrap();
@@ -56,7 +60,7 @@ fn a_checksum_is_of_one_policy() {
     assert_eq!(checksum.weight_version, 1);
 
     let reply = rig.begin_checksum(&[], &CancelFlag::default());
-    rig.engine.continue_checksum().unwrap();
+    rig.continue_checksum().unwrap();
     told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply().unwrap();
     rig.finish_checksums();
     assert!(matches!(told(&reply).reply(), Err(Error::FailedPrecondition(_))), "the weights went to sleep");

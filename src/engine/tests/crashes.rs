@@ -20,7 +20,7 @@ fn serves_the_old_policy(rig: &mut Rig) {
     rig.finish();
     assert_eq!(sampled(&asked.completion()), [0, 0]);
     let status = rig.status();
-    assert_eq!((status.weight_version, status.updates), (0, 0));
+    assert_eq!((status.stats.weight_version, status.stats.updates), (0, 0));
     rig.assert_clean();
     rig.push_lora(RunningPolicy::Keep);
 }
@@ -81,7 +81,7 @@ fn a_client_that_vanishes_after_its_commit_has_changed_the_policy() {
     told(&rig.commit(ticket.id, lora())).reply().unwrap();
     cancel.cancel();
     rig.command(Command::Look);
-    assert_eq!(rig.status().weight_version, 1);
+    assert_eq!(rig.status().stats.weight_version, 1);
     rig.assert_clean();
 }
 
@@ -118,7 +118,7 @@ fn in_place_after_the_first_write_only_a_complete_push_helps() {
     rig.push_now(super::rig::begin(UpdateKind::Full)).unwrap();
     let asked = rig.submit(ask("a", 3, 1));
     rig.finish();
-    assert_eq!(sampled(&asked.completion()), [rig.engine.executor.policy]);
+    assert_eq!(sampled(&asked.completion()), [rig.engine.core.executor.policy]);
     rig.assert_clean();
 }
 
@@ -126,7 +126,7 @@ fn in_place_after_the_first_write_only_a_complete_push_helps() {
 fn a_reload_that_fails_leaves_no_entry_of_the_adapter_it_has_forgotten() {
     let mut rig = Rig::new();
     let ticket = rig.begin(super::rig::begin(UpdateKind::Lora)).unwrap();
-    let merged = WeightUpdate::Lora(adapter(&rig.engine.parameters, 1, 1));
+    let merged = WeightUpdate::Lora(adapter(&rig.engine.core.parameters, 1, 1));
     told(&rig.commit(ticket.id, merged)).reply().unwrap();
     assert!(rig.reserved(MemoryUse::MergedAdapter) > 0);
     told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply().unwrap();
@@ -136,11 +136,11 @@ fn a_reload_that_fails_leaves_no_entry_of_the_adapter_it_has_forgotten() {
     rig.write_part(ticket.id).unwrap();
     cancel.cancel();
     rig.command(Command::Look);
-    rig.engine.executor.no_room = true;
+    rig.engine.core.executor.no_room = true;
     let error = rig.wake(true, true, true).unwrap_err();
     assert!(matches!(error, Error::ResourceExhausted(_)), "{error}");
     assert_eq!(rig.reserved(MemoryUse::MergedAdapter), 0);
-    rig.engine.executor.no_room = false;
+    rig.engine.core.executor.no_room = false;
     assert_eq!(rig.wake(true, true, true).unwrap(), LifecycleStatus::Running);
     rig.assert_clean();
 }
@@ -158,10 +158,10 @@ fn a_caller_of_a_pause_or_sleep_that_vanishes_calls_it_off() {
             rig.call(|reply| Command::Pause { mode, cancel, reply });
         }
         let late = rig.submit(ask("late", 3, 1));
-        assert_eq!(rig.status().held_requests, 1);
+        assert_eq!(rig.status().stats.held_requests, 1);
         flag.cancel();
         rig.command(Command::Look);
-        assert_eq!((rig.status().held_requests, rig.status().lifecycle), (0, LifecycleStatus::Running));
+        assert_eq!((rig.status().stats.held_requests, rig.status().lifecycle), (0, LifecycleStatus::Running));
         rig.finish();
         [asked, late].iter().for_each(|asked| drop(asked.completion()));
         rig.assert_clean();
@@ -248,7 +248,9 @@ fn nothing_is_stepped_while_nothing_may_step() {
     });
     let steps = || {
         let (sender, reply) = channel();
-        handle.send(Command::Status { reply: Box::new(move |s: Status| sender.send(s.steps).unwrap()) }).unwrap();
+        handle
+            .send(Command::Status { reply: Box::new(move |s: EngineStatus| sender.send(s.stats.steps).unwrap()) })
+            .unwrap();
         reply.recv_timeout(Duration::from_secs(20)).unwrap()
     };
     assert_eq!((steps(), steps()), (0, 0));

@@ -57,7 +57,7 @@ fn goes_on(rig: &mut Rig, what: &str) {
     rig.finish();
     let again = rig.submit(ask("again", 3, 2));
     rig.finish();
-    assert_eq!(sampled(&again.completion()), [rig.engine.executor.policy; 2], "{what}");
+    assert_eq!(sampled(&again.completion()), [rig.engine.core.executor.policy; 2], "{what}");
     rig.assert_clean();
 }
 
@@ -65,9 +65,9 @@ fn goes_on(rig: &mut Rig, what: &str) {
 fn damage_that_is_found_before_leaves_everything_as_it_was() {
     for (what, state, act) in READS {
         let (mut rig, asked) = reach(state);
-        let (before, policy) = (rig.status(), rig.engine.executor.policy);
+        let (before, policy) = (rig.status(), rig.engine.core.executor.policy);
         rig.did();
-        rig.engine.executor.damage = Some(Damage::Check);
+        rig.engine.core.executor.damage = Some(Damage::Check);
         for _ in 0..2 {
             match act(&mut rig) {
                 Err(Error::DataLoss(why)) => assert!(why.contains("nothing has changed"), "{what}: {why}"),
@@ -75,10 +75,14 @@ fn damage_that_is_found_before_leaves_everything_as_it_was() {
             }
         }
         let after = rig.status();
-        assert_eq!((rig.did(), rig.engine.executor.policy), (vec![], policy), "{what}");
+        assert_eq!((rig.did(), rig.engine.core.executor.policy), (vec![], policy), "{what}");
         assert_eq!((after.lifecycle, after.memory), (before.lifecycle, before.memory), "{what}");
-        assert_eq!((after.running_requests, after.weight_version), (1, before.weight_version), "{what}");
-        rig.engine.executor.damage = None;
+        assert_eq!(
+            (after.stats.accepted_requests, after.stats.weight_version),
+            (1, before.stats.weight_version),
+            "{what}"
+        );
+        rig.engine.core.executor.damage = None;
         act(&mut rig).unwrap_or_else(|e| panic!("{what}, healed: {e}"));
         goes_on(&mut rig, what);
         assert_eq!(asked.completion().finish_reason, FinishReason::Length, "{what}");
@@ -90,23 +94,24 @@ fn damage_that_is_found_while_it_is_read_leaves_no_policy_and_a_server_that_live
     for (what, state, act) in READS {
         for heal in ["a complete push", "a reload"] {
             let (mut rig, asked) = reach(state);
-            rig.engine.executor.damage = Some(Damage::Write);
+            rig.engine.core.executor.damage = Some(Damage::Write);
             match act(&mut rig) {
                 Err(Error::DataLoss(why)) => assert!(why.contains("missing"), "{what}: {why}"),
                 other => panic!("{what}: {other:?}"),
             }
             assert_eq!(asked.completion().finish_reason, FinishReason::Aborted, "{what}");
-            assert!(!rig.engine.state.has_policy() && rig.engine.state.weights_awake(), "{what}");
+            assert!(!rig.engine.core.state.has_policy() && rig.engine.core.state.weights_awake(), "{what}");
             let expected: u64 =
                 [(MemoryUse::Process, 100), (MemoryUse::Weights, 120)].iter().map(|entry| entry.1).sum();
-            let kv_cache = if rig.engine.state.kv_awake() { 480 } else { 0 };
+            let kv_cache = if rig.engine.core.state.kv_awake() { 480 } else { 0 };
             let held: u64 = rig.status().memory.entries.iter().map(|entry| entry.1).sum();
             assert_eq!(held, expected + kv_cache, "{what}");
             // The lost policy can be neither kept in a sleep nor changed.
             assert!(told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply().is_err(), "{what}");
-            let delta = UpdateBegin { expected_version: Some(rig.status().weight_version), ..begin(UpdateKind::Delta) };
+            let delta =
+                UpdateBegin { expected_version: Some(rig.status().stats.weight_version), ..begin(UpdateKind::Delta) };
             assert!(matches!(rig.push_now(delta), Err(Error::FailedPrecondition(_))), "{what}");
-            rig.engine.executor.damage = None;
+            rig.engine.core.executor.damage = None;
             match heal {
                 "a reload" => drop(rig.wake(true, true, true).unwrap_or_else(|e| panic!("{what}: {e}"))),
                 _ => drop(rig.push_now(begin(UpdateKind::Full)).unwrap_or_else(|e| panic!("{what}: {e}"))),

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::rig::{BLOCK_SIZE, BLOCKS};
 use crate::engine::*;
-use crate::executor::{Memory, Released};
+use crate::executor::{Memory, Released, WeightOrder};
 use crate::types::{RequestKey, StepOutput, StepPlan, TokenId, TokenLogprobs};
 use crate::weights::{Adapter, ParamSpec, ShadowWeights};
 

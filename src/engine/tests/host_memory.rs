@@ -60,7 +60,7 @@ fn shadow_weights_are_the_devices_and_what_arrives_is_the_hosts() {
 fn what_sleeps_in_the_hosts_memory_is_in_its_ledger() {
     for level in [SleepLevel::One, SleepLevel::Two] {
         let mut rig = rig();
-        (rig.engine.executor.kept, rig.engine.executor.moved) = (0, 150);
+        (rig.engine.core.executor.kept, rig.engine.core.executor.moved) = (0, 150);
         sleep(&mut rig, level);
         assert_eq!(entries(&mut rig, MemoryUse::Offloaded), (0, 150), "{level:?}");
         assert_eq!(entries(&mut rig, MemoryUse::Weights), (0, 0), "{level:?}");
@@ -76,10 +76,10 @@ fn what_sleeps_in_the_hosts_memory_is_in_its_ledger() {
 #[test]
 fn a_deeper_sleep_gives_back_what_slept_in_the_hosts_memory() {
     let mut rig = rig();
-    rig.engine.executor.moved = 150;
+    rig.engine.core.executor.moved = 150;
     sleep(&mut rig, SleepLevel::One);
     assert_eq!(entries(&mut rig, MemoryUse::Offloaded), (0, 150));
-    rig.engine.executor.moved = 0;
+    rig.engine.core.executor.moved = 0;
     sleep(&mut rig, SleepLevel::Two);
     assert_eq!(entries(&mut rig, MemoryUse::Offloaded), (0, 0));
     rig.wake(true, true, true).unwrap();
@@ -90,28 +90,28 @@ fn a_deeper_sleep_gives_back_what_slept_in_the_hosts_memory() {
 fn what_the_host_has_no_room_for_stays_on_the_device() {
     let mut rig = rig();
     let before = rig.status();
-    rig.engine.executor.moved = 120;
-    rig.engine.budget.set(MemoryUse::CopyBuffers, ROOM - 119).unwrap();
+    rig.engine.core.executor.moved = 120;
+    rig.engine.core.budget.set(MemoryUse::CopyBuffers, ROOM - 119).unwrap();
     sleep(&mut rig, SleepLevel::One);
     assert_eq!(entries(&mut rig, MemoryUse::Offloaded), (0, 0));
     assert_eq!(entries(&mut rig, MemoryUse::Weights), (120, 0), "it stays");
     rig.wake(true, true, false).unwrap();
-    rig.engine.budget.free(MemoryUse::CopyBuffers);
+    rig.engine.core.budget.free(MemoryUse::CopyBuffers);
     assert_eq!((rig.status().memory, rig.status().host_memory), (before.memory, before.host_memory));
 }
 
 #[test]
 fn a_wake_that_fails_leaves_both_ledgers_asleep() {
     let mut rig = rig();
-    rig.engine.executor.moved = 70;
+    rig.engine.core.executor.moved = 70;
     sleep(&mut rig, SleepLevel::One);
     let before = rig.status();
-    rig.engine.executor.no_room = true;
+    rig.engine.core.executor.no_room = true;
     let error = rig.wake(true, true, false).unwrap_err();
     assert!(matches!(error, Error::ResourceExhausted(_)), "{error}");
     let after = rig.status();
     assert_eq!((after.memory, after.host_memory), (before.memory, before.host_memory));
-    rig.engine.executor.no_room = false;
+    rig.engine.core.executor.no_room = false;
     rig.wake(true, true, false).unwrap();
     assert_eq!(entries(&mut rig, MemoryUse::Offloaded), (0, 0));
 }

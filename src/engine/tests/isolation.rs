@@ -19,25 +19,28 @@ fn a_panic_in_an_answer_ends_its_request_alone() {
     let mut rig = Rig::new();
     let [bad, good] = ["bad", "good"].map(|id| rig.submit(ask(id, 3, 4)));
     rig.step();
-    let key = rig.engine.requests.find("bad").unwrap();
-    rig.engine.executor.failing = vec![(key, "index out of bounds".into())];
+    let key = rig.engine.core.requests.find("bad").unwrap();
+    rig.engine.core.executor.failing = vec![(key, "index out of bounds".into())];
     rig.step();
     assert!(internal(&bad).contains("index out of bounds"));
     rig.finish();
     assert_eq!(sampled(&good.completion()), [0; 4]);
     let status = rig.status();
-    assert_eq!((status.internal_errors, status.finished_requests, status.aborted_requests), (1, 1, 1));
+    assert_eq!(
+        (status.stats.internal_errors, status.stats.finished_requests, status.stats.aborted_requests),
+        (1, 1, 1)
+    );
     rig.assert_clean();
 }
 
 /// A request whose responder panics at event number `at`, counted from 0, and at all events after it if `always`.
 fn panicking(id: &str, at: usize, always: bool) -> (GenerateCommand, Receiver<Event>) {
     let (mut command, _) = ask(id, 3, 4);
-    command.kind =
+    command.request.kind =
         RequestKind::Generate { n: 2, seed: 1, prompt_logprobs: true, stream_tokens: true, return_text: false };
     let (sender, events) = channel();
     let mut seen = 0;
-    command.responder = Box::new(move |event| {
+    command.client.responder = Box::new(move |event| {
         seen += 1;
         assert!(seen != at + 1 && !(always && seen > at), "a responder that panics");
         drop(sender.send(event));
@@ -59,7 +62,7 @@ fn a_panic_while_events_are_made_ends_their_request_alone() {
             true => assert!(last.is_none()),
         }
         assert_eq!(sampled(&good.completion()), [0; 4]);
-        assert_eq!(rig.status().internal_errors, 1);
+        assert_eq!(rig.status().stats.internal_errors, 1);
         rig.assert_clean();
     }
 }
@@ -78,7 +81,7 @@ fn a_panic_while_an_aborted_request_is_told_ends_that_one_alone() {
     assert!(matches!(last, Some(Event::Failed(Error::Internal(_)))), "{last:?}");
     rig.finish();
     assert_eq!(sampled(&good.completion()), [0; 4]);
-    assert_eq!(rig.status().internal_errors, 1);
+    assert_eq!(rig.status().stats.internal_errors, 1);
     rig.assert_clean();
 }
 
@@ -125,8 +128,8 @@ fn a_flood_of_commands_does_not_keep_the_engine_from_stepping() {
     /// Asks again from the reply itself, on the engine's thread, so that there always is a command.
     fn ask_for_ever(sender: std::sync::mpsc::SyncSender<Command>) {
         let again = sender.clone();
-        let reply = Box::new(move |status: Status| {
-            if status.finished_requests == 0 {
+        let reply = Box::new(move |status: EngineStatus| {
+            if status.stats.finished_requests == 0 {
                 ask_for_ever(again);
             }
         });
@@ -150,7 +153,7 @@ fn an_abort_of_many_ids_looks_each_up_once() {
     let reply = told(&rig.call(|reply| Command::Abort { target, owner: None, reply })).reply();
     assert_eq!((reply.aborted.len(), reply.unknown.len()), (MAX_QUEUED, 200_000 - MAX_QUEUED));
     assert!(held.iter().all(|asked| matches!(asked.error(), Error::Aborted(_))));
-    assert_eq!(rig.engine.requests.find("r0"), None::<RequestKey>);
+    assert_eq!(rig.engine.core.requests.find("r0"), None::<RequestKey>);
     rig.resume().unwrap();
     rig.assert_clean();
 }
@@ -163,8 +166,9 @@ fn an_id_is_free_again_when_its_request_has_ended() {
         assert!(matches!(rig.submit(ask("a", 3, 2)).error(), Error::AlreadyExists(_)), "round {round}");
         rig.finish();
         asked.completion();
-        let held = ask("held", 3, 1);
-        let held = rig.submit((GenerateCommand { min_weight_version: Some(9), ..held.0 }, held.1));
+        let (mut command, held) = ask("held", 3, 1);
+        command.request.min_weight_version = Some(9);
+        let held = rig.submit((command, held));
         assert!(matches!(rig.submit(ask("held", 3, 1)).error(), Error::AlreadyExists(_)), "round {round}");
         held.cancel.cancel();
         rig.command(Command::Look);

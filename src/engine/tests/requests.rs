@@ -10,8 +10,8 @@ fn held_requests_start_in_the_order_in_which_they_came() {
     let mut rig = Rig::new();
     told(&rig.pause(DrainMode::Wait)).reply().unwrap();
     let asked: Vec<_> = (0..4).map(|i| rig.submit(ask(&i.to_string(), 8, 1))).collect();
-    assert_eq!(rig.status().held_requests, 4);
-    assert!(!rig.engine.can_step());
+    assert_eq!(rig.status().stats.held_requests, 4);
+    assert!(!rig.engine.core.can_step());
     rig.resume().unwrap();
     for (i, first) in asked.iter().enumerate() {
         // A step takes one prompt of eight tokens, if nothing of it is cached.
@@ -28,7 +28,7 @@ fn held_requests_start_in_the_order_in_which_they_came() {
 fn what_a_step_has_brought_is_told_while_the_next_one_runs_or_before_a_command() {
     let mut rig = Rig::new();
     let (mut command, asked) = ask("a", 3, 5);
-    command.kind =
+    command.request.kind =
         RequestKind::Generate { n: 1, seed: 1, prompt_logprobs: false, stream_tokens: true, return_text: false };
     let asked = rig.submit((command, asked));
     let told = || asked.events().iter().filter(|event| matches!(event, Event::Token { .. })).count();
@@ -51,7 +51,7 @@ fn held_requests_count_against_the_queue() {
     told(&rig.pause(DrainMode::Wait)).reply().unwrap();
     let samples = |id: &str, n| {
         let (mut command, asked) = ask(id, 2, 1);
-        command.kind =
+        command.request.kind =
             RequestKind::Generate { n, seed: 1, prompt_logprobs: false, stream_tokens: false, return_text: false };
         (command, asked)
     };
@@ -74,8 +74,9 @@ fn held_requests_are_cancelled_aborted_and_checked_when_they_start() {
     let cancelled = rig.submit(ask("cancelled", 3, 1));
     let aborted = rig.submit(ask("aborted", 3, 1));
     let at_version = |id: &str, exact, least| {
-        let (command, asked) = ask(id, 3, 1);
-        (GenerateCommand { if_weight_version: exact, min_weight_version: least, ..command }, asked)
+        let (mut command, asked) = ask(id, 3, 1);
+        (command.request.if_weight_version, command.request.min_weight_version) = (exact, least);
+        (command, asked)
     };
     let old = rig.submit(at_version("old", Some(0), None));
     let new = rig.submit(at_version("new", Some(1), None));
@@ -92,7 +93,7 @@ fn held_requests_are_cancelled_aborted_and_checked_when_they_start() {
     assert!(matches!(old.error(), Error::VersionConflict(_)));
     rig.finish();
     assert_eq!(sampled(&new.completion()), [1]);
-    assert_eq!(rig.status().held_requests, 1);
+    assert_eq!(rig.status().stats.held_requests, 1);
     rig.push_lora(RunningPolicy::Keep);
     rig.finish();
     assert_eq!(sampled(&newer.completion()), [2]);
@@ -114,7 +115,7 @@ fn a_pause_waits_aborts_or_keeps() {
             rig.abort_held();
         }
         told(&reply).reply().unwrap();
-        assert!(!rig.engine.can_step());
+        assert!(!rig.engine.core.can_step());
         rig.resume().unwrap();
         rig.finish();
         assert_eq!(asked.completion().tokens.len(), tokens, "{mode:?}");
@@ -146,7 +147,7 @@ fn what_waits_for_requests_that_are_made_to_stand_still_is_called_off() {
     told(&rig.pause(DrainMode::Keep)).reply().unwrap();
     assert!(matches!(told(&pause).reply(), Err(Error::Aborted(_))));
     assert!(matches!(told(&update).reply(), Err(Error::Aborted(_))));
-    assert_eq!((rig.status().update.is_some(), rig.status().weight_version), (false, 0));
+    assert_eq!((rig.status().update.is_some(), rig.status().stats.weight_version), (false, 0));
     rig.resume().unwrap();
     rig.finish();
     assert_eq!(asked.completion().tokens.len(), 4);
@@ -188,7 +189,7 @@ fn a_sleep_keeps_requests_or_ends_them() {
         rig.steps(2);
         let slept = told(&rig.sleep(SleepLevel::One, mode)).reply().unwrap();
         assert!(slept.resident_bytes > 0);
-        let (free, total) = (rig.status().free_blocks, rig.status().total_blocks);
+        let (free, total) = (rig.status().stats.free_blocks, rig.status().stats.total_blocks);
         assert_eq!(free, total, "kept requests hold no blocks");
         rig.wake(true, true, false).unwrap();
         rig.finish();
@@ -212,16 +213,18 @@ impl Rig {
 fn an_owner_ends_its_own_requests_and_learns_of_no_others() {
     let mut rig = Rig::new();
     let owned = |id: &str, owner: Option<u64>| {
-        let (command, asked) = ask(id, 3, 50);
-        (GenerateCommand { owner: owner.map(Owner), ..command }, asked)
+        let (mut command, asked) = ask(id, 3, 50);
+        command.client.owner = owner.map(Owner);
+        (command, asked)
     };
     let mut asked: Vec<Asked> = Vec::new();
     for (id, owner) in [("mine", Some(1)), ("mine too", Some(1)), ("theirs", Some(2)), ("nobody's", None)] {
         asked.push(rig.submit(owned(id, owner)));
     }
     let held = rig.submit({
-        let (command, asked) = owned("theirs, held", Some(2));
-        (GenerateCommand { min_weight_version: Some(9), ..command }, asked)
+        let (mut command, asked) = owned("theirs, held", Some(2));
+        command.request.min_weight_version = Some(9);
+        (command, asked)
     });
     rig.step();
     let mut abort = |target: AbortTarget, owner: Option<u64>| {
@@ -244,17 +247,18 @@ fn an_owner_ends_its_own_requests_and_learns_of_no_others() {
 #[test]
 fn a_request_whose_time_is_up_ends_with_what_it_has() {
     let mut rig = Rig::new();
-    let (command, asked) = ask("a", 8, 50);
-    let kind =
+    let (mut command, asked) = ask("a", 8, 50);
+    command.request.kind =
         RequestKind::Generate { n: 2, seed: 1, prompt_logprobs: false, stream_tokens: false, return_text: false };
     // The first prompt's samples end before, those of the second run, and the third waits behind both.
-    let prompts = [8, 8, 40].map(|len: u32| Prompt::from_tokens((0..len).collect::<Vec<_>>())).to_vec();
-    let short = OwnSampling {
+    command.request.prompts = [8, 8, 40].map(|len: u32| Prompt::from_tokens((0..len).collect::<Vec<_>>())).to_vec();
+    let short = PromptSampling {
         params: Arc::new(SamplingParams { max_tokens: 1, ..SamplingParams::default() }),
         grammar: None,
         seed: None,
     };
-    let asked = rig.submit((GenerateCommand { kind, prompts, own: [(0, short)].into(), ..command }, asked));
+    command.request.prompt_sampling = [(0, short)].into();
+    let asked = rig.submit((command, asked));
     rig.steps(4);
     let before = asked.events();
     assert!(
@@ -274,7 +278,7 @@ fn a_request_whose_time_is_up_ends_with_what_it_has() {
     let made = [a, b, c, d].map(|c| c.tokens.len());
     assert!(made[0] > 0 && made[1] > 0 && made[2..] == [0, 0], "{made:?}");
     assert_eq!(summary.completion_tokens, 2 + made.iter().sum::<usize>() as u64);
-    assert_eq!(rig.status().aborted_requests, 1);
+    assert_eq!(rig.status().stats.aborted_requests, 1);
     rig.assert_clean();
 }
 
@@ -282,23 +286,23 @@ fn a_request_whose_time_is_up_ends_with_what_it_has() {
 fn a_request_whose_time_is_up_before_it_begins_has_samples_without_tokens() {
     for wait in ["newer policy", "pause", "none"] {
         let mut rig = Rig::new();
-        let (command, asked) = ask("a", 3, 4);
-        let min_weight_version = (wait == "newer policy").then_some(9);
+        let (mut command, asked) = ask("a", 3, 4);
+        command.request.min_weight_version = (wait == "newer policy").then_some(9);
         if wait == "pause" {
             told(&rig.pause(DrainMode::Wait)).reply().unwrap();
         }
         if wait == "none" {
             asked.cancel.expire();
         }
-        let asked = rig.submit((GenerateCommand { min_weight_version, ..command }, asked));
+        let asked = rig.submit((command, asked));
         if wait != "none" {
-            assert_eq!(rig.status().held_requests, 1);
+            assert_eq!(rig.status().stats.held_requests, 1);
             asked.cancel.expire();
             rig.command(Command::Look);
         }
         let ended = asked.completion();
         assert_eq!((ended.tokens.len(), ended.finish_reason, ended.seed), (0, FinishReason::Aborted, 1), "{wait}");
-        assert_eq!((rig.status().held_requests, rig.status().steps), (0, 0));
+        assert_eq!((rig.status().stats.held_requests, rig.status().stats.steps), (0, 0));
         // Whoever is gone gets nothing, also if the time is up as well.
         asked.cancel.cancel();
         asked.cancel.expire();

@@ -5,13 +5,15 @@ use std::sync::mpsc::{Receiver, TryRecvError, channel, sync_channel};
 
 pub use super::fake::*;
 use crate::cache::KvCacheManager;
+use crate::clock::Clock;
 use crate::engine::*;
-use crate::memory::{Backlog, MemoryUse};
+use crate::memory::{Backlog, MemoryBudget, MemoryUse, Traffic};
+use crate::observe::Observer;
 use crate::scheduler::{SchedulerConfig, Speculation};
 use crate::types::{Prompt, SamplingParams, TokenId};
 use crate::weights::{
-    Adapter, AdapterSpec, AdapterTensor, Delta, Dtype, ParamSpec, ShardRule, TensorData, TensorEntry, Tensors,
-    UpdateKind, WeightUpdate,
+    Adapter, AdapterSpec, AdapterTensor, Delta, Dtype, ParamSpec, Parameters, ShardRule, TensorData, TensorEntry,
+    Tensors, UpdateKind, WeightUpdate,
 };
 
 pub const BLOCK_SIZE: usize = 4;
@@ -93,24 +95,27 @@ pub fn ask(id: &str, prompt: usize, max_tokens: u32) -> (GenerateCommand, Asked)
     let (sender, events) = channel();
     let cancel = CancelFlag::default();
     let traffic = Traffic::new(TRAFFIC_BYTES);
-    let command = GenerateCommand {
+    let request = ValidRequest {
         request_id: id.into(),
-        owner: None,
         prompts: vec![Prompt::from_tokens((900..900 + prompt as TokenId).collect::<Vec<_>>())],
         kind: RequestKind::Generate { n: 1, seed: 1, prompt_logprobs: false, stream_tokens: false, return_text: false },
         params: Arc::new(SamplingParams { max_tokens, ..SamplingParams::default() }),
         grammar: None,
-        own: BTreeMap::new(),
+        prompt_sampling: BTreeMap::new(),
         adapter: None,
         if_weight_version: None,
         min_weight_version: None,
+        time_limit: None,
+    };
+    let client = RequestClient {
+        owner: None,
         arrived: std::time::Instant::now(),
         cancel: cancel.clone(),
         responder: Box::new(move |event| drop(sender.send(event))),
         backlog: Backlog::new(&traffic),
         charge: traffic.charge_always(0),
     };
-    (command, Asked { events, cancel })
+    (GenerateCommand { request, client }, Asked { events, cancel })
 }
 
 pub fn begin(kind: UpdateKind) -> UpdateBegin {
@@ -234,8 +239,8 @@ impl Rig {
     }
 
     pub fn step(&mut self) {
-        assert!(self.engine.can_step(), "nothing can step");
-        self.engine.step().unwrap();
+        assert!(self.engine.core.can_step(), "nothing can step");
+        self.engine.steps.run(&mut self.engine.core).unwrap();
         self.engine.settle().unwrap();
         self.engine.check_integrity();
     }
@@ -246,7 +251,7 @@ impl Rig {
 
     /// Steps while there is anything to step.
     pub fn finish(&mut self) {
-        while self.engine.can_step() {
+        while self.engine.core.can_step() {
             self.step();
         }
     }
@@ -256,17 +261,17 @@ impl Rig {
         asked
     }
 
-    pub fn status(&mut self) -> Status {
+    pub fn status(&mut self) -> EngineStatus {
         told(&self.call(|reply| Command::Status { reply })).reply()
     }
 
     /// The executor's orders since the last call.
     pub fn did(&mut self) -> Vec<Did> {
-        std::mem::take(&mut self.engine.executor.did)
+        std::mem::take(&mut self.engine.core.executor.did)
     }
 
     pub fn reserved(&self, used_for: MemoryUse) -> u64 {
-        self.engine.budget.reserved(used_for)
+        self.engine.core.budget.reserved(used_for)
     }
 
     pub fn pause(&mut self, mode: DrainMode) -> Receiver<Result<()>> {
@@ -318,8 +323,11 @@ impl Rig {
     /// Asserts that nothing is left behind: no request, no held block, no update and no reservation for one.
     pub fn assert_clean(&mut self) {
         let status = self.status();
-        assert_eq!((status.running_requests, status.held_requests, status.update.is_some()), (0, 0, false));
-        assert_eq!(status.free_blocks, status.total_blocks);
+        assert_eq!(
+            (status.stats.accepted_requests, status.stats.held_requests, status.update.is_some()),
+            (0, 0, false)
+        );
+        assert_eq!(status.stats.free_blocks, status.stats.total_blocks);
         assert_eq!(self.reserved(MemoryUse::UpdateStaging), 0);
         assert!(self.engine.drains.is_empty());
     }

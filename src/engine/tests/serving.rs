@@ -5,14 +5,16 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel, sync_channel}
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use super::rig::TRAFFIC_BYTES;
+use super::rig::{TRAFFIC_BYTES, ask};
 use crate::cache::KvCacheManager;
+use crate::clock::Clock;
 use crate::engine::*;
-use crate::executor::{Memory, Released};
-use crate::memory::Backlog;
+use crate::executor::{Memory, Released, WeightOrder};
+use crate::memory::{Backlog, MemoryBudget, Traffic};
+use crate::observe::Observer;
 use crate::scheduler::{SchedulerConfig, Speculation};
 use crate::types::{FinishReason, Prompt, SamplingParams, StepOutput, StepPlan, TokenId, TokenLogprobs, WeightVersion};
-use crate::weights::{Dtype, ParamSpec, ShadowWeights};
+use crate::weights::{Dtype, ParamSpec, Parameters, ShadowWeights};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -139,23 +141,27 @@ impl Fixture {
         let (sender, events) = channel();
         let cancel = CancelFlag::default();
         let traffic = Traffic::new(TRAFFIC_BYTES);
-        let command = GenerateCommand {
+        let request = ValidRequest {
             request_id: id.into(),
-            owner: None,
             prompts: prompts.iter().map(|&p| Prompt::from_tokens(p)).collect(),
             kind,
             params: Arc::new(params),
             grammar: None,
-            own: BTreeMap::new(),
+            prompt_sampling: BTreeMap::new(),
             adapter: None,
             if_weight_version: versions.0,
             min_weight_version: versions.1,
+            time_limit: None,
+        };
+        let client = RequestClient {
+            owner: None,
             arrived: std::time::Instant::now(),
             cancel: cancel.clone(),
             responder: Box::new(move |event| drop(sender.send(event))),
             backlog: Backlog::new(&traffic),
             charge: traffic.charge_always(0),
         };
+        let command = GenerateCommand { request, client };
         self.handle.send(Command::Generate(Box::new(command))).unwrap();
         (events, cancel)
     }
@@ -167,7 +173,7 @@ impl Fixture {
         reply.recv_timeout(PATIENCE).unwrap()
     }
 
-    fn status(&self) -> Status {
+    fn status(&self) -> EngineStatus {
         let (sender, reply) = channel();
         self.handle.send(Command::Status { reply: Box::new(move |s| sender.send(s).unwrap()) }).unwrap();
         reply.recv_timeout(PATIENCE).unwrap()
@@ -221,8 +227,11 @@ fn a_request_gets_its_completions_and_one_summary() {
     let Some(Event::Done(summary)) = events.last() else { panic!("{events:?}") };
     assert_eq!((summary.prompt_tokens, summary.completion_tokens), (3, 12));
     let status = engine.status();
-    assert_eq!((status.finished_requests, status.running_requests, status.generated_tokens), (1, 0, 12));
-    assert_eq!(status.free_blocks, status.total_blocks);
+    assert_eq!(
+        (status.stats.finished_requests, status.stats.accepted_requests, status.stats.generated_tokens),
+        (1, 0, 12)
+    );
+    assert_eq!(status.stats.free_blocks, status.stats.total_blocks);
     engine.end().unwrap();
 }
 
@@ -251,8 +260,8 @@ fn an_abort_delivers_what_there_is_and_frees_every_block() {
     engine.steps(4);
     assert_eq!(completions(&drain(&b))[0].2, [31, 32, 33, 34]);
     let status = engine.status();
-    assert_eq!((status.aborted_requests, status.finished_requests), (1, 1));
-    assert_eq!(status.free_blocks, status.total_blocks);
+    assert_eq!((status.stats.aborted_requests, status.stats.finished_requests), (1, 1));
+    assert_eq!(status.stats.free_blocks, status.stats.total_blocks);
     engine.end().unwrap();
 }
 
@@ -265,9 +274,9 @@ fn a_client_that_vanishes_costs_nothing() {
     engine.handle.cancel(&cancel);
     engine.steps(1);
     let status = engine.status();
-    assert_eq!((status.running_requests, status.running_samples, status.waiting_samples), (0, 0, 0));
-    assert_eq!(status.free_blocks, status.total_blocks);
-    assert_eq!(status.aborted_requests, 1);
+    assert_eq!((status.stats.accepted_requests, status.stats.running_samples, status.stats.waiting_samples), (0, 0, 0));
+    assert_eq!(status.stats.free_blocks, status.stats.total_blocks);
+    assert_eq!(status.stats.aborted_requests, 1);
     engine.end().unwrap();
 }
 
@@ -339,27 +348,10 @@ fn the_end_of_grace_aborts_what_still_runs() {
 fn a_device_that_fails_ends_every_request() {
     let Fixture { handle, permits, thread } = Fixture::new();
     drop(permits);
-    let (sender, events) = channel();
-    let traffic = Traffic::new(TRAFFIC_BYTES);
-    let command = GenerateCommand {
-        request_id: "a".into(),
-        owner: None,
-        prompts: vec![Prompt::from_tokens([1])],
-        kind: RequestKind::Score,
-        params: Arc::new(tokens(1)),
-        grammar: None,
-        own: BTreeMap::new(),
-        adapter: None,
-        if_weight_version: None,
-        min_weight_version: None,
-        arrived: std::time::Instant::now(),
-        cancel: CancelFlag::default(),
-        responder: Box::new(move |event| drop(sender.send(event))),
-        backlog: Backlog::new(&traffic),
-        charge: traffic.charge_always(0),
-    };
+    let (mut command, asked) = ask("a", 1, 1);
+    command.request.kind = RequestKind::Score;
     handle.send(Command::Generate(Box::new(command))).unwrap();
-    assert!(matches!(drain(&events)[..], [Event::Done(_)]));
+    assert!(matches!(drain(&asked.events)[..], [Event::Done(_)]));
     assert!(thread.join().unwrap().unwrap_err().to_string().contains("the device is gone"));
 }
 

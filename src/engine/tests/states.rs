@@ -100,7 +100,8 @@ const ORDERS: [(&str, Order); 17] = [
     ("lora", |rig| done(rig.push_now(begin(UpdateKind::Lora)))),
     ("full", |rig| done(rig.push_now(begin(UpdateKind::Full)))),
     ("delta", |rig| {
-        let begin = UpdateBegin { expected_version: Some(rig.engine.policy.version()), ..begin(UpdateKind::Delta) };
+        let begin =
+            UpdateBegin { expected_version: Some(rig.engine.core.policy.version()), ..begin(UpdateKind::Delta) };
         done(rig.push_now(begin))
     }),
     ("resident", |rig| done(rig.push_now(resident("x")))),
@@ -164,7 +165,7 @@ fn every_order_in_every_state_leads_where_the_table_says() {
             let after = rig.status();
             if expected == "!" {
                 assert!(matches!(result, Err(Error::FailedPrecondition(_))), "{order} in {name}: {result:?}");
-                let what = |s: &Status| (s.lifecycle, s.memory.clone(), s.weight_version, s.updates);
+                let what = |s: &EngineStatus| (s.lifecycle, s.memory.clone(), s.stats.weight_version, s.stats.updates);
                 assert_eq!(what(&after), what(&before), "{order} in {name}");
             } else {
                 assert!(result.is_ok(), "{order} in {name}: {result:?}");
@@ -192,7 +193,7 @@ fn back_to_running(rig: &mut Rig) {
     }
     let asked = rig.submit(ask("last", 5, 3));
     rig.finish();
-    assert_eq!(sampled(&asked.completion()), [rig.engine.executor.policy; 3]);
+    assert_eq!(sampled(&asked.completion()), [rig.engine.core.executor.policy; 3]);
     rig.assert_clean();
 }
 
@@ -227,7 +228,7 @@ fn sleep_gives_back_in_order_and_wake_loads_once() {
     );
     rig.push_lora(RunningPolicy::Keep);
     rig.push_lora(RunningPolicy::Keep);
-    assert_eq!((rig.did(), rig.status().weight_version), (vec![], 2));
+    assert_eq!((rig.did(), rig.status().stats.weight_version), (vec![], 2));
     rig.wake(true, false, false).unwrap();
     assert_eq!(rig.did(), [Restore(Weights), Load]);
     assert_eq!(
@@ -244,7 +245,7 @@ fn sleep_gives_back_in_order_and_wake_loads_once() {
     assert_eq!(rig.did(), released);
     rig.wake(true, true, true).unwrap();
     assert_eq!(rig.did(), [Restore(Weights), Restore(Workspace), Restore(KvCache), Load]);
-    assert_eq!((rig.status().weight_version, rig.status().updates), (0, 3));
+    assert_eq!((rig.status().stats.weight_version, rig.status().stats.updates), (0, 3));
     sleep(&mut rig, SleepLevel::Two);
     assert_eq!(rig.did(), [Release(KvCache), Release(Workspace), Release(WeightsAndBase)]);
 }
@@ -253,7 +254,7 @@ fn sleep_gives_back_in_order_and_wake_loads_once() {
 fn what_full_pushes_brought_stays_in_the_ledger_at_level_1_only() {
     let mut rig = Rig::new();
     rig.push_now(begin(UpdateKind::Full)).unwrap();
-    rig.engine.executor.kept = 120;
+    rig.engine.core.executor.kept = 120;
     sleep(&mut rig, SleepLevel::One);
     assert_eq!(rig.reserved(MemoryUse::Weights), 120, "what the executor could not give back");
     rig.did();
@@ -292,7 +293,7 @@ fn a_lora_after_a_broken_push_starts_from_the_checkpoint() {
     rig.push_lora(RunningPolicy::Keep);
     let base = [Did::Release(Memory::WeightsAndBase), Did::Restore(Memory::Weights), Did::Load];
     assert_eq!(rig.did(), base);
-    assert!(!rig.engine.policy.has_replaced());
+    assert!(!rig.engine.core.policy.has_replaced());
     back_to_running(&mut rig);
 }
 
@@ -317,8 +318,8 @@ fn what_a_packed_push_replaced_while_the_cache_slept_goes_as_that_wakes() {
     rig.wake(true, false, false).unwrap();
     let ticket = rig.begin(begin(UpdateKind::Full)).unwrap();
     told(&rig.commit(ticket.id, WeightUpdate::Packed(ticket.shadow.unwrap()))).reply().unwrap();
-    assert!(rig.engine.updates.has_spare());
+    assert!(rig.engine.core.spare.is_some());
     rig.wake(false, true, false).unwrap();
-    assert_eq!((rig.reserved(MemoryUse::SpareWeights), rig.engine.updates.has_spare()), (0, false));
+    assert_eq!((rig.reserved(MemoryUse::SpareWeights), rig.engine.core.spare.is_some()), (0, false));
     rig.assert_clean();
 }

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use super::rig::*;
 use crate::cache::CacheSalt;
+use crate::engine::request_state::RequestState;
 use crate::engine::*;
 use crate::types::{FinishReason, GroupKey, RequestKey, SampleKey, SamplingParams, TokenLogprobs};
 
@@ -21,10 +22,11 @@ fn tell(text: &str, stop: &str, finish: Option<FinishReason>, (stream_tokens, re
     let file = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/tokenizer/tokenizer.json");
     let tokenizer = Arc::new(Tokenizer::from_file(Path::new(file)).expect("the fixture is there"));
     let (mut command, asked) = ask("a", 3, 99);
-    command.params = Arc::new(SamplingParams { stop_strings: vec![stop.into()], ..SamplingParams::default() });
-    command.kind = RequestKind::Generate { n: 1, seed: 1, prompt_logprobs: false, stream_tokens, return_text };
+    command.request.params = Arc::new(SamplingParams { stop_strings: vec![stop.into()], ..SamplingParams::default() });
+    command.request.kind = RequestKind::Generate { n: 1, seed: 1, prompt_logprobs: false, stream_tokens, return_text };
     let key = RequestKey(1);
-    let (mut request, _) = Request::new(key, command, CacheSalt::default(), Some(&tokenizer), &Arc::default());
+    let mut request = RequestState::new(command, &Arc::default());
+    request.accept(key, CacheSalt::default(), Some(&tokenizer));
     let sample = SampleKey { group: GroupKey { request: key, prompt_index: 0 }, sample_index: 0 };
     let tokens = tokenizer.encode(text, false).unwrap();
     for (i, &token) in tokens.iter().enumerate() {

@@ -25,7 +25,7 @@ fn kept_requests_go_on_and_each_token_has_its_version() {
     let reply = rig.push_lora(RunningPolicy::Keep);
     assert_eq!((reply.weight_version, reply.pending, reply.adapter_generation), (1, false, None));
     rig.step();
-    assert_eq!(rig.engine.executor.oldest_kv[0], 0, "its KV is of both");
+    assert_eq!(rig.engine.core.executor.oldest_kv[0], 0, "its KV is of both");
     rig.finish();
     let samples = samples.completion();
     assert_eq!(sampled(&samples), [0, 0, 0, 1, 1, 1]);
@@ -34,7 +34,7 @@ fn kept_requests_go_on_and_each_token_has_its_version() {
         let completion = asked.completion();
         assert_eq!((sampled(&completion), completion.weight_versions), (vec![1, 1], vec![(1, 0, 2)]));
     }
-    assert!(rig.engine.executor.oldest_kv.iter().all(|&policy| policy == 1), "prompts started again");
+    assert!(rig.engine.core.executor.oldest_kv.iter().all(|&policy| policy == 1), "prompts started again");
     rig.assert_clean();
 }
 
@@ -51,7 +51,7 @@ fn a_prompt_that_a_kept_request_still_holds_is_computed_anew() {
     assert_eq!(kept.completion().weight_versions, [(0, 0, 9)], "another policy of the same version");
     let again = rig.submit(ask("again", 8, 1));
     rig.step();
-    assert_eq!(rig.engine.executor.oldest_kv, [1]);
+    assert_eq!(rig.engine.core.executor.oldest_kv, [1]);
     assert_eq!(again.completion().cached_tokens, 4, "what the new one computed is found");
     rig.assert_clean();
 }
@@ -61,9 +61,9 @@ fn recomputed_requests_read_no_kv_of_the_old_policy() {
     let mut rig = Rig::new();
     let asked = three_stages(&mut rig);
     rig.push_lora(RunningPolicy::Recompute);
-    while rig.engine.can_step() {
+    while rig.engine.core.can_step() {
         rig.step();
-        assert!(rig.engine.executor.oldest_kv.iter().all(|&policy| policy == 1));
+        assert!(rig.engine.core.executor.oldest_kv.iter().all(|&policy| policy == 1));
     }
     let [samples, prompt, queued] = asked.map(|asked| asked.completion().weight_versions);
     assert_eq!(samples, [(0, 0, 3), (1, 3, 6)]);
@@ -90,11 +90,11 @@ fn an_abort_ends_what_has_started_and_nothing_else() {
 fn a_request_of_which_one_prompt_is_done_has_started() {
     let mut rig = Rig::new();
     let (mut command, asked) = ask("two", 8, 1);
-    command.prompts.push(command.prompts[0].clone());
-    command.if_weight_version = Some(0);
+    command.request.prompts.push(command.request.prompts[0].clone());
+    command.request.if_weight_version = Some(0);
     rig.command(Command::Generate(Box::new(command)));
     rig.step();
-    assert!(rig.engine.scheduler.started_requests().is_empty(), "one is done, one is queued");
+    assert!(rig.engine.core.scheduler.started_requests().is_empty(), "one is done, one is queued");
     rig.push_lora(RunningPolicy::Abort);
     let events = asked.events();
     let reasons: Vec<_> = events
@@ -115,7 +115,7 @@ fn a_waiting_update_lets_the_accepted_finish_and_holds_the_new() {
     let reply = rig.push(UpdateBegin { running: RunningPolicy::Wait, ..begin(UpdateKind::Full) }).unwrap();
     let late = ["late", "later"].map(|id| rig.submit(ask(id, 2, 1)));
     let status = rig.status();
-    assert_eq!((status.held_requests, status.running_requests, status.update.is_some()), (2, 3, true));
+    assert_eq!((status.stats.held_requests, status.stats.accepted_requests, status.update.is_some()), (2, 3, true));
     let second = rig.begin(begin(UpdateKind::Lora)).unwrap_err();
     assert!(matches!(&second, Error::VersionConflict(why) if why.contains("another update is under way")), "{second}");
     assert_eq!(rig.did(), [Did::Shadow]);
@@ -139,7 +139,7 @@ fn prompt_logprobs_are_of_one_policy_under_every_policy_for_running_requests() {
         for score in [false, true] {
             let mut rig = Rig::new();
             let (mut command, asked) = ask("a", 20, 2);
-            command.kind = match score {
+            command.request.kind = match score {
                 true => RequestKind::Score,
                 false => RequestKind::Generate {
                     n: 2,
@@ -208,7 +208,7 @@ fn a_version_that_goes_back_or_repeats_must_be_meant() {
         refused(push(&mut rig, version, false).unwrap_err());
         refused(set(&mut rig, version, false).unwrap_err());
     }
-    assert_eq!((rig.did(), rig.status().weight_version), (vec![], 7));
+    assert_eq!((rig.did(), rig.status().stats.weight_version), (vec![], 7));
     // A version that was free at the beginning of a push is not at its commit.
     let ticket = rig.begin(UpdateBegin { new_version: Some(7), force_version: true, ..begin(UpdateKind::Lora) });
     told(&rig.commit(ticket.unwrap().id, lora())).reply().unwrap();
@@ -229,8 +229,9 @@ fn a_version_that_goes_back_or_repeats_must_be_meant() {
 fn a_queued_request_that_insists_on_the_old_policy_is_told() {
     let mut rig = Rig::new();
     let insist = |id: &str, prompt| {
-        let (command, asked) = ask(id, prompt, 4);
-        (GenerateCommand { if_weight_version: Some(0), ..command }, asked)
+        let (mut command, asked) = ask(id, prompt, 4);
+        command.request.if_weight_version = Some(0);
+        (command, asked)
     };
     let running = rig.submit(insist("running", 8));
     rig.step();
@@ -253,8 +254,9 @@ fn a_version_without_an_update_keeps_the_cache_and_marks_tokens_from_then_on() {
     rig.steps(2);
     let filler = rig.submit(ask("filler", 40, 1));
     rig.step();
-    let (command, asked) = ask("queued", 3, 1);
-    let queued = rig.submit((GenerateCommand { if_weight_version: Some(0), ..command }, asked));
+    let (mut command, asked) = ask("queued", 3, 1);
+    command.request.if_weight_version = Some(0);
+    let queued = rig.submit((command, asked));
     told(&rig.call(|reply| Command::SetVersion { version: 7, force: false, reply })).reply().unwrap();
     assert!(matches!(queued.error(), Error::VersionConflict(why) if why.contains("version 7")));
     rig.finish();
@@ -264,7 +266,7 @@ fn a_version_without_an_update_keeps_the_cache_and_marks_tokens_from_then_on() {
     rig.finish();
     let again = again.completion();
     assert_eq!((again.cached_tokens, again.weight_versions), (4, vec![(7, 0, 1)]));
-    assert_eq!((rig.status().weight_version, rig.status().updates, rig.did()), (7, 0, vec![]));
+    assert_eq!((rig.status().stats.weight_version, rig.status().stats.updates, rig.did()), (7, 0, vec![]));
     assert_eq!(rig.push_lora(RunningPolicy::Keep).weight_version, 8);
     rig.assert_clean();
 }
@@ -292,7 +294,7 @@ fn memory_is_set_aside_or_the_update_is_refused_before_it_starts() {
     told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply().unwrap();
     rig.wake(true, false, false).unwrap();
     assert!(!rig.begin(full(780, true)).unwrap().in_place, "the KV cache made room");
-    rig.engine.roll_back();
+    rig.engine.updates.roll_back(&mut rig.engine.core);
     rig.assert_clean();
 }
 
@@ -310,14 +312,14 @@ fn a_packed_push_is_exchanged_at_its_commit() {
     assert_eq!(rig.reserved(MemoryUse::SpareWeights), rig.reserved(MemoryUse::Weights));
     assert!(rig.begin(begin(UpdateKind::Full)).unwrap().shadow.is_some());
     assert_eq!((rig.reserved(MemoryUse::SpareWeights), rig.did()), (0, vec![]));
-    rig.engine.roll_back();
+    rig.engine.updates.roll_back(&mut rig.engine.core);
     // The pushed weights are the base now, so the parts that the next adapter is merged into are copied.
     let ticket = rig.begin(begin(UpdateKind::Lora)).unwrap();
-    let merged = WeightUpdate::Lora(adapter(&rig.engine.parameters, 1, 1));
+    let merged = WeightUpdate::Lora(adapter(&rig.engine.core.parameters, 1, 1));
     told(&rig.commit(ticket.id, merged)).reply().unwrap();
     assert_eq!(rig.reserved(MemoryUse::BaseCopies), 60);
     assert!(rig.begin(begin(UpdateKind::Lora)).unwrap().shadow.is_none());
-    rig.engine.roll_back();
+    rig.engine.updates.roll_back(&mut rig.engine.core);
     rig.assert_clean();
 }
 
@@ -328,11 +330,11 @@ fn what_a_packed_push_replaced_goes_with_a_sleep() {
         let ticket = rig.begin(begin(UpdateKind::Full)).unwrap();
         told(&rig.commit(ticket.id, WeightUpdate::Packed(ticket.shadow.unwrap()))).reply().unwrap();
         assert_eq!(
-            (rig.reserved(MemoryUse::SpareWeights), rig.engine.updates.has_spare()),
+            (rig.reserved(MemoryUse::SpareWeights), rig.engine.core.spare.is_some()),
             (rig.reserved(MemoryUse::Weights), true)
         );
         told(&rig.sleep(level, DrainMode::Wait)).reply().unwrap();
-        assert_eq!((rig.reserved(MemoryUse::SpareWeights), rig.engine.updates.has_spare()), (0, false), "{level:?}");
+        assert_eq!((rig.reserved(MemoryUse::SpareWeights), rig.engine.core.spare.is_some()), (0, false), "{level:?}");
         rig.wake(true, true, level == SleepLevel::Two).unwrap();
         rig.assert_clean();
     }
@@ -402,7 +404,7 @@ fn frozen_requests_cannot_be_waited_for() {
 #[test]
 fn the_ledger_shows_what_a_merged_adapter_costs() {
     let mut rig = Rig::new();
-    let parameters = rig.engine.parameters.clone();
+    let parameters = rig.engine.core.parameters.clone();
     let push = |rig: &mut Rig, layers, staging_bytes| {
         let ticket = rig.begin(UpdateBegin { staging_bytes, ..begin(UpdateKind::Lora) }).unwrap();
         told(&rig.commit(ticket.id, WeightUpdate::Lora(adapter(&parameters, layers, 1)))).reply()
@@ -421,7 +423,7 @@ fn the_ledger_shows_what_a_merged_adapter_costs() {
     rig.did();
     let error = push(&mut rig, 2, 180).unwrap_err();
     assert!(matches!(&error, Error::ResourceExhausted(why) if why.contains("base_copies")), "{error}");
-    assert_eq!((costs(&rig), rig.did(), rig.status().weight_version), ([32, 60, 0], vec![], 3));
+    assert_eq!((costs(&rig), rig.did(), rig.status().stats.weight_version), ([32, 60, 0], vec![], 3));
     push(&mut rig, 2, 100).unwrap();
     assert_eq!(costs(&rig), [64, 120, 0]);
     rig.push_lora(RunningPolicy::Keep);
@@ -434,14 +436,14 @@ fn the_ledger_shows_what_a_merged_adapter_costs() {
 #[test]
 fn a_delta_makes_what_serves_the_base() {
     let mut rig = Rig::new();
-    let parameters = rig.engine.parameters.clone();
+    let parameters = rig.engine.core.parameters.clone();
     let ticket = rig.begin(begin(UpdateKind::Lora)).unwrap();
     told(&rig.commit(ticket.id, WeightUpdate::Lora(adapter(&parameters, 1, 1)))).reply().unwrap();
     rig.push_now(UpdateBegin { expected_version: Some(1), ..begin(UpdateKind::Delta) }).unwrap();
     assert_eq!(rig.reserved(MemoryUse::MergedAdapter), 0);
-    let replaced = PARAMETERS.map(|name| rig.engine.policy.is_replaced(name));
+    let replaced = PARAMETERS.map(|name| rig.engine.core.policy.is_replaced(name));
     assert_eq!(replaced, [true, false], "the adapter is part of it now");
-    rig.engine.executor.kept = 77;
+    rig.engine.core.executor.kept = 77;
     told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply().unwrap();
     assert_eq!(rig.reserved(MemoryUse::Weights), 77, "what the executor could not give back");
 }
@@ -484,7 +486,7 @@ fn a_commit_that_waits_can_be_cancelled() {
     let cancelled = told(&rig.call(|reply| Command::CancelUpdate { update: None, reply })).reply();
     assert!(cancelled.expect("it was there").committed);
     assert!(matches!(told(&reply).reply(), Err(Error::Aborted(_))));
-    assert!(rig.status().update.is_none() && rig.status().held_requests == 0, "what waited for it goes on");
+    assert!(rig.status().update.is_none() && rig.status().stats.held_requests == 0, "what waited for it goes on");
     rig.finish();
     assert_eq!((asked.completion().tokens.len(), held.completion().tokens.len()), (9, 1));
     assert_eq!(rig.did(), [Did::Shadow]);

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::rig::*;
 use crate::engine::*;
-use crate::observe::{Phase, ServerFacts, Span, TrackName};
+use crate::observe::{Observer, Phase, ServerFacts, Span, TrackName};
 use crate::weights::UpdateKind;
 
 /// An engine on a thread of its own.
@@ -19,7 +19,7 @@ impl Served {
     fn new() -> Self {
         let (sender, commands) = sync_channel(COMMAND_QUEUE);
         let engine = Rig::with_commands(commands).engine;
-        let observer = engine.watch.observer.clone();
+        let observer = engine.core.telemetry.observer.clone();
         Self { handle: EngineHandle::new(sender), observer, thread: std::thread::spawn(move || engine.run()) }
     }
 
@@ -138,18 +138,18 @@ fn numbers_are_exact_and_agree_with_the_status() {
     let engine = Served::new();
     engine.generate("a", 5, 20);
     engine.generate("b", 9, 1);
-    let (refused, asked) = ask("c", 5, 1);
-    let refused = GenerateCommand { if_weight_version: Some(9), ..refused };
+    let (mut refused, asked) = ask("c", 5, 1);
+    refused.request.if_weight_version = Some(9);
     engine.handle.send(Command::Generate(Box::new(refused))).unwrap();
     assert!(matches!(asked.events.recv(), Ok(Event::Failed(_))));
     let status = engine.call(|reply| Command::Status { reply });
     engine.settles(Phase::Idle);
     let expected = [
-        ("rollout:prompt_tokens_total", status.prompt_tokens),
+        ("rollout:prompt_tokens_total", status.stats.prompt_tokens),
         ("rollout:prompt_tokens_total", 14),
-        ("rollout:generation_tokens_total", status.generated_tokens),
+        ("rollout:generation_tokens_total", status.stats.generated_tokens),
         ("rollout:generation_tokens_total", 21),
-        ("rollout:prompt_tokens_cached_total", status.cached_tokens),
+        ("rollout:prompt_tokens_cached_total", status.stats.cached_tokens),
         ("rollout:requests_total{outcome=\"finished\"}", 2),
         ("rollout:requests_total{outcome=\"version_conflict\"}", 1),
         ("rollout:requests_total{outcome=\"aborted\"}", 0),
@@ -162,8 +162,8 @@ fn numbers_are_exact_and_agree_with_the_status() {
         ("rollout:request_prompt_tokens_sum", 14),
         ("rollout:e2e_request_latency_seconds_count", 2),
         ("rollout:step_time_seconds_count{kind=\"decode\"}", 19),
-        ("rollout:iteration_tokens_total_count", status.steps),
-        ("rollout:iteration_tokens_total_sum", 14 - status.cached_tokens + 19),
+        ("rollout:iteration_tokens_total_count", status.stats.steps),
+        ("rollout:iteration_tokens_total_sum", 14 - status.stats.cached_tokens + 19),
         ("rollout:num_requests_running", 0),
         ("rollout:kv_cache_blocks{state=\"used\"}", 0),
         ("rollout:lifecycle{state=\"running\"}", 1),
@@ -181,8 +181,8 @@ fn numbers_are_exact_and_agree_with_the_status() {
 #[test]
 fn an_engine_that_waits_says_what_for() {
     let engine = Served::new();
-    let (command, newer) = ask("newer", 3, 1);
-    let command = GenerateCommand { min_weight_version: Some(1), ..command };
+    let (mut command, newer) = ask("newer", 3, 1);
+    command.request.min_weight_version = Some(1);
     engine.handle.send(Command::Generate(Box::new(command))).unwrap();
     engine.settles(Phase::WaitVersion);
     newer.cancel.cancel();
@@ -190,7 +190,7 @@ fn an_engine_that_waits_says_what_for() {
     engine.settles(Phase::Idle);
 
     let (command, lagging) = ask("lagging", 3, 50);
-    let backlog = command.backlog.clone();
+    let backlog = command.client.backlog.clone();
     backlog.add(u64::MAX / 4);
     engine.handle.send(Command::Generate(Box::new(command))).unwrap();
     engine.settles(Phase::WaitReaders);
@@ -208,18 +208,18 @@ fn the_oldest_requests_are_listed_with_what_they_have() {
     let (mut asked, mut replies) = (Vec::new(), Vec::new());
     for (id, version) in [("first", None), ("second", None), ("held", Some(9))] {
         let (mut command, answer) = ask(id, 5, 40);
-        command.min_weight_version = version;
-        rig.engine.receive(command);
+        command.request.min_weight_version = version;
+        rig.command(Command::Generate(Box::new(command)));
         asked.push(id);
         replies.push(answer);
     }
-    let queued = rig.engine.list_requests(50);
+    let queued = rig.engine.admission.list(&rig.engine.core, 50);
     let ids: Vec<_> = queued.oldest.iter().map(|request| request.id.as_str()).collect();
     assert_eq!((queued.total, ids), (3, asked));
     let progress: Vec<_> = queued.oldest.iter().map(|request| request.progress).collect();
     assert_eq!(progress, [Progress::Queued, Progress::Queued, Progress::Held]);
-    (0..4).for_each(|_| rig.engine.step().unwrap());
-    let list = rig.engine.list_requests(1);
+    (0..4).for_each(|_| rig.engine.steps.run(&mut rig.engine.core).unwrap());
+    let list = rig.engine.admission.list(&rig.engine.core, 1);
     assert_eq!((list.total, list.oldest.len()), (3, 1));
     let first = &list.oldest[0];
     assert_eq!((first.progress, first.prompts, first.prompt_tokens), (Progress::Running, 1, 5));

@@ -26,34 +26,12 @@ pub use render::ServerFacts;
 
 use crate::error::Error;
 use crate::memory::MemoryReport;
-use crate::types::FinishReason;
+use crate::types::{ENGINE_STATS, EngineStats, FinishReason};
 
 /// Outcome of a request whose samples have all ended by themselves. Other requests have the kind of an error, that of
 /// [`Error::Aborted`] where a client or an order ended them.
 const FINISHED: &str = "finished";
 const ABORTED: &str = "aborted";
-
-/// What the engine publishes between two steps.
-#[derive(Clone, Debug, Default)]
-pub struct EngineSnapshot {
-    pub running_samples: usize,
-    pub waiting_samples: usize,
-    pub accepted_requests: usize,
-    pub held_requests: usize,
-    pub total_blocks: usize,
-    pub free_blocks: usize,
-    pub cached_blocks: usize,
-    pub prompt_tokens: u64,
-    pub cached_tokens: u64,
-    pub generated_tokens: u64,
-    pub preemptions: u64,
-    pub drafted_tokens: u64,
-    pub accepted_tokens: u64,
-    pub weight_version: u64,
-    pub updates: u64,
-    pub resident_adapters: usize,
-    pub internal_errors: u64,
-}
 
 /// A value of a closed set that others read.
 #[derive(Debug, Default)]
@@ -85,24 +63,8 @@ struct PushMetrics {
 /// All numbers. They are made at the start; writing one never allocates and never waits.
 #[derive(Debug)]
 pub struct Metrics {
-    // Of the engine, mirrored between steps.
-    running_samples: Gauge,
-    waiting_samples: Gauge,
-    accepted_requests: Gauge,
-    held_requests: Gauge,
-    total_blocks: Gauge,
-    free_blocks: Gauge,
-    cached_blocks: Gauge,
-    prompt_tokens: Counter,
-    cached_tokens: Counter,
-    generated_tokens: Counter,
-    preemptions: Counter,
-    drafted_tokens: Counter,
-    accepted_tokens: Counter,
-    weight_version: Gauge,
-    updates: Counter,
-    resident_adapters: Gauge,
-    internal_errors: Counter,
+    /// The engine's numbers as it published them last, in the order of [`ENGINE_STATS`].
+    engine: [Gauge; ENGINE_STATS.len()],
     /// Of the device, and of the host's memory where that is another.
     ledgers: [LedgerGauges; 2],
     lifecycle: State,
@@ -159,23 +121,7 @@ impl Default for Metrics {
         };
         let outcomes = [FINISHED].iter().chain(Error::KINDS).map(|name| (*name, Counter::default()));
         Self {
-            running_samples: Gauge::default(),
-            waiting_samples: Gauge::default(),
-            accepted_requests: Gauge::default(),
-            held_requests: Gauge::default(),
-            total_blocks: Gauge::default(),
-            free_blocks: Gauge::default(),
-            cached_blocks: Gauge::default(),
-            prompt_tokens: Counter::default(),
-            cached_tokens: Counter::default(),
-            generated_tokens: Counter::default(),
-            preemptions: Counter::default(),
-            drafted_tokens: Counter::default(),
-            accepted_tokens: Counter::default(),
-            weight_version: Gauge::default(),
-            updates: Counter::default(),
-            resident_adapters: Gauge::default(),
-            internal_errors: Counter::default(),
+            engine: from_fn(|_| Gauge::default()),
             ledgers: from_fn(|_| LedgerGauges::new()),
             lifecycle: State::default(),
             sleep_state: State::default(),
@@ -207,31 +153,9 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// Takes over what the engine knows between two steps.
-    pub fn publish(&self, s: &EngineSnapshot) {
-        let gauges = [
-            (&self.running_samples, s.running_samples),
-            (&self.waiting_samples, s.waiting_samples),
-            (&self.accepted_requests, s.accepted_requests),
-            (&self.held_requests, s.held_requests),
-            (&self.total_blocks, s.total_blocks),
-            (&self.free_blocks, s.free_blocks),
-            (&self.cached_blocks, s.cached_blocks),
-            (&self.resident_adapters, s.resident_adapters),
-        ];
-        gauges.into_iter().for_each(|(gauge, value)| gauge.set(value as u64));
-        let counters = [
-            (&self.prompt_tokens, s.prompt_tokens),
-            (&self.cached_tokens, s.cached_tokens),
-            (&self.generated_tokens, s.generated_tokens),
-            (&self.preemptions, s.preemptions),
-            (&self.drafted_tokens, s.drafted_tokens),
-            (&self.accepted_tokens, s.accepted_tokens),
-            (&self.updates, s.updates),
-            (&self.internal_errors, s.internal_errors),
-        ];
-        counters.into_iter().for_each(|(counter, count)| counter.mirror(count));
-        self.weight_version.set(s.weight_version);
+    /// Takes over the engine's numbers.
+    pub fn publish(&self, stats: &EngineStats) {
+        self.engine.iter().zip(stats.values()).for_each(|(gauge, value)| gauge.set(value));
     }
 
     /// Takes over the ledger, and the host's where that is another.

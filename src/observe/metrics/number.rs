@@ -12,11 +12,6 @@ impl Counter {
         self.0.fetch_add(amount, Ordering::Relaxed);
     }
 
-    /// Takes over a count that is kept elsewhere.
-    pub fn mirror(&self, count: u64) {
-        self.0.store(count, Ordering::Relaxed);
-    }
-
     pub fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }

@@ -5,6 +5,7 @@ use super::labels::{Finished, Label};
 use super::{Histogram, Lifecycle, Metrics, PushKind, SleepState, StepKind, TRANSPORTS, Transport};
 use crate::memory::MemoryReport;
 use crate::observe::Timeline;
+use crate::types::{ENGINE_STATS, EngineStats};
 
 /// What is known outside of the engine, at the time of a scrape.
 #[derive(Clone, Debug, Default)]
@@ -27,10 +28,11 @@ impl Metrics {
     /// All metrics in Prometheus' text format.
     pub fn render(&self, timeline: &Timeline, facts: &ServerFacts) -> String {
         let mut text = Exposition::default();
+        let stats = self.engine();
+        engine(&mut text, &stats);
         self.requests(&mut text);
         self.latencies(&mut text);
-        self.tokens(&mut text);
-        self.cache(&mut text);
+        cache(&mut text, &stats);
         self.steps(&mut text, timeline);
         self.pushes(&mut text);
         self.sleeps(&mut text);
@@ -40,14 +42,6 @@ impl Metrics {
     }
 
     fn requests(&self, text: &mut Exposition) {
-        let help = "Samples that have a place in the batch.";
-        text.single("rollout:num_requests_running", G, help, self.running_samples.get());
-        let help = "Samples of accepted requests that wait for a place, for blocks or for their reader.";
-        text.single("rollout:num_requests_waiting", G, help, self.waiting_samples.get());
-        let help = "Requests whose samples run or wait.";
-        text.single("rollout:requests_accepted", G, help, self.accepted_requests.get());
-        let help = "Requests that wait for a newer policy, for Resume, or for a drain to end.";
-        text.single("rollout:requests_held", G, help, self.held_requests.get());
         text.begin("rollout:request_success_total", C, "Samples that have ended, by reason.");
         for (reason, count) in Finished::ALL.iter().zip(&self.finished) {
             text.sample(&[("finished_reason", reason.name())], count.get());
@@ -83,38 +77,6 @@ impl Metrics {
         for (name, help, histogram) in histograms {
             text.begin(name, "histogram", help);
             text.histogram(&[], histogram);
-        }
-    }
-
-    fn tokens(&self, text: &mut Exposition) {
-        let counters = [
-            ("rollout:prompt_tokens_total", "Tokens of admitted prompts, once per prompt.", &self.prompt_tokens),
-            ("rollout:prompt_tokens_cached_total", "Prompt tokens found in the prefix cache.", &self.cached_tokens),
-            ("rollout:generation_tokens_total", "Tokens given to samples.", &self.generated_tokens),
-            ("rollout:prefix_cache_queries_total", "Prompt tokens looked for in the prefix cache.", {
-                &self.prompt_tokens
-            }),
-            ("rollout:prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", &self.cached_tokens),
-            ("rollout:num_preemptions_total", "Samples that lost their blocks to others.", &self.preemptions),
-            ("rollout:spec_decode_num_draft_tokens_total", "Draft tokens that were run.", &self.drafted_tokens),
-            ("rollout:spec_decode_num_accepted_tokens_total", "Draft tokens that turned out right.", {
-                &self.accepted_tokens
-            }),
-        ];
-        for (name, help, counter) in counters {
-            text.single(name, C, help, counter.get());
-        }
-    }
-
-    fn cache(&self, text: &mut Exposition) {
-        let [total, free, cached] =
-            [&self.total_blocks, &self.free_blocks, &self.cached_blocks].map(super::number::Gauge::get);
-        let used = total.saturating_sub(free);
-        let share = if total == 0 { 0.0 } else { used as f64 / total as f64 };
-        text.single("rollout:kv_cache_usage_perc", G, "Share of KV blocks that sequences hold, from 0 to 1.", share);
-        text.begin("rollout:kv_cache_blocks", G, "KV blocks: held by sequences, free with a cached prefix, free.");
-        for (state, blocks) in [("used", used), ("cached", cached), ("free", free.saturating_sub(cached))] {
-            text.sample(&[("state", state)], blocks);
         }
     }
 
@@ -165,10 +127,6 @@ impl Metrics {
             "Pushes that are received or wait to be applied.",
             self.pushes_open.get(),
         );
-        text.single("rollout:weight_version", G, "Version of the policy that serves.", self.weight_version.get());
-        text.single("rollout:weight_updates_total", C, "Pushes applied since the start.", self.updates.get());
-        let help = "Adapters that are resident, retired ones with leases included.";
-        text.single("rollout:adapters_resident", G, help, self.resident_adapters.get());
     }
 
     fn sleeps(&self, text: &mut Exposition) {
@@ -231,7 +189,7 @@ impl Metrics {
         for ([handler, method, status], count) in self.http_calls.snapshot() {
             text.sample(&[("handler", &handler), ("method", &method), ("status", &status)], count);
         }
-        let panics = facts.panics + self.internal_errors.get();
+        let panics = facts.panics + self.engine().internal_errors;
         text.single("rollout:panics_total", C, "Panics that ended one call or request each.", panics);
         let help = "Log lines dropped because standard error was not read.";
         text.single("rollout:log_lines_dropped_total", C, help, facts.log_lines_dropped);
@@ -248,6 +206,31 @@ impl Metrics {
             text.single("process_open_fds", G, "Open file descriptors.", open_files);
         }
         text.single("process_max_fds", G, "Most file descriptors.", facts.max_open_files);
+    }
+}
+
+/// The numbers that the engine publishes.
+fn engine(text: &mut Exposition, stats: &EngineStats) {
+    for (stat, value) in ENGINE_STATS.iter().zip(stats.values()) {
+        if let Some((kind, name)) = stat.metric {
+            text.single(name, kind, stat.help, value);
+        }
+    }
+}
+
+/// The numbers of the prefix cache and of its blocks, as vLLM names them.
+fn cache(text: &mut Exposition, stats: &EngineStats) {
+    let help = "Prompt tokens looked for in the prefix cache.";
+    text.single("rollout:prefix_cache_queries_total", C, help, stats.prompt_tokens);
+    let help = "Prompt tokens found in the prefix cache.";
+    text.single("rollout:prefix_cache_hits_total", C, help, stats.cached_tokens);
+    let &EngineStats { total_blocks: total, free_blocks: free, cached_blocks: cached, .. } = stats;
+    let used = total.saturating_sub(free);
+    let share = if total == 0 { 0.0 } else { used as f64 / total as f64 };
+    text.single("rollout:kv_cache_usage_perc", G, "Share of KV blocks that sequences hold, from 0 to 1.", share);
+    text.begin("rollout:kv_cache_blocks", G, "KV blocks: held by sequences, free with a cached prefix, free.");
+    for (state, blocks) in [("used", used), ("cached", cached), ("free", free.saturating_sub(cached))] {
+        text.sample(&[("state", state)], blocks);
     }
 }
 

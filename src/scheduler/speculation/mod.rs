@@ -131,7 +131,7 @@ impl Scheduler {
         sequence.matched = matched;
         sequence.add_draft(draft, masks, &mut builder.plan.sequences[place]);
         builder.budget -= draft.len();
-        self.counters.drafted_tokens += draft.len() as u64;
+        self.stats.drafted_tokens += draft.len() as u64;
     }
 }
 

@@ -206,7 +206,7 @@ fn compare_with_alone(group: &Group, result: &GroupResult, repeats: bool) {
 #[test]
 fn samples_are_the_same_alone_and_in_any_turmoil() {
     let base = rand::random::<u32>();
-    let mut total = SchedulerStats::default();
+    let mut total = EngineStats::default();
     for seed in (u64::from(base)..).take(SEEDS as usize) {
         println!("seed {seed}");
         let harness = simulate(seed, false);
@@ -216,12 +216,7 @@ fn samples_are_the_same_alone_and_in_any_turmoil() {
         for (key, result) in &harness.results {
             compare_with_alone(&harness.groups[key], result, harness.executor.repeats);
         }
-        total.prompt_tokens += stats.prompt_tokens;
-        total.preemptions += stats.preemptions;
-        total.cached_tokens += stats.cached_tokens;
-        total.generated_tokens += stats.generated_tokens;
-        total.drafted_tokens += stats.drafted_tokens;
-        total.accepted_tokens += stats.accepted_tokens;
+        total = total + stats;
     }
     println!("{total:?}");
     assert!(total.preemptions > 5 * SEEDS && total.cached_tokens > 15 * SEEDS, "too little turmoil: {total:?}");
@@ -234,7 +229,7 @@ fn samples_are_the_same_alone_and_in_any_turmoil() {
 #[test]
 fn policies_change_under_running_sequences() {
     let base = rand::random::<u32>();
-    let (mut mixed, mut total) = (0, SchedulerStats::default());
+    let (mut mixed, mut total) = (0, EngineStats::default());
     for seed in (u64::from(base)..).take(SEEDS as usize) {
         println!("seed {seed}");
         let harness = simulate(seed, true);
@@ -245,8 +240,7 @@ fn policies_change_under_running_sequences() {
             assert!(result.done != result.aborted, "{key:?} has ended once");
         }
         mixed += harness.executor.mixed;
-        total.cached_tokens += stats.cached_tokens;
-        total.preemptions += stats.preemptions;
+        total = total + stats;
     }
     println!("{mixed} sequences with KV of several policies, {total:?}");
     assert!(mixed > SEEDS && total.cached_tokens > 5 * SEEDS && total.preemptions > SEEDS, "too little turmoil");

@@ -152,7 +152,8 @@ fn blocks_of_wrong_drafts_go_back_and_are_not_found() {
     harness.add(vec![cyclic(key(0, 0), 1, 60)]).expect("room");
     while harness.scheduler.has_work() {
         harness.step();
-        let (stats, tokens) = (harness.scheduler.stats(), harness.results[&key(0, 0)].samples[0].tokens.len());
+        let stats = harness.scheduler.stats();
+        let tokens = harness.results[&key(0, 0)].samples[0].tokens.len() as u64;
         let held = if harness.scheduler.has_work() { 11 + tokens - 1 } else { 0 };
         assert_eq!(stats.total_blocks - stats.free_blocks, held);
         assert_eq!(stats.cached_blocks, if held == 0 { 11 + tokens - 1 } else { 0 });

@@ -15,7 +15,7 @@ mod update;
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 pub(super) use lifecycle::{asleep, drain_mode, lifecycle, sleep_level, sleep_reply, wake_tags};
 pub(super) use prompt::tokens;
@@ -24,15 +24,14 @@ pub(super) use update::{
     ReceivedFacts, Terms, ValidHeader, adapters, dtype, header, open_update, tensors, update_reply,
 };
 
-use super::calls::ReplyEnd;
 use super::context::ModelFacts;
 use super::pb;
-use crate::engine::{AbortTarget, CancelFlag, Command, GenerateCommand, OwnSampling, RequestKind};
+use crate::engine::{AbortTarget, RequestKind, ValidRequest};
 use crate::error::{Error, Result};
 use crate::grammar::Grammar;
 use crate::memory::Charge;
 use crate::text::StopStrings;
-use crate::types::{Distribution, Owner, Prompt, SamplingParams, WeightVersion};
+use crate::types::{Distribution, Prompt, SamplingParams, WeightVersion};
 
 /// Most samples of one prompt: GRPO groups are 4 to 64, best-of-n and pass@k go up to 1,000.
 const MAX_SAMPLES_PER_PROMPT: u32 = 1024;
@@ -50,59 +49,17 @@ const MAX_PARAMETER_NAME_BYTES: usize = 512;
 /// Most requests that one Abort names: as many as one Generate can have samples.
 const MAX_ABORTED_REQUESTS: usize = 65_536;
 
-/// A `GenerateRequest` or `ScoreRequest` whose fields have all been checked.
-pub(super) struct ValidRequest {
-    pub(super) request_id: String,
-    pub(super) prompts: Vec<Prompt>,
-    pub(super) kind: RequestKind,
-    pub(super) params: Arc<SamplingParams>,
-    grammar: Option<Arc<Grammar>>,
-    own: BTreeMap<u32, OwnSampling>,
-    adapter: Option<String>,
-    if_weight_version: Option<WeightVersion>,
-    min_weight_version: Option<WeightVersion>,
-    /// Time from its arrival after which it ends with what it has.
-    pub(super) time_limit: Option<Duration>,
-}
-
 impl ValidRequest {
-    /// The command of a request that came from `owner` at the time `arrived`.
-    pub(super) fn into_command(
-        self,
-        (owner, arrived): (Option<Owner>, Instant),
-        cancel: CancelFlag,
-        reply: ReplyEnd,
-        charge: Charge,
-    ) -> Command {
-        let ReplyEnd { responder, backlog } = reply;
-        Command::Generate(Box::new(GenerateCommand {
-            request_id: self.request_id,
-            owner,
-            prompts: self.prompts,
-            kind: self.kind,
-            params: self.params,
-            grammar: self.grammar,
-            own: self.own,
-            adapter: self.adapter,
-            if_weight_version: self.if_weight_version,
-            min_weight_version: self.min_weight_version,
-            arrived,
-            cancel,
-            responder,
-            backlog,
-            charge,
-        }))
-    }
-
     /// Estimate of the bytes that the request takes while it runs, besides its prompts: the engine's and the
     /// scheduler's records of its samples. Sampled tokens are counted when they are made.
     pub(super) fn bytes(&self) -> u64 {
         /// Bytes that one prompt or one sample takes, including its entries in maps and queues.
         const RECORD: usize = 512;
-        let n = self.samples() / self.prompts.len();
-        let shared = params_bytes(&self.params, self.grammar.is_some(), (self.prompts.len() - self.own.len()) * n);
-        let own = self.own.values().map(|own| RECORD + params_bytes(&own.params, own.grammar.is_some(), n));
-        let records = (self.prompts.len() + self.samples()) * RECORD;
+        let n = self.num_samples() / self.prompts.len();
+        let shared =
+            params_bytes(&self.params, self.grammar.is_some(), (self.prompts.len() - self.prompt_sampling.len()) * n);
+        let own = self.prompt_sampling.values().map(|own| RECORD + params_bytes(&own.params, own.grammar.is_some(), n));
+        let records = (self.prompts.len() + self.num_samples()) * RECORD;
         (records + shared + own.sum::<usize>() + self.grammar_bytes()) as u64
     }
 
@@ -116,17 +73,9 @@ impl ValidRequest {
 
     /// Bytes of all grammars, of which several prompts may share one, without what each sample has for itself.
     fn grammar_bytes(&self) -> usize {
-        let all = self.grammar.iter().chain(self.own.values().filter_map(|own| own.grammar.as_ref()));
+        let all = self.grammar.iter().chain(self.prompt_sampling.values().filter_map(|own| own.grammar.as_ref()));
         let mut counted = HashSet::new();
         all.filter(|grammar| counted.insert(Arc::as_ptr(grammar))).map(|grammar| grammar.bytes()).sum()
-    }
-
-    /// Number of completions that the reply will carry.
-    pub(super) fn samples(&self) -> usize {
-        match self.kind {
-            RequestKind::Generate { n, .. } => self.prompts.len() * n as usize,
-            RequestKind::Score => 0,
-        }
     }
 }
 
@@ -160,7 +109,7 @@ pub(super) fn generate(
     let seed = request.sampling.as_ref().and_then(|s| s.seed).unwrap_or_else(rand::random);
     let shared = own::Shared { top_logprobs: request.top_logprobs, top_logprobs_of };
     Ok(ValidRequest {
-        own: own::own_sampling(&mut request.prompts, &shared, model)?,
+        prompt_sampling: own::own_sampling(&mut request.prompts, &shared, model)?,
         request_id: request_id(request.request_id)?,
         prompts: prompt::prompts(request.prompts, model, charge)?,
         kind: RequestKind::Generate {
@@ -193,7 +142,7 @@ pub(super) fn score(request: pb::ScoreRequest, model: &ModelFacts) -> Result<Val
         kind: RequestKind::Score,
         params: Arc::new(params),
         grammar: None,
-        own: BTreeMap::new(),
+        prompt_sampling: BTreeMap::new(),
         adapter: named(request.adapter)?,
         if_weight_version: request.if_weight_version,
         min_weight_version: request.min_weight_version,

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use super::{ModelFacts, pb, sampling, structured};
-use crate::engine::OwnSampling;
+use crate::engine::PromptSampling;
 use crate::error::{Error, Result};
 use crate::grammar::{Grammar, GrammarSource};
 use crate::types::{Distribution, TokenId};
@@ -26,7 +26,7 @@ pub(super) fn own_sampling(
     prompts: &mut [pb::Prompt],
     shared: &Shared,
     model: &ModelFacts,
-) -> Result<BTreeMap<u32, OwnSampling>> {
+) -> Result<BTreeMap<u32, PromptSampling>> {
     let mut grammars = Grammars::default();
     let mut own = BTreeMap::new();
     for (index, prompt) in (0..).zip(prompts) {
@@ -43,7 +43,7 @@ pub(super) fn own_sampling(
 struct Grammars(HashMap<(GrammarSource, Vec<TokenId>), Arc<Grammar>>);
 
 impl Grammars {
-    fn sampling(&mut self, given: pb::SamplingParams, shared: &Shared, model: &ModelFacts) -> Result<OwnSampling> {
+    fn sampling(&mut self, given: pb::SamplingParams, shared: &Shared, model: &ModelFacts) -> Result<PromptSampling> {
         let mut params = sampling::for_generate(Some(&given), shared.top_logprobs, model)?;
         params.top_logprobs_of = shared.top_logprobs_of;
         let grammar = given.structured_outputs.map(|outputs| {
@@ -64,6 +64,6 @@ impl Grammars {
             asked.check_start(&grammar, &params)?;
             Ok(grammar)
         });
-        Ok(OwnSampling { grammar: grammar.transpose()?, params: Arc::new(params), seed: given.seed })
+        Ok(PromptSampling { grammar: grammar.transpose()?, params: Arc::new(params), seed: given.seed })
     }
 }

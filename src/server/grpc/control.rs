@@ -7,7 +7,7 @@ use tonic::{Request, Response};
 use super::deadline::{answer, deadline_of};
 use super::guard::caller_of;
 use super::status::to_status;
-use crate::engine::{self, Command};
+use crate::engine::{Command, EngineStatus};
 use crate::error::Result;
 use crate::memory::{MemoryReport, MemoryUse, resident_bytes};
 use crate::server::calls::ask;
@@ -144,16 +144,17 @@ fn info_response(context: &ServingContext) -> pb::GetInfoResponse {
 }
 
 /// The reply to GetStatus, except for the uptime.
-fn status_response(s: &engine::Status) -> pb::GetStatusResponse {
+fn status_response(status: &EngineStatus) -> pb::GetStatusResponse {
+    let s = &status.stats;
     pb::GetStatusResponse {
-        lifecycle: convert::lifecycle(s.lifecycle).into(),
+        lifecycle: convert::lifecycle(status.lifecycle).into(),
         weight_version: s.weight_version,
-        memory: Some(ledger(&s.memory, s)),
-        host_memory: s.host_memory.as_ref().map(|report| ledger(report, s)),
+        memory: Some(ledger(&status.memory, status)),
+        host_memory: status.host_memory.as_ref().map(|report| ledger(report, status)),
         total_blocks: count(s.total_blocks),
         free_blocks: count(s.free_blocks),
         cached_blocks: count(s.cached_blocks),
-        running_requests: count(s.running_requests),
+        running_requests: count(s.accepted_requests),
         running_samples: count(s.running_samples),
         waiting_samples: count(s.waiting_samples),
         steps: s.steps,
@@ -166,28 +167,28 @@ fn status_response(s: &engine::Status) -> pb::GetStatusResponse {
         finished_requests: s.finished_requests,
         aborted_requests: s.aborted_requests,
         internal_errors: s.internal_errors,
-        tokens_per_second: s.tokens_per_second,
+        tokens_per_second: status.tokens_per_second,
         uptime_seconds: 0.0,
-        asleep: convert::asleep(s.lifecycle),
+        asleep: convert::asleep(status.lifecycle),
         held_requests: count(s.held_requests),
-        updating: s.update.is_some(),
+        updating: status.update.is_some(),
         updates: s.updates,
-        update: s.update.as_ref().map(convert::open_update),
+        update: status.update.as_ref().map(convert::open_update),
     }
 }
 
-fn ledger(report: &MemoryReport, s: &engine::Status) -> pb::MemoryLedger {
+fn ledger(report: &MemoryReport, status: &EngineStatus) -> pb::MemoryLedger {
     let entry = |&(used_for, bytes): &(MemoryUse, u64)| pb::MemoryEntry { name: used_for.name().into(), bytes };
     pb::MemoryLedger {
         total_bytes: report.total,
         ceiling_bytes: report.ceiling,
         entries: report.entries.iter().map(entry).collect(),
         resident_bytes: resident_bytes(),
-        traffic_bytes: s.traffic_bytes,
+        traffic_bytes: status.traffic_bytes,
     }
 }
 
 /// `n` as a 32-bit count; what is counted here is also numbered with 32 bits.
-fn count(n: usize) -> u32 {
-    u32::try_from(n).expect("blocks, samples and tokens are counted with 32 bits")
+fn count(n: impl TryInto<u32>) -> u32 {
+    n.try_into().ok().expect("blocks, samples and tokens are counted with 32 bits")
 }

@@ -2,10 +2,9 @@
 
 use std::collections::VecDeque;
 
-use crate::engine::{Completion, Event, Summary};
+use crate::engine::{Completion, Event, Summary, ValidRequest};
 use crate::error::{Error, Result};
 use crate::server::calls::{Progress, Writer};
-use crate::server::convert::ValidRequest;
 use crate::server::pb;
 use crate::types::{FinishReason, Prompt, TokenId, TokenLogprobs, WeightVersion};
 use pb::generate_response::Event as Message;

@@ -11,12 +11,13 @@ use super::control::ControlService;
 use super::note_call;
 use super::rollout::RolloutService;
 use crate::comm::Trainers;
-use crate::engine::{self, Command, EngineHandle};
+use crate::engine::{Command, EngineHandle, EngineStatus};
 use crate::memory::Traffic;
 use crate::observe::Observer;
 use crate::server::gate::{Gate, GateKeeper, gate};
 use crate::server::pb::{self, control_server::Control as _, rollout_server::Rollout as _};
 use crate::server::{ModelFacts, ServerInfo, ServingContext};
+use crate::types::EngineStats;
 use crate::weights::{Dtype, Parameters};
 
 /// An open gate, and the engine's command queue, which nobody reads.
@@ -60,7 +61,7 @@ async fn a_score_past_its_deadline_is_cancelled() {
     drop(stream);
     assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
     let Ok(Command::Generate(command)) = commands.try_recv() else { panic!("not a request") };
-    assert!(command.cancel.is_cancelled());
+    assert!(command.client.cancel.is_cancelled());
     in_time(keeper.drained()).await;
 }
 
@@ -115,7 +116,8 @@ async fn the_status_counts_panics_of_calls_and_of_the_engine() {
     let _ = gate.panics.catch(|| panic!("a call"));
     let engine = std::thread::spawn(move || {
         let Ok(Command::Status { reply }) = commands.recv() else { panic!("not a question") };
-        reply(engine::Status { internal_errors: 2, ..Default::default() });
+        let stats = EngineStats { internal_errors: 2, ..Default::default() };
+        reply(EngineStatus { stats, ..Default::default() });
     });
     let status = in_time(ControlService::new(gate).get_status(Request::new(pb::GetStatusRequest {}))).await;
     assert_eq!(status.expect("answered").get_ref().internal_errors, 3);

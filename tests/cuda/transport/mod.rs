@@ -121,7 +121,7 @@ fn seen(engine: &Engine) -> Seen {
 }
 
 fn delta(engine: &Engine, before: &StateDict, after: &StateDict) -> Push {
-    Push::delta(before, after, engine.status().weight_version)
+    Push::delta(before, after, engine.status().stats.weight_version)
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use std::sync::mpsc::sync_channel;
 use std::time::Duration;
 
-use rollout_server::engine::{Command, EngineHandle, LifecycleStatus, Status};
+use rollout_server::engine::{Command, EngineHandle, LifecycleStatus, EngineStatus};
 use rollout_server::error::Error;
 use rollout_server::observe::Observer;
 use rollout_server::server::pb::rollout_client::RolloutClient;
@@ -146,13 +146,13 @@ async fn shutdown_lets_running_requests_finish_and_refuses_new_ones() {
     assert_eq!((status.code(), status.message()), (Code::Unavailable, "the server is shutting down"));
     let asking = tokio::spawn(async move { control.get_status(pb::GetStatusRequest {}).await });
     let Command::Status { reply } = server.command() else { panic!("not a Status") };
-    reply(Status { lifecycle: LifecycleStatus::ShuttingDown, ..Default::default() });
+    reply(EngineStatus { lifecycle: LifecycleStatus::ShuttingDown, ..Default::default() });
     let status = asking.await.expect("no panic").expect("still answered").into_inner();
     assert_eq!(status.lifecycle(), pb::Lifecycle::ShuttingDown);
     assert!(!server.server.is_finished());
 
-    (engine.responder)(completion_event(0, &[7], FinishReason::Length));
-    (engine.responder)(done());
+    (engine.client.responder)(completion_event(0, &[7], FinishReason::Length));
+    (engine.client.responder)(done());
     assert!(matches!(next(&mut stream).await, Some(Message::Completion(_))));
     assert!(matches!(next(&mut stream).await, Some(Message::Summary(_))));
     assert_eq!(next(&mut stream).await, None);
@@ -168,8 +168,8 @@ async fn a_second_order_aborts_what_runs() {
     assert!(matches!(server.command(), Command::Shutdown { grace } if grace == Duration::from_secs(60)));
     server.shutdown.order();
     assert!(matches!(server.command(), Command::Shutdown { grace: Duration::ZERO }));
-    (engine.responder)(completion_event(0, &[7], FinishReason::Aborted));
-    (engine.responder)(done());
+    (engine.client.responder)(completion_event(0, &[7], FinishReason::Aborted));
+    (engine.client.responder)(done());
     let Some(Message::Completion(partial)) = next(&mut stream).await else { panic!("not a completion") };
     assert_eq!(partial.finish_reason(), pb::FinishReason::Aborted);
     assert!(matches!(next(&mut stream).await, Some(Message::Summary(_))));

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use rollout_server::engine::{Command, OpenUpdate, Status};
+use rollout_server::engine::{Command, EngineStatus, OpenUpdate};
 use rollout_server::error::Error;
 use rollout_server::server::pb::{self, update_request::Kind};
 use rollout_server::weights::UpdateKind;
@@ -93,7 +93,7 @@ async fn the_status_says_who_holds_the_update() {
         let mut client = server.control().await;
         let call = tokio::spawn(async move { client.get_status(pb::GetStatusRequest {}).await });
         let Command::Status { reply } = server.command() else { panic!("not a status") };
-        reply(Status { update: update.clone(), ..Status::default() });
+        reply(EngineStatus { update: update.clone(), ..EngineStatus::default() });
         let status = call.await.expect("no panic").expect("answered").into_inner();
         assert_eq!((status.updating, status.update), (update.is_some(), update.map(|_| as_message())));
     }

@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use rollout_server::engine::{
-    AbortReply, AbortTarget, Command, Event, LifecycleStatus, RequestKind, SleepLevel, Status, Summary, WakeTags,
+    AbortReply, AbortTarget, Command, EngineStatus, Event, LifecycleStatus, RequestKind, SleepLevel, Summary, WakeTags,
 };
 use rollout_server::error::Error;
 use rollout_server::memory::{MemoryReport, MemoryUse};
 use rollout_server::server::pb::{self, generate_response::Event as Message};
-use rollout_server::types::{FinishReason, Prompt};
+use rollout_server::types::{EngineStats, FinishReason, Prompt};
 use tonic::{Code, Request};
 
 use super::harness::*;
@@ -18,22 +18,22 @@ async fn messages_come_in_the_order_of_the_events_and_end_with_one_summary() {
     let server = start().await;
     let (mut stream, mut engine) =
         server.running(pb::GenerateRequest { n: Some(2), stream_tokens: true, ..request() }).await;
-    assert_eq!(engine.prompts, [Prompt::from_tokens([1, 2, 3])]);
-    assert!(matches!(engine.kind, RequestKind::Generate { n: 2, stream_tokens: true, .. }));
+    assert_eq!(engine.request.prompts, [Prompt::from_tokens([1, 2, 3])]);
+    assert!(matches!(engine.request.kind, RequestKind::Generate { n: 2, stream_tokens: true, .. }));
 
     // Each message arrives while the request still runs.
-    (engine.responder)(token_event(1, 7));
+    (engine.client.responder)(token_event(1, 7));
     let Some(Message::Prompt(prompt)) = any(&mut stream).await else { panic!("not a prompt") };
     assert_eq!((prompt.prompt_index, prompt.token_ids), (0, vec![1, 2, 3]));
     let Some(Message::Delta(delta)) = next(&mut stream).await else { panic!("not a delta") };
     assert_eq!((delta.sample_index, delta.token_ids, delta.raw_logprobs), (1, vec![7], vec![-7.0]));
-    (engine.responder)(completion_event(1, &[7, 99], FinishReason::Eos));
+    (engine.client.responder)(completion_event(1, &[7, 99], FinishReason::Eos));
     let Some(Message::Completion(first)) = next(&mut stream).await else { panic!("not a completion") };
     assert_eq!((first.sample_index, first.finish_reason()), (1, pb::FinishReason::Eos));
 
-    (engine.responder)(token_event(0, 8));
-    (engine.responder)(completion_event(0, &[8], FinishReason::Length));
-    (engine.responder)(done());
+    (engine.client.responder)(token_event(0, 8));
+    (engine.client.responder)(completion_event(0, &[8], FinishReason::Length));
+    (engine.client.responder)(done());
     assert!(matches!(next(&mut stream).await, Some(Message::Delta(_))));
     let Some(Message::Completion(second)) = next(&mut stream).await else { panic!("not a completion") };
     assert_eq!((second.sample_index, second.finish_reason()), (0, pb::FinishReason::Length));
@@ -47,10 +47,10 @@ async fn a_time_limit_asks_the_engine_for_what_there_is() {
     let server = start().await;
     let limited = |seconds| pb::GenerateRequest { time_limit_seconds: Some(seconds), ..request() };
     let (mut stream, mut engine) = server.running(limited(0.01)).await;
-    eventually("the end of the time", || engine.cancel.is_expired()).await;
-    assert!(matches!(server.command(), Command::Look) && !engine.cancel.is_cancelled());
-    (engine.responder)(completion_event(0, &[7], FinishReason::Aborted));
-    (engine.responder)(done());
+    eventually("the end of the time", || engine.client.cancel.is_expired()).await;
+    assert!(matches!(server.command(), Command::Look) && !engine.client.cancel.is_cancelled());
+    (engine.client.responder)(completion_event(0, &[7], FinishReason::Aborted));
+    (engine.client.responder)(done());
     let Some(Message::Completion(partial)) = next(&mut stream).await else { panic!("not a completion") };
     assert_eq!((partial.token_ids.as_slice(), partial.finish_reason()), ([7].as_slice(), pb::FinishReason::Aborted));
     assert!(matches!(next(&mut stream).await, Some(Message::Summary(_))));
@@ -59,16 +59,16 @@ async fn a_time_limit_asks_the_engine_for_what_there_is() {
     // A client that goes before is gone, and nothing is left that waits for the time.
     let (stream, engine) = server.running(limited(3600.0)).await;
     drop(stream);
-    eventually("the cancel flag", || engine.cancel.is_cancelled()).await;
+    eventually("the cancel flag", || engine.client.cancel.is_cancelled()).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nothing_follows_the_terminal_event() {
     let server = start().await;
     let (mut stream, mut engine) = server.running(request()).await;
-    (engine.responder)(done());
-    (engine.responder)(completion_event(0, &[1], FinishReason::Length));
-    (engine.responder)(done());
+    (engine.client.responder)(done());
+    (engine.client.responder)(completion_event(0, &[1], FinishReason::Length));
+    (engine.client.responder)(done());
     assert!(matches!(next(&mut stream).await, Some(Message::Summary(_))));
     assert_eq!(next(&mut stream).await, None);
 }
@@ -77,11 +77,11 @@ async fn nothing_follows_the_terminal_event() {
 async fn a_dropped_stream_cancels_the_work() {
     let server = start().await;
     let (mut stream, mut engine) = server.running(request()).await;
-    (engine.responder)(token_event(0, 7));
+    (engine.client.responder)(token_event(0, 7));
     assert!(next(&mut stream).await.is_some());
-    assert!(!engine.cancel.is_cancelled());
+    assert!(!engine.client.cancel.is_cancelled());
     drop(stream);
-    eventually("the cancel flag", || engine.cancel.is_cancelled()).await;
+    eventually("the cancel flag", || engine.client.cancel.is_cancelled()).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -91,9 +91,9 @@ async fn a_cancelled_score_cancels_the_work() {
     let sequences = vec![pb::TokenIds { ids: vec![1, 2] }];
     let stream = client.score(pb::ScoreRequest { sequences, ..Default::default() }).await.expect("accepted");
     let engine = server.generate_command();
-    assert!(!engine.cancel.is_cancelled());
+    assert!(!engine.client.cancel.is_cancelled());
     drop(stream);
-    eventually("the cancel flag", || engine.cancel.is_cancelled()).await;
+    eventually("the cancel flag", || engine.client.cancel.is_cancelled()).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -103,11 +103,11 @@ async fn a_deadline_ends_the_stream_and_the_work() {
     limited.set_timeout(Duration::from_secs(3));
     let mut stream = server.rollout().await.generate(limited).await.expect("accepted").into_inner();
     let mut engine = server.generate_command();
-    (engine.responder)(completion_event(0, &[7], FinishReason::Length));
+    (engine.client.responder)(completion_event(0, &[7], FinishReason::Length));
     assert!(matches!(next(&mut stream).await, Some(Message::Completion(_))));
     let status = failure(&mut stream).await;
     assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
-    eventually("the cancel flag", || engine.cancel.is_cancelled()).await;
+    eventually("the cancel flag", || engine.client.cancel.is_cancelled()).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -135,7 +135,7 @@ async fn a_large_request_is_parsed_and_an_oversized_one_refused() {
     let server = start().await;
     let large = |prompts| pb::GenerateRequest { prompts: vec![prompt(&[1; 31]); prompts], ..request() };
     let (_stream, engine) = server.running(large(60_000)).await;
-    assert_eq!(engine.prompts.len(), 60_000);
+    assert_eq!(engine.request.prompts.len(), 60_000);
 
     let text = pb::prompt::Kind::Text("a".repeat((64 << 20) + 1));
     let oversized =
@@ -149,7 +149,7 @@ async fn a_large_request_is_parsed_and_an_oversized_one_refused() {
 async fn what_the_engine_refuses_is_the_status() {
     let server = start().await;
     let (mut stream, mut engine) = server.running(request()).await;
-    (engine.responder)(Event::Failed(Error::AlreadyExists("request \"r\" is running".into())));
+    (engine.client.responder)(Event::Failed(Error::AlreadyExists("request \"r\" is running".into())));
     let status = failure(&mut stream).await;
     assert_eq!((status.code(), status.message()), (Code::AlreadyExists, "request \"r\" is running"));
 }
@@ -189,17 +189,17 @@ async fn scores_come_as_they_are_computed() {
     let sent = pb::ScoreRequest { sequences, min_weight_version: Some(2), ..Default::default() };
     let mut stream = client.score(sent).await.expect("accepted").into_inner();
     let mut engine = server.generate_command();
-    assert_eq!((engine.kind, engine.min_weight_version), (RequestKind::Score, Some(2)));
+    assert_eq!((engine.request.kind, engine.request.min_weight_version), (RequestKind::Score, Some(2)));
     let scored = |prompt_index, ids: &[u32]| Event::PromptLogprobs {
         prompt_index,
         logprobs: ids.iter().map(|&id| token(id)).collect(),
         weight_version: 2,
     };
-    (engine.responder)(scored(1, &[]));
+    (engine.client.responder)(scored(1, &[]));
     let first = stream.message().await.expect("no error").expect("a score");
     assert_eq!((first.sequence_index, first.score.expect("set").raw_logprobs.len()), (1, 1));
-    (engine.responder)(scored(0, &[2, 3]));
-    (engine.responder)(Event::Done(Summary::default()));
+    (engine.client.responder)(scored(0, &[2, 3]));
+    (engine.client.responder)(Event::Done(Summary::default()));
     let second = stream.message().await.expect("no error").expect("a score");
     let score = second.score.expect("set");
     assert_eq!((second.sequence_index, second.start, score.weight_version), (0, 0, 2));
@@ -221,7 +221,7 @@ async fn an_aborted_score_is_aborted_and_one_cut_by_the_end_unavailable() {
             server.shutdown.order();
             assert!(matches!(server.command(), Command::Shutdown { .. }));
         }
-        (engine.responder)(Event::Done(Summary::default()));
+        (engine.client.responder)(Event::Done(Summary::default()));
         let status = stream.message().await.expect_err("not scored");
         assert_eq!(status.code(), code, "{status}");
         drop(stream);
@@ -235,8 +235,8 @@ async fn what_a_reader_has_not_taken_is_in_the_backlog() {
     let server = start().await;
     let (mut stream, mut engine) = server.running(request()).await;
     let mut sent = 0;
-    while !engine.backlog.is_full() {
-        (engine.responder)(token_event(0, 7));
+    while !engine.client.backlog.is_full() {
+        (engine.client.responder)(token_event(0, 7));
         sent += 1;
         assert!(sent < 10_000_000, "a reader that does not read is never full");
     }
@@ -246,7 +246,7 @@ async fn what_a_reader_has_not_taken_is_in_the_backlog() {
         sent -= 1;
     }
     assert!(matches!(server.command(), Command::Look));
-    assert!(!engine.backlog.is_full());
+    assert!(!engine.client.backlog.is_full());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -259,8 +259,8 @@ async fn abort_is_passed_on_and_partial_completions_are_delivered() {
     let call = tokio::spawn(async move { client.abort(sent).await });
     let Command::Abort { target, owner: None, reply } = server.command() else { panic!("not an Abort") };
     assert_eq!(target, AbortTarget::Requests(ids));
-    (engine.responder)(completion_event(0, &[7], FinishReason::Aborted));
-    (engine.responder)(done());
+    (engine.client.responder)(completion_event(0, &[7], FinishReason::Aborted));
+    (engine.client.responder)(done());
     reply(AbortReply { aborted: vec!["r".into()], unknown: vec!["other".into()] });
     let answer = call.await.expect("no panic").expect("aborted").into_inner();
     assert_eq!((answer.aborted, answer.unknown), (vec!["r".to_owned()], vec!["other".to_owned()]));
@@ -282,7 +282,7 @@ async fn control_tells_what_it_was_given() {
     let call = tokio::spawn(async move { asking.get_status(pb::GetStatusRequest {}).await });
     let Command::Status { reply } = server.command() else { panic!("not a Status") };
     let entries = vec![(MemoryUse::Weights, 300), (MemoryUse::KvCache, 100)];
-    reply(Status {
+    reply(EngineStatus {
         lifecycle: LifecycleStatus::Asleep {
             level: SleepLevel::Two,
             resident: WakeTags { weights: true, kv_cache: false },
@@ -290,14 +290,17 @@ async fn control_tells_what_it_was_given() {
         },
         memory: MemoryReport { total: 1000, ceiling: 500, entries },
         traffic_bytes: 17,
-        weight_version: 7,
-        total_blocks: 9,
-        free_blocks: 8,
-        preemptions: 3,
-        drafted_tokens: 6,
-        accepted_tokens: 5,
-        held_requests: 2,
-        updates: 4,
+        stats: EngineStats {
+            weight_version: 7,
+            total_blocks: 9,
+            free_blocks: 8,
+            preemptions: 3,
+            drafted_tokens: 6,
+            accepted_tokens: 5,
+            held_requests: 2,
+            updates: 4,
+            ..Default::default()
+        },
         ..Default::default()
     });
     let status = call.await.expect("no panic").expect("status").into_inner();

@@ -2,7 +2,8 @@ mod chats;
 mod requests;
 mod texts;
 
-use super::{ModelFacts, ValidRequest, pb};
+use super::{ModelFacts, pb};
+use crate::engine::ValidRequest;
 use crate::error::Result;
 use crate::memory::Traffic;
 

@@ -246,7 +246,7 @@ fn a_prompt_s_own_sampling_is_checked_as_the_request_s_and_replaces_it() {
 
     let given = pb::SamplingParams { max_tokens: Some(3), seed: Some(8), ..Default::default() };
     let valid = generate(with(given), &model()).expect("valid");
-    let [(1, own)] = &valid.own.iter().collect::<Vec<_>>()[..] else { panic!("one prompt has its own") };
+    let [(1, own)] = &valid.prompt_sampling.iter().collect::<Vec<_>>()[..] else { panic!("one prompt has its own") };
     let shared = SamplingParams {
         eos_token_ids: vec![99],
         top_logprobs: 3,

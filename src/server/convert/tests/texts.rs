@@ -143,7 +143,7 @@ fn prompts_that_ask_for_the_same_grammar_share_it_and_there_is_a_limit() {
         pb::GenerateRequest { prompts: regexes.into_iter().map(prompt).collect(), ..Default::default() }
     };
     let valid = generate(asking(vec!["a+".into(), "b+".into(), "a+".into()]), &model()).expect("valid");
-    let grammar = |index| valid.own[&index].grammar.as_ref().expect("it was asked for");
+    let grammar = |index| valid.prompt_sampling[&index].grammar.as_ref().expect("it was asked for");
     assert!(Arc::ptr_eq(grammar(0), grammar(2)) && !Arc::ptr_eq(grammar(0), grammar(1)));
     let bytes = |regexes| generate(asking(regexes), &model()).expect("valid").bytes();
     let (one, nine) = (bytes(vec!["a+".into()]), bytes(vec!["a+".into(); 9]));

@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
 use serde::Serialize;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::requests::Board;
 use crate::engine::RequestStatus;
@@ -18,6 +18,7 @@ use crate::observe::{ErrorNote, Follower, Phase, PushNote, Span};
 use crate::server::context::ServingContext;
 use crate::server::gate::Gate;
 use crate::server::security::Caller;
+use crate::types::ENGINE_STATS;
 
 /// How far back the timeline of a new feed goes: some rounds of a trainer.
 const HISTORY: Duration = Duration::from_secs(15 * 60);
@@ -29,6 +30,9 @@ const SPANS_PER_EVENT: u64 = 512;
 const MOST_NOTES: usize = 20;
 /// Longest id of a request that is sent, in bytes.
 const ID_BYTES: usize = 80;
+
+/// Numbers of the engine that the page does not show as they are.
+const NOT_SENT: &[&str] = &["steps", "finished_requests", "aborted_requests", "internal_errors", "dropped_tokens"];
 
 /// What is known of a feed's reader and of what it has been told.
 pub(super) struct Feed {
@@ -104,27 +108,12 @@ impl Feed {
     /// The numbers that the engine published last.
     fn engine(&self) -> Value {
         let metrics = &self.gate.observer.metrics;
-        let e = metrics.engine();
-        json!({
-            "lifecycle": metrics.lifecycle(),
-            "running_samples": e.running_samples,
-            "waiting_samples": e.waiting_samples,
-            "accepted_requests": e.accepted_requests,
-            "held_requests": e.held_requests,
-            "total_blocks": e.total_blocks,
-            "free_blocks": e.free_blocks,
-            "cached_blocks": e.cached_blocks,
-            "prompt_tokens": e.prompt_tokens,
-            "cached_tokens": e.cached_tokens,
-            "generated_tokens": e.generated_tokens,
-            "preemptions": e.preemptions,
-            "drafted_tokens": e.drafted_tokens,
-            "accepted_tokens": e.accepted_tokens,
-            "weight_version": e.weight_version,
-            "updates": e.updates,
-            "adapters": e.resident_adapters,
-            "panics": self.gate.panics.count() + e.internal_errors,
-        })
+        let stats = metrics.engine();
+        let mut members = Map::from_iter([("lifecycle".to_owned(), json!(metrics.lifecycle()))]);
+        let numbers = ENGINE_STATS.iter().zip(stats.values()).filter(|(stat, _)| !NOT_SENT.contains(&stat.name));
+        members.extend(numbers.map(|(stat, value)| (stat.name.to_owned(), json!(value))));
+        members.insert("panics".into(), json!(self.gate.panics.count() + stats.internal_errors));
+        members.into()
     }
 
     /// The ledger in bytes, beside what the process really takes.

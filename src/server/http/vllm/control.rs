@@ -160,8 +160,8 @@ pub(super) struct Reset {
 pub(super) async fn reset_prefix_cache(State(door): State<Door>, query: Query) -> Result<Response, HttpError> {
     orders::reset_prefix_cache(&door.gate).await?;
     let context = door.gate.look()?;
-    let status = ask(&context.engine, |reply| Command::Status { reply }).await?;
-    Ok(query.ignored(&[]).name_in(Json(Reset { success: status.free_blocks == status.total_blocks })))
+    let stats = ask(&context.engine, |reply| Command::Status { reply }).await?.stats;
+    Ok(query.ignored(&[]).name_in(Json(Reset { success: stats.free_blocks == stats.total_blocks })))
 }
 
 /// Succeeds, because there is no such cache here.

@@ -5,7 +5,7 @@ use axum::extract::State;
 use serde::Serialize;
 use utoipa::ToSchema;
 
-use crate::engine::{Command, LifecycleStatus, Status};
+use crate::engine::{Command, EngineStatus, LifecycleStatus};
 use crate::server::calls::ask;
 use crate::server::context::ServingContext;
 use crate::server::convert;
@@ -39,7 +39,7 @@ pub(super) async fn is_sleeping(State(door): State<Door>) -> Result<Json<IsSleep
     Ok(Json(IsSleeping { is_sleeping: stands_still(&status(&door).await?) }))
 }
 
-fn stands_still(status: &Status) -> bool {
+fn stands_still(status: &EngineStatus) -> bool {
     matches!(status.lifecycle, LifecycleStatus::Paused | LifecycleStatus::Asleep { .. })
 }
 
@@ -53,7 +53,7 @@ pub(super) struct WeightInfo {
 /// The version of the policy that serves.
 #[utoipa::path(get, path = "/weight_info", responses((status = 200, body = WeightInfo)))]
 pub(super) async fn weight_info(State(door): State<Door>) -> Result<Json<WeightInfo>, HttpError> {
-    Ok(Json(WeightInfo { weight_version: status(&door).await?.weight_version.to_string() }))
+    Ok(Json(WeightInfo { weight_version: status(&door).await?.stats.weight_version.to_string() }))
 }
 
 /// How busy the server is.
@@ -66,11 +66,11 @@ pub(super) struct Load {
 /// How many requests run or wait.
 #[utoipa::path(get, path = "/load", responses((status = 200, body = Load)))]
 pub(super) async fn load(State(door): State<Door>) -> Result<Json<Load>, HttpError> {
-    let status = status(&door).await?;
-    Ok(Json(Load { server_load: status.running_requests + status.held_requests }))
+    let stats = status(&door).await?.stats;
+    Ok(Json(Load { server_load: (stats.accepted_requests + stats.held_requests) as usize }))
 }
 
-async fn status(door: &Door) -> Result<Status, HttpError> {
+async fn status(door: &Door) -> Result<EngineStatus, HttpError> {
     let context = door.gate.look()?;
     Ok(ask(&context.engine, |reply| Command::Status { reply }).await?)
 }

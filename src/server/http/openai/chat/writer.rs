@@ -7,10 +7,9 @@ use rand::distr::{Alphanumeric, SampleString as _};
 
 use super::answers::{Call, ChatAnswer, Choice, ChunkChoice, Delta, Function, Message};
 use super::tools::Calling;
-use crate::engine::{Completion, Summary};
+use crate::engine::{Completion, Summary, ValidRequest};
 use crate::error::Result;
 use crate::memory::Traffic;
-use crate::server::convert::ValidRequest;
 use crate::server::http::openai::chunks::{self, Chunks, PromptIds};
 use crate::server::http::openai::logprobs::{ALTERNATIVE, ChatLogprobs, LOGPROB, PromptLogprobs, TokenTexts};
 use crate::server::http::openai::report::{Report, finish_reason};

@@ -8,10 +8,9 @@ use serde_json::value::RawValue;
 use utoipa::ToSchema;
 
 use super::Completion as Members;
-use crate::engine::{Completion, Summary};
+use crate::engine::{Completion, Summary, ValidRequest};
 use crate::error::Result;
 use crate::memory::Traffic;
-use crate::server::convert::ValidRequest;
 use crate::server::http::openai::chunks::{self, Chunks};
 use crate::server::http::openai::logprobs::{ALTERNATIVE, LOGPROB, Logprobs, PromptLogprobs, TokenTexts};
 use crate::server::http::openai::report::{Report, StopReason, VersionSpan, finish_reason};

@@ -7,10 +7,9 @@ use serde::Serialize;
 use serde_json::value::RawValue;
 use utoipa::ToSchema;
 
-use crate::engine::{Completion, Summary};
+use crate::engine::{Completion, Summary, ValidRequest};
 use crate::error::Result;
 use crate::memory::Traffic;
-use crate::server::convert::ValidRequest;
 use crate::server::http::openai::logprobs::{PromptLogprobs, chosen, written};
 use crate::server::http::openai::report::{Report, StopReason, finish_reason};
 use crate::server::http::openai::sampling::LogprobsMode;

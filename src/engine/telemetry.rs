@@ -1,25 +1,31 @@
-//! What the engine tells observers: the phase it is in, and its numbers between two steps.
+//! What the engine publishes to observers: its phase, its steps, and its numbers between two steps.
 
 use std::time::{Duration, Instant};
 
 use super::command::{LifecycleStatus, SleepLevel, SleepReply};
-use super::lifecycle::State;
-use super::{Engine, Transaction};
 use crate::clock::Clock;
-use crate::executor::Executor;
-use crate::observe::{EngineSnapshot, Lifecycle, Observer, Phase, Recorder, SleepState, StepKind};
-use crate::types::{StepPlan, WeightVersion};
+use crate::memory::MemoryBudget;
+use crate::observe::{Lifecycle, Observer, Phase, Recorder, SleepState, StepKind};
+use crate::types::{EngineStats, StepPlan, WeightVersion};
 
-/// The engine's pen for observers.
-pub(super) struct Watch {
-    clock: Clock,
+/// Publishes the engine's state to observers.
+pub(super) struct Telemetry {
     pub observer: Observer,
+    clock: Clock,
     recorder: Recorder,
 }
 
-impl Watch {
+impl Telemetry {
     pub fn new(clock: Clock, observer: Observer, recorder: Recorder) -> Self {
-        Self { clock, observer, recorder }
+        Self { observer, clock, recorder }
+    }
+
+    /// Publishes the engine's numbers, as they are between two steps.
+    pub fn publish(&self, stats: &EngineStats, ledger: &MemoryBudget, status: LifecycleStatus) {
+        self.observer.metrics.publish(stats);
+        self.observer.metrics.publish_memory(ledger.report(), ledger.host_report());
+        let (lifecycle, sleep) = lifecycle(status);
+        self.observer.metrics.publish_lifecycle(lifecycle, sleep);
     }
 
     /// The engine is in `phase` from now on.
@@ -93,52 +99,6 @@ fn kind(plan: &StepPlan) -> StepKind {
         0 => StepKind::Prefill,
         n if n == plan.sequences.len() => StepKind::Decode,
         _ => StepKind::Mixed,
-    }
-}
-
-impl<X: Executor> Engine<X> {
-    /// What the engine waits for while nothing can step.
-    pub(super) fn waiting_phase(&self) -> Phase {
-        match self.state {
-            State::Paused => Phase::Paused,
-            State::Asleep(_) => Phase::Asleep,
-            State::WeightsMissing { .. } => Phase::WeightsMissing,
-            State::Running if self.requests.num_accepted() > 0 => Phase::WaitReaders,
-            State::Running if self.requests.num_held() > 0 => Phase::WaitVersion,
-            State::Running => Phase::Idle,
-        }
-    }
-
-    /// Gives observers the engine's numbers, as they are between two steps.
-    pub(super) fn publish(&self) {
-        let (s, metrics) = (self.scheduler.stats(), &self.watch.observer.metrics);
-        metrics.publish(&EngineSnapshot {
-            running_samples: s.running_samples,
-            waiting_samples: s.waiting_samples,
-            accepted_requests: self.requests.num_accepted(),
-            held_requests: self.requests.num_held(),
-            total_blocks: s.total_blocks,
-            free_blocks: s.free_blocks,
-            cached_blocks: s.cached_blocks,
-            prompt_tokens: s.prompt_tokens,
-            cached_tokens: s.cached_tokens,
-            generated_tokens: s.generated_tokens - self.statistics.dropped_tokens(),
-            preemptions: s.preemptions,
-            drafted_tokens: s.drafted_tokens,
-            accepted_tokens: s.accepted_tokens,
-            weight_version: self.policy.version(),
-            updates: self.updates.applied(),
-            resident_adapters: self.adapters.num_resident(),
-            internal_errors: self.statistics.internal_errors(),
-        });
-        metrics.publish_memory(self.budget.report(), self.budget.host_report());
-        let (lifecycle, sleep) = lifecycle(self.lifecycle());
-        metrics.publish_lifecycle(lifecycle, sleep);
-    }
-
-    /// The number of the open update.
-    pub(super) fn open_number(&self) -> u64 {
-        self.updates.open().map_or(0, Transaction::id)
     }
 }
 

@@ -1,0 +1,368 @@
+//! One request that has not ended: the state of its samples, and the events it sends.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::command::CancelFlag;
+use super::request::{
+    Completion, Event, GenerateCommand, Progress, RequestClient, RequestKind, RequestStatus, Summary, ValidRequest,
+    tokens_bytes,
+};
+use super::text::{FinishedText, SampleText};
+use crate::cache::CacheSalt;
+use crate::error::Error;
+use crate::grammar::GrammarState;
+use crate::observe::Metrics;
+use crate::scheduler::{Group, GroupKind};
+use crate::text::Tokenizer;
+use crate::types::{
+    FinishReason, GroupKey, Owner, RequestKey, SampleKey, SamplingParams, TokenLogprobs, WeightVersion, sample_seed,
+};
+
+/// State of a request between its arrival and its terminal event. It is held until [`RequestState::accept`] is called.
+pub(super) struct RequestState {
+    /// Its prompts move to the scheduler when it is accepted.
+    request: ValidRequest,
+    client: RequestClient,
+    num_prompts: usize,
+    /// Number of samples that it asks for; 0 if its prompts are scored.
+    num_samples: usize,
+    is_accepted: bool,
+    /// Generation of the resident adapter that the request holds a lease of.
+    adapter: Option<u64>,
+    /// Whether any of its prompts has been computed.
+    begun: bool,
+    /// Number of tokens that its samples have been given.
+    tokens: u64,
+    /// The samples that have not ended.
+    samples: BTreeMap<SampleKey, Sample>,
+    /// Number of prompts that are still to be scored.
+    scores_left: usize,
+    summary: Summary,
+    /// When the first of its prompts was scheduled.
+    begun_at: Option<Instant>,
+    metrics: Arc<Metrics>,
+    is_suspended: bool,
+}
+
+/// A sample that has not ended.
+struct Sample {
+    seed: u64,
+    cached_tokens: u32,
+    tokens: Vec<TokenLogprobs>,
+    /// Versions of the policies that made the tokens, as `(version, start, end)` over `tokens`.
+    weight_versions: Vec<(WeightVersion, u32, u32)>,
+    /// The sample's text, if the request has stop strings or wants text.
+    text: Option<SampleText>,
+    /// Times of its first and last token.
+    span: Option<(Instant, Instant)>,
+    /// Bytes that its state in the grammar takes.
+    grammar_bytes: usize,
+}
+
+impl Sample {
+    fn new(seed: u64, text: Option<SampleText>) -> Self {
+        let (tokens, weight_versions) = (Vec::new(), Vec::new());
+        Self { seed, cached_tokens: 0, tokens, weight_versions, text, span: None, grammar_bytes: 0 }
+    }
+
+    /// Bytes of text that are kept.
+    fn text_bytes(&self) -> usize {
+        self.text.as_ref().map_or(0, SampleText::bytes)
+    }
+
+    /// Adds a token that the policy `version` made.
+    fn push(&mut self, logprobs: TokenLogprobs, version: WeightVersion) {
+        let start = self.tokens.len() as u32;
+        match self.weight_versions.last_mut() {
+            Some((last, _, end)) if *last == version => *end = start + 1,
+            _ => self.weight_versions.push((version, start, start + 1)),
+        }
+        self.tokens.push(logprobs);
+    }
+}
+
+impl RequestState {
+    pub fn new(GenerateCommand { request, client }: GenerateCommand, metrics: &Arc<Metrics>) -> Self {
+        let prompt_tokens = request.prompts.iter().map(|prompt| prompt.tokens.len() as u64).sum();
+        Self {
+            num_prompts: request.prompts.len(),
+            num_samples: request.num_samples(),
+            request,
+            client,
+            is_accepted: false,
+            adapter: None,
+            begun: false,
+            tokens: 0,
+            samples: BTreeMap::new(),
+            scores_left: 0,
+            summary: Summary { prompt_tokens, ..Summary::default() },
+            begun_at: None,
+            metrics: metrics.clone(),
+            is_suspended: false,
+        }
+    }
+
+    /// Makes the samples, and returns the groups to give to the scheduler.
+    ///
+    /// # Panics
+    /// If it has stop strings or wants text and there is no tokenizer, which the server rejects.
+    pub fn accept(&mut self, key: RequestKey, salt: CacheSalt, tokenizer: Option<&Arc<Tokenizer>>) -> Vec<Group> {
+        (self.is_accepted, self.adapter) = (true, salt.adapter);
+        let prompts = std::mem::take(&mut self.request.prompts);
+        if self.request.kind == RequestKind::Score {
+            self.scores_left = prompts.len();
+        }
+        let text = self.text_of(&self.request.params, tokenizer);
+        let mut groups = Vec::with_capacity(prompts.len());
+        for (prompt_index, prompt) in (0..).zip(prompts) {
+            let key = GroupKey { request: key, prompt_index };
+            let own = self.request.prompt_sampling.get(&prompt_index);
+            let (params, grammar) =
+                own.map_or((&self.request.params, &self.request.grammar), |own| (&own.params, &own.grammar));
+            let (params, grammar) = (params.clone(), grammar.clone());
+            let kind = match self.request.kind {
+                RequestKind::Score => GroupKind::Score,
+                RequestKind::Generate { n, seed, prompt_logprobs, .. } => {
+                    // A prompt with a seed of its own is sampled as if it were the only one.
+                    let (seed, index) = own.and_then(|own| own.seed).map_or((seed, prompt_index), |seed| (seed, 0));
+                    let seeds: Vec<_> = (0..n).map(|i| sample_seed(seed, index, i)).collect();
+                    let text = own.map_or_else(|| text.clone(), |own| self.text_of(&own.params, tokenizer));
+                    let samples = (0..).zip(&seeds).map(|(sample_index, &seed)| {
+                        (SampleKey { group: key, sample_index }, Sample::new(seed, text.clone()))
+                    });
+                    self.samples.extend(samples);
+                    GroupKind::Sample { seeds, prompt_logprobs }
+                }
+            };
+            groups.push(Group { key, prompt, params, salt, kind, grammar });
+        }
+        groups
+    }
+
+    /// The text of a sample with these parameters, if it is returned or searched for stop strings.
+    fn text_of(&self, params: &SamplingParams, tokenizer: Option<&Arc<Tokenizer>>) -> Option<SampleText> {
+        let is_returned = matches!(self.request.kind, RequestKind::Generate { return_text: true, .. });
+        (is_returned || !params.stop_strings.is_empty()).then(|| {
+            let tokenizer = tokenizer.expect("a request for text or with stop strings is rejected without a tokenizer");
+            SampleText::new(tokenizer, &params.stop_strings, is_returned)
+        })
+    }
+
+    pub fn request(&self) -> &ValidRequest {
+        &self.request
+    }
+
+    pub fn id(&self) -> &str {
+        &self.request.request_id
+    }
+
+    pub fn owner(&self) -> Option<Owner> {
+        self.client.owner
+    }
+
+    /// Path of the field that says how to sample this prompt.
+    pub fn sampling_field(&self, prompt_index: u32) -> String {
+        match self.request.prompt_sampling.contains_key(&prompt_index) {
+            true => format!("prompts[{prompt_index}].sampling"),
+            false => "sampling".into(),
+        }
+    }
+
+    pub fn cancel(&self) -> &CancelFlag {
+        &self.client.cancel
+    }
+
+    /// Whether the request asks for exactly one version of the policy, and `version` is another.
+    pub fn insists_on_other_than(&self, version: WeightVersion) -> bool {
+        self.request.if_weight_version.is_some_and(|wanted| wanted != version)
+    }
+
+    pub fn adapter(&self) -> Option<u64> {
+        self.adapter
+    }
+
+    /// Whether its reader leaves so many events unread that nothing more should be computed for it now.
+    pub fn lags(&self) -> bool {
+        self.client.backlog.is_full()
+    }
+
+    pub fn is_suspended(&self) -> bool {
+        self.is_suspended
+    }
+
+    pub fn note_suspended(&mut self, is_suspended: bool) {
+        self.is_suspended = is_suspended;
+    }
+
+    /// Bytes that it holds, unread events included.
+    pub fn bytes(&self) -> u64 {
+        self.client.charge.bytes() + self.client.backlog.bytes()
+    }
+
+    pub fn status(&self, now: Instant) -> RequestStatus {
+        let progress = match (self.is_accepted, self.is_suspended, self.begun_at) {
+            (false, ..) => Progress::Held,
+            (true, true, _) => Progress::Suspended,
+            (true, false, Some(_)) => Progress::Running,
+            (true, false, None) => Progress::Queued,
+        };
+        RequestStatus {
+            id: self.id().into(),
+            owner: self.owner(),
+            progress,
+            prompts: self.num_prompts,
+            prompt_tokens: self.summary.prompt_tokens,
+            samples: self.num_samples,
+            open_samples: if self.is_accepted { self.samples.len() } else { self.num_samples },
+            tokens: self.tokens,
+            age: now.saturating_duration_since(self.client.arrived),
+        }
+    }
+
+    pub fn has_begun(&self) -> bool {
+        self.begun
+    }
+
+    /// Notes that the first step of one of its prompts begins.
+    pub fn begin(&mut self, now: Instant) {
+        if self.begun_at.is_none() {
+            self.begun_at = Some(now);
+            self.metrics.request_scheduled(now.saturating_duration_since(self.client.arrived));
+        }
+    }
+
+    /// Notes that a prompt has been computed, all of it by the policy `weight_version`, and sends its
+    /// log-probabilities if they were asked for.
+    pub fn prompt_done(
+        &mut self,
+        group: GroupKey,
+        cached_tokens: u32,
+        logprobs: Option<Vec<TokenLogprobs>>,
+        weight_version: WeightVersion,
+    ) {
+        self.begun = true;
+        self.summary.cached_tokens += u64::from(cached_tokens);
+        self.scores_left = self.scores_left.saturating_sub(1);
+        let sample = |sample_index| SampleKey { group, sample_index };
+        for (_, sample) in self.samples.range_mut(sample(0)..=sample(u32::MAX)) {
+            sample.cached_tokens = cached_tokens;
+        }
+        if let Some(logprobs) = logprobs {
+            let prompt_index = group.prompt_index;
+            (self.client.responder)(Event::PromptLogprobs { prompt_index, logprobs, weight_version });
+        }
+    }
+
+    /// Whether a sample has not ended.
+    pub fn is_running(&self, key: SampleKey) -> bool {
+        self.samples.contains_key(&key)
+    }
+
+    /// Adds a sample's next token, which the policy `version` made in a step that has ended `now`, and streams
+    /// it if that was asked for. Returns whether the sample has ended, by `finish` or by a stop string.
+    pub fn token(
+        &mut self,
+        key: SampleKey,
+        logprobs: TokenLogprobs,
+        finish: Option<FinishReason>,
+        grammar_bytes: usize,
+        (version, now): (WeightVersion, Instant),
+    ) -> bool {
+        self.note_token(key, now);
+        let streams_tokens = self.streams_tokens();
+        let sample = self.samples.get_mut(&key).expect("a token is of a sample that runs");
+        let text_bytes = sample.text_bytes();
+        let completes_stop_string = sample.text.as_mut().is_some_and(|text| text.push(logprobs.token));
+        let finish = match finish {
+            // The token ends the sample by itself, even if it completes a stop string as well.
+            Some(FinishReason::Eos | FinishReason::StopToken) => finish,
+            _ if completes_stop_string => Some(FinishReason::StopString),
+            _ => finish,
+        };
+        if streams_tokens {
+            let (prompt_index, sample_index) = (key.group.prompt_index, key.sample_index);
+            let text = sample.text.as_mut().and_then(SampleText::next_piece);
+            (self.client.responder)(Event::Token { prompt_index, sample_index, logprobs: logprobs.clone(), text });
+        }
+        let grown = tokens_bytes(std::slice::from_ref(&logprobs)) + sample.text_bytes() - text_bytes;
+        self.client.charge.grow_always((grown + grammar_bytes) as u64);
+        sample.grammar_bytes += grammar_bytes.min(GrammarState::BYTES_PER_TOKEN);
+        sample.push(logprobs, version);
+        self.tokens += 1;
+        if let Some(reason) = finish {
+            let sample = self.samples.remove(&key).expect("it was there");
+            self.complete(key, sample, reason);
+        }
+        finish.is_some()
+    }
+
+    fn streams_tokens(&self) -> bool {
+        matches!(self.request.kind, RequestKind::Generate { stream_tokens: true, .. })
+    }
+
+    fn note_token(&mut self, key: SampleKey, now: Instant) {
+        let sample = self.samples.get_mut(&key).expect("a token is of a sample that runs");
+        match &mut sample.span {
+            Some((_, last)) => {
+                self.metrics.next_token(now - *last);
+                *last = now;
+            }
+            None => {
+                sample.span = Some((now, now));
+                let since_begin = now - self.begun_at.unwrap_or(now);
+                self.metrics.first_token(now.saturating_duration_since(self.client.arrived), since_begin);
+            }
+        }
+    }
+
+    /// Whether nothing is left to come but the terminal event.
+    pub fn is_done(&self) -> bool {
+        self.samples.is_empty() && self.scores_left == 0
+    }
+
+    /// Ends samples that still run as aborted, and sends the terminal event. The time is `now`.
+    pub fn end(&mut self, now: Instant) {
+        let is_aborted = !self.is_done();
+        for (key, sample) in std::mem::take(&mut self.samples) {
+            self.complete(key, sample, FinishReason::Aborted);
+        }
+        let took = now.saturating_duration_since(self.client.arrived);
+        self.summary.seconds = took.as_secs_f64();
+        self.metrics.request_done(is_aborted, self.summary.prompt_tokens, took);
+        (self.client.responder)(Event::Done(self.summary.clone()));
+    }
+
+    /// Sends the error as the terminal event.
+    pub fn fail(&mut self, error: Error) {
+        self.metrics.request_failed(&error);
+        (self.client.responder)(Event::Failed(error));
+    }
+
+    fn complete(&mut self, key: SampleKey, sample: Sample, finish_reason: FinishReason) {
+        let len = sample.tokens.len() as u32;
+        let decoded = sample.span.map_or(Duration::ZERO, |(first, last)| last - first);
+        self.metrics.sample_done(finish_reason, sample.tokens.len(), decoded);
+        self.summary.completion_tokens += u64::from(len);
+        // The backlog counts them from here on.
+        self.client.charge.shrink((tokens_bytes(&sample.tokens) + sample.text_bytes() + sample.grammar_bytes) as u64);
+        let (prompt_index, sample_index) = (key.group.prompt_index, key.sample_index);
+        let text = sample.text.and_then(|text| text.finish(finish_reason == FinishReason::StopString));
+        if self.streams_tokens()
+            && let Some(rest) = text.as_ref().map(FinishedText::rest).filter(|rest| !rest.is_empty())
+        {
+            (self.client.responder)(Event::Text { prompt_index, sample_index, text: rest.to_owned() });
+        }
+        (self.client.responder)(Event::Completion(Completion {
+            prompt_index,
+            sample_index,
+            tokens: sample.tokens,
+            finish_reason,
+            text: text.map(|text| text.whole),
+            weight_versions: sample.weight_versions,
+            seed: sample.seed,
+            cached_tokens: sample.cached_tokens,
+        }));
+    }
+}

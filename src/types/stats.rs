@@ -1,0 +1,95 @@
+//! The engine's numbers: one table, which the status, the metrics and the page render.
+
+use std::array::from_fn;
+use std::ops::Add;
+
+/// One of the engine's numbers.
+#[derive(Clone, Copy, Debug)]
+pub struct EngineStat {
+    /// Name of its field in [`EngineStats`].
+    pub name: &'static str,
+    pub help: &'static str,
+    /// Type and name of the metric that has its value; `None` if no metric has it as it is.
+    pub metric: Option<(&'static str, &'static str)>,
+}
+
+macro_rules! engine_stats {
+    ($(#[doc = $help:literal] $name:ident $(: $kind:ident $metric:literal)?,)*) => {
+        /// The engine's numbers between two steps. Counters count from the start.
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+        pub struct EngineStats { $(#[doc = $help] pub $name: u64,)* }
+
+        /// The numbers in the order of their fields.
+        pub const ENGINE_STATS: [EngineStat; [$($help),*].len()] = [$(EngineStat {
+            name: stringify!($name),
+            help: $help.trim_ascii_start(),
+            metric: [$((stringify!($kind), $metric))?].first().copied(),
+        },)*];
+
+        impl EngineStats {
+            /// The values in the order of [`ENGINE_STATS`].
+            pub fn values(&self) -> [u64; ENGINE_STATS.len()] {
+                [$(self.$name,)*]
+            }
+
+            pub fn from_values([$($name,)*]: [u64; ENGINE_STATS.len()]) -> Self {
+                Self { $($name,)* }
+            }
+        }
+    };
+}
+
+engine_stats! {
+    /// Samples that have a place in the batch.
+    running_samples: gauge "rollout:num_requests_running",
+    /// Samples of accepted requests that wait for a place, for blocks or for their reader.
+    waiting_samples: gauge "rollout:num_requests_waiting",
+    /// Requests whose samples run or wait.
+    accepted_requests: gauge "rollout:requests_accepted",
+    /// Requests that wait for a newer policy, for Resume, or for a drain to end.
+    held_requests: gauge "rollout:requests_held",
+    /// KV blocks.
+    total_blocks,
+    /// KV blocks that no sequence holds, with a cached prefix or without.
+    free_blocks,
+    /// KV blocks that no sequence holds and that have a cached prefix.
+    cached_blocks,
+    /// Tokens of admitted prompts, once per prompt.
+    prompt_tokens: counter "rollout:prompt_tokens_total",
+    /// Prompt tokens found in the prefix cache.
+    cached_tokens: counter "rollout:prompt_tokens_cached_total",
+    /// Tokens given to samples.
+    generated_tokens: counter "rollout:generation_tokens_total",
+    /// Samples that lost their blocks to others.
+    preemptions: counter "rollout:num_preemptions_total",
+    /// Draft tokens that were run.
+    drafted_tokens: counter "rollout:spec_decode_num_draft_tokens_total",
+    /// Draft tokens that turned out right.
+    accepted_tokens: counter "rollout:spec_decode_num_accepted_tokens_total",
+    /// Version of the policy that serves.
+    weight_version: gauge "rollout:weight_version",
+    /// Pushes applied since the start.
+    updates: counter "rollout:weight_updates_total",
+    /// Adapters that are resident, retired ones with leases included.
+    adapters: gauge "rollout:adapters_resident",
+    /// Steps since the start.
+    steps,
+    /// Requests whose samples have all ended by themselves.
+    finished_requests,
+    /// Requests that ended before their samples did.
+    aborted_requests,
+    /// Requests that ended because their answer panicked.
+    internal_errors,
+    /// Tokens that were sampled for requests or samples that had ended, and that no client was given.
+    dropped_tokens,
+}
+
+/// Adds the numbers of two parts of the engine, each of which leaves those of the other at 0.
+impl Add for EngineStats {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        let (these, those) = (self.values(), other.values());
+        Self::from_values(from_fn(|i| these[i] + those[i]))
+    }
+}
