@@ -6,17 +6,14 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterable, Callable, Iterable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from . import _convert_weights
 from ._progress import Progress
-from ._push import Outgoing, Sender
+from ._senders import OutgoingTensor, Sender
 from ._tensors import bytes_of
 from .errors import FailedPrecondition, RolloutError
 from .types import UpdateResult
-
-if TYPE_CHECKING:
-    from .client import RolloutClient
 
 NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
 """Arrays or tensors by name. Taken are arrays of numpy (float32, float16, and bfloat16 of ml_dtypes), tensors of torch,
@@ -38,7 +35,7 @@ class Push:
     """
 
     def __init__(
-        self, sender: Sender, outgoing: Callable[[str, Any, Any], Outgoing | None], progress: Progress
+        self, sender: Sender, outgoing: Callable[[str, Any, Any], OutgoingTensor | None], progress: Progress
     ) -> None:
         """For `begin_push`.
 
@@ -163,14 +160,14 @@ class AsyncPush:
     has only bytes. Cancelling a task that waits for a call of this push drops the push.
     """
 
-    def __init__(self, client: RolloutClient, begin: Callable[[], Push]) -> None:
+    def __init__(self, begin: Callable[[], Push], cancel: Callable[[], None]) -> None:
         """For `begin_push`.
 
         Args:
-            client: of this push alone.
             begin: begins the push; called in a thread, by the first call or at the start of the `async with` block.
+            cancel: ends the calls of this push; for any thread.
         """
-        self._client, self._begin = client, begin
+        self._begin, self._cancel = begin, cancel
         self._push: Push | None = None
         self._dropped = False
         self._lock = asyncio.Lock()
@@ -245,7 +242,7 @@ class AsyncPush:
             try:
                 return await asyncio.shield(working)
             except asyncio.CancelledError:
-                self._client._end_calls()
+                self._cancel()
                 # Until then the thread may read the tensor.
                 await asyncio.wait({working})
                 with contextlib.suppress(Exception):
@@ -255,7 +252,7 @@ class AsyncPush:
                 raise
             finally:
                 if not self.is_open:
-                    self._client._end_calls()
+                    self._cancel()
 
 
 def _as_bytes(name: str, tensor: Any) -> tuple[memoryview, str, tuple[int, ...]]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
 import grpc
 
 
@@ -140,13 +137,3 @@ def from_status(number: int, details: str) -> RolloutError:
 def from_rpc_error(error: grpc.RpcError) -> RolloutError:
     """The typed error of a failed call."""
     return from_status(error.code().value[0], error.details() or "")
-
-
-@contextmanager
-def translated(explain: Callable[[RolloutError], RolloutError] | None = None) -> Iterator[None]:
-    """Raises the `RolloutError` of any `grpc.RpcError` raised inside, or what `explain` makes of it."""
-    try:
-        yield
-    except grpc.RpcError as error:
-        found = from_rpc_error(error)
-        raise (found if explain is None else explain(found)) from error

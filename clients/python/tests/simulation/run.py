@@ -18,7 +18,18 @@ from unittest import mock
 
 import grpc
 
-from rollout_client import RolloutError, _convert, _progress, _push, aio, client
+from rollout_client import (
+    RolloutError,
+    _async_connection,
+    _channel,
+    _connection,
+    _convert,
+    _progress,
+    _pusher,
+    _senders,
+    aio,
+    client,
+)
 from rollout_client.fleet import (
     AsyncFleet,
     Fleet,
@@ -77,13 +88,21 @@ class Place:
         return Found(self.machine.address, instance)
 
 
+class _FanOutPusher(_pusher.Pusher):
+    """Marks the streams of the fleet's pushes."""
+
+    def start(self, timeout: float | None) -> Any:
+        stream = super().start(timeout)
+        stream.of_push = True
+        return stream
+
+
 class _FanOutClient(client.RolloutClient):
     """A client of the fleet's pushes."""
 
-    def _start_update(self, timeout: float | None) -> Any:
-        stream = super()._start_update(timeout)
-        stream.of_push = True
-        return stream
+    def __init__(self, address: str, **options: Any) -> None:
+        super().__init__(address, **options)
+        self._pusher = _FanOutPusher(self._connection, self._segments)
 
 
 class Run:
@@ -140,22 +159,21 @@ class Run:
         clock = SimpleNamespace(monotonic=scheduler.monotonic, perf_counter=scheduler.monotonic)
         changes: list[tuple[Any, str, Any]] = [
             (module, "time", clock)
-            for module in (_fleet, _pushes, _replica, _requests, _roster, _progress, _push, aio, client)
+            for module in (_fleet, _pushes, _replica, _requests, _roster, _progress, _senders, aio, client)
         ]
         changes += [
             (_loop, "threading", threading_of(scheduler)),
             (_fanout, "ThreadPoolExecutor", Executor),
             (concurrent.futures._base, "threading", SimpleNamespace(Condition=Condition, Event=Event, Lock=Condition)),
             (asyncio, "new_event_loop", self._new_loop),
-            (client, "ClientStream", PushStream),
+            (_pusher, "ClientStream", PushStream),
             (_fleet, "RolloutClient", _FanOutClient),
             (_requests, "secrets", SimpleNamespace(randbits=self.names.getrandbits)),
             (_requests, "new_request_id", lambda: f"r{self.names.getrandbits(48)}"),
             (_convert, "new_request_id", lambda: f"r{self.names.getrandbits(48)}"),
+            (_channel, "explained", lambda error, address, tls: error),
         ]
-        for module in (aio, client):
-            changes.append((module, "make_channel", self._channel))
-            changes.append((module, "explained", lambda error, address, tls: error))
+        changes += [(module, "make_channel", self._channel) for module in (_async_connection, _connection)]
         with contextlib.ExitStack() as stack:
             for module, name, value in changes:
                 stack.enter_context(mock.patch.object(module, name, value))

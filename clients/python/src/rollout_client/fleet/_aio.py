@@ -162,7 +162,7 @@ class AsyncFleet:
         """As `AsyncRolloutClient.begin_push`, into all replicas; its `receipt` is a `FleetReceipt`."""
         check_begin_push(kind, config, options)
         weights = _OnePush(self.fleet)
-        return AsyncPush(weights, lambda: weights.begin_push(kind, config, **options))
+        return AsyncPush(lambda: weights.begin_push(kind, config, **options), weights._end_calls)
 
     async def push_directory(
         self, path: str | os.PathLike[str], kind: str = "lora", **options: Unpack[PushDirectoryOptions]

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, NoReturn
 
+from .._pusher import Pusher
 from .._segment import SegmentPool
 from .._session import NamedTensors, Push
-from .._weights import WeightSync
 from ..errors import FailedPrecondition, InvalidArgument, RolloutError
 from ..options import PushKind
 from ..types import ParameterInfo
@@ -23,24 +23,26 @@ from .types import FleetReceipt
 _THIS_HOST, _OTHER_HOSTS = "localhost:0", "fleet:0"
 
 
-class Sender(WeightSync):
-    """A client whose pushes go to all replicas of one push of the fleet."""
+class FanOutPusher(Pusher):
+    """Sends to all replicas of one push of the fleet."""
 
-    _may_lend = False  # each replica is a process of its own, on a machine of its own
+    may_use_ipc = False  # each replica is a process of its own, on a machine of its own
 
-    def __init__(
-        self, pushing: Pushing, segments: SegmentPool, timeout: float | None, start: Callable[[float | None], FanOut]
-    ) -> None:
+    def __init__(self, pushing: Pushing, segments: SegmentPool, start: Callable[[float | None], FanOut]) -> None:
         """`start` begins the calls, with the seconds that they may take."""
         self.address = _THIS_HOST if pushing.is_local else _OTHER_HOSTS
-        self._segments, self._timeout, self._start_update = segments, timeout, start
+        self._segments, self._start = segments, start
         self._first = pushing.clients[min(pushing.clients)]
+
+    def start(self, timeout: float | None) -> FanOut:
+        """As `Pusher.start`, on all replicas."""
+        return self._start(timeout)
 
     def parameters(self) -> list[ParameterInfo]:
         """As `RolloutClient.parameters`, of one replica."""
         return self._first.parameters()
 
-    def _lender(self) -> NoReturn:
+    def _exporter(self) -> NoReturn:
         raise InvalidArgument('transport: a fleet does not read device memory; use "auto", or push to one server')
 
 
@@ -51,29 +53,25 @@ class Transaction:
         self,
         loop: Loop,
         pushes: Pushes,
+        segments: SegmentPool,
+        *,
         kind: PushKind,
         options: Mapping[str, Any],
         redo: Redo | None,
-        *,
-        segments: SegmentPool,
-        timeout: float | None,
     ) -> None:
         """Nothing is asked for yet.
 
         Args:
-            loop: of the fleet.
-            pushes: of the fleet.
+            loop, pushes, segments: of the fleet.
             kind: of the push.
             options: of the push.
             redo: pushes the same again, for replicas that miss it.
-            segments: for its tensors.
-            timeout: of calls without their own.
         """
         options = dict(options)
         if options.get("expected_generation") is not None:
             raise InvalidArgument("expected_generation: replicas count generations by themselves; leave it out")
         self._loop, self._pushes, self._redo = loop, pushes, redo
-        self._segments, self._timeout = segments, timeout
+        self._segments = segments
         self._pushing = Pushing(
             Wanted(
                 kind,
@@ -86,7 +84,7 @@ class Transaction:
         self.options = options
         """For the sender."""
 
-    def begin(self) -> Sender:
+    def begin(self) -> FanOutPusher:
         """Waits for the turn; what sends the push then.
 
         Raises:
@@ -101,12 +99,8 @@ class Transaction:
             raise
         if pushing.wanted.name is None:  # a replica that is behind may have any version
             self.options |= {"version": pushing.change.version, "force_version": True}
-        return Sender(
-            pushing,
-            self._segments,
-            self._timeout,
-            lambda left: self._pushes.start_call(pushing, left, self._loop.run),
-        )
+        start = lambda timeout: self._pushes.start_call(pushing, timeout, self._loop.run)  # noqa: E731
+        return FanOutPusher(pushing, self._segments, start)
 
     def finish(self) -> FleetReceipt:
         """Ends a push that was committed.

@@ -181,7 +181,7 @@ class Pushes:
         """The calls of a push; once more where what lies in shared memory cannot be seen by a replica."""
 
         def start(client: RolloutClient) -> Callable[[], ClientStream]:
-            return lambda: client._start_update(timeout)
+            return lambda: client._pusher.start(timeout)
 
         class Barrier:
             def prepare(_, numbers: list[int]) -> dict[int, RolloutError]:

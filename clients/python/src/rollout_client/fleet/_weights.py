@@ -62,9 +62,7 @@ class FleetWeights:
         tensors, adapter_config = adapter_parts(adapter, config)
         kept = {name: _copied(name, tensor) for name, tensor in tensors.items()}
         redo = _redo_lora(kept, adapter_config or None, options.get("name"))
-        return self._push(
-            "lora", options, redo, lambda to, **asked: to.push_lora(kept, adapter_config or None, **asked)
-        )
+        return self._push("lora", options, redo, lambda to, asked: to.push_lora(kept, adapter_config or None, asked))
 
     def push_full(self, named_tensors: NamedTensors, **options: Unpack[PushFullOptions]) -> FleetReceipt:
         """As `RolloutClient.push_full`, into all replicas. Each tensor is taken once, and sent to all.
@@ -73,7 +71,7 @@ class FleetWeights:
         `resupply` that the fleet was made with.
         """
         refuse_unknown("push_full", options, PushFullOptions)
-        return self._push("full", options, self._redo_full(), lambda to, **asked: to.push_full(named_tensors, **asked))
+        return self._push("full", options, self._redo_full(), lambda to, asked: to.push_full(named_tensors, asked))
 
     def push_delta(
         self,
@@ -89,9 +87,7 @@ class FleetWeights:
         """
         refuse_unknown("push_delta", options, PushDeltaOptions)
         given = {**options, "expected_version": base_version}
-        return self._push(
-            "delta", given, None, lambda to, **asked: to.push_delta(old, new, base_version=base_version, **asked)
-        )
+        return self._push("delta", given, None, lambda to, asked: to.push_delta(old, new, base_version, asked))
 
     def begin_push(self, kind: PushKind = "full", config: Any = None, **options: Unpack[BeginPushOptions]) -> FleetPush:
         """As `RolloutClient.begin_push`, into all replicas."""
@@ -113,7 +109,7 @@ class FleetWeights:
         transaction = self._transaction(kind, given, redo)
         sender = transaction.begin()
         try:
-            push = sender.begin_push(kind, config, **transaction.options)
+            push = sender.begin_push(kind, config, transaction.options)
         except BaseException:
             transaction.abandon()
             raise
@@ -131,7 +127,7 @@ class FleetWeights:
         def redo(client: AsyncRolloutClient, version: int) -> Awaitable[UpdateResult]:
             return client.push_directory(path, kind, **again(version))
 
-        return self._push(kind, options, redo, lambda to, **asked: to.push_directory(path, kind, **asked))
+        return self._push(kind, options, redo, lambda to, asked: to.push_directory(path, kind, asked))
 
     def cancel_update(self) -> None:
         """Ends the push that is under way, on all replicas: there `Cancelled` is raised, and it never happened."""
@@ -177,18 +173,16 @@ class FleetWeights:
 
     def _transaction(self, kind: PushKind, options: Mapping[str, Any], redo: Redo | None) -> Transaction:
         """A push that waits for nothing yet."""
-        return Transaction(
-            self._loop, self._pushes, kind, options, redo, segments=self._segments, timeout=self._timeout
-        )
+        return Transaction(self._loop, self._pushes, self._segments, kind=kind, options=options, redo=redo)
 
     def _push(
         self, kind: PushKind, options: Mapping[str, Any], redo: Redo | None, send: Callable[..., object]
     ) -> FleetReceipt:
-        """A push in one call: `send(sender, **options)`."""
+        """A push in one call: `send(sender, options)`."""
         transaction = self._transaction(kind, options, redo)
         sender = transaction.begin()
         try:
-            send(sender, **transaction.options)
+            send(sender, transaction.options)
         except BaseException:
             transaction.abandon()
             raise

@@ -37,7 +37,7 @@ _DIGEST_THREADS = min(4, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
-class Outgoing:
+class OutgoingTensor:
     """A tensor as it is sent."""
 
     name: str
@@ -79,8 +79,8 @@ def choose_shared_memory(transport: str, address: str, total: int) -> bool:
 class Sender(Protocol):
     """One push on its way: `write` each tensor, then `commit`; `close` without a commit drops it."""
 
-    def write(self, tensor: Outgoing) -> None:
-        """Sends the next tensor. Nothing reads its bytes when this returns, except where `Inline` keeps them.
+    def write(self, tensor: OutgoingTensor) -> None:
+        """Sends the next tensor. Nothing reads its bytes when this returns, except where `InlineSender` keeps them.
 
         Raises:
             RolloutError: what the server has ended the push with, now or since the tensor before.
@@ -93,7 +93,7 @@ class Sender(Protocol):
         """Gives everything back; drops the push if it is not committed."""
 
 
-def _begin_or_close(sender: Inline | Shared) -> None:
+def _begin_or_close(sender: InlineSender | SharedMemorySender) -> None:
     """Sends the header; whoever fails to make a sender cannot close it."""
     try:
         sender.begin()
@@ -102,7 +102,7 @@ def _begin_or_close(sender: Inline | Shared) -> None:
         raise
 
 
-class Inline:
+class InlineSender:
     """Sends everything through the stream."""
 
     def __init__(self, start: StartCall, header: Any, limit: int, progress: Progress, *, upfront: bool) -> None:
@@ -116,14 +116,14 @@ class Inline:
             upfront: declare all tensors in the header; they are kept, as they are, until the commit.
         """
         self._start, self._header, self._progress, self._upfront = start, header, progress, upfront
-        self._kept: list[Outgoing] = []
+        self._kept: list[OutgoingTensor] = []
         self._stream: ClientStream | None = None
         self._index = 0
         if not upfront:
             header.total_bytes = limit
             _begin_or_close(self)
 
-    def write(self, tensor: Outgoing) -> None:
+    def write(self, tensor: OutgoingTensor) -> None:
         """As `Sender.write`."""
         if self._upfront:
             self._kept.append(tensor)
@@ -154,7 +154,7 @@ class Inline:
         self._stream.send(request(header=self._header))
         self._batch = _Batch(self._stream)
 
-    def _send(self, tensor: Outgoing) -> None:
+    def _send(self, tensor: OutgoingTensor) -> None:
         for offset in range(0, len(tensor.data), CHUNK_BYTES):
             data = tensor.data[offset : offset + CHUNK_BYTES]
             self._batch.add(self._index, offset, data)
@@ -196,7 +196,7 @@ class _Batch:
         self._declared, self._chunks, self._size, self._sent = [], [], 0, time.monotonic()
 
 
-class Shared:
+class SharedMemorySender:
     """Lays everything into a segment and names it to the server."""
 
     def __init__(
@@ -213,7 +213,7 @@ class Shared:
         """Sends the header, unless that is to declare all tensors.
 
         Args:
-            start, header, limit, progress: as for `Inline`.
+            start, header, limit, progress: as for `InlineSender`.
             upfront: declare all tensors in the header.
             lease: of a segment with room for them.
             fall_back: where the server has another `/dev/shm`, or that becomes full, send everything inline.
@@ -233,7 +233,7 @@ class Shared:
             header.total_bytes = limit
             _begin_or_close(self)
 
-    def write(self, tensor: Outgoing) -> None:
+    def write(self, tensor: OutgoingTensor) -> None:
         """As `Sender.write`."""
         if self._inline is not None:
             self._inline.write(tensor)
@@ -305,18 +305,26 @@ class Shared:
         self._header.ClearField("source")
         self._header.ClearField("tensors")
         self._progress.repeat(sum(size for _, _, _, size, _ in self._written))
-        self._inline = Inline(self._start, self._header, self._limit, self._progress, upfront=self._inline_upfront)
+        self._inline = InlineSender(
+            self._start, self._header, self._limit, self._progress, upfront=self._inline_upfront
+        )
         for name, layout, offset, size, changed in self._written:
-            self._inline.write(Outgoing(name, layout, self._lease.segment.read(offset, size), changed))
+            self._inline.write(OutgoingTensor(name, layout, self._lease.segment.read(offset, size), changed))
 
 
 def push_buffer(
-    start: StartCall, header: Any, tensors: list[Outgoing], buffer: SharedBuffer, progress: Progress, *, fall_back: bool
+    start: StartCall,
+    header: Any,
+    tensors: list[OutgoingTensor],
+    buffer: SharedBuffer,
+    progress: Progress,
+    *,
+    fall_back: bool,
 ) -> Any:
     """Names a segment to the server in which all tensors lie already; returns the `UpdateResponse`.
 
     Args:
-        start, header, progress: as for `Inline`.
+        start, header, progress: as for `InlineSender`.
         tensors: all of them.
         buffer: where they lie.
         fall_back: where the server has another `/dev/shm`, send them inline.
@@ -339,21 +347,21 @@ def push_buffer(
             raise
         header.ClearField("source")
         header.ClearField("tensors")
-        return send_all(Inline(start, header, total, progress, upfront=False), tensors)
+        return send_all(InlineSender(start, header, total, progress, upfront=False), tensors)
     progress.add(total)
     return response
 
 
-class Gathered:
+class BufferedSender:
     """Keeps copies of all tensors until the commit, for pushes whose tensors are declared at once."""
 
     def __init__(self, begin: Callable[[int], Sender]) -> None:
         """`begin` makes what sends them, of so many bytes."""
         self._begin = begin
-        self._kept: list[Outgoing] = []
+        self._kept: list[OutgoingTensor] = []
         self._sender: Sender | None = None
 
-    def write(self, tensor: Outgoing) -> None:
+    def write(self, tensor: OutgoingTensor) -> None:
         """As `Sender.write`."""
         self._kept.append(replace(tensor, data=memoryview(bytes(tensor.data))))
 
@@ -371,7 +379,7 @@ class Gathered:
             self._sender.close()
 
 
-def send_all(sender: Sender, tensors: Iterable[Outgoing]) -> Any:
+def send_all(sender: Sender, tensors: Iterable[OutgoingTensor]) -> Any:
     """Sends these tensors, each before the next is taken, and commits; returns the `UpdateResponse`."""
     with contextlib.closing(sender):
         for tensor in tensors:

@@ -9,7 +9,7 @@ from typing import Any
 from ._convert_weights import tensor_entry
 from ._driver import DriverError, driver
 from ._progress import Progress
-from ._push import StartCall, commit, request
+from ._senders import StartCall, commit, request
 from ._tensors import Layout, layout_of, local_tensor
 from .errors import InvalidArgument
 
@@ -17,12 +17,12 @@ from .errors import InvalidArgument
 _DECLARED = 8192
 
 
-class NotLentError(InvalidArgument):
+class IpcUnavailableError(InvalidArgument):
     """A tensor that this server cannot read where it lies."""
 
 
 @dataclass(frozen=True)
-class LentTensor:
+class IpcTensor:
     """A tensor in device memory."""
 
     name: str
@@ -30,7 +30,7 @@ class LentTensor:
     tensor: Any
     """Kept until the reply, so that its memory is given to no other."""
     device: int
-    place: _Place
+    allocation: _Allocation
     offset: int
     """Bytes from the start of the allocation."""
 
@@ -38,12 +38,12 @@ class LentTensor:
         """Its declaration, without a digest: for that the bytes would have to come to this process."""
         entry = tensor_entry(self.name, self.layout.dtype, self.layout.shape, b"")
         entry.offset = self.offset
-        entry.allocation.device_uuid, entry.allocation.handle = self.place.device_uuid, self.place.handle
+        entry.allocation.device_uuid, entry.allocation.handle = self.allocation.device_uuid, self.allocation.handle
         return entry
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Allocation:
     """An allocation."""
 
     device_uuid: str
@@ -55,26 +55,26 @@ def is_on_device(tensor: Any) -> bool:
     return bool(getattr(tensor, "is_cuda", False)) and hasattr(tensor, "data_ptr")
 
 
-class Lender:
+class IpcExporter:
     """Finds the allocations of the tensors of one push."""
 
     def __init__(self, device_uuids: Iterable[str]) -> None:
         """For a server that computes on these devices."""
         self._known = sorted(set(device_uuids))
-        self._places: dict[tuple[int, int], _Place] = {}
+        self._allocations: dict[tuple[int, int], _Allocation] = {}
 
-    def lend(self, name: str, tensor: Any, old: Any = None) -> LentTensor:
+    def export(self, name: str, tensor: Any, old: Any = None) -> IpcTensor:
         """Where a tensor lies.
 
         Raises:
-            InvalidArgument: as `layout_of`; a `NotLentError` if it lies in no device memory, on no device of the
+            InvalidArgument: as `layout_of`; a `IpcUnavailableError` if it lies in no device memory, on no device of the
                 server's, or its memory has no handle.
         """
         if old is not None:
             raise InvalidArgument(f"{name}: only a delta has an old tensor")
         layout, tensor = layout_of(name, tensor), local_tensor(tensor)
         if not is_on_device(tensor):
-            raise NotLentError(f"{name}: does not lie in the memory of a GPU; push through another transport")
+            raise IpcUnavailableError(f"{name}: does not lie in the memory of a GPU; push through another transport")
         tensor = tensor.detach()
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
@@ -83,26 +83,26 @@ class Lender:
             device = driver().device_of(address)
             with driver().on(device):
                 start, _ = driver().allocation_of(address)
-                place = self._places.get((device, start)) or self._open(name, device, start)
+                allocation = self._allocations.get((device, start)) or self._open(name, device, start)
         except DriverError as error:
-            raise NotLentError(
+            raise IpcUnavailableError(
                 f"{name}: its memory has no handle for other processes ({error}); torch's has none with "
                 "expandable_segments or the backend cudaMallocAsync; push through another transport"
             ) from None
-        return LentTensor(name, layout, tensor, device, place, address - start)
+        return IpcTensor(name, layout, tensor, device, allocation, address - start)
 
-    def _open(self, name: str, device: int, start: int) -> _Place:
+    def _open(self, name: str, device: int, start: int) -> _Allocation:
         device_uuid = driver().uuid_of(device)
         if device_uuid not in self._known:
-            raise NotLentError(
+            raise IpcUnavailableError(
                 f"{name}: lies on device {device_uuid}, and the server computes on {self._known or 'none'}; push "
                 "through another transport"
             )
-        place = self._places[device, start] = _Place(device_uuid, driver().handle_of(start))
-        return place
+        allocation = self._allocations[device, start] = _Allocation(device_uuid, driver().handle_of(start))
+        return allocation
 
 
-class Lent:
+class CudaIpcSender:
     """Names tensors to the server, which reads them at the commit: until then they are kept, and must not change."""
 
     def __init__(self, start: StartCall, header: Any, progress: Progress) -> None:
@@ -114,9 +114,9 @@ class Lent:
             progress: told of every byte.
         """
         self._start, self._header, self._progress = start, header, progress
-        self._kept: list[LentTensor] = []
+        self._kept: list[IpcTensor] = []
 
-    def write(self, tensor: LentTensor) -> None:
+    def write(self, tensor: IpcTensor) -> None:
         """As `Sender.write`, but for the tensor, which is not read before the commit."""
         self._kept.append(tensor)
 
@@ -128,7 +128,9 @@ class Lent:
                 with driver().on(device):
                     driver().synchronize()
             except DriverError as error:
-                raise NotLentError(f"device {device} has failed, and with it what was to be pushed: {error}") from None
+                raise IpcUnavailableError(
+                    f"device {device} has failed, and with it what was to be pushed: {error}"
+                ) from None
         entries = [tensor.entry() for tensor in self._kept]
         header, total = self._header, sum(tensor.layout.size for tensor in self._kept)
         header.source.device_memory.SetInParent()
