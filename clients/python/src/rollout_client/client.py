@@ -155,12 +155,12 @@ class RolloutClient(WeightSync):
             options: keyword options; `rollout_client.ScoreOptions` describes them.
 
         Returns:
-            One score per sequence, in the order of the sequences. Its arrays have one element per token; the first is
-            NaN, as nothing precedes the first token.
+            One score per sequence, in the order of the sequences. Its lists have one element per token; the first is
+            None, as nothing precedes the first token.
 
         >>> score = (client.score([[1, 2, 3]]))[0]
         >>> score.raw_logprobs
-        array([  nan, -0.5 , -0.25], dtype=float32)
+        [None, -0.5, -0.25]
         """
         request = _convert.score_request(sequences, options)
         responses = self._connection.gather(_proto.SCORE, request, options.get("timeout"))
@@ -191,7 +191,7 @@ class RolloutClient(WeightSync):
         """The server's lifecycle, weight version, memory, queue and throughput now.
 
         >>> status = client.status()
-        >>> str(status.lifecycle), status.weight_version, status.running_sequences
+        >>> str(status.lifecycle), status.weight_version, status.running_samples
         ('running', 4, 2)
         """
         return _convert.server_status(self._connection.call(_proto.GET_STATUS))
