@@ -23,6 +23,7 @@ MODULES = {
     "_async_stream.py": "_stream.py",
     "_async_weights.py": "_weights.py",
     "aio.py": "client.py",
+    "fleet/_async_methods.py": "fleet/_methods.py",
 }
 """The asyncio text and the blocking one that is made from it, in the package."""
 HEADER = "# Generated from {source} by scripts/blocking_client.py: change that file, and run the script.\n"

@@ -41,6 +41,7 @@ from rollout_client import (
 )
 from rollout_client._http2 import ClientStream
 from rollout_client.fleet import AsyncFleet, Fleet, _replica
+from rollout_client.fleet._core import Core
 from rollout_client.fleet._fanout import COMMIT
 from rollout_client.fleet._replica import FixedPlace, Found
 from rollout_client.fleet._requests import Requests
@@ -83,7 +84,7 @@ def addresses(servers):
 
 
 def in_loop(fleet, coroutine):
-    return fleet._loop.run(coroutine)
+    return fleet._core.loop.run(coroutine)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ def late(replica, until):
 @pytest.mark.parametrize("mode", ["abort", "keep"])
 def test_a_group_that_meets_a_sleeping_server_ends_or_waits_as_the_others_do(fleet, servers, mode):
     (_, second), _ = servers
-    late(fleet._roster.replicas[1], lambda: second.client.status().lifecycle is Lifecycle.ASLEEP or woken)
+    late(fleet._core.replicas.replicas[1], lambda: second.client.status().lifecycle is Lifecycle.ASLEEP or woken)
     woken = False
     outputs = in_thread(lambda: ask(fleet))
     wait_until_true(lambda: fleet.status().replicas[1].samples > 0)
@@ -163,7 +164,7 @@ def test_a_group_that_meets_a_sleeping_server_ends_or_waits_as_the_others_do(fle
 
 
 def test_an_abort_of_all_ends_groups_that_are_on_their_way(fleet, servers):
-    replica, aborted = fleet._roster.replicas[1], threading.Event()
+    replica, aborted = fleet._core.replicas.replicas[1], threading.Event()
     late(replica, aborted.is_set)
     send = replica.client.abort
 
@@ -305,14 +306,14 @@ def test_a_task_that_is_cancelled_drops_its_own_push_alone(fleet, rng):
                 await second
             await push.write_all(BASE)
         assert push.receipt.weight_version == version + 1
-        in_loop(fleet, fleet._roster.updating.acquire())  # as a replica that catches up
+        in_loop(fleet, fleet._core.replicas.updating.acquire())  # as a replica that catches up
         waits = asyncio.ensure_future(other.push_lora(adapter, config))
-        while not fleet._roster.pushing:
+        while not fleet._core.replicas.pushing:
             await asyncio.sleep(0.01)
         waits.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waits
-        fleet._loop.make(fleet._roster.updating.release)
+        fleet._core.loop.make(fleet._core.replicas.updating.release)
 
     asyncio.run(main())
     assert fleet.status().weight_version == version + 1
@@ -322,7 +323,7 @@ def test_a_task_that_is_cancelled_drops_its_own_push_alone(fleet, rng):
 def test_an_interrupted_wait_for_the_receipt_leaves_the_push_whole(fleet, servers, rng):
     """Control-C when all replicas have committed."""
     adapter, config = random_adapter(rng, BASE)
-    version, end, interrupted = fleet.status().weight_version, fleet._pushes.end, threading.Event()
+    version, end, interrupted = fleet.status().weight_version, fleet._core.pushes.end, threading.Event()
 
     async def late_end(*arguments):
         os.kill(os.getpid(), signal.SIGINT)
@@ -330,7 +331,7 @@ def test_an_interrupted_wait_for_the_receipt_leaves_the_push_whole(fleet, server
             await asyncio.sleep(0.01)
         return await end(*arguments)
 
-    fleet._pushes.end = late_end
+    fleet._core.pushes.end = late_end
     with pytest.raises(KeyboardInterrupt):
         fleet.push_lora(adapter, config)
     interrupted.set()
@@ -518,7 +519,7 @@ def test_requests_on_a_server_that_is_somewhere_else_now_begin_anew(servers):
     (first, second), _ = servers
     place, fleet = Moving(first.address), object.__new__(Fleet)
     connection = {"timeout": None, "token": None, "tls": None, "segment_mode": 0o600}
-    fleet._begin([place], connection, quorum=None, capacity=64, patience=TIMEOUT, resupply=None)
+    fleet._core = Core([place], connection, quorum=None, capacity=64, patience=TIMEOUT, resupply=None)
     with fleet, contextlib.ExitStack() as stack:
         first.client.pause("keep")
         stack.callback(first.client.resume)
@@ -573,7 +574,7 @@ def test_what_supplies_a_push_again_runs_in_a_thread_of_its_own_and_may_fail(ser
 
 
 def test_a_replica_that_refuses_is_told_of_and_not_raised(fleet):
-    replica = fleet._roster.replicas[1]
+    replica = fleet._core.replicas.replicas[1]
 
     async def refuse():
         raise Unauthenticated("token: expired")

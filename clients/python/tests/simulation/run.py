@@ -34,14 +34,15 @@ from rollout_client.fleet import (
     AsyncFleet,
     Fleet,
     ReplicaState,
+    _core,
     _fanout,
-    _fleet,
     _loop,
     _pushes,
     _replica,
     _requests,
     _roster,
 )
+from rollout_client.fleet._core import Core
 from rollout_client.fleet._replica import Found
 from rollout_client.fleet._router import Lease
 
@@ -159,7 +160,7 @@ class Run:
         clock = SimpleNamespace(monotonic=scheduler.monotonic, perf_counter=scheduler.monotonic)
         changes: list[tuple[Any, str, Any]] = [
             (module, "time", clock)
-            for module in (_fleet, _pushes, _replica, _requests, _roster, _progress, _senders, aio, client)
+            for module in (_core, _pushes, _replica, _requests, _roster, _progress, _senders, aio, client)
         ]
         changes += [
             (_loop, "threading", threading_of(scheduler)),
@@ -167,7 +168,7 @@ class Run:
             (concurrent.futures._base, "threading", SimpleNamespace(Condition=Condition, Event=Event, Lock=Condition)),
             (asyncio, "new_event_loop", self._new_loop),
             (_pusher, "ClientStream", PushStream),
-            (_fleet, "RolloutClient", _FanOutClient),
+            (_core, "RolloutClient", _FanOutClient),
             (_requests, "secrets", SimpleNamespace(randbits=self.names.getrandbits)),
             (_requests, "new_request_id", lambda: f"r{self.names.getrandbits(48)}"),
             (_convert, "new_request_id", lambda: f"r{self.names.getrandbits(48)}"),
@@ -241,9 +242,9 @@ class Run:
         places = [Place(machine, tells_instance=tells_instance) for machine in self.network.machines]
         connection = {"timeout": None, "token": None, "tls": None, "segment_mode": 0o600}
         self.fleet = object.__new__(Fleet)
-        self.fleet._begin(places, connection, **options)
+        self.fleet._core = Core(places, connection, **options)
         await AsyncFleet(self.fleet).wait_until_ready(60.0)
-        self.oracle.set_policy(self.fleet._roster.policy)
+        self.oracle.set_policy(self.fleet._core.replicas.policy)
         await self.until_settled(30.0)
 
     async def _live(self) -> None:
@@ -285,7 +286,7 @@ class Run:
 
     async def _close(self, working: list[asyncio.Future]) -> None:
         """Closes the fleet; pending calls raise an error."""
-        loop = self.fleet._loop._loop
+        loop = self.fleet._core.loop._loop
         await AsyncFleet(self.fleet).close()
         self.oracle.require(not asyncio.all_tasks(loop), f"tasks are left: {asyncio.all_tasks(loop)}")
         self.oracle.note("the fleet is closed")
@@ -319,12 +320,12 @@ class Run:
         trainer._note_policy()
         await asyncio.sleep(10.0)  # whoever has started again unseen is looked at
         await self.until_settled(CALM_SECONDS)
-        policy = fleet._roster.policy
-        for machine, replica in zip(network.machines, fleet._roster.replicas, strict=True):
+        policy = fleet._core.replicas.policy
+        for machine, replica in zip(network.machines, fleet._core.replicas.replicas, strict=True):
             process = machine.process
             # A policy that was dropped comes back with a push; its version is no server's until then.
             same = process.policy == content_of(policy) and process.whole
-            same = same and (process.version == policy.version or not fleet._roster.dropped)
+            same = same and (process.version == policy.version or not fleet._core.replicas.dropped)
             serves = (process.policy, process.version)
             wrong = process.whole and serves != (content_of(policy), policy.version)
             oracle.require(
@@ -343,7 +344,7 @@ class Run:
         status = await AsyncFleet(fleet).status()
         oracle.require(
             all(replica.state is ReplicaState.CURRENT for replica in status.replicas),
-            f"after a full push: {fleet._roster.describe()}",
+            f"after a full push: {fleet._core.replicas.describe()}",
         )
         contents = {machine.process.policy for machine in network.machines}
         oracle.require(contents == {oracle.eras[-1].content}, f"the servers have {contents}")
@@ -353,15 +354,15 @@ class Run:
     async def until_settled(self, seconds: float) -> None:
         """Waits until all replicas are current, or for so long."""
         for _ in range(int(seconds)):
-            if len(self.fleet._roster.numbers(ReplicaState.CURRENT)) == REPLICAS:
+            if len(self.fleet._core.replicas.numbers(ReplicaState.CURRENT)) == REPLICAS:
                 return
             await asyncio.sleep(1.0)
 
     async def _check_rest(self) -> None:
         """Nothing of what was asked is left in the fleet."""
         await asyncio.sleep(5.0)
-        roster, requests, require = self.fleet._roster, self.fleet._requests, self.oracle.require
-        require(not roster.pushing and self.fleet._pushes._now is None, "a push holds the turn")
+        roster, requests, require = self.fleet._core.replicas, self.fleet._core.requests, self.oracle.require
+        require(not roster.pushing and self.fleet._core.pushes._now is None, "a push holds the turn")
         require(not roster.updating.locked(), "the turn is held")
         require(roster.router._closed == 0, f"the gate is closed {roster.router._closed} times")
         require(roster.router.waiting == 0, "a group waits")
@@ -371,7 +372,7 @@ class Run:
         fewest = math.inf
         for _ in range(100):
             await asyncio.sleep(0.1)
-            fewest = min(fewest, len(asyncio.all_tasks(self.fleet._loop._loop)))
+            fewest = min(fewest, len(asyncio.all_tasks(self.fleet._core.loop._loop)))
         require(fewest <= 2 * REPLICAS, f"{fewest} tasks are left, and the watches are {2 * REPLICAS}")
 
     def _check_world(self) -> None:
@@ -457,7 +458,7 @@ class Run:
         for attempt in range(3000):
             if attempt == 10:  # what refers to nothing but itself
                 gc.collect()
-            if not self.fleet._roster.pushing or self.fleet._loop._closed:
+            if not self.fleet._core.replicas.pushing or self.fleet._core.loop._closed:
                 return
             await asyncio.sleep(0.1)
         self.oracle.require(False, "a push whose sender is gone holds its turn")
@@ -465,7 +466,7 @@ class Run:
     async def resumed(self) -> None:
         """Resumes, whatever goes wrong meanwhile."""
         for _ in range(10):  # servers without weights refuse it until the next push
-            if self.fleet._loop._closed:
+            if self.fleet._core.loop._closed:
                 return
             try:
                 await AsyncFleet(self.fleet).resume()

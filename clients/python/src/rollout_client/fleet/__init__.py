@@ -4,8 +4,7 @@
 them as actors of Ray.
 """
 
-from ._aio import AsyncFleet
-from ._fleet import Fleet
+from ._fleet import AsyncFleet, Fleet
 from .types import (
     FleetReceipt,
     FleetStatus,

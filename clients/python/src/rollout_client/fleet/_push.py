@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from .._pusher import Pusher
 from .._segment import SegmentPool
-from .._session import NamedTensors, Push
+from .._session import AsyncPush, NamedTensors, Push
 from ..errors import FailedPrecondition, InvalidArgument, RolloutError
 from ..options import PushKind
 from ..types import ParameterInfo
@@ -140,6 +140,10 @@ class Transaction:
         finally:
             for client in self._pushing.clients.values():
                 client.close()
+
+
+AsyncFleetPush = AsyncPush
+"""As `FleetPush`, awaited."""
 
 
 class FleetPush:

@@ -7,7 +7,7 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from ..errors import (
     RolloutError,
     Unavailable,
 )
+from ..options import GenerateOptions, ScoreOptions, refuse_unknown
 from ..types import (
     AbortResult,
     Chat,
@@ -106,9 +107,12 @@ class Requests:
         return self.draining or self._roster.asleep is not None
 
     async def generate(
-        self, prompts: Sequence[PromptInput], n: int, sampling: SamplingInput, options: dict[str, Any]
+        self, prompts: Sequence[PromptInput], n: int, sampling: SamplingInput, options: GenerateOptions
     ) -> list[PromptOutput]:
         """As `Fleet.generate`."""
+        refuse_unknown("generate", options, GenerateOptions)
+        if isinstance(prompts, str):
+            raise InvalidArgument("prompts: expected a list of prompts, got a single prompt; put it in a list")
         if len(prompts) == 0:
             raise InvalidArgument("prompts: is empty; give at least one prompt")
         each, options = _sampling_of_prompts(len(prompts), sampling), dict(options)
@@ -134,8 +138,9 @@ class Requests:
         with self._call(options.pop("request_id", None), limit) as call, progress:
             return await _gather([group(index, prompt) for index, prompt in enumerate(prompts)])
 
-    async def score(self, sequences: Sequence[TokenIds], options: dict[str, Any]) -> list[Score]:
+    async def score(self, sequences: Sequence[TokenIds], options: ScoreOptions) -> list[Score]:
         """As `Fleet.score`."""
+        refuse_unknown("score", options, ScoreOptions)
         sequences, options = list(sequences), dict(options)
         if not sequences:
             raise InvalidArgument("sequences: is empty; give at least one sequence")
@@ -156,8 +161,11 @@ class Requests:
         with self._call(None, limit) as call:
             return await _gather([one(index, sequence) for index, sequence in enumerate(sequences)])
 
-    async def abort(self, ids: list[str], *, all: bool) -> AbortResult:
+    async def abort(self, request_ids: str | Iterable[str], *, all: bool) -> AbortResult:
         """As `Fleet.abort`."""
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        if bool(ids) == all:
+            raise InvalidArgument("request_ids: name the requests to abort, or pass all=True, but not both")
         calls = [self._calls[name] for name in (self._calls if all else ids) if name in self._calls]
         unknown = [name for name in ids if name not in self._calls]
         for call in calls:
