@@ -235,7 +235,7 @@ def partly_on_the_host(fake, gpus, tensors):
         (without_devices, InvalidArgument, "the server computes on none"),
         (without_handles, InvalidArgument, r"model\.t0\.weight: its memory has no handle.*expandable_segments"),
         (on_another_device, InvalidArgument, f"lies on device {UUIDS[0]}"),
-        (partly_on_the_host, InvalidArgument, r"model\.t0\.weight: does not lie in the memory of a GPU"),
+        (partly_on_the_host, InvalidArgument, r"model\.t0\.weight: is not in the memory of a GPU"),
     ],
 )
 def test_memory_that_cannot_be_shared_is_an_error(call, fake, gpus, state, rng, hinder, expected, says):  # noqa: PLR0917
@@ -311,7 +311,7 @@ def test_a_push_that_is_written_bit_by_bit_names_its_memory_at_the_commit(fake, 
         with client.begin_push(version=3, transport="device_memory") as push:
             for name, array in new.items():
                 push.write(f"_orig_mod.{name}", GpuTensor(gpus, array))
-            with pytest.raises(InvalidArgument, match="on the host: does not lie"):
+            with pytest.raises(InvalidArgument, match="on the host: is not in the memory"):
                 push.write("on the host", next(iter(new.values())))
             assert not fake.weights.messages
         assert held(fake) == in_bytes(new) and push.receipt.weight_version == 3

@@ -95,8 +95,8 @@ class AsyncWeightSync:
 
         Args:
             old: tensors by name, as the server has them now.
-            new: the tensors that it shall have, with the same names and shapes. Leave parameters that do not change
-                out of both.
+            new: the tensors that it will have, with the same names and shapes. Leave unchanged parameters out of
+                both.
             base_version: the version of the policy that `old` is. The server raises `Aborted` if it has another.
             options: keyword options; `rollout_client.PushDeltaOptions` describes them.
 

@@ -1,4 +1,4 @@
-"""Pushes whose tensors stay in device memory, where a server on the same machine reads them: CUDA IPC."""
+"""Pushes through CUDA IPC: tensors stay in device memory, and a server on the same machine reads them there."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ._senders import StartCall, commit, request
 from ._tensors import Layout, layout_of, local_tensor
 from .errors import InvalidArgument
 
-# Tensors that are declared in one message, which has at most 8 MiB.
+# Tensors declared in one message, which has at most 8 MiB.
 _DECLARED = 8192
 
 
 class IpcUnavailableError(InvalidArgument):
-    """A tensor that this server cannot read where it lies."""
+    """The server cannot read a tensor in place."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class IpcTensor:
     name: str
     layout: Layout
     tensor: Any
-    """Kept until the reply, so that its memory is given to no other."""
+    """Kept until the reply, so that its memory is not reused."""
     device: int
     allocation: _Allocation
     offset: int
     """Bytes from the start of the allocation."""
 
     def entry(self) -> Any:
-        """Its declaration, without a digest: for that the bytes would have to come to this process."""
+        """Its entry in the header or manifest; without a digest, which would require a copy to the host."""
         entry = tensor_entry(self.name, self.layout.dtype, self.layout.shape, b"")
         entry.offset = self.offset
         entry.allocation.device_uuid, entry.allocation.handle = self.allocation.device_uuid, self.allocation.handle
@@ -44,37 +44,38 @@ class IpcTensor:
 
 @dataclass(frozen=True)
 class _Allocation:
-    """An allocation."""
+    """An allocation of device memory."""
 
     device_uuid: str
     handle: bytes
 
 
 def is_on_device(tensor: Any) -> bool:
-    """Whether it is a tensor of torch on an NVIDIA GPU, or behaves like one."""
+    """Whether it is a torch tensor on an NVIDIA GPU, or behaves like one."""
     return bool(getattr(tensor, "is_cuda", False)) and hasattr(tensor, "data_ptr")
 
 
 class IpcExporter:
-    """Finds the allocations of the tensors of one push."""
+    """Exports the allocations of the tensors of one push."""
 
     def __init__(self, device_uuids: Iterable[str]) -> None:
-        """For a server that computes on these devices."""
+        """For a server that computes on the devices with these UUIDs."""
         self._known = sorted(set(device_uuids))
         self._allocations: dict[tuple[int, int], _Allocation] = {}
 
     def export(self, name: str, tensor: Any, old: Any = None) -> IpcTensor:
-        """Where a tensor lies.
+        """The tensor with the handle of its allocation.
 
         Raises:
-            InvalidArgument: as `layout_of`; a `IpcUnavailableError` if it lies in no device memory, on no device of the
-                server's, or its memory has no handle.
+            InvalidArgument: as `layout_of`.
+            IpcUnavailableError: it is not in device memory or not on a device of the server, or its memory has no
+                handle.
         """
         if old is not None:
             raise InvalidArgument(f"{name}: only a delta has an old tensor")
         layout, tensor = layout_of(name, tensor), local_tensor(tensor)
         if not is_on_device(tensor):
-            raise IpcUnavailableError(f"{name}: does not lie in the memory of a GPU; push through another transport")
+            raise IpcUnavailableError(f"{name}: is not in the memory of a GPU; use another transport")
         tensor = tensor.detach()
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
@@ -87,7 +88,7 @@ class IpcExporter:
         except DriverError as error:
             raise IpcUnavailableError(
                 f"{name}: its memory has no handle for other processes ({error}); torch's has none with "
-                "expandable_segments or the backend cudaMallocAsync; push through another transport"
+                "expandable_segments or the backend cudaMallocAsync; use another transport"
             ) from None
         return IpcTensor(name, layout, tensor, device, allocation, address - start)
 
@@ -103,7 +104,7 @@ class IpcExporter:
 
 
 class CudaIpcSender:
-    """Names tensors to the server, which reads them at the commit: until then they are kept, and must not change."""
+    """Has the server read the tensors at the commit. Until then they are kept alive, and must not change."""
 
     def __init__(self, start: StartCall, header: Any, progress: Progress) -> None:
         """Sends nothing yet.
@@ -111,25 +112,25 @@ class CudaIpcSender:
         Args:
             start: starts the RPC.
             header: without tensors and source.
-            progress: told of every byte.
+            progress: counts the bytes.
         """
         self._start, self._header, self._progress = start, header, progress
         self._kept: list[IpcTensor] = []
 
     def write(self, tensor: IpcTensor) -> None:
-        """As `Sender.write`, but for the tensor, which is not read before the commit."""
+        """As `Sender.write`, except that the tensor is read at the commit."""
         self._kept.append(tensor)
 
     def commit(self) -> Any:
         """As `Sender.commit`."""
-        # What writes to the tensors was started before, on whichever streams.
+        # Kernels that write to the tensors may still run, on any stream.
         for device in {tensor.device for tensor in self._kept}:
             try:
                 with driver().on(device):
                     driver().synchronize()
             except DriverError as error:
                 raise IpcUnavailableError(
-                    f"device {device} has failed, and with it what was to be pushed: {error}"
+                    f"device {device} has failed, so its tensors cannot be pushed: {error}"
                 ) from None
         entries = [tensor.entry() for tensor in self._kept]
         header, total = self._header, sum(tensor.layout.size for tensor in self._kept)

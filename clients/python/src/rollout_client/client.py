@@ -66,7 +66,7 @@ class RolloutClient(WeightSync):
 
         Args:
             address: `host:port`.
-            timeout: seconds for each call that does not set its own; None is no limit. When it passes, the server
+            timeout: seconds for each call that does not set its own; None means no limit. When it passes, the server
                 drops the work and the call raises `DeadlineExceeded`; `generate` returns the tokens so far.
             token: sent as a bearer token with every call, for a server with `--auth-token-file`. No environment
                 variable is read.
