@@ -1,4 +1,4 @@
-"""One push of a fleet, from its turn to its receipt."""
+"""One push of a fleet, from its start to its receipt."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ._policy import Redo
 from ._pushes import Pushes, Pushing, Wanted
 from .types import FleetReceipt
 
-# What stands for the address of all replicas: shared memory reaches the first.
+# Addresses that stand for all replicas; pushes to the first one may use shared memory.
 _THIS_HOST, _OTHER_HOSTS = "localhost:0", "fleet:0"
 
 
 class FanOutPusher(Pusher):
-    """Sends to all replicas of one push of the fleet."""
+    """Sends one push of the fleet to all its replicas."""
 
-    may_use_ipc = False  # each replica is a process of its own, on a machine of its own
+    may_use_ipc = False  # each replica is another process, perhaps on another machine
 
     def __init__(self, pushing: Pushing, segments: SegmentPool, start: Callable[[float | None], FanOut]) -> None:
-        """`start` begins the calls, with the seconds that they may take."""
+        """`start` starts the calls, with their timeout in seconds."""
         self.address = _THIS_HOST if pushing.is_local else _OTHER_HOSTS
         self._segments, self._start = segments, start
         self._first = pushing.clients[min(pushing.clients)]
@@ -47,7 +47,7 @@ class FanOutPusher(Pusher):
 
 
 class Transaction:
-    """A push, from its wait for the turn (`begin`) to its end, once, by `finish` or `abandon`."""
+    """A push, from its wait for its turn (`begin`) to its end by `finish` or `abandon`."""
 
     def __init__(
         self,
@@ -59,13 +59,13 @@ class Transaction:
         options: Mapping[str, Any],
         redo: Redo | None,
     ) -> None:
-        """Nothing is asked for yet.
+        """Does not wait for its turn yet.
 
         Args:
             loop, pushes, segments: of the fleet.
             kind: of the push.
             options: of the push.
-            redo: pushes the same again, for replicas that miss it.
+            redo: repeats the push, for replicas that miss it.
         """
         options = dict(options)
         if options.get("expected_generation") is not None:
@@ -82,18 +82,18 @@ class Transaction:
             )
         )
         self.options = options
-        """For the sender."""
+        """The options for the pusher."""
 
     def begin(self) -> FanOutPusher:
-        """Waits for the turn; what sends the push then.
+        """Waits for its turn, and returns the pusher.
 
         Raises:
-            RolloutError: the push cannot begin; the policy is as it was.
+            RolloutError: the push cannot start; the policy stays as it was.
         """
         pushing = self._pushing
         try:
             self._loop.run(self._pushes.begin(pushing))
-        except BaseException:  # a wait that was interrupted may have had its turn just then
+        except BaseException:  # the push may have got its turn just when the wait was interrupted
             with contextlib.suppress(RolloutError):
                 self._loop.make(lambda: self._pushes.give_up(pushing))
             raise
@@ -103,10 +103,10 @@ class Transaction:
         return FanOutPusher(pushing, self._segments, start)
 
     def finish(self) -> FleetReceipt:
-        """Ends a push that was committed.
+        """Ends a committed push, and returns its receipt.
 
         Raises:
-            PartialCommit: by fewer replicas than the quorum.
+            PartialCommit: fewer replicas than the quorum have confirmed it.
         """
         receipt = self._end()
         if receipt is None:
@@ -114,28 +114,28 @@ class Transaction:
         return receipt
 
     def abandon(self) -> None:
-        """Ends a push that has failed, whose error says more than what is left of it."""
+        """Ends a failed push; further errors are dropped in favor of the first."""
         with contextlib.suppress(RolloutError):
             self._end()
 
     def drop(self, roll_back: Callable[[], None]) -> None:
-        """Ends a push that nothing refers to. Does not block: the garbage collector calls it, in any thread.
+        """Ends a push that was garbage-collected. Does not block, as the collector calls it in any thread.
 
         Args:
-            roll_back: closes the calls; called in a thread of its own.
+            roll_back: closes the calls; called in another thread.
         """
         with contextlib.suppress(FailedPrecondition):  # the fleet is closed
             self._loop.submit(self._pushes.drop(self._pushing, roll_back))
 
     def cancel(self) -> None:
-        """Makes whatever is done for it raise `Cancelled`; for any thread. Without effect on one that has ended."""
+        """Makes its calls raise `Cancelled`; for any thread. Has no effect after the end."""
         if not self._pushing.ended:
             with contextlib.suppress(FailedPrecondition):  # the fleet is closed
                 self._loop.make(lambda: self._pushes.cancel(self._pushing))
 
     def _end(self) -> FleetReceipt | None:
         try:
-            # What replicas have committed is the fleet's policy, whoever interrupts the wait here.
+            # A commit of the replicas changes the fleet's policy, even if this wait is interrupted.
             return self._loop.complete(self._pushes.end(self._pushing, self._redo))
         finally:
             for client in self._pushing.clients.values():
@@ -147,15 +147,15 @@ AsyncFleetPush = AsyncPush
 
 
 class FleetPush:
-    """A push that is under way: `Fleet.begin_push` makes it. As `rollout_client.Push`, into all replicas."""
+    """An open push into all replicas, as `rollout_client.Push`; `Fleet.begin_push` returns it."""
 
     def __init__(self, transaction: Transaction, push: Push, keep: Callable[[str, Any], None]) -> None:
         """For `begin_push`.
 
         Args:
             transaction: its turn.
-            push: what sends the tensors.
-            keep: is given each tensor that was written.
+            push: sends the tensors.
+            keep: called with each tensor that was written.
         """
         self._transaction, self._push, self._keep = transaction, push, keep
         self._receipt: FleetReceipt | None = None
@@ -163,7 +163,7 @@ class FleetPush:
 
     @property
     def receipt(self) -> FleetReceipt:
-        """What the replicas said of the commit.
+        """The replicas' answers to the commit.
 
         Raises:
             FailedPrecondition: the push is not committed.
@@ -174,7 +174,7 @@ class FleetPush:
 
     @property
     def is_open(self) -> bool:
-        """Whether it can be written to, committed and rolled back."""
+        """Whether the push was neither committed nor rolled back, and has not failed."""
         return self._push.is_open
 
     def write(self, name: str, tensor: Any, old: Any = None) -> None:
@@ -186,13 +186,13 @@ class FleetPush:
         """As `Push.write_all`."""
         for name, tensor in named_tensors.items() if hasattr(named_tensors, "items") else named_tensors:
             self.write(name, tensor)
-            del tensor  # before the next is gathered, so that never two are held
+            del tensor  # before the next one is gathered, so that two are never alive at once
 
     def commit(self) -> FleetReceipt:
         """As `Push.commit`.
 
         Raises:
-            PartialCommit: by fewer replicas than the quorum.
+            PartialCommit: fewer replicas than the quorum have confirmed it.
         """
         self._sent(self._push.commit)
         self._ended = True
@@ -205,11 +205,11 @@ class FleetPush:
         self._abandon()
 
     def cancel(self) -> None:
-        """Makes whatever is done to it raise `Cancelled`; for any thread."""
+        """Makes its methods raise `Cancelled`; for any thread."""
         self._transaction.cancel()
 
     def __enter__(self) -> FleetPush:
-        """The push itself."""
+        """Returns the push."""
         return self
 
     def __exit__(
@@ -226,7 +226,7 @@ class FleetPush:
             self._push.__exit__(None, None, None)
 
     def __del__(self) -> None:
-        """A push that was dropped without its `with` block is rolled back."""
+        """Rolls back a push that was garbage-collected while open."""
         if not self._ended:
             self._transaction.drop(self._push.rollback)
 

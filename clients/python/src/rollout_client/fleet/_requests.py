@@ -1,4 +1,4 @@
-"""Requests of a fleet: each prompt is a group that goes to one replica, and to another if that one is lost."""
+"""Requests of a fleet. Each prompt is a group on one replica, and moves to another if that one is lost."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ from ._seeds import prompt_seed, sample_seed
 from .types import ReplicaState
 
 MAX_ATTEMPTS = 4
-"""A group that was on so many replicas which then were lost may be what loses them; it fails instead."""
+"""A group whose replicas were lost this many times may be the cause, so it fails."""
 
 _ABORT_AGAIN_SECONDS = 0.05
 
-# What a message of a server names that has one prompt or sequence of the call.
+# The path in an error of a server, which has only one prompt or sequence of the call.
 _FIRST = re.compile(r"^(prompts|sequences)\[0\]")
 
 _T = TypeVar("_T")
@@ -61,49 +61,49 @@ _T = TypeVar("_T")
 
 @dataclass(eq=False)
 class Call:
-    """One call of `generate` or `score`, of any number of groups."""
+    """One call of `generate` or `score`, with any number of groups."""
 
     request_id: str
     deadline: float | None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set by an abort: groups that have not begun do not begin any more."""
+    """Set by an abort: groups that have not started do not start any more."""
     running: dict[str, Replica] = field(default_factory=dict)
-    """The requests for samples on replicas, by their ids."""
+    """The replicas of the running requests for samples, by request id."""
 
     def left(self) -> float:
-        """Seconds to the deadline."""
+        """Seconds to the deadline; infinity without one."""
         return math.inf if self.deadline is None else max(self.deadline - time.monotonic(), 0.0)
 
 
 class Revoked(Exception):
-    """The replica takes no requests any more, or was given up; the group goes elsewhere."""
+    """The replica takes no requests any more; the group moves to another one."""
 
 
 class Ended(Exception):
-    """The call was aborted, or its deadline passed, before the group began."""
+    """The call was aborted, or its deadline passed, before the group started."""
 
 
 class Requests:
-    """Generates and scores with the replicas that are current."""
+    """Generates and scores on the current replicas."""
 
     def __init__(self, roster: Roster, patience: float, timeout: float | None) -> None:
-        """Of these replicas.
+        """Has no calls yet.
 
         Args:
             roster: the replicas.
-            patience: how long, in seconds, a group waits for a replica when none is current.
-            timeout: seconds for each call that does not give its own; None is no limit.
+            patience: seconds that a group waits for a replica when none is current.
+            timeout: seconds for each call that does not set its own; None means no limit.
         """
         self._roster, self._patience, self._timeout = roster, patience, timeout
         self._calls: dict[str, Call] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self.draining = False
-        """Whether calls end so that the fleet can sleep; none may begin."""
+        """Whether calls are being ended so that the fleet can sleep; new ones are rejected."""
 
     @property
     def rests(self) -> bool:
-        """Whether the fleet sleeps, or is about to."""
+        """Whether the fleet sleeps, or is about to sleep."""
         return self.draining or self._roster.asleep is not None
 
     async def generate(
@@ -175,7 +175,7 @@ class Requests:
             for request_id, replica in call.running.items():
                 running.setdefault(replica, {})[request_id] = call
         sent = [_abort_on(replica, requests) for replica, requests in running.items()]
-        if all:  # also what others have asked, and what has no id: scores
+        if all:  # also requests of other clients, and scores, which have no id
             sent += [r.client.abort(all=True) for r in self._roster.replicas if r.state is not ReplicaState.LOST]
         for result in await asyncio.gather(*sent, return_exceptions=True):
             if isinstance(result, BaseException) and not isinstance(result, Unavailable):
@@ -183,20 +183,20 @@ class Requests:
         return AbortResult([call.request_id for call in calls], unknown)
 
     async def drain(self) -> None:
-        """Waits for all calls to end; none begins from now on. `draining` is to be reset by the caller."""
+        """Rejects new calls, and waits until all have ended. The caller must reset `draining`."""
         self.draining = True
         await self._idle.wait()
 
     def end_all(self) -> None:
-        """Lets no group begin that has not."""
+        """Stops all groups that have not started."""
         for call in self._calls.values():
             call.ended.set()
 
     @contextmanager
     def _call(self, request_id: str | None, limit: float | None) -> Iterator[Call]:
-        """A call that may take `limit` seconds, from its begin to its end."""
+        """A call that may take `limit` seconds, from its start to its end."""
         if self.rests:
-            raise FailedPrecondition("the fleet sleeps, or is about to: call wake first")
+            raise FailedPrecondition("the fleet sleeps, or is about to sleep; call wake first")
         if request_id in self._calls:
             raise AlreadyExists(f"request_id: {request_id!r} is running already")
         deadline = None if limit is None else time.monotonic() + limit
@@ -211,7 +211,7 @@ class Requests:
                 self._idle.set()
 
     def _versioned(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Never served by an older policy than the fleet's: a server that has restarted unseen makes it wait."""
+        """The options with the fleet's version as minimum, so that a server that restarted unnoticed makes it wait."""
         version, exact = self._roster.policy.version, options.get("if_weight_version")
         if exact is not None and exact < version:
             raise Aborted(f"if_weight_version: {exact} is not the fleet's policy; that is version {version}")
@@ -225,14 +225,14 @@ class Requests:
         send: Callable[[AsyncRolloutClient, str], Awaitable[_T]],
         was_cut: Callable[[_T], bool] | None,
     ) -> _T:
-        """Runs a group on a replica, and on others while those are lost.
+        """Runs a group on a replica, and on another one if that is lost.
 
         Args:
-            call: whose group it is.
+            call: of the group.
             index: of the group in the call.
-            samples: of the group.
-            send: asks a client, under an id of the request.
-            was_cut: whether a result was ended from outside; None for requests that have no id on the server.
+            samples: in the group.
+            send: sends the request with this id through a client.
+            was_cut: whether a result was aborted; None for requests that have no id on the server.
         """
         lost: list[str] = []
         attempt = 0
@@ -261,7 +261,7 @@ class Requests:
                 if isinstance(error, InvalidArgument):
                     raise InvalidArgument(_FIRST.sub(rf"\g<1>[{index}]", str(error))) from error
                 if isinstance(error, FailedPrecondition) and self.rests:
-                    continue  # it has met a server that sleeps already, and ends or waits as what has not begun
+                    continue  # the server sleeps already: the group waits, or ends, as one that has not started
                 if not isinstance(error, Unavailable) and await self._answers(replica):
                     raise
                 self._roster.suspect(replica, error if isinstance(error, Unavailable) else Unavailable(str(error)))
@@ -272,12 +272,12 @@ class Requests:
         raise Unavailable(f"prompts[{index}]: {MAX_ATTEMPTS} replicas were lost while they had it: {'; '.join(lost)}")
 
     async def _lease(self, call: Call, samples: int) -> Lease:
-        """A place for a group.
+        """Waits for a replica with room for a group.
 
         Raises:
             Ended: the call was ended first.
-            RolloutError: no replica is current, and none can become so by itself, for want of a push or of a token.
-            Unavailable: none became current in time.
+            RolloutError: no replica is current, and none can become current by itself.
+            Unavailable: no replica became current in time.
         """
         roster, begun = self._roster, time.monotonic()
         lease = asyncio.ensure_future(roster.router.lease(samples))
@@ -310,7 +310,11 @@ class Requests:
             ended.cancel()
 
     async def _until_revoked(self, lease: Lease, sent: Awaitable[_T]) -> _T:
-        """The result, unless the replica is taken out first: what it says after that counts no more."""
+        """The result, unless the assignment is revoked first; later results are dropped.
+
+        Raises:
+            Revoked: the assignment was revoked.
+        """
         request, revoked = asyncio.ensure_future(sent), asyncio.ensure_future(lease.revoked.wait())
         try:
             await asyncio.wait({request, revoked}, return_when=asyncio.FIRST_COMPLETED)
@@ -324,7 +328,7 @@ class Requests:
             await asyncio.gather(request, revoked, return_exceptions=True)
 
     async def _answers(self, replica: Replica) -> bool:
-        """Whether a replica can be reached and goes on serving; the fleet is awake."""
+        """Whether a replica can be reached and keeps serving; the fleet is awake."""
         try:
             status = await replica.ask()
         except RolloutError:
@@ -333,7 +337,7 @@ class Requests:
 
 
 async def _gather(groups: list[Awaitable[_T]]) -> list[_T]:
-    """Waits for all groups; the first that fails ends the others."""
+    """Waits for all groups; if one fails, the others are cancelled."""
     tasks = [asyncio.ensure_future(group) for group in groups]
     try:
         return list(await asyncio.gather(*tasks))
@@ -345,7 +349,7 @@ async def _gather(groups: list[Awaitable[_T]]) -> list[_T]:
 
 
 async def _abort_on(replica: Replica, requests: dict[str, Call]) -> AbortResult:
-    """Aborts requests on one replica, again and again while it does not know one: that may be on its way to it."""
+    """Aborts requests on one replica, repeatedly while it does not know one, which may still be on its way."""
     while True:
         result = await replica.client.abort(requests)
         requests = {name: requests[name] for name in result.unknown if requests[name].running.get(name) is replica}
@@ -359,7 +363,7 @@ def _was_cut(output: PromptOutput) -> bool:
 
 
 def _numbered(output: PromptOutput, index: int) -> PromptOutput:
-    """The output of a prompt that was alone in its request, as the one of that index."""
+    """The output of a prompt that was alone in its request, with this index."""
     logprobs = output.prompt_logprobs
     return replace(
         output,
@@ -370,7 +374,7 @@ def _numbered(output: PromptOutput, index: int) -> PromptOutput:
 
 
 def _sampling_of_prompts(count: int, sampling: SamplingInput) -> list[SamplingParams]:
-    """How each prompt is sampled, with the seed that it has alone: routes change no samples."""
+    """The parameters of each prompt, with the seed that it uses alone, so that samples do not depend on the routing."""
     if sampling is None or isinstance(sampling, SamplingParams):
         given, seed = sampling or SamplingParams(), None if sampling is None else sampling.seed
         seed = secrets.randbits(64) if seed is None else int(seed)
@@ -384,7 +388,7 @@ def _sampling_of_prompts(count: int, sampling: SamplingInput) -> list[SamplingPa
 
 
 def _unbegun(prompt: PromptInput, n: int, seed: int) -> PromptOutput:
-    """The output of a group that was ended before it began: samples without tokens. Texts have no token ids then."""
+    """The output of a group that was ended before it started: samples without tokens; a text has no token ids."""
     none = np.zeros(0, np.float32)
     samples = [
         Sample(0, i, [], none, none, "", FinishReason.ABORTED, [], sample_seed(seed, i), 0, [], []) for i in range(n)
