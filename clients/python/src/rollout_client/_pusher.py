@@ -226,7 +226,7 @@ class Pusher:
             return self._begin_ipc(header, options)
         sizes = self._model_sizes(None) if total_bytes is None else _exactly(total_bytes)
         progress = _progress(header, sizes.total, options)
-        return Push(self._sender(header, sizes, progress, options), _tensor, progress)
+        return self._open(self._sender(header, sizes, progress, options), _tensor, progress)
 
     def _begin_buffered(
         self, header: Any, outgoing: Callable[[str, Any, Any], OutgoingTensor | None], options: BeginPushOptions
@@ -237,12 +237,15 @@ class Pusher:
             progress.expect(total)
             return self._sender(header, _exactly(total), progress, options)
 
-        return Push(BufferedSender(begin), outgoing, progress)
+        return self._open(BufferedSender(begin), outgoing, progress)
 
     def _begin_ipc(self, header: Any, options: BeginPushOptions) -> Push:
         exporter, progress = self._exporter(), _progress(header, 0, options)
         sender = CudaIpcSender(lambda: self.start(options.get("timeout")), header, progress)
-        return Push(sender, lambda name, tensor, old: exporter.export(plain_name(name), tensor, old), progress)
+        return self._open(sender, lambda name, tensor, old: exporter.export(plain_name(name), tensor, old), progress)
+
+    def _open(self, sender: Sender, outgoing: Callable[..., OutgoingTensor | None], progress: Progress) -> Push:
+        return Push(sender, outgoing, progress)
 
     def _sender(self, header: Any, sizes: _Sizes, progress: Progress, options: Any) -> Sender:
         """A sender of the tensors of this header, inline or through shared memory."""

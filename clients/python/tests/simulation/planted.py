@@ -102,7 +102,7 @@ PLANTED = [
     ),
     Planted(
         "_push.py",
-        "            self._transaction.drop(self._push.rollback)",
+        "            self._transaction.drop(self._sender.close)",
         "            pass",
         "push turn: a push that was dropped holds it",
     ),

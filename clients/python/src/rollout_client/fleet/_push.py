@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, NoReturn
 
+from .._progress import Progress
 from .._pusher import Pusher
 from .._segment import SegmentPool
-from .._session import AsyncPush, NamedTensors, Push
+from .._senders import OutgoingTensor, Sender
+from .._session import AsyncPush, Push
 from ..errors import FailedPrecondition, InvalidArgument, RolloutError
 from ..options import PushKind
 from ..types import ParameterInfo
@@ -28,19 +29,31 @@ class FanOutPusher(Pusher):
 
     may_use_ipc = False  # each replica is another process, perhaps on another machine
 
-    def __init__(self, pushing: Pushing, segments: SegmentPool, start: Callable[[float | None], FanOut]) -> None:
-        """`start` starts the calls, with their timeout in seconds."""
+    def __init__(
+        self, transaction: Transaction, pushing: Pushing, segments: SegmentPool, keep: Callable[[str, Any], None]
+    ) -> None:
+        """Sends nothing yet.
+
+        Args:
+            transaction: of the push.
+            pushing: the push, whose turn it is.
+            segments: of the fleet.
+            keep: called with each tensor that is written to an open push.
+        """
         self.address = _THIS_HOST if pushing.is_local else _OTHER_HOSTS
-        self._segments, self._start = segments, start
+        self._transaction, self._segments, self._keep = transaction, segments, keep
         self._first = pushing.clients[min(pushing.clients)]
 
     def start(self, timeout: float | None) -> FanOut:
         """As `Pusher.start`, on all replicas."""
-        return self._start(timeout)
+        return self._transaction.start(timeout)
 
     def parameters(self) -> list[ParameterInfo]:
         """As `RolloutClient.parameters`, of one replica."""
         return self._first.parameters()
+
+    def _open(self, sender: Sender, outgoing: Callable[..., OutgoingTensor | None], progress: Progress) -> FleetPush:
+        return FleetPush(sender, outgoing, progress, transaction=self._transaction, keep=self._keep)
 
     def _exporter(self) -> NoReturn:
         raise InvalidArgument('transport: a fleet does not read device memory; use "auto", or push to one server')
@@ -84,8 +97,11 @@ class Transaction:
         self.options = options
         """The options for the pusher."""
 
-    def begin(self) -> FanOutPusher:
+    def begin(self, keep: Callable[[str, Any], None]) -> FanOutPusher:
         """Waits for its turn, and returns the pusher.
+
+        Args:
+            keep: called with each tensor that is written to an open push.
 
         Raises:
             RolloutError: the push cannot start; the policy stays as it was.
@@ -99,8 +115,11 @@ class Transaction:
             raise
         if pushing.wanted.name is None:  # a replica that is behind may have any version
             self.options |= {"version": pushing.change.version, "force_version": True}
-        start = lambda timeout: self._pushes.start_call(pushing, timeout, self._loop.run)  # noqa: E731
-        return FanOutPusher(pushing, self._segments, start)
+        return FanOutPusher(self, pushing, self._segments, keep)
+
+    def start(self, timeout: float | None) -> FanOut:
+        """Starts the calls, which may take `timeout` seconds each."""
+        return self._pushes.start_call(self._pushing, timeout, self._loop.run)
 
     def finish(self) -> FleetReceipt:
         """Ends a committed push, and returns its receipt.
@@ -142,51 +161,32 @@ class Transaction:
                 client.close()
 
 
-AsyncFleetPush = AsyncPush
-"""As `FleetPush`, awaited."""
-
-
-class FleetPush:
+class FleetPush(Push):
     """An open push into all replicas, as `rollout_client.Push`; `Fleet.begin_push` returns it."""
 
-    def __init__(self, transaction: Transaction, push: Push, keep: Callable[[str, Any], None]) -> None:
-        """For `begin_push`.
+    def __init__(
+        self,
+        sender: Sender,
+        outgoing: Callable[[str, Any, Any], OutgoingTensor | None],
+        progress: Progress,
+        *,
+        transaction: Transaction,
+        keep: Callable[[str, Any], None],
+    ) -> None:
+        """As `Push`.
 
         Args:
-            transaction: its turn.
-            push: sends the tensors.
+            sender, outgoing, progress: as for `Push`.
+            transaction: of the push.
             keep: called with each tensor that was written.
         """
-        self._transaction, self._push, self._keep = transaction, push, keep
-        self._receipt: FleetReceipt | None = None
-        self._ended = False
-
-    @property
-    def receipt(self) -> FleetReceipt:
-        """The replicas' answers to the commit.
-
-        Raises:
-            FailedPrecondition: the push is not committed.
-        """
-        if self._receipt is None:
-            raise FailedPrecondition("receipt: the push is not committed")
-        return self._receipt
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the push was neither committed nor rolled back, and has not failed."""
-        return self._push.is_open
+        super().__init__(sender, outgoing, progress)
+        self._transaction, self._keep = transaction, keep
 
     def write(self, name: str, tensor: Any, old: Any = None) -> None:
         """As `Push.write`."""
-        self._sent(lambda: self._push.write(name, tensor, old))
+        super().write(name, tensor, old)
         self._keep(name, tensor)
-
-    def write_all(self, named_tensors: NamedTensors) -> None:
-        """As `Push.write_all`."""
-        for name, tensor in named_tensors.items() if hasattr(named_tensors, "items") else named_tensors:
-            self.write(name, tensor)
-            del tensor  # before the next one is gathered, so that two are never alive at once
 
     def commit(self) -> FleetReceipt:
         """As `Push.commit`.
@@ -194,51 +194,25 @@ class FleetPush:
         Raises:
             PartialCommit: fewer replicas than the quorum have confirmed it.
         """
-        self._sent(self._push.commit)
-        self._ended = True
+        super().commit()
+        self._receipt = None
         self._receipt = self._transaction.finish()
         return self._receipt
-
-    def rollback(self) -> None:
-        """As `Push.rollback`."""
-        self._push.rollback()
-        self._abandon()
 
     def cancel(self) -> None:
         """Makes its methods raise `Cancelled`; for any thread."""
         self._transaction.cancel()
 
-    def __enter__(self) -> FleetPush:
-        """Returns the push."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """As `Push.__exit__`."""
-        if kind is not None:
-            if self.is_open:
-                self._push.rollback()
-            self._abandon()
-        elif self.is_open:
-            self.commit()
-        elif self._receipt is None:
-            self._push.__exit__(None, None, None)
-
     def __del__(self) -> None:
         """Rolls back a push that was garbage-collected while open."""
-        if not self._ended:
-            self._transaction.drop(self._push.rollback)
+        if self.is_open:
+            self._transaction.drop(self._sender.close)
 
-    def _sent(self, use: Callable[[], object]) -> None:
-        try:
-            use()
-        except BaseException:
-            if not self.is_open:
-                self._abandon()
-            raise
-
-    def _abandon(self) -> None:
-        if not self._ended:
-            self._ended = True
+    def _end(self, how: str) -> None:
+        super()._end(how)
+        if self._receipt is None:
             self._transaction.abandon()
+
+
+AsyncFleetPush = AsyncPush
+"""As `FleetPush`, awaited."""

@@ -94,13 +94,12 @@ class FleetPusher:
         if kind == "delta":
             given["expected_version"] = options["base_version"]
         transaction = self._begin(kind, given, redo)
-        sender = transaction.begin()
+        sender = transaction.begin(keep)
         try:
-            push = sender.begin_push(kind, config, transaction.options)
+            return sender.begin_push(kind, config, transaction.options)
         except BaseException:
             transaction.abandon()
             raise
-        return FleetPush(transaction, push, keep)
 
     def cancel(self) -> None:
         """Ends the push, whether it waits for its turn or is being sent. For any thread."""
@@ -133,7 +132,7 @@ class FleetPusher:
     ) -> FleetReceipt:
         """A push in one call; `send` gets the pusher to all replicas, and its options."""
         transaction = self._begin(kind, options, redo)
-        sender = transaction.begin()
+        sender = transaction.begin(_nothing)
         try:
             send(sender, transaction.options)
         except BaseException:
