@@ -91,7 +91,7 @@ class AsyncFleetMethods:
 
     async def info(self) -> ServerInfo:
         """As `RolloutClient.info`, of one replica."""
-        return await self._core.async_run(self._core.replicas.first(lambda client: client.info()))
+        return await self._core.async_run(self._core.replica_set.first(lambda client: client.info()))
 
     async def status(self) -> FleetStatus:
         """The policy's version and the state of every replica; asks each server that can be reached."""
@@ -99,7 +99,7 @@ class AsyncFleetMethods:
 
     async def reset_prefix_cache(self) -> int:
         """As `RolloutClient.reset_prefix_cache`, of all replicas; returns the sum of the blocks."""
-        blocks = await self._core.async_run(self._core.replicas.each(lambda client: client.reset_prefix_cache()))
+        blocks = await self._core.async_run(self._core.replica_set.each(lambda client: client.reset_prefix_cache()))
         return sum(blocks.values())
 
     async def sleep(self, level: int = 1, mode: DrainMode = "wait") -> dict[int, SleepResult]:
@@ -182,16 +182,16 @@ class AsyncFleetMethods:
 
     async def parameters(self) -> list[ParameterInfo]:
         """As `RolloutClient.parameters`; they are the same for all replicas."""
-        return await self._core.async_run(self._core.replicas.first(lambda client: client.parameters()))
+        return await self._core.async_run(self._core.replica_set.first(lambda client: client.parameters()))
 
     async def checksum(self, names: Iterable[str] | None = None) -> dict[int, dict[str, str]]:
         """As `RolloutClient.checksum`, of every replica that can be reached, by its number."""
         listed = None if names is None else list(names)
-        return await self._core.async_run(self._core.replicas.each(lambda client: client.checksum(listed)))
+        return await self._core.async_run(self._core.replica_set.each(lambda client: client.checksum(listed)))
 
     async def adapters(self) -> dict[int, list[AdapterInfo]]:
         """As `RolloutClient.adapters`, of every replica that can be reached, by its number."""
-        return await self._core.async_run(self._core.replicas.each(lambda client: client.adapters()))
+        return await self._core.async_run(self._core.replica_set.each(lambda client: client.adapters()))
 
     async def remove_adapter(self, name: str) -> None:
         """As `RolloutClient.remove_adapter`, on all replicas; those that cannot be reached follow when they can."""

@@ -14,14 +14,14 @@ from ..client import RolloutClient
 from ..errors import InvalidArgument, RolloutError, Unavailable
 from ..options import BeginPushOptions, PushKind, check_begin_push
 from ..types import Lifecycle
-from ._lifecycle import LifecycleOrders
+from ._lifecycle import FleetLifecycle
 from ._loop import Loop, closed
 from ._push import AsyncFleetPush, FleetPush
 from ._pusher import FleetPusher, Resupply
 from ._pushes import Pushes
-from ._replica import Place
+from ._replica import Endpoint
+from ._replica_set import ReplicaSet
 from ._requests import Requests
-from ._roster import Roster
 from .types import FleetReceipt, FleetStatus, ReplicaState, ReplicaStatus
 
 CAPACITY = 512
@@ -43,7 +43,7 @@ class Core:
 
     def __init__(
         self,
-        places: Sequence[Place],
+        endpoints: Sequence[Endpoint],
         connection: dict[str, Any],
         *,
         quorum: int | None,
@@ -54,33 +54,35 @@ class Core:
         """Starts the loop, which looks for the replicas.
 
         Args:
-            places: where the replicas are to be found.
+            endpoints: where the replicas are to be found.
             connection: keyword arguments of the clients.
             quorum, capacity, patience, resupply: as for `Fleet`.
 
         Raises:
             InvalidArgument: an argument is out of bounds.
         """
-        if not places:
+        if not endpoints:
             raise InvalidArgument("addresses: expected the address of at least one server")
-        quorum = (len(places) + 1) // 2 if quorum is None else quorum
-        if not 1 <= quorum <= len(places):
-            raise InvalidArgument(f"quorum: expected a number from 1 to {len(places)}, got {quorum}")
+        quorum = (len(endpoints) + 1) // 2 if quorum is None else quorum
+        if not 1 <= quorum <= len(endpoints):
+            raise InvalidArgument(f"quorum: expected a number from 1 to {len(endpoints)}, got {quorum}")
         if capacity < 1:
             raise InvalidArgument(f"capacity: expected at least 1, got {capacity}")
         self.patience, self.resupply = patience, resupply
         self.segments = SegmentPool(connection["segment_mode"])
         self.loop = Loop()
 
-        def make() -> Roster:
-            replicas = Roster(places, capacity, lambda address: AsyncRolloutClient(address, **connection), quorum)
+        def make() -> ReplicaSet:
+            replicas = ReplicaSet(
+                endpoints, capacity, lambda address: AsyncRolloutClient(address, **connection), quorum
+            )
             self.requests = Requests(replicas, patience, connection["timeout"])
             self.pushes = Pushes(replicas, lambda address: RolloutClient(address, **connection))
-            self.lifecycle = LifecycleOrders(replicas, self.requests)
+            self.lifecycle = FleetLifecycle(replicas, self.requests)
             replicas.start()
             return replicas
 
-        self.replicas = self.loop.make(make)
+        self.replica_set = self.loop.make(make)
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Runs a coroutine in the fleet's loop, and waits for it."""
@@ -132,12 +134,12 @@ class Core:
         """Ends the calls and the connections; the servers keep running."""
         with suppress(RolloutError):  # it is closed already
             self.cancel_update()
-        self.loop.close(self.replicas.close)
+        self.loop.close(self.replica_set.close)
         self.segments.close()
 
     async def status(self) -> FleetStatus:
         """As `Fleet.status`."""
-        found = self.replicas
+        found = self.replica_set
         await asyncio.gather(*(found.refresh(replica) for replica in found.replicas))
         replicas = [
             ReplicaStatus(r.number, r.address, r.state, r.reason, r.route.samples, r.status) for r in found.replicas
@@ -154,11 +156,11 @@ class Core:
 
     async def until_current(self, timeout: float, deadline: float) -> None:
         """Waits for the replicas until the deadline, which is after `timeout` seconds."""
-        found = self.replicas
+        found = self.replica_set
         while (ready := len(found.numbers(ReplicaState.CURRENT))) < len(found.replicas):
             if time.monotonic() >= deadline:
                 break
-            if (error := found.hopeless()) is not None:
+            if (error := found.permanent_error()) is not None:
                 raise error
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(found.changed.wait(), READY_POLL_SECONDS)

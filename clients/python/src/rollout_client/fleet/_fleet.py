@@ -11,7 +11,7 @@ from ._async_methods import AsyncFleetMethods
 from ._core import CAPACITY, PATIENCE_SECONDS, Core
 from ._methods import FleetMethods
 from ._pusher import Resupply
-from ._replica import FixedPlace
+from ._replica import FixedEndpoint
 
 
 class Fleet(FleetMethods):
@@ -50,7 +50,7 @@ class Fleet(FleetMethods):
                 pushed, which is checked by digest. With None, such a replica waits for the next full push.
         """
         self._core = Core(
-            [FixedPlace(address) for address in addresses],
+            [FixedEndpoint(address) for address in addresses],
             {"timeout": timeout, "token": token, "tls": tls, "segment_mode": segment_mode},
             quorum=quorum,
             capacity=capacity,

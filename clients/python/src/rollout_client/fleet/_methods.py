@@ -91,7 +91,7 @@ class FleetMethods:
 
     def info(self) -> ServerInfo:
         """As `RolloutClient.info`, of one replica."""
-        return self._core.run(self._core.replicas.first(lambda client: client.info()))
+        return self._core.run(self._core.replica_set.first(lambda client: client.info()))
 
     def status(self) -> FleetStatus:
         """The policy's version and the state of every replica; asks each server that can be reached."""
@@ -99,7 +99,7 @@ class FleetMethods:
 
     def reset_prefix_cache(self) -> int:
         """As `RolloutClient.reset_prefix_cache`, of all replicas; returns the sum of the blocks."""
-        blocks = self._core.run(self._core.replicas.each(lambda client: client.reset_prefix_cache()))
+        blocks = self._core.run(self._core.replica_set.each(lambda client: client.reset_prefix_cache()))
         return sum(blocks.values())
 
     def sleep(self, level: int = 1, mode: DrainMode = "wait") -> dict[int, SleepResult]:
@@ -180,16 +180,16 @@ class FleetMethods:
 
     def parameters(self) -> list[ParameterInfo]:
         """As `RolloutClient.parameters`; they are the same for all replicas."""
-        return self._core.run(self._core.replicas.first(lambda client: client.parameters()))
+        return self._core.run(self._core.replica_set.first(lambda client: client.parameters()))
 
     def checksum(self, names: Iterable[str] | None = None) -> dict[int, dict[str, str]]:
         """As `RolloutClient.checksum`, of every replica that can be reached, by its number."""
         listed = None if names is None else list(names)
-        return self._core.run(self._core.replicas.each(lambda client: client.checksum(listed)))
+        return self._core.run(self._core.replica_set.each(lambda client: client.checksum(listed)))
 
     def adapters(self) -> dict[int, list[AdapterInfo]]:
         """As `RolloutClient.adapters`, of every replica that can be reached, by its number."""
-        return self._core.run(self._core.replicas.each(lambda client: client.adapters()))
+        return self._core.run(self._core.replica_set.each(lambda client: client.adapters()))
 
     def remove_adapter(self, name: str) -> None:
         """As `RolloutClient.remove_adapter`, on all replicas; those that cannot be reached follow when they can."""

@@ -13,7 +13,7 @@ from ..types import UpdateResult
 UNPROVED = "unproved"
 """Replaces the digest of a push that a replica may have applied; no push has this digest."""
 
-Redo = Callable[[AsyncRolloutClient, int], Awaitable[UpdateResult]]
+Repush = Callable[[AsyncRolloutClient, int], Awaitable[UpdateResult]]
 """Repeats a push to one replica, with this version."""
 
 
@@ -63,23 +63,23 @@ class Change:
 
 
 @dataclass
-class Memory:
+class PushHistory:
     """How to repeat the pushes that the policy consists of; None for those that cannot be repeated."""
 
-    base: Redo | None = None
-    adapter: Redo | None = None
-    residents: dict[str, Redo] = field(default_factory=dict)
+    base: Repush | None = None
+    adapter: Repush | None = None
+    residents: dict[str, Repush] = field(default_factory=dict)
 
-    def note(self, change: Change, redo: Redo | None) -> None:
+    def record(self, change: Change, repush: Repush | None) -> None:
         """Records a push that was applied."""
         if change.name is not None:
             self.residents.pop(change.name, None)
-            if redo is not None:
-                self.residents[change.name] = redo
+            if repush is not None:
+                self.residents[change.name] = repush
         elif change.kind == "lora":
-            self.adapter = redo
+            self.adapter = repush
         else:
-            self.base, self.adapter = redo if change.kind == "full" else None, None
+            self.base, self.adapter = repush if change.kind == "full" else None, None
 
 
 def digest_of_parameters(checksums: Mapping[str, str]) -> str:

@@ -16,8 +16,8 @@ from ..options import PushKind
 from ..types import ParameterInfo
 from ._fanout import FanOut
 from ._loop import Loop
-from ._policy import Redo
-from ._pushes import Pushes, Pushing, Wanted
+from ._policy import Repush
+from ._pushes import Pushes, Pushing, PushRequest
 from .types import FleetReceipt
 
 # Addresses that stand for all replicas; pushes to the first one may use shared memory.
@@ -70,7 +70,7 @@ class Transaction:
         *,
         kind: PushKind,
         options: Mapping[str, Any],
-        redo: Redo | None,
+        repush: Repush | None,
     ) -> None:
         """Does not wait for its turn yet.
 
@@ -78,15 +78,15 @@ class Transaction:
             loop, pushes, segments: of the fleet.
             kind: of the push.
             options: of the push.
-            redo: repeats the push, for replicas that miss it.
+            repush: repeats the push, for replicas that miss it.
         """
         options = dict(options)
         if options.get("expected_generation") is not None:
             raise InvalidArgument("expected_generation: replicas count generations by themselves; leave it out")
-        self._loop, self._pushes, self._redo = loop, pushes, redo
+        self._loop, self._pushes, self._repush = loop, pushes, repush
         self._segments = segments
         self._pushing = Pushing(
-            Wanted(
+            PushRequest(
                 kind,
                 options.get("name"),
                 options.pop("version", None),
@@ -111,9 +111,9 @@ class Transaction:
             self._loop.run(self._pushes.begin(pushing))
         except BaseException:  # the push may have got its turn just when the wait was interrupted
             with contextlib.suppress(RolloutError):
-                self._loop.make(lambda: self._pushes.give_up(pushing))
+                self._loop.make(lambda: self._pushes.withdraw(pushing))
             raise
-        if pushing.wanted.name is None:  # a replica that is behind may have any version
+        if pushing.request.name is None:  # a replica that is behind may have any version
             self.options |= {"version": pushing.change.version, "force_version": True}
         return FanOutPusher(self, pushing, self._segments, keep)
 
@@ -155,7 +155,7 @@ class Transaction:
     def _end(self) -> FleetReceipt | None:
         try:
             # A commit of the replicas changes the fleet's policy, even if this wait is interrupted.
-            return self._loop.complete(self._pushes.end(self._pushing, self._redo))
+            return self._loop.complete(self._pushes.end(self._pushing, self._repush))
         finally:
             for client in self._pushing.clients.values():
                 client.close()

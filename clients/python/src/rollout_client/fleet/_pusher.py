@@ -26,7 +26,7 @@ from ..options import (
 )
 from ..types import UpdateResult
 from ._loop import Loop
-from ._policy import Redo
+from ._policy import Repush
 from ._push import FleetPush, Transaction
 from ._pushes import Pushes
 from .types import FleetReceipt
@@ -48,13 +48,13 @@ class FleetPusher:
         refuse_unknown("push_lora", options, PushLoraOptions)
         tensors, adapter_config = adapter_parts(adapter, config)
         kept = {name: _copied(name, tensor) for name, tensor in tensors.items()}
-        redo = _redo_lora(kept, adapter_config or None, options.get("name"))
-        return self._push("lora", options, redo, lambda to, asked: to.push_lora(kept, adapter_config or None, asked))
+        repush = _repush_lora(kept, adapter_config or None, options.get("name"))
+        return self._push("lora", options, repush, lambda to, asked: to.push_lora(kept, adapter_config or None, asked))
 
     def push_full(self, named_tensors: NamedTensors, options: PushFullOptions) -> FleetReceipt:
         """As `Fleet.push_full`."""
         refuse_unknown("push_full", options, PushFullOptions)
-        return self._push("full", options, self._redo_full(), lambda to, asked: to.push_full(named_tensors, asked))
+        return self._push("full", options, self._repush_full(), lambda to, asked: to.push_full(named_tensors, asked))
 
     def push_delta(
         self, old: Mapping[str, Any], new: Mapping[str, Any], base_version: int, options: PushDeltaOptions
@@ -71,29 +71,29 @@ class FleetPusher:
             raise InvalidArgument(f"kind: expected 'lora' or 'full', got {kind!r}")
         again = _again(options.get("name"))
 
-        def redo(client: AsyncRolloutClient, version: int) -> Awaitable[UpdateResult]:
+        def repush(client: AsyncRolloutClient, version: int) -> Awaitable[UpdateResult]:
             return client.push_directory(path, kind, **again(version))
 
-        return self._push(kind, options, redo, lambda to, asked: to.push_directory(path, kind, asked))
+        return self._push(kind, options, repush, lambda to, asked: to.push_directory(path, kind, asked))
 
     def begin_push(self, kind: PushKind, config: Any, options: BeginPushOptions) -> FleetPush:
         """As `Fleet.begin_push`."""
         check_begin_push(kind, config, options)
         kept: dict[str, Any] = {}
-        redo, keep = None, _nothing
+        repush, keep = None, _nothing
         if kind == "lora":
             adapter_config = None if config is None else config_json(config)
-            redo = _redo_lora(kept, adapter_config, options.get("name"))
+            repush = _repush_lora(kept, adapter_config, options.get("name"))
 
             def keep(name: str, tensor: Any) -> None:
                 kept[name] = _copied(name, tensor)
 
         elif kind == "full":
-            redo = self._redo_full()
+            repush = self._repush_full()
         given = dict(options)
         if kind == "delta":
             given["expected_version"] = options["base_version"]
-        transaction = self._begin(kind, given, redo)
+        transaction = self._begin(kind, given, repush)
         sender = transaction.begin(keep)
         try:
             return sender.begin_push(kind, config, transaction.options)
@@ -106,32 +106,34 @@ class FleetPusher:
         if self._transaction is not None:
             self._transaction.cancel()
 
-    def _redo_full(self) -> Redo | None:
+    def _repush_full(self) -> Repush | None:
         resupply = self._resupply
         if resupply is None:
             return None
         again = _again(None)
 
-        async def redo(client: AsyncRolloutClient, version: int) -> UpdateResult:
+        async def repush(client: AsyncRolloutClient, version: int) -> UpdateResult:
             tensors = await asyncio.to_thread(resupply)
             return await client.push_full(tensors, progress=False, **again(version))
 
-        return redo
+        return repush
 
-    def _begin(self, kind: PushKind, options: Mapping[str, Any], redo: Redo | None) -> Transaction:
+    def _begin(self, kind: PushKind, options: Mapping[str, Any], repush: Repush | None) -> Transaction:
         """A push that does not wait for its turn yet."""
-        self._transaction = Transaction(self._loop, self._pushes, self._segments, kind=kind, options=options, redo=redo)
+        self._transaction = Transaction(
+            self._loop, self._pushes, self._segments, kind=kind, options=options, repush=repush
+        )
         return self._transaction
 
     def _push(
         self,
         kind: PushKind,
         options: Mapping[str, Any],
-        redo: Redo | None,
+        repush: Repush | None,
         send: Callable[[Pusher, dict[str, Any]], object],
     ) -> FleetReceipt:
         """A push in one call; `send` gets the pusher to all replicas, and its options."""
-        transaction = self._begin(kind, options, redo)
+        transaction = self._begin(kind, options, repush)
         sender = transaction.begin(_nothing)
         try:
             send(sender, transaction.options)
@@ -146,13 +148,13 @@ def _again(name: str | None) -> Callable[[int], dict[str, Any]]:
     return lambda version: {"version": version, "force_version": True} if name is None else {"name": name}
 
 
-def _redo_lora(kept: Mapping[str, Any], config: Any, name: str | None) -> Redo:
+def _repush_lora(kept: Mapping[str, Any], config: Any, name: str | None) -> Repush:
     again = _again(name)
 
-    def redo(client: AsyncRolloutClient, version: int) -> Awaitable[UpdateResult]:
+    def repush(client: AsyncRolloutClient, version: int) -> Awaitable[UpdateResult]:
         return client.push_lora(kept, config, progress=False, **again(version))
 
-    return redo
+    return repush
 
 
 def _copied(name: str, tensor: Any) -> tuple[bytes, str, tuple[int, ...]]:

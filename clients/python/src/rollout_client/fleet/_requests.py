@@ -43,8 +43,8 @@ from ..types import (
     TokenIds,
 )
 from ._replica import Replica
-from ._roster import Roster
-from ._router import Lease
+from ._replica_set import ReplicaSet
+from ._router import Assignment
 from ._seeds import prompt_seed, sample_seed
 from .types import ReplicaState
 
@@ -60,7 +60,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(eq=False)
-class Call:
+class FleetCall:
     """One call of `generate` or `score`, with any number of groups."""
 
     request_id: str
@@ -75,27 +75,27 @@ class Call:
         return math.inf if self.deadline is None else max(self.deadline - time.monotonic(), 0.0)
 
 
-class Revoked(Exception):
+class AssignmentRevoked(Exception):
     """The replica takes no requests any more; the group moves to another one."""
 
 
-class Ended(Exception):
+class CallEnded(Exception):
     """The call was aborted, or its deadline passed, before the group started."""
 
 
 class Requests:
     """Generates and scores on the current replicas."""
 
-    def __init__(self, roster: Roster, patience: float, timeout: float | None) -> None:
+    def __init__(self, replica_set: ReplicaSet, patience: float, timeout: float | None) -> None:
         """Has no calls yet.
 
         Args:
-            roster: the replicas.
+            replica_set: the replicas.
             patience: seconds that a group waits for a replica when none is current.
             timeout: seconds for each call that does not set its own; None means no limit.
         """
-        self._roster, self._patience, self._timeout = roster, patience, timeout
-        self._calls: dict[str, Call] = {}
+        self._replica_set, self._patience, self._timeout = replica_set, patience, timeout
+        self._calls: dict[str, FleetCall] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self.draining = False
@@ -104,7 +104,7 @@ class Requests:
     @property
     def rests(self) -> bool:
         """Whether the fleet sleeps, or is about to sleep."""
-        return self.draining or self._roster.asleep is not None
+        return self.draining or self._replica_set.asleep is not None
 
     async def generate(
         self, prompts: Sequence[PromptInput], n: int, sampling: SamplingInput, options: GenerateOptions
@@ -129,7 +129,7 @@ class Requests:
 
             try:
                 output = await self._place(call, index, n, send, _was_cut)
-            except Ended:
+            except CallEnded:
                 output = _unbegun(prompt, n, params.seed)
             for sample in output.samples:
                 progress.add(sample)
@@ -153,7 +153,7 @@ class Requests:
 
             try:
                 return await self._place(call, index, 1, send, None)
-            except Ended:
+            except CallEnded:
                 if call.ended.is_set():
                     raise Aborted("the call was ended by an order to the fleet") from None
                 raise DeadlineExceeded(DEADLINE_PASSED) from None
@@ -170,13 +170,13 @@ class Requests:
         unknown = [name for name in ids if name not in self._calls]
         for call in calls:
             call.ended.set()
-        running: dict[Replica, dict[str, Call]] = {}
+        running: dict[Replica, dict[str, FleetCall]] = {}
         for call in calls:
             for request_id, replica in call.running.items():
                 running.setdefault(replica, {})[request_id] = call
         sent = [_abort_on(replica, requests) for replica, requests in running.items()]
         if all:  # also requests of other clients, and scores, which have no id
-            sent += [r.client.abort(all=True) for r in self._roster.replicas if r.state is not ReplicaState.LOST]
+            sent += [r.client.abort(all=True) for r in self._replica_set.replicas if r.state is not ReplicaState.LOST]
         for result in await asyncio.gather(*sent, return_exceptions=True):
             if isinstance(result, BaseException) and not isinstance(result, Unavailable):
                 raise result
@@ -193,14 +193,14 @@ class Requests:
             call.ended.set()
 
     @contextmanager
-    def _call(self, request_id: str | None, limit: float | None) -> Iterator[Call]:
+    def _call(self, request_id: str | None, limit: float | None) -> Iterator[FleetCall]:
         """A call that may take `limit` seconds, from its start to its end."""
         if self.rests:
             raise FailedPrecondition("the fleet sleeps, or is about to sleep; call wake first")
         if request_id in self._calls:
             raise AlreadyExists(f"request_id: {request_id!r} is running already")
         deadline = None if limit is None else time.monotonic() + limit
-        call = Call(request_id if request_id is not None else new_request_id(), deadline)
+        call = FleetCall(request_id if request_id is not None else new_request_id(), deadline)
         self._calls[call.request_id] = call
         self._idle.clear()
         try:
@@ -212,14 +212,14 @@ class Requests:
 
     def _versioned(self, options: dict[str, Any]) -> dict[str, Any]:
         """The options with the fleet's version as minimum, so that a server that restarted unnoticed makes it wait."""
-        version, exact = self._roster.policy.version, options.get("if_weight_version")
+        version, exact = self._replica_set.policy.version, options.get("if_weight_version")
         if exact is not None and exact < version:
             raise Aborted(f"if_weight_version: {exact} is not the fleet's policy; that is version {version}")
         return options | {"min_weight_version": max(options.get("min_weight_version") or 0, version)}
 
     async def _place(
         self,
-        call: Call,
+        call: FleetCall,
         index: int,
         samples: int,
         send: Callable[[AsyncRolloutClient, str], Awaitable[_T]],
@@ -238,13 +238,13 @@ class Requests:
         attempt = 0
         while len(lost) < MAX_ATTEMPTS:
             attempt += 1
-            lease = await self._lease(call, samples)
-            replica = self._roster.replicas[lease.route.number]
+            assignment = await self._assign(call, samples)
+            replica = self._replica_set.replicas[assignment.route.number]
             request_id = f"{call.request_id}/{index}" + (f"/{attempt}" if attempt > 1 else "")
             if was_cut is not None:
                 call.running[request_id] = replica
             try:
-                result = await self._until_revoked(lease, send(replica.client, request_id))
+                result = await self._until_revoked(assignment, send(replica.client, request_id))
                 if (
                     was_cut is not None
                     and was_cut(result)
@@ -254,7 +254,7 @@ class Requests:
                 ):
                     raise Unavailable("the server was shut down")
                 return result
-            except Revoked:
+            except AssignmentRevoked:
                 if replica.state is ReplicaState.LOST:
                     lost.append(f"replica {replica.number}: {replica.reason}")
             except RolloutError as error:
@@ -264,62 +264,66 @@ class Requests:
                     continue  # the server sleeps already: the group waits, or ends, as one that has not started
                 if not isinstance(error, Unavailable) and await self._answers(replica):
                     raise
-                self._roster.suspect(replica, error if isinstance(error, Unavailable) else Unavailable(str(error)))
+                self._replica_set.mark_suspect(
+                    replica, error if isinstance(error, Unavailable) else Unavailable(str(error))
+                )
                 lost.append(f"replica {replica.number}: {error}")
             finally:
                 call.running.pop(request_id, None)
-                self._roster.router.release(lease)
+                self._replica_set.router.release(assignment)
         raise Unavailable(f"prompts[{index}]: {MAX_ATTEMPTS} replicas were lost while they had it: {'; '.join(lost)}")
 
-    async def _lease(self, call: Call, samples: int) -> Lease:
+    async def _assign(self, call: FleetCall, samples: int) -> Assignment:
         """Waits for a replica with room for a group.
 
         Raises:
-            Ended: the call was ended first.
+            CallEnded: the call was ended first.
             RolloutError: no replica is current, and none can become current by itself.
             Unavailable: no replica became current in time.
         """
-        roster, begun = self._roster, time.monotonic()
-        lease = asyncio.ensure_future(roster.router.lease(samples))
+        replica_set, begun = self._replica_set, time.monotonic()
+        assignment = asyncio.ensure_future(replica_set.router.assign(samples))
         ended = asyncio.ensure_future(call.ended.wait())
         try:
-            while not lease.done():
+            while not assignment.done():
                 if call.ended.is_set() or call.left() == 0:
-                    raise Ended
-                if roster.none_since is not None:
-                    if (error := roster.hopeless()) is not None:
+                    raise CallEnded
+                if replica_set.none_current_since is not None:
+                    if (error := replica_set.permanent_error()) is not None:
                         raise error
-                    if time.monotonic() - max(begun, roster.none_since) >= self._patience:
-                        raise Unavailable(f"no replica can be reached for {self._patience:g} s: {roster.describe()}")
-                changed = asyncio.ensure_future(roster.changed.wait())
+                    if time.monotonic() - max(begun, replica_set.none_current_since) >= self._patience:
+                        raise Unavailable(
+                            f"no replica can be reached for {self._patience:g} s: {replica_set.describe()}"
+                        )
+                changed = asyncio.ensure_future(replica_set.changed.wait())
                 try:
                     await asyncio.wait(
-                        {lease, ended, changed},
+                        {assignment, ended, changed},
                         timeout=min(call.left(), self._patience),
                         return_when=asyncio.FIRST_COMPLETED,
                     )
                 finally:
                     changed.cancel()
-            return lease.result()
+            return assignment.result()
         except BaseException:
-            if lease.done() and not lease.cancelled():
-                roster.router.release(lease.result())
+            if assignment.done() and not assignment.cancelled():
+                replica_set.router.release(assignment.result())
             raise
         finally:
-            lease.cancel()
+            assignment.cancel()
             ended.cancel()
 
-    async def _until_revoked(self, lease: Lease, sent: Awaitable[_T]) -> _T:
+    async def _until_revoked(self, assignment: Assignment, sent: Awaitable[_T]) -> _T:
         """The result, unless the assignment is revoked first; later results are dropped.
 
         Raises:
-            Revoked: the assignment was revoked.
+            AssignmentRevoked: the assignment was revoked.
         """
-        request, revoked = asyncio.ensure_future(sent), asyncio.ensure_future(lease.revoked.wait())
+        request, revoked = asyncio.ensure_future(sent), asyncio.ensure_future(assignment.revoked.wait())
         try:
             await asyncio.wait({request, revoked}, return_when=asyncio.FIRST_COMPLETED)
-            if lease.revoked.is_set():
-                raise Revoked
+            if assignment.revoked.is_set():
+                raise AssignmentRevoked
             return request.result()
         finally:
             revoked.cancel()
@@ -348,7 +352,7 @@ async def _gather(groups: list[Awaitable[_T]]) -> list[_T]:
         raise
 
 
-async def _abort_on(replica: Replica, requests: dict[str, Call]) -> AbortResult:
+async def _abort_on(replica: Replica, requests: dict[str, FleetCall]) -> AbortResult:
     """Aborts requests on one replica, repeatedly while it does not know one, which may still be on its way."""
     while True:
         result = await replica.client.abort(requests)

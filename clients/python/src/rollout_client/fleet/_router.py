@@ -18,20 +18,20 @@ class Route:
     capacity: int
     """The most samples at a time. Further groups wait here for the first replica with room."""
     state: ReplicaState = ReplicaState.LOST
-    leases: set[Lease] = field(default_factory=set)
+    assignments: set[Assignment] = field(default_factory=set)
 
     @property
     def samples(self) -> int:
         """The number of running samples."""
-        return sum(lease.samples for lease in self.leases)
+        return sum(assignment.samples for assignment in self.assignments)
 
     def has_room(self, samples: int) -> bool:
         """Whether a group of this many samples may start; a group above the capacity runs alone."""
-        return self.state is ReplicaState.CURRENT and (not self.leases or self.samples + samples <= self.capacity)
+        return self.state is ReplicaState.CURRENT and (not self.assignments or self.samples + samples <= self.capacity)
 
 
 @dataclass(eq=False)
-class Lease:
+class Assignment:
     """A group on a replica, from its start to its end."""
 
     route: Route
@@ -50,11 +50,11 @@ class Router:
         """Starts with an open gate."""
         self.routes = list(routes)
         self._closed = 0
-        self._waiting: deque[tuple[int, asyncio.Future[Lease]]] = deque()
+        self._waiting: deque[tuple[int, asyncio.Future[Assignment]]] = deque()
 
-    async def lease(self, samples: int) -> Lease:
+    async def assign(self, samples: int) -> Assignment:
         """Waits until a current replica has room for a group of this many samples."""
-        future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Assignment] = asyncio.get_running_loop().create_future()
         entry = (samples, future)
         self._waiting.append(entry)
         self.serve()
@@ -67,17 +67,17 @@ class Router:
                 self._waiting.remove(entry)
             raise
 
-    def release(self, lease: Lease) -> None:
+    def release(self, assignment: Assignment) -> None:
         """The group has ended, or moves to another replica."""
-        lease.route.leases.discard(lease)
+        assignment.route.assignments.discard(assignment)
         self.serve()
 
     def set_state(self, route: Route, state: ReplicaState) -> None:
         """Sets whether a replica takes requests; if not, its groups move to other replicas."""
         route.state = state
         if state is not ReplicaState.CURRENT:
-            for lease in route.leases:
-                lease.revoked.set()
+            for assignment in route.assignments:
+                assignment.revoked.set()
         self.serve()
 
     def close_gate(self) -> None:
@@ -105,7 +105,7 @@ class Router:
             if not free:
                 return
             route = min(free, key=lambda route: (route.samples, route.number))
-            lease = Lease(route, samples)
-            route.leases.add(lease)
+            assignment = Assignment(route, samples)
+            route.assignments.add(assignment)
             self._waiting.popleft()
-            future.set_result(lease)
+            future.set_result(assignment)

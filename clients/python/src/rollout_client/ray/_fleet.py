@@ -20,7 +20,7 @@ from ..errors import InvalidArgument, ResourceExhausted, RolloutError, Unavailab
 from ..fleet import Fleet as AddressFleet
 from ..fleet._core import CAPACITY, PATIENCE_SECONDS, Core
 from ..fleet._pusher import Resupply
-from ..fleet._replica import Found
+from ..fleet._replica import ResolvedEndpoint
 from ..process import STOP_SECONDS
 from ._actor import ReplicaActor, Settings, Started
 
@@ -31,7 +31,7 @@ START_SECONDS = 600.0
 """Default limit for a server's start: reading a large model takes minutes."""
 
 
-class ActorPlace:
+class ActorEndpoint:
     """Finds the server of an actor, whose address changes with each start."""
 
     def __init__(self, actor: ActorHandle, node_id: str) -> None:
@@ -39,7 +39,7 @@ class ActorPlace:
         self._actor, self._node_id = actor, node_id
         self._asked: asyncio.Future[Started] | None = None
 
-    async def find(self) -> Found:
+    async def resolve(self) -> ResolvedEndpoint:
         """Asks the actor, which answers once its server is ready; a later call may get the answer of this one."""
         if self._asked is None:
             self._asked = asyncio.ensure_future(self._ask())
@@ -48,7 +48,7 @@ class ActorPlace:
         finally:
             if self._asked.done():
                 self._asked = None
-        return Found(started.address, started.instance, is_local=started.node_id == self._node_id)
+        return ResolvedEndpoint(started.address, started.instance, is_local=started.node_id == self._node_id)
 
     async def _ask(self) -> Started:
         if not ray.is_initialized():  # a call would start another Ray
@@ -199,7 +199,7 @@ class _ActorCore(Core):
     ) -> None:
         self._actors, self._start_seconds = actors, start_seconds
         node_id = ray.get_runtime_context().get_node_id()
-        super().__init__([ActorPlace(actor, node_id) for actor in actors], connection, **settings)
+        super().__init__([ActorEndpoint(actor, node_id) for actor in actors], connection, **settings)
 
     async def until_ready(self, timeout: float | None) -> None:
         """As `Fleet.wait_until_ready`."""
