@@ -74,7 +74,7 @@ def versions(groups):
 
 def wait_until(fleet, expected, stuck=None, seconds=60):
     wait_until_true(
-        lambda: states(fleet) == expected and (stuck is None or fleet._roster.replicas[stuck].stuck), seconds
+        lambda: states(fleet) == expected and (stuck is None or fleet._core.replica_set.replicas[stuck].stuck), seconds
     )
 
 

@@ -25,7 +25,7 @@ from rollout_client import (
     NotFound,
     RolloutClient,
     Unavailable,
-    _push,
+    _senders,
 )
 from waited import WaitedClient
 
@@ -274,7 +274,7 @@ def test_what_the_server_refuses_is_raised_by_a_write_and_again_by_the_end(  # n
             raise Refused(code, "the reason")
 
     fake.weights.on_message = refuse
-    monkeypatch.setattr(_push, "_LATE_SECONDS", 0.0)  # the first tensor is sent at once
+    monkeypatch.setattr(_senders, "_LATE_SECONDS", 0.0)  # the first tensor is sent at once
     with pytest.raises(expected, match="the reason"), either.begin_push(transport=transport) as push:
         push.write("first", np.zeros(1, np.float32))
         with pytest.raises(expected, match="the reason"):
@@ -400,7 +400,7 @@ def test_an_asyncio_client_that_closes_ends_its_open_pushes(fake, large, transpo
 
 def test_small_tensors_do_not_wait_for_long_to_be_sent_together(either, fake, rng, monkeypatch):
     """The server would take a push that sends nothing for idle."""
-    monkeypatch.setattr(_push, "_LATE_SECONDS", 0.0)
+    monkeypatch.setattr(_senders, "_LATE_SECONDS", 0.0)
     state = random_state(rng, count=4)
     hold(fake, state)
     for transport in ("inline", "shared_memory"):

@@ -150,22 +150,22 @@ def test_adapters_that_peft_saved_are_read_as_the_server_reads_them(at_base, nam
     ("change", "message"),
     [
         (lambda d: (d / "adapter_config.json").unlink(), "adapter_config.json: No such file"),
-        (lambda d: (d / "adapter_config.json").write_text("{"), "adapter_config.json: no JSON"),
+        (lambda d: (d / "adapter_config.json").write_text("{"), "adapter_config.json: invalid JSON"),
         (
             lambda d: (d / "adapter_config.json").write_text("[" * 100_000),
-            "adapter_config.json: no JSON that can be read",
+            "adapter_config.json: invalid JSON: it is nested too deeply",
         ),
         (lambda d: (d / "adapter_config.json").write_text("[]"), "expected an object, got list"),
         (lambda d: (d / "adapter_model.safetensors").unlink(), "adapter_model.safetensors: No such file"),
         (lambda d: (d / "adapter_model.safetensors").rename(d / "adapter_model.bin"), "a pickle; save the adapter"),
         (lambda d: (d / "adapter_model.safetensors").write_bytes(b""), "adapter_model.safetensors: "),
-        (lambda d: (d / "adapter_model.safetensors").write_bytes(b"12345"), "no file of safetensors"),
+        (lambda d: (d / "adapter_model.safetensors").write_bytes(b"12345"), "not a safetensors file"),
         (
             lambda d: (d / "adapter_model.safetensors").write_bytes((100_000).to_bytes(8, "little") + b"[" * 100_000),
             "its header is nested too deeply",
         ),
-        (lambda d: (d / "adapter_model.safetensors").write_bytes(b"\xff" * 64), "no file of safetensors"),
-        (lambda d: os.truncate(d / "adapter_model.safetensors", 300), "no file of safetensors"),
+        (lambda d: (d / "adapter_model.safetensors").write_bytes(b"\xff" * 64), "not a safetensors file"),
+        (lambda d: os.truncate(d / "adapter_model.safetensors", 300), "not a safetensors file"),
         (
             lambda d: write_safetensors(d / "adapter_model.safetensors", {"x": np.zeros(2, np.int32)}),
             "x has dtype I32; F32, BF16, F16 can be pushed",

@@ -25,7 +25,7 @@ from rollout_client import (
     InvalidArgument,
     NotFound,
     RolloutClient,
-    _lent,
+    _cuda_ipc,
     _proto,
 )
 from rollout_client._driver import Driver, DriverError
@@ -116,7 +116,7 @@ class GpuTensor:
 @pytest.fixture
 def gpus(fake, monkeypatch):
     gpus = Gpus()
-    monkeypatch.setattr(_lent, "driver", lambda: gpus)
+    monkeypatch.setattr(_cuda_ipc, "driver", lambda: gpus)
     fake.answers["GetInfo"] = lambda request, context: _proto.GET_INFO.response(device_uuids=UUIDS)
     return gpus
 
@@ -162,7 +162,7 @@ def test_tensors_of_one_allocation_are_read_where_they_lie(call, fake, gpus, sta
 
 
 def test_tensors_lie_on_several_devices_and_are_declared_in_several_messages(fake, gpus, state, rng, monkeypatch):
-    monkeypatch.setattr(_lent, "_DECLARED", 2)
+    monkeypatch.setattr(_cuda_ipc, "_DECLARED", 2)
     new = new_of(rng, state)
     tensors = {name: GpuTensor(gpus, array, device=i % 2) for i, (name, array) in enumerate(new.items())}
     fake.weights.device_memory = gpus.opened()
@@ -235,10 +235,10 @@ def partly_on_the_host(fake, gpus, tensors):
         (without_devices, InvalidArgument, "the server computes on none"),
         (without_handles, InvalidArgument, r"model\.t0\.weight: its memory has no handle.*expandable_segments"),
         (on_another_device, InvalidArgument, f"lies on device {UUIDS[0]}"),
-        (partly_on_the_host, InvalidArgument, r"model\.t0\.weight: does not lie in the memory of a GPU"),
+        (partly_on_the_host, InvalidArgument, r"model\.t0\.weight: is not in the memory of a GPU"),
     ],
 )
-def test_what_cannot_be_lent_is_an_error_and_auto_sends_it(call, fake, gpus, state, rng, hinder, expected, says):  # noqa: PLR0917
+def test_memory_that_cannot_be_shared_is_an_error(call, fake, gpus, state, rng, hinder, expected, says):  # noqa: PLR0917
     tensors = on_gpus(gpus, new := new_of(rng, state))
     fake.weights.device_memory = gpus.opened()
     hinder(fake, gpus, tensors)
@@ -259,7 +259,7 @@ def test_a_server_that_cannot_open_memory_is_asked_once(fake, gpus, state, rng, 
             client.push_full(tensors, version=version)
     assert fake.weights.version == 3
     assert len(gpus.synchronized) == 1, "named to the server once"
-    assert caplog.text.count("cannot read them where they lie") == 1
+    assert caplog.text.count("device memory cannot be shared with the server") == 1
 
 
 def test_a_device_that_has_failed_is_an_error_of_the_push(fake, gpus, state, rng, monkeypatch):
@@ -311,7 +311,7 @@ def test_a_push_that_is_written_bit_by_bit_names_its_memory_at_the_commit(fake, 
         with client.begin_push(version=3, transport="device_memory") as push:
             for name, array in new.items():
                 push.write(f"_orig_mod.{name}", GpuTensor(gpus, array))
-            with pytest.raises(InvalidArgument, match="on the host: does not lie"):
+            with pytest.raises(InvalidArgument, match="on the host: is not in the memory"):
                 push.write("on the host", next(iter(new.values())))
             assert not fake.weights.messages
         assert held(fake) == in_bytes(new) and push.receipt.weight_version == 3
@@ -376,13 +376,13 @@ def test_the_driver_names_memory_that_another_process_reads(monkeypatch):
         def __init__(self):
             self.dtype, self.shape, self._at, self._is_contiguous = np.dtype(np.float32), (350,), at.value + 1024, True
 
-    lent = _lent.Lender([driver.uuid_of(0)]).lend("t", Tensor())
-    assert (lent.device, lent.offset, lent.place.device_uuid) == (0, 1024, driver.uuid_of(0))
-    command = [sys.executable, "-c", OTHER, lent.place.handle.hex(), str(lent.offset), str(len(data))]
+    exported = _cuda_ipc.IpcExporter([driver.uuid_of(0)]).export("t", Tensor())
+    assert (exported.device, exported.offset, exported.allocation.device_uuid) == (0, 1024, driver.uuid_of(0))
+    command = [sys.executable, "-c", OTHER, exported.allocation.handle.hex(), str(exported.offset), str(len(data))]
     read = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     assert read.stdout == data.hex()
     with driver.on(0):
         driver.synchronize()
         assert cuda.cuMemFree_v2(at) == 0
     with pytest.raises(InvalidArgument, match="t: its memory has no handle"):
-        _lent.Lender([driver.uuid_of(0)]).lend("t", Tensor())
+        _cuda_ipc.IpcExporter([driver.uuid_of(0)]).export("t", Tensor())

@@ -361,7 +361,7 @@ def test_a_sleep_waits_for_all_that_was_asked_and_refuses_during_a_push(fleet):
     assert len(outputs) == 100 and all(s.finish_reason is FinishReason.LENGTH for g in outputs for s in g.samples)
     fleet.wake()
     with fleet.begin_push() as push:
-        with pytest.raises(FailedPrecondition, match="push is under way"):
+        with pytest.raises(FailedPrecondition, match="push is open"):
             fleet.sleep()
         push.write_all(BASE)
 

@@ -41,10 +41,11 @@ from rollout_client import (
 )
 from rollout_client._http2 import ClientStream
 from rollout_client.fleet import AsyncFleet, Fleet, _replica
+from rollout_client.fleet._core import Core
 from rollout_client.fleet._fanout import COMMIT
-from rollout_client.fleet._replica import FixedPlace, Found
+from rollout_client.fleet._replica import FixedEndpoint, ResolvedEndpoint
+from rollout_client.fleet._replica_set import ReplicaSet
 from rollout_client.fleet._requests import Requests
-from rollout_client.fleet._roster import Roster
 from serving import wait_for
 
 TIMEOUT = 60.0
@@ -83,7 +84,7 @@ def addresses(servers):
 
 
 def in_loop(fleet, coroutine):
-    return fleet._loop.run(coroutine)
+    return fleet._core.loop.run(coroutine)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ def late(replica, until):
 @pytest.mark.parametrize("mode", ["abort", "keep"])
 def test_a_group_that_meets_a_sleeping_server_ends_or_waits_as_the_others_do(fleet, servers, mode):
     (_, second), _ = servers
-    late(fleet._roster.replicas[1], lambda: second.client.status().lifecycle is Lifecycle.ASLEEP or woken)
+    late(fleet._core.replica_set.replicas[1], lambda: second.client.status().lifecycle is Lifecycle.ASLEEP or woken)
     woken = False
     outputs = in_thread(lambda: ask(fleet))
     wait_until_true(lambda: fleet.status().replicas[1].samples > 0)
@@ -163,7 +164,7 @@ def test_a_group_that_meets_a_sleeping_server_ends_or_waits_as_the_others_do(fle
 
 
 def test_an_abort_of_all_ends_groups_that_are_on_their_way(fleet, servers):
-    replica, aborted = fleet._roster.replicas[1], threading.Event()
+    replica, aborted = fleet._core.replica_set.replicas[1], threading.Event()
     late(replica, aborted.is_set)
     send = replica.client.abort
 
@@ -196,18 +197,18 @@ def test_requests_wait_as_long_as_was_said_from_the_loss_of_the_last_replica(mon
     now = [0.0]
 
     async def main():
-        for module in ("_roster", "_requests"):
+        for module in ("_replica_set", "_requests"):
             monkeypatch.setattr(f"rollout_client.fleet.{module}.time.monotonic", lambda: now[0])
-        roster = Roster([FixedPlace("localhost:1")], 1, lambda address: None, 1)
-        replica = roster.replicas[0]
-        roster.set_state(replica, CURRENT)
-        requests = Requests(roster, 100.0, None)
-        await roster.router.lease(1)
+        replica_set = ReplicaSet([FixedEndpoint("localhost:1")], 1, lambda address: None, 1)
+        replica = replica_set.replicas[0]
+        replica_set.set_state(replica, CURRENT)
+        requests = Requests(replica_set, 100.0, None)
+        await replica_set.router.assign(1)
         with requests._call(None, None) as call:
-            waiting = asyncio.ensure_future(requests._lease(call, 1))
+            waiting = asyncio.ensure_future(requests._assign(call, 1))
             await asyncio.sleep(0)
             for now[0], expected in [(99.0, False), (101.0, False), (198.0, False), (200.0, True)]:
-                roster.lost(replica, Unavailable("gone"))
+                replica_set.mark_lost(replica, Unavailable("gone"))
                 for _ in range(5):
                     await asyncio.sleep(0)
                 assert waiting.done() == expected, now
@@ -281,10 +282,10 @@ def test_a_task_that_waited_leaves_no_thread_behind(servers):
 def test_inside_a_push_nothing_waits_for_its_end(fleet, rng):
     adapter, config = random_adapter(rng, BASE)
     with fleet.begin_push() as push:
-        with pytest.raises(Aborted, match="under way"):
+        with pytest.raises(Aborted, match="is open"):
             fleet.push_lora(adapter, config)
         for order in (fleet.wake, fleet.sleep, lambda: fleet.remove_adapter("probe")):
-            with pytest.raises(FailedPrecondition, match="push is under way"):
+            with pytest.raises(FailedPrecondition, match="push is open"):
                 order()
         push.write_all(BASE)
     assert push.receipt.missed == []
@@ -305,14 +306,14 @@ def test_a_task_that_is_cancelled_drops_its_own_push_alone(fleet, rng):
                 await second
             await push.write_all(BASE)
         assert push.receipt.weight_version == version + 1
-        in_loop(fleet, fleet._roster.updating.acquire())  # as a replica that catches up
+        in_loop(fleet, fleet._core.replica_set.updating.acquire())  # as a replica that catches up
         waits = asyncio.ensure_future(other.push_lora(adapter, config))
-        while not fleet._roster.pushing:
+        while not fleet._core.replica_set.pushing:
             await asyncio.sleep(0.01)
         waits.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waits
-        fleet._loop.make(fleet._roster.updating.release)
+        fleet._core.loop.make(fleet._core.replica_set.updating.release)
 
     asyncio.run(main())
     assert fleet.status().weight_version == version + 1
@@ -322,7 +323,7 @@ def test_a_task_that_is_cancelled_drops_its_own_push_alone(fleet, rng):
 def test_an_interrupted_wait_for_the_receipt_leaves_the_push_whole(fleet, servers, rng):
     """Control-C when all replicas have committed."""
     adapter, config = random_adapter(rng, BASE)
-    version, end, interrupted = fleet.status().weight_version, fleet._pushes.end, threading.Event()
+    version, end, interrupted = fleet.status().weight_version, fleet._core.pushes.end, threading.Event()
 
     async def late_end(*arguments):
         os.kill(os.getpid(), signal.SIGINT)
@@ -330,7 +331,7 @@ def test_an_interrupted_wait_for_the_receipt_leaves_the_push_whole(fleet, server
             await asyncio.sleep(0.01)
         return await end(*arguments)
 
-    fleet._pushes.end = late_end
+    fleet._core.pushes.end = late_end
     with pytest.raises(KeyboardInterrupt):
         fleet.push_lora(adapter, config)
     interrupted.set()
@@ -353,7 +354,7 @@ def uncommitted(monkeypatch):
 
 
 @pytest.fixture
-def unanswered(monkeypatch):
+def unconfirmed(monkeypatch):
     """Addresses whose answers to commits are lost."""
     lost, finish = set(), ClientStream.finish
 
@@ -367,15 +368,15 @@ def unanswered(monkeypatch):
     return lost
 
 
-def test_a_push_that_one_replica_has_unheard_is_no_base_for_the_next(fleet, servers, uncommitted, unanswered, rng):
+def test_a_push_that_one_replica_has_unheard_is_no_base_for_the_next(fleet, servers, uncommitted, unconfirmed, rng):
     """The other has not got the commit, so that the push has failed."""
     (first, second), (near, far) = servers
     adapter, config = random_adapter(rng, BASE)
     before = first.client.checksum()
-    uncommitted.add(near.address), unanswered.add(far.address)
+    uncommitted.add(near.address), unconfirmed.add(far.address)
     with pytest.raises(Unavailable, match="failed on all"):
         fleet.push_full(perturbed(rng, BASE), transport="inline")
-    uncommitted.clear(), unanswered.clear()
+    uncommitted.clear(), unconfirmed.clear()
     assert first.client.checksum() == before != second.client.checksum()
     wait_until(fleet, [CURRENT, BEHIND])
     receipt = fleet.push_lora(adapter, config)
@@ -385,14 +386,14 @@ def test_a_push_that_one_replica_has_unheard_is_no_base_for_the_next(fleet, serv
 
 
 @pytest.mark.parametrize("applied", [True, False])
-def test_a_fleet_whose_adapter_nobody_confirmed_takes_the_next(fleet, servers, uncommitted, unanswered, applied):
+def test_a_fleet_whose_adapter_nobody_confirmed_takes_the_next(fleet, servers, uncommitted, unconfirmed, applied):
     (first, second), proxies = servers
     adapter = random_adapter(np.random.default_rng(applied), BASE)
     version = fleet.status().weight_version
-    (unanswered if applied else uncommitted).update(proxy.address for proxy in proxies)
+    (unconfirmed if applied else uncommitted).update(proxy.address for proxy in proxies)
     with pytest.raises(Unavailable, match="failed on all"):
         fleet.push_lora(*adapter)
-    unanswered.clear(), uncommitted.clear()
+    unconfirmed.clear(), uncommitted.clear()
     assert first.client.status().weight_version == version + applied
     if not applied:
         wait_until(fleet, [CURRENT, CURRENT])
@@ -401,11 +402,11 @@ def test_a_fleet_whose_adapter_nobody_confirmed_takes_the_next(fleet, servers, u
     assert receipt.missed == [] and first.client.checksum() == second.client.checksum()
 
 
-def test_a_replica_whose_answer_was_lost_proves_what_it_has(fleet, servers, unanswered, rng):
+def test_a_replica_whose_answer_was_lost_proves_what_it_has(fleet, servers, unconfirmed, rng):
     (first, second), (_, far) = servers
-    unanswered.add(far.address)
+    unconfirmed.add(far.address)
     receipt = fleet.push_full(perturbed(rng, BASE))
-    unanswered.clear()
+    unconfirmed.clear()
     assert receipt.missed == [1]
     fleet.wait_until_ready(TIMEOUT)
     assert states(fleet) == [CURRENT, CURRENT] and first.client.checksum() == second.client.checksum()
@@ -509,8 +510,8 @@ class Moving:
     def __init__(self, address):
         self.address = address
 
-    async def find(self):
-        return Found(self.address)
+    async def resolve(self):
+        return ResolvedEndpoint(self.address)
 
 
 def test_requests_on_a_server_that_is_somewhere_else_now_begin_anew(servers):
@@ -518,7 +519,7 @@ def test_requests_on_a_server_that_is_somewhere_else_now_begin_anew(servers):
     (first, second), _ = servers
     place, fleet = Moving(first.address), object.__new__(Fleet)
     connection = {"timeout": None, "token": None, "tls": None, "segment_mode": 0o600}
-    fleet._begin([place], connection, quorum=None, capacity=64, patience=TIMEOUT, resupply=None)
+    fleet._core = Core([place], connection, quorum=None, capacity=64, patience=TIMEOUT, resupply=None)
     with fleet, contextlib.ExitStack() as stack:
         first.client.pause("keep")
         stack.callback(first.client.resume)
@@ -529,7 +530,7 @@ def test_requests_on_a_server_that_is_somewhere_else_now_begin_anew(servers):
 
 
 def test_a_replica_that_hangs_while_it_catches_up_holds_up_no_push(servers, monkeypatch, rng):
-    monkeypatch.setattr(_replica, "LOOK_SECONDS", 1.0)
+    monkeypatch.setattr(_replica, "STATUS_SECONDS", 1.0)
     _, (_, far) = servers
     state, stalled = perturbed(rng, BASE), threading.Event()
 
@@ -573,7 +574,7 @@ def test_what_supplies_a_push_again_runs_in_a_thread_of_its_own_and_may_fail(ser
 
 
 def test_a_replica_that_refuses_is_told_of_and_not_raised(fleet):
-    replica = fleet._roster.replicas[1]
+    replica = fleet._core.replica_set.replicas[1]
 
     async def refuse():
         raise Unauthenticated("token: expired")

@@ -11,7 +11,7 @@ import pytest
 from rollout_client import Cancelled, DataLoss, DeadlineExceeded, InvalidArgument, NotFound, Unavailable
 from rollout_client.fleet import ReplicaState, _replica
 from rollout_client.fleet import _fanout as fanout
-from rollout_client.fleet._policy import Change, Memory, Policy, digest_of_parameters
+from rollout_client.fleet._policy import Change, Policy, PushHistory, digest_of_parameters
 from rollout_client.fleet._router import Route, Router
 from rollout_client.fleet._seeds import prompt_seed, sample_seed
 
@@ -25,10 +25,10 @@ def routed(*capacities):
 def test_groups_go_to_the_replica_with_the_fewest_samples():
     async def main():
         router = routed(100, 100, 100)
-        leases = [await router.lease(samples) for samples in (8, 4, 2, 1, 1, 1, 4)]
-        assert [lease.route.number for lease in leases] == [0, 1, 2, 2, 2, 1, 2]
-        router.release(leases[0])
-        assert (await router.lease(8)).route.number == 0
+        assignments = [await router.assign(samples) for samples in (8, 4, 2, 1, 1, 1, 4)]
+        assert [assignment.route.number for assignment in assignments] == [0, 1, 2, 2, 2, 1, 2]
+        router.release(assignments[0])
+        assert (await router.assign(8)).route.number == 0
 
     asyncio.run(main())
 
@@ -36,8 +36,8 @@ def test_groups_go_to_the_replica_with_the_fewest_samples():
 def test_a_group_waits_for_room_and_is_taken_alone_where_it_is_larger_than_all_of_it():
     async def main():
         router = routed(8)
-        large = await router.lease(64)
-        waiting = [asyncio.ensure_future(router.lease(samples)) for samples in (8, 1)]
+        large = await router.assign(64)
+        waiting = [asyncio.ensure_future(router.assign(samples)) for samples in (8, 1)]
         await asyncio.sleep(0)
         assert router.waiting == 2
         router.release(large)
@@ -53,14 +53,14 @@ def test_a_group_waits_for_room_and_is_taken_alone_where_it_is_larger_than_all_o
 def test_what_runs_on_a_replica_that_is_taken_out_is_revoked_and_nothing_goes_there():
     async def main():
         router = routed(100, 100)
-        leases = [await router.lease(1) for _ in range(4)]
+        assignments = [await router.assign(1) for _ in range(4)]
         router.set_state(router.routes[1], BEHIND)
-        assert [lease.revoked.is_set() for lease in leases] == [False, True, False, True]
-        assert [(await router.lease(1)).route.number for _ in range(3)] == [0, 0, 0]
+        assert [assignment.revoked.is_set() for assignment in assignments] == [False, True, False, True]
+        assert [(await router.assign(1)).route.number for _ in range(3)] == [0, 0, 0]
         router.set_state(router.routes[1], CURRENT)
-        for lease in leases:
-            router.release(lease)
-        assert (await router.lease(1)).route.number == 1
+        for assignment in assignments:
+            router.release(assignment)
+        assert (await router.assign(1)).route.number == 1
 
     asyncio.run(main())
 
@@ -70,7 +70,7 @@ def test_no_group_begins_while_the_gate_is_closed():
         router = routed(100)
         router.close_gate()
         router.close_gate()
-        waiting = asyncio.ensure_future(router.lease(1))
+        waiting = asyncio.ensure_future(router.assign(1))
         for _ in range(2):
             await asyncio.sleep(0)
             assert not waiting.done()
@@ -87,7 +87,7 @@ def test_a_group_that_gives_up_leaves_its_place(rng):
         for _ in range(3000):
             action = rng.integers(6)
             if action == 0:
-                waiting.append(asyncio.ensure_future(router.lease(int(rng.integers(1, 7)))))
+                waiting.append(asyncio.ensure_future(router.assign(int(rng.integers(1, 7)))))
             elif action == 1 and waiting:
                 gone.append(waiting.pop(rng.integers(len(waiting))))
                 gone[-1].cancel()
@@ -101,13 +101,13 @@ def test_a_group_that_gives_up_leaves_its_place(rng):
             held += [task.result() for task in waiting if task.done() and not task.cancelled()]
             waiting = [task for task in waiting if not task.done()]
             for route in router.routes:
-                assert len(route.leases) == 1 or route.samples <= route.capacity or not route.leases
+                assert len(route.assignments) == 1 or route.samples <= route.capacity or not route.assignments
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, *gone, return_exceptions=True)
-        for lease in held:
-            router.release(lease)
-        assert router.waiting == 0 and not any(route.leases for route in router.routes)
+        for assignment in held:
+            router.release(assignment)
+        assert router.waiting == 0 and not any(route.assignments for route in router.routes)
 
     asyncio.run(main())
 
@@ -253,11 +253,11 @@ def replica_that(status, info):
         return call
 
     client = SimpleNamespace(status=after(status, "status"), info=after(info, "info"))
-    return _replica.Replica(_replica.FixedPlace("127.0.0.1:1"), Route(0, 1), client=client)
+    return _replica.Replica(_replica.FixedEndpoint("127.0.0.1:1"), Route(0, 1), client=client)
 
 
 def test_a_replica_whose_engine_is_busy_is_waited_for(monkeypatch):
-    monkeypatch.setattr(_replica, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(_replica, "STATUS_SECONDS", 0.05)
     assert asyncio.run(replica_that(0.3, 0).ask()) == "status"
     with pytest.raises(Unavailable, match=r"no answer within 0\.05 s"):
         asyncio.run(replica_that(None, None).ask())
@@ -289,15 +289,15 @@ def test_a_replica_takes_part_only_in_pushes_that_lead_it_to_the_same_policy():
 
 
 def test_what_is_kept_for_replicas_that_missed_it():
-    memory, redo = Memory(), object()
-    memory.note(Change("lora", 1), redo)
-    memory.note(Change("lora", 1, "probe"), redo)
-    assert memory == Memory(None, redo, {"probe": redo})
-    memory.note(Change("full", 2), None)
-    assert memory == Memory(None, None, {"probe": redo})
-    memory.note(Change("full", 3), redo)
-    memory.note(Change("delta", 4), redo)
-    assert memory.base is None, "the base is now the full push and the delta"
+    history, repush = PushHistory(), object()
+    history.record(Change("lora", 1), repush)
+    history.record(Change("lora", 1, "probe"), repush)
+    assert history == PushHistory(None, repush, {"probe": repush})
+    history.record(Change("full", 2), None)
+    assert history == PushHistory(None, None, {"probe": repush})
+    history.record(Change("full", 3), repush)
+    history.record(Change("delta", 4), repush)
+    assert history.base is None, "the base is now the full push and the delta"
 
 
 def test_the_digest_of_parameters_depends_on_names_and_values():

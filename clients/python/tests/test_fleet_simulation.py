@@ -70,7 +70,7 @@ class Script(Run):
         await self._close([])
 
     def states(self):
-        return [replica.state for replica in self.fleet._roster.replicas]
+        return [replica.state for replica in self.fleet._core.replica_set.replicas]
 
     async def restart(self, number):
         self.network.machines[number].kill()
@@ -170,7 +170,7 @@ def test_a_status_from_before_a_push_does_not_make_a_replica_forget_it():
         for number in (0, 2):  # no other can prove what it holds
             run.network.machines[number].kill()
         await asyncio.sleep(20.0)
-        assert run.states()[1] is ReplicaState.CURRENT, run.fleet._roster.describe()
+        assert run.states()[1] is ReplicaState.CURRENT, run.fleet._core.replica_set.describe()
 
     Script(script).execute()
 
@@ -197,7 +197,7 @@ def test_a_checkpoint_that_was_read_again_serves_though_replicas_told_of_it_befo
         answer_late(run, "wake", 5.0)
         await fleet.wake(reload=True)
         await asyncio.sleep(10.0)
-        assert run.states() == CURRENT, run.fleet._roster.describe()
+        assert run.states() == CURRENT, run.fleet._core.replica_set.describe()
         (output,) = await fleet.generate([[1]], return_text=False)
         assert output.samples[0].weight_versions[0].weight_version == 0
 
@@ -228,14 +228,14 @@ def test_no_adapter_is_merged_into_what_an_interrupted_sleep_has_dropped(reload)
             machine.slow = 1.0
         if reload:
             await fleet.wake(reload=True)
-            assert run.fleet._roster.policy.version == 1
-        full = run.fleet._roster.policy.base
+            assert run.fleet._core.replica_set.policy.version == 1
+        full = run.fleet._core.replica_set.policy.base
         try:
             await fleet.push_lora(*ADAPTER, transport="inline")
         except Unavailable:  # fewer than the quorum still have the base
-            assert run.fleet._roster.policy.adapter is None
+            assert run.fleet._core.replica_set.policy.adapter is None
         await asyncio.sleep(30.0)
-        current = run.fleet._roster.numbers(ReplicaState.CURRENT)
+        current = run.fleet._core.replica_set.numbers(ReplicaState.CURRENT)
         assert {run.network.machines[number].process.content[0] for number in current} <= {full}
         assert (await fleet.push_full({"w": np.ones(4, np.float32)}, transport="inline")).missed == []
         await run.until_settled(60.0)

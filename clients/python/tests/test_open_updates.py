@@ -19,7 +19,7 @@ def open_push(client, version):
     """The stream of a FULL push that has sent its header and stays open."""
     header = update_header("full", {"version": version})
     header.total_bytes = 1000
-    stream = client._start_update(60)
+    stream = client._pusher.start(60)
     stream.send(_proto.UPDATE.request(header=header).SerializeToString())
     wait_for(client, lambda status: status.update and status.update.new_version == version, "open")
     return stream

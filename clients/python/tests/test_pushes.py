@@ -26,8 +26,8 @@ from rollout_client import (
     ResourceExhausted,
     RolloutClient,
     Unavailable,
-    _push,
-    _weights,
+    _pusher,
+    _senders,
 )
 
 TRANSPORTS = ["inline", "shared_memory", "auto"]
@@ -54,7 +54,7 @@ def test_full_pushes_arrive_bit_for_bit(call, fake, rng, transport, new_segments
 
 def test_inline_declares_the_total_first_and_small_tensors_together_before_their_chunks(pusher, fake, rng):
     state = random_state(rng, largest=150)
-    state["large"] = rng.standard_normal((2, _push.CHUNK_BYTES // 4 + 5), dtype=np.float32)
+    state["large"] = rng.standard_normal((2, _senders.CHUNK_BYTES // 4 + 5), dtype=np.float32)
     state |= {f"last{i}": array for i, array in enumerate(random_state(rng, largest=150).values())}
     hold(fake, state)
     requests = []
@@ -88,7 +88,7 @@ def test_shared_memory_declares_tensors_as_they_are_written(pusher, fake, rng):
     kinds = [request.WhichOneof("kind") for request in requests]
     assert kinds == ["header"] + ["manifest"] * 3 + ["commit"] and declared[-1] > 0
     total = sum(array.nbytes for array in state.values())
-    assert requests[0].header.total_bytes == total + _weights.BUFFER_BYTES
+    assert requests[0].header.total_bytes == total + _pusher.BUFFER_BYTES
     requests.clear()
     pusher.push_full(state, transport="shared_memory", in_place=True)
     assert [request.WhichOneof("kind") for request in requests] == ["header", "commit"]
@@ -131,7 +131,7 @@ def test_an_iterators_total_comes_from_the_model_and_its_first_tensor(pusher, fa
     pusher.push_full(iter(wide.items()), transport="inline")
     hold(fake, state)
     pusher.push_full(iter(wide.items()), transport="inline", total_bytes=10**9)
-    assert totals == [sum(array.nbytes for array in wide.values()) + _weights.BUFFER_BYTES, 10**9]
+    assert totals == [sum(array.nbytes for array in wide.values()) + _pusher.BUFFER_BYTES, 10**9]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -307,8 +307,10 @@ def test_a_refusal_at_any_message_is_raised_at_once(pusher, fake, transport, cod
 def test_bytes_that_change_on_the_way_are_data_loss(pusher, fake, monkeypatch, rng):
     state = random_state(rng)
     hold(fake, state)
-    real = _push.chunk_request
-    monkeypatch.setattr(_push, "chunk_request", lambda t, o, data: real(t, o, bytes([data[0] ^ 1]) + bytes(data[1:])))
+    real = _senders.chunk_request
+    monkeypatch.setattr(
+        _senders, "chunk_request", lambda t, o, data: real(t, o, bytes([data[0] ^ 1]) + bytes(data[1:]))
+    )
     with pytest.raises(DataLoss):
         pusher.push_full(state, transport="inline")
     assert held(fake) == in_bytes(state)

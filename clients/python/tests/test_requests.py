@@ -251,7 +251,7 @@ def test_empty_token_list_reaches_the_server_as_tokens(call, echo):
         ({"prompts": [[{"content": "a"}]]}, "prompts[0][0].role: "),
         ({"prompts": [[{"role": "user", "content": "a"}, "b"]]}, "prompts[0][1]: "),
         ({"prompts": [[{"role": "user", "content": {1, 2}}]]}, "prompts[0][0].content: Object of type set"),
-        ({"prompts": ["a", Chat([{"role": "tool", "content": "a", 3: 4}])]}, "prompts[1][0]: 3 is no name"),
+        ({"prompts": ["a", Chat([{"role": "tool", "content": "a", 3: 4}])]}, "prompts[1][0]: 3 is not a string"),
         ({"prompts": [[{"role": "user", "content": "a"}, {"role": 3}]]}, "prompts[0][1].role: "),
         ({"prompts": [[{"role": "user", "content": "\udcff"}]]}, "prompts[0][0].content: 'utf-8' codec"),
         ({"prompts": [[{"role": "\udcff", "content": "a"}]]}, "prompts[0][0].role: 'utf-8' codec"),

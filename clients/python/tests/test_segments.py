@@ -18,8 +18,8 @@ from rollout_client import (
     NotFound,
     ResourceExhausted,
     SharedBuffer,
-    _push,
     _segment,
+    _senders,
     clean_stale_segments,
 )
 
@@ -42,7 +42,7 @@ def test_the_segment_is_kept_for_the_next_push_and_grows(pusher, fake, rng, new_
 
 
 def test_auto_uses_shared_memory_for_large_pushes_to_this_host(pusher, fake, rng):
-    for elements, shared in [(_push.SHARED_MEMORY_FROM // 4 - 1, False), (_push.SHARED_MEMORY_FROM // 4, True)]:
+    for elements, shared in [(_senders.SHARED_MEMORY_FROM // 4 - 1, False), (_senders.SHARED_MEMORY_FROM // 4, True)]:
         state = {"a": rng.standard_normal(elements, dtype=np.float32)}
         hold(fake, state)
         pusher.push_full(state)
@@ -61,9 +61,9 @@ def test_auto_uses_shared_memory_for_large_pushes_to_this_host(pusher, fake, rng
     ],
 )
 def test_only_a_local_server_is_offered_shared_memory(address, local):
-    assert _push.choose_shared_memory("auto", address, 1 << 30) is local
-    assert _push.choose_shared_memory("shared_memory", address, 1)
-    assert not _push.choose_shared_memory("inline", address, 1 << 30)
+    assert _senders.choose_shared_memory("auto", address, 1 << 30) is local
+    assert _senders.choose_shared_memory("shared_memory", address, 1)
+    assert not _senders.choose_shared_memory("inline", address, 1 << 30)
 
 
 @pytest.mark.parametrize("as_iterator", [False, True])

@@ -20,7 +20,7 @@ from rollout_client import (
     ResourceExhausted,
     ServerProcess,
     SharedBuffer,
-    _push,
+    _senders,
 )
 from serving import (
     FIXTURES,
@@ -321,7 +321,7 @@ def python_of_the_readme():
 
 
 def test_in_place_pushes_need_no_room_beside_the_weights(binary, rng, monkeypatch):
-    monkeypatch.setattr(_push, "CHUNK_BYTES", 1 << 10)  # small tensors are sent together: here some at a time
+    monkeypatch.setattr(_senders, "CHUNK_BYTES", 1 << 10)  # small tensors are sent together: here some at a time
     base = read_model(PUSH_MODEL)
     with server(binary, PUSH_MODEL, *no_room(binary)) as client:
         before, full = seen(client), perturbed(rng, base)

@@ -15,8 +15,8 @@ import zstandard
 from rollout_client import InvalidArgument, _proto, checksum_of, make_delta
 from rollout_client._delta import DeltaTensor
 from rollout_client._lora import adapter_parts
-from rollout_client._push import CHUNK_BYTES, chunk_request
 from rollout_client._segment import digest_of
+from rollout_client._senders import CHUNK_BYTES, chunk_request
 from rollout_client._tensors import bits_of, bytes_of, layout_of
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}

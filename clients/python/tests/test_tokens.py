@@ -311,7 +311,7 @@ def test_the_adapter_of_a_push_that_may_fail_shows_to_the_role_control_alone(bin
         ServerProcess(binary, MODEL, flags, token=TRAINER) as process,
         RolloutClient(process.address, token=USER) as user,
     ):
-        with process.client._start_update(60) as stream:
+        with process.client._pusher.start(60) as stream:
             stream.send(message.SerializeToString())
             wait_for(process.client, lambda status: status.update and status.update.adapter == "secret-plan", "open")
             update = user.status().update

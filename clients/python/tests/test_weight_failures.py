@@ -27,8 +27,8 @@ from rollout_client import (
     _proto,
 )
 from rollout_client._convert_weights import update_header
-from rollout_client._push import Outgoing, chunk_request
 from rollout_client._segment import Segment, aligned, digest_of
+from rollout_client._senders import OutgoingTensor, chunk_request
 from rollout_client._tensors import bytes_of
 from serving import (
     PUSH_MODEL,
@@ -59,7 +59,7 @@ def unchanged(at_base):
 
 def messages(kind, tensors, *, config="", directory=None, **options):
     """The requests of a push, serialised, with its tensors declared one by one."""
-    outgoing = [Outgoing(name, given.layout, given.data) for name, given in tensors]
+    outgoing = [OutgoingTensor(name, given.layout, given.data) for name, given in tensors]
     message = update_header(kind, options, adapter_config=config, directory=directory)
     message.total_bytes = sum(len(each.data) for each in outgoing)
     made = [_proto.UPDATE.request(header=message).SerializeToString()]
@@ -81,7 +81,7 @@ def full_messages(state, **options):
 
 def send(client, requests, *, then="commit"):
     """Sends requests as they are; then waits for the answer, breaks off, or ends the stream without a commit."""
-    with client._start_update(60) as stream:
+    with client._pusher.start(60) as stream:
         for request in requests:
             stream.send(request)
         if then == "break":
@@ -277,10 +277,10 @@ def test_a_segment_cut_short_during_a_push_is_lost_and_the_server_lives(unchange
     manifest = _proto.UPDATE.request()
     for name, array in full.items():
         given = bytes_of(name, array)
-        entry = Outgoing(name, given.layout, given.data).entry(segment.write(end, given.data), end)
+        entry = OutgoingTensor(name, given.layout, given.data).entry(segment.write(end, given.data), end)
         manifest.manifest.tensors.append(entry)
         end += aligned(array.nbytes)
-    with client._start_update(60) as stream:
+    with client._pusher.start(60) as stream:
         stream.send(header.SerializeToString())
         wait_for(client, lambda status: status.updating, "updating")
         os.truncate(f"/dev/shm/{segment.name}", int(left * end))

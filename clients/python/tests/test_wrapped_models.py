@@ -100,7 +100,7 @@ def test_fsdp_is_refused_unless_its_parameters_are_summoned(call, fake, rng):
 
 def test_peft_models_and_others_are_told_apart(call, fake, rng):
     model = Module(state_of(rng))
-    with pytest.raises(InvalidArgument, match="Module is no PEFT model; push_full"):
+    with pytest.raises(InvalidArgument, match="Module is not a PEFT model; push_full"):
         call(lambda client: client.push_lora(wrapper("DistributedDataParallel", "module", model)))
     model.peft_config = {}
     with pytest.raises(InvalidArgument, match="a PEFT model; push its adapter with push_lora"):

@@ -1,4 +1,4 @@
-"""Adapters as PEFT saves them: `adapter_config.json` with `adapter_model.safetensors`, read without torch."""
+"""Reads adapters that PEFT has saved (`adapter_config.json`, `adapter_model.safetensors`), without torch."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _LENGTH = struct.Struct("<Q")
 
 FileTensor = tuple[memoryview, str, tuple[int, ...]]
-"""Bytes, dtype and shape, as pushes take them. The bytes are those of the file, mapped."""
+"""Bytes, dtype and shape, as pushes take them. The bytes are mapped from the file."""
 
 
 def read_adapter(directory: str | os.PathLike[str]) -> tuple[dict[str, FileTensor], dict[str, Any]]:
     """The tensors and the configuration of an adapter, for `push_lora(*read_adapter(directory))`.
 
-    The file is mapped, not read: it must not be changed in place until the push is done. Replacing it is fine.
+    The file is mapped, not read: do not change it in place before the push has returned. Replacing it is fine.
 
     Args:
-        directory: what PEFT's `save_pretrained` has written.
+        directory: written by PEFT's `save_pretrained`.
 
     Raises:
-        InvalidArgument: the directory or one of its files is not that; the message names it.
+        InvalidArgument: the directory or one of its files is missing or invalid; the message names it.
     """
     path = Path(directory)
     if not path.is_dir():
@@ -46,9 +46,9 @@ def _config(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise InvalidArgument(f"{path}: {error.strerror}") from None
     except ValueError as error:
-        raise InvalidArgument(f"{path}: no JSON: {error}") from None
+        raise InvalidArgument(f"{path}: invalid JSON: {error}") from None
     except RecursionError:
-        raise InvalidArgument(f"{path}: no JSON that can be read: it is nested too deeply") from None
+        raise InvalidArgument(f"{path}: invalid JSON: it is nested too deeply") from None
     if not isinstance(config, dict):
         raise InvalidArgument(f"{path}: expected an object, got {type(config).__name__}")
     return config
@@ -66,9 +66,9 @@ def _tensors(path: Path) -> dict[str, FileTensor]:
         body = data[_LENGTH.size + length :]
         return {name: _tensor(name, entry, body) for name, entry in header.items() if name != "__metadata__"}
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidArgument(f"{path}: no file of safetensors: {error}") from None
+        raise InvalidArgument(f"{path}: not a safetensors file: {error}") from None
     except RecursionError:
-        raise InvalidArgument(f"{path}: no file of safetensors: its header is nested too deeply") from None
+        raise InvalidArgument(f"{path}: not a safetensors file: its header is nested too deeply") from None
 
 
 def _tensor(name: str, entry: dict[str, Any], body: memoryview) -> FileTensor:

@@ -1,40 +1,44 @@
-"""Channel options and call metadata that both clients share."""
+"""Channel options, call metadata, time limits and errors: the same for both clients."""
 
 from __future__ import annotations
 
+import asyncio
 import math
+from types import TracebackType
 from typing import Any
 
-from ._tls import TlsFiles
-from .errors import InvalidArgument
+import grpc
+
+from ._tls import TlsFiles, explained
+from .errors import InvalidArgument, Unavailable, from_rpc_error
 
 CHANNEL_OPTIONS = [
-    # A reply grows with prompts x samples x tokens, which the caller chose: no limit of our own.
+    # The size of a reply (prompts x samples x tokens) is the caller's choice, so there is no limit.
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    # A server that vanished without closing the connection is noticed in under a minute, also in the middle of a call.
+    # Detect a server that vanished without closing the connection in under a minute, even in the middle of a call.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
-    # While a server starts, look again soon.
+    # Reconnect quickly while a server starts.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # What gRPC calls so is how long an attempt to connect may take: some round trips for TCP and TLS.
+    # Despite its name, this is the time limit of one attempt to connect: a few round trips for TCP and TLS.
     ("grpc.min_reconnect_backoff_ms", 20_000),
 ]
 
 ANSWER_SECONDS = 30.0
-"""From the time limit of a generate call to its deadline, by which all that the server then sends must have come: a
-step ends, and thousands of samples cross the network."""
+"""From the time limit of a generate call to its gRPC deadline: time for the running step to end and for thousands of
+samples to cross the network."""
 
 READY_POLL_SECONDS = 0.05
-"""Between two looks at a server that starts."""
+"""Between two status calls to a server that is starting."""
 
 READY_CALL_SECONDS = 5.0
-"""For one such look: a server that accepts but does not answer is not ready."""
+"""Time limit of one such call: a server that accepts connections but does not answer is not ready."""
 
 
 def make_channel(library: Any, address: str, tls: TlsFiles | None) -> Any:
-    """A channel of `grpc` or `grpc.aio`."""
+    """A channel of `library`, which is `grpc` or `grpc.aio`."""
     if tls is None:
         return library.insecure_channel(address, options=CHANNEL_OPTIONS)
     return library.secure_channel(address, tls.credentials(), options=[*CHANNEL_OPTIONS, *tls.channel_options()])
@@ -44,30 +48,61 @@ def call_metadata(token: str | None) -> tuple[tuple[str, str], ...]:
     """The metadata of every call.
 
     Raises:
-        InvalidArgument: no header can carry the token, which is left out of the message.
+        InvalidArgument: the token is not a valid header value. The message does not contain the token.
     """
     if token is None:
         return ()
     if not token or not all("!" <= character <= "~" for character in token):
-        raise InvalidArgument("token: is empty, or has spaces, line ends or characters outside of ASCII")
+        raise InvalidArgument("token: is empty, or contains spaces, line breaks or non-ASCII characters")
     return (("authorization", f"Bearer {token}"),)
 
 
 def generate_timeouts(timeout: float | None, default: float | None) -> tuple[float | None, float | None]:
-    """The time limit of a generate call, which the server keeps, and the deadline of its stream, which is later.
+    """The time limit of a generate call, which the server enforces, and the later deadline of its stream, in seconds.
 
     Raises:
-        InvalidArgument: it is no time.
+        InvalidArgument: the timeout is negative or NaN.
     """
     limit = call_timeout(timeout, default)
     if limit is None:
         return None, None
     if not limit >= 0:
-        raise InvalidArgument(f"timeout: {limit} is not a number of seconds from 0 on")
+        raise InvalidArgument(f"timeout: expected seconds, at least 0, got {limit}")
     return limit, limit + ANSWER_SECONDS
 
 
 def call_timeout(timeout: float | None, default: float | None) -> float | None:
-    """The timeout of one call in seconds as gRPC takes it; infinity overrides a default."""
+    """The timeout of one call in seconds, as gRPC takes it; infinity overrides the default with no limit."""
     chosen = default if timeout is None else timeout
     return None if chosen is None or math.isinf(chosen) else chosen
+
+
+class Translated:
+    """Turns a `grpc.RpcError` raised inside into its `RolloutError`. A context manager, blocking and asyncio."""
+
+    def __init__(self, address: str, tls: TlsFiles | None) -> None:
+        """For calls to this server; a failed connection is probed, to explain it."""
+        self._address, self._tls = address, tls
+
+    def __enter__(self) -> None:
+        """Has no effect."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Raises the `RolloutError`."""
+        if isinstance(error, grpc.RpcError):
+            raise explained(from_rpc_error(error), self._address, self._tls) from error
+
+    async def __aenter__(self) -> None:
+        """Has no effect."""
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Raises the `RolloutError`."""
+        if isinstance(error, grpc.RpcError):
+            found = from_rpc_error(error)
+            if isinstance(found, Unavailable):  # the probe blocks
+                found = await asyncio.to_thread(explained, found, self._address, self._tls)
+            raise found from error

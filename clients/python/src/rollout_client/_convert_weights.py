@@ -1,4 +1,4 @@
-"""Between dataclasses and messages, as `_convert`: pushes, adapters, sleep and wake."""
+"""Converts between dataclasses and messages, as `_convert`: pushes, adapters, sleep and wake."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def sleep_request(level: int, mode: str) -> Any:
 
 
 def wake_request(tags: Iterable[str] | None, reload: bool) -> Any:
-    """A `WakeRequest`; no tags are all of them."""
+    """A `WakeRequest`; None means all tags."""
     if isinstance(tags, str):
         raise InvalidArgument("tags: expected a list of tags, got a single string; put it in a list")
     numbers = [number(MEMORY_TAGS, tag, f"tags[{i}]") for i, tag in enumerate(tags or ())]
     if tags is not None and not numbers:
-        raise InvalidArgument("tags: empty; name what is to wake, or pass None for everything")
+        raise InvalidArgument("tags: empty; name the parts to wake, or pass None for all")
     return _proto.WAKE.request(tags=numbers, reload=reload)
 
 
@@ -47,7 +47,7 @@ def pause_request(mode: str) -> Any:
 
 
 def checksum_request(names: Iterable[str] | None) -> Any:
-    """A `ChecksumRequest`; no names are all parameters."""
+    """A `ChecksumRequest`; None means all parameters."""
     if isinstance(names, str):
         raise InvalidArgument("names: expected a list of names, got a single string; put it in a list")
     request = _proto.CHECKSUM.request()
@@ -64,12 +64,12 @@ def cancel_update_request(update_id: int | None) -> Any:
 
 
 def cancelled_update(response: Any) -> OpenUpdate | None:
-    """What a `CancelUpdateResponse` says was ended."""
+    """The push that a `CancelUpdateResponse` has ended, if any."""
     return open_update(response.update) if response.HasField("update") else None
 
 
 def open_update(message: Any) -> OpenUpdate:
-    """A push that is under way."""
+    """An open push."""
     return OpenUpdate(
         id=message.id,
         peer=message.peer,
@@ -98,9 +98,9 @@ def update_header(
 
     Args:
         kind: as `UPDATE_KINDS` names it.
-        options: of a push of this kind; what says only how it is sent is left alone.
+        options: of a push of this kind; those of the transport are ignored.
         adapter_config: JSON text.
-        directory: where the server finds the tensors.
+        directory: on the server, which reads the tensors from it.
     """
     header = _proto.UpdateHeader(
         kind=number(UPDATE_KINDS, kind, "kind"),
@@ -138,7 +138,7 @@ def tensor_entry(
 
 
 def sleep_result(response: Any) -> SleepResult:
-    """What a `SleepResponse` says."""
+    """The result in a `SleepResponse`."""
     return SleepResult(
         released={known(MEMORY_TAGS, entry.tag): entry.bytes for entry in response.released},
         resident_bytes=response.resident_bytes,
@@ -147,12 +147,12 @@ def sleep_result(response: Any) -> SleepResult:
 
 
 def wake_result(response: Any) -> WakeResult:
-    """What a `WakeResponse` says."""
+    """The result in a `WakeResponse`."""
     return WakeResult(lifecycle=known(LIFECYCLES, response.lifecycle), seconds=response.seconds)
 
 
 def update_result(response: Any) -> UpdateResult:
-    """What an `UpdateResponse` says."""
+    """The result in a `UpdateResponse`."""
     return UpdateResult(
         weight_version=response.weight_version,
         digest=response.digest.hex(),
@@ -182,7 +182,7 @@ def adapter_infos(response: Any) -> list[AdapterInfo]:
 
 
 def asleep(message: Any) -> Asleep:
-    """How the server sleeps."""
+    """The state of a server that sleeps."""
     return Asleep(
         level=known(SLEEP_LEVELS, message.level),
         resident=[known(MEMORY_TAGS, tag) for tag in message.resident],

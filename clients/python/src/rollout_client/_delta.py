@@ -1,4 +1,4 @@
-"""What has changed between two states of a model, element by element."""
+"""The elements that differ between two states of a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ._tensors import bits_of, layout_of
 from .errors import InvalidArgument
 from .types import DtypeName
 
-# Gaps compress well and values hardly: a higher level costs time and saves next to nothing.
+# Index differences compress well and values hardly: a higher level costs time and saves almost nothing.
 _ZSTD_LEVEL = 1
 _LARGEST_GAP = 2**32 - 1
 
@@ -29,23 +29,23 @@ class DeltaTensor:
     changed: int
     """Elements in the payload."""
     payload: bytes
-    """Zstandard of `changed` little-endian u32 (the first index, then each index less the one before it; indices are
-    flat, row-major and ascending), then as many values, little-endian, of `dtype`."""
+    """Compressed with Zstandard: `changed` little-endian u32 (the first index, then the differences between successive
+    indices, which are flat, row-major and ascending), then as many little-endian values of `dtype`."""
 
 
 def make_delta(old: Mapping[str, Any], new: Mapping[str, Any], dtype: DtypeName = "bfloat16") -> Iterator[DeltaTensor]:
-    """What turns `old` into `new`, tensor by tensor; tensors without a change are left out.
+    """Yields the changed elements of each tensor; unchanged tensors are left out.
 
-    Both are rounded to `dtype` first, and elements differ if their bits do, so that a change too small for the served
-    weights costs nothing.
+    Both states are rounded to `dtype` first, and elements are compared by their bits, so that a change too small for
+    the served weights is not sent.
 
     Args:
-        old: arrays or tensors by name: what the server has.
-        new: what it shall have; the same names and shapes.
-        dtype: in which the server serves.
+        old: arrays or tensors by name, as the server has them.
+        new: the tensors that it will have, with the same names and shapes.
+        dtype: of the parameters in the server.
 
     Raises:
-        InvalidArgument: names or shapes differ; in the message the first of them.
+        InvalidArgument: names or shapes differ; the message has the first that does.
     """
     if different := sorted(old.keys() ^ new.keys()):
         raise InvalidArgument(f"{different[0]}: is in {'old' if different[0] in old else 'new'} only")
@@ -56,7 +56,7 @@ def make_delta(old: Mapping[str, Any], new: Mapping[str, Any], dtype: DtypeName 
 
 
 def delta_of(name: str, old: Any, new: Any, dtype: DtypeName) -> DeltaTensor | None:
-    """What turns one tensor into another; None if nothing. Arguments and errors as for `make_delta`."""
+    """The changed elements of one tensor; None if there are none. Arguments and errors as for `make_delta`."""
     shape, before = layout_of(name, new).shape, layout_of(name, old).shape
     if shape != before:
         raise InvalidArgument(f"{name}: has shape {list(before)} in old and {list(shape)} in new")

@@ -1,4 +1,4 @@
-"""What the driver of NVIDIA GPUs says of device memory: its own library, by ctypes, so that no other is imported."""
+"""Facts about device memory from NVIDIA's driver, through ctypes, so that no library is imported."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _DEVICE_ORDINAL = 9
 
 
 class DriverError(Exception):
-    """A call that the driver has refused."""
+    """A call of the driver failed."""
 
 
 class Driver:
-    """The driver of this process: what torch uses too, beneath its own runtime."""
+    """The driver of this process, which torch uses too."""
 
     def __init__(self) -> None:
         """Loads it.
 
         Raises:
-            DriverError: there is none.
+            DriverError: the machine has no driver.
         """
         try:
             self._library = ctypes.CDLL(_LIBRARY)
@@ -34,36 +34,36 @@ class Driver:
         self._call("cuInit", 0)
 
     def device_of(self, address: int) -> int:
-        """The number of the device on which memory is."""
+        """The number of the device that the address belongs to."""
         device = ctypes.c_int()
         self._call("cuPointerGetAttribute", ctypes.byref(device), _DEVICE_ORDINAL, ctypes.c_uint64(address))
         return device.value
 
     def uuid_of(self, device: int) -> str:
-        """The UUID of a device, which is the same in every process."""
+        """The UUID of a device, the same in every process."""
         raw = (ctypes.c_ubyte * 16)()
         self._call("cuDeviceGetUuid_v2", ctypes.byref(raw), self._device(device))
         return str(uuid.UUID(bytes=bytes(raw)))
 
     def allocation_of(self, address: int) -> tuple[int, int]:
-        """Address and bytes of the allocation in which memory is."""
+        """Start and size in bytes of the allocation that contains the address."""
         start, size = ctypes.c_uint64(), ctypes.c_size_t()
         self._call("cuMemGetAddressRange_v2", ctypes.byref(start), ctypes.byref(size), ctypes.c_uint64(address))
         return start.value, size.value
 
     def handle_of(self, start: int) -> bytes:
-        """By which another process opens the allocation that starts there."""
+        """The handle with which another process opens the allocation that starts at this address."""
         handle = (ctypes.c_ubyte * HANDLE_BYTES)()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(start))
         return bytes(handle)
 
     def synchronize(self) -> None:
-        """Waits for everything that was started on the device of the context in use."""
+        """Waits for all work on the device of the current context."""
         self._call("cuCtxSynchronize")
 
     @contextmanager
     def on(self, device: int) -> Iterator[None]:
-        """Uses the context of a device that torch uses, whichever thread this is."""
+        """Uses the context of a device that torch uses too, in any thread."""
         number, context = self._device(device), ctypes.c_void_p()
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)
         try:
@@ -93,6 +93,6 @@ def driver() -> Driver:
     """The driver, loaded once.
 
     Raises:
-        DriverError: there is none.
+        DriverError: the machine has no driver.
     """
     return Driver()

@@ -1,4 +1,4 @@
-"""Values into and out of the fields of messages, with errors that name the field."""
+"""Sets and reads fields of messages, with errors that name the field."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .errors import Internal, InvalidArgument
 
 
 def set_field(message: Any, name: str, value: Any, path: str) -> None:
-    """Sets a field; raises `InvalidArgument` that starts with `path` if the value does not fit it."""
+    """Sets a field; raises `InvalidArgument`, starting with `path`, if the value has the wrong type or range."""
     try:
         setattr(message, name, value)
     except (TypeError, ValueError) as error:
@@ -33,7 +33,7 @@ def number(table: Mapping[int, Any], value: Any, path: str) -> int:
 
 
 def known(table: Mapping[int, Any], value: int) -> Any:
-    """What an enum's number stands for."""
+    """The value of an enum's number."""
     if value not in table:
         raise Internal(f"the server sent an enum value that this client does not know ({value}); update rollout-client")
     return table[value]

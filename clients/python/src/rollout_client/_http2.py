@@ -1,8 +1,9 @@
-"""One gRPC call with many requests, on a connection of its own, sent from where they lie.
+"""One gRPC call with many requests, on a connection of its own, sent straight from the caller's memory.
 
-grpcio copies a request twice and hands it on through three threads, which costs a push half of its client's time. Here
-the kernel copies it right out of the tensor. A thread reads what the server says meanwhile: it pings, and a trainer may
-gather for minutes before its next request.
+grpcio copies each request twice and passes it through three threads. Here the kernel copies it out of the tensor, which
+makes an inline push 1.4 to 1.7 times as fast and halves the client's CPU time (`benches/RESULTS.md`, 2026-11-25). A
+thread reads the server's frames meanwhile, because the server pings and a trainer may gather for minutes between two
+requests.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ from .errors import Cancelled, DeadlineExceeded, Internal, InvalidArgument, Roll
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _CONNECTION, _STREAM = 0, 1
 _WINDOW, _FRAME = frames.SettingsFrame.INITIAL_WINDOW_SIZE, frames.SettingsFrame.MAX_FRAME_SIZE
-# What a server has that says nothing of it.
+# The values before the server's settings arrive.
 _WINDOW_BYTES = (1 << 16) - 1
 _DEFAULTS = {_WINDOW: _WINDOW_BYTES, _FRAME: 1 << 14}
 _FRAME_HEADER = struct.Struct(">BHBBI")
-# Of a message: whether it is compressed, and its length.
+# Before each message: whether it is compressed, and its length.
 _MESSAGE_PREFIX = struct.Struct(">BI")
 _READ_BYTES = 1 << 16
 _CONNECT_SECONDS = 20.0
-# A server whose machine has vanished is noticed in under a minute, as by the other calls.
+# Detect a server whose machine has vanished in under a minute, as the other calls do.
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 50_000}
 
 
 class ClientStream:
     """The call. A context manager: leaving it before `finish` cancels the call.
 
-    `send` and `finish` are for one thread, `cancel` is for any.
+    One thread may use `send` and `finish`; any thread may use `cancel`.
     """
 
     def __init__(
@@ -59,31 +60,31 @@ class ClientStream:
             address: `host:port`.
             path: `/<service>/<method>`.
             metadata: of the call.
-            timeout: seconds for all of it; None is no limit.
-            tls: for a server that speaks TLS.
+            timeout: seconds for the whole call; None means no limit.
+            tls: for a server with TLS.
 
         Raises:
-            InvalidArgument: the address is none.
-            Unavailable: nothing accepts connections there, or TLS cannot be begun.
+            InvalidArgument: the address is invalid.
+            Unavailable: the connection or the TLS handshake failed.
             DeadlineExceeded: the timeout passed.
         """
         self._address = address
         self._deadline = None if timeout is None else time.monotonic() + timeout
-        # Guards what follows; notified of room to send and of the end.
+        # Guards the fields below; notified when there is room to send, and at the end.
         self._changed = threading.Condition()
-        # The server's settings are the first that it says, and open the stream's window.
+        # The server's first frame has its settings, which open the stream's window.
         self._settings: dict[int, int] = {}
         self._windows = {_CONNECTION: _WINDOW_BYTES, _STREAM: 0}
         self._ended = False
         self._error: RolloutError | None = None
-        # The reader's, until the end.
+        # Used by the reader thread only, until the end.
         self._received = bytearray()
         self._headers: dict[str, str] = {}
         self._header_block = b""
         self._last_frame_came = False
         self._decoder = hpack.Decoder()
         self._response = b""
-        # Held for each frame, and taken before the other lock.
+        # Held for each frame; acquired before the other lock.
         self._writing = threading.RLock()
         found = ADDRESS.fullmatch(address)
         if found is None:
@@ -102,16 +103,16 @@ class ClientStream:
         ]
         start = frames.HeadersFrame(_STREAM, hpack.Encoder().encode(headers), flags=["END_HEADERS"])
         settings = frames.SettingsFrame(settings={frames.SettingsFrame.ENABLE_PUSH: 0})
-        # Before the reader, whose answers must not come first.
+        # Before the reader starts, whose answers must not be sent first.
         self._write(_PREFACE, settings.serialize(), start.serialize())
         self._reader = threading.Thread(target=self._read, name="rollout-push-reader", daemon=True)
         self._reader.start()
 
     def send(self, *parts: bytes | memoryview) -> None:
-        """Sends one message, made of these parts; has read them when it returns. Waits while the server takes no more.
+        """Sends one message, made of these parts, which are not read after the return. Waits for flow control.
 
         Raises:
-            RolloutError: what the server has ended the call with.
+            RolloutError: the server has ended the call with this error.
         """
         size = sum(map(len, parts))
         rest = deque(memoryview(part) for part in (_MESSAGE_PREFIX.pack(0, size), *parts) if part)
@@ -127,7 +128,7 @@ class ClientStream:
         """Ends the requests, waits for the response and returns it.
 
         Raises:
-            RolloutError: what the server has ended the call with.
+            RolloutError: the server has ended the call with this error.
         """
         self._write(_data_header(0, end=True))
         with self._changed:
@@ -137,27 +138,27 @@ class ClientStream:
         return self._response
 
     def check(self) -> None:
-        """Raises what the server has ended the call with, if it has.
+        """Returns if the server has not ended the call.
 
         Raises:
-            RolloutError: that.
+            RolloutError: the server has ended the call with this error.
         """
         with self._changed:
             if self._ended:
                 raise self._error or RolloutError("the server has ended the call before its last request")
 
     def cancel(self) -> None:
-        """Ends the call, which the server takes as a client that has gone; without effect after the end."""
-        self._end(Cancelled("the call was cancelled on this side"))
+        """Ends the call as a client that disconnects; has no effect after the end."""
+        self._end(Cancelled("the call was cancelled by this client"))
 
     def close(self) -> None:
-        """Cancels what has not ended, and closes the connection."""
+        """Cancels the call if it has not ended, and closes the connection."""
         self.cancel()
         self._reader.join()
         self._socket.close()
 
     def __enter__(self) -> ClientStream:
-        """The call itself."""
+        """Returns the call."""
         return self
 
     def __exit__(
@@ -190,7 +191,7 @@ class ClientStream:
         return connected
 
     def _left(self) -> float | None:
-        """Seconds to the deadline; not 0, which would be no waiting at all."""
+        """Seconds to the deadline; above 0, which would mean not to wait at all."""
         return None if self._deadline is None else max(self._deadline - time.monotonic(), 1e-3)
 
     def _broken(self, error: Exception) -> RolloutError:
@@ -200,7 +201,7 @@ class ClientStream:
         if of_tls is not None:
             return of_tls
         found = Unavailable(f"{self._address}: {error}")
-        # A server that has said its settings speaks what this does.
+        # A server that has sent its settings speaks HTTP/2, so there is nothing to explain.
         return found if self._settings else explained(found, self._address, self._tls)
 
     def _wait_for_room(self) -> None:
@@ -209,7 +210,7 @@ class ClientStream:
             self.check()
 
     def _take_room(self, most: int) -> int:
-        """Takes bytes of the room for one frame; what there was may have gone with the server's settings."""
+        """Takes up to `most` bytes of the flow-control windows for one frame; new settings may have left none."""
         with self._changed:
             room = max(min(most, self._settings[_FRAME], *self._windows.values()), 0)
             for stream in self._windows:
@@ -217,24 +218,24 @@ class ClientStream:
             return room
 
     def _write(self, *parts: bytes | memoryview) -> None:
-        """Writes whole frames. Of a connection that is broken the reader hears too, after what the server said last."""
+        """Writes whole frames. The reader reports a broken connection, after it has read the server's last frames."""
         rest = deque(memoryview(part) for part in parts)
         with self._writing, contextlib.suppress(OSError):
             while rest:
                 _taken(rest, self._socket.sendmsg(rest))
 
     def _read(self) -> None:
-        """In the reader's thread: takes frames until the end."""
+        """In the reader thread: handles frames until the end."""
         try:
             while not self._ended:
                 self._take(self._next_frame())
-        except Exception as error:  # whatever it is, nobody may wait for this thread any longer
+        except Exception as error:  # whatever it is, no thread may wait for this one any longer
             self._end(self._broken(error))
 
     def _next_frame(self) -> frames.Frame:
         frame, size = frames.Frame.parse_frame_header(memoryview(self._next_bytes(_FRAME_HEADER.size)))
         if size > _DEFAULTS[_FRAME]:
-            raise ValueError(f"a frame of {size} bytes, which is not HTTP/2")
+            raise ValueError(f"a frame of {size} bytes, which HTTP/2 does not allow")
         frame.parse_body(memoryview(self._next_bytes(size)))
         return frame
 
@@ -252,7 +253,7 @@ class ClientStream:
     def _take(self, frame: frames.Frame) -> None:
         match frame:
             case frames.SettingsFrame() if "ACK" not in frame.flags:
-                with self._writing:  # no frame may be of other settings than its place before or after this says
+                with self._writing:  # frames after this acknowledgement follow the new settings
                     self._set(frame.settings)
                     self._write(frames.SettingsFrame(flags=["ACK"]).serialize())
             case frames.WindowUpdateFrame() if frame.stream_id in self._windows:
@@ -271,14 +272,16 @@ class ClientStream:
             case frames.RstStreamFrame():
                 self._end(Internal(f"the server has reset the call, HTTP/2 error {frame.error_code}"))
             case frames.GoAwayFrame() if frame.error_code or frame.last_stream_id < _STREAM:
-                said = frame.additional_data.decode(errors="replace")
-                self._end(Unavailable(f"the server has ended the connection, HTTP/2 error {frame.error_code}: {said}"))
+                reason = frame.additional_data.decode(errors="replace")
+                self._end(
+                    Unavailable(f"the server has ended the connection, HTTP/2 error {frame.error_code}: {reason}")
+                )
         self._last_frame_came |= "END_STREAM" in frame.flags
         if self._last_frame_came and not self._header_block:
             self._end(self._status())
 
     def _set(self, settings: dict[int, int]) -> None:
-        """Takes the server's settings."""
+        """Applies the server's settings."""
         with self._changed:
             before = self._settings.get(_WINDOW, 0)
             self._settings = _DEFAULTS | self._settings | settings
@@ -286,10 +289,10 @@ class ClientStream:
             self._changed.notify_all()
 
     def _status(self) -> RolloutError | None:
-        """What the headers and trailers say of a call that the server has ended; sets the response."""
+        """The status in the headers and trailers of a call that the server has ended; sets the response."""
         code = self._headers.get("grpc-status")
         if code is None:
-            return Unavailable(f"{self._address}: no gRPC server, HTTP status {self._headers.get(':status')}")
+            return Unavailable(f"{self._address}: not a gRPC server, HTTP status {self._headers.get(':status')}")
         if code != "0":
             return from_status(int(code), unquote(self._headers.get("grpc-message", "")))
         if len(self._response) < _MESSAGE_PREFIX.size:
@@ -298,7 +301,7 @@ class ClientStream:
         return None
 
     def _end(self, error: RolloutError | None) -> None:
-        """Notes how the call ended, the first time; wakes all that wait."""
+        """Records how the call ended, once, and wakes all waiting threads."""
         with self._changed:
             if self._ended:
                 return
@@ -309,12 +312,12 @@ class ClientStream:
 
 
 def _data_header(size: int, *, end: bool = False) -> bytes:
-    """Of a DATA frame of the call."""
+    """The header of a DATA frame."""
     return _FRAME_HEADER.pack(size >> 16, size & 0xFFFF, frames.DataFrame.type, end, _STREAM)
 
 
 def _taken(parts: deque[memoryview], size: int) -> list[memoryview]:
-    """Takes so many bytes away from the front."""
+    """Removes `size` bytes from the front, and returns them."""
     taken = []
     while size:
         part = parts.popleft()
@@ -327,6 +330,6 @@ def _taken(parts: deque[memoryview], size: int) -> list[memoryview]:
 
 
 def _timeout_header(seconds: float) -> str:
-    """As gRPC has it: at most eight digits and a unit."""
+    """The value of `grpc-timeout`: at most eight digits and a unit."""
     milliseconds = max(int(seconds * 1000), 1)
     return f"{milliseconds}m" if milliseconds < 10**8 else f"{min(milliseconds // 1000, 10**8 - 1)}S"

@@ -1,4 +1,4 @@
-"""Adapters as PEFT has them, in memory."""
+"""The tensors and configuration of PEFT adapters in memory."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .errors import InvalidArgument
 
 
 def adapter_parts(adapter: Any, config: Any) -> tuple[Mapping[str, Any], str]:
-    """The tensors of an adapter by PEFT's names, and its `adapter_config.json`.
+    """The tensors of an adapter by PEFT's names, and the text of its `adapter_config.json`.
 
     Args:
-        adapter: a PEFT model (its active adapter is meant), which may be wrapped; a mapping from names to tensors, or
-            None for no adapter.
+        adapter: a PEFT model with an active adapter, which may be wrapped; a mapping from names to tensors; or None for
+            no adapter.
         config: with a mapping: JSON text, a dict, or a `LoraConfig`.
 
     Raises:
-        InvalidArgument: what was given is none of these.
+        InvalidArgument: the arguments have other types, or do not belong together.
     """
     if is_model(adapter):
         if config is not None:
@@ -36,7 +36,7 @@ def adapter_parts(adapter: Any, config: Any) -> tuple[Mapping[str, Any], str]:
 
 
 def config_json(config: Any) -> str:
-    """`adapter_config.json` of a `LoraConfig`, a dict, or the text itself."""
+    """The JSON text of a `LoraConfig` or a dict; a string is returned unchanged."""
     if isinstance(config, str):
         return config
     if hasattr(config, "to_dict"):
@@ -50,30 +50,30 @@ def config_json(config: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What `LoraConfig` holds and JSON does not."""
+    """Values of a `LoraConfig` that JSON lacks: sets, enums and nested configurations."""
     if isinstance(value, (set, frozenset)):
         return sorted(value)
     if isinstance(value, Enum):
         return value.value
     if hasattr(value, "to_dict"):
         return value.to_dict()
-    raise TypeError(f"{type(value).__name__} has no place in JSON")
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 
 def _of_peft_model(model: Any) -> tuple[Mapping[str, Any], str]:
     if not hasattr(model, "peft_config"):
-        raise InvalidArgument(f"adapter: {type(model).__name__} is no PEFT model; push_full pushes whole models")
+        raise InvalidArgument(f"adapter: {type(model).__name__} is not a PEFT model; push_full pushes whole models")
     name = model.active_adapter
     if not isinstance(name, str) or name not in model.peft_config:
         raise InvalidArgument(f"adapter: expected one active adapter, the model has {name!r}")
     try:
-        from peft import get_peft_model_state_dict  # noqa: PLC0415 only whoever has such a model has PEFT
+        from peft import get_peft_model_state_dict  # noqa: PLC0415 installed wherever such a model exists
     except ImportError:
         raise InvalidArgument(
             "adapter: PEFT cannot be imported here; pass a mapping of its tensors and the config"
         ) from None
-    # Inside FSDP's `summon_full_params` the parameters are whole, and `state_dict` cannot be called.
+    # Inside FSDP's `summon_full_params` parameters are whole, but `state_dict` cannot be called.
     given = {"state_dict": dict(model.named_parameters())} if has_fsdp_units(model) else {}
-    # Embeddings that are not trained are the base's, which the server has.
+    # The server has the base's embeddings, which are not trained.
     tensors = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False, **given)
     return plain_names(tensors), config_json(model.peft_config[name])

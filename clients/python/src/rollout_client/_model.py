@@ -1,4 +1,4 @@
-"""Models as trainers hold them, taken out of what wraps them. No library is imported: a model brings its own along."""
+"""Unwraps models of trainers. No library is imported: torch is there if a model is."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from .errors import InvalidArgument
 
-# Classes whose instances stand for the model in one of their attributes. What else wraps a model changes it in place
-# (FSDP2, accelerate's mixed precision) or wraps modules inside it.
+# Classes that have the model in an attribute. Other wrappers change the model in place (FSDP2, accelerate's mixed
+# precision) or wrap modules inside it.
 _WRAPPERS = {
     "DistributedDataParallel": "module",
     "DataParallel": "module",
@@ -16,12 +16,12 @@ _WRAPPERS = {
     "DeepSpeedEngine": "module",
     "OptimizedModule": "_orig_mod",  # torch.compile
 }
-# What wrapped modules add to the names of their parameters.
+# Parts that wrapped modules add to the names of their parameters.
 _SEGMENTS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
 class Model(Protocol):
-    """A module of torch, or what behaves like one."""
+    """A torch module, or an object that behaves like one."""
 
     def named_parameters(self) -> Iterable[tuple[str, Any]]:
         """Its parameters by name."""
@@ -31,15 +31,15 @@ class Model(Protocol):
 
 
 def is_model(value: object) -> bool:
-    """Whether this is a module of torch, or behaves like one."""
+    """Whether this is a torch module, or behaves like one."""
     return hasattr(value, "state_dict")
 
 
 def unwrapped(model: Any) -> Any:
-    """The model itself.
+    """The model inside its wrappers.
 
     Raises:
-        InvalidArgument: its parameters are in parts, as FSDP1 has them outside of `summon_full_params`.
+        InvalidArgument: its parameters are sharded, as under FSDP1 outside of `summon_full_params`.
     """
     if any(unit.training_state.name != "SUMMON_FULL_PARAMS" for unit in _fsdp_units(model)):
         raise InvalidArgument(
@@ -52,7 +52,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def has_fsdp_units(model: Any) -> bool:
-    """Whether modules of the model are wrapped by FSDP1, under which `state_dict` is a collective call."""
+    """Whether FSDP1 wraps modules of the model, which makes `state_dict` a collective call."""
     return bool(_fsdp_units(model))
 
 
@@ -60,7 +60,7 @@ def model_parameters(model: Any) -> dict[str, Any]:
     """The parameters of a model by the checkpoint's names.
 
     Raises:
-        InvalidArgument: as `unwrapped`; it is a PEFT model, whose parameters are not those of the checkpoint.
+        InvalidArgument: as `unwrapped`; or it is a PEFT model, whose parameters are not those of the checkpoint.
     """
     model = unwrapped(model)
     if hasattr(model, "peft_config"):
@@ -71,12 +71,12 @@ def model_parameters(model: Any) -> dict[str, Any]:
 
 
 def plain_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The same tensors by the names that they have without wrappers."""
+    """The same tensors by their names without wrappers."""
     return {plain_name(name): tensor for name, tensor in tensors.items()}
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what wrappers add to it."""
+    """A parameter's name without the parts that wrappers add."""
     segments = [segment for segment in name.split(".") if segment not in _SEGMENTS]
     while segments[:1] == ["module"]:
         del segments[0]
@@ -84,7 +84,7 @@ def plain_name(name: str) -> str:
 
 
 def _wrapper(model: Any) -> str | None:
-    """The attribute in which a wrapper has the model; None if this is no wrapper."""
+    """The attribute in which a wrapper has the model; None for any other object."""
     names = (_WRAPPERS.get(cls.__name__) for cls in type(model).__mro__)
     return next((name for name in names if name is not None), None)
 

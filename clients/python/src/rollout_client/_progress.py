@@ -1,4 +1,4 @@
-"""How pushes and calls of `generate` tell how far they are."""
+"""The progress of pushes and of calls of `generate`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable
 from .types import Sample, StreamEvent
 
 ProgressArgument = bool | Callable[[int, int], object] | None
-"""A function of bytes done and bytes in total; True for a bar on a terminal; None for a line after a long push."""
+"""A function of bytes sent and all bytes; True shows a bar on a terminal; None prints a line after a long push."""
 
 SampleProgressArgument = bool | Callable[[int, int, int], object]
-"""A function of samples finished, samples in total and the tokens of those that are finished; True for a bar on a
-terminal; False for nothing."""
+"""A function of finished samples, all samples, and tokens of the finished ones; True shows a bar on a terminal; False
+shows nothing."""
 
 _LONG_SECONDS = 2.0
 _BAR_SECONDS = 0.1
@@ -21,15 +21,15 @@ _BAR_WIDTH = 30
 
 
 class Progress:
-    """Counts bytes and shows them as the caller likes it."""
+    """Counts and shows the bytes of a push."""
 
     def __init__(self, what: str, total: int, shown: ProgressArgument) -> None:
-        """`total` bytes of `what` are to go."""
+        """`total` bytes of `what` are to be sent."""
         self._bar, self._total, self._shown = _Bar(what), total, shown
         self._done = self._again = 0
 
     def add(self, size: int) -> None:
-        """So many bytes more are on their way."""
+        """Counts `size` more bytes."""
         again = min(size, self._again)
         self._again -= again
         self._done += size - again
@@ -39,15 +39,15 @@ class Progress:
             self._bar.draw(self._done, self._total, self._rate)
 
     def expect(self, total: int) -> None:
-        """So many bytes are to go in all."""
+        """Sets the number of all bytes."""
         self._total = total
 
     def repeat(self, size: int) -> None:
-        """So many bytes go once more, and next; they are not counted twice."""
+        """The next `size` bytes were counted before, and are not counted twice."""
         self._again += size
 
     def finish(self) -> None:
-        """The push is over."""
+        """Ends the progress of a push that was applied."""
         if callable(self._shown):
             return
         if self._shown or (self._shown is None and self._bar.seconds() >= _LONG_SECONDS):
@@ -60,15 +60,15 @@ class Progress:
 
 
 class SampleProgress:
-    """Counts samples as they finish and shows them as the caller likes it. A context manager: the call."""
+    """Counts and shows finished samples. A context manager that encloses the call."""
 
     def __init__(self, total: int, shown: SampleProgressArgument) -> None:
-        """`total` samples are asked for."""
+        """`total` samples were requested."""
         self._bar, self._total, self._shown = _Bar("samples"), total, shown
         self._done = self._tokens = 0
 
     def add(self, event: StreamEvent) -> None:
-        """Takes an event of the call."""
+        """Counts an event of the call."""
         if not self._shown or not isinstance(event, Sample):
             return
         self._done += 1
@@ -79,11 +79,11 @@ class SampleProgress:
             self._bar.draw(self._done, self._total, self._rate)
 
     def __enter__(self) -> SampleProgress:
-        """The count itself."""
+        """Returns the count."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The call is over, one way or the other: nothing is drawn over the line any more."""
+        """Ends the line, whether the call has succeeded or failed."""
         if self._shown and not callable(self._shown):
             self._bar.finish(self._rate())
 
@@ -94,7 +94,7 @@ class SampleProgress:
 
 
 class _Bar:
-    """A line on standard error, which is drawn again and again if that is a terminal."""
+    """A line on standard error, which is redrawn if that is a terminal."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -102,11 +102,11 @@ class _Bar:
         self._drawn = False
 
     def seconds(self) -> float:
-        """Since the start, above 0."""
+        """Seconds since the start, above 0."""
         return max(time.monotonic() - self._start, 1e-9)
 
     def draw(self, done: int, total: int, text: Callable[[], str]) -> None:
-        """Shows how far it is, unless it did so a moment ago, or there is no terminal."""
+        """Draws the line, unless it was drawn a moment ago, or standard error is not a terminal."""
         now = time.monotonic()
         if now - self._last < _BAR_SECONDS or not sys.stderr.isatty():
             return
@@ -116,6 +116,6 @@ class _Bar:
         print(f"\r\x1b[2K{self._what} {bar} {text()}", end="", file=sys.stderr, flush=True)
 
     def finish(self, text: str) -> None:
-        """Leaves the last line."""
+        """Prints the final line."""
         start = "\r\x1b[2K" if self._drawn else ""
         print(f"{start}{self._what}: {text}", file=sys.stderr, flush=True)

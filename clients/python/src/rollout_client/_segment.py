@@ -1,4 +1,4 @@
-"""Memory that this process and a server on the same host share: a file below `/dev/shm`."""
+"""Shared memory of this process and a server on the same host: a file in `/dev/shm`."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from .errors import InvalidArgument, ResourceExhausted
 DIRECTORY = Path("/dev/shm")
 ALIGNMENT = 64
 OWNER_ONLY = 0o600
-# What may lie between the tensors in a segment: alignment of 16,384 tensors.
+# Room between the tensors of a segment: the alignment of 16,384 tensors.
 PADDING = ALIGNMENT * 16_384
 _NAME = re.compile(r"rollout-(\d+)-[0-9a-f]{16}")
 _PIECE = 256 << 10
 
 
 class Segment:
-    """A file of `size` bytes that belongs to this process; it goes with `close`, or when the interpreter ends."""
+    """A file of `size` bytes, owned by this process; removed by `close`, or when the interpreter ends."""
 
     def __init__(self, size: int, mode: int = OWNER_ONLY, taken: int | None = None) -> None:
-        """Creates it, after the removal of what crashed processes have left.
+        """Creates it, after removing the segments of crashed processes.
 
         Args:
             size: in bytes.
-            taken: bytes at its start whose memory is taken now; that of others is when they are written. None is all.
-            mode: who may read it, as for `chmod`; whatever the process's umask is.
+            taken: bytes at its start whose memory is allocated now, the rest when it is written; None is all.
+            mode: who may read it, as for `chmod`; the umask does not apply.
 
         Raises:
-            ResourceExhausted: `/dev/shm` has no room for it, or is not there.
+            ResourceExhausted: `/dev/shm` is full or missing.
         """
         clean_stale_segments()
         self.size = size
@@ -49,7 +49,7 @@ class Segment:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, OWNER_ONLY)
         except OSError as error:
             raise ResourceExhausted(f"no shared memory: {path}: {error.strerror}") from None
-        # Held while this process lives, whatever its id is in another namespace.
+        # Held while this process lives: its id may differ in another namespace.
         fcntl.flock(file, fcntl.LOCK_EX)
         self._remove = weakref.finalize(self, _remove, path, file, os.getpid())
         try:
@@ -65,10 +65,10 @@ class Segment:
             raise
 
     def take(self, end: int) -> None:
-        """Takes the memory of the bytes before `end`: a write into a file system that is full would kill the process.
+        """Allocates the memory of the bytes before `end`: writing to a full file system would kill the process.
 
         Raises:
-            ResourceExhausted: `/dev/shm` has no room for it.
+            ResourceExhausted: `/dev/shm` is full.
         """
         if end <= self._taken:
             return
@@ -81,11 +81,11 @@ class Segment:
     def write(self, offset: int, data: memoryview) -> bytes:
         """Copies `data` to `offset`; returns its XXH3-128.
 
-        The two go over each piece while the core's cache has it: on two cores, one of which the server reads with, that
-        costs a fifth less than a thread for each.
+        Each piece is copied and digested while it is in the core's cache. On two cores, one of which the server uses,
+        that costs a fifth less than a thread for each of the two.
 
         Raises:
-            ResourceExhausted: `/dev/shm` has no room for it.
+            ResourceExhausted: `/dev/shm` is full.
         """
         self.take(offset + len(data))
         source, target = np.frombuffer(data, np.uint8), self._memory[offset : offset + len(data)]
@@ -97,22 +97,22 @@ class Segment:
         return digest.digest()
 
     def read(self, offset: int, size: int) -> memoryview:
-        """What was written there."""
+        """The bytes at `offset`."""
         return memoryview(self._memory[offset : offset + size])
 
     def offset_of(self, data: memoryview) -> int | None:
-        """Where `data` lies in it; None if it lies elsewhere."""
+        """The offset of `data` in it; None if it is elsewhere in memory."""
         offset = _address(np.frombuffer(data, np.uint8)) - _address(self._memory)
         return offset if 0 <= offset <= len(self._memory) - len(data) else None
 
     def close(self) -> None:
-        """Removes the file; its memory goes when nobody maps it any more."""
+        """Removes the file; the memory is freed when no process maps it any more."""
         self._remove()
         self._memory = np.empty(0, np.uint8)
 
 
 class SharedBuffer:
-    """Memory that a server on this host can read: tensors that are gathered into it are pushed without a copy.
+    """Memory that a server on this host can read: tensors in it are pushed without a copy.
 
         with SharedBuffer(total_bytes) as buffer:
             for name, shard in shards:
@@ -121,45 +121,45 @@ class SharedBuffer:
                 tensors[name] = tensor
             client.push_full(tensors, buffer=buffer)
 
-    Keep it for all pushes: fresh pages cost more than what is written to them. What lies in it must not change while a
-    push is under way. `close`, or the end of the process, gives it back when no tensor lies in it any more.
+    Keep it for all pushes: allocating new pages takes longer than writing them. Its tensors must not change while a
+    push is open. `close`, or the end of the process, frees it once no tensor uses it any more.
     """
 
     def __init__(self, size: int, segment_mode: int = OWNER_ONLY) -> None:
-        """Of `size` bytes for tensors, beside what aligning them takes.
+        """Allocates `size` bytes for tensors, and room for their alignment.
 
         Args:
             size: in bytes.
             segment_mode: as for `RolloutClient`.
 
         Raises:
-            ResourceExhausted: `/dev/shm` has no room for it, or is not there.
+            ResourceExhausted: `/dev/shm` is full or missing.
         """
         self.segment = Segment(size + PADDING, segment_mode)
         self._taken = 0
 
     def take(self, size: int) -> memoryview:
-        """The next `size` bytes, aligned for every type, writable.
+        """The next `size` bytes, writable, aligned for every dtype.
 
         Raises:
             InvalidArgument: `size` is negative.
-            ResourceExhausted: so many are not left.
+            ResourceExhausted: fewer than `size` bytes are left.
         """
         if size < 0:
-            raise InvalidArgument(f"size: expected bytes, got {size}")
+            raise InvalidArgument(f"size: expected a number of bytes, got {size}")
         start = self._taken
         if start + size > self.segment.size:
             left = self.segment.size - start
-            raise ResourceExhausted(f"{size} bytes of a shared buffer that has {left} left; make it larger")
+            raise ResourceExhausted(f"the shared buffer has {left} bytes left, {size} are needed; make it larger")
         self._taken = start + aligned(size)
         return self.segment.read(start, size)
 
     def close(self) -> None:
-        """Ends it."""
+        """Removes the shared memory, once no tensor uses it."""
         self.segment.close()
 
     def __enter__(self) -> SharedBuffer:
-        """The buffer itself."""
+        """Returns the buffer."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -168,22 +168,22 @@ class SharedBuffer:
 
 
 def aligned(size: int) -> int:
-    """Bytes from the start of a tensor of this size to that of the next."""
+    """Bytes from the start of a tensor of this size to the start of the next."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _address(array: npt.NDArray[np.uint8]) -> int:
-    # `array.ctypes` takes ten times as long.
+    # `array.ctypes` is ten times slower.
     return array.__array_interface__["data"][0]
 
 
 def digest_of(data: memoryview | bytes) -> bytes:
-    """XXH3-128, big-endian, as the protocol has it."""
+    """XXH3-128, big-endian, as in the protocol."""
     return xxhash.xxh3_128(data).digest()
 
 
 def clean_stale_segments() -> list[str]:
-    """Removes segments of this user whose process has died without doing it; returns their names."""
+    """Removes the segments of this user whose process has crashed; returns their names."""
     removed = []
     for path in _segments():
         pid = int(_NAME.fullmatch(path.name)[1])  # type: ignore[index]
@@ -204,13 +204,13 @@ def _lives(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except (OSError, OverflowError):  # somebody else's, or no process id
+    except (OSError, OverflowError):  # a process of another user, or not a process id
         return True
     return True
 
 
 def _is_unlocked(path: Path) -> bool:
-    """Whether no process holds it: one in another namespace looks dead from here."""
+    """Whether no process holds it: a process in another namespace looks dead from here."""
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -222,7 +222,7 @@ def _is_unlocked(path: Path) -> bool:
 
 
 def _remove(path: Path, file: int, owner: int) -> None:
-    if os.getpid() != owner:  # a fork: the segment is the parent's
+    if os.getpid() != owner:  # a fork: the segment belongs to the parent
         return
     with contextlib.suppress(OSError):
         path.unlink()
@@ -234,24 +234,24 @@ def _no_room(size: int, error: OSError) -> ResourceExhausted:
 
 
 class SegmentPool:
-    """The one segment of a client, kept for its next push: fresh pages cost more than the copy."""
+    """Keeps a client's segment for its next push: allocating new pages takes longer than the copy."""
 
     def __init__(self, mode: int = OWNER_ONLY) -> None:
-        """Nothing is made before the first push."""
+        """Allocates nothing before the first push."""
         self._mode = mode
         self._lock = threading.Lock()
         self._segment: Segment | None = None
         self._closed = False
 
     def lease(self, size: int, limit: int) -> SegmentLease:
-        """A segment for one push; a further push that begins meanwhile gets one of its own.
+        """A segment for one push; another push at the same time gets a segment of its own.
 
         Args:
-            size: bytes whose memory is taken now.
-            limit: bytes that may be written.
+            size: bytes whose memory is allocated now.
+            limit: the most bytes that will be written.
 
         Raises:
-            ResourceExhausted: `/dev/shm` has no room for it, or is not there.
+            ResourceExhausted: `/dev/shm` is full or missing.
         """
         with self._lock:
             kept, self._segment = self._segment, None
@@ -269,7 +269,7 @@ class SegmentPool:
         return lease
 
     def give_back(self, segment: Segment) -> None:
-        """Keeps a segment for the next push, unless there is one or the pool is closed."""
+        """Keeps a segment for the next push, unless the pool has one or is closed."""
         with self._lock:
             keep = self._segment is None and not self._closed
             if keep:
@@ -278,7 +278,7 @@ class SegmentPool:
             segment.close()
 
     def close(self) -> None:
-        """Removes the segment; one that a push still uses goes when that ends."""
+        """Removes the segment; a segment that a push uses is removed when the push ends."""
         with self._lock:
             kept, self._segment, self._closed = self._segment, None, True
         if kept is not None:
@@ -286,15 +286,15 @@ class SegmentPool:
 
 
 class SegmentLease:
-    """A segment while one push uses it."""
+    """A segment in use by one push."""
 
     def __init__(self, pool: SegmentPool, segment: Segment) -> None:
-        """Of this segment, which the pool has no more."""
+        """Takes the segment, which the pool no longer has."""
         self._pool, self.segment = pool, segment
         self._ended = False
 
     def close(self) -> None:
-        """Gives the segment back to the pool."""
+        """Returns the segment to the pool."""
         if not self._ended:
             self._ended = True
             self._pool.give_back(self.segment)

@@ -1,4 +1,4 @@
-"""Pushes whose tensors are handed over one by one, by whoever has them, instead of being asked for."""
+"""Open pushes, to which the trainer writes tensors one by one."""
 
 from __future__ import annotations
 
@@ -6,45 +6,42 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterable, Callable, Iterable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from . import _convert_weights
 from ._progress import Progress
-from ._push import Outgoing, Sender
+from ._senders import OutgoingTensor, Sender
 from ._tensors import bytes_of
 from .errors import FailedPrecondition, RolloutError
 from .types import UpdateResult
 
-if TYPE_CHECKING:
-    from .client import RolloutClient
-
 NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
-"""Arrays or tensors by name. Taken are arrays of numpy (float32, float16, and bfloat16 of ml_dtypes), tensors of torch,
-and `(bytes, dtype, shape)`; what does not lie in this machine's memory in one piece is copied, the rest is not."""
+"""Arrays or tensors by name: numpy arrays (float32, float16, and bfloat16 of ml_dtypes), torch tensors, or `(bytes,
+dtype, shape)`. A tensor is copied only if it is not contiguous in this machine's memory."""
 
 _T = TypeVar("_T")
 
 
 class Push:
-    """A push that is under way; `RolloutClient.begin_push` begins it. A context manager, for one thread at a time.
+    """An open push; `RolloutClient.begin_push` returns it. A context manager, for one thread at a time.
 
         with client.begin_push(version=step) as push:
             for name, tensor in gathered():
                 push.write(name, tensor)
         print(push.receipt.digest)
 
-    The end of the `with` block commits; an exception inside it rolls back, and the old policy serves on. What the
-    server refuses meanwhile is raised by the next `write`, or by the commit.
+    The end of the `with` block commits. An exception inside it rolls back, and the old policy keeps serving. If the
+    server rejects a tensor, the next `write` or the commit raises the error.
     """
 
     def __init__(
-        self, sender: Sender, outgoing: Callable[[str, Any, Any], Outgoing | None], progress: Progress
+        self, sender: Sender, outgoing: Callable[[str, Any, Any], OutgoingTensor | None], progress: Progress
     ) -> None:
         """For `begin_push`.
 
         Args:
-            sender: takes what `outgoing` makes of a tensor, unless that is None.
-            outgoing: called with the arguments of `write`.
+            sender: sends the tensors.
+            outgoing: converts the arguments of `write` to the tensor that is sent, or to None if nothing is.
             progress: of the push.
         """
         self._sender, self._outgoing, self._progress = sender, outgoing, progress
@@ -54,7 +51,7 @@ class Push:
 
     @property
     def receipt(self) -> UpdateResult:
-        """What the server said of the commit.
+        """The server's answer to the commit.
 
         Raises:
             FailedPrecondition: the push is not committed.
@@ -65,23 +62,23 @@ class Push:
 
     @property
     def is_open(self) -> bool:
-        """Whether it was neither committed nor rolled back, and has not failed."""
+        """Whether the push was neither committed nor rolled back, and has not failed."""
         return self._ended is None
 
     def write(self, name: str, tensor: Any, old: Any = None) -> None:
-        """Sends one tensor, which may change or go as soon as this returns; with `transport="device_memory"` it must
-        stay as it is until the commit, and is kept alive until then.
+        """Sends one tensor, which may change or be freed after the return. With `transport="device_memory"` it is kept
+        alive, and must not change, until the commit.
 
         Args:
             name: as `push_full`, `push_lora` or `push_delta` takes it.
-            tensor: an array, a tensor, or `(bytes, dtype, shape)`; read in this thread. A tensor of an adapter, and
-                what a delta changes, are kept in this process until the commit; others are not.
-            old: for a delta: the tensor as the server has it.
+            tensor: an array, a tensor, or `(bytes, dtype, shape)`; read in this thread. For an adapter or a delta, a
+                copy is kept until the commit.
+            old: for a delta: the tensor as the server has it now.
 
         Raises:
-            InvalidArgument: this tensor cannot be pushed; the push goes on without it.
+            InvalidArgument: this tensor cannot be pushed; the push stays open without it.
             FailedPrecondition: the push has ended.
-            RolloutError: what the server has ended the push with, now or since the tensor before.
+            RolloutError: the server has ended the push with this error, now or since the previous tensor.
         """
         self._check_open()
         outgoing = self._outgoing(name, tensor, old)
@@ -89,17 +86,17 @@ class Push:
             self._end_on_error(lambda: self._sender.write(outgoing))
 
     def write_all(self, named_tensors: NamedTensors) -> None:
-        """Writes a state dict, or pairs that are gathered one by one, each sent before the next is taken."""
+        """Writes the tensors of a state dict, or of an iterator of pairs; each is sent before the next is taken."""
         for name, tensor in named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors:
             self.write(name, tensor)
-            del tensor  # before the next is gathered, so that never two are held
+            del tensor  # before the next one is gathered, so that two are never alive at once
 
     def commit(self) -> UpdateResult:
-        """Makes what was written the policy; returns the receipt.
+        """Applies the push, and returns the receipt.
 
         Raises:
             FailedPrecondition: the push has ended.
-            RolloutError: as the methods that push in one call.
+            RolloutError: as for the methods that push in one call.
         """
         self._check_open()
         response = self._end_on_error(self._sender.commit)
@@ -109,7 +106,7 @@ class Push:
         return self._receipt
 
     def rollback(self) -> None:
-        """Drops the push, which never happened then; without effect on one that has failed or was rolled back.
+        """Cancels the push: the policy stays as it was. Has no effect if it has failed or was rolled back.
 
         Raises:
             FailedPrecondition: the push is committed.
@@ -120,13 +117,13 @@ class Push:
             self._end("was rolled back")
 
     def __enter__(self) -> Push:
-        """The push itself."""
+        """Returns the push."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Commits, unless the push has ended; after an exception, rolls back. A failure is raised again."""
+        """Commits, unless the push has ended; after an exception, rolls back. Raises the error of a failed push."""
         if kind is not None:
             if self.is_open:
                 self.rollback()
@@ -143,7 +140,7 @@ class Push:
         try:
             return use()
         except BaseException as error:
-            # A message that was cut off cannot be continued, whatever it was that cut it off.
+            # A message that was interrupted, by whatever error, cannot be continued.
             self._error = error
             self._end(f"has failed ({type(error).__name__})")
             raise
@@ -159,18 +156,18 @@ class AsyncPush:
         async with client.begin_push(version=step) as push:
             await push.write(name, tensor)
 
-    Tensors are read and iterators run in the event loop's thread. What waits for the server does so in another, which
-    has only bytes. Cancelling a task that waits for a call of this push drops the push.
+    Tensors are read, and iterators run, in the event loop's thread; another thread sends the bytes and waits for the
+    server. Cancelling a task that waits for a call of this push cancels the push.
     """
 
-    def __init__(self, client: RolloutClient, begin: Callable[[], Push]) -> None:
+    def __init__(self, begin: Callable[[], Push], cancel: Callable[[], None]) -> None:
         """For `begin_push`.
 
         Args:
-            client: of this push alone.
-            begin: begins the push; called in a thread, by the first call or at the start of the `async with` block.
+            begin: opens the push; called in a thread, by the first call or at the start of the `async with` block.
+            cancel: ends the calls of this push; for any thread.
         """
-        self._client, self._begin = client, begin
+        self._begin, self._cancel = begin, cancel
         self._push: Push | None = None
         self._dropped = False
         self._lock = asyncio.Lock()
@@ -184,7 +181,7 @@ class AsyncPush:
 
     @property
     def is_open(self) -> bool:
-        """As `Push.is_open`; True also before the first call has begun it."""
+        """As `Push.is_open`; also True before the first call has opened it."""
         return not self._dropped if self._push is None else self._push.is_open
 
     async def write(self, name: str, tensor: Any, old: Any = None) -> None:
@@ -194,13 +191,13 @@ class AsyncPush:
 
         def write(push: Push) -> None:
             given, before = tensors
-            tensors.clear()  # the thread may keep this function for a moment after its end
+            tensors.clear()  # the thread may keep this function for a moment after its return
             push.write(name, given, before)
 
         await self._use(write)
 
     async def write_all(self, named_tensors: NamedTensors | AsyncIterable[tuple[str, Any]]) -> None:
-        """As `Push.write_all`; takes asynchronous iterators too."""
+        """As `Push.write_all`; also takes asynchronous iterators."""
         if isinstance(named_tensors, AsyncIterable):
             async for name, tensor in named_tensors:
                 await self.write(name, tensor)
@@ -216,13 +213,13 @@ class AsyncPush:
 
     async def rollback(self) -> None:
         """As `Push.rollback`."""
-        async with self._lock:  # another task may be beginning it
+        async with self._lock:  # another task may be opening it
             self._dropped = self._push is None
         if not self._dropped:
             await self._use(lambda push: push.rollback())
 
     async def __aenter__(self) -> AsyncPush:
-        """The push itself, begun."""
+        """Opens the push, and returns it."""
         await self._use(lambda push: None)
         return self
 
@@ -245,8 +242,8 @@ class AsyncPush:
             try:
                 return await asyncio.shield(working)
             except asyncio.CancelledError:
-                self._client._end_calls()
-                # Until then the thread may read the tensor.
+                self._cancel()
+                # The thread may read the tensor until then.
                 await asyncio.wait({working})
                 with contextlib.suppress(Exception):
                     working.result()
@@ -255,7 +252,7 @@ class AsyncPush:
                 raise
             finally:
                 if not self.is_open:
-                    self._client._end_calls()
+                    self._cancel()
 
 
 def _as_bytes(name: str, tensor: Any) -> tuple[memoryview, str, tuple[int, ...]]:

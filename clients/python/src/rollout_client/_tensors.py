@@ -1,6 +1,6 @@
-"""Arrays and tensors of any library as bytes, without a copy where they already lie in memory in one piece.
+"""Arrays and tensors of any library as bytes, without a copy if they are contiguous in memory.
 
-No library but numpy is imported: a tensor of torch brings torch along.
+Only numpy is imported: a torch tensor exists only where torch is imported.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _RAW_PARTS = 3
 
 @dataclass(frozen=True)
 class Layout:
-    """What is known of a tensor without looking at its values."""
+    """The dtype and shape of a tensor."""
 
     dtype: DtypeName
     shape: tuple[int, ...]
 
     @property
     def elements(self) -> int:
-        """Their number."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The number of bytes."""
         return self.elements * ITEM_SIZES[self.dtype]
 
 
@@ -47,15 +47,15 @@ class TensorBytes:
 
     layout: Layout
     data: memoryview
-    """Flat, of bytes; a view of the tensor's own memory where that is possible."""
+    """Flat, in bytes; a view of the tensor's own memory if that is possible."""
 
 
 def layout_of(name: str, tensor: Any) -> Layout:
-    """Type and shape.
+    """The dtype and shape of an array, a tensor or `(bytes, dtype, shape)`.
 
     Raises:
-        InvalidArgument: no array, tensor or `(bytes, dtype, shape)`, not of a type that can be pushed, or not all of a
-            tensor's values are in this process.
+        InvalidArgument: the argument is none of these, its dtype cannot be pushed, or this process has only a part of
+            the tensor.
     """
     if _is_raw(tensor):
         _, dtype, shape = tensor
@@ -71,10 +71,10 @@ def layout_of(name: str, tensor: Any) -> Layout:
 
 
 def bytes_of(name: str, tensor: Any) -> TensorBytes:
-    """The tensor's values; tensors elsewhere than in this machine's memory are copied here.
+    """The tensor's values; a tensor in device memory is copied to the host.
 
     Raises:
-        InvalidArgument: as `layout_of`; also raw bytes that are not as many as type and shape say.
+        InvalidArgument: as `layout_of`; or the number of raw bytes does not match dtype and shape.
     """
     layout = layout_of(name, tensor)
     if _is_raw(tensor):
@@ -92,24 +92,24 @@ def bytes_of(name: str, tensor: Any) -> TensorBytes:
 
 
 def local_tensor(tensor: Any) -> Any:
-    """The tensor that a `DTensor` stands for, which `layout_of` has let pass; any other as it is."""
-    # Whole on this rank: no other takes part.
+    """The whole tensor of a `DTensor` that `layout_of` has accepted; any other tensor unchanged."""
+    # It is whole on this rank, so no other rank takes part.
     return tensor.full_tensor() if _is_distributed(tensor) else tensor
 
 
 def bits_of(name: str, tensor: Any, dtype: DtypeName) -> npt.NDArray[np.unsignedinteger]:
-    """The values in `dtype` as flat unsigned integers of its width; rounds to nearest, ties to even."""
+    """The values in `dtype`, as flat unsigned integers of its width; rounds to nearest, ties to even."""
     _known_dtype(name, dtype)
     given = bytes_of(name, tensor)
     return _cast(np.frombuffer(given.data, _BITS[ITEM_SIZES[given.layout.dtype]]), given.layout.dtype, dtype)
 
 
 def checksum_of(tensor: Any, dtype: DtypeName) -> str:
-    """What `RolloutClient.checksum` says of a parameter with these values.
+    """The checksum that `RolloutClient.checksum` returns for a parameter with these values.
 
     Args:
         tensor: an array, a tensor or `(bytes, dtype, shape)`.
-        dtype: in which the server serves (`ServerInfo.dtype`); the values are rounded to it as the server does.
+        dtype: the server's (`ServerInfo.dtype`); the values are rounded to it as the server does.
 
     Returns:
         SHA-256 of the row-major little-endian bytes, in hexadecimal.
@@ -124,7 +124,7 @@ def _cast(bits: npt.NDArray[Any], source: str, target: str) -> npt.NDArray[Any]:
     if target == "float32":
         return wide.view(_BITS[4])
     if target == "float16":
-        with np.errstate(over="ignore"):  # infinity, as everywhere
+        with np.errstate(over="ignore"):  # overflow gives infinity
             return wide.astype("<f2").view(_BITS[2])
     return _round_to_bfloat16(wide.view(_BITS[4]))
 
@@ -138,10 +138,10 @@ def _to_float32(bits: npt.NDArray[Any], source: str) -> npt.NDArray[Any]:
 
 
 def _round_to_bfloat16(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The upper half, rounded by adding just under half of its last bit, or half where that bit is odd."""
+    """The upper half of each value, rounded to nearest, ties to even."""
     odd = (bits >> np.uint32(16)) & np.uint32(1)
     rounded = ((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)).astype(_BITS[2])
-    # A NaN must not be rounded up to infinity.
+    # A NaN must not become infinity.
     is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
     if is_nan.any():
         rounded[is_nan] = (bits[is_nan] >> np.uint32(16)).astype(_BITS[2]) | np.uint16(0x40)
@@ -149,7 +149,7 @@ def _round_to_bfloat16(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _refuse_part(name: str, tensor: Any, shape: tuple[int, ...]) -> None:
-    """Raises `InvalidArgument` for a tensor whose values are not all in this process."""
+    """Raises `InvalidArgument` if this process has only a part of the tensor."""
     whole = getattr(tensor, "ds_shape", None)
     if (whole is not None and tuple(whole) != shape) or shape == (0,):
         raise InvalidArgument(
@@ -168,7 +168,7 @@ def _refuse_part(name: str, tensor: Any, shape: tuple[int, ...]) -> None:
 
 
 def _is_distributed(tensor: Any) -> bool:
-    """Whether it is a `DTensor`, as FSDP2 makes of parameters."""
+    """Whether it is a `DTensor`, such as a parameter under FSDP2."""
     return hasattr(tensor, "full_tensor") and hasattr(tensor, "device_mesh")
 
 
@@ -179,7 +179,7 @@ def _numpy_of(name: str, tensor: Any) -> npt.NDArray[Any]:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):
         tensor = tensor.detach().cpu().contiguous()
-        # numpy has no bfloat16; its bits are all that is needed.
+        # numpy has no bfloat16, and only the bits are needed.
         return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
     try:
         return np.asarray(tensor)
@@ -195,7 +195,7 @@ def _is_raw(tensor: Any) -> bool:
     )
 
 
-@functools.cache  # numpy makes it anew each time, which takes longer than all else here
+@functools.cache  # numpy builds the name at each access, which would dominate here
 def _dtype_name(dtype: Any) -> str:
     return dtype.name if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
 

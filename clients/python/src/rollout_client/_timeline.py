@@ -1,4 +1,4 @@
-"""Where the engine's time went: `GetTimeline`'s answer as dataclasses."""
+"""How the engine spent its time: the response of `GetTimeline` as dataclasses."""
 
 from __future__ import annotations
 
@@ -9,45 +9,45 @@ from . import _proto
 from ._fields import set_field
 
 _FACTS = ("steps", "computed_tokens", "sampled_tokens", "weight_version", "bytes", "push", "level")
-"""Of a span, those that a trace tells where they are not 0."""
+"""Fields of a span that a trace shows if they are not 0."""
 
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """Time of one phase."""
+    """The time of one phase."""
 
     phase: str
     seconds: float
     share: float
-    """Of the whole, from 0 to 1."""
+    """Fraction of the whole time, from 0 to 1."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of time that was spent on one thing. Times are nanoseconds since 1970."""
+    """A period that was spent on one phase. Times are nanoseconds since 1970."""
 
     track: str
-    """`engine`, whose spans follow each other without gaps, or `push`."""
+    """`engine`, whose spans have no gaps, or `push`."""
     id: int
     """Number of the span in its track."""
     phase: str
-    """What the time was spent on; docs/observability.md lists the phases."""
+    """Name of the phase; docs/observability.md lists them."""
     start: int
     end: int | None
-    """None while it lasts."""
+    """None while the phase lasts."""
     steps: int
     computed_tokens: int
     sampled_tokens: int
     weight_version: int
     """Version of the policy at its end."""
     bytes: int
-    """That a push brought, a sleep gave back or a wake took."""
+    """Bytes that a push sent, a sleep freed or a wake allocated."""
     push: int
     """Number of the push."""
     level: int
     """Level of the sleep."""
     parts: list[PhaseTime]
-    """Of the phase `brief`: the time of what it consists of."""
+    """For the phase `brief`, which joins short phases: the time of each."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class Timeline:
     """The engine's last phases, and those of pushes beside it. Times are nanoseconds since 1970."""
 
     started: int
-    """Wall clock at the timeline's start; all times count from it by a clock that is never set."""
+    """Wall-clock time at the timeline's start, to which all times add a monotonic clock."""
     start: int
-    """Begin of the stretch that is described."""
+    """Begin of the period that the timeline covers."""
     now: int
-    """Its end; as `since` of the next call it gives what is new."""
+    """Its end; pass it as `since` to the next call to get the new spans."""
     truncated: bool
-    """Whether there were more spans than are given."""
+    """Whether older spans were left out because of `max_spans`."""
     spans: list[Span]
     """Spans of the track `engine`, then those of the track `push`, each in order."""
     phases: list[PhaseTime]
@@ -89,11 +89,11 @@ def timeline(response: Any) -> Timeline:
 
 
 def trace_events(timeline: Timeline, pid: int = 1, name: str = "rollout-server") -> list[dict[str, Any]]:
-    """Events in Chrome's trace format, which Perfetto opens as a JSON list. Times are in microseconds.
+    """Events in Chrome's trace format, times in microseconds; Perfetto opens them as a JSON list.
 
     Args:
         timeline: of one server.
-        pid, name: of the process that the server is in the trace; several in one trace need different ones.
+        pid, name: of the server's process in the trace; use different ones for several servers.
     """
     tracks = list(dict.fromkeys(("engine", "push", *(span.track for span in timeline.spans))))
     events = [{"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": name}}]

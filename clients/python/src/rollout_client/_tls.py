@@ -1,4 +1,4 @@
-"""TLS of the client's connections, and what is wrong where a connection cannot be made."""
+"""TLS of the client's connections, and why a connection fails."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ADDRESS = re.compile(
 """`host:port`, as gRPC takes it too."""
 
 _PROBE_SECONDS = 2.0
-# What the library for TLS says (parts of it, in capitals), and what it means.
+# Parts of the messages of the TLS libraries, in capitals, and their meaning.
 _MEANINGS = [
     (
         ("WRONG_VERSION_NUMBER", "RECORD_LAYER", "HTTP_REQUEST"),
@@ -41,7 +41,7 @@ _MEANINGS = [
 ]
 _SPEAKS_TLS = "the server speaks TLS; give tls=True, or the authority of its certificate as tls={'ca': path}"
 _IS_HTTP = "a port of HTTP; name that of gRPC, which is 50051 unless the server was given another"
-# What gRPC says of a connection that ended without an answer, which may be for want of TLS or of a certificate.
+# Messages of gRPC for connections that ended without an answer, perhaps because of TLS or a certificate.
 _UNEXPLAINED = re.compile(
     "handshake|closed|reset|eof|stream removed|goaway|protocol error|verification|corrupted|http", re.IGNORECASE
 )
@@ -49,16 +49,16 @@ _UNEXPLAINED = re.compile(
 
 @dataclass(frozen=True)
 class Tls:
-    """How to reach a server that has `--tls-cert`. Files are PEM, and are read when the client is made."""
+    """TLS settings for a server with `--tls-cert`. Files are PEM, and are read when the client is created."""
 
     ca: str | os.PathLike[str] | None = None
-    """Authorities that may have signed the server's certificate; None are those of the system."""
+    """Authorities that may have signed the server's certificate; None is those of the system."""
     cert: str | os.PathLike[str] | None = None
-    """This client's certificate, for a server with `--tls-client-ca`, and those between it and its authority."""
+    """This client's certificate chain, for a server with `--tls-client-ca`."""
     key: str | os.PathLike[str] | None = None
-    """Its private key."""
+    """The private key of `cert`."""
     server_name: str | None = None
-    """The name that the server's certificate must have; None is the address's host."""
+    """The name in the server's certificate; None is the host of the address."""
 
 
 class TlsFiles:
@@ -68,7 +68,7 @@ class TlsFiles:
         """Reads them.
 
         Raises:
-            InvalidArgument: a file cannot be read, or is no certificate or key; the message names its field.
+            InvalidArgument: a file cannot be read, or has no certificate or key; the message starts with its field.
         """
         if (tls.cert is None) != (tls.key is None):
             raise InvalidArgument("tls: a certificate needs its key; give both cert= and key=, or none")
@@ -80,7 +80,7 @@ class TlsFiles:
             self._ca = _system_authorities()
         else:
             self._ca = _read("ca", tls.ca)
-            if not self._ca:  # which would mean the system's authorities
+            if not self._ca:  # it would mean the system's authorities
                 raise InvalidArgument(f"tls.ca: {tls.ca} has no certificate in PEM: it is empty")
             try:
                 self.context = ssl.create_default_context(cadata=self._ca.decode())
@@ -100,27 +100,27 @@ class TlsFiles:
         return grpc.ssl_channel_credentials(self._ca, self._key, self._cert)
 
     def channel_options(self) -> list[tuple[str, Any]]:
-        """What such a channel must know besides."""
+        """Further options of such a channel."""
         return [] if self.server_name is None else [("grpc.ssl_target_name_override", self.server_name)]
 
     def wrap(self, connected: socket.socket, host: str) -> ssl.SSLSocket:
         """Begins TLS on a connection to `host`.
 
         Raises:
-            OSError: it cannot; `reason` says why.
+            OSError: it failed; `reason` has the cause.
         """
         return self.context.wrap_socket(connected, server_hostname=self.server_name or host)
 
 
 TlsInput = bool | Tls | Mapping[str, Any] | TlsFiles | None
-"""What clients take: `True` is TLS with the system's authorities, a mapping has fields of `Tls`, None is no TLS."""
+"""The argument `tls`: True is TLS with the system's authorities, a mapping has fields of `Tls`, None is plain text."""
 
 
 def tls_files(tls: TlsInput) -> TlsFiles | None:
-    """The files of what a client was given as `tls`; None for no TLS.
+    """The files of a client's argument `tls`; None for plain text.
 
     Raises:
-        InvalidArgument: it is nothing of the kind, or a file is wrong.
+        InvalidArgument: the argument has another type, or a file is invalid.
     """
     if tls is None or tls is False:
         return None
@@ -140,7 +140,7 @@ def tls_files(tls: TlsInput) -> TlsFiles | None:
 
 
 def failure(error: OSError, address: str) -> Unavailable | None:
-    """The error of a connection on which TLS failed: `Misdirected` if it will fail again. None for other failures."""
+    """The error of a failed TLS handshake: `Misdirected` if a retry would fail too. None for other failures."""
     meaning = _meaning(error)
     if meaning is not None:
         return Misdirected(f"{address}: {meaning}")
@@ -163,9 +163,9 @@ def _meaning(error: OSError) -> str | None:
 
 
 def explained(error: RolloutError, address: str, tls: TlsFiles | None) -> RolloutError:
-    """The error of a call, or `Misdirected` with a better message, if something else is at the address.
+    """The error of a call, or `Misdirected` with a better message if something else listens at the address.
 
-    gRPC says no more of that than that the connection is closed, so this connects once more and looks.
+    gRPC only reports that the connection is closed, so this probes the address with another connection.
     """
     found = ADDRESS.fullmatch(address)
     if not isinstance(error, Unavailable) or found is None or not _UNEXPLAINED.search(str(error)):
@@ -181,7 +181,7 @@ def _with_tls(address: str, host: str, port: int, tls: TlsFiles) -> Unavailable 
     try:
         connected = socket.create_connection((host, port), _PROBE_SECONDS)
         with connected, tls.wrap(connected, host) as wrapped:
-            # In TLS 1.3 the server looks at the client's certificate when the client has done its part.
+            # In TLS 1.3 the server checks the client's certificate after the client's part of the handshake.
             wrapped.recv(1)
     except OSError as error:
         return failure(error, address)
@@ -189,7 +189,7 @@ def _with_tls(address: str, host: str, port: int, tls: TlsFiles) -> Unavailable 
 
 
 def _speaks_http(host: str, port: int) -> bool:
-    """Whether HTTP/1 is answered there, which a port of gRPC does not."""
+    """Whether the address answers HTTP/1, as a gRPC port does not."""
     with suppress(OSError), socket.create_connection((host, port), _PROBE_SECONDS) as connected:
         connected.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         return connected.recv(8).startswith(b"HTTP/1.")
@@ -205,7 +205,7 @@ def _speaks_tls(host: str, port: int) -> bool:
         with connected, context.wrap_socket(connected):
             return True
     except ssl.SSLError as error:
-        # An alert is an answer in TLS.
+        # A TLS alert shows that the server speaks TLS.
         return "ALERT" in (error.reason or "").upper()
     except OSError:
         return False
@@ -219,11 +219,11 @@ def _read(field: str, path: str | os.PathLike[str]) -> bytes:
 
 
 def _system_authorities() -> bytes | None:
-    """Those that Python trusts, in PEM; None leaves the choice to gRPC, which has a list of its own."""
+    """The authorities that Python trusts, in PEM; None lets gRPC use its own list."""
     file = ssl.get_default_verify_paths().cafile
     return None if file is None else Path(file).read_bytes()
 
 
 def _no_password() -> str:
-    """Instead of a question on the terminal."""
+    """Raises an error instead of asking on the terminal."""
     raise ValueError("the key has a passphrase; give it without one")

@@ -1,4 +1,4 @@
-"""A TLS connection that one thread writes while another reads, with the methods of a socket that this takes."""
+"""A TLS connection that one thread writes while another reads, with the methods of a socket that this needs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
-# Encrypted at once and handed to the kernel at once. OpenSSL by itself makes a system call of each record of 16 KiB and
-# wakes the server as often; more than this would be memory fresh from the system each time.
+# Encrypted together, and sent by one system call. OpenSSL would make a system call for each record of 16 KiB, and wake
+# the server as often; larger pieces would need newly allocated memory each time.
 _PIECE_BYTES = 64 << 10
 _READ_BYTES = 64 << 10
 
@@ -17,15 +17,15 @@ _READ_BYTES = 64 << 10
 class TlsSocket:
     """A connection inside TLS.
 
-    OpenSSL lets no two threads use a connection at once. So it works in memory here, under a lock, and the network is
-    waited for without the lock. What it has to say while it reads goes out with the next bytes that are sent.
+    OpenSSL does not let two threads use a connection at once. Here it works in memory, under a lock, and the threads
+    wait for the network without the lock. Bytes that it produces while reading are sent with the next write.
     """
 
     def __init__(self, connected: socket.socket, context: ssl.SSLContext, server_name: str) -> None:
-        """Begins TLS; each wait is limited by the timeout of `connected`, which this takes over.
+        """Begins TLS; the timeout of `connected`, which this takes over, limits each wait.
 
         Raises:
-            OSError: it cannot be begun; the connection is left open.
+            OSError: the handshake failed; the connection is left open.
         """
         self._socket = connected
         self._received, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -40,16 +40,16 @@ class TlsSocket:
                 self._socket.sendall(self._to_send.read())
                 self._receive()
             except ssl.SSLError:
-                with suppress(OSError):  # the server hears why, if it still listens
+                with suppress(OSError):  # the alert tells the server why
                     self._socket.sendall(self._to_send.read())
                 raise
 
     def settimeout(self, timeout: float | None) -> None:
-        """Seconds that each later wait may take; None is no limit."""
+        """Sets the seconds that each later wait may take; None means no limit."""
         self._socket.settimeout(timeout)
 
     def sendmsg(self, parts: Sequence[memoryview]) -> int:
-        """Sends bytes of the first part and returns how many. For one thread at a time."""
+        """Sends bytes of the first part, and returns their number. For one thread at a time."""
         with self._lock:
             sent = self._tls.write(next(iter(parts))[:_PIECE_BYTES])
             encrypted = self._to_send.read()
@@ -57,22 +57,22 @@ class TlsSocket:
         return sent
 
     def recv(self, size: int) -> bytes:
-        """Receives up to so many bytes; none is the end. For one thread at a time."""
+        """Receives up to `size` bytes; none at the end. For one thread at a time."""
         while True:
             try:
                 with self._lock:
                     return self._tls.read(size)
             except ssl.SSLWantReadError:
                 self._receive()
-            except (ssl.SSLZeroReturnError, ssl.SSLEOFError):  # with or without a farewell
+            except (ssl.SSLZeroReturnError, ssl.SSLEOFError):  # with or without a close_notify
                 return b""
 
     def shutdown(self, how: int) -> None:
-        """Ends the connection below TLS, which wakes those that wait."""
+        """Ends the connection below TLS, which wakes waiting threads."""
         self._socket.shutdown(how)
 
     def close(self) -> None:
-        """Gives the descriptor back."""
+        """Closes the file descriptor."""
         self._socket.close()
 
     def _receive(self) -> None:

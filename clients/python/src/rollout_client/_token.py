@@ -1,4 +1,4 @@
-"""The file of a token, as users name it to the command line and to the trainers' plug-ins."""
+"""Reads the token file of the command line and of the trainers' plug-ins."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CONTROL_ROLE = "control"
 
 
 def read_token(path: str | os.PathLike[str]) -> str:
-    """The token of a file: its only word, or, as in the server's `--auth-token-file`, that with the most rights.
+    """The token in a file: its only word, or, as in the server's `--auth-token-file`, the token with the most rights.
 
     Raises:
         InvalidArgument: the file cannot be read, or has no token.

@@ -1,33 +1,25 @@
-"""The asyncio client: the methods of `client.py`, awaited."""
+"""The client of one rollout-server."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
-
-import grpc
-import grpc.aio
+from typing import TYPE_CHECKING
 
 from . import _convert, _convert_weights, _proto
-from ._aio_weights import AsyncWeightSync
-from ._channel import (
-    READY_CALL_SECONDS,
-    READY_POLL_SECONDS,
-    call_metadata,
-    call_timeout,
-    generate_timeouts,
-    make_channel,
-)
+from ._async_connection import AsyncConnection
+from ._async_pusher import AsyncPusher
+from ._async_stream import AsyncGenerateStream
+from ._async_weights import AsyncWeightSync
+from ._channel import READY_CALL_SECONDS, READY_POLL_SECONDS, generate_timeouts
 from ._progress import SampleProgress
 from ._segment import OWNER_ONLY, SegmentPool
 from ._timeline import Timeline, timeline, timeline_request
-from ._tls import TlsInput, explained, tls_files
-from .errors import Cancelled, DeadlineExceeded, Misdirected, RolloutError, Unavailable, translated
+from ._tls import TlsInput
+from .errors import DeadlineExceeded, Misdirected, RolloutError, Unavailable
 from .options import GenerateOptions, GenerateStreamOptions, ScoreOptions, refuse_unknown
 from .types import (
     AbortResult,
@@ -41,7 +33,6 @@ from .types import (
     ServerInfo,
     ServerStatus,
     SleepResult,
-    StreamEvent,
     TokenIds,
     WakeResult,
 )
@@ -51,9 +42,15 @@ if TYPE_CHECKING:
 
 
 class AsyncRolloutClient(AsyncWeightSync):
-    """A connection to one rollout-server, for one event loop. As `RolloutClient`, with methods to await.
+    """A connection to one rollout-server. Every method raises a subclass of `RolloutError`.
 
-    Make it inside the running loop. Cancelling a task that waits for a call drops the work on the server.
+    Threads may share the blocking client; it does not survive `fork`. The asyncio client belongs to the event loop that
+    runs when it is made, and cancelling a task that waits for a call ends the call on the server.
+
+    >>> async with AsyncRolloutClient(address) as client:
+    ...     outputs = await client.generate(["The capital of France is"], n=2)
+    >>> [sample.text for sample in outputs[0].samples]
+    [' Paris', ' Paris']
     """
 
     def __init__(
@@ -65,15 +62,24 @@ class AsyncRolloutClient(AsyncWeightSync):
         tls: TlsInput = None,
         segment_mode: int = OWNER_ONLY,
     ) -> None:
-        """As `RolloutClient`."""
+        """Sends nothing: the first call connects.
+
+        Args:
+            address: `host:port`.
+            timeout: seconds for each call that does not set its own; None means no limit. When it passes, the server
+                drops the work and the call raises `DeadlineExceeded`; `generate` returns the tokens so far.
+            token: sent as a bearer token with every call, for a server with `--auth-token-file`. No environment
+                variable is read.
+            tls: for a server with `--tls-cert`: True trusts the system's authorities, a `Tls` (or a dict of its fields)
+                names files.
+            segment_mode: who may read the shared memory of pushes, as for `chmod`. A server of another user needs read
+                permission: 0o640 gives it to a server of the same group, 0o644 to every user of the machine.
+        """
         self.address = address
         self._timeout = timeout
-        self._token = token
-        self._metadata = call_metadata(token)
+        self._connection = AsyncConnection(address, timeout, token, tls)
         self._segments = SegmentPool(segment_mode)
-        self._pushing = weakref.WeakSet()
-        self._tls = tls_files(tls)
-        self._channel = make_channel(grpc.aio, address, self._tls)
+        self._pusher = AsyncPusher(self._connection, self._segments)
 
     async def generate(
         self,
@@ -82,7 +88,27 @@ class AsyncRolloutClient(AsyncWeightSync):
         sampling: SamplingInput = None,
         **options: Unpack[GenerateOptions],
     ) -> list[PromptOutput]:
-        """As `RolloutClient.generate`."""
+        """Samples `n` completions of each prompt, and returns when all have finished or the timeout has passed.
+
+        At the timeout, samples that have not finished are returned with `FinishReason.ABORTED` and the tokens so far,
+        or none if they had not started. `DeadlineExceeded` is raised only if the server does not answer then.
+
+        Args:
+            prompts: texts, lists (or arrays) of token ids, or lists of chat messages; they may be mixed.
+            n: samples per prompt.
+            sampling: a `SamplingParams` for all prompts, or a list with one for each; None is `SamplingParams()`.
+                `rollout_client.SamplingInput` explains seeds in a list.
+            options: keyword options; `rollout_client.GenerateOptions` describes them.
+
+        Returns:
+            One output per prompt, in the order of the prompts, with `n` samples each.
+
+        >>> sampling = SamplingParams(temperature=0.7, max_tokens=1, seed=1)
+        >>> outputs = await client.generate(["The capital of France is"], n=2, sampling=sampling)
+        >>> sample = outputs[0].samples[0]
+        >>> sample.text, sample.token_ids, sample.logprobs.shape, str(sample.finish_reason)
+        (' Paris', [5], (1,), 'length')
+        """
         refuse_unknown("generate", options, GenerateOptions)
         shown = options.pop("progress", False)
         stream = self.generate_stream(prompts, n, sampling, **options)
@@ -101,53 +127,132 @@ class AsyncRolloutClient(AsyncWeightSync):
         sampling: SamplingInput = None,
         **options: Unpack[GenerateStreamOptions],
     ) -> AsyncGenerateStream:
-        """As `RolloutClient.generate_stream`."""
+        """As `generate`, but yields the `PromptTokens` of each prompt, each `Sample` as it finishes, and a `Summary`.
+
+        The request is sent at once. Leaving the stream early, by `cancel` or the end of its `with` block, aborts the
+        request on the server.
+
+        Args:
+            prompts, n, sampling: as for `generate`.
+            options: keyword options; `rollout_client.GenerateStreamOptions` describes them.
+
+        >>> async with client.generate_stream([[1, 2, 3]], n=2) as stream:
+        ...     async for event in stream:
+        ...         print(type(event).__name__)
+        PromptTokens
+        Sample
+        Sample
+        Summary
+        """
         limit, deadline = generate_timeouts(options.get("timeout"), self._timeout)
         request = _convert.generate_request(prompts, n, sampling, options, limit)
-        call_options = {"timeout": deadline, "metadata": self._metadata}
-        return AsyncGenerateStream(
-            self._callable(_proto.GENERATE, stream=True), request, call_options, self._translated
-        )
+        return AsyncGenerateStream(self._connection, request, deadline)
 
     async def score(self, sequences: Sequence[TokenIds], **options: Unpack[ScoreOptions]) -> list[Score]:
-        """As `RolloutClient.score`."""
+        """Computes log-probabilities of given tokens: the same bits as when they were sampled.
+
+        Args:
+            sequences: token ids, at least one per sequence.
+            options: keyword options; `rollout_client.ScoreOptions` describes them.
+
+        Returns:
+            One score per sequence, in the order of the sequences. Its lists have one element per token; the first is
+            None, as nothing precedes the first token.
+
+        >>> score = (await client.score([[1, 2, 3]]))[0]
+        >>> score.raw_logprobs
+        [None, -0.5, -0.25]
+        """
         request = _convert.score_request(sequences, options)
-        responses = await self._gather(_proto.SCORE, request, options.get("timeout"))
+        responses = await self._connection.gather(_proto.SCORE, request, options.get("timeout"))
         return _convert.scores(responses, len(request.sequences))
 
     async def abort(self, request_ids: str | Iterable[str] = (), *, all: bool = False) -> AbortResult:
-        """As `RolloutClient.abort`."""
-        return _convert.abort_result(await self._call(_proto.ABORT, _convert.abort_request(request_ids, all=all)))
+        """Ends running requests: their callers get the tokens so far, marked `FinishReason.ABORTED`.
+
+        Args:
+            request_ids: the requests to end.
+            all: instead of `request_ids`: end every running request, also those of other clients.
+
+        >>> (await client.abort("my-request")).unknown
+        ['my-request']
+        """
+        request = _convert.abort_request(request_ids, all=all)
+        return _convert.abort_result(await self._connection.call(_proto.ABORT, request))
 
     async def info(self) -> ServerInfo:
-        """As `RolloutClient.info`."""
-        return _convert.server_info(await self._call(_proto.GET_INFO, _proto.GET_INFO.request()))
+        """Facts that do not change while the server runs: its model, dtype, limits and version.
+
+        >>> (await client.info()).dtype
+        'bfloat16'
+        """
+        return _convert.server_info(await self._connection.call(_proto.GET_INFO))
 
     async def status(self) -> ServerStatus:
-        """As `RolloutClient.status`."""
-        return _convert.server_status(await self._call(_proto.GET_STATUS, _proto.GET_STATUS.request()))
+        """The server's lifecycle, weight version, memory, queue and throughput now.
+
+        >>> status = await client.status()
+        >>> str(status.lifecycle), status.weight_version, status.running_samples
+        ('running', 4, 2)
+        """
+        return _convert.server_status(await self._connection.call(_proto.GET_STATUS))
 
     async def timeline(self, since: int = 0, max_spans: int = 0) -> Timeline:
-        """As `RolloutClient.timeline`."""
-        return timeline(await self._call(_proto.GET_TIMELINE, timeline_request(since, max_spans)))
+        """How the engine spent its time: its last phases, about 15 minutes of them, and those of pushes beside it.
+
+        Args:
+            since: only spans that end after this time, in nanoseconds since 1970. To poll, pass the last answer's
+                `now`: spans that were unfinished then are returned again, with the same id.
+            max_spans: the most spans of each track; the newest are returned. 0 means 8192.
+        """
+        request = timeline_request(since, max_spans)
+        return timeline(await self._connection.call(_proto.GET_TIMELINE, request))
 
     async def reset_prefix_cache(self) -> int:
-        """As `RolloutClient.reset_prefix_cache`."""
-        return (await self._call(_proto.RESET_PREFIX_CACHE, _proto.RESET_PREFIX_CACHE.request())).blocks
+        """Drops every KV block of the prefix cache that no running request uses; returns their number."""
+        return (await self._connection.call(_proto.RESET_PREFIX_CACHE)).blocks
 
     async def sleep(self, level: int = 1, mode: DrainMode = "wait") -> SleepResult:
-        """As `RolloutClient.sleep`."""
-        return _convert_weights.sleep_result(
-            await self._call(_proto.SLEEP, _convert_weights.sleep_request(level, mode))
-        )
+        """Frees the device's memory; returns when the operating system has it. Until `wake`, requests raise errors.
+
+        Args:
+            level: 1 keeps the policy in host memory and drops KV cache and workspace; 2 drops the policy too, and
+                `wake` must be followed by a push, or be called with `reload=True`.
+            mode: what happens to running requests; see `DrainMode`.
+
+        >>> (await client.sleep(level=1)).released
+        {'kv_cache': 1048576}
+        """
+        request = _convert_weights.sleep_request(level, mode)
+        return _convert_weights.sleep_result(await self._connection.call(_proto.SLEEP, request))
 
     async def wake(self, tags: Iterable[MemoryTag] | None = None, *, reload: bool = False) -> WakeResult:
-        """As `RolloutClient.wake`."""
-        return _convert_weights.wake_result(await self._call(_proto.WAKE, _convert_weights.wake_request(tags, reload)))
+        """Allocates the memory again.
+
+        Args:
+            tags: the parts to wake, so that a push can come between `["weights"]` and `["kv_cache"]`; None is all.
+            reload: after level 2: read the checkpoint again instead of waiting for a push.
+
+        >>> str((await client.wake()).lifecycle)
+        'running'
+        """
+        request = _convert_weights.wake_request(tags, reload)
+        return _convert_weights.wake_result(await self._connection.call(_proto.WAKE, request))
 
     @asynccontextmanager
     async def awake(self, tags: Iterable[MemoryTag] | None = None, level: int = 1) -> AsyncIterator[AsyncRolloutClient]:
-        """As `RolloutClient.awake`."""
+        """Wakes the server for the duration of a `with` block, then puts it to sleep.
+
+        If the block raises, running requests are aborted so that the memory is free at once, and the exception is
+        raised again, even if the sleep fails.
+
+        Args:
+            tags: as for `wake`.
+            level: as for `sleep`.
+
+        >>> async with client.awake() as server:
+        ...     outputs = await server.generate([[1, 2, 3]])
+        """
         await self.wake(tags)
         try:
             yield self
@@ -158,22 +263,37 @@ class AsyncRolloutClient(AsyncWeightSync):
         await self.sleep(level)
 
     async def pause(self, mode: DrainMode = "wait") -> None:
-        """As `RolloutClient.pause`."""
-        await self._call(_proto.PAUSE, _convert_weights.pause_request(mode))
+        """Stops the engine's steps; requests that arrive until `resume` wait.
+
+        Args:
+            mode: what happens to running requests; see `DrainMode`.
+
+        >>> await client.pause(mode="keep")
+        >>> await client.resume()
+        """
+        await self._connection.call(_proto.PAUSE, _convert_weights.pause_request(mode))
 
     async def resume(self) -> None:
-        """As `RolloutClient.resume`."""
-        await self._call(_proto.RESUME, _proto.RESUME.request())
+        """Ends a pause."""
+        await self._connection.call(_proto.RESUME)
 
     async def wait_until_ready(self, timeout: float = 60.0) -> None:
-        """As `RolloutClient.wait_until_ready`."""
+        """Waits until the server's lifecycle is `running`.
+
+        Args:
+            timeout: in seconds.
+
+        Raises:
+            Unavailable: it is not running after `timeout` seconds; the message has the last answer.
+            Misdirected: something else listens at the address; raised at once.
+
+        >>> await client.wait_until_ready(timeout=5)
+        """
         deadline = time.monotonic() + timeout
         while True:
             try:
                 left = max(deadline - time.monotonic(), READY_POLL_SECONDS)
-                response = await self._call(
-                    _proto.GET_STATUS, _proto.GET_STATUS.request(), timeout=min(left, READY_CALL_SECONDS)
-                )
+                response = await self._connection.call(_proto.GET_STATUS, timeout=min(left, READY_CALL_SECONDS))
                 state = _convert.server_status(response).lifecycle
                 if state is Lifecycle.RUNNING:
                     return
@@ -187,13 +307,13 @@ class AsyncRolloutClient(AsyncWeightSync):
             await asyncio.sleep(READY_POLL_SECONDS)
 
     async def close(self) -> None:
-        """As `RolloutClient.close`."""
-        self._end_pushes()
-        await self._channel.close()
+        """Closes the connection, which ends its calls, and removes the shared memory of pushes."""
+        self._pusher.cancel()
+        await self._connection.close()
         await asyncio.to_thread(self._segments.close)
 
     async def __aenter__(self) -> AsyncRolloutClient:
-        """The client itself."""
+        """Returns the client."""
         return self
 
     async def __aexit__(
@@ -201,87 +321,3 @@ class AsyncRolloutClient(AsyncWeightSync):
     ) -> None:
         """Closes the client."""
         await self.close()
-
-    async def _call(self, method: _proto.Method, request: Any, timeout: float | None = None) -> Any:
-        async with self._translated():
-            return await self._callable(method)(request, **self._call_options(timeout))
-
-    async def _gather(self, method: _proto.Method, request: Any, timeout: float | None) -> list[Any]:
-        async with self._translated():
-            call = self._callable(method, stream=True)(request, **self._call_options(timeout))
-            try:
-                return [response async for response in call]
-            except BaseException:  # the task is cancelled: the server must not go on
-                call.cancel()
-                raise
-
-    @asynccontextmanager
-    async def _translated(self) -> AsyncIterator[None]:
-        """As `translated`, with better messages for connections that failed."""
-        try:
-            with translated():
-                yield
-        except Unavailable as error:
-            raise await asyncio.to_thread(explained, error, self.address, self._tls) from error
-
-    def _call_options(self, timeout: float | None) -> dict[str, Any]:
-        return {"timeout": call_timeout(timeout, self._timeout), "metadata": self._metadata}
-
-    def _callable(self, method: _proto.Method, stream: bool = False) -> Callable[..., Any]:
-        make = self._channel.unary_stream if stream else self._channel.unary_unary
-        return make(
-            method.path,
-            request_serializer=method.request.SerializeToString,
-            response_deserializer=method.response.FromString,
-        )
-
-
-class AsyncGenerateStream(AsyncIterator[StreamEvent]):
-    """The events of one request as they come. An asynchronous iterator and a context manager."""
-
-    def __init__(
-        self,
-        start: Callable[..., Any],
-        request: Any,
-        options: dict[str, Any],
-        in_call: Callable[[], AbstractAsyncContextManager[None]],
-    ) -> None:
-        """Starts the call; `in_call` turns the errors inside it into those of this package."""
-        self.request_id: str = request.request_id
-        """For `AsyncRolloutClient.abort`."""
-        self._cancelled = False
-        self._in_call = in_call
-        with translated():
-            self._call = start(request, **options)
-        self._messages = self._call.__aiter__()
-
-    async def __anext__(self) -> StreamEvent:
-        """The next event; waits until there is one."""
-        async with self._in_call():
-            try:
-                event = None
-                while event is None:
-                    event = _convert.stream_event(await self._messages.__anext__())
-                return event
-            except (StopAsyncIteration, grpc.RpcError):
-                raise
-            except BaseException as error:  # the task is cancelled, or an answer makes no sense
-                if self._cancelled:  # by `cancel`: not the task's own cancellation, though gRPC raises it alike
-                    raise Cancelled("the stream was cancelled on this side") from error
-                self.cancel()
-                raise
-
-    def cancel(self) -> None:
-        """Drops the request on the server, if it still runs."""
-        self._cancelled = True
-        self._call.cancel()
-
-    async def __aenter__(self) -> AsyncGenerateStream:
-        """The stream itself."""
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Cancels what still runs."""
-        self.cancel()

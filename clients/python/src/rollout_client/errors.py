@@ -1,57 +1,54 @@
-"""What can go wrong, one class per gRPC status that the server uses."""
+"""The errors of this package: one class for each gRPC status that the server uses."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import grpc
 
 
 class RolloutError(Exception):
-    """Base of all errors of this package. `str(error)` is the server's message, `code` its gRPC status."""
+    """Base class of the errors. `str(error)` is the server's message, `code` its gRPC status."""
 
     code: grpc.StatusCode = grpc.StatusCode.UNKNOWN
 
 
 class InvalidArgument(RolloutError, ValueError):
-    """A field of the request is wrong; the message starts with its path, e.g. `sampling.temperature: ...`."""
+    """A field of the request is invalid; the message starts with its path, e.g. `sampling.temperature: ...`."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
 
 
 class ResourceExhausted(RolloutError):
-    """A queue or the memory ceiling says no; trying later, or asking for less, can help."""
+    """A queue is full or memory is exhausted; retry later, or request less."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 class FailedPrecondition(RolloutError):
-    """The server's lifecycle forbids this now, or a push has a version that goes back or repeats."""
+    """The server's state does not allow this now, or a push has a version that is not above the current one."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
 
 
 class Aborted(RolloutError):
-    """Ended by an order (`abort`, `cancel_update`) or for idleness, or the version is not the one insisted on."""
+    """Ended by `abort` or `cancel_update`, or idle for too long, or the version is not the expected one."""
 
     code = grpc.StatusCode.ABORTED
 
 
 class NotFound(RolloutError, LookupError):
-    """No such thing."""
+    """The named thing does not exist."""
 
     code = grpc.StatusCode.NOT_FOUND
 
 
 class AlreadyExists(RolloutError):
-    """The name is taken, e.g. a `request_id` that is still running."""
+    """The name is in use, e.g. the `request_id` of a running request."""
 
     code = grpc.StatusCode.ALREADY_EXISTS
 
 
 class DataLoss(RolloutError):
-    """The bytes of a push are not those that its digest says, or the server's checkpoint is not what it loaded."""
+    """A push does not match its digests, or the server's checkpoint has changed since it was loaded."""
 
     code = grpc.StatusCode.DATA_LOSS
 
@@ -63,35 +60,35 @@ class Unavailable(RolloutError, ConnectionError):
 
 
 class Misdirected(Unavailable):
-    """Something else answers there: a port of HTTP, a server with other TLS. Trying again does not help."""
+    """Something else listens at the address: an HTTP port, or a server with other TLS settings. Do not retry."""
 
 
 class DeadlineExceeded(RolloutError, TimeoutError):
-    """The timeout passed; the server has dropped the work. `generate` returns what there is instead."""
+    """The timeout passed; the server has dropped the work. `generate` returns the tokens so far instead."""
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 class Cancelled(RolloutError):
-    """This side cancelled the call."""
+    """This client cancelled the call."""
 
     code = grpc.StatusCode.CANCELLED
 
 
 class Unauthenticated(RolloutError, PermissionError):
-    """The token is missing or wrong."""
+    """The token is missing or invalid."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
 
 
 class PermissionDenied(RolloutError, PermissionError):
-    """The token has a role that may not do this."""
+    """The role of the token does not permit the call."""
 
     code = grpc.StatusCode.PERMISSION_DENIED
 
 
 class Internal(RolloutError):
-    """A bug, on either side, or the machine; the server's log says more."""
+    """A bug in the client or the server, or a failure of the machine; see the server's log."""
 
     code = grpc.StatusCode.INTERNAL
 
@@ -118,13 +115,13 @@ _BY_CODE: dict[grpc.StatusCode, type[RolloutError]] = {
 
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 
-# What gRPC says where the deadline passes on this side first, and the words that the server has for the same.
+# The message of gRPC when the deadline passes in the client first, and that of the server.
 _OWN_DEADLINE = "Deadline Exceeded"
 DEADLINE_PASSED = "the deadline passed before the work was done"
 
 
 def from_status(number: int, details: str) -> RolloutError:
-    """The typed error of this gRPC status. One without a class of its own keeps its code on a `RolloutError`."""
+    """The error of this gRPC status; a `RolloutError` with its `code` if it has no class of its own."""
     code = _CODES.get(number, grpc.StatusCode.UNKNOWN)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED and details == _OWN_DEADLINE:
         details = DEADLINE_PASSED
@@ -138,15 +135,5 @@ def from_status(number: int, details: str) -> RolloutError:
 
 
 def from_rpc_error(error: grpc.RpcError) -> RolloutError:
-    """The typed error of a failed call."""
+    """The error of a failed call."""
     return from_status(error.code().value[0], error.details() or "")
-
-
-@contextmanager
-def translated(explain: Callable[[RolloutError], RolloutError] | None = None) -> Iterator[None]:
-    """Raises the `RolloutError` of any `grpc.RpcError` raised inside, or what `explain` makes of it."""
-    try:
-        yield
-    except grpc.RpcError as error:
-        found = from_rpc_error(error)
-        raise (found if explain is None else explain(found)) from error

@@ -1,7 +1,7 @@
-"""The keyword options of the clients' calls. Any of them may be left out; each says what it then is.
+"""The keyword options of the clients' methods. All are optional; each description has the default.
 
-`RolloutClient` and `AsyncRolloutClient` take the same. A wrapper takes them as the clients do, with
-`**options: Unpack[GenerateOptions]`, or keeps them in a dict of that type.
+`RolloutClient` and `AsyncRolloutClient` take the same options. A wrapper can take `**options:
+Unpack[GenerateOptions]`, or keep them in a dict of that type.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from .types import RunningPolicy, SamplingParams
 
 
 class CallOptions(TypedDict, total=False):
-    """Options of every call that is listed here."""
+    """Options of all these methods."""
 
     timeout: float | None
-    """Seconds; None, the default, is the client's, `math.inf` no limit. When it passes, `generate` ends with what there
-    is: samples that have not finished are `FinishReason.ABORTED` and have the tokens so far. Any other call raises
-    `DeadlineExceeded`: the server drops the work, and after a push the policy is as it was, unless the commit was just
-    being applied: `status().weight_version` tells."""
+    """Seconds; None, the default, is the client's timeout, and `math.inf` means no limit. When it passes, `generate`
+    returns unfinished samples with `FinishReason.ABORTED` and the tokens so far. Other calls raise `DeadlineExceeded`,
+    and the server drops the work. A push is then not applied, unless its commit was just being applied: check
+    `status().weight_version`."""
 
 
 class RequestOptions(CallOptions, total=False):
-    """Options of requests to a policy."""
+    """Options of requests to the policy."""
 
     top_logprobs: int
-    """Also the log-probabilities of this many most likely tokens per position, at most 100; default 0."""
+    """Also return the log-probabilities of this many most likely tokens per position, at most 100; default 0."""
     adapter: str | None
-    """Name of a resident adapter; None, the default, is the policy itself."""
+    """Name of a resident adapter to use; None, the default, uses the policy itself."""
     if_weight_version: int | None
     """Raise `Aborted` unless the policy has this version when the request starts; default None."""
     min_weight_version: int | None
@@ -43,67 +43,67 @@ class SampleOptions(RequestOptions, total=False):
     """Options of requests for samples."""
 
     prompt_logprobs: bool
-    """Also the log-probabilities of the prompts' tokens; default False."""
+    """Also return the log-probabilities of the prompts' tokens; default False."""
     top_logprobs_of: Literal["raw", "processed"]
-    """The distribution of the samples' `top_logprobs` and `ranks`: `"raw"`, the default, the model's own (those of the
-    prompts always are), or `"processed"`, the one that is sampled from."""
+    """The distribution of the samples' `top_logprobs` and `ranks`: `"raw"`, the default, is the model's own, and
+    `"processed"` the one that tokens are sampled from. For prompts it is always `"raw"`."""
     return_text: bool
-    """Also the texts; default True. A model without a tokenizer needs False."""
+    """Also return the texts; default True. A model without a tokenizer requires False."""
     request_id: str | None
-    """For `abort`; unique among running requests. None, the default, makes one."""
+    """The id that `abort` takes, unique among running requests; None, the default, generates one."""
 
 
 class GenerateOptions(SampleOptions, total=False):
     """Options of `generate`."""
 
     progress: SampleProgressArgument
-    """Called with samples finished, samples in total and the tokens of those that are finished; True is a bar with
-    tokens per second on a terminal, and a line at the end; False, the default, nothing."""
+    """A function of finished samples, all samples, and tokens of the finished ones; True shows a bar with tokens per
+    second on a terminal, and a line at the end; False, the default, shows nothing."""
 
 
 class GenerateStreamOptions(SampleOptions, total=False):
     """Options of `generate_stream`."""
 
     stream_tokens: bool
-    """Also a `TokenDelta` for every token as it is made; default False."""
+    """Also yield a `TokenDelta` for every token as it is sampled; default False."""
 
 
 class ScoreOptions(RequestOptions, total=False):
     """Options of `score`."""
 
     sampling: SamplingParams | None
-    """The distribution of the processed `logprobs`; None, the default, is temperature 1. Only `temperature`, `top_k`,
-    `top_p`, `min_p`, `logit_bias` and `allowed_token_ids` have a meaning here; the server refuses others."""
+    """The distribution of the processed `logprobs`; None, the default, is temperature 1. The server rejects parameters
+    other than `temperature`, `top_k`, `top_p`, `min_p`, `logit_bias` and `allowed_token_ids`."""
 
 
 class UpdateOptions(CallOptions, total=False):
     """Options of every push."""
 
     version: int | None
-    """The policy's version afterwards, usually the trainer's step; None, the default, is one more than now.
-    `FailedPrecondition` if it is not above the policy's: a server starts with version 0, so count pushes from 1."""
+    """The policy's new version, usually the trainer's step; None, the default, adds one. `FailedPrecondition` if it is
+    not above the current version: a server starts with version 0, so count pushes from 1."""
     force_version: bool
-    """Take `version` even if it goes back or repeats, for a trainer that begins again beside a running server; default
-    False."""
+    """Accept a `version` that is not above the current one, for a trainer that restarts beside a running server;
+    default False."""
     running: RunningPolicy
-    """What happens to requests that run; default `"keep"`."""
+    """The fate of running requests, see `RunningPolicy`; default `"keep"`."""
 
 
 class TransportOptions(TypedDict, total=False):
     """Options of pushes whose tensors the client sends."""
 
     transport: str
-    """`"inline"` through the connection; `"shared_memory"` for a server on this host; `"device_memory"` for one that
-    computes on the same GPU and reads the tensors where they lie (CUDA IPC): they must not change until the push is
-    committed, and cannot be a delta. `"auto"`, the default, is device memory for a model or mapping on a GPU of the
-    server's, shared memory for other large pushes to a local server that can see it, else inline."""
+    """`"inline"` sends tensors through the connection; `"shared_memory"` requires a server on this host;
+    `"device_memory"` requires a server on the same GPU, which reads the tensors in place (CUDA IPC): they must not
+    change until the commit, and cannot be a delta. `"auto"`, the default, uses device memory for a model or mapping on
+    one of the server's GPUs, shared memory for other large pushes to a local server that can see it, else inline."""
     progress: ProgressArgument
-    """Called with bytes done and bytes in total; True is a bar on a terminal; None, the default, a line on standard
-    error after a push of more than two seconds; False nothing."""
+    """A function of bytes sent and all bytes; True shows a bar on a terminal; None, the default, prints a line on
+    standard error after a push of more than two seconds; False shows nothing."""
 
 
 class ExpectedVersionOption(TypedDict, total=False):
-    """Options of pushes that do not build on a certain version."""
+    """Options of pushes that are not deltas."""
 
     expected_version: int | None
     """Raise `Aborted` unless the policy has this version when the push is applied; default None."""
@@ -113,26 +113,26 @@ class AdapterOptions(TypedDict, total=False):
     """Options of pushes that may be an adapter."""
 
     name: str | None
-    """Keep the adapter resident, unmerged, under this name, for `generate(adapter=name)`; None, the default, merges
-    it."""
+    """Keep the adapter resident under this name, unmerged, for `generate(adapter=name)`; None, the default, merges it
+    into the policy."""
     expected_generation: int | None
-    """With `name`: raise `Aborted` unless the name has this generation; 0 is a free name; default None."""
+    """With `name`: raise `Aborted` unless the adapter has this generation; 0 means a free name; default None."""
 
 
 class InPlaceOption(TypedDict, total=False):
     """Options of pushes that may be a whole policy."""
 
     in_place: bool
-    """Where both policies do not fit, write over the serving one; only while paused or asleep. A push that breaks then
-    leaves `Lifecycle.WEIGHTS_MISSING`. Default False."""
+    """If there is no memory for two policies, overwrite the serving one; only while paused or asleep. If such a push
+    fails, the server is left with `Lifecycle.WEIGHTS_MISSING`. Default False."""
 
 
 class TotalBytesOption(TypedDict, total=False):
     """Options of pushes of a whole policy whose tensors the client sends."""
 
     total_bytes: int | None
-    """Bytes of all tensors, to set memory aside; None, the default, is their sum, or, where they come one by one, what
-    the model takes."""
+    """Bytes of all tensors, for which the server reserves memory; None, the default, is their sum, or the size of the
+    model if they come from an iterator."""
 
 
 class PushDeltaOptions(UpdateOptions, TransportOptions, total=False):
@@ -149,8 +149,8 @@ class PushFullOptions(
     """Options of `push_full`."""
 
     buffer: SharedBuffer | None
-    """Shared memory in which all the tensors lie: they are not copied. Instead of `transport="shared_memory"`; default
-    None."""
+    """Shared memory that contains all the tensors, which are then not copied; replaces `transport="shared_memory"`.
+    Default None."""
 
 
 class BeginPushOptions(
@@ -162,10 +162,10 @@ class BeginPushOptions(
     TotalBytesOption,
     total=False,
 ):
-    """Options of `begin_push`: of each kind those of the method that pushes it in one call."""
+    """Options of `begin_push`: for each kind, those of the method that pushes it in one call."""
 
     base_version: int | None
-    """For a delta, which needs it: the policy's version that the old tensors are. Default None."""
+    """Required for a delta: the version of the policy that the old tensors are. Default None."""
 
 
 class PushDirectoryOptions(UpdateOptions, ExpectedVersionOption, AdapterOptions, InPlaceOption, total=False):
@@ -173,7 +173,7 @@ class PushDirectoryOptions(UpdateOptions, ExpectedVersionOption, AdapterOptions,
 
 
 PushKind = Literal["full", "lora", "delta"]
-"""What a push brings: every parameter, an adapter, or the changed elements of some parameters."""
+"""The contents of a push: every parameter, an adapter, or the changed elements of some parameters."""
 
 _KINDS: dict[str, PushKind] = {
     "config": "lora",
@@ -186,7 +186,7 @@ _KINDS: dict[str, PushKind] = {
 
 
 def check_begin_push(kind: str, config: object, options: BeginPushOptions) -> None:
-    """Raises `TypeError` or `InvalidArgument` for arguments of `begin_push` that do not fit its kind."""
+    """Raises `TypeError` or `InvalidArgument` if arguments of `begin_push` do not belong to its kind."""
     refuse_unknown("begin_push", options, BeginPushOptions)
     if kind not in ("full", "lora", "delta"):
         raise InvalidArgument(f"kind: expected 'full', 'lora' or 'delta', got {kind!r}")
@@ -200,7 +200,7 @@ def check_begin_push(kind: str, config: object, options: BeginPushOptions) -> No
 
 
 def refuse_unknown(method: str, options: Mapping[str, object], known: type[Any]) -> None:
-    """Raises the `TypeError` of a call of `method` with an unknown argument if an option is no key of `known`."""
+    """Raises the `TypeError` of an unknown argument of `method` if an option is not a key of `known`."""
     names = known.__optional_keys__
     for name in options:
         if name not in names:

@@ -1,4 +1,4 @@
-"""A rollout-server of one's own, as a child process."""
+"""A rollout-server as a child process."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .client import RolloutClient
 from .errors import Misdirected, NotFound, RolloutError, Unavailable
 
 STOP_SECONDS = 40.0
-"""For a stop: the server's own grace period for running requests (30 s) and some more."""
+"""Time limit of a stop: the server's own grace period for running requests (30 s) and some more."""
 
 STANDARD_ERROR = 2
-"""By its number, because `sys.stderr` may be replaced by something that is no file."""
+"""Its file descriptor, because `sys.stderr` may be replaced by an object without one."""
 
 STOPPED_STARTING_POLL_SECONDS = 0.5
-"""How often a start looks whether the process has already given up."""
+"""How often a start checks whether the process has exited."""
 
 _DIE_WITH_PARENT = Path(__file__).with_name("_die_with_parent.py")
 
@@ -39,8 +39,8 @@ class ServerProcess:
         server.client.generate(["Hello"])
     ```
 
-    On Linux the server never outlives this process: where that is killed, or ends without `stop`, the kernel kills the
-    server. One that is to go on by itself is started from a shell.
+    On Linux the server never outlives this process: if this process is killed, or ends without `stop`, the kernel kills
+    the server. Start a server from a shell if it must keep running.
     """
 
     def __init__(
@@ -55,19 +55,19 @@ class ServerProcess:
         tls: TlsInput = None,
         prefix: Sequence[str] = (),
     ) -> None:
-        """Starts the process; `wait_until_ready` waits for it.
+        """Starts the process; `wait_until_ready` waits until it serves.
 
         Args:
             binary: path of the server, or its name in `PATH`.
-            model: as `--model` takes it.
-            flags: further command line flags; the ports are chosen here.
+            model: the value of `--model`.
+            flags: further command line flags, without ports, which are chosen here.
             host: address to listen on.
-            token, tls: of `client`, for a server whose `flags` ask for them.
-            prefix: a command that becomes another one, before the binary: `("numactl", "--cpunodebind=0")`.
-            output: where its log goes (a file, `subprocess.DEVNULL`); None is this process's own standard error.
+            token, tls: of `client`, for a server whose `flags` require them.
+            prefix: a command to run the binary with, such as `("numactl", "--cpunodebind=0")`.
+            output: for its log (a file, `subprocess.DEVNULL`); None is standard error.
 
         Raises:
-            NotFound: there is no such program.
+            NotFound: the program does not exist.
         """
         for program in (*prefix[:1], str(binary)):
             if shutil.which(program) is None:
@@ -79,9 +79,9 @@ class ServerProcess:
         ports = ["--port", str(port), "--http-port", str(http_port)]
         command = [*prefix, str(binary), "--model", str(model), "--host", host, *ports, *(flags or [])]
         self._stopped = threading.Event()
-        # Before the process, which nobody could stop if this raised.
+        # Before the process starts: if this raised, nothing could stop the process.
         self.client = RolloutClient(self.address, token=token, tls=tls)
-        """A client of this server; closed by `stop`."""
+        """A client of this server; `stop` closes it."""
         try:
             self.process = _start(command, STANDARD_ERROR if output is None else output, self._stopped)
         except BaseException:
@@ -89,10 +89,10 @@ class ServerProcess:
             raise
 
     def wait_until_ready(self, timeout: float = 120.0) -> None:
-        """Waits until the server runs.
+        """Waits until the server serves requests.
 
         Raises:
-            RolloutError: the process has ended, or is not ready within `timeout` seconds.
+            RolloutError: the process has ended, or is not ready after `timeout` seconds.
         """
         left = timeout
         while True:
@@ -110,7 +110,7 @@ class ServerProcess:
                     raise Unavailable(f"{self.address} is not ready after {timeout:g} s: {error}") from None
 
     def stop(self, timeout: float = STOP_SECONDS) -> int:
-        """Asks the server to end (SIGTERM), waits for it and returns its exit status; kills it after `timeout`."""
+        """Stops the server with SIGTERM, waits, and returns its exit status; kills it after `timeout` seconds."""
         self.client.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -123,7 +123,7 @@ class ServerProcess:
             self._stopped.set()
 
     def __enter__(self) -> ServerProcess:
-        """The server, ready."""
+        """Returns the server when it is ready."""
         try:
             self.wait_until_ready()
         except BaseException:
@@ -139,10 +139,10 @@ class ServerProcess:
 
 
 def _start(command: list[str], output: IO[Any] | int, stopped: threading.Event) -> subprocess.Popen[bytes]:
-    """The process of a command, which the kernel ends with this one.
+    """Starts a command that the kernel kills when this process ends.
 
-    To the kernel its parent is the thread that has started it. So that is a thread of its own, which stays until
-    `stopped`, or until this process ends.
+    For the kernel, the parent is the thread that has started the command. So a thread of its own starts it, and lives
+    until `stopped` is set or this process ends.
     """
     if sys.platform == "linux":
         command = [sys.executable, "-I", str(_DIE_WITH_PARENT), str(os.getpid()), *command]
@@ -163,7 +163,7 @@ def _start(command: list[str], output: IO[Any] | int, stopped: threading.Event) 
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nobody listens on now."""
+    """A TCP port that is free now."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

@@ -1,6 +1,6 @@
-"""What the client takes and gives: plain dataclasses, nothing of protobuf.
+"""The arguments and results of the clients: plain dataclasses, without protobuf.
 
-Log-probabilities are natural logarithms. `T` is the number of tokens of a sample, `P` of a prompt.
+Log-probabilities are natural logarithms. `T` is the number of tokens of a sample, `P` that of a prompt.
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ import numpy as np
 import numpy.typing as npt
 
 ChatMessage = Mapping[str, Any]
-"""One message of a chat prompt, as OpenAI's API and chat templates have it: `role`, `content` (text, None or a list of
-text parts), and what else the model's template knows (`tool_calls`, `tool_call_id`, `name`, `reasoning_content`). In a
-`Chat`, and after a first message that is a dict, messages of OpenAI's package are taken too."""
+"""One message of a chat prompt, in the form of OpenAI's API and of chat templates: `role`, `content` (text, None or a
+list of text parts), and other keys that the model's template uses (`tool_calls`, `tool_call_id`, `name`,
+`reasoning_content`). Message objects of the `openai` package work too, in a `Chat` or after a first message that is a
+dict."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A chat prompt with what else the model's template shows. JSON values, passed on in their order."""
+    """A chat prompt with the other inputs of the model's chat template: JSON values, whose order is kept."""
 
     messages: Sequence[ChatMessage]
     tools: Sequence[Mapping[str, Any]] = ()
     """`{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}`, as `get_json_schema`
-    of transformers makes them."""
+    of transformers returns them."""
     documents: Sequence[Mapping[str, Any]] = ()
     """Objects with `title` and `text`."""
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the template, such as `{"enable_thinking": False}`."""
     add_generation_prompt: bool | None = None
-    """Whether the prompt ends where the answer begins; None: unless `continue_final_message` is set."""
+    """Whether the prompt ends where the answer begins; None means yes, unless `continue_final_message` is set."""
     continue_final_message: bool = False
     """Whether the answer continues the last message."""
 
@@ -52,15 +53,15 @@ class FinishReason(str, Enum):
     STOP_TOKEN = "stop_token"
     """A requested stop token, the last of `token_ids`."""
     STOP_STRING = "stop_string"
-    """A requested stop string; `text` ends before it, `token_ids` hold what was sampled."""
+    """A requested stop string; `text` ends before it, `token_ids` has all sampled tokens."""
     LENGTH = "length"
-    """`max_tokens` or the context length."""
+    """`max_tokens` or the context length was reached."""
     GRAMMAR = "grammar"
-    """No token may follow: the text is complete for `structured_outputs` and no token that ends a sample may be sampled
-    (`ignore_eos`, `min_tokens`, a model without one), or other parameters exclude all that it allows."""
+    """No token may follow: the text is complete for `structured_outputs` and no end token can be sampled (`ignore_eos`,
+    `min_tokens`, a model without one), or other parameters exclude every token that the grammar allows."""
     ABORTED = "aborted"
-    """By `abort`, by the timeout of the call, by a push, pause or sleep that aborts what runs, or by the server's
-    shutdown; the tokens so far are valid. There are none if nothing had begun."""
+    """Ended by `abort`, by the call's timeout, by a push, pause or sleep with `"abort"`, or by the server's shutdown.
+    The tokens so far are valid; a sample that had not started has none."""
 
     def __str__(self) -> str:
         """The plain value, e.g. `length`."""
@@ -68,18 +69,18 @@ class FinishReason(str, Enum):
 
 
 class StructuredOutputs(TypedDict, total=False):
-    """The texts that a sample may have. Exactly one of the keys is given."""
+    """The texts that a sample may have. Set exactly one key."""
 
     regex: str
-    """Texts that this regular expression matches whole."""
+    """Texts that this regular expression matches from begin to end."""
     json: str | Mapping[str, Any] | bool
-    """JSON that this JSON schema accepts: a dict, or its text."""
+    """JSON that matches this JSON schema, given as a dict or as text."""
     choice: Sequence[str]
     """One of these texts."""
     grammar: str
-    """Texts of this grammar, in llguidance's variant of Lark."""
+    """Texts of this grammar, in llguidance's dialect of Lark."""
     json_object: bool
-    """True: a JSON object."""
+    """True allows any JSON object."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class SamplingParams:
     """How tokens are chosen and when a sample ends."""
 
     temperature: float = 1.0
-    """`>= 0`; 0 is greedy."""
+    """At least 0; 0 is greedy decoding."""
     top_k: int = 0
     """Keep the `k` most likely tokens; 0 and -1 keep all."""
     top_p: float = 1.0
@@ -95,44 +96,44 @@ class SamplingParams:
     min_p: float = 0.0
     """Keep tokens with at least this fraction of the best token's probability, in [0, 1]."""
     repetition_penalty: float = 1.0
-    """`> 0`; of tokens seen in the prompt or the output."""
+    """Above 0; applied to tokens that occur in the prompt or the output."""
     presence_penalty: float = 0.0
-    """In [-2, 2]; once for tokens seen in the output."""
+    """In [-2, 2]; applied once to tokens that occur in the output."""
     frequency_penalty: float = 0.0
-    """In [-2, 2]; per occurrence in the output."""
+    """In [-2, 2]; applied for each occurrence in the output."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to the logits of these tokens; finite."""
+    """Finite numbers, added to the logits of these token ids."""
     allowed_token_ids: Sequence[int] | None = None
-    """Only these tokens may be sampled; None allows all."""
+    """The only token ids that may be sampled; None allows all."""
     min_tokens: int = 0
-    """No end before this many tokens; at most `max_tokens`."""
+    """A sample cannot end before this many tokens; at most `max_tokens`."""
     max_tokens: int = 16
-    """`>= 1`."""
+    """At least 1."""
     stop_token_ids: Sequence[int] = ()
-    """Tokens that end a sample besides the model's own."""
+    """Token ids that end a sample, in addition to the model's own."""
     stop: Sequence[str] = ()
     """Strings that end a sample."""
     ignore_eos: bool = False
-    """Do not end at the model's end-of-sequence tokens."""
+    """Do not end samples at the model's end-of-sequence tokens."""
     seed: int | None = None
-    """Each sample uses one derived from (seed, index of its prompt, index of the sample); the first sample of the first
-    prompt the seed itself. So equal prompts of one request get different samples. None: the server draws one. In a list
-    of parameters, one for each prompt, it is the prompt's own: see `SamplingInput`."""
+    """Each sample's seed is derived from this one and from the indices of its prompt and sample, so equal prompts of a
+    request get different samples; the first sample of the first prompt uses it unchanged. None lets the server choose.
+    `SamplingInput` explains seeds in a list of parameters."""
     structured_outputs: StructuredOutputs | None = None
-    """What the text must match; None is any text."""
+    """A constraint on the text; None allows any text."""
 
 
 SamplingInput = SamplingParams | Sequence[SamplingParams] | None
-"""How to sample: the same for all prompts, or a list with one for each of them, so that each trajectory of a multi-turn
-rollout has its own budget; None is `SamplingParams()`.
+"""Parameters for all prompts, or a list with one `SamplingParams` for each, so that each trajectory of a multi-turn
+rollout can have its own budget; None is `SamplingParams()`.
 
-In a list a seed is the prompt's own: its samples are those that the prompt has alone, wherever it stands in the list.
-So equal prompts want different seeds there. A prompt without one gets one from the server, different for each."""
+In a list, a seed belongs to its prompt: the prompt gets the samples that it gets alone, at any position in the list.
+Give equal prompts different seeds there. The server chooses a different seed for each prompt without one."""
 
 
 @dataclass(frozen=True)
 class VersionSpan:
-    """Tokens `[start, end)` of a sample were made by this version of the policy."""
+    """Tokens `[start, end)` of a sample were sampled from this version of the policy."""
 
     weight_version: int
     start: int
@@ -140,7 +141,7 @@ class VersionSpan:
 
 
 TopLogprobs = dict[int, float]
-"""The most likely tokens at one position with their log-probabilities, descending."""
+"""The most likely token ids at one position and their log-probabilities, most likely first."""
 
 
 @dataclass(frozen=True)
@@ -154,28 +155,28 @@ class Sample:
     token_ids: list[int]
     """`[T]`."""
     logprobs: npt.NDArray[np.float32]
-    """`[T]`, of the distribution sampled from: temperature, penalties and filters applied and renormalised."""
+    """`[T]`, under the distribution sampled from: temperature, penalties and filters applied, renormalised."""
     raw_logprobs: npt.NDArray[np.float32]
-    """`[T]`, of the model's own distribution."""
+    """`[T]`, under the model's own distribution."""
     text: str | None
-    """The decoded tokens, if `return_text` was asked."""
+    """The decoded tokens; None without `return_text`."""
     finish_reason: FinishReason
     weight_versions: list[VersionSpan]
-    """Which version of the policy made which tokens; the spans cover `[0, T)`."""
+    """The versions of the policy that the tokens were sampled from; the spans cover `[0, T)`."""
     seed: int
-    """This sample's own seed: sending it with `n=1` replays the sample."""
+    """The sample's own seed: a request with this seed and `n=1` reproduces the sample."""
     cached_tokens: int
-    """Prompt tokens whose KV came from the cache."""
+    """Prompt tokens whose KV blocks were found in the prefix cache."""
     top_logprobs: list[TopLogprobs]
-    """`[T]` if `top_logprobs` was asked, else empty. Raw, unless asked for with `top_logprobs_of="processed"`."""
+    """`[T]` if `top_logprobs` was requested, else empty. Raw, or processed with `top_logprobs_of="processed"`."""
     ranks: list[int]
-    """`[T]` if `top_logprobs` was asked, else empty: 1 + the number of tokens that are more likely, in the distribution
-    of `top_logprobs`."""
+    """`[T]` if `top_logprobs` was requested, else empty: 1 + the number of more likely tokens, in the distribution of
+    `top_logprobs`."""
 
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """The tokens of a prompt, as the model was given them."""
+    """The tokens of a prompt, as the model received them."""
 
     prompt_index: int
     token_ids: list[int]
@@ -192,9 +193,9 @@ class PromptLogprobs:
     raw_logprobs: list[float | None]
     """`[P]`; None for the first token."""
     top_logprobs: list[TopLogprobs]
-    """`[P]` (the first one empty) if `top_logprobs` was asked, else empty."""
+    """`[P]` (the first one empty) if `top_logprobs` was requested, else empty."""
     ranks: list[int]
-    """`[P]` (the first one 0) if `top_logprobs` was asked, else empty."""
+    """`[P]` (the first one 0) if `top_logprobs` was requested, else empty."""
 
 
 @dataclass(frozen=True)
@@ -203,16 +204,16 @@ class PromptOutput:
 
     prompt_index: int
     prompt_token_ids: list[int]
-    """`[P]`, as the model was given them: for a text or a chat what the server's tokenizer made of it."""
+    """`[P]`, as the model received them; the server encodes texts and chats."""
     samples: list[Sample]
     """`[n]`, by `sample_index`."""
     prompt_logprobs: PromptLogprobs | None
-    """If asked."""
+    """None unless `prompt_logprobs` was requested."""
 
 
 @dataclass(frozen=True)
 class TokenDelta:
-    """New tokens of a sample that still runs."""
+    """New tokens of a sample that is still running."""
 
     prompt_index: int
     sample_index: int
@@ -220,28 +221,28 @@ class TokenDelta:
     logprobs: npt.NDArray[np.float32]
     raw_logprobs: npt.NDArray[np.float32]
     text: str | None
-    """Text that these tokens complete, if asked; may be empty in the middle of a character or of a stop string."""
+    """Text that these tokens complete; may be empty, as in the middle of a character. None without `return_text`."""
     top_logprobs: list[TopLogprobs]
-    """As those of the sample."""
+    """As in `Sample`."""
     ranks: list[int]
-    """As those of the sample."""
+    """As in `Sample`."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Totals of a request, the last event of its stream."""
+    """Totals of a request: the last event of its stream."""
 
     request_id: str
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
     seconds: float
-    """From admission to the summary."""
+    """From admission of the request to this event."""
 
 
 StreamEvent = PromptTokens | TokenDelta | PromptLogprobs | Sample | Summary
-"""What a generate stream carries: for each prompt its `PromptTokens` once, before all else of it; then what was asked
-for, and a `Sample` as each finishes; one `Summary` at the end."""
+"""An event of a generate stream. Each prompt's `PromptTokens` come once, before its other events; then the requested
+events, and each `Sample` as it finishes; one `Summary` at the end."""
 
 
 @dataclass(frozen=True)
@@ -249,28 +250,28 @@ class Score:
     """Log-probabilities of a given sequence of `T` tokens."""
 
     raw_logprobs: list[float | None]
-    """`[T]`, each token given the tokens before it, of the model's own distribution; None for the first."""
+    """`[T]`, each token given the tokens before it, under the model's own distribution; None for the first."""
     logprobs: list[float | None]
-    """`[T]`, of the distribution that `sampling` describes; None for the first."""
+    """`[T]`, under the distribution that `sampling` describes; None for the first."""
     top_logprobs: list[TopLogprobs]
-    """`[T]` (the first one empty) if asked, else empty."""
+    """`[T]` (the first one empty) if requested, else empty."""
     weight_version: int
-    """The version of the policy that scored."""
+    """The version of the policy that computed the score."""
 
 
 @dataclass(frozen=True)
 class AbortResult:
-    """What an abort found."""
+    """The result of `abort`."""
 
     aborted: list[str]
     """Requests that were running."""
     unknown: list[str]
-    """Named requests that were not (unknown or finished)."""
+    """Named requests that were not running: unknown or finished."""
 
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """Facts that do not change while the server lives. See `Control.GetInfo` in `proto/`."""
+    """Facts that do not change while the server runs."""
 
     server_version: str
     model: str
@@ -280,7 +281,7 @@ class ServerInfo:
     tensor_parallel_size: int
     vocab_size: int
     max_model_len: int
-    """Most tokens of prompt and completion together."""
+    """The most tokens of prompt and completion together."""
     max_num_seqs: int
     max_batch_tokens: int
     block_size: int
@@ -288,31 +289,31 @@ class ServerInfo:
     eos_token_ids: list[int]
     parameters: int
     kernel: str
-    """The instruction set of the kernels: what `--kernel` chose. `cuda`, or `cuda_flash` with `--attention flash`."""
+    """The instruction set that `--kernel` chose; on a GPU `cuda`, or `cuda_flash` with `--attention flash`."""
     has_tokenizer: bool
     has_chat_template: bool
     max_adapters: int
-    """Most resident adapters; 0 if there is no room for any."""
+    """The most resident adapters; 0 if there is no room for any."""
     max_lora_rank: int
     device_uuids: list[str]
-    """UUIDs of the GPUs that the server computes on, in whose memory pushes may lie; empty on the CPU."""
+    """UUIDs of the GPUs that the server computes on, whose memory pushes may share; empty on the CPU."""
     batch_invariant: bool
-    """Whether a result is the same bits whatever is computed beside it: not with `--attention flash`, nor with
+    """Whether a request's results have the same bits in every batch: false with `--attention flash`, and with
     `--all-reduce nccl` on several ranks."""
 
 
 class Lifecycle(str, Enum):
-    """What the server is doing."""
+    """The state of the server."""
 
     RUNNING = "running"
     SHUTTING_DOWN = "shutting_down"
-    """Running requests finish, new ones are refused."""
+    """Running requests finish; new ones are rejected."""
     PAUSED = "paused"
-    """Nothing steps; requests wait."""
+    """The engine does not step; requests wait."""
     ASLEEP = "asleep"
-    """Memory is given back; `ServerStatus.asleep` says what."""
+    """Memory is freed; `ServerStatus.asleep` says which."""
     WEIGHTS_MISSING = "weights_missing"
-    """The weights are those of no policy: a complete push must come."""
+    """The weights are incomplete; the server needs a full push."""
 
     def __str__(self) -> str:
         """The plain value, e.g. `running`."""
@@ -320,51 +321,51 @@ class Lifecycle(str, Enum):
 
 
 MemoryTag = Literal["weights", "kv_cache"]
-"""What can sleep and wake; the workspace of a step goes with the KV cache."""
+"""Memory that can sleep and wake; the workspace belongs to the KV cache."""
 
 RunningPolicy = Literal["keep", "recompute", "wait", "abort"]
-"""What happens to requests that run when an update is applied.
+"""The fate of running requests when a push is applied.
 
-`keep`: they go on with the KV they have. `recompute`: they go on with their tokens, their KV is computed again.
+`keep`: they continue with their KV. `recompute`: they continue with their tokens, and their KV is recomputed.
 `wait`: they finish first. `abort`: they end with the tokens so far.
 """
 
 DrainMode = Literal["wait", "abort", "keep"]
-"""What happens to requests that run at a sleep or a pause.
+"""The fate of running requests at a sleep or a pause.
 
-`wait`: they finish first. `abort`: they end with the tokens so far. `keep`: they stand still and go on later.
+`wait`: they finish first. `abort`: they end with the tokens so far. `keep`: they stop, and continue afterwards.
 """
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
-"""The types of tensors that can be pushed, and of parameters as they serve."""
+"""The dtypes of tensors that can be pushed, and of the server's parameters."""
 
 
 @dataclass(frozen=True)
 class Asleep:
-    """How a server sleeps."""
+    """The state of a server that sleeps."""
 
     level: int
-    """1: the policy is kept outside the device; 2: it is gone."""
+    """1: the policy is kept in host memory; 2: it was dropped."""
     resident: list[MemoryTag]
-    """What is awake again."""
+    """The parts that were woken."""
     pending_update: bool
-    """Whether a push waits for the weights to wake."""
+    """Whether a push waits for the weights to be woken."""
 
 
 @dataclass(frozen=True)
 class SleepResult:
-    """What a sleep has given back."""
+    """The memory that a sleep has freed."""
 
     released: dict[MemoryTag, int]
     """Bytes by which the process's resident memory fell."""
     resident_bytes: int
-    """Of the process, after."""
+    """Resident memory of the process afterwards."""
     seconds: float
 
 
 @dataclass(frozen=True)
 class WakeResult:
-    """What a wake has come to."""
+    """The result of `wake`."""
 
     lifecycle: Lifecycle
     seconds: float
@@ -372,24 +373,24 @@ class WakeResult:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What a push has done."""
+    """The receipt of a push."""
 
     weight_version: int
-    """The policy's version now; while the weights are asleep, of the policy that waits for them to wake."""
+    """The policy's new version. While the weights sleep, that of the policy that waits for `wake`."""
     digest: str
-    """XXH3-128 over the digests of all tensors in the order of their names, in hexadecimal."""
+    """XXH3-128 of the digests of all tensors, sorted by name, in hexadecimal."""
     parameters: int
     """Parameters written."""
     bytes: int
-    """Bytes of the tensors as transported."""
+    """Bytes of the tensors, as sent."""
     pause_ms: float
-    """How long generation stood still for it."""
+    """How long the engine did not step because of it."""
     staging_ms: float
-    """From the header's arrival to the end of the check."""
+    """From the arrival of the header until all tensors were verified."""
     pending: bool
-    """Whether it waits for `wake` to be applied."""
+    """Whether it is applied by the next `wake`."""
     adapter_generation: int | None
-    """Of a resident adapter."""
+    """Generation of the resident adapter; None for other pushes."""
 
 
 @dataclass(frozen=True)
@@ -399,7 +400,7 @@ class ParameterInfo:
     name: str
     shape: tuple[int, ...]
     dtype: DtypeName
-    """In which it serves."""
+    """The dtype that the server computes with."""
 
 
 @dataclass(frozen=True)
@@ -408,64 +409,64 @@ class AdapterInfo:
 
     name: str
     generation: int
-    """Never used twice."""
+    """Never reused."""
     rank: int
     bytes: int
     leases: int
     """Running requests that use it."""
     retired: bool
-    """Replaced or removed; goes when its last request ends."""
+    """Replaced or removed; its memory is freed when its last request ends."""
 
 
 @dataclass(frozen=True)
 class MemoryLedger:
-    """Where the server's memory goes, in bytes: that of the device, or that of the host beside it."""
+    """The use of the server's memory, in bytes: of the device, or of the host."""
 
     total_bytes: int
-    """Of the device, or the smallest of the machine's, its cgroup's and the process's resource limits."""
+    """The device's memory; on the CPU, the smallest of the machine's memory, its cgroup's and the process's limits."""
     ceiling_bytes: int
-    """What `--mem-util` allows; of the host's ledger, `--host-memory`."""
+    """The limit that `--mem-util` sets; for the host's ledger, `--host-memory`."""
     entries: dict[str, int]
     """Reservations by name ("weights", "kv_cache", ...); their sum is at most the ceiling."""
     resident_bytes: int
     """Resident memory of the process now, as the operating system counts it."""
     traffic_bytes: int = 0
-    """Of the entry "requests", what requests and replies under way take now."""
+    """The part of the entry "requests" that current requests and replies use."""
 
 
 @dataclass(frozen=True)
 class OpenUpdate:
-    """A push that is under way."""
+    """A push that is open."""
 
     id: int
-    """Never used twice while the server lives."""
+    """Never reused while the server runs."""
     peer: str
     """Address of its sender, as the server sees it."""
     kind: str
     """`"lora"`, `"full"` or `"delta"`."""
     adapter: str | None
-    """Name under which an adapter is to become resident. None too for callers of the role `generate`."""
+    """Name of the adapter that becomes resident. Also None if the caller's token has the role `generate`."""
     new_version: int | None
-    """As its sender gave it."""
+    """The version that its sender set."""
     open_seconds: float
     idle_seconds: float
-    """Since anything of it came, or the server worked on it."""
+    """Since the server last received a part of it, or worked on it."""
     committed: bool
-    """It is whole and waits for requests to end (`running="wait"`)."""
+    """Whether it is complete, and waits for requests to end (`running="wait"`)."""
 
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """How the server is doing now."""
+    """The state of the server and its counters."""
 
     lifecycle: Lifecycle
     weight_version: int
     memory: MemoryLedger
     total_blocks: int
     free_blocks: int
-    """Blocks that no sequence holds (cached prefixes among them)."""
+    """KV blocks that no sequence holds, including cached prefixes."""
     cached_blocks: int
-    """Free blocks that still hold a cached prefix."""
+    """Free KV blocks that still hold a cached prefix."""
     running_requests: int
     running_samples: int
     waiting_samples: int
@@ -477,24 +478,23 @@ class ServerStatus:
     finished_requests: int
     aborted_requests: int
     tokens_per_second: float
-    """Generated tokens per second over the last ten seconds of stepping."""
+    """Generated tokens per second, over the last ten seconds in which the engine stepped."""
     uptime_seconds: float
     asleep: Asleep | None
-    """Set while asleep."""
+    """None while awake."""
     held_requests: int
-    """Requests that wait for a newer policy, for `resume`, or for a drain to end."""
+    """Requests that wait for a newer policy, for `resume`, or for the end of a drain."""
     updating: bool
-    """Whether a push is under way."""
+    """Whether a push is open."""
     updates: int
-    """Pushes applied since the start."""
+    """Pushes that were applied since the server started."""
     drafted_tokens: int
-    """Tokens that speculation has tried behind a sample's next one."""
+    """Draft tokens that speculation has verified."""
     accepted_tokens: int
-    """Of these, those that turned out right (`generated_tokens` has them too)."""
+    """Draft tokens that were accepted; `generated_tokens` includes them."""
     update: OpenUpdate | None
-    """The push that is under way."""
+    """The push that is open."""
     internal_errors: int
-    """Requests that ended with INTERNAL because answering them panicked: a bug, of which the log has more."""
+    """Requests that ended with INTERNAL because the server panicked: a bug; the log has details."""
     host_memory: MemoryLedger | None = None
-    """The ledger of the host's memory where the device has memory of its own; None where they are one, and from servers
-    that do not tell."""
+    """The ledger of host memory, if the device has memory of its own; else None, as from older servers."""

@@ -36,32 +36,32 @@ class Planted:
 PLANTED = [
     Planted(
         "_pushes.py",
-        "            pushing.gate_closed = True\n            self._roster.router.close_gate()\n",
+        "            pushing.gate_closed = True\n            self._replica_set.router.close_gate()\n",
         "            pushing.gate_closed = False\n",
         "barrier: groups begin between the first commit and the last",
     ),
     Planted(
         "_router.py",
-        "        if state is not ReplicaState.CURRENT:\n            for lease",
-        "        if state is ReplicaState.LOST:\n            for lease",
+        "        if state is not ReplicaState.CURRENT:\n            for assignment",
+        "        if state is ReplicaState.LOST:\n            for assignment",
         "router: groups stay on a replica that missed a push, and return the older policy",
     ),
     Planted(
         "_pushes.py",
-        "            replica.unanswered = Unanswered(pushing.updates[number], after)\n",
+        "            replica.unconfirmed = UnconfirmedCommit(pushing.updates[number], after)\n",
         "",
         "replacement: a replica whose answer to the commit was lost counts as one that has not applied the push",
     ),
     Planted(
         "_pushes.py",
-        "        if pushing.has_turn:\n            roster.updating.release()",
-        "        if pushing.gate_closed:\n            roster.updating.release()",
+        "        if pushing.has_turn:\n            replica_set.updating.release()",
+        "        if pushing.gate_closed:\n            replica_set.updating.release()",
         "push turn: a push that fails before the barrier holds the turn",
     ),
     Planted(
         "_pushes.py",
-        "        if pushing.gate_closed:\n            roster.router.open_gate()",
-        "        if pushing.gate_closed and not pushing.cancelled:\n            roster.router.open_gate()",
+        "        if pushing.gate_closed:\n            replica_set.router.open_gate()",
+        "        if pushing.gate_closed and not pushing.cancelled:\n            replica_set.router.open_gate()",
         "resume after failure: a push that is cancelled in the commit leaves the gate closed",
     ),
     Planted(
@@ -80,11 +80,11 @@ PLANTED = [
         "_router.py",
         "                self.release(future.result())\n            elif",
         "                pass\n            elif",
-        "leases: a group that is cancelled as it gets its place keeps it",
+        "assignments: a group that is cancelled as it gets its place keeps it",
     ),
     Planted(
         "_lifecycle.py",
-        "                    if level > 1:\n                        roster.doubt()\n",
+        "                    if level > 1:\n                        replica_set.mark_uncertain()\n",
         "",
         "sleep: after one that has failed, replicas take requests before they say whether they have dropped the policy",
     ),
@@ -102,7 +102,7 @@ PLANTED = [
     ),
     Planted(
         "_push.py",
-        "            self._transaction.drop(self._push.rollback)",
+        "            self._transaction.drop(self._sender.close)",
         "            pass",
         "push turn: a push that was dropped holds it",
     ),

@@ -18,21 +18,33 @@ from unittest import mock
 
 import grpc
 
-from rollout_client import RolloutError, _convert, _progress, _push, aio, client
+from rollout_client import (
+    RolloutError,
+    _async_connection,
+    _channel,
+    _connection,
+    _convert,
+    _progress,
+    _pusher,
+    _senders,
+    aio,
+    client,
+)
 from rollout_client.fleet import (
     AsyncFleet,
     Fleet,
     ReplicaState,
+    _core,
     _fanout,
-    _fleet,
     _loop,
     _pushes,
     _replica,
+    _replica_set,
     _requests,
-    _roster,
 )
-from rollout_client.fleet._replica import Found
-from rollout_client.fleet._router import Lease
+from rollout_client.fleet._core import Core
+from rollout_client.fleet._replica import ResolvedEndpoint
+from rollout_client.fleet._router import Assignment
 
 from .network import Channel, Machine, Network, Weather
 from .oracle import Oracle, content_of
@@ -45,7 +57,7 @@ REPLICAS = 3
 CALM_SECONDS = 400.0
 """In which all replicas catch up once nothing goes wrong any more: twice the longest timeouts between the two."""
 
-by_serial(Lease)
+by_serial(Assignment)
 
 
 @dataclass
@@ -65,25 +77,33 @@ class Result:
         return hashlib.sha256("\n".join(self.trace).encode()).hexdigest()
 
 
-class Place:
+class Endpoint:
     """Where a simulated server is, as Ray tells of it."""
 
     def __init__(self, machine: Machine, *, tells_instance: bool) -> None:
         self.machine, self.tells_instance = machine, tells_instance
 
-    async def find(self) -> Found:
+    async def resolve(self) -> ResolvedEndpoint:
         process = self.machine.process
         instance = f"{process.begun}" if self.tells_instance and process is not None else ""
-        return Found(self.machine.address, instance)
+        return ResolvedEndpoint(self.machine.address, instance)
+
+
+class _FanOutPusher(_pusher.Pusher):
+    """Marks the streams of the fleet's pushes."""
+
+    def start(self, timeout: float | None) -> Any:
+        stream = super().start(timeout)
+        stream.of_push = True
+        return stream
 
 
 class _FanOutClient(client.RolloutClient):
     """A client of the fleet's pushes."""
 
-    def _start_update(self, timeout: float | None) -> Any:
-        stream = super()._start_update(timeout)
-        stream.of_push = True
-        return stream
+    def __init__(self, address: str, **options: Any) -> None:
+        super().__init__(address, **options)
+        self._pusher = _FanOutPusher(self._connection, self._segments)
 
 
 class Run:
@@ -140,22 +160,21 @@ class Run:
         clock = SimpleNamespace(monotonic=scheduler.monotonic, perf_counter=scheduler.monotonic)
         changes: list[tuple[Any, str, Any]] = [
             (module, "time", clock)
-            for module in (_fleet, _pushes, _replica, _requests, _roster, _progress, _push, aio, client)
+            for module in (_core, _pushes, _replica, _requests, _replica_set, _progress, _senders, aio, client)
         ]
         changes += [
             (_loop, "threading", threading_of(scheduler)),
             (_fanout, "ThreadPoolExecutor", Executor),
             (concurrent.futures._base, "threading", SimpleNamespace(Condition=Condition, Event=Event, Lock=Condition)),
             (asyncio, "new_event_loop", self._new_loop),
-            (client, "ClientStream", PushStream),
-            (_fleet, "RolloutClient", _FanOutClient),
+            (_pusher, "ClientStream", PushStream),
+            (_core, "RolloutClient", _FanOutClient),
             (_requests, "secrets", SimpleNamespace(randbits=self.names.getrandbits)),
             (_requests, "new_request_id", lambda: f"r{self.names.getrandbits(48)}"),
             (_convert, "new_request_id", lambda: f"r{self.names.getrandbits(48)}"),
+            (_channel, "explained", lambda error, address, tls: error),
         ]
-        for module in (aio, client):
-            changes.append((module, "make_channel", self._channel))
-            changes.append((module, "explained", lambda error, address, tls: error))
+        changes += [(module, "make_channel", self._channel) for module in (_async_connection, _connection)]
         with contextlib.ExitStack() as stack:
             for module, name, value in changes:
                 stack.enter_context(mock.patch.object(module, name, value))
@@ -220,12 +239,12 @@ class Run:
 
     async def _open(self, *, tells_instance: bool, **options: Any) -> None:
         """Begins a fleet over the servers, and waits for it."""
-        places = [Place(machine, tells_instance=tells_instance) for machine in self.network.machines]
+        endpoints = [Endpoint(machine, tells_instance=tells_instance) for machine in self.network.machines]
         connection = {"timeout": None, "token": None, "tls": None, "segment_mode": 0o600}
         self.fleet = object.__new__(Fleet)
-        self.fleet._begin(places, connection, **options)
+        self.fleet._core = Core(endpoints, connection, **options)
         await AsyncFleet(self.fleet).wait_until_ready(60.0)
-        self.oracle.set_policy(self.fleet._roster.policy)
+        self.oracle.set_policy(self.fleet._core.replica_set.policy)
         await self.until_settled(30.0)
 
     async def _live(self) -> None:
@@ -267,7 +286,7 @@ class Run:
 
     async def _close(self, working: list[asyncio.Future]) -> None:
         """Closes the fleet; pending calls raise an error."""
-        loop = self.fleet._loop._loop
+        loop = self.fleet._core.loop._loop
         await AsyncFleet(self.fleet).close()
         self.oracle.require(not asyncio.all_tasks(loop), f"tasks are left: {asyncio.all_tasks(loop)}")
         self.oracle.note("the fleet is closed")
@@ -301,12 +320,12 @@ class Run:
         trainer._note_policy()
         await asyncio.sleep(10.0)  # whoever has started again unseen is looked at
         await self.until_settled(CALM_SECONDS)
-        policy = fleet._roster.policy
-        for machine, replica in zip(network.machines, fleet._roster.replicas, strict=True):
+        policy = fleet._core.replica_set.policy
+        for machine, replica in zip(network.machines, fleet._core.replica_set.replicas, strict=True):
             process = machine.process
             # A policy that was dropped comes back with a push; its version is no server's until then.
             same = process.policy == content_of(policy) and process.whole
-            same = same and (process.version == policy.version or not fleet._roster.dropped)
+            same = same and (process.version == policy.version or not fleet._core.replica_set.dropped)
             serves = (process.policy, process.version)
             wrong = process.whole and serves != (content_of(policy), policy.version)
             oracle.require(
@@ -325,7 +344,7 @@ class Run:
         status = await AsyncFleet(fleet).status()
         oracle.require(
             all(replica.state is ReplicaState.CURRENT for replica in status.replicas),
-            f"after a full push: {fleet._roster.describe()}",
+            f"after a full push: {fleet._core.replica_set.describe()}",
         )
         contents = {machine.process.policy for machine in network.machines}
         oracle.require(contents == {oracle.eras[-1].content}, f"the servers have {contents}")
@@ -335,25 +354,25 @@ class Run:
     async def until_settled(self, seconds: float) -> None:
         """Waits until all replicas are current, or for so long."""
         for _ in range(int(seconds)):
-            if len(self.fleet._roster.numbers(ReplicaState.CURRENT)) == REPLICAS:
+            if len(self.fleet._core.replica_set.numbers(ReplicaState.CURRENT)) == REPLICAS:
                 return
             await asyncio.sleep(1.0)
 
     async def _check_rest(self) -> None:
         """Nothing of what was asked is left in the fleet."""
         await asyncio.sleep(5.0)
-        roster, requests, require = self.fleet._roster, self.fleet._requests, self.oracle.require
-        require(not roster.pushing and self.fleet._pushes._now is None, "a push holds the turn")
-        require(not roster.updating.locked(), "the turn is held")
-        require(roster.router._closed == 0, f"the gate is closed {roster.router._closed} times")
-        require(roster.router.waiting == 0, "a group waits")
-        require(not any(route.leases for route in roster.router.routes), "a lease is left")
+        replica_set, requests, require = self.fleet._core.replica_set, self.fleet._core.requests, self.oracle.require
+        require(not replica_set.pushing and self.fleet._core.pushes._now is None, "a push holds the turn")
+        require(not replica_set.updating.locked(), "the turn is held")
+        require(replica_set.router._closed == 0, f"the gate is closed {replica_set.router._closed} times")
+        require(replica_set.router.waiting == 0, "a group waits")
+        require(not any(route.assignments for route in replica_set.router.routes), "a assignment is left")
         require(not requests._calls and requests._idle.is_set(), "a call is left")
         require(not requests.draining, "calls are refused")
         fewest = math.inf
         for _ in range(100):
             await asyncio.sleep(0.1)
-            fewest = min(fewest, len(asyncio.all_tasks(self.fleet._loop._loop)))
+            fewest = min(fewest, len(asyncio.all_tasks(self.fleet._core.loop._loop)))
         require(fewest <= 2 * REPLICAS, f"{fewest} tasks are left, and the watches are {2 * REPLICAS}")
 
     def _check_world(self) -> None:
@@ -439,7 +458,7 @@ class Run:
         for attempt in range(3000):
             if attempt == 10:  # what refers to nothing but itself
                 gc.collect()
-            if not self.fleet._roster.pushing or self.fleet._loop._closed:
+            if not self.fleet._core.replica_set.pushing or self.fleet._core.loop._closed:
                 return
             await asyncio.sleep(0.1)
         self.oracle.require(False, "a push whose sender is gone holds its turn")
@@ -447,7 +466,7 @@ class Run:
     async def resumed(self) -> None:
         """Resumes, whatever goes wrong meanwhile."""
         for _ in range(10):  # servers without weights refuse it until the next push
-            if self.fleet._loop._closed:
+            if self.fleet._core.loop._closed:
                 return
             try:
                 await AsyncFleet(self.fleet).resume()

@@ -149,7 +149,7 @@ class Trainer:
 
     async def _pushed(self, kind: str, new: dict[str, Any], push: Callable[[], Awaitable[Any]]) -> None:
         oracle, fleet = self.oracle, self.fleet
-        now = fleet._roster.policy
+        now = fleet._core.replica_set.policy
         expected = None
         if kind != "delta":  # whose payload is not the tensor
             digest = digest_of_push({"w": xxhash.xxh3_128(new["w"].tobytes()).digest()})
@@ -175,7 +175,7 @@ class Trainer:
             raise
         finally:
             await self.run.push_has_ended()
-            policy = fleet._roster.policy
+            policy = fleet._core.replica_set.policy
             if self.run.lied:
                 expected = None
             oracle.end_push(policy, expected, must)
@@ -233,7 +233,7 @@ class Trainer:
         await asyncio.sleep(rng.uniform(0, 8))
         self.oracle.sleeps = False
         reload = level == 2 and rng.random() < 0.5
-        if reload and self.fleet._roster.dropped:  # a policy that a failed sleep has not dropped goes on
+        if reload and self.fleet._core.replica_set.dropped:  # a policy that a failed sleep has not dropped goes on
             oracle.begin_reload()
         for _ in range(20):
             wake = lambda fleet: fleet.wake(None, reload=reload)  # noqa: E731
@@ -253,11 +253,11 @@ class Trainer:
 
     def _note_policy(self) -> None:
         """A sleep of level 2 and a reload have changed the policy."""
-        now, policy = self.oracle.eras[-1], self.fleet._roster.policy
+        now, policy = self.oracle.eras[-1], self.fleet._core.replica_set.policy
         if (now.content, now.version) != (content_of(policy), policy.version):
             self.oracle.require(content_of(policy).startswith("checkpoint|None"), f"an order has made it {policy}")
             self.oracle.set_policy(policy)
-        self.oracle.may_repeat |= self.fleet._roster.dropped
+        self.oracle.may_repeat |= self.fleet._core.replica_set.dropped
 
     async def pause(self) -> None:
         mode = self.rng.choice(["wait", "abort", "keep"])

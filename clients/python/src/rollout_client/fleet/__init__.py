@@ -1,11 +1,10 @@
 """Several servers of the same model, used as one: requests are spread over them, and a push reaches all or none.
 
-`Fleet` takes the addresses of servers that somebody else runs (Kubernetes, systemd); `rollout_client.ray.Fleet` starts
-them as actors of Ray.
+`Fleet` takes the addresses of servers that run elsewhere (Kubernetes, systemd). `rollout_client.ray.Fleet` starts them
+as Ray actors.
 """
 
-from ._aio import AsyncFleet
-from ._fleet import Fleet
+from ._fleet import AsyncFleet, Fleet
 from .types import (
     FleetReceipt,
     FleetStatus,

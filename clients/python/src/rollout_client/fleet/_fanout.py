@@ -1,4 +1,4 @@
-"""One push into several replicas: to what sends it, it is one call."""
+"""One push into several replicas, with the interface of one call."""
 
 from __future__ import annotations
 
@@ -13,28 +13,27 @@ from .._http2 import ClientStream
 from ..errors import Cancelled, DeadlineExceeded, InvalidArgument, NotFound, RolloutError, Unavailable
 
 COMMIT = _proto.UPDATE.request(commit={}).SerializeToString()
-"""What every push ends with. It is held back until all replicas have been asked whether they are ready for it."""
+"""The last message of a push. It is held back until all replicas have confirmed that they are ready."""
 
 STALLED_SECONDS = 60.0
-"""A replica that takes none of a push for so long has missed it. Servers end a push that idles as long."""
+"""A replica that accepts no bytes of a push for this long misses it. Servers end a push that idles as long."""
 
 _T = TypeVar("_T")
 
 
 class Barrier(Protocol):
-    """What the fleet does around the commit."""
+    """The fleet's part in a commit."""
 
     def prepare(self, numbers: list[int]) -> dict[int, RolloutError]:
-        """From here to the end of the push no group begins. Returns which of these replicas are not ready to commit."""
+        """Lets no group start until the push ends. Returns the errors of the replicas that are not ready to commit."""
 
 
 class FanOut:
-    """The calls of one push, in place of a `ClientStream`.
+    """The calls of one push, with the interface of a `ClientStream`.
 
-    Each message goes to all replicas at the same time, and `send` returns when all have taken it, so that a tensor is
-    read once and no more than it is kept. A replica whose call fails has missed the push and is left out. When fewer
-    than the quorum are left, the push fails, and none has committed. What a replica refuses for the push's contents
-    fails it for all.
+    Each message is sent to all replicas at the same time, and `send` returns when all have taken it, so that a tensor
+    is read once and need not be kept. A replica whose call fails misses the push. With fewer replicas than the quorum,
+    the push fails, and none commits it. If a replica rejects the contents of the push, the push fails for all.
     """
 
     def __init__(self, starts: Mapping[int, Callable[[], ClientStream]], quorum: int, barrier: Barrier) -> None:
@@ -49,11 +48,11 @@ class FanOut:
         self._lock = threading.Lock()
         self._cancelled = False
         self.errors: dict[int, RolloutError] = {}
-        """Why replicas have missed the push."""
+        """Why replicas missed the push, by number."""
         self.responses: dict[int, bytes] = {}
-        """What replicas have answered to the commit."""
+        """The replicas' responses to the commit, by number."""
         self.committing: frozenset[int] = frozenset()
-        """Replicas to which the commit is on its way: they have it or not, but the push is not taken back."""
+        """The replicas to which the commit was sent: it may or may not have arrived, and cannot be withdrawn."""
         self._streams: dict[int, ClientStream] = {}
         self._threads = ThreadPoolExecutor(max(len(starts), 1), thread_name_prefix="rollout-fan-out")
         try:
@@ -65,7 +64,7 @@ class FanOut:
             raise
 
     def send(self, *parts: bytes | memoryview) -> None:
-        """As `ClientStream.send`, to all. The commit waits for `finish`.
+        """As `ClientStream.send`, to all replicas. The commit is held back for `finish`.
 
         Raises:
             RolloutError: too few replicas are left, or one refuses what the push contains.
@@ -75,12 +74,12 @@ class FanOut:
             self._check_quorum()
 
     def check(self) -> None:
-        """As `ClientStream.check`, of all."""
+        """As `ClientStream.check`, for all replicas."""
         self._each(self._streams, lambda stream: stream.check(), None)
         self._check_quorum()
 
     def finish(self) -> bytes:
-        """Commits where the push is, and returns the response of one replica; `responses` has all.
+        """Commits the push, and returns the response of one replica; `responses` has all.
 
         Raises:
             RolloutError: the push is not committed anywhere, as far as can be known here.
@@ -94,7 +93,7 @@ class FanOut:
         def commit(number: int) -> None:
             stream = self._streams[number]
             stream.send(COMMIT)
-            self.responses[number] = stream.finish()  # also if nobody waits any more
+            self.responses[number] = stream.finish()  # also if no thread waits for it any more
 
         self._each({number: number for number in self._streams}, commit, None)
         if not self.responses:
@@ -113,7 +112,7 @@ class FanOut:
         return stream is None
 
     def drop(self, number: int, error: RolloutError) -> None:
-        """Gives up a replica, which ends whatever waits for it; for any thread."""
+        """Leaves out a replica, and ends its call; for any thread."""
         with self._lock:
             stream = self._streams.get(number)
             if stream is not None:
@@ -122,7 +121,7 @@ class FanOut:
             stream.cancel()
 
     def cancel(self) -> None:
-        """As `ClientStream.cancel`, of all; for any thread."""
+        """As `ClientStream.cancel`, for all replicas; for any thread."""
         self._cancelled = True
         with self._lock:
             streams = list(self._streams.values())
@@ -130,7 +129,7 @@ class FanOut:
             stream.cancel()
 
     def close(self) -> None:
-        """As `ClientStream.close`, of all."""
+        """As `ClientStream.close`, for all replicas."""
         self.cancel()
         self._threads.shutdown(wait=True)
         for stream in self._streams.values():
@@ -138,7 +137,7 @@ class FanOut:
         self._streams = {}
 
     def __enter__(self) -> FanOut:
-        """The call itself."""
+        """Returns the call."""
         return self
 
     def __exit__(
@@ -148,7 +147,7 @@ class FanOut:
         self.close()
 
     def _each(self, targets: Mapping[int, _S], use: Callable[[_S], _T], patience: float | None) -> dict[int, _T]:
-        """Uses all at the same time; those that fail, or stall for longer than `patience` seconds, are dropped."""
+        """Calls `use` for all at the same time; drops those that fail, or stall for longer than `patience` seconds."""
         targets = dict(targets)
         if len(targets) == 1 and patience is None:
             ((number, target),) = targets.items()
@@ -160,19 +159,19 @@ class FanOut:
             done, _ = wait(pending, patience, FIRST_COMPLETED)
             if not done:
                 for number in pending.values():
-                    self.drop(number, DeadlineExceeded(f"took nothing of the push for {patience:g} s"))
+                    self.drop(number, DeadlineExceeded(f"accepted no bytes of the push for {patience:g} s"))
                 patience = None
             for future in done:
                 number = pending.pop(future)
                 try:
                     results[number] = future.result()
                 except RolloutError as error:
-                    # Its frames refer to the sender, which could not be collected while this call is kept.
+                    # The traceback refers to the sender, which could not be collected while the error is kept.
                     self._drop(number, error.with_traceback(None))
         return results
 
     def _drop(self, number: int, error: RolloutError) -> None:
-        """Leaves a replica out, which has missed the push; another error of it that is known already is its reason."""
+        """Leaves out a replica, which misses the push; keeps its first error."""
         with self._lock:
             stream = self._streams.pop(number, None)
             self.errors.setdefault(number, error)
@@ -181,9 +180,9 @@ class FanOut:
 
     def _check_quorum(self) -> None:
         if self._cancelled:
-            raise Cancelled("the push was cancelled on this side")
+            raise Cancelled("the push was cancelled by this client")
         for error in self.errors.values():
-            if isinstance(error, (InvalidArgument, NotFound)):  # of the push, or of where it lies: alike for all
+            if isinstance(error, (InvalidArgument, NotFound)):  # an error of the push itself is the same for all
                 raise error
         if len(self._streams) < self._quorum:
             raise self._failure(
@@ -191,7 +190,7 @@ class FanOut:
             )
 
     def _failure(self, what: str) -> RolloutError:
-        """The error of the push, of the class that all of its replicas' errors have, or else `Unavailable`."""
+        """The error of the push: of the class that all replicas' errors have, else `Unavailable`."""
         kinds = {type(error) for error in self.errors.values()}
         kind = kinds.pop() if len(kinds) == 1 else Unavailable
         reasons = "; ".join(f"replica {number}: {error}" for number, error in sorted(self.errors.items()))
@@ -202,7 +201,7 @@ _S = TypeVar("_S")
 
 
 def _done(use: Callable[[_S], _T], target: _S) -> Future[_T]:
-    """What a thread would give, made in this one."""
+    """As a submission to a thread, but executed in this one."""
     future: Future[_T] = Future()
     try:
         future.set_result(use(target))

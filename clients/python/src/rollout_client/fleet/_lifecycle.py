@@ -7,39 +7,39 @@ from dataclasses import replace
 
 from ..errors import Unavailable
 from ..types import DrainMode, Lifecycle, MemoryTag, SleepResult, WakeResult
-from ._policy import Memory
+from ._policy import PushHistory
+from ._replica_set import ReplicaSet
 from ._requests import Requests
-from ._roster import Roster
 from .types import ReplicaState
 
 
-class LifecycleOrders:
-    """Gives an order to all replicas that can be reached. The others follow when they are found."""
+class FleetLifecycle:
+    """Changes the lifecycle of all replicas that can be reached. The others follow when they can."""
 
-    def __init__(self, roster: Roster, requests: Requests) -> None:
-        """Nothing sleeps."""
-        self._roster, self._requests = roster, requests
+    def __init__(self, replica_set: ReplicaSet, requests: Requests) -> None:
+        """Starts awake."""
+        self._replica_set, self._requests = replica_set, requests
 
     async def sleep(self, level: int, mode: DrainMode) -> dict[int, SleepResult]:
         """As `Fleet.sleep`."""
-        roster = self._roster
+        replica_set = self._replica_set
         self._requests.draining = True
         try:
             if mode == "wait":
                 await self._requests.drain()
             elif mode == "abort":
                 self._requests.end_all()
-            async with roster.turn():
-                roster.router.close_gate()
+            async with replica_set.exclusive():
+                replica_set.router.close_gate()
                 try:
-                    results = await roster.each(lambda client: client.sleep(level, mode))
-                    roster.set_asleep(level)
+                    results = await replica_set.each(lambda client: client.sleep(level, mode))
+                    replica_set.set_asleep(level)
                 except BaseException:
                     if level > 1:
-                        roster.doubt()
+                        replica_set.mark_uncertain()
                     raise
                 finally:
-                    roster.router.open_gate()
+                    replica_set.router.open_gate()
                 if level > 1:
                     self._forget(results)
         finally:
@@ -48,58 +48,58 @@ class LifecycleOrders:
 
     async def wake(self, tags: list[MemoryTag] | None, reload: bool) -> dict[int, WakeResult]:
         """As `Fleet.wake`."""
-        roster = self._roster
-        async with roster.turn():
-            results = await roster.each(lambda client: client.wake(tags, reload=reload))
+        replica_set = self._replica_set
+        async with replica_set.exclusive():
+            results = await replica_set.each(lambda client: client.wake(tags, reload=reload))
             asleep = [number for number, result in results.items() if result.lifecycle is Lifecycle.ASLEEP]
             if len(asleep) < len(results):
                 for number in asleep:
-                    roster.set_state(roster.replicas[number], ReplicaState.BEHIND, "it has missed a wake")
-                roster.set_asleep(None)
+                    replica_set.set_state(replica_set.replicas[number], ReplicaState.BEHIND, "it has missed a wake")
+                replica_set.set_asleep(None)
             if reload:
                 await self._note_reload(list(results))
-        roster.look_again()
+        replica_set.recheck()
         return results
 
     async def pause(self, mode: DrainMode) -> None:
         """As `Fleet.pause`."""
-        self._roster.paused = None
-        await self._roster.each(lambda client: client.pause(mode))
-        self._roster.paused = True
+        self._replica_set.paused = None
+        await self._replica_set.each(lambda client: client.pause(mode))
+        self._replica_set.paused = True
 
     async def resume(self) -> None:
         """As `Fleet.resume`."""
-        self._roster.paused = None
-        await self._roster.each(lambda client: client.resume())
-        self._roster.paused = False
+        self._replica_set.paused = None
+        await self._replica_set.each(lambda client: client.resume())
+        self._replica_set.paused = False
 
     def _forget(self, asleep: Collection[int]) -> None:
-        """Level 2 drops the policy of those that sleep: what comes next is the checkpoint's, or pushed."""
-        roster = self._roster
-        roster.memory, roster.dropped = Memory(), True
-        roster.policy = None if roster.policy is None else roster.at_checkpoint(roster.policy)
-        for replica in roster.replicas:
+        """Records that level 2 has dropped the policy of these replicas: a reload or a push must follow."""
+        replica_set = self._replica_set
+        replica_set.history, replica_set.dropped = PushHistory(), True
+        replica_set.policy = None if replica_set.policy is None else replica_set.at_checkpoint(replica_set.policy)
+        for replica in replica_set.replicas:
             known = replica.number in asleep and replica.held is not None
-            replica.held = roster.at_checkpoint(replica.held) if known else None
+            replica.held = replica_set.at_checkpoint(replica.held) if known else None
 
     async def _note_reload(self, numbers: list[int]) -> None:
-        """What has read the checkpoint again has version 0."""
-        roster = self._roster
-        was_dropped, roster.dropped = roster.dropped, False
+        """Records that these replicas have reloaded the checkpoint, which has version 0."""
+        replica_set = self._replica_set
+        was_dropped, replica_set.dropped = replica_set.dropped, False
         for number in numbers:
-            replica = roster.replicas[number]
+            replica = replica_set.replicas[number]
             try:
                 status = await replica.ask()
             except Unavailable as error:
-                roster.suspect(replica, error)
+                replica_set.mark_suspect(replica, error)
                 continue
             if status.weight_version != 0:
                 continue
-            held = replica.held  # None if it has told of this before the others had woken
+            held = replica.held  # None if it was seen to have reloaded before the others were awake
             if was_dropped:
                 replica.held = None if held is None else replace(held, version=0)
-                roster.policy = None if roster.policy is None else replace(roster.policy, version=0)
+                replica_set.policy = None if replica_set.policy is None else replace(replica_set.policy, version=0)
             elif held is not None and held.version != 0:
-                # a sleep that has failed has made it drop a policy that the fleet still has
+                # after a failed sleep it had dropped a policy that the fleet still has
                 replica.held = None
-                roster.set_state(replica, ReplicaState.BEHIND, "it has read its checkpoint again")
+                replica_set.set_state(replica, ReplicaState.BEHIND, "it has read its checkpoint again")

@@ -1,4 +1,4 @@
-"""An event loop of the fleet's own, in a thread, for callers of any kind."""
+"""The fleet's event loop, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Loop:
     """Runs coroutines for other threads."""
 
     def __init__(self) -> None:
-        """Starts the thread, which does not keep the interpreter alive."""
+        """Starts the thread, a daemon that does not keep the interpreter alive."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-fleet", daemon=True)
         self._thread.start()
@@ -27,7 +27,7 @@ class Loop:
         self._closed = False
 
     def submit(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
-        """Starts a coroutine. Cancelling the future cancels it.
+        """Starts a coroutine; cancelling the future cancels it.
 
         Raises:
             FailedPrecondition: the loop is closed.
@@ -39,7 +39,7 @@ class Loop:
         raise FailedPrecondition("the fleet is closed")
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Waits for a coroutine; what interrupts the wait cancels it."""
+        """Waits for a coroutine; an interrupted wait cancels it."""
         future = self._submit_to_wait(coroutine)
         try:
             return _result(future)
@@ -48,7 +48,7 @@ class Loop:
             raise
 
     def complete(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """As `run`, but a coroutine whose wait is interrupted goes on."""
+        """As `run`, but an interrupted wait does not cancel the coroutine."""
         return _result(self._submit_to_wait(coroutine))
 
     def make(self, make: Callable[[], _T]) -> _T:
@@ -60,7 +60,7 @@ class Loop:
         return self.run(call())
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Ends the thread; what still runs is cancelled, and `last` runs then."""
+        """Cancels all coroutines, runs `last`, and ends the thread."""
         with self._lock:
             if self._closed:
                 return
@@ -74,8 +74,8 @@ class Loop:
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise FailedPrecondition(
-                "called in the fleet's own thread (by a function for `progress`?), which would wait for itself: call "
-                "it in another thread"
+                "called in the fleet's own thread (by a `progress` function?), which would wait for itself; call it in "
+                "another thread"
             )
         return self.submit(coroutine)
 
@@ -88,7 +88,7 @@ def _result(future: Future[_T]) -> _T:
 
 
 def closed() -> Cancelled:
-    """The error of a call that ran when the fleet was closed."""
+    """The error of a call that was running when the fleet was closed."""
     return Cancelled("the fleet was closed")
 
 

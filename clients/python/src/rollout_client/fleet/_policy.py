@@ -1,4 +1,4 @@
-"""Which policy the fleet has, by digests, and how a replica that missed it gets it."""
+"""The fleet's policy, by digests, and how to push it again to a replica that missed it."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from ..options import PushKind
 from ..types import UpdateResult
 
 UNPROVED = "unproved"
-"""In place of the digest of a push that a replica has perhaps applied: no push has it."""
+"""Replaces the digest of a push that a replica may have applied; no push has this digest."""
 
-Redo = Callable[[AsyncRolloutClient, int], Awaitable[UpdateResult]]
-"""Pushes the same again, to one replica, with this version."""
+Repush = Callable[[AsyncRolloutClient, int], Awaitable[UpdateResult]]
+"""Repeats a push to one replica, with this version."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What a replica serves. Two are equal if and only if all their bits are."""
+    """The weights that a replica serves. Two policies are equal if and only if all their bits are."""
 
     version: int
     base: str
-    """What adapters are merged into: the digest of the checkpoint's parameters, or of the push that replaced it."""
+    """The base of merged adapters: the digest of the checkpoint's parameters, or of the push that replaced them."""
     adapter: str | None = None
     """The digest of the push that is merged into the base."""
     residents: frozenset[tuple[str, str]] = frozenset()
-    """Names and digests of the adapters beside the policy."""
+    """Names and digests of the resident adapters."""
 
     def without(self, name: str) -> Policy:
-        """The same without a resident adapter."""
+        """The policy without this resident adapter."""
         return replace(self, residents=frozenset(held for held in self.residents if held[0] != name))
 
 
 @dataclass(frozen=True)
 class Change:
-    """What a push makes of a policy."""
+    """The effect of a push on a policy."""
 
     kind: PushKind
     version: int
     name: str | None = None
-    """Under which an adapter becomes resident; the policy stays."""
+    """The name of an adapter that becomes resident; the policy itself stays."""
 
     def applied(self, policy: Policy, digest: str) -> Policy:
-        """The policy afterwards, of a push with this digest."""
+        """The policy after a push with this digest."""
         if self.name is not None:
             others = policy.without(self.name).residents
             return replace(policy, residents=others | {(self.name, digest)})
@@ -54,7 +54,7 @@ class Change:
         return replace(policy, version=self.version, base=base, adapter=None)
 
     def fits(self, held: Policy | None, policy: Policy) -> bool:
-        """Whether a replica that holds one policy comes to the same as those that hold the other."""
+        """Whether the push gives a replica that holds one policy the same result as replicas that hold the other."""
         if self.kind == "full":
             return True
         if held is None or held.base != policy.base:
@@ -63,26 +63,26 @@ class Change:
 
 
 @dataclass
-class Memory:
-    """How to push again what the policy is made of; what is not here cannot be pushed again."""
+class PushHistory:
+    """How to repeat the pushes that the policy consists of; None for those that cannot be repeated."""
 
-    base: Redo | None = None
-    adapter: Redo | None = None
-    residents: dict[str, Redo] = field(default_factory=dict)
+    base: Repush | None = None
+    adapter: Repush | None = None
+    residents: dict[str, Repush] = field(default_factory=dict)
 
-    def note(self, change: Change, redo: Redo | None) -> None:
-        """A push was applied."""
+    def record(self, change: Change, repush: Repush | None) -> None:
+        """Records a push that was applied."""
         if change.name is not None:
             self.residents.pop(change.name, None)
-            if redo is not None:
-                self.residents[change.name] = redo
+            if repush is not None:
+                self.residents[change.name] = repush
         elif change.kind == "lora":
-            self.adapter = redo
+            self.adapter = repush
         else:
-            self.base, self.adapter = redo if change.kind == "full" else None, None
+            self.base, self.adapter = repush if change.kind == "full" else None, None
 
 
 def digest_of_parameters(checksums: Mapping[str, str]) -> str:
-    """One digest of all parameters as they serve, from the SHA-256 of each."""
+    """One digest of all parameters, from the SHA-256 of each."""
     lines = "".join(f"{name} {checksum}\n" for name, checksum in sorted(checksums.items()))
     return hashlib.sha256(lines.encode()).hexdigest()

@@ -1,81 +1,92 @@
-"""One push of a fleet, from its turn to its receipt."""
+"""One push of a fleet, from its start to its receipt."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, NoReturn
 
+from .._progress import Progress
+from .._pusher import Pusher
 from .._segment import SegmentPool
-from .._session import NamedTensors, Push
-from .._weights import WeightSync
+from .._senders import OutgoingTensor, Sender
+from .._session import AsyncPush, Push
 from ..errors import FailedPrecondition, InvalidArgument, RolloutError
 from ..options import PushKind
 from ..types import ParameterInfo
 from ._fanout import FanOut
 from ._loop import Loop
-from ._policy import Redo
-from ._pushes import Pushes, Pushing, Wanted
+from ._policy import Repush
+from ._pushes import Pushes, Pushing, PushRequest
 from .types import FleetReceipt
 
-# What stands for the address of all replicas: shared memory reaches the first.
+# Addresses that stand for all replicas; pushes to the first one may use shared memory.
 _THIS_HOST, _OTHER_HOSTS = "localhost:0", "fleet:0"
 
 
-class Sender(WeightSync):
-    """A client whose pushes go to all replicas of one push of the fleet."""
+class FanOutPusher(Pusher):
+    """Sends one push of the fleet to all its replicas."""
 
-    _may_lend = False  # each replica is a process of its own, on a machine of its own
+    may_use_ipc = False  # each replica is another process, perhaps on another machine
 
     def __init__(
-        self, pushing: Pushing, segments: SegmentPool, timeout: float | None, start: Callable[[float | None], FanOut]
+        self, transaction: Transaction, pushing: Pushing, segments: SegmentPool, keep: Callable[[str, Any], None]
     ) -> None:
-        """`start` begins the calls, with the seconds that they may take."""
+        """Sends nothing yet.
+
+        Args:
+            transaction: of the push.
+            pushing: the push, whose turn it is.
+            segments: of the fleet.
+            keep: called with each tensor that is written to an open push.
+        """
         self.address = _THIS_HOST if pushing.is_local else _OTHER_HOSTS
-        self._segments, self._timeout, self._start_update = segments, timeout, start
+        self._transaction, self._segments, self._keep = transaction, segments, keep
         self._first = pushing.clients[min(pushing.clients)]
+
+    def start(self, timeout: float | None) -> FanOut:
+        """As `Pusher.start`, on all replicas."""
+        return self._transaction.start(timeout)
 
     def parameters(self) -> list[ParameterInfo]:
         """As `RolloutClient.parameters`, of one replica."""
         return self._first.parameters()
 
-    def _lender(self) -> NoReturn:
+    def _open(self, sender: Sender, outgoing: Callable[..., OutgoingTensor | None], progress: Progress) -> FleetPush:
+        return FleetPush(sender, outgoing, progress, transaction=self._transaction, keep=self._keep)
+
+    def _exporter(self) -> NoReturn:
         raise InvalidArgument('transport: a fleet does not read device memory; use "auto", or push to one server')
 
 
 class Transaction:
-    """A push, from its wait for the turn (`begin`) to its end, once, by `finish` or `abandon`."""
+    """A push, from its wait for its turn (`begin`) to its end by `finish` or `abandon`."""
 
     def __init__(
         self,
         loop: Loop,
         pushes: Pushes,
+        segments: SegmentPool,
+        *,
         kind: PushKind,
         options: Mapping[str, Any],
-        redo: Redo | None,
-        *,
-        segments: SegmentPool,
-        timeout: float | None,
+        repush: Repush | None,
     ) -> None:
-        """Nothing is asked for yet.
+        """Does not wait for its turn yet.
 
         Args:
-            loop: of the fleet.
-            pushes: of the fleet.
+            loop, pushes, segments: of the fleet.
             kind: of the push.
             options: of the push.
-            redo: pushes the same again, for replicas that miss it.
-            segments: for its tensors.
-            timeout: of calls without their own.
+            repush: repeats the push, for replicas that miss it.
         """
         options = dict(options)
         if options.get("expected_generation") is not None:
             raise InvalidArgument("expected_generation: replicas count generations by themselves; leave it out")
-        self._loop, self._pushes, self._redo = loop, pushes, redo
-        self._segments, self._timeout = segments, timeout
+        self._loop, self._pushes, self._repush = loop, pushes, repush
+        self._segments = segments
         self._pushing = Pushing(
-            Wanted(
+            PushRequest(
                 kind,
                 options.get("name"),
                 options.pop("version", None),
@@ -84,35 +95,37 @@ class Transaction:
             )
         )
         self.options = options
-        """For the sender."""
+        """The options for the pusher."""
 
-    def begin(self) -> Sender:
-        """Waits for the turn; what sends the push then.
+    def begin(self, keep: Callable[[str, Any], None]) -> FanOutPusher:
+        """Waits for its turn, and returns the pusher.
+
+        Args:
+            keep: called with each tensor that is written to an open push.
 
         Raises:
-            RolloutError: the push cannot begin; the policy is as it was.
+            RolloutError: the push cannot start; the policy stays as it was.
         """
         pushing = self._pushing
         try:
             self._loop.run(self._pushes.begin(pushing))
-        except BaseException:  # a wait that was interrupted may have had its turn just then
+        except BaseException:  # the push may have got its turn just when the wait was interrupted
             with contextlib.suppress(RolloutError):
-                self._loop.make(lambda: self._pushes.give_up(pushing))
+                self._loop.make(lambda: self._pushes.withdraw(pushing))
             raise
-        if pushing.wanted.name is None:  # a replica that is behind may have any version
+        if pushing.request.name is None:  # a replica that is behind may have any version
             self.options |= {"version": pushing.change.version, "force_version": True}
-        return Sender(
-            pushing,
-            self._segments,
-            self._timeout,
-            lambda left: self._pushes.start_call(pushing, left, self._loop.run),
-        )
+        return FanOutPusher(self, pushing, self._segments, keep)
+
+    def start(self, timeout: float | None) -> FanOut:
+        """Starts the calls, which may take `timeout` seconds each."""
+        return self._pushes.start_call(self._pushing, timeout, self._loop.run)
 
     def finish(self) -> FleetReceipt:
-        """Ends a push that was committed.
+        """Ends a committed push, and returns its receipt.
 
         Raises:
-            PartialCommit: by fewer replicas than the quorum.
+            PartialCommit: fewer replicas than the quorum have confirmed it.
         """
         receipt = self._end()
         if receipt is None:
@@ -120,127 +133,86 @@ class Transaction:
         return receipt
 
     def abandon(self) -> None:
-        """Ends a push that has failed, whose error says more than what is left of it."""
+        """Ends a failed push; further errors are dropped in favor of the first."""
         with contextlib.suppress(RolloutError):
             self._end()
 
     def drop(self, roll_back: Callable[[], None]) -> None:
-        """Ends a push that nothing refers to. Does not block: the garbage collector calls it, in any thread.
+        """Ends a push that was garbage-collected. Does not block, as the collector calls it in any thread.
 
         Args:
-            roll_back: closes the calls; called in a thread of its own.
+            roll_back: closes the calls; called in another thread.
         """
         with contextlib.suppress(FailedPrecondition):  # the fleet is closed
             self._loop.submit(self._pushes.drop(self._pushing, roll_back))
 
     def cancel(self) -> None:
-        """Makes whatever is done for it raise `Cancelled`; for any thread. Without effect on one that has ended."""
+        """Makes its calls raise `Cancelled`; for any thread. Has no effect after the end."""
         if not self._pushing.ended:
             with contextlib.suppress(FailedPrecondition):  # the fleet is closed
                 self._loop.make(lambda: self._pushes.cancel(self._pushing))
 
     def _end(self) -> FleetReceipt | None:
         try:
-            # What replicas have committed is the fleet's policy, whoever interrupts the wait here.
-            return self._loop.complete(self._pushes.end(self._pushing, self._redo))
+            # A commit of the replicas changes the fleet's policy, even if this wait is interrupted.
+            return self._loop.complete(self._pushes.end(self._pushing, self._repush))
         finally:
             for client in self._pushing.clients.values():
                 client.close()
 
 
-class FleetPush:
-    """A push that is under way: `Fleet.begin_push` makes it. As `rollout_client.Push`, into all replicas."""
+class FleetPush(Push):
+    """An open push into all replicas, as `rollout_client.Push`; `Fleet.begin_push` returns it."""
 
-    def __init__(self, transaction: Transaction, push: Push, keep: Callable[[str, Any], None]) -> None:
-        """For `begin_push`.
+    def __init__(
+        self,
+        sender: Sender,
+        outgoing: Callable[[str, Any, Any], OutgoingTensor | None],
+        progress: Progress,
+        *,
+        transaction: Transaction,
+        keep: Callable[[str, Any], None],
+    ) -> None:
+        """As `Push`.
 
         Args:
-            transaction: its turn.
-            push: what sends the tensors.
-            keep: is given each tensor that was written.
+            sender, outgoing, progress: as for `Push`.
+            transaction: of the push.
+            keep: called with each tensor that was written.
         """
-        self._transaction, self._push, self._keep = transaction, push, keep
-        self._receipt: FleetReceipt | None = None
-        self._ended = False
-
-    @property
-    def receipt(self) -> FleetReceipt:
-        """What the replicas said of the commit.
-
-        Raises:
-            FailedPrecondition: the push is not committed.
-        """
-        if self._receipt is None:
-            raise FailedPrecondition("receipt: the push is not committed")
-        return self._receipt
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it can be written to, committed and rolled back."""
-        return self._push.is_open
+        super().__init__(sender, outgoing, progress)
+        self._transaction, self._keep = transaction, keep
 
     def write(self, name: str, tensor: Any, old: Any = None) -> None:
         """As `Push.write`."""
-        self._sent(lambda: self._push.write(name, tensor, old))
+        super().write(name, tensor, old)
         self._keep(name, tensor)
-
-    def write_all(self, named_tensors: NamedTensors) -> None:
-        """As `Push.write_all`."""
-        for name, tensor in named_tensors.items() if hasattr(named_tensors, "items") else named_tensors:
-            self.write(name, tensor)
-            del tensor  # before the next is gathered, so that never two are held
 
     def commit(self) -> FleetReceipt:
         """As `Push.commit`.
 
         Raises:
-            PartialCommit: by fewer replicas than the quorum.
+            PartialCommit: fewer replicas than the quorum have confirmed it.
         """
-        self._sent(self._push.commit)
-        self._ended = True
+        super().commit()
+        self._receipt = None
         self._receipt = self._transaction.finish()
         return self._receipt
 
-    def rollback(self) -> None:
-        """As `Push.rollback`."""
-        self._push.rollback()
-        self._abandon()
-
     def cancel(self) -> None:
-        """Makes whatever is done to it raise `Cancelled`; for any thread."""
+        """Makes its methods raise `Cancelled`; for any thread."""
         self._transaction.cancel()
 
-    def __enter__(self) -> FleetPush:
-        """The push itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """As `Push.__exit__`."""
-        if kind is not None:
-            if self.is_open:
-                self._push.rollback()
-            self._abandon()
-        elif self.is_open:
-            self.commit()
-        elif self._receipt is None:
-            self._push.__exit__(None, None, None)
-
     def __del__(self) -> None:
-        """A push that was dropped without its `with` block is rolled back."""
-        if not self._ended:
-            self._transaction.drop(self._push.rollback)
+        """Rolls back a push that was garbage-collected while open."""
+        if self.is_open:
+            self._transaction.drop(self._sender.close)
 
-    def _sent(self, use: Callable[[], object]) -> None:
-        try:
-            use()
-        except BaseException:
-            if not self.is_open:
-                self._abandon()
-            raise
-
-    def _abandon(self) -> None:
-        if not self._ended:
-            self._ended = True
+    def _end(self, how: str) -> None:
+        super()._end(how)
+        if self._receipt is None:
             self._transaction.abandon()
+
+
+AsyncFleetPush = AsyncPush
+"""As `FleetPush`, awaited."""

@@ -1,4 +1,4 @@
-"""Pushes into all replicas: who takes part, the barrier around the commit, and what a push has come to."""
+"""Pushes into all replicas: which take part, the barrier around the commit, and the receipt."""
 
 from __future__ import annotations
 
@@ -27,84 +27,84 @@ from ..errors import (
 from ..options import PushKind
 from ..types import UpdateResult
 from ._fanout import FanOut
-from ._policy import UNPROVED, Change, Policy, Redo
-from ._replica import Replica, Unanswered
-from ._roster import Roster
+from ._policy import UNPROVED, Change, Policy, Repush
+from ._replica import Replica, UnconfirmedCommit
+from ._replica_set import ReplicaSet
 from .types import FleetReceipt, PartialCommit, ReplicaReceipt, ReplicaState
 
 PREPARE_SECONDS = 10.0
-"""How long a replica has, before the commit, to say that it holds the push open."""
+"""Time limit of a replica to confirm, before the commit, that the push is open on it."""
 PREPARE_POLL_SECONDS = 0.02
 
-# Errors of a commit that may have been applied all the same: not the server's own no.
+# Errors after which a commit may still have been applied: they are not the server's refusal.
 _NO_ANSWER = (Unavailable, Cancelled, DeadlineExceeded, Internal)
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a caller wants to push."""
+class PushRequest:
+    """The parameters of a push."""
 
     kind: PushKind
     name: str | None
-    """Under which an adapter is to become resident."""
+    """The name of an adapter that becomes resident."""
     version: int | None
     expected: int | None
     """The version that the fleet's policy must have."""
     force: bool
-    """Whether the version may go back or repeat."""
+    """Whether the version may be at or below the current one."""
 
 
 @dataclass(eq=False)
 class Pushing:
     """One push of the fleet, from `begin` to `end`."""
 
-    wanted: Wanted
+    request: PushRequest
     change: Change | None = None
-    """What it makes of the policy; from its turn on."""
+    """Its effect on the policy; known from its turn on."""
     targets: Sequence[Replica] = ()
-    """Those that can be reached, and that come to the fleet's policy by this push."""
+    """The replicas that can be reached and that get the fleet's policy by this push."""
     clients: dict[int, RolloutClient] = field(default_factory=dict)
-    """Whose calls the push makes, in the caller's thread."""
+    """The clients of the push's calls, used in the caller's thread."""
     fan_out: FanOut | None = None
     gate_closed: bool = False
     updates: dict[int, int] = field(default_factory=dict)
-    """Pushes that each replica had applied before the commit."""
+    """The number of pushes that each replica had applied before the commit."""
     waiting: asyncio.Task[None] | None = None
-    """What waits for the turn, and for what has to be known then."""
+    """The task that waits for the turn."""
     has_turn: bool = False
     cancelled: bool = False
     ended: bool = False
 
     @property
     def is_local(self) -> bool:
-        """Whether shared memory reaches all of them."""
+        """Whether all targets can read this host's shared memory."""
         return all(replica.is_local for replica in self.targets)
 
 
 class Pushes:
-    """One push at a time. What is a coroutine here runs in the fleet's loop, everything else in the caller's thread."""
+    """Runs one push at a time: coroutines in the fleet's loop, other methods in the caller's thread."""
 
-    def __init__(self, roster: Roster, connect: Callable[[str], RolloutClient]) -> None:
-        """`connect` makes a blocking client of an address."""
-        self._roster, self._connect = roster, connect
+    def __init__(self, replica_set: ReplicaSet, connect: Callable[[str], RolloutClient]) -> None:
+        """`connect` returns a blocking client for an address."""
+        self._replica_set, self._connect = replica_set, connect
         self._now: Pushing | None = None
-        roster.on_lost = self._lost
+        replica_set.on_lost = self._lost
 
     async def begin(self, pushing: Pushing) -> None:
-        """Waits for its turn, while a replica catches up.
+        """Waits for its turn, for example while a replica catches up.
 
         Raises:
-            Aborted: another push is under way, or the fleet has another version than the expected one.
+            Aborted: another push is open, or the fleet has another version than the expected one.
             FailedPrecondition: the version goes back or repeats.
             Cancelled: by `cancel`.
             RolloutError: too few replicas can take part; of the class that says why.
         """
-        roster = self._roster
+        replica_set = self._replica_set
         if pushing.cancelled:
             raise _cancelled()
-        if roster.pushing:
-            raise Aborted("another push of this fleet is under way; try again when it has ended, or call cancel_update")
-        roster.pushing, self._now = True, pushing
+        if replica_set.pushing:
+            raise Aborted("another push of this fleet is open; retry after its end, or call cancel_update")
+        replica_set.pushing, self._now = True, pushing
         try:
             await self._turn(pushing)
             self._admit(pushing)
@@ -115,9 +115,9 @@ class Pushes:
     async def _turn(self, pushing: Pushing) -> None:
         pushing.waiting = asyncio.current_task()
         try:
-            await self._roster.updating.acquire()
+            await self._replica_set.updating.acquire()
             pushing.has_turn = True
-            await self._roster.settle()
+            await self._replica_set.resolve_unconfirmed()
         except asyncio.CancelledError:
             if pushing.cancelled:
                 raise _cancelled() from None
@@ -126,75 +126,75 @@ class Pushes:
             pushing.waiting = None
 
     def _admit(self, pushing: Pushing) -> None:
-        """Decides who takes part."""
-        roster = self._roster
-        if roster.policy is None:
-            raise Unavailable(f"no replica was found yet: {roster.describe()}")
-        pushing.change = self._change(pushing.wanted, roster.policy.version)
+        """Decides which replicas take part."""
+        replica_set = self._replica_set
+        if replica_set.policy is None:
+            raise Unavailable(f"no replica was found yet: {replica_set.describe()}")
+        pushing.change = self._change(pushing.request, replica_set.policy.version)
         pushing.targets = [
             replica
-            for replica in roster.replicas
+            for replica in replica_set.replicas
             if replica.state is not ReplicaState.LOST and self._fits(pushing, replica)
         ]
-        if len(pushing.targets) < roster.quorum:
+        if len(pushing.targets) < replica_set.quorum:
             raise Unavailable(
-                f"a push needs {roster.quorum} of {len(roster.replicas)} replicas, and {len(pushing.targets)} can take "
-                f"it; the policy is as it was ({roster.describe()})"
+                f"a push needs {replica_set.quorum} of {len(replica_set.replicas)} replicas, and "
+                f"{len(pushing.targets)} can take it; the policy is as it was ({replica_set.describe()})"
             )
         pushing.clients = {replica.number: self._connect(replica.address) for replica in pushing.targets}
 
     def _fits(self, pushing: Pushing, replica: Replica) -> bool:
-        """Whether a replica comes to the fleet's policy by a push."""
-        return pushing.change.fits(replica.held if replica.is_known else None, self._roster.policy)
+        """Whether a push gives a replica the fleet's policy."""
+        return pushing.change.fits(replica.held if replica.is_known else None, self._replica_set.policy)
 
     def _leave(self, pushing: Pushing) -> None:
-        """Lets groups, and others who change the policy, begin again."""
-        roster = self._roster
+        """Lets groups start, and other changes of the policy begin."""
+        replica_set = self._replica_set
         if pushing.ended:
             return
         pushing.ended = True
-        self._now, roster.pushing = None, False
+        self._now, replica_set.pushing = None, False
         if pushing.gate_closed:
-            roster.router.open_gate()
+            replica_set.router.open_gate()
         if pushing.has_turn:
-            roster.updating.release()
-            roster.look_again()
+            replica_set.updating.release()
+            replica_set.recheck()
 
-    def give_up(self, pushing: Pushing) -> None:
-        """Ends a push whose sender has left before it began to send."""
+    def withdraw(self, pushing: Pushing) -> None:
+        """Ends a push whose caller was interrupted before it sent anything."""
         self.cancel(pushing)
         if pushing.has_turn:
             self._leave(pushing)
 
-    def _change(self, wanted: Wanted, now: int) -> Change:
-        if wanted.expected not in (None, now):
-            raise Aborted(f"expected_version: the fleet's policy has version {now}, not {wanted.expected}")
-        version = now + 1 if wanted.version is None else wanted.version
-        if wanted.name is None and not wanted.force and version <= now and not self._roster.dropped:
+    def _change(self, request: PushRequest, now: int) -> Change:
+        if request.expected not in (None, now):
+            raise Aborted(f"expected_version: the fleet's policy has version {now}, not {request.expected}")
+        version = now + 1 if request.version is None else request.version
+        if request.name is None and not request.force and version <= now and not self._replica_set.dropped:
             raise FailedPrecondition(
-                f"version: {version} is not above {now}, which the fleet's policy has; to go back or repeat, say "
+                f"version: {version} is not above {now}, the version of the fleet's policy; to push it anyway, pass "
                 "force_version=True"
             )
-        return Change(wanted.kind, version, wanted.name)
+        return Change(request.kind, version, request.name)
 
     def start_call(self, pushing: Pushing, timeout: float | None, run: Callable[..., object]) -> FanOut:
-        """The calls of a push; once more where what lies in shared memory cannot be seen by a replica."""
+        """Starts the calls of a push; again if a replica cannot read the shared memory."""
 
         def start(client: RolloutClient) -> Callable[[], ClientStream]:
-            return lambda: client._start_update(timeout)
+            return lambda: client._pusher.start(timeout)
 
         class Barrier:
             def prepare(_, numbers: list[int]) -> dict[int, RolloutError]:
                 return run(self._prepare(pushing, numbers))
 
         starts = {number: start(client) for number, client in pushing.clients.items()}
-        pushing.fan_out = FanOut(starts, self._roster.quorum, Barrier())
+        pushing.fan_out = FanOut(starts, self._replica_set.quorum, Barrier())
         if pushing.cancelled:
             pushing.fan_out.cancel()
         return pushing.fan_out
 
-    async def end(self, pushing: Pushing, redo: Redo | None) -> FleetReceipt | None:
-        """Notes what the push has come to, and lets groups begin again.
+    async def end(self, pushing: Pushing, repush: Repush | None) -> FleetReceipt | None:
+        """Records the result of the push, and lets groups start again.
 
         Returns:
             The receipt; None if no replica has committed it.
@@ -202,7 +202,7 @@ class Pushes:
         Raises:
             PartialCommit: fewer replicas than the quorum have.
         """
-        roster = self._roster
+        replica_set = self._replica_set
         try:
             fan_out = pushing.fan_out
             results = {
@@ -211,19 +211,19 @@ class Pushes:
             }
             errors: dict[int, RolloutError] = dict(fan_out.errors) if fan_out is not None else {}
             if fan_out is not None:
-                self._note_unanswered(pushing, fan_out.committing - results.keys(), errors)
+                self._note_unconfirmed(pushing, fan_out.committing - results.keys(), errors)
             if not results:
                 return None
             digest, _ = Counter(result.digest for result in results.values()).most_common(1)[0]
             for number in [n for n, result in results.items() if result.digest != digest]:
                 errors[number] = DataLoss(f"it reports the digest {results.pop(number).digest}, others {digest}")
-                roster.replicas[number].held = None
-            self._apply(pushing, results, errors, digest, redo)
+                replica_set.replicas[number].held = None
+            self._apply(pushing, results, errors, digest, repush)
             receipt = self._receipt(pushing, results, errors, digest)
-            if len(results) < roster.quorum:
+            if len(results) < replica_set.quorum:
                 raise PartialCommit(
                     f"version {receipt.weight_version} is committed, but only by {len(results)} of the quorum of "
-                    f"{roster.quorum} replicas: {roster.describe()}",
+                    f"{replica_set.quorum} replicas: {replica_set.describe()}",
                     receipt,
                 )
             return receipt
@@ -231,7 +231,7 @@ class Pushes:
             self._leave(pushing)
 
     async def drop(self, pushing: Pushing, roll_back: Callable[[], None]) -> None:
-        """Rolls back a push whose sender does not refer to it any more."""
+        """Rolls back a push that was garbage-collected."""
         try:
             await asyncio.to_thread(roll_back)
             for client in pushing.clients.values():
@@ -240,7 +240,7 @@ class Pushes:
             self._leave(pushing)
 
     def cancel(self, pushing: Pushing | None = None) -> None:
-        """Ends a push; None is the one that is under way."""
+        """Ends a push; None is the one that is open."""
         pushing = self._now if pushing is None else pushing
         if pushing is None or pushing.ended:
             return
@@ -251,28 +251,28 @@ class Pushes:
             pushing.fan_out.cancel()
 
     async def remove_adapter(self, name: str) -> None:
-        """Takes a resident adapter out of the policy, and off all replicas that can be reached."""
-        roster = self._roster
-        async with roster.turn():
-            if roster.policy is None or name not in dict(roster.policy.residents):
+        """Removes a resident adapter from the policy, and from all replicas that can be reached."""
+        replica_set = self._replica_set
+        async with replica_set.exclusive():
+            if replica_set.policy is None or name not in dict(replica_set.policy.residents):
                 raise NotFound(f"adapter: the fleet has no resident adapter {name!r}")
-            roster.memory.residents.pop(name, None)
-            roster.policy = roster.policy.without(name)
+            replica_set.history.residents.pop(name, None)
+            replica_set.policy = replica_set.policy.without(name)
 
             async def remove(client: AsyncRolloutClient) -> None:
                 with contextlib.suppress(NotFound):
                     await client.remove_adapter(name)
 
-            for number in await roster.each(remove):
-                replica = roster.replicas[number]
+            for number in await replica_set.each(remove):
+                replica = replica_set.replicas[number]
                 replica.held = None if replica.held is None else replica.held.without(name)
 
     async def _prepare(self, pushing: Pushing, numbers: list[int]) -> dict[int, RolloutError]:
-        """Closes the gate, and asks whether each replica holds the push open, on what it is a push to."""
+        """Closes the gate, and asks each replica whether the push is open on it, on the policy that it builds on."""
         if not pushing.gate_closed:
             pushing.gate_closed = True
-            self._roster.router.close_gate()
-        asked = [self._is_ready(pushing, self._roster.replicas[number]) for number in numbers]
+            self._replica_set.router.close_gate()
+        asked = [self._is_ready(pushing, self._replica_set.replicas[number]) for number in numbers]
         return {
             number: error
             for number, error in zip(numbers, await asyncio.gather(*asked), strict=True)
@@ -283,11 +283,11 @@ class Pushes:
         deadline = time.monotonic() + PREPARE_SECONDS
         try:
             while True:
-                status = await self._roster.ask(replica)
+                status = await self._replica_set.ask(replica)
                 if not self._fits(pushing, replica):
                     return Unavailable("it has started again, or has dropped its policy, since the push began")
                 pushing.updates[replica.number] = status.updates
-                # The header may still be on its way; a call that has ended is noticed after this, with its own error.
+                # The header may not have arrived yet. A call that has ended raises its own error later.
                 if status.update is not None or pushing.fan_out.has_ended(replica.number):
                     return None
                 if time.monotonic() >= deadline:
@@ -296,16 +296,16 @@ class Pushes:
         except RolloutError as error:
             return error
 
-    def _note_unanswered(self, pushing: Pushing, numbers: Collection[int], errors: dict[int, RolloutError]) -> None:
-        """Of replicas whose answer to the commit was lost it is to be found out whether they have applied it."""
+    def _note_unconfirmed(self, pushing: Pushing, numbers: Collection[int], errors: dict[int, RolloutError]) -> None:
+        """Marks the replicas that may or may not have applied the commit, because their answer was lost."""
         for number in numbers:
-            replica, error = self._roster.replicas[number], errors.get(number)
+            replica, error = self._replica_set.replicas[number], errors.get(number)
             if error is not None and not isinstance(error, _NO_ANSWER):
                 continue
             after = pushing.change.applied(replica.held or Policy(0, ""), UNPROVED)
-            replica.unanswered = Unanswered(pushing.updates[number], after)
+            replica.unconfirmed = UnconfirmedCommit(pushing.updates[number], after)
             if replica.state is not ReplicaState.LOST:
-                self._roster.set_state(replica, ReplicaState.BEHIND, "its answer to the commit was lost")
+                self._replica_set.set_state(replica, ReplicaState.BEHIND, "its answer to the commit was lost")
 
     def _apply(
         self,
@@ -313,28 +313,28 @@ class Pushes:
         results: dict[int, UpdateResult],
         errors: dict[int, RolloutError],
         digest: str,
-        redo: Redo | None,
+        repush: Repush | None,
     ) -> None:
-        """The push is the fleet's policy: replicas that have it are current, and no others."""
-        roster, change = self._roster, pushing.change
-        roster.policy = change.applied(roster.policy, digest)
-        roster.memory.note(change, redo)
-        roster.dropped = roster.dropped and change.name is not None
-        for replica in roster.replicas:
+        """Makes the push the fleet's policy: replicas that have it are current, and no others."""
+        replica_set, change = self._replica_set, pushing.change
+        replica_set.policy = change.applied(replica_set.policy, digest)
+        replica_set.history.record(change, repush)
+        replica_set.dropped = replica_set.dropped and change.name is not None
+        for replica in replica_set.replicas:
             if replica.number in results:
-                replica.held, replica.unanswered = change.applied(replica.held or Policy(0, ""), digest), None
-            if replica.number in results and replica.held == roster.policy:
-                roster.set_state(replica, ReplicaState.CURRENT)
+                replica.held, replica.unconfirmed = change.applied(replica.held or Policy(0, ""), digest), None
+            if replica.number in results and replica.held == replica_set.policy:
+                replica_set.set_state(replica, ReplicaState.CURRENT)
             elif replica.state is not ReplicaState.LOST:
                 error = errors.get(replica.number, "it could not take part")
-                reason = f"it missed version {roster.policy.version}: {error}"
-                roster.set_state(replica, ReplicaState.BEHIND, reason)
+                reason = f"it missed version {replica_set.policy.version}: {error}"
+                replica_set.set_state(replica, ReplicaState.BEHIND, reason)
 
     def _receipt(
         self, pushing: Pushing, results: dict[int, UpdateResult], errors: dict[int, RolloutError], digest: str
     ) -> FleetReceipt:
         replicas = []
-        for replica in self._roster.replicas:
+        for replica in self._replica_set.replicas:
             result, error = results.get(replica.number), errors.get(replica.number, replica.reason)
             found = None if result is None else result.digest
             replicas.append(
@@ -354,10 +354,10 @@ class Pushes:
         )
 
     def _lost(self, number: int, error: RolloutError) -> None:
-        """A replica that is lost can hold up a push no longer."""
+        """Leaves a lost replica out of the push, so that it does not delay it."""
         if self._now is not None and self._now.fan_out is not None:
             self._now.fan_out.drop(number, error)
 
 
 def _cancelled() -> Cancelled:
-    return Cancelled("the push was cancelled on this side")
+    return Cancelled("the push was cancelled by this client")

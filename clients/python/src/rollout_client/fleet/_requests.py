@@ -1,4 +1,4 @@
-"""Requests of a fleet: each prompt is a group that goes to one replica, and to another if that one is lost."""
+"""Requests of a fleet. Each prompt is a group on one replica, and moves to another if that one is lost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from ..errors import (
     RolloutError,
     Unavailable,
 )
+from ..options import GenerateOptions, ScoreOptions, refuse_unknown
 from ..types import (
     AbortResult,
     Chat,
@@ -42,73 +43,76 @@ from ..types import (
     TokenIds,
 )
 from ._replica import Replica
-from ._roster import Roster
-from ._router import Lease
+from ._replica_set import ReplicaSet
+from ._router import Assignment
 from ._seeds import prompt_seed, sample_seed
 from .types import ReplicaState
 
 MAX_ATTEMPTS = 4
-"""A group that was on so many replicas which then were lost may be what loses them; it fails instead."""
+"""A group whose replicas were lost this many times may be the cause, so it fails."""
 
 _ABORT_AGAIN_SECONDS = 0.05
 
-# What a message of a server names that has one prompt or sequence of the call.
+# The path in an error of a server, which has only one prompt or sequence of the call.
 _FIRST = re.compile(r"^(prompts|sequences)\[0\]")
 
 _T = TypeVar("_T")
 
 
 @dataclass(eq=False)
-class Call:
-    """One call of `generate` or `score`, of any number of groups."""
+class FleetCall:
+    """One call of `generate` or `score`, with any number of groups."""
 
     request_id: str
     deadline: float | None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set by an abort: groups that have not begun do not begin any more."""
+    """Set by an abort: groups that have not started do not start any more."""
     running: dict[str, Replica] = field(default_factory=dict)
-    """The requests for samples on replicas, by their ids."""
+    """The replicas of the running requests for samples, by request id."""
 
     def left(self) -> float:
-        """Seconds to the deadline."""
+        """Seconds to the deadline; infinity without one."""
         return math.inf if self.deadline is None else max(self.deadline - time.monotonic(), 0.0)
 
 
-class Revoked(Exception):
-    """The replica takes no requests any more, or was given up; the group goes elsewhere."""
+class AssignmentRevoked(Exception):
+    """The replica takes no requests any more; the group moves to another one."""
 
 
-class Ended(Exception):
-    """The call was aborted, or its deadline passed, before the group began."""
+class CallEnded(Exception):
+    """The call was aborted, or its deadline passed, before the group started."""
 
 
 class Requests:
-    """Generates and scores with the replicas that are current."""
+    """Generates and scores on the current replicas."""
 
-    def __init__(self, roster: Roster, patience: float, timeout: float | None) -> None:
-        """Of these replicas.
+    def __init__(self, replica_set: ReplicaSet, patience: float, timeout: float | None) -> None:
+        """Has no calls yet.
 
         Args:
-            roster: the replicas.
-            patience: how long, in seconds, a group waits for a replica when none is current.
-            timeout: seconds for each call that does not give its own; None is no limit.
+            replica_set: the replicas.
+            patience: seconds that a group waits for a replica when none is current.
+            timeout: seconds for each call that does not set its own; None means no limit.
         """
-        self._roster, self._patience, self._timeout = roster, patience, timeout
-        self._calls: dict[str, Call] = {}
+        self._replica_set, self._patience, self._timeout = replica_set, patience, timeout
+        self._calls: dict[str, FleetCall] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self.draining = False
-        """Whether calls end so that the fleet can sleep; none may begin."""
+        """Whether calls are being ended so that the fleet can sleep; new ones are rejected."""
 
     @property
     def rests(self) -> bool:
-        """Whether the fleet sleeps, or is about to."""
-        return self.draining or self._roster.asleep is not None
+        """Whether the fleet sleeps, or is about to sleep."""
+        return self.draining or self._replica_set.asleep is not None
 
     async def generate(
-        self, prompts: Sequence[PromptInput], n: int, sampling: SamplingInput, options: dict[str, Any]
+        self, prompts: Sequence[PromptInput], n: int, sampling: SamplingInput, options: GenerateOptions
     ) -> list[PromptOutput]:
         """As `Fleet.generate`."""
+        refuse_unknown("generate", options, GenerateOptions)
+        if isinstance(prompts, str):
+            raise InvalidArgument("prompts: expected a list of prompts, got a single prompt; put it in a list")
         if len(prompts) == 0:
             raise InvalidArgument("prompts: is empty; give at least one prompt")
         each, options = _sampling_of_prompts(len(prompts), sampling), dict(options)
@@ -125,7 +129,7 @@ class Requests:
 
             try:
                 output = await self._place(call, index, n, send, _was_cut)
-            except Ended:
+            except CallEnded:
                 output = _unbegun(prompt, n, params.seed)
             for sample in output.samples:
                 progress.add(sample)
@@ -134,8 +138,9 @@ class Requests:
         with self._call(options.pop("request_id", None), limit) as call, progress:
             return await _gather([group(index, prompt) for index, prompt in enumerate(prompts)])
 
-    async def score(self, sequences: Sequence[TokenIds], options: dict[str, Any]) -> list[Score]:
+    async def score(self, sequences: Sequence[TokenIds], options: ScoreOptions) -> list[Score]:
         """As `Fleet.score`."""
+        refuse_unknown("score", options, ScoreOptions)
         sequences, options = list(sequences), dict(options)
         if not sequences:
             raise InvalidArgument("sequences: is empty; give at least one sequence")
@@ -148,7 +153,7 @@ class Requests:
 
             try:
                 return await self._place(call, index, 1, send, None)
-            except Ended:
+            except CallEnded:
                 if call.ended.is_set():
                     raise Aborted("the call was ended by an order to the fleet") from None
                 raise DeadlineExceeded(DEADLINE_PASSED) from None
@@ -156,43 +161,46 @@ class Requests:
         with self._call(None, limit) as call:
             return await _gather([one(index, sequence) for index, sequence in enumerate(sequences)])
 
-    async def abort(self, ids: list[str], *, all: bool) -> AbortResult:
+    async def abort(self, request_ids: str | Iterable[str], *, all: bool) -> AbortResult:
         """As `Fleet.abort`."""
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        if bool(ids) == all:
+            raise InvalidArgument("request_ids: name the requests to abort, or pass all=True, but not both")
         calls = [self._calls[name] for name in (self._calls if all else ids) if name in self._calls]
         unknown = [name for name in ids if name not in self._calls]
         for call in calls:
             call.ended.set()
-        running: dict[Replica, dict[str, Call]] = {}
+        running: dict[Replica, dict[str, FleetCall]] = {}
         for call in calls:
             for request_id, replica in call.running.items():
                 running.setdefault(replica, {})[request_id] = call
         sent = [_abort_on(replica, requests) for replica, requests in running.items()]
-        if all:  # also what others have asked, and what has no id: scores
-            sent += [r.client.abort(all=True) for r in self._roster.replicas if r.state is not ReplicaState.LOST]
+        if all:  # also requests of other clients, and scores, which have no id
+            sent += [r.client.abort(all=True) for r in self._replica_set.replicas if r.state is not ReplicaState.LOST]
         for result in await asyncio.gather(*sent, return_exceptions=True):
             if isinstance(result, BaseException) and not isinstance(result, Unavailable):
                 raise result
         return AbortResult([call.request_id for call in calls], unknown)
 
     async def drain(self) -> None:
-        """Waits for all calls to end; none begins from now on. `draining` is to be reset by the caller."""
+        """Rejects new calls, and waits until all have ended. The caller must reset `draining`."""
         self.draining = True
         await self._idle.wait()
 
     def end_all(self) -> None:
-        """Lets no group begin that has not."""
+        """Stops all groups that have not started."""
         for call in self._calls.values():
             call.ended.set()
 
     @contextmanager
-    def _call(self, request_id: str | None, limit: float | None) -> Iterator[Call]:
-        """A call that may take `limit` seconds, from its begin to its end."""
+    def _call(self, request_id: str | None, limit: float | None) -> Iterator[FleetCall]:
+        """A call that may take `limit` seconds, from its start to its end."""
         if self.rests:
-            raise FailedPrecondition("the fleet sleeps, or is about to: call wake first")
+            raise FailedPrecondition("the fleet sleeps, or is about to sleep; call wake first")
         if request_id in self._calls:
             raise AlreadyExists(f"request_id: {request_id!r} is running already")
         deadline = None if limit is None else time.monotonic() + limit
-        call = Call(request_id if request_id is not None else new_request_id(), deadline)
+        call = FleetCall(request_id if request_id is not None else new_request_id(), deadline)
         self._calls[call.request_id] = call
         self._idle.clear()
         try:
@@ -203,40 +211,40 @@ class Requests:
                 self._idle.set()
 
     def _versioned(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Never served by an older policy than the fleet's: a server that has restarted unseen makes it wait."""
-        version, exact = self._roster.policy.version, options.get("if_weight_version")
+        """The options with the fleet's version as minimum, so that a server that restarted unnoticed makes it wait."""
+        version, exact = self._replica_set.policy.version, options.get("if_weight_version")
         if exact is not None and exact < version:
             raise Aborted(f"if_weight_version: {exact} is not the fleet's policy; that is version {version}")
         return options | {"min_weight_version": max(options.get("min_weight_version") or 0, version)}
 
     async def _place(
         self,
-        call: Call,
+        call: FleetCall,
         index: int,
         samples: int,
         send: Callable[[AsyncRolloutClient, str], Awaitable[_T]],
         was_cut: Callable[[_T], bool] | None,
     ) -> _T:
-        """Runs a group on a replica, and on others while those are lost.
+        """Runs a group on a replica, and on another one if that is lost.
 
         Args:
-            call: whose group it is.
+            call: of the group.
             index: of the group in the call.
-            samples: of the group.
-            send: asks a client, under an id of the request.
-            was_cut: whether a result was ended from outside; None for requests that have no id on the server.
+            samples: in the group.
+            send: sends the request with this id through a client.
+            was_cut: whether a result was aborted; None for requests that have no id on the server.
         """
         lost: list[str] = []
         attempt = 0
         while len(lost) < MAX_ATTEMPTS:
             attempt += 1
-            lease = await self._lease(call, samples)
-            replica = self._roster.replicas[lease.route.number]
+            assignment = await self._assign(call, samples)
+            replica = self._replica_set.replicas[assignment.route.number]
             request_id = f"{call.request_id}/{index}" + (f"/{attempt}" if attempt > 1 else "")
             if was_cut is not None:
                 call.running[request_id] = replica
             try:
-                result = await self._until_revoked(lease, send(replica.client, request_id))
+                result = await self._until_revoked(assignment, send(replica.client, request_id))
                 if (
                     was_cut is not None
                     and was_cut(result)
@@ -246,68 +254,76 @@ class Requests:
                 ):
                     raise Unavailable("the server was shut down")
                 return result
-            except Revoked:
+            except AssignmentRevoked:
                 if replica.state is ReplicaState.LOST:
                     lost.append(f"replica {replica.number}: {replica.reason}")
             except RolloutError as error:
                 if isinstance(error, InvalidArgument):
                     raise InvalidArgument(_FIRST.sub(rf"\g<1>[{index}]", str(error))) from error
                 if isinstance(error, FailedPrecondition) and self.rests:
-                    continue  # it has met a server that sleeps already, and ends or waits as what has not begun
+                    continue  # the server sleeps already: the group waits, or ends, as one that has not started
                 if not isinstance(error, Unavailable) and await self._answers(replica):
                     raise
-                self._roster.suspect(replica, error if isinstance(error, Unavailable) else Unavailable(str(error)))
+                self._replica_set.mark_suspect(
+                    replica, error if isinstance(error, Unavailable) else Unavailable(str(error))
+                )
                 lost.append(f"replica {replica.number}: {error}")
             finally:
                 call.running.pop(request_id, None)
-                self._roster.router.release(lease)
+                self._replica_set.router.release(assignment)
         raise Unavailable(f"prompts[{index}]: {MAX_ATTEMPTS} replicas were lost while they had it: {'; '.join(lost)}")
 
-    async def _lease(self, call: Call, samples: int) -> Lease:
-        """A place for a group.
+    async def _assign(self, call: FleetCall, samples: int) -> Assignment:
+        """Waits for a replica with room for a group.
 
         Raises:
-            Ended: the call was ended first.
-            RolloutError: no replica is current, and none can become so by itself, for want of a push or of a token.
-            Unavailable: none became current in time.
+            CallEnded: the call was ended first.
+            RolloutError: no replica is current, and none can become current by itself.
+            Unavailable: no replica became current in time.
         """
-        roster, begun = self._roster, time.monotonic()
-        lease = asyncio.ensure_future(roster.router.lease(samples))
+        replica_set, begun = self._replica_set, time.monotonic()
+        assignment = asyncio.ensure_future(replica_set.router.assign(samples))
         ended = asyncio.ensure_future(call.ended.wait())
         try:
-            while not lease.done():
+            while not assignment.done():
                 if call.ended.is_set() or call.left() == 0:
-                    raise Ended
-                if roster.none_since is not None:
-                    if (error := roster.hopeless()) is not None:
+                    raise CallEnded
+                if replica_set.none_current_since is not None:
+                    if (error := replica_set.permanent_error()) is not None:
                         raise error
-                    if time.monotonic() - max(begun, roster.none_since) >= self._patience:
-                        raise Unavailable(f"no replica can be reached for {self._patience:g} s: {roster.describe()}")
-                changed = asyncio.ensure_future(roster.changed.wait())
+                    if time.monotonic() - max(begun, replica_set.none_current_since) >= self._patience:
+                        raise Unavailable(
+                            f"no replica can be reached for {self._patience:g} s: {replica_set.describe()}"
+                        )
+                changed = asyncio.ensure_future(replica_set.changed.wait())
                 try:
                     await asyncio.wait(
-                        {lease, ended, changed},
+                        {assignment, ended, changed},
                         timeout=min(call.left(), self._patience),
                         return_when=asyncio.FIRST_COMPLETED,
                     )
                 finally:
                     changed.cancel()
-            return lease.result()
+            return assignment.result()
         except BaseException:
-            if lease.done() and not lease.cancelled():
-                roster.router.release(lease.result())
+            if assignment.done() and not assignment.cancelled():
+                replica_set.router.release(assignment.result())
             raise
         finally:
-            lease.cancel()
+            assignment.cancel()
             ended.cancel()
 
-    async def _until_revoked(self, lease: Lease, sent: Awaitable[_T]) -> _T:
-        """The result, unless the replica is taken out first: what it says after that counts no more."""
-        request, revoked = asyncio.ensure_future(sent), asyncio.ensure_future(lease.revoked.wait())
+    async def _until_revoked(self, assignment: Assignment, sent: Awaitable[_T]) -> _T:
+        """The result, unless the assignment is revoked first; later results are dropped.
+
+        Raises:
+            AssignmentRevoked: the assignment was revoked.
+        """
+        request, revoked = asyncio.ensure_future(sent), asyncio.ensure_future(assignment.revoked.wait())
         try:
             await asyncio.wait({request, revoked}, return_when=asyncio.FIRST_COMPLETED)
-            if lease.revoked.is_set():
-                raise Revoked
+            if assignment.revoked.is_set():
+                raise AssignmentRevoked
             return request.result()
         finally:
             revoked.cancel()
@@ -316,7 +332,7 @@ class Requests:
             await asyncio.gather(request, revoked, return_exceptions=True)
 
     async def _answers(self, replica: Replica) -> bool:
-        """Whether a replica can be reached and goes on serving; the fleet is awake."""
+        """Whether a replica can be reached and keeps serving; the fleet is awake."""
         try:
             status = await replica.ask()
         except RolloutError:
@@ -325,7 +341,7 @@ class Requests:
 
 
 async def _gather(groups: list[Awaitable[_T]]) -> list[_T]:
-    """Waits for all groups; the first that fails ends the others."""
+    """Waits for all groups; if one fails, the others are cancelled."""
     tasks = [asyncio.ensure_future(group) for group in groups]
     try:
         return list(await asyncio.gather(*tasks))
@@ -336,8 +352,8 @@ async def _gather(groups: list[Awaitable[_T]]) -> list[_T]:
         raise
 
 
-async def _abort_on(replica: Replica, requests: dict[str, Call]) -> AbortResult:
-    """Aborts requests on one replica, again and again while it does not know one: that may be on its way to it."""
+async def _abort_on(replica: Replica, requests: dict[str, FleetCall]) -> AbortResult:
+    """Aborts requests on one replica, repeatedly while it does not know one, which may still be on its way."""
     while True:
         result = await replica.client.abort(requests)
         requests = {name: requests[name] for name in result.unknown if requests[name].running.get(name) is replica}
@@ -351,7 +367,7 @@ def _was_cut(output: PromptOutput) -> bool:
 
 
 def _numbered(output: PromptOutput, index: int) -> PromptOutput:
-    """The output of a prompt that was alone in its request, as the one of that index."""
+    """The output of a prompt that was alone in its request, with this index."""
     logprobs = output.prompt_logprobs
     return replace(
         output,
@@ -362,7 +378,7 @@ def _numbered(output: PromptOutput, index: int) -> PromptOutput:
 
 
 def _sampling_of_prompts(count: int, sampling: SamplingInput) -> list[SamplingParams]:
-    """How each prompt is sampled, with the seed that it has alone: routes change no samples."""
+    """The parameters of each prompt, with the seed that it uses alone, so that samples do not depend on the routing."""
     if sampling is None or isinstance(sampling, SamplingParams):
         given, seed = sampling or SamplingParams(), None if sampling is None else sampling.seed
         seed = secrets.randbits(64) if seed is None else int(seed)
@@ -376,7 +392,7 @@ def _sampling_of_prompts(count: int, sampling: SamplingInput) -> list[SamplingPa
 
 
 def _unbegun(prompt: PromptInput, n: int, seed: int) -> PromptOutput:
-    """The output of a group that was ended before it began: samples without tokens. Texts have no token ids then."""
+    """The output of a group that was ended before it started: samples without tokens; a text has no token ids."""
     none = np.zeros(0, np.float32)
     samples = [
         Sample(0, i, [], none, none, "", FinishReason.ABORTED, [], sample_seed(seed, i), 0, [], []) for i in range(n)

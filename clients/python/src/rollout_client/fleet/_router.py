@@ -1,4 +1,4 @@
-"""Which replica samples the next group, and which ones may. Decides only; owned by one event loop, so without locks."""
+"""Decides which replica samples the next group. Owned by one event loop, so without locks."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ class Route:
 
     number: int
     capacity: int
-    """Samples that it is given at once. What is above that waits here, for whichever replica has room first."""
+    """The most samples at a time. Further groups wait here for the first replica with room."""
     state: ReplicaState = ReplicaState.LOST
-    leases: set[Lease] = field(default_factory=set)
+    assignments: set[Assignment] = field(default_factory=set)
 
     @property
     def samples(self) -> int:
-        """Samples under way."""
-        return sum(lease.samples for lease in self.leases)
+        """The number of running samples."""
+        return sum(assignment.samples for assignment in self.assignments)
 
     def has_room(self, samples: int) -> bool:
-        """Whether it may begin a group of so many; a group that is larger than all of it is taken alone."""
-        return self.state is ReplicaState.CURRENT and (not self.leases or self.samples + samples <= self.capacity)
+        """Whether a group of this many samples may start; a group above the capacity runs alone."""
+        return self.state is ReplicaState.CURRENT and (not self.assignments or self.samples + samples <= self.capacity)
 
 
 @dataclass(eq=False)
-class Lease:
-    """A group's place on a replica, from its start to its end."""
+class Assignment:
+    """A group on a replica, from its start to its end."""
 
     route: Route
     samples: int
     revoked: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the replica takes no requests any more: the group must go elsewhere."""
+    """Set when the replica stops taking requests: the group must move to another replica."""
 
 
 class Router:
-    """Gives each group to the replica that is least loaded, in the order in which they came.
+    """Assigns each group to the least loaded replica, first come, first served.
 
-    A group is never split. While the gate is closed, no group begins.
+    A group is never split. While the gate is closed, no group starts.
     """
 
     def __init__(self, routes: Iterable[Route]) -> None:
-        """The gate is open."""
+        """Starts with an open gate."""
         self.routes = list(routes)
         self._closed = 0
-        self._waiting: deque[tuple[int, asyncio.Future[Lease]]] = deque()
+        self._waiting: deque[tuple[int, asyncio.Future[Assignment]]] = deque()
 
-    async def lease(self, samples: int) -> Lease:
-        """A place for a group of so many samples, as soon as a replica that is current has room."""
-        future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+    async def assign(self, samples: int) -> Assignment:
+        """Waits until a current replica has room for a group of this many samples."""
+        future: asyncio.Future[Assignment] = asyncio.get_running_loop().create_future()
         entry = (samples, future)
         self._waiting.append(entry)
         self.serve()
@@ -67,21 +67,21 @@ class Router:
                 self._waiting.remove(entry)
             raise
 
-    def release(self, lease: Lease) -> None:
-        """The group has ended, or goes elsewhere."""
-        lease.route.leases.discard(lease)
+    def release(self, assignment: Assignment) -> None:
+        """The group has ended, or moves to another replica."""
+        assignment.route.assignments.discard(assignment)
         self.serve()
 
     def set_state(self, route: Route, state: ReplicaState) -> None:
-        """A replica takes requests from now on, or none any more; what runs on it then goes elsewhere."""
+        """Sets whether a replica takes requests; if not, its groups move to other replicas."""
         route.state = state
         if state is not ReplicaState.CURRENT:
-            for lease in route.leases:
-                lease.revoked.set()
+            for assignment in route.assignments:
+                assignment.revoked.set()
         self.serve()
 
     def close_gate(self) -> None:
-        """No group begins until `open_gate`, which is called once for each call of this."""
+        """No group starts until each call of this was followed by an `open_gate`."""
         self._closed += 1
 
     def open_gate(self) -> None:
@@ -91,21 +91,21 @@ class Router:
 
     @property
     def waiting(self) -> int:
-        """Groups without a place."""
+        """The number of groups that wait."""
         return len(self._waiting)
 
     def serve(self) -> None:
-        """Gives places to those who wait, the first first."""
+        """Assigns waiting groups, the first one first."""
         while self._waiting and not self._closed:
             samples, future = self._waiting[0]
-            if future.done():  # whoever waited was cancelled, and has not run since
+            if future.done():  # the waiting task was cancelled, and has not run since
                 self._waiting.popleft()
                 continue
             free = [route for route in self.routes if route.has_room(samples)]
             if not free:
                 return
             route = min(free, key=lambda route: (route.samples, route.number))
-            lease = Lease(route, samples)
-            route.leases.add(lease)
+            assignment = Assignment(route, samples)
+            route.assignments.add(assignment)
             self._waiting.popleft()
-            future.set_result(lease)
+            future.set_result(assignment)

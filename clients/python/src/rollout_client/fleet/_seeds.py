@@ -1,4 +1,4 @@
-"""The seeds that a server gives to the samples of a request, so that a prompt has the same ones on any replica."""
+"""The seeds that a server derives for the samples of a request, so that they are the same on any replica."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ _WORD = (1 << 64) - 1
 
 
 def prompt_seed(seed: int, prompt_index: int) -> int:
-    """The seed with which a prompt has alone the samples that it has as number `prompt_index` of a request.
+    """The seed with which a prompt alone gets the samples that it gets at `prompt_index` of a request.
 
-    The server's rule: Murmur3's finaliser (Appleby 2011) over the seed and the index; the first prompt has the seed
-    itself.
+    As in the server: Murmur3's finalizer (Appleby 2011) of the seed and the index; the first prompt uses the seed
+    unchanged.
     """
     if prompt_index == 0:
         return seed
@@ -22,8 +22,8 @@ def prompt_seed(seed: int, prompt_index: int) -> int:
 def sample_seed(seed: int, sample_index: int) -> int:
     """The seed of one sample of a prompt with this seed.
 
-    The server's rule: SplitMix64 (Steele et al. 2014) over the seed and the index; the first sample has the seed
-    itself.
+    As in the server: SplitMix64 (Steele et al. 2014) of the seed and the index; the first sample uses the seed
+    unchanged.
     """
     if sample_index == 0:
         return seed

@@ -1,4 +1,4 @@
-"""What a fleet tells of itself and of its pushes."""
+"""The status of a fleet, and the receipts of its pushes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class ReplicaState(str, Enum):
     """Whether a replica takes requests."""
 
     CURRENT = "current"
-    """It has the fleet's policy, by the digest that it reported, and takes requests."""
+    """It has the fleet's policy, proved by digest, and takes requests."""
     BEHIND = "behind"
-    """It can be reached, but has another policy. It takes no requests until it has caught up."""
+    """It can be reached, but does not have the policy. It takes no requests until it has caught up."""
     LOST = "lost"
-    """It cannot be reached. It is looked for all the time, and catches up when it is found."""
+    """It cannot be reached. The fleet keeps trying, and it catches up when it answers."""
 
     def __str__(self) -> str:
         """The plain value, e.g. `current`."""
@@ -26,27 +26,27 @@ class ReplicaState(str, Enum):
 
 @dataclass(frozen=True)
 class ReplicaStatus:
-    """How one replica is doing."""
+    """The state of one replica."""
 
     number: int
-    """Its place in the fleet, from 0."""
+    """Its index in the fleet, from 0."""
     address: str
-    """`host:port` of its server, the last one that is known."""
+    """The last known `host:port` of its server."""
     state: ReplicaState
     reason: str
     """Why it is not current; empty if it is."""
     samples: int
-    """Samples that this fleet waits for from it."""
+    """Samples of this fleet that run on it."""
     server: ServerStatus | None
-    """What the server says; None if it cannot be reached."""
+    """The server's status; None if it cannot be reached."""
 
 
 @dataclass(frozen=True)
 class FleetStatus:
-    """How a fleet is doing."""
+    """The state of a fleet."""
 
     lifecycle: Lifecycle
-    """Of the first replica that is current, or else of the first that can be reached; `shutting_down` if none can."""
+    """That of the first current replica, else of the first that can be reached; `shutting_down` if none can."""
     weight_version: int
     """The version of the policy that all current replicas serve."""
     quorum: int
@@ -55,44 +55,44 @@ class FleetStatus:
 
 @dataclass(frozen=True)
 class ReplicaReceipt:
-    """What a push has come to on one replica."""
+    """The result of a push on one replica."""
 
     number: int
     address: str
     digest: str | None
-    """Of the tensors as this replica took them; None if it missed the push."""
+    """Digest of the tensors that the replica received; None if it missed the push."""
     result: UpdateResult | None
-    """What the replica said; None if it missed the push."""
+    """The replica's receipt; None if it missed the push."""
     error: str
     """Why it missed the push; empty if it did not."""
 
 
 @dataclass(frozen=True)
 class FleetReceipt(UpdateResult):
-    """What a push has done on all replicas.
+    """The receipt of a push into all replicas.
 
-    The fields of `UpdateResult` are those that all replicas which have the push agree on; of `pause_ms` and
-    `staging_ms` the most. `adapter_generation` is the first one's, as each replica counts its own.
+    The fields of `UpdateResult` are the same on all replicas that took the push, except that `pause_ms` and
+    `staging_ms` are the largest, and `adapter_generation` is that of the first, as each replica counts its own.
     """
 
     replicas: tuple[ReplicaReceipt, ...]
-    """One for each replica of the fleet, by number."""
+    """The receipt of each replica, by number."""
 
     @property
     def missed(self) -> list[int]:
-        """Numbers of the replicas that missed the push: they take no requests until they have caught up."""
+        """Numbers of the replicas that missed the push; they take no requests until they have caught up."""
         return [replica.number for replica in self.replicas if replica.digest is None]
 
 
 class PartialCommit(Unavailable):
     """A push that was committed, but fewer replicas than the quorum have confirmed it.
 
-    All replicas of the quorum had taken the push, and some were lost in the moment of the commit. The new policy is
-    the fleet's: `receipt.missed` names the replicas that are kept out until they have caught up. Nothing is served by
-    the older policy. Do not push the same again: go on, or wait for the replicas (`wait_until_ready`).
+    A quorum of replicas had received the push, and some of them were lost during the commit. The fleet has the new
+    policy, and no replica serves the old one: `receipt.missed` lists the replicas that take no requests until they have
+    caught up. Do not repeat the push: continue, or wait for the replicas with `wait_until_ready`.
     """
 
     def __init__(self, message: str, receipt: FleetReceipt) -> None:
-        """With the receipt of the push."""
+        """Keeps the receipt of the push."""
         super().__init__(message)
         self.receipt = receipt

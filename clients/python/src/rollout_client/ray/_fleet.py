@@ -18,9 +18,9 @@ from .._segment import OWNER_ONLY
 from .._tls import TlsInput
 from ..errors import InvalidArgument, ResourceExhausted, RolloutError, Unavailable
 from ..fleet import Fleet as AddressFleet
-from ..fleet._fleet import CAPACITY, PATIENCE_SECONDS
-from ..fleet._replica import Found
-from ..fleet._weights import Resupply
+from ..fleet._core import CAPACITY, PATIENCE_SECONDS, Core
+from ..fleet._pusher import Resupply
+from ..fleet._replica import ResolvedEndpoint
 from ..process import STOP_SECONDS
 from ._actor import ReplicaActor, Settings, Started
 
@@ -31,7 +31,7 @@ START_SECONDS = 600.0
 """Default limit for a server's start: reading a large model takes minutes."""
 
 
-class ActorPlace:
+class ActorEndpoint:
     """Finds the server of an actor, whose address changes with each start."""
 
     def __init__(self, actor: ActorHandle, node_id: str) -> None:
@@ -39,7 +39,7 @@ class ActorPlace:
         self._actor, self._node_id = actor, node_id
         self._asked: asyncio.Future[Started] | None = None
 
-    async def find(self) -> Found:
+    async def resolve(self) -> ResolvedEndpoint:
         """Asks the actor, which answers once its server is ready; a later call may get the answer of this one."""
         if self._asked is None:
             self._asked = asyncio.ensure_future(self._ask())
@@ -48,7 +48,7 @@ class ActorPlace:
         finally:
             if self._asked.done():
                 self._asked = None
-        return Found(started.address, started.instance, is_local=started.node_id == self._node_id)
+        return ResolvedEndpoint(started.address, started.instance, is_local=started.node_id == self._node_id)
 
     async def _ask(self) -> Started:
         if not ray.is_initialized():  # a call would start another Ray
@@ -137,9 +137,9 @@ class Fleet(AddressFleet):
                 where = PlacementGroupSchedulingStrategy(placement_group, index)
                 wants = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_restarts": max_restarts}
                 self.actors.append(actor.options(**wants, scheduling_strategy=where).remote(settings))
-            node_id = ray.get_runtime_context().get_node_id()
-            self._begin(
-                [ActorPlace(handle, node_id) for handle in self.actors],
+            self._core = _ActorCore(
+                self.actors,
+                start_seconds,
                 {"timeout": timeout, "token": self.token, "tls": tls, "segment_mode": segment_mode},
                 quorum=quorum,
                 capacity=capacity,
@@ -161,23 +161,6 @@ class Fleet(AddressFleet):
             Unavailable: fewer than the quorum are current within the timeout.
         """
         super().wait_until_ready(timeout)
-
-    async def _until_ready(self, timeout: float | None) -> None:
-        timeout = self._start_seconds if timeout is None else timeout
-        deadline = time.monotonic() + timeout
-        asked = [asyncio.ensure_future(_answer(actor.started.remote())) for actor in self.actors]
-        try:
-            await asyncio.wait(asked, timeout=timeout)
-            for number, answer in enumerate(asked):
-                error = answer.exception() if answer.done() else None
-                # An unavailable actor is being restarted.
-                if isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError):
-                    raise RolloutError(f"replica {number} does not start: {_reason(error)}") from None
-        finally:
-            for answer in asked:
-                answer.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
-        await self._until_current(timeout, deadline)
 
     def started(self) -> list[Started]:
         """The server of each replica, by number.
@@ -206,6 +189,35 @@ class Fleet(AddressFleet):
             ray.kill(actor)
         if self._own_group is not None:
             remove_placement_group(self._own_group)
+
+
+class _ActorCore(Core):
+    """The parts of a fleet whose servers are actors."""
+
+    def __init__(
+        self, actors: Sequence[ActorHandle], start_seconds: float, connection: dict[str, Any], **settings: Any
+    ) -> None:
+        self._actors, self._start_seconds = actors, start_seconds
+        node_id = ray.get_runtime_context().get_node_id()
+        super().__init__([ActorEndpoint(actor, node_id) for actor in actors], connection, **settings)
+
+    async def until_ready(self, timeout: float | None) -> None:
+        """As `Fleet.wait_until_ready`."""
+        timeout = self._start_seconds if timeout is None else timeout
+        deadline = time.monotonic() + timeout
+        asked = [asyncio.ensure_future(_answer(actor.started.remote())) for actor in self._actors]
+        try:
+            await asyncio.wait(asked, timeout=timeout)
+            for number, answer in enumerate(asked):
+                error = answer.exception() if answer.done() else None
+                # An unavailable actor is being restarted.
+                if isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError):
+                    raise RolloutError(f"replica {number} does not start: {_reason(error)}") from None
+        finally:
+            for answer in asked:
+                answer.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+        await self.until_current(timeout, deadline)
 
 
 async def _answer(asked: Awaitable[Started]) -> Started:

@@ -239,6 +239,6 @@ def weights_digest(client: RolloutClient) -> tuple[int, str]:
         PermissionDenied: the token does not have the role `control`.
         FailedPrecondition: the weights are asleep or missing.
     """
-    response = client._call(_proto.CHECKSUM, _convert_weights.checksum_request(None))
+    response = client._connection.call(_proto.CHECKSUM, _convert_weights.checksum_request(None))
     lines = "".join(f"{digest}  {name}\n" for name, digest in _convert_weights.checksums(response).items())
     return response.weight_version, hashlib.sha256(lines.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The ways of one push: a stream of a header, tensors in chunks or in shared memory, and a commit."""
+"""The transports of a push. Each is a stream of a header, tensors in chunks or in shared memory, and a commit."""
 
 from __future__ import annotations
 
@@ -20,35 +20,36 @@ from ._tensors import Layout
 from .errors import InvalidArgument, NotFound, ResourceExhausted
 
 CHUNK_BYTES = 1 << 20
-"""Most bytes of a tensor in one message: as many as a frame may have."""
+"""The most bytes of a tensor in one message: those of one HTTP/2 frame."""
 
 SHARED_MEMORY_FROM = 16 << 20
-"""Below this many bytes a segment is not worth its making."""
+"""Smaller pushes are sent inline: creating a segment would cost more than it saves."""
 
-# Smaller chunks are copied, to be declared together. From here to 4 KiB it makes no difference, above copies cost more.
+# Smaller chunks are copied and declared together. From 4 KiB to this size it makes no difference; above, copies cost
+# more.
 _SMALL_BYTES = 64 << 10
 _LOCAL = ("localhost:", "127.", "[::1]:")
-# Bytes in a segment that are declared in one message: the server reads them while the next are written.
+# Bytes of a segment that one message declares: the server reads them while the next are written.
 _DECLARED_BYTES = 16 << 20
-# What was written waits at most so long to be sent together with more: far below the server's --update-idle-seconds.
+# The longest that written tensors wait to be sent together with more: far below the server's --update-idle-seconds.
 _LATE_SECONDS = 5.0
-# Memory does not feed more, and the trainer has other work for them.
+# More threads would wait for memory, and the trainer needs the cores.
 _DIGEST_THREADS = min(4, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
-class Outgoing:
-    """A tensor as it is sent."""
+class OutgoingTensor:
+    """A tensor to send."""
 
     name: str
     layout: Layout
     """Of the whole tensor."""
     data: memoryview
     changed: int = 0
-    """DELTA: elements in `data`, which is then the compressed payload."""
+    """For a delta: the number of elements in `data`, which is then the compressed payload."""
 
     def entry(self, digest: bytes, offset: int = 0) -> Any:
-        """Its declaration."""
+        """Its entry in the header or manifest."""
         payload = len(self.data) if self.changed else 0
         entry = tensor_entry(
             self.name, self.layout.dtype, self.layout.shape, digest, changed=self.changed, payload_bytes=payload
@@ -77,24 +78,24 @@ def choose_shared_memory(transport: str, address: str, total: int) -> bool:
 
 
 class Sender(Protocol):
-    """One push on its way: `write` each tensor, then `commit`; `close` without a commit drops it."""
+    """Sends one push: `write` each tensor, then `commit`; `close` without a commit cancels the push."""
 
-    def write(self, tensor: Outgoing) -> None:
-        """Sends the next tensor. Nothing reads its bytes when this returns, except where `Inline` keeps them.
+    def write(self, tensor: OutgoingTensor) -> None:
+        """Sends the next tensor. Its memory is not read after the return, unless `InlineSender` keeps it.
 
         Raises:
-            RolloutError: what the server has ended the push with, now or since the tensor before.
+            RolloutError: the server has ended the push with this error, now or since the previous tensor.
         """
 
     def commit(self) -> Any:
         """Ends the push and returns the `UpdateResponse`."""
 
     def close(self) -> None:
-        """Gives everything back; drops the push if it is not committed."""
+        """Frees everything; cancels the push if it is not committed."""
 
 
-def _begin_or_close(sender: Inline | Shared) -> None:
-    """Sends the header; whoever fails to make a sender cannot close it."""
+def _begin_or_close(sender: InlineSender | SharedMemorySender) -> None:
+    """Sends the header; closes the sender if that fails, because the caller does not have it yet."""
     try:
         sender.begin()
     except BaseException:
@@ -102,28 +103,28 @@ def _begin_or_close(sender: Inline | Shared) -> None:
         raise
 
 
-class Inline:
-    """Sends everything through the stream."""
+class InlineSender:
+    """Sends all bytes through the stream."""
 
     def __init__(self, start: StartCall, header: Any, limit: int, progress: Progress, *, upfront: bool) -> None:
-        """Sends the header, unless that is to declare all tensors.
+        """Sends the header, unless the header must declare all tensors.
 
         Args:
             start: starts the RPC.
             header: without tensors and source.
-            limit: most bytes of all tensors.
-            progress: told of every byte.
-            upfront: declare all tensors in the header; they are kept, as they are, until the commit.
+            limit: the most bytes of all tensors.
+            progress: counts the bytes.
+            upfront: declare all tensors in the header; they are kept, uncopied, until the commit.
         """
         self._start, self._header, self._progress, self._upfront = start, header, progress, upfront
-        self._kept: list[Outgoing] = []
+        self._kept: list[OutgoingTensor] = []
         self._stream: ClientStream | None = None
         self._index = 0
         if not upfront:
             header.total_bytes = limit
             _begin_or_close(self)
 
-    def write(self, tensor: Outgoing) -> None:
+    def write(self, tensor: OutgoingTensor) -> None:
         """As `Sender.write`."""
         if self._upfront:
             self._kept.append(tensor)
@@ -154,7 +155,7 @@ class Inline:
         self._stream.send(request(header=self._header))
         self._batch = _Batch(self._stream)
 
-    def _send(self, tensor: Outgoing) -> None:
+    def _send(self, tensor: OutgoingTensor) -> None:
         for offset in range(0, len(tensor.data), CHUNK_BYTES):
             data = tensor.data[offset : offset + CHUNK_BYTES]
             self._batch.add(self._index, offset, data)
@@ -163,7 +164,7 @@ class Inline:
 
 
 class _Batch:
-    """Chunks of small tensors that wait to be declared in one message; a large one is sent from where it lies."""
+    """Collects chunks of small tensors, to declare them in one message; large chunks are sent without a copy."""
 
     def __init__(self, stream: ClientStream) -> None:
         self._stream = stream
@@ -176,7 +177,7 @@ class _Batch:
         self._declared.append(entry)
 
     def add(self, tensor: int, offset: int, data: memoryview) -> None:
-        """Takes a chunk of a tensor that was declared; nothing reads `data` any more when this returns."""
+        """Takes a chunk of a declared tensor; `data` is not read after the return."""
         parts = chunk_request(tensor, offset, data)
         if len(data) >= _SMALL_BYTES:
             self.send()
@@ -188,7 +189,7 @@ class _Batch:
             self.send()
 
     def send(self) -> None:
-        """Hands over what waits."""
+        """Sends the collected chunks."""
         if self._declared:
             self._stream.send(request(manifest={"tensors": self._declared}))
         for chunk in self._chunks:
@@ -196,8 +197,8 @@ class _Batch:
         self._declared, self._chunks, self._size, self._sent = [], [], 0, time.monotonic()
 
 
-class Shared:
-    """Lays everything into a segment and names it to the server."""
+class SharedMemorySender:
+    """Copies all tensors into shared memory, from which the server reads them."""
 
     def __init__(
         self,
@@ -210,18 +211,18 @@ class Shared:
         lease: SegmentLease,
         fall_back: bool,
     ) -> None:
-        """Sends the header, unless that is to declare all tensors.
+        """Sends the header, unless the header must declare all tensors.
 
         Args:
-            start, header, limit, progress: as for `Inline`.
+            start, header, limit, progress: as for `InlineSender`.
             upfront: declare all tensors in the header.
             lease: of a segment with room for them.
-            fall_back: where the server has another `/dev/shm`, or that becomes full, send everything inline.
+            fall_back: send everything inline if the server has another `/dev/shm`, or if it becomes full.
         """
         self._start, self._header, self._limit, self._progress = start, header, limit, progress
         self._lease, self._fall_back, self._inline = lease, fall_back, None
         self._inline_upfront = upfront
-        # In place, the server sets less aside for tensors that it knows at once.
+        # In place, the server reserves less memory for tensors that the header declares.
         self._upfront = upfront or header.in_place
         self._written: list[tuple[str, Layout, int, int, int]] = []
         self._entries: list[Any] = []
@@ -233,17 +234,17 @@ class Shared:
             header.total_bytes = limit
             _begin_or_close(self)
 
-    def write(self, tensor: Outgoing) -> None:
+    def write(self, tensor: OutgoingTensor) -> None:
         """As `Sender.write`."""
         if self._inline is not None:
             self._inline.write(tensor)
             return
         size, segment = len(tensor.data), self._lease.segment
         if self._end + size > segment.size:
-            raise InvalidArgument(f"{tensor.name}: goes past the {self._limit} bytes of total_bytes")
+            raise InvalidArgument(f"{tensor.name}: exceeds total_bytes, which is {self._limit}")
         try:
             digest = segment.write(self._end, tensor.data)
-        except ResourceExhausted:  # more than was expected when the segment was made
+        except ResourceExhausted:  # the tensors are larger than the estimate
             if not self._fall_back:
                 raise
             self._repeat_inline()
@@ -298,35 +299,43 @@ class Shared:
             self._entries, self._declared, self._sent = [], self._end, time.monotonic()
 
     def _repeat_inline(self) -> None:
-        """Begins anew, with what was written."""
+        """Starts again inline, with the tensors that were written."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
         self._header.ClearField("source")
         self._header.ClearField("tensors")
         self._progress.repeat(sum(size for _, _, _, size, _ in self._written))
-        self._inline = Inline(self._start, self._header, self._limit, self._progress, upfront=self._inline_upfront)
+        self._inline = InlineSender(
+            self._start, self._header, self._limit, self._progress, upfront=self._inline_upfront
+        )
         for name, layout, offset, size, changed in self._written:
-            self._inline.write(Outgoing(name, layout, self._lease.segment.read(offset, size), changed))
+            self._inline.write(OutgoingTensor(name, layout, self._lease.segment.read(offset, size), changed))
 
 
 def push_buffer(
-    start: StartCall, header: Any, tensors: list[Outgoing], buffer: SharedBuffer, progress: Progress, *, fall_back: bool
+    start: StartCall,
+    header: Any,
+    tensors: list[OutgoingTensor],
+    buffer: SharedBuffer,
+    progress: Progress,
+    *,
+    fall_back: bool,
 ) -> Any:
-    """Names a segment to the server in which all tensors lie already; returns the `UpdateResponse`.
+    """Has the server read a segment that already contains all tensors; returns the `UpdateResponse`.
 
     Args:
-        start, header, progress: as for `Inline`.
+        start, header, progress: as for `InlineSender`.
         tensors: all of them.
-        buffer: where they lie.
-        fall_back: where the server has another `/dev/shm`, send them inline.
+        buffer: the shared memory that contains them.
+        fall_back: send them inline if the server has another `/dev/shm`.
     """
     offsets = [buffer.segment.offset_of(tensor.data) for tensor in tensors]
     for tensor, offset in zip(tensors, offsets, strict=True):
         if offset is None:
-            where = "does not lie in the shared buffer; gather it into what `take` gives"
+            where = "is not in the shared buffer; gather it into the memory that `take` returns"
             raise InvalidArgument(f"{tensor.name}: {where}")
-    # There is nothing to copy that the server could overlap with: both sides take all tensors with all threads.
+    # No copying could overlap with the server's work, so client and server each process all tensors with all threads.
     digests = _digests([tensor.data for tensor in tensors])
     for tensor, digest, offset in zip(tensors, digests, offsets, strict=True):
         header.tensors.append(tensor.entry(digest, offset))
@@ -339,21 +348,21 @@ def push_buffer(
             raise
         header.ClearField("source")
         header.ClearField("tensors")
-        return send_all(Inline(start, header, total, progress, upfront=False), tensors)
+        return send_all(InlineSender(start, header, total, progress, upfront=False), tensors)
     progress.add(total)
     return response
 
 
-class Gathered:
-    """Keeps copies of all tensors until the commit, for pushes whose tensors are declared at once."""
+class BufferedSender:
+    """Keeps copies of all tensors until the commit, for pushes whose header declares all tensors."""
 
     def __init__(self, begin: Callable[[int], Sender]) -> None:
-        """`begin` makes what sends them, of so many bytes."""
+        """`begin` returns the sender for this many bytes."""
         self._begin = begin
-        self._kept: list[Outgoing] = []
+        self._kept: list[OutgoingTensor] = []
         self._sender: Sender | None = None
 
-    def write(self, tensor: Outgoing) -> None:
+    def write(self, tensor: OutgoingTensor) -> None:
         """As `Sender.write`."""
         self._kept.append(replace(tensor, data=memoryview(bytes(tensor.data))))
 
@@ -371,17 +380,17 @@ class Gathered:
             self._sender.close()
 
 
-def send_all(sender: Sender, tensors: Iterable[Outgoing]) -> Any:
-    """Sends these tensors, each before the next is taken, and commits; returns the `UpdateResponse`."""
+def send_all(sender: Sender, tensors: Iterable[OutgoingTensor]) -> Any:
+    """Sends the tensors, each before the next is taken, and commits; returns the `UpdateResponse`."""
     with contextlib.closing(sender):
         for tensor in tensors:
             sender.write(tensor)
-            del tensor  # before the next is gathered, so that never two are held
+            del tensor  # before the next one is gathered, so that two are never alive at once
         return sender.commit()
 
 
 def _digests(parts: list[memoryview]) -> list[bytes]:
-    """The digest of each, made by several threads."""
+    """The digest of each, computed by several threads."""
     digests = [b""] * len(parts)
     todo: queue.SimpleQueue[int] = queue.SimpleQueue()
     # The largest first, so that the threads end together.
@@ -394,7 +403,7 @@ def _digests(parts: list[memoryview]) -> list[bytes]:
                 index = todo.get_nowait()
                 digests[index] = digest_of(parts[index])
 
-    # A task for each thread, not for each part: handing over a small one takes longer than its digest.
+    # One task per thread, not per part: submitting a small part takes longer than its digest.
     with ThreadPoolExecutor(_DIGEST_THREADS, thread_name_prefix="rollout-digest") as threads:
         for made in [threads.submit(make) for _ in range(_DIGEST_THREADS)]:
             made.result()
@@ -402,14 +411,14 @@ def _digests(parts: list[memoryview]) -> list[bytes]:
 
 
 def push_header(start: StartCall, header: Any) -> Any:
-    """A push whose tensors the server finds by itself; returns the `UpdateResponse`."""
+    """Sends a push whose tensors the server reads itself; returns the `UpdateResponse`."""
     with start() as stream:
         stream.send(request(header=header))
         return commit(stream)
 
 
 def chunk_request(tensor: int, offset: int, data: memoryview | bytes) -> tuple[bytes, memoryview | bytes]:
-    """The two parts of an `UpdateRequest` with a `Chunk`, by hand: the library would copy the data three times."""
+    """The two parts of an `UpdateRequest` with a `Chunk`, encoded by hand: protobuf would copy the data three times."""
     fields = b"\x08" + _varint(tensor) + b"\x10" + _varint(offset) + b"\x1a" + _varint(len(data))
     return b"\x1a" + _varint(len(fields) + len(data)) + fields, data
 

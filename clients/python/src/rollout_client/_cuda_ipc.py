@@ -1,4 +1,4 @@
-"""Pushes whose tensors stay in device memory, where a server on the same machine reads them: CUDA IPC."""
+"""Pushes through CUDA IPC: tensors stay in device memory, and a server on the same machine reads them there."""
 
 from __future__ import annotations
 
@@ -9,72 +9,73 @@ from typing import Any
 from ._convert_weights import tensor_entry
 from ._driver import DriverError, driver
 from ._progress import Progress
-from ._push import StartCall, commit, request
+from ._senders import StartCall, commit, request
 from ._tensors import Layout, layout_of, local_tensor
 from .errors import InvalidArgument
 
-# Tensors that are declared in one message, which has at most 8 MiB.
+# Tensors declared in one message, which has at most 8 MiB.
 _DECLARED = 8192
 
 
-class NotLentError(InvalidArgument):
-    """A tensor that this server cannot read where it lies."""
+class IpcUnavailableError(InvalidArgument):
+    """The server cannot read a tensor in place."""
 
 
 @dataclass(frozen=True)
-class LentTensor:
+class IpcTensor:
     """A tensor in device memory."""
 
     name: str
     layout: Layout
     tensor: Any
-    """Kept until the reply, so that its memory is given to no other."""
+    """Kept until the reply, so that its memory is not reused."""
     device: int
-    place: _Place
+    allocation: _Allocation
     offset: int
     """Bytes from the start of the allocation."""
 
     def entry(self) -> Any:
-        """Its declaration, without a digest: for that the bytes would have to come to this process."""
+        """Its entry in the header or manifest; without a digest, which would require a copy to the host."""
         entry = tensor_entry(self.name, self.layout.dtype, self.layout.shape, b"")
         entry.offset = self.offset
-        entry.allocation.device_uuid, entry.allocation.handle = self.place.device_uuid, self.place.handle
+        entry.allocation.device_uuid, entry.allocation.handle = self.allocation.device_uuid, self.allocation.handle
         return entry
 
 
 @dataclass(frozen=True)
-class _Place:
-    """An allocation."""
+class _Allocation:
+    """An allocation of device memory."""
 
     device_uuid: str
     handle: bytes
 
 
 def is_on_device(tensor: Any) -> bool:
-    """Whether it is a tensor of torch on an NVIDIA GPU, or behaves like one."""
+    """Whether it is a torch tensor on an NVIDIA GPU, or behaves like one."""
     return bool(getattr(tensor, "is_cuda", False)) and hasattr(tensor, "data_ptr")
 
 
-class Lender:
-    """Finds the allocations of the tensors of one push."""
+class IpcExporter:
+    """Exports the allocations of the tensors of one push."""
 
     def __init__(self, device_uuids: Iterable[str]) -> None:
-        """For a server that computes on these devices."""
+        """For a server that computes on the devices with these UUIDs."""
         self._known = sorted(set(device_uuids))
-        self._places: dict[tuple[int, int], _Place] = {}
+        self._allocations: dict[tuple[int, int], _Allocation] = {}
 
-    def lend(self, name: str, tensor: Any, old: Any = None) -> LentTensor:
-        """Where a tensor lies.
+    def export(self, name: str, tensor: Any, old: Any = None) -> IpcTensor:
+        """The tensor with the handle of its allocation.
 
         Raises:
-            InvalidArgument: as `layout_of`; a `NotLentError` if it lies in no device memory, on no device of the
-                server's, or its memory has no handle.
+            InvalidArgument: as `layout_of`.
+            IpcUnavailableError: it is not in device memory or not on a device of the server, or its memory has no
+                handle.
         """
         if old is not None:
             raise InvalidArgument(f"{name}: only a delta has an old tensor")
         layout, tensor = layout_of(name, tensor), local_tensor(tensor)
         if not is_on_device(tensor):
-            raise NotLentError(f"{name}: does not lie in the memory of a GPU; push through another transport")
+            raise IpcUnavailableError(f"{name}: is not in the memory of a GPU; use another transport")
         tensor = tensor.detach()
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
@@ -83,27 +84,27 @@ class Lender:
             device = driver().device_of(address)
             with driver().on(device):
                 start, _ = driver().allocation_of(address)
-                place = self._places.get((device, start)) or self._open(name, device, start)
+                allocation = self._allocations.get((device, start)) or self._open(name, device, start)
         except DriverError as error:
-            raise NotLentError(
+            raise IpcUnavailableError(
                 f"{name}: its memory has no handle for other processes ({error}); torch's has none with "
-                "expandable_segments or the backend cudaMallocAsync; push through another transport"
+                "expandable_segments or the backend cudaMallocAsync; use another transport"
             ) from None
-        return LentTensor(name, layout, tensor, device, place, address - start)
+        return IpcTensor(name, layout, tensor, device, allocation, address - start)
 
-    def _open(self, name: str, device: int, start: int) -> _Place:
+    def _open(self, name: str, device: int, start: int) -> _Allocation:
         device_uuid = driver().uuid_of(device)
         if device_uuid not in self._known:
-            raise NotLentError(
+            raise IpcUnavailableError(
                 f"{name}: lies on device {device_uuid}, and the server computes on {self._known or 'none'}; push "
                 "through another transport"
             )
-        place = self._places[device, start] = _Place(device_uuid, driver().handle_of(start))
-        return place
+        allocation = self._allocations[device, start] = _Allocation(device_uuid, driver().handle_of(start))
+        return allocation
 
 
-class Lent:
-    """Names tensors to the server, which reads them at the commit: until then they are kept, and must not change."""
+class CudaIpcSender:
+    """Has the server read the tensors at the commit. Until then they are kept alive, and must not change."""
 
     def __init__(self, start: StartCall, header: Any, progress: Progress) -> None:
         """Sends nothing yet.
@@ -111,24 +112,26 @@ class Lent:
         Args:
             start: starts the RPC.
             header: without tensors and source.
-            progress: told of every byte.
+            progress: counts the bytes.
         """
         self._start, self._header, self._progress = start, header, progress
-        self._kept: list[LentTensor] = []
+        self._kept: list[IpcTensor] = []
 
-    def write(self, tensor: LentTensor) -> None:
-        """As `Sender.write`, but for the tensor, which is not read before the commit."""
+    def write(self, tensor: IpcTensor) -> None:
+        """As `Sender.write`, except that the tensor is read at the commit."""
         self._kept.append(tensor)
 
     def commit(self) -> Any:
         """As `Sender.commit`."""
-        # What writes to the tensors was started before, on whichever streams.
+        # Kernels that write to the tensors may still run, on any stream.
         for device in {tensor.device for tensor in self._kept}:
             try:
                 with driver().on(device):
                     driver().synchronize()
             except DriverError as error:
-                raise NotLentError(f"device {device} has failed, and with it what was to be pushed: {error}") from None
+                raise IpcUnavailableError(
+                    f"device {device} has failed, so its tensors cannot be pushed: {error}"
+                ) from None
         entries = [tensor.entry() for tensor in self._kept]
         header, total = self._header, sum(tensor.layout.size for tensor in self._kept)
         header.source.device_memory.SetInParent()
