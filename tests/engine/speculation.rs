@@ -45,7 +45,7 @@ fn all_params() -> Vec<(&'static str, SamplingParams)> {
 }
 
 fn generate(engine: &Engine, params: &SamplingParams) -> Reply {
-    let before = engine.status();
+    let before = engine.status().stats;
     let reply = engine.generate(Request::generate(prompts(), 3, SEED, 0).params(params.clone()).with_text());
     assert!(reply.error.is_none(), "{:?}", reply.error);
     let tokens: usize = reply.completions.iter().map(|c| c.tokens.len()).sum();
@@ -128,10 +128,10 @@ fn tokens_behind_a_stop_string_are_dropped() {
             let text = tokenizer.decode(&said[said.len() - len..], true);
             let params = SamplingParams { stop_strings: vec![text.clone()], ..greedy.clone() };
             let request = Request::generate(vec![prompt.clone()], 1, SEED, 0).params(params).with_text();
-            let before = with.status();
+            let before = with.status().stats;
             let reply = with.generate(request.clone());
             assert_same(&reply, &without.generate(request), &format!("until {text:?}"));
-            let after = with.status();
+            let after = with.status().stats;
             let sampled = after.steps - before.steps + after.accepted_tokens - before.accepted_tokens;
             let given = after.generated_tokens - before.generated_tokens;
             assert_eq!(given, reply.completions[0].tokens.len() as u64);

@@ -3,7 +3,7 @@
 use std::sync::mpsc::sync_channel;
 use std::time::Duration;
 
-use rollout_server::engine::{Command, EngineHandle, LifecycleStatus, EngineStatus};
+use rollout_server::engine::{Command, EngineHandle, EngineStatus, LifecycleStatus};
 use rollout_server::error::Error;
 use rollout_server::observe::Observer;
 use rollout_server::server::pb::rollout_client::RolloutClient;
