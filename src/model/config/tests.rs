@@ -230,7 +230,7 @@ fn every_number_of_ranks_is_built_or_refused_with_those_that_are() {
         for world in 1..=MAX_RANKS {
             if let Err(error) = config.check_tensor_parallel(world) {
                 let listed: Vec<String> = sizes.iter().map(usize::to_string).collect();
-                let list = format!("; these work: {}", listed.join(", "));
+                let list = format!(" Valid here: {}.", listed.join(", "));
                 assert!(error.to_string().ends_with(&list) && !sizes.contains(&world), "--tp {world}: {error}");
                 refused += 1;
                 continue;
