@@ -1,45 +1,15 @@
 //! Commands to the engine, and their replies. Only the server makes them, from requests that it has checked.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
 use super::activity::Activity;
+use super::cancel::CancelFlag;
 use super::request::{GenerateCommand, RequestList};
 use crate::error::{Error, Result};
 use crate::memory::MemoryReport;
 use crate::types::{EngineStats, Owner, WeightVersion};
 use crate::weights::{ShadowWeights, Tensors, UpdateKind, WeightUpdate};
-
-/// Says that the client of a request or command is gone, or that the time it gave a request is up. The engine reads it
-/// before each step, and ends what the client had asked for.
-#[derive(Clone, Debug, Default)]
-pub struct CancelFlag(Arc<AtomicU8>);
-
-impl CancelFlag {
-    const WANTED: u8 = 0;
-    const EXPIRED: u8 = 1;
-    const CANCELLED: u8 = 2;
-
-    /// The client is gone.
-    pub fn cancel(&self) {
-        self.0.store(Self::CANCELLED, Ordering::Release);
-    }
-
-    /// The client wants what there is now.
-    pub fn expire(&self) {
-        // It stays as it is if the client is gone.
-        let _ = self.0.compare_exchange(Self::WANTED, Self::EXPIRED, Ordering::AcqRel, Ordering::Acquire);
-    }
-
-    pub fn is_cancelled(&self) -> bool {
-        self.0.load(Ordering::Acquire) == Self::CANCELLED
-    }
-
-    pub fn is_expired(&self) -> bool {
-        self.0.load(Ordering::Acquire) == Self::EXPIRED
-    }
-}
 
 /// Takes the answer to a command.
 pub type Reply<T> = Box<dyn FnOnce(T) + Send>;

@@ -60,6 +60,46 @@ pub(super) struct EngineCore<X: Executor> {
     pub telemetry: Telemetry,
 }
 
+/// Ledger entries of the memory that a sleep releases, as they were at the start.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct AwakeBytes {
+    pub weights: u64,
+    pub workspace: u64,
+    pub kv_cache: u64,
+}
+
+impl AwakeBytes {
+    pub fn of(budget: &MemoryBudget) -> Self {
+        let [weights, workspace, kv_cache] =
+            [MemoryUse::Weights, MemoryUse::Workspace, MemoryUse::KvCache].map(|used_for| budget.reserved(used_for));
+        Self { weights, workspace, kv_cache }
+    }
+
+    /// Reserves all of it, whatever is reserved of it already.
+    ///
+    /// # Errors
+    /// `ResourceExhausted` if it exceeds the ceiling.
+    pub fn reserve(self, ledger: &mut MemoryBudget) -> Result<()> {
+        self.reserve_parts(ledger, true, true)
+    }
+
+    /// Reserves the parts that wake.
+    ///
+    /// # Errors
+    /// `ResourceExhausted` if they exceed the ceiling.
+    pub fn reserve_parts(self, ledger: &mut MemoryBudget, weights: bool, kv_cache: bool) -> Result<()> {
+        if weights {
+            ledger.free(MemoryUse::Offloaded);
+            ledger.set(MemoryUse::Weights, self.weights)?;
+        }
+        if kv_cache {
+            ledger.set(MemoryUse::Workspace, self.workspace)?;
+            ledger.set(MemoryUse::KvCache, self.kv_cache)?;
+        }
+        Ok(())
+    }
+}
+
 /// Why a command failed.
 pub(super) enum Failure {
     /// The command was rejected and the engine keeps running: nothing has changed, or the state says what is missing.

@@ -37,6 +37,7 @@
 mod activity;
 mod adapters;
 mod admission;
+mod cancel;
 mod checksum;
 mod command;
 mod core;
@@ -60,6 +61,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 pub use activity::{Activity, BusyGuard};
+pub use cancel::CancelFlag;
 pub use command::*;
 pub use request::{
     Completion, Event, GenerateCommand, Progress, PromptSampling, RequestClient, RequestKind, RequestList,
@@ -67,7 +69,7 @@ pub use request::{
 };
 
 pub use self::core::Setup;
-use self::core::{Ending, EngineCore, answer, shutting_down};
+use self::core::{AwakeBytes, Ending, EngineCore, answer, shutting_down};
 use crate::error::{Error, Result};
 use crate::executor::Executor;
 use crate::observe::Phase;
@@ -80,7 +82,7 @@ use checksum::Checksums;
 use drain::{Commit, Drain, Drains};
 use lifecycle::State;
 use request_state::RequestState;
-use sleep::{AwakeBytes, Sleep};
+use sleep::Sleep;
 use step::Steps;
 use transaction::{Transaction, Updates};
 use update::set_version;

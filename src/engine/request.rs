@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::command::CancelFlag;
+use super::cancel::CancelFlag;
 use crate::error::Error;
 use crate::grammar::Grammar;
 use crate::memory::{Backlog, Charge};

@@ -2,48 +2,12 @@
 
 use super::adapters::Adapters;
 use super::command::{DrainMode, LifecycleStatus, RunningPolicy, SleepLevel, SleepReply, WakeTags};
-use super::core::{Attempt, EngineCore, Failure};
+use super::core::{Attempt, AwakeBytes, EngineCore, Failure};
 use super::transaction::Updates;
 use crate::error::{Error, Result};
 use crate::executor::{Executor, Memory, Released, WeightOrder};
 use crate::memory::{MemoryBudget, MemoryUse};
 use crate::observe::Phase;
-
-/// Ledger entries of the memory that a sleep releases, as they were at the start.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct AwakeBytes {
-    weights: u64,
-    workspace: u64,
-    kv_cache: u64,
-}
-
-impl AwakeBytes {
-    pub fn of(budget: &MemoryBudget) -> Self {
-        let [weights, workspace, kv_cache] =
-            [MemoryUse::Weights, MemoryUse::Workspace, MemoryUse::KvCache].map(|used_for| budget.reserved(used_for));
-        Self { weights, workspace, kv_cache }
-    }
-
-    /// Reserves all of it, whatever is reserved of it already.
-    ///
-    /// # Errors
-    /// `ResourceExhausted` if it exceeds the ceiling.
-    pub fn reserve(self, ledger: &mut MemoryBudget) -> Result<()> {
-        self.reserve_parts(ledger, true, true)
-    }
-
-    fn reserve_parts(self, ledger: &mut MemoryBudget, weights: bool, kv_cache: bool) -> Result<()> {
-        if weights {
-            ledger.free(MemoryUse::Offloaded);
-            ledger.set(MemoryUse::Weights, self.weights)?;
-        }
-        if kv_cache {
-            ledger.set(MemoryUse::Workspace, self.workspace)?;
-            ledger.set(MemoryUse::KvCache, self.kv_cache)?;
-        }
-        Ok(())
-    }
-}
 
 /// Sleep and wake.
 pub(super) struct Sleep {
@@ -78,8 +42,8 @@ impl Sleep {
     }
 
     /// Releases the memory of everything that is awake, and measures it. No accepted request may be running. Requests
-    /// that are kept compute their tokens again after the wake. At level 2 the resident adapters are dropped, so requests
-    /// that use one end.
+    /// that are kept compute their tokens again after the wake. At level 2 the resident adapters are dropped, so
+    /// requests that use one end.
     pub fn sleep<X: Executor>(
         &self,
         core: &mut EngineCore<X>,
@@ -143,7 +107,8 @@ impl Sleep {
     }
 
     /// Takes memory back. The weights are loaded with the policy that was kept, or that was pushed while they were
-    /// asleep; where there is no policy, `reload` loads the checkpoint. When everything is awake, the engine steps again.
+    /// asleep; where there is no policy, `reload` loads the checkpoint. When everything is awake, the engine steps
+    /// again.
     pub fn wake<X: Executor>(
         &self,
         core: &mut EngineCore<X>,

@@ -3,9 +3,8 @@
 use std::time::{Duration, Instant};
 
 use super::command::{OpenUpdate, UpdateBegin};
-use super::core::EngineCore;
+use super::core::{AwakeBytes, EngineCore};
 use super::drain::Drains;
-use super::sleep::AwakeBytes;
 use crate::executor::Executor;
 use crate::memory::MemoryUse;
 use crate::types::WeightVersion;

@@ -2,6 +2,7 @@
 
 use super::rig::*;
 use crate::engine::*;
+use crate::memory::MemoryUse;
 use crate::types::FinishReason;
 use crate::weights::{UpdateKind, WeightUpdate};
 
@@ -197,6 +198,20 @@ fn an_adapter_beside_which_the_server_could_not_wake_is_refused_when_it_is_pushe
     let ticket = rig.begin(begin(UpdateKind::Lora)).unwrap();
     let error = told(&rig.commit(ticket.id, WeightUpdate::Lora(large))).reply().unwrap_err();
     assert!(matches!(&error, Error::ResourceExhausted(why) if why.contains("could not wake")), "{error}");
+    assert_eq!(rig.wake(true, true, false).unwrap(), LifecycleStatus::Running);
+    rig.assert_clean();
+}
+
+#[test]
+fn a_wake_frees_offloaded_bytes_before_it_takes_those_of_the_weights() {
+    let mut rig = Rig::new();
+    rig.engine.core.executor.moved = 100;
+    told(&rig.sleep(SleepLevel::One, DrainMode::Wait)).reply().unwrap();
+    assert_eq!(rig.reserved(MemoryUse::Offloaded), 100);
+    let fits = adapter(&rig.engine.core.parameters, 1, 8);
+    assert!(fits.bytes() > STAGING - 100 && fits.bytes() <= STAGING, "{}", fits.bytes());
+    let ticket = rig.begin(begin(UpdateKind::Lora)).unwrap();
+    told(&rig.commit(ticket.id, WeightUpdate::Lora(fits))).reply().unwrap();
     assert_eq!(rig.wake(true, true, false).unwrap(), LifecycleStatus::Running);
     rig.assert_clean();
 }
