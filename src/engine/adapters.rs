@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use super::command::{AdapterStatus, AdapterTarget, CancelFlag, Reply};
+use super::cancel::CancelFlag;
+use super::command::{AdapterStatus, AdapterTarget, Reply};
 use super::core::{Attempt, EngineCore, Failure};
 use crate::error::{Error, Result};
 use crate::executor::{Executor, WeightOrder};

@@ -5,7 +5,8 @@ use std::collections::{HashSet, VecDeque};
 
 use sha2::{Digest, Sha256};
 
-use super::command::{CancelFlag, ChecksumReply, Reply};
+use super::cancel::CancelFlag;
+use super::command::{ChecksumReply, Reply};
 use super::core::EngineCore;
 use crate::error::{Error, Result};
 use crate::executor::Executor;

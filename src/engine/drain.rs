@@ -1,6 +1,7 @@
 //! Drains: commands that wait for the accepted requests to end.
 
-use super::command::{CancelFlag, Reply, SleepLevel, SleepReply, UpdateReply};
+use super::cancel::CancelFlag;
+use super::command::{Reply, SleepLevel, SleepReply, UpdateReply};
 use crate::error::{Error, Result};
 use crate::weights::WeightUpdate;
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::command::CancelFlag;
+use super::cancel::CancelFlag;
 use super::request::{
     Completion, Event, GenerateCommand, Progress, RequestClient, RequestKind, RequestStatus, Summary, ValidRequest,
     tokens_bytes,

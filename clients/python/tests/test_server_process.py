@@ -150,7 +150,7 @@ def test_an_idle_server_ends_at_once(binary):
         (["--weights-dir", "does/not/exist"], ["weights-dir", "does/not/exist"]),
         (["--weights-dir", __file__], ["weights-dir", __file__]),
         (["--staging-bytes", "1000000GiB"], ["--staging-bytes 1073741824000000"]),
-        (["--kv-cache-bytes", "99999999999999999999"], ["kv-cache-bytes", "more than any machine"]),
+        (["--kv-cache-bytes", "99999999999999999999"], ["kv-cache-bytes", "more memory than any machine"]),
         (["--shutdown-grace-seconds", str(2**64 - 1)], ["--shutdown-grace-seconds", str(2**64 - 1), "86400"]),
     ],
 )

@@ -34,6 +34,9 @@ use unread::Unread;
 
 /// Most feeds at the same time: a few pages for each who looks after a server, and far below `--max-connections`.
 const MOST_FEEDS: usize = 32;
+/// How long a reader must have lagged before a new feed takes its place: one that reads is behind for the moment of a
+/// write.
+const LEAST_LAG: Duration = Duration::from_secs(1);
 /// How fast feeds are.
 const PACE: Pace = Pace { tick: Duration::from_millis(500), stall: Duration::from_secs(20) };
 
@@ -61,15 +64,16 @@ impl Feeds {
         Self { free: Arc::new(Semaphore::new(MOST_FEEDS)), unread: Unread::default(), board: Board::default(), stop }
     }
 
-    /// The place of a new feed. If there is none left, the feed that has been unread for longest gives its own.
+    /// The place of a new feed. If there is none left, the feed that has been unread for longest, and for [`LEAST_LAG`],
+    /// gives its own.
     ///
     /// # Errors
-    /// `ResourceExhausted` if all feeds are read.
+    /// `ResourceExhausted` if no feed has been unread for so long.
     async fn place(&self) -> Result<OwnedSemaphorePermit> {
         if let Ok(place) = self.free.clone().try_acquire_owned() {
             return Ok(place);
         }
-        if !self.unread.hang_up_oldest() {
+        if !self.unread.hang_up_oldest(LEAST_LAG) {
             let message = format!("{MOST_FEEDS} feeds are open, the most there may be; close a page and try again");
             return Err(Error::ResourceExhausted(message));
         }
