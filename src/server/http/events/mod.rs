@@ -64,8 +64,8 @@ impl Feeds {
         Self { free: Arc::new(Semaphore::new(MOST_FEEDS)), unread: Unread::default(), board: Board::default(), stop }
     }
 
-    /// The place of a new feed. If there is none left, the feed that has been unread for longest, and for [`LEAST_LAG`],
-    /// gives its own.
+    /// The place of a new feed. If there is none left, the feed that has been unread for longest gives its own, if that
+    /// was for [`LEAST_LAG`].
     ///
     /// # Errors
     /// `ResourceExhausted` if no feed has been unread for so long.
