@@ -111,7 +111,8 @@ pub enum Command {
         cancel: CancelFlag,
         reply: Reply<Result<u64>>,
     },
-    /// Wakes an idle engine, because a [`CancelFlag`] was set or a reader has caught up with its [`Backlog`].
+    /// Wakes an idle engine, because a [`CancelFlag`] was set or a reader has caught up with its
+    /// [backlog](crate::memory::Backlog).
     Look,
     /// Ends the engine: new requests are refused, running ones may finish within `grace`, and the rest is aborted.
     Shutdown {
