@@ -66,7 +66,7 @@
 //! A tensor of a full push, to the matrix:
 //!
 //! ```text
-//! engine    begin_update (update.rs) Executor::shadow_weights: storage of the serving weights' shapes beside them
+//! engine    begin (update.rs)        Executor::shadow_weights: storage of the serving weights' shapes beside them
 //! server    grpc::weights            Update: chunks as they arrive
 //! weights   push::Receiver::write    Receipt::stream: rows in order, digested and checked on the way (push::verify)
 //!           ShadowTensor::write_rows each rank's part of the rows

@@ -13,7 +13,7 @@ from ._tls import TlsFiles, explained
 from .errors import InvalidArgument, Unavailable, from_rpc_error
 
 CHANNEL_OPTIONS = [
-    # The size of a reply (prompts x samples x tokens) is the caller's choice, so there is no limit.
+    # Replies have no size limit: the caller chooses prompts x samples x tokens.
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
     # Detect a server that vanished without closing the connection in under a minute, even in the middle of a call.

@@ -48,7 +48,7 @@ from .options import (
 from .types import DtypeName, ParameterInfo, UpdateResult
 
 _log = logging.getLogger(__name__)
-# What the progress line counts, by the kind in the header.
+# The noun in the progress line, by the header's update kind.
 _PROGRESS_NOUNS = {1: "adapter", 2: "weights", 3: "changes"}
 BUFFER_BYTES = 1 << 20
 """Allowed in addition to the parameters, for buffers of a state dict that the model does not need."""

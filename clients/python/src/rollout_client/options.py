@@ -123,8 +123,8 @@ class InPlaceOption(TypedDict, total=False):
     """Options of pushes that may be a whole policy."""
 
     in_place: bool
-    """If there is no memory for two policies, overwrite the serving one; only while paused or asleep. If such a push
-    fails, the server is left with `Lifecycle.WEIGHTS_MISSING`. Default False."""
+    """Overwrite the serving policy if memory cannot hold two. Requires a paused or sleeping server. If such a push
+    fails, the server's lifecycle becomes `Lifecycle.WEIGHTS_MISSING`. Default False."""
 
 
 class TotalBytesOption(TypedDict, total=False):

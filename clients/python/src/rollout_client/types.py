@@ -26,8 +26,8 @@ class Chat:
 
     messages: Sequence[ChatMessage]
     tools: Sequence[Mapping[str, Any]] = ()
-    """`{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}`, as `get_json_schema`
-    of transformers returns them."""
+    """`{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}`, the format that
+    transformers' `get_json_schema` returns."""
     documents: Sequence[Mapping[str, Any]] = ()
     """Objects with `title` and `text`."""
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -293,7 +293,7 @@ class ServerInfo:
     has_tokenizer: bool
     has_chat_template: bool
     max_adapters: int
-    """The most resident adapters; 0 if there is no room for any."""
+    """Maximum number of resident adapters; 0 if they are disabled."""
     max_lora_rank: int
     device_uuids: list[str]
     """UUIDs of the GPUs that the server computes on, whose memory pushes may share; empty on the CPU."""

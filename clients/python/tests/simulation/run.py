@@ -318,7 +318,7 @@ class Run:
         await AsyncFleet(fleet).wake()
         await self.resumed()
         trainer._note_policy()
-        await asyncio.sleep(10.0)  # whoever has started again unseen is looked at
+        await asyncio.sleep(10.0)  # time for the fleet to check replicas that restarted unnoticed
         await self.until_settled(CALM_SECONDS)
         policy = fleet._core.replica_set.policy
         for machine, replica in zip(network.machines, fleet._core.replica_set.replicas, strict=True):

@@ -122,7 +122,7 @@ class Thread(greenlet):
         concurrent.futures.wait([self.future])
 
     def _run(self) -> None:
-        if not self.future.set_running_or_notify_cancel():  # whoever wanted it was cancelled before it began
+        if not self.future.set_running_or_notify_cancel():  # its caller was cancelled before it began
             return self._end()
         try:
             result = self.target()

@@ -233,7 +233,7 @@ class Trainer:
         await asyncio.sleep(rng.uniform(0, 8))
         self.oracle.sleeps = False
         reload = level == 2 and rng.random() < 0.5
-        if reload and self.fleet._core.replica_set.dropped:  # a policy that a failed sleep has not dropped goes on
+        if reload and self.fleet._core.replica_set.dropped:  # a policy that survived a failed sleep keeps serving
             oracle.begin_reload()
         for _ in range(20):
             wake = lambda fleet: fleet.wake(None, reload=reload)  # noqa: E731

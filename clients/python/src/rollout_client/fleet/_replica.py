@@ -92,7 +92,7 @@ class Replica:
     started: tuple[float, float] | None = None
     """The earliest and latest time, by this process's clock, at which its server started."""
     stuck: RolloutError | None = None
-    """Why it cannot become current by itself: it needs a push, or an operator."""
+    """The error that keeps it behind until a push or an operator resolves it; None otherwise."""
     check_now: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to check it now."""
 

@@ -85,7 +85,7 @@ class ReplicaSet:
         )
 
     def permanent_error(self) -> RolloutError | None:
-        """The error of requests if no replica can become current by itself, else None."""
+        """Returns the error for requests if every replica needs a push or an operator, else None."""
         kinds = {type(replica.stuck) for replica in self.replicas}
         if type(None) in kinds:
             return None
@@ -93,7 +93,7 @@ class ReplicaSet:
         return kind(f"no replica has the fleet's policy: {self.describe()}")
 
     def set_state(self, replica: Replica, state: ReplicaState, reason: str = "") -> None:
-        """Sets the state of a replica; groups leave a replica that is no longer current."""
+        """Sets the state of a replica. The router moves its groups to other replicas once it is not current."""
         replica.reason, replica.stuck = reason, None
         if replica.state is not state:
             self.router.set_state(replica.route, state)
@@ -116,7 +116,7 @@ class ReplicaSet:
         replica.check_now.set()
 
     def mark_stuck(self, replica: Replica, error: RolloutError) -> None:
-        """Marks a replica that answers but cannot become current by itself."""
+        """Marks a replica that responds but needs a push or an operator before it can be current."""
         self.set_state(replica, ReplicaState.BEHIND, str(error))
         replica.stuck = error
 
