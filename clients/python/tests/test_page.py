@@ -159,40 +159,49 @@ def feed(address, headers=None):
     return connection, connection.getresponse()
 
 
+@contextlib.contextmanager
+def admitted_feed(address):
+    """An admitted feed. Connections that earlier tests have closed may keep their places for a moment."""
+    while True:
+        connection, answer = feed(address)
+        with contextlib.closing(connection), answer:
+            if answer.status == 200:
+                yield answer
+                return
+            assert answer.status == 429, answer.read()
+
+
 def test_feeds_are_bounded_and_a_hidden_tab_has_none(browser, served):
     with opened(browser, served.http_address) as page, contextlib.ExitStack() as stack:
         page.wait_for_text("#lifecycle", "Running")
         for _ in range(FEEDS - 1):
-            connection, answer = feed(served.http_address)
-            stack.callback(connection.close)
-            stack.callback(answer.close)
-            assert answer.status == 200 and answer.readline().startswith(b'data: {"now":')
+            answer = stack.enter_context(admitted_feed(served.http_address))
+            assert answer.readline().startswith(b'data: {"now":')
         connection, refused = feed(served.http_address)
         assert refused.status == 429 and b"32 feeds are open" in refused.read()
         connection.close()
         hide = "hidden => (Object.defineProperty(document, 'hidden', {value: hidden, configurable: true}), "
         hide += "document.dispatchEvent(new Event('visibilitychange')))"
         page.page.evaluate(hide, True)
-        while True:
-            connection, answer = feed(served.http_address)
-            if answer.status == 200:
-                break
-            connection.close()
-        answer.close()
-        connection.close()
+        with admitted_feed(served.http_address):
+            pass
         page.page.evaluate(hide, False)
         page.wait_for_text("#feed", "Live")
 
 
 def unread_feed(address):
-    """A feed whose reader has little room and does not read."""
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    """An admitted feed whose reader has little room and does not read."""
     host, _, port = address.rpartition(":")
-    connection.connect((host, int(port)))
-    connection.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    assert connection.recv(12, socket.MSG_PEEK).startswith(b"HTTP/1.1 200")
-    return connection
+    while True:
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((host, int(port)))
+        connection.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        status = connection.recv(12, socket.MSG_PEEK)
+        if status.startswith(b"HTTP/1.1 200"):
+            return connection
+        connection.close()
+        assert status.startswith(b"HTTP/1.1 429"), status
 
 
 def test_feeds_that_nobody_reads_give_way_to_a_new_one(served):
@@ -206,9 +215,7 @@ def test_feeds_that_nobody_reads_give_way_to_a_new_one(served):
     with contextlib.ExitStack() as stack:
         for _ in range(FEEDS - 1):
             stack.enter_context(unread_feed(served.http_address))
-        connection, read = feed(served.http_address)
-        stack.callback(connection.close)
-        stack.callback(read.close)
+        read = stack.enter_context(admitted_feed(served.http_address))
         events, status = [], 429
         while status == 429:
             assert len(events) < 40, (
