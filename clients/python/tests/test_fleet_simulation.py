@@ -255,3 +255,20 @@ def test_requests_that_are_cancelled_while_they_wait_leave_no_task():
         await fleet.resume()  # the end of the script counts the tasks
 
     Script(script, capacity=1).execute()
+
+
+def test_a_group_that_waited_for_a_reload_accepts_the_version_of_the_checkpoint():
+    async def script(run, fleet):
+        await fleet.push_lora(*ADAPTER, transport="inline")
+        long = SamplingParams(max_tokens=1000)
+        running = asyncio.ensure_future(fleet.generate([[1], [2], [3]], 1, long, timeout=2.0, return_text=False))
+        await asyncio.sleep(1.0)
+        waiting = asyncio.ensure_future(fleet.generate([[4]], return_text=False))  # for room
+        await asyncio.sleep(0.1)
+        await fleet.sleep(2, "keep")
+        await running
+        await fleet.wake(reload=True)
+        ((output,),) = await asyncio.wait_for(asyncio.gather(waiting), 60.0)
+        assert output.samples[0].weight_versions[0].weight_version == 0
+
+    Script(script, capacity=1).execute()
