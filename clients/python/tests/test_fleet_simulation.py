@@ -272,3 +272,30 @@ def test_a_group_that_waited_for_a_reload_accepts_the_version_of_the_checkpoint(
         assert output.samples[0].weight_versions[0].weight_version == 0
 
     Script(script, capacity=1).execute()
+
+
+def test_a_fleet_that_slept_is_not_paused_after_its_wake():
+    async def script(run, fleet):
+        await fleet.push_lora(*ADAPTER, transport="inline")
+        await fleet.pause("keep")
+        await fleet.sleep(1, "keep")
+        await fleet.wake()
+        await run.restart(0)  # it follows the fleet when it catches up
+        await run.until_settled(60.0)
+        assert not any(machine.process.paused for machine in run.network.machines)
+
+    Script(script).execute()
+
+
+def test_a_held_group_moves_when_its_version_will_not_come():
+    async def script(run, fleet):
+        await fleet.push_lora(*ADAPTER, transport="inline")
+        await fleet.pause("keep")
+        held = asyncio.ensure_future(fleet.generate([[1]], return_text=False))
+        await asyncio.sleep(1.0)
+        await fleet.sleep(2, "keep")
+        await fleet.wake(reload=True)
+        ((output,),) = await asyncio.wait_for(asyncio.gather(held), 60.0)
+        assert output.samples[0].weight_versions[0].weight_version == 0
+
+    Script(script).execute()

@@ -246,6 +246,7 @@ class Process:
             updating=self.session is not None,
             updates=self.updates,
             running_requests=len(self.requests),
+            held_requests=sum(not running.begun for running in self.requests.values()),
         )
         if self.session is not None:
             status.update.id, status.update.kind = self.session.number, self.session.header.kind

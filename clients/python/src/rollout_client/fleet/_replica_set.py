@@ -141,8 +141,11 @@ class ReplicaSet:
 
     def set_asleep(self, level: int | None) -> None:
         """Sets the level at which the fleet sleeps, or None. No group starts while it sleeps."""
-        if (level is None) != (self.asleep is None):
-            (self.router.open_gate if level is None else self.router.close_gate)()
+        if self.asleep is None and level is not None:
+            self.router.close_gate()
+        elif self.asleep is not None and level is None:
+            self.paused = False  # a wake ends a pause too
+            self.router.open_gate()
         self.asleep = level
 
     def at_checkpoint(self, policy: Policy) -> Policy:
@@ -232,6 +235,9 @@ class ReplicaSet:
             status = await self.ask(replica)
             if not self._serves(replica, status):
                 await self._while_it_answers(replica, self._join_in_turn(replica))
+            elif _holds_without_pause(status):
+                # A reload or a forced push has lowered the fleet's version, perhaps below what these groups wait for.
+                self.router.revoke_newer(replica.route, self.policy.version)
         except Unavailable as error:
             self.mark_lost(replica, error)
         except RolloutError as error:
@@ -415,6 +421,11 @@ class ReplicaSet:
             every = LOST_POLL_SECONDS if replica.state is ReplicaState.LOST else HEALTHY_POLL_SECONDS
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(replica.check_now.wait(), every)
+
+
+def _holds_without_pause(status: ServerStatus) -> bool:
+    """Whether a server holds requests although it is neither paused nor updating: they wait for a newer policy."""
+    return status.held_requests > 0 and status.lifecycle is Lifecycle.RUNNING and not status.updating
 
 
 def _has_no_policy(status: ServerStatus) -> bool:

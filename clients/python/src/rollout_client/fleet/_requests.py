@@ -239,6 +239,7 @@ class Requests:
         while len(lost) < MAX_ATTEMPTS:
             attempt += 1
             assignment = await self._assign(call, samples)
+            assignment.version = self._replica_set.policy.version
             replica = self._replica_set.replicas[assignment.route.number]
             request_id = f"{call.request_id}/{index}" + (f"/{attempt}" if attempt > 1 else "")
             if was_cut is not None:
