@@ -299,3 +299,40 @@ def test_a_held_group_moves_when_its_version_will_not_come():
         assert output.samples[0].weight_versions[0].weight_version == 0
 
     Script(script).execute()
+
+
+def test_a_current_replica_that_loses_its_weights_catches_up():
+    async def script(run, fleet):
+        process = run.network.machines[1].process
+        process.whole = False  # as after a push in place that was interrupted
+        await asyncio.sleep(10.0)
+        assert process.whole and run.states() == CURRENT, run.fleet._core.replica_set.describe()
+
+    Script(script).execute()
+
+
+def test_a_current_replica_that_sleeps_alone_is_woken():
+    async def script(run, fleet):
+        process = run.network.machines[1].process
+        process.asleep = 1
+        await asyncio.sleep(10.0)
+        assert process.asleep is None and run.states() == CURRENT, run.fleet._core.replica_set.describe()
+
+    Script(script).execute()
+
+
+def test_a_kept_request_runs_on_by_the_push_after_a_sleep_that_discarded_the_policy():
+    async def script(run, fleet):
+        await fleet.push_full({"w": np.zeros(4, np.float32)}, transport="inline")
+        asked = fleet.generate([[1]], 1, SamplingParams(max_tokens=100), return_text=False)
+        kept = asyncio.ensure_future(asked)
+        await asyncio.sleep(1.0)
+        await fleet.sleep(2, "keep")
+        await fleet.wake()
+        await asyncio.sleep(10.0)
+        assert run.states() == CURRENT, run.fleet._core.replica_set.describe()
+        await fleet.push_full(ADAPTER[0], transport="inline")
+        (output,) = await kept
+        assert [span.weight_version for span in output.samples[0].weight_versions] == [1, 2]
+
+    Script(script).execute()

@@ -266,13 +266,18 @@ class ReplicaSet:
         """Whether the replica is current, and needs nothing."""
         if replica.state is not ReplicaState.CURRENT:
             return False
-        return replica.held == self.policy and (self.updating.locked() or self._is_healthy(status))
+        return replica.held == self.policy and self._is_healthy(status)
 
     def _is_healthy(self, status: ServerStatus) -> bool:
-        """Whether a server sleeps as the fleet does, or has a policy of the fleet's version."""
+        """Whether a server sleeps as the fleet does, or has a policy of the fleet's version.
+
+        After a sleep that discarded the policy, servers are healthy without weights until the next push brings some.
+        """
         if self.asleep is not None or status.asleep is not None:
             return self.asleep is not None and status.asleep is not None
-        return status.lifecycle is not Lifecycle.WEIGHTS_MISSING and status.weight_version == self.policy.version
+        if status.lifecycle is Lifecycle.WEIGHTS_MISSING:
+            return self.dropped
+        return status.weight_version == self.policy.version
 
     async def ask(self, replica: Replica) -> ServerStatus:
         """Requests the status of a replica at its current address, and updates what is known about it.
