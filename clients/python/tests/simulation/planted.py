@@ -48,8 +48,8 @@ PLANTED = [
     ),
     Planted(
         "_pushes.py",
-        "            replica.unconfirmed = UnconfirmedCommit(pushing.updates[number], after)\n",
-        "",
+        "unconfirmed=UnconfirmedCommit(pushing.updates[number], after)",
+        "unconfirmed=None",
         "replacement: a replica whose answer to the commit was lost counts as one that has not applied the push",
     ),
     Planted(

@@ -80,7 +80,7 @@ class FleetLifecycle:
         replica_set.policy = None if replica_set.policy is None else replica_set.at_checkpoint(replica_set.policy)
         for replica in replica_set.replicas:
             known = replica.number in asleep and replica.held is not None
-            replica.held = replica_set.at_checkpoint(replica.held) if known else None
+            replica.set_held(replica_set.at_checkpoint(replica.held) if known else None)
 
     async def _note_reload(self, numbers: list[int]) -> None:
         """Records that these replicas have reloaded the checkpoint, which has version 0."""
@@ -93,9 +93,9 @@ class FleetLifecycle:
                 continue
             held = replica.held  # None if it was seen to have reloaded before the others were awake
             if was_dropped:
-                replica.held = None if held is None else replace(held, version=0)
+                replica.set_held(None if held is None else replace(held, version=0))
                 replica_set.policy = None if replica_set.policy is None else replace(replica_set.policy, version=0)
             elif held is not None and held.version != 0:
                 # after a failed sleep it had dropped a policy that the fleet still has
-                replica.held = None
+                replica.set_held(None)
                 replica_set.set_state(replica, ReplicaState.BEHIND, "it has read its checkpoint again")

@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .. import _convert_weights, _proto
 from .._http2 import ClientStream
@@ -145,7 +145,7 @@ class Pushes:
 
     def _fits(self, pushing: Pushing, replica: Replica) -> bool:
         """Whether a push gives a replica the fleet's policy."""
-        return pushing.change.fits(replica.held if replica.is_known else None, self._replica_set.policy)
+        return pushing.change.fits(replica.held if replica.known.is_certain else None, self._replica_set.policy)
 
     def _leave(self, pushing: Pushing) -> None:
         """Lets groups start, and other changes of the policy begin."""
@@ -217,7 +217,7 @@ class Pushes:
             digest, _ = Counter(result.digest for result in results.values()).most_common(1)[0]
             for number in [n for n, result in results.items() if result.digest != digest]:
                 errors[number] = DataLoss(f"it reports the digest {results.pop(number).digest}, others {digest}")
-                replica_set.replicas[number].held = None
+                replica_set.replicas[number].set_held(None)
             self._apply(pushing, results, errors, digest, repush)
             receipt = self._receipt(pushing, results, errors, digest)
             if len(results) < replica_set.quorum:
@@ -265,7 +265,7 @@ class Pushes:
 
             for number in await replica_set.each(remove):
                 replica = replica_set.replicas[number]
-                replica.held = None if replica.held is None else replica.held.without(name)
+                replica.set_held(None if replica.held is None else replica.held.without(name))
 
     async def _prepare(self, pushing: Pushing, numbers: list[int]) -> dict[int, RolloutError]:
         """Closes the gate, and asks each replica whether the push is open on it, on the policy that it builds on."""
@@ -303,7 +303,7 @@ class Pushes:
             if error is not None and not isinstance(error, _NO_ANSWER):
                 continue
             after = pushing.change.applied(replica.held or Policy(0, ""), UNPROVED)
-            replica.unconfirmed = UnconfirmedCommit(pushing.updates[number], after)
+            replica.known = replace(replica.known, unconfirmed=UnconfirmedCommit(pushing.updates[number], after))
             if replica.state is not ReplicaState.LOST:
                 self._replica_set.set_state(replica, ReplicaState.BEHIND, "its answer to the commit was lost")
 
@@ -322,7 +322,8 @@ class Pushes:
         replica_set.dropped = replica_set.dropped and change.name is not None
         for replica in replica_set.replicas:
             if replica.number in results:
-                replica.held, replica.unconfirmed = change.applied(replica.held or Policy(0, ""), digest), None
+                after = change.applied(replica.held or Policy(0, ""), digest)
+                replica.known = replace(replica.known, held=after, unconfirmed=None)
             if replica.number in results and replica.held == replica_set.policy:
                 replica_set.set_state(replica, ReplicaState.CURRENT)
             elif replica.state is not ReplicaState.LOST:
