@@ -308,7 +308,7 @@ def test_a_task_that_is_cancelled_drops_its_own_push_alone(fleet, rng):
         assert push.receipt.weight_version == version + 1
         in_loop(fleet, fleet._core.replica_set.updating.acquire())  # as a replica that catches up
         waits = asyncio.ensure_future(other.push_lora(adapter, config))
-        while not fleet._core.replica_set.pushing:
+        while not fleet._core.replica_set.push_is_open:
             await asyncio.sleep(0.01)
         waits.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -362,7 +362,7 @@ class Run:
         """Nothing of what was asked is left in the fleet."""
         await asyncio.sleep(5.0)
         replica_set, requests, require = self.fleet._core.replica_set, self.fleet._core.requests, self.oracle.require
-        require(not replica_set.pushing and self.fleet._core.pushes._now is None, "a push holds the turn")
+        require(not replica_set.push_is_open and self.fleet._core.pushes._open is None, "a push holds the turn")
         require(not replica_set.updating.locked(), "the turn is held")
         require(replica_set.router._closed == 0, f"the gate is closed {replica_set.router._closed} times")
         require(replica_set.router.waiting == 0, "a group waits")
@@ -411,17 +411,17 @@ class Run:
         seconds: Sequence[float] = (0.02, 0.5, 10.0),
     ) -> Any:
         """Calls the fleet from a thread, or awaits the asyncio fleet; so often the caller gives up after seconds."""
-        patience = rng.expovariate(1 / rng.choice(seconds)) if rng.random() < often else None
+        timeout = rng.expovariate(1 / rng.choice(seconds)) if rng.random() < often else None
         if rng.random() < 0.5:
-            return await self._threaded(plain, patience)
-        return await self._awaited(use, patience)
+            return await self._threaded(plain, timeout)
+        return await self._awaited(use, timeout)
 
     async def uninterrupted(self, use: Callable[[Any], Any]) -> Any:
         return await self._awaited(use, None)
 
-    async def _awaited(self, use: Callable[[AsyncFleet], Awaitable[Any]], patience: float | None) -> Any:
+    async def _awaited(self, use: Callable[[AsyncFleet], Awaitable[Any]], timeout: float | None) -> Any:
         task = asyncio.ensure_future(use(AsyncFleet(self.fleet)))
-        await asyncio.wait({task}, timeout=patience)
+        await asyncio.wait({task}, timeout=timeout)
         if not task.done():
             self.oracle.note("its caller is cancelled")
             task.cancel()
@@ -430,7 +430,7 @@ class Run:
             raise Interrupted
         return task.result()
 
-    async def _threaded(self, plain: Callable[[Fleet], Any], patience: float | None) -> Any:
+    async def _threaded(self, plain: Callable[[Fleet], Any], timeout: float | None) -> Any:
         def call() -> tuple[Any, BaseException | None]:
             try:
                 return plain(self.fleet), None
@@ -440,7 +440,7 @@ class Run:
         thread = Thread(self.scheduler, call, "client")
         thread.start()
         future = asyncio.wrap_future(thread.future)
-        await asyncio.wait({future}, timeout=patience)
+        await asyncio.wait({future}, timeout=timeout)
         if not future.done():
             self.oracle.note("its caller is interrupted")
             self.scheduler.interrupt(thread)
@@ -458,7 +458,7 @@ class Run:
         for attempt in range(3000):
             if attempt == 10:  # what refers to nothing but itself
                 gc.collect()
-            if not self.fleet._core.replica_set.pushing or self.fleet._core.loop._closed:
+            if not self.fleet._core.replica_set.push_is_open or self.fleet._core.loop._closed:
                 return
             await asyncio.sleep(0.1)
         self.oracle.require(False, "a push whose sender is gone holds its turn")

@@ -46,7 +46,7 @@ class ReplicaSet:
         """Held while the policy of replicas changes: by a push, a sleep, a wake, or a replica that catches up."""
         self.dropped = False
         """Whether a sleep has dropped the policy, so that a push may repeat its version."""
-        self.pushing = False
+        self.push_is_open = False
         """Whether a push holds `updating`, or waits for it."""
         self.checkpoint = ""
         """The digest of the checkpoint's parameters; empty until a replica serves the checkpoint."""
@@ -127,7 +127,7 @@ class ReplicaSet:
         Raises:
             FailedPrecondition: a push is open, which may be the caller's own.
         """
-        if self.pushing:
+        if self.push_is_open:
             raise FailedPrecondition("a push is open: do this after its end, or after cancel_update")
         async with self.updating:
             yield
