@@ -65,6 +65,18 @@ def test_what_runs_on_a_replica_that_is_taken_out_is_revoked_and_nothing_goes_th
     asyncio.run(main())
 
 
+def test_only_groups_of_a_newer_version_are_taken_back():
+    async def main():
+        router = routed(100)
+        assignments = [await router.assign(1) for _ in range(3)]
+        for version, assignment in enumerate(assignments):
+            assignment.version = version
+        router.revoke_newer(router.routes[0], 1)
+        assert [assignment.revoked.is_set() for assignment in assignments] == [False, False, True]
+
+    asyncio.run(main())
+
+
 def test_no_group_begins_while_the_gate_is_closed():
     async def main():
         router = routed(100)

@@ -263,12 +263,14 @@ def test_a_group_that_waited_for_a_reload_accepts_the_version_of_the_checkpoint(
         long = SamplingParams(max_tokens=1000)
         running = asyncio.ensure_future(fleet.generate([[1], [2], [3]], 1, long, timeout=2.0, return_text=False))
         await asyncio.sleep(1.0)
-        waiting = asyncio.ensure_future(fleet.generate([[4]], return_text=False))  # for room
+        asked = fleet.generate([[4]], request_id="waiting", return_text=False)
+        waiting = asyncio.ensure_future(asked)  # for room
         await asyncio.sleep(0.1)
         await fleet.sleep(2, "keep")
         await running
         await fleet.wake(reload=True)
-        ((output,),) = await asyncio.wait_for(asyncio.gather(waiting), 60.0)
+        (output,) = await asyncio.wait_for(waiting, 60.0)
+        assert len(run.oracle.requests["waiting/0"]) == 1
         assert output.samples[0].weight_versions[0].weight_version == 0
 
     Script(script, capacity=1).execute()
@@ -295,7 +297,7 @@ def test_a_held_group_moves_when_its_version_will_not_come():
         await asyncio.sleep(1.0)
         await fleet.sleep(2, "keep")
         await fleet.wake(reload=True)
-        ((output,),) = await asyncio.wait_for(asyncio.gather(held), 60.0)
+        (output,) = await asyncio.wait_for(held, 60.0)
         assert output.samples[0].weight_versions[0].weight_version == 0
 
     Script(script).execute()
@@ -321,18 +323,20 @@ def test_a_current_replica_that_sleeps_alone_is_woken():
     Script(script).execute()
 
 
-def test_a_kept_request_runs_on_by_the_push_after_a_sleep_that_discarded_the_policy():
+@pytest.mark.parametrize("reload", [False, True])
+def test_a_kept_request_runs_on_by_the_policy_after_a_sleep_that_discarded_its_own(reload):
     async def script(run, fleet):
         await fleet.push_full({"w": np.zeros(4, np.float32)}, transport="inline")
-        asked = fleet.generate([[1]], 1, SamplingParams(max_tokens=100), return_text=False)
+        asked = fleet.generate([[1]], 1, SamplingParams(max_tokens=500), return_text=False)
         kept = asyncio.ensure_future(asked)
         await asyncio.sleep(1.0)
         await fleet.sleep(2, "keep")
-        await fleet.wake()
-        await asyncio.sleep(10.0)
-        assert run.states() == CURRENT, run.fleet._core.replica_set.describe()
-        await fleet.push_full(ADAPTER[0], transport="inline")
+        await fleet.wake(reload=reload)
+        if not reload:
+            await asyncio.sleep(10.0)
+            assert run.states() == CURRENT, run.fleet._core.replica_set.describe()
+            await fleet.push_full(ADAPTER[0], transport="inline")
         (output,) = await kept
-        assert [span.weight_version for span in output.samples[0].weight_versions] == [1, 2]
+        assert [span.weight_version for span in output.samples[0].weight_versions] == [1, 0 if reload else 2]
 
     Script(script).execute()
