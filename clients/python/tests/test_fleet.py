@@ -242,7 +242,7 @@ def test_nothing_is_served_by_an_older_version_once_a_push_has_returned(fleet, s
 
 
 def test_requests_on_a_replica_that_misses_a_push_begin_anew_elsewhere(fleet, servers, rng):
-    """The replica is cut off for pushes alone, so that its requests would go on by the old version."""
+    """The replica is cut off for pushes alone, so that its requests would continue on the old version."""
     (first, second), _ = servers
     adapter, config = random_adapter(rng, BASE)
     version = fleet.status().weight_version

@@ -1,4 +1,4 @@
-"""What a fleet decides, without servers: routes, quorums, seeds and policies."""
+"""Decisions of a fleet, without servers: routes, quorums, seeds and policies."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_group_that_gives_up_leaves_its_place(rng):
 
 
 class Stream:
-    """What a fan-out uses of a call."""
+    """The methods of a call that a fan-out uses."""
 
     def __init__(self, fails=None, at="send", response=b"", blocks=None):
         self.sent, self.fails, self.at, self.response, self.blocks = [], fails, at, response, blocks

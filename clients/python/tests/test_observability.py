@@ -204,7 +204,7 @@ def test_phases_follow_each_other_and_add_up(started):
     assert value(samples, "rollout:wake_seconds_count", reload="false") == 1
     assert value(samples, "rollout:pushes_open") == 0 and value(samples, "rollout:weight_version") == 1
 
-    # What the counters say of the whole time is what the spans say.
+    # The counters of the whole time agree with the spans.
     sums = {key[1][1]: seconds for key, seconds in samples.items() if key[0] == "rollout:engine_seconds_total"}
     for phase in timeline.phases:
         if phase.phase not in WAITING:

@@ -323,7 +323,7 @@ class Run:
         policy = fleet._core.replica_set.policy
         for machine, replica in zip(network.machines, fleet._core.replica_set.replicas, strict=True):
             process = machine.process
-            # A policy that was dropped comes back with a push; its version is no server's until then.
+            # A policy that was dropped comes back with a push; until then no server has its version.
             same = process.policy == content_of(policy) and process.whole
             same = same and (process.version == policy.version or not fleet._core.replica_set.dropped)
             serves = (process.policy, process.version)
@@ -476,7 +476,7 @@ class Run:
                 await asyncio.sleep(2.0)
 
     def check_asleep(self, slept: dict[int, Any]) -> None:
-        """What a sleep names sleeps."""
+        """The replicas that a sleep names are asleep."""
         for number in slept:
             process = self.network.machines[number].process
             awake = process is not None and process.asleep is None and self.clock() - process.begun > 60.0
