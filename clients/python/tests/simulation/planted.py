@@ -48,8 +48,9 @@ PLANTED = [
     ),
     Planted(
         "_pushes.py",
-        "unconfirmed=UnconfirmedCommit(push.updates[number], after)",
-        "unconfirmed=None",
+        "            replica.known = replace("
+        "replica.known, unconfirmed=UnconfirmedCommit(push.updates[number], after))\n",
+        "",
         "replacement: a replica whose answer to the commit was lost counts as one that has not applied the push",
     ),
     Planted(
