@@ -115,7 +115,8 @@ class Run:
         self.problems: list[str] = []
         self.loops: list[VirtualLoop] = []
         self.scheduler = Scheduler(Random(rng.getrandbits(64)))
-        self.oracle = Oracle(self.scheduler.monotonic)
+        self.clock = self.scheduler.monotonic
+        self.oracle = Oracle(self.clock)
         self.names = Random(rng.getrandbits(64))
         self.think, self.calm = rng.choice([0.2, 1.0, 5.0]), rng.choice([2.0, 10.0, 30.0])
         self.may_lie, self.poison = rng.random() < 0.2, rng.random() < 0.1
@@ -123,9 +124,6 @@ class Run:
         self.past = rng.choices(["fresh", "pushed", "paused", "asleep"], [6, 2, 1, 1])[0]
         self.supply: dict[str, Any] = {}
         self.fleet: Fleet | None = None
-
-    def clock(self) -> float:
-        return self.scheduler.now
 
     def execute(self) -> Result:
         """Runs it to its end.
@@ -315,6 +313,8 @@ class Run:
             if machine.process is None:
                 machine.start()
             machine.process.lies, machine.process.refuse_header = b"", None
+        while len(fleet._core.replica_set.numbers(ReplicaState.LOST)) == REPLICAS:  # an order needs one of them
+            await asyncio.sleep(1.0)
         await AsyncFleet(fleet).wake()
         await self.resumed()
         trainer._note_policy()
