@@ -242,7 +242,7 @@ def test_nothing_is_served_by_an_older_version_once_a_push_has_returned(fleet, s
 
 
 def test_requests_on_a_replica_that_misses_a_push_begin_anew_elsewhere(fleet, servers, rng):
-    """The replica is cut off for pushes alone, so that its requests would go on by the old version."""
+    """The replica is cut off for pushes alone, so that its requests would continue on the old version."""
     (first, second), _ = servers
     adapter, config = random_adapter(rng, BASE)
     version = fleet.status().weight_version
@@ -349,6 +349,21 @@ def test_level_two_drops_the_policy_and_a_push_or_a_reload_brings_one(fleet, ser
     fleet.sleep(2)
     fleet.wake()
     assert fleet.push_full(BASE, version=version).missed == [] and versions(ask(fleet)) == {version}
+
+
+def test_requests_that_a_pause_held_run_on_the_checkpoint_after_a_reload(fleet, servers, rng):
+    (first, second), _ = servers
+    fleet.push_full(perturbed(rng, BASE))
+    fleet.pause("keep")
+    outputs = []
+    thread = threading.Thread(target=lambda: outputs.extend(ask(fleet)))
+    thread.start()
+    wait_until_true(lambda: sum(s.client.status().held_requests for s in (first, second)) == len(PROMPTS))
+    fleet.sleep(2, "keep")
+    fleet.wake(reload=True)
+    thread.join(60)
+    assert len(outputs) == len(PROMPTS) and versions(outputs) == {0}
+    assert states(fleet) == [CURRENT, CURRENT]
 
 
 def test_a_sleep_waits_for_all_that_was_asked_and_refuses_during_a_push(fleet):

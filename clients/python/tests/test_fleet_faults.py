@@ -1,4 +1,4 @@
-"""A fleet when something goes wrong: ended calls, orders that cross requests, pushes whose end nobody hears of."""
+"""A fleet when something goes wrong: ended calls, orders that cross requests, pushes whose end no caller sees."""
 
 from __future__ import annotations
 
@@ -308,7 +308,7 @@ def test_a_task_that_is_cancelled_drops_its_own_push_alone(fleet, rng):
         assert push.receipt.weight_version == version + 1
         in_loop(fleet, fleet._core.replica_set.updating.acquire())  # as a replica that catches up
         waits = asyncio.ensure_future(other.push_lora(adapter, config))
-        while not fleet._core.replica_set.pushing:
+        while not fleet._core.replica_set.push_is_open:
             await asyncio.sleep(0.01)
         waits.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -380,7 +380,7 @@ def test_a_push_that_one_replica_has_unheard_is_no_base_for_the_next(fleet, serv
     assert first.client.checksum() == before != second.client.checksum()
     wait_until(fleet, [CURRENT, BEHIND])
     receipt = fleet.push_lora(adapter, config)
-    assert receipt.missed == [1], "it would be merged into what nobody knows"
+    assert receipt.missed == [1], "it would be merged into an unknown base"
     assert fleet.push_full(BASE).missed == []
     assert first.client.checksum() == second.client.checksum()
 
@@ -474,7 +474,7 @@ def test_servers_that_a_killed_trainer_left_paused_are_resumed(servers):
 
 
 class GpuTensor:
-    """What the client asks of a tensor of torch on a GPU, which it can read only by a copy to the host."""
+    """The parts of torch's tensor on a GPU that the client uses; it can read them only by a copy to the host."""
 
     is_cuda = True
 

@@ -1,4 +1,4 @@
-"""What a fleet decides, without servers: routes, quorums, seeds and policies."""
+"""Decisions of a fleet, without servers: routes, quorums, seeds and policies."""
 
 from __future__ import annotations
 
@@ -65,6 +65,18 @@ def test_what_runs_on_a_replica_that_is_taken_out_is_revoked_and_nothing_goes_th
     asyncio.run(main())
 
 
+def test_only_groups_of_a_newer_version_are_taken_back():
+    async def main():
+        router = routed(100)
+        assignments = [await router.assign(1) for _ in range(3)]
+        for version, assignment in enumerate(assignments):
+            assignment.version = version
+        router.revoke_newer(router.routes[0], 1)
+        assert [assignment.revoked.is_set() for assignment in assignments] == [False, False, True]
+
+    asyncio.run(main())
+
+
 def test_no_group_begins_while_the_gate_is_closed():
     async def main():
         router = routed(100)
@@ -113,7 +125,7 @@ def test_a_group_that_gives_up_leaves_its_place(rng):
 
 
 class Stream:
-    """What a fan-out uses of a call."""
+    """The methods of a call that a fan-out uses."""
 
     def __init__(self, fails=None, at="send", response=b"", blocks=None):
         self.sent, self.fails, self.at, self.response, self.blocks = [], fails, at, response, blocks

@@ -255,3 +255,88 @@ def test_requests_that_are_cancelled_while_they_wait_leave_no_task():
         await fleet.resume()  # the end of the script counts the tasks
 
     Script(script, capacity=1).execute()
+
+
+def test_a_group_that_waited_for_a_reload_accepts_the_version_of_the_checkpoint():
+    async def script(run, fleet):
+        await fleet.push_lora(*ADAPTER, transport="inline")
+        long = SamplingParams(max_tokens=1000)
+        running = asyncio.ensure_future(fleet.generate([[1], [2], [3]], 1, long, timeout=2.0, return_text=False))
+        await asyncio.sleep(1.0)
+        asked = fleet.generate([[4]], request_id="waiting", return_text=False)
+        waiting = asyncio.ensure_future(asked)  # for room
+        await asyncio.sleep(0.1)
+        await fleet.sleep(2, "keep")
+        await running
+        await fleet.wake(reload=True)
+        (output,) = await asyncio.wait_for(waiting, 60.0)
+        assert len(run.oracle.requests["waiting/0"]) == 1
+        assert output.samples[0].weight_versions[0].weight_version == 0
+
+    Script(script, capacity=1).execute()
+
+
+def test_a_fleet_that_slept_is_not_paused_after_its_wake():
+    async def script(run, fleet):
+        await fleet.push_lora(*ADAPTER, transport="inline")
+        await fleet.pause("keep")
+        await fleet.sleep(1, "keep")
+        await fleet.wake()
+        await run.restart(0)  # it follows the fleet when it catches up
+        await run.until_settled(60.0)
+        assert not any(machine.process.paused for machine in run.network.machines)
+
+    Script(script).execute()
+
+
+def test_a_held_group_moves_when_its_version_will_not_come():
+    async def script(run, fleet):
+        await fleet.push_lora(*ADAPTER, transport="inline")
+        await fleet.pause("keep")
+        held = asyncio.ensure_future(fleet.generate([[1]], return_text=False))
+        await asyncio.sleep(1.0)
+        await fleet.sleep(2, "keep")
+        await fleet.wake(reload=True)
+        (output,) = await asyncio.wait_for(held, 60.0)
+        assert output.samples[0].weight_versions[0].weight_version == 0
+
+    Script(script).execute()
+
+
+def test_a_current_replica_that_loses_its_weights_catches_up():
+    async def script(run, fleet):
+        process = run.network.machines[1].process
+        process.whole = False  # as after a push in place that was interrupted
+        await asyncio.sleep(10.0)
+        assert process.whole and run.states() == CURRENT, run.fleet._core.replica_set.describe()
+
+    Script(script).execute()
+
+
+def test_a_current_replica_that_sleeps_alone_is_woken():
+    async def script(run, fleet):
+        process = run.network.machines[1].process
+        process.asleep = 1
+        await asyncio.sleep(10.0)
+        assert process.asleep is None and run.states() == CURRENT, run.fleet._core.replica_set.describe()
+
+    Script(script).execute()
+
+
+@pytest.mark.parametrize("reload", [False, True])
+def test_a_kept_request_runs_on_by_the_policy_after_a_sleep_that_discarded_its_own(reload):
+    async def script(run, fleet):
+        await fleet.push_full({"w": np.zeros(4, np.float32)}, transport="inline")
+        asked = fleet.generate([[1]], 1, SamplingParams(max_tokens=500), return_text=False)
+        kept = asyncio.ensure_future(asked)
+        await asyncio.sleep(1.0)
+        await fleet.sleep(2, "keep")
+        await fleet.wake(reload=reload)
+        if not reload:
+            await asyncio.sleep(10.0)
+            assert run.states() == CURRENT, run.fleet._core.replica_set.describe()
+            await fleet.push_full(ADAPTER[0], transport="inline")
+        (output,) = await kept
+        assert [span.weight_version for span in output.samples[0].weight_versions] == [1, 0 if reload else 2]
+
+    Script(script).execute()

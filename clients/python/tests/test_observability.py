@@ -204,7 +204,7 @@ def test_phases_follow_each_other_and_add_up(started):
     assert value(samples, "rollout:wake_seconds_count", reload="false") == 1
     assert value(samples, "rollout:pushes_open") == 0 and value(samples, "rollout:weight_version") == 1
 
-    # What the counters say of the whole time is what the spans say.
+    # The counters of the whole time agree with the spans.
     sums = {key[1][1]: seconds for key, seconds in samples.items() if key[0] == "rollout:engine_seconds_total"}
     for phase in timeline.phases:
         if phase.phase not in WAITING:
@@ -232,15 +232,20 @@ def test_nobody_waits_for_a_long_step(started):
     """While prompts are computed, each step longer than an answer takes, metrics and timeline see them."""
     client = started.client
     length = min(client.info().max_model_len, 1024)
-    prompts = [[(i * 7 + j) % 500 for i in range(length)] for j in range(8)]
-    thread = threading.Thread(target=lambda: client.score(prompts))
-    thread.start()
-    phases, accepted = set(), set()
-    while thread.is_alive():
-        phases.add(engine_spans(client.timeline(max_spans=1))[-1].phase)
-        accepted.add(value(scrape(started), "rollout:requests_accepted"))
-    thread.join()
-    assert "prefill" in phases and 1 in accepted, (phases, accepted)
+    deadline = time.monotonic() + 60
+    # On a loaded machine this process may get no turn while a call computes; then the call is repeated.
+    for call in itertools.count():
+        phases, accepted = set(), set()
+        prompts = [[(i * 7 + j + call) % 500 for i in range(length)] for j in range(8)]
+        thread = threading.Thread(target=lambda prompts=prompts: client.score(prompts))
+        thread.start()
+        while thread.is_alive():
+            phases.add(engine_spans(client.timeline(max_spans=1))[-1].phase)
+            accepted.add(value(scrape(started), "rollout:requests_accepted"))
+        thread.join()
+        if "prefill" in phases and 1 in accepted:
+            return
+        assert time.monotonic() < deadline, (phases, accepted)
 
 
 def test_metrics_are_there_while_the_server_sleeps_and_loads(started):

@@ -182,7 +182,7 @@ class Network:
 async def answered(
     network: Network, machine: Machine, connection: Connection, served: concurrent.futures.Future[Any]
 ) -> Any:
-    """What a handler returns, unless the connection breaks or its process is stopped for too long."""
+    """The result of a handler, unless the connection breaks or its process is stopped for too long."""
     loop = asyncio.get_running_loop()
     serving, broken = loop.create_future(), loop.create_future()
 

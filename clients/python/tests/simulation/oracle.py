@@ -1,4 +1,4 @@
-"""What a fleet promises (`docs/ray.md`), and whether it was kept.
+"""Checks whether a fleet keeps the promises of `docs/ray.md`.
 
 The oracle sees what the fleet sends and what callers get, and asks the fleet itself only which policy it has after a
 push whose caller was cancelled.
@@ -183,7 +183,7 @@ class Oracle:
     def begin_reload(self) -> None:
         """A wake begins after which the checkpoint serves.
 
-        What was suspended resumes on it, server by server, before the wake returns or a failed one is repeated.
+        Suspended requests resume on it, server by server, before the wake returns or a failed one is repeated.
         """
         self._reload = Era(f"{CHECKPOINT}|None", 0, self.clock())
         self.eras.insert(0, self._reload)
@@ -250,7 +250,7 @@ class Oracle:
                 self._check_version(what, sample, if_version, start)
 
     def _check_version(self, what: str, sample: Any, wanted: int | None, start: float) -> None:
-        """A sample that is wanted by one version begins while that serves; what lets it go on may change it then."""
+        """A sample that is wanted by one version begins while that version serves; a later policy may continue it."""
         if wanted is not None and sample.token_ids:
             made = sample.weight_versions[0].weight_version
             began = made == wanted or any(era.version == wanted for era in self._allowed(start, self.clock()))

@@ -36,8 +36,8 @@ class Planted:
 PLANTED = [
     Planted(
         "_pushes.py",
-        "            pushing.gate_closed = True\n            self._replica_set.router.close_gate()\n",
-        "            pushing.gate_closed = False\n",
+        "            push.gate_closed = True\n            self._replica_set.router.close_gate()\n",
+        "            push.gate_closed = False\n",
         "barrier: groups begin between the first commit and the last",
     ),
     Planted(
@@ -48,20 +48,21 @@ PLANTED = [
     ),
     Planted(
         "_pushes.py",
-        "            replica.unconfirmed = UnconfirmedCommit(pushing.updates[number], after)\n",
+        "            replica.known = replace("
+        "replica.known, unconfirmed=UnconfirmedCommit(push.updates[number], after))\n",
         "",
         "replacement: a replica whose answer to the commit was lost counts as one that has not applied the push",
     ),
     Planted(
         "_pushes.py",
-        "        if pushing.has_turn:\n            replica_set.updating.release()",
-        "        if pushing.gate_closed:\n            replica_set.updating.release()",
+        "        if push.has_turn:\n            replica_set.updating.release()",
+        "        if push.gate_closed:\n            replica_set.updating.release()",
         "push turn: a push that fails before the barrier holds the turn",
     ),
     Planted(
         "_pushes.py",
-        "        if pushing.gate_closed:\n            replica_set.router.open_gate()",
-        "        if pushing.gate_closed and not pushing.cancelled:\n            replica_set.router.open_gate()",
+        "        if push.gate_closed:\n            replica_set.router.open_gate()",
+        "        if push.gate_closed and not push.cancelled:\n            replica_set.router.open_gate()",
         "resume after failure: a push that is cancelled in the commit leaves the gate closed",
     ),
     Planted(

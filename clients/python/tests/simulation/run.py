@@ -115,7 +115,8 @@ class Run:
         self.problems: list[str] = []
         self.loops: list[VirtualLoop] = []
         self.scheduler = Scheduler(Random(rng.getrandbits(64)))
-        self.oracle = Oracle(self.scheduler.monotonic)
+        self.clock = self.scheduler.monotonic
+        self.oracle = Oracle(self.clock)
         self.names = Random(rng.getrandbits(64))
         self.think, self.calm = rng.choice([0.2, 1.0, 5.0]), rng.choice([2.0, 10.0, 30.0])
         self.may_lie, self.poison = rng.random() < 0.2, rng.random() < 0.1
@@ -123,9 +124,6 @@ class Run:
         self.past = rng.choices(["fresh", "pushed", "paused", "asleep"], [6, 2, 1, 1])[0]
         self.supply: dict[str, Any] = {}
         self.fleet: Fleet | None = None
-
-    def clock(self) -> float:
-        return self.scheduler.now
 
     def execute(self) -> Result:
         """Runs it to its end.
@@ -315,6 +313,8 @@ class Run:
             if machine.process is None:
                 machine.start()
             machine.process.lies, machine.process.refuse_header = b"", None
+        while len(fleet._core.replica_set.numbers(ReplicaState.LOST)) == REPLICAS:  # an order needs one of them
+            await asyncio.sleep(1.0)
         await AsyncFleet(fleet).wake()
         await self.resumed()
         trainer._note_policy()
@@ -323,7 +323,7 @@ class Run:
         policy = fleet._core.replica_set.policy
         for machine, replica in zip(network.machines, fleet._core.replica_set.replicas, strict=True):
             process = machine.process
-            # A policy that was dropped comes back with a push; its version is no server's until then.
+            # A policy that was dropped comes back with a push; until then no server has its version.
             same = process.policy == content_of(policy) and process.whole
             same = same and (process.version == policy.version or not fleet._core.replica_set.dropped)
             serves = (process.policy, process.version)
@@ -362,7 +362,7 @@ class Run:
         """Nothing of what was asked is left in the fleet."""
         await asyncio.sleep(5.0)
         replica_set, requests, require = self.fleet._core.replica_set, self.fleet._core.requests, self.oracle.require
-        require(not replica_set.pushing and self.fleet._core.pushes._now is None, "a push holds the turn")
+        require(not replica_set.push_is_open and self.fleet._core.pushes._open is None, "a push holds the turn")
         require(not replica_set.updating.locked(), "the turn is held")
         require(replica_set.router._closed == 0, f"the gate is closed {replica_set.router._closed} times")
         require(replica_set.router.waiting == 0, "a group waits")
@@ -411,17 +411,17 @@ class Run:
         seconds: Sequence[float] = (0.02, 0.5, 10.0),
     ) -> Any:
         """Calls the fleet from a thread, or awaits the asyncio fleet; so often the caller gives up after seconds."""
-        patience = rng.expovariate(1 / rng.choice(seconds)) if rng.random() < often else None
+        timeout = rng.expovariate(1 / rng.choice(seconds)) if rng.random() < often else None
         if rng.random() < 0.5:
-            return await self._threaded(plain, patience)
-        return await self._awaited(use, patience)
+            return await self._threaded(plain, timeout)
+        return await self._awaited(use, timeout)
 
     async def uninterrupted(self, use: Callable[[Any], Any]) -> Any:
         return await self._awaited(use, None)
 
-    async def _awaited(self, use: Callable[[AsyncFleet], Awaitable[Any]], patience: float | None) -> Any:
+    async def _awaited(self, use: Callable[[AsyncFleet], Awaitable[Any]], timeout: float | None) -> Any:
         task = asyncio.ensure_future(use(AsyncFleet(self.fleet)))
-        await asyncio.wait({task}, timeout=patience)
+        await asyncio.wait({task}, timeout=timeout)
         if not task.done():
             self.oracle.note("its caller is cancelled")
             task.cancel()
@@ -430,7 +430,7 @@ class Run:
             raise Interrupted
         return task.result()
 
-    async def _threaded(self, plain: Callable[[Fleet], Any], patience: float | None) -> Any:
+    async def _threaded(self, plain: Callable[[Fleet], Any], timeout: float | None) -> Any:
         def call() -> tuple[Any, BaseException | None]:
             try:
                 return plain(self.fleet), None
@@ -440,7 +440,7 @@ class Run:
         thread = Thread(self.scheduler, call, "client")
         thread.start()
         future = asyncio.wrap_future(thread.future)
-        await asyncio.wait({future}, timeout=patience)
+        await asyncio.wait({future}, timeout=timeout)
         if not future.done():
             self.oracle.note("its caller is interrupted")
             self.scheduler.interrupt(thread)
@@ -458,7 +458,7 @@ class Run:
         for attempt in range(3000):
             if attempt == 10:  # what refers to nothing but itself
                 gc.collect()
-            if not self.fleet._core.replica_set.pushing or self.fleet._core.loop._closed:
+            if not self.fleet._core.replica_set.push_is_open or self.fleet._core.loop._closed:
                 return
             await asyncio.sleep(0.1)
         self.oracle.require(False, "a push whose sender is gone holds its turn")
@@ -476,7 +476,7 @@ class Run:
                 await asyncio.sleep(2.0)
 
     def check_asleep(self, slept: dict[int, Any]) -> None:
-        """What a sleep names sleeps."""
+        """The replicas that a sleep names are asleep."""
         for number in slept:
             process = self.network.machines[number].process
             awake = process is not None and process.asleep is None and self.clock() - process.begun > 60.0

@@ -302,7 +302,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 def threading_of(scheduler: Scheduler) -> SimpleNamespace:
-    """What the fleet's loop uses of `threading`."""
+    """The part of `threading` that the fleet's loop uses."""
     import threading
 
     def thread(target: Callable[[], Any], name: str, daemon: bool) -> Thread:

@@ -47,7 +47,7 @@ def mixed(*parts: object) -> int:
 
 
 def token(seed: int, prompt: tuple[int, ...], content: str, position: int) -> int:
-    """What a policy samples."""
+    """The token that a policy samples."""
     return mixed(seed, prompt, content, position) % (1 << 30)
 
 
@@ -246,6 +246,7 @@ class Process:
             updating=self.session is not None,
             updates=self.updates,
             running_requests=len(self.requests),
+            held_requests=sum(not running.begun for running in self.requests.values()),
         )
         if self.session is not None:
             status.update.id, status.update.kind = self.session.number, self.session.header.kind
@@ -411,7 +412,7 @@ class Process:
             raise RpcError("FAILED_PRECONDITION", f"new_version: {header.new_version} is not above {self.version}")
 
     async def _obey(self) -> None:
-        """An order takes its time, also if nobody waits for it any more."""
+        """An order takes its time, also if its caller has left."""
         self._busy_until = self.loop.time() + self.order_seconds
         await self._rest_of_order()
 

@@ -1,4 +1,4 @@
-"""What clients of a fleet do, drawn from a seed."""
+"""The clients of a fleet and the faults around it, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -357,7 +357,7 @@ class Generator:
 
 
 class Faults:
-    """What goes wrong, in the world's loop."""
+    """Causes faults, in the world's loop."""
 
     def __init__(self, run: Run, rng: Random) -> None:
         self.run, self.rng = run, rng

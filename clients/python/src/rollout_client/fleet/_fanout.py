@@ -146,21 +146,21 @@ class FanOut:
         """As `close`."""
         self.close()
 
-    def _each(self, targets: Mapping[int, _S], use: Callable[[_S], _T], patience: float | None) -> dict[int, _T]:
-        """Calls `use` for all at the same time; drops those that fail, or stall for longer than `patience` seconds."""
+    def _each(self, targets: Mapping[int, _S], use: Callable[[_S], _T], timeout: float | None) -> dict[int, _T]:
+        """Calls `use` for all at the same time; drops those that fail, or stall for longer than `timeout` seconds."""
         targets = dict(targets)
-        if len(targets) == 1 and patience is None:
+        if len(targets) == 1 and timeout is None:
             ((number, target),) = targets.items()
             pending: dict[Future[_T], int] = {_done(use, target): number}
         else:
             pending = {self._threads.submit(use, target): number for number, target in targets.items()}
         results: dict[int, _T] = {}
         while pending:
-            done, _ = wait(pending, patience, FIRST_COMPLETED)
+            done, _ = wait(pending, timeout, FIRST_COMPLETED)
             if not done:
                 for number in pending.values():
-                    self.drop(number, DeadlineExceeded(f"accepted no bytes of the push for {patience:g} s"))
-                patience = None
+                    self.drop(number, DeadlineExceeded(f"accepted no bytes of the push for {timeout:g} s"))
+                timeout = None
             for future in done:
                 number = pending.pop(future)
                 try:

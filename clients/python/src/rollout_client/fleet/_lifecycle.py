@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection
 from dataclasses import replace
 
-from ..errors import Unavailable
 from ..types import DrainMode, Lifecycle, MemoryTag, SleepResult, WakeResult
 from ._policy import PushHistory
 from ._replica_set import ReplicaSet
@@ -51,13 +51,13 @@ class FleetLifecycle:
         replica_set = self._replica_set
         async with replica_set.exclusive():
             results = await replica_set.each(lambda client: client.wake(tags, reload=reload))
+            if reload:  # before groups start: they accept no version below the policy's
+                await self._note_reload(list(results))
             asleep = [number for number, result in results.items() if result.lifecycle is Lifecycle.ASLEEP]
             if len(asleep) < len(results):
                 for number in asleep:
                     replica_set.set_state(replica_set.replicas[number], ReplicaState.BEHIND, "it has missed a wake")
                 replica_set.set_asleep(None)
-            if reload:
-                await self._note_reload(list(results))
         replica_set.recheck()
         return results
 
@@ -80,26 +80,22 @@ class FleetLifecycle:
         replica_set.policy = None if replica_set.policy is None else replica_set.at_checkpoint(replica_set.policy)
         for replica in replica_set.replicas:
             known = replica.number in asleep and replica.held is not None
-            replica.held = replica_set.at_checkpoint(replica.held) if known else None
+            replica.set_held(replica_set.at_checkpoint(replica.held) if known else None)
 
     async def _note_reload(self, numbers: list[int]) -> None:
         """Records that these replicas have reloaded the checkpoint, which has version 0."""
         replica_set = self._replica_set
+        replicas = [replica_set.replicas[number] for number in numbers]
+        await asyncio.gather(*(replica_set.refresh(replica) for replica in replicas))
         was_dropped, replica_set.dropped = replica_set.dropped, False
-        for number in numbers:
-            replica = replica_set.replicas[number]
-            try:
-                status = await replica.ask()
-            except Unavailable as error:
-                replica_set.mark_suspect(replica, error)
-                continue
-            if status.weight_version != 0:
+        for replica in replicas:
+            if replica.status is None or replica.status.weight_version != 0:
                 continue
             held = replica.held  # None if it was seen to have reloaded before the others were awake
             if was_dropped:
-                replica.held = None if held is None else replace(held, version=0)
+                replica.set_held(None if held is None else replace(held, version=0))
                 replica_set.policy = None if replica_set.policy is None else replace(replica_set.policy, version=0)
             elif held is not None and held.version != 0:
                 # after a failed sleep it had dropped a policy that the fleet still has
-                replica.held = None
+                replica.set_held(None)
                 replica_set.set_state(replica, ReplicaState.BEHIND, "it has read its checkpoint again")

@@ -17,7 +17,7 @@ from ..types import ParameterInfo
 from ._fanout import FanOut
 from ._loop import Loop
 from ._policy import Repush
-from ._pushes import Pushes, Pushing, PushRequest
+from ._pushes import OpenPush, Pushes, PushRequest
 from .types import FleetReceipt
 
 # Addresses that stand for all replicas; pushes to the first one may use shared memory.
@@ -30,19 +30,19 @@ class FanOutPusher(Pusher):
     may_use_ipc = False  # each replica is another process, perhaps on another machine
 
     def __init__(
-        self, transaction: Transaction, pushing: Pushing, segments: SegmentPool, keep: Callable[[str, Any], None]
+        self, transaction: Transaction, push: OpenPush, segments: SegmentPool, keep: Callable[[str, Any], None]
     ) -> None:
         """Sends nothing yet.
 
         Args:
             transaction: of the push.
-            pushing: the push, whose turn it is.
+            push: the push, whose turn it is.
             segments: of the fleet.
             keep: called with each tensor that is written to an open push.
         """
-        self.address = _THIS_HOST if pushing.is_local else _OTHER_HOSTS
+        self.address = _THIS_HOST if push.is_local else _OTHER_HOSTS
         self._transaction, self._segments, self._keep = transaction, segments, keep
-        self._first = pushing.clients[min(pushing.clients)]
+        self._first = push.clients[min(push.clients)]
 
     def start(self, timeout: float | None) -> FanOut:
         """As `Pusher.start`, on all replicas."""
@@ -85,7 +85,7 @@ class Transaction:
             raise InvalidArgument("expected_generation: replicas count generations by themselves; leave it out")
         self._loop, self._pushes, self._repush = loop, pushes, repush
         self._segments = segments
-        self._pushing = Pushing(
+        self._push = OpenPush(
             PushRequest(
                 kind,
                 options.get("name"),
@@ -106,20 +106,20 @@ class Transaction:
         Raises:
             RolloutError: the push cannot start; the policy stays as it was.
         """
-        pushing = self._pushing
+        push = self._push
         try:
-            self._loop.run(self._pushes.begin(pushing))
+            self._loop.run(self._pushes.begin(push))
         except BaseException:  # the push may have got its turn just when the wait was interrupted
             with contextlib.suppress(RolloutError):
-                self._loop.make(lambda: self._pushes.withdraw(pushing))
+                self._loop.make(lambda: self._pushes.withdraw(push))
             raise
-        if pushing.request.name is None:  # a replica that is behind may have any version
-            self.options |= {"version": pushing.change.version, "force_version": True}
-        return FanOutPusher(self, pushing, self._segments, keep)
+        if push.request.name is None:  # a replica that is behind may have any version
+            self.options |= {"version": push.change.version, "force_version": True}
+        return FanOutPusher(self, push, self._segments, keep)
 
     def start(self, timeout: float | None) -> FanOut:
         """Starts the calls, which may take `timeout` seconds each."""
-        return self._pushes.start_call(self._pushing, timeout, self._loop.run)
+        return self._pushes.start_call(self._push, timeout, self._loop.run)
 
     def finish(self) -> FleetReceipt:
         """Ends a committed push, and returns its receipt.
@@ -144,20 +144,20 @@ class Transaction:
             roll_back: closes the calls; called in another thread.
         """
         with contextlib.suppress(FailedPrecondition):  # the fleet is closed
-            self._loop.submit(self._pushes.drop(self._pushing, roll_back))
+            self._loop.submit(self._pushes.drop(self._push, roll_back))
 
     def cancel(self) -> None:
         """Makes its calls raise `Cancelled`; for any thread. Has no effect after the end."""
-        if not self._pushing.ended:
+        if not self._push.ended:
             with contextlib.suppress(FailedPrecondition):  # the fleet is closed
-                self._loop.make(lambda: self._pushes.cancel(self._pushing))
+                self._loop.make(lambda: self._pushes.cancel(self._push))
 
     def _end(self) -> FleetReceipt | None:
         try:
             # A commit of the replicas changes the fleet's policy, even if this wait is interrupted.
-            return self._loop.complete(self._pushes.end(self._pushing, self._repush))
+            return self._loop.complete(self._pushes.end(self._push, self._repush))
         finally:
-            for client in self._pushing.clients.values():
+            for client in self._push.clients.values():
                 client.close()
 
 

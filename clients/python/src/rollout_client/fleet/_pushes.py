@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .. import _convert_weights, _proto
 from .._http2 import ClientStream
@@ -55,7 +55,7 @@ class PushRequest:
 
 
 @dataclass(eq=False)
-class Pushing:
+class OpenPush:
     """One push of the fleet, from `begin` to `end`."""
 
     request: PushRequest
@@ -87,10 +87,10 @@ class Pushes:
     def __init__(self, replica_set: ReplicaSet, connect: Callable[[str], RolloutClient]) -> None:
         """`connect` returns a blocking client for an address."""
         self._replica_set, self._connect = replica_set, connect
-        self._now: Pushing | None = None
+        self._open: OpenPush | None = None
         replica_set.on_lost = self._lost
 
-    async def begin(self, pushing: Pushing) -> None:
+    async def begin(self, push: OpenPush) -> None:
         """Waits for its turn, for example while a replica catches up.
 
         Raises:
@@ -100,71 +100,71 @@ class Pushes:
             RolloutError: too few replicas can take part; of the class that says why.
         """
         replica_set = self._replica_set
-        if pushing.cancelled:
+        if push.cancelled:
             raise _cancelled()
-        if replica_set.pushing:
+        if replica_set.push_is_open:
             raise Aborted("another push of this fleet is open; retry after its end, or call cancel_update")
-        replica_set.pushing, self._now = True, pushing
+        replica_set.push_is_open, self._open = True, push
         try:
-            await self._turn(pushing)
-            self._admit(pushing)
+            await self._turn(push)
+            self._admit(push)
         except BaseException:
-            self._leave(pushing)
+            self._leave(push)
             raise
 
-    async def _turn(self, pushing: Pushing) -> None:
-        pushing.waiting = asyncio.current_task()
+    async def _turn(self, push: OpenPush) -> None:
+        push.waiting = asyncio.current_task()
         try:
             await self._replica_set.updating.acquire()
-            pushing.has_turn = True
+            push.has_turn = True
             await self._replica_set.resolve_unconfirmed()
         except asyncio.CancelledError:
-            if pushing.cancelled:
+            if push.cancelled:
                 raise _cancelled() from None
             raise
         finally:
-            pushing.waiting = None
+            push.waiting = None
 
-    def _admit(self, pushing: Pushing) -> None:
+    def _admit(self, push: OpenPush) -> None:
         """Decides which replicas take part."""
         replica_set = self._replica_set
         if replica_set.policy is None:
             raise Unavailable(f"no replica was found yet: {replica_set.describe()}")
-        pushing.change = self._change(pushing.request, replica_set.policy.version)
-        pushing.targets = [
+        push.change = self._change(push.request, replica_set.policy.version)
+        push.targets = [
             replica
             for replica in replica_set.replicas
-            if replica.state is not ReplicaState.LOST and self._fits(pushing, replica)
+            if replica.state is not ReplicaState.LOST and self._fits(push, replica)
         ]
-        if len(pushing.targets) < replica_set.quorum:
+        if len(push.targets) < replica_set.quorum:
             raise Unavailable(
                 f"a push needs {replica_set.quorum} of {len(replica_set.replicas)} replicas, and "
-                f"{len(pushing.targets)} can take it; the policy is as it was ({replica_set.describe()})"
+                f"{len(push.targets)} can take it; the policy is as it was ({replica_set.describe()})"
             )
-        pushing.clients = {replica.number: self._connect(replica.address) for replica in pushing.targets}
+        push.clients = {replica.number: self._connect(replica.address) for replica in push.targets}
 
-    def _fits(self, pushing: Pushing, replica: Replica) -> bool:
+    def _fits(self, push: OpenPush, replica: Replica) -> bool:
         """Whether a push gives a replica the fleet's policy."""
-        return pushing.change.fits(replica.held if replica.is_known else None, self._replica_set.policy)
+        return push.change.fits(replica.held if replica.known.is_certain else None, self._replica_set.policy)
 
-    def _leave(self, pushing: Pushing) -> None:
+    def _leave(self, push: OpenPush) -> None:
         """Lets groups start, and other changes of the policy begin."""
         replica_set = self._replica_set
-        if pushing.ended:
+        if push.ended:
             return
-        pushing.ended = True
-        self._now, replica_set.pushing = None, False
-        if pushing.gate_closed:
+        push.ended = True
+        self._open, replica_set.push_is_open = None, False
+        if push.gate_closed:
             replica_set.router.open_gate()
-        if pushing.has_turn:
+        if push.has_turn:
             replica_set.updating.release()
             replica_set.recheck()
 
-    def withdraw(self, pushing: Pushing) -> None:
+    def withdraw(self, push: OpenPush) -> None:
         """Ends a push whose caller was interrupted before it sent anything."""
-        self.cancel(pushing)
-        if pushing.has_turn:
-            self._leave(pushing)
+        self.cancel(push)
+        if push.has_turn:
+            self._leave(push)
 
     def _change(self, request: PushRequest, now: int) -> Change:
         if request.expected not in (None, now):
@@ -177,7 +177,7 @@ class Pushes:
             )
         return Change(request.kind, version, request.name)
 
-    def start_call(self, pushing: Pushing, timeout: float | None, run: Callable[..., object]) -> FanOut:
+    def start_call(self, push: OpenPush, timeout: float | None, run: Callable[..., object]) -> FanOut:
         """Starts the calls of a push; again if a replica cannot read the shared memory."""
 
         def start(client: RolloutClient) -> Callable[[], ClientStream]:
@@ -185,15 +185,15 @@ class Pushes:
 
         class Barrier:
             def prepare(_, numbers: list[int]) -> dict[int, RolloutError]:
-                return run(self._prepare(pushing, numbers))
+                return run(self._prepare(push, numbers))
 
-        starts = {number: start(client) for number, client in pushing.clients.items()}
-        pushing.fan_out = FanOut(starts, self._replica_set.quorum, Barrier())
-        if pushing.cancelled:
-            pushing.fan_out.cancel()
-        return pushing.fan_out
+        starts = {number: start(client) for number, client in push.clients.items()}
+        push.fan_out = FanOut(starts, self._replica_set.quorum, Barrier())
+        if push.cancelled:
+            push.fan_out.cancel()
+        return push.fan_out
 
-    async def end(self, pushing: Pushing, repush: Repush | None) -> FleetReceipt | None:
+    async def end(self, push: OpenPush, repush: Repush | None) -> FleetReceipt | None:
         """Records the result of the push, and lets groups start again.
 
         Returns:
@@ -204,22 +204,22 @@ class Pushes:
         """
         replica_set = self._replica_set
         try:
-            fan_out = pushing.fan_out
+            fan_out = push.fan_out
             results = {
                 number: _convert_weights.update_result(_proto.UPDATE.response.FromString(response))
                 for number, response in (fan_out.responses if fan_out is not None else {}).items()
             }
             errors: dict[int, RolloutError] = dict(fan_out.errors) if fan_out is not None else {}
             if fan_out is not None:
-                self._note_unconfirmed(pushing, fan_out.committing - results.keys(), errors)
+                self._note_unconfirmed(push, fan_out.committing - results.keys(), errors)
             if not results:
                 return None
             digest, _ = Counter(result.digest for result in results.values()).most_common(1)[0]
             for number in [n for n, result in results.items() if result.digest != digest]:
                 errors[number] = DataLoss(f"it reports the digest {results.pop(number).digest}, others {digest}")
-                replica_set.replicas[number].held = None
-            self._apply(pushing, results, errors, digest, repush)
-            receipt = self._receipt(pushing, results, errors, digest)
+                replica_set.replicas[number].set_held(None)
+            self._apply(push, results, errors, digest, repush)
+            receipt = self._receipt(push, results, errors, digest)
             if len(results) < replica_set.quorum:
                 raise PartialCommit(
                     f"version {receipt.weight_version} is committed, but only by {len(results)} of the quorum of "
@@ -228,27 +228,27 @@ class Pushes:
                 )
             return receipt
         finally:
-            self._leave(pushing)
+            self._leave(push)
 
-    async def drop(self, pushing: Pushing, roll_back: Callable[[], None]) -> None:
+    async def drop(self, push: OpenPush, roll_back: Callable[[], None]) -> None:
         """Rolls back a push that was garbage-collected."""
         try:
             await asyncio.to_thread(roll_back)
-            for client in pushing.clients.values():
+            for client in push.clients.values():
                 await asyncio.to_thread(client.close)
         finally:
-            self._leave(pushing)
+            self._leave(push)
 
-    def cancel(self, pushing: Pushing | None = None) -> None:
+    def cancel(self, push: OpenPush | None = None) -> None:
         """Ends a push; None is the one that is open."""
-        pushing = self._now if pushing is None else pushing
-        if pushing is None or pushing.ended:
+        push = self._open if push is None else push
+        if push is None or push.ended:
             return
-        pushing.cancelled = True
-        if pushing.waiting is not None:
-            pushing.waiting.cancel()
-        if pushing.fan_out is not None:
-            pushing.fan_out.cancel()
+        push.cancelled = True
+        if push.waiting is not None:
+            push.waiting.cancel()
+        if push.fan_out is not None:
+            push.fan_out.cancel()
 
     async def remove_adapter(self, name: str) -> None:
         """Removes a resident adapter from the policy, and from all replicas that can be reached."""
@@ -265,30 +265,30 @@ class Pushes:
 
             for number in await replica_set.each(remove):
                 replica = replica_set.replicas[number]
-                replica.held = None if replica.held is None else replica.held.without(name)
+                replica.set_held(None if replica.held is None else replica.held.without(name))
 
-    async def _prepare(self, pushing: Pushing, numbers: list[int]) -> dict[int, RolloutError]:
+    async def _prepare(self, push: OpenPush, numbers: list[int]) -> dict[int, RolloutError]:
         """Closes the gate, and asks each replica whether the push is open on it, on the policy that it builds on."""
-        if not pushing.gate_closed:
-            pushing.gate_closed = True
+        if not push.gate_closed:
+            push.gate_closed = True
             self._replica_set.router.close_gate()
-        asked = [self._is_ready(pushing, self._replica_set.replicas[number]) for number in numbers]
+        asked = [self._is_ready(push, self._replica_set.replicas[number]) for number in numbers]
         return {
             number: error
             for number, error in zip(numbers, await asyncio.gather(*asked), strict=True)
             if error is not None
         }
 
-    async def _is_ready(self, pushing: Pushing, replica: Replica) -> RolloutError | None:
+    async def _is_ready(self, push: OpenPush, replica: Replica) -> RolloutError | None:
         deadline = time.monotonic() + PREPARE_SECONDS
         try:
             while True:
                 status = await self._replica_set.ask(replica)
-                if not self._fits(pushing, replica):
+                if not self._fits(push, replica):
                     return Unavailable("it has started again, or has dropped its policy, since the push began")
-                pushing.updates[replica.number] = status.updates
+                push.updates[replica.number] = status.updates
                 # The header may not have arrived yet. A call that has ended raises its own error later.
-                if status.update is not None or pushing.fan_out.has_ended(replica.number):
+                if status.update is not None or push.fan_out.has_ended(replica.number):
                     return None
                 if time.monotonic() >= deadline:
                     return Unavailable(f"it does not hold the push open after {PREPARE_SECONDS:g} s")
@@ -296,33 +296,34 @@ class Pushes:
         except RolloutError as error:
             return error
 
-    def _note_unconfirmed(self, pushing: Pushing, numbers: Collection[int], errors: dict[int, RolloutError]) -> None:
+    def _note_unconfirmed(self, push: OpenPush, numbers: Collection[int], errors: dict[int, RolloutError]) -> None:
         """Marks the replicas that may or may not have applied the commit, because their answer was lost."""
         for number in numbers:
             replica, error = self._replica_set.replicas[number], errors.get(number)
             if error is not None and not isinstance(error, _NO_ANSWER):
                 continue
-            after = pushing.change.applied(replica.held or Policy(0, ""), UNPROVED)
-            replica.unconfirmed = UnconfirmedCommit(pushing.updates[number], after)
+            after = push.change.applied(replica.held or Policy(0, ""), UNPROVED)
+            replica.known = replace(replica.known, unconfirmed=UnconfirmedCommit(push.updates[number], after))
             if replica.state is not ReplicaState.LOST:
                 self._replica_set.set_state(replica, ReplicaState.BEHIND, "its answer to the commit was lost")
 
     def _apply(
         self,
-        pushing: Pushing,
+        push: OpenPush,
         results: dict[int, UpdateResult],
         errors: dict[int, RolloutError],
         digest: str,
         repush: Repush | None,
     ) -> None:
         """Makes the push the fleet's policy: replicas that have it are current, and no others."""
-        replica_set, change = self._replica_set, pushing.change
+        replica_set, change = self._replica_set, push.change
         replica_set.policy = change.applied(replica_set.policy, digest)
         replica_set.history.record(change, repush)
         replica_set.dropped = replica_set.dropped and change.name is not None
         for replica in replica_set.replicas:
             if replica.number in results:
-                replica.held, replica.unconfirmed = change.applied(replica.held or Policy(0, ""), digest), None
+                after = change.applied(replica.held or Policy(0, ""), digest)
+                replica.known = replace(replica.known, held=after, unconfirmed=None)
             if replica.number in results and replica.held == replica_set.policy:
                 replica_set.set_state(replica, ReplicaState.CURRENT)
             elif replica.state is not ReplicaState.LOST:
@@ -331,7 +332,7 @@ class Pushes:
                 replica_set.set_state(replica, ReplicaState.BEHIND, reason)
 
     def _receipt(
-        self, pushing: Pushing, results: dict[int, UpdateResult], errors: dict[int, RolloutError], digest: str
+        self, push: OpenPush, results: dict[int, UpdateResult], errors: dict[int, RolloutError], digest: str
     ) -> FleetReceipt:
         replicas = []
         for replica in self._replica_set.replicas:
@@ -355,8 +356,8 @@ class Pushes:
 
     def _lost(self, number: int, error: RolloutError) -> None:
         """Leaves a lost replica out of the push, so that it does not delay it."""
-        if self._now is not None and self._now.fan_out is not None:
-            self._now.fan_out.drop(number, error)
+        if self._open is not None and self._open.fan_out is not None:
+            self._open.fan_out.drop(number, error)
 
 
 def _cancelled() -> Cancelled:

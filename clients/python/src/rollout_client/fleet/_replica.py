@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 from ..aio import AsyncRolloutClient
@@ -68,6 +68,23 @@ class UnconfirmedCommit:
     """The policy that it has if it has applied this one too."""
 
 
+@dataclass(frozen=True)
+class KnownPolicy:
+    """A replica's policy, as far as the fleet knows it."""
+
+    held: Policy | None = None
+    """The policy that it serves; None if unknown."""
+    unconfirmed: UnconfirmedCommit | None = None
+    """Set until it is known whether `held` is the policy before or after this commit."""
+    may_have_dropped: bool = False
+    """Whether an unconfirmed sleep of level 2 may have dropped the policy; the replica's status will show."""
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the replica serves `held` for certain."""
+        return self.held is not None and self.unconfirmed is None and not self.may_have_dropped
+
+
 @dataclass(eq=False)
 class Replica:
     """One server of the fleet."""
@@ -77,14 +94,8 @@ class Replica:
     address: str = ""
     client: AsyncRolloutClient | None = None
     reason: str = "it has not been looked for yet"
-    held: Policy | None = None
-    """The policy that it serves; None if unknown."""
-    unconfirmed: UnconfirmedCommit | None = None
-    """Set until it is known whether `held` is the policy before or after this commit."""
-    may_have_dropped: bool = False
-    """Whether an unconfirmed sleep of level 2 may have dropped its policy; its status will show."""
-    changes: int = 0
-    """How often one of these three was set. A status that was requested before such a change is out of date."""
+    known: KnownPolicy = KnownPolicy()
+    """Replaced by each change. A status that was requested before the change is out of date."""
     status: ServerStatus | None = None
     """The last status; None if the last request for it failed."""
     instance: str = ""
@@ -95,12 +106,6 @@ class Replica:
     """The error that keeps it behind until a push or an operator resolves it; None otherwise."""
     check_now: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to check it now."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        """Counts the changes of what is known about its policy."""
-        if name in ("held", "unconfirmed", "may_have_dropped"):
-            self.changes = getattr(self, "changes", 0) + 1
-        object.__setattr__(self, name, value)
 
     @property
     def number(self) -> int:
@@ -113,9 +118,13 @@ class Replica:
         return self.route.state
 
     @property
-    def is_known(self) -> bool:
-        """Whether its policy is known."""
-        return self.held is not None and self.unconfirmed is None and not self.may_have_dropped
+    def held(self) -> Policy | None:
+        """The policy that it serves; None if unknown."""
+        return self.known.held
+
+    def set_held(self, policy: Policy | None) -> None:
+        """Sets the policy that it serves; the other facts about its policy stay."""
+        self.known = replace(self.known, held=policy)
 
     async def call(self, use: Callable[[AsyncRolloutClient], Awaitable[_T]]) -> _T:
         """Calls the replica.
@@ -159,15 +168,14 @@ class Replica:
     def observe(self, found: ResolvedEndpoint, status: ServerStatus, asked: float) -> None:
         """Updates what is known about its policy from its status; forgets it if the server has restarted."""
         begin, end = asked - status.uptime_seconds, time.monotonic() - status.uptime_seconds
-        known = self.started
-        again = known is None or found.instance != self.instance
-        again = again or begin > known[1] + CLOCK_SLACK_SECONDS or end < known[0] - CLOCK_SLACK_SECONDS
-        if again or (self.held is not None and status.weight_version < self.held.version):
-            self.held = self.unconfirmed = None
-        if self.unconfirmed is not None and not status.updating:
-            if status.updates != self.unconfirmed.updates:
-                self.held = self.unconfirmed.policy
-            self.unconfirmed = None
-        self.may_have_dropped = False
+        known, started = self.known, self.started
+        restarted = started is None or found.instance != self.instance
+        restarted = restarted or begin > started[1] + CLOCK_SLACK_SECONDS or end < started[0] - CLOCK_SLACK_SECONDS
+        if restarted or (known.held is not None and status.weight_version < known.held.version):
+            known = KnownPolicy()
+        if known.unconfirmed is not None and not status.updating:
+            was_applied = status.updates != known.unconfirmed.updates
+            known = KnownPolicy(known.unconfirmed.policy if was_applied else known.held)
+        self.known = replace(known, may_have_dropped=False)
         self.instance, self.started = found.instance, (begin, end)
         self.is_local, self.status = found.is_local, status

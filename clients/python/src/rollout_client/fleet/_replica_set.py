@@ -46,7 +46,7 @@ class ReplicaSet:
         """Held while the policy of replicas changes: by a push, a sleep, a wake, or a replica that catches up."""
         self.dropped = False
         """Whether a sleep has dropped the policy, so that a push may repeat its version."""
-        self.pushing = False
+        self.push_is_open = False
         """Whether a push holds `updating`, or waits for it."""
         self.checkpoint = ""
         """The digest of the checkpoint's parameters; empty until a replica serves the checkpoint."""
@@ -127,7 +127,7 @@ class ReplicaSet:
         Raises:
             FailedPrecondition: a push is open, which may be the caller's own.
         """
-        if self.pushing:
+        if self.push_is_open:
             raise FailedPrecondition("a push is open: do this after its end, or after cancel_update")
         async with self.updating:
             yield
@@ -141,8 +141,11 @@ class ReplicaSet:
 
     def set_asleep(self, level: int | None) -> None:
         """Sets the level at which the fleet sleeps, or None. No group starts while it sleeps."""
-        if (level is None) != (self.asleep is None):
-            (self.router.open_gate if level is None else self.router.close_gate)()
+        if self.asleep is None and level is not None:
+            self.router.close_gate()
+        elif self.asleep is not None and level is None:
+            self.paused = False  # a wake ends a pause too
+            self.router.open_gate()
         self.asleep = level
 
     def at_checkpoint(self, policy: Policy) -> Policy:
@@ -158,7 +161,7 @@ class ReplicaSet:
             self.policy = replace(self.policy, base=digest)
         for replica in self.replicas:
             if replica.held is not None and not replica.held.base:
-                replica.held = replace(replica.held, base=digest)
+                replica.set_held(replace(replica.held, base=digest))
 
     async def refresh(self, replica: Replica) -> None:
         """Updates the status of a replica that can be reached."""
@@ -174,7 +177,7 @@ class ReplicaSet:
     def mark_uncertain(self) -> None:
         """After a failed sleep of level 2: keeps all replicas out until their status shows which policy they have."""
         for replica in self.replicas:
-            replica.may_have_dropped = True
+            replica.known = replace(replica.known, may_have_dropped=True)
             if replica.state is not ReplicaState.LOST:
                 self.set_state(replica, ReplicaState.BEHIND, "it may have dropped its policy, and has not confirmed it")
             replica.check_now.set()
@@ -182,7 +185,7 @@ class ReplicaSet:
     async def resolve_unconfirmed(self) -> None:
         """Finds out the policy of replicas whose answer was lost, if they can be reached."""
         for replica in self.replicas:
-            is_unsure = replica.unconfirmed is not None or replica.may_have_dropped
+            is_unsure = replica.known.unconfirmed is not None or replica.known.may_have_dropped
             if is_unsure and replica.state is not ReplicaState.LOST:
                 try:
                     await self.ask(replica)
@@ -232,6 +235,9 @@ class ReplicaSet:
             status = await self.ask(replica)
             if not self._serves(replica, status):
                 await self._while_it_answers(replica, self._join_in_turn(replica))
+            elif _holds_without_pause(status):
+                # A reload or a forced push has lowered the fleet's version, perhaps below what these groups wait for.
+                self.router.revoke_newer(replica.route, self.policy.version)
         except Unavailable as error:
             self.mark_lost(replica, error)
         except RolloutError as error:
@@ -260,13 +266,18 @@ class ReplicaSet:
         """Whether the replica is current, and needs nothing."""
         if replica.state is not ReplicaState.CURRENT:
             return False
-        return replica.held == self.policy and (self.updating.locked() or self._is_healthy(status))
+        return replica.held == self.policy and self._is_healthy(status)
 
     def _is_healthy(self, status: ServerStatus) -> bool:
-        """Whether a server sleeps as the fleet does, or has a policy of the fleet's version."""
+        """Whether a server sleeps as the fleet does, or has a policy of the fleet's version.
+
+        After a sleep that discarded the policy, servers are healthy without weights until the next push brings some.
+        """
         if self.asleep is not None or status.asleep is not None:
             return self.asleep is not None and status.asleep is not None
-        return status.lifecycle is not Lifecycle.WEIGHTS_MISSING and status.weight_version == self.policy.version
+        if status.lifecycle is Lifecycle.WEIGHTS_MISSING:
+            return self.dropped
+        return status.weight_version == self.policy.version
 
     async def ask(self, replica: Replica) -> ServerStatus:
         """Requests the status of a replica at its current address, and updates what is known about it.
@@ -285,15 +296,15 @@ class ReplicaSet:
             if before is not None:
                 self.mark_lost(replica, Unavailable(f"it was lost at {where}"))
                 await before.close()
-        changes = None
-        while changes != replica.changes:  # a late answer may be older than a push that has ended
-            changes, asked = replica.changes, time.monotonic()
+        known = None
+        while known is not replica.known:  # a late answer may be older than a push that has ended
+            known, asked = replica.known, time.monotonic()
             status = await replica.ask()
         if status.lifecycle is Lifecycle.SHUTTING_DOWN:
             raise Unavailable("it is shutting down")
         replica.observe(found, status, asked)
         if replica.held is not None and _has_no_policy(status):
-            replica.held = self.at_checkpoint(replica.held)
+            replica.set_held(self.at_checkpoint(replica.held))
         return status
 
     async def _join_in_turn(self, replica: Replica) -> None:
@@ -305,14 +316,14 @@ class ReplicaSet:
     async def _join(self, replica: Replica, status: ServerStatus) -> None:
         """Makes a replica current, if it has the policy or can catch up."""
         client = replica.client
-        if replica.unconfirmed is not None:
+        if replica.known.unconfirmed is not None:
             raise FailedPrecondition("a push is open on it, whose sender has left")
         if self.asleep is None and self._needs_wake(status):
             await self._wake(replica)
             status = await self.ask(replica)
         if replica.held is None and status.asleep is None:
             digest = digest_of_parameters(await client.checksum())
-            replica.held = Policy(status.weight_version, digest, residents=await self._residents(replica))
+            replica.set_held(Policy(status.weight_version, digest, residents=await self._residents(replica)))
             if status.weight_version == 0:
                 self.learn_checkpoint(digest)
             if self.policy is None:
@@ -358,20 +369,20 @@ class ReplicaSet:
         Raises:
             FailedPrecondition: a push that it missed cannot be repeated.
         """
-        policy, held, version = self.policy, replica.held, self.policy.version
+        policy, version = self.policy, self.policy.version
         if await self._is_twin(replica):
-            replica.held = held = Policy(version, policy.base, policy.adapter, held.residents)
-        if held.base != policy.base:
+            replica.set_held(Policy(version, policy.base, policy.adapter, replica.held.residents))
+        if replica.held.base != policy.base:
             if self.history.base is None or not policy.base.startswith("full:"):
                 raise FailedPrecondition(
                     f"its base is not the one of version {version}, which cannot be pushed again: push in full"
                 )
             result = await self.history.base(replica.client, version)
             if f"full:{result.digest}" != policy.base:
-                replica.held = None
+                replica.set_held(None)
                 raise DataLoss(f"what was pushed again has the digest {result.digest}, not that of {policy.base}")
-            replica.held = held = Policy(version, policy.base, None, held.residents)
-        if (held.adapter, held.version) != (policy.adapter, version):
+            replica.set_held(Policy(version, policy.base, None, replica.held.residents))
+        if (replica.held.adapter, replica.held.version) != (policy.adapter, version):
             await self._give_adapter(replica)
         for name, digest in sorted(policy.residents - replica.held.residents):
             repush = self.history.residents.get(name)
@@ -380,7 +391,7 @@ class ReplicaSet:
                 raise FailedPrecondition(f"it lacks the adapter {name!r}: push it again")
         for name in sorted({name for name, _ in replica.held.residents} - {name for name, _ in policy.residents}):
             await replica.client.remove_adapter(name)
-        replica.held = policy
+        replica.set_held(policy)
 
     async def _give_adapter(self, replica: Replica) -> None:
         """Pushes the fleet's merged adapter to a replica."""
@@ -388,7 +399,7 @@ class ReplicaSet:
         if repush is None:
             raise FailedPrecondition(f"it missed version {policy.version}: it serves after the next push")
         result = await repush(replica.client, policy.version)
-        replica.held = Policy(policy.version, policy.base, result.digest, replica.held.residents)
+        replica.set_held(Policy(policy.version, policy.base, result.digest, replica.held.residents))
         if result.digest != policy.adapter:
             raise DataLoss(f"the adapter that was pushed again has the digest {result.digest}, not {policy.adapter}")
 
@@ -415,6 +426,11 @@ class ReplicaSet:
             every = LOST_POLL_SECONDS if replica.state is ReplicaState.LOST else HEALTHY_POLL_SECONDS
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(replica.check_now.wait(), every)
+
+
+def _holds_without_pause(status: ServerStatus) -> bool:
+    """Whether a server holds requests although it is neither paused nor updating: they wait for a newer policy."""
+    return status.held_requests > 0 and status.lifecycle is Lifecycle.RUNNING and not status.updating
 
 
 def _has_no_policy(status: ServerStatus) -> bool:

@@ -76,7 +76,7 @@ class FleetCall:
 
 
 class AssignmentRevoked(Exception):
-    """The replica takes no requests any more; the group moves to another one."""
+    """The group must leave its replica, and is sent again."""
 
 
 class CallEnded(Exception):
@@ -122,8 +122,8 @@ class Requests:
         async def group(index: int, prompt: PromptInput) -> PromptOutput:
             params = each[index]
 
-            async def send(client: AsyncRolloutClient, request_id: str) -> PromptOutput:
-                asked = self._versioned(options) | {"request_id": request_id, "timeout": call.left()}
+            async def send(client: AsyncRolloutClient, request_id: str, version: int) -> PromptOutput:
+                asked = _versioned(options, version) | {"request_id": request_id, "timeout": call.left()}
                 (output,) = await client.generate([prompt], n, params, **asked)
                 return output
 
@@ -147,8 +147,8 @@ class Requests:
         limit = call_timeout(options.pop("timeout", None), self._timeout)
 
         async def one(index: int, sequence: TokenIds) -> Score:
-            async def send(client: AsyncRolloutClient, request_id: str) -> Score:
-                (score,) = await client.score([sequence], **self._versioned(options), timeout=call.left())
+            async def send(client: AsyncRolloutClient, request_id: str, version: int) -> Score:
+                (score,) = await client.score([sequence], **_versioned(options, version), timeout=call.left())
                 return score
 
             try:
@@ -210,19 +210,12 @@ class Requests:
             if not self._calls:
                 self._idle.set()
 
-    def _versioned(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The options with the fleet's version as minimum, so that a server that restarted unnoticed makes it wait."""
-        version, exact = self._replica_set.policy.version, options.get("if_weight_version")
-        if exact is not None and exact < version:
-            raise Aborted(f"if_weight_version: {exact} is not the fleet's policy; that is version {version}")
-        return options | {"min_weight_version": max(options.get("min_weight_version") or 0, version)}
-
     async def _place(
         self,
         call: FleetCall,
         index: int,
         samples: int,
-        send: Callable[[AsyncRolloutClient, str], Awaitable[_T]],
+        send: Callable[[AsyncRolloutClient, str, int], Awaitable[_T]],
         was_cut: Callable[[_T], bool] | None,
     ) -> _T:
         """Runs a group on a replica, and on another one if that is lost.
@@ -231,7 +224,7 @@ class Requests:
             call: of the group.
             index: of the group in the call.
             samples: in the group.
-            send: sends the request with this id through a client.
+            send: sends the request with this id, and with the fleet's version as minimum, through a client.
             was_cut: whether a result was aborted; None for requests that have no id on the server.
         """
         lost: list[str] = []
@@ -239,12 +232,13 @@ class Requests:
         while len(lost) < MAX_ATTEMPTS:
             attempt += 1
             assignment = await self._assign(call, samples)
+            assignment.version = self._replica_set.policy.version
             replica = self._replica_set.replicas[assignment.route.number]
             request_id = f"{call.request_id}/{index}" + (f"/{attempt}" if attempt > 1 else "")
             if was_cut is not None:
                 call.running[request_id] = replica
             try:
-                result = await self._until_revoked(assignment, send(replica.client, request_id))
+                result = await self._until_revoked(assignment, send(replica.client, request_id, assignment.version))
                 if (
                     was_cut is not None
                     and was_cut(result)
@@ -360,6 +354,14 @@ async def _abort_on(replica: Replica, requests: dict[str, FleetCall]) -> AbortRe
         if not requests:
             return result
         await asyncio.sleep(_ABORT_AGAIN_SECONDS)
+
+
+def _versioned(options: dict[str, Any], version: int) -> dict[str, Any]:
+    """The options with the fleet's version as minimum, so that a server that restarted unnoticed holds the request."""
+    exact = options.get("if_weight_version")
+    if exact is not None and exact < version:
+        raise Aborted(f"if_weight_version: {exact} is not the fleet's policy; that is version {version}")
+    return options | {"min_weight_version": max(options.get("min_weight_version") or 0, version)}
 
 
 def _was_cut(output: PromptOutput) -> bool:

@@ -36,8 +36,10 @@ class Assignment:
 
     route: Route
     samples: int
+    version: int = 0
+    """The policy's version when the group was sent. The server holds the group until it has this version."""
     revoked: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the replica stops taking requests: the group must move to another replica."""
+    """Set when the group must leave the replica: it moves to another one, or is sent again."""
 
 
 class Router:
@@ -79,6 +81,12 @@ class Router:
             for assignment in route.assignments:
                 assignment.revoked.set()
         self.serve()
+
+    def revoke_newer(self, route: Route, version: int) -> None:
+        """Takes back the groups that were sent when the policy had a higher version than this one."""
+        for assignment in route.assignments:
+            if assignment.version > version:
+                assignment.revoked.set()
 
     def close_gate(self) -> None:
         """No group starts until each call of this was followed by an `open_gate`."""
