@@ -6,7 +6,9 @@
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use half::bf16;
-use rollout_kernels::cpu::logits::{BINS, Bins, Bound, Measure, Row, candidates_of_bin, histogram, sum_exp, summarise};
+use rollout_kernels::cpu::logits::{
+    BINS, Bins, LogitBound, Measure, Row, candidates_of_bin, histogram, sum_exp, summarise,
+};
 use rollout_kernels::cpu::{
     Cpu, Isa, KvBlocks, PackedMatrix, Rows, RowsMut, add_rms_norm, linear, paged_attention, rope, silu_mul,
 };
@@ -424,7 +426,7 @@ fn logits(c: &mut Criterion) {
             });
         };
         pass("maxima and sums", &mut |_, _| ());
-        pass("… and sums at another scale", &mut |row, sums| _ = sum_exp(isa, row, 1.5, Bound::NONE, sums));
+        pass("… and sums at another scale", &mut |row, sums| _ = sum_exp(isa, row, 1.5, LogitBound::NONE, sums));
         pass("… and a histogram", &mut |row, _| {
             black_box(histogram(isa, row, Bins::new(row.max, 0.25), Measure::Mass(1.0)));
         });

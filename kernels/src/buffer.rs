@@ -12,12 +12,12 @@ use crate::weights::{WeightDtype, WeightRows};
 
 /// Float32 values in a device's memory, in one dimension: a bias, the weights of a norm, a table of the rotary
 /// embedding.
-pub struct Buffer {
+pub struct DeviceBuffer {
     memory: Arc<dyn MemoryImpl>,
     values: Activations,
 }
 
-impl Buffer {
+impl DeviceBuffer {
     /// `values` has one dimension.
     pub(crate) fn new(memory: Arc<dyn MemoryImpl>, values: Activations) -> Self {
         Self { memory, values }

@@ -5,14 +5,14 @@ use std::sync::Arc;
 
 use crate::Backend;
 use crate::activations::Activations;
+use crate::backend::broadcast::IsCancelled;
 use crate::backend::device::{DeviceImpl, DeviceOptions, ModelShape};
-use crate::backend::feed::{GiveUp, Place};
 use crate::backend::storage::MemoryImpl;
 use crate::borrowed::{BorrowedMemory, MemoryHandle};
-use crate::buffer::Buffer;
+use crate::broadcast::BroadcastReceiver;
+use crate::buffer::DeviceBuffer;
 use crate::error::DeviceError;
-use crate::feed::Feed;
-use crate::group::{Group, GroupId, Membership};
+use crate::group::{AllReduce, GroupId, Membership, RankGroup};
 use crate::kv_cache::KvCache;
 use crate::kv_layout::KvLayout;
 use crate::matrix::Matrix;
@@ -125,15 +125,15 @@ impl Device {
     ///
     /// # Errors
     /// If the device has not as much memory.
-    pub fn buffer(&self, len: usize) -> candle_core::Result<Buffer> {
-        Ok(Buffer::new(self.memory(), self.0.zeros(len)?))
+    pub fn buffer(&self, len: usize) -> candle_core::Result<DeviceBuffer> {
+        Ok(DeviceBuffer::new(self.memory(), self.0.zeros(len)?))
     }
 
     /// A buffer with these values.
     ///
     /// # Errors
     /// If the device has not as much memory.
-    pub fn upload(&self, values: &[f32]) -> candle_core::Result<Buffer> {
+    pub fn upload(&self, values: &[f32]) -> candle_core::Result<DeviceBuffer> {
         let buffer = self.buffer(values.len())?;
         buffer.write(0, values)?;
         Ok(buffer)
@@ -163,8 +163,8 @@ impl Device {
     ///
     /// # Panics
     /// If the id is not of such devices.
-    pub fn join(&self, membership: &Membership) -> candle_core::Result<Group> {
-        Ok(Group::new(self.0.join(membership)?, membership.rank, membership.world))
+    pub fn join(&self, membership: &Membership, all_reduce: AllReduce) -> candle_core::Result<RankGroup> {
+        Ok(RankGroup::new(self.0.join(membership, all_reduce)?, membership.rank, membership.world))
     }
 
     /// Bytes of its memory that operators take at most while they run, beside their inputs and outputs; those of them
@@ -178,17 +178,21 @@ impl Device {
         self.0.exchange_bytes()
     }
 
-    /// Name of the library by which other processes can send to the device from theirs; `None` if they cannot.
-    pub fn feeds_by(&self) -> Option<&'static str> {
-        self.0.feeds_by()
+    /// Name of the library by which other processes can broadcast to the device; `None` if they cannot.
+    pub fn broadcast_library(&self) -> Option<&'static str> {
+        self.0.broadcast_library()
     }
 
-    /// Joins a group with another process; waits until all its ranks have, or `give_up` says so.
+    /// Joins a group whose rank 0 is another process; waits until all its ranks have joined, or `is_cancelled`.
     ///
     /// # Errors
-    /// [`DeviceError::Unsupported`] if the ranks cannot reach one another, or the wait was given up.
-    pub fn join_feed(&self, place: &Place, give_up: GiveUp<'_>) -> Result<Feed, DeviceError> {
-        self.0.join_feed(place, give_up).map(Feed::new)
+    /// [`DeviceError::Unsupported`] if the ranks cannot reach one another, or the wait was cancelled.
+    pub fn join_broadcast(
+        &self,
+        membership: &Membership,
+        is_cancelled: IsCancelled<'_>,
+    ) -> Result<BroadcastReceiver, DeviceError> {
+        self.0.join_broadcast(membership, is_cancelled).map(BroadcastReceiver::new)
     }
 
     fn memory(&self) -> Arc<dyn MemoryImpl> {

@@ -124,6 +124,10 @@ impl RowBits<'_> {
 /// threads.
 pub type ReadRows<'a> = dyn Fn(Range<usize>, &mut dyn FnMut(WeightRows<'_>)) + Sync + 'a;
 
+/// Computes the values of a range of whole rows into a row-major slice, whose content is unspecified before. It is
+/// called from several threads.
+pub type FillRows<'a> = dyn Fn(Range<usize>, &mut [f32]) + Sync + 'a;
+
 /// Called with a range of rows, calls the function it is given with (row, column, value) of each element of those rows
 /// that changes. Called from several threads.
 pub type WriteElements<'a> = dyn Fn(Range<usize>, &mut dyn FnMut(usize, usize, f32)) + Sync + 'a;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
-use super::{Executor, Left, Memory, ModelRunner, Released, WeightOrder};
+use super::{Executor, MemoryKind, ModelRunner, Released, WeightOrder};
 use rollout_kernels::Devices;
 
 use crate::error::{Error, Result};
@@ -34,8 +34,8 @@ enum Task {
     Shadow,
     Exchange(Vec<ShadowShard>),
     Read { spec: Arc<ParamSpec>, rows: Range<usize> },
-    Release { memory: Memory, host_bytes: u64 },
-    Restore(Memory),
+    Release { memory: MemoryKind, host_bytes: u64 },
+    Restore(MemoryKind),
     Discard(Vec<ShadowShard>),
 }
 
@@ -43,8 +43,7 @@ enum Task {
 enum Answer {
     Done,
     Read(Vec<u8>),
-    /// What a release has left.
-    Left(Left),
+    Released(Released),
     Storage(Vec<ShadowShard>),
 }
 
@@ -178,13 +177,13 @@ impl Executor for Ranks {
         gather(spec, &rows, &answers.into_iter().map(part).collect::<Vec<_>>())
     }
 
-    fn release(&mut self, memory: Memory, host_bytes: u64) -> Result<Released> {
+    fn release(&mut self, memory: MemoryKind, host_bytes: u64) -> Result<Released> {
         // Ranks hold the same, but for what cannot be divided.
         let host_bytes = host_bytes / self.orders.len() as u64;
         let (freed, answers) = self.measured(|| Task::Release { memory, host_bytes })?;
         let mut released = Released { freed, ..Released::default() };
         for answer in answers {
-            if let Answer::Left(Left { kept, offloaded }) = answer {
+            if let Answer::Released(Released { kept, offloaded, .. }) = answer {
                 released.kept += kept;
                 released.offloaded += offloaded;
             }
@@ -192,7 +191,7 @@ impl Executor for Ranks {
         Ok(released)
     }
 
-    fn restore(&mut self, memory: Memory) -> Result<()> {
+    fn restore(&mut self, memory: MemoryKind) -> Result<()> {
         self.perform(|| Task::Restore(memory)).map(|_| ())
     }
 
@@ -253,7 +252,7 @@ fn perform(runner: &mut ModelRunner, task: Task) -> Result<Answer> {
         Task::Shadow => return runner.shadow_shards().map(Answer::Storage),
         Task::Exchange(shards) => return runner.exchange(shards).map(Answer::Storage),
         Task::Read { spec, rows } => return runner.read(&spec, rows).map(Answer::Read),
-        Task::Release { memory, host_bytes } => return runner.release(memory, host_bytes).map(Answer::Left),
+        Task::Release { memory, host_bytes } => return runner.release(memory, host_bytes).map(Answer::Released),
         Task::Restore(memory) => runner.restore(memory)?,
         Task::Discard(shards) => drop(shards),
     }

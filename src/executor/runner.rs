@@ -1,18 +1,18 @@
-//! One rank at work: the forward pass of a step, and on rank 0 the sampling of its tasks.
+//! One rank's model: the forward pass of a step, and on rank 0 the sampling of its tasks.
 
 use std::iter::repeat_n;
 use std::ops::Range;
 
-use rollout_kernels::{KvCache, Least, Ops, Padding, Sampled, SampledTokens};
+use rollout_kernels::{AllReduceMin, KvCache, Ops, Padding, Sampled, SampledTokens};
 use tracing::trace_span;
 
 use super::adapters::ResidentAdapters;
-use super::input::{FlatBatch, PlanView};
-use super::weights::{Left, RankWeights};
-use super::{Memory, WeightOrder};
+use super::adapters::{FlatBatch, PlanView};
+use super::weights::RankWeights;
+use super::{MemoryKind, Released, WeightOrder};
 use crate::comm::Communicator;
 use crate::error::{Error, Result, panic_message};
-use crate::model::{Additions, Input, LOGITS_ROWS, Workspace, WorkspaceShape};
+use crate::model::{AdapterDeltas, ForwardContext, LOGITS_ROWS, Workspace, WorkspaceShape};
 use crate::types::{LogitsRow, StepOutput, StepPlan};
 use crate::weights::{ParamSpec, ShadowShard};
 
@@ -27,13 +27,13 @@ pub struct ModelRunner {
     /// `None` while it is released.
     workspace: Option<Workspace>,
     block_size: usize,
-    /// Whether the device may record passes and repeat them.
-    records: bool,
+    /// Whether the device may capture steps as CUDA graphs and replay them.
+    uses_graphs: bool,
     batch: FlatBatch,
 }
 
 impl ModelRunner {
-    /// Calls `join` when all else is done: a rank that has joined waits for the others when it goes.
+    /// Calls `join` last, because a rank that has joined waits for the others when it is dropped.
     ///
     /// # Errors
     /// `ResourceExhausted` if the device has not as much memory as the KV cache and the workspace take; and those of
@@ -45,7 +45,7 @@ impl ModelRunner {
         mut kv: Vec<KvCache>,
         workspace_shape: WorkspaceShape,
         block_size: usize,
-        records: bool,
+        uses_graphs: bool,
     ) -> Result<Self> {
         kv.iter_mut().try_for_each(KvCache::restore)?;
         let workspace = Some(Workspace::new(&workspace_shape)?);
@@ -60,7 +60,7 @@ impl ModelRunner {
             workspace,
             workspace_shape,
             block_size,
-            records,
+            uses_graphs,
             batch: FlatBatch::default(),
         })
     }
@@ -82,42 +82,48 @@ impl ModelRunner {
         let prepare = trace_span!("prepare").entered();
         self.batch.fill(plan, self.block_size);
         let view = PlanView::new(plan);
-        let step = match self.repeats(plan) {
+        let step = match self.can_replay(plan) {
             true => self.ops.prepare_padded(self.batch.step(&view), self.padding())?,
             false => self.ops.prepare(self.batch.step(&view))?,
         };
-        // Rows that pad a step use what its own do.
-        let kind = self.batch.adapters.last().copied().flatten();
-        let padded = repeat_n(kind, step.rows() - self.batch.adapters.len());
+        // Padding rows use the adapter of the step's own rows.
+        let adapter = self.batch.adapters.last().copied().flatten();
+        let padded = repeat_n(adapter, step.rows() - self.batch.adapters.len());
         let adapters = self.adapters.of_rows(self.batch.adapters.iter().copied().chain(padded));
-        let input = Input { step: &step, additions: adapters.as_ref().map(|a| a as &dyn Additions) };
+        let context = ForwardContext {
+            ops: &self.ops,
+            comm: &*self.comm,
+            step: &step,
+            adapters: adapters.as_ref().map(|a| a as &dyn AdapterDeltas),
+            workspace,
+        };
         drop(prepare);
-        let samples_in_pass = self.ops.samples_in_pass(&step);
+        let samples_in_graph = self.ops.samples_in_graph(&step);
         let is_first = self.comm.rank() == 0;
-        let least = |mine| self.comm.least(mine);
-        let ranks: Option<Least<'_>> = if self.comm.world() > 1 { Some(&least) } else { None };
-        self.ops.pass(&step, ranks, || {
-            model.forward(&self.ops, &*self.comm, input, &mut self.kv, workspace)?;
-            for rows in parts(if samples_in_pass { step.rows() } else { 0 }) {
-                let adapters = self.adapters.of_rows(repeat_n(kind, rows.len()));
-                let additions = adapters.as_ref().map(|a| a as &dyn Additions);
-                let logits = model.logits(&self.ops, &*self.comm, &step, rows.clone(), workspace, additions)?;
+        let all_reduce_min = |mine| self.comm.all_reduce_min(mine);
+        let ranks: Option<AllReduceMin<'_>> = if self.comm.world() > 1 { Some(&all_reduce_min) } else { None };
+        self.ops.capture_or_replay(&step, ranks, || {
+            model.forward(&context, &mut self.kv)?;
+            for rows in parts(if samples_in_graph { step.rows() } else { 0 }) {
+                let adapters = self.adapters.of_rows(repeat_n(adapter, rows.len()));
+                let adapters = adapters.as_ref().map(|a| a as &dyn AdapterDeltas);
+                let logits = model.logits(&ForwardContext { adapters, ..context }, rows.clone())?;
                 if is_first {
-                    self.ops.sample_in_pass(&logits, &step, rows)?;
+                    self.ops.sample_in_graph(&logits, &step, rows)?;
                 }
             }
             Ok::<_, Error>(())
         })?;
         let wanted: Vec<&LogitsRow> = plan.sequences.iter().flat_map(|s| &s.logits).collect();
         let mut sampled = Vec::new();
-        if samples_in_pass && is_first {
+        if samples_in_graph && is_first {
             sampled.push((0..wanted.len(), self.ops.sampled(&step)?));
         }
-        for rows in parts(if samples_in_pass { 0 } else { wanted.len() }) {
+        for rows in parts(if samples_in_graph { 0 } else { wanted.len() }) {
             let of_rows = self.batch.logits[rows.clone()].iter().map(|row| self.batch.adapters[row.row as usize]);
             let adapters = self.adapters.of_rows(of_rows);
-            let additions = adapters.as_ref().map(|a| a as &dyn Additions);
-            let logits = model.logits(&self.ops, &*self.comm, &step, rows.clone(), workspace, additions)?;
+            let adapters = adapters.as_ref().map(|a| a as &dyn AdapterDeltas);
+            let logits = model.logits(&ForwardContext { adapters, ..context }, rows.clone())?;
             if is_first {
                 sampled.push((rows.clone(), self.ops.sample(&logits, &step, rows)?));
             }
@@ -129,20 +135,20 @@ impl ModelRunner {
         Ok(output)
     }
 
-    /// Whether a step is one of many alike: a row of each sequence, and all with the same adapter or none. All ranks
-    /// say the same of it.
-    fn repeats(&self, plan: &StepPlan) -> bool {
-        self.records
+    /// Whether a CUDA graph can run the step: every sequence has one row, and all rows have the same adapter or none. The
+    /// same on all ranks.
+    fn can_replay(&self, plan: &StepPlan) -> bool {
+        self.uses_graphs
             && !plan.is_empty()
             && plan.sequences.iter().all(|s| s.tokens.len() == 1)
             && self.batch.adapters.windows(2).all(|rows| rows[0] == rows[1])
     }
 
-    /// What a step that repeats may be padded to. Its adapter is its kind.
+    /// How such a step may be padded. Its adapter is the variant of its graph.
     fn padding(&self) -> Padding {
         let WorkspaceShape { config, max_batch_tokens, .. } = &self.workspace_shape;
-        let kind = self.batch.adapters.last().copied().flatten();
-        Padding { most_rows: *max_batch_tokens, vocabulary: config.vocab_size, kind }
+        let variant = self.batch.adapters.last().copied().flatten();
+        Padding { most_rows: *max_batch_tokens, vocabulary: config.vocab_size, variant }
     }
 
     /// See [`RankWeights::check`].
@@ -162,7 +168,7 @@ impl ModelRunner {
 
     /// Changes the weights or the resident adapters.
     pub fn write(&mut self, order: &WeightOrder) -> Result<()> {
-        self.ops.forget_passes();
+        self.ops.drop_graphs();
         match order {
             WeightOrder::AddAdapter { generation, adapter } => {
                 self.adapters.add(self.weights.shapes(), *generation, adapter)
@@ -182,7 +188,7 @@ impl ModelRunner {
 
     /// See [`RankWeights::exchange`].
     pub fn exchange(&mut self, shards: Vec<ShadowShard>) -> Result<Vec<ShadowShard>> {
-        self.ops.forget_passes();
+        self.ops.drop_graphs();
         self.weights.exchange(shards)
     }
 
@@ -192,48 +198,48 @@ impl ModelRunner {
     }
 
     /// Gives memory back to the system; see [`RankWeights::release`].
-    pub fn release(&mut self, memory: Memory, host_bytes: u64) -> Result<Left> {
-        self.ops.forget_passes();
+    pub fn release(&mut self, memory: MemoryKind, host_bytes: u64) -> Result<Released> {
+        self.ops.drop_graphs();
         match memory {
-            Memory::KvCache => self.kv.iter_mut().for_each(KvCache::release),
-            Memory::Workspace => {
+            MemoryKind::KvCache => self.kv.iter_mut().for_each(KvCache::release),
+            MemoryKind::Workspace => {
                 self.workspace = None;
                 self.batch = FlatBatch::default();
                 self.adapters.release_buffers();
                 self.ops.release();
                 self.comm.release();
             }
-            Memory::Weights | Memory::WeightsAndBase => {
-                // A push while the KV cache sleeps has left what its operators keep.
+            MemoryKind::Weights | MemoryKind::WeightsAndBase => {
+                // A push while the KV cache sleeps has left memory that its operators reuse.
                 if self.workspace.is_none() {
                     self.ops.release();
                     self.comm.release();
                 }
-                return self.weights.release(memory == Memory::Weights, host_bytes);
+                return self.weights.release(memory == MemoryKind::Weights, host_bytes);
             }
         }
-        Ok(Left { kept: 0, offloaded: self.workspace_shape.build.device.offloaded_bytes() })
+        Ok(Released { offloaded: self.workspace_shape.build.device.offloaded_bytes(), ..Released::default() })
     }
 
     /// Takes released memory again; its content is unspecified.
     ///
     /// # Errors
     /// `ResourceExhausted` if the device has not as much.
-    pub fn restore(&mut self, memory: Memory) -> Result<()> {
+    pub fn restore(&mut self, memory: MemoryKind) -> Result<()> {
         match memory {
-            Memory::KvCache => self.kv.iter_mut().try_for_each(KvCache::restore)?,
-            Memory::Workspace => {
+            MemoryKind::KvCache => self.kv.iter_mut().try_for_each(KvCache::restore)?,
+            MemoryKind::Workspace => {
                 self.workspace = Some(Workspace::new(&self.workspace_shape)?);
                 self.comm.restore()?;
-                self.adapters.take_buffers(self.weights.shapes())?;
+                self.adapters.restore_buffers(self.weights.shapes())?;
             }
-            Memory::Weights | Memory::WeightsAndBase => self.weights.restore()?,
+            MemoryKind::Weights | MemoryKind::WeightsAndBase => self.weights.restore()?,
         }
         Ok(())
     }
 }
 
-/// Parts of so many rows of logits that there are buffers for.
+/// The rows of logits in parts that fit into the buffers.
 fn parts(rows: usize) -> impl Iterator<Item = Range<usize>> {
     (0..rows).step_by(LOGITS_ROWS).map(move |first| first..rows.min(first + LOGITS_ROWS))
 }

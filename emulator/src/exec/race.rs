@@ -7,7 +7,7 @@ use crate::error::LAUNCH_FAILED;
 
 /// What a thread does to bytes, as the C code numbers it.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum AccessKind {
     Read = 0,
     Write = 1,
     /// An atomic operation or a strong write.
@@ -15,7 +15,7 @@ pub enum Kind {
     StrongRead = 3,
 }
 
-impl Kind {
+impl AccessKind {
     fn writes(self) -> bool {
         matches!(self, Self::Write | Self::Atomic)
     }
@@ -34,11 +34,11 @@ struct Access {
     /// Barriers of the warp before it.
     passed: u32,
     line: u32,
-    kind: Kind,
+    kind: AccessKind,
 }
 
 impl Access {
-    const NONE: Self = Self { thread: u32::MAX, epoch: u32::MAX, passed: 0, line: 0, kind: Kind::Read };
+    const NONE: Self = Self { thread: u32::MAX, epoch: u32::MAX, passed: 0, line: 0, kind: AccessKind::Read };
 
     fn warp(self) -> u32 {
         self.thread / 32
@@ -90,7 +90,7 @@ impl Shadow {
 ///
 /// # Safety
 /// Called in the fiber of `thread`; the bytes are in the block's shared memory.
-pub unsafe fn touch(thread: *mut Thread, at: u32, bytes: u32, kind: Kind) {
+pub unsafe fn touch(thread: *mut Thread, at: u32, bytes: u32, kind: AccessKind) {
     // SAFETY: the thread is the caller's, and references to its team end before the fiber is left.
     unsafe {
         let team = &mut *(*thread).team;
@@ -119,7 +119,7 @@ pub unsafe fn touch(thread: *mut Thread, at: u32, bytes: u32, kind: Kind) {
 /// # Safety
 /// As for [`touch`].
 pub unsafe extern "C" fn race(thread: *mut Thread, at: u32, bytes: u32, access: u32) {
-    let kinds = [Kind::Read, Kind::Write, Kind::Atomic, Kind::StrongRead];
+    let kinds = [AccessKind::Read, AccessKind::Write, AccessKind::Atomic, AccessKind::StrongRead];
     // SAFETY: the caller keeps what `touch` asks for.
     unsafe { touch(thread, at, bytes, kinds[access as usize]) };
 }

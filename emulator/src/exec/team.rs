@@ -9,8 +9,8 @@ use super::fiber::{MAX_THREADS, Stacks, switch};
 use super::race::Shadow;
 use super::ready::Ready;
 use super::wait::{Barrier, Warp};
-use super::{Launch, RUNTIME};
-use crate::error::{Code, LAUNCH_TIMEOUT};
+use super::{KernelLaunch, RUNTIME};
+use crate::error::{ErrorCode, LAUNCH_TIMEOUT};
 use crate::memory;
 use crate::settings;
 
@@ -21,12 +21,12 @@ const MAX_PAUSES: u32 = 1 << 20;
 
 /// Why a block ended early: the code that its device keeps, and a message.
 pub struct Fault {
-    pub code: Code,
+    pub code: ErrorCode,
     pub text: String,
 }
 
 pub struct Team {
-    launch: *const Launch,
+    launch: *const KernelLaunch,
     pub block: Block,
     /// Raw, because the fiber of a thread uses it while the team does.
     threads: Vec<UnsafeCell<Thread>>,
@@ -82,7 +82,7 @@ impl Team {
         self.threads[index as usize].get()
     }
 
-    pub fn launch(&self) -> &Launch {
+    pub fn launch(&self) -> &KernelLaunch {
         // SAFETY: set by `run`, whose caller's launch outlives the block.
         unsafe { &*self.launch }
     }
@@ -96,7 +96,7 @@ impl Team {
     ///
     /// # Safety
     /// `team` is valid, and no other block is on it.
-    pub unsafe fn run(team: *mut Self, launch: &Launch, index: u64) -> Result<(), Fault> {
+    pub unsafe fn run(team: *mut Self, launch: &KernelLaunch, index: u64) -> Result<(), Fault> {
         // SAFETY: the caller gives a valid team; references to it end before a fiber runs.
         unsafe {
             (*team).prepare(launch, index);
@@ -135,7 +135,7 @@ impl Team {
         self.pauses = 0;
     }
 
-    fn prepare(&mut self, launch: &Launch, index: u64) {
+    fn prepare(&mut self, launch: &KernelLaunch, index: u64) {
         let threads = launch.threads();
         let [gx, gy, _] = launch.grid.map(u64::from);
         self.launch = launch;

@@ -19,7 +19,7 @@ struct Slot {
     held: [AtomicU64; MAX_DEVICES],
 }
 
-pub struct Ledger {
+pub struct DeviceLedger {
     slots: &'static [Slot],
     own: usize,
     /// What a neighbour that tests make up holds.
@@ -52,7 +52,7 @@ fn is_alive(process: u64) -> bool {
     process != 0 && unsafe { libc::kill(process as i32, 0) } == 0
 }
 
-impl Ledger {
+impl DeviceLedger {
     pub fn new() -> Self {
         let slots = open(settings::get().ledger.as_deref());
         let process = u64::from(std::process::id());

@@ -71,18 +71,18 @@ fn set_limits(table: *mut u16, at: u64, bytes: u64, limit: impl Fn(u64) -> u16) 
 pub type DeviceSet = u16;
 
 /// The windows, the file that holds the devices' bytes, and the limits.
-pub struct Space {
+pub struct AddressSpace {
     pub file: i32,
     /// A table of each device.
     limits: Vec<*mut u16>,
 }
 
 // SAFETY: the tables are written and read by volatile accesses of whole entries, and live as long as the process.
-unsafe impl Send for Space {}
+unsafe impl Send for AddressSpace {}
 // SAFETY: as above.
-unsafe impl Sync for Space {}
+unsafe impl Sync for AddressSpace {}
 
-impl Space {
+impl AddressSpace {
     pub fn new() -> Self {
         // SAFETY: the name is a C string.
         let file = unsafe { libc::memfd_create(c"device".as_ptr(), libc::MFD_CLOEXEC) };

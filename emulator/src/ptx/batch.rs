@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-use super::body::{Body, Name};
+use super::body::{FunctionBody, Name};
 use super::error::{Cause, Result};
 use super::instructions;
 use super::operand::mangle;
@@ -56,7 +56,7 @@ impl Batch {
     }
 }
 
-impl Body<'_, '_> {
+impl FunctionBody<'_, '_> {
     /// The word that holds an operand of an instruction that joins the batch.
     pub fn batch_operand(&mut self, operand: &str) -> Result<usize> {
         match self.batch.results.get(operand) {

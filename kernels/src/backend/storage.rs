@@ -1,5 +1,5 @@
 //! The storage that a device's room implements. [`Device`](crate::Device), [`Matrix`](crate::Matrix),
-//! [`KvCache`](crate::KvCache) and [`Buffer`](crate::Buffer) document what each method does.
+//! [`KvCache`](crate::KvCache) and [`DeviceBuffer`](crate::DeviceBuffer) document what each method does.
 
 use std::any::Any;
 use std::ops::Range;

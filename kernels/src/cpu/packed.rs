@@ -11,8 +11,6 @@ use half::{bf16, f16};
 
 mod fill;
 
-pub use fill::Fill;
-
 /// Rows of the matrix (columns of the product) in a panel.
 pub const PANEL: usize = super::lanes::LANES;
 const _: () = assert!(ROW_GROUP == PANEL, "rows are written fastest by panels");

@@ -10,27 +10,27 @@ use candle_core::{Result, Tensor, bail};
 use super::attention::flash;
 use super::attention::plan::MAX_PARTIAL_BYTES;
 use super::borrowed::{ARRIVING_BYTES, CudaBorrowed};
+use super::broadcast::CudaBroadcastReceiver;
 use super::context::{Context, ROUNDING_BYTES};
-use super::feed::CudaFeed;
-use super::footprint::{self, Attempt};
+use super::footprint::{self, FootprintReadings};
 use super::group::{self, CudaGroup, EXCHANGE_BYTES};
 use super::kv::CudaKv;
 use super::linear::plan::most_part_bytes;
 use super::matrix::{COPIED_BYTES, CudaMatrix};
 use super::nvml::Monitor;
 use super::ops::CudaOps;
-use super::sampling::most_landing_bytes;
+use super::sampling::max_download_bytes;
 use super::staging;
 use super::tensor::{over, pointer};
 use crate::activations::Activations;
+use crate::backend::broadcast::{BroadcastReceiverImpl, IsCancelled};
 use crate::backend::device::{AttentionKernel, DeviceImpl, DeviceOptions, ModelShape};
-use crate::backend::feed::{FeedImpl, GiveUp, Place};
 use crate::backend::group::GroupImpl;
 use crate::backend::operators::OpsImpl;
 use crate::backend::storage::{KvCacheImpl, MatrixImpl, MemoryImpl};
 use crate::borrowed::{BorrowedMemory, MemoryHandle};
 use crate::error::DeviceError;
-use crate::group::{GroupId, Membership};
+use crate::group::{AllReduce, GroupId, Membership};
 use crate::kv_layout::KvLayout;
 use crate::weights::MatrixShape;
 
@@ -89,7 +89,7 @@ impl CudaDevice {
 ///
 /// # Errors
 /// If the process has it open already, or nobody says what is held of it.
-fn open_and_close(ordinal: usize) -> Result<Attempt> {
+fn open_and_close(ordinal: usize) -> Result<FootprintReadings> {
     result::init().w()?;
     let device = result::device::get(ordinal as i32).w()?;
     let (mut uuid, mut flags, mut is_open) = (sys::CUuuid { bytes: [0; 16] }, 0, 0);
@@ -162,7 +162,7 @@ impl DeviceImpl for CudaDevice {
 
     fn host_bytes(&self, logits_bytes: usize) -> u64 {
         let copies = (self.threads + OTHER_COPIES) * COPIED_BYTES;
-        staging::MOST_BYTES + copies as u64 + most_landing_bytes(logits_bytes)
+        staging::MOST_BYTES + copies as u64 + max_download_bytes(logits_bytes)
     }
 
     fn limit(&self, bytes: u64) {
@@ -213,20 +213,24 @@ impl DeviceImpl for CudaDevice {
         group::new_id().map(Some)
     }
 
-    fn join(&self, membership: &Membership) -> Result<Box<dyn GroupImpl>> {
-        Ok(Box::new(CudaGroup::join(&self.context, membership)?))
+    fn join(&self, membership: &Membership, all_reduce: AllReduce) -> Result<Box<dyn GroupImpl>> {
+        Ok(Box::new(CudaGroup::join(&self.context, membership, all_reduce)?))
     }
 
     fn exchange_bytes(&self) -> usize {
         EXCHANGE_BYTES
     }
 
-    fn feeds_by(&self) -> Option<&'static str> {
+    fn broadcast_library(&self) -> Option<&'static str> {
         Some("nccl")
     }
 
-    fn join_feed(&self, place: &Place, give_up: GiveUp<'_>) -> std::result::Result<Box<dyn FeedImpl>, DeviceError> {
-        Ok(Box::new(CudaFeed::join(&self.context, place, give_up)?))
+    fn join_broadcast(
+        &self,
+        membership: &Membership,
+        is_cancelled: IsCancelled<'_>,
+    ) -> std::result::Result<Box<dyn BroadcastReceiverImpl>, DeviceError> {
+        Ok(Box::new(CudaBroadcastReceiver::join(&self.context, membership, is_cancelled)?))
     }
 }
 

@@ -28,10 +28,10 @@ const PAGE: u64 = 2 << 20;
 static MEASURED: Mutex<BTreeMap<usize, u64>> = Mutex::new(BTreeMap::new());
 
 /// Before, while and after everything was open.
-pub(super) type Attempt = [Reading; 3];
+pub(super) type FootprintReadings = [Reading; 3];
 
 /// What device `ordinal` loses to a context, by attempts of `measure`, which opens and closes everything.
-pub(super) fn of_device(ordinal: usize, measure: impl FnMut() -> Result<Attempt, String>) -> u64 {
+pub(super) fn of_device(ordinal: usize, measure: impl FnMut() -> Result<FootprintReadings, String>) -> u64 {
     let mut measured = MEASURED.lock().unwrap_or_else(PoisonError::into_inner);
     *measured.entry(ordinal).or_insert_with(|| {
         from_attempts(measure).unwrap_or_else(|why| {
@@ -44,7 +44,7 @@ pub(super) fn of_device(ordinal: usize, measure: impl FnMut() -> Result<Attempt,
     })
 }
 
-fn from_attempts(mut measure: impl FnMut() -> Result<Attempt, String>) -> Result<u64, String> {
+fn from_attempts(mut measure: impl FnMut() -> Result<FootprintReadings, String>) -> Result<u64, String> {
     let (mut changes, mut last) = (Vec::new(), None);
     for _ in 0..ATTEMPTS {
         let attempt = match (measure(), last) {
@@ -69,12 +69,12 @@ fn from_attempts(mut measure: impl FnMut() -> Result<Attempt, String>) -> Result
 
 /// What the one process holds that is there only while everything is open. If another one came and went just then, it
 /// is the one that has our number.
-fn own([before, open, after]: &Attempt, our_number: u32) -> Option<u64> {
+fn own([before, open, after]: &FootprintReadings, our_number: u32) -> Option<u64> {
     ours(open, &[before, after], our_number)
 }
 
 /// What the one process holds that came as everything was opened, or else what all hold more than before.
-fn came([before, open, _]: &Attempt, our_number: u32) -> Option<u64> {
+fn came([before, open, _]: &FootprintReadings, our_number: u32) -> Option<u64> {
     let more = open.used.checked_sub(before.used).filter(|bytes| *bytes > 0);
     ours(open, &[before], our_number).or(more)
 }
@@ -103,8 +103,8 @@ mod tests {
     }
 
     /// What is made of attempts that come in turn.
-    fn of(attempts: impl IntoIterator<Item = Attempt>) -> Result<u64, String> {
-        let mut attempts: VecDeque<Attempt> = attempts.into_iter().collect();
+    fn of(attempts: impl IntoIterator<Item = FootprintReadings>) -> Result<u64, String> {
+        let mut attempts: VecDeque<FootprintReadings> = attempts.into_iter().collect();
         from_attempts(|| attempts.pop_front().ok_or_else(|| "there are no more".into()))
     }
 

@@ -2,7 +2,7 @@
 
 use candle_core::cuda_backend::cudarc::driver::sys;
 
-use super::arena::Allocation;
+use super::arena::ArenaAllocation;
 use super::context::Context;
 use crate::backend::storage::KvCacheImpl;
 use crate::error::DeviceError;
@@ -10,7 +10,7 @@ use crate::kv_layout::KvLayout;
 
 /// Keys `[blocks, kv_heads, block_size, head_dim]`, then values of the same shape.
 pub(super) struct CudaKv {
-    memory: Allocation,
+    memory: ArenaAllocation,
     pub layout: KvLayout,
 }
 

@@ -13,7 +13,7 @@ const RUN_VALUES: usize = 16;
 /// How a row of a matrix lies in memory: as many runs as the reduction has leaves, each padded with zeros to a multiple
 /// of [`RUN_VALUES`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct RowLayout {
+pub(super) struct PackedRowLayout {
     pub leaves: usize,
     /// Values of a run, without padding.
     pub run: usize,
@@ -21,7 +21,7 @@ pub(super) struct RowLayout {
     pub padded_run: usize,
 }
 
-impl RowLayout {
+impl PackedRowLayout {
     pub fn of(shape: MatrixShape) -> Self {
         let run = shape.k / shape.leaves;
         Self { leaves: shape.leaves, run, padded_run: run.next_multiple_of(RUN_VALUES) }
@@ -84,17 +84,17 @@ pub(super) struct DeviceRows {
     pub dtype: WeightDtype,
     /// Values from the start of a row to that of the next.
     pub stride: usize,
-    pub layout: RowLayout,
+    pub layout: PackedRowLayout,
 }
 
 /// A type of stored weights.
 pub(super) trait Weight: Plain + Default {
     /// Packs rows of `width` values, of which it takes the columns from `first_column` on, rounded to nearest even.
-    fn pack(layout: RowLayout, rows: WeightRows<'_>, width: usize, first_column: usize, out: &mut [Self]);
+    fn pack(layout: PackedRowLayout, rows: WeightRows<'_>, width: usize, first_column: usize, out: &mut [Self]);
 }
 
 impl Weight for bf16 {
-    fn pack(layout: RowLayout, rows: WeightRows<'_>, width: usize, first_column: usize, out: &mut [Self]) {
+    fn pack(layout: PackedRowLayout, rows: WeightRows<'_>, width: usize, first_column: usize, out: &mut [Self]) {
         match rows {
             WeightRows::Bf16(rows) => layout.pack(rows, width, first_column, out, |x| x),
             WeightRows::F16(rows) => layout.pack(rows, width, first_column, out, |x| round_bf16(widen_f16(x))),
@@ -104,7 +104,7 @@ impl Weight for bf16 {
 }
 
 impl Weight for f32 {
-    fn pack(layout: RowLayout, rows: WeightRows<'_>, width: usize, first_column: usize, out: &mut [Self]) {
+    fn pack(layout: PackedRowLayout, rows: WeightRows<'_>, width: usize, first_column: usize, out: &mut [Self]) {
         match rows {
             WeightRows::Bf16(rows) => {
                 layout.pack(rows, width, first_column, out, |x| f32::from_bits(u32::from(x.to_bits()) << 16));

@@ -7,10 +7,10 @@ use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::sys;
 use half::bf16;
 
-use super::arena::Allocation;
+use super::arena::ArenaAllocation;
 use super::borrowed::{can_be_given, with_columns};
 use super::context::Context;
-use super::layout::{DeviceRows, RowLayout, Weight};
+use super::layout::{DeviceRows, PackedRowLayout, Weight};
 use crate::backend::storage::{BorrowedRows, MatrixImpl};
 use crate::error::DeviceError;
 use crate::weights::{MatrixShape, RowBits, WeightDtype, WeightRows};
@@ -18,10 +18,10 @@ use crate::weights::{MatrixShape, RowBits, WeightDtype, WeightRows};
 /// Bytes of packed rows that are copied at once.
 pub(super) const COPIED_BYTES: usize = 4 << 20;
 
-/// Weights `[n, k]`, row by row; a row is as [`RowLayout`] says, and its padding is always zero.
+/// Weights `[n, k]`, row by row; a row is as [`PackedRowLayout`] says, and its padding is always zero.
 pub(super) struct CudaMatrix {
     context: Arc<Context>,
-    memory: Allocation,
+    memory: ArenaAllocation,
     pub shape: MatrixShape,
     /// Whether an operator has been given the matrix. Copies need not wait for the operators where none has: a push
     /// writes new matrices while steps run.
@@ -30,7 +30,7 @@ pub(super) struct CudaMatrix {
 
 impl CudaMatrix {
     pub fn bytes_for(shape: MatrixShape) -> usize {
-        shape.n * RowLayout::of(shape).stride() * shape.dtype.bytes()
+        shape.n * PackedRowLayout::of(shape).stride() * shape.dtype.bytes()
     }
 
     /// A matrix of zeros.
@@ -39,8 +39,8 @@ impl CudaMatrix {
         Ok(Self { context: context.clone(), memory, shape, is_used: AtomicBool::new(false) })
     }
 
-    pub fn layout(&self) -> RowLayout {
-        RowLayout::of(self.shape)
+    pub fn layout(&self) -> PackedRowLayout {
+        PackedRowLayout::of(self.shape)
     }
 
     /// Address of a row, for an operator.

@@ -13,7 +13,7 @@ use crate::weights::Dtype;
 /// Where the ranks of a communicator meet, `ncclUniqueId`.
 #[derive(Clone, Copy)]
 #[repr(C)]
-pub(super) struct UniqueId(pub [u8; 128]);
+pub(super) struct NcclId(pub [u8; 128]);
 
 /// `ncclComm_t`.
 type Handle = *mut c_void;
@@ -26,12 +26,12 @@ const FLOAT16: c_int = 6;
 const FLOAT32: c_int = 7;
 const BFLOAT16: c_int = 9;
 const SUM: c_int = 0;
-/// `ncclInProgress`: what was called goes on, and [`Endpoint::is_ready`] says when it is done.
+/// `ncclInProgress`: what was called goes on, and [`NonblockingCommunicator::is_ready`] says when it is done.
 const IN_PROGRESS: Status = 7;
 
 /// The first members of `ncclConfig_t`, all that there were in version 2.14; later ones get their defaults.
 #[repr(C)]
-struct Config {
+struct NcclConfig {
     size: usize,
     magic: u32,
     version: u32,
@@ -39,16 +39,17 @@ struct Config {
 }
 
 /// Calls return at once, so that who waits can give up.
-static DOES_NOT_BLOCK: Config = Config { size: size_of::<Config>(), magic: 0xcafe_beef, version: 2_14_00, blocking: 0 };
+static DOES_NOT_BLOCK: NcclConfig =
+    NcclConfig { size: size_of::<NcclConfig>(), magic: 0xcafe_beef, version: 2_14_00, blocking: 0 };
 
 /// The functions that are called, as `nccl.h` declares them.
-struct Functions {
-    get_unique_id: unsafe extern "C" fn(*mut UniqueId) -> Status,
-    init_rank: unsafe extern "C" fn(*mut Handle, c_int, UniqueId, c_int) -> Status,
+struct NcclFunctions {
+    get_unique_id: unsafe extern "C" fn(*mut NcclId) -> Status,
+    init_rank: unsafe extern "C" fn(*mut Handle, c_int, NcclId, c_int) -> Status,
     all_gather: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Handle, sys::CUstream) -> Status,
     all_reduce: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Handle, sys::CUstream) -> Status,
     destroy: unsafe extern "C" fn(Handle) -> Status,
-    init_rank_config: unsafe extern "C" fn(*mut Handle, c_int, UniqueId, c_int, *const Config) -> Status,
+    init_rank_config: unsafe extern "C" fn(*mut Handle, c_int, NcclId, c_int, *const NcclConfig) -> Status,
     broadcast: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Handle, sys::CUstream) -> Status,
     async_error: unsafe extern "C" fn(Handle, *mut Status) -> Status,
     abort: unsafe extern "C" fn(Handle) -> Status,
@@ -60,9 +61,9 @@ struct Functions {
 /// What NCCL says is wrong.
 type Result<T> = std::result::Result<T, String>;
 
-impl Functions {
+impl NcclFunctions {
     fn get() -> Result<&'static Self> {
-        static FUNCTIONS: OnceLock<Result<Functions>> = OnceLock::new();
+        static FUNCTIONS: OnceLock<Result<NcclFunctions>> = OnceLock::new();
         FUNCTIONS.get_or_init(Self::load).as_ref().map_err(Clone::clone)
     }
 
@@ -97,17 +98,17 @@ impl Functions {
         Err(format!("{call}: {}", text.to_string_lossy()))
     }
 
-    /// As [`Functions::check`], for a call that may go on after its return.
+    /// As [`NcclFunctions::check`], for a call that may go on after its return.
     fn begun(&self, call: &str, status: Status) -> Result<()> {
         if status == IN_PROGRESS { Ok(()) } else { self.check(call, status) }
     }
 }
 
-impl UniqueId {
+impl NcclId {
     /// # Errors
     /// If there is no NCCL, or it finds no way between ranks.
     pub fn new() -> Result<Self> {
-        let (library, mut id) = (Functions::get()?, Self([0; 128]));
+        let (library, mut id) = (NcclFunctions::get()?, Self([0; 128]));
         // SAFETY: the id is written.
         let status = unsafe { (library.get_unique_id)(&raw mut id) };
         library.check("ncclGetUniqueId", status).map(|()| id)
@@ -115,21 +116,21 @@ impl UniqueId {
 }
 
 /// The communicator of one rank. Its calls are operations of a stream.
-pub(super) struct Communicator {
-    library: &'static Functions,
+pub(super) struct NcclCommunicator {
+    library: &'static NcclFunctions,
     handle: Handle,
 }
 
 // SAFETY: NCCL's communicators may be used from any thread, by one at a time.
-unsafe impl Send for Communicator {}
+unsafe impl Send for NcclCommunicator {}
 
-impl Communicator {
+impl NcclCommunicator {
     /// Joins with the device that is current on this thread; waits until all ranks have.
     ///
     /// # Errors
     /// What NCCL says.
-    pub fn join(id: UniqueId, rank: usize, world: usize) -> Result<Self> {
-        let (library, mut handle) = (Functions::get()?, null_mut());
+    pub fn join(id: NcclId, rank: usize, world: usize) -> Result<Self> {
+        let (library, mut handle) = (NcclFunctions::get()?, null_mut());
         // SAFETY: the handle is written.
         let status = unsafe { (library.init_rank)(&raw mut handle, world as c_int, id, rank as c_int) };
         library.check("ncclCommInitRank", status).map(|()| Self { library, handle })
@@ -155,7 +156,7 @@ impl Communicator {
     /// What NCCL says.
     ///
     /// # Safety
-    /// As for [`Communicator::all_gather`].
+    /// As for [`NcclCommunicator::all_gather`].
     pub unsafe fn all_reduce(&self, at: u64, count: usize, stream: &CudaStream) -> Result<()> {
         let (from, to) = (at as *const c_void, at as *mut c_void);
         // SAFETY: the caller's promise.
@@ -165,7 +166,7 @@ impl Communicator {
     }
 }
 
-impl Drop for Communicator {
+impl Drop for NcclCommunicator {
     /// Waits until all ranks drop theirs.
     fn drop(&mut self) {
         // SAFETY: nothing uses the communicator any more.
@@ -177,22 +178,22 @@ impl Drop for Communicator {
 }
 
 /// The communicator of one rank among processes that may vanish. None of its calls waits: each begins something, and
-/// [`Endpoint::is_ready`] says when the next may be called. Dropping it leaves the group, whatever goes on.
-pub(super) struct Endpoint {
-    library: &'static Functions,
+/// [`NonblockingCommunicator::is_ready`] says when the next may be called. Dropping it leaves the group, whatever goes on.
+pub(super) struct NonblockingCommunicator {
+    library: &'static NcclFunctions,
     handle: Handle,
 }
 
 // SAFETY: NCCL's communicators may be used from any thread, by one at a time.
-unsafe impl Send for Endpoint {}
+unsafe impl Send for NonblockingCommunicator {}
 
-impl Endpoint {
+impl NonblockingCommunicator {
     /// Begins to join with the device that is current on this thread.
     ///
     /// # Errors
     /// What NCCL says.
-    pub fn join(id: UniqueId, rank: usize, world: usize) -> Result<Self> {
-        let (library, mut handle) = (Functions::get()?, null_mut());
+    pub fn join(id: NcclId, rank: usize, world: usize) -> Result<Self> {
+        let (library, mut handle) = (NcclFunctions::get()?, null_mut());
         let (rank, world) = (rank as c_int, world as c_int);
         // SAFETY: the handle is written, and the configuration read, during the call.
         let status = unsafe { (library.init_rank_config)(&raw mut handle, world, id, rank, &raw const DOES_NOT_BLOCK) };
@@ -247,7 +248,7 @@ impl Endpoint {
     /// What NCCL says.
     ///
     /// # Safety
-    /// As for [`Endpoint::receive`].
+    /// As for [`NonblockingCommunicator::receive`].
     pub unsafe fn add_one_value(&self, at: u64, stream: &CudaStream) -> Result<()> {
         let (at, stream) = (at as *mut c_void, stream.cu_stream());
         // SAFETY: the caller's promise.
@@ -256,7 +257,7 @@ impl Endpoint {
     }
 }
 
-impl Drop for Endpoint {
+impl Drop for NonblockingCommunicator {
     fn drop(&mut self) {
         // SAFETY: nothing uses the communicator any more; what it has begun on a stream ends.
         let status = unsafe { (self.library.abort)(self.handle) };

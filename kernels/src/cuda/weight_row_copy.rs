@@ -6,7 +6,7 @@ use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaFunction, CudaStream, sys};
 
 use super::launch::{Launch, grid};
-use super::layout::{DeviceRows, RowLayout};
+use super::layout::{DeviceRows, PackedRowLayout};
 use super::module::{Module, fat_binary};
 use crate::weights::{Dtype, WeightDtype};
 
@@ -23,7 +23,7 @@ pub(super) struct CopiedRows {
     pub dtype: Dtype,
     /// Values from the start of a row to that of the next.
     pub stride: usize,
-    pub layout: RowLayout,
+    pub layout: PackedRowLayout,
 }
 
 impl From<DeviceRows> for CopiedRows {

@@ -11,7 +11,7 @@ use super::sampling::answer;
 use super::storage::{RowMajor, Slots};
 use crate::backend::operators::OpsImpl;
 use crate::backend::storage::MatrixImpl;
-use crate::buffer::Buffer;
+use crate::buffer::DeviceBuffer;
 use crate::kv_cache::KvCache;
 use crate::kv_layout::BlockCopy;
 use crate::matrix::Matrix;
@@ -25,7 +25,7 @@ use crate::weights::{Dtype, ReadRows, RowBits, WriteElements};
 /// All operators, without any state.
 pub(super) struct ReferenceOps;
 
-fn values(buffer: &Buffer) -> Result<Vec<f32>> {
+fn values(buffer: &DeviceBuffer) -> Result<Vec<f32>> {
     buffer.read(0..buffer.len())
 }
 
@@ -46,7 +46,7 @@ impl OpsImpl for ReferenceOps {
         })
     }
 
-    fn linear(&self, x: &Tensor, w: &Matrix, bias: Option<&Buffer>, out: &Tensor) -> Result<()> {
+    fn linear(&self, x: &Tensor, w: &Matrix, bias: Option<&DeviceBuffer>, out: &Tensor) -> Result<()> {
         let bias = bias.map(values).transpose()?;
         rows(x, |x| rows_mut(out, |out| operators::linear(x, w.storage(), bias.as_deref(), out)))?
     }
@@ -55,7 +55,7 @@ impl OpsImpl for ReferenceOps {
         &self,
         x: &Tensor,
         w: &Matrix,
-        bias: Option<&Buffer>,
+        bias: Option<&DeviceBuffer>,
         gate_up: &Tensor,
         out: &Tensor,
     ) -> Result<()> {
@@ -67,7 +67,7 @@ impl OpsImpl for ReferenceOps {
         rows(gate_up, |gate_up| rows_mut(out, |out| operators::silu_mul(gate_up, out)))?
     }
 
-    fn rms_norm(&self, x: &Tensor, weight: &Buffer, eps: f32, out: &Tensor) -> Result<()> {
+    fn rms_norm(&self, x: &Tensor, weight: &DeviceBuffer, eps: f32, out: &Tensor) -> Result<()> {
         let weight = values(weight)?;
         rows(x, |x| rows_mut(out, |out| operators::rms_norm(x, &weight, eps, out)))?
     }
@@ -76,8 +76,8 @@ impl OpsImpl for ReferenceOps {
         &self,
         residual: &Tensor,
         x: &Tensor,
-        bias: Option<&Buffer>,
-        weight: &Buffer,
+        bias: Option<&DeviceBuffer>,
+        weight: &DeviceBuffer,
         eps: f32,
         out: &Tensor,
     ) -> Result<()> {
@@ -89,12 +89,12 @@ impl OpsImpl for ReferenceOps {
         })?
     }
 
-    fn rms_norm_heads(&self, x: &Tensor, weight: &Buffer, eps: f32) -> Result<()> {
+    fn rms_norm_heads(&self, x: &Tensor, weight: &DeviceBuffer, eps: f32) -> Result<()> {
         let weight = values(weight)?;
         rows_mut(x, |x| operators::head_rms_norm(x, &weight, eps))
     }
 
-    fn rope(&self, x: &Tensor, head_dim: usize, step: &Step<'_>, cos: &Buffer, sin: &Buffer) -> Result<()> {
+    fn rope(&self, x: &Tensor, head_dim: usize, step: &Step<'_>, cos: &DeviceBuffer, sin: &DeviceBuffer) -> Result<()> {
         let (cos, sin) = (values(cos)?, values(sin)?);
         rows_mut(x, |x| operators::rope(x, head_dim, step.input().positions, &cos, &sin))
     }

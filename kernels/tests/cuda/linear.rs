@@ -1,7 +1,7 @@
 //! Linear layers.
 
 use candle_core::Tensor;
-use rollout_kernels::{Buffer, Matrix, MatrixShape, WeightDtype, WeightRows};
+use rollout_kernels::{DeviceBuffer, Matrix, MatrixShape, WeightDtype, WeightRows};
 
 use crate::common::{Random, Rank, cuda, values_of};
 
@@ -17,7 +17,7 @@ fn shard(rank: &Rank, shape: MatrixShape, weights: &[f32], width: usize, first_c
     matrix
 }
 
-fn product(rank: &Rank, x: &Tensor, w: &Matrix, bias: Option<&Buffer>) -> Vec<f32> {
+fn product(rank: &Rank, x: &Tensor, w: &Matrix, bias: Option<&DeviceBuffer>) -> Vec<f32> {
     let out = rank.zeros(x.dims()[0], w.n());
     rank.ops.linear(x, w, bias, &out).unwrap();
     values_of(&out)

@@ -9,7 +9,7 @@ use rand_chacha::ChaCha8Rng;
 use rollout_kernels::{Backend, DeviceOptions, Devices, KvDtype, WeightDtype};
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::comm::{Communicator, LocalGroup, Solo};
+use crate::comm::{Communicator, LocalGroup, SingleRank};
 use crate::executor::{Executor, ModelRunner, RankWeights, Ranks};
 use crate::model::config::ModelConfig;
 use crate::model::{Build, Decoder, ParamSlot, Parameterized, WorkspaceShape, kv_caches};
@@ -88,7 +88,7 @@ impl Setup {
     /// With a KV cache of so many blocks.
     pub fn ranks_with(&self, blocks: usize) -> Ranks {
         let comms: Vec<Box<dyn Communicator>> = match self.world {
-            1 => vec![Box::new(Solo)],
+            1 => vec![Box::new(SingleRank)],
             world => LocalGroup::create(world).into_iter().map(|g| Box::new(g) as _).collect(),
         };
         let makers = comms.into_iter().enumerate().map(|(rank, comm)| {

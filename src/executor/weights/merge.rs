@@ -1,4 +1,4 @@
-//! Parameters written from their base, with an adapter merged or without.
+//! Writing parameters from their base, with an adapter merged or without.
 
 use candle_core::Tensor;
 use rollout_kernels::{
@@ -10,9 +10,9 @@ use crate::error::Result;
 use crate::model::{Build, ParamSlot};
 use crate::weights::{Adapter, ParamSpec, Slice, Tensors};
 
-/// Reads the base: called with a part of a parameter, it hands the stored values of that part to the function beside
-/// it. Called from several threads at once, each time for some whole rows.
-pub(super) type Rows<'a> = dyn Fn(&Slice, &mut dyn FnMut(WeightRows<'_>)) + Sync + 'a;
+/// Reads the base: called with a part of a parameter, it passes the stored values of that part to the function. It is
+/// called from several threads at once, each time for some whole rows.
+pub(super) type ReadBaseRows<'a> = dyn Fn(&Slice, &mut dyn FnMut(WeightRows<'_>)) + Sync + 'a;
 
 /// The change of a parameter that the adapter does not touch.
 const UNCHANGED: WeightChange = WeightChange { replacement: None, delta: None };
@@ -33,8 +33,8 @@ pub(super) fn tensor_rows<'a>(
     move |slice, store| store(tensors.read(name, slice).expect("the push has this parameter").as_rows())
 }
 
-/// Memory in which ranks gather whole rows of a parameter of which each has some of the columns. A rank that takes it
-/// before the ranks begin an order cannot lack it while the others wait for its part.
+/// Memory in which ranks gather whole rows of a parameter of which each has some of the columns. It is allocated before
+/// the ranks begin an order, so that no rank runs out of memory while the others wait for its part.
 pub(super) struct Gathering {
     local: Activations,
     whole: Activations,
@@ -44,7 +44,7 @@ impl Gathering {
     /// For at most `elements` elements of whole rows.
     ///
     /// # Errors
-    /// `ResourceExhausted` if the device has not as much memory.
+    /// `ResourceExhausted` if the device has too little memory.
     pub fn new(build: &Build, elements: usize) -> Result<Self> {
         let of = |elements| build.device.activations(1, elements);
         Ok(Self { local: of(build.partition.share(elements))?, whole: of(elements)? })
@@ -82,7 +82,7 @@ impl<'a> LocalParameter<'a> {
     }
 
     /// Stores the base.
-    pub fn store(self, ops: &Ops, base: &Rows<'_>) -> Result<()> {
+    pub fn store(self, ops: &Ops, base: &ReadBaseRows<'_>) -> Result<()> {
         let Self { slice, slot, build, .. } = self;
         match slot {
             ParamSlot::Matrix { matrix, first_row } => {

@@ -1,4 +1,4 @@
-//! Single elements written: what a DELTA push does.
+//! Writing single elements, for a DELTA push.
 
 use std::ops::Range;
 

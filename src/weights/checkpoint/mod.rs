@@ -22,7 +22,7 @@ use crate::error::{Error, Result};
 use crate::memory::Identity;
 
 pub use gguf::{GgufCheckpoint, GgufMetadata};
-pub use mapped::Stamp;
+pub use mapped::FileStamp;
 pub use safetensors::SafetensorsCheckpoint;
 pub use source::{ModelFiles, ModelSource, TokenizerFiles};
 
@@ -128,7 +128,7 @@ impl Checkpoint {
     }
 
     /// The stamp of each file when it was opened.
-    pub fn opened(&self) -> Vec<Stamp> {
+    pub fn opened(&self) -> Vec<FileStamp> {
         self.files().iter().map(MappedFile::opened).collect()
     }
 
@@ -136,7 +136,7 @@ impl Checkpoint {
     ///
     /// # Errors
     /// `DataLoss` naming a file that was cut short.
-    pub fn stamps(&self) -> Result<Vec<Stamp>> {
+    pub fn stamps(&self) -> Result<Vec<FileStamp>> {
         self.files().iter().map(MappedFile::stamp).collect()
     }
 

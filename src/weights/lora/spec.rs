@@ -53,12 +53,12 @@ pub(super) struct LowRankSpec {
     pub cols: usize,
     pub scaling: f32,
     pub roundings: Vec<Dtype>,
-    pub kind: Kind,
+    pub kind: FactorKind,
 }
 
 /// What a pair of factors is to the matrix that it changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum FactorKind {
     /// The matrix is a linear layer's alone.
     Linear,
     /// The factors are of the head, whose matrix is the embedding.
@@ -124,15 +124,15 @@ impl LowRankSpec {
         let Self { rank, rows, cols, scaling, roundings, kind, .. } = self;
         let (a, b) = (values(self.a).into_f32(), values(self.b).into_f32());
         let (a, b) = match kind {
-            Kind::Embedding => (transpose(&b, rank), transpose(&a, rows)),
-            Kind::Linear | Kind::TiedHead => (a.into_owned(), b.into_owned()),
+            FactorKind::Embedding => (transpose(&b, rank), transpose(&a, rows)),
+            FactorKind::Linear | FactorKind::TiedHead => (a.into_owned(), b.into_owned()),
         };
         let magnitude = self.magnitude.map(|(tensor, sum, factor)| Magnitude {
             lengths: values(tensor).into_f32().into_owned(),
             sum,
             factor,
         });
-        LowRank { rank, cols, a, b, scaling, roundings, magnitude, linear: kind == Kind::Linear }
+        LowRank { rank, cols, a, b, scaling, roundings, magnitude, linear: kind == FactorKind::Linear }
     }
 }
 

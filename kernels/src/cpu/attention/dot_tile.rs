@@ -7,7 +7,7 @@
 
 #![allow(clippy::needless_range_loop)] // no closures, as in `cpu::tile`
 
-use super::blocks::{NO_LINES, PrefetchLines, Unit};
+use super::blocks::{KvUnit, NO_LINES, PrefetchLines};
 use super::units::{UNIT, VECTORS, state_len};
 use crate::cpu::Isa;
 use crate::cpu::isa::Kernel;
@@ -53,7 +53,12 @@ pub(super) struct RoundedQueries<'a> {
 /// # Safety
 /// The keys of every vector of the unit that contains one of the active positions are readable, and the values of these
 /// positions.
-pub(super) unsafe fn take(isa: Isa, active: RoundedQueries<'_>, unit: &Unit<bf16>, ahead: Option<&[PrefetchLines; 2]>) {
+pub(super) unsafe fn take(
+    isa: Isa,
+    active: RoundedQueries<'_>,
+    unit: &KvUnit<bf16>,
+    ahead: Option<&[PrefetchLines; 2]>,
+) {
     macro_rules! queries {
         ($($queries:literal)*) => {
             match (active.references.len(), ahead) {
@@ -70,7 +75,7 @@ pub(super) unsafe fn take(isa: Isa, active: RoundedQueries<'_>, unit: &Unit<bf16
 
 struct Take<'a, const MR: usize, const AHEAD: bool> {
     active: RoundedQueries<'a>,
-    unit: &'a Unit<bf16>,
+    unit: &'a KvUnit<bf16>,
     /// The lines prefetched while scores are computed, and those prefetched while weighted values are added.
     ahead: &'a [PrefetchLines; 2],
 }

@@ -9,7 +9,7 @@ use super::super::pool::ThreadPool;
 use super::super::rows::SharedSlice;
 use super::super::storage::Plain;
 use super::{PANEL, PackLanes, PackedMatrix, Source, WeightDtype, WeightElement, WeightRows, round_bf16};
-use crate::weights::{ReadRows, WriteElements};
+use crate::weights::{FillRows, ReadRows, WriteElements};
 use half::{bf16, f16};
 use std::ops::Range;
 
@@ -19,10 +19,6 @@ const TILE_BYTES: usize = 256 << 10;
 
 /// The most panels that one task writes. For short rows more would gain nothing and leave threads without work.
 const MOST_PANELS: usize = 4;
-
-/// Computes the values of a range of whole rows into a row-major slice, whose content is unspecified before. It is
-/// called from several threads.
-pub type Fill<'a> = dyn Fn(Range<usize>, &mut [f32]) + Sync + 'a;
 
 /// An element type of a panel, made from `S`. A cache line of a panel holds some neighbours of a row for each of 16
 /// rows.
@@ -145,7 +141,7 @@ impl PackedMatrix {
     ///
     /// # Panics
     /// If `rows` pass the end of the matrix.
-    pub fn fill_rows(&mut self, pool: &ThreadPool, rows: Range<usize>, fill: &Fill<'_>) {
+    pub fn fill_rows(&mut self, pool: &ThreadPool, rows: Range<usize>, fill: &FillRows<'_>) {
         match self.dtype {
             WeightDtype::Bf16 => self.fill_as::<2, bf16>(pool, rows, fill),
             WeightDtype::F32 => self.fill_as::<1, f32>(pool, rows, fill),
@@ -156,7 +152,7 @@ impl PackedMatrix {
         &mut self,
         pool: &ThreadPool,
         rows: Range<usize>,
-        fill: &Fill<'_>,
+        fill: &FillRows<'_>,
     ) {
         let k = self.k;
         let at_once = (TILE_BYTES / (4 * PANEL * k)).clamp(1, MOST_PANELS);

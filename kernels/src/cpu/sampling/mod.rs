@@ -11,12 +11,12 @@ use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::isa::Isa;
-use super::logits::{self, Bound, Row, VOCAB_BLOCK};
+use super::logits::{self, LogitBound, Row, VOCAB_BLOCK};
 use super::pool::ThreadPool;
 use crate::sampling::{Distribution, SampledTokens, SamplingTask, TokenLogprobs, uniform};
 
 /// A row of logits and what is asked of it.
-pub(crate) type Question<'a> = (&'a [f32], &'a [SamplingTask<'a>]);
+pub(crate) type LogitsTasks<'a> = (&'a [f32], &'a [SamplingTask<'a>]);
 
 /// The sampler of each thread of a pool.
 pub(crate) struct Samplers {
@@ -30,7 +30,7 @@ impl Samplers {
     }
 
     /// Answers the questions in their order.
-    pub fn answer(&self, pool: &ThreadPool, questions: &[Question<'_>]) -> SampledTokens {
+    pub fn answer(&self, pool: &ThreadPool, questions: &[LogitsTasks<'_>]) -> SampledTokens {
         let threads = pool.threads();
         let mut samplers = self.threads.borrow_mut();
         samplers.resize_with(threads, || Sampler::new(self.isa));
@@ -191,7 +191,7 @@ fn choose(raw: &Raw, task: &SamplingTask<'_>, work: &mut TaskScratch) -> Choice 
         return greedy(argmax(row, task), task, broken);
     }
     let filtered = task.filters(row.logits.len());
-    let bound = if filtered { filter::bound(isa, &row, task, scale, total, sums, selection) } else { Bound::NONE };
+    let bound = if filtered { filter::bound(isa, &row, task, scale, total, sums, selection) } else { LogitBound::NONE };
     let (sums, total) = match total {
         Some(total) if !filtered => (if is_edited { sums } else { raw.sums }, total),
         _ => {

@@ -11,7 +11,7 @@ use crate::weights::{MatrixShape, WeightDtype};
 
 /// An allocation, what was written to it, and whether it has memory.
 struct Held {
-    memory: Allocation,
+    memory: ArenaAllocation,
     pointer: u64,
     values: Vec<u32>,
     has_memory: bool,
@@ -119,7 +119,7 @@ fn matrices_and_caches_keep_their_addresses() {
 fn what_the_host_has_no_room_for_stays() {
     let context = Context::open(0).unwrap();
     let held: Vec<_> = (0..5).map(|seed| Held::new(&context, &mut Random::new(seed))).collect();
-    let bytes: u64 = context.weights.lock().ranges(Place::Device).iter().map(|range| range.len() as u64).sum();
+    let bytes: u64 = context.weights.lock().ranges(Residence::Device).iter().map(|range| range.len() as u64).sum();
     let mapped = context.mapped_bytes();
     for most in [0, bytes - 1] {
         let refused = context.weights.offload(most).unwrap_err();

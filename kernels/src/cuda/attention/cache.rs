@@ -11,7 +11,7 @@ use crate::cuda::kv::CudaKv;
 use crate::cuda::launch::{Launch, grid, rows_grid};
 use crate::cuda::module::{Module, fat_binary};
 use crate::cuda::staging::Staging;
-use crate::cuda::tensor::Rows;
+use crate::cuda::tensor::TensorRows;
 use crate::kv_layout::{BlockCopy, KvDtype, KvLayout};
 
 /// Bytes that a thread copies at once.
@@ -38,7 +38,7 @@ impl CacheWrites {
     }
 
     /// `slots` is the address of the slot of each row.
-    pub fn write(&self, k: Rows, v: Rows, slots: u64, cache: &CudaKv) -> Result<()> {
+    pub fn write(&self, k: TensorRows, v: TensorRows, slots: u64, cache: &CudaKv) -> Result<()> {
         let KvLayout { block_size, kv_heads, head_dim, dtype, .. } = cache.layout;
         assert_eq!((k.rows, k.width, v.width), (v.rows, kv_heads * head_dim, k.width), "{k:?} and {v:?} of a cache");
         let function = match dtype {

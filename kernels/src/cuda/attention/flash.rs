@@ -18,14 +18,14 @@ use crate::cuda::context::Context;
 use crate::cuda::kv::CudaKv;
 use crate::cuda::launch::{Launch, rows_grid};
 use crate::cuda::module::{Module, fat_binary};
-use crate::cuda::scratch::Scratch;
+use crate::cuda::scratch::DeviceScratch;
 use crate::cuda::staging::Staging;
 use crate::cuda::step::CudaStep;
-use crate::cuda::tensor::Rows;
+use crate::cuda::tensor::TensorRows;
 use crate::error::DeviceError;
 use crate::kv_layout::{KvDtype, KvLayout};
 use crate::step::{AttentionSequence, AttentionShape, StepInput};
-use library::Call;
+use library::FlashCall;
 use plan::FlashPlan;
 
 /// Positions that it reads at once, all of one block of the cache.
@@ -61,14 +61,14 @@ pub(super) struct Flash {
     narrow: CudaFunction,
     widen: CudaFunction,
     /// Logarithms of the sums of each row and head, which nobody reads.
-    sums: Scratch,
+    sums: DeviceScratch,
 }
 
 impl Flash {
     pub fn load(context: &Arc<Context>) -> Result<Self> {
         let module = Module::load(context.stream.context(), fat_binary!("flash"))?;
         let (narrow, widen) = (module.function("narrow_queries")?, module.function("widen_results")?);
-        Ok(Self { context: context.clone(), narrow, widen, sums: Scratch::new(context) })
+        Ok(Self { context: context.clone(), narrow, widen, sums: DeviceScratch::new(context) })
     }
 
     /// Attention of the rows of a plan. Rows between those of its sequences get zeros.
@@ -78,17 +78,17 @@ impl Flash {
     pub fn attend(
         &self,
         plan: &FlashPlan,
-        q: Rows,
+        q: TensorRows,
         shape: &AttentionShape,
         step: &CudaStep,
         cache: &CudaKv,
-        out: Rows,
+        out: TensorRows,
     ) -> Result<()> {
         let KvLayout { kv_heads, head_dim, block_size, .. } = cache.layout;
         plan.check(&cache.layout, q.rows);
         assert!(shape.heads.is_multiple_of(kv_heads), "{} heads share {kv_heads} KV heads", shape.heads);
         assert_eq!((q.rows, q.width, out.width), (out.rows, shape.heads * head_dim, q.width), "{q:?} and {out:?}");
-        let [q, out] = [q, out].map(|rows| Rows { rows: plan.rows, ..rows });
+        let [q, out] = [q, out].map(|rows| TensorRows { rows: plan.rows, ..rows });
         let sums = self.sums.take(plan.rows * shape.heads * size_of::<f32>())?;
         let mut launch = Launch::of(&self.context.stream, &self.narrow);
         launch.rows(out).rows(q).int(q.width);
@@ -97,7 +97,7 @@ impl Flash {
         let words = |at: usize| (step.word(plan.first_word + at)) as *const i32;
         let size = |value: usize| u32::try_from(value).expect("sizes of a step fit into 32 bits");
         let window = shape.sliding_window.filter(|window| *window <= plan.most_positions);
-        let call = Call {
+        let call = FlashCall {
             q: out.pointer,
             k: cache.keys(),
             v: cache.values(),
@@ -155,8 +155,8 @@ impl Flash {
             CudaStep::upload(&self.context, &Staging::new(&self.context.stream), &input, AttentionKernel::Flash)?;
         let memory = self.context.scratch.allocate(4 * head_dim * size_of::<f32>())?;
         self.context.copies.zero(memory.pointer, 4 * head_dim * size_of::<f32>())?;
-        let q = Rows { pointer: memory.pointer, rows: 2, width: head_dim, stride: head_dim };
-        let out = Rows { pointer: q.pointer + (2 * head_dim * size_of::<f32>()) as u64, ..q };
+        let q = TensorRows { pointer: memory.pointer, rows: 2, width: head_dim, stride: head_dim };
+        let out = TensorRows { pointer: q.pointer + (2 * head_dim * size_of::<f32>()) as u64, ..q };
         let plan = step.flash.as_ref().expect("the sequence has two rows");
         self.attend(plan, q, &AttentionShape { heads: 1, scale: 1.0, sliding_window: None }, &step, &cache, out)?;
         let mut rows = vec![0.0_f32; 2 * head_dim];

@@ -3,7 +3,7 @@
 use super::plan::is_of_flash;
 use super::*;
 use crate::cpu::testing::Random;
-use crate::cuda::attention::Attention;
+use crate::cuda::attention::PagedAttention;
 use crate::cuda::attention::tests::cache;
 
 /// Rounding of probabilities and of results to bfloat16, by half a unit in the last of 8 bits each.
@@ -15,7 +15,7 @@ const PARTS: [(usize, usize); 6] = [(1, 99), (70, 131), (2, 0), (1, 40), (1, 63)
 #[test]
 fn rows_of_prompts_are_near_our_own_and_others_are_ours() {
     let context = Arc::new(Context::open(0).unwrap());
-    let load = |kernel| Attention::load(&context, kernel).unwrap();
+    let load = |kernel| PagedAttention::load(&context, kernel).unwrap();
     let (ours, flash, staging) =
         (load(AttentionKernel::Invariant), load(AttentionKernel::Flash), Staging::new(&context.stream));
     let layers =
@@ -37,11 +37,11 @@ fn rows_of_prompts_are_near_our_own_and_others_are_ours() {
         let shape = AttentionShape { heads: 2 * group, scale: 0.1, sliding_window };
         let queries = random.normals(rows * width, 1.0);
         // Rows of the output are further apart than they are wide.
-        let run = |by: &Attention| {
+        let run = |by: &PagedAttention| {
             let memory = |values: &[f32], stride| {
                 let memory = context.scratch.allocate(size_of_val(values)).unwrap();
                 context.copies.write(memory.pointer, values).unwrap();
-                (Rows { pointer: memory.pointer, rows, width, stride }, memory)
+                (TensorRows { pointer: memory.pointer, rows, width, stride }, memory)
             };
             let (q, _q) = memory(&queries, width);
             let (out, held) = memory(&vec![f32::NAN; rows * (width + 16)], width + 16);

@@ -1,4 +1,4 @@
-//! Passes that are recorded and repeated: the bits of those that are not, whatever comes between them.
+//! Steps that are captured as CUDA graphs and replayed: they have the bits of eager steps, whatever happens between.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::channel;
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use candle_core::{Error, Tensor};
 use rollout_kernels::{
-    Activations, AttentionSequence, AttentionShape, Buffer, KvCache, KvDtype, KvLayout, Matrix, MatrixShape, Ops,
+    Activations, AttentionSequence, AttentionShape, DeviceBuffer, KvCache, KvDtype, KvLayout, Matrix, MatrixShape, Ops,
     Padding, RowBits, Step, StepInput, WeightDtype, WeightRows,
 };
 
@@ -22,7 +22,7 @@ const VOCAB: usize = 50;
 const POSITIONS: usize = 600;
 /// Rows of the buffers: no bucket.
 const MOST_ROWS: usize = 301;
-const PADDING: Padding = Padding { most_rows: MOST_ROWS, vocabulary: VOCAB, kind: None };
+const PADDING: Padding = Padding { most_rows: MOST_ROWS, vocabulary: VOCAB, variant: None };
 /// Sequences, and blocks of each.
 const SEQUENCES: usize = 21;
 const BLOCKS: usize = POSITIONS / BLOCK_SIZE + 1;
@@ -31,7 +31,7 @@ const BLOCKS: usize = POSITIONS / BLOCK_SIZE + 1;
 struct Layer {
     weights: [Matrix; 4],
     table: Matrix,
-    angles: [Buffer; 2],
+    angles: [DeviceBuffer; 2],
     cache: KvCache,
     /// Inputs, queries, keys, values and outputs.
     buffers: [Activations; 5],
@@ -105,8 +105,8 @@ impl Bench {
         Self { layer: Layer::new(&rank, dtype), rank }
     }
 
-    /// A pass over further tokens of sequences. `each` is called whenever its operators are.
-    fn pass(&mut self, parts: &[(&Sequence, &[u32])], is_padded: bool, mut each: impl FnMut()) -> Vec<f32> {
+    /// A step over further tokens of sequences. `each` is called whenever its operators are.
+    fn step(&mut self, parts: &[(&Sequence, &[u32])], is_padded: bool, mut each: impl FnMut()) -> Vec<f32> {
         let (mut tokens, mut positions, mut slots, mut all) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         for (Sequence { len, table }, next) in parts {
             let (first_row, rows) = (tokens.len(), next.len());
@@ -125,19 +125,19 @@ impl Bench {
             each();
             layer.forward(ops, &step)
         };
-        ops.pass(&step, None, forward).unwrap();
+        ops.capture_or_replay(&step, None, forward).unwrap();
         values_of(&layer.buffers[1].narrow(0, 0, tokens.len()).unwrap())
     }
 
-    /// As [`Bench::pass`], padded; also whether the operators were called.
+    /// As [`Bench::step`], padded; also whether the operators were called.
     fn padded(&mut self, parts: &[(&Sequence, &[u32])]) -> (Vec<f32>, bool) {
         let mut is_called = false;
-        let out = self.pass(parts, true, || is_called = true);
+        let out = self.step(parts, true, || is_called = true);
         (out, is_called)
     }
 
-    fn plain(&mut self, parts: &[(&Sequence, &[u32])]) -> Vec<f32> {
-        self.pass(parts, false, || ())
+    fn eager(&mut self, parts: &[(&Sequence, &[u32])]) -> Vec<f32> {
+        self.step(parts, false, || ())
     }
 }
 
@@ -149,7 +149,7 @@ fn fill(benches: [&mut Bench; 2], sequences: &mut [Sequence], lengths: &[usize],
         for (sequence, tokens) in sequences.iter().zip(&tokens) {
             for (chunk, i) in tokens.chunks(MOST_ROWS).zip(0..) {
                 let part = Sequence { len: i * MOST_ROWS, ..sequence.clone() };
-                bench.plain(&[(&part, chunk)]);
+                bench.eager(&[(&part, chunk)]);
             }
         }
     }
@@ -167,12 +167,12 @@ fn start(dtype: WeightDtype, random: &mut Random) -> (Bench, Bench, Vec<Sequence
 }
 
 #[test]
-fn passes_have_the_bits_of_those_that_are_not_recorded() {
+fn replayed_steps_have_the_bits_of_eager_ones() {
     for (seed, dtype) in [WeightDtype::Bf16, WeightDtype::F32].into_iter().enumerate() {
         let mut random = Random::new(seed as u64);
         let (mut ours, mut other, mut sequences) = start(dtype, &mut random);
-        let (mut repeated, passes) = (0, 60);
-        for pass in 0..passes {
+        let mut replayed = 0;
+        for round in 0..60 {
             // Some batch, several times.
             let mut chosen: Vec<usize> = (0..SEQUENCES).collect();
             random.shuffle(&mut chosen);
@@ -180,26 +180,26 @@ fn passes_have_the_bits_of_those_that_are_not_recorded() {
             for _ in 0..random.between(1, 4) {
                 let tokens: Vec<[u32; 1]> = chosen.iter().map(|_| [random.below(VOCAB) as u32]).collect();
                 let parts: Vec<_> = chosen.iter().zip(&tokens).map(|(i, token)| (&sequences[*i], &token[..])).collect();
-                let expected = other.plain(&parts);
+                let expected = other.eager(&parts);
                 let (found, is_called) = ours.padded(&parts);
-                assert!(found == expected, "seed {seed}, {dtype:?}, pass {pass}: {} rows differ", chosen.len());
-                repeated += usize::from(!is_called);
+                assert!(found == expected, "seed {seed}, {dtype:?}, round {round}: {} rows differ", chosen.len());
+                replayed += usize::from(!is_called);
                 chosen.iter().for_each(|i| sequences[*i].len += 1);
             }
         }
-        println!("{dtype:?}: {repeated} passes were repeated");
-        assert!(repeated > 0);
+        println!("{dtype:?}: {replayed} steps were replayed");
+        assert!(replayed > 0);
     }
 }
 
 #[test]
-fn a_pass_is_made_once_recorded_once_and_then_repeated_until_it_is_forgotten() {
+fn a_shape_runs_eagerly_once_is_captured_once_and_then_replayed_until_graphs_are_dropped() {
     let mut random = Random::new(3);
     let (mut ours, mut other, mut sequences) = start(WeightDtype::Bf16, &mut random);
     let mut calls = |ours: &mut Bench, chosen: &[usize], times: usize| -> Vec<bool> {
         let mut one = || {
             let parts: Vec<_> = chosen.iter().map(|i| (&sequences[*i], &[3][..])).collect();
-            let expected = other.plain(&parts);
+            let expected = other.eager(&parts);
             let (found, is_called) = ours.padded(&parts);
             assert!(found == expected, "{chosen:?}");
             chosen.iter().for_each(|i| sequences[*i].len += 1);
@@ -208,12 +208,12 @@ fn a_pass_is_made_once_recorded_once_and_then_repeated_until_it_is_forgotten() {
         (0..times).map(|_| one()).collect()
     };
     assert_eq!(calls(&mut ours, &[4, 5, 6], 4), [true, true, false, false]);
-    assert_eq!(calls(&mut ours, &[7, 8, 9, 10], 1), [false], "as many rows, with those that nobody reads");
+    assert_eq!(calls(&mut ours, &[7, 8, 9, 10], 1), [false], "as many rows, with padding");
     assert_eq!(calls(&mut ours, &[7, 8, 9, 10, 11], 3), [true, true, false]);
     assert_eq!(calls(&mut ours, &[0, 8, 9], 5), [false, false, false, false, false], "one span");
     // The sequence has 255 tokens, and then more than one span.
     assert_eq!(calls(&mut ours, &[0, 8, 9], 5), [false, true, true, false, false], "two spans");
-    ours.rank.ops.forget_passes();
+    ours.rank.ops.drop_graphs();
     assert_eq!(calls(&mut ours, &[4, 5, 6], 3), [true, true, false]);
     ours.rank.ops.release();
     assert_eq!(calls(&mut ours, &[4, 5, 6], 3), [true, true, false], "after memory was given back");
@@ -224,7 +224,7 @@ fn a_pass_is_made_once_recorded_once_and_then_repeated_until_it_is_forgotten() {
 }
 
 #[test]
-fn the_passes_that_were_used_last_are_kept() {
+fn the_graphs_that_were_used_last_are_kept() {
     let rank = cuda().unwrap();
     let table = rank.device.zeros(MatrixShape { dtype: WeightDtype::F32, n: 4, k: 4, leaves: 1 }).unwrap();
     let out = rank.zeros(1000, 4);
@@ -239,20 +239,20 @@ fn the_passes_that_were_used_last_are_kept() {
             is_called = true;
             rank.ops.embed(&table, 0, &step, &out.narrow(0, 0, step.rows()).unwrap())
         };
-        rank.ops.pass(&step, None, embed).unwrap();
+        rank.ops.capture_or_replay(&step, None, embed).unwrap();
         is_called
     };
-    for kind in 1..=70 {
-        assert_eq!([(); 3].map(|()| is_called(8 * kind)), [true, true, false], "{kind}");
+    for shape in 1..=70 {
+        assert_eq!([(); 3].map(|()| is_called(8 * shape)), [true, true, false], "{shape}");
         assert!(!is_called(8), "the first is used all the time");
-        is_called(8 * kind);
+        is_called(8 * shape);
     }
     assert!(!is_called(8 * 70) && !is_called(8 * 10), "of the last 64");
-    assert!(is_called(8 * 3), "a kind that was not used for long");
+    assert!(is_called(8 * 3), "a shape that was not used for long");
 }
 
 #[test]
-fn a_repeated_pass_checks_its_step() {
+fn a_replay_checks_its_step() {
     let mut random = Random::new(5);
     let (mut ours, _, sequences) = start(WeightDtype::Bf16, &mut random);
     let outside = [(SEQUENCES * BLOCKS) as u32; BLOCKS];
@@ -261,8 +261,8 @@ fn a_repeated_pass_checks_its_step() {
         let all = [AttentionSequence { first_row: 0, rows: 1, start_position: len, block_table: table }];
         let input = StepInput { tokens: &[1], positions: &[0], slots: &[0], sequences: &all, ..NOTHING };
         let step = ours.rank.ops.prepare_padded(input, PADDING).unwrap();
-        let recorded = || -> Result<(), Error> { panic!("the pass is not repeated") };
-        let failed = catch_unwind(AssertUnwindSafe(|| ours.rank.ops.pass(&step, None, recorded)));
+        let captured = || -> Result<(), Error> { panic!("the step is not replayed") };
+        let failed = catch_unwind(AssertUnwindSafe(|| ours.rank.ops.capture_or_replay(&step, None, captured)));
         let why = failed.expect_err("the step is wrong");
         let why = why.downcast_ref::<String>().expect("a message of the check");
         assert!(why.contains("block"), "{why}");
@@ -270,19 +270,19 @@ fn a_repeated_pass_checks_its_step() {
 }
 
 #[test]
-fn an_error_of_a_pass_is_its_callers() {
+fn an_error_of_a_launch_is_returned_to_the_caller() {
     let rank = cuda().unwrap();
     let sequences = [AttentionSequence { first_row: 0, rows: 1, start_position: 0, block_table: &[0] }];
     let input = StepInput { tokens: &[1], sequences: &sequences, ..NOTHING };
     for _ in 0..4 {
         let step = rank.ops.prepare_padded(input, PADDING).unwrap();
-        let error = rank.ops.pass(&step, None, || Err(Error::Msg("no".into()))).unwrap_err();
+        let error = rank.ops.capture_or_replay(&step, None, || Err(Error::Msg("no".into()))).unwrap_err();
         assert_eq!(error.to_string(), "no");
     }
 }
 
 #[test]
-fn other_threads_write_weights_while_a_pass_is_recorded() {
+fn other_threads_write_weights_during_a_capture() {
     let mut random = Random::new(6);
     let (mut ours, mut other, mut sequences) = start(WeightDtype::Bf16, &mut random);
     // Used by an operator, so that a write waits for them.
@@ -300,38 +300,38 @@ fn other_threads_write_weights_while_a_pass_is_recorded() {
                 used.write_rows(0, WeightRows::F32(values));
             }
         });
-        for pass in 0..6 {
+        for round in 0..6 {
             let parts = [(&sequences[4], &[9][..]), (&sequences[5], &[8])];
-            let expected = other.plain(&parts);
-            let found = ours.pass(&parts, true, || {
+            let expected = other.eager(&parts);
+            let found = ours.step(&parts, true, || {
                 now.send(()).unwrap();
                 std::thread::sleep(Duration::from_millis(50));
             });
-            assert!(found == expected, "pass {pass}");
+            assert!(found == expected, "round {round}");
             sequences.iter_mut().for_each(|sequence| sequence.len += usize::from(sequence.len < 100));
         }
     });
     let mut read = vec![0.0; WIDTH * WIDTH];
     used.read_rows(0, RowBits::F32(&mut read));
     let stored: Vec<f32> = values.iter().map(|x| half::bf16::from_f32(*x).to_f32()).collect();
-    assert!(read == stored, "what was written while launches were recorded");
+    assert!(read == stored, "the values that were written during a capture");
 }
 
 #[test]
-fn a_device_is_opened_while_a_pass_is_recorded() {
+fn a_device_is_opened_during_a_capture() {
     let mut random = Random::new(8);
     let (mut ours, mut other, sequences) = start(WeightDtype::F32, &mut random);
     let (now, is_now) = channel();
     let opening = std::thread::spawn(move || is_now.iter().inspect(|()| drop(cuda().unwrap())).count());
-    for pass in 0..4 {
+    for round in 0..4 {
         let parts = [(&sequences[4], &[9][..])];
-        let expected = other.plain(&parts);
-        let found = ours.pass(&parts, true, || {
+        let expected = other.eager(&parts);
+        let found = ours.step(&parts, true, || {
             now.send(()).unwrap();
             std::thread::sleep(Duration::from_millis(50));
         });
-        assert!(found == expected, "pass {pass}");
+        assert!(found == expected, "round {round}");
     }
     drop(now);
-    assert_eq!(opening.join().unwrap(), 2, "made once and recorded once");
+    assert_eq!(opening.join().unwrap(), 2, "eager once and captured once");
 }
