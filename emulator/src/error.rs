@@ -3,7 +3,7 @@
 /// A `CUresult` other than success.
 pub type ErrorCode = i32;
 
-/// What a call gives, or the code that it fails with.
+/// The result of a call, or its error code.
 pub type Result<T = ()> = std::result::Result<T, ErrorCode>;
 
 macro_rules! codes {

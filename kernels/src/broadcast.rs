@@ -16,8 +16,8 @@ impl BroadcastReceiver {
     /// host memory; without `take` they stay unread. After an error the rank has left the group.
     ///
     /// # Errors
-    /// [`DeviceError::OutOfMemory`] if the device has too little memory; [`DeviceError::Unsupported`] if the group or the
-    /// device has failed, or the wait was cancelled.
+    /// [`DeviceError::OutOfMemory`] if the device has too little memory; [`DeviceError::Unsupported`] if the group or
+    /// the device has failed, or the wait was cancelled.
     pub fn receive(
         &mut self,
         broadcast: Broadcast,

@@ -1,11 +1,12 @@
 //! The devices that rollout-server runs on: one set of operators, and a room of this crate for each device.
 //!
-//! [`Backend`] is the closed set of devices. [`Backend::open`] gives a [`Device`], which says what it can take, has the
-//! memory ([`Matrix`], [`KvCache`], [`DeviceBuffer`]) and starts the operators of a rank ([`Ops`]). What is above this crate
-//! is written in these types alone. Activations are candle tensors of the device, made once and written in place.
+//! [`Backend`] is the closed set of devices. [`Backend::open`] returns a [`Device`], which checks that it supports a
+//! model, owns the memory ([`Matrix`], [`KvCache`], [`DeviceBuffer`]) and starts the operators of a rank ([`Ops`]). The
+//! crates above use these types alone. Activations are candle tensors of the device, allocated once and written in
+//! place.
 //!
-//! Whatever the device, every reduction order depends on nothing but the row's own inputs, so that a row's result is
-//! the same bits alone or in any batch.
+//! On every device, each reduction order depends only on the row's own inputs, so that a row's result has the same bits
+//! alone and in any batch.
 
 mod activations;
 mod backend;

@@ -1,4 +1,4 @@
-//! What a LoRA adapter does to one weight, and where the weight's base is read.
+//! Merging a LoRA adapter into one weight: the change, and the base that it applies to.
 
 use std::ops::Range;
 
@@ -40,7 +40,7 @@ impl StoredValues {
     }
 }
 
-/// What an adapter does to one weight: values that replace the base's, then a delta that is added.
+/// An adapter's change of one weight: values that replace the base's, then a delta that is added.
 #[derive(Debug)]
 pub struct WeightChange {
     pub replacement: Option<Replacement>,
@@ -55,7 +55,7 @@ pub struct Replacement {
     pub cols: usize,
 }
 
-/// What an adapter adds to a weight.
+/// The delta that an adapter adds to a weight.
 #[derive(Debug)]
 pub enum LoraDelta {
     LowRank(LowRank),
@@ -85,9 +85,9 @@ pub struct LowRank {
 pub struct Magnitude {
     /// `[rows]`
     pub lengths: Vec<f32>,
-    /// To what PyTorch rounds `w + delta` and its norm.
+    /// The dtype to which PyTorch rounds `w + delta` and its norm.
     pub sum: Dtype,
-    /// To what it rounds length by norm.
+    /// The dtype to which it rounds length by norm.
     pub factor: Dtype,
 }
 
@@ -137,8 +137,8 @@ impl WeightChange {
 }
 
 impl LowRank {
-    /// Whether the layer's output for `x` is that of the base plus `scaling * b (a x)`, so that the adapter can be
-    /// applied unmerged.
+    /// Whether the layer's output for `x` is the base's plus `scaling * b (a x)`, so that the adapter can be applied
+    /// unmerged.
     pub fn is_plain(&self) -> bool {
         self.linear && self.magnitude.is_none()
     }

@@ -35,10 +35,10 @@ impl Ops {
         Ok(Step::new(input, input.tokens.len(), prepared))
     }
 
-    /// As [`Ops::prepare`], for a step with one row per sequence, as most decode steps are. A device that replays graphs
-    /// ([`Ops::capture_or_replay`]) may pad it with rows behind those of its input, so that steps have fewer shapes.
-    /// The outputs of these rows are never read, and their keys and values are never written to a cache. The step lasts
-    /// until the next padded step is prepared.
+    /// As [`Ops::prepare`], for a step with one row per sequence, as most decode steps are. A device that replays
+    /// graphs ([`Ops::capture_or_replay`]) may pad it with rows behind those of its input, so that steps have fewer
+    /// shapes. The outputs of these rows are never read, and their keys and values are never written to a cache. The
+    /// step lasts until the next padded step is prepared.
     ///
     /// # Errors
     /// If the device fails.
@@ -75,8 +75,8 @@ impl Ops {
         Ok(result?)
     }
 
-    /// Whether the graph of a padded step also answers its tasks: by [`Ops::sample_in_graph`] for all of its rows, to be
-    /// read by [`Ops::sampled`]. Otherwise [`Ops::sample`] answers them after the graph.
+    /// Whether the graph of a padded step also answers its tasks: by [`Ops::sample_in_graph`] for all of its rows, to
+    /// be read by [`Ops::sampled`]. Otherwise [`Ops::sample`] answers them after the graph.
     pub fn samples_in_graph(&self, step: &Step<'_>) -> bool {
         self.0.samples_in_graph(step)
     }

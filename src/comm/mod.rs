@@ -28,8 +28,8 @@ pub trait Communicator: Send {
     fn all_gather_columns(&self, local: &Tensor, out: &Tensor) -> Result<()>;
     /// The minimum of `mine` over all ranks. It synchronises only the ranks' threads: no device waits.
     fn all_reduce_min(&self, mine: u32) -> u32;
-    /// Allocates the memory that calls reuse, if it is not there yet: a rank that ran out of memory in a call would leave
-    /// the others waiting.
+    /// Allocates the memory that calls reuse, if it is not there yet: a rank that ran out of memory in a call would
+    /// leave the others waiting.
     ///
     /// # Errors
     /// `ResourceExhausted` if the device has too little memory.

@@ -118,9 +118,9 @@ impl State {
         }
     }
 
-    /// Checks that a push may begin, or be applied. A merged LoRA loads the base if necessary, so it needs neither weights
-    /// nor a policy. A FULL push needs the memory of the weights, and a DELTA also the policy that it changes. A resident
-    /// adapter needs a server that can serve it.
+    /// Checks that a push may begin, or be applied. A merged LoRA loads the base if necessary, so it needs neither
+    /// weights nor a policy. A FULL push needs the memory of the weights, and a DELTA also the policy that it changes.
+    /// A resident adapter needs a server that can serve it.
     pub fn check_push(self, push: PushKind) -> Result<()> {
         let asleep = match self {
             Self::Asleep(asleep) => Some(asleep),

@@ -1,8 +1,8 @@
 //! Resident adapters, which stay beside the base weights: `out += b (a x)` for the rows of the batch that use one.
 //!
 //! The bits of a row depend only on its own inputs and its adapter, on any number of ranks. Where a layer's input is
-//! split over ranks, `a x` has the layer's reduction order and is summed over the ranks. Every reduction over the rank of
-//! the factors is whole on each of them.
+//! split over ranks, `a x` has the layer's reduction order and is summed over the ranks. Every reduction over the rank
+//! of the factors is whole on each of them.
 
 use std::collections::{BTreeMap, HashMap};
 

@@ -37,8 +37,8 @@ pub trait Executor {
     /// Changes the weights.
     ///
     /// # Errors
-    /// `DataLoss` if the checkpoint changed while it was read: the weights then belong to no policy. `ResourceExhausted`
-    /// if a device has too little memory.
+    /// `DataLoss` if the checkpoint changed while it was read: the weights then belong to no policy.
+    /// `ResourceExhausted` if a device has too little memory.
     fn write(&mut self, order: WeightOrder) -> Result<()>;
     /// Maps shadow weights: storage of the serving weights' shapes beside them. Its pages take memory when they are
     /// written.
@@ -89,8 +89,8 @@ pub enum MemoryKind {
     WeightsAndBase,
 }
 
-/// A change of the weights. The base of a parameter is the checkpoint's value, or the value by which a FULL or DELTA push
-/// has replaced it. An adapter is always merged into the base.
+/// A change of the weights. The base of a parameter is the checkpoint's value, or the value by which a FULL or DELTA
+/// push has replaced it. An adapter is always merged into the base.
 #[derive(Clone, Debug)]
 pub enum WeightOrder {
     /// Sets every parameter to its base with `adapter` merged, for weights that were released.
@@ -100,8 +100,8 @@ pub enum WeightOrder {
     Merge { before: Arc<Adapter>, after: Arc<Adapter> },
     /// Sets some parameters to new values, which are their base from now on.
     Replace { tensors: Arc<Tensors> },
-    /// Sets single elements to new values. The resulting weights become the base of the changed parameters, and of those
-    /// that `merged`, the adapter that is merged now, touches.
+    /// Sets single elements to new values. The resulting weights become the base of the changed parameters, and of
+    /// those that `merged`, the adapter that is merged now, touches.
     Patch { delta: Arc<Delta>, merged: Arc<Adapter> },
     /// Makes an adapter resident under this generation, by which a [`PlanSequence`](crate::types::PlanSequence) names
     /// it.

@@ -25,7 +25,7 @@ enum Order {
     Task { task: Task, answer: Sender<(usize, Result<Answer>)> },
 }
 
-/// What a rank does between steps; see [`Executor`].
+/// A task of a rank between steps; see [`Executor`].
 enum Task {
     Check(WeightOrder),
     Reopen,
@@ -276,8 +276,8 @@ fn gather(spec: &ParamSpec, rows: &Range<usize>, parts: &[Vec<u8>]) -> Result<Ve
     Ok(gathered)
 }
 
-/// Runs a part of a rank's thread, and ends the process if it panics: the other ranks would wait for the dead one for
-/// ever. What `body` borrows is not dropped then, as a device that has failed refuses each call, with a message each.
+/// Runs a part of a rank's thread, and ends the process if it panics: the other ranks would wait for the dead one
+/// forever. The values that `body` borrows are not dropped then: a device that has failed would log an error for each.
 #[expect(clippy::exit, reason = "a rank that has failed leaves a step half done, which all requests use")]
 fn end_process_on_panic<T>(rank: usize, body: impl FnOnce() -> T) -> T {
     catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|_| {

@@ -135,8 +135,8 @@ impl ModelRunner {
         Ok(output)
     }
 
-    /// Whether a CUDA graph can run the step: every sequence has one row, and all rows have the same adapter or none. The
-    /// same on all ranks.
+    /// Whether a CUDA graph can run the step: every sequence has one row, and all rows have the same adapter or none.
+    /// The same on all ranks.
     fn can_replay(&self, plan: &StepPlan) -> bool {
         self.uses_graphs
             && !plan.is_empty()

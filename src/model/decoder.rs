@@ -83,8 +83,8 @@ impl Decoder {
     }
 
     /// Logits of some of the rows whose logits the step wants, `[rows.len(), vocabulary]`, after the step's
-    /// [`Decoder::forward`]. The adapters of `context` are those of `rows`. At most [`super::LOGITS_ROWS`] rows at once,
-    /// since all calls share one buffer.
+    /// [`Decoder::forward`]. The adapters of `context` are those of `rows`. At most [`super::LOGITS_ROWS`] rows at
+    /// once, since all calls share one buffer.
     pub fn logits(&self, context: &ForwardContext<'_>, rows: Range<usize>) -> Result<Tensor> {
         let ForwardContext { ops, comm, step, workspace, .. } = *context;
         let w = workspace.logits_rows(rows.len())?;

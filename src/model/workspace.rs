@@ -12,7 +12,7 @@ use super::layers::{Build, HeadDims};
 /// vocabulary of 152k: 64 rows stay below 40 MB.
 pub const LOGITS_ROWS: usize = 64;
 
-/// What decides the size of a rank's workspace.
+/// The values that determine the size of a rank's workspace.
 #[derive(Clone)]
 pub struct WorkspaceShape {
     pub config: ModelConfig,
@@ -33,7 +33,7 @@ pub struct Workspace {
     pub gate_up: Tensor,
     pub activation: Tensor,
     head: LogitsRows,
-    /// What the tensors are views of: their memory goes back to the device with the last of these.
+    /// The buffers that the tensors are views of. The device's memory is freed with the last clone.
     memory: Arc<[Activations]>,
 }
 

@@ -1,5 +1,5 @@
-//! Steps that are captured as CUDA graphs and replayed: they have the bits of eager steps, after every change of weights
-//! or memory, with far fewer launches, which the emulator counts. And drivers that cannot capture.
+//! Steps that are captured as CUDA graphs and replayed: they have the bits of eager steps, after every change of
+//! weights or memory, with far fewer launches, which the emulator counts. And drivers that cannot capture.
 
 use std::ffi::{CStr, CString};
 use std::process::Stdio;

@@ -1,7 +1,7 @@
 //! The rules on the code's shape that no lint can state, each with its reason: layers, circles between files, names of
-//! types, lengths of files, the files that may have unsafe code, who may know the network, a scheduler without device or clock, no
-//! globals, a reason for each dependency, files for the image. The rules that the compiler and clippy can check are in
-//! Cargo.toml (`[workspace.lints]`).
+//! types, lengths of files, the files that may have unsafe code, who may know the network, a scheduler without device
+//! or clock, no globals, a reason for each dependency, files for the image. The rules that the compiler and clippy can
+//! check are in Cargo.toml (`[workspace.lints]`).
 
 mod circles;
 mod names;

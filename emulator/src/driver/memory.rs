@@ -15,7 +15,7 @@ use crate::stream::{
 /// Copies where the bytes are now.
 ///
 /// # Safety
-/// What is no device address is valid for this many bytes of the host.
+/// An address outside of the device's memory is valid for this many bytes of the host.
 unsafe fn copy_now(to: u64, from: u64, bytes: usize) -> Result {
     let memory = memory::get();
     // SAFETY: the caller answers for the host's memory, and the device's is checked.
@@ -189,10 +189,10 @@ fn fill_now(at: u64, value: u32, width: usize, count: usize) -> Result {
     stream.wait()
 }
 
-/// What there is to know of an address, by `CUpointer_attribute`.
+/// An attribute of an address, by `CUpointer_attribute`.
 ///
 /// # Safety
-/// `out` is valid for what is asked.
+/// `out` is valid for the attribute's type.
 unsafe fn pointer_attribute(out: Out<u64>, which: i32, at: u64) -> Result {
     let memory = memory::get();
     let device = memory.device_of(at);

@@ -63,7 +63,7 @@ pub unsafe extern "C" fn copy_wait(thread: *mut Thread, left: u32) {
     }
 }
 
-/// What is left of a thread's copies comes when it ends.
+/// Finishes the remaining copies of a thread, when it ends.
 ///
 /// # Safety
 /// As for [`copy_async`].

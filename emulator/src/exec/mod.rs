@@ -54,7 +54,7 @@ static RUNTIME: Runtime = Runtime {
     ordered: wait::ordered,
 };
 
-/// Runs all blocks of a launch. What goes wrong is said on standard error.
+/// Runs all blocks of a launch. Faults are described on standard error.
 pub fn run(launch: &Arc<KernelLaunch>) -> Result {
     workers::run(launch).map_err(|fault| {
         eprintln!("emulator: {}: {}", launch.kernel.name, fault.text);

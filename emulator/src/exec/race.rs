@@ -5,7 +5,7 @@ use super::abi::Thread;
 use super::team::{Fault, fail};
 use crate::error::LAUNCH_FAILED;
 
-/// What a thread does to bytes, as the C code numbers it.
+/// How a thread accesses bytes, as the C code numbers it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum AccessKind {
     Read = 0,

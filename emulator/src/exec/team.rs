@@ -41,7 +41,7 @@ pub struct Team {
     pub alive: u32,
     pauses: u32,
     stacks: Stacks,
-    /// Where the host goes on when no fiber can.
+    /// Where the host continues when no fiber can run.
     host: *mut u8,
     pub fault: Option<Fault>,
 }
@@ -211,7 +211,7 @@ impl Team {
         }
     }
 
-    /// What the threads wait for that are left.
+    /// A fault that lists where the remaining threads wait.
     fn stuck(&self) -> Fault {
         let mut places = BTreeMap::<String, Vec<u32>>::new();
         for (w, warp) in (0..).zip(&self.warps) {
@@ -233,7 +233,7 @@ impl Team {
 /// Gives up the processor until something makes the thread ready: to the next thread that can run, or to the host.
 ///
 /// # Safety
-/// Called in the fiber of `thread`, which nobody has a reference to, nor to its team.
+/// Called in the fiber of `thread`; there is no reference to it or to its team.
 pub unsafe fn leave(thread: *mut Thread) {
     // SAFETY: the thread's team is valid as long as it runs; the fiber of a ready thread was left by `leave` or is new.
     unsafe {

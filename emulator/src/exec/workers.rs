@@ -15,7 +15,7 @@ thread_local!(static TEAM: RefCell<Option<Box<Team>>> = const { RefCell::new(Non
 /// A launch that threads work on.
 struct Job {
     launch: Arc<KernelLaunch>,
-    /// The next block that nobody has.
+    /// The next block that no worker has taken.
     next: AtomicU64,
     fault: Mutex<Option<Fault>>,
     helpers: Mutex<Helpers>,

@@ -21,7 +21,7 @@ use ledger::DeviceLedger;
 use space::{AddressSpace, WINDOW};
 use virtual_memory::Physical;
 
-/// What an allocation of no bytes from a pool gives. No access there is allowed.
+/// The address of an allocation of no bytes from a pool. No access to it is allowed.
 const EMPTY: u64 = DEVICE + PAGE;
 
 struct Region {
@@ -55,7 +55,7 @@ struct State {
     unreserved: BTreeMap<u64, Vec<u64>>,
     /// Physical memory by its handle.
     physical: BTreeMap<u64, Physical>,
-    /// What is mapped into reserved addresses: bytes and handle.
+    /// Mappings into reserved addresses: bytes and handle.
     mapped: BTreeMap<u64, (u64, u64)>,
     /// Of each device, those whose kernels may access what is allocated there.
     peers: [DeviceSet; MAX_DEVICES],
@@ -125,12 +125,12 @@ impl Memory {
         self.space.limits(device)
     }
 
-    /// Bytes of `device` that nobody holds, this process's pool included.
+    /// Free bytes of `device`, this process's pool included.
     pub fn free_bytes(&self, device: usize) -> u64 {
         self.ledger.free(device)
     }
 
-    /// What a context takes of its device.
+    /// Takes a context's memory on its device.
     pub fn open_context(&self, device: usize) -> Result {
         self.ledger.take(device, settings::get().context)
     }
@@ -259,7 +259,7 @@ impl Memory {
         (state.pool_used[device], state.pool_used[device] + state.pool_cached[device])
     }
 
-    /// Where the bytes at an address are. What is no device address is the host's, and is left to the host.
+    /// Where the bytes at an address are. Addresses outside of device memory are the host's and are not checked.
     pub fn bytes_at(&self, at: u64, bytes: usize) -> Result<*mut u8> {
         self.space.bytes_at(at, bytes).map_err(|wrong| {
             eprintln!("emulator: {bytes} bytes at {at:#x} are not all allocated: those at {wrong:#x} are not");

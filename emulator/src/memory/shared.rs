@@ -5,7 +5,7 @@ use super::space::{PAGE, READ_WRITE};
 use super::{Memory, Region, RegionKind};
 use crate::error::{INVALID_CONTEXT, INVALID_VALUE, Result};
 
-/// What the 64 bytes of a handle hold: process, file, place in the file, bytes, device.
+/// The 64 bytes of a handle: process, file, place in the file, bytes, device.
 pub type IpcKey = [u64; 8];
 
 impl Memory {

@@ -48,7 +48,7 @@ pub struct LoadedModule {
     kernels: Mutex<Vec<Arc<LoadedKernel>>>,
 }
 
-/// Says what is wrong with a function or module, and gives the code for it.
+/// Prints the error of a function or module, and returns its code.
 fn invalid(what: &str, error: &str) -> ErrorCode {
     eprintln!("emulator: {what}: {error}");
     INVALID_PTX

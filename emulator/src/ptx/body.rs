@@ -12,7 +12,7 @@ use super::statement::{Instruction, NumberedStatement, Statement, split};
 use super::types::PtxType;
 use super::unit::{TranslationUnit, write_line};
 
-/// What a name stands for.
+/// The meaning of a name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Name {
     /// A register, as it was declared.
@@ -123,7 +123,7 @@ impl<'u, 'a> FunctionBody<'u, 'a> {
         self.tables.get(name).map(Vec::as_slice).ok_or_else(|| Cause::Operand(name.into()))
     }
 
-    /// What a name stands for in the innermost scope that has it.
+    /// The meaning of a name in the innermost scope that has it.
     pub fn name(&self, name: &str) -> Option<Name> {
         self.scopes.iter().rev().find_map(|scope| scope.get(name)).copied()
     }

@@ -1,15 +1,15 @@
-//! Why a module cannot be emulated.
+//! Errors of modules that cannot be emulated.
 
 use std::fmt;
 
-/// What about a statement is not emulated or not PTX.
+/// The reason why a statement is not emulated, or not PTX.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Cause {
     /// No such instruction, or not with this modifier.
     NotEmulated(String),
     /// A type that the instruction does not take, or no type.
     Type(String),
-    /// An operand that is no register, variable, number or address.
+    /// An operand that is not a register, variable, number or address.
     Operand(String),
     /// Fewer operands than the instruction takes.
     FewOperands,

@@ -1,4 +1,4 @@
-//! PTX to C: what nvcc's front end and optimiser really made, with a C statement for each instruction. Every CUDA
+//! PTX to C: the real output of nvcc's front end and optimiser, with a C statement for each instruction. Every CUDA
 //! thread runs the function as a fiber of its own, so control flow, divergence included, needs no care here.
 //!
 //! | step | file |
@@ -10,10 +10,10 @@
 //! | matrix instructions that a warp does at one meeting | [`batch`] |
 //! | registers, numbers, addresses | [`operand`] |
 //! | each instruction, by families | [`instructions`] |
-//! | what that C stands on | `emulator/runtime/*.h` |
+//! | the C functions that it calls | `emulator/runtime/*.h` |
 //!
 //! A PTX register is a C variable of its width, and each instruction reads it as the type that it names. Labels, jumps
-//! and scopes are C's own. What a register or local memory holds before it is written is not a number.
+//! and scopes are C's own. Registers and local memory hold NaN before they are written.
 //!
 //! [`PtxModule::parse`] translates everything, so that an instruction that is not emulated fails when the module is
 //! loaded, by its name and line; so does one with a modifier that its function never asked for. To add an instruction:
@@ -21,7 +21,7 @@
 //! against the same arithmetic in Rust.
 //!
 //! Not as on a GPU: the last bits of `approx` instructions; the order in which tensor cores sum (here k ascending, in
-//! float32); `activemask`, which gives each thread itself alone; the bits of what is not a number; and `mul` and `add`
+//! float32); `activemask`, which gives each thread itself alone; the bits of NaN; and `mul` and `add`
 //! of float32 without `.rn`, which ptxas may fuse and the emulator never does: `nvcc --fmad=false` writes `.rn`.
 
 mod batch;
@@ -90,7 +90,7 @@ impl PtxModule {
     /// Parses the text of a module and translates its entry points.
     ///
     /// # Errors
-    /// [`PtxError`] names the line of the text and what about it is not emulated or not PTX.
+    /// [`PtxError`] names the line of the text, and the reason why it is not emulated or not PTX.
     pub fn parse(text: &str) -> Result<Self, PtxError> {
         let source = parse::ParsedModule::parse(text)?;
         let entries = source.functions.values().filter(|f| f.entry);
@@ -104,7 +104,7 @@ impl PtxModule {
 mod tests {
     use super::*;
 
-    /// What is wrong with an entry point that has this statement in its fourth line.
+    /// The error of an entry point that has this statement in its fourth line.
     fn error(statement: &str) -> (usize, String) {
         let text = format!(".version 8.8\n.entry k() {{\n.reg .b32 %r<4>; .reg .f32 %f<4>;\n{statement}\n}}");
         let error = PtxModule::parse(&text).expect_err(statement);

@@ -104,7 +104,7 @@ pub(super) fn split(list: &str) -> Vec<String> {
 }
 
 /// `opcode.modifier.modifier operand, operand`. A modifier counts as understood once it was asked for: an instruction
-/// with one that nobody asked for is not emulated.
+/// with a modifier that no code has asked for is not emulated.
 #[derive(Debug)]
 pub(super) struct Instruction<'a> {
     pub opcode: &'a str,
@@ -172,7 +172,7 @@ impl<'a> Instruction<'a> {
         self.operands.get(i).map(String::as_str).ok_or(Cause::FewOperands)
     }
 
-    /// The first modifier that nobody asked for.
+    /// The first modifier that no code has asked for.
     pub fn unused(&self) -> Option<&'a str> {
         self.modifiers.iter().find(|(_, used)| !used.get()).map(|(word, _)| *word)
     }

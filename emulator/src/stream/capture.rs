@@ -19,7 +19,7 @@ pub enum CaptureMode {
     Relaxed,
 }
 
-/// A capture that goes on, or that has ended without a graph yet.
+/// A capture in progress, or one that has ended without a graph yet.
 pub struct Capture {
     mode: CaptureMode,
     thread: ThreadId,

@@ -47,7 +47,7 @@ impl StreamEvent {
         }))
     }
 
-    /// Fails for an event of a capture that goes on, as the host cannot ask for it.
+    /// Fails for an event of a capture in progress, which the host cannot query.
     pub fn forbid_capture(&self) -> Result {
         match &*self.capture.lock().unwrap() {
             Some(capture) if capture.is_going_on() => Err(CAPTURED_EVENT),

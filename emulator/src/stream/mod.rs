@@ -20,10 +20,10 @@ pub use table::{
 use crate::error::{ErrorCode, Result, STREAM_CAPTURE_UNSUPPORTED};
 use crate::settings::{self, MAX_DEVICES};
 
-/// What an operation does, as often as a graph that has it is launched.
+/// The work of an operation, which runs each time that a graph with it is launched.
 pub type Work = Arc<dyn Fn() -> Result + Send + Sync>;
 
-/// What an operation is, by its `CUgraphNodeType`.
+/// The kind of an operation, by its `CUgraphNodeType`.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum OperationKind {
     Kernel = 0,

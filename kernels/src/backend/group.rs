@@ -1,4 +1,4 @@
-//! What a device's room implements where ranks exchange activations between their devices.
+//! The trait of a device whose ranks exchange activations between their devices.
 
 use candle_core::{Result, Tensor};
 

@@ -1,4 +1,4 @@
-//! The operators that a device's room implements. [`Ops`](crate::Ops) documents what each does.
+//! The trait of a device's operators. [`Ops`](crate::Ops) documents what each does.
 
 use std::any::Any;
 use std::ops::Range;

@@ -1,4 +1,4 @@
-//! The storage that a device's room implements. [`Device`](crate::Device), [`Matrix`](crate::Matrix),
+//! The traits of a device's storage. [`Device`](crate::Device), [`Matrix`](crate::Matrix),
 //! [`KvCache`](crate::KvCache) and [`DeviceBuffer`](crate::DeviceBuffer) document what each method does.
 
 use std::any::Any;
@@ -72,7 +72,7 @@ pub struct BorrowedRows<'a> {
     pub(crate) columns: usize,
 }
 
-/// What a device says of values.
+/// Facts that a device has computed about values.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Digested {
     /// XXH3-128 of their bytes, big-endian.

@@ -28,7 +28,7 @@ impl KvBlocks {
     /// If the system cannot map the memory.
     ///
     /// # Panics
-    /// If a dimension is 0, or `head_dim` is no multiple of 16.
+    /// If a dimension is 0, or `head_dim` is not a multiple of 16.
     pub fn try_new(layout: KvLayout) -> std::io::Result<KvBlocks> {
         let KvLayout { blocks, block_size, kv_heads, head_dim, .. } = layout;
         assert!(blocks * block_size * kv_heads * head_dim > 0, "{layout:?} has an empty dimension");

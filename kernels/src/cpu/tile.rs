@@ -250,7 +250,7 @@ pub(crate) struct Operands<F: Format, const NV: usize> {
     pub ahead: Prefetch<NV>,
 }
 
-/// What the steps prefetch for later. The addresses need not be readable.
+/// Addresses that the steps prefetch for later. They need not be readable.
 #[derive(Clone, Copy)]
 pub(crate) enum Prefetch<const NV: usize> {
     /// Streams of cache lines; every step prefetches one line of each into the first-level cache.

@@ -1,5 +1,5 @@
-//! Device memory in one reserved range of addresses: pages are mapped as they are needed and unmapped when nothing uses
-//! them any more, so that what is released really goes back to the driver.
+//! Device memory in one reserved range of addresses: pages are mapped when they are needed and unmapped when nothing
+//! uses them any more, so that released memory really returns to the driver.
 //!
 //! An allocation has its address from the beginning to its end, whether there is memory behind it or not: while it is
 //! released it has none, and while it is offloaded the host keeps what it holds. New allocations get the lowest
@@ -25,17 +25,17 @@ pub(super) const PAGE_BYTES: usize = 8 << 20;
 /// Alignment of allocations: wide loads and the copy engines want it.
 const ALIGNMENT: usize = 512;
 
-/// What the arenas of a device may map together.
+/// The limit on the memory that all arenas of a device map together.
 ///
-/// The ledger above this crate refuses what does not fit before anything is touched. This holds the process to it where
-/// memory is cut into pieces: pages that nothing uses any more go back first, then a request is refused.
+/// The ledger above this crate rejects allocations that do not fit before anything changes. The quota enforces the
+/// ledger's limit where fragmentation would exceed it: unused pages are unmapped first, then the request fails.
 pub(super) struct Quota {
     most: AtomicU64,
     mapped: AtomicU64,
     arenas: Mutex<Vec<Weak<Arena>>>,
 }
 
-/// Why pages were not mapped.
+/// The reason why pages were not mapped.
 enum Shortage {
     /// The arenas may not map as much.
     Quota,
@@ -46,7 +46,7 @@ enum Shortage {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum MemoryNeed {
     MayBeRefused,
-    /// A step cannot go back. What it takes is set aside, so that it fits unless pieces of pages are lost between.
+    /// A step cannot be undone. Its memory is reserved, so it fits unless parts of pages are lost to fragmentation.
     OfStep,
 }
 
@@ -70,7 +70,7 @@ struct ArenaState {
     taken: BTreeMap<usize, AllocatedRange>,
     /// Physical memory by the number of its page.
     pages: BTreeMap<usize, sys::CUmemGenericAllocationHandle>,
-    /// What offloaded allocations hold.
+    /// The contents of offloaded allocations.
     offloaded: Vec<Offloaded>,
 }
 
@@ -122,10 +122,10 @@ impl Arena {
         Ok(arena)
     }
 
-    /// Takes `bytes`, at the lowest free address. What they hold is unspecified.
+    /// Allocates `bytes` of unspecified content at the lowest free address.
     ///
     /// # Errors
-    /// [`DeviceError::OutOfMemory`] if the device has not as much; nothing is taken then.
+    /// [`DeviceError::OutOfMemory`] if the device has too little memory; nothing is allocated then.
     pub fn allocate(self: &Arc<Self>, bytes: usize) -> Result<ArenaAllocation, DeviceError> {
         self.take(bytes, MemoryNeed::MayBeRefused)
     }
@@ -133,7 +133,7 @@ impl Arena {
     /// As [`Arena::allocate`], for what a step needs: only the driver refuses it.
     ///
     /// # Errors
-    /// [`DeviceError::OutOfMemory`] if the device has not as much; nothing is taken then.
+    /// [`DeviceError::OutOfMemory`] if the device has too little memory; nothing is allocated then.
     pub fn allocate_for_step(self: &Arc<Self>, bytes: usize) -> Result<ArenaAllocation, DeviceError> {
         self.take(bytes, MemoryNeed::OfStep)
     }
@@ -152,8 +152,8 @@ impl Arena {
         })
     }
 
-    /// Has `map` map pages. If all arenas together have too many, it is called again when those that nothing uses have
-    /// gone back, and told whether it may then map beyond what is allowed.
+    /// Calls `map` to map pages. If that exceeds the quota, unused pages are unmapped and `map` is called again; its
+    /// second argument says whether it may exceed the quota then.
     fn with_pages<T>(
         &self,
         bytes: usize,
@@ -177,7 +177,7 @@ impl Arena {
         })
     }
 
-    /// Gives the pages that no allocation uses back to the driver, after what uses them has run. Does nothing on a
+    /// Returns pages that no allocation uses to the driver, after pending work has run. Does nothing on a
     /// thread that captures a graph, whose launches cannot be waited for.
     pub fn trim(&self) {
         if is_capturing() {
@@ -195,11 +195,11 @@ impl Arena {
         state.offloaded.retain(|offloaded| of_host.iter().any(|range| offloaded.has_part_of(range)));
     }
 
-    /// Moves what the allocations hold to page-locked memory of the host, and gives all pages back to the driver.
+    /// Moves the contents of the allocations to page-locked host memory, and returns all pages to the driver.
     ///
     /// # Errors
-    /// [`DeviceError::OutOfMemory`] if the host would then keep more than `most` bytes of this arena, or has not as
-    /// much; nothing has changed then.
+    /// [`DeviceError::OutOfMemory`] if the host would then keep more than `most` bytes of this arena, or has too
+    /// little memory; nothing has changed then.
     pub fn offload(&self, most: u64) -> Result<(), DeviceError> {
         bind(&self.context)?;
         self.trim();
@@ -224,10 +224,10 @@ impl Arena {
         Ok(())
     }
 
-    /// Brings what was offloaded back to its addresses.
+    /// Copies offloaded contents back to their addresses.
     ///
     /// # Errors
-    /// [`DeviceError::OutOfMemory`] if the device has not as much; nothing has changed then.
+    /// [`DeviceError::OutOfMemory`] if the device has too little memory; nothing has changed then.
     pub fn bring_back(&self) -> Result<(), DeviceError> {
         bind(&self.context)?;
         let bytes = self.lock().ranges(Residence::Host).iter().map(Range::len).sum();
@@ -243,7 +243,7 @@ impl Arena {
         &self.stream
     }
 
-    /// Bytes of the host that hold what was offloaded.
+    /// Bytes of host memory that hold offloaded contents.
     pub fn offloaded_bytes(&self) -> u64 {
         self.lock().offloaded_bytes()
     }
@@ -373,15 +373,15 @@ fn map_page(address: sys::CUdeviceptr, ordinal: usize) -> Result<sys::CUmemGener
 }
 
 impl ArenaAllocation {
-    /// Gives the memory back and keeps the address; what it holds is lost.
+    /// Frees the memory and keeps the address; the content is lost.
     pub fn release(&self) {
         self.set_place(&mut self.arena.lock(), Residence::Nowhere);
     }
 
-    /// Takes memory at the same address again, if it was released. What it holds is unspecified.
+    /// Allocates memory of unspecified content at the same address again, if it was released.
     ///
     /// # Errors
-    /// [`DeviceError::OutOfMemory`] if the device has not as much; nothing is taken then.
+    /// [`DeviceError::OutOfMemory`] if the device has too little memory; nothing is allocated then.
     pub fn restore(&self) -> Result<(), DeviceError> {
         self.restore_as(MemoryNeed::MayBeRefused)
     }
@@ -389,7 +389,7 @@ impl ArenaAllocation {
     /// As [`ArenaAllocation::restore`], for what a step needs: only the driver refuses it.
     ///
     /// # Errors
-    /// [`DeviceError::OutOfMemory`] if the device has not as much; nothing is taken then.
+    /// [`DeviceError::OutOfMemory`] if the device has too little memory; nothing is allocated then.
     pub fn restore_for_step(&self) -> Result<(), DeviceError> {
         self.restore_as(MemoryNeed::OfStep)
     }
@@ -415,7 +415,7 @@ impl Quota {
         Arc::new(Self { most: AtomicU64::new(u64::MAX), mapped: AtomicU64::new(0), arenas: Mutex::default() })
     }
 
-    /// Allows `bytes` from now on. What is mapped already stays.
+    /// Sets the limit to `bytes`. Pages that are already mapped stay.
     pub fn limit(&self, bytes: u64) {
         self.most.store(bytes, Ordering::SeqCst);
     }

@@ -13,8 +13,8 @@ thread_local! {
     static IS_CAPTURING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Guard: this thread is capturing until the guard is dropped, on the same thread. Other threads may capture at the same
-/// time, even while a thread waits in [`forbid_captures`]: ranks wait for one another during a capture.
+/// Guard: this thread is capturing until the guard is dropped, on the same thread. Other threads may capture at the
+/// same time, even while a thread waits in [`forbid_captures`]: ranks wait for one another during a capture.
 pub(super) struct CapturingThread(());
 
 impl CapturingThread {

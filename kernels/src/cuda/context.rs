@@ -1,4 +1,4 @@
-//! What a rank's device is made of: candle's handle of it, its stream, and an arena for each kind of memory.
+//! The parts of a rank's device: candle's handle of it, its stream, and an arena for each kind of memory.
 
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
@@ -17,8 +17,8 @@ use super::staging::Staging;
 use super::weight_row_copy::WeightRowCopies;
 use crate::error::DeviceError;
 
-/// What the driver's own pool of memory holds where anything is of it: candle's tensors take a value of it when they
-/// are dropped. Not measured on a card; the default pool grows by 32 MiB.
+/// Size of the driver's own memory pool once it is used: candle's tensors take one value of it when they are dropped.
+/// Not measured on a card; the default pool grows by 32 MiB.
 const POOL_BYTES: u64 = 32 << 20;
 /// Pages that are lost at the edges of what lies in the arenas: two for each of the four.
 const LOST_PAGES: u64 = 8;
@@ -36,10 +36,10 @@ pub(super) struct Context {
     pub kv: Arc<Arena>,
     /// Activations.
     pub workspace: Arc<Arena>,
-    /// What operators take while they run, and keep between them.
+    /// Temporary memory of operators, which they keep for the next time.
     pub scratch: Arc<Arena>,
     pub quota: Arc<Quota>,
-    /// What other processes send, on a stream of its own.
+    /// Broadcasts of other processes, on a stream of their own.
     pub broadcasts: Arc<Arena>,
     broadcast_quota: Arc<Quota>,
     /// To and from the host.
@@ -112,7 +112,7 @@ impl Context {
         self.quota.limit(bytes.saturating_sub(POOL_BYTES));
     }
 
-    /// Bytes of the device that nobody holds, as the driver reports them.
+    /// Free bytes of the device, as the driver reports them.
     pub fn free_bytes(&self) -> Result<u64> {
         let context = self.stream.context();
         context.bind_to_thread().w()?;

@@ -36,10 +36,10 @@ use crate::weights::MatrixShape;
 
 /// Head dimensions that the attention kernel is compiled for.
 const MAX_HEAD_DIM: usize = 256;
-/// What a head dimension must be a multiple of: the `k` of one tensor-core instruction.
+/// Head dimensions must be a multiple of this: the `k` of one tensor-core instruction.
 const HEAD_DIM_STEP: usize = 16;
 
-/// What is set aside for NCCL's own memory on each GPU of several: buffers of its channels. Not measured on a card.
+/// Bytes reserved for NCCL's own memory on each of several GPUs: the buffers of its channels. Not measured on a card.
 const NCCL_BYTES: u64 = 256 << 20;
 /// Most bytes that operators take for what they read of a step (block tables, questions to the sampler), and lose at
 /// the edges of pages.
@@ -53,7 +53,7 @@ pub(crate) struct CudaDevice {
     ordinal: usize,
     threads: usize,
     attention: AttentionKernel,
-    /// What the driver has taken of the device to open it.
+    /// Bytes that the driver took when it opened the device.
     footprint: u64,
 }
 
@@ -88,7 +88,7 @@ impl CudaDevice {
 /// Opens the device with all that it needs, and closes it again.
 ///
 /// # Errors
-/// If the process has it open already, or nobody says what is held of it.
+/// If the process has it open already, or NVML does not report how much of its memory is used.
 fn open_and_close(ordinal: usize) -> Result<FootprintReadings> {
     result::init().w()?;
     let device = result::device::get(ordinal as i32).w()?;

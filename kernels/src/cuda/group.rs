@@ -1,7 +1,8 @@
 //! The ranks of a model on several GPUs of one machine, by NCCL.
 //!
-//! What is gathered passes through memory of one size, a part after the other, so that it does not grow in a step. The
-//! terms of a sum are gathered too and then added by a kernel, the same tree for each element on every rank.
+//! Gathered values pass through a buffer of fixed size, one part after the other, so that memory does not grow in a
+//! step. The terms of a sum are gathered too and then added by a kernel, in the same tree for each element on every
+//! rank.
 
 use std::sync::Arc;
 
@@ -70,7 +71,7 @@ impl CudaGroup {
         Ok(Self { communicator, context: context.clone(), world, all_reduce, sum, join, gathered })
     }
 
-    /// Gathers `count` values of each rank and returns where they are. What was gathered before is overwritten.
+    /// Gathers `count` values of each rank and returns their address. Values gathered before are overwritten.
     fn gather(&self, from: sys::CUdeviceptr, count: usize) -> Result<sys::CUdeviceptr> {
         assert!(count * self.world <= EXCHANGE_VALUES, "{count} values of each rank are gathered at once");
         let to = self.gathered.take(EXCHANGE_BYTES)?;

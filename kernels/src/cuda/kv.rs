@@ -15,7 +15,7 @@ pub(super) struct CudaKv {
 }
 
 impl CudaKv {
-    /// Takes the memory. What it holds is unspecified.
+    /// Allocates the memory; its content is unspecified.
     pub fn new(context: &Context, layout: KvLayout) -> Result<Self, DeviceError> {
         let memory = context.kv.allocate(layout.blocks * layout.bytes_per_block())?;
         Ok(Self { memory, layout })

@@ -23,7 +23,7 @@ use crate::error::out_of_memory;
 use crate::merge::{LoraDelta, LowRank, Merge, MergeBase, ReadValues, Replacement, StoredValues};
 use crate::weights::{Dtype, RowBits, WeightDtype, WeightRows};
 
-/// What a block of `cu/merge.cu` adds to, and its threads.
+/// The tile of a block of `cu/merge.cu`, and its threads.
 const TILE_ROWS: usize = 128;
 const TILE_COLUMNS: usize = 64;
 const THREADS: u32 = 256;

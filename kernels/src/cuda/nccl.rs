@@ -1,5 +1,5 @@
-//! NCCL, which is loaded when ranks join: a server with one rank starts on machines without it. candle's feature `nccl`
-//! would link it, and then every program would want it.
+//! NCCL, which is loaded when ranks join, so that a server with one rank starts on machines without it. candle's
+//! feature `nccl` would link it, and every program would need it then.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr::null_mut;
@@ -10,7 +10,7 @@ use candle_core::cuda_backend::cudarc::driver::{CudaStream, sys};
 use super::library::Library;
 use crate::weights::Dtype;
 
-/// Where the ranks of a communicator meet, `ncclUniqueId`.
+/// The id of a group of ranks, `ncclUniqueId`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(super) struct NcclId(pub [u8; 128]);
@@ -26,7 +26,7 @@ const FLOAT16: c_int = 6;
 const FLOAT32: c_int = 7;
 const BFLOAT16: c_int = 9;
 const SUM: c_int = 0;
-/// `ncclInProgress`: what was called goes on, and [`NonblockingCommunicator::is_ready`] says when it is done.
+/// `ncclInProgress`: the call has not finished, and [`NonblockingCommunicator::is_ready`] says when it has.
 const IN_PROGRESS: Status = 7;
 
 /// The first members of `ncclConfig_t`, all that there were in version 2.14; later ones get their defaults.
@@ -38,7 +38,7 @@ struct NcclConfig {
     blocking: c_int,
 }
 
-/// Calls return at once, so that who waits can give up.
+/// Calls return at once, so that a wait can be cancelled.
 static DOES_NOT_BLOCK: NcclConfig =
     NcclConfig { size: size_of::<NcclConfig>(), magic: 0xcafe_beef, version: 2_14_00, blocking: 0 };
 
@@ -58,7 +58,7 @@ struct NcclFunctions {
     version: unsafe extern "C" fn(*mut c_int) -> Status,
 }
 
-/// What NCCL says is wrong.
+/// With NCCL's error message.
 type Result<T> = std::result::Result<T, String>;
 
 impl NcclFunctions {
@@ -93,12 +93,12 @@ impl NcclFunctions {
         if status == 0 {
             return Ok(());
         }
-        // SAFETY: the function takes any status, and gives a text that lives for ever.
+        // SAFETY: the function takes any status, and returns a static text.
         let text = unsafe { CStr::from_ptr((self.error_string)(status)) };
         Err(format!("{call}: {}", text.to_string_lossy()))
     }
 
-    /// As [`NcclFunctions::check`], for a call that may go on after its return.
+    /// As [`NcclFunctions::check`], for a call that may return before it has finished.
     fn begun(&self, call: &str, status: Status) -> Result<()> {
         if status == IN_PROGRESS { Ok(()) } else { self.check(call, status) }
     }
@@ -128,7 +128,7 @@ impl NcclCommunicator {
     /// Joins with the device that is current on this thread; waits until all ranks have.
     ///
     /// # Errors
-    /// What NCCL says.
+    /// NCCL's error.
     pub fn join(id: NcclId, rank: usize, world: usize) -> Result<Self> {
         let (library, mut handle) = (NcclFunctions::get()?, null_mut());
         // SAFETY: the handle is written.
@@ -139,7 +139,7 @@ impl NcclCommunicator {
     /// Copies `count` values of each rank to `to` on all, those of rank 0 first.
     ///
     /// # Errors
-    /// What NCCL says.
+    /// NCCL's error.
     ///
     /// # Safety
     /// Both addresses are of memory that is large enough until the stream has come so far, and all ranks call the same.
@@ -153,7 +153,7 @@ impl NcclCommunicator {
     /// Replaces `count` values by their sums over all ranks, in the order of NCCL.
     ///
     /// # Errors
-    /// What NCCL says.
+    /// NCCL's error.
     ///
     /// # Safety
     /// As for [`NcclCommunicator::all_gather`].
@@ -177,8 +177,9 @@ impl Drop for NcclCommunicator {
     }
 }
 
-/// The communicator of one rank among processes that may vanish. None of its calls waits: each begins something, and
-/// [`NonblockingCommunicator::is_ready`] says when the next may be called. Dropping it leaves the group, whatever goes on.
+/// The communicator of one rank among processes that may vanish. Its calls do not block: each begins an operation, and
+/// [`NonblockingCommunicator::is_ready`] says when the next may be called. Dropping it aborts the operation and leaves
+/// the group.
 pub(super) struct NonblockingCommunicator {
     library: &'static NcclFunctions,
     handle: Handle,
@@ -191,7 +192,7 @@ impl NonblockingCommunicator {
     /// Begins to join with the device that is current on this thread.
     ///
     /// # Errors
-    /// What NCCL says.
+    /// NCCL's error.
     pub fn join(id: NcclId, rank: usize, world: usize) -> Result<Self> {
         let (library, mut handle) = (NcclFunctions::get()?, null_mut());
         let (rank, world) = (rank as c_int, world as c_int);
@@ -231,7 +232,7 @@ impl NonblockingCommunicator {
     /// Begins to receive `count` values that rank 0 broadcasts; bytes without a type.
     ///
     /// # Errors
-    /// What NCCL says.
+    /// NCCL's error.
     ///
     /// # Safety
     /// The address is of memory that is large enough until the stream has come so far.
@@ -245,7 +246,7 @@ impl NonblockingCommunicator {
     /// Begins to replace a float32 by its sum over all ranks.
     ///
     /// # Errors
-    /// What NCCL says.
+    /// NCCL's error.
     ///
     /// # Safety
     /// As for [`NonblockingCommunicator::receive`].

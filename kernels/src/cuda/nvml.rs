@@ -12,7 +12,7 @@ use super::library::Library;
 type Handle = *mut c_void;
 /// `nvmlReturn_t`; 0 is success.
 type Status = c_int;
-/// What NVML says is wrong.
+/// With NVML's error message.
 type Result<T> = std::result::Result<T, String>;
 
 /// Processes that a reading has room for. Few share a device.
@@ -87,7 +87,7 @@ pub(super) struct Monitor {
     handle: Handle,
 }
 
-/// What is held of a device at one moment.
+/// The memory of a device that is in use at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Reading {
     /// Bytes that all processes hold together.

@@ -79,7 +79,7 @@ impl PinnedBuffer {
         self.memory.len() * size_of::<u64>()
     }
 
-    /// The first `len` values, after the last copy has been made. What they are is unspecified.
+    /// The first `len` values, after the last copy has finished. Their content is unspecified.
     ///
     /// # Errors
     /// If the device has failed.

@@ -1,5 +1,5 @@
-//! What happens in the host's memory, whatever the device: files and streams come there, and the values of a rank's
-//! tensors go through it where ranks have no faster way to each other.
+//! Host memory, which every device uses: files and streams arrive there, and ranks without a faster connection exchange
+//! the values of their tensors through it.
 
 pub mod memory;
 

@@ -9,7 +9,7 @@ use crate::common::{NOTHING, Random, Rank, cuda, values_of};
 /// Longer than one span of positions, and than two.
 const LENGTHS: [usize; 3] = [300, 30, 530];
 
-/// What layers there are: KV heads, query heads of each, dimensions and the window.
+/// Layers: KV heads, query heads of each, dimensions and the window.
 const LAYERS: [(KvDtype, usize, usize, usize, Option<usize>); 5] = [
     (KvDtype::Bf16, 2, 3, 16, None),
     (KvDtype::Bf16, 1, 7, 64, Some(290)),

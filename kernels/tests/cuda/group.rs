@@ -20,7 +20,7 @@ fn alone() -> MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What `body` gives on each rank of a group.
+/// The results of `body` on each rank of a group.
 fn on_ranks<T: Send>(world: usize, all_reduce: AllReduce, body: impl Fn(&Device, &RankGroup) -> T + Sync) -> Vec<T> {
     let devices = Devices::open(Backend::Cuda, world, &DeviceOptions::default()).unwrap();
     let id = devices.of_rank(0).group_id().unwrap().expect("a GPU is not reached through the host");

@@ -50,8 +50,8 @@ impl TrainerGroup {
     /// trainer can finish. Blocks.
     ///
     /// # Errors
-    /// `ResourceExhausted` if a device has no memory for one; `DeadlineExceeded` or `Aborted` if one does not arrive. The
-    /// group cannot be used again then.
+    /// `ResourceExhausted` if a device has no memory for one; `DeadlineExceeded` or `Aborted` if one does not arrive.
+    /// The group cannot be used again then.
     pub fn receive(&self, broadcasts: Vec<Broadcast>, sink: ByteSink, timeout: &TrainerTimeout) -> Result<()> {
         let (done, results) = channel();
         let (broadcasts, mut sink) = (Arc::from(broadcasts), Some(sink));

@@ -1,5 +1,6 @@
 //! A client of torch's TCPStore, which a trainer serves for the rendezvous of its group. It speaks the part of the
-//! protocol of torch 2.3 to 2.15 that this needs. Numbers are little-endian; a text is its length in 8 bytes and itself.
+//! protocol of torch 2.3 to 2.15 that this needs. Numbers are little-endian; a text is its length in 8 bytes and
+//! itself.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};

@@ -75,7 +75,7 @@ impl Setup {
         Self { config, checkpoint: Arc::new(files.checkpoint), parameters, devices, weights, world }
     }
 
-    /// What the layers of a rank are made with.
+    /// The build context of a rank's layers.
     pub fn build(&self, rank: usize) -> Build {
         let device = self.devices.of_rank(rank).clone();
         Build { device, partition: Partition::new(rank, self.world), weights: self.weights }
@@ -159,7 +159,7 @@ impl Setup {
         self.parameters.iter().map(read).collect()
     }
 
-    /// What serves when `adapter` is merged into `base`.
+    /// The serving weights after `adapter` is merged into `base`.
     pub fn merged(&self, base: &[Vec<f32>], adapter: &Adapter) -> Vec<Vec<u8>> {
         let merge = |(spec, values): (&ParamSpec, &Vec<f32>)| {
             let mut values = values.clone();

@@ -1,9 +1,9 @@
-//! Integrity of the checkpoint: whether it is still the one that was loaded. Its files stay mapped and are read again for
-//! an adapter, a wake and a reload, and any process with write access can change them in between.
+//! Integrity of the checkpoint: whether it is still the one that was loaded. Its files stay mapped and are read again
+//! for an adapter, a wake and a reload, and any process with write access can change them in between.
 //!
-//! Each rank keeps a digest of the part of each parameter that it has read. Before an order that reads the checkpoint, it
-//! compares the files' times and, if these have changed, all digests, before it changes any weight. The values that an
-//! order reads are digested again as they are read, so that every change is noticed, even one that keeps the times.
+//! Each rank keeps a digest of the part of each parameter that it has read. Before an order that reads the checkpoint,
+//! it compares the files' times and, if these have changed, all digests, before it changes any weight. The values that
+//! an order reads are digested again as they are read, so that every change is noticed, even one that keeps the times.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -39,8 +39,8 @@ impl CheckpointBase {
     }
 
     /// Reads a parameter: `use_reader` gets a reader, and must read each of `rows`, which this rank has, once. Bytes
-    /// that differ from the first time are noted for [`CheckpointBase::settle`] and do not end the order here, because other
-    /// ranks may wait for this one in a collective.
+    /// that differ from the first time are noted for [`CheckpointBase::settle`] and do not end the order here, because
+    /// other ranks may wait for this one in a collective.
     pub fn read(
         &mut self,
         name: &str,

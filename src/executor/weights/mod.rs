@@ -99,8 +99,8 @@ impl RankWeights {
         &self.decoder
     }
 
-    /// Allocates the memory that this rank needs for an order, without changing weights. Ranks wait for each other while
-    /// they execute an order, so all of them must have prepared it before one begins.
+    /// Allocates the memory that this rank needs for an order, without changing weights. Ranks wait for each other
+    /// while they execute an order, so all of them must have prepared it before one begins.
     ///
     /// # Errors
     /// `ResourceExhausted` if the device has too little memory.
@@ -240,10 +240,10 @@ impl RankWeights {
         self.decoder.visit_matrices(&mut |_, matrix| Ok(matrix.restore()?))
     }
 
-    /// Gives the memory of matrices back to the system. With `keep_replaced` a matrix stays if it has the only values of a
-    /// parameter that a push has replaced; without, all matrices and the copies of replaced bases are freed. A device
-    /// with memory of its own moves the matrices that stay to the host, if they take at most `host_bytes` there. The
-    /// bytes that this frees are measured elsewhere.
+    /// Gives the memory of matrices back to the system. With `keep_replaced` a matrix stays if it has the only values
+    /// of a parameter that a push has replaced; without, all matrices and the copies of replaced bases are freed. A
+    /// device with memory of its own moves the matrices that stay to the host, if they take at most `host_bytes` there.
+    /// The bytes that this frees are measured elsewhere.
     pub fn release(&mut self, keep_replaced: bool, host_bytes: u64) -> Result<Released> {
         let Self { decoder, bases, missing } = self;
         if !keep_replaced {

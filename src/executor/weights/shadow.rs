@@ -33,8 +33,8 @@ impl RankWeights {
         Ok(shards)
     }
 
-    /// Serves from `shards`, which are from [`RankWeights::shadow_shards`] and have a value for every parameter. Returns
-    /// the storage that served before, for the next push. The values of `shards` become the base.
+    /// Serves from `shards`, which are from [`RankWeights::shadow_shards`] and have a value for every parameter.
+    /// Returns the storage that served before, for the next push. The values of `shards` become the base.
     ///
     /// # Errors
     /// `ResourceExhausted` if there is not enough memory for weights that were released.

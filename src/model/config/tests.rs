@@ -206,7 +206,7 @@ fn tensor_parallel_sizes_are_those_that_divide_everything() {
     assert_eq!(parse(&few).tensor_parallel_sizes(), [1, 2, 4, 12]);
 }
 
-/// Shapes that divide in many ways, with shares of the reductions that are no multiples of 16, of 2, or of anything.
+/// Shapes that divide in many ways, with shares of the reductions that are not multiples of 16, of 2, or of anything.
 #[test]
 fn every_number_of_ranks_is_built_or_refused_with_those_that_are() {
     let (mut built, mut refused) = (0, 0);

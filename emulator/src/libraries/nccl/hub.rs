@@ -1,4 +1,4 @@
-//! Where the ranks of a communicator meet. It is in the process that made the communicator's id.
+//! The hub of a communicator's ranks. It is in the process that made the communicator's id.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex};
@@ -35,10 +35,10 @@ pub struct Collective {
     pub is_captured: bool,
 }
 
-/// Why a rank gets nothing.
+/// The reason why a rank gets no result.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum CollectiveError {
-    /// It has given up itself.
+    /// It has aborted the call itself.
     Aborted,
     /// The ranks do not call the same: the real library hangs, or mixes up data.
     Disagreement,
@@ -47,9 +47,9 @@ pub enum CollectiveError {
 #[derive(Default)]
 struct State {
     joined: usize,
-    /// What each rank has come with to the collective that goes on.
+    /// Each rank's call and data for the current collective.
     given: Vec<Option<(Collective, Vec<u8>)>>,
-    /// What each rank gets from the last one.
+    /// Each rank's result of the last collective.
     results: Vec<Option<Result<Vec<u8>, CollectiveError>>>,
     /// Messages from one rank to another that were not received yet.
     mail: HashMap<(usize, usize), VecDeque<Vec<u8>>>,
@@ -65,7 +65,7 @@ pub struct Hub {
 }
 
 impl Collective {
-    /// What is wrong about calls that are not all the same.
+    /// How calls differ that must be the same.
     fn disagreement(calls: &[Self]) -> &'static str {
         let all_are = |same: fn(&Self, &Self) -> bool| calls.iter().all(|call| same(call, &calls[0]));
         if !all_are(|a, b| a.is_captured == b.is_captured) {
@@ -87,7 +87,7 @@ impl Collective {
         }
     }
 
-    /// What each rank gets, if these are given.
+    /// The results of all ranks for these inputs.
     fn results(&self, inputs: &[Vec<u8>]) -> Vec<Vec<u8>> {
         let (ranks, root) = (inputs.len(), self.root as usize);
         match self.kind {

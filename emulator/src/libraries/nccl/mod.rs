@@ -29,7 +29,7 @@ const REMOTE_ERROR: i32 = 6;
 const IN_PROGRESS: i32 = 7;
 /// How long a communicator that ends waits for launches of graphs that have been destroyed.
 const END_OF_GRAPHS: Duration = Duration::from_secs(2);
-/// What `ncclConfig_t` says of itself.
+/// The magic number of `ncclConfig_t`.
 const CONFIG_MAGIC: u32 = 0xcafe_beef;
 
 /// The library's status for a code, which may be one already.
@@ -107,7 +107,7 @@ impl Comm {
         Ok(Self::new(link, rank, ranks, device))
     }
 
-    /// What the hub answers, or nothing once the rank has aborted.
+    /// The hub's answer, or nothing once the rank has aborted.
     fn ask(&self, request: Request) -> Option<Result<Vec<u8>>> {
         let answer = match &self.link {
             Link::Local(hub) => request.answer(hub, self.rank),
@@ -115,7 +115,7 @@ impl Comm {
                 Ok(answer) => answer,
                 Err(_) => {
                     self.lost.store(true, Ordering::SeqCst);
-                    // As in NCCL, who waits for a rank that is gone waits until its communicator is aborted.
+                    // As in NCCL, a wait for a rank that is gone lasts until the communicator is aborted.
                     let mut aborted = self.aborted.lock().unwrap();
                     while !*aborted {
                         aborted = self.abort.wait(aborted).unwrap();

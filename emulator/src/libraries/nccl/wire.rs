@@ -18,7 +18,7 @@ const KINDS: [CollectiveKind; 5] = [
     CollectiveKind::ReduceScatter,
 ];
 
-/// What a rank asks of the hub.
+/// A rank's request to the hub.
 #[derive(PartialEq, Debug)]
 pub enum Request {
     WaitForAll,
@@ -191,7 +191,7 @@ pub struct HubConnection(TcpStream);
 
 impl HubConnection {
     /// # Errors
-    /// Where nobody listens, or the number of ranks is another there.
+    /// If the process does not listen, or its number of ranks differs.
     pub fn open(port: u16, number: u64, ranks: usize, rank: usize) -> io::Result<Self> {
         let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port))?;
         stream.set_nodelay(true)?;

@@ -108,8 +108,7 @@ fn between_floats(i: &Instruction<'_>, from: PtxType, to: PtxType, x: String) ->
     }
 }
 
-/// Limited to what the integer holds; what is no number becomes 0, or the middle of the integers where one side has 64
-/// bits.
+/// Limited to the integer's range; NaN becomes 0, or the middle of the range where one side has 64 bits.
 fn float_to_integer(i: &Instruction<'_>, from: PtxType, to: PtxType, x: &str) -> Result<Value> {
     let mode = integral(i).ok_or_else(|| i.not_emulated())?;
     i.ignore(&["sat"]);

@@ -1,4 +1,4 @@
-//! What is emulated: one function for each instruction, in one file for each family.
+//! The emulated instructions: one function for each, in one file for each family.
 
 mod arithmetic;
 mod atomic;

@@ -1,8 +1,8 @@
 //! A task of attention in dot products of bfloat16 pairs, for a bfloat16 cache on a processor (or an emulation) that
 //! has an instruction for these. Queries and softmax weights are rounded to bfloat16 once; sums are float32.
 //!
-//! The tiles are chosen anew for each unit from the queries that see it. This is possible because all state is kept per
-//! query.
+//! The tiles are chosen again for each unit from the queries that see it. This is possible because all state is kept
+//! per query.
 
 use super::AttentionCall;
 use super::blocks::{Blocks, PrefetchLines, gathered_len};

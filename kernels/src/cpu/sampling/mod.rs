@@ -149,7 +149,7 @@ impl Raw<'_> {
     }
 }
 
-/// What a task is answered with, before the raw log-probability.
+/// The answer to a task, before its raw log-probability is known.
 struct Choice {
     token: u32,
     processed: f32,

@@ -1,4 +1,4 @@
-//! What lies in an arena keeps its address and its bytes, and all arenas together keep to what they may take.
+//! Allocations of an arena keep their addresses and bytes, and all arenas together stay within their quota.
 
 use super::super::context::Context;
 use super::super::kv::CudaKv;

@@ -1,5 +1,6 @@
-//! candle-flash-attn in the place of our own kernels, for the sequences of a step that have several rows. What it gives
-//! of a row depends on which rows of the sequence are in the same step, so a row's bits are no longer its own.
+//! candle-flash-attn instead of our own kernels, for the sequences of a step that have several rows. Its result for a
+//! row depends on the other rows of the sequence in the same step, so a row's bits no longer depend on its own inputs
+//! alone.
 
 mod library;
 pub(in crate::cuda) mod plan;
@@ -60,7 +61,7 @@ pub(super) struct Flash {
     context: Arc<Context>,
     narrow: CudaFunction,
     widen: CudaFunction,
-    /// Logarithms of the sums of each row and head, which nobody reads.
+    /// Logarithms of the sums of each row and head, which are never read.
     sums: DeviceScratch,
 }
 

@@ -14,7 +14,7 @@ pub(in crate::cuda) const MAX_PARTIAL_BYTES: usize = 64 << 20;
 /// So many blocks for each multiprocessor keep it busy.
 const BUSY_BLOCKS: usize = 4;
 
-/// What the host knows of the work of a step; the kernels read the rest from the words that it has written.
+/// The host's view of a step's attention; the kernels read the rest from the words that it has written.
 #[derive(Default)]
 pub(in crate::cuda) struct CudaAttentionPlan {
     sequences: Vec<SequenceExtent>,

@@ -2,7 +2,7 @@
 
 use crate::weights::WeightDtype;
 
-/// What blocks make of the sums of leaves.
+/// How blocks combine the sums of leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum GemmKind {
     /// They sum one leaf.
@@ -81,7 +81,7 @@ pub(super) struct GemmPlan {
     pub splits: usize,
 }
 
-/// What there is to multiply.
+/// The size of a product.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct GemmSize {
     pub dtype: WeightDtype,
@@ -92,7 +92,7 @@ pub(super) struct GemmSize {
     pub is_gated: bool,
 }
 
-/// What a device has.
+/// The limits of a device.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct GemmLimits {
     /// Multiprocessors.
@@ -102,7 +102,7 @@ pub(super) struct GemmLimits {
 }
 
 impl GemmSize {
-    /// What blocks do that sum as many leaves.
+    /// The kind of blocks that sum this many leaves.
     fn kind(self, leaves: usize) -> GemmKind {
         match leaves {
             _ if self.is_gated => GemmKind::Gated,

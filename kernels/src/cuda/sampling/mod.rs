@@ -51,8 +51,8 @@ impl Sampler {
         })
     }
 
-    /// Starts to answer the tasks of `wanted`, whose logits are the rows of `logits`. What the device does not answer
-    /// the host computes when the answers are read.
+    /// Starts to answer the tasks of `wanted`, whose logits are the rows of `logits`. The host answers the tasks that
+    /// the device does not support, when the answers are read.
     pub fn sample<'a>(
         &'a self,
         host: &'a ThreadPool,

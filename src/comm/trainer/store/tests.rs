@@ -7,8 +7,8 @@ use std::time::Instant;
 
 use super::*;
 
-/// What torch's client sends and gets for the constructor, and for `get("broadcast_from/0/0")`; the ping's number is
-/// ours.
+/// The bytes that torch's client sends and gets for the constructor, and for `get("broadcast_from/0/0")`; the ping's
+/// number is ours.
 const RECORDED: [(&[u8], &[u8]); 4] = [
     (b"\x00\xce\xf7\x85<\rllor", b"llor"),
     (b"\x04\x05\0\0\0\0\0\0\0init/\x01\0\0\0\0\0\0\0", b"\x02\0\0\0\0\0\0\0"),
