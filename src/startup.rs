@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use clap::ValueEnum;
-use rollout_kernels::{AllReduce, AttentionKernel, DeviceOptions, Devices, KvDtype, ModelShape, WeightDtype};
+use rollout_kernels::{AllReduce, AttentionKernel, DeviceOptions, Devices, ModelShape, StorageDtype};
 
 use crate::cache::KvCacheManager;
 use crate::clock::Clock;
@@ -114,8 +114,8 @@ impl ModelText {
 #[derive(Clone)]
 struct Layout {
     world: usize,
-    weights: WeightDtype,
-    kv: KvDtype,
+    weights: StorageDtype,
+    kv: StorageDtype,
     max_model_len: usize,
     max_batch_tokens: usize,
     block_size: usize,
@@ -214,8 +214,8 @@ impl Layout {
             DTypeChoice::Bfloat16 => false,
             DTypeChoice::Auto => model.dtype == Some(Dtype::F32),
         };
-        let weights = if is_float32 { WeightDtype::F32 } else { WeightDtype::Bf16 };
-        let kv = if is_float32 { KvDtype::F32 } else { KvDtype::Bf16 };
+        let dtype = if is_float32 { StorageDtype::F32 } else { StorageDtype::Bf16 };
+        let (weights, kv) = (dtype, dtype);
         let devices = open_devices(config)?;
         let shape = ModelShape { head_dim: model.head_dim, block_size: config.block_size, weights, kv };
         devices.iter().try_for_each(|device| device.check(&shape))?;
@@ -250,8 +250,8 @@ impl Layout {
 
     fn dtype_name(&self) -> &'static str {
         match self.weights {
-            WeightDtype::F32 => "float32",
-            WeightDtype::Bf16 => "bfloat16",
+            StorageDtype::F32 => "float32",
+            StorageDtype::Bf16 => "bfloat16",
         }
     }
 }
@@ -286,11 +286,7 @@ fn parameters(decoder: &mut Decoder, model: &ModelConfig, layout: &Layout) -> Re
         specs.push(spec.clone());
         Ok(())
     })?;
-    let dtype = match layout.weights {
-        WeightDtype::F32 => Dtype::F32,
-        WeightDtype::Bf16 => Dtype::Bf16,
-    };
-    Ok(Parameters::new(specs, dtype, layout.world, model.tie_word_embeddings))
+    Ok(Parameters::new(specs, layout.weights.into(), layout.world, model.tie_word_embeddings))
 }
 
 /// Number of weights (elements of all parameters); a tied head counts once.

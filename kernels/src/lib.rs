@@ -29,6 +29,7 @@ mod reference;
 mod sampling;
 mod step;
 mod tensor;
+mod values;
 mod weights;
 
 pub use activations::Activations;
@@ -42,16 +43,14 @@ pub use device::{Device, Devices};
 pub use error::{DeviceError, out_of_memory};
 pub use group::{AllReduce, GroupId, Membership, RankGroup};
 pub use kv_cache::KvCache;
-pub use kv_layout::{BlockCopy, KvDtype, KvLayout};
+pub use kv_layout::{BlockCopy, KvLayout};
 pub use matrix::Matrix;
-pub use merge::{LoraDelta, LowRank, Magnitude, Merge, MergeBase, ReadValues, Replacement, StoredValues, WeightChange};
+pub use merge::{LoraDelta, LowRank, Magnitude, Merge, MergeBase, ReadValues, Replacement, WeightChange};
 pub use ops::Ops;
 pub use sampling::{Distribution, Sampled, SampledTokens, SamplingTask, TokenLogprobs};
 pub use step::{AllReduceMin, AttentionSequence, AttentionShape, Padding, RowTasks, Step, StepInput};
-pub use weights::{
-    Dtype, MAX_LEAVES, MatrixShape, ROW_GROUP, ReadRows, RowBits, WeightDtype, WeightRows, WriteElements,
-    reduction_leaves,
-};
+pub use values::{Dtype, StorageDtype, TensorData, TensorView};
+pub use weights::{MAX_LEAVES, MatrixShape, ROW_GROUP, ReadRows, WriteElements, reduction_leaves};
 
 /// The devices there are. Another one is a room of this crate that implements the traits of `backend`, and a variant
 /// here.

@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use candle_core::Tensor;
-use rollout_kernels::{Activations, Matrix, MatrixShape, Ops, WeightDtype, WeightRows};
+use rollout_kernels::{Activations, Matrix, MatrixShape, Ops, StorageDtype, TensorView};
 
 use crate::comm::Communicator;
 use crate::error::Result;
@@ -168,7 +168,7 @@ impl ModuleFactors {
         let (mut up, mut first_rank) = (Vec::new(), 0);
         for (spec, first_column, factors) in adapted {
             for (i, row) in factors.a.chunks_exact(whole).enumerate() {
-                a.write_rows(first_rank + i, WeightRows::F32(&row[columns.clone()]));
+                a.write_rows(first_rank + i, TensorView::F32(&row[columns.clone()]));
             }
             let rows = build.partition.slice(spec)?.rows;
             let scaled: Vec<f32> = factors.b[rows.start * factors.rank..rows.end * factors.rank]
@@ -176,7 +176,7 @@ impl ModuleFactors {
                 .map(|x| x * factors.scaling)
                 .collect();
             let mut b = build.device.zeros(float32(rows.len(), factors.rank, 1))?;
-            b.write_rows(0, WeightRows::F32(&scaled));
+            b.write_rows(0, TensorView::F32(&scaled));
             up.push(UpFactor { b, first_rank, first_column: *first_column });
             first_rank += factors.rank;
         }
@@ -245,7 +245,7 @@ impl AdapterBuffers {
 
 /// The shape of a factor. Factors are float32 whatever the weights are.
 fn float32(n: usize, k: usize, leaves: usize) -> MatrixShape {
-    MatrixShape { dtype: WeightDtype::F32, n, k, leaves }
+    MatrixShape { dtype: StorageDtype::F32, n, k, leaves }
 }
 
 /// Values in each buffer: [`BUFFER_VALUES`], or the widest single row if that is more.

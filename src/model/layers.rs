@@ -2,7 +2,7 @@
 //! part of it.
 
 use candle_core::Tensor;
-use rollout_kernels::{Device, DeviceBuffer, Matrix, MatrixShape, Ops, Step, WeightDtype};
+use rollout_kernels::{Device, DeviceBuffer, Matrix, MatrixShape, Ops, Step, StorageDtype};
 
 use super::adapters::TargetModule;
 use super::config::ModelConfig;
@@ -15,7 +15,7 @@ use crate::weights::{ParamSpec, Partition, ShardRule};
 pub struct Build {
     pub device: Device,
     pub partition: Partition,
-    pub weights: WeightDtype,
+    pub weights: StorageDtype,
 }
 
 impl Build {

@@ -1,7 +1,7 @@
 //! The trait of a device whose ranks receive broadcasts from other processes.
 
 use crate::error::DeviceError;
-use crate::weights::Dtype;
+use crate::values::Dtype;
 
 /// Values that rank 0 sends to all ranks at once. All ranks must expect the same: the values do not say what they are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -7,8 +7,7 @@ use super::storage::MemoryImpl;
 use crate::borrowed::{BorrowedMemory, MemoryHandle};
 use crate::error::DeviceError;
 use crate::group::{AllReduce, GroupId, Membership};
-use crate::kv_layout::KvDtype;
-use crate::weights::WeightDtype;
+use crate::values::StorageDtype;
 
 /// Options of one rank's device.
 #[derive(Clone, Copy, Debug)]
@@ -45,8 +44,8 @@ pub struct ModelShape {
     pub head_dim: usize,
     /// Tokens of a block of the KV cache.
     pub block_size: usize,
-    pub weights: WeightDtype,
-    pub kv: KvDtype,
+    pub weights: StorageDtype,
+    pub kv: StorageDtype,
 }
 
 /// The device of one rank. [`Device`](crate::Device) and [`Devices`](crate::Devices) document what each method does.

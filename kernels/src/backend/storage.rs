@@ -9,7 +9,8 @@ use candle_core::{Result, Tensor};
 use crate::activations::Activations;
 use crate::error::DeviceError;
 use crate::kv_layout::KvLayout;
-use crate::weights::{Dtype, MatrixShape, RowBits, WeightRows};
+use crate::values::{Dtype, TensorData, TensorView};
+use crate::weights::MatrixShape;
 
 /// The memory of one rank's device.
 pub(crate) trait MemoryImpl: Send + Sync + 'static {
@@ -38,8 +39,11 @@ pub(crate) trait MatrixImpl: Any + Send + Sync {
     fn restore(&mut self) -> std::result::Result<(), DeviceError> {
         Ok(())
     }
-    fn write_columns(&mut self, row0: usize, rows: WeightRows<'_>, width: usize, first_column: usize);
-    fn read_rows(&self, row0: usize, out: RowBits<'_>);
+    fn write_columns(&mut self, row0: usize, rows: TensorView<'_>, width: usize, first_column: usize);
+    /// The stored values of whole rows.
+    fn read_rows(&self, rows: Range<usize>) -> TensorData<'static>;
+    /// Copies whole rows from `row0` on, as float32.
+    fn read_f32(&self, row0: usize, out: &mut [f32]);
     fn can_copy(&self, _from: &BorrowedRows<'_>) -> bool {
         false
     }

@@ -19,7 +19,7 @@ use crate::merge::Merge;
 use crate::sampling::Sampled;
 use crate::step::{AttentionShape, Step, StepInput};
 use crate::tensor::{rows, rows_mut, with_f32, with_f32_mut};
-use crate::weights::{ReadRows, RowBits, WriteElements};
+use crate::weights::{ReadRows, WriteElements};
 
 /// The thread pool of a rank, with the memory that operators reuse.
 pub(crate) struct CpuOps {
@@ -208,7 +208,7 @@ impl OpsImpl for CpuOps {
     fn copy_rows(&self, from: &Matrix, rows: Range<usize>, to: &mut Matrix) -> Result<()> {
         let (from, first) = (packed(from), rows.start);
         packed_mut(to).fill_rows(self.cpu.pool(), 0..rows.len(), &|rows, values| {
-            from.read_rows(first + rows.start, RowBits::F32(values));
+            from.read_f32(first + rows.start, values);
         });
         Ok(())
     }
@@ -223,7 +223,7 @@ impl OpsImpl for CpuOps {
     }
 
     fn unpack(&self, w: &Matrix, out: &Tensor) -> Result<()> {
-        with_f32_mut(out, |values| packed(w).read_rows(0, RowBits::F32(values)))
+        with_f32_mut(out, |values| packed(w).read_f32(0, values))
     }
 
     fn run_on_host(&self, tasks: usize, task: &(dyn Fn(usize) + Sync)) {

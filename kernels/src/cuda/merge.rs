@@ -20,8 +20,8 @@ use super::pack::Packer;
 use super::tensor;
 use crate::cpu::Isa;
 use crate::error::out_of_memory;
-use crate::merge::{LoraDelta, LowRank, Merge, MergeBase, ReadValues, Replacement, StoredValues};
-use crate::weights::{Dtype, RowBits, WeightDtype, WeightRows};
+use crate::merge::{LoraDelta, LowRank, Merge, MergeBase, ReadValues, Replacement};
+use crate::values::{Dtype, StorageDtype, TensorData, TensorView};
 
 /// The tile of a block of `cu/merge.cu`, and its threads.
 const TILE_ROWS: usize = 128;
@@ -99,7 +99,7 @@ impl Merger {
                 let first = (merge.columns.start * size_of::<f32>()) as u64;
                 let layout = PackedRowLayout::dense(merge.columns.len());
                 let from =
-                    DeviceRows { pointer: base.pointer + first, dtype: WeightDtype::F32, stride: base.stride, layout };
+                    DeviceRows { pointer: base.pointer + first, dtype: StorageDtype::F32, stride: base.stride, layout };
                 packer.copy(from, w.rows(rows.start), rows.len())
             }
         }
@@ -129,8 +129,8 @@ impl Merger {
     ) -> Result<()> {
         let (rank, rows, columns) = (low_rank.rank, &merge.rows, &merge.columns);
         let function = match w.shape.dtype {
-            WeightDtype::Bf16 => &self.add_low_rank_bf16,
-            WeightDtype::F32 => &self.add_low_rank_f32,
+            StorageDtype::Bf16 => &self.add_low_rank_bf16,
+            StorageDtype::F32 => &self.add_low_rank_f32,
         };
         let to = w.rows(first_row);
         let mut launch = Launch::of(&self.context.stream, function);
@@ -177,7 +177,7 @@ impl Merger {
             MergeBase::Read(read) => fill(read),
             MergeBase::Matrix(base) => {
                 assert!(!merge.goes_by_whole_rows(), "a merge that needs whole rows has a part of them");
-                fill(&|rows, _, values| base.read_rows(rows.start - merge.rows.start, RowBits::F32(values)))
+                fill(&|rows, _, values| base.read_f32(rows.start - merge.rows.start, values))
             }
             MergeBase::WholeRows(base) => {
                 let base = tensor::rows(base)?;
@@ -205,11 +205,7 @@ fn replace(
     replacement: &Replacement,
 ) -> Result<()> {
     let columns = replacement.cols;
-    let values = match &replacement.values {
-        StoredValues::F32(values) => WeightRows::F32(values),
-        StoredValues::F16(values) => WeightRows::F16(values),
-        StoredValues::Bf16(values) => WeightRows::Bf16(values),
-    };
+    let values = replacement.values.view();
     packer.store_columns(host, w, rows.clone(), columns, merge.columns.start, &|some, store| {
         let rows = of_weight(merge, &rows, some);
         store(values.part(rows.start * columns..rows.end * columns));

@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, sys};
 
 use super::library::Library;
-use crate::weights::Dtype;
+use crate::values::Dtype;
 
 /// The id of a group of ranks, `ncclUniqueId`.
 #[derive(Clone, Copy)]

@@ -17,7 +17,8 @@ use super::matrix::CudaMatrix;
 use super::module::{Module, fat_binary};
 use crate::cpu::math::round_bf16;
 use crate::error::out_of_memory;
-use crate::weights::{FillRows, MatrixShape, ROW_GROUP, ReadRows, WeightDtype, WeightRows, WriteElements};
+use crate::values::{StorageDtype, TensorView};
+use crate::weights::{FillRows, MatrixShape, ROW_GROUP, ReadRows, WriteElements};
 
 /// Threads of a block.
 const THREADS: usize = 128;
@@ -33,10 +34,10 @@ pub(super) struct Packer {
 }
 
 /// The index of a type among functions.
-fn index(dtype: WeightDtype) -> usize {
+fn index(dtype: StorageDtype) -> usize {
     match dtype {
-        WeightDtype::Bf16 => 0,
-        WeightDtype::F32 => 1,
+        StorageDtype::Bf16 => 0,
+        StorageDtype::F32 => 1,
     }
 }
 
@@ -78,8 +79,8 @@ impl Packer {
         read: &ReadRows<'_>,
     ) -> Result<()> {
         match w.shape.dtype {
-            WeightDtype::Bf16 => self.store_as::<bf16>(host, w, rows, width, first_column, read),
-            WeightDtype::F32 => self.store_as::<f32>(host, w, rows, width, first_column, read),
+            StorageDtype::Bf16 => self.store_as::<bf16>(host, w, rows, width, first_column, read),
+            StorageDtype::F32 => self.store_as::<f32>(host, w, rows, width, first_column, read),
         }
     }
 
@@ -109,8 +110,8 @@ impl Packer {
     /// If they pass the end.
     pub fn fill_rows(&self, host: HostSide<'_>, w: &CudaMatrix, rows: Range<usize>, fill: &FillRows<'_>) -> Result<()> {
         match w.shape.dtype {
-            WeightDtype::Bf16 => self.fill_as::<bf16>(host, w, rows, fill),
-            WeightDtype::F32 => self.fill_as::<f32>(host, w, rows, fill),
+            StorageDtype::Bf16 => self.fill_as::<bf16>(host, w, rows, fill),
+            StorageDtype::F32 => self.fill_as::<f32>(host, w, rows, fill),
         }
     }
 
@@ -125,7 +126,7 @@ impl Packer {
         let (layout, k) = (w.layout(), w.shape.k);
         host.send(w.row(rows.start), rows, layout.stride(), k, &|rows, packed: &mut [T], values| {
             fill(rows, values);
-            T::pack(layout, WeightRows::F32(values), k, 0, packed);
+            T::pack(layout, TensorView::F32(values), k, 0, packed);
         })
     }
 
@@ -143,7 +144,7 @@ impl Packer {
     pub fn unpack(&self, w: &CudaMatrix, out: sys::CUdeviceptr) -> Result<()> {
         let MatrixShape { n, k, .. } = w.shape;
         let layout = PackedRowLayout::dense(k);
-        self.copy(w.rows(0), DeviceRows { pointer: out, dtype: WeightDtype::F32, stride: k, layout }, n)
+        self.copy(w.rows(0), DeviceRows { pointer: out, dtype: StorageDtype::F32, stride: k, layout }, n)
     }
 
     /// Copies `count` rows, rounded to nearest even where that is needed.
@@ -209,11 +210,11 @@ impl Packer {
     /// Writes elements at different places without any memory of the device.
     fn write_one_by_one(&self, w: &CudaMatrix, elements: &[[u32; ELEMENT_WORDS]]) -> Result<()> {
         elements.iter().try_for_each(|[row, place, bits]| {
-            let at = w.row(*row as usize) + (*place as usize * w.shape.dtype.bytes()) as u64;
+            let at = w.row(*row as usize) + (*place as usize * w.shape.dtype.size()) as u64;
             let value = f32::from_bits(*bits);
             match w.shape.dtype {
-                WeightDtype::Bf16 => self.context.copies.write(at, &[round_bf16(value)]),
-                WeightDtype::F32 => self.context.copies.write(at, &[value]),
+                StorageDtype::Bf16 => self.context.copies.write(at, &[round_bf16(value)]),
+                StorageDtype::F32 => self.context.copies.write(at, &[value]),
             }
         })
     }

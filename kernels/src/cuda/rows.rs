@@ -11,7 +11,7 @@ use super::matrix::CudaMatrix;
 use super::module::{Module, fat_binary};
 use super::staging::Staging;
 use super::tensor::TensorRows;
-use crate::weights::WeightDtype;
+use crate::values::StorageDtype;
 
 /// The kernels that copy rows by their indices.
 pub(super) struct RowCopies {
@@ -39,8 +39,8 @@ impl RowCopies {
     /// `tokens` is the address of the token of each row of `out`.
     pub fn embed(&self, table: &CudaMatrix, first_token: usize, tokens: u64, out: TensorRows) -> Result<()> {
         let function = match table.shape.dtype {
-            WeightDtype::Bf16 => &self.embed_bf16,
-            WeightDtype::F32 => &self.embed_f32,
+            StorageDtype::Bf16 => &self.embed_bf16,
+            StorageDtype::F32 => &self.embed_f32,
         };
         let layout = table.layout();
         assert_eq!(table.shape.k, out.width, "columns of an embedding");

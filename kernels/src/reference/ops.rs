@@ -20,7 +20,8 @@ use crate::merge::{LoraDelta, LowRank, MergeBase, WeightChange};
 use crate::sampling::{Sampled, SampledTokens};
 use crate::step::{AttentionShape, Step, StepInput};
 use crate::tensor::{rows, rows_mut, with_f32, with_f32_mut};
-use crate::weights::{Dtype, ReadRows, RowBits, WriteElements};
+use crate::values::Dtype;
+use crate::weights::{ReadRows, WriteElements};
 
 /// All operators, without any state.
 pub(super) struct ReferenceOps;
@@ -188,7 +189,7 @@ impl OpsImpl for ReferenceOps {
         let mut merged = vec![0.0; merge.rows.len() * columns.len()];
         match &merge.base {
             MergeBase::Read(read) => read(merge.rows.clone(), columns.clone(), &mut merged),
-            MergeBase::Matrix(base) => base.read_rows(0, RowBits::F32(&mut merged)),
+            MergeBase::Matrix(base) => base.read_f32(0, &mut merged),
             MergeBase::WholeRows(base) => {
                 let len = merged.len();
                 with_f32(base, |base| merged.copy_from_slice(&base[..len]))?;
@@ -212,7 +213,7 @@ impl OpsImpl for ReferenceOps {
 
     fn unpack(&self, w: &Matrix, out: &Tensor) -> Result<()> {
         let stored: &RowMajor = w.storage();
-        with_f32_mut(out, |values| stored.read_rows(0, RowBits::F32(values)))
+        with_f32_mut(out, |values| stored.read_f32(0, values))
     }
 
     fn run_on_host(&self, tasks: usize, task: &(dyn Fn(usize) + Sync)) {
@@ -225,7 +226,7 @@ impl OpsImpl for ReferenceOps {
 /// Applies a change to the values of a row from column `first` on.
 fn apply(change: &WeightChange, row: usize, first: usize, values: &mut [f32]) {
     if let Some(replacement) = &change.replacement {
-        replacement.values.read(row * replacement.cols + first, values);
+        replacement.values.read_f32(row * replacement.cols + first, values);
     }
     match &change.delta {
         None => {}

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use candle_core::{Error, Tensor};
 use rollout_kernels::{
-    Activations, AttentionSequence, AttentionShape, DeviceBuffer, KvCache, KvDtype, KvLayout, Matrix, MatrixShape, Ops,
-    Padding, RowBits, Step, StepInput, WeightDtype, WeightRows,
+    Activations, AttentionSequence, AttentionShape, DeviceBuffer, KvCache, KvLayout, Matrix, MatrixShape, Ops, Padding,
+    Step, StepInput, StorageDtype, TensorView,
 };
 
 use crate::common::{NOTHING, Random, Rank, cuda, values_of};
@@ -57,11 +57,11 @@ fn sequences(random: &mut Random) -> Vec<Sequence> {
 }
 
 impl Layer {
-    fn new(rank: &Rank, dtype: WeightDtype) -> Self {
+    fn new(rank: &Rank, dtype: StorageDtype) -> Self {
         let mut random = Random::new(7);
         let mut matrix = |n: usize, k: usize| {
             let mut matrix = rank.device.zeros(MatrixShape { dtype, n, k, leaves: 1 }).unwrap();
-            matrix.write_rows(0, WeightRows::F32(&random.normals(n * k, 0.2)));
+            matrix.write_rows(0, TensorView::F32(&random.normals(n * k, 0.2)));
             matrix
         };
         let weights = [WIDTH, KV_WIDTH, KV_WIDTH, WIDTH].map(|n| matrix(n, WIDTH));
@@ -75,7 +75,7 @@ impl Layer {
             block_size: BLOCK_SIZE,
             kv_heads: KV_HEADS,
             head_dim: HEAD_DIM,
-            dtype: if dtype == WeightDtype::Bf16 { KvDtype::Bf16 } else { KvDtype::F32 },
+            dtype: if dtype == StorageDtype::Bf16 { StorageDtype::Bf16 } else { StorageDtype::F32 },
         });
         cache.restore().unwrap();
         let buffers = [WIDTH, WIDTH, KV_WIDTH, KV_WIDTH, WIDTH].map(|width| rank.zeros(MOST_ROWS, width));
@@ -100,7 +100,7 @@ impl Layer {
 }
 
 impl Bench {
-    fn new(dtype: WeightDtype) -> Self {
+    fn new(dtype: StorageDtype) -> Self {
         let rank = cuda().unwrap();
         Self { layer: Layer::new(&rank, dtype), rank }
     }
@@ -157,7 +157,7 @@ fn fill(benches: [&mut Bench; 2], sequences: &mut [Sequence], lengths: &[usize],
 }
 
 /// Two benches, and sequences of which one is about to be longer than a span, and one than two.
-fn start(dtype: WeightDtype, random: &mut Random) -> (Bench, Bench, Vec<Sequence>) {
+fn start(dtype: StorageDtype, random: &mut Random) -> (Bench, Bench, Vec<Sequence>) {
     let (mut ours, mut other) = (Bench::new(dtype), Bench::new(dtype));
     let mut sequences = sequences(random);
     let mut lengths: Vec<usize> = (0..SEQUENCES).map(|_| random.between(1, 40)).collect();
@@ -168,7 +168,7 @@ fn start(dtype: WeightDtype, random: &mut Random) -> (Bench, Bench, Vec<Sequence
 
 #[test]
 fn replayed_steps_have_the_bits_of_eager_ones() {
-    for (seed, dtype) in [WeightDtype::Bf16, WeightDtype::F32].into_iter().enumerate() {
+    for (seed, dtype) in [StorageDtype::Bf16, StorageDtype::F32].into_iter().enumerate() {
         let mut random = Random::new(seed as u64);
         let (mut ours, mut other, mut sequences) = start(dtype, &mut random);
         let mut replayed = 0;
@@ -195,7 +195,7 @@ fn replayed_steps_have_the_bits_of_eager_ones() {
 #[test]
 fn a_shape_runs_eagerly_once_is_captured_once_and_then_replayed_until_graphs_are_dropped() {
     let mut random = Random::new(3);
-    let (mut ours, mut other, mut sequences) = start(WeightDtype::Bf16, &mut random);
+    let (mut ours, mut other, mut sequences) = start(StorageDtype::Bf16, &mut random);
     let mut calls = |ours: &mut Bench, chosen: &[usize], times: usize| -> Vec<bool> {
         let mut one = || {
             let parts: Vec<_> = chosen.iter().map(|i| (&sequences[*i], &[3][..])).collect();
@@ -226,7 +226,7 @@ fn a_shape_runs_eagerly_once_is_captured_once_and_then_replayed_until_graphs_are
 #[test]
 fn the_graphs_that_were_used_last_are_kept() {
     let rank = cuda().unwrap();
-    let table = rank.device.zeros(MatrixShape { dtype: WeightDtype::F32, n: 4, k: 4, leaves: 1 }).unwrap();
+    let table = rank.device.zeros(MatrixShape { dtype: StorageDtype::F32, n: 4, k: 4, leaves: 1 }).unwrap();
     let out = rank.zeros(1000, 4);
     let is_called = |rows: usize| {
         let tokens = vec![1; rows];
@@ -254,7 +254,7 @@ fn the_graphs_that_were_used_last_are_kept() {
 #[test]
 fn a_replay_checks_its_step() {
     let mut random = Random::new(5);
-    let (mut ours, _, sequences) = start(WeightDtype::Bf16, &mut random);
+    let (mut ours, _, sequences) = start(StorageDtype::Bf16, &mut random);
     let outside = [(SEQUENCES * BLOCKS) as u32; BLOCKS];
     for (table, len) in [(&outside[..], 3), (&sequences[4].table[..1], BLOCK_SIZE)] {
         (0..3).for_each(|_| drop(ours.padded(&[(&sequences[4], &[1])])));
@@ -284,7 +284,7 @@ fn an_error_of_a_launch_is_returned_to_the_caller() {
 #[test]
 fn other_threads_write_weights_during_a_capture() {
     let mut random = Random::new(6);
-    let (mut ours, mut other, mut sequences) = start(WeightDtype::Bf16, &mut random);
+    let (mut ours, mut other, mut sequences) = start(StorageDtype::Bf16, &mut random);
     // Used by an operator, so that a write waits for them.
     let mut used = ours.rank.device.zeros(ours.layer.weights[0].shape()).unwrap();
     let (x, out) = (ours.rank.zeros(1, WIDTH), ours.rank.zeros(1, WIDTH));
@@ -297,7 +297,7 @@ fn other_threads_write_weights_during_a_capture() {
         scope.spawn(move || {
             for _ in 0..2 {
                 is_now.recv().unwrap();
-                used.write_rows(0, WeightRows::F32(values));
+                used.write_rows(0, TensorView::F32(values));
             }
         });
         for round in 0..6 {
@@ -312,7 +312,7 @@ fn other_threads_write_weights_during_a_capture() {
         }
     });
     let mut read = vec![0.0; WIDTH * WIDTH];
-    used.read_rows(0, RowBits::F32(&mut read));
+    used.read_f32(0, &mut read);
     let stored: Vec<f32> = values.iter().map(|x| half::bf16::from_f32(*x).to_f32()).collect();
     assert!(read == stored, "the values that were written during a capture");
 }
@@ -320,7 +320,7 @@ fn other_threads_write_weights_during_a_capture() {
 #[test]
 fn a_device_is_opened_during_a_capture() {
     let mut random = Random::new(8);
-    let (mut ours, mut other, sequences) = start(WeightDtype::F32, &mut random);
+    let (mut ours, mut other, sequences) = start(StorageDtype::F32, &mut random);
     let (now, is_now) = channel();
     let opening = std::thread::spawn(move || is_now.iter().inspect(|()| drop(cuda().unwrap())).count());
     for round in 0..4 {

@@ -6,7 +6,7 @@ use std::sync::{Barrier, Mutex, MutexGuard, PoisonError};
 
 use rollout_kernels::{
     Activations, AllReduce, AttentionSequence, Backend, Device, DeviceOptions, Devices, Matrix, MatrixShape,
-    Membership, Ops, Padding, RankGroup, StepInput, WeightDtype, WeightRows,
+    Membership, Ops, Padding, RankGroup, StepInput, StorageDtype, TensorView,
 };
 
 use crate::common::{NOTHING, Random, values_of};
@@ -182,9 +182,9 @@ struct Summing<'a> {
 impl<'a> Summing<'a> {
     fn new(device: &'a Device, group: &'a RankGroup, host: &'a HostGroup) -> Self {
         let zeros = |dtype, n| device.zeros(MatrixShape { dtype, n, k: WIDTH, leaves: 1 }).unwrap();
-        let (mut table, square) = (zeros(WeightDtype::F32, VOCAB), zeros(WeightDtype::Bf16, WIDTH));
+        let (mut table, square) = (zeros(StorageDtype::F32, VOCAB), zeros(StorageDtype::Bf16, WIDTH));
         let values: Vec<f32> = (0..VOCAB as u32).flat_map(|token| embedding(group.rank(), token)).collect();
-        table.write_rows(0, WeightRows::F32(&values));
+        table.write_rows(0, TensorView::F32(&values));
         let (ops, out) = (device.ops(), device.activations(PADDING.most_rows, WIDTH).unwrap());
         Self { device, group, host, ops, table, square, out }
     }

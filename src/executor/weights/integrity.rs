@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use rollout_kernels::{Ops, WeightDtype, WeightRows};
+use rollout_kernels::{Ops, StorageDtype, TensorView};
 
 use super::RankWeights;
 use crate::comm::Communicator;
@@ -117,13 +117,13 @@ pub(super) struct Reader<'a> {
 
 impl Reader<'_> {
     /// Passes the stored values of `slice` to `store`.
-    pub fn rows(&self, slice: &Slice, store: &mut dyn FnMut(WeightRows<'_>)) {
-        let read = self.checkpoint.read(self.name, slice, |stored| store(stored.as_rows()));
+    pub fn rows(&self, slice: &Slice, store: &mut dyn FnMut(TensorView<'_>)) {
+        let read = self.checkpoint.read(self.name, slice, |stored| store(stored.view()));
         self.note(slice, read);
     }
 
     /// Writes the values of `slice` to `values`, as float32 of the serving precision `dtype`.
-    pub fn values(&self, slice: &Slice, dtype: WeightDtype, values: &mut [f32]) {
+    pub fn values(&self, slice: &Slice, dtype: StorageDtype, values: &mut [f32]) {
         let read = self.checkpoint.read_f32(self.name, slice, dtype, values);
         self.note(slice, read);
     }

@@ -1,9 +1,7 @@
 //! Writing parameters from their base, with an adapter merged or without.
 
 use candle_core::Tensor;
-use rollout_kernels::{
-    Activations, Matrix, MatrixShape, Merge, MergeBase, Ops, ReadValues, RowBits, WeightChange, WeightRows,
-};
+use rollout_kernels::{Activations, Matrix, MatrixShape, Merge, MergeBase, Ops, ReadValues, TensorView, WeightChange};
 
 use crate::comm::Communicator;
 use crate::error::Result;
@@ -12,7 +10,7 @@ use crate::weights::{Adapter, ParamSpec, Slice, Tensors};
 
 /// Reads the base: called with a part of a parameter, it passes the stored values of that part to the function. It is
 /// called from several threads at once, each time for some whole rows.
-pub(super) type ReadBaseRows<'a> = dyn Fn(&Slice, &mut dyn FnMut(WeightRows<'_>)) + Sync + 'a;
+pub(super) type ReadBaseRows<'a> = dyn Fn(&Slice, &mut dyn FnMut(TensorView<'_>)) + Sync + 'a;
 
 /// The change of a parameter that the adapter does not touch.
 const UNCHANGED: WeightChange = WeightChange { replacement: None, delta: None };
@@ -29,8 +27,8 @@ pub(super) struct LocalParameter<'a> {
 pub(super) fn tensor_rows<'a>(
     tensors: &'a Tensors,
     name: &'a str,
-) -> impl Fn(&Slice, &mut dyn FnMut(WeightRows<'_>)) + Sync + 'a {
-    move |slice, store| store(tensors.read(name, slice).expect("the push has this parameter").as_rows())
+) -> impl Fn(&Slice, &mut dyn FnMut(TensorView<'_>)) + Sync + 'a {
+    move |slice, store| store(tensors.read(name, slice).expect("the push has this parameter").view())
 }
 
 /// Memory in which ranks gather whole rows of a parameter of which each has some of the columns. It is allocated before
@@ -75,7 +73,7 @@ impl<'a> LocalParameter<'a> {
         match &self.slot {
             ParamSlot::Matrix { matrix, first_row } => ops.copy_rows(matrix, *first_row..first_row + n, &mut copy)?,
             ParamSlot::Vector { vector, offset } => {
-                copy.write_rows(0, WeightRows::F32(&vector.read(*offset..offset + n)?));
+                copy.write_rows(0, TensorView::F32(&vector.read(*offset..offset + n)?));
             }
         }
         Ok(copy)
@@ -151,11 +149,11 @@ impl<'a> LocalParameter<'a> {
                 let mut values = vec![0.0; slice.len()];
                 match base {
                     MergeBase::Read(read) => read(slice.rows.clone(), slice.cols.clone(), &mut values),
-                    MergeBase::Matrix(copy) => copy.read_rows(0, RowBits::F32(&mut values)),
+                    MergeBase::Matrix(copy) => copy.read_f32(0, &mut values),
                     MergeBase::WholeRows(_) => unreachable!("a vector is whole on every rank that has it"),
                 }
                 change.apply_to_vector(slice.rows, &mut values);
-                vector.write_rounded(offset, WeightRows::F32(&values), build.weights)?;
+                vector.write_rounded(offset, TensorView::F32(&values), build.weights)?;
             }
         }
         Ok(())

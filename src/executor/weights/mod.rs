@@ -16,8 +16,7 @@ use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::sync::Arc;
 
-use half::bf16;
-use rollout_kernels::{DeviceError, Matrix, Ops, RowBits, WeightDtype};
+use rollout_kernels::{DeviceError, Matrix, Ops, StorageDtype, TensorData};
 
 use integrity::CheckpointBase;
 use merge::{Gathering, LocalParameter, tensor_rows};
@@ -224,7 +223,7 @@ impl RankWeights {
         self.decoder.visit_near(&spec.name, &mut |found, slot| {
             if found.name == spec.name {
                 let local = rows.start - part.rows.start..rows.end - part.rows.start;
-                bytes = Some(read_rows(&slot, local, part.cols.len(), dtype)?);
+                bytes = Some(read_rows(&slot, local, dtype)?);
             }
             Ok(())
         })?;
@@ -319,29 +318,17 @@ impl Bases {
 }
 
 /// Bytes of some rows of a parameter's part on this rank, row-major, little-endian. `rows` count from the part's first.
-fn read_rows(slot: &ParamSlot<'_>, rows: Range<usize>, columns: usize, dtype: WeightDtype) -> Result<Vec<u8>> {
-    let len = rows.len() * columns;
-    let as_bf16 = |values: &[bf16]| values.iter().flat_map(|x| x.to_le_bytes()).collect();
-    let as_f32 = |values: &[f32]| values.iter().flat_map(|x| x.to_le_bytes()).collect();
-    match slot {
-        ParamSlot::Matrix { matrix, first_row } => match dtype {
-            WeightDtype::Bf16 => {
-                let mut values = vec![bf16::ZERO; len];
-                matrix.read_rows(first_row + rows.start, RowBits::Bf16(&mut values));
-                Ok(as_bf16(&values))
-            }
-            WeightDtype::F32 => {
-                let mut values = vec![0.0; len];
-                matrix.read_rows(first_row + rows.start, RowBits::F32(&mut values));
-                Ok(as_f32(&values))
-            }
-        },
-        ParamSlot::Vector { vector, offset } => {
-            let values = vector.read(offset + rows.start..offset + rows.start + len)?;
-            Ok(match dtype {
-                WeightDtype::Bf16 => as_bf16(&values.iter().map(|x| bf16::from_f32(*x)).collect::<Vec<_>>()),
-                WeightDtype::F32 => as_f32(&values),
-            })
+fn read_rows(slot: &ParamSlot<'_>, rows: Range<usize>, dtype: StorageDtype) -> Result<Vec<u8>> {
+    Ok(match slot {
+        ParamSlot::Matrix { matrix, first_row } => {
+            matrix.read_rows(first_row + rows.start..first_row + rows.end).to_le_bytes()
         }
-    }
+        ParamSlot::Vector { vector, offset } => {
+            let values = TensorData::F32(vector.read(offset + rows.start..offset + rows.end)?.into());
+            match dtype {
+                StorageDtype::Bf16 => TensorData::Bf16(values.into_bf16()).to_le_bytes(),
+                StorageDtype::F32 => values.to_le_bytes(),
+            }
+        }
+    })
 }

@@ -13,7 +13,7 @@ use std::io::{self, ErrorKind};
 use std::ops::Range;
 use std::path::Path;
 
-use rollout_kernels::WeightDtype;
+use rollout_kernels::StorageDtype;
 use rollout_kernels::host::to_f32;
 
 use self::mapped::MappedFile;
@@ -82,7 +82,7 @@ impl Checkpoint {
             Self::Safetensors(c) => c.read(name, slice, use_values).ok_or_else(|| missing(name))?,
             Self::Gguf(c) => {
                 let mut values = vec![0.0; slice.len()];
-                let read = c.read_f32(name, slice, WeightDtype::F32, &mut values).ok_or_else(|| missing(name))?;
+                let read = c.read_f32(name, slice, StorageDtype::F32, &mut values).ok_or_else(|| missing(name))?;
                 let used = use_values(TensorData::F32(values.into()));
                 read.map(|()| used)
             }
@@ -96,10 +96,10 @@ impl Checkpoint {
     ///
     /// # Panics
     /// If `out` has another length.
-    pub fn read_f32(&self, name: &str, slice: &Slice, dtype: WeightDtype, out: &mut [f32]) -> Result<()> {
+    pub fn read_f32(&self, name: &str, slice: &Slice, dtype: StorageDtype, out: &mut [f32]) -> Result<()> {
         self.check_slice(name, slice)?;
         match self {
-            Self::Safetensors(c) => c.read(name, slice, |stored| to_f32(stored.as_rows(), dtype, out)),
+            Self::Safetensors(c) => c.read(name, slice, |stored| to_f32(stored.view(), dtype, out)),
             Self::Gguf(c) => c.read_f32(name, slice, dtype, out),
         }
         .ok_or_else(|| missing(name))?

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use rollout_kernels::host::round;
-use rollout_kernels::{LoraDelta, LowRank, Magnitude, Replacement, StoredValues, WeightChange};
+use rollout_kernels::{LoraDelta, LowRank, Magnitude, Replacement, WeightChange};
 
 use super::Adapter;
 use crate::weights::parameters::{Dtype, TensorData};
@@ -97,10 +97,8 @@ impl ChangeSpec {
     fn build<'t>(self, serving: Dtype, values: &dyn Fn(usize) -> TensorData<'t>) -> WeightChange {
         let replacement = self.whole.map(|whole| Replacement {
             values: match (serving, values(whole.tensor)) {
-                (Dtype::Bf16, data) => StoredValues::Bf16(data.into_bf16().into_owned()),
-                (_, TensorData::F32(data)) => StoredValues::F32(data.into_owned()),
-                (_, TensorData::F16(data)) => StoredValues::F16(data.into_owned()),
-                (_, TensorData::Bf16(data)) => StoredValues::Bf16(data.into_owned()),
+                (Dtype::Bf16, data) => TensorData::Bf16(data.into_bf16()).into_owned(),
+                (_, data) => data.into_owned(),
             },
             cols: whole.cols,
         });

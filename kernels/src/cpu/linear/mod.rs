@@ -12,7 +12,7 @@ use super::packed::PackedMatrix;
 use super::pool::Cpu;
 use super::rows::{Rows, RowsMut, SharedRows};
 use super::tile::{Format, LINE, Pairs, Prefetch, RoundedPairs, Single};
-use crate::weights::WeightDtype;
+use crate::values::StorageDtype;
 use format::LinearFormat;
 use half::bf16;
 use plan::LinearPlan;
@@ -52,9 +52,9 @@ fn by_format(cpu: &Cpu, x: Rows<'_>, w: &PackedMatrix, bias: Option<&[f32]>, out
         return;
     }
     match (w.dtype(), cpu.isa().rounds_activations()) {
-        (WeightDtype::F32, _) => run::<Single<f32>>(cpu, x, w, bias, out, gated),
-        (WeightDtype::Bf16, false) => run::<Pairs<bf16>>(cpu, x, w, bias, out, gated),
-        (WeightDtype::Bf16, true) => run::<RoundedPairs>(cpu, x, w, bias, out, gated),
+        (StorageDtype::F32, _) => run::<Single<f32>>(cpu, x, w, bias, out, gated),
+        (StorageDtype::Bf16, false) => run::<Pairs<bf16>>(cpu, x, w, bias, out, gated),
+        (StorageDtype::Bf16, true) => run::<RoundedPairs>(cpu, x, w, bias, out, gated),
     }
 }
 

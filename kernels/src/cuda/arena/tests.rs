@@ -6,8 +6,9 @@ use super::super::matrix::CudaMatrix;
 use super::*;
 use crate::backend::storage::{KvCacheImpl, MatrixImpl};
 use crate::cpu::testing::Random;
-use crate::kv_layout::{KvDtype, KvLayout};
-use crate::weights::{MatrixShape, WeightDtype};
+use crate::kv_layout::KvLayout;
+use crate::values::StorageDtype;
+use crate::weights::MatrixShape;
 
 /// An allocation, what was written to it, and whether it has memory.
 struct Held {
@@ -91,8 +92,8 @@ fn what_sleeps_wakes_at_its_address_with_its_bytes() {
 #[test]
 fn matrices_and_caches_keep_their_addresses() {
     let context = Arc::new(Context::open(0).unwrap());
-    let shape = MatrixShape { dtype: WeightDtype::Bf16, n: 300, k: 256, leaves: 2 };
-    let layout = KvLayout { blocks: 40, block_size: 16, kv_heads: 2, head_dim: 64, dtype: KvDtype::Bf16 };
+    let shape = MatrixShape { dtype: StorageDtype::Bf16, n: 300, k: 256, leaves: 2 };
+    let layout = KvLayout { blocks: 40, block_size: 16, kv_heads: 2, head_dim: 64, dtype: StorageDtype::Bf16 };
     let mut matrices: Vec<_> = (0..5).map(|_| CudaMatrix::zeros(&context, shape).unwrap()).collect();
     let mut caches: Vec<_> = (0..3).map(|_| CudaKv::new(&context, layout).unwrap()).collect();
     let addresses = |matrices: &[CudaMatrix], caches: &[CudaKv]| {

@@ -24,8 +24,9 @@ use crate::cuda::staging::Staging;
 use crate::cuda::step::CudaStep;
 use crate::cuda::tensor::TensorRows;
 use crate::error::DeviceError;
-use crate::kv_layout::{KvDtype, KvLayout};
+use crate::kv_layout::KvLayout;
 use crate::step::{AttentionSequence, AttentionShape, StepInput};
+use crate::values::StorageDtype;
 use library::FlashCall;
 use plan::FlashPlan;
 
@@ -43,7 +44,7 @@ pub(in crate::cuda) const IS_BUILT_IN: bool = cfg!(feature = "flash-attn");
 /// [`DeviceError::Unsupported`] naming what it cannot take.
 pub(in crate::cuda) fn check(context: &Arc<Context>, model: &ModelShape) -> std::result::Result<(), DeviceError> {
     let ModelShape { block_size, kv, .. } = *model;
-    if kv != KvDtype::Bf16 {
+    if kv != StorageDtype::Bf16 {
         return Err(DeviceError::Unsupported("--attention flash: keys and values must be bfloat16 (--dtype)".into()));
     }
     if !block_size.is_multiple_of(UNIT) {
@@ -137,7 +138,7 @@ impl Flash {
     /// If the rows are not the mean of the values that they see.
     pub fn try_out(&self, model: &ModelShape) -> Result<()> {
         let ModelShape { head_dim, block_size, .. } = *model;
-        let layout = KvLayout { blocks: 1, block_size, kv_heads: 1, head_dim, dtype: KvDtype::Bf16 };
+        let layout = KvLayout { blocks: 1, block_size, kv_heads: 1, head_dim, dtype: StorageDtype::Bf16 };
         let cache = CudaKv::new(&self.context, layout)?;
         let value = |i: usize| if i < head_dim { 1.0 } else { 3.0 };
         let values: Vec<bf16> = (0..2 * head_dim).map(|i| bf16::from_f32(value(i))).collect();

@@ -26,8 +26,9 @@ use super::staging::Staging;
 use super::step::CudaStep;
 use super::tensor::TensorRows;
 use crate::backend::device::AttentionKernel;
-use crate::kv_layout::{BlockCopy, KvDtype, KvLayout};
+use crate::kv_layout::{BlockCopy, KvLayout};
 use crate::step::AttentionShape;
+use crate::values::StorageDtype;
 use cache::CacheWrites;
 use flash::Flash;
 use plan::{AttentionTile, CallPlan, TILES};
@@ -52,7 +53,7 @@ impl PagedAttention {
         let load = |binary| Module::load(context.stream.context(), binary);
         let (of_bf16, of_f32) = (load(fat_binary!("attention_bf16"))?, load(fat_binary!("attention_f32"))?);
         let tile = |tile: &AttentionTile| {
-            let module = if tile.dtype == KvDtype::Bf16 { &of_bf16 } else { &of_f32 };
+            let module = if tile.dtype == StorageDtype::Bf16 { &of_bf16 } else { &of_f32 };
             let function = module.function(tile.kernel)?;
             let shared = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             function.set_attribute(shared, tile.shared as i32).w()?;

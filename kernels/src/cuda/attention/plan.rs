@@ -1,7 +1,8 @@
 //! How the attention of a step is cut into blocks. No choice changes a bit of the result.
 
-use crate::kv_layout::{KvDtype, KvLayout};
+use crate::kv_layout::KvLayout;
 use crate::step::{AttentionSequence, AttentionShape};
+use crate::values::StorageDtype;
 
 /// Positions that are folded as one. `SPAN` in `cu/attention.cuh`.
 const SPAN: usize = 256;
@@ -45,7 +46,7 @@ struct SequenceExtent {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct AttentionTile {
     pub kernel: &'static str,
-    pub dtype: KvDtype,
+    pub dtype: StorageDtype,
     /// The largest head dimension.
     pub head_dim: usize,
     /// Queries of a block.
@@ -59,13 +60,20 @@ const fn bf16(kernel: &'static str, head_dim: usize, warps: usize, stages: usize
     let units = stages * 2 * UNIT * (head_dim + 8) * size_of::<half::bf16>();
     // The values that are folded are of 16 queries a warp.
     let (queries, shared) = (16 * warps, units + 16 * warps * head_dim * size_of::<f32>());
-    AttentionTile { kernel, dtype: KvDtype::Bf16, head_dim, queries, threads: 32 * warps as u32, shared: shared as u32 }
+    AttentionTile {
+        kernel,
+        dtype: StorageDtype::Bf16,
+        head_dim,
+        queries,
+        threads: 32 * warps as u32,
+        shared: shared as u32,
+    }
 }
 
 const fn f32(kernel: &'static str, head_dim: usize) -> AttentionTile {
     let queries = 16;
     let shared = (queries + 2 * UNIT) * (head_dim + 4) * size_of::<f32>();
-    AttentionTile { kernel, dtype: KvDtype::F32, head_dim, queries, threads: 128, shared: shared as u32 }
+    AttentionTile { kernel, dtype: StorageDtype::F32, head_dim, queries, threads: 128, shared: shared as u32 }
 }
 
 /// The kernels of `cu/attention_bf16.cu` and `cu/attention_f32.cu`; those for more queries behind those for few: they

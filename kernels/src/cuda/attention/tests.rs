@@ -9,7 +9,7 @@ use crate::step::{AttentionSequence, StepInput};
 
 const PROCESSORS: usize = 132;
 
-fn layout(dtype: KvDtype, kv_heads: usize, head_dim: usize) -> KvLayout {
+fn layout(dtype: StorageDtype, kv_heads: usize, head_dim: usize) -> KvLayout {
     KvLayout { blocks: 60, block_size: 16, kv_heads, head_dim, dtype }
 }
 
@@ -28,11 +28,11 @@ fn sequences<'a>(parts: &[(usize, usize)], mut blocks: &'a [u32]) -> Vec<Attenti
 /// A cache of normal values.
 pub(super) fn cache(context: &Context, layout: KvLayout, random: &mut Random) -> CudaKv {
     let cache = CudaKv::new(context, layout).unwrap();
-    let values = random.normals(layout.blocks * layout.bytes_per_block() / layout.dtype.bytes(), 1.0);
+    let values = random.normals(layout.blocks * layout.bytes_per_block() / layout.dtype.size(), 1.0);
     let narrow = || values.iter().copied().map(bf16::from_f32).collect::<Vec<_>>();
     match layout.dtype {
-        KvDtype::Bf16 => context.copies.write(cache.keys(), &narrow()).unwrap(),
-        KvDtype::F32 => context.copies.write(cache.keys(), &values).unwrap(),
+        StorageDtype::Bf16 => context.copies.write(cache.keys(), &narrow()).unwrap(),
+        StorageDtype::F32 => context.copies.write(cache.keys(), &values).unwrap(),
     }
     cache
 }
@@ -42,7 +42,11 @@ fn every_way_gives_the_same_bits() {
     let context = Arc::new(Context::open(0).unwrap());
     let (attention, staging) =
         (PagedAttention::load(&context, AttentionKernel::Invariant).unwrap(), Staging::new(&context.stream));
-    let layers = [(KvDtype::Bf16, 32, 3, None), (KvDtype::Bf16, 80, 7, Some(100)), (KvDtype::F32, 48, 2, Some(300))];
+    let layers = [
+        (StorageDtype::Bf16, 32, 3, None),
+        (StorageDtype::Bf16, 80, 7, Some(100)),
+        (StorageDtype::F32, 48, 2, Some(300)),
+    ];
     for (seed, (dtype, head_dim, group, sliding_window)) in layers.into_iter().enumerate() {
         let mut random = Random::new(seed as u64);
         let layout = layout(dtype, 2, head_dim);
@@ -83,7 +87,7 @@ fn a_row_whose_scores_are_no_numbers_has_no_results_of_another_call() {
     let context = Arc::new(Context::open(0).unwrap());
     let attention = PagedAttention::load(&context, AttentionKernel::Invariant).unwrap();
     let staging = Staging::new(&context.stream);
-    for dtype in [KvDtype::Bf16, KvDtype::F32] {
+    for dtype in [StorageDtype::Bf16, StorageDtype::F32] {
         let mut random = Random::new(7);
         let layout = layout(dtype, 1, 64);
         let cache = cache(&context, layout, &mut random);
@@ -125,14 +129,14 @@ fn few_queries_are_split_by_spans_and_many_share_what_they_read() {
         let CallPlan { tile, spans } = plan.way(&layout(dtype, 4, head_dim), &shape, PROCESSORS);
         (TILES[tile].kernel, spans)
     };
-    assert_eq!(way(&[(1, 5000)], KvDtype::Bf16, 128, None), ("attention_bf16_128_x1", 20));
-    assert_eq!(way(&[(1, 5000)], KvDtype::Bf16, 128, Some(1000)), ("attention_bf16_128_x1", 5));
-    assert_eq!(way(&[(1, 255)], KvDtype::Bf16, 128, None), ("attention_bf16_128_x1", 1), "one span");
-    assert_eq!(way(&[(1, 5000); 200], KvDtype::Bf16, 64, None), ("attention_bf16_64_x1", 1), "many sequences");
-    assert_eq!(way(&[(1, 500), (512, 0)], KvDtype::Bf16, 80, None), ("attention_bf16_128_x4", 2));
-    assert_eq!(way(&[(512, 30000)], KvDtype::Bf16, 96, None), ("attention_bf16_128_x4", 1), "too many results");
-    assert_eq!(way(&[(9, 0)], KvDtype::Bf16, 192, None), ("attention_bf16_256_x2", 1));
-    assert_eq!(way(&[(9, 0)], KvDtype::F32, 64, None), ("attention_f32", 1));
+    assert_eq!(way(&[(1, 5000)], StorageDtype::Bf16, 128, None), ("attention_bf16_128_x1", 20));
+    assert_eq!(way(&[(1, 5000)], StorageDtype::Bf16, 128, Some(1000)), ("attention_bf16_128_x1", 5));
+    assert_eq!(way(&[(1, 255)], StorageDtype::Bf16, 128, None), ("attention_bf16_128_x1", 1), "one span");
+    assert_eq!(way(&[(1, 5000); 200], StorageDtype::Bf16, 64, None), ("attention_bf16_64_x1", 1), "many sequences");
+    assert_eq!(way(&[(1, 500), (512, 0)], StorageDtype::Bf16, 80, None), ("attention_bf16_128_x4", 2));
+    assert_eq!(way(&[(512, 30000)], StorageDtype::Bf16, 96, None), ("attention_bf16_128_x4", 1), "too many results");
+    assert_eq!(way(&[(9, 0)], StorageDtype::Bf16, 192, None), ("attention_bf16_256_x2", 1));
+    assert_eq!(way(&[(9, 0)], StorageDtype::F32, 64, None), ("attention_f32", 1));
 }
 
 #[test]
@@ -141,7 +145,7 @@ fn padded_steps_of_as_many_rows_and_spans_are_launched_alike() {
     let launches = |lengths: &[usize]| {
         let parts: Vec<_> = lengths.iter().map(|len| (1, len - 1)).collect();
         let sequences = sequences(&parts, &blocks);
-        let (mut words, layout) = (Vec::new(), layout(KvDtype::Bf16, 2, 64));
+        let (mut words, layout) = (Vec::new(), layout(StorageDtype::Bf16, 2, 64));
         let plan = CudaAttentionPlan::write_padded(&sequences, 8, &mut words);
         let shape = AttentionShape { heads: 14, scale: 1.0, sliding_window: None };
         let way = plan.way(&layout, &shape, PROCESSORS);

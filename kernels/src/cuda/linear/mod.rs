@@ -20,7 +20,8 @@ use super::matrix::CudaMatrix;
 use super::module::{Module, fat_binary};
 use super::scratch::DeviceScratch;
 use super::tensor::TensorRows;
-use crate::weights::{MatrixShape, WeightDtype};
+use crate::values::StorageDtype;
+use crate::weights::MatrixShape;
 use plan::{GemmLimits, GemmPlan, GemmSize, GemmTile, TILES};
 
 /// Threads of a block of the kernels before and after a product.
@@ -59,7 +60,7 @@ impl Gemm {
         let common = load(fat_binary!("linear"))?;
         let (of_bf16, of_f32) = (load(fat_binary!("linear_bf16"))?, load(fat_binary!("linear_f32"))?);
         let product = |tile: &GemmTile| {
-            let module = if tile.dtype == WeightDtype::Bf16 { &of_bf16 } else { &of_f32 };
+            let module = if tile.dtype == StorageDtype::Bf16 { &of_bf16 } else { &of_f32 };
             let function = module.function(tile.kernel)?;
             let shared = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             if limits.fit(tile) {
@@ -88,7 +89,7 @@ impl Gemm {
 
     /// Whether [`Self::gated`] takes these weights.
     pub fn gates(&self, w: &CudaMatrix) -> bool {
-        w.shape.dtype == WeightDtype::Bf16 && w.shape.leaves == 1
+        w.shape.dtype == StorageDtype::Bf16 && w.shape.leaves == 1
     }
 
     /// `out = silu(left half) * right half` of `x wᵀ + bias`, with the bits of the product and the activation one after
@@ -125,7 +126,7 @@ impl Gemm {
     /// The input itself for float32 weights, and packed for bfloat16.
     fn input(&self, x: TensorRows, w: &CudaMatrix) -> Result<GemmInput> {
         let layout = w.layout();
-        if w.shape.dtype == WeightDtype::F32 {
+        if w.shape.dtype == StorageDtype::F32 {
             return Ok(GemmInput { pointer: x.pointer, stride: x.stride, run: layout.run });
         }
         let pointer = self.packed.take(x.rows * layout.stride() * size_of::<bf16>())?;

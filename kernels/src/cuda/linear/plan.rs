@@ -1,7 +1,6 @@
 //! How a product is cut into blocks: by sizes, for speed. No choice changes a bit of the result.
 
-use crate::weights::WeightDtype;
-
+use crate::values::StorageDtype;
 /// How blocks combine the sums of leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum GemmKind {
@@ -17,7 +16,7 @@ pub(super) enum GemmKind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct GemmTile {
     pub kernel: &'static str,
-    pub dtype: WeightDtype,
+    pub dtype: StorageDtype,
     pub kind: GemmKind,
     pub rows: usize,
     pub columns: usize,
@@ -31,7 +30,7 @@ const fn bf16(kernel: &'static str, kind: GemmKind, [rows, columns]: [usize; 2],
     const DEPTH: usize = 64;
     let halves = if matches!(kind, GemmKind::Gated) { 2 } else { 1 };
     let shared = stages * ((rows + halves * columns) * DEPTH * size_of::<half::bf16>()) as u32;
-    GemmTile { kernel, dtype: WeightDtype::Bf16, kind, rows, columns, threads: 32 * warps, shared }
+    GemmTile { kernel, dtype: StorageDtype::Bf16, kind, rows, columns, threads: 32 * warps, shared }
 }
 
 /// A tile of which the sums of two levels of the tree wait in shared memory.
@@ -41,7 +40,7 @@ const fn waiting_in_shared(tile: GemmTile) -> GemmTile {
 }
 
 const fn f32(kernel: &'static str, [rows, columns]: [usize; 2], threads: u32) -> GemmTile {
-    GemmTile { kernel, dtype: WeightDtype::F32, kind: GemmKind::Leaves, rows, columns, threads, shared: 0 }
+    GemmTile { kernel, dtype: StorageDtype::F32, kind: GemmKind::Leaves, rows, columns, threads, shared: 0 }
 }
 
 /// The tiles of `cu/linear_bf16.cu` and `cu/linear_f32.cu`; those of one type and kind from small to large.
@@ -84,7 +83,7 @@ pub(super) struct GemmPlan {
 /// The size of a product.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct GemmSize {
-    pub dtype: WeightDtype,
+    pub dtype: StorageDtype,
     pub m: usize,
     /// Columns of the output.
     pub n: usize,
@@ -151,8 +150,8 @@ impl GemmLimits {
 /// the smallest: a large one reads less, a small one makes more blocks. Blocks sum this many leaves.
 fn largest_tile(size: GemmSize, leaves: usize, limits: GemmLimits) -> usize {
     let is_of_kind = |tile: &GemmTile| match size.dtype {
-        WeightDtype::Bf16 => tile.kind == size.kind(leaves),
-        WeightDtype::F32 => true,
+        StorageDtype::Bf16 => tile.kind == size.kind(leaves),
+        StorageDtype::F32 => true,
     };
     let is_busy = |i: &usize| {
         let tile = &TILES[*i];

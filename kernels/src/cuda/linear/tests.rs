@@ -7,9 +7,9 @@ use crate::backend::storage::MatrixImpl;
 use crate::cpu::testing::Random;
 use crate::cuda::activation::Activation;
 use crate::cuda::arena::ArenaAllocation;
-use crate::weights::WeightRows;
+use crate::values::TensorView;
 
-const DTYPES: [WeightDtype; 2] = [WeightDtype::Bf16, WeightDtype::F32];
+const DTYPES: [StorageDtype; 2] = [StorageDtype::Bf16, StorageDtype::F32];
 
 struct Device {
     context: Arc<Context>,
@@ -38,7 +38,7 @@ impl Device {
 
     fn matrix(&self, shape: MatrixShape, weights: &[f32]) -> CudaMatrix {
         let mut matrix = CudaMatrix::zeros(&self.context, shape).unwrap();
-        matrix.write_columns(0, WeightRows::F32(weights), shape.k, 0);
+        matrix.write_columns(0, TensorView::F32(weights), shape.k, 0);
         matrix
     }
 
@@ -56,7 +56,7 @@ impl Device {
     }
 }
 
-fn size(dtype: WeightDtype, m: usize, n: usize, leaves: usize) -> GemmSize {
+fn size(dtype: StorageDtype, m: usize, n: usize, leaves: usize) -> GemmSize {
     GemmSize { dtype, m, n, leaves, is_gated: false }
 }
 
@@ -99,14 +99,14 @@ fn every_gated_plan_gives_the_bits_of_the_two_steps() {
         let mut random = Random::new(seed as u64);
         let (x, weights) = (random.normals(m * k, 1.0), random.normals(2 * n * k, 0.3));
         let bias = device.rows(&random.normals(2 * n, 1.0), 2 * n, 2 * n);
-        let w = device.matrix(MatrixShape { dtype: WeightDtype::Bf16, n: 2 * n, k, leaves: 1 }, &weights);
+        let w = device.matrix(MatrixShape { dtype: StorageDtype::Bf16, n: 2 * n, k, leaves: 1 }, &weights);
         let x = device.rows(&x, k, k);
         let [between, out] = [2 * n, n].map(|width| device.rows(&vec![f32::NAN; m * width], width, width));
         device.linear.product(x.rows, &w, bias.rows.pointer, between.rows).unwrap();
         activation.silu_mul(between.rows, out.rows).unwrap();
         let expected = device.bits(&out);
         let plans =
-            GemmPlan::all(GemmSize { is_gated: true, ..size(WeightDtype::Bf16, m, n, 1) }, device.linear.limits);
+            GemmPlan::all(GemmSize { is_gated: true, ..size(StorageDtype::Bf16, m, n, 1) }, device.linear.limits);
         assert!(plans.len() > 1, "{plans:?}");
         for plan in plans {
             assert!(device.product(plan, &x, &w, &bias, n) == expected, "seed {seed}: {plan:?}");
@@ -120,8 +120,8 @@ fn float32_products_are_sums_in_the_documented_order() {
     for (seed, (m, n, k, leaves)) in [(3, 9, 40, 4), (2, 5, 35, 1), (1, 4, 128, 8)].into_iter().enumerate() {
         let mut random = Random::new(seed as u64);
         let (x, weights, bias) = (random.normals(m * k, 1.0), random.normals(n * k, 1.0), random.normals(n, 1.0));
-        let w = device.matrix(MatrixShape { dtype: WeightDtype::F32, n, k, leaves }, &weights);
-        let plan = GemmPlan::of(size(WeightDtype::F32, m, n, leaves), device.linear.limits);
+        let w = device.matrix(MatrixShape { dtype: StorageDtype::F32, n, k, leaves }, &weights);
+        let plan = GemmPlan::of(size(StorageDtype::F32, m, n, leaves), device.linear.limits);
         let found = device.product(plan, &device.rows(&x, k, k), &w, &device.rows(&bias, n, n), n);
         for (i, found) in found.into_iter().enumerate() {
             let (row, column) = (i / n, i % n);
@@ -151,7 +151,7 @@ fn strided_rows_give_the_bits_of_dense_ones() {
 fn large_products_take_large_tiles_and_small_ones_all_multiprocessors() {
     let tile = |m, n, leaves, shared| {
         let limits = GemmLimits { processors: 132, shared };
-        let plan = GemmPlan::of(size(WeightDtype::Bf16, m, n, leaves), limits);
+        let plan = GemmPlan::of(size(StorageDtype::Bf16, m, n, leaves), limits);
         (TILES[plan.tile].kernel, plan.splits)
     };
     let [a100, h100] = [163 << 10, 227 << 10];

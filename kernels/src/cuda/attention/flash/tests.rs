@@ -22,7 +22,7 @@ fn rows_of_prompts_are_near_our_own_and_others_are_ours() {
         [(32, 3, None), (64, 1, Some(50)), (80, 2, None), (128, 4, Some(1000)), (128, 1, Some(100)), (256, 1, None)];
     for (seed, (head_dim, group, sliding_window)) in layers.into_iter().enumerate() {
         let mut random = Random::new(seed as u64);
-        let layout = KvLayout { blocks: 60, block_size: 32, kv_heads: 2, head_dim, dtype: KvDtype::Bf16 };
+        let layout = KvLayout { blocks: 60, block_size: 32, kv_heads: 2, head_dim, dtype: StorageDtype::Bf16 };
         let cache = cache(&context, layout, &mut random);
         let (blocks, mut first_row, mut first_block): (Vec<u32>, _, _) = ((0..60).rev().collect(), 0, 0);
         let sequences = PARTS.map(|(rows, start_position)| {
@@ -72,11 +72,11 @@ fn rows_of_prompts_are_near_our_own_and_others_are_ours() {
 #[test]
 fn it_is_tried_out_and_refuses_what_it_cannot_read() {
     let context = Arc::new(Context::open(0).unwrap());
-    let model = |head_dim, block_size, kv| ModelShape { head_dim, block_size, weights: crate::WeightDtype::Bf16, kv };
+    let model = |head_dim, block_size, kv| ModelShape { head_dim, block_size, weights: crate::StorageDtype::Bf16, kv };
     for head_dim in [16, 64, 128, 256] {
-        check(&context, &model(head_dim, 32, KvDtype::Bf16)).unwrap();
+        check(&context, &model(head_dim, 32, StorageDtype::Bf16)).unwrap();
     }
     let refused = |model| check(&context, &model).unwrap_err().to_string();
-    assert!(refused(model(64, 48, KvDtype::Bf16)).contains("--block-size 48 is not a multiple of 32"));
-    assert!(refused(model(64, 32, KvDtype::F32)).contains("--dtype"));
+    assert!(refused(model(64, 48, StorageDtype::Bf16)).contains("--block-size 48 is not a multiple of 32"));
+    assert!(refused(model(64, 32, StorageDtype::F32)).contains("--dtype"));
 }
