@@ -27,7 +27,7 @@ impl AccessKind {
 }
 
 #[derive(Clone, Copy)]
-struct Access {
+struct ThreadAccess {
     thread: u32,
     /// Barriers of the block before it.
     epoch: u32,
@@ -37,7 +37,7 @@ struct Access {
     kind: AccessKind,
 }
 
-impl Access {
+impl ThreadAccess {
     const NONE: Self = Self { thread: u32::MAX, epoch: u32::MAX, passed: 0, line: 0, kind: AccessKind::Read };
 
     fn warp(self) -> u32 {
@@ -55,24 +55,24 @@ impl Access {
 /// The last accesses to a byte.
 #[derive(Clone, Copy)]
 pub struct Shadow {
-    write: Access,
-    read: Access,
+    write: ThreadAccess,
+    read: ThreadAccess,
     /// A reader of another thread of the same warp, or of another warp.
-    other: Access,
+    other: ThreadAccess,
 }
 
 impl Shadow {
-    pub const NONE: Self = Self { write: Access::NONE, read: Access::NONE, other: Access::NONE };
+    pub const NONE: Self = Self { write: ThreadAccess::NONE, read: ThreadAccess::NONE, other: ThreadAccess::NONE };
 
     /// The access that this one races with, if there is one.
-    fn conflict(&self, access: Access) -> Option<Access> {
+    fn conflict(&self, access: ThreadAccess) -> Option<ThreadAccess> {
         let earlier = if access.kind.writes() { &[self.write, self.read, self.other][..] } else { &[self.write] };
-        let both_strong = |earlier: &Access| earlier.kind.is_strong() && access.kind.is_strong();
-        let races = |earlier: &Access| !earlier.is_before(access) && !both_strong(earlier);
+        let both_strong = |earlier: &ThreadAccess| earlier.kind.is_strong() && access.kind.is_strong();
+        let races = |earlier: &ThreadAccess| !earlier.is_before(access) && !both_strong(earlier);
         earlier.iter().copied().find(races)
     }
 
-    fn note(&mut self, access: Access) {
+    fn note(&mut self, access: ThreadAccess) {
         if access.kind.writes() {
             *self = Self { write: access, ..Self::NONE };
         } else if self.read.epoch != access.epoch || self.read.thread == access.thread {
@@ -98,7 +98,7 @@ pub unsafe fn touch(thread: *mut Thread, at: u32, bytes: u32, kind: AccessKind) 
             return;
         }
         let passed = team.warps[(*thread).warp as usize].passed;
-        let access = Access { thread: (*thread).index, epoch: team.epoch, passed, line: (*thread).line, kind };
+        let access = ThreadAccess { thread: (*thread).index, epoch: team.epoch, passed, line: (*thread).line, kind };
         let range = at as usize..(at + bytes) as usize;
         let conflict = range.clone().find_map(|i| Some((i, team.shadow[i].conflict(access)?)));
         let Some((i, earlier)) = conflict else {

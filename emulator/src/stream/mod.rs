@@ -21,7 +21,7 @@ use crate::error::{ErrorCode, Result, STREAM_CAPTURE_UNSUPPORTED};
 use crate::settings::{self, MAX_DEVICES};
 
 /// The work of an operation, which runs each time that a graph with it is launched.
-pub type Work = Arc<dyn Fn() -> Result + Send + Sync>;
+pub type OperationWork = Arc<dyn Fn() -> Result + Send + Sync>;
 
 /// The kind of an operation, by its `CUgraphNodeType`.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -37,7 +37,7 @@ pub enum OperationKind {
 #[derive(Clone)]
 pub struct Operation {
     pub kind: OperationKind,
-    pub work: Work,
+    pub work: OperationWork,
 }
 
 impl Operation {

@@ -13,10 +13,10 @@ use super::context::Context;
 /// has one address, also from one release to the next.
 pub(super) struct DeviceScratch {
     context: Arc<Context>,
-    held: RefCell<Option<Held>>,
+    held: RefCell<Option<ScratchMemory>>,
 }
 
-struct Held {
+struct ScratchMemory {
     bytes: usize,
     memory: ArenaAllocation,
     is_released: bool,
@@ -44,7 +44,7 @@ impl DeviceScratch {
         *held = None;
         self.context.moved();
         let memory = self.context.scratch.allocate_for_step(bytes)?;
-        Ok(held.insert(Held { bytes, memory, is_released: false }).memory.pointer)
+        Ok(held.insert(ScratchMemory { bytes, memory, is_released: false }).memory.pointer)
     }
 
     /// Gives the memory back.

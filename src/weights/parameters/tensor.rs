@@ -7,8 +7,8 @@ pub use rollout_kernels::{Dtype, TensorData};
 
 use super::shard::Slice;
 
-/// The values of a slice of a row-major matrix with `cols` columns, whose elements are stored in `bytes`, little-endian.
-/// They are borrowed if the slice is whole rows and the bytes are aligned, else copied.
+/// The values of a slice of a row-major matrix with `cols` columns, whose elements are stored in `bytes`,
+/// little-endian. They are borrowed if the slice is whole rows and the bytes are aligned, else copied.
 ///
 /// # Panics
 /// If the slice is not inside the matrix.

@@ -128,7 +128,7 @@ fn answer_row(logits: &[f32], tasks: &[SamplingTask<'_>], scratch: &mut SamplerS
 }
 
 fn answer_task(raw: &Raw, task: &SamplingTask<'_>, work: &mut TaskScratch) -> TokenLogprobs {
-    let Choice { token, processed, ranking } = choose(raw, task, work);
+    let ChosenToken { token, processed, ranking } = choose(raw, task, work);
     let Ranking { top, rank } = ranking.unwrap_or_else(|| raw.ranking(token, task, &mut work.selection));
     TokenLogprobs { token, raw: raw.logprob(token), processed, top, rank }
 }
@@ -150,7 +150,7 @@ impl Raw<'_> {
 }
 
 /// The answer to a task, before its raw log-probability is known.
-struct Choice {
+struct ChosenToken {
     token: u32,
     processed: f32,
     /// Of the processed distribution, if the task asks for that.
@@ -175,7 +175,7 @@ pub(crate) fn logprob(x: f32, max: f32, temperature: f32, total: f64) -> f32 {
 }
 
 /// The task's token, its processed log-probability, and its ranking in the processed distribution.
-fn choose(raw: &Raw, task: &SamplingTask<'_>, work: &mut TaskScratch) -> Choice {
+fn choose(raw: &Raw, task: &SamplingTask<'_>, work: &mut TaskScratch) -> ChosenToken {
     let isa = raw.isa;
     let TaskScratch { edited, maxima, sums, counts, selection } = work;
     let scale = task.scale();
@@ -222,17 +222,17 @@ fn choose(raw: &Raw, task: &SamplingTask<'_>, work: &mut TaskScratch) -> Choice 
         };
         Ranking { top, rank: 1 + above }
     });
-    Choice { token, processed: logprob(token), ranking }
+    ChosenToken { token, processed: logprob(token), ranking }
 }
 
 /// The answer where `choice` is the one token of the processed distribution. In a `broken` row no log-probability is a
 /// number.
-fn greedy(choice: u32, task: &SamplingTask<'_>, broken: bool) -> Choice {
+fn greedy(choice: u32, task: &SamplingTask<'_>, broken: bool) -> ChosenToken {
     let token = task.target.unwrap_or(choice);
     let processed = certain_logprob(token == choice, broken);
     let top = || vec![(choice, certain_logprob(true, broken))];
     let ranking = || Ranking { top: top(), rank: 1 + u32::from(token != choice) };
-    Choice { token, processed, ranking: asks_for_processed(task).then(ranking) }
+    ChosenToken { token, processed, ranking: asks_for_processed(task).then(ranking) }
 }
 
 /// The processed log-probability where one token is certain, of that one or of another.
