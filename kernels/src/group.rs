@@ -18,6 +18,15 @@ pub enum AllReduce {
 #[derive(Clone, Copy)]
 pub struct GroupId(pub [u8; 128]);
 
+/// The collective of a group's ranks on the host, by which they agree on steps
+/// ([`Ops::capture_or_replay`](crate::Ops::capture_or_replay)).
+pub trait HostCollective {
+    /// Number of ranks.
+    fn world(&self) -> usize;
+    /// The minimum of `mine` over all ranks, once all have called it, each on its own thread. No device waits.
+    fn all_reduce_min(&self, mine: u32) -> u32;
+}
+
 /// A rank's place in a group that it joins.
 #[derive(Clone, Copy)]
 pub struct Membership {

@@ -41,14 +41,14 @@ pub use broadcast::BroadcastReceiver;
 pub use buffer::DeviceBuffer;
 pub use device::{Device, Devices};
 pub use error::{DeviceError, out_of_memory};
-pub use group::{AllReduce, GroupId, Membership, RankGroup};
+pub use group::{AllReduce, GroupId, HostCollective, Membership, RankGroup};
 pub use kv_cache::KvCache;
 pub use kv_layout::{BlockCopy, KvLayout};
 pub use matrix::Matrix;
 pub use merge::{LoraDelta, LowRank, Magnitude, Merge, MergeBase, ReadValues, Replacement, WeightChange};
 pub use ops::Ops;
 pub use sampling::{Distribution, Sampled, SampledTokens, SamplingTask, TokenLogprobs};
-pub use step::{AllReduceMin, AttentionSequence, AttentionShape, Padding, RowTasks, Step, StepInput};
+pub use step::{AttentionSequence, AttentionShape, Padding, RowTasks, Step, StepInput};
 pub use values::{Dtype, StorageDtype, TensorData, TensorView};
 pub use weights::{MAX_LEAVES, MatrixShape, ROW_GROUP, ReadRows, WriteElements, reduction_leaves};
 

@@ -9,12 +9,13 @@ use tracing::{Span, trace_span};
 
 use crate::backend::operators::OpsImpl;
 use crate::buffer::DeviceBuffer;
+use crate::group::HostCollective;
 use crate::kv_cache::KvCache;
 use crate::kv_layout::BlockCopy;
 use crate::matrix::Matrix;
 use crate::merge::Merge;
 use crate::sampling::Sampled;
-use crate::step::{AllReduceMin, AttentionSequence, AttentionShape, Padding, Step, StepInput};
+use crate::step::{AttentionSequence, AttentionShape, Padding, Step, StepInput};
 use crate::weights::{ReadRows, WriteElements};
 
 /// The operators of one rank. Each operator of a step is a trace-level span, which costs one comparison while spans are
@@ -54,8 +55,8 @@ impl Ops {
     /// capture them as a graph, and replay the graph for later padded steps of the same shape: until
     /// [`Ops::drop_graphs`], these must use the same operators, matrices, buffers and caches.
     ///
-    /// `ranks` is `None` for a single rank. In a [`RankGroup`](crate::RankGroup), whose collectives `launches` may call
-    /// too, all ranks run the same steps, and agree by `ranks` whether each is captured or replayed.
+    /// In a [`RankGroup`](crate::RankGroup), whose collectives `launches` may call too, all ranks run the same steps,
+    /// and agree by `ranks` whether each is captured or replayed.
     ///
     /// # Errors
     /// Those of `launches`, or if the device fails. The other ranks of a group may then wait for this one, as in a
@@ -63,7 +64,7 @@ impl Ops {
     pub fn capture_or_replay<E: From<Error>>(
         &self,
         step: &Step<'_>,
-        ranks: Option<AllReduceMin<'_>>,
+        ranks: &dyn HostCollective,
         mut launches: impl FnMut() -> std::result::Result<(), E>,
     ) -> std::result::Result<(), E> {
         let mut done = Ok(());

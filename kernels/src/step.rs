@@ -66,10 +66,6 @@ pub struct Padding {
     pub variant: Option<u64>,
 }
 
-/// An all-reduce of the minimum over the ranks of a group, on the host: each rank calls it on its own thread, and gets
-/// the minimum when all have called it ([`Ops::capture_or_replay`](crate::Ops::capture_or_replay)).
-pub type AllReduceMin<'a> = &'a dyn Fn(u32) -> u32;
-
 /// A step that a device has prepared ([`Ops::prepare`](crate::Ops::prepare)), from which its operators take their
 /// indices.
 pub struct Step<'a> {

@@ -1,7 +1,7 @@
 //! Tensor-parallel ranks on devices that exchange activations among themselves.
 
 use candle_core::Tensor;
-use rollout_kernels::RankGroup;
+use rollout_kernels::{HostCollective, RankGroup};
 
 use super::Communicator;
 use super::host::HostGroup;
@@ -20,13 +20,19 @@ impl DeviceGroup {
     }
 }
 
+impl HostCollective for DeviceGroup {
+    fn world(&self) -> usize {
+        self.group.world()
+    }
+
+    fn all_reduce_min(&self, mine: u32) -> u32 {
+        self.host.all_reduce_min(mine)
+    }
+}
+
 impl Communicator for DeviceGroup {
     fn rank(&self) -> usize {
         self.group.rank()
-    }
-
-    fn world(&self) -> usize {
-        self.group.world()
     }
 
     fn all_reduce_sum(&self, x: &Tensor) -> Result<()> {
@@ -35,10 +41,6 @@ impl Communicator for DeviceGroup {
 
     fn all_gather_columns(&self, local: &Tensor, out: &Tensor) -> Result<()> {
         Ok(self.group.all_gather_columns(local, out)?)
-    }
-
-    fn all_reduce_min(&self, mine: u32) -> u32 {
-        self.host.all_reduce_min(mine)
     }
 
     fn restore(&self) -> Result<()> {

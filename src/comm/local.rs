@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Arc, Barrier};
 
 use candle_core::Tensor;
+use rollout_kernels::HostCollective;
 use rollout_kernels::host::{with_f32, with_f32_mut};
 use tracing::trace_span;
 
@@ -49,13 +50,19 @@ impl LocalGroup {
     }
 }
 
+impl HostCollective for LocalGroup {
+    fn world(&self) -> usize {
+        self.shared.buffers.len()
+    }
+
+    fn all_reduce_min(&self, mine: u32) -> u32 {
+        self.host.all_reduce_min(mine)
+    }
+}
+
 impl Communicator for LocalGroup {
     fn rank(&self) -> usize {
         self.rank
-    }
-
-    fn world(&self) -> usize {
-        self.shared.buffers.len()
     }
 
     fn all_reduce_sum(&self, x: &Tensor) -> Result<()> {
@@ -102,10 +109,6 @@ impl Communicator for LocalGroup {
             })
         })??;
         Ok(())
-    }
-
-    fn all_reduce_min(&self, mine: u32) -> u32 {
-        self.host.all_reduce_min(mine)
     }
 }
 

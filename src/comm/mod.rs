@@ -9,6 +9,7 @@ mod local;
 mod trainer;
 
 use candle_core::Tensor;
+use rollout_kernels::HostCollective;
 
 use crate::error::Result;
 
@@ -18,16 +19,13 @@ pub use local::LocalGroup;
 pub use trainer::{ByteSink, RankRange, Rendezvous, TrainerGroup, TrainerTimeout, Trainers};
 
 /// The collective operations of the ranks of one model. All ranks make the same calls in the same order.
-pub trait Communicator: Send {
+pub trait Communicator: HostCollective + Send {
     fn rank(&self) -> usize;
-    fn world(&self) -> usize;
     /// Replaces `x` by its sum over all ranks. `x` is contiguous float32 and has the same shape on every rank.
     fn all_reduce_sum(&self, x: &Tensor) -> Result<()>;
     /// Gathers the columns of all ranks: `local` is this rank's `[rows, n]`, and `out` becomes `[rows, n * world]` with
     /// rank 0's columns first. With one rank both are the same tensor, and nothing happens.
     fn all_gather_columns(&self, local: &Tensor, out: &Tensor) -> Result<()>;
-    /// The minimum of `mine` over all ranks. It synchronises only the ranks' threads: no device waits.
-    fn all_reduce_min(&self, mine: u32) -> u32;
     /// Allocates the memory that calls reuse, if it is not there yet: a rank that ran out of memory in a call would
     /// leave the others waiting.
     ///
@@ -43,13 +41,19 @@ pub trait Communicator: Send {
 /// A single rank, which has nothing to exchange.
 pub struct SingleRank;
 
+impl HostCollective for SingleRank {
+    fn world(&self) -> usize {
+        1
+    }
+
+    fn all_reduce_min(&self, mine: u32) -> u32 {
+        mine
+    }
+}
+
 impl Communicator for SingleRank {
     fn rank(&self) -> usize {
         0
-    }
-
-    fn world(&self) -> usize {
-        1
     }
 
     fn all_reduce_sum(&self, _x: &Tensor) -> Result<()> {
@@ -59,9 +63,5 @@ impl Communicator for SingleRank {
     fn all_gather_columns(&self, local: &Tensor, out: &Tensor) -> Result<()> {
         assert_eq!(local.shape(), out.shape(), "one rank's columns are all columns");
         Ok(())
-    }
-
-    fn all_reduce_min(&self, mine: u32) -> u32 {
-        mine
     }
 }

@@ -138,11 +138,11 @@ impl ResidentAdapters {
     ///
     /// # Panics
     /// If one is not resident, or the buffers are released.
-    pub fn of_rows(&self, rows: impl Iterator<Item = Option<u64>>) -> Option<BatchAdapters<'_>> {
+    pub fn of_rows(&self, rows: &[Option<u64>]) -> Option<BatchAdapters<'_>> {
         let mut groups: BTreeMap<u64, Vec<u32>> = BTreeMap::new();
-        for (row, generation) in rows.enumerate() {
+        for (row, generation) in rows.iter().enumerate() {
             if let Some(generation) = generation {
-                groups.entry(generation).or_default().push(row as u32);
+                groups.entry(*generation).or_default().push(row as u32);
             }
         }
         let modules = |generation| {

@@ -6,12 +6,13 @@ use std::ops::Range;
 use candle_core::{Result, Tensor};
 
 use crate::buffer::DeviceBuffer;
+use crate::group::HostCollective;
 use crate::kv_cache::KvCache;
 use crate::kv_layout::BlockCopy;
 use crate::matrix::Matrix;
 use crate::merge::Merge;
 use crate::sampling::Sampled;
-use crate::step::{AllReduceMin, AttentionShape, Padding, Step, StepInput};
+use crate::step::{AttentionShape, Padding, Step, StepInput};
 use crate::weights::{ReadRows, WriteElements};
 
 /// The operators of one rank. Called from its thread alone.
@@ -25,7 +26,7 @@ pub(crate) trait OpsImpl: Send {
     fn capture_or_replay(
         &self,
         _step: &Step<'_>,
-        _ranks: Option<AllReduceMin<'_>>,
+        _ranks: &dyn HostCollective,
         launches: &mut dyn FnMut() -> bool,
     ) -> Result<()> {
         launches();

@@ -21,8 +21,8 @@ use candle_core::{Result, bail};
 use super::capture::CapturingThread;
 use super::context::Context;
 use super::step::{CudaStep, GraphKey};
+use crate::group::HostCollective;
 use crate::kv_layout::KvLayout;
-use crate::step::AllReduceMin;
 
 /// Captures in a row that another thread may invalidate before no more are tried.
 const MAX_INVALIDATED: u32 = 3;
@@ -63,8 +63,8 @@ enum GraphAction {
 }
 
 /// The action that all ranks take, where this one could take `action`.
-fn agree(ranks: Option<AllReduceMin<'_>>, action: GraphAction) -> GraphAction {
-    match ranks.map_or(action as u32, |all_reduce_min| all_reduce_min(action as u32)) {
+fn agree(ranks: &dyn HostCollective, action: GraphAction) -> GraphAction {
+    match ranks.all_reduce_min(action as u32) {
         0 => GraphAction::Eager,
         1 => GraphAction::Capture,
         _ => GraphAction::Replay,
@@ -72,8 +72,8 @@ fn agree(ranks: Option<AllReduceMin<'_>>, action: GraphAction) -> GraphAction {
 }
 
 /// Whether the condition holds on all ranks.
-fn on_all(ranks: Option<AllReduceMin<'_>>, holds: bool) -> bool {
-    ranks.map_or(holds, |all_reduce_min| all_reduce_min(u32::from(holds)) == 1)
+fn on_all(ranks: &dyn HostCollective, holds: bool) -> bool {
+    ranks.all_reduce_min(u32::from(holds)) == 1
 }
 
 // SAFETY: a graph belongs to no thread of the host; it must not be used by two at once, and the operators of a rank are
@@ -93,12 +93,7 @@ impl CudaGraphs {
     ///
     /// # Panics
     /// As the operators that `launches` starts, for the step.
-    pub fn run(
-        &self,
-        step: &CudaStep,
-        ranks: Option<AllReduceMin<'_>>,
-        launches: &mut dyn FnMut() -> bool,
-    ) -> Result<()> {
+    pub fn run(&self, step: &CudaStep, ranks: &dyn HostCollective, launches: &mut dyn FnMut() -> bool) -> Result<()> {
         let Some(key) = step.key().filter(|_| !self.is_disabled.get()) else {
             launches();
             return Ok(());
@@ -182,11 +177,7 @@ impl CudaGraphs {
     ///
     /// # Errors
     /// If the stream is still capturing, or the other ranks have captured and this one has not.
-    fn capture(
-        &self,
-        ranks: Option<AllReduceMin<'_>>,
-        launches: &mut dyn FnMut() -> bool,
-    ) -> Result<Option<CapturedGraph>> {
+    fn capture(&self, ranks: &dyn HostCollective, launches: &mut dyn FnMut() -> bool) -> Result<Option<CapturedGraph>> {
         let stream = &self.context.stream;
         let moves = self.context.moves();
         let guards = (CapturingThread::begin(), self.context.copies.operators_lock().lock());
@@ -211,13 +202,13 @@ impl CudaGraphs {
         if !all_capture {
             return Ok(self.disable(None));
         }
-        if is_invalidated && ranks.is_none() && self.invalidated.get() < MAX_INVALIDATED {
+        if is_invalidated && ranks.world() == 1 && self.invalidated.get() < MAX_INVALIDATED {
             // By another thread, as libraries do that wait for the whole device. The step runs eagerly.
             tracing::debug!("a graph capture was invalidated");
             self.invalidated.update(|count| count + 1);
             return Ok(None);
         }
-        if !has_launched && ranks.is_some() {
+        if !has_launched && ranks.world() > 1 {
             bail!("a launch was not captured, and other ranks have captured the collectives behind it");
         }
         let graph = graph.map_err(|e| e.to_string()).and_then(|graph| {

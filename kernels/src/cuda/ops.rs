@@ -28,12 +28,13 @@ use crate::backend::device::AttentionKernel;
 use crate::backend::operators::OpsImpl;
 use crate::buffer::DeviceBuffer;
 use crate::cpu::ThreadPool;
+use crate::group::HostCollective;
 use crate::kv_cache::KvCache;
 use crate::kv_layout::BlockCopy;
 use crate::matrix::Matrix;
 use crate::merge::Merge;
 use crate::sampling::Sampled;
-use crate::step::{AllReduceMin, AttentionShape, Padding, Step, StepInput};
+use crate::step::{AttentionShape, Padding, Step, StepInput};
 use crate::weights::{ReadRows, WriteElements};
 
 /// The kernels, and the memory that they reuse.
@@ -125,7 +126,7 @@ impl OpsImpl for CudaOps {
     fn capture_or_replay(
         &self,
         step: &Step<'_>,
-        ranks: Option<AllReduceMin<'_>>,
+        ranks: &dyn HostCollective,
         launches: &mut dyn FnMut() -> bool,
     ) -> Result<()> {
         self.graphs.run(prepared(step), ranks, launches)

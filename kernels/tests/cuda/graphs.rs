@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use candle_core::{Error, Tensor};
 use rollout_kernels::{
-    Activations, AttentionSequence, AttentionShape, DeviceBuffer, KvCache, KvLayout, Matrix, MatrixShape, Ops, Padding,
-    Step, StepInput, StorageDtype, TensorView,
+    Activations, AttentionSequence, AttentionShape, DeviceBuffer, HostCollective, KvCache, KvLayout, Matrix,
+    MatrixShape, Ops, Padding, Step, StepInput, StorageDtype, TensorView,
 };
 
 use crate::common::{NOTHING, Random, Rank, cuda, values_of};
@@ -99,6 +99,19 @@ impl Layer {
     }
 }
 
+/// A rank alone, which agrees with itself.
+struct OneRank;
+
+impl HostCollective for OneRank {
+    fn world(&self) -> usize {
+        1
+    }
+
+    fn all_reduce_min(&self, mine: u32) -> u32 {
+        mine
+    }
+}
+
 impl Bench {
     fn new(dtype: StorageDtype) -> Self {
         let rank = cuda().unwrap();
@@ -125,7 +138,7 @@ impl Bench {
             each();
             layer.forward(ops, &step)
         };
-        ops.capture_or_replay(&step, None, forward).unwrap();
+        ops.capture_or_replay(&step, &OneRank, forward).unwrap();
         values_of(&layer.buffers[1].narrow(0, 0, tokens.len()).unwrap())
     }
 
@@ -239,7 +252,7 @@ fn the_graphs_that_were_used_last_are_kept() {
             is_called = true;
             rank.ops.embed(&table, 0, &step, &out.narrow(0, 0, step.rows()).unwrap())
         };
-        rank.ops.capture_or_replay(&step, None, embed).unwrap();
+        rank.ops.capture_or_replay(&step, &OneRank, embed).unwrap();
         is_called
     };
     for shape in 1..=70 {
@@ -262,7 +275,7 @@ fn a_replay_checks_its_step() {
         let input = StepInput { tokens: &[1], positions: &[0], slots: &[0], sequences: &all, ..NOTHING };
         let step = ours.rank.ops.prepare_padded(input, PADDING).unwrap();
         let captured = || -> Result<(), Error> { panic!("the step is not replayed") };
-        let failed = catch_unwind(AssertUnwindSafe(|| ours.rank.ops.capture_or_replay(&step, None, captured)));
+        let failed = catch_unwind(AssertUnwindSafe(|| ours.rank.ops.capture_or_replay(&step, &OneRank, captured)));
         let why = failed.expect_err("the step is wrong");
         let why = why.downcast_ref::<String>().expect("a message of the check");
         assert!(why.contains("block"), "{why}");
@@ -276,7 +289,7 @@ fn an_error_of_a_launch_is_returned_to_the_caller() {
     let input = StepInput { tokens: &[1], sequences: &sequences, ..NOTHING };
     for _ in 0..4 {
         let step = rank.ops.prepare_padded(input, PADDING).unwrap();
-        let error = rank.ops.capture_or_replay(&step, None, || Err(Error::Msg("no".into()))).unwrap_err();
+        let error = rank.ops.capture_or_replay(&step, &OneRank, || Err(Error::Msg("no".into()))).unwrap_err();
         assert_eq!(error.to_string(), "no");
     }
 }

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Barrier, Mutex, MutexGuard, PoisonError};
 
 use rollout_kernels::{
-    Activations, AllReduce, AttentionSequence, Backend, Device, DeviceOptions, Devices, Matrix, MatrixShape,
-    Membership, Ops, Padding, RankGroup, StepInput, StorageDtype, TensorView,
+    Activations, AllReduce, AttentionSequence, Backend, Device, DeviceOptions, Devices, HostCollective, Matrix,
+    MatrixShape, Membership, Ops, Padding, RankGroup, StepInput, StorageDtype, TensorView,
 };
 
 use crate::common::{NOTHING, Random, values_of};
@@ -145,6 +145,19 @@ struct HostGroup {
     barrier: Barrier,
 }
 
+/// One rank's end of a [`HostGroup`].
+struct HostRank<'a>(&'a HostGroup, usize);
+
+impl HostCollective for HostRank<'_> {
+    fn world(&self) -> usize {
+        self.0.values.len()
+    }
+
+    fn all_reduce_min(&self, mine: u32) -> u32 {
+        self.0.all_reduce_min(self.1, mine)
+    }
+}
+
 impl HostGroup {
     fn new(world: usize) -> Self {
         Self { values: (0..world).map(|_| AtomicU32::new(0)).collect(), barrier: Barrier::new(world) }
@@ -201,8 +214,8 @@ impl<'a> Summing<'a> {
             self.ops.embed(&self.table, 0, &step, &out)?;
             self.group.all_reduce_sum(&out)
         };
-        let all_reduce_min = |mine| self.host.all_reduce_min(self.group.rank(), mine);
-        self.ops.capture_or_replay::<candle_core::Error>(&step, Some(&all_reduce_min), launches).unwrap();
+        let ranks = HostRank(self.host, self.group.rank());
+        self.ops.capture_or_replay::<candle_core::Error>(&step, &ranks, launches).unwrap();
         (values_of(&self.out.narrow(0, 0, tokens.len()).unwrap()), is_called)
     }
 
